@@ -1,0 +1,191 @@
+# What .ci/run and .ci/full are made of: first the machinery, then the steps. All of it happens in a temporary copy of
+# the checkout, so that nothing built or installed by hand counts, and nothing is left behind.
+
+set -u
+export LC_ALL=C PYTHONNOUSERSITE=1
+unset PYTHONPATH VIRTUAL_ENV
+python=${PYTHON:-python3}
+jobs=$(nproc)
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+tree=$tmp/tree venv=$tmp/venv tools=$tmp/tools empty=$tmp/empty
+mkdir "$tree" "$empty"
+touch "$tmp/skipped" "$tmp/failed"
+# What git tracks, and what it would; in an unpacked archive, everything.
+git ls-files -z --cached --others --exclude-standard 2>/dev/null >"$tmp/files" || find * -type f -print0 >"$tmp/files"
+tar --create --null --files-from="$tmp/files" --ignore-failed-read 2>/dev/null | tar --extract --directory="$tree"
+cd "$tree" || exit 1
+
+# step "name" command...: runs the command, and shows its output only if it fails.
+step() {
+    local name=$1 start=$SECONDS status
+    shift
+    (set -eo pipefail; "$@") >"$tmp/log" 2>&1 </dev/null
+    status=$?
+    if [ $status = 0 ]; then
+        printf 'ok   %4d s  %s\n' $((SECONDS - start)) "$name"
+    else
+        printf 'FAIL %4d s  %s\n' $((SECONDS - start)) "$name" | tee -a "$tmp/failed"
+        tail -n 60 "$tmp/log" | sed 's/^/    /'
+    fi
+}
+
+skip() { echo "skipped: $*" >>"$tmp/skipped"; }
+
+# has "check" command...: whether these commands exist; if one does not, the check is noted as skipped.
+has() {
+    local check=$1 command
+    shift
+    for command in "$@"; do
+        command -v "$command" >/dev/null || { skip "$check: no $command here"; return 1; }
+    done
+}
+
+# links "check" compiler flags...: whether a program built like this runs; if not, the check is noted as skipped.
+links() {
+    local check=$1
+    shift
+    echo 'int main(void) { return 0; }' >"$tmp/probe.c"
+    "$@" "$tmp/probe.c" -o "$tmp/probe" >/dev/null 2>&1 && "$tmp/probe" >/dev/null 2>&1 && return
+    skip "$check: no program built with $* runs here"
+    return 1
+}
+
+# Fails if any of its input matches the pattern.
+without() { if grep -nE "$1"; then return 1; fi; }
+
+finish() {
+    echo
+    cat "$tmp/skipped"
+    if [ -s "$tmp/failed" ]; then cat "$tmp/failed"; else echo "every step passed, in $SECONDS s"; fi
+    [ ! -e "$tmp/pytest" ] || tail -n 40 "$tmp/pytest" | sed -n '/short test summary\|=.* in [0-9.]*s/,$p'
+    [ ! -s "$tmp/failed" ]
+}
+
+# ---- Python
+
+install() {
+    "$python" -m venv "$venv"
+    KVCACHE_WERROR=1 "$venv/bin/pip" install -qq '.[test]'
+    rm -r build
+}
+
+# README's test command, on what pip installed.
+tests() { KVCACHE_TEST_INSTALLED=1 "$venv/bin/pytest" --color=no | tee "$tmp/pytest"; }
+
+# The sdist holds every file but hidden ones, and nothing generated; the wheel is built from it, and is what the tools
+# look at.
+distributions() {
+    "$python" -m venv "$tools"
+    "$tools/bin/pip" install -qq build
+    "$tools/bin/python" -m build --outdir "$tmp/dist"
+    tar --list --file "$tmp"/dist/*.tar.gz | cut -d/ -f2- >"$tmp/sdist"
+    without '_core\.c$|\.(so|o|pyc)$|(^|/)\.' <"$tmp/sdist"
+    without '^[^.]' < <(tr '\0' '\n' <"$tmp/files" | sort | comm -23 - <(sort "$tmp/sdist"))
+    "$tools/bin/pip" install -qq "$(echo "$tmp"/dist/*.whl)[test,docs,lint]"
+    cd "$empty"
+    "$tools/bin/python" -c 'import kvcache; kvcache.show_config()'
+}
+
+style() {
+    "$tools/bin/ruff" check
+    "$tools/bin/ruff" format --check
+    "$tools/bin/cython-lint" kvcache
+}
+
+types() {
+    "$tools/bin/mypy" --strict kvcache
+    cd "$empty"
+    "$tools/bin/stubtest" kvcache
+}
+
+docs() { "$tools/bin/sphinx-build" -W --keep-going -q docs "$tmp/html"; }
+
+# Paths of somebody's machine, and promises of later work.
+leftovers() {
+    if grep -rnIE '/(home|root|work|tmp|Users)/[a-z]|\b(TO[D]O|FIX[M]E|XX[X])\b' .; then return 1; fi
+}
+
+# ---- C
+
+strict=(-Wall -Wextra -Wpedantic -Wconversion -Werror)
+
+# headers cc c++: the public header alone
+headers() {
+    echo '#include <kvcache.h>' | "$1" -std=c11 "${strict[@]}" -Iinclude -fsyntax-only -x c -
+    echo '#include <kvcache.h>' | "$2" -std=c++17 "${strict[@]}" -Iinclude -fsyntax-only -x c++ -
+}
+
+# core cc flags...: the core compiles without a warning
+core() {
+    printf '%s\0' src/*.c src/kernels/*.c |
+        xargs -0 -n 1 -P "$jobs" "$@" -std=c11 -O2 "${strict[@]}" -Iinclude -Isrc -o /dev/null -c
+}
+
+# c_tests cc flags...: the C tests, built like this and no other way
+c_tests() { CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no tests/test_c.py; }
+
+# The CMake build, its tests, and a program that finds the installed library through CMake and pkg-config.
+cmake_build() {
+    local prefix=$tmp/prefix
+    cmake -S . -B "$tmp/cmake" -DKVCACHE_WERROR=ON -DCMAKE_INSTALL_PREFIX="$prefix" -DCMAKE_INSTALL_LIBDIR=lib
+    cmake --build "$tmp/cmake" --parallel "$jobs"
+    ctest --test-dir "$tmp/cmake" --output-on-failure
+    cmake --install "$tmp/cmake"
+    mkdir "$tmp/user"
+    cd "$tmp/user"
+    cat >main.c <<'END'
+#include <kvcache.h>
+#include <stdio.h>
+int main(void) { return puts(kvc_build_info()) < 0; }
+END
+    cat >CMakeLists.txt <<'END'
+cmake_minimum_required(VERSION 3.21)
+project(user C)
+find_package(kvcache 0.1 REQUIRED)
+foreach(library kvcache kvcache_static)
+  add_executable(with_${library} main.c)
+  target_link_libraries(with_${library} PRIVATE kvcache::${library})
+endforeach()
+END
+    cmake -S . -B build -DCMAKE_PREFIX_PATH="$prefix"
+    cmake --build build
+    build/with_kvcache
+    build/with_kvcache_static
+    export PKG_CONFIG_PATH=$prefix/lib/pkgconfig
+    cc main.c -o shared $(pkg-config --cflags --libs kvcache)
+    LD_LIBRARY_PATH=$prefix/lib ./shared
+    # Only the public names leave the shared library.
+    without ' [A-Z] ([^k]|k[^v]|kv[^c]|kvc[^_])' < <(nm --dynamic --defined-only "$prefix/lib/libkvcache.so")
+}
+
+# ---- what every change must pass
+
+usual() {
+    step "no leftovers" leftovers
+    step "install '.[test]'" install
+    step "pytest on the installed package" tests
+    step "sdist and wheel" distributions
+    step "ruff, cython-lint" style
+    step "mypy --strict, stubtest" types
+    step "docs without a warning" docs
+
+    local cc cxx
+    for cc in gcc clang; do
+        cxx=${cc/gcc/g++} cxx=${cxx/clang/clang++}
+        has "$cc" "$cc" || continue
+        has "header as C++, $cxx" "$cxx" && step "header as C11 and C++17, $cc" headers "$cc" "$cxx"
+        step "core without a warning, $cc" core "$cc"
+        if links "core with OpenMP, $cc" "$cc" -fopenmp; then
+            step "core without a warning, $cc, OpenMP" core "$cc" -fopenmp
+        fi
+        step "C tests, $cc -O3 without OpenMP" c_tests "$cc" -O3
+        set -- -fsanitize=address,undefined -fno-sanitize-recover=all
+        if links "C tests under sanitizers, $cc" "$cc" "$@"; then
+            step "C tests under address and undefined sanitizers, $cc" c_tests "$cc" "$@"
+        fi
+    done
+    has "CMake build" cmake pkg-config && step "CMake build, install, use" cmake_build
+}

@@ -1,0 +1,403 @@
+/* kvcache.h: the KV cache for CPU inference.  The whole public C interface.
+ *
+ * A language-model runner keeps, for every layer, the keys and values of the tokens it has seen, decides which of
+ * them stay, and attends over them.  This library does that, and nothing else.
+ *
+ * Words
+ *   position      where a token stands in its sequence (int32).  Never the same thing as where it is stored.
+ *   policy        per layer: which positions a query may see, and so which rows may be dropped.
+ *   layer group   the layers that share a policy; they share blocks and bookkeeping.
+ *   slot          room for one token: its K and V rows of every head of every layer of the group.
+ *   block         `block_size` slots: the unit of allocation and of sharing between sequences.
+ *   run           consecutive slots of one block that one sequence holds, at consecutive positions.
+ *   sequence      a list of runs, in order of arrival.  Named by any int64; one that holds nothing is empty, not
+ *                 unknown: queries answer 0 or -1, edits do nothing.
+ *   batch         the tokens of one forward pass, of one or many sequences.
+ *   span          a run as memory: pointers, strides, number of rows, first position.
+ *
+ * A forward pass
+ *   kvc_begin(cache, positions, seq_ids)     room for every token in every layer, or an error and no change
+ *   for each layer:  kvc_put(batch, layer, ...)  kvc_attend(batch, layer, ...)
+ *   kvc_commit(batch)                        the tokens are part of their sequences; or kvc_abort: they never were
+ *
+ * Errors    What can fail returns a kvc_status; 0 is success.  A failed call has changed nothing.  kvc_last_error()
+ *           gives the sentence with the numbers in it, per thread.  Nothing here aborts, prints or leaks.
+ * Threads   Any thread may call any function; a short mutex guards the bookkeeping and is not held while rows are
+ *           written or attended over.  One batch is open at a time.  It owns its sequences: to edit these, to compact
+ *           or to free the cache meanwhile is KVC_ERR_BUSY; other sequences may be edited freely.
+ * Structs   that configure begin with their own size, arrays of structs come with the size of an element, and a field
+ *           that is zero asks for its default: fields can be added without breaking a program.
+ * Ranges    are half open: [begin, end).  Strides are in bytes.
+ */
+#ifndef KVCACHE_H
+#define KVCACHE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define KVC_VERSION_MAJOR 0
+#define KVC_VERSION_MINOR 1
+#define KVC_VERSION_PATCH 0
+
+#if defined(_WIN32) && defined(KVC_SHARED)
+#ifdef KVC_BUILD
+#define KVC_API __declspec(dllexport)
+#else
+#define KVC_API __declspec(dllimport)
+#endif
+#elif defined(__GNUC__)
+#define KVC_API __attribute__((visibility("default")))
+#else
+#define KVC_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- version and machine ---------------------------------------------------------------------------------------- */
+
+/* The version this library was built as: major * 1000000 + minor * 1000 + patch. */
+KVC_API int32_t kvc_version(void);
+
+/* One line on how it was built: version, compiler, instruction sets compiled in, OpenMP or not.  Static. */
+KVC_API const char *kvc_build_info(void);
+
+/* The instruction set that a cache created now would use: "scalar", "avx2", ...  The best this machine has, unless
+ * the environment variable KVCACHE_ISA names another; NULL if it names one that is not to be had here. */
+KVC_API const char *kvc_isa(void);
+
+/* How many threads a call uses where the cache was not told: the number given to kvc_set_num_threads, else
+ * OMP_NUM_THREADS, else the physical cores this process may use (affinity and cgroup quota counted in).  Always 1 in
+ * a build without OpenMP, inside a parallel region, and in a child after fork(). */
+KVC_API int32_t kvc_num_threads(void);
+
+/* ---- status ----------------------------------------------------------------------------------------------------- */
+
+/* Written once: X(name, value, text). */
+#define KVC_STATUS_LIST(X)                                                                                             \
+    X(KVC_OK, 0, "success")                                                                                            \
+    X(KVC_ERR_INVALID, 1, "an argument is invalid")                                                                    \
+    X(KVC_ERR_INDEX, 2, "a layer, token or row is out of range")                                                       \
+    X(KVC_ERR_FULL, 3, "the tokens do not fit")                                                                        \
+    X(KVC_ERR_NOMEM, 4, "out of memory")                                                                               \
+    X(KVC_ERR_UNSUPPORTED, 5, "not supported")                                                                         \
+    X(KVC_ERR_BUSY, 6, "an open batch is using it")                                                                    \
+    X(KVC_ERR_HELD, 7, "a view is holding it")                                                                         \
+    X(KVC_ERR_GONE, 8, "rows that would be seen were evicted")                                                         \
+    X(KVC_ERR_CANCELLED, 9, "cancelled")                                                                               \
+    X(KVC_ERR_CORRUPT, 10, "an invariant does not hold")
+
+typedef enum kvc_status {
+#define KVC_STATUS_ENUM(name, value, text) name = value,
+    KVC_STATUS_LIST(KVC_STATUS_ENUM)
+#undef KVC_STATUS_ENUM
+} kvc_status;
+
+/* The status in general words, static; "unknown status" for a number that is none. */
+KVC_API const char *kvc_strerror(kvc_status status);
+
+/* The sentence of the last call of this thread that failed, "" if none did.  Valid until the next failure here. */
+KVC_API const char *kvc_last_error(void);
+
+/* Sets what kvc_num_threads answers for the whole process; 0: as if never set.  KVC_ERR_INVALID if negative. */
+KVC_API kvc_status kvc_set_num_threads(int32_t num_threads);
+
+/* ---- configuration ---------------------------------------------------------------------------------------------- */
+
+typedef enum kvc_type { /* element types of rows */
+    KVC_F32 = 0,
+    KVC_F16 = 1,
+    KVC_BF16 = 2,
+    KVC_Q8_0 = 3, /* reserved: 32 elements in 34 bytes, as in ggml */
+    KVC_Q4_0 = 4  /* reserved: 32 elements in 18 bytes, as in ggml */
+} kvc_type;
+
+typedef enum kvc_policy_kind {
+    KVC_FULL = 0,    /* a query sees every position up to its own */
+    KVC_SLIDING = 1, /* a query sees the `window` positions that end with its own, and the sinks */
+    KVC_CHUNKED = 2, /* reserved */
+    KVC_CROSS = 3,   /* reserved */
+    KVC_NONE = 4     /* reserved */
+} kvc_policy_kind;
+
+typedef struct kvc_policy {
+    int32_t kind;            /* kvc_policy_kind; the fields below are for KVC_SLIDING */
+    int32_t window;          /* positions a query sees, its own included; at least 1 */
+    int32_t num_sink_tokens; /* positions below this are always seen, and stay */
+    int32_t resume_window;   /* how many of the latest positions are kept, counted like window; at least window.  More
+                                means that a sequence can go back further.  0: window */
+} kvc_policy;
+
+typedef struct kvc_layer {
+    int32_t num_kv_heads;
+    int32_t k_dim; /* elements of one key of one head */
+    int32_t v_dim;
+    int32_t k_type; /* kvc_type that keys are stored as */
+    int32_t v_type;
+    int32_t k_transform; /* reserved, 0: rows are stored as given */
+    int32_t v_transform;
+    kvc_policy policy;
+} kvc_layer;
+
+typedef enum kvc_memory_kind { /* what an allocation is for */
+    KVC_MEMORY_ROWS = 0,       /* a block: keys and values.  Large, long-lived */
+    KVC_MEMORY_BOOKKEEPING = 1,
+    KVC_MEMORY_SCRATCH = 2 /* lives as long as a batch or a call */
+} kvc_memory_kind;
+
+typedef struct kvc_memory_hint {
+    int32_t kind;       /* kvc_memory_kind */
+    int32_t group;      /* layer group of a block, else -1 */
+    int32_t first_head; /* KV heads [first_head, end_head) whose rows lie here; for NUMA placement */
+    int32_t end_head;
+} kvc_memory_hint;
+
+/* Where memory comes from.  All three are called with the cache's mutex held or during creation, from any thread, and
+ * must not call into the library.  */
+typedef struct kvc_allocator {
+    size_t struct_size;
+    void *user;
+    /* `size` bytes (not 0) aligned to `alignment` (a power of two), or NULL. */
+    void *(*alloc)(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint);
+    void (*free)(void *user, void *memory, size_t size, const kvc_memory_hint *hint);
+    /* May be NULL.  The contents of [memory, memory + size) are no longer needed; the range stays allocated. */
+    void (*purge)(void *user, void *memory, size_t size);
+} kvc_allocator;
+
+typedef struct kvc_config {
+    size_t struct_size; /* sizeof(kvc_config) */
+    const kvc_layer *layers;
+    size_t layer_size; /* sizeof(kvc_layer) */
+    int32_t num_layers;
+    int32_t block_size;    /* slots in a block.  0: max_seq_len where that is given, max_sequences is 1 and every layer
+                              sees everything (one contiguous block); else 64 */
+    int64_t max_seq_len;   /* rows one sequence may hold in one layer; 0: no limit */
+    int64_t max_sequences; /* sequences that hold rows; 0: no limit */
+    int64_t capacity;      /* live slots of one layer group, those shared by several sequences counted once; 0:
+                              max_seq_len * max_sequences, no limit where one of these has none */
+    int64_t max_bytes;     /* hard limit of kvc_nbytes; 0: none */
+    int32_t num_threads;   /* threads one call uses; 0: kvc_num_threads() at the time of the call */
+    const kvc_allocator *allocator; /* copied; NULL: the C library, and the operating system's pages for blocks */
+} kvc_config;
+
+typedef struct kvc_cache kvc_cache;
+typedef struct kvc_batch kvc_batch;
+typedef struct kvc_hold kvc_hold;
+typedef struct kvc_plan kvc_plan;
+
+/* A new, empty cache in *cache, to be freed with kvc_cache_free.  Rows take no memory before they are needed.
+ * KVC_ERR_INVALID names the field and what would do; KVC_ERR_UNSUPPORTED for the reserved kinds; KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache);
+
+/* Frees the cache; NULL is nothing.  KVC_ERR_BUSY while a batch is open, KVC_ERR_HELD while a hold is out. */
+KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
+
+/* ---- looking at sequences --------------------------------------------------------------------------------------- */
+
+/* Rows of the sequence in the layer; layer -1: in the layer that keeps most.  -1 if there is no such layer. */
+KVC_API int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer);
+
+/* Smallest and largest stored position in any layer; -1 if nothing is stored. */
+KVC_API int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id);
+KVC_API int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id);
+
+/* kvc_last_position + 1: where the runner goes on from. */
+KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
+
+/* 1 if `position` is at most kvc_next_position and no row that a query there or later would see was evicted. */
+KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position);
+
+/* Writes the ids of the sequences that hold rows, ascending, at most max_ids of them; returns how many there are. */
+KVC_API int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids);
+
+/* Writes the positions of the sequence's rows in order of arrival, at most max_positions of them; returns how many
+ * rows there are.  -1 if there is no such layer. */
+KVC_API int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions,
+                              int64_t max_positions);
+
+/* ---- editing sequences ------------------------------------------------------------------------------------------ */
+
+#define KVC_END INT32_MAX /* as the end of a range of positions: to the last one */
+
+/* Forgets every sequence, or one.  Memory is kept for reuse. */
+KVC_API kvc_status kvc_clear(kvc_cache *cache);
+KVC_API kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id);
+
+/* Forgets every sequence but this one. */
+KVC_API kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id);
+
+/* dst becomes the rows of src at positions below `length` (whatever dst held is forgotten).  No row is copied: the
+ * two share slots until one of them drops them, and each appends to its own.  src == dst is KVC_ERR_INVALID. */
+KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length);
+
+/* kvc_copy_prefix of everything src holds. */
+KVC_API kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst);
+
+/* Drops the rows at positions [begin, end).  With `shift`, later tokens move down by end - begin: KVC_ERR_UNSUPPORTED
+ * where there are any, as their keys would have to be rotated.  Without, a gap stays. */
+KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
+
+/* Drops the rows at positions of at least `length`. */
+KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
+
+/* Moves rows together so that no block has holes, and hands the memory that this frees, and that of unused blocks,
+ * back.  KVC_ERR_BUSY, KVC_ERR_HELD (pointers into the rows would go stale), KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_compact(kvc_cache *cache);
+
+/* ---- memory ----------------------------------------------------------------------------------------------------- */
+
+typedef struct kvc_stats {
+    int64_t batches;         /* committed */
+    int64_t aborted;         /* batches */
+    int64_t tokens;          /* committed */
+    int64_t rows_evicted;    /* per layer group, as are all rows and slots here */
+    int64_t rows_moved;      /* by compaction: the only thing that ever copies a stored row */
+    int64_t compactions;
+    int64_t blocks_opened;   /* memory taken */
+    int64_t blocks_reused;   /* taken from those that nobody held any more */
+    int64_t blocks_returned; /* memory given back */
+    int64_t live_slots;      /* now: held by a sequence or an open batch */
+    int64_t wasted_slots;    /* now: neither live nor free to be handed out before a compaction */
+    int64_t blocks_in_use;   /* now */
+    int64_t blocks_free;     /* now: memory kept for reuse */
+} kvc_stats;
+
+/* Fills the first stats_size bytes of *stats. */
+KVC_API void kvc_get_stats(kvc_cache *cache, kvc_stats *stats, size_t stats_size);
+
+/* Bytes of memory the cache holds: rows that were ever written since their memory was taken, in whole OS pages where
+ * a block is large, and bookkeeping. */
+KVC_API int64_t kvc_nbytes(kvc_cache *cache);
+
+/* Bytes of rows when `capacity` slots of every layer group are filled; -1 where there is no limit. */
+KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
+
+/* Live slots as a fraction of `capacity`; where that has no limit, of the slots in blocks.  Of the fullest group. */
+KVC_API double kvc_utilization(kvc_cache *cache);
+
+/* Checks every invariant of the bookkeeping.  KVC_ERR_CORRUPT with the reason in kvc_last_error(). */
+KVC_API kvc_status kvc_validate(kvc_cache *cache);
+
+/* ---- reading rows ----------------------------------------------------------------------------------------------- */
+
+typedef struct kvc_span {
+    const void *k; /* row of the first position, KV head 0; rows are k_row_stride apart, heads k_head_stride */
+    const void *v;
+    int64_t k_head_stride, k_row_stride;
+    int64_t v_head_stride, v_row_stride;
+    int32_t num_rows;
+    int32_t position; /* of the first row; the others follow one by one */
+    int32_t delta;    /* position now, less the position the keys were rotated for */
+} kvc_span;
+
+/* The stored rows of a sequence in a layer, in order of arrival, without a copy.  Writes at most max_spans of them
+ * (each span_size bytes) and sets *num_spans to how many there are.  If hold is not NULL and all were written, *hold
+ * keeps them as they are, whatever is edited, until kvc_hold_free; without one they are valid until the sequence is
+ * edited.  KVC_ERR_INDEX, KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
+                             int64_t max_spans, int64_t *num_spans, kvc_hold **hold);
+
+/* Lets go; NULL is nothing.  To be called before the cache is freed. */
+KVC_API void kvc_hold_free(kvc_hold *hold);
+
+typedef struct kvc_rows_out {
+    size_t struct_size;
+    int32_t type;          /* KVC_F32, KVC_F16 or KVC_BF16: what rows are converted to */
+    void *k;               /* [num_kv_heads][rows][k_dim], rows and heads this far apart; NULL: not wanted */
+    void *v;
+    int64_t k_head_stride, k_row_stride;
+    int64_t v_head_stride, v_row_stride;
+} kvc_rows_out;
+
+/* Copies rows [first_row, first_row + num_rows), counted in order of arrival, of a sequence in a layer, decoded.
+ * KVC_ERR_INDEX if the sequence does not hold that many. */
+KVC_API kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
+                              const kvc_rows_out *out);
+
+/* Which row, in order of arrival, stands at a position: the latest of several; -1: none. */
+KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position);
+
+/* ---- a forward pass --------------------------------------------------------------------------------------------- */
+
+/* Makes room for num_tokens tokens at these positions of these sequences (seq_ids NULL: all of sequence 0), in every
+ * layer, and evicts what no later query can see: in each sequence of the batch what lies below its smallest position
+ * in it, in idle ones below their next, less what the policies retain.
+ * KVC_ERR_FULL where max_seq_len, max_sequences, capacity or max_bytes would be passed; KVC_ERR_GONE where a token
+ * would see rows that were evicted; KVC_ERR_BUSY while another batch is open; KVC_ERR_INVALID; KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
+                             kvc_batch **batch);
+
+typedef struct kvc_put_args {
+    size_t struct_size;
+    int32_t first;      /* tokens [first, first + num_tokens) of the batch */
+    int32_t num_tokens; /* 0: all from first on */
+    const void *k;      /* [num_tokens][num_kv_heads][k_dim], tokens and heads this far apart, elements adjacent */
+    const void *v;
+    int64_t k_token_stride, k_head_stride;
+    int64_t v_token_stride, v_head_stride;
+    int32_t k_type; /* KVC_F32, KVC_F16 or KVC_BF16: what k points at */
+    int32_t v_type;
+} kvc_put_args;
+
+/* Stores keys and values of one layer.  Disjoint ranges of tokens may be put from several threads at once.
+ * Strides may be anything, negative and 0 too, in whole elements.  KVC_ERR_INVALID if a token was put before;
+ * KVC_ERR_INDEX. */
+KVC_API kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
+
+typedef struct kvc_attend_args {
+    size_t struct_size;
+    const void *q;      /* [num_tokens][num_heads][k_dim] */
+    void *out;          /* [num_tokens][num_heads][v_dim], of q's type */
+    float *lse;         /* [num_tokens][num_heads] log-sum-exp of the scores (natural, sinks included); may be NULL */
+    const float *sinks; /* [num_heads] a logit that joins the softmax and has no value; may be NULL */
+    const float *alibi; /* [num_heads] slopes: slope * (key position - query position) is added; may be NULL */
+    const volatile int32_t *cancel; /* may be NULL; not 0: tasks that have not begun do nothing */
+    int64_t q_token_stride, q_head_stride;
+    int64_t out_token_stride, out_head_stride;
+    int64_t lse_token_stride, lse_head_stride;
+    int32_t q_type; /* KVC_F32, KVC_F16 or KVC_BF16 */
+    float scale;    /* 0: 1 / sqrt(k_dim) */
+    float softcap;  /* 0: none; else scores become softcap * tanh(score / softcap) before alibi */
+} kvc_attend_args;
+
+typedef struct kvc_plan_args {
+    size_t struct_size;
+    int32_t layer;      /* any layer of the group, with the shapes that count */
+    int32_t first;      /* query tokens [first, first + num_tokens) of the batch */
+    int32_t num_tokens; /* 0: all from first on */
+    int32_t num_heads;  /* query heads: a multiple of num_kv_heads */
+    int32_t num_threads; /* tasks that may run at the same time; a further one waits.  0: the cache's threads */
+} kvc_plan_args;
+
+/* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
+ * plan's range, with all threads of the cache.  A token sees the stored rows of its sequence and the batch's own, at
+ * positions up to its own, that the policy shows; those of the batch must have been put in this layer.  Where nothing
+ * is visible, out is 0 and lse -inf.  Sums are kept in f32.  The bits of the result depend on nothing but the
+ * sequence itself: not on threads, on where rows lie, or on who else is in the batch.
+ * plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX, KVC_ERR_NOMEM, KVC_ERR_CANCELLED. */
+KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
+
+/* The same for runners with threads of their own.  A plan cuts the work into tasks and takes all memory that they
+ * need; it serves every layer of the group that has the same shapes, one layer at a time, until the batch ends, which
+ * frees it (so do not free it later than that). */
+KVC_API kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **plan);
+KVC_API void kvc_plan_free(kvc_plan *plan);
+KVC_API int64_t kvc_plan_num_tasks(const kvc_plan *plan);
+
+/* Runs task `task` of a layer, from any thread; every task of [0, num_tasks) once.  The last to end merges, in a fixed
+ * order, so no barrier is needed.  All calls for one layer get the same args. */
+KVC_API kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task);
+
+/* Ends the batch: its tokens are part of their sequences; the handle is freed.  KVC_ERR_INVALID, and the batch is
+ * still open, if a token was not put in some layer. */
+KVC_API kvc_status kvc_commit(kvc_batch *batch);
+
+/* Ends the batch: its tokens never were (rows that kvc_begin evicted stay evicted); the handle is freed.  NULL is
+ * nothing. */
+KVC_API void kvc_abort(kvc_batch *batch);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

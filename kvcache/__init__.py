@@ -1,0 +1,23 @@
+"""The KV cache for CPU inference: stores keys and values, decides which tokens stay, attends over them."""
+
+from kvcache.cache import Batch, KVCache, Span
+from kvcache.config import __version__, get_num_threads, set_num_threads, show_config
+from kvcache.errors import CacheBusyError, CacheFullError, KVCacheError, NotSupportedError, RowsGoneError
+from kvcache.policy import FullAttention, SlidingWindow
+
+__all__ = [
+    "Batch",
+    "CacheBusyError",
+    "CacheFullError",
+    "FullAttention",
+    "KVCache",
+    "KVCacheError",
+    "NotSupportedError",
+    "RowsGoneError",
+    "SlidingWindow",
+    "Span",
+    "__version__",
+    "get_num_threads",
+    "set_num_threads",
+    "show_config",
+]

@@ -1,0 +1,1166 @@
+# cython: language_level=3, embedsignature=False
+"""The C core as Python sees it: arguments in, arrays out; no logic of its own.
+
+What the functions mean stands in include/kvcache.h; what users see, in cache.py. Two rules hold throughout. Arguments
+are converted, which may run anyone's code, before a handle is looked at, which that code may have closed. And where the
+GIL is released, a counter says so, for another thread must not free meanwhile what is in use.
+"""
+
+import operator
+
+import numpy as np
+
+cimport cython
+cimport numpy as cnp
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
+from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Realloc
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
+from cpython.ref cimport Py_INCREF
+from libc.math cimport isfinite
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memset
+
+from kvcache.errors import CacheBusyError, CacheFullError, KVCacheError, NotSupportedError, RowsGoneError
+
+cnp.import_array()
+
+
+cdef extern from "Python.h":
+    double PyFloat_AsDouble(object number) except? -1.0
+
+
+cdef extern from "numpy/arrayobject.h":
+    # numpy's own declaration of this one takes no NULL
+    object PyArray_NewFromDescr(
+        object subtype, cnp.dtype descr, int ndim, cnp.npy_intp *shape, cnp.npy_intp *strides, void *data, int flags,
+        void *prototype)
+
+
+cdef extern from "kvcache.h" nogil:
+    ctypedef enum kvc_status:
+        KVC_OK
+        KVC_ERR_INVALID
+        KVC_ERR_INDEX
+        KVC_ERR_FULL
+        KVC_ERR_NOMEM
+        KVC_ERR_UNSUPPORTED
+        KVC_ERR_BUSY
+        KVC_ERR_HELD
+        KVC_ERR_GONE
+
+    cdef enum:
+        KVC_F32
+        KVC_F16
+        KVC_BF16
+        KVC_FULL
+        KVC_SLIDING
+        KVC_END
+
+    int32_t kvc_version()
+    const char *kvc_build_info()
+    const char *kvc_isa()
+    int32_t kvc_num_threads()
+    const char *kvc_last_error()
+    kvc_status kvc_set_num_threads(int32_t num_threads)
+
+    ctypedef struct kvc_policy:
+        int32_t kind, window, num_sink_tokens, resume_window
+
+    ctypedef struct kvc_layer:
+        int32_t num_kv_heads, k_dim, v_dim, k_type, v_type
+        kvc_policy policy
+
+    ctypedef struct kvc_config:
+        size_t struct_size
+        const kvc_layer *layers
+        size_t layer_size
+        int32_t num_layers, block_size
+        int64_t max_seq_len, max_sequences, capacity, max_bytes
+        int32_t num_threads
+
+    ctypedef struct kvc_cache
+    ctypedef struct kvc_batch
+    ctypedef struct kvc_hold
+
+    kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache)
+    kvc_status kvc_cache_free(kvc_cache *cache)
+
+    int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer)
+    int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id)
+    int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id)
+    int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id)
+    int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position)
+    int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids)
+    int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions, int64_t max_positions)
+
+    kvc_status kvc_clear(kvc_cache *cache)
+    kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id)
+    kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id)
+    kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length)
+    kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst)
+    kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift)
+    kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length)
+    kvc_status kvc_compact(kvc_cache *cache)
+
+    ctypedef struct kvc_stats:
+        int64_t batches, aborted, tokens, rows_evicted, rows_moved, compactions
+        int64_t blocks_opened, blocks_reused, blocks_returned
+        int64_t live_slots, wasted_slots, blocks_in_use, blocks_free
+
+    void kvc_get_stats(kvc_cache *cache, kvc_stats *stats, size_t stats_size)
+    int64_t kvc_nbytes(kvc_cache *cache)
+    int64_t kvc_capacity_bytes(kvc_cache *cache)
+    double kvc_utilization(kvc_cache *cache)
+    kvc_status kvc_validate(kvc_cache *cache)
+
+    ctypedef struct kvc_span:
+        const void *k
+        const void *v
+        int64_t k_head_stride, k_row_stride, v_head_stride, v_row_stride
+        int32_t num_rows, position, delta
+
+    kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
+                         int64_t max_spans, int64_t *num_spans, kvc_hold **hold)
+    void kvc_hold_free(kvc_hold *hold)
+
+    ctypedef struct kvc_rows_out:
+        size_t struct_size
+        int32_t type
+        void *k
+        void *v
+        int64_t k_head_stride, k_row_stride, v_head_stride, v_row_stride
+
+    kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
+                          const kvc_rows_out *out)
+    int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position)
+
+    kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
+                         kvc_batch **batch)
+
+    ctypedef struct kvc_put_args:
+        size_t struct_size
+        int32_t first, num_tokens
+        const void *k
+        const void *v
+        int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride
+        int32_t k_type, v_type
+
+    kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args)
+
+    ctypedef struct kvc_attend_args:
+        size_t struct_size
+        const void *q
+        void *out
+        float *lse
+        const float *sinks
+        const float *alibi
+        int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride
+        int32_t q_type
+        float scale, softcap
+
+    ctypedef struct kvc_plan_args:
+        size_t struct_size
+        int32_t layer, first, num_tokens, num_heads
+
+    kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args)
+    kvc_status kvc_commit(kvc_batch *batch)
+    void kvc_abort(kvc_batch *batch)
+
+
+# DLPack, https://dmlc.github.io/dlpack/latest/c_api.html: what a capsule of either kind holds.
+
+cdef struct DLTensor:
+    void *data
+    int32_t device_type
+    int32_t device_id
+    int32_t ndim
+    uint8_t code
+    uint8_t bits
+    uint16_t lanes
+    int64_t *shape
+    int64_t *strides  # in elements; NULL: one row after the other
+    uint64_t byte_offset
+
+cdef struct DLManagedTensor:
+    DLTensor tensor
+    void *context
+    void *deleter
+
+cdef struct DLManagedTensorVersioned:
+    uint32_t major
+    uint32_t minor
+    void *context
+    void *deleter
+    uint64_t flags
+    DLTensor tensor
+
+cdef enum:
+    DL_FLOAT = 2
+    DL_BFLOAT = 4
+    DL_CPU = 1
+    DL_CUDA_HOST = 3  # pinned: memory of the CPU
+    DL_ROCM_HOST = 11
+    DL_READ_ONLY = 1
+    DL_COPIED = 2
+
+
+INT32_MAX = 0x7fffffff
+INT64_MAX = 0x7fffffffffffffff
+TYPES = {"f32": KVC_F32, "f16": KVC_F16, "bf16": KVC_BF16}
+cdef int64_t _INT32_MAX = 0x7fffffff
+cdef int64_t _INT64_MAX = 0x7fffffffffffffff
+cdef int64_t _INT64_MIN = -_INT64_MAX - 1
+# Positions end one below the largest int32, which as the end of a range means "to the last one".
+cdef int32_t _MAX_POSITION = 0x7ffffffe
+
+cdef int64_t[3] ITEM_SIZE = [4, 2, 2]  # by kvc_type
+
+cdef dict ERRORS = {
+    KVC_ERR_INVALID: ValueError,
+    KVC_ERR_INDEX: IndexError,
+    KVC_ERR_FULL: CacheFullError,
+    KVC_ERR_NOMEM: MemoryError,
+    KVC_ERR_UNSUPPORTED: NotSupportedError,
+    KVC_ERR_BUSY: CacheBusyError,
+    KVC_ERR_HELD: BufferError,
+    KVC_ERR_GONE: RowsGoneError,
+}
+
+
+cdef int check(kvc_status status) except -1:
+    if status != KVC_OK:
+        raise ERRORS.get(status, KVCacheError)(kvc_last_error().decode())
+    return 0
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+cdef str show(object value):
+    """The value for an error message, which must neither fail nor fill the screen."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of thousands of digits refuses, among others
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+cdef object to_index(object value, str name):
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}={value}: an integer is needed, not a truth value")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={show(value)}: an integer is needed, not {type(value).__name__}") from None
+
+
+cdef bint is_plain(object value, int64_t low, int64_t high, int64_t *number) noexcept:
+    """Whether it is an int of [low, high] and nothing else, as it nearly always is."""
+    cdef int overflow = 0
+    if not PyLong_CheckExact(value):
+        return False
+    number[0] = PyLong_AsLongLongAndOverflow(value, &overflow)
+    return not overflow and low <= number[0] <= high
+
+
+cdef int64_t to_int(object value, str name, int64_t low, int64_t high) except? -1:
+    cdef int64_t number
+    if is_plain(value, low, high, &number):
+        return number
+    value = to_index(value, name)
+    if value < low:
+        raise ValueError(f"{name}={show(value)}: must be at least {low}")
+    if value > high:
+        raise ValueError(f"{name}={show(value)}: must be at most {high}")
+    return value
+
+
+cdef int32_t to_layer(object value, int32_t num_layers) except -1:
+    cdef int64_t number
+    if is_plain(value, 0, num_layers - 1, &number):
+        return <int32_t>number
+    value = to_index(value, "layer")
+    if not 0 <= value < num_layers:
+        raise IndexError(f"layer={show(value)}: the layers are 0 to {num_layers - 1}")
+    return value
+
+
+cdef inline int64_t to_seq_id(object value, str name="seq_id") except? -1:
+    return to_int(value, name, _INT64_MIN, _INT64_MAX)
+
+
+cdef float to_factor(object value, str name, bint positive) except? -1:
+    """A number that C takes, where 0 would ask for the default."""
+    cdef float number
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = <float>PyFloat_AsDouble(value)
+    except TypeError:
+        raise TypeError(f"{name}={show(value)}: a number or None is needed, not {type(value).__name__}") from None
+    if not isfinite(number) or number == 0 or (positive and number < 0):
+        what = "above 0" if positive else "other than 0"
+        raise ValueError(f"{name}={show(value)}: must be a finite f32 number {what}; None asks for the default")
+    return number
+
+
+cdef cnp.ndarray to_int_array(object values, str name, int typenum, int64_t low, int64_t high):
+    """A new, read-only array of integers out of any iterable of them."""
+    cdef cnp.npy_intp size, i
+    cdef int64_t number
+    cdef cnp.ndarray array
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    try:
+        values = list(values)
+    except TypeError:
+        what = type(values).__name__
+        raise TypeError(f"{name}={show(values)}: a sequence of integers is needed, not {what}") from None
+    size = to_int(len(values), f"len({name})", 1, _INT32_MAX)
+    array = cnp.PyArray_EMPTY(1, &size, typenum, 0)
+    for i in range(size):
+        if not is_plain(values[i], low, high, &number):
+            number = to_int(values[i], f"{name}[{i}]", low, high)
+        if typenum == cnp.NPY_INT32:
+            (<int32_t *>cnp.PyArray_DATA(array))[i] = <int32_t>number
+        else:
+            (<int64_t *>cnp.PyArray_DATA(array))[i] = number
+    array.flags.writeable = False
+    return array
+
+
+def integer(value, str name, int64_t low, int64_t high):
+    """`value` as an int of [low, high]: a TypeError or ValueError that names it where it is none."""
+    return to_int(value, name, low, high)
+
+
+# ---- bf16, which NumPy does not know ---------------------------------------------------------------------------------
+
+cdef cnp.dtype bf16_dtype = None
+cdef int bf16_typenum = -1  # of ml_dtypes, once it was met
+
+
+cdef cnp.dtype find_bf16():
+    """ml_dtypes.bfloat16 where that is installed, else two bytes that NumPy will not calculate with."""
+    global bf16_dtype, bf16_typenum
+    if bf16_dtype is None:
+        try:
+            from ml_dtypes import bfloat16
+        except ImportError:
+            bf16_dtype = np.dtype("V2")
+        else:
+            bf16_dtype = np.dtype(bfloat16)
+            bf16_typenum = bf16_dtype.num
+    return bf16_dtype
+
+
+cdef bint is_bf16(cnp.ndarray x):
+    return x.dtype == find_bf16() and (bf16_typenum >= 0 or isinstance(x, BFloat16Array))
+
+
+class BFloat16Array(np.ndarray):
+    """A NumPy array of bf16 that also goes out through DLPack, for example to `torch.from_dlpack`.
+
+    Its dtype is ``ml_dtypes.bfloat16`` where ml_dtypes is installed. Elsewhere it is ``V2``: shape, strides and indices
+    work, calculating does not; ``view("uint16")`` has the bits.
+    """
+
+    def __dlpack__(self, **options):
+        if self.dtype != bf16_dtype:  # NumPy hands the class on to what is computed from such an array
+            return super().__dlpack__(**options)
+        # NumPy does the work, for the same bits; the capsule is new and nobody else's, so that it can be relabelled.
+        capsule = self.view(np.ndarray).view(np.uint16).__dlpack__(**options)
+        dltensor(capsule, "self", NULL).code = DL_BFLOAT
+        return capsule
+
+
+# ---- arrays in -------------------------------------------------------------------------------------------------------
+
+cdef struct Array:
+    char *data
+    int32_t type  # kvc_type
+    int32_t ndim
+    bint read_only
+    int64_t[3] shape
+    int64_t[3] strides  # in bytes
+
+
+cdef DLTensor *dltensor(object capsule, str name, uint64_t *flags) except NULL:
+    """What a capsule holds. It is borrowed: it stays the capsule's, which frees it as it dies."""
+    cdef DLManagedTensorVersioned *versioned
+    if PyCapsule_IsValid(capsule, "dltensor"):
+        return &(<DLManagedTensor *>PyCapsule_GetPointer(capsule, "dltensor")).tensor
+    if not PyCapsule_IsValid(capsule, "dltensor_versioned"):
+        raise TypeError(f"{name}.__dlpack__() returned {type(capsule).__name__}, no DLPack capsule")
+    versioned = <DLManagedTensorVersioned *>PyCapsule_GetPointer(capsule, "dltensor_versioned")
+    if versioned.major != 1:
+        raise TypeError(f"{name}: DLPack version {versioned.major}.{versioned.minor}, where 0 and 1 are understood")
+    if flags != NULL:
+        flags[0] = versioned.flags
+    return &versioned.tensor
+
+
+cdef int wrong_type(str name, str given) except -1:
+    advice = f"convert {name} to float32"
+    if given == "uint16":
+        advice = f"uint16 may or may not be bf16; if it is, pass {name}.view(ml_dtypes.bfloat16)"
+    raise TypeError(f"{name}: elements of type {given}, where float32, float16 and bfloat16 are taken; {advice}")
+
+
+cdef int wrong_ndim(str name, int ndim, int wanted) except -1:
+    raise ValueError(f"{name}: an array of {ndim} axes, where {wanted} are needed")
+
+
+cdef int read_numpy(cnp.ndarray x, str name, int ndim, Array *a) except -1:
+    cdef int i, typenum = cnp.PyArray_TYPE(x)
+    if typenum == cnp.NPY_FLOAT32:
+        a.type = KVC_F32
+    elif typenum == cnp.NPY_FLOAT16:
+        a.type = KVC_F16
+    elif typenum == bf16_typenum or is_bf16(x):
+        a.type = KVC_BF16
+    else:
+        wrong_type(name, str(x.dtype))
+    if not cnp.PyArray_ISNOTSWAPPED(x):
+        raise TypeError(f"{name}: {x.dtype!r} has its bytes in the other order; pass {name}.astype({x.dtype.name!r})")
+    if cnp.PyArray_NDIM(x) != ndim:
+        wrong_ndim(name, cnp.PyArray_NDIM(x), ndim)
+    a.data = cnp.PyArray_BYTES(x)
+    a.ndim = ndim
+    a.read_only = not cnp.PyArray_ISWRITEABLE(x)
+    for i in range(ndim):
+        a.shape[i] = cnp.PyArray_DIM(x, i)
+        a.strides[i] = cnp.PyArray_STRIDE(x, i)
+    return 0
+
+
+cdef object read_dlpack(object x, str name, int ndim, bint write, Array *a):
+    cdef uint64_t flags = 0
+    cdef int64_t step
+    cdef int i
+    if getattr(x, "requires_grad", False):
+        raise ValueError(f"{name}: the tensor requires grad, which a cache would lose; pass {name}.detach()")
+    # Only a versioned capsule says whether it may be written to.
+    capsule = x.__dlpack__(max_version=(1, 0)) if write else x.__dlpack__()
+    cdef DLTensor *t = dltensor(capsule, name, &flags)
+    if t.device_type != DL_CPU and t.device_type != DL_CUDA_HOST and t.device_type != DL_ROCM_HOST:
+        raise ValueError(f"{name}: lies on a device (DLPack type {t.device_type}); copy it to the CPU")
+    if t.code == DL_FLOAT and t.bits == 32 and t.lanes == 1:
+        a.type = KVC_F32
+    elif t.code == DL_FLOAT and t.bits == 16 and t.lanes == 1:
+        a.type = KVC_F16
+    elif t.code == DL_BFLOAT and t.bits == 16 and t.lanes == 1:
+        a.type = KVC_BF16
+    else:
+        wrong_type(name, str(getattr(x, "dtype", f"{t.bits} bits, DLPack code {t.code}")))
+    if t.ndim != ndim:
+        wrong_ndim(name, t.ndim, ndim)
+    a.data = <char *>t.data + t.byte_offset
+    a.ndim = ndim
+    a.read_only = (flags & (DL_READ_ONLY | DL_COPIED)) != 0
+    step = ITEM_SIZE[a.type]
+    for i in range(ndim - 1, -1, -1):
+        a.shape[i] = t.shape[i]
+        a.strides[i] = step if t.strides == NULL else t.strides[i] * ITEM_SIZE[a.type]
+        step *= a.shape[i]
+    return capsule
+
+
+cdef object read_array(object x, str name, int ndim, Array *a, bint write=False):
+    """Says where and how an array lies; returns what keeps it there."""
+    if cnp.PyArray_Check(x):
+        read_numpy(<cnp.ndarray>x, name, ndim, a)
+        return x
+    if hasattr(x, "__dlpack__"):
+        return read_dlpack(x, name, ndim, write, a)
+    if hasattr(x, "__array__") and not write:
+        x = np.asarray(x)
+        read_numpy(<cnp.ndarray>x, name, ndim, a)
+        return x
+    raise TypeError(f"{name}: an array (NumPy or DLPack, on the CPU) is needed, not {type(x).__name__}")
+
+
+cdef object wrap(Array *a, object owner):
+    """A read-only NumPy array over memory that `owner` keeps; bf16 as its bits."""
+    cdef cnp.npy_intp[3] shape
+    cdef cnp.npy_intp[3] strides
+    cdef int i
+    for i in range(a.ndim):
+        shape[i] = <cnp.npy_intp>a.shape[i]
+        strides[i] = <cnp.npy_intp>a.strides[i]
+    cdef int typenum = [cnp.NPY_FLOAT32, cnp.NPY_FLOAT16, cnp.NPY_UINT16][a.type]
+    cdef cnp.dtype descr = cnp.PyArray_DescrFromType(typenum)
+    Py_INCREF(descr)  # which the next line gives away
+    array = PyArray_NewFromDescr(np.ndarray, descr, a.ndim, shape, strides, a.data, 0, NULL)
+    cnp.set_array_base(array, owner)
+    return array
+
+
+cdef bint lies_well(Array *a) noexcept:
+    """Whether C can read it where it lies: elements adjacent and aligned, no stride shorter than a row."""
+    cdef int last = a.ndim - 1, i
+    cdef int64_t size = ITEM_SIZE[a.type], row = a.shape[last] * size
+    if a.strides[last] != size and a.shape[last] > 1:
+        return False
+    if <size_t>a.data % <size_t>size:
+        return False
+    for i in range(last):
+        if a.shape[i] == 1:
+            a.strides[i] = row  # never used, and producers may have written anything there
+        elif a.strides[i] < row or a.strides[i] % size:
+            return False
+    return True
+
+
+cdef object settle(Array *a, object owner):
+    """Copies the array if C cannot read it where it lies; returns what keeps it."""
+    cdef cnp.ndarray copied
+    cdef int i
+    if lies_well(a):
+        return owner
+    copied = np.array(wrap(a, owner), order="C")
+    a.data = cnp.PyArray_BYTES(copied)
+    for i in range(a.ndim):
+        a.strides[i] = cnp.PyArray_STRIDE(copied, i)
+    return copied
+
+
+cdef int is_htd(str layout) except -1:
+    if layout == "THD":
+        return 0
+    if layout == "HTD":
+        return 1
+    raise ValueError(f"layout={layout!r}: must be 'THD' (tokens, heads, dim) or 'HTD' (heads, tokens, dim)")
+
+
+cdef int wrong_shape(str name, Array *a, bint htd, object heads, int64_t dim, object tokens="tokens") except -1:
+    shape = ", ".join([str(a.shape[i]) for i in range(a.ndim)])
+    wanted = f"{heads}, {tokens}, {dim}" if htd else f"{tokens}, {heads}, {dim}"
+    raise ValueError(f"{name}: an array of shape ({shape}), where ({wanted}) is needed")
+
+
+cdef bint rows_overlap(Array *a) noexcept:
+    """Whether rows of [a, b, dim] that lie well share bytes with each other."""
+    cdef int inner = 0 if a.strides[0] < a.strides[1] else 1
+    cdef int64_t end = (a.shape[inner] - 1) * a.strides[inner] + a.shape[2] * ITEM_SIZE[a.type]
+    return a.shape[1 - inner] > 1 and a.strides[1 - inner] < end
+
+
+cdef char *end_of(Array *a) noexcept:
+    cdef char *end = a.data + ITEM_SIZE[a.type]
+    cdef int i
+    for i in range(a.ndim):
+        end += (a.shape[i] - 1) * a.strides[i]
+    return end
+
+
+cdef int check_apart(Array *out, Array *other, str name) except -1:
+    """The result may not lie between the first and the last byte of an argument, nor the argument in it."""
+    if other.data != NULL and out.data < end_of(other) and other.data < end_of(out):
+        raise ValueError(f"out: overlaps {name}; give it memory of its own")
+    return 0
+
+
+# ---- arrays out ------------------------------------------------------------------------------------------------------
+
+cdef cnp.dtype dtype_of(int32_t type):
+    if type == KVC_BF16:
+        return find_bf16()
+    return cnp.PyArray_DescrFromType(cnp.NPY_FLOAT32 if type == KVC_F32 else cnp.NPY_FLOAT16)
+
+
+cdef cnp.ndarray new_array(int32_t type, int ndim, int64_t a, int64_t b, int64_t c):
+    cdef cnp.npy_intp[3] shape = [a, b, c]
+    if type == KVC_F32:
+        return cnp.PyArray_EMPTY(ndim, shape, cnp.NPY_FLOAT32, 0)
+    if type == KVC_F16:
+        return cnp.PyArray_EMPTY(ndim, shape, cnp.NPY_FLOAT16, 0)
+    cdef cnp.dtype descr = find_bf16()
+    Py_INCREF(descr)  # which the next line gives away
+    return PyArray_NewFromDescr(BFloat16Array, descr, ndim, shape, NULL, NULL, 0, NULL)
+
+
+@cython.final
+cdef class Hold:
+    """The rows of a sequence in a layer, kept as they are for as long as this lives; what views of them rest on."""
+
+    cdef Cache cache
+    cdef kvc_hold *handle
+    cdef kvc_span *spans
+    cdef int64_t num_spans
+
+    def __cinit__(self, Cache cache, int32_t layer, int64_t seq_id):
+        cdef int64_t room = 0
+        cdef void *spans
+        self.cache = cache
+        self.num_spans = 1
+        while room < self.num_spans:
+            room = self.num_spans
+            spans = PyMem_Realloc(self.spans, room * sizeof(kvc_span))
+            if spans == NULL:
+                raise MemoryError
+            self.spans = <kvc_span *>spans
+            check(kvc_spans(cache.open(), seq_id, layer, self.spans, sizeof(kvc_span), room, &self.num_spans,
+                            &self.handle))
+
+    def __dealloc__(self):
+        kvc_hold_free(self.handle)
+        PyMem_Free(self.spans)
+
+    cdef bint in_one_piece(self) noexcept:
+        """Whether each span goes on where the one before ends."""
+        cdef kvc_span *a
+        cdef kvc_span *b
+        cdef int64_t i
+        for i in range(self.num_spans - 1):
+            a, b = &self.spans[i], &self.spans[i + 1]
+            if <char *>a.k + a.num_rows * a.k_row_stride != <char *>b.k or a.k_head_stride != b.k_head_stride:
+                return False
+            if <char *>a.v + a.num_rows * a.v_row_stride != <char *>b.v or a.v_head_stride != b.v_head_stride:
+                return False
+        return True
+
+    cdef object view(self, kvc_layer *layer, int64_t first, int64_t num_spans, bint values):
+        """The rows of spans that lie in one piece, [num_kv_heads, rows, dim], read-only."""
+        cdef kvc_span *span = &self.spans[first]
+        cdef int32_t type = layer.v_type if values else layer.k_type
+        cdef cnp.npy_intp[3] shape = [layer.num_kv_heads, 0, layer.v_dim if values else layer.k_dim]
+        cdef cnp.npy_intp[3] strides = [span.k_head_stride, span.k_row_stride, ITEM_SIZE[type]]
+        cdef int64_t i
+        for i in range(first, first + num_spans):
+            shape[1] += self.spans[i].num_rows
+        if values:
+            strides[0], strides[1] = span.v_head_stride, span.v_row_stride
+        descr = dtype_of(type)
+        Py_INCREF(descr)  # which the next line gives away
+        array = PyArray_NewFromDescr(BFloat16Array if type == KVC_BF16 else np.ndarray, descr, 3, shape, strides,
+                                     <void *>(span.v if values else span.k), 0, NULL)
+        cnp.set_array_base(array, self)
+        return array
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
+
+@cython.final
+cdef class Cache:
+    cdef kvc_cache *handle  # NULL: closed
+    cdef kvc_layer *layers
+    cdef readonly int32_t num_layers
+    cdef int64_t most_tokens  # that fit, whatever is evicted; 0: no limit
+    cdef int32_t calls  # running without the GIL
+
+    def __cinit__(self, list layers, int64_t max_seq_len, int64_t max_sequences, int64_t capacity, int64_t max_bytes,
+                  int32_t block_size, int32_t num_threads):
+        cdef kvc_config config
+        cdef kvc_layer *layer
+        cdef int32_t i
+        self.num_layers = len(layers)
+        self.layers = <kvc_layer *>PyMem_Calloc(self.num_layers, sizeof(kvc_layer))
+        if self.layers == NULL:
+            raise MemoryError
+        for i in range(self.num_layers):
+            layer = &self.layers[i]
+            layer.num_kv_heads, layer.k_dim, layer.v_dim, layer.k_type, layer.v_type, window = layers[i]
+            layer.policy.kind = KVC_FULL
+            if window is not None:
+                layer.policy.kind = KVC_SLIDING
+                layer.policy.window, layer.policy.num_sink_tokens, layer.policy.resume_window = window
+        memset(&config, 0, sizeof(config))
+        config.struct_size = sizeof(kvc_config)
+        config.layers = self.layers
+        config.layer_size = sizeof(kvc_layer)
+        config.num_layers = self.num_layers
+        config.block_size = block_size
+        config.max_seq_len = max_seq_len
+        config.max_sequences = max_sequences
+        config.capacity = capacity
+        config.max_bytes = max_bytes
+        config.num_threads = num_threads
+        check(kvc_cache_new(&config, &self.handle))
+        self.most_tokens = min(max_seq_len or _INT64_MAX, capacity or _INT64_MAX)
+
+    def __dealloc__(self):
+        kvc_cache_free(self.handle)  # which batches and holds, had there been any left, would have kept alive
+        PyMem_Free(self.layers)
+
+    cdef kvc_cache *open(self) except NULL:
+        if self.handle == NULL:
+            raise ValueError("the cache is closed")
+        return self.handle
+
+    def close(self):
+        if self.calls:
+            raise CacheBusyError("a call in another thread is using the cache; close it when that has returned")
+        check(kvc_cache_free(self.handle))
+        self.handle = NULL
+
+    @property
+    def closed(self):
+        return self.handle == NULL
+
+    # -- looking at sequences
+
+    def seq_len(self, seq_id, layer):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t at = -1 if layer is None else to_layer(layer, self.num_layers)
+        return kvc_seq_len(self.open(), seq, at)
+
+    def first_position(self, seq_id):
+        cdef int64_t seq = to_seq_id(seq_id)
+        return kvc_first_position(self.open(), seq)
+
+    def last_position(self, seq_id):
+        cdef int64_t seq = to_seq_id(seq_id)
+        return kvc_last_position(self.open(), seq)
+
+    def next_position(self, seq_id):
+        cdef int64_t seq = to_seq_id(seq_id)
+        return kvc_next_position(self.open(), seq)
+
+    def can_resume(self, seq_id, position):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t at = <int32_t>to_int(position, "position", 0, _INT32_MAX)
+        return kvc_can_resume(self.open(), seq, at) != 0
+
+    def sequences(self):
+        cdef int64_t room = 0, count = kvc_sequences(self.open(), NULL, 0)
+        cdef cnp.ndarray ids = None
+        while room < count:
+            room = count
+            ids = np.empty(room, np.int64)
+            count = kvc_sequences(self.handle, <int64_t *>cnp.PyArray_DATA(ids), room)
+        return ids[:count].tolist() if count else []
+
+    def positions(self, seq_id, layer):
+        cdef int64_t seq = to_seq_id(seq_id), room = 0
+        cdef int32_t at = to_layer(layer, self.num_layers)
+        cdef int64_t count = kvc_seq_len(self.open(), seq, at)
+        cdef cnp.ndarray found = np.empty(0, np.int32)
+        while room < count:
+            room = count
+            found = np.empty(room, np.int32)
+            count = kvc_positions(self.handle, seq, at, <int32_t *>cnp.PyArray_DATA(found), room)
+        return found[:count]
+
+    # -- editing sequences
+
+    def clear(self, seq_id):
+        cdef int64_t seq
+        if seq_id is None:
+            check(kvc_clear(self.open()))
+        else:
+            seq = to_seq_id(seq_id)
+            check(kvc_clear_sequence(self.open(), seq))
+
+    def keep(self, seq_id):
+        cdef int64_t seq = to_seq_id(seq_id)
+        check(kvc_keep(self.open(), seq))
+
+    def copy_prefix(self, src, dst, length):
+        cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
+        cdef int32_t end = <int32_t>to_int(length, "length", 0, _INT32_MAX)
+        check(kvc_copy_prefix(self.open(), source, target, end))
+
+    def fork(self, src, dst):
+        cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
+        check(kvc_fork(self.open(), source, target))
+
+    def remove(self, seq_id, begin, end, bint shift):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
+        cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
+        check(kvc_remove(self.open(), seq, low, high, shift))
+
+    def truncate(self, seq_id, length):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t end = <int32_t>to_int(length, "length", 0, _INT32_MAX)
+        check(kvc_truncate(self.open(), seq, end))
+
+    def compact(self):
+        cdef kvc_cache *cache = self.open()
+        cdef kvc_status status
+        self.calls += 1
+        with nogil:
+            status = kvc_compact(cache)
+        self.calls -= 1
+        check(status)
+
+    # -- memory
+
+    def stats(self):
+        cdef kvc_stats s
+        memset(&s, 0, sizeof(s))
+        kvc_get_stats(self.open(), &s, sizeof(s))
+        return {
+            "batches": s.batches, "aborted": s.aborted, "tokens": s.tokens, "rows_evicted": s.rows_evicted,
+            "rows_moved": s.rows_moved, "compactions": s.compactions, "blocks_opened": s.blocks_opened,
+            "blocks_reused": s.blocks_reused, "blocks_returned": s.blocks_returned, "live_slots": s.live_slots,
+            "wasted_slots": s.wasted_slots, "blocks_in_use": s.blocks_in_use, "blocks_free": s.blocks_free,
+        }
+
+    def nbytes(self):
+        return kvc_nbytes(self.open())
+
+    def capacity_bytes(self):
+        cdef int64_t size = kvc_capacity_bytes(self.open())
+        return None if size < 0 else size
+
+    def utilization(self):
+        return kvc_utilization(self.open())
+
+    def validate(self):
+        check(kvc_validate(self.open()))
+
+    # -- reading rows
+
+    cdef tuple copy_rows(self, int32_t layer, int64_t seq_id, int64_t first, int64_t rows, int32_t type, bint want_k,
+                         bint want_v):
+        """Keys and values as new arrays of a type, [num_kv_heads, rows, dim]; None for those that are not wanted."""
+        cdef kvc_layer *shape = &self.layers[layer]
+        cdef kvc_cache *cache = self.open()
+        cdef kvc_status status = KVC_OK
+        cdef kvc_rows_out out
+        cdef cnp.ndarray k = None, v = None
+        memset(&out, 0, sizeof(out))
+        out.struct_size = sizeof(kvc_rows_out)
+        out.type = type
+        if want_k:
+            k = new_array(type, 3, shape.num_kv_heads, rows, shape.k_dim)
+            out.k = cnp.PyArray_DATA(k)
+            out.k_row_stride = shape.k_dim * ITEM_SIZE[type]
+            out.k_head_stride = rows * out.k_row_stride
+        if want_v:
+            v = new_array(type, 3, shape.num_kv_heads, rows, shape.v_dim)
+            out.v = cnp.PyArray_DATA(v)
+            out.v_row_stride = shape.v_dim * ITEM_SIZE[type]
+            out.v_head_stride = rows * out.v_row_stride
+        if rows == 1:  # not worth letting another thread in, which might edit between finding the row and this
+            status = kvc_gather(cache, seq_id, layer, first, rows, &out)
+        elif rows:
+            self.calls += 1
+            with nogil:
+                status = kvc_gather(cache, seq_id, layer, first, rows, &out)
+            self.calls -= 1
+        check(status)
+        return k, v
+
+    def get(self, seq_id, layer, position):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t at = to_layer(layer, self.num_layers)
+        cdef int32_t where = <int32_t>to_int(position, "position", 0, _INT32_MAX)
+        cdef int64_t row = kvc_find_row(self.open(), seq, at, where)
+        if row < 0:
+            return None
+        k, v = self.copy_rows(at, seq, row, 1, KVC_F32, True, True)
+        return k[:, 0], v[:, 0]
+
+    def gather(self, seq_id, layer, int32_t type):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t at = to_layer(layer, self.num_layers)
+        return self.copy_rows(at, seq, 0, kvc_seq_len(self.open(), seq, at), type, True, True)
+
+    def rows(self, seq_id, layer, copy, bint values):
+        """Keys or values as they are stored: a view or a copy, as `KVCache.keys` has it."""
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t at = to_layer(layer, self.num_layers)
+        cdef kvc_layer *shape = &self.layers[at]
+        cdef int64_t rows = kvc_seq_len(self.open(), seq, at)
+        cdef Hold hold
+        if not copy and rows:
+            hold = Hold(self, at, seq)
+            if hold.in_one_piece():
+                return hold.view(shape, 0, hold.num_spans, values)
+            if copy is not None:
+                raise ValueError(f"copy=False: the rows lie in {hold.num_spans} pieces, so that there is no view of "
+                                 "them all; spans() has one of each, copy=None and gather() copy")
+        type = shape.v_type if values else shape.k_type
+        array = self.copy_rows(at, seq, 0, rows, type, not values, values)[1 if values else 0]
+        if not copy and not rows:
+            array.flags.writeable = False  # as a view would be
+        return array
+
+    def spans(self, seq_id, layer):
+        """A list of (k, v, position of the first row, number of rows, delta)."""
+        cdef int64_t seq = to_seq_id(seq_id), i
+        cdef int32_t at = to_layer(layer, self.num_layers)
+        cdef kvc_layer *shape = &self.layers[at]
+        cdef Hold hold = Hold(self, at, seq)
+        return [
+            (hold.view(shape, i, 1, False), hold.view(shape, i, 1, True), hold.spans[i].position,
+             hold.spans[i].num_rows, hold.spans[i].delta)
+            for i in range(hold.num_spans)
+        ]
+
+    # -- a forward pass
+
+    cdef cnp.ndarray next_positions(self, object n):
+        cdef int32_t first = kvc_next_position(self.open(), 0)
+        cdef cnp.npy_intp size = to_int(n, "n", 1, _INT32_MAX), i
+        if size > _MAX_POSITION - first + 1:
+            raise ValueError(f"n={size}: positions go up to {_MAX_POSITION}, and the next one is {first}")
+        if size > self.most_tokens:  # before their positions are written down
+            raise CacheFullError(f"n={size}: the cache never holds more than {self.most_tokens} tokens")
+        cdef cnp.ndarray positions = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
+        for i in range(size):
+            (<int32_t *>cnp.PyArray_DATA(positions))[i] = first + <int32_t>i
+        cnp.PyArray_CLEARFLAGS(positions, cnp.NPY_ARRAY_WRITEABLE)
+        return positions
+
+    def begin(self, n, positions, seq_ids):
+        cdef Batch batch = Batch.__new__(Batch)
+        cdef cnp.npy_intp size
+        cdef kvc_status status
+        cdef kvc_cache *cache
+        cdef const int32_t *where
+        cdef const int64_t *whose = NULL
+        if n is not None:
+            batch.positions = self.next_positions(n)
+        else:
+            batch.positions = to_int_array(positions, "positions", cnp.NPY_INT32, 0, _MAX_POSITION)
+        size = cnp.PyArray_DIM(batch.positions, 0)
+        if seq_ids is not None:
+            batch.seq_ids = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX)
+            if cnp.PyArray_DIM(batch.seq_ids, 0) != size:
+                raise ValueError(f"len(seq_ids)={len(batch.seq_ids)}: must be len(positions), which is {size}")
+            whose = <const int64_t *>cnp.PyArray_DATA(batch.seq_ids)
+        batch.cache = self
+        batch.num_tokens = <int32_t>size
+        where = <const int32_t *>cnp.PyArray_DATA(batch.positions)
+        cache = self.open()
+        self.calls += 1
+        with nogil:
+            status = kvc_begin(cache, <int32_t>size, where, whose, &batch.handle)
+        self.calls -= 1
+        check(status)
+        return batch
+
+
+cdef struct PutRows:
+    kvc_put_args args
+    Array k
+    Array v
+
+cdef struct Query:
+    kvc_plan_args plan
+    kvc_attend_args args
+    Array q
+    Array out
+    Array sinks
+    Array alibi
+
+
+@cython.final
+cdef class Batch:
+    cdef Cache cache
+    cdef kvc_batch *handle  # NULL: ended
+    cdef readonly int32_t num_tokens
+    cdef readonly cnp.ndarray positions
+    cdef cnp.ndarray seq_ids  # None: all of sequence 0
+    cdef int32_t calls  # running without the GIL
+
+    def __dealloc__(self):
+        kvc_abort(self.handle)
+
+    cdef kvc_batch *open(self) except NULL:
+        if self.handle == NULL:
+            raise ValueError("the batch has ended: it was committed or aborted")
+        return self.handle
+
+    cdef int check_idle(self) except -1:
+        if self.calls:
+            raise CacheBusyError("a call in another thread is using the batch; end it when that has returned")
+        return 0
+
+    def get_seq_ids(self):
+        if self.seq_ids is None:
+            self.seq_ids = np.zeros(self.num_tokens, np.int64)
+            self.seq_ids.flags.writeable = False
+        return self.seq_ids
+
+    @property
+    def ended(self):
+        return self.handle == NULL
+
+    cdef int32_t to_first(self, object first, int64_t tokens) except -1:
+        cdef int64_t number
+        if is_plain(first, 0, self.num_tokens - tokens, &number):
+            return <int32_t>number
+        first = to_index(first, "first")
+        if 0 <= first <= self.num_tokens - tokens:
+            return first
+        raise IndexError(f"first={show(first)} with arrays of {tokens} tokens: the batch has {self.num_tokens}")
+
+    cdef object read_rows(self, object x, str name, int64_t heads, bint multiple, int64_t dim, bint htd, Array *a):
+        """An array of rows, of `heads` heads (or a multiple), where C can read it; returns what keeps it there."""
+        cdef int64_t given
+        owner = read_array(x, name, 3, a)
+        given = a.shape[1 - htd]
+        if multiple and 0 < given <= _INT32_MAX and given % heads == 0:
+            heads = given
+        if given != heads or a.shape[2] != dim:
+            wrong_shape(name, a, htd, f"a multiple of {heads}" if multiple else heads, dim)
+        if a.shape[htd] == 0:
+            raise ValueError(f"{name}: an array of no tokens")
+        return settle(a, owner)
+
+    cdef tuple read_put(self, int32_t layer, object k, object v, object first, bint htd, PutRows *rows):
+        cdef kvc_layer *shape = &self.cache.layers[layer]
+        cdef kvc_put_args *args = &rows.args
+        if k is None or v is None:
+            raise TypeError(f"{'k' if k is None else 'v'}=None: k and v go together")
+        k = self.read_rows(k, "k", shape.num_kv_heads, False, shape.k_dim, htd, &rows.k)
+        v = self.read_rows(v, "v", shape.num_kv_heads, False, shape.v_dim, htd, &rows.v)
+        if rows.k.shape[htd] != rows.v.shape[htd]:
+            raise ValueError(f"k and v: of {rows.k.shape[htd]} and {rows.v.shape[htd]} tokens, where they must match")
+        memset(args, 0, sizeof(kvc_put_args))
+        args.struct_size = sizeof(kvc_put_args)
+        args.first = self.to_first(first, rows.k.shape[htd])
+        args.num_tokens = <int32_t>rows.k.shape[htd]
+        args.k, args.v = rows.k.data, rows.v.data
+        args.k_type, args.v_type = rows.k.type, rows.v.type
+        args.k_token_stride, args.k_head_stride = rows.k.strides[htd], rows.k.strides[1 - htd]
+        args.v_token_stride, args.v_head_stride = rows.v.strides[htd], rows.v.strides[1 - htd]
+        return k, v
+
+    def put(self, layer, k, v, first, str layout):
+        cdef int32_t at = to_layer(layer, self.cache.num_layers)
+        cdef PutRows rows
+        cdef kvc_batch *batch = self.open()
+        cdef kvc_status status
+        _owners = self.read_put(at, k, v, first, is_htd(layout), &rows)
+        batch = self.open()
+        self.calls += 1
+        with nogil:
+            status = kvc_put(batch, at, &rows.args)
+        self.calls -= 1
+        check(status)
+
+    cdef object read_factors(self, object x, str name, int64_t heads, Array *a):
+        """One f32 number per query head."""
+        owner = read_array(x, name, 1, a)
+        if a.type != KVC_F32:
+            raise TypeError(f"{name}: one float32 number per query head is needed; convert {name} to float32")
+        if a.shape[0] != heads:
+            raise ValueError(f"{name}: an array of {a.shape[0]} numbers, where q has {heads} heads")
+        return settle(a, owner)
+
+    cdef object read_out(self, object out, int64_t dim, bint htd, Array *q, Array *a):
+        """Where the result goes, checked if it was given; returns it."""
+        cdef int64_t tokens = q.shape[htd], heads = q.shape[1 - htd]
+        if out is None:
+            out = new_array(q.type, 3, heads if htd else tokens, tokens if htd else heads, dim)
+            read_numpy(out, "out", 3, a)
+            return out
+        owner = read_array(out, "out", 3, a, write=True)
+        if a.type != q.type:
+            raise TypeError(f"out: must be {dtype_of(q.type)}, as q is, not {dtype_of(a.type)}")
+        if a.shape[htd] != tokens or a.shape[1 - htd] != heads or a.shape[2] != dim:
+            wrong_shape("out", a, htd, f"{heads}", dim, tokens)
+        if a.read_only:
+            raise ValueError("out: is read-only; pass an array that can be written to")
+        if not lies_well(a) or rows_overlap(a):
+            raise ValueError("out: its last axis must be contiguous and aligned, and its rows may not overlap")
+        return owner
+
+    cdef tuple read_query(self, int32_t layer, object q, object first, object scale, object softcap, object sinks,
+                          object alibi, bint htd, object out, Query *query):
+        """Fills in the query; returns what keeps the arrays it points to."""
+        cdef kvc_layer *shape = &self.cache.layers[layer]
+        cdef kvc_plan_args *plan = &query.plan
+        cdef kvc_attend_args *args = &query.args
+        memset(query, 0, sizeof(Query))
+        plan.struct_size, args.struct_size = sizeof(kvc_plan_args), sizeof(kvc_attend_args)
+        q = self.read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, htd, &query.q)
+        plan.layer, plan.num_tokens, plan.num_heads = layer, query.q.shape[htd], query.q.shape[1 - htd]
+        plan.first = self.to_first(first, plan.num_tokens)
+        args.q, args.q_type = query.q.data, query.q.type
+        args.q_token_stride, args.q_head_stride = query.q.strides[htd], query.q.strides[1 - htd]
+        if scale is not None:
+            args.scale = to_factor(scale, "scale", False)
+        if softcap is not None:
+            args.softcap = to_factor(softcap, "softcap", True)
+        if sinks is not None:
+            sinks = self.read_factors(sinks, "sinks", plan.num_heads, &query.sinks)
+            args.sinks = <const float *>query.sinks.data
+        if alibi is not None:
+            alibi = self.read_factors(alibi, "alibi", plan.num_heads, &query.alibi)
+            args.alibi = <const float *>query.alibi.data
+        out = self.read_out(out, shape.v_dim, htd, &query.q, &query.out)
+        args.out = query.out.data
+        args.out_token_stride, args.out_head_stride = query.out.strides[htd], query.out.strides[1 - htd]
+        return q, sinks, alibi, out
+
+    def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, str layout, out, bint return_lse):
+        cdef int32_t at = to_layer(layer, self.cache.num_layers)
+        cdef bint htd = is_htd(layout), store = k is not None or v is not None
+        cdef kvc_batch *batch = self.open()
+        cdef kvc_status status = KVC_OK
+        cdef cnp.ndarray lse = None
+        cdef PutRows rows
+        cdef Query query
+        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, htd, out, &query)
+        if store:
+            _put_owners = self.read_put(at, k, v, first, htd, &rows)
+            if rows.args.num_tokens != query.plan.num_tokens:
+                raise ValueError(f"q and k: of {query.plan.num_tokens} and {rows.args.num_tokens} tokens, where they "
+                                 "must match")
+        if out is None:
+            out = query_owners[3]
+        else:
+            check_apart(&query.out, &query.q, "q")
+            check_apart(&query.out, &query.sinks, "sinks")
+            check_apart(&query.out, &query.alibi, "alibi")
+            if store:
+                check_apart(&query.out, &rows.k, "k")
+                check_apart(&query.out, &rows.v, "v")
+        if return_lse:
+            lse = new_array(KVC_F32, 2, query.q.shape[0], query.q.shape[1], 0)
+            query.args.lse = <float *>cnp.PyArray_DATA(lse)
+            query.args.lse_token_stride = cnp.PyArray_STRIDE(lse, htd)
+            query.args.lse_head_stride = cnp.PyArray_STRIDE(lse, 1 - htd)
+        batch = self.open()
+        self.calls += 1
+        with nogil:
+            if store:
+                status = kvc_put(batch, at, &rows.args)
+            if status == KVC_OK:
+                status = kvc_attend(batch, &query.plan, &query.args)
+        self.calls -= 1
+        check(status)
+        return (out, lse) if return_lse else out
+
+    def commit(self):
+        if self.handle != NULL:
+            self.check_idle()
+            check(kvc_commit(self.handle))
+            self.handle = NULL
+
+    def abort(self):
+        if self.handle != NULL:
+            self.check_idle()
+            kvc_abort(self.handle)
+            self.handle = NULL
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+def version():
+    return kvc_version()
+
+
+def build_info():
+    return kvc_build_info().decode()
+
+
+def isa():
+    """None: KVCACHE_ISA names one that is not to be had here."""
+    cdef const char *name = kvc_isa()
+    return None if name == NULL else name.decode()
+
+
+def get_num_threads():
+    return kvc_num_threads()
+
+
+def set_num_threads(num_threads):
+    cdef int32_t number = 0 if num_threads is None else <int32_t>to_int(num_threads, "num_threads", 1, _INT32_MAX)
+    check(kvc_set_num_threads(number))

@@ -1,0 +1,785 @@
+"""A Llama-family model in NumPy that generates through a `KVCache`: what the examples and the command line share.
+
+It reads a Hugging Face folder (``config.json`` and safetensors files) and needs the ``safetensors`` package, so it is
+imported only when asked for: ``import kvcache.llama``. The parts are `Llama` (the model), `sample` and `generate` (the
+loop), `seconds_without_cache` and `compare_dtypes` (the measuring), and `run`, which ties them to a stream of text that
+ends with a table. A token is a byte there: there is no tokenizer.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TextIO, TypeAlias
+
+import numpy as np
+import safetensors
+from numpy.typing import ArrayLike, NDArray
+
+from kvcache import FullAttention, KVCache, SlidingWindow
+
+__all__ = [
+    "ITEM_BYTES",
+    "Dtype",
+    "Fidelity",
+    "Llama",
+    "LlamaConfig",
+    "LlamaError",
+    "Options",
+    "Report",
+    "Speed",
+    "bytes_per_token",
+    "compare_dtypes",
+    "generate",
+    "mean_loss",
+    "new_cache",
+    "read_windows",
+    "run",
+    "sample",
+    "seconds_without_cache",
+]
+
+F32: TypeAlias = NDArray[np.float32]
+Dtype: TypeAlias = Literal["f32", "f16", "bf16"]
+
+ITEM_BYTES: dict[Dtype, int] = {"f32": 4, "f16": 2, "bf16": 2}
+PREFILL_TOKENS = 512  # tokens of one forward pass: enough for the matrix products, and scratch stays small
+STEPS_WITHOUT_CACHE = 8  # how many decode steps are repeated without the cache to time them
+EVAL_WINDOWS = 4  # how many contexts of eval.txt the loss is taken over
+INTERRUPTED = 130  # exit status, as shells have it: 128 + SIGINT
+
+
+class LlamaError(ValueError):
+    """What was asked for cannot be run; the message says what is wrong with what, in one sentence."""
+
+
+# --- the model's files -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The numbers of ``config.json`` that the runner needs, under this project's names."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_seq_len: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> LlamaConfig:
+        """Read ``config.json`` of a Hugging Face folder.
+
+        Raises
+        ------
+        LlamaError
+            The folder or the file is missing, a field is missing or makes no sense, or the model is not a plain Llama.
+        """
+        if not Path(folder).is_dir():
+            raise LlamaError(f"{folder} is not a folder with a model in it")
+        fields = _Fields(Path(folder) / "config.json")
+        for name, supported in (("model_type", "llama"), ("hidden_act", "silu")):
+            fields.expect(name, supported)
+        for name in ("attention_bias", "mlp_bias"):
+            fields.expect(name, False)
+        num_heads, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
+        config = cls(
+            num_layers=fields.count("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=fields.count("num_key_value_heads", num_heads),
+            head_dim=fields.count("head_dim", hidden_size // num_heads),
+            hidden_size=hidden_size,
+            intermediate_size=fields.count("intermediate_size"),
+            vocab_size=fields.count("vocab_size"),
+            max_seq_len=fields.count("max_position_embeddings"),
+            rms_norm_eps=fields.positive("rms_norm_eps"),
+            rope_theta=_rope_theta(fields),
+            tie_word_embeddings=fields.values.get("tie_word_embeddings") is True,
+        )
+        if config.num_heads % config.num_kv_heads:
+            raise fields.error(
+                f"{num_heads} attention heads are not a multiple of {config.num_kv_heads} key-value heads"
+            )
+        if config.head_dim % 2:
+            raise fields.error(f"head_dim must be even for RoPE, not {config.head_dim}")
+        return config
+
+
+class _Fields:
+    """The fields of a JSON file, each checked as it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values = _read_json(path)
+
+    def error(self, what: str) -> LlamaError:
+        return LlamaError(f"{self.path}: {what}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)  # an optional field may also be there as null
+        value = default if value is None else value
+        if value is None:
+            raise self.error(f"there is no field {name!r}")
+        return value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self._get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+            raise self.error(f"{name} must be a whole number of at least 1, not {value!r}")
+        return value
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self._get(name, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.error(f"{name} must be a positive number, not {value!r}")
+        return float(value)
+
+    def expect(self, name: str, supported: str | bool) -> None:
+        value = self._get(name, supported)
+        if value != supported:
+            raise self.error(f"{name} {value!r} is not supported, only {supported!r} is")
+
+
+def _rope_theta(fields: _Fields) -> float:
+    """Find the base of the rotation: in ``rope_parameters``, or in older files beside ``rope_scaling``."""
+    parameters = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise fields.error(f"rope_parameters must be an object, not {parameters!r}")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise fields.error(f"rope_type {kind!r} is not supported, only 'default' is")
+    if parameters.get("rope_theta") is not None:
+        fields.values["rope_theta"] = parameters["rope_theta"]
+    return fields.positive("rope_theta", 10000.0)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise LlamaError(f"{path.parent} has no {path.name}") from None
+    except ValueError as error:
+        raise LlamaError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise LlamaError(f"{path} must hold a JSON object")
+    return values
+
+
+class _Tensors:
+    """A model's tensors, by name; each is taken once, in the shape that ``config.json`` implies."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, F32] = {}
+        for path in _weight_files(folder):
+            self.tensors.update(_read_tensors(path))
+
+    def take(self, name: str, *shape: int) -> F32:
+        tensor = self.tensors.pop(name, None)
+        if tensor is None:
+            raise LlamaError(f"{self.folder} has no tensor {name}")
+        if tensor.shape != shape:
+            raise LlamaError(
+                f"{self.folder}: tensor {name} has the shape {list(tensor.shape)}; config.json asks for {list(shape)}"
+            )
+        return tensor
+
+    def finish(self, *unused: str) -> None:
+        """Refuse what was not taken: leaving out a bias or a norm gives text that is wrong and looks right."""
+        for name in self.tensors:
+            if name not in unused and not name.endswith(".rotary_emb.inv_freq"):
+                raise LlamaError(f"{self.folder} has a tensor {name}, which a plain Llama has not")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
+        raise LlamaError(f"{index}: weight_map must name files of this folder")
+    return [folder / name for name in sorted(set(names.values()))]
+
+
+def _read_tensors(path: Path) -> dict[str, F32]:
+    try:
+        entries = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+    except FileNotFoundError:
+        raise LlamaError(f"{path.parent} has no {path.name}") from None
+    except safetensors.SafetensorError as error:
+        raise LlamaError(f"{path} is not a whole safetensors file: {error}") from None
+    return {name: _to_f32(path, name, entry) for name, entry in entries}
+
+
+def _to_f32(path: Path, name: str, entry: dict[str, Any]) -> F32:
+    """Decode a stored tensor; bf16 is the upper half of an f32, which NumPy has no type for."""
+    dtype, data = entry["dtype"], entry["data"]
+    if dtype == "BF16":
+        flat = (np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    elif dtype in ("F32", "F16"):
+        flat = np.frombuffer(data, "<f4" if dtype == "F32" else "<f2").astype(np.float32)
+    else:
+        raise LlamaError(f"{path}: tensor {name} has the type {dtype}; F32, F16 and BF16 are supported")
+    return flat.reshape(entry["shape"])
+
+
+# --- the model ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's weights; matrices are [out, in], those that read the same input are stacked into one."""
+
+    attention_norm: F32  # [hidden]
+    qkv: F32  # [(num_heads + 2 num_kv_heads) * head_dim, hidden]
+    out: F32  # [hidden, num_heads * head_dim]
+    mlp_norm: F32  # [hidden]
+    gate_up: F32  # [2 intermediate, hidden]
+    down: F32  # [hidden, intermediate]
+
+
+class Llama:
+    """A Llama model in float32: RMSNorm, rotary positions (half-split), grouped-query attention, SwiGLU.
+
+    It holds weights only. Keys and values, and so the sequence it is in, are the cache's that each call is given.
+    Use `load` to read one from a folder.
+    """
+
+    def __init__(self, config: LlamaConfig, embedding: F32, layers: Sequence[_Layer], norm: F32, head: F32) -> None:
+        self.config = config
+        self.embedding = embedding  # [vocab, hidden]
+        self.layers = layers
+        self.norm = norm  # [hidden]
+        self.head = head  # [vocab, hidden]
+        self.inv_freq = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Llama:
+        """Load a Hugging Face folder: ``config.json`` and ``model.safetensors``, or the shards of its index.
+
+        Weights may be F32, F16 or BF16, embeddings tied or not.
+
+        Raises
+        ------
+        LlamaError
+            A file, field or tensor is missing, of another shape, or of a kind that is not supported.
+        """
+        config = LlamaConfig.from_folder(folder)
+        tensors = _Tensors(Path(folder))
+        embedding = tensors.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        layers = [_take_layer(tensors, config, f"model.layers.{i}.") for i in range(config.num_layers)]
+        norm = tensors.take("model.norm.weight", config.hidden_size)
+        tied = config.tie_word_embeddings
+        head = embedding if tied else tensors.take("lm_head.weight", config.vocab_size, config.hidden_size)
+        tensors.finish("lm_head.weight")
+        return cls(config, embedding, layers, norm, head)
+
+    def forward(self, tokens: ArrayLike, cache: KVCache, *, last_only: bool = False) -> F32:
+        """Append tokens to sequence 0 of a cache and return what the model expects after each.
+
+        Parameters
+        ----------
+        tokens : array_like of int, shape [n]
+            The tokens that follow those in the cache, at least one. Many are cut into several batches.
+        cache : KVCache
+            Made for this model's shape, as `new_cache` does.
+        last_only : bool
+            Compute the logits of the last token only.
+
+        Returns
+        -------
+        ndarray of float32, shape [n, vocab_size], or [1, vocab_size] with `last_only`
+            The logits of the next token.
+        """
+        ids = np.asarray(tokens, dtype=np.intp)
+        if ids.ndim != 1 or not len(ids):
+            raise ValueError(f"tokens must be one list of at least one token, not of shape {list(ids.shape)}")
+        hidden = [self._hidden(ids[i : i + PREFILL_TOKENS], cache) for i in range(0, len(ids), PREFILL_TOKENS)]
+        x = hidden[-1][-1:] if last_only else np.concatenate(hidden)
+        return _rms_norm(x, self.norm, self.config.rms_norm_eps) @ self.head.T
+
+    def _hidden(self, ids: NDArray[np.intp], cache: KVCache) -> F32:
+        """One batch through all layers: [n] -> [n, hidden]."""
+        c, n = self.config, len(ids)
+        rotated, all_heads = c.num_heads + c.num_kv_heads, c.num_heads + 2 * c.num_kv_heads
+        first = cache.next_position()
+        angles = np.arange(first, first + n)[:, None, None] * self.inv_freq  # in float64: positions may be large
+        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        x = self.embedding[ids]
+        with cache.batch(n) as batch:
+            for index, layer in enumerate(self.layers):
+                qkv = _rms_norm(x, layer.attention_norm, c.rms_norm_eps) @ layer.qkv.T
+                heads = qkv.reshape(n, all_heads, c.head_dim)
+                _rotate(heads[:, :rotated], cos, sin)
+                q, k, v = heads[:, : c.num_heads], heads[:, c.num_heads : rotated], heads[:, rotated:]
+                x += batch.attend(index, q, k, v).reshape(n, -1) @ layer.out.T
+                gate_up = _rms_norm(x, layer.mlp_norm, c.rms_norm_eps) @ layer.gate_up.T
+                x += _swiglu(gate_up) @ layer.down.T
+        return x
+
+
+def _take_layer(tensors: _Tensors, config: LlamaConfig, prefix: str) -> _Layer:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def take(name: str, *shape: int) -> F32:
+        return tensors.take(f"{prefix}{name}.weight", *shape)
+
+    qkv = [
+        take(f"self_attn.{name}_proj", rows, hidden)
+        for name, rows in zip("qkv", (q_rows, kv_rows, kv_rows), strict=True)
+    ]
+    return _Layer(
+        attention_norm=take("input_layernorm", hidden),
+        qkv=np.concatenate(qkv),
+        out=take("self_attn.o_proj", hidden, q_rows),
+        mlp_norm=take("post_attention_layernorm", hidden),
+        gate_up=np.concatenate([take("mlp.gate_proj", inner, hidden), take("mlp.up_proj", inner, hidden)]),
+        down=take("mlp.down_proj", hidden, inner),
+    )
+
+
+def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
+    squares: F32 = np.vecdot(x, x)[:, None]
+    normed: F32 = x / np.sqrt(squares / np.float32(x.shape[-1]) + np.float32(eps)) * weight
+    return normed
+
+
+def _rotate(heads: F32, cos: F32, sin: F32) -> None:
+    """Rotate [n, heads, head_dim] in place; component i pairs with i + head_dim / 2."""
+    half = heads.shape[-1] // 2
+    a, b = heads[..., :half], heads[..., half:]
+    rotated_a = a * cos - b * sin
+    b *= cos
+    b += a * sin
+    a[...] = rotated_a
+
+
+def _swiglu(gate_up: F32) -> F32:
+    """silu(gate) * up: [n, 2 inner] -> [n, inner]."""
+    inner = gate_up.shape[-1] // 2
+    gate, up = gate_up[:, :inner], gate_up[:, inner:]
+    with np.errstate(over="ignore"):  # exp(-gate) = inf gives the right 0
+        out: F32 = gate / (1 + np.exp(-gate)) * up
+    return out
+
+
+# --- generating --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to generate; the defaults are those of the example and of the command line.
+
+    Parameters
+    ----------
+    dtype : {"f32", "f16", "bf16"}
+        The element type of the cache.
+    window : int, optional
+        Tokens that each token sees, itself included; all by default.
+    num_sink_tokens : int
+        First tokens that stay visible beside the window.
+    max_new_tokens : int
+        When to stop.
+    seed : int
+        Where the random numbers of the sampling begin.
+    temperature : float
+        Divides the logits; 0 always takes the likeliest token.
+    top_p : float
+        Sample among the likeliest tokens that together have this probability.
+    compare : bool
+        Measure also the speed without the cache, and the element types against each other.
+    quiet : bool
+        Write the text only.
+
+    Raises
+    ------
+    LlamaError
+        A value is out of its range.
+    """
+
+    dtype: Dtype = "f16"
+    window: int | None = None
+    num_sink_tokens: int = 0
+    max_new_tokens: int = 300
+    seed: int = 0
+    temperature: float = 0.8
+    top_p: float = 0.95
+    compare: bool = True
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise LlamaError(f"dtype must be one of {', '.join(ITEM_BYTES)}, not {self.dtype!r}")
+        for name, value, lowest in (
+            ("window", self.window, 1),
+            ("sink tokens", self.num_sink_tokens, 0),
+            ("tokens", self.max_new_tokens, 1),
+            ("seed", self.seed, 0),
+        ):
+            if value is not None and value < lowest:
+                raise LlamaError(f"{name} must be at least {lowest}, not {value}")
+        if self.num_sink_tokens and self.window is None:
+            raise LlamaError("sink tokens need a window: without one every token is seen anyway")
+        if not 0 <= self.temperature < math.inf:
+            raise LlamaError(f"temperature must be 0 or a positive number, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise LlamaError(f"top-p must be above 0 and at most 1, not {self.top_p}")
+
+
+@dataclass
+class Speed:
+    """Tokens, and the seconds they took."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The rate; 0 where nothing was timed."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def new_cache(config: LlamaConfig, options: Options, dtype: Dtype | None = None) -> KVCache:
+    """Make an empty cache for one sequence of a model.
+
+    Parameters
+    ----------
+    config : LlamaConfig
+        The model's shape.
+    options : Options
+        Its `window` and `num_sink_tokens` choose the policy.
+    dtype : {"f32", "f16", "bf16"}, optional
+        The element type, `options.dtype` by default.
+
+    Returns
+    -------
+    KVCache
+        For the model's whole context, or with a window for the window, the sinks and one batch beside them.
+    """
+    policy: FullAttention | SlidingWindow = FullAttention()
+    max_seq_len = config.max_seq_len
+    if options.window is not None:
+        policy = SlidingWindow(options.window, num_sink_tokens=options.num_sink_tokens)
+        max_seq_len = options.window + options.num_sink_tokens + PREFILL_TOKENS
+    return KVCache(
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        max_seq_len,
+        dtype=dtype or options.dtype,
+        policy=policy,
+    )
+
+
+def sample(logits: F32, rng: np.random.Generator, *, temperature: float = 1.0, top_p: float = 1.0) -> int:
+    """Draw the next token.
+
+    Parameters
+    ----------
+    logits : ndarray of float32, shape [vocab_size]
+        What the model expects.
+    rng : numpy.random.Generator
+        Drawn from once, or not at all at temperature 0.
+    temperature : float
+        Divides the logits; 0 takes the largest, the first of equals.
+    top_p : float
+        Only the likeliest tokens that together have this probability are drawn from; at least one.
+
+    Returns
+    -------
+    int
+        The token.
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    order = np.argsort(-logits, kind="stable")
+    with np.errstate(over="ignore"):  # a tiny temperature: exp(-inf) = 0 is right
+        weights = np.exp((logits[order].astype(np.float64) - float(logits[order[0]])) / temperature)
+    cumulative = np.cumsum(weights)
+    kept = cumulative[: np.searchsorted(cumulative, top_p * cumulative[-1]) + 1]
+    drawn = int(np.searchsorted(kept, rng.random() * kept[-1], side="right"))
+    return int(order[min(drawn, len(kept) - 1)])
+
+
+def generate(
+    model: Llama,
+    cache: KVCache,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    choose: Callable[[F32], int],
+    prefill: Speed,
+    decode: Speed,
+) -> Iterator[int]:
+    """Yield new tokens after a prompt, one forward pass each.
+
+    Parameters
+    ----------
+    model, cache
+        The model, and a cache for it, which the prompt is appended to.
+    prompt : sequence of int
+        At least one token.
+    max_new_tokens : int
+        When to stop.
+    choose : callable
+        Takes logits [vocab_size] in float32 and returns the next token.
+    prefill, decode : Speed
+        What was computed and how long it took is added here, between two tokens; what the caller does is not timed.
+    """
+    pending: Sequence[int] = prompt
+    for i in range(max_new_tokens):
+        speed = decode if i else prefill
+        start = time.perf_counter()
+        token = choose(model.forward(pending, cache, last_only=True)[-1])
+        speed.seconds += time.perf_counter() - start
+        speed.tokens += len(pending)
+        yield token
+        pending = [token]
+
+
+# --- measuring ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What an element type of the cache does to the model, on a given text."""
+
+    loss: float  # mean, nats per token
+    max_difference: float  # of any logit, from f32's
+    prefill: Speed
+
+
+def bytes_per_token(config: LlamaConfig, dtype: Dtype) -> int:
+    """Bytes of keys and values that one token takes in all layers."""
+    return config.num_layers * config.num_kv_heads * 2 * config.head_dim * ITEM_BYTES[dtype]
+
+
+def mean_loss(logits: F32, tokens: ArrayLike) -> float:
+    """Mean negative log-likelihood of a text, in nats per token.
+
+    Parameters
+    ----------
+    logits : ndarray of float32, shape [n, vocab_size]
+        What the model expected after each token.
+    tokens : array_like of int, shape [n]
+        The text; its first token is not predicted.
+    """
+    wide, targets = logits[:-1].astype(np.float64), np.asarray(tokens, dtype=np.intp)[1:]
+    top = wide.max(axis=-1)
+    log_total = top + np.log(np.exp(wide - top[:, None]).sum(axis=-1))
+    return float(np.mean(log_total - wide[np.arange(len(targets)), targets]))
+
+
+def read_windows(path: Path, length: int) -> list[list[int]]:
+    """Cut the beginning of a file of bytes into texts of `length`; none where there is no file."""
+    data = path.read_bytes() if path.exists() else b""
+    windows = [list(data[i : i + length]) for i in range(0, len(data), length)]
+    return [w for w in windows if len(w) > 1][:EVAL_WINDOWS]
+
+
+def compare_dtypes(
+    model: Llama, options: Options, windows: Sequence[Sequence[int]]
+) -> Iterator[tuple[Dtype, Fidelity]]:
+    """Run texts, each on its own, through a cache of each element type, f32 first, and yield what it does to them."""
+    exact: list[F32] = []
+    for dtype in ITEM_BYTES:
+        losses, differences, speed = [], [], Speed()
+        for i, window in enumerate(windows):
+            with new_cache(model.config, options, dtype) as cache:
+                start = time.perf_counter()
+                logits = model.forward(window, cache)
+                speed.seconds += time.perf_counter() - start
+            speed.tokens += len(window)
+            if dtype == "f32":
+                exact.append(logits)
+            losses.append(mean_loss(logits, window))
+            differences.append(float(np.abs(logits - exact[i]).max()))
+        yield dtype, Fidelity(float(np.mean(losses)), max(differences), speed)
+
+
+def seconds_without_cache(model: Llama, options: Options, tokens: Sequence[int], lengths: Sequence[int]) -> list[float]:
+    """Time steps that keep nothing: for each length, the first so many tokens go through an emptied cache."""
+    seconds = []
+    with new_cache(model.config, options) as cache:
+        for length in lengths:
+            cache.clear()
+            start = time.perf_counter()
+            model.forward(tokens[:length], cache, last_only=True)
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+@dataclass
+class Report:
+    """What a run measured; what an interrupt left out is absent from the table."""
+
+    config: LlamaConfig
+    options: Options
+    prefill: Speed = field(default_factory=Speed)
+    decode: Speed = field(default_factory=Speed)
+    without_cache: Speed = field(default_factory=Speed)
+    types: dict[Dtype, Fidelity] = field(default_factory=dict)
+
+    def table(self) -> str:
+        """Format the report as plain text, without a newline at the end."""
+        return "\n".join([*self._speed_lines(), "", *self._type_lines()])
+
+    def _speed_lines(self) -> list[str]:
+        lines = [f"{'':26}{'tokens':>8}{'tokens/s':>12}"]
+        for name, speed, note in (
+            (f"prefill, {self.options.dtype} cache", self.prefill, ""),
+            (f"decode, {self.options.dtype} cache", self.decode, ""),
+            ("decode, without cache", self.without_cache, "   the whole sequence again for each"),
+        ):
+            if speed.tokens:
+                lines.append(f"{name:26}{speed.tokens:8,}{speed.tokens_per_second:12,.1f}{note}")
+        return lines
+
+    def _type_lines(self) -> list[str]:
+        if not self.types:
+            return [f"{'cache type':12}{'bytes/token':>12}"] + [self._type_cells(dtype) for dtype in ITEM_BYTES]
+        exact = self.types["f32"]
+        heading = f"{'logits off by':>15}{'loss':>10}{'change':>11}{'prefill tokens/s':>18}"
+        lines = [f"{'cache type':12}{'bytes/token':>12}{heading}"]
+        for dtype, row in self.types.items():
+            change = f"{row.loss - exact.loss:+.6f}" if row is not exact else "-"
+            off = f"{row.max_difference:.4f}" if row is not exact else "-"
+            rate = row.prefill.tokens_per_second
+            lines.append(f"{self._type_cells(dtype)}{off:>15}{row.loss:10.6f}{change:>11}{rate:18,.1f}")
+        return lines
+
+    def _type_cells(self, dtype: Dtype) -> str:
+        return f"{dtype:12}{bytes_per_token(self.config, dtype):12,}"
+
+
+# --- a whole run -------------------------------------------------------------------------------------------------
+
+
+def run(folder: str | Path, prompt: bytes, options: Options, out: TextIO) -> int:
+    """Load a byte-level model, stream a continuation of the prompt, and end with a table.
+
+    An interrupt (Ctrl-C) ends the text, or the measuring after it, and the table shows what is known by then. Without
+    a window the text ends when the model's context is full. With one it goes on: positions keep growing, but rotary
+    keys only tell distances, and within the window these stay as trained. The distance to sink tokens grows, which a
+    model bears for a few of them, not for many. Notices go to stderr.
+
+    Parameters
+    ----------
+    folder : str or Path
+        A Hugging Face folder; where it has an ``eval.txt``, the element types are compared on that.
+    prompt : bytes
+        At least one byte.
+    options : Options
+        How to generate.
+    out : TextIO
+        Where the text and the table go.
+
+    Returns
+    -------
+    int
+        An exit status: 0, or 130 after an interrupt.
+
+    Raises
+    ------
+    LlamaError
+        The model cannot be run, or the prompt or the window does not fit it.
+    """
+    model = Llama.load(folder)
+    room = _room(model.config, prompt, options)
+    report = Report(model.config, options)
+    tokens = list(prompt)
+    status = 0
+    try:
+        _stream(model, tokens, report, min(room, options.max_new_tokens), out)
+        if room < options.max_new_tokens:
+            _notice(f"stopped at {len(tokens):,} tokens, the model's whole context; with a window it would go on")
+        elif options.num_sink_tokens and len(tokens) > model.config.max_seq_len:
+            _notice("the sink tokens ended up further back than the model was trained to look")
+        if options.compare and not options.quiet:
+            _measure(model, Path(folder), tokens, report)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    if not options.quiet:
+        out.write(f"\n{report.table()}\n")
+    out.flush()
+    return status
+
+
+def _room(config: LlamaConfig, prompt: bytes, options: Options) -> int:
+    """How many tokens may be generated; refuses what does not fit the model."""
+    context = config.max_seq_len
+    if config.vocab_size != 256:
+        raise LlamaError(
+            f"the model has {config.vocab_size:,} tokens; only models of bytes (256) can be given text here"
+        )
+    if not prompt:
+        raise LlamaError("the prompt is empty")
+    if options.window is None:
+        if len(prompt) >= context:
+            raise LlamaError(
+                f"the prompt of {len(prompt):,} bytes leaves no room in the model's context of {context:,}"
+            )
+        return context - len(prompt)
+    if options.window + options.num_sink_tokens > context:
+        raise LlamaError(f"window and sink tokens may together be at most the model's context, {context:,}")
+    return options.max_new_tokens
+
+
+def _stream(model: Llama, tokens: list[int], report: Report, max_new_tokens: int, out: TextIO) -> None:
+    """Write the prompt and what follows it, token by token; `tokens` grows."""
+    options = report.options
+    rng = np.random.default_rng(options.seed)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def choose(logits: F32) -> int:
+        return sample(logits, rng, temperature=options.temperature, top_p=options.top_p)
+
+    def write(data: bytes) -> None:
+        # a model may write any byte: what would steer a terminal is replaced
+        text = (c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in decoder.decode(data))
+        out.write("".join(text))
+        out.flush()
+
+    write(bytes(tokens))
+    try:
+        with new_cache(model.config, options) as cache:
+            for token in generate(
+                model, cache, list(tokens), max_new_tokens, choose, prefill=report.prefill, decode=report.decode
+            ):
+                tokens.append(token)
+                write(bytes([token]))
+    finally:
+        if tokens[-1] != ord("\n"):
+            out.write("\n")
+
+
+def _measure(model: Llama, folder: Path, tokens: list[int], report: Report) -> None:
+    """Fill in what needs more runs of the model: no cache, and the element types."""
+    if report.decode.tokens:
+        # the lengths that the decode steps had, evenly spread over all of them
+        spread = np.linspace(len(tokens) - report.decode.tokens, len(tokens) - 1, STEPS_WITHOUT_CACHE)
+        lengths = [int(length) for length in np.unique(spread.astype(int))]
+        seconds = seconds_without_cache(model, report.options, tokens, lengths)
+        report.without_cache = Speed(len(lengths), sum(seconds))
+    windows = read_windows(folder / "eval.txt", model.config.max_seq_len)
+    if not windows:
+        _notice(f"{folder} has no eval.txt to compare the types on")
+        return
+    for dtype, fidelity in compare_dtypes(model, report.options, windows):
+        report.types[dtype] = fidelity
+
+
+def _notice(text: str) -> None:
+    print(f"({text})", file=sys.stderr, flush=True)

@@ -1,0 +1,423 @@
+/* attention.c: runs the tasks that plan.c cut, and merges their results.
+ *
+ * A task goes over its rows in tiles of KVC_TILE row pointers, so that blocks, holes, one-slot runs and sharing are one
+ * path.  The softmax is the online one (Milakov and Gimelshein 2018; FlashAttention): a running maximum and sum per query
+ * row, what was accumulated being scaled whenever the maximum rises.  Parts are merged by log-sum-exp (Flash-Decoding).
+ */
+#include "attention.h"
+
+#include <math.h>
+#include <string.h>
+
+/* What all tasks of one call share. */
+typedef struct call {
+    kvc_plan *plan;
+    const kvc_attend_args *args;
+    const kvc_kernels *kernels;
+    const kvc_layer *layer;
+    const kvc_layout *layout;
+    const kvc_policy *policy;
+    float scale;
+    atomic_int status; /* of the first task that did not succeed */
+} call;
+
+/* ---- tiles ------------------------------------------------------------------------------------------------------- */
+
+typedef struct tile {
+    const void *k[KVC_TILE], *v[KVC_TILE]; /* rows; past n, as often as needed, the last */
+    int32_t position[KVC_TILE];
+    int32_t n, min_position, max_position;
+} tile;
+
+/* Walks the rows of one part. */
+typedef struct cursor {
+    const kvc_piece *piece;
+    int32_t offset;
+    int64_t rest; /* rows */
+    size_t k_head, v_head; /* where the KV head begins in a block */
+    size_t k_row_bytes, v_row_bytes;
+} cursor;
+
+static void add_rows(tile *t, const cursor *c, int32_t count) {
+    const size_t slot = (size_t)(c->piece->slot + c->offset);
+    const uint8_t *k = c->piece->rows + c->k_head + slot * c->k_row_bytes;
+    const uint8_t *v = c->piece->rows + c->v_head + slot * c->v_row_bytes;
+    const int32_t position = c->piece->position + c->offset;
+    for (int32_t i = 0; i < count; i++) {
+        t->k[t->n + i] = k + (size_t)i * c->k_row_bytes;
+        t->v[t->n + i] = v + (size_t)i * c->v_row_bytes;
+        t->position[t->n + i] = position + i;
+    }
+    t->n += count;
+    if (position < t->min_position) t->min_position = position;
+    if (position + count - 1 > t->max_position) t->max_position = position + count - 1;
+}
+
+static void next_tile(tile *t, cursor *c) {
+    t->n = 0;
+    t->min_position = INT32_MAX;
+    t->max_position = -1;
+    while (t->n < KVC_TILE && c->rest) {
+        const int32_t left = c->piece->count - c->offset, room = KVC_TILE - t->n;
+        int32_t count = left < room ? left : room;
+        if (count > c->rest) count = (int32_t)c->rest;
+        add_rows(t, c, count);
+        c->rest -= count;
+        c->offset += count;
+        if (c->offset == c->piece->count) c->piece++, c->offset = 0;
+    }
+    for (int32_t i = t->n; t->n && i < KVC_TILE; i++) t->k[i] = t->k[t->n - 1], t->v[i] = t->v[t->n - 1];
+}
+
+/* ---- one task ---------------------------------------------------------------------------------------------------- */
+
+typedef struct task {
+    const call *call;
+    const kvc_unit *unit;
+    int32_t head, part; /* KV head */
+    int32_t num_q;      /* query rows: row r is token r / heads_per_kv of the unit, head r % heads_per_kv of the group */
+    float *lane;        /* scratch */
+    float *q, *scores, *acc, *max, *sum, *factor;
+} task;
+
+static int32_t token_of(const task *t, int32_t r) {
+    return t->call->plan->batch->order[t->unit->first + r / t->call->plan->heads_per_kv];
+}
+
+static int32_t query_head_of(const task *t, int32_t r) {
+    const int32_t group = t->call->plan->heads_per_kv;
+    return t->head * group + r % group;
+}
+
+/* The query rows as f32, times the scale. */
+static void load_queries(const task *t) {
+    const call *c = t->call;
+    const kvc_attend_args *a = c->args;
+    const int32_t stride = c->plan->lane.q_stride, dim = c->plan->k_dim;
+    for (int32_t r = 0; r < t->num_q; r++) {
+        const char *q = (const char *)a->q + (token_of(t, r) - c->plan->args.first) * a->q_token_stride +
+                        query_head_of(t, r) * a->q_head_stride;
+        float *row = t->q + (size_t)r * (size_t)stride;
+        c->kernels->convert[a->q_type][KVC_F32](row, 0, q, 0, 1, dim);
+        for (int32_t d = 0; d < dim; d++) row[d] *= c->scale;
+    }
+}
+
+/* Softcap, ALiBi and visibility, of the scores of one query row over a tile. */
+static void adjust_row(const call *c, const tile *t, float *scores, int32_t position, int32_t head) {
+    if (c->args->softcap > 0)
+        for (int32_t j = 0; j < t->n; j++) scores[j] = c->args->softcap * tanhf(scores[j] / c->args->softcap);
+    if (c->args->alibi)
+        for (int32_t j = 0; j < t->n; j++) scores[j] += c->args->alibi[head] * (float)(t->position[j] - position);
+    const int32_t low = kvc_policy_lowest(c->policy, position);
+    if (t->max_position <= position && t->min_position >= low) return; /* all is visible */
+    const int32_t sinks = kvc_policy_sinks(c->policy);
+    for (int32_t j = 0; j < t->n; j++) {
+        const int32_t p = t->position[j];
+        scores[j] = p <= position && (p >= low || p < sinks) ? scores[j] : -INFINITY;
+    }
+}
+
+/* Scores become weights. */
+static void weigh(const task *t, const tile *tile) {
+    const call *c = t->call;
+    for (int32_t r = 0; r < t->num_q; r++) {
+        float *scores = t->scores + (size_t)r * KVC_TILE;
+        adjust_row(c, tile, scores, c->plan->batch->positions[token_of(t, r)], query_head_of(t, r));
+        t->factor[r] = c->kernels->softmax(scores, tile->n, &t->max[r], &t->sum[r]);
+    }
+}
+
+/* Few query rows: each stored row is read once, for all of them. */
+static void stream_tile(const task *t, const tile *now, const tile *next) {
+    const call *c = t->call;
+    const kvc_plan *plan = c->plan;
+    c->kernels->score[c->layer->k_type](t->scores, t->q, plan->lane.q_stride, t->num_q, now->k, now->n, plan->k_dim,
+                                        now->v, (int)c->layout->v_row_bytes);
+    weigh(t, now);
+    c->kernels->accumulate[c->layer->v_type](t->acc, plan->lane.acc_stride, t->factor, t->scores, t->num_q, now->v,
+                                             now->n, plan->v_dim, next->n ? next->k : NULL,
+                                             (int)c->layout->k_row_bytes);
+}
+
+/* Many query rows: the tile is decoded once, and multiplied. */
+static void multiply_tile(const task *t, const tile *now) {
+    const call *c = t->call;
+    const kvc_plan *plan = c->plan;
+    const kvc_lane_layout *lane = &plan->lane;
+    float *keys = t->lane + lane->keys, *values = t->lane + lane->values;
+    c->kernels->pack_keys[c->layer->k_type](keys, now->k, now->n, plan->k_dim);
+    c->kernels->matmul(t->scores, KVC_TILE, t->q, lane->q_stride, keys, KVC_TILE, t->num_q, now->n, plan->k_dim, 0);
+    weigh(t, now);
+    for (int32_t r = 0; r < t->num_q; r++) {
+        float *acc = t->acc + (size_t)r * (size_t)lane->acc_stride;
+        if (t->factor[r] == 1) continue;
+        for (int32_t d = 0; d < plan->v_dim; d++) acc[d] *= t->factor[r];
+    }
+    c->kernels->pack_values[c->layer->v_type](values, lane->acc_stride, now->v, now->n, plan->v_dim);
+    c->kernels->matmul(t->acc, lane->acc_stride, t->scores, KVC_TILE, values, lane->acc_stride, t->num_q, plan->v_dim,
+                       now->n, 1);
+}
+
+static cursor start_of(const task *t) {
+    const kvc_plan *plan = t->call->plan;
+    const kvc_layout *at = t->call->layout;
+    const kvc_start *start = &plan->starts[t->unit->first_start + t->part];
+    const int64_t before = t->part * t->unit->part_rows, rest = t->unit->num_rows - before;
+    return (cursor){.piece = plan->pieces + t->unit->first_piece + start->piece,
+                    .offset = start->offset,
+                    .rest = rest < t->unit->part_rows ? rest : t->unit->part_rows,
+                    .k_head = at->k_offset + (size_t)t->head * at->k_head_stride,
+                    .v_head = at->v_offset + (size_t)t->head * at->v_head_stride,
+                    .k_row_bytes = at->k_row_bytes,
+                    .v_row_bytes = at->v_row_bytes};
+}
+
+static void attend_part(const task *t) {
+    load_queries(t);
+    memset(t->acc, 0, (size_t)t->num_q * (size_t)t->call->plan->lane.acc_stride * sizeof(float));
+    for (int32_t r = 0; r < t->num_q; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
+    cursor c = start_of(t);
+    tile tiles[2];
+    int now = 0;
+    for (next_tile(&tiles[0], &c); tiles[now].n; now = !now) {
+        next_tile(&tiles[!now], &c);
+        if (t->unit->tiled)
+            multiply_tile(t, &tiles[now]);
+        else
+            stream_tile(t, &tiles[now], &tiles[!now]);
+    }
+}
+
+/* ---- merging ----------------------------------------------------------------------------------------------------- */
+
+/* The results of a unit's parts, for one KV head; a single part lies in the lane. */
+typedef struct results {
+    const float *max, *sum, *acc; /* of part 0 */
+    size_t stride;                /* from part to part, in floats */
+} results;
+
+/* Adds up the parts of query row r in their order, and divides: the output row, in acc's place in the lane. */
+static float *merge_row(const task *t, const results *all, int32_t r, float *lse) {
+    const kvc_plan *plan = t->call->plan;
+    const size_t row = (size_t)r * (size_t)plan->lane.acc_stride;
+    const float *sinks = t->call->args->sinks;
+    const float sink = sinks ? sinks[query_head_of(t, r)] : -INFINITY;
+    float *out = t->acc + row, max = sink;
+    for (int32_t p = 0; p < t->unit->num_parts; p++) max = fmaxf(max, all->max[(size_t)p * all->stride + (size_t)r]);
+    if (max == -INFINITY) { /* nothing was visible */
+        memset(out, 0, (size_t)plan->v_dim * sizeof *out);
+        *lse = -INFINITY;
+        return out;
+    }
+    float sum = sinks ? expf(sink - max) : 0;
+    for (int32_t p = 0; p < t->unit->num_parts; p++) {
+        const size_t part = (size_t)p * all->stride;
+        const float *acc = all->acc + part + row;
+        const float weight = expf(all->max[part + (size_t)r] - max);
+        sum += weight * all->sum[part + (size_t)r];
+        for (int32_t d = 0; d < plan->v_dim; d++) out[d] = (p ? out[d] : 0) + weight * acc[d];
+    }
+    for (int32_t d = 0; d < plan->v_dim; d++) out[d] /= sum;
+    *lse = max + logf(sum);
+    return out;
+}
+
+static void write_out(const task *t, const results *all) {
+    const call *c = t->call;
+    const kvc_attend_args *a = c->args;
+    for (int32_t r = 0; r < t->num_q; r++) {
+        const int64_t token = token_of(t, r) - c->plan->args.first, head = query_head_of(t, r);
+        float lse;
+        const float *row = merge_row(t, all, r, &lse);
+        char *out = (char *)a->out + token * a->out_token_stride + head * a->out_head_stride;
+        c->kernels->convert[KVC_F32][a->q_type](out, 0, row, 0, 1, c->plan->v_dim);
+        if (a->lse) *(float *)(void *)((char *)a->lse + token * a->lse_token_stride + head * a->lse_head_stride) = lse;
+    }
+}
+
+/* Where part p of the task's unit and head leaves its result. */
+static float *partial_of(const task *t, int32_t p) {
+    const kvc_plan *plan = t->call->plan;
+    const size_t size = kvc_partial_size(t->num_q, plan->lane.acc_stride);
+    return plan->partials + t->unit->partials + ((size_t)t->head * (size_t)t->unit->num_parts + (size_t)p) * size;
+}
+
+static void keep_partial(const task *t) {
+    float *partial = partial_of(t, t->part);
+    const size_t q = (size_t)t->num_q;
+    memcpy(partial, t->max, q * sizeof *partial);
+    memcpy(partial + q, t->sum, q * sizeof *partial);
+    memcpy(partial + kvc_align_up(2 * q, KVC_LANES), t->acc, q * (size_t)t->call->plan->lane.acc_stride * sizeof *partial);
+}
+
+static results results_of(const task *t) {
+    if (t->unit->num_parts == 1) return (results){t->max, t->sum, t->acc, 0};
+    const size_t q = (size_t)t->num_q;
+    const float *partial = partial_of(t, 0);
+    return (results){partial, partial + q, partial + kvc_align_up(2 * q, KVC_LANES),
+                     kvc_partial_size(t->num_q, t->call->plan->lane.acc_stride)};
+}
+
+/* ---- running tasks ----------------------------------------------------------------------------------------------- */
+
+/* Scratch that nobody uses at the moment.  There is one for each thread that was announced; a further one waits. */
+static int32_t take_lane(kvc_plan *plan) {
+    for (;;) {
+        for (int32_t i = 0; i < plan->num_lanes; i++)
+            if (!atomic_flag_test_and_set_explicit(&plan->lane_taken[i], memory_order_acquire)) return i;
+        kvc_pause();
+    }
+}
+
+/* The last unit whose tasks do not begin after this one. */
+static const kvc_unit *unit_of(const kvc_plan *plan, int64_t i) {
+    int32_t begin = 0, end = plan->num_units;
+    while (end - begin > 1) {
+        const int32_t middle = begin + (end - begin) / 2;
+        if (plan->units[middle].first_task <= i)
+            begin = middle;
+        else
+            end = middle;
+    }
+    return &plan->units[begin];
+}
+
+static task make_task(const call *c, const kvc_unit *unit, int64_t i, float *lane) {
+    const kvc_lane_layout *at = &c->plan->lane;
+    const int32_t index = (int32_t)(i - unit->first_task);
+    return (task){.call = c,
+                  .unit = unit,
+                  .head = index / unit->num_parts,
+                  .part = index % unit->num_parts,
+                  .num_q = unit->num_tokens * c->plan->heads_per_kv,
+                  .lane = lane,
+                  .q = lane + at->q,
+                  .scores = lane + at->scores,
+                  .acc = lane + at->acc,
+                  .max = lane + at->max,
+                  .sum = lane + at->sum,
+                  .factor = lane + at->factor};
+}
+
+/* Runs task i; the last of its unit and head to end writes the result.  Looked at by every task: cancel. */
+static kvc_status run_task(const call *c, int64_t i) {
+    kvc_plan *plan = c->plan;
+    const kvc_unit *unit = unit_of(plan, i);
+    const int32_t l = take_lane(plan);
+    const task t = make_task(c, unit, i, plan->lanes + (size_t)l * plan->lane.size);
+    kvc_counter *counter = &plan->counters[unit->first_counter + t.head];
+    const int cancelled = c->args->cancel && *c->args->cancel;
+    if (cancelled) {
+        atomic_fetch_add(&counter->skipped, 1);
+    } else {
+        attend_part(&t);
+        if (unit->num_parts > 1) keep_partial(&t);
+    }
+    if (atomic_fetch_sub(&counter->remaining, 1) == 1) { /* all parts are there */
+        atomic_store(&counter->remaining, unit->num_parts);
+        if (!atomic_exchange(&counter->skipped, 0)) {
+            const results all = results_of(&t);
+            write_out(&t, &all);
+        }
+    }
+    atomic_flag_clear_explicit(&plan->lane_taken[l], memory_order_release);
+    return cancelled ? kvc_fail(KVC_ERR_CANCELLED, "the attention was cancelled") : KVC_OK;
+}
+
+/* ---- the public functions ---------------------------------------------------------------------------------------- */
+
+static kvc_status check_args(const kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
+    const kvc_cache *cache = plan->batch->cache;
+    const kvc_status status = kvc_check_layer(cache, layer);
+    if (status != KVC_OK) return status;
+    const kvc_layer *config = &cache->layers[layer];
+    if (cache->group_of[layer] != plan->group || config->num_kv_heads != plan->num_kv_heads ||
+        config->k_dim != plan->k_dim || config->v_dim != plan->v_dim)
+        return kvc_fail(KVC_ERR_INVALID, "layer %d has not the policy and shapes of the plan's layer, %d: make one for it",
+                        layer, plan->args.layer);
+    if (!args->q || !args->out) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", args->q ? "out" : "q");
+    if (args->q_type < 0 || args->q_type >= KVC_FLOAT_TYPES)
+        return kvc_fail(KVC_ERR_INVALID, "q_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", args->q_type);
+    if (!isfinite(args->scale)) return kvc_fail(KVC_ERR_INVALID, "scale is %g: it must be finite", (double)args->scale);
+    if (!(args->softcap >= 0) || isinf(args->softcap))
+        return kvc_fail(KVC_ERR_INVALID, "softcap is %g: it must be positive, or 0 for none", (double)args->softcap);
+    return KVC_OK;
+}
+
+/* The batch's own rows that a unit's queries see must have been put. */
+static kvc_status check_put(const kvc_plan *plan, const kvc_unit *unit, int32_t layer) {
+    const kvc_batch *batch = plan->batch;
+    const kvc_batch_sequence *member = &batch->sequences[unit->sequence];
+    const uint8_t *written = batch->written + (size_t)layer * (size_t)batch->num_tokens;
+    int32_t last = 0;
+    for (int32_t i = 0; i < unit->num_tokens; i++) {
+        const int32_t position = batch->positions[batch->order[unit->first + i]];
+        if (position > last) last = position;
+    }
+    for (int32_t i = 0; i < member->num_tokens; i++) {
+        const int32_t t = batch->order[member->first + i];
+        if (!written[t] && batch->positions[t] <= last)
+            return kvc_fail(KVC_ERR_INVALID, "token %d of the batch is seen but was not put in layer %d: put k and v first",
+                            t, layer);
+    }
+    return KVC_OK;
+}
+
+static kvc_status make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
+    const kvc_status status = check_args(plan, layer, args);
+    if (status != KVC_OK) return status;
+    const kvc_cache *cache = plan->batch->cache;
+    c->plan = plan;
+    c->args = args;
+    c->kernels = cache->kernels;
+    c->layer = &cache->layers[layer];
+    c->layout = &cache->layouts[cache->layout_of[layer]];
+    c->policy = &cache->policies[plan->group];
+    c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);
+    atomic_init(&c->status, KVC_OK);
+    return KVC_OK;
+}
+
+kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *given, int64_t task) {
+    kvc_attend_args args;
+    call c;
+    kvc_status status = kvc_read_struct(&args, sizeof args, given, given ? given->struct_size : 0, "args");
+    if (status == KVC_OK) status = make_call(&c, plan, layer, &args);
+    if (status == KVC_OK && (task < 0 || task >= plan->num_tasks))
+        status = kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)plan->num_tasks);
+    if (status == KVC_OK) status = check_put(plan, unit_of(plan, task), layer);
+    return status == KVC_OK ? run_task(&c, task) : status;
+}
+
+static void run_one(void *context, int64_t i) {
+    call *c = context;
+    const kvc_status status = run_task(c, i);
+    if (status != KVC_OK) atomic_store(&c->status, status);
+}
+
+static kvc_status run_all(call *c, int32_t layer) {
+    /* Below this many multiply-adds, about 20 microseconds, waking threads costs more than they save. */
+    static const double WORTH_THREADS = 1 << 19;
+    kvc_plan *plan = c->plan;
+    for (int32_t u = 0; u < plan->num_units; u++) {
+        const kvc_status status = check_put(plan, &plan->units[u], layer);
+        if (status != KVC_OK) return status;
+    }
+    kvc_parallel(plan->work < WORTH_THREADS ? 1 : plan->args.num_threads, plan->num_tasks, run_one, c);
+    const kvc_status status = (kvc_status)atomic_load(&c->status);
+    return status == KVC_OK ? KVC_OK : kvc_fail(status, "the attention was cancelled");
+}
+
+kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan_args, const kvc_attend_args *given) {
+    kvc_attend_args args;
+    kvc_plan *plan;
+    call c;
+    kvc_status status = kvc_read_struct(&args, sizeof args, given, given ? given->struct_size : 0, "args");
+    if (status == KVC_OK) status = kvc_plan_take(batch, plan_args, &plan);
+    if (status != KVC_OK) return status;
+    status = make_call(&c, plan, plan_args->layer, &args);
+    if (status == KVC_OK) status = run_all(&c, plan_args->layer);
+    atomic_flag_clear(&plan->taken);
+    return status;
+}

@@ -1,0 +1,78 @@
+/* attention.h: cuts a batch's attention into tasks (plan.c), runs and merges them (attention.c).
+ *
+ * Who attends to what becomes a list of units: the query rows of one sequence that are worked off together, and the
+ * pieces of runs they may see.  A unit is done for each KV head apart, and its rows may be cut into parts whose results
+ * are merged by log-sum-exp: a task is one part of one KV head of one unit.
+ */
+#ifndef KVC_ATTENTION_H
+#define KVC_ATTENTION_H
+
+#include <stdatomic.h>
+
+#include "cache.h"
+
+/* Rows of one run that some query of the unit may see. */
+typedef struct kvc_piece {
+    const uint8_t *rows; /* of the block */
+    int32_t slot, count, position;
+} kvc_piece;
+
+/* Where a part begins. */
+typedef struct kvc_start {
+    int32_t piece, offset;
+} kvc_start;
+
+typedef struct kvc_unit {
+    int32_t sequence;          /* of the batch */
+    int32_t first, num_tokens; /* query tokens: batch->order[first .. first + num_tokens) */
+    int32_t tiled;             /* many query rows: tiles are decoded and multiplied; few: streamed */
+    int32_t num_parts;
+    int64_t num_rows, part_rows; /* in reach; of a part, the last may have less */
+    int64_t first_piece, first_start, first_task, first_counter;
+    size_t partials;             /* offset in plan->partials, in floats */
+} kvc_unit;
+
+/* One for each unit and KV head. */
+typedef struct kvc_counter {
+    atomic_int remaining; /* parts */
+    atomic_int skipped;   /* parts that were cancelled */
+} kvc_counter;
+
+/* What one running task works in, in floats from the beginning of its lane. */
+typedef struct kvc_lane_layout {
+    size_t q, scores, acc, max, sum, factor, keys, values, size;
+    int32_t q_stride, acc_stride;
+} kvc_lane_layout;
+
+struct kvc_plan {
+    kvc_plan *next; /* of the batch's */
+    kvc_batch *batch;
+    kvc_plan_args args;
+    size_t size;       /* of this allocation */
+    atomic_flag taken; /* somebody runs it */
+    int32_t group;
+    int32_t num_kv_heads, k_dim, v_dim; /* of the layers it serves */
+    int32_t heads_per_kv;
+    int32_t num_units, num_lanes;
+    int64_t num_tasks;
+    double work; /* multiply-adds */
+    kvc_unit *units;
+    kvc_piece *pieces;
+    kvc_start *starts;
+    kvc_counter *counters;
+    kvc_lane_layout lane;
+    float *partials;
+    float *lanes;
+    atomic_flag *lane_taken;
+};
+
+/* A plan that nobody runs, from those of the batch or new, taken. */
+kvc_status kvc_plan_take(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **plan);
+
+/* Frees it with the mutex held. */
+void kvc_plan_free_locked(kvc_plan *plan);
+
+/* Floats of one part's result: max [q], sum [q], accumulated values [q][acc_stride]. */
+size_t kvc_partial_size(int32_t num_q, int32_t acc_stride);
+
+#endif

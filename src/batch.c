@@ -1,0 +1,571 @@
+/* batch.c: the public functions of a forward pass: begin, put, commit, abort. */
+#include <string.h>
+
+#include "attention.h"
+#include "cache.h"
+#include "dtype.h"
+
+/* ---- begin: the batch's own memory ------------------------------------------------------------------------------- */
+
+static size_t batch_offset(size_t *size, size_t count, size_t item) {
+    const size_t at = *size;
+    *size = kvc_align_up(at + count * item, KVC_CACHE_LINE);
+    return at;
+}
+
+/* A batch of n tokens, of as many sequences at most, with all its arrays in one piece of scratch. */
+static kvc_batch *new_batch(kvc_cache *cache, int32_t num_tokens) {
+    const size_t n = (size_t)num_tokens, groups = (size_t)cache->num_groups;
+    size_t size = kvc_align_up(sizeof(kvc_batch), KVC_CACHE_LINE);
+    const size_t positions = batch_offset(&size, n, sizeof(int32_t));
+    const size_t sequence_of = batch_offset(&size, n, sizeof(int32_t));
+    const size_t order = batch_offset(&size, n, sizeof(int32_t));
+    const size_t sequences = batch_offset(&size, n, sizeof(kvc_batch_sequence));
+    const size_t places = batch_offset(&size, n * groups, sizeof(kvc_place));
+    const size_t pending = batch_offset(&size, n * groups, sizeof(kvc_pending));
+    const size_t runs = batch_offset(&size, n * groups, sizeof(kvc_run));
+    const size_t written = batch_offset(&size, n * (size_t)cache->num_layers, 1);
+    char *start = kvc_scratch_take(cache, &size);
+    if (!start) return NULL;
+    kvc_batch *batch = (void *)start;
+    *batch = (kvc_batch){.cache = cache,
+                         .size = size,
+                         .num_tokens = num_tokens,
+                         .positions = (void *)(start + positions),
+                         .sequence_of = (void *)(start + sequence_of),
+                         .order = (void *)(start + order),
+                         .sequences = (void *)(start + sequences),
+                         .places = (void *)(start + places),
+                         .pending = (void *)(start + pending),
+                         .runs = (void *)(start + runs),
+                         .written = (void *)(start + written)};
+    memset(batch->written, 0, n * (size_t)cache->num_layers);
+    return batch;
+}
+
+/* The batch no longer owns its sequences; those that hold nothing are forgotten. */
+static void release_batch(kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        batch->sequences[s].sequence->in_batch = 0;
+        kvc_cache_tidy(cache, batch->sequences[s].sequence);
+    }
+    if (cache->batch == batch) cache->batch = NULL;
+    kvc_scratch_give(cache, batch, batch->size);
+}
+
+/* ---- begin: whose tokens, and do they fit ------------------------------------------------------------------------ */
+
+/* The place of a sequence in the batch, given one at its first token; -1 if there is no memory. */
+static int32_t join(kvc_batch *batch, int64_t seq_id) {
+    kvc_cache *cache = batch->cache;
+    kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    if (!sequence) {
+        if (kvc_table_reserve(&cache->sequences, &cache->memory) != KVC_OK) return -1;
+        sequence = kvc_sequence_new(&cache->memory, seq_id, cache->num_groups);
+        if (!sequence) return -1;
+        kvc_table_insert(&cache->sequences, sequence);
+    }
+    if (!sequence->in_batch) {
+        const int32_t s = batch->num_sequences++;
+        sequence->in_batch = s + 1;
+        batch->sequences[s] =
+            (kvc_batch_sequence){.sequence = sequence, .low = kvc_sequence_last(sequence) + 1};
+        if (kvc_sequence_is_empty(sequence)) batch->sequences[s].low = INT32_MAX;
+    }
+    return sequence->in_batch - 1;
+}
+
+static kvc_status join_all(kvc_batch *batch, const int32_t *positions, const int64_t *seq_ids) {
+    for (int32_t t = 0; t < batch->num_tokens; t++) {
+        const int64_t id = seq_ids ? seq_ids[t] : 0;
+        const int repeats = t && id == (seq_ids ? seq_ids[t - 1] : 0);
+        const int32_t s = repeats ? batch->sequence_of[t - 1] : join(batch, id);
+        if (s < 0) return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)id);
+        kvc_batch_sequence *member = &batch->sequences[s];
+        batch->positions[t] = positions[t];
+        batch->sequence_of[t] = s;
+        member->num_stretches += !member->num_tokens++ || positions[t] != member->next;
+        member->next = positions[t] + 1;
+        if (positions[t] < member->low) member->low = positions[t];
+    }
+    return KVC_OK;
+}
+
+/* Lists the tokens of each sequence side by side, in the order they were given. */
+static void sort_tokens(kvc_batch *batch) {
+    int32_t next = 0;
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        batch->sequences[s].first = next;
+        next += batch->sequences[s].num_tokens;
+        batch->sequences[s].num_tokens = 0;
+    }
+    for (int32_t t = 0; t < batch->num_tokens; t++) {
+        kvc_batch_sequence *member = &batch->sequences[batch->sequence_of[t]];
+        batch->order[member->first + member->num_tokens++] = t;
+    }
+}
+
+static kvc_status check_not_gone(const kvc_batch *batch) {
+    for (int32_t t = 0; t < batch->num_tokens; t++) {
+        const kvc_sequence *sequence = batch->sequences[batch->sequence_of[t]].sequence;
+        if (kvc_cache_misses(batch->cache, sequence, batch->positions[t]))
+            return kvc_fail(KVC_ERR_GONE,
+                            "a token at position %d of sequence %lld would see rows that were evicted: the sequence goes "
+                            "on at %d; to go back further, clear it and feed it again, or give resume_window",
+                            batch->positions[t], (long long)sequence->id, kvc_sequence_last(sequence) + 1);
+    }
+    return KVC_OK;
+}
+
+static kvc_status check_num_sequences(const kvc_batch *batch) {
+    const kvc_cache *cache = batch->cache;
+    int64_t num = 0;
+    for (int32_t i = 0; i < cache->sequences.num; i++)
+        num += cache->sequences.items[i]->in_batch || !kvc_sequence_is_empty(cache->sequences.items[i]);
+    if (!cache->max_sequences || num <= cache->max_sequences) return KVC_OK;
+    return kvc_fail(KVC_ERR_FULL, "the batch makes %lld sequences: max_sequences is %lld; clear one, or allow more",
+                    (long long)num, (long long)cache->max_sequences);
+}
+
+/* What this batch lets group g forget of a sequence: positions [*begin, *end). */
+static void evictable(const kvc_cache *cache, const kvc_batch *batch, const kvc_sequence *sequence, int32_t g,
+                      int32_t *begin, int32_t *end) {
+    const int32_t low =
+        sequence->in_batch ? batch->sequences[sequence->in_batch - 1].low : kvc_sequence_last(sequence) + 1;
+    *begin = kvc_policy_sinks(&cache->policies[g]);
+    *end = kvc_policy_retained(&cache->policies[g], low);
+}
+
+/* What a group needs for the batch, and what eviction gives it. */
+typedef struct demand {
+    kvc_block *reusable; /* those that eviction frees, last first, then those that are free: the order of their use */
+    int64_t freed_slots; /* by eviction */
+    int64_t new_blocks;  /* beyond the reusable ones */
+    int64_t new_bytes;   /* rows and bookkeeping of all that is newly touched */
+} demand;
+
+static void try_part(void *context, const kvc_run *part) {
+    demand *d = context;
+    if (!kvc_pool_try_drop(part->block, part->slot, part->count, &d->freed_slots)) return;
+    part->block->next = d->reusable;
+    d->reusable = part->block;
+}
+
+static void restore_part(void *context, const kvc_run *part) {
+    (void)context;
+    kvc_pool_restore(part->block, part->slot, part->count);
+}
+
+/* Calls visit for every part that group g evicts of any sequence. */
+static void visit_evictable(const kvc_batch *batch, int32_t g, kvc_part_fn *visit, void *context) {
+    const kvc_cache *cache = batch->cache;
+    if (cache->policies[g].kind == KVC_FULL) return;
+    for (int32_t i = 0; i < cache->sequences.num; i++) {
+        const kvc_sequence *sequence = cache->sequences.items[i];
+        int32_t begin, end;
+        evictable(cache, batch, sequence, g, &begin, &end);
+        kvc_rows_visit(&sequence->rows[g], begin, end, visit, context);
+    }
+}
+
+/* The block that a sequence's next token goes to, while there is room; NULL: a new one. */
+static kvc_block *last_block(const kvc_rows *rows) { return rows->num ? kvc_rows_end(rows)[-1].block : NULL; }
+
+static void plan_slots(const kvc_pool *pool, int32_t from, int32_t to, int32_t touched, demand *d) {
+    const int64_t now = kvc_pool_block_bytes(pool, from > touched ? from : touched);
+    d->new_bytes += kvc_pool_block_bytes(pool, to > touched ? to : touched) - now;
+}
+
+/* Adds up which blocks one sequence of the batch will fill in group g, after eviction.  A block may be the last of
+ * several sequences, so what one will take of it is noted there for the next. */
+static void plan_blocks(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, kvc_block **reusable,
+                        demand *d) {
+    const kvc_pool *pool = &batch->cache->pools[g];
+    const kvc_rows *rows = &member->sequence->rows[g];
+    int32_t begin, end, rest = member->num_tokens;
+    evictable(batch->cache, batch, member->sequence, g, &begin, &end);
+    const int stays = rows->max_position >= end || rows->min_position < begin; /* not all of it is evicted */
+    kvc_block *last = stays ? last_block(rows) : NULL;
+    if (last) {
+        const int32_t fill = last->fill + last->planned, room = pool->block_size - fill;
+        const int32_t taken = room < rest ? room : rest;
+        plan_slots(pool, fill, fill + taken, last->touched, d);
+        last->planned += taken;
+        rest -= taken;
+    }
+    while (rest > 0) {
+        const int32_t taken = rest < pool->block_size ? rest : pool->block_size;
+        if (*reusable) {
+            plan_slots(pool, 0, taken, (*reusable)->touched, d);
+            *reusable = (*reusable)->next;
+        } else {
+            d->new_blocks++;
+            d->new_bytes += kvc_pool_block_bytes(pool, taken) + kvc_pool_header_bytes(pool);
+        }
+        rest -= taken;
+    }
+}
+
+/* Evicts for a trial, sees what the batch then needs, and undoes it. */
+static demand find_demand(const kvc_batch *batch, int32_t g) {
+    const kvc_pool *pool = &batch->cache->pools[g];
+    demand d = {.reusable = pool->free};
+    visit_evictable(batch, g, try_part, &d);
+    kvc_block *reusable = d.reusable;
+    for (int32_t s = 0; s < batch->num_sequences; s++) plan_blocks(batch, &batch->sequences[s], g, &reusable, &d);
+    visit_evictable(batch, g, restore_part, NULL);
+    while (d.reusable != pool->free) {
+        kvc_block *block = d.reusable;
+        d.reusable = block->next;
+        block->next = NULL;
+    }
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        kvc_block *last = last_block(&batch->sequences[s].sequence->rows[g]);
+        if (last) last->planned = 0;
+    }
+    return d;
+}
+
+static kvc_status check_room(const kvc_batch *batch, int32_t g, const demand *d) {
+    const kvc_cache *cache = batch->cache;
+    const int64_t live = cache->pools[g].live - d->freed_slots;
+    if (cache->capacity && live + batch->num_tokens > cache->capacity)
+        return kvc_fail(KVC_ERR_FULL, "%d more tokens do not fit: %lld of capacity %lld are in use; remove some, clear a "
+                        "sequence, or give a larger capacity",
+                        batch->num_tokens, (long long)live, (long long)cache->capacity);
+    for (int32_t s = 0; cache->max_seq_len && s < batch->num_sequences; s++) {
+        const kvc_batch_sequence *member = &batch->sequences[s];
+        const kvc_rows *rows = &member->sequence->rows[g];
+        int32_t begin, end;
+        evictable(cache, batch, member->sequence, g, &begin, &end);
+        const int64_t kept = rows->count - kvc_rows_visit(rows, begin, end, NULL, NULL);
+        if (kept + member->num_tokens > cache->max_seq_len)
+            return kvc_fail(KVC_ERR_FULL,
+                            "%d more tokens do not fit: sequence %lld holds %lld of max_seq_len %lld; remove some, or "
+                            "give a larger max_seq_len",
+                            member->num_tokens, (long long)member->sequence->id, (long long)kept,
+                            (long long)cache->max_seq_len);
+    }
+    return KVC_OK;
+}
+
+/* ---- begin: memory ----------------------------------------------------------------------------------------------- */
+
+static int64_t bytes_after(const kvc_batch *batch) {
+    int64_t bytes = kvc_cache_bytes(batch->cache);
+    for (int32_t g = 0; g < batch->cache->num_groups; g++) bytes += find_demand(batch, g).new_bytes;
+    return bytes;
+}
+
+/* Room for the runs that each sequence may get, and for those that eviction may split.  One run for each stretch of
+ * consecutive positions, and one more for each block it goes on in. */
+static kvc_status reserve_runs(const kvc_batch *batch, int32_t g) {
+    kvc_cache *cache = batch->cache;
+    kvc_status status = KVC_OK;
+    for (int32_t i = 0; status == KVC_OK && i < cache->sequences.num; i++) {
+        kvc_sequence *sequence = cache->sequences.items[i];
+        const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
+        if (!member && cache->policies[g].kind == KVC_FULL) continue;
+        int32_t begin, end;
+        evictable(cache, batch, sequence, g, &begin, &end);
+        const int32_t more =
+            member ? member->num_stretches + member->num_tokens / cache->pools[g].block_size + 2 : 0;
+        status = kvc_rows_reserve_evict(&sequence->rows[g], &cache->memory, begin, end, more);
+    }
+    return status;
+}
+
+static kvc_status reserve_all_runs(const kvc_batch *batch) {
+    kvc_status status = KVC_OK;
+    for (int32_t g = 0; status == KVC_OK && g < batch->cache->num_groups; g++) status = reserve_runs(batch, g);
+    return status;
+}
+
+/* The hard limit: what is scattered is moved together and what is free goes back, and only then is it an error. */
+static kvc_status check_bytes(const kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    if (!cache->max_bytes || bytes_after(batch) <= cache->max_bytes) return KVC_OK;
+    kvc_status status = KVC_OK;
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) {
+        status = kvc_compact_group(cache, g);
+        kvc_pool_give_back(&cache->pools[g]);
+    }
+    if (status == KVC_OK) status = reserve_all_runs(batch);
+    if (status != KVC_OK) return status;
+    const int64_t bytes = bytes_after(batch);
+    if (bytes <= cache->max_bytes) return KVC_OK;
+    int64_t wasted = 0;
+    for (int32_t g = 0; g < cache->num_groups; g++) wasted += kvc_pool_wasted_bytes(&cache->pools[g]);
+    const long long held = (long long)kvc_cache_bytes(cache);
+    return kvc_fail(KVC_ERR_FULL,
+                    "%d more tokens would make it %lld bytes: max_bytes is %lld, %lld are live and %lld wasted%s",
+                    batch->num_tokens, (long long)bytes, (long long)cache->max_bytes, held - (long long)wasted,
+                    (long long)wasted, cache->num_holds ? ", which views of the rows keep from being compacted" : "");
+}
+
+/* A group that would open a block while more than a quarter of what was handed out is waste is compacted first.  That
+ * this may not succeed costs memory, not room. */
+static void compact_if_scattered(const kvc_batch *batch, int32_t g) {
+    kvc_cache *cache = batch->cache;
+    const kvc_pool *pool = &cache->pools[g];
+    if ((pool->filled - pool->live) * 4 <= pool->filled) return;
+    if (find_demand(batch, g).new_blocks && kvc_compact_group_waste(cache, g) * 4 > pool->filled)
+        kvc_compact_group(cache, g);
+}
+
+static kvc_status reserve(const kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    for (int32_t g = 0; g < cache->num_groups; g++) compact_if_scattered(batch, g);
+    kvc_status status = reserve_all_runs(batch);
+    if (status == KVC_OK) status = check_bytes(batch);
+    int32_t g = 0;
+    for (; status == KVC_OK && g < cache->num_groups; g++) {
+        kvc_pool *pool = &cache->pools[g];
+        const int64_t new_blocks = find_demand(batch, g).new_blocks;
+        pool->free_before = pool->num_free;
+        status = new_blocks > INT32_MAX - pool->num_blocks
+                     ? kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld blocks", (long long)new_blocks)
+                     : kvc_pool_reserve(pool, pool->num_free + (int32_t)new_blocks);
+    }
+    if (status != KVC_OK)
+        for (g -= 2; g >= 0; g--) kvc_pool_unreserve(&cache->pools[g], cache->pools[g].free_before);
+    return status;
+}
+
+/* ---- begin: what cannot fail ------------------------------------------------------------------------------------- */
+
+static void evict(kvc_batch *batch, int32_t g) {
+    kvc_cache *cache = batch->cache;
+    if (cache->policies[g].kind == KVC_FULL) return;
+    for (int32_t i = 0; i < cache->sequences.num; i++) {
+        kvc_sequence *sequence = cache->sequences.items[i];
+        int32_t begin, end;
+        evictable(cache, batch, sequence, g, &begin, &end);
+        cache->stats.rows_evicted += kvc_rows_evict(&sequence->rows[g], &cache->pools[g], begin, end);
+    }
+}
+
+/* Puts a token's slot at the end of its sequence's runs. */
+static void add_slot(kvc_pending *pending, kvc_block *block, int32_t slot, int32_t position) {
+    kvc_run *last = pending->num ? &pending->runs[pending->num - 1] : NULL;
+    if (last && last->block == block && last->slot + last->count == slot && last->position + last->count == position)
+        last->count++;
+    else
+        pending->runs[pending->num++] = (kvc_run){block, slot, 1, position, 0};
+}
+
+/* Slots at the fill mark of the sequence's last block, then of new ones. */
+static void hand_out(kvc_batch *batch, int32_t g, int32_t s) {
+    kvc_pool *pool = &batch->cache->pools[g];
+    const kvc_batch_sequence *member = &batch->sequences[s];
+    kvc_pending *pending = &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
+    *pending = (kvc_pending){batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)member->first, 0};
+    kvc_block *block = last_block(&member->sequence->rows[g]);
+    for (int32_t done = 0; done < member->num_tokens;) {
+        if (!block || block->fill == pool->block_size) block = kvc_pool_open(pool);
+        const int32_t rest = member->num_tokens - done, room = pool->block_size - block->fill;
+        const int32_t count = rest < room ? rest : room, slot = kvc_pool_take(pool, block, count);
+        for (int32_t i = 0; i < count; i++) {
+            const int32_t t = batch->order[member->first + done + i];
+            batch->places[(size_t)g * (size_t)batch->num_tokens + (size_t)t] = (kvc_place){block, slot + i};
+            add_slot(pending, block, slot + i, batch->positions[t]);
+        }
+        done += count;
+    }
+}
+
+static kvc_status begin(kvc_batch *batch, const int32_t *positions, const int64_t *seq_ids) {
+    kvc_cache *cache = batch->cache;
+    kvc_status status = join_all(batch, positions, seq_ids);
+    if (status != KVC_OK) return status;
+    sort_tokens(batch);
+    status = check_not_gone(batch);
+    if (status == KVC_OK) status = check_num_sequences(batch);
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) {
+        const demand d = find_demand(batch, g);
+        status = check_room(batch, g, &d);
+    }
+    if (status == KVC_OK) status = reserve(batch);
+    if (status != KVC_OK) return status;
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        evict(batch, g);
+        for (int32_t s = 0; s < batch->num_sequences; s++) hand_out(batch, g, s);
+    }
+    cache->batch = batch;
+    return KVC_OK;
+}
+
+kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
+                     kvc_batch **out) {
+    if (num_tokens < 1) return kvc_fail(KVC_ERR_INVALID, "num_tokens is %d: a batch has at least 1", num_tokens);
+    if (!positions || !out) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", positions ? "batch" : "positions");
+    for (int32_t t = 0; t < num_tokens; t++)
+        if (positions[t] < 0 || positions[t] == INT32_MAX)
+            return kvc_fail(KVC_ERR_INVALID, "positions[%d] is %d: it must be between 0 and %d", t, positions[t],
+                            INT32_MAX - 1);
+    kvc_status status = KVC_OK;
+    kvc_mutex_lock(&cache->mutex);
+    if (cache->batch) status = kvc_fail(KVC_ERR_BUSY, "a batch is open already: commit or abort it first");
+    if (status == KVC_OK) {
+        kvc_batch *batch = new_batch(cache, num_tokens);
+        status = batch ? begin(batch, positions, seq_ids)
+                       : kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", num_tokens);
+        if (status == KVC_OK)
+            *out = batch;
+        else if (batch)
+            release_batch(batch);
+    }
+    kvc_mutex_unlock(&cache->mutex);
+    return status;
+}
+
+/* ---- put --------------------------------------------------------------------------------------------------------- */
+
+enum { PUT_TOKENS = 64 }; /* tokens in one task */
+
+/* A put, split into tasks of PUT_TOKENS tokens. */
+typedef struct put_work {
+    const kvc_batch *batch;
+    const kvc_put_args *args;
+    const kvc_layer *layer;
+    const kvc_layout *layout;
+    const kvc_place *places; /* of the layer's group */
+} put_work;
+
+/* Stores tokens [t, t + count) of the batch, which lie in consecutive slots. */
+static void put_rows(const put_work *work, int32_t t, int32_t count) {
+    const kvc_put_args *a = work->args;
+    const kvc_layout *at = work->layout;
+    const kvc_kernels *kernels = work->batch->cache->kernels;
+    const kvc_place *place = &work->places[t];
+    kvc_convert_fn *convert_k = kernels->convert[a->k_type][work->layer->k_type];
+    kvc_convert_fn *convert_v = kernels->convert[a->v_type][work->layer->v_type];
+    uint8_t *k = place->block->rows + at->k_offset + (size_t)place->slot * at->k_row_bytes;
+    uint8_t *v = place->block->rows + at->v_offset + (size_t)place->slot * at->v_row_bytes;
+    const char *from_k = (const char *)a->k + (t - a->first) * a->k_token_stride;
+    const char *from_v = (const char *)a->v + (t - a->first) * a->v_token_stride;
+    for (int32_t h = 0; h < at->num_kv_heads; h++) {
+        convert_k(k + (size_t)h * at->k_head_stride, (int64_t)at->k_row_bytes, from_k + h * a->k_head_stride,
+                  a->k_token_stride, count, work->layer->k_dim);
+        convert_v(v + (size_t)h * at->v_head_stride, (int64_t)at->v_row_bytes, from_v + h * a->v_head_stride,
+                  a->v_token_stride, count, work->layer->v_dim);
+    }
+}
+
+static void put_task(void *context, int64_t task) {
+    const put_work *work = context;
+    const int32_t end = work->args->first + work->args->num_tokens;
+    int32_t t = work->args->first + (int32_t)task * PUT_TOKENS;
+    const int32_t last = end - t > PUT_TOKENS ? t + PUT_TOKENS : end;
+    while (t < last) {
+        const kvc_place *place = &work->places[t];
+        int32_t n = 1;
+        while (t + n < last && place[n].block == place->block && place[n].slot == place->slot + n) n++;
+        put_rows(work, t, n);
+        t += n;
+    }
+}
+
+static kvc_status check_rows(int32_t type, int64_t token_stride, int64_t head_stride, const char *name) {
+    if (type < 0 || type >= KVC_FLOAT_TYPES)
+        return kvc_fail(KVC_ERR_INVALID, "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", name, type);
+    const int64_t unit = (int64_t)kvc_row_bytes(type, 1);
+    if (token_stride % unit || head_stride % unit)
+        return kvc_fail(KVC_ERR_INVALID, "%s: strides of %lld and %lld bytes are not multiples of an element's %lld", name,
+                        (long long)token_stride, (long long)head_stride, (long long)unit);
+    return KVC_OK;
+}
+
+kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens) {
+    if (first < 0 || first >= batch->num_tokens)
+        return kvc_fail(KVC_ERR_INDEX, "first is %d: the batch has %d tokens", first, batch->num_tokens);
+    if (*num_tokens == 0) *num_tokens = batch->num_tokens - first;
+    if (*num_tokens < 0 || *num_tokens > batch->num_tokens - first)
+        return kvc_fail(KVC_ERR_INDEX, "num_tokens is %d: from token %d on, the batch has %d", *num_tokens, first,
+                        batch->num_tokens - first);
+    return KVC_OK;
+}
+
+static kvc_status check_put(const kvc_batch *batch, int32_t layer, kvc_put_args *args) {
+    kvc_status status = kvc_check_layer(batch->cache, layer);
+    if (status == KVC_OK) status = kvc_check_range(batch, args->first, &args->num_tokens);
+    if (status != KVC_OK) return status;
+    if (!args->k || !args->v) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", args->k ? "v" : "k");
+    status = check_rows(args->k_type, args->k_token_stride, args->k_head_stride, "k");
+    if (status == KVC_OK) status = check_rows(args->v_type, args->v_token_stride, args->v_head_stride, "v");
+    if (status != KVC_OK) return status;
+    const uint8_t *written = batch->written + (size_t)layer * (size_t)batch->num_tokens;
+    for (int32_t t = args->first; t < args->first + args->num_tokens; t++)
+        if (written[t])
+            return kvc_fail(KVC_ERR_INVALID, "token %d of the batch was put in layer %d before: each is put once", t,
+                            layer);
+    return KVC_OK;
+}
+
+kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
+    kvc_put_args args;
+    kvc_status status = kvc_read_struct(&args, sizeof args, given, given ? given->struct_size : 0, "args");
+    if (status == KVC_OK) status = check_put(batch, layer, &args);
+    if (status != KVC_OK) return status;
+    const kvc_cache *cache = batch->cache;
+    const int32_t g = cache->group_of[layer];
+    put_work work = {.batch = batch,
+                     .args = &args,
+                     .layer = &cache->layers[layer],
+                     .layout = &cache->layouts[cache->layout_of[layer]],
+                     .places = batch->places + (size_t)g * (size_t)batch->num_tokens};
+    const int64_t tasks = (args.num_tokens + PUT_TOKENS - 1) / PUT_TOKENS;
+    kvc_parallel(tasks > 1 ? kvc_cache_threads(cache) : 1, tasks, put_task, &work);
+    memset(batch->written + (size_t)layer * (size_t)batch->num_tokens + args.first, 1, (size_t)args.num_tokens);
+    return KVC_OK;
+}
+
+/* ---- the end ----------------------------------------------------------------------------------------------------- */
+
+static kvc_status check_complete(const kvc_batch *batch) {
+    const size_t n = (size_t)batch->num_tokens;
+    const uint8_t *hole = memchr(batch->written, 0, n * (size_t)batch->cache->num_layers);
+    if (!hole) return KVC_OK;
+    const size_t at = (size_t)(hole - batch->written);
+    return kvc_fail(KVC_ERR_INVALID, "token %zu of the batch was not put in layer %zu: put every token in every layer, or "
+                    "abort", at % n, at / n);
+}
+
+static void end_batch(kvc_batch *batch) {
+    while (batch->plans) kvc_plan_free_locked(batch->plans);
+    release_batch(batch);
+}
+
+kvc_status kvc_commit(kvc_batch *batch) {
+    const kvc_status status = check_complete(batch);
+    if (status != KVC_OK) return status;
+    kvc_cache *cache = batch->cache;
+    kvc_mutex_lock(&cache->mutex);
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        for (int32_t s = 0; s < batch->num_sequences; s++) {
+            const kvc_pending *pending = &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
+            for (int32_t i = 0; i < pending->num; i++)
+                kvc_rows_append(&batch->sequences[s].sequence->rows[g], &pending->runs[i]);
+        }
+    cache->stats.batches++;
+    cache->stats.tokens += batch->num_tokens;
+    end_batch(batch);
+    kvc_mutex_unlock(&cache->mutex);
+    return KVC_OK;
+}
+
+void kvc_abort(kvc_batch *batch) {
+    if (!batch) return;
+    kvc_cache *cache = batch->cache;
+    kvc_mutex_lock(&cache->mutex);
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        for (int32_t s = batch->num_sequences - 1; s >= 0; s--) { /* last handed out, first given back */
+            const kvc_pending *pending = &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
+            for (int32_t i = pending->num - 1; i >= 0; i--)
+                kvc_pool_drop(&cache->pools[g], pending->runs[i].block, pending->runs[i].slot, pending->runs[i].count);
+        }
+    cache->stats.aborted++;
+    end_batch(batch);
+    kvc_mutex_unlock(&cache->mutex);
+}

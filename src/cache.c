@@ -1,0 +1,774 @@
+/* cache.c: the public functions but those of a forward pass: check arguments, then tie the parts together. */
+#include "cache.h"
+
+#include <string.h>
+
+#include "cpu.h"
+#include "dtype.h"
+
+/* ---- version and machine ----------------------------------------------------------------------------------------- */
+
+int32_t kvc_version(void) { return KVC_VERSION_MAJOR * 1000000 + KVC_VERSION_MINOR * 1000 + KVC_VERSION_PATCH; }
+
+const char *kvc_build_info(void) {
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+    return "kvcache " TEXT(KVC_VERSION_MAJOR) "." TEXT(KVC_VERSION_MINOR) "." TEXT(KVC_VERSION_PATCH)
+#if defined(__clang__)
+        ", clang " __clang_version__
+#elif defined(__GNUC__)
+        ", gcc " __VERSION__
+#endif
+        ", " KVC_KERNEL_NAMES
+#if defined(_OPENMP)
+        ", OpenMP " TEXT(_OPENMP);
+#else
+        ", no OpenMP";
+#endif
+#undef TEXT
+#undef TEXT_OF
+}
+
+const char *kvc_isa(void) {
+    const char *wanted;
+    const kvc_kernels *kernels = kvc_cpu_kernels(&wanted);
+    return kernels ? kernels->name : NULL;
+}
+
+/* ---- creation ---------------------------------------------------------------------------------------------------- */
+
+kvc_status kvc_read_struct(void *to, size_t to_size, const void *from, size_t from_size, const char *name) {
+    if (!from) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", name);
+    if (from_size < to_size)
+        return kvc_fail(KVC_ERR_INVALID, "%s: its size is given as %zu: it must be sizeof, %zu", name, from_size,
+                        to_size);
+    for (size_t i = to_size; i < from_size; i++)
+        if (((const uint8_t *)from)[i])
+            return kvc_fail(KVC_ERR_UNSUPPORTED, "%s sets a field that this version of the library does not know", name);
+    memcpy(to, from, to_size);
+    return KVC_OK;
+}
+
+static kvc_status check_limit(int64_t value, const char *name, int64_t most) {
+    if (value >= 0 && value <= most) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "%s is %lld: it must be between 1 and %lld, or 0 for the default", name,
+                    (long long)value, (long long)most);
+}
+
+static kvc_status check_type(int32_t type, int32_t transform, int32_t layer, const char *name) {
+    if (!kvc_type_name(type))
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].%s_type is %d: no kvc_type", layer, name, type);
+    if (type >= KVC_STORED_TYPES)
+        return kvc_fail(KVC_ERR_UNSUPPORTED, "layers[%d].%s_type is %s: only f32, f16 and bf16 are supported", layer,
+                        name, kvc_type_name(type));
+    if (transform)
+        return kvc_fail(KVC_ERR_UNSUPPORTED, "layers[%d].%s_transform is %d: only 0, none, is supported", layer, name,
+                        transform);
+    return KVC_OK;
+}
+
+static kvc_status check_layer_config(const kvc_layer *layer, int32_t index) {
+    const struct {
+        int32_t value;
+        const char *name;
+    } sizes[] = {{layer->num_kv_heads, "num_kv_heads"}, {layer->k_dim, "k_dim"}, {layer->v_dim, "v_dim"}};
+    for (int i = 0; i < 3; i++)
+        if (sizes[i].value < 1 || sizes[i].value > 1 << 20)
+            return kvc_fail(KVC_ERR_INVALID, "layers[%d].%s is %d: it must be between 1 and %d", index, sizes[i].name,
+                            sizes[i].value, 1 << 20);
+    kvc_status status = check_type(layer->k_type, layer->k_transform, index, "k");
+    if (status == KVC_OK) status = check_type(layer->v_type, layer->v_transform, index, "v");
+    return status == KVC_OK ? kvc_policy_check(&layer->policy, index) : status;
+}
+
+/* Checks the limits and fills in those that were left to us. */
+static kvc_status check_config(kvc_config *config) {
+    kvc_status status = KVC_OK;
+    if (config->num_layers < 1 || config->num_layers > 1 << 20)
+        return kvc_fail(KVC_ERR_INVALID, "num_layers is %d: it must be between 1 and %d", config->num_layers, 1 << 20);
+    if (status == KVC_OK) status = check_limit(config->block_size, "block_size", INT32_MAX - 1);
+    if (status == KVC_OK) status = check_limit(config->max_seq_len, "max_seq_len", INT32_MAX - 1);
+    if (status == KVC_OK) status = check_limit(config->max_sequences, "max_sequences", INT32_MAX);
+    if (status == KVC_OK) status = check_limit(config->capacity, "capacity", INT64_MAX);
+    if (status == KVC_OK) status = check_limit(config->max_bytes, "max_bytes", INT64_MAX);
+    if (status == KVC_OK) status = check_limit(config->num_threads, "num_threads", 4096);
+    if (!config->capacity) config->capacity = config->max_seq_len * config->max_sequences; /* each below 2^31 */
+    return status;
+}
+
+static kvc_layer layer_at(const kvc_config *config, int32_t i) {
+    kvc_layer layer;
+    memcpy(&layer, (const char *)config->layers + (size_t)i * config->layer_size, sizeof layer);
+    return layer;
+}
+
+static int32_t default_block_size(const kvc_config *config) {
+    int32_t full = 1;
+    for (int32_t i = 0; i < config->num_layers; i++) full &= layer_at(config, i).policy.kind == KVC_FULL;
+    return config->max_seq_len && config->max_sequences == 1 && full ? (int32_t)config->max_seq_len : 64;
+}
+
+/* Bytes from one head to the next: whole cache lines, an odd number of them, so that the same slot of several heads
+ * does not fall into the same set of a cache.  0: too many. */
+static size_t head_stride(int32_t block_size, size_t row_bytes) {
+    if (row_bytes > (SIZE_MAX / 4) / (size_t)block_size) return 0;
+    const size_t lines = ((size_t)block_size * row_bytes + KVC_CACHE_LINE - 1) / KVC_CACHE_LINE;
+    return (lines | 1) * KVC_CACHE_LINE;
+}
+
+/* Appends `heads` regions to a block of *bytes; returns where they begin, SIZE_MAX: too many. */
+static size_t add_heads(size_t *bytes, int32_t heads, size_t stride) {
+    const size_t at = *bytes;
+    if (!stride || stride > (SIZE_MAX / 4 - at) / (size_t)heads) return SIZE_MAX;
+    *bytes += stride * (size_t)heads;
+    return at;
+}
+
+static kvc_status add_layout(kvc_layout *layout, const kvc_layer *layer, int32_t block_size, size_t *block_bytes) {
+    layout->num_kv_heads = layer->num_kv_heads;
+    layout->k_row_bytes = kvc_row_bytes(layer->k_type, layer->k_dim);
+    layout->v_row_bytes = kvc_row_bytes(layer->v_type, layer->v_dim);
+    layout->k_head_stride = head_stride(block_size, layout->k_row_bytes);
+    layout->v_head_stride = head_stride(block_size, layout->v_row_bytes);
+    layout->k_offset = add_heads(block_bytes, layer->num_kv_heads, layout->k_head_stride);
+    if (layout->k_offset != SIZE_MAX)
+        layout->v_offset = add_heads(block_bytes, layer->num_kv_heads, layout->v_head_stride);
+    if (layout->k_offset == SIZE_MAX || layout->v_offset == SIZE_MAX)
+        return kvc_fail(KVC_ERR_INVALID, "a block of %d slots is larger than the address space: give a smaller block_size",
+                        block_size);
+    return KVC_OK;
+}
+
+/* Which group each layer belongs to, in order of first appearance. */
+static void find_groups(kvc_cache *cache) {
+    for (int32_t i = 0; i < cache->num_layers; i++) {
+        int32_t g = 0;
+        while (g < cache->num_groups && !kvc_policy_equal(&cache->policies[g], &cache->layers[i].policy)) g++;
+        if (g == cache->num_groups) cache->policies[cache->num_groups++] = cache->layers[i].policy;
+        cache->group_of[i] = g;
+    }
+}
+
+static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
+    int32_t next = 0;
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        const int32_t first = next;
+        size_t block_bytes = 0;
+        for (int32_t i = 0; i < cache->num_layers; i++) {
+            if (cache->group_of[i] != g) continue;
+            const kvc_status status = add_layout(&cache->layouts[next], &cache->layers[i], block_size, &block_bytes);
+            if (status != KVC_OK) return status;
+            cache->layout_of[i] = next++;
+        }
+        kvc_pool_init(&cache->pools[g], &cache->memory, g, block_size, &cache->layouts[first], next - first,
+                      block_bytes);
+    }
+    return KVC_OK;
+}
+
+/* Where the arrays lie behind the struct, in one allocation of `size` bytes. */
+typedef struct offsets {
+    size_t layers, group_of, layouts, layout_of, policies, pools, size;
+} offsets;
+
+static size_t add_array(size_t *size, size_t bytes) {
+    const size_t at = *size;
+    *size += kvc_align_up(bytes, KVC_CACHE_LINE);
+    return at;
+}
+
+static offsets lay_out(size_t num_layers) {
+    offsets at = {.size = kvc_align_up(sizeof(kvc_cache), KVC_CACHE_LINE)};
+    at.layers = add_array(&at.size, num_layers * sizeof(kvc_layer));
+    at.group_of = add_array(&at.size, num_layers * sizeof(int32_t));
+    at.layouts = add_array(&at.size, num_layers * sizeof(kvc_layout));
+    at.layout_of = add_array(&at.size, num_layers * sizeof(int32_t));
+    at.policies = add_array(&at.size, num_layers * sizeof(kvc_policy));
+    at.pools = add_array(&at.size, num_layers * sizeof(kvc_pool));
+    return at;
+}
+
+static kvc_cache *new_cache(kvc_memory *memory, int32_t num_layers) {
+    const offsets at = lay_out((size_t)num_layers);
+    char *start = kvc_memory_alloc(memory, at.size, KVC_MEMORY_BOOKKEEPING, -1);
+    if (!start) return NULL;
+    kvc_cache *cache = memset(start, 0, sizeof *cache);
+    cache->memory = *memory;
+    cache->size = at.size;
+    cache->layers = (void *)(start + at.layers);
+    cache->group_of = (void *)(start + at.group_of);
+    cache->layouts = (void *)(start + at.layouts);
+    cache->layout_of = (void *)(start + at.layout_of);
+    cache->policies = (void *)(start + at.policies);
+    cache->pools = (void *)(start + at.pools);
+    return cache;
+}
+
+static void free_cache(kvc_cache *cache) {
+    kvc_memory memory = cache->memory; /* it lies in what is freed */
+    kvc_memory_free(&memory, cache, cache->size, KVC_MEMORY_BOOKKEEPING, -1);
+}
+
+static kvc_status init_cache(kvc_cache *cache, const kvc_config *config) {
+    cache->num_layers = config->num_layers;
+    cache->num_threads = config->num_threads;
+    cache->max_seq_len = config->max_seq_len;
+    cache->max_sequences = config->max_sequences;
+    cache->capacity = config->capacity;
+    cache->max_bytes = config->max_bytes;
+    for (int32_t i = 0; i < config->num_layers; i++) cache->layers[i] = layer_at(config, i);
+    find_groups(cache);
+    const kvc_status status = init_groups(cache, config->block_size ? config->block_size : default_block_size(config));
+    if (status != KVC_OK) return status;
+    return kvc_mutex_init(&cache->mutex) == 0 ? KVC_OK : kvc_fail(KVC_ERR_NOMEM, "no mutex is to be had");
+}
+
+kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
+    kvc_config config;
+    kvc_memory memory;
+    const char *wanted;
+    kvc_status status = kvc_read_struct(&config, sizeof config, given, given ? given->struct_size : 0, "config");
+    if (status == KVC_OK && !out) status = kvc_fail(KVC_ERR_INVALID, "cache is NULL");
+    if (status == KVC_OK) status = check_config(&config);
+    for (int32_t i = 0; status == KVC_OK && i < config.num_layers; i++) {
+        kvc_layer layer;
+        const char *at = config.layers ? (const char *)config.layers + (size_t)i * config.layer_size : NULL;
+        status = kvc_read_struct(&layer, sizeof layer, at, config.layer_size, "layers");
+        if (status == KVC_OK) status = check_layer_config(&layer, i);
+    }
+    if (status == KVC_OK) status = kvc_memory_init(&memory, config.allocator);
+    if (status != KVC_OK) return status;
+    const kvc_kernels *kernels = kvc_cpu_kernels(&wanted);
+    if (!kernels)
+        return kvc_fail(KVC_ERR_UNSUPPORTED, "KVCACHE_ISA is %s: this machine and build have %s", wanted,
+                        KVC_KERNEL_NAMES);
+    kvc_threads_init();
+
+    kvc_cache *cache = new_cache(&memory, config.num_layers);
+    if (!cache) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a cache of %d layers", config.num_layers);
+    cache->kernels = kernels;
+    status = init_cache(cache, &config);
+    if (status != KVC_OK)
+        free_cache(cache);
+    else
+        *out = cache;
+    return status;
+}
+
+/* ---- locking, and what may not be edited ------------------------------------------------------------------------- */
+
+static void lock(kvc_cache *cache) { kvc_mutex_lock(&cache->mutex); }
+
+static kvc_status unlock(kvc_cache *cache, kvc_status status) {
+    kvc_mutex_unlock(&cache->mutex);
+    return status;
+}
+
+static kvc_status check_idle(const kvc_sequence *sequence) {
+    if (!sequence || !sequence->in_batch) return KVC_OK;
+    return kvc_fail(KVC_ERR_BUSY, "sequence %lld belongs to the open batch: commit or abort it first",
+                    (long long)sequence->id);
+}
+
+static kvc_status check_closed(const kvc_cache *cache, const char *what) {
+    if (cache->batch) return kvc_fail(KVC_ERR_BUSY, "cannot %s while a batch is open: commit or abort it first", what);
+    if (cache->num_holds)
+        return kvc_fail(KVC_ERR_HELD, "cannot %s while %lld views of the rows are held: let go of them first", what,
+                        (long long)cache->num_holds);
+    return KVC_OK;
+}
+
+static kvc_status check_position(int32_t value, const char *name) {
+    if (value >= 0) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "%s is %d: a position must not be negative", name, value);
+}
+
+kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer) {
+    if (layer >= 0 && layer < cache->num_layers) return KVC_OK;
+    return kvc_fail(KVC_ERR_INDEX, "layer is %d: this cache has %d layers", layer, cache->num_layers);
+}
+
+int32_t kvc_cache_threads(const kvc_cache *cache) {
+    return cache->num_threads ? cache->num_threads : kvc_num_threads();
+}
+
+void *kvc_scratch_take(kvc_cache *cache, size_t *size) {
+    int best = -1;
+    for (int i = 0; i < KVC_NUM_SPARES; i++)
+        if (cache->spares[i].size >= *size && (best < 0 || cache->spares[i].size < cache->spares[best].size)) best = i;
+    if (best < 0) {
+        *size = kvc_align_up(*size + *size / 4, 4096); /* the next one is a little longer */
+        return kvc_memory_alloc(&cache->memory, *size, KVC_MEMORY_SCRATCH, -1);
+    }
+    void *memory = cache->spares[best].memory;
+    *size = cache->spares[best].size;
+    cache->spares[best].memory = NULL;
+    cache->spares[best].size = 0;
+    return memory;
+}
+
+void kvc_scratch_give(kvc_cache *cache, void *memory, size_t size) {
+    int smallest = 0;
+    for (int i = 1; i < KVC_NUM_SPARES; i++)
+        if (cache->spares[i].size < cache->spares[smallest].size) smallest = i;
+    if (cache->spares[smallest].size < size) { /* an empty place has size 0 */
+        void *other = cache->spares[smallest].memory;
+        const size_t other_size = cache->spares[smallest].size;
+        cache->spares[smallest].memory = memory;
+        cache->spares[smallest].size = size;
+        memory = other;
+        size = other_size;
+    }
+    kvc_memory_free(&cache->memory, memory, size, KVC_MEMORY_SCRATCH, -1);
+}
+
+static void free_spares(kvc_cache *cache) {
+    for (int i = 0; i < KVC_NUM_SPARES; i++) {
+        kvc_memory_free(&cache->memory, cache->spares[i].memory, cache->spares[i].size, KVC_MEMORY_SCRATCH, -1);
+        cache->spares[i].memory = NULL;
+        cache->spares[i].size = 0;
+    }
+}
+
+/* ---- editing sequences ------------------------------------------------------------------------------------------- */
+
+void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
+    kvc_table_remove(&cache->sequences, sequence);
+    kvc_sequence_free(sequence, &cache->memory, cache->pools);
+}
+
+void kvc_cache_tidy(kvc_cache *cache, kvc_sequence *sequence) {
+    if (kvc_sequence_is_blank(sequence)) kvc_cache_forget(cache, sequence);
+}
+
+static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
+    for (int32_t i = 0; i < cache->sequences.num; i++) {
+        const kvc_status status = cache->sequences.items[i] == kept ? KVC_OK : check_idle(cache->sequences.items[i]);
+        if (status != KVC_OK) return status;
+    }
+    for (int32_t i = cache->sequences.num - 1; i >= 0; i--)
+        if (cache->sequences.items[i] != kept) kvc_cache_forget(cache, cache->sequences.items[i]);
+    return KVC_OK;
+}
+
+kvc_status kvc_clear(kvc_cache *cache) {
+    lock(cache);
+    return unlock(cache, clear_all_but(cache, NULL));
+}
+
+kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id) {
+    lock(cache);
+    return unlock(cache, clear_all_but(cache, kvc_table_find(&cache->sequences, seq_id)));
+}
+
+kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id) {
+    lock(cache);
+    kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    const kvc_status status = check_idle(sequence);
+    if (status == KVC_OK && sequence) kvc_cache_forget(cache, sequence);
+    return unlock(cache, status);
+}
+
+/* A sequence outside the table, with room for all of src's runs; NULL if there is no memory. */
+static kvc_sequence *new_sharer(kvc_cache *cache, const kvc_sequence *src, int64_t id) {
+    kvc_sequence *dst = kvc_sequence_new(&cache->memory, id, cache->num_groups);
+    kvc_status status = dst ? kvc_table_reserve(&cache->sequences, &cache->memory) : KVC_ERR_NOMEM;
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
+        status = kvc_rows_reserve(&dst->rows[g], &cache->memory, src->rows[g].num);
+    if (status == KVC_OK) return dst;
+    if (dst) kvc_sequence_free(dst, &cache->memory, cache->pools);
+    return NULL;
+}
+
+static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t length) {
+    const kvc_sequence *src = kvc_table_find(&cache->sequences, src_id);
+    kvc_sequence *old = kvc_table_find(&cache->sequences, dst_id), *dst = NULL;
+    kvc_status status = check_idle(src);
+    if (status == KVC_OK) status = check_idle(old);
+    if (status != KVC_OK) return status;
+    if (src && !(dst = new_sharer(cache, src, dst_id)))
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)dst_id);
+    if (dst)
+        for (int32_t g = 0; g < cache->num_groups; g++) kvc_rows_share(&dst->rows[g], &src->rows[g], length);
+    if (old) kvc_cache_forget(cache, old);
+    if (dst) {
+        kvc_table_insert(&cache->sequences, dst);
+        kvc_cache_tidy(cache, dst);
+    }
+    return KVC_OK;
+}
+
+static kvc_status check_two(int64_t src, int64_t dst) {
+    if (src != dst) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "src and dst are both sequence %lld: they must differ", (long long)src);
+}
+
+kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length) {
+    kvc_status status = check_two(src, dst);
+    if (status == KVC_OK) status = check_position(length, "length");
+    if (status != KVC_OK) return status;
+    lock(cache);
+    return unlock(cache, share(cache, src, dst, length));
+}
+
+kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst) {
+    const kvc_status status = check_two(src, dst);
+    if (status != KVC_OK) return status;
+    lock(cache);
+    return unlock(cache, share(cache, src, dst, KVC_END));
+}
+
+/* Where the evicted rows end after [begin, end) was removed: they are removed, and move, like stored ones. */
+static int32_t lost_after(int32_t lost_end, int32_t begin, int32_t end, int32_t shift) {
+    if (lost_end <= begin) return lost_end;
+    if (lost_end <= end) return begin;
+    return shift ? lost_end - (end - begin) : lost_end;
+}
+
+static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {
+    kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    kvc_status status = check_idle(sequence);
+    if (status != KVC_OK || !sequence) return status;
+    if (shift && kvc_sequence_last(sequence) >= end)
+        return kvc_fail(KVC_ERR_UNSUPPORTED,
+                        "sequence %lld has tokens at %d and later that would move down by %d, and their keys would have "
+                        "to be rotated: remove with shift off, or up to the end",
+                        (long long)seq_id, end, end - begin);
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
+        status = kvc_rows_reserve_edit(&sequence->rows[g], &cache->memory, 0);
+    if (status != KVC_OK) return status;
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        kvc_rows *rows = &sequence->rows[g];
+        kvc_rows_remove(rows, &cache->pools[g], begin, end);
+        rows->lost_end = rows->num ? lost_after(rows->lost_end, begin, end, shift) : 0;
+    }
+    kvc_cache_tidy(cache, sequence);
+    return KVC_OK;
+}
+
+kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {
+    const kvc_status status = check_position(begin, "begin");
+    if (status != KVC_OK) return status;
+    if (end < begin) return kvc_fail(KVC_ERR_INVALID, "end is %d: it must be at least begin, %d", end, begin);
+    lock(cache);
+    return unlock(cache, remove_range(cache, seq_id, begin, end, shift));
+}
+
+kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length) {
+    const kvc_status status = check_position(length, "length");
+    if (status != KVC_OK) return status;
+    lock(cache);
+    return unlock(cache, remove_range(cache, seq_id, length, KVC_END, 0));
+}
+
+static kvc_status compact(kvc_cache *cache) {
+    kvc_status status = check_closed(cache, "compact");
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = kvc_compact_group(cache, g);
+    if (status != KVC_OK) return status;
+    for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_give_back(&cache->pools[g]);
+    free_spares(cache);
+    return KVC_OK;
+}
+
+kvc_status kvc_compact(kvc_cache *cache) {
+    lock(cache);
+    return unlock(cache, compact(cache));
+}
+
+kvc_status kvc_cache_free(kvc_cache *cache) {
+    if (!cache) return KVC_OK;
+    lock(cache);
+    const kvc_status status = check_closed(cache, "free the cache");
+    if (status == KVC_OK) clear_all_but(cache, NULL);
+    unlock(cache, status);
+    if (status != KVC_OK) return status;
+    for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_destroy(&cache->pools[g]);
+    free_spares(cache);
+    kvc_table_destroy(&cache->sequences, &cache->memory);
+    kvc_mutex_destroy(&cache->mutex);
+    free_cache(cache);
+    return KVC_OK;
+}
+
+/* ---- looking at sequences ---------------------------------------------------------------------------------------- */
+
+int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer) {
+    if (layer != -1 && kvc_check_layer(cache, layer) != KVC_OK) return -1;
+    int64_t len = 0;
+    lock(cache);
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    for (int32_t g = 0; sequence && g < cache->num_groups; g++)
+        if ((layer == -1 || cache->group_of[layer] == g) && sequence->rows[g].count > len)
+            len = sequence->rows[g].count;
+    unlock(cache, KVC_OK);
+    return len;
+}
+
+int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id) {
+    lock(cache);
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    const int32_t position = sequence ? kvc_sequence_first(sequence) : -1;
+    unlock(cache, KVC_OK);
+    return position;
+}
+
+int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id) {
+    lock(cache);
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    const int32_t position = sequence ? kvc_sequence_last(sequence) : -1;
+    unlock(cache, KVC_OK);
+    return position;
+}
+
+int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id) { return kvc_last_position(cache, seq_id) + 1; }
+
+int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position) {
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        if (kvc_policy_lowest(&cache->policies[g], position) < sequence->rows[g].lost_end) return 1;
+    return 0;
+}
+
+int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position) {
+    if (position < 0) return 0;
+    lock(cache);
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    const int32_t can = sequence ? position <= kvc_sequence_last(sequence) + 1 &&
+                                       !kvc_cache_misses(cache, sequence, position)
+                                 : position == 0;
+    unlock(cache, KVC_OK);
+    return can;
+}
+
+int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids) {
+    int64_t n = 0;
+    lock(cache);
+    for (int32_t i = 0; i < cache->sequences.num; i++) {
+        if (kvc_sequence_is_empty(cache->sequences.items[i])) continue;
+        if (n < max_ids) seq_ids[n] = cache->sequences.items[i]->id;
+        n++;
+    }
+    unlock(cache, KVC_OK);
+    return n;
+}
+
+/* The rows of a sequence in a layer; NULL if it holds none. */
+static const kvc_rows *find_rows(const kvc_cache *cache, int64_t seq_id, int32_t layer) {
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    return sequence ? &sequence->rows[cache->group_of[layer]] : NULL;
+}
+
+int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions, int64_t max_positions) {
+    if (kvc_check_layer(cache, layer) != KVC_OK) return -1;
+    int64_t n = 0;
+    lock(cache);
+    const kvc_rows *rows = find_rows(cache, seq_id, layer);
+    if (rows)
+        for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++)
+            for (int32_t i = 0; i < run->count; i++, n++)
+                if (n < max_positions) positions[n] = run->position + i;
+    unlock(cache, KVC_OK);
+    return n;
+}
+
+int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position) {
+    if (kvc_check_layer(cache, layer) != KVC_OK) return -1;
+    lock(cache);
+    const kvc_rows *rows = find_rows(cache, seq_id, layer);
+    const int64_t row = rows ? kvc_rows_find(rows, position) : -1;
+    unlock(cache, KVC_OK);
+    return row;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+int64_t kvc_cache_bytes(const kvc_cache *cache) {
+    int64_t bytes = cache->memory.bookkeeping;
+    for (int32_t g = 0; g < cache->num_groups; g++) bytes += cache->pools[g].row_bytes;
+    return bytes;
+}
+
+int64_t kvc_nbytes(kvc_cache *cache) {
+    lock(cache);
+    const int64_t bytes = kvc_cache_bytes(cache);
+    unlock(cache, KVC_OK);
+    return bytes;
+}
+
+int64_t kvc_capacity_bytes(kvc_cache *cache) {
+    if (!cache->capacity) return -1;
+    int64_t slot_bytes = 0;
+    for (int32_t i = 0; i < cache->num_layers; i++) {
+        const kvc_layout *at = &cache->layouts[i];
+        slot_bytes += (int64_t)(at->k_row_bytes + at->v_row_bytes) * at->num_kv_heads;
+    }
+    return cache->capacity > INT64_MAX / slot_bytes ? INT64_MAX : cache->capacity * slot_bytes;
+}
+
+double kvc_utilization(kvc_cache *cache) {
+    double most = 0;
+    lock(cache);
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        const kvc_pool *pool = &cache->pools[g];
+        const double slots = cache->capacity ? (double)cache->capacity
+                                             : (double)(pool->num_blocks - pool->num_free) * pool->block_size;
+        const double share = slots > 0 ? (double)pool->live / slots : 0;
+        if (share > most) most = share;
+    }
+    unlock(cache, KVC_OK);
+    return most;
+}
+
+void kvc_get_stats(kvc_cache *cache, kvc_stats *out, size_t size) {
+    lock(cache);
+    kvc_stats stats = cache->stats;
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        const kvc_pool *pool = &cache->pools[g];
+        stats.blocks_opened += pool->opened;
+        stats.blocks_reused += pool->reused;
+        stats.blocks_returned += pool->returned;
+        stats.live_slots += pool->live;
+        stats.wasted_slots += pool->filled - pool->live;
+        stats.blocks_in_use += pool->num_blocks - pool->num_free;
+        stats.blocks_free += pool->num_free;
+    }
+    unlock(cache, KVC_OK);
+    memcpy(out, &stats, size < sizeof stats ? size : sizeof stats);
+}
+
+/* ---- reading rows ------------------------------------------------------------------------------------------------ */
+
+struct kvc_hold {
+    kvc_cache *cache;
+    kvc_pool *pool;
+    size_t size; /* of this allocation */
+    int64_t num_blocks;
+    kvc_block *blocks[];
+};
+
+/* Pins the block of every run that has rows among [first_row, first_row + num_rows). */
+static kvc_status hold_rows(kvc_cache *cache, const kvc_rows *rows, int32_t group, kvc_hold **out) {
+    const size_t size = sizeof(kvc_hold) + (size_t)rows->num * sizeof(kvc_block *);
+    kvc_hold *hold = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    if (!hold) return kvc_fail(KVC_ERR_NOMEM, "out of memory to hold %d runs", rows->num);
+    *hold = (kvc_hold){.cache = cache, .pool = &cache->pools[group], .size = size, .num_blocks = rows->num};
+    for (int32_t i = 0; i < rows->num; i++) {
+        hold->blocks[i] = kvc_rows_begin(rows)[i].block;
+        kvc_pool_pin(hold->blocks[i]);
+    }
+    cache->num_holds++;
+    *out = hold;
+    return KVC_OK;
+}
+
+static void let_go(kvc_hold *hold) {
+    for (int64_t i = 0; i < hold->num_blocks; i++) kvc_pool_unpin(hold->pool, hold->blocks[i]);
+    hold->cache->num_holds--;
+    kvc_memory_free(&hold->cache->memory, hold, hold->size, KVC_MEMORY_SCRATCH, -1);
+}
+
+void kvc_hold_free(kvc_hold *hold) {
+    if (!hold) return;
+    kvc_cache *cache = hold->cache;
+    lock(cache);
+    let_go(hold);
+    unlock(cache, KVC_OK);
+}
+
+static kvc_span span_of(const kvc_run *run, const kvc_layout *at) {
+    return (kvc_span){.k = run->block->rows + at->k_offset + (size_t)run->slot * at->k_row_bytes,
+                      .v = run->block->rows + at->v_offset + (size_t)run->slot * at->v_row_bytes,
+                      .k_head_stride = (int64_t)at->k_head_stride,
+                      .k_row_stride = (int64_t)at->k_row_bytes,
+                      .v_head_stride = (int64_t)at->v_head_stride,
+                      .v_row_stride = (int64_t)at->v_row_bytes,
+                      .num_rows = run->count,
+                      .position = run->position,
+                      .delta = run->delta};
+}
+
+kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
+                     int64_t max_spans, int64_t *num_spans, kvc_hold **hold) {
+    kvc_status status = kvc_check_layer(cache, layer);
+    if (status == KVC_OK && span_size < sizeof(kvc_span))
+        status = kvc_fail(KVC_ERR_INVALID, "span_size is %zu: it must be sizeof(kvc_span), %zu", span_size,
+                          sizeof(kvc_span));
+    if (status != KVC_OK) return status;
+    if (hold) *hold = NULL;
+    lock(cache);
+    const kvc_rows *rows = find_rows(cache, seq_id, layer);
+    *num_spans = rows ? rows->num : 0;
+    for (int64_t i = 0; i < *num_spans && i < max_spans; i++) {
+        const kvc_span span = span_of(kvc_rows_begin(rows) + i, &cache->layouts[cache->layout_of[layer]]);
+        memcpy((char *)spans + (size_t)i * span_size, &span, sizeof span);
+    }
+    if (hold && *num_spans && *num_spans <= max_spans) status = hold_rows(cache, rows, cache->group_of[layer], hold);
+    return unlock(cache, status);
+}
+
+/* Converts num_rows rows of every head of a run to rows `at` of the caller's array. */
+static void gather_part(const kvc_cache *cache, int32_t layer, const kvc_run *part, const kvc_rows_out *out,
+                        int64_t at) {
+    const kvc_layer *config = &cache->layers[layer];
+    const kvc_layout *layout = &cache->layouts[cache->layout_of[layer]];
+    const kvc_span span = span_of(part, layout);
+    for (int64_t h = 0; h < config->num_kv_heads; h++) {
+        if (out->k)
+            cache->kernels->convert[config->k_type][out->type](
+                (char *)out->k + h * out->k_head_stride + at * out->k_row_stride, out->k_row_stride,
+                (const char *)span.k + h * span.k_head_stride, span.k_row_stride, part->count, config->k_dim);
+        if (out->v)
+            cache->kernels->convert[config->v_type][out->type](
+                (char *)out->v + h * out->v_head_stride + at * out->v_row_stride, out->v_row_stride,
+                (const char *)span.v + h * span.v_head_stride, span.v_row_stride, part->count, config->v_dim);
+    }
+}
+
+/* A copy of the runs, with their blocks pinned: so that rows can be read without the mutex. */
+static kvc_status snapshot(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t end_row, kvc_rows *copy,
+                           kvc_hold **hold) {
+    const kvc_rows *rows = find_rows(cache, seq_id, layer);
+    kvc_rows_init(copy);
+    if (end_row > (rows ? rows->count : 0))
+        return kvc_fail(KVC_ERR_INDEX, "rows up to %lld are asked for: sequence %lld holds %lld in layer %d",
+                        (long long)end_row, (long long)seq_id, (long long)(rows ? rows->count : 0), layer);
+    if (!rows || !rows->num) return KVC_OK;
+    kvc_status status = kvc_rows_reserve(copy, &cache->memory, rows->num);
+    if (status != KVC_OK) return status;
+    memcpy(copy->runs, kvc_rows_begin(rows), (size_t)rows->num * sizeof *copy->runs);
+    copy->num = rows->num;
+    status = hold_rows(cache, rows, cache->group_of[layer], hold);
+    if (status != KVC_OK) kvc_rows_free_list(copy, &cache->memory);
+    return status;
+}
+
+kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
+                      const kvc_rows_out *given) {
+    kvc_rows_out out;
+    kvc_rows rows;
+    kvc_hold *hold = NULL;
+    kvc_status status = kvc_check_layer(cache, layer);
+    if (status == KVC_OK) status = kvc_read_struct(&out, sizeof out, given, given ? given->struct_size : 0, "out");
+    if (status == KVC_OK && (out.type < 0 || out.type >= KVC_FLOAT_TYPES))
+        status = kvc_fail(KVC_ERR_INVALID, "out.type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", out.type);
+    if (status == KVC_OK && (first_row < 0 || num_rows < 0 || first_row > INT64_MAX - num_rows))
+        status = kvc_fail(KVC_ERR_INVALID, "first_row is %lld and num_rows %lld: neither must be negative",
+                          (long long)first_row, (long long)num_rows);
+    if (status != KVC_OK) return status;
+    lock(cache);
+    status = unlock(cache, snapshot(cache, seq_id, layer, first_row + num_rows, &rows, &hold));
+    if (status != KVC_OK || !hold) return status;
+    int64_t row = 0; /* in order of arrival, at the beginning of the run */
+    for (const kvc_run *run = kvc_rows_begin(&rows); run < kvc_rows_end(&rows); row += run++->count) {
+        const int64_t from = row > first_row ? row : first_row, last = first_row + num_rows;
+        const int64_t to = row + run->count < last ? row + run->count : last;
+        if (from >= to) continue;
+        kvc_run part = *run;
+        part.slot += (int32_t)(from - row);
+        part.count = (int32_t)(to - from);
+        gather_part(cache, layer, &part, &out, from - first_row);
+    }
+    lock(cache);
+    kvc_rows_free_list(&rows, &cache->memory);
+    let_go(hold);
+    return unlock(cache, KVC_OK);
+}

@@ -1,0 +1,106 @@
+/* cache.h: what the public functions share: the cache and the open batch. */
+#ifndef KVC_CACHE_H
+#define KVC_CACHE_H
+
+#include "kernels/kernels.h"
+#include "sequence.h"
+#include "status.h"
+#include "threads.h"
+
+enum { KVC_NUM_SPARES = 4 };
+
+struct kvc_cache {
+    kvc_mutex mutex; /* guards everything that changes after creation */
+    kvc_memory memory;
+    size_t size; /* of this allocation: the struct and the arrays behind it */
+    const kvc_kernels *kernels;
+
+    kvc_layer *layers;   /* [num_layers] */
+    int32_t *group_of;   /* [num_layers] */
+    kvc_layout *layouts; /* [num_layers], those of a group side by side */
+    int32_t *layout_of;  /* [num_layers] index into layouts */
+    kvc_policy *policies; /* [num_groups] */
+    kvc_pool *pools;      /* [num_groups] */
+    int32_t num_layers, num_groups;
+
+    int32_t num_threads;
+    int64_t max_seq_len, max_sequences, capacity, max_bytes; /* 0: no limit */
+
+    kvc_table sequences;
+    kvc_batch *batch; /* the open one */
+    int64_t num_holds;
+    kvc_stats stats; /* its counters; what is counted now is filled in when asked for */
+    struct {
+        void *memory;
+        size_t size;
+    } spares[KVC_NUM_SPARES]; /* scratch kept for the next batch */
+};
+
+/* What one sequence has in the batch. */
+typedef struct kvc_batch_sequence {
+    kvc_sequence *sequence;
+    int32_t first, num_tokens; /* its tokens: order[first .. first + num_tokens) */
+    int32_t low;               /* no query of it will come below this position */
+    int32_t num_stretches;     /* of consecutive positions among its tokens */
+    int32_t next;              /* position that would go on with the last stretch */
+} kvc_batch_sequence;
+
+typedef struct kvc_place {
+    kvc_block *block;
+    int32_t slot;
+} kvc_place;
+
+/* The runs that a sequence's tokens of the batch got in one group. */
+typedef struct kvc_pending {
+    kvc_run *runs;
+    int32_t num;
+} kvc_pending;
+
+struct kvc_batch {
+    kvc_cache *cache;
+    size_t size; /* of this allocation */
+    int32_t num_tokens, num_sequences;
+    int32_t *positions;            /* [num_tokens] */
+    int32_t *sequence_of;          /* [num_tokens] index into sequences */
+    int32_t *order;                /* [num_tokens] tokens, those of a sequence side by side, else in order */
+    kvc_batch_sequence *sequences; /* [num_sequences] */
+    kvc_place *places;             /* [num_groups][num_tokens] */
+    kvc_pending *pending;          /* [num_groups][num_sequences] */
+    kvc_run *runs;                 /* [num_groups][num_tokens] what pending points into */
+    uint8_t *written;              /* [num_layers][num_tokens] the token's rows of the layer are there */
+    kvc_plan *plans;               /* made for this batch */
+};
+
+/* Scratch that outlives a call: of at least *size bytes, which becomes what it really is.  Taken and given back with
+ * the mutex held. */
+void *kvc_scratch_take(kvc_cache *cache, size_t *size);
+void kvc_scratch_give(kvc_cache *cache, void *memory, size_t size);
+
+/* Copies a caller's struct: KVC_ERR_INVALID unless from_size is at least to_size, and zero past it. */
+kvc_status kvc_read_struct(void *to, size_t to_size, const void *from, size_t from_size, const char *name);
+
+/* Takes a sequence out of the table and frees it; only if it is blank. */
+void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_cache_tidy(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Whether a query at this position would miss rows that were evicted. */
+int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
+
+kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer);
+
+/* The cache's own number, or what it is for the process now. */
+int32_t kvc_cache_threads(const kvc_cache *cache);
+
+/* What kvc_nbytes answers; with the mutex held. */
+int64_t kvc_cache_bytes(const kvc_cache *cache);
+
+/* batch.c: KVC_ERR_INDEX unless the batch has tokens [first, first + *num_tokens); 0 becomes all from first on. */
+kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens);
+
+/* compact.c: moves the rows of a group together, where no pin is; with the mutex held and no batch open.
+ * kvc_compact_group_waste: slots it would gain, but for those in front of a block's first live one: sliding windows
+ * leave these behind, and the block follows soon. */
+kvc_status kvc_compact_group(kvc_cache *cache, int32_t group);
+int64_t kvc_compact_group_waste(const kvc_cache *cache, int32_t group);
+
+#endif

@@ -1,0 +1,204 @@
+/* compact.c: moves the rows of a group together.
+ *
+ * The blocks are put in the order in which sequences meet them, and every live slot slides down to the first place that
+ * is free in that order.  A row never moves up, so that one pass over the rows of each head does it in place; slots that
+ * several sequences share move once; and as the order is kept, runs stay runs.
+ */
+#include <string.h>
+
+#include "cache.h"
+
+/* Live slots that move together. */
+typedef struct move {
+    kvc_block *from, *to;
+    int32_t from_slot, to_slot, count;
+} move;
+
+typedef struct compaction {
+    kvc_cache *cache;
+    kvc_pool *pool;
+    int32_t group;
+    kvc_block **order; /* the blocks that take part */
+    int32_t num_blocks;
+    int32_t **targets; /* [block->index] per slot: its new place, counted over all blocks of the order, or NULL */
+    int32_t *slots;    /* what targets points into */
+    move *moves;
+    int64_t num_moves, max_moves, num_slots;
+} compaction;
+
+static int is_movable(const kvc_block *block) { return !block->pins && !block->is_free; }
+
+int64_t kvc_compact_group_waste(const kvc_cache *cache, int32_t group) {
+    const kvc_pool *pool = &cache->pools[group];
+    int64_t waste = 0;
+    for (int32_t i = 0; i < pool->num_blocks; i++) {
+        const kvc_block *block = pool->blocks[i];
+        if (!is_movable(block)) continue;
+        int32_t gone = 0;
+        while (gone < block->fill && !block->holders[gone]) gone++;
+        waste += block->fill - block->live - gone;
+    }
+    return waste;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+static void *get(compaction *c, size_t count, size_t item) {
+    return kvc_memory_alloc(&c->cache->memory, (count ? count : 1) * item, KVC_MEMORY_SCRATCH, -1);
+}
+
+static void put_back(compaction *c, void *p, size_t count, size_t item) {
+    kvc_memory_free(&c->cache->memory, p, (count ? count : 1) * item, KVC_MEMORY_SCRATCH, -1);
+}
+
+static void free_memory(compaction *c) {
+    const size_t blocks = (size_t)c->pool->num_blocks;
+    put_back(c, c->order, blocks, sizeof *c->order);
+    put_back(c, c->targets, blocks, sizeof *c->targets);
+    put_back(c, c->slots, (size_t)c->num_slots, sizeof *c->slots);
+    put_back(c, c->moves, (size_t)c->max_moves, sizeof *c->moves);
+}
+
+static int get_memory(compaction *c) {
+    const kvc_pool *pool = c->pool;
+    const size_t blocks = (size_t)pool->num_blocks;
+    for (int32_t i = 0; i < pool->num_blocks; i++) {
+        const kvc_block *block = pool->blocks[i];
+        if (!is_movable(block)) continue;
+        c->num_slots += block->fill;
+        for (int32_t s = 0; s < block->fill; s++)
+            c->max_moves += block->holders[s] && (s == 0 || !block->holders[s - 1]);
+    }
+    /* A stretch of slots is cut where a block that it moves to ends, and so is one for each block at most. */
+    c->max_moves += pool->num_blocks;
+    c->order = get(c, blocks, sizeof *c->order);
+    c->targets = get(c, blocks, sizeof *c->targets);
+    c->slots = get(c, (size_t)c->num_slots, sizeof *c->slots);
+    c->moves = get(c, (size_t)c->max_moves, sizeof *c->moves);
+    if (!c->order || !c->targets || !c->slots || !c->moves) return 0;
+    for (int32_t i = 0; i < c->cache->sequences.num; i++)
+        if (kvc_rows_reserve_edit(&c->cache->sequences.items[i]->rows[c->group], &c->cache->memory, 0) != KVC_OK)
+            return 0;
+    return 1;
+}
+
+/* ---- where everything goes --------------------------------------------------------------------------------------- */
+
+static void order_blocks(compaction *c) {
+    int32_t *slots = c->slots;
+    memset(c->targets, 0, (size_t)c->pool->num_blocks * sizeof *c->targets);
+    for (int32_t i = 0; i < c->cache->sequences.num; i++) {
+        const kvc_rows *rows = &c->cache->sequences.items[i]->rows[c->group];
+        for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) {
+            if (!is_movable(run->block) || c->targets[run->block->index]) continue;
+            c->order[c->num_blocks++] = run->block;
+            c->targets[run->block->index] = slots;
+            slots += run->block->fill;
+        }
+    }
+}
+
+static void add_move(compaction *c, kvc_block *from, int32_t slot, kvc_block *to, int32_t to_slot) {
+    move *last = c->num_moves ? &c->moves[c->num_moves - 1] : NULL;
+    if (last && last->from == from && last->to == to && last->from_slot + last->count == slot &&
+        last->to_slot + last->count == to_slot)
+        last->count++;
+    else
+        c->moves[c->num_moves++] = (move){from, to, slot, to_slot, 1};
+}
+
+/* Fills in targets and moves; returns how many slots are live. */
+static int32_t plan_moves(compaction *c) {
+    const int32_t size = c->pool->block_size;
+    int32_t next = 0;
+    for (int32_t i = 0; i < c->num_blocks; i++) {
+        kvc_block *block = c->order[i];
+        for (int32_t s = 0; s < block->fill; s++) {
+            if (!block->holders[s]) continue;
+            kvc_block *to = c->order[next / size];
+            if (to != block || next % size != s) add_move(c, block, s, to, next % size);
+            c->targets[block->index][s] = next++;
+        }
+    }
+    return next;
+}
+
+/* ---- moving ------------------------------------------------------------------------------------------------------ */
+
+/* The rows of K or V of one head of one layer. */
+static void move_region(void *context, int64_t i) {
+    const compaction *c = context;
+    const kvc_layout *at = c->pool->layouts;
+    for (; i >= 2 * (int64_t)at->num_kv_heads; at++) i -= 2 * (int64_t)at->num_kv_heads;
+    const size_t head = (size_t)i / 2;
+    const size_t offset = i % 2 ? at->v_offset + head * at->v_head_stride : at->k_offset + head * at->k_head_stride;
+    const size_t bytes = i % 2 ? at->v_row_bytes : at->k_row_bytes;
+    for (int64_t m = 0; m < c->num_moves; m++) {
+        const move *mv = &c->moves[m];
+        memmove(mv->to->rows + offset + (size_t)mv->to_slot * bytes, mv->from->rows + offset + (size_t)mv->from_slot * bytes,
+                (size_t)mv->count * bytes);
+    }
+}
+
+static void move_rows(compaction *c) {
+    int64_t regions = 0, moved = 0;
+    for (int32_t i = 0; i < c->pool->num_layers; i++) regions += 2 * (int64_t)c->pool->layouts[i].num_kv_heads;
+    for (int64_t m = 0; m < c->num_moves; m++) {
+        const move *mv = &c->moves[m];
+        memmove(mv->to->holders + mv->to_slot, mv->from->holders + mv->from_slot,
+                (size_t)mv->count * sizeof *mv->to->holders);
+        moved += mv->count;
+    }
+    c->cache->stats.rows_moved += moved;
+    kvc_parallel(kvc_cache_threads(c->cache), regions, move_region, c);
+}
+
+/* Runs follow their slots; where the new place is cut by the end of a block, a run becomes two. */
+static void follow(const compaction *c, kvc_rows *rows) {
+    const int32_t num = rows->num, from = rows->room - num, lost_end = rows->lost_end, size = c->pool->block_size;
+    if (!num) return;
+    memmove(rows->runs + from, kvc_rows_begin(rows), (size_t)num * sizeof *rows->runs);
+    rows->first = rows->num = 0;
+    for (int32_t i = 0; i < num; i++) {
+        kvc_run run = rows->runs[from + i];
+        const int32_t *targets = c->targets[run.block->index];
+        if (!targets) {
+            kvc_rows_push(rows, &run);
+            continue;
+        }
+        for (int32_t done = 0; done < run.count;) {
+            const int32_t target = targets[run.slot + done], room = size - target % size, rest = run.count - done;
+            const kvc_run part = {c->order[target / size], target % size, rest < room ? rest : room, run.position + done,
+                                  run.delta};
+            kvc_rows_push(rows, &part);
+            done += part.count;
+        }
+    }
+    kvc_rows_recount(rows);
+    rows->lost_end = lost_end;
+}
+
+kvc_status kvc_compact_group(kvc_cache *cache, int32_t group) {
+    kvc_pool *pool = &cache->pools[group];
+    if (pool->filled == pool->live) {
+        int32_t partial = 0; /* blocks that are not full: with one, or none, there is nothing to gain */
+        for (int32_t i = 0; i < pool->num_blocks; i++)
+            partial += !pool->blocks[i]->is_free && pool->blocks[i]->fill < pool->block_size;
+        if (partial < 2) return KVC_OK;
+    }
+    compaction c = {.cache = cache, .pool = pool, .group = group};
+    if (!get_memory(&c)) {
+        free_memory(&c);
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory to compact %lld slots", (long long)c.num_slots);
+    }
+    order_blocks(&c);
+    const int32_t live = plan_moves(&c);
+    if (c.num_moves) {
+        move_rows(&c);
+        for (int32_t i = 0; i < cache->sequences.num; i++) follow(&c, &cache->sequences.items[i]->rows[group]);
+        kvc_pool_refill(pool, c.order, c.num_blocks, live);
+        cache->stats.compactions++;
+    }
+    free_memory(&c);
+    return KVC_OK;
+}

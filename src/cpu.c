@@ -1,0 +1,49 @@
+/* cpu.c: looks at the processor and the environment. */
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cpu.h"
+
+#ifdef KVC_HAVE_AVX2
+#include <cpuid.h>
+
+/* F16C is asked of cpuid, as not all compilers know its name; that the system saves the registers is part of the
+ * answer for AVX2, which uses the same. */
+static int has_avx2(void)
+{
+    unsigned eax, ebx, ecx, edx;
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
+           (ecx & bit_F16C);
+}
+#endif
+
+const kvc_kernels *kvc_cpu_kernels(const char **wanted)
+{
+    const kvc_kernels *tables[2]; /* that this machine can run, best last */
+    int num_tables = 0;
+    tables[num_tables++] = &kvc_kernels_scalar;
+#ifdef KVC_HAVE_AVX2
+    if (has_avx2())
+        tables[num_tables++] = &kvc_kernels_avx2;
+#endif
+
+    const char *name = getenv("KVCACHE_ISA");
+    if (!name || !*name)
+        return tables[num_tables - 1];
+    for (int i = 0; i < num_tables; i++)
+        if (!strcmp(name, tables[i]->name))
+            return tables[i];
+    *wanted = name;
+    return NULL;
+}
+
+const char *kvc_cpu_compiled(void)
+{
+    return "scalar"
+#ifdef KVC_HAVE_AVX2
+           " avx2"
+#endif
+        ;
+}

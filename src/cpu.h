@@ -1,0 +1,14 @@
+/* cpu.h: which kernels this machine can run. */
+#ifndef KVC_CPU_H
+#define KVC_CPU_H
+
+#include "kernels/kernels.h"
+
+/* The best table for this machine, or the one that the environment variable KVCACHE_ISA names ("" names none).  NULL,
+ * with *wanted the value of the variable, if that is not to be had here. */
+const kvc_kernels *kvc_cpu_kernels(const char **wanted);
+
+/* The names of the tables in this build, with blanks between: "scalar avx2".  Static. */
+const char *kvc_cpu_compiled(void);
+
+#endif

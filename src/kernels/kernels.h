@@ -1,0 +1,79 @@
+/* kernels.h: the loops over rows, one table of them per instruction set.
+ *
+ * A kernel knows nothing of sequences, policies or blocks: it gets pointers to rows.  All are serial, allocate
+ * nothing and read no byte outside the rows they are given.  Element types here are kvc_type; f32 accumulators.
+ *
+ *   scalar.c   plain C, no vectors: what the others are tested against.  It stays for ever.
+ *   vector.h   the same loops once, over a small set of vector primitives
+ *   avx2.c     those primitives for AVX2 + FMA + F16C
+ */
+#ifndef KVC_KERNELS_H
+#define KVC_KERNELS_H
+
+#include <stdint.h>
+
+enum {
+    KVC_TILE = 64,        /* rows in a tile */
+    KVC_FLOAT_TYPES = 3,  /* kvc_type below this are floating point: what callers hand in and get out */
+    KVC_STORED_TYPES = 3, /* kvc_type below this can be stored */
+    KVC_LANES = 16        /* query rows, scores and panels are padded to a multiple of this many floats */
+};
+
+/* Converts num_rows rows of dim elements; rows are src_stride and dst_stride bytes apart.  Round to nearest even;
+ * infinities and denormals survive, and NaN with its sign and leading payload bits: as it is where the type stays or
+ * bf16 becomes f32, else made quiet.  src and dst need only the alignment of their elements; they do not overlap. */
+typedef void kvc_convert_fn(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, int64_t num_rows,
+                            int dim);
+
+/* scores[r * KVC_TILE + j] = q[r] . rows[j] for r < num_q, j < n <= KVC_TILE.  q: f32, rows q_stride floats apart.
+ * Each row is read once for all q.  While at it, the first next_bytes bytes of each of next[0 .. n) are prefetched:
+ * what is read after this (next may be NULL). */
+typedef void kvc_score_fn(float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
+                          int dim, const void *const *next, int next_bytes);
+
+/* acc[r * acc_stride + d] = acc[...] * factor[r] + sum over j < n of weights[r * KVC_TILE + j] * rows[j][d]
+ * for r < num_q, d < dim.  Prefetches as above. */
+typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
+                               const void *const *rows, int n, int dim, const void *const *next, int next_bytes);
+
+/* One step of the online softmax of one query row, over scores[0 .. n), n <= KVC_TILE.  With m the larger of *max and
+ * the largest score: scores[j] becomes exp(scores[j] - m), *sum becomes *sum * exp(*max - m) + the sum of these,
+ * *max becomes m; returns exp(*max - m) of the old *max, by which what was accumulated is to be multiplied.  Where m is
+ * -inf (nothing visible so far), scores become 0, *sum stays and 1 is returned. scores has room for KVC_TILE floats;
+ * what lies past n may be overwritten.  exp is right to 2 ulp, and 0 below about -87. */
+typedef float kvc_softmax_fn(float *scores, int n, float *max, float *sum);
+
+/* c[i * ldc + j] = (add ? c[...] : 0) + sum over p < k of a[i * lda + p] * b[p * ldb + j], i < m, j < n.
+ * ldb and ldc are multiples of KVC_LANES, b and c aligned to 64 bytes, and up to the next multiple of KVC_LANES past n,
+ * columns of b may be read and columns of c written. */
+typedef void kvc_matmul_fn(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
+                           int add);
+
+/* Packs n <= KVC_TILE rows for kvc_matmul: dst[d * KVC_TILE + j] = rows[j][d] as f32; columns n .. KVC_TILE become 0. */
+typedef void kvc_pack_keys_fn(float *dst, const void *const *rows, int n, int dim);
+
+/* dst[j * dst_stride + d] = rows[j][d] as f32 (dst_stride in floats; what lies between dim and the next multiple of
+ * KVC_LANES becomes 0). */
+typedef void kvc_pack_values_fn(float *dst, int dst_stride, const void *const *rows, int n, int dim);
+
+typedef struct kvc_kernels {
+    const char *name;
+    kvc_convert_fn *convert[KVC_STORED_TYPES][KVC_STORED_TYPES]; /* [from][to] */
+    kvc_score_fn *score[KVC_STORED_TYPES];
+    kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];
+    kvc_pack_keys_fn *pack_keys[KVC_STORED_TYPES];
+    kvc_pack_values_fn *pack_values[KVC_STORED_TYPES];
+    kvc_softmax_fn *softmax;
+    kvc_matmul_fn *matmul;
+} kvc_kernels;
+
+extern const kvc_kernels kvc_kernels_scalar;
+#if defined(__x86_64__) && defined(__GNUC__)
+#define KVC_HAVE_AVX2 1
+#define KVC_KERNEL_NAMES "scalar avx2" /* in this build */
+extern const kvc_kernels kvc_kernels_avx2; /* to be had through kvc_cpu_kernels */
+#else
+#define KVC_KERNEL_NAMES "scalar"
+#endif
+
+#endif

@@ -1,0 +1,235 @@
+/* scalar.c: the kernels in plain C, to be read.  What every other table is tested against. */
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "kvcache.h"
+
+/* ---- element types ---------------------------------------------------------------------------------------------- */
+
+static uint32_t bits_of(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static float float_of(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* bits / 2^shift, rounded to nearest, ties to even. */
+static uint32_t round_off(uint32_t bits, uint32_t shift)
+{
+    uint32_t half = (uint32_t)1 << (shift - 1), odd = bits >> shift & 1;
+    return (bits + half - 1 + odd) >> shift;
+}
+
+static float f32_from_f16(uint16_t half)
+{
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
+    if (exponent == 0) /* zero and denormals, all of them normal in f32 */
+        return float_of(sign | bits_of((float)fraction * 0x1p-24f));
+    if (exponent == 31) /* infinity and NaN, which becomes quiet */
+        return float_of(sign | 0x7f800000 | (fraction ? 0x400000 | fraction << 13 : 0));
+    return float_of(sign | (exponent + 127 - 15) << 23 | fraction << 13);
+}
+
+static uint16_t f16_from_f32(float x)
+{
+    uint32_t sign = bits_of(x) >> 16 & 0x8000, magnitude = bits_of(x) & 0x7fffffff, half;
+    if (magnitude > 0x7f800000) /* NaN */
+        half = 0x7e00 | (magnitude >> 13 & 1023);
+    else if (magnitude >= bits_of(65520.0f)) /* from halfway between the largest f16 and 2^16 on */
+        half = 0x7c00;
+    else if (magnitude >= bits_of(0x1p-14f)) /* what rounding carries out of the fraction belongs to the exponent */
+        half = round_off(magnitude - ((127 - 15) << 23), 13);
+    else if (magnitude >= bits_of(0x1p-25f)) /* denormals: multiples of 2^-24 */
+        half = round_off((magnitude & 0x7fffff) | 0x800000, 126 - (magnitude >> 23));
+    else
+        half = 0;
+    return (uint16_t)(sign | half);
+}
+
+static float f32_from_bf16(uint16_t bits)
+{
+    return float_of((uint32_t)bits << 16);
+}
+
+static uint16_t bf16_from_f32(float x)
+{
+    uint32_t bits = bits_of(x);
+    if ((bits & 0x7fffffff) > 0x7f800000)
+        return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)round_off(bits, 16);
+}
+
+static float load(int type, const void *row, int i)
+{
+    if (type == KVC_F16)
+        return f32_from_f16(((const uint16_t *)row)[i]);
+    if (type == KVC_BF16)
+        return f32_from_bf16(((const uint16_t *)row)[i]);
+    return ((const float *)row)[i];
+}
+
+static void store(int type, void *row, int i, float x)
+{
+    if (type == KVC_F16)
+        ((uint16_t *)row)[i] = f16_from_f32(x);
+    else if (type == KVC_BF16)
+        ((uint16_t *)row)[i] = bf16_from_f32(x);
+    else
+        ((float *)row)[i] = x;
+}
+
+/* ---- kernels over rows of any type ------------------------------------------------------------------------------ */
+
+static void convert(int from, int to, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
+                    int64_t num_rows, int dim)
+{
+    for (int64_t r = 0; r < num_rows; r++) {
+        const char *src_row = (const char *)src + r * src_stride;
+        char *dst_row = (char *)dst + r * dst_stride;
+        if (from == to) {
+            memcpy(dst_row, src_row, (size_t)dim * (from == KVC_F32 ? sizeof(float) : sizeof(uint16_t)));
+            continue;
+        }
+        for (int d = 0; d < dim; d++)
+            store(to, dst_row, d, load(from, src_row, d));
+    }
+}
+
+static void score(int type, float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
+                  int dim)
+{
+    for (int r = 0; r < num_q; r++) {
+        for (int j = 0; j < n; j++) {
+            float sum = 0;
+            for (int d = 0; d < dim; d++)
+                sum += q[(ptrdiff_t)r * q_stride + d] * load(type, rows[j], d);
+            scores[r * KVC_TILE + j] = sum;
+        }
+    }
+}
+
+static void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
+                       const void *const *rows, int n, int dim)
+{
+    for (int r = 0; r < num_q; r++) {
+        float *sum = acc + (ptrdiff_t)r * acc_stride;
+        for (int d = 0; d < dim; d++)
+            sum[d] *= factor[r];
+        for (int j = 0; j < n; j++)
+            for (int d = 0; d < dim; d++)
+                sum[d] += weights[r * KVC_TILE + j] * load(type, rows[j], d);
+    }
+}
+
+static void pack_keys(int type, float *dst, const void *const *rows, int n, int dim)
+{
+    for (int d = 0; d < dim; d++)
+        for (int j = 0; j < KVC_TILE; j++)
+            dst[d * KVC_TILE + j] = j < n ? load(type, rows[j], d) : 0;
+}
+
+static void pack_values(int type, float *dst, int dst_stride, const void *const *rows, int n, int dim)
+{
+    int padded = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
+    for (int j = 0; j < n; j++)
+        for (int d = 0; d < padded; d++)
+            dst[(ptrdiff_t)j * dst_stride + d] = d < dim ? load(type, rows[j], d) : 0;
+}
+
+/* ---- kernels over f32 ------------------------------------------------------------------------------------------- */
+
+static float softmax(float *scores, int n, float *max, float *sum)
+{
+    float old_max = *max, new_max = *max, new_sum = 0;
+    for (int j = 0; j < n; j++)
+        new_max = scores[j] > new_max ? scores[j] : new_max;
+    if (new_max == -INFINITY) {
+        for (int j = 0; j < n; j++) {
+            scores[j] = isnan(scores[j]) ? scores[j] : 0;
+            *sum += scores[j];
+        }
+        return 1;
+    }
+    for (int j = 0; j < n; j++) {
+        scores[j] = expf(scores[j] - new_max);
+        new_sum += scores[j];
+    }
+    float factor = expf(old_max - new_max);
+    *max = new_max;
+    *sum = *sum * factor + new_sum;
+    return factor;
+}
+
+static void matmul(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k, int add)
+{
+    for (int i = 0; i < m; i++) {
+        for (int j = 0; j < n; j++) {
+            float sum = add ? c[(ptrdiff_t)i * ldc + j] : 0;
+            for (int p = 0; p < k; p++)
+                sum += a[(ptrdiff_t)i * lda + p] * b[(ptrdiff_t)p * ldb + j];
+            c[(ptrdiff_t)i * ldc + j] = sum;
+        }
+    }
+}
+
+/* ---- the table -------------------------------------------------------------------------------------------------- */
+
+#define CONVERT(from, from_type, to, to_type)                                                                          \
+    static void convert_##from##_##to(void *dst, int64_t dst_stride, const void *src, int64_t src_stride,              \
+                                      int64_t num_rows, int dim)                                                       \
+    {                                                                                                                  \
+        convert(from_type, to_type, dst, dst_stride, src, src_stride, num_rows, dim);                                  \
+    }
+
+#define TYPED(name, type)                                                                                              \
+    CONVERT(name, type, f32, KVC_F32)                                                                                  \
+    CONVERT(name, type, f16, KVC_F16)                                                                                  \
+    CONVERT(name, type, bf16, KVC_BF16)                                                                                \
+    static void score_##name(float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,   \
+                             int dim, const void *const *next, int next_bytes)                                         \
+    {                                                                                                                  \
+        (void)next, (void)next_bytes;                                                                                  \
+        score(type, scores, q, q_stride, num_q, rows, n, dim);                                                         \
+    }                                                                                                                  \
+    static void accumulate_##name(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,    \
+                                  const void *const *rows, int n, int dim, const void *const *next, int next_bytes)    \
+    {                                                                                                                  \
+        (void)next, (void)next_bytes;                                                                                  \
+        accumulate(type, acc, acc_stride, factor, weights, num_q, rows, n, dim);                                       \
+    }                                                                                                                  \
+    static void pack_keys_##name(float *dst, const void *const *rows, int n, int dim)                                  \
+    {                                                                                                                  \
+        pack_keys(type, dst, rows, n, dim);                                                                            \
+    }                                                                                                                  \
+    static void pack_values_##name(float *dst, int dst_stride, const void *const *rows, int n, int dim)                \
+    {                                                                                                                  \
+        pack_values(type, dst, dst_stride, rows, n, dim);                                                              \
+    }
+
+TYPED(f32, KVC_F32)
+TYPED(f16, KVC_F16)
+TYPED(bf16, KVC_BF16)
+
+#define EVERY_TYPE(kernel) {[KVC_F32] = kernel##_f32, [KVC_F16] = kernel##_f16, [KVC_BF16] = kernel##_bf16}
+
+const kvc_kernels kvc_kernels_scalar = {
+    .name = "scalar",
+    .convert = {[KVC_F32] = EVERY_TYPE(convert_f32),
+                [KVC_F16] = EVERY_TYPE(convert_f16),
+                [KVC_BF16] = EVERY_TYPE(convert_bf16)},
+    .score = EVERY_TYPE(score),
+    .accumulate = EVERY_TYPE(accumulate),
+    .pack_keys = EVERY_TYPE(pack_keys),
+    .pack_values = EVERY_TYPE(pack_values),
+    .softmax = softmax,
+    .matmul = matmul,
+};

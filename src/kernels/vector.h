@@ -1,0 +1,560 @@
+/* vector.h: the kernels, written once over vectors of floats.  A file of an instruction set defines what is listed
+ * here and includes this, which defines its table.
+ *
+ *   NAME             of the instruction set, a string
+ *   TABLE            identifier of the kvc_kernels
+ *   TARGET           attribute of every function
+ *   INLINE           static, always inlined, TARGET
+ *   LANES            floats in a vector; divides KVC_LANES
+ *   ACCUMULATORS     sums that score and accumulate keep in registers, which takes about three more registers.  To
+ *                    be busy, a processor needs as many as the latency of an fma times how many it starts in a cycle.
+ *                    A multiple of LANES and of QUERIES
+ *   MATMUL_ROWS      rows (at most 8) and vectors of the block of c that matmul keeps in registers, which takes
+ *   MATMUL_VECTORS   MATMUL_VECTORS + 1 more; MATMUL_VECTORS * LANES divides KVC_LANES
+ *
+ *   vec                        a vector of LANES floats
+ *   v_zero()  v_set(x)         all lanes
+ *   v_load(p)  v_store(p, x)   unaligned; likewise
+ *   v_load_f16(p)  v_store_f16(p, x)  v_load_bf16(p)  v_store_bf16(p, x)
+ *   v_add(x, y)  v_mul(x, y)
+ *   v_fma(x, y, z)             x * y + z, rounded once
+ *   v_max(x, y)                y where either is NaN
+ *   v_round(x)                 to the nearest integer
+ *   v_scale(x, n)              x * 2^n, n an integer of [-125, 0]; 0 for n below, whatever x is; NaN where n is
+ *   v_max_lane(x)  v_sum_lanes(x)     one float
+ *   v_sums(x)                  the sums of the vectors x[0 .. LANES), each added up in the same order
+ *   v_transpose(x)             lane j of x[i] for lane i of x[j]
+ *
+ * Where a loop over registers has to be unrolled, its bounds are constants once it is inlined.  One result is always
+ * computed by the same operations in the same order, whatever else is computed with it: a query's scores do not depend
+ * on how many queries there are. */
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+
+#include "kvcache.h"
+
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+enum {
+    QUERIES = 4, /* query rows that one pass over a row of keys or values serves */
+    LINE = 64    /* bytes of a cache line */
+};
+
+INLINE int smaller(int a, int b)
+{
+    return a < b ? a : b;
+}
+
+/* ---- rows of any type ------------------------------------------------------------------------------------------- */
+
+INLINE size_t size_of(int type)
+{
+    return type == KVC_F32 ? sizeof(float) : sizeof(uint16_t);
+}
+
+INLINE vec load_full(int type, const void *p)
+{
+    return type == KVC_F16 ? v_load_f16(p) : type == KVC_BF16 ? v_load_bf16(p) : v_load(p);
+}
+
+INLINE void store_full(int type, void *p, vec x)
+{
+    if (type == KVC_F16)
+        v_store_f16(p, x);
+    else if (type == KVC_BF16)
+        v_store_bf16(p, x);
+    else
+        v_store(p, x);
+}
+
+/* The first count elements at p, the other lanes 0.  Not inlined, as few rows have a tail. */
+TARGET static vec load_part(int type, const void *p, int count)
+{
+    float part[LANES] = {0}; /* has room for any type */
+    memcpy(part, p, (size_t)count * size_of(type));
+    return load_full(type, part);
+}
+
+TARGET static void store_part(int type, void *p, int count, vec x)
+{
+    float part[LANES];
+    store_full(type, part, x);
+    memcpy(p, part, (size_t)count * size_of(type));
+}
+
+/* Elements [i, i + count), count <= LANES, of a row.  Nothing else is read or written. */
+INLINE vec load(int type, const void *row, int i, int count)
+{
+    const char *p = (const char *)row + (size_t)i * size_of(type);
+    return count == LANES ? load_full(type, p) : load_part(type, p, count);
+}
+
+INLINE void store(int type, void *row, int i, int count, vec x)
+{
+    char *p = (char *)row + (size_t)i * size_of(type);
+    if (count == LANES)
+        store_full(type, p, x);
+    else
+        store_part(type, p, count, x);
+}
+
+/* Into the L2 cache: the few lines that can be on their way to the L1 cache would limit the rate. */
+INLINE void prefetch(const void *row, int begin, int end)
+{
+    for (int i = begin; i < end; i += LINE)
+        __builtin_prefetch((const char *)row + i, 0, 2);
+}
+
+TARGET static void copy(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, int64_t num_rows,
+                        size_t row_bytes)
+{
+    if (dst_stride == (int64_t)row_bytes && src_stride == dst_stride) {
+        memcpy(dst, src, (size_t)num_rows * row_bytes);
+        return;
+    }
+    for (int64_t r = 0; r < num_rows; r++)
+        memcpy((char *)dst + r * dst_stride, (const char *)src + r * src_stride, row_bytes);
+}
+
+INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
+                    int64_t num_rows, int dim)
+{
+    if (from == to) {
+        copy(dst, dst_stride, src, src_stride, num_rows, (size_t)dim * size_of(from));
+        return;
+    }
+    for (int64_t r = 0; r < num_rows; r++) {
+        const char *src_row = (const char *)src + r * src_stride;
+        char *dst_row = (char *)dst + r * dst_stride;
+        int d = 0;
+        for (; d + LANES <= dim; d += LANES)
+            store(to, dst_row, d, LANES, load(from, src_row, d, LANES));
+        if (d < dim)
+            store(to, dst_row, d, dim - d, load(from, src_row, d, dim - d));
+    }
+}
+
+/* ---- score ------------------------------------------------------------------------------------------------------ */
+
+/* Score and accumulate add up outer products: of a few queries by a few rows or vectors of columns, as many as
+ * ACCUMULATORS allow.  Of the factors, the fewer are held in registers, the others loaded when they are used. */
+INLINE int others(int num_q)
+{
+    return smaller(ACCUMULATORS / num_q, 8);
+}
+
+/* Adds the products of elements [d, d + count) to sums[query][row]. */
+INLINE void score_step(int type, int num_q, int num_rows, vec *sums, const float *q, int q_stride,
+                       const void *const *rows, int d, int count)
+{
+    vec x[8], y[QUERIES];
+    if (num_rows < num_q) {
+        UNROLL
+        for (int j = 0; j < num_rows; j++)
+            x[j] = v_keep(load(type, rows[j], d, count));
+        UNROLL
+        for (int r = 0; r < num_q; r++) {
+            y[0] = v_keep(load(KVC_F32, q + (ptrdiff_t)r * q_stride, d, count));
+            UNROLL
+            for (int j = 0; j < num_rows; j++)
+                sums[r * num_rows + j] = v_fma(x[j], y[0], sums[r * num_rows + j]);
+        }
+    } else {
+        UNROLL
+        for (int r = 0; r < num_q; r++)
+            y[r] = v_keep(load(KVC_F32, q + (ptrdiff_t)r * q_stride, d, count));
+        UNROLL
+        for (int j = 0; j < num_rows; j++) {
+            x[0] = v_keep(load(type, rows[j], d, count));
+            UNROLL
+            for (int r = 0; r < num_q; r++)
+                sums[r * num_rows + j] = v_fma(x[0], y[r], sums[r * num_rows + j]);
+        }
+    }
+}
+
+INLINE void score_block(int type, int num_q, int num_rows, float *scores, const float *q, int q_stride,
+                        const void *const *rows, int dim)
+{
+    enum { PADDED = (ACCUMULATORS + LANES - 1) / LANES * LANES };
+    vec sums[PADDED];
+    float sum[PADDED];
+    UNROLL
+    for (int i = 0; i < PADDED; i++)
+        sums[i] = v_zero();
+    int d = 0;
+    for (; d + LANES <= dim; d += LANES)
+        score_step(type, num_q, num_rows, sums, q, q_stride, rows, d, LANES);
+    if (d < dim)
+        score_step(type, num_q, num_rows, sums, q, q_stride, rows, d, dim - d);
+    UNROLL
+    for (int i = 0; i < num_q * num_rows; i += LANES)
+        v_store(sum + i, v_sums(sums + i));
+    UNROLL
+    for (int r = 0; r < num_q; r++)
+        memcpy(scores + r * KVC_TILE, sum + r * num_rows, (size_t)num_rows * sizeof *sum);
+}
+
+/* Scores of all rows for num_q <= QUERIES queries.  The last block takes rows of the one before it again, where that
+ * fills it; one row at a time only where there are fewer than make a block. */
+INLINE void score_queries(int type, int num_q, float *scores, const float *q, int q_stride, const void *const *rows,
+                          int n, int dim, const void *const *next, int next_bytes)
+{
+    const int num_rows = others(num_q);
+    for (int j = 0; j < n && n >= num_rows; j += num_rows) {
+        int first = smaller(j, n - num_rows);
+        for (int i = 0; next && i < num_rows; i++)
+            prefetch(next[first + i], 0, next_bytes);
+        score_block(type, num_q, num_rows, scores + first, q, q_stride, rows + first, dim);
+    }
+    for (int j = 0; j < n && n < num_rows; j++) {
+        if (next)
+            prefetch(next[j], 0, next_bytes);
+        score_block(type, num_q, 1, scores + j, q, q_stride, rows + j, dim);
+    }
+}
+
+INLINE void score(int type, float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
+                  int dim, const void *const *next, int next_bytes)
+{
+    for (int r = 0; r < num_q; r += QUERIES) {
+        float *s = scores + r * KVC_TILE;
+        const float *qr = q + (ptrdiff_t)r * q_stride;
+        const void *const *after = r == 0 ? next : NULL;
+        switch (smaller(num_q - r, QUERIES)) {
+        case 1: score_queries(type, 1, s, qr, q_stride, rows, n, dim, after, next_bytes); break;
+        case 2: score_queries(type, 2, s, qr, q_stride, rows, n, dim, after, next_bytes); break;
+        case 3: score_queries(type, 3, s, qr, q_stride, rows, n, dim, after, next_bytes); break;
+        default: score_queries(type, 4, s, qr, q_stride, rows, n, dim, after, next_bytes);
+        }
+    }
+}
+
+/* ---- accumulate ------------------------------------------------------------------------------------------------- */
+
+/* What a call of accumulate works on; a block of it is some queries and columns. */
+typedef struct accumulate_args {
+    float *acc;
+    const float *factor, *weights;
+    const void *const *rows, *const *next;
+    int acc_stride, n, dim, next_bytes;
+} accumulate_args;
+
+/* Adds the products with row j to sums[query][vector]. */
+INLINE void accumulate_step(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a, int j, int d,
+                            int count)
+{
+    vec x[8], y[QUERIES];
+    if (num_vecs < num_q) {
+        UNROLL
+        for (int i = 0; i < num_vecs; i++)
+            x[i] = v_keep(load(type, a->rows[j], d + i * LANES, count));
+        UNROLL
+        for (int r = 0; r < num_q; r++) {
+            y[0] = v_set(a->weights[r * KVC_TILE + j]);
+            UNROLL
+            for (int i = 0; i < num_vecs; i++)
+                sums[r * num_vecs + i] = v_fma(x[i], y[0], sums[r * num_vecs + i]);
+        }
+    } else {
+        UNROLL
+        for (int r = 0; r < num_q; r++)
+            y[r] = v_set(a->weights[r * KVC_TILE + j]);
+        UNROLL
+        for (int i = 0; i < num_vecs; i++) {
+            x[0] = v_keep(load(type, a->rows[j], d + i * LANES, count));
+            UNROLL
+            for (int r = 0; r < num_q; r++)
+                sums[r * num_vecs + i] = v_fma(x[0], y[r], sums[r * num_vecs + i]);
+        }
+    }
+}
+
+/* The first line of a row of `next` that is not prefetched while columns below d are worked on. */
+INLINE int prefetched(const accumulate_args *a, int d)
+{
+    return (int)((int64_t)a->next_bytes * d / a->dim + LINE - 1) / LINE * LINE;
+}
+
+/* Columns from d on: num_vecs vectors, or `count` columns of one. */
+INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args a, int d, int count)
+{
+    vec sums[ACCUMULATORS];
+    UNROLL
+    for (int r = 0; r < num_q; r++)
+        UNROLL
+        for (int i = 0; i < num_vecs; i++)
+            sums[r * num_vecs + i] = v_mul(load(KVC_F32, a.acc + (ptrdiff_t)r * a.acc_stride, d + i * LANES, count),
+                                           v_set(a.factor[r]));
+    int begin = a.next ? prefetched(&a, d) : 0, end = a.next ? prefetched(&a, smaller(d + num_vecs * LANES, a.dim)) : 0;
+    for (int j = 0; j < a.n; j++) {
+        if (begin < end)
+            prefetch(a.next[j], begin, end);
+        accumulate_step(type, num_q, num_vecs, sums, &a, j, d, count);
+    }
+    UNROLL
+    for (int r = 0; r < num_q; r++)
+        UNROLL
+        for (int i = 0; i < num_vecs; i++)
+            store(KVC_F32, a.acc + (ptrdiff_t)r * a.acc_stride, d + i * LANES, count, sums[r * num_vecs + i]);
+}
+
+/* All columns for num_q <= QUERIES queries, in blocks of about the same width. */
+INLINE void accumulate_queries(int type, int num_q, accumulate_args a)
+{
+    const int most = others(num_q);
+    int num_vecs = a.dim / LANES, blocks = (num_vecs + most - 1) / most, d = 0;
+    for (int width; blocks > 0; blocks--, num_vecs -= width, d += width * LANES) {
+        width = (num_vecs + blocks - 1) / blocks;
+#define ACCUMULATE_CASE(vecs)                                                                                          \
+    case vecs:                                                                                                         \
+        if (vecs <= most)                                                                                              \
+            accumulate_block(type, num_q, smaller(vecs, most), a, d, LANES);                                           \
+        break
+        switch (width) {
+            ACCUMULATE_CASE(1);
+            ACCUMULATE_CASE(2);
+            ACCUMULATE_CASE(3);
+            ACCUMULATE_CASE(4);
+            ACCUMULATE_CASE(5);
+            ACCUMULATE_CASE(6);
+            ACCUMULATE_CASE(7);
+            ACCUMULATE_CASE(8);
+        }
+    }
+    if (d < a.dim)
+        accumulate_block(type, num_q, 1, a, d, a.dim - d);
+}
+
+INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
+                       const void *const *rows, int n, int dim, const void *const *next, int next_bytes)
+{
+    for (int r = 0; r < num_q; r += QUERIES) {
+        accumulate_args a = {.acc = acc + (ptrdiff_t)r * acc_stride,
+                             .factor = factor + r,
+                             .weights = weights + r * KVC_TILE,
+                             .rows = rows,
+                             .next = r == 0 ? next : NULL,
+                             .acc_stride = acc_stride,
+                             .n = n,
+                             .dim = dim,
+                             .next_bytes = next_bytes};
+        switch (smaller(num_q - r, QUERIES)) {
+        case 1: accumulate_queries(type, 1, a); break;
+        case 2: accumulate_queries(type, 2, a); break;
+        case 3: accumulate_queries(type, 3, a); break;
+        default: accumulate_queries(type, 4, a);
+        }
+    }
+}
+
+/* ---- softmax ---------------------------------------------------------------------------------------------------- */
+
+/* exp(x) for x <= 0; 0 below -125.5 ln 2 = -87.0.  x = n ln 2 + r with n an integer, so that exp(x) = 2^n exp(r), and
+ * exp(r) = 1 + r + r^2 p(r), p as in Cephes' expf. */
+INLINE vec exp_negative(vec x)
+{
+    vec n = v_round(v_mul(x, v_set(1.44269504088896341f)));
+    vec r = v_fma(n, v_set(-0.693359375f), x); /* ln 2 in two parts, the first one exact in n products */
+    r = v_fma(n, v_set(2.12194440e-4f), r);
+    vec p = v_set(1.9875691500e-4f);
+    p = v_fma(p, r, v_set(1.3981999507e-3f));
+    p = v_fma(p, r, v_set(8.3334519073e-3f));
+    p = v_fma(p, r, v_set(4.1665795894e-2f));
+    p = v_fma(p, r, v_set(1.6666665459e-1f));
+    p = v_fma(p, r, v_set(5.0000001201e-1f));
+    p = v_fma(p, v_mul(r, r), r);
+    return v_scale(v_add(p, v_set(1.0f)), n);
+}
+
+/* A step in which nothing is visible: every score is -inf, or NaN, which is passed on. */
+TARGET static void softmax_nothing(float *scores, int padded, float *sum)
+{
+    vec sums = v_zero();
+    for (int j = 0; j < padded; j += LANES) {
+        vec weight = v_max(v_zero(), v_load(scores + j));
+        v_store(scores + j, weight);
+        sums = v_add(sums, weight);
+    }
+    *sum += v_sum_lanes(sums);
+}
+
+TARGET static float softmax(float *scores, int n, float *max, float *sum)
+{
+    int padded = (n + LANES - 1) / LANES * LANES;
+    for (int j = n; j < padded; j++)
+        scores[j] = -INFINITY;
+
+    vec maxima = v_set(*max);
+    for (int j = 0; j < padded; j += LANES)
+        maxima = v_max(v_load(scores + j), maxima);
+    float new_max = v_max_lane(maxima);
+    if (new_max == -INFINITY) {
+        softmax_nothing(scores, padded, sum);
+        return 1;
+    }
+
+    vec shift = v_set(-new_max), sums = v_zero();
+    for (int j = 0; j < padded; j += LANES) {
+        vec weight = exp_negative(v_add(v_load(scores + j), shift));
+        v_store(scores + j, weight);
+        sums = v_add(sums, weight);
+    }
+    float factor = v_max_lane(exp_negative(v_add(v_set(*max), shift)));
+    *max = new_max;
+    *sum = *sum * factor + v_sum_lanes(sums);
+    return factor;
+}
+
+/* ---- matmul and what packs for it ------------------------------------------------------------------------------- */
+
+INLINE void matmul_block(int num_rows, float *c, int ldc, const float *a, int lda, const float *b, int ldb, int k,
+                         int add)
+{
+    vec sums[MATMUL_ROWS * MATMUL_VECTORS], x[MATMUL_VECTORS];
+    UNROLL
+    for (int i = 0; i < num_rows; i++)
+        UNROLL
+        for (int j = 0; j < MATMUL_VECTORS; j++)
+            sums[i * MATMUL_VECTORS + j] = add ? v_load(c + (ptrdiff_t)i * ldc + j * LANES) : v_zero();
+    for (int p = 0; p < k; p++) {
+        UNROLL
+        for (int j = 0; j < MATMUL_VECTORS; j++)
+            x[j] = v_load(b + (ptrdiff_t)p * ldb + j * LANES);
+        UNROLL
+        for (int i = 0; i < num_rows; i++) {
+            vec y = v_set(a[(ptrdiff_t)i * lda + p]);
+            UNROLL
+            for (int j = 0; j < MATMUL_VECTORS; j++)
+                sums[i * MATMUL_VECTORS + j] = v_fma(y, x[j], sums[i * MATMUL_VECTORS + j]);
+        }
+    }
+    UNROLL
+    for (int i = 0; i < num_rows; i++)
+        UNROLL
+        for (int j = 0; j < MATMUL_VECTORS; j++)
+            v_store(c + (ptrdiff_t)i * ldc + j * LANES, sums[i * MATMUL_VECTORS + j]);
+}
+
+/* Every number of rows has a block of its own: with 16 rows in blocks of 6, a slow path for 4 would be felt. */
+#define MATMUL_CASE(rows)                                                                                              \
+    case rows:                                                                                                         \
+        if (rows <= MATMUL_ROWS)                                                                                       \
+            matmul_block(rows < MATMUL_ROWS ? rows : MATMUL_ROWS, cij, ldc, ai, lda, b + j, ldb, k, add);              \
+        break
+
+TARGET static void matmul(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
+                          int add)
+{
+    for (int j = 0; j < n; j += MATMUL_VECTORS * LANES) { /* so that these columns of b stay in the L1 cache */
+        for (int i = 0; i < m; i += MATMUL_ROWS) {
+            const float *ai = a + (ptrdiff_t)i * lda;
+            float *cij = c + (ptrdiff_t)i * ldc + j;
+            switch (smaller(m - i, MATMUL_ROWS)) {
+                MATMUL_CASE(1);
+                MATMUL_CASE(2);
+                MATMUL_CASE(3);
+                MATMUL_CASE(4);
+                MATMUL_CASE(5);
+                MATMUL_CASE(6);
+                MATMUL_CASE(7);
+                MATMUL_CASE(8);
+            }
+        }
+    }
+}
+
+/* Transposes elements [d, d + count) of rows [j, j + LANES). */
+INLINE void pack_keys_block(int type, float *dst, const void *const *rows, int n, int j, int d, int count)
+{
+    vec x[LANES];
+    UNROLL
+    for (int i = 0; i < LANES; i++)
+        x[i] = j + i < n ? load(type, rows[j + i], d, count) : v_zero();
+    v_transpose(x);
+    UNROLL
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            v_store(dst + (d + i) * KVC_TILE + j, x[i]);
+}
+
+INLINE void pack_keys(int type, float *dst, const void *const *rows, int n, int dim)
+{
+    for (int j = 0; j < KVC_TILE; j += LANES) {
+        int d = 0;
+        for (; d + LANES <= dim; d += LANES)
+            pack_keys_block(type, dst, rows, n, j, d, LANES);
+        if (d < dim)
+            pack_keys_block(type, dst, rows, n, j, d, dim - d);
+    }
+}
+
+INLINE void pack_values(int type, float *dst, int dst_stride, const void *const *rows, int n, int dim)
+{
+    int padded = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
+    for (int j = 0; j < n; j++) {
+        float *row = dst + (ptrdiff_t)j * dst_stride;
+        int d = 0;
+        for (; d + LANES <= dim; d += LANES)
+            v_store(row + d, load(type, rows[j], d, LANES));
+        for (; d < padded; d += LANES)
+            v_store(row + d, d < dim ? load(type, rows[j], d, dim - d) : v_zero());
+    }
+}
+
+/* ---- the table -------------------------------------------------------------------------------------------------- */
+
+#define CONVERT(from, from_type, to, to_type)                                                                          \
+    TARGET static void convert_##from##_##to(void *dst, int64_t dst_stride, const void *src, int64_t src_stride,       \
+                                             int64_t num_rows, int dim)                                                \
+    {                                                                                                                  \
+        convert(from_type, to_type, dst, dst_stride, src, src_stride, num_rows, dim);                                  \
+    }
+
+#define TYPED(name, type)                                                                                              \
+    CONVERT(name, type, f32, KVC_F32)                                                                                  \
+    CONVERT(name, type, f16, KVC_F16)                                                                                  \
+    CONVERT(name, type, bf16, KVC_BF16)                                                                                \
+    TARGET static void score_##name(float *scores, const float *q, int q_stride, int num_q, const void *const *rows,   \
+                                    int n, int dim, const void *const *next, int next_bytes)                           \
+    {                                                                                                                  \
+        score(type, scores, q, q_stride, num_q, rows, n, dim, next, next_bytes);                                       \
+    }                                                                                                                  \
+    TARGET static void accumulate_##name(float *acc, int acc_stride, const float *factor, const float *weights,        \
+                                         int num_q, const void *const *rows, int n, int dim, const void *const *next,  \
+                                         int next_bytes)                                                               \
+    {                                                                                                                  \
+        accumulate(type, acc, acc_stride, factor, weights, num_q, rows, n, dim, next, next_bytes);                     \
+    }                                                                                                                  \
+    TARGET static void pack_keys_##name(float *dst, const void *const *rows, int n, int dim)                           \
+    {                                                                                                                  \
+        pack_keys(type, dst, rows, n, dim);                                                                            \
+    }                                                                                                                  \
+    TARGET static void pack_values_##name(float *dst, int dst_stride, const void *const *rows, int n, int dim)         \
+    {                                                                                                                  \
+        pack_values(type, dst, dst_stride, rows, n, dim);                                                              \
+    }
+
+TYPED(f32, KVC_F32)
+TYPED(f16, KVC_F16)
+TYPED(bf16, KVC_BF16)
+
+#define EVERY_TYPE(kernel) {[KVC_F32] = kernel##_f32, [KVC_F16] = kernel##_f16, [KVC_BF16] = kernel##_bf16}
+
+const kvc_kernels TABLE = {
+    .name = NAME,
+    .convert = {[KVC_F32] = EVERY_TYPE(convert_f32),
+                [KVC_F16] = EVERY_TYPE(convert_f16),
+                [KVC_BF16] = EVERY_TYPE(convert_bf16)},
+    .score = EVERY_TYPE(score),
+    .accumulate = EVERY_TYPE(accumulate),
+    .pack_keys = EVERY_TYPE(pack_keys),
+    .pack_values = EVERY_TYPE(pack_values),
+    .softmax = softmax,
+    .matmul = matmul,
+};

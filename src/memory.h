@@ -1,0 +1,36 @@
+/* memory.h: where memory comes from, and how much there is of it. */
+#ifndef KVC_MEMORY_H
+#define KVC_MEMORY_H
+
+#include "kvcache.h"
+
+enum { KVC_CACHE_LINE = 64 };
+
+typedef struct kvc_memory {
+    kvc_allocator allocator;
+    int64_t bookkeeping; /* bytes */
+} kvc_memory;
+
+/* allocator NULL: the C library, and the operating system's pages for what is large. */
+kvc_status kvc_memory_init(kvc_memory *memory, const kvc_allocator *allocator);
+
+/* Aligned to a cache line, not cleared; NULL if there is none. */
+void *kvc_memory_alloc(kvc_memory *memory, size_t size, kvc_memory_kind kind, int32_t group);
+void kvc_memory_free(kvc_memory *memory, void *p, size_t size, kvc_memory_kind kind, int32_t group);
+
+/* Moves a bookkeeping array of `used` bytes to one of new_size; NULL, with nothing changed, if there is no memory. */
+void *kvc_memory_resize(kvc_memory *memory, void *p, size_t used, size_t old_size, size_t new_size);
+
+/* Gives the whole OS pages within [p, p + size) back; they stay addressable and lose their contents. */
+void kvc_memory_purge(kvc_memory *memory, void *p, size_t size);
+
+/* Whether an allocation of this size takes memory only as it is touched. */
+int kvc_memory_is_lazy(const kvc_memory *memory, size_t size);
+
+size_t kvc_os_page_size(void);
+
+static inline size_t kvc_align_up(size_t size, size_t alignment) {
+    return (size + alignment - 1) / alignment * alignment;
+}
+
+#endif

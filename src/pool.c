@@ -1,0 +1,229 @@
+#include "pool.h"
+
+#include <string.h>
+
+#include "status.h"
+
+void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
+                   int32_t num_layers, size_t block_bytes) {
+    *pool = (kvc_pool){.memory = memory,
+                       .group = group,
+                       .block_size = block_size,
+                       .block_bytes = block_bytes,
+                       .layouts = layouts,
+                       .num_layers = num_layers};
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+static size_t header_bytes(const kvc_pool *pool) {
+    return sizeof(kvc_block) + (size_t)pool->block_size * sizeof(uint32_t);
+}
+
+int64_t kvc_pool_header_bytes(const kvc_pool *pool) { return (int64_t)header_bytes(pool); }
+
+int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t touched) {
+    if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return (int64_t)pool->block_bytes;
+    const size_t page = kvc_os_page_size();
+    size_t bytes = 0;
+    for (int32_t i = 0; i < pool->num_layers; i++) {
+        const kvc_layout *at = &pool->layouts[i];
+        bytes += (size_t)at->num_kv_heads * (kvc_align_up((size_t)touched * at->k_row_bytes, page) +
+                                             kvc_align_up((size_t)touched * at->v_row_bytes, page));
+    }
+    const size_t all = kvc_align_up(pool->block_bytes, page);
+    return (int64_t)(bytes < all ? bytes : all);
+}
+
+static void free_block(kvc_pool *pool, kvc_block *block) {
+    kvc_memory_free(pool->memory, block->rows, pool->block_bytes, KVC_MEMORY_ROWS, pool->group);
+    kvc_memory_free(pool->memory, block, header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
+}
+
+void kvc_pool_destroy(kvc_pool *pool) {
+    for (int32_t i = 0; i < pool->num_blocks; i++) free_block(pool, pool->blocks[i]);
+    kvc_memory_free(pool->memory, pool->blocks, (size_t)pool->max_blocks * sizeof *pool->blocks,
+                    KVC_MEMORY_BOOKKEEPING, -1);
+}
+
+static kvc_status new_block(kvc_pool *pool) {
+    kvc_block *block = kvc_memory_alloc(pool->memory, header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
+    uint8_t *rows = block ? kvc_memory_alloc(pool->memory, pool->block_bytes, KVC_MEMORY_ROWS, pool->group) : NULL;
+    if (!rows) {
+        if (block) kvc_memory_free(pool->memory, block, header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of %d slots, %zu bytes", pool->block_size,
+                        pool->block_bytes);
+    }
+    *block = (kvc_block){.rows = rows, .next = pool->free, .index = pool->num_blocks, .is_free = 1};
+    pool->blocks[pool->num_blocks++] = block;
+    pool->free = block;
+    pool->num_free++;
+    pool->opened++;
+    pool->row_bytes += kvc_pool_block_bytes(pool, 0);
+    return KVC_OK;
+}
+
+static kvc_status reserve_list(kvc_pool *pool, int32_t count) {
+    if (count <= pool->max_blocks) return KVC_OK;
+    const int32_t max = count < pool->max_blocks * 2 ? pool->max_blocks * 2 : count < 8 ? 8 : count;
+    const size_t item = sizeof *pool->blocks;
+    kvc_block **blocks = kvc_memory_resize(pool->memory, pool->blocks, (size_t)pool->num_blocks * item,
+                                           (size_t)pool->max_blocks * item, (size_t)max * item);
+    if (!blocks) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %d blocks", max);
+    pool->blocks = blocks;
+    pool->max_blocks = max;
+    return KVC_OK;
+}
+
+void kvc_pool_unreserve(kvc_pool *pool, int32_t num_free) {
+    while (pool->num_free > num_free) { /* the new ones are the first of the list and the last of the array */
+        kvc_block *block = pool->free;
+        pool->free = block->next;
+        pool->num_free--;
+        pool->num_blocks--;
+        pool->opened--;
+        pool->row_bytes -= kvc_pool_block_bytes(pool, 0);
+        free_block(pool, block);
+    }
+}
+
+kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count) {
+    const int32_t before = pool->num_free;
+    if (count <= before) return KVC_OK;
+    kvc_status status = reserve_list(pool, pool->num_blocks + count - before);
+    while (status == KVC_OK && pool->num_free < count) status = new_block(pool);
+    if (status != KVC_OK) kvc_pool_unreserve(pool, before);
+    return status;
+}
+
+static void return_free(kvc_pool *pool) {
+    while (pool->free) {
+        kvc_block *block = pool->free, *last = pool->blocks[pool->num_blocks - 1];
+        pool->free = block->next;
+        last->index = block->index;
+        pool->blocks[block->index] = last;
+        pool->num_blocks--;
+        pool->returned++;
+        pool->row_bytes -= kvc_pool_block_bytes(pool, block->touched);
+        free_block(pool, block);
+    }
+    pool->num_free = 0;
+}
+
+/* Gives back the pages of rows past the fill mark. */
+static void purge_tail(kvc_pool *pool, kvc_block *block) {
+    if (block->fill >= block->touched || !kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return;
+    const size_t from = (size_t)block->fill, count = (size_t)(block->touched - block->fill);
+    for (int32_t i = 0; i < pool->num_layers; i++) {
+        const kvc_layout *at = &pool->layouts[i];
+        for (size_t h = 0; h < (size_t)at->num_kv_heads; h++) {
+            uint8_t *k = block->rows + at->k_offset + h * at->k_head_stride + from * at->k_row_bytes;
+            uint8_t *v = block->rows + at->v_offset + h * at->v_head_stride + from * at->v_row_bytes;
+            kvc_memory_purge(pool->memory, k, count * at->k_row_bytes);
+            kvc_memory_purge(pool->memory, v, count * at->v_row_bytes);
+        }
+    }
+    pool->row_bytes += kvc_pool_block_bytes(pool, block->fill) - kvc_pool_block_bytes(pool, block->touched);
+    block->touched = block->fill;
+}
+
+void kvc_pool_give_back(kvc_pool *pool) {
+    return_free(pool);
+    for (int32_t i = 0; i < pool->num_blocks; i++) purge_tail(pool, pool->blocks[i]);
+}
+
+int64_t kvc_pool_wasted_bytes(const kvc_pool *pool) {
+    int64_t slot_bytes = 0;
+    for (int32_t i = 0; i < pool->num_layers; i++) {
+        const kvc_layout *at = &pool->layouts[i];
+        slot_bytes += at->num_kv_heads * (int64_t)(at->k_row_bytes + at->v_row_bytes);
+    }
+    return (pool->filled - pool->live) * slot_bytes;
+}
+
+/* ---- slots ------------------------------------------------------------------------------------------------------- */
+
+kvc_block *kvc_pool_open(kvc_pool *pool) {
+    kvc_block *block = pool->free;
+    pool->free = block->next;
+    pool->num_free--;
+    if (block->touched) pool->reused++;
+    block->is_free = 0;
+    block->next = NULL;
+    return block;
+}
+
+int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
+    const int32_t slot = block->fill;
+    for (int32_t i = 0; i < count; i++) block->holders[slot + i] = 1;
+    block->fill += count;
+    block->live += count;
+    pool->live += count;
+    pool->filled += count;
+    if (block->fill > block->touched) {
+        pool->row_bytes += kvc_pool_block_bytes(pool, block->fill) - kvc_pool_block_bytes(pool, block->touched);
+        block->touched = block->fill;
+    }
+    return slot;
+}
+
+void kvc_pool_hold(kvc_block *block, int32_t slot, int32_t count) {
+    for (int32_t i = 0; i < count; i++) block->holders[slot + i]++;
+}
+
+static void free_if_empty(kvc_pool *pool, kvc_block *block) {
+    if (block->live || block->pins || block->is_free) return;
+    block->is_free = 1;
+    block->next = pool->free;
+    pool->free = block;
+    pool->num_free++;
+}
+
+/* Lets the fill mark fall to the last slot that is held, and frees the block if there is none. */
+static void settle_fill(kvc_pool *pool, kvc_block *block) {
+    if (block->pins) return;
+    const int32_t before = block->fill;
+    if (block->live == 0) block->fill = 0;
+    while (block->fill && !block->holders[block->fill - 1]) block->fill--;
+    pool->filled -= before - block->fill;
+    if (block->fill < before) block->has_key = 0;
+    free_if_empty(pool, block);
+}
+
+void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_blocks, int32_t live) {
+    for (int32_t i = 0; i < num_blocks; i++) {
+        kvc_block *block = blocks[i];
+        pool->filled -= block->fill;
+        block->fill = block->live = live < pool->block_size ? live : pool->block_size;
+        block->has_key = 0;
+        pool->filled += block->fill;
+        live -= block->fill;
+        free_if_empty(pool, block);
+    }
+}
+
+void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count) {
+    int32_t dead = 0;
+    for (int32_t i = 0; i < count; i++) dead += --block->holders[slot + i] == 0;
+    block->live -= dead;
+    pool->live -= dead;
+    if (block->live == 0 || slot + count == block->fill) settle_fill(pool, block);
+}
+
+void kvc_pool_pin(kvc_block *block) { block->pins++; }
+
+void kvc_pool_unpin(kvc_pool *pool, kvc_block *block) {
+    if (--block->pins == 0) settle_fill(pool, block);
+}
+
+int kvc_pool_try_drop(kvc_block *block, int32_t slot, int32_t count, int64_t *slots) {
+    int32_t dead = 0;
+    for (int32_t i = 0; i < count; i++) dead += --block->holders[slot + i] == 0;
+    block->live -= dead;
+    *slots += dead;
+    return dead && block->live == 0 && !block->pins;
+}
+
+void kvc_pool_restore(kvc_block *block, int32_t slot, int32_t count) {
+    for (int32_t i = 0; i < count; i++) block->live += block->holders[slot + i]++ == 0;
+}

@@ -1,0 +1,96 @@
+/* pool.h: the blocks of one layer group.  Opened when first needed, reused, handed back.
+ *
+ * A block counts, for every slot, how many sequences hold it.  Slots are handed out in order, at the fill mark; a slot
+ * that nobody holds any more is waste until the fill mark falls back below it (it was among the last) or the whole
+ * block is free.  A pinned block (a view is out) is not handed out anew and its fill mark does not fall.
+ */
+#ifndef KVC_POOL_H
+#define KVC_POOL_H
+
+#include "kvcache.h"
+#include "memory.h"
+
+typedef struct kvc_block {
+    uint8_t *rows;          /* per layer of the group: K [head][slot][k_dim], then V [head][slot][v_dim] */
+    struct kvc_block *next; /* in the list of free blocks */
+    int32_t index;          /* in pool->blocks */
+    int32_t fill;           /* slots below this were handed out; those past it belong to nobody */
+    int32_t live;           /* slots that somebody holds */
+    int32_t touched;        /* slots that were ever handed out since the memory was taken: these are resident */
+    int32_t pins;           /* holds that keep the rows as they are */
+    int32_t planned;        /* slots past fill that a batch about to begin will take */
+    int8_t is_free;         /* in the list of free blocks */
+    int8_t has_key;         /* the block is full and `key` names its contents, for prefix sharing */
+    uint8_t key[32];
+    uint32_t holders[]; /* of each slot below fill */
+} kvc_block;
+
+/* Where a layer's rows are in a block. */
+typedef struct kvc_layout {
+    size_t k_offset, v_offset; /* of head 0, slot 0 */
+    size_t k_head_stride, v_head_stride;
+    size_t k_row_bytes, v_row_bytes;
+    int32_t num_kv_heads;
+} kvc_layout;
+
+typedef struct kvc_pool {
+    kvc_memory *memory;
+    int32_t group;
+    int32_t block_size;
+    size_t block_bytes;
+    const kvc_layout *layouts; /* of the group's layers */
+    int32_t num_layers;
+    kvc_block **blocks; /* all that have memory */
+    int32_t num_blocks, max_blocks;
+    kvc_block *free; /* last freed first: its rows may still be in cache */
+    int32_t num_free;
+    int32_t free_before; /* num_free before the reservation of a batch that is about to begin */
+    int64_t live;      /* slots, over all blocks */
+    int64_t filled;    /* slots below fill marks */
+    int64_t row_bytes; /* resident */
+    int64_t opened, reused, returned;
+} kvc_pool;
+
+void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
+                   int32_t num_layers, size_t block_bytes);
+void kvc_pool_destroy(kvc_pool *pool);
+
+/* Bytes that are resident in a block with so many slots touched. */
+int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t touched);
+
+/* Sees to it that at least `count` blocks are free; on failure nothing has changed. */
+kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count);
+
+/* Undoes the latest reservation, down to num_free blocks. */
+void kvc_pool_unreserve(kvc_pool *pool, int32_t num_free);
+
+/* A free block, empty; there must be one. */
+kvc_block *kvc_pool_open(kvc_pool *pool);
+
+/* Hands out `count` slots at the fill mark, held once; there must be room.  Returns the first. */
+int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count);
+
+/* One more, or one less, sequence holds [slot, slot + count). */
+void kvc_pool_hold(kvc_block *block, int32_t slot, int32_t count);
+void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count);
+
+void kvc_pool_pin(kvc_block *block);
+void kvc_pool_unpin(kvc_pool *pool, kvc_block *block);
+
+/* Dropped for a trial, until restored: adds the slots that nobody would hold; whether the block would be free. */
+int kvc_pool_try_drop(kvc_block *block, int32_t slot, int32_t count, int64_t *slots);
+void kvc_pool_restore(kvc_block *block, int32_t slot, int32_t count);
+
+/* After a compaction: these blocks hold `live` slots, one block after the other, whose holders are in place. */
+void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_blocks, int32_t live);
+
+/* Bookkeeping of one block. */
+int64_t kvc_pool_header_bytes(const kvc_pool *pool);
+
+/* Bytes of rows that nobody holds, in blocks that are in use. */
+int64_t kvc_pool_wasted_bytes(const kvc_pool *pool);
+
+/* Gives memory back: that of all free blocks, and the pages past fill marks. */
+void kvc_pool_give_back(kvc_pool *pool);
+
+#endif

@@ -1,0 +1,33 @@
+/* threads.h: how many threads, who runs tasks, and the lock.  threads.c holds the only OpenMP in the tree. */
+#ifndef KVC_THREADS_H
+#define KVC_THREADS_H
+
+#include "kvcache.h"
+
+#if defined(_WIN32)
+#include <windows.h>
+typedef SRWLOCK kvc_mutex;
+static inline int kvc_mutex_init(kvc_mutex *m) { InitializeSRWLock(m); return 0; }
+static inline void kvc_mutex_destroy(kvc_mutex *m) { (void)m; }
+static inline void kvc_mutex_lock(kvc_mutex *m) { AcquireSRWLockExclusive(m); }
+static inline void kvc_mutex_unlock(kvc_mutex *m) { ReleaseSRWLockExclusive(m); }
+static inline void kvc_pause(void) { SwitchToThread(); }
+#else
+#include <pthread.h>
+#include <sched.h>
+typedef pthread_mutex_t kvc_mutex;
+static inline int kvc_mutex_init(kvc_mutex *m) { return pthread_mutex_init(m, NULL); }
+static inline void kvc_mutex_destroy(kvc_mutex *m) { pthread_mutex_destroy(m); }
+static inline void kvc_mutex_lock(kvc_mutex *m) { pthread_mutex_lock(m); }
+static inline void kvc_mutex_unlock(kvc_mutex *m) { pthread_mutex_unlock(m); }
+static inline void kvc_pause(void) { sched_yield(); }
+#endif
+
+/* To be called before anything else here; any number of times. */
+void kvc_threads_init(void);
+
+/* Runs task(context, i) for every i in [0, num_tasks), on at most num_threads threads, in any order.  Serially where
+ * that is all there is: without OpenMP, inside a parallel region, in a child after fork(). */
+void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *context, int64_t i), void *context);
+
+#endif

@@ -1,0 +1,50 @@
+/* test.h: what the C tests share.  A test is one program; it fails by returning test_result(). */
+#ifndef KVC_TEST_H
+#define KVC_TEST_H
+
+#include <stdint.h>
+#include <stdio.h>
+
+static int test_failures;
+
+/* Counts a condition that does not hold, and prints the first ones: CHECK(n == 3), CHECKF(n == 3, "n is %d", n). */
+#define CHECK(condition) CHECKF(condition, "failed")
+#define CHECKF(condition, ...)                                                                                         \
+    do {                                                                                                               \
+        if (!(condition) && test_failures++ < 20) {                                                                    \
+            printf("%s:%d: %s: ", __FILE__, __LINE__, #condition);                                                     \
+            printf(__VA_ARGS__);                                                                                       \
+            putchar('\n');                                                                                             \
+        }                                                                                                              \
+    } while (0)
+
+static inline int test_result(void)
+{
+    if (test_failures)
+        printf("%d checks failed\n", test_failures);
+    return test_failures != 0;
+}
+
+/* 64 random bits (splitmix64); every run sees the same. */
+static inline uint64_t random_bits(void)
+{
+    static uint64_t state = 1;
+    uint64_t z = state += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return z ^ z >> 31;
+}
+
+/* A random integer of [begin, end). */
+static inline int random_int(int begin, int end)
+{
+    return begin + (int)(random_bits() % (uint64_t)(end - begin));
+}
+
+/* A random number of [-1, 1). */
+static inline float random_float(void)
+{
+    return (float)(random_bits() >> 40) * 0x1p-23f - 1;
+}
+
+#endif

@@ -1,0 +1,502 @@
+/* Every kernel of every table this machine can run, against straightforward arithmetic in double. */
+#define _DEFAULT_SOURCE /* mmap with MAP_ANONYMOUS */
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "cpu.h"
+#include "kvcache.h"
+#include "test.h"
+
+enum { MAX_DIM = 576, MAX_Q = 16, NUM_DIMS = 11, TYPES = KVC_STORED_TYPES, UNTOUCHED = 12345 };
+
+static const int dims[NUM_DIMS] = {1, 7, 8, 31, 40, 64, 80, 96, 128, 256, MAX_DIM};
+static const char *const type_names[TYPES] = {"f32", "f16", "bf16"};
+static const size_t type_sizes[TYPES] = {4, 2, 2};
+
+static float float_of(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* ---- memory that ends where reading faults ---------------------------------------------------------------------- */
+
+enum { GUARDED_BYTES = 1 << 19 };
+
+static char *guarded_end; /* of GUARDED_BYTES that can be used */
+
+static void guarded_new(void)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    char *memory = mmap(NULL, GUARDED_BYTES + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED || mprotect(memory + GUARDED_BYTES, page, PROT_NONE)) {
+        perror("guard page");
+        exit(2);
+    }
+    guarded_end = memory + GUARDED_BYTES;
+}
+
+/* A tile of random rows of a type: one after the other up to the guard page, in random order, so that most are not
+ * aligned to more than an element and one ends at the guard; and their values. */
+typedef struct tile {
+    const void *rows[KVC_TILE];
+    double values[KVC_TILE][MAX_DIM];
+} tile;
+
+static tile *tile_new(int type, int n, int dim)
+{
+    static tile t;
+    size_t row_bytes = (size_t)dim * type_sizes[type];
+    int first = random_int(0, n);
+    for (int j = 0; j < n; j++) {
+        float row[MAX_DIM];
+        char *stored = guarded_end - (size_t)((j + first) % n + 1) * row_bytes;
+        for (int d = 0; d < dim; d++)
+            row[d] = random_int(0, 50) ? random_float() : random_float() * 0x1p-20f; /* a denormal f16 */
+        kvc_kernels_scalar.convert[KVC_F32][type](stored, 0, row, 0, 1, dim);
+        kvc_kernels_scalar.convert[type][KVC_F32](row, 0, stored, 0, 1, dim);
+        for (int d = 0; d < dim; d++)
+            t.values[j][d] = row[d];
+        t.rows[j] = stored;
+    }
+    return &t;
+}
+
+static void fill(float *x, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        x[i] = random_float();
+}
+
+/* Whether x is y but for the rounding of a sum of n terms whose magnitudes add up to `size`. */
+static int is_close(double x, double y, double size, int n)
+{
+    return fabs(x - y) <= size * (n + 2) * 0.5 * FLT_EPSILON;
+}
+
+/* ---- conversions ------------------------------------------------------------------------------------------------ */
+
+/* Converts n elements with both tables and compares bit by bit. */
+static void check_same(const kvc_kernels *kernels, int from, int to, const void *src, int n)
+{
+    static char ours[1 << 19], plain[1 << 19];
+    size_t size = type_sizes[to];
+    kernels->convert[from][to](ours, (int64_t)size * n, src, (int64_t)type_sizes[from] * n, 1, n);
+    kvc_kernels_scalar.convert[from][to](plain, (int64_t)size * n, src, (int64_t)type_sizes[from] * n, 1, n);
+    for (int i = 0; i < n; i++)
+        CHECKF(!memcmp(ours + (size_t)i * size, plain + (size_t)i * size, size), "%s: %s to %s, element %d",
+               kernels->name, type_names[from], type_names[to], i);
+}
+
+/* What the 16 bits of an f16 or bf16 stand for, by the definition of the format. */
+static double decoded(int type, uint16_t bits)
+{
+    int fraction_bits = type == KVC_F16 ? 10 : 7, bias = type == KVC_F16 ? 15 : 127;
+    int fraction = bits & ((1 << fraction_bits) - 1), exponent = (bits & 0x7fff) >> fraction_bits;
+    double sign = bits & 0x8000 ? -1 : 1;
+    if (exponent == 2 * bias + 1)
+        return fraction ? NAN : sign * INFINITY;
+    if (exponent == 0)
+        return sign * ldexp(fraction, 1 - bias - fraction_bits);
+    return sign * ldexp(fraction + (1 << fraction_bits), exponent - bias - fraction_bits);
+}
+
+static void test_16_bits(const kvc_kernels *kernels, int type)
+{
+    static uint16_t all[65536], back[65536];
+    static float wide[65536];
+    for (int i = 0; i < 65536; i++)
+        all[i] = (uint16_t)i;
+    kernels->convert[type][KVC_F32](wide, 0, all, 0, 1, 65536);
+    kernels->convert[KVC_F32][type](back, 0, wide, 0, 1, 65536);
+    for (int i = 0; i < 65536; i++) {
+        double x = decoded(type, all[i]);
+        uint16_t quiet = type == KVC_F16 ? 0x200 : 0x40;
+        CHECKF(isnan(x) ? isnan(wide[i]) : x == wide[i], "%s %s %04x", kernels->name, type_names[type], (unsigned)i);
+        CHECKF(!signbit(wide[i]) == (i < 0x8000), "%s %s %04x", kernels->name, type_names[type], (unsigned)i);
+        CHECKF(back[i] == (isnan(x) ? all[i] | quiet : all[i]), "%s %s %04x came back as %04x", kernels->name,
+               type_names[type], (unsigned)i, (unsigned)back[i]);
+    }
+    for (int to = 0; to < TYPES; to++)
+        check_same(kernels, type, to, all, 65536);
+}
+
+/* Every value of the type is hit, as is what lies halfway between it and the next, and the floats beside these. */
+static void test_rounding(const kvc_kernels *kernels, int type)
+{
+    static float x[4][65536];
+    static uint16_t y[4][65536];
+    uint16_t infinity = type == KVC_F16 ? 0x7c00 : 0x7f80;
+    for (int i = 0; i < infinity; i++) {
+        double low = decoded(type, (uint16_t)i), high = decoded(type, (uint16_t)(i + 1));
+        float half = (float)(isinf(high) ? low + (low - decoded(type, (uint16_t)(i - 1))) / 2 : (low + high) / 2);
+        x[0][i] = (float)low;
+        x[1][i] = nextafterf(half, 0);
+        x[2][i] = half;
+        x[3][i] = nextafterf(half, INFINITY);
+    }
+    kernels->convert[KVC_F32][type](y, 0, x, 0, 1, 4 * 65536);
+    for (int i = 0; i < infinity; i++) {
+        CHECKF(y[0][i] == i && y[1][i] == i && y[2][i] == i + i % 2 && y[3][i] == i + 1, "%s %s %04x: %04x %04x %04x",
+               kernels->name, type_names[type], (unsigned)i, (unsigned)y[1][i], (unsigned)y[2][i], (unsigned)y[3][i]);
+    }
+}
+
+static void test_convert_bits(const kvc_kernels *kernels)
+{
+    static float x[1 << 16];
+    for (int pass = 0; pass < 32; pass++) {
+        for (int i = 0; i < 1 << 16; i++) {
+            uint32_t bits = (uint32_t)random_bits();
+            if (pass % 2) /* where f16 has values, and beyond by a little */
+                bits = (bits & 0x807fffff) | (uint32_t)random_int(127 - 27, 127 + 18) << 23;
+            x[i] = float_of(bits);
+        }
+        check_same(kernels, KVC_F32, KVC_F16, x, 1 << 16);
+        check_same(kernels, KVC_F32, KVC_BF16, x, 1 << 16);
+    }
+    int n = 0;
+    static const uint32_t edges[] = {0x00000000, 0x00000001, 0x007fffff, 0x00800000, 0x33000000, 0x33000001,
+                                     0x387fffff, 0x38800000, 0x477fefff, 0x477ff000, 0x47800000, 0x7f7fffff,
+                                     0x7f800000, 0x7f800001, 0x7fbfffff, 0x7fc00000, 0x7fffffff};
+    for (size_t i = 0; i < sizeof edges / sizeof *edges; i++) {
+        x[n++] = float_of(edges[i]);
+        x[n++] = float_of(edges[i] | 0x80000000);
+    }
+    check_same(kernels, KVC_F32, KVC_F16, x, n);
+    check_same(kernels, KVC_F32, KVC_BF16, x, n);
+}
+
+/* Rows with gaps on either side, or without; what lies between destination rows stays. */
+static void test_convert_rows(const kvc_kernels *kernels, int from, int to, int dim)
+{
+    enum { ROWS = 3, GAP = 1 };
+    static char dst[ROWS * (MAX_DIM + GAP) * 4], plain[sizeof dst];
+    for (int gaps = 0; gaps < 4; gaps++) {
+        int64_t src_stride = (int64_t)type_sizes[from] * (dim + (gaps & 1 ? GAP : 0));
+        int64_t dst_stride = (int64_t)type_sizes[to] * (dim + (gaps & 2 ? GAP : 0));
+        char *src = guarded_end - (ROWS - 1) * src_stride - (int64_t)type_sizes[from] * dim;
+        for (char *p = src; p < guarded_end; p += type_sizes[from]) {
+            float x = random_float();
+            kvc_kernels_scalar.convert[KVC_F32][from](p, 0, &x, 0, 1, 1);
+        }
+        memset(dst, 7, sizeof dst);
+        memset(plain, 7, sizeof plain);
+        kernels->convert[from][to](dst, dst_stride, src, src_stride, ROWS, dim);
+        kvc_kernels_scalar.convert[from][to](plain, dst_stride, src, src_stride, ROWS, dim);
+        CHECKF(!memcmp(dst, plain, sizeof dst), "%s: %s to %s, dim %d, gaps %d", kernels->name, type_names[from],
+               type_names[to], dim, gaps);
+    }
+}
+
+/* ---- score and accumulate --------------------------------------------------------------------------------------- */
+
+static void test_score(const kvc_kernels *kernels, int type, int dim, int num_q, int n)
+{
+    static float q[MAX_Q * (MAX_DIM + 1)], scores[MAX_Q * KVC_TILE];
+    int q_stride = dim + num_q % 2;
+    const tile *t = tile_new(type, n, dim);
+    fill(q, (size_t)(num_q * q_stride));
+    for (int i = 0; i < MAX_Q * KVC_TILE; i++)
+        scores[i] = UNTOUCHED;
+    kernels->score[type](scores, q, q_stride, num_q, t->rows, n, dim, n % 2 ? t->rows : NULL,
+                         dim * (int)type_sizes[type]);
+    for (int r = 0; r < MAX_Q; r++) {
+        for (int j = 0; j < KVC_TILE; j++) {
+            double sum = 0, size = 0;
+            for (int d = 0; d < dim && r < num_q && j < n; d++) {
+                double term = q[r * q_stride + d] * t->values[j][d];
+                sum += term;
+                size += fabs(term);
+            }
+            float got = scores[r * KVC_TILE + j];
+            CHECKF(r < num_q && j < n ? is_close(got, sum, size, dim) : got == UNTOUCHED,
+                   "%s %s dim %d, query %d of %d, row %d of %d: %g, not %g", kernels->name, type_names[type], dim, r,
+                   num_q, j, n, (double)got, sum);
+        }
+    }
+}
+
+static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int num_q, int n)
+{
+    enum { STRIDE = MAX_DIM + 1 };
+    static float acc[MAX_Q][STRIDE], old[MAX_Q][STRIDE], factor[MAX_Q], weights[MAX_Q * KVC_TILE];
+    const tile *t = tile_new(type, n, dim);
+    fill(factor, MAX_Q);
+    fill(weights, MAX_Q * KVC_TILE);
+    fill(&acc[0][0], MAX_Q * STRIDE);
+    memcpy(old, acc, sizeof old);
+    kernels->accumulate[type](&acc[0][0], STRIDE, factor, weights, num_q, t->rows, n, dim, n % 2 ? t->rows : NULL,
+                              dim * (int)type_sizes[type]);
+    for (int r = 0; r < MAX_Q; r++) {
+        for (int d = 0; d < STRIDE; d++) {
+            double sum = (double)old[r][d] * factor[r], size = fabs(sum);
+            for (int j = 0; j < n && r < num_q && d < dim; j++) {
+                double term = weights[r * KVC_TILE + j] * t->values[j][d];
+                sum += term;
+                size += fabs(term);
+            }
+            CHECKF(r < num_q && d < dim ? is_close(acc[r][d], sum, size, n + 1) : acc[r][d] == old[r][d],
+                   "%s %s dim %d, query %d of %d, column %d, %d rows: %g, not %g", kernels->name, type_names[type],
+                   dim, r, num_q, d, n, (double)acc[r][d], sum);
+        }
+    }
+}
+
+/* A score, and a column of accumulate, must not depend on what is computed with it. */
+static void test_same_bits(const kvc_kernels *kernels, int type, int dim)
+{
+    enum { N = 13, Q = 7 };
+    static float q[Q * MAX_DIM], all[Q * KVC_TILE], acc[Q * MAX_DIM], weights[Q * KVC_TILE], factor[Q];
+    const tile *t = tile_new(type, N, dim);
+    fill(q, Q * MAX_DIM);
+    fill(weights, Q * KVC_TILE);
+    memset(acc, 0, sizeof acc);
+    kernels->score[type](all, q, MAX_DIM, Q, t->rows, N, dim, NULL, 0);
+    kernels->accumulate[type](acc, MAX_DIM, factor, weights, Q, t->rows, N, dim, NULL, 0);
+    for (int r = 0; r < Q; r++) {
+        for (int j = 0; j < N; j++) {
+            float one;
+            float scores[KVC_TILE];
+            kernels->score[type](scores, q + r * MAX_DIM, MAX_DIM, 1, t->rows + j, 1, dim, NULL, 0);
+            one = scores[0];
+            CHECKF(one == all[r * KVC_TILE + j], "%s %s dim %d", kernels->name, type_names[type], dim);
+        }
+        float alone[MAX_DIM] = {0};
+        kernels->accumulate[type](alone, MAX_DIM, factor, weights + r * KVC_TILE, 1, t->rows, N, dim, NULL, 0);
+        CHECKF(!memcmp(alone, acc + r * MAX_DIM, (size_t)dim * sizeof *acc), "%s %s dim %d", kernels->name,
+               type_names[type], dim);
+    }
+}
+
+/* ---- softmax ---------------------------------------------------------------------------------------------------- */
+
+/* exp over the whole range: scores of two where the other is 0, the largest. */
+static void test_exp(const kvc_kernels *kernels)
+{
+    double worst = 0;
+    for (float x = 0; x > -110; x -= 0.00037f) {
+        float scores[KVC_TILE] = {x, 0}, max = -INFINITY, sum = 0;
+        kernels->softmax(scores, 2, &max, &sum);
+        double right = exp((double)x);
+        int exponent;
+        frexp(right, &exponent);
+        double error = fabs(scores[0] - right) / ldexp(1, exponent - 24); /* in the last place of a float */
+        if (x > -86.9f && error > worst)
+            worst = error;
+        CHECKF(scores[0] <= 1.7e-38f || x > -87, "%s: exp(%g) is %g", kernels->name, (double)x, (double)scores[0]);
+    }
+    CHECKF(worst <= 2, "%s: exp is off by %g ulp", kernels->name, worst);
+}
+
+/* Several steps of n scores, each drawn by `draw`, against one softmax of all. */
+static void check_softmax(const kvc_kernels *kernels, int n, float (*draw)(int step))
+{
+    enum { STEPS = 5 };
+    static float scores[STEPS][KVC_TILE], weights[STEPS][KVC_TILE];
+    float max = -INFINITY, sum = 0;
+    double scale[STEPS], right_max = -INFINITY, right_sum = 0;
+    for (int s = 0; s < STEPS; s++) {
+        for (int j = 0; j < KVC_TILE; j++)
+            weights[s][j] = scores[s][j] = j < n ? draw(s) : NAN;
+        scale[s] = 1;
+        float factor = kernels->softmax(weights[s], n, &max, &sum);
+        for (int i = 0; i < s; i++)
+            scale[i] *= factor;
+        for (int j = 0; j < n; j++)
+            right_max = fmax(right_max, scores[s][j]);
+        CHECKF(max == right_max, "%s: max %g, not %g", kernels->name, (double)max, right_max);
+    }
+    for (int s = 0; s < STEPS; s++) {
+        for (int j = 0; j < n; j++) {
+            double shift = right_max == -INFINITY ? -INFINITY : scores[s][j] - right_max, weight = exp(shift);
+            double allowed = weight > 0 ? weight * (1e-6 - shift * FLT_EPSILON) + 2e-38 : 2e-38; /* shift is rounded */
+            right_sum += weight;
+            CHECKF(fabs(weights[s][j] * scale[s] - weight) <= allowed, "%s: exp(%g - %g) is %g, not %g",
+                   kernels->name, (double)scores[s][j], right_max, weights[s][j] * scale[s], weight);
+        }
+    }
+    CHECKF(fabs(sum - right_sum) <= 3e-6 * right_sum, "%s: sum %g, not %g", kernels->name, (double)sum, right_sum);
+}
+
+static float draw_usual(int step)
+{
+    return 8 * random_float() + (float)step;
+}
+
+static float draw_wide(int step)
+{
+    (void)step;
+    return 100 * random_float();
+}
+
+static float draw_half_hidden(int step)
+{
+    return step < 2 || random_int(0, 2) ? -INFINITY : random_float();
+}
+
+static float draw_hidden(int step)
+{
+    (void)step;
+    return -INFINITY;
+}
+
+static float draw_huge(int step)
+{
+    (void)step;
+    return 1e30f;
+}
+
+static float draw_far_apart(int step)
+{
+    return step == 2 ? FLT_MAX : random_int(0, 2) ? -FLT_MAX : 0;
+}
+
+static void test_softmax(const kvc_kernels *kernels)
+{
+    float (*draws[])(int) = {draw_usual, draw_wide, draw_half_hidden, draw_hidden, draw_huge, draw_far_apart};
+    for (int n = 1; n <= KVC_TILE; n++)
+        for (size_t i = 0; i < sizeof draws / sizeof *draws; i++)
+            check_softmax(kernels, n, draws[i]);
+
+    float max = 3, sum = 2, hidden[KVC_TILE] = {-INFINITY, -INFINITY};
+    float factor = kernels->softmax(hidden, 2, &max, &sum);
+    CHECK(factor == 1 && max == 3 && sum == 2 && hidden[0] == 0 && hidden[1] == 0);
+    for (int n = 1; n < KVC_TILE; n += 3) { /* NaN is never lost */
+        float scores[KVC_TILE] = {0};
+        scores[random_int(0, n)] = NAN;
+        max = n % 2 ? -INFINITY : 1;
+        sum = 1;
+        kernels->softmax(scores, n, &max, &sum);
+        CHECKF(isnan(sum), "%s: sum %g", kernels->name, (double)sum);
+    }
+}
+
+/* ---- matmul and what packs for it ------------------------------------------------------------------------------- */
+
+static void test_matmul(const kvc_kernels *kernels, int m, int n, int k, int add)
+{
+    enum { LDB = 80, LDC = 96, MAX_K = 64, LDA = MAX_K + 1, MAX_M = 40 };
+    static _Alignas(64) float b[MAX_K * LDB], c[MAX_M * LDC];
+    static float a[MAX_M * LDA], old[MAX_M * LDC];
+    int padded = (n + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
+    fill(a, MAX_M * LDA);
+    fill(b, MAX_K * LDB);
+    fill(c, MAX_M * LDC);
+    memcpy(old, c, sizeof old);
+    kernels->matmul(c, LDC, a, LDA, b, LDB, m, n, k, add);
+    for (int i = 0; i < MAX_M; i++) {
+        for (int j = 0; j < LDC; j++) {
+            double sum = add ? old[i * LDC + j] : 0, size = fabs(sum);
+            for (int p = 0; p < k && j < n; p++) {
+                double term = (double)a[i * LDA + p] * b[p * LDB + j];
+                sum += term;
+                size += fabs(term);
+            }
+            float got = c[i * LDC + j];
+            if (i >= m || j >= padded)
+                CHECKF(got == old[i * LDC + j], "%s: m %d, n %d wrote [%d, %d]", kernels->name, m, n, i, j);
+            else if (j < n)
+                CHECKF(is_close(got, sum, size, k + 1), "%s: m %d, n %d, k %d, [%d, %d]: %g, not %g", kernels->name, m,
+                       n, k, i, j, (double)got, sum);
+        }
+    }
+}
+
+static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
+{
+    static _Alignas(64) float keys[MAX_DIM * KVC_TILE], values[KVC_TILE * (MAX_DIM + KVC_LANES)];
+    int padded = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES, stride = padded + KVC_LANES;
+    const tile *t = tile_new(type, n, dim);
+    fill(keys, MAX_DIM * KVC_TILE);
+    for (int i = 0; i < KVC_TILE * stride; i++)
+        values[i] = UNTOUCHED;
+    kernels->pack_keys[type](keys, t->rows, n, dim);
+    kernels->pack_values[type](values, stride, t->rows, n, dim);
+    for (int j = 0; j < KVC_TILE; j++) {
+        for (int d = 0; d < dim; d++)
+            CHECKF(keys[d * KVC_TILE + j] == (j < n ? t->values[j][d] : 0), "%s %s: dim %d, key [%d, %d] of %d",
+                   kernels->name, type_names[type], dim, j, d, n);
+        for (int d = 0; d < stride; d++)
+            CHECKF(values[j * stride + d] == (j >= n || d >= padded ? UNTOUCHED : d < dim ? t->values[j][d] : 0),
+                   "%s %s: dim %d, value [%d, %d] of %d", kernels->name, type_names[type], dim, j, d, n);
+    }
+}
+
+/* ---- everything ------------------------------------------------------------------------------------------------- */
+
+static void test_rows(const kvc_kernels *kernels, int type, int dim)
+{
+    static const int some_n[] = {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64};
+    enum { NUM_N = sizeof some_n / sizeof *some_n };
+    for (int num_q = 1; num_q <= MAX_Q; num_q += num_q < 9 ? 1 : 7) {
+        for (int i = 0; i < 3; i++) { /* a few of the row counts each time; all in the course of the test */
+            int n = some_n[(num_q * 3 + i + dim) % NUM_N];
+            test_score(kernels, type, dim, num_q, n);
+            test_accumulate(kernels, type, dim, num_q, n);
+        }
+    }
+    for (int i = 0; i < NUM_N; i++)
+        test_pack(kernels, type, dim, some_n[i]);
+    test_same_bits(kernels, type, dim);
+    for (int to = 0; to < TYPES; to++)
+        test_convert_rows(kernels, type, to, dim);
+}
+
+static void test_kernels(const kvc_kernels *kernels)
+{
+    for (int type = KVC_F32; type < TYPES; type++) {
+        for (int i = 0; i < NUM_DIMS; i++)
+            test_rows(kernels, type, dims[i]);
+        for (int n = 1; n <= KVC_TILE; n++) {
+            test_score(kernels, type, 24, 4, n);
+            test_accumulate(kernels, type, 24, 4, n);
+        }
+    }
+    test_16_bits(kernels, KVC_F16);
+    test_16_bits(kernels, KVC_BF16);
+    test_rounding(kernels, KVC_F16);
+    test_rounding(kernels, KVC_BF16);
+    test_convert_bits(kernels);
+    test_exp(kernels);
+    test_softmax(kernels);
+    for (int m = 1; m <= 20; m++)
+        for (int n = 1; n <= 70; n += n % 16 < 2 ? 1 : 7)
+            test_matmul(kernels, m, n, random_int(1, 65), n % 2);
+    test_matmul(kernels, 40, 64, 64, 1);
+    test_matmul(kernels, 3, 16, 0, 0);
+}
+
+static void test_choice(void)
+{
+    const char *wanted = NULL;
+    setenv("KVCACHE_ISA", "scalar", 1);
+    CHECK(kvc_cpu_kernels(&wanted) == &kvc_kernels_scalar && !wanted);
+    setenv("KVCACHE_ISA", "avx1024", 1);
+    CHECK(!kvc_cpu_kernels(&wanted) && wanted && !strcmp(wanted, "avx1024"));
+    unsetenv("KVCACHE_ISA");
+    const kvc_kernels *best = kvc_cpu_kernels(&wanted);
+    setenv("KVCACHE_ISA", "", 1);
+    CHECK(best && kvc_cpu_kernels(&wanted) == best);
+    CHECK(best && strstr(kvc_cpu_compiled(), best->name));
+}
+
+int main(void)
+{
+    test_choice();
+    guarded_new();
+    test_kernels(&kvc_kernels_scalar);
+    const char *wanted;
+    setenv("KVCACHE_ISA", "avx2", 1);
+    const kvc_kernels *avx2 = kvc_cpu_kernels(&wanted);
+    if (avx2)
+        test_kernels(avx2);
+    else
+        printf("no %s here: not tested\n", wanted);
+    return test_result();
+}
