@@ -379,8 +379,8 @@ typedef struct kvc_plan_args {
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
 
 /* The same for runners with threads of their own.  A plan cuts the work into tasks and takes all memory that they
- * need; it serves every layer of the group that has the same shapes, one layer at a time, until the batch ends, which
- * frees it (so do not free it later than that). */
+ * need; it serves every layer of the group that has the same shapes, one layer at a time, until the batch ends.  Free it
+ * before that, or not at all. */
 KVC_API kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **plan);
 KVC_API void kvc_plan_free(kvc_plan *plan);
 KVC_API int64_t kvc_plan_num_tasks(const kvc_plan *plan);

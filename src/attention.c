@@ -349,7 +349,7 @@ static kvc_status check_args(const kvc_plan *plan, int32_t layer, const kvc_atte
 static kvc_status check_put(const kvc_plan *plan, const kvc_unit *unit, int32_t layer) {
     const kvc_batch *batch = plan->batch;
     const kvc_batch_sequence *member = &batch->sequences[unit->sequence];
-    const uint8_t *written = batch->written + (size_t)layer * (size_t)batch->num_tokens;
+    const uint8_t *written = kvc_written_in(batch, layer);
     int32_t last = 0;
     for (int32_t i = 0; i < unit->num_tokens; i++) {
         const int32_t position = batch->positions[batch->order[unit->first + i]];
@@ -414,10 +414,10 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan_args, const kv
     kvc_plan *plan;
     call c;
     kvc_status status = kvc_read_struct(&args, sizeof args, given, given ? given->struct_size : 0, "args");
-    if (status == KVC_OK) status = kvc_plan_take(batch, plan_args, &plan);
+    if (status == KVC_OK) status = kvc_plan_new(batch, plan_args, &plan);
     if (status != KVC_OK) return status;
     status = make_call(&c, plan, plan_args->layer, &args);
     if (status == KVC_OK) status = run_all(&c, plan_args->layer);
-    atomic_flag_clear(&plan->taken);
+    kvc_plan_free(plan);
     return status;
 }

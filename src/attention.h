@@ -49,7 +49,7 @@ struct kvc_plan {
     kvc_batch *batch;
     kvc_plan_args args;
     size_t size;       /* of this allocation */
-    atomic_flag taken; /* somebody runs it */
+    atomic_flag taken; /* by whoever made it, until freed: then it may serve another call */
     int32_t group;
     int32_t num_kv_heads, k_dim, v_dim; /* of the layers it serves */
     int32_t heads_per_kv;
@@ -66,11 +66,8 @@ struct kvc_plan {
     atomic_flag *lane_taken;
 };
 
-/* A plan that nobody runs, from those of the batch or new, taken. */
-kvc_status kvc_plan_take(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **plan);
-
-/* Frees it with the mutex held. */
-void kvc_plan_free_locked(kvc_plan *plan);
+/* Frees the batch's plans, with the mutex held. */
+void kvc_plans_free(kvc_batch *batch);
 
 /* Floats of one part's result: max [q], sum [q], accumulated values [q][acc_stride]. */
 size_t kvc_partial_size(int32_t num_q, int32_t acc_stride);

@@ -7,24 +7,18 @@
 
 /* ---- begin: the batch's own memory ------------------------------------------------------------------------------- */
 
-static size_t batch_offset(size_t *size, size_t count, size_t item) {
-    const size_t at = *size;
-    *size = kvc_align_up(at + count * item, KVC_CACHE_LINE);
-    return at;
-}
-
 /* A batch of n tokens, of as many sequences at most, with all its arrays in one piece of scratch. */
 static kvc_batch *new_batch(kvc_cache *cache, int32_t num_tokens) {
     const size_t n = (size_t)num_tokens, groups = (size_t)cache->num_groups;
-    size_t size = kvc_align_up(sizeof(kvc_batch), KVC_CACHE_LINE);
-    const size_t positions = batch_offset(&size, n, sizeof(int32_t));
-    const size_t sequence_of = batch_offset(&size, n, sizeof(int32_t));
-    const size_t order = batch_offset(&size, n, sizeof(int32_t));
-    const size_t sequences = batch_offset(&size, n, sizeof(kvc_batch_sequence));
-    const size_t places = batch_offset(&size, n * groups, sizeof(kvc_place));
-    const size_t pending = batch_offset(&size, n * groups, sizeof(kvc_pending));
-    const size_t runs = batch_offset(&size, n * groups, sizeof(kvc_run));
-    const size_t written = batch_offset(&size, n * (size_t)cache->num_layers, 1);
+    size_t size = sizeof(kvc_batch);
+    const size_t positions = kvc_add_array(&size, n * sizeof(int32_t));
+    const size_t sequence_of = kvc_add_array(&size, n * sizeof(int32_t));
+    const size_t order = kvc_add_array(&size, n * sizeof(int32_t));
+    const size_t sequences = kvc_add_array(&size, n * sizeof(kvc_batch_sequence));
+    const size_t places = kvc_add_array(&size, n * groups * sizeof(kvc_place));
+    const size_t pending = kvc_add_array(&size, n * groups * sizeof(kvc_pending));
+    const size_t runs = kvc_add_array(&size, n * groups * sizeof(kvc_run));
+    const size_t written = kvc_add_array(&size, n * (size_t)cache->num_layers);
     char *start = kvc_scratch_take(cache, &size);
     if (!start) return NULL;
     kvc_batch *batch = (void *)start;
@@ -51,6 +45,7 @@ static void release_batch(kvc_batch *batch) {
         kvc_cache_tidy(cache, batch->sequences[s].sequence);
     }
     if (cache->batch == batch) cache->batch = NULL;
+    kvc_plans_free(batch);
     kvc_scratch_give(cache, batch, batch->size);
 }
 
@@ -106,14 +101,16 @@ static void sort_tokens(kvc_batch *batch) {
     }
 }
 
-static kvc_status check_not_gone(const kvc_batch *batch) {
-    for (int32_t t = 0; t < batch->num_tokens; t++) {
-        const kvc_sequence *sequence = batch->sequences[batch->sequence_of[t]].sequence;
-        if (kvc_cache_misses(batch->cache, sequence, batch->positions[t]))
+static kvc_status check_not_gone(const kvc_cache *cache, int32_t num_tokens, const int32_t *positions,
+                                 const int64_t *seq_ids) {
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_ids ? seq_ids[0] : 0);
+    for (int32_t t = 0; t < num_tokens; t++) {
+        if (seq_ids && t && seq_ids[t] != seq_ids[t - 1]) sequence = kvc_table_find(&cache->sequences, seq_ids[t]);
+        if (sequence && kvc_cache_misses(cache, sequence, positions[t]))
             return kvc_fail(KVC_ERR_GONE,
                             "a token at position %d of sequence %lld would see rows that were evicted: the sequence goes "
                             "on at %d; to go back further, clear it and feed it again, or give resume_window",
-                            batch->positions[t], (long long)sequence->id, kvc_sequence_last(sequence) + 1);
+                            positions[t], (long long)sequence->id, kvc_sequence_last(sequence) + 1);
     }
     return KVC_OK;
 }
@@ -359,7 +356,7 @@ static void add_slot(kvc_pending *pending, kvc_block *block, int32_t slot, int32
 static void hand_out(kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
     const kvc_batch_sequence *member = &batch->sequences[s];
-    kvc_pending *pending = &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
+    kvc_pending *pending = kvc_pending_of(batch, g, s);
     *pending = (kvc_pending){batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)member->first, 0};
     kvc_block *block = last_block(&member->sequence->rows[g]);
     for (int32_t done = 0; done < member->num_tokens;) {
@@ -380,8 +377,7 @@ static kvc_status begin(kvc_batch *batch, const int32_t *positions, const int64_
     kvc_status status = join_all(batch, positions, seq_ids);
     if (status != KVC_OK) return status;
     sort_tokens(batch);
-    status = check_not_gone(batch);
-    if (status == KVC_OK) status = check_num_sequences(batch);
+    status = check_num_sequences(batch);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) {
         const demand d = find_demand(batch, g);
         status = check_room(batch, g, &d);
@@ -405,8 +401,12 @@ kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positi
             return kvc_fail(KVC_ERR_INVALID, "positions[%d] is %d: it must be between 0 and %d", t, positions[t],
                             INT32_MAX - 1);
     kvc_status status = KVC_OK;
-    kvc_mutex_lock(&cache->mutex);
+    kvc_lock(cache);
     if (cache->batch) status = kvc_fail(KVC_ERR_BUSY, "a batch is open already: commit or abort it first");
+    if (status == KVC_OK) status = check_not_gone(cache, num_tokens, positions, seq_ids);
+    if (status == KVC_OK && cache->capacity && num_tokens > cache->capacity) /* before memory is taken for so many */
+        status = kvc_fail(KVC_ERR_FULL, "%d tokens do not fit: capacity is %lld", num_tokens,
+                          (long long)cache->capacity);
     if (status == KVC_OK) {
         kvc_batch *batch = new_batch(cache, num_tokens);
         status = batch ? begin(batch, positions, seq_ids)
@@ -416,8 +416,7 @@ kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positi
         else if (batch)
             release_batch(batch);
     }
-    kvc_mutex_unlock(&cache->mutex);
-    return status;
+    return kvc_unlock(cache, status);
 }
 
 /* ---- put --------------------------------------------------------------------------------------------------------- */
@@ -495,7 +494,7 @@ static kvc_status check_put(const kvc_batch *batch, int32_t layer, kvc_put_args 
     status = check_rows(args->k_type, args->k_token_stride, args->k_head_stride, "k");
     if (status == KVC_OK) status = check_rows(args->v_type, args->v_token_stride, args->v_head_stride, "v");
     if (status != KVC_OK) return status;
-    const uint8_t *written = batch->written + (size_t)layer * (size_t)batch->num_tokens;
+    const uint8_t *written = kvc_written_in(batch, layer);
     for (int32_t t = args->first; t < args->first + args->num_tokens; t++)
         if (written[t])
             return kvc_fail(KVC_ERR_INVALID, "token %d of the batch was put in layer %d before: each is put once", t,
@@ -517,7 +516,7 @@ kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
                      .places = batch->places + (size_t)g * (size_t)batch->num_tokens};
     const int64_t tasks = (args.num_tokens + PUT_TOKENS - 1) / PUT_TOKENS;
     kvc_parallel(tasks > 1 ? kvc_cache_threads(cache) : 1, tasks, put_task, &work);
-    memset(batch->written + (size_t)layer * (size_t)batch->num_tokens + args.first, 1, (size_t)args.num_tokens);
+    memset(kvc_written_in(batch, layer) + args.first, 1, (size_t)args.num_tokens);
     return KVC_OK;
 }
 
@@ -532,40 +531,35 @@ static kvc_status check_complete(const kvc_batch *batch) {
                     "abort", at % n, at / n);
 }
 
-static void end_batch(kvc_batch *batch) {
-    while (batch->plans) kvc_plan_free_locked(batch->plans);
-    release_batch(batch);
-}
-
 kvc_status kvc_commit(kvc_batch *batch) {
     const kvc_status status = check_complete(batch);
     if (status != KVC_OK) return status;
     kvc_cache *cache = batch->cache;
-    kvc_mutex_lock(&cache->mutex);
+    kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_groups; g++)
         for (int32_t s = 0; s < batch->num_sequences; s++) {
-            const kvc_pending *pending = &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
+            const kvc_pending *pending = kvc_pending_of(batch, g, s);
             for (int32_t i = 0; i < pending->num; i++)
                 kvc_rows_append(&batch->sequences[s].sequence->rows[g], &pending->runs[i]);
         }
     cache->stats.batches++;
     cache->stats.tokens += batch->num_tokens;
-    end_batch(batch);
-    kvc_mutex_unlock(&cache->mutex);
+    release_batch(batch);
+    kvc_unlock(cache, KVC_OK);
     return KVC_OK;
 }
 
 void kvc_abort(kvc_batch *batch) {
     if (!batch) return;
     kvc_cache *cache = batch->cache;
-    kvc_mutex_lock(&cache->mutex);
+    kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_groups; g++)
         for (int32_t s = batch->num_sequences - 1; s >= 0; s--) { /* last handed out, first given back */
-            const kvc_pending *pending = &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
+            const kvc_pending *pending = kvc_pending_of(batch, g, s);
             for (int32_t i = pending->num - 1; i >= 0; i--)
                 kvc_pool_drop(&cache->pools[g], pending->runs[i].block, pending->runs[i].slot, pending->runs[i].count);
         }
     cache->stats.aborted++;
-    end_batch(batch);
-    kvc_mutex_unlock(&cache->mutex);
+    release_batch(batch);
+    kvc_unlock(cache, KVC_OK);
 }

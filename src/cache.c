@@ -1,4 +1,4 @@
-/* cache.c: the public functions but those of a forward pass: check arguments, then tie the parts together. */
+/* cache.c: the public functions that create, look at and edit a cache: check arguments, then tie the parts together. */
 #include "cache.h"
 
 #include <string.h>
@@ -171,20 +171,14 @@ typedef struct offsets {
     size_t layers, group_of, layouts, layout_of, policies, pools, size;
 } offsets;
 
-static size_t add_array(size_t *size, size_t bytes) {
-    const size_t at = *size;
-    *size += kvc_align_up(bytes, KVC_CACHE_LINE);
-    return at;
-}
-
 static offsets lay_out(size_t num_layers) {
-    offsets at = {.size = kvc_align_up(sizeof(kvc_cache), KVC_CACHE_LINE)};
-    at.layers = add_array(&at.size, num_layers * sizeof(kvc_layer));
-    at.group_of = add_array(&at.size, num_layers * sizeof(int32_t));
-    at.layouts = add_array(&at.size, num_layers * sizeof(kvc_layout));
-    at.layout_of = add_array(&at.size, num_layers * sizeof(int32_t));
-    at.policies = add_array(&at.size, num_layers * sizeof(kvc_policy));
-    at.pools = add_array(&at.size, num_layers * sizeof(kvc_pool));
+    offsets at = {.size = sizeof(kvc_cache)};
+    at.layers = kvc_add_array(&at.size, num_layers * sizeof(kvc_layer));
+    at.group_of = kvc_add_array(&at.size, num_layers * sizeof(int32_t));
+    at.layouts = kvc_add_array(&at.size, num_layers * sizeof(kvc_layout));
+    at.layout_of = kvc_add_array(&at.size, num_layers * sizeof(int32_t));
+    at.policies = kvc_add_array(&at.size, num_layers * sizeof(kvc_policy));
+    at.pools = kvc_add_array(&at.size, num_layers * sizeof(kvc_pool));
     return at;
 }
 
@@ -255,14 +249,7 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
     return status;
 }
 
-/* ---- locking, and what may not be edited ------------------------------------------------------------------------- */
-
-static void lock(kvc_cache *cache) { kvc_mutex_lock(&cache->mutex); }
-
-static kvc_status unlock(kvc_cache *cache, kvc_status status) {
-    kvc_mutex_unlock(&cache->mutex);
-    return status;
-}
+/* ---- what may not be edited ------------------------------------------------------------------------- */
 
 static kvc_status check_idle(const kvc_sequence *sequence) {
     if (!sequence || !sequence->in_batch) return KVC_OK;
@@ -352,21 +339,21 @@ static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
 }
 
 kvc_status kvc_clear(kvc_cache *cache) {
-    lock(cache);
-    return unlock(cache, clear_all_but(cache, NULL));
+    kvc_lock(cache);
+    return kvc_unlock(cache, clear_all_but(cache, NULL));
 }
 
 kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id) {
-    lock(cache);
-    return unlock(cache, clear_all_but(cache, kvc_table_find(&cache->sequences, seq_id)));
+    kvc_lock(cache);
+    return kvc_unlock(cache, clear_all_but(cache, kvc_table_find(&cache->sequences, seq_id)));
 }
 
 kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id) {
-    lock(cache);
+    kvc_lock(cache);
     kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
     const kvc_status status = check_idle(sequence);
     if (status == KVC_OK && sequence) kvc_cache_forget(cache, sequence);
-    return unlock(cache, status);
+    return kvc_unlock(cache, status);
 }
 
 /* A sequence outside the table, with room for all of src's runs; NULL if there is no memory. */
@@ -407,15 +394,15 @@ kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t l
     kvc_status status = check_two(src, dst);
     if (status == KVC_OK) status = check_position(length, "length");
     if (status != KVC_OK) return status;
-    lock(cache);
-    return unlock(cache, share(cache, src, dst, length));
+    kvc_lock(cache);
+    return kvc_unlock(cache, share(cache, src, dst, length));
 }
 
 kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst) {
     const kvc_status status = check_two(src, dst);
     if (status != KVC_OK) return status;
-    lock(cache);
-    return unlock(cache, share(cache, src, dst, KVC_END));
+    kvc_lock(cache);
+    return kvc_unlock(cache, share(cache, src, dst, KVC_END));
 }
 
 /* Where the evicted rows end after [begin, end) was removed: they are removed, and move, like stored ones. */
@@ -450,15 +437,15 @@ kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t e
     const kvc_status status = check_position(begin, "begin");
     if (status != KVC_OK) return status;
     if (end < begin) return kvc_fail(KVC_ERR_INVALID, "end is %d: it must be at least begin, %d", end, begin);
-    lock(cache);
-    return unlock(cache, remove_range(cache, seq_id, begin, end, shift));
+    kvc_lock(cache);
+    return kvc_unlock(cache, remove_range(cache, seq_id, begin, end, shift));
 }
 
 kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length) {
     const kvc_status status = check_position(length, "length");
     if (status != KVC_OK) return status;
-    lock(cache);
-    return unlock(cache, remove_range(cache, seq_id, length, KVC_END, 0));
+    kvc_lock(cache);
+    return kvc_unlock(cache, remove_range(cache, seq_id, length, KVC_END, 0));
 }
 
 static kvc_status compact(kvc_cache *cache) {
@@ -471,16 +458,16 @@ static kvc_status compact(kvc_cache *cache) {
 }
 
 kvc_status kvc_compact(kvc_cache *cache) {
-    lock(cache);
-    return unlock(cache, compact(cache));
+    kvc_lock(cache);
+    return kvc_unlock(cache, compact(cache));
 }
 
 kvc_status kvc_cache_free(kvc_cache *cache) {
     if (!cache) return KVC_OK;
-    lock(cache);
+    kvc_lock(cache);
     const kvc_status status = check_closed(cache, "free the cache");
     if (status == KVC_OK) clear_all_but(cache, NULL);
-    unlock(cache, status);
+    kvc_unlock(cache, status);
     if (status != KVC_OK) return status;
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_destroy(&cache->pools[g]);
     free_spares(cache);
@@ -495,28 +482,28 @@ kvc_status kvc_cache_free(kvc_cache *cache) {
 int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer) {
     if (layer != -1 && kvc_check_layer(cache, layer) != KVC_OK) return -1;
     int64_t len = 0;
-    lock(cache);
+    kvc_lock(cache);
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
     for (int32_t g = 0; sequence && g < cache->num_groups; g++)
         if ((layer == -1 || cache->group_of[layer] == g) && sequence->rows[g].count > len)
             len = sequence->rows[g].count;
-    unlock(cache, KVC_OK);
+    kvc_unlock(cache, KVC_OK);
     return len;
 }
 
 int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id) {
-    lock(cache);
+    kvc_lock(cache);
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
     const int32_t position = sequence ? kvc_sequence_first(sequence) : -1;
-    unlock(cache, KVC_OK);
+    kvc_unlock(cache, KVC_OK);
     return position;
 }
 
 int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id) {
-    lock(cache);
+    kvc_lock(cache);
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
     const int32_t position = sequence ? kvc_sequence_last(sequence) : -1;
-    unlock(cache, KVC_OK);
+    kvc_unlock(cache, KVC_OK);
     return position;
 }
 
@@ -530,53 +517,25 @@ int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, i
 
 int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position) {
     if (position < 0) return 0;
-    lock(cache);
+    kvc_lock(cache);
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
     const int32_t can = sequence ? position <= kvc_sequence_last(sequence) + 1 &&
                                        !kvc_cache_misses(cache, sequence, position)
                                  : position == 0;
-    unlock(cache, KVC_OK);
+    kvc_unlock(cache, KVC_OK);
     return can;
 }
 
 int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids) {
     int64_t n = 0;
-    lock(cache);
+    kvc_lock(cache);
     for (int32_t i = 0; i < cache->sequences.num; i++) {
         if (kvc_sequence_is_empty(cache->sequences.items[i])) continue;
         if (n < max_ids) seq_ids[n] = cache->sequences.items[i]->id;
         n++;
     }
-    unlock(cache, KVC_OK);
+    kvc_unlock(cache, KVC_OK);
     return n;
-}
-
-/* The rows of a sequence in a layer; NULL if it holds none. */
-static const kvc_rows *find_rows(const kvc_cache *cache, int64_t seq_id, int32_t layer) {
-    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    return sequence ? &sequence->rows[cache->group_of[layer]] : NULL;
-}
-
-int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions, int64_t max_positions) {
-    if (kvc_check_layer(cache, layer) != KVC_OK) return -1;
-    int64_t n = 0;
-    lock(cache);
-    const kvc_rows *rows = find_rows(cache, seq_id, layer);
-    if (rows)
-        for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++)
-            for (int32_t i = 0; i < run->count; i++, n++)
-                if (n < max_positions) positions[n] = run->position + i;
-    unlock(cache, KVC_OK);
-    return n;
-}
-
-int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position) {
-    if (kvc_check_layer(cache, layer) != KVC_OK) return -1;
-    lock(cache);
-    const kvc_rows *rows = find_rows(cache, seq_id, layer);
-    const int64_t row = rows ? kvc_rows_find(rows, position) : -1;
-    unlock(cache, KVC_OK);
-    return row;
 }
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
@@ -588,9 +547,9 @@ int64_t kvc_cache_bytes(const kvc_cache *cache) {
 }
 
 int64_t kvc_nbytes(kvc_cache *cache) {
-    lock(cache);
+    kvc_lock(cache);
     const int64_t bytes = kvc_cache_bytes(cache);
-    unlock(cache, KVC_OK);
+    kvc_unlock(cache, KVC_OK);
     return bytes;
 }
 
@@ -606,7 +565,7 @@ int64_t kvc_capacity_bytes(kvc_cache *cache) {
 
 double kvc_utilization(kvc_cache *cache) {
     double most = 0;
-    lock(cache);
+    kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
         const double slots = cache->capacity ? (double)cache->capacity
@@ -614,12 +573,12 @@ double kvc_utilization(kvc_cache *cache) {
         const double share = slots > 0 ? (double)pool->live / slots : 0;
         if (share > most) most = share;
     }
-    unlock(cache, KVC_OK);
+    kvc_unlock(cache, KVC_OK);
     return most;
 }
 
 void kvc_get_stats(kvc_cache *cache, kvc_stats *out, size_t size) {
-    lock(cache);
+    kvc_lock(cache);
     kvc_stats stats = cache->stats;
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
@@ -631,144 +590,6 @@ void kvc_get_stats(kvc_cache *cache, kvc_stats *out, size_t size) {
         stats.blocks_in_use += pool->num_blocks - pool->num_free;
         stats.blocks_free += pool->num_free;
     }
-    unlock(cache, KVC_OK);
+    kvc_unlock(cache, KVC_OK);
     memcpy(out, &stats, size < sizeof stats ? size : sizeof stats);
-}
-
-/* ---- reading rows ------------------------------------------------------------------------------------------------ */
-
-struct kvc_hold {
-    kvc_cache *cache;
-    kvc_pool *pool;
-    size_t size; /* of this allocation */
-    int64_t num_blocks;
-    kvc_block *blocks[];
-};
-
-/* Pins the block of every run that has rows among [first_row, first_row + num_rows). */
-static kvc_status hold_rows(kvc_cache *cache, const kvc_rows *rows, int32_t group, kvc_hold **out) {
-    const size_t size = sizeof(kvc_hold) + (size_t)rows->num * sizeof(kvc_block *);
-    kvc_hold *hold = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
-    if (!hold) return kvc_fail(KVC_ERR_NOMEM, "out of memory to hold %d runs", rows->num);
-    *hold = (kvc_hold){.cache = cache, .pool = &cache->pools[group], .size = size, .num_blocks = rows->num};
-    for (int32_t i = 0; i < rows->num; i++) {
-        hold->blocks[i] = kvc_rows_begin(rows)[i].block;
-        kvc_pool_pin(hold->blocks[i]);
-    }
-    cache->num_holds++;
-    *out = hold;
-    return KVC_OK;
-}
-
-static void let_go(kvc_hold *hold) {
-    for (int64_t i = 0; i < hold->num_blocks; i++) kvc_pool_unpin(hold->pool, hold->blocks[i]);
-    hold->cache->num_holds--;
-    kvc_memory_free(&hold->cache->memory, hold, hold->size, KVC_MEMORY_SCRATCH, -1);
-}
-
-void kvc_hold_free(kvc_hold *hold) {
-    if (!hold) return;
-    kvc_cache *cache = hold->cache;
-    lock(cache);
-    let_go(hold);
-    unlock(cache, KVC_OK);
-}
-
-static kvc_span span_of(const kvc_run *run, const kvc_layout *at) {
-    return (kvc_span){.k = run->block->rows + at->k_offset + (size_t)run->slot * at->k_row_bytes,
-                      .v = run->block->rows + at->v_offset + (size_t)run->slot * at->v_row_bytes,
-                      .k_head_stride = (int64_t)at->k_head_stride,
-                      .k_row_stride = (int64_t)at->k_row_bytes,
-                      .v_head_stride = (int64_t)at->v_head_stride,
-                      .v_row_stride = (int64_t)at->v_row_bytes,
-                      .num_rows = run->count,
-                      .position = run->position,
-                      .delta = run->delta};
-}
-
-kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
-                     int64_t max_spans, int64_t *num_spans, kvc_hold **hold) {
-    kvc_status status = kvc_check_layer(cache, layer);
-    if (status == KVC_OK && span_size < sizeof(kvc_span))
-        status = kvc_fail(KVC_ERR_INVALID, "span_size is %zu: it must be sizeof(kvc_span), %zu", span_size,
-                          sizeof(kvc_span));
-    if (status != KVC_OK) return status;
-    if (hold) *hold = NULL;
-    lock(cache);
-    const kvc_rows *rows = find_rows(cache, seq_id, layer);
-    *num_spans = rows ? rows->num : 0;
-    for (int64_t i = 0; i < *num_spans && i < max_spans; i++) {
-        const kvc_span span = span_of(kvc_rows_begin(rows) + i, &cache->layouts[cache->layout_of[layer]]);
-        memcpy((char *)spans + (size_t)i * span_size, &span, sizeof span);
-    }
-    if (hold && *num_spans && *num_spans <= max_spans) status = hold_rows(cache, rows, cache->group_of[layer], hold);
-    return unlock(cache, status);
-}
-
-/* Converts num_rows rows of every head of a run to rows `at` of the caller's array. */
-static void gather_part(const kvc_cache *cache, int32_t layer, const kvc_run *part, const kvc_rows_out *out,
-                        int64_t at) {
-    const kvc_layer *config = &cache->layers[layer];
-    const kvc_layout *layout = &cache->layouts[cache->layout_of[layer]];
-    const kvc_span span = span_of(part, layout);
-    for (int64_t h = 0; h < config->num_kv_heads; h++) {
-        if (out->k)
-            cache->kernels->convert[config->k_type][out->type](
-                (char *)out->k + h * out->k_head_stride + at * out->k_row_stride, out->k_row_stride,
-                (const char *)span.k + h * span.k_head_stride, span.k_row_stride, part->count, config->k_dim);
-        if (out->v)
-            cache->kernels->convert[config->v_type][out->type](
-                (char *)out->v + h * out->v_head_stride + at * out->v_row_stride, out->v_row_stride,
-                (const char *)span.v + h * span.v_head_stride, span.v_row_stride, part->count, config->v_dim);
-    }
-}
-
-/* A copy of the runs, with their blocks pinned: so that rows can be read without the mutex. */
-static kvc_status snapshot(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t end_row, kvc_rows *copy,
-                           kvc_hold **hold) {
-    const kvc_rows *rows = find_rows(cache, seq_id, layer);
-    kvc_rows_init(copy);
-    if (end_row > (rows ? rows->count : 0))
-        return kvc_fail(KVC_ERR_INDEX, "rows up to %lld are asked for: sequence %lld holds %lld in layer %d",
-                        (long long)end_row, (long long)seq_id, (long long)(rows ? rows->count : 0), layer);
-    if (!rows || !rows->num) return KVC_OK;
-    kvc_status status = kvc_rows_reserve(copy, &cache->memory, rows->num);
-    if (status != KVC_OK) return status;
-    memcpy(copy->runs, kvc_rows_begin(rows), (size_t)rows->num * sizeof *copy->runs);
-    copy->num = rows->num;
-    status = hold_rows(cache, rows, cache->group_of[layer], hold);
-    if (status != KVC_OK) kvc_rows_free_list(copy, &cache->memory);
-    return status;
-}
-
-kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
-                      const kvc_rows_out *given) {
-    kvc_rows_out out;
-    kvc_rows rows;
-    kvc_hold *hold = NULL;
-    kvc_status status = kvc_check_layer(cache, layer);
-    if (status == KVC_OK) status = kvc_read_struct(&out, sizeof out, given, given ? given->struct_size : 0, "out");
-    if (status == KVC_OK && (out.type < 0 || out.type >= KVC_FLOAT_TYPES))
-        status = kvc_fail(KVC_ERR_INVALID, "out.type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", out.type);
-    if (status == KVC_OK && (first_row < 0 || num_rows < 0 || first_row > INT64_MAX - num_rows))
-        status = kvc_fail(KVC_ERR_INVALID, "first_row is %lld and num_rows %lld: neither must be negative",
-                          (long long)first_row, (long long)num_rows);
-    if (status != KVC_OK) return status;
-    lock(cache);
-    status = unlock(cache, snapshot(cache, seq_id, layer, first_row + num_rows, &rows, &hold));
-    if (status != KVC_OK || !hold) return status;
-    int64_t row = 0; /* in order of arrival, at the beginning of the run */
-    for (const kvc_run *run = kvc_rows_begin(&rows); run < kvc_rows_end(&rows); row += run++->count) {
-        const int64_t from = row > first_row ? row : first_row, last = first_row + num_rows;
-        const int64_t to = row + run->count < last ? row + run->count : last;
-        if (from >= to) continue;
-        kvc_run part = *run;
-        part.slot += (int32_t)(from - row);
-        part.count = (int32_t)(to - from);
-        gather_part(cache, layer, &part, &out, from - first_row);
-    }
-    lock(cache);
-    kvc_rows_free_list(&rows, &cache->memory);
-    let_go(hold);
-    return unlock(cache, KVC_OK);
 }

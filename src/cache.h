@@ -71,6 +71,24 @@ struct kvc_batch {
     kvc_plan *plans;               /* made for this batch */
 };
 
+static inline void kvc_lock(kvc_cache *cache) { kvc_mutex_lock(&cache->mutex); }
+
+/* Returns status, for functions that end with it. */
+static inline kvc_status kvc_unlock(kvc_cache *cache, kvc_status status) {
+    kvc_mutex_unlock(&cache->mutex);
+    return status;
+}
+
+/* The runs of sequence s of the batch in group g. */
+static inline kvc_pending *kvc_pending_of(const kvc_batch *batch, int32_t g, int32_t s) {
+    return &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
+}
+
+/* Whether each token of the batch was put in a layer. */
+static inline uint8_t *kvc_written_in(const kvc_batch *batch, int32_t layer) {
+    return batch->written + (size_t)layer * (size_t)batch->num_tokens;
+}
+
 /* Scratch that outlives a call: of at least *size bytes, which becomes what it really is.  Taken and given back with
  * the mutex held. */
 void *kvc_scratch_take(kvc_cache *cache, size_t *size);

@@ -33,4 +33,11 @@ static inline size_t kvc_align_up(size_t size, size_t alignment) {
     return (size + alignment - 1) / alignment * alignment;
 }
 
+/* Lays an array of `bytes` bytes behind the *size bytes that an allocation has so far; returns where it begins. */
+static inline size_t kvc_add_array(size_t *size, size_t bytes) {
+    const size_t at = kvc_align_up(*size, KVC_CACHE_LINE);
+    *size = at + bytes;
+    return at;
+}
+
 #endif

@@ -64,7 +64,7 @@ static void find_pieces(const kvc_plan *plan, kvc_unit *unit, kvc_piece *pieces,
     const kvc_batch *batch = plan->batch;
     const kvc_rows *rows = &batch->sequences[unit->sequence].sequence->rows[plan->group];
     const kvc_pending *pending =
-        &batch->pending[(size_t)plan->group * (size_t)batch->num_sequences + (size_t)unit->sequence];
+        kvc_pending_of(batch, plan->group, unit->sequence);
     const reach r = find_reach(batch, &batch->cache->policies[plan->group], unit);
     unit->num_rows = 0;
     add_runs(kvc_rows_begin(rows), rows->num, &r, pieces, num, unit);
@@ -179,22 +179,16 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     lane->values = add_floats(&lane->size, t->tiled ? (size_t)lane->acc_stride * KVC_TILE : 0);
 }
 
-static size_t add_bytes(size_t *size, size_t bytes) {
-    const size_t at = *size;
-    *size += kvc_align_up(bytes, KVC_CACHE_LINE);
-    return at;
-}
-
 /* The plan on the stack, moved to scratch that has room for all its arrays; NULL if there is none. */
 static kvc_plan *settle(const kvc_plan *draft, const totals *t) {
-    size_t size = kvc_align_up(sizeof(kvc_plan), KVC_CACHE_LINE);
-    const size_t units = add_bytes(&size, (size_t)t->units * sizeof(kvc_unit));
-    const size_t pieces = add_bytes(&size, (size_t)t->pieces * sizeof(kvc_piece));
-    const size_t starts = add_bytes(&size, (size_t)t->starts * sizeof(kvc_start));
-    const size_t counters = add_bytes(&size, (size_t)t->counters * sizeof(kvc_counter));
-    const size_t flags = add_bytes(&size, (size_t)draft->num_lanes * sizeof(atomic_flag));
-    const size_t partials = add_bytes(&size, t->partials * sizeof(float));
-    const size_t lanes = add_bytes(&size, (size_t)draft->num_lanes * draft->lane.size * sizeof(float));
+    size_t size = sizeof(kvc_plan);
+    const size_t units = kvc_add_array(&size, (size_t)t->units * sizeof(kvc_unit));
+    const size_t pieces = kvc_add_array(&size, (size_t)t->pieces * sizeof(kvc_piece));
+    const size_t starts = kvc_add_array(&size, (size_t)t->starts * sizeof(kvc_start));
+    const size_t counters = kvc_add_array(&size, (size_t)t->counters * sizeof(kvc_counter));
+    const size_t flags = kvc_add_array(&size, (size_t)draft->num_lanes * sizeof(atomic_flag));
+    const size_t partials = kvc_add_array(&size, t->partials * sizeof(float));
+    const size_t lanes = kvc_add_array(&size, (size_t)draft->num_lanes * draft->lane.size * sizeof(float));
     char *start = kvc_scratch_take(draft->batch->cache, &size);
     if (!start) return NULL;
     kvc_plan *plan = memcpy(start, draft, sizeof *draft);
@@ -228,7 +222,7 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
     draft.num_lanes = args->num_threads < t.tasks ? args->num_threads : (int32_t)t.tasks;
     draft.work = t.work;
     lay_out_lane(&draft, &t);
-    kvc_mutex_lock(&batch->cache->mutex);
+    kvc_lock(batch->cache);
     kvc_plan *plan = settle(&draft, &t);
     if (plan) {
         plan->next = batch->plans;
@@ -236,27 +230,19 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
         atomic_flag_clear(&plan->taken);
         atomic_flag_test_and_set(&plan->taken);
     }
-    kvc_mutex_unlock(&batch->cache->mutex);
+    kvc_unlock(batch->cache, KVC_OK);
     if (!plan) return kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld attention tasks", (long long)t.tasks);
     cut_batch(plan);
     *out = plan;
     return KVC_OK;
 }
 
-void kvc_plan_free_locked(kvc_plan *plan) {
-    kvc_batch *batch = plan->batch;
-    kvc_plan **at = &batch->plans;
-    while (*at != plan) at = &(*at)->next;
-    *at = plan->next;
-    kvc_scratch_give(batch->cache, plan, plan->size);
-}
-
-void kvc_plan_free(kvc_plan *plan) {
-    if (!plan) return;
-    kvc_cache *cache = plan->batch->cache;
-    kvc_mutex_lock(&cache->mutex);
-    kvc_plan_free_locked(plan);
-    kvc_mutex_unlock(&cache->mutex);
+void kvc_plans_free(kvc_batch *batch) {
+    while (batch->plans) {
+        kvc_plan *plan = batch->plans;
+        batch->plans = plan->next;
+        kvc_scratch_give(batch->cache, plan, plan->size);
+    }
 }
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
@@ -288,21 +274,21 @@ static int serves(const kvc_plan *plan, const kvc_plan_args *args) {
            plan->args.num_threads == args->num_threads;
 }
 
-kvc_status kvc_plan_take(kvc_batch *batch, const kvc_plan_args *given, kvc_plan **out) {
+kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan **out) {
     kvc_plan_args args;
     const kvc_status status = check_plan(batch, given, &args);
     if (status != KVC_OK) return status;
-    kvc_mutex_lock(&batch->cache->mutex);
+    kvc_lock(batch->cache);
     kvc_plan *plan = batch->plans;
     while (plan && !(serves(plan, &args) && !atomic_flag_test_and_set(&plan->taken))) plan = plan->next;
-    kvc_mutex_unlock(&batch->cache->mutex);
+    kvc_unlock(batch->cache, KVC_OK);
     if (!plan) return new_plan(batch, &args, out);
     *out = plan;
     return KVC_OK;
 }
 
-kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **plan) {
-    return kvc_plan_take(batch, args, plan);
+void kvc_plan_free(kvc_plan *plan) {
+    if (plan) atomic_flag_clear(&plan->taken);
 }
 
 int64_t kvc_plan_num_tasks(const kvc_plan *plan) { return plan->num_tasks; }

@@ -45,7 +45,7 @@ static void take_away_all(const kvc_cache *cache, int32_t g, uint32_t by) {
     }
     const kvc_batch *batch = cache->batch;
     for (int32_t s = 0; batch && s < batch->num_sequences; s++) {
-        const kvc_pending *pending = &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
+        const kvc_pending *pending = kvc_pending_of(batch, g, s);
         take_away(pending->runs, pending->num, by);
     }
 }
@@ -120,8 +120,7 @@ static kvc_status validate(const kvc_cache *cache) {
 }
 
 kvc_status kvc_validate(kvc_cache *cache) {
-    kvc_mutex_lock(&cache->mutex);
+    kvc_lock(cache);
     const kvc_status status = validate(cache);
-    kvc_mutex_unlock(&cache->mutex);
-    return status;
+    return kvc_unlock(cache, status);
 }

@@ -6,14 +6,14 @@
  *   TARGET           attribute of every function
  *   INLINE           static, always inlined, TARGET
  *   LANES            floats in a vector; divides KVC_LANES
- *   ACCUMULATORS     sums that score and accumulate keep in registers, which takes about three more registers.  To
- *                    be busy, a processor needs as many as the latency of an fma times how many it starts in a cycle.
- *                    A multiple of LANES and of QUERIES
- *   MATMUL_ROWS      rows (at most 8) and vectors of the block of c that matmul keeps in registers, which takes
- *   MATMUL_VECTORS   MATMUL_VECTORS + 1 more; MATMUL_VECTORS * LANES divides KVC_LANES
+ *   ACCUMULATORS     registers that score and accumulate add up in, at least 4; they need four more for factors.  It
+ *                    takes more of them than the latency of an fma times the fmas started in a cycle
+ *   MATMUL_ROWS      rows (at most 8) and vectors of the block of c that matmul keeps in registers, beside which it
+ *   MATMUL_VECTORS   needs MATMUL_VECTORS + 1; MATMUL_VECTORS * LANES divides KVC_LANES
  *
  *   vec                        a vector of LANES floats
  *   v_zero()  v_set(x)         all lanes
+ *   v_keep(x)                  x, held in a register: compilers like to read memory anew for every use
  *   v_load(p)  v_store(p, x)   unaligned; likewise
  *   v_load_f16(p)  v_store_f16(p, x)  v_load_bf16(p)  v_store_bf16(p, x)
  *   v_add(x, y)  v_mul(x, y)
@@ -41,8 +41,9 @@
 #endif
 
 enum {
-    QUERIES = 4, /* query rows that one pass over a row of keys or values serves */
-    LINE = 64    /* bytes of a cache line */
+    QUERIES = 4,     /* most query rows that are worked on together */
+    MAX_BREADTH = 8, /* most rows, or vectors of columns, that are worked on with them */
+    LINE = 64        /* bytes of a cache line */
 };
 
 INLINE int smaller(int a, int b)
@@ -141,25 +142,25 @@ INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void 
 
 /* ---- score ------------------------------------------------------------------------------------------------------ */
 
-/* Score and accumulate add up outer products: of a few queries by a few rows or vectors of columns, as many as
- * ACCUMULATORS allow.  Of the factors, the fewer are held in registers, the others loaded when they are used. */
-INLINE int others(int num_q)
+/* Score and accumulate add up outer products: of a few queries by as many rows, or vectors of columns, as ACCUMULATORS
+ * allow.  Of the factors, the fewer stay in registers while the rest are loaded one by one. */
+INLINE int breadth(int num_q)
 {
-    return smaller(ACCUMULATORS / num_q, 8);
+    return smaller(ACCUMULATORS / num_q, MAX_BREADTH);
 }
 
-/* Adds the products of elements [d, d + count) to sums[query][row]. */
+/* Adds the products of elements [d, d + LANES) to sums[query][row]. */
 INLINE void score_step(int type, int num_q, int num_rows, vec *sums, const float *q, int q_stride,
-                       const void *const *rows, int d, int count)
+                       const void *const *rows, int d)
 {
-    vec x[8], y[QUERIES];
+    vec x[MAX_BREADTH], y[QUERIES];
     if (num_rows < num_q) {
         UNROLL
         for (int j = 0; j < num_rows; j++)
-            x[j] = v_keep(load(type, rows[j], d, count));
+            x[j] = v_keep(load(type, rows[j], d, LANES));
         UNROLL
         for (int r = 0; r < num_q; r++) {
-            y[0] = v_keep(load(KVC_F32, q + (ptrdiff_t)r * q_stride, d, count));
+            y[0] = v_keep(v_load(q + (ptrdiff_t)r * q_stride + d));
             UNROLL
             for (int j = 0; j < num_rows; j++)
                 sums[r * num_rows + j] = v_fma(x[j], y[0], sums[r * num_rows + j]);
@@ -167,10 +168,10 @@ INLINE void score_step(int type, int num_q, int num_rows, vec *sums, const float
     } else {
         UNROLL
         for (int r = 0; r < num_q; r++)
-            y[r] = v_keep(load(KVC_F32, q + (ptrdiff_t)r * q_stride, d, count));
+            y[r] = v_keep(v_load(q + (ptrdiff_t)r * q_stride + d));
         UNROLL
         for (int j = 0; j < num_rows; j++) {
-            x[0] = v_keep(load(type, rows[j], d, count));
+            x[0] = v_keep(load(type, rows[j], d, LANES));
             UNROLL
             for (int r = 0; r < num_q; r++)
                 sums[r * num_rows + j] = v_fma(x[0], y[r], sums[r * num_rows + j]);
@@ -187,11 +188,8 @@ INLINE void score_block(int type, int num_q, int num_rows, float *scores, const 
     UNROLL
     for (int i = 0; i < PADDED; i++)
         sums[i] = v_zero();
-    int d = 0;
-    for (; d + LANES <= dim; d += LANES)
-        score_step(type, num_q, num_rows, sums, q, q_stride, rows, d, LANES);
-    if (d < dim)
-        score_step(type, num_q, num_rows, sums, q, q_stride, rows, d, dim - d);
+    for (int d = 0; d + LANES <= dim; d += LANES)
+        score_step(type, num_q, num_rows, sums, q, q_stride, rows, d);
     UNROLL
     for (int i = 0; i < num_q * num_rows; i += LANES)
         v_store(sum + i, v_sums(sums + i));
@@ -200,12 +198,26 @@ INLINE void score_block(int type, int num_q, int num_rows, float *scores, const 
         memcpy(scores + r * KVC_TILE, sum + r * num_rows, (size_t)num_rows * sizeof *sum);
 }
 
+/* Adds the products of the last `count` elements, fewer than a vector, which few shapes have. */
+TARGET static void score_tail(int type, int num_q, float *scores, const float *q, int q_stride,
+                              const void *const *rows, int n, int d, int count)
+{
+    vec y[QUERIES];
+    for (int r = 0; r < num_q; r++)
+        y[r] = load(KVC_F32, q + (ptrdiff_t)r * q_stride, d, count);
+    for (int j = 0; j < n; j++) {
+        vec x = load(type, rows[j], d, count);
+        for (int r = 0; r < num_q; r++)
+            scores[r * KVC_TILE + j] += v_sum_lanes(v_mul(x, y[r]));
+    }
+}
+
 /* Scores of all rows for num_q <= QUERIES queries.  The last block takes rows of the one before it again, where that
- * fills it; one row at a time only where there are fewer than make a block. */
+ * fills it; where there are fewer rows than make a block, they are taken one by one. */
 INLINE void score_queries(int type, int num_q, float *scores, const float *q, int q_stride, const void *const *rows,
                           int n, int dim, const void *const *next, int next_bytes)
 {
-    const int num_rows = others(num_q);
+    const int num_rows = breadth(num_q);
     for (int j = 0; j < n && n >= num_rows; j += num_rows) {
         int first = smaller(j, n - num_rows);
         for (int i = 0; next && i < num_rows; i++)
@@ -217,6 +229,8 @@ INLINE void score_queries(int type, int num_q, float *scores, const float *q, in
             prefetch(next[j], 0, next_bytes);
         score_block(type, num_q, 1, scores + j, q, q_stride, rows + j, dim);
     }
+    if (dim % LANES)
+        score_tail(type, num_q, scores, q, q_stride, rows, n, dim / LANES * LANES, dim % LANES);
 }
 
 INLINE void score(int type, float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
@@ -249,7 +263,7 @@ typedef struct accumulate_args {
 INLINE void accumulate_step(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a, int j, int d,
                             int count)
 {
-    vec x[8], y[QUERIES];
+    vec x[MAX_BREADTH], y[QUERIES];
     if (num_vecs < num_q) {
         UNROLL
         for (int i = 0; i < num_vecs; i++)
@@ -307,7 +321,7 @@ INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args 
 /* All columns for num_q <= QUERIES queries, in blocks of about the same width. */
 INLINE void accumulate_queries(int type, int num_q, accumulate_args a)
 {
-    const int most = others(num_q);
+    const int most = breadth(num_q);
     int num_vecs = a.dim / LANES, blocks = (num_vecs + most - 1) / most, d = 0;
     for (int width; blocks > 0; blocks--, num_vecs -= width, d += width * LANES) {
         width = (num_vecs + blocks - 1) / blocks;

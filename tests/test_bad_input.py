@@ -1,0 +1,811 @@
+"""What is refused: with which error, which words, and nothing changed."""
+
+import contextlib
+import subprocess
+import sys
+
+import fake_dlpack
+import numpy as np
+import pytest
+
+import kvcache
+
+NAN = float("nan")
+
+
+def everything(cache):
+    """All there is to see of a cache, to compare later."""
+    layers = range(cache.num_layers)
+    return {
+        "stats": cache.stats(),
+        "rows": {
+            (seq_id, layer): (
+                cache.positions(seq_id=seq_id, layer=layer).tolist(),
+                cache.keys(layer, seq_id=seq_id, copy=True).tobytes(),
+                cache.values(layer, seq_id=seq_id, copy=True).tobytes(),
+            )
+            for seq_id in cache.sequences
+            for layer in layers
+        },
+        "resume": [cache.can_resume(p, seq_id=s) for s in cache.sequences for p in range(cache.next_position(s))],
+    }
+
+
+@contextlib.contextmanager
+def refused(error, *words, unchanged=None):
+    """The block raises exactly this error, its message has these words, and the cache is as it was."""
+    before = everything(unchanged) if unchanged is not None else None
+    with pytest.raises(error) as caught:
+        yield
+    assert caught.type is error
+    for word in words:
+        assert str(word) in str(caught.value)
+    if before is not None:
+        assert everything(unchanged) == before
+        unchanged.validate()
+
+
+def ones(tokens, heads=2, dim=8, dtype=np.float32):
+    return np.ones((tokens, heads, dim), dtype)
+
+
+def feed(cache, positions, seq_id=0):
+    positions = list(positions)
+    with cache.batch(positions=positions, seq_ids=[seq_id] * len(positions)) as batch:
+        for layer in range(cache.num_layers):
+            batch.put(layer, ones(len(positions)), ones(len(positions)))
+
+
+@pytest.fixture
+def cache():
+    cache = kvcache.KVCache(2, 2, 8, 16, max_sequences=2, block_size=4)
+    feed(cache, range(3))
+    return cache
+
+
+@pytest.fixture
+def batch(cache):
+    return cache.batch(4)
+
+
+# ---- making a cache
+
+SIZES = ("num_layers", "num_kv_heads", "head_dim", "max_seq_len")
+LIMITS = ("v_head_dim", "max_sequences", "capacity", "max_bytes", "block_size", "num_threads")
+
+
+def make(**options):
+    return kvcache.KVCache(**({"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "max_seq_len": 16} | options))
+
+
+@pytest.mark.parametrize("value", [0, -1, -(2**31), -(2**64), 2**63, pytest.param(10**5000, id="10**5000")])
+@pytest.mark.parametrize("name", SIZES + LIMITS)
+def test_sizes_out_of_range(name, value):
+    with refused(ValueError, f"{name}=", "must be at"):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("value", [2**31, 2**32 + 1])
+@pytest.mark.parametrize("name", [*SIZES, "v_head_dim", "max_sequences", "block_size", "num_threads"])
+def test_sizes_above_32_bits(name, value):
+    with refused(ValueError, f"{name}={value}", "must be at most"):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("value", [1.0, NAN, True, np.True_, "8", b"8", np.float32(8), object(), {}, np.ones(2)])
+@pytest.mark.parametrize("name", SIZES + LIMITS)
+def test_sizes_that_are_no_integers(name, value):
+    if isinstance(value, bytes) and name not in ("num_layers", "max_seq_len", *LIMITS[1:]):
+        pytest.skip("a sequence of integers")
+    with refused(TypeError, f"{name}=", "integer"):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("name", SIZES[:3])
+def test_sizes_that_are_missing(name):
+    with refused(TypeError, name, "integer"):
+        make(**{name: None})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_kv_heads", [2]),
+        ("head_dim", [8, 8, 8]),
+        ("v_head_dim", []),
+        ("dtype", ["f16"]),
+        ("k_dtype", ("f16",) * 3),
+        ("policy", [kvcache.FullAttention()]),
+    ],
+)
+def test_not_one_value_per_layer(name, value):
+    with refused(ValueError, f"len({name})={len(value)}", "num_layers", 2):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("name", SIZES[1:3])
+def test_a_layer_of_several_is_wrong(name):
+    with refused(ValueError, f"{name}[1]=0"):
+        make(**{name: [8, 0]})
+    with refused(TypeError, f"{name}[0]=8.0"):
+        make(**{name: [8.0, 8]})
+
+
+@pytest.mark.parametrize("value", ["float16", "F16", "q8_0", "", np.float16, np.dtype("f2"), 1, b"f16"])
+@pytest.mark.parametrize("name", ["dtype", "k_dtype", "v_dtype"])
+def test_unknown_types(name, value):
+    if isinstance(value, bytes):
+        value = [value, "f16"]
+    with refused(ValueError, name, "'f32', 'f16' or 'bf16'"):
+        make(**{name: value})
+
+
+def test_dtype_must_be_given():
+    with refused(ValueError, "dtype=None"):
+        make(dtype=None)
+
+
+@pytest.mark.parametrize("value", [None, "full", 8, kvcache.SlidingWindow, [kvcache.FullAttention(), 8]])
+def test_no_policy(value):
+    with refused(TypeError, "policy", "SlidingWindow"):
+        make(policy=value)
+
+
+@pytest.mark.parametrize("name", ["rope", "share", "strategy", "value_in_key", "num_heads"])
+def test_options_that_are_not_there(name):
+    with pytest.raises(TypeError, match=name):
+        make(**{name: None})
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**31, 2**70])
+def test_windows_out_of_range(value):
+    with refused(ValueError, f"window={value}"):
+        kvcache.SlidingWindow(value)
+    with refused(ValueError, f"resume_window={value}"):
+        kvcache.SlidingWindow(4, 0, value)
+    if value:
+        with refused(ValueError, f"num_sink_tokens={value}"):
+            kvcache.SlidingWindow(4, value)
+
+
+@pytest.mark.parametrize("value", [4.0, NAN, True, "4", [4]])
+def test_windows_that_are_no_integers(value):
+    for arguments, name in (((value,), "window"), ((4, value), "num_sink_tokens"), ((4, 0, value), "resume_window")):
+        with refused(TypeError, f"{name}=", "integer"):
+            kvcache.SlidingWindow(*arguments)
+
+
+def test_resume_window_below_window():
+    with refused(ValueError, "resume_window=7", "at least 8"):
+        kvcache.SlidingWindow(8, resume_window=7)
+
+
+def test_a_block_beyond_the_address_space():
+    with refused(ValueError, "block_size"):
+        make(num_layers=1, num_kv_heads=2**20, head_dim=2**20, block_size=2**31 - 2, dtype="f32")
+
+
+def test_a_cache_larger_than_the_machine_takes_no_memory_before_its_rows():
+    cache = make(num_kv_heads=128, head_dim=1024, max_seq_len=2**31 - 2, block_size=64)
+    assert cache.nbytes < 1 << 20
+    assert cache.capacity == 2**31 - 2
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**31, 10**30])
+def test_threads_out_of_range(value):
+    with refused(ValueError, f"num_threads={value}"):
+        kvcache.set_num_threads(value)
+
+
+@pytest.mark.parametrize("value", [1.0, True, "1", NAN])
+def test_threads_that_are_no_integer(value):
+    with refused(TypeError, "num_threads=", "integer"):
+        kvcache.set_num_threads(value)
+
+
+def test_an_unknown_mode():
+    with refused(ValueError, "mode='json'", "'dicts'"):
+        kvcache.show_config("json")
+
+
+def test_an_instruction_set_that_is_not_there():
+    code = "import kvcache; print(kvcache.show_config('dicts')['isa']); kvcache.KVCache(1, 1, 8, 16)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"],
+        env={"KVCACHE_ISA": "sparc"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "None\n"
+    assert "KVCACHE_ISA" in done.stderr.splitlines()[-1]
+    assert "sparc" in done.stderr.splitlines()[-1]
+
+
+# ---- layers, sequences and positions
+
+
+def calls_with_layer(cache):
+    return {
+        "keys": cache.keys,
+        "values": cache.values,
+        "get": lambda layer: cache.get(layer, 0),
+        "gather": cache.gather,
+        "spans": cache.spans,
+        "positions": lambda layer: cache.positions(layer=layer),
+        "seq_len": lambda layer: cache.seq_len(layer=layer),
+    }
+
+
+@pytest.mark.parametrize("name", calls_with_layer(make()))
+def test_layers_out_of_range(cache, name):
+    call = calls_with_layer(cache)[name]
+    for layer in (-1, 2, 2**31, -(2**63), 2**64, 10**5000):
+        with refused(IndexError, "layer=", "0 to 1", unchanged=cache):
+            call(layer)
+    for layer in (0.0, NAN, True, "0", [0]):
+        with refused(TypeError, "layer=", "integer", unchanged=cache):
+            call(layer)
+
+
+@pytest.mark.parametrize("layer", [-1, 2, 2**32])
+def test_layers_of_a_batch_out_of_range(cache, batch, layer):
+    with refused(IndexError, f"layer={layer}", "0 to 1", unchanged=cache):
+        batch.put(layer, ones(4), ones(4))
+    with refused(IndexError, f"layer={layer}", "0 to 1", unchanged=cache):
+        batch.attend(layer, ones(4), ones(4), ones(4))
+
+
+def calls_with_seq_id(cache):
+    return {
+        "seq_id keys": lambda s: cache.keys(0, seq_id=s),
+        "seq_id values": lambda s: cache.values(0, seq_id=s),
+        "seq_id get": lambda s: cache.get(0, 0, seq_id=s),
+        "seq_id gather": lambda s: cache.gather(0, seq_id=s),
+        "seq_id spans": lambda s: cache.spans(0, seq_id=s),
+        "seq_id positions": lambda s: cache.positions(seq_id=s),
+        "seq_id seq_len": cache.seq_len,
+        "seq_id first_position": cache.first_position,
+        "seq_id last_position": cache.last_position,
+        "seq_id next_position": cache.next_position,
+        "seq_id can_resume": lambda s: cache.can_resume(0, seq_id=s),
+        "seq_id keep": cache.keep,
+        "seq_id clear": cache.clear,
+        "seq_id remove": lambda s: cache.remove(seq_id=s),
+        "seq_id truncate": lambda s: cache.truncate(0, seq_id=s),
+        "src fork": lambda s: cache.fork(s, 1),
+        "dst fork": lambda s: cache.fork(0, s),
+        "src copy_prefix": lambda s: cache.copy_prefix(s, 1, 1),
+        "dst copy_prefix": lambda s: cache.copy_prefix(0, s, 1),
+        "seq_ids[1] batch": lambda s: cache.batch(positions=[3, 3], seq_ids=[0, s]),
+    }
+
+
+@pytest.mark.parametrize("call", calls_with_seq_id(make()))
+def test_sequence_ids(cache, call):
+    name = call.split()[0]
+    call = calls_with_seq_id(cache)[call]
+    for value in (2**63, -(2**63) - 1, 2**70):
+        with refused(ValueError, f"{name}={value}", unchanged=cache):
+            call(value)
+    for value in (0.0, NAN, True, "0"):
+        with refused(TypeError, f"{name}=", "integer", unchanged=cache):
+            call(value)
+
+
+def calls_with_position(cache):
+    return {
+        "position get": lambda p: cache.get(0, p),
+        "position can_resume": cache.can_resume,
+        "begin remove": cache.remove,
+        "end remove": lambda p: cache.remove(0, p, shift=False),
+        "length truncate": cache.truncate,
+        "length copy_prefix": lambda p: cache.copy_prefix(0, 1, p),
+        "positions[1] batch": lambda p: cache.batch(positions=[3, p]),
+    }
+
+
+@pytest.mark.parametrize("call", calls_with_position(make()))
+def test_positions(cache, call):
+    name = call.split()[0]
+    call = calls_with_position(cache)[call]
+    for value in (-1, -(2**40), 2**31, 2**70):
+        with refused(ValueError, f"{name}={value}", "must be at", unchanged=cache):
+            call(value)
+    for value in (0.0, NAN, True, "0"):
+        with refused(TypeError, f"{name}=", "integer", unchanged=cache):
+            call(value)
+
+
+@pytest.mark.parametrize(
+    ("positions", "error", "words"),
+    [
+        ([], ValueError, ("len(positions)=0",)),
+        (np.zeros((0,)), ValueError, ("len(positions)=0",)),
+        (np.array([3, NAN]), TypeError, ("positions[0]=3.0", "integer")),
+        (np.array([3, -4]), ValueError, ("positions[1]=-4", "at least 0")),
+        (np.array([3, 2**64 - 1], np.uint64), ValueError, ("positions[1]=18446744073709551615",)),
+        ([3, 2**31 - 1], ValueError, ("positions[1]=2147483647", "at most 2147483646")),
+        (np.array([[3, 4]]), TypeError, ("positions[0]=[3, 4]",)),
+        (np.array([True]), TypeError, ("positions[0]=True",)),
+        (3, TypeError, ("positions=3", "sequence")),
+        (np.array(3), TypeError, ("positions=3", "sequence")),
+        ("34", TypeError, ("positions[0]='3'",)),
+        ([None], TypeError, ("positions[0]=None",)),
+    ],
+)
+def test_positions_of_a_batch(cache, positions, error, words):
+    with refused(error, *words, unchanged=cache):
+        cache.batch(positions=positions)
+
+
+def test_arguments_of_batch_that_do_not_go_together(cache):
+    with refused(TypeError, "exactly one", unchanged=cache):
+        cache.batch()
+    with refused(TypeError, "exactly one", unchanged=cache):
+        cache.batch(1, positions=[3])
+    with refused(TypeError, "seq_ids", unchanged=cache):
+        cache.batch(1, seq_ids=[0])
+    with refused(ValueError, "len(seq_ids)=1", "len(positions)", 2, unchanged=cache):
+        cache.batch(positions=[3, 4], seq_ids=[0])
+
+
+@pytest.mark.parametrize("n", [0, -1, 2**31, 2**70])
+def test_no_batch_of_so_many(cache, n):
+    with refused(ValueError, f"n={n}", unchanged=cache):
+        cache.batch(n)
+
+
+@pytest.mark.parametrize("n", [1.0, NAN, True, "1", [1]])
+def test_no_batch_of_what_is_no_number(cache, n):
+    with refused(TypeError, "n=", "integer", unchanged=cache):
+        cache.batch(n)
+
+
+def test_positions_end():
+    cache = make()
+    feed(cache, [2**31 - 3])
+    with refused(ValueError, "n=2", 2**31 - 2, unchanged=cache):
+        cache.batch(2)
+    feed(cache, [2**31 - 2])
+    with refused(ValueError, "n=1", unchanged=cache):
+        cache.batch(1)
+
+
+def test_ranges_that_end_before_they_begin(cache):
+    with refused(ValueError, "end=1", "at least 2", unchanged=cache):
+        cache.remove(2, 1)
+
+
+def test_rows_that_are_gone():
+    cache = make(policy=[kvcache.SlidingWindow(4), kvcache.FullAttention()], max_seq_len=None)
+    for position in range(12):
+        feed(cache, [position])
+    with refused(kvcache.RowsGoneError, "position 5", "sequence 0", "12", unchanged=cache):
+        cache.batch(positions=[12, 5])
+    assert not cache.can_resume(5)
+
+
+def test_to_move_later_tokens_is_not_supported(cache):
+    with refused(kvcache.NotSupportedError, "shift", unchanged=cache):
+        cache.remove(0, 1)
+    assert issubclass(kvcache.NotSupportedError, NotImplementedError)
+
+
+def test_copies_onto_itself(cache):
+    with refused(ValueError, "same", unchanged=cache):
+        cache.fork(0, 0)
+    with refused(ValueError, "same", unchanged=cache):
+        cache.copy_prefix(0, 0, 2)
+
+
+# ---- room
+
+
+def test_more_sequences_than_allowed(cache):
+    feed(cache, range(2), 1)
+    with refused(kvcache.CacheFullError, "max_sequences", 2, unchanged=cache):
+        feed(cache, range(2), 2)
+    with refused(kvcache.CacheFullError, "max_sequences", 2, unchanged=cache):
+        cache.fork(0, 2)
+    with refused(kvcache.CacheFullError, "max_sequences", 2, unchanged=cache):
+        cache.copy_prefix(0, 2, 1)
+    assert not issubclass(kvcache.CacheFullError, MemoryError)
+
+
+def test_a_sequence_too_long(cache):
+    with refused(kvcache.CacheFullError, "max_seq_len", 16, unchanged=cache):
+        cache.batch(14)
+    with refused(kvcache.CacheFullError, "n=17", 16, unchanged=cache):
+        cache.batch(17)
+    with refused(kvcache.CacheFullError, "n=2147483000", 16, unchanged=cache):
+        cache.batch(2147483000)
+    feed(cache, range(3, 16))
+    with refused(kvcache.CacheFullError, "max_seq_len", 16, unchanged=cache):
+        cache.batch(1)
+
+
+@pytest.mark.parametrize("limit", [{"capacity": 20}, {"max_bytes": 8192}])
+def test_full_in_the_middle_of_a_long_batch(limit):
+    cache = make(max_seq_len=None, max_sequences=None, block_size=4, **limit)
+    feed(cache, range(10))
+    feed(cache, range(5), 1)
+    positions = [*range(10, 14), *range(5, 200), 0]
+    seq_ids = [0] * 4 + [1] * 195 + [2]
+    with refused(kvcache.CacheFullError, next(iter(limit)), *limit.values(), unchanged=cache):
+        cache.batch(positions=positions, seq_ids=seq_ids)
+    feed(cache, [10])
+
+
+# ---- arrays
+
+WRONG_SHAPES = [
+    (4, 2, 7),
+    (4, 2, 16),
+    (4, 1, 8),
+    (4, 3, 8),
+    (4, 2, 0),
+    (4, 0, 8),
+    (0, 2, 8),
+]
+
+
+@pytest.mark.parametrize("shape", WRONG_SHAPES)
+def test_wrong_shapes(cache, batch, shape):
+    wrong = np.ones(shape, np.float32)
+    for name, call in {
+        "k": lambda: batch.put(0, wrong, ones(4)),
+        "v": lambda: batch.put(0, ones(4), wrong),
+        "k:": lambda: batch.attend(0, ones(4), wrong, ones(4)),
+        "v:": lambda: batch.attend(0, ones(4), ones(4), wrong),
+    }.items():
+        with refused(ValueError, name, "array of", unchanged=cache):
+            call()
+    batch.put(0, ones(4), ones(4))
+
+
+@pytest.mark.parametrize("shape", [shape for shape in WRONG_SHAPES if shape[1] != 2 or shape[2] != 8])
+def test_wrong_shapes_of_queries(cache, batch, shape):
+    with refused(ValueError, "q:", "(tokens, a multiple of 2, 8)", unchanged=cache):
+        batch.attend(0, np.ones(shape, np.float32), ones(4), ones(4))
+    batch.put(0, ones(4), ones(4))
+
+
+@pytest.mark.parametrize("ndim", [0, 1, 2, 4, 30])
+def test_wrong_numbers_of_axes(cache, batch, ndim):
+    for wrong in (np.ones((1,) * ndim, np.float32), fake_dlpack.Array(np.ones((1,) * ndim, np.float32))):
+        with refused(ValueError, "k:", f"{ndim} axes", unchanged=cache):
+            batch.put(0, wrong, ones(4))
+
+
+def test_shapes_are_read_by_layout(cache, batch):
+    with refused(ValueError, "k:", "(4, 2, 8)", "(2, tokens, 8)", unchanged=cache):
+        batch.put(0, ones(4), ones(4), layout="HTD")
+    for layout in ("BHTD", "thd", "", None, 3):
+        with refused(TypeError if layout == 3 else ValueError, "layout", unchanged=cache):
+            batch.put(0, ones(4), ones(4), layout=layout)
+
+
+def test_k_v_and_q_of_different_tokens(cache, batch):
+    with refused(ValueError, "k and v", 4, 3, unchanged=cache):
+        batch.put(0, ones(4), ones(3))
+    with refused(ValueError, "q and k", 4, 3, unchanged=cache):
+        batch.attend(0, ones(4), ones(3), ones(3))
+    for k, v, name in ((ones(4), None, "v=None"), (None, ones(4), "k=None")):
+        with refused(TypeError, name, "together", unchanged=cache):
+            batch.attend(0, ones(4), k, v)
+    batch.put(0, ones(4), ones(4))
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i4", "u1", "?", "c8", "U3", "O", "V2", "V4", "M8[s]", "f4,f4"])
+def test_wrong_types(cache, batch, dtype):
+    wrong = np.zeros((4, 2, 8), dtype)
+    for name, arguments in {"k:": (wrong, ones(4)), "v:": (ones(4), wrong)}.items():
+        with refused(TypeError, name, wrong.dtype, "float32", unchanged=cache):
+            batch.put(0, *arguments)
+    with refused(TypeError, "q:", wrong.dtype, "float32", unchanged=cache):
+        batch.attend(0, wrong, ones(4), ones(4))
+    batch.put(0, ones(4), ones(4))
+
+
+def test_uint16_is_not_guessed_to_be_bf16(cache, batch):
+    with refused(TypeError, "k:", "uint16", "ml_dtypes.bfloat16", unchanged=cache):
+        batch.put(0, ones(4, dtype=np.uint16), ones(4))
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f2"])
+def test_the_other_byte_order(cache, batch, dtype):
+    with refused(TypeError, "k:", "astype", unchanged=cache):
+        batch.put(0, ones(4, dtype=dtype), ones(4))
+
+
+@pytest.mark.parametrize(
+    "value", [None, 1.0, "rows", [[[1.0] * 8] * 2] * 4, memoryview(b"12"), object(), b"", np.ndarray]
+)
+def test_what_is_no_array(cache, batch, value):
+    with refused(TypeError, "k", unchanged=cache):
+        batch.put(0, value, ones(4))
+    with refused(TypeError, "q", unchanged=cache):
+        batch.attend(0, value, ones(4), ones(4))
+    batch.put(0, ones(4), ones(4))
+
+
+def test_dlpack_that_will_not_do(cache, batch):
+    for wrong, error, word in (
+        (fake_dlpack.Array(ones(4), device=fake_dlpack.CUDA), ValueError, "CPU"),
+        (fake_dlpack.Array(ones(4), code=0), TypeError, "32 bits"),
+        (fake_dlpack.Array(ones(4, dtype=np.float64)), TypeError, "64 bits"),
+        (fake_dlpack.Array(ones(4), version=2), TypeError, "version 2"),
+        (type("X", (), {"__dlpack__": lambda self: 3})(), TypeError, "capsule"),
+    ):
+        with refused(error, "k", word, unchanged=cache):
+            batch.put(0, wrong, ones(4))
+
+
+def test_errors_of_an_array_are_its_own(cache, batch):
+    class Moody:
+        def __dlpack__(self):
+            raise BufferError("not today")
+
+    with refused(BufferError, "not today", unchanged=cache):
+        batch.put(0, ones(4), Moody())
+
+
+class WithGrad(fake_dlpack.Array):
+    requires_grad = True
+
+
+def test_a_tensor_with_grad(cache, batch):
+    for name, call in {
+        "k:": lambda: batch.put(0, WithGrad(ones(4)), ones(4)),
+        "v:": lambda: batch.put(0, ones(4), WithGrad(ones(4))),
+        "q:": lambda: batch.attend(0, WithGrad(ones(4)), ones(4), ones(4)),
+        "out:": lambda: batch.attend(0, ones(4), ones(4), ones(4), out=WithGrad(ones(4))),
+    }.items():
+        with refused(ValueError, name, "requires grad", "detach()", unchanged=cache):
+            call()
+    batch.put(0, ones(4), ones(4))
+
+
+def test_a_torch_tensor_with_grad(cache, batch):
+    torch = pytest.importorskip("torch")
+    with refused(ValueError, "k:", "detach()", unchanged=cache):
+        batch.put(0, torch.ones(4, 2, 8, requires_grad=True), torch.ones(4, 2, 8))
+    with refused(TypeError, "k:", "torch.float64", unchanged=cache):
+        batch.put(0, torch.ones(4, 2, 8, dtype=torch.float64), torch.ones(4, 2, 8))
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi"])
+def test_factors(cache, batch, name):
+    for value, error, words in (
+        (np.ones(3, np.float32), ValueError, (3, "q has 4 heads")),
+        (np.ones((1, 4), np.float32), ValueError, ("2 axes",)),
+        (np.ones(4), TypeError, ("float64", "float32")),
+        (np.ones(4, np.float16), TypeError, ("float32",)),
+        ([1.0] * 4, TypeError, ("array",)),
+        (1.0, TypeError, ("array",)),
+    ):
+        with refused(error, f"{name}:", *words, unchanged=cache):
+            batch.attend(0, ones(4, 4), ones(4), ones(4), **{name: value})
+    batch.put(0, ones(4), ones(4))
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_numbers(cache, batch, name):
+    values = [0, 0.0, NAN, float("inf"), 1e-60, 1e60, *([-1.0] if name == "softcap" else [])]
+    for value in values:
+        with refused(ValueError, f"{name}={value}", unchanged=cache):
+            batch.attend(0, ones(4), ones(4), ones(4), **{name: value})
+    for value in ("1", True, [1.0], 1j):
+        with refused(TypeError, f"{name}=", "number", unchanged=cache):
+            batch.attend(0, ones(4), ones(4), ones(4), **{name: value})
+    batch.attend(0, ones(4), ones(4), ones(4), **{name: np.float16(0.5)})
+
+
+# ---- out
+
+
+def outs():
+    q, k, v = ones(4), ones(4), ones(4)
+    read_only = ones(4)
+    read_only.flags.writeable = False
+    shared = np.ones((6, 2, 8), np.float32)
+    sinks = np.ones(64, np.float32)
+    versioned = {"version": 1, "flags": fake_dlpack.READ_ONLY}
+    copied = {"version": 1, "flags": fake_dlpack.COPIED}
+    return {
+        "read-only": (read_only, ValueError, "read-only", {}),
+        "read-only tensor": (fake_dlpack.Array(ones(4), **versioned), ValueError, "read-only", {}),
+        "copy of a tensor": (fake_dlpack.Array(ones(4), **copied), ValueError, "read-only", {}),
+        "other type": (ones(4, dtype=np.float16), TypeError, "float32", {}),
+        "float64": (ones(4, dtype=np.float64), TypeError, "float64", {}),
+        "too few tokens": (ones(3), ValueError, "(4, 2, 8)", {}),
+        "too many heads": (ones(4, 4), ValueError, "(4, 2, 8)", {}),
+        "too long": (ones(4, 2, 16), ValueError, "(4, 2, 8)", {}),
+        "flat": (np.ones(64, np.float32), ValueError, "1 axes", {}),
+        "list": (ones(4).tolist(), TypeError, "array", {}),
+        "backwards": (ones(4)[::-1], ValueError, "last axis", {}),
+        "every second element": (ones(4, 2, 16)[..., ::2], ValueError, "last axis", {}),
+        "all tokens in one place": (
+            np.lib.stride_tricks.as_strided(ones(4), strides=(0, 32, 4)),
+            ValueError,
+            "overlap",
+            {},
+        ),
+        "tokens that overlap": (
+            np.lib.stride_tricks.as_strided(np.ones(256, np.float32), (4, 2, 8), (32, 64, 4)),
+            ValueError,
+            "overlap",
+            {},
+        ),
+        "is q": (q, ValueError, "overlaps q", {"q": q}),
+        "is k": (k, ValueError, "overlaps k", {"k": k}),
+        "is v": (v, ValueError, "overlaps v", {"v": v}),
+        "part of q": (shared[:4], ValueError, "overlaps q", {"q": shared[2:]}),
+        "q in it": (shared[2:], ValueError, "overlaps q", {"q": shared[:4]}),
+        "is sinks": (sinks.reshape(4, 2, 8), ValueError, "overlaps sinks", {"sinks": sinks[60:62]}),
+        "is alibi": (sinks.reshape(4, 2, 8), ValueError, "overlaps alibi", {"alibi": sinks[:2]}),
+    }
+
+
+@pytest.mark.parametrize("case", outs())
+def test_out(cache, batch, case):
+    out, error, word, others = outs()[case]
+    given = {"q": ones(4), "k": ones(4), "v": ones(4)} | others
+    before = np.array(getattr(out, "array", out))
+    with refused(error, "out:", word, unchanged=cache):
+        batch.attend(0, out=out, **given)
+    np.testing.assert_array_equal(np.array(getattr(out, "array", out)), before)
+    batch.put(0, ones(4), ones(4))
+
+
+# ---- the order of things
+
+
+def test_put_twice(cache, batch):
+    batch.put(0, ones(2), ones(2), first=1)
+    for call in (lambda: batch.put(0, ones(4), ones(4)), lambda: batch.attend(0, ones(4), ones(4), ones(4))):
+        with refused(ValueError, "token 1", "layer 0", "before", unchanged=cache):
+            call()
+    batch.put(0, ones(1), ones(1))
+    batch.put(0, ones(1), ones(1), first=3)
+
+
+@pytest.mark.parametrize(("first", "tokens"), [(4, 1), (3, 2), (0, 5), (-1, 1), (2**31, 1), (2**70, 1)])
+def test_put_outside_the_batch(cache, batch, first, tokens):
+    words = (f"first={first}", f"{tokens} tokens", "has 4")
+    with refused(IndexError, *words, unchanged=cache):
+        batch.put(0, ones(tokens), ones(tokens), first=first)
+    with refused(IndexError, *words, unchanged=cache):
+        batch.attend(0, ones(tokens), first=first)
+
+
+@pytest.mark.parametrize("first", [0.0, NAN, True, "0", None])
+def test_first_is_no_integer(cache, batch, first):
+    with refused(TypeError, "first=", "integer", unchanged=cache):
+        batch.put(0, ones(1), ones(1), first=first)
+
+
+def test_attend_before_put(cache, batch):
+    with refused(ValueError, "token 0", "layer 0", "not put", unchanged=cache):
+        batch.attend(0, ones(4))
+    batch.put(0, ones(2), ones(2))
+    with refused(ValueError, "token 2", "not put", unchanged=cache):
+        batch.attend(0, ones(1), first=3)
+    batch.attend(0, ones(2))
+
+
+def test_commit_with_a_layer_missing(cache, batch):
+    batch.put(0, ones(4), ones(4))
+    batch.put(1, ones(3), ones(3))
+    with refused(ValueError, "token 3", "layer 1", unchanged=cache):
+        batch.commit()
+    batch.put(1, ones(1), ones(1), first=3)
+    batch.commit()
+
+
+def test_a_batch_in_a_batch(cache, batch):
+    with refused(kvcache.CacheBusyError, "batch", unchanged=cache):
+        cache.batch(1)
+    with refused(kvcache.CacheBusyError, "batch", unchanged=cache):
+        cache.batch(positions=[0], seq_ids=[1])
+
+
+def test_the_sequence_of_an_open_batch(cache, batch):
+    for call in (
+        cache.clear,
+        lambda: cache.clear(0),
+        lambda: cache.keep(1),
+        lambda: cache.remove(1),
+        lambda: cache.truncate(1),
+        lambda: cache.fork(0, 1),
+        lambda: cache.fork(1, 0),
+        lambda: cache.copy_prefix(0, 1, 1),
+        cache.compact,
+        cache.close,
+    ):
+        with refused(kvcache.CacheBusyError, "batch", unchanged=cache):
+            call()
+    batch.abort()
+    cache.close()
+
+
+def test_views_across_eviction_compact_and_close(cache):
+    view = cache.keys(0, copy=False)
+    before = view.copy()
+    for call in (cache.compact, cache.close):
+        with refused(BufferError, "view", unchanged=cache):
+            call()
+    cache.clear()
+    feed(cache, range(16))
+    np.testing.assert_array_equal(view, before)
+    del view
+    cache.compact()
+    cache.close()
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_use_after_the_end_of_a_batch(cache, batch, end):
+    for layer in range(2):
+        batch.put(layer, ones(4), ones(4))
+    getattr(batch, end)()
+    for call in (
+        lambda: batch.put(0, ones(4), ones(4)),
+        lambda: batch.attend(0, ones(4)),
+        lambda: batch.attend(0, ones(4), ones(4), ones(4)),
+    ):
+        with refused(ValueError, "the batch has ended", unchanged=cache):
+            call()
+    assert len(batch) == len(batch.positions) == len(batch.seq_ids) == 4
+
+
+def test_use_after_close(cache):
+    cache.close()
+    properties = {name: lambda name=name: getattr(cache, name) for name in ("nbytes", "utilization", "sequences")}
+    calls = {
+        **{name: lambda call=call: call(0) for name, call in calls_with_layer(cache).items()},
+        **{name: lambda call=call: call(0) for name, call in calls_with_seq_id(cache).items()},
+        **{name: lambda call=call: call(0) for name, call in calls_with_position(cache).items()},
+        **properties,
+        "capacity_bytes": lambda: cache.capacity_bytes,
+        "batch": lambda: cache.batch(1),
+        "clear": cache.clear,
+        "stats": cache.stats,
+        "validate": cache.validate,
+        "compact": cache.compact,
+    }
+    for call in calls.values():
+        with refused(ValueError, "the cache is closed"):
+            call()
+    cache.close()
+    assert cache.num_layers == 2
+
+
+class Closes:
+    """An argument that does harm while it is converted."""
+
+    def __init__(self, harm, array=None):
+        self.harm, self.array = harm, array
+
+    def __index__(self):
+        self.harm()
+        return 0
+
+    def __dlpack__(self):
+        self.harm()
+        return self.array.__dlpack__()
+
+
+def test_arguments_that_close_the_cache(cache, batch):
+    with refused(ValueError, "the batch has ended", unchanged=cache):
+        batch.put(0, Closes(batch.abort, ones(4)), ones(4))
+    batch = cache.batch(4)
+    with refused(ValueError, "the batch has ended", unchanged=cache):
+        batch.attend(0, ones(4), ones(4), ones(4), first=Closes(batch.abort))
+    for name in calls_with_layer(cache):
+        cache = make()
+        with refused(ValueError, "the cache is closed"):
+            calls_with_layer(cache)[name](Closes(cache.close))
+    for name in calls_with_seq_id(cache):
+        cache = make()
+        with refused(ValueError, "the cache is closed"):
+            calls_with_seq_id(cache)[name](Closes(cache.close))

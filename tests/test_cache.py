@@ -1,0 +1,535 @@
+"""KVCache as Python sees it: sequences, edits, views, memory, the end."""
+
+import contextlib
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+import kvcache
+
+
+def row(position, seq_id=0, layer=0):
+    """What a token's key is filled with, here; its value is one more."""
+    return position + 100 * seq_id + 1000 * layer
+
+
+def feed(cache, positions, seq_id=0):
+    """Append tokens whose rows say where they stand."""
+    positions = np.asarray(positions)
+    with cache.batch(positions=positions, seq_ids=[seq_id] * len(positions)) as batch:
+        for layer in range(cache.num_layers):
+            k = np.zeros((len(positions), cache.num_kv_heads[layer], cache.head_dim[layer]), np.float32)
+            v = np.zeros((len(positions), cache.num_kv_heads[layer], cache.v_head_dim[layer]), np.float32)
+            k += row(positions, seq_id, layer)[:, None, None]
+            v += row(positions, seq_id, layer)[:, None, None] + 1
+            batch.put(layer, k, v)
+
+
+def keys_of(cache, seq_id=0, layer=0):
+    """The first element of each key: `row` of each token."""
+    return cache.keys(layer, seq_id=seq_id, copy=True)[0, :, 0].tolist()
+
+
+@pytest.fixture
+def cache():
+    return kvcache.KVCache(2, 2, 8, 64, v_head_dim=4, dtype="f32", max_sequences=None)
+
+
+@pytest.fixture
+def window():
+    local, full = kvcache.SlidingWindow(4, num_sink_tokens=1), kvcache.FullAttention()
+    return kvcache.KVCache(2, 1, 8, None, dtype="f32", policy=[local, full], block_size=4)
+
+
+# ---- making one
+
+
+def test_attributes():
+    local, full = kvcache.SlidingWindow(16), kvcache.FullAttention()
+    cache = kvcache.KVCache(
+        np.int64(2), [1, 2], 64, 128, v_head_dim=[32, 64], dtype="bf16", k_dtype=["f16", "f32"], policy=(local, full),
+        max_sequences=3, max_bytes=1 << 30, num_threads=2,
+    )  # fmt: skip
+    assert cache.num_layers == 2
+    assert cache.num_kv_heads == (1, 2)
+    assert cache.head_dim == (64, 64)
+    assert cache.v_head_dim == (32, 64)
+    assert cache.k_dtype == ("f16", "f32")
+    assert cache.v_dtype == ("bf16", "bf16")
+    assert cache.policy == (local, full)
+    assert (cache.max_seq_len, cache.max_sequences, cache.capacity) == (128, 3, 384)
+    assert (cache.max_bytes, cache.block_size, cache.num_threads) == (1 << 30, 64, 2)
+    assert (cache.keys(0).shape, cache.values(1).shape) == ((1, 0, 64), (2, 0, 64))
+
+
+@pytest.mark.parametrize(
+    ("options", "capacity", "block_size"),
+    [
+        ({"max_seq_len": 100}, 100, 100),
+        ({"max_seq_len": 100, "max_sequences": 2}, 200, 64),
+        ({"max_seq_len": 100, "max_sequences": None}, None, 64),
+        ({"max_seq_len": None}, None, 64),
+        ({"max_seq_len": None, "capacity": 70}, 70, 64),
+        ({"max_seq_len": 100, "policy": kvcache.SlidingWindow(8)}, 100, 64),
+        ({"max_seq_len": 100, "block_size": 16}, 100, 16),
+    ],
+)
+def test_defaults(options, capacity, block_size):
+    cache = kvcache.KVCache(1, 1, 8, **options)
+    assert (cache.capacity, cache.block_size) == (capacity, block_size)
+    assert (cache.capacity_bytes is None) == (capacity is None)
+    with cache.batch(60) as batch:  # what the core takes as block_size shows in the spans
+        batch.put(0, *[np.zeros((60, 1, 8), np.float32)] * 2)
+    assert len(cache.spans(0)) == (4 if block_size == 16 else 1)
+
+
+@pytest.mark.parametrize("name", ["num_layers", "max_seq_len", "policy", "capacity", "nbytes", "something_else"])
+def test_attributes_cannot_be_set(cache, name):
+    with pytest.raises(AttributeError):
+        setattr(cache, name, 1)
+
+
+def test_policies_are_values():
+    assert kvcache.SlidingWindow(np.int32(4)) == kvcache.SlidingWindow(4, 0, None)
+    assert repr(kvcache.SlidingWindow(np.int32(4))) == "SlidingWindow(window=4, num_sink_tokens=0, resume_window=None)"
+    assert hash(kvcache.FullAttention()) == hash(kvcache.FullAttention())
+    with pytest.raises(AttributeError):
+        kvcache.SlidingWindow(4).window = 5
+
+
+def test_repr(cache):
+    feed(cache, range(3))
+    feed(cache, range(2), seq_id=1)
+    text = repr(cache)
+    for part in ("2 layers", "2 KV heads", "8/4", "f32", "FullAttention()", "64", "5 tokens in 2 sequences", "KiB"):
+        assert part in text
+    mixed = kvcache.KVCache(3, 1, 8, 64, k_dtype="f16", v_dtype="bf16", policy=[kvcache.SlidingWindow(4)] * 2 + [
+        kvcache.FullAttention()])  # fmt: skip
+    for part in ("2 layers of 1 KV head x 8", "f16/bf16", "SlidingWindow(window=4", "1 layer of"):
+        assert part in repr(mixed)
+    cache.close()
+    assert "closed" in repr(cache)
+    batch = mixed.batch(1)
+    assert repr(batch) == "<Batch: 1 token, open>"
+    batch.abort()
+    assert repr(batch) == "<Batch: 1 token, ended>"
+
+
+# ---- batches
+
+
+def test_a_batch_says_what_it_is(cache):
+    with cache.batch(3) as batch:
+        assert len(batch) == 3
+        assert batch.positions.tolist() == [0, 1, 2]
+        assert batch.seq_ids.tolist() == [0, 0, 0]
+        batch.abort()
+    batch = cache.batch(positions=np.array([4, 5], np.uint8), seq_ids=(-1, 2**63 - 1))
+    assert (batch.positions.dtype, batch.seq_ids.dtype) == (np.int32, np.int64)
+    assert batch.seq_ids.tolist() == [-1, 2**63 - 1]
+    for array in (batch.positions, batch.seq_ids):
+        assert not array.flags.writeable
+    batch.abort()
+
+
+@pytest.mark.parametrize("positions", [[0, 1], (0, 1), range(2), np.arange(2), iter([0, 1]), [np.int8(0), 1]])
+def test_positions_are_any_integers(cache, positions):
+    batch = cache.batch(positions=positions)
+    assert batch.positions.tolist() == [0, 1]
+
+
+def test_n_goes_on_from_what_is_stored(cache):
+    feed(cache, [7])
+    with cache.batch(2) as batch:
+        assert batch.positions.tolist() == [8, 9]
+        batch.abort()
+
+
+def test_the_end_of_with_commits(cache):
+    feed(cache, range(3))
+    assert cache.seq_len() == 3
+    assert cache.stats()["batches"] == 1
+
+
+def test_an_exception_in_with_aborts(cache):
+    feed(cache, range(3))
+    with pytest.raises(ZeroDivisionError), cache.batch(2) as batch:
+        batch.put(0, np.ones((2, 2, 8), np.float32), np.full((2, 2, 4), 1 / (len(batch) - 2), np.float32))
+    assert cache.seq_len() == 3
+    assert cache.stats()["aborted"] == 1
+    feed(cache, range(3, 5))
+
+
+def test_a_with_that_cannot_commit_aborts(cache):
+    with pytest.raises(ValueError, match="not put"), cache.batch(2):
+        pass
+    assert cache.sequences == []
+    feed(cache, range(2))
+
+
+def test_commit_by_hand_that_fails_leaves_the_batch_open(cache):
+    batch = cache.batch(1)
+    batch.put(0, np.ones((1, 2, 8), np.float32), np.ones((1, 2, 4), np.float32))
+    with pytest.raises(ValueError, match="layer 1"):
+        batch.commit()
+    batch.put(1, np.ones((1, 2, 8), np.float32), np.ones((1, 2, 4), np.float32))
+    batch.commit()
+    assert cache.seq_len() == 1
+
+
+def test_ending_twice_does_nothing(cache):
+    with cache.batch(1) as batch:
+        batch.abort()
+        batch.abort()
+        batch.commit()
+    with cache.batch(1) as batch:
+        for layer in range(2):
+            batch.put(layer, np.ones((1, 2, 8), np.float32), np.ones((1, 2, 4), np.float32))
+        batch.commit()
+        batch.commit()
+        batch.abort()
+    assert cache.seq_len() == 1
+
+
+def test_a_batch_that_is_dropped_is_aborted(cache):
+    batch = cache.batch(2)
+    del batch
+    gc.collect()
+    feed(cache, range(2))
+
+
+def test_ranges_of_a_batch(cache):
+    k, v = np.zeros((4, 2, 8), np.float32), np.zeros((4, 2, 4), np.float32)
+    k += np.arange(4, dtype=np.float32)[:, None, None]
+    with cache.batch(4) as batch:
+        for layer in range(2):
+            batch.put(layer, k[2:], v[2:], first=2)
+            out = batch.attend(layer, k[:2], k[:2], v[:2])
+            assert out.shape == (2, 2, 4)
+    assert keys_of(cache) == [0, 1, 2, 3]
+
+
+def test_attend_again(cache):
+    q, k, v = (np.random.default_rng(0).standard_normal((3, 2, dim), np.float32) for dim in (8, 8, 4))
+    with cache.batch(3) as batch:
+        first = batch.attend(0, q, k, v)
+        np.testing.assert_array_equal(batch.attend(0, q), first)
+        np.testing.assert_array_equal(batch.attend(0, q[1:], first=1), first[1:])
+        assert (batch.attend(0, q, scale=0.1) != first).any()
+        assert (batch.attend(0, q, softcap=0.5) != first).any()
+        batch.abort()
+
+
+# ---- sequences and edits
+
+
+def test_looking(cache):
+    assert (cache.seq_len(), cache.first_position(), cache.last_position(), cache.next_position()) == (0, -1, -1, 0)
+    feed(cache, [3, 4, 6], seq_id=-5)
+    assert (cache.seq_len(-5), cache.first_position(-5), cache.last_position(-5)) == (3, 3, 6)
+    assert cache.next_position(-5) == 7
+    assert cache.positions(seq_id=-5).tolist() == [3, 4, 6]
+    assert cache.positions(seq_id=-5).dtype == np.int32
+    assert cache.positions(seq_id=9, layer=1).tolist() == []
+    feed(cache, range(2), seq_id=3)
+    assert cache.sequences == [-5, 3]
+
+
+def test_get(cache):
+    feed(cache, [3, 4, 3])
+    k, v = cache.get(1, 4)
+    assert (k.shape, v.shape, k.dtype) == ((2, 8), (2, 4), np.float32)
+    assert (k == row(4, layer=1)).all()
+    assert (v == row(4, layer=1) + 1).all()
+    assert cache.get(0, 5) is None
+    assert cache.get(0, 4, seq_id=1) is None
+    k[:] = 0
+    assert (cache.get(1, 4)[0] != 0).all()
+
+
+def test_windows(window):
+    feed(window, range(20))
+    assert window.seq_len() == window.seq_len(layer=1) == 20
+    with window.batch(1) as batch:
+        assert window.positions(layer=0).tolist() == [0, 17, 18, 19]
+        batch.abort()
+    assert window.first_position() == 0
+    assert window.get(0, 5) is None
+    assert window.get(1, 5) is not None
+    assert window.can_resume(20)
+    assert not window.can_resume(21)
+    assert not window.can_resume(10)
+    with pytest.raises(kvcache.RowsGoneError, match="10"):
+        window.batch(positions=[10])
+    assert window.stats()["rows_evicted"] == 16
+
+
+def test_fork_and_copy_prefix(cache):
+    feed(cache, range(5))
+    cache.fork(0, 1)
+    cache.copy_prefix(0, 2, 3)
+    assert cache.sequences == [0, 1, 2]
+    assert keys_of(cache, 1) == keys_of(cache, 0)
+    assert keys_of(cache, 2) == [0, 1, 2]
+    feed(cache, [5], seq_id=1)
+    feed(cache, [3], seq_id=2)
+    assert keys_of(cache, 0) == [0, 1, 2, 3, 4]
+    assert keys_of(cache, 1) == [0, 1, 2, 3, 4, row(5, 1)]
+    assert keys_of(cache, 2) == [0, 1, 2, row(3, 2)]
+    assert cache.stats()["rows_moved"] == 0
+    cache.validate()
+
+
+def test_clear_and_keep(cache):
+    for seq_id in range(3):
+        feed(cache, range(2), seq_id)
+    cache.clear(1)
+    assert cache.sequences == [0, 2]
+    cache.keep(2)
+    assert cache.sequences == [2]
+    cache.clear()
+    assert cache.sequences == []
+    cache.clear(77)
+
+
+def test_remove_and_truncate(cache):
+    feed(cache, range(10))
+    cache.remove(2, 4, shift=False)
+    assert cache.positions().tolist() == [0, 1, 4, 5, 6, 7, 8, 9]
+    cache.truncate(8)
+    assert keys_of(cache) == [0, 1, 4, 5, 6, 7]
+    cache.remove(6)
+    assert keys_of(cache) == [0, 1, 4, 5]
+    cache.remove(5, 9)  # nothing later has to move
+    assert keys_of(cache, layer=1) == [row(p, layer=1) for p in (0, 1, 4)]
+    cache.remove()
+    assert cache.sequences == []
+    cache.truncate(0, seq_id=5)
+
+
+# ---- reading rows
+
+
+def test_views(cache):
+    feed(cache, range(3))
+    paged = kvcache.KVCache(1, 2, 8, 64, block_size=2)
+    feed(paged, range(3))
+    view = cache.keys(0, copy=False)
+    assert view.shape == (2, 3, 8)
+    assert not view.flags.owndata
+    assert not view.flags.writeable
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        view.flags.writeable = True
+    assert np.shares_memory(view, cache.keys(0))
+    assert not np.shares_memory(view, cache.keys(0, copy=True))
+    assert not np.shares_memory(view, cache.values(0))
+    assert cache.keys(0, copy=True).flags.writeable
+    assert paged.keys(0).flags.owndata
+    np.testing.assert_array_equal(paged.keys(0), view)
+    with pytest.raises(ValueError, match="spans"):
+        paged.keys(0, copy=False)
+
+
+def test_an_empty_sequence_has_an_empty_view(cache):
+    for copied in (None, False, True):
+        array = cache.values(1, seq_id=8, copy=copied)
+        assert array.shape == (2, 0, 4)
+        assert array.flags.writeable == bool(copied)
+    assert cache.gather(0)[0].shape == (2, 0, 8)
+    assert cache.spans(0) == []
+
+
+def test_gather_decodes(cache):
+    feed(cache, range(3))
+    for dtype, expected in (("f32", np.float32), ("f16", np.float16)):
+        k, v = cache.gather(1, dtype=dtype)
+        assert (k.dtype, k.shape, v.shape) == (expected, (2, 3, 8), (2, 3, 4))
+        assert k[1, :, 7].tolist() == [1000, 1001, 1002]
+        assert v[1, :, 3].tolist() == [1001, 1002, 1003]
+
+
+def test_spans():
+    cache = kvcache.KVCache(1, 2, 8, 64, block_size=4, dtype="f32")
+    feed(cache, range(10))
+    spans = cache.spans(0)
+    assert [span.positions.tolist() for span in spans] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [span.delta for span in spans] == [0, 0, 0]
+    np.testing.assert_array_equal(np.concatenate([span.k for span in spans], 1), cache.keys(0))
+    np.testing.assert_array_equal(np.concatenate([span.v for span in spans], 1), cache.values(0))
+    assert spans[0].positions.dtype == np.int32
+    assert not spans[0].k.flags.writeable
+    assert repr(spans[2]) == "Span(k (2, 2, 8), v (2, 2, 8), positions from 8, delta 0)"
+    with pytest.raises(AttributeError):
+        spans[0].delta = 1
+
+
+def test_views_keep_their_rows():
+    cache = kvcache.KVCache(1, 1, 8, None, dtype="f32", policy=kvcache.SlidingWindow(4), block_size=4)
+    feed(cache, range(4))
+    view, span = cache.keys(0, copy=False), cache.spans(0)[0]
+    before = view.copy()
+    for position in range(4, 40):
+        feed(cache, [position])
+    np.testing.assert_array_equal(view, before)
+    cache.clear()
+    feed(cache, range(4))
+    np.testing.assert_array_equal(view, before)
+    np.testing.assert_array_equal(span.k, before)
+
+
+def test_views_outlive_the_cache():
+    cache = kvcache.KVCache(1, 1, 8, 64, dtype="f32")
+    feed(cache, range(4))
+    values = cache.values(0, copy=False)[:, 2:]
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+    assert values[0, :, 0].tolist() == [3, 4]
+
+
+def test_compact_and_close_wait_for_views(cache):
+    feed(cache, range(4))
+    for make in (lambda: cache.keys(0, copy=False), lambda: cache.spans(0), lambda: cache.values(1)[0]):
+        view = make()
+        with pytest.raises(BufferError):
+            cache.compact()
+        with pytest.raises(BufferError):
+            cache.close()
+        del view
+    cache.compact()
+    copied = cache.keys(0, copy=True)
+    cache.close()
+    assert copied[0, :, 0].tolist() == [0, 1, 2, 3]
+
+
+# ---- memory
+
+
+def test_compact_gives_memory_back():
+    cache = kvcache.KVCache(1, 8, 64, None, block_size=16, dtype="f32")
+    feed(cache, range(320))
+    held = cache.nbytes
+    for position in range(0, 320, 2):
+        cache.remove(position, position + 1, shift=False)
+    keys = keys_of(cache)
+    assert cache.stats()["wasted_slots"] == 160
+    cache.compact()
+    assert keys_of(cache) == keys == list(range(1, 320, 2))
+    assert cache.nbytes < 0.6 * held
+    stats = cache.stats()
+    assert (stats["wasted_slots"], stats["compactions"]) == (0, 1)
+    assert 0 < stats["rows_moved"] <= 160
+    cache.validate()
+
+
+def test_measures(cache):
+    limited = kvcache.KVCache(2, 2, 8, 64, dtype="f32")
+    assert limited.capacity_bytes == 2 * 64 * 2 * (8 + 8) * 4
+    assert cache.capacity_bytes is None
+    assert limited.utilization == 0
+    empty = limited.nbytes
+    feed(limited, range(32))
+    assert limited.utilization == 0.5
+    assert limited.nbytes > empty
+    assert all(isinstance(n, int) for n in limited.stats().values())
+    assert limited.stats()["tokens"] == limited.stats()["live_slots"] == 32
+
+
+def test_max_bytes():
+    cache = kvcache.KVCache(1, 8, 64, None, max_bytes=1 << 20, block_size=16)
+    with pytest.raises(kvcache.CacheFullError, match="max_bytes"):
+        feed(cache, range(100_000))
+    feed(cache, range(100))
+    assert cache.nbytes <= 1 << 20
+
+
+# ---- the end
+
+
+def test_with_closes():
+    with kvcache.KVCache(1, 1, 8, 64) as cache:
+        feed(cache, range(2))
+    with pytest.raises(ValueError, match="closed"):
+        cache.seq_len()
+    cache.close()
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_no_copies_of_a_cache(cache, way):
+    with pytest.raises(TypeError, match=r"gather\(\)"):
+        way(cache)
+
+
+def test_an_open_batch_and_a_view_die_with_their_cache():
+    cache = kvcache.KVCache(1, 1, 8, 64)
+    feed(cache, range(2))
+    batch, view = cache.batch(1), cache.keys(0, copy=False)
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+    batch.put(0, np.ones((1, 1, 8), np.float32), np.ones((1, 1, 8), np.float32))
+    batch.commit()
+    assert view.shape == (1, 2, 8)
+
+
+# ---- threads
+
+
+def use(cache, batch, x, refusals):
+    try:
+        batch.attend(0, x, x, x)
+        for _ in range(10):
+            batch.attend(0, x)
+            cache.gather(0)
+    except (ValueError, kvcache.CacheBusyError) as error:
+        refusals.append(str(error))
+
+
+def test_a_cache_cannot_be_closed_under_a_call():
+    """One thread ends and closes what another is calling; either may be refused, and nothing may crash."""
+    x = np.ones((64, 4, 64), np.float32)
+    for _ in range(20):
+        cache, refusals = kvcache.KVCache(1, 4, 64, None), []
+        batch = cache.batch(64)
+        thread = threading.Thread(target=use, args=(cache, batch, x, refusals))
+        thread.start()
+        while not cache._core.closed:
+            with contextlib.suppress(kvcache.CacheBusyError):
+                batch.abort()
+                cache.close()
+        thread.join()
+        assert all("ended" in text or "closed" in text for text in refusals)
+
+
+def test_threads_put_different_tokens():
+    cache = kvcache.KVCache(1, 4, 64, 1024, dtype="f32")
+    k = np.random.default_rng(0).standard_normal((1024, 4, 64), np.float32)
+    with cache.batch(1024) as batch:
+        threads = [
+            threading.Thread(target=lambda i=i: batch.put(0, k[i : i + 128], k[i : i + 128], first=i))
+            for i in range(0, 1024, 128)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    np.testing.assert_array_equal(cache.keys(0), np.swapaxes(k, 0, 1))
+
+
+def test_edits_beside_an_open_batch(cache):
+    feed(cache, range(4), seq_id=0)
+    feed(cache, range(4), seq_id=1)
+    with cache.batch(positions=[4], seq_ids=[0]) as batch:
+        cache.fork(1, 2)
+        cache.clear(1)
+        for layer in range(2):
+            batch.put(layer, np.ones((1, 2, 8), np.float32), np.ones((1, 2, 4), np.float32))
+    assert cache.sequences == [0, 2]
+    cache.validate()
