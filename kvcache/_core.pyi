@@ -1,11 +1,12 @@
 from collections.abc import Iterable
-from typing import Any, SupportsFloat, SupportsIndex, final
+from typing import Any, Self, SupportsFloat, SupportsIndex, final
 
 import numpy as np
 import numpy.typing as npt
 
 INT32_MAX: int
 INT64_MAX: int
+MAX_THREADS: int
 TYPES: dict[str, int]
 
 class BFloat16Array(np.ndarray[Any, Any]):
@@ -16,8 +17,8 @@ class Hold: ...
 
 @final
 class Cache:
-    def __init__(
-        self,
+    def __new__(
+        cls,
         layers: list[tuple[int, int, int, int, int, tuple[int, int, int] | None]],
         max_seq_len: int,
         max_sequences: int,
@@ -25,7 +26,7 @@ class Cache:
         max_bytes: int,
         block_size: int,
         num_threads: int,
-    ) -> None: ...
+    ) -> Self: ...
     @property
     def num_layers(self) -> int: ...
     @property

@@ -1,4 +1,4 @@
-# cython: language_level=3, embedsignature=False
+# cython: language_level=3
 """The C core as Python sees it: arguments in, arrays out; no logic of its own.
 
 What the functions mean stands in include/kvcache.h; what users see, in cache.py. Two rules hold throughout. Arguments
@@ -14,7 +14,7 @@ cimport cython
 cimport numpy as cnp
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Realloc
-from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from cpython.ref cimport Py_INCREF
 from libc.math cimport isfinite
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
@@ -190,9 +190,16 @@ cdef struct DLManagedTensorVersioned:
     uint32_t major
     uint32_t minor
     void *context
-    void *deleter
+    void (*deleter)(DLManagedTensorVersioned *) noexcept
     uint64_t flags
     DLTensor tensor
+
+cdef struct DLExchangeAPI:
+    uint32_t major
+    uint32_t minor
+    void *older
+    void *allocate
+    int (*from_object)(void *tensor, DLManagedTensorVersioned **out) except -1
 
 cdef enum:
     DL_FLOAT = 2
@@ -206,6 +213,7 @@ cdef enum:
 
 INT32_MAX = 0x7fffffff
 INT64_MAX = 0x7fffffffffffffff
+MAX_THREADS = 4096
 TYPES = {"f32": KVC_F32, "f16": KVC_F16, "bf16": KVC_BF16}
 cdef int64_t _INT32_MAX = 0x7fffffff
 cdef int64_t _INT64_MAX = 0x7fffffffffffffff
@@ -399,6 +407,31 @@ cdef DLTensor *dltensor(object capsule, str name, uint64_t *flags) except NULL:
     return &versioned.tensor
 
 
+cdef void free_tensor(object capsule) noexcept:
+    cdef DLManagedTensorVersioned *managed
+    managed = <DLManagedTensorVersioned *>PyCapsule_GetPointer(capsule, "dltensor_versioned")
+    if managed.deleter != NULL:
+        managed.deleter(managed)
+
+
+cdef object to_capsule(object x, bint write):
+    """The array's memory; by a function in C where its type has one, which for PyTorch is five times faster."""
+    cdef DLManagedTensorVersioned *managed = NULL
+    cdef DLExchangeAPI *api
+    table = getattr(type(x), "__dlpack_c_exchange_api__", None)
+    if table is not None:
+        api = <DLExchangeAPI *>PyCapsule_GetPointer(table, "dlpack_exchange_api")
+        if api.major == 1:
+            api.from_object(<void *>x, &managed)
+            return PyCapsule_New(managed, "dltensor_versioned", free_tensor)
+    if write:  # only a versioned capsule says whether that is allowed
+        try:
+            return x.__dlpack__(max_version=(1, 0))
+        except TypeError:
+            pass  # an older library, such as PyTorch was, where it always is
+    return x.__dlpack__()
+
+
 cdef int wrong_type(str name, str given) except -1:
     advice = f"convert {name} to float32"
     if given == "uint16":
@@ -439,8 +472,7 @@ cdef object read_dlpack(object x, str name, int ndim, bint write, Array *a):
     cdef int i
     if getattr(x, "requires_grad", False):
         raise ValueError(f"{name}: the tensor requires grad, which a cache would lose; pass {name}.detach()")
-    # Only a versioned capsule says whether it may be written to.
-    capsule = x.__dlpack__(max_version=(1, 0)) if write else x.__dlpack__()
+    capsule = to_capsule(x, write)
     cdef DLTensor *t = dltensor(capsule, name, &flags)
     if t.device_type != DL_CPU and t.device_type != DL_CUDA_HOST and t.device_type != DL_ROCM_HOST:
         raise ValueError(f"{name}: lies on a device (DLPack type {t.device_type}); copy it to the CPU")
@@ -470,9 +502,10 @@ cdef object read_array(object x, str name, int ndim, Array *a, bint write=False)
     if cnp.PyArray_Check(x):
         read_numpy(<cnp.ndarray>x, name, ndim, a)
         return x
-    if hasattr(x, "__dlpack__"):
+    is_class = isinstance(x, type)
+    if hasattr(x, "__dlpack__") and not is_class:
         return read_dlpack(x, name, ndim, write, a)
-    if hasattr(x, "__array__") and not write:
+    if hasattr(x, "__array__") and not is_class and not write:
         x = np.asarray(x)
         read_numpy(<cnp.ndarray>x, name, ndim, a)
         return x
@@ -1162,5 +1195,5 @@ def get_num_threads():
 
 
 def set_num_threads(num_threads):
-    cdef int32_t number = 0 if num_threads is None else <int32_t>to_int(num_threads, "num_threads", 1, _INT32_MAX)
+    cdef int32_t number = 0 if num_threads is None else <int32_t>to_int(num_threads, "num_threads", 1, MAX_THREADS)
     check(kvc_set_num_threads(number))

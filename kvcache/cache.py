@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache import _core
-from kvcache._core import INT32_MAX, INT64_MAX, integer
+from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
 from kvcache.policy import FullAttention, Policy, SlidingWindow
 
 __all__ = ["AnyArray", "Batch", "DType", "KVCache", "Layout", "Span"]
@@ -48,9 +48,8 @@ class SupportsArray(Protocol):
 
 AnyArray: TypeAlias = npt.NDArray[Any] | SupportsDLPack | SupportsArray
 
-MOST_LAYERS = 1 << 20  # the limits of the core, for messages that name the arguments as they are called here
-LARGEST_DIM = 1 << 20
-MOST_THREADS = 4096
+MAX_LAYERS = 1 << 20  # the limits of the core, for messages that name the arguments as they are called here
+MAX_DIM = 1 << 20
 
 
 class Layer(NamedTuple):
@@ -171,7 +170,7 @@ class KVCache:
         block_size: SupportsIndex | None = None,
         num_threads: SupportsIndex | None = None,
     ) -> None:
-        n = integer(num_layers, "num_layers", 1, MOST_LAYERS)
+        n = integer(num_layers, "num_layers", 1, MAX_LAYERS)
         k_dims = _per_layer(head_dim, "head_dim", n, _dim)
         dtypes = _per_layer(dtype, "dtype", n, _dtype)
         self._layers = list(
@@ -190,7 +189,7 @@ class KVCache:
         self._capacity = _limit(capacity, "capacity", INT64_MAX)
         self._max_bytes = _limit(max_bytes, "max_bytes", INT64_MAX)
         self._block_size = _limit(block_size, "block_size", INT32_MAX - 1)
-        self._num_threads = _limit(num_threads, "num_threads", MOST_THREADS)
+        self._num_threads = _limit(num_threads, "num_threads", MAX_THREADS)
         self._core = _core.Cache(
             [_core_layer(layer) for layer in self._layers],
             self._max_seq_len or 0,
@@ -961,7 +960,7 @@ def _per_layer(value: Any, name: str, num_layers: int, convert: Callable[[Any, s
 
 
 def _dim(value: Any, name: str) -> int:
-    return integer(value, name, 1, LARGEST_DIM)
+    return integer(value, name, 1, MAX_DIM)
 
 
 def _dtype(value: Any, name: str) -> DType:

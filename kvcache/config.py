@@ -35,12 +35,12 @@ def set_num_threads(num_threads: SupportsIndex | None) -> None:
     Parameters
     ----------
     num_threads : int or None
-        At least 1; None: as if it had never been set.
+        From 1 to 4096; None: as if it had never been set.
 
     Raises
     ------
     ValueError
-        If it is below 1.
+        If it is out of range.
     TypeError
         If it is no integer.
 

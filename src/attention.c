@@ -197,6 +197,9 @@ typedef struct results {
     size_t stride;                /* from part to part, in floats */
 } results;
 
+/* By what a sum over scores of this maximum is multiplied to be one over scores of maximum `max`. */
+static float share_of(float own, float max) { return own == -INFINITY ? 0 : expf(own - max); }
+
 /* Adds up the parts of query row r in their order, and divides: the output row, in acc's place in the lane. */
 static float *merge_row(const task *t, const results *all, int32_t r, float *lse) {
     const kvc_plan *plan = t->call->plan;
@@ -205,21 +208,17 @@ static float *merge_row(const task *t, const results *all, int32_t r, float *lse
     const float sink = sinks ? sinks[query_head_of(t, r)] : -INFINITY;
     float *out = t->acc + row, max = sink;
     for (int32_t p = 0; p < t->unit->num_parts; p++) max = fmaxf(max, all->max[(size_t)p * all->stride + (size_t)r]);
-    if (max == -INFINITY) { /* nothing was visible */
-        memset(out, 0, (size_t)plan->v_dim * sizeof *out);
-        *lse = -INFINITY;
-        return out;
-    }
-    float sum = sinks ? expf(sink - max) : 0;
+    float sum = share_of(sink, max);
     for (int32_t p = 0; p < t->unit->num_parts; p++) {
         const size_t part = (size_t)p * all->stride;
         const float *acc = all->acc + part + row;
-        const float weight = expf(all->max[part + (size_t)r] - max);
-        sum += weight * all->sum[part + (size_t)r];
-        for (int32_t d = 0; d < plan->v_dim; d++) out[d] = (p ? out[d] : 0) + weight * acc[d];
+        const float share = share_of(all->max[part + (size_t)r], max);
+        sum += share * all->sum[part + (size_t)r];
+        for (int32_t d = 0; d < plan->v_dim; d++) out[d] = (p ? out[d] : 0) + share * acc[d];
     }
-    for (int32_t d = 0; d < plan->v_dim; d++) out[d] /= sum;
-    *lse = max + logf(sum);
+    const float divisor = sum == 0 ? 1 : sum; /* 0: nothing was visible, and out is 0 */
+    for (int32_t d = 0; d < plan->v_dim; d++) out[d] /= divisor;
+    *lse = sum == 0 ? -INFINITY : max + logf(sum);
     return out;
 }
 

@@ -166,8 +166,18 @@ static void visit_evictable(const kvc_batch *batch, int32_t g, kvc_part_fn *visi
     }
 }
 
-/* The block that a sequence's next token goes to, while there is room; NULL: a new one. */
-static kvc_block *last_block(const kvc_rows *rows) { return rows->num ? kvc_rows_end(rows)[-1].block : NULL; }
+/* The block that a sequence's next token in group g goes to after eviction, while there is room: that of the last run
+ * of which something stays.  NULL: a new one. */
+static kvc_block *last_block(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
+    const kvc_rows *rows = &member->sequence->rows[g];
+    int32_t begin, end;
+    evictable(batch->cache, batch, member->sequence, g, &begin, &end);
+    for (int32_t i = rows->num - 1; i >= 0; i--) {
+        const kvc_run *run = kvc_rows_begin(rows) + i;
+        if (run->position < begin || run->position + run->count > end) return run->block;
+    }
+    return NULL;
+}
 
 static void plan_slots(const kvc_pool *pool, int32_t from, int32_t to, int32_t touched, demand *d) {
     const int64_t now = kvc_pool_block_bytes(pool, from > touched ? from : touched);
@@ -179,11 +189,8 @@ static void plan_slots(const kvc_pool *pool, int32_t from, int32_t to, int32_t t
 static void plan_blocks(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, kvc_block **reusable,
                         demand *d) {
     const kvc_pool *pool = &batch->cache->pools[g];
-    const kvc_rows *rows = &member->sequence->rows[g];
-    int32_t begin, end, rest = member->num_tokens;
-    evictable(batch->cache, batch, member->sequence, g, &begin, &end);
-    const int stays = rows->max_position >= end || rows->min_position < begin; /* not all of it is evicted */
-    kvc_block *last = stays ? last_block(rows) : NULL;
+    kvc_block *last = last_block(batch, member, g);
+    int32_t rest = member->num_tokens;
     if (last) {
         const int32_t fill = last->fill + last->planned, room = pool->block_size - fill;
         const int32_t taken = room < rest ? room : rest;
@@ -218,7 +225,7 @@ static demand find_demand(const kvc_batch *batch, int32_t g) {
         block->next = NULL;
     }
     for (int32_t s = 0; s < batch->num_sequences; s++) {
-        kvc_block *last = last_block(&batch->sequences[s].sequence->rows[g]);
+        kvc_block *last = last_block(batch, &batch->sequences[s], g);
         if (last) last->planned = 0;
     }
     return d;
@@ -251,7 +258,12 @@ static kvc_status check_room(const kvc_batch *batch, int32_t g, const demand *d)
 
 static int64_t bytes_after(const kvc_batch *batch) {
     int64_t bytes = kvc_cache_bytes(batch->cache);
-    for (int32_t g = 0; g < batch->cache->num_groups; g++) bytes += find_demand(batch, g).new_bytes;
+    for (int32_t g = 0; g < batch->cache->num_groups; g++) {
+        const kvc_pool *pool = &batch->cache->pools[g];
+        const demand d = find_demand(batch, g);
+        bytes += d.new_bytes;
+        if (d.new_blocks <= INT32_MAX - pool->num_blocks) bytes += kvc_pool_list_growth(pool, (int32_t)d.new_blocks);
+    }
     return bytes;
 }
 
@@ -358,7 +370,7 @@ static void hand_out(kvc_batch *batch, int32_t g, int32_t s) {
     const kvc_batch_sequence *member = &batch->sequences[s];
     kvc_pending *pending = kvc_pending_of(batch, g, s);
     *pending = (kvc_pending){batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)member->first, 0};
-    kvc_block *block = last_block(&member->sequence->rows[g]);
+    kvc_block *block = last_block(batch, member, g);
     for (int32_t done = 0; done < member->num_tokens;) {
         if (!block || block->fill == pool->block_size) block = kvc_pool_open(pool);
         const int32_t rest = member->num_tokens - done, room = pool->block_size - block->fill;
@@ -432,24 +444,45 @@ typedef struct put_work {
     const kvc_place *places; /* of the layer's group */
 } put_work;
 
+/* Rows of K or of V on their way into a block: [token][head][dim] on one side, [head][slot][dim] on the other. */
+typedef struct transfer {
+    kvc_convert_fn *convert;
+    char *to;
+    const char *from;
+    int64_t to_row, to_head, from_token, from_head; /* strides */
+    int32_t heads, dim;
+} transfer;
+
+/* Goes over the source in the order in which it lies in memory. */
+static void transfer_rows(const transfer *x, int32_t num_tokens) {
+    if (x->from_head < x->from_token)
+        for (int32_t t = 0; t < num_tokens; t++)
+            x->convert(x->to + t * x->to_row, x->to_head, x->from + t * x->from_token, x->from_head, x->heads, x->dim);
+    else
+        for (int32_t h = 0; h < x->heads; h++)
+            x->convert(x->to + h * x->to_head, x->to_row, x->from + h * x->from_head, x->from_token, num_tokens, x->dim);
+}
+
 /* Stores tokens [t, t + count) of the batch, which lie in consecutive slots. */
 static void put_rows(const put_work *work, int32_t t, int32_t count) {
     const kvc_put_args *a = work->args;
+    const kvc_layer *layer = work->layer;
     const kvc_layout *at = work->layout;
-    const kvc_kernels *kernels = work->batch->cache->kernels;
     const kvc_place *place = &work->places[t];
-    kvc_convert_fn *convert_k = kernels->convert[a->k_type][work->layer->k_type];
-    kvc_convert_fn *convert_v = kernels->convert[a->v_type][work->layer->v_type];
-    uint8_t *k = place->block->rows + at->k_offset + (size_t)place->slot * at->k_row_bytes;
-    uint8_t *v = place->block->rows + at->v_offset + (size_t)place->slot * at->v_row_bytes;
-    const char *from_k = (const char *)a->k + (t - a->first) * a->k_token_stride;
-    const char *from_v = (const char *)a->v + (t - a->first) * a->v_token_stride;
-    for (int32_t h = 0; h < at->num_kv_heads; h++) {
-        convert_k(k + (size_t)h * at->k_head_stride, (int64_t)at->k_row_bytes, from_k + h * a->k_head_stride,
-                  a->k_token_stride, count, work->layer->k_dim);
-        convert_v(v + (size_t)h * at->v_head_stride, (int64_t)at->v_row_bytes, from_v + h * a->v_head_stride,
-                  a->v_token_stride, count, work->layer->v_dim);
-    }
+    const kvc_kernels *kernels = work->batch->cache->kernels;
+    char *rows = (char *)place->block->rows;
+    const transfer k = {kernels->convert[a->k_type][layer->k_type],
+                        rows + at->k_offset + (size_t)place->slot * at->k_row_bytes,
+                        (const char *)a->k + (t - a->first) * a->k_token_stride,
+                        (int64_t)at->k_row_bytes, (int64_t)at->k_head_stride, a->k_token_stride, a->k_head_stride,
+                        layer->num_kv_heads, layer->k_dim};
+    const transfer v = {kernels->convert[a->v_type][layer->v_type],
+                        rows + at->v_offset + (size_t)place->slot * at->v_row_bytes,
+                        (const char *)a->v + (t - a->first) * a->v_token_stride,
+                        (int64_t)at->v_row_bytes, (int64_t)at->v_head_stride, a->v_token_stride, a->v_head_stride,
+                        layer->num_kv_heads, layer->v_dim};
+    transfer_rows(&k, count);
+    transfer_rows(&v, count);
 }
 
 static void put_task(void *context, int64_t task) {

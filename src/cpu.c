@@ -10,8 +10,7 @@
 
 /* F16C is asked of cpuid, as not all compilers know its name; that the system saves the registers is part of the
  * answer for AVX2, which uses the same. */
-static int has_avx2(void)
-{
+static int has_avx2(void) {
     unsigned eax, ebx, ecx, edx;
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
@@ -19,8 +18,7 @@ static int has_avx2(void)
 }
 #endif
 
-const kvc_kernels *kvc_cpu_kernels(const char **wanted)
-{
+const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
     const kvc_kernels *tables[2]; /* that this machine can run, best last */
     int num_tables = 0;
     tables[num_tables++] = &kvc_kernels_scalar;
@@ -37,13 +35,4 @@ const kvc_kernels *kvc_cpu_kernels(const char **wanted)
             return tables[i];
     *wanted = name;
     return NULL;
-}
-
-const char *kvc_cpu_compiled(void)
-{
-    return "scalar"
-#ifdef KVC_HAVE_AVX2
-           " avx2"
-#endif
-        ;
 }

@@ -8,7 +8,4 @@
  * with *wanted the value of the variable, if that is not to be had here. */
 const kvc_kernels *kvc_cpu_kernels(const char **wanted);
 
-/* The names of the tables in this build, with blanks between: "scalar avx2".  Static. */
-const char *kvc_cpu_compiled(void);
-
 #endif

@@ -3,6 +3,7 @@
 #endif
 #include "memory.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -108,9 +109,13 @@ size_t kvc_os_page_size(void) {
 #if defined(_WIN32)
     return 4096;
 #else
-    static size_t page_size;
-    if (!page_size) page_size = (size_t)sysconf(_SC_PAGESIZE);
-    return page_size;
+    static atomic_size_t known; /* the same whoever finds out first */
+    size_t size = atomic_load_explicit(&known, memory_order_relaxed);
+    if (!size) {
+        size = (size_t)sysconf(_SC_PAGESIZE);
+        atomic_store_explicit(&known, size, memory_order_relaxed);
+    }
+    return size;
 #endif
 }
 

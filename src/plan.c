@@ -288,7 +288,14 @@ kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan *
 }
 
 void kvc_plan_free(kvc_plan *plan) {
-    if (plan) atomic_flag_clear(&plan->taken);
+    if (!plan) return;
+    for (int32_t u = 0; u < plan->num_units; u++) /* not all tasks may have been run */
+        for (int32_t h = 0; h < plan->num_kv_heads; h++) {
+            kvc_counter *counter = &plan->counters[plan->units[u].first_counter + h];
+            atomic_store_explicit(&counter->remaining, plan->units[u].num_parts, memory_order_relaxed);
+            atomic_store_explicit(&counter->skipped, 0, memory_order_relaxed);
+        }
+    atomic_flag_clear(&plan->taken);
 }
 
 int64_t kvc_plan_num_tasks(const kvc_plan *plan) { return plan->num_tasks; }

@@ -46,7 +46,8 @@ void kvc_pool_destroy(kvc_pool *pool) {
                     KVC_MEMORY_BOOKKEEPING, -1);
 }
 
-static kvc_status new_block(kvc_pool *pool) {
+/* Puts a new block at the end of the free list, at **end, and moves that on. */
+static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
     kvc_block *block = kvc_memory_alloc(pool->memory, header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
     uint8_t *rows = block ? kvc_memory_alloc(pool->memory, pool->block_bytes, KVC_MEMORY_ROWS, pool->group) : NULL;
     if (!rows) {
@@ -54,18 +55,29 @@ static kvc_status new_block(kvc_pool *pool) {
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of %d slots, %zu bytes", pool->block_size,
                         pool->block_bytes);
     }
-    *block = (kvc_block){.rows = rows, .next = pool->free, .index = pool->num_blocks, .is_free = 1};
+    *block = (kvc_block){.rows = rows, .index = pool->num_blocks, .is_free = 1};
     pool->blocks[pool->num_blocks++] = block;
-    pool->free = block;
+    **end = block;
+    *end = &block->next;
     pool->num_free++;
     pool->opened++;
     pool->row_bytes += kvc_pool_block_bytes(pool, 0);
     return KVC_OK;
 }
 
+/* How many blocks the list has room for once it has room for `count`. */
+static int32_t list_room(const kvc_pool *pool, int32_t count) {
+    if (count <= pool->max_blocks) return pool->max_blocks;
+    return count < pool->max_blocks * 2 ? pool->max_blocks * 2 : count < 8 ? 8 : count;
+}
+
+int64_t kvc_pool_list_growth(const kvc_pool *pool, int32_t new_blocks) {
+    return (list_room(pool, pool->num_blocks + new_blocks) - pool->max_blocks) * (int64_t)sizeof *pool->blocks;
+}
+
 static kvc_status reserve_list(kvc_pool *pool, int32_t count) {
-    if (count <= pool->max_blocks) return KVC_OK;
-    const int32_t max = count < pool->max_blocks * 2 ? pool->max_blocks * 2 : count < 8 ? 8 : count;
+    const int32_t max = list_room(pool, count);
+    if (max == pool->max_blocks) return KVC_OK;
     const size_t item = sizeof *pool->blocks;
     kvc_block **blocks = kvc_memory_resize(pool->memory, pool->blocks, (size_t)pool->num_blocks * item,
                                            (size_t)pool->max_blocks * item, (size_t)max * item);
@@ -75,10 +87,18 @@ static kvc_status reserve_list(kvc_pool *pool, int32_t count) {
     return KVC_OK;
 }
 
+/* What ends the free list after so many blocks. */
+static kvc_block **list_end(kvc_pool *pool, int32_t num_free) {
+    kvc_block **end = &pool->free;
+    while (num_free--) end = &(*end)->next;
+    return end;
+}
+
 void kvc_pool_unreserve(kvc_pool *pool, int32_t num_free) {
-    while (pool->num_free > num_free) { /* the new ones are the first of the list and the last of the array */
-        kvc_block *block = pool->free;
-        pool->free = block->next;
+    kvc_block **end = list_end(pool, num_free);
+    while (*end) { /* the new ones are the last of the list and of the array */
+        kvc_block *block = *end;
+        *end = block->next;
         pool->num_free--;
         pool->num_blocks--;
         pool->opened--;
@@ -91,7 +111,8 @@ kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count) {
     const int32_t before = pool->num_free;
     if (count <= before) return KVC_OK;
     kvc_status status = reserve_list(pool, pool->num_blocks + count - before);
-    while (status == KVC_OK && pool->num_free < count) status = new_block(pool);
+    kvc_block **end = list_end(pool, before); /* those that have been used come first: their rows are resident already */
+    while (status == KVC_OK && pool->num_free < count) status = new_block(pool, &end);
     if (status != KVC_OK) kvc_pool_unreserve(pool, before);
     return status;
 }
@@ -153,6 +174,13 @@ kvc_block *kvc_pool_open(kvc_pool *pool) {
     return block;
 }
 
+/* Slots up to the fill mark are resident from now on. */
+static void touch(kvc_pool *pool, kvc_block *block) {
+    if (block->fill <= block->touched) return;
+    pool->row_bytes += kvc_pool_block_bytes(pool, block->fill) - kvc_pool_block_bytes(pool, block->touched);
+    block->touched = block->fill;
+}
+
 int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
     const int32_t slot = block->fill;
     for (int32_t i = 0; i < count; i++) block->holders[slot + i] = 1;
@@ -160,10 +188,7 @@ int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
     block->live += count;
     pool->live += count;
     pool->filled += count;
-    if (block->fill > block->touched) {
-        pool->row_bytes += kvc_pool_block_bytes(pool, block->fill) - kvc_pool_block_bytes(pool, block->touched);
-        block->touched = block->fill;
-    }
+    touch(pool, block);
     return slot;
 }
 
@@ -197,6 +222,7 @@ void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_block
         block->fill = block->live = live < pool->block_size ? live : pool->block_size;
         block->has_key = 0;
         pool->filled += block->fill;
+        touch(pool, block);
         live -= block->fill;
         free_if_empty(pool, block);
     }

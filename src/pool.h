@@ -84,8 +84,9 @@ void kvc_pool_restore(kvc_block *block, int32_t slot, int32_t count);
 /* After a compaction: these blocks hold `live` slots, one block after the other, whose holders are in place. */
 void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_blocks, int32_t live);
 
-/* Bookkeeping of one block. */
+/* Bookkeeping of one block, and what the list of blocks grows by for so many new ones. */
 int64_t kvc_pool_header_bytes(const kvc_pool *pool);
+int64_t kvc_pool_list_growth(const kvc_pool *pool, int32_t new_blocks);
 
 /* Bytes of rows that nobody holds, in blocks that are in use. */
 int64_t kvc_pool_wasted_bytes(const kvc_pool *pool);

@@ -10,9 +10,13 @@ kvc_run kvc_run_part(const kvc_run *run, int32_t begin, int32_t end) {
     const int32_t from = run->position > begin ? run->position : begin;
     const int32_t to = run_end(run) < end ? run_end(run) : end;
     kvc_run part = *run;
+    if (to <= from) {
+        part.count = 0;
+        return part;
+    }
     part.slot += from - run->position;
     part.position = from;
-    part.count = to > from ? to - from : 0;
+    part.count = to - from;
     return part;
 }
 
@@ -164,7 +168,7 @@ static int64_t trim_front(kvc_rows *rows, kvc_pool *pool, int32_t kept, int32_t 
     rows->num -= runs_gone;
     rows->count -= removed;
     rows->min_position = rows->num ? kvc_rows_begin(rows)->position : -1;
-    if (!rows->num) rows->max_position = -1;
+    rows->max_position = rows->num ? run_end(kvc_rows_end(rows) - 1) - 1 : -1;
     return removed;
 }
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# What is tested is what was installed: `python -m pytest`, and `python -c` in a test, would put the checkout first, where
-# kvcache/ has no compiled half unless it was built in place.
+# What is tested is what was installed. `python -m pytest`, and `python -c` in a test, would put the checkout first,
+# where kvcache/ has no compiled half unless it was built in place.
 ROOT = Path(__file__).resolve().parents[1]
 os.environ["PYTHONSAFEPATH"] = "1"
 if not any((ROOT / "kvcache").glob("_core.*.so")):

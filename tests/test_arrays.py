@@ -189,6 +189,18 @@ def test_factors():
     assert (out != attended(queries(), k, v)).any()
 
 
+def test_the_way_of_c():
+    k, v = rows()
+    fake_dlpack.deleted.clear()
+    fast = [fake_dlpack.FastArray(x) for x in (k, v, queries())]
+    check_stored(stored_after_put(*fast[:2]), k, v)
+    assert len(fake_dlpack.deleted) == 2
+    out = fake_dlpack.FastArray(np.zeros((TOKENS, HEADS, V_DIM), np.float32))
+    assert attended(fast[2], *fast[:2], out=out) is out
+    assert len(fake_dlpack.deleted) == 6
+    np.testing.assert_array_equal(out.array, attended(queries(), k, v))
+
+
 # ---- out
 
 
@@ -218,6 +230,18 @@ def test_out_through_dlpack():
         out = fake_dlpack.Array(memory, fake_dlpack.BFLOAT, **options)
         assert attended(queries(BF16), k, v, out=out) is out
         np.testing.assert_array_equal(memory.view(BF16), attended(queries(BF16), k, v))
+
+
+class OldArray(fake_dlpack.Array):
+    def __dlpack__(self):
+        return super().__dlpack__()
+
+
+def test_out_through_dlpack_of_old():
+    k, v = rows()
+    out = OldArray(np.zeros((TOKENS, HEADS, V_DIM), np.float32))
+    assert attended(queries(), k, v, out=out) is out
+    np.testing.assert_array_equal(out.array, attended(queries(), k, v))
 
 
 def dlpack_type(array):

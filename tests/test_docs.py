@@ -33,3 +33,8 @@ def test_page(page):
             names.update(test.globs)
         else:
             exec(compile("\n" * line + code, page, "exec"), names)
+
+
+def test_reference_is_complete():
+    page = (ROOT / "docs/api.md").read_text()
+    assert set(kvcache.__all__) == set(re.findall(r"^\.\. auto(?:class|function|data|exception):: (\w+)", page, re.M))

@@ -3,6 +3,7 @@
 
 #ifdef KVC_HAVE_AVX2
 #include <immintrin.h>
+#include <string.h>
 
 #define NAME "avx2"
 #define TABLE kvc_kernels_avx2
@@ -13,131 +14,129 @@ enum { LANES = 8, ACCUMULATORS = 12, MATMUL_ROWS = 6, MATMUL_VECTORS = 2 }; /* o
 
 typedef __m256 vec;
 
-INLINE vec v_zero(void)
-{
+INLINE vec v_zero(void) {
     return _mm256_setzero_ps();
 }
 
-INLINE vec v_set(float x)
-{
+INLINE vec v_set(float x) {
     return _mm256_set1_ps(x);
 }
 
-INLINE vec v_load(const void *p)
-{
+INLINE vec v_load(const void *p) {
     return _mm256_loadu_ps(p);
 }
 
-INLINE vec v_keep(vec x)
-{
+INLINE vec v_keep(vec x) {
     __asm__("" : "+x"(x));
     return x;
 }
 
-INLINE void v_store(void *p, vec x)
-{
+INLINE void v_store(void *p, vec x) {
     _mm256_storeu_ps(p, x);
 }
 
-INLINE vec v_load_f16(const void *p)
-{
+INLINE vec v_load_f16(const void *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(p));
 }
 
-INLINE void v_store_f16(void *p, vec x)
-{
+INLINE void v_store_f16(void *p, vec x) {
     _mm_storeu_si128(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-INLINE vec v_load_bf16(const void *p)
-{
+INLINE vec v_load_bf16(const void *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(p)), 16));
 }
 
 /* Adds just less than half of the last bit that stays, or half if that bit is set: ties to even. */
-INLINE void v_store_bf16(void *p, vec x)
-{
-    __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
-    __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
-    __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    __m256i rounded = _mm256_srli_epi32(up, 16), quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
-    __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
-    __m256i is_nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7f800000));
-    __m256i y = _mm256_blendv_epi8(rounded, quiet, is_nan);
-    y = _mm256_permute4x64_epi64(_mm256_packus_epi32(y, y), _MM_SHUFFLE(3, 1, 2, 0));
-    _mm_storeu_si128(p, _mm256_castsi256_si128(y));
+INLINE void v_store_bf16(void *p, vec x) {
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256 quiet = _mm256_or_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x400000)));
+    __m256 y = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), quiet, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    __m256i upper_halves = _mm256_broadcastsi128_si256(_mm_setr_epi8(2, 3, 6, 7, 10, 11, 14, 15, 2, 3, 6, 7, 10, 11, 14, 15));
+    __m256i halves = _mm256_shuffle_epi8(_mm256_castps_si256(y), upper_halves);
+    _mm_storeu_si128(p, _mm_unpacklo_epi64(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
 }
 
-INLINE vec v_add(vec x, vec y)
-{
+/* The processor's own copy takes whole cache lines without reading first what it overwrites.  It is slow to begin, and
+ * the address sanitizer does not see it. */
+#if defined(__SANITIZE_ADDRESS__)
+#define HAVE_ADDRESS_SANITIZER 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define HAVE_ADDRESS_SANITIZER 1
+#endif
+#endif
+
+INLINE void copy_row(void *dst, const void *src, size_t bytes) {
+#ifndef HAVE_ADDRESS_SANITIZER
+    if (bytes >= 256) {
+        __asm__ volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(bytes) : : "memory");
+        return;
+    }
+#endif
+    memcpy(dst, src, bytes);
+}
+
+INLINE vec v_add(vec x, vec y) {
     return _mm256_add_ps(x, y);
 }
 
-INLINE vec v_mul(vec x, vec y)
-{
+INLINE vec v_mul(vec x, vec y) {
     return _mm256_mul_ps(x, y);
 }
 
-INLINE vec v_fma(vec x, vec y, vec z)
-{
+INLINE vec v_fma(vec x, vec y, vec z) {
     return _mm256_fmadd_ps(x, y, z);
 }
 
-INLINE vec v_max(vec x, vec y)
-{
+INLINE vec v_max(vec x, vec y) {
     return _mm256_max_ps(x, y);
 }
 
-INLINE vec v_round(vec x)
-{
+INLINE vec v_round(vec x) {
     return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
 /* Adds n to the exponent. */
-INLINE vec v_scale(vec x, vec n)
-{
+INLINE vec v_scale(vec x, vec n) {
     __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
     vec y = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), exponent));
     return _mm256_and_ps(y, _mm256_cmp_ps(n, _mm256_set1_ps(-125), _CMP_NLT_UQ));
 }
 
-INLINE float v_max_lane(vec x)
-{
+INLINE float v_max_lane(vec x) {
     __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     y = _mm_max_ps(y, _mm_movehl_ps(y, y));
     return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
 
-INLINE float v_sum_lanes(vec x)
-{
+INLINE float v_sum_lanes(vec x) {
     __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     y = _mm_add_ps(y, _mm_movehl_ps(y, y));
     return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
 }
 
 /* In each half: x0+x2 x1+x3 y0+y2 y1+y3. */
-INLINE vec add_pairs(vec x, vec y)
-{
+INLINE vec add_pairs(vec x, vec y) {
     return _mm256_add_ps(_mm256_blend_ps(x, y, 0xcc), _mm256_shuffle_ps(x, y, _MM_SHUFFLE(1, 0, 3, 2)));
 }
 
 /* In each half: the sums of that half of a, b, c and d. */
-INLINE vec add_halves(vec a, vec b, vec c, vec d)
-{
+INLINE vec add_halves(vec a, vec b, vec c, vec d) {
     vec x = add_pairs(a, b), y = add_pairs(c, d);
     return _mm256_add_ps(_mm256_shuffle_ps(x, y, _MM_SHUFFLE(2, 0, 2, 0)),
                          _mm256_shuffle_ps(x, y, _MM_SHUFFLE(3, 1, 3, 1)));
 }
 
-INLINE vec v_sums(const vec x[LANES])
-{
+INLINE vec v_sums(const vec x[LANES]) {
     vec y = add_halves(x[0], x[1], x[2], x[3]), z = add_halves(x[4], x[5], x[6], x[7]);
     return _mm256_add_ps(_mm256_blend_ps(y, z, 0xf0), _mm256_permute2f128_ps(y, z, 0x21));
 }
 
 /* Transposes both halves of four vectors. */
-INLINE void transpose_halves(vec x[4])
-{
+INLINE void transpose_halves(vec x[4]) {
     vec a = _mm256_unpacklo_ps(x[0], x[1]), b = _mm256_unpackhi_ps(x[0], x[1]);
     vec c = _mm256_unpacklo_ps(x[2], x[3]), d = _mm256_unpackhi_ps(x[2], x[3]);
     x[0] = _mm256_shuffle_ps(a, c, _MM_SHUFFLE(1, 0, 1, 0));
@@ -146,8 +145,7 @@ INLINE void transpose_halves(vec x[4])
     x[3] = _mm256_shuffle_ps(b, d, _MM_SHUFFLE(3, 2, 3, 2));
 }
 
-INLINE void v_transpose(vec x[LANES])
-{
+INLINE void v_transpose(vec x[LANES]) {
     transpose_halves(x);
     transpose_halves(x + 4);
     for (int i = 0; i < 4; i++) {

@@ -26,8 +26,8 @@ typedef void kvc_convert_fn(void *dst, int64_t dst_stride, const void *src, int6
                             int dim);
 
 /* scores[r * KVC_TILE + j] = q[r] . rows[j] for r < num_q, j < n <= KVC_TILE.  q: f32, rows q_stride floats apart.
- * Each row is read once for all q.  While at it, the first next_bytes bytes of each of next[0 .. n) are prefetched:
- * what is read after this (next may be NULL). */
+ * Each row is read from memory once for all q.  While at it, the first next_bytes bytes of each of next[0 .. n) are
+ * brought to the L2 cache: what is read after this (next may be NULL). */
 typedef void kvc_score_fn(float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
                           int dim, const void *const *next, int next_bytes);
 
@@ -40,7 +40,8 @@ typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, 
  * the largest score: scores[j] becomes exp(scores[j] - m), *sum becomes *sum * exp(*max - m) + the sum of these,
  * *max becomes m; returns exp(*max - m) of the old *max, by which what was accumulated is to be multiplied.  Where m is
  * -inf (nothing visible so far), scores become 0, *sum stays and 1 is returned. scores has room for KVC_TILE floats;
- * what lies past n may be overwritten.  exp is right to 2 ulp, and 0 below about -87. */
+ * what lies past n may be overwritten.  exp is right to 2 ulp, and 0 below about -87.
+ * A NaN score makes *sum NaN. */
 typedef float kvc_softmax_fn(float *scores, int n, float *max, float *sum);
 
 /* c[i * ldc + j] = (add ? c[...] : 0) + sum over p < k of a[i * lda + p] * b[p * ldb + j], i < m, j < n.
@@ -49,7 +50,7 @@ typedef float kvc_softmax_fn(float *scores, int n, float *max, float *sum);
 typedef void kvc_matmul_fn(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
                            int add);
 
-/* Packs n <= KVC_TILE rows for kvc_matmul: dst[d * KVC_TILE + j] = rows[j][d] as f32; columns n .. KVC_TILE become 0. */
+/* Packs n <= KVC_TILE rows for matmul: dst[d * KVC_TILE + j] = rows[j][d] as f32; columns n .. KVC_TILE become 0. */
 typedef void kvc_pack_keys_fn(float *dst, const void *const *rows, int n, int dim);
 
 /* dst[j * dst_stride + d] = rows[j][d] as f32 (dst_stride in floats; what lies between dim and the next multiple of

@@ -8,29 +8,25 @@
 
 /* ---- element types ---------------------------------------------------------------------------------------------- */
 
-static uint32_t bits_of(float x)
-{
+static uint32_t bits_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits;
 }
 
-static float float_of(uint32_t bits)
-{
+static float float_of(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
 }
 
 /* bits / 2^shift, rounded to nearest, ties to even. */
-static uint32_t round_off(uint32_t bits, uint32_t shift)
-{
+static uint32_t round_off(uint32_t bits, uint32_t shift) {
     uint32_t half = (uint32_t)1 << (shift - 1), odd = bits >> shift & 1;
     return (bits + half - 1 + odd) >> shift;
 }
 
-static float f32_from_f16(uint16_t half)
-{
+static float f32_from_f16(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
     if (exponent == 0) /* zero and denormals, all of them normal in f32 */
         return float_of(sign | bits_of((float)fraction * 0x1p-24f));
@@ -39,8 +35,7 @@ static float f32_from_f16(uint16_t half)
     return float_of(sign | (exponent + 127 - 15) << 23 | fraction << 13);
 }
 
-static uint16_t f16_from_f32(float x)
-{
+static uint16_t f16_from_f32(float x) {
     uint32_t sign = bits_of(x) >> 16 & 0x8000, magnitude = bits_of(x) & 0x7fffffff, half;
     if (magnitude > 0x7f800000) /* NaN */
         half = 0x7e00 | (magnitude >> 13 & 1023);
@@ -55,21 +50,18 @@ static uint16_t f16_from_f32(float x)
     return (uint16_t)(sign | half);
 }
 
-static float f32_from_bf16(uint16_t bits)
-{
+static float f32_from_bf16(uint16_t bits) {
     return float_of((uint32_t)bits << 16);
 }
 
-static uint16_t bf16_from_f32(float x)
-{
+static uint16_t bf16_from_f32(float x) {
     uint32_t bits = bits_of(x);
     if ((bits & 0x7fffffff) > 0x7f800000)
         return (uint16_t)(bits >> 16 | 0x40);
     return (uint16_t)round_off(bits, 16);
 }
 
-static float load(int type, const void *row, int i)
-{
+static float load(int type, const void *row, int i) {
     if (type == KVC_F16)
         return f32_from_f16(((const uint16_t *)row)[i]);
     if (type == KVC_BF16)
@@ -77,8 +69,7 @@ static float load(int type, const void *row, int i)
     return ((const float *)row)[i];
 }
 
-static void store(int type, void *row, int i, float x)
-{
+static void store(int type, void *row, int i, float x) {
     if (type == KVC_F16)
         ((uint16_t *)row)[i] = f16_from_f32(x);
     else if (type == KVC_BF16)
@@ -90,8 +81,7 @@ static void store(int type, void *row, int i, float x)
 /* ---- kernels over rows of any type ------------------------------------------------------------------------------ */
 
 static void convert(int from, int to, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
-                    int64_t num_rows, int dim)
-{
+                    int64_t num_rows, int dim) {
     for (int64_t r = 0; r < num_rows; r++) {
         const char *src_row = (const char *)src + r * src_stride;
         char *dst_row = (char *)dst + r * dst_stride;
@@ -105,8 +95,7 @@ static void convert(int from, int to, void *dst, int64_t dst_stride, const void 
 }
 
 static void score(int type, float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
-                  int dim)
-{
+                  int dim) {
     for (int r = 0; r < num_q; r++) {
         for (int j = 0; j < n; j++) {
             float sum = 0;
@@ -118,8 +107,7 @@ static void score(int type, float *scores, const float *q, int q_stride, int num
 }
 
 static void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
-                       const void *const *rows, int n, int dim)
-{
+                       const void *const *rows, int n, int dim) {
     for (int r = 0; r < num_q; r++) {
         float *sum = acc + (ptrdiff_t)r * acc_stride;
         for (int d = 0; d < dim; d++)
@@ -130,15 +118,13 @@ static void accumulate(int type, float *acc, int acc_stride, const float *factor
     }
 }
 
-static void pack_keys(int type, float *dst, const void *const *rows, int n, int dim)
-{
+static void pack_keys(int type, float *dst, const void *const *rows, int n, int dim) {
     for (int d = 0; d < dim; d++)
         for (int j = 0; j < KVC_TILE; j++)
             dst[d * KVC_TILE + j] = j < n ? load(type, rows[j], d) : 0;
 }
 
-static void pack_values(int type, float *dst, int dst_stride, const void *const *rows, int n, int dim)
-{
+static void pack_values(int type, float *dst, int dst_stride, const void *const *rows, int n, int dim) {
     int padded = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
     for (int j = 0; j < n; j++)
         for (int d = 0; d < padded; d++)
@@ -147,8 +133,7 @@ static void pack_values(int type, float *dst, int dst_stride, const void *const 
 
 /* ---- kernels over f32 ------------------------------------------------------------------------------------------- */
 
-static float softmax(float *scores, int n, float *max, float *sum)
-{
+static float softmax(float *scores, int n, float *max, float *sum) {
     float old_max = *max, new_max = *max, new_sum = 0;
     for (int j = 0; j < n; j++)
         new_max = scores[j] > new_max ? scores[j] : new_max;
@@ -169,8 +154,7 @@ static float softmax(float *scores, int n, float *max, float *sum)
     return factor;
 }
 
-static void matmul(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k, int add)
-{
+static void matmul(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k, int add) {
     for (int i = 0; i < m; i++) {
         for (int j = 0; j < n; j++) {
             float sum = add ? c[(ptrdiff_t)i * ldc + j] : 0;

@@ -24,6 +24,7 @@
  *   v_max_lane(x)  v_sum_lanes(x)     one float
  *   v_sums(x)                  the sums of the vectors x[0 .. LANES), each added up in the same order
  *   v_transpose(x)             lane j of x[i] for lane i of x[j]
+ *   copy_row(dst, src, bytes)  memcpy, or what is better where rows lie apart
  *
  * Where a loop over registers has to be unrolled, its bounds are constants once it is inlined.  One result is always
  * computed by the same operations in the same order, whatever else is computed with it: a query's scores do not depend
@@ -46,25 +47,21 @@ enum {
     LINE = 64        /* bytes of a cache line */
 };
 
-INLINE int smaller(int a, int b)
-{
+INLINE int smaller(int a, int b) {
     return a < b ? a : b;
 }
 
 /* ---- rows of any type ------------------------------------------------------------------------------------------- */
 
-INLINE size_t size_of(int type)
-{
+INLINE size_t size_of(int type) {
     return type == KVC_F32 ? sizeof(float) : sizeof(uint16_t);
 }
 
-INLINE vec load_full(int type, const void *p)
-{
+INLINE vec load_full(int type, const void *p) {
     return type == KVC_F16 ? v_load_f16(p) : type == KVC_BF16 ? v_load_bf16(p) : v_load(p);
 }
 
-INLINE void store_full(int type, void *p, vec x)
-{
+INLINE void store_full(int type, void *p, vec x) {
     if (type == KVC_F16)
         v_store_f16(p, x);
     else if (type == KVC_BF16)
@@ -74,29 +71,25 @@ INLINE void store_full(int type, void *p, vec x)
 }
 
 /* The first count elements at p, the other lanes 0.  Not inlined, as few rows have a tail. */
-TARGET static vec load_part(int type, const void *p, int count)
-{
+TARGET static vec load_part(int type, const void *p, int count) {
     float part[LANES] = {0}; /* has room for any type */
     memcpy(part, p, (size_t)count * size_of(type));
     return load_full(type, part);
 }
 
-TARGET static void store_part(int type, void *p, int count, vec x)
-{
+TARGET static void store_part(int type, void *p, int count, vec x) {
     float part[LANES];
     store_full(type, part, x);
     memcpy(p, part, (size_t)count * size_of(type));
 }
 
 /* Elements [i, i + count), count <= LANES, of a row.  Nothing else is read or written. */
-INLINE vec load(int type, const void *row, int i, int count)
-{
+INLINE vec load(int type, const void *row, int i, int count) {
     const char *p = (const char *)row + (size_t)i * size_of(type);
     return count == LANES ? load_full(type, p) : load_part(type, p, count);
 }
 
-INLINE void store(int type, void *row, int i, int count, vec x)
-{
+INLINE void store(int type, void *row, int i, int count, vec x) {
     char *p = (char *)row + (size_t)i * size_of(type);
     if (count == LANES)
         store_full(type, p, x);
@@ -105,26 +98,23 @@ INLINE void store(int type, void *row, int i, int count, vec x)
 }
 
 /* Into the L2 cache: the few lines that can be on their way to the L1 cache would limit the rate. */
-INLINE void prefetch(const void *row, int begin, int end)
-{
+INLINE void prefetch(const void *row, int begin, int end) {
     for (int i = begin; i < end; i += LINE)
         __builtin_prefetch((const char *)row + i, 0, 2);
 }
 
 TARGET static void copy(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, int64_t num_rows,
-                        size_t row_bytes)
-{
+                        size_t row_bytes) {
     if (dst_stride == (int64_t)row_bytes && src_stride == dst_stride) {
         memcpy(dst, src, (size_t)num_rows * row_bytes);
         return;
     }
     for (int64_t r = 0; r < num_rows; r++)
-        memcpy((char *)dst + r * dst_stride, (const char *)src + r * src_stride, row_bytes);
+        copy_row((char *)dst + r * dst_stride, (const char *)src + r * src_stride, row_bytes);
 }
 
 INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
-                    int64_t num_rows, int dim)
-{
+                    int64_t num_rows, int dim) {
     if (from == to) {
         copy(dst, dst_stride, src, src_stride, num_rows, (size_t)dim * size_of(from));
         return;
@@ -144,15 +134,13 @@ INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void 
 
 /* Score and accumulate add up outer products: of a few queries by as many rows, or vectors of columns, as ACCUMULATORS
  * allow.  Of the factors, the fewer stay in registers while the rest are loaded one by one. */
-INLINE int breadth(int num_q)
-{
+INLINE int breadth(int num_q) {
     return smaller(ACCUMULATORS / num_q, MAX_BREADTH);
 }
 
 /* Adds the products of elements [d, d + LANES) to sums[query][row]. */
 INLINE void score_step(int type, int num_q, int num_rows, vec *sums, const float *q, int q_stride,
-                       const void *const *rows, int d)
-{
+                       const void *const *rows, int d) {
     vec x[MAX_BREADTH], y[QUERIES];
     if (num_rows < num_q) {
         UNROLL
@@ -180,8 +168,7 @@ INLINE void score_step(int type, int num_q, int num_rows, vec *sums, const float
 }
 
 INLINE void score_block(int type, int num_q, int num_rows, float *scores, const float *q, int q_stride,
-                        const void *const *rows, int dim)
-{
+                        const void *const *rows, int dim) {
     enum { PADDED = (ACCUMULATORS + LANES - 1) / LANES * LANES };
     vec sums[PADDED];
     float sum[PADDED];
@@ -200,8 +187,7 @@ INLINE void score_block(int type, int num_q, int num_rows, float *scores, const 
 
 /* Adds the products of the last `count` elements, fewer than a vector, which few shapes have. */
 TARGET static void score_tail(int type, int num_q, float *scores, const float *q, int q_stride,
-                              const void *const *rows, int n, int d, int count)
-{
+                              const void *const *rows, int n, int d, int count) {
     vec y[QUERIES];
     for (int r = 0; r < num_q; r++)
         y[r] = load(KVC_F32, q + (ptrdiff_t)r * q_stride, d, count);
@@ -215,8 +201,7 @@ TARGET static void score_tail(int type, int num_q, float *scores, const float *q
 /* Scores of all rows for num_q <= QUERIES queries.  The last block takes rows of the one before it again, where that
  * fills it; where there are fewer rows than make a block, they are taken one by one. */
 INLINE void score_queries(int type, int num_q, float *scores, const float *q, int q_stride, const void *const *rows,
-                          int n, int dim, const void *const *next, int next_bytes)
-{
+                          int n, int dim, const void *const *next, int next_bytes) {
     const int num_rows = breadth(num_q);
     for (int j = 0; j < n && n >= num_rows; j += num_rows) {
         int first = smaller(j, n - num_rows);
@@ -234,8 +219,7 @@ INLINE void score_queries(int type, int num_q, float *scores, const float *q, in
 }
 
 INLINE void score(int type, float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
-                  int dim, const void *const *next, int next_bytes)
-{
+                  int dim, const void *const *next, int next_bytes) {
     for (int r = 0; r < num_q; r += QUERIES) {
         float *s = scores + r * KVC_TILE;
         const float *qr = q + (ptrdiff_t)r * q_stride;
@@ -261,8 +245,7 @@ typedef struct accumulate_args {
 
 /* Adds the products with row j to sums[query][vector]. */
 INLINE void accumulate_step(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a, int j, int d,
-                            int count)
-{
+                            int count) {
     vec x[MAX_BREADTH], y[QUERIES];
     if (num_vecs < num_q) {
         UNROLL
@@ -290,14 +273,12 @@ INLINE void accumulate_step(int type, int num_q, int num_vecs, vec *sums, const 
 }
 
 /* The first line of a row of `next` that is not prefetched while columns below d are worked on. */
-INLINE int prefetched(const accumulate_args *a, int d)
-{
+INLINE int prefetched(const accumulate_args *a, int d) {
     return (int)((int64_t)a->next_bytes * d / a->dim + LINE - 1) / LINE * LINE;
 }
 
 /* Columns from d on: num_vecs vectors, or `count` columns of one. */
-INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args a, int d, int count)
-{
+INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args a, int d, int count) {
     vec sums[ACCUMULATORS];
     UNROLL
     for (int r = 0; r < num_q; r++)
@@ -319,8 +300,7 @@ INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args 
 }
 
 /* All columns for num_q <= QUERIES queries, in blocks of about the same width. */
-INLINE void accumulate_queries(int type, int num_q, accumulate_args a)
-{
+INLINE void accumulate_queries(int type, int num_q, accumulate_args a) {
     const int most = breadth(num_q);
     int num_vecs = a.dim / LANES, blocks = (num_vecs + most - 1) / most, d = 0;
     for (int width; blocks > 0; blocks--, num_vecs -= width, d += width * LANES) {
@@ -346,8 +326,7 @@ INLINE void accumulate_queries(int type, int num_q, accumulate_args a)
 }
 
 INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
-                       const void *const *rows, int n, int dim, const void *const *next, int next_bytes)
-{
+                       const void *const *rows, int n, int dim, const void *const *next, int next_bytes) {
     for (int r = 0; r < num_q; r += QUERIES) {
         accumulate_args a = {.acc = acc + (ptrdiff_t)r * acc_stride,
                              .factor = factor + r,
@@ -371,8 +350,7 @@ INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor
 
 /* exp(x) for x <= 0; 0 below -125.5 ln 2 = -87.0.  x = n ln 2 + r with n an integer, so that exp(x) = 2^n exp(r), and
  * exp(r) = 1 + r + r^2 p(r), p as in Cephes' expf. */
-INLINE vec exp_negative(vec x)
-{
+INLINE vec exp_negative(vec x) {
     vec n = v_round(v_mul(x, v_set(1.44269504088896341f)));
     vec r = v_fma(n, v_set(-0.693359375f), x); /* ln 2 in two parts, the first one exact in n products */
     r = v_fma(n, v_set(2.12194440e-4f), r);
@@ -387,8 +365,7 @@ INLINE vec exp_negative(vec x)
 }
 
 /* A step in which nothing is visible: every score is -inf, or NaN, which is passed on. */
-TARGET static void softmax_nothing(float *scores, int padded, float *sum)
-{
+TARGET static void softmax_nothing(float *scores, int padded, float *sum) {
     vec sums = v_zero();
     for (int j = 0; j < padded; j += LANES) {
         vec weight = v_max(v_zero(), v_load(scores + j));
@@ -398,8 +375,7 @@ TARGET static void softmax_nothing(float *scores, int padded, float *sum)
     *sum += v_sum_lanes(sums);
 }
 
-TARGET static float softmax(float *scores, int n, float *max, float *sum)
-{
+TARGET static float softmax(float *scores, int n, float *max, float *sum) {
     int padded = (n + LANES - 1) / LANES * LANES;
     for (int j = n; j < padded; j++)
         scores[j] = -INFINITY;
@@ -428,8 +404,7 @@ TARGET static float softmax(float *scores, int n, float *max, float *sum)
 /* ---- matmul and what packs for it ------------------------------------------------------------------------------- */
 
 INLINE void matmul_block(int num_rows, float *c, int ldc, const float *a, int lda, const float *b, int ldb, int k,
-                         int add)
-{
+                         int add) {
     vec sums[MATMUL_ROWS * MATMUL_VECTORS], x[MATMUL_VECTORS];
     UNROLL
     for (int i = 0; i < num_rows; i++)
@@ -463,8 +438,7 @@ INLINE void matmul_block(int num_rows, float *c, int ldc, const float *a, int ld
         break
 
 TARGET static void matmul(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
-                          int add)
-{
+                          int add) {
     for (int j = 0; j < n; j += MATMUL_VECTORS * LANES) { /* so that these columns of b stay in the L1 cache */
         for (int i = 0; i < m; i += MATMUL_ROWS) {
             const float *ai = a + (ptrdiff_t)i * lda;
@@ -484,8 +458,7 @@ TARGET static void matmul(float *c, int ldc, const float *a, int lda, const floa
 }
 
 /* Transposes elements [d, d + count) of rows [j, j + LANES). */
-INLINE void pack_keys_block(int type, float *dst, const void *const *rows, int n, int j, int d, int count)
-{
+INLINE void pack_keys_block(int type, float *dst, const void *const *rows, int n, int j, int d, int count) {
     vec x[LANES];
     UNROLL
     for (int i = 0; i < LANES; i++)
@@ -497,8 +470,7 @@ INLINE void pack_keys_block(int type, float *dst, const void *const *rows, int n
             v_store(dst + (d + i) * KVC_TILE + j, x[i]);
 }
 
-INLINE void pack_keys(int type, float *dst, const void *const *rows, int n, int dim)
-{
+INLINE void pack_keys(int type, float *dst, const void *const *rows, int n, int dim) {
     for (int j = 0; j < KVC_TILE; j += LANES) {
         int d = 0;
         for (; d + LANES <= dim; d += LANES)
@@ -508,8 +480,7 @@ INLINE void pack_keys(int type, float *dst, const void *const *rows, int n, int 
     }
 }
 
-INLINE void pack_values(int type, float *dst, int dst_stride, const void *const *rows, int n, int dim)
-{
+INLINE void pack_values(int type, float *dst, int dst_stride, const void *const *rows, int n, int dim) {
     int padded = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
     for (int j = 0; j < n; j++) {
         float *row = dst + (ptrdiff_t)j * dst_stride;

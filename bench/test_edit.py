@@ -1,0 +1,133 @@
+"""Sharing and compacting."""
+
+import time
+
+import numpy as np
+import pytest
+from resident import measure_in_child
+from yardstick import Memory, machine
+
+import kvcache
+
+
+def fill(cache, tokens, seq_id=0):
+    """Append tokens; rows of zeros, so that they need no memory of their own."""
+    at = cache.next_position(seq_id)
+    for done in range(0, tokens, 512):
+        n = min(512, tokens - done)
+        with cache.batch(positions=range(at + done, at + done + n), seq_ids=[seq_id] * n) as batch:
+            for layer in range(cache.num_layers):
+                x = np.zeros((n, cache.num_kv_heads[layer], cache.head_dim[layer]), np.float32)
+                batch.put(layer, x, x)
+
+
+def test_fork(figures, in_turn):
+    """32,768 tokens, 32 layers, blocks of 64. What it costs does not depend on the rows, so they are short."""
+    cache = kvcache.KVCache(32, 1, 8, None, block_size=64, max_sequences=None)
+    fill(cache, 32_768)
+    opened = cache.stats()["blocks_opened"]
+    nbytes = cache.nbytes
+    grown = []
+
+    def fork():
+        start = time.perf_counter()
+        cache.fork(0, 1)
+        seconds = time.perf_counter() - start
+        grown.append(cache.nbytes - nbytes)
+        cache.clear(1)
+        return seconds
+
+    (seconds,) = in_turn(fork, least=200)
+    stats = cache.stats()
+    note = f"{max(grown) / 1024:.0f} KiB of bookkeeping more"
+    figures.samples("fork of 32,768 tokens", [1e6 * s for s in seconds], "µs", "< 50", note)
+    figures.value(
+        "rows copied, blocks opened by fork", f"{stats['rows_moved']}, {stats['blocks_opened'] - opened}", "0, 0"
+    )
+    assert stats["rows_moved"] == 0
+    assert stats["blocks_opened"] == opened
+
+
+def test_first_write_of_the_second_sharer(figures, in_turn):
+    """Both go on from a fork in the middle of a block: first the one whose tokens they were, then the other."""
+    layers = 32
+    cache = kvcache.KVCache(layers, 8, 128, None, block_size=64, max_sequences=None)
+    fill(cache, 1024 + 32)
+    x = np.ones((1, 8, 128), np.float32)
+
+    def write(seq_id):
+        start = time.perf_counter()
+        with cache.batch(positions=[1024 + 32], seq_ids=[seq_id]) as batch:
+            for layer in range(layers):
+                batch.put(layer, x, x)
+        return time.perf_counter() - start
+
+    def first():
+        cache.truncate(1024 + 32)
+        cache.clear(1)
+        cache.fork(0, 1)
+        return write(0)
+
+    moved = cache.stats()["rows_moved"]
+    ones, others = in_turn(first, lambda: write(1), seconds=1)
+    figures.ratio("second sharer's first write / first's", others, ones, note=f"one token, {layers} layers")
+    copied = (cache.stats()["rows_moved"] - moved) / (len(ones) + 1)
+    figures.value("rows copied by it", f"{copied:.0f}", "<= 64")
+    assert copied <= 64
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("dtype", "block_size"), [("f16", None), ("f16", 64), ("f32", None)])
+def test_compact(figures, in_turn, dtype, block_size, threads):
+    """8,192 tokens, of which every second one is removed; memcpy of the rows that move, on as many threads."""
+    tokens, layers, heads, dim = 8192, 4, 8, 128
+    cache = kvcache.KVCache(layers, heads, dim, tokens, dtype=dtype, block_size=block_size, num_threads=threads)
+    row = 2 * layers * heads * dim * (4 if dtype == "f32" else 2)
+    source, target = Memory(tokens // 2 * row), Memory(tokens // 2 * row)
+    moved = 0
+
+    def compact():
+        nonlocal moved
+        fill(cache, tokens)
+        for position in range(1, tokens, 2):
+            cache.remove(position, position + 1, shift=False)
+        before = cache.stats()["rows_moved"]
+        start = time.perf_counter()
+        cache.compact()
+        seconds = time.perf_counter() - start
+        moved = cache.stats()["rows_moved"] - before
+        cache.clear()
+        return seconds / (moved * row)
+
+    def copy():
+        nbytes = moved * row
+        return machine().copy(target.address, source.address, nbytes, threads)[0] / nbytes
+
+    ours, theirs = in_turn(compact, copy, least=9)
+    note = f"{moved:,} rows; memcpy {1e-9 / np.median(theirs):.1f} GB/s"
+    where = f"blocks of {block_size}" if block_size else "contiguous"
+    name = f"compact, every second token gone, {dtype}, {where}, {threads} thread{'s' * (threads > 1)}"
+    figures.ratio(name, theirs, ours, ">= 0.4", f"of memcpy's rate; {note}")
+
+
+@pytest.mark.parametrize("block_size", [None, 64])
+def test_memory_after_compact(figures, block_size):
+    resident, nbytes, before = measure_in_child(
+        f"""
+        x = np.ones((512, 8, 128), np.float32)
+        start = resident()
+        cache = kvcache.KVCache(4, 8, 128, 8192, block_size={block_size})
+        for _ in range(16):
+            with cache.batch(512) as batch:
+                for layer in range(4):
+                    batch.put(layer, x, x)
+        for position in range(1, 8192, 2):
+            cache.remove(position, position + 1, shift=False)
+        before = resident() - start
+        cache.compact()
+        result.extend([resident() - start, cache.nbytes, before])
+        """
+    )
+    where = f"blocks of {block_size}" if block_size else "contiguous"
+    note = f"{resident / 2**20:.1f} MiB, before {before / 2**20:.1f}"
+    figures.value(f"resident / nbytes after compact, {where}", f"{resident / nbytes:.3f}", "0.95 .. 1.05", note)

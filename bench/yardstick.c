@@ -1,0 +1,207 @@
+/* yardstick.c: how fast this machine copies, reads, multiplies and adds.  What the cache's figures are divided by.
+ *
+ * Every measurement writes the seconds of each of its repetitions, so that medians can be taken.  Threads are
+ * OpenMP's, as the cache's are: both wait for the same team.  Without OpenMP there is one. */
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE /* MAP_ANONYMOUS */
+#endif
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define AVX2 __attribute__((target("avx2,fma")))
+#define AVX512 __attribute__((target("avx512f")))
+#endif
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* ---- memory: OS pages as the system gives them, as the cache's own are ------------------------------------------- */
+
+/* Touched, each page with other contents; NULL if there is none. */
+void *ys_map(size_t bytes) {
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) return NULL;
+    for (size_t i = 0; i < bytes; i += 64) ((char *)p)[i] = (char)(i >> 12);
+    return p;
+}
+
+void ys_unmap(void *p, size_t bytes) { munmap(p, bytes); }
+
+/* ---- copying ----------------------------------------------------------------------------------------------------- */
+
+/* memcpy of n bytes, each thread an equal part. */
+void ys_copy(void *dst, const void *src, size_t n, int threads, int reps, double *seconds) {
+    const size_t part = (n / (size_t)threads + 63) / 64 * 64;
+    for (int r = 0; r < reps; r++) {
+        const double start = now();
+        if (threads == 1) {
+            memcpy(dst, src, n);
+        } else {
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+            for (int t = 0; t < threads; t++) {
+                const size_t begin = (size_t)t * part;
+                if (begin < n) memcpy((char *)dst + begin, (const char *)src + begin, n - begin < part ? n - begin : part);
+            }
+        }
+        seconds[r] = now() - start;
+    }
+}
+
+/* ---- reading: several kernels, of which the caller takes the best ------------------------------------------------ */
+
+/* Reads all of n bytes, a multiple of 4,096 * STREAMS; returns something that depends on every one of them. */
+typedef uint64_t read_fn(const char *p, size_t n);
+
+/* A kernel reads STREAMS equal stretches side by side, 64 bytes of each at a time: several OS pages are on their way
+ * at once.  PREFETCH bytes ahead (past the end does no harm); 0: the processor's own prefetching only. */
+#define READER(name, ATTRIBUTES, vec, zero, load, add, STREAMS, PREFETCH)                                              \
+    ATTRIBUTES static uint64_t name(const char *p, size_t n) {                                                         \
+        vec sum[4] = {zero, zero, zero, zero};                                                                         \
+        const size_t stretch = n / (STREAMS), step = sizeof(vec);                                                      \
+        for (size_t i = 0; i < stretch; i += 4 * step)                                                                 \
+            for (size_t s = 0; s < (STREAMS); s++) {                                                                   \
+                const char *at = p + s * stretch + i;                                                                  \
+                for (size_t line = 0; (PREFETCH) && line < 4 * step; line += 64)                                       \
+                    __builtin_prefetch(at + (PREFETCH) + line);                                                        \
+                sum[0] = add(sum[0], load((const void *)at));                                                          \
+                sum[1] = add(sum[1], load((const void *)(at + step)));                                                 \
+                sum[2] = add(sum[2], load((const void *)(at + 2 * step)));                                             \
+                sum[3] = add(sum[3], load((const void *)(at + 3 * step)));                                             \
+            }                                                                                                          \
+        const vec all = add(add(sum[0], sum[1]), add(sum[2], sum[3]));                                                 \
+        uint64_t lanes[sizeof(vec) / 8], result = 0;                                                                   \
+        memcpy(lanes, &all, sizeof all);                                                                               \
+        for (size_t i = 0; i < sizeof(vec) / 8; i++) result += lanes[i];                                               \
+        return result;                                                                                                 \
+    }
+
+#define READERS(name, ATTRIBUTES, vec, zero, load, add)                                                                \
+    READER(name##_1_0, ATTRIBUTES, vec, zero, load, add, 1, 0)                                                         \
+    READER(name##_1_1k, ATTRIBUTES, vec, zero, load, add, 1, 1024)                                                     \
+    READER(name##_1_4k, ATTRIBUTES, vec, zero, load, add, 1, 4096)                                                     \
+    READER(name##_1_16k, ATTRIBUTES, vec, zero, load, add, 1, 16384)                                                   \
+    READER(name##_4_0, ATTRIBUTES, vec, zero, load, add, 4, 0)                                                         \
+    READER(name##_4_512, ATTRIBUTES, vec, zero, load, add, 4, 512)                                                     \
+    READER(name##_4_2k, ATTRIBUTES, vec, zero, load, add, 4, 2048)
+
+#define READERS_LISTED(name, supported)                                                                                \
+    {#name ", 1 stream", name##_1_0, supported}, {#name ", 1 stream, 1 KiB ahead", name##_1_1k, supported},            \
+        {#name ", 1 stream, 4 KiB ahead", name##_1_4k, supported},                                                     \
+        {#name ", 1 stream, 16 KiB ahead", name##_1_16k, supported}, {#name ", 4 streams", name##_4_0, supported},     \
+        {#name ", 4 streams, 512 B ahead", name##_4_512, supported},                                                   \
+        {#name ", 4 streams, 2 KiB ahead", name##_4_2k, supported}
+
+static int any(void) { return 1; }
+
+#if defined(__x86_64__)
+static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+static int has_avx512(void) { return __builtin_cpu_supports("avx512f"); }
+READERS(sse2, , __m128i, _mm_setzero_si128(), _mm_loadu_si128, _mm_add_epi64)
+READERS(avx2, AVX2, __m256i, _mm256_setzero_si256(), _mm256_loadu_si256, _mm256_add_epi64)
+READERS(avx512, AVX512, __m512i, _mm512_setzero_si512(), _mm512_loadu_si512, _mm512_add_epi64)
+#else
+static uint64_t load_word(const void *p) {
+    uint64_t x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+static uint64_t add_words(uint64_t x, uint64_t y) { return x + y; }
+READERS(plain, , uint64_t, 0, load_word, add_words)
+#endif
+
+static const struct {
+    const char *name;
+    read_fn *read;
+    int (*supported)(void);
+} readers[] = {
+#if defined(__x86_64__)
+    READERS_LISTED(sse2, any), READERS_LISTED(avx2, has_avx2), READERS_LISTED(avx512, has_avx512)
+#else
+    READERS_LISTED(plain, any)
+#endif
+};
+
+/* The name of a kernel; NULL past the last one, "" for one that this machine cannot run. */
+const char *ys_reader(int i) {
+    if (i < 0 || (size_t)i >= sizeof readers / sizeof *readers) return NULL;
+    return readers[i].supported() ? readers[i].name : "";
+}
+
+static volatile uint64_t kept; /* what is read is used */
+
+/* Reads n bytes with a kernel, each thread an equal part; n is a multiple of 4,096 * 4 * threads. */
+void ys_read(int reader, const void *p, size_t n, int threads, int reps, double *seconds) {
+    read_fn *const read = readers[reader].read;
+    const size_t part = n / (size_t)threads;
+    for (int r = 0; r < reps; r++) {
+        uint64_t sum = 0;
+        const double start = now();
+        if (threads == 1) {
+            sum = read(p, n);
+        } else {
+#pragma omp parallel for schedule(static, 1) num_threads(threads) reduction(+ : sum)
+            for (int t = 0; t < threads; t++) sum += read((const char *)p + (size_t)t * part, part);
+        }
+        seconds[r] = now() - start;
+        kept += sum;
+    }
+}
+
+/* ---- multiplying and adding -------------------------------------------------------------------------------------- */
+
+enum { ROUNDS = 4096, SUMS = 12 }; /* more sums than latency times throughput of any processor so far */
+
+#define MULTIPLIER(name, ATTRIBUTES, vec, set, fma)                                                                    \
+    ATTRIBUTES static float name(float factor) {                                                                       \
+        vec sums[SUMS], x = set(factor), y = set(0.5F);                                                                \
+        for (int i = 0; i < SUMS; i++) sums[i] = set((float)i);                                                        \
+        for (int r = 0; r < ROUNDS; r++)                                                                               \
+            for (int i = 0; i < SUMS; i++) sums[i] = fma(sums[i], x, y);                                               \
+        float result = 0;                                                                                              \
+        for (int i = 0; i < SUMS; i++) {                                                                               \
+            float lanes[sizeof(vec) / sizeof(float)];                                                                  \
+            memcpy(lanes, &sums[i], sizeof lanes);                                                                     \
+            for (size_t j = 0; j < sizeof lanes / sizeof *lanes; j++) result += lanes[j];                              \
+        }                                                                                                              \
+        return result;                                                                                                 \
+    }
+
+static float set_scalar(float x) { return x; }
+static float fma_scalar(float x, float y, float z) { return x * y + z; }
+MULTIPLIER(multiply_scalar, , float, set_scalar, fma_scalar)
+#if defined(__x86_64__)
+MULTIPLIER(multiply_avx2, AVX2, __m256, _mm256_set1_ps, _mm256_fmadd_ps)
+MULTIPLIER(multiply_avx512, AVX512, __m512, _mm512_set1_ps, _mm512_fmadd_ps)
+#endif
+
+/* f32 multiply-adds with vectors of at most `lanes` floats on each of the threads; returns how many a repetition does,
+ * 0 if this machine has no such vectors. */
+double ys_multiply_add(int lanes, int threads, int reps, double *seconds) {
+    float (*multiply)(float) = lanes == 1 ? multiply_scalar : NULL;
+#if defined(__x86_64__)
+    if (lanes == 8 && has_avx2()) multiply = multiply_avx2;
+    if (lanes == 16 && has_avx512()) multiply = multiply_avx512;
+#endif
+    if (!multiply) return 0;
+    for (int r = 0; r < reps; r++) {
+        float sum = 0;
+        const double start = now();
+        if (threads == 1) {
+            sum = multiply(0.5F);
+        } else {
+#pragma omp parallel for schedule(static, 1) num_threads(threads) reduction(+ : sum)
+            for (int t = 0; t < threads; t++) sum += multiply(0.5F);
+        }
+        seconds[r] = now() - start;
+        kept += (uint64_t)sum;
+    }
+    return (double)ROUNDS * SUMS * lanes * threads;
+}

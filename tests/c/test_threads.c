@@ -1,0 +1,380 @@
+/* Several threads in one cache: one decodes, with helpers, while others edit, hold, read and ask.  Plain threads, so
+ * that the thread sanitizer sees all there is in a build without OpenMP. */
+#define _POSIX_C_SOURCE 200809L
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+
+#include "model.h"
+
+enum { HEADS = 4, K_DIM = 16, V_DIM = 8, NUM_LAYERS = 2, PROMPT = 40, STEPS = 150, BASE = 90, MOST = 256 };
+
+static const kvc_layer layers[NUM_LAYERS] = {
+    {.num_kv_heads = 2, .k_dim = K_DIM, .v_dim = V_DIM},
+    {.num_kv_heads = 2, .k_dim = K_DIM, .v_dim = V_DIM, .policy = {KVC_SLIDING, 20, 3, 0}},
+};
+
+static kvc_cache *new_cache(int block_size)
+{
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = layers,
+                               .layer_size = sizeof *layers,
+                               .num_layers = NUM_LAYERS,
+                               .block_size = block_size,
+                               .num_threads = 1};
+    kvc_cache *cache = NULL;
+    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
+    return cache;
+}
+
+/* ---- rows that follow from their position ----------------------------------------------------------------------- */
+
+/* Tokens [first, first + n) of a batch, the first of them at this position. */
+static void put_rows(kvc_batch *batch, int layer, int first, int n, int32_t position)
+{
+    float *k = malloc((size_t)n * 2 * K_DIM * sizeof *k), *v = malloc((size_t)n * 2 * V_DIM * sizeof *v);
+    for (int i = 0; i < n * 2; i++) {
+        for (int d = 0; d < K_DIM; d++)
+            k[i * K_DIM + d] = element(position + i / 2, layer, 0, i % 2, d);
+        for (int d = 0; d < V_DIM; d++)
+            v[i * V_DIM + d] = element(position + i / 2, layer, 1, i % 2, d);
+    }
+    const kvc_put_args args = {.struct_size = sizeof args,
+                               .first = first,
+                               .num_tokens = n,
+                               .k = k,
+                               .v = v,
+                               .k_token_stride = 2 * K_DIM * sizeof *k,
+                               .k_head_stride = K_DIM * sizeof *k,
+                               .v_token_stride = 2 * V_DIM * sizeof *v,
+                               .v_head_stride = V_DIM * sizeof *v};
+    CHECKF(kvc_put(batch, layer, &args) == KVC_OK, "%s", kvc_last_error());
+    free(k);
+    free(v);
+}
+
+static void check_key(const float *k, int layer, int head, int32_t position)
+{
+    for (int d = 0; d < K_DIM; d++)
+        CHECKF(k[d] == element(position, layer, 0, head, d), "layer %d, head %d, position %d", layer, head, position);
+}
+
+/* Opens a batch of n tokens of one sequence, from a position on. */
+static kvc_batch *begin(kvc_cache *cache, int64_t id, int n, int32_t position)
+{
+    kvc_batch *batch = NULL;
+    int32_t positions[MOST];
+    int64_t ids[MOST];
+    for (int t = 0; t < n; t++) {
+        positions[t] = position + t;
+        ids[t] = id;
+    }
+    CHECKF(kvc_begin(cache, n, positions, ids, &batch) == KVC_OK, "%s", kvc_last_error());
+    return batch;
+}
+
+static void feed(kvc_cache *cache, int64_t id, int n)
+{
+    kvc_batch *batch = begin(cache, id, n, 0);
+    for (int l = 0; l < NUM_LAYERS; l++)
+        put_rows(batch, l, 0, n, 0);
+    CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
+}
+
+/* ---- decoding --------------------------------------------------------------------------------------------------- */
+
+/* What attention gave, of every step and layer. */
+typedef struct outputs {
+    float out[STEPS][NUM_LAYERS][PROMPT][HEADS][V_DIM];
+} outputs;
+
+/* A plan whose tasks several threads take, one after the other. */
+typedef struct crew {
+    kvc_plan *plan;
+    int layer;
+    const kvc_attend_args *args;
+    atomic_int next;
+} crew;
+
+static void *run_tasks(void *context)
+{
+    crew *c = context;
+    int64_t num_tasks = kvc_plan_num_tasks(c->plan);
+    for (int64_t i = atomic_fetch_add(&c->next, 1); i < num_tasks; i = atomic_fetch_add(&c->next, 1))
+        CHECKF(kvc_plan_run(c->plan, c->layer, c->args, i) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+static void run_plan(kvc_batch *batch, const kvc_plan_args *plan_args, const kvc_attend_args *args, int num_helpers)
+{
+    pthread_t helpers[4];
+    crew c = {.layer = plan_args->layer, .args = args};
+    CHECKF(kvc_plan_new(batch, plan_args, &c.plan) == KVC_OK, "%s", kvc_last_error());
+    for (int i = 0; i < num_helpers; i++)
+        CHECK(pthread_create(&helpers[i], NULL, run_tasks, &c) == 0);
+    run_tasks(&c);
+    for (int i = 0; i < num_helpers; i++)
+        pthread_join(helpers[i], NULL);
+    kvc_plan_free(c.plan);
+}
+
+/* Attends over all n tokens of a batch in a layer; the queries are the keys of these tokens, a little smaller. */
+static void attend(kvc_batch *batch, int layer, int n, int32_t position, float *out, int num_helpers)
+{
+    static float q[PROMPT][HEADS][K_DIM];
+    for (int t = 0; t < n; t++)
+        for (int h = 0; h < HEADS; h++)
+            for (int d = 0; d < K_DIM; d++)
+                q[t][h][d] = element(position + t, layer, 0, h, d) / 1000;
+    const kvc_plan_args plan = {
+        .struct_size = sizeof plan, .layer = layer, .num_heads = HEADS, .num_threads = num_helpers ? num_helpers : 1};
+    const kvc_attend_args args = {.struct_size = sizeof args,
+                                  .q = q,
+                                  .out = out,
+                                  .q_token_stride = sizeof *q,
+                                  .q_head_stride = sizeof **q,
+                                  .out_token_stride = HEADS * V_DIM * sizeof *out,
+                                  .out_head_stride = V_DIM * sizeof *out};
+    if (num_helpers)
+        run_plan(batch, &plan, &args, num_helpers);
+    else
+        CHECKF(kvc_attend(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
+}
+
+/* Sequence 0: a prompt, and then a token at a time, some of them taken back first. */
+static void decode(kvc_cache *cache, outputs *results, int num_helpers)
+{
+    int32_t position = 0;
+    for (int step = 0; step < STEPS; step++) {
+        int n = step ? 1 : PROMPT;
+        for (int times = step % 7 == 6 ? 2 : 1; times > 0; times--) {
+            kvc_batch *batch = begin(cache, 0, n, position);
+            for (int l = 0; l < NUM_LAYERS; l++) {
+                put_rows(batch, l, 0, n, position);
+                attend(batch, l, n, position, &results->out[step][l][0][0][0], num_helpers);
+            }
+            if (times == 1)
+                CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
+            else
+                kvc_abort(batch);
+        }
+        position += n;
+    }
+}
+
+/* ---- what others do meanwhile, to sequences 1 (which stays as it is) and 10 to 13, all with the rows of 1 ------------- */
+
+typedef struct other {
+    kvc_cache *cache;
+    atomic_int *stop;
+    uint32_t random; /* state */
+} other;
+
+static int pick(other *o, int n)
+{
+    o->random = o->random * 1664525 + 1013904223;
+    return (int)((o->random >> 8) % (uint32_t)n);
+}
+
+static void *edit(void *context)
+{
+    other *o = context;
+    while (!atomic_load(o->stop)) {
+        int64_t id = 10 + pick(o, 4), from = pick(o, 2) ? 1 : 10 + pick(o, 4);
+        int32_t position = pick(o, BASE);
+        int choice = pick(o, 6);
+        kvc_status status = KVC_OK;
+        if (choice == 0 && from != id)
+            status = kvc_fork(o->cache, from, id);
+        else if (choice == 1 && from != id)
+            status = kvc_copy_prefix(o->cache, from, id, position);
+        else if (choice == 2)
+            status = kvc_remove(o->cache, id, position, position + pick(o, 20), 0);
+        else if (choice == 3)
+            status = kvc_truncate(o->cache, id, position);
+        else if (choice == 4)
+            status = kvc_clear_sequence(o->cache, id);
+        CHECKF(status == KVC_OK, "%s", kvc_last_error());
+        if (choice == 5)
+            status = kvc_fork(o->cache, 0, 14); /* between two batches */
+        CHECKF(status == KVC_OK || status == KVC_ERR_BUSY, "%s", kvc_last_error());
+        sched_yield();
+    }
+    return NULL;
+}
+
+/* Rows that are held are read without a lock, whatever becomes of the sequence. */
+static void *hold(void *context)
+{
+    other *o = context;
+    while (!atomic_load(o->stop)) {
+        kvc_span spans[BASE];
+        kvc_hold *held = NULL;
+        int64_t num = 0;
+        int layer = pick(o, NUM_LAYERS);
+        int64_t id = 10 + pick(o, 4);
+        CHECKF(kvc_spans(o->cache, id, layer, spans, sizeof *spans, BASE, &num, &held) == KVC_OK, "%s",
+               kvc_last_error());
+        CHECK(num <= BASE);
+        sched_yield();
+        for (int64_t i = 0; i < num; i++)
+            for (int r = 0; r < spans[i].num_rows; r++)
+                for (int h = 0; h < 2; h++)
+                    check_key((const float *)(const void *)((const char *)spans[i].k + h * spans[i].k_head_stride +
+                                                            r * spans[i].k_row_stride),
+                              layer, h, spans[i].position + r);
+        kvc_hold_free(held);
+    }
+    return NULL;
+}
+
+static void *gather(void *context)
+{
+    other *o = context;
+    while (!atomic_load(o->stop)) {
+        float k[2][BASE][K_DIM];
+        int first = pick(o, BASE), n = pick(o, BASE - first) + 1;
+        const kvc_rows_out out = {
+            .struct_size = sizeof out, .k = k, .k_head_stride = sizeof *k, .k_row_stride = sizeof **k};
+        CHECKF(kvc_gather(o->cache, 1, 0, first, n, &out) == KVC_OK, "%s", kvc_last_error());
+        for (int h = 0; h < 2; h++)
+            for (int i = 0; i < n; i++)
+                check_key(k[h][i], 0, h, first + i);
+        sched_yield();
+    }
+    return NULL;
+}
+
+static void *ask(void *context)
+{
+    other *o = context;
+    while (!atomic_load(o->stop)) {
+        int64_t id = pick(o, 15), ids[20];
+        int32_t positions[BASE];
+        CHECK(kvc_seq_len(o->cache, id, -1) <= PROMPT + STEPS);
+        CHECK(kvc_positions(o->cache, id, 1, positions, BASE) <= PROMPT + STEPS);
+        CHECK(kvc_last_position(o->cache, id) < PROMPT + STEPS && kvc_first_position(o->cache, id) < BASE);
+        CHECK(kvc_next_position(o->cache, 1) == BASE && kvc_seq_len(o->cache, 1, 0) == BASE);
+        CHECK(kvc_find_row(o->cache, 1, 0, BASE - 1) == BASE - 1 && kvc_can_resume(o->cache, 1, BASE) == 1);
+        CHECK(kvc_sequences(o->cache, ids, 20) <= 7);
+        CHECK(kvc_nbytes(o->cache) > 0 && kvc_utilization(o->cache) <= 1);
+        CHECKF(kvc_validate(o->cache) == KVC_OK, "%s", kvc_last_error());
+        kvc_stats stats;
+        kvc_get_stats(o->cache, &stats, sizeof stats);
+        CHECK(stats.live_slots >= BASE);
+        kvc_status status = kvc_compact(o->cache);
+        CHECKF(status == KVC_OK || status == KVC_ERR_BUSY || status == KVC_ERR_HELD, "%s", kvc_last_error());
+        sched_yield();
+    }
+    return NULL;
+}
+
+/* The one that decodes finds what it finds alone. */
+static void test_decoding_among_others(void)
+{
+    static outputs alone, among;
+    void *(*const jobs[])(void *) = {edit, edit, hold, gather, ask};
+    enum { NUM_JOBS = sizeof jobs / sizeof *jobs };
+    pthread_t threads[NUM_JOBS];
+    other others[NUM_JOBS];
+    atomic_int stop = 0;
+    kvc_cache *cache = new_cache(8);
+    decode(cache, &alone, 0);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+
+    cache = new_cache(8);
+    feed(cache, 1, BASE);
+    for (int i = 0; i < NUM_JOBS; i++) {
+        others[i] = (other){cache, &stop, (uint32_t)i};
+        CHECK(pthread_create(&threads[i], NULL, jobs[i], &others[i]) == 0);
+    }
+    decode(cache, &among, 2);
+    atomic_store(&stop, 1);
+    for (int i = 0; i < NUM_JOBS; i++)
+        pthread_join(threads[i], NULL);
+    CHECK(!memcmp(&alone, &among, sizeof alone));
+    CHECK(kvc_seq_len(cache, 0, 0) == PROMPT + STEPS - 1);
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
+}
+
+/* ---- putting from several threads ------------------------------------------------------------------------------- */
+
+typedef struct share {
+    kvc_batch *batch;
+    int first, n;
+} share;
+
+static void *put_share(void *context)
+{
+    share *s = context;
+    for (int l = 0; l < NUM_LAYERS; l++)
+        for (int t = 0; t < s->n; t += 5)
+            put_rows(s->batch, (l + s->first) % NUM_LAYERS, s->first + t, s->n - t < 5 ? s->n - t : 5, s->first + t);
+    return NULL;
+}
+
+static void test_putting_together(void)
+{
+    enum { THREADS = 4 };
+    pthread_t threads[THREADS];
+    share shares[THREADS];
+    static float k[2][MOST][K_DIM];
+    kvc_cache *cache = new_cache(16);
+    kvc_batch *batch = begin(cache, 0, MOST, 0);
+    for (int i = 0; i < THREADS; i++) {
+        shares[i] = (share){batch, i * MOST / THREADS, MOST / THREADS};
+        CHECK(pthread_create(&threads[i], NULL, put_share, &shares[i]) == 0);
+    }
+    for (int i = 0; i < THREADS; i++)
+        pthread_join(threads[i], NULL);
+    CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
+    for (int l = 0; l < NUM_LAYERS; l++) {
+        const kvc_rows_out out = {
+            .struct_size = sizeof out, .k = k, .k_head_stride = sizeof *k, .k_row_stride = sizeof **k};
+        CHECKF(kvc_gather(cache, 0, l, 0, MOST, &out) == KVC_OK, "%s", kvc_last_error());
+        for (int h = 0; h < 2; h++)
+            for (int i = 0; i < MOST; i++)
+                check_key(k[h][i], l, h, i);
+    }
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+}
+
+/* ---- a cache for each thread ------------------------------------------------------------------------------------ */
+
+/* Blocks so large that they are pages of the operating system; the error is this thread's own. */
+static void *own_cache(void *context)
+{
+    int number = *(int *)context;
+    char text[32];
+    kvc_cache *cache = new_cache(4096);
+    CHECK(strcmp(kvc_last_error(), "") == 0);
+    feed(cache, 0, BASE);
+    snprintf(text, sizeof text, "length is -%d:", number + 1);
+    CHECK(kvc_truncate(cache, 0, -number - 1) == KVC_ERR_INVALID);
+    sched_yield();
+    CHECKF(strstr(kvc_last_error(), text) != NULL, "%s", kvc_last_error());
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+    return NULL;
+}
+
+static void test_own_caches(void)
+{
+    enum { THREADS = 4 };
+    pthread_t threads[THREADS];
+    int numbers[THREADS];
+    for (int i = 0; i < THREADS; i++) {
+        numbers[i] = i;
+        CHECK(pthread_create(&threads[i], NULL, own_cache, &numbers[i]) == 0);
+    }
+    for (int i = 0; i < THREADS; i++)
+        pthread_join(threads[i], NULL);
+}
+
+int main(void)
+{
+    test_own_caches();
+    test_putting_together();
+    test_decoding_among_others();
+    return test_result();
+}

@@ -1,0 +1,123 @@
+"""What `import kvcache` costs and brings: names, docstrings, the version, the report of the machine."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import kvcache
+
+NAMES = {
+    "Batch",
+    "CacheBusyError",
+    "CacheFullError",
+    "FullAttention",
+    "KVCache",
+    "KVCacheError",
+    "NotSupportedError",
+    "RowsGoneError",
+    "SlidingWindow",
+    "Span",
+    "get_num_threads",
+    "set_num_threads",
+    "show_config",
+}
+
+
+def run(code, **environment):
+    """What a fresh interpreter with this one's path prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{code}"],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_names():
+    assert set(kvcache.__all__) == NAMES | {"__version__"}
+    assert all(hasattr(kvcache, name) for name in kvcache.__all__)
+
+
+def test_import_brings_nothing_but_numpy():
+    code = """
+import numpy
+before = set(sys.modules)
+import kvcache
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(*sorted(name for name in new - sys.stdlib_module_names if "cython" not in name))
+"""
+    assert set(run(code).split()) <= {"kvcache", "numpy"}
+
+
+@pytest.mark.parametrize("module", ["ml_dtypes", "torch"])
+def test_no_type_but_bf16_brings_more(module):
+    code = f"""
+import numpy, kvcache
+cache = kvcache.KVCache(1, 1, 8, 16)
+x = numpy.ones((1, 1, 8), numpy.float32)
+with cache.batch(1) as batch:
+    batch.attend(0, x, x, x)
+print({module!r} in sys.modules)
+"""
+    assert run(code) == "False\n"
+
+
+def public_things():
+    """Every public name with its object: those of the package, and the methods and properties of its classes."""
+    for name in sorted(NAMES):
+        thing = getattr(kvcache, name)
+        yield name, thing
+        if inspect.isclass(thing) and not issubclass(thing, Exception):
+            for attribute, value in vars(thing).items():
+                if not attribute.startswith("_") and (inspect.isroutine(value) or isinstance(value, property)):
+                    yield f"{name}.{attribute}", value
+
+
+@pytest.mark.parametrize("name", [name for name, _ in public_things()])
+def test_docstrings(name):
+    text = inspect.getdoc(dict(public_things())[name])
+    assert text
+    assert text.splitlines()[0].endswith("."), "the first line is a sentence"
+
+
+def test_errors():
+    for error in (kvcache.CacheBusyError, kvcache.CacheFullError, kvcache.NotSupportedError, kvcache.RowsGoneError):
+        assert issubclass(error, kvcache.KVCacheError)
+    assert issubclass(kvcache.NotSupportedError, NotImplementedError)
+    assert not issubclass(kvcache.CacheFullError, MemoryError)
+
+
+def test_version():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", kvcache.__version__)
+
+
+def test_show_config(capsys):
+    kvcache.show_config()
+    printed = capsys.readouterr().out
+    found = kvcache.show_config(mode="dicts")
+    assert found["kvcache"] == kvcache.__version__
+    assert found["num_threads"] == kvcache.get_num_threads()
+    assert len(printed.splitlines()) == len(found)
+    for name, value in found.items():
+        assert re.search(rf"^{name} +{re.escape('-' if value is None else str(value))}$", printed, re.MULTILINE)
+
+
+def test_the_instruction_set_can_be_chosen():
+    code = "import kvcache; print(kvcache.show_config('dicts')['isa'])"
+    assert run(code, KVCACHE_ISA="scalar") == "scalar\n"
+
+
+def test_num_threads():
+    before = kvcache.get_num_threads()
+    try:
+        kvcache.set_num_threads(1)
+        assert kvcache.get_num_threads() == 1
+    finally:
+        kvcache.set_num_threads(None)
+    assert kvcache.get_num_threads() == before >= 1

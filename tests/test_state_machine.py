@@ -1,0 +1,427 @@
+"""The cache and its model (model.py), driven with the same random operations; everything visible is compared.
+
+What is stored is f32, so that contents compare exactly. Every row is of fresh random numbers: one that lands in the
+wrong place cannot look right.
+"""
+
+import model as dictionary
+import numpy as np
+from hypothesis import note, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import kvcache
+
+SEQUENCES = [0, 1, 2, -7, 2**40]
+LAST = dictionary.MAX_POSITION
+
+sequences = st.sampled_from(SEQUENCES)
+limits = st.none() | st.integers(4, 60)
+sizes = st.sampled_from([1, 4, 100])  # tokens in a range
+
+
+@st.composite
+def policies(draw):
+    if draw(st.booleans()):
+        return kvcache.FullAttention()
+    window = draw(st.integers(1, 8))
+    resume = draw(st.none() | st.integers(window, window + 6))
+    return kvcache.SlidingWindow(window, draw(st.sampled_from([0, 0, 1, 3])), resume)
+
+
+def in_model(policy):
+    if isinstance(policy, kvcache.FullAttention):
+        return dictionary.FullAttention()
+    return dictionary.SlidingWindow(policy.window, policy.num_sink_tokens, policy.resume_window or policy.window)
+
+
+def outcome(call):
+    """What a call returns, and the name of what it raises."""
+    try:
+        return call(), None
+    except Exception as error:
+        return None, type(error).__name__
+
+
+def assert_close(out, expected, v):
+    """Few rows of few elements: f32 errs by a few units in the last place (2^-24) of the largest value."""
+    largest = max((float(np.abs(x).max()) for x in v), default=0)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=64 * 2**-24 * largest)
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(
+        data=st.data(),
+        heads=st.integers(1, 2),
+        dims=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+        block_size=st.sampled_from([1, 3, 16, None]),
+        max_sequences=st.none() | st.integers(1, 5),
+        max_seq_len=limits,
+        capacity=limits,
+        seed=st.integers(0, 2**32 - 1),
+    )
+    def start(self, data, heads, dims, block_size, max_sequences, max_seq_len, capacity, seed):
+        given = data.draw(st.lists(policies(), min_size=1, max_size=4), label="policies")
+        self.num_layers, self.heads, self.dims = len(given), heads, dims
+        options = {"max_sequences": max_sequences, "capacity": capacity}
+        self.real = kvcache.KVCache(
+            len(given), heads, dims[0], max_seq_len, v_head_dim=dims[1], dtype="f32", policy=given,
+            block_size=block_size, **options,
+        )  # fmt: skip
+        self.model = dictionary.KVCache(
+            len(given), heads, dims[0], max_seq_len, policy=[in_model(p) for p in given], **options
+        )
+        self.groups = {p: layer for layer, p in enumerate(self.model.policy)}  # of those with one policy, one layer
+        self.rng = np.random.default_rng(seed)
+        self.batch = self.model_batch = None
+        self.views = []  # arrays, and copies of what they showed when they were taken
+        self.committed = self.aborted = self.tokens = 0
+
+    def both(self, call):
+        """Calls the cache and its model; both succeed, or both raise the same."""
+        (real, error), (expected, expected_error) = outcome(lambda: call(self.real)), outcome(lambda: call(self.model))
+        assert error == expected_error, f"{error}, where {expected_error} was expected"
+        if error:
+            note(f"    {error}")
+        return real, expected, error
+
+    # ---- batches
+
+    def positions(self, data, seq_id, count, low):
+        """Where the next tokens of a sequence stand: where it goes on, or nearly anywhere else."""
+        start = max(self.model.next_position(seq_id), low)
+        if start > LAST - 50:
+            return list(range(LAST + 1 - count, LAST + 1))
+        kind = data.draw(st.sampled_from(["next"] * 4 + ["gap", "back", "repeat", "down", "any", "far"]), label="kind")
+        if kind == "gap":
+            start += data.draw(st.integers(1, 9), label="gap")
+        elif kind == "far":
+            start = LAST - data.draw(st.integers(0, 60), label="far")
+        elif kind == "back":
+            start = max(0, start - data.draw(st.integers(1, 9), label="back"))
+        elif kind == "repeat":
+            return [start] * count
+        elif kind == "down":
+            return list(range(start + count - 1, start - 1, -1))
+        elif kind == "any":
+            return data.draw(st.lists(st.integers(0, start + 9), min_size=count, max_size=count), label="positions")
+        return list(range(start, start + count))
+
+    def begin(self, data):
+        positions, seq_ids = [], []
+        for _ in range(data.draw(st.integers(1, 3), label="stretches")):
+            seq_id = self.some_sequence(data)
+            mine = [p for p, s in zip(positions, seq_ids, strict=True) if s == seq_id]
+            stretch = self.positions(
+                data, seq_id, data.draw(st.integers(1, 9), label="tokens"), max(mine, default=-1) + 1
+            )
+            positions += stretch
+            seq_ids += [seq_id] * len(stretch)
+        if len(set(seq_ids)) > 1 and data.draw(st.booleans(), label="mixed"):
+            order = self.rng.permutation(len(positions))
+            positions, seq_ids = [positions[i] for i in order], [seq_ids[i] for i in order]
+        note(f"    {positions} of {seq_ids}")
+        return self.begin_both(lambda c: c.batch(positions=positions, seq_ids=seq_ids))
+
+    def begin_both(self, call):
+        batch, model_batch, error = self.both(call)
+        if not error:
+            self.batch, self.model_batch = batch, model_batch
+            assert batch.positions.tolist() == model_batch.positions
+            assert batch.seq_ids.tolist() == model_batch.seq_ids
+        return not error
+
+    def random(self, tokens, heads, dim):
+        return self.rng.standard_normal((tokens, heads, dim), np.float32)
+
+    def missing(self, layer):
+        return [t for t, row in enumerate(self.model_batch.rows[layer]) if row is None]
+
+    def put(self, layer, first, count):
+        k, v = self.random(count, self.heads, self.dims[0]), self.random(count, self.heads, self.dims[1])
+        self.batch.put(layer, k, v, first=first)
+        self.model_batch.put(layer, k, v, first=first)
+
+    def is_ready(self, layer, first, end):
+        """Whether all is put that stands, in their sequence, up to the last of these tokens."""
+        last = {}
+        for s, p in zip(self.model_batch.seq_ids[first:end], self.model_batch.positions[first:end], strict=True):
+            last[s] = max(last.get(s, -1), p)
+        return not any(
+            self.model_batch.positions[t] <= last.get(self.model_batch.seq_ids[t], -1) for t in self.missing(layer)
+        )
+
+    def attend(self, layer, first, count, with_rows):
+        group = int(self.rng.integers(1, 4))
+        q = self.random(count, self.heads * group, self.dims[0])
+        rows = []
+        if with_rows:
+            rows = [self.random(count, self.heads, self.dims[0]), self.random(count, self.heads, self.dims[1])]
+            self.model_batch.put(layer, *rows, first=first)
+        out, lse = self.batch.attend(layer, q, *rows, first=first, return_lse=True)
+        assert out.shape == (count, self.heads * group, self.dims[1])
+        assert np.isfinite(lse).all()  # a token sees at least itself
+        seen = self.model_batch.dense(layer)[1]
+        assert_close(out, self.model_batch.attend(layer, q, first=first), [seen])
+
+    def finish(self, commit):
+        error = None
+        if commit:
+            error = self.finish_both("commit")
+        else:
+            self.finish_both("abort")
+        if error:
+            for layer in range(self.num_layers):
+                for t in self.missing(layer):
+                    self.put(layer, t, 1)
+            assert not self.finish_both("commit")
+        self.committed += commit
+        self.aborted += not commit
+        self.tokens += commit * len(self.batch)
+        self.batch.commit()  # once it has ended, this does nothing
+        self.batch = self.model_batch = None
+
+    def finish_both(self, how):
+        (_, error), (_, expected) = (outcome(getattr(batch, how)) for batch in (self.batch, self.model_batch))
+        assert error == expected
+        return error
+
+    @rule(data=st.data(), size=sizes, commit=st.sampled_from([True, True, True, False]), attend=st.booleans())
+    @precondition(lambda self: not self.batch)
+    def whole_batch(self, data, size, commit, attend):
+        if self.begin(data):
+            self.put_rest(size, attend)
+            self.finish(commit)
+
+    @rule(n=st.integers(1, 12))
+    @precondition(lambda self: not self.batch)
+    def next_tokens(self, n):
+        """As a runner does it with its only sequence."""
+        if self.begin_both(lambda c: c.batch(n)):
+            self.put_rest(100, True)
+            self.finish(True)
+
+    @rule(data=st.data(), steps=st.integers(1, 12))
+    @precondition(lambda self: not self.batch)
+    def decode(self, data, steps):
+        """One token after the other, of a few sequences together."""
+        seq_ids = data.draw(st.lists(st.sampled_from(self.model.sequences or [0]), unique=True, min_size=1))
+        for _ in range(steps):
+            positions = [self.model.next_position(s) for s in seq_ids]
+            if self.begin_both(lambda c, p=positions: c.batch(positions=p, seq_ids=seq_ids)):
+                self.put_rest(100, True)
+                self.finish(True)
+
+    def put_rest(self, size, attend):
+        """All that is not put yet, in token ranges, attended over where what they see is there."""
+        for layer in range(self.num_layers):
+            while missing := self.missing(layer):
+                first, count = missing[0], 1
+                while count < size and first + count in missing:
+                    count += 1
+                together = attend and set(missing) == set(range(first, first + count))
+                if together:
+                    self.attend(layer, first, count, with_rows=True)
+                else:
+                    self.put(layer, first, count)
+                    if attend and self.is_ready(layer, first, first + count):
+                        self.attend(layer, first, count, with_rows=False)
+            if attend:
+                self.attend(layer, 0, len(self.batch), with_rows=False)
+
+    @rule(data=st.data())
+    def begin_only(self, data):
+        self.begin(data)  # while one is open it is refused
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.batch)
+    def put_some(self, data):
+        layer = data.draw(st.integers(0, self.num_layers - 1), label="layer")
+        first = data.draw(st.integers(0, len(self.batch) - 1), label="first")
+        end = data.draw(st.integers(first + 1, len(self.batch)), label="end")
+        free = all(t in self.missing(layer) for t in range(first, end))
+        if free:
+            self.put(layer, first, end - first)
+        else:
+            k, v = (self.random(end - first, self.heads, dim) for dim in self.dims)
+            assert outcome(lambda: self.batch.put(layer, k, v, first=first))[1] == "ValueError"
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.batch)
+    def attend_some(self, data):
+        layer = data.draw(st.integers(0, self.num_layers - 1), label="layer")
+        first = data.draw(st.integers(0, len(self.batch) - 1), label="first")
+        end = data.draw(st.integers(first + 1, len(self.batch)), label="end")
+        if self.is_ready(layer, first, end):
+            self.attend(layer, first, end - first, with_rows=False)
+
+    @rule(size=sizes, commit=st.booleans())
+    @precondition(lambda self: self.batch)
+    def put_and_finish(self, size, commit):
+        self.put_rest(size, True)
+        self.finish(commit)
+
+    @rule(commit=st.booleans())
+    @precondition(lambda self: self.batch)
+    def end(self, commit):
+        self.finish(commit)
+
+    # ---- edits
+
+    def some_sequence(self, data):
+        """Mostly one that holds something."""
+        return data.draw(st.sampled_from(self.model.sequences * 3 + SEQUENCES), label="seq_id")
+
+    def some_position(self, data, seq_id):
+        return data.draw(st.sampled_from(self.interesting(seq_id)), label="position")
+
+    def interesting(self, seq_id):
+        """Positions at and beside everything that a sequence holds or has lost."""
+        edges = {0, self.model.next_position(seq_id)}
+        for layer in self.groups.values():
+            edges.update(self.model.positions(seq_id=seq_id, layer=layer))
+            lost = self.model.lost_end[layer].get(seq_id, 0)
+            edges |= {lost, lost + getattr(self.model.policy[layer], "window", 1) - 1}
+        return sorted({p for edge in edges for p in (edge - 1, edge, edge + 1) if 0 <= p <= LAST + 1})
+
+    @rule(data=st.data(), dst=sequences, whole=st.booleans())
+    def share(self, data, dst, whole):
+        src = self.some_sequence(data)
+        if whole:
+            self.both(lambda c: c.fork(src, dst))
+        else:
+            length = self.some_position(data, src)
+            self.both(lambda c: c.copy_prefix(src, dst, length))
+
+    @rule(data=st.data(), shift=st.booleans(), to_the_end=st.booleans())
+    def remove(self, data, shift, to_the_end):
+        seq_id = self.some_sequence(data)
+        begin, end = self.some_position(data, seq_id), None if to_the_end else self.some_position(data, seq_id)
+        self.both(lambda c: c.remove(begin, end, seq_id=seq_id, shift=shift))
+
+    @rule(data=st.data(), every=st.integers(2, 3))
+    def make_holes(self, data, every):
+        seq_id = self.some_sequence(data)
+        for position in self.model.positions(seq_id=seq_id)[::every]:
+            self.both(lambda c, p=position: c.remove(p, p + 1, seq_id=seq_id, shift=False))
+
+    @rule(data=st.data())
+    def truncate(self, data):
+        seq_id = self.some_sequence(data)
+        length = self.some_position(data, seq_id)
+        self.both(lambda c: c.truncate(length, seq_id=seq_id))
+
+    @rule(data=st.data(), how=st.sampled_from(["one", "one", "all but one", "all"]))
+    def forget(self, data, how):
+        seq_id = self.some_sequence(data)
+        call = {"one": lambda c: c.clear(seq_id), "all but one": lambda c: c.keep(seq_id), "all": lambda c: c.clear()}
+        self.both(call[how])
+
+    @rule()
+    def compact(self):
+        if self.views and not self.batch:
+            assert outcome(self.real.compact)[1] == "BufferError"
+            return
+        _, _, error = self.both(lambda c: c.compact())
+        if not error:
+            stats = self.real.stats()
+            assert stats["wasted_slots"] == stats["blocks_free"] == 0
+
+    # ---- views
+
+    @rule(data=st.data(), what=st.sampled_from(["keys", "values", "spans"]))
+    def take_view(self, data, what):
+        seq_id = self.some_sequence(data)
+        layer = data.draw(st.integers(0, self.num_layers - 1), label="layer")
+        views, error = outcome(
+            lambda: getattr(self.real, what)(layer, seq_id=seq_id, **({} if what == "spans" else {"copy": False}))
+        )
+        if error:
+            assert error == "ValueError"
+            assert len(self.real.spans(layer, seq_id=seq_id)) > 1
+        elif self.model.held(layer, seq_id):
+            views = [x for span in views for x in (span.k, span.v)] if what == "spans" else [views]
+            self.views.append([(view, view.copy()) for view in views])
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.views)
+    def drop_view(self, data):
+        del self.views[data.draw(st.integers(0, len(self.views) - 1), label="view")]
+
+    # ---- everything visible
+
+    @invariant()
+    def cache_is_valid(self):
+        self.real.validate()
+
+    @invariant()
+    def views_show_what_they_showed(self):
+        for pairs in self.views:
+            for view, before in pairs:
+                np.testing.assert_array_equal(view, before)
+
+    @invariant()
+    def sequences_are_equal(self):
+        real, model = self.real, self.model
+        assert real.sequences == model.sequences
+        for s in SEQUENCES:
+            for name in ("seq_len", "first_position", "last_position", "next_position"):
+                assert getattr(real, name)(s) == getattr(model, name)(s), name
+            for position in self.interesting(s):
+                assert real.can_resume(position, seq_id=s) == model.can_resume(position, seq_id=s), position
+
+    @invariant()
+    def rows_are_equal(self):
+        for s in self.model.sequences:
+            for layer in range(self.num_layers):
+                positions = self.model.positions(seq_id=s, layer=layer)
+                assert self.real.positions(seq_id=s, layer=layer).tolist() == positions
+                assert self.real.seq_len(s, layer=layer) == len(positions)
+                if positions:
+                    self.compare_rows(layer, s, positions)
+
+    def compare_rows(self, layer, seq_id, positions):
+        k, v = self.model.gather(layer, seq_id=seq_id)
+        found = self.real.gather(layer, seq_id=seq_id)
+        np.testing.assert_array_equal(found[0], k)
+        np.testing.assert_array_equal(found[1], v)
+        np.testing.assert_array_equal(self.real.keys(layer, seq_id=seq_id), k)
+        np.testing.assert_array_equal(self.real.values(layer, seq_id=seq_id), v)
+        spans = self.real.spans(layer, seq_id=seq_id)
+        assert np.concatenate([span.positions for span in spans]).tolist() == positions
+        np.testing.assert_array_equal(np.concatenate([span.k for span in spans], 1), k)
+        np.testing.assert_array_equal(np.concatenate([span.v for span in spans], 1), v)
+        for position in {positions[0], positions[len(positions) // 2], max(positions) + 1}:
+            if position <= LAST:
+                one, expected = (c.get(layer, position, seq_id=seq_id) for c in (self.real, self.model))
+                assert (one is None) == (expected is None)
+                if one:
+                    np.testing.assert_array_equal(one[0], expected[0])
+                    np.testing.assert_array_equal(one[1], expected[1])
+
+    @invariant()
+    def counters_are_right(self):
+        stats = self.real.stats()
+        pending = len(self.batch) if self.batch else 0
+        live = [self.model.live(layer) + pending for layer in self.groups.values()]
+        assert stats["live_slots"] == sum(live)
+        assert (stats["batches"], stats["aborted"], stats["tokens"]) == (self.committed, self.aborted, self.tokens)
+        if self.real.capacity is not None:
+            assert self.real.utilization == max(live) / self.real.capacity
+
+    def teardown(self):
+        if not hasattr(self, "views"):
+            return
+        if self.batch:
+            self.finish(commit=False)
+        self.views.clear()
+        self.real.compact()
+        self.rows_are_equal()
+        self.cache_is_valid()
+        self.real.clear()
+        assert self.real.stats()["live_slots"] == 0
+        self.real.close()
+
+
+Machine.TestCase.settings = settings(stateful_step_count=40)
+TestMachine = Machine.TestCase
