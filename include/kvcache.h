@@ -100,7 +100,7 @@ KVC_API const char *kvc_strerror(kvc_status status);
 /* The sentence of the last call of this thread that failed, "" if none did.  Valid until the next failure here. */
 KVC_API const char *kvc_last_error(void);
 
-/* Sets what kvc_num_threads answers for the whole process; 0: as if never set.  KVC_ERR_INVALID if negative. */
+/* Sets what kvc_num_threads answers for the whole process, at most 4096; 0: as if never set.  KVC_ERR_INVALID. */
 KVC_API kvc_status kvc_set_num_threads(int32_t num_threads);
 
 /* ---- configuration ---------------------------------------------------------------------------------------------- */
@@ -173,7 +173,7 @@ typedef struct kvc_config {
     int32_t block_size;    /* slots in a block.  0: max_seq_len where that is given, max_sequences is 1 and every layer
                               sees everything (one contiguous block); else 64 */
     int64_t max_seq_len;   /* rows one sequence may hold in one layer; 0: no limit */
-    int64_t max_sequences; /* sequences that hold rows; 0: no limit */
+    int64_t max_sequences; /* sequences that hold rows once a batch has begun; 0: no limit */
     int64_t capacity;      /* live slots of one layer group, those shared by several sequences counted once; 0:
                               max_seq_len * max_sequences, no limit where one of these has none */
     int64_t max_bytes;     /* hard limit of kvc_nbytes; 0: none */
@@ -228,7 +228,8 @@ KVC_API kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id);
 KVC_API kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id);
 
 /* dst becomes the rows of src at positions below `length` (whatever dst held is forgotten).  No row is copied: the
- * two share slots until one of them drops them, and each appends to its own.  src == dst is KVC_ERR_INVALID. */
+ * two share slots until one of them drops them, and each appends to its own.  To share needs no room, so that no limit
+ * is looked at before the next kvc_begin.  src == dst is KVC_ERR_INVALID. */
 KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length);
 
 /* kvc_copy_prefix of everything src holds. */
@@ -269,6 +270,10 @@ KVC_API void kvc_get_stats(kvc_cache *cache, kvc_stats *stats, size_t stats_size
 /* Bytes of memory the cache holds: rows that were ever written since their memory was taken, in whole OS pages where
  * a block is large, and bookkeeping. */
 KVC_API int64_t kvc_nbytes(kvc_cache *cache);
+
+/* Slots in a block, and slots in all (-1: no limit): the defaults are filled in. */
+KVC_API int32_t kvc_block_size(kvc_cache *cache);
+KVC_API int64_t kvc_capacity(kvc_cache *cache);
 
 /* Bytes of rows when `capacity` slots of every layer group are filled; -1 where there is no limit. */
 KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
@@ -359,6 +364,7 @@ typedef struct kvc_attend_args {
     int32_t q_type; /* KVC_F32, KVC_F16 or KVC_BF16 */
     float scale;    /* 0: 1 / sqrt(k_dim) */
     float softcap;  /* 0: none; else scores become softcap * tanh(score / softcap) before alibi */
+    const kvc_put_args *put; /* may be NULL; rows to store first, as by kvc_put.  For kvc_attend only */
 } kvc_attend_args;
 
 typedef struct kvc_plan_args {
@@ -375,7 +381,8 @@ typedef struct kvc_plan_args {
  * positions up to its own, that the policy shows; those of the batch must have been put in this layer.  Where nothing
  * is visible, out is 0 and lse -inf.  Sums are kept in f32.  The bits of the result depend on nothing but the
  * sequence itself: not on threads, on where rows lie, or on who else is in the batch.
- * plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX, KVC_ERR_NOMEM, KVC_ERR_CANCELLED. */
+ * plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX, KVC_ERR_NOMEM, KVC_ERR_CANCELLED: nothing was put then, but
+ * for the last. */
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
 
 /* The same for runners with threads of their own.  A plan cuts the work into tasks and takes all memory that they

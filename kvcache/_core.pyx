@@ -14,6 +14,7 @@ cimport cython
 cimport numpy as cnp
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Realloc
+from cpython.object cimport PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from cpython.ref cimport Py_INCREF
 from libc.math cimport isfinite
@@ -32,8 +33,8 @@ cdef extern from "Python.h":
 cdef extern from "numpy/arrayobject.h":
     # numpy's own declaration of this one takes no NULL
     object PyArray_NewFromDescr(
-        object subtype, cnp.dtype descr, int ndim, cnp.npy_intp *shape, cnp.npy_intp *strides, void *data, int flags,
-        void *prototype)
+        PyTypeObject *subtype, cnp.dtype descr, int ndim, cnp.npy_intp *shape, cnp.npy_intp *strides, void *data,
+        int flags, void *prototype)
 
 
 cdef extern from "kvcache.h" nogil:
@@ -109,6 +110,8 @@ cdef extern from "kvcache.h" nogil:
 
     void kvc_get_stats(kvc_cache *cache, kvc_stats *stats, size_t stats_size)
     int64_t kvc_nbytes(kvc_cache *cache)
+    int32_t kvc_block_size(kvc_cache *cache)
+    int64_t kvc_capacity(kvc_cache *cache)
     int64_t kvc_capacity_bytes(kvc_cache *cache)
     double kvc_utilization(kvc_cache *cache)
     kvc_status kvc_validate(kvc_cache *cache)
@@ -157,6 +160,7 @@ cdef extern from "kvcache.h" nogil:
         int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride
         int32_t q_type
         float scale, softcap
+        const kvc_put_args *put
 
     ctypedef struct kvc_plan_args:
         size_t struct_size
@@ -512,6 +516,13 @@ cdef object read_array(object x, str name, int ndim, Array *a, bint write=False)
     raise TypeError(f"{name}: an array (NumPy or DLPack, on the CPU) is needed, not {type(x).__name__}")
 
 
+cdef object make_array(object subtype, cnp.dtype descr, int ndim, cnp.npy_intp *shape, cnp.npy_intp *strides,
+                       void *data):
+    """An array of new memory, or a read-only one over what somebody else keeps."""
+    Py_INCREF(descr)  # which the next line gives away
+    return PyArray_NewFromDescr(<PyTypeObject *>subtype, descr, ndim, shape, strides, data, 0, NULL)
+
+
 cdef object wrap(Array *a, object owner):
     """A read-only NumPy array over memory that `owner` keeps; bf16 as its bits."""
     cdef cnp.npy_intp[3] shape
@@ -522,8 +533,7 @@ cdef object wrap(Array *a, object owner):
         strides[i] = <cnp.npy_intp>a.strides[i]
     cdef int typenum = [cnp.NPY_FLOAT32, cnp.NPY_FLOAT16, cnp.NPY_UINT16][a.type]
     cdef cnp.dtype descr = cnp.PyArray_DescrFromType(typenum)
-    Py_INCREF(descr)  # which the next line gives away
-    array = PyArray_NewFromDescr(np.ndarray, descr, a.ndim, shape, strides, a.data, 0, NULL)
+    array = make_array(np.ndarray, descr, a.ndim, shape, strides, a.data)
     cnp.set_array_base(array, owner)
     return array
 
@@ -607,9 +617,7 @@ cdef cnp.ndarray new_array(int32_t type, int ndim, int64_t a, int64_t b, int64_t
         return cnp.PyArray_EMPTY(ndim, shape, cnp.NPY_FLOAT32, 0)
     if type == KVC_F16:
         return cnp.PyArray_EMPTY(ndim, shape, cnp.NPY_FLOAT16, 0)
-    cdef cnp.dtype descr = find_bf16()
-    Py_INCREF(descr)  # which the next line gives away
-    return PyArray_NewFromDescr(BFloat16Array, descr, ndim, shape, NULL, NULL, 0, NULL)
+    return make_array(BFloat16Array, find_bf16(), ndim, shape, NULL, NULL)
 
 
 @cython.final
@@ -663,10 +671,8 @@ cdef class Hold:
             shape[1] += self.spans[i].num_rows
         if values:
             strides[0], strides[1] = span.v_head_stride, span.v_row_stride
-        descr = dtype_of(type)
-        Py_INCREF(descr)  # which the next line gives away
-        array = PyArray_NewFromDescr(BFloat16Array if type == KVC_BF16 else np.ndarray, descr, 3, shape, strides,
-                                     <void *>(span.v if values else span.k), 0, NULL)
+        array = make_array(BFloat16Array if type == KVC_BF16 else np.ndarray, dtype_of(type), 3, shape, strides,
+                           <void *>(span.v if values else span.k))
         cnp.set_array_base(array, self)
         return array
 
@@ -832,6 +838,13 @@ cdef class Cache:
 
     def nbytes(self):
         return kvc_nbytes(self.open())
+
+    def block_size(self):
+        return kvc_block_size(self.open())
+
+    def capacity(self):
+        cdef int64_t slots = kvc_capacity(self.open())
+        return None if slots < 0 else slots
 
     def capacity_bytes(self):
         cdef int64_t size = kvc_capacity_bytes(self.open())
@@ -1126,7 +1139,7 @@ cdef class Batch:
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
         cdef bint htd = is_htd(layout), store = k is not None or v is not None
         cdef kvc_batch *batch = self.open()
-        cdef kvc_status status = KVC_OK
+        cdef kvc_status status
         cdef cnp.ndarray lse = None
         cdef PutRows rows
         cdef Query query
@@ -1151,12 +1164,11 @@ cdef class Batch:
             query.args.lse_token_stride = cnp.PyArray_STRIDE(lse, htd)
             query.args.lse_head_stride = cnp.PyArray_STRIDE(lse, 1 - htd)
         batch = self.open()
+        if store:
+            query.args.put = &rows.args
         self.calls += 1
         with nogil:
-            if store:
-                status = kvc_put(batch, at, &rows.args)
-            if status == KVC_OK:
-                status = kvc_attend(batch, &query.plan, &query.args)
+            status = kvc_attend(batch, &query.plan, &query.args)
         self.calls -= 1
         check(status)
         return (out, lse) if return_lse else out

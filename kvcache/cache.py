@@ -90,7 +90,7 @@ class KVCache:
     policy : FullAttention or SlidingWindow or sequence of these, default FullAttention()
         Which positions a query may see, and so which rows are kept.
     max_sequences : int or None, default 1
-        How many sequences may hold rows; None: no limit.
+        How many sequences may hold rows; None: no limit. It is looked at when a batch begins: to fork needs no room.
     capacity : int, optional
         How many tokens all sequences together may hold in any layer, those that several share counted once. By default
         ``max_seq_len * max_sequences``, and no limit where one of these is None.
@@ -186,19 +186,19 @@ class KVCache:
         )
         self._max_seq_len = _limit(max_seq_len, "max_seq_len", INT32_MAX - 1)
         self._max_sequences = _limit(max_sequences, "max_sequences", INT32_MAX)
-        self._capacity = _limit(capacity, "capacity", INT64_MAX)
         self._max_bytes = _limit(max_bytes, "max_bytes", INT64_MAX)
-        self._block_size = _limit(block_size, "block_size", INT32_MAX - 1)
         self._num_threads = _limit(num_threads, "num_threads", MAX_THREADS)
         self._core = _core.Cache(
             [_core_layer(layer) for layer in self._layers],
             self._max_seq_len or 0,
             self._max_sequences or 0,
-            self._capacity or 0,
+            _limit(capacity, "capacity", INT64_MAX) or 0,
             self._max_bytes or 0,
-            self._block_size or 0,
+            _limit(block_size, "block_size", INT32_MAX - 1) or 0,
             self._num_threads or 0,
         )
+        self._capacity = self._core.capacity()  # where they were left to the core
+        self._block_size = self._core.block_size()
 
     def __enter__(self) -> Self:
         return self
@@ -273,8 +273,6 @@ class KVCache:
     @property
     def capacity(self) -> int | None:
         """How many tokens all sequences together may hold in any layer; None: no limit."""
-        if self._capacity is None and self._max_seq_len is not None and self._max_sequences is not None:
-            return self._max_seq_len * self._max_sequences
         return self._capacity
 
     @property
@@ -285,10 +283,7 @@ class KVCache:
     @property
     def block_size(self) -> int:
         """Tokens in a block."""
-        if self._block_size is not None:
-            return self._block_size
-        contiguous = self._max_sequences == 1 and all(isinstance(p, FullAttention) for p in self.policy)
-        return self._max_seq_len if contiguous and self._max_seq_len is not None else 64
+        return self._block_size
 
     @property
     def num_threads(self) -> int | None:

@@ -344,8 +344,8 @@ static kvc_status check_args(const kvc_plan *plan, int32_t layer, const kvc_atte
     return KVC_OK;
 }
 
-/* The batch's own rows that a unit's queries see must have been put. */
-static kvc_status check_put(const kvc_plan *plan, const kvc_unit *unit, int32_t layer) {
+/* The batch's own rows that a unit's queries see must have been put, or be among those that are about to be. */
+static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t layer, const kvc_put_args *put) {
     const kvc_batch *batch = plan->batch;
     const kvc_batch_sequence *member = &batch->sequences[unit->sequence];
     const uint8_t *written = kvc_written_in(batch, layer);
@@ -356,7 +356,8 @@ static kvc_status check_put(const kvc_plan *plan, const kvc_unit *unit, int32_t 
     }
     for (int32_t i = 0; i < member->num_tokens; i++) {
         const int32_t t = batch->order[member->first + i];
-        if (!written[t] && batch->positions[t] <= last)
+        const int about_to_be = put && t >= put->first && t < put->first + put->num_tokens;
+        if (!written[t] && !about_to_be && batch->positions[t] <= last)
             return kvc_fail(KVC_ERR_INVALID, "token %d of the batch is seen but was not put in layer %d: put k and v first",
                             t, layer);
     }
@@ -383,9 +384,11 @@ kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *gi
     call c;
     kvc_status status = kvc_read_struct(&args, sizeof args, given, given ? given->struct_size : 0, "args");
     if (status == KVC_OK) status = make_call(&c, plan, layer, &args);
+    if (status == KVC_OK && args.put)
+        status = kvc_fail(KVC_ERR_INVALID, "args->put is not NULL: rows are stored by kvc_put before tasks are run");
     if (status == KVC_OK && (task < 0 || task >= plan->num_tasks))
         status = kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)plan->num_tasks);
-    if (status == KVC_OK) status = check_put(plan, unit_of(plan, task), layer);
+    if (status == KVC_OK) status = check_seen(plan, unit_of(plan, task), layer, NULL);
     return status == KVC_OK ? run_task(&c, task) : status;
 }
 
@@ -395,14 +398,10 @@ static void run_one(void *context, int64_t i) {
     if (status != KVC_OK) atomic_store(&c->status, status);
 }
 
-static kvc_status run_all(call *c, int32_t layer) {
+static kvc_status run_all(call *c) {
     /* Below this many multiply-adds, about 20 microseconds, waking threads costs more than they save. */
     static const double WORTH_THREADS = 1 << 19;
-    kvc_plan *plan = c->plan;
-    for (int32_t u = 0; u < plan->num_units; u++) {
-        const kvc_status status = check_put(plan, &plan->units[u], layer);
-        if (status != KVC_OK) return status;
-    }
+    const kvc_plan *plan = c->plan;
     kvc_parallel(plan->work < WORTH_THREADS ? 1 : plan->args.num_threads, plan->num_tasks, run_one, c);
     const kvc_status status = (kvc_status)atomic_load(&c->status);
     return status == KVC_OK ? KVC_OK : kvc_fail(status, "the attention was cancelled");
@@ -410,13 +409,19 @@ static kvc_status run_all(call *c, int32_t layer) {
 
 kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan_args, const kvc_attend_args *given) {
     kvc_attend_args args;
+    kvc_put_args put;
     kvc_plan *plan;
     call c;
     kvc_status status = kvc_read_struct(&args, sizeof args, given, given ? given->struct_size : 0, "args");
     if (status == KVC_OK) status = kvc_plan_new(batch, plan_args, &plan);
     if (status != KVC_OK) return status;
-    status = make_call(&c, plan, plan_args->layer, &args);
-    if (status == KVC_OK) status = run_all(&c, plan_args->layer);
+    const int32_t layer = plan_args->layer;
+    status = make_call(&c, plan, layer, &args);
+    if (status == KVC_OK && args.put) status = kvc_put_check(batch, layer, args.put, &put);
+    for (int32_t u = 0; status == KVC_OK && u < plan->num_units; u++)
+        status = check_seen(plan, &plan->units[u], layer, args.put ? &put : NULL);
+    if (status == KVC_OK && args.put) kvc_put_rows(batch, layer, &put);
+    if (status == KVC_OK) status = run_all(&c);
     kvc_plan_free(plan);
     return status;
 }

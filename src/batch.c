@@ -519,8 +519,9 @@ kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_t
     return KVC_OK;
 }
 
-static kvc_status check_put(const kvc_batch *batch, int32_t layer, kvc_put_args *args) {
-    kvc_status status = kvc_check_layer(batch->cache, layer);
+kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_args *given, kvc_put_args *args) {
+    kvc_status status = kvc_read_struct(args, sizeof *args, given, given ? given->struct_size : 0, "args");
+    if (status == KVC_OK) status = kvc_check_layer(batch->cache, layer);
     if (status == KVC_OK) status = kvc_check_range(batch, args->first, &args->num_tokens);
     if (status != KVC_OK) return status;
     if (!args->k || !args->v) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", args->k ? "v" : "k");
@@ -535,22 +536,24 @@ static kvc_status check_put(const kvc_batch *batch, int32_t layer, kvc_put_args 
     return KVC_OK;
 }
 
-kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
-    kvc_put_args args;
-    kvc_status status = kvc_read_struct(&args, sizeof args, given, given ? given->struct_size : 0, "args");
-    if (status == KVC_OK) status = check_put(batch, layer, &args);
-    if (status != KVC_OK) return status;
+void kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args) {
     const kvc_cache *cache = batch->cache;
     const int32_t g = cache->group_of[layer];
     put_work work = {.batch = batch,
-                     .args = &args,
+                     .args = args,
                      .layer = &cache->layers[layer],
                      .layout = &cache->layouts[cache->layout_of[layer]],
                      .places = batch->places + (size_t)g * (size_t)batch->num_tokens};
-    const int64_t tasks = (args.num_tokens + PUT_TOKENS - 1) / PUT_TOKENS;
+    const int64_t tasks = (args->num_tokens + PUT_TOKENS - 1) / PUT_TOKENS;
     kvc_parallel(tasks > 1 ? kvc_cache_threads(cache) : 1, tasks, put_task, &work);
-    memset(kvc_written_in(batch, layer) + args.first, 1, (size_t)args.num_tokens);
-    return KVC_OK;
+    memset(kvc_written_in(batch, layer) + args->first, 1, (size_t)args->num_tokens);
+}
+
+kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
+    kvc_put_args args;
+    const kvc_status status = kvc_put_check(batch, layer, given, &args);
+    if (status == KVC_OK) kvc_put_rows(batch, layer, &args);
+    return status;
 }
 
 /* ---- the end ----------------------------------------------------------------------------------------------------- */

@@ -91,7 +91,7 @@ static kvc_status check_config(kvc_config *config) {
     if (status == KVC_OK) status = check_limit(config->max_sequences, "max_sequences", INT32_MAX);
     if (status == KVC_OK) status = check_limit(config->capacity, "capacity", INT64_MAX);
     if (status == KVC_OK) status = check_limit(config->max_bytes, "max_bytes", INT64_MAX);
-    if (status == KVC_OK) status = check_limit(config->num_threads, "num_threads", 4096);
+    if (status == KVC_OK) status = check_limit(config->num_threads, "num_threads", KVC_MOST_THREADS);
     if (!config->capacity) config->capacity = config->max_seq_len * config->max_sequences; /* each below 2^31 */
     return status;
 }
@@ -378,10 +378,10 @@ static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_
     if (dst)
         for (int32_t g = 0; g < cache->num_groups; g++) kvc_rows_share(&dst->rows[g], &src->rows[g], length);
     if (old) kvc_cache_forget(cache, old);
-    if (dst) {
+    if (dst && kvc_sequence_is_empty(dst))
+        kvc_sequence_free(dst, &cache->memory, cache->pools);
+    else if (dst)
         kvc_table_insert(&cache->sequences, dst);
-        kvc_cache_tidy(cache, dst);
-    }
     return KVC_OK;
 }
 
@@ -427,9 +427,9 @@ static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, 
     for (int32_t g = 0; g < cache->num_groups; g++) {
         kvc_rows *rows = &sequence->rows[g];
         kvc_rows_remove(rows, &cache->pools[g], begin, end);
-        rows->lost_end = rows->num ? lost_after(rows->lost_end, begin, end, shift) : 0;
+        rows->lost_end = lost_after(rows->lost_end, begin, end, shift);
     }
-    kvc_cache_tidy(cache, sequence);
+    if (kvc_sequence_is_empty(sequence)) kvc_cache_forget(cache, sequence);
     return KVC_OK;
 }
 
@@ -552,6 +552,10 @@ int64_t kvc_nbytes(kvc_cache *cache) {
     kvc_unlock(cache, KVC_OK);
     return bytes;
 }
+
+int32_t kvc_block_size(kvc_cache *cache) { return cache->pools[0].block_size; }
+
+int64_t kvc_capacity(kvc_cache *cache) { return cache->capacity ? cache->capacity : -1; }
 
 int64_t kvc_capacity_bytes(kvc_cache *cache) {
     if (!cache->capacity) return -1;

@@ -185,7 +185,7 @@ void kvc_rows_share(kvc_rows *dst, const kvc_rows *src, int32_t length) {
         kvc_pool_hold(part.block, part.slot, part.count);
         kvc_rows_append(dst, &part);
     }
-    if (dst->num) dst->lost_end = src->lost_end < length ? src->lost_end : length;
+    dst->lost_end = src->lost_end < length ? src->lost_end : length;
 }
 
 int64_t kvc_rows_find(const kvc_rows *rows, int32_t position) {

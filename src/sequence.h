@@ -33,8 +33,11 @@ typedef struct kvc_sequence {
     kvc_rows rows[]; /* per layer group */
 } kvc_sequence;
 
-static inline kvc_run *kvc_rows_begin(const kvc_rows *rows) { return rows->runs + rows->first; }
-static inline kvc_run *kvc_rows_end(const kvc_rows *rows) { return rows->runs + rows->first + rows->num; }
+/* NULL, both, where there is no list yet. */
+static inline kvc_run *kvc_rows_begin(const kvc_rows *rows) { return rows->runs ? rows->runs + rows->first : NULL; }
+static inline kvc_run *kvc_rows_end(const kvc_rows *rows) {
+    return rows->runs ? rows->runs + rows->first + rows->num : NULL;
+}
 
 /* The part of a run at positions [begin, end); count 0 if there is none. */
 kvc_run kvc_run_part(const kvc_run *run, int32_t begin, int32_t end);

@@ -125,8 +125,9 @@ void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *con
 #endif
 
 kvc_status kvc_set_num_threads(int32_t num_threads) {
-    if (num_threads < 0)
-        return kvc_fail(KVC_ERR_INVALID, "num_threads is %d: it must be at least 1, or 0 for the default", num_threads);
+    if (num_threads < 0 || num_threads > KVC_MOST_THREADS)
+        return kvc_fail(KVC_ERR_INVALID, "num_threads is %d: it must be between 1 and %d, or 0 for the default",
+                        num_threads, KVC_MOST_THREADS);
     atomic_store(&chosen_threads, num_threads);
     return KVC_OK;
 }

@@ -23,6 +23,8 @@ static inline void kvc_mutex_unlock(kvc_mutex *m) { pthread_mutex_unlock(m); }
 static inline void kvc_pause(void) { sched_yield(); }
 #endif
 
+enum { KVC_MOST_THREADS = 4096 }; /* that one call may be told to use */
+
 /* To be called before anything else here; any number of times. */
 void kvc_threads_init(void);
 

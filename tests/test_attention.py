@@ -2,16 +2,16 @@
 
 How far f32 may be off. Let u = 2^-24, half a unit in the last place. A score is a sum of head_dim products. No running
 sum of it is larger than B = scale |q| |k|; those of random signs come to B only as a random walk does, and each
-addition errs by at most u times the running sum, mostly by less than half of that, with random sign as well: together by
-less than u B. Softcap and ALiBi add some u of the numbers they work with. By as much, relatively, errs a weight, and by a
-few u of its own (exp is right to 2 ulp); and the output, a mean of values under these weights, by as much of the largest
-value. Adding up n weighted values rounds n times at random: sqrt(n) / 2 u. Altogether
+addition errs by at most u times the running sum, mostly by less than half of that, with random sign as well: together
+by less than u B. Softcap and ALiBi add some u of the numbers they work with. By as much, relatively, errs a weight, and
+by a few u of its own (exp is right to 2 ulp); and the output, a mean of values under these weights, by as much of the
+largest value. Adding up n weighted values rounds n times at random: sqrt(n) / 2 u. Altogether
 
     error of an output <= u (B + A + sqrt(n) / 2 + 4) max |v|,
 
 A being the softcap and the largest ALiBi term that counts. That is 5e-7 to 2e-6 of the largest value for the shapes
-below. What is stored as f16 or bf16 is exact in f32, so the same holds for it. An output that is returned as f16 or bf16
-is rounded once more, by at most half a unit in its last place.
+below. What is stored as f16 or bf16 is exact in f32, so the same holds for it. An output that is returned as f16 or
+bf16 is rounded once more, by at most half a unit in its last place.
 """
 
 import math

@@ -61,14 +61,6 @@ static inline kvc_policy sliding_policy(int32_t window, int32_t num_sink_tokens,
     return (kvc_policy){KVC_SLIDING, window, num_sink_tokens, resume_window};
 }
 
-/* Checks that a call fails with this status, and a sentence with these parts: the argument and its value. */
-#define CHECK_FAILS(call, status, name, value)                                                                         \
-    do {                                                                                                               \
-        kvc_status got_ = call;                                                                                        \
-        const char *text_ = kvc_last_error();                                                                          \
-        CHECKF(got_ == (status) && strstr(text_, name) && strstr(text_, value), "%s: %s", kvc_strerror(got_), text_);  \
-    } while (0)
-
 /* A new cache of these layers; the other fields of p->config may be set before. */
 static inline void pair_new(pair *p, int num_layers, const kvc_layer *layers)
 {
@@ -170,11 +162,15 @@ static inline int32_t lowest_seen(const kvc_policy *policy, int32_t position)
     return policy->kind == KVC_SLIDING ? not_negative(position - policy->window + 1) : 0;
 }
 
+static inline int32_t num_kept(const kvc_policy *policy)
+{
+    return policy->resume_window ? policy->resume_window : policy->window;
+}
+
 static inline int is_kept(const kvc_policy *policy, int32_t position, int32_t low)
 {
-    int32_t kept = policy->resume_window ? policy->resume_window : policy->window;
     return policy->kind != KVC_SLIDING || position < policy->num_sink_tokens ||
-           position >= not_negative(low - kept + 1);
+           position >= not_negative(low - num_kept(policy) + 1);
 }
 
 /* Whether a query there would miss rows that were evicted. */
@@ -186,11 +182,17 @@ static inline int misses(const pair *p, const sequence *s, int32_t position)
     return 0;
 }
 
+static inline int same_policy(const kvc_policy *a, const kvc_policy *b)
+{
+    return a->kind == b->kind && a->window == b->window && a->num_sink_tokens == b->num_sink_tokens &&
+           num_kept(a) == num_kept(b);
+}
+
 /* Whether layer l is the first of its group. */
 static inline int leads_group(const pair *p, int l)
 {
     for (int i = 0; i < l; i++)
-        if (!memcmp(&p->layers[i].policy, &p->layers[l].policy, sizeof(kvc_policy)))
+        if (same_policy(&p->layers[i].policy, &p->layers[l].policy))
             return 0;
     return 1;
 }

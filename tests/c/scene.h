@@ -61,7 +61,7 @@ static inline member member_of_length(int32_t num_stored, int32_t num_new)
 
 enum { IS_K, IS_V, IS_Q };
 
-/* An element of a row, as the type holds it. */
+/* An element of a row, of [-1, 1), with no more bits than the type holds. */
 static inline float scene_element(int what, int type, int layer, int m, int row, int head, int d)
 {
     uint32_t x = (uint32_t)row * 0x9e3779b1u + (uint32_t)((layer * 4 + m) * 4 + what) * 0x7feb352du +
@@ -69,13 +69,7 @@ static inline float scene_element(int what, int type, int layer, int m, int row,
     x = (x ^ x >> 16) * 0x21f0aaadu;
     x = (x ^ x >> 15) * 0x735a2d97u;
     x ^= x >> 15;
-    float value = (float)(x >> 8) * 0x1p-23f - 1; /* of [-1, 1) */
-    uint16_t narrow;
-    if (type == KVC_F32)
-        return value;
-    kvc_kernels_scalar.convert[KVC_F32][type](&narrow, 0, &value, 0, 1, 1);
-    kvc_kernels_scalar.convert[type][KVC_F32](&value, 0, &narrow, 0, 1, 1);
-    return value;
+    return type == KVC_F32 ? (float)(x >> 8) * 0x1p-23f - 1 : (float)(x >> 24) * 0x1p-7f - 1;
 }
 
 static inline float key_element(const scene *s, int layer, int m, int row, int head, int d)

@@ -4,6 +4,9 @@
 
 #include <stdint.h>
 #include <stdio.h>
+#include <string.h>
+
+#include "kvcache.h"
 
 static int test_failures;
 
@@ -16,6 +19,14 @@ static int test_failures;
             printf(__VA_ARGS__);                                                                                       \
             putchar('\n');                                                                                             \
         }                                                                                                              \
+    } while (0)
+
+/* Checks that a call fails with this status, and a sentence with these parts: the argument and its value. */
+#define CHECK_FAILS(call, status, name, value)                                                                         \
+    do {                                                                                                               \
+        kvc_status got_ = call;                                                                                        \
+        const char *text_ = kvc_last_error();                                                                          \
+        CHECKF(got_ == (status) && strstr(text_, name) && strstr(text_, value), "%s: %s", kvc_strerror(got_), text_);  \
     } while (0)
 
 static inline int test_result(void)
