@@ -68,7 +68,7 @@ finish() {
 
 install() {
     "$python" -m venv "$venv"
-    KVCACHE_WERROR=1 "$venv/bin/pip" install -qq '.[test]'
+    "$venv/bin/pip" install -qq '.[test]'
     rm -r build
 }
 
@@ -80,7 +80,7 @@ tests() { KVCACHE_TEST_INSTALLED=1 "$venv/bin/pytest" --color=no | tee "$tmp/pyt
 distributions() {
     "$python" -m venv "$tools"
     "$tools/bin/pip" install -qq build
-    "$tools/bin/python" -m build --outdir "$tmp/dist"
+    KVCACHE_WERROR=1 "$tools/bin/python" -m build --outdir "$tmp/dist"
     tar --list --file "$tmp"/dist/*.tar.gz | cut -d/ -f2- >"$tmp/sdist"
     without '_core\.c$|\.(so|o|pyc)$|(^|/)\.' <"$tmp/sdist"
     without '^[^.]' < <(tr '\0' '\n' <"$tmp/files" | sort | comm -23 - <(sort "$tmp/sdist"))
@@ -92,7 +92,7 @@ distributions() {
 style() {
     "$tools/bin/ruff" check
     "$tools/bin/ruff" format --check
-    "$tools/bin/cython-lint" kvcache
+    PATH=$tools/bin:$PATH cython-lint kvcache
 }
 
 types() {

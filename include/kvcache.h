@@ -161,7 +161,9 @@ typedef struct kvc_allocator {
     /* `size` bytes (not 0) aligned to `alignment` (a power of two), or NULL. */
     void *(*alloc)(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint);
     void (*free)(void *user, void *memory, size_t size, const kvc_memory_hint *hint);
-    /* May be NULL.  The contents of [memory, memory + size) are no longer needed; the range stays allocated. */
+    /* May be NULL.  The contents of [memory, memory + size), whole OS pages of a block, are no longer needed; the range
+     * stays allocated.  An allocator that has this is taken to hand out blocks of 256 KiB and more without touching
+     * them, and kvc_nbytes counts what was touched. */
     void (*purge)(void *user, void *memory, size_t size);
 } kvc_allocator;
 
@@ -298,8 +300,8 @@ typedef struct kvc_span {
 
 /* The stored rows of a sequence in a layer, in order of arrival, without a copy.  Writes at most max_spans of them
  * (each span_size bytes) and sets *num_spans to how many there are.  If hold is not NULL and all were written, *hold
- * keeps them as they are, whatever is edited, until kvc_hold_free; without one they are valid until the sequence is
- * edited.  KVC_ERR_INDEX, KVC_ERR_NOMEM. */
+ * keeps them as they are, whatever is edited, until kvc_hold_free; without one they are valid until anything is edited
+ * or a batch begins.  KVC_ERR_INDEX, KVC_ERR_INVALID, KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
                              int64_t max_spans, int64_t *num_spans, kvc_hold **hold);
 

@@ -299,6 +299,11 @@ static task make_task(const call *c, const kvc_unit *unit, int64_t i, float *lan
                   .factor = lane + at->factor};
 }
 
+/* Another thread may be setting it. */
+static int is_cancelled(const kvc_attend_args *args) {
+    return args->cancel && atomic_load_explicit((const volatile _Atomic int32_t *)args->cancel, memory_order_relaxed);
+}
+
 /* Runs task i; the last of its unit and head to end writes the result.  Looked at by every task: cancel. */
 static kvc_status run_task(const call *c, int64_t i) {
     kvc_plan *plan = c->plan;
@@ -306,7 +311,7 @@ static kvc_status run_task(const call *c, int64_t i) {
     const int32_t l = take_lane(plan);
     const task t = make_task(c, unit, i, plan->lanes + (size_t)l * plan->lane.size);
     kvc_counter *counter = &plan->counters[unit->first_counter + t.head];
-    const int cancelled = c->args->cancel && *c->args->cancel;
+    const int cancelled = is_cancelled(c->args);
     if (cancelled) {
         atomic_fetch_add(&counter->skipped, 1);
     } else {
@@ -328,16 +333,17 @@ static kvc_status run_task(const call *c, int64_t i) {
 
 static kvc_status check_args(const kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
     const kvc_cache *cache = plan->batch->cache;
-    const kvc_status status = kvc_check_layer(cache, layer);
-    if (status != KVC_OK) return status;
+    if (kvc_check_layer(cache, layer) != KVC_OK) return KVC_ERR_INDEX;
     const kvc_layer *config = &cache->layers[layer];
     if (cache->group_of[layer] != plan->group || config->num_kv_heads != plan->num_kv_heads ||
         config->k_dim != plan->k_dim || config->v_dim != plan->v_dim)
         return kvc_fail(KVC_ERR_INVALID, "layer %d has not the policy and shapes of the plan's layer, %d: make one for it",
                         layer, plan->args.layer);
     if (!args->q || !args->out) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", args->q ? "out" : "q");
-    if (args->q_type < 0 || args->q_type >= KVC_FLOAT_TYPES)
-        return kvc_fail(KVC_ERR_INVALID, "q_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", args->q_type);
+    kvc_status status = kvc_check_array(args->q_type, args->q_token_stride, args->q_head_stride, "q");
+    if (status == KVC_OK) status = kvc_check_array(args->q_type, args->out_token_stride, args->out_head_stride, "out");
+    if (status == KVC_OK) status = kvc_check_array(KVC_F32, args->lse_token_stride, args->lse_head_stride, "lse");
+    if (status != KVC_OK) return status;
     if (!isfinite(args->scale)) return kvc_fail(KVC_ERR_INVALID, "scale is %g: it must be finite", (double)args->scale);
     if (!(args->softcap >= 0) || isinf(args->softcap))
         return kvc_fail(KVC_ERR_INVALID, "softcap is %g: it must be positive, or 0 for none", (double)args->softcap);

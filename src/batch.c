@@ -305,7 +305,8 @@ static kvc_status check_bytes(const kvc_batch *batch) {
     const int64_t bytes = bytes_after(batch);
     if (bytes <= cache->max_bytes) return KVC_OK;
     int64_t wasted = 0;
-    for (int32_t g = 0; g < cache->num_groups; g++) wasted += kvc_pool_wasted_bytes(&cache->pools[g]);
+    for (int32_t g = 0; g < cache->num_groups; g++) wasted +=
+        (cache->pools[g].filled - cache->pools[g].live) * kvc_pool_slot_bytes(&cache->pools[g]);
     const long long held = (long long)kvc_cache_bytes(cache);
     return kvc_fail(KVC_ERR_FULL,
                     "%d more tokens would make it %lld bytes: max_bytes is %lld, %lld are live and %lld wasted%s",
@@ -499,13 +500,13 @@ static void put_task(void *context, int64_t task) {
     }
 }
 
-static kvc_status check_rows(int32_t type, int64_t token_stride, int64_t head_stride, const char *name) {
+kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
     if (type < 0 || type >= KVC_FLOAT_TYPES)
         return kvc_fail(KVC_ERR_INVALID, "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", name, type);
     const int64_t unit = (int64_t)kvc_row_bytes(type, 1);
-    if (token_stride % unit || head_stride % unit)
+    if (row_stride % unit || head_stride % unit)
         return kvc_fail(KVC_ERR_INVALID, "%s: strides of %lld and %lld bytes are not multiples of an element's %lld", name,
-                        (long long)token_stride, (long long)head_stride, (long long)unit);
+                        (long long)row_stride, (long long)head_stride, (long long)unit);
     return KVC_OK;
 }
 
@@ -525,8 +526,8 @@ kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_ar
     if (status == KVC_OK) status = kvc_check_range(batch, args->first, &args->num_tokens);
     if (status != KVC_OK) return status;
     if (!args->k || !args->v) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", args->k ? "v" : "k");
-    status = check_rows(args->k_type, args->k_token_stride, args->k_head_stride, "k");
-    if (status == KVC_OK) status = check_rows(args->v_type, args->v_token_stride, args->v_head_stride, "v");
+    status = kvc_check_array(args->k_type, args->k_token_stride, args->k_head_stride, "k");
+    if (status == KVC_OK) status = kvc_check_array(args->v_type, args->v_token_stride, args->v_head_stride, "v");
     if (status != KVC_OK) return status;
     const uint8_t *written = kvc_written_in(batch, layer);
     for (int32_t t = args->first; t < args->first + args->num_tokens; t++)

@@ -560,10 +560,7 @@ int64_t kvc_capacity(kvc_cache *cache) { return cache->capacity ? cache->capacit
 int64_t kvc_capacity_bytes(kvc_cache *cache) {
     if (!cache->capacity) return -1;
     int64_t slot_bytes = 0;
-    for (int32_t i = 0; i < cache->num_layers; i++) {
-        const kvc_layout *at = &cache->layouts[i];
-        slot_bytes += (int64_t)(at->k_row_bytes + at->v_row_bytes) * at->num_kv_heads;
-    }
+    for (int32_t g = 0; g < cache->num_groups; g++) slot_bytes += kvc_pool_slot_bytes(&cache->pools[g]);
     return cache->capacity > INT64_MAX / slot_bytes ? INT64_MAX : cache->capacity * slot_bytes;
 }
 

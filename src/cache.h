@@ -115,14 +115,17 @@ int64_t kvc_cache_bytes(const kvc_cache *cache);
 /* batch.c: KVC_ERR_INDEX unless the batch has tokens [first, first + *num_tokens); 0 becomes all from first on. */
 kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens);
 
+/* batch.c: KVC_ERR_INVALID unless it is a type that callers may hand in, at strides of whole elements. */
+kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name);
+
 /* batch.c: the two halves of kvc_put: copies and checks the arguments; stores the rows, which cannot fail. */
 kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_args *given, kvc_put_args *args);
 void kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
 
-/* compact.c: moves the rows of a group together, where no pin is; with the mutex held and no batch open.
- * kvc_compact_group_waste: slots it would gain, but for those in front of a block's first live one: sliding windows
- * leave these behind, and the block follows soon. */
+/* compact.c: moves the rows of a group together, where no pin is; with the mutex held and no batch open. */
 kvc_status kvc_compact_group(kvc_cache *cache, int32_t group);
+
+/* Slots it would gain that do not come back by themselves. */
 int64_t kvc_compact_group_waste(const kvc_cache *cache, int32_t group);
 
 #endif

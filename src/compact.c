@@ -26,18 +26,18 @@ typedef struct compaction {
     int64_t num_moves, max_moves, num_slots;
 } compaction;
 
+enum { WORTH_THREADS = 1 << 18 }; /* bytes; to move less takes less time than to wake a thread */
+
 static int is_movable(const kvc_block *block) { return !block->pins && !block->is_free; }
 
 int64_t kvc_compact_group_waste(const kvc_cache *cache, int32_t group) {
     const kvc_pool *pool = &cache->pools[group];
     int64_t waste = 0;
-    for (int32_t i = 0; i < pool->num_blocks; i++) {
-        const kvc_block *block = pool->blocks[i];
-        if (!is_movable(block)) continue;
-        int32_t gone = 0;
-        while (gone < block->fill && !block->holders[gone]) gone++;
-        waste += block->fill - block->live - gone;
-    }
+    for (int32_t i = 0; i < pool->num_blocks; i++)
+        if (is_movable(pool->blocks[i])) waste += pool->blocks[i]->fill - pool->blocks[i]->live;
+    /* A window leaves holes behind its sinks and in the block it is moving out of, which is free soon: nothing is to be
+     * moved for these. */
+    if (cache->policies[group].kind != KVC_FULL) waste -= 2 * (int64_t)pool->block_size * cache->sequences.num;
     return waste;
 }
 
@@ -150,7 +150,8 @@ static void move_rows(compaction *c) {
         moved += mv->count;
     }
     c->cache->stats.rows_moved += moved;
-    kvc_parallel(kvc_cache_threads(c->cache), regions, move_region, c);
+    const int64_t bytes = moved * kvc_pool_slot_bytes(c->pool);
+    kvc_parallel(bytes < WORTH_THREADS ? 1 : kvc_cache_threads(c->cache), regions, move_region, c);
 }
 
 /* Runs follow their slots; where the new place is cut by the end of a block, a run becomes two. */

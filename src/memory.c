@@ -59,14 +59,14 @@ static void default_free(void *user, void *memory, size_t size, const kvc_memory
 #endif
 }
 
+#if defined(_WIN32)
+#define default_purge NULL
+#else
 static void default_purge(void *user, void *memory, size_t size) {
     (void)user;
-#if defined(_WIN32)
-    (void)memory, (void)size;
-#else
     madvise(memory, size, MADV_DONTNEED);
-#endif
 }
+#endif
 
 static const kvc_allocator DEFAULT_ALLOCATOR = {sizeof(kvc_allocator), NULL, default_alloc, default_free,
                                                 default_purge};
@@ -127,6 +127,5 @@ void kvc_memory_purge(kvc_memory *memory, void *p, size_t size) {
 }
 
 int kvc_memory_is_lazy(const kvc_memory *memory, size_t size) {
-    const kvc_memory_hint hint = {KVC_MEMORY_ROWS, 0, 0, INT32_MAX};
-    return memory->allocator.alloc == default_alloc && is_mapped(size, &hint);
+    return memory->allocator.purge && size >= MAPPED_SIZE;
 }

@@ -24,7 +24,7 @@ void *kvc_memory_resize(kvc_memory *memory, void *p, size_t used, size_t old_siz
 /* Gives the whole OS pages within [p, p + size) back; they stay addressable and lose their contents. */
 void kvc_memory_purge(kvc_memory *memory, void *p, size_t size);
 
-/* Whether an allocation of this size takes memory only as it is touched. */
+/* Whether a block of this size takes memory only as it is touched, and can give it back page by page. */
 int kvc_memory_is_lazy(const kvc_memory *memory, size_t size);
 
 size_t kvc_os_page_size(void);

@@ -276,6 +276,7 @@ static int serves(const kvc_plan *plan, const kvc_plan_args *args) {
 
 kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan **out) {
     kvc_plan_args args;
+    if (!out) return kvc_fail(KVC_ERR_INVALID, "plan is NULL: it is where the plan goes");
     const kvc_status status = check_plan(batch, given, &args);
     if (status != KVC_OK) return status;
     kvc_lock(batch->cache);

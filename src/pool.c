@@ -153,13 +153,13 @@ void kvc_pool_give_back(kvc_pool *pool) {
     for (int32_t i = 0; i < pool->num_blocks; i++) purge_tail(pool, pool->blocks[i]);
 }
 
-int64_t kvc_pool_wasted_bytes(const kvc_pool *pool) {
-    int64_t slot_bytes = 0;
+int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {
+    int64_t bytes = 0;
     for (int32_t i = 0; i < pool->num_layers; i++) {
         const kvc_layout *at = &pool->layouts[i];
-        slot_bytes += at->num_kv_heads * (int64_t)(at->k_row_bytes + at->v_row_bytes);
+        bytes += at->num_kv_heads * (int64_t)(at->k_row_bytes + at->v_row_bytes);
     }
-    return (pool->filled - pool->live) * slot_bytes;
+    return bytes;
 }
 
 /* ---- slots ------------------------------------------------------------------------------------------------------- */

@@ -88,8 +88,8 @@ void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_block
 int64_t kvc_pool_header_bytes(const kvc_pool *pool);
 int64_t kvc_pool_list_growth(const kvc_pool *pool, int32_t new_blocks);
 
-/* Bytes of rows that nobody holds, in blocks that are in use. */
-int64_t kvc_pool_wasted_bytes(const kvc_pool *pool);
+/* Bytes of the rows in one slot. */
+int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 
 /* Gives memory back: that of all free blocks, and the pages past fill marks. */
 void kvc_pool_give_back(kvc_pool *pool);

@@ -86,6 +86,7 @@ kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *
     if (status == KVC_OK && span_size < sizeof(kvc_span))
         status = kvc_fail(KVC_ERR_INVALID, "span_size is %zu: it must be sizeof(kvc_span), %zu", span_size,
                           sizeof(kvc_span));
+    if (status == KVC_OK && !num_spans) status = kvc_fail(KVC_ERR_INVALID, "num_spans is NULL");
     if (status != KVC_OK) return status;
     if (hold) *hold = NULL;
     kvc_lock(cache);
@@ -142,8 +143,8 @@ kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t f
     kvc_hold *hold = NULL;
     kvc_status status = kvc_check_layer(cache, layer);
     if (status == KVC_OK) status = kvc_read_struct(&out, sizeof out, given, given ? given->struct_size : 0, "out");
-    if (status == KVC_OK && (out.type < 0 || out.type >= KVC_FLOAT_TYPES))
-        status = kvc_fail(KVC_ERR_INVALID, "out.type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", out.type);
+    if (status == KVC_OK) status = kvc_check_array(out.type, out.k_row_stride, out.k_head_stride, "out");
+    if (status == KVC_OK) status = kvc_check_array(out.type, out.v_row_stride, out.v_head_stride, "out");
     if (status == KVC_OK && (first_row < 0 || num_rows < 0 || first_row > INT64_MAX - num_rows))
         status = kvc_fail(KVC_ERR_INVALID, "first_row is %lld and num_rows %lld: neither must be negative",
                           (long long)first_row, (long long)num_rows);

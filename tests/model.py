@@ -188,17 +188,10 @@ class KVCache:
         self.become(dst, shared, lost, {i: t[src] for i, t in enumerate(self.encoded) if src in t})
 
     def become(self, dst, shared, lost, encoded):
-        if any(shared.values()):
-            self.check_num_sequences({dst})
         self.clear(dst)
         self.put_back(dst, shared, lost)
         for layer, rows in encoded.items():
             self.encoded[layer][dst] = rows
-
-    def check_num_sequences(self, new):
-        busy = set(self.open_batch.seq_ids) if self.open_batch else set()
-        if self.max_sequences is not None and len(set(self.sequences) | busy | new) > self.max_sequences:
-            raise CacheFullError("max_sequences")
 
     def truncate(self, length, *, seq_id=0):
         self.remove(length, None, seq_id=seq_id)
@@ -280,7 +273,8 @@ class Batch:
         for p, s in zip(positions, seq_ids, strict=True):
             if cache.misses(p, s):
                 raise RowsGoneError(f"position {p} of sequence {s} sees rows that were evicted")
-        cache.check_num_sequences(set(seq_ids))
+        if cache.max_sequences is not None and len(set(cache.sequences) | set(seq_ids)) > cache.max_sequences:
+            raise CacheFullError("max_sequences")
         low = {s: cache.next_position(s) for s in cache.sequences}
         for p, s in zip(positions, seq_ids, strict=True):
             low[s] = min(low.get(s, p), p)

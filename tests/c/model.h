@@ -308,8 +308,7 @@ static inline void model_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t 
         for (int i = 0; i < list->num; i++)
             if (list->rows[i].position < length)
                 to->layers[l].rows[to->layers[l].num++] = list->rows[i];
-        if (to->layers[l].num)
-            to->layers[l].lost_end = list->lost_end < length ? list->lost_end : length;
+        to->layers[l].lost_end = list->lost_end < length ? list->lost_end : length;
     }
     if (!rows_of(p, to))
         forget_sequence(p, dst);
@@ -327,8 +326,6 @@ static inline void model_remove(pair *p, int64_t id, int32_t begin, int32_t end)
         list->num = num;
         if (list->lost_end > begin && list->lost_end <= end)
             list->lost_end = begin;
-        if (!num)
-            list->lost_end = 0;
     }
     if (s && !rows_of(p, s))
         forget_sequence(p, id);

@@ -164,7 +164,7 @@ static inline void random_pair(pair *p)
         p->config.capacity = random_int(40, 150);
     if (!random_int(0, 3))
         p->config.max_bytes = random_int(20, 80) << 10;
-    p->config.num_threads = random_int(0, 3);
+    p->config.num_threads = random_int(0, 4) ? 1 : 3;
     pair_new(p, num_layers, layers);
 }
 

@@ -10,7 +10,15 @@
 #include "kvcache.h"
 #include "test.h"
 
-enum { MAX_MEMBERS = 4, MAX_POSITIONS = 1700, MAX_NEW = 80, MAX_DIM = 128, MAX_KV_HEADS = 2, MAX_HEADS = 32, FILLER = 1000 };
+enum {
+    MAX_MEMBERS = 4,
+    MAX_POSITIONS = 1700,
+    MAX_NEW = 80,
+    MAX_DIM = 128,
+    MAX_KV_HEADS = 2,
+    MAX_HEADS = 32,
+    FILLER = 1000 /* the sequence between */
+};
 
 /* A sequence: what is stored before the batch, and its tokens of the batch. */
 typedef struct member {
@@ -106,32 +114,49 @@ static inline void pass_add(pass *p, int64_t id, int row, int32_t position)
     p->positions[p->n++] = position;
 }
 
-/* Puts tokens [first, first + n) of a pass in a layer, token by token where their rows do not lie side by side. */
-static inline kvc_status scene_put(const scene *s, kvc_batch *batch, int layer, const pass *p, int first, int n)
+/* Keys and values of tokens [first, first + n) of a pass in a layer, as kvc_put takes them. */
+typedef struct source {
+    float *k, *v;
+    kvc_put_args args;
+} source;
+
+static inline source source_new(const scene *s, int layer, const pass *p, int first, int n)
 {
     int heads = s->layer.num_kv_heads, k_dim = s->layer.k_dim, v_dim = s->layer.v_dim;
-    float *k = malloc((size_t)(n * heads * k_dim) * sizeof *k), *v = malloc((size_t)(n * heads * v_dim) * sizeof *v);
+    source src = {.k = malloc((size_t)(n * heads * k_dim) * sizeof(float)),
+                  .v = malloc((size_t)(n * heads * v_dim) * sizeof(float))};
     for (int t = 0; t < n; t++) {
         for (int h = 0; h < heads; h++) {
             int m = (int)p->ids[first + t] % MAX_MEMBERS, row = p->rows[first + t];
             for (int d = 0; d < k_dim; d++)
-                k[(t * heads + h) * k_dim + d] = key_element(s, layer, m, row, h, d);
+                src.k[(t * heads + h) * k_dim + d] = key_element(s, layer, m, row, h, d);
             for (int d = 0; d < v_dim; d++)
-                v[(t * heads + h) * v_dim + d] = value_element(s, layer, m, row, h, d);
+                src.v[(t * heads + h) * v_dim + d] = value_element(s, layer, m, row, h, d);
         }
     }
-    const kvc_put_args args = {.struct_size = sizeof args,
-                               .first = first,
-                               .num_tokens = n,
-                               .k = k,
-                               .v = v,
-                               .k_token_stride = (int64_t)sizeof *k * heads * k_dim,
-                               .k_head_stride = (int64_t)sizeof *k * k_dim,
-                               .v_token_stride = (int64_t)sizeof *v * heads * v_dim,
-                               .v_head_stride = (int64_t)sizeof *v * v_dim};
-    kvc_status status = kvc_put(batch, layer, &args);
-    free(k);
-    free(v);
+    src.args = (kvc_put_args){.struct_size = sizeof src.args,
+                              .first = first,
+                              .num_tokens = n,
+                              .k = src.k,
+                              .v = src.v,
+                              .k_token_stride = (int64_t)sizeof(float) * heads * k_dim,
+                              .k_head_stride = (int64_t)sizeof(float) * k_dim,
+                              .v_token_stride = (int64_t)sizeof(float) * heads * v_dim,
+                              .v_head_stride = (int64_t)sizeof(float) * v_dim};
+    return src;
+}
+
+static inline void source_free(source *src)
+{
+    free(src->k);
+    free(src->v);
+}
+
+static inline kvc_status scene_put(const scene *s, kvc_batch *batch, int layer, const pass *p, int first, int n)
+{
+    source src = source_new(s, layer, p, first, n);
+    kvc_status status = kvc_put(batch, layer, &src.args);
+    source_free(&src);
     return status;
 }
 
@@ -145,7 +170,7 @@ static inline kvc_batch *scene_begin(const scene *s, kvc_cache *cache, const pas
     return batch;
 }
 
-/* The next tokens of all members, `most` of each, mixed; rows before end(m). */
+/* The next tokens of all members, `most` of each, mixed: those that are stored before, or new. */
 static inline void pass_fill(pass *p, const scene *s, int *next, int most, int is_new, const setting *how)
 {
     p->n = 0;

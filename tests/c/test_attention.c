@@ -301,7 +301,7 @@ static void test_ranges(void)
 
 static void test_options(void)
 {
-    static const float sinks[MAX_HEADS] = {0.5f, -3, 20, -INFINITY, 0, 1}, alibi[MAX_HEADS] = {0.5f, 0.01f, -0.1f, 0, 2, 1};
+    static const float sinks[] = {0.5f, -3, 20, -INFINITY, 0, 1}, alibi[] = {0.5f, 0.01f, -0.1f, 0, 2, 1};
     static const float scales[] = {0, 1, -0.3f, 40}, softcaps[] = {0, 30, 0.5f};
     for (int i = 0; i < 48; i++) {
         scene s = plain_scene(2, 3, 16, 90, i % 5 ? 1 + i % 5 : 40);
@@ -394,6 +394,48 @@ static void test_nothing_visible(void)
             s.members[0].positions[i] += i < 650 ? 0 : (i - 650) * 30;
         check_scene(&s, &(setting){.block_size = 64, .num_threads = 1, .pass = 70});
     }
+}
+
+/* ---- rows stored on the way -------------------------------------------------------------------------------------- */
+
+/* What attend refuses, it has not stored either. */
+static void check_put_without_a_trace(const stage *st, question *a, const source *src)
+{
+    kvc_put_args put = src->args;
+    const void *q = a->args.q;
+    put.v = NULL;
+    a->args.put = &put;
+    CHECK_FAILS(kvc_attend(st->batch, &a->plan, &a->args), KVC_ERR_INVALID, "v", "NULL");
+    put = src->args;
+    a->args.q = NULL;
+    CHECK_FAILS(kvc_attend(st->batch, &a->plan, &a->args), KVC_ERR_INVALID, "q", "NULL");
+    a->args.q = q;
+    put.num_tokens = 1;
+    CHECK_FAILS(kvc_attend(st->batch, &a->plan, &a->args), KVC_ERR_INVALID, "token 1", "layer 0");
+    a->args.put = NULL;
+    CHECK_FAILS(kvc_attend(st->batch, &a->plan, &a->args), KVC_ERR_INVALID, "token 0", "layer 0");
+}
+
+/* Two ranges of tokens, each stored and attended to in one call. */
+static void test_put_in_attend(void)
+{
+    scene s = plain_scene(2, 2, 8, 0, 6);
+    pass p = {.n = 6, .positions = {0, 1, 2, 3, 4, 5}, .rows = {0, 1, 2, 3, 4, 5}};
+    stage st = {.scene = &s, .cache = scene_cache(&s, &usual), .num_tokens = 6, .row_of = {0, 1, 2, 3, 4, 5}};
+    CHECK(kvc_begin(st.cache, p.n, p.positions, p.ids, &st.batch) == KVC_OK);
+    for (int first = 0; first < 6; first += 3) {
+        question a = question_new(&st, 0, first, 3);
+        source src = source_new(&s, 0, &p, first, 3);
+        if (first == 0)
+            check_put_without_a_trace(&st, &a, &src);
+        a.args.put = &src.args;
+        CHECKF(kvc_attend(st.batch, &a.plan, &a.args) == KVC_OK, "%s", kvc_last_error());
+        check_answers(&st, &a);
+        CHECK_FAILS(kvc_attend(st.batch, &a.plan, &a.args), KVC_ERR_INVALID, "put", "before");
+        source_free(&src);
+        question_free(&a);
+    }
+    stage_free(&st);
 }
 
 /* ---- the same bits ---------------------------------------------------------------------------------------------- */
@@ -600,6 +642,8 @@ static void check_cancel_in_the_middle(stage *st, question *a, const bits *right
     CHECK(kvc_plan_new(st->batch, &a->plan, &plan) == KVC_OK);
     int64_t num_tasks = kvc_plan_num_tasks(plan), half = num_tasks / 2 + 1;
     CHECK(half < num_tasks);
+    for (int64_t i = 0; i < num_tasks; i++) /* what is found, if anything is, is of this */
+        CHECK(kvc_plan_run(plan, 0, &begun, i) == KVC_OK);
     for (int64_t i = 0; i < half; i++)
         CHECK(kvc_plan_run(plan, 0, &begun, i) == KVC_OK);
     CHECK(pthread_create(&other, NULL, set_flag, (void *)&cancel) == 0 && pthread_join(other, NULL) == 0);
@@ -761,9 +805,13 @@ static void test_bad_attends(const stage *st, const question *a)
 /* Layers 0 and 1 have not the same shapes; nothing was put in layer 1. */
 static void test_bad_arguments(void)
 {
-    const kvc_layer layers[] = {{.num_kv_heads = 2, .k_dim = 4, .v_dim = 4}, {.num_kv_heads = 2, .k_dim = 8, .v_dim = 4}};
-    const kvc_config config = {.struct_size = sizeof config, .layers = layers, .layer_size = sizeof *layers, .num_layers = 2};
-    const pass p = {.n = 3, .positions = {0, 1, 2}, .rows = {0, 1, 2}};
+    const kvc_layer layers[] = {{.num_kv_heads = 2, .k_dim = 4, .v_dim = 4},
+                                {.num_kv_heads = 2, .k_dim = 8, .v_dim = 4}};
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = layers,
+                               .layer_size = sizeof *layers,
+                               .num_layers = 2};
+    const pass p = {.n = 3, .positions = {5, 3, 4}, .rows = {0, 1, 2}};
     scene s = plain_scene(2, 2, 4, 0, 3);
     stage st = {.scene = &s, .num_tokens = 3, .row_of = {0, 1, 2}};
     CHECK(kvc_cache_new(&config, &st.cache) == KVC_OK);
@@ -773,14 +821,19 @@ static void test_bad_arguments(void)
     test_bad_attends(&st, &a);
     CHECK_FAILS(kvc_attend(st.batch, &a.plan, &a.args), KVC_ERR_INVALID, "token 0", "layer 0");
     CHECK(scene_put(&s, st.batch, 0, &p, 0, 2) == KVC_OK);
-    CHECK_FAILS(kvc_attend(st.batch, &a.plan, &a.args), KVC_ERR_INVALID, "token 2", "layer 0");
-    a.plan.num_tokens = 2; /* those that see what was put */
+    for (a.plan.num_tokens = 3; a.plan.num_tokens > 0; a.plan.num_tokens--) /* the first of them sees the last */
+        CHECK_FAILS(kvc_attend(st.batch, &a.plan, &a.args), KVC_ERR_INVALID, "token 2", "layer 0");
+    a.plan.first = a.plan.num_tokens = 1;
     CHECK(kvc_attend(st.batch, &a.plan, &a.args) == KVC_OK);
 
     kvc_plan *plan;
     CHECK(kvc_plan_new(st.batch, &a.plan, &plan) == KVC_OK);
     CHECK_FAILS(kvc_plan_run(plan, 1, &a.args, 0), KVC_ERR_INVALID, "layer 1", "layer, 0");
     CHECK_FAILS(kvc_plan_run(plan, 2, &a.args, 0), KVC_ERR_INDEX, "layer", "is 2:");
+    kvc_put_args put = {.struct_size = sizeof put};
+    a.args.put = &put;
+    CHECK_FAILS(kvc_plan_run(plan, 0, &a.args, 0), KVC_ERR_INVALID, "args->put", "NULL");
+    a.args.put = NULL;
     CHECK_FAILS(kvc_plan_run(plan, 0, NULL, 0), KVC_ERR_INVALID, "args", "NULL");
     CHECK_FAILS(kvc_plan_run(plan, 0, &a.args, -1), KVC_ERR_INDEX, "task", "is -1:");
     CHECK_FAILS(kvc_plan_run(plan, 0, &a.args, kvc_plan_num_tasks(plan)), KVC_ERR_INDEX, "task", "is ");
@@ -807,6 +860,7 @@ static void test_isa(void)
     test_options();
     test_huge_scores();
     test_strides();
+    test_put_in_attend();
     test_nothing_visible();
     test_same_bits();
     check_tasks(long_scene());

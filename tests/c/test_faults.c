@@ -31,10 +31,14 @@ static int run_once(const scenario *s, int fail_after)
     p = (pair){.memory = &heap};
     s->prepare(&p);
     pair_check(&p);
+    kvc_stats before = stats_of(&p);
     memory_fail_after(&heap, fail_after);
     kvc_status status = s->run(&p);
     int failed = heap.failed;
+    kvc_stats after = stats_of(&p);
     pair_check(&p);
+    if (status != KVC_OK && after.compactions == before.compactions && !p.config.max_bytes)
+        CHECK(!memcmp(&after, &before, sizeof after)); /* no block is left over either */
     CHECKF(status == KVC_OK || strstr(kvc_last_error(), "memory"), "%s", kvc_last_error());
     memory_fail_after(&heap, -1);
     if (status != KVC_OK) {
@@ -349,7 +353,7 @@ int main(void)
     test_needs_no_memory();
     for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios; i++)
         run_scenario(&scenarios[i]);
-    for (int i = 0; i < 16; i++)
+    for (int i = 0; i < 48; i++)
         test_random(block_sizes[i % 4], 250);
     return test_result();
 }

@@ -162,7 +162,9 @@ static void decode(kvc_cache *cache, outputs *results, int num_helpers)
     }
 }
 
-/* ---- what others do meanwhile, to sequences 1 (which stays as it is) and 10 to 13, all with the rows of 1 ------------- */
+/* ---- what others do meanwhile ----------------------------------------------------------------------------------- */
+
+/* To sequences 10 to 13, which hold rows of sequence 1; that stays as it is. */
 
 typedef struct other {
     kvc_cache *cache;
