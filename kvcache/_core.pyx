@@ -539,17 +539,17 @@ cdef object wrap(Array *a, object owner):
 
 
 cdef bint lies_well(Array *a) noexcept:
-    """Whether C can read it where it lies: elements adjacent and aligned, no stride shorter than a row."""
+    """Whether C can read it where it lies: elements adjacent and aligned, the other strides whole elements."""
     cdef int last = a.ndim - 1, i
-    cdef int64_t size = ITEM_SIZE[a.type], row = a.shape[last] * size
+    cdef int64_t size = ITEM_SIZE[a.type]
     if a.strides[last] != size and a.shape[last] > 1:
         return False
     if <size_t>a.data % <size_t>size:
         return False
     for i in range(last):
         if a.shape[i] == 1:
-            a.strides[i] = row  # never used, and producers may have written anything there
-        elif a.strides[i] < row or a.strides[i] % size:
+            a.strides[i] = 0  # never used, and producers may have written anything there
+        elif a.strides[i] % size:
             return False
     return True
 
@@ -583,22 +583,31 @@ cdef int wrong_shape(str name, Array *a, bint htd, object heads, int64_t dim, ob
 
 cdef bint rows_overlap(Array *a) noexcept:
     """Whether rows of [a, b, dim] that lie well share bytes with each other."""
-    cdef int inner = 0 if a.strides[0] < a.strides[1] else 1
-    cdef int64_t end = (a.shape[inner] - 1) * a.strides[inner] + a.shape[2] * ITEM_SIZE[a.type]
-    return a.shape[1 - inner] > 1 and a.strides[1 - inner] < end
+    cdef int64_t[2] step = [abs(a.strides[0]), abs(a.strides[1])]
+    cdef int inner = 0 if step[0] < step[1] else 1
+    cdef int64_t row = a.shape[2] * ITEM_SIZE[a.type], rows = (a.shape[inner] - 1) * step[inner] + row
+    return (a.shape[inner] > 1 and step[inner] < row) or (a.shape[1 - inner] > 1 and step[1 - inner] < rows)
+
+
+cdef char *begin_of(Array *a) noexcept:
+    cdef char *begin = a.data
+    cdef int i
+    for i in range(a.ndim):
+        begin += min(<int64_t>0, (a.shape[i] - 1) * a.strides[i])
+    return begin
 
 
 cdef char *end_of(Array *a) noexcept:
     cdef char *end = a.data + ITEM_SIZE[a.type]
     cdef int i
     for i in range(a.ndim):
-        end += (a.shape[i] - 1) * a.strides[i]
+        end += max(<int64_t>0, (a.shape[i] - 1) * a.strides[i])
     return end
 
 
 cdef int check_apart(Array *out, Array *other, str name) except -1:
     """The result may not lie between the first and the last byte of an argument, nor the argument in it."""
-    if other.data != NULL and out.data < end_of(other) and other.data < end_of(out):
+    if other.data != NULL and begin_of(out) < end_of(other) and begin_of(other) < end_of(out):
         raise ValueError(f"out: overlaps {name}; give it memory of its own")
     return 0
 

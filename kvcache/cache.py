@@ -521,12 +521,11 @@ class KVCache:
     def copy_prefix(self, src: SupportsIndex, dst: SupportsIndex, length: SupportsIndex) -> None:
         """Make `dst` the rows of `src` at positions below `length`, whatever it held before.
 
-        No row is copied: the two share them until one drops them, and each appends to its own.
+        No row is copied: the two share them until one drops them, and each appends to its own. That needs no room: how
+        many sequences there may be is looked at when the next batch begins.
 
         Raises
         ------
-        CacheFullError
-            If `dst` would be one sequence more than `max_sequences`.
         CacheBusyError
             If one of the two is part of an open batch.
         ValueError

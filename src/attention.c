@@ -355,15 +355,11 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t
     const kvc_batch *batch = plan->batch;
     const kvc_batch_sequence *member = &batch->sequences[unit->sequence];
     const uint8_t *written = kvc_written_in(batch, layer);
-    int32_t last = 0;
-    for (int32_t i = 0; i < unit->num_tokens; i++) {
-        const int32_t position = batch->positions[batch->order[unit->first + i]];
-        if (position > last) last = position;
-    }
     for (int32_t i = 0; i < member->num_tokens; i++) {
-        const int32_t t = batch->order[member->first + i];
+        const int32_t t = batch->order[member->first + i], position = batch->positions[t];
+        const int is_seen = position < unit->sinks || (position >= unit->low && position < unit->end);
         const int about_to_be = put && t >= put->first && t < put->first + put->num_tokens;
-        if (!written[t] && !about_to_be && batch->positions[t] <= last)
+        if (is_seen && !written[t] && !about_to_be)
             return kvc_fail(KVC_ERR_INVALID, "token %d of the batch is seen but was not put in layer %d: put k and v first",
                             t, layer);
     }

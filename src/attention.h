@@ -25,6 +25,7 @@ typedef struct kvc_start {
 typedef struct kvc_unit {
     int32_t sequence;          /* of the batch */
     int32_t first, num_tokens; /* query tokens: batch->order[first .. first + num_tokens) */
+    int32_t sinks, low, end;   /* some query of it sees positions in [0, sinks) and [low, end), none sees others */
     int32_t tiled;             /* many query rows: tiles are decoded and multiplied; few: streamed */
     int32_t num_parts;
     int64_t num_rows, part_rows; /* in reach; of a part, the last may have less */

@@ -23,22 +23,18 @@ typedef struct totals {
     double work;
 } totals;
 
-/* The positions that some query of a unit may see: [0, sinks) and [low, end). */
-typedef struct reach {
-    int32_t sinks, low, end;
-} reach;
-
-static reach find_reach(const kvc_batch *batch, const kvc_policy *policy, const kvc_unit *unit) {
+static void find_reach(const kvc_batch *batch, const kvc_policy *policy, kvc_unit *unit) {
     int32_t first = INT32_MAX, last = 0;
     for (int32_t i = 0; i < unit->num_tokens; i++) {
         const int32_t position = batch->positions[batch->order[unit->first + i]];
         if (position < first) first = position;
         if (position > last) last = position;
     }
-    reach r = {kvc_policy_sinks(policy), kvc_policy_lowest(policy, first), last + 1};
-    if (r.sinks > r.end) r.sinks = r.end;
-    if (r.sinks >= r.low) r.sinks = r.low = 0;
-    return r;
+    unit->end = last + 1;
+    unit->low = kvc_policy_lowest(policy, first);
+    unit->sinks = kvc_policy_sinks(policy);
+    if (unit->sinks > unit->end) unit->sinks = unit->end;
+    if (unit->sinks >= unit->low) unit->sinks = unit->low = 0;
 }
 
 /* Adds the part of a run at [begin, end) to the unit's pieces; only counts them where there is no array yet. */
@@ -51,11 +47,10 @@ static void add_piece(const kvc_run *run, int32_t begin, int32_t end, kvc_piece 
     unit->num_rows += part.count;
 }
 
-static void add_runs(const kvc_run *runs, int32_t num_runs, const reach *r, kvc_piece *pieces, int64_t *num,
-                     kvc_unit *unit) {
+static void add_runs(const kvc_run *runs, int32_t num_runs, kvc_piece *pieces, int64_t *num, kvc_unit *unit) {
     for (int32_t i = 0; i < num_runs; i++) {
-        if (r->sinks) add_piece(&runs[i], 0, r->sinks, pieces, num, unit);
-        add_piece(&runs[i], r->low, r->end, pieces, num, unit);
+        if (unit->sinks) add_piece(&runs[i], 0, unit->sinks, pieces, num, unit);
+        add_piece(&runs[i], unit->low, unit->end, pieces, num, unit);
     }
 }
 
@@ -63,12 +58,11 @@ static void add_runs(const kvc_run *runs, int32_t num_runs, const reach *r, kvc_
 static void find_pieces(const kvc_plan *plan, kvc_unit *unit, kvc_piece *pieces, int64_t *num) {
     const kvc_batch *batch = plan->batch;
     const kvc_rows *rows = &batch->sequences[unit->sequence].sequence->rows[plan->group];
-    const kvc_pending *pending =
-        kvc_pending_of(batch, plan->group, unit->sequence);
-    const reach r = find_reach(batch, &batch->cache->policies[plan->group], unit);
+    const kvc_pending *pending = kvc_pending_of(batch, plan->group, unit->sequence);
+    find_reach(batch, &batch->cache->policies[plan->group], unit);
     unit->num_rows = 0;
-    add_runs(kvc_rows_begin(rows), rows->num, &r, pieces, num, unit);
-    add_runs(pending->runs, pending->num, &r, pieces, num, unit);
+    add_runs(kvc_rows_begin(rows), rows->num, pieces, num, unit);
+    add_runs(pending->runs, pending->num, pieces, num, unit);
 }
 
 static void cut_rows(const kvc_plan *plan, int32_t num_units, kvc_unit *unit) {

@@ -624,7 +624,7 @@ def outs():
         "too long": (ones(4, 2, 16), ValueError, "(4, 2, 8)", {}),
         "flat": (np.ones(64, np.float32), ValueError, "1 axes", {}),
         "list": (ones(4).tolist(), TypeError, "array", {}),
-        "backwards": (ones(4)[::-1], ValueError, "last axis", {}),
+        "backwards over q": (shared[3::-1], ValueError, "overlaps q", {"q": shared[2:]}),
         "every second element": (ones(4, 2, 16)[..., ::2], ValueError, "last axis", {}),
         "all tokens in one place": (
             np.lib.stride_tricks.as_strided(ones(4), strides=(0, 32, 4)),

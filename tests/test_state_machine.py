@@ -441,3 +441,22 @@ class Machine(RuleBasedStateMachine):
 
 Machine.TestCase.settings = settings(stateful_step_count=40)
 TestMachine = Machine.TestCase
+
+
+# ---- what random steps find only now and then
+
+
+def test_the_last_run_is_evicted_while_another_sequence_holds_it():
+    """The next token then goes on in the block of a run before it, which is full: one more block is needed."""
+    cache = kvcache.KVCache(1, 1, 1, None, dtype="f32", policy=kvcache.SlidingWindow(2), max_sequences=2, block_size=4)
+    x = np.arange(4, dtype=np.float32)[:, None, None]
+    for positions in ([10, 11, 12, 13], [0]):
+        with cache.batch(positions=positions) as batch:
+            batch.put(0, x[: len(positions)], x[: len(positions)])
+    cache.copy_prefix(0, 1, 1)
+    with cache.batch(1) as batch:
+        batch.put(0, x[2:3], x[2:3])
+    assert cache.positions().tolist() == [13, 14]
+    assert cache.keys(0).ravel().tolist() == [3, 2]
+    assert cache.positions(seq_id=1).tolist() == [0]
+    cache.validate()
