@@ -298,7 +298,7 @@ static kvc_status check_bytes(const kvc_batch *batch) {
     kvc_status status = KVC_OK;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) {
         status = kvc_compact_group(cache, g);
-        kvc_pool_give_back(&cache->pools[g]);
+        kvc_pool_give_back(&cache->pools[g], kvc_cache_threads(cache));
     }
     if (status == KVC_OK) status = reserve_all_runs(batch);
     if (status != KVC_OK) return status;

@@ -452,7 +452,7 @@ static kvc_status compact(kvc_cache *cache) {
     kvc_status status = check_closed(cache, "compact");
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = kvc_compact_group(cache, g);
     if (status != KVC_OK) return status;
-    for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_give_back(&cache->pools[g]);
+    for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_give_back(&cache->pools[g], kvc_cache_threads(cache));
     free_spares(cache);
     return KVC_OK;
 }

@@ -4,6 +4,7 @@
 #include "memory.h"
 
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -42,6 +43,7 @@ static void *default_alloc(void *user, size_t size, size_t alignment, const kvc_
         void *p = mmap(NULL, size, PROT_READ | PROT_WRITE, flags, -1, 0);
         return p == MAP_FAILED ? NULL : p;
     }
+    if (alignment <= _Alignof(max_align_t)) return malloc(size); /* aligning costs bytes that nobody counts */
     return size > SIZE_MAX - alignment ? NULL : aligned_alloc(alignment, kvc_align_up(size, alignment));
 #endif
 }
@@ -85,7 +87,8 @@ kvc_status kvc_memory_init(kvc_memory *memory, const kvc_allocator *allocator) {
 
 void *kvc_memory_alloc(kvc_memory *memory, size_t size, kvc_memory_kind kind, int32_t group) {
     const kvc_memory_hint hint = {(int32_t)kind, group, 0, INT32_MAX};
-    void *p = memory->allocator.alloc(memory->allocator.user, size, KVC_CACHE_LINE, &hint);
+    const size_t alignment = kind == KVC_MEMORY_BOOKKEEPING ? _Alignof(max_align_t) : KVC_CACHE_LINE;
+    void *p = memory->allocator.alloc(memory->allocator.user, size, alignment, &hint);
     if (p && kind == KVC_MEMORY_BOOKKEEPING) memory->bookkeeping += (int64_t)size;
     return p;
 }

@@ -14,7 +14,7 @@ typedef struct kvc_memory {
 /* allocator NULL: the C library, and the operating system's pages for what is large. */
 kvc_status kvc_memory_init(kvc_memory *memory, const kvc_allocator *allocator);
 
-/* Aligned to a cache line, not cleared; NULL if there is none. */
+/* Not cleared, aligned to a cache line unless it is bookkeeping; NULL if there is none. */
 void *kvc_memory_alloc(kvc_memory *memory, size_t size, kvc_memory_kind kind, int32_t group);
 void kvc_memory_free(kvc_memory *memory, void *p, size_t size, kvc_memory_kind kind, int32_t group);
 

@@ -3,6 +3,9 @@
 #include <string.h>
 
 #include "status.h"
+#include "threads.h"
+
+enum { WORTH_THREADS = 1 << 22 }; /* bytes; to give back less takes less time than to wake a thread */
 
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
                    int32_t num_layers, size_t block_bytes) {
@@ -131,26 +134,38 @@ static void return_free(kvc_pool *pool) {
     pool->num_free = 0;
 }
 
-/* Gives back the pages of rows past the fill mark. */
-static void purge_tail(kvc_pool *pool, kvc_block *block) {
+typedef struct purge {
+    const kvc_pool *pool;
+    const kvc_block *block;
+} purge;
+
+/* Gives back the pages past the fill mark in one head of one layer. */
+static void purge_head(void *context, int64_t head) {
+    const kvc_pool *pool = ((const purge *)context)->pool;
+    const kvc_block *block = ((const purge *)context)->block;
+    const kvc_layout *at = pool->layouts;
+    for (; head >= at->num_kv_heads; at++) head -= at->num_kv_heads;
+    const size_t h = (size_t)head, from = (size_t)block->fill, count = (size_t)(block->touched - block->fill);
+    kvc_memory_purge(pool->memory, block->rows + at->k_offset + h * at->k_head_stride + from * at->k_row_bytes,
+                     count * at->k_row_bytes);
+    kvc_memory_purge(pool->memory, block->rows + at->v_offset + h * at->v_head_stride + from * at->v_row_bytes,
+                     count * at->v_row_bytes);
+}
+
+static void purge_tail(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
     if (block->fill >= block->touched || !kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return;
-    const size_t from = (size_t)block->fill, count = (size_t)(block->touched - block->fill);
-    for (int32_t i = 0; i < pool->num_layers; i++) {
-        const kvc_layout *at = &pool->layouts[i];
-        for (size_t h = 0; h < (size_t)at->num_kv_heads; h++) {
-            uint8_t *k = block->rows + at->k_offset + h * at->k_head_stride + from * at->k_row_bytes;
-            uint8_t *v = block->rows + at->v_offset + h * at->v_head_stride + from * at->v_row_bytes;
-            kvc_memory_purge(pool->memory, k, count * at->k_row_bytes);
-            kvc_memory_purge(pool->memory, v, count * at->v_row_bytes);
-        }
-    }
-    pool->row_bytes += kvc_pool_block_bytes(pool, block->fill) - kvc_pool_block_bytes(pool, block->touched);
+    int64_t heads = 0;
+    for (int32_t i = 0; i < pool->num_layers; i++) heads += pool->layouts[i].num_kv_heads;
+    const int64_t bytes = kvc_pool_block_bytes(pool, block->touched) - kvc_pool_block_bytes(pool, block->fill);
+    purge work = {pool, block};
+    kvc_parallel(bytes < WORTH_THREADS ? 1 : num_threads, heads, purge_head, &work);
+    pool->row_bytes -= bytes;
     block->touched = block->fill;
 }
 
-void kvc_pool_give_back(kvc_pool *pool) {
+void kvc_pool_give_back(kvc_pool *pool, int32_t num_threads) {
     return_free(pool);
-    for (int32_t i = 0; i < pool->num_blocks; i++) purge_tail(pool, pool->blocks[i]);
+    for (int32_t i = 0; i < pool->num_blocks; i++) purge_tail(pool, pool->blocks[i], num_threads);
 }
 
 int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {

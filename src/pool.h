@@ -92,6 +92,6 @@ int64_t kvc_pool_list_growth(const kvc_pool *pool, int32_t new_blocks);
 int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 
 /* Gives memory back: that of all free blocks, and the pages past fill marks. */
-void kvc_pool_give_back(kvc_pool *pool);
+void kvc_pool_give_back(kvc_pool *pool, int32_t num_threads);
 
 #endif
