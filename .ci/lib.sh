@@ -93,6 +93,7 @@ style() {
     "$tools/bin/ruff" check
     "$tools/bin/ruff" format --check
     PATH=$tools/bin:$PATH cython-lint kvcache
+    "$tools/bin/clang-format" --dry-run -Werror src/*.[ch] src/kernels/*.[ch]
 }
 
 types() {
@@ -168,7 +169,7 @@ usual() {
     step "install '.[test]'" install
     step "pytest on the installed package" tests
     step "sdist and wheel" distributions
-    step "ruff, cython-lint" style
+    step "ruff, cython-lint, clang-format" style
     step "mypy --strict, stubtest" types
     step "docs without a warning" docs
 

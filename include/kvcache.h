@@ -383,13 +383,13 @@ typedef struct kvc_plan_args {
  * positions up to its own, that the policy shows; those of the batch must have been put in this layer.  Where nothing
  * is visible, out is 0 and lse -inf.  Sums are kept in f32.  The bits of the result depend on nothing but the
  * sequence itself: not on threads, on where rows lie, or on who else is in the batch.
- * plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX, KVC_ERR_NOMEM, KVC_ERR_CANCELLED: nothing was put then, but
- * for the last. */
+ * plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX and KVC_ERR_NOMEM, after which nothing was put;
+ * KVC_ERR_CANCELLED, after which out and lse hold anything. */
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
 
 /* The same for runners with threads of their own.  A plan cuts the work into tasks and takes all memory that they
- * need; it serves every layer of the group that has the same shapes, one layer at a time, until the batch ends.  Free it
- * before that, or not at all. */
+ * need; it serves every layer of the group that has the same shapes, one layer at a time, until the batch ends.  Free
+ * it before that, or not at all. */
 KVC_API kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **plan);
 KVC_API void kvc_plan_free(kvc_plan *plan);
 KVC_API int64_t kvc_plan_num_tasks(const kvc_plan *plan);

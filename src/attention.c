@@ -1,8 +1,9 @@
 /* attention.c: runs the tasks that plan.c cut, and merges their results.
  *
  * A task goes over its rows in tiles of KVC_TILE row pointers, so that blocks, holes, one-slot runs and sharing are one
- * path.  The softmax is the online one (Milakov and Gimelshein 2018; FlashAttention): a running maximum and sum per query
- * row, what was accumulated being scaled whenever the maximum rises.  Parts are merged by log-sum-exp (Flash-Decoding).
+ * path.  The softmax is the online one (Milakov and Gimelshein 2018; FlashAttention): a running maximum and sum per
+ * query row, what was accumulated being scaled whenever the maximum rises.  Parts are merged by log-sum-exp
+ * (Flash-Decoding).
  */
 #include "attention.h"
 
@@ -33,7 +34,7 @@ typedef struct tile {
 typedef struct cursor {
     const kvc_piece *piece;
     int32_t offset;
-    int64_t rest; /* rows */
+    int64_t rest;          /* rows */
     size_t k_head, v_head; /* where the KV head begins in a block */
     size_t k_row_bytes, v_row_bytes;
 } cursor;
@@ -75,8 +76,8 @@ typedef struct task {
     const call *call;
     const kvc_unit *unit;
     int32_t head, part; /* KV head */
-    int32_t num_q;      /* query rows: row r is token r / heads_per_kv of the unit, head r % heads_per_kv of the group */
-    float *lane;        /* scratch */
+    int32_t num_q; /* query rows: row r is token r / heads_per_kv of the unit, head r % heads_per_kv of the group */
+    float *lane;   /* scratch */
     float *q, *scores, *acc, *max, *sum, *factor;
 } task;
 
@@ -247,7 +248,8 @@ static void keep_partial(const task *t) {
     const size_t q = (size_t)t->num_q;
     memcpy(partial, t->max, q * sizeof *partial);
     memcpy(partial + q, t->sum, q * sizeof *partial);
-    memcpy(partial + kvc_align_up(2 * q, KVC_LANES), t->acc, q * (size_t)t->call->plan->lane.acc_stride * sizeof *partial);
+    memcpy(partial + kvc_align_up(2 * q, KVC_LANES), t->acc,
+           q * (size_t)t->call->plan->lane.acc_stride * sizeof *partial);
 }
 
 static results results_of(const task *t) {
@@ -337,8 +339,9 @@ static kvc_status check_args(const kvc_plan *plan, int32_t layer, const kvc_atte
     const kvc_layer *config = &cache->layers[layer];
     if (cache->group_of[layer] != plan->group || config->num_kv_heads != plan->num_kv_heads ||
         config->k_dim != plan->k_dim || config->v_dim != plan->v_dim)
-        return kvc_fail(KVC_ERR_INVALID, "layer %d has not the policy and shapes of the plan's layer, %d: make one for it",
-                        layer, plan->args.layer);
+        return kvc_fail(KVC_ERR_INVALID,
+                        "layer %d has not the policy and shapes of the plan's layer, %d: make one for it", layer,
+                        plan->args.layer);
     if (!args->q || !args->out) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", args->q ? "out" : "q");
     kvc_status status = kvc_check_array(args->q_type, args->q_token_stride, args->q_head_stride, "q");
     if (status == KVC_OK) status = kvc_check_array(args->q_type, args->out_token_stride, args->out_head_stride, "out");
@@ -360,8 +363,8 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t
         const int is_seen = position < unit->sinks || (position >= unit->low && position < unit->end);
         const int about_to_be = put && t >= put->first && t < put->first + put->num_tokens;
         if (is_seen && !written[t] && !about_to_be)
-            return kvc_fail(KVC_ERR_INVALID, "token %d of the batch is seen but was not put in layer %d: put k and v first",
-                            t, layer);
+            return kvc_fail(KVC_ERR_INVALID,
+                            "token %d of the batch is seen but was not put in layer %d: put k and v first", t, layer);
     }
     return KVC_OK;
 }
@@ -389,7 +392,8 @@ kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *gi
     if (status == KVC_OK && args.put)
         status = kvc_fail(KVC_ERR_INVALID, "args->put is not NULL: rows are stored by kvc_put before tasks are run");
     if (status == KVC_OK && (task < 0 || task >= plan->num_tasks))
-        status = kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)plan->num_tasks);
+        status =
+            kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)plan->num_tasks);
     if (status == KVC_OK) status = check_seen(plan, unit_of(plan, task), layer, NULL);
     return status == KVC_OK ? run_task(&c, task) : status;
 }

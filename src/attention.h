@@ -30,7 +30,7 @@ typedef struct kvc_unit {
     int32_t num_parts;
     int64_t num_rows, part_rows; /* in reach; of a part, the last may have less */
     int64_t first_piece, first_start, first_task, first_counter;
-    size_t partials;             /* offset in plan->partials, in floats */
+    size_t partials; /* offset in plan->partials, in floats */
 } kvc_unit;
 
 /* One for each unit and KV head. */

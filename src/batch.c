@@ -64,8 +64,7 @@ static int32_t join(kvc_batch *batch, int64_t seq_id) {
     if (!sequence->in_batch) {
         const int32_t s = batch->num_sequences++;
         sequence->in_batch = s + 1;
-        batch->sequences[s] =
-            (kvc_batch_sequence){.sequence = sequence, .low = kvc_sequence_last(sequence) + 1};
+        batch->sequences[s] = (kvc_batch_sequence){.sequence = sequence, .low = kvc_sequence_last(sequence) + 1};
         if (kvc_sequence_is_empty(sequence)) batch->sequences[s].low = INT32_MAX;
     }
     return sequence->in_batch - 1;
@@ -107,10 +106,11 @@ static kvc_status check_not_gone(const kvc_cache *cache, int32_t num_tokens, con
     for (int32_t t = 0; t < num_tokens; t++) {
         if (seq_ids && t && seq_ids[t] != seq_ids[t - 1]) sequence = kvc_table_find(&cache->sequences, seq_ids[t]);
         if (sequence && kvc_cache_misses(cache, sequence, positions[t]))
-            return kvc_fail(KVC_ERR_GONE,
-                            "a token at position %d of sequence %lld would see rows that were evicted: the sequence goes "
-                            "on at %d; to go back further, clear it and feed it again, or give resume_window",
-                            positions[t], (long long)sequence->id, kvc_sequence_last(sequence) + 1);
+            return kvc_fail(
+                KVC_ERR_GONE,
+                "a token at position %d of sequence %lld would see rows that were evicted: the sequence goes "
+                "on at %d; to go back further, clear it and feed it again, or give resume_window",
+                positions[t], (long long)sequence->id, kvc_sequence_last(sequence) + 1);
     }
     return KVC_OK;
 }
@@ -235,7 +235,8 @@ static kvc_status check_room(const kvc_batch *batch, int32_t g, const demand *d)
     const kvc_cache *cache = batch->cache;
     const int64_t live = cache->pools[g].live - d->freed_slots;
     if (cache->capacity && live + batch->num_tokens > cache->capacity)
-        return kvc_fail(KVC_ERR_FULL, "%d more tokens do not fit: %lld of capacity %lld are in use; remove some, clear a "
+        return kvc_fail(KVC_ERR_FULL,
+                        "%d more tokens do not fit: %lld of capacity %lld are in use; remove some, clear a "
                         "sequence, or give a larger capacity",
                         batch->num_tokens, (long long)live, (long long)cache->capacity);
     for (int32_t s = 0; cache->max_seq_len && s < batch->num_sequences; s++) {
@@ -278,8 +279,7 @@ static kvc_status reserve_runs(const kvc_batch *batch, int32_t g) {
         if (!member && cache->policies[g].kind == KVC_FULL) continue;
         int32_t begin, end;
         evictable(cache, batch, sequence, g, &begin, &end);
-        const int32_t more =
-            member ? member->num_stretches + member->num_tokens / cache->pools[g].block_size + 2 : 0;
+        const int32_t more = member ? member->num_stretches + member->num_tokens / cache->pools[g].block_size + 2 : 0;
         status = kvc_rows_reserve_evict(&sequence->rows[g], &cache->memory, begin, end, more);
     }
     return status;
@@ -305,8 +305,8 @@ static kvc_status check_bytes(const kvc_batch *batch) {
     const int64_t bytes = bytes_after(batch);
     if (bytes <= cache->max_bytes) return KVC_OK;
     int64_t wasted = 0;
-    for (int32_t g = 0; g < cache->num_groups; g++) wasted +=
-        (cache->pools[g].filled - cache->pools[g].live) * kvc_pool_slot_bytes(&cache->pools[g]);
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        wasted += (cache->pools[g].filled - cache->pools[g].live) * kvc_pool_slot_bytes(&cache->pools[g]);
     const long long held = (long long)kvc_cache_bytes(cache);
     return kvc_fail(KVC_ERR_FULL,
                     "%d more tokens would make it %lld bytes: max_bytes is %lld, %lld are live and %lld wasted%s",
@@ -418,8 +418,8 @@ kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positi
     if (cache->batch) status = kvc_fail(KVC_ERR_BUSY, "a batch is open already: commit or abort it first");
     if (status == KVC_OK) status = check_not_gone(cache, num_tokens, positions, seq_ids);
     if (status == KVC_OK && cache->capacity && num_tokens > cache->capacity) /* before memory is taken for so many */
-        status = kvc_fail(KVC_ERR_FULL, "%d tokens do not fit: capacity is %lld", num_tokens,
-                          (long long)cache->capacity);
+        status =
+            kvc_fail(KVC_ERR_FULL, "%d tokens do not fit: capacity is %lld", num_tokens, (long long)cache->capacity);
     if (status == KVC_OK) {
         kvc_batch *batch = new_batch(cache, num_tokens);
         status = batch ? begin(batch, positions, seq_ids)
@@ -461,7 +461,8 @@ static void transfer_rows(const transfer *x, int32_t num_tokens) {
             x->convert(x->to + t * x->to_row, x->to_head, x->from + t * x->from_token, x->from_head, x->heads, x->dim);
     else
         for (int32_t h = 0; h < x->heads; h++)
-            x->convert(x->to + h * x->to_head, x->to_row, x->from + h * x->from_head, x->from_token, num_tokens, x->dim);
+            x->convert(x->to + h * x->to_head, x->to_row, x->from + h * x->from_head, x->from_token, num_tokens,
+                       x->dim);
 }
 
 /* Stores tokens [t, t + count) of the batch, which lie in consecutive slots. */
@@ -475,13 +476,21 @@ static void put_rows(const put_work *work, int32_t t, int32_t count) {
     const transfer k = {kernels->convert[a->k_type][layer->k_type],
                         rows + at->k_offset + (size_t)place->slot * at->k_row_bytes,
                         (const char *)a->k + (t - a->first) * a->k_token_stride,
-                        (int64_t)at->k_row_bytes, (int64_t)at->k_head_stride, a->k_token_stride, a->k_head_stride,
-                        layer->num_kv_heads, layer->k_dim};
+                        (int64_t)at->k_row_bytes,
+                        (int64_t)at->k_head_stride,
+                        a->k_token_stride,
+                        a->k_head_stride,
+                        layer->num_kv_heads,
+                        layer->k_dim};
     const transfer v = {kernels->convert[a->v_type][layer->v_type],
                         rows + at->v_offset + (size_t)place->slot * at->v_row_bytes,
                         (const char *)a->v + (t - a->first) * a->v_token_stride,
-                        (int64_t)at->v_row_bytes, (int64_t)at->v_head_stride, a->v_token_stride, a->v_head_stride,
-                        layer->num_kv_heads, layer->v_dim};
+                        (int64_t)at->v_row_bytes,
+                        (int64_t)at->v_head_stride,
+                        a->v_token_stride,
+                        a->v_head_stride,
+                        layer->num_kv_heads,
+                        layer->v_dim};
     transfer_rows(&k, count);
     transfer_rows(&v, count);
 }
@@ -505,8 +514,8 @@ kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride
         return kvc_fail(KVC_ERR_INVALID, "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", name, type);
     const int64_t unit = (int64_t)kvc_row_bytes(type, 1);
     if (row_stride % unit || head_stride % unit)
-        return kvc_fail(KVC_ERR_INVALID, "%s: strides of %lld and %lld bytes are not multiples of an element's %lld", name,
-                        (long long)row_stride, (long long)head_stride, (long long)unit);
+        return kvc_fail(KVC_ERR_INVALID, "%s: strides of %lld and %lld bytes are not multiples of an element's %lld",
+                        name, (long long)row_stride, (long long)head_stride, (long long)unit);
     return KVC_OK;
 }
 
@@ -564,8 +573,10 @@ static kvc_status check_complete(const kvc_batch *batch) {
     const uint8_t *hole = memchr(batch->written, 0, n * (size_t)batch->cache->num_layers);
     if (!hole) return KVC_OK;
     const size_t at = (size_t)(hole - batch->written);
-    return kvc_fail(KVC_ERR_INVALID, "token %zu of the batch was not put in layer %zu: put every token in every layer, or "
-                    "abort", at % n, at / n);
+    return kvc_fail(KVC_ERR_INVALID,
+                    "token %zu of the batch was not put in layer %zu: put every token in every layer, or "
+                    "abort",
+                    at % n, at / n);
 }
 
 kvc_status kvc_commit(kvc_batch *batch) {

@@ -44,7 +44,8 @@ kvc_status kvc_read_struct(void *to, size_t to_size, const void *from, size_t fr
                         to_size);
     for (size_t i = to_size; i < from_size; i++)
         if (((const uint8_t *)from)[i])
-            return kvc_fail(KVC_ERR_UNSUPPORTED, "%s sets a field that this version of the library does not know", name);
+            return kvc_fail(KVC_ERR_UNSUPPORTED, "%s sets a field that this version of the library does not know",
+                            name);
     memcpy(to, from, to_size);
     return KVC_OK;
 }
@@ -134,8 +135,8 @@ static kvc_status add_layout(kvc_layout *layout, const kvc_layer *layer, int32_t
     if (layout->k_offset != SIZE_MAX)
         layout->v_offset = add_heads(block_bytes, layer->num_kv_heads, layout->v_head_stride);
     if (layout->k_offset == SIZE_MAX || layout->v_offset == SIZE_MAX)
-        return kvc_fail(KVC_ERR_INVALID, "a block of %d slots is larger than the address space: give a smaller block_size",
-                        block_size);
+        return kvc_fail(KVC_ERR_INVALID,
+                        "a block of %d slots is larger than the address space: give a smaller block_size", block_size);
     return KVC_OK;
 }
 
@@ -417,10 +418,11 @@ static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, 
     kvc_status status = check_idle(sequence);
     if (status != KVC_OK || !sequence) return status;
     if (shift && kvc_sequence_last(sequence) >= end)
-        return kvc_fail(KVC_ERR_UNSUPPORTED,
-                        "sequence %lld has tokens at %d and later that would move down by %d, and their keys would have "
-                        "to be rotated: remove with shift off, or up to the end",
-                        (long long)seq_id, end, end - begin);
+        return kvc_fail(
+            KVC_ERR_UNSUPPORTED,
+            "sequence %lld has tokens at %d and later that would move down by %d, and their keys would have "
+            "to be rotated: remove with shift off, or up to the end",
+            (long long)seq_id, end, end - begin);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
         status = kvc_rows_reserve_edit(&sequence->rows[g], &cache->memory, 0);
     if (status != KVC_OK) return status;
@@ -519,9 +521,9 @@ int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position) {
     if (position < 0) return 0;
     kvc_lock(cache);
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    const int32_t can = sequence ? position <= kvc_sequence_last(sequence) + 1 &&
-                                       !kvc_cache_misses(cache, sequence, position)
-                                 : position == 0;
+    const int32_t can =
+        sequence ? position <= kvc_sequence_last(sequence) + 1 && !kvc_cache_misses(cache, sequence, position)
+                 : position == 0;
     kvc_unlock(cache, KVC_OK);
     return can;
 }
@@ -569,8 +571,8 @@ double kvc_utilization(kvc_cache *cache) {
     kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
-        const double slots = cache->capacity ? (double)cache->capacity
-                                             : (double)(pool->num_blocks - pool->num_free) * pool->block_size;
+        const double slots =
+            cache->capacity ? (double)cache->capacity : (double)(pool->num_blocks - pool->num_free) * pool->block_size;
         const double share = slots > 0 ? (double)pool->live / slots : 0;
         if (share > most) most = share;
     }

@@ -15,10 +15,10 @@ struct kvc_cache {
     size_t size; /* of this allocation: the struct and the arrays behind it */
     const kvc_kernels *kernels;
 
-    kvc_layer *layers;   /* [num_layers] */
-    int32_t *group_of;   /* [num_layers] */
-    kvc_layout *layouts; /* [num_layers], those of a group side by side */
-    int32_t *layout_of;  /* [num_layers] index into layouts */
+    kvc_layer *layers;    /* [num_layers] */
+    int32_t *group_of;    /* [num_layers] */
+    kvc_layout *layouts;  /* [num_layers], those of a group side by side */
+    int32_t *layout_of;   /* [num_layers] index into layouts */
     kvc_policy *policies; /* [num_groups] */
     kvc_pool *pools;      /* [num_groups] */
     int32_t num_layers, num_groups;

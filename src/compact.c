@@ -1,8 +1,8 @@
 /* compact.c: moves the rows of a group together.
  *
  * The blocks are put in the order in which sequences meet them, and every live slot slides down to the first place that
- * is free in that order.  A row never moves up, so that one pass over the rows of each head does it in place; slots that
- * several sequences share move once; and as the order is kept, runs stay runs.
+ * is free in that order.  A row never moves up, so that one pass over the rows of each head does it in place; slots
+ * that several sequences share move once; and as the order is kept, runs stay runs.
  */
 #include <string.h>
 
@@ -135,8 +135,8 @@ static void move_region(void *context, int64_t i) {
     const size_t bytes = i % 2 ? at->v_row_bytes : at->k_row_bytes;
     for (int64_t m = 0; m < c->num_moves; m++) {
         const move *mv = &c->moves[m];
-        memmove(mv->to->rows + offset + (size_t)mv->to_slot * bytes, mv->from->rows + offset + (size_t)mv->from_slot * bytes,
-                (size_t)mv->count * bytes);
+        memmove(mv->to->rows + offset + (size_t)mv->to_slot * bytes,
+                mv->from->rows + offset + (size_t)mv->from_slot * bytes, (size_t)mv->count * bytes);
     }
 }
 
@@ -169,8 +169,8 @@ static void follow(const compaction *c, kvc_rows *rows) {
         }
         for (int32_t done = 0; done < run.count;) {
             const int32_t target = targets[run.slot + done], room = size - target % size, rest = run.count - done;
-            const kvc_run part = {c->order[target / size], target % size, rest < room ? rest : room, run.position + done,
-                                  run.delta};
+            const kvc_run part = {c->order[target / size], target % size, rest < room ? rest : room,
+                                  run.position + done, run.delta};
             kvc_rows_push(rows, &part);
             done += part.count;
         }

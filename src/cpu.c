@@ -23,16 +23,13 @@ const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
     int num_tables = 0;
     tables[num_tables++] = &kvc_kernels_scalar;
 #ifdef KVC_HAVE_AVX2
-    if (has_avx2())
-        tables[num_tables++] = &kvc_kernels_avx2;
+    if (has_avx2()) tables[num_tables++] = &kvc_kernels_avx2;
 #endif
 
     const char *name = getenv("KVCACHE_ISA");
-    if (!name || !*name)
-        return tables[num_tables - 1];
+    if (!name || !*name) return tables[num_tables - 1];
     for (int i = 0; i < num_tables; i++)
-        if (!strcmp(name, tables[i]->name))
-            return tables[i];
+        if (!strcmp(name, tables[i]->name)) return tables[i];
     *wanted = name;
     return NULL;
 }

@@ -129,6 +129,4 @@ void kvc_memory_purge(kvc_memory *memory, void *p, size_t size) {
     if (begin < end) memory->allocator.purge(memory->allocator.user, (void *)begin, end - begin);
 }
 
-int kvc_memory_is_lazy(const kvc_memory *memory, size_t size) {
-    return memory->allocator.purge && size >= MAPPED_SIZE;
-}
+int kvc_memory_is_lazy(const kvc_memory *memory, size_t size) { return memory->allocator.purge && size >= MAPPED_SIZE; }

@@ -38,8 +38,7 @@ static void find_reach(const kvc_batch *batch, const kvc_policy *policy, kvc_uni
 }
 
 /* Adds the part of a run at [begin, end) to the unit's pieces; only counts them where there is no array yet. */
-static void add_piece(const kvc_run *run, int32_t begin, int32_t end, kvc_piece *pieces, int64_t *num,
-                      kvc_unit *unit) {
+static void add_piece(const kvc_run *run, int32_t begin, int32_t end, kvc_piece *pieces, int64_t *num, kvc_unit *unit) {
     const kvc_run part = kvc_run_part(run, begin, end);
     if (!part.count) return;
     if (pieces) pieces[*num] = (kvc_piece){part.block->rows, part.slot, part.count, part.position};
@@ -124,10 +123,8 @@ static void cut_queries(kvc_plan *plan, int32_t sequence, int32_t first, int32_t
     if (tokens < 1) tokens = 1;
     const int32_t num_units = (end - first + tokens - 1) / tokens;
     for (int32_t at = first; at < end; at += tokens) {
-        kvc_unit unit = {.sequence = sequence,
-                         .first = at,
-                         .num_tokens = end - at < tokens ? end - at : tokens,
-                         .tiled = tiled};
+        kvc_unit unit = {
+            .sequence = sequence, .first = at, .num_tokens = end - at < tokens ? end - at : tokens, .tiled = tiled};
         add_unit(plan, &unit, num_units, t);
     }
 }

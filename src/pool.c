@@ -45,8 +45,8 @@ static void free_block(kvc_pool *pool, kvc_block *block) {
 
 void kvc_pool_destroy(kvc_pool *pool) {
     for (int32_t i = 0; i < pool->num_blocks; i++) free_block(pool, pool->blocks[i]);
-    kvc_memory_free(pool->memory, pool->blocks, (size_t)pool->max_blocks * sizeof *pool->blocks,
-                    KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_memory_free(pool->memory, pool->blocks, (size_t)pool->max_blocks * sizeof *pool->blocks, KVC_MEMORY_BOOKKEEPING,
+                    -1);
 }
 
 /* Puts a new block at the end of the free list, at **end, and moves that on. */
@@ -114,7 +114,8 @@ kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count) {
     const int32_t before = pool->num_free;
     if (count <= before) return KVC_OK;
     kvc_status status = reserve_list(pool, pool->num_blocks + count - before);
-    kvc_block **end = list_end(pool, before); /* those that have been used come first: their rows are resident already */
+    kvc_block **end =
+        list_end(pool, before); /* those that have been used come first: their rows are resident already */
     while (status == KVC_OK && pool->num_free < count) status = new_block(pool, &end);
     if (status != KVC_OK) kvc_pool_unreserve(pool, before);
     return status;

@@ -45,9 +45,9 @@ typedef struct kvc_pool {
     kvc_block *free; /* last freed first: its rows may still be in cache */
     int32_t num_free;
     int32_t free_before; /* num_free before the reservation of a batch that is about to begin */
-    int64_t live;      /* slots, over all blocks */
-    int64_t filled;    /* slots below fill marks */
-    int64_t row_bytes; /* resident */
+    int64_t live;        /* slots, over all blocks */
+    int64_t filled;      /* slots below fill marks */
+    int64_t row_bytes;   /* resident */
     int64_t opened, reused, returned;
 } kvc_pool;
 

@@ -23,7 +23,7 @@ const char *kvc_last_error(void) { return last_error; }
 
 const char *kvc_strerror(kvc_status status) {
     switch (status) {
-#define STATUS_TEXT(name, value, text)                                                                                 \
+#define STATUS_TEXT(name, value, text) \
     case name: return text;
         KVC_STATUS_LIST(STATUS_TEXT)
 #undef STATUS_TEXT

@@ -7,7 +7,10 @@
 #if defined(_WIN32)
 #include <windows.h>
 typedef SRWLOCK kvc_mutex;
-static inline int kvc_mutex_init(kvc_mutex *m) { InitializeSRWLock(m); return 0; }
+static inline int kvc_mutex_init(kvc_mutex *m) {
+    InitializeSRWLock(m);
+    return 0;
+}
 static inline void kvc_mutex_destroy(kvc_mutex *m) { (void)m; }
 static inline void kvc_mutex_lock(kvc_mutex *m) { AcquireSRWLockExclusive(m); }
 static inline void kvc_mutex_unlock(kvc_mutex *m) { ReleaseSRWLockExclusive(m); }

@@ -3,9 +3,9 @@
 
 #include "cache.h"
 
-#define REQUIRE(condition, ...)                                                                                        \
-    do {                                                                                                               \
-        if (!(condition)) return kvc_fail(KVC_ERR_CORRUPT, __VA_ARGS__);                                               \
+#define REQUIRE(condition, ...)                                          \
+    do {                                                                 \
+        if (!(condition)) return kvc_fail(KVC_ERR_CORRUPT, __VA_ARGS__); \
     } while (0)
 
 static kvc_status check_rows(const kvc_rows *rows, const kvc_pool *pool, long long id) {
@@ -84,8 +84,9 @@ static kvc_status check_pool(const kvc_pool *pool) {
             "group %d: %lld live and %lld filled slots of %lld bytes are noted, there are %lld, %lld and %lld",
             pool->group, (long long)pool->live, (long long)pool->filled, (long long)pool->row_bytes, (long long)live,
             (long long)filled, (long long)bytes);
-    REQUIRE(num_free == pool->num_free && listed == num_free, "group %d: %d free blocks are noted, %d listed, there are %d",
-            pool->group, pool->num_free, listed, num_free);
+    REQUIRE(num_free == pool->num_free && listed == num_free,
+            "group %d: %d free blocks are noted, %d listed, there are %d", pool->group, pool->num_free, listed,
+            num_free);
     return KVC_OK;
 }
 
@@ -106,7 +107,8 @@ static kvc_status validate(const kvc_cache *cache) {
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) {
         for (int32_t i = 0; status == KVC_OK && i < cache->sequences.num; i++) {
             const kvc_sequence *sequence = cache->sequences.items[i];
-            REQUIRE(i == 0 || cache->sequences.items[i - 1]->id < sequence->id, "the table of sequences is out of order");
+            REQUIRE(i == 0 || cache->sequences.items[i - 1]->id < sequence->id,
+                    "the table of sequences is out of order");
             REQUIRE(sequence->in_batch || !kvc_sequence_is_blank(sequence), "sequence %lld is blank and in the table",
                     (long long)sequence->id);
             REQUIRE(cache->batch || !sequence->in_batch, "sequence %lld belongs to a batch that is not there",

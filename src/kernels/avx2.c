@@ -14,34 +14,22 @@ enum { LANES = 8, ACCUMULATORS = 12, MATMUL_ROWS = 6, MATMUL_VECTORS = 2 }; /* o
 
 typedef __m256 vec;
 
-INLINE vec v_zero(void) {
-    return _mm256_setzero_ps();
-}
+INLINE vec v_zero(void) { return _mm256_setzero_ps(); }
 
-INLINE vec v_set(float x) {
-    return _mm256_set1_ps(x);
-}
+INLINE vec v_set(float x) { return _mm256_set1_ps(x); }
 
-INLINE vec v_load(const void *p) {
-    return _mm256_loadu_ps(p);
-}
+INLINE vec v_load(const void *p) { return _mm256_loadu_ps(p); }
 
 INLINE vec v_keep(vec x) {
     __asm__("" : "+x"(x));
     return x;
 }
 
-INLINE void v_store(void *p, vec x) {
-    _mm256_storeu_ps(p, x);
-}
+INLINE void v_store(void *p, vec x) { _mm256_storeu_ps(p, x); }
 
-INLINE vec v_load_f16(const void *p) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(p));
-}
+INLINE vec v_load_f16(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
 
-INLINE void v_store_f16(void *p, vec x) {
-    _mm_storeu_si128(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-}
+INLINE void v_store_f16(void *p, vec x) { _mm_storeu_si128(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
 
 INLINE vec v_load_bf16(const void *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(p)), 16));
@@ -54,7 +42,8 @@ INLINE void v_store_bf16(void *p, vec x) {
     __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     __m256 quiet = _mm256_or_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x400000)));
     __m256 y = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), quiet, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    __m256i upper_halves = _mm256_broadcastsi128_si256(_mm_setr_epi8(2, 3, 6, 7, 10, 11, 14, 15, 2, 3, 6, 7, 10, 11, 14, 15));
+    __m256i upper_halves =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(2, 3, 6, 7, 10, 11, 14, 15, 2, 3, 6, 7, 10, 11, 14, 15));
     __m256i halves = _mm256_shuffle_epi8(_mm256_castps_si256(y), upper_halves);
     _mm_storeu_si128(p, _mm_unpacklo_epi64(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
 }
@@ -79,25 +68,15 @@ INLINE void copy_row(void *dst, const void *src, size_t bytes) {
     memcpy(dst, src, bytes);
 }
 
-INLINE vec v_add(vec x, vec y) {
-    return _mm256_add_ps(x, y);
-}
+INLINE vec v_add(vec x, vec y) { return _mm256_add_ps(x, y); }
 
-INLINE vec v_mul(vec x, vec y) {
-    return _mm256_mul_ps(x, y);
-}
+INLINE vec v_mul(vec x, vec y) { return _mm256_mul_ps(x, y); }
 
-INLINE vec v_fma(vec x, vec y, vec z) {
-    return _mm256_fmadd_ps(x, y, z);
-}
+INLINE vec v_fma(vec x, vec y, vec z) { return _mm256_fmadd_ps(x, y, z); }
 
-INLINE vec v_max(vec x, vec y) {
-    return _mm256_max_ps(x, y);
-}
+INLINE vec v_max(vec x, vec y) { return _mm256_max_ps(x, y); }
 
-INLINE vec v_round(vec x) {
-    return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
+INLINE vec v_round(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
 /* Adds n to the exponent. */
 INLINE vec v_scale(vec x, vec n) {

@@ -71,7 +71,7 @@ typedef struct kvc_kernels {
 extern const kvc_kernels kvc_kernels_scalar;
 #if defined(__x86_64__) && defined(__GNUC__)
 #define KVC_HAVE_AVX2 1
-#define KVC_KERNEL_NAMES "scalar avx2" /* in this build */
+#define KVC_KERNEL_NAMES "scalar avx2"     /* in this build */
 extern const kvc_kernels kvc_kernels_avx2; /* to be had through kvc_cpu_kernels */
 #else
 #define KVC_KERNEL_NAMES "scalar"

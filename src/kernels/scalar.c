@@ -50,22 +50,17 @@ static uint16_t f16_from_f32(float x) {
     return (uint16_t)(sign | half);
 }
 
-static float f32_from_bf16(uint16_t bits) {
-    return float_of((uint32_t)bits << 16);
-}
+static float f32_from_bf16(uint16_t bits) { return float_of((uint32_t)bits << 16); }
 
 static uint16_t bf16_from_f32(float x) {
     uint32_t bits = bits_of(x);
-    if ((bits & 0x7fffffff) > 0x7f800000)
-        return (uint16_t)(bits >> 16 | 0x40);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
     return (uint16_t)round_off(bits, 16);
 }
 
 static float load(int type, const void *row, int i) {
-    if (type == KVC_F16)
-        return f32_from_f16(((const uint16_t *)row)[i]);
-    if (type == KVC_BF16)
-        return f32_from_bf16(((const uint16_t *)row)[i]);
+    if (type == KVC_F16) return f32_from_f16(((const uint16_t *)row)[i]);
+    if (type == KVC_BF16) return f32_from_bf16(((const uint16_t *)row)[i]);
     return ((const float *)row)[i];
 }
 
@@ -89,8 +84,7 @@ static void convert(int from, int to, void *dst, int64_t dst_stride, const void 
             memcpy(dst_row, src_row, (size_t)dim * (from == KVC_F32 ? sizeof(float) : sizeof(uint16_t)));
             continue;
         }
-        for (int d = 0; d < dim; d++)
-            store(to, dst_row, d, load(from, src_row, d));
+        for (int d = 0; d < dim; d++) store(to, dst_row, d, load(from, src_row, d));
     }
 }
 
@@ -99,8 +93,7 @@ static void score(int type, float *scores, const float *q, int q_stride, int num
     for (int r = 0; r < num_q; r++) {
         for (int j = 0; j < n; j++) {
             float sum = 0;
-            for (int d = 0; d < dim; d++)
-                sum += q[(ptrdiff_t)r * q_stride + d] * load(type, rows[j], d);
+            for (int d = 0; d < dim; d++) sum += q[(ptrdiff_t)r * q_stride + d] * load(type, rows[j], d);
             scores[r * KVC_TILE + j] = sum;
         }
     }
@@ -110,33 +103,28 @@ static void accumulate(int type, float *acc, int acc_stride, const float *factor
                        const void *const *rows, int n, int dim) {
     for (int r = 0; r < num_q; r++) {
         float *sum = acc + (ptrdiff_t)r * acc_stride;
-        for (int d = 0; d < dim; d++)
-            sum[d] *= factor[r];
+        for (int d = 0; d < dim; d++) sum[d] *= factor[r];
         for (int j = 0; j < n; j++)
-            for (int d = 0; d < dim; d++)
-                sum[d] += weights[r * KVC_TILE + j] * load(type, rows[j], d);
+            for (int d = 0; d < dim; d++) sum[d] += weights[r * KVC_TILE + j] * load(type, rows[j], d);
     }
 }
 
 static void pack_keys(int type, float *dst, const void *const *rows, int n, int dim) {
     for (int d = 0; d < dim; d++)
-        for (int j = 0; j < KVC_TILE; j++)
-            dst[d * KVC_TILE + j] = j < n ? load(type, rows[j], d) : 0;
+        for (int j = 0; j < KVC_TILE; j++) dst[d * KVC_TILE + j] = j < n ? load(type, rows[j], d) : 0;
 }
 
 static void pack_values(int type, float *dst, int dst_stride, const void *const *rows, int n, int dim) {
     int padded = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
     for (int j = 0; j < n; j++)
-        for (int d = 0; d < padded; d++)
-            dst[(ptrdiff_t)j * dst_stride + d] = d < dim ? load(type, rows[j], d) : 0;
+        for (int d = 0; d < padded; d++) dst[(ptrdiff_t)j * dst_stride + d] = d < dim ? load(type, rows[j], d) : 0;
 }
 
 /* ---- kernels over f32 ------------------------------------------------------------------------------------------- */
 
 static float softmax(float *scores, int n, float *max, float *sum) {
     float old_max = *max, new_max = *max, new_sum = 0;
-    for (int j = 0; j < n; j++)
-        new_max = scores[j] > new_max ? scores[j] : new_max;
+    for (int j = 0; j < n; j++) new_max = scores[j] > new_max ? scores[j] : new_max;
     if (new_max == -INFINITY) {
         for (int j = 0; j < n; j++) {
             scores[j] = isnan(scores[j]) ? scores[j] : 0;
@@ -158,8 +146,7 @@ static void matmul(float *c, int ldc, const float *a, int lda, const float *b, i
     for (int i = 0; i < m; i++) {
         for (int j = 0; j < n; j++) {
             float sum = add ? c[(ptrdiff_t)i * ldc + j] : 0;
-            for (int p = 0; p < k; p++)
-                sum += a[(ptrdiff_t)i * lda + p] * b[(ptrdiff_t)p * ldb + j];
+            for (int p = 0; p < k; p++) sum += a[(ptrdiff_t)i * lda + p] * b[(ptrdiff_t)p * ldb + j];
             c[(ptrdiff_t)i * ldc + j] = sum;
         }
     }
@@ -167,36 +154,31 @@ static void matmul(float *c, int ldc, const float *a, int lda, const float *b, i
 
 /* ---- the table -------------------------------------------------------------------------------------------------- */
 
-#define CONVERT(from, from_type, to, to_type)                                                                          \
-    static void convert_##from##_##to(void *dst, int64_t dst_stride, const void *src, int64_t src_stride,              \
-                                      int64_t num_rows, int dim)                                                       \
-    {                                                                                                                  \
-        convert(from_type, to_type, dst, dst_stride, src, src_stride, num_rows, dim);                                  \
+#define CONVERT(from, from_type, to, to_type)                                                             \
+    static void convert_##from##_##to(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, \
+                                      int64_t num_rows, int dim) {                                        \
+        convert(from_type, to_type, dst, dst_stride, src, src_stride, num_rows, dim);                     \
     }
 
-#define TYPED(name, type)                                                                                              \
-    CONVERT(name, type, f32, KVC_F32)                                                                                  \
-    CONVERT(name, type, f16, KVC_F16)                                                                                  \
-    CONVERT(name, type, bf16, KVC_BF16)                                                                                \
-    static void score_##name(float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,   \
-                             int dim, const void *const *next, int next_bytes)                                         \
-    {                                                                                                                  \
-        (void)next, (void)next_bytes;                                                                                  \
-        score(type, scores, q, q_stride, num_q, rows, n, dim);                                                         \
-    }                                                                                                                  \
-    static void accumulate_##name(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,    \
-                                  const void *const *rows, int n, int dim, const void *const *next, int next_bytes)    \
-    {                                                                                                                  \
-        (void)next, (void)next_bytes;                                                                                  \
-        accumulate(type, acc, acc_stride, factor, weights, num_q, rows, n, dim);                                       \
-    }                                                                                                                  \
-    static void pack_keys_##name(float *dst, const void *const *rows, int n, int dim)                                  \
-    {                                                                                                                  \
-        pack_keys(type, dst, rows, n, dim);                                                                            \
-    }                                                                                                                  \
-    static void pack_values_##name(float *dst, int dst_stride, const void *const *rows, int n, int dim)                \
-    {                                                                                                                  \
-        pack_values(type, dst, dst_stride, rows, n, dim);                                                              \
+#define TYPED(name, type)                                                                                             \
+    CONVERT(name, type, f32, KVC_F32)                                                                                 \
+    CONVERT(name, type, f16, KVC_F16)                                                                                 \
+    CONVERT(name, type, bf16, KVC_BF16)                                                                               \
+    static void score_##name(float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,  \
+                             int dim, const void *const *next, int next_bytes) {                                      \
+        (void)next, (void)next_bytes;                                                                                 \
+        score(type, scores, q, q_stride, num_q, rows, n, dim);                                                        \
+    }                                                                                                                 \
+    static void accumulate_##name(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,   \
+                                  const void *const *rows, int n, int dim, const void *const *next, int next_bytes) { \
+        (void)next, (void)next_bytes;                                                                                 \
+        accumulate(type, acc, acc_stride, factor, weights, num_q, rows, n, dim);                                      \
+    }                                                                                                                 \
+    static void pack_keys_##name(float *dst, const void *const *rows, int n, int dim) {                               \
+        pack_keys(type, dst, rows, n, dim);                                                                           \
+    }                                                                                                                 \
+    static void pack_values_##name(float *dst, int dst_stride, const void *const *rows, int n, int dim) {             \
+        pack_values(type, dst, dst_stride, rows, n, dim);                                                             \
     }
 
 TYPED(f32, KVC_F32)

@@ -47,15 +47,11 @@ enum {
     LINE = 64        /* bytes of a cache line */
 };
 
-INLINE int smaller(int a, int b) {
-    return a < b ? a : b;
-}
+INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
 /* ---- rows of any type ------------------------------------------------------------------------------------------- */
 
-INLINE size_t size_of(int type) {
-    return type == KVC_F32 ? sizeof(float) : sizeof(uint16_t);
-}
+INLINE size_t size_of(int type) { return type == KVC_F32 ? sizeof(float) : sizeof(uint16_t); }
 
 INLINE vec load_full(int type, const void *p) {
     return type == KVC_F16 ? v_load_f16(p) : type == KVC_BF16 ? v_load_bf16(p) : v_load(p);
@@ -99,8 +95,7 @@ INLINE void store(int type, void *row, int i, int count, vec x) {
 
 /* Into the L2 cache: the few lines that can be on their way to the L1 cache would limit the rate. */
 INLINE void prefetch(const void *row, int begin, int end) {
-    for (int i = begin; i < end; i += LINE)
-        __builtin_prefetch((const char *)row + i, 0, 2);
+    for (int i = begin; i < end; i += LINE) __builtin_prefetch((const char *)row + i, 0, 2);
 }
 
 TARGET static void copy(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, int64_t num_rows,
@@ -123,10 +118,8 @@ INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void 
         const char *src_row = (const char *)src + r * src_stride;
         char *dst_row = (char *)dst + r * dst_stride;
         int d = 0;
-        for (; d + LANES <= dim; d += LANES)
-            store(to, dst_row, d, LANES, load(from, src_row, d, LANES));
-        if (d < dim)
-            store(to, dst_row, d, dim - d, load(from, src_row, d, dim - d));
+        for (; d + LANES <= dim; d += LANES) store(to, dst_row, d, LANES, load(from, src_row, d, LANES));
+        if (d < dim) store(to, dst_row, d, dim - d, load(from, src_row, d, dim - d));
     }
 }
 
@@ -134,9 +127,7 @@ INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void 
 
 /* Score and accumulate add up outer products: of a few queries by as many rows, or vectors of columns, as ACCUMULATORS
  * allow.  Of the factors, the fewer stay in registers while the rest are loaded one by one. */
-INLINE int breadth(int num_q) {
-    return smaller(ACCUMULATORS / num_q, MAX_BREADTH);
-}
+INLINE int breadth(int num_q) { return smaller(ACCUMULATORS / num_q, MAX_BREADTH); }
 
 /* Adds the products of elements [d, d + LANES) to sums[query][row]. */
 INLINE void score_step(int type, int num_q, int num_rows, vec *sums, const float *q, int q_stride,
@@ -144,25 +135,21 @@ INLINE void score_step(int type, int num_q, int num_rows, vec *sums, const float
     vec x[MAX_BREADTH], y[QUERIES];
     if (num_rows < num_q) {
         UNROLL
-        for (int j = 0; j < num_rows; j++)
-            x[j] = v_keep(load(type, rows[j], d, LANES));
+        for (int j = 0; j < num_rows; j++) x[j] = v_keep(load(type, rows[j], d, LANES));
         UNROLL
         for (int r = 0; r < num_q; r++) {
             y[0] = v_keep(v_load(q + (ptrdiff_t)r * q_stride + d));
             UNROLL
-            for (int j = 0; j < num_rows; j++)
-                sums[r * num_rows + j] = v_fma(x[j], y[0], sums[r * num_rows + j]);
+            for (int j = 0; j < num_rows; j++) sums[r * num_rows + j] = v_fma(x[j], y[0], sums[r * num_rows + j]);
         }
     } else {
         UNROLL
-        for (int r = 0; r < num_q; r++)
-            y[r] = v_keep(v_load(q + (ptrdiff_t)r * q_stride + d));
+        for (int r = 0; r < num_q; r++) y[r] = v_keep(v_load(q + (ptrdiff_t)r * q_stride + d));
         UNROLL
         for (int j = 0; j < num_rows; j++) {
             x[0] = v_keep(load(type, rows[j], d, LANES));
             UNROLL
-            for (int r = 0; r < num_q; r++)
-                sums[r * num_rows + j] = v_fma(x[0], y[r], sums[r * num_rows + j]);
+            for (int r = 0; r < num_q; r++) sums[r * num_rows + j] = v_fma(x[0], y[r], sums[r * num_rows + j]);
         }
     }
 }
@@ -173,28 +160,22 @@ INLINE void score_block(int type, int num_q, int num_rows, float *scores, const 
     vec sums[PADDED];
     float sum[PADDED];
     UNROLL
-    for (int i = 0; i < PADDED; i++)
-        sums[i] = v_zero();
-    for (int d = 0; d + LANES <= dim; d += LANES)
-        score_step(type, num_q, num_rows, sums, q, q_stride, rows, d);
+    for (int i = 0; i < PADDED; i++) sums[i] = v_zero();
+    for (int d = 0; d + LANES <= dim; d += LANES) score_step(type, num_q, num_rows, sums, q, q_stride, rows, d);
     UNROLL
-    for (int i = 0; i < num_q * num_rows; i += LANES)
-        v_store(sum + i, v_sums(sums + i));
+    for (int i = 0; i < num_q * num_rows; i += LANES) v_store(sum + i, v_sums(sums + i));
     UNROLL
-    for (int r = 0; r < num_q; r++)
-        memcpy(scores + r * KVC_TILE, sum + r * num_rows, (size_t)num_rows * sizeof *sum);
+    for (int r = 0; r < num_q; r++) memcpy(scores + r * KVC_TILE, sum + r * num_rows, (size_t)num_rows * sizeof *sum);
 }
 
 /* Adds the products of the last `count` elements, fewer than a vector, which few shapes have. */
-TARGET static void score_tail(int type, int num_q, float *scores, const float *q, int q_stride,
-                              const void *const *rows, int n, int d, int count) {
+TARGET static void score_tail(int type, int num_q, float *scores, const float *q, int q_stride, const void *const *rows,
+                              int n, int d, int count) {
     vec y[QUERIES];
-    for (int r = 0; r < num_q; r++)
-        y[r] = load(KVC_F32, q + (ptrdiff_t)r * q_stride, d, count);
+    for (int r = 0; r < num_q; r++) y[r] = load(KVC_F32, q + (ptrdiff_t)r * q_stride, d, count);
     for (int j = 0; j < n; j++) {
         vec x = load(type, rows[j], d, count);
-        for (int r = 0; r < num_q; r++)
-            scores[r * KVC_TILE + j] += v_sum_lanes(v_mul(x, y[r]));
+        for (int r = 0; r < num_q; r++) scores[r * KVC_TILE + j] += v_sum_lanes(v_mul(x, y[r]));
     }
 }
 
@@ -205,17 +186,14 @@ INLINE void score_queries(int type, int num_q, float *scores, const float *q, in
     const int num_rows = breadth(num_q);
     for (int j = 0; j < n && n >= num_rows; j += num_rows) {
         int first = smaller(j, n - num_rows);
-        for (int i = 0; next && i < num_rows; i++)
-            prefetch(next[first + i], 0, next_bytes);
+        for (int i = 0; next && i < num_rows; i++) prefetch(next[first + i], 0, next_bytes);
         score_block(type, num_q, num_rows, scores + first, q, q_stride, rows + first, dim);
     }
     for (int j = 0; j < n && n < num_rows; j++) {
-        if (next)
-            prefetch(next[j], 0, next_bytes);
+        if (next) prefetch(next[j], 0, next_bytes);
         score_block(type, num_q, 1, scores + j, q, q_stride, rows + j, dim);
     }
-    if (dim % LANES)
-        score_tail(type, num_q, scores, q, q_stride, rows, n, dim / LANES * LANES, dim % LANES);
+    if (dim % LANES) score_tail(type, num_q, scores, q, q_stride, rows, n, dim / LANES * LANES, dim % LANES);
 }
 
 INLINE void score(int type, float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
@@ -249,25 +227,21 @@ INLINE void accumulate_step(int type, int num_q, int num_vecs, vec *sums, const 
     vec x[MAX_BREADTH], y[QUERIES];
     if (num_vecs < num_q) {
         UNROLL
-        for (int i = 0; i < num_vecs; i++)
-            x[i] = v_keep(load(type, a->rows[j], d + i * LANES, count));
+        for (int i = 0; i < num_vecs; i++) x[i] = v_keep(load(type, a->rows[j], d + i * LANES, count));
         UNROLL
         for (int r = 0; r < num_q; r++) {
             y[0] = v_set(a->weights[r * KVC_TILE + j]);
             UNROLL
-            for (int i = 0; i < num_vecs; i++)
-                sums[r * num_vecs + i] = v_fma(x[i], y[0], sums[r * num_vecs + i]);
+            for (int i = 0; i < num_vecs; i++) sums[r * num_vecs + i] = v_fma(x[i], y[0], sums[r * num_vecs + i]);
         }
     } else {
         UNROLL
-        for (int r = 0; r < num_q; r++)
-            y[r] = v_set(a->weights[r * KVC_TILE + j]);
+        for (int r = 0; r < num_q; r++) y[r] = v_set(a->weights[r * KVC_TILE + j]);
         UNROLL
         for (int i = 0; i < num_vecs; i++) {
             x[0] = v_keep(load(type, a->rows[j], d + i * LANES, count));
             UNROLL
-            for (int r = 0; r < num_q; r++)
-                sums[r * num_vecs + i] = v_fma(x[0], y[r], sums[r * num_vecs + i]);
+            for (int r = 0; r < num_q; r++) sums[r * num_vecs + i] = v_fma(x[0], y[r], sums[r * num_vecs + i]);
         }
     }
 }
@@ -281,22 +255,19 @@ INLINE int prefetched(const accumulate_args *a, int d) {
 INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args a, int d, int count) {
     vec sums[ACCUMULATORS];
     UNROLL
-    for (int r = 0; r < num_q; r++)
-        UNROLL
-        for (int i = 0; i < num_vecs; i++)
-            sums[r * num_vecs + i] = v_mul(load(KVC_F32, a.acc + (ptrdiff_t)r * a.acc_stride, d + i * LANES, count),
-                                           v_set(a.factor[r]));
+    for (int r = 0; r < num_q; r++) UNROLL
+    for (int i = 0; i < num_vecs; i++)
+        sums[r * num_vecs + i] =
+            v_mul(load(KVC_F32, a.acc + (ptrdiff_t)r * a.acc_stride, d + i * LANES, count), v_set(a.factor[r]));
     int begin = a.next ? prefetched(&a, d) : 0, end = a.next ? prefetched(&a, smaller(d + num_vecs * LANES, a.dim)) : 0;
     for (int j = 0; j < a.n; j++) {
-        if (begin < end)
-            prefetch(a.next[j], begin, end);
+        if (begin < end) prefetch(a.next[j], begin, end);
         accumulate_step(type, num_q, num_vecs, sums, &a, j, d, count);
     }
     UNROLL
-    for (int r = 0; r < num_q; r++)
-        UNROLL
-        for (int i = 0; i < num_vecs; i++)
-            store(KVC_F32, a.acc + (ptrdiff_t)r * a.acc_stride, d + i * LANES, count, sums[r * num_vecs + i]);
+    for (int r = 0; r < num_q; r++) UNROLL
+    for (int i = 0; i < num_vecs; i++)
+        store(KVC_F32, a.acc + (ptrdiff_t)r * a.acc_stride, d + i * LANES, count, sums[r * num_vecs + i]);
 }
 
 /* All columns for num_q <= QUERIES queries, in blocks of about the same width. */
@@ -305,10 +276,9 @@ INLINE void accumulate_queries(int type, int num_q, accumulate_args a) {
     int num_vecs = a.dim / LANES, blocks = (num_vecs + most - 1) / most, d = 0;
     for (int width; blocks > 0; blocks--, num_vecs -= width, d += width * LANES) {
         width = (num_vecs + blocks - 1) / blocks;
-#define ACCUMULATE_CASE(vecs)                                                                                          \
-    case vecs:                                                                                                         \
-        if (vecs <= most)                                                                                              \
-            accumulate_block(type, num_q, smaller(vecs, most), a, d, LANES);                                           \
+#define ACCUMULATE_CASE(vecs)                                                              \
+    case vecs:                                                                             \
+        if (vecs <= most) accumulate_block(type, num_q, smaller(vecs, most), a, d, LANES); \
         break
         switch (width) {
             ACCUMULATE_CASE(1);
@@ -321,8 +291,7 @@ INLINE void accumulate_queries(int type, int num_q, accumulate_args a) {
             ACCUMULATE_CASE(8);
         }
     }
-    if (d < a.dim)
-        accumulate_block(type, num_q, 1, a, d, a.dim - d);
+    if (d < a.dim) accumulate_block(type, num_q, 1, a, d, a.dim - d);
 }
 
 INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
@@ -377,12 +346,10 @@ TARGET static void softmax_nothing(float *scores, int padded, float *sum) {
 
 TARGET static float softmax(float *scores, int n, float *max, float *sum) {
     int padded = (n + LANES - 1) / LANES * LANES;
-    for (int j = n; j < padded; j++)
-        scores[j] = -INFINITY;
+    for (int j = n; j < padded; j++) scores[j] = -INFINITY;
 
     vec maxima = v_set(*max);
-    for (int j = 0; j < padded; j += LANES)
-        maxima = v_max(v_load(scores + j), maxima);
+    for (int j = 0; j < padded; j += LANES) maxima = v_max(v_load(scores + j), maxima);
     float new_max = v_max_lane(maxima);
     if (new_max == -INFINITY) {
         softmax_nothing(scores, padded, sum);
@@ -407,14 +374,12 @@ INLINE void matmul_block(int num_rows, float *c, int ldc, const float *a, int ld
                          int add) {
     vec sums[MATMUL_ROWS * MATMUL_VECTORS], x[MATMUL_VECTORS];
     UNROLL
-    for (int i = 0; i < num_rows; i++)
-        UNROLL
-        for (int j = 0; j < MATMUL_VECTORS; j++)
-            sums[i * MATMUL_VECTORS + j] = add ? v_load(c + (ptrdiff_t)i * ldc + j * LANES) : v_zero();
+    for (int i = 0; i < num_rows; i++) UNROLL
+    for (int j = 0; j < MATMUL_VECTORS; j++)
+        sums[i * MATMUL_VECTORS + j] = add ? v_load(c + (ptrdiff_t)i * ldc + j * LANES) : v_zero();
     for (int p = 0; p < k; p++) {
         UNROLL
-        for (int j = 0; j < MATMUL_VECTORS; j++)
-            x[j] = v_load(b + (ptrdiff_t)p * ldb + j * LANES);
+        for (int j = 0; j < MATMUL_VECTORS; j++) x[j] = v_load(b + (ptrdiff_t)p * ldb + j * LANES);
         UNROLL
         for (int i = 0; i < num_rows; i++) {
             vec y = v_set(a[(ptrdiff_t)i * lda + p]);
@@ -424,17 +389,15 @@ INLINE void matmul_block(int num_rows, float *c, int ldc, const float *a, int ld
         }
     }
     UNROLL
-    for (int i = 0; i < num_rows; i++)
-        UNROLL
-        for (int j = 0; j < MATMUL_VECTORS; j++)
-            v_store(c + (ptrdiff_t)i * ldc + j * LANES, sums[i * MATMUL_VECTORS + j]);
+    for (int i = 0; i < num_rows; i++) UNROLL
+    for (int j = 0; j < MATMUL_VECTORS; j++) v_store(c + (ptrdiff_t)i * ldc + j * LANES, sums[i * MATMUL_VECTORS + j]);
 }
 
 /* Every number of rows has a block of its own: with 16 rows in blocks of 6, a slow path for 4 would be felt. */
-#define MATMUL_CASE(rows)                                                                                              \
-    case rows:                                                                                                         \
-        if (rows <= MATMUL_ROWS)                                                                                       \
-            matmul_block(rows < MATMUL_ROWS ? rows : MATMUL_ROWS, cij, ldc, ai, lda, b + j, ldb, k, add);              \
+#define MATMUL_CASE(rows)                                                                                 \
+    case rows:                                                                                            \
+        if (rows <= MATMUL_ROWS)                                                                          \
+            matmul_block(rows < MATMUL_ROWS ? rows : MATMUL_ROWS, cij, ldc, ai, lda, b + j, ldb, k, add); \
         break
 
 TARGET static void matmul(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
@@ -461,22 +424,18 @@ TARGET static void matmul(float *c, int ldc, const float *a, int lda, const floa
 INLINE void pack_keys_block(int type, float *dst, const void *const *rows, int n, int j, int d, int count) {
     vec x[LANES];
     UNROLL
-    for (int i = 0; i < LANES; i++)
-        x[i] = j + i < n ? load(type, rows[j + i], d, count) : v_zero();
+    for (int i = 0; i < LANES; i++) x[i] = j + i < n ? load(type, rows[j + i], d, count) : v_zero();
     v_transpose(x);
     UNROLL
     for (int i = 0; i < LANES; i++)
-        if (i < count)
-            v_store(dst + (d + i) * KVC_TILE + j, x[i]);
+        if (i < count) v_store(dst + (d + i) * KVC_TILE + j, x[i]);
 }
 
 INLINE void pack_keys(int type, float *dst, const void *const *rows, int n, int dim) {
     for (int j = 0; j < KVC_TILE; j += LANES) {
         int d = 0;
-        for (; d + LANES <= dim; d += LANES)
-            pack_keys_block(type, dst, rows, n, j, d, LANES);
-        if (d < dim)
-            pack_keys_block(type, dst, rows, n, j, d, dim - d);
+        for (; d + LANES <= dim; d += LANES) pack_keys_block(type, dst, rows, n, j, d, LANES);
+        if (d < dim) pack_keys_block(type, dst, rows, n, j, d, dim - d);
     }
 }
 
@@ -485,44 +444,37 @@ INLINE void pack_values(int type, float *dst, int dst_stride, const void *const 
     for (int j = 0; j < n; j++) {
         float *row = dst + (ptrdiff_t)j * dst_stride;
         int d = 0;
-        for (; d + LANES <= dim; d += LANES)
-            v_store(row + d, load(type, rows[j], d, LANES));
-        for (; d < padded; d += LANES)
-            v_store(row + d, d < dim ? load(type, rows[j], d, dim - d) : v_zero());
+        for (; d + LANES <= dim; d += LANES) v_store(row + d, load(type, rows[j], d, LANES));
+        for (; d < padded; d += LANES) v_store(row + d, d < dim ? load(type, rows[j], d, dim - d) : v_zero());
     }
 }
 
 /* ---- the table -------------------------------------------------------------------------------------------------- */
 
-#define CONVERT(from, from_type, to, to_type)                                                                          \
-    TARGET static void convert_##from##_##to(void *dst, int64_t dst_stride, const void *src, int64_t src_stride,       \
-                                             int64_t num_rows, int dim)                                                \
-    {                                                                                                                  \
-        convert(from_type, to_type, dst, dst_stride, src, src_stride, num_rows, dim);                                  \
+#define CONVERT(from, from_type, to, to_type)                                                                    \
+    TARGET static void convert_##from##_##to(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, \
+                                             int64_t num_rows, int dim) {                                        \
+        convert(from_type, to_type, dst, dst_stride, src, src_stride, num_rows, dim);                            \
     }
 
-#define TYPED(name, type)                                                                                              \
-    CONVERT(name, type, f32, KVC_F32)                                                                                  \
-    CONVERT(name, type, f16, KVC_F16)                                                                                  \
-    CONVERT(name, type, bf16, KVC_BF16)                                                                                \
-    TARGET static void score_##name(float *scores, const float *q, int q_stride, int num_q, const void *const *rows,   \
-                                    int n, int dim, const void *const *next, int next_bytes)                           \
-    {                                                                                                                  \
-        score(type, scores, q, q_stride, num_q, rows, n, dim, next, next_bytes);                                       \
-    }                                                                                                                  \
-    TARGET static void accumulate_##name(float *acc, int acc_stride, const float *factor, const float *weights,        \
-                                         int num_q, const void *const *rows, int n, int dim, const void *const *next,  \
-                                         int next_bytes)                                                               \
-    {                                                                                                                  \
-        accumulate(type, acc, acc_stride, factor, weights, num_q, rows, n, dim, next, next_bytes);                     \
-    }                                                                                                                  \
-    TARGET static void pack_keys_##name(float *dst, const void *const *rows, int n, int dim)                           \
-    {                                                                                                                  \
-        pack_keys(type, dst, rows, n, dim);                                                                            \
-    }                                                                                                                  \
-    TARGET static void pack_values_##name(float *dst, int dst_stride, const void *const *rows, int n, int dim)         \
-    {                                                                                                                  \
-        pack_values(type, dst, dst_stride, rows, n, dim);                                                              \
+#define TYPED(name, type)                                                                                             \
+    CONVERT(name, type, f32, KVC_F32)                                                                                 \
+    CONVERT(name, type, f16, KVC_F16)                                                                                 \
+    CONVERT(name, type, bf16, KVC_BF16)                                                                               \
+    TARGET static void score_##name(float *scores, const float *q, int q_stride, int num_q, const void *const *rows,  \
+                                    int n, int dim, const void *const *next, int next_bytes) {                        \
+        score(type, scores, q, q_stride, num_q, rows, n, dim, next, next_bytes);                                      \
+    }                                                                                                                 \
+    TARGET static void accumulate_##name(float *acc, int acc_stride, const float *factor, const float *weights,       \
+                                         int num_q, const void *const *rows, int n, int dim, const void *const *next, \
+                                         int next_bytes) {                                                            \
+        accumulate(type, acc, acc_stride, factor, weights, num_q, rows, n, dim, next, next_bytes);                    \
+    }                                                                                                                 \
+    TARGET static void pack_keys_##name(float *dst, const void *const *rows, int n, int dim) {                        \
+        pack_keys(type, dst, rows, n, dim);                                                                           \
+    }                                                                                                                 \
+    TARGET static void pack_values_##name(float *dst, int dst_stride, const void *const *rows, int n, int dim) {      \
+        pack_values(type, dst, dst_stride, rows, n, dim);                                                             \
     }
 
 TYPED(f32, KVC_F32)
