@@ -434,15 +434,16 @@ kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positi
 
 /* ---- put --------------------------------------------------------------------------------------------------------- */
 
-enum { PUT_TOKENS = 64 }; /* tokens in one task */
+enum { PUT_TOKENS = 64 }; /* in one task, at least: for fewer no thread is woken */
 
-/* A put, split into tasks of PUT_TOKENS tokens. */
+/* A put, split into one task for each thread: when it is repeated, a thread finds in its cache what it had there. */
 typedef struct put_work {
     const kvc_batch *batch;
     const kvc_put_args *args;
     const kvc_layer *layer;
     const kvc_layout *layout;
     const kvc_place *places; /* of the layer's group */
+    int32_t task_tokens;
 } put_work;
 
 /* Rows of K or of V on their way into a block: [token][head][dim] on one side, [head][slot][dim] on the other. */
@@ -498,8 +499,8 @@ static void put_rows(const put_work *work, int32_t t, int32_t count) {
 static void put_task(void *context, int64_t task) {
     const put_work *work = context;
     const int32_t end = work->args->first + work->args->num_tokens;
-    int32_t t = work->args->first + (int32_t)task * PUT_TOKENS;
-    const int32_t last = end - t > PUT_TOKENS ? t + PUT_TOKENS : end;
+    int32_t t = work->args->first + (int32_t)task * work->task_tokens;
+    const int32_t last = end - t > work->task_tokens ? t + work->task_tokens : end;
     while (t < last) {
         const kvc_place *place = &work->places[t];
         int32_t n = 1;
@@ -554,8 +555,10 @@ void kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args) {
                      .layer = &cache->layers[layer],
                      .layout = &cache->layouts[cache->layout_of[layer]],
                      .places = batch->places + (size_t)g * (size_t)batch->num_tokens};
-    const int64_t tasks = (args->num_tokens + PUT_TOKENS - 1) / PUT_TOKENS;
-    kvc_parallel(tasks > 1 ? kvc_cache_threads(cache) : 1, tasks, put_task, &work);
+    const int32_t most = (args->num_tokens + PUT_TOKENS - 1) / PUT_TOKENS;
+    const int32_t threads = most > 1 ? kvc_cache_threads(cache) : 1, tasks = threads < most ? threads : most;
+    work.task_tokens = (args->num_tokens + tasks - 1) / tasks;
+    kvc_parallel(threads, tasks, put_task, &work);
     memset(kvc_written_in(batch, layer) + args->first, 1, (size_t)args->num_tokens);
 }
 
