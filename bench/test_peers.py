@@ -16,8 +16,7 @@ def torch():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch = pytest.importorskip("torch", reason="needs torch and transformers: pip install '.[bench]'")
-        pytest.importorskip("transformers", reason="needs torch and transformers: pip install '.[bench]'")
-        import transformers.cache_utils  # noqa: F401
+        pytest.importorskip("transformers.cache_utils", reason="needs torch and transformers: pip install '.[bench]'")
     torch.set_grad_enabled(False)
     return torch
 

@@ -335,7 +335,8 @@ static kvc_status run_task(const call *c, int64_t i) {
 
 static kvc_status check_args(const kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
     const kvc_cache *cache = plan->batch->cache;
-    if (kvc_check_layer(cache, layer) != KVC_OK) return KVC_ERR_INDEX;
+    kvc_status status = kvc_check_layer(cache, layer);
+    if (status != KVC_OK) return status;
     const kvc_layer *config = &cache->layers[layer];
     if (cache->group_of[layer] != plan->group || config->num_kv_heads != plan->num_kv_heads ||
         config->k_dim != plan->k_dim || config->v_dim != plan->v_dim)
@@ -343,7 +344,7 @@ static kvc_status check_args(const kvc_plan *plan, int32_t layer, const kvc_atte
                         "layer %d has not the policy and shapes of the plan's layer, %d: make one for it", layer,
                         plan->args.layer);
     if (!args->q || !args->out) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", args->q ? "out" : "q");
-    kvc_status status = kvc_check_array(args->q_type, args->q_token_stride, args->q_head_stride, "q");
+    status = kvc_check_array(args->q_type, args->q_token_stride, args->q_head_stride, "q");
     if (status == KVC_OK) status = kvc_check_array(args->q_type, args->out_token_stride, args->out_head_stride, "out");
     if (status == KVC_OK) status = kvc_check_array(KVC_F32, args->lse_token_stride, args->lse_head_stride, "lse");
     if (status != KVC_OK) return status;

@@ -250,7 +250,7 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
     return status;
 }
 
-/* ---- what may not be edited ------------------------------------------------------------------------- */
+/* ---- what may not be edited -------------------------------------------------------------------------------------- */
 
 static kvc_status check_idle(const kvc_sequence *sequence) {
     if (!sequence || !sequence->in_batch) return KVC_OK;

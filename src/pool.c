@@ -114,8 +114,8 @@ kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count) {
     const int32_t before = pool->num_free;
     if (count <= before) return KVC_OK;
     kvc_status status = reserve_list(pool, pool->num_blocks + count - before);
-    kvc_block **end =
-        list_end(pool, before); /* those that have been used come first: their rows are resident already */
+    /* Those that have been used are taken first: their rows are resident already. */
+    kvc_block **end = list_end(pool, before);
     while (status == KVC_OK && pool->num_free < count) status = new_block(pool, &end);
     if (status != KVC_OK) kvc_pool_unreserve(pool, before);
     return status;

@@ -39,7 +39,7 @@ struct kvc_hold {
     kvc_block *blocks[];
 };
 
-/* Pins the block of every run that has rows among [first_row, first_row + num_rows). */
+/* Pins the block of every run. */
 static kvc_status hold_rows(kvc_cache *cache, const kvc_rows *rows, int32_t group, kvc_hold **out) {
     const size_t size = sizeof(kvc_hold) + (size_t)rows->num * sizeof(kvc_block *);
     kvc_hold *hold = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);

@@ -44,7 +44,7 @@ kvc_run kvc_run_part(const kvc_run *run, int32_t begin, int32_t end);
 
 void kvc_rows_init(kvc_rows *rows);
 
-/* Frees the list, and what its runs hold only with destroy. */
+/* Frees the list alone: whatever its runs hold stays held. */
 void kvc_rows_free_list(kvc_rows *rows, kvc_memory *memory);
 void kvc_rows_destroy(kvc_rows *rows, kvc_pool *pool);
 

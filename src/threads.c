@@ -18,8 +18,7 @@ static atomic_int chosen_threads; /* by kvc_set_num_threads; 0: none */
 
 #if defined(_OPENMP)
 
-/* ---- how many: OMP_NUM_THREADS, or the physical cores this process may use ----------------------------------------
- */
+/* ---- how many: OMP_NUM_THREADS, or the physical cores this process may use --------------------------------------- */
 
 #if defined(__linux__)
 /* The first number in a file, or -1. */
@@ -81,8 +80,9 @@ static int32_t default_threads(void) {
     return known;
 }
 
-/* ---- fork: the threads of the parent's OpenMP pool are not there in the child, who would wait for them for ever
- * ------ */
+/* ---- fork -------------------------------------------------------------------------------------------------------- */
+
+/* The threads of the parent's OpenMP pool are not there in the child, which would wait for them for ever. */
 
 static atomic_int forked;
 
