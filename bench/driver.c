@@ -77,7 +77,7 @@ static kvc_status begin(const driver *d, int32_t num_tokens, kvc_batch **batch) 
     if (!positions) abort();
     const int32_t next = kvc_next_position(d->cache, 0);
     for (int32_t i = 0; i < num_tokens; i++) positions[i] = next + i;
-    const kvc_status status = kvc_begin(d->cache, num_tokens, positions, NULL, batch);
+    const kvc_status status = kvc_begin(d->cache, num_tokens, positions, NULL, NULL, batch);
     free(positions);
     return status;
 }
@@ -115,7 +115,7 @@ EXPORT kvc_status driver_steps(driver *d, const float *rows, int32_t steps, doub
         const int32_t position = kvc_next_position(d->cache, 0);
         kvc_batch *batch;
         const double t0 = now();
-        kvc_status status = kvc_begin(d->cache, 1, &position, NULL, &batch);
+        kvc_status status = kvc_begin(d->cache, 1, &position, NULL, NULL, &batch);
         if (status != KVC_OK) return status;
         const double t1 = now();
         for (int32_t layer = 0; status == KVC_OK && layer < d->num_layers; layer++)

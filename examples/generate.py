@@ -18,13 +18,18 @@ EXAMPLES = """\
 examples:
   python examples/generate.py "ROMEO:"                               the text, then the table
   python examples/generate.py "ROMEO:" --temperature 0 --tokens 100  always the likeliest byte
+  python examples/generate.py "ROMEO:" --dtype q8_0                  a cache of half the size, and nearly the same model
   python examples/generate.py "ROMEO:" --window 256 --tokens 5000    beyond the model's context, in constant memory
+  python examples/generate.py "ROMEO:" --shift --tokens 5000         beyond it, by forgetting half of it when it is full
   python examples/generate.py --prompt-file play.txt --dtype bf16    continue a file
   python examples/generate.py "KING:" --quiet > text.txt             the text only
 
-Without a window the text stops when the model's context is full. With one it goes on; positions keep growing, but
-rotary keys only tell distances, and inside the window these stay as trained. Sink tokens fall further and further
-behind: keep them few. Ctrl-C ends the text, or the measuring after it, and shows the table; the exit status is 130.
+Without --window or --shift the text stops when the model's context is full. With a window it goes on; positions keep
+growing, but rotary keys only tell distances, and inside the window these stay as trained. Sink tokens fall further and
+further behind: keep them few. With --shift a full context loses the older half of its tokens, but for the first ones;
+the rest moves down, and nothing is computed again.
+
+Ctrl-C ends the text, or the measuring after it, and shows the table; the exit status is 130.
 """
 
 
@@ -54,18 +59,22 @@ def parser() -> Parser:
     )
     p.add_argument(
         "--dtype",
-        choices=list(llama.ITEM_BYTES),
+        choices=list(llama.BLOCK_BYTES),
         default=options.dtype,
         help="element type of the cache (default: %(default)s)",
     )
     p.add_argument("--window", metavar="N", type=int, help="each token sees the last N only (default: all)")
     p.add_argument(
+        "--shift",
+        action="store_true",
+        help="when the model's context is full, drop the older half of it and go on",
+    )
+    p.add_argument(
         "--sink-tokens",
         metavar="N",
         type=int,
-        default=options.num_sink_tokens,
         dest="num_sink_tokens",
-        help="with a window: the first N tokens stay visible (default: %(default)s)",
+        help=f"the first N tokens stay (default: none with --window, {llama.FIRST_TOKENS_KEPT} with --shift)",
     )
     p.add_argument(
         "--tokens",

@@ -13,10 +13,11 @@
  *   sequence      a list of runs, in order of arrival.  Named by any int64; one that holds nothing is empty, not
  *                 unknown: queries answer 0 or -1, edits do nothing.
  *   batch         the tokens of one forward pass, of one or many sequences.
- *   span          a run as memory: pointers, strides, number of rows, first position.
+ *   delta         of a run: its positions now, less the positions its keys were rotated for (RoPE).
+ *   span          a run as memory: pointers, strides, number of rows, first position, delta.
  *
  * A forward pass
- *   kvc_begin(cache, positions, seq_ids)     room for every token in every layer, or an error and no change
+ *   kvc_begin(cache, n, positions, ...)      room for every token in every layer, or an error and no change
  *   for each layer:  kvc_put(batch, layer, ...)  kvc_attend(batch, layer, ...)
  *   kvc_commit(batch)                        the tokens are part of their sequences; or kvc_abort: they never were
  *
@@ -86,7 +87,8 @@ KVC_API int32_t kvc_num_threads(void);
     X(KVC_ERR_HELD, 7, "a view is holding it")                                                                         \
     X(KVC_ERR_GONE, 8, "rows that would be seen were evicted")                                                         \
     X(KVC_ERR_CANCELLED, 9, "cancelled")                                                                               \
-    X(KVC_ERR_CORRUPT, 10, "an invariant does not hold")
+    X(KVC_ERR_CORRUPT, 10, "an invariant does not hold")                                                               \
+    X(KVC_ERR_CALLBACK, 11, "a function of the caller failed")
 
 typedef enum kvc_status {
 #define KVC_STATUS_ENUM(name, value, text) name = value,
@@ -109,25 +111,59 @@ typedef enum kvc_type { /* element types of rows */
     KVC_F32 = 0,
     KVC_F16 = 1,
     KVC_BF16 = 2,
-    KVC_Q8_0 = 3, /* reserved: 32 elements in 34 bytes, as in ggml */
-    KVC_Q4_0 = 4  /* reserved: 32 elements in 18 bytes, as in ggml */
+    /* Blocks of 32 elements along a row, byte for byte what ggml's reference makes of them; k_dim, or v_dim, must be a
+     * multiple of 32.  Both begin with an f16 scale d: where that overflows (elements beyond 65504 * 127, or * 8) it is
+     * infinite, and elements decode to infinities and, where they are stored as 0, to NaN. */
+    KVC_Q8_0 = 3, /* 34 bytes: d = max |x| / 127, then 32 int8 of round(x / d), halves away from 0; x = d * q */
+    KVC_Q4_0 = 4  /* 18 bytes: d = the x of largest magnitude / -8, then 4 bits each of floor(x / d + 8.5), at most 15,
+                     element i with element i + 16 in a byte, low bits first; x = d * (q - 8) */
 } kvc_type;
 
 typedef enum kvc_policy_kind {
     KVC_FULL = 0,    /* a query sees every position up to its own */
     KVC_SLIDING = 1, /* a query sees the `window` positions that end with its own, and the sinks */
-    KVC_CHUNKED = 2, /* reserved */
-    KVC_CROSS = 3,   /* reserved */
-    KVC_NONE = 4     /* reserved */
+    KVC_CHUNKED = 2, /* a query sees the positions of its own chunk, up to its own */
+    KVC_CROSS = 3,   /* every query sees all rows, which kvc_put sets, any number at once, for a whole sequence.  They
+                        have no positions that could be removed or shifted: row i stands at position i for ever */
+    KVC_NONE = 4     /* no attention here: the layer holds nothing */
 } kvc_policy_kind;
 
 typedef struct kvc_policy {
-    int32_t kind;            /* kvc_policy_kind; the fields below are for KVC_SLIDING */
-    int32_t window;          /* positions a query sees, its own included; at least 1 */
-    int32_t num_sink_tokens; /* positions below this are always seen, and stay */
-    int32_t resume_window;   /* how many of the latest positions are kept, counted like window; at least window.  More
-                                means that a sequence can go back further.  0: window */
+    int32_t kind;                 /* kvc_policy_kind; fields that it does not use are not looked at */
+    int32_t window;               /* SLIDING: positions a query sees, its own included; at least 1 */
+    int32_t num_sink_tokens;      /* SLIDING: positions below this are always seen, and stay */
+    int32_t resume_window;        /* SLIDING: how many of the latest positions are kept, counted like window; at least
+                                     window; 0: window.  CHUNKED: how many are kept beside the current chunk's.  More
+                                     means that a sequence can go back further */
+    int32_t attention_chunk_size; /* CHUNKED: positions in a chunk; at least 1 */
+    int32_t max_len;              /* CROSS: rows of one sequence; at least 1 */
 } kvc_policy;
+
+typedef enum kvc_rope_kind {
+    KVC_ROPE_UNKNOWN = 0,     /* not told: what would have to rotate keys is KVC_ERR_UNSUPPORTED */
+    KVC_ROPE_NONE = 1,        /* keys carry no rotation: tokens move without touching them */
+    KVC_ROPE_FREQUENCIES = 2, /* keys were rotated by position * inv_freq */
+    KVC_ROPE_FUNCTION = 3     /* the caller moves keys */
+} kvc_rope_kind;
+
+/* Moves keys [num_kv_heads][num_rows][k_dim], in place, from the positions they stand at to those plus delta.  0 for
+ * success; anything else makes the edit fail with KVC_ERR_CALLBACK, and nothing has changed.  It is called without the
+ * cache's mutex, from the thread that edits, and must not edit this sequence. */
+typedef int32_t kvc_shift_fn(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
+                             int32_t k_dim, int32_t delta);
+
+/* How keys carry their position (Su et al. 2021, "RoFormer").  With n = num_freqs, elements first_dim + i and first_dim
+ * + n + i are a pair, or, interleaved, first_dim + 2 i and first_dim + 2 i + 1; pair i is turned by position *
+ * inv_freq[i].  Where keys move, they are not touched: the query is turned back by as much instead. */
+typedef struct kvc_rope {
+    int32_t kind;           /* kvc_rope_kind; fields that it does not use are not looked at */
+    int32_t interleaved;
+    int32_t first_dim;
+    int32_t num_freqs;      /* first_dim + 2 * num_freqs is at most k_dim */
+    const double *inv_freq; /* [num_freqs] radians per position; copied */
+    kvc_shift_fn *shift;
+    void *user;
+} kvc_rope;
 
 typedef struct kvc_layer {
     int32_t num_kv_heads;
@@ -137,7 +173,12 @@ typedef struct kvc_layer {
     int32_t v_type;
     int32_t k_transform; /* reserved, 0: rows are stored as given */
     int32_t v_transform;
+    int32_t value_in_key; /* not 0: values are the first v_dim elements of the keys, and stored once (MLA).  v_type is
+                             k_type then, RoPE leaves those elements alone, and kvc_attend must be given a scale */
+    int32_t share;        /* 0: rows of its own; else those of layer `share` - 1, which has the same shapes, types,
+                             policy and rope, and rows of its own.  To put is for that layer alone */
     kvc_policy policy;
+    kvc_rope rope;
 } kvc_layer;
 
 typedef enum kvc_memory_kind { /* what an allocation is for */
@@ -189,7 +230,7 @@ typedef struct kvc_hold kvc_hold;
 typedef struct kvc_plan kvc_plan;
 
 /* A new, empty cache in *cache, to be freed with kvc_cache_free.  Rows take no memory before they are needed.
- * KVC_ERR_INVALID names the field and what would do; KVC_ERR_UNSUPPORTED for the reserved kinds; KVC_ERR_NOMEM. */
+ * KVC_ERR_INVALID names the field and what would do; KVC_ERR_UNSUPPORTED; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache);
 
 /* Frees the cache; NULL is nothing.  KVC_ERR_BUSY while a batch is open, KVC_ERR_HELD while a hold is out. */
@@ -237,12 +278,31 @@ KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, i
 /* kvc_copy_prefix of everything src holds. */
 KVC_API kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst);
 
-/* Drops the rows at positions [begin, end).  With `shift`, later tokens move down by end - begin: KVC_ERR_UNSUPPORTED
- * where there are any, as their keys would have to be rotated.  Without, a gap stays. */
+/* Drops the rows at positions [begin, end).  With `shift`, later tokens move down by end - begin, as by kvc_shift.
+ * Without, a gap stays. */
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
 
 /* Drops the rows at positions of at least `length`. */
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
+
+/* Moves the tokens at positions [begin, end) by delta; those that would come below 0 are dropped.  No row is copied or
+ * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten.  KVC_ERR_UNSUPPORTED if a layer's
+ * rope is not known, KVC_ERR_INVALID if a position would pass the largest, KVC_ERR_BUSY, KVC_ERR_NOMEM, KVC_ERR_FULL
+ * (max_bytes, where rows are rewritten), KVC_ERR_CALLBACK. */
+KVC_API kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta);
+
+/* Divides the positions [begin, end) by `divisor`, at least 1, rounding down (self-extend, Jin et al. 2024).  Keys that
+ * carry a rotation are rewritten.  Errors as in kvc_shift. */
+KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor);
+
+/* Writes what kvc_shift has left to the queries into the keys of every sequence, so that every delta is 0.  Keys are
+ * rounded to their type once more; rows that sequences share and see at different deltas are copied.  KVC_ERR_BUSY while
+ * a batch is open, KVC_ERR_HELD, KVC_ERR_NOMEM, KVC_ERR_FULL (max_bytes). */
+KVC_API kvc_status kvc_settle(kvc_cache *cache);
+
+/* Takes the memory now that num_tokens more tokens of a sequence need.  KVC_ERR_FULL where capacity or max_bytes would
+ * be passed, KVC_ERR_BUSY, KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t num_tokens);
 
 /* Moves rows together so that no block has holes, and hands the memory that this frees, and that of unused blocks,
  * back.  KVC_ERR_BUSY, KVC_ERR_HELD (pointers into the rows would go stale), KVC_ERR_NOMEM. */
@@ -295,7 +355,7 @@ typedef struct kvc_span {
     int64_t v_head_stride, v_row_stride;
     int32_t num_rows;
     int32_t position; /* of the first row; the others follow one by one */
-    int32_t delta;    /* position now, less the position the keys were rotated for */
+    int32_t delta;    /* position now, less the position the keys were rotated for: they are as they were stored */
 } kvc_span;
 
 /* The stored rows of a sequence in a layer, in order of arrival, without a copy.  Writes at most max_spans of them
@@ -317,10 +377,31 @@ typedef struct kvc_rows_out {
     int64_t v_head_stride, v_row_stride;
 } kvc_rows_out;
 
-/* Copies rows [first_row, first_row + num_rows), counted in order of arrival, of a sequence in a layer, decoded.
- * KVC_ERR_INDEX if the sequence does not hold that many. */
+/* Copies rows [first_row, first_row + num_rows), counted in order of arrival, of a sequence in a layer, decoded,
+ * and keys rotated for the position they stand at now.  KVC_ERR_INDEX if the sequence does not hold that many. */
 KVC_API kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
                               const kvc_rows_out *out);
+
+/* Copies the rows at positions [begin, end), decoded: row i is that of position begin + i, the latest of several, and
+ * zeros where there is none. */
+KVC_API kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
+                               const kvc_rows_out *out);
+
+typedef struct kvc_rows_in {
+    size_t struct_size;
+    const void *k; /* [num_kv_heads][rows][k_dim], rows and heads this far apart */
+    const void *v; /* NULL where values lie in the keys */
+    int64_t k_head_stride, k_row_stride;
+    int64_t v_head_stride, v_row_stride;
+    int32_t k_type; /* KVC_F32, KVC_F16 or KVC_BF16 */
+    int32_t v_type;
+} kvc_rows_in;
+
+/* Replaces the rows at positions [begin, end) of one layer, the latest of several; positions without a row are skipped.
+ * Other sequences and holds keep what they had.  KVC_ERR_UNSUPPORTED for KVC_CROSS and KVC_NONE, KVC_ERR_BUSY,
+ * KVC_ERR_NOMEM, KVC_ERR_FULL (max_bytes, where shared rows are copied first). */
+KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
+                              const kvc_rows_in *in);
 
 /* Which row, in order of arrival, stands at a position: the latest of several; -1: none. */
 KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position);
@@ -330,10 +411,13 @@ KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, in
 /* Makes room for num_tokens tokens at these positions of these sequences (seq_ids NULL: all of sequence 0), in every
  * layer, and evicts what no later query can see: in each sequence of the batch what lies below its smallest position
  * in it, in idle ones below their next, less what the policies retain.
+ * parents, where it is not NULL, makes trees of the tokens (speculated ones, to be verified together): parents[i] is an
+ * earlier token of the same sequence, or -1, and of the batch a token sees itself and its ancestors, whatever their
+ * positions, and nothing else.
  * KVC_ERR_FULL where max_seq_len, max_sequences, capacity or max_bytes would be passed; KVC_ERR_GONE where a token
  * would see rows that were evicted; KVC_ERR_BUSY while another batch is open; KVC_ERR_INVALID; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
-                             kvc_batch **batch);
+                             const int32_t *parents, kvc_batch **batch);
 
 typedef struct kvc_put_args {
     size_t struct_size;
@@ -345,12 +429,28 @@ typedef struct kvc_put_args {
     int64_t v_token_stride, v_head_stride;
     int32_t k_type; /* KVC_F32, KVC_F16 or KVC_BF16: what k points at */
     int32_t v_type;
+    int32_t inner_tokens; /* 0: tokens lie as said above.  n: they are [tokens / n][n], the n a token stride apart and
+                             these groups a batch stride: sequences in lock step, as [batch][head][token][dim] */
+    int64_t k_batch_stride, v_batch_stride;
+    int64_t seq_id; /* KVC_CROSS: the sequence, one of the batch, whose rows these are */
 } kvc_put_args;
 
 /* Stores keys and values of one layer.  Disjoint ranges of tokens may be put from several threads at once.
- * Strides may be anything, negative and 0 too, in whole elements.  KVC_ERR_INVALID if a token was put before;
- * KVC_ERR_INDEX. */
+ * Strides may be anything, negative and 0 too, in whole elements.  KVC_ERR_INVALID if a token was put before, or if the
+ * layer shares another's rows or has none; KVC_ERR_INDEX.  v is NULL where values lie in the keys.
+ * In a KVC_CROSS layer the num_tokens rows (at least 1; first is 0) become all that the sequence has there, once the
+ * batch is committed, and at once for this batch.  KVC_ERR_FULL if there are more than max_len, or max_bytes would be
+ * passed; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
+
+/* Where the rows of token `first` of the batch and of those after it that lie in consecutive slots are to be written, by
+ * a kernel of the caller, instead of kvc_put.  The span is valid until the batch ends; position is that of `first`
+ * (those of the others are the batch's).  KVC_ERR_INDEX; KVC_ERR_INVALID as in kvc_put; KVC_ERR_UNSUPPORTED for
+ * KVC_CROSS. */
+KVC_API kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size);
+
+/* Tokens [first, first + num_tokens) of the batch were written there.  KVC_ERR_INVALID if one was put before. */
+KVC_API kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
 
 typedef struct kvc_attend_args {
     size_t struct_size;
@@ -364,9 +464,11 @@ typedef struct kvc_attend_args {
     int64_t out_token_stride, out_head_stride;
     int64_t lse_token_stride, lse_head_stride;
     int32_t q_type; /* KVC_F32, KVC_F16 or KVC_BF16 */
-    float scale;    /* 0: 1 / sqrt(k_dim) */
+    float scale;    /* 0: 1 / sqrt(k_dim); to be given where values lie in the keys */
     float softcap;  /* 0: none; else scores become softcap * tanh(score / softcap) before alibi */
     const kvc_put_args *put; /* may be NULL; rows to store first, as by kvc_put.  For kvc_attend only */
+    int32_t inner_tokens;    /* of q, out and lse, as in kvc_put_args */
+    int64_t q_batch_stride, out_batch_stride, lse_batch_stride;
 } kvc_attend_args;
 
 typedef struct kvc_plan_args {
@@ -376,6 +478,8 @@ typedef struct kvc_plan_args {
     int32_t num_tokens; /* 0: all from first on */
     int32_t num_heads;  /* query heads: a multiple of num_kv_heads */
     int32_t num_threads; /* tasks that may run at the same time; a further one waits.  0: the cache's threads */
+    const uint8_t *non_causal; /* [num_tokens] not 0: the token sees later positions of its sequence too; NULL: none
+                                  does.  Of the batch, with parents, it sees no more than them.  Copied */
 } kvc_plan_args;
 
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
@@ -383,7 +487,8 @@ typedef struct kvc_plan_args {
  * positions up to its own, that the policy shows; those of the batch must have been put in this layer.  Where nothing
  * is visible, out is 0 and lse -inf.  Sums are kept in f32.  The bits of the result depend on nothing but the
  * sequence itself: not on threads, on where rows lie, or on who else is in the batch.
- * plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX and KVC_ERR_NOMEM, after which nothing was put;
+ * plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX and KVC_ERR_NOMEM, after which nothing was put, unless it
+ * is a cross-attention layer;
  * KVC_ERR_CANCELLED, after which out and lse hold anything. */
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
 
@@ -398,9 +503,31 @@ KVC_API int64_t kvc_plan_num_tasks(const kvc_plan *plan);
  * order, so no barrier is needed.  All calls for one layer get the same args. */
 KVC_API kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task);
 
+/* All that the batch's tokens might see in a layer, for callers with an attention of their own: the stored rows of each
+ * sequence of the batch, by rising id, and the batch's own that were put, each sequence in order of position (of equal
+ * ones, in order of arrival). */
+KVC_API kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows);
+
+typedef struct kvc_dense_args {
+    size_t struct_size;
+    kvc_rows_out rows;         /* where they go, decoded and rotated */
+    float *mask;               /* [the batch's tokens][rows] 0 where the token sees the row, else -inf; NULL: not wanted */
+    int64_t mask_token_stride; /* rows are adjacent */
+    int64_t num_rows;          /* what kvc_dense_rows says */
+    const uint8_t *non_causal; /* [the batch's tokens], as in kvc_plan_args */
+} kvc_dense_args;
+
+/* KVC_ERR_INVALID if num_rows is not what there are; KVC_ERR_INDEX; KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args);
+
 /* Ends the batch: its tokens are part of their sequences; the handle is freed.  KVC_ERR_INVALID, and the batch is
  * still open, if a token was not put in some layer. */
 KVC_API kvc_status kvc_commit(kvc_batch *batch);
+
+/* The same with num_kept of its tokens only, the accepted ones of those that were speculated: their indices in the
+ * batch, in any order.  Nothing is asked of the others.  KVC_ERR_INDEX; KVC_ERR_INVALID, for an index given twice too;
+ * KVC_ERR_NOMEM.  After an error the batch is still open. */
+KVC_API kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept);
 
 /* Ends the batch: its tokens never were (rows that kvc_begin evicted stay evicted); the handle is freed.  NULL is
  * nothing. */

@@ -3,16 +3,23 @@
 from kvcache.cache import Batch, KVCache, Span
 from kvcache.config import __version__, get_num_threads, set_num_threads, show_config
 from kvcache.errors import CacheBusyError, CacheFullError, KVCacheError, NotSupportedError, RowsGoneError
-from kvcache.policy import FullAttention, SlidingWindow
+from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, SlidingWindow
+from kvcache.rope import Rope
+from kvcache.strategy import Adaptive, LongSequencesOnly
 
 __all__ = [
+    "Adaptive",
     "Batch",
     "CacheBusyError",
     "CacheFullError",
+    "ChunkedAttention",
+    "CrossAttention",
     "FullAttention",
     "KVCache",
     "KVCacheError",
+    "LongSequencesOnly",
     "NotSupportedError",
+    "Rope",
     "RowsGoneError",
     "SlidingWindow",
     "Span",

@@ -1,5 +1,5 @@
-from collections.abc import Iterable
-from typing import Any, Self, SupportsFloat, SupportsIndex, final
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Self, SupportsFloat, SupportsIndex, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +8,18 @@ INT32_MAX: int
 INT64_MAX: int
 MAX_THREADS: int
 TYPES: dict[str, int]
+POLICIES: dict[str, int]
+
+# num_kv_heads, k_dim, v_dim; k_type, v_type; value_in_key; share; policy: kind, window, num_sink_tokens,
+# attention_chunk_size, resume_window, max_len; rope: inv_freq, interleaved, first_dim
+LayerTuple: TypeAlias = tuple[
+    tuple[int, int, int],
+    tuple[int, int],
+    bool,
+    int,
+    tuple[int, int, int, int, int, int],
+    tuple[tuple[float, ...], bool, int] | Callable[[int, npt.NDArray[np.float32], int], Any] | Literal[False] | None,
+]
 
 class BFloat16Array(np.ndarray[Any, Any]):
     def __dlpack__(self, **options: Any) -> Any: ...
@@ -19,7 +31,7 @@ class Hold: ...
 class Cache:
     def __new__(
         cls,
-        layers: list[tuple[int, int, int, int, int, tuple[int, int, int] | None]],
+        layers: list[LayerTuple],
         max_seq_len: int,
         max_sequences: int,
         capacity: int,
@@ -45,6 +57,14 @@ class Cache:
     def fork(self, src: SupportsIndex, dst: SupportsIndex) -> None: ...
     def remove(self, seq_id: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None, shift: bool) -> None: ...
     def truncate(self, seq_id: SupportsIndex, length: SupportsIndex) -> None: ...
+    def shift(
+        self, seq_id: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex
+    ) -> None: ...
+    def divide(
+        self, seq_id: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None, divisor: SupportsIndex
+    ) -> None: ...
+    def settle(self) -> None: ...
+    def reserve(self, num_tokens: SupportsIndex) -> None: ...
     def compact(self) -> None: ...
     def stats(self) -> dict[str, int]: ...
     def nbytes(self) -> int: ...
@@ -59,6 +79,12 @@ class Cache:
     def gather(
         self, seq_id: SupportsIndex, layer: SupportsIndex, type: int
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]: ...
+    def extract(
+        self, seq_id: SupportsIndex, layer: SupportsIndex, begin: SupportsIndex, end: SupportsIndex
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
+    def inject(
+        self, seq_id: SupportsIndex, layer: SupportsIndex, begin: SupportsIndex, k: object, v: object
+    ) -> None: ...
     def rows(
         self, seq_id: SupportsIndex, layer: SupportsIndex, copy: bool | None, values: bool
     ) -> npt.NDArray[Any]: ...
@@ -70,7 +96,12 @@ class Cache:
         n: SupportsIndex | None,
         positions: Iterable[SupportsIndex] | None,
         seq_ids: Iterable[SupportsIndex] | None,
+        parents: Iterable[SupportsIndex] | None,
+        look: bool,
     ) -> Batch: ...
+
+@final
+class Slots: ...
 
 @final
 class Batch:
@@ -79,9 +110,21 @@ class Batch:
     @property
     def positions(self) -> npt.NDArray[np.int32]: ...
     @property
+    def held(self) -> set[int]: ...
+    @property
     def ended(self) -> bool: ...
     def get_seq_ids(self) -> npt.NDArray[np.int64]: ...
-    def put(self, layer: SupportsIndex, k: object, v: object, first: SupportsIndex, layout: str) -> None: ...
+    def put(
+        self,
+        layer: SupportsIndex,
+        k: object,
+        v: object,
+        first: SupportsIndex,
+        seq_id: SupportsIndex | None,
+        layout: str,
+    ) -> None: ...
+    def slots(self, layer: SupportsIndex, first: SupportsIndex) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]: ...
+    def written(self, layer: SupportsIndex, first: SupportsIndex, num_tokens: SupportsIndex) -> None: ...
     def attend(
         self,
         layer: SupportsIndex,
@@ -93,14 +136,19 @@ class Batch:
         softcap: SupportsFloat | None,
         sinks: object,
         alibi: object,
+        non_causal: object,
         layout: str,
         out: object,
         return_lse: bool,
     ) -> Any: ...
-    def commit(self) -> None: ...
+    def dense(
+        self, layer: SupportsIndex, non_causal: object
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
+    def commit(self, keep: Iterable[SupportsIndex] | None, stored: npt.NDArray[np.bool_] | None) -> None: ...
     def abort(self) -> None: ...
 
 def integer(value: SupportsIndex, name: str, low: int, high: int) -> int: ...
+def bytes_of_row(type: int, dim: int) -> int: ...
 def version() -> int: ...
 def build_info() -> str: ...
 def isa() -> str | None: ...

@@ -7,6 +7,8 @@ GIL is released, a counter says so, for another thread must not free meanwhile w
 """
 
 import operator
+import weakref
+from threading import get_ident
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsul
 from cpython.ref cimport Py_INCREF
 from libc.math cimport isfinite
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from kvcache.errors import CacheBusyError, CacheFullError, KVCacheError, NotSupportedError, RowsGoneError
 
@@ -48,13 +50,23 @@ cdef extern from "kvcache.h" nogil:
         KVC_ERR_BUSY
         KVC_ERR_HELD
         KVC_ERR_GONE
+        KVC_ERR_CALLBACK
 
     cdef enum:
         KVC_F32
         KVC_F16
         KVC_BF16
+        KVC_Q8_0
+        KVC_Q4_0
         KVC_FULL
         KVC_SLIDING
+        KVC_CHUNKED
+        KVC_CROSS
+        KVC_NONE
+        KVC_ROPE_UNKNOWN
+        KVC_ROPE_NONE
+        KVC_ROPE_FREQUENCIES
+        KVC_ROPE_FUNCTION
         KVC_END
 
     int32_t kvc_version()
@@ -65,11 +77,21 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_set_num_threads(int32_t num_threads)
 
     ctypedef struct kvc_policy:
-        int32_t kind, window, num_sink_tokens, resume_window
+        int32_t kind, window, num_sink_tokens, attention_chunk_size, resume_window, max_len
+
+    ctypedef int32_t kvc_shift_fn(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
+                                  int32_t k_dim, int32_t delta) noexcept
+
+    ctypedef struct kvc_rope:
+        int32_t kind, interleaved, first_dim, num_freqs
+        const double *inv_freq
+        kvc_shift_fn *shift
+        void *user
 
     ctypedef struct kvc_layer:
-        int32_t num_kv_heads, k_dim, v_dim, k_type, v_type
+        int32_t num_kv_heads, k_dim, v_dim, k_type, v_type, value_in_key, share
         kvc_policy policy
+        kvc_rope rope
 
     ctypedef struct kvc_config:
         size_t struct_size
@@ -101,6 +123,10 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst)
     kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift)
     kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length)
+    kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta)
+    kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor)
+    kvc_status kvc_settle(kvc_cache *cache)
+    kvc_status kvc_reserve(kvc_cache *cache, int64_t num_tokens)
     kvc_status kvc_compact(kvc_cache *cache)
 
     ctypedef struct kvc_stats:
@@ -135,10 +161,22 @@ cdef extern from "kvcache.h" nogil:
 
     kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
                           const kvc_rows_out *out)
+    kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
+                           const kvc_rows_out *out)
+
+    ctypedef struct kvc_rows_in:
+        size_t struct_size
+        const void *k
+        const void *v
+        int64_t k_head_stride, k_row_stride, v_head_stride, v_row_stride
+        int32_t k_type, v_type
+
+    kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
+                          const kvc_rows_in *rows)
     int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position)
 
     kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
-                         kvc_batch **batch)
+                         const int32_t *parents, kvc_batch **batch)
 
     ctypedef struct kvc_put_args:
         size_t struct_size
@@ -146,9 +184,12 @@ cdef extern from "kvcache.h" nogil:
         const void *k
         const void *v
         int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride
-        int32_t k_type, v_type
+        int32_t k_type, v_type, inner_tokens
+        int64_t k_batch_stride, v_batch_stride, seq_id
 
     kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args)
+    kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size)
+    kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens)
 
     ctypedef struct kvc_attend_args:
         size_t struct_size
@@ -161,13 +202,27 @@ cdef extern from "kvcache.h" nogil:
         int32_t q_type
         float scale, softcap
         const kvc_put_args *put
+        int32_t inner_tokens
+        int64_t q_batch_stride, out_batch_stride, lse_batch_stride
 
     ctypedef struct kvc_plan_args:
         size_t struct_size
         int32_t layer, first, num_tokens, num_heads
+        const uint8_t *non_causal
 
     kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args)
+    kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows)
+
+    ctypedef struct kvc_dense_args:
+        size_t struct_size
+        kvc_rows_out rows
+        float *mask
+        int64_t mask_token_stride, num_rows
+        const uint8_t *non_causal
+
+    kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args)
     kvc_status kvc_commit(kvc_batch *batch)
+    kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept)
     void kvc_abort(kvc_batch *batch)
 
 
@@ -218,7 +273,10 @@ cdef enum:
 INT32_MAX = 0x7fffffff
 INT64_MAX = 0x7fffffffffffffff
 MAX_THREADS = 4096
-TYPES = {"f32": KVC_F32, "f16": KVC_F16, "bf16": KVC_BF16}
+TYPES = {"f32": KVC_F32, "f16": KVC_F16, "bf16": KVC_BF16, "q8_0": KVC_Q8_0, "q4_0": KVC_Q4_0}
+POLICIES = {
+    "full": KVC_FULL, "sliding": KVC_SLIDING, "chunked": KVC_CHUNKED, "cross": KVC_CROSS, "none": KVC_NONE,
+}
 cdef int64_t _INT32_MAX = 0x7fffffff
 cdef int64_t _INT64_MAX = 0x7fffffffffffffff
 cdef int64_t _INT64_MIN = -_INT64_MAX - 1
@@ -226,6 +284,7 @@ cdef int64_t _INT64_MIN = -_INT64_MAX - 1
 cdef int32_t _MAX_POSITION = 0x7ffffffe
 
 cdef int64_t[3] ITEM_SIZE = [4, 2, 2]  # by kvc_type
+cdef int64_t[2] BLOCK_SIZE = [34, 18]  # of 32 elements, by kvc_type less KVC_Q8_0
 
 cdef dict ERRORS = {
     KVC_ERR_INVALID: ValueError,
@@ -315,8 +374,8 @@ cdef float to_factor(object value, str name, bint positive) except? -1:
     return number
 
 
-cdef cnp.ndarray to_int_array(object values, str name, int typenum, int64_t low, int64_t high):
-    """A new, read-only array of integers out of any iterable of them."""
+cdef cnp.ndarray to_int_array(object values, str name, int typenum, int64_t low, int64_t high, int64_t least=1):
+    """A new, read-only array of `least` integers or more out of any iterable of them."""
     cdef cnp.npy_intp size, i
     cdef int64_t number
     cdef cnp.ndarray array
@@ -327,7 +386,7 @@ cdef cnp.ndarray to_int_array(object values, str name, int typenum, int64_t low,
     except TypeError:
         what = type(values).__name__
         raise TypeError(f"{name}={show(values)}: a sequence of integers is needed, not {what}") from None
-    size = to_int(len(values), f"len({name})", 1, _INT32_MAX)
+    size = to_int(len(values), f"len({name})", least, _INT32_MAX)
     array = cnp.PyArray_EMPTY(1, &size, typenum, 0)
     for i in range(size):
         if not is_plain(values[i], low, high, &number):
@@ -343,6 +402,30 @@ cdef cnp.ndarray to_int_array(object values, str name, int typenum, int64_t low,
 def integer(value, str name, int64_t low, int64_t high):
     """`value` as an int of [low, high]: a TypeError or ValueError that names it where it is none."""
     return to_int(value, name, low, high)
+
+
+cdef cnp.ndarray to_flags(object value, int64_t first, int64_t tokens, int64_t batch_tokens):
+    """A byte for each token of [first, first + tokens): whether it sees later ones; None: none does."""
+    cdef cnp.ndarray flags
+    if value is None or value is False:
+        return None
+    if isinstance(value, (bool, np.bool_)):
+        return np.ones(tokens, np.uint8) if value else None
+    what = "True, False or one boolean per token is needed"
+    try:
+        flags = np.asarray(value)
+    except Exception as error:
+        raise TypeError(f"non_causal={show(value)}: {what} ({error})") from None
+    if cnp.PyArray_TYPE(flags) != cnp.NPY_BOOL:
+        raise TypeError(f"non_causal={show(value)}: {what}, not {flags.dtype}")
+    if cnp.PyArray_NDIM(flags) != 1:
+        raise ValueError(f"non_causal: an array of {cnp.PyArray_NDIM(flags)} axes, where 1 is needed")
+    if cnp.PyArray_DIM(flags, 0) != tokens:
+        if cnp.PyArray_DIM(flags, 0) != batch_tokens:
+            raise ValueError(f"non_causal: {len(flags)} booleans, where there are {tokens} tokens"
+                             + (f", of {batch_tokens} in the batch" if tokens != batch_tokens else ""))
+        flags = flags[first:first + tokens]
+    return np.ascontiguousarray(flags).view(np.uint8)
 
 
 # ---- bf16, which NumPy does not know ---------------------------------------------------------------------------------
@@ -392,8 +475,8 @@ cdef struct Array:
     int32_t type  # kvc_type
     int32_t ndim
     bint read_only
-    int64_t[3] shape
-    int64_t[3] strides  # in bytes
+    int64_t[4] shape
+    int64_t[4] strides  # in bytes
 
 
 cdef DLTensor *dltensor(object capsule, str name, uint64_t *flags) except NULL:
@@ -517,16 +600,16 @@ cdef object read_array(object x, str name, int ndim, Array *a, bint write=False)
 
 
 cdef object make_array(object subtype, cnp.dtype descr, int ndim, cnp.npy_intp *shape, cnp.npy_intp *strides,
-                       void *data):
-    """An array of new memory, or a read-only one over what somebody else keeps."""
+                       void *data, int flags=0):
+    """An array of new memory, or one over what somebody else keeps: read-only, if the flags do not say otherwise."""
     Py_INCREF(descr)  # which the next line gives away
-    return PyArray_NewFromDescr(<PyTypeObject *>subtype, descr, ndim, shape, strides, data, 0, NULL)
+    return PyArray_NewFromDescr(<PyTypeObject *>subtype, descr, ndim, shape, strides, data, flags, NULL)
 
 
 cdef object wrap(Array *a, object owner):
     """A read-only NumPy array over memory that `owner` keeps; bf16 as its bits."""
-    cdef cnp.npy_intp[3] shape
-    cdef cnp.npy_intp[3] strides
+    cdef cnp.npy_intp[4] shape
+    cdef cnp.npy_intp[4] strides
     cdef int i
     for i in range(a.ndim):
         shape[i] = <cnp.npy_intp>a.shape[i]
@@ -567,26 +650,68 @@ cdef object settle(Array *a, object owner):
     return copied
 
 
-cdef int is_htd(str layout) except -1:
+cdef enum:
+    THD = 0
+    HTD = 1
+    BHTD = 2  # sequences in lock step: token t of sequence b is b * T + t
+
+cdef int[3] NUM_AXES = [3, 3, 4]  # by layout, as are the next two
+cdef int[3] TOKEN_AXIS = [0, 1, 2]
+cdef int[3] HEAD_AXIS = [1, 0, 1]
+
+
+cdef int to_layout(str layout) except -1:
     if layout == "THD":
-        return 0
+        return THD
     if layout == "HTD":
-        return 1
-    raise ValueError(f"layout={layout!r}: must be 'THD' (tokens, heads, dim) or 'HTD' (heads, tokens, dim)")
+        return HTD
+    if layout == "BHTD":
+        return BHTD
+    raise ValueError(f"layout={layout!r}: must be 'THD' (tokens, heads, dim), 'HTD' (heads, tokens, dim) or 'BHTD'")
 
 
-cdef int wrong_shape(str name, Array *a, bint htd, object heads, int64_t dim, object tokens="tokens") except -1:
+cdef inline int64_t count_tokens(Array *a, int layout) noexcept:
+    """Tokens in an array of rows; of too many, more than there may be."""
+    if layout != BHTD:
+        return a.shape[TOKEN_AXIS[layout]]
+    return min(a.shape[0], _INT32_MAX + 1) * min(a.shape[2], _INT32_MAX + 1)
+
+
+cdef inline bint same_tokens(Array *a, Array *b, int layout) noexcept:
+    cdef int axis = TOKEN_AXIS[layout]
+    return a.shape[axis] == b.shape[axis] and (layout != BHTD or a.shape[0] == b.shape[0])
+
+
+cdef str show_tokens(Array *a, int layout):
+    return f"{a.shape[0]} x {a.shape[2]}" if layout == BHTD else f"{a.shape[TOKEN_AXIS[layout]]}"
+
+
+cdef int wrong_shape(str name, Array *a, int layout, object heads, int64_t dim, Array *like=NULL) except -1:
+    """`like`: an array whose tokens it should have had."""
     shape = ", ".join([str(a.shape[i]) for i in range(a.ndim)])
-    wanted = f"{heads}, {tokens}, {dim}" if htd else f"{tokens}, {heads}, {dim}"
+    tokens = "tokens" if like == NULL else f"{like.shape[TOKEN_AXIS[layout]]}"
+    wanted = f"{tokens}, {heads}, {dim}" if layout == THD else f"{heads}, {tokens}, {dim}"
+    if layout == BHTD:
+        wanted = ("sequences, " if like == NULL else f"{like.shape[0]}, ") + wanted
     raise ValueError(f"{name}: an array of shape ({shape}), where ({wanted}) is needed")
 
 
 cdef bint rows_overlap(Array *a) noexcept:
-    """Whether rows of [a, b, dim] that lie well share bytes with each other."""
-    cdef int64_t[2] step = [abs(a.strides[0]), abs(a.strides[1])]
-    cdef int inner = 0 if step[0] < step[1] else 1
-    cdef int64_t row = a.shape[2] * ITEM_SIZE[a.type], rows = (a.shape[inner] - 1) * step[inner] + row
-    return (a.shape[inner] > 1 and step[inner] < row) or (a.shape[1 - inner] > 1 and step[1 - inner] < rows)
+    """Whether rows of an array that lies well, along its last axis, share bytes with each other."""
+    cdef int64_t extent = a.shape[a.ndim - 1] * ITEM_SIZE[a.type]
+    cdef int64_t step
+    cdef int axis, next, done = 0  # a bit for each axis
+    for _ in range(a.ndim - 1):
+        next = -1
+        for axis in range(a.ndim - 1):  # by rising stride
+            if not done & 1 << axis and (next < 0 or abs(a.strides[axis]) < abs(a.strides[next])):
+                next = axis
+        done |= 1 << next
+        step = abs(a.strides[next])
+        if a.shape[next] > 1 and step < extent:
+            return True
+        extent += (a.shape[next] - 1) * step
+    return False
 
 
 cdef char *begin_of(Array *a) noexcept:
@@ -620,8 +745,16 @@ cdef cnp.dtype dtype_of(int32_t type):
     return cnp.PyArray_DescrFromType(cnp.NPY_FLOAT32 if type == KVC_F32 else cnp.NPY_FLOAT16)
 
 
-cdef cnp.ndarray new_array(int32_t type, int ndim, int64_t a, int64_t b, int64_t c):
-    cdef cnp.npy_intp[3] shape = [a, b, c]
+cdef int64_t row_bytes(int32_t type, int64_t dim) noexcept:
+    return dim // 32 * BLOCK_SIZE[type - KVC_Q8_0] if type >= KVC_Q8_0 else dim * ITEM_SIZE[type]
+
+
+def bytes_of_row(int32_t type, int64_t dim):
+    return row_bytes(type, dim)
+
+
+cdef cnp.ndarray new_array(int32_t type, int ndim, int64_t a, int64_t b, int64_t c=0, int64_t d=0):
+    cdef cnp.npy_intp[4] shape = [a, b, c, d]
     if type == KVC_F32:
         return cnp.PyArray_EMPTY(ndim, shape, cnp.NPY_FLOAT32, 0)
     if type == KVC_F16:
@@ -630,6 +763,7 @@ cdef cnp.ndarray new_array(int32_t type, int ndim, int64_t a, int64_t b, int64_t
 
 
 @cython.final
+@cython.no_gc_clear  # what is freed rests on the cache
 cdef class Hold:
     """The rows of a sequence in a layer, kept as they are for as long as this lives; what views of them rest on."""
 
@@ -669,6 +803,23 @@ cdef class Hold:
                 return False
         return True
 
+    cdef int32_t waiting(self) noexcept:
+        """A delta of keys that are yet to be rotated; 0: there are none."""
+        cdef int64_t i
+        for i in range(self.num_spans):
+            if self.spans[i].delta:
+                return self.spans[i].delta
+        return 0
+
+    cdef bint covers(self, const char *k) noexcept:
+        cdef kvc_span *span
+        cdef int64_t i
+        for i in range(self.num_spans):
+            span = &self.spans[i]
+            if <char *>span.k <= k < <char *>span.k + span.num_rows * span.k_row_stride:
+                return True
+        return False
+
     cdef object view(self, kvc_layer *layer, int64_t first, int64_t num_spans, bint values):
         """The rows of spans that lie in one piece, [num_kv_heads, rows, dim], read-only."""
         cdef kvc_span *span = &self.spans[first]
@@ -688,6 +839,17 @@ cdef class Hold:
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
+cdef int32_t shift_keys(void *user, int32_t layer, float *keys, int32_t heads, int64_t rows, int32_t dim,
+                        int32_t delta) noexcept with gil:
+    cdef Cache cache = <Cache>user
+    try:
+        cache.move_keys(layer, keys, heads, rows, dim, delta)
+        return 0
+    except BaseException as error:
+        cache.raised[get_ident()] = error
+        return 1
+
+
 @cython.final
 cdef class Cache:
     cdef kvc_cache *handle  # NULL: closed
@@ -695,6 +857,9 @@ cdef class Cache:
     cdef readonly int32_t num_layers
     cdef int64_t most_tokens  # that fit, whatever is evicted; 0: no limit
     cdef int32_t calls  # running without the GIL
+    cdef int32_t strays  # Slots of memory that nothing else keeps
+    cdef list functions  # that move keys, by layer
+    cdef dict raised  # by them, by thread
 
     def __cinit__(self, list layers, int64_t max_seq_len, int64_t max_sequences, int64_t capacity, int64_t max_bytes,
                   int32_t block_size, int32_t num_threads):
@@ -702,16 +867,32 @@ cdef class Cache:
         cdef kvc_layer *layer
         cdef int32_t i
         self.num_layers = len(layers)
+        self.functions = [None] * self.num_layers
+        self.raised = {}
         self.layers = <kvc_layer *>PyMem_Calloc(self.num_layers, sizeof(kvc_layer))
         if self.layers == NULL:
             raise MemoryError
+        owners = []
         for i in range(self.num_layers):
             layer = &self.layers[i]
-            layer.num_kv_heads, layer.k_dim, layer.v_dim, layer.k_type, layer.v_type, window = layers[i]
-            layer.policy.kind = KVC_FULL
-            if window is not None:
-                layer.policy.kind = KVC_SLIDING
-                layer.policy.window, layer.policy.num_sink_tokens, layer.policy.resume_window = window
+            shapes, types, layer.value_in_key, layer.share, policy, rope = layers[i]
+            layer.num_kv_heads, layer.k_dim, layer.v_dim = shapes
+            layer.k_type, layer.v_type = types
+            layer.policy.kind, layer.policy.window, layer.policy.num_sink_tokens = policy[:3]
+            layer.policy.attention_chunk_size, layer.policy.resume_window, layer.policy.max_len = policy[3:]
+            if rope is None:
+                layer.rope.kind = KVC_ROPE_UNKNOWN
+            elif rope is False:
+                layer.rope.kind = KVC_ROPE_NONE
+            elif callable(rope):
+                self.functions[i] = rope
+                layer.rope.kind, layer.rope.shift, layer.rope.user = KVC_ROPE_FUNCTION, shift_keys, <void *>self
+            else:
+                layer.rope.kind = KVC_ROPE_FREQUENCIES
+                inv_freq, layer.rope.interleaved, layer.rope.first_dim = rope
+                owners.append(np.array(inv_freq, np.float64))
+                layer.rope.num_freqs = <int32_t>len(inv_freq)
+                layer.rope.inv_freq = <const double *>cnp.PyArray_DATA(owners[-1])
         memset(&config, 0, sizeof(config))
         config.struct_size = sizeof(kvc_config)
         config.layers = self.layers
@@ -724,6 +905,8 @@ cdef class Cache:
         config.max_bytes = max_bytes
         config.num_threads = num_threads
         check(kvc_cache_new(&config, &self.handle))
+        for i in range(self.num_layers):
+            self.layers[i].rope.inv_freq = NULL  # which was copied
         self.most_tokens = min(max_seq_len or _INT64_MAX, capacity or _INT64_MAX)
 
     def __dealloc__(self):
@@ -735,7 +918,42 @@ cdef class Cache:
             raise ValueError("the cache is closed")
         return self.handle
 
+    cdef kvc_cache *change(self) except NULL:
+        """The handle, for what may give memory back."""
+        if self.strays:
+            raise BufferError("there are views still of Batch.slots() whose tokens were not committed: let go of them "
+                              "first")
+        return self.open()
+
+    cdef int check_edit(self, kvc_status status) except -1:
+        if status == KVC_ERR_CALLBACK:
+            error = self.raised.pop(get_ident(), None)
+            if error is not None:
+                raise error
+        check(status)
+        return 0
+
+    cdef int move_keys(self, int32_t layer, float *keys, int32_t heads, int64_t rows, int32_t dim,
+                       int32_t delta) except -1:
+        """Calls the layer's function. It gets a copy, for it may keep what it gets."""
+        cdef cnp.ndarray given = new_array(KVC_F32, 3, heads, rows, dim)
+        cdef cnp.ndarray moved
+        cdef size_t size = <size_t>(heads * rows * dim) * sizeof(float)
+        memcpy(cnp.PyArray_DATA(given), keys, size)
+        moved = np.asarray(self.functions[layer](layer, given, delta))
+        if np.shape(moved) != (heads, rows, dim):
+            raise ValueError(f"rope: the function of layer {layer} returned an array of shape {np.shape(moved)}, where "
+                             f"{(heads, rows, dim)} is needed")
+        if moved.dtype.kind != "f" and not is_bf16(moved):
+            raise TypeError(f"rope: the function of layer {layer} returned elements of type {moved.dtype}, where "
+                            "floating-point numbers are needed")
+        moved = np.ascontiguousarray(moved, np.float32)
+        memcpy(keys, cnp.PyArray_DATA(moved), size)
+        return 0
+
     def close(self):
+        if self.handle != NULL:
+            self.change()
         if self.calls:
             raise CacheBusyError("a call in another thread is using the cache; close it when that has returned")
         check(kvc_cache_free(self.handle))
@@ -794,41 +1012,114 @@ cdef class Cache:
     def clear(self, seq_id):
         cdef int64_t seq
         if seq_id is None:
-            check(kvc_clear(self.open()))
+            check(kvc_clear(self.change()))
         else:
             seq = to_seq_id(seq_id)
-            check(kvc_clear_sequence(self.open(), seq))
+            check(kvc_clear_sequence(self.change(), seq))
 
     def keep(self, seq_id):
         cdef int64_t seq = to_seq_id(seq_id)
-        check(kvc_keep(self.open(), seq))
+        check(kvc_keep(self.change(), seq))
 
     def copy_prefix(self, src, dst, length):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
         cdef int32_t end = <int32_t>to_int(length, "length", 0, _INT32_MAX)
-        check(kvc_copy_prefix(self.open(), source, target, end))
+        check(kvc_copy_prefix(self.change(), source, target, end))
 
     def fork(self, src, dst):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
-        check(kvc_fork(self.open(), source, target))
+        check(kvc_fork(self.change(), source, target))
 
     def remove(self, seq_id, begin, end, bint shift):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
         cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
-        check(kvc_remove(self.open(), seq, low, high, shift))
+        cdef kvc_cache *cache = self.change()
+        cdef kvc_status status
+        self.calls += 1
+        with nogil:
+            status = kvc_remove(cache, seq, low, high, shift)
+        self.calls -= 1
+        self.check_edit(status)
+
+    def shift(self, seq_id, begin, end, delta):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
+        cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
+        cdef int32_t by = <int32_t>to_int(delta, "delta", -_INT32_MAX - 1, _INT32_MAX)
+        cdef kvc_cache *cache = self.change()
+        cdef kvc_status status
+        self.calls += 1
+        with nogil:
+            status = kvc_shift(cache, seq, low, high, by)
+        self.calls -= 1
+        self.check_edit(status)
+
+    def divide(self, seq_id, begin, end, divisor):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
+        cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
+        cdef int32_t by = <int32_t>to_int(divisor, "divisor", 1, _INT32_MAX)
+        cdef kvc_cache *cache = self.change()
+        cdef kvc_status status
+        self.calls += 1
+        with nogil:
+            status = kvc_divide(cache, seq, low, high, by)
+        self.calls -= 1
+        self.check_edit(status)
 
     def truncate(self, seq_id, length):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t end = <int32_t>to_int(length, "length", 0, _INT32_MAX)
-        check(kvc_truncate(self.open(), seq, end))
+        check(kvc_truncate(self.change(), seq, end))
+
+    def settle(self):
+        cdef kvc_cache *cache = self.change()
+        cdef kvc_status status
+        self.calls += 1
+        with nogil:
+            status = kvc_settle(cache)
+        self.calls -= 1
+        check(status)
+
+    def reserve(self, num_tokens):
+        cdef int64_t number = to_int(num_tokens, "num_tokens", 0, _INT64_MAX)
+        check(kvc_reserve(self.change(), number))
 
     def compact(self):
-        cdef kvc_cache *cache = self.open()
+        cdef kvc_cache *cache = self.change()
         cdef kvc_status status
         self.calls += 1
         with nogil:
             status = kvc_compact(cache)
+        self.calls -= 1
+        check(status)
+
+    def inject(self, seq_id, layer, begin, k, v):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t at = to_layer(layer, self.num_layers)
+        cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
+        cdef kvc_layer *shape = &self.layers[at]
+        cdef kvc_rows_in rows
+        cdef kvc_cache *cache
+        cdef kvc_status status
+        cdef Array read_k, read_v
+        cdef int32_t high
+        memset(&rows, 0, sizeof(rows))
+        _owners = read_pair(shape, k, v, HTD, &read_k, &read_v)
+        if count_tokens(&read_k, HTD) > _INT32_MAX - low:
+            raise ValueError(f"begin={low} with arrays of {read_k.shape[1]} tokens: positions go up to {_MAX_POSITION}")
+        high = low + <int32_t>read_k.shape[1]
+        rows.struct_size = sizeof(kvc_rows_in)
+        rows.k, rows.k_type = read_k.data, read_k.type
+        rows.k_head_stride, rows.k_row_stride = read_k.strides[0], read_k.strides[1]
+        if not shape.value_in_key:
+            rows.v, rows.v_type = read_v.data, read_v.type
+            rows.v_head_stride, rows.v_row_stride = read_v.strides[0], read_v.strides[1]
+        cache = self.change()
+        self.calls += 1
+        with nogil:
+            status = kvc_inject(cache, seq, at, low, high, &rows)
         self.calls -= 1
         check(status)
 
@@ -867,15 +1158,11 @@ cdef class Cache:
 
     # -- reading rows
 
-    cdef tuple copy_rows(self, int32_t layer, int64_t seq_id, int64_t first, int64_t rows, int32_t type, bint want_k,
-                         bint want_v):
-        """Keys and values as new arrays of a type, [num_kv_heads, rows, dim]; None for those that are not wanted."""
+    cdef tuple new_rows(self, int32_t layer, int64_t rows, int32_t type, bint want_k, bint want_v, kvc_rows_out *out):
+        """New arrays for keys and values, [num_kv_heads, rows, dim]; None for those that are not wanted."""
         cdef kvc_layer *shape = &self.layers[layer]
-        cdef kvc_cache *cache = self.open()
-        cdef kvc_status status = KVC_OK
-        cdef kvc_rows_out out
         cdef cnp.ndarray k = None, v = None
-        memset(&out, 0, sizeof(out))
+        memset(out, 0, sizeof(kvc_rows_out))
         out.struct_size = sizeof(kvc_rows_out)
         out.type = type
         if want_k:
@@ -888,6 +1175,14 @@ cdef class Cache:
             out.v = cnp.PyArray_DATA(v)
             out.v_row_stride = shape.v_dim * ITEM_SIZE[type]
             out.v_head_stride = rows * out.v_row_stride
+        return k, v
+
+    cdef tuple copy_rows(self, int32_t layer, int64_t seq_id, int64_t first, int64_t rows, int32_t type, bint want_k,
+                         bint want_v):
+        cdef kvc_cache *cache = self.open()
+        cdef kvc_status status = KVC_OK
+        cdef kvc_rows_out out
+        arrays = self.new_rows(layer, rows, type, want_k, want_v, &out)
         if rows == 1:  # not worth letting another thread in, which might edit between finding the row and this
             status = kvc_gather(cache, seq_id, layer, first, rows, &out)
         elif rows:
@@ -896,7 +1191,7 @@ cdef class Cache:
                 status = kvc_gather(cache, seq_id, layer, first, rows, &out)
             self.calls -= 1
         check(status)
-        return k, v
+        return arrays
 
     def get(self, seq_id, layer, position):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -913,21 +1208,49 @@ cdef class Cache:
         cdef int32_t at = to_layer(layer, self.num_layers)
         return self.copy_rows(at, seq, 0, kvc_seq_len(self.open(), seq, at), type, True, True)
 
+    def extract(self, seq_id, layer, begin, end):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t at = to_layer(layer, self.num_layers)
+        cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
+        cdef int32_t high = <int32_t>to_int(end, "end", low, _INT32_MAX)
+        cdef kvc_cache *cache = self.open()
+        cdef kvc_status status
+        cdef kvc_rows_out out
+        arrays = self.new_rows(at, high - low, KVC_F32, True, True, &out)
+        self.calls += 1
+        with nogil:
+            status = kvc_extract(cache, seq, at, low, high, &out)
+        self.calls -= 1
+        check(status)
+        return arrays
+
+    cdef int check_viewable(self, int32_t layer, int32_t type) except -1:
+        if type >= KVC_Q8_0:
+            name = next(name for name, number in TYPES.items() if number == type)
+            raise ValueError(f"layer {layer} stores {name}, which no array can show: gather() decodes it")
+        return 0
+
     def rows(self, seq_id, layer, copy, bint values):
         """Keys or values as they are stored: a view or a copy, as `KVCache.keys` has it."""
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef kvc_layer *shape = &self.layers[at]
         cdef int64_t rows = kvc_seq_len(self.open(), seq, at)
+        cdef int32_t type = shape.v_type if values else shape.k_type, delta = 0
         cdef Hold hold
+        self.check_viewable(at, type)
         if not copy and rows:
             hold = Hold(self, at, seq)
-            if hold.in_one_piece():
+            if not values and shape.rope.kind == KVC_ROPE_FREQUENCIES:
+                delta = hold.waiting()
+            if not delta and hold.in_one_piece():
                 return hold.view(shape, 0, hold.num_spans, values)
+            if copy is not None and delta:
+                raise ValueError(f"copy=False: keys that were moved, by {delta}, are yet to be rotated; settle() does "
+                                 "it for all, copy=None and gather() in a copy")
             if copy is not None:
                 raise ValueError(f"copy=False: the rows lie in {hold.num_spans} pieces, so that there is no view of "
                                  "them all; spans() has one of each, copy=None and gather() copy")
-        type = shape.v_type if values else shape.k_type
         array = self.copy_rows(at, seq, 0, rows, type, not values, values)[1 if values else 0]
         if not copy and not rows:
             array.flags.writeable = False  # as a view would be
@@ -938,7 +1261,9 @@ cdef class Cache:
         cdef int64_t seq = to_seq_id(seq_id), i
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef kvc_layer *shape = &self.layers[at]
-        cdef Hold hold = Hold(self, at, seq)
+        cdef Hold hold
+        self.check_viewable(at, max(shape.k_type, shape.v_type))
+        hold = Hold(self, at, seq)
         return [
             (hold.view(shape, i, 1, False), hold.view(shape, i, 1, True), hold.spans[i].position,
              hold.spans[i].num_rows, hold.spans[i].delta)
@@ -960,13 +1285,16 @@ cdef class Cache:
         cnp.PyArray_CLEARFLAGS(positions, cnp.NPY_ARRAY_WRITEABLE)
         return positions
 
-    def begin(self, n, positions, seq_ids):
+    def begin(self, n, positions, seq_ids, parents, bint look):
+        """`look`: for the sequences that hold rows before it."""
         cdef Batch batch = Batch.__new__(Batch)
         cdef cnp.npy_intp size
         cdef kvc_status status
         cdef kvc_cache *cache
         cdef const int32_t *where
         cdef const int64_t *whose = NULL
+        cdef const int32_t *after = NULL
+        cdef cnp.ndarray trees
         if n is not None:
             batch.positions = self.next_positions(n)
         else:
@@ -977,13 +1305,20 @@ cdef class Cache:
             if cnp.PyArray_DIM(batch.seq_ids, 0) != size:
                 raise ValueError(f"len(seq_ids)={len(batch.seq_ids)}: must be len(positions), which is {size}")
             whose = <const int64_t *>cnp.PyArray_DATA(batch.seq_ids)
+        if parents is not None:
+            trees = to_int_array(parents, "parents", cnp.NPY_INT32, -1, _INT32_MAX)
+            if cnp.PyArray_DIM(trees, 0) != size:
+                raise ValueError(f"len(parents)={len(trees)}: must be one for each token, and there are {size}")
+            after = <const int32_t *>cnp.PyArray_DATA(trees)
         batch.cache = self
         batch.num_tokens = <int32_t>size
         where = <const int32_t *>cnp.PyArray_DATA(batch.positions)
-        cache = self.open()
+        cache = self.change()
+        if look:
+            batch.held = {seq for seq in batch.get_seq_ids().tolist() if kvc_next_position(cache, seq)}
         self.calls += 1
         with nogil:
-            status = kvc_begin(cache, <int32_t>size, where, whose, &batch.handle)
+            status = kvc_begin(cache, <int32_t>size, where, whose, after, &batch.handle)
         self.calls -= 1
         check(status)
         return batch
@@ -1003,13 +1338,124 @@ cdef struct Query:
     Array alibi
 
 
+cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t dim, int layout, Array *a):
+    """An array of rows, of `heads` heads (or a multiple), where C can read it; returns what keeps it there."""
+    cdef int64_t given
+    owner = read_array(x, name, NUM_AXES[layout], a)
+    given = a.shape[HEAD_AXIS[layout]]
+    if multiple and 0 < given <= _INT32_MAX and given % heads == 0:
+        heads = given
+    if given != heads or a.shape[a.ndim - 1] != dim:
+        wrong_shape(name, a, layout, f"a multiple of {heads}" if multiple else heads, dim)
+    if count_tokens(a, layout) == 0:
+        raise ValueError(f"{name}: an array of no tokens")
+    return settle(a, owner)
+
+
+cdef object in_f32(Array *a, object owner):
+    array = wrap(a, owner)
+    if a.type == KVC_BF16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32)
+
+
+cdef tuple read_pair(kvc_layer *shape, object k, object v, int layout, Array *a, Array *b):
+    """Keys and values of as many tokens; where values lie in the keys, `b` may be left empty."""
+    if k is None or (v is None and not shape.value_in_key):
+        raise TypeError(f"{'k' if k is None else 'v'}=None: k and v go together")
+    k = read_rows(k, "k", shape.num_kv_heads, False, shape.k_dim, layout, a)
+    b.data = NULL
+    if v is None:
+        return k, v
+    v = read_rows(v, "v", shape.num_kv_heads, False, shape.v_dim, layout, b)
+    if not same_tokens(a, b, layout):
+        raise ValueError(f"k and v: of {show_tokens(a, layout)} and {show_tokens(b, layout)} tokens, where they must "
+                         "match")
+    if shape.value_in_key and not np.array_equal(in_f32(a, k)[..., :shape.v_dim], in_f32(b, v), equal_nan=True):
+        raise ValueError(f"v: must be k[..., :{shape.v_dim}], where values lie in the keys (value_in_key), or be left "
+                         "out")
+    return k, v
+
+
 @cython.final
+@cython.no_gc_clear
+cdef class Slots:
+    """Memory of tokens of a batch, to be written to; what views of it rest on.
+
+    Nothing in the core keeps that memory where it is. The batch does while it is open, then a hold on the sequence that
+    the tokens were committed to; and where they were not, the cache must not give memory back while this lives.
+    """
+
+    cdef object __weakref__
+    cdef Batch batch
+    cdef Hold hold
+    cdef int32_t layer, first
+    cdef kvc_span span
+    cdef bint stray
+    cdef list views  # weak references
+
+    def __dealloc__(self):
+        if self.stray:
+            self.set_stray(False)
+
+    cdef object view(self, bint values):
+        cdef kvc_layer *layer = &self.batch.cache.layers[self.layer]
+        cdef kvc_span *span = &self.span
+        cdef int32_t type = layer.v_type if values else layer.k_type
+        cdef int64_t dim = layer.v_dim if values else layer.k_dim
+        cdef cnp.npy_intp[3] shape = [layer.num_kv_heads, span.num_rows, dim]
+        cdef cnp.npy_intp[3] strides = [span.k_head_stride, span.k_row_stride, 1]
+        cdef cnp.dtype descr
+        if values:
+            strides[0], strides[1] = span.v_head_stride, span.v_row_stride
+        if type >= KVC_Q8_0:
+            shape[2] = row_bytes(type, dim)
+            descr = cnp.PyArray_DescrFromType(cnp.NPY_UINT8)
+        else:
+            strides[2] = ITEM_SIZE[type]
+            descr = dtype_of(type)
+        array = make_array(BFloat16Array if type == KVC_BF16 else np.ndarray, descr, 3, shape, strides,
+                           <void *>(span.v if values else span.k), cnp.NPY_ARRAY_WRITEABLE)
+        cnp.set_array_base(array, self)
+        self.views.append(weakref.ref(array))
+        return array
+
+    cdef void set_stray(self, bint stray) noexcept:
+        self.batch.cache.strays += <int32_t>stray - <int32_t>self.stray
+        self.stray = stray
+
+    cdef int end(self, bint committed, cnp.ndarray kept) except -1:
+        """The batch has ended; `kept` None: with all its tokens."""
+        cdef int32_t token = self.first
+        cdef Hold hold
+        for view in [ref() for ref in self.views]:
+            if view is not None:
+                view.flags.writeable = False
+        if kept is not None:
+            inside = kept[(kept >= self.first) & (kept < self.first + self.span.num_rows)]
+            committed = committed and len(inside)
+            token = inside[0] if committed else 0
+        if committed:
+            try:
+                hold = Hold(self.batch.cache, self.layer, self.batch.get_seq_ids()[token])
+            except MemoryError:
+                return 0
+            if hold.covers(<const char *>self.span.k + (token - self.first) * self.span.k_row_stride):
+                self.hold = hold
+                self.set_stray(False)
+        return 0
+
+
+@cython.final
+@cython.no_gc_clear  # what is aborted rests on the cache
 cdef class Batch:
     cdef Cache cache
     cdef kvc_batch *handle  # NULL: ended
     cdef readonly int32_t num_tokens
     cdef readonly cnp.ndarray positions
+    cdef readonly set held  # the sequences that held rows before it; None: nobody asked
     cdef cnp.ndarray seq_ids  # None: all of sequence 0
+    cdef list slots_out  # weak references to Slots; None: there never were any
     cdef int32_t calls  # running without the GIL
 
     def __dealloc__(self):
@@ -1042,52 +1488,88 @@ cdef class Batch:
         first = to_index(first, "first")
         if 0 <= first <= self.num_tokens - tokens:
             return first
-        raise IndexError(f"first={show(first)} with arrays of {tokens} tokens: the batch has {self.num_tokens}")
+        raise IndexError(f"first={show(first)} with {tokens} tokens: the batch has {self.num_tokens}")
 
-    cdef object read_rows(self, object x, str name, int64_t heads, bint multiple, int64_t dim, bint htd, Array *a):
-        """An array of rows, of `heads` heads (or a multiple), where C can read it; returns what keeps it there."""
-        cdef int64_t given
-        owner = read_array(x, name, 3, a)
-        given = a.shape[1 - htd]
-        if multiple and 0 < given <= _INT32_MAX and given % heads == 0:
-            heads = given
-        if given != heads or a.shape[2] != dim:
-            wrong_shape(name, a, htd, f"a multiple of {heads}" if multiple else heads, dim)
-        if a.shape[htd] == 0:
-            raise ValueError(f"{name}: an array of no tokens")
-        return settle(a, owner)
+    cdef int64_t only_sequence(self) except? -1:
+        if self.seq_ids is None:
+            return 0
+        seq_ids = set(self.seq_ids.tolist())
+        if len(seq_ids) > 1:
+            raise ValueError(f"seq_id=None: the batch has {len(seq_ids)} sequences; put() with the seq_id of the one "
+                             "whose rows these are")
+        return self.seq_ids[0]
 
-    cdef tuple read_put(self, int32_t layer, object k, object v, object first, bint htd, PutRows *rows):
+    cdef int read_cross(self, int32_t layer, object first, object seq_id, int layout, PutRows *rows) except -1:
+        """Whose rows these are, which have nothing to do with the tokens of the batch."""
+        cdef int64_t number, tokens = count_tokens(&rows.k, layout)
+        if not is_plain(first, 0, 0, &number) and to_index(first, "first") != 0:
+            raise ValueError(f"first={show(first)}: must be 0 in layer {layer}, whose policy is CrossAttention: what "
+                             "is put there is all that the sequence has")
+        if layout == BHTD and rows.k.shape[0] != 1:
+            raise ValueError(f"k: of {rows.k.shape[0]} sequences, where layer {layer}, whose policy is CrossAttention, "
+                             "takes the rows of one at a time; call put() for each, with its seq_id")
+        if tokens > _INT32_MAX:
+            raise ValueError(f"k: {tokens} rows, where {_INT32_MAX} are the most there may be")
+        rows.args.seq_id = self.only_sequence() if seq_id is None else to_seq_id(seq_id)
+        return 0
+
+    cdef tuple read_put(self, int32_t layer, object k, object v, object first, object seq_id, int layout,
+                        PutRows *rows):
         cdef kvc_layer *shape = &self.cache.layers[layer]
         cdef kvc_put_args *args = &rows.args
-        if k is None or v is None:
-            raise TypeError(f"{'k' if k is None else 'v'}=None: k and v go together")
-        k = self.read_rows(k, "k", shape.num_kv_heads, False, shape.k_dim, htd, &rows.k)
-        v = self.read_rows(v, "v", shape.num_kv_heads, False, shape.v_dim, htd, &rows.v)
-        if rows.k.shape[htd] != rows.v.shape[htd]:
-            raise ValueError(f"k and v: of {rows.k.shape[htd]} and {rows.v.shape[htd]} tokens, where they must match")
+        cdef int token = TOKEN_AXIS[layout], head = HEAD_AXIS[layout]
+        owners = read_pair(shape, k, v, layout, &rows.k, &rows.v)
         memset(args, 0, sizeof(kvc_put_args))
         args.struct_size = sizeof(kvc_put_args)
-        args.first = self.to_first(first, rows.k.shape[htd])
-        args.num_tokens = <int32_t>rows.k.shape[htd]
-        args.k, args.v = rows.k.data, rows.v.data
-        args.k_type, args.v_type = rows.k.type, rows.v.type
-        args.k_token_stride, args.k_head_stride = rows.k.strides[htd], rows.k.strides[1 - htd]
-        args.v_token_stride, args.v_head_stride = rows.v.strides[htd], rows.v.strides[1 - htd]
-        return k, v
+        if shape.policy.kind == KVC_CROSS:
+            self.read_cross(layer, first, seq_id, layout, rows)
+        elif seq_id is not None:
+            raise ValueError(f"seq_id={show(seq_id)}: is for CrossAttention, and layer {layer} has another policy: "
+                             "whose tokens these are, the batch says")
+        else:
+            args.first = self.to_first(first, count_tokens(&rows.k, layout))
+        args.num_tokens = <int32_t>count_tokens(&rows.k, layout)
+        args.k, args.k_type = rows.k.data, rows.k.type
+        args.k_token_stride, args.k_head_stride = rows.k.strides[token], rows.k.strides[head]
+        if not shape.value_in_key:
+            args.v, args.v_type = rows.v.data, rows.v.type
+            args.v_token_stride, args.v_head_stride = rows.v.strides[token], rows.v.strides[head]
+        if layout == BHTD:
+            args.inner_tokens = <int32_t>rows.k.shape[2]
+            args.k_batch_stride = rows.k.strides[0]
+            if not shape.value_in_key:
+                args.v_batch_stride = rows.v.strides[0]
+        return owners
 
-    def put(self, layer, k, v, first, str layout):
+    def put(self, layer, k, v, first, seq_id, str layout):
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
         cdef PutRows rows
         cdef kvc_batch *batch = self.open()
         cdef kvc_status status
-        _owners = self.read_put(at, k, v, first, is_htd(layout), &rows)
+        _owners = self.read_put(at, k, v, first, seq_id, to_layout(layout), &rows)
         batch = self.open()
         self.calls += 1
         with nogil:
             status = kvc_put(batch, at, &rows.args)
         self.calls -= 1
         check(status)
+
+    def slots(self, layer, first):
+        cdef int32_t at = to_layer(layer, self.cache.num_layers)
+        cdef int32_t token = self.to_first(first, 1)
+        cdef Slots slots = Slots.__new__(Slots)
+        check(kvc_slots(self.open(), at, token, &slots.span, sizeof(kvc_span)))
+        slots.batch, slots.layer, slots.first, slots.views = self, at, token, []
+        if self.slots_out is None:
+            self.slots_out = []
+        self.slots_out.append(weakref.ref(slots, self.slots_out.remove))
+        return slots.view(False), slots.view(True)
+
+    def written(self, layer, first, num_tokens):
+        cdef int32_t at = to_layer(layer, self.cache.num_layers)
+        cdef int32_t tokens = <int32_t>to_int(num_tokens, "num_tokens", 1, _INT32_MAX)
+        cdef int32_t token = self.to_first(first, tokens)
+        check(kvc_written(self.open(), at, token, tokens))
 
     cdef object read_factors(self, object x, str name, int64_t heads, Array *a):
         """One f32 number per query head."""
@@ -1098,18 +1580,21 @@ cdef class Batch:
             raise ValueError(f"{name}: an array of {a.shape[0]} numbers, where q has {heads} heads")
         return settle(a, owner)
 
-    cdef object read_out(self, object out, int64_t dim, bint htd, Array *q, Array *a):
+    cdef object read_out(self, object out, int64_t dim, int layout, Array *q, Array *a):
         """Where the result goes, checked if it was given; returns it."""
-        cdef int64_t tokens = q.shape[htd], heads = q.shape[1 - htd]
+        cdef int head = HEAD_AXIS[layout]
         if out is None:
-            out = new_array(q.type, 3, heads if htd else tokens, tokens if htd else heads, dim)
-            read_numpy(out, "out", 3, a)
+            if layout == BHTD:
+                out = new_array(q.type, 4, q.shape[0], q.shape[1], q.shape[2], dim)
+            else:
+                out = new_array(q.type, 3, q.shape[0], q.shape[1], dim)
+            read_numpy(out, "out", q.ndim, a)
             return out
-        owner = read_array(out, "out", 3, a, write=True)
+        owner = read_array(out, "out", q.ndim, a, write=True)
         if a.type != q.type:
             raise TypeError(f"out: must be {dtype_of(q.type)}, as q is, not {dtype_of(a.type)}")
-        if a.shape[htd] != tokens or a.shape[1 - htd] != heads or a.shape[2] != dim:
-            wrong_shape("out", a, htd, f"{heads}", dim, tokens)
+        if not same_tokens(a, q, layout) or a.shape[head] != q.shape[head] or a.shape[a.ndim - 1] != dim:
+            wrong_shape("out", a, layout, f"{q.shape[head]}", dim, q)
         if a.read_only:
             raise ValueError("out: is read-only; pass an array that can be written to")
         if not lies_well(a) or rows_overlap(a):
@@ -1117,20 +1602,26 @@ cdef class Batch:
         return owner
 
     cdef tuple read_query(self, int32_t layer, object q, object first, object scale, object softcap, object sinks,
-                          object alibi, bint htd, object out, Query *query):
+                          object alibi, object non_causal, int layout, object out, Query *query):
         """Fills in the query; returns what keeps the arrays it points to."""
         cdef kvc_layer *shape = &self.cache.layers[layer]
         cdef kvc_plan_args *plan = &query.plan
         cdef kvc_attend_args *args = &query.args
+        cdef int token = TOKEN_AXIS[layout], head = HEAD_AXIS[layout]
+        cdef cnp.ndarray flags = None
         memset(query, 0, sizeof(Query))
         plan.struct_size, args.struct_size = sizeof(kvc_plan_args), sizeof(kvc_attend_args)
-        q = self.read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, htd, &query.q)
-        plan.layer, plan.num_tokens, plan.num_heads = layer, query.q.shape[htd], query.q.shape[1 - htd]
-        plan.first = self.to_first(first, plan.num_tokens)
+        q = read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, layout, &query.q)
+        plan.first = self.to_first(first, count_tokens(&query.q, layout))
+        plan.layer, plan.num_tokens = layer, <int32_t>count_tokens(&query.q, layout)
+        plan.num_heads = <int32_t>query.q.shape[head]
         args.q, args.q_type = query.q.data, query.q.type
-        args.q_token_stride, args.q_head_stride = query.q.strides[htd], query.q.strides[1 - htd]
+        args.q_token_stride, args.q_head_stride = query.q.strides[token], query.q.strides[head]
         if scale is not None:
             args.scale = to_factor(scale, "scale", False)
+        elif shape.value_in_key:
+            raise ValueError(f"scale=None: must be given in layer {layer}, whose values lie in the keys "
+                             f"(value_in_key): it does not follow from head_dim, {shape.k_dim}")
         if softcap is not None:
             args.softcap = to_factor(softcap, "softcap", True)
         if sinks is not None:
@@ -1139,27 +1630,38 @@ cdef class Batch:
         if alibi is not None:
             alibi = self.read_factors(alibi, "alibi", plan.num_heads, &query.alibi)
             args.alibi = <const float *>query.alibi.data
-        out = self.read_out(out, shape.v_dim, htd, &query.q, &query.out)
+        if non_causal is not None:
+            flags = to_flags(non_causal, plan.first, plan.num_tokens, self.num_tokens)
+            if flags is not None:
+                plan.non_causal = <const uint8_t *>cnp.PyArray_DATA(flags)
+        out = self.read_out(out, shape.v_dim, layout, &query.q, &query.out)
         args.out = query.out.data
-        args.out_token_stride, args.out_head_stride = query.out.strides[htd], query.out.strides[1 - htd]
-        return q, sinks, alibi, out
+        args.out_token_stride, args.out_head_stride = query.out.strides[token], query.out.strides[head]
+        if layout == BHTD:
+            args.inner_tokens = <int32_t>query.q.shape[2]
+            args.q_batch_stride, args.out_batch_stride = query.q.strides[0], query.out.strides[0]
+        return q, sinks, alibi, flags, out
 
-    def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, str layout, out, bint return_lse):
+    def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, str layout, out,
+               bint return_lse):
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
-        cdef bint htd = is_htd(layout), store = k is not None or v is not None
+        cdef int axes = to_layout(layout)
+        cdef bint store = k is not None or v is not None
         cdef kvc_batch *batch = self.open()
         cdef kvc_status status
         cdef cnp.ndarray lse = None
         cdef PutRows rows
         cdef Query query
-        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, htd, out, &query)
+        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, axes, out, &query)
         if store:
-            _put_owners = self.read_put(at, k, v, first, htd, &rows)
-            if rows.args.num_tokens != query.plan.num_tokens:
-                raise ValueError(f"q and k: of {query.plan.num_tokens} and {rows.args.num_tokens} tokens, where they "
-                                 "must match")
+            # In a cross-attention layer `first` is of the queries only.
+            cross = self.cache.layers[at].policy.kind == KVC_CROSS
+            _put_owners = self.read_put(at, k, v, 0 if cross else first, None, axes, &rows)
+            if not cross and not same_tokens(&query.q, &rows.k, axes):
+                raise ValueError(f"q and k: of {show_tokens(&query.q, axes)} and {show_tokens(&rows.k, axes)} tokens, "
+                                 "where they must match")
         if out is None:
-            out = query_owners[3]
+            out = query_owners[4]
         else:
             check_apart(&query.out, &query.q, "q")
             check_apart(&query.out, &query.sinks, "sinks")
@@ -1168,10 +1670,11 @@ cdef class Batch:
                 check_apart(&query.out, &rows.k, "k")
                 check_apart(&query.out, &rows.v, "v")
         if return_lse:
-            lse = new_array(KVC_F32, 2, query.q.shape[0], query.q.shape[1], 0)
+            lse = new_array(KVC_F32, query.q.ndim - 1, query.q.shape[0], query.q.shape[1], query.q.shape[2])
             query.args.lse = <float *>cnp.PyArray_DATA(lse)
-            query.args.lse_token_stride = cnp.PyArray_STRIDE(lse, htd)
-            query.args.lse_head_stride = cnp.PyArray_STRIDE(lse, 1 - htd)
+            query.args.lse_token_stride = cnp.PyArray_STRIDE(lse, TOKEN_AXIS[axes])
+            query.args.lse_head_stride = cnp.PyArray_STRIDE(lse, HEAD_AXIS[axes])
+            query.args.lse_batch_stride = cnp.PyArray_STRIDE(lse, 0)
         batch = self.open()
         if store:
             query.args.put = &rows.args
@@ -1182,17 +1685,75 @@ cdef class Batch:
         check(status)
         return (out, lse) if return_lse else out
 
-    def commit(self):
-        if self.handle != NULL:
-            self.check_idle()
+    def dense(self, layer, non_causal):
+        cdef int32_t at = to_layer(layer, self.cache.num_layers)
+        cdef cnp.ndarray flags = to_flags(non_causal, 0, self.num_tokens, self.num_tokens)
+        cdef kvc_batch *batch = self.open()
+        cdef cnp.ndarray mask
+        cdef kvc_dense_args args
+        cdef kvc_status status
+        memset(&args, 0, sizeof(args))
+        args.struct_size = sizeof(args)
+        check(kvc_dense_rows(batch, at, &args.num_rows))
+        k, v = self.cache.new_rows(at, args.num_rows, KVC_F32, True, True, &args.rows)
+        mask = new_array(KVC_F32, 2, self.num_tokens, args.num_rows)
+        args.mask = <float *>cnp.PyArray_DATA(mask)
+        args.mask_token_stride = args.num_rows * sizeof(float)
+        if flags is not None:
+            args.non_causal = <const uint8_t *>cnp.PyArray_DATA(flags)
+        self.calls += 1
+        with nogil:
+            status = kvc_dense(batch, at, &args)
+        self.calls -= 1
+        check(status)
+        return k, v, mask
+
+    cdef cnp.ndarray to_kept(self, object keep):
+        cdef cnp.ndarray kept = to_int_array(keep, "keep", cnp.NPY_INT32, -_INT32_MAX - 1, _INT32_MAX, least=0)
+        before = set()
+        for i, token in enumerate(kept.tolist()):
+            if not 0 <= token < self.num_tokens:
+                raise IndexError(f"keep[{i}]={token}: the batch has {self.num_tokens} tokens")
+            if token in before:
+                raise ValueError(f"keep[{i}]={token}: was given before")
+            before.add(token)
+        return kept
+
+    def commit(self, keep, stored):
+        """The tokens to keep, of those that are `stored`; None: all."""
+        cdef cnp.ndarray kept = None
+        if self.handle == NULL:
+            return
+        if keep is not None:
+            kept = self.to_kept(keep)
+        if stored is not None:
+            kept = np.flatnonzero(stored).astype(np.int32) if kept is None else kept[stored[kept]]
+        if self.handle == NULL:  # by what was converted
+            return
+        self.check_idle()
+        if kept is None:
             check(kvc_commit(self.handle))
-            self.handle = NULL
+        else:
+            check(kvc_commit_kept(self.handle, <const int32_t *>cnp.PyArray_DATA(kept), <int32_t>len(kept)))
+        self.handle = NULL
+        self.end_slots(True, kept)
 
     def abort(self):
         if self.handle != NULL:
             self.check_idle()
             kvc_abort(self.handle)
             self.handle = NULL
+            self.end_slots(False, None)
+
+    cdef int end_slots(self, bint committed, cnp.ndarray kept) except -1:
+        if self.slots_out is not None:
+            alive = [slots for slots in [ref() for ref in self.slots_out] if slots is not None]
+            self.slots_out = None
+            for slots in alive:
+                (<Slots>slots).set_stray(True)  # until a hold is there
+            for slots in alive:
+                (<Slots>slots).end(committed, kept)
+        return 0
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import (
-    Any,
-    Literal,
-    NamedTuple,
-    NoReturn,
-    Protocol,
-    Self,
-    SupportsFloat,
-    SupportsIndex,
-    TypeAlias,
-    TypeVar,
-    overload,
-)
+from typing import Any, Literal, NoReturn, Protocol, Self, SupportsFloat, SupportsIndex, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache import _core
 from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
-from kvcache.policy import FullAttention, Policy, SlidingWindow
+from kvcache.layer import DType, FloatDType, count, make_layers
+from kvcache.policy import FullAttention, Policy
+from kvcache.rope import RopeLike
+from kvcache.strategy import Adaptive, Decision, LongSequencesOnly, Strategy, decide, readable
 
-__all__ = ["AnyArray", "Batch", "DType", "KVCache", "Layout", "Span"]
+__all__ = ["AnyArray", "Batch", "DType", "Flags", "FloatDType", "KVCache", "Layout", "Span"]
 
-DType: TypeAlias = Literal["f32", "f16", "bf16"]
-Layout: TypeAlias = Literal["THD", "HTD"]
-T = TypeVar("T")
+Layout: TypeAlias = Literal["THD", "HTD", "BHTD"]
+Flags: TypeAlias = bool | Sequence[bool] | npt.NDArray[np.bool_]
+
+logger = logging.getLogger("kvcache")
 
 
 class SupportsDLPack(Protocol):
@@ -48,25 +41,6 @@ class SupportsArray(Protocol):
 
 AnyArray: TypeAlias = npt.NDArray[Any] | SupportsDLPack | SupportsArray
 
-MAX_LAYERS = 1 << 20  # the limits of the core, for messages that name the arguments as they are called here
-MAX_DIM = 1 << 20
-
-
-class Layer(NamedTuple):
-    """What one layer stores."""
-
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    k_dtype: DType
-    v_dtype: DType
-    policy: Policy
-
-    def __str__(self) -> str:
-        dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}/{self.v_head_dim}"
-        types = self.k_dtype if self.v_dtype == self.k_dtype else f"{self.k_dtype}/{self.v_dtype}"
-        return f"{_count(self.num_kv_heads, 'KV head')} x {dims}, {types}, {self.policy!r}"
-
 
 class KVCache:
     """The keys and values of the tokens that a model has seen, for one sequence or many.
@@ -74,7 +48,7 @@ class KVCache:
     Parameters
     ----------
     num_layers : int
-        How many attention layers the model has.
+        How many layers the model has.
     num_kv_heads : int or sequence of int
         KV heads; this and whatever else says "or sequence" takes one value for all layers or one per layer.
     head_dim : int or sequence of int
@@ -83,12 +57,24 @@ class KVCache:
         How many rows one sequence may hold in one layer; None: no limit.
     v_head_dim : int or sequence of int, optional
         Elements of one value of one head; by default `head_dim`.
-    dtype : {"f32", "f16", "bf16"} or sequence of these, default "f16"
-        The type that rows are stored as.
-    k_dtype, v_dtype : {"f32", "f16", "bf16"} or sequence of these, optional
+    value_in_key : bool or sequence of bool, default False
+        Whether a value is the first `v_head_dim` elements of its key, and stored once, as in multi-head latent
+        attention [1]_. `Batch.attend` must then be given a `scale`.
+    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"} or sequence of these, default "f16"
+        The type that rows are stored as. The last two are ggml's blocks of 32 elements, of 34 and of 18 bytes;
+        `head_dim` must be a multiple of 32.
+    k_dtype, v_dtype : as `dtype`, optional
         The type of keys, or of values, where that is not `dtype`.
-    policy : FullAttention or SlidingWindow or sequence of these, default FullAttention()
-        Which positions a query may see, and so which rows are kept.
+    policy : FullAttention, SlidingWindow, ChunkedAttention, CrossAttention, None or sequence of these
+        Which positions a query may see, and so which rows are kept; by default `FullAttention`. None: there is no
+        attention in this layer, and it holds nothing.
+    share : sequence of int or None, optional
+        For each layer the index of the one whose rows it reads, which is like it in every other argument and has rows
+        of its own; None: its own.
+    rope : Rope, False or callable, or sequence of these, optional
+        How keys carry their position. None, the default: not told, so that tokens cannot be moved. False: they carry no
+        rotation. A callable gets ``(layer, keys, delta)``, where `keys` are f32 ``[num_kv_heads, n, head_dim]``, and
+        returns them moved by `delta` positions.
     max_sequences : int or None, default 1
         How many sequences may hold rows; None: no limit. It is looked at when a batch begins: to fork needs no room.
     capacity : int, optional
@@ -99,13 +85,17 @@ class KVCache:
     block_size : int, optional
         Tokens in a block, the unit of allocation and of sharing. By default `max_seq_len`, so that a sequence lies in
         one piece, where that is given, there may be one sequence only, and every layer sees everything; else 64.
+    strategy : {"always", "disabled"}, LongSequencesOnly or Adaptive, default "always"
+        Which sequences are stored. Of one that is not, `next_position` stays 0, the runner feeds all of it again, and
+        each batch attends over itself.
     num_threads : int, optional
         How many threads one call uses; by default `get_num_threads` at the time of the call.
 
     Raises
     ------
     ValueError
-        If a number is too small or too large, a name is unknown, or a sequence has not one entry per layer.
+        If a number is too small or too large, a name is unknown, a sequence has not one entry per layer, or arguments
+        do not go together.
     TypeError
         If an argument is of the wrong type: an integer must be one, neither a float nor a bool.
     MemoryError
@@ -119,6 +109,11 @@ class KVCache:
 
     A sequence is named by any 64-bit integer. One that holds nothing is empty, not unknown: to look at it yields 0, -1
     or no rows, to edit it does nothing. The other methods raise ``ValueError`` once the cache is closed.
+
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model",
+       arXiv:2405.04434, 2024.
 
     Examples
     --------
@@ -145,11 +140,14 @@ class KVCache:
         "_block_size",
         "_capacity",
         "_core",
+        "_decisions",
         "_layers",
         "_max_bytes",
         "_max_seq_len",
         "_max_sequences",
+        "_most_decisions",
         "_num_threads",
+        "_strategy",
     )
 
     def __init__(
@@ -160,36 +158,32 @@ class KVCache:
         max_seq_len: SupportsIndex | None,
         *,
         v_head_dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
+        value_in_key: bool | Sequence[bool] = False,
         dtype: DType | Sequence[DType] = "f16",
         k_dtype: DType | Sequence[DType] | None = None,
         v_dtype: DType | Sequence[DType] | None = None,
-        policy: Policy | Sequence[Policy] = FullAttention(),  # noqa: B008  (frozen)
+        policy: Policy | Sequence[Policy | None] | None = FullAttention(),  # noqa: B008  (frozen)
+        share: Sequence[SupportsIndex | None] | None = None,
+        rope: RopeLike | Sequence[RopeLike] = None,
         max_sequences: SupportsIndex | None = 1,
         capacity: SupportsIndex | None = None,
         max_bytes: SupportsIndex | None = None,
         block_size: SupportsIndex | None = None,
+        strategy: Strategy = "always",
         num_threads: SupportsIndex | None = None,
     ) -> None:
-        n = integer(num_layers, "num_layers", 1, MAX_LAYERS)
-        k_dims = _per_layer(head_dim, "head_dim", n, _dim)
-        dtypes = _per_layer(dtype, "dtype", n, _dtype)
-        self._layers = list(
-            map(
-                Layer,
-                _per_layer(num_kv_heads, "num_kv_heads", n, _dim),
-                k_dims,
-                k_dims if v_head_dim is None else _per_layer(v_head_dim, "v_head_dim", n, _dim),
-                dtypes if k_dtype is None else _per_layer(k_dtype, "k_dtype", n, _dtype),
-                dtypes if v_dtype is None else _per_layer(v_dtype, "v_dtype", n, _dtype),
-                _per_layer(policy, "policy", n, _policy),
-            )
+        self._layers = make_layers(
+            num_layers, num_kv_heads, head_dim, v_head_dim, value_in_key, dtype, k_dtype, v_dtype, policy, share, rope
         )
+        self._strategy = _check_strategy(strategy)
+        self._decisions: dict[int, Decision] = {}  # the latest of each sequence, the oldest first
+        self._most_decisions = 64
         self._max_seq_len = _limit(max_seq_len, "max_seq_len", INT32_MAX - 1)
         self._max_sequences = _limit(max_sequences, "max_sequences", INT32_MAX)
         self._max_bytes = _limit(max_bytes, "max_bytes", INT64_MAX)
         self._num_threads = _limit(num_threads, "num_threads", MAX_THREADS)
         self._core = _core.Cache(
-            [_core_layer(layer) for layer in self._layers],
+            [layer.for_core() for layer in self._layers],
             self._max_seq_len or 0,
             self._max_sequences or 0,
             _limit(capacity, "capacity", INT64_MAX) or 0,
@@ -209,13 +203,13 @@ class KVCache:
         self.close()
 
     def __repr__(self) -> str:
-        layers = " + ".join(f"{_count(n, 'layer')} of {layer}" for layer, n in Counter(map(str, self._layers)).items())
+        layers = " + ".join(f"{count(n, 'layer')} of {layer}" for layer, n in Counter(map(str, self._layers)).items())
         if self._core.closed:
             return f"<KVCache: {layers}; closed>"
         sequences = self.sequences
-        tokens = _count(sum(self.seq_len(seq_id) for seq_id in sequences), "token")
+        tokens = count(sum(self.seq_len(seq_id) for seq_id in sequences), "token")
         limit = f", max_seq_len {self._max_seq_len}" if self._max_seq_len is not None else ""
-        return f"<KVCache: {layers}{limit}; {tokens} in {_count(len(sequences), 'sequence')}, {_size(self.nbytes)}>"
+        return f"<KVCache: {layers}{limit}; {tokens} in {count(len(sequences), 'sequence')}, {readable(self.nbytes)}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -256,9 +250,29 @@ class KVCache:
         return tuple(layer.v_dtype for layer in self._layers)
 
     @property
-    def policy(self) -> tuple[Policy, ...]:
-        """The policy of each layer."""
+    def policy(self) -> tuple[Policy | None, ...]:
+        """The policy of each layer; None: no attention there."""
         return tuple(layer.policy for layer in self._layers)
+
+    @property
+    def value_in_key(self) -> tuple[bool, ...]:
+        """Whether values lie in the keys, in each layer."""
+        return tuple(layer.value_in_key for layer in self._layers)
+
+    @property
+    def share(self) -> tuple[int | None, ...]:
+        """The layer whose rows each layer reads; None: its own."""
+        return tuple(layer.share for layer in self._layers)
+
+    @property
+    def rope(self) -> tuple[RopeLike, ...]:
+        """How the keys of each layer carry their position; None: not told."""
+        return tuple(layer.rope for layer in self._layers)
+
+    @property
+    def strategy(self) -> Strategy:
+        """Which sequences are stored."""
+        return self._strategy
 
     @property
     def max_seq_len(self) -> int | None:
@@ -298,6 +312,7 @@ class KVCache:
         *,
         positions: Iterable[SupportsIndex] | None = None,
         seq_ids: Iterable[SupportsIndex] | None = None,
+        parents: Iterable[SupportsIndex] | None = None,
     ) -> Batch:
         """Begin a forward pass: make room for its tokens in every layer, and evict what no later query can see.
 
@@ -311,6 +326,10 @@ class KVCache:
             The position of each token in its sequence.
         seq_ids : iterable of int, optional
             The sequence of each of the `positions`; by default they are all of sequence 0.
+        parents : iterable of int, optional
+            Makes trees of the tokens, as speculative decoding does [1]_: the index in the batch of an earlier token of
+            the same sequence that each one follows; -1: it follows what is stored. Of the batch a token then sees
+            itself and its ancestors, and nothing else. `Batch.commit` takes those that were accepted.
 
         Returns
         -------
@@ -326,11 +345,19 @@ class KVCache:
         CacheBusyError
             While another batch is open.
         ValueError
-            If a position is negative, there is no token, or `seq_ids` has not one entry per position.
+            If a position is negative, there is no token, `seq_ids` or `parents` has not one entry per token, or a
+            parent is no earlier token of the same sequence.
         TypeError
             If something is no integer, or `n` and `positions` are given both or neither.
         MemoryError
             If there is not enough.
+        BufferError
+            While a view from `Batch.slots` is there whose tokens were not committed.
+
+        References
+        ----------
+        .. [1] Xupeng Miao et al., "SpecInfer: Accelerating Large Language Model Serving with Tree-based Speculative
+           Inference and Verification", ASPLOS 2024.
 
         Examples
         --------
@@ -345,12 +372,84 @@ class KVCache:
             raise TypeError("batch() takes exactly one of n, the number of next tokens of sequence 0, and positions")
         if n is not None and seq_ids is not None:
             raise TypeError("seq_ids goes with positions: n is the number of next tokens of sequence 0")
-        return Batch(self._core.begin(n, positions, seq_ids))
+        if self._strategy == "always":
+            return Batch(self._core.begin(n, positions, seq_ids, parents, False))
+        core = self._core.begin(n, positions, seq_ids, parents, True)
+        try:
+            return Batch(core, self._stored(core))
+        except BaseException:
+            core.abort()
+            raise
+
+    def _stored(self, core: _core.Batch) -> npt.NDArray[np.bool_] | None:
+        """Which tokens of a batch that begins are to be stored; None: all. It holds no row of the other sequences."""
+        seq_ids, positions = core.get_seq_ids(), core.positions
+        dropped = []
+        for seq_id in np.unique(seq_ids).tolist():
+            if seq_id in core.held:
+                continue
+            mine = positions[seq_ids == seq_id]
+            decision = self._decide(seq_id, int(mine.max()) + 1, len(mine))
+            if not decision.stored:
+                dropped.append(seq_id)
+        return ~np.isin(seq_ids, dropped) if dropped else None
+
+    def _decide(self, seq_id: int, length: int, num_tokens: int) -> Decision:
+        """Whether to store a sequence that begins with so many tokens, the last at position `length` - 1."""
+        decision = decide(self._strategy, length, lambda: self._most_bytes(num_tokens))
+        changed = self._decisions.pop(seq_id, None) != decision
+        self._decisions[seq_id] = decision
+        words = "stored" if decision.stored else "not stored"
+        logger.log(logging.INFO if changed else logging.DEBUG, "sequence %d is %s: %s", seq_id, words, decision.why)
+        if len(self._decisions) > self._most_decisions:
+            self._forget_decisions()
+        return decision
+
+    def _most_bytes(self, num_tokens: int) -> int:
+        """Return the bytes that a sequence may come to, which is of so many tokens where there is no limit."""
+        return sum(layer.most_bytes(self._max_seq_len or num_tokens) for layer in self._layers)
+
+    def _forget_decisions(self) -> None:
+        """Keep those on sequences that there are, and the last few of what was not stored."""
+        alive = set(self.sequences)
+        others = [seq_id for seq_id, decision in self._decisions.items() if not decision.stored and seq_id not in alive]
+        kept = alive.union(others[-8:])
+        self._decisions = {seq_id: why for seq_id, why in self._decisions.items() if seq_id in kept}
+        self._most_decisions = 64 + 2 * len(self._decisions)
+
+    def explain(self) -> str:
+        """Say what the strategy is, and what it decided and why: for each sequence there is, and the last not stored.
+
+        Returns
+        -------
+        str
+            A few lines for people.
+
+        Examples
+        --------
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(1, 1, 8, 64, strategy=kvcache.LongSequencesOnly(16))
+        >>> cache.batch(4).abort()
+        >>> print(cache.explain())
+        strategy: LongSequencesOnly(threshold=16)
+        sequence 0 is not stored: its length, 4 tokens, is not above the threshold of 16
+        """
+        strategy = self._strategy
+        lines = [f"strategy: {strategy}"]
+        if strategy == "always" or strategy == "disabled":
+            lines.append(f"{'every' if strategy == 'always' else 'no'} sequence is stored")
+            return "\n".join(lines)
+        if isinstance(strategy, Adaptive) and self._max_seq_len is not None:
+            lines.append(f"a sequence of {self._max_seq_len} tokens takes {readable(self._most_bytes(0))}")
+        self._forget_decisions()
+        for seq_id, (stored, why) in self._decisions.items():
+            lines.append(f"sequence {seq_id} is {'stored' if stored else 'not stored'}: {why}")
+        return "\n".join(lines)
 
     # -- reading rows
 
     def keys(self, layer: SupportsIndex, *, seq_id: SupportsIndex = 0, copy: bool | None = None) -> npt.NDArray[Any]:
-        """Return the stored keys of a sequence in a layer, in order of arrival, as they are stored.
+        """Return the stored keys of a sequence in a layer, in order of arrival, rotated for where they stand now.
 
         Parameters
         ----------
@@ -360,6 +459,7 @@ class KVCache:
             Which sequence.
         copy : bool, optional
             False: a view without a copy. True: a copy. None, the default: a view where that is possible, else a copy.
+            Keys that were moved and have yet to be rotated have no view before `settle`.
 
         Returns
         -------
@@ -371,7 +471,9 @@ class KVCache:
         Raises
         ------
         ValueError
-            If `copy` is False and the rows do not lie in one piece: `spans` has a view of each.
+            If `copy` is False and the rows do not lie in one piece, where `spans` has a view of each, or were moved and
+            `settle` has not been called since; or if the type is a quantised one, which no array can show: `gather`
+            decodes.
         IndexError
             If there is no such layer.
 
@@ -394,7 +496,7 @@ class KVCache:
     def get(
         self, layer: SupportsIndex, position: SupportsIndex, *, seq_id: SupportsIndex = 0
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None:
-        """Return the key and the value of one token, as new f32 arrays.
+        """Return the key, rotated for where it stands now, and the value of one token, as new f32 arrays.
 
         Parameters
         ----------
@@ -420,9 +522,9 @@ class KVCache:
         return self._core.get(seq_id, layer, position)
 
     def gather(
-        self, layer: SupportsIndex, *, seq_id: SupportsIndex = 0, dtype: DType = "f32"
+        self, layer: SupportsIndex, *, seq_id: SupportsIndex = 0, dtype: FloatDType = "f32"
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return copies of all keys and values of a sequence in a layer, in order of arrival.
+        """Return copies of all keys and values of a sequence in a layer, decoded, in order of arrival.
 
         Parameters
         ----------
@@ -445,7 +547,92 @@ class KVCache:
         ValueError
             If there is no such `dtype`.
         """
-        return self._core.gather(seq_id, layer, _core.TYPES[_dtype(dtype, "dtype")])
+        return self._core.gather(seq_id, layer, _core.TYPES[_float_dtype(dtype, "dtype")])
+
+    def extract(
+        self, layer: SupportsIndex, begin: SupportsIndex, end: SupportsIndex, *, seq_id: SupportsIndex = 0
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Return copies of the keys and values at positions ``[begin, end)``, zeros where there are none.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        begin, end : int
+            The positions; of several rows at one position, the latest counts.
+        seq_id : int, default 0
+            Which sequence.
+
+        Returns
+        -------
+        tuple of numpy.ndarray
+            ``[num_kv_heads, end - begin, head_dim]`` and ``[num_kv_heads, end - begin, v_head_dim]`` of f32: decoded,
+            and keys rotated for where they stand now.
+
+        Raises
+        ------
+        IndexError
+            If there is no such layer.
+        ValueError
+            If `begin` is negative or `end` is below it.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(1, 1, 2, 64)
+        >>> with cache.batch(positions=[1]) as batch:
+        ...     batch.put(0, np.ones((1, 1, 2), np.float32), np.ones((1, 1, 2), np.float32))
+        >>> cache.extract(0, 0, 3)[0]
+        array([[[0., 0.],
+                [1., 1.],
+                [0., 0.]]], dtype=float32)
+        """
+        return self._core.extract(seq_id, layer, begin, end)
+
+    def inject(
+        self,
+        layer: SupportsIndex,
+        begin: SupportsIndex,
+        k: AnyArray,
+        v: AnyArray | None = None,
+        *,
+        seq_id: SupportsIndex = 0,
+    ) -> None:
+        """Replace keys and values at positions from `begin` on; positions that hold none are skipped.
+
+        Other sequences that share the rows, and views, keep what they had.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        begin : int
+            The position of the first; of several rows at one position, the latest is replaced.
+        k, v : array
+            ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]``, of f32, f16 or bf16 as in
+            `Batch.put`; the keys rotated for the positions they go to. `v` is left out where values lie in the keys.
+        seq_id : int, default 0
+            Which sequence.
+
+        Raises
+        ------
+        IndexError
+            If there is no such layer.
+        ValueError
+            If a shape is wrong, or `begin` is negative.
+        TypeError
+            If something is no array, or one of another element type.
+        NotSupportedError
+            If the policy of the layer is `CrossAttention`, or it has no attention.
+        CacheBusyError
+            If the sequence is part of an open batch.
+        CacheFullError
+            If shared rows had to be copied first, and `max_bytes` would be passed.
+        MemoryError
+            If there is not enough.
+        """
+        self._core.inject(seq_id, layer, begin, k, v)
 
     def spans(self, layer: SupportsIndex, *, seq_id: SupportsIndex = 0) -> list[Span]:
         """Return the stored rows of a sequence in a layer where they lie, in order of arrival.
@@ -453,12 +640,15 @@ class KVCache:
         Returns
         -------
         list of Span
-            With views as `keys` returns them; together they are all rows.
+            With views as `keys` returns them, but of keys as they were stored, whatever their `delta`; together they
+            are all rows.
 
         Raises
         ------
         IndexError
             If there is no such layer.
+        ValueError
+            If a type is a quantised one, which no array can show: `gather` decodes.
 
         Examples
         --------
@@ -588,18 +778,123 @@ class KVCache:
         seq_id : int, default 0
             Which sequence.
         shift : bool, default True
-            Whether later tokens move down by ``end - begin``; if not, a gap stays.
+            Whether later tokens move down by ``end - begin``, as by `shift`; if not, a gap stays.
 
         Raises
         ------
         NotSupportedError
-            If later tokens would have to move: their keys would have to be rotated.
+            If later tokens would have to move, and `rope` was not given.
         CacheBusyError
             If the sequence is part of an open batch.
         ValueError
             If `begin` is negative or `end` is below it.
+        CacheFullError, MemoryError
+            As in `shift`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(1, 1, 2, 64, rope=kvcache.Rope([1.0]))
+        >>> with cache.batch(6) as batch:
+        ...     batch.put(0, np.ones((6, 1, 2), np.float32), np.ones((6, 1, 2), np.float32))
+        >>> cache.remove(1, 4)
+        >>> cache.positions(), [(span.positions.tolist(), span.delta) for span in cache.spans(0)]
+        (array([0, 1, 2], dtype=int32), [([0], 0), ([1, 2], -3)])
         """
         self._core.remove(seq_id, begin, end, shift)
+
+    def shift(
+        self, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex, *, seq_id: SupportsIndex = 0
+    ) -> None:
+        """Move the tokens of a sequence at positions ``[begin, end)`` by `delta`.
+
+        Those that would come below 0 are dropped. With a `Rope`, or without rotation, no row is touched, and none is
+        copied: queries are rotated instead, and what hands keys out rotates them on the way. With a function as `rope`
+        the moved keys are rewritten, those that sequences share after a copy.
+
+        Parameters
+        ----------
+        begin : int
+            The first position to move.
+        end : int or None
+            Where to stop; None: all from `begin` on move.
+        delta : int
+            By how much; may be negative.
+        seq_id : int, default 0
+            Which sequence.
+
+        Raises
+        ------
+        NotSupportedError
+            If `rope` was not given.
+        CacheBusyError
+            If the sequence is part of an open batch.
+        ValueError
+            If `begin` is negative or `end` is below it, or a position would be too large.
+        CacheFullError
+            If rows would have to be copied, and `max_bytes` would be passed.
+        MemoryError
+            If there is not enough.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(1, 1, 2, 64, rope=kvcache.Rope([1.0]))
+        >>> with cache.batch(3) as batch:
+        ...     batch.put(0, np.ones((3, 1, 2), np.float32), np.ones((3, 1, 2), np.float32))
+        >>> cache.shift(1, None, 10)
+        >>> cache.positions()
+        array([ 0, 11, 12], dtype=int32)
+        """
+        self._core.shift(seq_id, begin, end, delta)
+
+    def divide(
+        self, begin: SupportsIndex, end: SupportsIndex | None, divisor: SupportsIndex, *, seq_id: SupportsIndex = 0
+    ) -> None:
+        """Divide the positions ``[begin, end)`` of a sequence by `divisor`, rounding down, as self-extend does [1]_.
+
+        Several tokens then stand at one position. Keys that carry a rotation are rewritten.
+
+        Parameters
+        ----------
+        begin : int
+            The first position.
+        end : int or None
+            Where to stop; None: all from `begin` on.
+        divisor : int
+            At least 1.
+        seq_id : int, default 0
+            Which sequence.
+
+        Raises
+        ------
+        NotSupportedError
+            If `rope` was not given.
+        CacheBusyError
+            If the sequence is part of an open batch.
+        ValueError
+            If `begin` is negative, `end` is below it, or `divisor` below 1.
+        CacheFullError, MemoryError
+            As in `shift`.
+
+        References
+        ----------
+        .. [1] Hongye Jin et al., "LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning", ICML 2024.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(1, 1, 2, 64, rope=False)
+        >>> with cache.batch(5) as batch:
+        ...     batch.put(0, np.ones((5, 1, 2), np.float32), np.ones((5, 1, 2), np.float32))
+        >>> cache.divide(0, None, 2)
+        >>> cache.positions()
+        array([0, 0, 1, 1, 2], dtype=int32)
+        """
+        self._core.divide(seq_id, begin, end, divisor)
 
     def truncate(self, length: SupportsIndex, *, seq_id: SupportsIndex = 0) -> None:
         """Drop the rows of a sequence at positions of `length` and more.
@@ -614,6 +909,54 @@ class KVCache:
         self._core.truncate(seq_id, length)
 
     # -- memory
+
+    def settle(self) -> None:
+        """Rotate the keys that were moved, of every sequence, so that they are stored as they stand.
+
+        They are rounded to their type once more. It is never needed: it makes views possible, and attention over tokens
+        that were moved by many different distances faster. Rows that sequences share and see at different positions are
+        copied.
+
+        Raises
+        ------
+        CacheBusyError
+            While a batch is open.
+        BufferError
+            While a view of rows is there.
+        CacheFullError
+            If rows would have to be copied, and `max_bytes` would be passed.
+        MemoryError
+            If there is not enough.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(1, 1, 2, 64, dtype="f32", rope=kvcache.Rope([1.0]))
+        >>> with cache.batch(2) as batch:
+        ...     batch.put(0, np.ones((2, 1, 2), np.float32), np.ones((2, 1, 2), np.float32))
+        >>> cache.remove(0, 1)
+        >>> cache.settle()
+        >>> cache.spans(0)[0].delta
+        0
+        """
+        self._core.settle()
+
+    def reserve(self, num_tokens: SupportsIndex) -> None:
+        """Take the memory now that so many more tokens of a sequence need, rather than as they come.
+
+        Raises
+        ------
+        CacheFullError
+            If `capacity` or `max_bytes` would be passed.
+        CacheBusyError
+            While a batch is open.
+        ValueError
+            If `num_tokens` is negative.
+        MemoryError
+            If there is not enough.
+        """
+        self._core.reserve(num_tokens)
 
     def compact(self) -> None:
         """Move rows together so that no block has holes, and give the memory this frees back.
@@ -686,7 +1029,8 @@ class Batch:
 
     It is a transaction: `commit`, or the end of a ``with``, makes its tokens part of their sequences; `abort`, or an
     exception in the ``with``, and they never were. Before that, its rows are seen by its own queries only. The rows
-    of every layer have to be put before the commit.
+    of every layer have to be put before the commit: not of those that share another's rows, nor of those without
+    attention; and where the policy is `CrossAttention` they need not be.
 
     Examples
     --------
@@ -700,16 +1044,17 @@ class Batch:
     3
     """
 
-    __slots__ = ("__weakref__", "_core")
+    __slots__ = ("__weakref__", "_core", "_stored")
 
-    def __init__(self, core: _core.Batch) -> None:
+    def __init__(self, core: _core.Batch, stored: npt.NDArray[np.bool_] | None = None) -> None:
         self._core = core
+        self._stored = stored  # which tokens the strategy lets the cache keep; None: all
 
     def __len__(self) -> int:
         return self._core.num_tokens
 
     def __repr__(self) -> str:
-        return f"<Batch: {_count(len(self), 'token')}, {'ended' if self._core.ended else 'open'}>"
+        return f"<Batch: {count(len(self), 'token')}, {'ended' if self._core.ended else 'open'}>"
 
     def __enter__(self) -> Self:
         return self
@@ -721,7 +1066,7 @@ class Batch:
             self._core.abort()
             return
         try:
-            self._core.commit()
+            self._core.commit(None, self._stored)
         except Exception:
             self._core.abort()
             raise
@@ -737,33 +1082,107 @@ class Batch:
         return self._core.get_seq_ids()
 
     def put(
-        self, layer: SupportsIndex, k: AnyArray, v: AnyArray, *, first: SupportsIndex = 0, layout: Layout = "THD"
+        self,
+        layer: SupportsIndex,
+        k: AnyArray,
+        v: AnyArray | None = None,
+        *,
+        first: SupportsIndex = 0,
+        seq_id: SupportsIndex | None = None,
+        layout: Layout = "THD",
     ) -> None:
         """Store keys and values of one layer.
 
         Parameters
         ----------
         layer : int
-            Which layer.
+            Which layer; one that has rows of its own.
         k, v : array
             ``[tokens, num_kv_heads, head_dim]`` and ``[tokens, num_kv_heads, v_head_dim]``, of f32, f16 or bf16: NumPy
             arrays, or anything with DLPack on the CPU. They are read where they lie, with any strides over tokens and
-            heads, and converted to the stored type on the way.
+            heads, and converted to the stored type on the way. `v` is left out where values lie in the keys.
         first : int, default 0
             The token of the batch that the arrays begin with. Threads may put different tokens at once.
-        layout : {"THD", "HTD"}, default "THD"
-            The order of the axes: tokens, heads, dim; or heads first.
+        seq_id : int, optional
+            Where the policy is `CrossAttention`: the sequence of the batch whose rows these are, any number of them,
+            which replace those it had; by default the only one of the batch.
+        layout : {"THD", "HTD", "BHTD"}, default "THD"
+            The order of the axes: tokens, heads, dim; heads first; or, for sequences in lock step, ``[batch, heads,
+            tokens, dim]``, where token `t` of sequence `b` is token ``b * tokens + t`` of the batch.
 
         Raises
         ------
         IndexError
             If there is no such layer, or `first` and the tokens given pass the end of the batch.
         ValueError
-            If a shape is wrong, a token was put before, a tensor requires grad, or the batch has ended.
+            If a shape is wrong, a token was put before, the layer shares another's rows or has no attention, `seq_id`
+            is wanted or is not, a tensor requires grad, or the batch has ended.
         TypeError
             If something is no array, or one of another element type.
+        CacheFullError
+            If there are more than `max_len` rows for `CrossAttention`, or `max_bytes` would be passed.
         """
-        self._core.put(layer, k, v, first, layout)
+        self._core.put(layer, k, v, first, seq_id, layout)
+
+    def slots(self, layer: SupportsIndex, *, first: SupportsIndex = 0) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return the memory of a token's rows, and of those after it that lie beside it, to be written to.
+
+        That is for what computes rows where they are to lie, instead of `put`; call `written` when they are there.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer; one that has rows of its own, of tokens.
+        first : int, default 0
+            The token of the batch that the arrays begin with.
+
+        Returns
+        -------
+        tuple of numpy.ndarray
+            ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]`` of the stored type; of a quantised one
+            the bytes of its blocks, as uint8. They can be written to until the batch ends. Where values lie in the
+            keys, the second is part of the first.
+
+        Raises
+        ------
+        IndexError
+            If there is no such layer, or no such token.
+        ValueError
+            If the token was put before, the layer shares another's rows or has no attention, or the batch has ended.
+        NotSupportedError
+            If the policy of the layer is `CrossAttention`.
+
+        Notes
+        -----
+        Such an array keeps the batch open, if that is not ended otherwise. After a commit it is like a view that
+        `KVCache.keys` returns. Where the tokens were not committed, nothing can be done with the cache before the array
+        is gone: what would change it raises ``BufferError``.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(num_layers=1, num_kv_heads=2, head_dim=8, max_seq_len=64)
+        >>> with cache.batch(3) as batch:
+        ...     k, v = batch.slots(0)
+        ...     k[:], v[:] = 1, 2
+        ...     batch.written(0, 0, k.shape[1])
+        >>> cache.values(0)[0, :, 0]
+        array([2., 2., 2.], dtype=float16)
+        """
+        return self._core.slots(layer, first)
+
+    def written(self, layer: SupportsIndex, first: SupportsIndex, num_tokens: SupportsIndex) -> None:
+        """Say that the rows of tokens ``[first, first + num_tokens)`` were written to where `slots` showed.
+
+        Raises
+        ------
+        IndexError
+            If there is no such layer, or no such token.
+        ValueError
+            If one of the tokens was put before, or the batch has ended.
+        """
+        self._core.written(layer, first, num_tokens)
 
     @overload
     def attend(
@@ -778,6 +1197,7 @@ class Batch:
         softcap: SupportsFloat | None = None,
         sinks: AnyArray | None = None,
         alibi: AnyArray | None = None,
+        non_causal: Flags | None = None,
         layout: Layout = "THD",
         out: AnyArray | None = None,
         return_lse: Literal[False] = False,
@@ -796,6 +1216,7 @@ class Batch:
         softcap: SupportsFloat | None = None,
         sinks: AnyArray | None = None,
         alibi: AnyArray | None = None,
+        non_causal: Flags | None = None,
         layout: Layout = "THD",
         out: AnyArray | None = None,
         return_lse: Literal[True],
@@ -813,14 +1234,16 @@ class Batch:
         softcap: SupportsFloat | None = None,
         sinks: AnyArray | None = None,
         alibi: AnyArray | None = None,
+        non_causal: Flags | None = None,
         layout: Layout = "THD",
         out: AnyArray | None = None,
         return_lse: bool = False,
     ) -> npt.NDArray[Any] | tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
         """Attend over all that each query may see: the stored rows of its sequence, and those of this batch.
 
-        A query sees positions up to its own, as far as the policy of the layer shows them. The rows of the batch that
-        it can see must have been put in this layer; `k` and `v` put those of the query tokens first.
+        A query sees positions up to its own, as far as the policy of the layer shows them, and of a batch with parents
+        its ancestors. The rows of the batch that it can see must have been put in this layer; `k` and `v` put those of
+        the query tokens first.
 
         Parameters
         ----------
@@ -830,19 +1253,23 @@ class Batch:
             ``[tokens, num_heads, head_dim]`` of f32, f16 or bf16, where `num_heads` is a multiple of `num_kv_heads`;
             the same arrays as in `put` will do.
         k, v : array, optional
-            As in `put`, of as many tokens as `q`.
+            As in `put`, of as many tokens as `q`; of any number where the policy is `CrossAttention`.
         first : int, default 0
             The token of the batch that the arrays begin with.
         scale : float, optional
-            What scores are multiplied by; by default ``1 / sqrt(head_dim)``.
+            What scores are multiplied by; by default ``1 / sqrt(head_dim)``. Needed where values lie in the keys.
         softcap : float, optional
             Scores become ``softcap * tanh(score / softcap)``, as in Gemma 2.
         sinks : array, optional
             ``[num_heads]`` of f32: a logit per head that joins the softmax and has no value, as in gpt-oss.
         alibi : array, optional
             ``[num_heads]`` of f32: ``slope * (key position - query position)`` is added to the score [1]_.
-        layout : {"THD", "HTD"}, default "THD"
-            The order of the axes of `q`, `k`, `v` and the result: tokens, heads, dim; or heads first.
+        non_causal : bool or array of bool, optional
+            Whether a query sees later positions of its sequence too: all of them, or those with True among as many as
+            there are queries, or tokens in the batch. Of a batch with parents it sees no more than its ancestors.
+        layout : {"THD", "HTD", "BHTD"}, default "THD"
+            The order of the axes of `q`, `k`, `v` and the result: tokens, heads, dim; heads first; or, for sequences in
+            lock step, ``[batch, heads, tokens, dim]`` as in `put`.
         out : array, optional
             Where the result goes: of the type of `q` and of the shape below, and overlapping no other argument.
         return_lse : bool, default False
@@ -854,16 +1281,16 @@ class Batch:
             ``[tokens, num_heads, v_head_dim]`` of the type of `q`, or `out` itself; 0 where a query sees nothing. bf16
             as ``ml_dtypes.bfloat16`` where that is installed, else as two bytes that go out through DLPack.
         lse : numpy.ndarray
-            Only with `return_lse`: ``[tokens, num_heads]`` (or heads first) of f32, natural logarithms, sinks included;
-            minus infinity where a query sees nothing.
+            Only with `return_lse`: ``[tokens, num_heads]`` (or as `layout` says) of f32, natural logarithms, sinks
+            included; minus infinity where a query sees nothing.
 
         Raises
         ------
         IndexError
             If there is no such layer, or `first` and the tokens given pass the end of the batch.
         ValueError
-            If a shape is wrong, a visible token of the batch was not put, a token was put before, a tensor requires
-            grad, `out` cannot be written to or overlaps, or the batch has ended.
+            If a shape is wrong, a visible token of the batch was not put, a token was put before, `scale` is needed and
+            not given, a tensor requires grad, `out` cannot be written to or overlaps, or the batch has ended.
         TypeError
             If something is no array, or one of another element type.
         MemoryError
@@ -893,20 +1320,95 @@ class Batch:
                [[3., 5.]]], dtype=float32)
         """
         result: npt.NDArray[Any] | tuple[npt.NDArray[Any], npt.NDArray[np.float32]]
-        result = self._core.attend(layer, q, k, v, first, scale, softcap, sinks, alibi, layout, out, return_lse)
+        result = self._core.attend(
+            layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, layout, out, return_lse
+        )
         return result
 
-    def commit(self) -> None:
+    def dense(
+        self, layer: SupportsIndex, *, non_causal: Flags | None = None
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Return all rows that the batch might see in a layer, and who sees which, for an attention of your own.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        non_causal : bool or array of bool, optional
+            As in `attend`, for the tokens of the batch.
+
+        Returns
+        -------
+        k, v : numpy.ndarray
+            ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]`` of f32, decoded and rotated: for each
+            sequence of the batch, by rising id, its stored rows and those of the batch that were put, in order of
+            position.
+        mask : numpy.ndarray
+            ``[tokens, n]`` of f32, to be added to the scores: 0 where the token sees the row, else minus infinity.
+
+        Raises
+        ------
+        IndexError
+            If there is no such layer.
+        ValueError
+            If `non_causal` has not one entry per token, or the batch has ended.
+        TypeError
+            If `non_causal` holds anything but booleans.
+        MemoryError
+            If there is not enough.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(num_layers=1, num_kv_heads=1, head_dim=2, max_seq_len=8, dtype="f32")
+        >>> batch = cache.batch(2)
+        >>> batch.put(0, np.ones((2, 1, 2), np.float32), np.ones((2, 1, 2), np.float32))
+        >>> k, v, mask = batch.dense(0)
+        >>> k.shape, v.shape
+        ((1, 2, 2), (1, 2, 2))
+        >>> mask
+        array([[  0., -inf],
+               [  0.,   0.]], dtype=float32)
+        >>> batch.abort()
+        """
+        return self._core.dense(layer, non_causal)
+
+    def commit(self, keep: Iterable[SupportsIndex] | None = None) -> None:
         """End the batch: its tokens are part of their sequences. Once it has ended, this does nothing.
+
+        Parameters
+        ----------
+        keep : iterable of int, optional
+            The tokens that do become part of them, by their index in the batch, in any order: the accepted ones of
+            those that were speculated. By default all. Of what a strategy does not store nothing is kept.
 
         Raises
         ------
         ValueError
-            If a token was not put in some layer; the batch is still open then.
+            If a token that is kept was not put in some layer, or is given twice; the batch is still open then.
+        IndexError
+            If there is no such token.
+        TypeError
+            If something is no integer.
         CacheBusyError
             If a call is using the batch in another thread.
+
+        Examples
+        --------
+        Two guesses for the token after the next, of which the second is right:
+
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(num_layers=1, num_kv_heads=1, head_dim=2, max_seq_len=8)
+        >>> x = np.ones((3, 1, 2), np.float32)
+        >>> with cache.batch(positions=[0, 1, 1], parents=[-1, 0, 0]) as batch:
+        ...     out = batch.attend(0, x, x, x)
+        ...     batch.commit(keep=[0, 2])
+        >>> cache.positions()
+        array([0, 1], dtype=int32)
         """
-        self._core.commit()
+        self._core.commit(keep, self._stored)
 
     def abort(self) -> None:
         """End the batch: its tokens never were. Rows that it evicted as it began stay evicted.
@@ -926,7 +1428,7 @@ class Span:
     Attributes
     ----------
     k : numpy.ndarray
-        A read-only view, ``[num_kv_heads, rows, head_dim]``.
+        A read-only view, ``[num_kv_heads, rows, head_dim]``, of keys as they were stored.
     v : numpy.ndarray
         A read-only view, ``[num_kv_heads, rows, v_head_dim]``.
     positions : numpy.ndarray
@@ -944,52 +1446,18 @@ class Span:
         return f"Span(k {self.k.shape}, v {self.v.shape}, positions from {self.positions[0]}, delta {self.delta})"
 
 
-def _per_layer(value: Any, name: str, num_layers: int, convert: Callable[[Any, str], T]) -> list[T]:
-    """One value for each layer, from one for all or a sequence of them."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return [convert(value, name)] * num_layers
-    if len(value) != num_layers:
-        raise ValueError(f"len({name})={len(value)}: must be num_layers, which is {num_layers}")
-    return [convert(one, f"{name}[{layer}]") for layer, one in enumerate(value)]
-
-
-def _dim(value: Any, name: str) -> int:
-    return integer(value, name, 1, MAX_DIM)
-
-
-def _dtype(value: Any, name: str) -> DType:
-    if isinstance(value, str) and value in _core.TYPES:
-        return value  # type: ignore[return-value]
-    raise ValueError(f"{name}={value!r}: must be 'f32', 'f16' or 'bf16'")
-
-
-def _policy(value: Any, name: str) -> Policy:
-    if isinstance(value, FullAttention | SlidingWindow):
-        return value
-    raise TypeError(f"{name}={value!r}: must be a FullAttention or a SlidingWindow")
-
-
 def _limit(value: Any, name: str, most: int) -> int | None:
     return None if value is None else integer(value, name, 1, most)
 
 
-def _core_layer(layer: Layer) -> tuple[int, int, int, int, int, tuple[int, int, int] | None]:
-    policy = layer.policy
-    window = None
-    if isinstance(policy, SlidingWindow):
-        window = (policy.window, policy.num_sink_tokens, policy.resume_window or policy.window)
-    k_type, v_type = _core.TYPES[layer.k_dtype], _core.TYPES[layer.v_dtype]
-    return layer.num_kv_heads, layer.head_dim, layer.v_head_dim, k_type, v_type, window
+def _float_dtype(value: Any, name: str) -> FloatDType:
+    if isinstance(value, str) and value in ("f32", "f16", "bf16"):
+        return value  # type: ignore[return-value]
+    raise ValueError(f"{name}={value!r}: must be 'f32', 'f16' or 'bf16'")
 
 
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
-
-
-def _size(nbytes: float) -> str:
-    """For people: 1536 is 1.5 KiB."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while nbytes >= 1024 and len(units) > 1:
-        nbytes /= 1024
-        del units[0]
-    return f"{nbytes:.{0 if units[0] == 'B' else 1}f} {units[0]}"
+def _check_strategy(value: Any) -> Strategy:
+    if isinstance(value, LongSequencesOnly | Adaptive) or (isinstance(value, str) and value in ("always", "disabled")):
+        return value  # type: ignore[return-value]
+    error = ValueError if isinstance(value, str) else TypeError
+    raise error(f"strategy={value!r}: must be 'always', 'disabled', a LongSequencesOnly or an Adaptive")

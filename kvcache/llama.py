@@ -22,10 +22,10 @@ import numpy as np
 import safetensors
 from numpy.typing import ArrayLike, NDArray
 
-from kvcache import FullAttention, KVCache, SlidingWindow
+from kvcache import FullAttention, KVCache, Rope, SlidingWindow
 
 __all__ = [
-    "ITEM_BYTES",
+    "BLOCK_BYTES",
     "Dtype",
     "Fidelity",
     "Llama",
@@ -36,6 +36,7 @@ __all__ = [
     "Speed",
     "bytes_per_token",
     "compare_dtypes",
+    "dtypes_for",
     "generate",
     "mean_loss",
     "new_cache",
@@ -43,13 +44,15 @@ __all__ = [
     "run",
     "sample",
     "seconds_without_cache",
+    "shift_context",
 ]
 
 F32: TypeAlias = NDArray[np.float32]
-Dtype: TypeAlias = Literal["f32", "f16", "bf16"]
+Dtype: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 
-ITEM_BYTES: dict[Dtype, int] = {"f32": 4, "f16": 2, "bf16": 2}
+BLOCK_BYTES: dict[Dtype, int] = {"f32": 128, "f16": 64, "bf16": 64, "q8_0": 34, "q4_0": 18}  # of 32 elements
 PREFILL_TOKENS = 512  # tokens of one forward pass: enough for the matrix products, and scratch stays small
+FIRST_TOKENS_KEPT = 4  # by a shift: models lean on them, whatever they are
 STEPS_WITHOUT_CACHE = 8  # how many decode steps are repeated without the cache to time them
 EVAL_WINDOWS = 4  # how many contexts of eval.txt the loss is taken over
 INTERRUPTED = 130  # exit status, as shells have it: 128 + SIGINT
@@ -77,6 +80,12 @@ class LlamaConfig:
     rms_norm_eps: float
     rope_theta: float
     tie_word_embeddings: bool
+
+    @property
+    def inv_freq(self) -> NDArray[np.float64]:
+        """Radians per position of each pair of a head's elements, [head_dim / 2]."""
+        frequencies: NDArray[np.float64] = self.rope_theta ** -(np.arange(0, self.head_dim, 2) / self.head_dim)
+        return frequencies
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> LlamaConfig:
@@ -263,7 +272,7 @@ class Llama:
         self.layers = layers
         self.norm = norm  # [hidden]
         self.head = head  # [vocab, hidden]
-        self.inv_freq = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+        self.inv_freq = config.inv_freq
 
     @classmethod
     def load(cls, folder: str | Path) -> Llama:
@@ -385,12 +394,15 @@ class Options:
 
     Parameters
     ----------
-    dtype : {"f32", "f16", "bf16"}
+    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"}
         The element type of the cache.
     window : int, optional
         Tokens that each token sees, itself included; all by default.
-    num_sink_tokens : int
-        First tokens that stay visible beside the window.
+    shift : bool
+        Go on when the model's context is full: drop the older half of it, and move the rest down.
+    num_sink_tokens : int, optional
+        First tokens that stay, beside the window, or when the context shifts. By default none with a window, and a few
+        with a shift.
     max_new_tokens : int
         When to stop.
     seed : int
@@ -412,7 +424,8 @@ class Options:
 
     dtype: Dtype = "f16"
     window: int | None = None
-    num_sink_tokens: int = 0
+    shift: bool = False
+    num_sink_tokens: int | None = None
     max_new_tokens: int = 300
     seed: int = 0
     temperature: float = 0.8
@@ -421,8 +434,8 @@ class Options:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise LlamaError(f"dtype must be one of {', '.join(ITEM_BYTES)}, not {self.dtype!r}")
+        if self.dtype not in BLOCK_BYTES:
+            raise LlamaError(f"dtype must be one of {', '.join(BLOCK_BYTES)}, not {self.dtype!r}")
         for name, value, lowest in (
             ("window", self.window, 1),
             ("sink tokens", self.num_sink_tokens, 0),
@@ -431,12 +444,19 @@ class Options:
         ):
             if value is not None and value < lowest:
                 raise LlamaError(f"{name} must be at least {lowest}, not {value}")
-        if self.num_sink_tokens and self.window is None:
-            raise LlamaError("sink tokens need a window: without one every token is seen anyway")
+        if self.shift and self.window is not None:
+            raise LlamaError("a window and a shift are two ways to go beyond the model's context: give one of them")
+        if self.num_sink_tokens and self.window is None and not self.shift:
+            raise LlamaError("sink tokens need a window or a shift: without these every token is seen anyway")
         if not 0 <= self.temperature < math.inf:
             raise LlamaError(f"temperature must be 0 or a positive number, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise LlamaError(f"top-p must be above 0 and at most 1, not {self.top_p}")
+
+    @property
+    def first_tokens_kept(self) -> int:
+        """How many first tokens stay: `num_sink_tokens`, or what that is by default."""
+        return (FIRST_TOKENS_KEPT if self.shift else 0) if self.num_sink_tokens is None else self.num_sink_tokens
 
 
 @dataclass
@@ -461,7 +481,7 @@ def new_cache(config: LlamaConfig, options: Options, dtype: Dtype | None = None)
         The model's shape.
     options : Options
         Its `window` and `num_sink_tokens` choose the policy.
-    dtype : {"f32", "f16", "bf16"}, optional
+    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"}, optional
         The element type, `options.dtype` by default.
 
     Returns
@@ -472,8 +492,8 @@ def new_cache(config: LlamaConfig, options: Options, dtype: Dtype | None = None)
     policy: FullAttention | SlidingWindow = FullAttention()
     max_seq_len = config.max_seq_len
     if options.window is not None:
-        policy = SlidingWindow(options.window, num_sink_tokens=options.num_sink_tokens)
-        max_seq_len = options.window + options.num_sink_tokens + PREFILL_TOKENS
+        policy = SlidingWindow(options.window, num_sink_tokens=options.first_tokens_kept)
+        max_seq_len = options.window + options.first_tokens_kept + PREFILL_TOKENS
     return KVCache(
         config.num_layers,
         config.num_kv_heads,
@@ -481,6 +501,7 @@ def new_cache(config: LlamaConfig, options: Options, dtype: Dtype | None = None)
         max_seq_len,
         dtype=dtype or options.dtype,
         policy=policy,
+        rope=Rope(config.inv_freq),
     )
 
 
@@ -514,6 +535,26 @@ def sample(logits: F32, rng: np.random.Generator, *, temperature: float = 1.0, t
     return int(order[min(drawn, len(kept) - 1)])
 
 
+def shift_context(cache: KVCache, num_tokens_kept: int) -> None:
+    """Drop the older half of a sequence, but not its first tokens, and move the rest down.
+
+    Nothing is computed again: what stays has seen what goes, and the cache turns its keys to where they stand now.
+
+    Parameters
+    ----------
+    cache : KVCache
+        It holds more than `num_tokens_kept` tokens.
+    num_tokens_kept : int
+        How many first tokens stay where they are.
+    """
+    cache.remove(num_tokens_kept, num_tokens_kept + _half(cache.next_position(), num_tokens_kept))
+
+
+def _half(num_tokens: int, num_tokens_kept: int) -> int:
+    """How many tokens a shift drops."""
+    return (num_tokens - num_tokens_kept + 1) // 2
+
+
 def generate(
     model: Llama,
     cache: KVCache,
@@ -522,6 +563,8 @@ def generate(
     choose: Callable[[F32], int],
     prefill: Speed,
     decode: Speed,
+    *,
+    num_tokens_kept: int | None = None,
 ) -> Iterator[int]:
     """Yield new tokens after a prompt, one forward pass each.
 
@@ -537,11 +580,16 @@ def generate(
         Takes logits [vocab_size] in float32 and returns the next token.
     prefill, decode : Speed
         What was computed and how long it took is added here, between two tokens; what the caller does is not timed.
+    num_tokens_kept : int, optional
+        Where the model's context is full, `shift_context`, keeping that many; by default it is the caller who sees to
+        it that the tokens fit.
     """
     pending: Sequence[int] = prompt
     for i in range(max_new_tokens):
         speed = decode if i else prefill
         start = time.perf_counter()
+        if num_tokens_kept is not None and cache.next_position() == model.config.max_seq_len:
+            shift_context(cache, num_tokens_kept)
         token = choose(model.forward(pending, cache, last_only=True)[-1])
         speed.seconds += time.perf_counter() - start
         speed.tokens += len(pending)
@@ -563,7 +611,12 @@ class Fidelity:
 
 def bytes_per_token(config: LlamaConfig, dtype: Dtype) -> int:
     """Bytes of keys and values that one token takes in all layers."""
-    return config.num_layers * config.num_kv_heads * 2 * config.head_dim * ITEM_BYTES[dtype]
+    return config.num_layers * config.num_kv_heads * 2 * config.head_dim * BLOCK_BYTES[dtype] // 32
+
+
+def dtypes_for(config: LlamaConfig) -> list[Dtype]:
+    """Which element types can store a model's rows, f32 first; the quantised ones take 32 elements at a time."""
+    return [dtype for dtype in BLOCK_BYTES if config.head_dim % 32 == 0 or not dtype.startswith("q")]
 
 
 def mean_loss(logits: F32, tokens: ArrayLike) -> float:
@@ -594,7 +647,7 @@ def compare_dtypes(
 ) -> Iterator[tuple[Dtype, Fidelity]]:
     """Run texts, each on its own, through a cache of each element type, f32 first, and yield what it does to them."""
     exact: list[F32] = []
-    for dtype in ITEM_BYTES:
+    for dtype in dtypes_for(model.config):
         losses, differences, speed = [], [], Speed()
         for i, window in enumerate(windows):
             with new_cache(model.config, options, dtype) as cache:
@@ -649,7 +702,8 @@ class Report:
 
     def _type_lines(self) -> list[str]:
         if not self.types:
-            return [f"{'cache type':12}{'bytes/token':>12}"] + [self._type_cells(dtype) for dtype in ITEM_BYTES]
+            heading = f"{'cache type':12}{'bytes/token':>12}"
+            return [heading, *(self._type_cells(dtype) for dtype in dtypes_for(self.config))]
         exact = self.types["f32"]
         heading = f"{'logits off by':>15}{'loss':>10}{'change':>11}{'prefill tokens/s':>18}"
         lines = [f"{'cache type':12}{'bytes/token':>12}{heading}"]
@@ -670,10 +724,12 @@ class Report:
 def run(folder: str | Path, prompt: bytes, options: Options, out: TextIO) -> int:
     """Load a byte-level model, stream a continuation of the prompt, and end with a table.
 
-    An interrupt (Ctrl-C) ends the text, or the measuring after it, and the table shows what is known by then. Without
-    a window the text ends when the model's context is full. With one it goes on: positions keep growing, but rotary
-    keys only tell distances, and within the window these stay as trained. The distance to sink tokens grows, which a
-    model bears for a few of them, not for many. Notices go to stderr.
+    An interrupt (Ctrl-C) ends the text, or the measuring after it, and the table shows what is known by then. Notices
+    go to stderr. Without a window or a shift the text ends when the model's context is full.
+
+    With a window it goes on: positions keep growing, but rotary keys only tell distances, and within the window these
+    stay as trained. The distance to sink tokens grows, which a model bears for a few of them, not for many. With a
+    shift it goes on by dropping the older half of a full context and moving the rest down: positions stay as trained.
 
     Parameters
     ----------
@@ -694,7 +750,7 @@ def run(folder: str | Path, prompt: bytes, options: Options, out: TextIO) -> int
     Raises
     ------
     LlamaError
-        The model cannot be run, or the prompt or the window does not fit it.
+        The model cannot be run, or the prompt, the type, the window or the sink tokens do not fit it.
     """
     model = Llama.load(folder)
     room = _room(model.config, prompt, options)
@@ -704,8 +760,10 @@ def run(folder: str | Path, prompt: bytes, options: Options, out: TextIO) -> int
     try:
         _stream(model, tokens, report, min(room, options.max_new_tokens), out)
         if room < options.max_new_tokens:
-            _notice(f"stopped at {len(tokens):,} tokens, the model's whole context; with a window it would go on")
-        elif options.num_sink_tokens and len(tokens) > model.config.max_seq_len:
+            _notice(
+                f"stopped at {len(tokens):,} tokens, the model's whole context; with a window or a shift it would go on"
+            )
+        elif options.window and options.first_tokens_kept and len(tokens) > model.config.max_seq_len:
             _notice("the sink tokens ended up further back than the model was trained to look")
         if options.compare and not options.quiet:
             _measure(model, Path(folder), tokens, report)
@@ -726,13 +784,17 @@ def _room(config: LlamaConfig, prompt: bytes, options: Options) -> int:
         )
     if not prompt:
         raise LlamaError("the prompt is empty")
+    if options.dtype not in dtypes_for(config):
+        raise LlamaError(f"{options.dtype} stores 32 elements at a time, and the model's head_dim is {config.head_dim}")
+    if options.shift and options.first_tokens_kept > context // 2:
+        raise LlamaError(f"a shift can keep at most half of the model's context, {context // 2:,} sink tokens")
     if options.window is None:
         if len(prompt) >= context:
             raise LlamaError(
                 f"the prompt of {len(prompt):,} bytes leaves no room in the model's context of {context:,}"
             )
-        return context - len(prompt)
-    if options.window + options.num_sink_tokens > context:
+        return options.max_new_tokens if options.shift else context - len(prompt)
+    if options.window + options.first_tokens_kept > context:
         raise LlamaError(f"window and sink tokens may together be at most the model's context, {context:,}")
     return options.max_new_tokens
 
@@ -756,7 +818,14 @@ def _stream(model: Llama, tokens: list[int], report: Report, max_new_tokens: int
     try:
         with new_cache(model.config, options) as cache:
             for token in generate(
-                model, cache, list(tokens), max_new_tokens, choose, prefill=report.prefill, decode=report.decode
+                model,
+                cache,
+                list(tokens),
+                max_new_tokens,
+                choose,
+                prefill=report.prefill,
+                decode=report.decode,
+                num_tokens_kept=options.first_tokens_kept if options.shift else None,
             ):
                 tokens.append(token)
                 write(bytes([token]))
@@ -771,6 +840,8 @@ def _measure(model: Llama, folder: Path, tokens: list[int], report: Report) -> N
         # the lengths that the decode steps had, evenly spread over all of them
         spread = np.linspace(len(tokens) - report.decode.tokens, len(tokens) - 1, STEPS_WITHOUT_CACHE)
         lengths = [int(length) for length in np.unique(spread.astype(int))]
+        if report.options.shift:
+            lengths = [_held(n, model.config.max_seq_len, report.options.first_tokens_kept) for n in lengths]
         seconds = seconds_without_cache(model, report.options, tokens, lengths)
         report.without_cache = Speed(len(lengths), sum(seconds))
     windows = read_windows(folder / "eval.txt", model.config.max_seq_len)
@@ -779,6 +850,12 @@ def _measure(model: Llama, folder: Path, tokens: list[int], report: Report) -> N
         return
     for dtype, fidelity in compare_dtypes(model, report.options, windows):
         report.types[dtype] = fidelity
+
+
+def _held(num_tokens: int, context: int, num_tokens_kept: int) -> int:
+    """How many of a text's tokens a context that shifts holds when the last of them has come."""
+    dropped = _half(context, num_tokens_kept)
+    return num_tokens if num_tokens <= context else context - dropped + 1 + (num_tokens - context - 1) % dropped
 
 
 def _notice(text: str) -> None:

@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from kvcache._core import INT32_MAX, integer
 
-__all__ = ["FullAttention", "Policy", "SlidingWindow"]
+__all__ = ["ChunkedAttention", "CrossAttention", "FullAttention", "Policy", "SlidingWindow"]
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,83 @@ class SlidingWindow:
     resume_window: int | None = None
 
     def __post_init__(self) -> None:
-        window = integer(self.window, "window", 1, INT32_MAX)
-        fields: dict[str, int] = {"window": window}
-        fields["num_sink_tokens"] = integer(self.num_sink_tokens, "num_sink_tokens", 0, INT32_MAX)
+        window = _set(self, "window", 1)
+        _set(self, "num_sink_tokens", 0)
         if self.resume_window is not None:
-            fields["resume_window"] = integer(self.resume_window, "resume_window", window, INT32_MAX)
-        for name, number in fields.items():
-            object.__setattr__(self, name, number)  # plain integers, whatever was given
+            _set(self, "resume_window", window)
 
 
-Policy: TypeAlias = FullAttention | SlidingWindow
+@dataclass(frozen=True)
+class ChunkedAttention:
+    """A query sees the positions of its own chunk up to its own, as in Llama 4: those from the multiple of the size.
+
+    Parameters
+    ----------
+    attention_chunk_size : int
+        Positions in a chunk. At least 1.
+    resume_window : int, optional
+        How many positions are kept at least beside those of the current chunk; by default none. More means that a
+        sequence can go back further: to any chunk that begins among these.
+
+    Raises
+    ------
+    ValueError
+        If a number is too small or too large.
+    TypeError
+        If one is no integer.
+
+    Examples
+    --------
+    >>> ChunkedAttention(8192)
+    ChunkedAttention(attention_chunk_size=8192, resume_window=None)
+    """
+
+    attention_chunk_size: int
+    resume_window: int | None = None
+
+    def __post_init__(self) -> None:
+        _set(self, "attention_chunk_size", 1)
+        if self.resume_window is not None:
+            _set(self, "resume_window", 0)
+
+
+@dataclass(frozen=True)
+class CrossAttention:
+    """Every query sees all rows, which are put at once for a whole sequence, as those of an encoder are.
+
+    `Batch.put` takes any number of them, whatever the tokens of the batch, and replaces what the sequence had there.
+    They have no positions that could be removed or shifted: only `KVCache.clear`, and what forgets the whole sequence,
+    drops them.
+
+    Parameters
+    ----------
+    max_len : int
+        The most rows that one sequence may have. At least 1.
+
+    Raises
+    ------
+    ValueError
+        If the number is too small or too large.
+    TypeError
+        If it is no integer.
+
+    Examples
+    --------
+    >>> CrossAttention(1500)
+    CrossAttention(max_len=1500)
+    """
+
+    max_len: int
+
+    def __post_init__(self) -> None:
+        _set(self, "max_len", 1)
+
+
+Policy: TypeAlias = FullAttention | SlidingWindow | ChunkedAttention | CrossAttention
+
+
+def _set(policy: Policy, name: str, least: int) -> int:
+    """Make a field a plain integer, whatever was given."""
+    number = integer(getattr(policy, name), name, least, INT32_MAX)
+    object.__setattr__(policy, name, number)
+    return number

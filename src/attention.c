@@ -18,6 +18,8 @@ typedef struct call {
     const kvc_layer *layer;
     const kvc_layout *layout;
     const kvc_policy *policy;
+    const kvc_rope *rope; /* what keys that are off are off by; NULL: nothing */
+    const float *angles;  /* [plan->num_deltas][plan->angles_stride] for that */
     float scale;
     atomic_int status; /* of the first task that did not succeed */
 } call;
@@ -27,7 +29,9 @@ typedef struct call {
 typedef struct tile {
     const void *k[KVC_TILE], *v[KVC_TILE]; /* rows; past n, as often as needed, the last */
     int32_t position[KVC_TILE];
+    int32_t token[KVC_TILE]; /* of the batch; -1: a stored row */
     int32_t n, min_position, max_position;
+    int32_t turn; /* of all its rows */
 } tile;
 
 /* Walks the rows of one part. */
@@ -35,6 +39,7 @@ typedef struct cursor {
     const kvc_piece *piece;
     int32_t offset;
     int64_t rest;          /* rows */
+    const int32_t *order; /* of the batch's tokens */
     size_t k_head, v_head; /* where the KV head begins in a block */
     size_t k_row_bytes, v_row_bytes;
 } cursor;
@@ -48,7 +53,9 @@ static void add_rows(tile *t, const cursor *c, int32_t count) {
         t->k[t->n + i] = k + (size_t)i * c->k_row_bytes;
         t->v[t->n + i] = v + (size_t)i * c->v_row_bytes;
         t->position[t->n + i] = position + i;
+        t->token[t->n + i] = c->piece->token < 0 ? -1 : c->order[c->piece->token + c->offset + i];
     }
+    t->turn = c->piece->turn;
     t->n += count;
     if (position < t->min_position) t->min_position = position;
     if (position + count - 1 > t->max_position) t->max_position = position + count - 1;
@@ -59,6 +66,7 @@ static void next_tile(tile *t, cursor *c) {
     t->min_position = INT32_MAX;
     t->max_position = -1;
     while (t->n < KVC_TILE && c->rest) {
+        if (t->n && c->piece->turn != t->turn) break;
         const int32_t left = c->piece->count - c->offset, room = KVC_TILE - t->n;
         int32_t count = left < room ? left : room;
         if (count > c->rest) count = (int32_t)c->rest;
@@ -79,6 +87,8 @@ typedef struct task {
     int32_t num_q; /* query rows: row r is token r / heads_per_kv of the unit, head r % heads_per_kv of the group */
     float *lane;   /* scratch */
     float *q, *scores, *acc, *max, *sum, *factor;
+    float *turned; /* the query rows for keys that are off */
+    int32_t turn;  /* which ones; 0: none yet */
 } task;
 
 static int32_t token_of(const task *t, int32_t r) {
@@ -96,7 +106,9 @@ static void load_queries(const task *t) {
     const kvc_attend_args *a = c->args;
     const int32_t stride = c->plan->lane.q_stride, dim = c->plan->k_dim;
     for (int32_t r = 0; r < t->num_q; r++) {
-        const char *q = (const char *)a->q + (token_of(t, r) - c->plan->args.first) * a->q_token_stride +
+        const char *q = (const char *)a->q +
+                        kvc_token_offset(token_of(t, r) - c->plan->args.first, a->inner_tokens, a->q_token_stride,
+                                         a->q_batch_stride) +
                         query_head_of(t, r) * a->q_head_stride;
         float *row = t->q + (size_t)r * (size_t)stride;
         c->kernels->convert[a->q_type][KVC_F32](row, 0, q, 0, 1, dim);
@@ -104,19 +116,45 @@ static void load_queries(const task *t) {
     }
 }
 
+/* The query rows for a tile: where its keys are off, turned back by as much. */
+static const float *queries_for(task *t, const tile *tile) {
+    const call *c = t->call;
+    if (!tile->turn || !c->rope) return t->q;
+    if (tile->turn != t->turn) {
+        const kvc_plan *plan = c->plan;
+        const float *angles = c->angles + (size_t)(tile->turn - 1) * (size_t)plan->angles_stride;
+        const size_t stride = (size_t)plan->lane.q_stride;
+        memcpy(t->turned, t->q, (size_t)t->num_q * stride * sizeof *t->q);
+        for (int32_t r = 0; r < t->num_q; r++) kvc_rope_turn(c->rope, angles, t->turned + (size_t)r * stride);
+        t->turn = tile->turn;
+    }
+    return t->turned;
+}
+
+/* What a query token sees of a tile; the other scores become -inf. */
+static void hide(const call *c, const tile *t, float *scores, int32_t token) {
+    const kvc_batch *batch = c->plan->batch;
+    const int32_t position = batch->positions[token];
+    const int32_t low = kvc_policy_lowest(c->policy, position), sinks = kvc_policy_sinks(c->policy);
+    const int32_t last = kvc_plan_sees_all(c->plan, token) ? INT32_MAX : position;
+    const int32_t is_tree = batch->parents && t->token[t->n - 1] >= 0; /* the batch's own rows come last */
+    if (!is_tree && t->max_position <= last && t->min_position >= low) return; /* all is visible */
+    for (int32_t j = 0; j < t->n; j++) {
+        const int32_t p = t->position[j];
+        const int in_order = is_tree && t->token[j] >= 0 ? kvc_descends(batch, token, t->token[j]) : p <= last;
+        scores[j] = in_order && (p >= low || p < sinks) ? scores[j] : -INFINITY;
+    }
+}
+
 /* Softcap, ALiBi and visibility, of the scores of one query row over a tile. */
-static void adjust_row(const call *c, const tile *t, float *scores, int32_t position, int32_t head) {
+static void adjust_row(const call *c, const tile *t, float *scores, int32_t token, int32_t head) {
+    const kvc_batch *batch = c->plan->batch;
+    const int32_t position = batch->positions[token];
     if (c->args->softcap > 0)
         for (int32_t j = 0; j < t->n; j++) scores[j] = c->args->softcap * tanhf(scores[j] / c->args->softcap);
     if (c->args->alibi)
         for (int32_t j = 0; j < t->n; j++) scores[j] += c->args->alibi[head] * (float)(t->position[j] - position);
-    const int32_t low = kvc_policy_lowest(c->policy, position);
-    if (t->max_position <= position && t->min_position >= low) return; /* all is visible */
-    const int32_t sinks = kvc_policy_sinks(c->policy);
-    for (int32_t j = 0; j < t->n; j++) {
-        const int32_t p = t->position[j];
-        scores[j] = p <= position && (p >= low || p < sinks) ? scores[j] : -INFINITY;
-    }
+    if (c->policy->kind != KVC_CROSS) hide(c, t, scores, token);
 }
 
 /* Scores become weights. */
@@ -124,17 +162,17 @@ static void weigh(const task *t, const tile *tile) {
     const call *c = t->call;
     for (int32_t r = 0; r < t->num_q; r++) {
         float *scores = t->scores + (size_t)r * KVC_TILE;
-        adjust_row(c, tile, scores, c->plan->batch->positions[token_of(t, r)], query_head_of(t, r));
+        adjust_row(c, tile, scores, token_of(t, r), query_head_of(t, r));
         t->factor[r] = c->kernels->softmax(scores, tile->n, &t->max[r], &t->sum[r]);
     }
 }
 
 /* Few query rows: each stored row is read once, for all of them. */
-static void stream_tile(const task *t, const tile *now, const tile *next) {
+static void stream_tile(task *t, const tile *now, const tile *next) {
     const call *c = t->call;
     const kvc_plan *plan = c->plan;
-    c->kernels->score[c->layer->k_type](t->scores, t->q, plan->lane.q_stride, t->num_q, now->k, now->n, plan->k_dim,
-                                        now->v, (int)c->layout->v_row_bytes);
+    c->kernels->score[c->layer->k_type](t->scores, queries_for(t, now), plan->lane.q_stride, t->num_q, now->k, now->n,
+                                        plan->k_dim, now->v, (int)c->layout->v_stored);
     weigh(t, now);
     c->kernels->accumulate[c->layer->v_type](t->acc, plan->lane.acc_stride, t->factor, t->scores, t->num_q, now->v,
                                              now->n, plan->v_dim, next->n ? next->k : NULL,
@@ -142,13 +180,13 @@ static void stream_tile(const task *t, const tile *now, const tile *next) {
 }
 
 /* Many query rows: the tile is decoded once, and multiplied. */
-static void multiply_tile(const task *t, const tile *now) {
+static void multiply_tile(task *t, const tile *now) {
     const call *c = t->call;
     const kvc_plan *plan = c->plan;
     const kvc_lane_layout *lane = &plan->lane;
     float *keys = t->lane + lane->keys, *values = t->lane + lane->values;
     c->kernels->pack_keys[c->layer->k_type](keys, now->k, now->n, plan->k_dim);
-    c->kernels->matmul(t->scores, KVC_TILE, t->q, lane->q_stride, keys, KVC_TILE, t->num_q, now->n, plan->k_dim, 0);
+    c->kernels->matmul(t->scores, KVC_TILE, queries_for(t, now), lane->q_stride, keys, KVC_TILE, t->num_q, now->n, plan->k_dim, 0);
     weigh(t, now);
     for (int32_t r = 0; r < t->num_q; r++) {
         float *acc = t->acc + (size_t)r * (size_t)lane->acc_stride;
@@ -168,13 +206,14 @@ static cursor start_of(const task *t) {
     return (cursor){.piece = plan->pieces + t->unit->first_piece + start->piece,
                     .offset = start->offset,
                     .rest = rest < t->unit->part_rows ? rest : t->unit->part_rows,
+                    .order = plan->batch->order,
                     .k_head = at->k_offset + (size_t)t->head * at->k_head_stride,
                     .v_head = at->v_offset + (size_t)t->head * at->v_head_stride,
                     .k_row_bytes = at->k_row_bytes,
                     .v_row_bytes = at->v_row_bytes};
 }
 
-static void attend_part(const task *t) {
+static void attend_part(task *t) {
     load_queries(t);
     memset(t->acc, 0, (size_t)t->num_q * (size_t)t->call->plan->lane.acc_stride * sizeof(float));
     for (int32_t r = 0; r < t->num_q; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
@@ -227,12 +266,18 @@ static void write_out(const task *t, const results *all) {
     const call *c = t->call;
     const kvc_attend_args *a = c->args;
     for (int32_t r = 0; r < t->num_q; r++) {
-        const int64_t token = token_of(t, r) - c->plan->args.first, head = query_head_of(t, r);
+        const int32_t token = token_of(t, r) - c->plan->args.first, head = query_head_of(t, r);
         float lse;
         const float *row = merge_row(t, all, r, &lse);
-        char *out = (char *)a->out + token * a->out_token_stride + head * a->out_head_stride;
+        char *out = (char *)a->out +
+                    kvc_token_offset(token, a->inner_tokens, a->out_token_stride, a->out_batch_stride) +
+                    head * a->out_head_stride;
         c->kernels->convert[KVC_F32][a->q_type](out, 0, row, 0, 1, c->plan->v_dim);
-        if (a->lse) *(float *)(void *)((char *)a->lse + token * a->lse_token_stride + head * a->lse_head_stride) = lse;
+        if (!a->lse) continue;
+        char *to = (char *)a->lse +
+                   kvc_token_offset(token, a->inner_tokens, a->lse_token_stride, a->lse_batch_stride) +
+                   head * a->lse_head_stride;
+        *(float *)(void *)to = lse;
     }
 }
 
@@ -298,7 +343,8 @@ static task make_task(const call *c, const kvc_unit *unit, int64_t i, float *lan
                   .acc = lane + at->acc,
                   .max = lane + at->max,
                   .sum = lane + at->sum,
-                  .factor = lane + at->factor};
+                  .factor = lane + at->factor,
+                  .turned = lane + at->turned};
 }
 
 /* Another thread may be setting it. */
@@ -311,7 +357,7 @@ static kvc_status run_task(const call *c, int64_t i) {
     kvc_plan *plan = c->plan;
     const kvc_unit *unit = unit_of(plan, i);
     const int32_t l = take_lane(plan);
-    const task t = make_task(c, unit, i, plan->lanes + (size_t)l * plan->lane.size);
+    task t = make_task(c, unit, i, plan->lanes + (size_t)l * plan->lane.size);
     kvc_counter *counter = &plan->counters[unit->first_counter + t.head];
     const int cancelled = is_cancelled(c->args);
     if (cancelled) {
@@ -347,27 +393,50 @@ static kvc_status check_args(const kvc_plan *plan, int32_t layer, const kvc_atte
     status = kvc_check_array(args->q_type, args->q_token_stride, args->q_head_stride, "q");
     if (status == KVC_OK) status = kvc_check_array(args->q_type, args->out_token_stride, args->out_head_stride, "out");
     if (status == KVC_OK) status = kvc_check_array(KVC_F32, args->lse_token_stride, args->lse_head_stride, "lse");
+    if (status == KVC_OK) status = kvc_check_array(args->q_type, args->q_batch_stride, args->out_batch_stride, "q");
+    if (status == KVC_OK) status = kvc_check_array(KVC_F32, args->lse_batch_stride, 0, "lse");
+    if (status == KVC_OK) status = kvc_check_inner(args->inner_tokens, plan->args.num_tokens);
     if (status != KVC_OK) return status;
+    if (config->value_in_key && args->scale == 0)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "scale is 0: where values lie in the keys, it is that of the heads before they were compressed, "
+                        "and must be given");
     if (!isfinite(args->scale)) return kvc_fail(KVC_ERR_INVALID, "scale is %g: it must be finite", (double)args->scale);
     if (!(args->softcap >= 0) || isinf(args->softcap))
         return kvc_fail(KVC_ERR_INVALID, "softcap is %g: it must be positive, or 0 for none", (double)args->softcap);
     return KVC_OK;
 }
 
+static kvc_status check_token(const kvc_plan *plan, const kvc_unit *unit, int32_t t, int32_t layer,
+                              const kvc_put_args *put) {
+    const kvc_batch *batch = plan->batch;
+    const int32_t position = batch->positions[t];
+    const int is_seen = position < unit->sinks || (position >= unit->low && position < unit->batch_end);
+    const int about_to_be = put && t >= put->first && t < put->first + put->num_tokens;
+    if (!is_seen || about_to_be || kvc_written_in(batch, kvc_source_of(batch->cache, layer))[t]) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "token %d of the batch is seen but was not put in layer %d: put k and v first", t,
+                    layer);
+}
+
 /* The batch's own rows that a unit's queries see must have been put, or be among those that are about to be. */
 static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t layer, const kvc_put_args *put) {
     const kvc_batch *batch = plan->batch;
     const kvc_batch_sequence *member = &batch->sequences[unit->sequence];
-    const uint8_t *written = kvc_written_in(batch, layer);
-    for (int32_t i = 0; i < member->num_tokens; i++) {
-        const int32_t t = batch->order[member->first + i], position = batch->positions[t];
-        const int is_seen = position < unit->sinks || (position >= unit->low && position < unit->end);
-        const int about_to_be = put && t >= put->first && t < put->first + put->num_tokens;
-        if (is_seen && !written[t] && !about_to_be)
-            return kvc_fail(KVC_ERR_INVALID,
-                            "token %d of the batch is seen but was not put in layer %d: put k and v first", t, layer);
+    kvc_status status = KVC_OK;
+    if (plan->group >= batch->cache->num_token_groups)
+        return unit->num_rows ? KVC_OK
+                              : kvc_fail(KVC_ERR_INVALID,
+                                         "sequence %lld has no rows in cross-attention layer %d: put k and v first",
+                                         (long long)member->sequence->id, layer);
+    if (batch->parents) {
+        for (int32_t i = 0; i < unit->num_tokens; i++)
+            for (int32_t t = batch->order[unit->first + i]; status == KVC_OK && t >= 0; t = batch->parents[t])
+                status = check_token(plan, unit, t, layer, put);
+        return status;
     }
-    return KVC_OK;
+    for (int32_t i = 0; status == KVC_OK && i < member->num_tokens; i++)
+        status = check_token(plan, unit, batch->order[member->first + i], layer, put);
+    return status;
 }
 
 static kvc_status make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
@@ -380,6 +449,10 @@ static kvc_status make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_at
     c->layer = &cache->layers[layer];
     c->layout = &cache->layouts[cache->layout_of[layer]];
     c->policy = &cache->policies[plan->group];
+    c->rope = kvc_rope_of(cache, layer);
+    c->angles = plan->angles;
+    if (c->rope)
+        c->angles += (size_t)cache->rope_of[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
     c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);
     atomic_init(&c->status, KVC_OK);
     return KVC_OK;
@@ -395,6 +468,8 @@ kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *gi
     if (status == KVC_OK && (task < 0 || task >= plan->num_tasks))
         status =
             kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)plan->num_tasks);
+    if (status == KVC_OK && !kvc_plan_is_current(plan))
+        status = kvc_fail(KVC_ERR_INVALID, "the rows of layer %d were put after the plan was made: make another", layer);
     if (status == KVC_OK) status = check_seen(plan, unit_of(plan, task), layer, NULL);
     return status == KVC_OK ? run_task(&c, task) : status;
 }
@@ -414,21 +489,33 @@ static kvc_status run_all(call *c) {
     return status == KVC_OK ? KVC_OK : kvc_fail(status, "the attention was cancelled");
 }
 
-kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan_args, const kvc_attend_args *given) {
+static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_put_args *put) {
+    call c;
+    kvc_status status = make_call(&c, plan, layer, args);
+    for (int32_t u = 0; status == KVC_OK && u < plan->num_units; u++)
+        status = check_seen(plan, &plan->units[u], layer, put);
+    if (status == KVC_OK && put) status = kvc_put_rows(plan->batch, layer, put);
+    return status == KVC_OK ? run_all(&c) : status;
+}
+
+kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const kvc_attend_args *given) {
     kvc_attend_args args;
+    kvc_plan_args plan_args;
     kvc_put_args put;
     kvc_plan *plan;
-    call c;
     kvc_status status = kvc_read_struct(&args, sizeof args, given, given ? given->struct_size : 0, "args");
-    if (status == KVC_OK) status = kvc_plan_new(batch, plan_args, &plan);
+    if (status == KVC_OK) status = kvc_plan_check(batch, given_plan, &plan_args);
+    if (status == KVC_OK && args.put) status = kvc_put_check(batch, plan_args.layer, args.put, &put);
     if (status != KVC_OK) return status;
-    const int32_t layer = plan_args->layer;
-    status = make_call(&c, plan, layer, &args);
-    if (status == KVC_OK && args.put) status = kvc_put_check(batch, layer, args.put, &put);
-    for (int32_t u = 0; status == KVC_OK && u < plan->num_units; u++)
-        status = check_seen(plan, &plan->units[u], layer, args.put ? &put : NULL);
-    if (status == KVC_OK && args.put) kvc_put_rows(batch, layer, &put);
-    if (status == KVC_OK) status = run_all(&c);
+    const int32_t layer = plan_args.layer;
+    int puts = args.put != NULL;
+    if (puts && !kvc_keeps_tokens(batch->cache, layer)) { /* there, a plan goes over the rows that were put before */
+        status = kvc_put_rows(batch, layer, &put);
+        puts = 0;
+    }
+    if (status == KVC_OK) status = kvc_plan_new(batch, &plan_args, &plan);
+    if (status != KVC_OK) return status;
+    status = attend(plan, layer, &args, puts ? &put : NULL);
     kvc_plan_free(plan);
     return status;
 }

@@ -15,6 +15,8 @@
 typedef struct kvc_piece {
     const uint8_t *rows; /* of the block */
     int32_t slot, count, position;
+    int32_t turn;  /* 0: its keys are where they should be; n: they are off by plan->deltas[n - 1] */
+    int32_t token; /* of the batch, the first one: index into batch->order; -1: stored rows */
 } kvc_piece;
 
 /* Where a part begins. */
@@ -25,7 +27,8 @@ typedef struct kvc_start {
 typedef struct kvc_unit {
     int32_t sequence;          /* of the batch */
     int32_t first, num_tokens; /* query tokens: batch->order[first .. first + num_tokens) */
-    int32_t sinks, low, end;   /* some query of it sees positions in [0, sinks) and [low, end), none sees others */
+    int32_t sinks, low, end;   /* some query of it sees positions in [0, sinks) and [low, end), none sees others, */
+    int32_t batch_end;         /* but up to here among the batch's own tokens */
     int32_t tiled;             /* many query rows: tiles are decoded and multiplied; few: streamed */
     int32_t num_parts;
     int64_t num_rows, part_rows; /* in reach; of a part, the last may have less */
@@ -41,7 +44,7 @@ typedef struct kvc_counter {
 
 /* What one running task works in, in floats from the beginning of its lane. */
 typedef struct kvc_lane_layout {
-    size_t q, scores, acc, max, sum, factor, keys, values, size;
+    size_t q, turned, scores, acc, max, sum, factor, keys, values, size;
     int32_t q_stride, acc_stride;
 } kvc_lane_layout;
 
@@ -57,6 +60,11 @@ struct kvc_plan {
     int32_t num_units, num_lanes;
     int64_t num_tasks;
     double work; /* multiply-adds */
+    int32_t num_cross_puts;           /* of the batch, when the plan was made */
+    int32_t num_deltas, angles_stride; /* in floats */
+    int32_t *deltas;                  /* by which keys are off, all different and none 0 */
+    float *angles;                    /* [cache->num_ropes][num_deltas][angles_stride] that turn queries by as much */
+    uint8_t *non_causal;              /* what args points at */
     kvc_unit *units;
     kvc_piece *pieces;
     kvc_start *starts;
@@ -69,6 +77,17 @@ struct kvc_plan {
 
 /* Frees the batch's plans, with the mutex held. */
 void kvc_plans_free(kvc_batch *batch);
+
+/* Copies and checks the caller's arguments, and fills in those left to us. */
+kvc_status kvc_plan_check(const kvc_batch *batch, const kvc_plan_args *given, kvc_plan_args *args);
+
+/* Whether a token of the plan's range sees later positions too. */
+static inline int kvc_plan_sees_all(const kvc_plan *plan, int32_t token) {
+    return plan->args.non_causal && plan->args.non_causal[token - plan->args.first];
+}
+
+/* Not so once the rows of a cross-attention layer that it goes over were replaced. */
+int kvc_plan_is_current(const kvc_plan *plan);
 
 /* Floats of one part's result: max [q], sum [q], accumulated values [q][acc_stride]. */
 size_t kvc_partial_size(int32_t num_q, int32_t acc_stride);

@@ -2,22 +2,24 @@
 #include <string.h>
 
 #include "attention.h"
-#include "cache.h"
 #include "dtype.h"
+#include "rows.h"
 
 /* ---- begin: the batch's own memory ------------------------------------------------------------------------------- */
 
 /* A batch of n tokens, of as many sequences at most, with all its arrays in one piece of scratch. */
-static kvc_batch *new_batch(kvc_cache *cache, int32_t num_tokens) {
+static kvc_batch *new_batch(kvc_cache *cache, int32_t num_tokens, const int32_t *given_parents) {
     const size_t n = (size_t)num_tokens, groups = (size_t)cache->num_groups;
     size_t size = sizeof(kvc_batch);
     const size_t positions = kvc_add_array(&size, n * sizeof(int32_t));
+    const size_t parents = kvc_add_array(&size, (given_parents ? n : 0) * sizeof(int32_t));
     const size_t sequence_of = kvc_add_array(&size, n * sizeof(int32_t));
     const size_t order = kvc_add_array(&size, n * sizeof(int32_t));
     const size_t sequences = kvc_add_array(&size, n * sizeof(kvc_batch_sequence));
     const size_t places = kvc_add_array(&size, n * groups * sizeof(kvc_place));
     const size_t pending = kvc_add_array(&size, n * groups * sizeof(kvc_pending));
     const size_t runs = kvc_add_array(&size, n * groups * sizeof(kvc_run));
+    const size_t kept = kvc_add_array(&size, n);
     const size_t written = kvc_add_array(&size, n * (size_t)cache->num_layers);
     char *start = kvc_scratch_take(cache, &size);
     if (!start) return NULL;
@@ -26,13 +28,16 @@ static kvc_batch *new_batch(kvc_cache *cache, int32_t num_tokens) {
                          .size = size,
                          .num_tokens = num_tokens,
                          .positions = (void *)(start + positions),
+                         .parents = given_parents ? (void *)(start + parents) : NULL,
                          .sequence_of = (void *)(start + sequence_of),
                          .order = (void *)(start + order),
                          .sequences = (void *)(start + sequences),
                          .places = (void *)(start + places),
                          .pending = (void *)(start + pending),
                          .runs = (void *)(start + runs),
+                         .kept = (void *)(start + kept),
                          .written = (void *)(start + written)};
+    if (given_parents) memcpy(batch->parents, given_parents, n * sizeof *given_parents);
     memset(batch->written, 0, n * (size_t)cache->num_layers);
     return batch;
 }
@@ -57,7 +62,7 @@ static int32_t join(kvc_batch *batch, int64_t seq_id) {
     kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
     if (!sequence) {
         if (kvc_table_reserve(&cache->sequences, &cache->memory) != KVC_OK) return -1;
-        sequence = kvc_sequence_new(&cache->memory, seq_id, cache->num_groups);
+        sequence = kvc_sequence_new(&cache->memory, seq_id, cache->num_groups, cache->num_token_groups);
         if (!sequence) return -1;
         kvc_table_insert(&cache->sequences, sequence);
     }
@@ -157,7 +162,7 @@ static void restore_part(void *context, const kvc_run *part) {
 /* Calls visit for every part that group g evicts of any sequence. */
 static void visit_evictable(const kvc_batch *batch, int32_t g, kvc_part_fn *visit, void *context) {
     const kvc_cache *cache = batch->cache;
-    if (cache->policies[g].kind == KVC_FULL) return;
+    if (!kvc_policy_evicts(&cache->policies[g])) return;
     for (int32_t i = 0; i < cache->sequences.num; i++) {
         const kvc_sequence *sequence = cache->sequences.items[i];
         int32_t begin, end;
@@ -259,7 +264,7 @@ static kvc_status check_room(const kvc_batch *batch, int32_t g, const demand *d)
 
 static int64_t bytes_after(const kvc_batch *batch) {
     int64_t bytes = kvc_cache_bytes(batch->cache);
-    for (int32_t g = 0; g < batch->cache->num_groups; g++) {
+    for (int32_t g = 0; g < batch->cache->num_token_groups; g++) {
         const kvc_pool *pool = &batch->cache->pools[g];
         const demand d = find_demand(batch, g);
         bytes += d.new_bytes;
@@ -276,7 +281,7 @@ static kvc_status reserve_runs(const kvc_batch *batch, int32_t g) {
     for (int32_t i = 0; status == KVC_OK && i < cache->sequences.num; i++) {
         kvc_sequence *sequence = cache->sequences.items[i];
         const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
-        if (!member && cache->policies[g].kind == KVC_FULL) continue;
+        if (!member && !kvc_policy_evicts(&cache->policies[g])) continue;
         int32_t begin, end;
         evictable(cache, batch, sequence, g, &begin, &end);
         const int32_t more = member ? member->num_stretches + member->num_tokens / cache->pools[g].block_size + 2 : 0;
@@ -287,7 +292,7 @@ static kvc_status reserve_runs(const kvc_batch *batch, int32_t g) {
 
 static kvc_status reserve_all_runs(const kvc_batch *batch) {
     kvc_status status = KVC_OK;
-    for (int32_t g = 0; status == KVC_OK && g < batch->cache->num_groups; g++) status = reserve_runs(batch, g);
+    for (int32_t g = 0; status == KVC_OK && g < batch->cache->num_token_groups; g++) status = reserve_runs(batch, g);
     return status;
 }
 
@@ -326,11 +331,11 @@ static void compact_if_scattered(const kvc_batch *batch, int32_t g) {
 
 static kvc_status reserve(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
-    for (int32_t g = 0; g < cache->num_groups; g++) compact_if_scattered(batch, g);
+    for (int32_t g = 0; g < cache->num_token_groups; g++) compact_if_scattered(batch, g);
     kvc_status status = reserve_all_runs(batch);
     if (status == KVC_OK) status = check_bytes(batch);
     int32_t g = 0;
-    for (; status == KVC_OK && g < cache->num_groups; g++) {
+    for (; status == KVC_OK && g < cache->num_token_groups; g++) {
         kvc_pool *pool = &cache->pools[g];
         const int64_t new_blocks = find_demand(batch, g).new_blocks;
         pool->free_before = pool->num_free;
@@ -347,7 +352,7 @@ static kvc_status reserve(const kvc_batch *batch) {
 
 static void evict(kvc_batch *batch, int32_t g) {
     kvc_cache *cache = batch->cache;
-    if (cache->policies[g].kind == KVC_FULL) return;
+    if (!kvc_policy_evicts(&cache->policies[g])) return;
     for (int32_t i = 0; i < cache->sequences.num; i++) {
         kvc_sequence *sequence = cache->sequences.items[i];
         int32_t begin, end;
@@ -370,7 +375,6 @@ static void hand_out(kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
     const kvc_batch_sequence *member = &batch->sequences[s];
     kvc_pending *pending = kvc_pending_of(batch, g, s);
-    *pending = (kvc_pending){batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)member->first, 0};
     kvc_block *block = last_block(batch, member, g);
     for (int32_t done = 0; done < member->num_tokens;) {
         if (!block || block->fill == pool->block_size) block = kvc_pool_open(pool);
@@ -391,13 +395,17 @@ static kvc_status begin(kvc_batch *batch, const int32_t *positions, const int64_
     if (status != KVC_OK) return status;
     sort_tokens(batch);
     status = check_num_sequences(batch);
-    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) {
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
         const demand d = find_demand(batch, g);
         status = check_room(batch, g, &d);
     }
     if (status == KVC_OK) status = reserve(batch);
     if (status != KVC_OK) return status;
-    for (int32_t g = 0; g < cache->num_groups; g++) {
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        for (int32_t s = 0; s < batch->num_sequences; s++)
+            *kvc_pending_of(batch, g, s) = (kvc_pending){
+                batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)batch->sequences[s].first, 0};
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
         evict(batch, g);
         for (int32_t s = 0; s < batch->num_sequences; s++) hand_out(batch, g, s);
     }
@@ -405,23 +413,38 @@ static kvc_status begin(kvc_batch *batch, const int32_t *positions, const int64_
     return KVC_OK;
 }
 
-kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
-                     kvc_batch **out) {
-    if (num_tokens < 1) return kvc_fail(KVC_ERR_INVALID, "num_tokens is %d: a batch has at least 1", num_tokens);
-    if (!positions || !out) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", positions ? "batch" : "positions");
-    for (int32_t t = 0; t < num_tokens; t++)
+static kvc_status check_tokens(int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
+                               const int32_t *parents) {
+    for (int32_t t = 0; t < num_tokens; t++) {
         if (positions[t] < 0 || positions[t] == INT32_MAX)
             return kvc_fail(KVC_ERR_INVALID, "positions[%d] is %d: it must be between 0 and %d", t, positions[t],
                             INT32_MAX - 1);
-    kvc_status status = KVC_OK;
+        if (!parents || parents[t] == -1) continue;
+        if (parents[t] < -1 || parents[t] >= t)
+            return kvc_fail(KVC_ERR_INVALID, "parents[%d] is %d: it must be an earlier token of the batch, or -1", t,
+                            parents[t]);
+        if (seq_ids && seq_ids[parents[t]] != seq_ids[t])
+            return kvc_fail(KVC_ERR_INVALID, "parents[%d] is %d, a token of sequence %lld: it must be one of %lld", t,
+                            parents[t], (long long)seq_ids[parents[t]], (long long)seq_ids[t]);
+    }
+    return KVC_OK;
+}
+
+kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
+                     const int32_t *parents, kvc_batch **out) {
+    if (num_tokens < 1) return kvc_fail(KVC_ERR_INVALID, "num_tokens is %d: a batch has at least 1", num_tokens);
+    if (!positions || !out) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", positions ? "batch" : "positions");
+    kvc_status status = check_tokens(num_tokens, positions, seq_ids, parents);
+    if (status != KVC_OK) return status;
     kvc_lock(cache);
     if (cache->batch) status = kvc_fail(KVC_ERR_BUSY, "a batch is open already: commit or abort it first");
+    if (cache->num_rewrites) status = kvc_fail(KVC_ERR_BUSY, "another call rewrites the keys of a sequence");
     if (status == KVC_OK) status = check_not_gone(cache, num_tokens, positions, seq_ids);
     if (status == KVC_OK && cache->capacity && num_tokens > cache->capacity) /* before memory is taken for so many */
         status =
             kvc_fail(KVC_ERR_FULL, "%d tokens do not fit: capacity is %lld", num_tokens, (long long)cache->capacity);
     if (status == KVC_OK) {
-        kvc_batch *batch = new_batch(cache, num_tokens);
+        kvc_batch *batch = new_batch(cache, num_tokens, parents);
         status = batch ? begin(batch, positions, seq_ids)
                        : kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", num_tokens);
         if (status == KVC_OK)
@@ -438,11 +461,12 @@ enum { PUT_TOKENS = 64 }; /* in one task, at least: for fewer no thread is woken
 
 /* A put, split into one task for each thread: when it is repeated, a thread finds in its cache what it had there. */
 typedef struct put_work {
-    const kvc_batch *batch;
+    const kvc_cache *cache;
     const kvc_put_args *args;
     const kvc_layer *layer;
     const kvc_layout *layout;
-    const kvc_place *places; /* of the layer's group */
+    const kvc_place *places; /* of the batch's tokens in the layer's group; NULL: one after the other from start on */
+    kvc_place start;
     int32_t task_tokens;
 } put_work;
 
@@ -466,48 +490,62 @@ static void transfer_rows(const transfer *x, int32_t num_tokens) {
                        x->dim);
 }
 
-/* Stores tokens [t, t + count) of the batch, which lie in consecutive slots. */
-static void put_rows(const put_work *work, int32_t t, int32_t count) {
+static kvc_place place_of(const put_work *work, int32_t i) {
+    if (work->places) return work->places[work->args->first + i];
+    return (kvc_place){work->start.block, work->start.slot + i};
+}
+
+/* Stores tokens [i, i + count) of the arrays, which lie in consecutive slots. */
+static void put_rows(const put_work *work, int32_t i, int32_t count) {
     const kvc_put_args *a = work->args;
     const kvc_layer *layer = work->layer;
     const kvc_layout *at = work->layout;
-    const kvc_place *place = &work->places[t];
-    const kvc_kernels *kernels = work->batch->cache->kernels;
-    char *rows = (char *)place->block->rows;
-    const transfer k = {kernels->convert[a->k_type][layer->k_type],
-                        rows + at->k_offset + (size_t)place->slot * at->k_row_bytes,
-                        (const char *)a->k + (t - a->first) * a->k_token_stride,
+    const kvc_place place = place_of(work, i);
+    const transfer k = {work->cache->kernels->convert[a->k_type][layer->k_type],
+                        (char *)place.block->rows + at->k_offset + (size_t)place.slot * at->k_row_bytes,
+                        (const char *)a->k + kvc_token_offset(i, a->inner_tokens, a->k_token_stride, a->k_batch_stride),
                         (int64_t)at->k_row_bytes,
                         (int64_t)at->k_head_stride,
                         a->k_token_stride,
                         a->k_head_stride,
                         layer->num_kv_heads,
                         layer->k_dim};
-    const transfer v = {kernels->convert[a->v_type][layer->v_type],
-                        rows + at->v_offset + (size_t)place->slot * at->v_row_bytes,
-                        (const char *)a->v + (t - a->first) * a->v_token_stride,
+    transfer_rows(&k, count);
+    if (layer->value_in_key) return;
+    const transfer v = {work->cache->kernels->convert[a->v_type][layer->v_type],
+                        (char *)place.block->rows + at->v_offset + (size_t)place.slot * at->v_row_bytes,
+                        (const char *)a->v + kvc_token_offset(i, a->inner_tokens, a->v_token_stride, a->v_batch_stride),
                         (int64_t)at->v_row_bytes,
                         (int64_t)at->v_head_stride,
                         a->v_token_stride,
                         a->v_head_stride,
                         layer->num_kv_heads,
                         layer->v_dim};
-    transfer_rows(&k, count);
     transfer_rows(&v, count);
 }
 
 static void put_task(void *context, int64_t task) {
     const put_work *work = context;
-    const int32_t end = work->args->first + work->args->num_tokens;
-    int32_t t = work->args->first + (int32_t)task * work->task_tokens;
-    const int32_t last = end - t > work->task_tokens ? t + work->task_tokens : end;
-    while (t < last) {
-        const kvc_place *place = &work->places[t];
+    const int32_t inner = work->args->inner_tokens, end = work->args->num_tokens;
+    int32_t i = (int32_t)task * work->task_tokens;
+    const int32_t last = end - i > work->task_tokens ? i + work->task_tokens : end;
+    while (i < last) {
+        const kvc_place first = place_of(work, i);
         int32_t n = 1;
-        while (t + n < last && place[n].block == place->block && place[n].slot == place->slot + n) n++;
-        put_rows(work, t, n);
-        t += n;
+        for (; i + n < last && !(inner && (i + n) % inner == 0); n++) {
+            const kvc_place next = place_of(work, i + n);
+            if (next.block != first.block || next.slot != first.slot + n) break;
+        }
+        put_rows(work, i, n);
+        i += n;
     }
+}
+
+static void put_all(put_work *work) {
+    const int32_t num_tokens = work->args->num_tokens, most = (num_tokens + PUT_TOKENS - 1) / PUT_TOKENS;
+    const int32_t threads = most > 1 ? kvc_cache_threads(work->cache) : 1, tasks = threads < most ? threads : most;
+    work->task_tokens = (num_tokens + tasks - 1) / tasks;
+    kvc_parallel(threads, tasks, put_task, work);
 }
 
 kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
@@ -530,74 +568,286 @@ kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_t
     return KVC_OK;
 }
 
-kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_args *given, kvc_put_args *args) {
-    kvc_status status = kvc_read_struct(args, sizeof *args, given, given ? given->struct_size : 0, "args");
-    if (status == KVC_OK) status = kvc_check_layer(batch->cache, layer);
-    if (status == KVC_OK) status = kvc_check_range(batch, args->first, &args->num_tokens);
-    if (status != KVC_OK) return status;
-    if (!args->k || !args->v) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", args->k ? "v" : "k");
-    status = kvc_check_array(args->k_type, args->k_token_stride, args->k_head_stride, "k");
-    if (status == KVC_OK) status = kvc_check_array(args->v_type, args->v_token_stride, args->v_head_stride, "v");
-    if (status != KVC_OK) return status;
+kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer) {
+    if (cache->layers[layer].share)
+        return kvc_fail(KVC_ERR_INVALID, "layer %d shares the rows of layer %d: put them there", layer,
+                        kvc_source_of(cache, layer));
+    if (cache->layers[layer].policy.kind == KVC_NONE)
+        return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention: it holds no rows", layer);
+    return KVC_OK;
+}
+
+kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v) {
+    if (!k) return kvc_fail(KVC_ERR_INVALID, "k is NULL");
+    if (layer->value_in_key && v)
+        return kvc_fail(KVC_ERR_INVALID, "v is given: in this layer values are the first part of the keys");
+    if (!layer->value_in_key && !v) return kvc_fail(KVC_ERR_INVALID, "v is NULL");
+    return KVC_OK;
+}
+
+kvc_status kvc_check_inner(int32_t inner_tokens, int32_t num_tokens) {
+    if (inner_tokens >= 0 && (inner_tokens == 0 || num_tokens % inner_tokens == 0)) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "inner_tokens is %d: it must divide the number of tokens, %d, or be 0",
+                    inner_tokens, num_tokens);
+}
+
+static kvc_status check_arrays(const kvc_layer *layer, const kvc_put_args *args) {
+    kvc_status status = kvc_check_values(layer, args->k, args->v);
+    if (status == KVC_OK) status = kvc_check_inner(args->inner_tokens, args->num_tokens);
+    if (status == KVC_OK) status = kvc_check_array(args->k_type, args->k_token_stride, args->k_head_stride, "k");
+    if (status == KVC_OK) status = kvc_check_array(args->k_type, args->k_batch_stride, 0, "k");
+    if (status != KVC_OK || layer->value_in_key) return status;
+    status = kvc_check_array(args->v_type, args->v_token_stride, args->v_head_stride, "v");
+    return status == KVC_OK ? kvc_check_array(args->v_type, args->v_batch_stride, 0, "v") : status;
+}
+
+static kvc_status check_not_written(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
     const uint8_t *written = kvc_written_in(batch, layer);
-    for (int32_t t = args->first; t < args->first + args->num_tokens; t++)
+    for (int32_t t = first; t < first + num_tokens; t++)
         if (written[t])
             return kvc_fail(KVC_ERR_INVALID, "token %d of the batch was put in layer %d before: each is put once", t,
                             layer);
     return KVC_OK;
 }
 
-void kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args) {
+/* Which of the batch's sequences it is; -1: none. */
+static int32_t find_member(const kvc_batch *batch, int64_t seq_id) {
+    for (int32_t s = 0; s < batch->num_sequences; s++)
+        if (batch->sequences[s].sequence->id == seq_id) return s;
+    return -1;
+}
+
+static kvc_status check_cross_put(const kvc_batch *batch, int32_t layer, const kvc_put_args *args) {
+    const int32_t max_len = batch->cache->layers[layer].policy.max_len;
+    if (find_member(batch, args->seq_id) < 0)
+        return kvc_fail(KVC_ERR_INVALID, "seq_id is %lld: the batch has no token of that sequence",
+                        (long long)args->seq_id);
+    if (args->first != 0 || args->num_tokens < 1)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "first is %d and num_tokens %d: a cross-attention layer is given all its rows at once, from 0 "
+                        "on",
+                        args->first, args->num_tokens);
+    if (args->num_tokens > max_len)
+        return kvc_fail(KVC_ERR_FULL, "%d rows do not fit in cross-attention layer %d: max_len is %d",
+                        args->num_tokens, layer, max_len);
+    return KVC_OK;
+}
+
+kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_args *given, kvc_put_args *args) {
+    kvc_status status = kvc_read_struct(args, sizeof *args, given, given ? given->struct_size : 0, "args");
+    if (status == KVC_OK) status = kvc_check_layer(batch->cache, layer);
+    if (status == KVC_OK) status = kvc_check_own_rows(batch->cache, layer);
+    if (status != KVC_OK) return status;
+    if (kvc_keeps_tokens(batch->cache, layer)) {
+        status = kvc_check_range(batch, args->first, &args->num_tokens);
+        if (status == KVC_OK) status = check_not_written(batch, layer, args->first, args->num_tokens);
+    } else {
+        status = check_cross_put(batch, layer, args);
+    }
+    return status == KVC_OK ? check_arrays(&batch->cache->layers[layer], args) : status;
+}
+
+/* Slots for what a sequence is given in a cross-attention layer, all in one block. */
+static kvc_status open_cross(kvc_cache *cache, int32_t group, int32_t count, kvc_run *run) {
+    kvc_pool *pool = &cache->pools[group];
+    kvc_status status = kvc_pool_reserve(pool, 1);
+    if (status != KVC_OK) return status;
+    kvc_block *block = kvc_pool_open(pool);
+    *run = (kvc_run){block, kvc_pool_take(pool, block, count), count, 0, 0};
+    status = kvc_check_max_bytes(cache, "putting the rows of a cross-attention layer");
+    if (status == KVC_OK) return KVC_OK;
+    kvc_pool_drop(pool, block, run->slot, count);
+    kvc_pool_give_back(pool, 1);
+    return status;
+}
+
+static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
+    kvc_cache *cache = batch->cache;
+    kvc_run run;
+    kvc_lock(cache);
+    const kvc_status status = kvc_unlock(cache, open_cross(cache, group, work->args->num_tokens, &run));
+    if (status != KVC_OK) return status;
+    work->start = (kvc_place){run.block, run.slot};
+    put_all(work);
+    kvc_lock(cache);
+    kvc_pending *pending = kvc_pending_of(batch, group, find_member(batch, work->args->seq_id));
+    if (pending->num)
+        kvc_pool_drop(&cache->pools[group], pending->runs->block, pending->runs->slot, pending->runs->count);
+    pending->runs[0] = run;
+    pending->num = 1;
+    batch->num_cross_puts++;
+    return kvc_unlock(cache, KVC_OK);
+}
+
+kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args) {
     const kvc_cache *cache = batch->cache;
     const int32_t g = cache->group_of[layer];
-    put_work work = {.batch = batch,
+    put_work work = {.cache = cache,
                      .args = args,
                      .layer = &cache->layers[layer],
-                     .layout = &cache->layouts[cache->layout_of[layer]],
-                     .places = batch->places + (size_t)g * (size_t)batch->num_tokens};
-    const int32_t most = (args->num_tokens + PUT_TOKENS - 1) / PUT_TOKENS;
-    const int32_t threads = most > 1 ? kvc_cache_threads(cache) : 1, tasks = threads < most ? threads : most;
-    work.task_tokens = (args->num_tokens + tasks - 1) / tasks;
-    kvc_parallel(threads, tasks, put_task, &work);
+                     .layout = &cache->layouts[cache->layout_of[layer]]};
+    if (!kvc_keeps_tokens(cache, layer)) return put_cross(batch, &work, g);
+    work.places = batch->places + (size_t)g * (size_t)batch->num_tokens;
+    put_all(&work);
     memset(kvc_written_in(batch, layer) + args->first, 1, (size_t)args->num_tokens);
+    return KVC_OK;
 }
 
 kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
     kvc_put_args args;
     const kvc_status status = kvc_put_check(batch, layer, given, &args);
-    if (status == KVC_OK) kvc_put_rows(batch, layer, &args);
+    return status == KVC_OK ? kvc_put_rows(batch, layer, &args) : status;
+}
+
+/* ---- writing in place -------------------------------------------------------------------------------------------- */
+
+static kvc_status check_in_place(const kvc_batch *batch, int32_t layer, int32_t first, int32_t *num_tokens) {
+    kvc_status status = kvc_check_layer(batch->cache, layer);
+    if (status == KVC_OK) status = kvc_check_own_rows(batch->cache, layer);
+    if (status == KVC_OK && !kvc_keeps_tokens(batch->cache, layer))
+        status = kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is a cross-attention layer: its rows are put", layer);
+    return status == KVC_OK ? kvc_check_range(batch, first, num_tokens) : status;
+}
+
+kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size) {
+    int32_t rest = 0;
+    kvc_status status = check_in_place(batch, layer, first, &rest);
+    if (status == KVC_OK) status = check_not_written(batch, layer, first, 1);
+    if (status == KVC_OK && (!span || span_size < sizeof *span))
+        status = kvc_fail(KVC_ERR_INVALID, "span_size is %zu: it must be sizeof(kvc_span), %zu", span ? span_size : 0,
+                          sizeof *span);
+    if (status != KVC_OK) return status;
+    const kvc_cache *cache = batch->cache;
+    const kvc_place *place =
+        batch->places + (size_t)cache->group_of[layer] * (size_t)batch->num_tokens + (size_t)first;
+    const uint8_t *written = kvc_written_in(batch, layer) + first;
+    kvc_run run = {place->block, place->slot, 1, batch->positions[first], 0};
+    while (run.count < rest && place[run.count].block == run.block && place[run.count].slot == run.slot + run.count &&
+           !written[run.count])
+        run.count++;
+    *span = kvc_span_of(&run, &cache->layouts[cache->layout_of[layer]]);
+    return KVC_OK;
+}
+
+kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
+    kvc_status status = check_in_place(batch, layer, first, &num_tokens);
+    if (status == KVC_OK) status = check_not_written(batch, layer, first, num_tokens);
+    if (status == KVC_OK) memset(kvc_written_in(batch, layer) + first, 1, (size_t)num_tokens);
     return status;
 }
 
 /* ---- the end ----------------------------------------------------------------------------------------------------- */
 
 static kvc_status check_complete(const kvc_batch *batch) {
-    const size_t n = (size_t)batch->num_tokens;
-    const uint8_t *hole = memchr(batch->written, 0, n * (size_t)batch->cache->num_layers);
-    if (!hole) return KVC_OK;
-    const size_t at = (size_t)(hole - batch->written);
-    return kvc_fail(KVC_ERR_INVALID,
-                    "token %zu of the batch was not put in layer %zu: put every token in every layer, or "
-                    "abort",
-                    at % n, at / n);
+    for (int32_t layer = 0; layer < batch->cache->num_layers; layer++) {
+        if (!kvc_keeps_tokens(batch->cache, layer)) continue;
+        const uint8_t *written = kvc_written_in(batch, layer);
+        for (int32_t t = 0; t < batch->num_tokens; t++)
+            if (batch->kept[t] && !written[t])
+                return kvc_fail(KVC_ERR_INVALID,
+                                "token %d of the batch was not put in layer %d: put every token in every layer, or "
+                                "abort",
+                                t, layer);
+    }
+    return KVC_OK;
 }
 
-kvc_status kvc_commit(kvc_batch *batch) {
+/* Calls visit for the longest stretches of a sequence's slots in a group whose tokens are kept, or not. */
+static int32_t visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept, kvc_part_fn *visit, void *context) {
+    const kvc_pending *pending = kvc_pending_of(batch, g, s);
+    const int32_t *token = batch->order + batch->sequences[s].first;
+    int32_t num = 0;
+    for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
+        for (int32_t from = 0, to; from < pending->runs[i].count; from = to + 1) {
+            kvc_run part = pending->runs[i];
+            for (to = from; to < part.count && batch->kept[token[to]] == kept;) to++;
+            if (to == from) continue;
+            part.slot += from;
+            part.position += from;
+            part.count = to - from;
+            num++;
+            if (visit) visit(context, &part);
+        }
+    return num;
+}
+
+static void append_part(void *rows, const kvc_run *part) { kvc_rows_append(rows, part); }
+
+static void drop_part(void *pool, const kvc_run *part) { kvc_pool_drop(pool, part->block, part->slot, part->count); }
+
+/* Room for all the runs that sequences get. */
+static kvc_status reserve_kept(const kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    kvc_status status = KVC_OK;
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        for (int32_t s = 0; status == KVC_OK && s < batch->num_sequences; s++) {
+            const int32_t more = g < cache->num_token_groups ? visit_kept(batch, g, s, 1, NULL, NULL)
+                                                             : kvc_pending_of(batch, g, s)->num;
+            status = kvc_rows_reserve(&batch->sequences[s].sequence->rows[g], &cache->memory, more);
+        }
+    return status;
+}
+
+/* What the sequence was given in a cross-attention layer takes the place of what it had, if a token of it was kept. */
+static void commit_cross(const kvc_batch *batch, int32_t g, int32_t s) {
+    kvc_pool *pool = &batch->cache->pools[g];
+    kvc_rows *rows = &batch->sequences[s].sequence->rows[g];
+    const kvc_pending *pending = kvc_pending_of(batch, g, s);
+    const int32_t *token = batch->order + batch->sequences[s].first;
+    int32_t any = 0;
+    for (int32_t i = 0; i < batch->sequences[s].num_tokens; i++) any |= batch->kept[token[i]];
+    if (!pending->num) return;
+    if (!any) {
+        drop_part(pool, pending->runs);
+        return;
+    }
+    kvc_rows_visit(rows, 0, KVC_END, drop_part, pool);
+    rows->first = rows->num = 0;
+    kvc_rows_push(rows, pending->runs);
+    kvc_rows_recount(rows);
+}
+
+static kvc_status commit(kvc_batch *batch, int32_t num_kept) {
+    kvc_cache *cache = batch->cache;
+    const kvc_status status = reserve_kept(batch);
+    if (status != KVC_OK) return status;
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        for (int32_t g = 0; g < cache->num_token_groups; g++) {
+            visit_kept(batch, g, s, 1, append_part, &batch->sequences[s].sequence->rows[g]);
+            visit_kept(batch, g, s, 0, drop_part, &cache->pools[g]);
+        }
+        for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++) commit_cross(batch, g, s);
+    }
+    cache->stats.batches++;
+    cache->stats.tokens += num_kept;
+    release_batch(batch);
+    return KVC_OK;
+}
+
+static kvc_status finish(kvc_batch *batch, int32_t num_kept) {
     const kvc_status status = check_complete(batch);
     if (status != KVC_OK) return status;
     kvc_cache *cache = batch->cache;
     kvc_lock(cache);
-    for (int32_t g = 0; g < cache->num_groups; g++)
-        for (int32_t s = 0; s < batch->num_sequences; s++) {
-            const kvc_pending *pending = kvc_pending_of(batch, g, s);
-            for (int32_t i = 0; i < pending->num; i++)
-                kvc_rows_append(&batch->sequences[s].sequence->rows[g], &pending->runs[i]);
-        }
-    cache->stats.batches++;
-    cache->stats.tokens += batch->num_tokens;
-    release_batch(batch);
-    kvc_unlock(cache, KVC_OK);
-    return KVC_OK;
+    return kvc_unlock(cache, commit(batch, num_kept));
+}
+
+kvc_status kvc_commit(kvc_batch *batch) {
+    memset(batch->kept, 1, (size_t)batch->num_tokens);
+    return finish(batch, batch->num_tokens);
+}
+
+kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept) {
+    if (num_kept < 0 || (num_kept && !kept))
+        return kvc_fail(KVC_ERR_INVALID, "num_kept is %d%s", num_kept, num_kept < 0 ? "" : " and kept is NULL");
+    memset(batch->kept, 0, (size_t)batch->num_tokens);
+    for (int32_t i = 0; i < num_kept; i++) {
+        if (kept[i] < 0 || kept[i] >= batch->num_tokens)
+            return kvc_fail(KVC_ERR_INDEX, "kept[%d] is %d: the batch has %d tokens", i, kept[i], batch->num_tokens);
+        if (batch->kept[kept[i]]) return kvc_fail(KVC_ERR_INVALID, "kept[%d] is %d, as one before it is", i, kept[i]);
+        batch->kept[kept[i]] = 1;
+    }
+    return finish(batch, num_kept);
 }
 
 void kvc_abort(kvc_batch *batch) {
@@ -607,8 +857,7 @@ void kvc_abort(kvc_batch *batch) {
     for (int32_t g = 0; g < cache->num_groups; g++)
         for (int32_t s = batch->num_sequences - 1; s >= 0; s--) { /* last handed out, first given back */
             const kvc_pending *pending = kvc_pending_of(batch, g, s);
-            for (int32_t i = pending->num - 1; i >= 0; i--)
-                kvc_pool_drop(&cache->pools[g], pending->runs[i].block, pending->runs[i].slot, pending->runs[i].count);
+            for (int32_t i = pending->num - 1; i >= 0; i--) drop_part(&cache->pools[g], &pending->runs[i]);
         }
     cache->stats.aborted++;
     release_batch(batch);

@@ -56,15 +56,27 @@ static kvc_status check_limit(int64_t value, const char *name, int64_t most) {
                     (long long)value, (long long)most);
 }
 
-static kvc_status check_type(int32_t type, int32_t transform, int32_t layer, const char *name) {
+static kvc_status check_type(int32_t type, int32_t dim, int32_t transform, int32_t layer, const char *name) {
     if (!kvc_type_name(type))
         return kvc_fail(KVC_ERR_INVALID, "layers[%d].%s_type is %d: no kvc_type", layer, name, type);
-    if (type >= KVC_STORED_TYPES)
-        return kvc_fail(KVC_ERR_UNSUPPORTED, "layers[%d].%s_type is %s: only f32, f16 and bf16 are supported", layer,
-                        name, kvc_type_name(type));
+    if (dim % kvc_type_elements(type))
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].%s_dim is %d: for %s it must be a multiple of %d", layer, name,
+                        dim, kvc_type_name(type), kvc_type_elements(type));
     if (transform)
         return kvc_fail(KVC_ERR_UNSUPPORTED, "layers[%d].%s_transform is %d: only 0, none, is supported", layer, name,
                         transform);
+    return KVC_OK;
+}
+
+/* Values that lie in the keys. */
+static kvc_status check_value_in_key(const kvc_layer *layer, int32_t index) {
+    if (!layer->value_in_key) return KVC_OK;
+    if (layer->v_dim > layer->k_dim)
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].v_dim is %d: values that lie in the keys have at most k_dim, %d",
+                        index, layer->v_dim, layer->k_dim);
+    if (layer->v_type != layer->k_type)
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].v_type is %s: values that lie in the keys have k_type, %s", index,
+                        kvc_type_name(layer->v_type), kvc_type_name(layer->k_type));
     return KVC_OK;
 }
 
@@ -77,9 +89,12 @@ static kvc_status check_layer_config(const kvc_layer *layer, int32_t index) {
         if (sizes[i].value < 1 || sizes[i].value > 1 << 20)
             return kvc_fail(KVC_ERR_INVALID, "layers[%d].%s is %d: it must be between 1 and %d", index, sizes[i].name,
                             sizes[i].value, 1 << 20);
-    kvc_status status = check_type(layer->k_type, layer->k_transform, index, "k");
-    if (status == KVC_OK) status = check_type(layer->v_type, layer->v_transform, index, "v");
-    return status == KVC_OK ? kvc_policy_check(&layer->policy, index) : status;
+    kvc_status status = kvc_policy_check(&layer->policy, index);
+    if (status != KVC_OK || layer->policy.kind == KVC_NONE) return status;
+    status = check_type(layer->k_type, layer->k_dim, layer->k_transform, index, "k");
+    if (status == KVC_OK) status = check_type(layer->v_type, layer->v_dim, layer->v_transform, index, "v");
+    if (status == KVC_OK) status = check_value_in_key(layer, index);
+    return status == KVC_OK ? kvc_rope_check(layer, index) : status;
 }
 
 /* Checks the limits and fills in those that were left to us. */
@@ -103,9 +118,34 @@ static kvc_layer layer_at(const kvc_config *config, int32_t i) {
     return layer;
 }
 
+/* The layer whose rows another reads has rows of its own, and they are alike. */
+static kvc_status check_share(const kvc_config *config, int32_t index) {
+    const kvc_layer layer = layer_at(config, index);
+    if (!layer.share) return KVC_OK;
+    if (layer.share < 0 || layer.share > config->num_layers || layer.share == index + 1)
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].share is %d: it must be 1 + the index of another of the %d layers",
+                        index, layer.share, config->num_layers);
+    const kvc_layer source = layer_at(config, layer.share - 1);
+    if (source.share)
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d] shares the rows of layer %d, which has none of its own", index,
+                        layer.share - 1);
+    if (layer.num_kv_heads != source.num_kv_heads || layer.k_dim != source.k_dim || layer.v_dim != source.v_dim ||
+        layer.k_type != source.k_type || layer.v_type != source.v_type ||
+        !layer.value_in_key != !source.value_in_key || !kvc_policy_equal(&layer.policy, &source.policy) ||
+        !kvc_rope_equal(&layer.rope, &source.rope))
+        return kvc_fail(KVC_ERR_INVALID,
+                        "layers[%d] shares the rows of layer %d: both must have the same heads, dims, types, policy "
+                        "and rope",
+                        index, layer.share - 1);
+    return KVC_OK;
+}
+
 static int32_t default_block_size(const kvc_config *config) {
     int32_t full = 1;
-    for (int32_t i = 0; i < config->num_layers; i++) full &= layer_at(config, i).policy.kind == KVC_FULL;
+    for (int32_t i = 0; i < config->num_layers; i++) {
+        const kvc_layer layer = layer_at(config, i);
+        full &= !kvc_policy_evicts(&layer.policy);
+    }
     return config->max_seq_len && config->max_sequences == 1 && full ? (int32_t)config->max_seq_len : 64;
 }
 
@@ -128,63 +168,118 @@ static size_t add_heads(size_t *bytes, int32_t heads, size_t stride) {
 static kvc_status add_layout(kvc_layout *layout, const kvc_layer *layer, int32_t block_size, size_t *block_bytes) {
     layout->num_kv_heads = layer->num_kv_heads;
     layout->k_row_bytes = kvc_row_bytes(layer->k_type, layer->k_dim);
-    layout->v_row_bytes = kvc_row_bytes(layer->v_type, layer->v_dim);
     layout->k_head_stride = head_stride(block_size, layout->k_row_bytes);
-    layout->v_head_stride = head_stride(block_size, layout->v_row_bytes);
     layout->k_offset = add_heads(block_bytes, layer->num_kv_heads, layout->k_head_stride);
-    if (layout->k_offset != SIZE_MAX)
-        layout->v_offset = add_heads(block_bytes, layer->num_kv_heads, layout->v_head_stride);
+    if (layer->value_in_key) {
+        layout->v_row_bytes = layout->k_row_bytes;
+        layout->v_stored = 0;
+        layout->v_head_stride = layout->k_head_stride;
+        layout->v_offset = layout->k_offset;
+    } else {
+        layout->v_row_bytes = layout->v_stored = kvc_row_bytes(layer->v_type, layer->v_dim);
+        layout->v_head_stride = head_stride(block_size, layout->v_row_bytes);
+        if (layout->k_offset != SIZE_MAX)
+            layout->v_offset = add_heads(block_bytes, layer->num_kv_heads, layout->v_head_stride);
+    }
     if (layout->k_offset == SIZE_MAX || layout->v_offset == SIZE_MAX)
         return kvc_fail(KVC_ERR_INVALID,
                         "a block of %d slots is larger than the address space: give a smaller block_size", block_size);
     return KVC_OK;
 }
 
-/* Which group each layer belongs to, in order of first appearance. */
+static int32_t add_group(kvc_cache *cache, const kvc_policy *policy) {
+    cache->policies[cache->num_groups] = *policy;
+    return cache->num_groups++;
+}
+
+/* Which group each layer belongs to: first those of tokens, in order of first appearance. */
 static void find_groups(kvc_cache *cache) {
     for (int32_t i = 0; i < cache->num_layers; i++) {
+        const kvc_policy *policy = &cache->layers[i].policy;
+        if (!kvc_policy_keeps_tokens(policy)) continue;
         int32_t g = 0;
-        while (g < cache->num_groups && !kvc_policy_equal(&cache->policies[g], &cache->layers[i].policy)) g++;
-        if (g == cache->num_groups) cache->policies[cache->num_groups++] = cache->layers[i].policy;
-        cache->group_of[i] = g;
+        while (g < cache->num_groups && !kvc_policy_equal(&cache->policies[g], policy)) g++;
+        cache->group_of[i] = g < cache->num_groups ? g : add_group(cache, policy);
     }
+    cache->num_token_groups = cache->num_groups;
+    for (int32_t i = 0; i < cache->num_layers; i++) /* their rows are put, and replaced, layer by layer */
+        if (!kvc_policy_keeps_tokens(&cache->layers[i].policy) && !cache->layers[i].share)
+            cache->group_of[i] = add_group(cache, &cache->layers[i].policy);
+    for (int32_t i = 0; i < cache->num_layers; i++)
+        if (cache->layers[i].share) cache->group_of[i] = cache->group_of[kvc_source_of(cache, i)];
 }
 
 static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
     int32_t next = 0;
     for (int32_t g = 0; g < cache->num_groups; g++) {
-        const int32_t first = next;
+        const int32_t first = next, size = cache->policies[g].kind == KVC_CROSS ? cache->policies[g].max_len : block_size;
         size_t block_bytes = 0;
-        for (int32_t i = 0; i < cache->num_layers; i++) {
-            if (cache->group_of[i] != g) continue;
-            const kvc_status status = add_layout(&cache->layouts[next], &cache->layers[i], block_size, &block_bytes);
+        for (int32_t i = 0; i < cache->num_layers && cache->policies[g].kind != KVC_NONE; i++) {
+            if (cache->group_of[i] != g || cache->layers[i].share) continue;
+            const kvc_status status = add_layout(&cache->layouts[next], &cache->layers[i], size, &block_bytes);
             if (status != KVC_OK) return status;
             cache->layout_of[i] = next++;
         }
-        kvc_pool_init(&cache->pools[g], &cache->memory, g, block_size, &cache->layouts[first], next - first,
-                      block_bytes);
+        kvc_pool_init(&cache->pools[g], &cache->memory, g, size, &cache->layouts[first], next - first, block_bytes);
     }
+    for (int32_t i = 0; i < cache->num_layers; i++)
+        if (cache->layers[i].share) cache->layout_of[i] = cache->layout_of[kvc_source_of(cache, i)];
     return KVC_OK;
+}
+
+/* Keeps a copy of every rotation once: those of two layers are the same if they are the same one. */
+static void find_ropes(kvc_cache *cache) {
+    double *inv_freq = cache->inv_freqs;
+    for (int32_t i = 0; i < cache->num_layers; i++) {
+        const kvc_rope *rope = &cache->layers[i].rope;
+        cache->rope_of[i] = -1;
+        if (rope->kind != KVC_ROPE_FREQUENCIES || !kvc_policy_keeps_tokens(&cache->layers[i].policy)) continue;
+        int32_t r = 0;
+        while (r < cache->num_ropes && !kvc_rope_equal(&cache->ropes[r], rope)) r++;
+        cache->rope_of[i] = r;
+        if (r < cache->num_ropes) continue;
+        memcpy(inv_freq, rope->inv_freq, (size_t)rope->num_freqs * sizeof *inv_freq);
+        cache->ropes[r] = *rope;
+        cache->ropes[r].inv_freq = inv_freq;
+        inv_freq += rope->num_freqs;
+        cache->num_ropes++;
+    }
+}
+
+/* Room for those copies: layers that follow each other mostly have the same. */
+static size_t count_frequencies(const kvc_config *config) {
+    size_t num = 0;
+    kvc_layer before = {0};
+    for (int32_t i = 0; i < config->num_layers; i++) {
+        const kvc_layer layer = layer_at(config, i);
+        if (layer.rope.kind == KVC_ROPE_FREQUENCIES && !kvc_rope_equal(&layer.rope, &before.rope))
+            num += (size_t)layer.rope.num_freqs;
+        before = layer;
+    }
+    return num;
 }
 
 /* Where the arrays lie behind the struct, in one allocation of `size` bytes. */
 typedef struct offsets {
-    size_t layers, group_of, layouts, layout_of, policies, pools, size;
+    size_t layers, group_of, layouts, layout_of, rope_of, ropes, inv_freqs, policies, pools, size;
 } offsets;
 
-static offsets lay_out(size_t num_layers) {
+static offsets lay_out(size_t num_layers, size_t num_freqs) {
     offsets at = {.size = sizeof(kvc_cache)};
     at.layers = kvc_add_array(&at.size, num_layers * sizeof(kvc_layer));
     at.group_of = kvc_add_array(&at.size, num_layers * sizeof(int32_t));
     at.layouts = kvc_add_array(&at.size, num_layers * sizeof(kvc_layout));
     at.layout_of = kvc_add_array(&at.size, num_layers * sizeof(int32_t));
+    at.rope_of = kvc_add_array(&at.size, num_layers * sizeof(int32_t));
+    at.ropes = kvc_add_array(&at.size, (num_freqs ? num_layers : 0) * sizeof(kvc_rope));
+    at.inv_freqs = kvc_add_array(&at.size, num_freqs * sizeof(double));
     at.policies = kvc_add_array(&at.size, num_layers * sizeof(kvc_policy));
     at.pools = kvc_add_array(&at.size, num_layers * sizeof(kvc_pool));
     return at;
 }
 
-static kvc_cache *new_cache(kvc_memory *memory, int32_t num_layers) {
-    const offsets at = lay_out((size_t)num_layers);
+static kvc_cache *new_cache(kvc_memory *memory, int32_t num_layers, size_t num_freqs) {
+    const offsets at = lay_out((size_t)num_layers, num_freqs);
     char *start = kvc_memory_alloc(memory, at.size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!start) return NULL;
     kvc_cache *cache = memset(start, 0, sizeof *cache);
@@ -194,6 +289,9 @@ static kvc_cache *new_cache(kvc_memory *memory, int32_t num_layers) {
     cache->group_of = (void *)(start + at.group_of);
     cache->layouts = (void *)(start + at.layouts);
     cache->layout_of = (void *)(start + at.layout_of);
+    cache->rope_of = (void *)(start + at.rope_of);
+    cache->ropes = (void *)(start + at.ropes);
+    cache->inv_freqs = (void *)(start + at.inv_freqs);
     cache->policies = (void *)(start + at.policies);
     cache->pools = (void *)(start + at.pools);
     return cache;
@@ -213,6 +311,7 @@ static kvc_status init_cache(kvc_cache *cache, const kvc_config *config) {
     cache->max_bytes = config->max_bytes;
     for (int32_t i = 0; i < config->num_layers; i++) cache->layers[i] = layer_at(config, i);
     find_groups(cache);
+    find_ropes(cache);
     const kvc_status status = init_groups(cache, config->block_size ? config->block_size : default_block_size(config));
     if (status != KVC_OK) return status;
     return kvc_mutex_init(&cache->mutex) == 0 ? KVC_OK : kvc_fail(KVC_ERR_NOMEM, "no mutex is to be had");
@@ -231,6 +330,7 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
         status = kvc_read_struct(&layer, sizeof layer, at, config.layer_size, "layers");
         if (status == KVC_OK) status = check_layer_config(&layer, i);
     }
+    for (int32_t i = 0; status == KVC_OK && i < config.num_layers; i++) status = check_share(&config, i);
     if (status == KVC_OK) status = kvc_memory_init(&memory, config.allocator);
     if (status != KVC_OK) return status;
     const kvc_kernels *kernels = kvc_cpu_kernels(&wanted);
@@ -239,7 +339,7 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
                         KVC_KERNEL_NAMES);
     kvc_threads_init();
 
-    kvc_cache *cache = new_cache(&memory, config.num_layers);
+    kvc_cache *cache = new_cache(&memory, config.num_layers, count_frequencies(&config));
     if (!cache) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a cache of %d layers", config.num_layers);
     cache->kernels = kernels;
     status = init_cache(cache, &config);
@@ -252,13 +352,18 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
 
 /* ---- what may not be edited -------------------------------------------------------------------------------------- */
 
-static kvc_status check_idle(const kvc_sequence *sequence) {
-    if (!sequence || !sequence->in_batch) return KVC_OK;
+kvc_status kvc_check_idle(const kvc_sequence *sequence) {
+    if (!sequence || !(sequence->in_batch || sequence->in_rewrite)) return KVC_OK;
+    if (sequence->in_rewrite)
+        return kvc_fail(KVC_ERR_BUSY, "the keys of sequence %lld are being rewritten by another call",
+                        (long long)sequence->id);
     return kvc_fail(KVC_ERR_BUSY, "sequence %lld belongs to the open batch: commit or abort it first",
                     (long long)sequence->id);
 }
 
-static kvc_status check_closed(const kvc_cache *cache, const char *what) {
+kvc_status kvc_check_closed(const kvc_cache *cache, const char *what) {
+    if (cache->num_rewrites)
+        return kvc_fail(KVC_ERR_BUSY, "cannot %s while another call rewrites the keys of a sequence", what);
     if (cache->batch) return kvc_fail(KVC_ERR_BUSY, "cannot %s while a batch is open: commit or abort it first", what);
     if (cache->num_holds)
         return kvc_fail(KVC_ERR_HELD, "cannot %s while %lld views of the rows are held: let go of them first", what,
@@ -276,8 +381,19 @@ kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer) {
     return kvc_fail(KVC_ERR_INDEX, "layer is %d: this cache has %d layers", layer, cache->num_layers);
 }
 
+int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer) {
+    return !cache->layers[layer].share && kvc_policy_keeps_tokens(&cache->layers[layer].policy);
+}
+
 int32_t kvc_cache_threads(const kvc_cache *cache) {
     return cache->num_threads ? cache->num_threads : kvc_num_threads();
+}
+
+kvc_status kvc_check_max_bytes(const kvc_cache *cache, const char *what) {
+    const int64_t bytes = kvc_cache_bytes(cache);
+    if (!cache->max_bytes || bytes <= cache->max_bytes) return KVC_OK;
+    return kvc_fail(KVC_ERR_FULL, "%s would make it %lld bytes: max_bytes is %lld", what, (long long)bytes,
+                    (long long)cache->max_bytes);
 }
 
 void *kvc_scratch_take(kvc_cache *cache, size_t *size) {
@@ -329,9 +445,15 @@ void kvc_cache_tidy(kvc_cache *cache, kvc_sequence *sequence) {
     if (kvc_sequence_is_blank(sequence)) kvc_cache_forget(cache, sequence);
 }
 
+void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence) {
+    if (kvc_sequence_is_empty(sequence))
+        for (int32_t g = 0; g < sequence->num_groups; g++) sequence->rows[g].lost_end = 0;
+    kvc_cache_tidy(cache, sequence);
+}
+
 static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
     for (int32_t i = 0; i < cache->sequences.num; i++) {
-        const kvc_status status = cache->sequences.items[i] == kept ? KVC_OK : check_idle(cache->sequences.items[i]);
+        const kvc_status status = cache->sequences.items[i] == kept ? KVC_OK : kvc_check_idle(cache->sequences.items[i]);
         if (status != KVC_OK) return status;
     }
     for (int32_t i = cache->sequences.num - 1; i >= 0; i--)
@@ -352,14 +474,14 @@ kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id) {
 kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id) {
     kvc_lock(cache);
     kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    const kvc_status status = check_idle(sequence);
+    const kvc_status status = kvc_check_idle(sequence);
     if (status == KVC_OK && sequence) kvc_cache_forget(cache, sequence);
     return kvc_unlock(cache, status);
 }
 
 /* A sequence outside the table, with room for all of src's runs; NULL if there is no memory. */
 static kvc_sequence *new_sharer(kvc_cache *cache, const kvc_sequence *src, int64_t id) {
-    kvc_sequence *dst = kvc_sequence_new(&cache->memory, id, cache->num_groups);
+    kvc_sequence *dst = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     kvc_status status = dst ? kvc_table_reserve(&cache->sequences, &cache->memory) : KVC_ERR_NOMEM;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
         status = kvc_rows_reserve(&dst->rows[g], &cache->memory, src->rows[g].num);
@@ -371,18 +493,19 @@ static kvc_sequence *new_sharer(kvc_cache *cache, const kvc_sequence *src, int64
 static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t length) {
     const kvc_sequence *src = kvc_table_find(&cache->sequences, src_id);
     kvc_sequence *old = kvc_table_find(&cache->sequences, dst_id), *dst = NULL;
-    kvc_status status = check_idle(src);
-    if (status == KVC_OK) status = check_idle(old);
+    kvc_status status = kvc_check_idle(src);
+    if (status == KVC_OK) status = kvc_check_idle(old);
     if (status != KVC_OK) return status;
     if (src && !(dst = new_sharer(cache, src, dst_id)))
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)dst_id);
     if (dst)
-        for (int32_t g = 0; g < cache->num_groups; g++) kvc_rows_share(&dst->rows[g], &src->rows[g], length);
+        for (int32_t g = 0; g < cache->num_groups; g++)
+            kvc_rows_share(&dst->rows[g], &src->rows[g], g < cache->num_token_groups ? length : KVC_END);
     if (old) kvc_cache_forget(cache, old);
-    if (dst && kvc_sequence_is_empty(dst))
-        kvc_sequence_free(dst, &cache->memory, cache->pools);
-    else if (dst)
+    if (dst) {
         kvc_table_insert(&cache->sequences, dst);
+        kvc_cache_after_edit(cache, dst);
+    }
     return KVC_OK;
 }
 
@@ -406,52 +529,8 @@ kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst) {
     return kvc_unlock(cache, share(cache, src, dst, KVC_END));
 }
 
-/* Where the evicted rows end after [begin, end) was removed: they are removed, and move, like stored ones. */
-static int32_t lost_after(int32_t lost_end, int32_t begin, int32_t end, int32_t shift) {
-    if (lost_end <= begin) return lost_end;
-    if (lost_end <= end) return begin;
-    return shift ? lost_end - (end - begin) : lost_end;
-}
-
-static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {
-    kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    kvc_status status = check_idle(sequence);
-    if (status != KVC_OK || !sequence) return status;
-    if (shift && kvc_sequence_last(sequence) >= end)
-        return kvc_fail(
-            KVC_ERR_UNSUPPORTED,
-            "sequence %lld has tokens at %d and later that would move down by %d, and their keys would have "
-            "to be rotated: remove with shift off, or up to the end",
-            (long long)seq_id, end, end - begin);
-    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
-        status = kvc_rows_reserve_edit(&sequence->rows[g], &cache->memory, 0);
-    if (status != KVC_OK) return status;
-    for (int32_t g = 0; g < cache->num_groups; g++) {
-        kvc_rows *rows = &sequence->rows[g];
-        kvc_rows_remove(rows, &cache->pools[g], begin, end);
-        rows->lost_end = lost_after(rows->lost_end, begin, end, shift);
-    }
-    if (kvc_sequence_is_empty(sequence)) kvc_cache_forget(cache, sequence);
-    return KVC_OK;
-}
-
-kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {
-    const kvc_status status = check_position(begin, "begin");
-    if (status != KVC_OK) return status;
-    if (end < begin) return kvc_fail(KVC_ERR_INVALID, "end is %d: it must be at least begin, %d", end, begin);
-    kvc_lock(cache);
-    return kvc_unlock(cache, remove_range(cache, seq_id, begin, end, shift));
-}
-
-kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length) {
-    const kvc_status status = check_position(length, "length");
-    if (status != KVC_OK) return status;
-    kvc_lock(cache);
-    return kvc_unlock(cache, remove_range(cache, seq_id, length, KVC_END, 0));
-}
-
 static kvc_status compact(kvc_cache *cache) {
-    kvc_status status = check_closed(cache, "compact");
+    kvc_status status = kvc_check_closed(cache, "compact");
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = kvc_compact_group(cache, g);
     if (status != KVC_OK) return status;
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_give_back(&cache->pools[g], kvc_cache_threads(cache));
@@ -464,10 +543,47 @@ kvc_status kvc_compact(kvc_cache *cache) {
     return kvc_unlock(cache, compact(cache));
 }
 
+/* Blocks that so many more tokens need, where the last block of the only sequence there is has room as well. */
+static int64_t blocks_for(const kvc_cache *cache, int32_t group, int64_t num_tokens) {
+    const kvc_pool *pool = &cache->pools[group];
+    const kvc_rows *rows = cache->sequences.num == 1 ? &cache->sequences.items[0]->rows[group] : NULL;
+    if (rows && rows->num) num_tokens -= pool->block_size - kvc_rows_end(rows)[-1].block->fill;
+    return num_tokens > 0 ? (num_tokens - 1) / pool->block_size + 1 : 0;
+}
+
+static kvc_status reserve(kvc_cache *cache, int64_t num_tokens) {
+    if (cache->batch) return kvc_fail(KVC_ERR_BUSY, "cannot reserve while a batch is open: commit or abort it first");
+    kvc_status status = KVC_OK;
+    int32_t g = 0;
+    for (; status == KVC_OK && g < cache->num_token_groups; g++) {
+        kvc_pool *pool = &cache->pools[g];
+        const int64_t blocks = blocks_for(cache, g, num_tokens);
+        pool->free_before = pool->num_free;
+        if (cache->capacity && num_tokens > cache->capacity - pool->live)
+            status = kvc_fail(KVC_ERR_FULL, "num_tokens is %lld: %lld of capacity %lld are in use",
+                              (long long)num_tokens, (long long)pool->live, (long long)cache->capacity);
+        else if (blocks > INT32_MAX - pool->num_blocks)
+            status = kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld blocks", (long long)blocks);
+        else
+            status = kvc_pool_reserve(pool, (int32_t)blocks);
+    }
+    if (status == KVC_OK) status = kvc_check_max_bytes(cache, "reserving that");
+    if (status != KVC_OK)
+        while (--g >= 0) kvc_pool_unreserve(&cache->pools[g], cache->pools[g].free_before);
+    return status;
+}
+
+kvc_status kvc_reserve(kvc_cache *cache, int64_t num_tokens) {
+    if (num_tokens < 1)
+        return kvc_fail(KVC_ERR_INVALID, "num_tokens is %lld: it must be at least 1", (long long)num_tokens);
+    kvc_lock(cache);
+    return kvc_unlock(cache, reserve(cache, num_tokens));
+}
+
 kvc_status kvc_cache_free(kvc_cache *cache) {
     if (!cache) return KVC_OK;
     kvc_lock(cache);
-    const kvc_status status = check_closed(cache, "free the cache");
+    const kvc_status status = kvc_check_closed(cache, "free the cache");
     if (status == KVC_OK) clear_all_but(cache, NULL);
     kvc_unlock(cache, status);
     if (status != KVC_OK) return status;
@@ -486,9 +602,9 @@ int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer) {
     int64_t len = 0;
     kvc_lock(cache);
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    for (int32_t g = 0; sequence && g < cache->num_groups; g++)
-        if ((layer == -1 || cache->group_of[layer] == g) && sequence->rows[g].count > len)
-            len = sequence->rows[g].count;
+    if (sequence && layer != -1) len = sequence->rows[cache->group_of[layer]].count;
+    for (int32_t g = 0; sequence && layer == -1 && g < cache->num_token_groups; g++)
+        if (sequence->rows[g].count > len) len = sequence->rows[g].count;
     kvc_unlock(cache, KVC_OK);
     return len;
 }
@@ -512,7 +628,7 @@ int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id) {
 int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id) { return kvc_last_position(cache, seq_id) + 1; }
 
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position) {
-    for (int32_t g = 0; g < cache->num_groups; g++)
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
         if (kvc_policy_lowest(&cache->policies[g], position) < sequence->rows[g].lost_end) return 1;
     return 0;
 }
@@ -560,16 +676,25 @@ int32_t kvc_block_size(kvc_cache *cache) { return cache->pools[0].block_size; }
 int64_t kvc_capacity(kvc_cache *cache) { return cache->capacity ? cache->capacity : -1; }
 
 int64_t kvc_capacity_bytes(kvc_cache *cache) {
-    if (!cache->capacity) return -1;
-    int64_t slot_bytes = 0;
-    for (int32_t g = 0; g < cache->num_groups; g++) slot_bytes += kvc_pool_slot_bytes(&cache->pools[g]);
-    return cache->capacity > INT64_MAX / slot_bytes ? INT64_MAX : cache->capacity * slot_bytes;
+    int64_t bytes = 0;
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        const kvc_pool *pool = &cache->pools[g];
+        const int64_t slot = kvc_pool_slot_bytes(pool);
+        if (!slot) continue;
+        /* What a cross-attention layer is given lies in one block for each sequence. */
+        const int64_t most = (INT64_MAX - bytes) / slot,
+                      slots = g < cache->num_token_groups ? cache->capacity : cache->max_sequences * pool->block_size;
+        if (!slots) return -1;
+        if (slots > most) return INT64_MAX;
+        bytes += slots * slot;
+    }
+    return bytes;
 }
 
 double kvc_utilization(kvc_cache *cache) {
     double most = 0;
     kvc_lock(cache);
-    for (int32_t g = 0; g < cache->num_groups; g++) {
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
         const double slots =
             cache->capacity ? (double)cache->capacity : (double)(pool->num_blocks - pool->num_free) * pool->block_size;

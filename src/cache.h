@@ -3,6 +3,7 @@
 #define KVC_CACHE_H
 
 #include "kernels/kernels.h"
+#include "rope.h"
 #include "sequence.h"
 #include "status.h"
 #include "threads.h"
@@ -19,22 +20,31 @@ struct kvc_cache {
     int32_t *group_of;    /* [num_layers] */
     kvc_layout *layouts;  /* [num_layers], those of a group side by side */
     int32_t *layout_of;   /* [num_layers] index into layouts */
+    int32_t *rope_of;     /* [num_layers] index into ropes of what turns the layer's keys where they move; -1: nothing */
+    kvc_rope *ropes;      /* [num_ropes] of frequencies, all different */
+    double *inv_freqs;    /* what ropes point into */
     kvc_policy *policies; /* [num_groups] */
     kvc_pool *pools;      /* [num_groups] */
-    int32_t num_layers, num_groups;
+    int32_t num_layers, num_groups, num_ropes;
+    int32_t num_token_groups; /* those first; then one for each layer whose rows, if any, are not tokens' */
 
     int32_t num_threads;
     int64_t max_seq_len, max_sequences, capacity, max_bytes; /* 0: no limit */
 
     kvc_table sequences;
     kvc_batch *batch; /* the open one */
-    int64_t num_holds;
+    int64_t num_holds, num_rewrites;
     kvc_stats stats; /* its counters; what is counted now is filled in when asked for */
     struct {
         void *memory;
         size_t size;
     } spares[KVC_NUM_SPARES]; /* scratch kept for the next batch */
 };
+
+/* Where token i of an array begins, in bytes: groups of inner_tokens lie a batch stride apart. */
+static inline int64_t kvc_token_offset(int32_t i, int32_t inner_tokens, int64_t token_stride, int64_t batch_stride) {
+    return inner_tokens ? i / inner_tokens * batch_stride + i % inner_tokens * token_stride : i * token_stride;
+}
 
 /* What one sequence has in the batch. */
 typedef struct kvc_batch_sequence {
@@ -61,14 +71,17 @@ struct kvc_batch {
     size_t size; /* of this allocation */
     int32_t num_tokens, num_sequences;
     int32_t *positions;            /* [num_tokens] */
+    int32_t *parents;              /* [num_tokens], or NULL: no trees */
     int32_t *sequence_of;          /* [num_tokens] index into sequences */
     int32_t *order;                /* [num_tokens] tokens, those of a sequence side by side, else in order */
     kvc_batch_sequence *sequences; /* [num_sequences] */
     kvc_place *places;             /* [num_groups][num_tokens] */
     kvc_pending *pending;          /* [num_groups][num_sequences] */
     kvc_run *runs;                 /* [num_groups][num_tokens] what pending points into */
+    uint8_t *kept;                 /* [num_tokens] what is committed of them */
     uint8_t *written;              /* [num_layers][num_tokens] the token's rows of the layer are there */
     kvc_plan *plans;               /* made for this batch */
+    int32_t num_cross_puts;        /* a plan for a cross-attention layer is out of date after the next */
 };
 
 static inline void kvc_lock(kvc_cache *cache) { kvc_mutex_lock(&cache->mutex); }
@@ -82,6 +95,12 @@ static inline kvc_status kvc_unlock(kvc_cache *cache, kvc_status status) {
 /* The runs of sequence s of the batch in group g. */
 static inline kvc_pending *kvc_pending_of(const kvc_batch *batch, int32_t g, int32_t s) {
     return &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
+}
+
+/* Whether a token of a batch with parents is another, or one of its descendants.  Parents are earlier tokens. */
+static inline int kvc_descends(const kvc_batch *batch, int32_t token, int32_t ancestor) {
+    while (token > ancestor) token = batch->parents[token];
+    return token == ancestor;
 }
 
 /* Whether each token of the batch was put in a layer. */
@@ -101,10 +120,40 @@ kvc_status kvc_read_struct(void *to, size_t to_size, const void *from, size_t fr
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_tidy(kvc_cache *cache, kvc_sequence *sequence);
 
+/* An edit that leaves no token in any layer also forgets what was evicted. */
+void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
+
 /* Whether a query at this position would miss rows that were evicted. */
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
 
+/* KVC_ERR_INDEX; KVC_ERR_BUSY if a batch, or a rewrite, has the sequence (NULL: nobody); KVC_ERR_BUSY or KVC_ERR_HELD if
+ * rows must not move now. */
 kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer);
+kvc_status kvc_check_idle(const kvc_sequence *sequence);
+kvc_status kvc_check_closed(const kvc_cache *cache, const char *what);
+
+/* KVC_ERR_FULL if kvc_nbytes passes max_bytes, because of `what`. */
+kvc_status kvc_check_max_bytes(const kvc_cache *cache, const char *what);
+
+/* What turns the keys of a layer where they move; NULL: nothing does. */
+static inline const kvc_rope *kvc_rope_of(const kvc_cache *cache, int32_t layer) {
+    return cache->rope_of[layer] < 0 ? NULL : &cache->ropes[cache->rope_of[layer]];
+}
+
+/* The layer whose rows a layer reads. */
+static inline int32_t kvc_source_of(const kvc_cache *cache, int32_t layer) {
+    return cache->layers[layer].share ? cache->layers[layer].share - 1 : layer;
+}
+
+/* edit.c: KVC_ERR_INVALID unless it is a range of positions. */
+kvc_status kvc_check_positions(int32_t begin, int32_t end);
+
+/* batch.c: KVC_ERR_INVALID if the layer shares another's rows or has none; if k or v is there or not as it should be. */
+kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer);
+kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v);
+
+/* Whether the layer has rows of its own, which are tokens'. */
+int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer);
 
 /* The cache's own number, or what it is for the process now. */
 int32_t kvc_cache_threads(const kvc_cache *cache);
@@ -115,12 +164,16 @@ int64_t kvc_cache_bytes(const kvc_cache *cache);
 /* batch.c: KVC_ERR_INDEX unless the batch has tokens [first, first + *num_tokens); 0 becomes all from first on. */
 kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens);
 
+/* batch.c: KVC_ERR_INVALID unless tokens can be cut into groups of so many. */
+kvc_status kvc_check_inner(int32_t inner_tokens, int32_t num_tokens);
+
 /* batch.c: KVC_ERR_INVALID unless it is a type that callers may hand in, at strides of whole elements. */
 kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name);
 
-/* batch.c: the two halves of kvc_put: copies and checks the arguments; stores the rows, which cannot fail. */
+/* batch.c: the two halves of kvc_put: copies and checks the arguments; stores the rows, which
+ * cannot fail but in cross-attention layers. */
 kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_args *given, kvc_put_args *args);
-void kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
+kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
 
 /* compact.c: moves the rows of a group together, where no pin is; with the mutex held and no batch open. */
 kvc_status kvc_compact_group(kvc_cache *cache, int32_t group);

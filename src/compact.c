@@ -37,7 +37,7 @@ int64_t kvc_compact_group_waste(const kvc_cache *cache, int32_t group) {
         if (is_movable(pool->blocks[i])) waste += pool->blocks[i]->fill - pool->blocks[i]->live;
     /* A window leaves holes behind its sinks and in the block it is moving out of, which is free soon: nothing is to be
      * moved for these. */
-    if (cache->policies[group].kind != KVC_FULL) waste -= 2 * (int64_t)pool->block_size * cache->sequences.num;
+    if (kvc_policy_evicts(&cache->policies[group])) waste -= 2 * (int64_t)pool->block_size * cache->sequences.num;
     return waste;
 }
 
@@ -132,7 +132,7 @@ static void move_region(void *context, int64_t i) {
     for (; i >= 2 * (int64_t)at->num_kv_heads; at++) i -= 2 * (int64_t)at->num_kv_heads;
     const size_t head = (size_t)i / 2;
     const size_t offset = i % 2 ? at->v_offset + head * at->v_head_stride : at->k_offset + head * at->k_head_stride;
-    const size_t bytes = i % 2 ? at->v_row_bytes : at->k_row_bytes;
+    const size_t bytes = i % 2 ? at->v_stored : at->k_row_bytes;
     for (int64_t m = 0; m < c->num_moves; m++) {
         const move *mv = &c->moves[m];
         memmove(mv->to->rows + offset + (size_t)mv->to_slot * bytes,

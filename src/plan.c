@@ -23,45 +23,72 @@ typedef struct totals {
     double work;
 } totals;
 
-static void find_reach(const kvc_batch *batch, const kvc_policy *policy, kvc_unit *unit) {
-    int32_t first = INT32_MAX, last = 0;
+static void find_reach(const kvc_plan *plan, kvc_unit *unit) {
+    const kvc_batch *batch = plan->batch;
+    const kvc_policy *policy = &batch->cache->policies[plan->group];
+    int32_t first = INT32_MAX, last = 0, all = policy->kind == KVC_CROSS;
     for (int32_t i = 0; i < unit->num_tokens; i++) {
-        const int32_t position = batch->positions[batch->order[unit->first + i]];
+        const int32_t token = batch->order[unit->first + i], position = batch->positions[token];
         if (position < first) first = position;
         if (position > last) last = position;
+        all |= kvc_plan_sees_all(plan, token);
     }
-    unit->end = last + 1;
+    unit->end = all ? INT32_MAX : last + 1;
+    unit->batch_end = batch->parents ? INT32_MAX : unit->end;
     unit->low = kvc_policy_lowest(policy, first);
     unit->sinks = kvc_policy_sinks(policy);
     if (unit->sinks > unit->end) unit->sinks = unit->end;
     if (unit->sinks >= unit->low) unit->sinks = unit->low = 0;
 }
 
-/* Adds the part of a run at [begin, end) to the unit's pieces; only counts them where there is no array yet. */
-static void add_piece(const kvc_run *run, int32_t begin, int32_t end, kvc_piece *pieces, int64_t *num, kvc_unit *unit) {
+/* Which of the plan's deltas it is, counted from 1; 0 for none. */
+static int32_t find_turn(const kvc_plan *plan, int32_t delta) {
+    if (delta == 0) return 0;
+    int32_t n = plan->num_deltas;
+    while (n > 0 && plan->deltas[n - 1] != delta) n--;
+    return n;
+}
+
+/* Adds the part of a run at [begin, end) to the unit's pieces; only counts them where there is no array yet.  token: of
+ * the run's first row, -1 for stored ones. */
+static void add_piece(const kvc_plan *plan, const kvc_run *run, int32_t token, int32_t begin, int32_t end, int64_t *num,
+                      kvc_unit *unit) {
     const kvc_run part = kvc_run_part(run, begin, end);
     if (!part.count) return;
-    if (pieces) pieces[*num] = (kvc_piece){part.block->rows, part.slot, part.count, part.position};
+    if (plan->pieces)
+        plan->pieces[*num] = (kvc_piece){.rows = part.block->rows,
+                                         .slot = part.slot,
+                                         .count = part.count,
+                                         .position = part.position,
+                                         .turn = find_turn(plan, part.delta),
+                                         .token = token < 0 ? -1 : token + part.position - run->position};
     ++*num;
     unit->num_rows += part.count;
 }
 
-static void add_runs(const kvc_run *runs, int32_t num_runs, kvc_piece *pieces, int64_t *num, kvc_unit *unit) {
+/* token: of the first run's first row, -1 for stored ones. */
+static void add_runs(const kvc_plan *plan, const kvc_run *runs, int32_t num_runs, int32_t token, int64_t *num,
+                     kvc_unit *unit) {
+    const int32_t end = token < 0 ? unit->end : unit->batch_end;
     for (int32_t i = 0; i < num_runs; i++) {
-        if (unit->sinks) add_piece(&runs[i], 0, unit->sinks, pieces, num, unit);
-        add_piece(&runs[i], unit->low, unit->end, pieces, num, unit);
+        if (unit->sinks) add_piece(plan, &runs[i], token, 0, unit->sinks, num, unit);
+        add_piece(plan, &runs[i], token, unit->low, end, num, unit);
+        if (token >= 0) token += runs[i].count;
     }
 }
 
-/* Stored rows first, then the batch's own: the order of arrival. */
-static void find_pieces(const kvc_plan *plan, kvc_unit *unit, kvc_piece *pieces, int64_t *num) {
+/* Stored rows first, then the batch's own: the order of arrival.  In a cross-attention layer the latter replace the
+ * former. */
+static void find_pieces(const kvc_plan *plan, kvc_unit *unit, int64_t *num) {
     const kvc_batch *batch = plan->batch;
-    const kvc_rows *rows = &batch->sequences[unit->sequence].sequence->rows[plan->group];
+    const kvc_batch_sequence *member = &batch->sequences[unit->sequence];
+    const kvc_rows *rows = &member->sequence->rows[plan->group];
     const kvc_pending *pending = kvc_pending_of(batch, plan->group, unit->sequence);
-    find_reach(batch, &batch->cache->policies[plan->group], unit);
+    const int is_cross = batch->cache->policies[plan->group].kind == KVC_CROSS;
+    find_reach(plan, unit);
     unit->num_rows = 0;
-    add_runs(kvc_rows_begin(rows), rows->num, pieces, num, unit);
-    add_runs(pending->runs, pending->num, pieces, num, unit);
+    if (!(is_cross && pending->num)) add_runs(plan, kvc_rows_begin(rows), rows->num, -1, num, unit);
+    add_runs(plan, pending->runs, pending->num, is_cross ? -1 : member->first, num, unit);
 }
 
 static void cut_rows(const kvc_plan *plan, int32_t num_units, kvc_unit *unit) {
@@ -94,7 +121,7 @@ static void add_unit(kvc_plan *plan, kvc_unit *unit, int32_t num_units, totals *
     unit->first_counter = t->counters;
     unit->first_task = t->tasks;
     unit->partials = t->partials;
-    find_pieces(plan, unit, plan->pieces, &t->pieces);
+    find_pieces(plan, unit, &t->pieces);
     cut_rows(plan, num_units, unit);
     if (plan->units) {
         plan->units[t->units] = *unit;
@@ -161,6 +188,7 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     const size_t q = (size_t)t->max_q;
     lane->size = 0;
     lane->q = add_floats(&lane->size, q * (size_t)lane->q_stride);
+    lane->turned = add_floats(&lane->size, plan->num_deltas ? q * (size_t)lane->q_stride : 0);
     lane->scores = add_floats(&lane->size, q * KVC_TILE);
     lane->acc = add_floats(&lane->size, q * (size_t)lane->acc_stride);
     lane->max = add_floats(&lane->size, q);
@@ -178,6 +206,10 @@ static kvc_plan *settle(const kvc_plan *draft, const totals *t) {
     const size_t starts = kvc_add_array(&size, (size_t)t->starts * sizeof(kvc_start));
     const size_t counters = kvc_add_array(&size, (size_t)t->counters * sizeof(kvc_counter));
     const size_t flags = kvc_add_array(&size, (size_t)draft->num_lanes * sizeof(atomic_flag));
+    const size_t deltas = kvc_add_array(&size, (size_t)draft->num_deltas * sizeof(int32_t));
+    const size_t angles = kvc_add_array(&size, (size_t)draft->batch->cache->num_ropes * (size_t)draft->num_deltas *
+                                                   (size_t)draft->angles_stride * sizeof(float));
+    const size_t non_causal = kvc_add_array(&size, draft->args.non_causal ? (size_t)draft->args.num_tokens : 0);
     const size_t partials = kvc_add_array(&size, t->partials * sizeof(float));
     const size_t lanes = kvc_add_array(&size, (size_t)draft->num_lanes * draft->lane.size * sizeof(float));
     char *start = kvc_scratch_take(draft->batch->cache, &size);
@@ -189,10 +221,65 @@ static kvc_plan *settle(const kvc_plan *draft, const totals *t) {
     plan->starts = (void *)(start + starts);
     plan->counters = (void *)(start + counters);
     plan->lane_taken = (void *)(start + flags);
+    plan->deltas = (void *)(start + deltas);
+    plan->angles = (void *)(start + angles);
+    plan->non_causal = (void *)(start + non_causal);
+    if (draft->args.non_causal) {
+        memcpy(plan->non_causal, draft->args.non_causal, (size_t)draft->args.num_tokens);
+        plan->args.non_causal = plan->non_causal;
+    }
     plan->partials = (void *)(start + partials);
     plan->lanes = (void *)(start + lanes);
     for (int32_t i = 0; i < plan->num_lanes; i++) atomic_flag_clear(&plan->lane_taken[i]);
     return plan;
+}
+
+/* ---- keys that are off ------------------------------------------------------------------------------------------- */
+
+/* Calls visit for each run of the batch's sequences that is off, but for those like the one before. */
+static void visit_deltas(kvc_plan *plan, void (*visit)(kvc_plan *plan, int32_t delta)) {
+    int32_t last = 0;
+    for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
+        const kvc_rows *rows = &plan->batch->sequences[s].sequence->rows[plan->group];
+        for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) {
+            if (run->delta && run->delta != last) visit(plan, run->delta);
+            last = run->delta;
+        }
+    }
+}
+
+static void count_delta(kvc_plan *plan, int32_t delta) {
+    (void)delta;
+    plan->num_deltas++;
+}
+
+static void add_delta(kvc_plan *plan, int32_t delta) {
+    if (!find_turn(plan, delta)) plan->deltas[plan->num_deltas++] = delta;
+}
+
+/* At most so many deltas, and so long angles. */
+static void size_angles(kvc_plan *plan) {
+    const kvc_cache *cache = plan->batch->cache;
+    visit_deltas(plan, count_delta);
+    for (int32_t r = 0; r < cache->num_ropes; r++)
+        if ((int32_t)kvc_rope_angles_size(&cache->ropes[r]) > plan->angles_stride)
+            plan->angles_stride = (int32_t)kvc_rope_angles_size(&cache->ropes[r]);
+}
+
+/* Queries are turned by -delta: what a key that is off by delta lacks, since q . R(d) k = R(-d) q . k. */
+static void find_angles(kvc_plan *plan) {
+    const kvc_cache *cache = plan->batch->cache;
+    plan->num_deltas = 0;
+    visit_deltas(plan, add_delta);
+    for (int32_t layer = 0, last = -1; plan->num_deltas && layer < cache->num_layers; layer++) {
+        const int32_t r = cache->rope_of[layer];
+        if (cache->group_of[layer] != plan->group || r < 0 || r == last) continue;
+        for (int32_t d = 0; d < plan->num_deltas; d++)
+            kvc_rope_angles(&cache->ropes[r], -plan->deltas[d],
+                            plan->angles + ((size_t)r * (size_t)plan->num_deltas + (size_t)d) *
+                                               (size_t)plan->angles_stride);
+        last = r;
+    }
 }
 
 /* Blocks and sequences of the batch are its own, so only scratch needs the mutex. */
@@ -204,9 +291,11 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
                       .num_kv_heads = layer->num_kv_heads,
                       .k_dim = layer->k_dim,
                       .v_dim = layer->v_dim,
+                      .num_cross_puts = batch->num_cross_puts,
                       .heads_per_kv = args->num_heads / layer->num_kv_heads};
     draft.lane.q_stride = (int32_t)kvc_align_up((size_t)layer->k_dim, KVC_LANES);
     draft.lane.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
+    size_angles(&draft);
     const totals t = cut_batch(&draft);
     draft.num_units = (int32_t)t.units;
     draft.num_tasks = t.tasks;
@@ -223,6 +312,7 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
     }
     kvc_unlock(batch->cache, KVC_OK);
     if (!plan) return kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld attention tasks", (long long)t.tasks);
+    find_angles(plan);
     cut_batch(plan);
     *out = plan;
     return KVC_OK;
@@ -238,12 +328,13 @@ void kvc_plans_free(kvc_batch *batch) {
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
-/* Copies and checks the caller's arguments, and fills in those left to us. */
-static kvc_status check_plan(const kvc_batch *batch, const kvc_plan_args *given, kvc_plan_args *args) {
+kvc_status kvc_plan_check(const kvc_batch *batch, const kvc_plan_args *given, kvc_plan_args *args) {
     kvc_status status = kvc_read_struct(args, sizeof *args, given, given ? given->struct_size : 0, "plan");
     if (status == KVC_OK) status = kvc_check_layer(batch->cache, args->layer);
     if (status == KVC_OK) status = kvc_check_range(batch, args->first, &args->num_tokens);
     if (status != KVC_OK) return status;
+    if (batch->cache->layers[args->layer].policy.kind == KVC_NONE)
+        return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention", args->layer);
     const int32_t num_kv_heads = batch->cache->layers[args->layer].num_kv_heads;
     if (args->num_heads < 1 || args->num_heads % num_kv_heads || args->num_heads / num_kv_heads > 1 << 16)
         return kvc_fail(KVC_ERR_INVALID, "num_heads is %d: it must be a multiple of layer %d's num_kv_heads, %d",
@@ -255,20 +346,27 @@ static kvc_status check_plan(const kvc_batch *batch, const kvc_plan_args *given,
     return KVC_OK;
 }
 
+int kvc_plan_is_current(const kvc_plan *plan) {
+    return plan->group < plan->batch->cache->num_token_groups || plan->num_cross_puts == plan->batch->num_cross_puts;
+}
+
 /* Whether a plan for these arguments would be the same. */
 static int serves(const kvc_plan *plan, const kvc_plan_args *args) {
+    const uint8_t *given = args->non_causal, *own = plan->args.non_causal;
+    if (!given != !own || plan->args.num_tokens != args->num_tokens) return 0;
+    if (own && memcmp(own, given, (size_t)args->num_tokens) != 0) return 0;
     const kvc_cache *cache = plan->batch->cache;
     const kvc_layer *layer = &cache->layers[args->layer];
     return plan->group == cache->group_of[args->layer] && plan->num_kv_heads == layer->num_kv_heads &&
            plan->k_dim == layer->k_dim && plan->v_dim == layer->v_dim && plan->args.first == args->first &&
-           plan->args.num_tokens == args->num_tokens && plan->args.num_heads == args->num_heads &&
-           plan->args.num_threads == args->num_threads;
+           plan->args.num_heads == args->num_heads && plan->args.num_threads == args->num_threads &&
+           kvc_plan_is_current(plan);
 }
 
 kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan **out) {
     kvc_plan_args args;
     if (!out) return kvc_fail(KVC_ERR_INVALID, "plan is NULL: it is where the plan goes");
-    const kvc_status status = check_plan(batch, given, &args);
+    const kvc_status status = kvc_plan_check(batch, given, &args);
     if (status != KVC_OK) return status;
     kvc_lock(batch->cache);
     kvc_plan *plan = batch->plans;

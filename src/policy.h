@@ -7,8 +7,14 @@
 /* KVC_OK, or the sentence that says which field is wrong. */
 kvc_status kvc_policy_check(const kvc_policy *policy, int32_t layer);
 
-/* Two layers with equal policies share a group. */
+/* Two layers with equal policies that keep tokens share a group. */
 int kvc_policy_equal(const kvc_policy *a, const kvc_policy *b);
+
+/* Whether the layer's rows are those of tokens, at their positions.  Not so in KVC_CROSS and KVC_NONE. */
+int kvc_policy_keeps_tokens(const kvc_policy *policy);
+
+/* Whether rows may come that no query can see any more. */
+int kvc_policy_evicts(const kvc_policy *policy);
 
 /* The first position that a query at `position` sees, sinks aside. */
 int32_t kvc_policy_lowest(const kvc_policy *policy, int32_t position);

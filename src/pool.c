@@ -32,7 +32,7 @@ int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t touched) {
     for (int32_t i = 0; i < pool->num_layers; i++) {
         const kvc_layout *at = &pool->layouts[i];
         bytes += (size_t)at->num_kv_heads * (kvc_align_up((size_t)touched * at->k_row_bytes, page) +
-                                             kvc_align_up((size_t)touched * at->v_row_bytes, page));
+                                             kvc_align_up((size_t)touched * at->v_stored, page));
     }
     const size_t all = kvc_align_up(pool->block_bytes, page);
     return (int64_t)(bytes < all ? bytes : all);
@@ -149,8 +149,8 @@ static void purge_head(void *context, int64_t head) {
     const size_t h = (size_t)head, from = (size_t)block->fill, count = (size_t)(block->touched - block->fill);
     kvc_memory_purge(pool->memory, block->rows + at->k_offset + h * at->k_head_stride + from * at->k_row_bytes,
                      count * at->k_row_bytes);
-    kvc_memory_purge(pool->memory, block->rows + at->v_offset + h * at->v_head_stride + from * at->v_row_bytes,
-                     count * at->v_row_bytes);
+    kvc_memory_purge(pool->memory, block->rows + at->v_offset + h * at->v_head_stride + from * at->v_stored,
+                     count * at->v_stored);
 }
 
 static void purge_tail(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
@@ -173,7 +173,7 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {
     int64_t bytes = 0;
     for (int32_t i = 0; i < pool->num_layers; i++) {
         const kvc_layout *at = &pool->layouts[i];
-        bytes += at->num_kv_heads * (int64_t)(at->k_row_bytes + at->v_row_bytes);
+        bytes += at->num_kv_heads * (int64_t)(at->k_row_bytes + at->v_stored);
     }
     return bytes;
 }

@@ -11,7 +11,7 @@
 #include "memory.h"
 
 typedef struct kvc_block {
-    uint8_t *rows;          /* per layer of the group: K [head][slot][k_dim], then V [head][slot][v_dim] */
+    uint8_t *rows;          /* per layer of the group: K [head][slot][k_dim], then V [head][slot][v_dim], if stored */
     struct kvc_block *next; /* in the list of free blocks */
     int32_t index;          /* in pool->blocks */
     int32_t fill;           /* slots below this were handed out; those past it belong to nobody */
@@ -29,7 +29,8 @@ typedef struct kvc_block {
 typedef struct kvc_layout {
     size_t k_offset, v_offset; /* of head 0, slot 0 */
     size_t k_head_stride, v_head_stride;
-    size_t k_row_bytes, v_row_bytes;
+    size_t k_row_bytes, v_row_bytes; /* from slot to slot; for values that lie in the keys, the keys' */
+    size_t v_stored;                 /* bytes of a row of values: v_row_bytes, or 0 where they lie in the keys */
     int32_t num_kv_heads;
 } kvc_layout;
 

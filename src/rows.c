@@ -1,7 +1,8 @@
 /* rows.c: the public functions that read rows: where they are, and copies of them. */
 #include <string.h>
 
-#include "cache.h"
+#include "dtype.h"
+#include "rows.h"
 
 /* The rows of a sequence in a layer; NULL if it holds none. */
 static const kvc_rows *find_rows(const kvc_cache *cache, int64_t seq_id, int32_t layer) {
@@ -68,7 +69,7 @@ void kvc_hold_free(kvc_hold *hold) {
     kvc_unlock(cache, KVC_OK);
 }
 
-static kvc_span span_of(const kvc_run *run, const kvc_layout *at) {
+kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at) {
     return (kvc_span){.k = run->block->rows + at->k_offset + (size_t)run->slot * at->k_row_bytes,
                       .v = run->block->rows + at->v_offset + (size_t)run->slot * at->v_row_bytes,
                       .k_head_stride = (int64_t)at->k_head_stride,
@@ -93,24 +94,43 @@ kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *
     const kvc_rows *rows = find_rows(cache, seq_id, layer);
     *num_spans = rows ? rows->num : 0;
     for (int64_t i = 0; i < *num_spans && i < max_spans; i++) {
-        const kvc_span span = span_of(kvc_rows_begin(rows) + i, &cache->layouts[cache->layout_of[layer]]);
+        const kvc_span span = kvc_span_of(kvc_rows_begin(rows) + i, &cache->layouts[cache->layout_of[layer]]);
         memcpy((char *)spans + (size_t)i * span_size, &span, sizeof span);
     }
     if (hold && *num_spans && *num_spans <= max_spans) status = hold_rows(cache, rows, cache->group_of[layer], hold);
     return kvc_unlock(cache, status);
 }
 
-/* Converts num_rows rows of every head of a run to rows `at` of the caller's array. */
-static void gather_part(const kvc_cache *cache, int32_t layer, const kvc_run *part, const kvc_rows_out *out,
-                        int64_t at) {
-    const kvc_layer *config = &cache->layers[layer];
-    const kvc_layout *layout = &cache->layouts[cache->layout_of[layer]];
-    const kvc_span span = span_of(part, layout);
+/* ---- copies ------------------------------------------------------------------------------------------------------ */
+
+/* Keys of one head of a run, turned to where they stand. */
+static void decode_keys(const kvc_reader *reader, const kvc_span *span, int64_t head, const kvc_rows_out *out, char *to) {
+    const kvc_cache *cache = reader->cache;
+    const kvc_layer *config = &cache->layers[reader->layer];
+    const kvc_rope *rope = span->delta ? kvc_rope_of(cache, reader->layer) : NULL;
+    const char *from = (const char *)span->k + head * span->k_head_stride;
+    if (!rope) {
+        cache->kernels->convert[config->k_type][out->type](to, out->k_row_stride, from, span->k_row_stride,
+                                                           span->num_rows, config->k_dim);
+        return;
+    }
+    float *angles = reader->scratch, *row = angles + kvc_rope_angles_size(rope);
+    for (int32_t i = 0; i < span->num_rows; i++) {
+        cache->kernels->convert[config->k_type][KVC_F32](row, 0, from + i * span->k_row_stride, 0, 1, config->k_dim);
+        kvc_rope_turn(rope, angles, row);
+        cache->kernels->convert[KVC_F32][out->type](to + i * out->k_row_stride, 0, row, 0, 1, config->k_dim);
+    }
+}
+
+void kvc_reader_copy(const kvc_reader *reader, const kvc_run *part, const kvc_rows_out *out, int64_t at) {
+    const kvc_cache *cache = reader->cache;
+    const kvc_layer *config = &cache->layers[reader->layer];
+    const kvc_span span = kvc_span_of(part, &cache->layouts[cache->layout_of[reader->layer]]);
+    const kvc_rope *rope = kvc_rope_of(cache, reader->layer);
+    if (out->k && rope && part->delta) kvc_rope_angles(rope, part->delta, reader->scratch);
     for (int64_t h = 0; h < config->num_kv_heads; h++) {
         if (out->k)
-            cache->kernels->convert[config->k_type][out->type](
-                (char *)out->k + h * out->k_head_stride + at * out->k_row_stride, out->k_row_stride,
-                (const char *)span.k + h * span.k_head_stride, span.k_row_stride, part->count, config->k_dim);
+            decode_keys(reader, &span, h, out, (char *)out->k + h * out->k_head_stride + at * out->k_row_stride);
         if (out->v)
             cache->kernels->convert[config->v_type][out->type](
                 (char *)out->v + h * out->v_head_stride + at * out->v_row_stride, out->v_row_stride,
@@ -118,52 +138,124 @@ static void gather_part(const kvc_cache *cache, int32_t layer, const kvc_run *pa
     }
 }
 
-/* A copy of the runs, with their blocks pinned: so that rows can be read without the mutex. */
-static kvc_status snapshot(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t end_row, kvc_rows *copy,
-                           kvc_hold **hold) {
-    const kvc_rows *rows = find_rows(cache, seq_id, layer);
-    kvc_rows_init(copy);
-    if (end_row > (rows ? rows->count : 0))
-        return kvc_fail(KVC_ERR_INDEX, "rows up to %lld are asked for: sequence %lld holds %lld in layer %d",
-                        (long long)end_row, (long long)seq_id, (long long)(rows ? rows->count : 0), layer);
-    if (!rows || !rows->num) return KVC_OK;
-    kvc_status status = kvc_rows_reserve(copy, &cache->memory, rows->num);
+static size_t scratch_size(const kvc_cache *cache, int32_t layer) {
+    return 2 * (size_t)cache->layers[layer].k_dim * sizeof(float); /* a row and its angles */
+}
+
+kvc_status kvc_reader_new(kvc_cache *cache, int32_t layer, kvc_reader *reader) {
+    *reader = (kvc_reader){.cache = cache, .layer = layer};
+    if (!kvc_rope_of(cache, layer)) return KVC_OK;
+    reader->scratch = kvc_memory_alloc(&cache->memory, scratch_size(cache, layer), KVC_MEMORY_SCRATCH, -1);
+    return reader->scratch ? KVC_OK : kvc_fail(KVC_ERR_NOMEM, "out of memory for a row of layer %d", layer);
+}
+
+void kvc_reader_free(kvc_reader *reader) {
+    kvc_memory_free(&reader->cache->memory, reader->scratch, scratch_size(reader->cache, reader->layer),
+                    KVC_MEMORY_SCRATCH, -1);
+}
+
+kvc_status kvc_check_rows_out(const kvc_rows_out *given, kvc_rows_out *out) {
+    kvc_status status = kvc_read_struct(out, sizeof *out, given, given ? given->struct_size : 0, "out");
+    if (status == KVC_OK) status = kvc_check_array(out->type, out->k_row_stride, out->k_head_stride, "out");
+    return status == KVC_OK ? kvc_check_array(out->type, out->v_row_stride, out->v_head_stride, "out") : status;
+}
+
+/* What is to be read without the mutex: a copy of the runs, with their blocks pinned. */
+typedef struct snapshot {
+    kvc_rows rows;
+    kvc_hold *hold; /* NULL: there are none, and nothing is to be freed */
+    kvc_reader reader;
+} snapshot;
+
+static kvc_status take_snapshot(kvc_cache *cache, const kvc_rows *rows, int32_t layer, snapshot *s) {
+    kvc_status status = kvc_rows_reserve(&s->rows, &cache->memory, rows->num);
     if (status != KVC_OK) return status;
-    memcpy(copy->runs, kvc_rows_begin(rows), (size_t)rows->num * sizeof *copy->runs);
-    copy->num = rows->num;
-    status = hold_rows(cache, rows, cache->group_of[layer], hold);
-    if (status != KVC_OK) kvc_rows_free_list(copy, &cache->memory);
+    memcpy(s->rows.runs, kvc_rows_begin(rows), (size_t)rows->num * sizeof *s->rows.runs);
+    s->rows.num = rows->num;
+    status = kvc_reader_new(cache, layer, &s->reader);
+    if (status == KVC_OK) {
+        status = hold_rows(cache, rows, cache->group_of[layer], &s->hold);
+        if (status != KVC_OK) kvc_reader_free(&s->reader);
+    }
+    if (status != KVC_OK) kvc_rows_free_list(&s->rows, &cache->memory);
     return status;
+}
+
+/* Of a sequence that holds at least `least` rows in the layer. */
+static kvc_status open_snapshot(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t least, snapshot *s) {
+    *s = (snapshot){0};
+    kvc_rows_init(&s->rows);
+    kvc_status status = KVC_OK;
+    kvc_lock(cache);
+    const kvc_rows *rows = find_rows(cache, seq_id, layer);
+    if (least > (rows ? rows->count : 0))
+        status = kvc_fail(KVC_ERR_INDEX, "rows up to %lld are asked for: sequence %lld holds %lld in layer %d",
+                          (long long)least, (long long)seq_id, (long long)(rows ? rows->count : 0), layer);
+    else if (rows && rows->num)
+        status = take_snapshot(cache, rows, layer, s);
+    return kvc_unlock(cache, status);
+}
+
+static void close_snapshot(snapshot *s) {
+    if (!s->hold) return;
+    kvc_cache *cache = s->reader.cache;
+    kvc_lock(cache);
+    kvc_rows_free_list(&s->rows, &cache->memory);
+    kvc_reader_free(&s->reader);
+    let_go(s->hold);
+    kvc_unlock(cache, KVC_OK);
 }
 
 kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
                       const kvc_rows_out *given) {
     kvc_rows_out out;
-    kvc_rows rows;
-    kvc_hold *hold = NULL;
+    snapshot s;
     kvc_status status = kvc_check_layer(cache, layer);
-    if (status == KVC_OK) status = kvc_read_struct(&out, sizeof out, given, given ? given->struct_size : 0, "out");
-    if (status == KVC_OK) status = kvc_check_array(out.type, out.k_row_stride, out.k_head_stride, "out");
-    if (status == KVC_OK) status = kvc_check_array(out.type, out.v_row_stride, out.v_head_stride, "out");
+    if (status == KVC_OK) status = kvc_check_rows_out(given, &out);
     if (status == KVC_OK && (first_row < 0 || num_rows < 0 || first_row > INT64_MAX - num_rows))
         status = kvc_fail(KVC_ERR_INVALID, "first_row is %lld and num_rows %lld: neither must be negative",
                           (long long)first_row, (long long)num_rows);
+    if (status == KVC_OK) status = open_snapshot(cache, seq_id, layer, first_row + num_rows, &s);
     if (status != KVC_OK) return status;
-    kvc_lock(cache);
-    status = kvc_unlock(cache, snapshot(cache, seq_id, layer, first_row + num_rows, &rows, &hold));
-    if (status != KVC_OK || !hold) return status;
     int64_t row = 0; /* in order of arrival, at the beginning of the run */
-    for (const kvc_run *run = kvc_rows_begin(&rows); run < kvc_rows_end(&rows); row += run++->count) {
+    for (const kvc_run *run = kvc_rows_begin(&s.rows); run < kvc_rows_end(&s.rows); row += run++->count) {
         const int64_t from = row > first_row ? row : first_row, last = first_row + num_rows;
         const int64_t to = row + run->count < last ? row + run->count : last;
         if (from >= to) continue;
         kvc_run part = *run;
         part.slot += (int32_t)(from - row);
         part.count = (int32_t)(to - from);
-        gather_part(cache, layer, &part, &out, from - first_row);
+        kvc_reader_copy(&s.reader, &part, &out, from - first_row);
     }
-    kvc_lock(cache);
-    kvc_rows_free_list(&rows, &cache->memory);
-    let_go(hold);
-    return kvc_unlock(cache, KVC_OK);
+    close_snapshot(&s);
+    return KVC_OK;
+}
+
+/* Zeros in every row of an array [heads][num_rows][dim]. */
+static void clear_rows(void *to, int64_t head_stride, int64_t row_stride, int32_t heads, int64_t num_rows,
+                       size_t row_bytes) {
+    for (int64_t h = 0; to && h < heads; h++)
+        for (int64_t i = 0; i < num_rows; i++) memset((char *)to + h * head_stride + i * row_stride, 0, row_bytes);
+}
+
+kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
+                       const kvc_rows_out *given) {
+    kvc_rows_out out;
+    snapshot s;
+    kvc_status status = kvc_check_layer(cache, layer);
+    if (status == KVC_OK) status = kvc_check_positions(begin, end);
+    if (status == KVC_OK) status = kvc_check_rows_out(given, &out);
+    if (status == KVC_OK) status = open_snapshot(cache, seq_id, layer, 0, &s);
+    if (status != KVC_OK) return status;
+    const kvc_layer *config = &cache->layers[layer];
+    clear_rows(out.k, out.k_head_stride, out.k_row_stride, config->num_kv_heads, end - begin,
+               kvc_row_bytes(out.type, config->k_dim));
+    clear_rows(out.v, out.v_head_stride, out.v_row_stride, config->num_kv_heads, end - begin,
+               kvc_row_bytes(out.type, config->v_dim));
+    for (const kvc_run *run = kvc_rows_begin(&s.rows); run < kvc_rows_end(&s.rows); run++) {
+        const kvc_run part = kvc_run_part(run, begin, end);
+        if (part.count) kvc_reader_copy(&s.reader, &part, &out, part.position - begin);
+    }
+    close_snapshot(&s);
+    return KVC_OK;
 }

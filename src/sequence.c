@@ -251,10 +251,10 @@ static size_t sequence_bytes(int32_t num_groups) {
     return sizeof(kvc_sequence) + (size_t)num_groups * sizeof(kvc_rows);
 }
 
-kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_groups) {
+kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_groups, int32_t num_token_groups) {
     kvc_sequence *sequence = kvc_memory_alloc(memory, sequence_bytes(num_groups), KVC_MEMORY_BOOKKEEPING, -1);
     if (!sequence) return NULL;
-    *sequence = (kvc_sequence){.id = id, .num_groups = num_groups};
+    *sequence = (kvc_sequence){.id = id, .num_groups = num_groups, .num_token_groups = num_token_groups};
     for (int32_t g = 0; g < num_groups; g++) kvc_rows_init(&sequence->rows[g]);
     return sequence;
 }
@@ -271,14 +271,14 @@ int kvc_sequence_is_blank(const kvc_sequence *sequence) {
 }
 
 int kvc_sequence_is_empty(const kvc_sequence *sequence) {
-    for (int32_t g = 0; g < sequence->num_groups; g++)
+    for (int32_t g = 0; g < sequence->num_token_groups; g++)
         if (sequence->rows[g].num) return 0;
     return 1;
 }
 
 int32_t kvc_sequence_first(const kvc_sequence *sequence) {
     int32_t first = -1;
-    for (int32_t g = 0; g < sequence->num_groups; g++) {
+    for (int32_t g = 0; g < sequence->num_token_groups; g++) {
         const int32_t position = sequence->rows[g].min_position;
         if (position >= 0 && (first < 0 || position < first)) first = position;
     }
@@ -287,7 +287,7 @@ int32_t kvc_sequence_first(const kvc_sequence *sequence) {
 
 int32_t kvc_sequence_last(const kvc_sequence *sequence) {
     int32_t last = -1;
-    for (int32_t g = 0; g < sequence->num_groups; g++)
+    for (int32_t g = 0; g < sequence->num_token_groups; g++)
         if (sequence->rows[g].max_position > last) last = sequence->rows[g].max_position;
     return last;
 }

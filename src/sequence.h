@@ -28,9 +28,12 @@ typedef struct kvc_rows {
 
 typedef struct kvc_sequence {
     int64_t id;
-    int32_t in_batch; /* the open batch owns it */
+    int32_t in_batch;   /* the open batch owns it */
+    int32_t in_rewrite; /* its rows are being copied to new slots, without the mutex */
     int32_t num_groups;
-    kvc_rows rows[]; /* per layer group */
+    int32_t num_token_groups; /* the first ones: their rows are tokens'.  The others hold what cross-attention layers were
+                                 given */
+    kvc_rows rows[];          /* per layer group */
 } kvc_sequence;
 
 /* NULL, both, where there is no list yet. */
@@ -99,7 +102,7 @@ void kvc_table_destroy(kvc_table *table, kvc_memory *memory);
 /* ---- sequences --------------------------------------------------------------------------------------------------- */
 
 /* An empty one; NULL if there is no memory. */
-kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_groups);
+kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_groups, int32_t num_token_groups);
 
 /* Frees it and lets go of what it holds. */
 void kvc_sequence_free(kvc_sequence *sequence, kvc_memory *memory, kvc_pool *pools);
@@ -107,9 +110,10 @@ void kvc_sequence_free(kvc_sequence *sequence, kvc_memory *memory, kvc_pool *poo
 /* It holds nothing and has lost nothing: not worth a place in the table. */
 int kvc_sequence_is_blank(const kvc_sequence *sequence);
 
+/* It holds no token's rows. */
 int kvc_sequence_is_empty(const kvc_sequence *sequence);
 
-/* Smallest and largest position in any group; -1 if there is none. */
+/* Smallest and largest position of a token in any group; -1 if there is none. */
 int32_t kvc_sequence_first(const kvc_sequence *sequence);
 int32_t kvc_sequence_last(const kvc_sequence *sequence);
 

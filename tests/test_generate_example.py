@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "generate.py"
 EXPECTED = json.loads((ROOT / "examples" / "model" / "expected.json").read_text())
+TYPES = ["f32", "f16", "bf16", "q8_0", "q4_0"]
 TIMEOUT = 120
 
 
@@ -44,10 +45,10 @@ def test_greedy_text_and_table() -> None:
     assert "\x1b" not in done.stdout
     assert "\r" not in done.stdout
     table = table_of(done.stdout)
-    names = ["prefill, f32 cache", "decode, f32 cache", "decode, without cache", "cache type", "f32 ", "f16 ", "bf16 "]
+    names = ["prefill, f32 cache", "decode, f32 cache", "decode, without cache", "cache type", *TYPES]
     assert len(table) == len(names)
     assert all(line.startswith(name) for line, name in zip(table, names, strict=True))
-    assert [line.split()[1] for line in table[4:]] == ["4,096", "2,048", "2,048"]
+    assert [line.split()[1] for line in table[4:]] == ["4,096", "2,048", "2,048", "1,088", "576"]
     rates = [
         float(line.removeprefix(name).split()[1].replace(",", "")) for line, name in zip(table, names[:3], strict=False)
     ]
@@ -58,7 +59,7 @@ def test_greedy_text_and_table() -> None:
 def test_no_compare_leaves_the_speeds() -> None:
     done = run("ROMEO:", "--tokens", "20", "--no-compare")
     assert done.returncode == 0
-    assert [line.split()[0] for line in table_of(done.stdout)] == ["prefill,", "decode,", "cache", "f32", "f16", "bf16"]
+    assert [line.split()[0] for line in table_of(done.stdout)] == ["prefill,", "decode,", "cache", *TYPES]
 
 
 def test_quiet_is_the_text_alone() -> None:
@@ -82,7 +83,8 @@ def test_the_end_of_the_context(tmp_path: Path) -> None:
     prompt.write_bytes((ROOT / "examples" / "model" / "eval.txt").read_bytes()[:2040])
     full = run("--prompt-file", prompt, "--tokens", "50", "--no-compare", "--temperature", "0")
     assert full.returncode == 0
-    assert full.stderr == "(stopped at 2,048 tokens, the model's whole context; with a window it would go on)\n"
+    notice = "(stopped at 2,048 tokens, the model's whole context; with a window or a shift it would go on)\n"
+    assert full.stderr == notice
     assert table_of(full.stdout)[1].split()[3] == "7"  # the prompt's own pass gives the first of the eight
     window = ("--window", "100", "--tokens", "50", "--no-compare", "--temperature", "0")
     on = run("--prompt-file", prompt, *window)
@@ -93,12 +95,23 @@ def test_the_end_of_the_context(tmp_path: Path) -> None:
     assert sinks.stderr == "(the sink tokens ended up further back than the model was trained to look)\n"
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_shift_goes_on(tmp_path: Path, dtype: str) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_bytes((ROOT / "examples" / "model" / "eval.txt").read_bytes()[:2040])
+    done = run("--prompt-file", prompt, "--shift", "--tokens", "60", "--no-compare", "--dtype", dtype)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(prompt.read_text())
+    assert table_of(done.stdout)[1].split()[3] == "59"
+
+
 def test_help() -> None:
     done = run("--help")
     assert done.returncode == 0
     assert 'python examples/generate.py "ROMEO:"' in done.stdout
     flags = (
-        "--dtype --window --sink-tokens --tokens --seed --temperature --top-p --compare --model --prompt-file --quiet"
+        "--dtype --window --shift --sink-tokens --tokens --seed --temperature --top-p --compare --model --prompt-file "
+        "--quiet"
     )
     for flag in flags.split():
         assert flag in done.stdout
@@ -115,7 +128,15 @@ def test_help() -> None:
             "window and sink tokens may together be at most the model's context, 2,048",
         ),
         (["--window", str(10**30)], "window and sink tokens may together be at most the model's context, 2,048"),
-        (["--sink-tokens", "4"], "sink tokens need a window: without one every token is seen anyway"),
+        (["--sink-tokens", "4"], "sink tokens need a window or a shift: without these every token is seen anyway"),
+        (
+            ["--window", "100", "--shift"],
+            "a window and a shift are two ways to go beyond the model's context: give one of them",
+        ),
+        (
+            ["--shift", "--sink-tokens", "1025"],
+            "a shift can keep at most half of the model's context, 1,024 sink tokens",
+        ),
         (["--seed", "-1"], "seed must be at least 0, not -1"),
         (["--temperature", "nan"], "temperature must be 0 or a positive number, not nan"),
         (["--top-p", "1.5"], "top-p must be above 0 and at most 1, not 1.5"),
@@ -215,14 +236,14 @@ def test_in_a_terminal() -> None:
     assert status == 0
     assert shown.startswith(EXPECTED["greedy"][:66])
     assert "\x1b" not in shown
-    assert len(table_of(shown)) == 6
+    assert len(table_of(shown)) == 3 + len(TYPES)
 
 
 def test_interrupt_in_a_terminal() -> None:
     status, shown = in_a_terminal("ROMEO:", "--tokens", "2000", interrupt_after=50)
     assert status == 130
     assert "Traceback" not in shown
-    assert [line.split()[0] for line in table_of(shown)] == ["prefill,", "decode,", "cache", "f32", "f16", "bf16"]
+    assert [line.split()[0] for line in table_of(shown)] == ["prefill,", "decode,", "cache", *TYPES]
 
 
 def test_bad_input_in_a_terminal() -> None:

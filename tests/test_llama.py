@@ -1,5 +1,6 @@
 """The runner on the small real model: against transformers' numbers, itself without a cache, and broken folders."""
 
+import dataclasses
 import io
 import json
 import shutil
@@ -111,15 +112,19 @@ def test_loss_and_logits_of_long_texts(model: llama.Llama, windows: list[list[in
 
 def test_types_stay_near_f32(model: llama.Llama, windows: list[list[int]]) -> None:
     found = dict(llama.compare_dtypes(model, options(), windows[:2]))
-    assert list(found) == ["f32", "f16", "bf16"]
+    assert list(found) == ["f32", "f16", "bf16", "q8_0", "q4_0"]
     exact = found["f32"]
     assert exact.max_difference == 0
     assert exact.prefill.tokens == 4096
-    # f16 keeps 11 bits, bf16 8: it must show, and not more than this
+    # f16 keeps 11 bits, bf16 and q8_0 8, q4_0 4: it must show, and not more than this
     assert 1e-3 < found["f16"].max_difference < 0.05
     assert 1e-2 < found["bf16"].max_difference < 0.4
     assert found["f16"].loss == pytest.approx(exact.loss, abs=5e-5)
     assert found["bf16"].loss == pytest.approx(exact.loss, abs=5e-4)
+    assert 1e-2 < found["q8_0"].max_difference < 1
+    assert found["q8_0"].loss == pytest.approx(exact.loss, abs=1e-3)
+    assert found["q8_0"].max_difference < found["q4_0"].max_difference
+    assert found["q4_0"].loss == pytest.approx(exact.loss, abs=0.1)
 
 
 # --- against itself ----------------------------------------------------------------------------------------------
@@ -176,6 +181,66 @@ def test_a_window_goes_on_beyond_the_context(model: llama.Llama, windows: list[l
     assert abs(last - first) < 0.1  # the texts differ; out of its depth the model is off by 1 and more
 
 
+# --- shifting ----------------------------------------------------------------------------------------------------
+
+
+def follow(text: list[int], losses: list[float]) -> Callable[[llama.F32], int]:
+    """Choose what the text says, and note what the model thought of it."""
+    rest = iter(text)
+
+    def choose(row: llama.F32) -> int:
+        token = next(rest)
+        losses.append(llama.mean_loss(np.stack([row, row]), [0, token]))
+        return token
+
+    return choose
+
+
+def test_a_shift_goes_on_beyond_the_context(model: llama.Llama, windows: list[list[int]]) -> None:
+    text = windows[0] + windows[1]
+    prompt, rest = text[:1800], text[1800:3400]
+    prefill, decode, losses = llama.Speed(), llama.Speed(), list[float]()
+    with llama.new_cache(model.config, options(shift=True)) as cache:
+        choose = follow(rest, losses)
+        list(llama.generate(model, cache, prompt, len(rest), choose, prefill, decode, num_tokens_kept=4))
+        # 2048 tokens, 1022 dropped, 1022 more, 1022 dropped again, and the rest; each was computed once
+        assert cache.next_position() == 3399 - 2 * 1022
+        assert cache.positions().tolist() == list(range(cache.next_position()))
+        assert cache.stats()["tokens"] == prefill.tokens + decode.tokens == 3399
+    before, after = np.mean(losses[:200]), np.mean(losses[248:])
+    assert abs(after - before) < 0.15  # the texts differ; out of its depth the model is off by 1 and more
+
+
+def test_a_shift_moves_the_rows_that_stay(model: llama.Llama, windows: list[list[int]]) -> None:
+    """The next logits are those over the same rows, stored where they stand now."""
+    with llama.new_cache(model.config, options(shift=True)) as cache:
+        model.forward(windows[0][:600], cache)
+        llama.shift_context(cache, 8)
+        assert cache.next_position() == 304
+        with llama.new_cache(model.config, options()) as cold:
+            with cold.batch(304) as batch:
+                for layer in range(model.config.num_layers):
+                    batch.put(layer, *cache.gather(layer), layout="HTD")
+            expected = model.forward(windows[0][600:650], cold)
+        np.testing.assert_allclose(model.forward(windows[0][600:650], cache), expected, atol=1e-4)
+
+
+def test_shifts_again_and_again(model: llama.Llama) -> None:
+    with llama.new_cache(model.config, options(shift=True)) as cache:
+        for _ in range(20):
+            model.forward(PROMPT * 5, cache)
+            llama.shift_context(cache, 1)
+        assert cache.positions().tolist() == list(range(cache.seq_len()))
+
+
+@pytest.mark.parametrize("kept", [0, 4, 1024])
+def test_what_a_shifting_context_holds(kept: int) -> None:
+    held = 0
+    for n in range(1, 7000):
+        held = held - (2048 - kept) // 2 + 1 if held == 2048 else held + 1
+        assert llama._held(n, 2048, kept) == held
+
+
 @pytest.mark.parametrize("tokens", [[], [[1, 2]], 3])
 def test_tokens_must_be_one_list(model: llama.Llama, tokens: Any) -> None:
     with llama.new_cache(model.config, options()) as cache, pytest.raises(ValueError, match="one list of at least one"):
@@ -220,10 +285,11 @@ def test_cold_sampling_is_greedy(temperature: float) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "f64"}, "dtype must be one of f32, f16, bf16, not 'f64'"),
+        ({"dtype": "f64"}, "dtype must be one of f32, f16, bf16, q8_0, q4_0, not 'f64'"),
         ({"window": 0}, "window must be at least 1, not 0"),
         ({"window": 8, "num_sink_tokens": -1}, "sink tokens must be at least 0, not -1"),
-        ({"num_sink_tokens": 4}, "sink tokens need a window"),
+        ({"num_sink_tokens": 4}, "sink tokens need a window or a shift"),
+        ({"window": 8, "shift": True}, "a window and a shift are two ways to go beyond the model's context"),
         ({"max_new_tokens": 0}, "tokens must be at least 1, not 0"),
         ({"seed": -1}, "seed must be at least 0, not -1"),
         ({"temperature": -0.5}, "temperature must be 0 or a positive number, not -0.5"),
@@ -444,7 +510,8 @@ def test_run_streams_and_reports() -> None:
     assert llama.run(MODEL, b"ROMEO:", options(max_new_tokens=30), out) == 0
     text, _, table = out.getvalue().partition("\n\n                  ")
     assert text == EXPECTED["greedy"][:36].rstrip("\n")
-    for words in ("prefill, f32 cache", "decode, f32 cache", "decode, without cache", "4,096", "2,048", "0.9945"):
+    table_has = ("prefill, f32 cache", "decode, f32 cache", "decode, without cache", "0.9945")
+    for words in (*table_has, "4,096", "2,048", "1,088", "576"):
         assert words in table
 
 
@@ -463,6 +530,33 @@ def test_bytes_that_are_no_text_are_shown_as_such() -> None:
     assert out.getvalue().startswith("\ufffd[2J\ufffd\u00e9\n")
 
 
+def test_a_run_with_a_shift(windows: list[list[int]]) -> None:
+    out = io.StringIO()
+    changes = {"max_new_tokens": 30, "shift": True, "compare": False, "dtype": "q8_0"}
+    assert llama.run(MODEL, bytes(windows[0][:2040]), options(**changes), out) == 0
+    line = next(line for line in out.getvalue().splitlines() if line.startswith("decode, q8_0 cache"))
+    assert line.split()[3] == "29"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_sink_tokens": 1025}, "a shift can keep at most half of the model's context, 1,024 sink tokens"),
+        ({}, "the prompt of 2,048 bytes leaves no room in the model's context of 2,048"),
+    ],
+)
+def test_shifts_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(llama.LlamaError, match=message):
+        llama.run(MODEL, b"x" * 2048, options(shift=True, **changes), io.StringIO())
+
+
+def test_heads_that_are_no_multiple_of_32(folder: Path) -> None:
+    config = dataclasses.replace(llama.LlamaConfig.from_folder(folder), head_dim=48)
+    assert llama.dtypes_for(config) == ["f32", "f16", "bf16"]
+    with pytest.raises(llama.LlamaError, match="q4_0 stores 32 elements at a time, and the model's head_dim is 48"):
+        llama._room(config, b"x", options(dtype="q4_0"))
+
+
 def test_other_models_have_no_bytes(folder: Path) -> None:
     write_config(folder, vocab_size=250)
     tensors = read_tensors()
@@ -476,7 +570,8 @@ def test_no_eval_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
     assert llama.run(folder, b"ROMEO:", options(max_new_tokens=3), out) == 0
     assert "has no eval.txt" in capsys.readouterr().err
-    assert out.getvalue().endswith("f32                4,096\nf16                2,048\nbf16               2,048\n")
+    types = [line.split() for line in out.getvalue().splitlines()[-5:]]
+    assert types == [["f32", "4,096"], ["f16", "2,048"], ["bf16", "2,048"], ["q8_0", "1,088"], ["q4_0", "576"]]
 
 
 def test_importing_kvcache_imports_no_runner() -> None:

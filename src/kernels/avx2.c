@@ -5,10 +5,23 @@
 #include <immintrin.h>
 #include <string.h>
 
+#if defined(__SANITIZE_ADDRESS__)
+#define HAVE_ADDRESS_SANITIZER 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define HAVE_ADDRESS_SANITIZER 1
+#endif
+#endif
+
 #define NAME "avx2"
 #define TABLE kvc_kernels_avx2
 #define TARGET __attribute__((target("avx2,fma,f16c")))
+#if defined(__OPTIMIZE__) && !defined(HAVE_ADDRESS_SANITIZER)
 #define INLINE static inline __attribute__((always_inline)) TARGET
+#else /* for tests: a copy of each function for every use of it would take minutes to compile with sanitizers */
+#define INLINE static inline TARGET
+#define UNROLL
+#endif
 
 enum { LANES = 8, ACCUMULATORS = 12, MATMUL_ROWS = 6, MATMUL_VECTORS = 2 }; /* of 16 registers */
 
@@ -26,6 +39,17 @@ INLINE vec v_keep(vec x) {
 }
 
 INLINE void v_store(void *p, vec x) { _mm256_storeu_ps(p, x); }
+
+INLINE vec v_set_f16(const void *p) {
+    short bits;
+    memcpy(&bits, p, sizeof bits);
+    return _mm256_cvtph_ps(_mm_set1_epi16(bits));
+}
+
+INLINE void store_f16(void *p, float x) {
+    uint16_t bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+    memcpy(p, &bits, sizeof bits);
+}
 
 INLINE vec v_load_f16(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
 
@@ -48,16 +72,21 @@ INLINE void v_store_bf16(void *p, vec x) {
     _mm_storeu_si128(p, _mm_unpacklo_epi64(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
 }
 
+INLINE vec v_load_i8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p))); }
+
+INLINE vec v_load_u4(const void *p, int shift) {
+    __m256i bytes = _mm256_srl_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p)), _mm_cvtsi32_si128(shift));
+    return _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(15)));
+}
+
+INLINE void v_store_8(void *p, vec x) {
+    __m256i low_bytes = _mm256_set1_epi32(0x0c080400);
+    __m256i bytes = _mm256_shuffle_epi8(_mm256_cvttps_epi32(x), low_bytes);
+    _mm_storel_epi64(p, _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
+}
+
 /* The processor's own copy takes whole cache lines without reading first what it overwrites.  It is slow to begin, and
  * the address sanitizer does not see it. */
-#if defined(__SANITIZE_ADDRESS__)
-#define HAVE_ADDRESS_SANITIZER 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define HAVE_ADDRESS_SANITIZER 1
-#endif
-#endif
-
 INLINE void copy_row(void *dst, const void *src, size_t bytes) {
 #ifndef HAVE_ADDRESS_SANITIZER
     if (bytes >= 256) {
@@ -75,6 +104,22 @@ INLINE vec v_mul(vec x, vec y) { return _mm256_mul_ps(x, y); }
 INLINE vec v_fma(vec x, vec y, vec z) { return _mm256_fmadd_ps(x, y, z); }
 
 INLINE vec v_max(vec x, vec y) { return _mm256_max_ps(x, y); }
+
+INLINE vec v_min(vec x, vec y) { return _mm256_min_ps(x, y); }
+
+INLINE vec v_abs(vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+
+INLINE vec v_number(vec x) { return _mm256_and_ps(x, _mm256_cmp_ps(x, x, _CMP_ORD_Q)); }
+
+INLINE uint32_t v_equal(vec x, vec y) { return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_EQ_OQ)); }
+
+INLINE vec v_truncate(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
+
+/* What is added is the float below a half: a half would take the float below it to 1. */
+INLINE vec v_round_away(vec x) {
+    vec sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f));
+    return v_truncate(_mm256_add_ps(x, _mm256_or_ps(_mm256_set1_ps(0x1.fffffep-2f), sign)));
+}
 
 INLINE vec v_round(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 

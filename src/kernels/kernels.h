@@ -1,7 +1,8 @@
 /* kernels.h: the loops over rows, one table of them per instruction set.
  *
  * A kernel knows nothing of sequences, policies or blocks: it gets pointers to rows.  All are serial, allocate
- * nothing and read no byte outside the rows they are given.  Element types here are kvc_type; f32 accumulators.
+ * nothing and read no byte outside the rows they are given.  Element types here are kvc_type; f32 accumulators.  Where
+ * a type is quantised, dim is a multiple of KVC_QUANT_ELEMENTS.
  *
  *   scalar.c   plain C, no vectors: what the others are tested against.  It stays for ever.
  *   vector.h   the same loops once, over a small set of vector primitives
@@ -12,16 +13,24 @@
 
 #include <stdint.h>
 
+#include "../dtype.h"
+
 enum {
     KVC_TILE = 64,        /* rows in a tile */
     KVC_FLOAT_TYPES = 3,  /* kvc_type below this are floating point: what callers hand in and get out */
-    KVC_STORED_TYPES = 3, /* kvc_type below this can be stored */
+    KVC_STORED_TYPES = 5, /* kvc_type below this can be stored; from KVC_FLOAT_TYPES on they are quantised */
     KVC_LANES = 16        /* query rows, scores and panels are padded to a multiple of this many floats */
 };
 
 /* Converts num_rows rows of dim elements; rows are src_stride and dst_stride bytes apart.  Round to nearest even;
  * infinities and denormals survive, and NaN with its sign and leading payload bits: as it is where the type stays or
- * bf16 becomes f32, else made quiet.  src and dst need only the alignment of their elements; they do not overlap. */
+ * bf16 becomes f32, else made quiet.  src and dst need only the alignment of their elements, that of a byte where these
+ * are quantised; they do not overlap.
+ *
+ * Quantising: finite elements become what kvc_type says, which is what ggml's reference does, bit for bit.  It does not
+ * say what becomes of others, and of elements so small that 1 / d is infinite (d is 0 as an f16 then).  Here these are
+ * stored as 0; NaN is stored as 0 and does not count for d; with an infinity d is infinite and all elements are stored
+ * as 0, which decodes to NaN. */
 typedef void kvc_convert_fn(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, int64_t num_rows,
                             int dim);
 
@@ -59,7 +68,8 @@ typedef void kvc_pack_values_fn(float *dst, int dst_stride, const void *const *r
 
 typedef struct kvc_kernels {
     const char *name;
-    kvc_convert_fn *convert[KVC_STORED_TYPES][KVC_STORED_TYPES]; /* [from][to] */
+    kvc_convert_fn *convert[KVC_STORED_TYPES][KVC_STORED_TYPES]; /* [from][to]; NULL from one quantised type to another,
+                                                                    which nothing asks for */
     kvc_score_fn *score[KVC_STORED_TYPES];
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];
     kvc_pack_keys_fn *pack_keys[KVC_STORED_TYPES];

@@ -58,7 +58,79 @@ static uint16_t bf16_from_f32(float x) {
     return (uint16_t)round_off(bits, 16);
 }
 
+/* ---- quantised types --------------------------------------------------------------------------------------------- */
+
+static float scale_of(const uint8_t *block) {
+    uint16_t bits;
+    memcpy(&bits, block, sizeof bits);
+    return f32_from_f16(bits);
+}
+
+static void store_scale(uint8_t *block, float d) {
+    uint16_t bits = f16_from_f32(d);
+    memcpy(block, &bits, sizeof bits);
+}
+
+static float load_q8_0(const uint8_t *row, int i) {
+    const uint8_t *block = row + i / KVC_QUANT_ELEMENTS * KVC_Q8_0_BYTES;
+    int8_t q;
+    memcpy(&q, block + KVC_SCALE_BYTES + i % KVC_QUANT_ELEMENTS, sizeof q);
+    return scale_of(block) * q;
+}
+
+static float load_q4_0(const uint8_t *row, int i) {
+    const uint8_t *block = row + i / KVC_QUANT_ELEMENTS * KVC_Q4_0_BYTES;
+    int j = i % KVC_QUANT_ELEMENTS, half = KVC_QUANT_ELEMENTS / 2;
+    int q = j < half ? block[KVC_SCALE_BYTES + j] & 15 : block[KVC_SCALE_BYTES + j - half] >> 4;
+    return scale_of(block) * (float)(q - 8);
+}
+
+/* 1 / d; 0 where that is infinite. */
+static float reciprocal(float d) {
+    float x = d != 0 ? 1 / d : 0;
+    return isinf(x) ? 0 : x;
+}
+
+/* x * id, 0 for NaN.  It is rounded before anything is added to it: stored, so that no compiler makes an fma of it. */
+static float scaled(float x, float id) {
+    volatile float product = x * id;
+    float y = product;
+    return isnan(y) ? 0 : y;
+}
+
+static void store_q8_0(uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
+    float largest = 0;
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++)
+        if (largest < fabsf(x[i])) largest = fabsf(x[i]);
+    float d = largest / 127, id = reciprocal(d);
+    store_scale(block, d);
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) {
+        int8_t q = (int8_t)roundf(scaled(x[i], id));
+        memcpy(block + KVC_SCALE_BYTES + i, &q, sizeof q);
+    }
+}
+
+static uint8_t nibble(float x, float id) {
+    int q = (int)(scaled(x, id) + 8.5f);
+    return (uint8_t)(q < 15 ? q : 15);
+}
+
+static void store_q4_0(uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
+    const int half = KVC_QUANT_ELEMENTS / 2;
+    float largest = 0; /* the first of those of largest magnitude */
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++)
+        if (fabsf(largest) < fabsf(x[i])) largest = x[i];
+    float d = largest / -8, id = reciprocal(d);
+    store_scale(block, d);
+    for (int i = 0; i < half; i++)
+        block[KVC_SCALE_BYTES + i] = (uint8_t)(nibble(x[i], id) | nibble(x[half + i], id) << 4);
+}
+
+/* ---- elements of any type ---------------------------------------------------------------------------------------- */
+
 static float load(int type, const void *row, int i) {
+    if (type == KVC_Q8_0) return load_q8_0(row, i);
+    if (type == KVC_Q4_0) return load_q4_0(row, i);
     if (type == KVC_F16) return f32_from_f16(((const uint16_t *)row)[i]);
     if (type == KVC_BF16) return f32_from_bf16(((const uint16_t *)row)[i]);
     return ((const float *)row)[i];
@@ -73,18 +145,36 @@ static void store(int type, void *row, int i, float x) {
         ((float *)row)[i] = x;
 }
 
+/* Elements [i, i + KVC_QUANT_ELEMENTS) of a row of a quantised type. */
+static void store_block(int type, void *row, int i, const float x[KVC_QUANT_ELEMENTS]) {
+    uint8_t *block = (uint8_t *)row + kvc_row_bytes(type, i);
+    if (type == KVC_Q8_0)
+        store_q8_0(block, x);
+    else
+        store_q4_0(block, x);
+}
+
 /* ---- kernels over rows of any type ------------------------------------------------------------------------------ */
+
+static void quantise(int from, int to, void *dst_row, const void *src_row, int dim) {
+    for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
+        float x[KVC_QUANT_ELEMENTS];
+        for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) x[i] = load(from, src_row, d + i);
+        store_block(to, dst_row, d, x);
+    }
+}
 
 static void convert(int from, int to, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
                     int64_t num_rows, int dim) {
     for (int64_t r = 0; r < num_rows; r++) {
         const char *src_row = (const char *)src + r * src_stride;
         char *dst_row = (char *)dst + r * dst_stride;
-        if (from == to) {
-            memcpy(dst_row, src_row, (size_t)dim * (from == KVC_F32 ? sizeof(float) : sizeof(uint16_t)));
-            continue;
-        }
-        for (int d = 0; d < dim; d++) store(to, dst_row, d, load(from, src_row, d));
+        if (from == to)
+            memcpy(dst_row, src_row, kvc_row_bytes(from, dim));
+        else if (to >= KVC_FLOAT_TYPES)
+            quantise(from, to, dst_row, src_row, dim);
+        else
+            for (int d = 0; d < dim; d++) store(to, dst_row, d, load(from, src_row, d));
     }
 }
 
@@ -181,17 +271,32 @@ static void matmul(float *c, int ldc, const float *a, int lda, const float *b, i
         pack_values(type, dst, dst_stride, rows, n, dim);                                                             \
     }
 
-TYPED(f32, KVC_F32)
-TYPED(f16, KVC_F16)
-TYPED(bf16, KVC_BF16)
+#define FLOATING(name, type)            \
+    TYPED(name, type)                   \
+    CONVERT(name, type, q8_0, KVC_Q8_0) \
+    CONVERT(name, type, q4_0, KVC_Q4_0)
 
-#define EVERY_TYPE(kernel) {[KVC_F32] = kernel##_f32, [KVC_F16] = kernel##_f16, [KVC_BF16] = kernel##_bf16}
+FLOATING(f32, KVC_F32)
+FLOATING(f16, KVC_F16)
+FLOATING(bf16, KVC_BF16)
+
+#define QUANTISED(name, type) \
+    TYPED(name, type)         \
+    CONVERT(name, type, name, type)
+
+QUANTISED(q8_0, KVC_Q8_0)
+QUANTISED(q4_0, KVC_Q4_0)
+
+#define FLOAT_TYPES(kernel) [KVC_F32] = kernel##_f32, [KVC_F16] = kernel##_f16, [KVC_BF16] = kernel##_bf16
+#define EVERY_TYPE(kernel) {FLOAT_TYPES(kernel), [KVC_Q8_0] = kernel##_q8_0, [KVC_Q4_0] = kernel##_q4_0}
 
 const kvc_kernels kvc_kernels_scalar = {
     .name = "scalar",
     .convert = {[KVC_F32] = EVERY_TYPE(convert_f32),
                 [KVC_F16] = EVERY_TYPE(convert_f16),
-                [KVC_BF16] = EVERY_TYPE(convert_bf16)},
+                [KVC_BF16] = EVERY_TYPE(convert_bf16),
+                [KVC_Q8_0] = {FLOAT_TYPES(convert_q8_0), [KVC_Q8_0] = convert_q8_0_q8_0},
+                [KVC_Q4_0] = {FLOAT_TYPES(convert_q4_0), [KVC_Q4_0] = convert_q4_0_q4_0}},
     .score = EVERY_TYPE(score),
     .accumulate = EVERY_TYPE(accumulate),
     .pack_keys = EVERY_TYPE(pack_keys),

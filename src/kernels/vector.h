@@ -4,8 +4,9 @@
  *   NAME             of the instruction set, a string
  *   TABLE            identifier of the kvc_kernels
  *   TARGET           attribute of every function
- *   INLINE           static, always inlined, TARGET
- *   LANES            floats in a vector; divides KVC_LANES
+ *   INLINE           static, TARGET, and always inlined where speed counts
+ *   UNROLL           may be defined as nothing where it does not
+ *   LANES            floats in a vector; divides KVC_LANES, which is half of KVC_QUANT_ELEMENTS
  *   ACCUMULATORS     registers that score and accumulate add up in, at least 4; they need four more for factors.  It
  *                    takes more of them than the latency of an fma times the fmas started in a cycle
  *   MATMUL_ROWS      rows (at most 8) and vectors of the block of c that matmul keeps in registers, beside which it
@@ -16,10 +17,18 @@
  *   v_keep(x)                  x, held in a register: compilers like to read memory anew for every use
  *   v_load(p)  v_store(p, x)   unaligned; likewise
  *   v_load_f16(p)  v_store_f16(p, x)  v_load_bf16(p)  v_store_bf16(p, x)
+ *   v_load_i8(p)               LANES int8
+ *   v_load_u4(p, shift)        bits [shift, shift + 4) of LANES bytes
+ *   v_store_8(p, x)            LANES integers of [-128, 256), their low 8 bits
+ *   v_set_f16(p)  store_f16(p, x)     all lanes one f16; one float as an f16
  *   v_add(x, y)  v_mul(x, y)
  *   v_fma(x, y, z)             x * y + z, rounded once
- *   v_max(x, y)                y where either is NaN
+ *   v_max(x, y)  v_min(x, y)   y where either is NaN
+ *   v_abs(x)  v_number(x)      0 for NaN
  *   v_round(x)                 to the nearest integer
+ *   v_round_away(x)            to the nearest integer, halves away from 0
+ *   v_truncate(x)              to an integer, towards 0
+ *   v_equal(x, y)              a uint32_t with bit i set where lane i is equal
  *   v_scale(x, n)              x * 2^n, n an integer of [-125, 0]; 0 for n below, whatever x is; NaN where n is
  *   v_max_lane(x)  v_sum_lanes(x)     one float
  *   v_sums(x)                  the sums of the vectors x[0 .. LANES), each added up in the same order
@@ -35,7 +44,8 @@
 
 #include "kvcache.h"
 
-#ifdef __clang__
+#if defined(UNROLL)
+#elif defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
@@ -44,14 +54,85 @@
 enum {
     QUERIES = 4,     /* most query rows that are worked on together */
     MAX_BREADTH = 8, /* most rows, or vectors of columns, that are worked on with them */
-    LINE = 64        /* bytes of a cache line */
+    LINE = 64,       /* bytes of a cache line */
+    QUANT_VECTORS = KVC_QUANT_ELEMENTS / LANES
 };
 
 INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
+/* ---- quantised types -------------------------------------------------------------------------------------------- */
+
+/* Elements [i, i + LANES) of a block. */
+INLINE vec load_q8_0(const char *block, int i) {
+    return v_mul(v_set_f16(block), v_load_i8(block + KVC_SCALE_BYTES + i));
+}
+
+/* The first half of the elements are the low four bits of the bytes, the second half the high ones. */
+INLINE vec load_q4_0(const char *block, int i) {
+    const int half = KVC_QUANT_ELEMENTS / 2;
+    vec q = v_load_u4(block + KVC_SCALE_BYTES + i % half, i / half * 4);
+    return v_mul(v_set_f16(block), v_add(q, v_set(-8)));
+}
+
+/* 1 / d; 0 where that is infinite. */
+INLINE float reciprocal(float d) {
+    float x = d != 0 ? 1 / d : 0;
+    return isinf(x) ? 0 : x;
+}
+
+INLINE float largest_magnitude(const vec x[QUANT_VECTORS]) {
+    vec largest = v_zero();
+    UNROLL
+    for (int i = 0; i < QUANT_VECTORS; i++) largest = v_max(v_abs(x[i]), largest);
+    return v_max_lane(largest);
+}
+
+INLINE void store_q8_0(char *block, const vec x[QUANT_VECTORS]) {
+    float d = largest_magnitude(x) / 127;
+    vec id = v_set(reciprocal(d));
+    store_f16(block, d);
+    UNROLL
+    for (int i = 0; i < QUANT_VECTORS; i++)
+        v_store_8(block + KVC_SCALE_BYTES + i * LANES, v_round_away(v_number(v_mul(x[i], id))));
+}
+
+/* The first of the elements of largest magnitude. */
+INLINE float first_largest(const vec x[QUANT_VECTORS]) {
+    float largest = largest_magnitude(x);
+    uint32_t positive = 0, negative = 0; /* bit i: element i is such */
+    UNROLL
+    for (int i = 0; i < QUANT_VECTORS; i++) {
+        positive |= v_equal(x[i], v_set(largest)) << i * LANES;
+        negative |= v_equal(x[i], v_set(-largest)) << i * LANES;
+    }
+    uint32_t both = positive | negative, first = both & (0 - both);
+    return first & ~positive ? -largest : largest; /* 0 where all are 0 or NaN */
+}
+
+/* The product is rounded before 8.5 is added: v_number stands between them, so that no compiler makes an fma of it. */
+INLINE vec nibbles(vec x, vec id) { return v_truncate(v_min(v_add(v_number(v_mul(x, id)), v_set(8.5f)), v_set(15))); }
+
+INLINE void store_q4_0(char *block, const vec x[QUANT_VECTORS]) {
+    const int half = QUANT_VECTORS / 2;
+    float d = first_largest(x) / -8;
+    vec id = v_set(reciprocal(d));
+    store_f16(block, d);
+    UNROLL
+    for (int i = 0; i < half; i++)
+        v_store_8(block + KVC_SCALE_BYTES + i * LANES, v_fma(nibbles(x[half + i], id), v_set(16), nibbles(x[i], id)));
+}
+
 /* ---- rows of any type ------------------------------------------------------------------------------------------- */
 
-INLINE size_t size_of(int type) { return type == KVC_F32 ? sizeof(float) : sizeof(uint16_t); }
+/* Of the first i elements of a row; of the blocks before the one with element i, where they are quantised. */
+INLINE size_t bytes_of(int type, int i) {
+    if (type == KVC_Q8_0) return (size_t)i / KVC_QUANT_ELEMENTS * KVC_Q8_0_BYTES;
+    if (type == KVC_Q4_0) return (size_t)i / KVC_QUANT_ELEMENTS * KVC_Q4_0_BYTES;
+    return (size_t)i * (type == KVC_F32 ? sizeof(float) : sizeof(uint16_t));
+}
+
+/* Elements of a row that make no full vector: the last ones. */
+INLINE int tail_of(int type, int dim) { return type < KVC_FLOAT_TYPES ? dim % LANES : 0; }
 
 INLINE vec load_full(int type, const void *p) {
     return type == KVC_F16 ? v_load_f16(p) : type == KVC_BF16 ? v_load_bf16(p) : v_load(p);
@@ -69,24 +150,28 @@ INLINE void store_full(int type, void *p, vec x) {
 /* The first count elements at p, the other lanes 0.  Not inlined, as few rows have a tail. */
 TARGET static vec load_part(int type, const void *p, int count) {
     float part[LANES] = {0}; /* has room for any type */
-    memcpy(part, p, (size_t)count * size_of(type));
+    memcpy(part, p, bytes_of(type, count));
     return load_full(type, part);
 }
 
 TARGET static void store_part(int type, void *p, int count, vec x) {
     float part[LANES];
     store_full(type, part, x);
-    memcpy(p, part, (size_t)count * size_of(type));
+    memcpy(p, part, bytes_of(type, count));
 }
 
-/* Elements [i, i + count), count <= LANES, of a row.  Nothing else is read or written. */
+/* Elements [i, i + count), count <= LANES, of a row; LANES of them where the type is quantised, i a multiple of that.
+ * Nothing else is read or written. */
 INLINE vec load(int type, const void *row, int i, int count) {
-    const char *p = (const char *)row + (size_t)i * size_of(type);
+    const char *p = (const char *)row + bytes_of(type, i);
+    if (type == KVC_Q8_0) return load_q8_0(p, i % KVC_QUANT_ELEMENTS);
+    if (type == KVC_Q4_0) return load_q4_0(p, i % KVC_QUANT_ELEMENTS);
     return count == LANES ? load_full(type, p) : load_part(type, p, count);
 }
 
+/* Floating point types only. */
 INLINE void store(int type, void *row, int i, int count, vec x) {
-    char *p = (char *)row + (size_t)i * size_of(type);
+    char *p = (char *)row + bytes_of(type, i);
     if (count == LANES)
         store_full(type, p, x);
     else
@@ -108,18 +193,37 @@ TARGET static void copy(void *dst, int64_t dst_stride, const void *src, int64_t 
         copy_row((char *)dst + r * dst_stride, (const char *)src + r * src_stride, row_bytes);
 }
 
+INLINE void quantise_row(int from, int to, char *dst, const char *src, int dim) {
+    for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
+        vec x[QUANT_VECTORS];
+        UNROLL
+        for (int i = 0; i < QUANT_VECTORS; i++) x[i] = load(from, src, d + i * LANES, LANES);
+        if (to == KVC_Q8_0)
+            store_q8_0(dst + bytes_of(to, d), x);
+        else
+            store_q4_0(dst + bytes_of(to, d), x);
+    }
+}
+
+INLINE void convert_row(int from, int to, char *dst, const char *src, int dim) {
+    int tail = tail_of(from, dim), d = 0;
+    for (; d < dim - tail; d += LANES) store(to, dst, d, LANES, load(from, src, d, LANES));
+    if (tail) store(to, dst, d, tail, load(from, src, d, tail));
+}
+
 INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
                     int64_t num_rows, int dim) {
     if (from == to) {
-        copy(dst, dst_stride, src, src_stride, num_rows, (size_t)dim * size_of(from));
+        copy(dst, dst_stride, src, src_stride, num_rows, bytes_of(from, dim));
         return;
     }
     for (int64_t r = 0; r < num_rows; r++) {
         const char *src_row = (const char *)src + r * src_stride;
         char *dst_row = (char *)dst + r * dst_stride;
-        int d = 0;
-        for (; d + LANES <= dim; d += LANES) store(to, dst_row, d, LANES, load(from, src_row, d, LANES));
-        if (d < dim) store(to, dst_row, d, dim - d, load(from, src_row, d, dim - d));
+        if (to >= KVC_FLOAT_TYPES)
+            quantise_row(from, to, dst_row, src_row, dim);
+        else
+            convert_row(from, to, dst_row, src_row, dim);
     }
 }
 
@@ -161,7 +265,9 @@ INLINE void score_block(int type, int num_q, int num_rows, float *scores, const 
     float sum[PADDED];
     UNROLL
     for (int i = 0; i < PADDED; i++) sums[i] = v_zero();
-    for (int d = 0; d + LANES <= dim; d += LANES) score_step(type, num_q, num_rows, sums, q, q_stride, rows, d);
+    const int step = type < KVC_FLOAT_TYPES ? LANES : KVC_QUANT_ELEMENTS; /* i tells what part of a block it is */
+    for (int d = 0; d + step <= dim; d += step) UNROLL
+    for (int i = 0; i < step; i += LANES) score_step(type, num_q, num_rows, sums, q, q_stride, rows, d + i);
     UNROLL
     for (int i = 0; i < num_q * num_rows; i += LANES) v_store(sum + i, v_sums(sums + i));
     UNROLL
@@ -193,7 +299,8 @@ INLINE void score_queries(int type, int num_q, float *scores, const float *q, in
         if (next) prefetch(next[j], 0, next_bytes);
         score_block(type, num_q, 1, scores + j, q, q_stride, rows + j, dim);
     }
-    if (dim % LANES) score_tail(type, num_q, scores, q, q_stride, rows, n, dim / LANES * LANES, dim % LANES);
+    int tail = tail_of(type, dim);
+    if (tail) score_tail(type, num_q, scores, q, q_stride, rows, n, dim - tail, tail);
 }
 
 INLINE void score(int type, float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
@@ -291,7 +398,8 @@ INLINE void accumulate_queries(int type, int num_q, accumulate_args a) {
             ACCUMULATE_CASE(8);
         }
     }
-    if (d < a.dim) accumulate_block(type, num_q, 1, a, d, a.dim - d);
+    int tail = tail_of(type, a.dim);
+    if (tail) accumulate_block(type, num_q, 1, a, d, tail);
 }
 
 INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
@@ -433,9 +541,9 @@ INLINE void pack_keys_block(int type, float *dst, const void *const *rows, int n
 
 INLINE void pack_keys(int type, float *dst, const void *const *rows, int n, int dim) {
     for (int j = 0; j < KVC_TILE; j += LANES) {
-        int d = 0;
-        for (; d + LANES <= dim; d += LANES) pack_keys_block(type, dst, rows, n, j, d, LANES);
-        if (d < dim) pack_keys_block(type, dst, rows, n, j, d, dim - d);
+        int tail = tail_of(type, dim), d = 0;
+        for (; d < dim - tail; d += LANES) pack_keys_block(type, dst, rows, n, j, d, LANES);
+        if (tail) pack_keys_block(type, dst, rows, n, j, d, tail);
     }
 }
 
@@ -477,17 +585,32 @@ INLINE void pack_values(int type, float *dst, int dst_stride, const void *const 
         pack_values(type, dst, dst_stride, rows, n, dim);                                                             \
     }
 
-TYPED(f32, KVC_F32)
-TYPED(f16, KVC_F16)
-TYPED(bf16, KVC_BF16)
+#define FLOATING(name, type)            \
+    TYPED(name, type)                   \
+    CONVERT(name, type, q8_0, KVC_Q8_0) \
+    CONVERT(name, type, q4_0, KVC_Q4_0)
 
-#define EVERY_TYPE(kernel) {[KVC_F32] = kernel##_f32, [KVC_F16] = kernel##_f16, [KVC_BF16] = kernel##_bf16}
+FLOATING(f32, KVC_F32)
+FLOATING(f16, KVC_F16)
+FLOATING(bf16, KVC_BF16)
+
+#define QUANTISED(name, type) \
+    TYPED(name, type)         \
+    CONVERT(name, type, name, type)
+
+QUANTISED(q8_0, KVC_Q8_0)
+QUANTISED(q4_0, KVC_Q4_0)
+
+#define FLOAT_TYPES(kernel) [KVC_F32] = kernel##_f32, [KVC_F16] = kernel##_f16, [KVC_BF16] = kernel##_bf16
+#define EVERY_TYPE(kernel) {FLOAT_TYPES(kernel), [KVC_Q8_0] = kernel##_q8_0, [KVC_Q4_0] = kernel##_q4_0}
 
 const kvc_kernels TABLE = {
     .name = NAME,
     .convert = {[KVC_F32] = EVERY_TYPE(convert_f32),
                 [KVC_F16] = EVERY_TYPE(convert_f16),
-                [KVC_BF16] = EVERY_TYPE(convert_bf16)},
+                [KVC_BF16] = EVERY_TYPE(convert_bf16),
+                [KVC_Q8_0] = {FLOAT_TYPES(convert_q8_0), [KVC_Q8_0] = convert_q8_0_q8_0},
+                [KVC_Q4_0] = {FLOAT_TYPES(convert_q4_0), [KVC_Q4_0] = convert_q4_0_q4_0}},
     .score = EVERY_TYPE(score),
     .accumulate = EVERY_TYPE(accumulate),
     .pack_keys = EVERY_TYPE(pack_keys),

@@ -58,7 +58,7 @@ static const kvc_policy full_policy = {.kind = KVC_FULL};
 
 static inline kvc_policy sliding_policy(int32_t window, int32_t num_sink_tokens, int32_t resume_window)
 {
-    return (kvc_policy){KVC_SLIDING, window, num_sink_tokens, resume_window};
+    return (kvc_policy){KVC_SLIDING, window, num_sink_tokens, resume_window, 0, 0};
 }
 
 /* A new cache of these layers; the other fields of p->config may be set before. */
@@ -508,7 +508,7 @@ static inline kvc_status pair_begin(pair *p, int n, const int32_t *positions, co
 {
     static pair after; /* large */
     kvc_status right = model_begin(p, n, positions, ids, &after);
-    kvc_status status = kvc_begin(p->cache, n, positions, ids, &p->batch);
+    kvc_status status = kvc_begin(p->cache, n, positions, ids, NULL, &p->batch);
     if (status != KVC_ERR_FULL || !p->config.max_bytes) /* how many bytes there are is not modelled */
         agree(p, "begin", status, right);
     if (status != KVC_OK)

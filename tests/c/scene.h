@@ -164,7 +164,7 @@ static inline kvc_status scene_put(const scene *s, kvc_batch *batch, int layer, 
 static inline kvc_batch *scene_begin(const scene *s, kvc_cache *cache, const pass *p)
 {
     kvc_batch *batch = NULL;
-    CHECKF(kvc_begin(cache, p->n, p->positions, p->ids, &batch) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_begin(cache, p->n, p->positions, p->ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
     for (int l = 0; l < (s->num_layers ? s->num_layers : 1); l++)
         CHECKF(scene_put(s, batch, l, p, 0, p->n) == KVC_OK, "%s", kvc_last_error());
     return batch;

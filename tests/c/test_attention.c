@@ -253,7 +253,7 @@ static void test_windows(void)
     for (int i = 0; i < 24; i++) {
         int num_sink_tokens = num_sinks[i / 6];
         scene s = plain_scene(1, 2, 8, 300, i % 2 ? 1 : 33);
-        s.layer.policy = (kvc_policy){KVC_SLIDING, windows[i % 6], num_sink_tokens, i % 3 ? 0 : 210};
+        s.layer.policy = (kvc_policy){KVC_SLIDING, windows[i % 6], num_sink_tokens, i % 3 ? 0 : 210, 0, 0};
         check_scene(&s, &(setting){.block_size = 16, .num_threads = 1, .pass = i % 4 ? 11 : 0});
     }
 }
@@ -264,7 +264,7 @@ static void test_positions(void)
     for (int windowed = 0; windowed < 2; windowed++) {
         scene s = plain_scene(2, 2, 8, 150, 20);
         if (windowed)
-            s.layer.policy = (kvc_policy){KVC_SLIDING, 90, 3, 200};
+            s.layer.policy = (kvc_policy){KVC_SLIDING, 90, 3, 200, 0, 0};
         for (int i = 0; i < 170; i++)
             s.members[0].positions[i] += (i < 150 ? random_int(-5, 6) : random_int(-20, 20)) + 20 * (i > 70);
         for (int i = 0; i < 5; i++)
@@ -282,7 +282,7 @@ static void test_several_sequences(void)
         s.members[2] = member_of_length(63, 2 + 10 * i);
         s.members[3] = member_of_length(100, 1 + i);
         if (i % 2)
-            s.layer.policy = (kvc_policy){KVC_SLIDING, 30, 2, 0};
+            s.layer.policy = (kvc_policy){KVC_SLIDING, 30, 2, 0, 0, 0};
         check_scene(&s, &(setting){.block_size = 1 + 5 * i, .num_threads = 1});
     }
 }
@@ -310,7 +310,7 @@ static void test_options(void)
         s.scale = scales[i / 4 % 4];
         s.softcap = softcaps[i / 16];
         if (i % 7 == 0)
-            s.layer.policy = (kvc_policy){KVC_SLIDING, 33, 2, 0};
+            s.layer.policy = (kvc_policy){KVC_SLIDING, 33, 2, 0, 0, 0};
         check_scene(&s, &usual);
     }
 }
@@ -389,7 +389,7 @@ static void test_nothing_visible(void)
             check_scene(&s, &usual); /* out 0, lse -inf or the sink */
         }
         scene s = plain_scene(1, 2, 8, 700, num_new);
-        s.layer.policy = (kvc_policy){KVC_SLIDING, 300, 0, 2000};
+        s.layer.policy = (kvc_policy){KVC_SLIDING, 300, 0, 2000, 0, 0};
         for (int i = 0; i < 700 + num_new; i++)
             s.members[0].positions[i] += i < 650 ? 0 : (i - 650) * 30;
         check_scene(&s, &(setting){.block_size = 64, .num_threads = 1, .pass = 70});
@@ -422,7 +422,7 @@ static void test_put_in_attend(void)
     scene s = plain_scene(2, 2, 8, 0, 6);
     pass p = {.n = 6, .positions = {0, 1, 2, 3, 4, 5}, .rows = {0, 1, 2, 3, 4, 5}};
     stage st = {.scene = &s, .cache = scene_cache(&s, &usual), .num_tokens = 6, .row_of = {0, 1, 2, 3, 4, 5}};
-    CHECK(kvc_begin(st.cache, p.n, p.positions, p.ids, &st.batch) == KVC_OK);
+    CHECK(kvc_begin(st.cache, p.n, p.positions, p.ids, NULL, &st.batch) == KVC_OK);
     for (int first = 0; first < 6; first += 3) {
         question a = question_new(&st, 0, first, 3);
         source src = source_new(&s, 0, &p, first, 3);
@@ -524,10 +524,10 @@ static void test_same_bits(void)
     s = wide_scene();
     check_same_bits(&s);
     s = plain_scene(1, 3, 8, 700, 2);
-    s.layer.policy = (kvc_policy){KVC_SLIDING, 540, 5, 0};
+    s.layer.policy = (kvc_policy){KVC_SLIDING, 540, 5, 0, 0, 0};
     check_same_bits(&s);
     s = plain_scene(1, 3, 8, 200, 30);
-    s.layer.policy = (kvc_policy){KVC_SLIDING, 70, 5, 150};
+    s.layer.policy = (kvc_policy){KVC_SLIDING, 70, 5, 150, 0, 0};
     s.layer.v_type = KVC_BF16;
     s.q_type = KVC_F16;
     check_same_bits(&s);
@@ -815,7 +815,7 @@ static void test_bad_arguments(void)
     scene s = plain_scene(2, 2, 4, 0, 3);
     stage st = {.scene = &s, .num_tokens = 3, .row_of = {0, 1, 2}};
     CHECK(kvc_cache_new(&config, &st.cache) == KVC_OK);
-    CHECK(kvc_begin(st.cache, p.n, p.positions, p.ids, &st.batch) == KVC_OK);
+    CHECK(kvc_begin(st.cache, p.n, p.positions, p.ids, NULL, &st.batch) == KVC_OK);
     question a = question_new(&st, 0, 0, 3);
     test_bad_plans(&st, &a);
     test_bad_attends(&st, &a);

@@ -8,14 +8,13 @@
 #include <unistd.h>
 
 #include "cpu.h"
+#include "dtype.h"
 #include "kvcache.h"
 #include "test.h"
 
-enum { MAX_DIM = 576, MAX_Q = 16, NUM_DIMS = 11, TYPES = KVC_STORED_TYPES, UNTOUCHED = 12345 };
+enum { MAX_DIM = 576, MAX_Q = 16, NUM_DIMS = 13, TYPES = KVC_STORED_TYPES, UNTOUCHED = 12345 };
 
-static const int dims[NUM_DIMS] = {1, 7, 8, 31, 40, 64, 80, 96, 128, 256, MAX_DIM};
-static const char *const type_names[TYPES] = {"f32", "f16", "bf16"};
-static const size_t type_sizes[TYPES] = {4, 2, 2};
+static const int dims[NUM_DIMS] = {1, 7, 8, 31, 32, 40, 64, 80, 96, 128, 160, 256, MAX_DIM};
 
 static float float_of(uint32_t bits)
 {
@@ -41,8 +40,14 @@ static void guarded_new(void)
     guarded_end = memory + GUARDED_BYTES;
 }
 
+/* The fewest bytes, not 0, that may lie between rows: an element, or a byte. */
+static int gap_of(int type)
+{
+    return type < KVC_FLOAT_TYPES ? (int)kvc_row_bytes(type, 1) : 1;
+}
+
 /* A tile of random rows of a type: one after the other up to the guard page, in random order, so that most are not
- * aligned to more than an element and one ends at the guard; and their values. */
+ * aligned to more than they have to be and one ends at the guard; and their values. */
 typedef struct tile {
     const void *rows[KVC_TILE];
     double values[KVC_TILE][MAX_DIM];
@@ -51,11 +56,11 @@ typedef struct tile {
 static tile *tile_new(int type, int n, int dim)
 {
     static tile t;
-    size_t row_bytes = (size_t)dim * type_sizes[type];
+    size_t row_bytes = kvc_row_bytes(type, dim), stride = row_bytes + (size_t)gap_of(type) % 2;
     int first = random_int(0, n);
     for (int j = 0; j < n; j++) {
         float row[MAX_DIM];
-        char *stored = guarded_end - (size_t)((j + first) % n + 1) * row_bytes;
+        char *stored = guarded_end - row_bytes - (size_t)((j + first) % n) * stride;
         for (int d = 0; d < dim; d++)
             row[d] = random_int(0, 50) ? random_float() : random_float() * 0x1p-20f; /* a denormal f16 */
         kvc_kernels_scalar.convert[KVC_F32][type](stored, 0, row, 0, 1, dim);
@@ -81,16 +86,17 @@ static int is_close(double x, double y, double size, int n)
 
 /* ---- conversions ------------------------------------------------------------------------------------------------ */
 
-/* Converts n elements with both tables and compares bit by bit. */
+/* Converts n elements, as one row, with both tables and compares bit by bit. */
 static void check_same(const kvc_kernels *kernels, int from, int to, const void *src, int n)
 {
     static char ours[1 << 19], plain[1 << 19];
-    size_t size = type_sizes[to];
-    kernels->convert[from][to](ours, (int64_t)size * n, src, (int64_t)type_sizes[from] * n, 1, n);
-    kvc_kernels_scalar.convert[from][to](plain, (int64_t)size * n, src, (int64_t)type_sizes[from] * n, 1, n);
-    for (int i = 0; i < n; i++)
+    int elements = kvc_type_elements(to);
+    size_t size = kvc_row_bytes(to, elements);
+    kernels->convert[from][to](ours, 0, src, 0, 1, n);
+    kvc_kernels_scalar.convert[from][to](plain, 0, src, 0, 1, n);
+    for (int i = 0; i < n / elements; i++)
         CHECKF(!memcmp(ours + (size_t)i * size, plain + (size_t)i * size, size), "%s: %s to %s, element %d",
-               kernels->name, type_names[from], type_names[to], i);
+               kernels->name, kvc_type_name(from), kvc_type_name(to), i * elements);
 }
 
 /* What the 16 bits of an f16 or bf16 stand for, by the definition of the format. */
@@ -117,10 +123,11 @@ static void test_16_bits(const kvc_kernels *kernels, int type)
     for (int i = 0; i < 65536; i++) {
         double x = decoded(type, all[i]);
         uint16_t quiet = type == KVC_F16 ? 0x200 : 0x40;
-        CHECKF(isnan(x) ? isnan(wide[i]) : x == wide[i], "%s %s %04x", kernels->name, type_names[type], (unsigned)i);
-        CHECKF(!signbit(wide[i]) == (i < 0x8000), "%s %s %04x", kernels->name, type_names[type], (unsigned)i);
+        CHECKF(isnan(x) ? isnan(wide[i]) : x == wide[i], "%s %s %04x", kernels->name, kvc_type_name(type),
+               (unsigned)i);
+        CHECKF(!signbit(wide[i]) == (i < 0x8000), "%s %s %04x", kernels->name, kvc_type_name(type), (unsigned)i);
         CHECKF(back[i] == (isnan(x) ? all[i] | quiet : all[i]), "%s %s %04x came back as %04x", kernels->name,
-               type_names[type], (unsigned)i, (unsigned)back[i]);
+               kvc_type_name(type), (unsigned)i, (unsigned)back[i]);
     }
     for (int to = 0; to < TYPES; to++)
         check_same(kernels, type, to, all, 65536);
@@ -143,7 +150,8 @@ static void test_rounding(const kvc_kernels *kernels, int type)
     kernels->convert[KVC_F32][type](y, 0, x, 0, 1, 4 * 65536);
     for (int i = 0; i < infinity; i++) {
         CHECKF(y[0][i] == i && y[1][i] == i && y[2][i] == i + i % 2 && y[3][i] == i + 1, "%s %s %04x: %04x %04x %04x",
-               kernels->name, type_names[type], (unsigned)i, (unsigned)y[1][i], (unsigned)y[2][i], (unsigned)y[3][i]);
+               kernels->name, kvc_type_name(type), (unsigned)i, (unsigned)y[1][i], (unsigned)y[2][i],
+               (unsigned)y[3][i]);
     }
 }
 
@@ -157,8 +165,8 @@ static void test_convert_bits(const kvc_kernels *kernels)
                 bits = (bits & 0x807fffff) | (uint32_t)random_int(127 - 27, 127 + 18) << 23;
             x[i] = float_of(bits);
         }
-        check_same(kernels, KVC_F32, KVC_F16, x, 1 << 16);
-        check_same(kernels, KVC_F32, KVC_BF16, x, 1 << 16);
+        for (int to = KVC_F16; to < TYPES; to++)
+            check_same(kernels, KVC_F32, to, x, 1 << 16);
     }
     int n = 0;
     static const uint32_t edges[] = {0x00000000, 0x00000001, 0x007fffff, 0x00800000, 0x33000000, 0x33000001,
@@ -175,22 +183,184 @@ static void test_convert_bits(const kvc_kernels *kernels)
 /* Rows with gaps on either side, or without; what lies between destination rows stays. */
 static void test_convert_rows(const kvc_kernels *kernels, int from, int to, int dim)
 {
-    enum { ROWS = 3, GAP = 1 };
-    static char dst[ROWS * (MAX_DIM + GAP) * 4], plain[sizeof dst];
+    enum { ROWS = 3 };
+    static char dst[ROWS * (MAX_DIM + 1) * 4], plain[sizeof dst];
+    const int64_t src_bytes = (int64_t)kvc_row_bytes(from, dim), dst_bytes = (int64_t)kvc_row_bytes(to, dim);
     for (int gaps = 0; gaps < 4; gaps++) {
-        int64_t src_stride = (int64_t)type_sizes[from] * (dim + (gaps & 1 ? GAP : 0));
-        int64_t dst_stride = (int64_t)type_sizes[to] * (dim + (gaps & 2 ? GAP : 0));
-        char *src = guarded_end - (ROWS - 1) * src_stride - (int64_t)type_sizes[from] * dim;
-        for (char *p = src; p < guarded_end; p += type_sizes[from]) {
-            float x = random_float();
-            kvc_kernels_scalar.convert[KVC_F32][from](p, 0, &x, 0, 1, 1);
+        int64_t src_stride = src_bytes + (gaps & 1 ? gap_of(from) : 0);
+        int64_t dst_stride = dst_bytes + (gaps & 2 ? gap_of(to) : 0);
+        char *src = guarded_end - (ROWS - 1) * src_stride - src_bytes;
+        for (int r = 0; r < ROWS; r++) {
+            float x[MAX_DIM];
+            fill(x, (size_t)dim);
+            kvc_kernels_scalar.convert[KVC_F32][from](src + r * src_stride, 0, x, 0, 1, dim);
         }
         memset(dst, 7, sizeof dst);
         memset(plain, 7, sizeof plain);
         kernels->convert[from][to](dst, dst_stride, src, src_stride, ROWS, dim);
         kvc_kernels_scalar.convert[from][to](plain, dst_stride, src, src_stride, ROWS, dim);
-        CHECKF(!memcmp(dst, plain, sizeof dst), "%s: %s to %s, dim %d, gaps %d", kernels->name, type_names[from],
-               type_names[to], dim, gaps);
+        CHECKF(!memcmp(dst, plain, sizeof dst), "%s: %s to %s, dim %d, gaps %d", kernels->name, kvc_type_name(from),
+               kvc_type_name(to), dim, gaps);
+    }
+}
+
+/* ---- quantised rows --------------------------------------------------------------------------------------------- */
+
+enum { BLOCK = 32, BLOCKS = 8, QUANT_DIM = BLOCK * BLOCKS, LARGEST_BLOCK = 34 };
+
+/* The f16 nearest to x. */
+static uint16_t nearest_f16(double x)
+{
+    uint16_t sign = signbit(x) ? 0x8000 : 0;
+    int exponent = x != 0 && ilogb(x) > -14 ? ilogb(x) : -14;
+    double bits = (exponent + 14) * 1024 + nearbyint(ldexp(fabs(x), 10 - exponent));
+    return (uint16_t)(sign | (bits < 0x7c00 ? (int)bits : 0x7c00));
+}
+
+/* What 32 finite elements become, by the definition of the types. */
+static void quantised(int type, uint8_t block[LARGEST_BLOCK], const float *x)
+{
+    float largest = 0;
+    for (int i = 0; i < BLOCK; i++)
+        if (fabsf(x[i]) > fabsf(largest))
+            largest = x[i];
+    float d = type == KVC_Q8_0 ? fabsf(largest) / 127 : largest / -8;
+    float id = fabsf(d) > 0x1p-128f ? 1 / d : 0; /* else the quotient would be infinite */
+    uint16_t scale = nearest_f16(d);
+    memcpy(block, &scale, sizeof scale);
+    memset(block + 2, 0, LARGEST_BLOCK - 2);
+    for (int i = 0; i < BLOCK; i++) {
+        volatile float product = x[i] * id; /* rounded, whatever the compiler would like to do */
+        if (type == KVC_Q8_0)
+            block[2 + i] = (uint8_t)(int)roundf(product);
+        else
+            block[2 + i % 16] |= (uint8_t)(fmin(floor((double)(product + 8.5f)), 15) * (i < 16 ? 1 : 16));
+    }
+}
+
+/* Blocks of 32 finite floats.  d becomes a power of two where `top` and a sign times one is their largest element. */
+static float block_random(int i, float top)
+{
+    (void)i, (void)top;
+    return random_float();
+}
+
+static float block_zero(int i, float top)
+{
+    (void)i, (void)top;
+    return random_int(0, 2) ? 0.0f : -0.0f;
+}
+
+static float block_same(int i, float top)
+{
+    (void)i;
+    return top;
+}
+
+static float block_magnitude(int i, float top) /* many of the largest magnitude, of either sign */
+{
+    return random_int(0, 2) ? block_random(i, top) : random_int(0, 2) ? 1 : -1;
+}
+
+static float block_half(int i, float top) /* x / d is halfway between integers, or one float beside that */
+{
+    if (i == 5)
+        return random_int(0, 2) ? top : -top;
+    float x = (float)random_int(-2 * (int)top, 2 * (int)top) / 2;
+    return random_int(0, 3) ? x : nextafterf(x, random_int(0, 2) ? top : -top);
+}
+
+static float block_one(int i, float top)
+{
+    return i == 17 ? block_random(i, top) : 0;
+}
+
+static float block_wide(int i, float top)
+{
+    (void)i, (void)top;
+    return ldexpf(random_float(), random_int(-30, 1));
+}
+
+static float element(int i, float top, float (*draw)(int, float), float scale)
+{
+    float x = draw(i, top) * scale;
+    return fabsf(x) <= FLT_MAX ? x : copysignf(FLT_MAX, x);
+}
+
+/* Rows of every kind of block, of sizes from where d is 0 as a float to where it is infinite as an f16. */
+static void test_quantise(const kvc_kernels *kernels, int type)
+{
+    static float (*const draws[])(int, float) = {block_random, block_zero, block_same, block_magnitude,
+                                                 block_half,   block_one,  block_wide};
+    static const float largest[KVC_FLOAT_TYPES] = {FLT_MAX, 65504, 0x1.fep127f};
+    enum { DRAWS = sizeof draws / sizeof *draws };
+    size_t size = kvc_row_bytes(type, BLOCK);
+    float top = type == KVC_Q8_0 ? 127 : 8;
+    for (int pass = 0; pass < 300 * DRAWS; pass++) {
+        float all[QUANT_DIM], x[QUANT_DIM], stored[QUANT_DIM];
+        uint8_t got[BLOCKS * LARGEST_BLOCK], right[LARGEST_BLOCK];
+        float scale = ldexpf(1, pass / DRAWS % 2 ? 0 : pass / DRAWS - 150);
+        for (int i = 0; i < QUANT_DIM; i++)
+            all[i] = element(i % BLOCK, top, draws[pass % DRAWS], scale);
+        for (int from = KVC_F32; from < KVC_FLOAT_TYPES; from++) {
+            for (int i = 0; i < QUANT_DIM; i++)
+                x[i] = fmaxf(fminf(all[i], largest[from]), -largest[from]);
+            kvc_kernels_scalar.convert[KVC_F32][from](stored, 0, x, 0, 1, QUANT_DIM);
+            kvc_kernels_scalar.convert[from][KVC_F32](x, 0, stored, 0, 1, QUANT_DIM);
+            kernels->convert[from][type](got, 0, stored, 0, 1, QUANT_DIM);
+            for (int b = 0; b < BLOCKS; b++) {
+                quantised(type, right, x + b * BLOCK);
+                CHECKF(!memcmp(got + (size_t)b * size, right, size), "%s: %s to %s, draw %d times %g", kernels->name,
+                       kvc_type_name(from), kvc_type_name(type), pass % DRAWS, (double)scale);
+            }
+        }
+    }
+}
+
+/* NaN is stored as 0 and changes nothing else; what shares a block with an infinity becomes NaN. */
+static void test_not_finite(const kvc_kernels *kernels, int type)
+{
+    for (int i = 0; i < BLOCK; i++) {
+        float x[BLOCK], back[BLOCK];
+        uint8_t with_0[LARGEST_BLOCK], with_nan[LARGEST_BLOCK], with_inf[LARGEST_BLOCK];
+        fill(x, BLOCK);
+        x[i] = 0;
+        kernels->convert[KVC_F32][type](with_0, 0, x, 0, 1, BLOCK);
+        x[i] = i % 2 ? NAN : -NAN;
+        kernels->convert[KVC_F32][type](with_nan, 0, x, 0, 1, BLOCK);
+        CHECKF(!memcmp(with_0, with_nan, kvc_row_bytes(type, BLOCK)), "%s %s, element %d", kernels->name,
+               kvc_type_name(type), i);
+        x[(i + 9) % BLOCK] = i % 3 ? INFINITY : -INFINITY;
+        kernels->convert[KVC_F32][type](with_inf, 0, x, 0, 1, BLOCK);
+        kernels->convert[type][KVC_F32](back, 0, with_inf, 0, 1, BLOCK);
+        check_same(kernels, KVC_F32, type, x, BLOCK);
+        for (int j = 0; j < BLOCK; j++)
+            CHECKF(isnan(back[j]), "%s %s, element %d: %g", kernels->name, kvc_type_name(type), j, (double)back[j]);
+    }
+    float nothing[BLOCK];
+    for (int i = 0; i < BLOCK; i++)
+        nothing[i] = NAN;
+    check_same(kernels, KVC_F32, type, nothing, BLOCK);
+}
+
+/* Every scale there is, with random bytes. */
+static void test_dequantise(const kvc_kernels *kernels, int type)
+{
+    for (int scale = 0; scale < 65536; scale++) {
+        uint8_t block[LARGEST_BLOCK];
+        uint16_t bits = (uint16_t)scale;
+        float x[BLOCK];
+        for (int i = 2; i < LARGEST_BLOCK; i++)
+            block[i] = (uint8_t)random_int(0, 256);
+        memcpy(block, &bits, sizeof bits);
+        kernels->convert[type][KVC_F32](x, 0, block, 0, 1, BLOCK);
+        for (int i = 0; i < BLOCK; i++) {
+            int nibble = (block[2 + i % 16] >> (i < 16 ? 0 : 4) & 15) - 8;
+            int q = type == KVC_Q4_0 ? nibble : block[2 + i] < 128 ? block[2 + i] : block[2 + i] - 256;
+            double right = decoded(KVC_F16, bits) * q;
+            CHECKF(isnan(right) ? isnan(x[i]) : x[i] == right, "%s %s: scale %04x times %d is %g, not %g",
+                   kernels->name, kvc_type_name(type), (unsigned)scale, q, (double)x[i], right);
+        }
     }
 }
 
@@ -206,7 +376,7 @@ static void test_score(const kvc_kernels *kernels, int type, int dim, int num_q,
     for (int i = 0; i < MAX_Q * KVC_TILE; i++)
         scores[i] = UNTOUCHED;
     kernels->score[type](scores, q, q_stride, num_q, t->rows, n, dim, n % 2 ? t->rows : NULL,
-                         dim * (int)type_sizes[type]);
+                         (int)kvc_row_bytes(type, dim));
     for (int r = 0; r < MAX_Q; r++) {
         for (int j = 0; j < KVC_TILE; j++) {
             double sum = 0, size = 0;
@@ -217,7 +387,7 @@ static void test_score(const kvc_kernels *kernels, int type, int dim, int num_q,
             }
             float got = scores[r * KVC_TILE + j];
             CHECKF(r < num_q && j < n ? is_close(got, sum, size, dim) : got == UNTOUCHED,
-                   "%s %s dim %d, query %d of %d, row %d of %d: %g, not %g", kernels->name, type_names[type], dim, r,
+                   "%s %s dim %d, query %d of %d, row %d of %d: %g, not %g", kernels->name, kvc_type_name(type), dim, r,
                    num_q, j, n, (double)got, sum);
         }
     }
@@ -233,7 +403,7 @@ static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int n
     fill(&acc[0][0], MAX_Q * STRIDE);
     memcpy(old, acc, sizeof old);
     kernels->accumulate[type](&acc[0][0], STRIDE, factor, weights, num_q, t->rows, n, dim, n % 2 ? t->rows : NULL,
-                              dim * (int)type_sizes[type]);
+                              (int)kvc_row_bytes(type, dim));
     for (int r = 0; r < MAX_Q; r++) {
         for (int d = 0; d < STRIDE; d++) {
             double sum = (double)old[r][d] * factor[r], size = fabs(sum);
@@ -243,7 +413,7 @@ static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int n
                 size += fabs(term);
             }
             CHECKF(r < num_q && d < dim ? is_close(acc[r][d], sum, size, n + 1) : acc[r][d] == old[r][d],
-                   "%s %s dim %d, query %d of %d, column %d, %d rows: %g, not %g", kernels->name, type_names[type],
+                   "%s %s dim %d, query %d of %d, column %d, %d rows: %g, not %g", kernels->name, kvc_type_name(type),
                    dim, r, num_q, d, n, (double)acc[r][d], sum);
         }
     }
@@ -264,12 +434,12 @@ static void test_same_bits(const kvc_kernels *kernels, int type, int dim)
         for (int j = 0; j < N; j++) {
             float scores[KVC_TILE];
             kernels->score[type](scores, q + r * MAX_DIM, MAX_DIM, 1, t->rows + j, 1, dim, NULL, 0);
-            CHECKF(scores[0] == all[r * KVC_TILE + j], "%s %s dim %d", kernels->name, type_names[type], dim);
+            CHECKF(scores[0] == all[r * KVC_TILE + j], "%s %s dim %d", kernels->name, kvc_type_name(type), dim);
         }
         float alone[MAX_DIM] = {0};
         kernels->accumulate[type](alone, MAX_DIM, factor, weights + r * KVC_TILE, 1, t->rows, N, dim, NULL, 0);
         CHECKF(!memcmp(alone, acc + r * MAX_DIM, (size_t)dim * sizeof *acc), "%s %s dim %d", kernels->name,
-               type_names[type], dim);
+               kvc_type_name(type), dim);
     }
 }
 
@@ -420,10 +590,10 @@ static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
     for (int j = 0; j < KVC_TILE; j++) {
         for (int d = 0; d < dim; d++)
             CHECKF(keys[d * KVC_TILE + j] == (j < n ? t->values[j][d] : 0), "%s %s: dim %d, key [%d, %d] of %d",
-                   kernels->name, type_names[type], dim, j, d, n);
+                   kernels->name, kvc_type_name(type), dim, j, d, n);
         for (int d = 0; d < stride; d++)
             CHECKF(values[j * stride + d] == (j >= n || d >= padded ? UNTOUCHED : d < dim ? t->values[j][d] : 0),
-                   "%s %s: dim %d, value [%d, %d] of %d", kernels->name, type_names[type], dim, j, d, n);
+                   "%s %s: dim %d, value [%d, %d] of %d", kernels->name, kvc_type_name(type), dim, j, d, n);
     }
 }
 
@@ -444,18 +614,28 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim)
         test_pack(kernels, type, dim, some_n[i]);
     test_same_bits(kernels, type, dim);
     for (int to = 0; to < TYPES; to++)
-        test_convert_rows(kernels, type, to, dim);
+        if (type >= KVC_FLOAT_TYPES && to >= KVC_FLOAT_TYPES && type != to)
+            CHECK(!kernels->convert[type][to]);
+        else if (dim % kvc_type_elements(to) == 0)
+            test_convert_rows(kernels, type, to, dim);
 }
 
 static void test_kernels(const kvc_kernels *kernels)
 {
     for (int type = KVC_F32; type < TYPES; type++) {
         for (int i = 0; i < NUM_DIMS; i++)
-            test_rows(kernels, type, dims[i]);
+            if (dims[i] % kvc_type_elements(type) == 0)
+                test_rows(kernels, type, dims[i]);
         for (int n = 1; n <= KVC_TILE; n++) {
-            test_score(kernels, type, 24, 4, n);
-            test_accumulate(kernels, type, 24, 4, n);
+            int dim = type < KVC_FLOAT_TYPES ? 24 : 32;
+            test_score(kernels, type, dim, 4, n);
+            test_accumulate(kernels, type, dim, 4, n);
         }
+    }
+    for (int type = KVC_FLOAT_TYPES; type < TYPES; type++) {
+        test_quantise(kernels, type);
+        test_not_finite(kernels, type);
+        test_dequantise(kernels, type);
     }
     test_16_bits(kernels, KVC_F16);
     test_16_bits(kernels, KVC_BF16);

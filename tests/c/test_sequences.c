@@ -96,7 +96,7 @@ static void test_put_strides(void)
     float k[20] = {0}, v[10] = {0};
     const kvc_rows_out out = {.struct_size = sizeof out, .k = k, .v = v, .k_row_stride = 16, .v_row_stride = 8};
     kvc_batch *batch;
-    CHECK(kvc_begin(p->cache, 5, positions, NULL, &batch) == KVC_OK);
+    CHECK(kvc_begin(p->cache, 5, positions, NULL, NULL, &batch) == KVC_OK);
     CHECK(kvc_put(batch, 0, &args) == KVC_OK && kvc_commit(batch) == KVC_OK);
     CHECK(kvc_gather(p->cache, 0, 0, 0, 5, &out) == KVC_OK);
     for (int t = 0; t < 5; t++)
@@ -659,10 +659,10 @@ static void test_max_bytes_of_large_blocks(void)
     for (int t = 0; t < 65; t++)
         positions[t] = t;
     CHECK(kvc_cache_new(&config, &cache) == KVC_OK);
-    CHECK(kvc_begin(cache, 64, positions, NULL, &batch) == KVC_OK);
+    CHECK(kvc_begin(cache, 64, positions, NULL, NULL, &batch) == KVC_OK);
     kvc_abort(batch);
     int64_t bytes = kvc_nbytes(cache);
-    CHECK(kvc_begin(cache, 65, positions, NULL, &batch) == KVC_OK);
+    CHECK(kvc_begin(cache, 65, positions, NULL, NULL, &batch) == KVC_OK);
     CHECKF(kvc_nbytes(cache) < bytes + 3 * ROW, "%lld bytes more", (long long)(kvc_nbytes(cache) - bytes));
     kvc_abort(batch);
     CHECK(kvc_compact(cache) == KVC_OK && kvc_nbytes(cache) < ROW * 4);
@@ -801,7 +801,7 @@ static void test_busy(void)
     for (int64_t id = 0; id < 4; id++)
         pair_feed(p, id, 0, 7);
     CHECK(pair_begin(p, 3, (int32_t[]){7, 7, 0}, (int64_t[]){0, 1, 9}) == KVC_OK);
-    CHECK_FAILS(kvc_begin(p->cache, 1, &position, NULL, &other), KVC_ERR_BUSY, "batch is open", "commit");
+    CHECK_FAILS(kvc_begin(p->cache, 1, &position, NULL, NULL, &other), KVC_ERR_BUSY, "batch is open", "commit");
     CHECK(!other);
     CHECK_FAILS(pair_compact(p), KVC_ERR_BUSY, "compact", "commit or abort");
     CHECK_FAILS(kvc_cache_free(p->cache), KVC_ERR_BUSY, "free the cache", "commit or abort");
@@ -972,26 +972,32 @@ static void test_bad_layers(void)
         kvc_status status;
         const char *name, *value;
     } bad[] = {
-        {{0, 4, 4, 0, 0, 0, 0, {0}}, KVC_ERR_INVALID, "layers[1].num_kv_heads", "is 0:"},
-        {{-1, 4, 4, 0, 0, 0, 0, {0}}, KVC_ERR_INVALID, "layers[1].num_kv_heads", "is -1:"},
-        {{INT32_MAX, 4, 4, 0, 0, 0, 0, {0}}, KVC_ERR_INVALID, "layers[1].num_kv_heads", "is 2147483647:"},
-        {{1, 0, 4, 0, 0, 0, 0, {0}}, KVC_ERR_INVALID, "layers[1].k_dim", "is 0:"},
-        {{1, 4, -4, 0, 0, 0, 0, {0}}, KVC_ERR_INVALID, "layers[1].v_dim", "is -4:"},
-        {{1, 4, 4, 5, 0, 0, 0, {0}}, KVC_ERR_INVALID, "layers[1].k_type", "is 5:"},
-        {{1, 4, 4, 0, -1, 0, 0, {0}}, KVC_ERR_INVALID, "layers[1].v_type", "is -1:"},
-        {{1, 4, 4, KVC_Q8_0, 0, 0, 0, {0}}, KVC_ERR_UNSUPPORTED, "layers[1].k_type", "is q8_0:"},
-        {{1, 4, 4, 0, KVC_Q4_0, 0, 0, {0}}, KVC_ERR_UNSUPPORTED, "layers[1].v_type", "is q4_0:"},
-        {{1, 4, 4, 0, 0, 1, 0, {0}}, KVC_ERR_UNSUPPORTED, "layers[1].k_transform", "is 1:"},
-        {{1, 4, 4, 0, 0, 0, 2, {0}}, KVC_ERR_UNSUPPORTED, "layers[1].v_transform", "is 2:"},
-        {{1, 4, 4, 0, 0, 0, 0, {KVC_CHUNKED, 4, 0, 0}}, KVC_ERR_UNSUPPORTED, "layers[1].policy.kind", "is 2:"},
-        {{1, 4, 4, 0, 0, 0, 0, {KVC_CROSS, 4, 0, 0}}, KVC_ERR_UNSUPPORTED, "layers[1].policy.kind", "is 3:"},
-        {{1, 4, 4, 0, 0, 0, 0, {KVC_NONE, 4, 0, 0}}, KVC_ERR_UNSUPPORTED, "layers[1].policy.kind", "is 4:"},
-        {{1, 4, 4, 0, 0, 0, 0, {5, 4, 0, 0}}, KVC_ERR_INVALID, "layers[1].policy.kind", "is 5:"},
-        {{1, 4, 4, 0, 0, 0, 0, {-1, 4, 0, 0}}, KVC_ERR_INVALID, "layers[1].policy.kind", "is -1:"},
-        {{1, 4, 4, 0, 0, 0, 0, {KVC_SLIDING, 0, 0, 0}}, KVC_ERR_INVALID, "layers[1]: window", "is 0:"},
-        {{1, 4, 4, 0, 0, 0, 0, {KVC_SLIDING, 4, -1, 0}}, KVC_ERR_INVALID, "layers[1]: num_sink_tokens", "is -1:"},
-        {{1, 4, 4, 0, 0, 0, 0, {KVC_SLIDING, 4, 0, 3}}, KVC_ERR_INVALID, "layers[1]: resume_window", "is 3:"},
-        {{1, 4, 4, 0, 0, 0, 0, {KVC_SLIDING, 4, 0, -9}}, KVC_ERR_INVALID, "layers[1]: resume_window", "is -9:"},
+        {{0, 4, 4, 0, 0, 0, 0, 0, 0, {0}, {0}}, KVC_ERR_INVALID, "layers[1].num_kv_heads", "is 0:"},
+        {{-1, 4, 4, 0, 0, 0, 0, 0, 0, {0}, {0}}, KVC_ERR_INVALID, "layers[1].num_kv_heads", "is -1:"},
+        {{INT32_MAX, 4, 4, 0, 0, 0, 0, 0, 0, {0}, {0}}, KVC_ERR_INVALID, "layers[1].num_kv_heads", "is 2147483647:"},
+        {{1, 0, 4, 0, 0, 0, 0, 0, 0, {0}, {0}}, KVC_ERR_INVALID, "layers[1].k_dim", "is 0:"},
+        {{1, 4, -4, 0, 0, 0, 0, 0, 0, {0}, {0}}, KVC_ERR_INVALID, "layers[1].v_dim", "is -4:"},
+        {{1, 4, 4, 5, 0, 0, 0, 0, 0, {0}, {0}}, KVC_ERR_INVALID, "layers[1].k_type", "is 5:"},
+        {{1, 4, 4, 0, -1, 0, 0, 0, 0, {0}, {0}}, KVC_ERR_INVALID, "layers[1].v_type", "is -1:"},
+        {{1, 4, 4, KVC_Q8_0, 0, 0, 0, 0, 0, {0}, {0}}, KVC_ERR_INVALID, "layers[1].k_dim", "is 4: for q8_0"},
+        {{1, 4, 40, 0, KVC_Q4_0, 0, 0, 0, 0, {0}, {0}}, KVC_ERR_INVALID, "layers[1].v_dim", "is 40: for q4_0"},
+        {{1, 4, 5, 0, 0, 0, 0, 1, 0, {0}, {0}}, KVC_ERR_INVALID, "layers[1].v_dim", "is 5:"},
+        {{1, 4, 3, 0, 1, 0, 0, 1, 0, {0}, {0}}, KVC_ERR_INVALID, "layers[1].v_type", "is f16:"},
+        {{1, 4, 4, 0, 0, 0, 0, 0, 2, {0}, {0}}, KVC_ERR_INVALID, "layers[1].share", "is 2:"},
+        {{1, 4, 4, 0, 0, 0, 0, 0, 9, {0}, {0}}, KVC_ERR_INVALID, "layers[1].share", "is 9:"},
+        {{1, 4, 4, 0, 0, 0, 0, 0, -1, {0}, {0}}, KVC_ERR_INVALID, "layers[1].share", "is -1:"},
+        {{3, 4, 4, 0, 0, 0, 0, 0, 1, {0}, {0}}, KVC_ERR_INVALID, "layers[1] shares", "the same heads"},
+        {{1, 4, 4, 0, 0, 1, 0, 0, 0, {0}, {0}}, KVC_ERR_UNSUPPORTED, "layers[1].k_transform", "is 1:"},
+        {{1, 4, 4, 0, 0, 0, 2, 0, 0, {0}, {0}}, KVC_ERR_UNSUPPORTED, "layers[1].v_transform", "is 2:"},
+        {{1, 4, 4, 0, 0, 0, 0, 0, 0, {KVC_CHUNKED, 4, 0, 0, 0, 0}, {0}}, KVC_ERR_INVALID, "attention_chunk_size", "is 0:"},
+        {{1, 4, 4, 0, 0, 0, 0, 0, 0, {KVC_CHUNKED, 4, 0, -1, 8, 0}, {0}}, KVC_ERR_INVALID, "resume_window", "is -1:"},
+        {{1, 4, 4, 0, 0, 0, 0, 0, 0, {KVC_CROSS, 4, 0, 0, 0, 0}, {0}}, KVC_ERR_INVALID, "max_len", "is 0:"},
+        {{1, 4, 4, 0, 0, 0, 0, 0, 0, {5, 4, 0, 0, 0, 0}, {0}}, KVC_ERR_INVALID, "layers[1].policy.kind", "is 5:"},
+        {{1, 4, 4, 0, 0, 0, 0, 0, 0, {-1, 4, 0, 0, 0, 0}, {0}}, KVC_ERR_INVALID, "layers[1].policy.kind", "is -1:"},
+        {{1, 4, 4, 0, 0, 0, 0, 0, 0, {KVC_SLIDING, 0, 0, 0, 0, 0}, {0}}, KVC_ERR_INVALID, "layers[1]: window", "is 0:"},
+        {{1, 4, 4, 0, 0, 0, 0, 0, 0, {KVC_SLIDING, 4, -1, 0, 0, 0}, {0}}, KVC_ERR_INVALID, "layers[1]: num_sink_tokens", "is -1:"},
+        {{1, 4, 4, 0, 0, 0, 0, 0, 0, {KVC_SLIDING, 4, 0, 3, 0, 0}, {0}}, KVC_ERR_INVALID, "layers[1]: resume_window", "is 3:"},
+        {{1, 4, 4, 0, 0, 0, 0, 0, 0, {KVC_SLIDING, 4, 0, -9, 0, 0}, {0}}, KVC_ERR_INVALID, "layers[1]: resume_window", "is -9:"},
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         const kvc_layer layers[] = {plain_layer, bad[i].layer};
@@ -1059,16 +1065,16 @@ static void test_bad_begin(void)
     const int32_t positions[] = {4, 5, -3, INT32_MAX};
     kvc_batch *batch = NULL;
     pair_feed(p, 0, 0, 4);
-    CHECK_FAILS(kvc_begin(p->cache, 0, positions, NULL, &batch), KVC_ERR_INVALID, "num_tokens", "is 0:");
-    CHECK_FAILS(kvc_begin(p->cache, -7, positions, NULL, &batch), KVC_ERR_INVALID, "num_tokens", "is -7:");
-    CHECK_FAILS(kvc_begin(p->cache, 3, positions, NULL, &batch), KVC_ERR_INVALID, "positions[2]", "is -3:");
-    CHECK_FAILS(kvc_begin(p->cache, 1, positions + 3, NULL, &batch), KVC_ERR_INVALID, "positions[0]",
+    CHECK_FAILS(kvc_begin(p->cache, 0, positions, NULL, NULL, &batch), KVC_ERR_INVALID, "num_tokens", "is 0:");
+    CHECK_FAILS(kvc_begin(p->cache, -7, positions, NULL, NULL, &batch), KVC_ERR_INVALID, "num_tokens", "is -7:");
+    CHECK_FAILS(kvc_begin(p->cache, 3, positions, NULL, NULL, &batch), KVC_ERR_INVALID, "positions[2]", "is -3:");
+    CHECK_FAILS(kvc_begin(p->cache, 1, positions + 3, NULL, NULL, &batch), KVC_ERR_INVALID, "positions[0]",
                 "is 2147483647:");
-    CHECK_FAILS(kvc_begin(p->cache, 1, NULL, NULL, &batch), KVC_ERR_INVALID, "positions", "NULL");
-    CHECK_FAILS(kvc_begin(p->cache, 1, positions, NULL, NULL), KVC_ERR_INVALID, "batch", "NULL");
+    CHECK_FAILS(kvc_begin(p->cache, 1, NULL, NULL, NULL, &batch), KVC_ERR_INVALID, "positions", "NULL");
+    CHECK_FAILS(kvc_begin(p->cache, 1, positions, NULL, NULL, NULL), KVC_ERR_INVALID, "batch", "NULL");
     CHECK(!batch);
     pair_check(p);
-    CHECK(kvc_begin(p->cache, 2, positions, NULL, &batch) == KVC_OK); /* of sequence 0 */
+    CHECK(kvc_begin(p->cache, 2, positions, NULL, NULL, &batch) == KVC_OK); /* of sequence 0 */
     kvc_abort(batch);
     pair_check(p);
     pair_free(p);

@@ -69,7 +69,7 @@ static kvc_batch *begin(kvc_cache *cache, int64_t id, int n, int32_t position)
         positions[t] = position + t;
         ids[t] = id;
     }
-    CHECKF(kvc_begin(cache, n, positions, ids, &batch) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_begin(cache, n, positions, ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
     return batch;
 }
 

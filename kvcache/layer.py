@@ -1,0 +1,243 @@
+"""What each layer stores: one value for all or one per layer, checked, and made into what the core takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+
+from kvcache import _core
+from kvcache._core import integer
+from kvcache.policy import ChunkedAttention, CrossAttention, Policy, SlidingWindow
+from kvcache.rope import Rope, RopeLike
+
+__all__ = ["DType", "FloatDType", "Layer", "count", "make_layers"]
+
+FloatDType: TypeAlias = Literal["f32", "f16", "bf16"]
+DType: TypeAlias = FloatDType | Literal["q8_0", "q4_0"]
+T = TypeVar("T")
+
+MAX_LAYERS = 1 << 20  # the limits of the core, for messages that name the arguments as they are called here
+MAX_DIM = 1 << 20
+
+
+class Layer(NamedTuple):
+    """What one layer stores."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    k_dtype: DType
+    v_dtype: DType
+    policy: Policy | None
+    value_in_key: bool
+    rope: RopeLike
+    share: int | None = None
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}/{self.v_head_dim}"
+        types = self.k_dtype if self.v_dtype == self.k_dtype else f"{self.k_dtype}/{self.v_dtype}"
+        words = [f"{count(self.num_kv_heads, 'KV head')} x {dims}", types]
+        words.append("no attention" if self.policy is None else repr(self.policy))
+        if self.value_in_key:
+            words.append("values in keys")
+        if self.rope is False:
+            words.append("no rotation")
+        elif self.rope is not None:
+            words.append(repr(self.rope) if isinstance(self.rope, Rope) else "rope function")
+        if self.share is not None:
+            words.append("reads another's rows")
+        return ", ".join(words)
+
+    def most_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of rows that a sequence of so many tokens may come to hold."""
+        policy = self.policy
+        if policy is None or self.share is not None:
+            return 0
+        if isinstance(policy, CrossAttention):
+            num_tokens = policy.max_len
+        elif isinstance(policy, SlidingWindow):
+            num_tokens = min(num_tokens, (policy.resume_window or policy.window) + policy.num_sink_tokens)
+        elif isinstance(policy, ChunkedAttention):
+            num_tokens = min(num_tokens, policy.attention_chunk_size + (policy.resume_window or 0))
+        row = _core.bytes_of_row(_core.TYPES[self.k_dtype], self.head_dim)
+        if not self.value_in_key:
+            row += _core.bytes_of_row(_core.TYPES[self.v_dtype], self.v_head_dim)
+        return num_tokens * self.num_kv_heads * row
+
+    def for_core(self) -> _core.LayerTuple:
+        """Return what the core makes its layer of."""
+        rope: Any = self.rope
+        if isinstance(rope, Rope):
+            rope = rope.inv_freq, rope.interleaved, rope.first_dim
+        return (
+            (self.num_kv_heads, self.head_dim, self.v_head_dim),
+            (_core.TYPES[self.k_dtype], _core.TYPES[self.v_dtype]),
+            self.value_in_key,
+            0 if self.share is None else self.share + 1,
+            _core_policy(self.policy),
+            rope,
+        )
+
+
+def make_layers(
+    num_layers: Any,
+    num_kv_heads: Any,
+    head_dim: Any,
+    v_head_dim: Any,
+    value_in_key: Any,
+    dtype: Any,
+    k_dtype: Any,
+    v_dtype: Any,
+    policy: Any,
+    share: Any,
+    rope: Any,
+) -> list[Layer]:
+    """Make the layers out of arguments that are called like this, or say what is wrong with them."""
+    n = integer(num_layers, "num_layers", 1, MAX_LAYERS)
+    k_dims = _per_layer(head_dim, "head_dim", n, _dim)
+    dtypes = _per_layer(dtype, "dtype", n, _dtype)
+    layers = list(
+        map(
+            Layer,
+            _per_layer(num_kv_heads, "num_kv_heads", n, _dim),
+            k_dims,
+            k_dims if v_head_dim is None else _per_layer(v_head_dim, "v_head_dim", n, _dim),
+            dtypes if k_dtype is None else _per_layer(k_dtype, "k_dtype", n, _dtype),
+            dtypes if v_dtype is None else _per_layer(v_dtype, "v_dtype", n, _dtype),
+            _per_layer(policy, "policy", n, _policy),
+            _per_layer(value_in_key, "value_in_key", n, _bool),
+            _per_layer(rope, "rope", n, _rope),
+        )
+    )
+    for i, layer in enumerate(layers):
+        k_name = _name("head_dim", head_dim, i)
+        v_name = k_name if v_head_dim is None else _name("v_head_dim", v_head_dim, i)
+        _check_dim(k_name, layer.head_dim, layer.k_dtype, "keys")
+        _check_dim(v_name, layer.v_head_dim, layer.v_dtype, "values")
+        if layer.value_in_key:
+            _check_value_in_key(layer, v_name)
+        if isinstance(layer.rope, Rope):
+            _check_rope(layer.rope, layer, i)
+    if share is not None:
+        _share(layers, share)
+    return layers
+
+
+def _per_layer(value: Any, name: str, num_layers: int, convert: Callable[[Any, str], T]) -> list[T]:
+    """One value for each layer, from one for all or a sequence of them."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [convert(value, name)] * num_layers
+    if len(value) != num_layers:
+        raise ValueError(f"len({name})={len(value)}: must be num_layers, which is {num_layers}")
+    return [convert(one, f"{name}[{layer}]") for layer, one in enumerate(value)]
+
+
+def _dim(value: Any, name: str) -> int:
+    return integer(value, name, 1, MAX_DIM)
+
+
+def _dtype(value: Any, name: str) -> DType:
+    if isinstance(value, str) and value in _core.TYPES:
+        return value  # type: ignore[return-value]
+    raise ValueError(f"{name}={value!r}: must be 'f32', 'f16', 'bf16', 'q8_0' or 'q4_0'")
+
+
+def _bool(value: Any, name: str) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise TypeError(f"{name}={value!r}: must be True or False")
+
+
+def _policy(value: Any, name: str) -> Policy | None:
+    if value is None or isinstance(value, Policy):
+        return value
+    raise TypeError(
+        f"{name}={value!r}: must be a FullAttention, a SlidingWindow, a ChunkedAttention, a CrossAttention or None"
+    )
+
+
+def _rope(value: Any, name: str) -> RopeLike:
+    if value is None or value is False or isinstance(value, Rope):
+        return value
+    if callable(value) and not isinstance(value, type):
+        return value  # type: ignore[no-any-return]
+    raise TypeError(f"{name}={value!r}: must be a Rope, False (no rotation), a function, or None (not told)")
+
+
+def _check_dim(name: str, dim: int, dtype: DType, what: str) -> None:
+    if dtype in ("q8_0", "q4_0") and dim % 32:
+        raise ValueError(f"{name}={dim}: must be a multiple of 32 where {what} are stored as {dtype}")
+
+
+def _check_value_in_key(layer: Layer, v_name: str) -> None:
+    if layer.v_head_dim > layer.head_dim:
+        raise ValueError(
+            f"{v_name}={layer.v_head_dim}: must be at most head_dim, which is {layer.head_dim}, where values lie in "
+            "the keys (value_in_key)"
+        )
+    if layer.v_dtype != layer.k_dtype:
+        raise ValueError(
+            f"v_dtype={layer.v_dtype!r}: must be k_dtype, which is {layer.k_dtype!r}, where values lie in the keys "
+            "(value_in_key)"
+        )
+
+
+def _check_rope(rope: Rope, layer: Layer, i: int) -> None:
+    end = rope.first_dim + 2 * len(rope.inv_freq)
+    if end > layer.head_dim:
+        raise ValueError(
+            f"rope={rope}: rotates the elements {rope.first_dim} to {end - 1} of a key, and there are {layer.head_dim} "
+            f"(head_dim of layer {i})"
+        )
+    if layer.value_in_key and rope.first_dim < layer.v_head_dim:
+        raise ValueError(
+            f"rope={rope}: rotates elements from {rope.first_dim} on, and the first {layer.v_head_dim} are the values "
+            f"(value_in_key of layer {i}); first_dim must be at least that"
+        )
+
+
+def _share(layers: list[Layer], share: Any) -> None:
+    """Enter whose rows each layer reads."""
+    if isinstance(share, str) or not isinstance(share, Sequence):
+        raise TypeError(f"share={share!r}: must be None, or a sequence of one layer or None for each layer")
+    owners = _per_layer(share, "share", len(layers), lambda one, name: _index(one, name, len(layers)))
+    for i, owner in enumerate(owners):
+        if owner is None:
+            continue
+        if owners[owner] is not None:
+            whose = "itself" if owner == i else f"those of layer {owners[owner]}"
+            raise ValueError(f"share[{i}]={owner}: layer {owner} has no rows of its own: it shares {whose}")
+        for name, mine, its in zip(Layer._fields, layers[i], layers[owner], strict=True):
+            if name != "share" and mine != its:
+                raise ValueError(f"share[{i}]={owner}: {name} of both must be the same, not {mine!r} and {its!r}")
+        layers[i] = layers[i]._replace(share=owner)
+
+
+def _index(value: Any, name: str, num_layers: int) -> int | None:
+    return None if value is None else integer(value, name, 0, num_layers - 1)
+
+
+def _name(name: str, value: Any, layer: int) -> str:
+    """What to call the value for one layer."""
+    return name if isinstance(value, str) or not isinstance(value, Sequence) else f"{name}[{layer}]"
+
+
+def _core_policy(policy: Policy | None) -> tuple[int, int, int, int, int, int]:
+    """Kind, window, num_sink_tokens, attention_chunk_size, resume_window, max_len; 0 where it has none."""
+    match policy:
+        case SlidingWindow(window, sinks, resume):
+            return _core.POLICIES["sliding"], window, sinks, 0, resume or window, 0
+        case ChunkedAttention(size, resume):
+            return _core.POLICIES["chunked"], 0, 0, size, resume or 0, 0
+        case CrossAttention(max_len):
+            return _core.POLICIES["cross"], 0, 0, 0, 0, max_len
+        case None:
+            return _core.POLICIES["none"], 0, 0, 0, 0, 0
+    return _core.POLICIES["full"], 0, 0, 0, 0, 0
+
+
+def count(n: int, what: str) -> str:
+    """Return "1 layer", "2 layers"."""
+    return f"{n} {what}{'' if n == 1 else 's'}"

@@ -1,0 +1,79 @@
+#include "rope.h"
+
+#include <math.h>
+
+#include "status.h"
+
+static kvc_status check_frequencies(const kvc_layer *layer, int32_t index) {
+    const kvc_rope *rope = &layer->rope;
+    if (rope->num_freqs < 1 || !rope->inv_freq)
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].rope has %d frequencies%s: it needs at least 1", index,
+                        rope->num_freqs, rope->inv_freq ? "" : " at NULL");
+    if (rope->first_dim < 0 || rope->first_dim > layer->k_dim ||
+        rope->num_freqs > (layer->k_dim - rope->first_dim) / 2)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "layers[%d].rope turns elements from first_dim %d on, two for each of %d frequencies: keys have "
+                        "%d",
+                        index, rope->first_dim, rope->num_freqs, layer->k_dim);
+    if (layer->value_in_key && rope->first_dim < layer->v_dim)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "layers[%d].rope.first_dim is %d: it must be at least v_dim, %d, as values lie in the keys",
+                        index, rope->first_dim, layer->v_dim);
+    for (int32_t i = 0; i < rope->num_freqs; i++)
+        if (!isfinite(rope->inv_freq[i]))
+            return kvc_fail(KVC_ERR_INVALID, "layers[%d].rope.inv_freq[%d] is %g: it must be finite", index, i,
+                            rope->inv_freq[i]);
+    return KVC_OK;
+}
+
+kvc_status kvc_rope_check(const kvc_layer *layer, int32_t index) {
+    switch (layer->rope.kind) {
+    case KVC_ROPE_UNKNOWN:
+    case KVC_ROPE_NONE: return KVC_OK;
+    case KVC_ROPE_FREQUENCIES: return check_frequencies(layer, index);
+    case KVC_ROPE_FUNCTION:
+        return layer->rope.shift ? KVC_OK : kvc_fail(KVC_ERR_INVALID, "layers[%d].rope.shift is NULL", index);
+    default:
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].rope.kind is %d: no kvc_rope_kind", index, layer->rope.kind);
+    }
+}
+
+static int frequencies_equal(const kvc_rope *a, const kvc_rope *b) {
+    if (a->num_freqs != b->num_freqs || a->first_dim != b->first_dim || !a->interleaved != !b->interleaved) return 0;
+    if (a->inv_freq == b->inv_freq) return 1;
+    int32_t i = 0;
+    while (i < a->num_freqs && a->inv_freq[i] == b->inv_freq[i]) i++;
+    return i == a->num_freqs;
+}
+
+int kvc_rope_equal(const kvc_rope *a, const kvc_rope *b) {
+    if (a->kind != b->kind) return 0;
+    if (a->kind == KVC_ROPE_FREQUENCIES) return frequencies_equal(a, b);
+    return a->kind != KVC_ROPE_FUNCTION || (a->shift == b->shift && a->user == b->user);
+}
+
+void kvc_rope_angles(const kvc_rope *rope, int32_t delta, float *angles) {
+    for (int32_t i = 0; i < rope->num_freqs; i++) {
+        const double angle = delta * rope->inv_freq[i]; /* of many turns, perhaps: too many for f32 */
+        angles[i] = (float)cos(angle);
+        angles[rope->num_freqs + i] = (float)sin(angle);
+    }
+}
+
+void kvc_rope_turn(const kvc_rope *rope, const float *angles, float *row) {
+    const int32_t n = rope->num_freqs;
+    const float *cosines = angles, *sines = angles + n;
+    float *x = row + rope->first_dim;
+    if (rope->interleaved)
+        for (int32_t i = 0; i < n; i++) {
+            const float a = x[2 * i], b = x[2 * i + 1];
+            x[2 * i] = a * cosines[i] - b * sines[i];
+            x[2 * i + 1] = b * cosines[i] + a * sines[i];
+        }
+    else
+        for (int32_t i = 0; i < n; i++) {
+            const float a = x[i], b = x[n + i];
+            x[i] = a * cosines[i] - b * sines[i];
+            x[n + i] = b * cosines[i] + a * sines[i];
+        }
+}

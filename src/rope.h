@@ -1,0 +1,22 @@
+/* rope.h: rotary positions: what turns a row from the position it was rotated for to another. */
+#ifndef KVC_ROPE_H
+#define KVC_ROPE_H
+
+#include "kvcache.h"
+
+/* KVC_OK, or the sentence that says what is wrong with a layer's rope. */
+kvc_status kvc_rope_check(const kvc_layer *layer, int32_t index);
+
+/* Whether both move keys in the same way. */
+int kvc_rope_equal(const kvc_rope *a, const kvc_rope *b);
+
+/* Floats of the angles of one distance. */
+static inline size_t kvc_rope_angles_size(const kvc_rope *rope) { return 2 * (size_t)rope->num_freqs; }
+
+/* The cosines, then the sines, of delta * inv_freq. */
+void kvc_rope_angles(const kvc_rope *rope, int32_t delta, float *angles);
+
+/* Turns a row by these angles. */
+void kvc_rope_turn(const kvc_rope *rope, const float *angles, float *row);
+
+#endif

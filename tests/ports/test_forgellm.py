@@ -1,0 +1,140 @@
+"""forgellm_runtime's KVCache, token-major f32 in Rust: every row of its table, and its unit tests."""
+
+import numpy as np
+import pytest
+from coming_from import Table, random_rows, store
+
+from kvcache import KVCache
+
+table = Table("forgellm_runtime")
+test_every_row_has_a_test = table.all_claimed()
+
+SHAPE = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 16}
+
+
+@pytest.fixture
+def cache():
+    with KVCache(2, 4, 16, 32, dtype="f32", max_sequences=2) as cache:
+        yield cache
+
+
+@table.row("KVCache::new(num_layers, num_kv_heads, head_dim)")
+def test_new(run):
+    with run(**SHAPE) as cache:
+        store(cache, 5000)
+        assert (cache.seq_len(), cache.max_seq_len) == (5000, None)
+
+
+@table.row("KVCache::with_capacity(num_layers, num_kv_heads, head_dim, max_seq_len)")
+def test_with_capacity(run):
+    with run(num_layers=16, num_kv_heads=8, head_dim=64, max_seq_len=2048) as cache:
+        assert cache.seq_len() == 0
+        assert (cache.num_layers, cache.max_seq_len) == (16, 2048)
+
+
+@table.row("append(layer, k_data, v_data)")
+def test_append(run, cache):
+    k, v = (x.ravel() for x in random_rows(1, heads=4, dim=16))
+    with cache.batch(1) as batch:
+        for layer in range(2):
+            run(batch=batch, layer=layer, k_data=k, v_data=v, num_kv_heads=4, head_dim=16)
+    assert cache.keys(0).shape == (4, 1, 16)
+    assert cache.values(1).ravel().tolist() == v.tolist()
+
+
+@table.row("advance()")
+def test_advance(run, cache):
+    k, v = random_rows(1, heads=4, dim=16)
+    batch = cache.batch(1)
+    batch.put(0, k, v)
+    with pytest.raises(ValueError, match="layer"):
+        run(batch=batch)  # the other layer was left out
+    batch.put(1, k, v)
+    run(batch=batch)
+    assert cache.seq_len() == 1
+
+
+@table.row("k(layer)")
+def test_k(run, cache):
+    k, _ = store(cache, 3)
+    assert run(cache=cache, layer=0).tolist() == k.ravel().tolist()
+
+
+@table.row("v(layer)")
+def test_v(run, cache):
+    _, v = store(cache, 3)
+    assert run(cache=cache, layer=1).tolist() == v.ravel().tolist()
+
+
+@table.row("len()")
+def test_len(run, cache):
+    store(cache, 3)
+    assert run(cache=cache) == 3
+
+
+@table.row("is_empty()")
+def test_is_empty(run, cache):
+    assert run(cache=cache) is True
+    store(cache, 3)
+    assert run(cache=cache) is False
+
+
+@table.row("num_layers()")
+def test_num_layers(run, cache):
+    assert run(cache=cache) == 2
+
+
+@table.row("clear()")
+def test_clear(run, cache):
+    store(cache, 3)
+    run(cache=cache)
+    assert cache.seq_len() == 0
+
+
+@table.row("entry_size()")
+def test_entry_size(run, cache):
+    assert run(cache=cache, layer=0) == 64
+
+
+@table.row("clone()")
+def test_clone(run, cache):
+    k, _ = store(cache, 3)
+    run(cache=cache)
+    more, _ = store(cache, 2, seed=1)
+    np.testing.assert_array_equal(cache.gather(0, seq_id=1)[0], k.swapaxes(0, 1))
+    np.testing.assert_array_equal(cache.gather(0)[0], np.concatenate([k, more]).swapaxes(0, 1))
+
+
+# --- its unit tests ----------------------------------------------------------------------------------------------
+
+
+def token_major(cache, layer):
+    return cache.keys(layer).swapaxes(0, 1).ravel().tolist()
+
+
+def test_a_new_cache_is_empty(cache):
+    assert cache.seq_len() == 0
+    assert token_major(cache, 0) == []
+
+
+def test_append_then_advance_concatenates(cache):
+    appended = [store(cache, 1, seed=seed)[0] for seed in range(5)]
+    assert cache.seq_len() == 5
+    assert token_major(cache, 0) == np.concatenate(appended).ravel().tolist()
+
+
+def test_clear_empties(cache):
+    store(cache, 5)
+    cache.clear()
+    assert cache.seq_len() == 0
+    assert token_major(cache, 0) == token_major(cache, 1) == []
+    k, _ = store(cache, 1, seed=1)
+    assert token_major(cache, 0) == k.ravel().tolist()
+
+
+def test_layers_stay_independent(cache):
+    rows = [list(random_rows(1, heads=4, dim=16, seed=layer)) for layer in range(2)]
+    with cache.batch(1) as batch:
+        for layer, (k, v) in enumerate(rows):
+            batch.put(layer, k, v)
+    assert [token_major(cache, layer) for layer in range(2)] == [k.ravel().tolist() for k, _ in rows]
