@@ -133,12 +133,12 @@ def test_a_layer_of_several_is_wrong(name):
         make(**{name: [8.0, 8]})
 
 
-@pytest.mark.parametrize("value", ["float16", "F16", "q8_0", "", np.float16, np.dtype("f2"), 1, b"f16"])
+@pytest.mark.parametrize("value", ["float16", "F16", "Q8_0", "", np.float16, np.dtype("f2"), 1, b"f16"])
 @pytest.mark.parametrize("name", ["dtype", "k_dtype", "v_dtype"])
 def test_unknown_types(name, value):
     if isinstance(value, bytes):
         value = [value, "f16"]
-    with refused(ValueError, name, "'f32', 'f16' or 'bf16'"):
+    with refused(ValueError, name, "'f32', 'f16', 'bf16', 'q8_0' or 'q4_0'"):
         make(**{name: value})
 
 
@@ -147,16 +147,165 @@ def test_dtype_must_be_given():
         make(dtype=None)
 
 
-@pytest.mark.parametrize("value", [None, "full", 8, kvcache.SlidingWindow, [kvcache.FullAttention(), 8]])
+@pytest.mark.parametrize("value", ["full", 8, kvcache.SlidingWindow, False, [kvcache.FullAttention(), 8]])
 def test_no_policy(value):
-    with refused(TypeError, "policy", "SlidingWindow"):
+    with refused(TypeError, "policy", "SlidingWindow", "None"):
         make(policy=value)
 
 
-@pytest.mark.parametrize("name", ["rope", "share", "strategy", "value_in_key", "num_heads"])
+@pytest.mark.parametrize("name", ["num_heads", "window", "from_config"])
 def test_options_that_are_not_there(name):
     with pytest.raises(TypeError, match=name):
         make(**{name: None})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"head_dim": 80, "dtype": "q8_0"}, ("head_dim=80", "multiple of 32", "keys", "q8_0")),
+        ({"head_dim": 80, "v_dtype": "q4_0"}, ("head_dim=80", "multiple of 32", "values", "q4_0")),
+        ({"head_dim": [64, 48], "k_dtype": "q4_0"}, ("head_dim[1]=48", "keys", "q4_0")),
+        ({"head_dim": 64, "v_head_dim": 1, "dtype": "q8_0"}, ("v_head_dim=1", "values", "q8_0")),
+        ({"head_dim": 64, "v_head_dim": (32, 16), "v_dtype": ["q8_0"] * 2}, ("v_head_dim[1]=16", "values", "q8_0")),
+    ],
+)
+def test_dims_that_quantised_types_do_not_take(options, words):
+    with refused(ValueError, *words):
+        make(**options)
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes", [False, 0], kvcache])
+def test_value_in_key_is_no_truth_value(value):
+    with refused(TypeError, "value_in_key", "True or False"):
+        make(value_in_key=value)
+
+
+def test_values_that_do_not_lie_in_keys():
+    with refused(ValueError, "v_head_dim=16", "head_dim", 8, "value_in_key"):
+        make(value_in_key=True, v_head_dim=16)
+    with refused(ValueError, "v_dtype='f32'", "f16", "value_in_key"):
+        make(value_in_key=[False, True], v_dtype="f32")
+    with refused(ValueError, "rope=", "value_in_key", "first_dim"):
+        make(value_in_key=True, v_head_dim=4, rope=kvcache.Rope([1.0], first_dim=3))
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        (0, TypeError, ("share=0", "sequence")),
+        ("0", TypeError, ("share='0'", "sequence")),
+        ([None], ValueError, ("len(share)=1", 2)),
+        ([None, 2], ValueError, ("share[1]=2", "at most 1")),
+        ([-1, None], ValueError, ("share[0]=-1", "at least 0")),
+        ([None, 1], ValueError, ("share[1]=1", "itself")),
+        ([1, 0], ValueError, ("share[0]=1", "layer 0")),
+        ([None, False], TypeError, ("share[1]=False", "integer")),
+        ([None, 0.0], TypeError, ("share[1]=0.0", "integer")),
+    ],
+)
+def test_shares(value, error, words):
+    with refused(error, *words):
+        make(share=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_kv_heads", [2, 4]),
+        ("head_dim", [8, 16]),
+        ("v_head_dim", [8, 4]),
+        ("k_dtype", ["f16", "f32"]),
+        ("v_dtype", ["f16", "bf16"]),
+        ("policy", [kvcache.FullAttention(), kvcache.SlidingWindow(4)]),
+        ("value_in_key", [True, False]),
+        ("rope", [None, False]),
+        ("rope", [kvcache.Rope([1.0]), kvcache.Rope([2.0])]),
+    ],
+)
+def test_layers_that_share_must_be_alike(name, value):
+    with refused(ValueError, "share[1]=0", name):
+        make(**{"share": [None, 0], name: value})
+
+
+@pytest.mark.parametrize("value", [True, 0, 1.0, "rope", np.ones(4), [None, 3], kvcache.Rope, {}])
+def test_what_is_no_rope(value):
+    with refused(TypeError, "rope", "Rope", "False"):
+        make(rope=value)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        ([], ValueError, ("inv_freq", "(0,)")),
+        ([[1.0]], ValueError, ("inv_freq", "(1, 1)")),
+        (np.float64(1), ValueError, ("inv_freq", "()")),
+        ([1.0, NAN], ValueError, ("inv_freq[1]=nan", "finite")),
+        ([float("inf")], ValueError, ("inv_freq[0]=inf", "finite")),
+        (1.0, TypeError, ("inv_freq", "float")),
+        (None, TypeError, ("inv_freq", "NoneType")),
+        ("1", TypeError, ("inv_freq",)),
+        ([True], TypeError, ("inv_freq", "bool")),
+        ([1j], TypeError, ("inv_freq", "complex")),
+        ([[1.0], [1.0, 2.0]], TypeError, ("inv_freq", "list")),
+        ([object()], TypeError, ("inv_freq", "numbers")),
+        ([10**400], TypeError, ("inv_freq", "numbers")),
+    ],
+)
+def test_frequencies(value, error, words):
+    with refused(error, *words):
+        kvcache.Rope(value)
+
+
+def test_ropes_that_do_not_fit():
+    for value in (1, "no", None):
+        with refused(TypeError, "interleaved="):
+            kvcache.Rope([1.0], value)
+    with refused(ValueError, "first_dim=-1"):
+        kvcache.Rope([1.0], first_dim=-1)
+    with refused(TypeError, "first_dim=1.0", "integer"):
+        kvcache.Rope([1.0], first_dim=1.0)
+    with refused(ValueError, "rope=Rope(5 frequencies", "0 to 9", "head_dim", 8):
+        make(rope=kvcache.Rope(np.ones(5)))
+    with refused(ValueError, "rope=", "6 to 9", "layer 1"):
+        make(rope=[None, kvcache.Rope(np.ones(2), first_dim=6)])
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [("never", ValueError), (None, TypeError), (4, TypeError), (kvcache.LongSequencesOnly, TypeError), ([], TypeError)],
+)
+def test_no_strategy(value, error):
+    with refused(error, "strategy=", "'always'", "'disabled'"):
+        make(strategy=value)
+
+
+def test_numbers_of_strategies():
+    with refused(ValueError, "threshold=-1", "at least 0"):
+        kvcache.LongSequencesOnly(-1)
+    with refused(TypeError, "threshold=1.0", "integer"):
+        kvcache.LongSequencesOnly(1.0)
+    for value in (0, -0.5, 1.1, NAN, float("inf")):
+        with refused(ValueError, f"fraction={value}", "at most 1"):
+            kvcache.Adaptive(value)
+    for value in ("0.5", True, None, [0.5]):
+        with refused(TypeError, "fraction=", "number"):
+            kvcache.Adaptive(value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**31])
+def test_numbers_of_other_policies(value):
+    with refused(ValueError, f"attention_chunk_size={value}"):
+        kvcache.ChunkedAttention(value)
+    with refused(ValueError, f"max_len={value}"):
+        kvcache.CrossAttention(value)
+    if value:
+        with refused(ValueError, f"resume_window={value}"):
+            kvcache.ChunkedAttention(4, value)
+    for wrong in (4.0, True, "4", None):
+        with refused(TypeError, "attention_chunk_size=", "integer"):
+            kvcache.ChunkedAttention(wrong)
+        with refused(TypeError, "max_len=", "integer"):
+            kvcache.CrossAttention(wrong)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**31, 2**70])
@@ -235,6 +384,8 @@ def calls_with_layer(cache):
         "spans": cache.spans,
         "positions": lambda layer: cache.positions(layer=layer),
         "seq_len": lambda layer: cache.seq_len(layer=layer),
+        "extract": lambda layer: cache.extract(layer, 0, 1),
+        "inject": lambda layer: cache.inject(layer, 0, ones(2, 1), ones(2, 1)),
     }
 
 
@@ -255,6 +406,9 @@ def test_layers_of_a_batch_out_of_range(cache, batch, layer):
         batch.put(layer, ones(4), ones(4))
     with refused(IndexError, f"layer={layer}", "0 to 1", unchanged=cache):
         batch.attend(layer, ones(4), ones(4), ones(4))
+    for call in (batch.dense, batch.slots, lambda layer: batch.written(layer, 0, 1)):
+        with refused(IndexError, f"layer={layer}", "0 to 1", unchanged=cache):
+            call(layer)
 
 
 def calls_with_seq_id(cache):
@@ -274,6 +428,10 @@ def calls_with_seq_id(cache):
         "seq_id clear": cache.clear,
         "seq_id remove": lambda s: cache.remove(seq_id=s),
         "seq_id truncate": lambda s: cache.truncate(0, seq_id=s),
+        "seq_id shift": lambda s: cache.shift(0, None, 1, seq_id=s),
+        "seq_id divide": lambda s: cache.divide(0, None, 2, seq_id=s),
+        "seq_id extract": lambda s: cache.extract(0, 0, 1, seq_id=s),
+        "seq_id inject": lambda s: cache.inject(0, 0, ones(2, 1), ones(2, 1), seq_id=s),
         "src fork": lambda s: cache.fork(s, 1),
         "dst fork": lambda s: cache.fork(0, s),
         "src copy_prefix": lambda s: cache.copy_prefix(s, 1, 1),
@@ -300,6 +458,13 @@ def calls_with_position(cache):
         "position can_resume": cache.can_resume,
         "begin remove": cache.remove,
         "end remove": lambda p: cache.remove(0, p, shift=False),
+        "begin shift": lambda p: cache.shift(p, None, 1),
+        "end shift": lambda p: cache.shift(0, p, 1),
+        "begin divide": lambda p: cache.divide(p, None, 2),
+        "end divide": lambda p: cache.divide(0, p, 2),
+        "begin extract": lambda p: cache.extract(0, p, 2**31 - 1),
+        "end extract": lambda p: cache.extract(0, 0, p),
+        "begin inject": lambda p: cache.inject(0, p, ones(2, 1), ones(2, 1)),
         "length truncate": cache.truncate,
         "length copy_prefix": lambda p: cache.copy_prefix(0, 1, p),
         "positions[1] batch": lambda p: cache.batch(positions=[3, p]),
@@ -349,6 +514,63 @@ def test_arguments_of_batch_that_do_not_go_together(cache):
         cache.batch(1, seq_ids=[0])
     with refused(ValueError, "len(seq_ids)=1", "len(positions)", 2, unchanged=cache):
         cache.batch(positions=[3, 4], seq_ids=[0])
+    for options in ({"n": 2}, {"positions": [3, 4]}):
+        with refused(ValueError, "len(parents)=1", 2, unchanged=cache):
+            cache.batch(**options, parents=[-1])
+
+
+@pytest.mark.parametrize(
+    ("parents", "error", "words"),
+    [
+        ([-2, 0], ValueError, ("parents[0]=-2", "at least -1")),
+        ([-1, 1], ValueError, ("parents[1]", 1)),
+        ([1, -1], ValueError, ("parents[0]", 1)),
+        ([-1, 2**31], ValueError, ("parents[1]=2147483648",)),
+        ([-1, 0.0], TypeError, ("parents[1]=0.0", "integer")),
+        ([-1, None], TypeError, ("parents[1]=None", "integer")),
+        (0, TypeError, ("parents=0", "sequence")),
+        ([], ValueError, ("len(parents)=0",)),
+    ],
+)
+def test_parents(cache, parents, error, words):
+    with refused(error, *words, unchanged=cache):
+        cache.batch(2, parents=parents)
+
+
+def test_parents_of_another_sequence(cache):
+    with refused(ValueError, "parents[1]", "sequence", unchanged=cache):
+        cache.batch(positions=[3, 0], seq_ids=[0, 1], parents=[-1, 0])
+
+
+@pytest.mark.parametrize(
+    ("keep", "error", "words"),
+    [
+        ([4], IndexError, ("keep[0]=4", "4 tokens")),
+        ([0, -1], IndexError, ("keep[1]=-1", "4 tokens")),
+        ([1, 2, 1], ValueError, ("keep[2]=1", "before")),
+        ([2**40], ValueError, ("keep[0]=",)),
+        ([True], TypeError, ("keep[0]=True", "integer")),
+        (np.array([True, False, True, False]), TypeError, ("keep[0]=True", "integer")),
+        ([0.0], TypeError, ("keep[0]=0.0", "integer")),
+        (2, TypeError, ("keep=2", "sequence")),
+    ],
+)
+def test_keep(cache, batch, keep, error, words):
+    for layer in range(2):
+        batch.put(layer, ones(4), ones(4))
+    with refused(error, *words, unchanged=cache):
+        batch.commit(keep)
+    batch.commit(keep=())
+    assert cache.seq_len() == 3
+
+
+def test_tokens_that_are_kept_must_have_been_put(cache, batch):
+    for layer in range(2):
+        batch.put(layer, ones(2), ones(2))
+    with refused(ValueError, "token 2", "layer 0", unchanged=cache):
+        batch.commit(keep=[0, 2])
+    batch.commit(keep=[0, 1])
+    assert cache.positions().tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("n", [0, -1, 2**31, 2**70])
@@ -374,8 +596,14 @@ def test_positions_end():
 
 
 def test_ranges_that_end_before_they_begin(cache):
-    with refused(ValueError, "end=1", "at least 2", unchanged=cache):
-        cache.remove(2, 1)
+    for call in (
+        lambda: cache.remove(2, 1),
+        lambda: cache.shift(2, 1, 1),
+        lambda: cache.divide(2, 1, 2),
+        lambda: cache.extract(0, 2, 1),
+    ):
+        with refused(ValueError, "end=1", "at least 2", unchanged=cache):
+            call()
 
 
 def test_rows_that_are_gone():
@@ -388,9 +616,61 @@ def test_rows_that_are_gone():
 
 
 def test_to_move_later_tokens_is_not_supported(cache):
-    with refused(kvcache.NotSupportedError, "shift", unchanged=cache):
-        cache.remove(0, 1)
+    for call in (
+        lambda: cache.remove(0, 1),
+        lambda: cache.shift(1, None, 1),
+        lambda: cache.divide(0, None, 2),
+    ):
+        with refused(kvcache.NotSupportedError, "rope", unchanged=cache):
+            call()
     assert issubclass(kvcache.NotSupportedError, NotImplementedError)
+
+
+def test_by_how_much_tokens_move():
+    cache = make(rope=False)
+    feed(cache, range(3))
+    for value in (-(2**31) - 1, 2**31, 2**70):
+        with refused(ValueError, f"delta={value}", unchanged=cache):
+            cache.shift(0, None, value)
+    for value in (0, -1, 2**31):
+        with refused(ValueError, f"divisor={value}", unchanged=cache):
+            cache.divide(0, None, value)
+    for value in (1.0, True, None, "1"):
+        with refused(TypeError, "delta=", "integer", unchanged=cache):
+            cache.shift(0, None, value)
+        with refused(TypeError, "divisor=", "integer", unchanged=cache):
+            cache.divide(0, None, value)
+    with refused(ValueError, 2**31 - 2, unchanged=cache):
+        cache.shift(0, None, 2**31 - 3)
+
+
+@pytest.mark.parametrize("value", [-1, 2**63])
+def test_reserve_of_so_many(cache, value):
+    with refused(ValueError, f"num_tokens={value}", unchanged=cache):
+        cache.reserve(value)
+    with refused(TypeError, "num_tokens=1.0", "integer", unchanged=cache):
+        cache.reserve(1.0)
+
+
+def test_inject_of_what_does_not_fit(cache):
+    for k, v, error, words in (
+        (ones(2, 1), None, TypeError, ("v=None", "together")),
+        (None, ones(2, 1), TypeError, ("k=None", "together")),
+        (ones(1, 2), ones(2, 2), ValueError, ("k:", "(2, tokens, 8)")),
+        (ones(2, 2), ones(2, 2, 4), ValueError, ("v:", "(2, tokens, 8)")),
+        (ones(2, 2), ones(2, 3), ValueError, ("k and v", 2, 3)),
+        (ones(2, 0), ones(2, 0), ValueError, ("k:", "no tokens")),
+        (ones(2, 1, dtype=np.float64), ones(2, 1), TypeError, ("k:", "float64")),
+        (fake_dlpack.Array(ones(2, 1), device=fake_dlpack.CUDA), ones(2, 1), ValueError, ("k:", "CPU")),
+    ):
+        with refused(error, *words, unchanged=cache):
+            cache.inject(0, 0, k, v)
+    with refused(ValueError, f"begin={2**31 - 1}", 2**31 - 2, unchanged=cache):
+        cache.inject(0, 2**31 - 1, ones(2, 1), ones(2, 1))
+    for policy in (kvcache.CrossAttention(4), None):
+        other = make(policy=[kvcache.FullAttention(), policy])
+        with refused(kvcache.NotSupportedError, "layer 1"):
+            other.inject(1, 0, ones(2, 1), ones(2, 1))
 
 
 def test_copies_onto_itself(cache):
@@ -481,7 +761,18 @@ def test_wrong_numbers_of_axes(cache, batch, ndim):
 def test_shapes_are_read_by_layout(cache, batch):
     with refused(ValueError, "k:", "(4, 2, 8)", "(2, tokens, 8)", unchanged=cache):
         batch.put(0, ones(4), ones(4), layout="HTD")
-    for layout in ("BHTD", "thd", "", None, 3):
+    with refused(ValueError, "k:", "3 axes", 4, unchanged=cache):
+        batch.put(0, ones(4), ones(4), layout="BHTD")
+    with refused(ValueError, "k:", "(2, 3, 2, 8)", "(sequences, 2, tokens, 8)", unchanged=cache):
+        batch.put(0, np.ones((2, 3, 2, 8), np.float32), np.ones((2, 2, 2, 8), np.float32), layout="BHTD")
+    with refused(ValueError, "k and v", "2 x 2", "1 x 4", unchanged=cache):
+        batch.put(0, np.ones((2, 2, 2, 8), np.float32), np.ones((1, 2, 4, 8), np.float32), layout="BHTD")
+    with refused(IndexError, "6 tokens", "has 4", unchanged=cache):
+        batch.put(0, np.ones((2, 2, 3, 8), np.float32), np.ones((2, 2, 3, 8), np.float32), layout="BHTD")
+    huge = np.broadcast_to(np.ones((1, 2, 1, 8), np.float32), (2**28, 2, 2**28, 8))
+    with refused(IndexError, "has 4", unchanged=cache):
+        batch.put(0, huge, huge, layout="BHTD")
+    for layout in ("BTHD", "thd", "", None, 3):
         with refused(TypeError if layout == 3 else ValueError, "layout", unchanged=cache):
             batch.put(0, ones(4), ones(4), layout=layout)
 
@@ -602,6 +893,26 @@ def test_numbers(cache, batch, name):
     batch.attend(0, ones(4), ones(4), ones(4), **{name: np.float16(0.5)})
 
 
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        ([True] * 3, ValueError, ("3 booleans", "2 tokens", "4 in the batch")),
+        ([[True, False]], ValueError, ("2 axes",)),
+        ([1, 0], TypeError, ("boolean", "int64")),
+        (1, TypeError, ("non_causal=1", "boolean")),
+        ("yes", TypeError, ("boolean",)),
+        (np.ones(2), TypeError, ("boolean", "float64")),
+        ([[True], []], TypeError, ("boolean",)),
+    ],
+)
+def test_non_causal(cache, batch, value, error, words):
+    batch.put(0, ones(4), ones(4))
+    with refused(error, "non_causal", *words, unchanged=cache):
+        batch.attend(0, ones(2), non_causal=value)
+    with refused(error, "non_causal", unchanged=cache):
+        batch.dense(0, non_causal=value)
+
+
 # ---- out
 
 
@@ -667,6 +978,9 @@ def test_put_twice(cache, batch):
     for call in (lambda: batch.put(0, ones(4), ones(4)), lambda: batch.attend(0, ones(4), ones(4), ones(4))):
         with refused(ValueError, "token 1", "layer 0", "before", unchanged=cache):
             call()
+    for call in (lambda: batch.written(0, 0, 2), lambda: batch.slots(0, first=1)):
+        with refused(ValueError, "token 1", "layer 0", "before", unchanged=cache):
+            call()
     batch.put(0, ones(1), ones(1))
     batch.put(0, ones(1), ones(1), first=3)
 
@@ -678,12 +992,28 @@ def test_put_outside_the_batch(cache, batch, first, tokens):
         batch.put(0, ones(tokens), ones(tokens), first=first)
     with refused(IndexError, *words, unchanged=cache):
         batch.attend(0, ones(tokens), first=first)
+    with refused(IndexError, *words, unchanged=cache):
+        batch.written(0, first, tokens)
 
 
 @pytest.mark.parametrize("first", [0.0, NAN, True, "0", None])
 def test_first_is_no_integer(cache, batch, first):
-    with refused(TypeError, "first=", "integer", unchanged=cache):
-        batch.put(0, ones(1), ones(1), first=first)
+    for call in (
+        lambda: batch.put(0, ones(1), ones(1), first=first),
+        lambda: batch.slots(0, first=first),
+        lambda: batch.written(0, first, 1),
+    ):
+        with refused(TypeError, "first=", "integer", unchanged=cache):
+            call()
+
+
+def test_slots_outside_the_batch(cache, batch):
+    for first in (-1, 4, 2**40):
+        with refused(IndexError, f"first={first}", "has 4", unchanged=cache):
+            batch.slots(0, first=first)
+    for number in (0, -1, 2**31):
+        with refused(ValueError, f"num_tokens={number}", unchanged=cache):
+            batch.written(0, 0, number)
 
 
 def test_attend_before_put(cache, batch):
@@ -721,6 +1051,9 @@ def test_the_sequence_of_an_open_batch(cache, batch):
         lambda: cache.fork(0, 1),
         lambda: cache.fork(1, 0),
         lambda: cache.copy_prefix(0, 1, 1),
+        lambda: cache.inject(0, 0, ones(2, 1), ones(2, 1)),
+        cache.settle,
+        lambda: cache.reserve(1),
         cache.compact,
         cache.close,
     ):
@@ -753,9 +1086,13 @@ def test_use_after_the_end_of_a_batch(cache, batch, end):
         lambda: batch.put(0, ones(4), ones(4)),
         lambda: batch.attend(0, ones(4)),
         lambda: batch.attend(0, ones(4), ones(4), ones(4)),
+        lambda: batch.dense(0),
+        lambda: batch.slots(0),
+        lambda: batch.written(0, 0, 4),
     ):
         with refused(ValueError, "the batch has ended", unchanged=cache):
             call()
+    batch.commit(keep=["anything"])
     assert len(batch) == len(batch.positions) == len(batch.seq_ids) == 4
 
 
@@ -773,6 +1110,8 @@ def test_use_after_close(cache):
         "stats": cache.stats,
         "validate": cache.validate,
         "compact": cache.compact,
+        "settle": cache.settle,
+        "reserve": lambda: cache.reserve(1),
     }
     for call in calls.values():
         with refused(ValueError, "the cache is closed"):
@@ -810,3 +1149,118 @@ def test_arguments_that_close_the_cache(cache, batch):
         cache = make()
         with refused(ValueError, "the cache is closed"):
             calls_with_seq_id(cache)[name](Closes(cache.close))
+
+
+# ---- layers that are not like the others
+
+
+def test_a_sequence_where_the_batch_names_it(cache, batch):
+    with refused(ValueError, "seq_id=0", "CrossAttention", "layer 0", unchanged=cache):
+        batch.put(0, ones(4), ones(4), seq_id=0)
+
+
+def test_rows_of_cross_attention():
+    cache = make(policy=[kvcache.FullAttention(), kvcache.CrossAttention(4)], max_sequences=2)
+    batch = cache.batch(positions=[0, 0], seq_ids=[3, 5])
+    with refused(ValueError, "seq_id=None", "2 sequences"):
+        batch.put(1, ones(3), ones(3))
+    with refused(ValueError, "seq_id=None", "2 sequences"):
+        batch.attend(1, ones(2), ones(3), ones(3))
+    with refused(ValueError, "4", "sequence"):
+        batch.put(1, ones(3), ones(3), seq_id=4)
+    with refused(ValueError, "first=1", "must be 0"):
+        batch.put(1, ones(3), ones(3), seq_id=3, first=1)
+    with refused(kvcache.CacheFullError, "max_len", 4, 5):
+        batch.put(1, ones(5), ones(5), seq_id=3)
+    with refused(TypeError, "seq_id=", "integer"):
+        batch.put(1, ones(3), ones(3), seq_id=3.0)
+    with refused(ValueError, "k:", "2 sequences", "seq_id"):
+        batch.put(1, np.ones((2, 2, 3, 8), np.float32), np.ones((2, 2, 3, 8), np.float32), layout="BHTD", seq_id=3)
+    with refused(kvcache.NotSupportedError, "layer 1"):
+        batch.slots(1)
+    cache.validate()
+    batch.put(1, ones(4), ones(4), seq_id=3)
+
+
+def test_layers_without_rows_of_their_own():
+    cache = make(num_layers=3, share=[None, 0, None], policy=[kvcache.FullAttention()] * 2 + [None])
+    batch = cache.batch(2)
+    for layer in (1, 2):
+        for call in (
+            lambda layer=layer: batch.put(layer, ones(2), ones(2)),
+            lambda layer=layer: batch.attend(layer, ones(2), ones(2), ones(2)),
+            lambda layer=layer: batch.slots(layer),
+            lambda layer=layer: batch.written(layer, 0, 2),
+        ):
+            with refused(ValueError, f"layer {layer}", unchanged=cache):
+                call()
+    batch.put(0, ones(2), ones(2))
+    batch.commit()
+
+
+def test_values_in_keys():
+    cache = make(value_in_key=True, v_head_dim=4, num_layers=1)
+    k = np.random.default_rng(0).standard_normal((4, 2, 8), np.float32)
+    batch = cache.batch(4)
+    with refused(ValueError, "v:", "k[..., :4]", "value_in_key", unchanged=cache):
+        batch.put(0, k, k[..., 1:5])
+    with refused(TypeError, "k=None", unchanged=cache):
+        batch.put(0, None, k[..., :4])
+    with refused(ValueError, "scale=None", "value_in_key", unchanged=cache):
+        batch.attend(0, k, k)
+    batch.attend(0, k, k, scale=1.0)
+    batch.commit()
+    with refused(ValueError, "v:", "k[..., :4]", unchanged=cache):
+        cache.inject(0, 0, ones(2, 1), 2 * ones(2, 1, 4))
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0"])
+def test_quantised_types_have_no_views(name):
+    cache = make(head_dim=32, k_dtype=name, v_dtype="f16")
+    for copy in (None, False, True):
+        with refused(ValueError, name, "gather()", "layer 0"):
+            cache.keys(0, copy=copy)
+    with refused(ValueError, name, "gather()", "layer 1"):
+        cache.spans(1)
+    assert cache.values(0).shape == (2, 0, 32)
+    with refused(ValueError, f"dtype='{name}'", "'f32', 'f16' or 'bf16'"):
+        cache.gather(0, dtype=name)
+
+
+# ---- functions that move keys
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "word"),
+    [
+        (lambda layer, keys, delta: 1 / 0, ZeroDivisionError, "division"),
+        (lambda layer, keys, delta: keys[:1], ValueError, "shape (1, "),
+        (lambda layer, keys, delta: None, ValueError, "shape ()"),
+        (lambda layer, keys, delta: keys.astype(np.int32), TypeError, "int32"),
+        (lambda layer, keys: keys, TypeError, "positional"),
+    ],
+)
+def test_functions_that_fail(function, error, word):
+    cache = make(rope=function)
+    feed(cache, range(6))
+    for call in (
+        lambda: cache.shift(2, None, 3),
+        lambda: cache.remove(0, 2),
+        lambda: cache.divide(0, None, 2),
+    ):
+        with refused(error, word, unchanged=cache):
+            call()
+
+
+def test_a_function_that_wants_to_edit():
+    def greedy(layer, keys, delta):
+        for call in (cache.clear, cache.close, cache.compact, lambda: cache.shift(0, None, 1), lambda: cache.batch(1)):
+            with pytest.raises(kvcache.CacheBusyError):
+                call()
+        return keys
+
+    cache = make(rope=greedy)
+    feed(cache, range(6))
+    cache.shift(2, None, 3)
+    assert cache.positions().tolist() == [0, 1, 5, 6, 7, 8]
+    cache.validate()

@@ -11,13 +11,18 @@ import pytest
 import kvcache
 
 NAMES = {
+    "Adaptive",
     "Batch",
     "CacheBusyError",
     "CacheFullError",
+    "ChunkedAttention",
+    "CrossAttention",
     "FullAttention",
     "KVCache",
     "KVCacheError",
+    "LongSequencesOnly",
     "NotSupportedError",
+    "Rope",
     "RowsGoneError",
     "SlidingWindow",
     "Span",

@@ -122,6 +122,10 @@ static void store_q4_0(uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
         if (fabsf(largest) < fabsf(x[i])) largest = x[i];
     float d = largest / -8, id = reciprocal(d);
     store_scale(block, d);
+    if (d != 0 && id == 0) { /* codes mean nothing then: those that ggml's casts yield on x86 */
+        memset(block + KVC_SCALE_BYTES, 0, (size_t)half);
+        return;
+    }
     for (int i = 0; i < half; i++)
         block[KVC_SCALE_BYTES + i] = (uint8_t)(nibble(x[i], id) | nibble(x[half + i], id) << 4);
 }

@@ -114,9 +114,13 @@ INLINE vec nibbles(vec x, vec id) { return v_truncate(v_min(v_add(v_number(v_mul
 
 INLINE void store_q4_0(char *block, const vec x[QUANT_VECTORS]) {
     const int half = QUANT_VECTORS / 2;
-    float d = first_largest(x) / -8;
-    vec id = v_set(reciprocal(d));
+    float d = first_largest(x) / -8, inverse = reciprocal(d);
+    vec id = v_set(inverse);
     store_f16(block, d);
+    if (d != 0 && inverse == 0) { /* as in scalar.c */
+        memset(block + KVC_SCALE_BYTES, 0, KVC_QUANT_ELEMENTS / 2);
+        return;
+    }
     UNROLL
     for (int i = 0; i < half; i++)
         v_store_8(block + KVC_SCALE_BYTES + i * LANES, v_fma(nibbles(x[half + i], id), v_set(16), nibbles(x[i], id)));

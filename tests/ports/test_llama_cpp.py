@@ -309,7 +309,7 @@ def test_state_load(run, cache, tmp_path):
     table.rows["llama_state_seq_save_file(ctx, filepath, seq_id, tokens, n_token_count)"](
         cache=cache, seq_id=0, filepath=path
     )
-    positions, rows = run(filepath=path)
+    positions, *rows = run(filepath=path)
     assert positions.tolist() == [0, 1, 2, 3, 4]
     for x, y in zip(rows, [*cache.gather(0), *cache.gather(1)], strict=True):
         np.testing.assert_array_equal(x, y)

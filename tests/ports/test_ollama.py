@@ -271,10 +271,12 @@ def test_a_copy_in_a_window_has_what_is_still_there():
     runner.cache.copy_prefix(0, 1, 4)
     assert runner.cache.positions(seq_id=1).tolist() == [2, 3]
     assert runner.append(1, 1) == [{4, 6}]
-    runner.cache.copy_prefix(0, 1, 3)
-    assert not runner.cache.can_resume(2, seq_id=1)
+    runner.cache.truncate(3, seq_id=1)
+    assert runner.cache.sequences == [0]  # what it still held is gone: it may begin again
+    runner.cache.copy_prefix(0, 1, 4)
+    assert not runner.cache.can_resume(3, seq_id=1)
     with pytest.raises(RowsGoneError):
-        runner.forward((1, 2))
+        runner.forward((1, 3))
 
 
 # --- resuming ----------------------------------------------------------------------------------------------------
@@ -513,7 +515,8 @@ def test_an_encoders_rows_stay_until_they_are_replaced():
         cache.truncate(1)
         np.testing.assert_allclose(encoder_pass(cache), images[1][1].mean(0), atol=1e-6)
         cache.clear(0)
-        assert not encoder_pass(cache).any()  # sees nothing
+        with pytest.raises(ValueError, match="put k and v first"):
+            encoder_pass(cache)
 
 
 def test_an_encoders_rows_go_with_an_aborted_batch():
@@ -625,11 +628,11 @@ def test_start_forward(run, cache):
 def test_start_forward_to_reserve(run, cache):
     before = cache.nbytes
     run(cache=cache, num_tokens=16)
-    reserved = cache.nbytes
-    assert reserved > before
+    assert cache.nbytes > before
     assert cache.sequences == []
+    blocks = cache.stats()["blocks_opened"]
     store(cache, 16)
-    assert cache.nbytes == reserved
+    assert cache.stats()["blocks_opened"] == blocks
 
 
 @table.row("SetLayer(layer)")
@@ -676,7 +679,7 @@ def test_copy_prefix(run, cache):
     k, _ = store(cache, 5)
     run(cache=cache, srcSeq=0, dstSeq=1, len=3)
     np.testing.assert_array_equal(cache.gather(0, seq_id=1)[0], k[:3].swapaxes(0, 1))
-    with pytest.raises(ValueError, match="same"):
+    with pytest.raises(ValueError, match="must differ"):
         run(cache=cache, srcSeq=0, dstSeq=0, len=3)
     assert cache.seq_len(0) == 5
 
