@@ -12,7 +12,7 @@ POLICIES: dict[str, int]
 
 # num_kv_heads, k_dim, v_dim; k_type, v_type; value_in_key; share; policy: kind, window, num_sink_tokens,
 # attention_chunk_size, resume_window, max_len; rope: inv_freq, interleaved, first_dim
-LayerTuple: TypeAlias = tuple[
+_LayerTuple: TypeAlias = tuple[
     tuple[int, int, int],
     tuple[int, int],
     bool,
@@ -31,7 +31,7 @@ class Hold: ...
 class Cache:
     def __new__(
         cls,
-        layers: list[LayerTuple],
+        layers: list[_LayerTuple],
         max_seq_len: int,
         max_sequences: int,
         capacity: int,

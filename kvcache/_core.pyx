@@ -1083,7 +1083,7 @@ cdef class Cache:
         check(status)
 
     def reserve(self, num_tokens):
-        cdef int64_t number = to_int(num_tokens, "num_tokens", 0, _INT64_MAX)
+        cdef int64_t number = to_int(num_tokens, "num_tokens", 1, _INT64_MAX)
         check(kvc_reserve(self.change(), number))
 
     def compact(self):
@@ -1647,6 +1647,7 @@ cdef class Batch:
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
         cdef int axes = to_layout(layout)
         cdef bint store = k is not None or v is not None
+        cdef bint cross = self.cache.layers[at].policy.kind == KVC_CROSS
         cdef kvc_batch *batch = self.open()
         cdef kvc_status status
         cdef cnp.ndarray lse = None
@@ -1655,7 +1656,6 @@ cdef class Batch:
         query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, axes, out, &query)
         if store:
             # In a cross-attention layer `first` is of the queries only.
-            cross = self.cache.layers[at].policy.kind == KVC_CROSS
             _put_owners = self.read_put(at, k, v, 0 if cross else first, None, axes, &rows)
             if not cross and not same_tokens(&query.q, &rows.k, axes):
                 raise ValueError(f"q and k: of {show_tokens(&query.q, axes)} and {show_tokens(&rows.k, axes)} tokens, "

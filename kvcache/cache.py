@@ -620,11 +620,11 @@ class KVCache:
         IndexError
             If there is no such layer.
         ValueError
-            If a shape is wrong, or `begin` is negative.
+            If a shape is wrong, `begin` is negative, or the layer shares another's rows or has no attention.
         TypeError
             If something is no array, or one of another element type.
         NotSupportedError
-            If the policy of the layer is `CrossAttention`, or it has no attention.
+            If the policy of the layer is `CrossAttention`: `Batch.put` replaces all rows there.
         CacheBusyError
             If the sequence is part of an open batch.
         CacheFullError
@@ -952,7 +952,7 @@ class KVCache:
         CacheBusyError
             While a batch is open.
         ValueError
-            If `num_tokens` is negative.
+            If `num_tokens` is below 1.
         MemoryError
             If there is not enough.
         """

@@ -66,7 +66,7 @@ class Layer(NamedTuple):
             row += _core.bytes_of_row(_core.TYPES[self.v_dtype], self.v_head_dim)
         return num_tokens * self.num_kv_heads * row
 
-    def for_core(self) -> _core.LayerTuple:
+    def for_core(self) -> _core._LayerTuple:
         """Return what the core makes its layer of."""
         rope: Any = self.rope
         if isinstance(rope, Rope):

@@ -694,11 +694,15 @@ class Report:
         for name, speed, note in (
             (f"prefill, {self.options.dtype} cache", self.prefill, ""),
             (f"decode, {self.options.dtype} cache", self.decode, ""),
-            ("decode, without cache", self.without_cache, "   the whole sequence again for each"),
+            ("decode, without cache", self.without_cache, f"   the whole {self._whole} again for each"),
         ):
             if speed.tokens:
                 lines.append(f"{name:26}{speed.tokens:8,}{speed.tokens_per_second:12,.1f}{note}")
         return lines
+
+    @property
+    def _whole(self) -> str:
+        return "context" if self.options.shift else "sequence"
 
     def _type_lines(self) -> list[str]:
         if not self.types:

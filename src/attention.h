@@ -65,6 +65,7 @@ struct kvc_plan {
     int32_t *deltas;                  /* by which keys are off, all different and none 0 */
     float *angles;                    /* [cache->num_ropes][num_deltas][angles_stride] that turn queries by as much */
     uint8_t *non_causal;              /* what args points at */
+    uint8_t *marks;                   /* [batch->num_tokens] while the plan is made for a batch with parents */
     kvc_unit *units;
     kvc_piece *pieces;
     kvc_start *starts;

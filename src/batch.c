@@ -440,7 +440,8 @@ kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positi
     if (cache->batch) status = kvc_fail(KVC_ERR_BUSY, "a batch is open already: commit or abort it first");
     if (cache->num_rewrites) status = kvc_fail(KVC_ERR_BUSY, "another call rewrites the keys of a sequence");
     if (status == KVC_OK) status = check_not_gone(cache, num_tokens, positions, seq_ids);
-    if (status == KVC_OK && cache->capacity && num_tokens > cache->capacity) /* before memory is taken for so many */
+    if (status == KVC_OK && cache->num_token_groups && cache->capacity &&
+        num_tokens > cache->capacity) /* before memory is taken for so many */
         status =
             kvc_fail(KVC_ERR_FULL, "%d tokens do not fit: capacity is %lld", num_tokens, (long long)cache->capacity);
     if (status == KVC_OK) {

@@ -115,6 +115,7 @@ static kvc_status check_config(kvc_config *config) {
 static kvc_layer layer_at(const kvc_config *config, int32_t i) {
     kvc_layer layer;
     memcpy(&layer, (const char *)config->layers + (size_t)i * config->layer_size, sizeof layer);
+    if (layer.policy.kind == KVC_NONE) layer.rope = (kvc_rope){0}; /* it was not checked */
     return layer;
 }
 

@@ -136,7 +136,7 @@ static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, 
         e.change.moved_end = KVC_END;
         e.change.move = begin - end;
     }
-    return status == KVC_OK ? apply(cache, sequence, &e) : status;
+    return status == KVC_OK && begin < end ? apply(cache, sequence, &e) : status;
 }
 
 kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {

@@ -77,6 +77,25 @@ static void add_runs(const kvc_plan *plan, const kvc_run *runs, int32_t num_runs
     }
 }
 
+/* The batch's own rows that tokens of the unit descend from, and no others: they may not have been put. */
+static void add_ancestors(const kvc_plan *plan, const kvc_pending *pending, int64_t *num, kvc_unit *unit) {
+    const kvc_batch *batch = plan->batch;
+    const int32_t *order = batch->order;
+    int32_t token = batch->sequences[unit->sequence].first; /* of the run's first row */
+    memset(plan->marks, 0, (size_t)batch->num_tokens);
+    for (int32_t i = unit->first; i < unit->first + unit->num_tokens; i++)
+        for (int32_t t = order[i]; t >= 0 && !plan->marks[t]; t = batch->parents[t]) plan->marks[t] = 1;
+    for (int32_t r = 0; r < pending->num; token += pending->runs[r++].count)
+        for (int32_t from = 0, to; from < pending->runs[r].count; from = to + 1) {
+            kvc_run part = pending->runs[r];
+            for (to = from; to < part.count && plan->marks[order[token + to]];) to++;
+            part.slot += from;
+            part.position += from;
+            part.count = to - from;
+            if (part.count) add_runs(plan, &part, 1, token + from, num, unit);
+        }
+}
+
 /* Stored rows first, then the batch's own: the order of arrival.  In a cross-attention layer the latter replace the
  * former. */
 static void find_pieces(const kvc_plan *plan, kvc_unit *unit, int64_t *num) {
@@ -88,7 +107,10 @@ static void find_pieces(const kvc_plan *plan, kvc_unit *unit, int64_t *num) {
     find_reach(plan, unit);
     unit->num_rows = 0;
     if (!(is_cross && pending->num)) add_runs(plan, kvc_rows_begin(rows), rows->num, -1, num, unit);
-    add_runs(plan, pending->runs, pending->num, is_cross ? -1 : member->first, num, unit);
+    if (batch->parents && !is_cross)
+        add_ancestors(plan, pending, num, unit);
+    else
+        add_runs(plan, pending->runs, pending->num, is_cross ? -1 : member->first, num, unit);
 }
 
 static void cut_rows(const kvc_plan *plan, int32_t num_units, kvc_unit *unit) {
@@ -282,7 +304,41 @@ static void find_angles(kvc_plan *plan) {
     }
 }
 
+/* Scratch that is needed while a plan is made; 0 where there is no memory. */
+static int take_marks(kvc_plan *draft, size_t *size) {
+    if (!draft->batch->parents) return 1;
+    *size = (size_t)draft->batch->num_tokens;
+    kvc_lock(draft->batch->cache);
+    draft->marks = kvc_scratch_take(draft->batch->cache, size);
+    kvc_unlock(draft->batch->cache, KVC_OK);
+    return draft->marks != NULL;
+}
+
 /* Blocks and sequences of the batch are its own, so only scratch needs the mutex. */
+static kvc_plan *make_plan(kvc_plan *draft, int32_t num_threads) {
+    kvc_batch *batch = draft->batch;
+    size_angles(draft);
+    const totals t = cut_batch(draft);
+    draft->num_units = (int32_t)t.units;
+    draft->num_tasks = t.tasks;
+    draft->num_lanes = num_threads < t.tasks ? num_threads : (int32_t)t.tasks;
+    draft->work = t.work;
+    lay_out_lane(draft, &t);
+    kvc_lock(batch->cache);
+    kvc_plan *plan = settle(draft, &t);
+    if (plan) {
+        plan->next = batch->plans;
+        batch->plans = plan;
+        atomic_flag_clear(&plan->taken);
+        atomic_flag_test_and_set(&plan->taken);
+    }
+    kvc_unlock(batch->cache, KVC_OK);
+    if (!plan) return NULL;
+    find_angles(plan);
+    cut_batch(plan);
+    return plan;
+}
+
 static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **out) {
     const kvc_layer *layer = &batch->cache->layers[args->layer];
     kvc_plan draft = {.batch = batch,
@@ -295,27 +351,14 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
                       .heads_per_kv = args->num_heads / layer->num_kv_heads};
     draft.lane.q_stride = (int32_t)kvc_align_up((size_t)layer->k_dim, KVC_LANES);
     draft.lane.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
-    size_angles(&draft);
-    const totals t = cut_batch(&draft);
-    draft.num_units = (int32_t)t.units;
-    draft.num_tasks = t.tasks;
-    draft.num_lanes = args->num_threads < t.tasks ? args->num_threads : (int32_t)t.tasks;
-    draft.work = t.work;
-    lay_out_lane(&draft, &t);
-    kvc_lock(batch->cache);
-    kvc_plan *plan = settle(&draft, &t);
-    if (plan) {
-        plan->next = batch->plans;
-        batch->plans = plan;
-        atomic_flag_clear(&plan->taken);
-        atomic_flag_test_and_set(&plan->taken);
+    size_t marks_size = 0;
+    *out = take_marks(&draft, &marks_size) ? make_plan(&draft, args->num_threads) : NULL;
+    if (draft.marks) {
+        kvc_lock(batch->cache);
+        kvc_scratch_give(batch->cache, draft.marks, marks_size);
+        kvc_unlock(batch->cache, KVC_OK);
     }
-    kvc_unlock(batch->cache, KVC_OK);
-    if (!plan) return kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld attention tasks", (long long)t.tasks);
-    find_angles(plan);
-    cut_batch(plan);
-    *out = plan;
-    return KVC_OK;
+    return *out ? KVC_OK : kvc_fail(KVC_ERR_NOMEM, "out of memory for the tasks of an attention");
 }
 
 void kvc_plans_free(kvc_batch *batch) {

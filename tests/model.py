@@ -1,8 +1,7 @@
 """What kvcache means, as a dictionary: slow, small, and meant to be read.
 
 The names and arguments are those of the package. A sequence is, per layer, a list of rows; nothing here knows of
-blocks, runs, threads or element types, nor of the package itself: errors and policies correspond by name. Some of what
-stands here (rope, chunks, cross-attention, trees, `keep=`) the package has yet to learn.
+blocks, runs, threads or element types, nor of the package itself: errors and policies correspond by name.
 """
 
 from dataclasses import dataclass, field, replace
@@ -84,21 +83,30 @@ class Row:
 
 
 class KVCache:
-    """rope: None (not told), False (keys carry no rotation) or a function (layer, keys[heads, n, dim], delta)."""
+    """rope: None (not told), False (keys carry no rotation) or a function (layer, keys[heads, n, dim], delta).
+
+    rewrites: whether keys are moved as they are shifted; else when they are next read, or settled. It only decides on
+    which slots sequences go on sharing.
+    """
 
     def __init__(
-        self, num_layers, num_kv_heads, head_dim, max_seq_len, *, policy=FullAttention(), rope=None, max_sequences=1,
-        capacity=None, **_,
+        self, num_layers, num_kv_heads, head_dim, max_seq_len, *, v_head_dim=None, value_in_key=False,
+        policy=FullAttention(), share=None, rope=None, rewrites=False, max_sequences=1, capacity=None, **_,
     ):  # fmt: skip
         self.policy = list(policy) if isinstance(policy, list | tuple) else [policy] * num_layers
+        self.heads, self.dims = num_kv_heads, (head_dim, v_head_dim or head_dim)
         self.rope, self.max_seq_len, self.max_sequences = rope, max_seq_len, max_sequences
+        self.value_in_key, self.rewrites = value_in_key, rewrites
         limited = capacity is None and None not in (max_seq_len, max_sequences)
         self.capacity = max_seq_len * max_sequences if limited else capacity
-        self.layers = [i for i, p in enumerate(self.policy) if not isinstance(p, CrossAttention | None)]
+        self.source = [i if s is None else s for i, s in enumerate(share or [None] * num_layers)]  # whose rows it reads
+        self.layers = [i for i in range(num_layers) if self.source[i] == i and self.keeps_tokens(i)]
         self.rows = [{} for _ in self.policy]  # layer -> {seq_id: [Row, in order of arrival]}
         self.lost_end = [{} for _ in self.policy]  # layer -> {seq_id: below it rows were evicted}
-        self.encoded = [{} for _ in self.policy]  # cross-attention layers: {seq_id: (k, v)}
         self.open_batch = None
+
+    def keeps_tokens(self, layer):
+        return not isinstance(self.policy[layer], CrossAttention | None)
 
     # ---- looking
 
@@ -107,13 +115,14 @@ class KVCache:
         return sorted({s for layer in self.layers for s, rows in self.rows[layer].items() if rows})
 
     def held(self, layer, seq_id):
-        return self.rows[layer].get(seq_id, [])
+        return self.rows[self.source[layer]].get(seq_id, [])
 
     def positions(self, *, seq_id=0, layer=0):
         return [r.position for r in self.held(layer, seq_id)]
 
     def seq_len(self, seq_id=0, *, layer=None):
-        return max(len(self.held(i, seq_id)) for i in ([layer] if layer is not None else self.layers))
+        layers = self.layers if layer is None else [layer]
+        return max((len(self.held(i, seq_id)) for i in layers), default=0)
 
     def first_position(self, seq_id=0):
         return min((p for layer in self.layers for p in self.positions(seq_id=seq_id, layer=layer)), default=-1)
@@ -136,12 +145,26 @@ class KVCache:
         return (self.key(layer, found[-1]), found[-1].v) if found else None
 
     def key(self, layer, row):
-        return self.rope(layer, row.k[:, None], row.delta)[:, 0] if row.delta and callable(self.rope) else row.k
+        if not row.delta or not callable(self.rope):
+            return row.k
+        return self.rope(self.source[layer], row.k[:, None], row.delta)[:, 0]
 
     def gather(self, layer, *, seq_id=0):
-        """Keys and values, each [num_kv_heads, n, dim]; None where there are none."""
-        rows = self.held(layer, seq_id)
-        return (np.stack([self.key(layer, r) for r in rows], 1), np.stack([r.v for r in rows], 1)) if rows else None
+        """Keys and values, each [num_kv_heads, n, dim]."""
+        return self.stacked(layer, self.held(layer, seq_id))
+
+    def stacked(self, layer, rows):
+        none = [np.zeros((self.heads, 0, dim), np.float32) for dim in self.dims]
+        if not rows:
+            return none
+        return np.stack([self.key(layer, r) for r in rows], 1), np.stack([r.v for r in rows], 1)
+
+    def extract(self, layer, begin, end, *, seq_id=0):
+        k, v = (np.zeros((self.heads, end - begin, dim), np.float32) for dim in self.dims)
+        for row in self.held(layer, seq_id):
+            if begin <= row.position < end:
+                k[:, row.position - begin], v[:, row.position - begin] = self.key(layer, row), row.v
+        return k, v
 
     def live(self, layer):
         """How many slots the sequences hold in a layer."""
@@ -156,12 +179,12 @@ class KVCache:
     def known(self):
         """Every sequence that there is anything to know of."""
         batch = set(self.open_batch.seq_ids) if self.open_batch else set()
-        return batch.union(*self.rows, *self.encoded)
+        return batch.union(*self.rows)
 
     def clear(self, seq_id=None):
         gone = self.known() if seq_id is None else {seq_id}
         self.check_idle(*gone)
-        for table in (*self.rows, *self.lost_end, *self.encoded):
+        for table in (*self.rows, *self.lost_end):
             for s in gone:
                 table.pop(s, None)
 
@@ -177,7 +200,7 @@ class KVCache:
         self.check_idle(src, dst)
         shared = {i: [replace(r) for r in self.held(i, src) if r.position < length] for i in self.layers}
         lost = {i: min(self.lost_end[i].get(src, 0), length) for i in self.layers}
-        self.become(dst, shared, lost, {i: t[src] for i, t in enumerate(self.encoded) if src in t})
+        self.become(dst, src, shared, lost)
 
     def fork(self, src, dst):
         if src == dst:
@@ -185,13 +208,14 @@ class KVCache:
         self.check_idle(src, dst)
         shared = {i: [replace(r) for r in self.held(i, src)] for i in self.layers}
         lost = {i: self.lost_end[i].get(src, 0) for i in self.layers}
-        self.become(dst, shared, lost, {i: t[src] for i, t in enumerate(self.encoded) if src in t})
+        self.become(dst, src, shared, lost)
 
-    def become(self, dst, shared, lost, encoded):
+    def become(self, dst, src, shared, lost):
         self.clear(dst)
         self.put_back(dst, shared, lost)
-        for layer, rows in encoded.items():
-            self.encoded[layer][dst] = rows
+        for i, policy in enumerate(self.policy):
+            if isinstance(policy, CrossAttention) and src in self.rows[i]:
+                self.rows[i][dst] = self.rows[i][src]
 
     def truncate(self, length, *, seq_id=0):
         self.remove(length, None, seq_id=seq_id)
@@ -212,19 +236,69 @@ class KVCache:
                 lost[i] = begin if not behind else lost[i] - (end - begin) if shift else lost[i]
         self.put_back(seq_id, kept, lost)
         if moves:
-            self.move(end, None, seq_id, lambda p: p + begin - end, move_lost=False)
+            self.move(end, None, seq_id, lambda p: p + begin - end, move_lost=False, rewrites=self.rewrites)
 
     def shift(self, begin, end, delta, *, seq_id=0):
-        if self.rope is None:
-            raise NotSupportedError("give rope")
-        self.move(begin, end, seq_id, lambda p: p + delta, move_lost=True)
+        self.check_move(begin, end, seq_id)
+        inside = [r.position for i in self.layers for r in self.held(i, seq_id) if begin <= r.position < (end or 2**31)]
+        if delta > 0 and max(inside, default=-delta) + delta > MAX_POSITION:
+            raise ValueError("a position would pass the largest")
+        if delta:
+            self.move(begin, end, seq_id, lambda p: p + delta, move_lost=True, rewrites=self.rewrites)
 
     def divide(self, begin, end, divisor, *, seq_id=0):
-        if self.rope is None:
-            raise NotSupportedError("give rope")
-        self.move(begin, end, seq_id, lambda p: p // divisor, move_lost=True)
+        if divisor < 1:
+            raise ValueError("divisor")
+        self.check_move(begin, end, seq_id)
+        if divisor > 1:
+            self.move(begin, end, seq_id, lambda p: p // divisor, move_lost=True, rewrites=callable(self.rope))
 
-    def move(self, begin, end, seq_id, to, move_lost):
+    def check_move(self, begin, end, seq_id):
+        if begin < 0 or (end is not None and end < begin):
+            raise ValueError("no range of positions")
+        if self.rope is None and self.layers:
+            raise NotSupportedError("give rope")
+        self.check_idle(seq_id)
+
+    def settle(self):
+        if self.open_batch:
+            raise CacheBusyError("a batch is open")
+        for i in self.layers if callable(self.rope) else []:
+            deltas = {}  # of each slot, as the sequences see it
+            for r in (r for rows in self.rows[i].values() for r in rows):
+                deltas.setdefault(id(r.slot), set()).add(r.delta)
+            for rows in self.rows[i].values():
+                rows[:] = [self.settled(i, r, len(deltas[id(r.slot)]) > 1) for r in rows]
+
+    def settled(self, layer, row, copied):
+        """The row with its key moved; in a slot of its own, if it is copied for that."""
+        if not row.delta:
+            return row
+        return replace(row, k=self.key(layer, row), delta=0, slot=object() if copied else row.slot)
+
+    def inject(self, layer, begin, k, v=None, *, seq_id=0):
+        if self.source[layer] != layer or self.policy[layer] is None:
+            raise ValueError("no rows of its own")
+        if isinstance(self.policy[layer], CrossAttention):
+            raise NotSupportedError("put replaces its rows")
+        self.check_idle(seq_id)
+        rows = self.rows[layer].get(seq_id, [])
+        latest = {r.position: i for i, r in enumerate(rows)}
+        for n in range(k.shape[1]):
+            i = latest.get(begin + n)
+            if i is None:
+                continue
+            key, value = np.array(k[:, n]), np.array(k[:, n, : self.dims[1]] if v is None else v[:, n])
+            if rows[i].delta and callable(self.rope):
+                key = self.rope(layer, key[:, None], -rows[i].delta)[:, 0]
+            rows[i] = replace(rows[i], k=key, v=value)
+        for i in self.layers:  # what other sequences hold too is copied for this one
+            if self.policy[i] == self.policy[layer]:
+                for row in self.rows[i].get(seq_id, []):
+                    if begin <= row.position < begin + k.shape[1]:
+                        row.slot = object()
+
+    def move(self, begin, end, seq_id, to, move_lost, rewrites):
         def inside(p):
             return begin <= p and (end is None or p < end)
 
@@ -233,8 +307,12 @@ class KVCache:
             moved[i] = []
             for r in self.held(i, seq_id):
                 p = to(r.position) if inside(r.position) else r.position
-                if p >= 0:  # moved below zero: dropped
-                    moved[i].append(replace(r, position=p, delta=r.delta + p - r.position))
+                if p < 0:
+                    continue  # dropped
+                row = replace(r, position=p, delta=r.delta + p - r.position)
+                if rewrites and inside(r.position):
+                    row = replace(self.settled(i, row, False), slot=object())
+                moved[i].append(row)
             lost[i] = self.lost_end[i].get(seq_id, 0)
             if move_lost and lost[i] and inside(lost[i] - 1):
                 lost[i] = max(0, to(lost[i] - 1) + 1)
@@ -268,6 +346,9 @@ class Batch:
         self.cache, self.positions, self.seq_ids, self.parents = cache, positions, seq_ids, parents
         if not positions or len(positions) != len(seq_ids) or min(positions) < 0 or max(positions) > MAX_POSITION:
             raise ValueError("no token, not a sequence for each, or a bad position")
+        for t, parent in enumerate(parents or []):
+            if not (parent == -1 or (0 <= parent < t and seq_ids[parent] == seq_ids[t])):
+                raise ValueError("no parent")
         if cache.open_batch:
             raise CacheBusyError("a batch is open")
         for p, s in zip(positions, seq_ids, strict=True):
@@ -298,16 +379,20 @@ class Batch:
                 cache.lost_end[i][s] = max([cache.lost_end[i].get(s, 0)] + [p + 1 for p in gone])
         self.rows = [[None] * len(positions) for _ in cache.rows]
         self.slots = [object() for _ in positions]
+        self.encoded = [{} for _ in cache.rows]  # cross-attention layers: {seq_id: rows}
         cache.open_batch = self
 
     @property
     def open(self):
         return self.cache.open_batch is self
 
-    def put(self, layer, k, v, *, first=0, seq_id=None):
-        if isinstance(self.cache.policy[layer], CrossAttention):
-            rows = np.swapaxes(k, 0, 1), np.swapaxes(v, 0, 1)
-            self.cache.encoded[layer][0 if seq_id is None else seq_id] = rows
+    def put(self, layer, k, v=None, *, first=0, seq_id=None):
+        policy = self.cache.policy[layer]
+        if self.cache.source[layer] != layer or policy is None:
+            raise ValueError("no rows of its own")
+        v = k[..., : self.cache.dims[1]] if v is None else v
+        if isinstance(policy, CrossAttention):
+            self.put_encoded(layer, k, v, seq_id)
             return
         if any(r is not None for r in self.rows[layer][first : first + len(k)]):
             raise ValueError("put before")
@@ -315,9 +400,30 @@ class Batch:
             t = first + i
             self.rows[layer][t] = Row(self.positions[t], np.array(k[i]), np.array(v[i]), slot=self.slots[t])
 
+    def put_encoded(self, layer, k, v, seq_id):
+        if seq_id is None and len(set(self.seq_ids)) > 1:
+            raise ValueError("whose rows?")
+        seq_id = self.seq_ids[0] if seq_id is None else seq_id
+        if seq_id not in self.seq_ids:
+            raise ValueError("not in the batch")
+        if len(k) > self.cache.policy[layer].max_len:
+            raise CacheFullError("max_len")
+        self.encoded[layer][seq_id] = [Row(i, np.array(k[i]), np.array(v[i])) for i in range(len(k))]
+
+    def rows_of(self, layer, seq_id):
+        """What a sequence has in a layer, in order of arrival: rows, and their tokens in the batch, None: stored."""
+        layer = self.cache.source[layer]
+        if seq_id in self.encoded[layer]:
+            return [(r, None) for r in self.encoded[layer][seq_id]]
+        rows = [(r, None) for r in self.cache.held(layer, seq_id)]
+        own = enumerate(self.rows[layer])
+        return rows + [(r, j) for j, r in own if r is not None and self.seq_ids[j] == seq_id]
+
     def sees(self, layer, i, j, position, causal):
         """Whether token i of the batch sees a position, where token j of the batch stands, or None: a stored one."""
         policy, q = self.cache.policy[layer], self.positions[i]
+        if isinstance(policy, CrossAttention):
+            return True
         if j is not None and self.parents is not None:
             a = i
             while a not in (j, -1):
@@ -336,16 +442,13 @@ class Batch:
         non_causal = [non_causal is True] * n if non_causal in (None, True) else non_causal
         all_rows = []
         for s in sorted(set(self.seq_ids)):
-            mine = [(r, None, s) for r in self.cache.held(layer, s)]
-            mine += [(r, j, s) for j, r in enumerate(self.rows[layer]) if r is not None and self.seq_ids[j] == s]
-            all_rows += sorted(mine, key=lambda t: t[0].position)
+            all_rows += [(r, j, s) for r, j in sorted(self.rows_of(layer, s), key=lambda t: t[0].position)]
         mask = np.full((n, len(all_rows)), -np.inf)
         for i in range(n):
             for m, (r, j, s) in enumerate(all_rows):
                 if s == self.seq_ids[i] and self.sees(layer, i, j, r.position, not non_causal[i]):
                     mask[i, m] = 0
-        k = np.stack([self.cache.key(layer, r) for r, _, _ in all_rows], 1)
-        return k, np.stack([r.v for r, _, _ in all_rows], 1), mask
+        return *self.cache.stacked(layer, [r for r, _, _ in all_rows]), mask
 
     def attend(self, layer, q, k=None, v=None, *, first=0, scale=None, non_causal=None):
         """q [tokens, num_heads, k_dim] -> [tokens, num_heads, v_dim]; the plain softmax, in float64"""
@@ -365,13 +468,21 @@ class Batch:
     def commit(self, keep=None):
         if not self.open:
             return
-        if any(r is None for i in self.cache.layers for r in self.rows[i]):
+        keep = range(len(self.seq_ids)) if keep is None else keep
+        if len(set(keep)) < len(keep):
+            raise ValueError("a token is kept twice")
+        if not all(0 <= j < len(self.seq_ids) for j in keep):
+            raise IndexError("no such token")
+        if any(self.rows[i][j] is None for i in self.cache.layers for j in keep):
             raise ValueError("a token was not put in some layer")
-        for j, s in enumerate(self.seq_ids):
+        for j in sorted(keep):
+            s = self.seq_ids[j]
             for i in self.cache.layers:
-                if keep is None or j in keep:
-                    self.cache.rows[i].setdefault(s, []).append(self.rows[i][j])
-                    self.cache.lost_end[i].setdefault(s, 0)
+                self.cache.rows[i].setdefault(s, []).append(self.rows[i][j])
+                self.cache.lost_end[i].setdefault(s, 0)
+            for i, encoded in enumerate(self.encoded):
+                if s in encoded:
+                    self.cache.rows[i][s] = encoded[s]
         self.cache.open_batch = None
 
     def abort(self):

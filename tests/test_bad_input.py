@@ -644,7 +644,7 @@ def test_by_how_much_tokens_move():
         cache.shift(0, None, 2**31 - 3)
 
 
-@pytest.mark.parametrize("value", [-1, 2**63])
+@pytest.mark.parametrize("value", [0, -1, 2**63])
 def test_reserve_of_so_many(cache, value):
     with refused(ValueError, f"num_tokens={value}", unchanged=cache):
         cache.reserve(value)
@@ -667,10 +667,13 @@ def test_inject_of_what_does_not_fit(cache):
             cache.inject(0, 0, k, v)
     with refused(ValueError, f"begin={2**31 - 1}", 2**31 - 2, unchanged=cache):
         cache.inject(0, 2**31 - 1, ones(2, 1), ones(2, 1))
-    for policy in (kvcache.CrossAttention(4), None):
-        other = make(policy=[kvcache.FullAttention(), policy])
-        with refused(kvcache.NotSupportedError, "layer 1"):
-            other.inject(1, 0, ones(2, 1), ones(2, 1))
+    for options, error in (
+        ({"policy": [kvcache.FullAttention(), kvcache.CrossAttention(4)]}, kvcache.NotSupportedError),
+        ({"policy": [kvcache.FullAttention(), None]}, ValueError),
+        ({"share": [None, 0]}, ValueError),
+    ):
+        with refused(error, "layer 1"):
+            make(**options).inject(1, 0, ones(2, 1), ones(2, 1))
 
 
 def test_copies_onto_itself(cache):

@@ -65,6 +65,12 @@ def test_attributes():
     assert (cache.max_seq_len, cache.max_sequences, cache.capacity) == (128, 3, 384)
     assert (cache.max_bytes, cache.block_size, cache.num_threads) == (1 << 30, 64, 2)
     assert (cache.keys(0).shape, cache.values(1).shape) == ((1, 0, 64), (2, 0, 64))
+    assert (cache.value_in_key, cache.share, cache.rope, cache.strategy) == (
+        (False,) * 2,
+        (None,) * 2,
+        (None,) * 2,
+        "always",
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +94,7 @@ def test_defaults(options, capacity, block_size):
     assert len(cache.spans(0)) == (4 if block_size == 16 else 1)
 
 
-@pytest.mark.parametrize("name", ["num_layers", "max_seq_len", "policy", "capacity", "nbytes", "something_else"])
+@pytest.mark.parametrize("name", ["num_layers", "policy", "rope", "strategy", "nbytes", "something_else"])
 def test_attributes_cannot_be_set(cache, name):
     with pytest.raises(AttributeError):
         setattr(cache, name, 1)
@@ -305,7 +311,7 @@ def test_remove_and_truncate(cache):
     assert keys_of(cache) == [0, 1, 4, 5, 6, 7]
     cache.remove(6)
     assert keys_of(cache) == [0, 1, 4, 5]
-    cache.remove(5, 9)  # nothing later has to move
+    cache.remove(5, 9)  # nothing later has to move, so that rope is not asked for
     assert keys_of(cache, layer=1) == [row(p, layer=1) for p in (0, 1, 4)]
     cache.remove()
     assert cache.sequences == []

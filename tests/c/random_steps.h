@@ -25,7 +25,8 @@ static inline kvc_status view_new(view *v, pair *p, int64_t id, int layer)
     if (!v->hold)
         return status;
     p->num_holds++;
-    memcpy(v->rows, s->layers[layer].rows, (size_t)s->layers[layer].num * sizeof *v->rows);
+    const row_list *list = &s->layers[source_of(p, layer)];
+    memcpy(v->rows, list->rows, (size_t)list->num * sizeof *v->rows);
     return status;
 }
 
@@ -62,14 +63,32 @@ static inline int32_t random_position(const pair *p, int64_t id)
     return random_int(0, next_of(p, find_sequence(p, id)) + 3);
 }
 
+/* Positions [begin, end) of a sequence are moved, or their tokens replaced, which may be more than once. */
+static inline void random_move(pair *p, int64_t id, int32_t begin, int32_t end)
+{
+    int choice = random_int(0, 12);
+    p->calls_left = random_int(0, 4) ? -1 : random_int(0, 3);
+    if (choice < 5)
+        pair_shift(p, id, begin, random_int(0, 2) ? end : KVC_END, random_int(-12, 13));
+    else if (choice < 7)
+        pair_divide(p, id, begin, random_int(0, 2) ? end : KVC_END, random_int(1, 4));
+    else if (choice < 9)
+        pair_inject(p, id, random_int(0, p->config.num_layers), begin, end);
+    else if (choice < 11)
+        pair_settle(p);
+    else
+        pair_reserve(p, random_int(1, 30));
+    p->calls_left = -1;
+}
+
 /* An edit of any sequence, also of those of an open batch, which is refused. */
 static inline void random_edit(pair *p)
 {
     int64_t id = random_id(), other = random_id();
     int32_t begin = random_position(p, id), end = begin + random_int(0, 20);
-    int choice = random_int(0, 100);
+    int choice = random_int(0, 150);
     if (choice < 25)
-        pair_remove(p, id, begin, choice % 5 ? end : KVC_END, choice % 7 == 0);
+        pair_remove(p, id, begin, choice % 5 ? end : KVC_END, choice % 2);
     else if (choice < 40)
         pair_truncate(p, id, begin);
     else if (choice < 60 && id != other)
@@ -82,8 +101,10 @@ static inline void random_edit(pair *p)
         pair_keep(p, id);
     else if (choice < 95)
         pair_clear(p);
-    else
+    else if (choice < 100)
         pair_compact(p);
+    else
+        random_move(p, id, begin, end);
 }
 
 /* Tokens of up to three sequences: mostly those that follow, now and then with gaps, repeated, or from further back. */
@@ -108,6 +129,38 @@ static inline int random_tokens(const pair *p, int32_t *positions, int64_t *ids)
     return n;
 }
 
+/* What the open batch's sequences are given in cross-attention layers, now and then. */
+static inline void random_cross_puts(pair *p)
+{
+    for (int l = 0; l < p->config.num_layers; l++)
+        for (int i = random_int(-2, 3); i > 0 && is_cross(p, l); i--)
+            pair_put_cross(p, l, p->ids[random_int(0, p->num_tokens)],
+                           random_int(1, p->layers[l].policy.max_len + 2));
+}
+
+/* Ends the open batch with some of its tokens, for which alone all layers need have rows. */
+static inline void random_commit_kept(pair *p)
+{
+    int32_t kept[MAX_BATCH];
+    int num = 0;
+    for (int t = 0; t < p->num_tokens; t++) {
+        int stays = random_int(0, 3) > 0;
+        if (stays)
+            kept[num++] = t;
+        for (int l = 0; l < p->config.num_layers; l++)
+            if (keeps_tokens(p, l) && (stays || random_int(0, 2)))
+                pair_put(p, l, t, 1);
+    }
+    for (int i = 0; i < num; i++) { /* in any order */
+        int j = random_int(0, num);
+        int32_t t = kept[i];
+        kept[i] = kept[j];
+        kept[j] = t;
+    }
+    if (pair_commit_kept(p, kept, num) != KVC_OK)
+        pair_abort(p);
+}
+
 static inline void random_pass(pair *p)
 {
     int32_t positions[MAX_BATCH];
@@ -123,11 +176,16 @@ static inline void random_pass(pair *p)
         random_edit(p);
         pair_check(p);
     }
-    if (random_int(0, 10)) {
-        pair_put_all(p);
-        pair_commit(p);
-    } else {
+    random_cross_puts(p);
+    int choice = random_int(0, 12);
+    if (choice == 0) {
         pair_abort(p);
+    } else if (choice < 3) {
+        random_commit_kept(p);
+    } else {
+        pair_put_all(p);
+        if (pair_commit(p) != KVC_OK)
+            pair_abort(p);
     }
 }
 
@@ -141,21 +199,75 @@ static inline void keep_small(pair *p)
 static inline kvc_policy random_policy(void)
 {
     int32_t window = random_int(1, 9), resume = random_int(0, 2) ? 0 : window + random_int(0, 6);
-    return random_int(0, 3) ? sliding_policy(window, random_int(0, 2) * random_int(0, 6), resume) : full_policy;
+    switch (random_int(0, 10)) {
+    case 0: return (kvc_policy){.kind = KVC_NONE};
+    case 1: return (kvc_policy){.kind = KVC_CROSS, .max_len = random_int(1, 9)};
+    case 2:
+    case 3: return chunked_policy(random_int(1, 9), random_int(0, 2) * random_int(0, 9));
+    case 4:
+    case 5:
+    case 6: return full_policy;
+    default: return sliding_policy(window, random_int(0, 2) * random_int(0, 6), resume);
+    }
 }
 
-/* A new cache of random layers and limits; its block size is set before. */
+/* A rope that the layer's dims allow. */
+static inline kvc_rope random_rope(const kvc_layer *layer, const double *angles)
+{
+    int first = layer->value_in_key ? layer->v_dim : 0, choice = random_int(0, 20);
+    kvc_rope rope = {.kind = choice == 0 ? KVC_ROPE_UNKNOWN : choice < 5 ? KVC_ROPE_NONE : KVC_ROPE_FREQUENCIES};
+    if (choice > 14)
+        return (kvc_rope){.kind = KVC_ROPE_FUNCTION, .shift = move_keys};
+    if (rope.kind != KVC_ROPE_FREQUENCIES)
+        return rope;
+    if (layer->k_dim - first < 2)
+        return (kvc_rope){.kind = KVC_ROPE_NONE};
+    rope.first_dim = random_int(first, layer->k_dim - 1);
+    rope.num_freqs = random_int(1, (layer->k_dim - rope.first_dim) / 2 + 1);
+    rope.interleaved = random_int(0, 2);
+    rope.inv_freq = angles + random_int(0, 2);
+    return rope;
+}
+
+static inline kvc_layer random_layer(const double *angles)
+{
+    kvc_layer layer = {.num_kv_heads = random_int(1, 3),
+                       .k_dim = random_int(1, 8),
+                       .v_dim = random_int(1, 5),
+                       .k_type = random_int(0, 3),
+                       .v_type = random_int(0, 3),
+                       .policy = random_policy()};
+    layer.value_in_key = layer.v_dim <= layer.k_dim && layer.v_type == layer.k_type;
+    layer.rope = random_rope(&layer, angles);
+    return layer;
+}
+
+/* At least one layer, the first, has tokens; others may follow its policy, be like one, or share its rows. */
+static inline int random_layers(kvc_layer *layers, const double *angles)
+{
+    int num_layers = random_int(1, MAX_LAYERS), lazy = random_int(0, 3);
+    for (int l = 0; l < num_layers; l++) {
+        do {
+            layers[l] = random_layer(angles);
+        } while (l == 0 && (layers[l].policy.kind == KVC_CROSS || layers[l].policy.kind == KVC_NONE));
+        if (l && random_int(0, 2))
+            layers[l].policy = layers[l - 1].policy;
+        if (lazy && layers[l].rope.kind == KVC_ROPE_FUNCTION) /* a group with one has no deltas */
+            layers[l].rope = (kvc_rope){.kind = KVC_ROPE_NONE};
+        int from = random_int(0, num_layers);
+        if (from < l && !layers[from].share && !random_int(0, 4)) {
+            layers[l] = layers[from];
+            layers[l].share = from + 1;
+        }
+    }
+    return num_layers;
+}
+
+/* A new cache of random layers and limits; its block size, and how often keys may be rounded, are set before. */
 static inline void random_pair(pair *p)
 {
     kvc_layer layers[MAX_LAYERS];
-    int num_layers = random_int(1, MAX_LAYERS);
-    for (int l = 0; l < num_layers; l++)
-        layers[l] = (kvc_layer){.num_kv_heads = random_int(1, 3),
-                                .k_dim = random_int(1, 5),
-                                .v_dim = random_int(1, 5),
-                                .k_type = random_int(0, 3),
-                                .v_type = random_int(0, 3),
-                                .policy = l && random_int(0, 2) ? layers[l - 1].policy : random_policy()};
+    int num_layers = random_layers(layers, p->roundings ? any_angles : right_angles);
     if (!random_int(0, 3))
         p->config.max_seq_len = random_int(30, 80);
     if (!random_int(0, 3))

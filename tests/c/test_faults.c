@@ -61,16 +61,29 @@ static void run_scenario(const scenario *s)
 
 /* ---- what is there before --------------------------------------------------------------------------------------- */
 
+/* Keys of which two elements are turned by right angles. */
+static kvc_rope turned(int first_dim)
+{
+    return (kvc_rope){
+        .kind = KVC_ROPE_FREQUENCIES, .first_dim = first_dim, .num_freqs = 1, .inv_freq = right_angles};
+}
+
 static void prepare_empty(pair *p)
 {
     const kvc_layer layers[] = {
-        {.num_kv_heads = 2, .k_dim = 3, .v_dim = 5, .k_type = KVC_F32, .v_type = KVC_F16},
-        {.num_kv_heads = 1, .k_dim = 8, .v_dim = 1, .k_type = KVC_BF16, .policy = sliding_policy(5, 2, 0)},
-        {.num_kv_heads = 1, .k_dim = 2, .v_dim = 2, .policy = sliding_policy(3, 0, 9)},
+        {.num_kv_heads = 2, .k_dim = 3, .v_dim = 5, .k_type = KVC_F32, .v_type = KVC_F16, .rope = turned(1)},
+        {.num_kv_heads = 1,
+         .k_dim = 8,
+         .v_dim = 1,
+         .k_type = KVC_BF16,
+         .policy = sliding_policy(5, 2, 0),
+         .rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_keys}},
+        {.num_kv_heads = 1, .k_dim = 2, .v_dim = 2, .policy = sliding_policy(3, 0, 9), .rope = turned(0)},
+        {.num_kv_heads = 1, .k_dim = 3, .v_dim = 2, .policy = {.kind = KVC_CROSS, .max_len = 6}},
     };
     p->config.block_size = 4;
     p->config.num_threads = 1;
-    pair_new(p, 3, layers);
+    pair_new(p, 4, layers);
 }
 
 static void prepare_one(pair *p)
@@ -149,6 +162,40 @@ static void prepare_batch(pair *p)
     pair_put_all(p);
 }
 
+/* Three sequences that see the same slots at different deltas. */
+static void prepare_disputed(pair *p)
+{
+    prepare_one(p);
+    pair_fork(p, 0, 1);
+    pair_fork(p, 0, 2);
+    pair_shift(p, 1, 3, 15, 30);
+    pair_shift(p, 2, 5, KVC_END, -2);
+    pair_shift(p, 2, 0, 2, 50);
+}
+
+/* Rows for a cross-attention layer in an open batch, whose tokens were put. */
+static void prepare_cross(pair *p)
+{
+    prepare_four(p);
+    CHECK(pair_begin(p, 3, (int32_t[]){21, 6, 22}, (int64_t[]){0, 1, 0}) == KVC_OK);
+    CHECK(pair_put_cross(p, 3, 0, 4) == KVC_OK);
+    pair_put_all(p);
+}
+
+/* Keys that are off by several deltas, and a batch to attend with. */
+static void prepare_deltas(pair *p)
+{
+    int32_t positions[24];
+    int64_t ids[24] = {0};
+    prepare_disputed(p);
+    for (int t = 0; t < 24; t++) {
+        positions[t] = t % 12 + 60;
+        ids[t] = 2 - t % 2;
+    }
+    CHECK(pair_begin(p, 24, positions, ids) == KVC_OK);
+    pair_put_all(p);
+}
+
 /* ---- operations ------------------------------------------------------------------------------------------------- */
 
 static kvc_status begin_new(pair *p)
@@ -208,6 +255,82 @@ static kvc_status copy_nothing(pair *p)
 static kvc_status remove_middle(pair *p)
 {
     return pair_remove(p, 0, 3, 18, 0);
+}
+
+static kvc_status remove_and_shift(pair *p)
+{
+    return pair_remove(p, 0, 3, 8, 1);
+}
+
+static kvc_status shift_some(pair *p)
+{
+    return pair_shift(p, 0, 5, 19, 7);
+}
+
+static kvc_status divide_all(pair *p)
+{
+    return pair_divide(p, 0, 2, KVC_END, 2);
+}
+
+static kvc_status inject_shared(pair *p)
+{
+    return pair_inject(p, 1, 0, 0, 18);
+}
+
+static kvc_status inject_deltas(pair *p)
+{
+    return pair_inject(p, 2, 2, 0, 60);
+}
+
+static kvc_status reserve(pair *p)
+{
+    return pair_reserve(p, 90);
+}
+
+static kvc_status put_cross_again(pair *p)
+{
+    return pair_put_cross(p, 3, 0, 6);
+}
+
+static kvc_status put_cross_first(pair *p)
+{
+    return pair_put_cross(p, 3, 1, 2);
+}
+
+static kvc_status commit_all(pair *p)
+{
+    return pair_commit(p);
+}
+
+static kvc_status commit_some(pair *p)
+{
+    return pair_commit_kept(p, (int32_t[]){22, 3, 18, 7, 12, 0}, 6);
+}
+
+static kvc_status commit_with_cross(pair *p)
+{
+    return pair_commit_kept(p, (int32_t[]){1, 0}, 2);
+}
+
+static kvc_status extract(pair *p)
+{
+    float k[30 * 6];
+    const kvc_rows_out out = {.struct_size = sizeof out, .k = k, .k_head_stride = 30 * 12, .k_row_stride = 12};
+    return agree(p, "extract", kvc_extract(p->cache, 1, 0, 0, 30, &out), KVC_OK);
+}
+
+static kvc_status dense(pair *p)
+{
+    static float k[2 * 200 * 3], mask[24 * 200];
+    int64_t num = 0;
+    CHECK(kvc_dense_rows(p->batch, 0, &num) == KVC_OK && num <= 200);
+    const kvc_dense_args args = {
+        .struct_size = sizeof args,
+        .rows = {.struct_size = sizeof args.rows, .k = k, .k_head_stride = num * 12, .k_row_stride = 12},
+        .mask = mask,
+        .mask_token_stride = num * (int64_t)sizeof *mask,
+        .num_rows = num};
+    return agree(p, "dense", kvc_dense(p->batch, 0, &args), KVC_OK);
 }
 
 static kvc_status truncate_one(pair *p)
@@ -347,6 +470,26 @@ int main(void)
         {"gather", prepare_holes, gather},
         {"plan_new", prepare_batch, plan},
         {"attend", prepare_batch, attend},
+        {"remove and shift", prepare_holes, remove_and_shift},
+        {"remove and shift what is shared", prepare_disputed, remove_and_shift},
+        {"shift", prepare_holes, shift_some},
+        {"shift what is shared", prepare_four, shift_some},
+        {"divide", prepare_runs, divide_all},
+        {"divide what is shared", prepare_disputed, divide_all},
+        {"settle", prepare_disputed, pair_settle},
+        {"compact with deltas", prepare_disputed, pair_compact},
+        {"inject", prepare_disputed, inject_shared},
+        {"inject keys that are off", prepare_disputed, inject_deltas},
+        {"reserve", prepare_four, reserve},
+        {"put, cross-attention", prepare_cross, put_cross_again},
+        {"put, cross-attention of another sequence", prepare_cross, put_cross_first},
+        {"commit, cross-attention", prepare_cross, commit_all},
+        {"commit some, cross-attention", prepare_cross, commit_with_cross},
+        {"commit some", prepare_batch, commit_some},
+        {"extract keys that are off", prepare_disputed, extract},
+        {"dense", prepare_deltas, dense},
+        {"plan_new with deltas", prepare_deltas, plan},
+        {"attend with deltas", prepare_deltas, attend},
     };
     static const int block_sizes[] = {1, 3, 16, 64};
     test_cache_new();

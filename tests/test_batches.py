@@ -1,0 +1,385 @@
+"""What a batch can do beside put and attend in a row: trees, directions, sequences in lock step, rows in place."""
+
+import gc
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kvcache
+
+HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 8, 4
+
+
+def new_cache(**options):
+    options = {"v_head_dim": V_DIM, "dtype": "f32", "max_sequences": None} | options
+    return kvcache.KVCache(1, KV_HEADS, DIM, 64, **options)
+
+
+def rows(n, seed=0):
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((n, HEADS, DIM), np.float32)
+    k = rng.standard_normal((n, KV_HEADS, DIM), np.float32)
+    return q, k, rng.standard_normal((n, KV_HEADS, V_DIM), np.float32)
+
+
+def feed(cache, n, seq_id=0, seed=0):
+    first = cache.next_position(seq_id)
+    with cache.batch(positions=range(first, first + n), seq_ids=[seq_id] * n) as batch:
+        batch.attend(0, *rows(n, seed))
+
+
+def by_hand(q, dense):
+    """Attention over what `dense` returns."""
+    k, v, mask = (x.astype(np.float64) for x in dense)
+    group = q.shape[1] // k.shape[0]
+    scores = np.einsum("thd,hnd->thn", q, np.repeat(k, group, 0)) * q.shape[-1] ** -0.5 + mask[:, None]
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("thn,hnd->thd", weights / weights.sum(-1, keepdims=True), np.repeat(v, group, 0))
+
+
+# ---- trees
+
+
+def test_trees():
+    cache = new_cache()
+    feed(cache, 3)
+    q, k, v = rows(5, seed=1)
+    parents = [-1, 0, 0, 1, -1]
+    batch = cache.batch(positions=[3, 4, 4, 5, 3], parents=np.array(parents))
+    out = batch.attend(0, q, k, v)
+    dense = batch.dense(0)
+    np.testing.assert_allclose(out, by_hand(q, dense), atol=1e-5)
+    order = [0, 4, 1, 2, 3]  # of the tokens, by position
+    family = {0: [0], 1: [0, 1], 2: [0, 2], 3: [0, 1, 3], 4: [4]}
+    seen = dense[2] == 0
+    assert seen[:, :3].all()
+    for token, ancestors in family.items():
+        assert [order[i] for i in np.flatnonzero(seen[token, 3:])] == sorted(ancestors, key=order.index)
+    batch.commit(keep=(t for t in (3, 0, 1)))
+    assert cache.positions().tolist() == [0, 1, 2, 3, 4, 5]
+    np.testing.assert_array_equal(cache.gather(0)[0][:, 3:], np.swapaxes(k[[0, 1, 3]], 0, 1))
+    assert cache.stats()["tokens"] == 6
+    cache.validate()
+
+
+def test_keep_takes_any_order_and_any_sequence():
+    cache = new_cache()
+    q, k, v = rows(4)
+    batch = cache.batch(positions=[0, 0, 1, 1], seq_ids=[5, 6, 5, 6])
+    batch.attend(0, q, k, v)
+    batch.commit(keep=np.array([2, 0, 1], np.uint8))
+    assert (cache.positions(seq_id=5).tolist(), cache.positions(seq_id=6).tolist()) == ([0, 1], [0])
+    batch.commit(keep=[0])
+
+
+def test_what_is_not_kept_need_not_have_been_put():
+    cache = new_cache()
+    with cache.batch(4) as batch:
+        batch.put(0, *rows(2)[1:])
+        batch.commit([1, 0])
+    assert cache.seq_len() == 2
+    with cache.batch(2) as batch:
+        batch.commit(keep=[])
+    assert cache.seq_len() == 2
+
+
+def test_n_goes_with_parents():
+    cache = new_cache()
+    with cache.batch(3, parents=[-1, 0, 1]) as batch:
+        out = batch.attend(0, *rows(3))
+    plain = new_cache()
+    with plain.batch(3) as batch:
+        np.testing.assert_allclose(out, batch.attend(0, *rows(3)), atol=1e-6)
+
+
+# ---- directions
+
+
+@pytest.mark.parametrize("given", [True, np.True_, [True, False, True], np.array([True, False, True])])
+def test_non_causal(given):
+    cache = new_cache()
+    feed(cache, 2)
+    q, k, v = rows(3, seed=1)
+    flags = [True] * 3 if isinstance(given, bool | np.bool_) else list(given)
+    with cache.batch(3) as batch:
+        batch.put(0, k, v)
+        out = batch.attend(0, q, non_causal=given)
+        _, _, mask = dense = batch.dense(0, non_causal=given)
+    assert [(row == 0).sum() for row in mask] == [5 if flag else 3 + i for i, flag in enumerate(flags)]
+    np.testing.assert_allclose(out, by_hand(q, dense), atol=1e-5)
+
+
+def test_non_causal_of_a_range():
+    """One for each query, or for each token of the batch."""
+    cache = new_cache()
+    q, k, v = rows(4)
+    with cache.batch(4) as batch:
+        batch.put(0, k, v)
+        whole = batch.attend(0, q, non_causal=[False, True, False, True])
+        np.testing.assert_array_equal(batch.attend(0, q[1:3], first=1, non_causal=[True, False]), whole[1:3])
+        of_batch = batch.attend(0, q[1:3], first=1, non_causal=np.array([False, True, False, True]))
+        np.testing.assert_array_equal(of_batch, whole[1:3])
+        causal = batch.attend(0, q)
+        for nobody in (False, np.False_, [False] * 4, None):
+            np.testing.assert_array_equal(batch.attend(0, q, non_causal=nobody), causal)
+    assert (whole != causal).any()
+
+
+def test_windows_stay_when_later_tokens_are_seen():
+    cache = new_cache(policy=kvcache.SlidingWindow(2))
+    with cache.batch(4) as batch:
+        batch.put(0, *rows(4)[1:])
+        mask = batch.dense(0, non_causal=True)[2]
+    assert (mask == 0).astype(int).tolist() == [[1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1]]
+
+
+# ---- dense
+
+
+def test_dense_of_several_sequences():
+    cache = new_cache(dtype="f16")
+    feed(cache, 2, seq_id=9)
+    feed(cache, 1, seq_id=4)
+    q, k, v = rows(3, seed=1)
+    with cache.batch(positions=[2, 1, 7], seq_ids=[9, 4, 9]) as batch:
+        out = batch.attend(0, q, k, v)
+        dense_k, dense_v, mask = batch.dense(0)
+    assert (dense_k.shape, dense_v.shape, mask.shape) == ((KV_HEADS, 6, DIM), (KV_HEADS, 6, V_DIM), (3, 6))
+    assert dense_k.dtype == dense_v.dtype == mask.dtype == np.float32
+    assert (mask == 0).astype(int).tolist() == [[0, 0, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1]]
+    assert np.isneginf(mask[mask != 0]).all()
+    np.testing.assert_array_equal(dense_k[:, 1], k[1].astype(np.float16))
+    np.testing.assert_allclose(out, by_hand(q, (dense_k, dense_v, mask)), atol=1e-5)
+
+
+def test_dense_before_anything_is_put():
+    with new_cache().batch(2) as batch:
+        k, v, mask = batch.dense(0)
+        assert (k.shape, v.shape, mask.shape) == ((KV_HEADS, 0, DIM), (KV_HEADS, 0, V_DIM), (2, 0))
+        batch.abort()
+
+
+# ---- lock step
+
+
+def lock_step(x):
+    """[B * T, heads, dim] as [B, heads, T, dim], for three sequences."""
+    return np.ascontiguousarray(np.swapaxes(x.reshape(3, -1, *x.shape[1:]), 1, 2))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_lock_step(dtype):
+    q, k, v = (x.astype(dtype) for x in rows(6))
+    positions, seq_ids = [0, 1] * 3, [0, 0, 1, 1, 2, 2]
+    cache, other = new_cache(), new_cache()
+    with other.batch(positions=positions, seq_ids=seq_ids) as batch:
+        expected, expected_lse = batch.attend(0, q, k, v, return_lse=True)
+    q, k, v = map(lock_step, (q, k, v))
+    with cache.batch(positions=positions, seq_ids=seq_ids) as batch:
+        out, lse = batch.attend(0, q, k, v, layout="BHTD", return_lse=True)
+        np.testing.assert_array_equal(out, lock_step(expected))
+        np.testing.assert_array_equal(lse, lock_step(expected_lse[..., None])[..., 0])
+        given = np.zeros((3, HEADS, 2, 2 * V_DIM), dtype)[..., :V_DIM]
+        assert batch.attend(0, q, layout="BHTD", out=given) is given
+        np.testing.assert_array_equal(given, out)
+        np.testing.assert_array_equal(batch.attend(0, q[1:2], first=2, layout="BHTD"), out[1:2])
+    assert (out.shape, lse.shape) == ((3, HEADS, 2, V_DIM), (3, HEADS, 2))
+    for seq_id in range(3):
+        np.testing.assert_array_equal(cache.keys(0, seq_id=seq_id), other.keys(0, seq_id=seq_id))
+        np.testing.assert_array_equal(cache.values(0, seq_id=seq_id), v[seq_id].astype(np.float32))
+
+
+def test_lock_step_of_any_strides():
+    q, k, v = map(lock_step, rows(6))
+    expected = None
+    for turn in (
+        lambda x: x,
+        lambda x: x[::-1].copy()[::-1],
+        lambda x: np.ascontiguousarray(x.transpose(2, 1, 0, 3)).transpose(2, 1, 0, 3),
+        lambda x: np.asfortranarray(x),
+        lambda x: np.repeat(x, 2, axis=0)[::2],
+    ):
+        with new_cache().batch(positions=[0, 1] * 3, seq_ids=[0, 0, 1, 1, 2, 2]) as batch:
+            batch.put(0, turn(k), turn(v), layout="BHTD")
+            out = batch.attend(0, turn(q), layout="BHTD")
+        expected = out if expected is None else expected
+        np.testing.assert_array_equal(out, expected)
+
+
+def test_lock_step_out_that_overlaps():
+    q, k, v = map(lock_step, rows(6))
+    memory = np.zeros(3 * HEADS * 2 * V_DIM, np.float32)
+    with new_cache().batch(positions=[0, 1] * 3, seq_ids=[0, 0, 1, 1, 2, 2]) as batch:
+        batch.put(0, k, v, layout="BHTD")
+        for strides in ((0, 32, 16, 4), (16, 32, 16, 4), (128, 16, 0, 4)):
+            out = np.lib.stride_tricks.as_strided(memory, (3, HEADS, 2, V_DIM), strides)
+            with pytest.raises(ValueError, match="overlap"):
+                batch.attend(0, q, layout="BHTD", out=out)
+        with pytest.raises(ValueError, match=r"out: .*\(3, 4, 2, 4\) is needed"):
+            batch.attend(0, q, layout="BHTD", out=memory.reshape(2, HEADS, 3, V_DIM))
+        batch.abort()
+
+
+# ---- rows in place
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_slots(dtype):
+    cache, other = new_cache(dtype=dtype, block_size=4), new_cache(dtype=dtype)
+    q, k, v = rows(6)
+    with cache.batch(6) as batch:
+        first = 0
+        while first < 6:
+            views = batch.slots(0, first=first)
+            n = views[0].shape[1]
+            for view, given in zip(views, (k, v), strict=True):
+                assert view.shape == (KV_HEADS, n, given.shape[-1])
+                view[:] = np.swapaxes(given[first : first + n], 0, 1)
+            batch.written(0, first, n)
+            first += n
+        out = batch.attend(0, q)
+    with other.batch(6) as batch:
+        np.testing.assert_array_equal(out, batch.attend(0, q, k, v))
+    np.testing.assert_array_equal(cache.keys(0), other.keys(0))
+    np.testing.assert_array_equal(cache.values(0), other.values(0))
+    assert views[0].dtype == other.keys(0).dtype
+
+
+def test_slots_of_quantised_types_are_bytes():
+    cache = kvcache.KVCache(1, 2, 64, 16, v_head_dim=32, k_dtype="q8_0", v_dtype="q4_0")
+    with cache.batch(2) as batch:
+        k, v = batch.slots(0)
+        assert (k.shape, v.shape, k.dtype, v.dtype) == ((2, 2, 68), (2, 2, 18), np.uint8, np.uint8)
+        k[:], v[:] = 0, 0
+        k[..., 0:2] = np.array([1], np.float16).view(np.uint8)  # the scale of the first block
+        k[..., 2:34] = 3
+        batch.written(0, 0, 2)
+    keys, values = cache.gather(0)
+    assert (keys[..., :32] == 3).all()
+    assert not keys[..., 32:].any()
+    assert not values.any()
+
+
+def test_slots_where_values_lie_in_keys():
+    cache = kvcache.KVCache(1, 1, 8, 16, v_head_dim=4, value_in_key=True, dtype="f32")
+    with cache.batch(2) as batch:
+        k, v = batch.slots(0)
+        k[:] = np.arange(8)
+        assert np.shares_memory(k, v)
+        assert (v == np.arange(4)).all()
+        batch.written(0, 0, 2)
+    assert (cache.values(0) == np.arange(4)).all()
+
+
+def fill(batch):
+    k, v = batch.slots(0)
+    k[:], v[:] = 1, 2
+    batch.written(0, 0, len(batch))
+    return k, v
+
+
+def test_slots_of_a_commit_are_views():
+    cache = new_cache()
+    with cache.batch(2) as batch:
+        k, v = fill(batch)
+        part = k[:, 1:]
+    assert not k.flags.writeable
+    assert not v.flags.writeable
+    with pytest.raises(BufferError):
+        cache.compact()
+    with pytest.raises(BufferError):
+        cache.close()
+    feed(cache, 1)
+    cache.clear()
+    feed(cache, 3)
+    assert (part == 1).all()
+    assert (v == 2).all()
+    del k, v, part
+    cache.compact()
+    cache.close()
+
+
+@pytest.mark.parametrize("end", ["abort", "keep"])
+def test_slots_that_nothing_keeps(end):
+    """The memory might be given back: nothing that could do so is done."""
+    cache = new_cache(max_bytes=1 << 20)
+    batch = cache.batch(4)
+    k, _ = fill(batch)
+    if end == "abort":
+        batch.abort()
+    else:
+        batch.commit(keep=[])
+    assert not k.flags.writeable
+    calls = (
+        lambda: cache.batch(1), cache.compact, cache.settle, cache.clear, cache.close, lambda: cache.reserve(1),
+        lambda: cache.fork(0, 1),
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(BufferError, match="slots"):
+            call()
+    assert (k == 1).all()
+    assert cache.seq_len() == 0
+    del k, _
+    feed(cache, 2)
+    cache.close()
+
+
+def test_slots_of_what_is_kept_in_part():
+    cache = new_cache(block_size=4)
+    batch = cache.batch(4)
+    k, _ = fill(batch)
+    batch.commit(keep=[2])
+    feed(cache, 1, seq_id=1)
+    assert (k[:, 2] == 1).all()
+    with pytest.raises(BufferError):
+        cache.compact()
+    del k, _
+    cache.compact()
+    cache.validate()
+
+
+def test_slots_keep_their_batch_open():
+    cache = new_cache()
+    k, _ = fill(cache.batch(2))
+    with pytest.raises(kvcache.CacheBusyError):
+        cache.batch(1)
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+    k[:] = 3
+    del k, _
+
+
+def test_slots_that_were_dropped_hinder_nothing():
+    cache = new_cache()
+    batch = cache.batch(2)
+    for _ in range(3):
+        fill_again = batch.slots(0)
+    del fill_again
+    batch.abort()
+    feed(cache, 2)
+    cache.compact()
+
+
+# ---- room
+
+
+def test_reserve():
+    cache = kvcache.KVCache(1, 8, 64, None, block_size=16, max_bytes=1 << 22)
+    opened = cache.stats()["blocks_opened"]
+    cache.reserve(100)
+    assert cache.stats()["blocks_opened"] == opened + 7
+    x = np.ones((100, 8, 64), np.float32)
+    with cache.batch(100) as batch:
+        batch.put(0, x, x)
+    assert cache.stats()["blocks_opened"] == opened + 7
+    with pytest.raises(kvcache.CacheFullError, match="max_bytes"):
+        cache.reserve(1_000_000)
+    limited = new_cache(capacity=10)
+    feed(limited, 4)
+    with pytest.raises(kvcache.CacheFullError, match="capacity"):
+        limited.reserve(7)
+    limited.reserve(6)

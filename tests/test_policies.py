@@ -1,0 +1,245 @@
+"""Policies other than full and sliding attention, their mixes, layers that share rows, values that lie in keys."""
+
+import numpy as np
+import pytest
+
+import kvcache
+
+HEADS, DIM = 2, 8
+
+
+def rows(n, seed=0, dim=DIM):
+    return np.random.default_rng(seed).standard_normal((3, n, HEADS, dim)).astype(np.float32)
+
+
+def new_cache(policy, num_layers=1, **options):
+    options = {"dtype": "f32", "max_sequences": None} | options
+    return kvcache.KVCache(num_layers, HEADS, DIM, None, policy=policy, **options)
+
+
+def feed(cache, positions, seq_id=0):
+    positions = list(positions)
+    with cache.batch(positions=positions, seq_ids=[seq_id] * len(positions)) as batch:
+        for layer, policy in enumerate(cache.policy):
+            if isinstance(policy, kvcache.CrossAttention | None) or cache.share[layer] is not None:
+                continue
+            x = np.zeros((len(positions), HEADS, DIM), np.float32)
+            x += np.array(positions)[:, None, None]
+            batch.put(layer, x, x)
+
+
+def attention(q, k, v, mask=((0,),)):
+    """[tokens, heads, dim] over [n, heads, dim], in float64."""
+    scores = np.einsum("thd,nhd->thn", q.astype(np.float64), k) * DIM**-0.5 + np.asarray(mask)[:, None]
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("thn,nhd->thd", weights / weights.sum(-1, keepdims=True), v)
+
+
+def test_policies_are_values():
+    assert kvcache.ChunkedAttention(np.int32(4)) == kvcache.ChunkedAttention(4, None) != kvcache.ChunkedAttention(4, 0)
+    assert type(kvcache.ChunkedAttention(np.int32(4)).attention_chunk_size) is int
+    assert repr(kvcache.CrossAttention(np.int8(3))) == "CrossAttention(max_len=3)"
+    assert len({kvcache.CrossAttention(3), kvcache.CrossAttention(3)}) == 1
+    with pytest.raises(AttributeError):
+        kvcache.CrossAttention(4).max_len = 5
+
+
+# ---- chunks
+
+
+@pytest.mark.parametrize("resume_window", [None, 0, 3])
+def test_chunks(resume_window):
+    cache = new_cache(kvcache.ChunkedAttention(4, resume_window))
+    kept = resume_window or 0
+    for position in range(14):
+        with cache.batch(1) as batch:
+            first = max(0, position - position % 4 - kept)
+            assert cache.positions().tolist() == list(range(first, position))
+            x = np.full((1, HEADS, DIM), position, np.float32)
+            batch.put(0, x, x)
+            seen = batch.dense(0)[2][0] == 0
+            assert seen.sum() == position % 4 + 1
+            out = batch.attend(0, np.zeros((1, HEADS, DIM), np.float32))
+        np.testing.assert_allclose(out, np.mean(range(position - position % 4, position + 1)), rtol=1e-6)
+    assert [p for p in range(16) if cache.can_resume(p)] == [p for p in range(15) if p - p % 4 >= 12 - kept]
+    with pytest.raises(kvcache.RowsGoneError, match="position 7"):
+        cache.batch(positions=[7])
+
+
+def test_a_batch_over_several_chunks():
+    cache = new_cache(kvcache.ChunkedAttention(3))
+    q, k, v = rows(7)
+    with cache.batch(7) as batch:
+        out = batch.attend(0, q, k, v)
+        mask = batch.dense(0)[2]
+    assert [np.flatnonzero(row == 0).tolist() for row in mask] == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [3, 4, 5], [6]]
+    np.testing.assert_allclose(out, attention(q, k, v, mask), atol=1e-5)
+
+
+# ---- cross-attention
+
+
+def test_cross_attention():
+    cross = kvcache.CrossAttention(6)
+    cache = new_cache([kvcache.FullAttention(), cross], 2)
+    q, k, v = rows(5)
+    x = rows(3, 1)
+    with cache.batch(2) as batch:
+        batch.put(0, *x[:2, :2])
+        out = batch.attend(1, q[:2], k, v)
+        np.testing.assert_allclose(out, attention(q[:2], k, v), atol=1e-5)
+        np.testing.assert_array_equal(batch.attend(1, q[1:2], first=1), out[1:])
+        dense = batch.dense(1)
+        assert (dense[0].shape, (dense[2] == 0).all()) == ((HEADS, 5, DIM), True)
+    assert (cache.seq_len(), cache.seq_len(layer=1), cache.seq_len(layer=0)) == (2, 5, 2)
+    np.testing.assert_array_equal(cache.keys(1, copy=False), np.swapaxes(k, 0, 1))
+    assert cache.positions(layer=1).tolist() == [0, 1, 2, 3, 4]
+    with cache.batch(1) as batch:  # the rows stay
+        batch.put(0, *x[:2, :1])
+        np.testing.assert_allclose(batch.attend(1, q[3:4]), attention(q[3:4], k, v), atol=1e-5)
+    with cache.batch(1) as batch:  # until there are others
+        batch.put(0, *x[:2, :1])
+        np.testing.assert_allclose(batch.attend(1, q[3:4], k[:2], v[:2]), attention(q[3:4], k[:2], v[:2]), atol=1e-5)
+    assert cache.seq_len(layer=1) == 2
+    cache.truncate(1)
+    assert (cache.seq_len(layer=0), cache.seq_len(layer=1)) == (1, 2)
+    cache.clear()
+    assert cache.seq_len(layer=1) == 0
+    cache.validate()
+
+
+def test_cross_attention_of_several_sequences():
+    cache = new_cache([kvcache.FullAttention(), kvcache.CrossAttention(6)], 2)
+    q, k, v = rows(5)
+    with cache.batch(positions=[0, 0, 0], seq_ids=[7, 8, 9]) as batch:
+        batch.put(0, q[:3], q[:3])
+        batch.put(1, np.swapaxes(k, 0, 1), np.swapaxes(v, 0, 1), seq_id=8, layout="HTD")
+        batch.put(1, np.swapaxes(k[:3], 0, 1)[None], np.swapaxes(v[:3], 0, 1)[None], seq_id=np.int64(7), layout="BHTD")
+        with pytest.raises(ValueError, match="sequence 9 has no rows"):
+            batch.attend(1, q[:3])
+        batch.put(1, k[4:], v[4:], seq_id=9)
+        out = batch.attend(1, q[:3])
+        np.testing.assert_allclose(out[0], attention(q[:1], k[:3], v[:3])[0], atol=1e-5)
+        np.testing.assert_allclose(out[1], attention(q[1:2], k, v)[0], atol=1e-5)
+        np.testing.assert_allclose(out[2], v[4], atol=1e-6)
+    assert [cache.seq_len(s, layer=1) for s in (7, 8, 9)] == [3, 5, 1]
+    cache.fork(8, 1)
+    cache.copy_prefix(8, 2, 0)
+    assert [cache.seq_len(s, layer=1) for s in (1, 2)] == [5, 5]
+    cache.clear(8)
+    np.testing.assert_array_equal(cache.values(1, seq_id=1), np.swapaxes(v, 0, 1))
+
+
+def test_cross_attention_rows_of_a_batch_that_was_aborted():
+    cache = new_cache([kvcache.FullAttention(), kvcache.CrossAttention(6)], 2)
+    _, k, v = rows(4)
+    with cache.batch(1) as batch:
+        batch.put(0, k[:1], v[:1])
+        batch.put(1, k, v)
+    batch = cache.batch(1)
+    batch.put(1, k[:1], v[:1])
+    batch.abort()
+    assert cache.seq_len(layer=1) == 4
+    cache.validate()
+
+
+# ---- no attention, shared rows, mixes
+
+
+def test_layers_without_attention():
+    cache = new_cache([None, kvcache.FullAttention(), None], 3)
+    feed(cache, range(3))
+    assert cache.policy == (None, kvcache.FullAttention(), None)
+    assert cache.keys(0).shape == (HEADS, 0, DIM)
+    assert cache.get(2, 0) is None
+    assert cache.positions().tolist() == []
+    assert cache.positions(layer=1).tolist() == [0, 1, 2]
+    assert "no attention" in repr(cache)
+
+
+def test_shared_rows():
+    local, full = kvcache.SlidingWindow(4), kvcache.FullAttention()
+    cache = new_cache([local, full, local, full], 4, share=(None, None, 0, 1))
+    q, k, v = rows(6)
+    with cache.batch(6) as batch:
+        for layer in (0, 1):
+            batch.put(layer, k + layer, v - layer)
+        for layer in range(4):
+            np.testing.assert_array_equal(batch.attend(layer, q), batch.attend(layer % 2, q))
+        np.testing.assert_array_equal(batch.dense(2)[0], batch.dense(0)[0])
+    assert cache.share == (None, None, 0, 1)
+    for layer in (2, 3):
+        np.testing.assert_array_equal(cache.keys(layer, copy=False), cache.keys(layer - 2))
+        assert np.shares_memory(cache.values(layer), cache.values(layer - 2))
+        np.testing.assert_array_equal(cache.get(layer, 5)[1], cache.get(layer - 2, 5)[1])
+    assert "reads another's rows" in repr(cache)
+    alone = new_cache([local, full], 2, capacity=64)
+    both = new_cache([local, full, local, full], 4, share=[None, None, 0, 1], capacity=64)
+    assert both.capacity_bytes == alone.capacity_bytes
+
+
+def test_any_mix():
+    mix = [
+        kvcache.FullAttention(), kvcache.SlidingWindow(3, num_sink_tokens=1), kvcache.ChunkedAttention(4), None,
+        kvcache.CrossAttention(8), kvcache.SlidingWindow(2, resume_window=6),
+    ]  # fmt: skip
+    cache = new_cache(mix, 6, rope=False)
+    for position in range(11):
+        feed(cache, [position])
+    cache.batch(1).abort()  # which evicts what no later query can see
+    held = [cache.positions(layer=layer).tolist() for layer in range(6)]
+    assert held == [list(range(11)), [0, 9, 10], [8, 9, 10], [], [], [6, 7, 8, 9, 10]]
+    assert [cache.can_resume(position) for position in range(12)] == [False] * 11 + [True]
+    cache.remove(4, 9)
+    assert [cache.positions(layer=layer).tolist() for layer in range(6)] == [
+        [0, 1, 2, 3, 4, 5], [0, 4, 5], [4, 5], [], [], [4, 5],
+    ]  # fmt: skip
+    cache.validate()
+
+
+# ---- values that lie in keys
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "q8_0"])
+def test_values_in_keys(dtype):
+    dim, v_dim = 96, 64
+    cache = kvcache.KVCache(1, 1, dim, 64, v_head_dim=v_dim, value_in_key=True, dtype=dtype)
+    plain = kvcache.KVCache(1, 1, dim, 64, v_head_dim=v_dim, dtype=dtype)
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((5, 4, dim), np.float32), rng.standard_normal((5, 1, dim), np.float32)
+    with cache.batch(5) as batch, plain.batch(5) as other:
+        out = batch.attend(0, q, k, scale=0.1)
+        other.put(0, k, k[..., :v_dim])
+        np.testing.assert_allclose(out, other.attend(0, q, scale=0.1), rtol=1e-5, atol=1e-6)
+    with cache.batch(2) as batch:
+        batch.put(0, k[:1], k[:1, :, :v_dim])  # no harm if it is given
+        batch.put(0, np.swapaxes(k[1:2], 0, 1), layout="HTD", first=1)
+    assert cache.value_in_key == (True,)
+    assert cache.v_head_dim == (v_dim,)
+    keys, values = cache.gather(0)
+    np.testing.assert_array_equal(values, keys[..., :v_dim])
+    np.testing.assert_array_equal(cache.extract(0, 1, 3)[1], keys[:, 1:3, :v_dim])
+    np.testing.assert_array_equal(cache.get(0, 6)[1], keys[:, 6, :v_dim])
+    if dtype != "q8_0":
+        assert np.shares_memory(cache.keys(0, copy=False), cache.values(0, copy=False))
+        np.testing.assert_array_equal(cache.values(0), cache.keys(0)[..., :v_dim])
+    assert cache.capacity_bytes * (dim + v_dim) == plain.capacity_bytes * dim
+    cache.inject(0, 2, np.zeros((1, 2, dim), np.float16))
+    assert not cache.get(0, 3)[1].any()
+    assert cache.get(0, 4)[1].any()
+    assert "values in keys" in repr(cache)
+
+
+def test_values_in_keys_stay_when_keys_are_rotated():
+    rope = kvcache.Rope([1.0, 0.1], first_dim=4)
+    cache = kvcache.KVCache(1, 1, 8, 64, v_head_dim=4, value_in_key=True, dtype="f32", rope=rope)
+    k = np.random.default_rng(0).standard_normal((6, 1, 8), np.float32)
+    with cache.batch(6) as batch:
+        batch.put(0, k)
+    cache.remove(0, 2)
+    np.testing.assert_array_equal(cache.values(0)[0], k[2:, 0, :4])
+    keys = cache.gather(0)[0]
+    np.testing.assert_array_equal(keys[0, :, :4], k[2:, 0, :4])
+    assert (keys[0, :, 4:] != k[2:, 0, 4:]).all()
+    cache.settle()
+    np.testing.assert_array_equal(cache.values(0)[0], k[2:, 0, :4])

@@ -1,0 +1,340 @@
+"""Which sequences are stored, and what memory is free."""
+
+import logging
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import kvcache
+from kvcache import strategy
+
+GIB = 1 << 30
+
+
+def new_cache(strategy, **options):
+    options = {"max_seq_len": 64, "dtype": "f32", "max_sequences": None} | options
+    return kvcache.KVCache(2, 2, 8, strategy=strategy, **options)
+
+
+def run(cache, tokens, seq_id=0, **commit):
+    """One step of a runner: feeds what is not stored of a sequence; returns from where on, and the last output."""
+    first = cache.next_position(seq_id)
+    n = len(tokens) - first
+    rows = np.random.default_rng(0).standard_normal((1000, 2, 8)).astype(np.float32)[tokens[first:]]
+    with cache.batch(positions=range(first, first + n), seq_ids=[seq_id] * n) as batch:
+        for layer in range(2):
+            out = batch.attend(layer, rows, rows, rows)
+        if commit:
+            batch.commit(**commit)
+    return first, out[-1]
+
+
+def steps(cache, lengths, seq_id=0):
+    """Where each step begins, of a sequence that grows; every output is that of a cache that stores all."""
+    always, firsts = new_cache("always"), []
+    for length in lengths:
+        first, out = run(cache, list(range(length)), seq_id)
+        np.testing.assert_allclose(out, run(always, list(range(length)))[1], rtol=1e-5, atol=1e-6)
+        firsts.append(first)
+    return firsts
+
+
+class Machine:
+    """What psutil would say."""
+
+    def __init__(self, monkeypatch, *cgroups):
+        self.available = 8 * GIB
+        monkeypatch.setattr(strategy, "_psutil", lambda: self)
+        monkeypatch.setattr(strategy.free_memory, "__defaults__", cgroups)
+
+    def virtual_memory(self):
+        return self
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    return Machine(monkeypatch, tmp_path / "nothing", tmp_path)
+
+
+# ---- always, disabled, long sequences only
+
+
+def test_always():
+    cache = new_cache("always")
+    assert steps(cache, [2, 3, 5]) == [0, 2, 3]
+    assert cache.strategy == "always"
+    assert cache.explain() == "strategy: always\nevery sequence is stored"
+
+
+def test_disabled():
+    cache = new_cache("disabled")
+    assert steps(cache, [2, 3, 5]) == [0, 0, 0]
+    assert cache.sequences == []
+    assert cache.stats()["live_slots"] == 0
+    assert cache.stats()["batches"] == 3
+    assert cache.explain() == "strategy: disabled\nno sequence is stored"
+    cache.validate()
+
+
+def test_long_sequences_only():
+    cache = new_cache(kvcache.LongSequencesOnly(4))
+    assert steps(cache, [2, 4, 5, 6, 8]) == [0, 0, 0, 5, 6]
+    cache.truncate(2)  # what holds rows is stored, however short
+    assert run(cache, [0, 1, 2])[0] == 2
+    assert cache.seq_len() == 3
+    cache.truncate(0)
+    assert steps(cache, [2]) == [0]
+    assert cache.sequences == []
+
+
+def test_sequences_of_a_batch_are_decided_on_one_by_one():
+    cache = new_cache(kvcache.LongSequencesOnly(2))
+    run(cache, [1, 2, 3], seq_id=7)
+    x = np.ones((7, 2, 8), np.float32)
+    with cache.batch(positions=[0, 3, 1, 0, 1, 2, 4], seq_ids=[5, 7, 5, 6, 6, 6, 7]) as batch:
+        for layer in range(2):
+            batch.put(layer, x, x)
+    assert cache.sequences == [6, 7]
+    assert [cache.seq_len(s) for s in (5, 6, 7)] == [0, 3, 5]
+
+
+def test_a_strategy_and_what_is_kept():
+    cache = new_cache(kvcache.LongSequencesOnly(2))
+    run(cache, [1, 2, 3, 4], keep=[0, 1, 2])
+    assert cache.positions().tolist() == [0, 1, 2]
+    x = np.ones((4, 2, 8), np.float32)
+    with cache.batch(positions=[3, 0, 4, 1], seq_ids=[0, 1, 0, 1]) as batch:
+        for layer in range(2):
+            batch.put(layer, x, x)
+        with pytest.raises(IndexError, match=r"keep\[1\]=4"):
+            batch.commit(keep=[0, 4])
+        with pytest.raises(ValueError, match=r"keep\[2\]=3.*before"):
+            batch.commit(keep=[0, 3, 3])
+        batch.commit(keep=[3, 0, 1])
+    assert cache.sequences == [0]
+    assert cache.positions().tolist() == [0, 1, 2, 3]
+
+
+def test_what_is_not_stored_need_not_be_put_everywhere():
+    cache = new_cache("disabled")
+    x = np.ones((2, 2, 8), np.float32)
+    with cache.batch(2) as batch:
+        batch.attend(0, x, x, x)
+    assert cache.sequences == []
+
+
+def test_rows_that_a_batch_evicts_are_held_before_it():
+    """At the beginning of a chunk nothing of the one before is left, but the sequence is no new one."""
+    cache = new_cache(kvcache.LongSequencesOnly(3), policy=kvcache.ChunkedAttention(4))
+    run(cache, [0, 1, 2, 3])
+    with cache.batch(1) as batch:
+        assert cache.sequences == []
+        for layer in range(2):
+            batch.put(layer, *np.ones((2, 1, 2, 8), np.float32))
+    assert cache.positions().tolist() == [4]
+
+
+def test_batches_that_fail_or_are_aborted_decide_nothing():
+    cache = new_cache(kvcache.LongSequencesOnly(2))
+    with pytest.raises(kvcache.CacheFullError):
+        cache.batch(100)
+    assert cache.explain() == "strategy: LongSequencesOnly(threshold=2)"
+    cache.batch(3).abort()
+    assert cache.explain() == "strategy: LongSequencesOnly(threshold=2)"  # there is no such sequence
+
+
+def test_encoder_rows_of_what_is_not_stored():
+    cache = kvcache.KVCache(
+        2, 1, 4, 64, policy=[kvcache.FullAttention(), kvcache.CrossAttention(8)], strategy="disabled"
+    )
+    x = np.ones((3, 1, 4), np.float32)
+    with cache.batch(1) as batch:
+        batch.put(0, x[:1], x[:1])
+        batch.attend(1, x[:1], x, x)
+    assert cache.seq_len(layer=1) == 0
+
+
+# ---- explain, logging
+
+
+def test_explain():
+    cache = new_cache(kvcache.LongSequencesOnly(2))
+    run(cache, [1], seq_id=4)
+    run(cache, [1, 2, 3], seq_id=5)
+    assert cache.explain().splitlines() == [
+        "strategy: LongSequencesOnly(threshold=2)",
+        "sequence 4 is not stored: its length, 1 tokens, is not above the threshold of 2",
+        "sequence 5 is stored: its length, 3 tokens, is above the threshold of 2",
+    ]
+    cache.clear(5)
+    for seq_id in range(100, 400):
+        run(cache, [1], seq_id)
+    lines = cache.explain().splitlines()
+    assert len(lines) == 9
+    assert lines[-1].startswith("sequence 399 is not stored")
+    assert len(cache._decisions) == 8
+
+
+def test_decisions_on_sequences_that_there_are_stay():
+    cache = new_cache(kvcache.LongSequencesOnly(2))
+    run(cache, [1, 2, 3], seq_id=-1)
+    for seq_id in range(300):
+        run(cache, [1], seq_id)
+    assert "sequence -1 is stored" in cache.explain()
+
+
+def test_decisions_are_logged(caplog):
+    cache = new_cache(kvcache.LongSequencesOnly(1))
+    with caplog.at_level(logging.DEBUG, logger="kvcache"):
+        for length in (1, 1, 2):
+            run(cache, list(range(length)))
+    assert [(r.name, r.levelname) for r in caplog.records] == [
+        ("kvcache", "INFO"), ("kvcache", "DEBUG"), ("kvcache", "INFO"),
+    ]  # fmt: skip
+    assert caplog.messages[0] == "sequence 0 is not stored: its length, 1 tokens, is not above the threshold of 1"
+
+
+# ---- adaptive
+
+
+def test_adaptive(machine):
+    layers = 2 * 2 * 8 * 2 * 4  # bytes of a token
+    cache = new_cache(kvcache.Adaptive(0.25))
+    machine.available = 4 * 64 * layers
+    assert steps(cache, [2, 3]) == [0, 2]
+    machine.available -= 4  # a sequence that holds rows is stored, whatever there is
+    assert steps(cache, [3, 5][1:]) == [3]
+    assert steps(cache, [2, 3], seq_id=1) == [0, 0]
+    text = cache.explain().splitlines()
+    assert text[:2] == ["strategy: Adaptive(fraction=0.25)", "a sequence of 64 tokens takes 16.0 KiB"]
+    assert text[2].startswith("sequence 0 is stored: it may come to 16.0 KiB, which is at most 16.0 KiB, the fraction")
+    assert text[3].endswith("the fraction 0.25 of the 64.0 KiB that are free (of this machine)")
+    assert "sequence 1 is not stored: it may come to 16.0 KiB, which is more than 16.0 KiB" in text[3]
+
+
+def test_adaptive_without_a_limit_counts_the_batch(machine):
+    cache = new_cache(kvcache.Adaptive(1.0), max_seq_len=None)
+    machine.available = 10 * 256
+    assert steps(cache, [10]) == [0]
+    assert steps(cache, [11], seq_id=1) == [0]
+    assert cache.sequences == [0]
+    assert "takes" not in cache.explain()
+
+
+@pytest.mark.parametrize(
+    ("options", "nbytes"),
+    [
+        ({}, 2 * 64 * 256),
+        ({"dtype": "f16"}, 2 * 64 * 128),
+        ({"k_dtype": "q8_0", "v_dtype": "q4_0", "head_dim": 64}, 2 * 64 * 4 * (34 + 18)),
+        ({"policy": kvcache.SlidingWindow(8, 2)}, 2 * 10 * 256),
+        ({"policy": kvcache.SlidingWindow(8, resume_window=20)}, 2 * 20 * 256),
+        ({"policy": kvcache.SlidingWindow(200)}, 2 * 64 * 256),
+        ({"policy": kvcache.ChunkedAttention(16, 4)}, 2 * 20 * 256),
+        ({"policy": [kvcache.FullAttention(), kvcache.CrossAttention(100)]}, 164 * 256),
+        ({"policy": [None, kvcache.FullAttention()]}, 64 * 256),
+        ({"share": [None, 0]}, 64 * 256),
+        ({"value_in_key": True, "v_head_dim": 8}, 2 * 64 * 128),
+    ],
+)
+def test_what_a_sequence_may_come_to(machine, options, nbytes):
+    options = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "max_seq_len": 64, "dtype": "f32"} | options
+    cache = kvcache.KVCache(**options, strategy=kvcache.Adaptive())
+    assert cache._most_bytes(0) == nbytes
+
+
+def test_adaptive_is_a_value(machine):
+    assert kvcache.Adaptive() == kvcache.Adaptive(np.float32(0.5))
+    assert repr(kvcache.Adaptive(1)) == "Adaptive(fraction=1.0)"
+    assert hash(kvcache.LongSequencesOnly(np.int64(3))) == hash(kvcache.LongSequencesOnly(3))
+
+
+def test_adaptive_without_psutil(monkeypatch):
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with pytest.raises(ImportError, match=r"pip install 'kvcache\[adaptive\]'"):
+        kvcache.Adaptive()
+
+
+def test_the_machine_is_asked():
+    pytest.importorskip("psutil")
+    cache = new_cache(kvcache.Adaptive(1))
+    assert steps(cache, [2, 3]) == [0, 2]
+    assert "are free (" in cache.explain()
+
+
+# ---- cgroups
+
+
+def tree(path, **groups):
+    """A directory of cgroups: name, with __ between its parts, and the files in it."""
+    for name, files in groups.items():
+        directory = path.joinpath(*filter(None, name.split("__")))
+        directory.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            (directory / file).write_text(text)
+
+
+def version_2(limit, used=0, inactive=0):
+    stat = f"anon 5\nfile 7\ninactive_anon 11\ninactive_file {inactive}\n"
+    return {"memory.max": f"{limit}\n", "memory.current": f"{used}\n", "memory.stat": stat}
+
+
+def version_1(limit, used=0, inactive=0):
+    stat = f"cache 3\ninactive_file 99\ntotal_inactive_file {inactive}\n"
+    return {"memory.limit_in_bytes": f"{limit}\n", "memory.usage_in_bytes": f"{used}\n", "memory.stat": stat}
+
+
+@pytest.mark.parametrize(
+    ("lines", "groups", "free", "source"),
+    [
+        ("0::/\n", {}, 1000, "machine"),
+        ("0::/a/b\n", {"a__b": version_2("max"), "a": version_2("max")}, 1000, "machine"),
+        ("0::/a/b\n", {"a__b": version_2(500, 300, 50), "a": version_2(900, 100)}, 250, "a/b/memory.max"),
+        ("0::/a/b\n", {"a__b": version_2("max"), "a": version_2(900, 200, 1)}, 701, "a/memory.max"),
+        ("0::/a/b\n", {"a__b": version_2(5000, 300), "": version_2(400, 300)}, 100, "memory.max"),
+        ("0::/\n", {"": version_2(400, 300)}, 100, "memory.max"),  # a container's own
+        ("0::/../../x\n", {"x": version_2(400, 300)}, 100, "x/memory.max"),
+        ("0::/gone/b\n", {"": version_2(400, 300)}, 100, "memory.max"),
+        ("0::/a\n", {"a": version_2(100, 300)}, 0, "a/memory.max"),
+        ("0::/a\n", {"a": {"memory.max": "300", "memory.current": "100"}}, 200, "a/memory.max"),
+        ("0::/a\n", {"a": {"memory.max": "300"}}, 1000, "machine"),
+        ("0::/a\n", {"a": {"memory.max": "", "memory.current": "x"}}, 1000, "machine"),
+        ("0::/a\n", {"unified__a": version_2(300, 100)}, 200, "unified/a/memory.max"),
+        (
+            "12:cpu,cpuacct:/x\n5:memory:/docker/1\n0::/docker/1\n",
+            {"memory__docker__1": version_1(600, 500, 40), "cpu__x": version_1(1)},
+            140,
+            "memory/docker/1/memory.limit_in_bytes",
+        ),
+        ("5:memory:/docker/1\n", {"memory": version_1(600, 500)}, 100, "memory/memory.limit_in_bytes"),
+        ("5:cpu,memory:/a\n", {"memory__a": version_1(2**63 - 4096, 10)}, 1000, "machine"),
+        ("5:name=systemd:/a\nnonsense\n\n", {"a": version_2(1)}, 1000, "machine"),
+    ],
+)
+def test_cgroups(tmp_path, lines, groups, free, source):
+    (tmp_path / "cgroup").write_text(lines)
+    tree(tmp_path / "fs", **groups)
+    found, why = strategy.free_memory(1000, tmp_path / "cgroup", tmp_path / "fs")
+    assert found == free
+    assert why == ("of this machine" if source == "machine" else f"by {tmp_path / 'fs' / source}")
+
+
+def test_where_there_are_no_cgroups(tmp_path):
+    assert strategy.free_memory(1000, tmp_path / "nothing", tmp_path) == (1000, "of this machine")
+
+
+def test_a_small_cgroup_decides(tmp_path, monkeypatch):
+    (tmp_path / "cgroup").write_text("0::/job\n")
+    tree(tmp_path, job=version_2(GIB, GIB - 100))
+    Machine(monkeypatch, tmp_path / "cgroup", tmp_path)
+    cache = new_cache(kvcache.Adaptive())
+    assert steps(cache, [2, 3]) == [0, 0]
+    assert "job/memory.max" in cache.explain()
+
+
+def test_psutil_is_met_only_when_it_is_needed():
+    code = f"import sys; sys.path[:] = {sys.path!r}; import kvcache; print('psutil' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
