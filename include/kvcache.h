@@ -300,7 +300,7 @@ KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, i
  * a batch is open, KVC_ERR_HELD, KVC_ERR_NOMEM, KVC_ERR_FULL (max_bytes). */
 KVC_API kvc_status kvc_settle(kvc_cache *cache);
 
-/* Takes the memory now that num_tokens more tokens of a sequence need.  KVC_ERR_FULL where capacity or max_bytes would
+/* Takes the memory now that num_tokens, at least 1, more tokens of a sequence need.  KVC_ERR_FULL where capacity or max_bytes would
  * be passed, KVC_ERR_BUSY, KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t num_tokens);
 
@@ -315,7 +315,7 @@ typedef struct kvc_stats {
     int64_t aborted;         /* batches */
     int64_t tokens;          /* committed */
     int64_t rows_evicted;    /* per layer group, as are all rows and slots here */
-    int64_t rows_moved;      /* by compaction: the only thing that ever copies a stored row */
+    int64_t rows_moved;      /* by compaction */
     int64_t compactions;
     int64_t blocks_opened;   /* memory taken */
     int64_t blocks_reused;   /* taken from those that nobody held any more */
@@ -324,6 +324,8 @@ typedef struct kvc_stats {
     int64_t wasted_slots;    /* now: neither live nor free to be handed out before a compaction */
     int64_t blocks_in_use;   /* now */
     int64_t blocks_free;     /* now: memory kept for reuse */
+    int64_t rows_copied;     /* to slots of a sequence's own, to be changed there: by kvc_divide and KVC_ROPE_FUNCTION, and
+                                of shared rows by kvc_settle and kvc_inject.  Nothing else copies a stored row */
 } kvc_stats;
 
 /* Fills the first stats_size bytes of *stats. */
@@ -398,8 +400,9 @@ typedef struct kvc_rows_in {
 } kvc_rows_in;
 
 /* Replaces the rows at positions [begin, end) of one layer, the latest of several; positions without a row are skipped.
- * Other sequences and holds keep what they had.  KVC_ERR_UNSUPPORTED for KVC_CROSS and KVC_NONE, KVC_ERR_BUSY,
- * KVC_ERR_NOMEM, KVC_ERR_FULL (max_bytes, where shared rows are copied first). */
+ * Other sequences and holds keep what they had.  KVC_ERR_INVALID if the layer has no rows of its own,
+ * KVC_ERR_UNSUPPORTED for KVC_CROSS, KVC_ERR_BUSY, KVC_ERR_NOMEM, KVC_ERR_FULL (max_bytes, where shared rows are copied
+ * first). */
 KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                               const kvc_rows_in *in);
 
@@ -444,10 +447,11 @@ typedef struct kvc_put_args {
 KVC_API kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
 
 /* Where the rows of token `first` of the batch and of those after it that lie in consecutive slots are to be written, by
- * a kernel of the caller, instead of kvc_put.  The span is valid until the batch ends; position is that of `first`
- * (those of the others are the batch's).  KVC_ERR_INDEX; KVC_ERR_INVALID as in kvc_put; KVC_ERR_UNSUPPORTED for
- * KVC_CROSS. */
-KVC_API kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size);
+ * a kernel of the caller, instead of kvc_put.  The span is valid until the batch ends, or, if hold is not NULL, until
+ * *hold is freed; position is that of `first` (those of the others are the batch's).  KVC_ERR_INDEX; KVC_ERR_INVALID as
+ * in kvc_put; KVC_ERR_UNSUPPORTED for KVC_CROSS; KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
+                             kvc_hold **hold);
 
 /* Tokens [first, first + num_tokens) of the batch were written there.  KVC_ERR_INVALID if one was put before. */
 KVC_API kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
@@ -485,7 +489,7 @@ typedef struct kvc_plan_args {
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
  * plan's range, with all threads of the cache.  A token sees the stored rows of its sequence and the batch's own, at
  * positions up to its own, that the policy shows; those of the batch must have been put in this layer.  Where nothing
- * is visible, out is 0 and lse -inf.  Sums are kept in f32.  The bits of the result depend on nothing but the
+ * is visible, out is 0 and lse -inf; a sequence without rows in a cross-attention layer is KVC_ERR_INVALID.  Sums are kept in f32.  The bits of the result depend on nothing but the
  * sequence itself: not on threads, on where rows lie, or on who else is in the batch.
  * plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX and KVC_ERR_NOMEM, after which nothing was put, unless it
  * is a cross-attention layer;
@@ -525,7 +529,8 @@ KVC_API kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_ar
 KVC_API kvc_status kvc_commit(kvc_batch *batch);
 
 /* The same with num_kept of its tokens only, the accepted ones of those that were speculated: their indices in the
- * batch, in any order.  Nothing is asked of the others.  KVC_ERR_INDEX; KVC_ERR_INVALID, for an index given twice too;
+ * batch, in any order.  Nothing is asked of the others.  What a sequence was given in a cross-attention layer is kept if
+ * one of its tokens is.  KVC_ERR_INDEX; KVC_ERR_INVALID, for an index given twice too;
  * KVC_ERR_NOMEM.  After an error the batch is still open. */
 KVC_API kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept);
 

@@ -132,7 +132,7 @@ cdef extern from "kvcache.h" nogil:
     ctypedef struct kvc_stats:
         int64_t batches, aborted, tokens, rows_evicted, rows_moved, compactions
         int64_t blocks_opened, blocks_reused, blocks_returned
-        int64_t live_slots, wasted_slots, blocks_in_use, blocks_free
+        int64_t live_slots, wasted_slots, blocks_in_use, blocks_free, rows_copied
 
     void kvc_get_stats(kvc_cache *cache, kvc_stats *stats, size_t stats_size)
     int64_t kvc_nbytes(kvc_cache *cache)
@@ -188,7 +188,8 @@ cdef extern from "kvcache.h" nogil:
         int64_t k_batch_stride, v_batch_stride, seq_id
 
     kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args)
-    kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size)
+    kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
+                         kvc_hold **hold)
     kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens)
 
     ctypedef struct kvc_attend_args:
@@ -811,15 +812,6 @@ cdef class Hold:
                 return self.spans[i].delta
         return 0
 
-    cdef bint covers(self, const char *k) noexcept:
-        cdef kvc_span *span
-        cdef int64_t i
-        for i in range(self.num_spans):
-            span = &self.spans[i]
-            if <char *>span.k <= k < <char *>span.k + span.num_rows * span.k_row_stride:
-                return True
-        return False
-
     cdef object view(self, kvc_layer *layer, int64_t first, int64_t num_spans, bint values):
         """The rows of spans that lie in one piece, [num_kv_heads, rows, dim], read-only."""
         cdef kvc_span *span = &self.spans[first]
@@ -857,7 +849,6 @@ cdef class Cache:
     cdef readonly int32_t num_layers
     cdef int64_t most_tokens  # that fit, whatever is evicted; 0: no limit
     cdef int32_t calls  # running without the GIL
-    cdef int32_t strays  # Slots of memory that nothing else keeps
     cdef list functions  # that move keys, by layer
     cdef dict raised  # by them, by thread
 
@@ -918,13 +909,6 @@ cdef class Cache:
             raise ValueError("the cache is closed")
         return self.handle
 
-    cdef kvc_cache *change(self) except NULL:
-        """The handle, for what may give memory back."""
-        if self.strays:
-            raise BufferError("there are views still of Batch.slots() whose tokens were not committed: let go of them "
-                              "first")
-        return self.open()
-
     cdef int check_edit(self, kvc_status status) except -1:
         if status == KVC_ERR_CALLBACK:
             error = self.raised.pop(get_ident(), None)
@@ -952,8 +936,6 @@ cdef class Cache:
         return 0
 
     def close(self):
-        if self.handle != NULL:
-            self.change()
         if self.calls:
             raise CacheBusyError("a call in another thread is using the cache; close it when that has returned")
         check(kvc_cache_free(self.handle))
@@ -1012,29 +994,29 @@ cdef class Cache:
     def clear(self, seq_id):
         cdef int64_t seq
         if seq_id is None:
-            check(kvc_clear(self.change()))
+            check(kvc_clear(self.open()))
         else:
             seq = to_seq_id(seq_id)
-            check(kvc_clear_sequence(self.change(), seq))
+            check(kvc_clear_sequence(self.open(), seq))
 
     def keep(self, seq_id):
         cdef int64_t seq = to_seq_id(seq_id)
-        check(kvc_keep(self.change(), seq))
+        check(kvc_keep(self.open(), seq))
 
     def copy_prefix(self, src, dst, length):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
         cdef int32_t end = <int32_t>to_int(length, "length", 0, _INT32_MAX)
-        check(kvc_copy_prefix(self.change(), source, target, end))
+        check(kvc_copy_prefix(self.open(), source, target, end))
 
     def fork(self, src, dst):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
-        check(kvc_fork(self.change(), source, target))
+        check(kvc_fork(self.open(), source, target))
 
     def remove(self, seq_id, begin, end, bint shift):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
         cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
-        cdef kvc_cache *cache = self.change()
+        cdef kvc_cache *cache = self.open()
         cdef kvc_status status
         self.calls += 1
         with nogil:
@@ -1047,7 +1029,7 @@ cdef class Cache:
         cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
         cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
         cdef int32_t by = <int32_t>to_int(delta, "delta", -_INT32_MAX - 1, _INT32_MAX)
-        cdef kvc_cache *cache = self.change()
+        cdef kvc_cache *cache = self.open()
         cdef kvc_status status
         self.calls += 1
         with nogil:
@@ -1060,7 +1042,7 @@ cdef class Cache:
         cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
         cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
         cdef int32_t by = <int32_t>to_int(divisor, "divisor", 1, _INT32_MAX)
-        cdef kvc_cache *cache = self.change()
+        cdef kvc_cache *cache = self.open()
         cdef kvc_status status
         self.calls += 1
         with nogil:
@@ -1071,10 +1053,10 @@ cdef class Cache:
     def truncate(self, seq_id, length):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t end = <int32_t>to_int(length, "length", 0, _INT32_MAX)
-        check(kvc_truncate(self.change(), seq, end))
+        check(kvc_truncate(self.open(), seq, end))
 
     def settle(self):
-        cdef kvc_cache *cache = self.change()
+        cdef kvc_cache *cache = self.open()
         cdef kvc_status status
         self.calls += 1
         with nogil:
@@ -1084,10 +1066,10 @@ cdef class Cache:
 
     def reserve(self, num_tokens):
         cdef int64_t number = to_int(num_tokens, "num_tokens", 1, _INT64_MAX)
-        check(kvc_reserve(self.change(), number))
+        check(kvc_reserve(self.open(), number))
 
     def compact(self):
-        cdef kvc_cache *cache = self.change()
+        cdef kvc_cache *cache = self.open()
         cdef kvc_status status
         self.calls += 1
         with nogil:
@@ -1116,7 +1098,7 @@ cdef class Cache:
         if not shape.value_in_key:
             rows.v, rows.v_type = read_v.data, read_v.type
             rows.v_head_stride, rows.v_row_stride = read_v.strides[0], read_v.strides[1]
-        cache = self.change()
+        cache = self.open()
         self.calls += 1
         with nogil:
             status = kvc_inject(cache, seq, at, low, high, &rows)
@@ -1131,9 +1113,10 @@ cdef class Cache:
         kvc_get_stats(self.open(), &s, sizeof(s))
         return {
             "batches": s.batches, "aborted": s.aborted, "tokens": s.tokens, "rows_evicted": s.rows_evicted,
-            "rows_moved": s.rows_moved, "compactions": s.compactions, "blocks_opened": s.blocks_opened,
-            "blocks_reused": s.blocks_reused, "blocks_returned": s.blocks_returned, "live_slots": s.live_slots,
-            "wasted_slots": s.wasted_slots, "blocks_in_use": s.blocks_in_use, "blocks_free": s.blocks_free,
+            "rows_moved": s.rows_moved, "rows_copied": s.rows_copied, "compactions": s.compactions,
+            "blocks_opened": s.blocks_opened, "blocks_reused": s.blocks_reused, "blocks_returned": s.blocks_returned,
+            "live_slots": s.live_slots, "wasted_slots": s.wasted_slots, "blocks_in_use": s.blocks_in_use,
+            "blocks_free": s.blocks_free,
         }
 
     def nbytes(self):
@@ -1313,7 +1296,7 @@ cdef class Cache:
         batch.cache = self
         batch.num_tokens = <int32_t>size
         where = <const int32_t *>cnp.PyArray_DATA(batch.positions)
-        cache = self.change()
+        cache = self.open()
         if look:
             batch.held = {seq for seq in batch.get_seq_ids().tolist() if kvc_next_position(cache, seq)}
         self.calls += 1
@@ -1378,28 +1361,18 @@ cdef tuple read_pair(kvc_layer *shape, object k, object v, int layout, Array *a,
 
 
 @cython.final
-@cython.no_gc_clear
+@cython.no_gc_clear  # what is freed rests on the cache
 cdef class Slots:
-    """Memory of tokens of a batch, to be written to; what views of it rest on.
+    """Memory of tokens of a batch, to be written to, kept as it is for as long as this lives; what views rest on."""
 
-    Nothing in the core keeps that memory where it is. The batch does while it is open, then a hold on the sequence that
-    the tokens were committed to; and where they were not, the cache must not give memory back while this lives.
-    """
-
-    cdef object __weakref__
-    cdef Batch batch
-    cdef Hold hold
-    cdef int32_t layer, first
+    cdef Cache cache
+    cdef kvc_hold *handle
     cdef kvc_span span
-    cdef bint stray
-    cdef list views  # weak references
 
     def __dealloc__(self):
-        if self.stray:
-            self.set_stray(False)
+        kvc_hold_free(self.handle)
 
-    cdef object view(self, bint values):
-        cdef kvc_layer *layer = &self.batch.cache.layers[self.layer]
+    cdef object view(self, kvc_layer *layer, bint values):
         cdef kvc_span *span = &self.span
         cdef int32_t type = layer.v_type if values else layer.k_type
         cdef int64_t dim = layer.v_dim if values else layer.k_dim
@@ -1417,33 +1390,7 @@ cdef class Slots:
         array = make_array(BFloat16Array if type == KVC_BF16 else np.ndarray, descr, 3, shape, strides,
                            <void *>(span.v if values else span.k), cnp.NPY_ARRAY_WRITEABLE)
         cnp.set_array_base(array, self)
-        self.views.append(weakref.ref(array))
         return array
-
-    cdef void set_stray(self, bint stray) noexcept:
-        self.batch.cache.strays += <int32_t>stray - <int32_t>self.stray
-        self.stray = stray
-
-    cdef int end(self, bint committed, cnp.ndarray kept) except -1:
-        """The batch has ended; `kept` None: with all its tokens."""
-        cdef int32_t token = self.first
-        cdef Hold hold
-        for view in [ref() for ref in self.views]:
-            if view is not None:
-                view.flags.writeable = False
-        if kept is not None:
-            inside = kept[(kept >= self.first) & (kept < self.first + self.span.num_rows)]
-            committed = committed and len(inside)
-            token = inside[0] if committed else 0
-        if committed:
-            try:
-                hold = Hold(self.batch.cache, self.layer, self.batch.get_seq_ids()[token])
-            except MemoryError:
-                return 0
-            if hold.covers(<const char *>self.span.k + (token - self.first) * self.span.k_row_stride):
-                self.hold = hold
-                self.set_stray(False)
-        return 0
 
 
 @cython.final
@@ -1455,7 +1402,7 @@ cdef class Batch:
     cdef readonly cnp.ndarray positions
     cdef readonly set held  # the sequences that held rows before it; None: nobody asked
     cdef cnp.ndarray seq_ids  # None: all of sequence 0
-    cdef list slots_out  # weak references to Slots; None: there never were any
+    cdef list writable  # weak references to views of its slots; None: there never were any
     cdef int32_t calls  # running without the GIL
 
     def __dealloc__(self):
@@ -1558,12 +1505,13 @@ cdef class Batch:
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
         cdef int32_t token = self.to_first(first, 1)
         cdef Slots slots = Slots.__new__(Slots)
-        check(kvc_slots(self.open(), at, token, &slots.span, sizeof(kvc_span)))
-        slots.batch, slots.layer, slots.first, slots.views = self, at, token, []
-        if self.slots_out is None:
-            self.slots_out = []
-        self.slots_out.append(weakref.ref(slots, self.slots_out.remove))
-        return slots.view(False), slots.view(True)
+        slots.cache = self.cache
+        check(kvc_slots(self.open(), at, token, &slots.span, sizeof(kvc_span), &slots.handle))
+        views = slots.view(&self.cache.layers[at], False), slots.view(&self.cache.layers[at], True)
+        if self.writable is None:
+            self.writable = []
+        self.writable += [weakref.ref(view, self.writable.remove) for view in views]
+        return views
 
     def written(self, layer, first, num_tokens):
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
@@ -1736,23 +1684,21 @@ cdef class Batch:
         else:
             check(kvc_commit_kept(self.handle, <const int32_t *>cnp.PyArray_DATA(kept), <int32_t>len(kept)))
         self.handle = NULL
-        self.end_slots(True, kept)
+        self.end_writing()
 
     def abort(self):
         if self.handle != NULL:
             self.check_idle()
             kvc_abort(self.handle)
             self.handle = NULL
-            self.end_slots(False, None)
+            self.end_writing()
 
-    cdef int end_slots(self, bint committed, cnp.ndarray kept) except -1:
-        if self.slots_out is not None:
-            alive = [slots for slots in [ref() for ref in self.slots_out] if slots is not None]
-            self.slots_out = None
-            for slots in alive:
-                (<Slots>slots).set_stray(True)  # until a hold is there
-            for slots in alive:
-                (<Slots>slots).end(committed, kept)
+    cdef int end_writing(self) except -1:
+        if self.writable is not None:
+            for view in [ref() for ref in self.writable]:
+                if view is not None:
+                    view.flags.writeable = False
+            self.writable = None
         return 0
 
 

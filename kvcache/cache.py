@@ -1005,9 +1005,11 @@ class KVCache:
         Returns
         -------
         dict
-            ``batches`` and ``tokens`` committed, batches ``aborted``; ``rows_evicted``, ``rows_moved`` and
-            ``compactions``; blocks whose memory was taken, reused and given back: ``blocks_opened``, ``blocks_reused``,
-            ``blocks_returned``. Now: ``live_slots`` hold a token, ``wasted_slots`` wait for a compaction,
+            ``batches`` and ``tokens`` committed, batches ``aborted``; ``rows_evicted``; ``rows_moved`` by
+            ``compactions``, ``rows_copied`` to be changed (by `divide`, by `shift` where `rope` is a function, and by
+            `settle` and `inject` where sequences share them); blocks whose memory was taken, reused and given back:
+            ``blocks_opened``, ``blocks_reused``, ``blocks_returned``. Now: ``live_slots`` hold a token,
+            ``wasted_slots`` wait for a compaction,
             ``blocks_in_use`` and ``blocks_free``. Rows, slots and blocks are summed over the layer groups (the layers
             of one policy), not over layers.
         """
@@ -1154,9 +1156,8 @@ class Batch:
 
         Notes
         -----
-        Such an array keeps the batch open, if that is not ended otherwise. After a commit it is like a view that
-        `KVCache.keys` returns. Where the tokens were not committed, nothing can be done with the cache before the array
-        is gone: what would change it raises ``BufferError``.
+        Once the batch has ended, such an array is like a view that `KVCache.keys` returns: read-only, and while it is
+        there, `KVCache.compact` and `KVCache.close` raise ``BufferError``.
 
         Examples
         --------

@@ -39,7 +39,7 @@ typedef struct cursor {
     const kvc_piece *piece;
     int32_t offset;
     int64_t rest;          /* rows */
-    const int32_t *order; /* of the batch's tokens */
+    const int32_t *order;  /* of the batch's tokens */
     size_t k_head, v_head; /* where the KV head begins in a block */
     size_t k_row_bytes, v_row_bytes;
 } cursor;
@@ -137,7 +137,7 @@ static void hide(const call *c, const tile *t, float *scores, int32_t token) {
     const int32_t position = batch->positions[token];
     const int32_t low = kvc_policy_lowest(c->policy, position), sinks = kvc_policy_sinks(c->policy);
     const int32_t last = kvc_plan_sees_all(c->plan, token) ? INT32_MAX : position;
-    const int32_t is_tree = batch->parents && t->token[t->n - 1] >= 0; /* the batch's own rows come last */
+    const int32_t is_tree = batch->parents && t->token[t->n - 1] >= 0;         /* the batch's own rows come last */
     if (!is_tree && t->max_position <= last && t->min_position >= low) return; /* all is visible */
     for (int32_t j = 0; j < t->n; j++) {
         const int32_t p = t->position[j];
@@ -186,7 +186,8 @@ static void multiply_tile(task *t, const tile *now) {
     const kvc_lane_layout *lane = &plan->lane;
     float *keys = t->lane + lane->keys, *values = t->lane + lane->values;
     c->kernels->pack_keys[c->layer->k_type](keys, now->k, now->n, plan->k_dim);
-    c->kernels->matmul(t->scores, KVC_TILE, queries_for(t, now), lane->q_stride, keys, KVC_TILE, t->num_q, now->n, plan->k_dim, 0);
+    c->kernels->matmul(t->scores, KVC_TILE, queries_for(t, now), lane->q_stride, keys, KVC_TILE, t->num_q, now->n,
+                       plan->k_dim, 0);
     weigh(t, now);
     for (int32_t r = 0; r < t->num_q; r++) {
         float *acc = t->acc + (size_t)r * (size_t)lane->acc_stride;
@@ -274,8 +275,7 @@ static void write_out(const task *t, const results *all) {
                     head * a->out_head_stride;
         c->kernels->convert[KVC_F32][a->q_type](out, 0, row, 0, 1, c->plan->v_dim);
         if (!a->lse) continue;
-        char *to = (char *)a->lse +
-                   kvc_token_offset(token, a->inner_tokens, a->lse_token_stride, a->lse_batch_stride) +
+        char *to = (char *)a->lse + kvc_token_offset(token, a->inner_tokens, a->lse_token_stride, a->lse_batch_stride) +
                    head * a->lse_head_stride;
         *(float *)(void *)to = lse;
     }
@@ -379,6 +379,14 @@ static kvc_status run_task(const call *c, int64_t i) {
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
+/* Of tokens in groups. */
+static kvc_status check_inner(const kvc_plan *plan, const kvc_attend_args *args) {
+    kvc_status status = kvc_check_inner(args->inner_tokens, plan->args.num_tokens);
+    if (status == KVC_OK) status = kvc_check_array(args->q_type, args->q_batch_stride, 0, "q");
+    if (status == KVC_OK) status = kvc_check_array(args->q_type, args->out_batch_stride, 0, "out");
+    return status == KVC_OK ? kvc_check_array(KVC_F32, args->lse_batch_stride, 0, "lse") : status;
+}
+
 static kvc_status check_args(const kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
     const kvc_cache *cache = plan->batch->cache;
     kvc_status status = kvc_check_layer(cache, layer);
@@ -393,14 +401,13 @@ static kvc_status check_args(const kvc_plan *plan, int32_t layer, const kvc_atte
     status = kvc_check_array(args->q_type, args->q_token_stride, args->q_head_stride, "q");
     if (status == KVC_OK) status = kvc_check_array(args->q_type, args->out_token_stride, args->out_head_stride, "out");
     if (status == KVC_OK) status = kvc_check_array(KVC_F32, args->lse_token_stride, args->lse_head_stride, "lse");
-    if (status == KVC_OK) status = kvc_check_array(args->q_type, args->q_batch_stride, args->out_batch_stride, "q");
-    if (status == KVC_OK) status = kvc_check_array(KVC_F32, args->lse_batch_stride, 0, "lse");
-    if (status == KVC_OK) status = kvc_check_inner(args->inner_tokens, plan->args.num_tokens);
+    if (status == KVC_OK && args->inner_tokens) status = check_inner(plan, args);
     if (status != KVC_OK) return status;
     if (config->value_in_key && args->scale == 0)
-        return kvc_fail(KVC_ERR_INVALID,
-                        "scale is 0: where values lie in the keys, it is that of the heads before they were compressed, "
-                        "and must be given");
+        return kvc_fail(
+            KVC_ERR_INVALID,
+            "scale is 0: where values lie in the keys, it is that of the heads before they were compressed, "
+            "and must be given");
     if (!isfinite(args->scale)) return kvc_fail(KVC_ERR_INVALID, "scale is %g: it must be finite", (double)args->scale);
     if (!(args->softcap >= 0) || isinf(args->softcap))
         return kvc_fail(KVC_ERR_INVALID, "softcap is %g: it must be positive, or 0 for none", (double)args->softcap);
@@ -451,8 +458,7 @@ static kvc_status make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_at
     c->policy = &cache->policies[plan->group];
     c->rope = kvc_rope_of(cache, layer);
     c->angles = plan->angles;
-    if (c->rope)
-        c->angles += (size_t)cache->rope_of[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
+    if (c->rope) c->angles += (size_t)cache->rope_of[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
     c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);
     atomic_init(&c->status, KVC_OK);
     return KVC_OK;
@@ -469,7 +475,8 @@ kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *gi
         status =
             kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)plan->num_tasks);
     if (status == KVC_OK && !kvc_plan_is_current(plan))
-        status = kvc_fail(KVC_ERR_INVALID, "the rows of layer %d were put after the plan was made: make another", layer);
+        status =
+            kvc_fail(KVC_ERR_INVALID, "the rows of layer %d were put after the plan was made: make another", layer);
     if (status == KVC_OK) status = check_seen(plan, unit_of(plan, task), layer, NULL);
     return status == KVC_OK ? run_task(&c, task) : status;
 }

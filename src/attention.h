@@ -59,13 +59,13 @@ struct kvc_plan {
     int32_t heads_per_kv;
     int32_t num_units, num_lanes;
     int64_t num_tasks;
-    double work; /* multiply-adds */
-    int32_t num_cross_puts;           /* of the batch, when the plan was made */
+    double work;                       /* multiply-adds */
+    int32_t num_cross_puts;            /* of the batch, when the plan was made */
     int32_t num_deltas, angles_stride; /* in floats */
-    int32_t *deltas;                  /* by which keys are off, all different and none 0 */
-    float *angles;                    /* [cache->num_ropes][num_deltas][angles_stride] that turn queries by as much */
-    uint8_t *non_causal;              /* what args points at */
-    uint8_t *marks;                   /* [batch->num_tokens] while the plan is made for a batch with parents */
+    int32_t *deltas;                   /* by which keys are off, all different and none 0 */
+    float *angles;                     /* [cache->num_ropes][num_deltas][angles_stride] that turn queries by as much */
+    uint8_t *non_causal;               /* what args points at */
+    uint8_t *marks;                    /* [batch->num_tokens] while the plan is made for a batch with parents */
     kvc_unit *units;
     kvc_piece *pieces;
     kvc_start *starts;

@@ -552,8 +552,8 @@ static void put_all(put_work *work) {
 kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
     if (type < 0 || type >= KVC_FLOAT_TYPES)
         return kvc_fail(KVC_ERR_INVALID, "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", name, type);
-    const int64_t unit = (int64_t)kvc_row_bytes(type, 1);
-    if (row_stride % unit || head_stride % unit)
+    const int64_t unit = (int64_t)kvc_row_bytes(type, 1); /* a power of two */
+    if ((row_stride | head_stride) & (unit - 1))
         return kvc_fail(KVC_ERR_INVALID, "%s: strides of %lld and %lld bytes are not multiples of an element's %lld",
                         name, (long long)row_stride, (long long)head_stride, (long long)unit);
     return KVC_OK;
@@ -596,10 +596,11 @@ static kvc_status check_arrays(const kvc_layer *layer, const kvc_put_args *args)
     kvc_status status = kvc_check_values(layer, args->k, args->v);
     if (status == KVC_OK) status = kvc_check_inner(args->inner_tokens, args->num_tokens);
     if (status == KVC_OK) status = kvc_check_array(args->k_type, args->k_token_stride, args->k_head_stride, "k");
-    if (status == KVC_OK) status = kvc_check_array(args->k_type, args->k_batch_stride, 0, "k");
+    if (status == KVC_OK && args->inner_tokens) status = kvc_check_array(args->k_type, args->k_batch_stride, 0, "k");
     if (status != KVC_OK || layer->value_in_key) return status;
     status = kvc_check_array(args->v_type, args->v_token_stride, args->v_head_stride, "v");
-    return status == KVC_OK ? kvc_check_array(args->v_type, args->v_batch_stride, 0, "v") : status;
+    if (status == KVC_OK && args->inner_tokens) status = kvc_check_array(args->v_type, args->v_batch_stride, 0, "v");
+    return status;
 }
 
 static kvc_status check_not_written(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
@@ -629,8 +630,8 @@ static kvc_status check_cross_put(const kvc_batch *batch, int32_t layer, const k
                         "on",
                         args->first, args->num_tokens);
     if (args->num_tokens > max_len)
-        return kvc_fail(KVC_ERR_FULL, "%d rows do not fit in cross-attention layer %d: max_len is %d",
-                        args->num_tokens, layer, max_len);
+        return kvc_fail(KVC_ERR_FULL, "%d rows do not fit in cross-attention layer %d: max_len is %d", args->num_tokens,
+                        layer, max_len);
     return KVC_OK;
 }
 
@@ -710,7 +711,8 @@ static kvc_status check_in_place(const kvc_batch *batch, int32_t layer, int32_t 
     return status == KVC_OK ? kvc_check_range(batch, first, num_tokens) : status;
 }
 
-kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size) {
+kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
+                     kvc_hold **hold) {
     int32_t rest = 0;
     kvc_status status = check_in_place(batch, layer, first, &rest);
     if (status == KVC_OK) status = check_not_written(batch, layer, first, 1);
@@ -718,16 +720,20 @@ kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *s
         status = kvc_fail(KVC_ERR_INVALID, "span_size is %zu: it must be sizeof(kvc_span), %zu", span ? span_size : 0,
                           sizeof *span);
     if (status != KVC_OK) return status;
-    const kvc_cache *cache = batch->cache;
-    const kvc_place *place =
-        batch->places + (size_t)cache->group_of[layer] * (size_t)batch->num_tokens + (size_t)first;
+    kvc_cache *cache = batch->cache;
+    const int32_t g = cache->group_of[layer];
+    const kvc_place *place = batch->places + (size_t)g * (size_t)batch->num_tokens + (size_t)first;
     const uint8_t *written = kvc_written_in(batch, layer) + first;
     kvc_run run = {place->block, place->slot, 1, batch->positions[first], 0};
     while (run.count < rest && place[run.count].block == run.block && place[run.count].slot == run.slot + run.count &&
            !written[run.count])
         run.count++;
-    *span = kvc_span_of(&run, &cache->layouts[cache->layout_of[layer]]);
-    return KVC_OK;
+    if (hold) {
+        kvc_lock(cache);
+        status = kvc_unlock(cache, kvc_hold_runs(cache, &run, 1, g, hold));
+    }
+    if (status == KVC_OK) *span = kvc_span_of(&run, &cache->layouts[cache->layout_of[layer]]);
+    return status;
 }
 
 kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
@@ -782,8 +788,8 @@ static kvc_status reserve_kept(const kvc_batch *batch) {
     kvc_status status = KVC_OK;
     for (int32_t g = 0; g < cache->num_groups; g++)
         for (int32_t s = 0; status == KVC_OK && s < batch->num_sequences; s++) {
-            const int32_t more = g < cache->num_token_groups ? visit_kept(batch, g, s, 1, NULL, NULL)
-                                                             : kvc_pending_of(batch, g, s)->num;
+            const int32_t more =
+                g < cache->num_token_groups ? visit_kept(batch, g, s, 1, NULL, NULL) : kvc_pending_of(batch, g, s)->num;
             status = kvc_rows_reserve(&batch->sequences[s].sequence->rows[g], &cache->memory, more);
         }
     return status;

@@ -131,9 +131,8 @@ static kvc_status check_share(const kvc_config *config, int32_t index) {
         return kvc_fail(KVC_ERR_INVALID, "layers[%d] shares the rows of layer %d, which has none of its own", index,
                         layer.share - 1);
     if (layer.num_kv_heads != source.num_kv_heads || layer.k_dim != source.k_dim || layer.v_dim != source.v_dim ||
-        layer.k_type != source.k_type || layer.v_type != source.v_type ||
-        !layer.value_in_key != !source.value_in_key || !kvc_policy_equal(&layer.policy, &source.policy) ||
-        !kvc_rope_equal(&layer.rope, &source.rope))
+        layer.k_type != source.k_type || layer.v_type != source.v_type || !layer.value_in_key != !source.value_in_key ||
+        !kvc_policy_equal(&layer.policy, &source.policy) || !kvc_rope_equal(&layer.rope, &source.rope))
         return kvc_fail(KVC_ERR_INVALID,
                         "layers[%d] shares the rows of layer %d: both must have the same heads, dims, types, policy "
                         "and rope",
@@ -213,7 +212,8 @@ static void find_groups(kvc_cache *cache) {
 static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
     int32_t next = 0;
     for (int32_t g = 0; g < cache->num_groups; g++) {
-        const int32_t first = next, size = cache->policies[g].kind == KVC_CROSS ? cache->policies[g].max_len : block_size;
+        const int32_t first = next,
+                      size = cache->policies[g].kind == KVC_CROSS ? cache->policies[g].max_len : block_size;
         size_t block_bytes = 0;
         for (int32_t i = 0; i < cache->num_layers && cache->policies[g].kind != KVC_NONE; i++) {
             if (cache->group_of[i] != g || cache->layers[i].share) continue;
@@ -454,7 +454,8 @@ void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence) {
 
 static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
     for (int32_t i = 0; i < cache->sequences.num; i++) {
-        const kvc_status status = cache->sequences.items[i] == kept ? KVC_OK : kvc_check_idle(cache->sequences.items[i]);
+        const kvc_status status =
+            cache->sequences.items[i] == kept ? KVC_OK : kvc_check_idle(cache->sequences.items[i]);
         if (status != KVC_OK) return status;
     }
     for (int32_t i = cache->sequences.num - 1; i >= 0; i--)

@@ -16,13 +16,13 @@ struct kvc_cache {
     size_t size; /* of this allocation: the struct and the arrays behind it */
     const kvc_kernels *kernels;
 
-    kvc_layer *layers;    /* [num_layers] */
-    int32_t *group_of;    /* [num_layers] */
-    kvc_layout *layouts;  /* [num_layers], those of a group side by side */
-    int32_t *layout_of;   /* [num_layers] index into layouts */
-    int32_t *rope_of;     /* [num_layers] index into ropes of what turns the layer's keys where they move; -1: nothing */
-    kvc_rope *ropes;      /* [num_ropes] of frequencies, all different */
-    double *inv_freqs;    /* what ropes point into */
+    kvc_layer *layers;   /* [num_layers] */
+    int32_t *group_of;   /* [num_layers] */
+    kvc_layout *layouts; /* [num_layers], those of a group side by side */
+    int32_t *layout_of;  /* [num_layers] index into layouts */
+    int32_t *rope_of;    /* [num_layers] index into ropes of what turns the layer's keys where they move; -1: nothing */
+    kvc_rope *ropes;     /* [num_ropes] of frequencies, all different */
+    double *inv_freqs;   /* what ropes point into */
     kvc_policy *policies; /* [num_groups] */
     kvc_pool *pools;      /* [num_groups] */
     int32_t num_layers, num_groups, num_ropes;
@@ -126,8 +126,8 @@ void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
 /* Whether a query at this position would miss rows that were evicted. */
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
 
-/* KVC_ERR_INDEX; KVC_ERR_BUSY if a batch, or a rewrite, has the sequence (NULL: nobody); KVC_ERR_BUSY or KVC_ERR_HELD if
- * rows must not move now. */
+/* KVC_ERR_INDEX; KVC_ERR_BUSY if a batch, or a rewrite, has the sequence (NULL: nobody); KVC_ERR_BUSY or KVC_ERR_HELD
+ * if rows must not move now. */
 kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer);
 kvc_status kvc_check_idle(const kvc_sequence *sequence);
 kvc_status kvc_check_closed(const kvc_cache *cache, const char *what);
@@ -148,7 +148,8 @@ static inline int32_t kvc_source_of(const kvc_cache *cache, int32_t layer) {
 /* edit.c: KVC_ERR_INVALID unless it is a range of positions. */
 kvc_status kvc_check_positions(int32_t begin, int32_t end);
 
-/* batch.c: KVC_ERR_INVALID if the layer shares another's rows or has none; if k or v is there or not as it should be. */
+/* batch.c: KVC_ERR_INVALID if the layer shares another's rows or has none; if k or v is there or not as it should be.
+ */
 kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer);
 kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v);
 

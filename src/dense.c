@@ -71,7 +71,8 @@ static int by_position(const void *a, const void *b) {
 static int sees(const kvc_batch *batch, const kvc_policy *policy, int32_t token, const dense_row *row, int sees_all) {
     const int32_t position = batch->positions[token], p = row->position;
     if (policy->kind == KVC_CROSS) return 1;
-    if (batch->parents && row->token >= 0 ? !kvc_descends(batch, token, row->token) : !sees_all && p > position) return 0;
+    if (batch->parents && row->token >= 0 ? !kvc_descends(batch, token, row->token) : !sees_all && p > position)
+        return 0;
     return p >= kvc_policy_lowest(policy, position) || p < kvc_policy_sinks(policy);
 }
 
@@ -81,8 +82,7 @@ static void fill_mask(const kvc_batch *batch, const kvc_policy *policy, int32_t 
     for (int32_t t = 0; t < batch->num_tokens; t++) {
         float *mask = (float *)(void *)((char *)args->mask + t * args->mask_token_stride) + first;
         const int sees_all = args->non_causal && args->non_causal[t], own = batch->sequence_of[t] == s;
-        for (int64_t i = 0; i < num; i++)
-            mask[i] = own && sees(batch, policy, t, &rows[i], sees_all) ? 0 : -INFINITY;
+        for (int64_t i = 0; i < num; i++) mask[i] = own && sees(batch, policy, t, &rows[i], sees_all) ? 0 : -INFINITY;
     }
 }
 

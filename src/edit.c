@@ -133,10 +133,10 @@ static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, 
     edit e = {.change = {.begin = begin, .end = end, .moved_end = end}, .removes = 1, .shift = shift};
     if (shift && kvc_sequence_last(sequence) >= end) {
         status = check_rope(cache);
-        e.change.moved_end = KVC_END;
+        e.change.moved_end = begin < end ? KVC_END : end; /* where nothing goes, nothing moves */
         e.change.move = begin - end;
     }
-    return status == KVC_OK && begin < end ? apply(cache, sequence, &e) : status;
+    return status == KVC_OK ? apply(cache, sequence, &e) : status;
 }
 
 kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {

@@ -95,8 +95,8 @@ kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t b
     kvc_status status = kvc_check_layer(cache, layer);
     if (status == KVC_OK) status = kvc_check_own_rows(cache, layer);
     if (status == KVC_OK && !kvc_keeps_tokens(cache, layer))
-        status = kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is a cross-attention layer: its rows are replaced by a put",
-                          layer);
+        status =
+            kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is a cross-attention layer: its rows are replaced by a put", layer);
     if (status == KVC_OK) status = kvc_check_positions(begin, end);
     if (status == KVC_OK) status = check_rows_in(&cache->layers[layer], given, &in);
     if (status != KVC_OK) return status;

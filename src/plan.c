@@ -298,8 +298,8 @@ static void find_angles(kvc_plan *plan) {
         if (cache->group_of[layer] != plan->group || r < 0 || r == last) continue;
         for (int32_t d = 0; d < plan->num_deltas; d++)
             kvc_rope_angles(&cache->ropes[r], -plan->deltas[d],
-                            plan->angles + ((size_t)r * (size_t)plan->num_deltas + (size_t)d) *
-                                               (size_t)plan->angles_stride);
+                            plan->angles +
+                                ((size_t)r * (size_t)plan->num_deltas + (size_t)d) * (size_t)plan->angles_stride);
         last = r;
     }
 }

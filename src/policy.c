@@ -37,18 +37,14 @@ static int32_t kept(const kvc_policy *policy) { return policy->resume_window ? p
 int kvc_policy_equal(const kvc_policy *a, const kvc_policy *b) {
     if (a->kind != b->kind) return 0;
     switch (a->kind) {
-    case KVC_SLIDING:
-        return a->window == b->window && a->num_sink_tokens == b->num_sink_tokens && kept(a) == kept(b);
-    case KVC_CHUNKED:
-        return a->attention_chunk_size == b->attention_chunk_size && a->resume_window == b->resume_window;
+    case KVC_SLIDING: return a->window == b->window && a->num_sink_tokens == b->num_sink_tokens && kept(a) == kept(b);
+    case KVC_CHUNKED: return a->attention_chunk_size == b->attention_chunk_size && a->resume_window == b->resume_window;
     case KVC_CROSS: return a->max_len == b->max_len;
     default: return 1;
     }
 }
 
-int kvc_policy_keeps_tokens(const kvc_policy *policy) {
-    return policy->kind != KVC_CROSS && policy->kind != KVC_NONE;
-}
+int kvc_policy_keeps_tokens(const kvc_policy *policy) { return policy->kind != KVC_CROSS && policy->kind != KVC_NONE; }
 
 int kvc_policy_evicts(const kvc_policy *policy) { return policy->kind == KVC_SLIDING || policy->kind == KVC_CHUNKED; }
 

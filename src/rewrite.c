@@ -14,9 +14,9 @@ static int32_t target(const kvc_change *change, int32_t position) {
 typedef struct walk {
     const kvc_change *change;
     kvc_pool *pool;
-    kvc_draft *draft;                 /* NULL: parts are only counted */
-    kvc_block *block;                 /* that copies go to */
-    int64_t parts, copies, copied;    /* runs, those that are copied, their rows */
+    kvc_draft *draft;              /* NULL: parts are only counted */
+    kvc_block *block;              /* that copies go to */
+    int64_t parts, copies, copied; /* runs, those that are copied, their rows */
 } walk;
 
 static void add_copies(walk *w, const kvc_run *part, kvc_run to) {
@@ -27,8 +27,7 @@ static void add_copies(walk *w, const kvc_run *part, kvc_run to) {
         to.block = w->block;
         to.slot = kvc_pool_take(w->pool, w->block, to.count);
         w->draft->copies[w->draft->num_copies++] =
-            (kvc_copy){part->block,  to.block, part->slot + done,     to.slot,
-                       to.count, part->position + done, part->delta};
+            (kvc_copy){part->block, to.block, part->slot + done, to.slot, to.count, part->position + done, part->delta};
         kvc_rows_push(&w->draft->rows, &to);
         to.position += to.count;
     }
@@ -90,8 +89,7 @@ static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted,
     if (status != KVC_OK || !counted->copied) return status;
     draft->room = (int32_t)copies;
     draft->copies = kvc_memory_alloc(&cache->memory, (size_t)copies * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
-    if (!draft->copies)
-        return kvc_fail(KVC_ERR_NOMEM, "out of memory to copy %lld rows", (long long)counted->copied);
+    if (!draft->copies) return kvc_fail(KVC_ERR_NOMEM, "out of memory to copy %lld rows", (long long)counted->copied);
     return kvc_pool_reserve(pool, (int32_t)blocks);
 }
 
@@ -121,8 +119,10 @@ static void drop(void *context, const kvc_run *part) { kvc_pool_drop(context, pa
 void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, const kvc_change *change, kvc_draft *draft) {
     kvc_pool *pool = &cache->pools[group];
     kvc_rows_visit(rows, change->begin, change->end, drop, pool);
-    for (int32_t i = 0; i < draft->num_copies; i++)
+    for (int32_t i = 0; i < draft->num_copies; i++) {
         kvc_pool_drop(pool, draft->copies[i].from, draft->copies[i].from_slot, draft->copies[i].count);
+        cache->stats.rows_copied += draft->copies[i].count;
+    }
     draft->rows.lost_end = rows->lost_end;
     kvc_rows_free_list(rows, &cache->memory);
     *rows = draft->rows;
@@ -198,8 +198,9 @@ static kvc_status call_function(const kvc_cache *cache, int32_t layer, const kvc
     const int64_t row = (int64_t)at->k_row_bytes, f32_row = config->k_dim * (int64_t)sizeof(float);
     const size_t head = (size_t)count * (size_t)config->k_dim;
     for (int32_t h = 0; h < at->num_kv_heads; h++)
-        cache->kernels->convert[config->k_type][KVC_F32](
-            keys + (size_t)h * head, f32_row, key_at(at, copy->to, copy->to_slot + first, h), row, count, config->k_dim);
+        cache->kernels->convert[config->k_type][KVC_F32](keys + (size_t)h * head, f32_row,
+                                                         key_at(at, copy->to, copy->to_slot + first, h), row, count,
+                                                         config->k_dim);
     if (config->rope.shift(config->rope.user, layer, keys, config->num_kv_heads, count, config->k_dim, delta))
         return kvc_fail(KVC_ERR_CALLBACK, "the function that moves the keys of layer %d failed", layer);
     for (int32_t h = 0; h < at->num_kv_heads; h++)

@@ -9,12 +9,12 @@ static kvc_status check_frequencies(const kvc_layer *layer, int32_t index) {
     if (rope->num_freqs < 1 || !rope->inv_freq)
         return kvc_fail(KVC_ERR_INVALID, "layers[%d].rope has %d frequencies%s: it needs at least 1", index,
                         rope->num_freqs, rope->inv_freq ? "" : " at NULL");
-    if (rope->first_dim < 0 || rope->first_dim > layer->k_dim ||
-        rope->num_freqs > (layer->k_dim - rope->first_dim) / 2)
-        return kvc_fail(KVC_ERR_INVALID,
-                        "layers[%d].rope turns elements from first_dim %d on, two for each of %d frequencies: keys have "
-                        "%d",
-                        index, rope->first_dim, rope->num_freqs, layer->k_dim);
+    if (rope->first_dim < 0 || rope->first_dim > layer->k_dim || rope->num_freqs > (layer->k_dim - rope->first_dim) / 2)
+        return kvc_fail(
+            KVC_ERR_INVALID,
+            "layers[%d].rope turns elements from first_dim %d on, two for each of %d frequencies: keys have "
+            "%d",
+            index, rope->first_dim, rope->num_freqs, layer->k_dim);
     if (layer->value_in_key && rope->first_dim < layer->v_dim)
         return kvc_fail(KVC_ERR_INVALID,
                         "layers[%d].rope.first_dim is %d: it must be at least v_dim, %d, as values lie in the keys",
@@ -33,8 +33,7 @@ kvc_status kvc_rope_check(const kvc_layer *layer, int32_t index) {
     case KVC_ROPE_FREQUENCIES: return check_frequencies(layer, index);
     case KVC_ROPE_FUNCTION:
         return layer->rope.shift ? KVC_OK : kvc_fail(KVC_ERR_INVALID, "layers[%d].rope.shift is NULL", index);
-    default:
-        return kvc_fail(KVC_ERR_INVALID, "layers[%d].rope.kind is %d: no kvc_rope_kind", index, layer->rope.kind);
+    default: return kvc_fail(KVC_ERR_INVALID, "layers[%d].rope.kind is %d: no kvc_rope_kind", index, layer->rope.kind);
     }
 }
 

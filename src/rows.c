@@ -40,14 +40,13 @@ struct kvc_hold {
     kvc_block *blocks[];
 };
 
-/* Pins the block of every run. */
-static kvc_status hold_rows(kvc_cache *cache, const kvc_rows *rows, int32_t group, kvc_hold **out) {
-    const size_t size = sizeof(kvc_hold) + (size_t)rows->num * sizeof(kvc_block *);
+kvc_status kvc_hold_runs(kvc_cache *cache, const kvc_run *runs, int32_t num_runs, int32_t group, kvc_hold **out) {
+    const size_t size = sizeof(kvc_hold) + (size_t)num_runs * sizeof(kvc_block *);
     kvc_hold *hold = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
-    if (!hold) return kvc_fail(KVC_ERR_NOMEM, "out of memory to hold %d runs", rows->num);
-    *hold = (kvc_hold){.cache = cache, .pool = &cache->pools[group], .size = size, .num_blocks = rows->num};
-    for (int32_t i = 0; i < rows->num; i++) {
-        hold->blocks[i] = kvc_rows_begin(rows)[i].block;
+    if (!hold) return kvc_fail(KVC_ERR_NOMEM, "out of memory to hold %d runs", num_runs);
+    *hold = (kvc_hold){.cache = cache, .pool = &cache->pools[group], .size = size, .num_blocks = num_runs};
+    for (int32_t i = 0; i < num_runs; i++) {
+        hold->blocks[i] = runs[i].block;
         kvc_pool_pin(hold->blocks[i]);
     }
     cache->num_holds++;
@@ -97,14 +96,16 @@ kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *
         const kvc_span span = kvc_span_of(kvc_rows_begin(rows) + i, &cache->layouts[cache->layout_of[layer]]);
         memcpy((char *)spans + (size_t)i * span_size, &span, sizeof span);
     }
-    if (hold && *num_spans && *num_spans <= max_spans) status = hold_rows(cache, rows, cache->group_of[layer], hold);
+    if (hold && *num_spans && *num_spans <= max_spans)
+        status = kvc_hold_runs(cache, kvc_rows_begin(rows), rows->num, cache->group_of[layer], hold);
     return kvc_unlock(cache, status);
 }
 
 /* ---- copies ------------------------------------------------------------------------------------------------------ */
 
 /* Keys of one head of a run, turned to where they stand. */
-static void decode_keys(const kvc_reader *reader, const kvc_span *span, int64_t head, const kvc_rows_out *out, char *to) {
+static void decode_keys(const kvc_reader *reader, const kvc_span *span, int64_t head, const kvc_rows_out *out,
+                        char *to) {
     const kvc_cache *cache = reader->cache;
     const kvc_layer *config = &cache->layers[reader->layer];
     const kvc_rope *rope = span->delta ? kvc_rope_of(cache, reader->layer) : NULL;
@@ -174,7 +175,7 @@ static kvc_status take_snapshot(kvc_cache *cache, const kvc_rows *rows, int32_t 
     s->rows.num = rows->num;
     status = kvc_reader_new(cache, layer, &s->reader);
     if (status == KVC_OK) {
-        status = hold_rows(cache, rows, cache->group_of[layer], &s->hold);
+        status = kvc_hold_runs(cache, s->rows.runs, s->rows.num, cache->group_of[layer], &s->hold);
         if (status != KVC_OK) kvc_reader_free(&s->reader);
     }
     if (status != KVC_OK) kvc_rows_free_list(&s->rows, &cache->memory);

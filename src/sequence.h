@@ -31,8 +31,8 @@ typedef struct kvc_sequence {
     int32_t in_batch;   /* the open batch owns it */
     int32_t in_rewrite; /* its rows are being copied to new slots, without the mutex */
     int32_t num_groups;
-    int32_t num_token_groups; /* the first ones: their rows are tokens'.  The others hold what cross-attention layers were
-                                 given */
+    int32_t num_token_groups; /* the first ones: their rows are tokens'.  The others hold what cross-attention layers
+                                 were given */
     kvc_rows rows[];          /* per layer group */
 } kvc_sequence;
 

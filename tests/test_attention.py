@@ -10,7 +10,7 @@ largest value. Adding up n weighted values rounds n times at random: sqrt(n) / 2
     error of an output <= u (B + A + sqrt(n) / 2 + 4) max |v|,
 
 A being the softcap and the largest ALiBi term that counts. That is 5e-7 to 2e-6 of the largest value for the shapes
-below. What is stored as f16 or bf16 is exact in f32, so the same holds for it. An output that is returned as f16 or
+below. What is stored as another type is exact in f32, so the same holds for it. An output that is returned as f16 or
 bf16 is rounded once more, by at most half a unit in its last place.
 """
 
@@ -66,6 +66,8 @@ def visible(policy, q_positions, positions):
     q, p = np.asarray(q_positions)[:, None], np.asarray(positions)[None]
     if isinstance(policy, kvcache.FullAttention):
         return p <= q
+    if isinstance(policy, kvcache.ChunkedAttention):
+        return (p <= q) & (p >= q - q % policy.attention_chunk_size)
     return (p <= q) & ((p > q - policy.window) | (p < policy.num_sink_tokens))
 
 
@@ -435,19 +437,35 @@ def test_many_tokens_per_range_of_one_sequence_among_others(isa, rng):
     check(cache, 0, positions, seq_ids, q, out, lse)
 
 
+@st.composite
+def policies(draw):
+    """Those that keep the last token of a sequence, so that it can go on after others were fed."""
+    kind = draw(st.sampled_from(["full", "window", "chunks"]))
+    if kind == "full":
+        return kvcache.FullAttention()
+    if kind == "window":
+        return SLIDING(draw(st.integers(2, 150)), draw(st.integers(0, 70)))
+    return kvcache.ChunkedAttention(draw(st.integers(1, 150)), draw(st.integers(1, 70)))
+
+
+@st.composite
+def stored_rows(draw):
+    """Their type, and how many elements they have."""
+    dtype = draw(st.sampled_from([*DTYPES, "q8_0", "q4_0"]))
+    return dtype, 32 * draw(st.integers(1, 3)) if dtype.startswith("q") else draw(st.integers(1, 90))
+
+
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_random_shapes(data, seed):
     rng = np.random.default_rng(seed)
     draw = data.draw
     kv_heads, group = draw(st.integers(1, 3), "num_kv_heads"), draw(st.integers(1, 9), "group")
-    window = draw(st.none() | st.integers(1, 150), "window")
-    policy = kvcache.FullAttention() if window is None else SLIDING(window, draw(st.integers(0, 70), "sinks"))
+    (k_dtype, head_dim), (v_dtype, v_head_dim) = draw(stored_rows(), "k"), draw(stored_rows(), "v")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVCACHE_ISA", draw(st.sampled_from(ISAS), "isa"))
         cache = kvcache.KVCache(
-            1, kv_heads, draw(st.integers(1, 90), "head_dim"), None,
-            v_head_dim=draw(st.integers(1, 90), "v_head_dim"), k_dtype=draw(st.sampled_from(list(DTYPES)), "k_dtype"),
-            v_dtype=draw(st.sampled_from(list(DTYPES)), "v_dtype"), policy=policy, max_sequences=None,
+            1, kv_heads, head_dim, None, v_head_dim=v_head_dim, k_dtype=k_dtype, v_dtype=v_dtype,
+            policy=draw(policies(), "policy"), max_sequences=None,
             block_size=draw(st.sampled_from([1, 3, 16, 64, 1000]), "block_size"),
             num_threads=draw(st.integers(1, 3), "num_threads"),
         )  # fmt: skip

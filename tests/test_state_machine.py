@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
         self.model_batch.put(layer, *rows, first=first)
 
     def is_ready(self, layer, first, end):
-        """Whether all is put that these tokens descend from, or that stands in their sequence up to the last of them."""
+        """Whether all is put that these tokens descend from, or that stands in their sequence up to the last one."""
         layer = self.model.source[layer]
         if self.model_batch.parents is not None:
             return not self.sees_but_missing(layer, first, end)

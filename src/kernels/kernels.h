@@ -29,8 +29,8 @@ enum {
  *
  * Quantising: finite elements become what kvc_type says, which is what ggml's reference does, bit for bit.  It does not
  * say what becomes of others, and of elements so small that 1 / d is infinite (d is 0 as an f16 then).  Here these are
- * stored as bits of 0; NaN is stored as 0 and does not count for d; with an infinity d is infinite and all elements are stored
- * as 0, which decodes to NaN. */
+ * stored as bits of 0; NaN is stored as 0 and does not count for d; with an infinity d is infinite and all elements are
+ * stored as 0, which decodes to NaN. */
 typedef void kvc_convert_fn(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, int64_t num_rows,
                             int dim);
 
