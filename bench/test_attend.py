@@ -39,6 +39,37 @@ def test_decode_from_memory(figures, in_turn, dtype, threads):
     figures.ratio(name, theirs, ours, wanted, note)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [*TYPES, "q8_0", "q4_0"])
+def test_decode_with_two_deltas(figures, in_turn, dtype, threads):
+    """8,192 tokens, of which the second half moved down when some were removed, against as many that never moved."""
+    tokens, removed = 8192, 10
+    cache = kvcache.KVCache(
+        1, HEADS, DIM, None, dtype=dtype, max_sequences=2, block_size=tokens + 64, num_threads=threads,
+        rope=kvcache.Rope(10_000.0 ** -(np.arange(DIM // 2) / (DIM // 2))),
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    for seq_id, count in enumerate((tokens, tokens + removed)):
+        rows = rng.standard_normal((count, HEADS, DIM), np.float32)
+        with cache.batch(positions=range(count), seq_ids=[seq_id] * count) as batch:
+            batch.put(0, rows, rows)
+    cache.remove(tokens // 2, tokens // 2 + removed, seq_id=1)
+    q, row = (rng.standard_normal((1, heads, DIM), np.float32) for heads in (NUM_HEADS, HEADS))
+
+    def attend(seq_id):
+        batch = cache.batch(positions=[tokens], seq_ids=[seq_id])
+        batch.put(0, row, row)
+        start = time.perf_counter()
+        batch.attend(0, q)
+        seconds = time.perf_counter() - start
+        batch.abort()
+        return seconds
+
+    one, two = in_turn(lambda: attend(0), lambda: attend(1), seconds=1)
+    name = f"decode with two deltas, 8,192 tokens, {dtype}, {threads} thread{'s' * (threads > 1)}"
+    figures.ratio(name, two, one, "<= 1.05", f"of one with none; {1e6 * np.median(one):.0f} µs")
+
+
 @pytest.mark.parametrize("tokens", [128, 512])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_decode_from_cache(figures, in_turn, dtype, tokens):

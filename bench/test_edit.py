@@ -48,6 +48,31 @@ def test_fork(figures, in_turn):
     assert stats["blocks_opened"] == opened
 
 
+@pytest.mark.parametrize("block_size", [None, 64])
+def test_remove_near_the_front_of_a_fork(figures, in_turn, block_size):
+    """10 tokens of 32,768, 32 layers: what follows moves down, and its keys stay where and as they are."""
+    options = {"max_sequences": None, "rope": kvcache.Rope(10_000.0 ** -(np.arange(4) / 4))}
+    cache = kvcache.KVCache(32, 1, 8, None, block_size=block_size or 40_000, **options)
+    fill(cache, 32_768)
+    before = cache.stats()
+
+    def remove():
+        cache.fork(0, 1)
+        start = time.perf_counter()
+        cache.remove(5, 15, seq_id=1)
+        seconds = time.perf_counter() - start
+        cache.clear(1)
+        return seconds
+
+    (seconds,) = in_turn(remove, least=200)
+    after = cache.stats()
+    where = f"blocks of {block_size}" if block_size else "contiguous"
+    figures.samples(f"remove 10 tokens of a fork, {where}", [1e6 * s for s in seconds], "µs", "< 100")
+    copied = sum(after[name] - before[name] for name in ("rows_moved", "rows_copied", "blocks_opened"))
+    figures.value("rows copied, or blocks opened, by it", f"{copied}", "0")
+    assert copied == 0
+
+
 def test_first_write_of_the_second_sharer(figures, in_turn):
     """Both go on from a fork in the middle of a block: first the one whose tokens they were, then the other."""
     layers = 32
