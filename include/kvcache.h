@@ -489,11 +489,11 @@ typedef struct kvc_plan_args {
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
  * plan's range, with all threads of the cache.  A token sees the stored rows of its sequence and the batch's own, at
  * positions up to its own, that the policy shows; those of the batch must have been put in this layer.  Where nothing
- * is visible, out is 0 and lse -inf; a sequence without rows in a cross-attention layer is KVC_ERR_INVALID.  Sums are kept in f32.  The bits of the result depend on nothing but the
- * sequence itself: not on threads, on where rows lie, or on who else is in the batch.
- * plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX and KVC_ERR_NOMEM, after which nothing was put, unless it
- * is a cross-attention layer;
- * KVC_ERR_CANCELLED, after which out and lse hold anything. */
+ * is visible, out is 0 and lse -inf; a sequence without rows in a cross-attention layer is KVC_ERR_INVALID.  Sums are
+ * kept in f32.  The bits of the result depend on nothing but the sequence itself: not on threads, on where rows lie, or
+ * on who else is in the batch.  plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX and KVC_ERR_NOMEM, after which
+ * nothing was put (in a cross-attention layer the rows may have been); KVC_ERR_CANCELLED, after which out and lse hold
+ * anything. */
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
 
 /* The same for runners with threads of their own.  A plan cuts the work into tasks and takes all memory that they
@@ -524,8 +524,8 @@ typedef struct kvc_dense_args {
 /* KVC_ERR_INVALID if num_rows is not what there are; KVC_ERR_INDEX; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args);
 
-/* Ends the batch: its tokens are part of their sequences; the handle is freed.  KVC_ERR_INVALID, and the batch is
- * still open, if a token was not put in some layer. */
+/* Ends the batch: its tokens are part of their sequences; the handle is freed.  KVC_ERR_INVALID if a token was not put in
+ * some layer, KVC_ERR_NOMEM; after an error the batch is still open. */
 KVC_API kvc_status kvc_commit(kvc_batch *batch);
 
 /* The same with num_kept of its tokens only, the accepted ones of those that were speculated: their indices in the
