@@ -122,7 +122,7 @@ static void store_q4_0(uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
         if (fabsf(largest) < fabsf(x[i])) largest = x[i];
     float d = largest / -8, id = reciprocal(d);
     store_scale(block, d);
-    if (d != 0 && id == 0) { /* codes mean nothing then: those that ggml's casts yield on x86 */
+    if (d != 0 && id == 0 && isfinite(d)) { /* codes mean nothing then: those that ggml's casts yield on x86 */
         memset(block + KVC_SCALE_BYTES, 0, (size_t)half);
         return;
     }

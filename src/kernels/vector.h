@@ -117,7 +117,7 @@ INLINE void store_q4_0(char *block, const vec x[QUANT_VECTORS]) {
     float d = first_largest(x) / -8, inverse = reciprocal(d);
     vec id = v_set(inverse);
     store_f16(block, d);
-    if (d != 0 && inverse == 0) { /* as in scalar.c */
+    if (d != 0 && inverse == 0 && isfinite(d)) { /* as in scalar.c */
         memset(block + KVC_SCALE_BYTES, 0, KVC_QUANT_ELEMENTS / 2);
         return;
     }

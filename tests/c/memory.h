@@ -37,7 +37,7 @@ static inline void *memory_alloc(void *user, size_t size, size_t alignment, cons
     CHECK(m->num < MAX_ALLOCATIONS);
     if (m->num == MAX_ALLOCATIONS || posix_memalign(&start, alignment, size))
         return NULL;
-    memset(start, 0xa5, size); /* nothing may count on zeros */
+    memset(start, 0xff, size); /* NaN in every type: nothing may count on zeros, or touch rows that nobody put */
     m->live[m->num++] = (allocation){start, size, *hint};
     return start;
 }

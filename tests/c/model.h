@@ -22,7 +22,7 @@ enum {
     MAX_ROWS = 320,
     MAX_BATCH = 300,
     MAX_TAGS = 1 << 18,
-    MAX_ROW = 32 /* elements of all heads of a K or V row */
+    MAX_ROW = 64 /* elements of all heads of a K or V row */
 };
 
 typedef struct row {
@@ -62,6 +62,9 @@ typedef struct pair {
     int32_t num_tokens, batch_tag;
     int32_t positions[MAX_BATCH];
     int64_t ids[MAX_BATCH];
+    const int32_t *parents;               /* of its tokens, or NULL */
+    char written[MAX_LAYERS][MAX_BATCH]; /* they were put */
+    void (*look)(struct pair *p);        /* not NULL: called when random tokens were put */
     int num_cross_puts;
     cross_put cross_puts[MAX_SEQUENCES * MAX_LAYERS];
     int64_t moving;           /* the sequence that is edited while move_keys is called */
@@ -903,7 +906,8 @@ static inline kvc_status pair_begin(pair *p, int n, const int32_t *positions, co
 {
     static pair after; /* large */
     kvc_status right = model_begin(p, n, positions, ids, &after);
-    kvc_status status = kvc_begin(p->cache, n, positions, ids, random_parents(n, ids), &p->batch);
+    const int32_t *parents = random_parents(n, ids);
+    kvc_status status = kvc_begin(p->cache, n, positions, ids, parents, &p->batch);
     if (status != KVC_ERR_FULL || !p->config.max_bytes) /* how many bytes there are is not modelled */
         agree(p, "begin", status, right);
     if (status != KVC_OK)
@@ -911,6 +915,8 @@ static inline kvc_status pair_begin(pair *p, int n, const int32_t *positions, co
     after.batch = p->batch;
     model_copy(p, &after);
     p->num_tokens = n;
+    p->parents = parents;
+    memset(p->written, 0, sizeof p->written);
     p->num_cross_puts = 0;
     p->batch_tag = p->next_tag;
     p->next_tag += n;
@@ -1001,7 +1007,7 @@ static inline kvc_status put_in_place(const pair *p, int l, int first, int n)
 {
     while (n > 0) {
         kvc_span span;
-        CHECKF(kvc_slots(p->batch, l, first, &span, sizeof span) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(kvc_slots(p->batch, l, first, &span, sizeof span, NULL) == KVC_OK, "%s", kvc_last_error());
         CHECK(span.position == p->positions[first] && span.num_rows >= 1 && span.delta == 0);
         int some = span.num_rows < n ? span.num_rows : n;
         for (int i = 0; i < some; i++)
@@ -1014,8 +1020,9 @@ static inline kvc_status put_in_place(const pair *p, int l, int first, int n)
 }
 
 /* Puts tokens [first, first + n) of the open batch in a layer. */
-static inline kvc_status pair_put(const pair *p, int l, int first, int n)
+static inline kvc_status pair_put(pair *p, int l, int first, int n)
 {
+    memset(&p->written[l][first], 1, (size_t)n);
     if (!random_int(0, 4))
         return put_in_place(p, l, first, n);
     kvc_put_args args = fill_put(p, l, p->batch_tag + first, n);
@@ -1024,7 +1031,7 @@ static inline kvc_status pair_put(const pair *p, int l, int first, int n)
 }
 
 /* Puts all tokens of the open batch, in one or two ranges. */
-static inline void pair_put_all(const pair *p)
+static inline void pair_put_all(pair *p)
 {
     for (int l = 0; l < p->config.num_layers; l++) {
         int cut = random_int(0, p->num_tokens);

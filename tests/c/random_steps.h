@@ -151,6 +151,8 @@ static inline void random_commit_kept(pair *p)
             if (keeps_tokens(p, l) && (stays || random_int(0, 2)))
                 pair_put(p, l, t, 1);
     }
+    if (p->look)
+        p->look(p);
     for (int i = 0; i < num; i++) { /* in any order */
         int j = random_int(0, num);
         int32_t t = kept[i];
@@ -184,6 +186,8 @@ static inline void random_pass(pair *p)
         random_commit_kept(p);
     } else {
         pair_put_all(p);
+        if (p->look)
+            p->look(p);
         if (pair_commit(p) != KVC_OK)
             pair_abort(p);
     }
@@ -252,6 +256,11 @@ static inline int random_layers(kvc_layer *layers, const double *angles)
         } while (l == 0 && (layers[l].policy.kind == KVC_CROSS || layers[l].policy.kind == KVC_NONE));
         if (l && random_int(0, 2))
             layers[l].policy = layers[l - 1].policy;
+        if (l && !random_int(0, 4)) { /* but for the rope */
+            layers[l] = layers[l - 1];
+            layers[l].share = 0;
+            layers[l].rope = random_rope(&layers[l], angles);
+        }
         if (lazy && layers[l].rope.kind == KVC_ROPE_FUNCTION) /* a group with one has no deltas */
             layers[l].rope = (kvc_rope){.kind = KVC_ROPE_NONE};
         int from = random_int(0, num_layers);

@@ -30,6 +30,8 @@ static int is_visible(const kvc_policy *policy, int32_t query, int32_t position)
 {
     if (position > query)
         return 0;
+    if (policy->kind == KVC_CHUNKED)
+        return position / policy->attention_chunk_size == query / policy->attention_chunk_size;
     return policy->kind != KVC_SLIDING || position > query - policy->window || position < policy->num_sink_tokens;
 }
 
@@ -254,6 +256,17 @@ static void test_windows(void)
         int num_sink_tokens = num_sinks[i / 6];
         scene s = plain_scene(1, 2, 8, 300, i % 2 ? 1 : 33);
         s.layer.policy = (kvc_policy){KVC_SLIDING, windows[i % 6], num_sink_tokens, i % 3 ? 0 : 210, 0, 0};
+        check_scene(&s, &(setting){.block_size = 16, .num_threads = 1, .pass = i % 4 ? 11 : 0});
+    }
+}
+
+static void test_chunks(void)
+{
+    static const int sizes[] = {1, 7, 64, 100, 290, 1000};
+    for (int i = 0; i < 12; i++) {
+        scene s = plain_scene(1, 2, 8, 300, i / 6 ? 1 : 33);
+        s.layer.policy = (kvc_policy){
+            .kind = KVC_CHUNKED, .attention_chunk_size = sizes[i % 6], .resume_window = i % 2 * 100};
         check_scene(&s, &(setting){.block_size = 16, .num_threads = 1, .pass = i % 4 ? 11 : 0});
     }
 }
@@ -854,6 +867,7 @@ static void test_isa(void)
     test_num_tokens();
     test_lengths();
     test_windows();
+    test_chunks();
     test_positions();
     test_several_sequences();
     test_ranges();

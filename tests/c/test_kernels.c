@@ -229,7 +229,7 @@ static void quantised(int type, uint8_t block[LARGEST_BLOCK], const float *x)
     uint16_t scale = nearest_f16(d);
     memcpy(block, &scale, sizeof scale);
     memset(block + 2, 0, LARGEST_BLOCK - 2);
-    for (int i = 0; i < BLOCK && !(type == KVC_Q4_0 && d != 0 && id == 0); i++) {
+    for (int i = 0; i < BLOCK && !(type == KVC_Q4_0 && d != 0 && id == 0 && isfinite(d)); i++) {
         volatile float product = x[i] * id; /* rounded, whatever the compiler would like to do */
         if (type == KVC_Q8_0)
             block[2 + i] = (uint8_t)(int)roundf(product);

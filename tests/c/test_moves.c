@@ -71,6 +71,7 @@ static void test_remove_from_fork(void)
     kvc_stats after = stats_of(p);
     CHECK(after.rows_moved == before.rows_moved && after.blocks_opened == before.blocks_opened);
     CHECK(after.live_slots == before.live_slots && after.blocks_in_use == before.blocks_in_use);
+    CHECK(after.rows_copied == 0);
     pair_check(p);
     CHECK(kvc_last_position(p->cache, 1) == 289 && kvc_last_position(p->cache, 0) == 299);
     int64_t num = spans_of(p, 1, 0, spans, 40);
@@ -265,11 +266,10 @@ static void test_unknown_rope(void)
     pair_check(&p);
     pair_free(&p);
 
+    /* A cross-attention layer, and one without attention, have nothing that moves. */
     p = (pair){.config = {.block_size = 4, .num_threads = 1}};
-    pair_new(&p, 1, layers); /* a cross-attention layer, and one without attention, have nothing that moves */
-    pair_free(&p);
-    p = (pair){.config = {.block_size = 4, .num_threads = 1}};
-    kvc_layer others[] = {layers[0], layers[2], {.num_kv_heads = 1, .k_dim = 1, .v_dim = 1, .policy = {.kind = KVC_NONE}}};
+    const kvc_layer others[] = {
+        layers[0], layers[2], {.num_kv_heads = 1, .k_dim = 1, .v_dim = 1, .policy = {.kind = KVC_NONE}}};
     pair_new(&p, 3, others);
     pair_feed(&p, 0, 0, 9);
     CHECK(pair_shift(&p, 0, 0, KVC_END, 2) == KVC_OK);
@@ -283,10 +283,12 @@ static void test_unknown_rope(void)
 static void test_failing_function(int block_size)
 {
     static pair p;
-    kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .rope = right_rope(0, 0, 1)},
-                          {.num_kv_heads = 2, .k_dim = 3, .v_dim = 2, .k_type = KVC_BF16, .rope = by_function},
-                          {.num_kv_heads = 1, .k_dim = 2, .v_dim = 1, .policy = sliding_policy(90, 0, 0), .rope = by_function},
-                          {.num_kv_heads = 1, .k_dim = 2, .v_dim = 1, .policy = chunked_policy(50, 9), .rope = right_rope(0, 0, 1)}};
+    const kvc_layer small = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .rope = right_rope(0, 0, 1)};
+    kvc_layer layers[] = {small, small, small, small};
+    layers[1] = (kvc_layer){.num_kv_heads = 2, .k_dim = 3, .v_dim = 2, .k_type = KVC_BF16, .rope = by_function};
+    layers[2].policy = sliding_policy(90, 0, 0);
+    layers[2].rope = by_function;
+    layers[3].policy = chunked_policy(50, 9);
     p = (pair){.config = {.block_size = block_size, .num_threads = 1}};
     pair_new(&p, 4, layers);
     pair_feed(&p, 0, 0, 100);
@@ -321,11 +323,13 @@ static void test_function_calls(void)
     pair_feed(p, 0, 0, 200);
     CHECK(pair_shift(p, 0, 50, 50, 3) == KVC_OK && pair_shift(p, 0, 200, KVC_END, 3) == KVC_OK);
     CHECK(pair_divide(p, 0, 0, 1, 3) == KVC_OK && p->num_calls == 0); /* 0 stays 0 */
+    int64_t copied = stats_of(p).rows_copied;
     CHECK(pair_shift(p, 0, 50, 60, 3) == KVC_OK && p->num_calls >= 1);
     pair_check(p);
     CHECK(pair_shift(p, 0, 0, KVC_END, -20) == KVC_OK);
     pair_check(p);
     CHECK(stats_of(p).rows_moved == 0 && stats_of(p).live_slots == kvc_seq_len(p->cache, 0, 0));
+    CHECK(stats_of(p).rows_copied - copied == 10 + 180);
     pair_free(p);
 }
 
@@ -381,10 +385,12 @@ static pair *disputed_pair(int block_size)
 static void test_settle(int block_size)
 {
     pair *p = disputed_pair(block_size);
+    int64_t before = stats_of(p).live_slots, copied = stats_of(p).rows_copied;
     CHECK(pair_settle(p) == KVC_OK); /* disputed slots are copied, which the model counts */
     pair_check(p);
     check_settled(p);
     int64_t live = stats_of(p).live_slots;
+    CHECK(live > before && stats_of(p).rows_copied > copied);
     CHECK(pair_settle(p) == KVC_OK && stats_of(p).live_slots == live); /* nothing is left to do */
     pair_check(p);
     pair_clear_sequence(p, 1);
@@ -405,6 +411,7 @@ static void test_settle_in_place(void)
     CHECK(pair_settle(p) == KVC_OK);
     kvc_stats after = stats_of(p);
     CHECK(after.blocks_opened == before.blocks_opened && after.live_slots == before.live_slots);
+    CHECK(after.rows_copied == 0);
     check_settled(p);
     pair_check(p);
     pair_free(p);
@@ -463,7 +470,8 @@ static void test_inject(int block_size)
 {
     static view v;
     pair *p = mixed_pair(block_size);
-    pair_pass(p, 12, (int32_t[]){0, 1, 2, 3, 4, 5, 2, 9, 10, 11, 3, 12}, (int64_t[]){0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0});
+    const int64_t ids[12] = {0};
+    pair_pass(p, 12, (int32_t[]){0, 1, 2, 3, 4, 5, 2, 9, 10, 11, 3, 12}, ids);
     CHECK(pair_inject(p, 0, 0, 1, 4) == KVC_OK);
     pair_check(p);
     pair_fork(p, 0, 1);
@@ -501,7 +509,8 @@ static void test_extract(void)
         check_extract(p, &unknown, l, 0, 5);
     }
     uint16_t k[2 * 6] = {0};
-    const kvc_rows_out out = {.struct_size = sizeof out, .type = KVC_BF16, .k = k, .k_head_stride = 12, .k_row_stride = 12};
+    const kvc_rows_out out = {
+        .struct_size = sizeof out, .type = KVC_BF16, .k = k, .k_head_stride = 12, .k_row_stride = 12};
     CHECK(kvc_extract(p->cache, 0, 0, 20, 21, &out) == KVC_OK); /* values are not wanted */
     for (int i = 0; i < 12; i++)
         CHECK(read_element(&k[i], KVC_BF16) == element(p->sequences[0].layers[0].rows[5].tag, 0, 0, i / 6, i % 6));
@@ -513,17 +522,18 @@ static void test_extract(void)
 static pair *cross_pair(int64_t max_bytes)
 {
     static pair p;
-    kvc_layer cross = {.num_kv_heads = 2, .k_dim = 3, .v_dim = 2, .k_type = KVC_F16, .policy = {KVC_CROSS, .max_len = 7}};
-    kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .rope = right_rope(0, 0, 2)}, cross, cross, cross};
+    const kvc_layer plain = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .rope = right_rope(0, 0, 2)};
+    const kvc_layer cross = {
+        .num_kv_heads = 2, .k_dim = 3, .v_dim = 2, .k_type = KVC_F16, .policy = {KVC_CROSS, .max_len = 7}};
+    kvc_layer layers[] = {plain, cross, cross, cross};
     layers[2].k_dim = 5;
-    layers[3].share = 2;
-    layers[2].share = 0;
+    layers[3].share = 2; /* the rows of layer 1 */
     p = (pair){.config = {.block_size = 4, .num_threads = 1, .max_bytes = max_bytes}};
     pair_new(&p, 4, layers);
     return &p;
 }
 
-/* A pass of one token of a sequence, with so many rows for cross-attention layer 1, and as many less one for layer 2. */
+/* A pass of one token of a sequence, with so many rows for cross-attention layer 1, and one less for layer 2. */
 static void feed_cross(pair *p, int64_t id, int n)
 {
     int32_t next = next_of(p, find_sequence(p, id));
@@ -596,6 +606,26 @@ static void test_cross_batches(void)
     pair_check(p);
     CHECK(kvc_seq_len(p->cache, 0, 1) == 2 && kvc_seq_len(p->cache, 4, 1) == 0);
     pair_free(p);
+}
+
+/* Each sequence's rows lie in a block of their own, which capacity says nothing of. */
+static void test_cross_capacity(void)
+{
+    static pair p;
+    const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 2},
+                                {.num_kv_heads = 1, .k_dim = 2, .v_dim = 1, .policy = {KVC_CROSS, .max_len = 9}},
+                                {.num_kv_heads = 1, .k_dim = 9, .v_dim = 9, .policy = {.kind = KVC_NONE}}};
+    p = (pair){.config = {.block_size = 4, .num_threads = 1, .max_sequences = 3, .capacity = 10}};
+    pair_new(&p, 3, layers);
+    CHECK(kvc_capacity_bytes(p.cache) == 10 * 24 + 3 * 9 * 12);
+    CHECK(pair_begin(&p, 2, (int32_t[]){0, 0}, (int64_t[]){0, 1}) == KVC_OK);
+    pair_put_all(&p);
+    CHECK(pair_put_cross(&p, 1, 0, 9) == KVC_OK && pair_put_cross(&p, 1, 1, 9) == KVC_OK);
+    CHECK(pair_commit(&p) == KVC_OK);
+    CHECK(kvc_utilization(p.cache) == 0.2 && stats_of(&p).live_slots == 2 + 18);
+    pair_check(&p);
+    CHECK(pair_feed(&p, 0, 1, 9) == KVC_OK && pair_feed(&p, 0, 9, 10) == KVC_ERR_FULL);
+    pair_free(&p);
 }
 
 static void test_cross_max_bytes(void)
@@ -766,7 +796,8 @@ static void test_max_bytes(void)
     void (*const edits[])(pair *) = {rewrite_by_function, settle_disputed, inject_shared};
     static pair p;
     for (int i = 0; i < 3; i++) {
-        const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 6, .v_dim = 2, .rope = i ? right_rope(0, 0, 2) : by_function};
+        const kvc_rope rope = i ? right_rope(0, 0, 2) : by_function;
+        const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 6, .v_dim = 2, .rope = rope};
         int64_t bytes = 0;
         for (int limited = 0; limited < 2; limited++) {
             p = (pair){.config = {.block_size = 8, .num_threads = 1, .max_bytes = limited ? bytes + 300 : 0}};
@@ -919,26 +950,55 @@ static void test_bad_slots(void)
     pair *p = odd_pair();
     kvc_span span = {.num_rows = -7};
     CHECK(pair_begin(p, 3, (int32_t[]){0, 1, 2}, (int64_t[]){0, 0, 0}) == KVC_OK);
-    CHECK_FAILS(kvc_slots(p->batch, -1, 0, &span, sizeof span), KVC_ERR_INDEX, "layer", "is -1:");
-    CHECK_FAILS(kvc_slots(p->batch, 5, 0, &span, sizeof span), KVC_ERR_INDEX, "layer", "is 5:");
-    CHECK_FAILS(kvc_slots(p->batch, 1, 0, &span, sizeof span), KVC_ERR_INVALID, "layer 1", "layer 0");
-    CHECK_FAILS(kvc_slots(p->batch, 2, 0, &span, sizeof span), KVC_ERR_INVALID, "layer 2", "no attention");
-    CHECK_FAILS(kvc_slots(p->batch, 3, 0, &span, sizeof span), KVC_ERR_UNSUPPORTED, "layer 3", "cross-attention");
-    CHECK_FAILS(kvc_slots(p->batch, 0, -1, &span, sizeof span), KVC_ERR_INDEX, "first", "is -1:");
-    CHECK_FAILS(kvc_slots(p->batch, 0, 3, &span, sizeof span), KVC_ERR_INDEX, "first", "is 3:");
-    CHECK_FAILS(kvc_slots(p->batch, 0, 0, &span, 8), KVC_ERR_INVALID, "span_size", "is 8:");
-    CHECK_FAILS(kvc_slots(p->batch, 0, 0, NULL, sizeof span), KVC_ERR_INVALID, "span_size", "is 0:");
+    CHECK_FAILS(kvc_slots(p->batch, -1, 0, &span, sizeof span, NULL), KVC_ERR_INDEX, "layer", "is -1:");
+    CHECK_FAILS(kvc_slots(p->batch, 5, 0, &span, sizeof span, NULL), KVC_ERR_INDEX, "layer", "is 5:");
+    CHECK_FAILS(kvc_slots(p->batch, 1, 0, &span, sizeof span, NULL), KVC_ERR_INVALID, "layer 1", "layer 0");
+    CHECK_FAILS(kvc_slots(p->batch, 2, 0, &span, sizeof span, NULL), KVC_ERR_INVALID, "layer 2", "no attention");
+    CHECK_FAILS(kvc_slots(p->batch, 3, 0, &span, sizeof span, NULL), KVC_ERR_UNSUPPORTED, "layer 3", "cross-attention");
+    CHECK_FAILS(kvc_slots(p->batch, 0, -1, &span, sizeof span, NULL), KVC_ERR_INDEX, "first", "is -1:");
+    CHECK_FAILS(kvc_slots(p->batch, 0, 3, &span, sizeof span, NULL), KVC_ERR_INDEX, "first", "is 3:");
+    CHECK_FAILS(kvc_slots(p->batch, 0, 0, &span, 8, NULL), KVC_ERR_INVALID, "span_size", "is 8:");
+    CHECK_FAILS(kvc_slots(p->batch, 0, 0, NULL, sizeof span, NULL), KVC_ERR_INVALID, "span_size", "is 0:");
     CHECK_FAILS(kvc_written(p->batch, 1, 0, 1), KVC_ERR_INVALID, "layer 1", "layer 0");
     CHECK_FAILS(kvc_written(p->batch, 3, 0, 1), KVC_ERR_UNSUPPORTED, "layer 3", "cross-attention");
     CHECK_FAILS(kvc_written(p->batch, 0, 1, 3), KVC_ERR_INDEX, "num_tokens", "is 3:");
     CHECK_FAILS(kvc_written(p->batch, 0, 4, 1), KVC_ERR_INDEX, "first", "is 4:");
     CHECK(span.num_rows == -7);
     pair_put(p, 0, 1, 1);
-    CHECK_FAILS(kvc_slots(p->batch, 0, 1, &span, sizeof span), KVC_ERR_INVALID, "token 1", "layer 0 before");
+    CHECK_FAILS(kvc_slots(p->batch, 0, 1, &span, sizeof span, NULL), KVC_ERR_INVALID, "token 1", "layer 0 before");
     CHECK_FAILS(kvc_written(p->batch, 0, 0, 3), KVC_ERR_INVALID, "token 1", "layer 0 before");
-    CHECK(kvc_slots(p->batch, 0, 0, &span, sizeof span) == KVC_OK && span.num_rows == 1); /* up to that */
+    CHECK(kvc_slots(p->batch, 0, 0, &span, sizeof span, NULL) == KVC_OK && span.num_rows == 1); /* up to that */
     CHECK_FAILS(kvc_commit(p->batch), KVC_ERR_INVALID, "token 0", "layer 0");
     pair_abort(p);
+    pair_check(p);
+    pair_free(p);
+}
+
+/* Slots that are held can be written to after the batch has ended, and are nobody else's. */
+static void test_held_slots(void)
+{
+    pair *p = pair_with(no_rope, full_policy, 4);
+    kvc_hold *holds[2] = {NULL, NULL};
+    kvc_span spans[2];
+    pair_feed(p, 0, 0, 3);
+    CHECK(pair_begin(p, 3, (int32_t[]){3, 4, 5}, (int64_t[]){0, 0, 0}) == KVC_OK);
+    for (int i = 0; i < 2; i++)
+        CHECK(kvc_slots(p->batch, 0, i, &spans[i], sizeof *spans, &holds[i]) == KVC_OK && holds[i]);
+    CHECK(spans[0].num_rows == 1 && spans[1].num_rows == 2);
+    p->num_holds = 2;
+    pair_abort(p);
+    pair_check(p);
+    CHECK_FAILS(pair_compact(p), KVC_ERR_HELD, "compact", "2 views");
+    pair_feed(p, 0, 3, 9);
+    pair_feed(p, 1, 0, 9);
+    for (int i = 0; i < 2; i++)
+        for (int r = 0; r < spans[i].num_rows; r++)
+            write_in_place(p, 0, &spans[i], r, 12345);
+    pair_check(p);
+    kvc_hold_free(holds[0]);
+    kvc_hold_free(holds[1]);
+    p->num_holds = 0;
+    CHECK(pair_compact(p) == KVC_OK);
     pair_check(p);
     pair_free(p);
 }
@@ -1034,7 +1094,7 @@ static void test_no_attention(void)
     const kvc_layer layers[] = {
         {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .rope = right_rope(0, 0, 1)},
         {.num_kv_heads = 1, .k_dim = 5, .v_dim = 3, .k_type = 77, .policy = {.kind = KVC_NONE}, .rope = wild},
-        {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .policy = {.kind = KVC_SLIDING, .window = 3}, .rope = right_rope(0, 0, 2)},
+        {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .policy = sliding_policy(3, 0, 0), .rope = right_rope(0, 0, 2)},
     };
     static pair p;
     p = (pair){.config = {.block_size = 4, .num_threads = 1}};
@@ -1100,8 +1160,10 @@ static void test_moves(void)
 static void test_rows(void)
 {
     test_extract();
+    test_held_slots();
     test_cross();
     test_cross_batches();
+    test_cross_capacity();
     test_cross_max_bytes();
     test_max_bytes();
     test_reserve_refused();

@@ -7,24 +7,36 @@
 
 #include "model.h"
 
-enum { HEADS = 4, K_DIM = 16, V_DIM = 8, NUM_LAYERS = 2, PROMPT = 40, STEPS = 150, BASE = 90, MOST = 256 };
+enum { HEADS = 4, K_DIM = 16, V_DIM = 8, NUM_LAYERS = 2, PROMPT = 40, STEPS = 150, TREE = 7, BASE = 90, MOST = 256 };
 
 static const kvc_layer layers[NUM_LAYERS] = {
-    {.num_kv_heads = 2, .k_dim = K_DIM, .v_dim = V_DIM},
-    {.num_kv_heads = 2, .k_dim = K_DIM, .v_dim = V_DIM, .policy = {KVC_SLIDING, 20, 3, 0}},
+    {.num_kv_heads = 2,
+     .k_dim = K_DIM,
+     .v_dim = V_DIM,
+     .rope = {KVC_ROPE_FREQUENCIES, .first_dim = 4, .num_freqs = 5, .inv_freq = any_angles}},
+    {.num_kv_heads = 2,
+     .k_dim = K_DIM,
+     .v_dim = V_DIM,
+     .policy = {KVC_SLIDING, .window = 20, .num_sink_tokens = 3, .resume_window = 25},
+     .rope = {KVC_ROPE_FREQUENCIES, .interleaved = 1, .num_freqs = 4, .inv_freq = any_angles}},
 };
 
-static kvc_cache *new_cache(int block_size)
+static kvc_cache *new_cache_of(int block_size, const kvc_layer *of)
 {
     const kvc_config config = {.struct_size = sizeof config,
-                               .layers = layers,
-                               .layer_size = sizeof *layers,
+                               .layers = of,
+                               .layer_size = sizeof *of,
                                .num_layers = NUM_LAYERS,
                                .block_size = block_size,
                                .num_threads = 1};
     kvc_cache *cache = NULL;
     CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
     return cache;
+}
+
+static kvc_cache *new_cache(int block_size)
+{
+    return new_cache_of(block_size, layers);
 }
 
 /* ---- rows that follow from their position ----------------------------------------------------------------------- */
@@ -59,8 +71,8 @@ static void check_key(const float *k, int layer, int head, int32_t position)
         CHECKF(k[d] == element(position, layer, 0, head, d), "layer %d, head %d, position %d", layer, head, position);
 }
 
-/* Opens a batch of n tokens of one sequence, from a position on. */
-static kvc_batch *begin(kvc_cache *cache, int64_t id, int n, int32_t position)
+/* Opens a batch of n tokens of one sequence, from a position on; with parents, of trees. */
+static kvc_batch *begin_tree(kvc_cache *cache, int64_t id, int n, int32_t position, const int32_t *parents)
 {
     kvc_batch *batch = NULL;
     int32_t positions[MOST];
@@ -69,8 +81,13 @@ static kvc_batch *begin(kvc_cache *cache, int64_t id, int n, int32_t position)
         positions[t] = position + t;
         ids[t] = id;
     }
-    CHECKF(kvc_begin(cache, n, positions, ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_begin(cache, n, positions, ids, parents, &batch) == KVC_OK, "%s", kvc_last_error());
     return batch;
+}
+
+static kvc_batch *begin(kvc_cache *cache, int64_t id, int n, int32_t position)
+{
+    return begin_tree(cache, id, n, position, NULL);
 }
 
 static void feed(kvc_cache *cache, int64_t id, int n)
@@ -141,25 +158,43 @@ static void attend(kvc_batch *batch, int layer, int n, int32_t position, float *
         CHECKF(kvc_attend(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
 }
 
-/* Sequence 0: a prompt, and then a token at a time, some of them taken back first. */
-static void decode(kvc_cache *cache, outputs *results, int num_helpers)
+/* A pass of n tokens from a position on, which is aborted, or committed with the first `kept` of them. */
+static void decode_pass(kvc_cache *cache, outputs *results, int step, int n, int32_t position, int kept,
+                        int num_helpers)
+{
+    static const int32_t parents[] = {-1, 0, 0, 1, 1, 2, -1}, all[PROMPT] = {0, 1, 2, 3, 4, 5, 6};
+    int is_tree = n == TREE;
+    kvc_batch *batch = begin_tree(cache, 0, n, position, is_tree ? parents : NULL);
+    for (int l = 0; l < NUM_LAYERS; l++) {
+        put_rows(batch, l, 0, n, position);
+        attend(batch, l, n, position, &results->out[step][l][0][0][0], num_helpers);
+    }
+    if (!kept)
+        kvc_abort(batch);
+    else
+        CHECKF((is_tree ? kvc_commit_kept(batch, all, kept) : kvc_commit(batch)) == KVC_OK, "%s", kvc_last_error());
+}
+
+/* Sequence 0: a prompt, and then a token at a time, some of them taken back first, some speculated, and some removed
+ * later, so that there are ever more deltas.  Returns how many there are in the end. */
+static int32_t decode(kvc_cache *cache, outputs *results, int num_helpers)
 {
     int32_t position = 0;
     for (int step = 0; step < STEPS; step++) {
         int n = step ? 1 : PROMPT;
-        for (int times = step % 7 == 6 ? 2 : 1; times > 0; times--) {
-            kvc_batch *batch = begin(cache, 0, n, position);
-            for (int l = 0; l < NUM_LAYERS; l++) {
-                put_rows(batch, l, 0, n, position);
-                attend(batch, l, n, position, &results->out[step][l][0][0][0], num_helpers);
-            }
-            if (times == 1)
-                CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
-            else
-                kvc_abort(batch);
+        if (step % 20 == 19) {
+            CHECKF(kvc_remove(cache, 0, position - 9, position - 7, 1) == KVC_OK, "%s", kvc_last_error());
+            position -= 2;
         }
+        if (step % 7 == 6)
+            decode_pass(cache, results, step, n, position, 0, num_helpers);
+        if (step % 7 == 5)
+            decode_pass(cache, results, step, TREE, position, 1, num_helpers);
+        else
+            decode_pass(cache, results, step, n, position, n, num_helpers);
         position += n;
     }
+    return position;
 }
 
 /* ---- what others do meanwhile ----------------------------------------------------------------------------------- */
@@ -281,7 +316,7 @@ static void test_decoding_among_others(void)
     other others[NUM_JOBS];
     atomic_int stop = 0;
     kvc_cache *cache = new_cache(8);
-    decode(cache, &alone, 0);
+    int32_t length = decode(cache, &alone, 0);
     CHECK(kvc_cache_free(cache) == KVC_OK);
 
     cache = new_cache(8);
@@ -290,12 +325,12 @@ static void test_decoding_among_others(void)
         others[i] = (other){cache, &stop, (uint32_t)i};
         CHECK(pthread_create(&threads[i], NULL, jobs[i], &others[i]) == 0);
     }
-    decode(cache, &among, 2);
+    CHECK(decode(cache, &among, 2) == length);
     atomic_store(&stop, 1);
     for (int i = 0; i < NUM_JOBS; i++)
         pthread_join(threads[i], NULL);
     CHECK(!memcmp(&alone, &among, sizeof alone));
-    CHECK(kvc_seq_len(cache, 0, 0) == PROMPT + STEPS - 1);
+    CHECK(kvc_seq_len(cache, 0, 0) == length);
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
     CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
 }
@@ -342,6 +377,97 @@ static void test_putting_together(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
+/* ---- a slow function that moves keys ----------------------------------------------------------------------------- */
+
+/* What the thread that moves keys and the others know of each other. */
+typedef struct slow {
+    kvc_cache *cache;
+    atomic_int is_moving, edits, refused, stop;
+} slow;
+
+/* Returns when others have edited something meanwhile. */
+static int32_t move_slowly(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
+                           int32_t k_dim, int32_t delta)
+{
+    slow *s = user;
+    (void)layer;
+    int edits = atomic_load(&s->edits), refused = atomic_load(&s->refused);
+    atomic_store(&s->is_moving, 1);
+    while (atomic_load(&s->edits) < edits + 4 || atomic_load(&s->refused) == refused)
+        sched_yield();
+    atomic_store(&s->is_moving, 0);
+    for (int64_t i = 0; i < num_kv_heads * num_rows * k_dim; i++)
+        keys[i] += (float)delta;
+    return 0;
+}
+
+/* Edits others than the sequence whose keys are moved, of which some share its rows, and tries that one. */
+static void *edit_meanwhile(void *context)
+{
+    slow *s = context;
+    for (int i = 0; !atomic_load(&s->stop); i++) {
+        int64_t id = 10 + i % 3;
+        kvc_status status = i % 4 == 0   ? kvc_fork(s->cache, 1, id)
+                            : i % 4 == 1 ? kvc_remove(s->cache, id, 5 + i % 30, 9 + i % 30, 0)
+                            : i % 4 == 2 ? kvc_truncate(s->cache, id, 40)
+                                         : kvc_copy_prefix(s->cache, 2, id, 30);
+        CHECKF(status == KVC_OK, "%s", kvc_last_error());
+        CHECKF(kvc_validate(s->cache) == KVC_OK, "%s", kvc_last_error());
+        CHECK(kvc_seq_len(s->cache, 0, 0) == BASE && kvc_last_position(s->cache, 0) < 2 * BASE);
+        int was_moving = atomic_load(&s->is_moving);
+        status = i % 2 ? kvc_fork(s->cache, 0, 14) : kvc_settle(s->cache);
+        CHECKF(status == KVC_OK || status == KVC_ERR_BUSY, "%s", kvc_last_error());
+        if (was_moving && atomic_load(&s->is_moving))
+            CHECK(status == KVC_ERR_BUSY); /* it has not ended between: it waits for us */
+        atomic_fetch_add(&s->refused, status == KVC_ERR_BUSY);
+        atomic_fetch_add(&s->edits, 1);
+        sched_yield();
+    }
+    return NULL;
+}
+
+/* The keys of a sequence of BASE rows, each of which was moved by so much. */
+static void check_moved(kvc_cache *cache, int64_t id, int layer, const int32_t *moved)
+{
+    static float k[2][BASE][K_DIM];
+    const kvc_rows_out out = {
+        .struct_size = sizeof out, .k = k, .k_head_stride = sizeof *k, .k_row_stride = sizeof **k};
+    CHECKF(kvc_gather(cache, id, layer, 0, BASE, &out) == KVC_OK, "%s", kvc_last_error());
+    for (int h = 0; h < 2; h++)
+        for (int i = 0; i < BASE; i++)
+            for (int d = 0; d < K_DIM; d++)
+                CHECK(k[h][i][d] == element(i, layer, 0, h, d) + (float)moved[i]);
+}
+
+static void test_slow_function(void)
+{
+    slow s = {.cache = NULL};
+    const kvc_layer layer = {.num_kv_heads = 2,
+                             .k_dim = K_DIM,
+                             .v_dim = V_DIM,
+                             .rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_slowly, .user = &s}};
+    const kvc_layer both[] = {layer, layer};
+    int32_t moved[BASE] = {0}, unmoved[BASE] = {0};
+    pthread_t other;
+    s.cache = new_cache_of(8, both);
+    feed(s.cache, 0, BASE);
+    CHECK(kvc_fork(s.cache, 0, 1) == KVC_OK && kvc_fork(s.cache, 0, 2) == KVC_OK);
+    CHECK(pthread_create(&other, NULL, edit_meanwhile, &s) == 0);
+    for (int n = 0; n < 6; n++) {
+        CHECKF(kvc_shift(s.cache, 0, 10 * n, KVC_END, 3) == KVC_OK, "%s", kvc_last_error());
+        for (int i = 0; i < BASE; i++)
+            moved[i] += i + moved[i] >= 10 * n ? 3 : 0;
+    }
+    atomic_store(&s.stop, 1);
+    pthread_join(other, NULL);
+    for (int l = 0; l < NUM_LAYERS; l++) {
+        check_moved(s.cache, 0, l, moved);
+        check_moved(s.cache, 1, l, unmoved);
+        check_moved(s.cache, 2, l, unmoved);
+    }
+    CHECK(kvc_validate(s.cache) == KVC_OK && kvc_cache_free(s.cache) == KVC_OK);
+}
+
 /* ---- a cache for each thread ------------------------------------------------------------------------------------ */
 
 /* Blocks so large that they are pages of the operating system; the error is this thread's own. */
@@ -377,6 +503,7 @@ int main(void)
 {
     test_own_caches();
     test_putting_together();
+    test_slow_function();
     test_decoding_among_others();
     return test_result();
 }
