@@ -24,8 +24,12 @@
  * Errors    What can fail returns a kvc_status; 0 is success.  A failed call has changed nothing.  kvc_last_error()
  *           gives the sentence with the numbers in it, per thread.  Nothing here aborts, prints or leaks.
  * Threads   Any thread may call any function; a short mutex guards the bookkeeping and is not held while rows are
- *           written or attended over.  One batch is open at a time.  It owns its sequences: to edit these, to compact
- *           or to free the cache meanwhile is KVC_ERR_BUSY; other sequences may be edited freely.
+ *           put, copied out, attended over or handed to a function of the caller (kvc_compact, kvc_settle and
+ *           kvc_inject hold it while they change rows).  One batch is open at a time.  It owns its sequences: to edit
+ *           these, to compact or to free the cache meanwhile is KVC_ERR_BUSY; other sequences may be edited freely.  So
+ *           it is with a sequence whose keys are being rewritten, and meanwhile no batch begins.
+ * Limits    max_seq_len, max_sequences and capacity are looked at when a batch begins, max_bytes whenever memory is
+ *           taken for rows.
  * Structs   that configure begin with their own size, arrays of structs come with the size of an element, and a field
  *           that is zero asks for its default: fields can be added without breaking a program.
  * Ranges    are half open: [begin, end).  Strides are in bytes.
@@ -251,7 +255,8 @@ KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
 /* 1 if `position` is at most kvc_next_position and no row that a query there or later would see was evicted. */
 KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position);
 
-/* Writes the ids of the sequences that hold rows, ascending, at most max_ids of them; returns how many there are. */
+/* Writes the ids of the sequences that hold rows of tokens, ascending, at most max_ids of them; returns how many there
+ * are. */
 KVC_API int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids);
 
 /* Writes the positions of the sequence's rows in order of arrival, at most max_positions of them; returns how many
@@ -286,9 +291,9 @@ KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, i
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
 
 /* Moves the tokens at positions [begin, end) by delta; those that would come below 0 are dropped.  No row is copied or
- * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten.  KVC_ERR_UNSUPPORTED if a layer's
- * rope is not known, KVC_ERR_INVALID if a position would pass the largest, KVC_ERR_BUSY, KVC_ERR_NOMEM, KVC_ERR_FULL
- * (max_bytes, where rows are rewritten), KVC_ERR_CALLBACK. */
+ * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten, in new slots, so that there is room
+ * for both until all are.  KVC_ERR_UNSUPPORTED if a layer's rope is not known, KVC_ERR_INVALID if a position would pass
+ * the largest, KVC_ERR_BUSY, KVC_ERR_NOMEM, KVC_ERR_FULL (max_bytes, where rows are rewritten), KVC_ERR_CALLBACK. */
 KVC_API kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta);
 
 /* Divides the positions [begin, end) by `divisor`, at least 1, rounding down (self-extend, Jin et al. 2024).  Keys that
@@ -296,12 +301,13 @@ KVC_API kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, in
 KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor);
 
 /* Writes what kvc_shift has left to the queries into the keys of every sequence, so that every delta is 0.  Keys are
- * rounded to their type once more; rows that sequences share and see at different deltas are copied.  KVC_ERR_BUSY while
- * a batch is open, KVC_ERR_HELD, KVC_ERR_NOMEM, KVC_ERR_FULL (max_bytes). */
+ * rounded to their type once more; rows that sequences share and see at different deltas are copied.  KVC_ERR_BUSY
+ * while a batch is open, KVC_ERR_HELD, KVC_ERR_NOMEM, KVC_ERR_FULL (max_bytes). */
 KVC_API kvc_status kvc_settle(kvc_cache *cache);
 
-/* Takes the memory now that num_tokens, at least 1, more tokens of a sequence need.  KVC_ERR_FULL where capacity or max_bytes would
- * be passed, KVC_ERR_BUSY, KVC_ERR_NOMEM. */
+/* Takes the memory now that num_tokens, at least 1, more tokens of a sequence need, as if they came in one batch: of
+ * the only sequence there is, or of a new one.  KVC_ERR_FULL where capacity or max_bytes would be passed, KVC_ERR_BUSY,
+ * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t num_tokens);
 
 /* Moves rows together so that no block has holes, and hands the memory that this frees, and that of unused blocks,
@@ -324,8 +330,8 @@ typedef struct kvc_stats {
     int64_t wasted_slots;    /* now: neither live nor free to be handed out before a compaction */
     int64_t blocks_in_use;   /* now */
     int64_t blocks_free;     /* now: memory kept for reuse */
-    int64_t rows_copied;     /* to slots of a sequence's own, to be changed there: by kvc_divide and KVC_ROPE_FUNCTION, and
-                                of shared rows by kvc_settle and kvc_inject.  Nothing else copies a stored row */
+    int64_t rows_copied;     /* to slots of a sequence's own, to be changed there: by kvc_divide and KVC_ROPE_FUNCTION,
+                                and of shared rows by kvc_settle and kvc_inject.  Nothing else copies a stored row */
 } kvc_stats;
 
 /* Fills the first stats_size bytes of *stats. */
@@ -446,10 +452,10 @@ typedef struct kvc_put_args {
  * passed; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
 
-/* Where the rows of token `first` of the batch and of those after it that lie in consecutive slots are to be written, by
- * a kernel of the caller, instead of kvc_put.  The span is valid until the batch ends, or, if hold is not NULL, until
- * *hold is freed; position is that of `first` (those of the others are the batch's).  KVC_ERR_INDEX; KVC_ERR_INVALID as
- * in kvc_put; KVC_ERR_UNSUPPORTED for KVC_CROSS; KVC_ERR_NOMEM. */
+/* Where the rows of token `first` of the batch and of those after it that lie in consecutive slots are to be written,
+ * by a kernel of the caller, instead of kvc_put.  The span is valid until the batch ends, or, if hold is not NULL,
+ * until *hold is freed; position is that of `first` (those of the others are the batch's).  KVC_ERR_INDEX;
+ * KVC_ERR_INVALID as in kvc_put; KVC_ERR_UNSUPPORTED for KVC_CROSS; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
                              kvc_hold **hold);
 
@@ -491,9 +497,9 @@ typedef struct kvc_plan_args {
  * positions up to its own, that the policy shows; those of the batch must have been put in this layer.  Where nothing
  * is visible, out is 0 and lse -inf; a sequence without rows in a cross-attention layer is KVC_ERR_INVALID.  Sums are
  * kept in f32.  The bits of the result depend on nothing but the sequence itself: not on threads, on where rows lie, or
- * on who else is in the batch.  plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX and KVC_ERR_NOMEM, after which
- * nothing was put (in a cross-attention layer the rows may have been); KVC_ERR_CANCELLED, after which out and lse hold
- * anything. */
+ * on who else is in the batch.  plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX, KVC_ERR_NOMEM and, as in
+ * kvc_put, KVC_ERR_FULL, after which nothing was put (in a cross-attention layer, after KVC_ERR_NOMEM, it may have
+ * been); KVC_ERR_CANCELLED, after which out and lse hold anything. */
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
 
 /* The same for runners with threads of their own.  A plan cuts the work into tasks and takes all memory that they
@@ -515,7 +521,7 @@ KVC_API kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_
 typedef struct kvc_dense_args {
     size_t struct_size;
     kvc_rows_out rows;         /* where they go, decoded and rotated */
-    float *mask;               /* [the batch's tokens][rows] 0 where the token sees the row, else -inf; NULL: not wanted */
+    float *mask;               /* [the batch's tokens][rows] 0 where the token sees the row, else -inf; may be NULL */
     int64_t mask_token_stride; /* rows are adjacent */
     int64_t num_rows;          /* what kvc_dense_rows says */
     const uint8_t *non_causal; /* [the batch's tokens], as in kvc_plan_args */
@@ -524,14 +530,14 @@ typedef struct kvc_dense_args {
 /* KVC_ERR_INVALID if num_rows is not what there are; KVC_ERR_INDEX; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args);
 
-/* Ends the batch: its tokens are part of their sequences; the handle is freed.  KVC_ERR_INVALID if a token was not put in
- * some layer, KVC_ERR_NOMEM; after an error the batch is still open. */
+/* Ends the batch: its tokens are part of their sequences; the handle is freed.  KVC_ERR_INVALID if a token was not put
+ * in some layer, KVC_ERR_NOMEM; after an error the batch is still open. */
 KVC_API kvc_status kvc_commit(kvc_batch *batch);
 
 /* The same with num_kept of its tokens only, the accepted ones of those that were speculated: their indices in the
- * batch, in any order.  Nothing is asked of the others.  What a sequence was given in a cross-attention layer is kept if
- * one of its tokens is.  KVC_ERR_INDEX; KVC_ERR_INVALID, for an index given twice too;
- * KVC_ERR_NOMEM.  After an error the batch is still open. */
+ * batch, in any order.  Nothing is asked of the others.  What a sequence was given in a cross-attention layer is kept
+ * if one of its tokens is.  KVC_ERR_INDEX; KVC_ERR_INVALID, for an index given twice too; KVC_ERR_NOMEM.  After an
+ * error the batch is still open. */
 KVC_API kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept);
 
 /* Ends the batch: its tokens never were (rows that kvc_begin evicted stay evicted); the handle is freed.  NULL is

@@ -76,7 +76,8 @@ class KVCache:
         rotation. A callable gets ``(layer, keys, delta)``, where `keys` are f32 ``[num_kv_heads, n, head_dim]``, and
         returns them moved by `delta` positions.
     max_sequences : int or None, default 1
-        How many sequences may hold rows; None: no limit. It is looked at when a batch begins: to fork needs no room.
+        How many sequences may hold tokens; None: no limit. It is looked at when a batch begins, as `capacity` is: a
+        fork, and edits, need no room.
     capacity : int, optional
         How many tokens all sequences together may hold in any layer, those that several share counted once. By default
         ``max_seq_len * max_sequences``, and no limit where one of these is None.
@@ -343,7 +344,7 @@ class KVCache:
         RowsGoneError
             If a token would see rows that were evicted.
         CacheBusyError
-            While another batch is open.
+            While another batch is open, or keys are being rewritten in another thread.
         ValueError
             If a position is negative, there is no token, `seq_ids` or `parents` has not one entry per token, or a
             parent is no earlier token of the same sequence.
@@ -351,8 +352,6 @@ class KVCache:
             If something is no integer, or `n` and `positions` are given both or neither.
         MemoryError
             If there is not enough.
-        BufferError
-            While a view from `Batch.slots` is there whose tokens were not committed.
 
         References
         ----------
@@ -673,7 +672,7 @@ class KVCache:
 
     @property
     def sequences(self) -> list[int]:
-        """The ids of the sequences that hold rows, ascending."""
+        """The ids of the sequences that hold tokens, ascending; not of those that only hold an encoder's rows."""
         return self._core.sequences()
 
     def seq_len(self, seq_id: SupportsIndex = 0, *, layer: SupportsIndex | None = None) -> int:
@@ -720,11 +719,13 @@ class KVCache:
             If one of the two is part of an open batch.
         ValueError
             If `src` and `dst` are the same, or `length` is negative.
+        MemoryError
+            If there is not enough for the bookkeeping.
         """
         self._core.copy_prefix(src, dst, length)
 
     def fork(self, src: SupportsIndex, dst: SupportsIndex) -> None:
-        """Make `dst` share all rows of `src`; for the rest see `copy_prefix`.
+        """Make `dst` share all rows of `src`; for the rest, and what is raised, see `copy_prefix`.
 
         Examples
         --------
@@ -778,7 +779,8 @@ class KVCache:
         seq_id : int, default 0
             Which sequence.
         shift : bool, default True
-            Whether later tokens move down by ``end - begin``, as by `shift`; if not, a gap stays.
+            Whether later tokens move down by ``end - begin``, as by `shift`; if not, a gap stays. Each such removal
+            leaves tokens off by one distance more, which attention pays for once there are hundreds: see `settle`.
 
         Raises
         ------
@@ -855,7 +857,8 @@ class KVCache:
     ) -> None:
         """Divide the positions ``[begin, end)`` of a sequence by `divisor`, rounding down, as self-extend does [1]_.
 
-        Several tokens then stand at one position. Keys that carry a rotation are rewritten.
+        Several tokens then stand at one position. Keys that carry a rotation are rewritten, beside those that there
+        were: until all are, both take memory.
 
         Parameters
         ----------
@@ -905,6 +908,8 @@ class KVCache:
             If the sequence is part of an open batch.
         ValueError
             If `length` is negative.
+        MemoryError
+            If there is not enough.
         """
         self._core.truncate(seq_id, length)
 
@@ -913,9 +918,8 @@ class KVCache:
     def settle(self) -> None:
         """Rotate the keys that were moved, of every sequence, so that they are stored as they stand.
 
-        They are rounded to their type once more. It is never needed: it makes views possible, and attention over tokens
-        that were moved by many different distances faster. Rows that sequences share and see at different positions are
-        copied.
+        They are rounded to their type once more. It makes views possible, and attention over tokens that were moved by
+        many different distances faster. Rows that sequences share and see at different positions are copied.
 
         Raises
         ------
@@ -943,7 +947,9 @@ class KVCache:
         self._core.settle()
 
     def reserve(self, num_tokens: SupportsIndex) -> None:
-        """Take the memory now that so many more tokens of a sequence need, rather than as they come.
+        """Take the memory now that so many more tokens of a sequence need, as if they came in one batch.
+
+        It is the only sequence there is, or a new one.
 
         Raises
         ------
@@ -1157,7 +1163,8 @@ class Batch:
         Notes
         -----
         Once the batch has ended, such an array is like a view that `KVCache.keys` returns: read-only, and while it is
-        there, `KVCache.compact` and `KVCache.close` raise ``BufferError``.
+        there, `KVCache.compact` and `KVCache.close` raise ``BufferError``. Arrays made of it, such as slices, can still
+        be written to: let go of them with the batch.
 
         Examples
         --------
@@ -1294,6 +1301,8 @@ class Batch:
             not given, a tensor requires grad, `out` cannot be written to or overlaps, or the batch has ended.
         TypeError
             If something is no array, or one of another element type.
+        CacheFullError
+            If a cross-attention layer is given more rows than it may hold, or `max_bytes` would be passed.
         MemoryError
             If there is not enough to work in.
 

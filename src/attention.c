@@ -380,30 +380,21 @@ static kvc_status run_task(const call *c, int64_t i) {
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
 /* Of tokens in groups. */
-static kvc_status check_inner(const kvc_plan *plan, const kvc_attend_args *args) {
-    kvc_status status = kvc_check_inner(args->inner_tokens, plan->args.num_tokens);
+static kvc_status check_inner(const kvc_attend_args *args, int32_t num_tokens) {
+    kvc_status status = kvc_check_inner(args->inner_tokens, num_tokens);
     if (status == KVC_OK) status = kvc_check_array(args->q_type, args->q_batch_stride, 0, "q");
     if (status == KVC_OK) status = kvc_check_array(args->q_type, args->out_batch_stride, 0, "out");
     return status == KVC_OK ? kvc_check_array(KVC_F32, args->lse_batch_stride, 0, "lse") : status;
 }
 
-static kvc_status check_args(const kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
-    const kvc_cache *cache = plan->batch->cache;
-    kvc_status status = kvc_check_layer(cache, layer);
-    if (status != KVC_OK) return status;
-    const kvc_layer *config = &cache->layers[layer];
-    if (cache->group_of[layer] != plan->group || config->num_kv_heads != plan->num_kv_heads ||
-        config->k_dim != plan->k_dim || config->v_dim != plan->v_dim)
-        return kvc_fail(KVC_ERR_INVALID,
-                        "layer %d has not the policy and shapes of the plan's layer, %d: make one for it", layer,
-                        plan->args.layer);
+static kvc_status check_args(const kvc_layer *layer, int32_t num_tokens, const kvc_attend_args *args) {
     if (!args->q || !args->out) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", args->q ? "out" : "q");
-    status = kvc_check_array(args->q_type, args->q_token_stride, args->q_head_stride, "q");
+    kvc_status status = kvc_check_array(args->q_type, args->q_token_stride, args->q_head_stride, "q");
     if (status == KVC_OK) status = kvc_check_array(args->q_type, args->out_token_stride, args->out_head_stride, "out");
     if (status == KVC_OK) status = kvc_check_array(KVC_F32, args->lse_token_stride, args->lse_head_stride, "lse");
-    if (status == KVC_OK && args->inner_tokens) status = check_inner(plan, args);
+    if (status == KVC_OK && args->inner_tokens) status = check_inner(args, num_tokens);
     if (status != KVC_OK) return status;
-    if (config->value_in_key && args->scale == 0)
+    if (layer->value_in_key && args->scale == 0)
         return kvc_fail(
             KVC_ERR_INVALID,
             "scale is 0: where values lie in the keys, it is that of the heads before they were compressed, "
@@ -414,41 +405,43 @@ static kvc_status check_args(const kvc_plan *plan, int32_t layer, const kvc_atte
     return KVC_OK;
 }
 
-static kvc_status check_token(const kvc_plan *plan, const kvc_unit *unit, int32_t t, int32_t layer,
-                              const kvc_put_args *put) {
-    const kvc_batch *batch = plan->batch;
-    const int32_t position = batch->positions[t];
-    const int is_seen = position < unit->sinks || (position >= unit->low && position < unit->batch_end);
-    const int about_to_be = put && t >= put->first && t < put->first + put->num_tokens;
-    if (!is_seen || about_to_be || kvc_written_in(batch, kvc_source_of(batch->cache, layer))[t]) return KVC_OK;
-    return kvc_fail(KVC_ERR_INVALID, "token %d of the batch is seen but was not put in layer %d: put k and v first", t,
-                    layer);
+/* A plan made for one layer serves others. */
+static kvc_status check_plan_layer(const kvc_plan *plan, int32_t layer) {
+    const kvc_cache *cache = plan->batch->cache;
+    const kvc_status status = kvc_check_layer(cache, layer);
+    if (status != KVC_OK) return status;
+    const kvc_layer *config = &cache->layers[layer];
+    if (cache->group_of[layer] != plan->group || config->num_kv_heads != plan->num_kv_heads ||
+        config->k_dim != plan->k_dim || config->v_dim != plan->v_dim)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "layer %d has not the policy and shapes of the plan's layer, %d: make one for it", layer,
+                        plan->args.layer);
+    if (!kvc_plan_is_current(plan))
+        return kvc_fail(KVC_ERR_INVALID, "the rows of layer %d were put after the plan was made: make another", layer);
+    return KVC_OK;
 }
 
 /* The batch's own rows that a unit's queries see must have been put, or be among those that are about to be. */
 static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t layer, const kvc_put_args *put) {
     const kvc_batch *batch = plan->batch;
-    const kvc_batch_sequence *member = &batch->sequences[unit->sequence];
-    kvc_status status = KVC_OK;
-    if (plan->group >= batch->cache->num_token_groups)
-        return unit->num_rows ? KVC_OK
-                              : kvc_fail(KVC_ERR_INVALID,
-                                         "sequence %lld has no rows in cross-attention layer %d: put k and v first",
-                                         (long long)member->sequence->id, layer);
-    if (batch->parents) {
-        for (int32_t i = 0; i < unit->num_tokens; i++)
-            for (int32_t t = batch->order[unit->first + i]; status == KVC_OK && t >= 0; t = batch->parents[t])
-                status = check_token(plan, unit, t, layer, put);
-        return status;
+    if (plan->group >= batch->cache->num_token_groups && !unit->num_rows)
+        return kvc_fail(KVC_ERR_INVALID, "sequence %lld has no rows in cross-attention layer %d: put k and v first",
+                        (long long)batch->sequences[unit->sequence].sequence->id, layer);
+    const uint8_t *written = kvc_written_in(batch, kvc_source_of(batch->cache, layer));
+    for (int64_t p = unit->first_own_piece; p < unit->end_piece; p++) {
+        const kvc_piece *piece = &plan->pieces[p];
+        for (int32_t i = 0; piece->token >= 0 && i < piece->count; i++) {
+            const int32_t t = batch->order[piece->token + i];
+            if (!written[t] && !(put && t >= put->first && t < put->first + put->num_tokens))
+                return kvc_fail(KVC_ERR_INVALID,
+                                "token %d of the batch is seen but was not put in layer %d: put k and v first", t,
+                                layer);
+        }
     }
-    for (int32_t i = 0; status == KVC_OK && i < member->num_tokens; i++)
-        status = check_token(plan, unit, batch->order[member->first + i], layer, put);
-    return status;
+    return KVC_OK;
 }
 
-static kvc_status make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
-    const kvc_status status = check_args(plan, layer, args);
-    if (status != KVC_OK) return status;
+static void make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
     const kvc_cache *cache = plan->batch->cache;
     c->plan = plan;
     c->args = args;
@@ -461,24 +454,23 @@ static kvc_status make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_at
     if (c->rope) c->angles += (size_t)cache->rope_of[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
     c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);
     atomic_init(&c->status, KVC_OK);
-    return KVC_OK;
 }
 
 kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *given, int64_t task) {
     kvc_attend_args args;
     call c;
     kvc_status status = kvc_read_struct(&args, sizeof args, given, given ? given->struct_size : 0, "args");
-    if (status == KVC_OK) status = make_call(&c, plan, layer, &args);
+    if (status == KVC_OK) status = check_plan_layer(plan, layer);
+    if (status == KVC_OK) status = check_args(&plan->batch->cache->layers[layer], plan->args.num_tokens, &args);
     if (status == KVC_OK && args.put)
         status = kvc_fail(KVC_ERR_INVALID, "args->put is not NULL: rows are stored by kvc_put before tasks are run");
     if (status == KVC_OK && (task < 0 || task >= plan->num_tasks))
         status =
             kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)plan->num_tasks);
-    if (status == KVC_OK && !kvc_plan_is_current(plan))
-        status =
-            kvc_fail(KVC_ERR_INVALID, "the rows of layer %d were put after the plan was made: make another", layer);
     if (status == KVC_OK) status = check_seen(plan, unit_of(plan, task), layer, NULL);
-    return status == KVC_OK ? run_task(&c, task) : status;
+    if (status != KVC_OK) return status;
+    make_call(&c, plan, layer, &args);
+    return run_task(&c, task);
 }
 
 static void run_one(void *context, int64_t i) {
@@ -498,11 +490,13 @@ static kvc_status run_all(call *c) {
 
 static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_put_args *put) {
     call c;
-    kvc_status status = make_call(&c, plan, layer, args);
+    kvc_status status = KVC_OK;
     for (int32_t u = 0; status == KVC_OK && u < plan->num_units; u++)
         status = check_seen(plan, &plan->units[u], layer, put);
     if (status == KVC_OK && put) status = kvc_put_rows(plan->batch, layer, put);
-    return status == KVC_OK ? run_all(&c) : status;
+    if (status != KVC_OK) return status;
+    make_call(&c, plan, layer, args);
+    return run_all(&c);
 }
 
 kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const kvc_attend_args *given) {
@@ -512,6 +506,7 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     kvc_plan *plan;
     kvc_status status = kvc_read_struct(&args, sizeof args, given, given ? given->struct_size : 0, "args");
     if (status == KVC_OK) status = kvc_plan_check(batch, given_plan, &plan_args);
+    if (status == KVC_OK) status = check_args(&batch->cache->layers[plan_args.layer], plan_args.num_tokens, &args);
     if (status == KVC_OK && args.put) status = kvc_put_check(batch, plan_args.layer, args.put, &put);
     if (status != KVC_OK) return status;
     const int32_t layer = plan_args.layer;

@@ -33,7 +33,8 @@ typedef struct kvc_unit {
     int32_t num_parts;
     int64_t num_rows, part_rows; /* in reach; of a part, the last may have less */
     int64_t first_piece, first_start, first_task, first_counter;
-    size_t partials; /* offset in plan->partials, in floats */
+    int64_t first_own_piece, end_piece; /* of the batch's own rows */
+    size_t partials;                    /* offset in plan->partials, in floats */
 } kvc_unit;
 
 /* One for each unit and KV head. */
@@ -62,7 +63,7 @@ struct kvc_plan {
     double work;                       /* multiply-adds */
     int32_t num_cross_puts;            /* of the batch, when the plan was made */
     int32_t num_deltas, angles_stride; /* in floats */
-    int32_t *deltas;                   /* by which keys are off, all different and none 0 */
+    int32_t *deltas;                   /* by which keys are off, ascending, all different and none 0 */
     float *angles;                     /* [cache->num_ropes][num_deltas][angles_stride] that turn queries by as much */
     uint8_t *non_causal;               /* what args points at */
     uint8_t *marks;                    /* [batch->num_tokens] while the plan is made for a batch with parents */

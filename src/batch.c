@@ -7,12 +7,33 @@
 
 /* ---- begin: the batch's own memory ------------------------------------------------------------------------------- */
 
+/* Numbers the tokens depth first.  Parents come before their children, so no stack is needed: going backwards adds up
+ * the sizes of subtrees, going forwards gives each the next numbers of its parent's. */
+static void number_trees(kvc_batch *batch) {
+    int32_t *enter = batch->enter, *leave = batch->leave, next = 0;
+    for (int32_t t = 0; t < batch->num_tokens; t++) leave[t] = 1;
+    for (int32_t t = batch->num_tokens - 1; t >= 0; t--)
+        if (batch->parents[t] >= 0) leave[batch->parents[t]] += leave[t];
+    for (int32_t t = 0; t < batch->num_tokens; t++) { /* enter: where the next child's numbers begin, less one */
+        int32_t *from = batch->parents[t] < 0 ? &next : &enter[batch->parents[t]];
+        const int32_t first = batch->parents[t] < 0 ? *from : *from + 1;
+        *from += leave[t];
+        enter[t] = first;
+    }
+    for (int32_t t = batch->num_tokens - 1; t >= 0; t--) /* what children have taken goes back */
+        if (batch->parents[t] >= 0) enter[batch->parents[t]] -= leave[t];
+    for (int32_t t = 0; t < batch->num_tokens; t++) leave[t] += enter[t];
+}
+
 /* A batch of n tokens, of as many sequences at most, with all its arrays in one piece of scratch. */
 static kvc_batch *new_batch(kvc_cache *cache, int32_t num_tokens, const int32_t *given_parents) {
     const size_t n = (size_t)num_tokens, groups = (size_t)cache->num_groups;
     size_t size = sizeof(kvc_batch);
     const size_t positions = kvc_add_array(&size, n * sizeof(int32_t));
-    const size_t parents = kvc_add_array(&size, (given_parents ? n : 0) * sizeof(int32_t));
+    const size_t tree = given_parents ? n : 0;
+    const size_t parents = kvc_add_array(&size, tree * sizeof(int32_t));
+    const size_t enter = kvc_add_array(&size, tree * sizeof(int32_t));
+    const size_t leave = kvc_add_array(&size, tree * sizeof(int32_t));
     const size_t sequence_of = kvc_add_array(&size, n * sizeof(int32_t));
     const size_t order = kvc_add_array(&size, n * sizeof(int32_t));
     const size_t sequences = kvc_add_array(&size, n * sizeof(kvc_batch_sequence));
@@ -29,6 +50,8 @@ static kvc_batch *new_batch(kvc_cache *cache, int32_t num_tokens, const int32_t 
                          .num_tokens = num_tokens,
                          .positions = (void *)(start + positions),
                          .parents = given_parents ? (void *)(start + parents) : NULL,
+                         .enter = (void *)(start + enter),
+                         .leave = (void *)(start + leave),
                          .sequence_of = (void *)(start + sequence_of),
                          .order = (void *)(start + order),
                          .sequences = (void *)(start + sequences),
@@ -37,7 +60,10 @@ static kvc_batch *new_batch(kvc_cache *cache, int32_t num_tokens, const int32_t 
                          .runs = (void *)(start + runs),
                          .kept = (void *)(start + kept),
                          .written = (void *)(start + written)};
-    if (given_parents) memcpy(batch->parents, given_parents, n * sizeof *given_parents);
+    if (given_parents) {
+        memcpy(batch->parents, given_parents, n * sizeof *given_parents);
+        number_trees(batch);
+    }
     memset(batch->written, 0, n * (size_t)cache->num_layers);
     return batch;
 }
@@ -110,12 +136,16 @@ static kvc_status check_not_gone(const kvc_cache *cache, int32_t num_tokens, con
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_ids ? seq_ids[0] : 0);
     for (int32_t t = 0; t < num_tokens; t++) {
         if (seq_ids && t && seq_ids[t] != seq_ids[t - 1]) sequence = kvc_table_find(&cache->sequences, seq_ids[t]);
-        if (sequence && kvc_cache_misses(cache, sequence, positions[t]))
-            return kvc_fail(
-                KVC_ERR_GONE,
-                "a token at position %d of sequence %lld would see rows that were evicted: the sequence goes "
-                "on at %d; to go back further, clear it and feed it again, or give resume_window",
-                positions[t], (long long)sequence->id, kvc_sequence_last(sequence) + 1);
+        if (!sequence || !kvc_cache_misses(cache, sequence, positions[t])) continue;
+        if (kvc_sequence_is_empty(sequence)) /* it ended where no later query saw any of its rows */
+            return kvc_fail(KVC_ERR_GONE,
+                            "a token at position %d of sequence %lld would see rows that were evicted, as all of it "
+                            "were: give the position where it goes on, or clear it; a resume_window would keep its end",
+                            positions[t], (long long)sequence->id);
+        return kvc_fail(KVC_ERR_GONE,
+                        "a token at position %d of sequence %lld would see rows that were evicted: the sequence goes "
+                        "on at %d; to go back further, clear it and feed it again, or give resume_window",
+                        positions[t], (long long)sequence->id, kvc_sequence_last(sequence) + 1);
     }
     return KVC_OK;
 }
@@ -652,6 +682,7 @@ kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_ar
 /* Slots for what a sequence is given in a cross-attention layer, all in one block. */
 static kvc_status open_cross(kvc_cache *cache, int32_t group, int32_t count, kvc_run *run) {
     kvc_pool *pool = &cache->pools[group];
+    const int32_t num_blocks = pool->num_blocks;
     kvc_status status = kvc_pool_reserve(pool, 1);
     if (status != KVC_OK) return status;
     kvc_block *block = kvc_pool_open(pool);
@@ -659,7 +690,7 @@ static kvc_status open_cross(kvc_cache *cache, int32_t group, int32_t count, kvc
     status = kvc_check_max_bytes(cache, "putting the rows of a cross-attention layer");
     if (status == KVC_OK) return KVC_OK;
     kvc_pool_drop(pool, block, run->slot, count);
-    kvc_pool_give_back(pool, 1);
+    kvc_pool_shrink(pool, num_blocks);
     return status;
 }
 
@@ -780,8 +811,6 @@ static int32_t visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept
 
 static void append_part(void *rows, const kvc_run *part) { kvc_rows_append(rows, part); }
 
-static void drop_part(void *pool, const kvc_run *part) { kvc_pool_drop(pool, part->block, part->slot, part->count); }
-
 /* Room for all the runs that sequences get. */
 static kvc_status reserve_kept(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
@@ -805,10 +834,10 @@ static void commit_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     for (int32_t i = 0; i < batch->sequences[s].num_tokens; i++) any |= batch->kept[token[i]];
     if (!pending->num) return;
     if (!any) {
-        drop_part(pool, pending->runs);
+        kvc_drop_part(pool, pending->runs);
         return;
     }
-    kvc_rows_visit(rows, 0, KVC_END, drop_part, pool);
+    kvc_rows_visit(rows, 0, KVC_END, kvc_drop_part, pool);
     rows->first = rows->num = 0;
     kvc_rows_push(rows, pending->runs);
     kvc_rows_recount(rows);
@@ -821,7 +850,7 @@ static kvc_status commit(kvc_batch *batch, int32_t num_kept) {
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         for (int32_t g = 0; g < cache->num_token_groups; g++) {
             visit_kept(batch, g, s, 1, append_part, &batch->sequences[s].sequence->rows[g]);
-            visit_kept(batch, g, s, 0, drop_part, &cache->pools[g]);
+            visit_kept(batch, g, s, 0, kvc_drop_part, &cache->pools[g]);
         }
         for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++) commit_cross(batch, g, s);
     }
@@ -864,7 +893,7 @@ void kvc_abort(kvc_batch *batch) {
     for (int32_t g = 0; g < cache->num_groups; g++)
         for (int32_t s = batch->num_sequences - 1; s >= 0; s--) { /* last handed out, first given back */
             const kvc_pending *pending = kvc_pending_of(batch, g, s);
-            for (int32_t i = pending->num - 1; i >= 0; i--) drop_part(&cache->pools[g], &pending->runs[i]);
+            for (int32_t i = pending->num - 1; i >= 0; i--) kvc_drop_part(&cache->pools[g], &pending->runs[i]);
         }
     cache->stats.aborted++;
     release_batch(batch);

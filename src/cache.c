@@ -202,9 +202,14 @@ static void find_groups(kvc_cache *cache) {
         cache->group_of[i] = g < cache->num_groups ? g : add_group(cache, policy);
     }
     cache->num_token_groups = cache->num_groups;
-    for (int32_t i = 0; i < cache->num_layers; i++) /* their rows are put, and replaced, layer by layer */
-        if (!kvc_policy_keeps_tokens(&cache->layers[i].policy) && !cache->layers[i].share)
-            cache->group_of[i] = add_group(cache, &cache->layers[i].policy);
+    for (int32_t i = 0, none = -1; i < cache->num_layers; i++) {
+        const kvc_policy *policy = &cache->layers[i].policy;
+        if (kvc_policy_keeps_tokens(policy) || cache->layers[i].share) continue;
+        const int is_none = policy->kind == KVC_NONE;
+        /* Those of cross-attention are put, and replaced, layer by layer. */
+        cache->group_of[i] = is_none && none >= 0 ? none : add_group(cache, policy);
+        if (is_none) none = cache->group_of[i];
+    }
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (cache->layers[i].share) cache->group_of[i] = cache->group_of[kvc_source_of(cache, i)];
 }
@@ -382,6 +387,12 @@ kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer) {
     return kvc_fail(KVC_ERR_INDEX, "layer is %d: this cache has %d layers", layer, cache->num_layers);
 }
 
+kvc_status kvc_check_attention(const kvc_cache *cache, int32_t layer) {
+    const kvc_status status = kvc_check_layer(cache, layer);
+    if (status != KVC_OK || cache->layers[layer].policy.kind != KVC_NONE) return status;
+    return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention", layer);
+}
+
 int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer) {
     return !cache->layers[layer].share && kvc_policy_keeps_tokens(&cache->layers[layer].policy);
 }
@@ -390,9 +401,11 @@ int32_t kvc_cache_threads(const kvc_cache *cache) {
     return cache->num_threads ? cache->num_threads : kvc_num_threads();
 }
 
-kvc_status kvc_check_max_bytes(const kvc_cache *cache, const char *what) {
+kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what) {
+    if (!cache->max_bytes || kvc_cache_bytes(cache) <= cache->max_bytes) return KVC_OK;
+    for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_give_back(&cache->pools[g], kvc_cache_threads(cache));
     const int64_t bytes = kvc_cache_bytes(cache);
-    if (!cache->max_bytes || bytes <= cache->max_bytes) return KVC_OK;
+    if (bytes <= cache->max_bytes) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL, "%s would make it %lld bytes: max_bytes is %lld", what, (long long)bytes,
                     (long long)cache->max_bytes);
 }
@@ -553,25 +566,39 @@ static int64_t blocks_for(const kvc_cache *cache, int32_t group, int64_t num_tok
     return num_tokens > 0 ? (num_tokens - 1) / pool->block_size + 1 : 0;
 }
 
-static kvc_status reserve(kvc_cache *cache, int64_t num_tokens) {
+/* Whether so many tokens fit, before memory is taken for them. */
+static kvc_status check_reserve(const kvc_cache *cache, int64_t num_tokens) {
     if (cache->batch) return kvc_fail(KVC_ERR_BUSY, "cannot reserve while a batch is open: commit or abort it first");
-    kvc_status status = KVC_OK;
+    int64_t bytes = kvc_cache_bytes(cache);
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        const kvc_pool *pool = &cache->pools[g];
+        if (cache->capacity && num_tokens > cache->capacity - pool->live)
+            return kvc_fail(KVC_ERR_FULL, "num_tokens is %lld: %lld of capacity %lld are in use", (long long)num_tokens,
+                            (long long)pool->live, (long long)cache->capacity);
+        int64_t blocks = blocks_for(cache, g, num_tokens) - pool->num_free;
+        if (blocks < 0) blocks = 0;
+        if (blocks > INT32_MAX - pool->num_blocks)
+            return kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld blocks", (long long)blocks);
+        const int64_t each = kvc_pool_header_bytes(pool) + kvc_pool_block_bytes(pool, 0),
+                      list = kvc_pool_list_growth(pool, (int32_t)blocks);
+        if (cache->max_bytes && (cache->max_bytes - bytes < list || blocks > (cache->max_bytes - bytes - list) / each))
+            return kvc_fail(KVC_ERR_FULL, "num_tokens is %lld: so many pass max_bytes, %lld", (long long)num_tokens,
+                            (long long)cache->max_bytes);
+        bytes += list + blocks * each;
+    }
+    return KVC_OK;
+}
+
+static kvc_status reserve(kvc_cache *cache, int64_t num_tokens) {
+    kvc_status status = check_reserve(cache, num_tokens);
     int32_t g = 0;
     for (; status == KVC_OK && g < cache->num_token_groups; g++) {
         kvc_pool *pool = &cache->pools[g];
-        const int64_t blocks = blocks_for(cache, g, num_tokens);
         pool->free_before = pool->num_free;
-        if (cache->capacity && num_tokens > cache->capacity - pool->live)
-            status = kvc_fail(KVC_ERR_FULL, "num_tokens is %lld: %lld of capacity %lld are in use",
-                              (long long)num_tokens, (long long)pool->live, (long long)cache->capacity);
-        else if (blocks > INT32_MAX - pool->num_blocks)
-            status = kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld blocks", (long long)blocks);
-        else
-            status = kvc_pool_reserve(pool, (int32_t)blocks);
+        status = kvc_pool_reserve(pool, (int32_t)blocks_for(cache, g, num_tokens));
     }
-    if (status == KVC_OK) status = kvc_check_max_bytes(cache, "reserving that");
     if (status != KVC_OK)
-        while (--g >= 0) kvc_pool_unreserve(&cache->pools[g], cache->pools[g].free_before);
+        for (g -= 2; g >= 0; g--) kvc_pool_unreserve(&cache->pools[g], cache->pools[g].free_before);
     return status;
 }
 

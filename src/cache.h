@@ -26,7 +26,7 @@ struct kvc_cache {
     kvc_policy *policies; /* [num_groups] */
     kvc_pool *pools;      /* [num_groups] */
     int32_t num_layers, num_groups, num_ropes;
-    int32_t num_token_groups; /* those first; then one for each layer whose rows, if any, are not tokens' */
+    int32_t num_token_groups; /* those first; then one for each cross-attention layer, and one for layers without */
 
     int32_t num_threads;
     int64_t max_seq_len, max_sequences, capacity, max_bytes; /* 0: no limit */
@@ -71,7 +71,8 @@ struct kvc_batch {
     size_t size; /* of this allocation */
     int32_t num_tokens, num_sequences;
     int32_t *positions;            /* [num_tokens] */
-    int32_t *parents;              /* [num_tokens], or NULL: no trees */
+    int32_t *parents;              /* [num_tokens], or NULL: no trees.  Then, counted in depth-first order, */
+    int32_t *enter, *leave;        /* a token is number enter, and its descendants are those up to leave */
     int32_t *sequence_of;          /* [num_tokens] index into sequences */
     int32_t *order;                /* [num_tokens] tokens, those of a sequence side by side, else in order */
     kvc_batch_sequence *sequences; /* [num_sequences] */
@@ -97,10 +98,9 @@ static inline kvc_pending *kvc_pending_of(const kvc_batch *batch, int32_t g, int
     return &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
 }
 
-/* Whether a token of a batch with parents is another, or one of its descendants.  Parents are earlier tokens. */
+/* Whether a token of a batch with parents is another, or one of its descendants. */
 static inline int kvc_descends(const kvc_batch *batch, int32_t token, int32_t ancestor) {
-    while (token > ancestor) token = batch->parents[token];
-    return token == ancestor;
+    return batch->enter[token] >= batch->enter[ancestor] && batch->enter[token] < batch->leave[ancestor];
 }
 
 /* Whether each token of the batch was put in a layer. */
@@ -132,8 +132,8 @@ kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer);
 kvc_status kvc_check_idle(const kvc_sequence *sequence);
 kvc_status kvc_check_closed(const kvc_cache *cache, const char *what);
 
-/* KVC_ERR_FULL if kvc_nbytes passes max_bytes, because of `what`. */
-kvc_status kvc_check_max_bytes(const kvc_cache *cache, const char *what);
+/* KVC_ERR_FULL if kvc_nbytes passes max_bytes, because of `what`, also once what is free was given back. */
+kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what);
 
 /* What turns the keys of a layer where they move; NULL: nothing does. */
 static inline const kvc_rope *kvc_rope_of(const kvc_cache *cache, int32_t layer) {
@@ -144,6 +144,9 @@ static inline const kvc_rope *kvc_rope_of(const kvc_cache *cache, int32_t layer)
 static inline int32_t kvc_source_of(const kvc_cache *cache, int32_t layer) {
     return cache->layers[layer].share ? cache->layers[layer].share - 1 : layer;
 }
+
+/* KVC_ERR_INDEX, or KVC_ERR_INVALID if it is KVC_NONE. */
+kvc_status kvc_check_attention(const kvc_cache *cache, int32_t layer);
 
 /* edit.c: KVC_ERR_INVALID unless it is a range of positions. */
 kvc_status kvc_check_positions(int32_t begin, int32_t end);

@@ -54,7 +54,7 @@ static int64_t count_rows(const kvc_batch *batch, int32_t layer) {
 }
 
 kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows) {
-    kvc_status status = kvc_check_layer(batch->cache, layer);
+    kvc_status status = kvc_check_attention(batch->cache, layer);
     if (status == KVC_OK && !num_rows) status = kvc_fail(KVC_ERR_INVALID, "num_rows is NULL");
     if (status == KVC_OK) *num_rows = count_rows(batch, layer);
     return status;
@@ -64,6 +64,13 @@ static int by_position(const void *a, const void *b) {
     const dense_row *x = a, *y = b;
     if (x->position != y->position) return x->position < y->position ? -1 : 1;
     return x->arrived < y->arrived ? -1 : 1;
+}
+
+/* They nearly always are. */
+static int is_sorted(const dense_row *rows, int64_t num) {
+    int64_t i = 1;
+    while (i < num && rows[i - 1].position <= rows[i].position) i++;
+    return i >= num;
 }
 
 /* ---- mask -------------------------------------------------------------------------------------------------------- */
@@ -118,7 +125,7 @@ static void fill(const kvc_batch *batch, const kvc_reader *reader, const kvc_den
     for (int32_t s = next_member(batch, -1); s >= 0; s = next_member(batch, s)) {
         walker w = {.batch = batch, .layer = reader->layer, .rows = rows};
         add_sequence(&w, s);
-        qsort(rows, (size_t)w.num, sizeof *rows, by_position);
+        if (!is_sorted(rows, w.num)) qsort(rows, (size_t)w.num, sizeof *rows, by_position);
         copy_sorted(reader, rows, w.num, &args->rows, done);
         if (args->mask) fill_mask(batch, policy, s, rows, done, w.num, args);
         done += w.num;
@@ -131,7 +138,7 @@ kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *give
     kvc_rows_out out;
     kvc_reader reader;
     kvc_status status = kvc_read_struct(&args, sizeof args, given, given ? given->struct_size : 0, "args");
-    if (status == KVC_OK) status = kvc_check_layer(cache, layer);
+    if (status == KVC_OK) status = kvc_check_attention(cache, layer);
     if (status == KVC_OK) status = kvc_check_rows_out(&args.rows, &out);
     if (status == KVC_OK) status = kvc_check_array(KVC_F32, args.mask_token_stride, 0, "mask");
     if (status != KVC_OK) return status;

@@ -103,12 +103,11 @@ static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_
         kvc_draft_accept(cache, g, rows, &own, &drafts[g]);
         rows->lost_end = lost_after(e, rows->lost_end);
     }
-    if (status == KVC_ERR_FULL) /* what was opened would pass the limit by itself */
-        for (int32_t g = 0; g < cache->num_token_groups; g++) kvc_pool_give_back(&cache->pools[g], 1);
 }
 
 static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
     const size_t size = (size_t)cache->num_token_groups * sizeof(kvc_draft);
+    if (!size) return KVC_OK;
     kvc_draft *drafts = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     if (!drafts) return kvc_fail(KVC_ERR_NOMEM, "out of memory to edit %d layer groups", cache->num_token_groups);
     memset(drafts, 0, size);

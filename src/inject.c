@@ -20,7 +20,6 @@ static kvc_status own_rows(kvc_cache *cache, int32_t group, kvc_rows *rows, int3
         kvc_draft_accept(cache, group, rows, &change, &draft);
     } else {
         kvc_draft_discard(cache, group, &draft);
-        kvc_pool_give_back(&cache->pools[group], 1);
     }
     return status;
 }

@@ -7,6 +7,7 @@
  *   - the rows a unit can see are cut into parts of at least PART_ROWS, and so many that a sequence has about
  *     TASKS_WANTED tasks: enough for 64 threads to come out even, few enough that merging costs nothing.
  */
+#include <stdlib.h>
 #include <string.h>
 
 #include "attention.h"
@@ -44,9 +45,15 @@ static void find_reach(const kvc_plan *plan, kvc_unit *unit) {
 /* Which of the plan's deltas it is, counted from 1; 0 for none. */
 static int32_t find_turn(const kvc_plan *plan, int32_t delta) {
     if (delta == 0) return 0;
-    int32_t n = plan->num_deltas;
-    while (n > 0 && plan->deltas[n - 1] != delta) n--;
-    return n;
+    int32_t begin = 0, end = plan->num_deltas;
+    while (begin < end) {
+        const int32_t middle = begin + (end - begin) / 2;
+        if (plan->deltas[middle] < delta)
+            begin = middle + 1;
+        else
+            end = middle;
+    }
+    return begin + 1;
 }
 
 /* Adds the part of a run at [begin, end) to the unit's pieces; only counts them where there is no array yet.  token: of
@@ -107,10 +114,12 @@ static void find_pieces(const kvc_plan *plan, kvc_unit *unit, int64_t *num) {
     find_reach(plan, unit);
     unit->num_rows = 0;
     if (!(is_cross && pending->num)) add_runs(plan, kvc_rows_begin(rows), rows->num, -1, num, unit);
+    unit->first_own_piece = *num;
     if (batch->parents && !is_cross)
         add_ancestors(plan, pending, num, unit);
     else
         add_runs(plan, pending->runs, pending->num, is_cross ? -1 : member->first, num, unit);
+    unit->end_piece = *num;
 }
 
 static void cut_rows(const kvc_plan *plan, int32_t num_units, kvc_unit *unit) {
@@ -275,8 +284,23 @@ static void count_delta(kvc_plan *plan, int32_t delta) {
     plan->num_deltas++;
 }
 
-static void add_delta(kvc_plan *plan, int32_t delta) {
-    if (!find_turn(plan, delta)) plan->deltas[plan->num_deltas++] = delta;
+static void add_delta(kvc_plan *plan, int32_t delta) { plan->deltas[plan->num_deltas++] = delta; }
+
+static int by_value(const void *a, const void *b) {
+    const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+    return (x > y) - (x < y);
+}
+
+/* Sorted, and each once. */
+static void find_deltas(kvc_plan *plan) {
+    const int32_t num = plan->num_deltas;
+    plan->num_deltas = 0;
+    visit_deltas(plan, add_delta);
+    qsort(plan->deltas, (size_t)num, sizeof *plan->deltas, by_value);
+    plan->num_deltas = 0;
+    for (int32_t i = 0; i < num; i++)
+        if (plan->num_deltas == 0 || plan->deltas[i] != plan->deltas[plan->num_deltas - 1])
+            plan->deltas[plan->num_deltas++] = plan->deltas[i];
 }
 
 /* At most so many deltas, and so long angles. */
@@ -291,8 +315,7 @@ static void size_angles(kvc_plan *plan) {
 /* Queries are turned by -delta: what a key that is off by delta lacks, since q . R(d) k = R(-d) q . k. */
 static void find_angles(kvc_plan *plan) {
     const kvc_cache *cache = plan->batch->cache;
-    plan->num_deltas = 0;
-    visit_deltas(plan, add_delta);
+    if (plan->num_deltas) find_deltas(plan);
     for (int32_t layer = 0, last = -1; plan->num_deltas && layer < cache->num_layers; layer++) {
         const int32_t r = cache->rope_of[layer];
         if (cache->group_of[layer] != plan->group || r < 0 || r == last) continue;
@@ -373,11 +396,9 @@ void kvc_plans_free(kvc_batch *batch) {
 
 kvc_status kvc_plan_check(const kvc_batch *batch, const kvc_plan_args *given, kvc_plan_args *args) {
     kvc_status status = kvc_read_struct(args, sizeof *args, given, given ? given->struct_size : 0, "plan");
-    if (status == KVC_OK) status = kvc_check_layer(batch->cache, args->layer);
+    if (status == KVC_OK) status = kvc_check_attention(batch->cache, args->layer);
     if (status == KVC_OK) status = kvc_check_range(batch, args->first, &args->num_tokens);
     if (status != KVC_OK) return status;
-    if (batch->cache->layers[args->layer].policy.kind == KVC_NONE)
-        return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention", args->layer);
     const int32_t num_kv_heads = batch->cache->layers[args->layer].num_kv_heads;
     if (args->num_heads < 1 || args->num_heads % num_kv_heads || args->num_heads / num_kv_heads > 1 << 16)
         return kvc_fail(KVC_ERR_INVALID, "num_heads is %d: it must be a multiple of layer %d's num_kv_heads, %d",

@@ -121,18 +121,18 @@ kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count) {
     return status;
 }
 
-static void return_free(kvc_pool *pool) {
-    while (pool->free) {
+void kvc_pool_shrink(kvc_pool *pool, int32_t num_blocks) {
+    while (pool->free && pool->num_blocks > num_blocks) {
         kvc_block *block = pool->free, *last = pool->blocks[pool->num_blocks - 1];
         pool->free = block->next;
         last->index = block->index;
         pool->blocks[block->index] = last;
         pool->num_blocks--;
+        pool->num_free--;
         pool->returned++;
         pool->row_bytes -= kvc_pool_block_bytes(pool, block->touched);
         free_block(pool, block);
     }
-    pool->num_free = 0;
 }
 
 typedef struct purge {
@@ -165,7 +165,7 @@ static void purge_tail(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
 }
 
 void kvc_pool_give_back(kvc_pool *pool, int32_t num_threads) {
-    return_free(pool);
+    kvc_pool_shrink(pool, 0);
     for (int32_t i = 0; i < pool->num_blocks; i++) purge_tail(pool, pool->blocks[i], num_threads);
 }
 

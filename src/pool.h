@@ -92,6 +92,9 @@ int64_t kvc_pool_list_growth(const kvc_pool *pool, int32_t new_blocks);
 /* Bytes of the rows in one slot. */
 int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 
+/* Gives free blocks back while there are more than num_blocks in all. */
+void kvc_pool_shrink(kvc_pool *pool, int32_t num_blocks);
+
 /* Gives memory back: that of all free blocks, and the pages past fill marks. */
 void kvc_pool_give_back(kvc_pool *pool, int32_t num_threads);
 

@@ -96,7 +96,7 @@ static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted,
 kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows, const kvc_change *change,
                           kvc_draft *draft) {
     walk w = {.change = change, .pool = &cache->pools[group]};
-    *draft = (kvc_draft){0};
+    *draft = (kvc_draft){.num_blocks = w.pool->num_blocks};
     kvc_rows_init(&draft->rows);
     walk_rows(&w, rows);
     const kvc_status status = reserve(cache, w.pool, &w, draft);
@@ -114,11 +114,9 @@ static void free_copies(kvc_cache *cache, kvc_draft *draft) {
     kvc_memory_free(&cache->memory, draft->copies, (size_t)draft->room * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
 }
 
-static void drop(void *context, const kvc_run *part) { kvc_pool_drop(context, part->block, part->slot, part->count); }
-
 void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, const kvc_change *change, kvc_draft *draft) {
     kvc_pool *pool = &cache->pools[group];
-    kvc_rows_visit(rows, change->begin, change->end, drop, pool);
+    kvc_rows_visit(rows, change->begin, change->end, kvc_drop_part, pool);
     for (int32_t i = 0; i < draft->num_copies; i++) {
         kvc_pool_drop(pool, draft->copies[i].from, draft->copies[i].from_slot, draft->copies[i].count);
         cache->stats.rows_copied += draft->copies[i].count;
@@ -132,6 +130,7 @@ void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, const kvc
 void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft) {
     for (int32_t i = draft->num_copies - 1; i >= 0; i--)
         kvc_pool_drop(&cache->pools[group], draft->copies[i].to, draft->copies[i].to_slot, draft->copies[i].count);
+    if (draft->room) kvc_pool_shrink(&cache->pools[group], draft->num_blocks);
     kvc_rows_free_list(&draft->rows, &cache->memory);
     free_copies(cache, draft);
     *draft = (kvc_draft){0};
@@ -171,16 +170,16 @@ static void copy_rows(const kvc_layout *at, const kvc_copy *copy) {
 }
 
 void kvc_turn_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int32_t slot, int32_t delta,
-                   float *scratch) {
-    const kvc_rope *last = NULL;
+                   kvc_turner *turner) {
     for (int32_t layer = 0; layer < cache->num_layers; layer++) {
         const kvc_rope *rope = kvc_rope_of(cache, layer);
         if (cache->group_of[layer] != group || cache->layers[layer].share || !rope) continue;
         const kvc_layout *at = &cache->layouts[cache->layout_of[layer]];
         const int32_t type = cache->layers[layer].k_type, dim = cache->layers[layer].k_dim;
-        float *angles = scratch, *row = scratch + kvc_rope_angles_size(rope);
-        if (rope != last) kvc_rope_angles(rope, delta, angles);
-        last = rope;
+        float *angles = turner->scratch, *row = angles + kvc_rope_angles_size(rope);
+        if (rope != turner->rope || delta != turner->delta) kvc_rope_angles(rope, delta, angles);
+        turner->rope = rope;
+        turner->delta = delta;
         for (int32_t h = 0; h < at->num_kv_heads; h++) {
             uint8_t *key = key_at(at, block, slot, h);
             cache->kernels->convert[type][KVC_F32](row, 0, key, 0, 1, dim);
@@ -222,9 +221,10 @@ static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const 
 
 static kvc_status move_copy(const kvc_cache *cache, int32_t group, const kvc_change *change, const kvc_copy *copy,
                             float *scratch) {
+    kvc_turner turner = {.scratch = scratch};
     for (int32_t i = 0; i < copy->count; i++) {
         const int32_t position = copy->position + i, delta = copy->delta + target(change, position) - position;
-        if (delta) kvc_turn_keys(cache, group, copy->to, copy->to_slot + i, delta, scratch);
+        if (delta) kvc_turn_keys(cache, group, copy->to, copy->to_slot + i, delta, &turner);
     }
     kvc_status status = KVC_OK;
     for (int32_t layer = 0; status == KVC_OK && layer < cache->num_layers; layer++)

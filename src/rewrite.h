@@ -32,22 +32,30 @@ typedef struct kvc_draft {
     kvc_rows rows; /* as they are to be, but for lost_end */
     kvc_copy *copies;
     int32_t num_copies, room;
+    int32_t num_blocks; /* of the pool, before */
 } kvc_draft;
 
 /* With the mutex held, as for all but kvc_draft_copy.  KVC_ERR_NOMEM. */
 kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows, const kvc_change *change,
                           kvc_draft *draft);
 
-/* Floats that kvc_draft_copy needs. */
+/* Floats that kvc_draft_copy, or a kvc_turner, needs. */
 size_t kvc_draft_scratch(const kvc_cache *cache, int32_t group);
 
 /* KVC_ERR_CALLBACK if a layer's KVC_ROPE_FUNCTION fails; nothing else can. */
 kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_change *change, const kvc_draft *draft,
                           float *scratch);
 
+/* What turns keys: the angles it has are those of the last distance. */
+typedef struct kvc_turner {
+    float *scratch; /* kvc_draft_scratch floats */
+    const kvc_rope *rope;
+    int32_t delta;
+} kvc_turner;
+
 /* Turns the keys in a slot by delta, in all layers of the group that have frequencies. */
 void kvc_turn_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int32_t slot, int32_t delta,
-                   float *scratch);
+                   kvc_turner *turner);
 
 void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, const kvc_change *change, kvc_draft *draft);
 void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft);

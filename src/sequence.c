@@ -29,8 +29,7 @@ void kvc_rows_free_list(kvc_rows *rows, kvc_memory *memory) {
 }
 
 void kvc_rows_destroy(kvc_rows *rows, kvc_pool *pool) {
-    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++)
-        kvc_pool_drop(pool, run->block, run->slot, run->count);
+    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) kvc_drop_part(pool, run);
     kvc_rows_free_list(rows, pool->memory);
     kvc_rows_init(rows);
 }
@@ -107,6 +106,8 @@ int64_t kvc_rows_visit(const kvc_rows *rows, int32_t begin, int32_t end, kvc_par
     }
     return count;
 }
+
+void kvc_drop_part(void *pool, const kvc_run *part) { kvc_pool_drop(pool, part->block, part->slot, part->count); }
 
 int64_t kvc_rows_remove(kvc_rows *rows, kvc_pool *pool, int32_t begin, int32_t end) {
     /* The runs go to the far end of the list, and what stays of them is written from its beginning: as there is room

@@ -59,9 +59,12 @@ kvc_status kvc_rows_reserve_edit(kvc_rows *rows, kvc_memory *memory, int32_t ext
 void kvc_rows_push(kvc_rows *rows, const kvc_run *run);
 void kvc_rows_append(kvc_rows *rows, const kvc_run *run);
 
-/* Positions [begin, end) are to go.  Visits the part of every run that lies there. */
+/* Visits the part of every run that lies at positions [begin, end). */
 typedef void kvc_part_fn(void *context, const kvc_run *part);
 int64_t kvc_rows_visit(const kvc_rows *rows, int32_t begin, int32_t end, kvc_part_fn *visit, void *context);
+
+/* A kvc_part_fn whose context is the pool: lets go of the slots. */
+void kvc_drop_part(void *pool, const kvc_run *part);
 
 /* Drops positions [begin, end).  Returns how many rows that were.  After kvc_rows_reserve_edit. */
 int64_t kvc_rows_remove(kvc_rows *rows, kvc_pool *pool, int32_t begin, int32_t end);

@@ -79,10 +79,11 @@ static kvc_status prepare(settling *s) {
 
 static void turn_slots(const settling *s) {
     const kvc_pool *pool = &s->cache->pools[s->group];
+    kvc_turner turner = {.scratch = s->scratch};
     for (int32_t b = 0; b < s->num_blocks; b++)
         for (const int32_t *delta = s->deltas[b]; delta < s->deltas[b + 1]; delta++)
             if (*delta != 0 && *delta != UNSEEN && *delta != DISPUTED)
-                kvc_turn_keys(s->cache, s->group, pool->blocks[b], (int32_t)(delta - s->deltas[b]), *delta, s->scratch);
+                kvc_turn_keys(s->cache, s->group, pool->blocks[b], (int32_t)(delta - s->deltas[b]), *delta, &turner);
 }
 
 static void end(settling *s, kvc_status status) {
@@ -99,7 +100,6 @@ static void end(settling *s, kvc_status status) {
     put_back(s, s->slots, s->num_slots, sizeof *s->slots);
     put_back(s, s->drafts, (size_t)s->cache->sequences.num, sizeof *s->drafts);
     put_back(s, s->scratch, s->num_floats, sizeof *s->scratch);
-    if (status == KVC_ERR_FULL) kvc_pool_give_back(&s->cache->pools[s->group], 1);
 }
 
 static int has_deltas(const kvc_cache *cache, int32_t group) {

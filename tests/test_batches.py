@@ -371,3 +371,41 @@ def test_reserve():
     with pytest.raises(kvcache.CacheFullError, match="capacity"):
         limited.reserve(7)
     limited.reserve(6)
+
+
+def test_a_reserve_that_is_refused_takes_nothing():
+    cache = kvcache.KVCache(1, 1, 32, None, max_sequences=None, max_bytes=10**6, block_size=64, dtype="f32")
+    before = cache.nbytes
+    for num_tokens in (9 * 10**6, 2**62):
+        with pytest.raises((kvcache.CacheFullError, MemoryError)):
+            cache.reserve(num_tokens)
+    assert cache.nbytes == before
+    x = np.ones((64, 1, 32), np.float32)
+    with cache.batch(64) as batch:
+        batch.put(0, x, x)
+
+
+def test_free_memory_is_given_back_before_it_is_too_much():
+    cross = kvcache.CrossAttention(700)
+    cache = kvcache.KVCache(2, 2, 64, None, policy=[kvcache.FullAttention(), cross], dtype="f32", max_bytes=1 << 20)
+    x = np.ones((700, 2, 64), np.float32)
+    with cache.batch(700) as batch:
+        batch.put(0, x, x)
+    cache.clear()
+    with cache.batch(1) as batch:
+        batch.put(0, x[:1], x[:1])
+        batch.put(1, x, x)
+    assert cache.seq_len(layer=1) == 700
+    assert cache.nbytes <= 1 << 20
+
+
+def test_a_long_chain_is_the_usual_order():
+    """Each token the child of the one before: the same bits as without parents."""
+    tokens = 60
+    q, k, v = rows(tokens)
+    outs = []
+    for parents in (None, range(-1, tokens - 1)):
+        cache = new_cache()
+        with cache.batch(positions=range(tokens), parents=parents) as batch:
+            outs.append(batch.attend(0, q, k, v))
+    np.testing.assert_array_equal(*outs)

@@ -845,7 +845,7 @@ static void test_busy_keep(void)
 
 typedef struct future_layer {
     kvc_layer layer;
-    int32_t new_field;
+    int64_t new_field; /* as long as the struct is aligned: padding may hold anything */
 } future_layer;
 
 static void test_layer_sizes(void)
