@@ -17,3 +17,5 @@ numpydoc_show_class_members = False  # autodoc lists them
 
 html_theme = "furo"
 html_title = f"kvcache {version}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
