@@ -690,7 +690,7 @@ static kvc_status open_cross(kvc_cache *cache, int32_t group, int32_t count, kvc
     status = kvc_check_max_bytes(cache, "putting the rows of a cross-attention layer");
     if (status == KVC_OK) return KVC_OK;
     kvc_pool_drop(pool, block, run->slot, count);
-    kvc_pool_shrink(pool, num_blocks);
+    kvc_pool_unopen(pool, pool->num_blocks - num_blocks);
     return status;
 }
 

@@ -121,8 +121,9 @@ kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count) {
     return status;
 }
 
-void kvc_pool_shrink(kvc_pool *pool, int32_t num_blocks) {
-    while (pool->free && pool->num_blocks > num_blocks) {
+int32_t kvc_pool_shrink(kvc_pool *pool, int32_t count) {
+    int32_t done = 0;
+    for (; done < count && pool->free; done++) {
         kvc_block *block = pool->free, *last = pool->blocks[pool->num_blocks - 1];
         pool->free = block->next;
         last->index = block->index;
@@ -133,6 +134,13 @@ void kvc_pool_shrink(kvc_pool *pool, int32_t num_blocks) {
         pool->row_bytes -= kvc_pool_block_bytes(pool, block->touched);
         free_block(pool, block);
     }
+    return done;
+}
+
+void kvc_pool_unopen(kvc_pool *pool, int32_t count) {
+    const int32_t done = kvc_pool_shrink(pool, count);
+    pool->opened -= done;
+    pool->returned -= done;
 }
 
 typedef struct purge {
@@ -165,7 +173,7 @@ static void purge_tail(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
 }
 
 void kvc_pool_give_back(kvc_pool *pool, int32_t num_threads) {
-    kvc_pool_shrink(pool, 0);
+    kvc_pool_shrink(pool, pool->num_free);
     for (int32_t i = 0; i < pool->num_blocks; i++) purge_tail(pool, pool->blocks[i], num_threads);
 }
 

@@ -92,8 +92,11 @@ int64_t kvc_pool_list_growth(const kvc_pool *pool, int32_t new_blocks);
 /* Bytes of the rows in one slot. */
 int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 
-/* Gives free blocks back while there are more than num_blocks in all. */
-void kvc_pool_shrink(kvc_pool *pool, int32_t num_blocks);
+/* Gives at most so many free blocks back; returns how many. */
+int32_t kvc_pool_shrink(kvc_pool *pool, int32_t count);
+
+/* The same, as if they had never been opened. */
+void kvc_pool_unopen(kvc_pool *pool, int32_t count);
 
 /* Gives memory back: that of all free blocks, and the pages past fill marks. */
 void kvc_pool_give_back(kvc_pool *pool, int32_t num_threads);

@@ -90,13 +90,16 @@ static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted,
     draft->room = (int32_t)copies;
     draft->copies = kvc_memory_alloc(&cache->memory, (size_t)copies * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
     if (!draft->copies) return kvc_fail(KVC_ERR_NOMEM, "out of memory to copy %lld rows", (long long)counted->copied);
-    return kvc_pool_reserve(pool, (int32_t)blocks);
+    const int32_t before = pool->num_blocks;
+    status = kvc_pool_reserve(pool, (int32_t)blocks);
+    draft->num_opened = pool->num_blocks - before;
+    return status;
 }
 
 kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows, const kvc_change *change,
                           kvc_draft *draft) {
     walk w = {.change = change, .pool = &cache->pools[group]};
-    *draft = (kvc_draft){.num_blocks = w.pool->num_blocks};
+    *draft = (kvc_draft){0};
     kvc_rows_init(&draft->rows);
     walk_rows(&w, rows);
     const kvc_status status = reserve(cache, w.pool, &w, draft);
@@ -105,7 +108,9 @@ kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows,
         return status;
     }
     w.draft = draft;
+    draft->num_reused = -w.pool->reused;
     walk_rows(&w, rows);
+    draft->num_reused += w.pool->reused;
     kvc_rows_recount(&draft->rows);
     return KVC_OK;
 }
@@ -130,7 +135,8 @@ void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, const kvc
 void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft) {
     for (int32_t i = draft->num_copies - 1; i >= 0; i--)
         kvc_pool_drop(&cache->pools[group], draft->copies[i].to, draft->copies[i].to_slot, draft->copies[i].count);
-    if (draft->room) kvc_pool_shrink(&cache->pools[group], draft->num_blocks);
+    kvc_pool_unopen(&cache->pools[group], draft->num_opened);
+    cache->pools[group].reused -= draft->num_reused;
     kvc_rows_free_list(&draft->rows, &cache->memory);
     free_copies(cache, draft);
     *draft = (kvc_draft){0};

@@ -32,7 +32,8 @@ typedef struct kvc_draft {
     kvc_rows rows; /* as they are to be, but for lost_end */
     kvc_copy *copies;
     int32_t num_copies, room;
-    int32_t num_blocks; /* of the pool, before */
+    int32_t num_opened; /* blocks whose memory was taken for it */
+    int64_t num_reused; /* those whose memory was there */
 } kvc_draft;
 
 /* With the mutex held, as for all but kvc_draft_copy.  KVC_ERR_NOMEM. */

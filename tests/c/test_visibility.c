@@ -152,6 +152,10 @@ static void check_dense(pair *p, int l, const uint8_t *non_causal)
     static dense got;
     static entry_list sorted;
     int64_t ids[MAX_BATCH], row = 0;
+    if (p->layers[l].policy.kind == KVC_NONE) {
+        CHECK_FAILS(kvc_dense_rows(p->batch, l, &got.num), KVC_ERR_INVALID, "layer", "no attention");
+        return;
+    }
     get_dense(p, l, non_causal, &got);
     for (int m = 0, n = members_of(p, ids); m < n; m++) {
         const entry_list *list = list_entries(p, l, ids[m]);
