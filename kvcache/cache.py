@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvcache import _core
 from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
+from kvcache.errors import CacheBusyError
 from kvcache.layer import DType, FloatDType, count, make_layers
 from kvcache.policy import FullAttention, Policy
 from kvcache.rope import RopeLike
@@ -201,7 +202,11 @@ class KVCache:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except (CacheBusyError, BufferError):
+            if kind is None:  # else what ended the block matters more: an interrupt may have left a batch open
+                raise
 
     def __repr__(self) -> str:
         layers = " + ".join(f"{count(n, 'layer')} of {layer}" for layer, n in Counter(map(str, self._layers)).items())
@@ -1075,7 +1080,7 @@ class Batch:
             return
         try:
             self._core.commit(None, self._stored)
-        except Exception:
+        except BaseException:
             self._core.abort()
             raise
 

@@ -539,3 +539,18 @@ def test_edits_beside_an_open_batch(cache):
             batch.put(layer, np.ones((1, 2, 8), np.float32), np.ones((1, 2, 4), np.float32))
     assert cache.sequences == [0, 2]
     cache.validate()
+
+
+def test_what_ends_a_with_is_not_replaced():
+    batches = []
+
+    def begin_and_fail(cache):
+        batches.append(cache.batch(1))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), kvcache.KVCache(1, 1, 8, 64) as cache:
+        begin_and_fail(cache)
+    batches.pop().abort()
+    cache.close()
+    with pytest.raises(kvcache.CacheBusyError), kvcache.KVCache(1, 1, 8, 64) as cache:
+        batches.append(cache.batch(1))
