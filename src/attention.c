@@ -26,23 +26,26 @@ typedef struct call {
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------- */
 
-typedef struct tile {
-    const void *k[KVC_TILE], *v[KVC_TILE]; /* rows; past n, as often as needed, the last */
-    int32_t position[KVC_TILE];
-    int32_t token[KVC_TILE]; /* of the batch; -1: a stored row */
-    int32_t n, min_position, max_position;
-    int32_t turn; /* of all its rows */
-} tile;
-
 /* Walks the rows of one part. */
 typedef struct cursor {
     const kvc_piece *piece;
     int32_t offset;
     int64_t rest;          /* rows */
-    const int32_t *order;  /* of the batch's tokens */
     size_t k_head, v_head; /* where the KV head begins in a block */
     size_t k_row_bytes, v_row_bytes;
 } cursor;
+
+typedef struct tile {
+    const void *k[KVC_TILE], *v[KVC_TILE]; /* rows; past n, as often as needed, the last */
+    int32_t n, min_position, max_position;
+    int32_t turn;           /* of all its rows */
+    int32_t is_batch;       /* its last row, so perhaps others, is the batch's own */
+    int32_t is_known;       /* what follows is filled in: only masks and ALiBi ask */
+    const kvc_piece *piece; /* where it begins */
+    int32_t offset;
+    int32_t position[KVC_TILE];
+    int32_t token[KVC_TILE]; /* of the batch; -1: a stored row */
+} tile;
 
 static void add_rows(tile *t, const cursor *c, int32_t count) {
     const size_t slot = (size_t)(c->piece->slot + c->offset);
@@ -52,17 +55,19 @@ static void add_rows(tile *t, const cursor *c, int32_t count) {
     for (int32_t i = 0; i < count; i++) {
         t->k[t->n + i] = k + (size_t)i * c->k_row_bytes;
         t->v[t->n + i] = v + (size_t)i * c->v_row_bytes;
-        t->position[t->n + i] = position + i;
-        t->token[t->n + i] = c->piece->token < 0 ? -1 : c->order[c->piece->token + c->offset + i];
     }
-    t->turn = c->piece->turn;
     t->n += count;
+    t->turn = c->piece->turn;
+    t->is_batch = c->piece->token >= 0;
     if (position < t->min_position) t->min_position = position;
     if (position + count - 1 > t->max_position) t->max_position = position + count - 1;
 }
 
 static void next_tile(tile *t, cursor *c) {
     t->n = 0;
+    t->is_known = 0;
+    t->piece = c->piece;
+    t->offset = c->offset;
     t->min_position = INT32_MAX;
     t->max_position = -1;
     while (t->n < KVC_TILE && c->rest) {
@@ -76,6 +81,18 @@ static void next_tile(tile *t, cursor *c) {
         if (c->offset == c->piece->count) c->piece++, c->offset = 0;
     }
     for (int32_t i = t->n; t->n && i < KVC_TILE; i++) t->k[i] = t->k[t->n - 1], t->v[i] = t->v[t->n - 1];
+}
+
+/* Fills in where its rows stand, and which tokens of the batch they are. */
+static void locate_rows(tile *t, const int32_t *order) {
+    const kvc_piece *piece = t->piece;
+    int32_t offset = t->offset;
+    for (int32_t i = 0; i < t->n && !t->is_known; i++, offset++) {
+        if (offset == piece->count) piece++, offset = 0;
+        t->position[i] = piece->position + offset;
+        t->token[i] = piece->token < 0 ? -1 : order[piece->token + offset];
+    }
+    t->is_known = 1;
 }
 
 /* ---- one task ---------------------------------------------------------------------------------------------------- */
@@ -132,13 +149,14 @@ static const float *queries_for(task *t, const tile *tile) {
 }
 
 /* What a query token sees of a tile; the other scores become -inf. */
-static void hide(const call *c, const tile *t, float *scores, int32_t token) {
+static void hide(const call *c, tile *t, float *scores, int32_t token) {
     const kvc_batch *batch = c->plan->batch;
     const int32_t position = batch->positions[token];
     const int32_t low = kvc_policy_lowest(c->policy, position), sinks = kvc_policy_sinks(c->policy);
     const int32_t last = kvc_plan_sees_all(c->plan, token) ? INT32_MAX : position;
-    const int32_t is_tree = batch->parents && t->token[t->n - 1] >= 0;         /* the batch's own rows come last */
+    const int32_t is_tree = batch->parents && t->is_batch;                     /* the batch's own rows come last */
     if (!is_tree && t->max_position <= last && t->min_position >= low) return; /* all is visible */
+    locate_rows(t, batch->order);
     for (int32_t j = 0; j < t->n; j++) {
         const int32_t p = t->position[j];
         const int in_order = is_tree && t->token[j] >= 0 ? kvc_descends(batch, token, t->token[j]) : p <= last;
@@ -147,18 +165,19 @@ static void hide(const call *c, const tile *t, float *scores, int32_t token) {
 }
 
 /* Softcap, ALiBi and visibility, of the scores of one query row over a tile. */
-static void adjust_row(const call *c, const tile *t, float *scores, int32_t token, int32_t head) {
+static void adjust_row(const call *c, tile *t, float *scores, int32_t token, int32_t head) {
     const kvc_batch *batch = c->plan->batch;
     const int32_t position = batch->positions[token];
     if (c->args->softcap > 0)
         for (int32_t j = 0; j < t->n; j++) scores[j] = c->args->softcap * tanhf(scores[j] / c->args->softcap);
+    if (c->args->alibi) locate_rows(t, batch->order);
     if (c->args->alibi)
         for (int32_t j = 0; j < t->n; j++) scores[j] += c->args->alibi[head] * (float)(t->position[j] - position);
     if (c->policy->kind != KVC_CROSS) hide(c, t, scores, token);
 }
 
 /* Scores become weights. */
-static void weigh(const task *t, const tile *tile) {
+static void weigh(const task *t, tile *tile) {
     const call *c = t->call;
     for (int32_t r = 0; r < t->num_q; r++) {
         float *scores = t->scores + (size_t)r * KVC_TILE;
@@ -168,7 +187,7 @@ static void weigh(const task *t, const tile *tile) {
 }
 
 /* Few query rows: each stored row is read once, for all of them. */
-static void stream_tile(task *t, const tile *now, const tile *next) {
+static void stream_tile(task *t, tile *now, const tile *next) {
     const call *c = t->call;
     const kvc_plan *plan = c->plan;
     c->kernels->score[c->layer->k_type](t->scores, queries_for(t, now), plan->lane.q_stride, t->num_q, now->k, now->n,
@@ -180,7 +199,7 @@ static void stream_tile(task *t, const tile *now, const tile *next) {
 }
 
 /* Many query rows: the tile is decoded once, and multiplied. */
-static void multiply_tile(task *t, const tile *now) {
+static void multiply_tile(task *t, tile *now) {
     const call *c = t->call;
     const kvc_plan *plan = c->plan;
     const kvc_lane_layout *lane = &plan->lane;
@@ -207,7 +226,6 @@ static cursor start_of(const task *t) {
     return (cursor){.piece = plan->pieces + t->unit->first_piece + start->piece,
                     .offset = start->offset,
                     .rest = rest < t->unit->part_rows ? rest : t->unit->part_rows,
-                    .order = plan->batch->order,
                     .k_head = at->k_offset + (size_t)t->head * at->k_head_stride,
                     .v_head = at->v_offset + (size_t)t->head * at->v_head_stride,
                     .k_row_bytes = at->k_row_bytes,

@@ -150,10 +150,13 @@ static int32_t default_block_size(const kvc_config *config) {
 }
 
 /* Bytes from one head to the next: whole cache lines, an odd number of them, so that the same slot of several heads
- * does not fall into the same set of a cache.  0: too many. */
-static size_t head_stride(int32_t block_size, size_t row_bytes) {
+ * does not fall into the same set of a cache.  Where they fill huge pages, and memory is taken only as it is touched,
+ * each head begins near the beginning of one.  0: too many. */
+static size_t head_stride(const kvc_memory *memory, int32_t block_size, size_t row_bytes) {
     if (row_bytes > (SIZE_MAX / 4) / (size_t)block_size) return 0;
-    const size_t lines = ((size_t)block_size * row_bytes + KVC_CACHE_LINE - 1) / KVC_CACHE_LINE;
+    size_t bytes = (size_t)block_size * row_bytes;
+    if (bytes >= KVC_HUGE_PAGE && kvc_memory_is_lazy(memory, bytes)) bytes = kvc_align_up(bytes, KVC_HUGE_PAGE);
+    const size_t lines = (bytes + KVC_CACHE_LINE - 1) / KVC_CACHE_LINE;
     return (lines | 1) * KVC_CACHE_LINE;
 }
 
@@ -165,10 +168,11 @@ static size_t add_heads(size_t *bytes, int32_t heads, size_t stride) {
     return at;
 }
 
-static kvc_status add_layout(kvc_layout *layout, const kvc_layer *layer, int32_t block_size, size_t *block_bytes) {
+static kvc_status add_layout(const kvc_memory *memory, kvc_layout *layout, const kvc_layer *layer, int32_t block_size,
+                             size_t *block_bytes) {
     layout->num_kv_heads = layer->num_kv_heads;
     layout->k_row_bytes = kvc_row_bytes(layer->k_type, layer->k_dim);
-    layout->k_head_stride = head_stride(block_size, layout->k_row_bytes);
+    layout->k_head_stride = head_stride(memory, block_size, layout->k_row_bytes);
     layout->k_offset = add_heads(block_bytes, layer->num_kv_heads, layout->k_head_stride);
     if (layer->value_in_key) {
         layout->v_row_bytes = layout->k_row_bytes;
@@ -177,7 +181,7 @@ static kvc_status add_layout(kvc_layout *layout, const kvc_layer *layer, int32_t
         layout->v_offset = layout->k_offset;
     } else {
         layout->v_row_bytes = layout->v_stored = kvc_row_bytes(layer->v_type, layer->v_dim);
-        layout->v_head_stride = head_stride(block_size, layout->v_row_bytes);
+        layout->v_head_stride = head_stride(memory, block_size, layout->v_row_bytes);
         if (layout->k_offset != SIZE_MAX)
             layout->v_offset = add_heads(block_bytes, layer->num_kv_heads, layout->v_head_stride);
     }
@@ -222,7 +226,8 @@ static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
         size_t block_bytes = 0;
         for (int32_t i = 0; i < cache->num_layers && cache->policies[g].kind != KVC_NONE; i++) {
             if (cache->group_of[i] != g || cache->layers[i].share) continue;
-            const kvc_status status = add_layout(&cache->layouts[next], &cache->layers[i], size, &block_bytes);
+            const kvc_status status =
+                add_layout(&cache->memory, &cache->layouts[next], &cache->layers[i], size, &block_bytes);
             if (status != KVC_OK) return status;
             cache->layout_of[i] = next++;
         }

@@ -18,12 +18,22 @@ static int has_avx2(void) {
 }
 #endif
 
+#ifdef KVC_HAVE_AVX512
+static int has_avx512(void) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
 const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
-    const kvc_kernels *tables[2]; /* that this machine can run, best last */
+    const kvc_kernels *tables[3]; /* that this machine can run, best last */
     int num_tables = 0;
     tables[num_tables++] = &kvc_kernels_scalar;
 #ifdef KVC_HAVE_AVX2
     if (has_avx2()) tables[num_tables++] = &kvc_kernels_avx2;
+#endif
+#ifdef KVC_HAVE_AVX512
+    if (has_avx2() && has_avx512()) tables[num_tables++] = &kvc_kernels_avx512;
 #endif
 
     const char *name = getenv("KVCACHE_ISA");

@@ -29,6 +29,21 @@ static int is_mapped(size_t size, const kvc_memory_hint *hint) {
 #endif
 }
 
+#if !defined(_WIN32)
+/* Where huge pages fit in, at the beginning of one: what is too much on both sides goes back. */
+static void *map_aligned(size_t size, int flags) {
+    const size_t page = kvc_os_page_size(), slack = size >= KVC_HUGE_PAGE ? KVC_HUGE_PAGE - page : 0;
+    if (size > SIZE_MAX - KVC_HUGE_PAGE) return NULL;
+    const size_t used = kvc_align_up(size, page);
+    char *p = mmap(NULL, used + slack, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (p == MAP_FAILED) return NULL;
+    const size_t before = slack ? kvc_align_up((uintptr_t)p, KVC_HUGE_PAGE) - (uintptr_t)p : 0;
+    if (before) munmap(p, before);
+    if (slack - before) munmap(p + before + used, slack - before);
+    return p + before;
+}
+#endif
+
 static void *default_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
     (void)user;
 #if defined(_WIN32)
@@ -40,8 +55,7 @@ static void *default_alloc(void *user, size_t size, size_t alignment, const kvc_
 #if defined(MAP_NORESERVE)
         flags |= MAP_NORESERVE; /* a long contiguous cache may be larger than the memory there is */
 #endif
-        void *p = mmap(NULL, size, PROT_READ | PROT_WRITE, flags, -1, 0);
-        return p == MAP_FAILED ? NULL : p;
+        return map_aligned(size, flags);
     }
     if (alignment <= _Alignof(max_align_t)) return malloc(size); /* aligning costs bytes that nobody counts */
     return size > SIZE_MAX - alignment ? NULL : aligned_alloc(alignment, kvc_align_up(size, alignment));
@@ -127,6 +141,16 @@ void kvc_memory_purge(kvc_memory *memory, void *p, size_t size) {
     const size_t page = kvc_os_page_size();
     const uintptr_t begin = kvc_align_up((uintptr_t)p, page), end = ((uintptr_t)p + size) / page * page;
     if (begin < end) memory->allocator.purge(memory->allocator.user, (void *)begin, end - begin);
+}
+
+void kvc_memory_join(kvc_memory *memory, void *p, size_t size) {
+#if defined(__linux__)
+    /* Unlike advice given beforehand, this takes no memory for what is not written yet.  Older systems refuse. */
+    enum { COLLAPSE = 25 }; /* MADV_COLLAPSE, which older headers lack */
+    if (memory->allocator.alloc == default_alloc) madvise(p, size, COLLAPSE);
+#else
+    (void)memory, (void)p, (void)size;
+#endif
 }
 
 int kvc_memory_is_lazy(const kvc_memory *memory, size_t size) { return memory->allocator.purge && size >= MAPPED_SIZE; }

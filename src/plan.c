@@ -12,7 +12,7 @@
 
 #include "attention.h"
 
-enum { STREAM_ROWS = 16, TILE_QUERIES = 64, PART_ROWS = 512, TASKS_WANTED = 256 };
+enum { STREAM_ROWS = 16, TILE_QUERIES = 64, PART_ROWS = 1024, TASKS_WANTED = 256 };
 
 /* ---- units ------------------------------------------------------------------------------------------------------- */
 

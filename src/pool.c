@@ -5,7 +5,10 @@
 #include "status.h"
 #include "threads.h"
 
-enum { WORTH_THREADS = 1 << 22 }; /* bytes; to give back less takes less time than to wake a thread */
+enum {
+    WORTH_THREADS = 1 << 22, /* bytes; to give back less takes less time than to wake a thread */
+    JOIN_SLOTS = 512         /* so seldom are pages looked at that may have become huge ones */
+};
 
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
                    int32_t num_layers, size_t block_bytes) {
@@ -170,6 +173,7 @@ static void purge_tail(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
     kvc_parallel(bytes < WORTH_THREADS ? 1 : num_threads, heads, purge_head, &work);
     pool->row_bytes -= bytes;
     block->touched = block->fill;
+    if (block->joined > block->fill) block->joined = block->fill;
 }
 
 void kvc_pool_give_back(kvc_pool *pool, int32_t num_threads) {
@@ -198,9 +202,46 @@ kvc_block *kvc_pool_open(kvc_pool *pool) {
     return block;
 }
 
+/* Makes the huge pages huge that slots [from, to) have filled in one head's rows.  The first may begin a little before
+ * these, with padding. */
+static void join_rows(kvc_pool *pool, uint8_t *rows, size_t row_bytes, int32_t from, int32_t to) {
+    const uintptr_t start = (uintptr_t)rows;
+    uintptr_t begin = (start + (size_t)from * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
+    const uintptr_t end = (start + (size_t)to * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
+    if (begin + KVC_HUGE_PAGE / 4 < start) begin += KVC_HUGE_PAGE;
+    if (begin < end) kvc_memory_join(pool->memory, (void *)begin, end - begin);
+}
+
+/* Of all rows that are written so far. */
+static void join_pages(kvc_pool *pool, kvc_block *block) {
+    for (int32_t i = 0; i < pool->num_layers; i++) {
+        const kvc_layout *at = &pool->layouts[i];
+        for (size_t h = 0; h < (size_t)at->num_kv_heads; h++) {
+            uint8_t *k = block->rows + at->k_offset + h * at->k_head_stride;
+            uint8_t *v = block->rows + at->v_offset + h * at->v_head_stride;
+            join_rows(pool, k, at->k_row_bytes, block->joined, block->touched);
+            if (at->v_stored) join_rows(pool, v, at->v_stored, block->joined, block->touched);
+        }
+    }
+    block->joined = block->touched;
+}
+
+/* Of a block that is full, or about to be: all of it. */
+static void join_block(kvc_pool *pool, kvc_block *block) {
+    const size_t whole = pool->block_bytes / KVC_HUGE_PAGE * KVC_HUGE_PAGE; /* it begins at the beginning of one */
+    if (whole) kvc_memory_join(pool->memory, block->rows, whole);
+    block->joined = pool->block_size;
+}
+
 /* Slots up to the fill mark are resident from now on. */
 static void touch(kvc_pool *pool, kvc_block *block) {
     if (block->fill <= block->touched) return;
+    if (kvc_memory_is_lazy(pool->memory, pool->block_bytes)) {
+        if (block->fill == pool->block_size)
+            join_block(pool, block);
+        else if (block->touched - block->joined >= JOIN_SLOTS)
+            join_pages(pool, block);
+    }
     pool->row_bytes += kvc_pool_block_bytes(pool, block->fill) - kvc_pool_block_bytes(pool, block->touched);
     block->touched = block->fill;
 }

@@ -7,6 +7,7 @@
  *   scalar.c   plain C, no vectors: what the others are tested against.  It stays for ever.
  *   vector.h   the same loops once, over a small set of vector primitives
  *   avx2.c     those primitives for AVX2 + FMA + F16C
+ *   avx512.c   those for AVX-512
  */
 #ifndef KVC_KERNELS_H
 #define KVC_KERNELS_H
@@ -81,8 +82,10 @@ typedef struct kvc_kernels {
 extern const kvc_kernels kvc_kernels_scalar;
 #if defined(__x86_64__) && defined(__GNUC__)
 #define KVC_HAVE_AVX2 1
-#define KVC_KERNEL_NAMES "scalar avx2"     /* in this build */
-extern const kvc_kernels kvc_kernels_avx2; /* to be had through kvc_cpu_kernels */
+#define KVC_HAVE_AVX512 1
+#define KVC_KERNEL_NAMES "scalar avx2 avx512" /* in this build */
+extern const kvc_kernels kvc_kernels_avx2;    /* to be had through kvc_cpu_kernels */
+extern const kvc_kernels kvc_kernels_avx512;
 #else
 #define KVC_KERNEL_NAMES "scalar"
 #endif

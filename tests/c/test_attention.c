@@ -887,9 +887,9 @@ static void test_isa(void)
 
 int main(void)
 {
-    static const char *const isas[] = {"scalar", "avx2"};
+    static const char *const isas[] = {"scalar", "avx2", "avx512"};
     test_bad_arguments();
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 3; i++) {
         setenv("KVCACHE_ISA", isas[i], 1);
         if (kvc_isa())
             test_isa();

@@ -593,10 +593,10 @@ static void test_bad_arguments(void)
 
 int main(void)
 {
-    static const char *const isas[] = {"scalar", "avx2"};
+    static const char *const isas[] = {"scalar", "avx2", "avx512"};
     test_bad_arguments();
     test_plans_of_cross_rows();
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 3; i++) {
         setenv("KVCACHE_ISA", isas[i], 1);
         if (!kvc_isa()) {
             printf("no %s here: not tested\n", isas[i]);

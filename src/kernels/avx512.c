@@ -1,0 +1,188 @@
+/* avx512.c: the vector kernels for AVX-512 (F, BW, DQ, VL). */
+#include "kernels.h"
+
+#ifdef KVC_HAVE_AVX512
+#include <immintrin.h>
+#include <string.h>
+
+#if defined(__SANITIZE_ADDRESS__)
+#define HAVE_ADDRESS_SANITIZER 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define HAVE_ADDRESS_SANITIZER 1
+#endif
+#endif
+
+#define NAME "avx512"
+#define TABLE kvc_kernels_avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#if defined(__OPTIMIZE__) && !defined(HAVE_ADDRESS_SANITIZER)
+#define INLINE static inline __attribute__((always_inline)) TARGET
+#else /* for tests: a copy of each function for every use of it would take minutes to compile with sanitizers */
+#define INLINE static inline TARGET
+#define UNROLL
+#endif
+
+enum { LANES = 16, ACCUMULATORS = 16, MATMUL_ROWS = 8, MATMUL_VECTORS = 1 }; /* of 32 registers */
+
+typedef __m512 vec;
+
+INLINE vec v_zero(void) { return _mm512_setzero_ps(); }
+
+INLINE vec v_set(float x) { return _mm512_set1_ps(x); }
+
+INLINE vec v_load(const void *p) { return _mm512_loadu_ps(p); }
+
+INLINE vec v_keep(vec x) {
+    __asm__("" : "+v"(x));
+    return x;
+}
+
+INLINE void v_store(void *p, vec x) { _mm512_storeu_ps(p, x); }
+
+INLINE vec v_set_f16(const void *p) {
+    short bits;
+    memcpy(&bits, p, sizeof bits);
+    return _mm512_cvtph_ps(_mm256_set1_epi16(bits));
+}
+
+INLINE void store_f16(void *p, float x) {
+    uint16_t bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+    memcpy(p, &bits, sizeof bits);
+}
+
+INLINE vec v_load_f16(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(p)); }
+
+INLINE void v_store_f16(void *p, vec x) { _mm256_storeu_si256(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
+
+INLINE vec v_load_bf16(const void *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p)), 16));
+}
+
+/* Adds just less than half of the last bit that stays, or half if that bit is set: ties to even. */
+INLINE void v_store_bf16(void *p, vec x) {
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    __m512i y = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet);
+    _mm256_storeu_si256(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(y, 16)));
+}
+
+INLINE vec v_load_i8(const void *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p))); }
+
+INLINE vec v_load_u4(const void *p, int shift) {
+    __m512i bytes = _mm512_srl_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(p)), _mm_cvtsi32_si128(shift));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(bytes, _mm512_set1_epi32(15)));
+}
+
+INLINE void v_store_8(void *p, vec x) { _mm_storeu_si128(p, _mm512_cvtepi32_epi8(_mm512_cvttps_epi32(x))); }
+
+/* The processor's own copy takes whole cache lines without reading first what it overwrites.  It is slow to begin, and
+ * the address sanitizer does not see it. */
+INLINE void copy_row(void *dst, const void *src, size_t bytes) {
+#ifndef HAVE_ADDRESS_SANITIZER
+    if (bytes >= 256) {
+        __asm__ volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(bytes) : : "memory");
+        return;
+    }
+#endif
+    memcpy(dst, src, bytes);
+}
+
+INLINE vec v_add(vec x, vec y) { return _mm512_add_ps(x, y); }
+
+INLINE vec v_mul(vec x, vec y) { return _mm512_mul_ps(x, y); }
+
+INLINE vec v_fma(vec x, vec y, vec z) { return _mm512_fmadd_ps(x, y, z); }
+
+INLINE vec v_max(vec x, vec y) { return _mm512_max_ps(x, y); }
+
+INLINE vec v_min(vec x, vec y) { return _mm512_min_ps(x, y); }
+
+INLINE vec v_abs(vec x) { return _mm512_abs_ps(x); }
+
+INLINE vec v_number(vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x); }
+
+INLINE uint32_t v_equal(vec x, vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ); }
+
+INLINE vec v_truncate(vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
+
+/* What is added is the float below a half: a half would take the float below it to 1. */
+INLINE vec v_round_away(vec x) {
+    vec sign = _mm512_and_ps(x, _mm512_set1_ps(-0.0f));
+    return v_truncate(_mm512_add_ps(x, _mm512_or_ps(_mm512_set1_ps(0x1.fffffep-2f), sign)));
+}
+
+INLINE vec v_round(vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+INLINE vec v_scale(vec x, vec n) {
+    __m512i exponent = _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23);
+    vec y = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), exponent));
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-125), _CMP_NLT_UQ), y);
+}
+
+INLINE float v_max_lane(vec x) {
+    __m256 y = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 z = _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+    z = _mm_max_ps(z, _mm_movehl_ps(z, z));
+    return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
+}
+
+INLINE float v_sum_lanes(vec x) {
+    __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+    z = _mm_add_ps(z, _mm_movehl_ps(z, z));
+    return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
+}
+
+/* In each quarter: x0+x2 x1+x3 y0+y2 y1+y3. */
+INLINE vec add_pairs(vec x, vec y) {
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, x, y), _mm512_shuffle_ps(x, y, _MM_SHUFFLE(1, 0, 3, 2)));
+}
+
+/* In each quarter: the sums of that quarter of a, b, c and d. */
+INLINE vec add_quarters(vec a, vec b, vec c, vec d) {
+    vec x = add_pairs(a, b), y = add_pairs(c, d);
+    return _mm512_add_ps(_mm512_shuffle_ps(x, y, _MM_SHUFFLE(2, 0, 2, 0)),
+                         _mm512_shuffle_ps(x, y, _MM_SHUFFLE(3, 1, 3, 1)));
+}
+
+INLINE vec v_sums(const vec x[LANES]) {
+    vec a = add_quarters(x[0], x[1], x[2], x[3]), b = add_quarters(x[4], x[5], x[6], x[7]);
+    vec c = add_quarters(x[8], x[9], x[10], x[11]), d = add_quarters(x[12], x[13], x[14], x[15]);
+    vec e = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(1, 0, 1, 0)),
+                          _mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(3, 2, 3, 2)));
+    vec f = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, _MM_SHUFFLE(1, 0, 1, 0)),
+                          _mm512_shuffle_f32x4(c, d, _MM_SHUFFLE(3, 2, 3, 2)));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(e, f, _MM_SHUFFLE(2, 0, 2, 0)),
+                         _mm512_shuffle_f32x4(e, f, _MM_SHUFFLE(3, 1, 3, 1)));
+}
+
+/* Transposes the quarters of four vectors. */
+INLINE void transpose_quarters(vec x[4]) {
+    vec a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
+    vec c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
+    x[0] = _mm512_shuffle_ps(a, c, _MM_SHUFFLE(1, 0, 1, 0));
+    x[1] = _mm512_shuffle_ps(a, c, _MM_SHUFFLE(3, 2, 3, 2));
+    x[2] = _mm512_shuffle_ps(b, d, _MM_SHUFFLE(1, 0, 1, 0));
+    x[3] = _mm512_shuffle_ps(b, d, _MM_SHUFFLE(3, 2, 3, 2));
+}
+
+INLINE void v_transpose(vec x[LANES]) {
+    for (int i = 0; i < LANES; i += 4) transpose_quarters(x + i);
+    for (int i = 0; i < 4; i++) {
+        vec a = _mm512_shuffle_f32x4(x[i], x[i + 4], _MM_SHUFFLE(1, 0, 1, 0));
+        vec b = _mm512_shuffle_f32x4(x[i], x[i + 4], _MM_SHUFFLE(3, 2, 3, 2));
+        vec c = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], _MM_SHUFFLE(1, 0, 1, 0));
+        vec d = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], _MM_SHUFFLE(3, 2, 3, 2));
+        x[i] = _mm512_shuffle_f32x4(a, c, _MM_SHUFFLE(2, 0, 2, 0));
+        x[i + 4] = _mm512_shuffle_f32x4(a, c, _MM_SHUFFLE(3, 1, 3, 1));
+        x[i + 8] = _mm512_shuffle_f32x4(b, d, _MM_SHUFFLE(2, 0, 2, 0));
+        x[i + 12] = _mm512_shuffle_f32x4(b, d, _MM_SHUFFLE(3, 1, 3, 1));
+    }
+}
+
+#include "vector.h"
+
+#endif
