@@ -212,25 +212,29 @@ static void join_rows(kvc_pool *pool, uint8_t *rows, size_t row_bytes, int32_t f
     if (begin < end) kvc_memory_join(pool->memory, (void *)begin, end - begin);
 }
 
-/* Of all rows that are written so far. */
-static void join_pages(kvc_pool *pool, kvc_block *block) {
+/* Of all rows in slots below `to`. */
+static void join_pages(kvc_pool *pool, kvc_block *block, int32_t to) {
     for (int32_t i = 0; i < pool->num_layers; i++) {
         const kvc_layout *at = &pool->layouts[i];
         for (size_t h = 0; h < (size_t)at->num_kv_heads; h++) {
             uint8_t *k = block->rows + at->k_offset + h * at->k_head_stride;
             uint8_t *v = block->rows + at->v_offset + h * at->v_head_stride;
-            join_rows(pool, k, at->k_row_bytes, block->joined, block->touched);
-            if (at->v_stored) join_rows(pool, v, at->v_stored, block->joined, block->touched);
+            join_rows(pool, k, at->k_row_bytes, block->joined, to);
+            if (at->v_stored) join_rows(pool, v, at->v_stored, block->joined, to);
         }
     }
-    block->joined = block->touched;
+    block->joined = to;
 }
 
-/* Of a block that is full, or about to be: all of it. */
+/* Of a block that is about to be full: where there is little padding, of several heads together. */
 static void join_block(kvc_pool *pool, kvc_block *block) {
+    const int64_t used = kvc_pool_block_bytes(pool, pool->block_size), padding = (int64_t)pool->block_bytes - used;
     const size_t whole = pool->block_bytes / KVC_HUGE_PAGE * KVC_HUGE_PAGE; /* it begins at the beginning of one */
-    if (whole) kvc_memory_join(pool->memory, block->rows, whole);
-    block->joined = pool->block_size;
+    if (padding > used / 128)
+        join_pages(pool, block, block->fill);
+    else if (whole)
+        kvc_memory_join(pool->memory, block->rows, whole);
+    block->joined = block->fill;
 }
 
 /* Slots up to the fill mark are resident from now on. */
@@ -240,7 +244,7 @@ static void touch(kvc_pool *pool, kvc_block *block) {
         if (block->fill == pool->block_size)
             join_block(pool, block);
         else if (block->touched - block->joined >= JOIN_SLOTS)
-            join_pages(pool, block);
+            join_pages(pool, block, block->touched);
     }
     pool->row_bytes += kvc_pool_block_bytes(pool, block->fill) - kvc_pool_block_bytes(pool, block->touched);
     block->touched = block->fill;
