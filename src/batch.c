@@ -160,13 +160,20 @@ static kvc_status check_num_sequences(const kvc_batch *batch) {
                     (long long)num, (long long)cache->max_sequences);
 }
 
+/* Looked at before anything is evicted: what goes in one group must not decide on what stays in the next. */
+static void find_lows(const kvc_batch *batch) {
+    const kvc_table *sequences = &batch->cache->sequences;
+    for (int32_t i = 0; i < sequences->num; i++) {
+        kvc_sequence *sequence = sequences->items[i];
+        sequence->low =
+            sequence->in_batch ? batch->sequences[sequence->in_batch - 1].low : kvc_sequence_last(sequence) + 1;
+    }
+}
+
 /* What this batch lets group g forget of a sequence: positions [*begin, *end). */
-static void evictable(const kvc_cache *cache, const kvc_batch *batch, const kvc_sequence *sequence, int32_t g,
-                      int32_t *begin, int32_t *end) {
-    const int32_t low =
-        sequence->in_batch ? batch->sequences[sequence->in_batch - 1].low : kvc_sequence_last(sequence) + 1;
+static void evictable(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g, int32_t *begin, int32_t *end) {
     *begin = kvc_policy_sinks(&cache->policies[g]);
-    *end = kvc_policy_retained(&cache->policies[g], low);
+    *end = kvc_policy_retained(&cache->policies[g], sequence->low);
 }
 
 /* What a group needs for the batch, and what eviction gives it. */
@@ -196,7 +203,7 @@ static void visit_evictable(const kvc_batch *batch, int32_t g, kvc_part_fn *visi
     for (int32_t i = 0; i < cache->sequences.num; i++) {
         const kvc_sequence *sequence = cache->sequences.items[i];
         int32_t begin, end;
-        evictable(cache, batch, sequence, g, &begin, &end);
+        evictable(cache, sequence, g, &begin, &end);
         kvc_rows_visit(&sequence->rows[g], begin, end, visit, context);
     }
 }
@@ -206,7 +213,7 @@ static void visit_evictable(const kvc_batch *batch, int32_t g, kvc_part_fn *visi
 static kvc_block *last_block(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
     const kvc_rows *rows = &member->sequence->rows[g];
     int32_t begin, end;
-    evictable(batch->cache, batch, member->sequence, g, &begin, &end);
+    evictable(batch->cache, member->sequence, g, &begin, &end);
     for (int32_t i = rows->num - 1; i >= 0; i--) {
         const kvc_run *run = kvc_rows_begin(rows) + i;
         if (run->position < begin || run->position + run->count > end) return run->block;
@@ -278,7 +285,7 @@ static kvc_status check_room(const kvc_batch *batch, int32_t g, const demand *d)
         const kvc_batch_sequence *member = &batch->sequences[s];
         const kvc_rows *rows = &member->sequence->rows[g];
         int32_t begin, end;
-        evictable(cache, batch, member->sequence, g, &begin, &end);
+        evictable(cache, member->sequence, g, &begin, &end);
         const int64_t kept = rows->count - kvc_rows_visit(rows, begin, end, NULL, NULL);
         if (kept + member->num_tokens > cache->max_seq_len)
             return kvc_fail(KVC_ERR_FULL,
@@ -313,7 +320,7 @@ static kvc_status reserve_runs(const kvc_batch *batch, int32_t g) {
         const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
         if (!member && !kvc_policy_evicts(&cache->policies[g])) continue;
         int32_t begin, end;
-        evictable(cache, batch, sequence, g, &begin, &end);
+        evictable(cache, sequence, g, &begin, &end);
         const int32_t more = member ? member->num_stretches + member->num_tokens / cache->pools[g].block_size + 2 : 0;
         status = kvc_rows_reserve_evict(&sequence->rows[g], &cache->memory, begin, end, more);
     }
@@ -386,7 +393,7 @@ static void evict(kvc_batch *batch, int32_t g) {
     for (int32_t i = 0; i < cache->sequences.num; i++) {
         kvc_sequence *sequence = cache->sequences.items[i];
         int32_t begin, end;
-        evictable(cache, batch, sequence, g, &begin, &end);
+        evictable(cache, sequence, g, &begin, &end);
         cache->stats.rows_evicted += kvc_rows_evict(&sequence->rows[g], &cache->pools[g], begin, end);
     }
 }
@@ -424,6 +431,7 @@ static kvc_status begin(kvc_batch *batch, const int32_t *positions, const int64_
     kvc_status status = join_all(batch, positions, seq_ids);
     if (status != KVC_OK) return status;
     sort_tokens(batch);
+    find_lows(batch);
     status = check_num_sequences(batch);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
         const demand d = find_demand(batch, g);

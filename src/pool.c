@@ -7,7 +7,8 @@
 
 enum {
     WORTH_THREADS = 1 << 22, /* bytes; to give back less takes less time than to wake a thread */
-    JOIN_SLOTS = 512         /* so seldom are pages looked at that may have become huge ones */
+    JOIN_SLOTS = 512,        /* so seldom are pages looked at that may be made huge ones */
+    JOIN_TOKENS = 8          /* for so many tokens of a batch, one more is */
 };
 
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
@@ -174,6 +175,7 @@ static void purge_tail(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
     pool->row_bytes -= bytes;
     block->touched = block->fill;
     if (block->joined > block->fill) block->joined = block->fill;
+    block->join_next = 0;
 }
 
 void kvc_pool_give_back(kvc_pool *pool, int32_t num_threads) {
@@ -202,50 +204,48 @@ kvc_block *kvc_pool_open(kvc_pool *pool) {
     return block;
 }
 
-/* Makes the huge pages huge that slots [from, to) have filled in one head's rows.  The first may begin a little before
- * these, with padding. */
-static void join_rows(kvc_pool *pool, uint8_t *rows, size_t row_bytes, int32_t from, int32_t to) {
+/* Makes the huge pages huge that slots [from, to) have filled in one head's rows; whether there was one.  The first may
+ * begin a little before these, with padding. */
+static int join_rows(kvc_pool *pool, uint8_t *rows, size_t row_bytes, int32_t from, int32_t to) {
     const uintptr_t start = (uintptr_t)rows;
     uintptr_t begin = (start + (size_t)from * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
     const uintptr_t end = (start + (size_t)to * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
     if (begin + KVC_HUGE_PAGE / 4 < start) begin += KVC_HUGE_PAGE;
-    if (begin < end) kvc_memory_join(pool->memory, (void *)begin, end - begin);
+    if (begin >= end) return 0;
+    kvc_memory_join(pool->memory, (void *)begin, end - begin);
+    return 1;
 }
 
-/* Of all rows in slots below `to`. */
-static void join_pages(kvc_pool *pool, kvc_block *block, int32_t to) {
+/* Goes on with joining the pages of a block, head by head: the system takes a millisecond or more for each, so it is
+ * spread over as many steps. */
+static void join_some(kvc_pool *pool, kvc_block *block, int32_t budget) {
+    if (block->join_next == 0) {
+        if (block->fill - block->joined < JOIN_SLOTS && block->fill < pool->block_size) return;
+        block->join_to = block->fill;
+    }
+    int64_t next = 0; /* counted over keys and values of every head of every layer */
     for (int32_t i = 0; i < pool->num_layers; i++) {
         const kvc_layout *at = &pool->layouts[i];
-        for (size_t h = 0; h < (size_t)at->num_kv_heads; h++) {
-            uint8_t *k = block->rows + at->k_offset + h * at->k_head_stride;
-            uint8_t *v = block->rows + at->v_offset + h * at->v_head_stride;
-            join_rows(pool, k, at->k_row_bytes, block->joined, to);
-            if (at->v_stored) join_rows(pool, v, at->v_stored, block->joined, to);
+        for (size_t h = 0; h < 2 * (size_t)at->num_kv_heads; h++, next++) {
+            if (next < block->join_next) continue;
+            if (budget == 0) return;
+            const size_t head = h / 2;
+            const size_t offset =
+                h % 2 ? at->v_offset + head * at->v_head_stride : at->k_offset + head * at->k_head_stride;
+            budget -= join_rows(pool, block->rows + offset, h % 2 ? at->v_stored : at->k_row_bytes, block->joined,
+                                block->join_to);
+            block->join_next++;
         }
     }
-    block->joined = to;
+    block->joined = block->join_to;
+    block->join_next = 0;
 }
 
-/* Of a block that is about to be full: where there is little padding, of several heads together. */
-static void join_block(kvc_pool *pool, kvc_block *block) {
-    const int64_t used = kvc_pool_block_bytes(pool, pool->block_size), padding = (int64_t)pool->block_bytes - used;
-    const size_t whole = pool->block_bytes / KVC_HUGE_PAGE * KVC_HUGE_PAGE; /* it begins at the beginning of one */
-    if (padding > used / 128)
-        join_pages(pool, block, block->fill);
-    else if (whole)
-        kvc_memory_join(pool->memory, block->rows, whole);
-    block->joined = block->fill;
-}
-
-/* Slots up to the fill mark are resident from now on. */
-static void touch(kvc_pool *pool, kvc_block *block) {
+/* Slots up to the fill mark are resident from now on; `count` of them were handed out just now. */
+static void touch(kvc_pool *pool, kvc_block *block, int32_t count) {
     if (block->fill <= block->touched) return;
-    if (kvc_memory_is_lazy(pool->memory, pool->block_bytes)) {
-        if (block->fill == pool->block_size)
-            join_block(pool, block);
-        else if (block->touched - block->joined >= JOIN_SLOTS)
-            join_pages(pool, block, block->touched);
-    }
+    if (pool->block_bytes >= KVC_HUGE_PAGE && kvc_memory_is_lazy(pool->memory, pool->block_bytes))
+        join_some(pool, block, 1 + count / JOIN_TOKENS);
     pool->row_bytes += kvc_pool_block_bytes(pool, block->fill) - kvc_pool_block_bytes(pool, block->touched);
     block->touched = block->fill;
 }
@@ -257,7 +257,7 @@ int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
     block->live += count;
     pool->live += count;
     pool->filled += count;
-    touch(pool, block);
+    touch(pool, block, count);
     return slot;
 }
 
@@ -291,7 +291,7 @@ void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_block
         block->fill = block->live = live < pool->block_size ? live : pool->block_size;
         block->has_key = 0;
         pool->filled += block->fill;
-        touch(pool, block);
+        touch(pool, block, 0);
         live -= block->fill;
         free_if_empty(pool, block);
     }

@@ -18,6 +18,8 @@ typedef struct kvc_block {
     int32_t live;           /* slots that somebody holds */
     int32_t touched;        /* slots that were ever handed out since the memory was taken: these are resident */
     int32_t joined;         /* slots whose OS pages were made huge, where they fill one */
+    int32_t join_to;        /* what it will be ... */
+    int64_t join_next;      /* ... after this head's rows and those behind; 0: nothing is going on */
     int32_t pins;           /* holds that keep the rows as they are */
     int32_t planned;        /* slots past fill that a batch about to begin will take */
     int8_t is_free;         /* in the list of free blocks */

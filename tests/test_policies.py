@@ -243,3 +243,19 @@ def test_values_in_keys_stay_when_keys_are_rotated():
     assert (keys[0, :, 4:] != k[2:, 0, 4:]).all()
     cache.settle()
     np.testing.assert_array_equal(cache.values(0)[0], k[2:, 0, :4])
+
+
+def test_what_one_layer_drops_does_not_decide_on_another():
+    """An idle sequence goes on at 25 for both, also once the first has dropped what stood at 24."""
+    policy = [kvcache.ChunkedAttention(5), kvcache.ChunkedAttention(8)]
+    cache = kvcache.KVCache(2, 1, 8, None, policy=policy, rope=False, max_sequences=None)
+    x = np.ones((1, 1, 8), np.float32)
+    for position, seq_id in ((15, 0), (17, 0), (0, 1)):
+        if seq_id:
+            cache.shift(15, 16, 9)
+            assert [cache.positions(layer=layer).tolist() for layer in range(2)] == [[24, 17], [17]]
+        with cache.batch(positions=[position], seq_ids=[seq_id]) as batch:
+            for layer in range(2):
+                batch.put(layer, x, x)
+    assert cache.sequences == [1]
+    cache.validate()
