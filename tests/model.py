@@ -235,7 +235,7 @@ class KVCache:
                 behind = end is not None and lost[i] > end
                 lost[i] = begin if not behind else lost[i] - (end - begin) if shift else lost[i]
         self.put_back(seq_id, kept, lost)
-        if moves:
+        if moves and begin < end:
             self.move(end, None, seq_id, lambda p: p + begin - end, move_lost=False, rewrites=self.rewrites)
 
     def shift(self, begin, end, delta, *, seq_id=0):
