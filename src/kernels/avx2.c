@@ -2,26 +2,10 @@
 #include "kernels.h"
 
 #ifdef KVC_HAVE_AVX2
-#include <immintrin.h>
-#include <string.h>
-
-#if defined(__SANITIZE_ADDRESS__)
-#define HAVE_ADDRESS_SANITIZER 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define HAVE_ADDRESS_SANITIZER 1
-#endif
-#endif
-
 #define NAME "avx2"
 #define TABLE kvc_kernels_avx2
 #define TARGET __attribute__((target("avx2,fma,f16c")))
-#if defined(__OPTIMIZE__) && !defined(HAVE_ADDRESS_SANITIZER)
-#define INLINE static inline __attribute__((always_inline)) TARGET
-#else /* for tests: a copy of each function for every use of it would take minutes to compile with sanitizers */
-#define INLINE static inline TARGET
-#define UNROLL
-#endif
+#include "x86.h"
 
 enum { LANES = 8, ACCUMULATORS = 12, MATMUL_ROWS = 6, MATMUL_VECTORS = 2 }; /* of 16 registers */
 
@@ -44,11 +28,6 @@ INLINE vec v_set_f16(const void *p) {
     short bits;
     memcpy(&bits, p, sizeof bits);
     return _mm256_cvtph_ps(_mm_set1_epi16(bits));
-}
-
-INLINE void store_f16(void *p, float x) {
-    uint16_t bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
-    memcpy(p, &bits, sizeof bits);
 }
 
 INLINE vec v_load_f16(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
@@ -83,18 +62,6 @@ INLINE void v_store_8(void *p, vec x) {
     __m256i low_bytes = _mm256_set1_epi32(0x0c080400);
     __m256i bytes = _mm256_shuffle_epi8(_mm256_cvttps_epi32(x), low_bytes);
     _mm_storel_epi64(p, _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
-}
-
-/* The processor's own copy takes whole cache lines without reading first what it overwrites.  It is slow to begin, and
- * the address sanitizer does not see it. */
-INLINE void copy_row(void *dst, const void *src, size_t bytes) {
-#ifndef HAVE_ADDRESS_SANITIZER
-    if (bytes >= 256) {
-        __asm__ volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(bytes) : : "memory");
-        return;
-    }
-#endif
-    memcpy(dst, src, bytes);
 }
 
 INLINE vec v_add(vec x, vec y) { return _mm256_add_ps(x, y); }

@@ -8,6 +8,7 @@
  *   vector.h   the same loops once, over a small set of vector primitives
  *   avx2.c     those primitives for AVX2 + FMA + F16C
  *   avx512.c   those for AVX-512
+ *   x86.h      what the two share
  */
 #ifndef KVC_KERNELS_H
 #define KVC_KERNELS_H

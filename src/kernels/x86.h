@@ -1,0 +1,35 @@
+/* x86.h: what the instruction sets of x86 have in common.  TARGET is defined before it is included. */
+#include <immintrin.h>
+#include <string.h>
+
+#if defined(__SANITIZE_ADDRESS__)
+#define HAVE_ADDRESS_SANITIZER 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define HAVE_ADDRESS_SANITIZER 1
+#endif
+#endif
+
+#if defined(__OPTIMIZE__) && !defined(HAVE_ADDRESS_SANITIZER)
+#define INLINE static inline __attribute__((always_inline)) TARGET
+#else /* for tests: a copy of each function for every use of it would take minutes to compile with sanitizers */
+#define INLINE static inline TARGET
+#define UNROLL
+#endif
+
+INLINE void store_f16(void *p, float x) {
+    uint16_t bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+    memcpy(p, &bits, sizeof bits);
+}
+
+/* The processor's own copy takes whole cache lines without reading first what it overwrites.  It is slow to begin, and
+ * the address sanitizer does not see it. */
+INLINE void copy_row(void *dst, const void *src, size_t bytes) {
+#ifndef HAVE_ADDRESS_SANITIZER
+    if (bytes >= 256) {
+        __asm__ volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(bytes) : : "memory");
+        return;
+    }
+#endif
+    memcpy(dst, src, bytes);
+}
