@@ -541,7 +541,7 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
     const kvc_layout *at = work->layout;
     const kvc_place place = place_of(work, i);
     const transfer k = {work->cache->kernels->convert[a->k_type][layer->k_type],
-                        (char *)place.block->rows + at->k_offset + (size_t)place.slot * at->k_row_bytes,
+                        (char *)kvc_key_at(at, place.block, place.slot, 0),
                         (const char *)a->k + kvc_token_offset(i, a->inner_tokens, a->k_token_stride, a->k_batch_stride),
                         (int64_t)at->k_row_bytes,
                         (int64_t)at->k_head_stride,
@@ -552,7 +552,7 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
     transfer_rows(&k, count);
     if (layer->value_in_key) return;
     const transfer v = {work->cache->kernels->convert[a->v_type][layer->v_type],
-                        (char *)place.block->rows + at->v_offset + (size_t)place.slot * at->v_row_bytes,
+                        (char *)kvc_value_at(at, place.block, place.slot, 0),
                         (const char *)a->v + kvc_token_offset(i, a->inner_tokens, a->v_token_stride, a->v_batch_stride),
                         (int64_t)at->v_row_bytes,
                         (int64_t)at->v_head_stride,

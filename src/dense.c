@@ -96,8 +96,7 @@ static void fill_mask(const kvc_batch *batch, const kvc_policy *policy, int32_t 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
 
 /* Rows that lie side by side are copied together. */
-static void copy_sorted(const kvc_reader *reader, const dense_row *rows, int64_t num, const kvc_rows_out *out,
-                        int64_t at) {
+static void copy_sorted(kvc_reader *reader, const dense_row *rows, int64_t num, const kvc_rows_out *out, int64_t at) {
     for (int64_t i = 0, n; i < num; i += n) {
         kvc_run run = rows[i].run;
         for (n = 1; i + n < num && rows[i + n].run.block == run.block && rows[i + n].run.slot == run.slot + n &&
@@ -119,7 +118,7 @@ static int32_t next_member(const kvc_batch *batch, int32_t last) {
     return next;
 }
 
-static void fill(const kvc_batch *batch, const kvc_reader *reader, const kvc_dense_args *args, dense_row *rows) {
+static void fill(const kvc_batch *batch, kvc_reader *reader, const kvc_dense_args *args, dense_row *rows) {
     const kvc_policy *policy = &batch->cache->policies[batch->cache->group_of[reader->layer]];
     int64_t done = 0;
     for (int32_t s = next_member(batch, -1); s >= 0; s = next_member(batch, s)) {

@@ -1,6 +1,7 @@
 /* inject.c: replaces stored rows. */
 #include "dtype.h"
 #include "rewrite.h"
+#include "rows.h"
 
 /* A slot that nobody else looks at can be written to. */
 static int is_shared(const void *context, const kvc_run *run, int32_t slot) {
@@ -24,43 +25,34 @@ static kvc_status own_rows(kvc_cache *cache, int32_t group, kvc_rows *rows, int3
     return status;
 }
 
-/* The row of one head, at its slot; keys turned back to where they were rotated for. */
-static void write_row(const kvc_cache *cache, int32_t layer, const kvc_run *row, const kvc_rows_in *in, int64_t at,
-                      float *scratch) {
-    const kvc_layer *config = &cache->layers[layer];
-    const kvc_layout *layout = &cache->layouts[cache->layout_of[layer]];
-    const kvc_rope *rope = row->delta ? kvc_rope_of(cache, layer) : NULL;
-    uint8_t *slot_k = row->block->rows + layout->k_offset + (size_t)row->slot * layout->k_row_bytes;
-    uint8_t *slot_v = row->block->rows + layout->v_offset + (size_t)row->slot * layout->v_row_bytes;
-    float *angles = scratch, *turned = scratch + config->k_dim;
-    if (rope) kvc_rope_angles(rope, -row->delta, angles);
+/* The rows of all heads at one slot; keys turned back to where they were rotated for. */
+static void write_row(kvc_reader *reader, const kvc_run *row, const kvc_rows_in *in, int64_t at) {
+    const kvc_cache *cache = reader->cache;
+    const kvc_layer *config = &cache->layers[reader->layer];
+    const kvc_layout *layout = &cache->layouts[cache->layout_of[reader->layer]];
+    const kvc_rope *rope = row->delta ? kvc_rope_of(cache, reader->layer) : NULL;
     for (int32_t h = 0; h < config->num_kv_heads; h++) {
         const char *k = (const char *)in->k + h * in->k_head_stride + at * in->k_row_stride;
-        int32_t type = in->k_type;
-        if (rope) {
-            cache->kernels->convert[type][KVC_F32](turned, 0, k, 0, 1, config->k_dim);
-            kvc_rope_turn(rope, angles, turned);
-            k = (const char *)turned;
-            type = KVC_F32;
-        }
-        cache->kernels->convert[type][config->k_type](slot_k + (size_t)h * layout->k_head_stride, 0, k, 0, 1,
-                                                      config->k_dim);
+        uint8_t *key = kvc_key_at(layout, row->block, row->slot, h);
+        if (rope)
+            kvc_turner_turn(&reader->turner, rope, -row->delta, key, config->k_type, k, in->k_type, config->k_dim);
+        else
+            cache->kernels->convert[in->k_type][config->k_type](key, 0, k, 0, 1, config->k_dim);
         if (!config->value_in_key)
             cache->kernels->convert[in->v_type][config->v_type](
-                slot_v + (size_t)h * layout->v_head_stride, 0,
+                kvc_value_at(layout, row->block, row->slot, h), 0,
                 (const char *)in->v + h * in->v_head_stride + at * in->v_row_stride, 0, 1, config->v_dim);
     }
 }
 
-static void write_rows(const kvc_cache *cache, int32_t layer, const kvc_rows *rows, int32_t begin, int32_t end,
-                       const kvc_rows_in *in, float *scratch) {
+static void write_rows(kvc_reader *reader, const kvc_rows *rows, int32_t begin, int32_t end, const kvc_rows_in *in) {
     int64_t arrived = 0; /* rows of earlier runs */
     for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); arrived += run++->count) {
         const kvc_run part = kvc_run_part(run, begin, end);
         for (int32_t i = 0; i < part.count; i++) {
             const kvc_run row = kvc_run_part(&part, part.position + i, part.position + i + 1);
             if (rows->ascending || kvc_rows_find(rows, row.position) == arrived + row.position - run->position)
-                write_row(cache, layer, &row, in, row.position - begin, scratch);
+                write_row(reader, &row, in, row.position - begin);
         }
     }
 }
@@ -68,15 +60,15 @@ static void write_rows(const kvc_cache *cache, int32_t layer, const kvc_rows *ro
 static kvc_status inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                          const kvc_rows_in *in) {
     kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    kvc_reader reader;
     kvc_status status = kvc_check_idle(sequence);
     if (status != KVC_OK || !sequence) return status;
     const int32_t g = cache->group_of[layer];
-    const size_t size = 2 * (size_t)cache->layers[layer].k_dim * sizeof(float); /* a row and its angles */
-    float *scratch = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
-    if (!scratch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a row of layer %d", layer);
+    status = kvc_reader_new(cache, layer, &reader);
+    if (status != KVC_OK) return status;
     status = own_rows(cache, g, &sequence->rows[g], begin, end);
-    if (status == KVC_OK) write_rows(cache, layer, &sequence->rows[g], begin, end, in, scratch);
-    kvc_memory_free(&cache->memory, scratch, size, KVC_MEMORY_SCRATCH, -1);
+    if (status == KVC_OK) write_rows(&reader, &sequence->rows[g], begin, end, in);
+    kvc_reader_free(&reader);
     return status;
 }
 

@@ -37,6 +37,14 @@ typedef struct kvc_layout {
     int32_t num_kv_heads;
 } kvc_layout;
 
+/* Where the row of one head lies. */
+static inline uint8_t *kvc_key_at(const kvc_layout *at, const kvc_block *block, int32_t slot, int32_t head) {
+    return block->rows + at->k_offset + (size_t)head * at->k_head_stride + (size_t)slot * at->k_row_bytes;
+}
+static inline uint8_t *kvc_value_at(const kvc_layout *at, const kvc_block *block, int32_t slot, int32_t head) {
+    return block->rows + at->v_offset + (size_t)head * at->v_head_stride + (size_t)slot * at->v_row_bytes;
+}
+
 typedef struct kvc_pool {
     kvc_memory *memory;
     int32_t group;

@@ -149,28 +149,20 @@ size_t kvc_draft_scratch(const kvc_cache *cache, int32_t group) {
     for (int32_t i = 0; i < cache->num_layers; i++) {
         const kvc_layer *layer = &cache->layers[i];
         if (cache->group_of[i] != group) continue;
-        const size_t row = (size_t)layer->k_dim;
-        size_t size = row * 2; /* a row and its angles */
-        if (layer->rope.kind == KVC_ROPE_FUNCTION) size = row * (size_t)layer->num_kv_heads * FUNCTION_ROWS;
+        size_t size = kvc_turner_floats(layer->k_dim);
+        if (layer->rope.kind == KVC_ROPE_FUNCTION)
+            size = (size_t)layer->k_dim * (size_t)layer->num_kv_heads * FUNCTION_ROWS;
         if (size > most) most = size;
     }
     return most;
 }
 
-static uint8_t *key_at(const kvc_layout *at, const kvc_block *block, int32_t slot, int32_t head) {
-    return block->rows + at->k_offset + (size_t)head * at->k_head_stride + (size_t)slot * at->k_row_bytes;
-}
-
-static uint8_t *value_at(const kvc_layout *at, const kvc_block *block, int32_t slot, int32_t head) {
-    return block->rows + at->v_offset + (size_t)head * at->v_head_stride + (size_t)slot * at->v_row_bytes;
-}
-
 static void copy_rows(const kvc_layout *at, const kvc_copy *copy) {
     for (int32_t h = 0; h < at->num_kv_heads; h++) {
-        memcpy(key_at(at, copy->to, copy->to_slot, h), key_at(at, copy->from, copy->from_slot, h),
+        memcpy(kvc_key_at(at, copy->to, copy->to_slot, h), kvc_key_at(at, copy->from, copy->from_slot, h),
                (size_t)copy->count * at->k_row_bytes);
         if (at->v_stored)
-            memcpy(value_at(at, copy->to, copy->to_slot, h), value_at(at, copy->from, copy->from_slot, h),
+            memcpy(kvc_value_at(at, copy->to, copy->to_slot, h), kvc_value_at(at, copy->from, copy->from_slot, h),
                    (size_t)copy->count * at->v_stored);
     }
 }
@@ -182,15 +174,9 @@ void kvc_turn_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int3
         if (cache->group_of[layer] != group || cache->layers[layer].share || !rope) continue;
         const kvc_layout *at = &cache->layouts[cache->layout_of[layer]];
         const int32_t type = cache->layers[layer].k_type, dim = cache->layers[layer].k_dim;
-        float *angles = turner->scratch, *row = angles + kvc_rope_angles_size(rope);
-        if (rope != turner->rope || delta != turner->delta) kvc_rope_angles(rope, delta, angles);
-        turner->rope = rope;
-        turner->delta = delta;
         for (int32_t h = 0; h < at->num_kv_heads; h++) {
-            uint8_t *key = key_at(at, block, slot, h);
-            cache->kernels->convert[type][KVC_F32](row, 0, key, 0, 1, dim);
-            kvc_rope_turn(rope, angles, row);
-            cache->kernels->convert[KVC_F32][type](key, 0, row, 0, 1, dim);
+            uint8_t *key = kvc_key_at(at, block, slot, h);
+            kvc_turner_turn(turner, rope, delta, key, type, key, type, dim);
         }
     }
 }
@@ -204,12 +190,12 @@ static kvc_status call_function(const kvc_cache *cache, int32_t layer, const kvc
     const size_t head = (size_t)count * (size_t)config->k_dim;
     for (int32_t h = 0; h < at->num_kv_heads; h++)
         cache->kernels->convert[config->k_type][KVC_F32](keys + (size_t)h * head, f32_row,
-                                                         key_at(at, copy->to, copy->to_slot + first, h), row, count,
+                                                         kvc_key_at(at, copy->to, copy->to_slot + first, h), row, count,
                                                          config->k_dim);
     if (config->rope.shift(config->rope.user, layer, keys, config->num_kv_heads, count, config->k_dim, delta))
         return kvc_fail(KVC_ERR_CALLBACK, "the function that moves the keys of layer %d failed", layer);
     for (int32_t h = 0; h < at->num_kv_heads; h++)
-        cache->kernels->convert[KVC_F32][config->k_type](key_at(at, copy->to, copy->to_slot + first, h), row,
+        cache->kernels->convert[KVC_F32][config->k_type](kvc_key_at(at, copy->to, copy->to_slot + first, h), row,
                                                          keys + (size_t)h * head, f32_row, count, config->k_dim);
     return KVC_OK;
 }
@@ -227,7 +213,7 @@ static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const 
 
 static kvc_status move_copy(const kvc_cache *cache, int32_t group, const kvc_change *change, const kvc_copy *copy,
                             float *scratch) {
-    kvc_turner turner = {.scratch = scratch};
+    kvc_turner turner = {.kernels = cache->kernels, .scratch = scratch};
     for (int32_t i = 0; i < copy->count; i++) {
         const int32_t position = copy->position + i, delta = copy->delta + target(change, position) - position;
         if (delta) kvc_turn_keys(cache, group, copy->to, copy->to_slot + i, delta, &turner);

@@ -40,19 +40,12 @@ typedef struct kvc_draft {
 kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows, const kvc_change *change,
                           kvc_draft *draft);
 
-/* Floats that kvc_draft_copy, or a kvc_turner, needs. */
+/* Floats that kvc_draft_copy, or a kvc_turner for all layers, needs. */
 size_t kvc_draft_scratch(const kvc_cache *cache, int32_t group);
 
 /* KVC_ERR_CALLBACK if a layer's KVC_ROPE_FUNCTION fails; nothing else can. */
 kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_change *change, const kvc_draft *draft,
                           float *scratch);
-
-/* What turns keys: the angles it has are those of the last distance. */
-typedef struct kvc_turner {
-    float *scratch; /* kvc_draft_scratch floats */
-    const kvc_rope *rope;
-    int32_t delta;
-} kvc_turner;
 
 /* Turns the keys in a slot by delta, in all layers of the group that have frequencies. */
 void kvc_turn_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int32_t slot, int32_t delta,

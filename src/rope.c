@@ -76,3 +76,14 @@ void kvc_rope_turn(const kvc_rope *rope, const float *angles, float *row) {
             x[n + i] = b * cosines[i] + a * sines[i];
         }
 }
+
+void kvc_turner_turn(kvc_turner *turner, const kvc_rope *rope, int32_t delta, void *to, int32_t to_type,
+                     const void *from, int32_t from_type, int32_t k_dim) {
+    float *angles = turner->scratch, *row = angles + kvc_rope_angles_size(rope);
+    if (rope != turner->rope || delta != turner->delta) kvc_rope_angles(rope, delta, angles);
+    turner->rope = rope;
+    turner->delta = delta;
+    turner->kernels->convert[from_type][KVC_F32](row, 0, from, 0, 1, k_dim);
+    kvc_rope_turn(rope, angles, row);
+    turner->kernels->convert[KVC_F32][to_type](to, 0, row, 0, 1, k_dim);
+}

@@ -2,6 +2,7 @@
 #ifndef KVC_ROPE_H
 #define KVC_ROPE_H
 
+#include "kernels/kernels.h"
 #include "kvcache.h"
 
 /* KVC_OK, or the sentence that says what is wrong with a layer's rope. */
@@ -18,5 +19,19 @@ void kvc_rope_angles(const kvc_rope *rope, int32_t delta, float *angles);
 
 /* Turns a row by these angles. */
 void kvc_rope_turn(const kvc_rope *rope, const float *angles, float *row);
+
+/* Turns rows of any type.  It keeps the angles of the last distance: rows that lie together mostly move together. */
+typedef struct kvc_turner {
+    const kvc_kernels *kernels;
+    float *scratch; /* of kvc_turner_floats(k_dim) floats */
+    const kvc_rope *rope;
+    int32_t delta;
+} kvc_turner;
+
+static inline size_t kvc_turner_floats(int32_t k_dim) { return 2 * (size_t)k_dim; /* a row and its angles */ }
+
+/* Writes a row of k_dim elements, turned by delta, to where it may lie itself. */
+void kvc_turner_turn(kvc_turner *turner, const kvc_rope *rope, int32_t delta, void *to, int32_t to_type,
+                     const void *from, int32_t from_type, int32_t k_dim);
 
 #endif

@@ -69,8 +69,8 @@ void kvc_hold_free(kvc_hold *hold) {
 }
 
 kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at) {
-    return (kvc_span){.k = run->block->rows + at->k_offset + (size_t)run->slot * at->k_row_bytes,
-                      .v = run->block->rows + at->v_offset + (size_t)run->slot * at->v_row_bytes,
+    return (kvc_span){.k = kvc_key_at(at, run->block, run->slot, 0),
+                      .v = kvc_value_at(at, run->block, run->slot, 0),
                       .k_head_stride = (int64_t)at->k_head_stride,
                       .k_row_stride = (int64_t)at->k_row_bytes,
                       .v_head_stride = (int64_t)at->v_head_stride,
@@ -104,8 +104,7 @@ kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *
 /* ---- copies ------------------------------------------------------------------------------------------------------ */
 
 /* Keys of one head of a run, turned to where they stand. */
-static void decode_keys(const kvc_reader *reader, const kvc_span *span, int64_t head, const kvc_rows_out *out,
-                        char *to) {
+static void decode_keys(kvc_reader *reader, const kvc_span *span, int64_t head, const kvc_rows_out *out, char *to) {
     const kvc_cache *cache = reader->cache;
     const kvc_layer *config = &cache->layers[reader->layer];
     const kvc_rope *rope = span->delta ? kvc_rope_of(cache, reader->layer) : NULL;
@@ -115,20 +114,15 @@ static void decode_keys(const kvc_reader *reader, const kvc_span *span, int64_t 
                                                            span->num_rows, config->k_dim);
         return;
     }
-    float *angles = reader->scratch, *row = angles + kvc_rope_angles_size(rope);
-    for (int32_t i = 0; i < span->num_rows; i++) {
-        cache->kernels->convert[config->k_type][KVC_F32](row, 0, from + i * span->k_row_stride, 0, 1, config->k_dim);
-        kvc_rope_turn(rope, angles, row);
-        cache->kernels->convert[KVC_F32][out->type](to + i * out->k_row_stride, 0, row, 0, 1, config->k_dim);
-    }
+    for (int32_t i = 0; i < span->num_rows; i++)
+        kvc_turner_turn(&reader->turner, rope, span->delta, to + i * out->k_row_stride, out->type,
+                        from + i * span->k_row_stride, config->k_type, config->k_dim);
 }
 
-void kvc_reader_copy(const kvc_reader *reader, const kvc_run *part, const kvc_rows_out *out, int64_t at) {
+void kvc_reader_copy(kvc_reader *reader, const kvc_run *part, const kvc_rows_out *out, int64_t at) {
     const kvc_cache *cache = reader->cache;
     const kvc_layer *config = &cache->layers[reader->layer];
     const kvc_span span = kvc_span_of(part, &cache->layouts[cache->layout_of[reader->layer]]);
-    const kvc_rope *rope = kvc_rope_of(cache, reader->layer);
-    if (out->k && rope && part->delta) kvc_rope_angles(rope, part->delta, reader->scratch);
     for (int64_t h = 0; h < config->num_kv_heads; h++) {
         if (out->k)
             decode_keys(reader, &span, h, out, (char *)out->k + h * out->k_head_stride + at * out->k_row_stride);
@@ -140,18 +134,18 @@ void kvc_reader_copy(const kvc_reader *reader, const kvc_run *part, const kvc_ro
 }
 
 static size_t scratch_size(const kvc_cache *cache, int32_t layer) {
-    return 2 * (size_t)cache->layers[layer].k_dim * sizeof(float); /* a row and its angles */
+    return kvc_turner_floats(cache->layers[layer].k_dim) * sizeof(float);
 }
 
 kvc_status kvc_reader_new(kvc_cache *cache, int32_t layer, kvc_reader *reader) {
-    *reader = (kvc_reader){.cache = cache, .layer = layer};
+    *reader = (kvc_reader){.cache = cache, .layer = layer, .turner.kernels = cache->kernels};
     if (!kvc_rope_of(cache, layer)) return KVC_OK;
-    reader->scratch = kvc_memory_alloc(&cache->memory, scratch_size(cache, layer), KVC_MEMORY_SCRATCH, -1);
-    return reader->scratch ? KVC_OK : kvc_fail(KVC_ERR_NOMEM, "out of memory for a row of layer %d", layer);
+    reader->turner.scratch = kvc_memory_alloc(&cache->memory, scratch_size(cache, layer), KVC_MEMORY_SCRATCH, -1);
+    return reader->turner.scratch ? KVC_OK : kvc_fail(KVC_ERR_NOMEM, "out of memory for a row of layer %d", layer);
 }
 
 void kvc_reader_free(kvc_reader *reader) {
-    kvc_memory_free(&reader->cache->memory, reader->scratch, scratch_size(reader->cache, reader->layer),
+    kvc_memory_free(&reader->cache->memory, reader->turner.scratch, scratch_size(reader->cache, reader->layer),
                     KVC_MEMORY_SCRATCH, -1);
 }
 

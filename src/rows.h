@@ -14,7 +14,7 @@ kvc_status kvc_hold_runs(kvc_cache *cache, const kvc_run *runs, int32_t num_runs
 typedef struct kvc_reader {
     kvc_cache *cache;
     int32_t layer;
-    float *scratch; /* a row and its angles */
+    kvc_turner turner;
 } kvc_reader;
 
 /* With the mutex held. */
@@ -23,7 +23,7 @@ void kvc_reader_free(kvc_reader *reader);
 
 /* Copies the rows of a run, decoded, keys turned to where they stand now, to rows `at` and on of the caller's arrays.
  */
-void kvc_reader_copy(const kvc_reader *reader, const kvc_run *run, const kvc_rows_out *out, int64_t at);
+void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out *out, int64_t at);
 
 /* Copies and checks the caller's struct. */
 kvc_status kvc_check_rows_out(const kvc_rows_out *given, kvc_rows_out *out);

@@ -79,7 +79,7 @@ static kvc_status prepare(settling *s) {
 
 static void turn_slots(const settling *s) {
     const kvc_pool *pool = &s->cache->pools[s->group];
-    kvc_turner turner = {.scratch = s->scratch};
+    kvc_turner turner = {.kernels = s->cache->kernels, .scratch = s->scratch};
     for (int32_t b = 0; b < s->num_blocks; b++)
         for (const int32_t *delta = s->deltas[b]; delta < s->deltas[b + 1]; delta++)
             if (*delta != 0 && *delta != UNSEEN && *delta != DISPUTED)
