@@ -95,8 +95,8 @@ static int32_t join(kvc_batch *batch, int64_t seq_id) {
     if (!sequence->in_batch) {
         const int32_t s = batch->num_sequences++;
         sequence->in_batch = s + 1;
-        batch->sequences[s] = (kvc_batch_sequence){.sequence = sequence, .low = kvc_sequence_last(sequence) + 1};
-        if (kvc_sequence_is_empty(sequence)) batch->sequences[s].low = INT32_MAX;
+        batch->sequences[s] = (kvc_batch_sequence){.sequence = sequence};
+        sequence->low = kvc_sequence_is_empty(sequence) ? INT32_MAX : kvc_sequence_last(sequence) + 1;
     }
     return sequence->in_batch - 1;
 }
@@ -112,7 +112,7 @@ static kvc_status join_all(kvc_batch *batch, const int32_t *positions, const int
         batch->sequence_of[t] = s;
         member->num_stretches += !member->num_tokens++ || positions[t] != member->next;
         member->next = positions[t] + 1;
-        if (positions[t] < member->low) member->low = positions[t];
+        if (positions[t] < member->sequence->low) member->sequence->low = positions[t];
     }
     return KVC_OK;
 }
@@ -160,13 +160,12 @@ static kvc_status check_num_sequences(const kvc_batch *batch) {
                     (long long)num, (long long)cache->max_sequences);
 }
 
-/* Looked at before anything is evicted: what goes in one group must not decide on what stays in the next. */
-static void find_lows(const kvc_batch *batch) {
-    const kvc_table *sequences = &batch->cache->sequences;
-    for (int32_t i = 0; i < sequences->num; i++) {
-        kvc_sequence *sequence = sequences->items[i];
-        sequence->low =
-            sequence->in_batch ? batch->sequences[sequence->in_batch - 1].low : kvc_sequence_last(sequence) + 1;
+/* Of those that are not in the batch: before anything is evicted, as what goes in one group must not decide on what
+ * stays in the next. */
+static void find_lows(const kvc_cache *cache) {
+    for (int32_t i = 0; i < cache->sequences.num; i++) {
+        kvc_sequence *sequence = cache->sequences.items[i];
+        if (!sequence->in_batch) sequence->low = kvc_sequence_last(sequence) + 1;
     }
 }
 
@@ -431,7 +430,7 @@ static kvc_status begin(kvc_batch *batch, const int32_t *positions, const int64_
     kvc_status status = join_all(batch, positions, seq_ids);
     if (status != KVC_OK) return status;
     sort_tokens(batch);
-    find_lows(batch);
+    find_lows(cache);
     status = check_num_sequences(batch);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
         const demand d = find_demand(batch, g);

@@ -50,7 +50,6 @@ static inline int64_t kvc_token_offset(int32_t i, int32_t inner_tokens, int64_t 
 typedef struct kvc_batch_sequence {
     kvc_sequence *sequence;
     int32_t first, num_tokens; /* its tokens: order[first .. first + num_tokens) */
-    int32_t low;               /* no query of it will come below this position */
     int32_t num_stretches;     /* of consecutive positions among its tokens */
     int32_t next;              /* position that would go on with the last stretch */
 } kvc_batch_sequence;

@@ -125,24 +125,18 @@ static int32_t plan_moves(compaction *c) {
 
 /* ---- moving ------------------------------------------------------------------------------------------------------ */
 
-/* The rows of K or V of one head of one layer. */
 static void move_region(void *context, int64_t i) {
     const compaction *c = context;
-    const kvc_layout *at = c->pool->layouts;
-    for (; i >= 2 * (int64_t)at->num_kv_heads; at++) i -= 2 * (int64_t)at->num_kv_heads;
-    const size_t head = (size_t)i / 2;
-    const size_t offset = i % 2 ? at->v_offset + head * at->v_head_stride : at->k_offset + head * at->k_head_stride;
-    const size_t bytes = i % 2 ? at->v_stored : at->k_row_bytes;
+    const kvc_region at = kvc_pool_region(c->pool, i);
     for (int64_t m = 0; m < c->num_moves; m++) {
         const move *mv = &c->moves[m];
-        memmove(mv->to->rows + offset + (size_t)mv->to_slot * bytes,
-                mv->from->rows + offset + (size_t)mv->from_slot * bytes, (size_t)mv->count * bytes);
+        memmove(mv->to->rows + at.offset + (size_t)mv->to_slot * at.row_bytes,
+                mv->from->rows + at.offset + (size_t)mv->from_slot * at.row_bytes, (size_t)mv->count * at.row_bytes);
     }
 }
 
 static void move_rows(compaction *c) {
-    int64_t regions = 0, moved = 0;
-    for (int32_t i = 0; i < c->pool->num_layers; i++) regions += 2 * (int64_t)c->pool->layouts[i].num_kv_heads;
+    int64_t moved = 0;
     for (int64_t m = 0; m < c->num_moves; m++) {
         const move *mv = &c->moves[m];
         memmove(mv->to->holders + mv->to_slot, mv->from->holders + mv->from_slot,
@@ -151,7 +145,8 @@ static void move_rows(compaction *c) {
     }
     c->cache->stats.rows_moved += moved;
     const int64_t bytes = moved * kvc_pool_slot_bytes(c->pool);
-    kvc_parallel(bytes < WORTH_THREADS ? 1 : kvc_cache_threads(c->cache), regions, move_region, c);
+    kvc_parallel(bytes < WORTH_THREADS ? 1 : kvc_cache_threads(c->cache), kvc_pool_num_regions(c->pool), move_region,
+                 c);
 }
 
 /* Runs follow their slots; where the new place is cut by the end of a block, a run becomes two. */

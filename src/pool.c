@@ -147,31 +147,39 @@ void kvc_pool_unopen(kvc_pool *pool, int32_t count) {
     pool->returned -= done;
 }
 
+int64_t kvc_pool_num_regions(const kvc_pool *pool) {
+    int64_t num = 0;
+    for (int32_t i = 0; i < pool->num_layers; i++) num += 2 * (int64_t)pool->layouts[i].num_kv_heads;
+    return num;
+}
+
+kvc_region kvc_pool_region(const kvc_pool *pool, int64_t index) {
+    const kvc_layout *at = pool->layouts;
+    for (; index >= 2 * (int64_t)at->num_kv_heads; at++) index -= 2 * (int64_t)at->num_kv_heads;
+    const size_t head = (size_t)index / 2;
+    if (index % 2) return (kvc_region){at->v_offset + head * at->v_head_stride, at->v_stored};
+    return (kvc_region){at->k_offset + head * at->k_head_stride, at->k_row_bytes};
+}
+
 typedef struct purge {
     const kvc_pool *pool;
     const kvc_block *block;
 } purge;
 
-/* Gives back the pages past the fill mark in one head of one layer. */
-static void purge_head(void *context, int64_t head) {
+/* Gives back the pages past the fill mark. */
+static void purge_region(void *context, int64_t index) {
     const kvc_pool *pool = ((const purge *)context)->pool;
     const kvc_block *block = ((const purge *)context)->block;
-    const kvc_layout *at = pool->layouts;
-    for (; head >= at->num_kv_heads; at++) head -= at->num_kv_heads;
-    const size_t h = (size_t)head, from = (size_t)block->fill, count = (size_t)(block->touched - block->fill);
-    kvc_memory_purge(pool->memory, block->rows + at->k_offset + h * at->k_head_stride + from * at->k_row_bytes,
-                     count * at->k_row_bytes);
-    kvc_memory_purge(pool->memory, block->rows + at->v_offset + h * at->v_head_stride + from * at->v_stored,
-                     count * at->v_stored);
+    const kvc_region at = kvc_pool_region(pool, index);
+    kvc_memory_purge(pool->memory, block->rows + at.offset + (size_t)block->fill * at.row_bytes,
+                     (size_t)(block->touched - block->fill) * at.row_bytes);
 }
 
 static void purge_tail(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
     if (block->fill >= block->touched || !kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return;
-    int64_t heads = 0;
-    for (int32_t i = 0; i < pool->num_layers; i++) heads += pool->layouts[i].num_kv_heads;
     const int64_t bytes = kvc_pool_block_bytes(pool, block->touched) - kvc_pool_block_bytes(pool, block->fill);
     purge work = {pool, block};
-    kvc_parallel(bytes < WORTH_THREADS ? 1 : num_threads, heads, purge_head, &work);
+    kvc_parallel(bytes < WORTH_THREADS ? 1 : num_threads, kvc_pool_num_regions(pool), purge_region, &work);
     pool->row_bytes -= bytes;
     block->touched = block->fill;
     if (block->joined > block->fill) block->joined = block->fill;
@@ -206,7 +214,7 @@ kvc_block *kvc_pool_open(kvc_pool *pool) {
 
 /* Makes the huge pages huge that slots [from, to) have filled in one head's rows; whether there was one.  The first may
  * begin a little before these, with padding. */
-static int join_rows(kvc_pool *pool, uint8_t *rows, size_t row_bytes, int32_t from, int32_t to) {
+static int join_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, int32_t from, int32_t to) {
     const uintptr_t start = (uintptr_t)rows;
     uintptr_t begin = (start + (size_t)from * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
     const uintptr_t end = (start + (size_t)to * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
@@ -216,26 +224,17 @@ static int join_rows(kvc_pool *pool, uint8_t *rows, size_t row_bytes, int32_t fr
     return 1;
 }
 
-/* Goes on with joining the pages of a block, head by head: the system takes a millisecond or more for each, so it is
- * spread over as many steps. */
+/* Goes on with joining the pages of a block, region by region: the system takes a millisecond or more for each, so it
+ * is spread over as many steps. */
 static void join_some(kvc_pool *pool, kvc_block *block, int32_t budget) {
     if (block->join_next == 0) {
         if (block->fill - block->joined < JOIN_SLOTS && block->fill < pool->block_size) return;
         block->join_to = block->fill;
     }
-    int64_t next = 0; /* counted over keys and values of every head of every layer */
-    for (int32_t i = 0; i < pool->num_layers; i++) {
-        const kvc_layout *at = &pool->layouts[i];
-        for (size_t h = 0; h < 2 * (size_t)at->num_kv_heads; h++, next++) {
-            if (next < block->join_next) continue;
-            if (budget == 0) return;
-            const size_t head = h / 2;
-            const size_t offset =
-                h % 2 ? at->v_offset + head * at->v_head_stride : at->k_offset + head * at->k_head_stride;
-            budget -= join_rows(pool, block->rows + offset, h % 2 ? at->v_stored : at->k_row_bytes, block->joined,
-                                block->join_to);
-            block->join_next++;
-        }
+    for (const int64_t num = kvc_pool_num_regions(pool); block->join_next < num; block->join_next++) {
+        if (budget == 0) return;
+        const kvc_region at = kvc_pool_region(pool, block->join_next);
+        budget -= join_rows(pool, block->rows + at.offset, at.row_bytes, block->joined, block->join_to);
     }
     block->joined = block->join_to;
     block->join_next = 0;

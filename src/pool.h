@@ -19,7 +19,7 @@ typedef struct kvc_block {
     int32_t touched;        /* slots that were ever handed out since the memory was taken: these are resident */
     int32_t joined;         /* slots whose OS pages were made huge, where they fill one */
     int32_t join_to;        /* what it will be ... */
-    int64_t join_next;      /* ... after this head's rows and those behind; 0: nothing is going on */
+    int64_t join_next;      /* ... after this region and those behind; 0: nothing is going on */
     int32_t pins;           /* holds that keep the rows as they are */
     int32_t planned;        /* slots past fill that a batch about to begin will take */
     int8_t is_free;         /* in the list of free blocks */
@@ -69,6 +69,15 @@ void kvc_pool_destroy(kvc_pool *pool);
 
 /* Bytes that are resident in a block with so many slots touched. */
 int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t touched);
+
+/* The rows of K or V of one head of one layer: where they begin in a block, and how far apart they are; 0: they are not
+ * stored.  The regions of a group are numbered. */
+typedef struct kvc_region {
+    size_t offset, row_bytes;
+} kvc_region;
+
+int64_t kvc_pool_num_regions(const kvc_pool *pool);
+kvc_region kvc_pool_region(const kvc_pool *pool, int64_t index);
 
 /* Sees to it that at least `count` blocks are free; on failure nothing has changed. */
 kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count);
