@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Protocol, Self, SupportsFloat, SupportsIndex, TypeAlias, overload
+from typing import Any, Literal, NoReturn, Protocol, Self, SupportsFloat, SupportsIndex, TypeAlias, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -1467,12 +1467,12 @@ def _limit(value: Any, name: str, most: int) -> int | None:
 
 def _float_dtype(value: Any, name: str) -> FloatDType:
     if isinstance(value, str) and value in ("f32", "f16", "bf16"):
-        return value  # type: ignore[return-value]
+        return cast(FloatDType, value)
     raise ValueError(f"{name}={value!r}: must be 'f32', 'f16' or 'bf16'")
 
 
 def _check_strategy(value: Any) -> Strategy:
     if isinstance(value, LongSequencesOnly | Adaptive) or (isinstance(value, str) and value in ("always", "disabled")):
-        return value  # type: ignore[return-value]
+        return cast(Strategy, value)
     error = ValueError if isinstance(value, str) else TypeError
     raise error(f"strategy={value!r}: must be 'always', 'disabled', a LongSequencesOnly or an Adaptive")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from kvcache import _core
 from kvcache._core import integer
 from kvcache.policy import ChunkedAttention, CrossAttention, Policy, SlidingWindow
-from kvcache.rope import Rope, RopeLike
+from kvcache.rope import Rope, RopeFunction, RopeLike
 
 __all__ = ["DType", "FloatDType", "Layer", "count", "make_layers"]
 
@@ -140,7 +140,7 @@ def _dim(value: Any, name: str) -> int:
 
 def _dtype(value: Any, name: str) -> DType:
     if isinstance(value, str) and value in _core.TYPES:
-        return value  # type: ignore[return-value]
+        return cast(DType, value)
     raise ValueError(f"{name}={value!r}: must be 'f32', 'f16', 'bf16', 'q8_0' or 'q4_0'")
 
 
@@ -162,7 +162,7 @@ def _rope(value: Any, name: str) -> RopeLike:
     if value is None or value is False or isinstance(value, Rope):
         return value
     if callable(value) and not isinstance(value, type):
-        return value  # type: ignore[no-any-return]
+        return cast(RopeFunction, value)
     raise TypeError(f"{name}={value!r}: must be a Rope, False (no rotation), a function, or None (not told)")
 
 

@@ -59,18 +59,8 @@ static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_cha
     return own;
 }
 
-static kvc_status copy_rows(kvc_cache *cache, const kvc_change *change, const kvc_draft *drafts, float *scratch) {
-    kvc_status status = KVC_OK;
-    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
-        const kvc_change own = change_in(cache, g, change);
-        status = kvc_draft_copy(cache, g, &own, &drafts[g], scratch);
-    }
-    return status;
-}
-
 /* Rows are copied, perhaps by a function of the caller, while the mutex is free. */
-static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, const kvc_change *change,
-                                const kvc_draft *drafts) {
+static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, const kvc_draft *drafts) {
     size_t floats = 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const size_t size = kvc_draft_scratch(cache, g);
@@ -84,7 +74,8 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, const 
     sequence->in_rewrite = 1;
     cache->num_rewrites++;
     kvc_unlock(cache, KVC_OK);
-    status = copy_rows(cache, change, drafts, scratch);
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
+        status = kvc_draft_copy(cache, g, &drafts[g], scratch);
     kvc_lock(cache);
     cache->num_rewrites--;
     sequence->in_rewrite = 0;
@@ -94,13 +85,12 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, const 
 
 static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_draft *drafts, kvc_status status) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        const kvc_change own = change_in(cache, g, &e->change);
         kvc_rows *rows = &sequence->rows[g];
         if (status != KVC_OK) {
             kvc_draft_discard(cache, g, &drafts[g]);
             continue;
         }
-        kvc_draft_accept(cache, g, rows, &own, &drafts[g]);
+        kvc_draft_accept(cache, g, rows, &drafts[g]);
         rows->lost_end = lost_after(e, rows->lost_end);
     }
 }
@@ -116,7 +106,7 @@ static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e)
         const kvc_change own = change_in(cache, g, &e->change);
         status = kvc_draft_make(cache, g, &sequence->rows[g], &own, &drafts[g]);
     }
-    if (status == KVC_OK) status = copy_unlocked(cache, sequence, &e->change, drafts);
+    if (status == KVC_OK) status = copy_unlocked(cache, sequence, drafts);
     finish(cache, sequence, e, drafts, status);
     kvc_memory_free(&cache->memory, drafts, size, KVC_MEMORY_SCRATCH, -1);
     if (status == KVC_OK) kvc_cache_after_edit(cache, sequence);

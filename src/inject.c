@@ -17,8 +17,8 @@ static kvc_status own_rows(kvc_cache *cache, int32_t group, kvc_rows *rows, int3
     if (status != KVC_OK) return status;
     status = draft.num_copies ? kvc_check_max_bytes(cache, "copying rows that are shared") : KVC_OK;
     if (status == KVC_OK) {
-        kvc_draft_copy(cache, group, &change, &draft, NULL);
-        kvc_draft_accept(cache, group, rows, &change, &draft);
+        kvc_draft_copy(cache, group, &draft, NULL);
+        kvc_draft_accept(cache, group, rows, &draft);
     } else {
         kvc_draft_discard(cache, group, &draft);
     }

@@ -99,7 +99,7 @@ static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted,
 kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows, const kvc_change *change,
                           kvc_draft *draft) {
     walk w = {.change = change, .pool = &cache->pools[group]};
-    *draft = (kvc_draft){0};
+    *draft = (kvc_draft){.change = *change};
     kvc_rows_init(&draft->rows);
     walk_rows(&w, rows);
     const kvc_status status = reserve(cache, w.pool, &w, draft);
@@ -119,9 +119,9 @@ static void free_copies(kvc_cache *cache, kvc_draft *draft) {
     kvc_memory_free(&cache->memory, draft->copies, (size_t)draft->room * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
 }
 
-void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, const kvc_change *change, kvc_draft *draft) {
+void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, kvc_draft *draft) {
     kvc_pool *pool = &cache->pools[group];
-    kvc_rows_visit(rows, change->begin, change->end, kvc_drop_part, pool);
+    kvc_rows_visit(rows, draft->change.begin, draft->change.end, kvc_drop_part, pool);
     for (int32_t i = 0; i < draft->num_copies; i++) {
         kvc_pool_drop(pool, draft->copies[i].from, draft->copies[i].from_slot, draft->copies[i].count);
         cache->stats.rows_copied += draft->copies[i].count;
@@ -226,13 +226,12 @@ static kvc_status move_copy(const kvc_cache *cache, int32_t group, const kvc_cha
     return status;
 }
 
-kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_change *change, const kvc_draft *draft,
-                          float *scratch) {
+kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_draft *draft, float *scratch) {
     const kvc_pool *pool = &cache->pools[group];
     kvc_status status = KVC_OK;
     for (int32_t i = 0; status == KVC_OK && i < draft->num_copies; i++) {
         for (int32_t l = 0; l < pool->num_layers; l++) copy_rows(&pool->layouts[l], &draft->copies[i]);
-        if (change->settles) status = move_copy(cache, group, change, &draft->copies[i], scratch);
+        if (draft->change.settles) status = move_copy(cache, group, &draft->change, &draft->copies[i], scratch);
     }
     return status;
 }

@@ -29,6 +29,7 @@ typedef struct kvc_copy {
 } kvc_copy;
 
 typedef struct kvc_draft {
+    kvc_change change;
     kvc_rows rows; /* as they are to be, but for lost_end */
     kvc_copy *copies;
     int32_t num_copies, room;
@@ -44,14 +45,13 @@ kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows,
 size_t kvc_draft_scratch(const kvc_cache *cache, int32_t group);
 
 /* KVC_ERR_CALLBACK if a layer's KVC_ROPE_FUNCTION fails; nothing else can. */
-kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_change *change, const kvc_draft *draft,
-                          float *scratch);
+kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_draft *draft, float *scratch);
 
 /* Turns the keys in a slot by delta, in all layers of the group that have frequencies. */
 void kvc_turn_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int32_t slot, int32_t delta,
                    kvc_turner *turner);
 
-void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, const kvc_change *change, kvc_draft *draft);
+void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, kvc_draft *draft);
 void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft);
 
 #endif

@@ -27,10 +27,6 @@ static int is_disputed(const void *context, const kvc_run *run, int32_t slot) {
     return run->delta != 0 && s->deltas[run->block->index][slot] == DISPUTED;
 }
 
-static kvc_change change_of(const settling *s) {
-    return (kvc_change){.moved_end = KVC_END, .settles = 1, .copies = is_disputed, .context = s};
-}
-
 static kvc_rows *rows_of(const settling *s, int32_t i) { return &s->cache->sequences.items[i]->rows[s->group]; }
 
 static void *get(const settling *s, size_t count, size_t item) {
@@ -68,7 +64,7 @@ static kvc_status prepare(settling *s) {
     if (!s->deltas || !s->slots || !s->drafts || !s->scratch)
         return kvc_fail(KVC_ERR_NOMEM, "out of memory to settle the keys of %zu slots", s->num_slots);
     note_deltas(s);
-    const kvc_change change = change_of(s);
+    const kvc_change change = {.moved_end = KVC_END, .settles = 1, .copies = is_disputed, .context = s};
     for (; s->num_drafts < s->cache->sequences.num; s->num_drafts++) {
         const kvc_status status =
             kvc_draft_make(s->cache, s->group, rows_of(s, s->num_drafts), &change, &s->drafts[s->num_drafts]);
@@ -87,13 +83,12 @@ static void turn_slots(const settling *s) {
 }
 
 static void end(settling *s, kvc_status status) {
-    const kvc_change change = change_of(s);
     for (int32_t i = 0; status == KVC_OK && i < s->num_drafts; i++)
-        kvc_draft_copy(s->cache, s->group, &change, &s->drafts[i], s->scratch);
+        kvc_draft_copy(s->cache, s->group, &s->drafts[i], s->scratch);
     if (status == KVC_OK) turn_slots(s);
     for (int32_t i = 0; i < s->num_drafts; i++)
         if (status == KVC_OK)
-            kvc_draft_accept(s->cache, s->group, rows_of(s, i), &change, &s->drafts[i]);
+            kvc_draft_accept(s->cache, s->group, rows_of(s, i), &s->drafts[i]);
         else
             kvc_draft_discard(s->cache, s->group, &s->drafts[i]);
     put_back(s, s->deltas, (size_t)s->num_blocks, sizeof *s->deltas);

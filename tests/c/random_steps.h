@@ -304,4 +304,20 @@ static inline void random_step(pair *p, view *v)
         view_new(v, p, random_id(), random_int(0, p->config.num_layers));
 }
 
+/* Random steps on a new cache.  roundings: of keys that are turned by any angles, each time they are settled, divided or
+ * replaced; 0: by right ones, which rounds none. */
+static inline void random_test(int block_size, int roundings, int num_steps)
+{
+    static pair p;
+    static view v;
+    p = (pair){.config.block_size = block_size, .roundings = roundings};
+    random_pair(&p);
+    for (int i = 0; i < num_steps; i++) {
+        random_step(&p, &v);
+        pair_check(&p);
+    }
+    view_free(&v, &p);
+    pair_free(&p);
+}
+
 #endif

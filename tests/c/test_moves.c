@@ -1108,23 +1108,6 @@ static void test_no_attention(void)
     pair_free(&p);
 }
 
-/* ---- random operations ------------------------------------------------------------------------------------------- */
-
-/* With any angles: keys are rounded each time they are settled, divided or replaced. */
-static void test_random(int block_size, int num_steps)
-{
-    static pair p;
-    static view v;
-    p = (pair){.config.block_size = block_size, .roundings = 12};
-    random_pair(&p);
-    for (int i = 0; i < num_steps; i++) {
-        random_step(&p, &v);
-        pair_check(&p);
-    }
-    view_free(&v, &p);
-    pair_free(&p);
-}
-
 /* ---- everything -------------------------------------------------------------------------------------------------- */
 
 static void test_block_size(int block_size)
@@ -1139,7 +1122,7 @@ static void test_block_size(int block_size)
     test_commit_kept(block_size);
     test_reserve(block_size);
     for (int i = 0; i < 8; i++)
-        test_random(block_size, 300);
+        random_test(block_size, 12, 300);
 }
 
 static void test_moves(void)

@@ -1160,22 +1160,6 @@ static void test_bad_reads(void)
     pair_free(p);
 }
 
-/* ---- random operations ------------------------------------------------------------------------------------------ */
-
-static void test_random(int block_size, int num_steps)
-{
-    static pair p;
-    static view v;
-    p = (pair){.config.block_size = block_size};
-    random_pair(&p);
-    for (int i = 0; i < num_steps; i++) {
-        random_step(&p, &v);
-        pair_check(&p);
-    }
-    view_free(&v, &p);
-    pair_free(&p);
-}
-
 /* ---- everything ------------------------------------------------------------------------------------------------- */
 
 static void test_block_size(int block_size)
@@ -1192,7 +1176,7 @@ static void test_block_size(int block_size)
     test_max_bytes_is_hard(block_size);
     test_hold(block_size);
     for (int i = 0; i < 12; i++)
-        test_random(block_size, 700);
+        random_test(block_size, 0, 700);
 }
 
 static void test_forward_pass(void)
