@@ -104,8 +104,8 @@ typedef struct task {
     int32_t num_q; /* query rows: row r is token r / heads_per_kv of the unit, head r % heads_per_kv of the group */
     float *lane;   /* scratch */
     float *q, *scores, *acc, *max, *sum, *factor;
-    float *turned; /* the query rows for keys that are off */
-    int32_t turn;  /* which ones; 0: none yet */
+    float *ready; /* the query rows as the kernels want them, for keys that are off by ... */
+    int32_t turn; /* ... this of the plan's deltas; 0: for those that are not; -1: not made yet */
 } task;
 
 static int32_t token_of(const task *t, int32_t r) {
@@ -133,19 +133,28 @@ static void load_queries(const task *t) {
     }
 }
 
-/* The query rows for a tile: where its keys are off, turned back by as much. */
+/* Where keys are off by the plan's delta `turn`, the query rows are turned back by as much. */
+static void turn_queries(const task *t, int32_t turn) {
+    const call *c = t->call;
+    const kvc_plan *plan = c->plan;
+    const float *angles = c->angles + (size_t)(turn - 1) * (size_t)plan->angles_stride;
+    for (int32_t r = 0; r < t->num_q; r++)
+        kvc_rope_turn(c->rope, angles, t->ready + (size_t)r * (size_t)plan->lane.q_stride);
+}
+
+/* The query rows as the kernels want them for a tile. */
 static const float *queries_for(task *t, const tile *tile) {
     const call *c = t->call;
-    if (!tile->turn || !c->rope) return t->q;
-    if (tile->turn != t->turn) {
-        const kvc_plan *plan = c->plan;
-        const float *angles = c->angles + (size_t)(tile->turn - 1) * (size_t)plan->angles_stride;
-        const size_t stride = (size_t)plan->lane.q_stride;
-        memcpy(t->turned, t->q, (size_t)t->num_q * stride * sizeof *t->q);
-        for (int32_t r = 0; r < t->num_q; r++) kvc_rope_turn(c->rope, angles, t->turned + (size_t)r * stride);
-        t->turn = tile->turn;
+    const int32_t turn = c->rope ? tile->turn : 0, stride = c->plan->lane.q_stride;
+    kvc_prepare_fn *prepare = t->unit->tiled ? NULL : c->kernels->prepare[c->layer->k_type];
+    if (!turn && !prepare) return t->q;
+    if (turn != t->turn) {
+        memcpy(t->ready, t->q, (size_t)t->num_q * (size_t)stride * sizeof *t->q);
+        if (turn) turn_queries(t, turn);
+        if (prepare) prepare(t->ready, stride, t->num_q, c->plan->k_dim);
+        t->turn = turn;
     }
-    return t->turned;
+    return t->ready;
 }
 
 /* What a query token sees of a tile; the other scores become -inf. */
@@ -362,7 +371,8 @@ static task make_task(const call *c, const kvc_unit *unit, int64_t i, float *lan
                   .max = lane + at->max,
                   .sum = lane + at->sum,
                   .factor = lane + at->factor,
-                  .turned = lane + at->turned};
+                  .ready = lane + at->ready,
+                  .turn = -1};
 }
 
 /* Another thread may be setting it. */

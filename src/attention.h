@@ -45,7 +45,7 @@ typedef struct kvc_counter {
 
 /* What one running task works in, in floats from the beginning of its lane. */
 typedef struct kvc_lane_layout {
-    size_t q, turned, scores, acc, max, sum, factor, keys, values, size;
+    size_t q, ready, scores, acc, max, sum, factor, keys, values, size;
     int32_t q_stride, acc_stride;
 } kvc_lane_layout;
 

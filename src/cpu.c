@@ -26,14 +26,16 @@ static int has_avx512(void) {
 #endif
 
 const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
-    const kvc_kernels *tables[3]; /* that this machine can run, best last */
+    const kvc_kernels *tables[4]; /* that this machine can run, best last */
     int num_tables = 0;
     tables[num_tables++] = &kvc_kernels_scalar;
 #ifdef KVC_HAVE_AVX2
     if (has_avx2()) tables[num_tables++] = &kvc_kernels_avx2;
 #endif
 #ifdef KVC_HAVE_AVX512
-    if (has_avx2() && has_avx512()) tables[num_tables++] = &kvc_kernels_avx512;
+    const int has_both = has_avx2() && has_avx512();
+    if (has_both) tables[num_tables++] = &kvc_kernels_avx512;
+    if (has_both && __builtin_cpu_supports("avx512vnni")) tables[num_tables++] = &kvc_kernels_avx512vnni;
 #endif
 
     const char *name = getenv("KVCACHE_ISA");

@@ -219,7 +219,7 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     const size_t q = (size_t)t->max_q;
     lane->size = 0;
     lane->q = add_floats(&lane->size, q * (size_t)lane->q_stride);
-    lane->turned = add_floats(&lane->size, plan->num_deltas ? q * (size_t)lane->q_stride : 0);
+    lane->ready = add_floats(&lane->size, q * (size_t)lane->q_stride);
     lane->scores = add_floats(&lane->size, q * KVC_TILE);
     lane->acc = add_floats(&lane->size, q * (size_t)lane->acc_stride);
     lane->max = add_floats(&lane->size, q);

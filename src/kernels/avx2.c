@@ -146,6 +146,79 @@ INLINE void v_transpose(vec x[LANES]) {
     }
 }
 
+/* ---- integers --------------------------------------------------------------------------------------------------- */
+
+typedef __m256i ivec;
+
+INLINE ivec i_zero(void) { return _mm256_setzero_si256(); }
+
+INLINE ivec i_set_16(int16_t x) { return _mm256_set1_epi16(x); }
+
+INLINE ivec i_set_pair(const void *p) {
+    int pair;
+    memcpy(&pair, p, sizeof pair);
+    return _mm256_set1_epi32(pair);
+}
+
+INLINE ivec i_and(ivec x, ivec y) { return _mm256_and_si256(x, y); }
+
+INLINE ivec i_xor(ivec x, ivec y) { return _mm256_xor_si256(x, y); }
+
+INLINE ivec i_add(ivec x, ivec y) { return _mm256_add_epi32(x, y); }
+
+INLINE ivec i_shift(ivec x, int n) {
+    return n == 4 ? _mm256_srli_epi16(x, 4) : n == 8 ? _mm256_srli_epi16(x, 8) : _mm256_srli_epi16(x, 12);
+}
+
+INLINE ivec i_dot(ivec sum, ivec x, ivec y) { return _mm256_add_epi32(sum, _mm256_madd_epi16(x, y)); }
+
+INLINE vec v_from_int(ivec x) { return _mm256_cvtepi32_ps(x); }
+
+INLINE void i_store_16(int16_t *p, vec x, vec y) {
+    __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(x), _mm256_cvtps_epi32(y)); /* of each half */
+    _mm256_storeu_si256((void *)p, _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)));
+}
+
+/* 16 bytes of each of two rows. */
+INLINE ivec load_two(const void *const *rows, size_t at, int i) {
+    return _mm256_set_m128i(_mm_loadu_si128((const void *)((const char *)rows[i + 4] + at)),
+                            _mm_loadu_si128((const void *)((const char *)rows[i] + at)));
+}
+
+INLINE void i_load_rows(ivec x[4], const void *const *rows, size_t at) {
+    ivec a = load_two(rows, at, 0), b = load_two(rows, at, 1), c = load_two(rows, at, 2), d = load_two(rows, at, 3);
+    ivec ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
+    x[0] = _mm256_unpacklo_epi64(ab, cd);
+    x[1] = _mm256_unpackhi_epi64(ab, cd);
+    ab = _mm256_unpackhi_epi32(a, b);
+    cd = _mm256_unpackhi_epi32(c, d);
+    x[2] = _mm256_unpacklo_epi64(ab, cd);
+    x[3] = _mm256_unpackhi_epi64(ab, cd);
+}
+
+INLINE vec v_load_scales(const void *const *rows, size_t at) { return _mm256_cvtph_ps(load_eight(rows, at)); }
+
+INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
+    __m128i low, high;
+    if (type == KVC_Q8_0) {
+        __m128i a = _mm_loadu_si128(p), b = _mm_loadu_si128(q);
+        low = _mm_unpacklo_epi8(a, b);
+        high = _mm_unpackhi_epi8(a, b);
+    } else {
+        __m128i both = _mm_unpacklo_epi8(_mm_loadl_epi64(p), _mm_loadl_epi64(q));
+        __m128i mask = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+        low = _mm_sub_epi8(_mm_and_si128(both, mask), eight);
+        high = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(both, 4), mask), eight);
+    }
+    x[0] = _mm256_cvtepi8_epi16(low);
+    x[1] = _mm256_cvtepi8_epi16(high);
+}
+
+INLINE void i_order(int type, ivec x[2]) {
+    (void)type;
+    (void)x;
+}
+
 #include "vector.h"
 
 #endif

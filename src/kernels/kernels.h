@@ -5,10 +5,11 @@
  * a type is quantised, dim is a multiple of KVC_QUANT_ELEMENTS.
  *
  *   scalar.c   plain C, no vectors: what the others are tested against.  It stays for ever.
- *   vector.h   the same loops once, over a small set of vector primitives
- *   avx2.c     those primitives for AVX2 + FMA + F16C
- *   avx512.c   those for AVX-512
- *   x86.h      what the two share
+ *   vector.h       the same loops once, over a small set of vector primitives
+ *   quantised.h    its part that multiplies quantised rows as integers
+ *   avx2.c         those primitives for AVX2 + FMA + F16C
+ *   avx512.h       those for AVX-512: avx512.c and, with its dot products of integers, avx512vnni.c
+ *   x86.h          what these share
  */
 #ifndef KVC_KERNELS_H
 #define KVC_KERNELS_H
@@ -36,22 +37,27 @@ enum {
 typedef void kvc_convert_fn(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, int64_t num_rows,
                             int dim);
 
-/* scores[r * KVC_TILE + j] = q[r] . rows[j] for r < num_q, j < n <= KVC_TILE.  q: f32, rows q_stride floats apart.
- * Each row is read from memory once for all q.  While at it, the first next_bytes bytes of each of next[0 .. n) are
- * brought to the L2 cache: what is read after this (next may be NULL). */
+/* Turns num_q query rows of f32, in place, into what score wants for rows of a type; NULL where that is f32.  Rows are
+ * padded with zeros to a multiple of KVC_LANES. */
+typedef void kvc_prepare_fn(float *q, int q_stride, int num_q, int dim);
+
+/* scores[r * KVC_TILE + j] = q[r] . rows[j] for r < num_q, j < n <= KVC_TILE.  q: prepared, rows q_stride floats apart.
+ * scores[r * KVC_TILE + j] for j past n may be overwritten.  Each row is read from memory once for all q.  While at it,
+ * the first next_bytes bytes of each of next[0 .. n) are brought to the L2 cache: what is read after this (next may be
+ * NULL). */
 typedef void kvc_score_fn(float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
                           int dim, const void *const *next, int next_bytes);
 
 /* acc[r * acc_stride + d] = acc[...] * factor[r] + sum over j < n of weights[r * KVC_TILE + j] * rows[j][d]
- * for r < num_q, d < dim.  Prefetches as above. */
+ * for r < num_q, d < dim.  weights[r * KVC_TILE + j] are 0 for j past n.  Prefetches as above. */
 typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
                                const void *const *rows, int n, int dim, const void *const *next, int next_bytes);
 
 /* One step of the online softmax of one query row, over scores[0 .. n), n <= KVC_TILE.  With m the larger of *max and
  * the largest score: scores[j] becomes exp(scores[j] - m), *sum becomes *sum * exp(*max - m) + the sum of these,
  * *max becomes m; returns exp(*max - m) of the old *max, by which what was accumulated is to be multiplied.  Where m is
- * -inf (nothing visible so far), scores become 0, *sum stays and 1 is returned. scores has room for KVC_TILE floats;
- * what lies past n may be overwritten.  exp is right to 2 ulp, and 0 below about -87.
+ * -inf (nothing visible so far), scores become 0, *sum stays and 1 is returned.  scores has room for KVC_TILE floats;
+ * those past n become 0.  exp is right to 2 ulp, and 0 below about -87.
  * A NaN score makes *sum NaN. */
 typedef float kvc_softmax_fn(float *scores, int n, float *max, float *sum);
 
@@ -72,6 +78,7 @@ typedef struct kvc_kernels {
     const char *name;
     kvc_convert_fn *convert[KVC_STORED_TYPES][KVC_STORED_TYPES]; /* [from][to]; NULL from one quantised type to another,
                                                                     which nothing asks for */
+    kvc_prepare_fn *prepare[KVC_STORED_TYPES];
     kvc_score_fn *score[KVC_STORED_TYPES];
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];
     kvc_pack_keys_fn *pack_keys[KVC_STORED_TYPES];
@@ -84,9 +91,10 @@ extern const kvc_kernels kvc_kernels_scalar;
 #if defined(__x86_64__) && defined(__GNUC__)
 #define KVC_HAVE_AVX2 1
 #define KVC_HAVE_AVX512 1
-#define KVC_KERNEL_NAMES "scalar avx2 avx512" /* in this build */
-extern const kvc_kernels kvc_kernels_avx2;    /* to be had through kvc_cpu_kernels */
+#define KVC_KERNEL_NAMES "scalar avx2 avx512 avx512vnni" /* in this build */
+extern const kvc_kernels kvc_kernels_avx2;               /* to be had through kvc_cpu_kernels */
 extern const kvc_kernels kvc_kernels_avx512;
+extern const kvc_kernels kvc_kernels_avx512vnni;
 #else
 #define KVC_KERNEL_NAMES "scalar"
 #endif

@@ -219,6 +219,7 @@ static void pack_values(int type, float *dst, int dst_stride, const void *const 
 static float softmax(float *scores, int n, float *max, float *sum) {
     float old_max = *max, new_max = *max, new_sum = 0;
     for (int j = 0; j < n; j++) new_max = scores[j] > new_max ? scores[j] : new_max;
+    for (int j = n; j < KVC_TILE; j++) scores[j] = 0;
     if (new_max == -INFINITY) {
         for (int j = 0; j < n; j++) {
             scores[j] = isnan(scores[j]) ? scores[j] : 0;

@@ -35,6 +35,20 @@
  *   v_transpose(x)             lane j of x[i] for lane i of x[j]
  *   copy_row(dst, src, bytes)  memcpy, or what is better where rows lie apart
  *
+ *   ivec                       a vector of LANES int32, or of twice as many int16
+ *   i_zero()  i_set_16(x)      all lanes, of int16
+ *   i_set_pair(p)              all lanes the int32, or the pair of int16, at p
+ *   i_and(x, y)  i_xor(x, y)  i_add(x, y)  of int32
+ *   i_shift(x, n)              int16 lanes right by n, of 4, 8 or 12; zeros come in
+ *   i_dot(sum, x, y)           sum + the two products of int16 in each int32 lane
+ *   v_from_int(x)              as floats
+ *   i_store_16(p, x, y)        two vectors of floats, rounded to nearest: 2 * LANES int16, saturated
+ *   i_load_rows(x, rows, at)   16 bytes of each of LANES rows, `at` bytes into it: lane j of x[i] is int32 i of rows[j]
+ *   i_load_pairs(type, x, p, q)       elements of the same columns of two rows, from p and q on, in pairs of int16:
+ *                              of q8_0, 2 * LANES columns in x[0 .. 2); of q4_0 LANES bytes, their low halves in x[0],
+ *                              their high ones in x[1].  q8_0 columns may be in any order ...
+ *   i_order(type, x)           ... which this undoes, of their sums
+ *
  * Where a loop over registers has to be unrolled, its bounds are constants once it is inlined.  One result is always
  * computed by the same operations in the same order, whatever else is computed with it: a query's scores do not depend
  * on how many queries there are. */
@@ -231,6 +245,23 @@ INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void 
     }
 }
 
+/* ---- what accumulate works on ------------------------------------------------------------------------------------ */
+
+/* What a call of accumulate works on; a block of it is some queries and columns. */
+typedef struct accumulate_args {
+    float *acc;
+    const float *factor, *weights;
+    const void *const *rows, *const *next;
+    int acc_stride, n, dim, next_bytes;
+} accumulate_args;
+
+/* The first line of a row of `next` that is not prefetched while columns below d are worked on. */
+INLINE int prefetched(const accumulate_args *a, int d) {
+    return (int)((int64_t)a->next_bytes * d / a->dim + LINE - 1) / LINE * LINE;
+}
+
+#include "quantised.h"
+
 /* ---- score ------------------------------------------------------------------------------------------------------ */
 
 /* Score and accumulate add up outer products: of a few queries by as many rows, or vectors of columns, as ACCUMULATORS
@@ -269,9 +300,7 @@ INLINE void score_block(int type, int num_q, int num_rows, float *scores, const 
     float sum[PADDED];
     UNROLL
     for (int i = 0; i < PADDED; i++) sums[i] = v_zero();
-    const int step = type < KVC_FLOAT_TYPES ? LANES : KVC_QUANT_ELEMENTS; /* i tells what part of a block it is */
-    for (int d = 0; d + step <= dim; d += step) UNROLL
-    for (int i = 0; i < step; i += LANES) score_step(type, num_q, num_rows, sums, q, q_stride, rows, d + i);
+    for (int d = 0; d + LANES <= dim; d += LANES) score_step(type, num_q, num_rows, sums, q, q_stride, rows, d);
     UNROLL
     for (int i = 0; i < num_q * num_rows; i += LANES) v_store(sum + i, v_sums(sums + i));
     UNROLL
@@ -293,6 +322,10 @@ TARGET static void score_tail(int type, int num_q, float *scores, const float *q
  * fills it; where there are fewer rows than make a block, they are taken one by one. */
 INLINE void score_queries(int type, int num_q, float *scores, const float *q, int q_stride, const void *const *rows,
                           int n, int dim, const void *const *next, int next_bytes) {
+    if (type >= KVC_FLOAT_TYPES) {
+        score_quantised(type, num_q, scores, q, q_stride, rows, n, dim, next, next_bytes);
+        return;
+    }
     const int num_rows = breadth(num_q);
     for (int j = 0; j < n && n >= num_rows; j += num_rows) {
         int first = smaller(j, n - num_rows);
@@ -309,6 +342,8 @@ INLINE void score_queries(int type, int num_q, float *scores, const float *q, in
 
 INLINE void score(int type, float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
                   int dim, const void *const *next, int next_bytes) {
+    const void *pads[KVC_TILE];
+    if (type >= KVC_FLOAT_TYPES) rows = pad_rows(rows, n, pads);
     for (int r = 0; r < num_q; r += QUERIES) {
         float *s = scores + r * KVC_TILE;
         const float *qr = q + (ptrdiff_t)r * q_stride;
@@ -323,14 +358,6 @@ INLINE void score(int type, float *scores, const float *q, int q_stride, int num
 }
 
 /* ---- accumulate ------------------------------------------------------------------------------------------------- */
-
-/* What a call of accumulate works on; a block of it is some queries and columns. */
-typedef struct accumulate_args {
-    float *acc;
-    const float *factor, *weights;
-    const void *const *rows, *const *next;
-    int acc_stride, n, dim, next_bytes;
-} accumulate_args;
 
 /* Adds the products with row j to sums[query][vector]. */
 INLINE void accumulate_step(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a, int j, int d,
@@ -357,11 +384,6 @@ INLINE void accumulate_step(int type, int num_q, int num_vecs, vec *sums, const 
     }
 }
 
-/* The first line of a row of `next` that is not prefetched while columns below d are worked on. */
-INLINE int prefetched(const accumulate_args *a, int d) {
-    return (int)((int64_t)a->next_bytes * d / a->dim + LINE - 1) / LINE * LINE;
-}
-
 /* Columns from d on: num_vecs vectors, or `count` columns of one. */
 INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args a, int d, int count) {
     vec sums[ACCUMULATORS];
@@ -383,6 +405,10 @@ INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args 
 
 /* All columns for num_q <= QUERIES queries, in blocks of about the same width. */
 INLINE void accumulate_queries(int type, int num_q, accumulate_args a) {
+    if (type >= KVC_FLOAT_TYPES) {
+        accumulate_quantised(type, num_q, a);
+        return;
+    }
     const int most = breadth(num_q);
     int num_vecs = a.dim / LANES, blocks = (num_vecs + most - 1) / most, d = 0;
     for (int width; blocks > 0; blocks--, num_vecs -= width, d += width * LANES) {
@@ -408,6 +434,8 @@ INLINE void accumulate_queries(int type, int num_q, accumulate_args a) {
 
 INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
                        const void *const *rows, int n, int dim, const void *const *next, int next_bytes) {
+    const void *pads[KVC_TILE];
+    if (type >= KVC_FLOAT_TYPES) rows = pad_rows(rows, n, pads);
     for (int r = 0; r < num_q; r += QUERIES) {
         accumulate_args a = {.acc = acc + (ptrdiff_t)r * acc_stride,
                              .factor = factor + r,
@@ -459,6 +487,7 @@ TARGET static void softmax_nothing(float *scores, int padded, float *sum) {
 TARGET static float softmax(float *scores, int n, float *max, float *sum) {
     int padded = (n + LANES - 1) / LANES * LANES;
     for (int j = n; j < padded; j++) scores[j] = -INFINITY;
+    for (int j = padded; j < KVC_TILE; j += LANES) v_store(scores + j, v_zero());
 
     vec maxima = v_set(*max);
     for (int j = 0; j < padded; j += LANES) maxima = v_max(v_load(scores + j), maxima);
@@ -474,7 +503,7 @@ TARGET static float softmax(float *scores, int n, float *max, float *sum) {
         v_store(scores + j, weight);
         sums = v_add(sums, weight);
     }
-    float factor = v_max_lane(exp_negative(v_add(v_set(*max), shift)));
+    float factor = *max == new_max ? 1 : v_max_lane(exp_negative(v_add(v_set(*max), shift)));
     *max = new_max;
     *sum = *sum * factor + v_sum_lanes(sums);
     return factor;
@@ -598,9 +627,12 @@ FLOATING(f32, KVC_F32)
 FLOATING(f16, KVC_F16)
 FLOATING(bf16, KVC_BF16)
 
-#define QUANTISED(name, type) \
-    TYPED(name, type)         \
-    CONVERT(name, type, name, type)
+#define QUANTISED(name, type)                                                       \
+    TYPED(name, type)                                                               \
+    CONVERT(name, type, name, type)                                                 \
+    TARGET static void prepare_##name(float *q, int q_stride, int num_q, int dim) { \
+        prepare(type, q, q_stride, num_q, dim);                                     \
+    }
 
 QUANTISED(q8_0, KVC_Q8_0)
 QUANTISED(q4_0, KVC_Q4_0)
@@ -615,6 +647,7 @@ const kvc_kernels TABLE = {
                 [KVC_BF16] = EVERY_TYPE(convert_bf16),
                 [KVC_Q8_0] = {FLOAT_TYPES(convert_q8_0), [KVC_Q8_0] = convert_q8_0_q8_0},
                 [KVC_Q4_0] = {FLOAT_TYPES(convert_q4_0), [KVC_Q4_0] = convert_q4_0_q4_0}},
+    .prepare = {[KVC_Q8_0] = prepare_q8_0, [KVC_Q4_0] = prepare_q4_0},
     .score = EVERY_TYPE(score),
     .accumulate = EVERY_TYPE(accumulate),
     .pack_keys = EVERY_TYPE(pack_keys),

@@ -1,0 +1,238 @@
+/* avx512.h: the vector kernels for AVX-512 (F, BW, DQ, VL).  A file that includes this defines
+ *   NAME, TABLE   of the table
+ *   TARGET        attribute of every function
+ *   DOT           whether there are dot products of integers (VNNI)
+ */
+#include "x86.h"
+
+enum { LANES = 16, ACCUMULATORS = 16, MATMUL_ROWS = 8, MATMUL_VECTORS = 1 }; /* of 32 registers */
+
+typedef __m512 vec;
+
+INLINE vec v_zero(void) { return _mm512_setzero_ps(); }
+
+INLINE vec v_set(float x) { return _mm512_set1_ps(x); }
+
+INLINE vec v_load(const void *p) { return _mm512_loadu_ps(p); }
+
+INLINE vec v_keep(vec x) {
+    __asm__("" : "+v"(x));
+    return x;
+}
+
+INLINE void v_store(void *p, vec x) { _mm512_storeu_ps(p, x); }
+
+INLINE vec v_set_f16(const void *p) {
+    short bits;
+    memcpy(&bits, p, sizeof bits);
+    return _mm512_cvtph_ps(_mm256_set1_epi16(bits));
+}
+
+INLINE vec v_load_f16(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(p)); }
+
+INLINE void v_store_f16(void *p, vec x) { _mm256_storeu_si256(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
+
+INLINE vec v_load_bf16(const void *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p)), 16));
+}
+
+/* Adds just less than half of the last bit that stays, or half if that bit is set: ties to even. */
+INLINE void v_store_bf16(void *p, vec x) {
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    __m512i y = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet);
+    _mm256_storeu_si256(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(y, 16)));
+}
+
+INLINE vec v_load_i8(const void *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p))); }
+
+INLINE vec v_load_u4(const void *p, int shift) {
+    __m512i bytes = _mm512_srl_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(p)), _mm_cvtsi32_si128(shift));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(bytes, _mm512_set1_epi32(15)));
+}
+
+INLINE void v_store_8(void *p, vec x) { _mm_storeu_si128(p, _mm512_cvtepi32_epi8(_mm512_cvttps_epi32(x))); }
+
+INLINE vec v_add(vec x, vec y) { return _mm512_add_ps(x, y); }
+
+INLINE vec v_mul(vec x, vec y) { return _mm512_mul_ps(x, y); }
+
+INLINE vec v_fma(vec x, vec y, vec z) { return _mm512_fmadd_ps(x, y, z); }
+
+INLINE vec v_max(vec x, vec y) { return _mm512_max_ps(x, y); }
+
+INLINE vec v_min(vec x, vec y) { return _mm512_min_ps(x, y); }
+
+INLINE vec v_abs(vec x) { return _mm512_abs_ps(x); }
+
+INLINE vec v_number(vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x); }
+
+INLINE uint32_t v_equal(vec x, vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ); }
+
+INLINE vec v_truncate(vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
+
+/* What is added is the float below a half: a half would take the float below it to 1. */
+INLINE vec v_round_away(vec x) {
+    vec sign = _mm512_and_ps(x, _mm512_set1_ps(-0.0f));
+    return v_truncate(_mm512_add_ps(x, _mm512_or_ps(_mm512_set1_ps(0x1.fffffep-2f), sign)));
+}
+
+INLINE vec v_round(vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+INLINE vec v_scale(vec x, vec n) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-125), _CMP_NLT_UQ), x, n);
+}
+
+INLINE float v_max_lane(vec x) {
+    __m256 y = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 z = _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+    z = _mm_max_ps(z, _mm_movehl_ps(z, z));
+    return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
+}
+
+INLINE float v_sum_lanes(vec x) {
+    __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+    z = _mm_add_ps(z, _mm_movehl_ps(z, z));
+    return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
+}
+
+/* In each quarter: x0+x2 x1+x3 y0+y2 y1+y3. */
+INLINE vec add_pairs(vec x, vec y) {
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, x, y), _mm512_shuffle_ps(x, y, _MM_SHUFFLE(1, 0, 3, 2)));
+}
+
+/* In each quarter: the sums of that quarter of a, b, c and d. */
+INLINE vec add_quarters(vec a, vec b, vec c, vec d) {
+    vec x = add_pairs(a, b), y = add_pairs(c, d);
+    return _mm512_add_ps(_mm512_shuffle_ps(x, y, _MM_SHUFFLE(2, 0, 2, 0)),
+                         _mm512_shuffle_ps(x, y, _MM_SHUFFLE(3, 1, 3, 1)));
+}
+
+INLINE vec v_sums(const vec x[LANES]) {
+    vec a = add_quarters(x[0], x[1], x[2], x[3]), b = add_quarters(x[4], x[5], x[6], x[7]);
+    vec c = add_quarters(x[8], x[9], x[10], x[11]), d = add_quarters(x[12], x[13], x[14], x[15]);
+    vec e = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(1, 0, 1, 0)),
+                          _mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(3, 2, 3, 2)));
+    vec f = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, _MM_SHUFFLE(1, 0, 1, 0)),
+                          _mm512_shuffle_f32x4(c, d, _MM_SHUFFLE(3, 2, 3, 2)));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(e, f, _MM_SHUFFLE(2, 0, 2, 0)),
+                         _mm512_shuffle_f32x4(e, f, _MM_SHUFFLE(3, 1, 3, 1)));
+}
+
+/* Transposes the quarters of four vectors. */
+INLINE void transpose_quarters(vec x[4]) {
+    vec a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
+    vec c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
+    x[0] = _mm512_shuffle_ps(a, c, _MM_SHUFFLE(1, 0, 1, 0));
+    x[1] = _mm512_shuffle_ps(a, c, _MM_SHUFFLE(3, 2, 3, 2));
+    x[2] = _mm512_shuffle_ps(b, d, _MM_SHUFFLE(1, 0, 1, 0));
+    x[3] = _mm512_shuffle_ps(b, d, _MM_SHUFFLE(3, 2, 3, 2));
+}
+
+INLINE void v_transpose(vec x[LANES]) {
+    for (int i = 0; i < LANES; i += 4) transpose_quarters(x + i);
+    for (int i = 0; i < 4; i++) {
+        vec a = _mm512_shuffle_f32x4(x[i], x[i + 4], _MM_SHUFFLE(1, 0, 1, 0));
+        vec b = _mm512_shuffle_f32x4(x[i], x[i + 4], _MM_SHUFFLE(3, 2, 3, 2));
+        vec c = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], _MM_SHUFFLE(1, 0, 1, 0));
+        vec d = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], _MM_SHUFFLE(3, 2, 3, 2));
+        x[i] = _mm512_shuffle_f32x4(a, c, _MM_SHUFFLE(2, 0, 2, 0));
+        x[i + 4] = _mm512_shuffle_f32x4(a, c, _MM_SHUFFLE(3, 1, 3, 1));
+        x[i + 8] = _mm512_shuffle_f32x4(b, d, _MM_SHUFFLE(2, 0, 2, 0));
+        x[i + 12] = _mm512_shuffle_f32x4(b, d, _MM_SHUFFLE(3, 1, 3, 1));
+    }
+}
+
+/* ---- integers --------------------------------------------------------------------------------------------------- */
+
+typedef __m512i ivec;
+
+INLINE ivec i_zero(void) { return _mm512_setzero_si512(); }
+
+INLINE ivec i_set_16(int16_t x) { return _mm512_set1_epi16(x); }
+
+INLINE ivec i_set_pair(const void *p) {
+    int pair;
+    memcpy(&pair, p, sizeof pair);
+    return _mm512_set1_epi32(pair);
+}
+
+INLINE ivec i_and(ivec x, ivec y) { return _mm512_and_si512(x, y); }
+
+INLINE ivec i_xor(ivec x, ivec y) { return _mm512_xor_si512(x, y); }
+
+INLINE ivec i_add(ivec x, ivec y) { return _mm512_add_epi32(x, y); }
+
+INLINE ivec i_shift(ivec x, int n) {
+    return n == 4 ? _mm512_srli_epi16(x, 4) : n == 8 ? _mm512_srli_epi16(x, 8) : _mm512_srli_epi16(x, 12);
+}
+
+INLINE vec v_from_int(ivec x) { return _mm512_cvtepi32_ps(x); }
+
+INLINE void i_store_16(int16_t *p, vec x, vec y) {
+    __m512i packed = _mm512_packs_epi32(_mm512_cvtps_epi32(x), _mm512_cvtps_epi32(y)); /* of each quarter */
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed));
+}
+
+/* 16 bytes of each of four rows.  Halves are put together first: what works on 512 bits takes twice as long. */
+INLINE __m256i load_two(const void *const *rows, size_t at) {
+    __m256i x = _mm256_castsi128_si256(_mm_loadu_si128((const void *)((const char *)rows[0] + at)));
+    return _mm256_inserti128_si256(x, _mm_loadu_si128((const void *)((const char *)rows[4] + at)), 1);
+}
+
+INLINE ivec load_four(const void *const *rows, size_t at) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(load_two(rows, at)), load_two(rows + 8, at), 1);
+}
+
+INLINE void i_load_rows(ivec x[4], const void *const *rows, size_t at) {
+    ivec a = load_four(rows, at), b = load_four(rows + 1, at), c = load_four(rows + 2, at), d = load_four(rows + 3, at);
+    ivec ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
+    x[0] = _mm512_unpacklo_epi64(ab, cd);
+    x[1] = _mm512_unpackhi_epi64(ab, cd);
+    ab = _mm512_unpackhi_epi32(a, b);
+    cd = _mm512_unpackhi_epi32(c, d);
+    x[2] = _mm512_unpacklo_epi64(ab, cd);
+    x[3] = _mm512_unpackhi_epi64(ab, cd);
+}
+
+INLINE vec v_load_scales(const void *const *rows, size_t at) {
+    return _mm512_cvtph_ps(_mm256_set_m128i(load_eight(rows + 8, at), load_eight(rows, at)));
+}
+
+INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
+    __m256i low, high;
+    if (type == KVC_Q8_0) {
+        __m256i a = _mm256_loadu_si256(p), b = _mm256_loadu_si256(q);
+        low = _mm256_unpacklo_epi8(a, b);
+        high = _mm256_unpackhi_epi8(a, b);
+    } else {
+        __m128i a = _mm_loadu_si128(p), b = _mm_loadu_si128(q);
+        __m256i both = _mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b));
+        __m256i mask = _mm256_set1_epi8(15), eight = _mm256_set1_epi8(8);
+        low = _mm256_sub_epi8(_mm256_and_si256(both, mask), eight);
+        high = _mm256_sub_epi8(_mm256_and_si256(_mm256_srli_epi16(both, 4), mask), eight);
+    }
+    x[0] = _mm512_cvtepi8_epi16(low);
+    x[1] = _mm512_cvtepi8_epi16(high);
+}
+
+/* x[0] holds columns 0 .. 8 and 16 .. 24 of q8_0. */
+INLINE void i_order(int type, ivec x[2]) {
+    if (type != KVC_Q8_0) return;
+    ivec low = _mm512_shuffle_i64x2(x[0], x[1], _MM_SHUFFLE(1, 0, 1, 0));
+    x[1] = _mm512_shuffle_i64x2(x[0], x[1], _MM_SHUFFLE(3, 2, 3, 2));
+    x[0] = low;
+}
+
+INLINE ivec i_dot(ivec sum, ivec x, ivec y) {
+#if DOT
+    return _mm512_dpwssd_epi32(sum, x, y);
+#else
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(x, y));
+#endif
+}
+
+#include "vector.h"

@@ -1,0 +1,260 @@
+/* quantised.h: score and accumulate for quantised rows, in integers; part of vector.h.
+ *
+ * Elements are small integers, of which blocks of KVC_QUANT_ELEMENTS share a scale.  Queries, and the weights that
+ * values are summed up with, become 16 bits wide, so that an instruction multiplies and adds pairs of them, twice as
+ * many as of floats; nothing is decoded to f32.  Sums within a block are exact.  Against f32, the scores of normal data
+ * change by some 3e-5 and what is summed up by 1e-4 of their size, whatever the length.
+ */
+
+enum {
+    PIECE = 16,                                      /* bytes of elements that are loaded at once */
+    PAIRS = KVC_QUANT_ELEMENTS / 2,                  /* of a block */
+    GROUPS = ACCUMULATORS / QUERIES / 2 < 2 ? 1 : 2, /* of LANES rows that are scored together */
+    BLOCKS = 8,                                      /* whose weights are rounded at once */
+    PADDED = 32,                                     /* rows are padded to a multiple of this */
+    MOST = INT16_MAX
+};
+
+INLINE int block_bytes(int type) { return type == KVC_Q8_0 ? KVC_Q8_0_BYTES : KVC_Q4_0_BYTES; }
+
+/* By how much the unsigned integers that score works with are larger than the elements. */
+INLINE int offset_of(int type) { return type == KVC_Q8_0 ? 128 : 8; }
+
+/* Rows past n are the last one again. */
+TARGET static const void *const *pad_rows(const void *const *rows, int n, const void *padded[KVC_TILE]) {
+    if (n % PADDED == 0) return rows;
+    for (int j = 0; j < (n + PADDED - 1) / PADDED * PADDED; j++) padded[j] = rows[smaller(j, n - 1)];
+    return padded;
+}
+
+/* ---- queries ---------------------------------------------------------------------------------------------------- */
+
+/* What a query row becomes: where its f32 elements were, dim int16 in pairs, in the order in which score wants them;
+ * then, of every block, the int32 that score begins to count at; then what its sums are multiplied by. */
+INLINE const char *starts_of(const char *q, int dim) { return q + (size_t)dim * sizeof(int16_t); }
+INLINE const char *scale_of_query(const char *q, int dim) {
+    return starts_of(q, dim) + (size_t)dim / KVC_QUANT_ELEMENTS * sizeof(int32_t);
+}
+
+/* The first element of pair p of a block; the second one is two further. */
+INLINE int pair_at(int type, int p) {
+    return type == KVC_Q8_0 ? p / 2 * 4 + p % 2 : p / 4 * 4 + p % 4 / 2 + p % 2 * KVC_QUANT_ELEMENTS / 2;
+}
+
+INLINE void prepare_row(int type, float *row, int dim) {
+    char *q = (char *)row;
+    vec largest = v_zero(), nothing = v_zero(); /* NaN where there is one, or an infinity */
+    for (int d = 0; d < dim; d += LANES) {
+        largest = v_max(v_abs(v_load(row + d)), largest);
+        nothing = v_fma(v_load(row + d), v_zero(), nothing);
+    }
+    const float max = v_max_lane(largest), scale = max / MOST + v_sum_lanes(nothing), inverse = reciprocal(scale);
+    for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
+        int16_t whole[KVC_QUANT_ELEMENTS], pairs[KVC_QUANT_ELEMENTS];
+        for (int i = 0; i < KVC_QUANT_ELEMENTS; i += 2 * LANES)
+            i_store_16(whole + i, v_mul(v_load(row + d + i), v_set(inverse)),
+                       v_mul(v_load(row + d + i + LANES), v_set(inverse)));
+        for (int p = 0; p < PAIRS; p++) {
+            pairs[2 * p] = whole[pair_at(type, p)];
+            pairs[2 * p + 1] = whole[pair_at(type, p) + 2];
+        }
+        memcpy(q + (size_t)d * sizeof *pairs, pairs, sizeof pairs);
+    }
+    for (int b = 0; b < dim / KVC_QUANT_ELEMENTS; b++) {
+        int16_t pairs[KVC_QUANT_ELEMENTS];
+        memcpy(pairs, q + (size_t)b * sizeof pairs, sizeof pairs);
+        int32_t sum = 0;
+        for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) sum += pairs[i];
+        sum *= -offset_of(type);
+        memcpy(q + (size_t)dim * sizeof *pairs + (size_t)b * sizeof sum, &sum, sizeof sum);
+    }
+    memcpy(q + (size_t)dim * sizeof(int16_t) + (size_t)(dim / KVC_QUANT_ELEMENTS) * sizeof(int32_t), &scale,
+           sizeof scale);
+}
+
+INLINE void prepare(int type, float *q, int q_stride, int num_q, int dim) {
+    for (int r = 0; r < num_q; r++) prepare_row(type, q + (ptrdiff_t)r * q_stride, dim);
+}
+
+/* ---- score ------------------------------------------------------------------------------------------------------ */
+
+/* Pair p of 2 or 4 that lie in the same bytes, as unsigned integers. */
+INLINE ivec pair_of(int type, ivec x, int p) {
+    if (type == KVC_Q8_0) return p ? i_shift(x, 8) : i_and(x, i_set_16(255));
+    return p == 3 ? i_shift(x, 12) : i_and(p ? i_shift(x, 4 * p) : x, i_set_16(15));
+}
+
+/* Adds the products of 16 bytes of elements of GROUPS * LANES rows, the first pair of which is `pair`, to
+ * sums[group][query]. */
+INLINE void score_bytes(int type, int num_q, ivec sums[][QUERIES], const char *const *q, const void *const *rows,
+                        size_t at, int pair) {
+    const int depth = type == KVC_Q8_0 ? 2 : 4;
+    ivec x[GROUPS][4];
+    UNROLL
+    for (int g = 0; g < GROUPS; g++) i_load_rows(x[g], rows + g * LANES, at);
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        UNROLL
+        for (int g = 0; g < GROUPS; g++)
+            if (type == KVC_Q8_0) x[g][i] = i_xor(x[g][i], i_set_16((int16_t)0x8080));
+        UNROLL
+        for (int p = 0; p < depth; p++) {
+            ivec y[GROUPS];
+            UNROLL
+            for (int g = 0; g < GROUPS; g++) y[g] = pair_of(type, x[g][i], p);
+            UNROLL
+            for (int r = 0; r < num_q; r++) {
+                const ivec z = i_set_pair(q[r] + (size_t)(pair + i * depth + p) * 2 * sizeof(int16_t));
+                UNROLL
+                for (int g = 0; g < GROUPS; g++) sums[g][r] = i_dot(sums[g][r], y[g], z);
+            }
+        }
+    }
+}
+
+/* Scores of GROUPS * LANES rows. */
+INLINE void score_group(int type, int num_q, float *scores, const char *const *q, const void *const *rows, int dim) {
+    vec sums[GROUPS][QUERIES];
+    UNROLL
+    for (int r = 0; r < num_q; r++) UNROLL
+    for (int g = 0; g < GROUPS; g++) sums[g][r] = v_zero();
+    for (int b = 0; b < dim / KVC_QUANT_ELEMENTS; b++) {
+        const size_t at = (size_t)b * (size_t)block_bytes(type), elements = at + KVC_SCALE_BYTES;
+        ivec counts[GROUPS][QUERIES];
+        UNROLL
+        for (int r = 0; r < num_q; r++) UNROLL
+        for (int g = 0; g < GROUPS; g++) counts[g][r] = i_set_pair(starts_of(q[r], dim) + (size_t)b * sizeof(int32_t));
+        score_bytes(type, num_q, counts, q, rows, elements, b * PAIRS);
+        if (type == KVC_Q8_0) score_bytes(type, num_q, counts, q, rows, elements + PIECE, b * PAIRS + PAIRS / 2);
+        UNROLL
+        for (int g = 0; g < GROUPS; g++) {
+            const vec scale = v_load_scales(rows + g * LANES, at);
+            UNROLL
+            for (int r = 0; r < num_q; r++) sums[g][r] = v_fma(v_from_int(counts[g][r]), scale, sums[g][r]);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < num_q; r++) {
+        float scale;
+        memcpy(&scale, scale_of_query(q[r], dim), sizeof scale);
+        UNROLL
+        for (int g = 0; g < GROUPS; g++) v_store(scores + r * KVC_TILE + g * LANES, v_mul(sums[g][r], v_set(scale)));
+    }
+}
+
+INLINE void score_quantised(int type, int num_q, float *scores, const float *q, int q_stride, const void *const *rows,
+                            int n, int dim, const void *const *next, int next_bytes) {
+    const char *queries[QUERIES];
+    for (int r = 0; r < num_q; r++) queries[r] = (const char *)(q + (ptrdiff_t)r * q_stride);
+    for (int j = 0; j < n; j += GROUPS * LANES) {
+        for (int i = j; next && i < smaller(j + GROUPS * LANES, n); i++) prefetch(next[i], 0, next_bytes);
+        score_group(type, num_q, scores + j, queries, rows + j, dim);
+    }
+}
+
+/* ---- accumulate ------------------------------------------------------------------------------------------------- */
+
+/* What the rows' elements of some blocks are multiplied by, as integers, and what the sums of these are multiplied by.
+ */
+typedef struct block_weights {
+    int16_t weights[BLOCKS][QUERIES][KVC_TILE];
+    float scale[BLOCKS][QUERIES];
+} block_weights;
+
+/* The scales of a block of all rows, divided by the largest, which is returned; NaN if any is NaN or infinite. */
+INLINE float divide_scales(float divided[KVC_TILE], const void *const *rows, int n, size_t at) {
+    vec max = v_zero(), nothing = v_zero();
+    for (int j = 0; j < n; j += LANES) {
+        const vec scale = v_load_scales(rows + j, at);
+        max = v_max(v_abs(scale), max);
+        nothing = v_fma(scale, v_zero(), nothing);
+        v_store(divided + j, scale);
+    }
+    const float largest = v_max_lane(max) + v_sum_lanes(nothing);
+    const vec inverse = v_set(reciprocal(largest));
+    for (int j = 0; j < n; j += LANES) v_store(divided + j, v_mul(v_load(divided + j), inverse));
+    return largest;
+}
+
+INLINE float largest_weight(const float *weights, int n) {
+    vec max = v_zero();
+    for (int j = 0; j < n; j += LANES) max = v_max(v_abs(v_load(weights + j)), max);
+    return v_max_lane(max);
+}
+
+/* The weights for num_blocks blocks from element d on.  For all first: each takes a chain of few but slow instructions.
+ */
+INLINE void round_weights(int type, int num_q, block_weights *w, const accumulate_args *a, int n, int d,
+                          int num_blocks) {
+    float divided[BLOCKS][KVC_TILE], largest[QUERIES];
+    vec inverse[QUERIES];
+    UNROLL
+    for (int r = 0; r < num_q; r++) {
+        largest[r] = largest_weight(a->weights + r * KVC_TILE, n);
+        inverse[r] = v_set(largest[r] > 1e-30f ? MOST / largest[r] : 0); /* less is nothing beside the rest */
+    }
+    for (int b = 0; b < num_blocks; b++) {
+        const float scale = divide_scales(divided[b], a->rows, n, bytes_of(type, d + b * KVC_QUANT_ELEMENTS)) / MOST;
+        UNROLL
+        for (int r = 0; r < num_q; r++) w->scale[b][r] = largest[r] * scale;
+    }
+    for (int j = 0; j < n; j += 2 * LANES) {
+        vec x[QUERIES], y[QUERIES];
+        UNROLL
+        for (int r = 0; r < num_q; r++) {
+            x[r] = v_mul(v_load(a->weights + r * KVC_TILE + j), inverse[r]);
+            y[r] = v_mul(v_load(a->weights + r * KVC_TILE + j + LANES), inverse[r]);
+        }
+        for (int b = 0; b < num_blocks; b++) {
+            const vec first = v_load(&divided[b][j]), second = v_load(&divided[b][j + LANES]);
+            UNROLL
+            for (int r = 0; r < num_q; r++) i_store_16(&w->weights[b][r][j], v_mul(x[r], first), v_mul(y[r], second));
+        }
+    }
+}
+
+/* Adds up two vectors of columns over all rows, from column c of the block with element d on, and adds the sums, times
+ * scale, to acc.  A byte holds the columns c and c + half a block where elements take half of one. */
+INLINE void accumulate_columns(int type, int num_q, const accumulate_args *a, int d, int c,
+                               const int16_t weights[][KVC_TILE], const float *scale) {
+    ivec sums[2 * QUERIES];
+    const int byte = type == KVC_Q8_0 ? c : c / 2, second = type == KVC_Q8_0 ? LANES : KVC_QUANT_ELEMENTS / 2;
+    const size_t at = bytes_of(type, d) + KVC_SCALE_BYTES + (size_t)byte;
+    const int begin = a->next ? prefetched(a, d + c) : 0, end = a->next ? prefetched(a, d + c + 2 * LANES) : 0;
+    UNROLL
+    for (int r = 0; r < 2 * num_q; r++) sums[r] = i_zero();
+    for (int j = 0; j < a->n; j += 2) {
+        ivec x[2];
+        if (begin < end) {
+            prefetch(a->next[j], begin, end);
+            prefetch(a->next[smaller(j + 1, a->n - 1)], begin, end);
+        }
+        i_load_pairs(type, x, (const char *)a->rows[j] + at, (const char *)a->rows[j + 1] + at);
+        UNROLL
+        for (int r = 0; r < num_q; r++) {
+            const ivec w = i_set_pair(&weights[r][j]);
+            sums[2 * r] = i_dot(sums[2 * r], x[0], w);
+            sums[2 * r + 1] = i_dot(sums[2 * r + 1], x[1], w);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < num_q; r++) {
+        float *acc = a->acc + (ptrdiff_t)r * a->acc_stride + d + byte;
+        const vec factor = v_set(a->factor[r]), by = v_set(scale[r]);
+        i_order(type, sums + 2 * r);
+        v_store(acc, v_fma(v_from_int(sums[2 * r]), by, v_mul(v_load(acc), factor)));
+        v_store(acc + second, v_fma(v_from_int(sums[2 * r + 1]), by, v_mul(v_load(acc + second), factor)));
+    }
+}
+
+INLINE void accumulate_quantised(int type, int num_q, accumulate_args a) {
+    const int padded = (a.n + PADDED - 1) / PADDED * PADDED;
+    block_weights w;
+    for (int d = 0; d < a.dim; d += KVC_QUANT_ELEMENTS) {
+        const int b = d / KVC_QUANT_ELEMENTS % BLOCKS;
+        if (b == 0) round_weights(type, num_q, &w, &a, padded, d, smaller(BLOCKS, (a.dim - d) / KVC_QUANT_ELEMENTS));
+        UNROLL
+        for (int c = 0; c < KVC_QUANT_ELEMENTS; c += 2 * LANES)
+            accumulate_columns(type, num_q, &a, d, c, (const int16_t (*)[KVC_TILE])w.weights[b], w.scale[b]);
+    }
+}
