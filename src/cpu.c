@@ -35,6 +35,9 @@ const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
 #ifdef KVC_HAVE_AVX512
     if (has_avx2() && has_avx512()) tables[num_tables++] = &kvc_kernels_avx512;
 #endif
+#ifdef KVC_HAVE_NEON
+    tables[num_tables++] = &kvc_kernels_neon; /* what was compiled for AArch64 uses it anyway */
+#endif
 
     const char *name = getenv("KVCACHE_ISA");
     if (!name || !*name) return tables[num_tables - 1];

@@ -9,6 +9,8 @@
  *   avx2.c     those primitives for AVX2 + FMA + F16C
  *   avx512.c   those for AVX-512
  *   x86.h      what the two share
+ *   neon.c     those for AArch64
+ *   inline.h   how functions of a set are declared
  */
 #ifndef KVC_KERNELS_H
 #define KVC_KERNELS_H
@@ -87,6 +89,10 @@ extern const kvc_kernels kvc_kernels_scalar;
 #define KVC_KERNEL_NAMES "scalar avx2 avx512" /* in this build */
 extern const kvc_kernels kvc_kernels_avx2;    /* to be had through kvc_cpu_kernels */
 extern const kvc_kernels kvc_kernels_avx512;
+#elif defined(__aarch64__) && defined(__GNUC__) && defined(__ARM_NEON) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define KVC_HAVE_NEON 1
+#define KVC_KERNEL_NAMES "scalar neon"
+extern const kvc_kernels kvc_kernels_neon;
 #else
 #define KVC_KERNEL_NAMES "scalar"
 #endif

@@ -478,7 +478,8 @@ static void check_softmax(const kvc_kernels *kernels, int n, float (*draw)(int s
         for (int i = 0; i < s; i++)
             scale[i] *= factor;
         for (int j = 0; j < n; j++)
-            right_max = fmax(right_max, scores[s][j]);
+            if (right_max < scores[s][j])
+                right_max = scores[s][j];
         CHECKF(max == right_max, "%s: max %g, not %g", kernels->name, (double)max, right_max);
     }
     for (int s = 0; s < STEPS; s++) {
