@@ -68,8 +68,8 @@ KVC_API int32_t kvc_version(void);
 /* One line on how it was built: version, compiler, instruction sets compiled in, OpenMP or not.  Static. */
 KVC_API const char *kvc_build_info(void);
 
-/* The instruction set that a cache created now would use: "scalar", "avx2", ...  The best this machine has, unless
- * the environment variable KVCACHE_ISA names another; NULL if it names one that is not to be had here. */
+/* The instruction set that a cache created now would use: "scalar", "avx2", "neon", ...  The best this machine has,
+ * unless the environment variable KVCACHE_ISA names another; NULL if it names one that is not to be had here. */
 KVC_API const char *kvc_isa(void);
 
 /* How many threads a call uses where the cache was not told: the number given to kvc_set_num_threads, else

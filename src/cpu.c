@@ -37,6 +37,9 @@ const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
     if (has_both) tables[num_tables++] = &kvc_kernels_avx512;
     if (has_both && __builtin_cpu_supports("avx512vnni")) tables[num_tables++] = &kvc_kernels_avx512vnni;
 #endif
+#ifdef KVC_HAVE_NEON
+    tables[num_tables++] = &kvc_kernels_neon; /* what was compiled for AArch64 uses it anyway */
+#endif
 
     const char *name = getenv("KVCACHE_ISA");
     if (!name || !*name) return tables[num_tables - 1];

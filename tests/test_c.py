@@ -1,6 +1,7 @@
 """Builds the core with the system's C compiler, and runs the core's own tests, and the programs in the documentation.
 
 With OpenMP and under the address and undefined sanitizers, where they work here; or as $CC and $KVCACHE_C_FLAGS say.
+$KVCACHE_C_EMULATOR is the command that runs what $CC builds for another processor.
 """
 
 import os
@@ -19,6 +20,7 @@ PAGES = [ROOT / "README.md", ROOT / "docs/c.md"]
 TESTS = sorted((ROOT / "tests/c").glob("test_*.c"))
 FLAGS = ["-std=c11", "-O1", "-g", "-Wall", "-Wextra", f"-I{ROOT}/include", f"-I{ROOT}/src"]
 LIBRARIES = ["-lm", "-lpthread"]
+EMULATOR = shlex.split(os.environ.get("KVCACHE_C_EMULATOR", ""))
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 ENVIRONMENT = os.environ | {
     "ASAN_OPTIONS": "allocator_may_return_null=1:detect_stack_use_after_return=1",
@@ -47,7 +49,7 @@ def works(cc, flags, folder):
     source, program = folder / "probe.c", folder / "probe"
     source.write_text("int main(void) { return 0; }\n")
     build = subprocess.run([*cc, *flags, source, "-o", program], capture_output=True)
-    return build.returncode == 0 and subprocess.run([program], capture_output=True).returncode == 0
+    return build.returncode == 0 and subprocess.run([*EMULATOR, program], capture_output=True).returncode == 0
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +81,7 @@ def build(tmp_path_factory):
 
 @pytest.mark.parametrize("source", TESTS, ids=lambda path: path.stem)
 def test_program(build, source):
-    run(build(source))
+    run(*EMULATOR, build(source))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -87,4 +89,4 @@ def test_page(build, page, tmp_path):
     source = tmp_path / f"{page.stem}.c"
     (program,) = re.findall(r"^```c\n(.*?)^```$", page.read_text(), re.M | re.S)
     source.write_text(program)
-    run(build(source))
+    run(*EMULATOR, build(source))

@@ -164,8 +164,6 @@ INLINE ivec i_and(ivec x, ivec y) { return _mm256_and_si256(x, y); }
 
 INLINE ivec i_xor(ivec x, ivec y) { return _mm256_xor_si256(x, y); }
 
-INLINE ivec i_add(ivec x, ivec y) { return _mm256_add_epi32(x, y); }
-
 INLINE ivec i_shift(ivec x, int n) {
     return n == 4 ? _mm256_srli_epi16(x, 4) : n == 8 ? _mm256_srli_epi16(x, 8) : _mm256_srli_epi16(x, 12);
 }

@@ -164,8 +164,6 @@ INLINE ivec i_and(ivec x, ivec y) { return _mm512_and_si512(x, y); }
 
 INLINE ivec i_xor(ivec x, ivec y) { return _mm512_xor_si512(x, y); }
 
-INLINE ivec i_add(ivec x, ivec y) { return _mm512_add_epi32(x, y); }
-
 INLINE ivec i_shift(ivec x, int n) {
     return n == 4 ? _mm512_srli_epi16(x, 4) : n == 8 ? _mm512_srli_epi16(x, 8) : _mm512_srli_epi16(x, 12);
 }

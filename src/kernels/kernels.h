@@ -4,12 +4,14 @@
  * nothing and read no byte outside the rows they are given.  Element types here are kvc_type; f32 accumulators.  Where
  * a type is quantised, dim is a multiple of KVC_QUANT_ELEMENTS.
  *
- *   scalar.c   plain C, no vectors: what the others are tested against.  It stays for ever.
+ *   scalar.c       plain C, no vectors: what the others are tested against.  It stays for ever.
  *   vector.h       the same loops once, over a small set of vector primitives
  *   quantised.h    its part that multiplies quantised rows as integers
  *   avx2.c         those primitives for AVX2 + FMA + F16C
  *   avx512.h       those for AVX-512: avx512.c and, with its dot products of integers, avx512vnni.c
  *   x86.h          what these share
+ *   neon.c         those for AArch64
+ *   inline.h       how functions of a set are declared
  */
 #ifndef KVC_KERNELS_H
 #define KVC_KERNELS_H
@@ -95,6 +97,10 @@ extern const kvc_kernels kvc_kernels_scalar;
 extern const kvc_kernels kvc_kernels_avx2;               /* to be had through kvc_cpu_kernels */
 extern const kvc_kernels kvc_kernels_avx512;
 extern const kvc_kernels kvc_kernels_avx512vnni;
+#elif defined(__aarch64__) && defined(__GNUC__) && defined(__ARM_NEON) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define KVC_HAVE_NEON 1
+#define KVC_KERNEL_NAMES "scalar neon"
+extern const kvc_kernels kvc_kernels_neon;
 #else
 #define KVC_KERNEL_NAMES "scalar"
 #endif

@@ -99,10 +99,12 @@ static float scaled(float x, float id) {
 }
 
 static void store_q8_0(uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
-    float largest = 0;
-    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++)
-        if (largest < fabsf(x[i])) largest = fabsf(x[i]);
-    float d = largest / 127, id = reciprocal(d);
+    uint32_t largest = 0; /* magnitude, as bits: of floats Clang makes a maximum, to which signalling NaN does count */
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) {
+        uint32_t magnitude = bits_of(x[i]) & 0x7fffffff;
+        if (largest < magnitude && magnitude <= 0x7f800000) largest = magnitude;
+    }
+    float d = float_of(largest) / 127, id = reciprocal(d);
     store_scale(block, d);
     for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) {
         int8_t q = (int8_t)roundf(scaled(x[i], id));

@@ -38,12 +38,13 @@
  *   ivec                       a vector of LANES int32, or of twice as many int16
  *   i_zero()  i_set_16(x)      all lanes, of int16
  *   i_set_pair(p)              all lanes the int32, or the pair of int16, at p
- *   i_and(x, y)  i_xor(x, y)  i_add(x, y)  of int32
+ *   i_and(x, y)  i_xor(x, y)
  *   i_shift(x, n)              int16 lanes right by n, of 4, 8 or 12; zeros come in
  *   i_dot(sum, x, y)           sum + the two products of int16 in each int32 lane
  *   v_from_int(x)              as floats
  *   i_store_16(p, x, y)        two vectors of floats, rounded to nearest: 2 * LANES int16, saturated
  *   i_load_rows(x, rows, at)   16 bytes of each of LANES rows, `at` bytes into it: lane j of x[i] is int32 i of rows[j]
+ *   v_load_scales(rows, at)    the f16 `at` bytes into each of LANES rows; two bytes after it may be read as well
  *   i_load_pairs(type, x, p, q)       elements of the same columns of two rows, from p and q on, in pairs of int16:
  *                              of q8_0, 2 * LANES columns in x[0 .. 2); of q4_0 LANES bytes, their low halves in x[0],
  *                              their high ones in x[1].  q8_0 columns may be in any order ...

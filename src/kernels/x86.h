@@ -2,20 +2,7 @@
 #include <immintrin.h>
 #include <string.h>
 
-#if defined(__SANITIZE_ADDRESS__)
-#define HAVE_ADDRESS_SANITIZER 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define HAVE_ADDRESS_SANITIZER 1
-#endif
-#endif
-
-#if defined(__OPTIMIZE__) && !defined(HAVE_ADDRESS_SANITIZER)
-#define INLINE static inline __attribute__((always_inline)) TARGET
-#else /* for tests: a copy of each function for every use of it would take minutes to compile with sanitizers */
-#define INLINE static inline TARGET
-#define UNROLL
-#endif
+#include "inline.h"
 
 INLINE void store_f16(void *p, float x) {
     uint16_t bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);

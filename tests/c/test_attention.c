@@ -887,7 +887,7 @@ static void test_isa(void)
 
 int main(void)
 {
-    static const char *const isas[] = {"scalar", "avx2", "avx512"};
+    static const char *const isas[] = {"scalar", "avx2", "avx512", "avx512vnni", "neon"};
     test_bad_arguments();
     for (int i = 0; i < 3; i++) {
         setenv("KVCACHE_ISA", isas[i], 1);

@@ -593,7 +593,7 @@ static void test_bad_arguments(void)
 
 int main(void)
 {
-    static const char *const isas[] = {"scalar", "avx2", "avx512"};
+    static const char *const isas[] = {"scalar", "avx2", "avx512", "avx512vnni", "neon"};
     test_bad_arguments();
     test_plans_of_cross_rows();
     for (int i = 0; i < 3; i++) {

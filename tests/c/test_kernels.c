@@ -376,7 +376,8 @@ static double magnitude(const float *x, int n)
 {
     double largest = 0;
     for (int i = 0; i < n; i++)
-        largest = fmax(largest, fabsf(x[i]));
+        if (fabsf(x[i]) > largest)
+            largest = fabsf(x[i]);
     return largest;
 }
 
@@ -422,7 +423,8 @@ static double largest_value(const tile *t, int n, int d)
     double largest = 0;
     for (int j = 0; j < n; j++)
         for (int i = d / BLOCK * BLOCK; i < d / BLOCK * BLOCK + BLOCK && i < MAX_DIM; i++)
-            largest = fmax(largest, fabs(t->values[j][i]));
+            if (fabs(t->values[j][i]) > largest)
+                largest = fabs(t->values[j][i]);
     return largest;
 }
 
@@ -517,7 +519,8 @@ static void check_softmax(const kvc_kernels *kernels, int n, float (*draw)(int s
         for (int i = 0; i < s; i++)
             scale[i] *= factor;
         for (int j = 0; j < n; j++)
-            right_max = fmax(right_max, scores[s][j]);
+            if (right_max < scores[s][j])
+                right_max = scores[s][j];
         CHECKF(max == right_max, "%s: max %g, not %g", kernels->name, (double)max, right_max);
         for (int j = n; j < KVC_TILE; j++)
             CHECKF(weights[s][j] == 0, "%s: %d of %d is %g", kernels->name, j, n, (double)weights[s][j]);

@@ -1,0 +1,15 @@
+/* inline.h: how the functions of an instruction set are declared.  TARGET is defined before it is included. */
+#if defined(__SANITIZE_ADDRESS__)
+#define HAVE_ADDRESS_SANITIZER 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define HAVE_ADDRESS_SANITIZER 1
+#endif
+#endif
+
+#if defined(__OPTIMIZE__) && !defined(HAVE_ADDRESS_SANITIZER)
+#define INLINE static inline __attribute__((always_inline)) TARGET
+#else /* for tests: a copy of each function for every use of it would take minutes to compile with sanitizers */
+#define INLINE static inline TARGET
+#define UNROLL
+#endif
