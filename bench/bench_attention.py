@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -72,23 +72,19 @@ class Report:
     def open(self, section: str, title: str) -> None:
         self.section = section
         print(f"\n{title}\n", flush=True)
-        self._print(("", "µs", "quotient", "quartiles", "fastest", "wanted", ""))
+        self._print(("", "tokens", "type", "threads", "µs", "quotient", "quartiles", "fastest", "wanted", ""))
 
     def _print(self, cells: Sequence[str]) -> None:
-        name, micro, quotient, spread, quiet, want, note = cells
-        print(
-            f"{name:<46}{micro:>10}  {quotient:>8}  {spread:>16}  {quiet:>8}  {want:<10}  {note}".rstrip(), flush=True
-        )
-
-    def say(self, text: str) -> None:
-        print(f"    {text}", flush=True)
+        widths = "<32", ">7", "<8", ">7", ">11", ">8", "^16", ">7", "<8", ""
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip(), flush=True)
 
     def line(
-        self, name: str, seconds: Samples = (), quotient: tuple[Samples, Samples] | float | None = None, want: str = "",
-        note: str = "", **data: object,
+        self, name: str, shape: Shape, seconds: Samples = (), quotient: tuple[Samples, Samples] | float | None = None,
+        want: str = "", note: str = "", **data: object,
     ) -> None:  # fmt: skip
         """Seconds of a call, and a quotient turn by turn: its median, its quartiles, and that of the fastest tenths."""
-        row: dict[str, object] = {"section": self.section, "name": name.strip(), "wanted": want, "note": note, **data}
+        row: dict[str, object] = {"section": self.section, "name": name.strip(), "context": shape.context}
+        row |= {"type": shape.type, "threads": shape.threads, "wanted": want, "note": note, **data}
         numbers = ["", "", "", ""]
         if len(seconds):
             row["seconds"] = statistics.median(seconds)
@@ -99,12 +95,11 @@ class Report:
             numbers[1:] = f"{middle:.3g}", f"{low:.3g} .. {high:.3g}", f"{row['fastest']:.3g}"
         elif quotient is not None:
             row["quotient"] = quotient
-            numbers[1] = f"{quotient:.3g}"
+            numbers[1] = f"{quotient:.2g}"
         self.rows.append(row)
-        self._print((name, *numbers, want, note))
+        self._print((name, f"{shape.context:,}", shape.type, str(shape.threads), *numbers, want, note))
 
-    def compete(self, entrants: Sequence[Entrant], least: int = 5) -> list[list[float]]:
-        threads = max(self.options.threads)
+    def compete(self, entrants: Sequence[Entrant], threads: int, least: int = 5) -> list[list[float]]:
         seconds = self.options.seconds * max(1, len(entrants) / 2)
         return compete(entrants, seconds, least, SETTLE if threads > 1 else 0)
 
@@ -117,23 +112,22 @@ def against_the_machine(report: Report, shape: Shape, name: str, want: str = "")
     with own_pages() as are_huge, core(shape) as us:
         readers = reading(shape.nbytes, shape.threads, are_huge(shape.nbytes * shape.layers))
         us_s, *readers_s, multiply_s, cached_s = report.compete(
-            [us, *readers, multiplying(shape.threads), in_cache(shape)]
+            [us, *readers, multiplying(shape.threads), in_cache(shape)], shape.threads
         )
     best, reader = min(zip(readers_s, readers, strict=True), key=lambda pair: statistics.median(pair[0]))
     floor = [s * shape.multiply_adds for s in multiply_s]
     bound = "memory" if statistics.median(best) >= statistics.median(floor) else "multiply-adds"
     of = best if bound == "memory" else floor
-    per_token = statistics.median(cached_s)
-    rate = shape.num_kv_heads / per_token / 1e6
+    rate = shape.num_kv_heads / statistics.median(cached_s) / 1e6
     read = statistics.median(best)
     note = (
-        f"of {bound}; read {1e6 * read:,.0f} µs, {shape.nbytes / read / 1e9:.1f} GB/s ({reader.name}), multiply-adds "
-        f"{1e6 * statistics.median(floor):,.0f} µs; in cache {rate:.1f} rows/µs and core"
+        f"of {bound}; reads {shape.nbytes / read / 1e9:.1f} GB/s, {1e6 * read:,.0f} µs ({reader.name}), multiply-adds "
+        f"{1e6 * statistics.median(floor):,.0f} µs; in cache {rate:.3g} rows/µs and core"
     )
     report.line(
-        name, us_s, (of, us_s), want, note, context=shape.context, dtype=shape.dtype, threads=shape.threads,
-        bound=bound, read_seconds=read, floor_seconds=statistics.median(floor), cache_rows_per_us=rate,
-        read_quotient=statistics.median(quotients(best, us_s)),
+        name, shape, us_s, (of, us_s), want, note, bound=bound, read_seconds=read,
+        floor_seconds=statistics.median(floor), rows_per_us_in_cache=rate,
+        of_reading=statistics.median(quotients(best, us_s)),
     )  # fmt: skip
 
 
@@ -144,7 +138,7 @@ def decode(report: Report) -> None:
         for threads in o.threads:
             for dtype in o.dtype:
                 shape = Shape(context, dtype, threads)
-                against_the_machine(report, shape, f"decode {shape}", wanted("decode", dtype))
+                against_the_machine(report, shape, "decode", wanted("decode", dtype))
 
 
 # ---- peers
@@ -161,50 +155,46 @@ def peers_group(report: Report, context: int, threads: int, dtypes: Sequence[str
         mine = [stack.enter_context(core(replace(shape, dtype=dtype))) for dtype in dtypes]
         stack.enter_context(report.peers)
         theirs = report.peers.set_up(offers, shape)
-        samples = report.compete([*mine, *theirs])
+        samples = report.compete([*mine, *theirs], threads)
         errors = [peer.error() if peer.error else 0.0 for peer in theirs]
     ours_s = dict(zip(dtypes, samples, strict=False))
-    common = {"context": context, "threads": threads}
     for dtype, seconds in ours_s.items():
-        ratio = (ours_s["f16"], seconds) if dtype in BLOCKED and "f16" in ours_s else None
-        want = wanted("our f16 by", dtype) if ratio else ""
-        note = "our f16 by ours" if ratio else ""
-        report.line(
-            f"kvcache {replace(shape, dtype=dtype)}", seconds, ratio, want, note, who="kvcache", dtype=dtype, **common
-        )
+        by = (ours_s["f16"], seconds) if dtype in BLOCKED and "f16" in ours_s else None
+        want, note = (wanted("our f16", dtype), "our f16 by this") if by else ("", "")
+        report.line("kvcache", replace(shape, dtype=dtype), seconds, by, want, note)
     found = {}
     for peer, seconds, error in zip(theirs, samples[len(mine) :], errors, strict=True):
         base = COMPARED.get(peer.kind, peer.kind)
-        base = base if base in ours_s else next(iter(ours_s))
-        ratio = seconds, ours_s[base]
-        found[peer.name] = peer, seconds
-        who = peer.name.removesuffix(f" {peer.kind}").split(f" {peer.kind},")[0]
+        base = base if base in ours_s else dtypes[0]
         note = f"by our {base}; error {error:.1e}"
-        report.line(f"    {peer.name}", seconds, ratio, "", note, who=who, dtype=peer.kind, error=error, **common)
-    summary(report, found, ours_s, common)
+        report.line(
+            f"    {peer.name}", replace(shape, dtype=peer.kind), seconds, (seconds, ours_s[base]), "", note, error=error
+        )
+        found[peer] = seconds
+    summary(report, shape, found, ours_s)
 
 
-def summary(report: Report, found: dict, ours_s: dict[str, list[float]], common: dict[str, object]) -> None:
+def summary(report: Report, shape: Shape, found: dict[Entrant, list[float]], ours_s: dict[str, list[float]]) -> None:
     """The fastest of some peers, by ours."""
 
-    def fastest(name: str, names: Iterable[str], base: str) -> None:
-        candidates = [found[n] for n in names]
-        if candidates and base in ours_s:
-            peer, seconds = min(candidates, key=lambda entry: statistics.median(entry[1]))
-            ratio = seconds, ours_s[base]
-            report.line(f"  {name} by our {base}", (), ratio, wanted(name, base), peer.name, **common)
+    def fastest(name: str, base: str, *starts: str, kinds: Sequence[str] = ()) -> None:
+        """Of the peers whose names start so, and of these types if any are given."""
+        some = {p: s for p, s in found.items() if p.name.startswith(starts) and (not kinds or p.kind in kinds)}
+        if some and base in ours_s:
+            peer = min(some, key=lambda peer: statistics.median(some[peer]))
+            quotient = some[peer], ours_s[base]
+            report.line(f"  {name}", replace(shape, dtype=base), (), quotient, wanted(name, base), peer.name)
 
-    hugging = [n for n in found if n.startswith("Hugging")]
-    if "q8_0" in ours_s or "q4_0" in ours_s:
-        for base in ("q8_0", "q4_0"):
-            fastest("fastest quantised peer", found, base)
-            fastest(f"ggml's {base}", [n for n in found if n.startswith("ggml") and found[n][0].kind == base], base)
-        return
+    names = [kind.name for kind in KINDS.values() if kind.name != "Hugging Face"]
     for base in ours_s:
-        fastest("fastest peer", [n for n in found if n not in hugging], base)
-        fastest("ggml's fastest path", [n for n in found if n.startswith("ggml")], base)
-        fastest("best torch by hand", [n for n in found if n.startswith("torch")], base)
-        fastest("Hugging Face as it runs", [n for n in hugging if found[n][0].kind == base], base)
+        if base in BLOCKED:
+            fastest("fastest quantised peer", base, *names)
+            fastest("ggml's", base, "ggml", kinds=[base])
+        elif not set(BLOCKED) & set(ours_s):
+            fastest("fastest peer", base, *names)
+            fastest("ggml's fastest path", base, "ggml")
+            fastest("best torch by hand", base, "torch")
+            fastest("Hugging Face as it runs", base, "Hugging Face", kinds=[base])
 
 
 def peers(report: Report) -> None:
@@ -237,24 +227,17 @@ def prefill(report: Report) -> None:
             offers += [("torch", "sdpa", dtype if dtype in ("f32", "f16", "bf16") else "bf16")]
             with core(shape) as us, report.peers:
                 theirs = report.peers.set_up(offers, shape)
-                us_s, multiply_s, *theirs_s = report.compete([us, multiplying(threads), *theirs], least=3)
+                us_s, multiply_s, *theirs_s = report.compete([us, multiplying(threads), *theirs], threads, least=3)
             work = shape.multiply_adds
             flops = 2e-9 * work / statistics.median(us_s)
             best = 2e-9 / statistics.median(multiply_s)
             note = f"{2e-9 * work:.1f} GFLOP: {flops:.1f} of {best:.1f} GFLOP/s"
             of = [s * work for s in multiply_s]
-            report.line(
-                f"prefill {shape}",
-                us_s,
-                (of, us_s),
-                wanted("prefill", dtype),
-                note,
-                dtype=dtype,
-                threads=threads,
-            )
+            report.line(f"prefill of {tokens}", shape, us_s, (of, us_s), wanted("prefill", dtype), note)
             for peer, seconds in zip(theirs, theirs_s, strict=True):
-                want = wanted(f"prefill of {peer.name.split()[0]} by ours", dtype)
-                report.line(f"    {peer.name}", seconds, (seconds, us_s), want, "by ours", threads=threads)
+                want = wanted(f"prefill of {peer.name.split()[0]}", dtype)
+                other = replace(shape, dtype=peer.kind)
+                report.line(f"    {peer.name}", other, seconds, (seconds, us_s), want, f"by our {dtype}")
 
 
 # ---- other shapes
@@ -286,16 +269,17 @@ def shapes(report: Report) -> None:
                 shape = replace(Shape(context, dtype, threads), **change)
                 if (dtype in BLOCKED and shape.head_dim % 32) or shape.v_type == dtype:
                     continue
-                against_the_machine(report, shape, f"{name}, {str(shape).strip()}", wanted(name, dtype))
+                against_the_machine(report, shape, name, wanted(name, dtype))
 
 
 # ---- batches, and how rows lie
 
 
-def pair(report: Report, name: str, one: Entrant, other: Entrant, want: str, note: str) -> None:
+def pair(report: Report, name: str, shape: Shape, one: Entrant, other: Entrant, want: str, note: str) -> None:
     """A line for `one` by `other`."""
-    one_s, other_s = report.compete([one, other])
-    report.line(name, one_s, (one_s, other_s), want, f"{note}: {1e6 * statistics.median(other_s):,.1f} µs")
+    one_s, other_s = report.compete([one, other], shape.threads)
+    note = f"by {note}: {1e6 * statistics.median(other_s):,.1f} µs"
+    report.line(name, shape, one_s, (one_s, other_s), want, note)
 
 
 @contextlib.contextmanager
@@ -316,10 +300,10 @@ def ragged(report: Report, shape: Shape) -> None:
     for seq_id, length in enumerate(lengths):
         batch.append(int(length) - 1, seq_id)
     alone = filled(whole, block_size=64, max_seq_len=0)
-    name = f"32 sequences of 10 to {longest:,} tokens, {whole.dtype}, {whole.threads} thread{'s' * (whole.threads > 1)}"
     with closing(batch, alone):
-        note = f"by one sequence of as many tokens, {total:,}, in blocks of 64"
-        pair(report, name, ours(shape, batch, num_seqs=32), ours(whole, alone), wanted("ragged"), note)
+        note = f"one sequence in blocks of 64; 32 of 10 to {longest:,}"
+        many, one = ours(shape, batch, num_seqs=32), ours(whole, alone)
+        pair(report, "32 sequences, ragged", whole, many, one, wanted("ragged"), note)
 
 
 def shared_prefix(report: Report, shape: Shape, count: int = 8, own: int = 64) -> None:
@@ -333,10 +317,10 @@ def shared_prefix(report: Report, shape: Shape, count: int = 8, own: int = 64) -
         apart.append(shape.context - 1, seq_id)
     for seq_id in range(count):
         shared.append(own - 1, seq_id)
-    name = f"{count} sequences, prefix shared, {str(shape).strip()}"
     with closing(shared, apart):
         one, other = (ours(shape, driver, num_seqs=count) for driver in (shared, apart))
-        pair(report, name, one, other, wanted("shared prefix"), f"by {count} with prefixes of their own")
+        note = f"{count} with prefixes of their own"
+        pair(report, f"{count} sequences, prefix shared", shape, one, other, wanted("shared prefix"), note)
 
 
 def lie_of_rows(report: Report, shape: Shape) -> None:
@@ -347,7 +331,7 @@ def lie_of_rows(report: Report, shape: Shape) -> None:
     holes.drop_every_second()
     with closing(contiguous, blocks, holes):
         for driver, name in ((blocks, "blocks of 64"), (holes, "every second slot a hole")):
-            pair(report, f"{name}, {shape}", ours(shape, driver), ours(shape, contiguous), wanted(name), "by one block")
+            pair(report, name, shape, ours(shape, driver), ours(shape, contiguous), wanted(name), "one block")
 
 
 def window(report: Report, shape: Shape, sinks: int = 4) -> None:
@@ -363,19 +347,19 @@ def window(report: Report, shape: Shape, sinks: int = 4) -> None:
         drivers.append(driver)
     with closing(*drivers):
         short, long = (ours(held, driver) for driver in drivers)
-        name = f"window of {size:,} and {sinks} sinks, {str(held).strip()}"
-        pair(report, name, long, short, wanted("window"), f"at {lengths[1]:,} tokens by the same at {lengths[0]:,}")
+        name, note = f"window of {size:,}, {sinks} sinks", f"the same at {lengths[0]:,} tokens"
+        pair(report, name, replace(shape, context=lengths[1]), long, short, wanted("window"), note)
 
 
 def lengths(report: Report, shape: Shape) -> None:
     chosen = sorted(report.options.context)
     with contextlib.ExitStack() as stack:
         entrants = [stack.enter_context(core(replace(shape, context=context))) for context in chosen]
-        samples = report.compete(entrants)
+        samples = report.compete(entrants, shape.threads)
     for context, seconds in zip(chosen, samples, strict=True):
         ratio = [chosen[0] * a for a in seconds], [context * a for a in samples[0]]
-        note = f"a token, by that at {chosen[0]:,}"
-        report.line(f"length {replace(shape, context=context)}", seconds, ratio, wanted("length"), note)
+        note = f"by that at {chosen[0]:,}"
+        report.line("a token, by length", replace(shape, context=context), seconds, ratio, wanted("length"), note)
 
 
 def append(report: Report, shape: Shape) -> None:
@@ -393,10 +377,11 @@ def append(report: Report, shape: Shape) -> None:
     offers = [("ggml", "append", shape.dtype)] + ([("transformers", "append", kind)] if kind else [])
     with closing(driver), report.peers:
         theirs = report.peers.set_up(offers, shape)
-        us_s, *theirs_s = report.compete([Entrant("append", run), *theirs])
-    report.line(f"append of 1 token at {shape}", us_s, None, wanted("append"), "begin, put and commit, a layer")
+        us_s, *theirs_s = report.compete([Entrant("append", run), *theirs], shape.threads)
+    report.line("append of 1 token", shape, us_s, None, wanted("append"), "begin, put and commit, a layer")
     for peer, seconds in zip(theirs, theirs_s, strict=True):
-        report.line(f"    {peer.name}", seconds, (seconds, us_s), wanted("append", peer.name.split()[0]), "by ours")
+        want = wanted("append", peer.name.split()[0])
+        report.line(f"    {peer.name}", replace(shape, dtype=peer.kind), seconds, (seconds, us_s), want, "by ours")
 
 
 def batches(report: Report) -> None:
@@ -439,7 +424,7 @@ def error(report: Report) -> None:
             q, out, k, v = driver.attend_and_show(shape.num_heads, shape.threads, context)
         right = exact(q, k, v)
         relative = float(np.linalg.norm(out - right) / np.linalg.norm(right))
-        report.line(f"error {shape}", (), relative, wanted("error", dtype), dtype=dtype, context=context)
+        report.line("error", shape, (), relative, wanted("error", dtype))
 
 
 # ---- the command

@@ -60,16 +60,16 @@ class Shape:
         """As many as make four times the last-level cache; two of a prompt, which is not bound by memory."""
         return layers_of(self.nbytes) if self.num_tokens < 64 else 2
 
-    def __str__(self) -> str:
-        kind = self.dtype + (f"/{self.v_type}" if self.v_type else "")
-        return f"{self.context:>7,} {kind:<9} {self.threads} thread{'s' * (self.threads > 1)}"
+    @property
+    def type(self) -> str:
+        return f"{self.dtype}/{self.v_type}" if self.v_type else self.dtype
 
 
 def layers_of(nbytes: float) -> int:
     return max(1, -(-4 * cache_size() // int(nbytes)))
 
 
-@dataclass
+@dataclass(eq=False)
 class Entrant:
     """What has its turn: `run` returns the seconds of each of so many calls, of which `layers` see other memory."""
 
@@ -78,13 +78,14 @@ class Entrant:
     layers: int = 1
     error: Callable[[], float] | None = None
     kind: str = ""  # of a peer: its type
+    first: float = 0.0  # seconds of a call, where one was made
 
 
 def compete(entrants: Sequence[Entrant], seconds: float, least: int = 5, settle: float = 0.0) -> list[list[float]]:
     """Run entrants in turn; the median of the calls of each turn, by entrant."""
 
     def turn(entrant: Entrant) -> Callable[[], float]:
-        first = statistics.median(entrant.run(min(2, entrant.layers)))
+        first = entrant.first if entrant.first > 10 * ROUND else statistics.median(entrant.run(min(2, entrant.layers)))
         calls = max(1, min(entrant.layers, round(ROUND / first)))
 
         def run() -> float:
@@ -93,7 +94,7 @@ def compete(entrants: Sequence[Entrant], seconds: float, least: int = 5, settle:
 
         return run
 
-    return in_turn(*(turn(entrant) for entrant in entrants), seconds=seconds, least=least)
+    return in_turn(*(turn(entrant) for entrant in entrants), seconds=seconds, least=least, warm=True)
 
 
 # ---- ours
@@ -166,8 +167,7 @@ def reading(nbytes: int, threads: int, huge: bool) -> list[Entrant]:
                 turn += 1
             return seconds
 
-        pages = "huge pages" if huge else "4 KiB pages"
-        return Entrant(f"{m.readers()[kernel]}; {pages}", run, pieces)
+        return Entrant(f"{m.readers()[kernel]}, {'huge' if huge else '4 KiB'} pages", run, pieces)
 
     rounds = max(3, min(7, int(2e9 / piece / len(m.readers()))))
     return [reader(kernel) for kernel in m.best_readers(memory, nbytes, threads, rounds)[:2]]
@@ -242,7 +242,6 @@ QUANTISED = [
     ("onnxruntime", "flash", "int4"),
     ("openvino", "f32", "u8"),
     ("openvino", "f16", "u8"),
-    ("openvino", "f32", "u4"),
     ("vllm", "paged", "fp8"),
 ]
 SINGLES = [
@@ -290,9 +289,9 @@ class Peer:
         def run(count: int) -> list[float]:
             return [float(word) for word in self.ask("run", key, count).split()]
 
-        run(1)  # what it cannot do shows here at the latest
-        name = f"{self.kind.name} {dtype}" + (f", {mode}" if mode not in ("dynamic", "paged") else "")
-        return Entrant(name, run, layers, lambda: float(self.ask("error", key)), dtype)
+        first = run(1)[0]  # what it cannot do shows here at the latest
+        name = self.kind.name + (f", {mode}" if mode not in ("dynamic", "paged", "append") else "")
+        return Entrant(name, run, layers, lambda: float(self.ask("error", key)), dtype, first)
 
     def ended(self) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -25,7 +25,8 @@ def quiet_quotient(numerator: Sequence[float], denominator: Sequence[float]) -> 
     """Of the fastest tenths: what the quotient would be if nobody else used the machine."""
     if len(numerator) == 1:
         return numerator[0] / denominator[0]
-    return statistics.quantiles(numerator, n=10)[0] / statistics.quantiles(denominator, n=10)[0]
+    fast, other = (statistics.quantiles(samples, n=10, method="inclusive")[0] for samples in (numerator, denominator))
+    return fast / other
 
 
 class Figures:

@@ -35,10 +35,10 @@ Floats = npt.NDArray[np.float32]
 
 
 def in_turn(
-    *functions: Callable[[], Any], seconds: float = 2.0, least: int = 15, most: int = 10_000
+    *functions: Callable[[], Any], seconds: float = 2.0, least: int = 15, most: int = 10_000, warm: bool = False
 ) -> list[list[Any]]:
-    """Call functions in turn, as often as fits, and return what each of them returned."""
-    for function in functions:
+    """Call functions in turn, as often as fits, and return what each of them returned; first once for nothing."""
+    for function in () if warm else functions:
         function()
     results: list[list[Any]] = [[] for _ in functions]
     end = time.perf_counter() + seconds

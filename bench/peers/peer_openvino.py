@@ -1,7 +1,7 @@
 """OpenVINO's stateful scaled dot product attention, with the append of its one token.
 
-Modes: f32 and f16, what it is hinted to compute in.  Types: f32, f16, u8 and u4, scaled by token.  All layers are one
-model: the seconds of a layer are a share of those of a pass over all of them.
+Modes: f32 and f16, what it is hinted to compute in.  Types: f32, f16 and u8, scaled by token (it ends when states
+of u4 are set).  All layers are one model: the seconds of a layer are a share of those of a pass over all of them.
 """
 
 import time
