@@ -19,6 +19,7 @@ from pathlib import Path
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")  # for float64 references; no threads of NumPy's beside what is measured
 
+import entrants  # noqa: E402
 import numpy as np  # noqa: E402
 from entrants import (  # noqa: E402
     KINDS,
@@ -99,9 +100,9 @@ class Report:
         self.rows.append(row)
         self._print((name, f"{shape.context:,}", shape.type, str(shape.threads), *numbers, want, note))
 
-    def compete(self, entrants: Sequence[Entrant], threads: int, least: int = 5) -> list[list[float]]:
-        seconds = self.options.seconds * max(1, len(entrants) / 2)
-        return compete(entrants, seconds, least, SETTLE if threads > 1 else 0)
+    def compete(self, some: Sequence[Entrant], threads: int, least: int = 5) -> list[list[float]]:
+        seconds = self.options.seconds * max(1, len(some) / 2)
+        return compete(some, seconds, least, SETTLE if threads > 1 else 0)
 
 
 # ---- decoding: against reading the same bytes, and against multiplying and adding
@@ -115,7 +116,7 @@ def against_the_machine(report: Report, shape: Shape, name: str, want: str = "")
             [us, *readers, multiplying(shape.threads), in_cache(shape)], shape.threads
         )
     best, reader = min(zip(readers_s, readers, strict=True), key=lambda pair: statistics.median(pair[0]))
-    floor = [s * shape.multiply_adds for s in multiply_s]
+    floor = [min(multiply_s) * shape.multiply_adds] * len(us_s)  # a ceiling is what was reached at best
     bound = "memory" if statistics.median(best) >= statistics.median(floor) else "multiply-adds"
     of = best if bound == "memory" else floor
     rate = shape.num_kv_heads / statistics.median(cached_s) / 1e6
@@ -230,9 +231,9 @@ def prefill(report: Report) -> None:
                 us_s, multiply_s, *theirs_s = report.compete([us, multiplying(threads), *theirs], threads, least=3)
             work = shape.multiply_adds
             flops = 2e-9 * work / statistics.median(us_s)
-            best = 2e-9 / statistics.median(multiply_s)
+            best = 2e-9 / min(multiply_s)
             note = f"{2e-9 * work:.1f} GFLOP: {flops:.1f} of {best:.1f} GFLOP/s"
-            of = [s * work for s in multiply_s]
+            of = [min(multiply_s) * work] * len(us_s)
             report.line(f"prefill of {tokens}", shape, us_s, (of, us_s), wanted("prefill", dtype), note)
             for peer, seconds in zip(theirs, theirs_s, strict=True):
                 want = wanted(f"prefill of {peer.name.split()[0]}", dtype)
@@ -354,8 +355,8 @@ def window(report: Report, shape: Shape, sinks: int = 4) -> None:
 def lengths(report: Report, shape: Shape) -> None:
     chosen = sorted(report.options.context)
     with contextlib.ExitStack() as stack:
-        entrants = [stack.enter_context(core(replace(shape, context=context))) for context in chosen]
-        samples = report.compete(entrants, shape.threads)
+        each = [stack.enter_context(core(replace(shape, context=context))) for context in chosen]
+        samples = report.compete(each, shape.threads)
     for context, seconds in zip(chosen, samples, strict=True):
         ratio = [chosen[0] * a for a in seconds], [context * a for a in samples[0]]
         note = f"by that at {chosen[0]:,}"
@@ -460,6 +461,9 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=listed(int), default=CONTEXTS, metavar="TOKENS", help="numbers of tokens")
     parser.add_argument("--threads", type=listed(int), default=[1, 2], metavar="NUMBERS")
     parser.add_argument("--prefill", type=listed(int), default=[512, 4096], metavar="N,CONTEXT", help="of a prompt")
+    parser.add_argument(
+        "--memory", type=int, default=0, metavar="MIB", help="that layers take turns in; four times the cache"
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="for each line, more or less")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="other people's code")
     parser.add_argument("--with", dest="kinds", type=listed(str, list(KINDS)), default=list(KINDS), metavar="PEERS",
@@ -470,6 +474,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="tokens/s against context, from the section peers")
     o = parser.parse_args(arguments)
+    entrants.working_set = o.memory << 20
     o.every_type = o.dtype is not None
     o.dtype = o.dtype or list(TYPES)
     if o.plot and not o.source and "peers" not in o.only:
