@@ -44,7 +44,7 @@ from yardstick import TYPES, Driver, cache_size, machine  # noqa: E402
 
 BLOCKED = ("q8_0", "q4_0")  # types whose rows are blocks of 32 elements
 CONTEXTS = [1024, 8192, 32_768, 131_072]
-SETTLE = 0.006  # seconds for the threads of the last one to stop spinning, where there are any
+SETTLE = 0.01  # seconds for the threads of the last one to stop spinning, where there are any
 
 # What is wanted, by figure and, where types differ, by type.
 WANTED = {
