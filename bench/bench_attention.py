@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -499,6 +500,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:
     if o.source:
         rows = json.loads(o.source.read_text())
     else:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that rows are kept, and peers ended
         head()
         with Peers(o.kinds if o.peers else [], sys.executable, lambda text: print(f"    {text}")) as peers_there:
             report = Report(o, peers_there)
