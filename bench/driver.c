@@ -4,6 +4,7 @@
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* clock_gettime */
 #endif
+#include <math.h>
 #include <stdlib.h>
 #include <time.h>
 
@@ -21,34 +22,49 @@ EXPORT const char *driver_error(void) { return kvc_last_error(); }
 
 /* ---- a cache of equal layers ------------------------------------------------------------------------------------- */
 
+/* What every layer is like; DriverShape in yardstick.py has the same fields. */
+typedef struct driver_shape {
+    int64_t max_seq_len;   /* 0: no limit */
+    int64_t max_sequences; /* 0: no limit */
+    int32_t num_layers, num_kv_heads, k_dim, v_dim;
+    int32_t k_type, v_type;
+    int32_t value_in_key;
+    int32_t window; /* 0: full attention */
+    int32_t num_sink_tokens;
+    int32_t block_size; /* 0: the cache's default */
+    int32_t num_threads;
+} driver_shape;
+
 typedef struct driver {
     kvc_cache *cache;
-    int32_t num_layers, num_kv_heads, head_dim;
+    driver_shape shape;
 } driver;
 
-/* window 0: full attention.  NULL: see driver_error. */
-EXPORT driver *driver_new(int32_t num_layers, int32_t num_kv_heads, int32_t head_dim, int64_t max_seq_len, int32_t type,
-                          int32_t window, int32_t block_size, int32_t num_threads) {
+/* NULL: see driver_error. */
+EXPORT driver *driver_new(const driver_shape *shape) {
     driver *d = malloc(sizeof *d);
-    kvc_layer *layers = calloc((size_t)num_layers, sizeof *layers);
+    kvc_layer *layers = calloc((size_t)shape->num_layers, sizeof *layers);
     if (!d || !layers) abort();
-    *d = (driver){NULL, num_layers, num_kv_heads, head_dim};
-    for (int32_t i = 0; i < num_layers; i++) {
-        layers[i] = (kvc_layer){.num_kv_heads = num_kv_heads,
-                                .k_dim = head_dim,
-                                .v_dim = head_dim,
-                                .k_type = type,
-                                .v_type = type,
-                                .policy = {.kind = window ? KVC_SLIDING : KVC_FULL, .window = window}};
+    *d = (driver){NULL, *shape};
+    for (int32_t i = 0; i < shape->num_layers; i++) {
+        layers[i] = (kvc_layer){.num_kv_heads = shape->num_kv_heads,
+                                .k_dim = shape->k_dim,
+                                .v_dim = shape->v_dim,
+                                .k_type = shape->k_type,
+                                .v_type = shape->v_type,
+                                .value_in_key = shape->value_in_key,
+                                .policy = {.kind = shape->window ? KVC_SLIDING : KVC_FULL,
+                                           .window = shape->window,
+                                           .num_sink_tokens = shape->num_sink_tokens}};
     }
     const kvc_config config = {.struct_size = sizeof config,
                                .layers = layers,
                                .layer_size = sizeof *layers,
-                               .num_layers = num_layers,
-                               .block_size = block_size,
-                               .max_seq_len = max_seq_len,
-                               .max_sequences = 1,
-                               .num_threads = num_threads};
+                               .num_layers = shape->num_layers,
+                               .block_size = shape->block_size,
+                               .max_seq_len = shape->max_seq_len,
+                               .max_sequences = shape->max_sequences,
+                               .num_threads = shape->num_threads};
     const kvc_status status = kvc_cache_new(&config, &d->cache);
     free(layers);
     if (status == KVC_OK) return d;
@@ -63,6 +79,16 @@ EXPORT void driver_free(driver *d) {
 
 EXPORT kvc_status driver_truncate(driver *d, int32_t length) { return kvc_truncate(d->cache, 0, length); }
 
+EXPORT kvc_status driver_fork(driver *d, int64_t src, int64_t dst) { return kvc_fork(d->cache, src, dst); }
+
+/* Drops every second token of sequence 0, from position 0 on; none moves. */
+EXPORT kvc_status driver_drop_every_second(driver *d) {
+    kvc_status status = KVC_OK;
+    const int32_t end = kvc_next_position(d->cache, 0);
+    for (int32_t p = 0; status == KVC_OK && p < end; p += 2) status = kvc_remove(d->cache, 0, p, p + 1, 0);
+    return status;
+}
+
 EXPORT int64_t driver_rows_moved(driver *d) {
     kvc_stats stats;
     kvc_get_stats(d->cache, &stats, sizeof stats);
@@ -71,37 +97,51 @@ EXPORT int64_t driver_rows_moved(driver *d) {
 
 /* ---- a forward pass ---------------------------------------------------------------------------------------------- */
 
-/* The next num_tokens tokens of sequence 0. */
-static kvc_status begin(const driver *d, int32_t num_tokens, kvc_batch **batch) {
-    int32_t *positions = malloc((size_t)num_tokens * sizeof *positions);
-    if (!positions) abort();
-    const int32_t next = kvc_next_position(d->cache, 0);
-    for (int32_t i = 0; i < num_tokens; i++) positions[i] = next + i;
-    const kvc_status status = kvc_begin(d->cache, num_tokens, positions, NULL, NULL, batch);
+/* The next num_tokens tokens of each of the sequences [first_seq, end_seq), one sequence after the other. */
+static kvc_status begin(const driver *d, int32_t num_tokens, int64_t first_seq, int64_t end_seq, kvc_batch **batch) {
+    const int32_t total = num_tokens * (int32_t)(end_seq - first_seq);
+    int32_t *positions = malloc((size_t)total * sizeof *positions);
+    int64_t *seq_ids = malloc((size_t)total * sizeof *seq_ids);
+    if (!positions || !seq_ids) abort();
+    for (int32_t i = 0; i < total; i++) {
+        seq_ids[i] = first_seq + i / num_tokens;
+        positions[i] = i % num_tokens ? positions[i - 1] + 1 : kvc_next_position(d->cache, seq_ids[i]);
+    }
+    const kvc_status status = kvc_begin(d->cache, total, positions, seq_ids, NULL, batch);
     free(positions);
+    free(seq_ids);
     return status;
 }
 
-/* Keys, then values, both [num_tokens][num_kv_heads][head_dim] of f32. */
+/* Keys [num_tokens][num_kv_heads][k_dim] of f32, behind them values [num_tokens][num_kv_heads][v_dim]. */
 static kvc_put_args rows_at(const driver *d, const float *rows, int32_t num_tokens) {
-    const int64_t token = (int64_t)d->num_kv_heads * d->head_dim, head = d->head_dim, f32 = (int64_t)sizeof *rows;
+    const driver_shape *s = &d->shape;
+    const int64_t f32 = (int64_t)sizeof *rows;
     return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
                           .num_tokens = num_tokens,
                           .k = rows,
-                          .v = rows + num_tokens * token,
-                          .k_token_stride = token * f32,
-                          .k_head_stride = head * f32,
-                          .v_token_stride = token * f32,
-                          .v_head_stride = head * f32};
+                          .v = s->value_in_key ? NULL : rows + (int64_t)num_tokens * s->num_kv_heads * s->k_dim,
+                          .k_token_stride = s->num_kv_heads * s->k_dim * f32,
+                          .k_head_stride = s->k_dim * f32,
+                          .v_token_stride = s->num_kv_heads * s->v_dim * f32,
+                          .v_head_stride = s->v_dim * f32};
 }
 
-/* Appends num_tokens tokens, the same rows in every layer. */
-EXPORT kvc_status driver_append(driver *d, const float *rows, int32_t num_tokens) {
+/* The same rows in every layer. */
+static kvc_status put_everywhere(const driver *d, kvc_batch *batch, const kvc_put_args *args) {
+    kvc_status status = KVC_OK;
+    for (int32_t layer = 0; status == KVC_OK && layer < d->shape.num_layers; layer++)
+        status = kvc_put(batch, layer, args);
+    return status;
+}
+
+/* Appends num_tokens tokens to a sequence. */
+EXPORT kvc_status driver_append(driver *d, int64_t seq_id, const float *rows, int32_t num_tokens) {
     const kvc_put_args args = rows_at(d, rows, num_tokens);
     kvc_batch *batch;
-    kvc_status status = begin(d, num_tokens, &batch);
+    kvc_status status = begin(d, num_tokens, seq_id, seq_id + 1, &batch);
     if (status != KVC_OK) return status;
-    for (int32_t layer = 0; status == KVC_OK && layer < d->num_layers; layer++) status = kvc_put(batch, layer, &args);
+    status = put_everywhere(d, batch, &args);
     if (status == KVC_OK) status = kvc_commit(batch);
     if (status != KVC_OK) kvc_abort(batch);
     return status;
@@ -118,8 +158,7 @@ EXPORT kvc_status driver_steps(driver *d, const float *rows, int32_t steps, doub
         kvc_status status = kvc_begin(d->cache, 1, &position, NULL, NULL, &batch);
         if (status != KVC_OK) return status;
         const double t1 = now();
-        for (int32_t layer = 0; status == KVC_OK && layer < d->num_layers; layer++)
-            status = kvc_put(batch, layer, &args);
+        status = put_everywhere(d, batch, &args);
         const double t2 = now();
         if (status == KVC_OK) status = kvc_commit(batch);
         const double t3 = now();
@@ -128,7 +167,7 @@ EXPORT kvc_status driver_steps(driver *d, const float *rows, int32_t steps, doub
             return status;
         }
         begins[i] = t1 - t0;
-        puts[i] = (t2 - t1) / d->num_layers;
+        puts[i] = (t2 - t1) / d->shape.num_layers;
         commits[i] = t3 - t2;
     }
     return KVC_OK;
@@ -138,9 +177,9 @@ EXPORT kvc_status driver_steps(driver *d, const float *rows, int32_t steps, doub
  * rows + i * step: 0 for the same ones. */
 EXPORT kvc_status driver_put(driver *d, const float *rows, int64_t step, int32_t num_tokens, double *seconds) {
     kvc_batch *batch;
-    kvc_status status = begin(d, num_tokens, &batch);
+    kvc_status status = begin(d, num_tokens, 0, 1, &batch);
     if (status != KVC_OK) return status;
-    for (int32_t layer = 0; status == KVC_OK && layer < d->num_layers; layer++) {
+    for (int32_t layer = 0; status == KVC_OK && layer < d->shape.num_layers; layer++) {
         const kvc_put_args args = rows_at(d, rows + layer * step, num_tokens);
         const double start = now();
         status = kvc_put(batch, layer, &args);
@@ -150,32 +189,84 @@ EXPORT kvc_status driver_put(driver *d, const float *rows, int64_t step, int32_t
     return status;
 }
 
-/* One more token: its rows in every layer; then its attention over all there is, reps times in each layer, one layer
- * after the other: seconds [reps][num_layers].  Nothing is committed. */
-EXPORT kvc_status driver_attend(driver *d, const float *rows, const float *q, float *out, int32_t num_heads,
-                                int32_t num_threads, int32_t reps, double *seconds) {
-    const kvc_put_args put = rows_at(d, rows, 1);
-    const int64_t head = d->head_dim * (int64_t)sizeof *q;
-    const kvc_attend_args args = {.struct_size = sizeof args,
-                                  .q = q,
-                                  .out = out,
-                                  .q_token_stride = num_heads * head,
-                                  .q_head_stride = head,
-                                  .out_token_stride = num_heads * head,
-                                  .out_head_stride = head};
-    kvc_batch *batch;
-    kvc_status status = begin(d, 1, &batch);
+/* ---- attention --------------------------------------------------------------------------------------------------- */
+
+/* A forward pass that is not committed: num_tokens tokens of each of the sequences [0, num_seqs), one sequence after
+ * the other; q and out are [all tokens][num_heads][k_dim or v_dim]. */
+typedef struct driver_pass {
+    const float *rows; /* of all its tokens, as in rows_at; every layer gets the same */
+    const float *q;
+    float *out;
+    int32_t num_tokens, num_seqs, num_heads, num_threads;
+} driver_pass;
+
+static kvc_attend_args attend_args(const driver *d, const driver_pass *pass) {
+    const driver_shape *s = &d->shape;
+    const int64_t f32 = (int64_t)sizeof *pass->q;
+    return (kvc_attend_args){.struct_size = sizeof(kvc_attend_args),
+                             .q = pass->q,
+                             .out = pass->out,
+                             .q_token_stride = pass->num_heads * s->k_dim * f32,
+                             .q_head_stride = s->k_dim * f32,
+                             .out_token_stride = pass->num_heads * s->v_dim * f32,
+                             .out_head_stride = s->v_dim * f32,
+                             .scale = 1.0F / sqrtf((float)s->k_dim)};
+}
+
+static kvc_plan_args plan_args(const driver_pass *pass, int32_t layer) {
+    return (kvc_plan_args){.struct_size = sizeof(kvc_plan_args),
+                           .layer = layer,
+                           .num_heads = pass->num_heads,
+                           .num_threads = pass->num_threads};
+}
+
+static kvc_status begin_pass(const driver *d, const driver_pass *pass, kvc_batch **batch) {
+    const kvc_put_args put = rows_at(d, pass->rows, pass->num_tokens * pass->num_seqs);
+    kvc_status status = begin(d, pass->num_tokens, 0, pass->num_seqs, batch);
     if (status != KVC_OK) return status;
-    for (int32_t layer = 0; status == KVC_OK && layer < d->num_layers; layer++) status = kvc_put(batch, layer, &put);
-    for (int32_t i = 0; status == KVC_OK && i < reps * d->num_layers; i++) {
-        const kvc_plan_args plan = {.struct_size = sizeof plan,
-                                    .layer = i % d->num_layers,
-                                    .num_heads = num_heads,
-                                    .num_threads = num_threads};
+    status = put_everywhere(d, *batch, &put);
+    if (status != KVC_OK) kvc_abort(*batch);
+    return status;
+}
+
+/* Attends `count` times, one layer after the other from first_layer on, and round again: seconds [count]. */
+EXPORT kvc_status driver_attend(driver *d, const driver_pass *pass, int32_t first_layer, int32_t count,
+                                double *seconds) {
+    const kvc_attend_args args = attend_args(d, pass);
+    kvc_batch *batch;
+    kvc_status status = begin_pass(d, pass, &batch);
+    if (status != KVC_OK) return status;
+    for (int32_t i = 0; status == KVC_OK && i < count; i++) {
+        const kvc_plan_args plan = plan_args(pass, (first_layer + i) % d->shape.num_layers);
         const double start = now();
         status = kvc_attend(batch, &plan, &args);
         seconds[i] = now() - start;
     }
+    kvc_abort(batch);
+    return status;
+}
+
+/* Attends once in layer 0, for one sequence, and says over what: k and v [num_kv_heads][num_rows][k_dim or v_dim], the
+ * pass's own rows among them, decoded.  v is NULL where values lie in the keys. */
+EXPORT kvc_status driver_attend_and_show(driver *d, const driver_pass *pass, int64_t num_rows, float *k, float *v) {
+    const kvc_attend_args args = attend_args(d, pass);
+    const kvc_plan_args plan = plan_args(pass, 0);
+    const int64_t k_row = d->shape.k_dim * (int64_t)sizeof *k, v_row = d->shape.v_dim * (int64_t)sizeof *v;
+    const kvc_dense_args dense = {.struct_size = sizeof dense,
+                                  .rows = {.struct_size = sizeof dense.rows,
+                                           .type = KVC_F32,
+                                           .k = k,
+                                           .v = v,
+                                           .k_head_stride = num_rows * k_row,
+                                           .k_row_stride = k_row,
+                                           .v_head_stride = num_rows * v_row,
+                                           .v_row_stride = v_row},
+                                  .num_rows = num_rows};
+    kvc_batch *batch;
+    kvc_status status = begin_pass(d, pass, &batch);
+    if (status != KVC_OK) return status;
+    status = kvc_attend(batch, &plan, &args);
+    if (status == KVC_OK) status = kvc_dense(batch, 0, &dense);
     kvc_abort(batch);
     return status;
 }

@@ -23,17 +23,28 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* ---- memory: OS pages as the system gives them, as the cache's own are ------------------------------------------- */
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-/* Touched, each page with other contents; NULL if there is none. */
-void *ys_map(size_t bytes) {
-    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+enum { HUGE_PAGE = 2 << 20, COLLAPSE = 25 /* MADV_COLLAPSE, which older headers lack */ };
+
+static size_t whole_pages(size_t bytes) { return (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE; }
+
+/* Touched, each page with other contents, at a multiple of 2 MiB; NULL if there is none.  OS pages are as the system
+ * gives them or, with `huge`, joined to huge ones where it can, as the cache does with what it fills. */
+void *ys_map(size_t bytes, int huge) {
+    bytes = whole_pages(bytes);
+    char *p = mmap(NULL, bytes + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return NULL;
-    for (size_t i = 0; i < bytes; i += 64) ((char *)p)[i] = (char)(i >> 12);
+    const size_t before = (HUGE_PAGE - (uintptr_t)p % HUGE_PAGE) % HUGE_PAGE;
+    if (before) munmap(p, before);
+    p += before;
+    munmap(p + bytes, HUGE_PAGE - before);
+    for (size_t i = 0; i < bytes; i += 64) p[i] = (char)(i >> 12);
+    if (huge) madvise(p, bytes, COLLAPSE);
     return p;
 }
 
-void ys_unmap(void *p, size_t bytes) { munmap(p, bytes); }
+void ys_unmap(void *p, size_t bytes) { munmap(p, whole_pages(bytes)); }
 
 /* ---- copying ----------------------------------------------------------------------------------------------------- */
 

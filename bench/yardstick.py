@@ -11,8 +11,10 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +22,30 @@ import numpy.typing as npt
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 FLAGS = ["-std=c11", "-O3", "-fPIC", "-shared", "-Wall", "-Wextra"]
-TYPES = {"f32": 0, "f16": 1, "bf16": 2}
+FLOATS = {"f32": 0, "f16": 1, "bf16": 2}  # kvc_type
+TYPES = FLOATS | {"q8_0": 3, "q4_0": 4}
+BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32, "q4_0": 18 / 32}  # of an element
 OS_PAGE = 4096
 
 Seconds = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float32]
+
+
+# ---- measuring in turn
+
+
+def in_turn(
+    *functions: Callable[[], Any], seconds: float = 2.0, least: int = 15, most: int = 10_000, warm: bool = False
+) -> list[list[Any]]:
+    """Call functions in turn, as often as fits, and return what each of them returned; first once for nothing."""
+    for function in () if warm else functions:
+        function()
+    results: list[list[Any]] = [[] for _ in functions]
+    end = time.perf_counter() + seconds
+    while len(results[0]) < least or (time.perf_counter() < end and len(results[0]) < most):
+        for result, function in zip(results, functions, strict=True):
+            result.append(function())
+    return results
 
 
 # ---- compiling
@@ -59,12 +81,12 @@ _I, _L, _SIZE, _P, _D = ctypes.c_int32, ctypes.c_int64, ctypes.c_size_t, ctypes.
 
 
 class Memory:
-    """Bytes in OS pages as the system gives them, all of them touched."""
+    """Bytes, all of them touched; in OS pages as the system gives them or, where it can, in huge ones."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, huge: bool = False) -> None:
         self._unmap = machine().unmap
         self.nbytes = nbytes
-        self.address = machine().map(nbytes)
+        self.address = machine().map(nbytes, huge)
         if not self.address:
             raise MemoryError(f"{nbytes} bytes to measure with")
 
@@ -72,7 +94,7 @@ class Memory:
         if getattr(self, "address", None):
             self._unmap(self.address, self.nbytes)
 
-    def floats(self) -> npt.NDArray[np.float32]:
+    def floats(self) -> Floats:
         """The memory as an array, which is valid as long as this lives."""
         return np.ctypeslib.as_array((ctypes.c_float * (self.nbytes // 4)).from_address(self.address))
 
@@ -82,7 +104,7 @@ class Machine:
 
     def __init__(self) -> None:
         library = build("yardstick", [HERE / "yardstick.c"])
-        self.map = _function(library, "ys_map", _P, _SIZE)
+        self.map = _function(library, "ys_map", _P, _SIZE, _I)
         self.unmap = _function(library, "ys_unmap", None, _P, _SIZE)
         self._copy = _function(library, "ys_copy", None, _P, _P, _SIZE, _I, _I, _P)
         self._reader = _function(library, "ys_reader", ctypes.c_char_p, _I)
@@ -104,29 +126,39 @@ class Machine:
             i += 1
         return names
 
+    @staticmethod
+    def read_size(nbytes: int, threads: int) -> int:
+        """Round up to what the kernels take."""
+        unit = OS_PAGE * 4 * threads
+        return -(-nbytes // unit) * unit
+
     def read(self, reader: int, src: int, nbytes: int, threads: int, reps: int = 1) -> Seconds:
         """Time reading nbytes, rounded up to what the kernels take."""
-        seconds, unit = np.empty(reps), OS_PAGE * 4 * threads
-        self._read(reader, src, -(-nbytes // unit) * unit, threads, reps, seconds.ctypes.data)
+        seconds = np.empty(reps)
+        self._read(reader, src, self.read_size(nbytes, threads), threads, reps, seconds.ctypes.data)
         return seconds
 
-    def best_reader(self, memory: Memory, nbytes: int, threads: int, rounds: int = 7) -> int:
-        """Find the kernel with the best median over pieces of nbytes, taken in turn."""
-        unit = OS_PAGE * 4 * threads
-        pieces = memory.nbytes // (-(-nbytes // unit) * unit)
-        names, at = self.readers(), 0
-        times: dict[int, list[float]] = {reader: [] for reader in names}
+    def best_readers(self, memory: Memory, nbytes: int, threads: int, rounds: int = 7) -> list[int]:
+        """Kernels by rising median over pieces of nbytes, taken in turn."""
+        piece = self.read_size(nbytes, threads)
+        pieces = max(1, memory.nbytes // piece)
+        at = 0
+        times: dict[int, list[float]] = {reader: [] for reader in self.readers()}
         for _ in range(rounds):
-            for reader in names:
-                src = memory.address + at % pieces * (-(-nbytes // unit) * unit)
-                times[reader].append(self.read(reader, src, nbytes, threads)[0])
+            for reader, seconds in times.items():
+                seconds.append(self.read(reader, memory.address + at % pieces * piece, nbytes, threads)[0])
                 at += 1
-        return min(times, key=lambda reader: statistics.median(times[reader]))
+        return sorted(times, key=lambda reader: statistics.median(times[reader]))
 
     def multiply_add(self, lanes: int, threads: int, reps: int = 1) -> tuple[float, Seconds]:
         """Time f32 multiply-adds; how many one repetition does (0: there are no such vectors), and its seconds."""
         seconds = np.zeros(reps)
         return self._multiply_add(lanes, threads, reps, seconds.ctypes.data), seconds
+
+    @functools.cached_property
+    def lanes(self) -> int:
+        """Floats in the widest vectors there are."""
+        return next(lanes for lanes in (16, 8, 1) if self.multiply_add(lanes, 1)[0])
 
 
 @functools.cache
@@ -144,7 +176,33 @@ def cache_size() -> int:
     return max(sizes) or 32 << 20
 
 
+def huge_bytes() -> int:
+    """Bytes of this process that lie in huge OS pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
+
+
 # ---- the bare core
+
+
+class DriverShape(ctypes.Structure):
+    """What driver.c calls driver_shape."""
+
+    _fields_: ClassVar = [
+        ("max_seq_len", _L),
+        ("max_sequences", _L),
+        *((name, _I) for name in ("num_layers", "num_kv_heads", "k_dim", "v_dim", "k_type", "v_type", "value_in_key")),
+        *((name, _I) for name in ("window", "num_sink_tokens", "block_size", "num_threads")),
+    ]
+
+
+class DriverPass(ctypes.Structure):
+    """What driver.c calls driver_pass."""
+
+    _fields_: ClassVar = [
+        *((name, _P) for name in ("rows", "q", "out")),
+        *((name, _I) for name in ("num_tokens", "num_seqs", "num_heads", "num_threads")),
+    ]
 
 
 @functools.cache
@@ -153,19 +211,24 @@ def _driver_library() -> dict[str, ctypes._CFuncPtr]:
     library = build("driver", sources, ["-fvisibility=hidden", f"-I{ROOT}/include", f"-I{ROOT}/src"])
     return {
         "error": _function(library, "driver_error", ctypes.c_char_p),
-        "new": _function(library, "driver_new", _P, _I, _I, _I, _L, _I, _I, _I, _I),
+        "new": _function(library, "driver_new", _P, ctypes.POINTER(DriverShape)),
         "free": _function(library, "driver_free", None, _P),
         "truncate": _function(library, "driver_truncate", _I, _P, _I),
+        "fork": _function(library, "driver_fork", _I, _P, _L, _L),
+        "drop_every_second": _function(library, "driver_drop_every_second", _I, _P),
         "rows_moved": _function(library, "driver_rows_moved", _L, _P),
-        "append": _function(library, "driver_append", _I, _P, _P, _I),
+        "append": _function(library, "driver_append", _I, _P, _L, _P, _I),
         "steps": _function(library, "driver_steps", _I, _P, _P, _I, _P, _P, _P),
         "put": _function(library, "driver_put", _I, _P, _P, _L, _I, _P),
-        "attend": _function(library, "driver_attend", _I, _P, _P, _P, _P, _I, _I, _I, _P),
+        "attend": _function(library, "driver_attend", _I, _P, ctypes.POINTER(DriverPass), _I, _I, _P),
+        "attend_and_show": _function(library, "driver_attend_and_show", _I, _P, ctypes.POINTER(DriverPass), _L, _P, _P),
     }
 
 
 class Driver:
     """A cache of equal layers, driven and timed in C: see driver.c."""
+
+    POOL = 512  # tokens whose rows are at hand; more are these again
 
     def __init__(
         self,
@@ -175,15 +238,28 @@ class Driver:
         max_seq_len: int,
         dtype: str = "f16",
         *,
+        v_dim: int = 0,
+        v_type: str = "",
+        value_in_key: bool = False,
         window: int = 0,
+        num_sink_tokens: int = 0,
         block_size: int = 0,
+        max_sequences: int = 1,
         num_threads: int = 1,
     ) -> None:
         self._calls = _driver_library()
-        self.num_layers = num_layers
-        self._rows = np.random.default_rng(0).standard_normal((2, 512, num_kv_heads, head_dim), np.float32)
-        shape = num_layers, num_kv_heads, head_dim, max_seq_len
-        self._handle = self._calls["new"](*shape, TYPES[dtype], window, block_size, num_threads)
+        self.num_layers, self.k_dim, self.v_dim = num_layers, head_dim, v_dim or head_dim
+        self.num_kv_heads, self.value_in_key = num_kv_heads, value_in_key
+        self._rng = np.random.default_rng(0)
+        self._rows = np.empty(self.POOL * num_kv_heads * (self.k_dim + self.v_dim), np.float32)
+        self._refresh()
+        self._passes: dict[tuple[int, ...], tuple[DriverPass, Floats, Floats]] = {}
+        self._next_layer = 0
+        shape = DriverShape(
+            max_seq_len, max_sequences, num_layers, num_kv_heads, self.k_dim, self.v_dim, TYPES[dtype],
+            TYPES[v_type or dtype], value_in_key, window, num_sink_tokens, block_size, num_threads,
+        )  # fmt: skip
+        self._handle = self._calls["new"](ctypes.byref(shape))
         if not self._handle:
             raise RuntimeError(self._calls["error"]().decode())
 
@@ -194,13 +270,26 @@ class Driver:
         if status:
             raise RuntimeError(self._calls["error"]().decode())
 
-    def append(self, num_tokens: int) -> None:
-        """Append any rows."""
-        for done in range(0, num_tokens, 512):
-            self._check(self._calls["append"](self._handle, self._rows.ctypes.data, min(512, num_tokens - done)))
+    def _refresh(self) -> None:
+        self._rng.standard_normal(dtype=np.float32, out=self._rows)
+
+    def append(self, num_tokens: int, seq_id: int = 0, *, fresh: bool = False) -> None:
+        """Append random rows; with `fresh`, none of them twice."""
+        for done in range(0, num_tokens, self.POOL):
+            if fresh:
+                self._refresh()
+            count = min(self.POOL, num_tokens - done)
+            self._check(self._calls["append"](self._handle, seq_id, self._rows.ctypes.data, count))
 
     def truncate(self, length: int) -> None:
         self._check(self._calls["truncate"](self._handle, length))
+
+    def fork(self, src: int, dst: int) -> None:
+        self._check(self._calls["fork"](self._handle, src, dst))
+
+    def drop_every_second(self) -> None:
+        """Drop every second token of sequence 0; what stays does not move."""
+        self._check(self._calls["drop_every_second"](self._handle))
 
     def rows_moved(self) -> int:
         return self._calls["rows_moved"](self._handle)
@@ -219,11 +308,42 @@ class Driver:
         self._check(self._calls["put"](self._handle, rows, step // 4, num_tokens, seconds.ctypes.data))
         return seconds
 
-    def attend(self, num_heads: int, num_threads: int, reps: int) -> Seconds:
-        """Time the attention of one more token, [reps, num_layers]; it is not kept."""
-        seconds = np.empty((reps, self.num_layers))
-        q = np.random.default_rng(1).standard_normal((num_heads, self._rows.shape[3]), np.float32)
-        out = np.empty_like(q)
-        addresses = (array.ctypes.data for array in (self._rows, q, out))
-        self._check(self._calls["attend"](self._handle, *addresses, num_heads, num_threads, reps, seconds.ctypes.data))
+    def _pass(self, *numbers: int) -> tuple[DriverPass, Floats, Floats]:
+        """A forward pass of so many tokens, sequences, query heads and threads, with its queries and its output."""
+        if numbers not in self._passes:
+            num_tokens, num_seqs, num_heads, _ = numbers
+            tokens = num_tokens * num_seqs
+            assert tokens <= self.POOL
+            q = np.random.default_rng(1).standard_normal((tokens, num_heads, self.k_dim), np.float32)
+            out = np.empty((tokens, num_heads, self.v_dim), np.float32)
+            addresses = (array.ctypes.data for array in (self._rows, q, out))
+            self._passes[numbers] = DriverPass(*addresses, *numbers), q, out
+        return self._passes[numbers]
+
+    def attend(
+        self, num_heads: int, num_threads: int, count: int, *, num_tokens: int = 1, num_seqs: int = 1
+    ) -> Seconds:
+        """Time attention of more tokens, which are not kept, `count` times: each in the layer after the last one's."""
+        seconds = np.empty(count)
+        forward, _, _ = self._pass(num_tokens, num_seqs, num_heads, num_threads)
+        self._check(
+            self._calls["attend"](self._handle, ctypes.byref(forward), self._next_layer, count, seconds.ctypes.data)
+        )
+        self._next_layer = (self._next_layer + count) % self.num_layers
         return seconds
+
+    def attend_and_show(self, num_heads: int, num_threads: int, num_rows: int) -> tuple[Floats, Floats, Floats, Floats]:
+        """One token in layer 0: its queries, its output, and the keys and values [heads, num_rows, dim] it saw."""
+        forward, q, out = self._pass(1, 1, num_heads, num_threads)
+        k = np.empty((self.num_kv_heads, num_rows, self.k_dim), np.float32)
+        v = k[:, :, : self.v_dim] if self.value_in_key else np.empty((*k.shape[:2], self.v_dim), np.float32)
+        self._check(
+            self._calls["attend_and_show"](
+                self._handle,
+                ctypes.byref(forward),
+                num_rows,
+                k.ctypes.data,
+                None if self.value_in_key else v.ctypes.data,
+            )
+        )
+        return q[0], out[0], k, v

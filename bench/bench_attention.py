@@ -1,0 +1,522 @@
+"""The speed of attention, as one table: python bench/bench_attention.py --help.
+
+Everything on a line was measured in turn in one run: ours, the yardsticks, the peers, and again from the start. Where
+it says "of", a figure is a median of quotients taken turn by turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")  # for float64 references; no threads of NumPy's beside what is measured
+
+import entrants  # noqa: E402
+import numpy as np  # noqa: E402
+from entrants import (  # noqa: E402
+    KINDS,
+    QUANTISED,
+    SINGLES,
+    SIXTEEN_BITS,
+    Entrant,
+    Peers,
+    Shape,
+    compete,
+    core,
+    filled,
+    in_cache,
+    layers_of,
+    multiplying,
+    ours,
+    own_pages,
+    reading,
+)
+from figures import quartiles, quiet_quotient, quotients  # noqa: E402
+from yardstick import TYPES, Driver, cache_size, machine  # noqa: E402
+
+BLOCKED = ("q8_0", "q4_0")  # types whose rows are blocks of 32 elements
+CONTEXTS = [1024, 8192, 32_768, 131_072]
+SETTLE = 0.01  # seconds for the threads of the last one to stop spinning, where there are any
+
+# What is wanted, by figure and, where types differ, by type.
+WANTED = {
+    "error f32": "< 1e-5",
+    "error": "< 5e-4",
+    "decode f16": ">= 0.35",
+}
+
+
+def wanted(*words: str) -> str:
+    return WANTED.get(" ".join(words), WANTED.get(words[0], ""))
+
+
+Samples = Sequence[float]
+
+
+@dataclass
+class Report:
+    """Prints lines as they come, and keeps the rows behind them."""
+
+    options: argparse.Namespace
+    peers: Peers
+    rows: list[dict[str, object]] = field(default_factory=list)
+    section: str = ""
+
+    def open(self, section: str, title: str) -> None:
+        self.section = section
+        print(f"\n{title}\n", flush=True)
+        self._print(("", "tokens", "type", "threads", "µs", "quotient", "quartiles", "fastest", "wanted", ""))
+
+    def _print(self, cells: Sequence[str]) -> None:
+        widths = "<32", ">7", "<8", ">7", ">11", ">8", "^16", ">7", "<8", ""
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip(), flush=True)
+
+    def line(
+        self, name: str, shape: Shape, seconds: Samples = (), quotient: tuple[Samples, Samples] | float | None = None,
+        want: str = "", note: str = "", **data: object,
+    ) -> None:  # fmt: skip
+        """Seconds of a call, and a quotient turn by turn: its median, its quartiles, and that of the fastest tenths."""
+        row: dict[str, object] = {"section": self.section, "name": name.strip(), "context": shape.context}
+        row |= {"type": shape.type, "threads": shape.threads, "wanted": want, "note": note, **data}
+        numbers = ["", "", "", ""]
+        if len(seconds):
+            row["seconds"] = statistics.median(seconds)
+            numbers[0] = f"{1e6 * statistics.median(seconds):,.1f}"
+        if isinstance(quotient, tuple):
+            low, middle, high = quartiles(quotients(*quotient))
+            row |= {"quotient": middle, "low": low, "high": high, "fastest": quiet_quotient(*quotient)}
+            numbers[1:] = f"{middle:.3g}", f"{low:.3g} .. {high:.3g}", f"{row['fastest']:.3g}"
+        elif quotient is not None:
+            row["quotient"] = quotient
+            numbers[1] = f"{quotient:.2g}"
+        self.rows.append(row)
+        self._print((name, f"{shape.context:,}", shape.type, str(shape.threads), *numbers, want, note))
+
+    def compete(self, some: Sequence[Entrant], threads: int, least: int = 5) -> list[list[float]]:
+        seconds = self.options.seconds * max(1, len(some) / 2)
+        return compete(some, seconds, least, SETTLE if threads > 1 else 0)
+
+
+# ---- decoding: against reading the same bytes, and against multiplying and adding
+
+
+def against_the_machine(report: Report, shape: Shape, name: str, want: str = "") -> None:
+    """One line: attention against what bounds it."""
+    with own_pages() as are_huge, core(shape) as us:
+        readers = reading(shape.nbytes, shape.threads, are_huge(shape.nbytes * shape.layers))
+        us_s, *readers_s, multiply_s, cached_s = report.compete(
+            [us, *readers, multiplying(shape.threads), in_cache(shape)], shape.threads
+        )
+    best, reader = min(zip(readers_s, readers, strict=True), key=lambda pair: statistics.median(pair[0]))
+    floor = [min(multiply_s) * shape.multiply_adds] * len(us_s)  # a ceiling is what was reached at best
+    bound = "memory" if statistics.median(best) >= statistics.median(floor) else "multiply-adds"
+    of = best if bound == "memory" else floor
+    rate = shape.num_kv_heads / statistics.median(cached_s) / 1e6
+    read = statistics.median(best)
+    note = (
+        f"of {bound}; reads {shape.nbytes / read / 1e9:.1f} GB/s, {1e6 * read:,.0f} µs ({reader.name}), multiply-adds "
+        f"{1e6 * statistics.median(floor):,.0f} µs; in cache {rate:.3g} rows/µs and core"
+    )
+    report.line(
+        name, shape, us_s, (of, us_s), want, note, bound=bound, read_seconds=read,
+        floor_seconds=statistics.median(floor), rows_per_us_in_cache=rate,
+        of_reading=statistics.median(quotients(best, us_s)),
+    )  # fmt: skip
+
+
+def decode(report: Report) -> None:
+    report.open("decode", "Decoding: one query of 32 heads over 8 KV heads x 128, of what bounds it")
+    o = report.options
+    for context in o.context:
+        for threads in o.threads:
+            for dtype in o.dtype:
+                shape = Shape(context, dtype, threads)
+                against_the_machine(report, shape, "decode", wanted("decode", dtype))
+
+
+# ---- peers
+
+
+# Which of our types a peer's is compared with, where we have none of the same name.
+COMPARED = {"int8": "q8_0", "u8": "q8_0", "fp8": "q8_0", "int4": "q4_0", "u4": "q4_0"}
+
+
+def peers_group(report: Report, context: int, threads: int, dtypes: Sequence[str], offers: Sequence[tuple]) -> None:
+    """Some of our types and the peers that they are compared with."""
+    shape = Shape(context, dtypes[0], threads)
+    with contextlib.ExitStack() as stack:
+        mine = [stack.enter_context(core(replace(shape, dtype=dtype))) for dtype in dtypes]
+        stack.enter_context(report.peers)
+        theirs = report.peers.set_up(offers, shape)
+        samples = report.compete([*mine, *theirs], threads)
+        errors = [peer.error() if peer.error else 0.0 for peer in theirs]
+    ours_s = dict(zip(dtypes, samples, strict=False))
+    for dtype, seconds in ours_s.items():
+        by = (ours_s["f16"], seconds) if dtype in BLOCKED and "f16" in ours_s else None
+        want, note = (wanted("our f16", dtype), "our f16 by this") if by else ("", "")
+        report.line("kvcache", replace(shape, dtype=dtype), seconds, by, want, note)
+    found = {}
+    for peer, seconds, error in zip(theirs, samples[len(mine) :], errors, strict=True):
+        base = COMPARED.get(peer.kind, peer.kind)
+        base = base if base in ours_s else dtypes[0]
+        note = f"by our {base}; error {error:.1e}"
+        report.line(
+            f"    {peer.name}", replace(shape, dtype=peer.kind), seconds, (seconds, ours_s[base]), "", note, error=error
+        )
+        found[peer] = seconds
+    summary(report, shape, found, ours_s)
+
+
+def summary(report: Report, shape: Shape, found: dict[Entrant, list[float]], ours_s: dict[str, list[float]]) -> None:
+    """The fastest of some peers, by ours."""
+
+    def fastest(name: str, base: str, *starts: str, kinds: Sequence[str] = ()) -> None:
+        """Of the peers whose names start so, and of these types if any are given."""
+        some = {p: s for p, s in found.items() if p.name.startswith(starts) and (not kinds or p.kind in kinds)}
+        if some and base in ours_s:
+            peer = min(some, key=lambda peer: statistics.median(some[peer]))
+            quotient = some[peer], ours_s[base]
+            report.line(f"  {name}", replace(shape, dtype=base), (), quotient, wanted(name, base), peer.name)
+
+    names = [kind.name for kind in KINDS.values() if kind.name != "Hugging Face"]
+    for base in ours_s:
+        if base in BLOCKED:
+            fastest("fastest quantised peer", base, *names)
+            fastest("ggml's", base, "ggml", kinds=[base])
+        elif not set(BLOCKED) & set(ours_s):
+            fastest("fastest peer", base, *names)
+            fastest("ggml's fastest path", base, "ggml")
+            fastest("best torch by hand", base, "torch")
+            fastest("Hugging Face as it runs", base, "Hugging Face", kinds=[base])
+
+
+def peers(report: Report) -> None:
+    report.open("peers", "Decoding: peers by ours, same shape; over 1: ours is faster")
+    o = report.options
+    for context in o.context:
+        for threads in o.threads:
+            groups = [
+                (["f32"], SINGLES),
+                (["f16", "bf16"], SIXTEEN_BITS),
+                (["f16", "q8_0", "q4_0"], QUANTISED),
+            ]
+            for dtypes, offers in groups:
+                chosen = [dtype for dtype in dtypes if dtype in o.dtype]
+                if chosen and (chosen != ["f16"] or "bf16" in dtypes):
+                    peers_group(report, context, threads, chosen, offers)
+
+
+# ---- prompts
+
+
+def prefill(report: Report) -> None:
+    o = report.options
+    tokens, context = o.prefill
+    report.open("prefill", f"Prefill: {tokens} tokens, the last of {context:,}, of the machine's f32 multiply-adds")
+    for threads in o.threads:
+        for dtype in o.dtype:
+            shape = Shape(context, dtype, threads, num_tokens=tokens)
+            offers = [("ggml", mode, dtype) for mode in ("flash", "matmul") if mode == "flash" or dtype not in BLOCKED]
+            offers += [("torch", "sdpa", dtype if dtype in ("f32", "f16", "bf16") else "bf16")]
+            with core(shape) as us, report.peers:
+                theirs = report.peers.set_up(offers, shape)
+                us_s, multiply_s, *theirs_s = report.compete([us, multiplying(threads), *theirs], threads, least=3)
+            work = shape.multiply_adds
+            flops = 2e-9 * work / statistics.median(us_s)
+            best = 2e-9 / min(multiply_s)
+            note = f"{2e-9 * work:.1f} GFLOP: {flops:.1f} of {best:.1f} GFLOP/s"
+            of = [min(multiply_s) * work] * len(us_s)
+            report.line(f"prefill of {tokens}", shape, us_s, (of, us_s), wanted("prefill", dtype), note)
+            for peer, seconds in zip(theirs, theirs_s, strict=True):
+                want = wanted(f"prefill of {peer.name.split()[0]}", dtype)
+                other = replace(shape, dtype=peer.kind)
+                report.line(f"    {peer.name}", other, seconds, (seconds, us_s), want, f"by our {dtype}")
+
+
+# ---- other shapes
+
+MLA = {"head_dim": 576, "v_dim": 512, "value_in_key": True, "num_kv_heads": 1}
+SHAPES: list[tuple[str, dict[str, object]]] = [
+    ("head_dim 64", {"head_dim": 64}),
+    ("head_dim 80", {"head_dim": 80}),
+    ("head_dim 96", {"head_dim": 96}),
+    ("head_dim 256", {"head_dim": 256}),
+    ("1 query head a KV head", {"num_heads": 8}),
+    ("7 query heads a KV head", {"num_heads": 28, "num_kv_heads": 4}),
+    ("16 query heads a KV head", {"num_heads": 64, "num_kv_heads": 4}),
+    ("MLA 576/512, 16 query heads", MLA | {"num_heads": 16}),
+    ("MLA 576/512, 128 query heads", MLA | {"num_heads": 128}),
+    ("V in q8_0", {"v_type": "q8_0"}),
+    ("3 query tokens", {"num_tokens": 3}),
+    ("5 query tokens", {"num_tokens": 5}),
+]
+
+
+def shapes(report: Report) -> None:
+    report.open("shapes", "Other shapes: one query of 32 heads over 8 KV heads x 128 but for what is named")
+    o = report.options
+    context = min(o.context, key=lambda n: abs(n - 8192))
+    for name, change in SHAPES:
+        for threads in o.threads:
+            for dtype in o.dtype if o.every_type else [t for t in ("f16", "q8_0") if t in o.dtype]:
+                shape = replace(Shape(context, dtype, threads), **change)
+                if (dtype in BLOCKED and shape.head_dim % 32) or shape.v_type == dtype:
+                    continue
+                against_the_machine(report, shape, name, wanted(name, dtype))
+
+
+# ---- batches, and how rows lie
+
+
+def pair(report: Report, name: str, shape: Shape, one: Entrant, other: Entrant, want: str, note: str) -> None:
+    """A line for `one` by `other`."""
+    one_s, other_s = report.compete([one, other], shape.threads)
+    note = f"by {note}: {1e6 * statistics.median(other_s):,.1f} µs"
+    report.line(name, shape, one_s, (one_s, other_s), want, note)
+
+
+@contextlib.contextmanager
+def closing(*drivers: Driver) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for driver in drivers:
+            driver.close()
+
+
+def ragged(report: Report, shape: Shape) -> None:
+    longest = max(320, round(shape.context * 10_000 / 8192))
+    lengths = np.linspace(10, longest, 32).astype(int)
+    total = int(lengths.sum())
+    whole = replace(shape, context=total)
+    batch = Driver(layers_of(whole.nbytes), 8, 128, 0, shape.dtype, max_sequences=0, num_threads=shape.threads)
+    for seq_id, length in enumerate(lengths):
+        batch.append(int(length) - 1, seq_id)
+    alone = filled(whole, block_size=64, max_seq_len=0)
+    with closing(batch, alone):
+        note = f"one sequence in blocks of 64; 32 of 10 to {longest:,}"
+        many, one = ours(shape, batch, num_seqs=32), ours(whole, alone)
+        pair(report, "32 sequences, ragged", whole, many, one, wanted("ragged"), note)
+
+
+def shared_prefix(report: Report, shape: Shape, count: int = 8, own: int = 64) -> None:
+    layers = layers_of(shape.nbytes * count)
+    options = {"max_sequences": 0, "num_threads": shape.threads}
+    shared, apart = (Driver(layers, 8, 128, 0, shape.dtype, **options) for _ in range(2))
+    shared.append(shape.context - own)
+    for seq_id in range(count):
+        if seq_id:
+            shared.fork(0, seq_id)
+        apart.append(shape.context - 1, seq_id)
+    for seq_id in range(count):
+        shared.append(own - 1, seq_id)
+    with closing(shared, apart):
+        one, other = (ours(shape, driver, num_seqs=count) for driver in (shared, apart))
+        note = f"{count} with prefixes of their own"
+        pair(report, f"{count} sequences, prefix shared", shape, one, other, wanted("shared prefix"), note)
+
+
+def lie_of_rows(report: Report, shape: Shape) -> None:
+    layers = shape.layers
+    contiguous, blocks = filled(shape), filled(shape, block_size=64)
+    holes = Driver(layers, 8, 128, 2 * shape.context, shape.dtype, num_threads=shape.threads)
+    holes.append(2 * (shape.context - 1))
+    holes.drop_every_second()
+    with closing(contiguous, blocks, holes):
+        for driver, name in ((blocks, "blocks of 64"), (holes, "every second slot a hole")):
+            pair(report, name, shape, ours(shape, driver), ours(shape, contiguous), wanted(name), "one block")
+
+
+def window(report: Report, shape: Shape, sinks: int = 4) -> None:
+    size = min(4096, shape.context // 2)
+    held = replace(shape, context=size)
+    lengths = 2 * size, 32 * size
+    drivers = []
+    for length in lengths:
+        driver = Driver(
+            held.layers, 8, 128, 0, shape.dtype, window=size, num_sink_tokens=sinks, num_threads=shape.threads
+        )
+        driver.append(length)
+        drivers.append(driver)
+    with closing(*drivers):
+        short, long = (ours(held, driver) for driver in drivers)
+        name, note = f"window of {size:,}, {sinks} sinks", f"the same at {lengths[0]:,} tokens"
+        pair(report, name, replace(shape, context=lengths[1]), long, short, wanted("window"), note)
+
+
+def lengths(report: Report, shape: Shape) -> None:
+    chosen = sorted(report.options.context)
+    with contextlib.ExitStack() as stack:
+        each = [stack.enter_context(core(replace(shape, context=context))) for context in chosen]
+        samples = report.compete(each, shape.threads)
+    for context, seconds in zip(chosen, samples, strict=True):
+        ratio = [chosen[0] * a for a in seconds], [context * a for a in samples[0]]
+        note = f"by that at {chosen[0]:,}"
+        report.line("a token, by length", replace(shape, context=context), seconds, ratio, wanted("length"), note)
+
+
+def append(report: Report, shape: Shape) -> None:
+    """One token stored, in C: begin and commit shared out over the layers, and put."""
+    layers, steps = 32, 16
+    driver = Driver(layers, 8, 128, shape.context + 1024, shape.dtype, num_threads=shape.threads)
+    driver.append(shape.context)
+
+    def run(_: int) -> list[float]:
+        begins, puts, commits = driver.steps(steps)
+        driver.truncate(shape.context)
+        return [float(np.median(puts + (begins + commits) / layers))]
+
+    kind = shape.dtype if shape.dtype in ("f16", "f32", "bf16") else ""
+    offers = [("ggml", "append", shape.dtype)] + ([("transformers", "append", kind)] if kind else [])
+    with closing(driver), report.peers:
+        theirs = report.peers.set_up(offers, shape)
+        us_s, *theirs_s = report.compete([Entrant("append", run), *theirs], shape.threads)
+    report.line("append of 1 token", shape, us_s, None, wanted("append"), "begin, put and commit, a layer")
+    for peer, seconds in zip(theirs, theirs_s, strict=True):
+        want = wanted("append", peer.name.split()[0])
+        report.line(f"    {peer.name}", replace(shape, dtype=peer.kind), seconds, (seconds, us_s), want, "by ours")
+
+
+def batches(report: Report) -> None:
+    report.open("batches", "Batches, and how rows lie: by the plain case; 1 is none the worse")
+    o = report.options
+    context = min(o.context, key=lambda n: abs(n - 8192))
+    for threads in o.threads:
+        for dtype in o.dtype if o.every_type else [t for t in ("f16", "q8_0") if t in o.dtype]:
+            shape = Shape(context, dtype, threads)
+            for figure in (ragged, shared_prefix, lie_of_rows, window, lengths, append):
+                figure(report, shape)
+
+
+# ---- error
+
+
+def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Attention in float64: q [heads, dim], k and v [KV heads, rows, dim]."""
+    group = len(q) // len(k)
+    out = np.empty((len(q), v.shape[2]))
+    for head, (keys, values) in enumerate(zip(k, v, strict=True)):
+        mine = slice(head * group, (head + 1) * group)
+        scores = q[mine].astype(np.float64) @ keys.astype(np.float64).T / np.sqrt(q.shape[1])
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        out[mine] = weights @ values.astype(np.float64) / weights.sum(axis=1, keepdims=True)
+    return out
+
+
+def error(report: Report) -> None:
+    report.open(
+        "error", "Error: ||out - exact|| / ||exact||, exact in float64 over the stored values, unit normal data"
+    )
+    o = report.options
+    context = max(o.context)
+    for dtype in o.dtype:
+        shape = Shape(context, dtype, max(o.threads))
+        driver = Driver(1, 8, 128, context, dtype, num_threads=shape.threads)
+        with closing(driver):
+            driver.append(context - 1, fresh=True)
+            q, out, k, v = driver.attend_and_show(shape.num_heads, shape.threads, context)
+        right = exact(q, k, v)
+        relative = float(np.linalg.norm(out - right) / np.linalg.norm(right))
+        report.line("error", shape, (), relative, wanted("error", dtype))
+
+
+# ---- the command
+
+SECTIONS: dict[str, Callable[[Report], None]] = {
+    "decode": decode,
+    "peers": peers,
+    "prefill": prefill,
+    "shapes": shapes,
+    "batches": batches,
+    "error": error,
+}
+
+
+def listed(kind: Callable[[str], object], known: Sequence[object] = ()) -> Callable[[str], list]:
+    """A comma-separated list, as the type of an option."""
+
+    def parse(text: str) -> list:
+        values = [kind(word.replace("_", "") if kind is int else word) for word in text.split(",")]
+        for value in values:
+            if known and value not in known:
+                raise argparse.ArgumentTypeError(f"{value}: not one of {', '.join(map(str, known))}")
+        return values
+
+    return parse
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Lists are separated by commas.")
+    parser.add_argument("--only", type=listed(str, list(SECTIONS)), default=list(SECTIONS), metavar="SECTIONS",
+                        help=f"of {', '.join(SECTIONS)}")  # fmt: skip
+    parser.add_argument("--dtype", type=listed(str, list(TYPES)), metavar="TYPES", help=f"of {', '.join(TYPES)}")
+    parser.add_argument("--context", type=listed(int), default=CONTEXTS, metavar="TOKENS", help="numbers of tokens")
+    parser.add_argument("--threads", type=listed(int), default=[1, 2], metavar="NUMBERS")
+    parser.add_argument("--prefill", type=listed(int), default=[512, 4096], metavar="N,CONTEXT", help="of a prompt")
+    parser.add_argument(
+        "--memory", type=int, default=0, metavar="MIB", help="that layers take turns in; four times the cache"
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each line, more or less")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="other people's code")
+    parser.add_argument("--with", dest="kinds", type=listed(str, list(KINDS)), default=list(KINDS), metavar="PEERS",
+                        help=f"of {', '.join(KINDS)}")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the rows go")
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="rows of an earlier --json; measures nothing"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="tokens/s against context, from the section peers")
+    o = parser.parse_args(arguments)
+    entrants.working_set = o.memory << 20
+    o.every_type = o.dtype is not None
+    o.dtype = o.dtype or list(TYPES)
+    if o.plot and not o.source and "peers" not in o.only:
+        parser.error("--plot draws what the section peers measures")
+    return o
+
+
+def head() -> None:
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "unknown processor",
+    )
+    load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
+    print(
+        f"{cpu}, {os.cpu_count()} cores, last-level cache {cache_size() >> 20} MiB, vectors of {machine().lanes} floats"
+    )
+    print(f"load {load}")
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:
+    o = options(arguments)
+    if o.source:
+        rows = json.loads(o.source.read_text())
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that rows are kept, and peers ended
+        head()
+        with Peers(o.kinds if o.peers else [], sys.executable, lambda text: print(f"    {text}")) as peers_there:
+            report = Report(o, peers_there)
+            try:
+                for section in o.only:
+                    SECTIONS[section](report)
+            finally:
+                if o.json:
+                    o.json.write_text(json.dumps(report.rows, indent=1) + "\n")
+        rows = report.rows
+    if o.plot:
+        from plot_attention import plot
+
+        plot(rows, o.plot)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Lines of figures, and the table that they make."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+Line = tuple[str, str, str, str, str, str]
+HEADER: Line = ("figure", "median", "quartiles", "of the fastest", "wanted", "")
+
+
+def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    if len(samples) == 1:
+        return samples[0], samples[0], samples[0]
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return low, median, high
+
+
+def quotients(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
+    """Of samples that were taken in turn."""
+    return [a / b for a, b in zip(numerator, denominator, strict=True)]
+
+
+def quiet_quotient(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """Of the fastest tenths: what the quotient would be if nobody else used the machine."""
+    if len(numerator) == 1:
+        return numerator[0] / denominator[0]
+    fast, other = (statistics.quantiles(samples, n=10, method="inclusive")[0] for samples in (numerator, denominator))
+    return fast / other
+
+
+class Figures:
+    """Collects lines of the table."""
+
+    def __init__(self, lines: list[Line]) -> None:
+        self.lines = lines
+
+    def value(self, name: str, value: str, wanted: str = "", note: str = "") -> None:
+        self.lines.append((name, value, "", "", wanted, note))
+
+    def samples(
+        self, name: str, samples: Sequence[float], unit: str = "", wanted: str = "", note: str = "", quiet: str = ""
+    ) -> None:
+        """The median, and the quartiles as how noisy it was."""
+        low, median, high = quartiles(samples)
+        self.lines.append((name, f"{median:.2f}{unit and ' ' + unit}", f"{low:.2f} .. {high:.2f}", quiet, wanted, note))
+
+    def ratio(
+        self, name: str, numerator: Sequence[float], denominator: Sequence[float], wanted: str = "", note: str = ""
+    ) -> None:
+        """The median of the quotients of two lists of seconds that were measured in turn, and that of the fastest."""
+        quiet = f"{quiet_quotient(numerator, denominator):.2f}"
+        self.samples(name, quotients(numerator, denominator), "", wanted, note, quiet)
+
+
+def table(lines: Sequence[Line], header: Line = HEADER, widths: Sequence[int] = ()) -> list[str]:
+    """Columns as wide as what stands in them, or as `widths` if that is more."""
+    wide = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header))]
+    wide = [max(pair) for pair in zip(wide, widths or wide, strict=True)]
+    printed = []
+    for name, *numbers, wanted, note in (header, *lines):
+        cells = [name.ljust(wide[0])]
+        cells += [cell.rjust(width) for cell, width in zip(numbers, wide[1:], strict=False)]
+        cells += [wanted.ljust(wide[-2]), note]
+        printed.append("  ".join(cells).rstrip())
+    return printed

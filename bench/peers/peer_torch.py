@@ -1,0 +1,49 @@
+"""PyTorch by hand, the best we could write: packed SDPA and packed matrix products.
+
+Modes
+  sdpa     scaled_dot_product_attention; of one token, with the query heads of a KV head as if they were tokens
+  matmul   softmax(Q K^T) V with these query heads as the rows of Q; of one token only
+"""
+
+import time
+
+import torch
+from serve import Shape, Work, rotate, serve
+from torch.nn.functional import scaled_dot_product_attention
+
+TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def set_up(shape: Shape) -> Work:
+    s, dtype = shape, TYPES[shape.type]
+    torch.set_num_threads(s.threads)
+    group = s.num_heads // s.num_kv_heads
+    q = torch.from_numpy(s.queries()).to(dtype)
+    k, v = (torch.from_numpy(s.rows(seed)).to(dtype)[None] for seed in (2, 3))
+    layers = [(k, v), *((k.clone(), v.clone()) for _ in range(s.num_layers - 1))]
+    if s.num_tokens == 1:
+        q = q.view(1, s.num_kv_heads, group, s.head_dim)
+        back = lambda out: out.reshape(1, s.num_heads, s.head_dim)  # noqa: E731
+        options = {}
+    else:
+        q = q.transpose(0, 1)[None].contiguous()
+        back = lambda out: out[0].transpose(0, 1)  # noqa: E731
+        mask = torch.ones(s.num_tokens, s.context, dtype=torch.bool).tril(s.context - s.num_tokens)
+        options = {"attn_mask": mask[None, None], "enable_gqa": True}
+
+    def sdpa(k, v):
+        return scaled_dot_product_attention(q, k, v, **options)
+
+    def matmul(k, v):
+        scores = torch.matmul(q, k.transpose(2, 3)).float() * s.head_dim**-0.5
+        return torch.matmul(torch.softmax(scores, -1).to(dtype), v)
+
+    if s.mode == "matmul" and s.num_tokens > 1:
+        raise NotImplementedError("matmul of one token only")
+    attend = {"sdpa": sdpa, "matmul": matmul}[s.mode]
+    run = rotate(s.num_layers, lambda layer: attend(*layers[layer]), time.perf_counter)
+    return Work(run, lambda: back(attend(*layers[0])).float().numpy())
+
+
+torch.set_grad_enabled(False)
+serve(set_up)

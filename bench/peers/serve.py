@@ -1,0 +1,109 @@
+"""The protocol of a peer: a process that does the same work in other people's code, and times itself.
+
+One line comes in, one goes out, beginning with "ok" or with "no: " and the reason:
+
+    shape ID MODE TYPE THREADS NUM_HEADS NUM_KV_HEADS HEAD_DIM CONTEXT NUM_TOKENS NUM_LAYERS
+    run ID COUNT    the seconds of attention in each of the next COUNT layers, round and round
+    error ID        ||out - exact|| / ||exact|| of layer 0, in float64, for values as they were given
+    drop ID         forgets it
+
+Between lines a peer waits for its input, so that others can be measured meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Shape:
+    mode: str
+    type: str
+    threads: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context: int  # the tokens of the batch, which are the last of them, counted in
+    num_tokens: int
+    num_layers: int
+
+    def random(self, *shape, seed=0):
+        return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+    def queries(self):
+        """[num_tokens, num_heads, head_dim]"""
+        return self.random(self.num_tokens, self.num_heads, self.head_dim, seed=1)
+
+    def rows(self, seed):
+        """Keys (seed 2) or values (3): [num_kv_heads, context, head_dim]"""
+        return self.random(self.num_kv_heads, self.context, self.head_dim, seed=seed)
+
+
+@dataclass
+class Work:
+    run: Callable[[int], list[float]]  # seconds of each of so many layers
+    out: Callable[[], np.ndarray] | None = None  # attends in layer 0: [num_tokens, num_heads, head_dim]
+
+
+def error(shape: Shape, out: np.ndarray) -> float:
+    """Of the last token and every third head."""
+    q, k, v = shape.queries()[-1].astype(np.float64), shape.rows(2), shape.rows(3)
+    group = shape.num_heads // shape.num_kv_heads
+    difference = size = 0.0
+    for head in range(0, shape.num_heads, 3):
+        scores = k[head // group].astype(np.float64) @ q[head] / np.sqrt(shape.head_dim)
+        weights = np.exp(scores - scores.max())
+        exact = weights @ v[head // group].astype(np.float64) / weights.sum()
+        difference += ((out[-1, head] - exact) ** 2).sum()
+        size += (exact**2).sum()
+    return float(np.sqrt(difference / size))
+
+
+def rotate(layers: int, call: Callable[[int], None], clock: Callable[[], float]) -> Callable[[int], list[float]]:
+    """Work.run of a function that attends in one layer."""
+    turn = 0
+
+    def run(count):
+        nonlocal turn
+        seconds = []
+        for _ in range(count):
+            start = clock()
+            call(turn)
+            seconds.append(clock() - start)
+            turn = (turn + 1) % layers
+        return seconds
+
+    return run
+
+
+def serve(set_up: Callable[[Shape], Work]) -> None:
+    """Answer until the input ends; set_up raises NotImplementedError for what the peer does not do."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a library prints is no answer
+    works: dict[str, tuple[Shape, Work]] = {}
+    for line in sys.stdin:
+        verb, key, *words = line.split()
+        try:
+            if verb in ("shape", "drop"):
+                works.pop(key, None)
+                gc.collect()
+                if verb == "shape":
+                    shape = Shape(*words[:2], *map(int, words[2:]))
+                    works[key] = shape, set_up(shape)
+                answer = ""
+            elif verb == "run":
+                answer = " ".join(f"{seconds:.9f}" for seconds in works[key][1].run(int(words[0])))
+            elif verb == "error":
+                shape, work = works[key]
+                answer = f"{error(shape, work.out().astype(np.float64)):.3e}"
+            else:
+                raise ValueError(f"no verb {verb!r}")
+            print("ok", answer, file=answers)
+        except Exception as reason:
+            print("no:", repr(reason).replace("\n", " ")[:300], file=answers)
