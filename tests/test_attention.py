@@ -71,14 +71,19 @@ def visible(policy, q_positions, positions):
     return (p <= q) & ((p > q - policy.window) | (p < policy.num_sink_tokens))
 
 
-def softmax(q, k, v, sees, distance, *, scale=None, softcap=None, sinks=None, alibi=None):
-    """q [T, H, D], k [KV, N, D], v [KV, N, DV] -> out [T, H, DV], lse [T, H], bound of the error in u of max |v|."""
+def softmax(q, k, v, sees, distance, *, quantised=False, scale=None, softcap=None, sinks=None, alibi=None):
+    """q [T, H, D], k [KV, N, D], v [KV, N, DV] -> out [T, H, DV], lse [T, H], bound of the error in u of max |v|.
+
+    quantised: some rows are, which queries and weights of 16 bits are multiplied by.
+    """
     tokens, heads, dim = q.shape
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     q = q.reshape(tokens, len(k), heads // len(k), dim)
     scale = dim**-0.5 if scale is None else scale
     s = scale * np.einsum("tkgd,knd->tkgn", q, k).reshape(tokens, heads, -1)
     bound = abs(scale) * np.linalg.norm(q, axis=-1).max() * np.linalg.norm(k, axis=-1).max()
+    if quantised:
+        bound += (2 * abs(scale) * np.abs(q).max() * np.abs(k).sum(-1).max() + 2 * k.shape[1]) * 2.0**-16 / U
     if softcap is not None:
         s = softcap * np.tanh(s / softcap)
         bound += softcap
@@ -106,7 +111,8 @@ def check(cache, layer, positions, seq_ids, q, out, lse, **options):
         stored = cache.positions(seq_id=seq_id, layer=layer)
         sees = visible(cache.policy[layer], positions[mine], stored)
         distance = stored[None] - positions[mine][:, None].astype(float)
-        expected, expected_lse, bound = softmax(q[mine], k, v, sees, distance, **options)
+        quantised = {cache.k_dtype[layer], cache.v_dtype[layer]} & {"q8_0", "q4_0"}
+        expected, expected_lse, bound = softmax(q[mine], k, v, sees, distance, quantised=bool(quantised), **options)
         tolerance = bound * U * np.abs(v).max()
         if out.dtype != np.float32:
             # Half a unit in the last place of the result, which is 2^-11 or 2^-8 of it, or of f16's smallest normal.

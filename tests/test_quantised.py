@@ -116,7 +116,7 @@ def test_attention(k_name, v_name):
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("thn,hnd->thd", weights / weights.sum(-1, keepdims=True), np.repeat(values, 2, 0))
     np.testing.assert_allclose(out, expected, atol=2e-5)
-    np.testing.assert_allclose(few, expected[19:], atol=2e-5)
+    np.testing.assert_allclose(few, expected[19:], atol=2e-4)  # queries and weights of 16 bits
 
 
 @pytest.mark.parametrize("name", NAMES)
