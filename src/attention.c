@@ -237,17 +237,43 @@ static cursor cursor_at(const task *t, int64_t row, int64_t count) {
                     .v_row_bytes = at->v_row_bytes};
 }
 
+/* What follows the `count` rows from row `row` of the part on: where there is one thread, it will work on that next. */
+static void next_part(tile *next, const task *t, cursor c, int64_t row, int64_t count) {
+    const int64_t rest = t->unit->num_rows - t->part * t->unit->part_rows - row - count;
+    c.rest = rest < KVC_TILE ? rest : KVC_TILE;
+    if (t->call->plan->args.num_threads > 1) c.rest = 0;
+    next_tile(next, &c);
+}
+
 static void attend_rows(task *t, int64_t row, int64_t count) {
     cursor c = cursor_at(t, row, count);
     tile tiles[2];
-    int now = 0;
-    for (next_tile(&tiles[0], &c); tiles[now].n; now = !now) {
-        next_tile(&tiles[!now], &c);
+    int now = 0, is_last = 0;
+    for (next_tile(&tiles[0], &c); tiles[now].n && !is_last; now = !now) {
+        is_last = !c.rest;
+        if (is_last)
+            next_part(&tiles[!now], t, c, row, count);
+        else
+            next_tile(&tiles[!now], &c);
         if (t->unit->tiled)
             multiply_tile(t, &tiles[now]);
         else
             stream_tile(t, &tiles[now], &tiles[!now]);
     }
+}
+
+/* Asks for the first keys while the queries are made ready: nobody did so, unless there is one thread. */
+static void prefetch_keys(const task *t) {
+#if defined(__GNUC__)
+    const cursor c = cursor_at(t, 0, t->job->shared);
+    if (!c.rest || (t->part && t->call->plan->args.num_threads == 1)) return;
+    const int64_t left = c.piece->count - c.offset, rows = left < c.rest ? left : c.rest;
+    const size_t bytes = (size_t)(rows < KVC_TILE ? rows : KVC_TILE) * c.k_row_bytes;
+    const uint8_t *k = c.piece->rows + c.k_head + (size_t)(c.piece->slot + c.offset) * c.k_row_bytes;
+    for (size_t i = 0; i < bytes; i += KVC_CACHE_LINE) __builtin_prefetch(k + i, 0, 2);
+#else
+    (void)t;
+#endif
 }
 
 /* Member m's share of a task; its rows begin at `first`. */
@@ -269,6 +295,7 @@ static task member_of(const task *t, int32_t m, int32_t first) {
 
 /* The rows that all members share, then what each has left. */
 static void attend_part(task *t) {
+    prefetch_keys(t);
     load_queries(t);
     memset(t->acc, 0, (size_t)t->num_q * (size_t)t->call->plan->lane.acc_stride * sizeof(float));
     for (int32_t r = 0; r < t->num_q; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
@@ -292,22 +319,37 @@ typedef struct results {
 /* By what a sum over scores of this maximum is multiplied to be one over scores of maximum `max`. */
 static float share_of(float own, float max) { return own == -INFINITY ? 0 : expf(own - max); }
 
-/* Adds up the parts of query row r in their order, and divides: the output row, in acc's place in the lane. */
+/* Adds the parts of query row r up in their order, each by its share: `out` becomes their acc, returned is their sum.
+ */
+static float add_parts(const task *t, const results *all, int32_t r, float max, float *out) {
+    const kvc_plan *plan = t->call->plan;
+    const size_t stride = (size_t)plan->lane.acc_stride, row = (size_t)r * stride;
+    float factor = share_of(all->max[r], max), sum = factor * all->sum[r];
+    if (t->unit->num_parts > 1) memcpy(out, all->acc + row, stride * sizeof *out);
+    int32_t p = 1, n;
+    do { /* once even if there is one part: out is multiplied by the factor */
+        float weights[KVC_TILE];
+        const void *rows[KVC_TILE];
+        for (n = 0; n < KVC_TILE && p < t->unit->num_parts; n++, p++) {
+            const size_t part = (size_t)p * all->stride;
+            weights[n] = share_of(all->max[part + (size_t)r], max);
+            sum += weights[n] * all->sum[part + (size_t)r];
+            rows[n] = all->acc + part + row;
+        }
+        t->call->kernels->accumulate[KVC_F32](out, (int)stride, &factor, weights, 1, rows, n, plan->v_dim, NULL, 0);
+        factor = 1;
+    } while (p < t->unit->num_parts);
+    return sum;
+}
+
+/* Merges the parts of query row r, and divides: the output row, in acc's place in the lane. */
 static float *merge_row(const task *t, const results *all, int32_t r, float *lse) {
     const kvc_plan *plan = t->call->plan;
-    const size_t row = (size_t)r * (size_t)plan->lane.acc_stride;
     const float *sinks = t->call->args->sinks;
     const float sink = sinks ? sinks[query_head_of(t, r)] : -INFINITY;
-    float *out = t->acc + row, max = sink;
+    float *out = t->acc + (size_t)r * (size_t)plan->lane.acc_stride, max = sink;
     for (int32_t p = 0; p < t->unit->num_parts; p++) max = fmaxf(max, all->max[(size_t)p * all->stride + (size_t)r]);
-    float sum = share_of(sink, max);
-    for (int32_t p = 0; p < t->unit->num_parts; p++) {
-        const size_t part = (size_t)p * all->stride;
-        const float *acc = all->acc + part + row;
-        const float share = share_of(all->max[part + (size_t)r], max);
-        sum += share * all->sum[part + (size_t)r];
-        for (int32_t d = 0; d < plan->v_dim; d++) out[d] = (p ? out[d] : 0) + share * acc[d];
-    }
+    const float sum = add_parts(t, all, r, max, out) + share_of(sink, max);
     const float divisor = sum == 0 ? 1 : sum; /* 0: nothing was visible, and out is 0 */
     for (int32_t d = 0; d < plan->v_dim; d++) out[d] /= divisor;
     *lse = sum == 0 ? -INFINITY : max + logf(sum);
