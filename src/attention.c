@@ -300,6 +300,7 @@ static void attend_part(task *t) {
     memset(t->acc, 0, (size_t)t->num_q * (size_t)t->call->plan->lane.acc_stride * sizeof(float));
     for (int32_t r = 0; r < t->num_q; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
     attend_rows(t, 0, t->job->shared);
+    if (t->job->num_members == 1) return; /* that was all of it */
     for (int32_t m = 0, first = 0; m < t->job->num_members; m++) {
         task own = member_of(t, m, first);
         first += own.num_q;
@@ -325,6 +326,7 @@ static float add_parts(const task *t, const results *all, int32_t r, float max, 
     const kvc_plan *plan = t->call->plan;
     const size_t stride = (size_t)plan->lane.acc_stride, row = (size_t)r * stride;
     float factor = share_of(all->max[r], max), sum = factor * all->sum[r];
+    if (t->unit->num_parts == 1 && factor == 1) return sum;
     if (t->unit->num_parts > 1) memcpy(out, all->acc + row, stride * sizeof *out);
     int32_t p = 1, n;
     do { /* once even if there is one part: out is multiplied by the factor */
@@ -457,6 +459,14 @@ static void end_part(const task *t, int cancelled) {
     write_out(t, &all);
 }
 
+static void end_parts(const task *t, int cancelled) {
+    for (int32_t m = 0, first = 0; m < t->job->num_members; m++) {
+        const task own = member_of(t, m, first);
+        first += own.num_q;
+        end_part(&own, cancelled);
+    }
+}
+
 /* Looked at by every task: cancel. */
 static kvc_status run_task(const call *c, int64_t i) {
     kvc_plan *plan = c->plan;
@@ -464,11 +474,10 @@ static kvc_status run_task(const call *c, int64_t i) {
     task t = make_task(c, i, plan->lanes + (size_t)l * plan->lane.size);
     const int cancelled = is_cancelled(c->args);
     if (!cancelled) attend_part(&t);
-    for (int32_t m = 0, first = 0; m < t.job->num_members; m++) {
-        const task own = member_of(&t, m, first);
-        first += own.num_q;
-        end_part(&own, cancelled);
-    }
+    if (t.job->num_members == 1)
+        end_part(&t, cancelled);
+    else
+        end_parts(&t, cancelled);
     atomic_flag_clear_explicit(&plan->lane_taken[l], memory_order_release);
     return cancelled ? kvc_fail(KVC_ERR_CANCELLED, "the attention was cancelled") : KVC_OK;
 }

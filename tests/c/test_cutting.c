@@ -1,5 +1,6 @@
 /* Who works off what: the same bits alone and in any company, shared rows read once, and threads that come out even. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
+#include <pthread.h>
 #include <stdlib.h>
 
 #include "attention.h"
@@ -7,8 +8,8 @@
 
 enum { MAX_BRANCHES = 40, HEADS = 2, K_DIM = 64, V_DIM = 32, REMOVED = 7, MAX_NEW = 20, PART = 512 };
 
-/* A sequence: what another holds below position `fork`, then rows of its own up to `length`; then REMOVED positions from
- * `removed` on are removed, where that is not 0; and then num_new tokens in the batch. */
+/* A sequence: what another holds below position `fork`, then rows of its own up to `length`; then REMOVED positions are
+ * removed, from `removed` on where that is not 0; and then num_new tokens in the batch. */
 typedef struct branch {
     int parent; /* -1: none */
     int32_t fork, length, removed, num_new;
@@ -259,6 +260,34 @@ static int64_t *order_of(int64_t n, int is_mixed)
     return order;
 }
 
+/* What threads that run a plan together share. */
+typedef struct crew {
+    const stage *stage;
+    kvc_plan *plan;
+    const int64_t *order; /* of the tasks */
+    atomic_int next;
+} crew;
+
+static void *run_tasks(void *context)
+{
+    crew *c = context;
+    const int64_t num_tasks = kvc_plan_num_tasks(c->plan);
+    for (int i = atomic_fetch_add(&c->next, 1); i < num_tasks; i = atomic_fetch_add(&c->next, 1))
+        CHECKF(kvc_plan_run(c->plan, 0, &c->stage->args, c->order[i]) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+/* By three threads. */
+static void run_all(crew *c)
+{
+    pthread_t threads[2];
+    for (int i = 0; i < 2; i++)
+        CHECK(pthread_create(&threads[i], NULL, run_tasks, c) == 0);
+    run_tasks(c);
+    for (int i = 0; i < 2; i++)
+        CHECK(pthread_join(threads[i], NULL) == 0);
+}
+
 /* The second half of them is cancelled, then all are run. */
 static void check_plan(stage *st, const answers *a, int is_mixed)
 {
@@ -273,8 +302,7 @@ static void check_plan(stage *st, const answers *a, int is_mixed)
         CHECK(kvc_plan_run(plan, 0, i < num_tasks / 2 ? &st->args : &cancelled, order[i]) ==
               (i < num_tasks / 2 ? KVC_OK : KVC_ERR_CANCELLED));
     forget(st);
-    for (int64_t i = 0; i < num_tasks; i++)
-        CHECKF(kvc_plan_run(plan, 0, &st->args, order[i]) == KVC_OK, "%s", kvc_last_error());
+    run_all(&(crew){.stage = st, .plan = plan, .order = order});
     check_bits(st, a, "order", is_mixed);
     free(order);
     kvc_plan_free(plan);
@@ -532,8 +560,11 @@ static kvc_cache *shape_cache(const shape *s)
 {
     const kvc_layer layer = {
         .num_kv_heads = s->num_kv_heads, .k_dim = 1, .v_dim = 1, .k_type = KVC_F16, .v_type = KVC_F16};
-    const kvc_config config = {
-        .struct_size = sizeof config, .layers = &layer, .layer_size = sizeof layer, .num_layers = 1, .block_size = 4096};
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = &layer,
+                               .layer_size = sizeof layer,
+                               .num_layers = 1,
+                               .block_size = 4096};
     kvc_cache *cache = NULL;
     CHECK(kvc_cache_new(&config, &cache) == KVC_OK);
     for (int i = 0; i < s->num; i++) {
