@@ -315,11 +315,13 @@ static int32_t add_shared_jobs(kvc_plan *plan, int32_t part, int32_t num, int64_
         n = group_of(plan, c + i, num - i, most_work, &shared);
         add_job(plan, part, c + i, n, shared);
     }
-    for (int32_t i = 0; i < num; i++)
-        if (c[i].shared == PART_ROWS || (i + 1 < num && c[i + 1].shared == PART_ROWS))
+    for (int32_t i = 0; i < num; i++) {
+        const int is_shared = c[i].shared == PART_ROWS || (i + 1 < num && c[i + 1].shared == PART_ROWS);
+        if (is_shared && part + 1 < plan->units[c[i].unit].num_parts)
             c[kept++].unit = c[i].unit;
         else
             add_jobs(plan, c[i].unit, part + 1);
+    }
     return kept;
 }
 

@@ -511,6 +511,45 @@ static void test_not_shared(void)
     check_read(&g, 1, (693 + 1) + (753 + 1) - (100 + 200 / 64 * 64));
 }
 
+/* Forks of what a cross-attention layer was given, with no token's rows behind it: all end with the same part. */
+static void check_cross(int32_t length)
+{
+    const kvc_policy cross = {KVC_CROSS, .max_len = 4 * PART};
+    const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
+                                {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = cross}};
+    const kvc_config config = {
+        .struct_size = sizeof config, .layers = layers, .layer_size = sizeof *layers, .num_layers = 2};
+    static float rows[4 * PART][4], out[3][4];
+    const float q[4] = {1, 2, -1, 0.5f};
+    kvc_cache *cache = NULL;
+    kvc_batch *batch = NULL;
+    kvc_plan *plan = NULL;
+    for (int i = 0; i < 16 * PART; i++)
+        rows[i / 4][i % 4] = random_float();
+    CHECK(kvc_cache_new(&config, &cache) == KVC_OK);
+    CHECK(kvc_begin(cache, 1, (int32_t[]){0}, (int64_t[]){0}, NULL, &batch) == KVC_OK);
+    kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows, .k_token_stride = 16, .v_token_stride = 16};
+    CHECKF(kvc_put(batch, 0, &put) == KVC_OK, "%s", kvc_last_error());
+    put.num_tokens = length;
+    CHECKF(kvc_put(batch, 1, &put) == KVC_OK, "%s", kvc_last_error());
+    CHECK(kvc_commit(batch) == KVC_OK && kvc_fork(cache, 0, 1) == KVC_OK && kvc_fork(cache, 0, 2) == KVC_OK);
+
+    CHECK(kvc_begin(cache, 3, (int32_t[]){1, 1, 1}, (int64_t[]){0, 1, 2}, NULL, &batch) == KVC_OK);
+    kvc_plan_args plan_args = {
+        .struct_size = sizeof plan_args, .layer = 1, .num_tokens = 3, .num_heads = 1, .num_threads = 1};
+    const kvc_attend_args args = {.struct_size = sizeof args, .q = q, .out = out, .out_token_stride = sizeof *out};
+    CHECKF(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK, "%s", kvc_last_error());
+    CHECK(kvc_plan_num_tasks(plan) == (length + PART - 1) / PART);
+    for (int64_t i = 0; i < kvc_plan_num_tasks(plan); i++)
+        CHECK(plan->jobs[i].num_members == 3 && kvc_plan_run(plan, 1, &args, i) == KVC_OK);
+    CHECK(!memcmp(out[0], out[1], sizeof *out) && !memcmp(out[0], out[2], sizeof *out));
+    kvc_plan_free(plan);
+    plan_args.first = plan_args.num_tokens = 1; /* alone */
+    CHECK(kvc_attend(batch, &plan_args, &args) == KVC_OK && !memcmp(out[0], out[1], sizeof *out));
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
 /* ---- how even --------------------------------------------------------------------------------------------------- */
 
 /* What the last of so many threads has done when all tasks are, begun in their order by whoever is free. */
@@ -631,6 +670,8 @@ int main(void)
     test_read_once();
     test_read_trees();
     test_not_shared();
+    for (int32_t length = PART; length <= 2 * PART; length += PART / 2)
+        check_cross(length);
     test_even();
     for (int i = 0; i < 3; i++) {
         setenv("KVCACHE_ISA", isas[i], 1);
