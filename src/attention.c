@@ -3,7 +3,8 @@
  * A task goes over its rows in tiles of KVC_TILE row pointers, so that blocks, holes, one-slot runs and sharing are one
  * path.  The softmax is the online one (Milakov and Gimelshein 2018; FlashAttention): a running maximum and sum per
  * query row, what was accumulated being scaled whenever the maximum rises.  Parts are merged by log-sum-exp
- * (Flash-Decoding).
+ * (Flash-Decoding).  Rows that several sequences share are scored for the queries of all of them at once (as in
+ * Hydragen, but without a change of order: a query's tiles are those it has when it is alone).
  */
 #include "attention.h"
 
@@ -97,20 +98,21 @@ static void locate_rows(tile *t, const int32_t *order) {
 
 /* ---- one task ---------------------------------------------------------------------------------------------------- */
 
+/* The query rows of a job's members, one member after the other; or a view of those of one member. */
 typedef struct task {
     const call *call;
-    const kvc_unit *unit;
-    int32_t head, part; /* KV head */
-    int32_t num_q; /* query rows: row r is token r / heads_per_kv of the unit, head r % heads_per_kv of the group */
-    float *lane;   /* scratch */
+    const kvc_job *job;
+    const kvc_unit *unit; /* the member, or the first one */
+    int32_t head, part;   /* KV head */
+    int32_t num_q;        /* query rows: row r is token r / heads_per_kv, head r % heads_per_kv of the group */
+    float *lane;          /* scratch */
     float *q, *scores, *acc, *max, *sum, *factor;
-    float *ready; /* the query rows as the kernels want them, for keys that are off by ... */
-    int32_t turn; /* ... this of the plan's deltas; 0: for those that are not; -1: not made yet */
+    float *ready;    /* the query rows as the kernels want them, for keys that are off by ... */
+    int32_t turn;    /* ... this of the plan's deltas; 0: for those that are not; -1: not made yet */
+    int32_t *tokens; /* of the batch */
 } task;
 
-static int32_t token_of(const task *t, int32_t r) {
-    return t->call->plan->batch->order[t->unit->first + r / t->call->plan->heads_per_kv];
-}
+static int32_t token_of(const task *t, int32_t r) { return t->tokens[r / t->call->plan->heads_per_kv]; }
 
 static int32_t query_head_of(const task *t, int32_t r) {
     const int32_t group = t->call->plan->heads_per_kv;
@@ -227,33 +229,92 @@ static void multiply_tile(task *t, tile *now) {
                        now->n, 1);
 }
 
-static cursor start_of(const task *t) {
+/* The next `count` rows of the task's unit, from row `row` of its part on. */
+static cursor cursor_at(const task *t, int64_t row, int64_t count) {
     const kvc_plan *plan = t->call->plan;
     const kvc_layout *at = t->call->layout;
     const kvc_start *start = &plan->starts[t->unit->first_start + t->part];
-    const int64_t before = t->part * t->unit->part_rows, rest = t->unit->num_rows - before;
-    return (cursor){.piece = plan->pieces + t->unit->first_piece + start->piece,
-                    .offset = start->offset,
-                    .rest = rest < t->unit->part_rows ? rest : t->unit->part_rows,
+    const kvc_piece *piece = plan->pieces + t->unit->first_piece + start->piece;
+    int64_t offset = start->offset + row;
+    while (count && offset >= piece->count) offset -= piece++->count;
+    return (cursor){.piece = piece,
+                    .offset = (int32_t)offset,
+                    .rest = count,
                     .k_head = at->k_offset + (size_t)t->head * at->k_head_stride,
                     .v_head = at->v_offset + (size_t)t->head * at->v_head_stride,
                     .k_row_bytes = at->k_row_bytes,
                     .v_row_bytes = at->v_row_bytes};
 }
 
-static void attend_part(task *t) {
-    load_queries(t);
-    memset(t->acc, 0, (size_t)t->num_q * (size_t)t->call->plan->lane.acc_stride * sizeof(float));
-    for (int32_t r = 0; r < t->num_q; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
-    cursor c = start_of(t);
+/* What follows the `count` rows from row `row` of the part on: where there is one thread, it will work on that next. */
+static void next_part(tile *next, const task *t, cursor c, int64_t row, int64_t count) {
+    const int64_t rest = t->unit->num_rows - t->part * t->unit->part_rows - row - count;
+    c.rest = rest < KVC_TILE ? rest : KVC_TILE;
+    if (t->call->plan->args.num_threads > 1) c.rest = 0;
+    next_tile(next, &c);
+}
+
+static void attend_rows(task *t, int64_t row, int64_t count) {
+    cursor c = cursor_at(t, row, count);
     tile tiles[2];
-    int now = 0;
-    for (next_tile(&tiles[0], &c); tiles[now].n; now = !now) {
-        next_tile(&tiles[!now], &c);
+    int now = 0, is_last = 0;
+    for (next_tile(&tiles[0], &c); tiles[now].n && !is_last; now = !now) {
+        is_last = !c.rest;
+        if (is_last)
+            next_part(&tiles[!now], t, c, row, count);
+        else
+            next_tile(&tiles[!now], &c);
         if (t->unit->tiled)
             multiply_tile(t, &tiles[now]);
         else
             stream_tile(t, &tiles[now], &tiles[!now]);
+    }
+}
+
+/* Asks for the first keys while the queries are made ready: nobody did so, unless there is one thread. */
+static void prefetch_keys(const task *t) {
+#if defined(__GNUC__)
+    const cursor c = cursor_at(t, 0, t->job->shared);
+    if (!c.rest || (t->part && t->call->plan->args.num_threads == 1)) return;
+    const int64_t left = c.piece->count - c.offset, rows = left < c.rest ? left : c.rest;
+    const size_t bytes = (size_t)(rows < KVC_TILE ? rows : KVC_TILE) * c.k_row_bytes;
+    const uint8_t *k = c.piece->rows + c.k_head + (size_t)(c.piece->slot + c.offset) * c.k_row_bytes;
+    for (size_t i = 0; i < bytes; i += KVC_CACHE_LINE) __builtin_prefetch(k + i, 0, 2);
+#else
+    (void)t;
+#endif
+}
+
+/* Member m's share of a task; its rows begin at `first`. */
+static task member_of(const task *t, int32_t m, int32_t first) {
+    const kvc_plan *plan = t->call->plan;
+    task own = *t;
+    own.unit = &plan->units[plan->members[t->job->first_member + m]];
+    own.num_q = kvc_num_q(plan, own.unit);
+    own.tokens += first / plan->heads_per_kv;
+    own.q += (size_t)first * (size_t)plan->lane.q_stride;
+    own.ready += (size_t)first * (size_t)plan->lane.q_stride;
+    own.scores += (size_t)first * KVC_TILE;
+    own.acc += (size_t)first * (size_t)plan->lane.acc_stride;
+    own.max += first;
+    own.sum += first;
+    own.factor += first;
+    return own;
+}
+
+/* The rows that all members share, then what each has left. */
+static void attend_part(task *t) {
+    prefetch_keys(t);
+    load_queries(t);
+    memset(t->acc, 0, (size_t)t->num_q * (size_t)t->call->plan->lane.acc_stride * sizeof(float));
+    for (int32_t r = 0; r < t->num_q; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
+    attend_rows(t, 0, t->job->shared);
+    if (t->job->num_members == 1) return; /* that was all of it */
+    for (int32_t m = 0, first = 0; m < t->job->num_members; m++) {
+        task own = member_of(t, m, first);
+        first += own.num_q;
+        const int64_t rest = kvc_part_rows(own.unit, own.part) - t->job->shared;
+        if (rest) attend_rows(&own, t->job->shared, rest);
     }
 }
 
@@ -268,22 +329,38 @@ typedef struct results {
 /* By what a sum over scores of this maximum is multiplied to be one over scores of maximum `max`. */
 static float share_of(float own, float max) { return own == -INFINITY ? 0 : expf(own - max); }
 
-/* Adds up the parts of query row r in their order, and divides: the output row, in acc's place in the lane. */
+/* Adds the parts of query row r up in their order, each by its share: `out` becomes their acc, returned is their sum.
+ */
+static float add_parts(const task *t, const results *all, int32_t r, float max, float *out) {
+    const kvc_plan *plan = t->call->plan;
+    const size_t stride = (size_t)plan->lane.acc_stride, row = (size_t)r * stride;
+    float factor = share_of(all->max[r], max), sum = factor * all->sum[r];
+    if (t->unit->num_parts == 1 && factor == 1) return sum;
+    if (t->unit->num_parts > 1) memcpy(out, all->acc + row, stride * sizeof *out);
+    int32_t p = 1, n;
+    do { /* once even if there is one part: out is multiplied by the factor */
+        float weights[KVC_TILE];
+        const void *rows[KVC_TILE];
+        for (n = 0; n < KVC_TILE && p < t->unit->num_parts; n++, p++) {
+            const size_t part = (size_t)p * all->stride;
+            weights[n] = share_of(all->max[part + (size_t)r], max);
+            sum += weights[n] * all->sum[part + (size_t)r];
+            rows[n] = all->acc + part + row;
+        }
+        t->call->kernels->accumulate[KVC_F32](out, (int)stride, &factor, weights, 1, rows, n, plan->v_dim, NULL, 0);
+        factor = 1;
+    } while (p < t->unit->num_parts);
+    return sum;
+}
+
+/* Merges the parts of query row r, and divides: the output row, in acc's place in the lane. */
 static float *merge_row(const task *t, const results *all, int32_t r, float *lse) {
     const kvc_plan *plan = t->call->plan;
-    const size_t row = (size_t)r * (size_t)plan->lane.acc_stride;
     const float *sinks = t->call->args->sinks;
     const float sink = sinks ? sinks[query_head_of(t, r)] : -INFINITY;
-    float *out = t->acc + row, max = sink;
+    float *out = t->acc + (size_t)r * (size_t)plan->lane.acc_stride, max = sink;
     for (int32_t p = 0; p < t->unit->num_parts; p++) max = fmaxf(max, all->max[(size_t)p * all->stride + (size_t)r]);
-    float sum = share_of(sink, max);
-    for (int32_t p = 0; p < t->unit->num_parts; p++) {
-        const size_t part = (size_t)p * all->stride;
-        const float *acc = all->acc + part + row;
-        const float share = share_of(all->max[part + (size_t)r], max);
-        sum += share * all->sum[part + (size_t)r];
-        for (int32_t d = 0; d < plan->v_dim; d++) out[d] = (p ? out[d] : 0) + share * acc[d];
-    }
+    const float sum = add_parts(t, all, r, max, out) + share_of(sink, max);
     const float divisor = sum == 0 ? 1 : sum; /* 0: nothing was visible, and out is 0 */
     for (int32_t d = 0; d < plan->v_dim; d++) out[d] /= divisor;
     *lse = sum == 0 ? -INFINITY : max + logf(sum);
@@ -343,36 +420,33 @@ static int32_t take_lane(kvc_plan *plan) {
     }
 }
 
-/* The last unit whose tasks do not begin after this one. */
-static const kvc_unit *unit_of(const kvc_plan *plan, int64_t i) {
-    int32_t begin = 0, end = plan->num_units;
-    while (end - begin > 1) {
-        const int32_t middle = begin + (end - begin) / 2;
-        if (plan->units[middle].first_task <= i)
-            begin = middle;
-        else
-            end = middle;
+static task make_task(const call *c, int64_t i, float *lane) {
+    const kvc_plan *plan = c->plan;
+    const kvc_lane_layout *at = &plan->lane;
+    const kvc_job *job = &plan->jobs[i % plan->num_jobs];
+    task t = {.call = c,
+              .job = job,
+              .unit = &plan->units[plan->members[job->first_member]],
+              .head = (int32_t)(i / plan->num_jobs),
+              .part = job->part,
+              .lane = lane,
+              .q = lane + at->q,
+              .scores = lane + at->scores,
+              .acc = lane + at->acc,
+              .max = lane + at->max,
+              .sum = lane + at->sum,
+              .factor = lane + at->factor,
+              .ready = lane + at->ready,
+              .turn = -1,
+              .tokens = (void *)(lane + at->tokens)};
+    int32_t num_tokens = 0;
+    for (int32_t m = 0; m < job->num_members; m++) {
+        const kvc_unit *unit = &plan->units[plan->members[job->first_member + m]];
+        memcpy(t.tokens + num_tokens, plan->batch->order + unit->first, (size_t)unit->num_tokens * sizeof *t.tokens);
+        num_tokens += unit->num_tokens;
     }
-    return &plan->units[begin];
-}
-
-static task make_task(const call *c, const kvc_unit *unit, int64_t i, float *lane) {
-    const kvc_lane_layout *at = &c->plan->lane;
-    const int32_t index = (int32_t)(i - unit->first_task);
-    return (task){.call = c,
-                  .unit = unit,
-                  .head = index / unit->num_parts,
-                  .part = index % unit->num_parts,
-                  .num_q = unit->num_tokens * c->plan->heads_per_kv,
-                  .lane = lane,
-                  .q = lane + at->q,
-                  .scores = lane + at->scores,
-                  .acc = lane + at->acc,
-                  .max = lane + at->max,
-                  .sum = lane + at->sum,
-                  .factor = lane + at->factor,
-                  .ready = lane + at->ready,
-                  .turn = -1};
+    t.num_q = num_tokens * plan->heads_per_kv;
+    return t;
 }
 
 /* Another thread may be setting it. */
@@ -380,27 +454,40 @@ static int is_cancelled(const kvc_attend_args *args) {
     return args->cancel && atomic_load_explicit((const volatile _Atomic int32_t *)args->cancel, memory_order_relaxed);
 }
 
-/* Runs task i; the last of its unit and head to end writes the result.  Looked at by every task: cancel. */
+/* A member's part is done, or skipped; the last of its unit and head to end writes the result. */
+static void end_part(const task *t, int cancelled) {
+    const kvc_unit *unit = t->unit;
+    kvc_counter *counter = &t->call->plan->counters[unit->first_counter + t->head];
+    if (cancelled)
+        atomic_fetch_add(&counter->skipped, 1);
+    else if (unit->num_parts > 1)
+        keep_partial(t);
+    if (atomic_fetch_sub(&counter->remaining, 1) != 1) return;
+    atomic_store(&counter->remaining, unit->num_parts); /* all parts are there */
+    if (atomic_exchange(&counter->skipped, 0)) return;
+    const results all = results_of(t);
+    write_out(t, &all);
+}
+
+static void end_parts(const task *t, int cancelled) {
+    for (int32_t m = 0, first = 0; m < t->job->num_members; m++) {
+        const task own = member_of(t, m, first);
+        first += own.num_q;
+        end_part(&own, cancelled);
+    }
+}
+
+/* Looked at by every task: cancel. */
 static kvc_status run_task(const call *c, int64_t i) {
     kvc_plan *plan = c->plan;
-    const kvc_unit *unit = unit_of(plan, i);
     const int32_t l = take_lane(plan);
-    task t = make_task(c, unit, i, plan->lanes + (size_t)l * plan->lane.size);
-    kvc_counter *counter = &plan->counters[unit->first_counter + t.head];
+    task t = make_task(c, i, plan->lanes + (size_t)l * plan->lane.size);
     const int cancelled = is_cancelled(c->args);
-    if (cancelled) {
-        atomic_fetch_add(&counter->skipped, 1);
-    } else {
-        attend_part(&t);
-        if (unit->num_parts > 1) keep_partial(&t);
-    }
-    if (atomic_fetch_sub(&counter->remaining, 1) == 1) { /* all parts are there */
-        atomic_store(&counter->remaining, unit->num_parts);
-        if (!atomic_exchange(&counter->skipped, 0)) {
-            const results all = results_of(&t);
-            write_out(&t, &all);
-        }
-    }
+    if (!cancelled) attend_part(&t);
+    if (t.job->num_members == 1)
+        end_part(&t, cancelled);
+    else
+        end_parts(&t, cancelled);
     atomic_flag_clear_explicit(&plan->lane_taken[l], memory_order_release);
     return cancelled ? kvc_fail(KVC_ERR_CANCELLED, "the attention was cancelled") : KVC_OK;
 }
@@ -469,6 +556,15 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t
     return KVC_OK;
 }
 
+/* For the units of one task. */
+static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task) {
+    const kvc_job *job = &plan->jobs[task % plan->num_jobs];
+    kvc_status status = KVC_OK;
+    for (int32_t m = 0; status == KVC_OK && m < job->num_members; m++)
+        status = check_seen(plan, &plan->units[plan->members[job->first_member + m]], layer, NULL);
+    return status;
+}
+
 static void make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
     const kvc_cache *cache = plan->batch->cache;
     c->plan = plan;
@@ -492,10 +588,10 @@ kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *gi
     if (status == KVC_OK) status = check_args(&plan->batch->cache->layers[layer], plan->args.num_tokens, &args);
     if (status == KVC_OK && args.put)
         status = kvc_fail(KVC_ERR_INVALID, "args->put is not NULL: rows are stored by kvc_put before tasks are run");
-    if (status == KVC_OK && (task < 0 || task >= plan->num_tasks))
-        status =
-            kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)plan->num_tasks);
-    if (status == KVC_OK) status = check_seen(plan, unit_of(plan, task), layer, NULL);
+    const int64_t num_tasks = kvc_plan_num_tasks(plan);
+    if (status == KVC_OK && (task < 0 || task >= num_tasks))
+        status = kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)num_tasks);
+    if (status == KVC_OK) status = check_task(plan, layer, task);
     if (status != KVC_OK) return status;
     make_call(&c, plan, layer, &args);
     return run_task(&c, task);
@@ -511,7 +607,7 @@ static kvc_status run_all(call *c) {
     /* Below this many multiply-adds, about 20 microseconds, waking threads costs more than they save. */
     static const double WORTH_THREADS = 1 << 19;
     const kvc_plan *plan = c->plan;
-    kvc_parallel(plan->work < WORTH_THREADS ? 1 : plan->args.num_threads, plan->num_tasks, run_one, c);
+    kvc_parallel(plan->work < WORTH_THREADS ? 1 : plan->args.num_threads, kvc_plan_num_tasks(plan), run_one, c);
     const kvc_status status = (kvc_status)atomic_load(&c->status);
     return status == KVC_OK ? KVC_OK : kvc_fail(status, "the attention was cancelled");
 }

@@ -2,7 +2,8 @@
  *
  * Who attends to what becomes a list of units: the query rows of one sequence that are worked off together, and the
  * pieces of runs they may see.  A unit is done for each KV head apart, and its rows may be cut into parts whose results
- * are merged by log-sum-exp: a task is one part of one KV head of one unit.
+ * are merged by log-sum-exp.  A job is one part of one unit, or of several whose rows are the same for a while, which
+ * are then read once for all of them; a task is one KV head of a job.
  */
 #ifndef KVC_ATTENTION_H
 #define KVC_ATTENTION_H
@@ -32,10 +33,27 @@ typedef struct kvc_unit {
     int32_t tiled;             /* many query rows: tiles are decoded and multiplied; few: streamed */
     int32_t num_parts;
     int64_t num_rows, part_rows; /* in reach; of a part, the last may have less */
-    int64_t first_piece, first_start, first_task, first_counter;
+    int64_t first_piece, first_start, first_counter;
     int64_t first_own_piece, end_piece; /* of the batch's own rows */
     size_t partials;                    /* offset in plan->partials, in floats */
 } kvc_unit;
+
+typedef struct kvc_job {
+    int64_t first_member; /* units: plan->members[first_member .. first_member + num_members) */
+    int32_t num_members;
+    int32_t part;   /* of each of them */
+    int64_t shared; /* rows at its beginning that are the same for all; each goes on with its own */
+    int64_t rows;   /* that are read: those shared once */
+    int64_t work;   /* rows times query rows */
+} kvc_job;
+
+/* A part of a streamed unit, while it is looked for others with the same rows. */
+typedef struct kvc_candidate {
+    const kvc_piece *piece; /* where it begins */
+    int32_t offset, unit;
+    int64_t rows;
+    int64_t shared; /* with the candidate before it, in whole tiles from the beginning */
+} kvc_candidate;
 
 /* One for each unit and KV head. */
 typedef struct kvc_counter {
@@ -45,7 +63,7 @@ typedef struct kvc_counter {
 
 /* What one running task works in, in floats from the beginning of its lane. */
 typedef struct kvc_lane_layout {
-    size_t q, ready, scores, acc, max, sum, factor, keys, values, size;
+    size_t q, ready, scores, acc, max, sum, factor, tokens, keys, values, size;
     int32_t q_stride, acc_stride;
 } kvc_lane_layout;
 
@@ -59,7 +77,7 @@ struct kvc_plan {
     int32_t num_kv_heads, k_dim, v_dim; /* of the layers it serves */
     int32_t heads_per_kv;
     int32_t num_units, num_lanes;
-    int64_t num_tasks;
+    int64_t num_jobs;                  /* task i is KV head i / num_jobs of job i % num_jobs */
     double work;                       /* multiply-adds */
     int32_t num_cross_puts;            /* of the batch, when the plan was made */
     int32_t num_deltas, angles_stride; /* in floats */
@@ -70,6 +88,9 @@ struct kvc_plan {
     kvc_unit *units;
     kvc_piece *pieces;
     kvc_start *starts;
+    kvc_job *jobs;
+    int32_t *members; /* of the jobs: units */
+    kvc_candidate *candidates;
     kvc_counter *counters;
     kvc_lane_layout lane;
     float *partials;
@@ -90,6 +111,17 @@ static inline int kvc_plan_sees_all(const kvc_plan *plan, int32_t token) {
 
 /* Not so once the rows of a cross-attention layer that it goes over were replaced. */
 int kvc_plan_is_current(const kvc_plan *plan);
+
+/* Query rows of a unit, for each KV head. */
+static inline int32_t kvc_num_q(const kvc_plan *plan, const kvc_unit *unit) {
+    return unit->num_tokens * plan->heads_per_kv;
+}
+
+/* Rows of part p. */
+static inline int64_t kvc_part_rows(const kvc_unit *unit, int32_t p) {
+    const int64_t rest = unit->num_rows - p * unit->part_rows;
+    return rest < unit->part_rows ? rest : unit->part_rows;
+}
 
 /* Floats of one part's result: max [q], sum [q], accumulated values [q][acc_stride]. */
 size_t kvc_partial_size(int32_t num_q, int32_t acc_stride);

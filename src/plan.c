@@ -1,24 +1,32 @@
 /* plan.c: cuts a batch's attention into tasks.
  *
- * The rule.  It looks at a sequence's own lengths only, never at threads, blocks or the rest of the batch, so that the
- * same sequence is always added up in the same order:
- *   - up to STREAM_ROWS query rows per KV head are one unit, streamed: every stored row is read once for all of them;
- *   - more are cut into units of about TILE_QUERIES query rows;
- *   - the rows a unit can see are cut into parts of at least PART_ROWS, and so many that a sequence has about
- *     TASKS_WANTED tasks: enough for 64 threads to come out even, few enough that merging costs nothing.
+ * The rule for units and parts.  It looks at a sequence's own lengths only, never at threads, blocks or the rest of the
+ * batch, so that the same sequence is always added up in the same order:
+ *   - up to STREAM_ROWS query rows per KV head are one unit, streamed: every stored row is read once for all of them.
+ *     The rows it can see are cut every PART_ROWS, however many they are: sequences that begin alike are cut alike;
+ *   - more are cut into units of about TILE_QUERIES query rows, tiled.  The rows one can see are cut into parts of at
+ *     least TILED_PART_ROWS, and so many that a sequence has about TILED_TASKS tasks: enough for 64 threads to come out
+ *     even, few enough that merging costs nothing, as the results of such parts are large.
+ *
+ * The rule for tasks.  Who works off what, and when, changes no bit, so it may look at everything:
+ *   - streamed units whose parts begin with the same rows, as those of forks do, are one task, which reads these rows
+ *     once and then goes on with the rest of each.  It has at most TASK_QUERIES query rows, and at most one of SHARES
+ *     shares of what a thread has to do if it is done by as many as were announced;
+ *   - KV head by KV head, the largest tasks come first, so that little is left to do when the last one is begun.
  */
 #include <stdlib.h>
 #include <string.h>
 
 #include "attention.h"
 
-enum { STREAM_ROWS = 16, TILE_QUERIES = 64, PART_ROWS = 1024, TASKS_WANTED = 256 };
+enum { STREAM_ROWS = 16, PART_ROWS = 512, TASK_QUERIES = 128, SHARES = 4 };
+enum { TILE_QUERIES = 64, TILED_PART_ROWS = 1024, TILED_TASKS = 256 };
 
 /* ---- units ------------------------------------------------------------------------------------------------------- */
 
 /* Sizes of the plan's arrays, added up before they are there. */
 typedef struct totals {
-    int64_t units, pieces, starts, counters, tasks;
+    int64_t units, pieces, parts, counters, streamed, streamed_q;
     size_t partials;
     int32_t max_q, tiled;
     double work;
@@ -122,13 +130,17 @@ static void find_pieces(const kvc_plan *plan, kvc_unit *unit, int64_t *num) {
     unit->end_piece = *num;
 }
 
-static void cut_rows(const kvc_plan *plan, int32_t num_units, kvc_unit *unit) {
-    const int64_t most = (unit->num_rows + PART_ROWS - 1) / PART_ROWS;
-    int64_t parts = TASKS_WANTED / ((int64_t)plan->num_kv_heads * num_units);
+static int64_t tiled_part_rows(const kvc_plan *plan, int32_t num_units, int64_t num_rows) {
+    const int64_t most = (num_rows + TILED_PART_ROWS - 1) / TILED_PART_ROWS;
+    int64_t parts = TILED_TASKS / ((int64_t)plan->num_kv_heads * num_units);
     if (parts > most) parts = most;
     if (parts < 1) parts = 1;
-    const int64_t rows = (unit->num_rows + parts - 1) / parts;
-    unit->part_rows = rows ? (rows + KVC_TILE - 1) / KVC_TILE * KVC_TILE : KVC_TILE;
+    const int64_t rows = (num_rows + parts - 1) / parts;
+    return rows ? (rows + KVC_TILE - 1) / KVC_TILE * KVC_TILE : KVC_TILE;
+}
+
+static void cut_rows(const kvc_plan *plan, int32_t num_units, kvc_unit *unit) {
+    unit->part_rows = unit->tiled ? tiled_part_rows(plan, num_units, unit->num_rows) : PART_ROWS;
     unit->num_parts = (int32_t)((unit->num_rows + unit->part_rows - 1) / unit->part_rows);
     if (!unit->num_parts) unit->num_parts = 1; /* nothing to see: somebody must write the zeros */
 }
@@ -146,11 +158,10 @@ static void find_starts(const kvc_unit *unit, const kvc_piece *pieces, kvc_start
 
 /* One unit, added to the totals; written down as well once the plan has its arrays. */
 static void add_unit(kvc_plan *plan, kvc_unit *unit, int32_t num_units, totals *t) {
-    const int32_t num_q = unit->num_tokens * plan->heads_per_kv;
+    const int32_t num_q = kvc_num_q(plan, unit);
     unit->first_piece = t->pieces;
-    unit->first_start = t->starts;
+    unit->first_start = t->parts;
     unit->first_counter = t->counters;
-    unit->first_task = t->tasks;
     unit->partials = t->partials;
     find_pieces(plan, unit, &t->pieces);
     cut_rows(plan, num_units, unit);
@@ -164,9 +175,10 @@ static void add_unit(kvc_plan *plan, kvc_unit *unit, int32_t num_units, totals *
     }
     const int64_t tasks = (int64_t)unit->num_parts * plan->num_kv_heads;
     t->units++;
-    t->starts += unit->num_parts;
+    t->parts += unit->num_parts;
     t->counters += plan->num_kv_heads;
-    t->tasks += tasks;
+    t->streamed += !unit->tiled;
+    t->streamed_q += unit->tiled ? 0 : num_q;
     if (unit->num_parts > 1) t->partials += (size_t)tasks * kvc_partial_size(num_q, plan->lane.acc_stride);
     if (num_q > t->max_q) t->max_q = num_q;
     t->tiled |= unit->tiled;
@@ -202,6 +214,141 @@ static totals cut_batch(kvc_plan *plan) {
     return t;
 }
 
+/* ---- jobs -------------------------------------------------------------------------------------------------------- */
+
+/* Compares two parts row by row; to be found out besides: how many rows at their beginning are the same, in whole
+ * tiles.  A tile ends with its part, and where the next key is off by something else. */
+static int compare_parts(kvc_candidate a, kvc_candidate b, int64_t *shared) {
+    int64_t row = 0, stretch = 0; /* rows compared; and where the last stretch of the same turn began */
+    for (int32_t turn = -1; row < a.rows && row < b.rows;) {
+        const kvc_piece *x = a.piece, *y = b.piece;
+        const uint8_t *const rows[2] = {x->rows, y->rows};
+        const int32_t at[2][3] = {{x->slot + a.offset, x->position + a.offset, x->turn},
+                                  {y->slot + b.offset, y->position + b.offset, y->turn}};
+        int order = memcmp(rows, rows + 1, sizeof *rows);
+        if (!order) order = memcmp(at[0], at[1], sizeof at[0]);
+        if (order) {
+            *shared = stretch + (row - stretch) / KVC_TILE * KVC_TILE;
+            return order;
+        }
+        if (x->turn != turn) stretch = row, turn = x->turn;
+        int64_t count = x->count - a.offset < y->count - b.offset ? x->count - a.offset : y->count - b.offset;
+        row += count;
+        if ((a.offset += (int32_t)count) == x->count) a.piece++, a.offset = 0;
+        if ((b.offset += (int32_t)count) == y->count) b.piece++, b.offset = 0;
+    }
+    if (row > a.rows) row = a.rows;
+    if (row > b.rows) row = b.rows;
+    *shared = a.rows == b.rows ? row : stretch + (row - stretch) / KVC_TILE * KVC_TILE;
+    return (a.rows > b.rows) - (a.rows < b.rows);
+}
+
+static int by_rows(const void *a, const void *b) {
+    const kvc_candidate *x = a, *y = b;
+    int64_t shared;
+    const int order = compare_parts(*x, *y, &shared);
+    return order ? order : (x->unit > y->unit) - (x->unit < y->unit);
+}
+
+/* One part of these candidates' units, of which so many rows are read once for all. */
+static void add_job(kvc_plan *plan, int32_t part, const kvc_candidate *c, int32_t num, int64_t shared) {
+    const kvc_job *last = plan->num_jobs ? &plan->jobs[plan->num_jobs - 1] : NULL;
+    kvc_job job = {.first_member = last ? last->first_member + last->num_members : 0,
+                   .num_members = num,
+                   .part = part,
+                   .shared = shared,
+                   .rows = shared};
+    for (int32_t m = 0; m < num; m++) {
+        const kvc_unit *unit = &plan->units[c[m].unit];
+        const int64_t rows = kvc_part_rows(unit, part);
+        job.rows += rows - shared;
+        job.work += rows * kvc_num_q(plan, unit);
+        plan->members[job.first_member + m] = c[m].unit;
+    }
+    plan->jobs[plan->num_jobs++] = job;
+}
+
+/* The parts of a unit from one on, each by itself. */
+static void add_jobs(kvc_plan *plan, int32_t unit, int32_t part) {
+    const kvc_candidate alone = {.unit = unit};
+    for (; part < plan->units[unit].num_parts; part++)
+        add_job(plan, part, &alone, 1, kvc_part_rows(&plan->units[unit], part));
+}
+
+/* How many candidates from this one on, of `num`, are best one job.  Another one joins if then less is read than if it
+ * and the next begin a job of their own. */
+static int32_t group_of(const kvc_plan *plan, const kvc_candidate *c, int32_t num, int64_t most_work, int64_t *shared) {
+    int32_t n = 1;
+    int64_t q = kvc_num_q(plan, &plan->units[c->unit]), work = q * c->rows;
+    *shared = c->rows;
+    for (; n < num && c[n].shared; n++) {
+        const int64_t own_q = kvc_num_q(plan, &plan->units[c[n].unit]);
+        q += own_q;
+        work += own_q * c[n].rows;
+        if (q > TASK_QUERIES || work > most_work) break;
+        const int64_t with = *shared < c[n].shared ? *shared : c[n].shared, next = n + 1 < num ? c[n + 1].shared : 0;
+        const int64_t with_next = with < next ? with : next;
+        const int64_t joined = with * n > with_next * (n + 1) ? with * n : with_next * (n + 1);
+        if (joined < *shared * (n - 1) + next) break; /* rows that are not read again */
+        *shared = with;
+    }
+    return n;
+}
+
+/* Jobs for one part of the candidates, sorted so that those with most in common stand side by side.  Who shares all of
+ * it with a neighbour is a candidate for the next part; returns how many. */
+static int32_t add_shared_jobs(kvc_plan *plan, int32_t part, int32_t num, int64_t most_work) {
+    kvc_candidate *c = plan->candidates;
+    int32_t kept = 0;
+    int64_t shared;
+    for (int32_t i = 0; i < num; i++) {
+        const kvc_unit *unit = &plan->units[c[i].unit];
+        const kvc_start *start = &plan->starts[unit->first_start + part];
+        c[i] = (kvc_candidate){.piece = plan->pieces + unit->first_piece + start->piece,
+                               .offset = start->offset,
+                               .unit = c[i].unit,
+                               .rows = kvc_part_rows(unit, part)};
+    }
+    qsort(c, (size_t)num, sizeof *c, by_rows);
+    for (int32_t i = 1; i < num; i++) compare_parts(c[i - 1], c[i], &c[i].shared);
+    for (int32_t i = 0, n; i < num; i += n) {
+        n = group_of(plan, c + i, num - i, most_work, &shared);
+        add_job(plan, part, c + i, n, shared);
+    }
+    for (int32_t i = 0; i < num; i++) {
+        const int is_shared = c[i].shared == PART_ROWS || (i + 1 < num && c[i + 1].shared == PART_ROWS);
+        if (is_shared && part + 1 < plan->units[c[i].unit].num_parts)
+            c[kept++].unit = c[i].unit;
+        else
+            add_jobs(plan, c[i].unit, part + 1);
+    }
+    return kept;
+}
+
+static int by_work(const void *a, const void *b) {
+    const kvc_job *x = a, *y = b;
+    return x->work != y->work ? (x->work < y->work) - (x->work > y->work)
+                              : (x->first_member > y->first_member) - (x->first_member < y->first_member);
+}
+
+/* All that are to be done, the largest first. */
+static void find_jobs(kvc_plan *plan, const totals *t) {
+    int64_t work = 0, most_work = INT64_MAX;
+    int32_t num = 0, sorted = 1;
+    plan->num_jobs = 0;
+    for (int32_t u = 0; u < plan->num_units; u++) {
+        work += plan->units[u].num_rows * kvc_num_q(plan, &plan->units[u]);
+        if (plan->units[u].tiled || t->streamed == 1)
+            add_jobs(plan, u, 0);
+        else
+            plan->candidates[num++].unit = u;
+    }
+    if (plan->args.num_threads > 1) most_work = work * plan->num_kv_heads / (SHARES * (int64_t)plan->args.num_threads);
+    for (int32_t part = 0; num; part++) num = add_shared_jobs(plan, part, num, most_work);
+    for (int64_t i = 1; i < plan->num_jobs; i++) sorted &= plan->jobs[i - 1].work >= plan->jobs[i].work;
+    if (!sorted) qsort(plan->jobs, (size_t)plan->num_jobs, sizeof *plan->jobs, by_work);
+}
+
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
 size_t kvc_partial_size(int32_t num_q, int32_t acc_stride) {
@@ -216,7 +363,8 @@ static size_t add_floats(size_t *size, size_t count) {
 
 static void lay_out_lane(kvc_plan *plan, const totals *t) {
     kvc_lane_layout *lane = &plan->lane;
-    const size_t q = (size_t)t->max_q;
+    const int64_t together = t->streamed_q < TASK_QUERIES ? t->streamed_q : TASK_QUERIES;
+    const size_t q = (size_t)(together > t->max_q ? together : t->max_q);
     lane->size = 0;
     lane->q = add_floats(&lane->size, q * (size_t)lane->q_stride);
     lane->ready = add_floats(&lane->size, q * (size_t)lane->q_stride);
@@ -225,6 +373,7 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     lane->max = add_floats(&lane->size, q);
     lane->sum = add_floats(&lane->size, q);
     lane->factor = add_floats(&lane->size, q);
+    lane->tokens = add_floats(&lane->size, q); /* of the same size */
     lane->keys = add_floats(&lane->size, t->tiled ? (size_t)plan->k_dim * KVC_TILE : 0);
     lane->values = add_floats(&lane->size, t->tiled ? (size_t)lane->acc_stride * KVC_TILE : 0);
 }
@@ -234,7 +383,10 @@ static kvc_plan *settle(const kvc_plan *draft, const totals *t) {
     size_t size = sizeof(kvc_plan);
     const size_t units = kvc_add_array(&size, (size_t)t->units * sizeof(kvc_unit));
     const size_t pieces = kvc_add_array(&size, (size_t)t->pieces * sizeof(kvc_piece));
-    const size_t starts = kvc_add_array(&size, (size_t)t->starts * sizeof(kvc_start));
+    const size_t starts = kvc_add_array(&size, (size_t)t->parts * sizeof(kvc_start));
+    const size_t jobs = kvc_add_array(&size, (size_t)t->parts * sizeof(kvc_job)); /* at most */
+    const size_t members = kvc_add_array(&size, (size_t)t->parts * sizeof(int32_t));
+    const size_t candidates = kvc_add_array(&size, (size_t)t->streamed * sizeof(kvc_candidate));
     const size_t counters = kvc_add_array(&size, (size_t)t->counters * sizeof(kvc_counter));
     const size_t flags = kvc_add_array(&size, (size_t)draft->num_lanes * sizeof(atomic_flag));
     const size_t deltas = kvc_add_array(&size, (size_t)draft->num_deltas * sizeof(int32_t));
@@ -250,6 +402,9 @@ static kvc_plan *settle(const kvc_plan *draft, const totals *t) {
     plan->units = (void *)(start + units);
     plan->pieces = (void *)(start + pieces);
     plan->starts = (void *)(start + starts);
+    plan->jobs = (void *)(start + jobs);
+    plan->members = (void *)(start + members);
+    plan->candidates = (void *)(start + candidates);
     plan->counters = (void *)(start + counters);
     plan->lane_taken = (void *)(start + flags);
     plan->deltas = (void *)(start + deltas);
@@ -343,8 +498,8 @@ static kvc_plan *make_plan(kvc_plan *draft, int32_t num_threads) {
     size_angles(draft);
     const totals t = cut_batch(draft);
     draft->num_units = (int32_t)t.units;
-    draft->num_tasks = t.tasks;
-    draft->num_lanes = num_threads < t.tasks ? num_threads : (int32_t)t.tasks;
+    const int64_t most_tasks = t.parts * draft->num_kv_heads;
+    draft->num_lanes = num_threads < most_tasks ? num_threads : (int32_t)most_tasks;
     draft->work = t.work;
     lay_out_lane(draft, &t);
     kvc_lock(batch->cache);
@@ -359,6 +514,7 @@ static kvc_plan *make_plan(kvc_plan *draft, int32_t num_threads) {
     if (!plan) return NULL;
     find_angles(plan);
     cut_batch(plan);
+    find_jobs(plan, &t);
     return plan;
 }
 
@@ -452,4 +608,4 @@ void kvc_plan_free(kvc_plan *plan) {
     atomic_flag_clear(&plan->taken);
 }
 
-int64_t kvc_plan_num_tasks(const kvc_plan *plan) { return plan->num_tasks; }
+int64_t kvc_plan_num_tasks(const kvc_plan *plan) { return plan->num_jobs * plan->num_kv_heads; }

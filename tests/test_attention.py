@@ -493,6 +493,43 @@ def test_random_shapes(data, seed):
         run(cache, rng, positions, heads, seq_ids=seq_ids, q_dtype=q_dtype, **options)
 
 
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+def test_forks(data, seed):
+    """Sequences that share rows in any way: right together, and to the last bit what each gives alone."""
+    rng, draw = np.random.default_rng(seed), data.draw
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVCACHE_ISA", draw(st.sampled_from(ISAS), "isa"))
+        cache = kvcache.KVCache(
+            1, 2, 32, None, dtype=draw(st.sampled_from([*DTYPES, "q8_0", "q4_0"]), "dtype"), max_sequences=None,
+            policy=draw(st.sampled_from([kvcache.FullAttention(), SLIDING(600, 3, resume_window=9999)]), "policy"),
+            block_size=draw(st.sampled_from([1, 16, 64, 5000]), "block_size"),
+            num_threads=draw(st.integers(1, 3), "num_threads"),
+        )  # fmt: skip
+    num, heads = draw(st.integers(2, 8), "sequences"), 2 * draw(st.integers(1, 5), "group")
+    for seq_id in range(num):
+        if seq_id and draw(st.integers(0, 9), "is fork"):
+            source = draw(st.integers(0, seq_id - 1), "source")
+            cache.copy_prefix(source, seq_id, draw(st.integers(0, cache.next_position(source)), "shared"))
+        if own := draw(st.integers(0, 150 if seq_id else 1300), "own"):
+            rows, start = random(rng, own, 2, 32), cache.next_position(seq_id)
+            with cache.batch(positions=range(start, start + own), seq_ids=[seq_id] * own) as batch:
+                batch.put(0, rows, -rows)
+    seq_ids = [seq_id for seq_id in range(num) for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 9]), "tokens"))]
+    seq_ids = np.array(seq_ids or [0])
+    positions = np.array([cache.next_position(s) + np.sum(seq_ids[:i] == s) for i, s in enumerate(seq_ids)])
+    q, k, v = random(rng, len(seq_ids), heads, 32), *(random(rng, len(seq_ids), 2, 32) for _ in range(2))
+    alone = []
+    for seq_id in np.unique(seq_ids):
+        mine = seq_ids == seq_id
+        batch = cache.batch(positions=positions[mine], seq_ids=seq_ids[mine])
+        alone.append(batch.attend(0, q[mine], k[mine], v[mine], return_lse=True))
+        batch.abort()
+    with cache.batch(positions=positions, seq_ids=seq_ids) as batch:
+        out, lse = batch.attend(0, q, k, v, return_lse=True)
+    check(cache, 0, positions, seq_ids, q, out, lse)
+    assert_same((out, lse), tuple(np.concatenate(part) for part in zip(*alone, strict=True)))
+
+
 # ---- the same bits
 
 
