@@ -190,11 +190,9 @@ static void adjust_row(const call *c, tile *t, float *scores, int32_t token, int
 /* Scores become weights. */
 static void weigh(const task *t, tile *tile) {
     const call *c = t->call;
-    for (int32_t r = 0; r < t->num_q; r++) {
-        float *scores = t->scores + (size_t)r * KVC_TILE;
-        adjust_row(c, tile, scores, token_of(t, r), query_head_of(t, r));
-        t->factor[r] = c->kernels->softmax(scores, tile->n, &t->max[r], &t->sum[r]);
-    }
+    for (int32_t r = 0; r < t->num_q; r++)
+        adjust_row(c, tile, t->scores + (size_t)r * KVC_TILE, token_of(t, r), query_head_of(t, r));
+    c->kernels->softmax(t->scores, t->num_q, tile->n, t->max, t->sum, t->factor);
 }
 
 /* Few query rows: each stored row is read once, for all of them. */

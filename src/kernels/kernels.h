@@ -55,13 +55,12 @@ typedef void kvc_score_fn(float *scores, const float *q, int q_stride, int num_q
 typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
                                const void *const *rows, int n, int dim, const void *const *next, int next_bytes);
 
-/* One step of the online softmax of one query row, over scores[0 .. n), n <= KVC_TILE.  With m the larger of *max and
- * the largest score: scores[j] becomes exp(scores[j] - m), *sum becomes *sum * exp(*max - m) + the sum of these,
- * *max becomes m; returns exp(*max - m) of the old *max, by which what was accumulated is to be multiplied.  Where m is
- * -inf (nothing visible so far), scores become 0, *sum stays and 1 is returned.  scores has room for KVC_TILE floats;
- * those past n become 0.  exp is right to 2 ulp, and 0 below about -87.
- * A NaN score makes *sum NaN. */
-typedef float kvc_softmax_fn(float *scores, int n, float *max, float *sum);
+/* One step of the online softmax of num_q query rows, over scores[r * KVC_TILE + j], j < n <= KVC_TILE.  With m the
+ * larger of max[r] and the row's largest score: scores become exp(score - m), sum[r] becomes sum[r] * exp(max[r] - m) +
+ * the sum of these, max[r] becomes m, and factor[r] exp(max[r] - m) of the old max[r], by which what was accumulated is
+ * to be multiplied.  Where m is -inf (nothing visible so far), scores become 0, sum[r] stays and factor[r] is 1. Scores
+ * past n become 0.  exp is right to 2 ulp, and 0 below about -87.  A NaN score makes sum[r] NaN. */
+typedef void kvc_softmax_fn(float *scores, int num_q, int n, float *max, float *sum, float *factor);
 
 /* c[i * ldc + j] = (add ? c[...] : 0) + sum over p < k of a[i * lda + p] * b[p * ldb + j], i < m, j < n.
  * ldb and ldc are multiples of KVC_LANES, b and c aligned to 64 bytes, and up to the next multiple of KVC_LANES past n,

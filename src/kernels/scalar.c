@@ -218,7 +218,7 @@ static void pack_values(int type, float *dst, int dst_stride, const void *const 
 
 /* ---- kernels over f32 ------------------------------------------------------------------------------------------- */
 
-static float softmax(float *scores, int n, float *max, float *sum) {
+static float softmax_row(float *scores, int n, float *max, float *sum) {
     float old_max = *max, new_max = *max, new_sum = 0;
     for (int j = 0; j < n; j++) new_max = scores[j] > new_max ? scores[j] : new_max;
     for (int j = n; j < KVC_TILE; j++) scores[j] = 0;
@@ -237,6 +237,10 @@ static float softmax(float *scores, int n, float *max, float *sum) {
     *max = new_max;
     *sum = *sum * factor + new_sum;
     return factor;
+}
+
+static void softmax(float *scores, int num_q, int n, float *max, float *sum, float *factor) {
+    for (int r = 0; r < num_q; r++) factor[r] = softmax_row(scores + r * KVC_TILE, n, &max[r], &sum[r]);
 }
 
 static void matmul(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k, int add) {

@@ -474,40 +474,47 @@ INLINE vec exp_negative(vec x) {
     return v_scale(v_add(p, v_set(1.0f)), n);
 }
 
-/* A step in which nothing is visible: every score is -inf, or NaN, which is passed on. */
-TARGET static void softmax_nothing(float *scores, int padded, float *sum) {
-    vec sums = v_zero();
-    for (int j = 0; j < padded; j += LANES) {
-        vec weight = v_max(v_zero(), v_load(scores + j));
-        v_store(scores + j, weight);
-        sums = v_add(sums, weight);
+INLINE void softmax_rows(int num_q, float *scores, int n, float *max, float *sum, float *factor) {
+    const int padded = (n + LANES - 1) / LANES * LANES;
+    vec largest[QUERIES], shift[QUERIES], sums[QUERIES];
+    UNROLL
+    for (int r = 0; r < num_q; r++) {
+        float *row = scores + r * KVC_TILE;
+        for (int j = n; j < padded; j++) row[j] = -INFINITY;
+        for (int j = padded; j < KVC_TILE; j += LANES) v_store(row + j, v_zero());
+        largest[r] = v_set(max[r]);
+        sums[r] = v_zero();
     }
-    *sum += v_sum_lanes(sums);
+    for (int j = 0; j < padded; j += LANES) UNROLL
+    for (int r = 0; r < num_q; r++) largest[r] = v_max(v_load(scores + r * KVC_TILE + j), largest[r]);
+    UNROLL
+    for (int r = 0; r < num_q; r++) {
+        const float now = v_max_lane(largest[r]);
+        shift[r] =
+            v_set(now == -INFINITY ? 0 : -now); /* nothing is visible: weights of 0, or NaN, which is passed on */
+        factor[r] = max[r] == now ? 1 : v_max_lane(exp_negative(v_add(v_set(max[r]), shift[r])));
+        max[r] = now;
+    }
+    for (int j = 0; j < padded; j += LANES) UNROLL
+    for (int r = 0; r < num_q; r++) {
+        const vec weight = exp_negative(v_add(v_load(scores + r * KVC_TILE + j), shift[r]));
+        v_store(scores + r * KVC_TILE + j, weight);
+        sums[r] = v_add(sums[r], weight);
+    }
+    UNROLL
+    for (int r = 0; r < num_q; r++) sum[r] = sum[r] * factor[r] + v_sum_lanes(sums[r]);
 }
 
-TARGET static float softmax(float *scores, int n, float *max, float *sum) {
-    int padded = (n + LANES - 1) / LANES * LANES;
-    for (int j = n; j < padded; j++) scores[j] = -INFINITY;
-    for (int j = padded; j < KVC_TILE; j += LANES) v_store(scores + j, v_zero());
-
-    vec maxima = v_set(*max);
-    for (int j = 0; j < padded; j += LANES) maxima = v_max(v_load(scores + j), maxima);
-    float new_max = v_max_lane(maxima);
-    if (new_max == -INFINITY) {
-        softmax_nothing(scores, padded, sum);
-        return 1;
+TARGET static void softmax(float *scores, int num_q, int n, float *max, float *sum, float *factor) {
+    for (int r = 0; r < num_q; r += QUERIES) {
+        float *s = scores + r * KVC_TILE;
+        switch (smaller(num_q - r, QUERIES)) {
+        case 1: softmax_rows(1, s, n, max + r, sum + r, factor + r); break;
+        case 2: softmax_rows(2, s, n, max + r, sum + r, factor + r); break;
+        case 3: softmax_rows(3, s, n, max + r, sum + r, factor + r); break;
+        default: softmax_rows(4, s, n, max + r, sum + r, factor + r);
+        }
     }
-
-    vec shift = v_set(-new_max), sums = v_zero();
-    for (int j = 0; j < padded; j += LANES) {
-        vec weight = exp_negative(v_add(v_load(scores + j), shift));
-        v_store(scores + j, weight);
-        sums = v_add(sums, weight);
-    }
-    float factor = *max == new_max ? 1 : v_max_lane(exp_negative(v_add(v_set(*max), shift)));
-    *max = new_max;
-    *sum = *sum * factor + v_sum_lanes(sums);
-    return factor;
 }
 
 /* ---- matmul and what packs for it ------------------------------------------------------------------------------- */

@@ -486,13 +486,43 @@ static void test_same_bits(const kvc_kernels *kernels, int type, int dim)
 
 /* ---- softmax ---------------------------------------------------------------------------------------------------- */
 
+static float softmax(const kvc_kernels *kernels, float *scores, int n, float *max, float *sum)
+{
+    float factor;
+    kernels->softmax(scores, 1, n, max, sum, &factor);
+    return factor;
+}
+
+/* The bits of a row do not depend on what rows it is among. */
+static void test_softmax_rows(const kvc_kernels *kernels)
+{
+    static float together[MAX_Q * KVC_TILE], alone[MAX_Q * KVC_TILE];
+    for (int num_q = 1; num_q <= MAX_Q; num_q++) {
+        float max[2][MAX_Q], sum[2][MAX_Q], factor[2][MAX_Q];
+        int n = random_int(1, KVC_TILE + 1);
+        for (int i = 0; i < MAX_Q * KVC_TILE; i++)
+            together[i] = alone[i] = i / KVC_TILE % 5 == 3 ? -INFINITY : 9 * random_float();
+        for (int r = 0; r < num_q; r++) {
+            max[0][r] = max[1][r] = r % 3 ? random_float() : -INFINITY;
+            sum[0][r] = sum[1][r] = r % 3 ? 1 : 0;
+        }
+        kernels->softmax(together, num_q, n, max[0], sum[0], factor[0]);
+        for (int r = 0; r < num_q; r++)
+            factor[1][r] = softmax(kernels, alone + r * KVC_TILE, n, &max[1][r], &sum[1][r]);
+        CHECKF(!memcmp(together, alone, sizeof alone) && !memcmp(max[0], max[1], (size_t)num_q * sizeof **max) &&
+                   !memcmp(sum[0], sum[1], (size_t)num_q * sizeof **sum) &&
+                   !memcmp(factor[0], factor[1], (size_t)num_q * sizeof **factor),
+               "%s: %d rows of %d", kernels->name, num_q, n);
+    }
+}
+
 /* exp over the whole range: scores of two where the other is 0, the largest. */
 static void test_exp(const kvc_kernels *kernels)
 {
     double worst = 0;
     for (float x = 0; x > -110; x -= 0.00037f) {
         float scores[KVC_TILE] = {x, 0}, max = -INFINITY, sum = 0;
-        kernels->softmax(scores, 2, &max, &sum);
+        softmax(kernels, scores, 2, &max, &sum);
         double right = exp((double)x);
         int exponent;
         frexp(right, &exponent);
@@ -515,7 +545,7 @@ static void check_softmax(const kvc_kernels *kernels, int n, float (*draw)(int s
         for (int j = 0; j < KVC_TILE; j++)
             weights[s][j] = scores[s][j] = j < n ? draw(s) : NAN;
         scale[s] = 1;
-        float factor = kernels->softmax(weights[s], n, &max, &sum);
+        float factor = softmax(kernels, weights[s], n, &max, &sum);
         for (int i = 0; i < s; i++)
             scale[i] *= factor;
         for (int j = 0; j < n; j++)
@@ -578,14 +608,14 @@ static void test_softmax(const kvc_kernels *kernels)
             check_softmax(kernels, n, draws[i]);
 
     float max = 3, sum = 2, hidden[KVC_TILE] = {-INFINITY, -INFINITY};
-    float factor = kernels->softmax(hidden, 2, &max, &sum);
+    float factor = softmax(kernels, hidden, 2, &max, &sum);
     CHECK(factor == 1 && max == 3 && sum == 2 && hidden[0] == 0 && hidden[1] == 0);
     for (int n = 1; n < KVC_TILE; n += 3) { /* NaN is never lost */
         float scores[KVC_TILE] = {0};
         scores[random_int(0, n)] = NAN;
         max = n % 2 ? -INFINITY : 1;
         sum = 1;
-        kernels->softmax(scores, n, &max, &sum);
+        softmax(kernels, scores, n, &max, &sum);
         CHECKF(isnan(sum), "%s: sum %g", kernels->name, (double)sum);
     }
 }
@@ -688,6 +718,7 @@ static void test_kernels(const kvc_kernels *kernels)
     test_convert_bits(kernels);
     test_exp(kernels);
     test_softmax(kernels);
+    test_softmax_rows(kernels);
     for (int m = 1; m <= 20; m++)
         for (int n = 1; n <= 70; n += n % 16 < 2 ? 1 : 7)
             test_matmul(kernels, m, n, random_int(1, 65), n % 2);
