@@ -8,7 +8,8 @@
 enum {
     WORTH_THREADS = 1 << 22, /* bytes; to give back less takes less time than to wake a thread */
     JOIN_SLOTS = 512,        /* so seldom are pages looked at that may be made huge ones */
-    JOIN_TOKENS = 8          /* for so many tokens of a batch, one more is */
+    JOIN_TOKENS = 8,         /* for so many tokens of a batch, one more is */
+    JOIN_BLOCKS = 8          /* so many are looked at */
 };
 
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
@@ -224,27 +225,55 @@ static int join_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, int3
     return 1;
 }
 
-/* Goes on with joining the pages of a block, region by region: the system takes a millisecond or more for each, so it
- * is spread over as many steps. */
-static void join_some(kvc_pool *pool, kvc_block *block, int32_t budget) {
+/* The steps in which the pages of a block are joined up to join_to: of a full one, page by page; else region by region,
+ * as what lies between those is not filled. */
+static int64_t num_join_steps(const kvc_pool *pool, const kvc_block *block) {
+    return block->join_to == pool->block_size ? (int64_t)(pool->block_bytes / KVC_HUGE_PAGE)
+                                              : kvc_pool_num_regions(pool);
+}
+
+static int join_step(const kvc_pool *pool, const kvc_block *block, int64_t step) {
+    if (block->join_to == pool->block_size) {
+        uint8_t *page = block->rows + step * KVC_HUGE_PAGE; /* blocks of this size are aligned to it */
+        kvc_memory_join(pool->memory, page, KVC_HUGE_PAGE);
+        return 1;
+    }
+    const kvc_region at = kvc_pool_region(pool, step);
+    return join_rows(pool, block->rows + at.offset, at.row_bytes, block->joined, block->join_to);
+}
+
+/* Goes on with joining the pages of a block: the system takes a millisecond or more for each, so it is spread over as
+ * many batches.  Returns what is left of the budget; 0: there is more to do. */
+static int32_t join_some(const kvc_pool *pool, kvc_block *block, int32_t budget) {
     if (block->join_next == 0) {
-        if (block->fill - block->joined < JOIN_SLOTS && block->fill < pool->block_size) return;
+        const int32_t is_full = block->fill == pool->block_size;
+        if (block->fill - block->joined < (is_full ? 1 : JOIN_SLOTS)) return budget;
         block->join_to = block->fill;
     }
-    for (const int64_t num = kvc_pool_num_regions(pool); block->join_next < num; block->join_next++) {
-        if (budget == 0) return;
-        const kvc_region at = kvc_pool_region(pool, block->join_next);
-        budget -= join_rows(pool, block->rows + at.offset, at.row_bytes, block->joined, block->join_to);
+    for (const int64_t num = num_join_steps(pool, block); block->join_next < num; block->join_next++) {
+        if (budget == 0) return 0;
+        budget -= join_step(pool, block, block->join_next);
     }
     block->joined = block->join_to;
     block->join_next = 0;
+    return budget;
+}
+
+/* Looks at a few blocks, in turn. */
+static void join_blocks(kvc_pool *pool, int32_t budget) {
+    for (int32_t i = 0; i < JOIN_BLOCKS && i < pool->num_blocks; i++) {
+        if (pool->join_block >= pool->num_blocks) pool->join_block = 0;
+        budget = join_some(pool, pool->blocks[pool->join_block], budget);
+        if (budget == 0) return;
+        pool->join_block++;
+    }
 }
 
 /* Slots up to the fill mark are resident from now on; `count` of them were handed out just now. */
 static void touch(kvc_pool *pool, kvc_block *block, int32_t count) {
     if (block->fill <= block->touched) return;
     if (pool->block_bytes >= KVC_HUGE_PAGE && kvc_memory_is_lazy(pool->memory, pool->block_bytes))
-        join_some(pool, block, 1 + count / JOIN_TOKENS);
+        join_blocks(pool, 1 + count / JOIN_TOKENS);
     pool->row_bytes += kvc_pool_block_bytes(pool, block->fill) - kvc_pool_block_bytes(pool, block->touched);
     block->touched = block->fill;
 }

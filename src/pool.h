@@ -19,7 +19,7 @@ typedef struct kvc_block {
     int32_t touched;        /* slots that were ever handed out since the memory was taken: these are resident */
     int32_t joined;         /* slots whose OS pages were made huge, where they fill one */
     int32_t join_to;        /* what it will be ... */
-    int64_t join_next;      /* ... after this region and those behind; 0: nothing is going on */
+    int64_t join_next;      /* ... after this step and those behind; 0: nothing is going on */
     int32_t pins;           /* holds that keep the rows as they are */
     int32_t planned;        /* slots past fill that a batch about to begin will take */
     int8_t is_free;         /* in the list of free blocks */
@@ -57,6 +57,7 @@ typedef struct kvc_pool {
     kvc_block *free; /* last freed first: its rows may still be in cache */
     int32_t num_free;
     int32_t free_before; /* num_free before the reservation of a batch that is about to begin */
+    int32_t join_block;  /* whose pages are looked at next */
     int64_t live;        /* slots, over all blocks */
     int64_t filled;      /* slots below fill marks */
     int64_t row_bytes;   /* resident */
