@@ -207,15 +207,39 @@ static void stream_tile(task *t, tile *now, const tile *next) {
                                              (int)c->layout->k_row_bytes);
 }
 
+/* Asks for the first bytes of rows, for what comes after. */
+static void prefetch_rows(const void *const *rows, int32_t n, size_t bytes) {
+#if defined(__GNUC__)
+    for (int32_t j = 0; j < n; j++)
+        for (size_t i = 0; i < bytes; i += KVC_CACHE_LINE) __builtin_prefetch((const char *)rows[j] + i, 0, 2);
+#else
+    (void)rows, (void)n, (void)bytes;
+#endif
+}
+
+/* A product of all query rows, a few at a time; between these, asks for num_next rows that come next. */
+static void multiply(const task *t, float *to, int32_t to_stride, const float *from, int32_t from_stride,
+                     const float *by, int32_t by_stride, int32_t n, int32_t k, int32_t add, const void *const *next,
+                     int32_t num_next, size_t next_bytes) {
+    enum { ROWS = 8 };
+    for (int32_t r = 0; r < t->num_q; r += ROWS) {
+        const int32_t rows = t->num_q - r < ROWS ? t->num_q - r : ROWS;
+        const int32_t begin = num_next * r / t->num_q, end = num_next * (r + rows) / t->num_q;
+        prefetch_rows(next + begin, end - begin, next_bytes);
+        t->call->kernels->matmul(to + (size_t)r * (size_t)to_stride, to_stride, from + (size_t)r * (size_t)from_stride,
+                                 from_stride, by, by_stride, rows, n, k, add);
+    }
+}
+
 /* Many query rows: the tile is decoded once, and multiplied. */
-static void multiply_tile(task *t, tile *now) {
+static void multiply_tile(task *t, tile *now, const tile *next) {
     const call *c = t->call;
     const kvc_plan *plan = c->plan;
     const kvc_lane_layout *lane = &plan->lane;
     float *keys = t->lane + lane->keys, *values = t->lane + lane->values;
     c->kernels->pack_keys[c->layer->k_type](keys, now->k, now->n, plan->k_dim);
-    c->kernels->matmul(t->scores, KVC_TILE, queries_for(t, now), lane->q_stride, keys, KVC_TILE, t->num_q, now->n,
-                       plan->k_dim, 0);
+    multiply(t, t->scores, KVC_TILE, queries_for(t, now), lane->q_stride, keys, KVC_TILE, now->n, plan->k_dim, 0,
+             next->k, next->n, c->layout->k_row_bytes);
     weigh(t, now);
     for (int32_t r = 0; r < t->num_q; r++) {
         float *acc = t->acc + (size_t)r * (size_t)lane->acc_stride;
@@ -223,8 +247,8 @@ static void multiply_tile(task *t, tile *now) {
         for (int32_t d = 0; d < plan->v_dim; d++) acc[d] *= t->factor[r];
     }
     c->kernels->pack_values[c->layer->v_type](values, lane->acc_stride, now->v, now->n, plan->v_dim);
-    c->kernels->matmul(t->acc, lane->acc_stride, t->scores, KVC_TILE, values, lane->acc_stride, t->num_q, plan->v_dim,
-                       now->n, 1);
+    multiply(t, t->acc, lane->acc_stride, t->scores, KVC_TILE, values, lane->acc_stride, plan->v_dim, now->n, 1,
+             next->v, next->n, c->layout->v_stored);
 }
 
 /* The next `count` rows of the task's unit, from row `row` of its part on. */
@@ -263,7 +287,7 @@ static void attend_rows(task *t, int64_t row, int64_t count) {
         else
             next_tile(&tiles[!now], &c);
         if (t->unit->tiled)
-            multiply_tile(t, &tiles[now]);
+            multiply_tile(t, &tiles[now], &tiles[!now]);
         else
             stream_tile(t, &tiles[now], &tiles[!now]);
     }
