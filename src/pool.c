@@ -271,9 +271,9 @@ static void join_blocks(kvc_pool *pool, int32_t budget) {
 
 /* Slots up to the fill mark are resident from now on; `count` of them were handed out just now. */
 static void touch(kvc_pool *pool, kvc_block *block, int32_t count) {
-    if (block->fill <= block->touched) return;
     if (pool->block_bytes >= KVC_HUGE_PAGE && kvc_memory_is_lazy(pool->memory, pool->block_bytes))
         join_blocks(pool, 1 + count / JOIN_TOKENS);
+    if (block->fill <= block->touched) return;
     pool->row_bytes += kvc_pool_block_bytes(pool, block->fill) - kvc_pool_block_bytes(pool, block->touched);
     block->touched = block->fill;
 }

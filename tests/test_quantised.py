@@ -156,3 +156,31 @@ def test_inject_quantises(name):
 def test_bytes_counted(name):
     size = {"q8_0": 34, "q4_0": 18}[name]
     assert new_cache(name).capacity_bytes == 64 * HEADS * 2 * DIM // 32 * size
+
+
+def error(out, q, keys, values):
+    """Of attention over all rows: out, q [heads, dim], keys, values [dim] of as many rows, one KV head."""
+    scores = np.einsum("hd,nd->hn", q.astype(np.float64), keys) * q.shape[1] ** -0.5
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = weights / weights.sum(-1, keepdims=True) @ values.astype(np.float64)
+    return np.linalg.norm(out - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [("f32", 1e-5), ("f16", 5e-4), ("q8_0", 5e-4), ("q4_0", 5e-4)])
+def test_error_against_float64(dtype, bound, sink):
+    """Over the stored values; with a sink, beside which each other row is nothing but all together are not."""
+    rng = np.random.default_rng(0)
+    tokens, dim = 5000, 128
+    q = rng.standard_normal((4, dim)).astype(np.float32)
+    k, v = rng.standard_normal((2, tokens, dim)).astype(np.float32)
+    if sink:
+        q[:] = q[0]
+        k[100] = q[0] * 12 * dim**0.5 / (q[0] @ q[0])
+        v += 1
+    cache = kvcache.KVCache(1, 1, dim, tokens, dtype=dtype)
+    with cache.batch(tokens) as batch:
+        batch.put(0, k[:, None], v[:, None])
+        out = batch.attend(0, q[None], first=tokens - 1)[0]
+    keys, values = cache.gather(0)
+    assert error(out, q, keys[0], values[0]) < bound
