@@ -128,6 +128,13 @@ core() {
 # c_tests cc flags...: the C tests, built like this and no other way
 c_tests() { CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no tests/test_c.py; }
 
+# sanitizers cc: the C tests under those for addresses and undefined behaviour
+sanitizers() {
+    local name="C tests under address and undefined sanitizers, $1"
+    set -- "$1" -O0 -fsanitize=address,undefined -fno-sanitize-recover=all # at -O1 Clang takes minutes over vector code
+    if links "$name" "$@"; then step "$name" c_tests "$@"; fi
+}
+
 # The CMake build, its tests, and a program that finds the installed library through CMake and pkg-config.
 cmake_build() {
     local prefix=$tmp/prefix
@@ -183,10 +190,7 @@ usual() {
             step "core without a warning, $cc, OpenMP" core "$cc" -fopenmp
         fi
         step "C tests, $cc -O3 without OpenMP" c_tests "$cc" -O3
-        set -- -O0 -fsanitize=address,undefined -fno-sanitize-recover=all # at -O1 Clang takes minutes over vector code
-        if links "C tests under sanitizers, $cc" "$cc" "$@"; then
-            step "C tests under address and undefined sanitizers, $cc" c_tests "$cc" "$@"
-        fi
+        [ $cc = clang ] || sanitizers $cc # with Clang too in .ci/full
     done
     has "CMake build" cmake pkg-config && step "CMake build, install, use" cmake_build
 }

@@ -50,26 +50,26 @@ INLINE void prepare_row(int type, float *row, int dim) {
     }
     const float max = v_max_lane(largest), scale = max / MOST + v_sum_lanes(nothing), inverse = reciprocal(scale);
     for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
-        int16_t whole[KVC_QUANT_ELEMENTS], pairs[KVC_QUANT_ELEMENTS];
+        int16_t whole[KVC_QUANT_ELEMENTS];
         for (int i = 0; i < KVC_QUANT_ELEMENTS; i += 2 * LANES)
             i_store_16(whole + i, v_mul(v_load(row + d + i), v_set(inverse)),
                        v_mul(v_load(row + d + i + LANES), v_set(inverse)));
         for (int p = 0; p < PAIRS; p++) {
-            pairs[2 * p] = whole[pair_at(type, p)];
-            pairs[2 * p + 1] = whole[pair_at(type, p) + 2];
+            const int16_t pair[2] = {whole[pair_at(type, p)], whole[pair_at(type, p) + 2]};
+            memcpy(q + ((size_t)d + 2 * (size_t)p) * sizeof *pair, pair, sizeof pair);
         }
-        memcpy(q + (size_t)d * sizeof *pairs, pairs, sizeof pairs);
     }
-    for (int b = 0; b < dim / KVC_QUANT_ELEMENTS; b++) {
-        int16_t pairs[KVC_QUANT_ELEMENTS];
-        memcpy(pairs, q + (size_t)b * sizeof pairs, sizeof pairs);
-        int32_t sum = 0;
-        for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) sum += pairs[i];
-        sum *= -offset_of(type);
-        memcpy(q + (size_t)dim * sizeof *pairs + (size_t)b * sizeof sum, &sum, sizeof sum);
+    char *end = q + (size_t)dim * sizeof(int16_t);
+    for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, end += sizeof(int32_t)) {
+        int32_t start = 0;
+        for (int i = d; i < d + KVC_QUANT_ELEMENTS; i++) {
+            int16_t x;
+            memcpy(&x, q + (size_t)i * sizeof x, sizeof x);
+            start -= x * offset_of(type);
+        }
+        memcpy(end, &start, sizeof start);
     }
-    memcpy(q + (size_t)dim * sizeof(int16_t) + (size_t)(dim / KVC_QUANT_ELEMENTS) * sizeof(int32_t), &scale,
-           sizeof scale);
+    memcpy(end, &scale, sizeof scale);
 }
 
 INLINE void prepare(int type, float *q, int q_stride, int num_q, int dim) {

@@ -666,14 +666,14 @@ static void test_even(void)
 
 int main(void)
 {
-    static const char *const isas[] = {"scalar", "avx2", "avx512"};
+    static const char *const isas[] = {"scalar", "avx2", "avx512vnni", "neon"};
     test_read_once();
     test_read_trees();
     test_not_shared();
     for (int32_t length = PART; length <= 2 * PART; length += PART / 2)
         check_cross(length);
     test_even();
-    for (int i = 0; i < 3; i++) {
+    for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
         setenv("KVCACHE_ISA", isas[i], 1);
         if (kvc_isa())
             test_bits();
