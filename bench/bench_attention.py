@@ -20,6 +20,8 @@ from pathlib import Path
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")  # for float64 references; no threads of NumPy's beside what is measured
 
+# Imports stand below this (E402), as NumPy reads those variables when it is imported.
+
 import entrants  # noqa: E402
 import numpy as np  # noqa: E402
 from entrants import (  # noqa: E402
@@ -47,8 +49,7 @@ BLOCKED = ("q8_0", "q4_0")  # types whose rows are blocks of 32 elements
 CONTEXTS = [1024, 8192, 32_768, 131_072]
 SETTLE = 0.01  # seconds for the threads of the last one to stop spinning, where there are any
 
-# What is wanted, by figure and, where types differ, by type.
-# By figure, or figure and type.  Two numbers: on one thread, and on two.
+# What is wanted, by figure, or by figure and type.  Two numbers: on one thread, and on two.
 WANTED = {
     "decode f32": "- >= 0.9",
     "decode f16": ">= 0.8 0.9",

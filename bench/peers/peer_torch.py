@@ -23,13 +23,14 @@ def set_up(shape: Shape) -> Work:
     layers = [(k, v), *((k.clone(), v.clone()) for _ in range(s.num_layers - 1))]
     if s.num_tokens == 1:
         q = q.view(1, s.num_kv_heads, group, s.head_dim)
-        back = lambda out: out.reshape(1, s.num_heads, s.head_dim)  # noqa: E731
         options = {}
     else:
         q = q.transpose(0, 1)[None].contiguous()
-        back = lambda out: out[0].transpose(0, 1)  # noqa: E731
         mask = torch.ones(s.num_tokens, s.context, dtype=torch.bool).tril(s.context - s.num_tokens)
         options = {"attn_mask": mask[None, None], "enable_gqa": True}
+
+    def back(out):
+        return out.reshape(1, s.num_heads, s.head_dim) if s.num_tokens == 1 else out[0].transpose(0, 1)
 
     def sdpa(k, v):
         return scaled_dot_product_attention(q, k, v, **options)

@@ -11,19 +11,19 @@ enum {
     PAIRS = KVC_QUANT_ELEMENTS / 2,                  /* of a block */
     GROUPS = ACCUMULATORS / QUERIES / 2 < 2 ? 1 : 2, /* of LANES rows that are scored together */
     BLOCKS = 8,                                      /* whose weights are rounded at once */
-    PADDED = 32,                                     /* rows are padded to a multiple of this */
+    ROW_MULTIPLE = 32,                               /* that rows are padded to */
     MOST = INT16_MAX
 };
-
-INLINE int block_bytes(int type) { return type == KVC_Q8_0 ? KVC_Q8_0_BYTES : KVC_Q4_0_BYTES; }
 
 /* By how much the unsigned integers that score works with are larger than the elements. */
 INLINE int offset_of(int type) { return type == KVC_Q8_0 ? 128 : 8; }
 
+INLINE int padded_rows(int n) { return (n + ROW_MULTIPLE - 1) / ROW_MULTIPLE * ROW_MULTIPLE; }
+
 /* Rows past n are the last one again. */
 TARGET static const void *const *pad_rows(const void *const *rows, int n, const void *padded[KVC_TILE]) {
-    if (n % PADDED == 0) return rows;
-    for (int j = 0; j < (n + PADDED - 1) / PADDED * PADDED; j++) padded[j] = rows[smaller(j, n - 1)];
+    if (n == padded_rows(n)) return rows;
+    for (int j = 0; j < padded_rows(n); j++) padded[j] = rows[smaller(j, n - 1)];
     return padded;
 }
 
@@ -119,7 +119,7 @@ INLINE void score_group(int type, int num_q, float *scores, const char *const *q
     for (int r = 0; r < num_q; r++) UNROLL
     for (int g = 0; g < GROUPS; g++) sums[g][r] = v_zero();
     for (int b = 0; b < dim / KVC_QUANT_ELEMENTS; b++) {
-        const size_t at = (size_t)b * (size_t)block_bytes(type), elements = at + KVC_SCALE_BYTES;
+        const size_t at = bytes_of(type, b * KVC_QUANT_ELEMENTS), elements = at + KVC_SCALE_BYTES;
         ivec counts[GROUPS][QUERIES];
         UNROLL
         for (int r = 0; r < num_q; r++) UNROLL
@@ -248,7 +248,7 @@ INLINE void accumulate_columns(int type, int num_q, const accumulate_args *a, in
 }
 
 INLINE void accumulate_quantised(int type, int num_q, accumulate_args a) {
-    const int padded = (a.n + PADDED - 1) / PADDED * PADDED;
+    const int padded = padded_rows(a.n);
     block_weights w;
     for (int d = 0; d < a.dim; d += KVC_QUANT_ELEMENTS) {
         const int b = d / KVC_QUANT_ELEMENTS % BLOCKS;

@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "isas.h"
 #include "scene.h"
 
 #if defined(_OPENMP)
@@ -887,14 +888,7 @@ static void test_isa(void)
 
 int main(void)
 {
-    static const char *const isas[] = {"scalar", "avx2", "avx512vnni", "neon"};
     test_bad_arguments();
-    for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
-        setenv("KVCACHE_ISA", isas[i], 1);
-        if (kvc_isa())
-            test_isa();
-        else
-            printf("no %s here: not tested\n", isas[i]);
-    }
+    for_each_isa(test_isa);
     return test_result();
 }

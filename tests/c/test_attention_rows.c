@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "isas.h"
 #include "kernels/kernels.h"
 #include "kvcache.h"
 #include "test.h"
@@ -591,23 +592,20 @@ static void test_bad_arguments(void)
 
 /* ---- everything -------------------------------------------------------------------------------------------------- */
 
+static void test_isa(void)
+{
+    test_types();
+    test_many_deltas();
+    test_value_in_key();
+    test_same_bits();
+    test_partial_tree();
+    test_plans_of_non_causal();
+}
+
 int main(void)
 {
-    static const char *const isas[] = {"scalar", "avx2", "avx512vnni", "neon"};
     test_bad_arguments();
     test_plans_of_cross_rows();
-    for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
-        setenv("KVCACHE_ISA", isas[i], 1);
-        if (!kvc_isa()) {
-            printf("no %s here: not tested\n", isas[i]);
-            continue;
-        }
-        test_types();
-        test_many_deltas();
-        test_value_in_key();
-        test_same_bits();
-        test_partial_tree();
-        test_plans_of_non_causal();
-    }
+    for_each_isa(test_isa);
     return test_result();
 }

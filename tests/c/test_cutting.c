@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "attention.h"
+#include "isas.h"
 #include "test.h"
 
 enum { MAX_BRANCHES = 40, HEADS = 2, K_DIM = 64, V_DIM = 32, REMOVED = 7, MAX_NEW = 20, PART = 512 };
@@ -666,19 +667,12 @@ static void test_even(void)
 
 int main(void)
 {
-    static const char *const isas[] = {"scalar", "avx2", "avx512vnni", "neon"};
     test_read_once();
     test_read_trees();
     test_not_shared();
     for (int32_t length = PART; length <= 2 * PART; length += PART / 2)
         check_cross(length);
     test_even();
-    for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
-        setenv("KVCACHE_ISA", isas[i], 1);
-        if (kvc_isa())
-            test_bits();
-        else
-            printf("no %s here: not tested\n", isas[i]);
-    }
+    for_each_isa(test_bits);
     return test_result();
 }
