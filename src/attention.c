@@ -27,61 +27,72 @@ typedef struct call {
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------- */
 
-/* Walks the rows of one part. */
+/* Walks some rows of a unit. */
 typedef struct cursor {
     const kvc_piece *piece;
-    int32_t offset;
-    int64_t rest;          /* rows */
-    size_t k_head, v_head; /* where the KV head begins in a block */
-    size_t k_row_bytes, v_row_bytes;
+    int32_t offset, head; /* KV head */
+    int64_t rest;         /* rows */
 } cursor;
 
+/* Rows that are worked on together: the first n from a place on. */
 typedef struct tile {
-    const void *k[KVC_TILE], *v[KVC_TILE]; /* rows; past n, as often as needed, the last */
-    int32_t n, min_position, max_position;
-    int32_t turn;           /* of all its rows */
-    int32_t is_batch;       /* its last row, so perhaps others, is the batch's own */
-    int32_t is_known;       /* what follows is filled in: only masks and ALiBi ask */
-    const kvc_piece *piece; /* where it begins */
-    int32_t offset;
+    const kvc_piece *piece;
+    int32_t offset, head, n;
+    int32_t min_position, max_position;
+    int32_t turn;     /* of all its rows */
+    int32_t is_batch; /* its last row, so perhaps others, is the batch's own */
+    int32_t is_known; /* what follows is filled in: only masks and ALiBi ask */
     int32_t position[KVC_TILE];
     int32_t token[KVC_TILE]; /* of the batch; -1: a stored row */
 } tile;
 
-static void add_rows(tile *t, const cursor *c, int32_t count) {
-    const size_t slot = (size_t)(c->piece->slot + c->offset);
-    const uint8_t *k = c->piece->rows + c->k_head + slot * c->k_row_bytes;
-    const uint8_t *v = c->piece->rows + c->v_head + slot * c->v_row_bytes;
-    const int32_t position = c->piece->position + c->offset;
-    for (int32_t i = 0; i < count; i++) {
-        t->k[t->n + i] = k + (size_t)i * c->k_row_bytes;
-        t->v[t->n + i] = v + (size_t)i * c->v_row_bytes;
-    }
+static int32_t smaller(int64_t a, int32_t b) { return a < b ? (int32_t)a : b; }
+
+static void add_rows(tile *t, const kvc_piece *piece, int32_t offset, int32_t count) {
+    const int32_t position = piece->position + offset;
     t->n += count;
-    t->turn = c->piece->turn;
-    t->is_batch = c->piece->token >= 0;
+    t->turn = piece->turn;
+    t->is_batch = piece->token >= 0;
     if (position < t->min_position) t->min_position = position;
     if (position + count - 1 > t->max_position) t->max_position = position + count - 1;
 }
 
 static void next_tile(tile *t, cursor *c) {
-    t->n = 0;
-    t->is_known = 0;
     t->piece = c->piece;
     t->offset = c->offset;
+    t->head = c->head;
+    t->n = 0;
     t->min_position = INT32_MAX;
     t->max_position = -1;
+    t->is_known = 0;
     while (t->n < KVC_TILE && c->rest) {
         if (t->n && c->piece->turn != t->turn) break;
-        const int32_t left = c->piece->count - c->offset, room = KVC_TILE - t->n;
-        int32_t count = left < room ? left : room;
-        if (count > c->rest) count = (int32_t)c->rest;
-        add_rows(t, c, count);
+        const int32_t count = smaller(c->rest, smaller(c->piece->count - c->offset, KVC_TILE - t->n));
+        add_rows(t, c->piece, c->offset, count);
         c->rest -= count;
         c->offset += count;
         if (c->offset == c->piece->count) c->piece++, c->offset = 0;
     }
-    for (int32_t i = t->n; t->n && i < KVC_TILE; i++) t->k[i] = t->k[t->n - 1], t->v[i] = t->v[t->n - 1];
+}
+
+/* Its rows, where the KV head's begin at `begin` in a block; past n, as often as needed, the last. */
+static void point_at(const void *rows[KVC_TILE], const tile *t, size_t begin, size_t row_bytes) {
+    const kvc_piece *piece = t->piece;
+    const uint8_t *row = NULL;
+    for (int32_t i = 0, offset = t->offset; i < t->n; piece++, offset = 0) {
+        const int32_t end = i + smaller(piece->count - offset, t->n - i);
+        row = piece->rows + begin + (size_t)(piece->slot + offset) * row_bytes;
+        for (; i < end; i++, row += row_bytes) rows[i] = row;
+    }
+    for (int32_t i = t->n; t->n && i < KVC_TILE; i++) rows[i] = rows[t->n - 1];
+}
+
+static void point_at_keys(const void *rows[KVC_TILE], const tile *t, const kvc_layout *at) {
+    point_at(rows, t, at->k_offset + (size_t)t->head * at->k_head_stride, at->k_row_bytes);
+}
+
+static void point_at_values(const void *rows[KVC_TILE], const tile *t, const kvc_layout *at) {
+    point_at(rows, t, at->v_offset + (size_t)t->head * at->v_head_stride, at->v_row_bytes);
 }
 
 /* Fills in where its rows stand, and which tokens of the batch they are. */
@@ -103,9 +114,10 @@ typedef struct task {
     const call *call;
     const kvc_job *job;
     const kvc_unit *unit; /* the member, or the first one */
-    int32_t head, part;   /* KV head */
-    int32_t num_q;        /* query rows: row r is token r / heads_per_kv, head r % heads_per_kv of the group */
-    float *lane;          /* scratch */
+    int64_t index;
+    int32_t head, part; /* KV head */
+    int32_t num_q;      /* query rows: row r is token r / heads_per_kv, head r % heads_per_kv of the group */
+    float *lane;        /* scratch */
     float *q, *scores, *acc, *max, *sum, *factor;
     float *ready;    /* the query rows as the kernels want them, for keys that are off by ... */
     int32_t turn;    /* ... this of the plan's deltas; 0: for those that are not; -1: not made yet */
@@ -159,52 +171,79 @@ static const float *queries_for(task *t, const tile *tile) {
     return t->ready;
 }
 
-/* What a query token sees of a tile; the other scores become -inf. */
-static void hide(const call *c, tile *t, float *scores, int32_t token) {
+/* A query token and which positions it sees, where order alone decides. */
+typedef struct sight {
+    int32_t token, low, sinks, last;
+} sight;
+
+static sight sight_of(const call *c, int32_t token) {
+    const int32_t position = c->plan->batch->positions[token];
+    return (sight){.token = token,
+                   .low = kvc_policy_lowest(c->policy, position),
+                   .sinks = kvc_policy_sinks(c->policy),
+                   .last = kvc_plan_sees_all(c->plan, token) ? INT32_MAX : position};
+}
+
+/* Whether the tile has rows that the batch's tree, and not their order, may hide: its own come last. */
+static int has_branches(const call *c, const tile *t) { return c->plan->batch->parents && t->is_batch; }
+
+static int sees_all(const call *c, const tile *t, const sight *s) {
+    return c->policy->kind == KVC_CROSS ||
+           (!has_branches(c, t) && t->max_position <= s->last && t->min_position >= s->low);
+}
+
+/* The scores of what is not seen become -inf. */
+static void hide(const call *c, tile *t, float *scores, const sight *s) {
     const kvc_batch *batch = c->plan->batch;
-    const int32_t position = batch->positions[token];
-    const int32_t low = kvc_policy_lowest(c->policy, position), sinks = kvc_policy_sinks(c->policy);
-    const int32_t last = kvc_plan_sees_all(c->plan, token) ? INT32_MAX : position;
-    const int32_t is_tree = batch->parents && t->is_batch;                     /* the batch's own rows come last */
-    if (!is_tree && t->max_position <= last && t->min_position >= low) return; /* all is visible */
+    const int is_tree = has_branches(c, t);
     locate_rows(t, batch->order);
     for (int32_t j = 0; j < t->n; j++) {
         const int32_t p = t->position[j];
-        const int in_order = is_tree && t->token[j] >= 0 ? kvc_descends(batch, token, t->token[j]) : p <= last;
-        scores[j] = in_order && (p >= low || p < sinks) ? scores[j] : -INFINITY;
+        const int in_order = is_tree && t->token[j] >= 0 ? kvc_descends(batch, s->token, t->token[j]) : p <= s->last;
+        scores[j] = in_order && (p >= s->low || p < s->sinks) ? scores[j] : -INFINITY;
     }
 }
 
-/* Softcap, ALiBi and visibility, of the scores of one query row over a tile. */
-static void adjust_row(const call *c, tile *t, float *scores, int32_t token, int32_t head) {
+/* Softcap and ALiBi, of the scores of one query row over a tile. */
+static void bend(const call *c, tile *t, float *scores, int32_t token, int32_t head) {
     const kvc_batch *batch = c->plan->batch;
-    const int32_t position = batch->positions[token];
     if (c->args->softcap > 0)
         for (int32_t j = 0; j < t->n; j++) scores[j] = c->args->softcap * tanhf(scores[j] / c->args->softcap);
-    if (c->args->alibi) locate_rows(t, batch->order);
-    if (c->args->alibi)
-        for (int32_t j = 0; j < t->n; j++) scores[j] += c->args->alibi[head] * (float)(t->position[j] - position);
-    if (c->policy->kind != KVC_CROSS) hide(c, t, scores, token);
+    if (!c->args->alibi) return;
+    locate_rows(t, batch->order);
+    for (int32_t j = 0; j < t->n; j++)
+        scores[j] += c->args->alibi[head] * (float)(t->position[j] - batch->positions[token]);
 }
 
 /* Scores become weights. */
 static void weigh(const task *t, tile *tile) {
     const call *c = t->call;
-    for (int32_t r = 0; r < t->num_q; r++)
-        adjust_row(c, tile, t->scores + (size_t)r * KVC_TILE, token_of(t, r), query_head_of(t, r));
+    const int32_t group = c->plan->heads_per_kv;
+    for (int32_t r = 0; r < t->num_q;) {
+        const sight s = sight_of(c, token_of(t, r));
+        const int hides = !sees_all(c, tile, &s);
+        for (int32_t h = 0; h < group; h++, r++) {
+            float *scores = t->scores + (size_t)r * KVC_TILE;
+            bend(c, tile, scores, s.token, t->head * group + h);
+            if (hides) hide(c, tile, scores, &s);
+        }
+    }
     c->kernels->softmax(t->scores, t->num_q, tile->n, t->max, t->sum, t->factor);
 }
 
-/* Few query rows: each stored row is read once, for all of them. */
-static void stream_tile(task *t, tile *now, const tile *next) {
+/* Few query rows: each stored row is read once, for all of them.  k: the tile's keys; then those of the next.  Rows are
+ * pointed at just before they are read, or asked for: a tile fills the L1 cache. */
+static void stream_tile(task *t, tile *now, const tile *next, const void *k[KVC_TILE]) {
     const call *c = t->call;
     const kvc_plan *plan = c->plan;
-    c->kernels->score[c->layer->k_type](t->scores, queries_for(t, now), plan->lane.q_stride, t->num_q, now->k, now->n,
-                                        plan->k_dim, now->v, (int)c->layout->v_stored);
+    const void *v[KVC_TILE];
+    point_at_values(v, now, c->layout);
+    c->kernels->score[c->layer->k_type](t->scores, queries_for(t, now), plan->lane.q_stride, t->num_q, k, now->n,
+                                        plan->k_dim, v, (int)c->layout->v_stored);
     weigh(t, now);
-    c->kernels->accumulate[c->layer->v_type](t->acc, plan->lane.acc_stride, t->factor, t->scores, t->num_q, now->v,
-                                             now->n, plan->v_dim, next->n ? next->k : NULL,
-                                             (int)c->layout->k_row_bytes);
+    point_at_keys(k, next, c->layout);
+    c->kernels->accumulate[c->layer->v_type](t->acc, plan->lane.acc_stride, t->factor, t->scores, t->num_q, v, now->n,
+                                             plan->v_dim, next->n ? k : NULL, (int)c->layout->k_row_bytes);
 }
 
 /* Asks for what will be read next. */
@@ -237,11 +276,12 @@ static void multiply(const task *t, const product *p, const void *const *next, i
     }
 }
 
-/* Many query rows: the tile is decoded once, and multiplied. */
-static void multiply_tile(task *t, tile *now, const tile *next) {
+/* Many query rows: the tile is decoded once, and multiplied.  k: as above. */
+static void multiply_tile(task *t, tile *now, const tile *next, const void *k[KVC_TILE]) {
     const call *c = t->call;
     const kvc_plan *plan = c->plan;
     const kvc_lane_layout *lane = &plan->lane;
+    const void *v[KVC_TILE];
     const product scores = {.to = t->scores,
                             .to_stride = KVC_TILE,
                             .from = queries_for(t, now),
@@ -259,74 +299,94 @@ static void multiply_tile(task *t, tile *now, const tile *next) {
                           .n = plan->v_dim,
                           .k = now->n,
                           .adds = 1};
-    c->kernels->pack_keys[c->layer->k_type](t->lane + lane->keys, now->k, now->n, plan->k_dim);
-    multiply(t, &scores, next->k, next->n, c->layout->k_row_bytes);
+    point_at_values(v, now, c->layout);
+    c->kernels->pack_keys[c->layer->k_type](t->lane + lane->keys, k, now->n, plan->k_dim);
+    multiply(t, &scores, v, now->n, c->layout->v_stored);
     weigh(t, now);
+    point_at_keys(k, next, c->layout);
     for (int32_t r = 0; r < t->num_q; r++) {
         float *acc = t->acc + (size_t)r * (size_t)lane->acc_stride;
         if (t->factor[r] == 1) continue;
         for (int32_t d = 0; d < plan->v_dim; d++) acc[d] *= t->factor[r];
     }
-    c->kernels->pack_values[c->layer->v_type](t->lane + lane->values, lane->acc_stride, now->v, now->n, plan->v_dim);
-    multiply(t, &sums, next->v, next->n, c->layout->v_stored);
+    c->kernels->pack_values[c->layer->v_type](t->lane + lane->values, lane->acc_stride, v, now->n, plan->v_dim);
+    multiply(t, &sums, k, next->n, c->layout->k_row_bytes);
 }
 
-/* The next `count` rows of the task's unit, from row `row` of its part on. */
-static cursor cursor_at(const task *t, int64_t row, int64_t count) {
-    const kvc_plan *plan = t->call->plan;
-    const kvc_layout *at = t->call->layout;
-    const kvc_start *start = &plan->starts[t->unit->first_start + t->part];
-    const kvc_piece *piece = plan->pieces + t->unit->first_piece + start->piece;
+/* ---- the rows of a task ------------------------------------------------------------------------------------------ */
+
+/* `count` rows of a part of a unit, from its row `row` on. */
+static cursor cursor_at(const kvc_plan *plan, const kvc_unit *unit, int32_t part, int32_t head, int64_t row,
+                        int64_t count) {
+    const kvc_start *start = &plan->starts[unit->first_start + part];
+    const kvc_piece *piece = plan->pieces + unit->first_piece + start->piece;
     int64_t offset = start->offset + row;
     while (count && offset >= piece->count) offset -= piece++->count;
-    return (cursor){.piece = piece,
-                    .offset = (int32_t)offset,
-                    .rest = count,
-                    .k_head = at->k_offset + (size_t)t->head * at->k_head_stride,
-                    .v_head = at->v_offset + (size_t)t->head * at->v_head_stride,
-                    .k_row_bytes = at->k_row_bytes,
-                    .v_row_bytes = at->v_row_bytes};
+    return (cursor){.piece = piece, .offset = (int32_t)offset, .head = head, .rest = count};
 }
 
-/* What follows the `count` rows from row `row` of the part on: where there is one thread, it will work on that next. */
-static void next_part(tile *next, const task *t, cursor c, int64_t row, int64_t count) {
-    const int64_t rest = t->unit->num_rows - t->part * t->unit->part_rows - row - count;
-    c.rest = rest < KVC_TILE ? rest : KVC_TILE;
-    if (t->call->plan->args.num_threads > 1) c.rest = 0;
-    next_tile(next, &c);
+static const kvc_unit *unit_of(const kvc_plan *plan, const kvc_job *job, int32_t member) {
+    return &plan->units[plan->members[job->first_member + member]];
 }
 
-static void attend_rows(task *t, int64_t row, int64_t count) {
-    cursor c = cursor_at(t, row, count);
+/* What member m of a job has to itself. */
+static int64_t own_rows(const kvc_plan *plan, const kvc_job *job, int32_t m) {
+    return kvc_part_rows(unit_of(plan, job, m), job->part) - job->shared;
+}
+
+/* The first rows of task i. */
+static cursor first_rows(const kvc_plan *plan, int64_t i) {
+    if (i >= kvc_plan_num_tasks(plan)) return (cursor){.rest = 0};
+    const kvc_job *job = &plan->jobs[i % plan->num_jobs];
+    const int64_t rows = job->shared ? job->shared : own_rows(plan, job, 0);
+    return cursor_at(plan, unit_of(plan, job, 0), job->part, (int32_t)(i / plan->num_jobs), 0, rows);
+}
+
+/* What comes after the rows that all members of a task share, and those of its members before m: at its end, the task
+ * that this thread will probably take next, as threads take turns. */
+static cursor rows_after(const task *t, int32_t m) {
+    const kvc_plan *plan = t->call->plan;
+    for (; m < t->job->num_members; m++) {
+        const int64_t rest = own_rows(plan, t->job, m);
+        if (rest) return cursor_at(plan, unit_of(plan, t->job, m), t->part, t->head, t->job->shared, rest);
+    }
+    return first_rows(plan, t->index + plan->args.num_threads);
+}
+
+static void attend_rows(task *t, cursor rows, cursor after) {
+    const kvc_layout *at = t->call->layout;
+    const void *k[KVC_TILE];
     tile tiles[2];
-    int now = 0, is_last = 0;
-    for (next_tile(&tiles[0], &c); tiles[now].n && !is_last; now = !now) {
-        is_last = !c.rest;
-        if (is_last)
-            next_part(&tiles[!now], t, c, row, count);
-        else
-            next_tile(&tiles[!now], &c);
+    int now = 0;
+    next_tile(&tiles[now], &rows);
+    point_at_keys(k, &tiles[now], at);
+    for (int is_last = 0; tiles[now].n && !is_last; now = !now) {
+        is_last = !rows.rest;
+        next_tile(&tiles[!now], is_last ? &after : &rows);
         if (t->unit->tiled)
-            multiply_tile(t, &tiles[now], &tiles[!now]);
+            multiply_tile(t, &tiles[now], &tiles[!now], k);
         else
-            stream_tile(t, &tiles[now], &tiles[!now]);
+            stream_tile(t, &tiles[now], &tiles[!now], k);
     }
 }
 
-/* Asks for the first keys while the queries are made ready: nobody did so, unless there is one thread. */
+/* Asks for the first keys while the queries are made ready, where no task before did so. */
 static void prefetch_keys(const task *t) {
-    const cursor c = cursor_at(t, 0, t->job->shared);
-    if (!c.rest || (t->part && t->call->plan->args.num_threads == 1)) return;
-    const int64_t left = c.piece->count - c.offset, rows = left < c.rest ? left : c.rest;
-    prefetch(c.piece->rows + c.k_head + (size_t)(c.piece->slot + c.offset) * c.k_row_bytes,
-             (size_t)(rows < KVC_TILE ? rows : KVC_TILE) * c.k_row_bytes);
+    const call *c = t->call;
+    if (t->index >= c->plan->args.num_threads) return;
+    const void *k[KVC_TILE];
+    cursor first = first_rows(c->plan, t->index);
+    tile tile;
+    next_tile(&tile, &first);
+    point_at_keys(k, &tile, c->layout);
+    for (int32_t i = 0; i < tile.n; i++) prefetch(k[i], c->layout->k_row_bytes);
 }
 
 /* Member m's share of a task; its rows begin at `first`. */
 static task member_of(const task *t, int32_t m, int32_t first) {
     const kvc_plan *plan = t->call->plan;
     task own = *t;
-    own.unit = &plan->units[plan->members[t->job->first_member + m]];
+    own.unit = unit_of(plan, t->job, m);
     own.num_q = kvc_num_q(plan, own.unit);
     own.tokens += first / plan->heads_per_kv;
     own.q += (size_t)first * (size_t)plan->lane.q_stride;
@@ -341,16 +401,18 @@ static task member_of(const task *t, int32_t m, int32_t first) {
 
 /* The rows that all members share, then what each has left. */
 static void attend_part(task *t) {
+    const kvc_plan *plan = t->call->plan;
     prefetch_keys(t);
     load_queries(t);
-    memset(t->acc, 0, (size_t)t->num_q * (size_t)t->call->plan->lane.acc_stride * sizeof(float));
+    memset(t->acc, 0, (size_t)t->num_q * (size_t)plan->lane.acc_stride * sizeof(float));
     for (int32_t r = 0; r < t->num_q; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
-    attend_rows(t, 0, t->job->shared);
+    if (t->job->shared) attend_rows(t, first_rows(plan, t->index), rows_after(t, 0));
     for (int32_t m = 0, first = 0; m < t->job->num_members; m++) {
         task own = member_of(t, m, first);
         first += own.num_q;
-        const int64_t rest = kvc_part_rows(own.unit, own.part) - t->job->shared;
-        if (rest) attend_rows(&own, t->job->shared, rest);
+        const int64_t rest = own_rows(plan, t->job, m);
+        if (rest)
+            attend_rows(&own, cursor_at(plan, own.unit, t->part, t->head, t->job->shared, rest), rows_after(t, m + 1));
     }
 }
 
@@ -462,7 +524,8 @@ static task make_task(const call *c, int64_t i, float *lane) {
     const kvc_job *job = &plan->jobs[i % plan->num_jobs];
     task t = {.call = c,
               .job = job,
-              .unit = &plan->units[plan->members[job->first_member]],
+              .unit = unit_of(plan, job, 0),
+              .index = i,
               .head = (int32_t)(i / plan->num_jobs),
               .part = job->part,
               .lane = lane,
@@ -477,7 +540,7 @@ static task make_task(const call *c, int64_t i, float *lane) {
               .tokens = (void *)(lane + at->tokens)};
     int32_t num_tokens = 0;
     for (int32_t m = 0; m < job->num_members; m++) {
-        const kvc_unit *unit = &plan->units[plan->members[job->first_member + m]];
+        const kvc_unit *unit = unit_of(plan, job, m);
         memcpy(t.tokens + num_tokens, plan->batch->order + unit->first, (size_t)unit->num_tokens * sizeof *t.tokens);
         num_tokens += unit->num_tokens;
     }
@@ -594,7 +657,7 @@ static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task) 
     const kvc_job *job = &plan->jobs[task % plan->num_jobs];
     kvc_status status = KVC_OK;
     for (int32_t m = 0; status == KVC_OK && m < job->num_members; m++)
-        status = check_seen(plan, &plan->units[plan->members[job->first_member + m]], layer, NULL);
+        status = check_seen(plan, unit_of(plan, job, m), layer, NULL);
     return status;
 }
 
