@@ -119,7 +119,7 @@ typedef struct task {
     int32_t num_q;      /* query rows: row r is token r / heads_per_kv, head r % heads_per_kv of the group */
     float *lane;        /* scratch */
     float *q, *scores, *acc, *max, *sum, *factor;
-    float *ready;    /* the query rows as the kernels want them, for keys that are off by ... */
+    float *ready;    /* the query rows as score wants them, for keys that are off by ... */
     int32_t turn;    /* ... this of the plan's deltas; 0: for those that are not; -1: not made yet */
     int32_t *tokens; /* of the batch */
 } task;
@@ -131,21 +131,22 @@ static int32_t query_head_of(const task *t, int32_t r) {
     return t->head * group + r % group;
 }
 
-/* The query rows as f32, times the scale. */
+/* The query rows as f32. */
 static void load_queries(const task *t) {
     const call *c = t->call;
     const kvc_attend_args *a = c->args;
-    const int32_t stride = c->plan->lane.q_stride, dim = c->plan->k_dim;
     for (int32_t r = 0; r < t->num_q; r++) {
         const char *q = (const char *)a->q +
                         kvc_token_offset(token_of(t, r) - c->plan->args.first, a->inner_tokens, a->q_token_stride,
                                          a->q_batch_stride) +
                         query_head_of(t, r) * a->q_head_stride;
-        float *row = t->q + (size_t)r * (size_t)stride;
-        c->kernels->convert[a->q_type][KVC_F32](row, 0, q, 0, 1, dim);
-        for (int32_t d = 0; d < dim; d++) row[d] *= c->scale;
+        c->kernels->convert[a->q_type][KVC_F32](t->q + (size_t)r * (size_t)c->plan->lane.q_stride, 0, q, 0, 1,
+                                                c->plan->k_dim);
     }
 }
+
+/* What a tile's keys are off by, where that matters. */
+static int32_t turn_of(const task *t, const tile *tile) { return t->call->rope ? tile->turn : 0; }
 
 /* Where keys are off by the plan's delta `turn`, the query rows are turned back by as much. */
 static void turn_queries(const task *t, int32_t turn) {
@@ -156,18 +157,23 @@ static void turn_queries(const task *t, int32_t turn) {
         kvc_rope_turn(c->rope, angles, t->ready + (size_t)r * (size_t)plan->lane.q_stride);
 }
 
-/* The query rows as the kernels want them for a tile. */
+/* The kernel that scores a tile. */
+static const kvc_scorer *scorer_of(const task *t, const tile *tile) {
+    const kvc_kernels *kernels = t->call->kernels;
+    const int type = t->unit->tiled ? KVC_F32 : t->call->layer->k_type; /* tiles are decoded */
+    const int is_bf16 = type == KVC_BF16 && t->call->args->q_type == KVC_BF16 && !turn_of(t, tile);
+    return is_bf16 && kernels->score_bf16.score ? &kernels->score_bf16 : &kernels->score[type];
+}
+
+/* The query rows as that wants them. */
 static const float *queries_for(task *t, const tile *tile) {
-    const call *c = t->call;
-    const int32_t turn = c->rope ? tile->turn : 0, stride = c->plan->lane.q_stride;
-    kvc_prepare_fn *prepare = t->unit->tiled ? NULL : c->kernels->prepare[c->layer->k_type];
-    if (!turn && !prepare) return t->q;
-    if (turn != t->turn) {
-        memcpy(t->ready, t->q, (size_t)t->num_q * (size_t)stride * sizeof *t->q);
-        if (turn) turn_queries(t, turn);
-        if (prepare) prepare(t->ready, stride, t->num_q, c->plan->k_dim);
-        t->turn = turn;
-    }
+    const kvc_plan *plan = t->call->plan;
+    const int32_t turn = turn_of(t, tile), stride = plan->lane.q_stride;
+    if (turn == t->turn) return t->ready;
+    memcpy(t->ready, t->q, (size_t)t->num_q * (size_t)stride * sizeof *t->q);
+    if (turn) turn_queries(t, turn);
+    scorer_of(t, tile)->prepare(t->ready, stride, t->num_q, plan->k_dim, t->call->scale);
+    t->turn = turn;
     return t->ready;
 }
 
@@ -238,8 +244,8 @@ static void stream_tile(task *t, tile *now, const tile *next, const void *k[KVC_
     const kvc_plan *plan = c->plan;
     const void *v[KVC_TILE];
     point_at_values(v, now, c->layout);
-    c->kernels->score[c->layer->k_type](t->scores, queries_for(t, now), plan->lane.q_stride, t->num_q, k, now->n,
-                                        plan->k_dim, v, (int)c->layout->v_stored);
+    scorer_of(t, now)->score(t->scores, queries_for(t, now), plan->lane.q_stride, t->num_q, k, now->n, plan->k_dim, v,
+                             (int)c->layout->v_stored);
     weigh(t, now);
     point_at_keys(k, next, c->layout);
     c->kernels->accumulate[c->layer->v_type](t->acc, plan->lane.acc_stride, t->factor, t->scores, t->num_q, v, now->n,

@@ -26,7 +26,7 @@ static int has_avx512(void) {
 #endif
 
 const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
-    const kvc_kernels *tables[4]; /* that this machine can run, best last */
+    const kvc_kernels *tables[5]; /* that this machine can run, best last */
     int num_tables = 0;
     tables[num_tables++] = &kvc_kernels_scalar;
 #ifdef KVC_HAVE_AVX2
@@ -35,7 +35,11 @@ const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
 #ifdef KVC_HAVE_AVX512
     const int has_both = has_avx2() && has_avx512();
     if (has_both) tables[num_tables++] = &kvc_kernels_avx512;
-    if (has_both && __builtin_cpu_supports("avx512vnni")) tables[num_tables++] = &kvc_kernels_avx512vnni;
+    const int has_vnni = has_both && __builtin_cpu_supports("avx512vnni");
+    if (has_vnni) tables[num_tables++] = &kvc_kernels_avx512vnni;
+#ifdef KVC_HAVE_AVX512_BF16
+    if (has_vnni && __builtin_cpu_supports("avx512bf16")) tables[num_tables++] = &kvc_kernels_avx512bf16;
+#endif
 #endif
 #ifdef KVC_HAVE_NEON
     tables[num_tables++] = &kvc_kernels_neon; /* what was compiled for AArch64 uses it anyway */

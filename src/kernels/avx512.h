@@ -2,6 +2,7 @@
  *   NAME, TABLE   of the table
  *   TARGET        attribute of every function
  *   DOT           whether there are dot products of integers (VNNI)
+ *   DOT_BF16      whether there are dot products of bf16; else it may be left out
  */
 #include "x86.h"
 
@@ -232,5 +233,17 @@ INLINE ivec i_dot(ivec sum, ivec x, ivec y) {
     return _mm512_add_epi32(sum, _mm512_madd_epi16(x, y));
 #endif
 }
+
+#if DOT_BF16
+/* ---- bf16 ------------------------------------------------------------------------------------------------------- */
+
+typedef __m512i bvec;
+
+INLINE bvec b_load(const void *p, int count) {
+    return count == 2 * LANES ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << count) - 1, p);
+}
+
+INLINE vec b_dot(vec sum, bvec x, bvec y) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y); }
+#endif
 
 #include "vector.h"

@@ -8,7 +8,8 @@
  *   vector.h       the same loops once, over a small set of vector primitives
  *   quantised.h    its part that multiplies quantised rows as integers
  *   avx2.c         those primitives for AVX2 + FMA + F16C
- *   avx512.h       those for AVX-512: avx512.c and, with its dot products of integers, avx512vnni.c
+ *   avx512.h       those for AVX-512: avx512.c and, with its dot products of integers, avx512vnni.c, and of bf16,
+ *                  avx512bf16.c
  *   x86.h          what these share
  *   neon.c         those for AArch64
  *   inline.h       how functions of a set are declared
@@ -39,9 +40,9 @@ enum {
 typedef void kvc_convert_fn(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, int64_t num_rows,
                             int dim);
 
-/* Turns num_q query rows of f32, in place, into what score wants for rows of a type; NULL where that is f32.  Rows are
- * padded with zeros to a multiple of KVC_LANES. */
-typedef void kvc_prepare_fn(float *q, int q_stride, int num_q, int dim);
+/* Turns num_q query rows of f32, in place, into what score wants, so that scores are multiplied by scale.  Rows are
+ * padded to a multiple of KVC_LANES. */
+typedef void kvc_prepare_fn(float *q, int q_stride, int num_q, int dim, float scale);
 
 /* scores[r * KVC_TILE + j] = q[r] . rows[j] for r < num_q, j < n <= KVC_TILE.  q: prepared, rows q_stride floats apart.
  * scores[r * KVC_TILE + j] for j past n may be overwritten.  Each row is read from memory once for all q.  While at it,
@@ -49,6 +50,11 @@ typedef void kvc_prepare_fn(float *q, int q_stride, int num_q, int dim);
  * NULL). */
 typedef void kvc_score_fn(float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
                           int dim, const void *const *next, int next_bytes);
+
+typedef struct kvc_scorer {
+    kvc_prepare_fn *prepare;
+    kvc_score_fn *score;
+} kvc_scorer;
 
 /* acc[r * acc_stride + d] = acc[...] * factor[r] + sum over j < n of weights[r * KVC_TILE + j] * rows[j][d]
  * for r < num_q, d < dim.  weights[r * KVC_TILE + j] are 0 for j past n.  Prefetches as above. */
@@ -79,8 +85,8 @@ typedef struct kvc_kernels {
     const char *name;
     kvc_convert_fn *convert[KVC_STORED_TYPES][KVC_STORED_TYPES]; /* [from][to]; NULL from one quantised type to another,
                                                                     which nothing asks for */
-    kvc_prepare_fn *prepare[KVC_STORED_TYPES];
-    kvc_score_fn *score[KVC_STORED_TYPES];
+    kvc_scorer score[KVC_STORED_TYPES];
+    kvc_scorer score_bf16; /* of rows of bf16, for queries whose elements are bf16 as well; NULL: as other queries */
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];
     kvc_pack_keys_fn *pack_keys[KVC_STORED_TYPES];
     kvc_pack_values_fn *pack_values[KVC_STORED_TYPES];
@@ -92,10 +98,16 @@ extern const kvc_kernels kvc_kernels_scalar;
 #if defined(__x86_64__) && defined(__GNUC__)
 #define KVC_HAVE_AVX2 1
 #define KVC_HAVE_AVX512 1
-#define KVC_KERNEL_NAMES "scalar avx2 avx512 avx512vnni" /* in this build */
-extern const kvc_kernels kvc_kernels_avx2;               /* to be had through kvc_cpu_kernels */
+extern const kvc_kernels kvc_kernels_avx2; /* to be had through kvc_cpu_kernels */
 extern const kvc_kernels kvc_kernels_avx512;
 extern const kvc_kernels kvc_kernels_avx512vnni;
+#if defined(__clang__) || __GNUC__ >= 11 /* older ones do not know of it */
+#define KVC_HAVE_AVX512_BF16 1
+#define KVC_KERNEL_NAMES "scalar avx2 avx512 avx512vnni avx512bf16" /* in this build */
+extern const kvc_kernels kvc_kernels_avx512bf16;
+#else
+#define KVC_KERNEL_NAMES "scalar avx2 avx512 avx512vnni"
+#endif
 #elif defined(__aarch64__) && defined(__GNUC__) && defined(__ARM_NEON) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 #define KVC_HAVE_NEON 1
 #define KVC_KERNEL_NAMES "scalar neon"

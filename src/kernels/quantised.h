@@ -41,7 +41,7 @@ INLINE int pair_at(int type, int p) {
     return type == KVC_Q8_0 ? p / 2 * 4 + p % 2 : p / 4 * 4 + p % 4 / 2 + p % 2 * KVC_QUANT_ELEMENTS / 2;
 }
 
-INLINE void prepare_row(int type, float *row, int dim) {
+INLINE void prepare_row(int type, float *row, int dim, float by) {
     char *q = (char *)row;
     vec largest = v_zero(), nothing = v_zero(); /* NaN where there is one, or an infinity */
     for (int d = 0; d < dim; d += LANES) {
@@ -69,11 +69,12 @@ INLINE void prepare_row(int type, float *row, int dim) {
         }
         memcpy(end, &start, sizeof start);
     }
-    memcpy(end, &scale, sizeof scale);
+    const float product = scale * by;
+    memcpy(end, &product, sizeof product);
 }
 
-INLINE void prepare(int type, float *q, int q_stride, int num_q, int dim) {
-    for (int r = 0; r < num_q; r++) prepare_row(type, q + (ptrdiff_t)r * q_stride, dim);
+INLINE void prepare(int type, float *q, int q_stride, int num_q, int dim, float scale) {
+    for (int r = 0; r < num_q; r++) prepare_row(type, q + (ptrdiff_t)r * q_stride, dim, scale);
 }
 
 /* ---- score ------------------------------------------------------------------------------------------------------ */

@@ -282,6 +282,11 @@ static void matmul(float *c, int ldc, const float *a, int lda, const float *b, i
         pack_values(type, dst, dst_stride, rows, n, dim);                                                             \
     }
 
+static void prepare(float *q, int q_stride, int num_q, int dim, float scale) {
+    for (int r = 0; r < num_q; r++)
+        for (int d = 0; d < dim; d++) q[(ptrdiff_t)r * q_stride + d] *= scale;
+}
+
 #define FLOATING(name, type)            \
     TYPED(name, type)                   \
     CONVERT(name, type, q8_0, KVC_Q8_0) \
@@ -308,7 +313,11 @@ const kvc_kernels kvc_kernels_scalar = {
                 [KVC_BF16] = EVERY_TYPE(convert_bf16),
                 [KVC_Q8_0] = {FLOAT_TYPES(convert_q8_0), [KVC_Q8_0] = convert_q8_0_q8_0},
                 [KVC_Q4_0] = {FLOAT_TYPES(convert_q4_0), [KVC_Q4_0] = convert_q4_0_q4_0}},
-    .score = EVERY_TYPE(score),
+    .score = {[KVC_F32] = {prepare, score_f32},
+              [KVC_F16] = {prepare, score_f16},
+              [KVC_BF16] = {prepare, score_bf16},
+              [KVC_Q8_0] = {prepare, score_q8_0},
+              [KVC_Q4_0] = {prepare, score_q4_0}},
     .accumulate = EVERY_TYPE(accumulate),
     .pack_keys = EVERY_TYPE(pack_keys),
     .pack_values = EVERY_TYPE(pack_values),

@@ -50,6 +50,11 @@
  *                              their high ones in x[1].  q8_0 columns may be in any order ...
  *   i_order(type, x)           ... which this undoes, of their sums
  *
+ * Where DOT_BF16 is 1:
+ *   bvec                       a vector of 2 * LANES bf16
+ *   b_load(p, count)           the first count of them at p, the others 0; nothing else is read
+ *   b_dot(sum, x, y)           sum + the two products of bf16 in each lane
+ *
  * Where a loop over registers has to be unrolled, its bounds are constants once it is inlined.  One result is always
  * computed by the same operations in the same order, whatever else is computed with it: a query's scores do not depend
  * on how many queries there are. */
@@ -263,6 +268,10 @@ INLINE int prefetched(const accumulate_args *a, int d) {
 
 #include "quantised.h"
 
+#if DOT_BF16
+#include "bf16.h"
+#endif
+
 /* ---- score ------------------------------------------------------------------------------------------------------ */
 
 /* Score and accumulate add up outer products: of a few queries by as many rows, or vectors of columns, as ACCUMULATORS
@@ -294,14 +303,19 @@ INLINE void score_step(int type, int num_q, int num_rows, vec *sums, const float
     }
 }
 
-INLINE void score_block(int type, int num_q, int num_rows, float *scores, const float *q, int q_stride,
+/* dots: of queries that are bf16, too. */
+INLINE void score_block(int type, int dots, int num_q, int num_rows, float *scores, const float *q, int q_stride,
                         const void *const *rows, int dim) {
     enum { PADDED = (ACCUMULATORS + LANES - 1) / LANES * LANES };
     vec sums[PADDED];
     float sum[PADDED];
     UNROLL
     for (int i = 0; i < PADDED; i++) sums[i] = v_zero();
-    for (int d = 0; d + LANES <= dim; d += LANES) score_step(type, num_q, num_rows, sums, q, q_stride, rows, d);
+#if DOT_BF16
+    if (dots) add_dots(num_q, num_rows, sums, q, q_stride, rows, dim);
+#endif
+    for (int d = 0; !dots && d + LANES <= dim; d += LANES)
+        score_step(type, num_q, num_rows, sums, q, q_stride, rows, d);
     UNROLL
     for (int i = 0; i < num_q * num_rows; i += LANES) v_store(sum + i, v_sums(sums + i));
     UNROLL
@@ -321,8 +335,8 @@ TARGET static void score_tail(int type, int num_q, float *scores, const float *q
 
 /* Scores of all rows for num_q <= QUERIES queries.  The last block takes rows of the one before it again, where that
  * fills it; where there are fewer rows than make a block, they are taken one by one. */
-INLINE void score_queries(int type, int num_q, float *scores, const float *q, int q_stride, const void *const *rows,
-                          int n, int dim, const void *const *next, int next_bytes) {
+INLINE void score_queries(int type, int dots, int num_q, float *scores, const float *q, int q_stride,
+                          const void *const *rows, int n, int dim, const void *const *next, int next_bytes) {
     if (type >= KVC_FLOAT_TYPES) {
         score_quantised(type, num_q, scores, q, q_stride, rows, n, dim, next, next_bytes);
         return;
@@ -331,18 +345,21 @@ INLINE void score_queries(int type, int num_q, float *scores, const float *q, in
     for (int j = 0; j < n && n >= num_rows; j += num_rows) {
         int first = smaller(j, n - num_rows);
         for (int i = 0; next && i < num_rows; i++) prefetch(next[first + i], 0, next_bytes);
-        score_block(type, num_q, num_rows, scores + first, q, q_stride, rows + first, dim);
+        score_block(type, dots, num_q, num_rows, scores + first, q, q_stride, rows + first, dim);
     }
     for (int j = 0; j < n && n < num_rows; j++) {
         if (next) prefetch(next[j], 0, next_bytes);
-        score_block(type, num_q, 1, scores + j, q, q_stride, rows + j, dim);
+        score_block(type, dots, num_q, 1, scores + j, q, q_stride, rows + j, dim);
     }
+#if DOT_BF16
+    if (dots) scale_scores(num_q, scores, q, q_stride, n, dim);
+#endif
     int tail = tail_of(type, dim);
-    if (tail) score_tail(type, num_q, scores, q, q_stride, rows, n, dim - tail, tail);
+    if (tail && !dots) score_tail(type, num_q, scores, q, q_stride, rows, n, dim - tail, tail);
 }
 
-INLINE void score(int type, float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
-                  int dim, const void *const *next, int next_bytes) {
+INLINE void score(int type, int dots, float *scores, const float *q, int q_stride, int num_q, const void *const *rows,
+                  int n, int dim, const void *const *next, int next_bytes) {
     const void *pads[KVC_TILE];
     if (type >= KVC_FLOAT_TYPES) rows = pad_rows(rows, n, pads);
     for (int r = 0; r < num_q; r += QUERIES) {
@@ -350,10 +367,10 @@ INLINE void score(int type, float *scores, const float *q, int q_stride, int num
         const float *qr = q + (ptrdiff_t)r * q_stride;
         const void *const *after = r == 0 ? next : NULL;
         switch (smaller(num_q - r, QUERIES)) {
-        case 1: score_queries(type, 1, s, qr, q_stride, rows, n, dim, after, next_bytes); break;
-        case 2: score_queries(type, 2, s, qr, q_stride, rows, n, dim, after, next_bytes); break;
-        case 3: score_queries(type, 3, s, qr, q_stride, rows, n, dim, after, next_bytes); break;
-        default: score_queries(type, 4, s, qr, q_stride, rows, n, dim, after, next_bytes);
+        case 1: score_queries(type, dots, 1, s, qr, q_stride, rows, n, dim, after, next_bytes); break;
+        case 2: score_queries(type, dots, 2, s, qr, q_stride, rows, n, dim, after, next_bytes); break;
+        case 3: score_queries(type, dots, 3, s, qr, q_stride, rows, n, dim, after, next_bytes); break;
+        default: score_queries(type, dots, 4, s, qr, q_stride, rows, n, dim, after, next_bytes);
         }
     }
 }
@@ -612,7 +629,7 @@ INLINE void pack_values(int type, float *dst, int dst_stride, const void *const 
     CONVERT(name, type, bf16, KVC_BF16)                                                                               \
     TARGET static void score_##name(float *scores, const float *q, int q_stride, int num_q, const void *const *rows,  \
                                     int n, int dim, const void *const *next, int next_bytes) {                        \
-        score(type, scores, q, q_stride, num_q, rows, n, dim, next, next_bytes);                                      \
+        score(type, 0, scores, q, q_stride, num_q, rows, n, dim, next, next_bytes);                                   \
     }                                                                                                                 \
     TARGET static void accumulate_##name(float *acc, int acc_stride, const float *factor, const float *weights,       \
                                          int num_q, const void *const *rows, int n, int dim, const void *const *next, \
@@ -635,11 +652,27 @@ FLOATING(f32, KVC_F32)
 FLOATING(f16, KVC_F16)
 FLOATING(bf16, KVC_BF16)
 
-#define QUANTISED(name, type)                                                       \
-    TYPED(name, type)                                                               \
-    CONVERT(name, type, name, type)                                                 \
-    TARGET static void prepare_##name(float *q, int q_stride, int num_q, int dim) { \
-        prepare(type, q, q_stride, num_q, dim);                                     \
+/* Elements past dim may be multiplied, too. */
+TARGET static void prepare_floats(float *q, int q_stride, int num_q, int dim, float scale) {
+    for (int r = 0; r < num_q; r++)
+        for (int d = 0; d < dim; d += LANES) {
+            float *at = q + (ptrdiff_t)r * q_stride + d;
+            v_store(at, v_mul(v_load(at), v_set(scale)));
+        }
+}
+
+#if DOT_BF16
+TARGET static void score_dots(float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
+                              int dim, const void *const *next, int next_bytes) {
+    score(KVC_BF16, 1, scores, q, q_stride, num_q, rows, n, dim, next, next_bytes);
+}
+#endif
+
+#define QUANTISED(name, type)                                                                    \
+    TYPED(name, type)                                                                            \
+    CONVERT(name, type, name, type)                                                              \
+    TARGET static void prepare_##name(float *q, int q_stride, int num_q, int dim, float scale) { \
+        prepare(type, q, q_stride, num_q, dim, scale);                                           \
     }
 
 QUANTISED(q8_0, KVC_Q8_0)
@@ -655,8 +688,14 @@ const kvc_kernels TABLE = {
                 [KVC_BF16] = EVERY_TYPE(convert_bf16),
                 [KVC_Q8_0] = {FLOAT_TYPES(convert_q8_0), [KVC_Q8_0] = convert_q8_0_q8_0},
                 [KVC_Q4_0] = {FLOAT_TYPES(convert_q4_0), [KVC_Q4_0] = convert_q4_0_q4_0}},
-    .prepare = {[KVC_Q8_0] = prepare_q8_0, [KVC_Q4_0] = prepare_q4_0},
-    .score = EVERY_TYPE(score),
+    .score = {[KVC_F32] = {prepare_floats, score_f32},
+              [KVC_F16] = {prepare_floats, score_f16},
+              [KVC_BF16] = {prepare_floats, score_bf16},
+              [KVC_Q8_0] = {prepare_q8_0, score_q8_0},
+              [KVC_Q4_0] = {prepare_q4_0, score_q4_0}},
+#if DOT_BF16
+    .score_bf16 = {prepare_dots, score_dots},
+#endif
     .accumulate = EVERY_TYPE(accumulate),
     .pack_keys = EVERY_TYPE(pack_keys),
     .pack_values = EVERY_TYPE(pack_values),

@@ -369,7 +369,7 @@ static void test_dequantise(const kvc_kernels *kernels, int type)
 /* What 16 bits for a number of [-largest, largest] may be off by. */
 static double step_of(const kvc_kernels *kernels, int type, double largest)
 {
-    return kernels->prepare[type] ? largest * 1.001 / (2 * INT16_MAX) : 0;
+    return type >= KVC_FLOAT_TYPES && kernels != &kvc_kernels_scalar ? largest * 1.001 / (2 * INT16_MAX) : 0;
 }
 
 static double magnitude(const float *x, int n)
@@ -381,38 +381,54 @@ static double magnitude(const float *x, int n)
     return largest;
 }
 
-/* The queries as score wants them. */
-static const float *prepared(const kvc_kernels *kernels, int type, const float *q, int q_stride, int num_q, int dim)
+enum { MAX_STRIDE = (MAX_DIM + KVC_LANES - 1) / KVC_LANES * KVC_LANES + 1 };
+
+static const float SCALE = 0.7f;
+
+/* The queries as score wants them for scores times SCALE. */
+static const float *prepared(const kvc_scorer *scorer, const float *q, int q_stride, int num_q, int dim)
 {
-    static float ready[MAX_Q * (MAX_DIM + 1)];
+    static float ready[MAX_Q * MAX_STRIDE];
     memcpy(ready, q, (size_t)(num_q * q_stride) * sizeof *q);
-    if (kernels->prepare[type])
-        kernels->prepare[type](ready, q_stride, num_q, dim);
+    scorer->prepare(ready, q_stride, num_q, dim, SCALE);
     return ready;
 }
 
-static void test_score(const kvc_kernels *kernels, int type, int dim, int num_q, int n)
+static float rounded_to_bf16(float x)
 {
-    static float q[MAX_Q * (MAX_DIM + 1)], scores[MAX_Q * KVC_TILE];
-    int q_stride = dim + num_q % 2;
+    uint16_t bits;
+    kvc_kernels_scalar.convert[KVC_F32][KVC_BF16](&bits, 0, &x, 0, 1, 1);
+    kvc_kernels_scalar.convert[KVC_BF16][KVC_F32](&x, 0, &bits, 0, 1, 1);
+    return x;
+}
+
+static void test_score(const kvc_kernels *kernels, int type, int is_bf16, int dim, int num_q, int n)
+{
+    static float q[MAX_Q * MAX_STRIDE], scores[MAX_Q * KVC_TILE];
+    const kvc_scorer *scorer = is_bf16 ? &kernels->score_bf16 : &kernels->score[type];
+    int q_stride = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES + num_q % 2;
     const tile *t = tile_new(type, n, dim);
-    for (int i = 0; i < MAX_Q * (MAX_DIM + 1); i++)
-        q[i] = i < num_q * q_stride && i % q_stride < dim ? random_float() : NAN; /* must not be read */
+    for (int i = 0; i < MAX_Q * MAX_STRIDE; i++) {
+        float x = i < num_q * q_stride && i % q_stride < dim ? random_float() : NAN; /* must not be used */
+        q[i] = is_bf16 ? rounded_to_bf16(x) : x;
+    }
     for (int i = 0; i < MAX_Q * KVC_TILE; i++)
         scores[i] = UNTOUCHED;
-    kernels->score[type](scores, prepared(kernels, type, q, q_stride, num_q, dim), q_stride, num_q, t->rows, n, dim,
-                         n % 2 ? t->rows : NULL, (int)kvc_row_bytes(type, dim));
+    scorer->score(scores, prepared(scorer, q, q_stride, num_q, dim), q_stride, num_q, t->rows, n, dim,
+                  n % 2 ? t->rows : NULL, (int)kvc_row_bytes(type, dim));
     for (int r = 0; r < MAX_Q; r++) {
+        const float *row = q + r * q_stride;
+        double off = r < num_q ? step_of(kernels, type, magnitude(row, dim)) : 0;
         for (int j = 0; j < KVC_TILE; j++) {
-            double sum = 0, size = 0, off = r < num_q ? step_of(kernels, type, magnitude(q + r * q_stride, dim)) : 0;
+            double sum = 0, size = 0;
             for (int d = 0; d < dim && r < num_q && j < n; d++) {
-                double term = q[r * q_stride + d] * t->values[j][d];
-                sum += term;
+                double term = row[d] * t->values[j][d];
+                sum += term * SCALE;
                 size += fabs(term) + off * fabs(t->values[j][d]) / ((dim + 2) * 0.5 * FLT_EPSILON);
             }
             float got = scores[r * KVC_TILE + j];
-            CHECKF(r >= num_q ? got == UNTOUCHED : j >= n || is_close(got, sum, size, dim), "%s %s dim %d, query %d of %d, row %d of %d: %g, not %g",
-                   kernels->name, kvc_type_name(type), dim, r, num_q, j, n, (double)got, sum);
+            CHECKF(r >= num_q ? got == UNTOUCHED : j >= n || is_close(got, sum, size, dim), "%s %s%s dim %d, query %d of %d, row %d of %d: %g, not %g",
+                   kernels->name, kvc_type_name(type), is_bf16 ? " queries" : "", dim, r, num_q, j, n, (double)got, sum);
         }
     }
 }
@@ -458,25 +474,36 @@ static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int n
     }
 }
 
-/* A score, and a column of accumulate, must not depend on what is computed with it. */
-static void test_same_bits(const kvc_kernels *kernels, int type, int dim)
+/* A score must not depend on what is computed with it. */
+static void test_same_scores(const kvc_scorer *scorer, const char *name, int type, int dim)
 {
     enum { N = 13, Q = 7 };
-    static float q[Q * MAX_DIM], all[Q * KVC_TILE], acc[Q * MAX_DIM], weights[Q * KVC_TILE], factor[Q];
+    static float q[Q * MAX_STRIDE], all[Q * KVC_TILE];
     const tile *t = tile_new(type, N, dim);
-    fill(q, Q * MAX_DIM);
-    for (int i = 0; i < Q * KVC_TILE; i++)
-        weights[i] = i % KVC_TILE < N ? random_float() : 0;
-    memset(acc, 0, sizeof acc);
-    const float *ready = prepared(kernels, type, q, MAX_DIM, Q, dim);
-    kernels->score[type](all, ready, MAX_DIM, Q, t->rows, N, dim, NULL, 0);
-    kernels->accumulate[type](acc, MAX_DIM, factor, weights, Q, t->rows, N, dim, NULL, 0);
+    for (int i = 0; i < Q * MAX_STRIDE; i++)
+        q[i] = rounded_to_bf16(random_float());
+    const float *ready = prepared(scorer, q, MAX_STRIDE, Q, dim);
+    scorer->score(all, ready, MAX_STRIDE, Q, t->rows, N, dim, NULL, 0);
     for (int r = 0; r < Q; r++) {
         for (int j = 0; j < N; j++) {
             float scores[KVC_TILE];
-            kernels->score[type](scores, ready + r * MAX_DIM, MAX_DIM, 1, t->rows + j, 1, dim, NULL, 0);
-            CHECKF(scores[0] == all[r * KVC_TILE + j], "%s %s dim %d", kernels->name, kvc_type_name(type), dim);
+            scorer->score(scores, ready + r * MAX_STRIDE, MAX_STRIDE, 1, t->rows + j, 1, dim, NULL, 0);
+            CHECKF(scores[0] == all[r * KVC_TILE + j], "%s %s dim %d", name, kvc_type_name(type), dim);
         }
+    }
+}
+
+/* Nor a column of accumulate. */
+static void test_same_sums(const kvc_kernels *kernels, int type, int dim)
+{
+    enum { N = 13, Q = 7 };
+    static float acc[Q * MAX_DIM], weights[Q * KVC_TILE], factor[Q];
+    const tile *t = tile_new(type, N, dim);
+    for (int i = 0; i < Q * KVC_TILE; i++)
+        weights[i] = i % KVC_TILE < N ? random_float() : 0;
+    memset(acc, 0, sizeof acc);
+    kernels->accumulate[type](acc, MAX_DIM, factor, weights, Q, t->rows, N, dim, NULL, 0);
+    for (int r = 0; r < Q; r++) {
         float alone[MAX_DIM] = {0};
         kernels->accumulate[type](alone, MAX_DIM, factor, weights + r * KVC_TILE, 1, t->rows, N, dim, NULL, 0);
         CHECKF(!memcmp(alone, acc + r * MAX_DIM, (size_t)dim * sizeof *acc), "%s %s dim %d", kernels->name,
@@ -680,13 +707,18 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim)
     for (int num_q = 1; num_q <= MAX_Q; num_q += num_q < 9 ? 1 : 7) {
         for (int i = 0; i < 3; i++) { /* a few of the row counts each time; all in the course of the test */
             int n = some_n[(num_q * 3 + i + dim) % NUM_N];
-            test_score(kernels, type, dim, num_q, n);
+            test_score(kernels, type, 0, dim, num_q, n);
+            if (type == KVC_BF16 && kernels->score_bf16.score)
+                test_score(kernels, type, 1, dim, num_q, n);
             test_accumulate(kernels, type, dim, num_q, n);
         }
     }
     for (int i = 0; i < NUM_N; i++)
         test_pack(kernels, type, dim, some_n[i]);
-    test_same_bits(kernels, type, dim);
+    test_same_scores(&kernels->score[type], kernels->name, type, dim);
+    if (type == KVC_BF16 && kernels->score_bf16.score)
+        test_same_scores(&kernels->score_bf16, kernels->name, type, dim);
+    test_same_sums(kernels, type, dim);
     for (int to = 0; to < TYPES; to++)
         if (type >= KVC_FLOAT_TYPES && to >= KVC_FLOAT_TYPES && type != to)
             CHECK(!kernels->convert[type][to]);
@@ -702,7 +734,7 @@ static void test_kernels(const kvc_kernels *kernels)
                 test_rows(kernels, type, dims[i]);
         for (int n = 1; n <= KVC_TILE; n++) {
             int dim = type < KVC_FLOAT_TYPES ? 24 : 32;
-            test_score(kernels, type, dim, 4, n);
+            test_score(kernels, type, 0, dim, 4, n);
             test_accumulate(kernels, type, dim, 4, n);
         }
     }
