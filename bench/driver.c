@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "dtype.h"
 #include "kvcache.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -192,24 +193,26 @@ EXPORT kvc_status driver_put(driver *d, const float *rows, int64_t step, int32_t
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
 /* A forward pass that is not committed: num_tokens tokens of each of the sequences [0, num_seqs), one sequence after
- * the other; q and out are [all tokens][num_heads][k_dim or v_dim]. */
+ * the other; q and out are [all tokens][num_heads][k_dim or v_dim], of q_type. */
 typedef struct driver_pass {
     const float *rows; /* of all its tokens, as in rows_at; every layer gets the same */
-    const float *q;
-    float *out;
-    int32_t num_tokens, num_seqs, num_heads, num_threads;
+    const void *q;
+    void *out;
+    int32_t num_tokens, num_seqs, num_heads, num_threads, q_type;
 } driver_pass;
 
 static kvc_attend_args attend_args(const driver *d, const driver_pass *pass) {
     const driver_shape *s = &d->shape;
-    const int64_t f32 = (int64_t)sizeof *pass->q;
+    const int64_t k_row = (int64_t)kvc_row_bytes(pass->q_type, s->k_dim);
+    const int64_t v_row = (int64_t)kvc_row_bytes(pass->q_type, s->v_dim);
     return (kvc_attend_args){.struct_size = sizeof(kvc_attend_args),
                              .q = pass->q,
                              .out = pass->out,
-                             .q_token_stride = pass->num_heads * s->k_dim * f32,
-                             .q_head_stride = s->k_dim * f32,
-                             .out_token_stride = pass->num_heads * s->v_dim * f32,
-                             .out_head_stride = s->v_dim * f32,
+                             .q_type = pass->q_type,
+                             .q_token_stride = pass->num_heads * k_row,
+                             .q_head_stride = k_row,
+                             .out_token_stride = pass->num_heads * v_row,
+                             .out_head_stride = v_row,
                              .scale = 1.0F / sqrtf((float)s->k_dim)};
 }
 

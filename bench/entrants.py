@@ -112,8 +112,10 @@ def filled(shape: Shape, layers: int = 0, **options: int) -> Driver:
         layers, shape.num_kv_heads, shape.head_dim, options.pop("max_seq_len", shape.context + steps), shape.dtype,
         v_dim=shape.v_dim, v_type=shape.v_type, value_in_key=shape.value_in_key, num_threads=shape.threads, **options,
     )  # fmt: skip
-    driver.append(shape.context - shape.num_tokens)
-    driver.steps(steps)
+    driver.append(shape.context)
+    for _ in range(2):  # once to fill it, once more to join
+        driver.steps(steps)
+        driver.truncate(shape.context)
     driver.truncate(shape.context - shape.num_tokens)
     return driver
 

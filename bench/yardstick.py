@@ -201,7 +201,7 @@ class DriverPass(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, _P) for name in ("rows", "q", "out")),
-        *((name, _I) for name in ("num_tokens", "num_seqs", "num_heads", "num_threads")),
+        *((name, _I) for name in ("num_tokens", "num_seqs", "num_heads", "num_threads", "q_type")),
     ]
 
 
@@ -250,6 +250,7 @@ class Driver:
         self._calls = _driver_library()
         self.num_layers, self.k_dim, self.v_dim = num_layers, head_dim, v_dim or head_dim
         self.num_kv_heads, self.value_in_key = num_kv_heads, value_in_key
+        self._q_type = TYPES["bf16" if dtype == "bf16" else "f32"]
         self._rng = np.random.default_rng(0)
         self._rows = np.empty(self.POOL * num_kv_heads * (self.k_dim + self.v_dim), np.float32)
         self._refresh()
@@ -309,12 +310,17 @@ class Driver:
         return seconds
 
     def _pass(self, *numbers: int) -> tuple[DriverPass, Floats, Floats]:
-        """A forward pass of so many tokens, sequences, query heads and threads, with its queries and its output."""
+        """A forward pass of so many tokens, sequences, query heads and threads, of a type, with its queries and output.
+
+        The arrays hold f32; where the type is bf16, the C side reads and writes the first half of their bytes.
+        """
         if numbers not in self._passes:
-            num_tokens, num_seqs, num_heads, _ = numbers
+            num_tokens, num_seqs, num_heads, _, q_type = numbers
             tokens = num_tokens * num_seqs
             assert tokens <= self.POOL
             q = np.random.default_rng(1).standard_normal((tokens, num_heads, self.k_dim), np.float32)
+            if q_type == TYPES["bf16"]:
+                q.reshape(-1).view(np.uint16)[: q.size] = q.reshape(-1).view(np.uint16)[1::2].copy()
             out = np.empty((tokens, num_heads, self.v_dim), np.float32)
             addresses = (array.ctypes.data for array in (self._rows, q, out))
             self._passes[numbers] = DriverPass(*addresses, *numbers), q, out
@@ -323,9 +329,12 @@ class Driver:
     def attend(
         self, num_heads: int, num_threads: int, count: int, *, num_tokens: int = 1, num_seqs: int = 1
     ) -> Seconds:
-        """Time attention of more tokens, which are not kept, `count` times: each in the layer after the last one's."""
+        """Time attention of more tokens, which are not kept, `count` times: each in the layer after the last one's.
+
+        Queries and output are f32; where keys are bf16, so are they, as in models of that type.
+        """
         seconds = np.empty(count)
-        forward, _, _ = self._pass(num_tokens, num_seqs, num_heads, num_threads)
+        forward, _, _ = self._pass(num_tokens, num_seqs, num_heads, num_threads, self._q_type)
         self._check(
             self._calls["attend"](self._handle, ctypes.byref(forward), self._next_layer, count, seconds.ctypes.data)
         )
@@ -334,7 +343,7 @@ class Driver:
 
     def attend_and_show(self, num_heads: int, num_threads: int, num_rows: int) -> tuple[Floats, Floats, Floats, Floats]:
         """One token in layer 0: its queries, its output, and the keys and values [heads, num_rows, dim] it saw."""
-        forward, q, out = self._pass(1, 1, num_heads, num_threads)
+        forward, q, out = self._pass(1, 1, num_heads, num_threads, TYPES["f32"])
         k = np.empty((self.num_kv_heads, num_rows, self.k_dim), np.float32)
         v = k[:, :, : self.v_dim] if self.value_in_key else np.empty((*k.shape[:2], self.v_dim), np.float32)
         self._check(
