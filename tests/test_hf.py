@@ -1,0 +1,307 @@
+"""Generating with `HFCache` and with transformers' own cache: the same tokens, whatever the model and the way."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import kvcache  # noqa: E402 - what it imports may be missing
+from kvcache.hf import HFCache  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
+
+NEW = 20  # tokens
+LAYERS = 4
+BASE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "initializer_range": 0.5,  # so that tokens differ
+}
+SLIDING = {**BASE, "head_dim": 16, "sliding_window": 8}
+GEMMA = {**SLIDING, "tie_word_embeddings": False}  # else these repeat one token
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**BASE),
+    "qwen2": lambda: transformers.Qwen2Config(**BASE),
+    "qwen3": lambda: transformers.Qwen3Config(**BASE, head_dim=32),
+    "phi3": lambda: transformers.Phi3Config(**BASE),
+    "mistral": lambda: transformers.MistralConfig(**SLIDING),
+    "gemma2": lambda: transformers.Gemma2Config(**GEMMA),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**GEMMA),
+    "gpt_oss": lambda: transformers.GptOssConfig(**SLIDING, num_local_experts=4, num_experts_per_tok=2),
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **BASE, head_dim=16, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=96
+    ),
+}
+WAYS = {
+    "greedy": {},
+    "sampling": {"do_sample": True},
+    "beams": {"num_beams": 3},
+    "several": {"num_beams": 4, "num_return_sequences": 2},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "chunked": {"prefill_chunk_size": 5},
+}
+PADDED = ["greedy", "sampling", "beams", "several"]  # transformers does the others for one prompt at a time
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+
+    def model(name, **changes):
+        if name not in made:
+            torch.manual_seed(0)
+            config = CONFIGS[name]()
+            for key, value in changes.items():
+                setattr(config, key, value)
+            made[name] = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        return made[name]
+
+    return model
+
+
+def prompt(rows=1, length=19, padding=0):
+    """Tokens and the mask; the first row has padding on the left."""
+    tokens = torch.randint(2, 97, (rows, length), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(tokens)
+    tokens[0, :padding] = mask[0, :padding] = 0
+    return tokens, mask
+
+
+def generate(model, cache, attention, tokens, mask=None, **options):
+    model.set_attn_implementation(attention)
+    torch.manual_seed(1)
+    mask = torch.ones_like(tokens) if mask is None else mask
+    options = {"do_sample": False, "max_new_tokens": NEW, **options}
+    return model.generate(tokens, attention_mask=mask, past_key_values=cache, **options)
+
+
+def theirs(model):
+    return transformers.DynamicCache(config=model.config)
+
+
+def check_calls(cache, kind):
+    calls = cache.stats()["calls"]
+    passes = calls.pop(kind) / len(cache.layers)
+    assert passes == int(passes)
+    assert 2 <= passes <= NEW + 4  # guessing takes fewer, a prompt in chunks more
+    assert not any(calls.values())
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+@pytest.mark.parametrize(("way", "padding"), [*((way, 0) for way in WAYS), *((way, 7) for way in PADDED)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_same_tokens(models, name, way, padding, attention):
+    model = models(name)
+    tokens, mask = prompt(2 if padding else 1, padding=padding)
+    want = generate(model, theirs(model), "eager", tokens, mask, **WAYS[way])
+    assert len(set(want[0, -NEW:].tolist())) > 3
+    cache = HFCache(model.config, dtype="f32")
+    got = generate(model, cache, attention, tokens, mask, **WAYS[way])
+    assert torch.equal(got, want)
+    check_calls(cache, "kernel" if attention == "kvcache" else "dense")
+
+
+def test_draft_model(models):
+    model, tokens = models("llama"), prompt()[0]
+    draft = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 1}))
+    want = generate(model, theirs(model), "eager", tokens)
+    cache = HFCache(model.config, dtype="f32")
+    assert torch.equal(generate(model, cache, "kvcache", tokens, assistant_model=draft.eval()), want)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_layers_that_are_not_attention(name):
+    config = {
+        "qwen3_next": lambda: transformers.Qwen3NextConfig(
+            **BASE,
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+        ),
+        "lfm2": lambda: transformers.Lfm2Config(**BASE, layer_types=["conv", "full_attention"] * 2),
+    }[name]()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    tokens = prompt()[0]
+    want = generate(model, theirs(model), "eager", tokens, num_beams=2)
+    cache = HFCache(config, dtype="f32")
+    assert torch.equal(generate(model, cache, "kvcache", tokens, num_beams=2), want)
+    attention = sum(kind == "full_attention" for kind in config.layer_types)
+    assert cache.stats()["calls"] == {"kernel": NEW * attention, "dense": 0, "fallback": 0}
+
+
+def test_a_small_change_is_noticed(models, monkeypatch):
+    """What the comparisons above can see."""
+    model, tokens = models("llama"), prompt()[0]
+    want = generate(model, theirs(model), "eager", tokens)
+    run = kvcache.Batch.attend
+    monkeypatch.setattr(kvcache.Batch, "attend", lambda self, i, q, k, v, **o: run(self, i, q, k, v * 1.05, **o))
+    assert not torch.equal(generate(model, HFCache(model.config, dtype="f32"), "kvcache", tokens), want)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_turns_and_copies(models, name):
+    model, tokens = models(name), prompt()[0]
+
+    def turns(cache, attention):
+        first = generate(model, cache, attention, tokens)
+        copied = copy.deepcopy(cache)
+        longer = torch.cat([first, torch.tensor([[5, 6, 7]])], 1)
+        yield first
+        yield generate(model, cache, attention, longer)
+        yield generate(model, copied, attention, torch.cat([longer, torch.tensor([[8]])], 1))
+        cache.reset()
+        with torch.inference_mode():
+            again = generate(model, cache, attention, tokens)
+        yield again
+
+    for want, got in zip(
+        turns(theirs(model), "eager"), turns(HFCache(model.config, dtype="f32"), "kvcache"), strict=True
+    ):
+        assert torch.equal(want, got)
+
+
+def test_a_copy_shares_rows(models):
+    model, tokens = models("llama"), prompt()[0]
+    cache = HFCache(model.config)
+    generate(model, cache, "kvcache", tokens)
+    before = cache.stats()["live_slots"]
+    other = copy.deepcopy(cache)
+    assert cache.stats()["live_slots"] == before
+    cache.reset()
+    assert other.stats()["live_slots"] == before
+    del cache, other
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+def test_rows_of_the_batch(models, attention):
+    model = models("llama")
+
+    def logits(cache, attention):
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            model(torch.arange(2, 32).reshape(3, 10), past_key_values=cache)
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([0, 3, 4, 5]))
+            cache.reorder_cache(torch.tensor([1, 1, 0, 3]))
+            cache.crop(-2)
+            assert cache.get_seq_length() == 8
+            return model(torch.tensor([[1], [2], [3], [4]]), past_key_values=cache).logits
+
+    want, got = logits(theirs(model), "eager"), logits(HFCache(model.config, dtype="f32"), attention)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "off"), [("float16", 0.05), ("bfloat16", 0.15)])
+def test_halves(models, kind, off):
+    """Tensors of 16 bits are read where they lie; between two attentions, such a model is off by this much."""
+    model = copy.deepcopy(models("llama")).to(getattr(torch, kind))
+    tokens, logits = prompt(length=40)[0], []
+    for attention, cache in (("sdpa", theirs(model)), ("kvcache", HFCache(model.config, dtype="f32"))):
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            logits.append(model(tokens, past_key_values=cache).logits.float())
+    assert (logits[0] - logits[1]).abs().max() < off * logits[0].abs().max()
+
+
+def test_masks_of_ones_own_fall_back(models):
+    model, tokens = models("llama"), prompt(length=6)[0]
+    sees = torch.ones(6, 6, dtype=torch.bool).tril()
+    sees[:3, :3] = True  # three tokens that see each other
+    with torch.no_grad():
+        model.set_attn_implementation("sdpa")
+        want = model(tokens, attention_mask=sees[None, None], past_key_values=theirs(model)).logits
+        model.set_attn_implementation("kvcache")
+        cache = HFCache(model.config, dtype="f32")
+        with pytest.warns(UserWarning, match="using dense tensors"):
+            got = model(tokens, attention_mask=sees[None, None], past_key_values=cache).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+    assert cache.stats()["calls"] == {"kernel": 0, "dense": 0, "fallback": LAYERS}
+
+
+def test_without_a_cache(models):
+    """The attention alone is that of sdpa."""
+    model, tokens = models("mistral"), prompt(2, padding=4)
+    logits = []
+    for attention in ("sdpa", "kvcache"):
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            logits.append(model(tokens[0], attention_mask=tokens[1], use_cache=False).logits[1])
+    torch.testing.assert_close(logits[0], logits[1])
+
+
+def test_a_policy_of_ones_own(models):
+    model, tokens = models("llama"), prompt()[0]
+    cache = HFCache(model.config, policy=kvcache.SlidingWindow(16, num_sink_tokens=4))
+    generate(model, cache, "kvcache", tokens, max_new_tokens=150)
+    assert cache.stats()["live_slots"] <= 20
+
+
+def test_after_an_error(models, monkeypatch):
+    """What a forward pass left behind half way is dropped."""
+    model, tokens = models("llama"), prompt()[0]
+    want = generate(model, theirs(model), "eager", tokens)
+    cache = HFCache(model.config, dtype="f32")
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[2], "forward", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generate(model, cache, "kvcache", tokens)
+    assert cache.get_seq_length() == 0
+    assert torch.equal(generate(model, cache, "kvcache", tokens), want)
+
+
+class TestBadInput:
+    def test_config(self):
+        with pytest.raises(TypeError, match="config is 3: give the model's"):
+            HFCache(3)
+        with pytest.raises(kvcache.NotSupportedError, match="MambaConfig has no layer with keys and values"):
+            HFCache(transformers.MambaConfig())
+        with pytest.raises(kvcache.NotSupportedError, match="layer 0 is of type 'hybrid'"):
+            HFCache(transformers.FalconH1Config())
+
+    def test_dtype(self, models):
+        with pytest.raises(ValueError, match="dtype='f8'"):
+            HFCache(models("llama").config, dtype="f8")
+
+    def test_two_caches(self, models):
+        model = models("llama")
+        with pytest.raises(ValueError, match="cache_implementation"):
+            generate(model, HFCache(model.config), "kvcache", prompt()[0], cache_implementation="static")
+
+    def test_another_model(self, models):
+        cache = HFCache(transformers.LlamaConfig(**BASE | {"num_key_value_heads": 4}))
+        with pytest.raises(ValueError, match=r"k: an array of shape \(1, 2, 19, 16\)"):
+            generate(models("llama"), cache, "kvcache", prompt()[0])
+
+    def test_another_batch_size(self, models):
+        model = models("llama")
+        cache = HFCache(model.config)
+        generate(model, cache, "kvcache", prompt()[0])
+        with pytest.raises(ValueError, match="the batch has 2 rows: the cache was filled with 1"):
+            generate(model, cache, "kvcache", prompt(2, 60)[0])
+
+    def test_gradients(self, models):
+        model = models("llama")
+        model.set_attn_implementation("kvcache")
+        with pytest.raises(ValueError, match="requires grad"):
+            model(prompt()[0], past_key_values=HFCache(model.config))
+
+    def test_crop(self, models):
+        with pytest.raises(ValueError, match="tokens_to_remove is 3"):
+            HFCache(models("llama").config).crop(3)
