@@ -99,7 +99,7 @@ style() {
 types() {
     "$tools/bin/mypy" --strict kvcache
     cd "$empty"
-    "$tools/bin/stubtest" --concise --allowlist "$tree/.ci/stubtest.txt" kvcache
+    "$tools/bin/stubtest" --concise --mypy-config-file "$tree/pyproject.toml" --allowlist "$tree/.ci/stubtest.txt" kvcache
 }
 
 docs() { "$tools/bin/sphinx-build" -W --keep-going -q docs "$tmp/html"; }

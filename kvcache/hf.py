@@ -251,7 +251,7 @@ class HFCache(Cache):
         """Take the new tokens' keys and values ``[batch, heads, tokens, dim]``; return what the attention is given."""
         if k.device.type != "cpu":
             raise NotSupportedError(f"the keys are on {k.device}: this cache is for models on the CPU")
-        if self._pending is not None:
+        if self._pending is not None and self._pending.index < layer.index:
             index, self._pending = self._pending.index, None
             raise RuntimeError(f"the keys of layer {index} did not reach the attention: this model changes them first")
         if self._config._attn_implementation != NAME:
