@@ -86,38 +86,21 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers asks for: query ``[batch, heads, tokens, dim]``, out ``[batch, tokens, heads, dim]``."""
     layer: Layer | None = getattr(key, ATTRIBUTE, None)
-    if layer is None:  # no cache, or another one
-        return attend_dense(module, query, key, value, attention_mask, scaling, softcap, s_aux, options), None
-    is_known = not isinstance(attention_mask, torch.Tensor) and (attention_mask is None or attention_mask.is_plain)
-    is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
-    if is_known and is_causal and options.get("position_bias") is None and not options.get("dropout"):
-        padding = attention_mask.padding if isinstance(attention_mask, Mask) else None
-        sinks = None if s_aux is None else s_aux.detach()
-        given = {"scale": scaling, "softcap": softcap, "sinks": sinks}
-        return layer.cache.attend(layer, query, key, value, padding, given), None
-    key, value = layer.cache.make_dense(layer, key, value)
-    return attend_dense(module, query, key, value, attention_mask, scaling, softcap, s_aux, options), None
-
-
-def attend_dense(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Mask | torch.Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """Attend as ``"sdpa"`` does."""
+    if layer is not None:  # else there is no cache, or another one
+        is_known = not isinstance(attention_mask, torch.Tensor) and (attention_mask is None or attention_mask.is_plain)
+        is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
+        if is_known and is_causal and options.get("position_bias") is None and not options.get("dropout"):
+            padding = attention_mask.padding if isinstance(attention_mask, Mask) else None
+            sinks = None if s_aux is None else s_aux.detach()
+            given = {"scale": scaling, "softcap": softcap, "sinks": sinks}
+            return layer.cache.attend(layer, query, key, value, padding, given), None
+        key, value = layer.cache.make_dense(layer, key, value)
     if softcap is not None or s_aux is not None:
         raise NotSupportedError("softcap and sinks need an HFCache and a plain mask: use the eager attention without")
     mask = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
     options = {"dropout": 0.0, **options, "is_causal": mask is None and options.get("is_causal")}
-    out: torch.Tensor
     out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
-    return out
+    return out, None
 
 
 AttentionInterface.register(NAME, attention)
@@ -172,10 +155,14 @@ class Shared:
 class Step:
     """A forward pass."""
 
-    def __init__(self, batch: Batch, real: torch.Tensor | None, num_tokens: int) -> None:
-        self.batch, self.num_tokens = batch, num_tokens
+    def __init__(self, batch: Batch, real: torch.Tensor | None, num_tokens: int, num_layers: int) -> None:
+        self.batch, self.num_tokens, self.num_layers = batch, num_tokens, num_layers
         self.real = real  # [batch, tokens] of bool, where some are padding
         self.done: set[int] = set()  # layers
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.done) == self.num_layers
 
 
 class HFCache(Cache):
@@ -227,7 +214,6 @@ class HFCache(Cache):
             policy=policies if policy is None else policy,
             max_sequences=None,
         )
-        self._others: list[Any] = [layer for layer in made if isinstance(layer, CacheLayer)]
         self._calls = {"kernel": 0, "dense": 0, "fallback": 0}
         self._shared = Shared()
         self._forget()
@@ -244,6 +230,11 @@ class HFCache(Cache):
     def policy(self) -> tuple[Policy | None, ...]:
         """What each layer of attention keeps."""
         return self._cache.policy
+
+    @property
+    def _others(self) -> list[Any]:
+        """Transformers' own layers."""
+        return [layer for layer in self.layers if not isinstance(layer, Layer)]
 
     # ---- a forward pass
 
@@ -371,7 +362,8 @@ class HFCache(Cache):
             begin = self._cache.next_position(row)
             positions.extend(range(begin, begin + count))
             seq_ids.extend([row] * count)
-        return Step(self._cache.batch(positions=positions, seq_ids=seq_ids), real, num_tokens)
+        batch = self._cache.batch(positions=positions, seq_ids=seq_ids)
+        return Step(batch, real, num_tokens, len(self.policy))
 
     def _real_ones(self, padding: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
         """Which of the new tokens are; None: all."""
@@ -390,7 +382,7 @@ class HFCache(Cache):
         step, self._step, self._pending = self._step, None, None
         if step is None:
             return
-        if len(step.done) < len(self._cache.policy):
+        if not step.is_whole:
             step.batch.abort()
             return
         step.batch.commit()
@@ -403,7 +395,7 @@ class HFCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included."""
-        if self._step is not None and len(self._step.done) == len(self._cache.policy):
+        if self._step is not None and self._step.is_whole:
             self._end()
         return self._seen
 
@@ -475,7 +467,6 @@ class HFCache(Cache):
             Layer(other, layer.index) if isinstance(layer, Layer) else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
-        other._others = [layer for layer in other.layers if not isinstance(layer, Layer)]
         return other
 
     def __del__(self) -> None:

@@ -4,11 +4,12 @@ import copy
 
 import pytest
 
+import kvcache
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import kvcache  # noqa: E402 - what it imports may be missing
-from kvcache.hf import HFCache  # noqa: E402
+from kvcache.hf import HFCache  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 

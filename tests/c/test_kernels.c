@@ -475,20 +475,22 @@ static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int n
 }
 
 /* A score must not depend on what is computed with it. */
-static void test_same_scores(const kvc_scorer *scorer, const char *name, int type, int dim)
+static void test_same_scores(const kvc_kernels *kernels, int type, int is_bf16, int dim)
 {
     enum { N = 13, Q = 7 };
     static float q[Q * MAX_STRIDE], all[Q * KVC_TILE];
+    const kvc_scorer *scorer = is_bf16 ? &kernels->score_bf16 : &kernels->score[type];
     const tile *t = tile_new(type, N, dim);
-    for (int i = 0; i < Q * MAX_STRIDE; i++)
-        q[i] = rounded_to_bf16(random_float());
+    fill(q, Q * MAX_STRIDE);
+    for (int i = 0; i < Q * MAX_STRIDE && is_bf16; i++)
+        q[i] = rounded_to_bf16(q[i]);
     const float *ready = prepared(scorer, q, MAX_STRIDE, Q, dim);
     scorer->score(all, ready, MAX_STRIDE, Q, t->rows, N, dim, NULL, 0);
     for (int r = 0; r < Q; r++) {
         for (int j = 0; j < N; j++) {
             float scores[KVC_TILE];
             scorer->score(scores, ready + r * MAX_STRIDE, MAX_STRIDE, 1, t->rows + j, 1, dim, NULL, 0);
-            CHECKF(scores[0] == all[r * KVC_TILE + j], "%s %s dim %d", name, kvc_type_name(type), dim);
+            CHECKF(scores[0] == all[r * KVC_TILE + j], "%s %s dim %d", kernels->name, kvc_type_name(type), dim);
         }
     }
 }
@@ -715,9 +717,9 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim)
     }
     for (int i = 0; i < NUM_N; i++)
         test_pack(kernels, type, dim, some_n[i]);
-    test_same_scores(&kernels->score[type], kernels->name, type, dim);
+    test_same_scores(kernels, type, 0, dim);
     if (type == KVC_BF16 && kernels->score_bf16.score)
-        test_same_scores(&kernels->score_bf16, kernels->name, type, dim);
+        test_same_scores(kernels, type, 1, dim);
     test_same_sums(kernels, type, dim);
     for (int to = 0; to < TYPES; to++)
         if (type >= KVC_FLOAT_TYPES && to >= KVC_FLOAT_TYPES && type != to)
