@@ -48,51 +48,54 @@ typedef struct tile {
 
 static int32_t smaller(int64_t a, int32_t b) { return a < b ? (int32_t)a : b; }
 
-static void add_rows(tile *t, const kvc_piece *piece, int32_t offset, int32_t count) {
-    const int32_t position = piece->position + offset;
-    t->n += count;
-    t->turn = piece->turn;
-    t->is_batch = piece->token >= 0;
-    if (position < t->min_position) t->min_position = position;
-    if (position + count - 1 > t->max_position) t->max_position = position + count - 1;
-}
-
-static void next_tile(tile *t, cursor *c) {
+/* The next rows up to a change of turn, of which there may be none.  k: their keys; past n, as often as needed, the
+ * last.  A single walk, in registers: in a cache full of holes each row is a piece. */
+static void next_tile(tile *t, const void *k[KVC_TILE], cursor *c, const kvc_layout *at) {
+    const size_t begin = at->k_offset + (size_t)c->head * at->k_head_stride;
+    const int32_t most = smaller(c->rest, KVC_TILE), turn = most ? c->piece->turn : 0;
+    const kvc_piece *piece = c->piece;
+    int32_t offset = c->offset, n = 0, min_position = INT32_MAX, max_position = -1, is_batch = 0;
+    while (n < most && piece->turn == turn) {
+        const int32_t end = n + smaller(piece->count - offset, most - n), position = piece->position + offset;
+        const uint8_t *row = piece->rows + begin + (size_t)(piece->slot + offset) * at->k_row_bytes;
+        if (position < min_position) min_position = position;
+        if (position + (end - n) > max_position) max_position = position + (end - n) - 1;
+        is_batch = piece->token >= 0;
+        offset += end - n;
+        for (; n < end; n++, row += at->k_row_bytes) k[n] = row;
+        if (offset == piece->count) piece++, offset = 0;
+    }
+    for (int32_t i = n; n && i < KVC_TILE; i++) k[i] = k[n - 1];
     t->piece = c->piece;
     t->offset = c->offset;
     t->head = c->head;
-    t->n = 0;
-    t->min_position = INT32_MAX;
-    t->max_position = -1;
+    t->n = n;
+    t->min_position = min_position;
+    t->max_position = max_position;
+    t->turn = turn;
+    t->is_batch = is_batch;
     t->is_known = 0;
-    while (t->n < KVC_TILE && c->rest) {
-        if (t->n && c->piece->turn != t->turn) break;
-        const int32_t count = smaller(c->rest, smaller(c->piece->count - c->offset, KVC_TILE - t->n));
-        add_rows(t, c->piece, c->offset, count);
-        c->rest -= count;
-        c->offset += count;
-        if (c->offset == c->piece->count) c->piece++, c->offset = 0;
-    }
+    c->piece = piece;
+    c->offset = offset;
+    c->rest -= n;
 }
 
-/* Its rows, where the KV head's begin at `begin` in a block; past n, as often as needed, the last. */
-static void point_at(const void *rows[KVC_TILE], const tile *t, size_t begin, size_t row_bytes) {
+/* Its values, k being its keys: where rows of both are as long, one is as far from the other everywhere. */
+static void point_at_values(const void *v[KVC_TILE], const tile *t, const void *const k[KVC_TILE],
+                            const kvc_layout *at) {
+    const size_t k_begin = at->k_offset + (size_t)t->head * at->k_head_stride,
+                 v_begin = at->v_offset + (size_t)t->head * at->v_head_stride;
     const kvc_piece *piece = t->piece;
-    const uint8_t *row = NULL;
+    if (at->k_row_bytes == at->v_row_bytes) {
+        for (int32_t i = 0; i < KVC_TILE; i++) v[i] = (const uint8_t *)k[i] - k_begin + v_begin;
+        return;
+    }
     for (int32_t i = 0, offset = t->offset; i < t->n; piece++, offset = 0) {
         const int32_t end = i + smaller(piece->count - offset, t->n - i);
-        row = piece->rows + begin + (size_t)(piece->slot + offset) * row_bytes;
-        for (; i < end; i++, row += row_bytes) rows[i] = row;
+        const uint8_t *row = piece->rows + v_begin + (size_t)(piece->slot + offset) * at->v_row_bytes;
+        for (; i < end; i++, row += at->v_row_bytes) v[i] = row;
     }
-    for (int32_t i = t->n; t->n && i < KVC_TILE; i++) rows[i] = rows[t->n - 1];
-}
-
-static void point_at_keys(const void *rows[KVC_TILE], const tile *t, const kvc_layout *at) {
-    point_at(rows, t, at->k_offset + (size_t)t->head * at->k_head_stride, at->k_row_bytes);
-}
-
-static void point_at_values(const void *rows[KVC_TILE], const tile *t, const kvc_layout *at) {
-    point_at(rows, t, at->v_offset + (size_t)t->head * at->v_head_stride, at->v_row_bytes);
+    for (int32_t i = t->n; i < KVC_TILE; i++) v[i] = v[t->n - 1];
 }
 
 /* Fills in where its rows stand, and which tokens of the batch they are. */
@@ -237,17 +240,17 @@ static void weigh(const task *t, tile *tile) {
     c->kernels->softmax(t->scores, t->num_q, tile->n, t->max, t->sum, t->factor);
 }
 
-/* Few query rows: each stored row is read once, for all of them.  k: the tile's keys; then those of the next.  Rows are
- * pointed at just before they are read, or asked for: a tile fills the L1 cache. */
-static void stream_tile(task *t, tile *now, const tile *next, const void *k[KVC_TILE]) {
+/* Few query rows: each stored row is read once, for all of them.  k: the tile's keys; then those of the next, from
+ * `rest` on.  Rows are pointed at just before they are read, or asked for: a tile fills the L1 cache. */
+static void stream_tile(task *t, tile *now, tile *next, const void *k[KVC_TILE], cursor *rest) {
     const call *c = t->call;
     const kvc_plan *plan = c->plan;
     const void *v[KVC_TILE];
-    point_at_values(v, now, c->layout);
+    point_at_values(v, now, k, c->layout);
     scorer_of(t, now)->score(t->scores, queries_for(t, now), plan->lane.q_stride, t->num_q, k, now->n, plan->k_dim, v,
                              (int)c->layout->v_stored);
     weigh(t, now);
-    point_at_keys(k, next, c->layout);
+    next_tile(next, k, rest, c->layout);
     c->kernels->accumulate[c->layer->v_type](t->acc, plan->lane.acc_stride, t->factor, t->scores, t->num_q, v, now->n,
                                              plan->v_dim, next->n ? k : NULL, (int)c->layout->k_row_bytes);
 }
@@ -283,7 +286,7 @@ static void multiply(const task *t, const product *p, const void *const *next, i
 }
 
 /* Many query rows: the tile is decoded once, and multiplied.  k: as above. */
-static void multiply_tile(task *t, tile *now, const tile *next, const void *k[KVC_TILE]) {
+static void multiply_tile(task *t, tile *now, tile *next, const void *k[KVC_TILE], cursor *rest) {
     const call *c = t->call;
     const kvc_plan *plan = c->plan;
     const kvc_lane_layout *lane = &plan->lane;
@@ -305,11 +308,11 @@ static void multiply_tile(task *t, tile *now, const tile *next, const void *k[KV
                           .n = plan->v_dim,
                           .k = now->n,
                           .adds = 1};
-    point_at_values(v, now, c->layout);
+    point_at_values(v, now, k, c->layout);
     c->kernels->pack_keys[c->layer->k_type](t->lane + lane->keys, k, now->n, plan->k_dim);
     multiply(t, &scores, v, now->n, c->layout->v_stored);
     weigh(t, now);
-    point_at_keys(k, next, c->layout);
+    next_tile(next, k, rest, c->layout);
     for (int32_t r = 0; r < t->num_q; r++) {
         float *acc = t->acc + (size_t)r * (size_t)lane->acc_stride;
         if (t->factor[r] == 1) continue;
@@ -360,19 +363,15 @@ static cursor rows_after(const task *t, int32_t m) {
 }
 
 static void attend_rows(task *t, cursor rows, cursor after) {
-    const kvc_layout *at = t->call->layout;
+    void (*const attend_tile)(task *, tile *, tile *, const void *[KVC_TILE], cursor *) =
+        t->unit->tiled ? multiply_tile : stream_tile;
     const void *k[KVC_TILE];
     tile tiles[2];
     int now = 0;
-    next_tile(&tiles[now], &rows);
-    point_at_keys(k, &tiles[now], at);
+    next_tile(&tiles[now], k, &rows, t->call->layout);
     for (int is_last = 0; tiles[now].n && !is_last; now = !now) {
         is_last = !rows.rest;
-        next_tile(&tiles[!now], is_last ? &after : &rows);
-        if (t->unit->tiled)
-            multiply_tile(t, &tiles[now], &tiles[!now], k);
-        else
-            stream_tile(t, &tiles[now], &tiles[!now], k);
+        attend_tile(t, &tiles[now], &tiles[!now], k, is_last ? &after : &rows);
     }
 }
 
@@ -383,8 +382,7 @@ static void prefetch_keys(const task *t) {
     const void *k[KVC_TILE];
     cursor first = first_rows(c->plan, t->index);
     tile tile;
-    next_tile(&tile, &first);
-    point_at_keys(k, &tile, c->layout);
+    next_tile(&tile, k, &first, c->layout);
     for (int32_t i = 0; i < tile.n; i++) prefetch(k[i], c->layout->k_row_bytes);
 }
 

@@ -861,6 +861,7 @@ static kvc_status commit(kvc_batch *batch, int32_t num_kept) {
         }
         for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++) commit_cross(batch, g, s);
     }
+    for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_join(&cache->pools[g], batch->num_tokens);
     cache->stats.batches++;
     cache->stats.tokens += num_kept;
     release_batch(batch);

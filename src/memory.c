@@ -1,9 +1,5 @@
-#if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE /* MAP_ANONYMOUS, madvise */
-#endif
 #include "memory.h"
 
-#include <stdatomic.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,51 +8,22 @@
 
 #if defined(_WIN32)
 #include <malloc.h>
-#else
-#include <sys/mman.h>
-#include <unistd.h>
 #endif
 
-/* Blocks of at least this size are mapped: they take memory as it is touched, and can give pages back. */
-static const size_t MAPPED_SIZE = (size_t)256 << 10;
+/* Blocks of at least this size take memory as it is touched, and can give pages back: those that are smaller than a
+ * huge page side by side in slabs, larger ones in mappings of their own. */
+static const size_t LAZY_SIZE = (size_t)256 << 10;
 
-static int is_mapped(size_t size, const kvc_memory_hint *hint) {
-#if defined(_WIN32)
-    (void)size, (void)hint;
-    return 0;
-#else
-    return hint->kind == KVC_MEMORY_ROWS && size >= MAPPED_SIZE;
-#endif
+static int is_mapped(size_t size, int32_t kind) {
+    return KVC_HAS_PAGES && kind == KVC_MEMORY_ROWS && size >= KVC_HUGE_PAGE;
 }
-
-#if !defined(_WIN32)
-/* Where huge pages fit in, at the beginning of one: what is too much on both sides goes back. */
-static void *map_aligned(size_t size, int flags) {
-    const size_t page = kvc_os_page_size(), slack = size >= KVC_HUGE_PAGE ? KVC_HUGE_PAGE - page : 0;
-    if (size > SIZE_MAX - KVC_HUGE_PAGE) return NULL;
-    const size_t used = kvc_align_up(size, page);
-    char *p = mmap(NULL, used + slack, PROT_READ | PROT_WRITE, flags, -1, 0);
-    if (p == MAP_FAILED) return NULL;
-    const size_t before = slack ? kvc_align_up((uintptr_t)p, KVC_HUGE_PAGE) - (uintptr_t)p : 0;
-    if (before) munmap(p, before);
-    if (slack - before) munmap(p + before + used, slack - before);
-    return p + before;
-}
-#endif
 
 static void *default_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
     (void)user;
+    if (is_mapped(size, hint->kind)) return kvc_pages_map(size);
 #if defined(_WIN32)
-    (void)hint;
     return _aligned_malloc(size, alignment);
 #else
-    if (is_mapped(size, hint)) {
-        int flags = MAP_PRIVATE | MAP_ANONYMOUS;
-#if defined(MAP_NORESERVE)
-        flags |= MAP_NORESERVE; /* a long contiguous cache may be larger than the memory there is */
-#endif
-        return map_aligned(size, flags);
-    }
     if (alignment <= _Alignof(max_align_t)) return malloc(size); /* aligning costs bytes that nobody counts */
     return size > SIZE_MAX - alignment ? NULL : aligned_alloc(alignment, kvc_align_up(size, alignment));
 #endif
@@ -64,28 +31,24 @@ static void *default_alloc(void *user, size_t size, size_t alignment, const kvc_
 
 static void default_free(void *user, void *memory, size_t size, const kvc_memory_hint *hint) {
     (void)user;
+    if (is_mapped(size, hint->kind)) {
+        kvc_pages_unmap(memory, size);
+        return;
+    }
 #if defined(_WIN32)
-    (void)size, (void)hint;
     _aligned_free(memory);
 #else
-    if (is_mapped(size, hint))
-        munmap(memory, size);
-    else
-        free(memory);
+    free(memory);
 #endif
 }
 
-#if defined(_WIN32)
-#define default_purge NULL
-#else
 static void default_purge(void *user, void *memory, size_t size) {
     (void)user;
-    madvise(memory, size, MADV_DONTNEED);
+    kvc_pages_drop(memory, size);
 }
-#endif
 
 static const kvc_allocator DEFAULT_ALLOCATOR = {sizeof(kvc_allocator), NULL, default_alloc, default_free,
-                                                default_purge};
+                                                KVC_HAS_PAGES ? default_purge : NULL};
 
 kvc_status kvc_memory_init(kvc_memory *memory, const kvc_allocator *allocator) {
     *memory = (kvc_memory){.allocator = DEFAULT_ALLOCATOR};
@@ -99,7 +62,14 @@ kvc_status kvc_memory_init(kvc_memory *memory, const kvc_allocator *allocator) {
     return KVC_OK;
 }
 
+static int is_default(const kvc_memory *memory) { return memory->allocator.alloc == default_alloc; }
+
+static int is_in_slab(const kvc_memory *memory, size_t size, kvc_memory_kind kind) {
+    return KVC_HAS_PAGES && is_default(memory) && kind == KVC_MEMORY_ROWS && size >= LAZY_SIZE && size < KVC_HUGE_PAGE;
+}
+
 void *kvc_memory_alloc(kvc_memory *memory, size_t size, kvc_memory_kind kind, int32_t group) {
+    if (is_in_slab(memory, size, kind)) return kvc_slab_take(&memory->slabs, size);
     const kvc_memory_hint hint = {(int32_t)kind, group, 0, INT32_MAX};
     const size_t alignment = kind == KVC_MEMORY_BOOKKEEPING ? _Alignof(max_align_t) : KVC_CACHE_LINE;
     void *p = memory->allocator.alloc(memory->allocator.user, size, alignment, &hint);
@@ -109,6 +79,10 @@ void *kvc_memory_alloc(kvc_memory *memory, size_t size, kvc_memory_kind kind, in
 
 void kvc_memory_free(kvc_memory *memory, void *p, size_t size, kvc_memory_kind kind, int32_t group) {
     if (!p) return;
+    if (is_in_slab(memory, size, kind)) {
+        kvc_slab_give(&memory->slabs, p);
+        return;
+    }
     const kvc_memory_hint hint = {(int32_t)kind, group, 0, INT32_MAX};
     if (kind == KVC_MEMORY_BOOKKEEPING) memory->bookkeeping -= (int64_t)size;
     memory->allocator.free(memory->allocator.user, p, size, &hint);
@@ -122,20 +96,6 @@ void *kvc_memory_resize(kvc_memory *memory, void *p, size_t used, size_t old_siz
     return moved;
 }
 
-size_t kvc_os_page_size(void) {
-#if defined(_WIN32)
-    return 4096;
-#else
-    static atomic_size_t known; /* the same whoever finds out first */
-    size_t size = atomic_load_explicit(&known, memory_order_relaxed);
-    if (!size) {
-        size = (size_t)sysconf(_SC_PAGESIZE);
-        atomic_store_explicit(&known, size, memory_order_relaxed);
-    }
-    return size;
-#endif
-}
-
 void kvc_memory_purge(kvc_memory *memory, void *p, size_t size) {
     if (!memory->allocator.purge) return;
     const size_t page = kvc_os_page_size();
@@ -144,13 +104,9 @@ void kvc_memory_purge(kvc_memory *memory, void *p, size_t size) {
 }
 
 void kvc_memory_join(kvc_memory *memory, void *p, size_t size) {
-#if defined(__linux__)
-    /* Unlike advice given beforehand, this takes no memory for what is not written yet.  Older systems refuse. */
-    enum { COLLAPSE = 25 }; /* MADV_COLLAPSE, which older headers lack */
-    if (memory->allocator.alloc == default_alloc) madvise(p, size, COLLAPSE);
-#else
-    (void)memory, (void)p, (void)size;
-#endif
+    if (is_default(memory) && !kvc_slab_join(&memory->slabs, p)) kvc_pages_join(p, size);
 }
 
-int kvc_memory_is_lazy(const kvc_memory *memory, size_t size) { return memory->allocator.purge && size >= MAPPED_SIZE; }
+void kvc_memory_part(kvc_memory *memory, void *p) { kvc_slab_part(&memory->slabs, p); }
+
+int kvc_memory_is_lazy(const kvc_memory *memory, size_t size) { return memory->allocator.purge && size >= LAZY_SIZE; }

@@ -3,12 +3,15 @@
 #define KVC_MEMORY_H
 
 #include "kvcache.h"
+#include "pages.h"
+#include "slab.h"
 
 enum { KVC_CACHE_LINE = 64 };
 
 typedef struct kvc_memory {
     kvc_allocator allocator;
     int64_t bookkeeping; /* bytes */
+    kvc_slab *slabs;     /* of the default allocator */
 } kvc_memory;
 
 /* allocator NULL: the C library, and the operating system's pages for what is large. */
@@ -24,15 +27,16 @@ void *kvc_memory_resize(kvc_memory *memory, void *p, size_t used, size_t old_siz
 /* Gives the whole OS pages within [p, p + size) back; they stay addressable and lose their contents. */
 void kvc_memory_purge(kvc_memory *memory, void *p, size_t size);
 
-/* [p, p + size) is written and stays: whole huge pages of it become such, where the memory is the system's and it can.
- * Then rows are read faster, as fewer addresses have to be looked up. */
-enum { KVC_HUGE_PAGE = 2 << 20 };
+/* [p, p + size), or a block at p that is smaller than a huge page, is written and stays: whole huge pages of it, or of
+ * several such blocks side by side, become such, where the memory is the system's and it can.  Then rows are read
+ * faster, as fewer addresses have to be looked up. */
 void kvc_memory_join(kvc_memory *memory, void *p, size_t size);
+
+/* The block at p is about to be purged in part. */
+void kvc_memory_part(kvc_memory *memory, void *p);
 
 /* Whether a block of this size takes memory only as it is touched, and can give it back page by page. */
 int kvc_memory_is_lazy(const kvc_memory *memory, size_t size);
-
-size_t kvc_os_page_size(void);
 
 static inline size_t kvc_align_up(size_t size, size_t alignment) {
     return (size + alignment - 1) / alignment * alignment;

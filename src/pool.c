@@ -8,8 +8,8 @@
 enum {
     WORTH_THREADS = 1 << 22, /* bytes; to give back less takes less time than to wake a thread */
     JOIN_SLOTS = 512,        /* so seldom are pages looked at that may be made huge ones */
-    JOIN_TOKENS = 8,         /* for so many tokens of a batch, one more is */
-    JOIN_BLOCKS = 8          /* so many are looked at */
+    JOIN_TOKENS = 8,         /* for so many tokens of a batch, one more is, and one more block looked at */
+    JOIN_BLOCKS = 8          /* so many are looked at in any case */
 };
 
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
@@ -180,6 +180,7 @@ static void purge_tail(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
     if (block->fill >= block->touched || !kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return;
     const int64_t bytes = kvc_pool_block_bytes(pool, block->touched) - kvc_pool_block_bytes(pool, block->fill);
     purge work = {pool, block};
+    kvc_memory_part(pool->memory, block->rows);
     kvc_parallel(bytes < WORTH_THREADS ? 1 : num_threads, kvc_pool_num_regions(pool), purge_region, &work);
     pool->row_bytes -= bytes;
     block->touched = block->fill;
@@ -201,17 +202,7 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {
     return bytes;
 }
 
-/* ---- slots ------------------------------------------------------------------------------------------------------- */
-
-kvc_block *kvc_pool_open(kvc_pool *pool) {
-    kvc_block *block = pool->free;
-    pool->free = block->next;
-    pool->num_free--;
-    if (block->touched) pool->reused++;
-    block->is_free = 0;
-    block->next = NULL;
-    return block;
-}
+/* ---- huge pages -------------------------------------------------------------------------------------------------- */
 
 /* Makes the huge pages huge that slots [from, to) have filled in one head's rows; whether there was one.  The first may
  * begin a little before these, with padding. */
@@ -228,13 +219,13 @@ static int join_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, int3
 /* The steps in which the pages of a block are joined up to join_to: of a full one, page by page; else region by region,
  * as what lies between those is not filled. */
 static int64_t num_join_steps(const kvc_pool *pool, const kvc_block *block) {
-    return block->join_to == pool->block_size ? (int64_t)(pool->block_bytes / KVC_HUGE_PAGE)
-                                              : kvc_pool_num_regions(pool);
+    if (block->join_to < pool->block_size) return kvc_pool_num_regions(pool);
+    return pool->block_bytes < KVC_HUGE_PAGE ? 1 : (int64_t)(pool->block_bytes / KVC_HUGE_PAGE);
 }
 
 static int join_step(const kvc_pool *pool, const kvc_block *block, int64_t step) {
     if (block->join_to == pool->block_size) {
-        uint8_t *page = block->rows + step * KVC_HUGE_PAGE; /* blocks of this size are aligned to it */
+        uint8_t *page = block->rows + step * KVC_HUGE_PAGE; /* blocks that have one are aligned to it */
         kvc_memory_join(pool->memory, page, KVC_HUGE_PAGE);
         return 1;
     }
@@ -259,9 +250,11 @@ static int32_t join_some(const kvc_pool *pool, kvc_block *block, int32_t budget)
     return budget;
 }
 
-/* Looks at a few blocks, in turn. */
-static void join_blocks(kvc_pool *pool, int32_t budget) {
-    for (int32_t i = 0; i < JOIN_BLOCKS && i < pool->num_blocks; i++) {
+void kvc_pool_join(kvc_pool *pool, int32_t num_tokens) {
+    if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return;
+    const int32_t more = num_tokens / JOIN_TOKENS;
+    int32_t budget = 1 + more;
+    for (int32_t i = 0; i < JOIN_BLOCKS + more && i < pool->num_blocks; i++) {
         if (pool->join_block >= pool->num_blocks) pool->join_block = 0;
         budget = join_some(pool, pool->blocks[pool->join_block], budget);
         if (budget == 0) return;
@@ -269,10 +262,20 @@ static void join_blocks(kvc_pool *pool, int32_t budget) {
     }
 }
 
-/* Slots up to the fill mark are resident from now on; `count` of them were handed out just now. */
-static void touch(kvc_pool *pool, kvc_block *block, int32_t count) {
-    if (pool->block_bytes >= KVC_HUGE_PAGE && kvc_memory_is_lazy(pool->memory, pool->block_bytes))
-        join_blocks(pool, 1 + count / JOIN_TOKENS);
+/* ---- slots ------------------------------------------------------------------------------------------------------- */
+
+kvc_block *kvc_pool_open(kvc_pool *pool) {
+    kvc_block *block = pool->free;
+    pool->free = block->next;
+    pool->num_free--;
+    if (block->touched) pool->reused++;
+    block->is_free = 0;
+    block->next = NULL;
+    return block;
+}
+
+/* Slots up to the fill mark are resident from now on. */
+static void touch(kvc_pool *pool, kvc_block *block) {
     if (block->fill <= block->touched) return;
     pool->row_bytes += kvc_pool_block_bytes(pool, block->fill) - kvc_pool_block_bytes(pool, block->touched);
     block->touched = block->fill;
@@ -285,7 +288,7 @@ int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
     block->live += count;
     pool->live += count;
     pool->filled += count;
-    touch(pool, block, count);
+    touch(pool, block);
     return slot;
 }
 
@@ -319,7 +322,7 @@ void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_block
         block->fill = block->live = live < pool->block_size ? live : pool->block_size;
         block->has_key = 0;
         pool->filled += block->fill;
-        touch(pool, block, 0);
+        touch(pool, block);
         live -= block->fill;
         free_if_empty(pool, block);
     }

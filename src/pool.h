@@ -106,6 +106,10 @@ void kvc_pool_restore(kvc_block *block, int32_t slot, int32_t count);
 /* After a compaction: these blocks hold `live` slots, one block after the other, whose holders are in place. */
 void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_blocks, int32_t live);
 
+/* After a batch of so many tokens: makes huge pages of a few of those that are written, which takes a millisecond or
+ * more for each.  Before, the rows of its slots are not there, and pages that nothing has touched cannot be joined. */
+void kvc_pool_join(kvc_pool *pool, int32_t num_tokens);
+
 /* Bookkeeping of one block, and what the list of blocks grows by for so many new ones. */
 int64_t kvc_pool_header_bytes(const kvc_pool *pool);
 int64_t kvc_pool_list_growth(const kvc_pool *pool, int32_t new_blocks);
