@@ -102,6 +102,12 @@ types() {
     "$tools/bin/stubtest" --concise --mypy-config-file "$tree/pyproject.toml" --allowlist "$tree/.ci/stubtest.txt" kvcache
 }
 
+# What needs torch and transformers, which the wheel can do without.
+with_torch() {
+    "$tools/bin/pip" install -qq --constraint bench/constraints.txt "$(echo "$tmp"/dist/*.whl)[hf]"
+    "$tools/bin/pytest" --color=no $(grep -lE 'torch' tests/test_*.py)
+}
+
 docs() { "$tools/bin/sphinx-build" -W --keep-going -q docs "$tmp/html"; }
 
 # Paths of somebody's machine, and promises of later work.
@@ -179,6 +185,7 @@ usual() {
     step "ruff, cython-lint, clang-format" style
     step "mypy --strict, stubtest" types
     step "docs without a warning" docs
+    step "pytest with torch and transformers" with_torch
 
     local cc cxx
     for cc in gcc clang; do
@@ -190,7 +197,8 @@ usual() {
             step "core without a warning, $cc, OpenMP" core "$cc" -fopenmp
         fi
         step "C tests, $cc -O3 without OpenMP" c_tests "$cc" -O3
-        [ $cc = clang ] || sanitizers $cc # with Clang too in .ci/full
     done
+    # README's test command has them under the sanitizers, where these work; .ci/full without optimisation, too.
+    links "C tests under address and undefined sanitizers" "${CC:-cc}" -fsanitize=address,undefined
     has "CMake build" cmake pkg-config && step "CMake build, install, use" cmake_build
 }

@@ -1,12 +1,16 @@
-"""transformers' decoding with HFCache and with DynamicCache: tokens a second after a context, in turns."""
+"""transformers with HFCache and DynamicCache: speed after a context, in turns; memory; what a type costs in quality."""
 
 import argparse
+import multiprocessing
+import resource
 import statistics
 import time
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
+from kvcache import SlidingWindow
 from kvcache.hf import HFCache
 
 CHUNK = 512
@@ -14,6 +18,14 @@ CONFIG = LlamaConfig(
     hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
     head_dim=64, vocab_size=4096, max_position_embeddings=1 << 20, eos_token_id=None,
 )  # fmt: skip
+EXAMPLE = Path(__file__).parents[1] / "examples/model"
+BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32, "q4_0": 18 / 32}  # of an element
+
+
+def new_model(threads):
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).eval()
 
 
 def prefill(model, cache, context):
@@ -22,38 +34,111 @@ def prefill(model, cache, context):
         model(tokens[:, begin : begin + CHUNK], past_key_values=cache, logits_to_keep=1)
 
 
+# ---- speed
+
+
 def step(model, cache):
     start = time.perf_counter()
     model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
     return time.perf_counter() - start
 
 
+def entrants_of(dtypes):
+    """Name, attention and cache of each: theirs, ours, and ours under their attention."""
+    yield "DynamicCache", "sdpa", DynamicCache(config=CONFIG)
+    yield from ((dtype, "kvcache", HFCache(CONFIG, dtype)) for dtype in dtypes)
+    yield f"{dtypes[0]}, sdpa", "sdpa", HFCache(CONFIG, dtypes[0])
+
+
+def speed(args):
+    model = new_model(args.threads)
+    print("tokens/s after a context, and by DynamicCache's")
+    for context in args.context:
+        entrants = list(entrants_of(args.dtype))
+        for _, attention, cache in entrants:
+            model.set_attn_implementation(attention if isinstance(cache, DynamicCache) else "kvcache")
+            prefill(model, cache, context)
+        seconds = [[] for _ in entrants]
+        for _ in range(args.steps):
+            for times, (_, attention, cache) in zip(seconds, entrants, strict=True):
+                model.set_attn_implementation(attention)
+                times.append(step(model, cache))
+        theirs = statistics.median(seconds[0])
+        for (name, _, _), times in zip(entrants, seconds, strict=True):
+            median = statistics.median(times)
+            print(f"{context:9,}  {name:12}  {1 / median:8.1f}  {theirs / median:6.2f}", flush=True)
+
+
+# ---- memory
+
+
+def peak(name, context, threads):
+    """The most memory that a process takes which prefills a context, in bytes."""
+    model = new_model(threads)
+    model.set_attn_implementation("sdpa" if name == "DynamicCache" else "kvcache")
+    if name == "DynamicCache":
+        cache = DynamicCache(config=CONFIG)
+    elif name == "one token":
+        cache = HFCache(CONFIG, policy=SlidingWindow(1))
+    else:
+        cache = HFCache(CONFIG, name)
+    with torch.inference_mode():
+        prefill(model, cache, context)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory(args):
+    context = max(args.context)
+    elements = 2 * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * CONFIG.head_dim * context
+    print(f"peak memory of {context:,} tokens above that with one, MB, and by that of the rows")
+    peaks = {}
+    for name in ("one token", *args.dtype, "DynamicCache"):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            peaks[name] = pool.apply(peak, (name, context, args.threads))
+        above, rows = peaks[name] - peaks["one token"], elements * BYTES.get(name, 2)
+        if above:
+            print(f"{name:12}  {above / 1e6:8.1f}  {above / rows:6.2f}", flush=True)
+
+
+# ---- quality
+
+
+def read(model, dtype, text):
+    """Logits of a text, all but the first half of it read one token at a time."""
+    cache = HFCache(model.config, dtype)
+    half = text.shape[1] // 2
+    parts = [model(text[:, :half], past_key_values=cache).logits]
+    parts += [model(text[:, i : i + 1], past_key_values=cache).logits for i in range(half, text.shape[1])]
+    return torch.cat(parts, 1)[0]
+
+
+def quality(args):
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLE, dtype=torch.float32, attn_implementation="kvcache").eval()
+    length = model.config.max_position_embeddings
+    text = torch.frombuffer(bytearray((EXAMPLE / "eval.txt").read_bytes()), dtype=torch.uint8).long()
+    windows = [text[None, i : i + length] for i in range(0, len(text) - length + 1, length)]
+    exact = [read(model, "f32", window) for window in windows]
+    print(f"the model in this repository over {len(windows)} texts of {length:,} tokens")
+    print("type   loss    mean and largest distance of logits from f32's")
+    for dtype in ("f32", *args.dtype):
+        logits = [read(model, dtype, window) for window in windows]
+        losses = [
+            torch.nn.functional.cross_entropy(x[:-1], w[0, 1:]).item() for x, w in zip(logits, windows, strict=True)
+        ]
+        off = torch.cat([(x - y).abs() for x, y in zip(logits, exact, strict=True)])
+        print(f"{dtype:5}  {statistics.mean(losses):.4f}  {off.mean():.1e}  {off.max():.1e}", flush=True)
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument(
-        "--context", type=int, nargs="+", default=[512, 8192], metavar="N", help="tokens (default: 512 8192)"
-    )
-    p.add_argument("--dtype", nargs="+", default=["bf16", "q8_0"], help="of our rows (default: bf16 q8_0)")
-    p.add_argument("--threads", type=int, default=2, metavar="N", help="of torch and of ours (default: 2)")
-    p.add_argument("--steps", type=int, default=20, metavar="N", help="of each, in turns (default: 20)")
+    p.add_argument("--only", choices=("speed", "memory", "quality"), default="speed", help="default: speed")
+    p.add_argument("--context", type=int, nargs="+", default=[512, 8192], metavar="N", help="tokens; default: 512 8192")
+    p.add_argument("--dtype", choices=BYTES, nargs="+", default=["bf16", "q8_0"], help="of rows; default: bf16 q8_0")
+    p.add_argument("--threads", type=int, default=2, metavar="N", help="of torch and of ours; default: 2")
+    p.add_argument("--steps", type=int, default=20, metavar="N", help="of each, in turns; default: 20")
     args = p.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).eval()
-    print("  context  DynamicCache  " + "".join(f"{dtype:>8}  ratio" for dtype in args.dtype), " tokens/s")
     with torch.inference_mode():
-        for context in args.context:
-            entrants = [("sdpa", DynamicCache(config=CONFIG))] + [("kvcache", HFCache(CONFIG, d)) for d in args.dtype]
-            for attention, cache in entrants:
-                model.set_attn_implementation(attention)
-                prefill(model, cache, context)
-            seconds = [[] for _ in entrants]
-            for _ in range(args.steps):
-                for times, (attention, cache) in zip(seconds, entrants, strict=True):
-                    model.set_attn_implementation(attention)
-                    times.append(step(model, cache))
-            theirs, *ours = (1 / statistics.median(times) for times in seconds)
-            print(f"{context:9,}  {theirs:12.1f}  " + "".join(f"{x:8.1f}  {x / theirs:5.2f}" for x in ours), flush=True)
+        {"speed": speed, "memory": memory, "quality": quality}[args.only](args)
 
 
 if __name__ == "__main__":

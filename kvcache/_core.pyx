@@ -738,6 +738,14 @@ cdef int check_apart(Array *out, Array *other, str name) except -1:
     return 0
 
 
+cdef int check_writable(Array *a, str name) except -1:
+    if a.read_only:
+        raise ValueError(f"{name}: is read-only; pass an array that can be written to")
+    if a.shape[1] and (not lies_well(a) or rows_overlap(a)):  # the strides of an array of nothing may be anything
+        raise ValueError(f"{name}: its last axis must be contiguous and aligned, and its rows may not overlap")
+    return 0
+
+
 # ---- arrays out ------------------------------------------------------------------------------------------------------
 
 cdef cnp.dtype dtype_of(int32_t type):
@@ -1162,19 +1170,23 @@ cdef class Cache:
 
     cdef tuple copy_rows(self, int32_t layer, int64_t seq_id, int64_t first, int64_t rows, int32_t type, bint want_k,
                          bint want_v):
-        cdef kvc_cache *cache = self.open()
-        cdef kvc_status status = KVC_OK
         cdef kvc_rows_out out
         arrays = self.new_rows(layer, rows, type, want_k, want_v, &out)
+        self.copy_to(layer, seq_id, first, rows, &out)
+        return arrays
+
+    cdef int copy_to(self, int32_t layer, int64_t seq_id, int64_t first, int64_t rows, kvc_rows_out *out) except -1:
+        cdef kvc_cache *cache = self.open()
+        cdef kvc_status status = KVC_OK
         if rows == 1:  # not worth letting another thread in, which might edit between finding the row and this
-            status = kvc_gather(cache, seq_id, layer, first, rows, &out)
+            status = kvc_gather(cache, seq_id, layer, first, rows, out)
         elif rows:
             self.calls += 1
             with nogil:
-                status = kvc_gather(cache, seq_id, layer, first, rows, &out)
+                status = kvc_gather(cache, seq_id, layer, first, rows, out)
             self.calls -= 1
         check(status)
-        return arrays
+        return 0
 
     def get(self, seq_id, layer, position):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -1186,10 +1198,19 @@ cdef class Cache:
         k, v = self.copy_rows(at, seq, row, 1, KVC_F32, True, True)
         return k[:, 0], v[:, 0]
 
-    def gather(self, seq_id, layer, int32_t type):
+    def gather(self, seq_id, layer, first, dtype, out):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t at = to_layer(layer, self.num_layers)
-        return self.copy_rows(at, seq, 0, kvc_seq_len(self.open(), seq, at), type, True, True)
+        cdef int64_t rows = kvc_seq_len(self.open(), seq, at)
+        cdef int64_t begin = to_int(first, "first", 0, rows)
+        cdef kvc_rows_out to
+        if out is None:
+            return self.copy_rows(at, seq, begin, rows - begin, TYPES["f32" if dtype is None else dtype], True, True)
+        if dtype is not None:
+            raise ValueError(f"dtype={dtype!r}: rows are converted to the type of out; leave it out")
+        owner = read_rows_out(&self.layers[at], out, rows - begin, &rows, &to)
+        self.copy_to(at, seq, begin, rows, &to)
+        return out
 
     def extract(self, seq_id, layer, begin, end):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -1333,6 +1354,30 @@ cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t 
     if count_tokens(a, layout) == 0:
         raise ValueError(f"{name}: an array of no tokens")
     return settle(a, owner)
+
+
+cdef object read_rows_out(kvc_layer *shape, object out, int64_t most, int64_t *rows, kvc_rows_out *to):
+    """Where keys and values go, at most so many rows; returns what keeps the arrays."""
+    cdef Array k, v
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(f"out: a pair of arrays is needed, for keys and values, not {type(out).__name__}")
+    owners = read_array(out[0], "out[0]", 3, &k, write=True), read_array(out[1], "out[1]", 3, &v, write=True)
+    if v.type != k.type:
+        raise TypeError(f"out: both must be of one type, not {dtype_of(k.type)} and {dtype_of(v.type)}")
+    if k.shape[0] != shape.num_kv_heads or k.shape[2] != shape.k_dim:
+        wrong_shape("out[0]", &k, HTD, shape.num_kv_heads, shape.k_dim)
+    if v.shape[0] != shape.num_kv_heads or v.shape[1] != k.shape[1] or v.shape[2] != shape.v_dim:
+        wrong_shape("out[1]", &v, HTD, shape.num_kv_heads, shape.v_dim, &k)
+    if k.shape[1] > most:
+        raise ValueError(f"out: for {k.shape[1]} rows, where the sequence has {most} from first on")
+    check_writable(&k, "out[0]")
+    check_writable(&v, "out[1]")
+    check_apart(&k, &v, "out[1]")
+    rows[0] = k.shape[1]
+    to[0] = kvc_rows_out(struct_size=sizeof(kvc_rows_out), type=k.type, k=k.data, v=v.data,
+                         k_head_stride=k.strides[0], k_row_stride=k.strides[1], v_head_stride=v.strides[0],
+                         v_row_stride=v.strides[1])
+    return owners
 
 
 cdef object in_f32(Array *a, object owner):
@@ -1543,10 +1588,7 @@ cdef class Batch:
             raise TypeError(f"out: must be {dtype_of(q.type)}, as q is, not {dtype_of(a.type)}")
         if not same_tokens(a, q, layout) or a.shape[head] != q.shape[head] or a.shape[a.ndim - 1] != dim:
             wrong_shape("out", a, layout, f"{q.shape[head]}", dim, q)
-        if a.read_only:
-            raise ValueError("out: is read-only; pass an array that can be written to")
-        if not lies_well(a) or rows_overlap(a):
-            raise ValueError("out: its last axis must be contiguous and aligned, and its rows may not overlap")
+        check_writable(a, "out")
         return owner
 
     cdef tuple read_query(self, int32_t layer, object q, object first, object scale, object softcap, object sinks,

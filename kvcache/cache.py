@@ -526,9 +526,15 @@ class KVCache:
         return self._core.get(seq_id, layer, position)
 
     def gather(
-        self, layer: SupportsIndex, *, seq_id: SupportsIndex = 0, dtype: FloatDType = "f32"
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return copies of all keys and values of a sequence in a layer, decoded, in order of arrival.
+        self,
+        layer: SupportsIndex,
+        *,
+        seq_id: SupportsIndex = 0,
+        first: SupportsIndex = 0,
+        dtype: FloatDType | None = None,
+        out: tuple[SupportsDLPack | npt.NDArray[Any], SupportsDLPack | npt.NDArray[Any]] | None = None,
+    ) -> tuple[Any, Any]:
+        """Return copies of the keys and values of a sequence in a layer, decoded, in order of arrival.
 
         Parameters
         ----------
@@ -536,22 +542,32 @@ class KVCache:
             Which layer.
         seq_id : int, default 0
             Which sequence.
-        dtype : {"f32", "f16", "bf16"}, default "f32"
-            What the rows are converted to.
+        first : int, default 0
+            The first row to copy.
+        dtype : {"f32", "f16", "bf16"}, optional
+            What the rows are converted to, f32 by default.
+        out : tuple of two arrays, optional
+            Where they go, in place of new arrays: of any of these types, NumPy's or DLPack's, with any strides but that
+            of the last axis, for as many rows as are wanted.
 
         Returns
         -------
         tuple of numpy.ndarray
-            ``[num_kv_heads, len, head_dim]`` and ``[num_kv_heads, len, v_head_dim]``.
+            ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]``; or `out`.
 
         Raises
         ------
         IndexError
             If there is no such layer.
         ValueError
-            If there is no such `dtype`.
+            If there is no such `dtype`, or it is given beside `out`; if `first` is negative or past the last row, or
+            `out` is of another shape, longer than what there is, read-only, or overlaps itself.
+        TypeError
+            If `out` is not a pair of arrays, or of other types.
         """
-        return self._core.gather(seq_id, layer, _core.TYPES[_float_dtype(dtype, "dtype")])
+        chosen = None if dtype is None else _float_dtype(dtype, "dtype")
+        result: tuple[Any, Any] = self._core.gather(seq_id, layer, first, chosen, out)
+        return result
 
     def extract(
         self, layer: SupportsIndex, begin: SupportsIndex, end: SupportsIndex, *, seq_id: SupportsIndex = 0

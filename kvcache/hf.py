@@ -9,7 +9,7 @@
 
 Importing this module registers an attention and a mask function under that name. With them keys and values go from the
 model into the cache and are attended over where they lie; with the model's own attention (``"sdpa"``, ``"eager"``) the
-cache hands out dense tensors, as any other does.
+cache hands out dense tensors, as any other does. For models with an encoder too there is `HFEncoderDecoderCache`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
@@ -28,6 +29,7 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DummyLayer,
+    EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
     get_layer_types_and_kwargs,
 )
@@ -37,40 +39,52 @@ from transformers.masking_utils import sdpa_mask
 from kvcache.cache import Batch, KVCache
 from kvcache.errors import NotSupportedError
 from kvcache.layer import DType
-from kvcache.policy import ChunkedAttention, FullAttention, Policy, SlidingWindow
+from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
 
-__all__ = ["NAME", "HFCache"]
+__all__ = ["NAME", "HFCache", "HFEncoderDecoderCache"]
 
 NAME = "kvcache"
 ATTRIBUTE = "_kvcache_layer"  # of the keys that `HFCache.update` returns: whose they are
 # Layers without keys and values of their own, which stay transformers'.
 CacheLayer: TypeAlias = LinearAttentionCacheLayerMixin | DummyLayer
+BLOCK = 256  # tokens: copied in one go for the model's own attention; what is not filled takes no memory
 RESUME = 64  # tokens that a window can be taken back by: assisted decoding drops what it guessed wrong
 
 
-class Mask(NamedTuple):
+@dataclass(frozen=True)
+class Mask:
     """What a mask would be made of; the kernels know who sees what, all but the padding."""
 
     padding: torch.Tensor | None  # [batch, tokens so far] of bool, True: a token
     is_plain: bool  # nothing but order, window and padding
+    sees_all: bool  # not even order, as in an encoder, or in attention over one
     arguments: dict[str, Any]  # of sdpa_mask
+    queries: slice | None = None  # which of them; None: all
+
+    def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Mask:
+        """Some of the queries, as Gemma 4 takes the last ones in the end."""
+        return replace(self, queries=index[2])
 
     def dense(self) -> torch.Tensor | None:
-        """[batch, 1, queries, keys] of bool."""
-        return sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
+        """[batch, 1, queries, keys] of bool; None: all see all."""
+        mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
+        return mask if mask is None or self.queries is None else mask[:, :, self.queries]
 
 
 def make_mask(
     *,
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     **arguments: Any,
 ) -> Mask:
     """Stand in for a mask; transformers calls this where others make a tensor."""
     padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
-    is_plain = allow_is_causal_skip and not use_vmap  # these tell of functions that were mixed in
-    return Mask(padding, is_plain, {**arguments, "attention_mask": attention_mask, "use_vmap": use_vmap})
+    # These tell of functions that were mixed in.
+    is_plain = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap
+    arguments |= {"allow_is_bidirectional_skip": allow_is_bidirectional_skip, "use_vmap": use_vmap}
+    return Mask(padding, is_plain, allow_is_bidirectional_skip, {**arguments, "attention_mask": attention_mask})
 
 
 def attention(
@@ -87,9 +101,10 @@ def attention(
     """Attend as transformers asks for: query ``[batch, heads, tokens, dim]``, out ``[batch, tokens, heads, dim]``."""
     layer: Layer | None = getattr(key, ATTRIBUTE, None)
     if layer is not None:  # else there is no cache, or another one
-        is_known = not isinstance(attention_mask, torch.Tensor) and (attention_mask is None or attention_mask.is_plain)
+        if options.get("position_bias") is not None:
+            raise NotSupportedError("a position bias is added to the scores of this model: use its eager attention")
         is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
-        if is_known and is_causal and options.get("position_bias") is None and not options.get("dropout"):
+        if layer.knows(attention_mask, is_causal) and not options.get("dropout"):
             padding = attention_mask.padding if isinstance(attention_mask, Mask) else None
             sinks = None if s_aux is None else s_aux.detach()
             given = {"scale": scaling, "softcap": softcap, "sinks": sinks}
@@ -111,27 +126,37 @@ class Layer(CacheLayerMixin):
     """What transformers takes for one layer of the cache."""
 
     is_croppable = True
+    is_initialized = True  # rows are taken as they come
     supports_early_init = False
+    keys: torch.Tensor | None = None  # nobody asks
+    values: torch.Tensor | None = None
 
     def __init__(self, cache: HFCache, index: int) -> None:
-        super().__init__()
         self.cache, self.index = cache, index  # of the core's layers
         self.window = _window_of(cache.policy[index])  # tokens that a query sees at most; 0: all
         self.is_sliding = self.window > 0
-        self.is_initialized = True
+
+    def knows(self, mask: Mask | torch.Tensor | None, is_causal: bool) -> bool:
+        """Whether the kernels can attend with this mask."""
+        if isinstance(mask, Mask):
+            return is_causal and mask.is_plain and not mask.sees_all
+        return is_causal and mask is None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: rows are taken as they come."""
+        """Nothing."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.cache.store(self, key_states, value_states)
 
+    def kept(self, seen: int) -> int:
+        """How many of the tokens before have columns in a mask."""
+        return min(seen, self.window - 1) if self.window else seen
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         seen = self.cache.get_seq_length()
-        kept = min(seen, self.window - 1) if self.window else seen
-        return kept + query_length, seen - kept
+        return self.kept(seen) + query_length, seen - self.kept(seen)
 
     def get_seq_length(self) -> int:
         return self.cache.get_seq_length()
@@ -142,6 +167,26 @@ class Layer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         return self.cache.batch_size
+
+
+class CrossLayer(Layer):
+    """The same, of attention over an encoder, whose keys and values are stored once and then asked for, in turns."""
+
+    _values: torch.Tensor | None = None  # that go with the keys asked for last
+
+    def knows(self, mask: Mask | torch.Tensor | None, is_causal: bool) -> bool:
+        """Whether the kernels can attend with this mask."""
+        return mask.is_plain and mask.sees_all if isinstance(mask, Mask) else mask is None
+
+    @property
+    def keys(self) -> torch.Tensor:  # type: ignore[override]
+        keys, self._values = self.cache.fetch(self)
+        return keys
+
+    @property
+    def values(self) -> torch.Tensor:  # type: ignore[override]
+        values, self._values = self._values, None
+        return self.cache.fetch(self)[1] if values is None else values
 
 
 class Shared:
@@ -180,7 +225,8 @@ class HFCache(Cache):
     Raises
     ------
     NotSupportedError
-        If the model has a layer whose state is neither keys and values nor that of linear attention, or no attention.
+        If the model has a layer whose state is neither keys and values nor that of linear attention, or no attention;
+        or an encoder.
     ValueError
         If `config` says nothing of heads, or an argument is none that `kvcache.KVCache` takes.
     TypeError
@@ -197,7 +243,9 @@ class HFCache(Cache):
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config is {config!r}: give the model's, of transformers")
-        self._config = config.get_text_config(decoder=True)
+        self._config = config.get_text_config(decoder=True)  # says which attention the model has now
+        if self._config.is_encoder_decoder:
+            raise NotSupportedError(f"a {type(config).__name__} has an encoder too: use HFEncoderDecoderCache")
         types, options = get_layer_types_and_kwargs(self._config)
         made = [_make(i, *layer) for i, layer in enumerate(zip(types, options, strict=True))]
         ours = [i for i, layer in enumerate(made) if not isinstance(layer, CacheLayer)]
@@ -213,18 +261,24 @@ class HFCache(Cache):
             dtype=dtype,
             policy=policies if policy is None else policy,
             max_sequences=None,
+            block_size=BLOCK,
         )
+        self._v_dims = self._cache.v_head_dim
         self._calls = {"kernel": 0, "dense": 0, "fallback": 0}
         self._shared = Shared()
         self._forget()
         indices = iter(range(len(ours)))
-        super().__init__(layers=[x if isinstance(x, CacheLayer) else Layer(self, next(indices)) for x in made])
+        super().__init__(layers=[x if isinstance(x, CacheLayer) else self._layer(next(indices)) for x in made])
 
     def _forget(self) -> None:
         self._rows: list[int] = []  # the sequence of each row of the batch
         self._seen = 0  # tokens, padding included
         self._step: Step | None = None
         self._pending: Layer | None = None  # its keys are on their way to `attention`
+        self._has_gaps = False  # rows of padding are missing between others
+
+    def _layer(self, index: int) -> Layer:
+        return (CrossLayer if isinstance(self.policy[index], CrossAttention) else Layer)(self, index)
 
     @property
     def policy(self) -> tuple[Policy | None, ...]:
@@ -245,12 +299,31 @@ class HFCache(Cache):
         if self._pending is not None and self._pending.index < layer.index:
             index, self._pending = self._pending.index, None
             raise RuntimeError(f"the keys of layer {index} did not reach the attention: this model changes them first")
-        if self._config._attn_implementation != NAME:
-            self._calls["dense"] += 1
-            return self._put(layer, k, v)
+        self._dtype = k.dtype
+        self._look(layer)
+        if self._attends:
+            self._pending = layer
+            return self._mark(layer, k), v
+        self._calls["dense"] += 1
+        return self._put(layer, k, v)
+
+    def _look(self, layer: Layer) -> None:
+        """Find out, once in a pass, whether the model's attention is ours; asking takes microseconds."""
+        if layer.index == 0:
+            self._attends = self._config._attn_implementation == NAME
+
+    def _mark(self, layer: Layer, k: torch.Tensor) -> torch.Tensor:
+        """The same, for `attention` to know whose it is."""
         setattr(k, ATTRIBUTE, layer)
-        self._pending = layer
-        return k, v
+        return k
+
+    def fetch(self, layer: CrossLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the attention over an encoder is given from the second pass on."""
+        self._look(layer)
+        if self._attends:
+            return self._mark(layer, torch.empty(0)), torch.empty(0)
+        self._calls["dense"] += 1
+        return self._source(layer)
 
     def attend(
         self,
@@ -263,41 +336,51 @@ class HFCache(Cache):
     ) -> torch.Tensor:
         """Store the new tokens of a layer, and attend with the kernels."""
         is_new, self._pending = self._pending is layer, None
-        if not is_new:  # another layer reads the rows of this one
-            return self._attend_again(layer, q, v, options)
-        step = self._step_of(layer, k, padding)
-        out = self._run(step, layer, q, k, v, options)
+        rows: tuple[torch.Tensor, ...] = (k, v) if is_new else ()
+        if isinstance(layer, CrossLayer):
+            step = self._step_of(layer, q, None)
+            if is_new:
+                self._put_source(step, layer, k, v, padding)
+            rows = ()
+        elif is_new:
+            step = self._step_of(layer, k, padding)
+        elif self._step is not None and layer.index in self._step.done:  # another layer reads the rows of this one
+            step = self._step
+        else:
+            raise RuntimeError(f"layer {layer.index} is read by another before it was written")
+        out = self._run(step, layer, q, rows, options)
         step.done.add(layer.index)
         return out
 
     def make_dense(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new tokens of a layer; all its keys and values, for what the kernels do not know."""
+        if self._has_gaps:
+            raise NotSupportedError("padding between tokens was not stored, and this mask or option needs it")
         if not self._calls["fallback"]:
             warnings.warn(
                 "kvcache: a mask or an option that the kernels do not know; using dense tensors", stacklevel=2
             )
         self._calls["fallback"] += 1
-        self._pending = None
-        return self._put(layer, k, v)
+        is_new, self._pending = self._pending is layer, None
+        if is_new:
+            return self._put(layer, k, v)
+        return self._source(layer) if isinstance(layer, CrossLayer) else self._dense(layer, k, v)
 
-    def _attend_again(self, layer: Layer, q: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-        if self._step is None or layer.index not in self._step.done:
-            raise RuntimeError(f"layer {layer.index} is read by another before it was written")
-        return self._run(self._step, layer, q, None, v, options)
+    def _source(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was stored of an encoder, in an earlier pass."""
+        self._settle()
+        return self._stored(layer, self._cache.seq_len(self._rows[0], layer=layer.index))
 
     def _run(
-        self,
-        step: Step,
-        layer: Layer,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor,
-        options: dict[str, Any],
+        self, step: Step, layer: Layer, q: torch.Tensor, rows: tuple[torch.Tensor, ...], options: dict[str, Any]
     ) -> torch.Tensor:
-        """Attend, and store k and v first, unless k is None."""
+        """Attend, and store the rows of k and v first, if there are any."""
+        if q.shape[2] < step.num_tokens:  # the last ones; the others are thrown away
+            wide = q.new_zeros(*q.shape[:2], step.num_tokens, q.shape[3])
+            wide[:, :, -q.shape[2] :] = q
+            return self._run(step, layer, wide, rows, options)[:, -q.shape[2] :].contiguous()
         self._calls["kernel"] += 1
-        rows = (k, v) if k is not None else ()
-        out = q.new_empty(len(q), q.shape[2], q.shape[1], v.shape[3])
+        out = q.new_empty(len(q), q.shape[2], q.shape[1], self._v_dims[layer.index])
         if step.real is None:
             step.batch.attend(layer.index, q, *rows, layout="BHTD", out=out.transpose(1, 2), **options)
             return out
@@ -311,31 +394,45 @@ class HFCache(Cache):
     def _put(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new tokens of a layer; all that its mask has columns for, ``[batch, heads, n, dim]``."""
         step = self._step_of(layer, k, None)
-        if step.real is None:
-            step.batch.put(layer.index, k, v, layout="BHTD")
-            new = [k.shape[2]] * len(k)
-        else:
-            step.batch.put(layer.index, *(x.transpose(1, 2)[step.real] for x in (k, v)))
-            new = step.real.sum(1).tolist()
-        stored = [
-            len(self._cache.positions(seq_id=row, layer=layer.index)) + n
-            for row, n in zip(self._rows, new, strict=True)
-        ]
-        columns = layer.get_mask_sizes(k.shape[2])[0]
-        dense = step.batch.dense(layer.index)[:2]
+        if isinstance(layer, CrossLayer):
+            self._put_source(step, layer, k, v, None)
+            step.done.add(layer.index)
+            return k, v
+        rows = (k, v) if step.real is None else tuple(x.transpose(1, 2)[step.real] for x in (k, v))
+        step.batch.put(layer.index, *rows, layout="BHTD" if step.real is None else "THD")
         step.done.add(layer.index)
-        wide = [self._spread(torch.from_numpy(x), stored, columns, k.dtype) for x in dense]
-        return wide[0], wide[1]
+        return self._dense(layer, k, v)
 
-    def _spread(self, rows: torch.Tensor, stored: list[int], columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """From ``[heads, rows by rising id, dim]`` to ``[batch, heads, columns, dim]``, the last rows last."""
-        wide = rows.new_zeros(len(stored), len(rows), columns, rows.shape[2], dtype=dtype)
-        end = 0
-        for b in sorted(range(len(stored)), key=self._rows.__getitem__):
-            end += stored[b]
-            n = min(stored[b], columns)
-            wide[b, :, columns - n :] = rows[:, end - n : end]
-        return wide
+    def _dense(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is stored, and the new tokens."""
+        kept = layer.kept(self._seen)
+        dense = self._stored(layer, kept, k.shape[2])
+        for wide, new in zip(dense, (k, v), strict=True):
+            wide[:, :, kept:] = new
+        return dense
+
+    def _put_source(
+        self, step: Step, layer: CrossLayer, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None
+    ) -> None:
+        """Store what an encoder made, without its padding."""
+        for i, row in enumerate(self._rows):
+            real = slice(None) if padding is None else padding[i].bool()
+            step.batch.put(layer.index, k[i][:, real], v[i][:, real], seq_id=row, layout="HTD")
+
+    def _stored(self, layer: Layer, columns: int, more: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last rows of a layer, ``[batch, heads, columns, dim]``, and room for some more."""
+        i = layer.index
+        k, v = (
+            torch.empty(len(self._rows), self._cache.num_kv_heads[i], columns + more, dim[i], dtype=self._dtype)
+            for dim in (self._cache.head_dim, self._v_dims)
+        )
+        for b, row in enumerate(self._rows):
+            stored = self._cache.seq_len(row, layer=i)
+            begin = max(0, columns - stored)
+            k[b, :, :begin] = v[b, :, :begin] = 0
+            out = k[b, :, begin:columns], v[b, :, begin:columns]
+            self._cache.gather(i, seq_id=row, first=stored - columns + begin, out=out)
+        return k, v
 
     def _step_of(self, layer: Layer, k: torch.Tensor, padding: torch.Tensor | None) -> Step:
         """The forward pass that a layer is part of; a new one, if that is done with this layer."""
@@ -363,7 +460,7 @@ class HFCache(Cache):
             positions.extend(range(begin, begin + count))
             seq_ids.extend([row] * count)
         batch = self._cache.batch(positions=positions, seq_ids=seq_ids)
-        return Step(batch, real, num_tokens, len(self.policy))
+        return Step(batch, real, num_tokens, self._cache.num_layers)
 
     def _real_ones(self, padding: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
         """Which of the new tokens are; None: all."""
@@ -374,7 +471,9 @@ class HFCache(Cache):
                 f"attention_mask is {list(padding.shape)} and must have {end} columns, and hide of the stored tokens "
                 "those that it hid when they came"
             )
-        real = padding[:, self._seen : end]
+        is_token = padding[:, :end].bool()
+        self._has_gaps |= bool((is_token.cummax(1).values & ~is_token).any())
+        real = is_token[:, self._seen :]
         return None if real.all() else real
 
     def _end(self) -> None:
@@ -388,6 +487,11 @@ class HFCache(Cache):
         step.batch.commit()
         self._seen += step.num_tokens
 
+    def _settle(self) -> None:
+        """End a forward pass that has been through all layers."""
+        if self._step is not None and self._step.is_whole:
+            self._end()
+
     def _new_ids(self, count: int) -> list[int]:
         return list(itertools.islice(self._shared.seq_ids, count))
 
@@ -395,8 +499,7 @@ class HFCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included."""
-        if self._step is not None and self._step.is_whole:
-            self._end()
+        self._settle()
         return self._seen
 
     @property
@@ -464,7 +567,7 @@ class HFCache(Cache):
         for source, row in zip(self._rows, other._rows, strict=True):
             self._cache.fork(source, row)
         other.layers = [
-            Layer(other, layer.index) if isinstance(layer, Layer) else copy.deepcopy(layer, memo)
+            other._layer(layer.index) if isinstance(layer, Layer) else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
         return other
@@ -485,7 +588,65 @@ class HFCache(Cache):
         return {**self._cache.stats(), "calls": dict(self._calls)}
 
 
+class HFEncoderDecoderCache(EncoderDecoderCache):
+    """A cache for models of transformers that have an encoder and a decoder: two `HFCache`.
+
+    Parameters
+    ----------
+    config : transformers.PreTrainedConfig
+        The model's.
+    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"}, default "f16"
+        Of the rows.
+    policy : policy or list of policies, optional
+        Of the decoder's attention to itself, as for `HFCache`.
+    max_source_len : int, optional
+        The most tokens that the encoder may make; by default what `config` says.
+
+    Raises
+    ------
+    NotSupportedError
+        As `HFCache` does.
+    ValueError
+        As `HFCache` does; or if `config` does not say how long a source may be.
+    TypeError
+        If `config` is no configuration of transformers.
+
+    Notes
+    -----
+    Models that add a bias to the scores by position (T5) need their own attention.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        dtype: DType = "f16",
+        policy: Policy | Sequence[Policy] | None = None,
+        max_source_len: int | None = None,
+    ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config is {config!r}: give the model's, of transformers")
+        decoder = config.get_text_config(decoder=True)
+        followed = config if decoder.is_encoder_decoder else decoder  # where both are one, that was a copy
+        decoder.is_encoder_decoder = False
+        decoder.num_hidden_layers = (
+            getattr(config, "num_decoder_layers", None) or decoder.num_hidden_layers
+        )  # as T5 has it
+        if max_source_len is None:
+            max_source_len = next((n for name in SOURCE_LENGTHS if (n := getattr(config, name, None))), None)
+        if max_source_len is None:
+            raise ValueError(f"max_source_len=None: a {type(config).__name__} does not say how long a source may be")
+        caches = HFCache(decoder, dtype, policy), HFCache(decoder, dtype, CrossAttention(max_source_len))
+        for cache in caches:
+            cache._config = followed
+        super().__init__(*caches)
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """Nothing: what transformers wants its own caches for, ours can do."""
+
+
 # ---- configurations
+
+SOURCE_LENGTHS = ("max_source_positions", "n_positions", "max_position_embeddings")
 
 
 def _shape_of(config: PreTrainedConfig) -> tuple[int, int]:

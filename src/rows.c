@@ -3,6 +3,9 @@
 
 #include "dtype.h"
 #include "rows.h"
+#include "threads.h"
+
+enum { WORTH_THREADS = 1 << 16 }; /* elements; to copy less takes less time than to wake a thread */
 
 /* The rows of a sequence in a layer; NULL if it holds none. */
 static const kvc_rows *find_rows(const kvc_cache *cache, int64_t seq_id, int32_t layer) {
@@ -119,18 +122,21 @@ static void decode_keys(kvc_reader *reader, const kvc_span *span, int64_t head, 
                         from + i * span->k_row_stride, config->k_type, config->k_dim);
 }
 
-void kvc_reader_copy(kvc_reader *reader, const kvc_run *part, const kvc_rows_out *out, int64_t at) {
+/* Rows of one head. */
+static void copy_head(kvc_reader *reader, const kvc_run *part, const kvc_rows_out *out, int64_t at, int64_t head) {
     const kvc_cache *cache = reader->cache;
     const kvc_layer *config = &cache->layers[reader->layer];
     const kvc_span span = kvc_span_of(part, &cache->layouts[cache->layout_of[reader->layer]]);
-    for (int64_t h = 0; h < config->num_kv_heads; h++) {
-        if (out->k)
-            decode_keys(reader, &span, h, out, (char *)out->k + h * out->k_head_stride + at * out->k_row_stride);
-        if (out->v)
-            cache->kernels->convert[config->v_type][out->type](
-                (char *)out->v + h * out->v_head_stride + at * out->v_row_stride, out->v_row_stride,
-                (const char *)span.v + h * span.v_head_stride, span.v_row_stride, part->count, config->v_dim);
-    }
+    if (out->k)
+        decode_keys(reader, &span, head, out, (char *)out->k + head * out->k_head_stride + at * out->k_row_stride);
+    if (out->v)
+        cache->kernels->convert[config->v_type][out->type](
+            (char *)out->v + head * out->v_head_stride + at * out->v_row_stride, out->v_row_stride,
+            (const char *)span.v + head * span.v_head_stride, span.v_row_stride, part->count, config->v_dim);
+}
+
+void kvc_reader_copy(kvc_reader *reader, const kvc_run *part, const kvc_rows_out *out, int64_t at) {
+    for (int64_t h = 0; h < reader->cache->layers[reader->layer].num_kv_heads; h++) copy_head(reader, part, out, at, h);
 }
 
 static size_t scratch_size(const kvc_cache *cache, int32_t layer) {
@@ -201,6 +207,27 @@ static void close_snapshot(snapshot *s) {
     kvc_unlock(cache, KVC_OK);
 }
 
+typedef struct gathering {
+    snapshot *from;
+    const kvc_rows_out *out;
+    int64_t first, end; /* rows */
+} gathering;
+
+static void gather_head(void *context, int64_t head) {
+    const gathering *g = context;
+    const kvc_rows *rows = &g->from->rows;
+    int64_t row = 0; /* in order of arrival, at the beginning of the run */
+    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); row += run++->count) {
+        const int64_t from = row > g->first ? row : g->first,
+                      to = row + run->count < g->end ? row + run->count : g->end;
+        if (from >= to) continue;
+        kvc_run part = *run;
+        part.slot += (int32_t)(from - row);
+        part.count = (int32_t)(to - from);
+        copy_head(&g->from->reader, &part, g->out, from - g->first, head);
+    }
+}
+
 kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
                       const kvc_rows_out *given) {
     kvc_rows_out out;
@@ -212,16 +239,11 @@ kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t f
                           (long long)first_row, (long long)num_rows);
     if (status == KVC_OK) status = open_snapshot(cache, seq_id, layer, first_row + num_rows, &s);
     if (status != KVC_OK) return status;
-    int64_t row = 0; /* in order of arrival, at the beginning of the run */
-    for (const kvc_run *run = kvc_rows_begin(&s.rows); run < kvc_rows_end(&s.rows); row += run++->count) {
-        const int64_t from = row > first_row ? row : first_row, last = first_row + num_rows;
-        const int64_t to = row + run->count < last ? row + run->count : last;
-        if (from >= to) continue;
-        kvc_run part = *run;
-        part.slot += (int32_t)(from - row);
-        part.count = (int32_t)(to - from);
-        kvc_reader_copy(&s.reader, &part, &out, from - first_row);
-    }
+    const kvc_layer *config = &cache->layers[layer];
+    const int64_t elements = num_rows * config->num_kv_heads * (config->k_dim + config->v_dim);
+    const int is_serial = elements < WORTH_THREADS || s.reader.turner.scratch; /* which threads would share */
+    gathering g = {&s, &out, first_row, first_row + num_rows};
+    kvc_parallel(is_serial ? 1 : kvc_cache_threads(cache), config->num_kv_heads, gather_head, &g);
     close_snapshot(&s);
     return KVC_OK;
 }

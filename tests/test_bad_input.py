@@ -400,6 +400,44 @@ def test_layers_out_of_range(cache, name):
             call(layer)
 
 
+def rows_for_gather(**options):
+    """A pair of arrays for the three rows of the cache, but for what is said."""
+    given = {"heads": 2, "rows": 3, "dim": 8, "dtype": np.float32} | options
+    return np.ones((given["heads"], given["rows"], given["dim"]), given["dtype"])
+
+
+@pytest.mark.parametrize(
+    ("error", "word", "options"),
+    [
+        (ValueError, "first=4: must be at most 3", lambda: {"first": 4}),
+        (ValueError, "first=-1", lambda: {"first": -1}),
+        (TypeError, "first=1.0", lambda: {"first": 1.0}),
+        (ValueError, "dtype='q8_0'", lambda: {"dtype": "q8_0"}),
+        (ValueError, "dtype='f32': rows are converted to the type of out", lambda: {"dtype": "f32", "out": (1, 2)}),
+        (TypeError, "out: a pair of arrays", lambda: {"out": rows_for_gather()}),
+        (TypeError, "out: a pair of arrays", lambda: {"out": (rows_for_gather(),)}),
+        (TypeError, "out[1]: an array", lambda: {"out": (rows_for_gather(), [1.0])}),
+        (TypeError, "out[0]: elements of type float64", lambda: {"out": (rows_for_gather(dtype=float), None)}),
+        (TypeError, "not float32 and float16", lambda: {"out": (rows_for_gather(), rows_for_gather(dtype=np.float16))}),
+        (ValueError, "out[0]: an array of 2 axes", lambda: {"out": (rows_for_gather()[0], rows_for_gather())}),
+        (ValueError, "out[0]: an array of shape (3, 3, 8)", lambda: {"out": (rows_for_gather(heads=3),) * 2}),
+        (ValueError, "(2, 3, 8) is needed", lambda: {"out": (rows_for_gather(), rows_for_gather(rows=2))}),
+        (ValueError, "4 rows, where the sequence has 3", lambda: {"out": (rows_for_gather(rows=4),) * 2}),
+        (ValueError, "has 2 from first on", lambda: {"first": 1, "out": (rows_for_gather(),) * 2}),
+        (ValueError, "overlaps out[1]", lambda: {"out": (rows_for_gather(),) * 2}),
+        (
+            ValueError,
+            "out[0]: is read-only",
+            lambda: {"out": (np.broadcast_to(np.ones(8, np.float32), (2, 3, 8)), rows_for_gather())},
+        ),
+        (ValueError, "out[1]: its last axis", lambda: {"out": (rows_for_gather(), rows_for_gather(dim=16)[:, :, ::2])}),
+    ],
+)
+def test_gather_refuses(cache, error, word, options):
+    with refused(error, word, unchanged=cache):
+        cache.gather(0, **options())
+
+
 @pytest.mark.parametrize("layer", [-1, 2, 2**32])
 def test_layers_of_a_batch_out_of_range(cache, batch, layer):
     with refused(IndexError, f"layer={layer}", "0 to 1", unchanged=cache):

@@ -359,6 +359,29 @@ def test_gather_decodes(cache):
         assert v[1, :, 3].tolist() == [1001, 1002, 1003]
 
 
+@pytest.mark.parametrize("block_size", [16, 1024])
+def test_gather_into_arrays(block_size):
+    """From a row on, into parts of larger arrays: what is not meant stays as it is."""
+    cache = kvcache.KVCache(2, 2, 48, 1024, block_size=block_size, dtype="bf16")
+    x = np.random.default_rng(0).standard_normal((700, 2, 48), dtype=np.float32)
+    with cache.batch(700) as batch:
+        for layer in range(2):
+            batch.put(layer, x, 2 * x)
+    want = cache.gather(1)
+    for first, num in ((0, 700), (5, 690), (699, 1), (700, 0)):
+        out = np.full((2, 720, 48), 7, np.float32), np.full((720, 2, 48), 7, np.float16)
+        k, v = out[0][:, 9 : 9 + num], np.full((2, num, 48), 7, np.float32)
+        assert cache.gather(1, first=first, out=(k, v))[0] is k
+        np.testing.assert_array_equal(k, want[0][:, first : first + num])
+        np.testing.assert_array_equal(v, want[1][:, first : first + num])
+        assert (out[0][:, :9] == 7).all()
+        assert (out[0][:, 9 + num :] == 7).all()
+        heads_last = np.swapaxes(out[1], 0, 1)[:, :num]
+        cache.gather(1, first=first, out=[np.empty((2, num, 48), np.float16), heads_last])
+        np.testing.assert_array_equal(heads_last, want[1][:, first : first + num].astype(np.float16))
+        assert cache.gather(1, first=first)[0].shape == (2, 700 - first, 48)
+
+
 def test_spans():
     cache = kvcache.KVCache(1, 2, 8, 64, block_size=4, dtype="f32")
     feed(cache, range(10))

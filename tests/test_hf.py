@@ -1,6 +1,9 @@
 """Generating with `HFCache` and with transformers' own cache: the same tokens, whatever the model and the way."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +12,7 @@ import kvcache
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from kvcache.hf import HFCache  # noqa: E402 - it imports those
+from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
@@ -30,6 +33,13 @@ BASE = {
 }
 SLIDING = {**BASE, "head_dim": 16, "sliding_window": 8}
 GEMMA = {**SLIDING, "tie_word_embeddings": False}  # else these repeat one token
+SHARED = {
+    **GEMMA,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,  # the last ones, which read what those before them have put
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**BASE),
     "qwen2": lambda: transformers.Qwen2Config(**BASE),
@@ -38,6 +48,8 @@ CONFIGS = {
     "mistral": lambda: transformers.MistralConfig(**SLIDING),
     "gemma2": lambda: transformers.Gemma2Config(**GEMMA),
     "gemma3": lambda: transformers.Gemma3TextConfig(**GEMMA),
+    "gemma3n": lambda: transformers.Gemma3nTextConfig(**SHARED, laurel_rank=4, activation_sparsity_pattern=[0.0] * 4),
+    "gemma4": lambda: transformers.Gemma4TextConfig(**SHARED, global_head_dim=32),
     "gpt_oss": lambda: transformers.GptOssConfig(**SLIDING, num_local_experts=4, num_experts_per_tok=2),
     "llama4": lambda: transformers.Llama4TextConfig(
         **BASE, head_dim=16, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=96
@@ -92,7 +104,8 @@ def theirs(model):
 
 def check_calls(cache, kind):
     calls = cache.stats()["calls"]
-    passes = calls.pop(kind) / len(cache.layers)
+    layers = len(cache.layers) if kind == "kernel" else len(cache.policy)  # dense rows of others are not asked for
+    passes = calls.pop(kind) / layers
     assert passes == int(passes)
     assert 2 <= passes <= NEW + 4  # guessing takes fewer, a prompt in chunks more
     assert not any(calls.values())
@@ -145,6 +158,109 @@ def test_layers_that_are_not_attention(name):
     assert torch.equal(generate(model, cache, "kvcache", tokens, num_beams=2), want)
     attention = sum(kind == "full_attention" for kind in config.layer_types)
     assert cache.stats()["calls"] == {"kernel": NEW * attention, "dense": 0, "fallback": 0}
+
+
+SPEECH = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": LAYERS,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "vocab_size": 97,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "decoder_start_token_id": 2,
+    "init_std": 0.5,
+}
+TWO_SIDED = {
+    "whisper": lambda: transformers.WhisperConfig(
+        **SPEECH, num_mel_bins=8, max_source_positions=30, suppress_tokens=None, begin_suppress_tokens=None
+    ),
+    "bart": lambda: transformers.BartConfig(
+        **SPEECH, max_position_embeddings=128, forced_eos_token_id=None, tie_word_embeddings=False
+    ),
+    "t5": lambda: transformers.T5Config(
+        d_model=64,
+        d_kv=16,
+        d_ff=96,
+        num_heads=4,
+        num_layers=2,
+        num_decoder_layers=LAYERS,
+        vocab_size=97,
+        eos_token_id=None,
+        decoder_start_token_id=2,
+        initializer_factor=3.0,
+    ),
+}
+
+
+def two_sided(name):
+    """A model with an encoder, and what it takes; of two texts, one is padded."""
+    torch.manual_seed(0)
+    config = TWO_SIDED[name]()
+    kind = transformers.AutoModelForSpeechSeq2Seq if name == "whisper" else transformers.AutoModelForSeq2SeqLM
+    model = kind.from_config(config, attn_implementation="eager").eval()
+    start = torch.tensor([[2, 5, 9], [2, 6, 7]])
+    if name == "whisper":
+        return model, {"inputs": torch.randn(2, 8, 60), "decoder_input_ids": start}
+    tokens = torch.randint(2, 97, (2, 23))
+    mask = torch.ones_like(tokens)
+    tokens[0, 15:] = mask[0, 15:] = 0
+    return model, {"inputs": tokens, "attention_mask": mask, "decoder_input_ids": start}
+
+
+def answer(model, cache, attention, inputs, **options):
+    model.set_attn_implementation(attention)
+    torch.manual_seed(1)
+    options = {"do_sample": False, "max_new_tokens": NEW, "no_repeat_ngram_size": 1, **options}
+    return transformers.GenerationMixin.generate(model, **inputs, past_key_values=cache, **options)
+
+
+def their_two(model):
+    return transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+@pytest.mark.parametrize("way", ["greedy", "sampling", "beams", "several"])
+@pytest.mark.parametrize("name", TWO_SIDED)
+def test_models_with_an_encoder(name, way, attention):
+    model, inputs = two_sided(name)
+    want = answer(model, their_two(model), "eager", inputs, **WAYS[way])
+    assert len(set(want[0, -NEW:].tolist())) > 3
+    cache = HFEncoderDecoderCache(model.config, dtype="f32", max_source_len=40)
+    if (name, attention) == ("t5", "kvcache"):
+        with pytest.raises(kvcache.NotSupportedError, match="position bias is added"):
+            answer(model, cache, attention, inputs, **WAYS[way])
+        return
+    assert torch.equal(answer(model, cache, attention, inputs, **WAYS[way]), want)
+    for each in (cache.self_attention_cache, cache.cross_attention_cache):
+        check_calls(each, "kernel" if attention == "kvcache" else "dense")
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+def test_rows_of_the_batch_of_a_model_with_an_encoder(attention):
+    model, inputs = two_sided("bart")
+
+    def logits(cache, attention):
+        model.set_attn_implementation(attention)
+        rows = {"input_ids": inputs["inputs"], "attention_mask": inputs["attention_mask"], "past_key_values": cache}
+        with torch.no_grad():
+            model(**rows, decoder_input_ids=inputs["decoder_input_ids"])
+            other = copy.deepcopy(cache)
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([0, 2, 3]))
+            cache.crop(-1)
+            rows = {name: x[[0, 1, 1]] for name, x in rows.items() if name != "past_key_values"}
+            first = model(**rows, past_key_values=cache, decoder_input_ids=torch.tensor([[4], [5], [6]])).logits
+            rows = {name: x[:2] for name, x in rows.items()}
+            return first, model(**rows, past_key_values=other, decoder_input_ids=torch.tensor([[4], [5]])).logits
+
+    ours = HFEncoderDecoderCache(model.config, dtype="f32")
+    for want, got in zip(logits(their_two(model), "eager"), logits(ours, attention), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
 
 
 def test_a_small_change_is_noticed(models, monkeypatch):
@@ -267,10 +383,71 @@ def test_after_an_error(models, monkeypatch):
     assert torch.equal(generate(model, cache, "kvcache", tokens), want)
 
 
+def test_padding_between_tokens(models):
+    """A second turn of texts that are not equally long: kernels see the order, dense tensors would be off."""
+    model = models("llama")
+    tokens = torch.randint(2, 97, (2, 12), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(tokens)
+    mask[0, :2] = mask[1, 6:9] = 0
+    logits = []
+    for attention, cache in (("eager", theirs(model)), ("kvcache", HFCache(model.config, dtype="f32"))):
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            for part in (slice(0, 6), slice(6, 12)):
+                positions = (mask.cumsum(1) - 1).clamp(min=0)[:, part]
+                got = model(
+                    tokens[:, part],
+                    attention_mask=mask[:, : part.stop],
+                    position_ids=positions,
+                    past_key_values=cache,
+                ).logits
+        logits.append(got[mask[:, 6:] == 1])
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-3)
+    with torch.no_grad(), pytest.raises(kvcache.NotSupportedError, match="padding between tokens"):
+        model(tokens[:, :1], attention_mask=torch.ones(2, 1, 1, 13, dtype=torch.bool), past_key_values=cache)
+
+
+def run_example(*arguments):
+    script = Path(__file__).parents[1] / "examples/hf_generate.py"
+    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=300)
+
+
+def test_the_example():
+    done = run_example("ROMEO:", "--tokens", "12", "--dtype", "f32")
+    assert (done.returncode, done.stdout[:6]) == (0, "ROMEO:"), done.stderr
+    assert "HFCache, f32: " in done.stdout
+    assert done.stdout.endswith("the first 12 of 12 tokens are the same\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--dtype", "f8"], "invalid choice: 'f8'"),
+        (["--tokens", "0"], "0 must be at least 1"),
+        ([""], "prompt is empty"),
+    ],
+)
+def test_the_example_refuses(arguments, words):
+    done = run_example(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+
+
 class TestBadInput:
     def test_config(self):
-        with pytest.raises(TypeError, match="config is 3: give the model's"):
-            HFCache(3)
+        for kind in (HFCache, HFEncoderDecoderCache):
+            with pytest.raises(TypeError, match="config is 3: give the model's"):
+                kind(3)
+        with pytest.raises(
+            kvcache.NotSupportedError, match="a BartConfig has an encoder too: use HFEncoderDecoderCache"
+        ):
+            HFCache(transformers.BartConfig())
+        with pytest.raises(ValueError, match="max_source_len=None: a T5Config does not say"):
+            HFEncoderDecoderCache(transformers.T5Config())
+        with pytest.raises(ValueError, match="max_len=0: must be at least 1"):
+            HFEncoderDecoderCache(transformers.BartConfig(), max_source_len=0)
+        with pytest.raises(ValueError, match="without num_attention_heads"):
+            HFCache(transformers.PreTrainedConfig(num_hidden_layers=2))
         with pytest.raises(kvcache.NotSupportedError, match="MambaConfig has no layer with keys and values"):
             HFCache(transformers.MambaConfig())
         with pytest.raises(kvcache.NotSupportedError, match="layer 0 is of type 'hybrid'"):
@@ -296,6 +473,18 @@ class TestBadInput:
         generate(model, cache, "kvcache", prompt()[0])
         with pytest.raises(ValueError, match="the batch has 2 rows: the cache was filled with 1"):
             generate(model, cache, "kvcache", prompt(2, 60)[0])
+
+    def test_a_source_that_is_too_long(self):
+        model, inputs = two_sided("bart")
+        cache = HFEncoderDecoderCache(model.config, max_source_len=20)
+        with pytest.raises(kvcache.CacheFullError, match="23 rows do not fit in cross-attention layer 0"):
+            answer(model, cache, "kvcache", inputs)
+
+    def test_another_device(self, models):
+        cache = HFCache(models("llama").config)
+        rows = torch.empty(1, 2, 3, 16, device="meta")
+        with pytest.raises(kvcache.NotSupportedError, match="the keys are on meta"):
+            cache.update(rows, rows, 0)
 
     def test_gradients(self, models):
         model = models("llama")
