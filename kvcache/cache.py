@@ -548,7 +548,7 @@ class KVCache:
             What the rows are converted to, f32 by default.
         out : tuple of two arrays, optional
             Where they go, in place of new arrays: of any of these types, NumPy's or DLPack's, with any strides but that
-            of the last axis, for as many rows as are wanted.
+            of the last axis, neither within the other, for as many rows as are wanted.
 
         Returns
         -------
@@ -561,7 +561,7 @@ class KVCache:
             If there is no such layer.
         ValueError
             If there is no such `dtype`, or it is given beside `out`; if `first` is negative or past the last row, or
-            `out` is of another shape, longer than what there is, read-only, or overlaps itself.
+            `out` is of another shape, longer than what there is, read-only, or overlaps.
         TypeError
             If `out` is not a pair of arrays, or of other types.
         """

@@ -203,6 +203,7 @@ class Step:
     def __init__(self, batch: Batch, real: torch.Tensor | None, num_tokens: int, num_layers: int) -> None:
         self.batch, self.num_tokens, self.num_layers = batch, num_tokens, num_layers
         self.real = real  # [batch, tokens] of bool, where some are padding
+        self.has_gaps = False  # some of these lie between others
         self.done: set[int] = set()  # layers
 
     @property
@@ -244,7 +245,7 @@ class HFCache(Cache):
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config is {config!r}: give the model's, of transformers")
         self._config = config.get_text_config(decoder=True)  # says which attention the model has now
-        if self._config.is_encoder_decoder:
+        if config.is_encoder_decoder or self._config.is_encoder_decoder:
             raise NotSupportedError(f"a {type(config).__name__} has an encoder too: use HFEncoderDecoderCache")
         types, options = get_layer_types_and_kwargs(self._config)
         made = [_make(i, *layer) for i, layer in enumerate(zip(types, options, strict=True))]
@@ -276,6 +277,7 @@ class HFCache(Cache):
         self._step: Step | None = None
         self._pending: Layer | None = None  # its keys are on their way to `attention`
         self._has_gaps = False  # rows of padding are missing between others
+        self._is_packed = False  # or of an encoder's
 
     def _layer(self, index: int) -> Layer:
         return (CrossLayer if isinstance(self.policy[index], CrossAttention) else Layer)(self, index)
@@ -296,11 +298,11 @@ class HFCache(Cache):
         """Take the new tokens' keys and values ``[batch, heads, tokens, dim]``; return what the attention is given."""
         if k.device.type != "cpu":
             raise NotSupportedError(f"the keys are on {k.device}: this cache is for models on the CPU")
+        self._look(layer)
         if self._pending is not None and self._pending.index < layer.index:
             index, self._pending = self._pending.index, None
             raise RuntimeError(f"the keys of layer {index} did not reach the attention: this model changes them first")
         self._dtype = k.dtype
-        self._look(layer)
         if self._attends:
             self._pending = layer
             return self._mark(layer, k), v
@@ -309,16 +311,25 @@ class HFCache(Cache):
 
     def _look(self, layer: Layer) -> None:
         """Find out, once in a pass, whether the model's attention is ours; asking takes microseconds."""
-        if layer.index == 0:
+        if layer.index == 0 or self._step is None:
             self._attends = self._config._attn_implementation == NAME
+        if layer.index == 0:  # a pass begins, whatever became of the one before
+            self._pending = None
 
     def _mark(self, layer: Layer, k: torch.Tensor) -> torch.Tensor:
         """The same, for `attention` to know whose it is."""
         setattr(k, ATTRIBUTE, layer)
         return k
 
+    def has_source(self, index: int) -> bool:
+        """Whether a layer has what an encoder made: not so after a pass that did not come to its end."""
+        self._settle()
+        return bool(self._rows) and self._cache.seq_len(self._rows[0], layer=index) > 0
+
     def fetch(self, layer: CrossLayer) -> tuple[torch.Tensor, torch.Tensor]:
         """What the attention over an encoder is given from the second pass on."""
+        if not self._rows:
+            raise RuntimeError("nothing was stored of an encoder: run the decoder with what the encoder made first")
         self._look(layer)
         if self._attends:
             return self._mark(layer, torch.empty(0)), torch.empty(0)
@@ -338,6 +349,8 @@ class HFCache(Cache):
         is_new, self._pending = self._pending is layer, None
         rows: tuple[torch.Tensor, ...] = (k, v) if is_new else ()
         if isinstance(layer, CrossLayer):
+            if not is_new and layer.index == 0:
+                self._check_source(padding)
             step = self._step_of(layer, q, None)
             if is_new:
                 self._put_source(step, layer, k, v, padding)
@@ -354,8 +367,6 @@ class HFCache(Cache):
 
     def make_dense(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new tokens of a layer; all its keys and values, for what the kernels do not know."""
-        if self._has_gaps:
-            raise NotSupportedError("padding between tokens was not stored, and this mask or option needs it")
         if not self._calls["fallback"]:
             warnings.warn(
                 "kvcache: a mask or an option that the kernels do not know; using dense tensors", stacklevel=2
@@ -368,6 +379,10 @@ class HFCache(Cache):
 
     def _source(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
         """What was stored of an encoder, in an earlier pass."""
+        if self._is_packed:
+            raise NotSupportedError(
+                "the encoder's padding was not stored: go on with the attention 'kvcache', and its masks"
+            )
         self._settle()
         return self._stored(layer, self._cache.seq_len(self._rows[0], layer=layer.index))
 
@@ -405,6 +420,10 @@ class HFCache(Cache):
 
     def _dense(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What is stored, and the new tokens."""
+        if self._has_gaps:
+            raise NotSupportedError(
+                "padding between tokens was not stored: go on with the attention 'kvcache', and its masks"
+            )
         kept = layer.kept(self._seen)
         dense = self._stored(layer, kept, k.shape[2])
         for wide, new in zip(dense, (k, v), strict=True):
@@ -415,9 +434,18 @@ class HFCache(Cache):
         self, step: Step, layer: CrossLayer, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None
     ) -> None:
         """Store what an encoder made, without its padding."""
+        self._is_packed = padding is not None
         for i, row in enumerate(self._rows):
             real = slice(None) if padding is None else padding[i].bool()
             step.batch.put(layer.index, k[i][:, real], v[i][:, real], seq_id=row, layout="HTD")
+
+    def _check_source(self, padding: torch.Tensor | None) -> None:
+        """Whether what is stored of an encoder is what a mask shows."""
+        if padding is not None and padding.sum(1).tolist() != [self._cache.seq_len(row, layer=0) for row in self._rows]:
+            raise ValueError(
+                "the encoder's attention_mask must hide what it hid when that was stored; the model's own attention "
+                "has all of it stored: go on with that, or reset the cache"
+            )
 
     def _stored(self, layer: Layer, columns: int, more: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """The last rows of a layer, ``[batch, heads, columns, dim]``, and room for some more."""
@@ -436,7 +464,7 @@ class HFCache(Cache):
 
     def _step_of(self, layer: Layer, k: torch.Tensor, padding: torch.Tensor | None) -> Step:
         """The forward pass that a layer is part of; a new one, if that is done with this layer."""
-        if self._step is not None and layer.index in self._step.done:
+        if self._step is not None and (layer.index == 0 or layer.index in self._step.done):
             self._end()
         if self._step is None:
             self._step = self._begin(len(k), k.shape[2], padding)
@@ -460,20 +488,24 @@ class HFCache(Cache):
             positions.extend(range(begin, begin + count))
             seq_ids.extend([row] * count)
         batch = self._cache.batch(positions=positions, seq_ids=seq_ids)
-        return Step(batch, real, num_tokens, self._cache.num_layers)
+        step = Step(batch, real, num_tokens, self._cache.num_layers)
+        if padding is not None:
+            is_token = padding[:, : self._seen + num_tokens].bool()
+            step.has_gaps = bool((is_token.cummax(1).values & ~is_token).any())
+        return step
 
     def _real_ones(self, padding: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
         """Which of the new tokens are; None: all."""
         end = self._seen + num_tokens
         stored = [self._cache.next_position(row) for row in self._rows]
-        if padding.shape[1] < end or padding[:, : self._seen].sum(1).tolist() != stored:
+        if padding.shape[1] < end:
+            raise ValueError(f"attention_mask has {padding.shape[1]} columns, where there are {end} tokens")
+        if padding[:, : self._seen].sum(1).tolist() != stored:
             raise ValueError(
-                f"attention_mask is {list(padding.shape)} and must have {end} columns, and hide of the stored tokens "
-                "those that it hid when they came"
+                "attention_mask must hide those of the stored tokens that it hid when they came; the model's own "
+                "attention has all of them stored: go on with that, or reset the cache"
             )
-        is_token = padding[:, :end].bool()
-        self._has_gaps |= bool((is_token.cummax(1).values & ~is_token).any())
-        real = is_token[:, self._seen :]
+        real = padding[:, self._seen : end].bool()
         return None if real.all() else real
 
     def _end(self) -> None:
@@ -486,6 +518,7 @@ class HFCache(Cache):
             return
         step.batch.commit()
         self._seen += step.num_tokens
+        self._has_gaps |= step.has_gaps
 
     def _settle(self) -> None:
         """End a forward pass that has been through all layers."""
@@ -524,6 +557,7 @@ class HFCache(Cache):
         for row in self._rows:
             self._cache.truncate(max(0, self._cache.next_position(row) + tokens_to_remove), seq_id=row)
         self._seen = max(0, self._seen + tokens_to_remove)
+        self._has_gaps &= self._seen > 0
         for layer in self._others:
             layer.crop(tokens_to_remove)
 
@@ -588,6 +622,17 @@ class HFCache(Cache):
         return {**self._cache.stats(), "calls": dict(self._calls)}
 
 
+class Updated(dict[int, bool]):
+    """Which layers have what the encoder made. What models write here is not believed: their pass may have failed."""
+
+    def __init__(self, cache: HFCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def get(self, index: int, default: Any = None) -> Any:
+        return self.cache.has_source(index)
+
+
 class HFEncoderDecoderCache(EncoderDecoderCache):
     """A cache for models of transformers that have an encoder and a decoder: two `HFCache`.
 
@@ -625,12 +670,16 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config is {config!r}: give the model's, of transformers")
-        decoder = config.get_text_config(decoder=True)
-        followed = config if decoder.is_encoder_decoder else decoder  # where both are one, that was a copy
-        decoder.is_encoder_decoder = False
-        decoder.num_hidden_layers = (
-            getattr(config, "num_decoder_layers", None) or decoder.num_hidden_layers
-        )  # as T5 has it
+        if config.model_type.startswith("t5gemma"):
+            raise NotSupportedError(f"a {type(config).__name__}'s model makes its own cache for what its encoder made")
+        part = config.get_text_config(decoder=True)
+        is_part = any(getattr(config, name, None) is part for name in config.sub_configs)
+        followed = part if is_part else config  # where both are one, that was a copy
+        decoder = followed.get_text_config(decoder=True)
+        if decoder.is_encoder_decoder:  # then this is one
+            decoder.is_encoder_decoder = False
+        if num_layers := getattr(decoder, "num_decoder_layers", None):  # as T5 calls them
+            decoder.num_hidden_layers = num_layers
         if max_source_len is None:
             max_source_len = next((n for name in SOURCE_LENGTHS if (n := getattr(config, name, None))), None)
         if max_source_len is None:
@@ -639,6 +688,7 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
         for cache in caches:
             cache._config = followed
         super().__init__(*caches)
+        self.is_updated = Updated(caches[1])
 
     def check_dynamic_cache(self, method: str) -> None:
         """Nothing: what transformers wants its own caches for, ours can do."""

@@ -6,19 +6,22 @@
 
 enum { ITEMS = 32 };
 
-/* A mapping of ITEMS blocks.  Bit i stands for the i-th. */
+/* A mapping of so many blocks, ITEMS or one.  Bit i stands for the i-th. */
 struct kvc_slab {
     kvc_slab *next;
     uint8_t *begin;
     size_t item; /* bytes from block to block */
+    uint32_t items;
     uint32_t taken, written;
 };
 
-static size_t size_of(const kvc_slab *slab) { return ITEMS * slab->item; }
+static size_t size_of(const kvc_slab *slab) { return slab->items * slab->item; }
 
 static int holds(const kvc_slab *slab, const void *p) { return (uintptr_t)p - (uintptr_t)slab->begin < size_of(slab); }
 
-static int has_room(const kvc_slab *slab, size_t item) { return slab->item == item && slab->taken != UINT32_MAX; }
+static int has_room(const kvc_slab *slab, size_t item) {
+    return slab->item == item && slab->taken != UINT32_MAX >> (ITEMS - slab->items);
+}
 
 /* The slab that holds p; if p is NULL, one with room for an item.  It becomes the first: whoever comes next will
  * probably ask for its neighbour. */
@@ -37,8 +40,12 @@ static kvc_slab *find(kvc_slab **slabs, const void *p, size_t item) {
 static kvc_slab *add_slab(kvc_slab **slabs, size_t item) {
     kvc_slab *slab = malloc(sizeof *slab);
     if (!slab) return NULL;
-    *slab = (kvc_slab){.next = *slabs, .item = item};
+    *slab = (kvc_slab){.next = *slabs, .item = item, .items = ITEMS};
     slab->begin = kvc_pages_map(size_of(slab));
+    if (!slab->begin) { /* where addresses are limited, one is better than none */
+        slab->items = 1;
+        slab->begin = kvc_pages_map(size_of(slab));
+    }
     if (!slab->begin) {
         free(slab);
         return NULL;
@@ -77,7 +84,7 @@ void kvc_slab_give(kvc_slab **slabs, void *block) {
 /* Whether all items are written that lie in the huge page; past the last item, none is. */
 static int is_written(const kvc_slab *slab, size_t page) {
     const size_t first = page * KVC_HUGE_PAGE / slab->item, last = ((page + 1) * KVC_HUGE_PAGE - 1) / slab->item;
-    if (last >= ITEMS) return 0;
+    if (last >= slab->items) return 0;
     for (size_t i = first; i <= last; i++)
         if (!(slab->written >> i & 1)) return 0;
     return 1;

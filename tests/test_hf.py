@@ -263,6 +263,62 @@ def test_rows_of_the_batch_of_a_model_with_an_encoder(attention):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
 
 
+def pass_of(model, inputs, cache, attention, tokens):
+    """Logits of one pass."""
+    model.set_attn_implementation(attention)
+    rows = {"input_ids" if name == "inputs" else name: x for name, x in inputs.items() if name != "decoder_input_ids"}
+    if model.config.model_type == "whisper":
+        rows = {"input_features": rows["input_ids"]}
+    with torch.no_grad():
+        return model(**rows, decoder_input_ids=tokens, past_key_values=cache).logits
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+def test_an_encoder_after_an_error(attention, monkeypatch):
+    """What was stored of it in a pass that failed is not taken for there."""
+    model, inputs = two_sided("whisper")
+    tokens = inputs["decoder_input_ids"]
+    want = pass_of(model, inputs, their_two(model), "eager", tokens)
+    cache = HFEncoderDecoderCache(model.config, dtype="f32")
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.decoder.layers[2], "forward", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pass_of(model, inputs, cache, attention, tokens)
+    torch.testing.assert_close(pass_of(model, inputs, cache, attention, tokens), want, rtol=1e-4, atol=1e-3)
+    with pytest.raises(RuntimeError, match="nothing was stored of an encoder"):
+        _ = HFEncoderDecoderCache(model.config).cross_attention_cache.layers[0].keys
+
+
+def test_attention_changed_between_passes():
+    """What was stored without its padding is of no use to others, and the other way round."""
+    for first, then, error in (("kvcache", "eager", kvcache.NotSupportedError), ("eager", "kvcache", ValueError)):
+        model, inputs = two_sided("bart")
+        cache = HFEncoderDecoderCache(model.config, dtype="f32")
+        pass_of(model, inputs, cache, first, inputs["decoder_input_ids"])
+        with pytest.raises(error, match=r"go on with th(e attention 'kvcache'|at, or reset)"):
+            pass_of(model, inputs, cache, then, torch.tensor([[4], [5]]))
+    model, inputs = two_sided("t5")
+    cache = HFEncoderDecoderCache(model.config, dtype="f32", max_source_len=30)
+    with pytest.raises(kvcache.NotSupportedError, match="use its eager attention"):
+        pass_of(model, inputs, cache, "kvcache", inputs["decoder_input_ids"])
+    want = pass_of(model, inputs, their_two(model), "eager", inputs["decoder_input_ids"])
+    got = pass_of(model, inputs, cache, "eager", inputs["decoder_input_ids"])
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+def test_a_decoder_that_is_a_part():
+    """Its own configuration is read, and not changed."""
+    decoder = transformers.MBartConfig(**SPEECH)
+    encoder = transformers.ViTConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    config = transformers.VisionEncoderDecoderConfig(encoder=encoder.to_dict(), decoder=decoder.to_dict())
+    before = config.to_dict()
+    cache = HFEncoderDecoderCache(config, max_source_len=9)
+    assert config.to_dict() == before
+    assert len(cache) == LAYERS
+    with pytest.raises(kvcache.NotSupportedError, match="T5GemmaConfig's model makes its own cache"):
+        HFEncoderDecoderCache(transformers.T5GemmaConfig())
+
+
 def test_a_small_change_is_noticed(models, monkeypatch):
     """What the comparisons above can see."""
     model, tokens = models("llama"), prompt()[0]
@@ -405,6 +461,9 @@ def test_padding_between_tokens(models):
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-3)
     with torch.no_grad(), pytest.raises(kvcache.NotSupportedError, match="padding between tokens"):
         model(tokens[:, :1], attention_mask=torch.ones(2, 1, 1, 13, dtype=torch.bool), past_key_values=cache)
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), pytest.raises(kvcache.NotSupportedError, match="padding between tokens"):
+        model(tokens[:, :1], past_key_values=cache)
 
 
 def run_example(*arguments):
