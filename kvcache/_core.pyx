@@ -1208,7 +1208,7 @@ cdef class Cache:
             return self.copy_rows(at, seq, begin, rows - begin, TYPES["f32" if dtype is None else dtype], True, True)
         if dtype is not None:
             raise ValueError(f"dtype={dtype!r}: rows are converted to the type of out; leave it out")
-        owner = read_rows_out(&self.layers[at], out, rows - begin, &rows, &to)
+        _owner = read_rows_out(&self.layers[at], out, rows - begin, &rows, &to)
         self.copy_to(at, seq, begin, rows, &to)
         return out
 
