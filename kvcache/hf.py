@@ -296,7 +296,7 @@ class HFCache(Cache):
 
     def store(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Take the new tokens' keys and values ``[batch, heads, tokens, dim]``; return what the attention is given."""
-        if k.device.type != "cpu":
+        if not k.is_cpu:
             raise NotSupportedError(f"the keys are on {k.device}: this cache is for models on the CPU")
         self._look(layer)
         if self._pending is not None and self._pending.index < layer.index:
@@ -390,12 +390,13 @@ class HFCache(Cache):
         self, step: Step, layer: Layer, q: torch.Tensor, rows: tuple[torch.Tensor, ...], options: dict[str, Any]
     ) -> torch.Tensor:
         """Attend, and store the rows of k and v first, if there are any."""
-        if q.shape[2] < step.num_tokens:  # the last ones; the others are thrown away
-            wide = q.new_zeros(*q.shape[:2], step.num_tokens, q.shape[3])
-            wide[:, :, -q.shape[2] :] = q
-            return self._run(step, layer, wide, rows, options)[:, -q.shape[2] :].contiguous()
+        batch_size, num_heads, num_tokens, head_dim = q.shape
+        if num_tokens < step.num_tokens:  # the last ones; the others are thrown away
+            wide = q.new_zeros(batch_size, num_heads, step.num_tokens, head_dim)
+            wide[:, :, -num_tokens:] = q
+            return self._run(step, layer, wide, rows, options)[:, -num_tokens:].contiguous()
         self._calls["kernel"] += 1
-        out = q.new_empty(len(q), q.shape[2], q.shape[1], self._v_dims[layer.index])
+        out = q.new_empty(batch_size, num_tokens, num_heads, self._v_dims[layer.index])
         if step.real is None:
             step.batch.attend(layer.index, q, *rows, layout="BHTD", out=out.transpose(1, 2), **options)
             return out
