@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from yardstick import BYTES
 
 from kvcache import SlidingWindow
 from kvcache.hf import HFCache
@@ -19,7 +20,6 @@ CONFIG = LlamaConfig(
     head_dim=64, vocab_size=4096, max_position_embeddings=1 << 20, eos_token_id=None,
 )  # fmt: skip
 EXAMPLE = Path(__file__).parents[1] / "examples/model"
-BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32, "q4_0": 18 / 32}  # of an element
 
 
 def new_model(threads):

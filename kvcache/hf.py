@@ -179,12 +179,12 @@ class CrossLayer(Layer):
         return mask.is_plain and mask.sees_all if isinstance(mask, Mask) else mask is None
 
     @property
-    def keys(self) -> torch.Tensor:  # type: ignore[override]
+    def keys(self) -> torch.Tensor:  # type: ignore[override] # where others have an attribute, which nobody sets
         keys, self._values = self.cache.fetch(self)
         return keys
 
     @property
-    def values(self) -> torch.Tensor:  # type: ignore[override]
+    def values(self) -> torch.Tensor:  # type: ignore[override] # as above
         values, self._values = self._values, None
         return self.cache.fetch(self)[1] if values is None else values
 
@@ -490,7 +490,7 @@ class HFCache(Cache):
             seq_ids.extend([row] * count)
         batch = self._cache.batch(positions=positions, seq_ids=seq_ids)
         step = Step(batch, real, num_tokens, self._cache.num_layers)
-        if padding is not None:
+        if padding is not None and real is not None:  # else nothing came that could be between others
             is_token = padding[:, : self._seen + num_tokens].bool()
             step.has_gaps = bool((is_token.cummax(1).values & ~is_token).any())
         return step
