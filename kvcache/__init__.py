@@ -2,7 +2,14 @@
 
 from kvcache.cache import Batch, KVCache, Span
 from kvcache.config import __version__, get_num_threads, set_num_threads, show_config
-from kvcache.errors import CacheBusyError, CacheFullError, KVCacheError, NotSupportedError, RowsGoneError
+from kvcache.errors import (
+    CacheBusyError,
+    CacheFullError,
+    KVCacheError,
+    ModelFileError,
+    NotSupportedError,
+    RowsGoneError,
+)
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, SlidingWindow
 from kvcache.rope import Rope
 from kvcache.strategy import Adaptive, LongSequencesOnly
@@ -18,6 +25,7 @@ __all__ = [
     "KVCache",
     "KVCacheError",
     "LongSequencesOnly",
+    "ModelFileError",
     "NotSupportedError",
     "Rope",
     "RowsGoneError",

@@ -27,3 +27,7 @@ class NotSupportedError(KVCacheError, NotImplementedError):
 
 class RowsGoneError(KVCacheError):
     """A token would have to see rows that were evicted."""
+
+
+class ModelFileError(KVCacheError, ValueError):
+    """A model's file cannot be used: it is damaged, or of a kind that is not read."""

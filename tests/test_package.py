@@ -21,6 +21,7 @@ NAMES = {
     "KVCache",
     "KVCacheError",
     "LongSequencesOnly",
+    "ModelFileError",
     "NotSupportedError",
     "Rope",
     "RowsGoneError",
@@ -95,6 +96,8 @@ def test_errors():
     for error in (kvcache.CacheBusyError, kvcache.CacheFullError, kvcache.NotSupportedError, kvcache.RowsGoneError):
         assert issubclass(error, kvcache.KVCacheError)
     assert issubclass(kvcache.NotSupportedError, NotImplementedError)
+    assert issubclass(kvcache.ModelFileError, kvcache.KVCacheError)
+    assert issubclass(kvcache.ModelFileError, ValueError)
     assert not issubclass(kvcache.CacheFullError, MemoryError)
 
 

@@ -1,0 +1,389 @@
+"""The header of a GGUF file: its metadata, and where its tensors are.
+
+It is read without believing it: every count and length is held against what is left of the file before anything is
+allocated or looped over. The arrays of a vocabulary are walked over, not decoded, so that a large one costs little;
+`read_array` decodes one. Tensors are located, not read. Versions 2 and 3 are read, little-endian; the format is
+described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+
+>>> import struct, tempfile
+>>> name = b"general.architecture"
+>>> data = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1)  # version, tensors, entries of metadata
+>>> data += struct.pack("<Q", len(name)) + name + struct.pack("<IQ", 8, 5) + b"llama"  # 8: a string
+>>> with tempfile.NamedTemporaryFile() as file:
+...     _ = file.write(data), file.flush()
+...     read_header(file.name).metadata
+{'general.architecture': 'llama'}
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcache.errors import ModelFileError
+
+__all__ = ["Header", "Skipped", "Tensor", "read_array", "read_header"]
+
+MAX_KEPT = 4096  # elements of an array of numbers that stands in the metadata; longer ones are skipped
+MAX_ENTRIES = 2**17  # of metadata, and as many tensors: real files have some thousands
+MAX_ELEMENTS = 2**22  # of all arrays that must be walked or kept: real files have half a million
+MAX_STRING = 2**24  # bytes; the longest strings of real files are chat templates
+MAX_DEPTH = 4  # of arrays in arrays
+MAX_AXES = 4  # of a tensor, as in ggml
+
+# number in the file: name here, struct's letter
+NUMBERS = {
+    0: ("u8", "B"),
+    1: ("i8", "b"),
+    2: ("u16", "H"),
+    3: ("i16", "h"),
+    4: ("u32", "I"),
+    5: ("i32", "i"),
+    6: ("f32", "f"),
+    7: ("bool", "B"),
+    10: ("u64", "Q"),
+    11: ("i64", "q"),
+    12: ("f64", "d"),
+}
+STRING, ARRAY = 8, 9
+TYPE_NAMES = {number: name for number, (name, _) in NUMBERS.items()} | {STRING: "str", ARRAY: "array"}
+TYPE_NUMBERS = {name: number for number, name in TYPE_NAMES.items()}
+
+# number in the file: name, elements of a block, bytes of a block
+TENSOR_TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+}
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An array that was left in the file; `read_array` reads it."""
+
+    type: str  # of its elements: "str", "f32", "i32", ..., "array"
+    count: int
+    offset: int  # of its first element, in bytes from the beginning of the file
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies, and how it is stored."""
+
+    name: str
+    shape: tuple[int, ...]  # outermost axis first, as NumPy has it: the reverse of what stands in the file
+    type: str | int  # "F32", "F16", "BF16", "Q8_0", "Q4_0", ...; a number that is not known stays one
+    offset: int  # in bytes from the beginning of the file
+    nbytes: int | None  # not known where the type is not
+
+
+@dataclass(frozen=True)
+class Header:
+    """What stands before the tensors' data."""
+
+    path: Path
+    version: int
+    metadata: dict[str, Any]  # numbers, strings, tuples of numbers, and `Skipped` for all other arrays
+    tensors: dict[str, Tensor]
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """Read the header of a GGUF file.
+
+    Parameters
+    ----------
+    path : str or path-like
+        The file.
+
+    Returns
+    -------
+    Header
+        Its metadata and tensors; each tensor of a known type lies within the file.
+
+    Raises
+    ------
+    ModelFileError
+        It is no GGUF file, or one that is damaged, cut short, big-endian, or of a version that is not read.
+    FileNotFoundError
+        There is no such file.
+    """
+    with _open(path) as source:
+        version, num_tensors, num_entries = source.beginning()
+        metadata = dict(source.entries(num_entries))
+        if len(metadata) < num_entries:
+            raise source.error("a key of the metadata is there twice")
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment.bit_count() != 1:
+            raise source.error(f"general.alignment must be a power of two, not {_shown(alignment)}")
+        tensors = source.tensors(num_tensors, alignment)
+    return Header(source.path, version, metadata, tensors)
+
+
+def read_array(header: Header, key: str) -> tuple[Any, ...]:
+    """Read an array of the metadata, wherever it is: in the header, or still in the file.
+
+    Parameters
+    ----------
+    header : Header
+        From `read_header`.
+    key : str
+        The name of an entry that is there.
+
+    Returns
+    -------
+    tuple
+        Its elements, strings or numbers.
+
+    Raises
+    ------
+    ModelFileError
+        The entry is no array of strings or numbers, or a string in it is not UTF-8.
+    """
+    value = header.metadata[key]
+    if isinstance(value, tuple):
+        return value
+    if not isinstance(value, Skipped) or value.type == "array":
+        raise ModelFileError(f"{header.path}: {key} is not an array of strings or numbers")
+    with _open(header.path) as source:
+        source.at = value.offset
+        if value.type != "str":
+            return source.numbers(TYPE_NUMBERS[value.type], value.count)
+        return source.strings(key, value.count)
+
+
+@contextmanager
+def _open(path: str | os.PathLike[str]) -> Iterator[_Source]:
+    path = Path(path)
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+        raise ModelFileError(f"{path} is not a file")
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:  # which cannot be mapped
+            raise ModelFileError(f"{path} is empty")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            yield _Source(path, data)
+
+
+class _Source:
+    """The bytes of a file, and how far they have been read."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.size = path, data, len(data)
+        self.at = 0
+        self.elements = 0  # that were walked or kept
+
+    def error(self, what: str) -> ModelFileError:
+        return ModelFileError(f"{self.path}: {what}")
+
+    def expect(self, count: int, nbytes: int, what: str) -> None:
+        """Refuse a count of things that take so many bytes each, at least, if they cannot be in the file."""
+        left = self.size - self.at
+        if count * nbytes > left:
+            raise self.error(f"{count:,} {what} should follow byte {self.at:,}, and only {max(left, 0):,} bytes do")
+
+    def spend(self, count: int) -> None:
+        self.elements += count
+        if self.elements > MAX_ELEMENTS:
+            raise self.error(f"its arrays have more than {MAX_ELEMENTS:,} elements")
+
+    # --- what everything is made of ------------------------------------------------------------------------------
+
+    def numbers(self, number: int, count: int) -> tuple[Any, ...]:
+        """So many numbers of a type; true and false are numbers here."""
+        name, letter = NUMBERS[number]
+        packed = struct.calcsize(f"<{letter}")
+        self.expect(count, packed, f"elements of {packed} bytes")
+        self.spend(count)
+        values = struct.unpack_from(f"<{count}{letter}", self.data, self.at)
+        if name == "bool":
+            if values and max(values) > 1:
+                raise self.error(f"a byte after {self.at:,} is neither true nor false but {max(values)}")
+            values = tuple(map(bool, values))
+        self.at += count * packed
+        return values
+
+    def u32(self) -> int:
+        return int(self._one("<I", 4))
+
+    def u64(self) -> int:
+        return int(self._one("<Q", 8))
+
+    def _one(self, layout: str, nbytes: int) -> Any:
+        self.expect(1, nbytes, f"number of {nbytes} bytes")
+        self.at += nbytes
+        return struct.unpack_from(layout, self.data, self.at - nbytes)[0]
+
+    def string(self, what: str) -> str:
+        length = self.u64()
+        if length > MAX_STRING:
+            raise self.error(f"{what} is said to have {length:,} bytes; {MAX_STRING:,} are the most that are read")
+        self.expect(length, 1, f"bytes of {what}")
+        self.at += length
+        try:
+            return self.data[self.at - length : self.at].decode()
+        except UnicodeDecodeError as error:
+            raise self.error(f"{what} is not UTF-8: {error.reason} at byte {error.start:,} of it") from None
+
+    # --- the parts of a header -----------------------------------------------------------------------------------
+
+    def beginning(self) -> tuple[int, int, int]:
+        """Version, number of tensors, number of entries of metadata."""
+        if self.data[:4] != b"GGUF":
+            raise self.error(f"it is no GGUF file: it begins with {self.data[:4]!r}")
+        self.at = 4
+        version = self.u32()
+        if version and not version & 0xFFFF:
+            raise self.error("it is big-endian, and only little-endian files are read")
+        if version not in (2, 3):
+            raise self.error(f"GGUF version {version} is not read, only 2 and 3 are")
+        num_tensors, num_entries = self.u64(), self.u64()
+        for count, nbytes, what in ((num_entries, 13, "entries of metadata"), (num_tensors, 24, "tensors")):
+            self.expect(count, nbytes, what)
+            if count > MAX_ENTRIES:
+                raise self.error(f"it has {count:,} {what}; {MAX_ENTRIES:,} are the most that are read")
+        return version, num_tensors, num_entries
+
+    def entries(self, count: int) -> Iterator[tuple[str, Any]]:
+        for i in range(count):
+            key = self.string(f"key {i:,}")
+            yield key, self._value(key, self._type(key))
+
+    def _type(self, key: str) -> int:
+        number = self.u32()
+        if number not in TYPE_NAMES:
+            raise self.error(f"{_shown(key)} has the type {number}, which there is not")
+        return number
+
+    def _value(self, key: str, number: int) -> Any:
+        if number == STRING:
+            return self.string(f"the value of {_shown(key)}")
+        if number != ARRAY:
+            return self.numbers(number, 1)[0]
+        number, count = self._type(key), self.u64()
+        if number in NUMBERS and count <= MAX_KEPT:
+            return self.numbers(number, count)
+        skipped = Skipped(TYPE_NAMES[number], count, self.at)
+        self._skip(key, number, count, 1)
+        return skipped
+
+    def _skip(self, key: str, number: int, count: int, depth: int) -> None:
+        if number in NUMBERS:
+            packed = struct.calcsize(f"<{NUMBERS[number][1]}")
+            self.expect(count, packed, f"elements of {packed} bytes")
+            self.at += count * packed
+        elif number == STRING:
+            self._skip_strings(key, count)
+        elif depth == MAX_DEPTH:
+            raise self.error(f"{_shown(key)} nests arrays deeper than {MAX_DEPTH} levels")
+        else:
+            self.expect(count, 12, "arrays")
+            self.spend(count)
+            for _ in range(count):
+                self._skip(key, self._type(key), self.u64(), depth + 1)
+
+    def _skip_strings(self, key: str, count: int) -> None:
+        self.expect(count, 8, "strings")
+        self.spend(count)
+        # a vocabulary has hundreds of thousands: a length past the end shows in the next one, or after the last
+        data, at, unpack = self.data, self.at, struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(count):
+                at += 8 + unpack(data, at)[0]
+        except (struct.error, OverflowError):
+            at = self.size + 1
+        if at > self.size:
+            raise self.error(f"the strings of {_shown(key)} go past the end of the file")
+        self.at = at
+
+    def strings(self, key: str, count: int) -> tuple[str, ...]:
+        """An array of strings; the file may have changed since it was skipped."""
+        data, at, unpack = self.data, self.at, struct.Struct("<Q").unpack_from
+        self._skip_strings(key, count)
+        found = []
+        try:
+            for _ in range(count):
+                end = at + 8 + unpack(data, at)[0]
+                found.append(data[at + 8 : end].decode())
+                at = end
+        except UnicodeDecodeError as error:
+            raise self.error(f"string {len(found):,} of {_shown(key)} is not UTF-8: {error.reason}") from None
+        return tuple(found)
+
+    # --- tensors -------------------------------------------------------------------------------------------------
+
+    def tensors(self, count: int, alignment: int) -> dict[str, Tensor]:
+        found = [self._tensor(i) for i in range(count)]
+        base = -(-self.at // alignment) * alignment
+        tensors = {}
+        for name, shape, number, relative in found:
+            if relative % alignment:
+                raise self.error(f"tensor {_shown(name)} begins at {relative:,}, no multiple of {alignment:,}")
+            known, nbytes = self._stored(name, shape, number)
+            offset = base + relative
+            if offset + (nbytes or 0) > self.size:
+                raise self.error(f"tensor {_shown(name)} of shape {list(shape)} goes past the end of the file")
+            tensors[name] = Tensor(name, shape, known, offset, nbytes)
+        if len(tensors) < count:
+            raise self.error("a tensor is there twice")
+        return tensors
+
+    def _tensor(self, i: int) -> tuple[str, tuple[int, ...], int, int]:
+        """Name, shape, type, and offset from where the data begins."""
+        name = self.string(f"the name of tensor {i:,}")
+        axes = self.u32()
+        if axes > MAX_AXES:
+            raise self.error(f"tensor {_shown(name)} has {axes:,} axes; {MAX_AXES} are the most there can be")
+        shape = tuple(self.u64() for _ in range(axes))[::-1]
+        if math.prod(shape) >= 2**63:
+            raise self.error(f"tensor {_shown(name)} cannot have the shape {list(shape)}")
+        return name, shape, self.u32(), self.u64()
+
+    def _stored(self, name: str, shape: tuple[int, ...], number: int) -> tuple[str | int, int | None]:
+        """The name of a type, and the bytes of a tensor of it."""
+        if number not in TENSOR_TYPES:
+            return number, None
+        known, elements, nbytes = TENSOR_TYPES[number]
+        row = shape[-1] if shape else 1
+        if row % elements:
+            raise self.error(f"tensor {_shown(name)} has rows of {row:,} elements; {known} stores {elements} at a time")
+        return known, math.prod(shape) // elements * nbytes
+
+
+def _shown(value: object) -> str:
+    """A value from a file, in a sentence: no control characters, and not the whole of a long one."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
