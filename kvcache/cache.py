@@ -196,6 +196,48 @@ class KVCache:
         self._capacity = self._core.capacity()  # where they were left to the core
         self._block_size = self._core.block_size()
 
+    @classmethod
+    def from_config(cls, config: Any, *, max_source_len: int | None = None, **overrides: Any) -> Self:
+        """Make a cache of the shape that a model's files say.
+
+        Parameters
+        ----------
+        config : path, mapping, or configuration of transformers
+            A Hugging Face folder, its ``config.json``, or a GGUF; or what such a file holds.
+        max_source_len : int, optional
+            The most tokens, or frames, that an encoder is given, where there is one; by default what the files say.
+        **overrides
+            Arguments of `KVCache`, such as `dtype`, which go before what the files say.
+
+        Returns
+        -------
+        KVCache
+            Of the text decoder: its layers with their KV heads, policies (windows, chunks), shared rows, latents (MLA)
+            and RoPE, for the context it was trained for. Of a model with an encoder: the decoder's layers, then for
+            each its attention over the encoder.
+
+        Raises
+        ------
+        ModelFileError
+            If a file is missing, is not what it seems to be, or says what cannot be.
+        NotSupportedError
+            If a layer keeps something that there is no policy for. Keys with a rotation that depends on the length of
+            the sequence, as dynamic NTK and LongRoPE do, are taken; to move them raises this, with its name.
+        TypeError, ValueError
+            If an override is wrong.
+
+        Examples
+        --------
+        >>> import kvcache
+        >>> config = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512,
+        ...           "max_position_embeddings": 4096, "rope_theta": 10000.0}
+        >>> kvcache.KVCache.from_config(config, dtype="q8_0").head_dim
+        (64, 64)
+        """
+        from kvcache import shapes  # which only who has files needs
+
+        return cls(**{**shapes.read(config, max_source_len).arguments(), **overrides})
+
     def __enter__(self) -> Self:
         return self
 

@@ -38,6 +38,7 @@ from transformers.masking_utils import sdpa_mask
 
 from kvcache.cache import Batch, KVCache
 from kvcache.errors import NotSupportedError
+from kvcache.files import NAMES
 from kvcache.layer import DType
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
 
@@ -682,7 +683,9 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
         if num_layers := getattr(decoder, "num_decoder_layers", None):  # as T5 calls them
             decoder.num_hidden_layers = num_layers
         if max_source_len is None:
-            max_source_len = next((n for name in SOURCE_LENGTHS if (n := getattr(config, name, None))), None)
+            max_source_len = next(
+                (n for name in NAMES["max_source_positions"] if (n := getattr(config, name, None))), None
+            )
         if max_source_len is None:
             raise ValueError(f"max_source_len=None: a {type(config).__name__} does not say how long a source may be")
         caches = HFCache(decoder, dtype, policy), HFCache(decoder, dtype, CrossAttention(max_source_len))
@@ -696,8 +699,6 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
 
 
 # ---- configurations
-
-SOURCE_LENGTHS = ("max_source_positions", "n_positions", "max_position_embeddings")
 
 
 def _shape_of(config: PreTrainedConfig) -> tuple[int, int]:

@@ -1,0 +1,407 @@
+"""What a model's files say, under one set of names: those of Hugging Face's ``config.json``.
+
+`read_config` takes a Hugging Face folder or its ``config.json``, a GGUF, or what a program has at hand, and gathers the
+facts about the text decoder as `Fields`, so that what reads them is written once. Nothing in a file is believed before
+it is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvcache import gguf
+from kvcache.errors import ModelFileError
+
+__all__ = ["Fields", "read_config", "read_json"]
+
+MAX_BYTES = 1 << 24  # of a JSON file
+
+# One name for each fact; of a model with an encoder, the decoder's, which come first.
+NAMES = {
+    "num_hidden_layers": (
+        "decoder_layers",
+        "num_decoder_layers",
+        "decoder_num_hidden_layers",
+        "num_hidden_layers",
+        "n_layer",
+        "n_layers",
+        "num_layers",
+        "layers",
+    ),
+    "num_attention_heads": (
+        "decoder_attention_heads",
+        "num_decoder_attention_heads",
+        "decoder_num_attention_heads",
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "num_heads",
+        "attention_heads",
+    ),
+    "num_key_value_heads": (
+        "decoder_num_key_value_heads",
+        "num_key_value_heads",
+        "num_kv_heads",
+        "n_head_kv",
+        "multi_query_group_num",
+    ),
+    "hidden_size": ("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "dim"),
+    "head_dim": ("head_dim", "d_kv", "attention_head_dim", "kv_channels"),
+    "max_position_embeddings": (
+        "max_target_positions",
+        "max_decoder_position_embeddings",
+        "max_text_positions",
+        "max_position_embeddings",
+        "n_positions",
+        "max_seq_len",
+        "max_sequence_length",
+        "seq_length",
+        "n_ctx",
+    ),
+    "max_source_positions": (
+        "max_source_positions",
+        "max_encoder_position_embeddings",
+        "max_speech_positions",
+        "max_position_embeddings",
+        "n_positions",
+    ),
+    "layer_types": ("layer_types", "layers_block_type"),
+    "sliding_window": ("sliding_window", "sliding_window_size", "attention_window_size"),
+}
+# Where the text decoder of a model of several parts stands.
+PARTS = ("text_config", "thinker_config", "decoder", "decoder_config", "generator", "llm_config", "language_config")
+# What a part may leave out: files name only what differs from these.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma": {
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "hidden_size": 3072,
+        "max_position_embeddings": 8192,
+    },
+    "gemma2": {
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_size": 2304,
+        "sliding_window": 4096,
+        "max_position_embeddings": 8192,
+    },
+    "gemma3_text": {
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_size": 2304,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+    "llama": {
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "hidden_size": 4096,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131072,
+    },
+    "qwen2": {
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "hidden_size": 4096,
+        "max_position_embeddings": 32768,
+    },
+}
+# What a GGUF calls them, after its architecture's name.
+GGUF_NAMES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "v_head_dim",
+    "attention.key_length_swa": "swa_head_dim",
+    "attention.value_length_swa": "swa_v_head_dim",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.sliding_window": "sliding_window",
+    "attention.chunk_size": "attention_chunk_size",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "rope.dimension_count": "rotary_dim",
+}
+GGUF_SCALING = {
+    "type": "rope_type",
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+# Where the names of architectures are not those of Hugging Face's models.
+GGUF_TYPES = {
+    "command-r": "cohere",
+    "deepseek2": "deepseek_v3",
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "gpt-oss": "gpt_oss",
+    "gptneox": "gpt_neox",
+    "llama4": "llama4_text",
+    "phi2": "phi",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "qwen3next": "qwen3_next",
+    "starcoder": "gpt_bigcode",
+}
+# What its readers know of an architecture.
+GGUF_DEFAULTS = {"gemma2": {"sliding_window": 4096}, "llama4_text": {"attention_chunk_size": 8192}}
+
+
+class Fields:
+    """The fields of a configuration, each checked as it is read.
+
+    Parameters
+    ----------
+    values : mapping of str to anything
+        The fields.
+    source : str
+        What messages call it: a file's name, or an argument's.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values = values
+        self.source = source
+
+    def error(self, what: str) -> ModelFileError:
+        """Return an error that says what is wrong with it."""
+        return ModelFileError(f"{self.source}: {what}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field as it is; one that is null is as one that is not there."""
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def _needed(self, name: str, default: Any) -> Any:
+        value = self.get(name, default)
+        if value is None:
+            raise self.error(f"there is no field {name!r}")
+        return value
+
+    def count(self, name: str, default: int | None = None, *, least: int = 1, most: int = 2**31 - 1) -> int:
+        """Return a whole number."""
+        value = self._needed(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.error(f"{name} must be a whole number from {least} to {most}, not {_short(value)}")
+        return value
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        """Return a number above 0."""
+        value = self._needed(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.error(f"{name} must be a positive number, not {_short(value)}")
+        return float(value)
+
+    def expect(self, name: str, supported: str | bool) -> None:
+        """Refuse a field that is there and says something else."""
+        value = self.get(name, supported)
+        if value != supported:
+            raise self.error(f"{name} {_short(value)} is not supported, only {supported!r} is")
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """Return a string."""
+        value = self._needed(name, default)
+        if not isinstance(value, str):
+            raise self.error(f"{name} must be a string, not {_short(value)}")
+        return value
+
+    def part(self, name: str) -> Fields | None:
+        """Return a field that holds fields."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.error(f"{name} must be an object, not {_short(value)}")
+        return Fields(value, f"{self.source}, {name}")
+
+    def sequence(self, name: str, length: int) -> list[Any] | None:
+        """Return the first so many of a list."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple):
+            raise self.error(f"{name} must be a list, not {_short(value)}")
+        if len(value) < length:
+            raise self.error(f"{name} must have one entry for each of the {length} layers, not {len(value)}")
+        return list(value[:length])
+
+    def by_layer(self, num_layers: int) -> list[Fields]:
+        """Return the fields as they are for each layer: where ``per_layer_config`` says so, some are its own."""
+        given = self.part("per_layer_config")
+        own = {} if given is None else {int(key): value for key, value in given.values.items() if str(key).isdecimal()}
+        return [
+            Fields({**self.values, **values}, f"{self.source}, layer {i}")
+            if isinstance(values := own.get(i), Mapping)
+            else self
+            for i in range(num_layers)
+        ]
+
+
+def read_config(source: Any) -> Fields:
+    """Gather what a model's files say of its text decoder.
+
+    Parameters
+    ----------
+    source : path, mapping, or configuration of transformers
+        A folder with a ``config.json``, such a file, or a GGUF; or what such a file holds.
+
+    Returns
+    -------
+    Fields
+        With Hugging Face's names, whatever the source; ``model_type`` is the text decoder's.
+
+    Raises
+    ------
+    ModelFileError
+        If a file is missing, is not what it seems to be, or says what cannot be.
+    TypeError
+        If `source` is none of these.
+    """
+    if isinstance(source, Mapping):
+        return _text_decoder(source, "config")
+    if hasattr(source, "to_dict"):
+        return _text_decoder(source.to_dict(), type(source).__name__)
+    if not isinstance(source, str) and not hasattr(source, "__fspath__"):
+        raise TypeError(f"config={_short(source)}: give a path, a mapping, or a configuration of transformers")
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    if is_gguf(path):
+        return _from_gguf(gguf.read_header(path), str(path))
+    return _text_decoder(read_json(path), str(path))
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as a GGUF does, or is called one."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF" or path.suffix == ".gguf"
+    except FileNotFoundError:
+        raise ModelFileError(
+            f"{path.parent} has no {path.name}" if path.parent.is_dir() else f"there is no {path}"
+        ) from None
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises
+    ------
+    ModelFileError
+        If it is missing, too large, no JSON, or something else.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ModelFileError(f"{path.parent} has no {path.name}") from None
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > MAX_BYTES:
+        raise ModelFileError(f"{path} is larger than the {MAX_BYTES >> 20} MiB that a configuration may have")
+    try:
+        values = json.loads(data)
+    except ValueError as error:
+        raise ModelFileError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise ModelFileError(f"{path} is not a configuration: its values are nested too deeply") from None
+    if not isinstance(values, dict):
+        raise ModelFileError(f"{path} must hold a JSON object, not {_short(values)}")
+    return values
+
+
+def _text_decoder(values: Mapping[str, Any], source: str) -> Fields:
+    """Find the part that is the text decoder, and give its fields their names."""
+    parts = [values]
+    while (
+        part := next((parts[-1][name] for name in PARTS if isinstance(parts[-1].get(name), Mapping)), None)
+    ) is not None:
+        parts.append({**DEFAULTS.get(str(part.get("model_type")), {}), **part})
+    fields = {name: value for name, value in parts[-1].items() if value is not None}
+    for name, others in NAMES.items():
+        given = next((fields[other] for other in others if other in fields), None)
+        if given is not None:
+            fields[name] = given
+    fields["is_encoder_decoder"] = any(part.get("is_encoder_decoder") is True for part in parts)
+    return Fields(fields, source)
+
+
+def _from_gguf(header: gguf.Header, source: str) -> Fields:
+    metadata = header.metadata
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise ModelFileError(f"{source}: there is no general.architecture")
+
+    def of(name: str) -> Any:
+        value = metadata.get(f"{architecture}.{name}")
+        return None if isinstance(value, gguf.Skipped) else value
+
+    values = {name: value for key, name in GGUF_NAMES.items() if (value := of(key)) is not None}
+    model_type = GGUF_TYPES.get(architecture, architecture)
+    values = {**GGUF_DEFAULTS.get(model_type, {}), **values, "model_type": model_type}
+    values["gguf_architecture"] = architecture
+    scaling = {name: value for key, name in GGUF_SCALING.items() if (value := of(f"rope.scaling.{key}")) is not None}
+    if scaling.get("rope_type", "none") != "none":
+        values["rope_scaling"] = scaling
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if "vocab_size" not in values and tokens is not None:
+        values["vocab_size"] = tokens.count if isinstance(tokens, gguf.Skipped) else len(tokens)
+    values["tie_word_embeddings"] = "output.weight" not in header.tensors
+    if "kv_lora_rank" in values:
+        values["qk_rope_head_dim"] = values.get("rotary_dim")
+    _add_layers(values, of("attention.sliding_window_pattern"))
+    return Fields(values, source)
+
+
+def _add_layers(values: dict[str, Any], pattern: Any) -> None:
+    """What a GGUF says layer by layer: a list where others have one number."""
+    if isinstance(pattern, tuple):
+        values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    elif pattern is not None:
+        values["sliding_window_pattern"] = pattern
+    lists = {name: value for name, value in values.items() if isinstance(value, tuple)}
+    if not lists:
+        return
+    length = max(map(len, lists.values()))
+    layers = [{name: value[i] for name, value in lists.items() if i < len(value)} for i in range(length)]
+    values.update({name: next((x for x in value if x), 0) for name, value in lists.items()})
+    values["per_layer_config"] = {str(i): layer for i, layer in enumerate(layers)}
+    if "num_key_value_heads" in lists and 0 in lists["num_key_value_heads"]:  # has a state of another kind
+        kinds = values.get("layer_types") or ["full_attention"] * length
+        heads = lists["num_key_value_heads"]
+        values["layer_types"] = [kind if h else "linear_attention" for kind, h in zip(kinds, heads, strict=False)]
+
+
+def _short(value: Any) -> str:
+    """What a message shows of a value that may be long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

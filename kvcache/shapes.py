@@ -1,0 +1,469 @@
+"""The shape of a model's cache, from its files: a Hugging Face folder or ``config.json``, or a GGUF.
+
+`read` makes a `Shape`, and `KVCache.from_config` a cache of one. Files leave some things to who reads them; these stand
+in the tables of this module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.errors import NotSupportedError
+from kvcache.files import Fields, read_config
+from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
+from kvcache.rope import Rope, RopeLike
+
+__all__ = ["Shape", "read"]
+
+MAX_LAYERS = 1 << 14
+
+# Every so manieth layer sees everything, the others a window.
+FULL_EVERY = {
+    "afmoe": 4,
+    "cohere2": 4,
+    "exaone4": 4,
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "gemma3n_text": 5,
+    "gemma4_text": 6,
+    "gpt_oss": 2,
+    "olmo3": 4,
+    "vaultgemma": 2,
+}
+# The layers that see everything rotate nothing.
+NO_ROPE_IN_FULL = {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe"}
+# Every so manieth layer rotates nothing.
+NO_ROPE_EVERY = {"llama4_text": 4, "smollm3": 4}
+# Positions are added to the scores, and keys carry none.
+ALIBI = {"bloom", "mpt"}
+# Neighbours are rotated together, not halves.
+INTERLEAVED = {
+    "codegen",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "ernie4_5_vl_moe_text",
+    "glm",
+    "glm4",
+    "glm4v_text",
+    "glm_ocr_text",
+    "gptj",
+    "helium",
+    "llama4_text",
+    "moonshine",
+    "moonshine_streaming",
+}
+# What is refused whole.
+REFUSED = {
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "its state is not keys and values"),
+    "reformer": "it sorts what it stores into buckets",
+    "blt_local_decoder": "it is made of several decoders",
+}
+# Attention more than once in a layer.
+ATTENTIONS = {"longcat_flash": 2}
+# Every layer has the window that the file names.
+SLIDING_EVERYWHERE = {"llama", "mistral", "mistral3", "phi3", "starcoder2"}
+# Layers whose state is neither keys nor values, and layers without one.
+STATELESS = {"linear_attention", "conv", "mamba", "recurrent", "dummy", "moe", "mlp"}
+FULL = {"full_attention", "attention", "hybrid"}  # a hybrid layer has another state beside
+SLIDING = {"sliding_attention", "hybrid_sliding"}
+# Architectures of GGUF files whose rows are laid out so that neighbours are rotated together.
+INTERLEAVED_GGUF = {
+    "arcee",
+    "arctic",
+    "baichuan",
+    "chameleon",
+    "chatglm",
+    "cohere2",
+    "command-r",
+    "deci",
+    "deepseek",
+    "deepseek2",
+    "ernie4_5",
+    "ernie4_5-moe",
+    "granite",
+    "granitemoe",
+    "internlm2",
+    "llama",
+    "llama4",
+    "minicpm",
+    "mistral3",
+    "olmo",
+    "orion",
+    "plamo",
+    "smollm3",
+    "starcoder",
+    "xverse",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a cache has to know of a model; but for the first two, the arguments of `KVCache`, one value a layer.
+
+    Attributes
+    ----------
+    model_type : str
+        The text decoder's, as Hugging Face calls it.
+    num_heads : tuple of int
+        Query heads of each layer.
+    num_kv_heads, head_dim, v_head_dim : tuple of int
+        What a token's keys and values are made of.
+    value_in_key : tuple of bool
+        Whether they are latents, which hold both (MLA).
+    policy : tuple of policies or None
+        What a query sees; None: a layer without keys and values.
+    share : tuple of int or None
+        Whose rows a layer reads.
+    rope : tuple of Rope, False, None or callable
+        How keys are rotated; None: the files do not say.
+    max_seq_len : int or None
+        The context the model was trained for.
+    """
+
+    model_type: str
+    num_heads: tuple[int, ...]
+    num_kv_heads: tuple[int, ...]
+    head_dim: tuple[int, ...]
+    v_head_dim: tuple[int, ...]
+    value_in_key: tuple[bool, ...]
+    policy: tuple[Policy | None, ...]
+    rope: tuple[RopeLike, ...]
+    share: tuple[int | None, ...]
+    max_seq_len: int | None
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.policy)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what `KVCache` takes."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        del own["model_type"], own["num_heads"]
+        return {"num_layers": self.num_layers, **own}
+
+
+def read(source: Any, max_source_len: int | None = None) -> Shape:
+    """Read the shape of a model's cache.
+
+    Parameters
+    ----------
+    source : path, mapping, or configuration of transformers
+        A folder with a ``config.json``, such a file, or a GGUF; or what such a file holds.
+    max_source_len : int, optional
+        The most tokens, or frames, that an encoder is given, where there is one; by default what the files say.
+
+    Returns
+    -------
+    Shape
+        Of a model with an encoder: the decoder's layers, then for each its attention over the encoder.
+
+    Raises
+    ------
+    ModelFileError
+        If a file is missing, is not what it seems to be, or says what cannot be.
+    NotSupportedError
+        If a layer keeps something that this cache has no policy for; or none keeps keys and values.
+    TypeError
+        If `source` is none of these.
+
+    Examples
+    --------
+    >>> shape = read({"model_type": "mistral", "num_hidden_layers": 2, "num_attention_heads": 32,
+    ...               "num_key_value_heads": 8, "hidden_size": 4096, "sliding_window": 4096})
+    >>> shape.num_kv_heads, shape.head_dim, shape.policy[1]
+    ((8, 8), (128, 128), SlidingWindow(window=4096, num_sink_tokens=0, resume_window=None))
+    """
+    config = read_config(source)
+    model_type = config.text("model_type", "model")
+    if model_type in REFUSED:
+        raise NotSupportedError(f"{config.source}: a {model_type} is not supported, as {REFUSED[model_type]}")
+    kinds = _kinds(config)
+    own = config.by_layer(len(kinds))
+    layers = [_layer(own[i], i, kind) for i, kind in enumerate(kinds)]
+    share = _share(config, kinds)
+    if config.get("is_encoder_decoder"):
+        cross = _cross(config, max_source_len)
+        layers += [layer._replace(policy=cross, rope=False) for layer in layers]
+        share += [None] * len(kinds)
+    if all(layer.policy is None for layer in layers):
+        raise NotSupportedError(f"{config.source}: no layer of this {model_type} has keys and values")
+    columns: dict[str, Any] = dict(zip(_Layer._fields, zip(*layers, strict=True), strict=True))
+    context = None if config.get("max_position_embeddings") is None else config.count("max_position_embeddings")
+    return Shape(model_type, share=tuple(share), max_seq_len=context, **columns)
+
+
+# ---- what each layer keeps
+
+
+class _Layer(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    value_in_key: bool
+    policy: Policy | None
+    rope: RopeLike
+
+
+def _kinds(config: Fields) -> list[str]:
+    """The type of each layer, as Hugging Face calls them."""
+    listed = config.get("layer_types")
+    default = len(listed) if isinstance(listed, list) else None
+    num_layers = config.count("num_hidden_layers", default, most=MAX_LAYERS)
+    num_layers *= ATTENTIONS.get(config.text("model_type", ""), 1)
+    kinds = config.sequence("layer_types", num_layers)
+    if kinds is None:
+        return [_kind(config, i) for i in range(num_layers)]
+    for i, kind in enumerate(kinds):
+        if not isinstance(kind, str) or kind not in STATELESS | FULL | SLIDING | {"chunked_attention"}:
+            raise NotSupportedError(f"{config.source}: layer {i} is of type {kind!r}, which no policy stands for")
+    return kinds
+
+
+def _kind(config: Fields, layer: int) -> str:
+    """The type of a layer where the file does not name it."""
+    if config.get("attention_chunk_size") is not None:  # as in Llama 4
+        return "chunked_attention" if _rotates_in_turn(config, layer) else "full_attention"
+    if _has_rows(config, layer):
+        return "sliding_attention" if _slides(config, layer) else "full_attention"
+    return "linear_attention"
+
+
+def _has_rows(config: Fields, layer: int) -> bool:
+    """Whether it is a layer of attention, in a model that may have others."""
+    if config.get("attn_layer_period") is not None:
+        return layer % config.count("attn_layer_period") == config.count("attn_layer_offset", 0, least=0)
+    if config.get("full_attention_interval") is not None:
+        return (layer + 1) % config.count("full_attention_interval") == 0
+    if config.get("model_type") == "bamba":
+        return layer in config.get("attn_layer_indices", ())
+    blocks = config.get("block_types")
+    return not blocks or config.sequence("block_types", 1) is None or blocks[layer % len(blocks)] == "attention"
+
+
+def _slides(config: Fields, layer: int) -> bool:
+    """Whether a layer of attention has a window."""
+    if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+        return False
+    model_type = config.text("model_type", "")
+    pattern = config.get("sliding_window_pattern", FULL_EVERY.get(model_type))
+    if isinstance(pattern, str):  # such as "LLLG": three with a window, one without
+        return not pattern or pattern[layer % len(pattern)] != "G"
+    if pattern is not None:
+        return (layer + 1) % config.count("sliding_window_pattern", pattern) != 0
+    if config.get("gguf_architecture") is not None and model_type not in SLIDING_EVERYWHERE:
+        raise NotSupportedError(
+            f"{config.source}: it names a window, but not which layers of a {model_type} have it: give a policy"
+        )
+    first = config.count("max_window_layers", 0, least=0) if config.get("use_sliding_window") else 0
+    return layer >= first
+
+
+def _layer(config: Fields, layer: int, kind: str) -> _Layer:
+    """What a layer keeps, given its fields."""
+    policy = _policy(config, kind)
+    num_heads = config.count("num_attention_heads") if policy is not None else 1
+    if config.get("kv_lora_rank"):
+        rank, rotated = config.count("kv_lora_rank"), config.count("qk_rope_head_dim", least=0)
+        rope = _rope(config, layer, kind, rank + rotated, rank)
+        return _Layer(num_heads, 1, rank + rotated, rank, True, policy, rope)
+    if policy is None:
+        return _Layer(1, 1, 1, 1, False, None, None)
+    own = "swa_" if kind in SLIDING and config.get("swa_head_dim") is not None else ""
+    derived = config.get("hidden_size")
+    derived = None if derived is None else config.count("hidden_size") // num_heads
+    head_dim = config.count(own + "head_dim", derived or None)
+    v_head_dim = config.count(own + "v_head_dim", head_dim)
+    num_kv_heads = _num_kv_heads(config, own, num_heads)
+    return _Layer(num_heads, num_kv_heads, head_dim, v_head_dim, False, policy, _rope(config, layer, kind, head_dim, 0))
+
+
+def _num_kv_heads(config: Fields, own: str, num_heads: int) -> int:
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    attention = config.part("attn_config")
+    if attention is not None and attention.get("kv_n_heads") is not None:
+        return attention.count("kv_n_heads")
+    return config.count(own + "num_key_value_heads", config.get("num_key_value_heads", num_heads))
+
+
+def _policy(config: Fields, kind: str) -> Policy | None:
+    if kind in STATELESS:
+        return None
+    if kind in SLIDING:
+        return SlidingWindow(config.count("sliding_window"))
+    return ChunkedAttention(config.count("attention_chunk_size")) if kind == "chunked_attention" else FullAttention()
+
+
+def _cross(config: Fields, max_source_len: int | None) -> CrossAttention:
+    """Attention over what an encoder gives."""
+    if max_source_len is None and config.get("max_source_positions") is None:
+        raise NotSupportedError(
+            f"{config.source}: it does not say what its encoder is given at most: give max_source_len"
+        )
+    return CrossAttention(config.count("max_source_positions") if max_source_len is None else max_source_len)
+
+
+def _share(config: Fields, kinds: list[str]) -> list[int | None]:
+    """Whose rows each layer reads: the last ones those of the last one of their type that has rows of its own."""
+    num_shared = config.count("num_kv_shared_layers", 0, least=0, most=len(kinds) - 1)
+    own = kinds[: len(kinds) - num_shared]
+    last = {kind: i for i, kind in enumerate(own)}
+    for i, kind in enumerate(kinds[len(own) :], len(own)):
+        if kind not in last and kind not in STATELESS:
+            raise config.error(
+                f"layer {i} is to read the rows of a layer of type {kind!r}, and there is none before it"
+            )
+    return [None] * len(own) + [None if kind in STATELESS else last[kind] for kind in kinds[len(own) :]]
+
+
+# ---- how keys are rotated
+
+
+def _rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) -> RopeLike:
+    """How a layer's keys are rotated, from `first_dim` on."""
+    model_type = config.text("model_type", "")
+    if model_type in ALIBI or config.get("alibi") is True or not _rotates(config, layer, kind):
+        return False
+    parameters = _rope_parameters(config, kind)
+    if parameters is None:
+        return None
+    name = parameters.text("rope_type", parameters.text("type", "default"))
+    scale = SCALINGS.get(name)
+    if scale is None:
+        return Unshiftable(name)
+    fraction = parameters.positive(
+        "partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct", 1.0))
+    )
+    if name == "proportional":
+        dim, num_rotated = head_dim, int(fraction * head_dim // 2)
+    else:
+        dim = config.count("rotary_dim", int((head_dim - first_dim) * fraction), most=head_dim - first_dim)
+        num_rotated = dim // 2
+    inv_freq = parameters.positive("rope_theta", 10000.0) ** -(np.arange(0, 2 * num_rotated, 2) / dim)
+    inv_freq = np.pad(scale(parameters, config, inv_freq, dim), (0, dim // 2 - num_rotated))
+    return Rope(inv_freq, _interleaved(config, model_type), first_dim)
+
+
+def _rotates(config: Fields, layer: int, kind: str) -> bool:
+    """Whether a layer's keys are rotated at all, in a model where some are."""
+    if config.get("position_embedding_type") == "nope":
+        return False
+    if config.text("model_type", "") in NO_ROPE_IN_FULL and kind == "full_attention":
+        return config.get("sliding_window") is None
+    if (
+        config.get("no_rope_layers")
+        or config.get("no_rope_layer_interval")
+        or config.get("model_type") in NO_ROPE_EVERY
+    ):
+        return _rotates_in_turn(config, layer)
+    thetas = config.get("layer_rope_theta")
+    return not isinstance(thetas, list) or layer >= len(thetas) or thetas[layer] != 0
+
+
+def _rotates_in_turn(config: Fields, layer: int) -> bool:
+    """Whether a layer rotates, by a list with a 0 for those that do not, or every so manieth does not."""
+    listed = config.get("no_rope_layers")
+    if listed:
+        rotating = config.sequence("no_rope_layers", layer + 1)
+        return rotating is not None and bool(rotating[layer])
+    every = config.count("no_rope_layer_interval", NO_ROPE_EVERY.get(config.text("model_type", "")))
+    return (layer + 1) % every != 0
+
+
+def _interleaved(config: Fields, model_type: str) -> bool:
+    architecture = config.get("gguf_architecture")
+    if architecture is not None:
+        return architecture in INTERLEAVED_GGUF
+    return config.get("rope_interleave", model_type in INTERLEAVED) is True
+
+
+def _rope_parameters(config: Fields, kind: str) -> Fields | None:
+    """Gather what a file says of the rotation of a type of layer; None: nothing."""
+    given = config.part("rope_parameters")
+    if given is not None:
+        if kind in given.values:  # by type of layer
+            return given.part(kind)
+        return Fields({"rope_theta": config.get("rope_theta"), **given.values}, given.source)
+    local = config.get("rope_local_base_freq", config.get("local_rope_theta"))
+    if kind in SLIDING and local is not None:
+        return Fields({"rope_theta": local}, config.source)
+    theta = config.get("rope_theta", config.get("global_rope_theta", config.get("rotary_emb_base")))
+    if theta is None and config.get("rotary_dim") is None:
+        return None
+    scaling = config.part("rope_scaling")
+    return Fields({"rope_theta": theta, **(scaling.values if scaling else {})}, config.source)
+
+
+@dataclass(frozen=True)
+class Unshiftable:
+    """Stands for a rotation that depends on more than the position, so that keys cannot be moved."""
+
+    rope_type: str
+
+    def __call__(self, layer: int, keys: npt.NDArray[np.float32], delta: int) -> Any:
+        raise NotSupportedError(
+            f"keys of layer {layer} cannot be moved: their rotation, {self.rope_type!r}, depends on how long the "
+            "sequence is; feed the tokens again"
+        )
+
+
+Frequencies: TypeAlias = npt.NDArray[np.float64]
+
+
+def _plain(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int) -> Frequencies:
+    return inv_freq
+
+
+def _linear(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int) -> Frequencies:
+    return inv_freq / parameters.positive("factor", 1.0)
+
+
+def _llama3(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int) -> Frequencies:
+    """Low frequencies are divided, high ones stay, and between them both are mixed."""
+    low, high = parameters.positive("low_freq_factor"), parameters.positive("high_freq_factor")
+    turns = parameters.positive("original_max_position_embeddings") * inv_freq / (2 * np.pi)  # in the old context
+    kept: Frequencies = np.clip((turns - low) / (high - low), 0, 1)
+    return kept * inv_freq + (1 - kept) * inv_freq / parameters.positive("factor")
+
+
+def _yarn(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int) -> Frequencies:
+    """As `_llama3`, but mixed by the index of the pair [1]_.
+
+    .. [1] Bowen Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", ICLR 2024.
+    """
+    context = parameters.positive("original_max_position_embeddings")
+    factor = parameters.positive("factor", config.positive("max_position_embeddings", context) / context)
+
+    def pair(turns: float) -> float:
+        """Which one turns so often in the old context."""
+        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(parameters.positive("rope_theta")))
+
+    low, high = pair(parameters.positive("beta_fast", 32.0)), pair(parameters.positive("beta_slow", 1.0))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    divided: Frequencies = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    return inv_freq * (1 - divided) + inv_freq / factor * divided
+
+
+SCALINGS: dict[str, Callable[[Fields, Fields, Frequencies, int], Frequencies]] = {
+    "default": _plain,
+    "mrope": _plain,  # of text, all three positions are the same
+    "proportional": _linear,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

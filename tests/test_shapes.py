@@ -1,0 +1,351 @@
+"""Shapes of caches from model files: what older and newer files say, what is refused, and what transformers makes."""
+
+import json
+
+import numpy as np
+import pytest
+
+import kvcache
+from kvcache import files, shapes
+from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, SlidingWindow
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+
+
+def windows(shape):
+    """0: all, None: no keys and values."""
+    sizes = {SlidingWindow: "window", ChunkedAttention: "attention_chunk_size", FullAttention: "__len__"}
+    return [policy and getattr(policy, sizes[type(policy)], 0) for policy in shape.policy]
+
+
+# ---- what files say
+
+
+def test_llama():
+    shape = shapes.read(LLAMA)
+    assert (shape.model_type, shape.num_layers, shape.max_seq_len) == ("llama", 4, 8192)
+    assert (shape.num_heads[0], shape.num_kv_heads[0], shape.head_dim[0], shape.v_head_dim[0]) == (32, 8, 128, 128)
+    assert np.allclose(shape.rope[3].inv_freq, 500000.0 ** (-np.arange(0, 128, 2) / 128))
+    assert not shape.rope[3].interleaved
+    cache = kvcache.KVCache.from_config(LLAMA, dtype="q8_0", max_seq_len=100)
+    assert (cache.num_layers, cache.num_kv_heads[0], cache.head_dim[0], cache.max_seq_len) == (4, 8, 128, 100)
+    assert cache.k_dtype[0] == "q8_0"
+
+
+def test_folder_file_and_mapping_are_the_same(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert shapes.read(tmp_path) == shapes.read(str(tmp_path / "config.json")) == shapes.read(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, [4096] * 4),
+        ({"model_type": "mistral", "sliding_window": None}, [0] * 4),
+        ({"model_type": "qwen2", "sliding_window": 99, "use_sliding_window": False, "max_window_layers": 2}, [0] * 4),
+        (
+            {"model_type": "qwen2", "sliding_window": 99, "use_sliding_window": True, "max_window_layers": 3},
+            [0, 0, 0, 99],
+        ),
+        ({"model_type": "gemma2", "sliding_window": 16}, [16, 0, 16, 0]),
+        ({"model_type": "cohere2", "sliding_window": 16, "sliding_window_pattern": 2}, [16, 0, 16, 0]),
+        ({"model_type": "exaone4", "sliding_window": 16, "sliding_window_pattern": "LLG"}, [16, 16, 0, 16]),
+        ({"model_type": "llama4_text", "attention_chunk_size": 8}, [8, 8, 8, 0]),
+        ({"model_type": "llama4_text", "attention_chunk_size": 8, "no_rope_layers": [1, 0, 1, 1]}, [8, 0, 8, 8]),
+        ({"model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1}, [None, 0, None, 0]),
+        ({"model_type": "bamba", "attn_layer_indices": [2]}, [None, None, 0, None]),
+        ({"layer_types": ["conv", "full_attention", "hybrid", "moe"]}, [None, 0, 0, None]),
+    ],
+    ids=lambda value: value.get("model_type", "") if isinstance(value, dict) else "",
+)
+def test_windows(config, expected):
+    assert windows(shapes.read({**LLAMA, **config})) == expected
+
+
+def test_part_of_a_larger_model_that_leaves_out_what_is_usual():
+    shape = shapes.read({"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_config": {}})
+    assert (shape.num_layers, shape.num_heads[0], shape.num_kv_heads[0], shape.head_dim[0]) == (32, 32, 32, 128)
+    part = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    shape = shapes.read({"model_type": "gemma3", "text_config": part})
+    assert (shape.num_kv_heads[0], shape.head_dim[0]) == (4, 256)
+    assert windows(shape)[:7] == [1024] * 5 + [0, 1024]
+    local, full = shape.rope[0].inv_freq, shape.rope[5].inv_freq
+    assert (local[1], full[1]) == pytest.approx((1e4 ** (-2 / 256), 1e6 ** (-2 / 256)))
+
+
+def test_shared_layers():
+    types = ["sliding_attention", "full_attention"] * 2
+    shape = shapes.read({**LLAMA, "layer_types": types, "sliding_window": 8, "num_kv_shared_layers": 2})
+    assert shape.share == (None, None, 0, 1)
+    assert kvcache.KVCache.from_config({**LLAMA, "layer_types": types, "sliding_window": 8}).share == (None,) * 4
+
+
+def test_latents():
+    mla = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    shape = shapes.read({**LLAMA, **mla, "model_type": "deepseek_v3"})
+    assert (shape.num_kv_heads[0], shape.head_dim[0], shape.v_head_dim[0]) == (1, 576, 512)
+    assert shape.value_in_key[0]
+    assert (shape.rope[0].first_dim, len(shape.rope[0].inv_freq), shape.rope[0].interleaved) == (512, 32, True)
+    assert kvcache.KVCache.from_config({**LLAMA, **mla}).value_in_key == (True,) * 4
+
+
+def test_per_layer_config():
+    shape = shapes.read({**LLAMA, "per_layer_config": {"01": {"head_dim": 64, "num_key_value_heads": 4}}})
+    assert shape.head_dim == (128, 64, 128, 128)
+    assert shape.num_kv_heads == (8, 4, 8, 8)
+
+
+def test_encoder():
+    bart = {"is_encoder_decoder": True, "decoder_layers": 2, "decoder_attention_heads": 4, "d_model": 64}
+    shape = shapes.read({**bart, "max_position_embeddings": 100})
+    assert shape.policy == (FullAttention(),) * 2 + (CrossAttention(100),) * 2
+    with pytest.raises(kvcache.NotSupportedError, match="max_source_len"):
+        shapes.read(bart)
+    cache = kvcache.KVCache.from_config(bart, max_source_len=7)
+    assert cache.policy[2:] == (CrossAttention(7),) * 2
+
+
+def test_overrides_go_first():
+    cache = kvcache.KVCache.from_config(LLAMA, policy=SlidingWindow(16), rope=None, max_sequences=3, k_dtype="f32")
+    assert (cache.policy[0], cache.rope[0], cache.max_sequences) == (SlidingWindow(16), None, 3)
+    with pytest.raises(ValueError, match="len"):
+        kvcache.KVCache.from_config(LLAMA, num_layers=3)
+    with pytest.raises(TypeError, match="bogus"):
+        kvcache.KVCache.from_config(LLAMA, bogus=1)
+
+
+# ---- rotations
+
+
+def test_llama3_frequencies():
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    got = shapes.read({**LLAMA, "rope_scaling": scaling}).rope[0].inv_freq
+    plain = 500000.0 ** (-np.arange(0, 128, 2) / 128)
+    length = 2 * np.pi / plain
+    for frequency, before, wave in zip(got, plain, length, strict=True):
+        if wave < 8192 / 4:
+            assert frequency == pytest.approx(before)
+        elif wave > 8192:
+            assert frequency == pytest.approx(before / 8)
+        else:
+            assert before / 8 <= frequency <= before
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "spiral"])
+def test_rotations_that_cannot_be_moved_are_refused_by_name(kind):
+    config = {**LLAMA, "rope_scaling": {"type": kind, "factor": 4.0}, "hidden_size": 256}
+    cache = kvcache.KVCache.from_config(config, max_seq_len=64)
+    x = np.ones((4, 8, 8), np.float32)
+    with cache.batch(4) as batch:
+        for layer in range(4):
+            batch.put(layer, x, x)
+    for move in (lambda: cache.remove(0, 2), lambda: cache.shift(1, 4, 3)):
+        with pytest.raises(kvcache.NotSupportedError, match=kind):
+            move()
+        assert cache.positions().tolist() == [0, 1, 2, 3]
+        cache.validate()
+    cache.remove(0, 2, shift=False)
+    assert cache.positions().tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "bloom"}, False),
+        ({"model_type": "falcon", "alibi": True}, False),
+        ({"model_type": "gpt2", "rope_theta": None}, None),
+        ({"position_embedding_type": "nope"}, False),
+    ],
+)
+def test_models_that_do_not_rotate(config, expected):
+    assert shapes.read({**LLAMA, **config}).rope == (expected,) * 4
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers"),
+        ({"num_hidden_layers": 4.0}, "num_hidden_layers"),
+        ({"num_attention_heads": -1}, "num_attention_heads"),
+        ({"num_attention_heads": True}, "num_attention_heads"),
+        ({"num_attention_heads": [4]}, "num_attention_heads"),
+        ({"hidden_size": {}}, "hidden_size"),
+        ({"hidden_size": 8}, "head_dim"),
+        ({"model_type": 7}, "model_type"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"rope_theta": float("nan")}, "rope_theta"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"type": 3}}, "type"),
+        ({"partial_rotary_factor": 9.0}, "rotary_dim"),
+        ({"layer_types": "full_attention"}, "layer_types"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"sliding_window": "wide"}, "sliding_window"),
+        ({"sliding_window": 8, "sliding_window_pattern": 0}, "sliding_window_pattern"),
+        (
+            {
+                "layer_types": ["full_attention", "conv", "hybrid"] * 2,
+                "num_hidden_layers": 6,
+                "num_kv_shared_layers": 4,
+            },
+            "layer 2",
+        ),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
+        ({"attn_config": 4}, "attn_config"),
+        ({"per_layer_config": [1]}, "per_layer_config"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings"),
+    ],
+    ids=str,
+)
+def test_bad_fields_are_named(change, words):
+    with pytest.raises(kvcache.ModelFileError, match=words):
+        shapes.read({**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer_types": ["full_attention"] * 3 + ["indexed_attention"]}, "layer 3.*indexed_attention"),
+        ({"layer_types": [["full_attention"]] * 4}, "layer 0"),
+        ({"layer_types": ["linear_attention"] * 4}, "keys and values"),
+        ({"model_type": "mamba"}, "mamba"),
+    ],
+    ids=str,
+)
+def test_what_no_policy_stands_for_is_refused_by_name(change, words):
+    with pytest.raises(kvcache.NotSupportedError, match=words):
+        shapes.read({**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[1]", "JSON object"),
+        (b"null", "JSON object"),
+        (b"\xff\xfe{", "not JSON"),
+        (b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "nested"),
+        (b'{"num_hidden_layers": ' + b"9" * 10_000 + b"}", "not JSON"),
+        (b'{"a": "' + b"x" * files.MAX_BYTES + b'"}', "larger"),
+        (b"{}", "num_hidden_layers"),
+        (json.dumps({"text_config": {"text_config": {"model_type": [1]}}}).encode(), "model_type"),
+    ],
+    ids=["empty", "cut", "list", "null", "bytes", "deep", "digits", "large", "nothing", "parts"],
+)
+def test_hostile_files(tmp_path, data, words):
+    path = tmp_path / "config.json"
+    path.write_bytes(data)
+    with pytest.raises(kvcache.ModelFileError, match=words) as error:
+        shapes.read(tmp_path)
+    assert len(str(error.value)) < 300 + len(str(path))
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(kvcache.ModelFileError, match=r"has no config\.json"):
+        shapes.read(tmp_path)
+    with pytest.raises(kvcache.ModelFileError, match="there is no "):
+        shapes.read(tmp_path / "nowhere" / "model")
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(kvcache.ModelFileError, match="cannot be read"):
+        shapes.read(tmp_path)
+    for source in (None, 3, [LLAMA]):
+        with pytest.raises(TypeError, match="config="):
+            shapes.read(source)
+
+
+# ---- GGUF
+
+
+def write_gguf(path, architecture, **fields):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, architecture)
+    usual = {
+        "block_count": 4,
+        "context_length": 4096,
+        "embedding_length": 512,
+        "attention.head_count": 8,
+        "attention.head_count_kv": 2,
+        "rope.freq_base": 10000.0,
+    }
+    for name, value in {**usual, **fields}.items():
+        key = f"{architecture}.{name}"
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "expected"),
+    [
+        ("llama", {}, [0] * 4),
+        ("phi3", {"attention.sliding_window": 99}, [99] * 4),
+        ("gemma2", {}, [4096, 0] * 2),
+        ("gemma3", {"attention.sliding_window": 64, "block_count": 6}, [64] * 5 + [0]),
+        ("gpt-oss", {"attention.sliding_window": 128}, [128, 0] * 2),
+        ("llama4", {}, [8192] * 3 + [0]),
+        ("other", {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False] * 2}, [8, 0] * 2),
+        ("jamba", {"attention.head_count_kv": [0, 2, 0, 2]}, [None, 0, None, 0]),
+    ],
+)
+def test_gguf(tmp_path, architecture, fields, expected):
+    shape = shapes.read(write_gguf(tmp_path / "model.gguf", architecture, **fields))
+    assert windows(shape) == expected
+    assert (shape.num_kv_heads[-1], shape.head_dim[-1], shape.max_seq_len) == (2, 64, 4096)
+
+
+def test_gguf_is_as_its_config(tmp_path):
+    ours = shapes.read(write_gguf(tmp_path / "a.gguf", "llama", **{"rope.dimension_count": 64}))
+    config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+    theirs = shapes.read({**config, "max_position_embeddings": 4096, "rope_theta": 10000.0, "model_type": "llama"})
+    assert ours.rope[0].interleaved  # the file's rows are in that order
+    assert ours.rope[0].inv_freq == theirs.rope[0].inv_freq
+    assert ours.arguments() | {"rope": None} == theirs.arguments() | {"rope": None}
+
+
+def test_gguf_latents(tmp_path):
+    fields = {"attention.kv_lora_rank": 512, "attention.key_length": 576, "attention.value_length": 512}
+    path = write_gguf(tmp_path / "a.gguf", "deepseek2", **fields, **{"rope.dimension_count": 64})
+    shape = shapes.read(path)
+    assert (shape.num_kv_heads[0], shape.head_dim[0], shape.v_head_dim[0], shape.rope[0].first_dim) == (
+        1,
+        576,
+        512,
+        512,
+    )
+
+
+def test_gguf_that_does_not_say_which_layers_have_its_window(tmp_path):
+    with pytest.raises(kvcache.NotSupportedError, match="window"):
+        shapes.read(write_gguf(tmp_path / "a.gguf", "other", **{"attention.sliding_window": 8}))
+
+
+def test_gguf_that_is_none(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"{}")
+    with pytest.raises(kvcache.ModelFileError, match="GGUF"):
+        shapes.read(tmp_path / "a.gguf")
