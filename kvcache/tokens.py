@@ -7,6 +7,7 @@ imported only then.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcache.errors import ModelFileError
+from kvcache.files import read_json
 from kvcache.gguf import Header, read_array, read_header
 
 if TYPE_CHECKING:
@@ -150,36 +152,34 @@ def _byte_alphabet() -> dict[str, bytes]:
 BYTES_OF = _byte_alphabet()
 
 
-def _import_tokenizers() -> Any:
+def import_package(name: str) -> Any:
+    """Import a package that only some models need."""
     try:
-        import tokenizers
+        return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(
-            "the model's tokenizer needs the package tokenizers: pip install 'kvcache[cli]'", name="tokenizers"
-        ) from error
-    return tokenizers
+        raise ImportError(f"this model needs the package {name}: pip install 'kvcache[cli]'", name=name) from error
 
 
 # --- Hugging Face folders ----------------------------------------------------------------------------------------
 
 
 def _from_folder(folder: Path) -> Tokenizer:
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     stop = _token_ids(folder / "config.json", config)
     if (folder / "generation_config.json").exists():
-        stop |= _token_ids(folder / "generation_config.json", _read_json(folder / "generation_config.json"))
+        stop |= _token_ids(folder / "generation_config.json", read_json(folder / "generation_config.json"))
     if (folder / "tokenizer.json").exists():
         return _from_json(folder / "tokenizer.json", config.get("bos_token_id"), stop)
     if config.get("vocab_size") == 256:
         return ByteTokenizer(stop)
     size = config.get("vocab_size")
     raise ModelFileError(
-        f"{folder} has no tokenizer.json; only a model of 256 tokens, bytes, needs none, not of {size!r}"
+        f"{folder} has no tokenizer.json, and only a model of 256 tokens, bytes, needs none, not one of {size!r}"
     )
 
 
 def _from_json(path: Path, bos: object, stop: frozenset[int]) -> ModelTokenizer:
-    package = _import_tokenizers()
+    package = import_package("tokenizers")
     try:
         model = package.Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the package raises nothing more special
@@ -199,18 +199,6 @@ def _is_byte_level(path: Path, model: tokenizers.Tokenizer) -> bool:
     if kinds & {"ByteFallback", "Metaspace"} and kinds <= {"ByteFallback", "Metaspace", "Replace", "Fuse", "Strip"}:
         return False
     raise ModelFileError(f"{path}: a decoder of {', '.join(sorted(map(str, kinds)))} is not supported")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelFileError(f"{path.parent} has no {path.name}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ModelFileError(f"{path} must hold a JSON object")
-    return values
 
 
 def _token_ids(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
@@ -306,7 +294,7 @@ class _Vocabulary:
     # --- what the package makes of them --------------------------------------------------------------------------
 
     def tokenizer(self, byte_level: bool) -> ModelTokenizer:
-        package = _import_tokenizers()
+        package = import_package("tokenizers")
         model, adds_bos = self._byte_level(package) if byte_level else self._sentence_piece(package)
         control = [package.AddedToken(t, special=True, normalized=False) for t in self.of_type(UNKNOWN, CONTROL)]
         model.add_special_tokens(control)

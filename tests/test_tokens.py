@@ -304,10 +304,13 @@ def test_generation_config_adds_ends(tmp_path: Path) -> None:
     [
         ({}, r"has no config\.json"),
         ({"config.json": "{"}, r"config\.json is not JSON"),
-        ({"config.json": "[" * 100_000}, r"config\.json is not JSON"),
+        ({"config.json": "[" * 100_000}, "its values are nested too deeply"),
         ({"config.json": "[]"}, r"config\.json must hold a JSON object"),
-        ({"config.json": "{}"}, "no tokenizer.json; only a model of 256 tokens, bytes, needs none, not of None"),
-        ({"config.json": '{"vocab_size": 32000}'}, "needs none, not of 32000"),
+        (
+            {"config.json": "{}"},
+            "no tokenizer.json, and only a model of 256 tokens, bytes, needs none, not one of None",
+        ),
+        ({"config.json": '{"vocab_size": 32000}'}, "needs none, not one of 32000"),
         ({"config.json": '{"eos_token_id": "x"}'}, "eos_token_id must be a token or a list of tokens, not 'x'"),
         ({"config.json": '{"eos_token_id": [-1]}'}, r"or a list of tokens, not \[-1\]"),
         ({"config.json": '{"eos_token_id": true}'}, "or a list of tokens, not True"),
