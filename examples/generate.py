@@ -17,12 +17,13 @@ except KeyboardInterrupt:
 EXAMPLES = """\
 examples:
   python examples/generate.py "ROMEO:"                               the text, then the table
-  python examples/generate.py "ROMEO:" --temperature 0 --tokens 100  always the likeliest byte
+  python examples/generate.py "ROMEO:" --temperature 0 --tokens 100  always the likeliest token
   python examples/generate.py "ROMEO:" --dtype q8_0                  a cache of half the size, and nearly the same model
   python examples/generate.py "ROMEO:" --window 256 --tokens 5000    beyond the model's context, in constant memory
   python examples/generate.py "ROMEO:" --shift --tokens 5000         beyond it, by forgetting half of it when it is full
   python examples/generate.py --prompt-file play.txt --dtype bf16    continue a file
   python examples/generate.py "KING:" --quiet > text.txt             the text only
+  python examples/generate.py --model Llama-3.2-1B-Q8_0.gguf "Once"  another model: a folder, or a GGUF file
 
 Without --window or --shift the text stops when the model's context is full. With a window it goes on; positions keep
 growing, but rotary keys only tell distances, and inside the window these stay as trained. Sink tokens fall further and
@@ -42,7 +43,7 @@ def parser() -> Parser:
     options = llama.Options()
     p = Parser(
         prog="generate.py",
-        description="Continue a prompt with a byte-level Llama model, and end with a table: tokens per second with\n"
+        description="Continue a prompt with a model of Llama's family, and end with a table: tokens per second with\n"
         "and without the cache, bytes of cache per token, and what each element type does to the model.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -52,10 +53,10 @@ def parser() -> Parser:
     p.add_argument("--prompt-file", metavar="FILE", type=Path, help="read the prompt from a file instead")
     p.add_argument(
         "--model",
-        metavar="FOLDER",
+        metavar="PATH",
         type=Path,
         default=Path(__file__).parent / "model",
-        help="Hugging Face folder of a Llama whose tokens are bytes (default: model, beside this file)",
+        help="Hugging Face folder or GGUF file of a Llama, Mistral or Qwen (default: model, beside this file)",
     )
     p.add_argument(
         "--dtype",
@@ -132,7 +133,7 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except (llama.LlamaError, KVCacheError, OSError) as error:
+    except (llama.LlamaError, KVCacheError, OSError, ImportError) as error:
         p.error(str(error))
 
 

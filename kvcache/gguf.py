@@ -138,9 +138,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     Raises
     ------
     ModelFileError
-        It is no GGUF file, or one that is damaged, cut short, big-endian, or of a version that is not read.
-    FileNotFoundError
-        There is no such file.
+        It is missing, no GGUF file, or one that is damaged, cut short, big-endian, or of a version that is not read.
     """
     with _open(path) as source:
         version, num_tensors, num_entries = source.beginning()
@@ -189,7 +187,11 @@ def read_array(header: Header, key: str) -> tuple[Any, ...]:
 @contextmanager
 def _open(path: str | os.PathLike[str]) -> Iterator[_Source]:
     path = Path(path)
-    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise ModelFileError(f"there is no {path}") from None
+    if not stat.S_ISREG(mode):  # a pipe would be waited for
         raise ModelFileError(f"{path} is not a file")
     with open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:  # which cannot be mapped

@@ -1,28 +1,31 @@
 """A Llama-family model in NumPy that generates through a `KVCache`: what the examples and the command line share.
 
-It reads a Hugging Face folder (``config.json`` and safetensors files) and needs the ``safetensors`` package, so it is
-imported only when asked for: ``import kvcache.llama``. The parts are `Llama` (the model), `sample` and `generate` (the
-loop), `seconds_without_cache` and `compare_dtypes` (the measuring), and `run`, which ties them to a stream of text that
-ends with a table. A token is a byte there: there is no tokenizer.
+It reads a Hugging Face folder (``config.json``, safetensors, ``tokenizer.json``) or a GGUF file, with packages that are
+imported when a model needs them. The parts are `Llama` (the model), `sample` and `generate` (the loop),
+`seconds_without_cache` and `compare_dtypes` (the measuring), and `run`, which ties them to a stream of text that ends
+with a table.
 """
 
 from __future__ import annotations
 
 import codecs
-import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TextIO, TypeAlias
+from typing import Literal, TextIO, TypeAlias
 
 import numpy as np
-import safetensors
 from numpy.typing import ArrayLike, NDArray
 
-from kvcache import FullAttention, KVCache, Rope, SlidingWindow
+from kvcache import FullAttention, KVCache, ModelFileError, Rope, SlidingWindow, shapes
+from kvcache.files import Fields, read_config
+from kvcache.policy import Policy
+from kvcache.rope import RopeLike
+from kvcache.tokens import Tokenizer, load_tokenizer
+from kvcache.weights import F32, Tensors
 
 __all__ = [
     "BLOCK_BYTES",
@@ -47,15 +50,19 @@ __all__ = [
     "shift_context",
 ]
 
-F32: TypeAlias = NDArray[np.float32]
 Dtype: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 
 BLOCK_BYTES: dict[Dtype, int] = {"f32": 128, "f16": 64, "bf16": 64, "q8_0": 34, "q4_0": 18}  # of 32 elements
 PREFILL_TOKENS = 512  # tokens of one forward pass: enough for the matrix products, and scratch stays small
 FIRST_TOKENS_KEPT = 4  # by a shift: models lean on them, whatever they are
 STEPS_WITHOUT_CACHE = 8  # how many decode steps are repeated without the cache to time them
-EVAL_WINDOWS = 4  # how many contexts of eval.txt the loss is taken over
+EVAL_WINDOWS = 4  # how many texts from eval.txt the loss is taken over
+EVAL_TOKENS = 2048  # the most that each has, if the model's context has as many
+EVAL_BYTES = 16 * EVAL_WINDOWS * EVAL_TOKENS  # of eval.txt that are read: more than tokens usually stand for
 INTERRUPTED = 130  # exit status, as shells have it: 128 + SIGINT
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3")
 
 
 class LlamaError(ValueError):
@@ -67,7 +74,7 @@ class LlamaError(ValueError):
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The numbers of ``config.json`` that the runner needs, under this project's names."""
+    """The numbers of a model's files that the runner needs, under this project's names."""
 
     num_layers: int
     num_heads: int
@@ -78,170 +85,84 @@ class LlamaConfig:
     vocab_size: int
     max_seq_len: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: Rope
+    policy: tuple[FullAttention | SlidingWindow, ...]  # of each layer
     tie_word_embeddings: bool
 
-    @property
-    def inv_freq(self) -> NDArray[np.float64]:
-        """Radians per position of each pair of a head's elements, [head_dim / 2]."""
-        frequencies: NDArray[np.float64] = self.rope_theta ** -(np.arange(0, self.head_dim, 2) / self.head_dim)
-        return frequencies
+    def check_tokens(self, tokens: ArrayLike) -> None:
+        """Refuse tokens that the model has not: a tokenizer may be another model's."""
+        for token in (np.min(tokens), np.max(tokens)):
+            if not 0 <= token < self.vocab_size:
+                raise LlamaError(f"token {token:,} is none of the model's {self.vocab_size:,}")
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> LlamaConfig:
-        """Read ``config.json`` of a Hugging Face folder.
+    def read(cls, path: str | Path) -> LlamaConfig:
+        """Read the configuration of a Hugging Face folder or a GGUF file.
 
         Raises
         ------
-        LlamaError
-            The folder or the file is missing, a field is missing or makes no sense, or the model is not a plain Llama.
+        ModelFileError
+            The file is missing, a field is missing or makes no sense, or the model is not of Llama's family.
+        NotSupportedError
+            What a layer sees is nothing that this cache has a policy for.
         """
-        if not Path(folder).is_dir():
-            raise LlamaError(f"{folder} is not a folder with a model in it")
-        fields = _Fields(Path(folder) / "config.json")
-        for name, supported in (("model_type", "llama"), ("hidden_act", "silu")):
-            fields.expect(name, supported)
+        fields = read_config(path)
+        model_type = fields.text("model_type")
+        if model_type not in MODEL_TYPES:
+            raise fields.error(f"model_type {model_type!r} is not supported, only {', '.join(MODEL_TYPES)} are")
+        fields.expect("hidden_act", "silu")
         for name in ("attention_bias", "mlp_bias"):
             fields.expect(name, False)
-        num_heads, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
-        config = cls(
-            num_layers=fields.count("num_hidden_layers"),
+        scaling = fields.part("rope_parameters") or fields.part("rope_scaling") or Fields({}, fields.source)
+        rope_type = scaling.text("rope_type", scaling.text("type", "default"))
+        if rope_type not in ROPE_TYPES:
+            raise fields.error(f"rope_type {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)} are")
+        shape = shapes.read(path)
+        num_heads, num_kv_heads, head_dim = _heads(fields, shape)
+        return cls(
+            num_layers=shape.num_layers,
             num_heads=num_heads,
-            num_kv_heads=fields.count("num_key_value_heads", num_heads),
-            head_dim=fields.count("head_dim", hidden_size // num_heads),
-            hidden_size=hidden_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            hidden_size=fields.count("hidden_size"),
             intermediate_size=fields.count("intermediate_size"),
             vocab_size=fields.count("vocab_size"),
             max_seq_len=fields.count("max_position_embeddings"),
             rms_norm_eps=fields.positive("rms_norm_eps"),
-            rope_theta=_rope_theta(fields),
-            tie_word_embeddings=fields.values.get("tie_word_embeddings") is True,
+            rope=_rope(fields, shape.rope, head_dim),
+            policy=_policy(fields, shape.policy),
+            tie_word_embeddings=fields.get("tie_word_embeddings") is True,
         )
-        if config.num_heads % config.num_kv_heads:
-            raise fields.error(
-                f"{num_heads} attention heads are not a multiple of {config.num_kv_heads} key-value heads"
-            )
-        if config.head_dim % 2:
-            raise fields.error(f"head_dim must be even for RoPE, not {config.head_dim}")
-        return config
 
 
-class _Fields:
-    """The fields of a JSON file, each checked as it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.values = _read_json(path)
-
-    def error(self, what: str) -> LlamaError:
-        return LlamaError(f"{self.path}: {what}")
-
-    def _get(self, name: str, default: Any) -> Any:
-        value = self.values.get(name)  # an optional field may also be there as null
-        value = default if value is None else value
-        if value is None:
-            raise self.error(f"there is no field {name!r}")
-        return value
-
-    def count(self, name: str, default: int | None = None) -> int:
-        value = self._get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-            raise self.error(f"{name} must be a whole number of at least 1, not {value!r}")
-        return value
-
-    def positive(self, name: str, default: float | None = None) -> float:
-        value = self._get(name, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.error(f"{name} must be a positive number, not {value!r}")
-        return float(value)
-
-    def expect(self, name: str, supported: str | bool) -> None:
-        value = self._get(name, supported)
-        if value != supported:
-            raise self.error(f"{name} {value!r} is not supported, only {supported!r} is")
+def _heads(fields: Fields, shape: shapes.Shape) -> tuple[int, int, int]:
+    """Query heads, key-value heads and their size, which all layers have in common."""
+    kinds = set(zip(shape.num_heads, shape.num_kv_heads, shape.head_dim, strict=True))
+    if len(kinds) > 1 or shape.v_head_dim != shape.head_dim or any(shape.value_in_key):
+        raise fields.error("its layers differ, or their keys and values do, which is not supported")
+    (num_heads, num_kv_heads, head_dim) = kinds.pop()
+    if num_heads % num_kv_heads:
+        raise fields.error(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
+    if head_dim % 2:
+        raise fields.error(f"head_dim must be even for RoPE, not {head_dim}")
+    return num_heads, num_kv_heads, head_dim
 
 
-def _rope_theta(fields: _Fields) -> float:
-    """Find the base of the rotation: in ``rope_parameters``, or in older files beside ``rope_scaling``."""
-    parameters = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
-    if not isinstance(parameters, dict):
-        raise fields.error(f"rope_parameters must be an object, not {parameters!r}")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise fields.error(f"rope_type {kind!r} is not supported, only 'default' is")
-    if parameters.get("rope_theta") is not None:
-        fields.values["rope_theta"] = parameters["rope_theta"]
-    return fields.positive("rope_theta", 10000.0)
+def _rope(fields: Fields, ropes: Sequence[RopeLike], head_dim: int) -> Rope:
+    """The rotation of all layers."""
+    rope = ropes[0]
+    if rope is None:  # files that are older than the field
+        rope = Rope(10000.0 ** -(np.arange(0, head_dim, 2) / head_dim))
+    if not isinstance(rope, Rope) or len({*ropes}) > 1 or 2 * len(rope.inv_freq) != head_dim:
+        raise fields.error("only models whose heads are rotated as a whole, and all alike, are supported")
+    return rope
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise LlamaError(f"{path.parent} has no {path.name}") from None
-    except ValueError as error:
-        raise LlamaError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise LlamaError(f"{path} must hold a JSON object")
-    return values
-
-
-class _Tensors:
-    """A model's tensors, by name; each is taken once, in the shape that ``config.json`` implies."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.tensors: dict[str, F32] = {}
-        for path in _weight_files(folder):
-            self.tensors.update(_read_tensors(path))
-
-    def take(self, name: str, *shape: int) -> F32:
-        tensor = self.tensors.pop(name, None)
-        if tensor is None:
-            raise LlamaError(f"{self.folder} has no tensor {name}")
-        if tensor.shape != shape:
-            raise LlamaError(
-                f"{self.folder}: tensor {name} has the shape {list(tensor.shape)}; config.json asks for {list(shape)}"
-            )
-        return tensor
-
-    def finish(self, *unused: str) -> None:
-        """Refuse what was not taken: leaving out a bias or a norm gives text that is wrong and looks right."""
-        for name in self.tensors:
-            if name not in unused and not name.endswith(".rotary_emb.inv_freq"):
-                raise LlamaError(f"{self.folder} has a tensor {name}, which a plain Llama has not")
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [folder / "model.safetensors"]
-    names = _read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
-        raise LlamaError(f"{index}: weight_map must name files of this folder")
-    return [folder / name for name in sorted(set(names.values()))]
-
-
-def _read_tensors(path: Path) -> dict[str, F32]:
-    try:
-        entries = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
-    except FileNotFoundError:
-        raise LlamaError(f"{path.parent} has no {path.name}") from None
-    except safetensors.SafetensorError as error:
-        raise LlamaError(f"{path} is not a whole safetensors file: {error}") from None
-    return {name: _to_f32(path, name, entry) for name, entry in entries}
-
-
-def _to_f32(path: Path, name: str, entry: dict[str, Any]) -> F32:
-    """Decode a stored tensor; bf16 is the upper half of an f32, which NumPy has no type for."""
-    dtype, data = entry["dtype"], entry["data"]
-    if dtype == "BF16":
-        flat = (np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
-    elif dtype in ("F32", "F16"):
-        flat = np.frombuffer(data, "<f4" if dtype == "F32" else "<f2").astype(np.float32)
-    else:
-        raise LlamaError(f"{path}: tensor {name} has the type {dtype}; F32, F16 and BF16 are supported")
-    return flat.reshape(entry["shape"])
+def _policy(fields: Fields, policies: Sequence[Policy | None]) -> tuple[FullAttention | SlidingWindow, ...]:
+    supported = tuple(policy for policy in policies if isinstance(policy, FullAttention | SlidingWindow))
+    if len(supported) < len(policies):
+        raise fields.error("only layers that see everything, or a window, are supported")
+    return supported
 
 
 # --- the model ---------------------------------------------------------------------------------------------------
@@ -253,6 +174,9 @@ class _Layer:
 
     attention_norm: F32  # [hidden]
     qkv: F32  # [(num_heads + 2 num_kv_heads) * head_dim, hidden]
+    qkv_bias: F32 | None  # [(num_heads + 2 num_kv_heads) * head_dim]
+    q_norm: F32 | None  # [head_dim]
+    k_norm: F32 | None  # [head_dim]
     out: F32  # [hidden, num_heads * head_dim]
     mlp_norm: F32  # [hidden]
     gate_up: F32  # [2 intermediate, hidden]
@@ -262,8 +186,10 @@ class _Layer:
 class Llama:
     """A Llama model in float32: RMSNorm, rotary positions (half-split), grouped-query attention, SwiGLU.
 
+    Where there are such weights, queries, keys and values have biases (Qwen2), or queries and keys are normed (Qwen3).
+
     It holds weights only. Keys and values, and so the sequence it is in, are the cache's that each call is given.
-    Use `load` to read one from a folder.
+    Use `load` to read one from a folder or a GGUF file.
     """
 
     def __init__(self, config: LlamaConfig, embedding: F32, layers: Sequence[_Layer], norm: F32, head: F32) -> None:
@@ -272,30 +198,41 @@ class Llama:
         self.layers = layers
         self.norm = norm  # [hidden]
         self.head = head  # [vocab, hidden]
-        self.inv_freq = config.inv_freq
+        self.inv_freq = np.array(config.rope.inv_freq)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Llama:
-        """Load a Hugging Face folder: ``config.json`` and ``model.safetensors``, or the shards of its index.
+    def load(cls, path: str | Path) -> Llama:
+        """Load a Hugging Face folder, ``config.json`` and ``model.safetensors`` or its shards, or a GGUF file.
 
-        Weights may be F32, F16 or BF16, embeddings tied or not.
+        Weights of safetensors may be F32, F16 or BF16, those of GGUF whatever the ``gguf`` package decodes: these
+        types, Q8_0, Q4_0, and more. All are decoded to float32. Embeddings may be tied or not.
 
         Raises
         ------
-        LlamaError
+        ModelFileError
             A file, field or tensor is missing, of another shape, or of a kind that is not supported.
+        ImportError
+            A package that reads the weights is not installed.
         """
-        config = LlamaConfig.from_folder(folder)
-        tensors = _Tensors(Path(folder))
+        config = LlamaConfig.read(path)
+        tensors = Tensors(Path(path))
         embedding = tensors.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = [_take_layer(tensors, config, f"model.layers.{i}.") for i in range(config.num_layers)]
         norm = tensors.take("model.norm.weight", config.hidden_size)
         tied = config.tie_word_embeddings
         head = embedding if tied else tensors.take("lm_head.weight", config.vocab_size, config.hidden_size)
+        rope = _take_rope(tensors, config)
         tensors.finish("lm_head.weight")
-        return cls(config, embedding, layers, norm, head)
+        return cls(replace(config, rope=rope), embedding, layers, norm, head)
 
-    def forward(self, tokens: ArrayLike, cache: KVCache, *, last_only: bool = False) -> F32:
+    def forward(
+        self,
+        tokens: ArrayLike,
+        cache: KVCache,
+        *,
+        last_only: bool = False,
+        on_batch: Callable[[int, int], None] | None = None,
+    ) -> F32:
         """Append tokens to sequence 0 of a cache and return what the model expects after each.
 
         Parameters
@@ -306,16 +243,28 @@ class Llama:
             Made for this model's shape, as `new_cache` does.
         last_only : bool
             Compute the logits of the last token only.
+        on_batch : callable, optional
+            Called after each batch with the number of tokens that are done, and with `n`.
 
         Returns
         -------
         ndarray of float32, shape [n, vocab_size], or [1, vocab_size] with `last_only`
             The logits of the next token.
+
+        Raises
+        ------
+        LlamaError
+            A token is none of the model's.
         """
         ids = np.asarray(tokens, dtype=np.intp)
         if ids.ndim != 1 or not len(ids):
             raise ValueError(f"tokens must be one list of at least one token, not of shape {list(ids.shape)}")
-        hidden = [self._hidden(ids[i : i + PREFILL_TOKENS], cache) for i in range(0, len(ids), PREFILL_TOKENS)]
+        self.config.check_tokens(ids)
+        hidden = []
+        for i in range(0, len(ids), PREFILL_TOKENS):
+            hidden.append(self._hidden(ids[i : i + PREFILL_TOKENS], cache))
+            if on_batch is not None:
+                on_batch(min(i + PREFILL_TOKENS, len(ids)), len(ids))
         x = hidden[-1][-1:] if last_only else np.concatenate(hidden)
         return _rms_norm(x, self.norm, self.config.rms_norm_eps) @ self.head.T
 
@@ -330,38 +279,72 @@ class Llama:
         with cache.batch(n) as batch:
             for index, layer in enumerate(self.layers):
                 qkv = _rms_norm(x, layer.attention_norm, c.rms_norm_eps) @ layer.qkv.T
+                if layer.qkv_bias is not None:
+                    qkv += layer.qkv_bias
                 heads = qkv.reshape(n, all_heads, c.head_dim)
-                _rotate(heads[:, :rotated], cos, sin)
                 q, k, v = heads[:, : c.num_heads], heads[:, c.num_heads : rotated], heads[:, rotated:]
+                for rows, norm in ((q, layer.q_norm), (k, layer.k_norm)):
+                    if norm is not None:
+                        rows[...] = _rms_norm(rows, norm, c.rms_norm_eps)
+                _rotate(heads[:, :rotated], cos, sin)
                 x += batch.attend(index, q, k, v).reshape(n, -1) @ layer.out.T
                 gate_up = _rms_norm(x, layer.mlp_norm, c.rms_norm_eps) @ layer.gate_up.T
                 x += _swiglu(gate_up) @ layer.down.T
         return x
 
 
-def _take_layer(tensors: _Tensors, config: LlamaConfig, prefix: str) -> _Layer:
+def _take_layer(tensors: Tensors, config: LlamaConfig, prefix: str) -> _Layer:
     hidden, inner = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
     def take(name: str, *shape: int) -> F32:
-        return tensors.take(f"{prefix}{name}.weight", *shape)
+        return tensors.take(f"{prefix}{name}", *shape)
 
-    qkv = [
-        take(f"self_attn.{name}_proj", rows, hidden)
-        for name, rows in zip("qkv", (q_rows, kv_rows, kv_rows), strict=True)
-    ]
+    def take_qkv(kind: str, *columns: int) -> F32:
+        q, k, v = (
+            take(f"self_attn.{n}_proj.{kind}", r, *columns)
+            for n, r in zip("qkv", (q_rows, kv_rows, kv_rows), strict=True)
+        )
+        if config.rope.interleaved:
+            q, k = _to_halves(q, config.head_dim), _to_halves(k, config.head_dim)
+        return np.concatenate([q, k, v])
+
+    def take_if_there(name: str) -> F32 | None:
+        return take(name, config.head_dim) if f"{prefix}{name}" in tensors else None
+
     return _Layer(
-        attention_norm=take("input_layernorm", hidden),
-        qkv=np.concatenate(qkv),
-        out=take("self_attn.o_proj", hidden, q_rows),
-        mlp_norm=take("post_attention_layernorm", hidden),
-        gate_up=np.concatenate([take("mlp.gate_proj", inner, hidden), take("mlp.up_proj", inner, hidden)]),
-        down=take("mlp.down_proj", hidden, inner),
+        attention_norm=take("input_layernorm.weight", hidden),
+        qkv=take_qkv("weight", hidden),
+        qkv_bias=take_qkv("bias") if f"{prefix}self_attn.q_proj.bias" in tensors else None,
+        q_norm=take_if_there("self_attn.q_norm.weight"),
+        k_norm=take_if_there("self_attn.k_norm.weight"),
+        out=take("self_attn.o_proj.weight", hidden, q_rows),
+        mlp_norm=take("post_attention_layernorm.weight", hidden),
+        gate_up=np.concatenate(
+            [take("mlp.gate_proj.weight", inner, hidden), take("mlp.up_proj.weight", inner, hidden)]
+        ),
+        down=take("mlp.down_proj.weight", hidden, inner),
     )
 
 
+def _to_halves(rows: F32, head_dim: int) -> F32:
+    """Order the rows of heads so that halves are rotated together, where neighbours were: 0 2 4 ... 1 3 5 ..."""
+    return rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _take_rope(tensors: Tensors, config: LlamaConfig) -> Rope:
+    """The rotation once rows are in order; GGUF files of Llama 3 have its scaling among the weights."""
+    inv_freq = np.array(config.rope.inv_freq)
+    if "rope_freqs.weight" in tensors:
+        factors = tensors.take("rope_freqs.weight", len(inv_freq))
+        if not (np.isfinite(factors) & (factors > 0)).all():
+            raise ModelFileError(f"{tensors.path}: rope_freqs.weight must have positive numbers")
+        inv_freq /= factors
+    return Rope(inv_freq)
+
+
 def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
-    squares: F32 = np.vecdot(x, x)[:, None]
+    squares: F32 = np.vecdot(x, x)[..., None]
     normed: F32 = x / np.sqrt(squares / np.float32(x.shape[-1]) + np.float32(eps)) * weight
     return normed
 
@@ -480,7 +463,7 @@ def new_cache(config: LlamaConfig, options: Options, dtype: Dtype | None = None)
     config : LlamaConfig
         The model's shape.
     options : Options
-        Its `window` and `num_sink_tokens` choose the policy.
+        Its `window` and `num_sink_tokens` choose the policy, where the model's own is wider.
     dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"}, optional
         The element type, `options.dtype` by default.
 
@@ -489,10 +472,9 @@ def new_cache(config: LlamaConfig, options: Options, dtype: Dtype | None = None)
     KVCache
         For the model's whole context, or with a window for the window, the sinks and one batch beside them.
     """
-    policy: FullAttention | SlidingWindow = FullAttention()
-    max_seq_len = config.max_seq_len
+    policy, max_seq_len = config.policy, config.max_seq_len
     if options.window is not None:
-        policy = SlidingWindow(options.window, num_sink_tokens=options.first_tokens_kept)
+        policy = tuple(_narrowed(own, options.window, options.first_tokens_kept) for own in config.policy)
         max_seq_len = options.window + options.first_tokens_kept + PREFILL_TOKENS
     return KVCache(
         config.num_layers,
@@ -501,8 +483,15 @@ def new_cache(config: LlamaConfig, options: Options, dtype: Dtype | None = None)
         max_seq_len,
         dtype=dtype or options.dtype,
         policy=policy,
-        rope=Rope(config.inv_freq),
+        rope=config.rope,
     )
+
+
+def _narrowed(own: FullAttention | SlidingWindow, window: int, num_sink_tokens: int) -> SlidingWindow:
+    """A window for a layer that may have one of its own."""
+    if isinstance(own, SlidingWindow):
+        window = min(window, own.window)
+    return SlidingWindow(window, num_sink_tokens=num_sink_tokens)
 
 
 def sample(logits: F32, rng: np.random.Generator, *, temperature: float = 1.0, top_p: float = 1.0) -> int:
@@ -565,6 +554,7 @@ def generate(
     decode: Speed,
     *,
     num_tokens_kept: int | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
 ) -> Iterator[int]:
     """Yield new tokens after a prompt, one forward pass each.
 
@@ -583,6 +573,8 @@ def generate(
     num_tokens_kept : int, optional
         Where the model's context is full, `shift_context`, keeping that many; by default it is the caller who sees to
         it that the tokens fit.
+    on_prefill : callable, optional
+        Called after each batch of the prompt with the number of its tokens that are done, and that of all.
     """
     pending: Sequence[int] = prompt
     for i in range(max_new_tokens):
@@ -590,7 +582,8 @@ def generate(
         start = time.perf_counter()
         if num_tokens_kept is not None and cache.next_position() == model.config.max_seq_len:
             shift_context(cache, num_tokens_kept)
-        token = choose(model.forward(pending, cache, last_only=True)[-1])
+        logits = model.forward(pending, cache, last_only=True, on_batch=None if i else on_prefill)
+        token = choose(logits[-1])
         speed.seconds += time.perf_counter() - start
         speed.tokens += len(pending)
         yield token
@@ -635,11 +628,16 @@ def mean_loss(logits: F32, tokens: ArrayLike) -> float:
     return float(np.mean(log_total - wide[np.arange(len(targets)), targets]))
 
 
-def read_windows(path: Path, length: int) -> list[list[int]]:
-    """Cut the beginning of a file of bytes into texts of `length`; none where there is no file."""
-    data = path.read_bytes() if path.exists() else b""
-    windows = [list(data[i : i + length]) for i in range(0, len(data), length)]
-    return [w for w in windows if len(w) > 1][:EVAL_WINDOWS]
+def read_windows(path: Path, tokenizer: Tokenizer, length: int) -> list[list[int]]:
+    """Cut the beginning of a text file into texts of `length` tokens; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        tokens = tokenizer.encode(file.read(EVAL_BYTES))
+    first = [] if tokenizer.bos is None else [tokenizer.bos]  # with which each of them begins
+    tokens, length = tokens[len(first) :], max(length - len(first), 1)
+    windows = [first + tokens[i : i + length] for i in range(0, len(tokens), length)]
+    return [window for window in windows if len(window) > 1][:EVAL_WINDOWS]
 
 
 def compare_dtypes(
@@ -725,11 +723,18 @@ class Report:
 # --- a whole run -------------------------------------------------------------------------------------------------
 
 
-def run(folder: str | Path, prompt: bytes, options: Options, out: TextIO) -> int:
-    """Load a byte-level model, stream a continuation of the prompt, and end with a table.
+def run(
+    path: str | Path,
+    prompt: bytes,
+    options: Options,
+    out: TextIO,
+    *,
+    on_prefill: Callable[[int, int], None] | None = None,
+) -> int:
+    """Load a model, stream a continuation of the prompt, and end with a table.
 
     An interrupt (Ctrl-C) ends the text, or the measuring after it, and the table shows what is known by then. Notices
-    go to stderr. Without a window or a shift the text ends when the model's context is full.
+    go to stderr. The text ends where the model ends it; without a window or a shift, also when its context is full.
 
     With a window it goes on: positions keep growing, but rotary keys only tell distances, and within the window these
     stay as trained. The distance to sink tokens grows, which a model bears for a few of them, not for many. With a
@@ -737,14 +742,17 @@ def run(folder: str | Path, prompt: bytes, options: Options, out: TextIO) -> int
 
     Parameters
     ----------
-    folder : str or Path
-        A Hugging Face folder; where it has an ``eval.txt``, the element types are compared on that.
+    path : str or Path
+        A Hugging Face folder, or a GGUF file; where there is an ``eval.txt`` in the folder, or beside the file, the
+        element types are compared on that.
     prompt : bytes
         At least one byte.
     options : Options
         How to generate.
     out : TextIO
         Where the text and the table go.
+    on_prefill : callable, optional
+        Called after each batch of the prompt with the number of its tokens that are done, and that of all.
 
     Returns
     -------
@@ -753,24 +761,30 @@ def run(folder: str | Path, prompt: bytes, options: Options, out: TextIO) -> int
 
     Raises
     ------
+    ModelFileError
+        The model's files cannot be used.
     LlamaError
-        The model cannot be run, or the prompt, the type, the window or the sink tokens do not fit it.
+        The prompt, the type, the window or the sink tokens do not fit the model.
+    ImportError
+        A package that this model needs is not installed.
     """
-    model = Llama.load(folder)
-    room = _room(model.config, prompt, options)
+    if not prompt:
+        raise LlamaError("the prompt is empty")
+    tokenizer, model = load_tokenizer(path), Llama.load(path)
+    tokens = tokenizer.encode(prompt)
+    room = _room(model.config, tokens, options)
     report = Report(model.config, options)
-    tokens = list(prompt)
+    text = _Text(out, tokenizer)
     status = 0
     try:
-        _stream(model, tokens, report, min(room, options.max_new_tokens), out)
-        if room < options.max_new_tokens:
-            _notice(
-                f"stopped at {len(tokens):,} tokens, the model's whole context; with a window or a shift it would go on"
-            )
-        elif options.window and options.first_tokens_kept and len(tokens) > model.config.max_seq_len:
-            _notice("the sink tokens ended up further back than the model was trained to look")
+        text.write(prompt)
+        try:
+            ended = _stream(model, tokens, report, min(room, options.max_new_tokens), text, on_prefill)
+        finally:
+            text.end()
+        _notice_limits(model.config, options, len(tokens), full=not ended and room < options.max_new_tokens)
         if options.compare and not options.quiet:
-            _measure(model, Path(folder), tokens, report)
+            _measure(model, Path(path), tokenizer, tokens, report)
     except KeyboardInterrupt:
         status = INTERRUPTED
     if not options.quiet:
@@ -779,15 +793,12 @@ def run(folder: str | Path, prompt: bytes, options: Options, out: TextIO) -> int
     return status
 
 
-def _room(config: LlamaConfig, prompt: bytes, options: Options) -> int:
+def _room(config: LlamaConfig, prompt: Sequence[int], options: Options) -> int:
     """How many tokens may be generated; refuses what does not fit the model."""
     context = config.max_seq_len
-    if config.vocab_size != 256:
-        raise LlamaError(
-            f"the model has {config.vocab_size:,} tokens; only models of bytes (256) can be given text here"
-        )
     if not prompt:
-        raise LlamaError("the prompt is empty")
+        raise LlamaError("the prompt has no token")
+    config.check_tokens(prompt)
     if options.dtype not in dtypes_for(config):
         raise LlamaError(f"{options.dtype} stores 32 elements at a time, and the model's head_dim is {config.head_dim}")
     if options.shift and options.first_tokens_kept > context // 2:
@@ -795,7 +806,7 @@ def _room(config: LlamaConfig, prompt: bytes, options: Options) -> int:
     if options.window is None:
         if len(prompt) >= context:
             raise LlamaError(
-                f"the prompt of {len(prompt):,} bytes leaves no room in the model's context of {context:,}"
+                f"the prompt of {len(prompt):,} tokens leaves no room in the model's context of {context:,}"
             )
         return options.max_new_tokens if options.shift else context - len(prompt)
     if options.window + options.first_tokens_kept > context:
@@ -803,42 +814,70 @@ def _room(config: LlamaConfig, prompt: bytes, options: Options) -> int:
     return options.max_new_tokens
 
 
-def _stream(model: Llama, tokens: list[int], report: Report, max_new_tokens: int, out: TextIO) -> None:
-    """Write the prompt and what follows it, token by token; `tokens` grows."""
+class _Text:
+    """What people read of a stream of tokens."""
+
+    def __init__(self, out: TextIO, tokenizer: Tokenizer) -> None:
+        self.out, self.tokenizer = out, tokenizer
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.last = ""
+
+    def write(self, data: bytes) -> None:
+        # a model may write any byte: what would steer a terminal is replaced
+        text = [c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in self.decoder.decode(data)]
+        self.last = text[-1] if text else self.last
+        self.out.write("".join(text))
+        self.out.flush()
+
+    def end(self) -> None:
+        """Begin a new line."""
+        if self.last != "\n":
+            self.out.write("\n")
+
+
+def _stream(
+    model: Llama,
+    tokens: list[int],
+    report: Report,
+    max_new_tokens: int,
+    text: _Text,
+    on_prefill: Callable[[int, int], None] | None,
+) -> bool:
+    """Write what follows a prompt, token by token; `tokens` grows. Returns whether the model ended it."""
     options = report.options
     rng = np.random.default_rng(options.seed)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def choose(logits: F32) -> int:
         return sample(logits, rng, temperature=options.temperature, top_p=options.top_p)
 
-    def write(data: bytes) -> None:
-        # a model may write any byte: what would steer a terminal is replaced
-        text = (c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in decoder.decode(data))
-        out.write("".join(text))
-        out.flush()
-
-    write(bytes(tokens))
-    try:
-        with new_cache(model.config, options) as cache:
-            for token in generate(
-                model,
-                cache,
-                list(tokens),
-                max_new_tokens,
-                choose,
-                prefill=report.prefill,
-                decode=report.decode,
-                num_tokens_kept=options.first_tokens_kept if options.shift else None,
-            ):
-                tokens.append(token)
-                write(bytes([token]))
-    finally:
-        if tokens[-1] != ord("\n"):
-            out.write("\n")
+    with new_cache(model.config, options) as cache:
+        for token in generate(
+            model,
+            cache,
+            list(tokens),
+            max_new_tokens,
+            choose,
+            prefill=report.prefill,
+            decode=report.decode,
+            num_tokens_kept=options.first_tokens_kept if options.shift else None,
+            on_prefill=on_prefill,
+        ):
+            tokens.append(token)
+            if token in text.tokenizer.stop:
+                return True
+            text.write(text.tokenizer.decode([token]))
+    return False
 
 
-def _measure(model: Llama, folder: Path, tokens: list[int], report: Report) -> None:
+def _notice_limits(config: LlamaConfig, options: Options, num_tokens: int, *, full: bool) -> None:
+    """Say where a text came to the end of what the model was trained for."""
+    if full:
+        _notice(f"stopped at {num_tokens:,} tokens, the model's whole context; with a window or a shift it would go on")
+    elif options.window and options.first_tokens_kept and num_tokens > config.max_seq_len:
+        _notice("the sink tokens ended up further back than the model was trained to look")
+
+
+def _measure(model: Llama, path: Path, tokenizer: Tokenizer, tokens: list[int], report: Report) -> None:
     """Fill in what needs more runs of the model: no cache, and the element types."""
     if report.decode.tokens:
         # the lengths that the decode steps had, evenly spread over all of them
@@ -848,7 +887,8 @@ def _measure(model: Llama, folder: Path, tokens: list[int], report: Report) -> N
             lengths = [_held(n, model.config.max_seq_len, report.options.first_tokens_kept) for n in lengths]
         seconds = seconds_without_cache(model, report.options, tokens, lengths)
         report.without_cache = Speed(len(lengths), sum(seconds))
-    windows = read_windows(folder / "eval.txt", model.config.max_seq_len)
+    folder = path if path.is_dir() else path.parent
+    windows = read_windows(folder / "eval.txt", tokenizer, min(model.config.max_seq_len, EVAL_TOKENS))
     if not windows:
         _notice(f"{folder} has no eval.txt to compare the types on")
         return

@@ -143,10 +143,10 @@ def test_help() -> None:
         (["--dtype", "f64"], "argument --dtype: invalid choice: 'f64'"),
         (["--no-such"], "unrecognized arguments: --no-such"),
         ([""], "the prompt is empty"),
-        (["x" * 2048], "the prompt of 2,048 bytes leaves no room in the model's context of 2,048"),
+        (["x" * 2048], "the prompt of 2,048 tokens leaves no room in the model's context of 2,048"),
         (["a", "--prompt-file", "b"], "give a prompt or --prompt-file, not both"),
         (["--prompt-file", "/no/such/file"], "No such file or directory: '/no/such/file'"),
-        (["--model", "/no/such/folder"], "/no/such/folder is not a folder with a model in it"),
+        (["--model", "/no/such/folder"], "there is no /no/such/folder"),
         (["--model", str(ROOT / "examples")], "has no config.json"),
     ],
 )

@@ -1,0 +1,346 @@
+"""A model's tokenizer: text to tokens, and tokens to the bytes they stand for.
+
+There are three kinds: a Hugging Face folder's ``tokenizer.json``, what a GGUF file has in its metadata, and none at
+all, where the model's 256 tokens are the bytes themselves. The first two need the ``tokenizers`` package, which is
+imported only then.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvcache.errors import ModelFileError
+from kvcache.files import read_json
+from kvcache.gguf import Header, read_array, read_header
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ["ByteTokenizer", "ModelTokenizer", "Tokenizer", "load_tokenizer"]
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
+SPACE = "▁"  # how SentencePiece writes one
+MAX_TOKEN = 1024  # characters; the longest tokens of real files are rows of spaces
+
+
+class Tokenizer(Protocol):
+    """What turns text into a model's tokens, and tokens into bytes."""
+
+    @property
+    def bos(self) -> int | None:
+        """The token that `encode` puts in front, if any."""
+
+    @property
+    def stop(self) -> frozenset[int]:
+        """The tokens with which a model ends its text."""
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """Turn a text into tokens; bytes that are not UTF-8 become replacement characters, if they must be text."""
+
+    def decode(self, tokens: Iterable[int]) -> bytes:
+        """Give the bytes that tokens stand for, wherever they are cut; control tokens stand for nothing.
+
+        A token may end within a character: ``codecs.getincrementaldecoder("utf-8")`` makes text of a stream of them.
+        """
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """Load the tokenizer of a model.
+
+    Parameters
+    ----------
+    path : str or path-like
+        A Hugging Face folder, or a GGUF file.
+
+    Returns
+    -------
+    Tokenizer
+        A `ByteTokenizer` where the model brings none and has 256 tokens.
+
+    Raises
+    ------
+    ModelFileError
+        A file is missing or damaged, or the tokenizer is of a kind that is not read.
+    ImportError
+        The ``tokenizers`` package is needed, and not installed.
+    """
+    path = Path(path)
+    return _from_folder(path) if path.is_dir() else _from_gguf(read_header(path))
+
+
+class ByteTokenizer:
+    """Tokens that are bytes.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.encode("Romeo")
+    [82, 111, 109, 101, 111]
+    >>> tokenizer.decode([82, 111])
+    b'Ro'
+    """
+
+    bos = None
+
+    def __init__(self, stop: frozenset[int] = frozenset()) -> None:
+        self.stop = stop
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """Turn a text into tokens."""
+        return list(text.encode() if isinstance(text, str) else text)
+
+    def decode(self, tokens: Iterable[int]) -> bytes:
+        """Give the bytes that tokens stand for."""
+        return bytes(tokens)
+
+
+class ModelTokenizer:
+    """A tokenizer of the ``tokenizers`` package.
+
+    Parameters
+    ----------
+    model : tokenizers.Tokenizer
+        What encodes.
+    byte_level : bool
+        Whether a token's characters stand for a byte each, as GPT-2 has it, or are text with SentencePiece's spaces.
+    bos : int or None
+        Put in front of what is encoded.
+    stop : frozenset of int
+        With which a text ends.
+    """
+
+    def __init__(self, model: tokenizers.Tokenizer, byte_level: bool, bos: int | None, stop: frozenset[int]) -> None:
+        self.bos, self.stop = bos, stop
+        self._model, self._byte_level = model, byte_level
+        added = model.get_added_tokens_decoder().items()
+        self._added = {token: b"" if entry.special else entry.content.encode() for token, entry in added}
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """Turn a text into tokens, those of control sequences in it included; `bos` comes first."""
+        if isinstance(text, bytes):
+            text = text.decode(errors="replace")
+        tokens: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        return tokens if self.bos is None else [self.bos, *tokens]
+
+    def decode(self, tokens: Iterable[int]) -> bytes:
+        """Give the bytes that tokens stand for; the space that SentencePiece puts before a text is there too."""
+        return b"".join(map(self._piece, tokens))
+
+    def _piece(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token]
+        text = self._model.id_to_token(token) or ""  # a model may have more tokens than its tokenizer
+        if self._byte_level:
+            return b"".join(BYTES_OF.get(character) or character.encode() for character in text)
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", text):
+            return bytes.fromhex(byte[1])
+        return text.replace(SPACE, " ").encode()
+
+
+def _byte_alphabet() -> dict[str, bytes]:
+    """The character by which GPT-2's tokenizer writes each byte: itself, or one past 255 where it would not show."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    pairs = [*zip(shown, shown, strict=True), *zip(range(256, 256 + len(hidden)), hidden, strict=True)]
+    return {chr(code): bytes([byte]) for code, byte in pairs}
+
+
+BYTES_OF = _byte_alphabet()
+
+
+def import_package(name: str) -> Any:
+    """Import a package that only some models need."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"this model needs the package {name}: pip install 'kvcache[cli]'", name=name) from error
+
+
+# --- Hugging Face folders ----------------------------------------------------------------------------------------
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    config = read_json(folder / "config.json")
+    stop = _token_ids(folder / "config.json", config)
+    if (folder / "generation_config.json").exists():
+        stop |= _token_ids(folder / "generation_config.json", read_json(folder / "generation_config.json"))
+    if (folder / "tokenizer.json").exists():
+        return _from_json(folder / "tokenizer.json", config.get("bos_token_id"), stop)
+    if config.get("vocab_size") == 256:
+        return ByteTokenizer(stop)
+    size = config.get("vocab_size")
+    raise ModelFileError(
+        f"{folder} has no tokenizer.json, and only a model of 256 tokens, bytes, needs none, not one of {size!r}"
+    )
+
+
+def _from_json(path: Path, bos: object, stop: frozenset[int]) -> ModelTokenizer:
+    package = import_package("tokenizers")
+    try:
+        model = package.Tokenizer.from_buffer(path.read_bytes())
+    except Exception as error:  # the package raises nothing more special
+        raise ModelFileError(f"{path} is no tokenizer: {error}") from None
+    model.no_truncation()
+    model.no_padding()
+    first = next(iter(model.encode("").ids), None)  # what is put before every text
+    return ModelTokenizer(model, _is_byte_level(path, model), first if first == bos else None, stop)
+
+
+def _is_byte_level(path: Path, model: tokenizers.Tokenizer) -> bool:
+    """Which of the two ways to write bytes as tokens a tokenizer has; refuses others."""
+    decoder = json.loads(model.decoder.__getstate__()) if model.decoder else {"type": None}
+    kinds = {part["type"] for part in decoder.get("decoders", [decoder])}
+    if kinds == {"ByteLevel"}:
+        return True
+    if kinds & {"ByteFallback", "Metaspace"} and kinds <= {"ByteFallback", "Metaspace", "Replace", "Fuse", "Strip"}:
+        return False
+    raise ModelFileError(f"{path}: a decoder of {', '.join(sorted(map(str, kinds)))} is not supported")
+
+
+def _token_ids(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """``eos_token_id``: absent, one, or several."""
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ModelFileError(f"{path}: eos_token_id must be a token or a list of tokens, not {value!r}")
+    return frozenset(ids)
+
+
+# --- GGUF files --------------------------------------------------------------------------------------------------
+
+# how texts are cut before pairs are merged, by tokenizer.ggml.pre; the names are llama.cpp's
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CUTS: dict[str, tuple[str, ...]] = {
+    "default": (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "gpt-2": (GPT2,),
+    **dict.fromkeys(["llama-bpe", "llama3", "llama-v3", "falcon3"], (LLAMA3,)),
+    **dict.fromkeys(["qwen2", "deepseek-r1-qwen"], (LLAMA3.replace("{1,3}", ""),)),
+    **dict.fromkeys(["smollm", "starcoder", "refact"], (r"\p{N}", GPT2)),
+    "tekken": (TEKKEN,),
+}
+WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # a word that is a token is not cut; BOS first
+
+
+def _from_gguf(header: Header) -> Tokenizer:
+    kind = header.metadata.get("tokenizer.ggml.model", "none")
+    embedding = header.tensors.get("token_embd.weight")
+    if kind in ("none", "no_vocab") and embedding is not None and embedding.shape[:1] == (256,):
+        return ByteTokenizer()
+    if kind not in ("gpt2", "llama"):
+        raise ModelFileError(
+            f"{header.path}: tokenizer.ggml.model {kind!r} is not supported, only 'gpt2' and 'llama' are"
+        )
+    return _Vocabulary(header).tokenizer(byte_level=kind == "gpt2")
+
+
+class _Vocabulary:
+    """The tokens of a GGUF file, and what its metadata says of them."""
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+        self.tokens = self.array("tokens", str)
+        self.ids = {token: i for i, token in enumerate(self.tokens)}
+        has_types = self.get("token_type") is not None
+        self.types = self.array("token_type", int) if has_types else (NORMAL,) * len(self.tokens)
+        if not len(self.ids) == len(self.tokens) == len(self.types):
+            raise self.error("the tokens must differ, and token_type have one element for each")
+        if max(map(len, self.tokens), default=0) > MAX_TOKEN:
+            raise self.error(f"a token has more than {MAX_TOKEN:,} characters")
+
+    def error(self, what: str) -> ModelFileError:
+        return ModelFileError(f"{self.header.path}: tokenizer.ggml: {what}")
+
+    # --- the metadata, each entry checked as it is read ----------------------------------------------------------
+
+    def get(self, name: str) -> Any:
+        return self.header.metadata.get(f"tokenizer.ggml.{name}")
+
+    def array(self, name: str, element: type) -> tuple[Any, ...]:
+        if self.get(name) is None:
+            raise self.error(f"there is no {name}")
+        values = read_array(self.header, f"tokenizer.ggml.{name}")
+        if not all(type(value) is element for value in values):
+            raise self.error(f"the elements of {name} must be of type {element.__name__}")
+        return values
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name)
+        if value is not None and type(value) is not bool:
+            raise self.error(f"{name} must be true or false, not {value!r}")
+        return default if value is None else value
+
+    def token(self, name: str) -> int | None:
+        value = self.get(name)
+        if value is not None and not (type(value) is int and 0 <= value < len(self.tokens)):
+            raise self.error(f"{name} must be one of {len(self.tokens):,} tokens, not {value!r}")
+        return value
+
+    def of_type(self, *types: int) -> list[str]:
+        return [token for token, found in zip(self.tokens, self.types, strict=True) if found in types]
+
+    # --- what the package makes of them --------------------------------------------------------------------------
+
+    def tokenizer(self, byte_level: bool) -> ModelTokenizer:
+        package = import_package("tokenizers")
+        model, adds_bos = self._byte_level(package) if byte_level else self._sentence_piece(package)
+        control = [package.AddedToken(t, special=True, normalized=False) for t in self.of_type(UNKNOWN, CONTROL)]
+        model.add_special_tokens(control)
+        model.add_tokens([package.AddedToken(t, normalized=False) for t in self.of_type(USER_DEFINED)])
+        stop = {self.token(f"{name}_token_id") for name in ("eos", "eot", "eom")}
+        bos = self.token("bos_token_id") if self.flag("add_bos_token", adds_bos) else None
+        return ModelTokenizer(model, byte_level, bos, frozenset(token for token in stop if token is not None))
+
+    def _byte_level(self, package: Any) -> tuple[Any, bool]:
+        """A tokenizer as GPT-2's, and whether such begin with BOS."""
+        pre = self.get("pre") or "default"
+        if pre not in CUTS:
+            raise self.error(f"pre {pre!r} is not supported, only {', '.join(CUTS)} are")
+        merges = [tuple(merge.split(" ")) for merge in self.array("merges", str)]
+        model = self._model(package, merges, ignore_merges=pre in WHOLE_WORDS)
+        parts = package.pre_tokenizers
+        cuts = [parts.Split(package.Regex(pattern), "isolated") for pattern in CUTS[pre]]
+        model.pre_tokenizer = parts.Sequence([*cuts, parts.ByteLevel(add_prefix_space=False, use_regex=False)])
+        return model, pre in WHOLE_WORDS
+
+    def _sentence_piece(self, package: Any) -> tuple[Any, bool]:
+        """A tokenizer as Llama 2's, and whether such begin with BOS."""
+        unknown = self.token("unknown_token_id")
+        unk_token = None if unknown is None else self.tokens[unknown]
+        model = self._model(package, self._merges(), byte_fallback=True, fuse_unk=True, unk_token=unk_token)
+        parts = package.normalizers
+        prepend = [parts.Prepend(SPACE)] if self.flag("add_space_prefix", True) else []
+        model.normalizer = parts.Sequence([*prepend, parts.Replace(" ", SPACE)])
+        return model, True
+
+    def _merges(self) -> list[tuple[str, str]]:
+        """Every pair of tokens that are a token together, as SentencePiece merges them: best score first."""
+        scores = self.array("scores", float)
+        if len(scores) != len(self.tokens):
+            raise self.error("scores must have one element for each token")
+        ids = {token: self.ids[token] for token in self.of_type(NORMAL)}
+        found = []
+        for token, i in ids.items():
+            for cut in range(1, len(token)):
+                left, right = token[:cut], token[cut:]
+                if left in ids and right in ids:
+                    found.append((-scores[i], i, ids[left], left, right))
+        return [(left, right) for *_, left, right in sorted(found)]
+
+    def _model(self, package: Any, merges: Sequence[tuple[str, ...]], **settings: Any) -> Any:
+        try:
+            return package.Tokenizer(package.models.BPE(self.ids, merges, **settings))
+        except Exception as error:  # the package raises nothing more special
+            raise self.error(f"the merges do not fit the tokens: {error}") from None
