@@ -41,7 +41,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Type = StrEnum("Type", list(zip(plan.DTYPES, plan.DTYPES, strict=True)))
+
+class Type(StrEnum):
+    """An element type, as the command line takes it."""
+
+    f32 = "f32"
+    f16 = "f16"
+    bf16 = "bf16"
+    q8_0 = "q8_0"
+    q4_0 = "q4_0"
+
+
 Model = Annotated[Path, typer.Argument(help="A Hugging Face folder, its config.json, or a GGUF.", show_default=False)]
 Types = Annotated[list[Type], typer.Option("--dtype", help="Only this type; may be given several times.")]
 Context = Annotated[int | None, typer.Option(min=1, max=plan.MOST_TOKENS, help="Tokens of a sequence.")]
@@ -205,7 +215,7 @@ def _draw_plan(shape: shapes.Shape, made: plan.Plan, dtypes: Sequence[Any], file
     from kvcache import KVCache, plot
 
     caches = {dtype: KVCache(**{**shape.arguments(), "max_seq_len": None}, dtype=dtype) for dtype in dtypes}
-    plot.memory(caches, made.context).figure.savefig(file)
+    plot.memory(caches, max(2, made.context)).figure.get_figure(root=True).savefig(file)
 
 
 # ---- kvcache bench
@@ -294,7 +304,7 @@ def generate(
     model: Annotated[Path, typer.Argument(help="A Hugging Face folder or a GGUF.", show_default=False)],
     prompt: Annotated[str | None, typer.Argument(help="Text to continue.", show_default=False)] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Read the prompt from a file.")] = None,
-    dtype: Annotated[Type, typer.Option(help="Element type of the cache.")] = Type("f16"),  # noqa: B008 (constant)
+    dtype: Annotated[Type, typer.Option(help="Element type of the cache.")] = Type.f16,
     window: Annotated[int | None, typer.Option(metavar="N", help="Each token sees the last N only.")] = None,
     shift: Annotated[bool, typer.Option("--shift", help="Drop the older half of a full context and go on.")] = False,
     sink_tokens: Annotated[int | None, typer.Option(metavar="N", help="The first N tokens stay.")] = None,
@@ -342,7 +352,7 @@ def _prefill_bar() -> Iterator[Callable[[int, int], None]]:
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks = []
+        tasks: list[Any] = []
 
         def on_prefill(done: int, total: int) -> None:
             if done < total and not tasks:
@@ -408,9 +418,9 @@ def _why_threads() -> str:
 
 def _check_plot(file: Path) -> None:
     """Refuse a file that no picture can be written to before there is anything to draw."""
-    from kvcache import plot
+    from matplotlib.figure import Figure
 
-    kinds = plot.Figure().canvas.get_supported_filetypes()
+    kinds = Figure().canvas.get_supported_filetypes()
     if file.suffix.lstrip(".") not in kinds:
         raise typer.BadParameter(f"{file} is none of the kinds {', '.join(kinds)}", param_hint="--plot")
     if not file.absolute().parent.is_dir():
