@@ -304,9 +304,8 @@ def is_gguf(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF" or path.suffix == ".gguf"
     except FileNotFoundError:
-        raise ModelFileError(
-            f"{path.parent} has no {path.name}" if path.parent.is_dir() else f"there is no {path}"
-        ) from None
+        is_folder = path.name == "config.json" and path.parent.is_dir()
+        raise ModelFileError(f"{path.parent} has no {path.name}" if is_folder else f"there is no {path}") from None
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error.strerror}") from None
 

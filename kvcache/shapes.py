@@ -280,7 +280,7 @@ def _layer(config: Fields, layer: int, kind: str) -> _Layer:
         rope = _rope(config, layer, kind, rank + rotated, rank)
         return _Layer(num_heads, 1, rank + rotated, rank, True, policy, rope)
     if policy is None:
-        return _Layer(1, 1, 1, 1, False, None, None)
+        return _Layer(1, 1, 32, 32, False, None, None)  # nothing is stored; these suit every type
     own = "swa_" if kind in SLIDING and config.get("swa_head_dim") is not None else ""
     derived = config.get("hidden_size")
     derived = None if derived is None else config.count("hidden_size") // num_heads

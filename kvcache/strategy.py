@@ -121,7 +121,7 @@ def decide(strategy: Strategy, num_tokens: int, nbytes: Callable[[], int]) -> De
         words = "is" if stored else "is not"
         return Decision(stored, f"its length, {num_tokens} tokens, {words} above the threshold of {strategy.threshold}")
     needed = nbytes()
-    free, source = free_memory(_psutil().virtual_memory().available)
+    free, source = available_memory()
     most = int(free * strategy.fraction)
     words = "which is at most" if needed <= most else "which is more than"
     return Decision(
@@ -129,6 +129,17 @@ def decide(strategy: Strategy, num_tokens: int, nbytes: Callable[[], int]) -> De
         f"it may come to {readable(needed)}, {words} {readable(most)}, the fraction {strategy.fraction:g} of the "
         f"{readable(free)} that are free ({source})",
     )
+
+
+def available_memory() -> tuple[int, str]:
+    """Return how many bytes are free, and who says so.
+
+    Raises
+    ------
+    ImportError
+        If psutil is not installed.
+    """
+    return free_memory(_psutil().virtual_memory().available)
 
 
 def free_memory(
@@ -201,6 +212,4 @@ def _psutil() -> Any:
     try:
         return importlib.import_module("psutil")
     except ImportError as error:
-        raise ImportError(
-            "Adaptive needs psutil to see what memory is free: pip install 'kvcache[adaptive]'"
-        ) from error
+        raise ImportError("psutil is needed to see what memory is free: pip install 'kvcache[adaptive]'") from error

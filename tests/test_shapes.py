@@ -122,6 +122,11 @@ def test_overrides_go_first():
         kvcache.KVCache.from_config(LLAMA, bogus=1)
 
 
+def test_layers_without_rows_suit_every_type():
+    cache = kvcache.KVCache.from_config({**LLAMA, "layer_types": ["conv", "full_attention"] * 2}, dtype="q4_0")
+    assert [policy is None for policy in cache.policy] == [True, False] * 2
+
+
 # ---- rotations
 
 

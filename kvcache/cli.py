@@ -1,0 +1,248 @@
+"""The command ``kvcache``: what a model's cache takes, how fast this machine is, text, and what this build is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    sys.exit(f"kvcache: there is no module {error.name}; run: pip install 'kvcache[cli]'")
+
+from kvcache import _core, plan, shapes
+from kvcache.config import __version__, show_config
+from kvcache.errors import KVCacheError
+from kvcache.layer import count
+from kvcache.policy import SlidingWindow
+from kvcache.strategy import available_memory, readable
+
+__all__ = ["main"]
+
+WIDE = 200  # columns, where there is no terminal to have a width
+CONTEXT = 8192  # tokens, where nobody says
+
+app = typer.Typer(
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Type = StrEnum("Type", list(zip(plan.DTYPES, plan.DTYPES, strict=True)))
+Model = Annotated[Path, typer.Argument(help="A Hugging Face folder, its config.json, or a GGUF.", show_default=False)]
+Types = Annotated[list[Type], typer.Option("--dtype", help="Only this type; may be given several times.")]
+Context = Annotated[int | None, typer.Option(min=1, max=plan.MOST_TOKENS, help="Tokens of a sequence.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=4096, help="How many; else as `kvcache info` says.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too: a .png, .svg or .pdf file.")]
+
+
+def main() -> NoReturn:
+    """Run the command and exit: 0, 2 after a mistake, 130 after an interrupt."""
+    try:
+        status = app(prog_name="kvcache", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    except (typer.Abort, KeyboardInterrupt):
+        status = 130
+    except (typer.TyperException, KVCacheError, OSError, ImportError, ValueError) as error:
+        said = error.format_message() if isinstance(error, typer.BadParameter.__base__) else str(error)
+        print(f"kvcache: {said}", file=sys.stderr)
+        status = 2
+    sys.exit(status)
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """The KV cache for CPU inference: plan it, measure it, generate through it."""
+    if version:
+        print(__version__)
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+# ---- kvcache plan
+
+
+@app.command("plan")
+def plan_command(
+    model: Model,
+    context: Context = None,
+    sequences: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="How many there are.")] = 1,
+    dtype: Types = [],  # noqa: B006 (typer copies it)
+    window: Annotated[int | None, typer.Option(min=1, help="Plan also for a window of N tokens.", metavar="N")] = None,
+    sink_tokens: Annotated[int, typer.Option(min=0, help="The first N tokens stay beside it.", metavar="N")] = 0,
+    threads: Threads = None,
+    measure: Annotated[bool, typer.Option(help="Measure how fast this machine reads rows: a second or two.")] = True,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    r"""Say how much memory a model's cache takes here, what fits, and how fast it decodes.
+
+    \b
+    Examples:
+      kvcache plan llama-3.1-8b --context 131072 --dtype q8_0 --sequences 4
+      kvcache plan gemma-3-4b.gguf --window 4096 --sink-tokens 4 --plot memory.svg
+    """
+    if sink_tokens and window is None:
+        raise typer.BadParameter(
+            "it needs --window: without one every token is seen anyway", param_hint="--sink-tokens"
+        )
+    shape = shapes.read(model, CONTEXT)
+    context = context or shape.max_seq_len or CONTEXT
+    dtypes = [d for d in plan.DTYPES if not dtype or d in dtype]
+    possible = [d for d in dtypes if d in plan.dtypes_for(shape)]
+    if not possible:
+        raise typer.BadParameter(f"a head of this model is no multiple of 32 elements, as {dtype[0]} takes them")
+    policy = None if window is None else SlidingWindow(window, sink_tokens)
+    made = plan.make(
+        shape,
+        plan.available_memory(model),
+        context=context,
+        sequences=sequences,
+        dtypes=possible,
+        window=policy,
+        rates=plan.measure_rates(shape, possible, threads) if measure else None,
+    )
+    if plot is not None:
+        _draw_plan(shape, made, possible, plot)
+    if as_json:
+        _print_json(made)
+    else:
+        _print_plan(made, possible)
+
+
+def _print_plan(made: plan.Plan, dtypes: Sequence[str]) -> None:
+    memory = made.memory
+    trained = f", trained for {made.model_context:,} tokens" if made.model_context else ""
+    weights = f", less {readable(memory.weights)} of weights" if memory.weights else ""
+    print(f"{made.model_type}, {count(sum(group.num_layers for group in made.groups), 'layer')}{trained}")
+    print(f"memory: {readable(memory.free)} free ({memory.source}){weights}\n")
+    _print_table(
+        ["layers", "KV heads", "policy", *(f"{dtype}, a token" for dtype in dtypes)],
+        [
+            [
+                str(group.num_layers),
+                f"{group.num_kv_heads} x {_dims(group)}",
+                group.policy + (" (another's rows)" if group.shares else ""),
+                *(f"{nbytes:,} B" for nbytes in group.bytes_per_token.values()),
+            ]
+            for group in made.groups
+        ],
+    )
+    print(f"\n{count(made.sequences, 'sequence')} of {made.context:,} tokens")
+    _print_table(
+        ["policy", "type", "a token", "in all", "fits", "longest context", "tokens/s"],
+        [
+            [
+                row.policy,
+                row.dtype,
+                f"{row.bytes_per_token:,} B",
+                readable(row.nbytes),
+                "yes" if row.fits else "no",
+                "any" if row.longest_context is None else f"{row.longest_context:,}",
+                "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.1f}",
+            ]
+            for row in made.rows
+        ],
+    )
+    if any(row.tokens_per_second for row in made.rows):
+        print("\ntokens/s: attention alone, decoding one sequence at that context, from rates measured just now")
+
+
+def _dims(group: plan.Group) -> str:
+    same = group.head_dim == group.v_head_dim
+    return str(group.head_dim) if same else f"{group.head_dim}/{group.v_head_dim}"
+
+
+def _draw_plan(shape: shapes.Shape, made: plan.Plan, dtypes: Sequence[Any], file: Path) -> None:
+    from kvcache import KVCache, plot
+
+    caches = {dtype: KVCache(**{**shape.arguments(), "max_seq_len": None}, dtype=dtype) for dtype in dtypes}
+    plot.memory(caches, made.context).figure.savefig(file)
+
+
+# ---- kvcache info
+
+
+@app.command()
+def info(as_json: AsJson = False) -> None:
+    r"""Say what this build is and what it found: instruction sets, threads, memory.
+
+    \b
+    Example:
+      kvcache info --json
+    """
+    found: dict[str, Any] = {**show_config("dicts")}
+    found["instruction sets"] = " ".join(_instruction_sets())
+    found["threads"] = _why_threads()
+    free, source = available_memory()
+    found["memory"] = f"{readable(free)} free ({source})"
+    if as_json:
+        _print_json({**found, "memory": free})
+        return
+    width = max(map(len, found))
+    for name, value in found.items():
+        print(f"{name:{width}}  {'-' if value is None else value}")
+
+
+def _instruction_sets() -> list[str]:
+    """Those of this build that the machine has: KVCACHE_ISA is asked for each."""
+    before = os.environ.get("KVCACHE_ISA")
+    names = []
+    for name in _core.build_info().split(", ")[2].split():
+        os.environ["KVCACHE_ISA"] = name
+        names += [name] if _core.isa() else []
+    del os.environ["KVCACHE_ISA"]
+    if before is not None:
+        os.environ["KVCACHE_ISA"] = before
+    return names
+
+
+def _why_threads() -> str:
+    """How many threads there are, and why."""
+    number = _core.get_num_threads()
+    if "OpenMP" not in _core.build_info() or "no OpenMP" in _core.build_info():
+        return f"{number}: this build has no OpenMP"
+    if "OMP_NUM_THREADS" in os.environ:
+        return f"{number}: OMP_NUM_THREADS says so"
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{number}: the physical cores among the {allowed} processors that it may use, as far as its cgroup lets it"
+
+
+# ---- printing
+
+
+def _print_json(value: Any) -> None:
+    plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    print(json.dumps(plain, indent=2))
+
+
+def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDE)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for i, heading in enumerate(headings):
+        is_number = all(row[i][:1].isdigit() or row[i] in ("-", "any") for row in rows)
+        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""How much memory a model's cache takes, by type and policy, what of it fits here, and how fast it is read.
+
+`make` does the arithmetic; nothing is allocated. What a decode step takes follows from the rate at which this machine
+reads rows of each type, which `kvcache.bench` measures.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcache import strategy
+from kvcache._core import INT32_MAX
+from kvcache.layer import DType, Layer, make_layers
+from kvcache.policy import CrossAttention, FullAttention, Policy
+from kvcache.shapes import Shape
+
+__all__ = ["DTYPES", "Group", "Memory", "Plan", "Row", "available_memory", "dtypes_for", "make", "weight_bytes"]
+
+DTYPES: tuple[DType, ...] = ("f32", "f16", "bf16", "q8_0", "q4_0")
+MOST_TOKENS = INT32_MAX - 1
+AS_IT_IS = "the model's own"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a cache may take."""
+
+    free: int
+    source: str  # who says so
+    weights: int  # of the model's files, which have to be there too
+
+    @property
+    def left(self) -> int:
+        """What is left for the cache."""
+        return max(0, self.free - self.weights)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers of one kind."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    policy: str
+    shares: bool  # these read the rows of others, and have none
+    bytes_per_token: dict[DType, int]
+    nbytes: dict[DType, int]  # of all sequences, when they are full
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one type comes to, under one policy."""
+
+    policy: str
+    dtype: DType
+    bytes_per_token: int  # as long as nothing is evicted
+    nbytes: int  # of all sequences, when they are full
+    fits: bool
+    longest_context: int | None  # of that many sequences, in the memory that is left; None: any
+    tokens_per_second: float | None  # of attention, decoding one sequence at the context; None: not measured
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model's cache, on this machine."""
+
+    model_type: str
+    model_context: int | None  # that it was trained for
+    context: int
+    sequences: int
+    memory: Memory
+    groups: list[Group]
+    rows: list[Row]
+
+
+def make(
+    shape: Shape,
+    memory: Memory,
+    *,
+    context: int,
+    sequences: int = 1,
+    dtypes: Sequence[DType] = DTYPES,
+    window: Policy | None = None,
+    rates: Mapping[DType, float] | None = None,
+) -> Plan:
+    """Plan a model's cache.
+
+    Parameters
+    ----------
+    shape : Shape
+        The model's, from `kvcache.shapes.read`.
+    memory : Memory
+        What there is, from `available_memory`.
+    context : int
+        Tokens of each sequence.
+    sequences : int
+        How many there are.
+    dtypes : sequence of {"f32", "f16", "bf16", "q8_0", "q4_0"}
+        Which types; those that cannot store the model's heads are left out.
+    window : policy, optional
+        Plan also for this one in place of every layer that sees everything.
+    rates : mapping of type to float, optional
+        Bytes per second that attention reads, from `kvcache.bench`.
+
+    Returns
+    -------
+    Plan
+        A row for each policy and type.
+    """
+    possible = [dtype for dtype in dtypes if dtype in dtypes_for(shape)]
+    own = {dtype: _layers(shape, dtype, None) for dtype in possible}
+    plans = {AS_IT_IS: own}
+    if window is not None:
+        plans[repr(window)] = {dtype: _layers(shape, dtype, window) for dtype in possible}
+    rows = [
+        _row(policy, dtype, layers, context, sequences, memory.left, (rates or {}).get(dtype))
+        for policy, by_type in plans.items()
+        for dtype, layers in by_type.items()
+    ]
+    groups = _groups(own, context, sequences)
+    return Plan(shape.model_type, shape.max_seq_len, context, sequences, memory, groups, rows)
+
+
+def dtypes_for(shape: Shape) -> list[DType]:
+    """Return which types can store a model's heads: the quantised ones take 32 elements at a time."""
+    whole = not any(dim % 32 for dim in (*shape.head_dim, *shape.v_head_dim))
+    return [dtype for dtype in DTYPES if whole or not dtype.startswith("q")]
+
+
+def available_memory(model: Any = None) -> Memory:
+    """Return how many bytes are free, by the machine and by the cgroups of this process, and what the model takes.
+
+    Raises
+    ------
+    ImportError
+        If psutil is not installed.
+    """
+    return Memory(*strategy.available_memory(), weight_bytes(model))
+
+
+def weight_bytes(model: Any) -> int:
+    """Return the size of a model's weights, a GGUF or the safetensors of a folder; 0 where there are none."""
+    if not isinstance(model, str | Path):
+        return 0
+    path = Path(model)
+    files = path.glob("*.safetensors") if path.is_dir() else [path] if path.suffix == ".gguf" else []
+    return sum(file.stat().st_size for file in files)
+
+
+def _layers(shape: Shape, dtype: DType, instead: Policy | None) -> list[Layer]:
+    """The layers for a type; `instead` is the policy of those that would see everything."""
+    arguments = shape.arguments()
+    del arguments["max_seq_len"]
+    if instead is not None:
+        arguments["policy"] = [instead if policy == FullAttention() else policy for policy in shape.policy]
+    return make_layers(**arguments, dtype=dtype, k_dtype=None, v_dtype=None)
+
+
+def _row(
+    policy: str, dtype: DType, layers: list[Layer], context: int, sequences: int, memory: int, rate: float | None
+) -> Row:
+    def nbytes(num_tokens: int) -> int:
+        return sequences * sum(layer.most_bytes(num_tokens) for layer in layers)
+
+    read = sum(layer._replace(share=None).most_bytes(context) for layer in layers)  # shared rows are read again
+    return Row(
+        policy,
+        dtype,
+        bytes_per_token=_per_token(layers),
+        nbytes=nbytes(context),
+        fits=nbytes(context) <= memory,
+        longest_context=_longest(nbytes, memory),
+        tokens_per_second=None if rate is None else rate / read,
+    )
+
+
+def _per_token(layers: Sequence[Layer]) -> int:
+    """Bytes of a token's rows; those of an encoder are another's."""
+    return sum(layer.most_bytes(1) for layer in layers if not isinstance(layer.policy, CrossAttention))
+
+
+def _longest(nbytes: Callable[[int], int], memory: int) -> int | None:
+    """The most tokens that take no more than the memory; None: any number."""
+    if nbytes(MOST_TOKENS) <= memory:
+        return None
+    return bisect.bisect_right(range(MOST_TOKENS), memory, key=nbytes) - 1 if nbytes(0) <= memory else 0
+
+
+def _groups(layers: Mapping[DType, list[Layer]], context: int, sequences: int) -> list[Group]:
+    """Layers that are alike, in the order in which they come."""
+    members: dict[tuple[Any, ...], list[int]] = {}
+    for i, layer in enumerate(next(iter(layers.values()))):
+        key = layer.num_kv_heads, layer.head_dim, layer.v_head_dim, layer.policy, layer.share is not None
+        members.setdefault(key, []).append(i)
+    groups = []
+    for (num_kv_heads, head_dim, v_head_dim, policy, shares), indices in members.items():
+        own = {dtype: [every[i] for i in indices] for dtype, every in layers.items()}
+        per_token = {dtype: _per_token(some) for dtype, some in own.items()}
+        nbytes = {dtype: sequences * sum(layer.most_bytes(context) for layer in some) for dtype, some in own.items()}
+        name = "no attention" if policy is None else repr(policy)
+        groups.append(Group(len(indices), num_kv_heads, head_dim, v_head_dim, name, shares, per_token, nbytes))
+    return groups

@@ -1,0 +1,217 @@
+"""The command, run as people run it: in a terminal and without one, with good and with hostile input."""
+
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvcache
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+MODEL = str(Path(__file__).resolve().parents[1] / "examples/model")
+COMMANDS = ["plan", "bench", "generate", "info"]
+
+
+def run(*arguments, **environment):
+    """Without a terminal."""
+    code = [sys.executable, "-m", "kvcache.cli", *map(str, arguments)]
+    keep = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    return subprocess.run(code, capture_output=True, text=True, env=keep | environment, timeout=120)
+
+
+def run_in_terminal(*arguments, **environment):
+    """What a terminal of 100 columns is sent, and the exit status."""
+    ours, theirs = pty.openpty()
+    code = [sys.executable, "-m", "kvcache.cli", *map(str, arguments)]
+    keep = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    environment = keep | {"TERM": "xterm-256color", "COLUMNS": "100"} | environment
+    process = subprocess.Popen(code, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    sent = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            sent += chunk
+    except OSError:  # the other end is closed
+        pass
+    os.close(ours)
+    return process.wait(), sent.decode()
+
+
+def check_refused(done, *words):
+    """One sentence, no traceback, and nothing on stdout."""
+    assert done.returncode == 2, done.stderr
+    assert not done.stdout
+    assert done.stderr.startswith("kvcache: ")
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+# ---- help
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_names_the_commands(arguments):
+    done = run(*arguments)
+    assert done.returncode == 0
+    for command in COMMANDS:
+        assert f"  {command} " in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command):
+    done = run(command, "--help")
+    assert done.returncode == 0
+    assert f"\n    kvcache {command}" in done.stdout
+
+
+def test_version_and_completion():
+    assert run("--version").stdout.strip() == kvcache.__version__
+    assert (
+        "kvcache"
+        in run("--show-completion", SHELL="/bin/bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1").stdout
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bogus"],
+        ["plan"],
+        ["plan", MODEL, "--nope"],
+        ["plan", MODEL, "--context", "0"],
+        ["plan", MODEL, "--dtype", "f8"],
+    ],
+)
+def test_wrong_use(arguments):
+    check_refused(run(*arguments))
+
+
+# ---- plan
+
+
+def test_plan():
+    done = run("plan", MODEL, "--no-measure", "--context", 1000, "--sequences", 3)
+    assert done.returncode == 0
+    assert not done.stderr
+    assert "\x1b" not in done.stdout
+    lines = {line.split()[3]: line.split() for line in done.stdout.splitlines() if line.startswith("the model's own")}
+    assert list(lines) == ["f32", "f16", "bf16", "q8_0", "q4_0"]
+    cache = kvcache.KVCache.from_config(MODEL, dtype="q8_0")
+    assert lines["q8_0"][4] == f"{cache.most_bytes(1):,}"
+
+
+def test_plan_as_json():
+    done = run("plan", MODEL, "--no-measure", "--json", "--dtype", "f16", "--dtype", "q4_0", "--window", 64)
+    made = json.loads(done.stdout)
+    assert [(row["policy"][:3], row["dtype"]) for row in made["rows"]] == [
+        ("the", "f16"),
+        ("the", "q4_0"),
+        ("Sli", "f16"),
+        ("Sli", "q4_0"),
+    ]
+    cache = kvcache.KVCache.from_config(MODEL, dtype="f16")
+    own, slid = made["rows"][0], made["rows"][2]
+    assert own["nbytes"] == cache.most_bytes(made["context"])
+    assert slid["nbytes"] == cache.most_bytes(64)
+    assert slid["longest_context"] is None
+    longest = own["longest_context"]
+    left = made["memory"]["free"] - made["memory"]["weights"]
+    assert longest * cache.most_bytes(1) <= left < (longest + 1) * cache.most_bytes(1)
+
+
+def test_plan_measures():
+    made = json.loads(run("plan", MODEL, "--json").stdout)
+    assert all(row["tokens_per_second"] > 0 for row in made["rows"])
+
+
+def test_plan_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    for name, begins in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml")):
+        assert run("plan", MODEL, "--no-measure", "--plot", tmp_path / name).returncode == 0
+        assert (tmp_path / name).read_bytes().startswith(begins)
+    check_refused(run("plan", MODEL, "--no-measure", "--plot", tmp_path / "a.bogus"), "bogus")
+    check_refused(run("plan", MODEL, "--no-measure", "--plot", tmp_path / "nowhere" / "a.png"), "nowhere")
+
+
+def test_plan_of_types_that_the_heads_do_not_suit(tmp_path):
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 80}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = json.loads(run("plan", tmp_path, "--no-measure", "--json").stdout)
+    assert [row["dtype"] for row in made["rows"]] == ["f32", "f16", "bf16"]
+    check_refused(run("plan", tmp_path, "--dtype", "q8_0"), "32", "q8_0")
+
+
+def gguf(*parts):
+    return b"GGUF" + struct.pack("<I", 3) + b"".join(parts)
+
+
+HOSTILE = {
+    "missing": None,
+    "empty.gguf": b"",
+    "empty.json": b"",
+    "cut.json": b'{"num_hidden_layers": ',
+    "cut.gguf": gguf(struct.pack("<Q", 1)),
+    "many.gguf": gguf(struct.pack("<QQ", 2**63, 2**63 - 1)),
+    "long.gguf": gguf(struct.pack("<QQQ", 0, 1, 2**63)),
+    "deep.json": b"[" * 1_000_000,
+    "types.json": b'{"num_hidden_layers": {"a": [1]}, "num_attention_heads": "many"}',
+    "number.json": b"17",
+    "large.json": b'{"num_hidden_layers": 1e400, "num_attention_heads": 9}',
+    "layers.json": b'{"num_hidden_layers": 2147483647, "num_attention_heads": 1, "hidden_size": 8}',
+    "control.json": b'{"model_type": "a\\u001b[2Jb\\n", "num_hidden_layers": 0}',
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("command", ["plan", "generate", "bench"])
+def test_hostile_files(tmp_path, command, name):
+    path = tmp_path / name
+    if HOSTILE[name] is not None:
+        path.write_bytes(HOSTILE[name])
+    done = run(command, path)
+    check_refused(done, str(path))
+    assert len(done.stderr) < 500
+    assert "\x1b" not in done.stderr
+
+
+# ---- info
+
+
+def test_info():
+    done = run("info")
+    assert done.returncode == 0
+    assert kvcache.show_config("dicts")["isa"] in done.stdout
+    found = json.loads(run("info", "--json", OMP_NUM_THREADS="1", KVCACHE_ISA="scalar").stdout)
+    assert found["threads"].startswith("1: ")
+    assert found["isa"] == "scalar"
+    assert "scalar" in found["instruction sets"].split()
+    assert found["memory"] > 0
+
+
+# ---- terminals
+
+
+def test_terminal_has_colour_unless_told_otherwise():
+    arguments = ["plan", MODEL, "--no-measure"]
+    status, sent = run_in_terminal(*arguments)
+    assert status == 0
+    assert "\x1b[1m" in sent  # bold headings
+    _, plain = run_in_terminal(*arguments, NO_COLOR="1", TERM="dumb")
+    assert "\x1b" not in plain
+    assert max(map(len, plain.splitlines())) <= 100
+
+
+def test_reader_that_has_had_enough():
+    code = f"{sys.executable} -m kvcache.cli plan {MODEL} --no-measure --json | head -1"
+    done = subprocess.run(code, shell=True, capture_output=True, text=True)
+    assert done.stdout == "{\n"
+    assert not done.stderr
