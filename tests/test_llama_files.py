@@ -12,10 +12,10 @@ import gguf
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from kvcache import FullAttention, ModelFileError, Rope, SlidingWindow, llama
+from kvcache import FullAttention, ModelFileError, Rope, SlidingWindow, llama, shapes
 from kvcache.weights import F32
 
 Weights = dict[str, F32]
@@ -91,9 +91,9 @@ def name_in_gguf(name: str) -> str:
     return {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}[stem] + f".{kind}"
 
 
-def neighbours(rows: F32, num_heads: int) -> F32:
+def neighbours(rows: F32, head_dim: int) -> F32:
     """As converters to llama.cpp order the rows of queries and keys."""
-    ordered: F32 = rows.reshape(num_heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    ordered: F32 = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
     return ordered
 
 
@@ -103,6 +103,7 @@ def write_gguf(
     dtype: str = "F32",
     architecture: str = "llama",
     metadata: Mapping[str, Any] | None = None,
+    head_dim: int = DIM,
 ) -> tuple[Path, Weights]:
     """A file of these weights, and what they are once they have been through their type."""
     writer = gguf.GGUFWriter(path, architecture)
@@ -114,11 +115,11 @@ def write_gguf(
         "vocab_size": VOCAB,
         "attention.head_count": HEADS,
         "attention.head_count_kv": KV_HEADS,
-        "attention.key_length": DIM,
-        "attention.value_length": DIM,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": EPS,
         "rope.freq_base": 5000.0,
-        "rope.dimension_count": DIM,
+        "rope.dimension_count": head_dim,
     }
     for key, value in {**{f"{architecture}.{key}": value for key, value in config.items()}, **(metadata or {})}.items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
@@ -128,7 +129,7 @@ def write_gguf(
         kind = gguf.GGMLQuantizationType[dtype if weight.ndim == 2 else "F32"]
         stored = weight
         if architecture == "llama" and (".q_proj" in name or ".k_proj" in name):
-            stored = neighbours(weight, HEADS if ".q_proj" in name else KV_HEADS)
+            stored = neighbours(weight, head_dim)
         writer.add_tensor(name_in_gguf(name), gguf.quants.quantize(stored, kind), raw_dtype=kind)
         decoded[name] = np.array(gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind))
     finish(writer)
@@ -268,6 +269,7 @@ def test_llama3_scaling(tmp_path: Path) -> None:
     path = write_rope_freqs(tmp_path / "model.gguf", weights, PLAIN / scaled)
     file = llama.Llama.load(path)
     np.testing.assert_allclose(file.config.rope.inv_freq, scaled, rtol=1e-6)
+    assert shapes.read(path).rope == (Rope(file.config.rope.inv_freq, interleaved=True),) * LAYERS
     np.testing.assert_allclose(logits(file), logits(folder), atol=1e-4)
 
 
@@ -370,6 +372,28 @@ def test_a_text_from_a_folder_and_from_a_file(tmp_path: Path, capsys: pytest.Cap
     assert [line.split()[0] for line in table.splitlines()[-5:]] == ["f32", "f16", "bf16", "q8_0", "q4_0"]
 
 
+@pytest.mark.parametrize("dtype", ["F16", "Q8_0"])
+def test_the_model_of_the_examples_as_a_file(tmp_path: Path, dtype: str) -> None:
+    source = Path(__file__).parents[1] / "examples" / "model"
+    expected = json.loads((source / "expected.json").read_text())
+    config = {
+        "block_count": 4,
+        "context_length": 2048,
+        "embedding_length": 256,
+        "feed_forward_length": 704,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 10000.0,
+    }
+    weights = {name: weight.astype(np.float32) for name, weight in load_file(source / "model.safetensors").items()}
+    metadata = {f"llama.{key}": value for key, value in config.items()}
+    path = write_gguf(tmp_path / "model.gguf", weights, dtype, metadata=metadata, head_dim=64)[0]
+    out = io.StringIO()
+    options = llama.Options(dtype="f32", temperature=0, max_new_tokens=250, quiet=True)
+    assert llama.run(path, expected["prompt"].encode(), options, out) == 0
+    length = len(expected["greedy"]) if dtype == "F16" else 30  # which the coarser weights leave as it is
+    assert out.getvalue()[:length] == expected["greedy"][:length]
+
+
 def test_the_model_ends_its_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_folder(tmp_path, random_weights(), max_position_embeddings=64)
     out = io.StringIO()
@@ -448,10 +472,10 @@ def test_configurations_that_are_not_supported(tmp_path: Path, changes: dict[str
         llama.Llama.load(write_folder(tmp_path, random_weights(), **changes))
 
 
-@pytest.mark.parametrize("factors", [np.zeros(DIM // 2), np.full(DIM // 2, np.nan), -np.ones(DIM // 2)])
+@pytest.mark.parametrize("factors", [np.zeros(DIM // 2), np.full(DIM // 2, np.nan), -np.ones(DIM // 2), np.ones(7)])
 def test_bad_rope_freqs(tmp_path: Path, factors: NDArray[Any]) -> None:
     path = write_rope_freqs(tmp_path / "model.gguf", random_weights(), factors)
-    with pytest.raises(ModelFileError, match=r"rope_freqs\.weight must have positive numbers"):
+    with pytest.raises(ModelFileError, match="rope_freqs must be 16 positive numbers"):
         llama.Llama.load(path)
 
 
