@@ -12,6 +12,7 @@ import numpy as np
 
 from kvcache import ChunkedAttention, FullAttention, KVCache, SlidingWindow
 from kvcache.llama import Llama, mean_loss, read_windows
+from kvcache.tokens import load_tokenizer
 
 MODEL = Path(__file__).resolve().parents[1] / "examples/model"
 TYPES = [
@@ -48,7 +49,7 @@ def loss(model: Llama, texts: list[list[int]], **options: object) -> tuple[float
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     model = Llama.load(MODEL)
-    texts = read_windows(MODEL / "eval.txt", model.config.max_seq_len)
+    texts = read_windows(MODEL / "eval.txt", load_tokenizer(MODEL), model.config.max_seq_len)
     print(f"{len(texts)} texts of {len(texts[0]):,} tokens\n")
     print(f"{'keys':6}{'values':8}{'bytes/token':>12}{'loss':>10}{'change':>10}")
     exact = 0.0

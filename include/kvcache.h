@@ -351,6 +351,35 @@ KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
 /* Live slots as a fraction of `capacity`; where that has no limit, of the slots in blocks.  Of the fullest group. */
 KVC_API double kvc_utilization(kvc_cache *cache);
 
+typedef struct kvc_block_info {
+    int32_t num_slots;
+    int32_t filled;     /* slots below this were handed out; those past it belong to nobody yet */
+    int32_t live;       /* of these, that a sequence or the open batch holds; the others wait for a compaction */
+    int32_t references; /* how many hold the slot that most hold: sequences, and the open batch */
+    int32_t resident;   /* slots that were ever handed out since its memory was taken: memory the system has given */
+    int32_t is_held;    /* not 0: a kvc_hold keeps its rows as they are; until it lets go they are not reused */
+    int32_t is_free;    /* not 0: nobody holds any of it: memory kept for reuse */
+} kvc_block_info;
+
+typedef struct kvc_run_info {
+    int64_t seq_id;
+    int32_t block; /* which of the blocks */
+    int32_t slot;  /* the run is slots [slot, slot + count) of it */
+    int32_t count;
+    int32_t position; /* of the first row; the others follow one by one */
+    int32_t delta;
+    int32_t in_batch; /* not 0: of the open batch, and no part of the sequence yet */
+} kvc_run_info;
+
+/* Where the rows of a layer's group lie: every block that it has memory for, and every run in these, by rising sequence
+ * id and in order of arrival, those of the open batch last.  Both are of one moment; when blocks are given back, others
+ * take their numbers.  Writes at most max_blocks and max_runs of them, each as large as said, and sets *num_blocks and
+ * *num_runs to how many there are.  While another call rewrites keys, slots that these go to are live and in no run.
+ * KVC_ERR_INDEX, KVC_ERR_INVALID. */
+KVC_API kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,
+                              int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,
+                              int64_t max_runs, int64_t *num_runs);
+
 /* Checks every invariant of the bookkeeping.  KVC_ERR_CORRUPT with the reason in kvc_last_error(). */
 KVC_API kvc_status kvc_validate(kvc_cache *cache);
 

@@ -1,5 +1,6 @@
 """The KV cache for CPU inference: stores keys and values, decides which tokens stay, attends over them."""
 
+from kvcache.block import Block, Run
 from kvcache.cache import Batch, KVCache, Span
 from kvcache.config import __version__, get_num_threads, set_num_threads, show_config
 from kvcache.errors import (
@@ -17,6 +18,7 @@ from kvcache.strategy import Adaptive, LongSequencesOnly
 __all__ = [
     "Adaptive",
     "Batch",
+    "Block",
     "CacheBusyError",
     "CacheFullError",
     "ChunkedAttention",
@@ -29,6 +31,7 @@ __all__ = [
     "NotSupportedError",
     "Rope",
     "RowsGoneError",
+    "Run",
     "SlidingWindow",
     "Span",
     "__version__",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 try:
     import typer
@@ -19,11 +21,14 @@ except ModuleNotFoundError as error:
     sys.exit(f"kvcache: there is no module {error.name}; run: pip install 'kvcache[cli]'")
 
 from kvcache import _core, plan, shapes
-from kvcache.config import __version__, show_config
+from kvcache.config import __version__, get_num_threads, show_config
 from kvcache.errors import KVCacheError
-from kvcache.layer import count
+from kvcache.layer import DType, count
 from kvcache.policy import SlidingWindow
 from kvcache.strategy import available_memory, readable
+
+if TYPE_CHECKING:
+    from kvcache import bench
 
 __all__ = ["main"]
 
@@ -56,7 +61,7 @@ def main() -> NoReturn:
     except (typer.Abort, KeyboardInterrupt):
         status = 130
     except (typer.TyperException, KVCacheError, OSError, ImportError, ValueError) as error:
-        said = error.format_message() if isinstance(error, typer.BadParameter.__base__) else str(error)
+        said = getattr(error, "format_message", error.__str__)()
         print(f"kvcache: {said}", file=sys.stderr)
         status = 2
     sys.exit(status)
@@ -101,6 +106,8 @@ def plan_command(
         raise typer.BadParameter(
             "it needs --window: without one every token is seen anyway", param_hint="--sink-tokens"
         )
+    if plot is not None:
+        _check_plot(plot)
     shape = shapes.read(model, CONTEXT)
     context = context or shape.max_seq_len or CONTEXT
     dtypes = [d for d in plan.DTYPES if not dtype or d in dtype]
@@ -115,7 +122,7 @@ def plan_command(
         sequences=sequences,
         dtypes=possible,
         window=policy,
-        rates=plan.measure_rates(shape, possible, threads) if measure else None,
+        rates=_rates(shape, possible, context, threads) if measure else None,
     )
     if plot is not None:
         _draw_plan(shape, made, possible, plot)
@@ -123,6 +130,32 @@ def plan_command(
         _print_json(made)
     else:
         _print_plan(made, possible)
+
+
+def _rates(shape: shapes.Shape, dtypes: Sequence[DType], context: int, threads: int | None) -> dict[DType, float]:
+    from kvcache import bench
+
+    return bench.decode_rates(_bench_shape(shape, context, threads), dtypes)
+
+
+def _bench_shape(shape: shapes.Shape, context: int, threads: int | None) -> bench.Shape:
+    """The attention of a model, by the heads of the layers that store most."""
+    from kvcache import bench
+
+    def nbytes(layer: int) -> int:
+        return shape.num_kv_heads[layer] * shape.head_dim[layer] * (shape.policy[layer] is not None)
+
+    layer = max(range(shape.num_layers), key=nbytes)
+    return bench.Shape(
+        num_layers=sum(policy is not None for policy in shape.policy),
+        num_heads=shape.num_heads[layer],
+        num_kv_heads=shape.num_kv_heads[layer],
+        head_dim=shape.head_dim[layer],
+        v_head_dim=shape.v_head_dim[layer],
+        value_in_key=shape.value_in_key[layer],
+        context=context,
+        threads=threads or get_num_threads(),
+    )
 
 
 def _print_plan(made: plan.Plan, dtypes: Sequence[str]) -> None:
@@ -175,6 +208,153 @@ def _draw_plan(shape: shapes.Shape, made: plan.Plan, dtypes: Sequence[Any], file
     plot.memory(caches, made.context).figure.savefig(file)
 
 
+# ---- kvcache bench
+
+
+@app.command("bench")
+def bench_command(
+    model: Annotated[Path | None, typer.Argument(help="Whose heads to measure; else 32 and 8 of 128.")] = None,
+    context: Context = CONTEXT,
+    threads: Threads = None,
+    seconds: Annotated[float, typer.Option(min=1, max=3600, help="About how long it may take.")] = 60.0,
+    peers: Annotated[bool, typer.Option(help="Measure other people's code too, where it is installed.")] = True,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    r"""Measure what this machine gives: bandwidth, decoding, prefill and storing by type, and peers.
+
+    \b
+    Examples:
+      kvcache bench --plot speed.svg
+      kvcache bench llama-3.1-8b --context 32768 --threads 1 --json
+    """
+    from kvcache import bench
+
+    context = context or CONTEXT
+    default = bench.Shape(context=context, threads=threads or get_num_threads())
+    shape = default if model is None else _bench_shape(shapes.read(model, context), context, threads)
+    if plot is not None:
+        _check_plot(plot)
+    record = _measure(shape, seconds, peers)
+    if plot is not None:
+        bench.picture(record).savefig(plot)
+    if as_json:
+        _print_json(record)
+    else:
+        _print_bench(record)
+
+
+def _measure(shape: bench.Shape, seconds: float, peers: bool) -> dict[str, Any]:
+    """Measure, and show how far it is where there is a terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from kvcache import bench
+
+    columns = TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=1.0)
+        for step in bench.measure(shape, seconds=seconds, peers=peers):
+            if isinstance(step, bench.Result):
+                return step.record
+            bar.update(task, description=step.doing, completed=step.fraction)
+    raise AssertionError("the last one is the result")
+
+
+def _print_bench(record: dict[str, Any]) -> None:
+    machine, shape = record["machine"], record["shape"]
+    dims = f"{shape['num_heads']} query and {shape['num_kv_heads']} KV heads x {shape['head_dim']}"
+    print(f"{machine['build']}; {machine['isa']}, {count(shape['threads'], 'thread')}")
+    print(f"{count(shape['num_layers'], 'layer')} of {dims}, {shape['context']:,} tokens")
+    print(f"memory is read at {record['bandwidth'] / 1e9:.1f} GB/s\n")
+    _print_table(
+        ["", "", "type", "tokens/s", "GB/s", "of bandwidth", "our time x"],
+        [
+            [
+                row["part"],
+                row["name"],
+                row["type"],
+                f"{row['tokens_per_second']:,.1f}",
+                f"{row['bytes_per_second'] / 1e9:.1f}" if "bytes_per_second" in row else "-",
+                f"{row['of_bandwidth']:.2f}" if "of_bandwidth" in row else "-",
+                f"{row['by_ours']:.1f}" if "by_ours" in row else "-",
+            ]
+            for row in record["rows"]
+        ],
+    )
+    for reason in record["left_out"]:
+        print(f"left out: {reason}")
+
+
+# ---- kvcache generate
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(help="A Hugging Face folder or a GGUF.", show_default=False)],
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue.", show_default=False)] = None,
+    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Read the prompt from a file.")] = None,
+    dtype: Annotated[Type, typer.Option(help="Element type of the cache.")] = Type("f16"),  # noqa: B008 (constant)
+    window: Annotated[int | None, typer.Option(metavar="N", help="Each token sees the last N only.")] = None,
+    shift: Annotated[bool, typer.Option("--shift", help="Drop the older half of a full context and go on.")] = False,
+    sink_tokens: Annotated[int | None, typer.Option(metavar="N", help="The first N tokens stay.")] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", help="How many to generate.")] = 300,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same text.")] = 0,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0: always the likeliest token.")] = 0.8,
+    top_p: Annotated[float, typer.Option(metavar="P", help="Draw from the likeliest that together have this.")] = 0.95,
+    compare: Annotated[bool, typer.Option(help="Then measure without the cache, and each type.")] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Write the text only.")] = False,
+) -> int:
+    r"""Continue a text with a model of the Llama family, through the cache.
+
+    \b
+    Examples:
+      kvcache generate examples/model "ROMEO:" --dtype q8_0
+      kvcache generate Llama-3.2-1B-Q8_0.gguf --prompt-file play.txt --window 512 --sink-tokens 4
+    """
+    from kvcache import llama
+
+    if prompt is not None and prompt_file is not None:
+        raise typer.BadParameter("give a prompt or a file with one, not both", param_hint="--prompt-file")
+    text = prompt_file.read_bytes() if prompt_file else os.fsencode("Once upon a time" if prompt is None else prompt)
+    options = llama.Options(
+        dtype=dtype.value,
+        window=window,
+        shift=shift,
+        num_sink_tokens=sink_tokens,
+        max_new_tokens=tokens,
+        seed=seed,
+        temperature=temperature,
+        top_p=top_p,
+        compare=compare,
+        quiet=quiet,
+    )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an ASCII terminal
+    with _prefill_bar() as on_prefill:
+        return llama.run(model, text, options, sys.stdout, on_prefill=on_prefill)
+
+
+@contextmanager
+def _prefill_bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar for a prompt of several batches, where there is a terminal; it is gone when the text goes on."""
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks = []
+
+        def on_prefill(done: int, total: int) -> None:
+            if done < total and not tasks:
+                tasks.append(bar.add_task("prompt", total=total))
+            for task in tasks:
+                bar.update(task, completed=done)
+            if done == total:
+                bar.stop()
+
+        yield on_prefill
+
+
 # ---- kvcache info
 
 
@@ -223,7 +403,18 @@ def _why_threads() -> str:
     return f"{number}: the physical cores among the {allowed} processors that it may use, as far as its cgroup lets it"
 
 
-# ---- printing
+# ---- printing and drawing
+
+
+def _check_plot(file: Path) -> None:
+    """Refuse a file that no picture can be written to before there is anything to draw."""
+    from kvcache import plot
+
+    kinds = plot.Figure().canvas.get_supported_filetypes()
+    if file.suffix.lstrip(".") not in kinds:
+        raise typer.BadParameter(f"{file} is none of the kinds {', '.join(kinds)}", param_hint="--plot")
+    if not file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {file.parent}", param_hint="--plot")
 
 
 def _print_json(value: Any) -> None:

@@ -156,8 +156,6 @@ def _heads(fields: Fields, shape: shapes.Shape) -> tuple[int, int, int]:
 def _rope(fields: Fields, ropes: Sequence[RopeLike], head_dim: int) -> Rope:
     """The rotation of all layers."""
     rope = ropes[0]
-    if rope is None:  # files that are older than the field
-        rope = Rope(10000.0 ** -(np.arange(0, head_dim, 2) / head_dim))
     if not isinstance(rope, Rope) or len({*ropes}) > 1 or 2 * len(rope.inv_freq) != head_dim:
         raise fields.error("only models whose heads are rotated as a whole, and all alike, are supported")
     return rope

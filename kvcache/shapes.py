@@ -42,6 +42,8 @@ FULL_EVERY = {
 NO_ROPE_IN_FULL = {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe"}
 # Every so manieth layer rotates nothing.
 NO_ROPE_EVERY = {"llama4_text": 4, "smollm3": 4}
+# They rotate even if the file is too old to say so.
+ROTATING = {"falcon", "gemma", "gemma2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "phi", "phi3", "qwen2"}
 # Positions are added to the scores, and keys carry none.
 ALIBI = {"bloom", "mpt"}
 # Neighbours are rotated together, not halves.
@@ -418,7 +420,7 @@ def _rope_parameters(config: Fields, kind: str) -> Fields | None:
     if kind in SLIDING and local is not None:
         return Fields({"rope_theta": local}, config.source)
     theta = config.get("rope_theta", config.get("global_rope_theta", config.get("rotary_emb_base")))
-    if theta is None and config.get("rotary_dim") is None:
+    if theta is None and config.get("rotary_dim") is None and config.get("model_type") not in ROTATING:
         return None
     scaling = config.part("rope_scaling")
     return Fields({"rope_theta": theta, **(scaling.values if scaling else {})}, config.source)

@@ -169,9 +169,10 @@ def test_rotations_that_cannot_be_moved_are_refused_by_name(kind):
         ({"model_type": "falcon", "alibi": True}, False),
         ({"model_type": "gpt2", "rope_theta": None}, None),
         ({"position_embedding_type": "nope"}, False),
+        ({"rope_theta": None}, kvcache.Rope(1e4 ** (-np.arange(0, 128, 2) / 128))),
     ],
 )
-def test_models_that_do_not_rotate(config, expected):
+def test_models_that_do_not_say_how_they_rotate(config, expected):
     assert shapes.read({**LLAMA, **config}).rope == (expected,) * 4
 
 

@@ -21,6 +21,7 @@ enum {
     MAX_SEQUENCES = 12,
     MAX_ROWS = 320,
     MAX_BATCH = 300,
+    MAX_PLACES = 1 << 13, /* blocks, runs or filled slots of a layer */
     MAX_TAGS = 1 << 18,
     MAX_ROW = 64 /* elements of all heads of a K or V row */
 };
@@ -858,6 +859,93 @@ static inline void check_live_slots(const pair *p)
            (long long)right);
 }
 
+/* The runs of the sequence that *runs begins with are its spans; moves *runs past them. */
+static inline void check_runs(const pair *p, int l, const kvc_run_info **runs)
+{
+    static kvc_span spans[MAX_ROWS];
+    int64_t num, id = (*runs)->seq_id;
+    CHECK(kvc_spans(p->cache, id, l, spans, sizeof *spans, MAX_ROWS, &num, NULL) == KVC_OK && num > 0);
+    for (int64_t i = 0; i < num; i++, ++*runs)
+        CHECKF((*runs)->seq_id == id && !(*runs)->in_batch && (*runs)->count == spans[i].num_rows &&
+                   (*runs)->position == spans[i].position && (*runs)->delta == spans[i].delta,
+               "sequence %lld, layer %d: run %d is not its span", (long long)id, l, (int)i);
+}
+
+/* The runs of the sequences by rising id, then those of the open batch. */
+static inline void check_all_runs(const pair *p, int l, const kvc_run_info *runs, int64_t num)
+{
+    const kvc_run_info *run = runs, *end = runs + num;
+    int64_t rows = 0, pending = 0;
+    while (run < end && !run->in_batch) {
+        CHECK(run == runs || run->seq_id > run[-1].seq_id);
+        check_runs(p, l, &run);
+    }
+    for (int s = 0; s < p->num_sequences; s++)
+        rows += p->sequences[s].layers[source_of(p, l)].num;
+    for (const kvc_run_info *r = runs; r < run; r++)
+        rows -= r->count;
+    for (; run < end; run++) {
+        CHECK(p->batch && run->in_batch && !run->delta);
+        pending += run->count;
+    }
+    CHECKF(rows == 0, "layer %d: %lld rows are in no run", l, (long long)rows);
+    CHECK(pending == batch_rows(p, source_of(p, l)));
+}
+
+/* A block whose slots below the fill mark have so many holders. */
+static inline void check_block(const kvc_block_info *block, const int32_t *holders, kvc_stats *sums)
+{
+    int32_t live = 0, most = 0;
+    for (int32_t s = 0; s < block->filled; s++) {
+        live += holders[s] > 0;
+        most = holders[s] > most ? holders[s] : most;
+    }
+    CHECKF(block->live == live && block->references == most, "%d live, %d references, not %d and %d", block->live,
+           block->references, live, most);
+    CHECK(block->filled <= block->resident && block->resident <= block->num_slots);
+    CHECK(!block->is_free == (live || block->is_held));
+    CHECK(block->is_held || !block->filled || holders[block->filled - 1]);
+    sums->live_slots += live;
+    sums->wasted_slots += block->filled - live;
+    sums->blocks_in_use += !block->is_free;
+    sums->blocks_free += block->is_free;
+}
+
+/* The blocks of a layer are what the runs in them say. */
+static inline void check_layer_blocks(const pair *p, int l, kvc_stats *sums)
+{
+    static kvc_block_info blocks[MAX_PLACES];
+    static kvc_run_info runs[MAX_PLACES];
+    static int32_t holders[MAX_PLACES], first[MAX_PLACES + 1];
+    int64_t num_blocks, num_runs;
+    CHECK(kvc_blocks(p->cache, l, blocks, sizeof *blocks, MAX_PLACES, &num_blocks, runs, sizeof *runs, MAX_PLACES,
+                     &num_runs) == KVC_OK);
+    CHECK(num_blocks <= MAX_PLACES && num_runs <= MAX_PLACES);
+    check_all_runs(p, l, runs, num_runs);
+    for (int i = 0; i < num_blocks; i++)
+        first[i + 1] = first[i] + blocks[i].filled;
+    CHECK(first[num_blocks] <= MAX_PLACES);
+    memset(holders, 0, (size_t)first[num_blocks] * sizeof *holders);
+    for (const kvc_run_info *run = runs; run < runs + num_runs; run++) {
+        CHECK(run->slot >= 0 && run->count > 0 && run->slot + run->count <= blocks[run->block].filled);
+        for (int32_t s = run->slot; s < run->slot + run->count; s++)
+            holders[first[run->block] + s]++;
+    }
+    for (int i = 0; i < num_blocks; i++)
+        check_block(&blocks[i], holders + first[i], sums);
+}
+
+static inline void check_blocks(const pair *p)
+{
+    kvc_stats sums = {0}, stats = stats_of(p);
+    for (int l = 0; l < p->config.num_layers; l++) {
+        kvc_stats others = {0};
+        check_layer_blocks(p, l, leads_group(p, l) ? &sums : &others);
+    }
+    CHECK(sums.live_slots == stats.live_slots && sums.wasted_slots == stats.wasted_slots &&
+          sums.blocks_in_use == stats.blocks_in_use && sums.blocks_free == stats.blocks_free);
+}
+
 /* Everything that can be seen is as in the model, and the library finds no fault with itself. */
 static inline void pair_check(const pair *p)
 {
@@ -871,6 +959,7 @@ static inline void pair_check(const pair *p)
     CHECKF(kvc_validate(p->cache) == KVC_OK, "%s", kvc_last_error());
     check_ids(p);
     check_live_slots(p);
+    check_blocks(p);
     for (int s = 0; s < p->num_sequences; s++)
         check_sequence(p, &p->sequences[s]);
     check_sequence(p, &unknown);

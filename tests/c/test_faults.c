@@ -414,11 +414,14 @@ static kvc_status attend(pair *p)
 static void test_needs_no_memory(void)
 {
     static pair p;
+    int64_t num_blocks, num_runs;
     memory_init(&heap);
     p = (pair){.memory = &heap};
     prepare_four(&p);
     CHECK(begin_old_and_new(&p) == KVC_OK);
     memory_fail_after(&heap, 0);
+    CHECK(kvc_blocks(p.cache, 0, NULL, sizeof(kvc_block_info), 0, &num_blocks, NULL, sizeof(kvc_run_info), 0,
+                     &num_runs) == KVC_OK);
     pair_put_all(&p);
     CHECK(pair_commit(&p) == KVC_OK);
     pair_check(&p);

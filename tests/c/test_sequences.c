@@ -930,6 +930,90 @@ static void test_argument_sizes(void)
     pair_free(p);
 }
 
+/* ---- blocks ----------------------------------------------------------------------------------------------------- */
+
+static void check_run(const kvc_run_info *run, int64_t seq_id, int32_t block, int32_t slot, int32_t count,
+                      int32_t position, int32_t in_batch)
+{
+    CHECKF(run->seq_id == seq_id && run->block == block && run->slot == slot && run->count == count &&
+               run->position == position && run->delta == 0 && run->in_batch == in_batch,
+           "sequence %lld: block %d, slots %d + %d, position %d, in_batch %d", (long long)run->seq_id, run->block,
+           run->slot, run->count, run->position, run->in_batch);
+}
+
+static void check_info(const kvc_block_info *block, int32_t filled, int32_t live, int32_t references, int32_t is_held,
+                       int32_t resident)
+{
+    CHECKF(block->num_slots == 4 && block->filled == filled && block->live == live &&
+               block->references == references && block->is_held == is_held && block->resident == resident &&
+               block->is_free == (!live && !is_held),
+           "%d filled, %d live, %d references, is_held %d, %d resident, is_free %d", block->filled, block->live,
+           block->references, block->is_held, block->resident, block->is_free);
+}
+
+/* What is shared, held by a batch and by a view, lost, cleared and compacted; everything else does pair_check. */
+static void test_blocks(void)
+{
+    pair *p = pair_with(full_policy, 4);
+    kvc_block_info blocks[3] = {{0}};
+    kvc_run_info runs[8];
+    int64_t num_blocks, num_runs;
+    view v;
+#define LOOK()                                                                                                         \
+    CHECK(kvc_blocks(p->cache, 0, blocks, sizeof *blocks, 3, &num_blocks, runs, sizeof *runs, 8, &num_runs) == KVC_OK)
+    LOOK();
+    CHECK(num_blocks == 0 && num_runs == 0);
+    pair_feed(p, 7, 0, 6);
+    pair_fork(p, 7, -2);
+    pair_begin(p, 3, (int32_t[]){6, 7, 8}, (int64_t[]){7, 7, 7});
+    LOOK();
+    CHECK(num_blocks == 3 && num_runs == 6);
+    check_info(&blocks[0], 4, 4, 2, 0, 4);
+    check_info(&blocks[1], 4, 4, 2, 0, 4);
+    check_info(&blocks[2], 1, 1, 1, 0, 1);
+    check_run(&runs[0], -2, 0, 0, 4, 0, 0);
+    check_run(&runs[1], -2, 1, 0, 2, 4, 0);
+    check_run(&runs[2], 7, 0, 0, 4, 0, 0);
+    check_run(&runs[4], 7, 1, 2, 2, 6, 1);
+    check_run(&runs[5], 7, 2, 0, 1, 8, 1);
+    pair_abort(p);
+    pair_remove(p, 7, 1, 3, 0);
+    pair_truncate(p, -2, 1);
+    LOOK();
+    CHECK(num_blocks == 3 && num_runs == 4);
+    check_info(&blocks[0], 4, 2, 2, 0, 4);
+    check_info(&blocks[1], 2, 2, 1, 0, 4);
+    check_info(&blocks[2], 0, 0, 0, 0, 1);
+    CHECK(view_new(&v, p, 7, 0) == KVC_OK);
+    pair_clear(p);
+    LOOK();
+    CHECK(num_blocks == 3 && num_runs == 0);
+    check_info(&blocks[0], 4, 0, 0, 1, 4);
+    view_free(&v, p);
+    pair_compact(p);
+    LOOK();
+    CHECK(num_blocks == 0 && num_runs == 0);
+#undef LOOK
+    pair_free(p);
+}
+
+/* There are more than there is room for: no byte is written past it. */
+static void test_few_blocks(void)
+{
+    pair *p = pair_with(full_policy, 4);
+    kvc_block_info blocks[2] = {{0}};
+    kvc_run_info runs[2] = {{0}};
+    int64_t num_blocks, num_runs;
+    pair_feed(p, 0, 0, 10);
+    CHECK(kvc_blocks(p->cache, 0, NULL, sizeof *blocks, 0, &num_blocks, NULL, sizeof *runs, 0, &num_runs) == KVC_OK);
+    CHECK(num_blocks == 3 && num_runs == 3);
+    CHECK(kvc_blocks(p->cache, 0, blocks, sizeof *blocks, 1, &num_blocks, runs, 2 * sizeof *runs, 1, &num_runs) ==
+          KVC_OK);
+    CHECK(num_blocks == 3 && num_runs == 3 && blocks[0].filled == 4 && runs[0].count == 4);
+    CHECK(blocks[1].num_slots == 0 && runs[1].count == 0);
+    pair_free(p);
+}
+
 /* ---- bad arguments ---------------------------------------------------------------------------------------------- */
 
 static void test_bad_limits(void)
@@ -1129,8 +1213,10 @@ static void test_bad_reads(void)
     pair *p = mixed_pair(4);
     float k[64];
     int32_t position = -5;
-    int64_t num = -5;
+    int64_t num = -5, num_runs = -5;
     kvc_span span = {.num_rows = -5};
+    kvc_block_info block = {.live = -5};
+    kvc_run_info run = {.count = -5};
     kvc_hold *hold = NULL;
     const kvc_rows_out good = {.struct_size = sizeof good, .k = k};
     kvc_rows_out bad = good;
@@ -1143,7 +1229,18 @@ static void test_bad_reads(void)
         CHECK(kvc_find_row(p->cache, 0, layer, 0) == -1);
         CHECK_FAILS(kvc_gather(p->cache, 0, layer, 0, 1, &good), KVC_ERR_INDEX, "layer", value);
         CHECK_FAILS(kvc_spans(p->cache, 0, layer, &span, sizeof span, 1, &num, &hold), KVC_ERR_INDEX, "layer", value);
+        CHECK_FAILS(kvc_blocks(p->cache, layer, &block, sizeof block, 1, &num, &run, sizeof run, 1, &num_runs),
+                    KVC_ERR_INDEX, "layer", value);
     }
+    CHECK_FAILS(kvc_blocks(p->cache, 0, &block, 4, 1, &num, &run, sizeof run, 1, &num_runs), KVC_ERR_INVALID,
+                "block_info_size", "is 4:");
+    CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, &num, &run, 8, 1, &num_runs), KVC_ERR_INVALID,
+                "run_info_size", "is 8:");
+    CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, NULL, &run, sizeof run, 1, &num_runs), KVC_ERR_INVALID,
+                "num_blocks", "NULL");
+    CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, &num, &run, sizeof run, 1, NULL), KVC_ERR_INVALID,
+                "num_runs", "NULL");
+    CHECK(num == -5 && num_runs == -5 && block.live == -5 && run.count == -5);
     CHECK_FAILS(kvc_spans(p->cache, 0, 0, &span, 8, 1, &num, &hold), KVC_ERR_INVALID, "span_size", "is 8:");
     CHECK(num == -5 && span.num_rows == -5 && !hold);
     CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 1, NULL), KVC_ERR_INVALID, "out", "NULL");
@@ -1212,6 +1309,8 @@ static void test_memory(void)
     test_hold_of_a_block_that_grows();
     test_automatic_compaction_spares_held_blocks();
     test_gather_parts();
+    test_blocks();
+    test_few_blocks();
 }
 
 static void test_bad_arguments(void)
