@@ -378,6 +378,8 @@ def _from_gguf(header: gguf.Header, source: str) -> Fields:
     if "kv_lora_rank" in values:
         values["qk_rope_head_dim"] = values.get("rotary_dim")
     _add_layers(values, of("attention.sliding_window_pattern"))
+    if "rope_freqs.weight" in header.tensors:  # how files of Llama 3 have its scaling
+        values["rope_freqs"] = gguf.read_floats(header, "rope_freqs.weight")
     return Fields(values, source)
 
 

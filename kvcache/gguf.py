@@ -30,7 +30,7 @@ from typing import Any
 
 from kvcache.errors import ModelFileError
 
-__all__ = ["Header", "Skipped", "Tensor", "read_array", "read_header"]
+__all__ = ["Header", "Skipped", "Tensor", "read_array", "read_floats", "read_header"]
 
 MAX_KEPT = 4096  # elements of an array of numbers that stands in the metadata; longer ones are skipped
 MAX_ENTRIES = 2**17  # of metadata, and as many tensors: real files have some thousands
@@ -182,6 +182,37 @@ def read_array(header: Header, key: str) -> tuple[Any, ...]:
         if value.type != "str":
             return source.numbers(TYPE_NUMBERS[value.type], value.count)
         return source.strings(key, value.count)
+
+
+def read_floats(header: Header, name: str) -> tuple[float, ...]:
+    """Read a tensor that is a few numbers of F32, such as the factors of a rotation.
+
+    Parameters
+    ----------
+    header : Header
+        From `read_header`.
+    name : str
+        The name of a tensor that is there.
+
+    Returns
+    -------
+    tuple of float
+        Its elements.
+
+    Raises
+    ------
+    ModelFileError
+        It is of another type, or has more than one axis or 4096 elements.
+    """
+    tensor = header.tensors[name]
+    if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_KEPT:
+        raise ModelFileError(
+            f"{header.path}: tensor {name} must be at most {MAX_KEPT:,} numbers of F32, not {list(tensor.shape)} of "
+            f"{tensor.type}"
+        )
+    with _open(header.path) as source:
+        source.at = tensor.offset
+        return source.numbers(TYPE_NUMBERS["f32"], tensor.shape[0])
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Literal, TextIO, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvcache import FullAttention, KVCache, ModelFileError, Rope, SlidingWindow, shapes
+from kvcache import FullAttention, KVCache, Rope, SlidingWindow, shapes
 from kvcache.files import Fields, read_config
 from kvcache.policy import Policy
 from kvcache.rope import RopeLike
@@ -107,16 +107,7 @@ class LlamaConfig:
             What a layer sees is nothing that this cache has a policy for.
         """
         fields = read_config(path)
-        model_type = fields.text("model_type")
-        if model_type not in MODEL_TYPES:
-            raise fields.error(f"model_type {model_type!r} is not supported, only {', '.join(MODEL_TYPES)} are")
-        fields.expect("hidden_act", "silu")
-        for name in ("attention_bias", "mlp_bias"):
-            fields.expect(name, False)
-        scaling = fields.part("rope_parameters") or fields.part("rope_scaling") or Fields({}, fields.source)
-        rope_type = scaling.text("rope_type", scaling.text("type", "default"))
-        if rope_type not in ROPE_TYPES:
-            raise fields.error(f"rope_type {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)} are")
+        _check_family(fields)
         shape = shapes.read(path)
         num_heads, num_kv_heads, head_dim = _heads(fields, shape)
         return cls(
@@ -133,6 +124,20 @@ class LlamaConfig:
             policy=_policy(fields, shape.policy),
             tie_word_embeddings=fields.get("tie_word_embeddings") is True,
         )
+
+
+def _check_family(fields: Fields) -> None:
+    """Refuse what the forward pass does not compute."""
+    model_type = fields.text("model_type")
+    if model_type not in MODEL_TYPES:
+        raise fields.error(f"model_type {model_type!r} is not supported, only {', '.join(MODEL_TYPES)} are")
+    fields.expect("hidden_act", "silu")
+    for name in ("attention_bias", "mlp_bias"):
+        fields.expect(name, False)
+    scaling = fields.part("rope_parameters") or fields.part("rope_scaling") or Fields({}, fields.source)
+    rope_type = scaling.text("rope_type", scaling.text("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise fields.error(f"rope_type {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)} are")
 
 
 def _heads(fields: Fields, shape: shapes.Shape) -> tuple[int, int, int]:
@@ -219,8 +224,8 @@ class Llama:
         norm = tensors.take("model.norm.weight", config.hidden_size)
         tied = config.tie_word_embeddings
         head = embedding if tied else tensors.take("lm_head.weight", config.vocab_size, config.hidden_size)
-        rope = _take_rope(tensors, config)
-        tensors.finish("lm_head.weight")
+        tensors.finish("lm_head.weight", "rope_freqs.weight")  # the factors are in the configuration's frequencies
+        rope = Rope(config.rope.inv_freq)  # the rows of interleaved heads are in order now
         return cls(replace(config, rope=rope), embedding, layers, norm, head)
 
     def forward(
@@ -328,17 +333,6 @@ def _take_layer(tensors: Tensors, config: LlamaConfig, prefix: str) -> _Layer:
 def _to_halves(rows: F32, head_dim: int) -> F32:
     """Order the rows of heads so that halves are rotated together, where neighbours were: 0 2 4 ... 1 3 5 ..."""
     return rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def _take_rope(tensors: Tensors, config: LlamaConfig) -> Rope:
-    """The rotation once rows are in order; GGUF files of Llama 3 have its scaling among the weights."""
-    inv_freq = np.array(config.rope.inv_freq)
-    if "rope_freqs.weight" in tensors:
-        factors = tensors.take("rope_freqs.weight", len(inv_freq))
-        if not (np.isfinite(factors) & (factors > 0)).all():
-            raise ModelFileError(f"{tensors.path}: rope_freqs.weight must have positive numbers")
-        inv_freq /= factors
-    return Rope(inv_freq)
 
 
 def _rms_norm(x: F32, weight: F32, eps: float) -> F32:

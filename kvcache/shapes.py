@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvcache.rope import Rope, RopeLike
 __all__ = ["Shape", "read"]
 
 MAX_LAYERS = 1 << 14
+MAX_HEAD_DIM = 1 << 13
 
 # Every so manieth layer sees everything, the others a window.
 FULL_EVERY = {
@@ -278,7 +280,7 @@ def _layer(config: Fields, layer: int, kind: str) -> _Layer:
     policy = _policy(config, kind)
     num_heads = config.count("num_attention_heads") if policy is not None else 1
     if config.get("kv_lora_rank"):
-        rank, rotated = config.count("kv_lora_rank"), config.count("qk_rope_head_dim", least=0)
+        rank, rotated = config.count("kv_lora_rank"), config.count("qk_rope_head_dim", least=0, most=MAX_HEAD_DIM)
         rope = _rope(config, layer, kind, rank + rotated, rank)
         return _Layer(num_heads, 1, rank + rotated, rank, True, policy, rope)
     if policy is None:
@@ -286,7 +288,7 @@ def _layer(config: Fields, layer: int, kind: str) -> _Layer:
     own = "swa_" if kind in SLIDING and config.get("swa_head_dim") is not None else ""
     derived = config.get("hidden_size")
     derived = None if derived is None else config.count("hidden_size") // num_heads
-    head_dim = config.count(own + "head_dim", derived or None)
+    head_dim = config.count(own + "head_dim", derived or None, most=MAX_HEAD_DIM)
     v_head_dim = config.count(own + "v_head_dim", head_dim)
     num_kv_heads = _num_kv_heads(config, own, num_heads)
     return _Layer(num_heads, num_kv_heads, head_dim, v_head_dim, False, policy, _rope(config, layer, kind, head_dim, 0))
@@ -356,7 +358,22 @@ def _rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) 
         num_rotated = dim // 2
     inv_freq = parameters.positive("rope_theta", 10000.0) ** -(np.arange(0, 2 * num_rotated, 2) / dim)
     inv_freq = np.pad(scale(parameters, config, inv_freq, dim), (0, dim // 2 - num_rotated))
-    return Rope(inv_freq, _interleaved(config, model_type), first_dim)
+    inv_freq /= _factors(config, len(inv_freq))
+    return _shared_rope(inv_freq.tobytes(), _interleaved(config, model_type), first_dim)
+
+
+@lru_cache(maxsize=16)
+def _shared_rope(inv_freq: bytes, interleaved: bool, first_dim: int) -> Rope:
+    """One object for all layers that are rotated alike."""
+    return Rope(np.frombuffer(inv_freq), interleaved, first_dim)
+
+
+def _factors(config: Fields, count: int) -> Frequencies:
+    """What a file divides each frequency by, where it lists that."""
+    factors = np.array(config.get("rope_freqs", (1.0,) * count))
+    if len(factors) != count or not (np.isfinite(factors) & (factors > 0)).all():
+        raise config.error(f"rope_freqs must be {count} positive numbers")
+    return factors
 
 
 def _rotates(config: Fields, layer: int, kind: str) -> bool:

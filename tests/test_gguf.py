@@ -99,6 +99,19 @@ def header(
 # --- against the gguf package ------------------------------------------------------------------------------------
 
 
+def test_a_few_numbers(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf")
+    found, data = gguf.read_header(path), path.read_bytes()
+    name = "blk.0.attn_norm.weight"
+    assert gguf.read_floats(found, name) == struct.unpack_from("<64f", data, found.tensors[name].offset)
+    for other in ("blk.0.ffn_up.weight", "counts"):
+        with pytest.raises(ModelFileError, match=f"tensor {other} must be at most 4,096 numbers of F32, not "):
+            gguf.read_floats(found, other)
+    path.write_bytes(data[:1000])
+    with pytest.raises(ModelFileError, match="64 elements of 4 bytes should follow"):
+        gguf.read_floats(found, name)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3"])
 @pytest.mark.parametrize("alignment", [None, 32, 64, 4096])
 def test_everything_is_as_the_package_reads_it(tmp_path: Path, architecture: str, alignment: int | None) -> None:
