@@ -41,13 +41,15 @@ from entrants import (  # noqa: E402
     ours,
     own_pages,
     reading,
+    set_up,
 )
 from figures import quartiles, quiet_quotient, quotients  # noqa: E402
-from yardstick import TYPES, Driver, cache_size, machine  # noqa: E402
+from yardstick import TYPES, Driver, machine  # noqa: E402
+
+from kvcache.turns import cache_size  # noqa: E402
 
 BLOCKED = ("q8_0", "q4_0")  # types whose rows are blocks of 32 elements
 CONTEXTS = [1024, 8192, 32_768, 131_072]
-SETTLE = 0.01  # seconds for the threads of the last one to stop spinning, where there are any
 
 # What is wanted, by figure, or by figure and type.  Two numbers: on one thread, and on two.
 WANTED = {
@@ -126,7 +128,7 @@ class Report:
 
     def compete(self, some: Sequence[Entrant], threads: int, least: int = 5) -> list[list[float]]:
         seconds = self.options.seconds * max(1, len(some) / 2)
-        return compete(some, seconds, least, SETTLE if threads > 1 else 0)
+        return compete(some, seconds, threads, least)
 
 
 # ---- decoding: against reading the same bytes, and against multiplying and adding
@@ -179,7 +181,7 @@ def peers_group(report: Report, context: int, threads: int, dtypes: Sequence[str
     with contextlib.ExitStack() as stack:
         mine = [stack.enter_context(core(replace(shape, dtype=dtype))) for dtype in dtypes]
         stack.enter_context(report.peers)
-        theirs = report.peers.set_up(offers, shape)
+        theirs = set_up(report.peers, offers, shape)
         samples = report.compete([*mine, *theirs], threads)
         errors = [peer.error() if peer.error else 0.0 for peer in theirs]
     ours_s = dict(zip(dtypes, samples, strict=False))
@@ -248,10 +250,11 @@ def prefill(report: Report) -> None:
     for threads in o.threads:
         for dtype in o.dtype:
             shape = Shape(context, dtype, threads, num_tokens=tokens)
-            offers = [("ggml", mode, dtype) for mode in ("flash", "matmul") if mode == "flash" or dtype not in BLOCKED]
-            offers += [("torch", "sdpa", dtype if dtype in ("f32", "f16", "bf16") else "bf16")]
+            modes = ["flash"] if dtype in BLOCKED else ["flash", "matmul"]
+            offers = [("ggml", (mode, dtype)) for mode in modes]
+            offers += [("torch", ("sdpa", dtype if dtype in ("f32", "f16", "bf16") else "bf16"))]
             with core(shape) as us, report.peers:
-                theirs = report.peers.set_up(offers, shape)
+                theirs = set_up(report.peers, offers, shape)
                 us_s, multiply_s, *theirs_s = report.compete([us, multiplying(threads), *theirs], threads, least=3)
             work = shape.multiply_adds
             flops = 2e-9 * work / statistics.median(us_s)
@@ -399,9 +402,9 @@ def append(report: Report, shape: Shape) -> None:
         return [float(np.median(puts + (begins + commits) / layers))]
 
     kind = shape.dtype if shape.dtype in ("f16", "f32", "bf16") else ""
-    offers = [("ggml", "append", shape.dtype)] + ([("transformers", "append", kind)] if kind else [])
+    offers = [("ggml", ("append", shape.dtype))] + ([("transformers", ("append", kind))] if kind else [])
     with closing(driver), report.peers:
-        theirs = report.peers.set_up(offers, shape)
+        theirs = set_up(report.peers, offers, shape)
         us_s, *theirs_s = report.compete([Entrant("append", run), *theirs], shape.threads)
     report.line("append of 1 token", shape, us_s, None, wanted("append"), "begin, put and commit, a layer")
     for peer, seconds in zip(theirs, theirs_s, strict=True):
@@ -525,7 +528,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:
     else:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that rows are kept, and peers ended
         head()
-        with Peers(o.kinds if o.peers else [], sys.executable, lambda text: print(f"    {text}")) as peers_there:
+        kinds = {key: KINDS[key] for key in o.kinds} if o.peers else {}
+        with Peers(kinds, lambda text: print(f"    {text}")) as peers_there:
             report = Report(o, peers_there)
             try:
                 for section in o.only:

@@ -4,9 +4,10 @@ import time
 
 import numpy as np
 import pytest
-from yardstick import Driver, Memory, cache_size, machine
+from yardstick import Driver, Memory, machine
 
 import kvcache
+from kvcache.turns import cache_size
 
 LAYERS, HEADS, DIM = 32, 8, 128
 

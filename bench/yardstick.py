@@ -11,41 +11,25 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
+
+from kvcache import peers
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 FLAGS = ["-std=c11", "-O3", "-fPIC", "-shared", "-Wall", "-Wextra"]
 FLOATS = {"f32": 0, "f16": 1, "bf16": 2}  # kvc_type
 TYPES = FLOATS | {"q8_0": 3, "q4_0": 4}
-BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32, "q4_0": 18 / 32}  # of an element
+BYTES = {dtype: peers.BYTES[dtype] for dtype in TYPES}  # of an element
 OS_PAGE = 4096
 
 Seconds = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
-
-
-# ---- measuring in turn
-
-
-def in_turn(
-    *functions: Callable[[], Any], seconds: float = 2.0, least: int = 15, most: int = 10_000, warm: bool = False
-) -> list[list[Any]]:
-    """Call functions in turn, as often as fits, and return what each of them returned; first once for nothing."""
-    for function in () if warm else functions:
-        function()
-    results: list[list[Any]] = [[] for _ in functions]
-    end = time.perf_counter() + seconds
-    while len(results[0]) < least or (time.perf_counter() < end and len(results[0]) < most):
-        for result, function in zip(results, functions, strict=True):
-            result.append(function())
-    return results
 
 
 # ---- compiling
@@ -165,15 +149,6 @@ class Machine:
 def machine() -> Machine:
     """Compile the yardsticks, once."""
     return Machine()
-
-
-def cache_size() -> int:
-    """Bytes of the last-level cache."""
-    sizes = [0]
-    for size in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = size.read_text().strip()
-        sizes.append(int(text.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(text[-1], 0))
-    return max(sizes) or 32 << 20
 
 
 def huge_bytes() -> int:

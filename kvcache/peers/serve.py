@@ -15,14 +15,23 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Floats", "Task", "Work", "rotate", "serve"]
+
+Floats: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Shape:
+class Task:
+    """What is asked of a peer, in the order of the line."""
+
     mode: str
     type: str
     threads: int
@@ -33,31 +42,35 @@ class Shape:
     num_tokens: int
     num_layers: int
 
-    def random(self, *shape, seed=0):
+    def random(self, *shape: int, seed: int) -> Floats:
+        """The same numbers for the same seed."""
         return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
-    def queries(self):
-        """[num_tokens, num_heads, head_dim]"""
+    def queries(self) -> Floats:
+        """``[num_tokens, num_heads, head_dim]``."""
         return self.random(self.num_tokens, self.num_heads, self.head_dim, seed=1)
 
-    def rows(self, seed):
-        """Keys (seed 2) or values (3): [num_kv_heads, context, head_dim]"""
+    def rows(self, seed: int) -> Floats:
+        """Keys (seed 2) or values (3): ``[num_kv_heads, context, head_dim]``."""
         return self.random(self.num_kv_heads, self.context, self.head_dim, seed=seed)
 
 
 @dataclass
 class Work:
+    """What does a task."""
+
     run: Callable[[int], list[float]]  # seconds of each of so many layers
-    out: Callable[[], np.ndarray] | None = None  # attends in layer 0: [num_tokens, num_heads, head_dim]
+    out: Callable[[], npt.NDArray[Any]]  # attends in layer 0: [num_tokens, num_heads, head_dim]
+    kept: Any = None  # what must live as long
 
 
-def error(shape: Shape, out: np.ndarray) -> float:
+def error(task: Task, out: npt.NDArray[np.float64]) -> float:
     """Of the last token and every third head."""
-    q, k, v = shape.queries()[-1].astype(np.float64), shape.rows(2), shape.rows(3)
-    group = shape.num_heads // shape.num_kv_heads
+    q, k, v = task.queries()[-1].astype(np.float64), task.rows(2), task.rows(3)
+    group = task.num_heads // task.num_kv_heads
     difference = size = 0.0
-    for head in range(0, shape.num_heads, 3):
-        scores = k[head // group].astype(np.float64) @ q[head] / np.sqrt(shape.head_dim)
+    for head in range(0, task.num_heads, 3):
+        scores = k[head // group].astype(np.float64) @ q[head] / np.sqrt(task.head_dim)
         weights = np.exp(scores - scores.max())
         exact = weights @ v[head // group].astype(np.float64) / weights.sum()
         difference += ((out[-1, head] - exact) ** 2).sum()
@@ -65,28 +78,28 @@ def error(shape: Shape, out: np.ndarray) -> float:
     return float(np.sqrt(difference / size))
 
 
-def rotate(layers: int, call: Callable[[int], None], clock: Callable[[], float]) -> Callable[[int], list[float]]:
-    """Work.run of a function that attends in one layer."""
+def rotate(layers: int, call: Callable[[int], object]) -> Callable[[int], list[float]]:
+    """Make `Work.run` of a function that attends in one layer."""
     turn = 0
 
-    def run(count):
+    def run(count: int) -> list[float]:
         nonlocal turn
         seconds = []
         for _ in range(count):
-            start = clock()
+            start = time.perf_counter()
             call(turn)
-            seconds.append(clock() - start)
+            seconds.append(time.perf_counter() - start)
             turn = (turn + 1) % layers
         return seconds
 
     return run
 
 
-def serve(set_up: Callable[[Shape], Work]) -> None:
+def serve(set_up: Callable[[Task], Work]) -> None:
     """Answer until the input ends; set_up raises NotImplementedError for what the peer does not do."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints is no answer
-    works: dict[str, tuple[Shape, Work]] = {}
+    works: dict[str, tuple[Task, Work]] = {}
     for line in sys.stdin:
         verb, key, *words = line.split()
         try:
@@ -94,14 +107,14 @@ def serve(set_up: Callable[[Shape], Work]) -> None:
                 works.pop(key, None)
                 gc.collect()
                 if verb == "shape":
-                    shape = Shape(*words[:2], *map(int, words[2:]))
-                    works[key] = shape, set_up(shape)
+                    task = Task(words[0], words[1], *map(int, words[2:]))
+                    works[key] = task, set_up(task)
                 answer = ""
             elif verb == "run":
                 answer = " ".join(f"{seconds:.9f}" for seconds in works[key][1].run(int(words[0])))
             elif verb == "error":
-                shape, work = works[key]
-                answer = f"{error(shape, work.out().astype(np.float64)):.3e}"
+                task, work = works[key]
+                answer = f"{error(task, work.out().astype(np.float64)):.3e}"
             else:
                 raise ValueError(f"no verb {verb!r}")
             print("ok", answer, file=answers)

@@ -5,18 +5,22 @@ of u4 are set).  All layers are one model: the seconds of a layer are a share of
 """
 
 import time
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import openvino as ov
 from openvino import opset6, opset8
 from openvino import opset13 as ops
 from openvino.op.util import Variable, VariableInfo
-from serve import Shape, Work, serve
+
+from kvcache.peers.serve import Task, Work, serve
 
 STEPS = 16  # tokens that come in before the states are put back
 
 
-def model(s: Shape) -> ov.Model:
+def model(s: Task) -> ov.Model:
+    """The graph of all layers."""
     group = s.num_heads // s.num_kv_heads
     beam = ops.parameter(ov.PartialShape([-1]), ov.Type.i32, name="beam_idx")
     heads = {"q": s.num_heads, "k": s.num_kv_heads, "v": s.num_kv_heads}
@@ -27,7 +31,7 @@ def model(s: Shape) -> ov.Model:
     for name, parameter in [*given.items(), ("beam_idx", beam)]:
         parameter.output(0).set_names({name})
 
-    def part(x, indices):
+    def part(x: Any, indices: list[int]) -> Any:
         return ops.gather(ops.shape_of(x, output_type="i64"), ops.constant(np.array(indices)), ops.constant(0))
 
     results, sinks, variables = [], [], []
@@ -53,8 +57,8 @@ def model(s: Shape) -> ov.Model:
     return ov.Model(results, sinks, [*given.values(), beam], variables, "attention")
 
 
-def set_up(shape: Shape) -> Work:
-    s = shape
+def set_up(s: Task) -> Work:
+    """Make what does a task."""
     if s.num_tokens > 1:
         raise NotImplementedError("one token")
     options = {
@@ -70,7 +74,7 @@ def set_up(shape: Shape) -> Work:
     grown = STEPS  # tokens since the states were set
     ready: list[float] = []
 
-    def set_states(length):
+    def set_states(length: int) -> None:
         nonlocal grown
         request.reset_state()
         for state in request.query_state():
@@ -78,7 +82,7 @@ def set_up(shape: Shape) -> Work:
         request.infer()
         grown = 1
 
-    def run(count):
+    def run(count: int) -> list[float]:
         """What a pass took for a layer is handed out once for each of its layers."""
         nonlocal grown
         while len(ready) < count:
@@ -92,7 +96,7 @@ def set_up(shape: Shape) -> Work:
         ready.clear()
         return handed
 
-    def out():
+    def out() -> npt.NDArray[Any]:
         nonlocal grown
         set_states(s.context - 1)
         result = request.get_tensor("out0").data.reshape(1, s.num_heads, s.head_dim).copy()
@@ -102,4 +106,5 @@ def set_up(shape: Shape) -> Work:
     return Work(run, out)
 
 
-serve(set_up)
+if __name__ == "__main__":
+    serve(set_up)

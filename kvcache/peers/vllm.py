@@ -4,25 +4,30 @@ Mode: paged.  Types: f32, bf16, f16 and fp8 (e4m3, queries in bf16).
 """
 
 import importlib.util
-import time
 from pathlib import Path
 
 import torch
-from serve import Shape, Work, rotate, serve
+
+from kvcache.peers.serve import Task, Work, rotate, serve
 
 BLOCK, ISA = 128, "vec"
 TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "fp8": torch.bfloat16}
-FOLDER = Path(importlib.util.find_spec("vllm").origin).parent
 
 
 def load() -> None:
+    """Make the operations known to torch."""
+    found = importlib.util.find_spec("vllm")
+    assert found
+    assert found.origin
+    folder = Path(found.origin).parent
     capable = torch.backends.cpu.get_cpu_capability()
     names = ["_C_AVX512", "_C", "_C_AVX2"] if capable == "AVX512" else ["_C_AVX2", "_C"]
-    torch.ops.load_library(str(next(path for name in names if (path := FOLDER / f"{name}.abi3.so").exists())))
+    torch.ops.load_library(str(next(path for name in names if (path := folder / f"{name}.abi3.so").exists())))
 
 
-def set_up(shape: Shape) -> Work:
-    s, dtype, calls = shape, TYPES[shape.type], torch.ops._C
+def set_up(s: Task) -> Work:
+    """Make what does a task."""
+    dtype, calls = TYPES[s.type], torch.ops._C
     torch.set_num_threads(s.threads)
     kind = "fp8_e4m3" if s.type == "fp8" else "auto"
     blocks = -(-s.context // BLOCK)
@@ -40,16 +45,17 @@ def set_up(shape: Shape) -> Work:
         1, s.num_heads, s.num_kv_heads, s.head_dim, length, dtype, starts, True, -1, ISA, True, None, kind
     )
 
-    def attend(layer):
+    def attend(layer: int) -> torch.Tensor:
         calls.cpu_attention_with_kv_cache(
             q, *layers[layer], out, starts, length, s.head_dim**-0.5, True, None, -1, table, 0.0, plan, None, None,
             1.0, 1.0, kind,
         )  # fmt: skip
         return out
 
-    return Work(rotate(s.num_layers, attend, time.perf_counter), lambda: attend(0).float().numpy())
+    return Work(rotate(s.num_layers, attend), lambda: attend(0).float().numpy())
 
 
-torch.set_grad_enabled(False)
-load()
-serve(set_up)
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    load()
+    serve(set_up)

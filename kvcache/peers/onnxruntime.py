@@ -7,17 +7,20 @@ Types: f32, f16, int8 and int4 with one scale for the tensor.
 """
 
 import os
-import time
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnxruntime
 from onnx import TensorProto, helper
-from serve import Shape, Work, rotate, serve
+
+from kvcache.peers.serve import Floats, Task, Work, rotate, serve
 
 TYPES = {"f32": TensorProto.FLOAT, "f16": TensorProto.FLOAT16, "int8": TensorProto.INT8, "int4": TensorProto.UINT8}
 
 
-def model(s: Shape) -> bytes:
+def model(s: Task) -> bytes:
+    """The graph of one layer, serialised."""
     value = helper.make_tensor_value_info
     own = TensorProto.FLOAT16 if s.type == "f16" else TensorProto.FLOAT
     stored = [1, s.num_kv_heads, s.context, s.head_dim // 2 if s.type == "int4" else s.head_dim]
@@ -26,7 +29,8 @@ def model(s: Shape) -> bytes:
     inputs += [value(name, TYPES[s.type], stored) for name in ("past_k", "past_v")]
     inputs += [value("last", TensorProto.INT32, [1]), value("total", TensorProto.INT32, [])]
     outputs = [value("out", own, wide), *(value(name, TYPES[s.type], stored) for name in ("now_k", "now_v"))]
-    names, options = [x.name for x in inputs], {}
+    names = [x.name for x in inputs]
+    options: dict[str, Any] = {}
     if s.type.startswith("int"):
         inputs += [value(name, TensorProto.FLOAT, [1]) for name in ("k_scale", "v_scale")]
         names += ["", "", "", "", "", "k_scale", "v_scale"]
@@ -40,7 +44,7 @@ def model(s: Shape) -> bytes:
     return helper.make_model(graph, opset_imports=sets, ir_version=8).SerializeToString()
 
 
-def quantise(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.float32]:
+def quantise(x: Floats, kind: str) -> tuple[npt.NDArray[Any], np.float32]:
     """The stored form, and its scale."""
     if kind in ("f32", "f16"):
         return x.astype(np.float32 if kind == "f32" else np.float16), np.float32(1)
@@ -53,8 +57,8 @@ def quantise(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.float32]:
     return levels[..., 0::2] | (levels[..., 1::2] << 4), scale
 
 
-def set_up(shape: Shape) -> Work:
-    s = shape
+def set_up(s: Task) -> Work:
+    """Make what does a task."""
     if s.num_tokens > 1:
         raise NotImplementedError("one token")
     os.environ["ORT_GQA_DISABLE_FLASH_ATTENTION"] = "1" if s.mode == "plain" else "0"
@@ -65,7 +69,7 @@ def set_up(shape: Shape) -> Work:
     own = np.float16 if s.type == "f16" else np.float32
     k, v = s.rows(2), s.rows(3)
     last = {name: x[:, -1].reshape(1, 1, -1).astype(own) for name, x in (("k", k), ("v", v))}
-    given = last | {"q": s.queries().reshape(1, 1, -1).astype(own)}
+    given: dict[str, npt.NDArray[Any]] = last | {"q": s.queries().reshape(1, 1, -1).astype(own)}
     given |= {"last": np.array([s.context - 1], np.int32), "total": np.array(s.context, np.int32)}
     (k, k_scale), (v, v_scale) = (quantise(x[None], s.type) for x in (k, v))
     if s.type.startswith("int"):
@@ -86,16 +90,14 @@ def set_up(shape: Shape) -> Work:
         bindings.append(binding)
         kept += stored
 
-    def result():
+    def result() -> npt.NDArray[Any]:
         session.run_with_iobinding(bindings[0])
         return out.numpy().reshape(1, s.num_heads, s.head_dim)
 
     result()
-    work = Work(
-        rotate(s.num_layers, lambda layer: session.run_with_iobinding(bindings[layer]), time.perf_counter), result
-    )
-    work.kept = kept, shared
-    return work
+    run = rotate(s.num_layers, lambda layer: session.run_with_iobinding(bindings[layer]))
+    return Work(run, result, kept=(kept, shared))
 
 
-serve(set_up)
+if __name__ == "__main__":
+    serve(set_up)

