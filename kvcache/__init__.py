@@ -1,5 +1,6 @@
 """The KV cache for CPU inference: stores keys and values, decides which tokens stay, attends over them."""
 
+from kvcache.block import Block, Run
 from kvcache.cache import Batch, KVCache, Span
 from kvcache.config import __version__, get_num_threads, set_num_threads, show_config
 from kvcache.errors import CacheBusyError, CacheFullError, KVCacheError, NotSupportedError, RowsGoneError
@@ -10,6 +11,7 @@ from kvcache.strategy import Adaptive, LongSequencesOnly
 __all__ = [
     "Adaptive",
     "Batch",
+    "Block",
     "CacheBusyError",
     "CacheFullError",
     "ChunkedAttention",
@@ -21,6 +23,7 @@ __all__ = [
     "NotSupportedError",
     "Rope",
     "RowsGoneError",
+    "Run",
     "SlidingWindow",
     "Span",
     "__version__",

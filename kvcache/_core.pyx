@@ -142,6 +142,17 @@ cdef extern from "kvcache.h" nogil:
     double kvc_utilization(kvc_cache *cache)
     kvc_status kvc_validate(kvc_cache *cache)
 
+    ctypedef struct kvc_block_info:
+        int32_t num_slots, filled, live, references, resident, is_held, is_free
+
+    ctypedef struct kvc_run_info:
+        int64_t seq_id
+        int32_t block, slot, count, position, delta, in_batch
+
+    kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,
+                          int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,
+                          int64_t max_runs, int64_t *num_runs)
+
     ctypedef struct kvc_span:
         const void *k
         const void *v
@@ -1126,6 +1137,27 @@ cdef class Cache:
             "live_slots": s.live_slots, "wasted_slots": s.wasted_slots, "blocks_in_use": s.blocks_in_use,
             "blocks_free": s.blocks_free,
         }
+
+    def blocks(self, layer):
+        """Two lists of tuples, fields as in the header: the blocks, and the runs, of which block and whose first."""
+        cdef int32_t at = to_layer(layer, self.num_layers)
+        cdef int64_t num_blocks = 0, num_runs = 0, max_blocks = -1, max_runs = -1, i
+        cdef cnp.ndarray block_room = None, run_room = None
+        cdef kvc_block_info *b = NULL
+        cdef kvc_run_info *r = NULL
+        while max_blocks < num_blocks or max_runs < num_runs:
+            max_blocks, max_runs = num_blocks, num_runs
+            block_room = np.empty(max_blocks * sizeof(kvc_block_info), np.uint8)
+            run_room = np.empty(max_runs * sizeof(kvc_run_info), np.uint8)
+            b, r = <kvc_block_info *>cnp.PyArray_DATA(block_room), <kvc_run_info *>cnp.PyArray_DATA(run_room)
+            check(kvc_blocks(self.open(), at, b, sizeof(kvc_block_info), max_blocks, &num_blocks,
+                             r, sizeof(kvc_run_info), max_runs, &num_runs))
+        return (
+            [(b[i].num_slots, b[i].filled, b[i].live, b[i].references, b[i].resident, b[i].is_held != 0)
+             for i in range(num_blocks)],
+            [(r[i].block, r[i].seq_id, r[i].slot, r[i].count, r[i].position, r[i].delta, r[i].in_batch != 0)
+             for i in range(num_runs)],
+        )
 
     def nbytes(self):
         return kvc_nbytes(self.open())

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvcache import _core
 from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
+from kvcache.block import Block, Run
 from kvcache.errors import CacheBusyError
 from kvcache.layer import DType, FloatDType, count, make_layers
 from kvcache.policy import FullAttention, Policy
@@ -400,7 +401,7 @@ class KVCache:
 
     def _decide(self, seq_id: int, length: int, num_tokens: int) -> Decision:
         """Whether to store a sequence that begins with so many tokens, the last at position `length` - 1."""
-        decision = decide(self._strategy, length, lambda: self._most_bytes(num_tokens))
+        decision = decide(self._strategy, length, lambda: self.most_bytes(self._max_seq_len or num_tokens))
         changed = self._decisions.pop(seq_id, None) != decision
         self._decisions[seq_id] = decision
         words = "stored" if decision.stored else "not stored"
@@ -408,10 +409,6 @@ class KVCache:
         if len(self._decisions) > self._most_decisions:
             self._forget_decisions()
         return decision
-
-    def _most_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that a sequence may come to, which is of so many tokens where there is no limit."""
-        return sum(layer.most_bytes(self._max_seq_len or num_tokens) for layer in self._layers)
 
     def _forget_decisions(self) -> None:
         """Keep those on sequences that there are, and the last few of what was not stored."""
@@ -444,7 +441,9 @@ class KVCache:
             lines.append(f"{'every' if strategy == 'always' else 'no'} sequence is stored")
             return "\n".join(lines)
         if isinstance(strategy, Adaptive) and self._max_seq_len is not None:
-            lines.append(f"a sequence of {self._max_seq_len} tokens takes {readable(self._most_bytes(0))}")
+            lines.append(
+                f"a sequence of {self._max_seq_len} tokens takes {readable(self.most_bytes(self._max_seq_len))}"
+            )
         self._forget_decisions()
         for seq_id, (stored, why) in self._decisions.items():
             lines.append(f"sequence {seq_id} is {'stored' if stored else 'not stored'}: {why}")
@@ -1021,6 +1020,24 @@ class KVCache:
         """Bytes of rows when `capacity` tokens are stored in every layer; None where there is no limit."""
         return self._core.capacity_bytes()
 
+    def most_bytes(self, num_tokens: SupportsIndex) -> int:
+        """Return the bytes of rows that one sequence comes to hold, in all layers, with so many tokens.
+
+        Windows and chunks are counted full, an encoder's rows as `max_len`, and no layer holds more than `max_seq_len`.
+        Blocks that are not full, and bookkeeping, come on top; rows that sequences share are stored once.
+
+        Examples
+        --------
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(32, 8, 128, 131072, dtype="f16")
+        >>> cache.most_bytes(1), cache.most_bytes(131072) / 2**30
+        (131072, 16.0)
+        """
+        tokens = integer(num_tokens, "num_tokens", 0, INT32_MAX)
+        if self._max_seq_len is not None:
+            tokens = min(tokens, self._max_seq_len)
+        return sum(layer.most_bytes(tokens) for layer in self._layers)
+
     @property
     def utilization(self) -> float:
         """Tokens held as a fraction of `capacity`; where that has no limit, of what the blocks there are can hold."""
@@ -1041,6 +1058,52 @@ class KVCache:
             of one policy), not over layers.
         """
         return self._core.stats()
+
+    def blocks(self, layer: SupportsIndex = 0) -> list[Block]:
+        """Return the blocks where the rows of a layer lie, and those of its group, all as they are at one moment.
+
+        `kvcache.plot.blocks` draws them.
+
+        Parameters
+        ----------
+        layer : int, default 0
+            Which layer; those of one policy lie in the same blocks.
+
+        Returns
+        -------
+        list of Block
+            Those in use, and those kept free for reuse, by index.
+
+        Raises
+        ------
+        IndexError
+            If there is no such layer.
+
+        Examples
+        --------
+        Six tokens in blocks of four, and a fork; then both go on, each with a token of its own:
+
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(1, 1, 2, 64, max_sequences=2, block_size=4)
+        >>> with cache.batch(6) as batch:
+        ...     batch.put(0, np.ones((6, 1, 2), np.float32), np.ones((6, 1, 2), np.float32))
+        >>> cache.fork(0, 1)
+        >>> with cache.batch(positions=[6, 6], seq_ids=[0, 1]) as batch:
+        ...     batch.put(0, np.ones((2, 1, 2), np.float32), np.ones((2, 1, 2), np.float32))
+        >>> [(block.index, block.references, list(block.holders)) for block in cache.blocks()]
+        [(0, 2, [0, 1]), (1, 2, [0, 1])]
+        >>> cache.blocks()[1].holders[0]
+        [Run(slot=0, count=3, position=4, delta=0, in_batch=False)]
+        >>> cache.blocks()[1].holders[1][1].slot  # its token 6; the other two are shared
+        3
+        """
+        blocks, runs = self._core.blocks(layer)
+        holders: list[dict[int, list[Run]]] = [{} for _ in blocks]
+        for run in runs:
+            block, seq_id = run[:2]
+            holders[block].setdefault(seq_id, []).append(Run(*run[2:]))
+        return [Block(i, *fields, held) for i, (fields, held) in enumerate(zip(blocks, holders, strict=True))]
 
     def validate(self) -> None:
         """Check every invariant of the bookkeeping; meant for tests.
