@@ -16,7 +16,9 @@ PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) 
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-def need_torch(name):
+def need(name):
+    if name == "kvcache.plot":
+        pytest.importorskip("matplotlib")
     if name in ("kvcache.hf", "huggingface.md"):
         pytest.importorskip("torch")
         pytest.importorskip("transformers")
@@ -24,14 +26,14 @@ def need_torch(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstrings(name):
-    need_torch(name)
+    need(name)
     result = doctest.testmod(importlib.import_module(name), optionflags=OPTIONS)
     assert not result.failed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page(page):
-    need_torch(page.name)
+    need(page.name)
     names = {}
     for block in re.finditer(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S):
         code, line = block[1], block.string.count("\n", 0, block.start()) + 1

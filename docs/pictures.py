@@ -1,0 +1,75 @@
+"""Draws the pictures of concepts.md, of real caches: python docs/pictures.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+import kvcache
+import kvcache.plot
+
+FULL, LOCAL = kvcache.FullAttention(), kvcache.SlidingWindow(1024)
+POLICIES = (
+    FULL,
+    kvcache.SlidingWindow(8, num_sink_tokens=2, resume_window=12),
+    kvcache.ChunkedAttention(8, resume_window=4),
+    kvcache.CrossAttention(16),
+)
+TYPES = ("f32", "f16", "q8_0", "q4_0")
+
+
+def visibility() -> Figure:
+    figure = Figure(figsize=(9.6, 3.1), layout="constrained")
+    for policy, ax in zip(POLICIES, figure.subplots(1, len(POLICIES)), strict=True):
+        kvcache.plot.visibility(policy, 24, ax)
+    return figure
+
+
+def blocks() -> Figure:
+    """A fork, after which both go on; tokens removed from a third; a window that has moved on; one that was cleared."""
+    policy = kvcache.SlidingWindow(40, num_sink_tokens=4)
+    cache = kvcache.KVCache(1, 1, 1, None, policy=policy, rope=False, max_sequences=None, block_size=16)
+    append(cache, 0, 30)
+    cache.fork(0, 1)
+    append(cache, 0, 6)
+    append(cache, 1, 22)
+    append(cache, 2, 20)
+    append(cache, 0, 24)
+    append(cache, 3, 10)
+    cache.remove(6, 12, seq_id=2)
+    cache.clear(3)
+    figure: Figure = kvcache.plot.blocks(cache).figure
+    return figure
+
+
+def append(cache: kvcache.KVCache, seq_id: int, num_tokens: int) -> None:
+    first = cache.next_position(seq_id)
+    rows = np.zeros((num_tokens, 1, 1), np.float32)
+    with cache.batch(positions=range(first, first + num_tokens), seq_ids=[seq_id] * num_tokens) as batch:
+        batch.put(0, rows, rows)
+
+
+def memory() -> Figure:
+    """32 layers of 8 KV heads of 128, of every type; and with a window of 1,024 in five layers of six, and in all."""
+    policies = {"": FULL, ", 5 of 6 windows": ([LOCAL] * 5 + [FULL]) * 5 + [LOCAL] * 2, ", all windows": LOCAL}
+    kinds = [(dtype, "") for dtype in TYPES] + [("f16", policy) for policy in policies if policy]
+    caches = {
+        dtype + name: kvcache.KVCache(32, 8, 128, 131072, dtype=dtype, policy=policies[name]) for dtype, name in kinds
+    }
+    figure: Figure = kvcache.plot.memory(caches, 131072).figure
+    return figure
+
+
+def draw(folder: Path) -> None:
+    settings = {"svg.hashsalt": "kvcache", "svg.fonttype": "none", "font.family": "sans-serif"}
+    for picture in (visibility, blocks, memory):
+        with mpl.rc_context(settings):
+            path = folder / f"{picture.__name__}.svg"
+            picture().savefig(path, metadata={"Date": None, "Creator": None}, dpi=288)  # of images in them
+
+
+if __name__ == "__main__":
+    draw(Path(__file__).parent)

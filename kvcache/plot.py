@@ -1,0 +1,437 @@
+"""Pictures of a cache: `memory` that a sequence takes, `visibility` of a policy, where the `blocks` are.
+
+::
+
+    import kvcache.plot
+
+    axes = kvcache.plot.visibility(kvcache.SlidingWindow(8, num_sink_tokens=2), 32)
+    axes.figure.savefig("window.png")
+
+Each function draws into the matplotlib axes it is given, or into those of a new figure, and returns them. None of them
+touches pyplot: they work without a display, and change nobody's settings.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from itertools import groupby
+from typing import Any, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache._core import INT32_MAX, integer
+from kvcache.block import Block
+from kvcache.cache import KVCache
+from kvcache.policy import CrossAttention, Policy
+from kvcache.strategy import readable
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import ListedColormap, to_rgb
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+except ModuleNotFoundError:
+    raise ImportError("kvcache.plot draws with matplotlib: pip install 'kvcache[plot]'") from None
+
+__all__ = ["blocks", "memory", "visibility"]
+
+# Okabe and Ito's colours, which differ for the colour-blind too, those of like lightness apart.
+HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+DASHES = ("-", "--", "-.", ":")
+DARK, MIDDLE, LIGHT, WHITE = "#3B3B3B", "#8C8C8C", "#E4E4E4", "#FFFFFF"
+SIZE = 8.5  # points, of all text: legible in a column of a page, and no larger in a large picture
+LEGEND: dict[str, Any] = {
+    "fontsize": SIZE, "frameon": False, "handlelength": 1.5, "handletextpad": 0.5, "labelspacing": 0.3,
+    "borderaxespad": 0.4, "columnspacing": 1.2, "alignment": "left",
+}  # fmt: skip
+EM = 0.6  # how wide a character is, in its size
+
+# What `visibility` says of a position, and its colour: the lighter the less it is seen.
+LATER, DROPPED, KEPT, SEEN = range(4)
+VISIBILITY = {LATER: ("", WHITE), DROPPED: ("dropped", LIGHT), KEPT: ("only kept", HUES[5]), SEEN: ("seen", HUES[0])}
+
+# What `blocks` says of a slot; from HELD on: the sequence, counted by rising id, that alone holds it.
+FREE, UNFILLED, WASTED, SHARED, HELD = range(5)
+STATES = {SHARED: "shared", WASTED: "wasted", UNFILLED: "not filled", FREE: "free"}
+COLOURS = {FREE: WHITE, UNFILLED: LIGHT, WASTED: WHITE, SHARED: DARK}
+
+
+def memory(caches: Mapping[str, KVCache], max_tokens: SupportsIndex, ax: Axes | None = None) -> Axes:
+    """Draw how many bytes of rows a sequence takes, against its tokens: a line for each cache.
+
+    Parameters
+    ----------
+    caches : mapping of str to KVCache
+        What to call each cache, and the cache: they take no memory before rows are stored, so that one can be made for
+        each type or policy that is thought of. See `KVCache.most_bytes`.
+    max_tokens : int
+        Where the lines end. At least 2.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; by default in a new figure.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        With both axes logarithmic: what halves the bytes is a line as much lower everywhere.
+
+    Raises
+    ------
+    ValueError
+        If there is no cache, one has no layer that stores anything, or `max_tokens` is too small or too large.
+    TypeError
+        If an argument is of the wrong type.
+
+    Examples
+    --------
+    >>> import kvcache.plot
+    >>> caches = {dtype: kvcache.KVCache(32, 8, 128, None, dtype=dtype) for dtype in ("f16", "q8_0")}
+    >>> axes = kvcache.plot.memory(caches, 131072)
+    >>> [line.get_label() for line in axes.lines]
+    ['f16', 'q8_0']
+    """
+    last = integer(max_tokens, "max_tokens", 2, INT32_MAX)
+    _check_caches(caches)
+    ax = _axes(ax, 6.4, 4.0)
+    tokens = np.unique(np.geomspace(max(1, last / 256), last, 200).round().astype(int))
+    lines = [
+        ax.plot(
+            tokens, [cache.most_bytes(n) for n in tokens], label=str(name), linewidth=1.8,
+            color=HUES[i % len(HUES)], linestyle=DASHES[i % len(DASHES)],
+        )[0]
+        for i, (name, cache) in enumerate(caches.items())
+    ]  # fmt: skip
+    ax.set_xlim(tokens[0], last)
+    _use_logarithms(ax)
+    _finish(ax, "tokens", "")
+    room = int(_size(ax)[0] / EM / SIZE)  # characters
+    if max(map(len, map(str, caches))) <= 0.4 * room:
+        ax.set_title("Memory of one sequence", loc="left", fontsize=SIZE + 0.5)
+        _name_lines(ax, lines)
+    else:
+        style = LEGEND | {"title": "Memory of one sequence", "title_fontsize": SIZE + 0.5, "handlelength": 3}
+        labels = [textwrap.fill(str(name), max(1, room - 6)) for name in caches]  # a line takes six, beside them
+        ax.legend(lines, labels, loc="lower left", bbox_to_anchor=(0, 1), **style)
+    return ax
+
+
+def visibility(policy: Policy, num_tokens: SupportsIndex, ax: Axes | None = None) -> Axes:
+    """Draw what each query sees, and which rows are there for it, as tokens come one at a time.
+
+    Parameters
+    ----------
+    policy : FullAttention, SlidingWindow, ChunkedAttention or CrossAttention
+        The policy.
+    num_tokens : int
+        How many tokens there are, each with its query. At least 1.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; by default in a new figure.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        With an image: a row for each query, a column for each position (of `CrossAttention`: for each of `max_len`
+        rows), 0 where no token has come yet, 1 where its row was dropped, 2 where it is kept and not seen, 3 where it
+        is seen.
+
+    Raises
+    ------
+    ValueError
+        If `num_tokens` is too small or too large.
+    TypeError
+        If an argument is of the wrong type.
+
+    Examples
+    --------
+    >>> import kvcache.plot
+    >>> axes = kvcache.plot.visibility(kvcache.SlidingWindow(2, num_sink_tokens=1, resume_window=3), 5)
+    >>> print(axes.images[0].get_array())
+    [[3 0 0 0 0]
+     [3 3 0 0 0]
+     [3 3 3 0 0]
+     [3 2 3 3 0]
+     [3 1 2 3 3]]
+    """
+    _check_type(policy, "policy", Policy)
+    cells = _visible(policy, integer(num_tokens, "num_tokens", 1, INT32_MAX))
+    ax = _axes(ax, 4.4, 4.4)
+    _image(ax, cells, [colour for _, colour in VISIBILITY.values()])
+    ax.set_box_aspect(1)
+    found = [state for state in (SEEN, KEPT, DROPPED) if (cells == state).any()]
+    handles = [Patch(facecolor=VISIBILITY[state][1], label=VISIBILITY[state][0]) for state in found]
+    ax.legend(handles=handles, loc="upper right", **LEGEND | {"frameon": True, "framealpha": 1, "edgecolor": WHITE})
+    ax.set_title(_title(policy), loc="left", fontsize=SIZE + 0.5)
+    _finish(ax, "row" if isinstance(policy, CrossAttention) else "position of the key", "position of the query")
+    _rule(ax, *cells.shape)
+    return ax
+
+
+def blocks(cache: KVCache, layer: SupportsIndex = 0, ax: Axes | None = None) -> Axes:
+    """Draw where the rows of a layer lie: a row for each block, and who holds each of its slots.
+
+    Parameters
+    ----------
+    cache : KVCache
+        The cache. See `KVCache.blocks`.
+    layer : int, default 0
+        Which layer; those of one policy lie in the same blocks.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; by default in a new figure.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        With an image: a row for each block, a column for each slot, 0 where the block is free, 1 where the slot is not
+        yet filled, 2 where it is wasted, 3 where several sequences hold it, and 4 and more for the sequence, counted by
+        rising id, that alone does. The ids stand in the cells where there is room.
+
+    Raises
+    ------
+    IndexError
+        If there is no such layer.
+    TypeError
+        If an argument is of the wrong type.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kvcache.plot
+    >>> cache = kvcache.KVCache(1, 1, 2, 64, max_sequences=2, block_size=4)
+    >>> with cache.batch(3) as batch:
+    ...     batch.put(0, np.ones((3, 1, 2), np.float32), np.ones((3, 1, 2), np.float32))
+    >>> cache.copy_prefix(0, 1, 2)
+    >>> kvcache.plot.blocks(cache).images[0].get_array().tolist()
+    [[3, 3, 4, 1]]
+    """
+    _check_type(cache, "cache", KVCache)
+    found = cache.blocks(layer)
+    ax = _axes(ax, 6.4, min(1.3 + 0.28 * len(found), 8.0))
+    if not found:
+        ax.set_axis_off()
+        ax.text(0.5, 0.5, "no blocks yet", ha="center", va="center", transform=ax.transAxes, fontsize=SIZE)
+        return ax
+    seq_ids = sorted({seq_id for block in found for seq_id in block.holders})
+    cells = _slots(found, seq_ids)
+    colours = [*(COLOURS[state] for state in range(HELD)), *(HUES[i % len(HUES)] for i in range(len(seq_ids)))]
+    _image(ax, cells, colours)
+    ax.xaxis.tick_top()
+    ax.xaxis.set_label_position("top")
+    _finish(ax, "slot", f"block of layer {int(layer)}")
+    handles = _legend(cells, seq_ids)
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    columns = max(1, int(_size(ax)[0] / EM / SIZE / (longest + 4)))  # a patch, and the room beside it, take four more
+    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 0), ncols=columns, **LEGEND)
+    _rule(ax, *cells.shape)
+    _frame_white(ax, cells)
+    _name_holders(ax, found, colours, cells)
+    return ax
+
+
+# ---- what is drawn
+
+
+def _visible(policy: Policy, num_tokens: int) -> npt.NDArray[np.uint8]:
+    """What a cache of this policy has and shows, query by query."""
+    if isinstance(policy, CrossAttention):
+        return np.full((num_tokens, policy.max_len), SEEN, np.uint8)
+    cells = np.full((num_tokens, num_tokens), LATER, np.uint8)
+    row = np.zeros((1, 1, 1), np.float32)
+    with KVCache(1, 1, 1, None, dtype="f32", policy=policy) as cache:
+        for query in range(num_tokens):
+            with cache.batch(1) as batch:
+                batch.put(0, row, row)
+                held = [*cache.positions().tolist(), query]
+                cells[query, :query] = DROPPED
+                cells[query, held] = np.where(batch.dense(0)[2][0] == 0, SEEN, KEPT)
+    return cells
+
+
+def _slots(found: Sequence[Block], seq_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The state of each slot of each block."""
+    cells = np.full((len(found), found[0].num_slots), FREE)
+    for block in found:
+        if block.is_free:
+            continue
+        cells[block.index] = UNFILLED
+        cells[block.index, : block.filled] = WASTED
+        for seq_id, runs in block.holders.items():
+            for run in runs:
+                part = cells[block.index, run.slot : run.slot + run.count]
+                part[:] = np.where(part == WASTED, HELD + seq_ids.index(seq_id), SHARED)
+    return cells
+
+
+def _holders(block: Block) -> list[str]:
+    """For each slot below the fill mark, the ids of those who hold it."""
+    names: list[list[str]] = [[] for _ in range(block.filled)]
+    for seq_id, runs in block.holders.items():
+        for run in runs:
+            for slot in range(run.slot, run.slot + run.count):
+                names[slot].append(str(seq_id))
+    return [", ".join(name) for name in names]
+
+
+def _stretches(values: Sequence[Any]) -> list[tuple[Any, int, int]]:
+    """Equal values side by side: which, where they begin, how many."""
+    found, first = [], 0
+    for value, group in groupby(values):
+        found.append((value, first, len(list(group))))
+        first += found[-1][2]
+    return found
+
+
+# ---- how it is drawn
+
+
+def _axes(ax: Axes | None, width: float, height: float) -> Axes:
+    """Those that were given, or those of a new figure of so many inches."""
+    if ax is None:
+        return Figure(figsize=(width, height), layout="constrained").add_subplot()
+    _check_type(ax, "ax", Axes)
+    return ax
+
+
+def _check_type(value: object, name: str, kind: Any) -> None:
+    if not isinstance(value, kind):
+        kinds = " or ".join(one.__name__ for one in getattr(kind, "__args__", [kind]))
+        raise TypeError(f"{name}={value!r}: must be of type {kinds}")
+
+
+def _check_caches(caches: Mapping[str, KVCache]) -> None:
+    if not isinstance(caches, Mapping):
+        raise TypeError(f"caches={caches!r}: must be a mapping of what to call each cache to the cache")
+    if not caches:
+        raise ValueError("caches={}: must have at least one")
+    for name, cache in caches.items():
+        _check_type(cache, f"caches[{name!r}]", KVCache)
+        if cache.most_bytes(1) == 0:
+            raise ValueError(f"caches[{name!r}]={cache!r}: no layer of it stores anything")
+
+
+def _finish(ax: Axes, x: str, y: str) -> None:
+    ax.set_xlabel(x, fontsize=SIZE)
+    ax.set_ylabel(y, fontsize=SIZE)
+    ax.tick_params(labelsize=SIZE)
+
+
+def _size(ax: Axes) -> tuple[float, float]:
+    """Width and height in points, as they are beside all that was drawn so far."""
+    root = ax.figure.canvas.figure
+    root.draw_without_rendering()
+    box = ax.get_window_extent()
+    return box.width * 72 / root.dpi, box.height * 72 / root.dpi
+
+
+def _title(policy: Policy) -> str:
+    """The policy as it would be written, without what is left at its default."""
+    given = [f"{f.name}={getattr(policy, f.name)}" for f in fields(policy) if getattr(policy, f.name) != f.default]
+    return "\n".join([type(policy).__name__, *textwrap.wrap(", ".join(given), 30)])
+
+
+def _image(ax: Axes, cells: npt.NDArray[Any], colours: Sequence[str]) -> None:
+    ax.imshow(
+        cells, cmap=ListedColormap(colours), vmin=-0.5, vmax=len(colours) - 0.5, interpolation="nearest", aspect="auto"
+    )
+    ax.autoscale(False)
+    ax.spines[:].set_visible(False)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 4, 8, 10]))
+
+
+def _rule(ax: Axes, rows: int, columns: int) -> None:
+    """Thin lines between cells, where these are large enough for it."""
+    width, height = _size(ax)
+    for draw, points, n, across in (
+        (ax.hlines, height / rows, rows, columns),
+        (ax.vlines, width / columns, columns, rows),
+    ):
+        if points >= 4:
+            draw(np.arange(1, n) - 0.5, -0.5, across - 0.5, colors=WHITE, linewidth=0.1 * min(points, 10))
+
+
+def _frame_white(ax: Axes, cells: npt.NDArray[np.int64]) -> None:
+    """Hatch what is wasted, and frame what is free: both are white else."""
+    width = 0.05 * min(_size(ax)[1] / len(cells), 12)
+    for row, states in enumerate(cells):
+        for state, first, count in _stretches(states.tolist()):
+            if state in (WASTED, FREE):
+                box = Rectangle((first - 0.5, row - 0.42), count, 0.84, zorder=3, clip_on=False, **_frame(state, width))
+                ax.add_patch(box)
+
+
+def _frame(state: int, width: float) -> dict[str, Any]:
+    frame = {"facecolor": COLOURS[state], "edgecolor": MIDDLE, "linewidth": width}
+    return frame | {"hatch": "//////"} if state == WASTED else frame
+
+
+def _legend(cells: npt.NDArray[np.int64], seq_ids: Sequence[int]) -> list[Patch]:
+    """In words, the states that there are."""
+    handles = []
+    for i, hue in enumerate(HUES[: len(seq_ids)]):
+        same = [str(seq_id) for seq_id in seq_ids[i :: len(HUES)]]
+        names = ", ".join(same[:3]) + (" …" if len(same) > 3 else "")
+        handles.append(Patch(facecolor=hue, label=f"sequence{'s' * (len(same) > 1)} {names}"))
+    for state, words in STATES.items():
+        if (cells == state).any():
+            frame = _frame(state, 0.6) if state in (WASTED, FREE) else {"facecolor": COLOURS[state]}
+            handles.append(Patch(label=words, **frame))
+    return handles
+
+
+def _name_holders(ax: Axes, found: Sequence[Block], colours: Sequence[str], cells: npt.NDArray[np.int64]) -> None:
+    """Write whose slots they are where there is room."""
+    width, height = _size(ax)
+    for block in found if height / len(found) >= 1.2 * SIZE else []:
+        for name, first, count in _stretches(_holders(block)):
+            if not name or len(name) * EM * SIZE > count * width / cells.shape[1]:
+                continue
+            colour = colours[cells[block.index, first]]
+            ax.text(
+                first + (count - 1) // 2, block.index, name, ha="center", va="center", fontsize=SIZE - 0.5,
+                color=WHITE if _lightness(colour) < 0.4 else "black", zorder=4,
+                bbox={"facecolor": colour, "linewidth": 0, "pad": 0.5},
+            )  # fmt: skip
+
+
+def _use_logarithms(ax: Axes) -> None:
+    """Of tokens and bytes, with ticks that are whole KiB, MiB, GiB."""
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=2)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(base=4))
+        axis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    ax.yaxis.set_major_formatter(lambda y, _: readable(y).replace(".0 ", " "))
+    ax.grid(alpha=0.3)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _lightness(colour: str) -> float:
+    return float(np.dot(to_rgb(colour), (0.299, 0.587, 0.114)))
+
+
+def _name_lines(ax: Axes, lines: Sequence[Line2D]) -> None:
+    """A line's name at its end, with a thin line to it where names would overlap."""
+    to_axes = ax.transData + ax.transAxes.inverted()
+    ends = [(float(to_axes.transform((1, np.asarray(line.get_ydata(), float)[-1]))[1]), line) for line in lines]
+    ends.sort(key=lambda end: end[0])
+    heights = _apart([start for start, _ in ends], 1.3 * SIZE / _size(ax)[1])
+    for (start, line), height in zip(ends, heights, strict=True):
+        ax.annotate(
+            str(line.get_label()), xy=(1.01, start), xytext=(1.05, height), xycoords="axes fraction", va="center",
+            color=DARK, fontsize=SIZE, annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": line.get_color(), "linewidth": 1, "shrinkA": 1, "shrinkB": 1},
+        )  # fmt: skip
+
+
+def _apart(heights: Sequence[float], least: float) -> list[float]:
+    """The same heights, ascending, moved so that neighbours are `least` apart."""
+    moved: list[float] = []
+    for height in heights:
+        moved.append(max(height, moved[-1] + least) if moved else height)
+    shift = sum(a - b for a, b in zip(moved, heights, strict=True)) / len(moved)
+    return [height - shift for height in moved]

@@ -1,0 +1,336 @@
+"""kvcache.plot: what is drawn is what there is; how it looks, somebody has to look at."""
+
+import os
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import kvcache
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.figure import Figure
+
+import kvcache.plot
+from kvcache import ChunkedAttention, CrossAttention, FullAttention, KVCache, SlidingWindow
+
+LATER, DROPPED, KEPT, SEEN = range(4)
+FREE, UNFILLED, WASTED, SHARED, HELD = range(5)
+ROW_BYTES = {"f32": 512, "f16": 256, "q8_0": 4 * 34, "q4_0": 4 * 18}  # of 128 elements
+
+
+def new_axes():
+    return Figure(figsize=(3.3, 2.5), layout="constrained").add_subplot()
+
+
+def put(batch, n):
+    batch.put(0, *np.ones((2, n, 1, 1), np.float32))
+
+
+def feed(cache, seq_id, n):
+    first = cache.next_position(seq_id)
+    with cache.batch(positions=range(first, first + n), seq_ids=[seq_id] * n) as batch:
+        put(batch, n)
+
+
+# ---- memory
+
+
+def test_memory_is_what_the_types_take():
+    caches = {dtype: KVCache(3, 2, 128, None, dtype=dtype) for dtype in ROW_BYTES}
+    lines = kvcache.plot.memory(caches, 1000).lines
+    assert [line.get_label() for line in lines] == list(ROW_BYTES)
+    for line, nbytes in zip(lines, ROW_BYTES.values(), strict=True):
+        tokens, drawn = line.get_data()
+        assert tokens[-1] == 1000
+        np.testing.assert_array_equal(drawn, tokens * 3 * 2 * 2 * nbytes)
+
+
+def test_memory_is_what_the_policies_take():
+    window, chunks = SlidingWindow(10, num_sink_tokens=2, resume_window=20), ChunkedAttention(8, resume_window=4)
+    caches = {
+        "window": KVCache(1, 1, 128, None, policy=window),
+        "chunks": KVCache(1, 1, 128, None, policy=chunks),
+        "one of each": KVCache(3, 1, 128, None, policy=[window, FullAttention(), None]),
+        "cross": KVCache(1, 1, 128, None, policy=CrossAttention(7)),
+        "max_seq_len": KVCache(1, 1, 128, 50),
+    }
+    lines = kvcache.plot.memory(caches, 100).lines
+    n = lines[0].get_xdata()
+    rows = [np.minimum(n, 22), np.minimum(n, 12), np.minimum(n, 22) + n, np.full(len(n), 7), np.minimum(n, 50)]
+    for line, expected in zip(lines, rows, strict=True):
+        np.testing.assert_array_equal(line.get_ydata(), expected * 2 * 256)
+
+
+def test_memory_is_what_a_cache_comes_to():
+    """But for the bookkeeping, and for pages: blocks this small take no more than they store."""
+    policy = SlidingWindow(6, num_sink_tokens=1)
+    cache = KVCache(1, 1, 32, None, policy=policy, dtype="q8_0", block_size=1)
+    line = kvcache.plot.memory({"q8_0": cache}, 20).lines[0]
+    for tokens, drawn in zip(*line.get_data(), strict=True):
+        while cache.next_position() < tokens:
+            with cache.batch(1) as batch:
+                batch.put(0, *np.ones((2, 1, 1, 32), np.float32))
+        assert drawn == cache.stats()["live_slots"] * 2 * 34
+
+
+def test_memory_names_its_lines():
+    caches = {"f16": KVCache(1, 1, 128, None), "bf16": KVCache(1, 1, 128, None, dtype="bf16")}
+    ax = kvcache.plot.memory(caches, 1000)
+    assert [text.get_text() for text in ax.texts] == ["f16", "bf16"]
+    low, high = sorted(text.get_position()[1] for text in ax.texts)  # they would lie on each other
+    assert (high - low) * ax.get_window_extent().height > 8.5
+    ax = kvcache.plot.memory({"a name as long as the picture is wide, or longer": caches["f16"]}, 1000, new_axes())
+    assert not ax.texts
+    assert [text.get_text().replace("\n", " ") for text in ax.get_legend().get_texts()] == [ax.lines[0].get_label()]
+
+
+@pytest.mark.parametrize(
+    ("caches", "max_tokens", "error", "words"),
+    [
+        ({}, 100, ValueError, "caches={}: must have at least one"),
+        (KVCache(1, 1, 8, None), 100, TypeError, "caches=<KVCache"),
+        ({"a": 3}, 100, TypeError, r"caches\['a'\]=3: must be of type KVCache"),
+        ({"a": KVCache(1, 1, 8, None, policy=[None])}, 100, ValueError, r"caches\['a'\].*stores anything"),
+        ({"a": KVCache(1, 1, 8, None)}, 1, ValueError, "max_tokens=1: must be at least 2"),
+        ({"a": KVCache(1, 1, 8, None)}, 2.5, TypeError, r"max_tokens=2\.5: an integer is needed"),
+    ],
+)
+def test_memory_refuses(caches, max_tokens, error, words):
+    with pytest.raises(error, match=words):
+        kvcache.plot.memory(caches, max_tokens)
+
+
+# ---- visibility
+
+
+def states(policy, query, position):
+    """What the policies' docstrings say."""
+    if position > query:
+        return LATER
+    match policy:
+        case SlidingWindow(window, sinks, resume):
+            seen = position < sinks or query - position < window
+            kept = query - position < (resume or window)
+        case ChunkedAttention(size, resume):
+            begin = query // size * size
+            seen, kept = position >= begin, position >= begin - (resume or 0)
+        case _:
+            return SEEN
+    return SEEN if seen else KEPT if kept else DROPPED
+
+
+POLICIES = [
+    FullAttention(),
+    SlidingWindow(1),
+    SlidingWindow(5),
+    SlidingWindow(5, num_sink_tokens=3),
+    SlidingWindow(4, num_sink_tokens=2, resume_window=9),
+    SlidingWindow(100),
+    ChunkedAttention(1),
+    ChunkedAttention(6),
+    ChunkedAttention(6, resume_window=4),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize("n", [1, 2, 23])
+def test_visibility(policy, n):
+    (image,) = kvcache.plot.visibility(policy, n).images
+    expected = [[states(policy, query, position) for position in range(n)] for query in range(n)]
+    np.testing.assert_array_equal(image.get_array(), expected)
+    with KVCache(1, 1, 1, None, policy=policy).batch(n) as batch:  # in one go
+        put(batch, n)
+        np.testing.assert_array_equal(image.get_array() == SEEN, batch.dense(0)[2] == 0)
+
+
+def test_visibility_of_cross_attention():
+    (image,) = kvcache.plot.visibility(CrossAttention(7), 3).images
+    np.testing.assert_array_equal(image.get_array(), np.full((3, 7), SEEN))
+
+
+def test_visibility_explains_its_colours():
+    ax = kvcache.plot.visibility(SlidingWindow(4, resume_window=6), 12)
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["seen", "only kept", "dropped"]
+    assert ax.get_title("left") == "SlidingWindow\nwindow=4, resume_window=6"
+    ax = kvcache.plot.visibility(FullAttention(), 12)
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["seen"]
+    assert ax.get_title("left") == "FullAttention"
+
+
+@pytest.mark.parametrize(
+    ("policy", "n", "error", "words"),
+    [
+        (None, 8, TypeError, "policy=None: must be of type FullAttention or SlidingWindow or"),
+        ("full", 8, TypeError, "policy='full': must be of type"),
+        (FullAttention(), 0, ValueError, "num_tokens=0: must be at least 1"),
+        (FullAttention(), "8", TypeError, "num_tokens='8': an integer is needed"),
+    ],
+)
+def test_visibility_refuses(policy, n, error, words):
+    with pytest.raises(error, match=words):
+        kvcache.plot.visibility(policy, n)
+
+
+# ---- blocks
+
+
+@pytest.fixture
+def cache():
+    """Blocks with slots of every state."""
+    cache = KVCache(
+        1, 1, 1, None, policy=SlidingWindow(9, num_sink_tokens=1), rope=False, max_sequences=None, block_size=8
+    )
+    feed(cache, 3, 10)
+    cache.fork(3, -7)
+    feed(cache, 3, 4)
+    feed(cache, -7, 5)
+    feed(cache, 20, 6)
+    cache.remove(2, 4, seq_id=20)
+    feed(cache, 21, 9)
+    cache.clear(21)
+    return cache
+
+
+def test_blocks(cache):
+    (image,) = kvcache.plot.blocks(cache).images
+    blocks = cache.blocks()
+    cells = image.get_array()
+    assert cells.shape == (len(blocks), 8)
+    for block, row in zip(blocks, cells, strict=True):
+        for slot, state in enumerate(row):
+            held = {
+                seq_id
+                for seq_id, runs in block.holders.items()
+                if any(0 <= slot - run.slot < run.count for run in runs)
+            }
+            if held:
+                expected = SHARED if len(held) > 1 else HELD + [-7, 3, 20].index(*held)
+            else:
+                expected = FREE if block.is_free else WASTED if slot < block.filled else UNFILLED
+            assert state == expected
+    stats = cache.stats()
+    assert (cells >= SHARED).sum() == stats["live_slots"]
+    assert (cells == WASTED).sum() == stats["wasted_slots"]
+    assert (cells == FREE).all(axis=1).sum() == stats["blocks_free"]
+    assert set(np.unique(cells)) == {FREE, UNFILLED, WASTED, SHARED, HELD, HELD + 1, HELD + 2}
+
+
+def test_blocks_are_explained(cache):
+    ax = kvcache.plot.blocks(cache)
+    words = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert words == ["sequence -7", "sequence 3", "sequence 20", "shared", "wasted", "not filled", "free"]
+    assert {text.get_text() for text in ax.texts} == {"-7", "3", "20", "-7, 3"}
+
+
+def test_blocks_of_many_sequences():
+    cache = KVCache(1, 1, 1, None, max_sequences=None, block_size=2)
+    for seq_id in range(30):
+        feed(cache, seq_id, 1)
+    ax = kvcache.plot.blocks(cache)
+    np.testing.assert_array_equal(ax.images[0].get_array()[:, 0], HELD + np.arange(30))
+    words = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert words[0] == "sequences 0, 6, 12 …"
+    assert len(words) == 7
+
+
+def test_blocks_of_nothing():
+    cache = KVCache(1, 1, 1, None)
+    assert [text.get_text() for text in kvcache.plot.blocks(cache).texts] == ["no blocks yet"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (("cache",), TypeError, "cache='cache': must be of type KVCache"),
+        ((KVCache(1, 1, 1, None), 1), IndexError, "layer=1: the layers are 0 to 0"),
+    ],
+)
+def test_blocks_refuses(arguments, error, words):
+    with pytest.raises(error, match=words):
+        kvcache.plot.blocks(*arguments)
+
+
+# ---- all of them
+
+
+def draw_all(cache, new=lambda: None):
+    caches = {"f16": KVCache(1, 1, 128, None), "q8_0": KVCache(1, 1, 128, None, dtype="q8_0")}
+    yield kvcache.plot.memory(caches, 1000, new())
+    yield kvcache.plot.visibility(SlidingWindow(4, num_sink_tokens=1, resume_window=6), 12, new())
+    yield kvcache.plot.blocks(cache, 0, new())
+
+
+def test_axes_that_are_given_are_drawn_into(cache):
+    for ax in draw_all(cache):
+        assert len(ax.figure.axes) == 1
+    given = []
+
+    def new():
+        given.append(new_axes())
+        return given[-1]
+
+    assert list(draw_all(cache, new)) == given
+    with pytest.raises(TypeError, match="ax=3: must be of type Axes"):
+        list(draw_all(cache, lambda: 3))
+
+
+def test_nothing_is_cut_off(cache):
+    """Not at a column's width either, and however long names are."""
+    name = "a name that is far longer than the picture is wide, and what is said after that, and then some more words"
+    feed(cache, 10**18, 3)
+    axes = [kvcache.plot.memory({name: KVCache(1, 1, 128, None)}, 1000, new_axes())]
+    for ax in [*axes, *draw_all(cache), *draw_all(cache, new_axes)]:
+        ax.figure.draw_without_rendering()
+        drawn, (width, height) = ax.figure.get_tightbbox(), ax.figure.get_size_inches()
+        assert drawn.x0 > -0.02
+        assert drawn.y0 > -0.02
+        assert drawn.x1 < width + 0.02
+        assert drawn.y1 < height + 0.02
+        assert ax.get_position().height > 0.2
+
+
+def test_pyplot_is_left_alone():
+    """Without a display, and without a backend that anybody chose."""
+    code = """
+import sys, io, kvcache.plot, matplotlib
+before = matplotlib.rcParams.copy()
+ax = kvcache.plot.visibility(kvcache.FullAttention(), 4)
+for kind in ("png", "svg", "pdf"):
+    ax.figure.savefig(io.BytesIO(), format=kind)
+assert "matplotlib.pyplot" not in sys.modules
+assert matplotlib.rcParams.copy() == before
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in ("MPLBACKEND", "DISPLAY")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_without_matplotlib():
+    code = "import sys; sys.modules['matplotlib'] = sys.modules['matplotlib.axes'] = None; import kvcache, kvcache.plot"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (
+        done.stderr.splitlines()[-1] == "ImportError: kvcache.plot draws with matplotlib: pip install 'kvcache[plot]'"
+    )
+
+
+def test_pictures_of_the_documentation(tmp_path):
+    path = Path(__file__).resolve().parents[1] / "docs/pictures.py"
+    spec = spec_from_file_location("pictures", path)
+    pictures = module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    drawn = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        pictures.draw(tmp_path / name)
+        drawn.append({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()})
+    assert drawn[0] == drawn[1]
+    assert set(drawn[0]) == {"visibility.svg", "blocks.svg", "memory.svg"}
+    for name, data in drawn[0].items():
+        assert ElementTree.fromstring(data).tag.endswith("svg")
+        assert (path.parent / name).exists()
+        assert len(data) < 100_000
