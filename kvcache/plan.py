@@ -15,7 +15,7 @@ from typing import Any
 from kvcache import strategy
 from kvcache._core import INT32_MAX
 from kvcache.layer import DType, Layer, make_layers
-from kvcache.policy import CrossAttention, FullAttention, Policy
+from kvcache.policy import CrossAttention, FullAttention, Policy, written
 from kvcache.shapes import Shape
 
 __all__ = ["DTYPES", "Group", "Memory", "Plan", "Row", "available_memory", "dtypes_for", "make", "weight_bytes"]
@@ -117,7 +117,7 @@ def make(
     own = {dtype: _layers(shape, dtype, None) for dtype in possible}
     plans = {AS_IT_IS: own}
     if window is not None:
-        plans[repr(window)] = {dtype: _layers(shape, dtype, window) for dtype in possible}
+        plans[written(window)] = {dtype: _layers(shape, dtype, window) for dtype in possible}
     rows = [
         _row(policy, dtype, layers, context, sequences, memory.left, (rates or {}).get(dtype))
         for policy, by_type in plans.items()
@@ -203,6 +203,6 @@ def _groups(layers: Mapping[DType, list[Layer]], context: int, sequences: int) -
         own = {dtype: [every[i] for i in indices] for dtype, every in layers.items()}
         per_token = {dtype: _per_token(some) for dtype, some in own.items()}
         nbytes = {dtype: sequences * sum(layer.most_bytes(context) for layer in some) for dtype, some in own.items()}
-        name = "no attention" if policy is None else repr(policy)
+        name = "no attention" if policy is None else written(policy)
         groups.append(Group(len(indices), num_kv_heads, head_dim, v_head_dim, name, shares, per_token, nbytes))
     return groups

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from itertools import groupby
 from typing import Any, SupportsIndex
 
@@ -25,7 +24,7 @@ import numpy.typing as npt
 from kvcache._core import INT32_MAX, integer
 from kvcache.block import Block
 from kvcache.cache import KVCache
-from kvcache.policy import CrossAttention, Policy
+from kvcache.policy import CrossAttention, Policy, written
 from kvcache.strategy import readable
 
 try:
@@ -35,8 +34,8 @@ try:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch, Rectangle
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
-except ImportError as error:
-    raise ImportError("kvcache.plot draws with matplotlib: pip install 'kvcache[plot]'") from error
+except ModuleNotFoundError:
+    raise ImportError("kvcache.plot draws with matplotlib: pip install 'kvcache[plot]'") from None
 
 __all__ = ["blocks", "memory", "visibility"]
 
@@ -327,9 +326,9 @@ def _size(ax: Axes) -> tuple[float, float]:
 
 
 def _title(policy: Policy) -> str:
-    """The policy as it would be written, without what is left at its default."""
-    given = [f"{f.name}={getattr(policy, f.name)}" for f in fields(policy) if getattr(policy, f.name) != f.default]
-    return "\n".join([type(policy).__name__, *textwrap.wrap(", ".join(given), 30)])
+    """The policy, with its numbers below its name."""
+    name, _, given = written(policy).rstrip(")").partition("(")
+    return "\n".join([name, *textwrap.wrap(given, 30)])
 
 
 def _image(ax: Axes, cells: npt.NDArray[Any], colours: Sequence[str]) -> None:

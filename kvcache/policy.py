@@ -1,6 +1,6 @@
 """Which positions a query of a layer may see, and so which rows a layer may drop."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 from kvcache._core import INT32_MAX, integer
@@ -122,6 +122,12 @@ class CrossAttention:
 
 
 Policy: TypeAlias = FullAttention | SlidingWindow | ChunkedAttention | CrossAttention
+
+
+def written(policy: Policy) -> str:
+    """Return the policy as it would be written, without what is left at its default."""
+    given = [f"{f.name}={getattr(policy, f.name)}" for f in fields(policy) if getattr(policy, f.name) != f.default]
+    return f"{type(policy).__name__}({', '.join(given)})"
 
 
 def _set(policy: Policy, name: str, least: int) -> int:

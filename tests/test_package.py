@@ -13,6 +13,7 @@ import kvcache
 NAMES = {
     "Adaptive",
     "Batch",
+    "Block",
     "CacheBusyError",
     "CacheFullError",
     "ChunkedAttention",
@@ -25,6 +26,7 @@ NAMES = {
     "NotSupportedError",
     "Rope",
     "RowsGoneError",
+    "Run",
     "SlidingWindow",
     "Span",
     "get_num_threads",
