@@ -60,6 +60,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too: a .png, .svg or .pdf file.")]
 
 
+def _examples(*lines: str) -> str:
+    """What stands below a command's options, each example on a line of its own."""
+    return "\b\n" + "\n".join(["Examples:" if len(lines) > 1 else "Example:", *(f"  {line}" for line in lines)])
+
+
 def main() -> NoReturn:
     """Run the command and exit: 0, 2 after a mistake, 130 after an interrupt."""
     try:
@@ -92,7 +97,13 @@ def top(
 # ---- kvcache plan
 
 
-@app.command("plan")
+@app.command(
+    "plan",
+    epilog=_examples(
+        "kvcache plan llama-3.1-8b --context 131072 --dtype q8_0 --sequences 4",
+        "kvcache plan gemma-3-4b.gguf --window 4096 --sink-tokens 4 --plot memory.svg",
+    ),
+)
 def plan_command(
     model: Model,
     context: Context = None,
@@ -105,13 +116,7 @@ def plan_command(
     as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
-    r"""Say how much memory a model's cache takes here, what fits, and how fast it decodes.
-
-    \b
-    Examples:
-      kvcache plan llama-3.1-8b --context 131072 --dtype q8_0 --sequences 4
-      kvcache plan gemma-3-4b.gguf --window 4096 --sink-tokens 4 --plot memory.svg
-    """
+    """Say how much memory a model's cache takes here, what fits, and how fast it decodes."""
     if sink_tokens and window is None:
         raise typer.BadParameter(
             "it needs --window: without one every token is seen anyway", param_hint="--sink-tokens"
@@ -221,7 +226,10 @@ def _draw_plan(shape: shapes.Shape, made: plan.Plan, dtypes: Sequence[Any], file
 # ---- kvcache bench
 
 
-@app.command("bench")
+@app.command(
+    "bench",
+    epilog=_examples("kvcache bench --plot speed.svg", "kvcache bench llama-3.1-8b --context 32768 --threads 1 --json"),
+)
 def bench_command(
     model: Annotated[Path | None, typer.Argument(help="Whose heads to measure; else 32 and 8 of 128.")] = None,
     context: Context = CONTEXT,
@@ -231,13 +239,7 @@ def bench_command(
     as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
-    r"""Measure what this machine gives: bandwidth, decoding, prefill and storing by type, and peers.
-
-    \b
-    Examples:
-      kvcache bench --plot speed.svg
-      kvcache bench llama-3.1-8b --context 32768 --threads 1 --json
-    """
+    """Measure what this machine gives: bandwidth, decoding, prefill and storing by type, and peers."""
     from kvcache import bench
 
     context = context or CONTEXT
@@ -299,7 +301,12 @@ def _print_bench(record: dict[str, Any]) -> None:
 # ---- kvcache generate
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        'kvcache generate examples/model "ROMEO:" --dtype q8_0',
+        "kvcache generate Llama-3.2-1B-Q8_0.gguf --prompt-file play.txt --window 512 --sink-tokens 4",
+    )
+)
 def generate(
     model: Annotated[Path, typer.Argument(help="A Hugging Face folder or a GGUF.", show_default=False)],
     prompt: Annotated[str | None, typer.Argument(help="Text to continue.", show_default=False)] = None,
@@ -315,13 +322,7 @@ def generate(
     compare: Annotated[bool, typer.Option(help="Then measure without the cache, and each type.")] = True,
     quiet: Annotated[bool, typer.Option("--quiet", help="Write the text only.")] = False,
 ) -> int:
-    r"""Continue a text with a model of the Llama family, through the cache.
-
-    \b
-    Examples:
-      kvcache generate examples/model "ROMEO:" --dtype q8_0
-      kvcache generate Llama-3.2-1B-Q8_0.gguf --prompt-file play.txt --window 512 --sink-tokens 4
-    """
+    """Continue a text with a model of the Llama family, through the cache."""
     from kvcache import llama
 
     if prompt is not None and prompt_file is not None:
@@ -368,14 +369,9 @@ def _prefill_bar() -> Iterator[Callable[[int, int], None]]:
 # ---- kvcache info
 
 
-@app.command()
+@app.command(epilog=_examples("kvcache info --json"))
 def info(as_json: AsJson = False) -> None:
-    r"""Say what this build is and what it found: instruction sets, threads, memory.
-
-    \b
-    Example:
-      kvcache info --json
-    """
+    """Say what this build is and what it found: instruction sets, threads, memory."""
     found: dict[str, Any] = {**show_config("dicts")}
     found["instruction sets"] = " ".join(_instruction_sets())
     found["threads"] = _why_threads()

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
@@ -75,10 +76,8 @@ def test_help_has_an_example(command):
 
 def test_version_and_completion():
     assert run("--version").stdout.strip() == kvcache.__version__
-    assert (
-        "kvcache"
-        in run("--show-completion", SHELL="/bin/bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1").stdout
-    )
+    shown = run("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "_KVCACHE_COMPLETE=complete_bash" in shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -181,6 +180,68 @@ def test_hostile_files(tmp_path, command, name):
     check_refused(done, str(path))
     assert len(done.stderr) < 500
     assert "\x1b" not in done.stderr
+
+
+# ---- bench and generate
+
+
+def test_bench(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "speed.png"
+    short = ["--seconds", 1, "--context", 64, "--no-peers", "--threads", 1]
+    record = json.loads(run("bench", MODEL, *short, "--json", "--plot", picture).stdout)
+    assert {row["type"] for row in record["rows"]} == {"f32", "f16", "bf16", "q8_0", "q4_0"}
+    assert {row["part"] for row in record["rows"]} == {"decode", "prefill", "append"}
+    assert (record["shape"]["head_dim"], record["shape"]["context"]) == (64, 64)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    done = run("bench", *short)
+    assert done.returncode == 0
+    assert "memory is read at" in done.stdout
+    assert not done.stderr
+    check_refused(run("bench", *short, "--plot", tmp_path / "nowhere" / "a.png"), "nowhere")
+
+
+def test_generate():
+    done = run("generate", MODEL, "ROMEO:", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0", "--no-compare")
+    assert done.returncode == 0
+    text, _, table = done.stdout.partition("\n\n")
+    assert text.startswith("ROMEO:")
+    assert len(text) > 10
+    assert "q8_0 cache" in table + text
+    quiet = run("generate", MODEL, "ROMEO:", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0", "--quiet")
+    assert done.stdout.startswith(quiet.stdout)
+
+
+def test_generate_from_a_file(tmp_path):
+    file = tmp_path / "prompt"
+    file.write_text("A" * 1100)  # several batches
+    arguments = ["generate", MODEL, "--prompt-file", file, "--tokens", 3, "--quiet"]
+    done = run(*arguments)
+    assert done.stdout.startswith("A" * 1100)
+    assert not done.stderr
+    status, sent = run_in_terminal(*arguments)
+    assert status == 0
+    assert "prompt" in sent  # how far it is
+    check_refused(run("generate", MODEL, "a", "--prompt-file", file), "--prompt-file")
+    check_refused(run("generate", MODEL, "--prompt-file", tmp_path / "nowhere"), "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("options", "word"), [(["--window", "0"], "window"), (["--top-p", "2"], "top-p"), (["--sink-tokens", "3"], "sink")]
+)
+def test_generate_refuses(options, word):
+    check_refused(run("generate", MODEL, "a", *options), word)
+
+
+def test_interrupt():
+    code = [sys.executable, "-m", "kvcache.cli", "generate", MODEL, "ROMEO:", "--shift", "--tokens", "1000000"]
+    with subprocess.Popen(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.read(12).startswith("ROMEO:")  # it is at it
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "tokens/s" in rest
+    assert "Traceback" not in errors
 
 
 # ---- info
