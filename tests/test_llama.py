@@ -460,7 +460,7 @@ def test_a_config_that_is_none(folder: Path, text: bytes, message: str) -> None:
 
 
 def test_missing_files(folder: Path) -> None:
-    with pytest.raises(ModelFileError, match="there is no .*nowhere"):
+    with pytest.raises(ModelFileError, match=r"there is no .*nowhere"):
         llama.Llama.load(folder / "nowhere")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelFileError, match=r"has no model\.safetensors"):
