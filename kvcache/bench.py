@@ -41,6 +41,7 @@ READING = 1 / 60  # of the whole time
 PARTS = {"decode": 1 / 12, "prefill": 1 / 12, "append": 1 / 60}  # the same, for ours
 OF_A_PEER = 0.4  # of that, for each peer's turns with ours
 ALL_OF_OURS, ALL_OF_A_PEER = 0.3, 0.14  # of the whole time, for the bar: what they take with being set up
+CALL = 2 << 20  # bytes that each thread reads in a call: long beside what a call costs, and short beside a time slice
 PUT_TOKENS = 512  # that a cache is filled by
 PROMPT = (
     256 * 8192 * 32 * 256
@@ -303,7 +304,7 @@ def decode_rates(shape: Shape, dtypes: Sequence[DType] = DTYPES, seconds: float 
     with contextlib.ExitStack() as stack:
         ours = []
         for dtype in known:
-            tokens = max(1, min(shape.context, share // shape.token_bytes(dtype)))
+            tokens = max(1, min(shape.context, min(share, CALL * shape.threads) // shape.token_bytes(dtype)))
             ours.append(stack.enter_context(_Filled(replace(shape, context=tokens), dtype, share)))
         entrants = [one.attending(1) for one in ours]
         left = end - time.perf_counter()
