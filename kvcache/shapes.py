@@ -22,7 +22,7 @@ from kvcache.rope import Rope, RopeLike
 
 __all__ = ["Shape", "read"]
 
-MAX_LAYERS = 1 << 14
+MAX_LAYERS = 1024
 MAX_HEAD_DIM = 1 << 13
 
 # Every so manieth layer sees everything, the others a window.

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shlex
 import signal
 import struct
 import subprocess
@@ -242,6 +243,19 @@ def test_interrupt():
     assert process.returncode == 130
     assert "tokens/s" in rest
     assert "Traceback" not in errors
+
+
+def documented():
+    """The commands that docs/cli.md shows, but for the one that takes a minute."""
+    page = Path(MODEL).parents[1] / "docs/cli.md"
+    lines = [line for line in page.read_text().splitlines() if line.startswith(("kvcache plan", "kvcache generate"))]
+    return [shlex.split(line)[1:] for line in lines]
+
+
+@pytest.mark.parametrize("arguments", documented(), ids=" ".join)
+def test_documented_commands(arguments, monkeypatch):
+    monkeypatch.chdir(Path(MODEL).parents[1])
+    assert run(*arguments, PYTHONSAFEPATH="1").returncode == 0
 
 
 # ---- info

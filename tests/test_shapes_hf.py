@@ -1,7 +1,9 @@
 """Shapes of caches from configurations, against the caches and the keys of transformers' own models."""
 
 import json
+import re
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +50,12 @@ DIFFERENT = {
     "mimo_v2_flash": "has smaller values than keys, as above",
     "pp_formulanet": "has fewer layers in its decoder than in its encoder, which are counted there",
 }
+
+
+def test_documentation_lists_them():
+    page = (Path(__file__).resolve().parents[1] / "docs/models.md").read_text()
+    listed = re.findall(r"`([^`]+)`", page[page.index("## What is not taken") : page.index("## What runs")])
+    assert set(listed) == {*REFUSED, *DIFFERENT, "pytest tests/test_shapes_hf.py"}
 
 
 def make(name):
