@@ -45,7 +45,9 @@ def compete(entrants: Sequence[Entrant], seconds: float, *, threads: int, least:
     """Run entrants in turn; yield the median of the calls of each one's turn, round by round."""
 
     def turn(entrant: Entrant) -> Callable[[], float]:
-        first = entrant.first if entrant.first > 10 * ROUND else statistics.median(entrant.run(min(2, entrant.layers)))
+        first = entrant.first or entrant.run(1)[0]  # what happens once has happened then
+        if first < 10 * ROUND:
+            first = statistics.median(entrant.run(min(2, entrant.layers)))
         calls = max(1, min(entrant.layers, round(ROUND / first)))
 
         def run() -> float:
@@ -54,10 +56,7 @@ def compete(entrants: Sequence[Entrant], seconds: float, *, threads: int, least:
 
         return run
 
-    turns = [turn(entrant) for entrant in entrants]
-    for run in turns:
-        run()  # for nothing: what happens once happens now
-    yield from rounds(*turns, seconds=seconds, least=least)
+    yield from rounds(*[turn(entrant) for entrant in entrants], seconds=seconds, least=least)
 
 
 def cache_size() -> int:

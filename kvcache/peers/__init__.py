@@ -141,9 +141,11 @@ class Peer:
     def close(self) -> None:
         """End the process, when it is done with what it was asked."""
         assert self._process.stdin
+        assert self._process.stdout
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
 
 
 class Peers:

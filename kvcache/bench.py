@@ -1,0 +1,531 @@
+"""What this machine gives: read bandwidth, and decoding, prompts and appending by type, beside other people's code.
+
+`measure` runs all of it in about a minute and says how far it is; `decode_rates` takes a second, for predictions.
+`draw` and `picture` need matplotlib. Nothing is printed, and nothing compiled: the figures are those of the installed
+package, called from Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache import _core
+from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
+from kvcache.cache import KVCache
+from kvcache.config import get_num_threads, show_config
+from kvcache.layer import MAX_DIM, MAX_LAYERS, DType, count
+from kvcache.peers import BYTES, KINDS, Peers, tasks
+from kvcache.peers.serve import Task
+from kvcache.turns import Entrant, cache_size, compete, layers_of, rounds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes as _Axes
+    from matplotlib.figure import Figure as _Figure
+
+__all__ = ["DTYPES", "Progress", "Result", "Shape", "decode_rates", "draw", "measure", "picture", "read_bandwidth"]
+
+DTYPES: tuple[DType, ...] = ("f32", "f16", "bf16", "q8_0", "q4_0")
+BLOCKED = ("q8_0", "q4_0")  # types whose rows are blocks of 32 elements
+READING = 1 / 60  # of the whole time
+PARTS = {"decode": 1 / 12, "prefill": 1 / 12, "append": 1 / 60}  # the same, for ours
+OF_A_PEER = 0.4  # of that, for each peer's turns with ours
+ALL_OF_OURS, ALL_OF_A_PEER = 0.3, 0.14  # of the whole time, for the bar: what they take with being set up
+CALL = 2 << 20  # bytes that each thread reads in a call: long beside what a call costs, and short beside a time slice
+PUT_TOKENS = 512  # that a cache is filled by
+PROMPT = 64 * 8192 * 32 * 256  # multiply-adds of what is timed of a prompt; a token among 512 takes 8 % less
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The attention of a model over so many tokens.
+
+    Parameters
+    ----------
+    num_layers : int, default 32
+        How many layers a token passes; fewer are measured.
+    num_heads, num_kv_heads : int, default 32 and 8
+        Query and KV heads.
+    head_dim : int, default 128
+        Elements of a key of one head.
+    v_head_dim : int, optional
+        Elements of a value; by default `head_dim`.
+    value_in_key : bool, default False
+        Whether values are the first elements of their keys, as in multi-head latent attention.
+    context : int, default 8192
+        How many tokens are stored.
+    threads : int, optional
+        How many threads a call uses; by default `get_num_threads`.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range, or `num_heads` is no multiple of `num_kv_heads`.
+    TypeError
+        If a number is no integer.
+    """
+
+    num_layers: int = 32
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    v_head_dim: int | None = None
+    value_in_key: bool = False
+    context: int = 8192
+    threads: int = field(default_factory=get_num_threads)
+
+    def __post_init__(self) -> None:
+        most = {"num_layers": MAX_LAYERS, "context": INT32_MAX - 1, "threads": MAX_THREADS}
+        for name, value in asdict(self).items():
+            if name != "value_in_key" and value is not None:
+                integer(value, name, 1, most.get(name, MAX_DIM))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads}: must be a multiple of num_kv_heads, {self.num_kv_heads}")
+
+    @property
+    def v_dim(self) -> int:
+        """Elements of a value of one head."""
+        return self.v_head_dim or self.head_dim
+
+    def token_bytes(self, dtype: DType) -> int:
+        """Bytes of the rows of a token in one layer."""
+        row = _core.bytes_of_row(_core.TYPES[dtype], self.head_dim)
+        if not self.value_in_key:
+            row += _core.bytes_of_row(_core.TYPES[dtype], self.v_dim)
+        return self.num_kv_heads * row
+
+    def why_not(self, dtype: DType) -> str | None:
+        """Why rows of this shape cannot be of a type; None: they can."""
+        for name, dim in (("head_dim", self.head_dim), ("v_head_dim", self.v_dim)):
+            if dtype in BLOCKED and dim % 32:
+                return f"{dtype} takes a {name} that is a multiple of 32, not {dim}"
+        return None
+
+
+# ---- reading
+
+
+class _Reader:
+    """Memory that is read by reductions of NumPy's, which release the GIL, in so many threads.
+
+    They ask for nothing ahead, and each reads one stream: on one thread they reach four fifths of what the best of the
+    kernels in bench/yardstick.c does, so attention may come to more than all of this bandwidth.
+    """
+
+    def __init__(self, nbytes: int, threads: int) -> None:
+        self.nbytes = -(-nbytes // (8 * threads)) * 8 * threads
+        self._pool = ThreadPoolExecutor(threads)
+        memory = mmap.mmap(-1, self.nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a system that has none
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        parts = np.split(np.frombuffer(memory, np.int64), threads)
+        list(self._pool.map(lambda part: part.fill(1), parts))  # by each thread its own, so that they lie near it
+        self._kernels: list[Callable[[], object]] = [
+            lambda: list(self._pool.map(np.bitwise_or.reduce, parts)),
+            lambda: list(self._pool.map(np.max, parts)),
+            lambda: list(self._pool.map(np.sum, parts)),
+        ]
+
+    def choose(self, seconds: float) -> float:
+        """Try all kernels and keep the fastest; return its best bytes/s."""
+        timed = [lambda kernel=kernel: _seconds(kernel) for kernel in self._kernels]
+        times: list[float] = [min(column) for column in zip(*rounds(*timed, seconds=seconds, least=4), strict=True)]
+        self._kernels = [self._kernels[times.index(min(times))]]
+        return self.nbytes / min(times)
+
+    def entrant(self) -> Entrant:
+        return Entrant("read", lambda count: [_seconds(self._kernels[0]) for _ in range(count)])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kernels.clear()  # and with them the memory
+        self._pool.shutdown()
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def read_bandwidth(nbytes: int | None = None, threads: int | None = None, seconds: float = 0.5) -> float:
+    """Measure how fast memory is read.
+
+    Parameters
+    ----------
+    nbytes : int, optional
+        How much to read; by default four times the last-level cache.
+    threads : int, optional
+        By how many threads; by default `get_num_threads`.
+    seconds : float, default 0.5
+        How long to go on.
+
+    Returns
+    -------
+    float
+        Bytes per second, at best.
+    """
+    if threads is None:
+        threads = get_num_threads()
+    nbytes = 4 * cache_size() if nbytes is None else integer(nbytes, "nbytes", 1, INT64_MAX)
+    with _Reader(nbytes, integer(threads, "threads", 1, MAX_THREADS)) as reader:
+        return reader.choose(seconds)
+
+
+# ---- ours
+
+
+class _Filled:
+    """A cache of one type with a shape's tokens, in as many layers as make a working set.
+
+    Queries are f32, whatever the type, and so are the rows that come in.
+    """
+
+    def __init__(self, shape: Shape, dtype: DType, working_set: int) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.nbytes = shape.context * shape.token_bytes(dtype)  # of one layer
+        self.layers = layers_of(self.nbytes, working_set)
+        self._turn = 0
+        rng = np.random.default_rng(0)
+        self._k = rng.standard_normal((PUT_TOKENS, shape.num_kv_heads, shape.head_dim), np.float32)
+        self._v = None if shape.value_in_key else np.resize(self._k[::-1], (*self._k.shape[:2], shape.v_dim))
+        self._cache = KVCache(
+            self.layers, shape.num_kv_heads, shape.head_dim, shape.context, v_head_dim=shape.v_dim,
+            value_in_key=shape.value_in_key, dtype=dtype, num_threads=shape.threads,
+        )  # fmt: skip
+        self._hold(shape.context)
+
+    def _rows(self, num_tokens: int) -> tuple[Floats, Floats | None]:
+        return self._k[:num_tokens], None if self._v is None else self._v[:num_tokens]
+
+    def _hold(self, length: int) -> None:
+        """Append or drop tokens until so many are stored."""
+        self._cache.truncate(length)
+        while (stored := self._cache.seq_len()) < length:
+            rows = self._rows(min(PUT_TOKENS, length - stored))
+            with self._cache.batch(len(rows[0])) as batch:
+                for layer in range(self.layers):
+                    batch.put(layer, *rows)
+
+    def attending(self, num_tokens: int) -> Entrant:
+        """Attention of the last tokens, their store included: the seconds of a layer."""
+        shape, rows = self.shape, self._rows(num_tokens)
+        q = np.random.default_rng(1).standard_normal((num_tokens, shape.num_heads, shape.head_dim), np.float32)
+        scale = shape.head_dim**-0.5
+
+        def run(count: int) -> list[float]:
+            self._hold(shape.context - num_tokens)
+            seconds = []
+            batch = self._cache.batch(num_tokens)
+            try:
+                for _ in range(count):
+                    start = time.perf_counter()
+                    batch.attend(self._turn, q, *rows, scale=scale)
+                    seconds.append(time.perf_counter() - start)
+                    self._turn = (self._turn + 1) % self.layers
+            finally:
+                batch.abort()
+            return seconds
+
+        return Entrant("kvcache", run, self.layers, kind=self.dtype)
+
+    def appending(self) -> Entrant:
+        """The store of one token: the seconds of a layer, and its share of the batch's begin and commit."""
+        stored, rows = self.shape.context - 1, self._rows(1)
+
+        def once() -> float:
+            start = time.perf_counter()
+            batch = self._cache.batch(1)
+            begun = time.perf_counter()
+            for layer in range(self.layers):
+                batch.put(layer, *rows)
+            put = time.perf_counter()
+            batch.commit()
+            end = time.perf_counter()
+            self._cache.truncate(stored)
+            return (put - begun) / self.layers + (end - put + begun - start) / self.shape.num_layers
+
+        def run(_: int) -> list[float]:
+            self._hold(stored)
+            return [once() for _ in range(16)]
+
+        return Entrant("kvcache", run, kind=self.dtype)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cache.close()
+
+
+def decode_rates(shape: Shape, dtypes: Sequence[DType] = DTYPES, seconds: float = 1.0) -> dict[DType, float]:
+    """Measure how fast attention of one token reads rows from memory, by type.
+
+    Parameters
+    ----------
+    shape : Shape
+        Whose attention. Of a long context less is measured; what is read in a second is the same.
+    dtypes : sequence of {"f32", "f16", "bf16", "q8_0", "q4_0"}, optional
+        Which types; those that the shape's rows cannot be of are left out.
+    seconds : float, default 1.0
+        About how long it may take.
+
+    Returns
+    -------
+    dict
+        Bytes of rows per second: by the bytes that all layers hold of a sequence, that is the tokens per second that
+        attention takes.
+    """
+    end = time.perf_counter() + seconds
+    known = [dtype for dtype in _check_dtypes(dtypes) if not shape.why_not(dtype)]
+    if not known:
+        return {}
+    # In turn, types drive each other's rows out of the cache: it takes all of them together to be more than fits.
+    share = 4 * cache_size() // len(known)
+    with contextlib.ExitStack() as stack:
+        ours = []
+        for dtype in known:
+            tokens = max(1, min(shape.context, min(share, CALL * shape.threads) // shape.token_bytes(dtype)))
+            ours.append(stack.enter_context(_Filled(replace(shape, context=tokens), dtype, share)))
+        entrants = [one.attending(1) for one in ours]
+        left = end - time.perf_counter()
+        found = zip(*compete(entrants, left, threads=shape.threads), strict=True)
+        return {one.dtype: one.nbytes / statistics.median(times) for one, times in zip(ours, found, strict=True)}
+
+
+def _check_dtypes(dtypes: Sequence[DType]) -> Sequence[DType]:
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtypes holds {dtype!r}: a type is one of {', '.join(DTYPES)}")
+    return dtypes
+
+
+# ---- everything
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far it is: what it is doing, and how much of all is done, from 0 to 1."""
+
+    doing: str
+    fraction: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured, in plain types.
+
+    ``machine`` is what `show_config` says, ``shape`` what was given, ``bandwidth`` the bytes per second at which memory
+    is read, ``left_out`` sentences on what was not measured. ``rows`` has one for each part (decode, prefill, append),
+    name and type: ``seconds`` of one layer, ``tokens_per_second`` of all layers; of decoding ``bytes_per_second`` and
+    what part that is ``of_bandwidth``; and of a peer its seconds ``by_ours``. Quotients are medians of such as were
+    taken within one round.
+    """
+
+    record: dict[str, Any]
+
+
+class _Table:
+    """Samples by part, entrant and type, and the rows that they make."""
+
+    def __init__(self, shape: Shape, num_tokens: dict[str, int]) -> None:
+        self._shape, self._num_tokens = shape, num_tokens
+        self._samples: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+
+    def add(self, part: str, entrants: Sequence[Entrant], seconds: Sequence[float], read: float) -> None:
+        """Add one round; `read` is the seconds of a byte read in it."""
+        ours = {e.kind: s for e, s in zip(entrants, seconds, strict=True) if e.name == "kvcache"}
+        for entrant, taken in zip(entrants, seconds, strict=True):
+            found = self._samples[part, entrant.name, entrant.kind]
+            found["seconds"].append(taken)
+            if entrant.name != "kvcache":
+                base = ours.get(_base(entrant.kind), ours["f16"])  # which every shape can have
+                found["by_ours"].append(taken / base)
+            elif part == "decode":
+                found["of_bandwidth"].append(read * self._nbytes(entrant.kind) / taken)
+
+    def _nbytes(self, dtype: Any) -> int:
+        return self._shape.context * self._shape.token_bytes(dtype)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row each; of a peer that was asked in several modes, the best for each of our types it is beside."""
+        best: dict[tuple[str, str, str], dict[str, Any]] = {}
+        for (part, name, kind), found in self._samples.items():
+            row: dict[str, Any] = {"part": part, "name": name, "type": kind}
+            row |= {what: statistics.median(samples) for what, samples in found.items()}
+            row["tokens_per_second"] = self._num_tokens[part] / (self._shape.num_layers * row["seconds"])
+            if "of_bandwidth" in row:
+                row["bytes_per_second"] = self._nbytes(kind) / row["seconds"]
+            key = part, name.split(",")[0], kind if name == "kvcache" else _base(kind)
+            if key not in best or row["seconds"] < best[key]["seconds"]:
+                best[key] = row
+        return list(best.values())
+
+
+def _base(kind: str) -> DType:
+    """Which of our types a peer's is compared with."""
+    return "f16" if BYTES[kind] == 2 else "q8_0"
+
+
+class _Run:
+    """One measurement: who has turns with whom, for how long, and what came of it."""
+
+    def __init__(self, shape: Shape, seconds: float, peers: bool) -> None:
+        self.shape, self.seconds = shape, seconds
+        self.left_out = [reason for dtype in DTYPES if (reason := shape.why_not(dtype))]
+        if peers and (shape.value_in_key or shape.v_dim != shape.head_dim):
+            self.left_out.append("peers are asked for nothing but values beside keys, of the same head_dim")
+            peers = False
+        self.peers = Peers(KINDS if peers else {}, self.left_out.append)
+        prompt = PROMPT // (shape.context * shape.num_heads * (shape.head_dim + shape.v_dim))
+        self.num_tokens = dict.fromkeys(PARTS, 1) | {"prefill": min(shape.context, PUT_TOKENS, max(64, prompt))}
+        self.table = _Table(shape, self.num_tokens)
+        self._start = time.perf_counter()
+
+    def progress(self, doing: str) -> Progress:
+        expected = self.seconds * (ALL_OF_OURS + ALL_OF_A_PEER * len(self.peers.kinds))
+        return Progress(doing, min(0.99, self.elapsed() / max(1e-9, expected)))
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._start
+
+    def tasks(self, key: str, part: str) -> Iterator[tuple[str, Task]]:
+        """Yield what a peer is asked for in a part: what it offers in 8 and in 16 bits."""
+        shape, offers = self.shape, getattr(self.peers.kinds[key], part)
+        for task in tasks(
+            (offer for offer in offers if 1 <= BYTES[offer[1]] <= 2), threads=shape.threads, num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, context=shape.context,
+            num_tokens=self.num_tokens[part], working_set=4 * cache_size(),
+        ):  # fmt: skip
+            yield key, task
+
+    def contest(
+        self, part: str, reader: _Reader, ours: Sequence[_Filled], theirs: Sequence[Entrant] = ()
+    ) -> Iterator[Progress]:
+        """Let them have their turns."""
+        entrants = [one.appending() if part == "append" else one.attending(self.num_tokens[part]) for one in ours]
+        entrants += theirs
+        seconds = self.seconds * PARTS[part] * (OF_A_PEER if theirs else 1)
+        for taken in compete([reader.entrant(), *entrants], seconds, threads=self.shape.threads, least=3):
+            self.table.add(part, entrants, taken[1:], taken[0] / reader.nbytes)
+            yield self.progress(f"{part}, {entrants[-1].name if theirs else 'kvcache'}")
+
+
+def measure(shape: Shape | None = None, *, seconds: float = 60.0, peers: bool = True) -> Iterator[Progress | Result]:
+    """Measure what this machine gives: bandwidth, and decoding, prompts and appending, by type and in other code.
+
+    Everything takes turns, round by round, so that what else goes on slows all alike. Peers run in processes of their
+    own, one after the other, each in turn with our f16 and q8_0, and in 16 and 8 bits as far as it has them. Rows are
+    read from memory: layers take turns until they hold four times the last-level cache.
+
+    Parameters
+    ----------
+    shape : Shape, optional
+        Of what; by default 32 layers of 32 query and 8 KV heads of 128, and 8,192 tokens.
+    seconds : float, default 60
+        About how long it may take. It takes longer where three rounds of everything do; peers for which there is no
+        time left are left out.
+    peers : bool, default True
+        Whether to measure other people's code that is installed here.
+
+    Yields
+    ------
+    Progress or Result
+        Many of the first, and at the end one of the second. To stop early, close the generator: memory is given back,
+        and the processes end.
+    """
+    shape = Shape() if shape is None else shape
+    run = _Run(shape, seconds, peers)
+    with contextlib.ExitStack() as stack:
+        yield run.progress("reading memory")
+        reader = stack.enter_context(_Reader(4 * cache_size(), shape.threads))
+        bandwidth = reader.choose(READING * seconds)
+        ours = []
+        for dtype in DTYPES:
+            if not shape.why_not(dtype):
+                yield run.progress(f"filling a cache, {dtype}")
+                ours.append(stack.enter_context(_Filled(shape, dtype, 4 * cache_size())))
+        for part in PARTS:
+            yield from run.contest(part, reader, ours)
+        pair = [one for one in ours if one.dtype in ("f16", "q8_0")]
+        for key, kind in run.peers.kinds.items():
+            if run.elapsed() > seconds:
+                run.left_out.append(f"{kind.name}: no time was left")
+                continue
+            with run.peers:
+                for part in PARTS:
+                    yield run.progress(f"setting up {kind.name}")
+                    if theirs := run.peers.set_up(run.tasks(key, part)):
+                        yield from run.contest(part, reader, pair, theirs)
+    yield Result(
+        {
+            "machine": show_config("dicts"),
+            "shape": asdict(shape),
+            "bandwidth": bandwidth,
+            "rows": run.table.rows(),
+            "left_out": run.left_out,
+        }
+    )
+
+
+# ---- pictures
+
+OURS, OTHERS = "#0072B2", "#E69F00"  # of Okabe and Ito's, which differ for the colour-blind too
+
+
+def draw(record: dict[str, Any], ax: _Axes, part: str = "decode") -> None:
+    """Draw tokens per second of one part as bars, by type and peer.
+
+    Parameters
+    ----------
+    record : dict
+        Of a `Result`.
+    ax : matplotlib.axes.Axes
+        Where to.
+    part : {"decode", "prefill", "append"}, default "decode"
+        Of what.
+    """
+    rows = [row for row in record["rows"] if row["part"] == part]
+    rows.sort(key=lambda row: (row["name"] != "kvcache", -row["tokens_per_second"]))
+    speeds = [row["tokens_per_second"] for row in rows]
+    bars = ax.barh(
+        [f"{row['name'].split(',')[0]}  {row['type']}" for row in rows],
+        speeds,
+        color=[OURS if row["name"] == "kvcache" else OTHERS for row in rows],
+    )
+    ax.bar_label(bars, [f"{speed:,.3g}" if speed < 1000 else f"{speed:,.0f}" for speed in speeds], padding=3)
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.25 * max(speeds))  # with room for the figure
+    ax.spines[["top", "right", "bottom"]].set_visible(False)
+    ax.xaxis.set_visible(False)
+    ax.set_title(f"{part}, tokens/s", loc="left")
+
+
+def picture(record: dict[str, Any]) -> _Figure:
+    """Draw all parts, one beside the other; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    for ax, part in zip(figure.subplots(1, len(PARTS)), PARTS, strict=True):
+        draw(record, ax, part)
+    shape = Shape(**record["shape"])
+    figure.suptitle(
+        f"Attention of {shape.num_layers} layers over {shape.context:,} tokens, {shape.num_heads} query and "
+        f"{shape.num_kv_heads} KV heads x {shape.head_dim}, {count(shape.threads, 'thread')}"
+    )
+    return figure

@@ -1,0 +1,226 @@
+"""What the benchmarks of the installed package return; how fast anything is, nobody asks."""
+
+import dataclasses
+import json
+import sys
+import textwrap
+
+import pytest
+
+from kvcache import bench, peers
+from kvcache.bench import DTYPES, Progress, Result, Shape
+
+SMALL = Shape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, context=96, threads=1)
+
+FAKE = """
+    import os
+    import numpy as np
+    from kvcache.peers.serve import Work, serve
+
+    def set_up(task):
+        if task.mode == "refuses":
+            raise NotImplementedError("not this")
+        if task.mode == "dies":
+            os._exit(1)
+        seconds = {"slow": 0.2, "fast": 0.1}[task.mode]
+        return Work(lambda count: [seconds] * count, lambda: np.zeros((task.num_tokens, task.num_heads, task.head_dim)))
+
+    serve(set_up)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A function that makes a kind of peer which offers these modes and types for decoding."""
+    program = tmp_path / "fake.py"
+    program.write_text(textwrap.dedent(FAKE))
+
+    class Fake(peers.PeerKind):
+        def command(self):
+            return [sys.executable, str(program)]
+
+    return lambda *decode, **others: Fake("Fake", "", decode=decode, **others)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Little memory, no more rounds than must be, and no other people's code."""
+    monkeypatch.setattr(bench, "cache_size", lambda: 1 << 14)
+    monkeypatch.setattr(bench, "PARTS", dict.fromkeys(bench.PARTS, 0.0))
+    monkeypatch.setattr(bench, "READING", 0.0)
+    monkeypatch.setattr(bench, "KINDS", {})
+    return monkeypatch
+
+
+def measured(shape=SMALL, **options):
+    *said, result = bench.measure(shape, seconds=3600, **options)
+    assert all(isinstance(one, Progress) for one in said)
+    fractions = [one.fraction for one in said]
+    assert fractions == sorted(fractions)
+    assert 0 <= fractions[0] <= fractions[-1] < 1
+    assert isinstance(result, Result)
+    return result.record
+
+
+def types(record, part, name="kvcache"):
+    return [row["type"] for row in record["rows"] if row["part"] == part and row["name"].split(",")[0] == name]
+
+
+# ---- everything
+
+
+def test_every_type_in_every_part(quick):
+    record = measured()
+    assert json.loads(json.dumps(record)) == record
+    assert all(types(record, part) == list(DTYPES) for part in ("decode", "prefill", "append"))
+    assert len(record["rows"]) == 3 * len(DTYPES)
+    assert record["left_out"] == []
+    assert record["bandwidth"] > 0
+    assert record["shape"] == dataclasses.asdict(SMALL)
+    assert record["machine"]["kvcache"]
+    for row in record["rows"]:
+        tokens = 96 if row["part"] == "prefill" else 1
+        assert row["tokens_per_second"] == pytest.approx(tokens / (2 * row["seconds"]))
+        assert ("bytes_per_second" in row) == ("of_bandwidth" in row) == (row["part"] == "decode")
+
+
+def test_peers(quick, fake):
+    kind = fake(("slow", "f16"), ("fast", "bf16"), ("slow", "int8"), ("fast", "f32"), append=(("fast", "f16"),))
+    quick.setattr(bench, "KINDS", {"fake": kind})
+    record = measured()
+    assert types(record, "decode", "Fake") == ["bf16", "int8"]  # the best of each width, and no other widths
+    assert types(record, "append", "Fake") == ["f16"]
+    assert types(record, "prefill", "Fake") == []
+    assert all(("by_ours" in row) == (row["name"] != "kvcache") for row in record["rows"])
+    row = next(row for row in record["rows"] if row["type"] == "int8")
+    assert (row["name"], row["seconds"]) == ("Fake, slow", pytest.approx(0.2))
+    assert measured(peers=False)["left_out"] == []
+
+
+def test_peers_that_cannot(quick, fake):
+    kind = fake(("refuses", "f16"), ("fast", "bf16"), ("dies", "int8"), prefill=(("fast", "f16"),))
+    missing = peers.PeerKind("Missing", "look for it", decode=(), needs=("no_such_module_anywhere",))
+    quick.setattr(bench, "KINDS", {"fake": kind, "missing": missing})
+    record = measured()
+    assert types(record, "decode", "Fake") == []  # what had been set up ended with the process
+    assert types(record, "prefill", "Fake") == ["f16"]
+    assert record["left_out"] == [
+        "Missing is not installed: look for it",
+        "Fake f16 refuses at 96 tokens: NotImplementedError('not this')",
+        "Fake int8 dies at 96 tokens: it ended",
+    ]
+
+
+def test_no_time_for_peers(quick, fake):
+    quick.setattr(bench, "KINDS", {"fake": fake(("fast", "f16"))})
+    *_, result = bench.measure(SMALL, seconds=0)
+    assert result.record["left_out"] == ["Fake: no time was left"]
+
+
+def test_types_that_do_not_fit_are_left_out(quick, fake):
+    quick.setattr(bench, "KINDS", {"fake": fake(("fast", "int8"))})
+    record = measured(dataclasses.replace(SMALL, head_dim=48))
+    assert types(record, "decode") == ["f32", "f16", "bf16"]
+    assert types(record, "decode", "Fake") == ["int8"]  # by our f16, then
+    assert record["left_out"] == [
+        "q8_0 takes a head_dim that is a multiple of 32, not 48",
+        "q4_0 takes a head_dim that is a multiple of 32, not 48",
+    ]
+
+
+def test_other_shapes(quick, fake):
+    quick.setattr(bench, "KINDS", {"fake": fake(("fast", "f16"))})
+    latent = dataclasses.replace(SMALL, num_kv_heads=1, head_dim=96, v_head_dim=64, value_in_key=True)
+    record = measured(latent)
+    assert types(record, "prefill") == list(DTYPES)
+    assert types(record, "decode", "Fake") == []
+    assert len(record["left_out"]) == 1
+    assert latent.token_bytes("f16") == 192
+    assert types(measured(dataclasses.replace(SMALL, context=1)), "decode") == list(DTYPES)
+
+
+@pytest.mark.parametrize("rounds", [1, 4, 12])
+def test_memory_is_given_back(quick, fake, rounds):
+    psutil = pytest.importorskip("psutil")
+    quick.setattr(bench, "cache_size", lambda: 8 << 20)
+    quick.setattr(bench, "KINDS", {"fake": fake(("fast", "f16"))})
+    process = psutil.Process()
+    before = process.memory_info().rss
+    running = bench.measure(SMALL, seconds=3600)
+    for _ in range(rounds):
+        next(running)
+    running.close()
+    assert process.children() == []
+    assert process.memory_info().rss - before < 24 << 20  # less than any of what it filled
+
+
+# ---- for predictions, and bandwidth
+
+
+def test_decode_rates(quick):
+    rates = bench.decode_rates(SMALL, seconds=0)
+    assert list(rates) == list(DTYPES)
+    assert all(rate > 0 for rate in rates.values())
+    assert list(bench.decode_rates(SMALL, ["q8_0"], seconds=0)) == ["q8_0"]
+    assert list(bench.decode_rates(dataclasses.replace(SMALL, head_dim=80), seconds=0)) == ["f32", "f16", "bf16"]
+    assert bench.decode_rates(dataclasses.replace(SMALL, head_dim=80), ["q4_0"], seconds=0) == {}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_read_bandwidth(threads):
+    assert bench.read_bandwidth(1000, threads, seconds=0) > 0
+
+
+# ---- bad arguments
+
+
+@pytest.mark.parametrize(
+    "name", ["num_layers", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "context", "threads"]
+)
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (-1, ValueError), (1 << 40, ValueError), (2.5, TypeError)]
+)
+def test_bad_shapes(name, value, error):
+    with pytest.raises(error, match=name):
+        dataclasses.replace(SMALL, **{name: value})
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="num_heads=4: must be a multiple of num_kv_heads, 3"):
+        dataclasses.replace(SMALL, num_kv_heads=3)
+    with pytest.raises(ValueError, match="dtypes holds 'f8'"):
+        bench.decode_rates(SMALL, ["f16", "f8"])
+    with pytest.raises(ValueError, match="nbytes"):
+        bench.read_bandwidth(0)
+    with pytest.raises(ValueError, match="threads"):
+        bench.read_bandwidth(1000, 0)
+
+
+# ---- peers that are installed, torch among them
+
+
+@pytest.mark.parametrize("key", peers.KINDS)
+def test_installed_peers_are_right(key):
+    kind = peers.KINDS[key]
+    if not kind.command():
+        pytest.skip(f"needs {' and '.join(kind.needs)}")
+    refused = []
+    numbers = {"threads": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "context": 64, "working_set": 1 << 16}
+    with peers.Peers({key: kind}, refused.append) as there:
+        for offers, num_tokens in ((kind.decode, 1), (kind.prefill, 16)):
+            asked = list(peers.tasks(offers, num_tokens=num_tokens, **numbers))
+            for entrant, task in zip(there.set_up((key, task) for task in asked), asked, strict=True):
+                assert len(entrant.run(3)) == 3
+                assert entrant.error() < (1e-5 if task.type == "f32" else 0.5 if task.type == "int4" else 0.15)
+    assert refused == []
+
+
+# ---- pictures
+
+
+def test_picture(quick, fake):
+    pytest.importorskip("matplotlib")
+    quick.setattr(bench, "KINDS", {"fake": fake(("fast", "f16"))})
+    figure = bench.picture(measured())
+    assert [axes.get_title(loc="left").split(",")[0] for axes in figure.axes] == ["decode", "prefill", "append"]
+    assert [len(axes.patches) for axes in figure.axes] == [6, 5, 5]
