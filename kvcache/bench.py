@@ -43,9 +43,7 @@ OF_A_PEER = 0.4  # of that, for each peer's turns with ours
 ALL_OF_OURS, ALL_OF_A_PEER = 0.3, 0.14  # of the whole time, for the bar: what they take with being set up
 CALL = 2 << 20  # bytes that each thread reads in a call: long beside what a call costs, and short beside a time slice
 PUT_TOKENS = 512  # that a cache is filled by
-PROMPT = (
-    256 * 8192 * 32 * 256
-)  # multiply-adds of the prompt's part that is timed: some tenths of a second of a few cores
+PROMPT = 64 * 8192 * 32 * 256  # multiply-adds of what is timed of a prompt; a token among 512 takes 8 % less
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -356,8 +354,8 @@ class _Table:
             found = self._samples[part, entrant.name, entrant.kind]
             found["seconds"].append(taken)
             if entrant.name != "kvcache":
-                base = entrant.kind if entrant.kind in ours else _base(entrant.kind)
-                found["by_ours"].append(taken / ours[base])
+                base = ours.get(_base(entrant.kind), ours["f16"])  # which every shape can have
+                found["by_ours"].append(taken / base)
             elif part == "decode":
                 found["of_bandwidth"].append(read * self._nbytes(entrant.kind) / taken)
 
@@ -365,7 +363,7 @@ class _Table:
         return self._shape.context * self._shape.token_bytes(dtype)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of a peer that was asked in several modes the best for each of our types that it is compared with."""
+        """One row each; of a peer that was asked in several modes, the best for each of our types it is beside."""
         best: dict[tuple[str, str, str], dict[str, Any]] = {}
         for (part, name, kind), found in self._samples.items():
             row: dict[str, Any] = {"part": part, "name": name, "type": kind}
@@ -380,7 +378,7 @@ class _Table:
 
 
 def _base(kind: str) -> DType:
-    """Which of our types a peer's is compared with, where we have none of the same name."""
+    """Which of our types a peer's is compared with."""
     return "f16" if BYTES[kind] == 2 else "q8_0"
 
 
@@ -395,7 +393,7 @@ class _Run:
             peers = False
         self.peers = Peers(KINDS if peers else {}, self.left_out.append)
         prompt = PROMPT // (shape.context * shape.num_heads * (shape.head_dim + shape.v_dim))
-        self.num_tokens = dict.fromkeys(PARTS, 1) | {"prefill": min(shape.context, PUT_TOKENS, max(32, prompt))}
+        self.num_tokens = dict.fromkeys(PARTS, 1) | {"prefill": min(shape.context, PUT_TOKENS, max(64, prompt))}
         self.table = _Table(shape, self.num_tokens)
         self._start = time.perf_counter()
 

@@ -8,7 +8,7 @@ it is checked.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,7 @@ class Fields:
     def positive(self, name: str, default: float | None = None) -> float:
         """Return a number above 0."""
         value = self._needed(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise self.error(f"{name} must be a positive number, not {_short(value)}")
         return float(value)
 

@@ -370,10 +370,13 @@ def _shared_rope(inv_freq: bytes, interleaved: bool, first_dim: int) -> Rope:
 
 def _factors(config: Fields, count: int) -> Frequencies:
     """What a file divides each frequency by, where it lists that."""
-    factors = np.array(config.get("rope_freqs", (1.0,) * count))
-    if len(factors) != count or not (np.isfinite(factors) & (factors > 0)).all():
-        raise config.error(f"rope_freqs must be {count} positive numbers")
-    return factors
+    listed = config.sequence("rope_freqs", 0)
+    if listed is None:
+        return np.ones(count)
+    factors = config.sequence("rope_freqs", count) or []
+    if not all(isinstance(factor, int | float) and 0 < factor < math.inf for factor in factors):
+        raise config.error("rope_freqs must be positive numbers")
+    return np.array(factors, np.float64)
 
 
 def _rotates(config: Fields, layer: int, kind: str) -> bool:

@@ -117,9 +117,11 @@ def test_no_time_for_peers(quick, fake):
     assert result.record["left_out"] == ["Fake: no time was left"]
 
 
-def test_types_that_do_not_fit_are_left_out(quick):
+def test_types_that_do_not_fit_are_left_out(quick, fake):
+    quick.setattr(bench, "KINDS", {"fake": fake(("fast", "int8"))})
     record = measured(dataclasses.replace(SMALL, head_dim=48))
     assert types(record, "decode") == ["f32", "f16", "bf16"]
+    assert types(record, "decode", "Fake") == ["int8"]  # by our f16, then
     assert record["left_out"] == [
         "q8_0 takes a head_dim that is a multiple of 32, not 48",
         "q4_0 takes a head_dim that is a multiple of 32, not 48",
