@@ -272,7 +272,7 @@ typedef struct product {
 } product;
 
 /* Multiplies a few query rows at a time, and between these asks for the rows of the next tile.  The kernels' blocks
- * have 4, 6 and 8 rows: all are quick at 12. */
+ * have 4, 6 and 12 rows: all are quick at 12. */
 static void multiply(const task *t, const product *p, const void *const *next, int32_t num_next, size_t next_bytes) {
     enum { ROWS = 12 };
     for (int32_t r = 0; r < t->num_q; r += ROWS) {

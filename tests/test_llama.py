@@ -420,8 +420,8 @@ def test_num_kv_heads_defaults_to_num_heads(folder: Path) -> None:
     [
         ({"hidden_size": ...}, r"config\.json: there is no field 'hidden_size'"),
         ({"rms_norm_eps": None}, "there is no field 'rms_norm_eps'"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1 to 16384, not 0"),
-        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number from 1 to 16384, not True"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1 to 1024, not 0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number from 1 to 1024, not True"),
         ({"vocab_size": 256.5}, r"vocab_size must be a whole number from 1 to 2147483647, not 256\.5"),
         ({"max_position_embeddings": 2**40}, "max_position_embeddings must be a whole number"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number, not 'small'"),

@@ -6,7 +6,7 @@
  */
 #include "x86.h"
 
-enum { LANES = 16, ACCUMULATORS = 16, MATMUL_ROWS = 8, MATMUL_VECTORS = 1 }; /* of 32 registers */
+enum { LANES = 16, ACCUMULATORS = 16, MATMUL_ROWS = 12, MATMUL_VECTORS = 2 }; /* of 32 registers */
 
 typedef __m512 vec;
 

@@ -9,8 +9,8 @@
  *   LANES            floats in a vector; divides KVC_LANES, which is half of KVC_QUANT_ELEMENTS
  *   ACCUMULATORS     registers that score and accumulate add up in, at least 4; they need four more for factors.  It
  *                    takes more of them than the latency of an fma times the fmas started in a cycle
- *   MATMUL_ROWS      rows (at most 8) and vectors of the block of c that matmul keeps in registers, beside which it
- *   MATMUL_VECTORS   needs MATMUL_VECTORS + 1; MATMUL_VECTORS * LANES divides KVC_LANES
+ *   MATMUL_ROWS      rows (at most 12) and vectors of the block of c that matmul keeps in registers, beside which it
+ *   MATMUL_VECTORS   needs MATMUL_VECTORS + 1; MATMUL_VECTORS * LANES is KVC_LANES or twice that
  *
  *   vec                        a vector of LANES floats
  *   v_zero()  v_set(x)         all lanes
@@ -536,54 +536,53 @@ TARGET static void softmax(float *scores, int num_q, int n, float *max, float *s
 
 /* ---- matmul and what packs for it ------------------------------------------------------------------------------- */
 
-INLINE void matmul_block(int num_rows, float *c, int ldc, const float *a, int lda, const float *b, int ldb, int k,
-                         int add) {
+INLINE void matmul_block(int num_rows, int num_vectors, float *c, int ldc, const float *a, int lda, const float *b,
+                         int ldb, int k, int add) {
     vec sums[MATMUL_ROWS * MATMUL_VECTORS], x[MATMUL_VECTORS];
     UNROLL
     for (int i = 0; i < num_rows; i++) UNROLL
-    for (int j = 0; j < MATMUL_VECTORS; j++)
-        sums[i * MATMUL_VECTORS + j] = add ? v_load(c + (ptrdiff_t)i * ldc + j * LANES) : v_zero();
+    for (int j = 0; j < num_vectors; j++)
+        sums[i * num_vectors + j] = add ? v_load(c + (ptrdiff_t)i * ldc + j * LANES) : v_zero();
     for (int p = 0; p < k; p++) {
         UNROLL
-        for (int j = 0; j < MATMUL_VECTORS; j++) x[j] = v_load(b + (ptrdiff_t)p * ldb + j * LANES);
+        for (int j = 0; j < num_vectors; j++) x[j] = v_load(b + (ptrdiff_t)p * ldb + j * LANES);
         UNROLL
         for (int i = 0; i < num_rows; i++) {
             vec y = v_set(a[(ptrdiff_t)i * lda + p]);
             UNROLL
-            for (int j = 0; j < MATMUL_VECTORS; j++)
-                sums[i * MATMUL_VECTORS + j] = v_fma(y, x[j], sums[i * MATMUL_VECTORS + j]);
+            for (int j = 0; j < num_vectors; j++) sums[i * num_vectors + j] = v_fma(y, x[j], sums[i * num_vectors + j]);
         }
     }
     UNROLL
     for (int i = 0; i < num_rows; i++) UNROLL
-    for (int j = 0; j < MATMUL_VECTORS; j++) v_store(c + (ptrdiff_t)i * ldc + j * LANES, sums[i * MATMUL_VECTORS + j]);
+    for (int j = 0; j < num_vectors; j++) v_store(c + (ptrdiff_t)i * ldc + j * LANES, sums[i * num_vectors + j]);
 }
 
-/* Every number of rows has a block of its own: with 16 rows in blocks of 6, a slow path for 4 would be felt. */
-#define MATMUL_CASE(rows)                                                                                 \
-    case rows:                                                                                            \
-        if (rows <= MATMUL_ROWS)                                                                          \
-            matmul_block(rows < MATMUL_ROWS ? rows : MATMUL_ROWS, cij, ldc, ai, lda, b + j, ldb, k, add); \
-        break
+/* Blocks of so many rows, as far as they go. */
+#define MATMUL_ROWS_OF(rows)                                                                                       \
+    for (; rows <= MATMUL_ROWS && i + rows <= m; i += rows)                                                        \
+    matmul_block(rows <= MATMUL_ROWS ? rows : 1, num_vectors, c + (ptrdiff_t)i * ldc, ldc, a + (ptrdiff_t)i * lda, \
+                 lda, b, ldb, k, add)
+
+/* So many vectors of columns of c, while these columns of b stay in the L1 cache. */
+INLINE void matmul_columns(int num_vectors, float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m,
+                           int k, int add) {
+    int i = 0;
+    MATMUL_ROWS_OF(12);
+    MATMUL_ROWS_OF(8);
+    MATMUL_ROWS_OF(6);
+    MATMUL_ROWS_OF(4);
+    MATMUL_ROWS_OF(2);
+    MATMUL_ROWS_OF(1);
+}
 
 TARGET static void matmul(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
                           int add) {
-    for (int j = 0; j < n; j += MATMUL_VECTORS * LANES) { /* so that these columns of b stay in the L1 cache */
-        for (int i = 0; i < m; i += MATMUL_ROWS) {
-            const float *ai = a + (ptrdiff_t)i * lda;
-            float *cij = c + (ptrdiff_t)i * ldc + j;
-            switch (smaller(m - i, MATMUL_ROWS)) {
-                MATMUL_CASE(1);
-                MATMUL_CASE(2);
-                MATMUL_CASE(3);
-                MATMUL_CASE(4);
-                MATMUL_CASE(5);
-                MATMUL_CASE(6);
-                MATMUL_CASE(7);
-                MATMUL_CASE(8);
-            }
-        }
-    }
+    const int step = MATMUL_VECTORS * LANES;
+    int j = 0;
+    for (; n - j > step - KVC_LANES; j += step)
+        matmul_columns(MATMUL_VECTORS, c + j, ldc, a, lda, b + j, ldb, m, k, add);
+    if (j < n) matmul_columns(KVC_LANES / LANES, c + j, ldc, a, lda, b + j, ldb, m, k, add);
 }
 
 /* Transposes elements [d, d + count) of rows [j, j + LANES). */
