@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcache._core import skip_strings
 from kvcache.errors import ModelFileError
 
 __all__ = ["Header", "Skipped", "Tensor", "read_array", "read_floats", "read_header"]
@@ -351,16 +352,10 @@ class _Source:
     def _skip_strings(self, key: str, count: int) -> None:
         self.expect(count, 8, "strings")
         self.spend(count)
-        # a vocabulary has hundreds of thousands: a length past the end shows in the next one, or after the last
-        data, at, unpack = self.data, self.at, struct.Struct("<Q").unpack_from
-        try:
-            for _ in range(count):
-                at += 8 + unpack(data, at)[0]
-        except (struct.error, OverflowError):
-            at = self.size + 1
-        if at > self.size:
+        end = skip_strings(self.data, self.at, count)  # a vocabulary has hundreds of thousands
+        if end < 0:
             raise self.error(f"the strings of {_shown(key)} go past the end of the file")
-        self.at = at
+        self.at = end
 
     def strings(self, key: str, count: int) -> tuple[str, ...]:
         """An array of strings; the file may have changed since it was skipped."""

@@ -370,13 +370,14 @@ def _shared_rope(inv_freq: bytes, interleaved: bool, first_dim: int) -> Rope:
 
 def _factors(config: Fields, count: int) -> Frequencies:
     """What a file divides each frequency by, where it lists that."""
-    listed = config.sequence("rope_freqs", 0)
-    if listed is None:
-        return np.ones(count)
-    factors = config.sequence("rope_freqs", count) or []
-    if not all(isinstance(factor, int | float) and 0 < factor < math.inf for factor in factors):
-        raise config.error("rope_freqs must be positive numbers")
-    return np.array(factors, np.float64)
+    listed = config.get("rope_freqs", [1.0] * count)
+    if not isinstance(listed, list | tuple) or len(listed) != count or not all(map(_is_positive, listed)):
+        raise config.error(f"rope_freqs must be {count} positive numbers")
+    return np.array(listed, np.float64)
+
+
+def _is_positive(x: Any) -> bool:
+    return isinstance(x, int | float) and 0 < x < math.inf
 
 
 def _rotates(config: Fields, layer: int, kind: str) -> bool:
