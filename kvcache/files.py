@@ -16,9 +16,10 @@ from typing import Any
 from kvcache import gguf
 from kvcache.errors import ModelFileError
 
-__all__ = ["Fields", "read_config", "read_json"]
+__all__ = ["Fields", "read_config", "read_json", "read_safetensors_header"]
 
 MAX_BYTES = 1 << 24  # of a JSON file
+MAX_HEADER = 100_000_000  # bytes of a safetensors header, as its own library has it
 
 # One name for each fact; of a model with an encoder, the decoder's, which come first.
 NAMES = {
@@ -270,7 +271,7 @@ def read_config(source: Any) -> Fields:
     Parameters
     ----------
     source : path, mapping, or configuration of transformers
-        A folder with a ``config.json``, such a file, or a GGUF; or what such a file holds.
+        A folder with a ``config.json``, such a file, or safetensors beside it, or a GGUF; or what such a file holds.
 
     Returns
     -------
@@ -291,6 +292,8 @@ def read_config(source: Any) -> Fields:
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         raise TypeError(f"config={_short(source)}: give a path, a mapping, or a configuration of transformers")
     path = Path(source)
+    if path.suffix == ".safetensors":
+        path = path.parent
     if path.is_dir():
         path = path / "config.json"
     if is_gguf(path):
@@ -327,6 +330,31 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelFileError(f"{path} cannot be read: {error.strerror}") from None
     if len(data) > MAX_BYTES:
         raise ModelFileError(f"{path} is larger than the {MAX_BYTES >> 20} MiB that a configuration may have")
+    return _parse(data, path)
+
+
+def read_safetensors_header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Read the names and shapes of a safetensors file's tensors, and nothing of what is in them.
+
+    Raises
+    ------
+    ModelFileError
+        If it is missing, or no safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            data = file.read(length) if length <= MAX_HEADER else b""
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error.strerror}") from None
+    if not data or len(data) < length:
+        raise ModelFileError(f"{path} is not a whole safetensors file: its header should have {length:,} bytes")
+    tensors = _parse(data, path)
+    shapes = {name: entry.get("shape") for name, entry in tensors.items() if isinstance(entry, dict)}
+    return {name: tuple(shape) for name, shape in shapes.items() if isinstance(shape, list)}
+
+
+def _parse(data: bytes, path: Path) -> dict[str, Any]:
     try:
         values = json.loads(data)
     except ValueError as error:

@@ -7,16 +7,18 @@ in the tables of this module.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.errors import NotSupportedError
-from kvcache.files import Fields, read_config
+from kvcache.errors import ModelFileError, NotSupportedError
+from kvcache.files import Fields, read_config, read_json, read_safetensors_header
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
 from kvcache.rope import Rope, RopeLike
 
@@ -24,6 +26,7 @@ __all__ = ["Shape", "read"]
 
 MAX_LAYERS = 1024
 MAX_HEAD_DIM = 1 << 13
+PACKED = "quantization_config"  # where it is there, weights may be packed into other shapes
 
 # Every so manieth layer sees everything, the others a window.
 FULL_EVERY = {
@@ -205,7 +208,33 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
         raise NotSupportedError(f"{config.source}: no layer of this {model_type} has keys and values")
     columns: dict[str, Any] = dict(zip(_Layer._fields, zip(*layers, strict=True), strict=True))
     context = None if config.get("max_position_embeddings") is None else config.count("max_position_embeddings")
-    return Shape(model_type, share=tuple(share), max_seq_len=context, **columns)
+    shape = Shape(model_type, share=tuple(share), max_seq_len=context, **columns)
+    if isinstance(source, str | os.PathLike) and not any(config.get(name) for name in ("gguf_architecture", PACKED)):
+        _check_weights(Path(source), shape)
+    return shape
+
+
+def _check_weights(path: Path, shape: Shape) -> None:
+    """Refuse a folder whose weights make keys or values of another size than its configuration says."""
+    folder = path if path.is_dir() else path.parent
+    for name, dim in (("k", shape.head_dim[0]), ("v", shape.v_head_dim[0])):
+        tensor = f"model.layers.0.self_attn.{name}_proj.weight"  # as most models call it
+        file = _file_of(tensor, folder)
+        made = read_safetensors_header(file).get(tensor) if file is not None else None
+        if made and not shape.value_in_key[0] and made[0] != shape.num_kv_heads[0] * dim:
+            raise ModelFileError(
+                f"{file}: {tensor} makes {made[0]} elements for a token, and config.json says "
+                f"{shape.num_kv_heads[0]} KV heads of {dim}"
+            )
+
+
+def _file_of(tensor: str, folder: Path) -> Path | None:
+    """Which of a folder's files has a tensor, if one does."""
+    index = folder / "model.safetensors.index.json"
+    names = read_json(index).get("weight_map") if index.exists() else {tensor: "model.safetensors"}
+    name = names.get(tensor) if isinstance(names, dict) else None
+    is_there = isinstance(name, str) and Path(name).name == name and (folder / name).is_file()
+    return folder / str(name) if is_there else None
 
 
 # ---- what each layer keeps

@@ -341,6 +341,65 @@ def test_missing_files(tmp_path):
             shapes.read(source)
 
 
+# ---- safetensors
+
+
+def write_folder(folder, rows, **config):
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **config}))
+    header = {
+        f"model.layers.0.self_attn.{name}_proj.weight": {"dtype": "F16", "shape": [rows, 4096], "data_offsets": [0, 0]}
+        for name in "kv"
+    }
+    data = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+
+
+def test_weights_that_fit_the_configuration(tmp_path):
+    write_folder(tmp_path, 1024)
+    assert shapes.read(tmp_path) == shapes.read(tmp_path / "model.safetensors") == shapes.read(LLAMA)
+
+
+def test_weights_of_another_shape(tmp_path):
+    write_folder(tmp_path, 4096)
+    with pytest.raises(
+        kvcache.ModelFileError, match=r"4096 elements for a token, and config\.json says 8 KV heads of 128"
+    ):
+        shapes.read(tmp_path)
+    write_folder(tmp_path, 4096, quantization_config={"load_in_4bit": True})  # packed
+    assert shapes.read(tmp_path) == shapes.read(LLAMA)
+
+
+def test_weights_in_several_files(tmp_path):
+    write_folder(tmp_path, 64)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+    for file in ("model-1.safetensors", "missing.safetensors", "../model-1.safetensors", 7):
+        index = {"weight_map": {"model.layers.0.self_attn.k_proj.weight": file}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        if file == "model-1.safetensors":
+            with pytest.raises(kvcache.ModelFileError, match="64 elements"):
+                shapes.read(tmp_path)
+        else:
+            assert shapes.read(tmp_path).num_layers == 4
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\1",
+        b"\xff" * 8,
+        (2**62).to_bytes(8, "little") + b"{}",
+        (9).to_bytes(8, "little") + b"{}",
+        b"\2" + b"\0" * 7 + b"[]",
+    ],
+)
+def test_hostile_safetensors(tmp_path, data):
+    write_folder(tmp_path, 1024)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(kvcache.ModelFileError, match=r"model\.safetensors"):
+        shapes.read(tmp_path)
+
+
 # ---- GGUF
 
 
