@@ -108,24 +108,27 @@ def plan_command(
     dtype: Types = [],  # noqa: B006 (typer copies it)
     window: Annotated[int | None, typer.Option(min=1, help="Plan also for a window of N tokens.", metavar="N")] = None,
     sink_tokens: Annotated[int, typer.Option(min=0, help="The first N tokens stay beside it.", metavar="N")] = 0,
+    max_source_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens or frames that an encoder is given.")
+    ] = None,
     threads: Threads = None,
     measure: Annotated[bool, typer.Option(help="Measure how fast this machine reads rows: a second or two.")] = True,
     as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
     """Say how much memory a model's cache takes here, what fits, and how fast it decodes."""
+    _check_picture(plot)
     if sink_tokens and window is None:
         raise typer.BadParameter(
             "it needs --window: without one every token is seen anyway", param_hint="--sink-tokens"
         )
-    if plot is not None:
-        _check_plot(plot)
-    shape = shapes.read(model, CONTEXT)
+    shape = shapes.read(model, max_source_len)
     context = context or shape.max_seq_len or CONTEXT
-    dtypes = [d for d in plan.DTYPES if not dtype or d in dtype]
-    possible = [d for d in dtypes if d in plan.dtypes_for(shape)]
-    if not possible:
-        raise typer.BadParameter(f"a head of this model is no multiple of 32 elements, as {dtype[0]} takes them")
+    possible = plan.dtypes_for(shape)
+    for wanted in dtype:
+        if wanted not in possible:
+            raise typer.BadParameter(f"{wanted} takes 32 elements at a time, and a head of this model is no multiple")
+    possible = [d for d in possible if not dtype or d in dtype]
     policy = None if window is None else SlidingWindow(window, sink_tokens)
     made = plan.make(
         shape,
@@ -240,11 +243,10 @@ def bench_command(
     """Measure what this machine gives: bandwidth, decoding, prefill and storing by type, and peers."""
     from kvcache import bench
 
+    _check_picture(plot)
     context = context or CONTEXT
     default = bench.Shape(context=context, threads=threads or get_num_threads())
     shape = default if model is None else _bench_shape(shapes.read(model, context), context, threads)
-    if plot is not None:
-        _check_plot(plot)
     record = _measure(shape, seconds, peers)
     if plot is not None:
         bench.picture(record).savefig(plot)
@@ -412,15 +414,11 @@ def _why_threads() -> str:
 # ---- printing and drawing
 
 
-def _check_plot(file: Path) -> None:
-    """Refuse a file that no picture can be written to before there is anything to draw."""
-    from matplotlib.figure import Figure
+def _check_picture(file: Path | None) -> None:
+    if file is not None:
+        from kvcache import plot
 
-    kinds = Figure().canvas.get_supported_filetypes()
-    if file.suffix.lstrip(".") not in kinds:
-        raise typer.BadParameter(f"{file} is none of the kinds {', '.join(kinds)}", param_hint="--plot")
-    if not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {file.parent}", param_hint="--plot")
+        plot.check_file(file)
 
 
 def _print_json(value: Any) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -58,6 +59,15 @@ VISIBILITY = {LATER: ("", WHITE), DROPPED: ("dropped", LIGHT), KEPT: ("only kept
 FREE, UNFILLED, WASTED, SHARED, HELD = range(5)
 STATES = {SHARED: "shared", WASTED: "wasted", UNFILLED: "not filled", FREE: "free"}
 COLOURS = {FREE: WHITE, UNFILLED: LIGHT, WASTED: WHITE, SHARED: DARK}
+
+
+def check_file(file: Path) -> None:
+    """Refuse a file that no picture can be written to, before there is anything to draw."""
+    kinds = Figure().canvas.get_supported_filetypes()
+    if file.suffix.lstrip(".") not in kinds:
+        raise ValueError(f"{file} is of none of the kinds that can be drawn: {', '.join(kinds)}")
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {file.parent} to draw into")
 
 
 def memory(caches: Mapping[str, KVCache], max_tokens: SupportsIndex, ax: Axes | None = None) -> Axes:

@@ -149,7 +149,21 @@ def test_plan_of_types_that_the_heads_do_not_suit(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     made = json.loads(run("plan", tmp_path, "--no-measure", "--json").stdout)
     assert [row["dtype"] for row in made["rows"]] == ["f32", "f16", "bf16"]
-    check_refused(run("plan", tmp_path, "--dtype", "q8_0"), "32", "q8_0")
+    check_refused(run("plan", tmp_path, "--dtype", "f16", "--dtype", "q8_0"), "32", "q8_0")
+
+
+def test_plan_of_a_model_with_an_encoder(tmp_path):
+    bart = {"is_encoder_decoder": True, "decoder_layers": 2, "decoder_attention_heads": 4, "d_model": 128}
+    (tmp_path / "config.json").write_text(json.dumps(bart))
+    check_refused(run("plan", tmp_path), "max_source_len")
+    made = json.loads(run("plan", tmp_path, "--no-measure", "--json", "--max-source-len", 50).stdout)
+    assert [group["policy"] for group in made["groups"]] == ["FullAttention()", "CrossAttention(max_len=50)"]
+
+
+def test_pictures_need_matplotlib(tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError")
+    done = run("plan", MODEL, "--no-measure", "--plot", "a.png", PYTHONPATH=str(tmp_path))
+    check_refused(done, "pip install 'kvcache[plot]'")
 
 
 def gguf(*parts):
