@@ -27,10 +27,13 @@ INLINE void dot_step(int num_q, int num_rows, vec *sums, const float *q, int q_s
     }
 }
 
-INLINE void add_dots(int num_q, int num_rows, vec *sums, const float *q, int q_stride, const void *const *rows,
-                     int dim) {
+INLINE void add_dots(int num_q, int num_rows, vec *sums, const float *q, int q_stride, const void *const *rows, int dim,
+                     ahead *next) {
     int d = 0;
-    for (; d + PAIRED <= dim; d += PAIRED) dot_step(num_q, num_rows, sums, q, q_stride, rows, d, PAIRED);
+    for (; d + PAIRED <= dim; d += PAIRED) {
+        ask(next);
+        dot_step(num_q, num_rows, sums, q, q_stride, rows, d, PAIRED);
+    }
     if (d < dim) dot_step(num_q, num_rows, sums, q, q_stride, rows, d, dim - d);
 }
 

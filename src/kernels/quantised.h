@@ -88,13 +88,14 @@ INLINE ivec pair_of(int type, ivec x, int p) {
 /* Adds the products of 16 bytes of elements of GROUPS * LANES rows, the first pair of which is `pair`, to
  * sums[group][query]. */
 INLINE void score_bytes(int type, int num_q, ivec sums[][QUERIES], const char *const *q, const void *const *rows,
-                        size_t at, int pair) {
+                        size_t at, int pair, ahead *next) {
     const int depth = type == KVC_Q8_0 ? 2 : 4;
     ivec x[GROUPS][4];
     UNROLL
     for (int g = 0; g < GROUPS; g++) i_load_rows(x[g], rows + g * LANES, at);
     UNROLL
     for (int i = 0; i < 4; i++) {
+        ask(next);
         UNROLL
         for (int g = 0; g < GROUPS; g++)
             if (type == KVC_Q8_0) x[g][i] = i_xor(x[g][i], i_set_16((int16_t)0x8080));
@@ -114,7 +115,8 @@ INLINE void score_bytes(int type, int num_q, ivec sums[][QUERIES], const char *c
 }
 
 /* Scores of GROUPS * LANES rows. */
-INLINE void score_group(int type, int num_q, float *scores, const char *const *q, const void *const *rows, int dim) {
+INLINE void score_group(int type, int num_q, float *scores, const char *const *q, const void *const *rows, int dim,
+                        ahead *next) {
     vec sums[GROUPS][QUERIES];
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
@@ -125,8 +127,8 @@ INLINE void score_group(int type, int num_q, float *scores, const char *const *q
         UNROLL
         for (int r = 0; r < num_q; r++) UNROLL
         for (int g = 0; g < GROUPS; g++) counts[g][r] = i_set_pair(starts_of(q[r], dim) + (size_t)b * sizeof(int32_t));
-        score_bytes(type, num_q, counts, q, rows, elements, b * PAIRS);
-        if (type == KVC_Q8_0) score_bytes(type, num_q, counts, q, rows, elements + PIECE, b * PAIRS + PAIRS / 2);
+        score_bytes(type, num_q, counts, q, rows, elements, b * PAIRS, next);
+        if (type == KVC_Q8_0) score_bytes(type, num_q, counts, q, rows, elements + PIECE, b * PAIRS + PAIRS / 2, next);
         UNROLL
         for (int g = 0; g < GROUPS; g++) {
             const vec scale = v_load_scales(rows + g * LANES, at);
@@ -147,10 +149,9 @@ INLINE void score_quantised(int type, int num_q, float *scores, const float *q, 
                             int n, int dim, const void *const *next, int next_bytes) {
     const char *queries[QUERIES];
     for (int r = 0; r < num_q; r++) queries[r] = (const char *)(q + (ptrdiff_t)r * q_stride);
-    for (int j = 0; j < n; j += GROUPS * LANES) {
-        for (int i = j; next && i < smaller(j + GROUPS * LANES, n); i++) prefetch(next[i], 0, next_bytes);
-        score_group(type, num_q, scores + j, queries, rows + j, dim);
-    }
+    const int num_groups = (n + GROUPS * LANES - 1) / (GROUPS * LANES), elements = type == KVC_Q8_0 ? PIECE : 2 * PIECE;
+    ahead after = ahead_of(next, n, next_bytes, num_groups * (dim / elements) * 4); /* four steps to a piece */
+    for (int j = 0; j < n; j += GROUPS * LANES) score_group(type, num_q, scores + j, queries, rows + j, dim, &after);
 }
 
 /* ---- accumulate ------------------------------------------------------------------------------------------------- */

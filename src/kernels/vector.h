@@ -207,6 +207,27 @@ INLINE void prefetch(const void *row, int begin, int end) {
     for (int i = begin; i < end; i += LINE) __builtin_prefetch((const char *)row + i, 0, 2);
 }
 
+/* Rows that are asked for, some lines at each of the steps of other work: all at once they would hold up what that
+ * reads. */
+typedef struct ahead {
+    const void *const *row, *const *end;
+    int bytes, at, lines; /* of a row; where the next line lies in *row; at each step */
+} ahead;
+
+/* The first `bytes` bytes of n rows, in so many steps; rows may be NULL. */
+INLINE ahead ahead_of(const void *const *rows, int n, int bytes, int steps) {
+    const int lines = rows ? n * ((bytes + LINE - 1) / LINE) : 0;
+    return (ahead){rows, rows ? rows + n : rows, bytes, 0, steps ? (lines + steps - 1) / steps : lines};
+}
+
+INLINE void ask(ahead *a) {
+    for (int i = 0; i < a->lines && a->row < a->end; i++) {
+        prefetch(*a->row, a->at, a->at + 1);
+        a->at += LINE;
+        if (a->at >= a->bytes) a->at = 0, a->row++;
+    }
+}
+
 TARGET static void copy(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, int64_t num_rows,
                         size_t row_bytes) {
     if (dst_stride == (int64_t)row_bytes && src_stride == dst_stride) {
@@ -305,17 +326,19 @@ INLINE void score_step(int type, int num_q, int num_rows, vec *sums, const float
 
 /* dots: of queries that are bf16, too. */
 INLINE void score_block(int type, int dots, int num_q, int num_rows, float *scores, const float *q, int q_stride,
-                        const void *const *rows, int dim) {
+                        const void *const *rows, int dim, ahead *next) {
     enum { PADDED = (ACCUMULATORS + LANES - 1) / LANES * LANES };
     vec sums[PADDED];
     float sum[PADDED];
     UNROLL
     for (int i = 0; i < PADDED; i++) sums[i] = v_zero();
 #if DOT_BF16
-    if (dots) add_dots(num_q, num_rows, sums, q, q_stride, rows, dim);
+    if (dots) add_dots(num_q, num_rows, sums, q, q_stride, rows, dim, next);
 #endif
-    for (int d = 0; !dots && d + LANES <= dim; d += LANES)
+    for (int d = 0; !dots && d + LANES <= dim; d += LANES) {
+        ask(next);
         score_step(type, num_q, num_rows, sums, q, q_stride, rows, d);
+    }
     UNROLL
     for (int i = 0; i < num_q * num_rows; i += LANES) v_store(sum + i, v_sums(sums + i));
     UNROLL
@@ -341,16 +364,14 @@ INLINE void score_queries(int type, int dots, int num_q, float *scores, const fl
         score_quantised(type, num_q, scores, q, q_stride, rows, n, dim, next, next_bytes);
         return;
     }
-    const int num_rows = breadth(num_q);
+    const int num_rows = breadth(num_q), num_blocks = n < num_rows ? n : (n + num_rows - 1) / num_rows;
+    ahead after = ahead_of(next, n, next_bytes, num_blocks * (dim / (dots ? 2 * LANES : LANES)));
     for (int j = 0; j < n && n >= num_rows; j += num_rows) {
         int first = smaller(j, n - num_rows);
-        for (int i = 0; next && i < num_rows; i++) prefetch(next[first + i], 0, next_bytes);
-        score_block(type, dots, num_q, num_rows, scores + first, q, q_stride, rows + first, dim);
+        score_block(type, dots, num_q, num_rows, scores + first, q, q_stride, rows + first, dim, &after);
     }
-    for (int j = 0; j < n && n < num_rows; j++) {
-        if (next) prefetch(next[j], 0, next_bytes);
-        score_block(type, dots, num_q, 1, scores + j, q, q_stride, rows + j, dim);
-    }
+    for (int j = 0; j < n && n < num_rows; j++)
+        score_block(type, dots, num_q, 1, scores + j, q, q_stride, rows + j, dim, &after);
 #if DOT_BF16
     if (dots) scale_scores(num_q, scores, q, q_stride, n, dim);
 #endif
