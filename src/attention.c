@@ -160,22 +160,27 @@ static void turn_queries(const task *t, int32_t turn) {
         kvc_rope_turn(c->rope, angles, t->ready + (size_t)r * (size_t)plan->lane.q_stride);
 }
 
-/* The kernel that scores a tile. */
+/* The kernel that scores a tile for few query rows. */
 static const kvc_scorer *scorer_of(const task *t, const tile *tile) {
     const kvc_kernels *kernels = t->call->kernels;
-    const int type = t->unit->tiled ? KVC_F32 : t->call->layer->k_type; /* tiles are decoded */
+    const int type = t->call->layer->k_type;
     const int is_bf16 = type == KVC_BF16 && t->call->args->q_type == KVC_BF16 && !turn_of(t, tile);
     return is_bf16 && kernels->score_bf16.score ? &kernels->score_bf16 : &kernels->score[type];
 }
 
-/* The query rows as that wants them. */
+/* How its rows are multiplied by many query rows: as keys and as values. */
+static const kvc_tiler *key_tiler(const task *t) { return &t->call->kernels->tiler[t->call->layer->k_type]; }
+static const kvc_tiler *value_tiler(const task *t) { return &t->call->kernels->tiler[t->call->layer->v_type]; }
+
+/* The query rows as that, or what scores it, wants them. */
 static const float *queries_for(task *t, const tile *tile) {
     const kvc_plan *plan = t->call->plan;
     const int32_t turn = turn_of(t, tile), stride = plan->lane.q_stride;
     if (turn == t->turn) return t->ready;
     memcpy(t->ready, t->q, (size_t)t->num_q * (size_t)stride * sizeof *t->q);
     if (turn) turn_queries(t, turn);
-    scorer_of(t, tile)->prepare(t->ready, stride, t->num_q, plan->k_dim, t->call->scale);
+    kvc_prepare_fn *prepare = t->unit->tiled ? key_tiler(t)->prepare : scorer_of(t, tile)->prepare;
+    prepare(t->ready, stride, t->num_q, plan->k_dim, t->call->scale);
     t->turn = turn;
     return t->ready;
 }
@@ -266,22 +271,21 @@ static void prefetch(const void *p, size_t bytes) {
 
 /* to = from * by, or to += it: [query rows][n], [query rows][k] and [k][n], rows so many floats apart. */
 typedef struct product {
+    kvc_matmul_fn *matmul;
     float *to;
     const float *from, *by;
     int32_t to_stride, from_stride, by_stride, n, k, adds;
+    int32_t rows; /* at once */
 } product;
 
-/* Multiplies a few query rows at a time, and between these asks for the rows of the next tile.  The kernels' blocks
- * have 4, 6 and 12 rows: all are quick at 12. */
+/* Multiplies some query rows at a time, and between these asks for the rows of the next tile. */
 static void multiply(const task *t, const product *p, const void *const *next, int32_t num_next, size_t next_bytes) {
-    enum { ROWS = 12 };
-    for (int32_t r = 0; r < t->num_q; r += ROWS) {
-        const int32_t rows = t->num_q - r < ROWS ? t->num_q - r : ROWS;
+    for (int32_t r = 0; r < t->num_q; r += p->rows) {
+        const int32_t rows = t->num_q - r < p->rows ? t->num_q - r : p->rows;
         for (int32_t j = num_next * r / t->num_q; j < num_next * (r + rows) / t->num_q; j++)
             prefetch(next[j], next_bytes);
-        t->call->kernels->matmul(p->to + (size_t)r * (size_t)p->to_stride, p->to_stride,
-                                 p->from + (size_t)r * (size_t)p->from_stride, p->from_stride, p->by, p->by_stride,
-                                 rows, p->n, p->k, p->adds);
+        p->matmul(p->to + (size_t)r * (size_t)p->to_stride, p->to_stride, p->from + (size_t)r * (size_t)p->from_stride,
+                  p->from_stride, p->by, p->by_stride, rows, p->n, p->k, p->adds);
     }
 }
 
@@ -290,8 +294,11 @@ static void multiply_tile(task *t, tile *now, tile *next, const void *k[KVC_TILE
     const call *c = t->call;
     const kvc_plan *plan = c->plan;
     const kvc_lane_layout *lane = &plan->lane;
+    const kvc_tiler *keys = key_tiler(t), *values = value_tiler(t);
     const void *v[KVC_TILE];
-    const product scores = {.to = t->scores,
+    const product scores = {.matmul = keys->score,
+                            .rows = keys->rows,
+                            .to = t->scores,
                             .to_stride = KVC_TILE,
                             .from = queries_for(t, now),
                             .from_stride = lane->q_stride,
@@ -299,7 +306,9 @@ static void multiply_tile(task *t, tile *now, tile *next, const void *k[KVC_TILE
                             .by_stride = KVC_TILE,
                             .n = now->n,
                             .k = plan->k_dim};
-    const product sums = {.to = t->acc,
+    const product sums = {.matmul = values->accumulate,
+                          .rows = values->rows,
+                          .to = t->acc,
                           .to_stride = lane->acc_stride,
                           .from = t->scores,
                           .from_stride = KVC_TILE,
@@ -309,7 +318,7 @@ static void multiply_tile(task *t, tile *now, tile *next, const void *k[KVC_TILE
                           .k = now->n,
                           .adds = 1};
     point_at_values(v, now, k, c->layout);
-    c->kernels->pack_keys[c->layer->k_type](t->lane + lane->keys, k, now->n, plan->k_dim);
+    keys->pack_keys(t->lane + lane->keys, k, now->n, plan->k_dim);
     multiply(t, &scores, v, now->n, c->layout->v_stored);
     weigh(t, now);
     next_tile(next, k, rest, c->layout);
@@ -318,7 +327,7 @@ static void multiply_tile(task *t, tile *now, tile *next, const void *k[KVC_TILE
         if (t->factor[r] == 1) continue;
         for (int32_t d = 0; d < plan->v_dim; d++) acc[d] *= t->factor[r];
     }
-    c->kernels->pack_values[c->layer->v_type](t->lane + lane->values, lane->acc_stride, v, now->n, plan->v_dim);
+    values->pack_values(t->lane + lane->values, lane->acc_stride, v, now->n, plan->v_dim);
     multiply(t, &sums, k, next->n, c->layout->k_row_bytes);
 }
 

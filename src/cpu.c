@@ -1,4 +1,7 @@
 /* cpu.c: looks at the processor and the environment. */
+#if defined(__linux__) && !defined(_GNU_SOURCE)
+#define _GNU_SOURCE /* syscall */
+#endif
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,8 +28,21 @@ static int has_avx512(void) {
 }
 #endif
 
+#ifdef KVC_HAVE_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* The tile registers are large, so Linux (5.16 on) has every process ask for them. */
+static int has_amx(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18, AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 };
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && edx & AMX_BF16 && edx & AMX_TILE &&
+           !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+}
+#endif
+
 const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
-    const kvc_kernels *tables[5]; /* that this machine can run, best last */
+    const kvc_kernels *tables[6]; /* that this machine can run, best last */
     int num_tables = 0;
     tables[num_tables++] = &kvc_kernels_scalar;
 #ifdef KVC_HAVE_AVX2
@@ -38,7 +54,11 @@ const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
     const int has_vnni = has_both && __builtin_cpu_supports("avx512vnni");
     if (has_vnni) tables[num_tables++] = &kvc_kernels_avx512vnni;
 #ifdef KVC_HAVE_AVX512_BF16
-    if (has_vnni && __builtin_cpu_supports("avx512bf16")) tables[num_tables++] = &kvc_kernels_avx512bf16;
+    const int has_bf16 = has_vnni && __builtin_cpu_supports("avx512bf16");
+    if (has_bf16) tables[num_tables++] = &kvc_kernels_avx512bf16;
+#ifdef KVC_HAVE_AMX
+    if (has_bf16 && has_amx()) tables[num_tables++] = &kvc_kernels_amx;
+#endif
 #endif
 #endif
 #ifdef KVC_HAVE_NEON

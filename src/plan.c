@@ -374,7 +374,7 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     lane->sum = add_floats(&lane->size, q);
     lane->factor = add_floats(&lane->size, q);
     lane->tokens = add_floats(&lane->size, q); /* of the same size */
-    lane->keys = add_floats(&lane->size, t->tiled ? (size_t)plan->k_dim * KVC_TILE : 0);
+    lane->keys = add_floats(&lane->size, t->tiled ? (size_t)lane->q_stride * KVC_TILE : 0);
     lane->values = add_floats(&lane->size, t->tiled ? (size_t)lane->acc_stride * KVC_TILE : 0);
 }
 
@@ -528,7 +528,7 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
                       .v_dim = layer->v_dim,
                       .num_cross_puts = batch->num_cross_puts,
                       .heads_per_kv = args->num_heads / layer->num_kv_heads};
-    draft.lane.q_stride = (int32_t)kvc_align_up((size_t)layer->k_dim, KVC_LANES);
+    draft.lane.q_stride = (int32_t)kvc_align_up((size_t)layer->k_dim, KVC_CHUNK);
     draft.lane.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
     size_t marks_size = 0;
     *out = take_marks(&draft, &marks_size) ? make_plan(&draft, args->num_threads) : NULL;

@@ -38,7 +38,7 @@ def has_isa(name):
         return kvcache.show_config(mode="dicts")["isa"] == name
 
 
-ISAS = [name for name in ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "neon") if has_isa(name)]
+ISAS = [name for name in ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx", "neon") if has_isa(name)]
 
 
 @pytest.fixture(params=ISAS)
@@ -66,10 +66,10 @@ def visible(policy, q_positions, positions):
     return (p <= q) & ((p > q - policy.window) | (p < policy.num_sink_tokens))
 
 
-def softmax(q, k, v, sees, distance, *, quantised=False, scale=None, softcap=None, sinks=None, alibi=None):
+def softmax(q, k, v, sees, distance, *, in_16_bits=False, scale=None, softcap=None, sinks=None, alibi=None):
     """q [T, H, D], k [KV, N, D], v [KV, N, DV] -> out [T, H, DV], lse [T, H], bound of the error in u of max |v|.
 
-    quantised: some rows are, which queries and weights of 16 bits are multiplied by.
+    in_16_bits: rows are multiplied by queries and weights of so many.
     """
     tokens, heads, dim = q.shape
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
@@ -77,7 +77,7 @@ def softmax(q, k, v, sees, distance, *, quantised=False, scale=None, softcap=Non
     scale = dim**-0.5 if scale is None else scale
     s = scale * np.einsum("tkgd,knd->tkgn", q, k).reshape(tokens, heads, -1)
     bound = abs(scale) * np.linalg.norm(q, axis=-1).max() * np.linalg.norm(k, axis=-1).max()
-    if quantised:
+    if in_16_bits:
         bound += (2 * abs(scale) * np.abs(q).max() * np.abs(k).sum(-1).max() + 2 * k.shape[1]) * 2.0**-16 / U
     if softcap is not None:
         s = softcap * np.tanh(s / softcap)
@@ -97,6 +97,11 @@ def softmax(q, k, v, sees, distance, *, quantised=False, scale=None, softcap=Non
     return out, lse, bound + math.sqrt(k.shape[1]) / 2 + 4
 
 
+def in_16_bits_here():
+    """The types that are multiplied so; tiles of many query rows and the others by AMX, in two bf16 of 8 each."""
+    return {"q8_0", "q4_0"} | ({"f16", "bf16"} if kvcache.show_config("dicts")["isa"] == "amx" else set())
+
+
 def check(cache, layer, positions, seq_ids, q, out, lse, **options):
     """Compares the results of a committed batch with the softmax over the rows that are stored."""
     positions, seq_ids = np.asarray(positions), np.asarray(seq_ids)
@@ -106,8 +111,8 @@ def check(cache, layer, positions, seq_ids, q, out, lse, **options):
         stored = cache.positions(seq_id=seq_id, layer=layer)
         sees = visible(cache.policy[layer], positions[mine], stored)
         distance = stored[None] - positions[mine][:, None].astype(float)
-        quantised = {cache.k_dtype[layer], cache.v_dtype[layer]} & {"q8_0", "q4_0"}
-        expected, expected_lse, bound = softmax(q[mine], k, v, sees, distance, quantised=bool(quantised), **options)
+        in_16_bits = {cache.k_dtype[layer], cache.v_dtype[layer]} & in_16_bits_here()
+        expected, expected_lse, bound = softmax(q[mine], k, v, sees, distance, in_16_bits=bool(in_16_bits), **options)
         tolerance = bound * U * np.abs(v).max()
         if out.dtype != np.float32:
             # Half a unit in the last place of the result, which is 2^-11 or 2^-8 of it, or of f16's smallest normal.

@@ -10,6 +10,7 @@
  *   avx2.c         those primitives for AVX2 + FMA + F16C
  *   avx512.h       those for AVX-512: avx512.c and, with its dot products of integers, avx512vnni.c, and of bf16,
  *                  avx512bf16.c
+ *   amx.h          products of tiles, with all else as in avx512bf16.c, which includes it
  *   x86.h          what these share
  *   neon.c         those for AArch64
  *   inline.h       how functions of a set are declared
@@ -25,7 +26,8 @@ enum {
     KVC_TILE = 64,        /* rows in a tile */
     KVC_FLOAT_TYPES = 3,  /* kvc_type below this are floating point: what callers hand in and get out */
     KVC_STORED_TYPES = 5, /* kvc_type below this can be stored; from KVC_FLOAT_TYPES on they are quantised */
-    KVC_LANES = 16        /* query rows, scores and panels are padded to a multiple of this many floats */
+    KVC_LANES = 16,       /* query rows, scores and panels are padded to a multiple of this many floats ... */
+    KVC_CHUNK = 32        /* ... and those that tiles are multiplied with to so many elements along the sum */
 };
 
 /* Converts num_rows rows of dim elements; rows are src_stride and dst_stride bytes apart.  Round to nearest even;
@@ -74,12 +76,24 @@ typedef void kvc_softmax_fn(float *scores, int num_q, int n, float *max, float *
 typedef void kvc_matmul_fn(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
                            int add);
 
-/* Packs n <= KVC_TILE rows for matmul: dst[d * KVC_TILE + j] = rows[j][d] as f32; columns n .. KVC_TILE become 0. */
+/* Packs n <= KVC_TILE rows into the panel of k = dim that query rows are multiplied by: dst[d * KVC_TILE + j] =
+ * rows[j][d] as f32; columns n .. KVC_TILE become 0. */
 typedef void kvc_pack_keys_fn(float *dst, const void *const *rows, int n, int dim);
 
-/* dst[j * dst_stride + d] = rows[j][d] as f32 (dst_stride in floats; what lies between dim and the next multiple of
- * KVC_LANES becomes 0). */
+/* Packs them into the panel of k = n that weights are multiplied by: dst[j * dst_stride + d] = rows[j][d] as f32
+ * (dst_stride in floats; what lies between dim and the next multiple of KVC_LANES becomes 0). */
 typedef void kvc_pack_values_fn(float *dst, int dst_stride, const void *const *rows, int n, int dim);
+
+/* How a tile of rows is multiplied by many query rows.  What prepared rows and panels look like is between these
+ * functions, which may have a form of their own in the same place; there, k is rounded up to a multiple of KVC_CHUNK:
+ * panels and query rows have room for it, and weights past n are 0. */
+typedef struct kvc_tiler {
+    kvc_prepare_fn *prepare;
+    kvc_pack_keys_fn *pack_keys;
+    kvc_pack_values_fn *pack_values;
+    kvc_matmul_fn *score, *accumulate; /* a: prepared query rows; weights */
+    int rows;                          /* of a that they are best given at once */
+} kvc_tiler;
 
 typedef struct kvc_kernels {
     const char *name;
@@ -88,10 +102,8 @@ typedef struct kvc_kernels {
     kvc_scorer score[KVC_STORED_TYPES];
     kvc_scorer score_bf16; /* of rows of bf16, for queries whose elements are bf16 as well; NULL: as other queries */
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];
-    kvc_pack_keys_fn *pack_keys[KVC_STORED_TYPES];
-    kvc_pack_values_fn *pack_values[KVC_STORED_TYPES];
+    kvc_tiler tiler[KVC_STORED_TYPES];
     kvc_softmax_fn *softmax;
-    kvc_matmul_fn *matmul;
 } kvc_kernels;
 
 extern const kvc_kernels kvc_kernels_scalar;
@@ -103,8 +115,14 @@ extern const kvc_kernels kvc_kernels_avx512;
 extern const kvc_kernels kvc_kernels_avx512vnni;
 #if defined(__clang__) || __GNUC__ >= 11 /* older ones do not know of it */
 #define KVC_HAVE_AVX512_BF16 1
-#define KVC_KERNEL_NAMES "scalar avx2 avx512 avx512vnni avx512bf16" /* in this build */
 extern const kvc_kernels kvc_kernels_avx512bf16;
+#if defined(__linux__) /* which is asked for the registers */
+#define KVC_HAVE_AMX 1
+#define KVC_KERNEL_NAMES "scalar avx2 avx512 avx512vnni avx512bf16 amx" /* in this build */
+extern const kvc_kernels kvc_kernels_amx;
+#else
+#define KVC_KERNEL_NAMES "scalar avx2 avx512 avx512vnni avx512bf16"
+#endif
 #else
 #define KVC_KERNEL_NAMES "scalar avx2 avx512 avx512vnni"
 #endif

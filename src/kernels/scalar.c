@@ -305,6 +305,7 @@ QUANTISED(q4_0, KVC_Q4_0)
 
 #define FLOAT_TYPES(kernel) [KVC_F32] = kernel##_f32, [KVC_F16] = kernel##_f16, [KVC_BF16] = kernel##_bf16
 #define EVERY_TYPE(kernel) {FLOAT_TYPES(kernel), [KVC_Q8_0] = kernel##_q8_0, [KVC_Q4_0] = kernel##_q4_0}
+#define TILER(name) {prepare, pack_keys_##name, pack_values_##name, matmul, matmul, 1}
 
 const kvc_kernels kvc_kernels_scalar = {
     .name = "scalar",
@@ -319,8 +320,10 @@ const kvc_kernels kvc_kernels_scalar = {
               [KVC_Q8_0] = {prepare, score_q8_0},
               [KVC_Q4_0] = {prepare, score_q4_0}},
     .accumulate = EVERY_TYPE(accumulate),
-    .pack_keys = EVERY_TYPE(pack_keys),
-    .pack_values = EVERY_TYPE(pack_values),
+    .tiler = {[KVC_F32] = TILER(f32),
+              [KVC_F16] = TILER(f16),
+              [KVC_BF16] = TILER(bf16),
+              [KVC_Q8_0] = TILER(q8_0),
+              [KVC_Q4_0] = TILER(q4_0)},
     .softmax = softmax,
-    .matmul = matmul,
 };

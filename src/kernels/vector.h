@@ -700,25 +700,36 @@ QUANTISED(q4_0, KVC_Q4_0)
 
 #define FLOAT_TYPES(kernel) [KVC_F32] = kernel##_f32, [KVC_F16] = kernel##_f16, [KVC_BF16] = kernel##_bf16
 #define EVERY_TYPE(kernel) {FLOAT_TYPES(kernel), [KVC_Q8_0] = kernel##_q8_0, [KVC_Q4_0] = kernel##_q4_0}
+#define PANELS(name) {prepare_floats, pack_keys_##name, pack_values_##name, matmul, matmul, 12}
 
-const kvc_kernels TABLE = {
-    .name = NAME,
-    .convert = {[KVC_F32] = EVERY_TYPE(convert_f32),
-                [KVC_F16] = EVERY_TYPE(convert_f16),
-                [KVC_BF16] = EVERY_TYPE(convert_bf16),
-                [KVC_Q8_0] = {FLOAT_TYPES(convert_q8_0), [KVC_Q8_0] = convert_q8_0_q8_0},
-                [KVC_Q4_0] = {FLOAT_TYPES(convert_q4_0), [KVC_Q4_0] = convert_q4_0_q4_0}},
-    .score = {[KVC_F32] = {prepare_floats, score_f32},
-              [KVC_F16] = {prepare_floats, score_f16},
-              [KVC_BF16] = {prepare_floats, score_bf16},
-              [KVC_Q8_0] = {prepare_q8_0, score_q8_0},
-              [KVC_Q4_0] = {prepare_q4_0, score_q4_0}},
 #if DOT_BF16
-    .score_bf16 = {prepare_dots, score_dots},
+#define SCORE_BF16 {prepare_dots, score_dots}
+#else
+#define SCORE_BF16 {NULL, NULL}
 #endif
-    .accumulate = EVERY_TYPE(accumulate),
-    .pack_keys = EVERY_TYPE(pack_keys),
-    .pack_values = EVERY_TYPE(pack_values),
-    .softmax = softmax,
-    .matmul = matmul,
-};
+
+/* A table, with tilers made by a macro like PANELS. */
+#define KERNELS(its_name, tiler_of)                                                            \
+    {                                                                                          \
+        .name = its_name,                                                                      \
+        .convert = {[KVC_F32] = EVERY_TYPE(convert_f32),                                       \
+                    [KVC_F16] = EVERY_TYPE(convert_f16),                                       \
+                    [KVC_BF16] = EVERY_TYPE(convert_bf16),                                     \
+                    [KVC_Q8_0] = {FLOAT_TYPES(convert_q8_0), [KVC_Q8_0] = convert_q8_0_q8_0},  \
+                    [KVC_Q4_0] = {FLOAT_TYPES(convert_q4_0), [KVC_Q4_0] = convert_q4_0_q4_0}}, \
+        .score = {[KVC_F32] = {prepare_floats, score_f32},                                     \
+                  [KVC_F16] = {prepare_floats, score_f16},                                     \
+                  [KVC_BF16] = {prepare_floats, score_bf16},                                   \
+                  [KVC_Q8_0] = {prepare_q8_0, score_q8_0},                                     \
+                  [KVC_Q4_0] = {prepare_q4_0, score_q4_0}},                                    \
+        .score_bf16 = SCORE_BF16,                                                              \
+        .accumulate = EVERY_TYPE(accumulate),                                                  \
+        .tiler = {[KVC_F32] = PANELS(f32),                                                     \
+                  [KVC_F16] = tiler_of(f16),                                                   \
+                  [KVC_BF16] = tiler_of(bf16),                                                 \
+                  [KVC_Q8_0] = tiler_of(q8_0),                                                 \
+                  [KVC_Q4_0] = tiler_of(q4_0)},                                                \
+        .softmax = softmax,                                                                    \
+    }
+
+const kvc_kernels TABLE = KERNELS(NAME, PANELS);

@@ -661,7 +661,7 @@ static void test_matmul(const kvc_kernels *kernels, int m, int n, int k, int add
     fill(b, MAX_K * LDB);
     fill(c, MAX_M * LDC);
     memcpy(old, c, sizeof old);
-    kernels->matmul(c, LDC, a, LDA, b, LDB, m, n, k, add);
+    kernels->tiler[KVC_F32].score(c, LDC, a, LDA, b, LDB, m, n, k, add);
     for (int i = 0; i < MAX_M; i++) {
         for (int j = 0; j < LDC; j++) {
             double sum = add ? old[i * LDC + j] : 0, size = fabs(sum);
@@ -688,8 +688,8 @@ static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
     fill(keys, MAX_DIM * KVC_TILE);
     for (int i = 0; i < KVC_TILE * stride; i++)
         values[i] = UNTOUCHED;
-    kernels->pack_keys[type](keys, t->rows, n, dim);
-    kernels->pack_values[type](values, stride, t->rows, n, dim);
+    kernels->tiler[type].pack_keys(keys, t->rows, n, dim);
+    kernels->tiler[type].pack_values(values, stride, t->rows, n, dim);
     for (int j = 0; j < KVC_TILE; j++) {
         for (int d = 0; d < dim; d++)
             CHECKF(keys[d * KVC_TILE + j] == (j < n ? t->values[j][d] : 0), "%s %s: dim %d, key [%d, %d] of %d",
@@ -697,6 +697,63 @@ static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
         for (int d = 0; d < stride; d++)
             CHECKF(values[j * stride + d] == (j >= n || d >= padded ? UNTOUCHED : d < dim ? t->values[j][d] : 0),
                    "%s %s: dim %d, value [%d, %d] of %d", kernels->name, kvc_type_name(type), dim, j, d, n);
+    }
+}
+
+/* Whatever its panels look like: m query rows by a tile, and weights by its values, against float64. */
+static void test_tiler(const kvc_kernels *kernels, int type, int dim, int m, int n)
+{
+    enum { MAX_M = 72, MAX_PADDED = (MAX_DIM + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK };
+    static _Alignas(64) float panel[MAX_PADDED * KVC_TILE], scores[MAX_M * KVC_TILE], sums[MAX_M * MAX_PADDED];
+    static float q[MAX_M * MAX_PADDED], prepared[MAX_M * MAX_PADDED], weights[MAX_M * KVC_TILE], old[MAX_M * MAX_PADDED];
+    const kvc_tiler *tiler = &kernels->tiler[type];
+    const int is_plain = tiler->score == kernels->tiler[KVC_F32].score;
+    const int stride = (dim + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK, values = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
+    const double scale = 0.3f, most = is_plain ? FLT_EPSILON : 0x1p-15; /* of the sum of magnitudes; plain: a term */
+    const tile *t = tile_new(type, n, dim);
+    fill(q, MAX_M * MAX_PADDED);
+    fill(weights, MAX_M * KVC_TILE);
+    for (int i = 0; i < MAX_M; i++)
+        for (int j = n; j < KVC_TILE; j++)
+            weights[i * KVC_TILE + j] = 0;
+    for (int i = 0; i < MAX_PADDED * KVC_TILE; i++)
+        panel[i] = NAN; /* what is packed is all that is read */
+    memcpy(prepared, q, sizeof q);
+    tiler->prepare(prepared, stride, m, dim, (float)scale);
+    tiler->pack_keys(panel, t->rows, n, dim);
+    tiler->score(scores, KVC_TILE, prepared, stride, panel, KVC_TILE, m, n, dim, 0);
+    for (int i = 0; i < m; i++) {
+        for (int j = 0; j < n; j++) {
+            double sum = 0, size = 0;
+            for (int d = 0; d < dim; d++) {
+                const double term = scale * q[i * stride + d] * t->values[j][d];
+                sum += term;
+                size += fabs(term);
+            }
+            const float got = scores[i * KVC_TILE + j];
+            CHECKF(fabs(got - sum) <= size * most * (is_plain ? dim + 2 : 1), "%s %s: dim %d, score [%d, %d] of [%d, %d]: %g, not %g",
+                   kernels->name, kvc_type_name(type), dim, i, j, m, n, (double)got, sum);
+        }
+    }
+    for (int i = 0; i < MAX_PADDED * KVC_TILE; i++)
+        panel[i] = NAN;
+    fill(sums, MAX_M * MAX_PADDED);
+    memcpy(old, sums, sizeof old);
+    tiler->pack_values(panel, values, t->rows, n, dim);
+    tiler->accumulate(sums, values, weights, KVC_TILE, panel, values, m, dim, n, 1);
+    for (int i = 0; i < MAX_M; i++) {
+        for (int d = 0; d < values; d++) {
+            double sum = old[i * values + d], size = fabs(sum);
+            for (int j = 0; j < n && d < dim; j++) {
+                const double term = (double)weights[i * KVC_TILE + j] * t->values[j][d];
+                sum += term;
+                size += fabs(term);
+            }
+            const float got = sums[i * values + d];
+            CHECKF(i < m && d >= dim ? 1 : i >= m ? got == old[i * values + d] : fabs(got - sum) <= size * most * (is_plain ? n + 2 : 1),
+                   "%s %s: dim %d, sum [%d, %d] of [%d, %d]: %g, not %g", kernels->name, kvc_type_name(type), dim, i, d,
+                   m, n, (double)got, sum);
+        }
     }
 }
 
@@ -715,8 +772,12 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim)
             test_accumulate(kernels, type, dim, num_q, n);
         }
     }
-    for (int i = 0; i < NUM_N; i++)
-        test_pack(kernels, type, dim, some_n[i]);
+    for (int i = 0; i < NUM_N; i++) {
+        static const int some_m[] = {1, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 72};
+        if (kernels->tiler[type].score == kernels->tiler[KVC_F32].score)
+            test_pack(kernels, type, dim, some_n[i]);
+        test_tiler(kernels, type, dim, some_m[(i + dim) % NUM_N], some_n[i]);
+    }
     test_same_scores(kernels, type, 0, dim);
     if (type == KVC_BF16 && kernels->score_bf16.score)
         test_same_scores(kernels, type, 1, dim);
