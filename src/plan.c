@@ -20,7 +20,7 @@
 #include "attention.h"
 
 enum { STREAM_ROWS = 32, PART_ROWS = 512, TASK_QUERIES = 128, SHARES = 4 };
-enum { TILE_QUERIES = 128, TILED_PART_ROWS = 1024, TILED_TASKS = 256 };
+enum { TILE_QUERIES = 256, TILED_PART_ROWS = 1024, TILED_TASKS = 256 };
 
 /* ---- units ------------------------------------------------------------------------------------------------------- */
 

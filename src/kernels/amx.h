@@ -16,29 +16,28 @@ typedef __m512i ints;
 
 INLINE int chunks_of(int k) { return (k + CHUNK - 1) / CHUNK; }
 
-INLINE __mmask16 is_finite(vec x) { return (__mmask16)~_mm512_fpclass_ps_mask(x, 0x99); }
+/* The upper and lower parts of 32 floats. */
+typedef struct halves {
+    ints upper, lower;
+} halves;
 
-/* With half of the last bit that stays added, where there is one: its upper half is the upper part. */
-INLINE vec rounded(vec x) {
-    const ints bits = _mm512_castps_si512(x);
-    return _mm512_castsi512_ps(_mm512_mask_add_epi32(bits, is_finite(x), bits, _mm512_set1_epi32(0x8000)));
+INLINE vec as_floats(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+
+/* An infinity's lower part is NaN. */
+INLINE halves halves_of(vec x, vec y) {
+    halves all;
+    all.upper = (ints)_mm512_cvtne2ps_pbh(y, x);
+    x = _mm512_sub_ps(x, as_floats(_mm512_castsi512_si256(all.upper)));
+    y = _mm512_sub_ps(y, as_floats(_mm512_extracti64x4_epi64(all.upper, 1)));
+    all.lower = (ints)_mm512_cvtne2ps_pbh(y, x);
+    return all;
 }
 
-/* What that leaves.  Infinities, and what is rounded to one, leave nothing. */
-INLINE vec rest_of(vec x) {
-    const ints upper = _mm512_and_si512(_mm512_castps_si512(rounded(x)), _mm512_set1_epi32(-65536));
-    return rounded(_mm512_maskz_sub_ps(is_finite(_mm512_castsi512_ps(upper)), x, _mm512_castsi512_ps(upper)));
-}
-
-/* The upper halves of two vectors: one after the other, and in pairs. */
-INLINE ints halves_of(vec x, vec y) {
-    const ints odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
-                                      23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    return _mm512_permutex2var_epi16(_mm512_castps_si512(x), odd, _mm512_castps_si512(y));
-}
-
-INLINE ints pairs_of(vec x, vec y) {
-    return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(_mm512_castps_si512(x), 16), _mm512_castps_si512(y));
+/* Element i of the first half beside that of the second one. */
+INLINE ints paired(ints x) {
+    const ints order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                        5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, x);
 }
 
 /* ---- packing ---------------------------------------------------------------------------------------------------- */
@@ -52,8 +51,9 @@ INLINE void split_row(float *to, const float *from, int dim, float scale) {
     for (int d = 0; d < dim; d += CHUNK) {
         const vec x = v_mul(load_or_zero(KVC_F32, from, d, dim), v_set(scale));
         const vec y = v_mul(load_or_zero(KVC_F32, from, d + LANES, dim), v_set(scale));
-        _mm512_storeu_si512(to + d, halves_of(rounded(x), rounded(y)));
-        _mm512_storeu_si512(to + d + LANES, halves_of(rest_of(x), rest_of(y)));
+        const halves both = halves_of(x, y);
+        _mm512_storeu_si512(to + d, both.upper);
+        _mm512_storeu_si512(to + d + LANES, both.lower);
     }
 }
 
@@ -61,40 +61,42 @@ TARGET static void prepare_parts(float *q, int q_stride, int num_q, int dim, flo
     for (int r = 0; r < num_q; r++) split_row(q + (ptrdiff_t)r * q_stride, q + (ptrdiff_t)r * q_stride, dim, scale);
 }
 
-/* Part `lower` of chunk c of rows [j, j + LANES). */
-INLINE void pack_key_parts(int type, int lower, float *dst, const void *const *rows, int n, int j, int c, int dim) {
-    vec parts[LANES];
+/* Chunk c of rows [j, j + LANES). */
+INLINE void pack_chunk(int type, float *dst, const void *const *rows, int n, int j, int c, int dim) {
+    vec upper[LANES], lower[LANES];
     UNROLL
     for (int i = 0; i < LANES; i++) {
-        vec x = v_zero(), y = v_zero();
-        if (j + i < n) {
-            x = load_or_zero(type, rows[j + i], c * CHUNK, dim);
-            y = load_or_zero(type, rows[j + i], c * CHUNK + LANES, dim);
-        }
-        parts[i] = _mm512_castsi512_ps(lower ? halves_of(rest_of(x), rest_of(y)) : halves_of(rounded(x), rounded(y)));
+        upper[i] = lower[i] = v_zero();
+        if (j + i >= n) continue;
+        const halves both = halves_of(load_or_zero(type, rows[j + i], c * CHUNK, dim),
+                                      load_or_zero(type, rows[j + i], c * CHUNK + LANES, dim));
+        upper[i] = _mm512_castsi512_ps(both.upper);
+        lower[i] = _mm512_castsi512_ps(both.lower);
     }
-    v_transpose(parts);
+    float *to = dst + 2 * c * TILE_ROWS * KVC_TILE + j;
+    v_transpose(upper);
     UNROLL
-    for (int i = 0; i < LANES; i++) v_store(dst + ((2 * c + lower) * TILE_ROWS + i) * KVC_TILE + j, parts[i]);
+    for (int i = 0; i < LANES; i++) v_store(to + i * KVC_TILE, upper[i]);
+    if (type == KVC_BF16) return;
+    v_transpose(lower);
+    UNROLL
+    for (int i = 0; i < LANES; i++) v_store(to + (TILE_ROWS + i) * KVC_TILE, lower[i]);
 }
 
 INLINE void pack_keys_in_parts(int type, float *dst, const void *const *rows, int n, int dim) {
     for (int j = 0; j < KVC_TILE; j += LANES)
-        for (int c = 0; c < chunks_of(dim); c++) {
-            pack_key_parts(type, 0, dst, rows, n, j, c, dim);
-            if (type != KVC_BF16) pack_key_parts(type, 1, dst, rows, n, j, c, dim);
-        }
+        for (int c = 0; c < chunks_of(dim); c++) pack_chunk(type, dst, rows, n, j, c, dim);
 }
 
 INLINE void pack_values_in_parts(int type, float *dst, int dst_stride, const void *const *rows, int n, int dim) {
     for (int j = 0; j < chunks_of(n) * CHUNK; j += 2) {
-        float *upper = dst + (ptrdiff_t)(j / CHUNK * CHUNK + j % CHUNK / 2) * dst_stride;
+        float *to = dst + (ptrdiff_t)(j / CHUNK * CHUNK + j % CHUNK / 2) * dst_stride;
         for (int d = 0; d < dim; d += LANES) {
             const vec x = j < n ? load_or_zero(type, rows[j], d, dim) : v_zero();
             const vec y = j + 1 < n ? load_or_zero(type, rows[j + 1], d, dim) : v_zero();
-            _mm512_storeu_si512(upper + d, pairs_of(rounded(x), rounded(y)));
-            if (type != KVC_BF16)
-                _mm512_storeu_si512(upper + TILE_ROWS * dst_stride + d, pairs_of(rest_of(x), rest_of(y)));
+            const halves both = halves_of(x, y);
+            _mm512_storeu_si512(to + d, paired(both.upper));
+            if (type != KVC_BF16) _mm512_storeu_si512(to + TILE_ROWS * dst_stride + d, paired(both.lower));
         }
     }
 }

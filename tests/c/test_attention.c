@@ -528,7 +528,7 @@ static scene long_scene(void)
 /* The same in tiles. */
 static scene wide_scene(void)
 {
-    return plain_scene(2, 4, 16, 600, 37);
+    return plain_scene(2, 4, 16, 600, 75);
 }
 
 static void test_same_bits(void)
