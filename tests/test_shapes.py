@@ -3,6 +3,7 @@
 import contextlib
 import json
 
+import gguf_files
 import numpy as np
 import pytest
 from hypothesis import given
@@ -404,8 +405,6 @@ def test_hostile_safetensors(tmp_path, data):
 
 
 def write_gguf(path, architecture, **fields):
-    gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(path, architecture)
     usual = {
         "block_count": 4,
         "context_length": 4096,
@@ -414,21 +413,8 @@ def write_gguf(path, architecture, **fields):
         "attention.head_count_kv": 2,
         "rope.freq_base": 10000.0,
     }
-    for name, value in {**usual, **fields}.items():
-        key = f"{architecture}.{name}"
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
-            writer.add_uint32(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    metadata = {f"{architecture}.{name}": value for name, value in {**usual, **fields}.items()}
+    return gguf_files.write(path, architecture, metadata)
 
 
 @pytest.mark.parametrize(
