@@ -9,6 +9,7 @@ from typing import NoReturn
 
 try:
     from kvcache import KVCacheError, llama
+    from kvcache.layer import DTYPES
 except ModuleNotFoundError as error:
     sys.exit(f"generate.py: there is no module {error.name}; run: pip install '.[examples]'")
 except KeyboardInterrupt:
@@ -60,7 +61,7 @@ def parser() -> Parser:
     )
     p.add_argument(
         "--dtype",
-        choices=list(llama.BLOCK_BYTES),
+        choices=DTYPES,
         default=options.dtype,
         help="element type of the cache (default: %(default)s)",
     )

@@ -11,11 +11,11 @@ try:
 
     from kvcache import KVCacheError
     from kvcache.hf import HFCache
+    from kvcache.layer import DTYPES
 except ModuleNotFoundError as error:
     sys.exit(f"hf_generate.py: there is no module {error.name}; run: pip install '.[hf]'")
 
 MODEL = Path(__file__).parent / "model"  # its tokens are bytes
-DTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
 
 def count(text):

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache import _core
 from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
 from kvcache.cache import KVCache
 from kvcache.config import get_num_threads, show_config
-from kvcache.layer import MAX_DIM, MAX_LAYERS, DType, count
+from kvcache.layer import DTYPES, MAX_DIM, MAX_LAYERS, DType, bytes_of_token, count, dtypes_for, suits
 from kvcache.peers import BYTES, KINDS, Peers, tasks
 from kvcache.peers.serve import Task
 from kvcache.turns import Entrant, cache_size, compete, layers_of, rounds
@@ -33,10 +32,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes as _Axes
     from matplotlib.figure import Figure as _Figure
 
-__all__ = ["DTYPES", "Progress", "Result", "Shape", "decode_rates", "draw", "measure", "picture", "read_bandwidth"]
+__all__ = ["Progress", "Result", "Shape", "decode_rates", "draw", "measure", "picture", "read_bandwidth"]
 
-DTYPES: tuple[DType, ...] = ("f32", "f16", "bf16", "q8_0", "q4_0")
-BLOCKED = ("q8_0", "q4_0")  # types whose rows are blocks of 32 elements
 READING = 1 / 60  # of the whole time
 PARTS = {"decode": 1 / 12, "prefill": 1 / 12, "append": 1 / 60}  # the same, for ours
 OF_A_PEER = 0.4  # of that, for each peer's turns with ours
@@ -101,15 +98,12 @@ class Shape:
 
     def token_bytes(self, dtype: DType) -> int:
         """Bytes of the rows of a token in one layer."""
-        row = _core.bytes_of_row(_core.TYPES[dtype], self.head_dim)
-        if not self.value_in_key:
-            row += _core.bytes_of_row(_core.TYPES[dtype], self.v_dim)
-        return self.num_kv_heads * row
+        return bytes_of_token(self.num_kv_heads, self.head_dim, self.v_dim, dtype, dtype, self.value_in_key)
 
     def why_not(self, dtype: DType) -> str | None:
         """Why rows of this shape cannot be of a type; None: they can."""
         for name, dim in (("head_dim", self.head_dim), ("v_head_dim", self.v_dim)):
-            if dtype in BLOCKED and dim % 32:
+            if not suits(dtype, dim):
                 return f"{dtype} takes a {name} that is a multiple of 32, not {dim}"
         return None
 
@@ -456,10 +450,9 @@ def measure(shape: Shape | None = None, *, seconds: float = 60.0, peers: bool = 
         reader = stack.enter_context(_Reader(4 * cache_size(), shape.threads))
         bandwidth = reader.choose(READING * seconds)
         ours = []
-        for dtype in DTYPES:
-            if not shape.why_not(dtype):
-                yield run.progress(f"filling a cache, {dtype}")
-                ours.append(stack.enter_context(_Filled(shape, dtype, 4 * cache_size())))
+        for dtype in dtypes_for(shape.head_dim, shape.v_dim):
+            yield run.progress(f"filling a cache, {dtype}")
+            ours.append(stack.enter_context(_Filled(shape, dtype, 4 * cache_size())))
         for part in PARTS:
             yield from run.contest(part, reader, ours)
         pair = [one for one in ours if one.dtype in ("f16", "q8_0")]

@@ -19,9 +19,10 @@ except ModuleNotFoundError as error:
     sys.exit(f"kvcache: there is no module {error.name}; run: pip install 'kvcache[cli]'")
 
 from kvcache import _core, plan, shapes
-from kvcache.config import __version__, get_num_threads, show_config
+from kvcache._core import INT32_MAX, MAX_THREADS
+from kvcache.config import __version__, get_num_threads, print_values, show_config
 from kvcache.errors import KVCacheError
-from kvcache.layer import DType, count
+from kvcache.layer import DType, count, dtypes_for
 from kvcache.policy import SlidingWindow
 from kvcache.strategy import available_memory, readable
 
@@ -51,8 +52,8 @@ class Type(StrEnum):
 
 Model = Annotated[Path, typer.Argument(help="A Hugging Face folder, its config.json, or a GGUF.", show_default=False)]
 Types = Annotated[list[Type], typer.Option("--dtype", help="Only this type; may be given several times.")]
-Context = Annotated[int | None, typer.Option(min=1, max=plan.MOST_TOKENS, help="Tokens of a sequence.")]
-Threads = Annotated[int | None, typer.Option(min=1, max=4096, help="How many; else as `kvcache info` says.")]
+CONTEXT_OPTION = typer.Option(min=1, max=plan.MOST_TOKENS, help="Tokens of a sequence.")
+Threads = Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="How many; else as `kvcache info` says.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too: a .png, .svg or .pdf file.")]
 
@@ -103,8 +104,8 @@ def top(
 )
 def plan_command(
     model: Model,
-    context: Context = None,
-    sequences: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="How many there are.")] = 1,
+    context: Annotated[int | None, CONTEXT_OPTION] = None,
+    sequences: Annotated[int, typer.Option(min=1, max=INT32_MAX, help="How many there are.")] = 1,
     dtype: Types = [],  # noqa: B006 (typer copies it)
     window: Annotated[int | None, typer.Option(min=1, help="Plan also for a window of N tokens.", metavar="N")] = None,
     sink_tokens: Annotated[int, typer.Option(min=0, help="The first N tokens stay beside it.", metavar="N")] = 0,
@@ -124,7 +125,7 @@ def plan_command(
         )
     shape = shapes.read(model, max_source_len)
     context = context or shape.max_seq_len or CONTEXT
-    possible = plan.dtypes_for(shape)
+    possible = dtypes_for(*shape.head_dim, *shape.v_head_dim)
     for wanted in dtype:
         if wanted not in possible:
             raise typer.BadParameter(f"{wanted} takes 32 elements at a time, and a head of this model is no multiple")
@@ -233,7 +234,7 @@ def _draw_plan(shape: shapes.Shape, made: plan.Plan, dtypes: Sequence[Any], file
 )
 def bench_command(
     model: Annotated[Path | None, typer.Argument(help="Whose heads to measure; else 32 and 8 of 128.")] = None,
-    context: Context = CONTEXT,
+    context: Annotated[int, CONTEXT_OPTION] = CONTEXT,
     threads: Threads = None,
     seconds: Annotated[float, typer.Option(min=1, max=3600, help="About how long it may take.")] = 60.0,
     peers: Annotated[bool, typer.Option(help="Measure other people's code too, where it is installed.")] = True,
@@ -244,7 +245,6 @@ def bench_command(
     from kvcache import bench
 
     _check_picture(plot)
-    context = context or CONTEXT
     default = bench.Shape(context=context, threads=threads or get_num_threads())
     shape = default if model is None else _bench_shape(shapes.read(model, context), context, threads)
     record = _measure(shape, seconds, peers)
@@ -257,15 +257,10 @@ def bench_command(
 
 
 def _measure(shape: bench.Shape, seconds: float, peers: bool) -> dict[str, Any]:
-    """Measure, and show how far it is where there is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
+    """Measure, and show how far it is."""
     from kvcache import bench
 
-    columns = TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with _progress() as bar:
         task = bar.add_task("", total=1.0)
         for step in bench.measure(shape, seconds=seconds, peers=peers):
             if isinstance(step, bench.Result):
@@ -349,12 +344,8 @@ def generate(
 
 @contextmanager
 def _prefill_bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar for a prompt of several batches, where there is a terminal; it is gone when the text goes on."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    """A bar for a prompt of several batches."""
+    with _progress() as bar:
         tasks: list[Any] = []
 
         def on_prefill(done: int, total: int) -> None:
@@ -381,10 +372,8 @@ def info(as_json: AsJson = False) -> None:
     found["memory"] = f"{readable(free)} free ({source})"
     if as_json:
         _print_json({**found, "memory": free})
-        return
-    width = max(map(len, found))
-    for name, value in found.items():
-        print(f"{name:{width}}  {'-' if value is None else value}")
+    else:
+        print_values(found)
 
 
 def _instruction_sets() -> list[str]:
@@ -403,7 +392,7 @@ def _instruction_sets() -> list[str]:
 def _why_threads() -> str:
     """How many threads there are, and why."""
     number = _core.get_num_threads()
-    if "OpenMP" not in _core.build_info() or "no OpenMP" in _core.build_info():
+    if "no OpenMP" in _core.build_info():
         return f"{number}: this build has no OpenMP"
     if "OMP_NUM_THREADS" in os.environ:
         return f"{number}: OMP_NUM_THREADS says so"
@@ -436,6 +425,16 @@ def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None
         cells = zip(row, widths, to_right, strict=True)
         line = "  ".join(f"{cell:{'>' if right else '<'}{width}}" for cell, width, right in cells).rstrip()
         print(f"{bold}{line}{plain}" if row is headings else line)
+
+
+def _progress() -> Any:
+    """A bar on stderr where there is a terminal; it is gone when it is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _has_colour() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, Literal, SupportsIndex, overload
 
 from kvcache import _core
@@ -106,7 +107,12 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | 
     }
     if mode == "dicts":
         return found
+    print_values(found)
+    return None
+
+
+def print_values(found: Mapping[str, object]) -> None:
+    """Print values below each other, each after its name."""
     width = max(map(len, found))
     for name, value in found.items():
         print(f"{name:{width}}  {'-' if value is None else value}")
-    return None

@@ -31,3 +31,9 @@ class RowsGoneError(KVCacheError):
 
 class ModelFileError(KVCacheError, ValueError):
     """A model's file cannot be used: it is damaged, or of a kind that is not read."""
+
+
+def shown(value: object) -> str:
+    """Return a value from a file as a sentence has it: no control characters, and not the whole of a long one."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvcache import gguf
-from kvcache.errors import ModelFileError
+from kvcache._core import INT32_MAX
+from kvcache.errors import ModelFileError, shown
 
 __all__ = ["Fields", "read_config", "read_json", "read_safetensors_header"]
 
 MAX_BYTES = 1 << 24  # of a JSON file
+INDEX = "model.safetensors.index.json"  # of weights in several files
 MAX_HEADER = 100_000_000  # bytes of a safetensors header, as its own library has it
 
 # One name for each fact; of a model with an encoder, the decoder's, which come first.
@@ -176,6 +178,11 @@ GGUF_TYPES = {
 GGUF_DEFAULTS = {"gemma2": {"sliding_window": 4096}, "llama4_text": {"attention_chunk_size": 8192}}
 
 
+def is_positive(value: Any) -> bool:
+    """Whether it is a number above 0 that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
 class Fields:
     """The fields of a configuration, each checked as it is read.
 
@@ -206,31 +213,31 @@ class Fields:
             raise self.error(f"there is no field {name!r}")
         return value
 
-    def count(self, name: str, default: int | None = None, *, least: int = 1, most: int = 2**31 - 1) -> int:
+    def count(self, name: str, default: int | None = None, *, least: int = 1, most: int = INT32_MAX) -> int:
         """Return a whole number."""
         value = self._needed(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise self.error(f"{name} must be a whole number from {least} to {most}, not {_short(value)}")
+            raise self.error(f"{name} must be a whole number from {least} to {most}, not {shown(value)}")
         return value
 
     def positive(self, name: str, default: float | None = None) -> float:
         """Return a number above 0."""
         value = self._needed(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-            raise self.error(f"{name} must be a positive number, not {_short(value)}")
+        if not is_positive(value):
+            raise self.error(f"{name} must be a positive number, not {shown(value)}")
         return float(value)
 
     def expect(self, name: str, supported: str | bool) -> None:
         """Refuse a field that is there and says something else."""
         value = self.get(name, supported)
         if value != supported:
-            raise self.error(f"{name} {_short(value)} is not supported, only {supported!r} is")
+            raise self.error(f"{name} {shown(value)} is not supported, only {supported!r} is")
 
     def text(self, name: str, default: str | None = None) -> str:
         """Return a string."""
         value = self._needed(name, default)
         if not isinstance(value, str):
-            raise self.error(f"{name} must be a string, not {_short(value)}")
+            raise self.error(f"{name} must be a string, not {shown(value)}")
         return value
 
     def part(self, name: str) -> Fields | None:
@@ -239,7 +246,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            raise self.error(f"{name} must be an object, not {_short(value)}")
+            raise self.error(f"{name} must be an object, not {shown(value)}")
         return Fields(value, f"{self.source}, {name}")
 
     def sequence(self, name: str, length: int) -> list[Any] | None:
@@ -248,7 +255,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, list | tuple):
-            raise self.error(f"{name} must be a list, not {_short(value)}")
+            raise self.error(f"{name} must be a list, not {shown(value)}")
         if len(value) < length:
             raise self.error(f"{name} must have one entry for each of the {length} layers, not {len(value)}")
         return list(value[:length])
@@ -271,7 +278,8 @@ def read_config(source: Any) -> Fields:
     Parameters
     ----------
     source : path, mapping, or configuration of transformers
-        A folder with a ``config.json``, such a file, or safetensors beside it, or a GGUF; or what such a file holds.
+        A folder with a ``config.json``, such a file, or safetensors beside it, or a GGUF; or what such a file holds,
+        as it is or as `Fields`.
 
     Returns
     -------
@@ -285,12 +293,14 @@ def read_config(source: Any) -> Fields:
     TypeError
         If `source` is none of these.
     """
+    if isinstance(source, Fields):
+        return source
     if isinstance(source, Mapping):
         return _text_decoder(source, "config")
     if hasattr(source, "to_dict"):
         return _text_decoder(source.to_dict(), type(source).__name__)
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
-        raise TypeError(f"config={_short(source)}: give a path, a mapping, or a configuration of transformers")
+        raise TypeError(f"config={shown(source)}: give a path, a mapping, or a configuration of transformers")
     path = Path(source)
     if path.suffix == ".safetensors":
         path = path.parent
@@ -354,6 +364,18 @@ def read_safetensors_header(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for name, shape in shapes.items() if isinstance(shape, list)}
 
 
+def find_weights(folder: Path, tensors: Iterable[str] | None = None) -> list[Path | None]:
+    """Find the safetensors of a folder, or those that have some tensors; None stands for what is no file of it."""
+    index = folder / INDEX
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict):
+        return [None]
+    found = names.values() if tensors is None else map(names.get, tensors)
+    return [folder / name if isinstance(name, str) and Path(name).name == name else None for name in found]
+
+
 def _parse(data: bytes, path: Path) -> dict[str, Any]:
     try:
         values = json.loads(data)
@@ -362,7 +384,7 @@ def _parse(data: bytes, path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ModelFileError(f"{path} is not a configuration: its values are nested too deeply") from None
     if not isinstance(values, dict):
-        raise ModelFileError(f"{path} must hold a JSON object, not {_short(values)}")
+        raise ModelFileError(f"{path} must hold a JSON object, not {shown(values)}")
     return values
 
 
@@ -428,9 +450,3 @@ def _add_layers(values: dict[str, Any], pattern: Any) -> None:
         kinds = values.get("layer_types") or ["full_attention"] * length
         heads = lists["num_key_value_heads"]
         values["layer_types"] = [kind if h else "linear_attention" for kind, h in zip(kinds, heads, strict=False)]
-
-
-def _short(value: Any) -> str:
-    """What a message shows of a value that may be long."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

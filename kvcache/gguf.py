@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcache._core import skip_strings
-from kvcache.errors import ModelFileError
+from kvcache.errors import ModelFileError, shown
 
 __all__ = ["Header", "Skipped", "Tensor", "read_array", "read_floats", "read_header"]
 
@@ -148,7 +148,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             raise source.error("a key of the metadata is there twice")
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment.bit_count() != 1:
-            raise source.error(f"general.alignment must be a power of two, not {_shown(alignment)}")
+            raise source.error(f"general.alignment must be a power of two, not {shown(alignment)}")
         tensors = source.tensors(num_tensors, alignment)
     return Header(source.path, version, metadata, tensors)
 
@@ -319,12 +319,12 @@ class _Source:
     def _type(self, key: str) -> int:
         number = self.u32()
         if number not in TYPE_NAMES:
-            raise self.error(f"{_shown(key)} has the type {number}, which there is not")
+            raise self.error(f"{shown(key)} has the type {number}, which there is not")
         return number
 
     def _value(self, key: str, number: int) -> Any:
         if number == STRING:
-            return self.string(f"the value of {_shown(key)}")
+            return self.string(f"the value of {shown(key)}")
         if number != ARRAY:
             return self.numbers(number, 1)[0]
         number, count = self._type(key), self.u64()
@@ -342,7 +342,7 @@ class _Source:
         elif number == STRING:
             self._skip_strings(key, count)
         elif depth == MAX_DEPTH:
-            raise self.error(f"{_shown(key)} nests arrays deeper than {MAX_DEPTH} levels")
+            raise self.error(f"{shown(key)} nests arrays deeper than {MAX_DEPTH} levels")
         else:
             self.expect(count, 12, "arrays")
             self.spend(count)
@@ -354,7 +354,7 @@ class _Source:
         self.spend(count)
         end = skip_strings(self.data, self.at, count)  # a vocabulary has hundreds of thousands
         if end < 0:
-            raise self.error(f"the strings of {_shown(key)} go past the end of the file")
+            raise self.error(f"the strings of {shown(key)} go past the end of the file")
         self.at = end
 
     def strings(self, key: str, count: int) -> tuple[str, ...]:
@@ -368,7 +368,7 @@ class _Source:
                 found.append(data[at + 8 : end].decode())
                 at = end
         except UnicodeDecodeError as error:
-            raise self.error(f"string {len(found):,} of {_shown(key)} is not UTF-8: {error.reason}") from None
+            raise self.error(f"string {len(found):,} of {shown(key)} is not UTF-8: {error.reason}") from None
         return tuple(found)
 
     # --- tensors -------------------------------------------------------------------------------------------------
@@ -379,11 +379,11 @@ class _Source:
         tensors = {}
         for name, shape, number, relative in found:
             if relative % alignment:
-                raise self.error(f"tensor {_shown(name)} begins at {relative:,}, no multiple of {alignment:,}")
+                raise self.error(f"tensor {shown(name)} begins at {relative:,}, no multiple of {alignment:,}")
             known, nbytes = self._stored(name, shape, number)
             offset = base + relative
             if offset + (nbytes or 0) > self.size:
-                raise self.error(f"tensor {_shown(name)} of shape {list(shape)} goes past the end of the file")
+                raise self.error(f"tensor {shown(name)} of shape {list(shape)} goes past the end of the file")
             tensors[name] = Tensor(name, shape, known, offset, nbytes)
         if len(tensors) < count:
             raise self.error("a tensor is there twice")
@@ -394,10 +394,10 @@ class _Source:
         name = self.string(f"the name of tensor {i:,}")
         axes = self.u32()
         if axes > MAX_AXES:
-            raise self.error(f"tensor {_shown(name)} has {axes:,} axes; {MAX_AXES} are the most there can be")
+            raise self.error(f"tensor {shown(name)} has {axes:,} axes; {MAX_AXES} are the most there can be")
         shape = tuple(self.u64() for _ in range(axes))[::-1]
         if math.prod(shape) >= 2**63:
-            raise self.error(f"tensor {_shown(name)} cannot have the shape {list(shape)}")
+            raise self.error(f"tensor {shown(name)} cannot have the shape {list(shape)}")
         return name, shape, self.u32(), self.u64()
 
     def _stored(self, name: str, shape: tuple[int, ...], number: int) -> tuple[str | int, int | None]:
@@ -407,11 +407,5 @@ class _Source:
         known, elements, nbytes = TENSOR_TYPES[number]
         row = shape[-1] if shape else 1
         if row % elements:
-            raise self.error(f"tensor {_shown(name)} has rows of {row:,} elements; {known} stores {elements} at a time")
+            raise self.error(f"tensor {shown(name)} has rows of {row:,} elements; {known} stores {elements} at a time")
         return known, math.prod(shape) // elements * nbytes
-
-
-def _shown(value: object) -> str:
-    """A value from a file, in a sentence: no control characters, and not the whole of a long one."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

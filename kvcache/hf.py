@@ -249,19 +249,18 @@ class HFCache(Cache):
         if config.is_encoder_decoder or self._config.is_encoder_decoder:
             raise NotSupportedError(f"a {type(config).__name__} has an encoder too: use HFEncoderDecoderCache")
         types, options = get_layer_types_and_kwargs(self._config)
-        made = [_make(i, *layer) for i, layer in enumerate(zip(types, options, strict=True))]
-        ours = [i for i, layer in enumerate(made) if not isinstance(layer, CacheLayer)]
-        policies = [layer for layer in made if not isinstance(layer, CacheLayer)]
+        layers: list[Any] = [_make(i, *layer) for i, layer in enumerate(zip(types, options, strict=True))]
+        ours = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, CacheLayer)}  # policies
         if not ours:
             raise NotSupportedError(f"a {type(config).__name__} has no layer with keys and values")
-        shapes = [_shape_of(self._config.per_layer_config[i]) for i in ours]
+        num_kv_heads, head_dim = zip(*(_shape_of(self._config.per_layer_config[i]) for i in ours), strict=True)
         self._cache = KVCache(
             len(ours),
-            [num_kv_heads for num_kv_heads, _ in shapes],
-            [head_dim for _, head_dim in shapes],
+            num_kv_heads,
+            head_dim,
             None,
             dtype=dtype,
-            policy=policies if policy is None else policy,
+            policy=[*ours.values()] if policy is None else policy,
             max_sequences=None,
             block_size=BLOCK,
         )
@@ -269,8 +268,9 @@ class HFCache(Cache):
         self._calls = {"kernel": 0, "dense": 0, "fallback": 0}
         self._shared = Shared()
         self._forget()
-        indices = iter(range(len(ours)))
-        super().__init__(layers=[x if isinstance(x, CacheLayer) else self._layer(next(indices)) for x in made])
+        for index, i in enumerate(ours):
+            layers[i] = self._layer(index)
+        super().__init__(layers=layers)
 
     def _forget(self) -> None:
         self._rows: list[int] = []  # the sequence of each row of the batch
@@ -413,12 +413,13 @@ class HFCache(Cache):
         step = self._step_of(layer, k, None)
         if isinstance(layer, CrossLayer):
             self._put_source(step, layer, k, v, None)
-            step.done.add(layer.index)
-            return k, v
-        rows = (k, v) if step.real is None else tuple(x.transpose(1, 2)[step.real] for x in (k, v))
-        step.batch.put(layer.index, *rows, layout="BHTD" if step.real is None else "THD")
+            dense = k, v
+        else:
+            rows = (k, v) if step.real is None else tuple(x.transpose(1, 2)[step.real] for x in (k, v))
+            step.batch.put(layer.index, *rows, layout="BHTD" if step.real is None else "THD")
+            dense = self._dense(layer, k, v)
         step.done.add(layer.index)
-        return self._dense(layer, k, v)
+        return dense
 
     def _dense(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What is stored, and the new tokens."""
@@ -640,12 +641,8 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
 
     Parameters
     ----------
-    config : transformers.PreTrainedConfig
-        The model's.
-    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"}, default "f16"
-        Of the rows.
-    policy : policy or list of policies, optional
-        Of the decoder's attention to itself, as for `HFCache`.
+    config, dtype, policy
+        As for `HFCache`; the policy is that of the decoder's attention to itself.
     max_source_len : int, optional
         The most tokens that the encoder may make; by default what `config` says.
 

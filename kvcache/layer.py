@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 import numpy as np
 
@@ -12,14 +12,35 @@ from kvcache._core import integer
 from kvcache.policy import ChunkedAttention, CrossAttention, Policy, SlidingWindow
 from kvcache.rope import Rope, RopeFunction, RopeLike
 
-__all__ = ["DType", "FloatDType", "Layer", "count", "make_layers"]
+__all__ = ["DTYPES", "DType", "FloatDType", "Layer", "bytes_of_token", "count", "dtypes_for", "make_layers", "suits"]
 
 FloatDType: TypeAlias = Literal["f32", "f16", "bf16"]
-DType: TypeAlias = FloatDType | Literal["q8_0", "q4_0"]
+DType: TypeAlias = Literal[FloatDType, "q8_0", "q4_0"]
+DTYPES: tuple[DType, ...] = get_args(DType)
 T = TypeVar("T")
 
 MAX_LAYERS = 1 << 20  # the limits of the core, for messages that name the arguments as they are called here
 MAX_DIM = 1 << 20
+
+
+def suits(dtype: DType, dim: int) -> bool:
+    """Whether rows of so many elements can be of a type: the quantised ones take 32 at a time."""
+    return dtype not in ("q8_0", "q4_0") or dim % 32 == 0
+
+
+def dtypes_for(*dims: int) -> list[DType]:
+    """Return the types that suit rows of all these sizes."""
+    return [dtype for dtype in DTYPES if all(suits(dtype, dim) for dim in dims)]
+
+
+def bytes_of_token(
+    num_kv_heads: int, head_dim: int, v_head_dim: int, k_dtype: DType, v_dtype: DType, value_in_key: bool = False
+) -> int:
+    """Return the bytes of a token's rows in one layer."""
+    row = _core.bytes_of_row(_core.TYPES[k_dtype], head_dim)
+    if not value_in_key:
+        row += _core.bytes_of_row(_core.TYPES[v_dtype], v_head_dim)
+    return num_kv_heads * row
 
 
 class Layer(NamedTuple):
@@ -61,10 +82,7 @@ class Layer(NamedTuple):
             num_tokens = min(num_tokens, (policy.resume_window or policy.window) + policy.num_sink_tokens)
         elif isinstance(policy, ChunkedAttention):
             num_tokens = min(num_tokens, policy.attention_chunk_size + (policy.resume_window or 0))
-        row = _core.bytes_of_row(_core.TYPES[self.k_dtype], self.head_dim)
-        if not self.value_in_key:
-            row += _core.bytes_of_row(_core.TYPES[self.v_dtype], self.v_head_dim)
-        return num_tokens * self.num_kv_heads * row
+        return num_tokens * bytes_of_token(*self[:5], self.value_in_key)
 
     def for_core(self) -> _core._LayerTuple:
         """Return what the core makes its layer of."""
@@ -167,7 +185,7 @@ def _rope(value: Any, name: str) -> RopeLike:
 
 
 def _check_dim(name: str, dim: int, dtype: DType, what: str) -> None:
-    if dtype in ("q8_0", "q4_0") and dim % 32:
+    if not suits(dtype, dim):
         raise ValueError(f"{name}={dim}: must be a multiple of 32 where {what} are stored as {dtype}")
 
 

@@ -15,21 +15,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TextIO, TypeAlias
+from typing import TextIO
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvcache import FullAttention, KVCache, Rope, SlidingWindow, shapes
 from kvcache.files import Fields, read_config
+from kvcache.layer import DTYPES, DType, bytes_of_token, dtypes_for, suits
 from kvcache.policy import Policy
 from kvcache.rope import RopeLike
 from kvcache.tokens import Tokenizer, load_tokenizer
 from kvcache.weights import F32, Tensors
 
 __all__ = [
-    "BLOCK_BYTES",
-    "Dtype",
     "Fidelity",
     "Llama",
     "LlamaConfig",
@@ -37,9 +36,7 @@ __all__ = [
     "Options",
     "Report",
     "Speed",
-    "bytes_per_token",
     "compare_dtypes",
-    "dtypes_for",
     "generate",
     "mean_loss",
     "new_cache",
@@ -50,9 +47,6 @@ __all__ = [
     "shift_context",
 ]
 
-Dtype: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
-
-BLOCK_BYTES: dict[Dtype, int] = {"f32": 128, "f16": 64, "bf16": 64, "q8_0": 34, "q4_0": 18}  # of 32 elements
 PREFILL_TOKENS = 512  # tokens of one forward pass: enough for the matrix products, and scratch stays small
 FIRST_TOKENS_KEPT = 4  # by a shift: models lean on them, whatever they are
 STEPS_WITHOUT_CACHE = 8  # how many decode steps are repeated without the cache to time them
@@ -108,7 +102,7 @@ class LlamaConfig:
         """
         fields = read_config(path)
         _check_family(fields)
-        shape = shapes.read(path)
+        shape = shapes.read(fields)
         num_heads, num_kv_heads, head_dim = _heads(fields, shape)
         return cls(
             num_layers=shape.num_layers,
@@ -397,7 +391,7 @@ class Options:
         A value is out of its range.
     """
 
-    dtype: Dtype = "f16"
+    dtype: DType = "f16"
     window: int | None = None
     shift: bool = False
     num_sink_tokens: int | None = None
@@ -409,8 +403,8 @@ class Options:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in BLOCK_BYTES:
-            raise LlamaError(f"dtype must be one of {', '.join(BLOCK_BYTES)}, not {self.dtype!r}")
+        if self.dtype not in DTYPES:
+            raise LlamaError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         for name, value, lowest in (
             ("window", self.window, 1),
             ("sink tokens", self.num_sink_tokens, 0),
@@ -447,7 +441,7 @@ class Speed:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def new_cache(config: LlamaConfig, options: Options, dtype: Dtype | None = None) -> KVCache:
+def new_cache(config: LlamaConfig, options: Options, dtype: DType | None = None) -> KVCache:
     """Make an empty cache for one sequence of a model.
 
     Parameters
@@ -594,16 +588,6 @@ class Fidelity:
     prefill: Speed
 
 
-def bytes_per_token(config: LlamaConfig, dtype: Dtype) -> int:
-    """Bytes of keys and values that one token takes in all layers."""
-    return config.num_layers * config.num_kv_heads * 2 * config.head_dim * BLOCK_BYTES[dtype] // 32
-
-
-def dtypes_for(config: LlamaConfig) -> list[Dtype]:
-    """Which element types can store a model's rows, f32 first; the quantised ones take 32 elements at a time."""
-    return [dtype for dtype in BLOCK_BYTES if config.head_dim % 32 == 0 or not dtype.startswith("q")]
-
-
 def mean_loss(logits: F32, tokens: ArrayLike) -> float:
     """Mean negative log-likelihood of a text, in nats per token.
 
@@ -634,10 +618,10 @@ def read_windows(path: Path, tokenizer: Tokenizer, length: int) -> list[list[int
 
 def compare_dtypes(
     model: Llama, options: Options, windows: Sequence[Sequence[int]]
-) -> Iterator[tuple[Dtype, Fidelity]]:
+) -> Iterator[tuple[DType, Fidelity]]:
     """Run texts, each on its own, through a cache of each element type, f32 first, and yield what it does to them."""
     exact: list[F32] = []
-    for dtype in dtypes_for(model.config):
+    for dtype in dtypes_for(model.config.head_dim):
         losses, differences, speed = [], [], Speed()
         for i, window in enumerate(windows):
             with new_cache(model.config, options, dtype) as cache:
@@ -673,7 +657,7 @@ class Report:
     prefill: Speed = field(default_factory=Speed)
     decode: Speed = field(default_factory=Speed)
     without_cache: Speed = field(default_factory=Speed)
-    types: dict[Dtype, Fidelity] = field(default_factory=dict)
+    types: dict[DType, Fidelity] = field(default_factory=dict)
 
     def table(self) -> str:
         """Format the report as plain text, without a newline at the end."""
@@ -697,7 +681,7 @@ class Report:
     def _type_lines(self) -> list[str]:
         if not self.types:
             heading = f"{'cache type':12}{'bytes/token':>12}"
-            return [heading, *(self._type_cells(dtype) for dtype in dtypes_for(self.config))]
+            return [heading, *(self._type_cells(dtype) for dtype in dtypes_for(self.config.head_dim))]
         exact = self.types["f32"]
         heading = f"{'logits off by':>15}{'loss':>10}{'change':>11}{'prefill tokens/s':>18}"
         lines = [f"{'cache type':12}{'bytes/token':>12}{heading}"]
@@ -708,8 +692,10 @@ class Report:
             lines.append(f"{self._type_cells(dtype)}{off:>15}{row.loss:10.6f}{change:>11}{rate:18,.1f}")
         return lines
 
-    def _type_cells(self, dtype: Dtype) -> str:
-        return f"{dtype:12}{bytes_per_token(self.config, dtype):12,}"
+    def _type_cells(self, dtype: DType) -> str:
+        c = self.config
+        nbytes = c.num_layers * bytes_of_token(c.num_kv_heads, c.head_dim, c.head_dim, dtype, dtype)
+        return f"{dtype:12}{nbytes:12,}"
 
 
 # --- a whole run -------------------------------------------------------------------------------------------------
@@ -791,7 +777,7 @@ def _room(config: LlamaConfig, prompt: Sequence[int], options: Options) -> int:
     if not prompt:
         raise LlamaError("the prompt has no token")
     config.check_tokens(prompt)
-    if options.dtype not in dtypes_for(config):
+    if not suits(options.dtype, config.head_dim):
         raise LlamaError(f"{options.dtype} stores 32 elements at a time, and the model's head_dim is {config.head_dim}")
     if options.shift and options.first_tokens_kept > context // 2:
         raise LlamaError(f"a shift can keep at most half of the model's context, {context // 2:,} sink tokens")

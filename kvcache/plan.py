@@ -14,13 +14,12 @@ from typing import Any
 
 from kvcache import strategy
 from kvcache._core import INT32_MAX
-from kvcache.layer import DType, Layer, make_layers
+from kvcache.layer import DType, Layer, dtypes_for, make_layers
 from kvcache.policy import CrossAttention, FullAttention, Policy, written
 from kvcache.shapes import Shape
 
-__all__ = ["DTYPES", "Group", "Memory", "Plan", "Row", "available_memory", "dtypes_for", "make", "weight_bytes"]
+__all__ = ["Group", "Memory", "Plan", "Row", "available_memory", "make", "weight_bytes"]
 
-DTYPES: tuple[DType, ...] = ("f32", "f16", "bf16", "q8_0", "q4_0")
 MOST_TOKENS = INT32_MAX - 1
 AS_IT_IS = "the model's own"
 
@@ -85,7 +84,7 @@ def make(
     *,
     context: int,
     sequences: int = 1,
-    dtypes: Sequence[DType] = DTYPES,
+    dtypes: Sequence[DType] | None = None,
     window: Policy | None = None,
     rates: Mapping[DType, float] | None = None,
 ) -> Plan:
@@ -101,8 +100,8 @@ def make(
         Tokens of each sequence.
     sequences : int
         How many there are.
-    dtypes : sequence of {"f32", "f16", "bf16", "q8_0", "q4_0"}
-        Which types; those that cannot store the model's heads are left out.
+    dtypes : sequence of {"f32", "f16", "bf16", "q8_0", "q4_0"}, optional
+        Which types; by default all that can store the model's heads.
     window : policy, optional
         Plan also for this one in place of every layer that sees everything.
     rates : mapping of type to float, optional
@@ -113,11 +112,11 @@ def make(
     Plan
         A row for each policy and type.
     """
-    possible = [dtype for dtype in dtypes if dtype in dtypes_for(shape)]
-    own = {dtype: _layers(shape, dtype, None) for dtype in possible}
+    dtypes = dtypes or dtypes_for(*shape.head_dim, *shape.v_head_dim)
+    own = {dtype: _layers(shape, dtype, None) for dtype in dtypes}
     plans = {AS_IT_IS: own}
     if window is not None:
-        plans[written(window)] = {dtype: _layers(shape, dtype, window) for dtype in possible}
+        plans[written(window)] = {dtype: _layers(shape, dtype, window) for dtype in dtypes}
     rows = [
         _row(policy, dtype, layers, context, sequences, memory.left, (rates or {}).get(dtype))
         for policy, by_type in plans.items()
@@ -125,12 +124,6 @@ def make(
     ]
     groups = _groups(own, context, sequences)
     return Plan(shape.model_type, shape.max_seq_len, context, sequences, memory, groups, rows)
-
-
-def dtypes_for(shape: Shape) -> list[DType]:
-    """Return which types can store a model's heads: the quantised ones take 32 elements at a time."""
-    whole = not any(dim % 32 for dim in (*shape.head_dim, *shape.v_head_dim))
-    return [dtype for dtype in DTYPES if whole or not dtype.startswith("q")]
 
 
 def available_memory(model: Any = None) -> Memory:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import ModelFileError, NotSupportedError
-from kvcache.files import Fields, read_config, read_json, read_safetensors_header
+from kvcache.files import Fields, find_weights, is_positive, read_config, read_safetensors_header
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
 from kvcache.rope import Rope, RopeLike
 
@@ -167,7 +167,7 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     Parameters
     ----------
     source : path, mapping, or configuration of transformers
-        A folder with a ``config.json``, such a file, or a GGUF; or what such a file holds.
+        A folder with a ``config.json``, such a file, or a GGUF; or what such a file holds, as it is or as `Fields`.
     max_source_len : int, optional
         The most tokens, or frames, that an encoder is given, where there is one; by default what the files say.
 
@@ -217,24 +217,17 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
 def _check_weights(path: Path, shape: Shape) -> None:
     """Refuse a folder whose weights make keys or values of another size than its configuration says."""
     folder = path if path.is_dir() else path.parent
-    for name, dim in (("k", shape.head_dim[0]), ("v", shape.v_head_dim[0])):
-        tensor = f"model.layers.0.self_attn.{name}_proj.weight"  # as most models call it
-        file = _file_of(tensor, folder)
-        made = read_safetensors_header(file).get(tensor) if file is not None else None
-        if made and not shape.value_in_key[0] and made[0] != shape.num_kv_heads[0] * dim:
-            raise ModelFileError(
-                f"{file}: {tensor} makes {made[0]} elements for a token, and config.json says "
-                f"{shape.num_kv_heads[0]} KV heads of {dim}"
-            )
-
-
-def _file_of(tensor: str, folder: Path) -> Path | None:
-    """Which of a folder's files has a tensor, if one does."""
-    index = folder / "model.safetensors.index.json"
-    names = read_json(index).get("weight_map") if index.exists() else {tensor: "model.safetensors"}
-    name = names.get(tensor) if isinstance(names, dict) else None
-    is_there = isinstance(name, str) and Path(name).name == name and (folder / name).is_file()
-    return folder / str(name) if is_there else None
+    prefix = "model.layers.0.self_attn"  # as most models call it
+    dims = {f"{prefix}.k_proj.weight": shape.head_dim[0], f"{prefix}.v_proj.weight": shape.v_head_dim[0]}
+    for file in dict.fromkeys(find_weights(folder, dims)):
+        header = read_safetensors_header(file) if file is not None and file.is_file() else {}
+        for tensor, dim in dims.items():
+            made = header.get(tensor)
+            if made and not shape.value_in_key[0] and made[0] != shape.num_kv_heads[0] * dim:
+                raise ModelFileError(
+                    f"{file}: {tensor} makes {made[0]} elements for a token, and config.json says "
+                    f"{shape.num_kv_heads[0]} KV heads of {dim}"
+                )
 
 
 # ---- what each layer keeps
@@ -400,13 +393,9 @@ def _shared_rope(inv_freq: bytes, interleaved: bool, first_dim: int) -> Rope:
 def _factors(config: Fields, count: int) -> Frequencies:
     """What a file divides each frequency by, where it lists that."""
     listed = config.get("rope_freqs", [1.0] * count)
-    if not isinstance(listed, list | tuple) or len(listed) != count or not all(map(_is_positive, listed)):
+    if not isinstance(listed, list | tuple) or len(listed) != count or not all(map(is_positive, listed)):
         raise config.error(f"rope_freqs must be {count} positive numbers")
     return np.array(listed, np.float64)
-
-
-def _is_positive(x: Any) -> bool:
-    return isinstance(x, int | float) and 0 < x < math.inf
 
 
 def _rotates(config: Fields, layer: int, kind: str) -> bool:

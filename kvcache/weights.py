@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import ModelFileError
-from kvcache.files import read_json
+from kvcache.files import INDEX, find_weights
 from kvcache.gguf import Header, Tensor, read_header
 from kvcache.tokens import import_package
 
@@ -116,13 +116,10 @@ def _from_folder(folder: Path) -> dict[str, _Stored]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [folder / "model.safetensors"]
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
-        raise ModelFileError(f"{index}: weight_map must name files of this folder")
-    return [folder / name for name in sorted(set(names.values()))]
+    files = set(find_weights(folder))
+    if None in files:
+        raise ModelFileError(f"{folder / INDEX}: weight_map must name files of this folder")
+    return sorted(file for file in files if file is not None)
 
 
 def _from_safetensors(path: Path) -> dict[str, _Stored]:

@@ -8,7 +8,8 @@ import textwrap
 import pytest
 
 from kvcache import bench, peers
-from kvcache.bench import DTYPES, Progress, Result, Shape
+from kvcache.bench import Progress, Result, Shape
+from kvcache.layer import DTYPES
 
 SMALL = Shape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, context=96, threads=1)
 

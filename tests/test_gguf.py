@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf as oracle
+import gguf_files
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -62,10 +63,7 @@ def write(path: Path, architecture: str = "llama", alignment: int | None = None)
         number = oracle.GGMLQuantizationType[kind]
         data = oracle.quants.quantize(rng.standard_normal(shape, np.float32), number)
         writer.add_tensor(name, data, raw_dtype=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    gguf_files.finish(writer)
     return path
 
 

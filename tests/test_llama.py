@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvcache import KVCache, ModelFileError, llama, tokens
+from kvcache.layer import DType, dtypes_for
 from kvcache.weights import F32
 
 MODEL = Path(__file__).parents[1] / "examples" / "model"
@@ -94,7 +95,7 @@ def test_logits_after_the_prompt(model: llama.Llama) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-def test_greedy_text(model: llama.Llama, dtype: llama.Dtype) -> None:
+def test_greedy_text(model: llama.Llama, dtype: DType) -> None:
     with llama.new_cache(model.config, options(dtype=dtype)) as cache:
         text = PROMPT + greedy(model, cache, PROMPT, 250)
     assert text == EXPECTED["greedy_ids"]
@@ -558,7 +559,7 @@ def test_shifts_that_cannot_be(changes: dict[str, Any], message: str) -> None:
 
 def test_heads_that_are_no_multiple_of_32(folder: Path) -> None:
     config = dataclasses.replace(llama.LlamaConfig.read(folder), head_dim=48)
-    assert llama.dtypes_for(config) == ["f32", "f16", "bf16"]
+    assert dtypes_for(config.head_dim) == ["f32", "f16", "bf16"]
     with pytest.raises(llama.LlamaError, match="q4_0 stores 32 elements at a time, and the model's head_dim is 48"):
         llama._room(config, [0], options(dtype="q4_0"))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_files
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -104,9 +105,12 @@ def write_gguf(
     architecture: str = "llama",
     metadata: Mapping[str, Any] | None = None,
     head_dim: int = DIM,
+    rope_freqs: NDArray[Any] | None = None,
 ) -> tuple[Path, Weights]:
-    """A file of these weights, and what they are once they have been through their type."""
-    writer = gguf.GGUFWriter(path, architecture)
+    """A file of these weights, and what they are once they have been through their type.
+
+    Converters write the scaling of Llama 3 among the weights, as `rope_freqs`.
+    """
     config = {
         "block_count": LAYERS,
         "context_length": 512,
@@ -121,26 +125,18 @@ def write_gguf(
         "rope.freq_base": 5000.0,
         "rope.dimension_count": head_dim,
     }
-    for key, value in {**{f"{architecture}.{key}": value for key, value in config.items()}, **(metadata or {})}.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
-        add.get(type(value), writer.add_array)(key, value)  # type: ignore[operator]
-    decoded = {}
+    tensors, decoded = [], {}
     for name, weight in weights.items():
         kind = gguf.GGMLQuantizationType[dtype if weight.ndim == 2 else "F32"]
         stored = weight
         if architecture == "llama" and (".q_proj" in name or ".k_proj" in name):
             stored = neighbours(weight, head_dim)
-        writer.add_tensor(name_in_gguf(name), gguf.quants.quantize(stored, kind), raw_dtype=kind)
+        tensors.append((name_in_gguf(name), gguf.quants.quantize(stored, kind), kind))
         decoded[name] = np.array(gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind))
-    finish(writer)
-    return path, decoded
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    if rope_freqs is not None:
+        tensors.append(("rope_freqs.weight", rope_freqs.astype(np.float32), None))
+    written = {f"{architecture}.{key}": value for key, value in config.items()} | {**(metadata or {})}
+    return gguf_files.write(path, architecture, written, tensors), decoded
 
 
 def logits(model: llama.Llama, tokens: list[int] = TOKENS, **changes: Any) -> F32:
@@ -266,24 +262,11 @@ def test_llama3_scaling(tmp_path: Path) -> None:
     folder = llama.Llama.load(write_folder(tmp_path, weights, rope_scaling={"rope_type": "llama3", **LLAMA3}))
     np.testing.assert_allclose(folder.config.rope.inv_freq, scaled, rtol=1e-12)
     close(logits(folder), expected(weights, scaled))
-    path = write_rope_freqs(tmp_path / "model.gguf", weights, PLAIN / scaled)
+    path = write_gguf(tmp_path / "model.gguf", weights, rope_freqs=PLAIN / scaled)[0]
     file = llama.Llama.load(path)
     np.testing.assert_allclose(file.config.rope.inv_freq, scaled, rtol=1e-6)
     assert shapes.read(path).rope == (Rope(file.config.rope.inv_freq, interleaved=True),) * LAYERS
     np.testing.assert_allclose(logits(file), logits(folder), atol=1e-4)
-
-
-def write_rope_freqs(path: Path, weights: Weights, factors: NDArray[Any]) -> Path:
-    """A GGUF file with the scaling among its weights, as converters write it for Llama 3."""
-    original = gguf.GGUFWriter.write_header_to_file
-
-    def with_factors(writer: gguf.GGUFWriter, *arguments: Any) -> None:
-        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
-        original(writer, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_factors)
-        return write_gguf(path, weights)[0]
 
 
 def test_linear_scaling(tmp_path: Path) -> None:
@@ -476,7 +459,7 @@ def test_configurations_that_are_not_supported(tmp_path: Path, changes: dict[str
 
 @pytest.mark.parametrize("factors", [np.zeros(DIM // 2), np.full(DIM // 2, np.nan), -np.ones(DIM // 2), np.ones(7)])
 def test_bad_rope_freqs(tmp_path: Path, factors: NDArray[Any]) -> None:
-    path = write_rope_freqs(tmp_path / "model.gguf", random_weights(), factors)
+    path = write_gguf(tmp_path / "model.gguf", random_weights(), rope_freqs=factors)[0]
     with pytest.raises(ModelFileError, match="rope_freqs must be 16 positive numbers"):
         llama.Llama.load(path)
 

@@ -7,6 +7,7 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
+from rotation import rotated
 
 import kvcache
 
@@ -18,18 +19,6 @@ ROPES = {
     "slice": kvcache.Rope(FREQS[:3], first_dim=4),
     "interleaved slice": kvcache.Rope(FREQS[2:5].tolist(), True, np.int8(10)),
 }
-
-
-def rotated(keys, by, rope):
-    """Keys [..., DIM] turned by so many positions [...], in float64."""
-    n, first = len(rope.inv_freq), rope.first_dim
-    a = first + (2 * np.arange(n) if rope.interleaved else np.arange(n))
-    b = a + (1 if rope.interleaved else n)
-    angle = np.asarray(by, np.float64)[..., None] * np.array(rope.inv_freq)
-    out = np.array(keys, np.float64)
-    out[..., a] = keys[..., a] * np.cos(angle) - keys[..., b] * np.sin(angle)
-    out[..., b] = keys[..., b] * np.cos(angle) + keys[..., a] * np.sin(angle)
-    return out
 
 
 def raw(n, seed=0):

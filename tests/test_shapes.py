@@ -3,6 +3,7 @@
 import contextlib
 import json
 
+import gguf_files
 import numpy as np
 import pytest
 from hypothesis import given
@@ -198,9 +199,12 @@ def test_models_that_do_not_say_how_they_rotate(config, expected):
         ({"model_type": 7}, "model_type"),
         ({"rope_theta": -1.0}, "rope_theta"),
         ({"rope_theta": float("nan")}, "rope_theta"),
-        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_theta": 10**400}, "rope_theta must be a positive number, not 1000"),
+        ({"rope_theta": True}, "rope_theta must be a positive number, not True"),
         ({"rope_freqs": [1.0] * 63 + ["x"]}, "rope_freqs"),
         ({"rope_freqs": [1.0]}, "rope_freqs"),
+        ({"rope_freqs": [1.0] * 63 + [10**400]}, "rope_freqs must be 64 positive numbers"),
+        ({"rope_freqs": [1.0] * 63 + [True]}, "rope_freqs must be 64 positive numbers"),
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_scaling": {"type": 3}}, "type"),
@@ -404,8 +408,6 @@ def test_hostile_safetensors(tmp_path, data):
 
 
 def write_gguf(path, architecture, **fields):
-    gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(path, architecture)
     usual = {
         "block_count": 4,
         "context_length": 4096,
@@ -414,21 +416,8 @@ def write_gguf(path, architecture, **fields):
         "attention.head_count_kv": 2,
         "rope.freq_base": 10000.0,
     }
-    for name, value in {**usual, **fields}.items():
-        key = f"{architecture}.{name}"
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
-            writer.add_uint32(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    metadata = {f"{architecture}.{name}": value for name, value in {**usual, **fields}.items()}
+    return gguf_files.write(path, architecture, metadata)
 
 
 @pytest.mark.parametrize(

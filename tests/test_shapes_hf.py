@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rotation import rotated
 
 import kvcache
 from kvcache import files, shapes
@@ -16,10 +17,10 @@ from kvcache.rope import Rope
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from transformers.cache_utils import get_layer_types_and_kwargs  # noqa: E402
-from transformers.configuration_utils import get_head_shapes  # noqa: E402
-from transformers.models.auto import modeling_auto  # noqa: E402
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+from transformers.cache_utils import get_layer_types_and_kwargs  # noqa: E402 - needs transformers
+from transformers.configuration_utils import get_head_shapes  # noqa: E402 - needs transformers
+from transformers.models.auto import modeling_auto  # noqa: E402 - needs transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402 - needs transformers
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
@@ -185,16 +186,6 @@ MODELS = {
     "stablelm": SMALL,
     "starcoder2": SMALL,
 }
-
-
-def rotated(keys, positions, rope):
-    n, first, step = len(rope.inv_freq), rope.first_dim, 2 if rope.interleaved else 1
-    a = first + step * np.arange(n)
-    b = a + (1 if rope.interleaved else n)
-    angle, turned = positions * np.array(rope.inv_freq), keys.copy()
-    turned[..., a] = keys[..., a] * np.cos(angle) - keys[..., b] * np.sin(angle)
-    turned[..., b] = keys[..., b] * np.cos(angle) + keys[..., a] * np.sin(angle)
-    return turned
 
 
 @pytest.mark.parametrize("name", MODELS)

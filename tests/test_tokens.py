@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import gguf as writer
+import gguf_files
 import numpy as np
 import pytest
 from hypothesis import given
@@ -63,26 +63,10 @@ def write_folder(folder: Path, model: Package | None, **config: Any) -> Path:
 
 def write_gguf(path: Path, kind: str | None, entries: Mapping[str, Any], rows: int = 0) -> Path:
     """Entries of tokenizer.ggml, and an embedding of so many rows."""
-    file = writer.GGUFWriter(path, "llama")
-    if kind is not None:
-        file.add_tokenizer_model(kind)
-    for name, value in entries.items():
-        key = f"tokenizer.ggml.{name}"
-        if isinstance(value, bool):
-            file.add_bool(key, value)
-        elif isinstance(value, int):
-            file.add_uint32(key, value)
-        elif isinstance(value, str):
-            file.add_string(key, value)
-        else:
-            file.add_array(key, value)
-    if rows:
-        file.add_tensor("token_embd.weight", np.zeros((rows, 4), np.float32))
-    file.write_header_to_file()
-    file.write_kv_data_to_file()
-    file.write_tensors_to_file()
-    file.close()
-    return path
+    entries = entries if kind is None else {"model": kind, **entries}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in entries.items()}
+    tensors = [("token_embd.weight", np.zeros((rows, 4), np.float32), None)] if rows else []
+    return gguf_files.write(path, "llama", metadata, tensors)
 
 
 def entries_of(model: Package) -> dict[str, Any]:
