@@ -30,7 +30,7 @@ macro_rules! abi {
             }
 
             impl Default for $name {
-                /// All zero: in each field, what C's initialisers leave out, and the library takes for its default.
+                /// All zero, which asks the library for its defaults.
                 fn default() -> Self {
                     // SAFETY: integers, floats, raw pointers and structs of these may be zero.
                     unsafe { std::mem::zeroed() }
@@ -44,8 +44,7 @@ macro_rules! abi {
         #[cfg(test)]
         fn assertions() -> String {
             use tests::{function, Struct};
-            let mut c = String::new();
-            $(c += &format!("_Static_assert({0} == {1}, \"{0}\");\n", stringify!($constant), $value);)*
+            let mut c = vec![$(format!("_Static_assert({0} == {1}, \"{0}\");\n", stringify!($constant), $value)),*];
             $({
                 let whole = std::mem::MaybeUninit::<$name>::uninit();
                 let start = whole.as_ptr();
@@ -55,13 +54,13 @@ macro_rules! abi {
                     let field = unsafe { std::ptr::addr_of!((*start).$field) };
                     it.field(stringify!($field), stringify!($type), field as usize - start as usize);
                 })*
-                c += &it.finish();
+                c.push(it.finish());
             })*
             $(
                 let result: &[&str] = &[$(stringify!($result))?];
-                c += &function(stringify!($function), &[$(stringify!($argument_type)),*], result.first());
+                c.push(function(stringify!($function), &[$(stringify!($argument_type)),*], result.first()));
             )*
-            c
+            c.concat()
         }
     };
 }
@@ -208,29 +207,30 @@ mod tests {
     /// What a C compiler must find true of one struct of the header.
     pub struct Struct {
         name: &'static str,
-        assertions: String,
+        assertions: Vec<String>,
         values: Vec<&'static str>,
     }
 
     impl Struct {
         pub fn new(name: &'static str, size: usize) -> Self {
-            let assertions = format!("_Static_assert(sizeof({name}) == {size}, \"size of {name}\");\n");
-            Struct { name, assertions, values: Vec::new() }
+            let assertion = format!("_Static_assert(sizeof({name}) == {size}, \"size of {name}\");\n");
+            Struct { name, assertions: vec![assertion], values: Vec::new() }
         }
 
         pub fn field(&mut self, field: &str, rust_type: &str, offset: usize) {
             let (name, c_type) = (self.name, c_type(rust_type));
-            self.assertions += &format!(
+            self.assertions.push(format!(
                 "_Static_assert(offsetof({name}, {field}) == {offset}, \"offset of {name}.{field}\");\n\
                  _Static_assert(_Generic(&(({name} *)0)->{field}, {c_type} *: 1, default: 0), \"{name}.{field}\");\n"
-            );
+            ));
             self.values.push(if rust_type.starts_with("kvc_") { "{0}" } else { "0" });
         }
 
         /// One value for each field, which a compiler that counts them says are all: a field that was added where there
         /// was padding moves no other.
         pub fn finish(self) -> String {
-            self.assertions + &format!("const {0} all_of_{0} = {{{1}}};\n", self.name, self.values.join(", "))
+            let whole = format!("const {0} all_of_{0} = {{{1}}};\n", self.name, self.values.join(", "));
+            self.assertions.concat() + &whole
         }
     }
 

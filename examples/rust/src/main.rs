@@ -24,7 +24,7 @@ Continues a prompt with a Llama whose tokens are bytes, always by the likeliest 
   --tokens N      how many to generate (default: 300)
   --dtype TYPE    element type of the cache: f32, f16, bf16, q8_0 or q4_0 (default: f16)
   --threads N     threads that attend, where the library was built with OpenMP (default: its own choice)
-  --help          this
+  -h, --help      this
 "#;
 
 const DTYPES: [(&str, i32); 5] = [
@@ -57,7 +57,7 @@ impl Options {
         while let Some(argument) = arguments.next() {
             let mut value = || arguments.next().ok_or_else(|| format!("{argument} needs a value"));
             match argument.as_str() {
-                "--help" => return Ok(None),
+                "-h" | "--help" => return Ok(None),
                 "--model" => options.model = value()?.into(),
                 "--tokens" => options.max_new_tokens = number("tokens", &value()?)? as usize,
                 "--dtype" => options.dtype = dtype(&value()?)?,
