@@ -232,12 +232,12 @@ def test_too_short(refused, size):
 
 @pytest.mark.parametrize("size", [HEADER_SIZE + len(WEIGHTS), 2**31, 2**32 + 10, 2**63, 2**64 - 1])
 def test_header_beyond_the_file(refused, size):
-    refused("its header would end outside of it", weights=with_header(HEADER, size))
+    refused("its header ends outside of it", weights=with_header(HEADER, size))
 
 
 @pytest.mark.parametrize("size", [8, 9, 100, HEADER_SIZE])
 def test_truncated_in_the_header(refused, size):
-    refused("its header would end outside of it", weights=WEIGHTS[:size])
+    refused("its header ends outside of it", weights=WEIGHTS[:size])
 
 
 @pytest.mark.parametrize("size", [8 + HEADER_SIZE, len(WEIGHTS) - 1])

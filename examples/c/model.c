@@ -283,7 +283,7 @@ static int read_weights(model *m, file *f) {
         return fail("%s is too short to be a safetensors file", f->path);
     const long long size = bits_of(size_bytes, 4);
     if (bits_of(size_bytes + 4, 4) || size > MOST_HEADER || size > f->size - 8)
-        return fail("%s is no whole safetensors file: its header would end outside of it", f->path);
+        return fail("%s is no whole safetensors file: its header ends outside of it, or is larger than any", f->path);
     char *text = file_read(f, (size_t)size);
     tensor *list = malloc((size_t)(9 * m->num_layers + 3) * sizeof *list);
     int status = text && list ? 0 : text ? fail("out of memory for a list of tensors") : FAILED;
