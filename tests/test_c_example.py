@@ -36,7 +36,7 @@ def generate(program):
     def run(*arguments):
         command = [*EMULATOR, program, "--model", MODEL, *map(str, arguments)]
         environment = ENVIRONMENT | {"OMP_WAIT_POLICY": "passive"}
-        return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=300)
+        return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=900)
 
     return run
 
