@@ -93,7 +93,7 @@ style() {
     "$tools/bin/ruff" check
     "$tools/bin/ruff" format --check
     PATH=$tools/bin:$PATH cython-lint kvcache
-    "$tools/bin/clang-format" --dry-run -Werror src/*.[ch] src/kernels/*.[ch]
+    "$tools/bin/clang-format" --dry-run -Werror src/*.[ch] src/kernels/*.[ch] examples/c/*.[ch]
 }
 
 types() {
@@ -129,14 +129,14 @@ headers() {
 # compile cc flags...: strictly, for the warnings
 compile() { "$@" -std=c11 -O2 "${strict[@]}" -Iinclude -Isrc -o /dev/null; }
 
-# core cc flags...: the core compiles without a warning
+# core cc flags...: the core, and the example on it, compile without a warning
 core() {
-    printf '%s\0' src/*.c src/kernels/*.c |
+    printf '%s\0' src/*.c src/kernels/*.c examples/c/*.c |
         xargs -0 -n 1 -P "$jobs" "$@" -std=c11 -O1 "${strict[@]}" -Iinclude -Isrc -o /dev/null -c
 }
 
-# c_tests cc flags...: the C tests, built like this and no other way
-c_tests() { CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no tests/test_c.py; }
+# c_tests cc flags...: the C tests and the example, built like this and no other way
+c_tests() { CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no tests/test_c.py tests/test_c_example.py; }
 
 # sanitizers cc: the C tests under those for addresses and undefined behaviour
 sanitizers() {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from compiling import build_core
 
 # What is tested is what was installed. `python -m pytest`, and `python -c` in a test, would put the checkout first,
 # where kvcache/ has no compiled half unless it was built in place.
@@ -17,6 +18,12 @@ if not any((ROOT / "kvcache").glob("_core.*.so")):
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("full", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory):
+    """A function from C sources to a program of them and the core, which is compiled once."""
+    return build_core(tmp_path_factory.mktemp("core"))
 
 
 def pytest_report_header():

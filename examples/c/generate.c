@@ -1,0 +1,157 @@
+/* generate.c: continues a text with a small Llama, always by the likeliest token.
+ *
+ * A runner in C on kvcache.h, to be read from here: attention.c is what it does with the cache, model.c reads the
+ * model's files and multiplies, pool.c has the threads. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "attention.h"
+
+typedef struct options {
+    const char *prompt, *model;
+    int num_tokens, type, num_threads, use_openmp, window, help;
+} options;
+
+static const char *const usage =
+    "usage: generate [PROMPT] [OPTIONS]\n"
+    "\n"
+    "Continues a prompt with a byte-level Llama, always by the likeliest token.\n"
+    "\n"
+    "  PROMPT          text to continue (default: ROMEO:)\n"
+    "  --model FOLDER  where config.json and model.safetensors are (default: examples/model)\n"
+    "  --tokens N      how many to generate (default: 300)\n"
+    "  --dtype TYPE    element type of the cache: f32, f16, bf16, q8_0 or q4_0 (default: f16)\n"
+    "  --threads N     how many threads (default: as many as the library would use)\n"
+    "  --openmp        OpenMP's threads, in the program and in the library, and not the program's own\n"
+    "  --window N      each token sees the last N only, and the text may go on beyond the model's context\n"
+    "  --help          this text\n";
+
+/* ---- options ----------------------------------------------------------------------------------------------------- */
+
+static int read_int(const char *name, const char *text, int most, int *number) {
+    char *end = NULL;
+    const long value = text ? strtol(text, &end, 10) : 0;
+    if (!text || end == text || *end || value < 1 || value > most)
+        return fail("%s must be a whole number from 1 to %d, not %s", name, most, text ? text : "missing");
+    *number = (int)value;
+    return 0;
+}
+
+static int read_type(const char *text, int *type) {
+    static const char *const names[] = {"f32", "f16", "bf16", "q8_0", "q4_0"}; /* as kvc_type counts them */
+    for (int i = 0; i < 5; i++)
+        if (text && !strcmp(text, names[i])) return *type = i, 0;
+    return fail("--dtype must be f32, f16, bf16, q8_0 or q4_0, not %s", text ? text : "missing");
+}
+
+/* One option, with what follows it, if anything does; *used is how many of the two it took. */
+static int read_option(options *o, const char *name, const char *value, int *used) {
+    *used = 2;
+    if (!strcmp(name, "--tokens")) return read_int(name, value, 1000000000, &o->num_tokens);
+    if (!strcmp(name, "--threads")) return read_int(name, value, 256, &o->num_threads);
+    if (!strcmp(name, "--window")) return read_int(name, value, 1 << 30, &o->window);
+    if (!strcmp(name, "--dtype")) return read_type(value, &o->type);
+    if (!strcmp(name, "--model")) return (o->model = value) ? 0 : fail("--model needs a folder");
+    *used = 1;
+    if (!strcmp(name, "--help")) return o->help = 1, 0;
+    if (!strcmp(name, "--openmp")) return o->use_openmp = 1, 0;
+    if (!strncmp(name, "--", 2)) return fail("there is no option %s; --help tells which there are", name);
+    if (o->prompt) return fail("there are two prompts, %s and %s; quotes make one of several words", o->prompt, name);
+    o->prompt = name;
+    return 0;
+}
+
+static int read_options(options *o, int argc, char **argv) {
+    *o = (options){.model = "examples/model", .num_tokens = 300, .type = KVC_F16, .num_threads = kvc_num_threads()};
+    int status = 0;
+    for (int i = 1, used; i < argc && !status; i += used)
+        status = read_option(o, argv[i], i + 1 < argc ? argv[i + 1] : NULL, &used);
+    if (!o->prompt) o->prompt = "ROMEO:";
+#if !defined(_OPENMP)
+    if (!status && o->use_openmp) status = fail("--openmp: this program was built without OpenMP");
+#endif
+    return !status && !*o->prompt ? fail("the prompt is empty") : status;
+}
+
+/* ---- generating -------------------------------------------------------------------------------------------------- */
+
+/* Appends tokens, as many at a time as a forward pass takes; the logits of the last one are in s. */
+static int feed(attention *a, state *s, const unsigned char *tokens, size_t num_tokens) {
+    const model *m = a->m;
+    for (size_t done = 0; done < num_tokens;) {
+        const int n = num_tokens - done < BATCH ? (int)(num_tokens - done) : BATCH;
+        int status = attention_begin(a, n);
+        if (status) return status;
+        model_embed(m, s, tokens + done, n);
+        for (int layer = 0; layer < m->num_layers && !status; layer++) {
+            model_qkv(m, s, a->pool, layer, n);
+            status = attention_attend(a, layer, n, s->qkv, s->attended);
+            model_finish(m, s, a->pool, layer, n);
+        }
+        status = attention_end(a, status);
+        if (status) return status;
+        done += (size_t)n;
+        if (done == num_tokens) model_logits(m, s, a->pool, n);
+    }
+    return 0;
+}
+
+static unsigned char likeliest(const float *logits) {
+    int best = 0;
+    for (int i = 1; i < VOCAB; i++)
+        if (logits[i] > logits[best]) best = i;
+    return (unsigned char)best;
+}
+
+static int generate(attention *a, state *s, const options *o) {
+    const int context = a->m->max_seq_len;
+    size_t length = strlen(o->prompt);
+    fputs(o->prompt, stdout);
+    int status = feed(a, s, (const unsigned char *)o->prompt, length);
+    for (int left = o->num_tokens; !status; length++) {
+        const unsigned char token = likeliest(s->logits);
+        putchar(token);
+        if (fflush(stdout)) return fail("the text cannot be written");
+        if (--left == 0) break;
+        if (!o->window && length + 1 == (size_t)context) {
+            fprintf(stderr, "(stopped at %d tokens, the model's whole context; with a window it would go on)\n",
+                    context);
+            break;
+        }
+        status = feed(a, s, &token, 1);
+    }
+    putchar('\n');
+    return status;
+}
+
+static int check_length(const options *o, const model *m) {
+    if (o->window > m->max_seq_len)
+        return fail("--window is %d: it may be at most the model's context, %d", o->window, m->max_seq_len);
+    if (!o->window && strlen(o->prompt) >= (size_t)m->max_seq_len)
+        return fail("the prompt of %zu tokens leaves no room in the model's context of %d", strlen(o->prompt),
+                    m->max_seq_len);
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    options o;
+    model m = {0};
+    state s = {0};
+    attention a = {0};
+    pool *p = NULL;
+    int status = read_options(&o, argc, argv);
+    if (!status && o.help) return fputs(usage, stdout) < 0;
+    if (!status) status = model_read(&m, o.model);
+    if (!status) status = check_length(&o, &m);
+    if (!status && !state_init(&s, &m)) status = fail("out of memory for a batch of %d tokens", BATCH);
+    if (!status && !(p = pool_new(o.num_threads, o.use_openmp)))
+        status = fail("there cannot be %d threads", o.num_threads);
+    if (!status) status = attention_init(&a, &m, p, o.num_threads, o.use_openmp, o.type, o.window);
+    if (!status) status = generate(&a, &s, &o);
+    attention_destroy(&a);
+    pool_free(p);
+    state_destroy(&s);
+    model_free(&m);
+    return status;
+}

@@ -1,0 +1,421 @@
+#include "model.h"
+
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "json.h"
+
+enum { FAILED = 2, MOST_LAYERS = 1024, MOST_DIM = 1 << 20, PATH = 1024 };
+enum { MOST_CONFIG = 1 << 20, MOST_HEADER = 100000000 }; /* bytes */
+
+int fail(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    fputs("generate: ", stderr);
+    vfprintf(stderr, format, arguments);
+    fputs("\n", stderr);
+    va_end(arguments);
+    return FAILED;
+}
+
+/* ---- files ------------------------------------------------------------------------------------------------------- */
+
+typedef struct file {
+    FILE *stream;
+    char path[PATH];
+    long long size; /* bytes */
+} file;
+
+static int file_open(file *f, const char *folder, const char *name) {
+    const int length = snprintf(f->path, sizeof f->path, "%s/%s", folder, name);
+    if (length < 0 || length >= (int)sizeof f->path) return fail("the folder's name is too long: %.40s...", folder);
+    f->stream = fopen(f->path, "rb");
+    if (!f->stream) return fail("there is no %s, or it cannot be read", f->path);
+    f->size = fseek(f->stream, 0, SEEK_END) == 0 ? ftell(f->stream) : -1;
+    rewind(f->stream);
+    return f->size < 0 ? fail("%s is no file", f->path) : 0;
+}
+
+/* The next `size` bytes; NULL, after fail, if there are not so many or there is no memory. */
+static void *file_read(file *f, size_t size) {
+    void *bytes = malloc(size ? size : 1);
+    if (!bytes) {
+        fail("out of memory for %zu bytes of %s", size, f->path);
+    } else if (fread(bytes, 1, size, f->stream) != size) {
+        fail("%s cannot be read", f->path);
+        free(bytes);
+        bytes = NULL;
+    }
+    return bytes;
+}
+
+/* ---- config.json ------------------------------------------------------------------------------------------------- */
+
+/* A whole number from 1 to most; `otherwise`, where that is not 0, if there is none. */
+static int read_count(json config, const char *path, const char *name, int most, int otherwise, int *count) {
+    const json value = json_member(config, name);
+    double number = otherwise;
+    if (!value.at && !otherwise) return fail("%s has no %s", path, name);
+    if (value.at && !json_number(value, &number)) number = 0;
+    if (!(number >= 1 && number <= most) || number != floor(number))
+        return fail("%s: %s must be a whole number from 1 to %d", path, name, most);
+    *count = (int)number;
+    return 0;
+}
+
+static int read_positive(json config, const char *path, const char *name, double otherwise, double *number) {
+    const json value = json_member(config, name);
+    *number = otherwise;
+    if (value.at && !json_number(value, number)) *number = 0;
+    return *number > 0 ? 0 : fail("%s: %s must be a positive number", path, name);
+}
+
+/* What this forward pass does not do would give text that is wrong and looks right. */
+static int check_family(json config, json rope, const char *path) {
+    json type = json_member(rope, "rope_type");
+    if (!type.at) type = json_member(rope, "type");
+    if (!json_is_string(json_member(config, "model_type"), "llama"))
+        return fail("%s: model_type must be \"llama\"", path);
+    if (json_member(config, "hidden_act").at && !json_is_string(json_member(config, "hidden_act"), "silu"))
+        return fail("%s: hidden_act must be \"silu\"", path);
+    if (type.at && !json_is_string(type, "default")) return fail("%s: rope_type must be \"default\"", path);
+    return 0;
+}
+
+static int read_fields(model *m, json config, const char *path) {
+    json rope = json_member(config, "rope_parameters");
+    if (!rope.at) rope = json_member(config, "rope_scaling");
+    const json theta_in = json_member(rope, "rope_theta").at ? rope : config;
+    int vocab, status = check_family(config, rope, path);
+    if (!status) status = read_count(config, path, "vocab_size", MOST_DIM, 0, &vocab);
+    if (!status && vocab != VOCAB)
+        status = fail("%s: vocab_size is %d: tokens are bytes here, so it must be %d", path, vocab, VOCAB);
+    if (!status) status = read_count(config, path, "num_hidden_layers", MOST_LAYERS, 0, &m->num_layers);
+    if (!status) status = read_count(config, path, "hidden_size", MOST_DIM, 0, &m->hidden);
+    if (!status) status = read_count(config, path, "intermediate_size", MOST_DIM, 0, &m->intermediate);
+    if (!status) status = read_count(config, path, "num_attention_heads", MOST_DIM, 0, &m->num_heads);
+    if (!status) status = read_count(config, path, "num_key_value_heads", MOST_DIM, m->num_heads, &m->num_kv_heads);
+    if (!status) status = read_count(config, path, "head_dim", MOST_DIM, m->hidden / m->num_heads, &m->head_dim);
+    if (!status) status = read_count(config, path, "max_position_embeddings", 1 << 30, 0, &m->max_seq_len);
+    if (!status) status = read_positive(config, path, "rms_norm_eps", 1e-6, &m->rms_norm_eps);
+    if (!status) status = read_positive(theta_in, path, "rope_theta", 10000, &m->rope_theta);
+    if (status) return status;
+    m->is_tied = json_is_literal(json_member(config, "tie_word_embeddings"), "true");
+    if (m->num_heads % m->num_kv_heads)
+        return fail("%s: num_attention_heads, %d, must be a multiple of num_key_value_heads, %d", path, m->num_heads,
+                    m->num_kv_heads);
+    if (m->head_dim % 2)
+        return fail("%s: head_dim must be even, as halves are rotated together, not %d", path, m->head_dim);
+    if ((m->num_heads + 2LL * m->num_kv_heads) * m->head_dim > MOST_DIM)
+        return fail("%s: %d heads of %d are more than any model's", path, m->num_heads, m->head_dim);
+    m->qkv_dim = (m->num_heads + 2 * m->num_kv_heads) * m->head_dim;
+    return 0;
+}
+
+static int read_config(model *m, const char *folder) {
+    file f = {0};
+    char *text = NULL;
+    int status = file_open(&f, folder, "config.json");
+    if (!status && f.size > MOST_CONFIG) status = fail("%s is too large for a configuration", f.path);
+    if (!status && !(text = file_read(&f, (size_t)f.size))) status = FAILED;
+    if (!status) {
+        const json config = json_read(text, (size_t)f.size);
+        status = config.at ? read_fields(m, config, f.path) : fail("%s is not well-formed JSON", f.path);
+    }
+    free(text);
+    if (f.stream) fclose(f.stream);
+    return status;
+}
+
+/* ---- model.safetensors ------------------------------------------------------------------------------------------- */
+
+/* A tensor that the model has, [rows][cols], or [cols] where rows is 0, and where its bytes lie in the file. */
+typedef struct tensor {
+    char name[64];
+    int rows, cols;
+    float **to;      /* NULL: right behind the one before */
+    long long begin; /* behind the header */
+    int bytes;       /* of an element */
+    int is_bf16, is_found;
+} tensor;
+
+static long long num_elements(const tensor *t) { return (t->rows ? t->rows : 1LL) * t->cols; }
+
+/* layer: -1 for none.  Returns the place of the next. */
+static tensor *add_tensor(tensor *t, const char *name, int layer, int rows, int cols, float **to) {
+    *t = (tensor){.rows = rows, .cols = cols, .to = to};
+    if (layer < 0)
+        snprintf(t->name, sizeof t->name, "%s.weight", name);
+    else
+        snprintf(t->name, sizeof t->name, "model.layers.%d.%s.weight", layer, name);
+    return t + 1;
+}
+
+/* Writes down all tensors there must be, in the order of their use; returns how many: 9 a layer, and 3 at most. */
+static int list_tensors(model *m, tensor *list) {
+    const int hidden = m->hidden, inner = m->intermediate;
+    const int q = m->num_heads * m->head_dim, kv = m->num_kv_heads * m->head_dim;
+    tensor *t = add_tensor(list, "model.embed_tokens", -1, VOCAB, hidden, &m->embedding);
+    for (int i = 0; i < m->num_layers; i++) {
+        layer *l = &m->layers[i];
+        t = add_tensor(t, "input_layernorm", i, 0, hidden, &l->attention_norm);
+        t = add_tensor(t, "self_attn.q_proj", i, q, hidden, &l->qkv);
+        t = add_tensor(t, "self_attn.k_proj", i, kv, hidden, NULL);
+        t = add_tensor(t, "self_attn.v_proj", i, kv, hidden, NULL);
+        t = add_tensor(t, "self_attn.o_proj", i, hidden, q, &l->out);
+        t = add_tensor(t, "post_attention_layernorm", i, 0, hidden, &l->mlp_norm);
+        t = add_tensor(t, "mlp.gate_proj", i, inner, hidden, &l->gate_up);
+        t = add_tensor(t, "mlp.up_proj", i, inner, hidden, NULL);
+        t = add_tensor(t, "mlp.down_proj", i, hidden, inner, &l->down);
+    }
+    t = add_tensor(t, "model.norm", -1, 0, hidden, &m->norm);
+    if (!m->is_tied) t = add_tensor(t, "lm_head", -1, VOCAB, hidden, &m->head);
+    return (int)(t - list);
+}
+
+/* Whether an array of the header has just these numbers. */
+static int has_numbers(json array, const double *numbers, int count) {
+    json name, value = {NULL, NULL};
+    double number;
+    int i = 0;
+    for (; json_next(array, &name, &value); i++)
+        if (i == count || !json_number(value, &number) || number != numbers[i]) return 0;
+    return array.at && *array.at == '[' && i == count;
+}
+
+/* Reads where a tensor lies; data_size: bytes behind the header. */
+static int place_tensor(tensor *t, json entry, long long data_size, const char *path) {
+    const json dtype = json_member(entry, "dtype");
+    const double shape[] = {t->rows ? t->rows : t->cols, t->cols};
+    double offsets[2] = {-1, -1};
+    json name, value = {NULL, NULL}, array = json_member(entry, "data_offsets");
+    if (t->is_found) return fail("%s has tensor %s twice", path, t->name);
+    t->is_found = 1;
+    t->is_bf16 = json_is_string(dtype, "BF16");
+    t->bytes = json_is_string(dtype, "F32") ? 4 : t->is_bf16 || json_is_string(dtype, "F16") ? 2 : 0;
+    if (!t->bytes) return fail("%s: tensor %s must be of type F32, F16 or BF16", path, t->name);
+    if (!has_numbers(json_member(entry, "shape"), shape, t->rows ? 2 : 1))
+        return t->rows ? fail("%s: tensor %s must have the shape [%d, %d]", path, t->name, t->rows, t->cols)
+                       : fail("%s: tensor %s must have the shape [%d]", path, t->name, t->cols);
+    for (int i = 0; i < 2 && json_next(array, &name, &value); i++)
+        if (!json_number(value, &offsets[i])) offsets[i] = -1;
+    if (!has_numbers(array, offsets, 2) || !(offsets[0] >= 0 && offsets[1] <= (double)data_size) ||
+        offsets[1] - offsets[0] != (double)(num_elements(t) * t->bytes) || offsets[0] != floor(offsets[0]))
+        return fail("%s: the data_offsets of tensor %s are not those of %lld elements within the file", path, t->name,
+                    num_elements(t));
+    t->begin = (long long)offsets[0];
+    return 0;
+}
+
+/* Goes over the header: every tensor once, and nothing that would be left out. */
+static int place_tensors(const model *m, tensor *list, int count, json header, long long data_size, const char *path) {
+    json name, entry = {NULL, NULL};
+    while (json_next(header, &name, &entry)) {
+        int i = 0, status = 0;
+        while (i < count && !json_is_string(name, list[i].name)) i++;
+        if (i < count)
+            status = place_tensor(&list[i], entry, data_size, path);
+        else if (!json_is_string(name, "__metadata__") && !(m->is_tied && json_is_string(name, "lm_head.weight")))
+            status = fail("%s has a tensor that a plain Llama has not: %.*s", path,
+                          (int)(name.end - name.at < 80 ? name.end - name.at : 80), name.at);
+        if (status) return status;
+    }
+    for (int i = 0; i < count; i++)
+        if (!list[i].is_found) return fail("%s has no tensor %s", path, list[i].name);
+    return 0;
+}
+
+/* Safetensors are little-endian. */
+static uint32_t bits_of(const unsigned char *bytes, int count) {
+    uint32_t bits = 0;
+    for (int i = count; i-- > 0;) bits = bits << 8 | bytes[i];
+    return bits;
+}
+
+static float f16_to_f32(uint32_t bits) {
+    const int exponent = bits >> 10 & 31;
+    const float digits = (float)(bits & 1023), sign = bits >> 15 ? -1.0F : 1.0F;
+    if (exponent == 31) return digits != 0 ? NAN : sign * INFINITY;
+    return sign * (exponent ? ldexpf(digits + 1024, exponent - 25) : ldexpf(digits, -24));
+}
+
+static float element(const tensor *t, const unsigned char *bytes) {
+    const uint32_t bits = bits_of(bytes, t->bytes);
+    if (t->bytes == 2 && !t->is_bf16) return f16_to_f32(bits);
+    const uint32_t whole = t->is_bf16 ? bits << 16 : bits;
+    float x;
+    memcpy(&x, &whole, sizeof x);
+    return x;
+}
+
+static int read_tensor(const tensor *t, file *f, long long data, float *to) {
+    if (fseek(f->stream, (long)(data + t->begin), SEEK_SET) != 0) return fail("%s cannot be read", f->path);
+    unsigned char *bytes = file_read(f, (size_t)(num_elements(t) * t->bytes));
+    if (!bytes) return FAILED;
+    for (long long i = 0; i < num_elements(t); i++) to[i] = element(t, bytes + i * t->bytes);
+    free(bytes);
+    return 0;
+}
+
+/* All weights, one tensor behind the other, in memory that is taken once every size is known to be the file's. */
+static int read_tensors(model *m, const tensor *list, int count, file *f, long long data) {
+    long long total = 0;
+    int status = 0;
+    for (int i = 0; i < count; i++) total += num_elements(&list[i]);
+    m->weights = malloc((size_t)total * sizeof *m->weights);
+    if (!m->weights) return fail("out of memory for %lld weights", total);
+    float *to = m->weights;
+    for (int i = 0; i < count && !status; i++) {
+        status = read_tensor(&list[i], f, data, to);
+        if (list[i].to) *list[i].to = to;
+        to += num_elements(&list[i]);
+    }
+    if (m->is_tied) m->head = m->embedding;
+    return status;
+}
+
+static int read_weights(model *m, file *f) {
+    unsigned char size_bytes[8];
+    if (f->size < 8 || fread(size_bytes, 1, 8, f->stream) != 8)
+        return fail("%s is too short to be a safetensors file", f->path);
+    const long long size = bits_of(size_bytes, 4);
+    if (bits_of(size_bytes + 4, 4) || size > MOST_HEADER || size > f->size - 8)
+        return fail("%s is no whole safetensors file: its header ends outside of it, or is larger than any", f->path);
+    char *text = file_read(f, (size_t)size);
+    tensor *list = malloc((size_t)(9 * m->num_layers + 3) * sizeof *list);
+    int status = text && list ? 0 : text ? fail("out of memory for a list of tensors") : FAILED;
+    if (!status) {
+        const json header = json_read(text, (size_t)size);
+        const int count = list_tensors(m, list);
+        if (!header.at || *header.at != '{') status = fail("%s: its header is not well-formed JSON", f->path);
+        if (!status) status = place_tensors(m, list, count, header, f->size - 8 - size, f->path);
+        if (!status) status = read_tensors(m, list, count, f, 8 + size);
+    }
+    free(text);
+    free(list);
+    return status;
+}
+
+int model_read(model *m, const char *folder) {
+    *m = (model){0};
+    int status = read_config(m, folder);
+    if (status) return status;
+    m->layers = calloc((size_t)m->num_layers, sizeof *m->layers);
+    if (!m->layers) return fail("out of memory for %d layers", m->num_layers);
+    file f = {0};
+    status = file_open(&f, folder, "model.safetensors");
+    if (!status) status = read_weights(m, &f);
+    if (f.stream) fclose(f.stream);
+    return status;
+}
+
+void model_free(model *m) {
+    free(m->layers);
+    free(m->weights);
+}
+
+/* ---- matrices ---------------------------------------------------------------------------------------------------- */
+
+/* With sums side by side, which compilers make vectors of: they may not change the order of additions themselves. */
+float dot(const float *a, const float *b, int n) {
+    enum { LANES = 16 };
+    float sums[LANES] = {0}, sum = 0;
+    int i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int j = 0; j < LANES; j++) sums[j] += a[i + j] * b[i + j];
+    for (; i < n; i++) sum += a[i] * b[i];
+    for (int j = 0; j < LANES; j++) sum += sums[j];
+    return sum;
+}
+
+/* out = x w^T, or out += that: many rows of weights are one task. */
+typedef struct product {
+    float *out;     /* [n][rows] */
+    const float *x; /* [n][cols], x_stride floats apart */
+    const float *w; /* [rows][cols] */
+    int n, rows, cols, x_stride, adds;
+} product;
+
+enum { ROWS = 32 }; /* of a task */
+
+static void multiply_rows(void *context, int64_t task) {
+    const product *p = context;
+    const int64_t end = (task + 1) * ROWS < p->rows ? (task + 1) * ROWS : p->rows;
+    for (int64_t r = task * ROWS; r < end; r++)
+        for (int64_t t = 0; t < p->n; t++) {
+            float *out = p->out + t * p->rows + r;
+            *out = dot(p->x + t * p->x_stride, p->w + r * p->cols, p->cols) + (p->adds ? *out : 0);
+        }
+}
+
+static void multiply(pool *pool, product p) { pool_run(pool, multiply_rows, &p, (p.rows + ROWS - 1) / ROWS); }
+
+/* out, x [n][dim]; weight [dim] */
+static void rms_norm(float *out, const float *x, const float *weight, int n, int dim, double eps) {
+    for (int t = 0; t < n; t++, x += dim, out += dim) {
+        const float scale = 1 / sqrtf(dot(x, x, dim) / (float)dim + (float)eps);
+        for (int i = 0; i < dim; i++) out[i] = x[i] * scale * weight[i];
+    }
+}
+
+/* gate = silu(gate) * up, for one token of [n][2 intermediate] */
+typedef struct gates {
+    float *gate_up;
+    int intermediate;
+} gates;
+
+static void gate_token(void *context, int64_t t) {
+    const gates *g = context;
+    float *gate = g->gate_up + t * 2 * g->intermediate;
+    const float *up = gate + g->intermediate;
+    for (int i = 0; i < g->intermediate; i++) gate[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
+}
+
+/* ---- a forward pass ---------------------------------------------------------------------------------------------- */
+
+int state_init(state *s, const model *m) {
+    const size_t hidden = (size_t)m->hidden, qkv = (size_t)m->qkv_dim;
+    const size_t attended = (size_t)m->num_heads * (size_t)m->head_dim, gate_up = 2 * (size_t)m->intermediate;
+    s->memory = calloc(BATCH * (2 * hidden + qkv + attended + gate_up) + VOCAB, sizeof *s->memory);
+    if (!s->memory) return 0;
+    s->x = s->memory;
+    s->normed = s->x + BATCH * hidden;
+    s->qkv = s->normed + BATCH * hidden;
+    s->attended = s->qkv + BATCH * qkv;
+    s->gate_up = s->attended + BATCH * attended;
+    s->logits = s->gate_up + BATCH * gate_up;
+    return 1;
+}
+
+void state_destroy(state *s) { free(s->memory); }
+
+void model_embed(const model *m, state *s, const unsigned char *tokens, int n) {
+    for (int t = 0; t < n; t++)
+        memcpy(s->x + (size_t)t * (size_t)m->hidden, m->embedding + (size_t)tokens[t] * (size_t)m->hidden,
+               (size_t)m->hidden * sizeof *s->x);
+}
+
+void model_qkv(const model *m, state *s, pool *p, int layer, int n) {
+    const struct layer *l = &m->layers[layer];
+    rms_norm(s->normed, s->x, l->attention_norm, n, m->hidden, m->rms_norm_eps);
+    multiply(p, (product){s->qkv, s->normed, l->qkv, n, m->qkv_dim, m->hidden, m->hidden, 0});
+}
+
+void model_finish(const model *m, state *s, pool *p, int layer, int n) {
+    const struct layer *l = &m->layers[layer];
+    const int attended = m->num_heads * m->head_dim, inner = m->intermediate;
+    multiply(p, (product){s->x, s->attended, l->out, n, m->hidden, attended, attended, 1});
+    rms_norm(s->normed, s->x, l->mlp_norm, n, m->hidden, m->rms_norm_eps);
+    multiply(p, (product){s->gate_up, s->normed, l->gate_up, n, 2 * inner, m->hidden, m->hidden, 0});
+    gates g = {s->gate_up, inner};
+    pool_run(p, gate_token, &g, n);
+    multiply(p, (product){s->x, s->gate_up, l->down, n, m->hidden, inner, 2 * inner, 1});
+}
+
+void model_logits(const model *m, state *s, pool *p, int n) {
+    rms_norm(s->normed, s->x + (size_t)(n - 1) * (size_t)m->hidden, m->norm, 1, m->hidden, m->rms_norm_eps);
+    multiply(p, (product){s->logits, s->normed, m->head, 1, VOCAB, m->hidden, m->hidden, 0});
+}
