@@ -95,7 +95,7 @@ class Wheel(bdist_wheel):
 
     def write_bill_of_materials(self, folder):
         """What the binaries say they link to, as CycloneDX (PEP 770); there is nothing in them that is not ours."""
-        binaries = sorted(Path(self.bdist_dir).rglob("*.so"))
+        binaries = sorted(Path(self.bdist_dir).rglob("*.so*"))
         if not binaries or not shutil.which("readelf"):
             return
         command = ["readelf", "--dynamic", "--wide", *binaries]
