@@ -1,7 +1,16 @@
-"""What pyproject.toml cannot say: the version, which stands in include/kvcache.h, and how the extension is built."""
+"""What pyproject.toml cannot say: the version, which stands in include/kvcache.h, how the extension is built, and what
+makes distributions of the same sources the same bytes, wherever and whenever they are built.
+"""
 
+import gzip
+import json
 import os
 import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from itertools import chain
@@ -9,11 +18,16 @@ from pathlib import Path
 
 import numpy
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 from setuptools.errors import CompileError, LinkError
 
 header = Path("include/kvcache.h").read_text()
 version = ".".join(re.findall(r"^#define KVC_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+)", header, re.MULTILINE))
+
+# One extension for the CPython that requires-python begins with and every later one, but for those without a GIL.
+limited = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 class BuildExt(build_ext):
@@ -22,6 +36,9 @@ class BuildExt(build_ext):
         self.cython_c_in_temp = True  # keeps the generated C out of the tree, and so out of the sdist
 
     def build_extensions(self):
+        if self.compiler.compiler_type == "msvc":  # never run
+            core.extra_compile_args = ["/std:c11", "/experimental:c11atomics", "/O2"]
+            core.libraries = []
         if os.environ.get("KVCACHE_OPENMP") != "0" and self.has_openmp():
             for extension in self.extensions:
                 extension.extra_compile_args.append("-fopenmp")
@@ -48,6 +65,59 @@ class BuildExt(build_ext):
         return True
 
 
+class Sdist(sdist):
+    def make_archive(self, base_name, format, root_dir=None, base_dir=None, owner=None, group=None):
+        """A .tar.gz that does not tell who made it; nor when, if SOURCE_DATE_EPOCH says what to write instead."""
+        if format != "gztar":
+            return super().make_archive(base_name, format, root_dir, base_dir, owner, group)
+        epoch = int(os.environ["SOURCE_DATE_EPOCH"]) if "SOURCE_DATE_EPOCH" in os.environ else None
+
+        def anonymous(entry):
+            entry.mode = 0o755 if entry.mode & 0o100 else 0o644
+            entry.uid = entry.gid = 0
+            entry.uname = entry.gname = ""
+            entry.mtime = int(entry.mtime) if epoch is None else epoch
+            return entry
+
+        path = f"{base_name}.tar.gz"
+        with gzip.GzipFile(path, "wb", mtime=epoch) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
+            tar.add(base_dir, filter=anonymous)
+        return path
+
+
+class Wheel(bdist_wheel):
+    def write_wheelfile(self, wheelfile_base, **options):
+        """The last of the files, after which they are packed with the modes they have here: those of one umask."""
+        super().write_wheelfile(wheelfile_base, **options)
+        self.write_bill_of_materials(Path(wheelfile_base, "sboms"))
+        for path in Path(self.bdist_dir).rglob("*"):
+            path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
+
+    def write_bill_of_materials(self, folder):
+        """What the binaries say they link to, as CycloneDX (PEP 770); there is nothing in them that is not ours."""
+        binaries = sorted(Path(self.bdist_dir).rglob("*.so*"))
+        if not binaries or not shutil.which("readelf"):
+            return
+        command = ["readelf", "--dynamic", "--wide", *binaries]
+        told = subprocess.run(command, env=os.environ | {"LC_ALL": "C"}, stdout=subprocess.PIPE, text=True, check=True)
+        linked = set(re.findall(r"\(NEEDED\).*\[(.+)\]", told.stdout)) - {binary.name for binary in binaries}
+        name = self.distribution.get_name()
+        purl = f"pkg:pypi/{name}@{version}"
+        licenses = [{"expression": self.distribution.metadata.license_expression}]
+        us = {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl, "licenses": licenses}
+        others = [{"type": "library", "bom-ref": each, "name": each, "isExternal": True} for each in sorted(linked)]
+        bill = {
+            "bomFormat": "CycloneDX",
+            "specVersion": "1.7",
+            "version": 1,
+            "metadata": {"component": us},
+            "components": others,
+            "dependencies": [{"ref": purl, "dependsOn": sorted(linked)}],
+        }
+        folder.mkdir()
+        (folder / f"{name}.cdx.json").write_text(json.dumps(bill, indent=2) + "\n")
+
+
 core = Extension(
     "kvcache._core",
     sources=["kvcache/_core.pyx", *sorted(glob("src/*.c") + glob("src/kernels/*.c"))],
@@ -55,9 +125,18 @@ core = Extension(
     include_dirs=["include", "src", numpy.get_include()],
     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
     libraries=["m", "pthread"],
-    extra_compile_args=["-std=c11", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"],
+    # Without what Python's own flags have for debuggers, which is the folder it was built in, and most of the bytes.
+    extra_compile_args=["-std=c11", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"],
+    py_limited_api=limited,
 )
+if limited:
+    core.define_macros.append(("Py_LIMITED_API", "0x030B0000"))
 if os.environ.get("KVCACHE_WERROR") == "1":
     core.extra_compile_args.append("-Werror")
 
-setup(version=version, ext_modules=[core], cmdclass={"build_ext": BuildExt})
+setup(
+    version=version,
+    ext_modules=[core],
+    cmdclass={"build_ext": BuildExt, "bdist_wheel": Wheel, "sdist": Sdist},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if limited else {},
+)

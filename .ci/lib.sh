@@ -66,25 +66,35 @@ finish() {
 
 # ---- Python
 
-# The wheel, so that the core is compiled once.
-install() {
-    "$python" -m venv "$venv"
-    "$venv/bin/pip" install -qq "$(echo "$tmp"/dist/*.whl)[test]"
+wheel() { echo "$tmp"/dist/*.whl; }
+
+# oldest package: the oldest release that pyproject.toml allows, as a requirement
+oldest() { sed -n "s/.*\"$1>=\([0-9.]*\)\".*/$1==\1.*/p" pyproject.toml | sort -u; }
+
+# fresh folder requirement...: a virtual environment with these
+fresh() {
+    "$python" -m venv "$1"
+    "$1/bin/pip" install -qq "${@:2}"
 }
+
+# The wheel, so that the core is compiled once.
+install() { fresh "$venv" "$(wheel)[test]"; }
 
 # README's test command, on what pip installed.
 tests() { KVCACHE_TEST_INSTALLED=1 "$venv/bin/pytest" --color=no | tee "$tmp/pytest"; }
 
+# build folder: the sdist of this tree, and the wheel of that
+build() { KVCACHE_WERROR=1 SOURCE_DATE_EPOCH=1000000000 "$tools/bin/python" -m build --outdir "$1"; }
+
 # The sdist holds every file but hidden ones, and nothing generated; the wheel is built from it, and is what the tools
 # look at.
 distributions() {
-    "$python" -m venv "$tools"
-    "$tools/bin/pip" install -qq build
-    KVCACHE_WERROR=1 "$tools/bin/python" -m build --outdir "$tmp/dist"
+    fresh "$tools" build
+    build "$tmp/dist"
     tar --list --file "$tmp"/dist/*.tar.gz | cut -d/ -f2- >"$tmp/sdist"
     without '_core\.c$|\.(so|o|pyc)$|(^|/)\.' <"$tmp/sdist"
     without '^[^.]' < <(tr '\0' '\n' <"$tmp/files" | sort | comm -23 - <(sort "$tmp/sdist"))
-    "$tools/bin/pip" install -qq "$(echo "$tmp"/dist/*.whl)[test,docs,lint]"
+    "$tools/bin/pip" install -qq "$(wheel)[test,docs,lint]"
     cd "$empty"
     "$tools/bin/python" -c 'import kvcache; kvcache.show_config()'
 }
@@ -102,11 +112,15 @@ types() {
     "$tools/bin/stubtest" --concise --mypy-config-file "$tree/pyproject.toml" --allowlist "$tree/.ci/stubtest.txt" kvcache
 }
 
-# What needs torch and transformers, which the wheel can do without.
+# torch_tests folder: what needs torch and transformers, which the wheel can do without, in this virtual environment
+torch_tests() {
+    "$1/bin/pytest" --color=no $(grep -l '^torch = ' tests/test_*.py) tests/test_docs.py
+    "$1/bin/pytest" --color=no -k torch tests/test_arrays.py tests/test_bad_input.py
+}
+
 with_torch() {
-    "$tools/bin/pip" install -qq --constraint bench/constraints.txt "$(echo "$tmp"/dist/*.whl)[hf]"
-    "$tools/bin/pytest" --color=no $(grep -l '^torch = ' tests/test_*.py) tests/test_docs.py
-    "$tools/bin/pytest" --color=no -k torch tests/test_arrays.py tests/test_bad_input.py
+    "$tools/bin/pip" install -qq --constraint bench/constraints.txt "$(oldest transformers)" "$(wheel)[hf]"
+    torch_tests "$tools"
 }
 
 docs() { "$tools/bin/sphinx-build" -W --keep-going -q docs "$tmp/html"; }
@@ -189,7 +203,7 @@ usual() {
     step "ruff, cython-lint, clang-format" style
     step "mypy --strict, stubtest" types
     step "docs without a warning" docs
-    step "pytest with torch and transformers" with_torch
+    step "pytest with torch and the oldest transformers" with_torch
 
     local cc cxx
     for cc in gcc clang; do

@@ -1,10 +1,12 @@
 """What `import kvcache` costs and brings: names, docstrings, the version, the report of the machine."""
 
 import inspect
+import json
 import os
 import re
 import subprocess
 import sys
+from importlib.metadata import files
 
 import pytest
 
@@ -131,3 +133,27 @@ def test_num_threads():
     finally:
         kvcache.set_num_threads(None)
     assert kvcache.get_num_threads() == before >= 1
+
+
+def bills_of_materials():
+    """What the wheel says of the libraries it links to: ours, and auditwheel's of those it brings along."""
+    found = [path.read_text() for path in files("kvcache") if path.match("*.dist-info/sboms/*.cdx.json")]
+    return found or pytest.skip("there is none: installed in place, or built where there was no readelf")
+
+
+def test_the_bill_of_materials_names_what_is_linked():
+    bills = [json.loads(text) for text in bills_of_materials()]
+    (ours,) = (
+        bill for bill in bills if bill["metadata"]["component"]["purl"] == f"pkg:pypi/kvcache@{kvcache.__version__}"
+    )
+    names = {component["name"] for component in ours["components"]}
+    assert any(re.match(r"libc\b", name) for name in names)
+    assert any(re.match(r"lib[gi]?omp", name) for name in names) == ("OpenMP" in kvcache.show_config("dicts")["build"])
+
+
+def test_the_bill_of_materials_is_cyclonedx():
+    schema = pytest.importorskip("cyclonedx.schema")
+    validators = pytest.importorskip("cyclonedx.validation.json")
+    for text in bills_of_materials():
+        version = schema.SchemaVersion.from_version(json.loads(text)["specVersion"])
+        assert validators.JsonStrictValidator(version).validate_str(text) is None
