@@ -35,14 +35,18 @@ class BuildExt(build_ext):
         super().initialize_options()
         self.cython_c_in_temp = True  # keeps the generated C out of the tree, and so out of the sdist
 
+    def get_ext_filename(self, name):
+        """Asked with and without the names of packages; the library is no module, and has no ending of one."""
+        return f"{name.replace('.', '/')}.so" if name.endswith("libkvcache") else super().get_ext_filename(name)
+
     def build_extensions(self):
         if self.compiler.compiler_type == "msvc":  # never run
             core.extra_compile_args = ["/std:c11", "/experimental:c11atomics", "/O2"]
             core.libraries = []
         if os.environ.get("KVCACHE_OPENMP") != "0" and self.has_openmp():
-            for extension in self.extensions:
-                extension.extra_compile_args.append("-fopenmp")
-                extension.extra_link_args.append("-fopenmp")
+            core.extra_compile_args.append("-fopenmp")
+            core.extra_link_args.append("-fopenmp")
+        module.library_dirs.append(str(Path(self.get_ext_fullpath(core.name)).parent))
         compile_in_turn = self.compiler.compile
 
         def compile_in_parallel(sources, **options):
@@ -118,25 +122,38 @@ class Wheel(bdist_wheel):
         (folder / f"{name}.cdx.json").write_text(json.dumps(bill, indent=2) + "\n")
 
 
+# Without what Python's own flags have for debuggers, which is the folder it was built in, and most of the bytes.
+flags = ["-std=c11", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
+if os.environ.get("KVCACHE_WERROR") == "1":
+    flags.append("-Werror")
+
+# The core is a library of its own, for whoever wants it (kvcache.get_library); the module is linked to it.
 core = Extension(
-    "kvcache._core",
-    sources=["kvcache/_core.pyx", *sorted(glob("src/*.c") + glob("src/kernels/*.c"))],
+    "kvcache.lib.libkvcache",
+    sources=sorted(glob("src/*.c") + glob("src/kernels/*.c")),
     depends=sorted(glob("include/*.h") + glob("src/*.h") + glob("src/kernels/*.h")),
-    include_dirs=["include", "src", numpy.get_include()],
-    define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+    include_dirs=["include", "src"],
     libraries=["m", "pthread"],
-    # Without what Python's own flags have for debuggers, which is the folder it was built in, and most of the bytes.
-    extra_compile_args=["-std=c11", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"],
+    extra_compile_args=[*flags],
+    extra_link_args=["-Wl,-soname,libkvcache.so"] if sys.platform == "linux" else [],
+)
+module = Extension(
+    "kvcache._core",
+    sources=["kvcache/_core.pyx"],
+    depends=["include/kvcache.h"],
+    include_dirs=["include", numpy.get_include()],
+    define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+    libraries=["kvcache", "m"],
+    runtime_library_dirs=["$ORIGIN/lib"],
+    extra_compile_args=[*flags],
     py_limited_api=limited,
 )
 if limited:
-    core.define_macros.append(("Py_LIMITED_API", "0x030B0000"))
-if os.environ.get("KVCACHE_WERROR") == "1":
-    core.extra_compile_args.append("-Werror")
+    module.define_macros.append(("Py_LIMITED_API", "0x030B0000"))
 
 setup(
     version=version,
-    ext_modules=[core],
+    ext_modules=[core, module],  # in this order
     cmdclass={"build_ext": BuildExt, "bdist_wheel": Wheel, "sdist": Sdist},
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if limited else {},
 )

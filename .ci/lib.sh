@@ -186,11 +186,40 @@ END
     cmake --build build
     build/with_kvcache
     build/with_kvcache_static
+    mv "$prefix" "$prefix-moved"
+    prefix=$prefix-moved
     export PKG_CONFIG_PATH=$prefix/lib/pkgconfig
     cc main.c -o shared $(pkg-config --cflags --libs kvcache)
     LD_LIBRARY_PATH=$prefix/lib ./shared
-    # Only the public names leave the shared library.
+    cc main.c -o static $(pkg-config --cflags kvcache) "$prefix/lib/libkvcache.a" $(pkg-config --static --libs kvcache |
+        sed 's/-lkvcache//')
+    ./static
+    # Only the public names leave the shared library, and it wants no library but these.
     without ' [A-Z] ([^k]|k[^v]|kv[^c]|kvc[^_])' < <(nm --dynamic --defined-only "$prefix/lib/libkvcache.so")
+    without . < <(readelf --dynamic "$prefix/lib/libkvcache.so" | grep NEEDED |
+        grep -vE '\[(lib(c|m|pthread|gomp|omp)\.|ld-)')
+}
+
+# The same as a part of another project's build.
+cmake_part() {
+    mkdir "$tmp/part"
+    cd "$tmp/part"
+    cp "$tmp/user/main.c" .
+    cat >CMakeLists.txt <<END
+cmake_minimum_required(VERSION 3.21)
+project(whole C)
+include(FetchContent)
+FetchContent_Declare(kvcache SOURCE_DIR "$tree")
+FetchContent_MakeAvailable(kvcache)
+add_executable(whole main.c)
+target_link_libraries(whole PRIVATE kvcache::kvcache_static)
+install(TARGETS whole)
+END
+    cmake -S . -B build -DCMAKE_INSTALL_PREFIX="$tmp/part/prefix"
+    cmake --build build --parallel "$jobs" --target whole
+    build/whole
+    cmake --install build
+    without . < <(cd prefix && find . -type f | grep -v '^./bin/whole$')
 }
 
 # ---- what every change must pass
@@ -217,5 +246,6 @@ usual() {
     done
     # README's test command has them under the sanitizers, where these work; .ci/full without optimisation, too.
     links "C tests under address and undefined sanitizers" "${CC:-cc}" -fsanitize=address,undefined
-    has "CMake build" cmake pkg-config && step "CMake build, install, use" cmake_build
+    has "CMake build" cmake pkg-config && step "CMake build, install, use" cmake_build &&
+        step "CMake build as a part of another" cmake_part
 }

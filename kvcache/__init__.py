@@ -11,6 +11,7 @@ from kvcache.errors import (
     NotSupportedError,
     RowsGoneError,
 )
+from kvcache.library import get_include, get_library
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, SlidingWindow
 from kvcache.rope import Rope
 from kvcache.strategy import Adaptive, LongSequencesOnly
@@ -35,6 +36,8 @@ __all__ = [
     "SlidingWindow",
     "Span",
     "__version__",
+    "get_include",
+    "get_library",
     "get_num_threads",
     "set_num_threads",
     "show_config",

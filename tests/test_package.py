@@ -31,6 +31,8 @@ NAMES = {
     "Run",
     "SlidingWindow",
     "Span",
+    "get_include",
+    "get_library",
     "get_num_threads",
     "set_num_threads",
     "show_config",

@@ -2,8 +2,7 @@
 #include "kernels.h"
 
 #ifdef KVC_HAVE_AVX2
-#define NAME "avx2"
-#define TABLE kvc_kernels_avx2
+#define ISA avx2
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #include "x86.h"
 

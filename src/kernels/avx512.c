@@ -2,8 +2,7 @@
 #include "kernels.h"
 
 #ifdef KVC_HAVE_AVX512
-#define NAME "avx512"
-#define TABLE kvc_kernels_avx512
+#define ISA avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
 #define DOT 0
 #include "avx512.h"

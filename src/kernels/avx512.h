@@ -1,5 +1,5 @@
 /* avx512.h: the vector kernels for AVX-512 (F, BW, DQ, VL).  A file that includes this defines
- *   NAME, TABLE   of the table
+ *   ISA           name of the instruction set
  *   TARGET        attribute of every function
  *   DOT           whether there are dot products of integers (VNNI)
  *   DOT_BF16      whether there are dot products of bf16; else it may be left out

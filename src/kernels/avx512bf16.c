@@ -3,8 +3,7 @@
 #include "kernels.h"
 
 #ifdef KVC_HAVE_AVX512_BF16
-#define NAME "avx512bf16"
-#define TABLE kvc_kernels_avx512bf16
+#define ISA avx512bf16
 #define TARGET __attribute__((target("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
 #define DOT 1
 #define DOT_BF16 1

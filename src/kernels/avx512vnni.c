@@ -2,8 +2,7 @@
 #include "kernels.h"
 
 #ifdef KVC_HAVE_AVX512
-#define NAME "avx512vnni"
-#define TABLE kvc_kernels_avx512vnni
+#define ISA avx512vnni
 #define TARGET __attribute__((target("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
 #define DOT 1
 #include "avx512.h"

@@ -5,8 +5,7 @@
 #include <arm_neon.h>
 #include <string.h>
 
-#define NAME "neon"
-#define TABLE kvc_kernels_neon
+#define ISA neon
 #define TARGET
 #include "inline.h"
 

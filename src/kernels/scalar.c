@@ -303,23 +303,23 @@ FLOATING(bf16, KVC_BF16)
 QUANTISED(q8_0, KVC_Q8_0)
 QUANTISED(q4_0, KVC_Q4_0)
 
-#define FLOAT_TYPES(kernel) [KVC_F32] = kernel##_f32, [KVC_F16] = kernel##_f16, [KVC_BF16] = kernel##_bf16
-#define EVERY_TYPE(kernel) {FLOAT_TYPES(kernel), [KVC_Q8_0] = kernel##_q8_0, [KVC_Q4_0] = kernel##_q4_0}
+#define FLOAT_TYPES(kernel) [KVC_F32] = kernel##f32, [KVC_F16] = kernel##f16, [KVC_BF16] = kernel##bf16
+#define EVERY_TYPE(kernel) {FLOAT_TYPES(kernel), [KVC_Q8_0] = kernel##q8_0, [KVC_Q4_0] = kernel##q4_0}
 #define TILER(name) {prepare, pack_keys_##name, pack_values_##name, matmul, matmul, 1}
 
 const kvc_kernels kvc_kernels_scalar = {
     .name = "scalar",
-    .convert = {[KVC_F32] = EVERY_TYPE(convert_f32),
-                [KVC_F16] = EVERY_TYPE(convert_f16),
-                [KVC_BF16] = EVERY_TYPE(convert_bf16),
-                [KVC_Q8_0] = {FLOAT_TYPES(convert_q8_0), [KVC_Q8_0] = convert_q8_0_q8_0},
-                [KVC_Q4_0] = {FLOAT_TYPES(convert_q4_0), [KVC_Q4_0] = convert_q4_0_q4_0}},
+    .convert = {[KVC_F32] = EVERY_TYPE(convert_f32_),
+                [KVC_F16] = EVERY_TYPE(convert_f16_),
+                [KVC_BF16] = EVERY_TYPE(convert_bf16_),
+                [KVC_Q8_0] = {FLOAT_TYPES(convert_q8_0_), [KVC_Q8_0] = convert_q8_0_q8_0},
+                [KVC_Q4_0] = {FLOAT_TYPES(convert_q4_0_), [KVC_Q4_0] = convert_q4_0_q4_0}},
     .score = {[KVC_F32] = {prepare, score_f32},
               [KVC_F16] = {prepare, score_f16},
               [KVC_BF16] = {prepare, score_bf16},
               [KVC_Q8_0] = {prepare, score_q8_0},
               [KVC_Q4_0] = {prepare, score_q4_0}},
-    .accumulate = EVERY_TYPE(accumulate),
+    .accumulate = EVERY_TYPE(accumulate_),
     .tiler = {[KVC_F32] = TILER(f32),
               [KVC_F16] = TILER(f16),
               [KVC_BF16] = TILER(bf16),

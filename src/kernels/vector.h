@@ -1,8 +1,7 @@
 /* vector.h: the kernels, written once over vectors of floats.  A file of an instruction set defines what is listed
  * here and includes this, which defines its table.
  *
- *   NAME             of the instruction set, a string
- *   TABLE            identifier of the kvc_kernels
+ *   ISA              name of the instruction set
  *   TARGET           attribute of every function
  *   INLINE           static, TARGET, and always inlined where speed counts
  *   UNROLL           may be defined as nothing where it does not
@@ -637,30 +636,36 @@ INLINE void pack_values(int type, float *dst, int dst_stride, const void *const 
 
 /* ---- the table -------------------------------------------------------------------------------------------------- */
 
-#define CONVERT(from, from_type, to, to_type)                                                                    \
-    TARGET static void convert_##from##_##to(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, \
-                                             int64_t num_rows, int dim) {                                        \
-        convert(from_type, to_type, dst, dst_stride, src, src_stride, num_rows, dim);                            \
+/* Kernels that macros make end in the name of their set. */
+#define JOIN_(kernel, isa) kernel##_##isa
+#define JOIN(kernel, isa) JOIN_(kernel, isa)
+#define OF(kernel) JOIN(kernel, ISA)
+
+#define CONVERT(from, from_type, to, to_type)                                                                        \
+    TARGET static void OF(convert_##from##_##to)(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, \
+                                                 int64_t num_rows, int dim) {                                        \
+        convert(from_type, to_type, dst, dst_stride, src, src_stride, num_rows, dim);                                \
     }
 
-#define TYPED(name, type)                                                                                             \
-    CONVERT(name, type, f32, KVC_F32)                                                                                 \
-    CONVERT(name, type, f16, KVC_F16)                                                                                 \
-    CONVERT(name, type, bf16, KVC_BF16)                                                                               \
-    TARGET static void score_##name(float *scores, const float *q, int q_stride, int num_q, const void *const *rows,  \
-                                    int n, int dim, const void *const *next, int next_bytes) {                        \
-        score(type, 0, scores, q, q_stride, num_q, rows, n, dim, next, next_bytes);                                   \
-    }                                                                                                                 \
-    TARGET static void accumulate_##name(float *acc, int acc_stride, const float *factor, const float *weights,       \
-                                         int num_q, const void *const *rows, int n, int dim, const void *const *next, \
-                                         int next_bytes) {                                                            \
-        accumulate(type, acc, acc_stride, factor, weights, num_q, rows, n, dim, next, next_bytes);                    \
-    }                                                                                                                 \
-    TARGET static void pack_keys_##name(float *dst, const void *const *rows, int n, int dim) {                        \
-        pack_keys(type, dst, rows, n, dim);                                                                           \
-    }                                                                                                                 \
-    TARGET static void pack_values_##name(float *dst, int dst_stride, const void *const *rows, int n, int dim) {      \
-        pack_values(type, dst, dst_stride, rows, n, dim);                                                             \
+#define TYPED(name, type)                                                                                            \
+    CONVERT(name, type, f32, KVC_F32)                                                                                \
+    CONVERT(name, type, f16, KVC_F16)                                                                                \
+    CONVERT(name, type, bf16, KVC_BF16)                                                                              \
+    TARGET static void OF(score_##name)(float *scores, const float *q, int q_stride, int num_q,                      \
+                                        const void *const *rows, int n, int dim, const void *const *next,            \
+                                        int next_bytes) {                                                            \
+        score(type, 0, scores, q, q_stride, num_q, rows, n, dim, next, next_bytes);                                  \
+    }                                                                                                                \
+    TARGET static void OF(accumulate_##name)(float *acc, int acc_stride, const float *factor, const float *weights,  \
+                                             int num_q, const void *const *rows, int n, int dim,                     \
+                                             const void *const *next, int next_bytes) {                              \
+        accumulate(type, acc, acc_stride, factor, weights, num_q, rows, n, dim, next, next_bytes);                   \
+    }                                                                                                                \
+    TARGET static void OF(pack_keys_##name)(float *dst, const void *const *rows, int n, int dim) {                   \
+        pack_keys(type, dst, rows, n, dim);                                                                          \
+    }                                                                                                                \
+    TARGET static void OF(pack_values_##name)(float *dst, int dst_stride, const void *const *rows, int n, int dim) { \
+        pack_values(type, dst, dst_stride, rows, n, dim);                                                            \
     }
 
 #define FLOATING(name, type)            \
@@ -688,19 +693,19 @@ TARGET static void score_dots(float *scores, const float *q, int q_stride, int n
 }
 #endif
 
-#define QUANTISED(name, type)                                                                    \
-    TYPED(name, type)                                                                            \
-    CONVERT(name, type, name, type)                                                              \
-    TARGET static void prepare_##name(float *q, int q_stride, int num_q, int dim, float scale) { \
-        prepare(type, q, q_stride, num_q, dim, scale);                                           \
+#define QUANTISED(name, type)                                                                        \
+    TYPED(name, type)                                                                                \
+    CONVERT(name, type, name, type)                                                                  \
+    TARGET static void OF(prepare_##name)(float *q, int q_stride, int num_q, int dim, float scale) { \
+        prepare(type, q, q_stride, num_q, dim, scale);                                               \
     }
 
 QUANTISED(q8_0, KVC_Q8_0)
 QUANTISED(q4_0, KVC_Q4_0)
 
-#define FLOAT_TYPES(kernel) [KVC_F32] = kernel##_f32, [KVC_F16] = kernel##_f16, [KVC_BF16] = kernel##_bf16
-#define EVERY_TYPE(kernel) {FLOAT_TYPES(kernel), [KVC_Q8_0] = kernel##_q8_0, [KVC_Q4_0] = kernel##_q4_0}
-#define PANELS(name) {prepare_floats, pack_keys_##name, pack_values_##name, matmul, matmul, 12}
+#define FLOAT_TYPES(kernel) [KVC_F32] = OF(kernel##f32), [KVC_F16] = OF(kernel##f16), [KVC_BF16] = OF(kernel##bf16)
+#define EVERY_TYPE(kernel) {FLOAT_TYPES(kernel), [KVC_Q8_0] = OF(kernel##q8_0), [KVC_Q4_0] = OF(kernel##q4_0)}
+#define PANELS(name) {prepare_floats, OF(pack_keys_##name), OF(pack_values_##name), matmul, matmul, 12}
 
 #if DOT_BF16
 #define SCORE_BF16 {prepare_dots, score_dots}
@@ -709,27 +714,30 @@ QUANTISED(q4_0, KVC_Q4_0)
 #endif
 
 /* A table, with tilers made by a macro like PANELS. */
-#define KERNELS(its_name, tiler_of)                                                            \
-    {                                                                                          \
-        .name = its_name,                                                                      \
-        .convert = {[KVC_F32] = EVERY_TYPE(convert_f32),                                       \
-                    [KVC_F16] = EVERY_TYPE(convert_f16),                                       \
-                    [KVC_BF16] = EVERY_TYPE(convert_bf16),                                     \
-                    [KVC_Q8_0] = {FLOAT_TYPES(convert_q8_0), [KVC_Q8_0] = convert_q8_0_q8_0},  \
-                    [KVC_Q4_0] = {FLOAT_TYPES(convert_q4_0), [KVC_Q4_0] = convert_q4_0_q4_0}}, \
-        .score = {[KVC_F32] = {prepare_floats, score_f32},                                     \
-                  [KVC_F16] = {prepare_floats, score_f16},                                     \
-                  [KVC_BF16] = {prepare_floats, score_bf16},                                   \
-                  [KVC_Q8_0] = {prepare_q8_0, score_q8_0},                                     \
-                  [KVC_Q4_0] = {prepare_q4_0, score_q4_0}},                                    \
-        .score_bf16 = SCORE_BF16,                                                              \
-        .accumulate = EVERY_TYPE(accumulate),                                                  \
-        .tiler = {[KVC_F32] = PANELS(f32),                                                     \
-                  [KVC_F16] = tiler_of(f16),                                                   \
-                  [KVC_BF16] = tiler_of(bf16),                                                 \
-                  [KVC_Q8_0] = tiler_of(q8_0),                                                 \
-                  [KVC_Q4_0] = tiler_of(q4_0)},                                                \
-        .softmax = softmax,                                                                    \
+#define KERNELS(its_name, tiler_of)                                                                 \
+    {                                                                                               \
+        .name = its_name,                                                                           \
+        .convert = {[KVC_F32] = EVERY_TYPE(convert_f32_),                                           \
+                    [KVC_F16] = EVERY_TYPE(convert_f16_),                                           \
+                    [KVC_BF16] = EVERY_TYPE(convert_bf16_),                                         \
+                    [KVC_Q8_0] = {FLOAT_TYPES(convert_q8_0_), [KVC_Q8_0] = OF(convert_q8_0_q8_0)},  \
+                    [KVC_Q4_0] = {FLOAT_TYPES(convert_q4_0_), [KVC_Q4_0] = OF(convert_q4_0_q4_0)}}, \
+        .score = {[KVC_F32] = {prepare_floats, OF(score_f32)},                                      \
+                  [KVC_F16] = {prepare_floats, OF(score_f16)},                                      \
+                  [KVC_BF16] = {prepare_floats, OF(score_bf16)},                                    \
+                  [KVC_Q8_0] = {OF(prepare_q8_0), OF(score_q8_0)},                                  \
+                  [KVC_Q4_0] = {OF(prepare_q4_0), OF(score_q4_0)}},                                 \
+        .score_bf16 = SCORE_BF16,                                                                   \
+        .accumulate = EVERY_TYPE(accumulate_),                                                      \
+        .tiler = {[KVC_F32] = PANELS(f32),                                                          \
+                  [KVC_F16] = tiler_of(f16),                                                        \
+                  [KVC_BF16] = tiler_of(bf16),                                                      \
+                  [KVC_Q8_0] = tiler_of(q8_0),                                                      \
+                  [KVC_Q4_0] = tiler_of(q4_0)},                                                     \
+        .softmax = softmax,                                                                         \
     }
 
-const kvc_kernels TABLE = KERNELS(NAME, PANELS);
+#define STRING_(x) #x
+#define STRING(x) STRING_(x)
+
+const kvc_kernels OF(kvc_kernels) = KERNELS(STRING(ISA), PANELS);

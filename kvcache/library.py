@@ -1,0 +1,49 @@
+"""Where the C library and its header lie, for who builds on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvcache import _core
+
+__all__ = ["get_include", "get_library"]
+
+_PACKAGE = Path(_core.__file__).parent
+
+
+def get_include() -> str:
+    """Return the folder that ``kvcache.h`` lies in.
+
+    Returns
+    -------
+    str
+        For a compiler's ``-I``.
+
+    Examples
+    --------
+    >>> import kvcache, os
+    >>> os.path.isfile(os.path.join(kvcache.get_include(), "kvcache.h"))
+    True
+    """
+    installed = _PACKAGE / "include"
+    return str(installed if installed.is_dir() else _PACKAGE.parent / "include")  # the latter: installed in place
+
+
+def get_library() -> str:
+    """Return the path of the C library that this package itself uses.
+
+    It exports what ``kvcache.h`` declares, and nothing else, and knows nothing of Python: a C program may be linked to it, and
+    `ctypes.CDLL` or an extension module that loads it shares the one copy in the process, with its number of threads.
+
+    Returns
+    -------
+    str
+        Path of ``libkvcache.so``.
+
+    Examples
+    --------
+    >>> import ctypes, kvcache
+    >>> ctypes.CDLL(kvcache.get_library()).kvc_version() >= 1000
+    True
+    """
+    return str(_PACKAGE / "lib" / "libkvcache.so")

@@ -1,0 +1,137 @@
+"""Writes the core as one source and one header: python tools/amalgamate.py FOLDER; then cc -O2 -c FOLDER/kvcache.c.
+
+Headers come first, each once; then every source is a part, with its templates (the headers without a guard) in their
+places. C knows no scope between a file and a function, so what several parts call the same gets the part's name before
+it, and every part ends by undefining its macros.
+"""
+
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HEADER = ROOT / "include/kvcache.h"
+SOURCES = sorted(ROOT.glob("src/*.c")) + sorted(ROOT.glob("src/kernels/*.c"))
+
+HEAD = """\
+/* kvcache {version}: the KV cache for CPU inference.  {what}
+ * Written by tools/amalgamate.py.
+ *
+{licence}
+ */
+"""
+HEADER_IS = "The whole public C interface of kvcache.c, which stands beside it."
+SOURCE_IS = """The whole core in one file, which needs no other.
+ *
+ *   cc -O2 -c kvcache.c     and -fopenmp, here and where it is linked, for several threads; it wants -lm -lpthread
+ *"""
+FEATURES = """\
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE /* what some parts ask for, before any includes anything */
+#endif
+"""
+
+INCLUDE = re.compile(r'^#include "(.*)"\n', re.M)
+GUARD = re.compile(r"^#ifndef (\w+)\n#define \1\n", re.M)
+DEFINE = re.compile(r"^ *# *define (?!_)(\w+)", re.M)
+DIRECTIVE = re.compile(r"^ *#(?:\\\n|[^\n])*", re.M)
+COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
+TOKEN = re.compile(
+    r"""(?P<string>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|[A-Za-z_]\w*|\.?\d(?:[eEpP][+-]|[\w.])*|->|\#\#|\S""", re.S
+)
+
+
+def files_included(path):
+    """The project's files that a file includes, in order."""
+    for name in INCLUDE.findall(path.read_text()):
+        folders = (path.parent, ROOT / "src", HEADER.parent)
+        yield next(folder / name for folder in folders if (folder / name).exists()).resolve()
+
+
+def is_template(path):
+    return not GUARD.search(path.read_text())
+
+
+def headers_of(paths):
+    """The headers that these files need, each after those that it needs itself."""
+    found = {}
+    for path in paths:
+        files = [*files_included(path)]
+        found |= dict.fromkeys([*headers_of(files), *(file for file in files if not is_template(file))])
+    return [*found]
+
+
+def splice(path):
+    """A file's text, with its templates in their places and without its headers."""
+    files = files_included(path)
+    return INCLUDE.sub(lambda _: splice(file) if is_template(file := next(files)) else "", path.read_text())
+
+
+def scan(text):
+    """Each token with those beside it and the brackets that it stands in: `{` as struct, union, enum or body."""
+    blank = COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), text)
+    tokens = [*TOKEN.finditer(blank)]
+    words = ["", "", *(token[0] for token in tokens), ""]
+    inside = []
+    for i, token in enumerate(tokens, 2):
+        if words[i] in (")", "]", "}"):
+            inside.pop()
+        yield token, words[i - 1], words[i + 1], inside
+        if words[i] in ("(", "[", "{"):
+            kinds = {"struct", "union", "enum"}.intersection(words[i - 2 : i]) if words[i] == "{" else [words[i]]
+            inside.append(next(iter(kinds), "body"))
+
+
+def names_of(text):
+    """What stands at file scope, macros aside."""
+    names = set()
+    for token, before, after, inside in scan(DIRECTIVE.sub("", text)):
+        declared = not inside and after in ("(", ";", "=", "[", ",")
+        tag = not inside and before in ("struct", "union", "enum") and after == "{"
+        enumerator = inside == ["enum"] and before in ("{", ",")
+        if (declared or tag or enumerator) and re.match("[A-Za-z]", token[0]):
+            names.add(token[0])
+    return names - {*DEFINE.findall(text)}
+
+
+def rename(text, names, prefix):
+    """The text with a prefix to these names, wherever they do not name a field."""
+    done, at = [], 0
+    for token, before, after, inside in scan(text):
+        is_field = before in (".", "->") or ("struct" in inside and after in (";", ",", ":", "[", ")"))
+        if token[0] in names and not is_field:
+            done += text[at : token.start()], prefix
+            at = token.start()
+    return "".join([*done, text[at:]])
+
+
+def source():
+    """The text of kvcache.c, less its head."""
+    parts = {path: splice(path) for path in SOURCES}
+    counts = Counter(name for text in parts.values() for name in names_of(text))
+    shared = {name for name, count in counts.items() if count > 1}
+    pieces = [FEATURES, *(INCLUDE.sub("", path.read_text()) for path in headers_of(SOURCES))]
+    for path, text in parts.items():
+        undefined = "".join(f"#undef {name}\n" for name in dict.fromkeys(DEFINE.findall(text)))
+        pieces.append(rename(text, shared & names_of(text), f"{path.stem}_") + undefined)
+    return "\n".join(pieces)
+
+
+def head(what):
+    """The comment at the top of a file that says `what` it is."""
+    version = ".".join(re.findall(r"^#define KVC_VERSION_\w+ +(\d+)", HEADER.read_text(), re.M))
+    licence = "\n".join(f" * {line}".rstrip() for line in (ROOT / "LICENSE").read_text().splitlines())
+    return HEAD.format(version=version, what=what, licence=licence)
+
+
+def main(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "kvcache.h").write_text(head(HEADER_IS) + HEADER.read_text())
+    (folder / "kvcache.c").write_text(head(SOURCE_IS) + source())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__.splitlines()[0])
+    main(Path(sys.argv[1]))
