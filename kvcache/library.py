@@ -32,8 +32,8 @@ def get_include() -> str:
 def get_library() -> str:
     """Return the path of the C library that this package itself uses.
 
-    It exports what ``kvcache.h`` declares, and nothing else, and knows nothing of Python: a C program may be linked to it, and
-    `ctypes.CDLL` or an extension module that loads it shares the one copy in the process, with its number of threads.
+    It exports what ``kvcache.h`` declares, and nothing else, and knows nothing of Python: a C program may be linked to
+    it, and `ctypes.CDLL` or an extension module that loads it shares the one copy in the process.
 
     Returns
     -------

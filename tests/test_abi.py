@@ -1,7 +1,7 @@
-"""The binary interface is the one written down in abi.txt: what is exported, sizes of structs, offsets, values of enums.
+"""The binary interface is the one written down in abi.txt: names exported, sizes of structs, offsets, values of enums.
 
-After a change that is meant, `python tests/test_abi.py > tests/abi.txt` writes it down anew; where a program compiled before
-would no longer work, the version in include/kvcache.h changes with it.
+After a change that is meant, `python tests/test_abi.py > tests/abi.txt` writes it down anew; where a program compiled
+before would no longer work, the version in include/kvcache.h changes with it.
 """
 
 import re
