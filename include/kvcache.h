@@ -534,15 +534,15 @@ KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const
 
 /* The same for runners with threads of their own.  A plan cuts the work into tasks and takes all memory that they
  * need; it serves every layer of the group that has the same shapes, one layer at a time, until the batch ends.  It may
- * be made before rows are put, but in a cross-attention layer after what is put in this batch.  Free it before the batch
- * ends, or not at all. */
+ * be made before rows are put, but in a cross-attention layer after what is put in this batch.  Free it before the
+ * batch ends, or not at all. */
 KVC_API kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **plan);
 KVC_API void kvc_plan_free(kvc_plan *plan);
 KVC_API int64_t kvc_plan_num_tasks(const kvc_plan *plan);
 
-/* Runs task `task` of a layer, from any thread; every task of [0, num_tasks) once, best in about this order, as the large
- * ones come first.  The last to end merges, in a fixed order, so no barrier is needed.  All calls for one layer get the
- * same args.  What kvc_last_error() says of a failure, it says to the thread that ran the task. */
+/* Runs task `task` of a layer, from any thread; every task of [0, num_tasks) once, best in about this order, as the
+ * large ones come first.  The last to end merges, in a fixed order, so no barrier is needed.  All calls for one layer
+ * get the same args.  What kvc_last_error() says of a failure, it says to the thread that ran the task. */
 KVC_API kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task);
 
 /* All that the batch's tokens might see in a layer, for callers with an attention of their own: the stored rows of each
