@@ -152,10 +152,10 @@ core() {
 # c_tests cc flags...: the C tests and the example, built like this and no other way
 c_tests() { CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no tests/test_c.py tests/test_c_example.py; }
 
-# sanitizers cc: the C tests under those for addresses and undefined behaviour
+# sanitizers cc flags...: the C tests under those for addresses and undefined behaviour
 sanitizers() {
-    local name="C tests under address and undefined sanitizers, $1"
-    set -- "$1" -O0 -fsanitize=address,undefined -fno-sanitize-recover=all # at -O1 Clang takes minutes over vector code
+    local name="C tests under address and undefined sanitizers, $*"
+    set -- "$@" -O0 -fsanitize=address,undefined -fno-sanitize-recover=all # at -O1 Clang takes minutes over vector code
     if links "$name" "$@"; then step "$name" c_tests "$@"; fi
 }
 

@@ -434,7 +434,7 @@ static void attend_part(task *t) {
 /* The results of a unit's parts, for one KV head; a single part lies in the lane. */
 typedef struct results {
     const float *max, *sum, *acc; /* of part 0 */
-    size_t stride;                /* from part to part, in floats */
+    uint64_t stride;              /* from part to part, in floats */
 } results;
 
 /* By what a sum over scores of this maximum is multiplied to be one over scores of maximum `max`. */
@@ -453,7 +453,7 @@ static float add_parts(const task *t, const results *all, int32_t r, float max, 
         float weights[KVC_TILE];
         const void *rows[KVC_TILE];
         for (n = 0; n < KVC_TILE && p < t->unit->num_parts; n++, p++) {
-            const size_t part = (size_t)p * all->stride;
+            const uint64_t part = (uint64_t)p * all->stride;
             weights[n] = share_of(all->max[part + (size_t)r], max);
             sum += weights[n] * all->sum[part + (size_t)r];
             rows[n] = all->acc + part + row;
@@ -499,7 +499,7 @@ static void write_out(const task *t, const results *all) {
 /* Where part p of the task's unit and head leaves its result. */
 static float *partial_of(const task *t, int32_t p) {
     const kvc_plan *plan = t->call->plan;
-    const size_t size = kvc_partial_size(t->num_q, plan->lane.acc_stride);
+    const uint64_t size = kvc_partial_size(t->num_q, plan->lane.acc_stride);
     return plan->partials + t->unit->partials + ((size_t)t->head * (size_t)t->unit->num_parts + (size_t)p) * size;
 }
 

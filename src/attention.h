@@ -35,7 +35,7 @@ typedef struct kvc_unit {
     int64_t num_rows, part_rows; /* in reach; of a part, the last may have less */
     int64_t first_piece, first_start, first_counter;
     int64_t first_own_piece, end_piece; /* of the batch's own rows */
-    size_t partials;                    /* offset in plan->partials, in floats */
+    uint64_t partials;                  /* offset in plan->partials, in floats */
 } kvc_unit;
 
 typedef struct kvc_job {
@@ -63,7 +63,7 @@ typedef struct kvc_counter {
 
 /* What one running task works in, in floats from the beginning of its lane. */
 typedef struct kvc_lane_layout {
-    size_t q, ready, scores, acc, max, sum, factor, tokens, keys, values, size;
+    uint64_t q, ready, scores, acc, max, sum, factor, tokens, keys, values, size;
     int32_t q_stride, acc_stride;
 } kvc_lane_layout;
 
@@ -71,7 +71,7 @@ struct kvc_plan {
     kvc_plan *next; /* of the batch's */
     kvc_batch *batch;
     kvc_plan_args args;
-    size_t size;       /* of this allocation */
+    uint64_t size;     /* of this allocation */
     atomic_flag taken; /* by whoever made it, until freed: then it may serve another call */
     int32_t group;
     int32_t num_kv_heads, k_dim, v_dim; /* of the layers it serves */
@@ -124,6 +124,6 @@ static inline int64_t kvc_part_rows(const kvc_unit *unit, int32_t p) {
 }
 
 /* Floats of one part's result: max [q], sum [q], accumulated values [q][acc_stride]. */
-size_t kvc_partial_size(int32_t num_q, int32_t acc_stride);
+uint64_t kvc_partial_size(int32_t num_q, int32_t acc_stride);
 
 #endif

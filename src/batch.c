@@ -27,21 +27,21 @@ static void number_trees(kvc_batch *batch) {
 
 /* A batch of n tokens, of as many sequences at most, with all its arrays in one piece of scratch. */
 static kvc_batch *new_batch(kvc_cache *cache, int32_t num_tokens, const int32_t *given_parents) {
-    const size_t n = (size_t)num_tokens, groups = (size_t)cache->num_groups;
-    size_t size = sizeof(kvc_batch);
-    const size_t positions = kvc_add_array(&size, n * sizeof(int32_t));
-    const size_t tree = given_parents ? n : 0;
-    const size_t parents = kvc_add_array(&size, tree * sizeof(int32_t));
-    const size_t enter = kvc_add_array(&size, tree * sizeof(int32_t));
-    const size_t leave = kvc_add_array(&size, tree * sizeof(int32_t));
-    const size_t sequence_of = kvc_add_array(&size, n * sizeof(int32_t));
-    const size_t order = kvc_add_array(&size, n * sizeof(int32_t));
-    const size_t sequences = kvc_add_array(&size, n * sizeof(kvc_batch_sequence));
-    const size_t places = kvc_add_array(&size, n * groups * sizeof(kvc_place));
-    const size_t pending = kvc_add_array(&size, n * groups * sizeof(kvc_pending));
-    const size_t runs = kvc_add_array(&size, n * groups * sizeof(kvc_run));
-    const size_t kept = kvc_add_array(&size, n);
-    const size_t written = kvc_add_array(&size, n * (size_t)cache->num_layers);
+    const uint64_t n = (uint64_t)num_tokens, groups = (uint64_t)cache->num_groups;
+    uint64_t size = sizeof(kvc_batch);
+    const uint64_t positions = kvc_add_array(&size, n * sizeof(int32_t));
+    const uint64_t tree = given_parents ? n : 0;
+    const uint64_t parents = kvc_add_array(&size, tree * sizeof(int32_t));
+    const uint64_t enter = kvc_add_array(&size, tree * sizeof(int32_t));
+    const uint64_t leave = kvc_add_array(&size, tree * sizeof(int32_t));
+    const uint64_t sequence_of = kvc_add_array(&size, n * sizeof(int32_t));
+    const uint64_t order = kvc_add_array(&size, n * sizeof(int32_t));
+    const uint64_t sequences = kvc_add_array(&size, n * sizeof(kvc_batch_sequence));
+    const uint64_t places = kvc_add_array(&size, n * groups * sizeof(kvc_place));
+    const uint64_t pending = kvc_add_array(&size, n * groups * sizeof(kvc_pending));
+    const uint64_t runs = kvc_add_array(&size, n * groups * sizeof(kvc_run));
+    const uint64_t kept = kvc_add_array(&size, n);
+    const uint64_t written = kvc_add_array(&size, n * (uint64_t)cache->num_layers);
     char *start = kvc_scratch_take(cache, &size);
     if (!start) return NULL;
     kvc_batch *batch = (void *)start;
@@ -61,10 +61,10 @@ static kvc_batch *new_batch(kvc_cache *cache, int32_t num_tokens, const int32_t 
                          .kept = (void *)(start + kept),
                          .written = (void *)(start + written)};
     if (given_parents) {
-        memcpy(batch->parents, given_parents, n * sizeof *given_parents);
+        memcpy(batch->parents, given_parents, (size_t)num_tokens * sizeof *given_parents);
         number_trees(batch);
     }
-    memset(batch->written, 0, n * (size_t)cache->num_layers);
+    memset(batch->written, 0, (size_t)num_tokens * (size_t)cache->num_layers);
     return batch;
 }
 

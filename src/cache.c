@@ -155,7 +155,7 @@ static int32_t default_block_size(const kvc_config *config) {
 static size_t head_stride(const kvc_memory *memory, int32_t block_size, size_t row_bytes) {
     if (row_bytes > (SIZE_MAX / 4) / (size_t)block_size) return 0;
     size_t bytes = (size_t)block_size * row_bytes;
-    if (bytes >= KVC_HUGE_PAGE && kvc_memory_is_lazy(memory, bytes)) bytes = kvc_align_up(bytes, KVC_HUGE_PAGE);
+    if (bytes >= KVC_HUGE_PAGE && kvc_memory_is_lazy(memory, bytes)) bytes = (size_t)kvc_align_up(bytes, KVC_HUGE_PAGE);
     const size_t lines = (bytes + KVC_CACHE_LINE - 1) / KVC_CACHE_LINE;
     return (lines | 1) * KVC_CACHE_LINE;
 }
@@ -187,7 +187,7 @@ static kvc_status add_layout(const kvc_memory *memory, kvc_layout *layout, const
     }
     if (layout->k_offset == SIZE_MAX || layout->v_offset == SIZE_MAX)
         return kvc_fail(KVC_ERR_INVALID,
-                        "a block of %d slots is larger than the address space: give a smaller block_size", block_size);
+                        "a block of %d slots does not fit the address space: give a smaller block_size", block_size);
     return KVC_OK;
 }
 
@@ -258,13 +258,13 @@ static void find_ropes(kvc_cache *cache) {
 }
 
 /* Room for those copies: layers that follow each other mostly have the same. */
-static size_t count_frequencies(const kvc_config *config) {
-    size_t num = 0;
+static uint64_t count_frequencies(const kvc_config *config) {
+    uint64_t num = 0;
     kvc_layer before = {0};
     for (int32_t i = 0; i < config->num_layers; i++) {
         const kvc_layer layer = layer_at(config, i);
         if (layer.rope.kind == KVC_ROPE_FREQUENCIES && !kvc_rope_equal(&layer.rope, &before.rope))
-            num += (size_t)layer.rope.num_freqs;
+            num += (uint64_t)layer.rope.num_freqs;
         before = layer;
     }
     return num;
@@ -272,10 +272,10 @@ static size_t count_frequencies(const kvc_config *config) {
 
 /* Where the arrays lie behind the struct, in one allocation of `size` bytes. */
 typedef struct offsets {
-    size_t layers, group_of, layouts, layout_of, rope_of, ropes, inv_freqs, policies, pools, size;
+    uint64_t layers, group_of, layouts, layout_of, rope_of, ropes, inv_freqs, policies, pools, size;
 } offsets;
 
-static offsets lay_out(size_t num_layers, size_t num_freqs) {
+static offsets lay_out(uint64_t num_layers, uint64_t num_freqs) {
     offsets at = {.size = sizeof(kvc_cache)};
     at.layers = kvc_add_array(&at.size, num_layers * sizeof(kvc_layer));
     at.group_of = kvc_add_array(&at.size, num_layers * sizeof(int32_t));
@@ -289,8 +289,8 @@ static offsets lay_out(size_t num_layers, size_t num_freqs) {
     return at;
 }
 
-static kvc_cache *new_cache(kvc_memory *memory, int32_t num_layers, size_t num_freqs) {
-    const offsets at = lay_out((size_t)num_layers, num_freqs);
+static kvc_cache *new_cache(kvc_memory *memory, int32_t num_layers, uint64_t num_freqs) {
+    const offsets at = lay_out((uint64_t)num_layers, num_freqs);
     char *start = kvc_memory_alloc(memory, at.size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!start) return NULL;
     kvc_cache *cache = memset(start, 0, sizeof *cache);
@@ -415,7 +415,7 @@ kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what) {
                     (long long)cache->max_bytes);
 }
 
-void *kvc_scratch_take(kvc_cache *cache, size_t *size) {
+void *kvc_scratch_take(kvc_cache *cache, uint64_t *size) {
     int best = -1;
     for (int i = 0; i < KVC_NUM_SPARES; i++)
         if (cache->spares[i].size >= *size && (best < 0 || cache->spares[i].size < cache->spares[best].size)) best = i;
@@ -430,13 +430,13 @@ void *kvc_scratch_take(kvc_cache *cache, size_t *size) {
     return memory;
 }
 
-void kvc_scratch_give(kvc_cache *cache, void *memory, size_t size) {
+void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size) {
     int smallest = 0;
     for (int i = 1; i < KVC_NUM_SPARES; i++)
         if (cache->spares[i].size < cache->spares[smallest].size) smallest = i;
     if (cache->spares[smallest].size < size) { /* an empty place has size 0 */
         void *other = cache->spares[smallest].memory;
-        const size_t other_size = cache->spares[smallest].size;
+        const uint64_t other_size = cache->spares[smallest].size;
         cache->spares[smallest].memory = memory;
         cache->spares[smallest].size = size;
         memory = other;

@@ -13,7 +13,7 @@ enum { KVC_NUM_SPARES = 4 };
 struct kvc_cache {
     kvc_mutex mutex; /* guards everything that changes after creation */
     kvc_memory memory;
-    size_t size; /* of this allocation: the struct and the arrays behind it */
+    uint64_t size; /* of this allocation: the struct and the arrays behind it */
     const kvc_kernels *kernels;
 
     kvc_layer *layers;   /* [num_layers] */
@@ -37,7 +37,7 @@ struct kvc_cache {
     kvc_stats stats; /* its counters; what is counted now is filled in when asked for */
     struct {
         void *memory;
-        size_t size;
+        uint64_t size;
     } spares[KVC_NUM_SPARES]; /* scratch kept for the next batch */
 };
 
@@ -67,7 +67,7 @@ typedef struct kvc_pending {
 
 struct kvc_batch {
     kvc_cache *cache;
-    size_t size; /* of this allocation */
+    uint64_t size; /* of this allocation */
     int32_t num_tokens, num_sequences;
     int32_t *positions;            /* [num_tokens] */
     int32_t *parents;              /* [num_tokens], or NULL: no trees.  Then, counted in depth-first order, */
@@ -109,8 +109,8 @@ static inline uint8_t *kvc_written_in(const kvc_batch *batch, int32_t layer) {
 
 /* Scratch that outlives a call: of at least *size bytes, which becomes what it really is.  Taken and given back with
  * the mutex held. */
-void *kvc_scratch_take(kvc_cache *cache, size_t *size);
-void kvc_scratch_give(kvc_cache *cache, void *memory, size_t size);
+void *kvc_scratch_take(kvc_cache *cache, uint64_t *size);
+void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size);
 
 /* Copies a caller's struct: KVC_ERR_INVALID unless from_size is at least to_size, and zero past it. */
 kvc_status kvc_read_struct(void *to, size_t to_size, const void *from, size_t from_size, const char *name);

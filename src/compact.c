@@ -43,11 +43,11 @@ int64_t kvc_compact_group_waste(const kvc_cache *cache, int32_t group) {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-static void *get(compaction *c, size_t count, size_t item) {
+static void *get(compaction *c, uint64_t count, size_t item) {
     return kvc_memory_alloc(&c->cache->memory, (count ? count : 1) * item, KVC_MEMORY_SCRATCH, -1);
 }
 
-static void put_back(compaction *c, void *p, size_t count, size_t item) {
+static void put_back(compaction *c, void *p, uint64_t count, size_t item) {
     kvc_memory_free(&c->cache->memory, p, (count ? count : 1) * item, KVC_MEMORY_SCRATCH, -1);
 }
 
@@ -55,8 +55,8 @@ static void free_memory(compaction *c) {
     const size_t blocks = (size_t)c->pool->num_blocks;
     put_back(c, c->order, blocks, sizeof *c->order);
     put_back(c, c->targets, blocks, sizeof *c->targets);
-    put_back(c, c->slots, (size_t)c->num_slots, sizeof *c->slots);
-    put_back(c, c->moves, (size_t)c->max_moves, sizeof *c->moves);
+    put_back(c, c->slots, (uint64_t)c->num_slots, sizeof *c->slots);
+    put_back(c, c->moves, (uint64_t)c->max_moves, sizeof *c->moves);
 }
 
 static int get_memory(compaction *c) {
@@ -73,8 +73,8 @@ static int get_memory(compaction *c) {
     c->max_moves += pool->num_blocks;
     c->order = get(c, blocks, sizeof *c->order);
     c->targets = get(c, blocks, sizeof *c->targets);
-    c->slots = get(c, (size_t)c->num_slots, sizeof *c->slots);
-    c->moves = get(c, (size_t)c->max_moves, sizeof *c->moves);
+    c->slots = get(c, (uint64_t)c->num_slots, sizeof *c->slots);
+    c->moves = get(c, (uint64_t)c->max_moves, sizeof *c->moves);
     if (!c->order || !c->targets || !c->slots || !c->moves) return 0;
     for (int32_t i = 0; i < c->cache->sequences.num; i++)
         if (kvc_rows_reserve_edit(&c->cache->sequences.items[i]->rows[c->group], &c->cache->memory, 0) != KVC_OK)

@@ -146,7 +146,7 @@ kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *give
         return kvc_fail(KVC_ERR_INVALID, "num_rows is %lld: there are %lld in layer %d", (long long)args.num_rows,
                         (long long)num, layer);
     if (num == 0) return KVC_OK;
-    const size_t size = (size_t)num * sizeof(dense_row);
+    const uint64_t size = (uint64_t)num * sizeof(dense_row);
     kvc_lock(cache);
     status = kvc_reader_new(cache, layer, &reader);
     dense_row *rows = status == KVC_OK ? kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1) : NULL;

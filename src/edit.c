@@ -61,16 +61,16 @@ static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_cha
 
 /* Rows are copied, perhaps by a function of the caller, while the mutex is free. */
 static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, const kvc_draft *drafts) {
-    size_t floats = 0;
+    uint64_t floats = 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        const size_t size = kvc_draft_scratch(cache, g);
+        const uint64_t size = kvc_draft_scratch(cache, g);
         if (drafts[g].num_copies && size > floats) floats = size;
     }
     if (!floats) return KVC_OK;
     kvc_status status = kvc_check_max_bytes(cache, "rewriting the keys of a sequence");
     if (status != KVC_OK) return status;
     float *scratch = kvc_memory_alloc(&cache->memory, floats * sizeof(float), KVC_MEMORY_SCRATCH, -1);
-    if (!scratch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for %zu elements of keys", floats);
+    if (!scratch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for %llu elements of keys", (unsigned long long)floats);
     sequence->in_rewrite = 1;
     cache->num_rewrites++;
     kvc_unlock(cache, KVC_OK);

@@ -25,7 +25,7 @@ static void *default_alloc(void *user, size_t size, size_t alignment, const kvc_
     return _aligned_malloc(size, alignment);
 #else
     if (alignment <= _Alignof(max_align_t)) return malloc(size); /* aligning costs bytes that nobody counts */
-    return size > SIZE_MAX - alignment ? NULL : aligned_alloc(alignment, kvc_align_up(size, alignment));
+    return aligned_alloc(alignment, (size_t)kvc_align_up(size, alignment));
 #endif
 }
 
@@ -64,20 +64,21 @@ kvc_status kvc_memory_init(kvc_memory *memory, const kvc_allocator *allocator) {
 
 static int is_default(const kvc_memory *memory) { return memory->allocator.alloc == default_alloc; }
 
-static int is_in_slab(const kvc_memory *memory, size_t size, kvc_memory_kind kind) {
+static int is_in_slab(const kvc_memory *memory, uint64_t size, kvc_memory_kind kind) {
     return KVC_HAS_PAGES && is_default(memory) && kind == KVC_MEMORY_ROWS && size >= LAZY_SIZE && size < KVC_HUGE_PAGE;
 }
 
-void *kvc_memory_alloc(kvc_memory *memory, size_t size, kvc_memory_kind kind, int32_t group) {
-    if (is_in_slab(memory, size, kind)) return kvc_slab_take(&memory->slabs, size);
+void *kvc_memory_alloc(kvc_memory *memory, uint64_t size, kvc_memory_kind kind, int32_t group) {
+    if (size > PTRDIFF_MAX - KVC_HUGE_PAGE) return NULL; /* what is added to align it fits as well */
+    if (is_in_slab(memory, size, kind)) return kvc_slab_take(&memory->slabs, (size_t)size);
     const kvc_memory_hint hint = {(int32_t)kind, group, 0, INT32_MAX};
     const size_t alignment = kind == KVC_MEMORY_BOOKKEEPING ? _Alignof(max_align_t) : KVC_CACHE_LINE;
-    void *p = memory->allocator.alloc(memory->allocator.user, size, alignment, &hint);
+    void *p = memory->allocator.alloc(memory->allocator.user, (size_t)size, alignment, &hint);
     if (p && kind == KVC_MEMORY_BOOKKEEPING) memory->bookkeeping += (int64_t)size;
     return p;
 }
 
-void kvc_memory_free(kvc_memory *memory, void *p, size_t size, kvc_memory_kind kind, int32_t group) {
+void kvc_memory_free(kvc_memory *memory, void *p, uint64_t size, kvc_memory_kind kind, int32_t group) {
     if (!p) return;
     if (is_in_slab(memory, size, kind)) {
         kvc_slab_give(&memory->slabs, p);
@@ -85,10 +86,10 @@ void kvc_memory_free(kvc_memory *memory, void *p, size_t size, kvc_memory_kind k
     }
     const kvc_memory_hint hint = {(int32_t)kind, group, 0, INT32_MAX};
     if (kind == KVC_MEMORY_BOOKKEEPING) memory->bookkeeping -= (int64_t)size;
-    memory->allocator.free(memory->allocator.user, p, size, &hint);
+    memory->allocator.free(memory->allocator.user, p, (size_t)size, &hint);
 }
 
-void *kvc_memory_resize(kvc_memory *memory, void *p, size_t used, size_t old_size, size_t new_size) {
+void *kvc_memory_resize(kvc_memory *memory, void *p, size_t used, size_t old_size, uint64_t new_size) {
     void *moved = kvc_memory_alloc(memory, new_size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!moved) return NULL;
     if (used) memcpy(moved, p, used);
@@ -99,7 +100,7 @@ void *kvc_memory_resize(kvc_memory *memory, void *p, size_t used, size_t old_siz
 void kvc_memory_purge(kvc_memory *memory, void *p, size_t size) {
     if (!memory->allocator.purge) return;
     const size_t page = kvc_os_page_size();
-    const uintptr_t begin = kvc_align_up((uintptr_t)p, page), end = ((uintptr_t)p + size) / page * page;
+    const uintptr_t begin = (uintptr_t)kvc_align_up((uintptr_t)p, page), end = ((uintptr_t)p + size) / page * page;
     if (begin < end) memory->allocator.purge(memory->allocator.user, (void *)begin, end - begin);
 }
 

@@ -17,12 +17,13 @@ typedef struct kvc_memory {
 /* allocator NULL: the C library, and the operating system's pages for what is large. */
 kvc_status kvc_memory_init(kvc_memory *memory, const kvc_allocator *allocator);
 
-/* Not cleared, aligned to a cache line unless it is bookkeeping; NULL if there is none. */
-void *kvc_memory_alloc(kvc_memory *memory, size_t size, kvc_memory_kind kind, int32_t group);
-void kvc_memory_free(kvc_memory *memory, void *p, size_t size, kvc_memory_kind kind, int32_t group);
+/* Not cleared, aligned to a cache line unless it is bookkeeping; NULL if there is none.  Sizes have 64 bits wherever
+ * they are computed from how many there are of something, so that none wraps around where addresses have 32. */
+void *kvc_memory_alloc(kvc_memory *memory, uint64_t size, kvc_memory_kind kind, int32_t group);
+void kvc_memory_free(kvc_memory *memory, void *p, uint64_t size, kvc_memory_kind kind, int32_t group);
 
 /* Moves a bookkeeping array of `used` bytes to one of new_size; NULL, with nothing changed, if there is no memory. */
-void *kvc_memory_resize(kvc_memory *memory, void *p, size_t used, size_t old_size, size_t new_size);
+void *kvc_memory_resize(kvc_memory *memory, void *p, size_t used, size_t old_size, uint64_t new_size);
 
 /* Gives the whole OS pages within [p, p + size) back; they stay addressable and lose their contents. */
 void kvc_memory_purge(kvc_memory *memory, void *p, size_t size);
@@ -38,13 +39,13 @@ void kvc_memory_part(kvc_memory *memory, void *p);
 /* Whether a block of this size takes memory only as it is touched, and can give it back page by page. */
 int kvc_memory_is_lazy(const kvc_memory *memory, size_t size);
 
-static inline size_t kvc_align_up(size_t size, size_t alignment) {
+static inline uint64_t kvc_align_up(uint64_t size, size_t alignment) {
     return (size + alignment - 1) / alignment * alignment;
 }
 
 /* Lays an array of `bytes` bytes behind the *size bytes that an allocation has so far; returns where it begins. */
-static inline size_t kvc_add_array(size_t *size, size_t bytes) {
-    const size_t at = kvc_align_up(*size, KVC_CACHE_LINE);
+static inline uint64_t kvc_add_array(uint64_t *size, uint64_t bytes) {
+    const uint64_t at = kvc_align_up(*size, KVC_CACHE_LINE);
     *size = at + bytes;
     return at;
 }

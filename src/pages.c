@@ -37,11 +37,10 @@ void *kvc_pages_map(size_t size) {
     flags |= MAP_NORESERVE; /* a long contiguous cache may be larger than the memory there is */
 #endif
     const size_t page = kvc_os_page_size(), slack = size >= KVC_HUGE_PAGE ? KVC_HUGE_PAGE - page : 0;
-    if (size > SIZE_MAX - KVC_HUGE_PAGE) return NULL;
-    const size_t used = kvc_align_up(size, page);
+    const size_t used = (size_t)kvc_align_up(size, page);
     char *p = mmap(NULL, used + slack, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (p == MAP_FAILED) return NULL;
-    const size_t before = slack ? kvc_align_up((uintptr_t)p, KVC_HUGE_PAGE) - (uintptr_t)p : 0;
+    const size_t before = slack ? (size_t)kvc_align_up((uintptr_t)p, KVC_HUGE_PAGE) - (uintptr_t)p : 0;
     if (before) munmap(p, before); /* what is too much on both sides goes back */
     if (slack - before) munmap(p + before + used, slack - before);
     return p + before;

@@ -27,7 +27,7 @@ enum { TILE_QUERIES = 256, TILED_PART_ROWS = 1024, TILED_TASKS = 256 };
 /* Sizes of the plan's arrays, added up before they are there. */
 typedef struct totals {
     int64_t units, pieces, parts, counters, streamed, streamed_q;
-    size_t partials;
+    uint64_t partials;
     int32_t max_q, tiled;
     double work;
 } totals;
@@ -179,7 +179,7 @@ static void add_unit(kvc_plan *plan, kvc_unit *unit, int32_t num_units, totals *
     t->counters += plan->num_kv_heads;
     t->streamed += !unit->tiled;
     t->streamed_q += unit->tiled ? 0 : num_q;
-    if (unit->num_parts > 1) t->partials += (size_t)tasks * kvc_partial_size(num_q, plan->lane.acc_stride);
+    if (unit->num_parts > 1) t->partials += (uint64_t)tasks * kvc_partial_size(num_q, plan->lane.acc_stride);
     if (num_q > t->max_q) t->max_q = num_q;
     t->tiled |= unit->tiled;
     t->work += (double)unit->num_rows * num_q * plan->num_kv_heads * (plan->k_dim + plan->v_dim);
@@ -351,12 +351,12 @@ static void find_jobs(kvc_plan *plan, const totals *t) {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-size_t kvc_partial_size(int32_t num_q, int32_t acc_stride) {
-    return kvc_align_up(2 * (size_t)num_q, KVC_LANES) + (size_t)num_q * (size_t)acc_stride;
+uint64_t kvc_partial_size(int32_t num_q, int32_t acc_stride) {
+    return kvc_align_up(2 * (uint64_t)num_q, KVC_LANES) + (uint64_t)num_q * (uint64_t)acc_stride;
 }
 
-static size_t add_floats(size_t *size, size_t count) {
-    const size_t at = *size;
+static uint64_t add_floats(uint64_t *size, uint64_t count) {
+    const uint64_t at = *size;
     *size += kvc_align_up(count, KVC_LANES);
     return at;
 }
@@ -364,37 +364,38 @@ static size_t add_floats(size_t *size, size_t count) {
 static void lay_out_lane(kvc_plan *plan, const totals *t) {
     kvc_lane_layout *lane = &plan->lane;
     const int64_t together = t->streamed_q < TASK_QUERIES ? t->streamed_q : TASK_QUERIES;
-    const size_t q = (size_t)(together > t->max_q ? together : t->max_q);
+    const uint64_t q = (uint64_t)(together > t->max_q ? together : t->max_q);
     lane->size = 0;
-    lane->q = add_floats(&lane->size, q * (size_t)lane->q_stride);
-    lane->ready = add_floats(&lane->size, q * (size_t)lane->q_stride);
+    lane->q = add_floats(&lane->size, q * (uint64_t)lane->q_stride);
+    lane->ready = add_floats(&lane->size, q * (uint64_t)lane->q_stride);
     lane->scores = add_floats(&lane->size, q * KVC_TILE);
-    lane->acc = add_floats(&lane->size, q * (size_t)lane->acc_stride);
+    lane->acc = add_floats(&lane->size, q * (uint64_t)lane->acc_stride);
     lane->max = add_floats(&lane->size, q);
     lane->sum = add_floats(&lane->size, q);
     lane->factor = add_floats(&lane->size, q);
     lane->tokens = add_floats(&lane->size, q); /* of the same size */
-    lane->keys = add_floats(&lane->size, t->tiled ? (size_t)lane->q_stride * KVC_TILE : 0);
-    lane->values = add_floats(&lane->size, t->tiled ? (size_t)lane->acc_stride * KVC_TILE : 0);
+    lane->keys = add_floats(&lane->size, t->tiled ? (uint64_t)lane->q_stride * KVC_TILE : 0);
+    lane->values = add_floats(&lane->size, t->tiled ? (uint64_t)lane->acc_stride * KVC_TILE : 0);
 }
 
 /* The plan on the stack, moved to scratch that has room for all its arrays; NULL if there is none. */
 static kvc_plan *settle(const kvc_plan *draft, const totals *t) {
-    size_t size = sizeof(kvc_plan);
-    const size_t units = kvc_add_array(&size, (size_t)t->units * sizeof(kvc_unit));
-    const size_t pieces = kvc_add_array(&size, (size_t)t->pieces * sizeof(kvc_piece));
-    const size_t starts = kvc_add_array(&size, (size_t)t->parts * sizeof(kvc_start));
-    const size_t jobs = kvc_add_array(&size, (size_t)t->parts * sizeof(kvc_job)); /* at most */
-    const size_t members = kvc_add_array(&size, (size_t)t->parts * sizeof(int32_t));
-    const size_t candidates = kvc_add_array(&size, (size_t)t->streamed * sizeof(kvc_candidate));
-    const size_t counters = kvc_add_array(&size, (size_t)t->counters * sizeof(kvc_counter));
-    const size_t flags = kvc_add_array(&size, (size_t)draft->num_lanes * sizeof(atomic_flag));
-    const size_t deltas = kvc_add_array(&size, (size_t)draft->num_deltas * sizeof(int32_t));
-    const size_t angles = kvc_add_array(&size, (size_t)draft->batch->cache->num_ropes * (size_t)draft->num_deltas *
-                                                   (size_t)draft->angles_stride * sizeof(float));
-    const size_t non_causal = kvc_add_array(&size, draft->args.non_causal ? (size_t)draft->args.num_tokens : 0);
-    const size_t partials = kvc_add_array(&size, t->partials * sizeof(float));
-    const size_t lanes = kvc_add_array(&size, (size_t)draft->num_lanes * draft->lane.size * sizeof(float));
+    uint64_t size = sizeof(kvc_plan);
+    const uint64_t units = kvc_add_array(&size, (uint64_t)t->units * sizeof(kvc_unit));
+    const uint64_t pieces = kvc_add_array(&size, (uint64_t)t->pieces * sizeof(kvc_piece));
+    const uint64_t starts = kvc_add_array(&size, (uint64_t)t->parts * sizeof(kvc_start));
+    const uint64_t jobs = kvc_add_array(&size, (uint64_t)t->parts * sizeof(kvc_job)); /* at most */
+    const uint64_t members = kvc_add_array(&size, (uint64_t)t->parts * sizeof(int32_t));
+    const uint64_t candidates = kvc_add_array(&size, (uint64_t)t->streamed * sizeof(kvc_candidate));
+    const uint64_t counters = kvc_add_array(&size, (uint64_t)t->counters * sizeof(kvc_counter));
+    const uint64_t flags = kvc_add_array(&size, (uint64_t)draft->num_lanes * sizeof(atomic_flag));
+    const uint64_t deltas = kvc_add_array(&size, (uint64_t)draft->num_deltas * sizeof(int32_t));
+    const uint64_t angles =
+        kvc_add_array(&size, (uint64_t)draft->batch->cache->num_ropes * (uint64_t)draft->num_deltas *
+                                 (uint64_t)draft->angles_stride * sizeof(float));
+    const uint64_t non_causal = kvc_add_array(&size, draft->args.non_causal ? (uint64_t)draft->args.num_tokens : 0);
+    const uint64_t partials = kvc_add_array(&size, t->partials * sizeof(float));
+    const uint64_t lanes = kvc_add_array(&size, (uint64_t)draft->num_lanes * draft->lane.size * sizeof(float));
     char *start = kvc_scratch_take(draft->batch->cache, &size);
     if (!start) return NULL;
     kvc_plan *plan = memcpy(start, draft, sizeof *draft);
@@ -483,9 +484,9 @@ static void find_angles(kvc_plan *plan) {
 }
 
 /* Scratch that is needed while a plan is made; 0 where there is no memory. */
-static int take_marks(kvc_plan *draft, size_t *size) {
+static int take_marks(kvc_plan *draft, uint64_t *size) {
     if (!draft->batch->parents) return 1;
-    *size = (size_t)draft->batch->num_tokens;
+    *size = (uint64_t)draft->batch->num_tokens;
     kvc_lock(draft->batch->cache);
     draft->marks = kvc_scratch_take(draft->batch->cache, size);
     kvc_unlock(draft->batch->cache, KVC_OK);
@@ -530,7 +531,7 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
                       .heads_per_kv = args->num_heads / layer->num_kv_heads};
     draft.lane.q_stride = (int32_t)kvc_align_up((size_t)layer->k_dim, KVC_CHUNK);
     draft.lane.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
-    size_t marks_size = 0;
+    uint64_t marks_size = 0;
     *out = take_marks(&draft, &marks_size) ? make_plan(&draft, args->num_threads) : NULL;
     if (draft.marks) {
         kvc_lock(batch->cache);

@@ -33,13 +33,13 @@ int64_t kvc_pool_header_bytes(const kvc_pool *pool) { return (int64_t)header_byt
 int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t touched) {
     if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return (int64_t)pool->block_bytes;
     const size_t page = kvc_os_page_size();
-    size_t bytes = 0;
+    uint64_t bytes = 0;
     for (int32_t i = 0; i < pool->num_layers; i++) {
         const kvc_layout *at = &pool->layouts[i];
-        bytes += (size_t)at->num_kv_heads * (kvc_align_up((size_t)touched * at->k_row_bytes, page) +
-                                             kvc_align_up((size_t)touched * at->v_stored, page));
+        bytes += (uint64_t)at->num_kv_heads * (kvc_align_up((size_t)touched * at->k_row_bytes, page) +
+                                               kvc_align_up((size_t)touched * at->v_stored, page));
     }
-    const size_t all = kvc_align_up(pool->block_bytes, page);
+    const uint64_t all = kvc_align_up(pool->block_bytes, page);
     return (int64_t)(bytes < all ? bytes : all);
 }
 
@@ -88,7 +88,7 @@ static kvc_status reserve_list(kvc_pool *pool, int32_t count) {
     if (max == pool->max_blocks) return KVC_OK;
     const size_t item = sizeof *pool->blocks;
     kvc_block **blocks = kvc_memory_resize(pool->memory, pool->blocks, (size_t)pool->num_blocks * item,
-                                           (size_t)pool->max_blocks * item, (size_t)max * item);
+                                           (size_t)pool->max_blocks * item, (uint64_t)max * item);
     if (!blocks) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %d blocks", max);
     pool->blocks = blocks;
     pool->max_blocks = max;

@@ -88,7 +88,7 @@ static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted,
     kvc_status status = kvc_rows_reserve(&draft->rows, &cache->memory, (int32_t)runs);
     if (status != KVC_OK || !counted->copied) return status;
     draft->room = (int32_t)copies;
-    draft->copies = kvc_memory_alloc(&cache->memory, (size_t)copies * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
+    draft->copies = kvc_memory_alloc(&cache->memory, (uint64_t)copies * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
     if (!draft->copies) return kvc_fail(KVC_ERR_NOMEM, "out of memory to copy %lld rows", (long long)counted->copied);
     const int32_t before = pool->num_blocks;
     status = kvc_pool_reserve(pool, (int32_t)blocks);
@@ -116,7 +116,7 @@ kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows,
 }
 
 static void free_copies(kvc_cache *cache, kvc_draft *draft) {
-    kvc_memory_free(&cache->memory, draft->copies, (size_t)draft->room * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
+    kvc_memory_free(&cache->memory, draft->copies, (uint64_t)draft->room * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
 }
 
 void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, kvc_draft *draft) {
@@ -144,14 +144,14 @@ void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft) {
 
 /* ---- copying ----------------------------------------------------------------------------------------------------- */
 
-size_t kvc_draft_scratch(const kvc_cache *cache, int32_t group) {
-    size_t most = 0;
+uint64_t kvc_draft_scratch(const kvc_cache *cache, int32_t group) {
+    uint64_t most = 0;
     for (int32_t i = 0; i < cache->num_layers; i++) {
         const kvc_layer *layer = &cache->layers[i];
         if (cache->group_of[i] != group) continue;
-        size_t size = kvc_turner_floats(layer->k_dim);
+        uint64_t size = kvc_turner_floats(layer->k_dim);
         if (layer->rope.kind == KVC_ROPE_FUNCTION)
-            size = (size_t)layer->k_dim * (size_t)layer->num_kv_heads * FUNCTION_ROWS;
+            size = (uint64_t)layer->k_dim * (uint64_t)layer->num_kv_heads * FUNCTION_ROWS;
         if (size > most) most = size;
     }
     return most;

@@ -42,7 +42,7 @@ kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows,
                           kvc_draft *draft);
 
 /* Floats that kvc_draft_copy, or a kvc_turner for all layers, needs. */
-size_t kvc_draft_scratch(const kvc_cache *cache, int32_t group);
+uint64_t kvc_draft_scratch(const kvc_cache *cache, int32_t group);
 
 /* KVC_ERR_CALLBACK if a layer's KVC_ROPE_FUNCTION fails; nothing else can. */
 kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_draft *draft, float *scratch);

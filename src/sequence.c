@@ -25,7 +25,7 @@ kvc_run kvc_run_part(const kvc_run *run, int32_t begin, int32_t end) {
 void kvc_rows_init(kvc_rows *rows) { *rows = (kvc_rows){.min_position = -1, .max_position = -1, .ascending = 1}; }
 
 void kvc_rows_free_list(kvc_rows *rows, kvc_memory *memory) {
-    kvc_memory_free(memory, rows->runs, (size_t)rows->room * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_memory_free(memory, rows->runs, (uint64_t)rows->room * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
 }
 
 void kvc_rows_destroy(kvc_rows *rows, kvc_pool *pool) {
@@ -37,7 +37,7 @@ void kvc_rows_destroy(kvc_rows *rows, kvc_pool *pool) {
 /* Moves the runs to the front of a list with room for `room` of them. */
 static kvc_status grow(kvc_rows *rows, kvc_memory *memory, int64_t room) {
     if (room > INT32_MAX / 2) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)room);
-    kvc_run *runs = kvc_memory_alloc(memory, (size_t)room * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_run *runs = kvc_memory_alloc(memory, (uint64_t)room * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
     if (!runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %lld runs", (long long)room);
     if (rows->num) memcpy(runs, kvc_rows_begin(rows), (size_t)rows->num * sizeof *runs);
     kvc_rows_free_list(rows, memory);

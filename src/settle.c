@@ -19,7 +19,8 @@ typedef struct settling {
     int32_t *slots;     /* [num_slots] */
     kvc_draft *drafts;  /* [number of sequences] */
     float *scratch;
-    size_t num_slots, num_floats;
+    size_t num_slots;
+    uint64_t num_floats;
 } settling;
 
 static int is_disputed(const void *context, const kvc_run *run, int32_t slot) {
@@ -29,11 +30,11 @@ static int is_disputed(const void *context, const kvc_run *run, int32_t slot) {
 
 static kvc_rows *rows_of(const settling *s, int32_t i) { return &s->cache->sequences.items[i]->rows[s->group]; }
 
-static void *get(const settling *s, size_t count, size_t item) {
+static void *get(const settling *s, uint64_t count, size_t item) {
     return kvc_memory_alloc(&s->cache->memory, (count + 1) * item, KVC_MEMORY_SCRATCH, -1);
 }
 
-static void put_back(const settling *s, void *p, size_t count, size_t item) {
+static void put_back(const settling *s, void *p, uint64_t count, size_t item) {
     kvc_memory_free(&s->cache->memory, p, (count + 1) * item, KVC_MEMORY_SCRATCH, -1);
 }
 

@@ -58,7 +58,7 @@ static uint32_t bit_of(const kvc_slab *slab, const void *p) {
 }
 
 void *kvc_slab_take(kvc_slab **slabs, size_t size) {
-    const size_t item = kvc_align_up(size, kvc_os_page_size());
+    const size_t item = (size_t)kvc_align_up(size, kvc_os_page_size());
     kvc_slab *slab = find(slabs, NULL, item);
     if (!slab) slab = add_slab(slabs, item);
     if (!slab) return NULL;

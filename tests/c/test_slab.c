@@ -78,7 +78,7 @@ static void test_neighbours(void)
     kvc_slab_part(&slabs, other);
     uint8_t *first = kvc_slab_take(&slabs, 1 << 20);
     CHECK(first && !kvc_slab_join(&slabs, other));
-    CHECKF(!kvc_slab_take(&slabs, SIZE_MAX / 64), "more than the system has");
+    if (SIZE_MAX > UINT32_MAX) CHECKF(!kvc_slab_take(&slabs, SIZE_MAX / 64), "more than the system has");
     CHECKF(kvc_slab_take(&slabs, 1 << 20) == first + (1 << 20), "not side by side");
     kvc_slab_give(&slabs, first);
     CHECKF(kvc_slab_take(&slabs, 1 << 20) == first, "room that was given back is not taken first");
