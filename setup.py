@@ -56,6 +56,11 @@ class BuildExt(build_ext):
         self.compiler.compile = compile_in_parallel
         super().build_extensions()
 
+    def copy_extensions_to_source(self):
+        """For an editable install, where nothing else makes this folder."""
+        Path("kvcache/lib").mkdir(exist_ok=True)
+        super().copy_extensions_to_source()
+
     def has_openmp(self):
         source = Path(self.build_temp, "openmp.c")
         source.parent.mkdir(parents=True, exist_ok=True)
