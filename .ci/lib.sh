@@ -47,7 +47,7 @@ has() {
 links() {
     local check=$1
     shift
-    echo 'int main(void) { return 0; }' >"$tmp/probe.c"
+    printf '#include <errno.h>\nint main(void) { return errno; }\n' >"$tmp/probe.c"
     "$@" "$tmp/probe.c" -o "$tmp/probe" >/dev/null 2>&1 && "$tmp/probe" >/dev/null 2>&1 && return
     skip "$check: no program built with $* runs here"
     return 1
@@ -194,10 +194,12 @@ END
     cc main.c -o static $(pkg-config --cflags kvcache) "$prefix/lib/libkvcache.a" $(pkg-config --static --libs kvcache |
         sed 's/-lkvcache//')
     ./static
-    # Only the public names leave the shared library, and it wants no library but these.
+    # Only the public names leave the shared library, it wants no library but these, and it is small.
     without ' [A-Z] ([^k]|k[^v]|kv[^c]|kvc[^_])' < <(nm --dynamic --defined-only "$prefix/lib/libkvcache.so")
     without . < <(readelf --dynamic "$prefix/lib/libkvcache.so" | grep NEEDED |
         grep -vE '\[(lib(c|m|pthread|gomp|omp)\.|ld-)')
+    strip "$prefix/lib/libkvcache.so" -o stripped.so
+    [ "$(stat --format %s stripped.so)" -lt 500000 ]
 }
 
 # The same as a part of another project's build.

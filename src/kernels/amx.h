@@ -61,10 +61,30 @@ TARGET static void prepare_parts(float *q, int q_stride, int num_q, int dim, flo
     for (int r = 0; r < num_q; r++) split_row(q + (ptrdiff_t)r * q_stride, q + (ptrdiff_t)r * q_stride, dim, scale);
 }
 
+INLINE void store_transposed(float *to, vec x[LANES]) {
+    v_transpose(x);
+    UNROLL
+    for (int i = 0; i < LANES; i++) v_store(to + i * KVC_TILE, x[i]);
+}
+
 /* Chunk c of rows [j, j + LANES). */
-INLINE void pack_chunk(int type, float *dst, const void *const *rows, int n, int j, int c, int dim) {
+INLINE void pack_chunk(int type, float *dst, const void *const *rows, int j, int c) {
     vec upper[LANES], lower[LANES];
     UNROLL
+    for (int i = 0; i < LANES; i++) {
+        const halves both =
+            halves_of(load(type, rows[j + i], c * CHUNK, LANES), load(type, rows[j + i], c * CHUNK + LANES, LANES));
+        upper[i] = _mm512_castsi512_ps(both.upper);
+        lower[i] = _mm512_castsi512_ps(both.lower);
+    }
+    float *to = dst + 2 * c * TILE_ROWS * KVC_TILE + j;
+    store_transposed(to, upper);
+    if (type != KVC_BF16) store_transposed(to + TILE_ROWS * KVC_TILE, lower);
+}
+
+/* The same where there are fewer rows or elements. */
+RARE void pack_chunk_edge(int type, float *dst, const void *const *rows, int n, int j, int c, int dim) {
+    vec upper[LANES], lower[LANES];
     for (int i = 0; i < LANES; i++) {
         upper[i] = lower[i] = v_zero();
         if (j + i >= n) continue;
@@ -74,18 +94,17 @@ INLINE void pack_chunk(int type, float *dst, const void *const *rows, int n, int
         lower[i] = _mm512_castsi512_ps(both.lower);
     }
     float *to = dst + 2 * c * TILE_ROWS * KVC_TILE + j;
-    v_transpose(upper);
-    UNROLL
-    for (int i = 0; i < LANES; i++) v_store(to + i * KVC_TILE, upper[i]);
-    if (type == KVC_BF16) return;
-    v_transpose(lower);
-    UNROLL
-    for (int i = 0; i < LANES; i++) v_store(to + (TILE_ROWS + i) * KVC_TILE, lower[i]);
+    store_transposed(to, upper);
+    store_transposed(to + TILE_ROWS * KVC_TILE, lower);
 }
 
 INLINE void pack_keys_in_parts(int type, float *dst, const void *const *rows, int n, int dim) {
     for (int j = 0; j < KVC_TILE; j += LANES)
-        for (int c = 0; c < chunks_of(dim); c++) pack_chunk(type, dst, rows, n, j, c, dim);
+        for (int c = 0; c < chunks_of(dim); c++)
+            if (j + LANES <= n && (c + 1) * CHUNK <= dim)
+                pack_chunk(type, dst, rows, j, c);
+            else
+                pack_chunk_edge(type, dst, rows, n, j, c, dim);
 }
 
 INLINE void pack_values_in_parts(int type, float *dst, int dst_stride, const void *const *rows, int n, int dim) {

@@ -138,6 +138,7 @@ INLINE void transpose_halves(vec x[4]) {
 INLINE void v_transpose(vec x[LANES]) {
     transpose_halves(x);
     transpose_halves(x + 4);
+    UNROLL
     for (int i = 0; i < 4; i++) {
         vec low = _mm256_permute2f128_ps(x[i], x[i + 4], 0x20), high = _mm256_permute2f128_ps(x[i], x[i + 4], 0x31);
         x[i] = low;

@@ -134,7 +134,9 @@ INLINE void transpose_quarters(vec x[4]) {
 }
 
 INLINE void v_transpose(vec x[LANES]) {
+    UNROLL
     for (int i = 0; i < LANES; i += 4) transpose_quarters(x + i);
+    UNROLL
     for (int i = 0; i < 4; i++) {
         vec a = _mm512_shuffle_f32x4(x[i], x[i + 4], _MM_SHUFFLE(1, 0, 1, 0));
         vec b = _mm512_shuffle_f32x4(x[i], x[i + 4], _MM_SHUFFLE(3, 2, 3, 2));

@@ -4,6 +4,8 @@
 
 #ifdef KVC_HAVE_AVX512_BF16
 #define ISA avx512bf16
+#define FLOATS avx512
+#define INTEGERS avx512vnni
 #define TARGET __attribute__((target("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
 #define DOT 1
 #define DOT_BF16 1

@@ -3,6 +3,7 @@
 
 #ifdef KVC_HAVE_AVX512
 #define ISA avx512vnni
+#define FLOATS avx512
 #define TARGET __attribute__((target("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
 #define DOT 1
 #include "avx512.h"

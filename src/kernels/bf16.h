@@ -16,6 +16,7 @@ TARGET static void prepare_dots(float *q, int q_stride, int num_q, int dim, floa
 /* Adds the products of elements [d, d + count) to sums[query][row]. */
 INLINE void dot_step(int num_q, int num_rows, vec *sums, const float *q, int q_stride, const void *const *rows, int d,
                      int count) {
+    const int pitch = pitch_of(num_rows);
     bvec x[MAX_BREADTH];
     UNROLL
     for (int j = 0; j < num_rows; j++) x[j] = b_load((const char *)rows[j] + bytes_of(KVC_BF16, d), count);
@@ -23,7 +24,7 @@ INLINE void dot_step(int num_q, int num_rows, vec *sums, const float *q, int q_s
     for (int r = 0; r < num_q; r++) {
         const bvec y = b_load((const char *)(q + (ptrdiff_t)r * q_stride) + bytes_of(KVC_BF16, d), count);
         UNROLL
-        for (int j = 0; j < num_rows; j++) sums[r * num_rows + j] = b_dot(sums[r * num_rows + j], x[j], y);
+        for (int j = 0; j < num_rows; j++) sums[r * pitch + j] = b_dot(sums[r * pitch + j], x[j], y);
     }
 }
 

@@ -9,7 +9,14 @@
 
 #if defined(__OPTIMIZE__) && !defined(HAVE_ADDRESS_SANITIZER)
 #define INLINE static inline __attribute__((always_inline)) TARGET
+#define RARE static __attribute__((cold, noinline)) TARGET
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
 #else /* for tests: a copy of each function for every use of it would take minutes to compile with sanitizers */
 #define INLINE static inline TARGET
+#define RARE static TARGET
 #define UNROLL
 #endif

@@ -200,13 +200,16 @@ INLINE void i_store_16(int16_t *p, vec x, vec y) {
 
 INLINE void i_load_rows(ivec x[4], const void *const *rows, size_t at) {
     vec y[LANES];
+    UNROLL
     for (int i = 0; i < LANES; i++) y[i] = v_load((const char *)rows[i] + at);
     v_transpose(y);
+    UNROLL
     for (int i = 0; i < LANES; i++) x[i] = vreinterpretq_s32_f32(y[i]);
 }
 
 INLINE vec v_load_scales(const void *const *rows, size_t at) {
     uint16_t bits[LANES];
+    UNROLL
     for (int i = 0; i < LANES; i++) memcpy(&bits[i], (const char *)rows[i] + at, sizeof *bits);
     return v_load_f16(bits);
 }

@@ -122,13 +122,16 @@ INLINE void score_group(int type, int num_q, float *scores, const char *const *q
     for (int r = 0; r < num_q; r++) UNROLL
     for (int g = 0; g < GROUPS; g++) sums[g][r] = v_zero();
     for (int b = 0; b < dim / KVC_QUANT_ELEMENTS; b++) {
-        const size_t at = bytes_of(type, b * KVC_QUANT_ELEMENTS), elements = at + KVC_SCALE_BYTES;
+        const size_t at = bytes_of(type, b * KVC_QUANT_ELEMENTS);
+        const int num_pieces = type == KVC_Q8_0 ? 2 : 1;
         ivec counts[GROUPS][QUERIES];
         UNROLL
         for (int r = 0; r < num_q; r++) UNROLL
         for (int g = 0; g < GROUPS; g++) counts[g][r] = i_set_pair(starts_of(q[r], dim) + (size_t)b * sizeof(int32_t));
-        score_bytes(type, num_q, counts, q, rows, elements, b * PAIRS, next);
-        if (type == KVC_Q8_0) score_bytes(type, num_q, counts, q, rows, elements + PIECE, b * PAIRS + PAIRS / 2, next);
+        UNROLL
+        for (int i = 0; i < num_pieces; i++)
+            score_bytes(type, num_q, counts, q, rows, at + KVC_SCALE_BYTES + (size_t)i * PIECE,
+                        b * PAIRS + i * PAIRS / 2, next);
         UNROLL
         for (int g = 0; g < GROUPS; g++) {
             const vec scale = v_load_scales(rows + g * LANES, at);
@@ -186,33 +189,26 @@ INLINE float largest_weight(const float *weights, int n) {
 
 /* The weights for num_blocks blocks from element d on.  For all first: each takes a chain of few but slow instructions.
  */
-INLINE void round_weights(int type, int num_q, block_weights *w, const accumulate_args *a, int n, int d,
-                          int num_blocks) {
-    float divided[BLOCKS][KVC_TILE], largest[QUERIES];
-    vec inverse[QUERIES];
-    UNROLL
+TARGET static void round_weights(int type, int num_q, block_weights *w, const accumulate_args *a, int n, int d,
+                                 int num_blocks) {
+    float divided[BLOCKS][KVC_TILE], scaled[QUERIES][KVC_TILE], largest[QUERIES];
     for (int r = 0; r < num_q; r++) {
-        largest[r] = largest_weight(a->weights + r * KVC_TILE, n);
-        inverse[r] = v_set(largest[r] > 1e-30f ? MOST / largest[r] : 0); /* less is nothing beside the rest */
+        const float *weights = a->weights + r * KVC_TILE;
+        largest[r] = largest_weight(weights, n);
+        const vec inverse = v_set(largest[r] > 1e-30f ? MOST / largest[r] : 0); /* less is nothing beside the rest */
+        for (int j = 0; j < n; j += LANES) v_store(&scaled[r][j], v_mul(v_load(weights + j), inverse));
     }
     for (int b = 0; b < num_blocks; b++) {
         const float scale = divide_scales(divided[b], a->rows, n, bytes_of(type, d + b * KVC_QUANT_ELEMENTS)) / MOST;
-        UNROLL
         for (int r = 0; r < num_q; r++) w->scale[b][r] = largest[r] * scale;
     }
-    for (int j = 0; j < n; j += 2 * LANES) {
-        vec x[QUERIES], y[QUERIES];
-        UNROLL
-        for (int r = 0; r < num_q; r++) {
-            x[r] = v_mul(v_load(a->weights + r * KVC_TILE + j), inverse[r]);
-            y[r] = v_mul(v_load(a->weights + r * KVC_TILE + j + LANES), inverse[r]);
+    for (int b = 0; b < num_blocks; b++)
+        for (int j = 0; j < n; j += 2 * LANES) {
+            const vec x = v_load(&divided[b][j]), y = v_load(&divided[b][j + LANES]);
+            for (int r = 0; r < num_q; r++)
+                i_store_16(&w->weights[b][r][j], v_mul(v_load(&scaled[r][j]), x),
+                           v_mul(v_load(&scaled[r][j + LANES]), y));
         }
-        for (int b = 0; b < num_blocks; b++) {
-            const vec first = v_load(&divided[b][j]), second = v_load(&divided[b][j + LANES]);
-            UNROLL
-            for (int r = 0; r < num_q; r++) i_store_16(&w->weights[b][r][j], v_mul(x[r], first), v_mul(y[r], second));
-        }
-    }
 }
 
 /* Adds up two vectors of columns over all rows, from column c of the block with element d on, and adds the sums, times

@@ -4,7 +4,8 @@
  *   ISA              name of the instruction set
  *   TARGET           attribute of every function
  *   INLINE           static, TARGET, and always inlined where speed counts
- *   UNROLL           may be defined as nothing where it does not
+ *   RARE             static, TARGET, and small: for the shapes that few models have
+ *   UNROLL           before a loop over registers; nothing where speed does not count
  *   LANES            floats in a vector; divides KVC_LANES, which is half of KVC_QUANT_ELEMENTS
  *   ACCUMULATORS     registers that score and accumulate add up in, at least 4; they need four more for factors.  It
  *                    takes more of them than the latency of an fma times the fmas started in a cycle
@@ -63,16 +64,12 @@
 
 #include "kvcache.h"
 
-#if defined(UNROLL)
-#elif defined(__clang__)
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 16")
-#endif
-
 enum {
     QUERIES = 4,     /* most query rows that are worked on together */
-    MAX_BREADTH = 8, /* most rows, or vectors of columns, that are worked on with them */
+    MAX_BREADTH = 8, /* most rows that are worked on with them */
+    MAX_VECS = 4,    /* most vectors of columns */
+    MAX_SUMS = 16,   /* vectors that are summed up for them, gaps included */
+    EXPS = 4,        /* vectors that exp is taken of together */
     LINE = 64,       /* bytes of a cache line */
     QUANT_VECTORS = KVC_QUANT_ELEMENTS / LANES
 };
@@ -170,14 +167,14 @@ INLINE void store_full(int type, void *p, vec x) {
         v_store(p, x);
 }
 
-/* The first count elements at p, the other lanes 0.  Not inlined, as few rows have a tail. */
-TARGET static vec load_part(int type, const void *p, int count) {
+/* The first count elements at p, the other lanes 0. */
+RARE vec load_part(int type, const void *p, int count) {
     float part[LANES] = {0}; /* has room for any type */
     memcpy(part, p, bytes_of(type, count));
     return load_full(type, part);
 }
 
-TARGET static void store_part(int type, void *p, int count, vec x) {
+RARE void store_part(int type, void *p, int count, vec x) {
     float part[LANES];
     store_full(type, part, x);
     memcpy(p, part, bytes_of(type, count));
@@ -271,7 +268,19 @@ INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void 
     }
 }
 
-/* ---- what accumulate works on ------------------------------------------------------------------------------------ */
+/* ---- what score and accumulate work on --------------------------------------------------------------------------- */
+
+/* Score and accumulate add up outer products: of a few queries by as many rows, or vectors of columns, as ACCUMULATORS
+ * allow.  Of the factors, the fewer stay in registers while the rest are loaded one by one. */
+
+/* Rows of a block.  The sums of one query lie a power of two apart from those of the next: what is read from
+ * across the middle of a vector that has just been stored has to wait for the store. */
+INLINE int rows_of(int num_q) {
+    const int most = ACCUMULATORS / num_q;
+    return most >= 8 ? 8 : most >= 4 ? 4 : most;
+}
+
+INLINE int pitch_of(int num_rows) { return num_rows == 3 ? 4 : num_rows; }
 
 /* What a call of accumulate works on; a block of it is some queries and columns. */
 typedef struct accumulate_args {
@@ -294,13 +303,10 @@ INLINE int prefetched(const accumulate_args *a, int d) {
 
 /* ---- score ------------------------------------------------------------------------------------------------------ */
 
-/* Score and accumulate add up outer products: of a few queries by as many rows, or vectors of columns, as ACCUMULATORS
- * allow.  Of the factors, the fewer stay in registers while the rest are loaded one by one. */
-INLINE int breadth(int num_q) { return smaller(ACCUMULATORS / num_q, MAX_BREADTH); }
-
 /* Adds the products of elements [d, d + LANES) to sums[query][row]. */
 INLINE void score_step(int type, int num_q, int num_rows, vec *sums, const float *q, int q_stride,
                        const void *const *rows, int d) {
+    const int pitch = pitch_of(num_rows);
     vec x[MAX_BREADTH], y[QUERIES];
     if (num_rows < num_q) {
         UNROLL
@@ -309,7 +315,7 @@ INLINE void score_step(int type, int num_q, int num_rows, vec *sums, const float
         for (int r = 0; r < num_q; r++) {
             y[0] = v_keep(v_load(q + (ptrdiff_t)r * q_stride + d));
             UNROLL
-            for (int j = 0; j < num_rows; j++) sums[r * num_rows + j] = v_fma(x[j], y[0], sums[r * num_rows + j]);
+            for (int j = 0; j < num_rows; j++) sums[r * pitch + j] = v_fma(x[j], y[0], sums[r * pitch + j]);
         }
     } else {
         UNROLL
@@ -318,19 +324,25 @@ INLINE void score_step(int type, int num_q, int num_rows, vec *sums, const float
         for (int j = 0; j < num_rows; j++) {
             x[0] = v_keep(load(type, rows[j], d, LANES));
             UNROLL
-            for (int r = 0; r < num_q; r++) sums[r * num_rows + j] = v_fma(x[0], y[r], sums[r * num_rows + j]);
+            for (int r = 0; r < num_q; r++) sums[r * pitch + j] = v_fma(x[0], y[r], sums[r * pitch + j]);
         }
     }
 }
 
-/* dots: of queries that are bf16, too. */
-INLINE void score_block(int type, int dots, int num_q, int num_rows, float *scores, const float *q, int q_stride,
-                        const void *const *rows, int dim, ahead *next) {
-    enum { PADDED = (ACCUMULATORS + LANES - 1) / LANES * LANES };
-    vec sums[PADDED];
-    float sum[PADDED];
+/* The first `count` scores of each query. */
+INLINE void store_scores(int num_q, int count, float *scores, const float *sum, int pitch) {
     UNROLL
-    for (int i = 0; i < PADDED; i++) sums[i] = v_zero();
+    for (int r = 0; r < num_q; r++) memcpy(scores + r * KVC_TILE, sum + r * pitch, (size_t)count * sizeof *sum);
+}
+
+/* The tile has room for so many scores.  dots: of queries that are bf16, too. */
+INLINE void score_block(int type, int dots, int num_q, int num_rows, float *scores, int room, const float *q,
+                        int q_stride, const void *const *rows, int dim, ahead *next) {
+    const int pitch = pitch_of(num_rows);
+    vec sums[MAX_SUMS];
+    float sum[MAX_SUMS];
+    UNROLL
+    for (int i = 0; i < MAX_SUMS; i++) sums[i] = v_zero();
 #if DOT_BF16
     if (dots) add_dots(num_q, num_rows, sums, q, q_stride, rows, dim, next);
 #endif
@@ -339,14 +351,16 @@ INLINE void score_block(int type, int dots, int num_q, int num_rows, float *scor
         score_step(type, num_q, num_rows, sums, q, q_stride, rows, d);
     }
     UNROLL
-    for (int i = 0; i < num_q * num_rows; i += LANES) v_store(sum + i, v_sums(sums + i));
-    UNROLL
-    for (int r = 0; r < num_q; r++) memcpy(scores + r * KVC_TILE, sum + r * num_rows, (size_t)num_rows * sizeof *sum);
+    for (int i = 0; i < num_q * pitch; i += LANES) v_store(sum + i, v_sums(sums + i));
+    if (room >= pitch)
+        store_scores(num_q, pitch, scores, sum, pitch);
+    else
+        store_scores(num_q, num_rows, scores, sum, pitch);
 }
 
 /* Adds the products of the last `count` elements, fewer than a vector, which few shapes have. */
-TARGET static void score_tail(int type, int num_q, float *scores, const float *q, int q_stride, const void *const *rows,
-                              int n, int d, int count) {
+RARE void score_tail(int type, int num_q, float *scores, const float *q, int q_stride, const void *const *rows, int n,
+                     int d, int count) {
     vec y[QUERIES];
     for (int r = 0; r < num_q; r++) y[r] = load(KVC_F32, q + (ptrdiff_t)r * q_stride, d, count);
     for (int j = 0; j < n; j++) {
@@ -356,21 +370,26 @@ TARGET static void score_tail(int type, int num_q, float *scores, const float *q
 }
 
 /* Scores of all rows for num_q <= QUERIES queries.  The last block takes rows of the one before it again, where that
- * fills it; where there are fewer rows than make a block, they are taken one by one. */
+ * fills it; where there are fewer rows than make a block, the last one is taken several times. */
 INLINE void score_queries(int type, int dots, int num_q, float *scores, const float *q, int q_stride,
                           const void *const *rows, int n, int dim, const void *const *next, int next_bytes) {
     if (type >= KVC_FLOAT_TYPES) {
         score_quantised(type, num_q, scores, q, q_stride, rows, n, dim, next, next_bytes);
         return;
     }
-    const int num_rows = breadth(num_q), num_blocks = n < num_rows ? n : (n + num_rows - 1) / num_rows;
+    const int num_rows = rows_of(num_q), num_blocks = (n + num_rows - 1) / num_rows;
     ahead after = ahead_of(next, n, next_bytes, num_blocks * (dim / (dots ? 2 * LANES : LANES)));
-    for (int j = 0; j < n && n >= num_rows; j += num_rows) {
-        int first = smaller(j, n - num_rows);
-        score_block(type, dots, num_q, num_rows, scores + first, q, q_stride, rows + first, dim, &after);
+    const void *few[MAX_BREADTH];
+    if (n < num_rows) {
+        for (int j = 0; j < num_rows; j++) few[j] = rows[smaller(j, n - 1)];
+        rows = few;
+        n = num_rows;
     }
-    for (int j = 0; j < n && n < num_rows; j++)
-        score_block(type, dots, num_q, 1, scores + j, q, q_stride, rows + j, dim, &after);
+    for (int j = 0; j < n; j += num_rows) {
+        const int first = smaller(j, n - num_rows);
+        score_block(type, dots, num_q, num_rows, scores + first, KVC_TILE - first, q, q_stride, rows + first, dim,
+                    &after);
+    }
 #if DOT_BF16
     if (dots) scale_scores(num_q, scores, q, q_stride, n, dim);
 #endif
@@ -398,12 +417,11 @@ INLINE void score(int type, int dots, float *scores, const float *q, int q_strid
 /* ---- accumulate ------------------------------------------------------------------------------------------------- */
 
 /* Adds the products with row j to sums[query][vector]. */
-INLINE void accumulate_step(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a, int j, int d,
-                            int count) {
-    vec x[MAX_BREADTH], y[QUERIES];
+INLINE void accumulate_step(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a, int j, int d) {
+    vec x[MAX_VECS], y[QUERIES];
     if (num_vecs < num_q) {
         UNROLL
-        for (int i = 0; i < num_vecs; i++) x[i] = v_keep(load(type, a->rows[j], d + i * LANES, count));
+        for (int i = 0; i < num_vecs; i++) x[i] = v_keep(load(type, a->rows[j], d + i * LANES, LANES));
         UNROLL
         for (int r = 0; r < num_q; r++) {
             y[0] = v_set(a->weights[r * KVC_TILE + j]);
@@ -415,30 +433,40 @@ INLINE void accumulate_step(int type, int num_q, int num_vecs, vec *sums, const 
         for (int r = 0; r < num_q; r++) y[r] = v_set(a->weights[r * KVC_TILE + j]);
         UNROLL
         for (int i = 0; i < num_vecs; i++) {
-            x[0] = v_keep(load(type, a->rows[j], d + i * LANES, count));
+            x[0] = v_keep(load(type, a->rows[j], d + i * LANES, LANES));
             UNROLL
             for (int r = 0; r < num_q; r++) sums[r * num_vecs + i] = v_fma(x[0], y[r], sums[r * num_vecs + i]);
         }
     }
 }
 
-/* Columns from d on: num_vecs vectors, or `count` columns of one. */
-INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args a, int d, int count) {
-    vec sums[ACCUMULATORS];
+/* num_vecs vectors of columns, from d on. */
+INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args a, int d) {
+    vec sums[QUERIES * MAX_VECS];
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
     for (int i = 0; i < num_vecs; i++)
-        sums[r * num_vecs + i] =
-            v_mul(load(KVC_F32, a.acc + (ptrdiff_t)r * a.acc_stride, d + i * LANES, count), v_set(a.factor[r]));
-    int begin = a.next ? prefetched(&a, d) : 0, end = a.next ? prefetched(&a, smaller(d + num_vecs * LANES, a.dim)) : 0;
+        sums[r * num_vecs + i] = v_mul(v_load(a.acc + (ptrdiff_t)r * a.acc_stride + d + i * LANES), v_set(a.factor[r]));
+    const int begin = a.next ? prefetched(&a, d) : 0, end = a.next ? prefetched(&a, d + num_vecs * LANES) : 0;
     for (int j = 0; j < a.n; j++) {
         if (begin < end) prefetch(a.next[j], begin, end);
-        accumulate_step(type, num_q, num_vecs, sums, &a, j, d, count);
+        accumulate_step(type, num_q, num_vecs, sums, &a, j, d);
     }
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
     for (int i = 0; i < num_vecs; i++)
-        store(KVC_F32, a.acc + (ptrdiff_t)r * a.acc_stride, d + i * LANES, count, sums[r * num_vecs + i]);
+        v_store(a.acc + (ptrdiff_t)r * a.acc_stride + d + i * LANES, sums[r * num_vecs + i]);
+}
+
+/* The last `count` columns, fewer than a vector, which few shapes have. */
+RARE void accumulate_tail(int type, int num_q, const accumulate_args *a, int d, int count) {
+    for (int r = 0; r < num_q; r++) {
+        float *acc = a->acc + (ptrdiff_t)r * a->acc_stride;
+        vec sum = v_mul(load(KVC_F32, acc, d, count), v_set(a->factor[r]));
+        for (int j = 0; j < a->n; j++)
+            sum = v_fma(load(type, a->rows[j], d, count), v_set(a->weights[r * KVC_TILE + j]), sum);
+        store(KVC_F32, acc, d, count, sum);
+    }
 }
 
 /* All columns for num_q <= QUERIES queries, in blocks of about the same width. */
@@ -447,27 +475,19 @@ INLINE void accumulate_queries(int type, int num_q, accumulate_args a) {
         accumulate_quantised(type, num_q, a);
         return;
     }
-    const int most = breadth(num_q);
+    const int most = smaller(ACCUMULATORS / num_q, MAX_VECS);
     int num_vecs = a.dim / LANES, blocks = (num_vecs + most - 1) / most, d = 0;
     for (int width; blocks > 0; blocks--, num_vecs -= width, d += width * LANES) {
         width = (num_vecs + blocks - 1) / blocks;
-#define ACCUMULATE_CASE(vecs)                                                              \
-    case vecs:                                                                             \
-        if (vecs <= most) accumulate_block(type, num_q, smaller(vecs, most), a, d, LANES); \
-        break
         switch (width) {
-            ACCUMULATE_CASE(1);
-            ACCUMULATE_CASE(2);
-            ACCUMULATE_CASE(3);
-            ACCUMULATE_CASE(4);
-            ACCUMULATE_CASE(5);
-            ACCUMULATE_CASE(6);
-            ACCUMULATE_CASE(7);
-            ACCUMULATE_CASE(8);
+        case 1: accumulate_block(type, num_q, 1, a, d); break;
+        case 2: accumulate_block(type, num_q, smaller(2, most), a, d); break;
+        case 3: accumulate_block(type, num_q, smaller(3, most), a, d); break;
+        default: accumulate_block(type, num_q, most, a, d);
         }
     }
-    int tail = tail_of(type, a.dim);
-    if (tail) accumulate_block(type, num_q, 1, a, d, tail);
+    const int tail = tail_of(type, a.dim);
+    if (tail) accumulate_tail(type, num_q, &a, d, tail);
 }
 
 INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
@@ -496,61 +516,64 @@ INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor
 /* ---- softmax ---------------------------------------------------------------------------------------------------- */
 
 /* exp(x) for x <= 0; 0 below -125.5 ln 2 = -87.0.  x = n ln 2 + r with n an integer, so that exp(x) = 2^n exp(r), and
- * exp(r) = 1 + r + r^2 p(r), p as in Cephes' expf. */
-INLINE vec exp_negative(vec x) {
-    vec n = v_round(v_mul(x, v_set(1.44269504088896341f)));
-    vec r = v_fma(n, v_set(-0.693359375f), x); /* ln 2 in two parts, the first one exact in n products */
-    r = v_fma(n, v_set(2.12194440e-4f), r);
-    vec p = v_set(1.9875691500e-4f);
-    p = v_fma(p, r, v_set(1.3981999507e-3f));
-    p = v_fma(p, r, v_set(8.3334519073e-3f));
-    p = v_fma(p, r, v_set(4.1665795894e-2f));
-    p = v_fma(p, r, v_set(1.6666665459e-1f));
-    p = v_fma(p, r, v_set(5.0000001201e-1f));
-    p = v_fma(p, v_mul(r, r), r);
-    return v_scale(v_add(p, v_set(1.0f)), n);
+ * exp(r) = 1 + r + r^2 p(r), p as in Cephes' expf.  Of some vectors side by side, as each step waits for the one
+ * before.
+ */
+INLINE void exp_negative(int count, vec *x) {
+    static const float factors[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                                    5.0000001201e-1f};
+    vec n[EXPS], p[EXPS];
+    UNROLL
+    for (int i = 0; i < count; i++) n[i] = v_round(v_mul(x[i], v_set(1.44269504088896341f)));
+    UNROLL
+    for (int i = 0; i < count; i++) x[i] = v_fma(n[i], v_set(-0.693359375f), x[i]); /* ln 2 in two parts, ... */
+    UNROLL
+    for (int i = 0; i < count; i++) x[i] = v_fma(n[i], v_set(2.12194440e-4f), x[i]); /* ... n of the first one exact */
+    UNROLL
+    for (int i = 0; i < count; i++) p[i] = v_fma(v_set(1.9875691500e-4f), x[i], v_set(factors[0]));
+    UNROLL
+    for (int f = 1; f < 5; f++) UNROLL
+    for (int i = 0; i < count; i++) p[i] = v_fma(p[i], x[i], v_set(factors[f]));
+    UNROLL
+    for (int i = 0; i < count; i++) p[i] = v_fma(p[i], v_mul(x[i], x[i]), x[i]);
+    UNROLL
+    for (int i = 0; i < count; i++) x[i] = v_scale(v_add(p[i], v_set(1.0f)), n[i]);
 }
 
-INLINE void softmax_rows(int num_q, float *scores, int n, float *max, float *sum, float *factor) {
-    const int padded = (n + LANES - 1) / LANES * LANES;
-    vec largest[QUERIES], shift[QUERIES], sums[QUERIES];
-    UNROLL
+/* Rows' largest scores first, then their weights: what one row does waits for what it did before. */
+INLINE void softmax(float *scores, int num_q, int n, float *max, float *sum, float *factor) {
+    const int step = EXPS * LANES, padded = (n + step - 1) / step * step;
     for (int r = 0; r < num_q; r++) {
         float *row = scores + r * KVC_TILE;
-        for (int j = n; j < padded; j++) row[j] = -INFINITY;
-        for (int j = padded; j < KVC_TILE; j += LANES) v_store(row + j, v_zero());
-        largest[r] = v_set(max[r]);
-        sums[r] = v_zero();
-    }
-    for (int j = 0; j < padded; j += LANES) UNROLL
-    for (int r = 0; r < num_q; r++) largest[r] = v_max(v_load(scores + r * KVC_TILE + j), largest[r]);
-    UNROLL
-    for (int r = 0; r < num_q; r++) {
-        const float now = v_max_lane(largest[r]);
-        shift[r] =
-            v_set(now == -INFINITY ? 0 : -now); /* nothing is visible: weights of 0, or NaN, which is passed on */
-        factor[r] = max[r] == now ? 1 : v_max_lane(exp_negative(v_add(v_set(max[r]), shift[r])));
+        vec largest = v_set(max[r]);
+        int past = n;
+        for (; past % LANES; past++) row[past] = -INFINITY;
+        for (; past < padded; past += LANES) v_store(row + past, v_set(-INFINITY));
+        for (; past < KVC_TILE; past += LANES) v_store(row + past, v_zero());
+        for (int j = 0; j < padded; j += LANES) largest = v_max(v_load(row + j), largest);
+        const float now = v_max_lane(largest);
+        vec change = v_set(max[r] - (now == -INFINITY ? 0 : now));
+        if (max[r] != now) exp_negative(1, &change);
+        factor[r] = max[r] == now ? 1 : v_max_lane(change);
         max[r] = now;
     }
-    for (int j = 0; j < padded; j += LANES) UNROLL
     for (int r = 0; r < num_q; r++) {
-        const vec weight = exp_negative(v_add(v_load(scores + r * KVC_TILE + j), shift[r]));
-        v_store(scores + r * KVC_TILE + j, weight);
-        sums[r] = v_add(sums[r], weight);
-    }
-    UNROLL
-    for (int r = 0; r < num_q; r++) sum[r] = sum[r] * factor[r] + v_sum_lanes(sums[r]);
-}
-
-TARGET static void softmax(float *scores, int num_q, int n, float *max, float *sum, float *factor) {
-    for (int r = 0; r < num_q; r += QUERIES) {
-        float *s = scores + r * KVC_TILE;
-        switch (smaller(num_q - r, QUERIES)) {
-        case 1: softmax_rows(1, s, n, max + r, sum + r, factor + r); break;
-        case 2: softmax_rows(2, s, n, max + r, sum + r, factor + r); break;
-        case 3: softmax_rows(3, s, n, max + r, sum + r, factor + r); break;
-        default: softmax_rows(4, s, n, max + r, sum + r, factor + r);
+        float *row = scores + r * KVC_TILE;
+        /* where nothing is visible, weights are 0; or NaN, which is passed on */
+        const vec shift = v_set(max[r] == -INFINITY ? 0 : -max[r]);
+        vec total = v_zero();
+        for (int j = 0; j < padded; j += step) {
+            vec x[EXPS];
+            UNROLL
+            for (int i = 0; i < EXPS; i++) x[i] = v_add(v_load(row + j + i * LANES), shift);
+            exp_negative(EXPS, x);
+            UNROLL
+            for (int i = 0; i < EXPS; i++) {
+                v_store(row + j + i * LANES, x[i]);
+                total = v_add(total, x[i]);
+            }
         }
+        sum[r] = sum[r] * factor[r] + v_sum_lanes(total);
     }
 }
 
@@ -589,15 +612,12 @@ INLINE void matmul_columns(int num_vectors, float *c, int ldc, const float *a, i
                            int k, int add) {
     int i = 0;
     MATMUL_ROWS_OF(12);
-    MATMUL_ROWS_OF(8);
     MATMUL_ROWS_OF(6);
     MATMUL_ROWS_OF(4);
-    MATMUL_ROWS_OF(2);
     MATMUL_ROWS_OF(1);
 }
 
-TARGET static void matmul(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
-                          int add) {
+INLINE void matmul(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k, int add) {
     const int step = MATMUL_VECTORS * LANES;
     int j = 0;
     for (; n - j > step - KVC_LANES; j += step)
@@ -605,23 +625,31 @@ TARGET static void matmul(float *c, int ldc, const float *a, int lda, const floa
     if (j < n) matmul_columns(KVC_LANES / LANES, c + j, ldc, a, lda, b + j, ldb, m, k, add);
 }
 
-/* Transposes elements [d, d + count) of rows [j, j + LANES). */
-INLINE void pack_keys_block(int type, float *dst, const void *const *rows, int n, int j, int d, int count) {
+/* Transposes elements [d, d + LANES) of rows [j, j + LANES). */
+INLINE void pack_keys_block(int type, float *dst, const void *const *rows, int j, int d) {
     vec x[LANES];
     UNROLL
-    for (int i = 0; i < LANES; i++) x[i] = j + i < n ? load(type, rows[j + i], d, count) : v_zero();
+    for (int i = 0; i < LANES; i++) x[i] = load(type, rows[j + i], d, LANES);
     v_transpose(x);
     UNROLL
-    for (int i = 0; i < LANES; i++)
-        if (i < count) v_store(dst + (d + i) * KVC_TILE + j, x[i]);
+    for (int i = 0; i < LANES; i++) v_store(dst + (d + i) * KVC_TILE + j, x[i]);
+}
+
+/* The same where there are fewer rows or elements. */
+RARE void pack_keys_edge(int type, float *dst, const void *const *rows, int n, int j, int d, int count) {
+    vec x[LANES];
+    for (int i = 0; i < LANES; i++) x[i] = j + i < n ? load(type, rows[j + i], d, count) : v_zero();
+    v_transpose(x);
+    for (int i = 0; i < count; i++) v_store(dst + (d + i) * KVC_TILE + j, x[i]);
 }
 
 INLINE void pack_keys(int type, float *dst, const void *const *rows, int n, int dim) {
-    for (int j = 0; j < KVC_TILE; j += LANES) {
-        int tail = tail_of(type, dim), d = 0;
-        for (; d < dim - tail; d += LANES) pack_keys_block(type, dst, rows, n, j, d, LANES);
-        if (tail) pack_keys_block(type, dst, rows, n, j, d, tail);
-    }
+    for (int j = 0; j < KVC_TILE; j += LANES)
+        for (int d = 0; d < dim; d += LANES)
+            if (j + LANES <= n && d + LANES <= dim)
+                pack_keys_block(type, dst, rows, j, d);
+            else
+                pack_keys_edge(type, dst, rows, n, j, d, smaller(LANES, dim - d));
 }
 
 INLINE void pack_values(int type, float *dst, int dst_stride, const void *const *rows, int n, int dim) {
@@ -634,110 +662,4 @@ INLINE void pack_values(int type, float *dst, int dst_stride, const void *const 
     }
 }
 
-/* ---- the table -------------------------------------------------------------------------------------------------- */
-
-/* Kernels that macros make end in the name of their set. */
-#define JOIN_(kernel, isa) kernel##_##isa
-#define JOIN(kernel, isa) JOIN_(kernel, isa)
-#define OF(kernel) JOIN(kernel, ISA)
-
-#define CONVERT(from, from_type, to, to_type)                                                                        \
-    TARGET static void OF(convert_##from##_##to)(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, \
-                                                 int64_t num_rows, int dim) {                                        \
-        convert(from_type, to_type, dst, dst_stride, src, src_stride, num_rows, dim);                                \
-    }
-
-#define TYPED(name, type)                                                                                            \
-    CONVERT(name, type, f32, KVC_F32)                                                                                \
-    CONVERT(name, type, f16, KVC_F16)                                                                                \
-    CONVERT(name, type, bf16, KVC_BF16)                                                                              \
-    TARGET static void OF(score_##name)(float *scores, const float *q, int q_stride, int num_q,                      \
-                                        const void *const *rows, int n, int dim, const void *const *next,            \
-                                        int next_bytes) {                                                            \
-        score(type, 0, scores, q, q_stride, num_q, rows, n, dim, next, next_bytes);                                  \
-    }                                                                                                                \
-    TARGET static void OF(accumulate_##name)(float *acc, int acc_stride, const float *factor, const float *weights,  \
-                                             int num_q, const void *const *rows, int n, int dim,                     \
-                                             const void *const *next, int next_bytes) {                              \
-        accumulate(type, acc, acc_stride, factor, weights, num_q, rows, n, dim, next, next_bytes);                   \
-    }                                                                                                                \
-    TARGET static void OF(pack_keys_##name)(float *dst, const void *const *rows, int n, int dim) {                   \
-        pack_keys(type, dst, rows, n, dim);                                                                          \
-    }                                                                                                                \
-    TARGET static void OF(pack_values_##name)(float *dst, int dst_stride, const void *const *rows, int n, int dim) { \
-        pack_values(type, dst, dst_stride, rows, n, dim);                                                            \
-    }
-
-#define FLOATING(name, type)            \
-    TYPED(name, type)                   \
-    CONVERT(name, type, q8_0, KVC_Q8_0) \
-    CONVERT(name, type, q4_0, KVC_Q4_0)
-
-FLOATING(f32, KVC_F32)
-FLOATING(f16, KVC_F16)
-FLOATING(bf16, KVC_BF16)
-
-/* Elements past dim may be multiplied, too. */
-TARGET static void prepare_floats(float *q, int q_stride, int num_q, int dim, float scale) {
-    for (int r = 0; r < num_q; r++)
-        for (int d = 0; d < dim; d += LANES) {
-            float *at = q + (ptrdiff_t)r * q_stride + d;
-            v_store(at, v_mul(v_load(at), v_set(scale)));
-        }
-}
-
-#if DOT_BF16
-TARGET static void score_dots(float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
-                              int dim, const void *const *next, int next_bytes) {
-    score(KVC_BF16, 1, scores, q, q_stride, num_q, rows, n, dim, next, next_bytes);
-}
-#endif
-
-#define QUANTISED(name, type)                                                                        \
-    TYPED(name, type)                                                                                \
-    CONVERT(name, type, name, type)                                                                  \
-    TARGET static void OF(prepare_##name)(float *q, int q_stride, int num_q, int dim, float scale) { \
-        prepare(type, q, q_stride, num_q, dim, scale);                                               \
-    }
-
-QUANTISED(q8_0, KVC_Q8_0)
-QUANTISED(q4_0, KVC_Q4_0)
-
-#define FLOAT_TYPES(kernel) [KVC_F32] = OF(kernel##f32), [KVC_F16] = OF(kernel##f16), [KVC_BF16] = OF(kernel##bf16)
-#define EVERY_TYPE(kernel) {FLOAT_TYPES(kernel), [KVC_Q8_0] = OF(kernel##q8_0), [KVC_Q4_0] = OF(kernel##q4_0)}
-#define PANELS(name) {prepare_floats, OF(pack_keys_##name), OF(pack_values_##name), matmul, matmul, 12}
-
-#if DOT_BF16
-#define SCORE_BF16 {prepare_dots, score_dots}
-#else
-#define SCORE_BF16 {NULL, NULL}
-#endif
-
-/* A table, with tilers made by a macro like PANELS. */
-#define KERNELS(its_name, tiler_of)                                                                 \
-    {                                                                                               \
-        .name = its_name,                                                                           \
-        .convert = {[KVC_F32] = EVERY_TYPE(convert_f32_),                                           \
-                    [KVC_F16] = EVERY_TYPE(convert_f16_),                                           \
-                    [KVC_BF16] = EVERY_TYPE(convert_bf16_),                                         \
-                    [KVC_Q8_0] = {FLOAT_TYPES(convert_q8_0_), [KVC_Q8_0] = OF(convert_q8_0_q8_0)},  \
-                    [KVC_Q4_0] = {FLOAT_TYPES(convert_q4_0_), [KVC_Q4_0] = OF(convert_q4_0_q4_0)}}, \
-        .score = {[KVC_F32] = {prepare_floats, OF(score_f32)},                                      \
-                  [KVC_F16] = {prepare_floats, OF(score_f16)},                                      \
-                  [KVC_BF16] = {prepare_floats, OF(score_bf16)},                                    \
-                  [KVC_Q8_0] = {OF(prepare_q8_0), OF(score_q8_0)},                                  \
-                  [KVC_Q4_0] = {OF(prepare_q4_0), OF(score_q4_0)}},                                 \
-        .score_bf16 = SCORE_BF16,                                                                   \
-        .accumulate = EVERY_TYPE(accumulate_),                                                      \
-        .tiler = {[KVC_F32] = PANELS(f32),                                                          \
-                  [KVC_F16] = tiler_of(f16),                                                        \
-                  [KVC_BF16] = tiler_of(bf16),                                                      \
-                  [KVC_Q8_0] = tiler_of(q8_0),                                                      \
-                  [KVC_Q4_0] = tiler_of(q4_0)},                                                     \
-        .softmax = softmax,                                                                         \
-    }
-
-#define STRING_(x) #x
-#define STRING(x) STRING_(x)
-
-const kvc_kernels OF(kvc_kernels) = KERNELS(STRING(ISA), PANELS);
+#include "table.h"

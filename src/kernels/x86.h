@@ -24,11 +24,13 @@ INLINE void copy_row(void *dst, const void *src, size_t bytes) {
 /* Two bytes of each of eight rows; some of what follows them is loaded as well. */
 INLINE __m128i load_eight(const void *const *rows, size_t at) {
     __m128i x[8];
+    UNROLL
     for (int i = 0; i < 8; i++) {
         int bytes; /* _mm_loadu_si32 is wrong in GCC 11 */
         memcpy(&bytes, (const char *)rows[i] + at, sizeof bytes);
         x[i] = _mm_cvtsi32_si128(bytes);
     }
+    UNROLL
     for (int i = 0; i < 8; i += 2) x[i] = _mm_unpacklo_epi16(x[i], x[i + 1]);
     return _mm_unpacklo_epi64(_mm_unpacklo_epi32(x[0], x[2]), _mm_unpacklo_epi32(x[4], x[6]));
 }
