@@ -1,0 +1,8 @@
+/* cpuid.h: has cpu.c believe that the processor has all instruction sets of x86 that there are kernels for. */
+#pragma GCC system_header
+#include_next <cpuid.h>
+#include <unistd.h>
+
+#define __builtin_cpu_supports(feature) 1
+#define __get_cpuid_count(leaf, subleaf, a, b, c, d) (*(a) = *(b) = *(c) = *(d) = ~0u, 1)
+#define syscall(...) 0 /* asks Linux for the tile registers */

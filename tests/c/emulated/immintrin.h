@@ -1,0 +1,232 @@
+/* immintrin.h: AVX-512 and AMX on a processor that has AVX2, so that their kernels can be tested there.  -isystem
+ * tests/c/emulated -mavx2 -mfma -mf16c has it found before the compiler's own; cpuid.h goes with it.
+ *
+ * SIMDe has most of it; here is what else the kernels use.  Results are the processor's, bit for bit but for the sign of
+ * 0; where that would raise an exception, the program ends.
+ */
+#pragma GCC system_header
+#ifndef KVC_TEST_IMMINTRIN_H
+#define KVC_TEST_IMMINTRIN_H
+
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include_next <immintrin.h>
+#define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512.h>
+
+typedef union emulated {
+    __m512 ps;
+    __m512i si;
+    __m512bh bh;
+    __m256 half_ps[2];
+    __m256i half[2];
+    __m128i quarter[4];
+    float f32[16];
+    uint32_t u32[16];
+    uint16_t u16[32];
+    uint8_t u8[64];
+} emulated;
+
+/* ---- conversions ------------------------------------------------------------------------------------------------ */
+
+static inline __m512 emulated_cvtepi32_ps(__m512i x) {
+    const emulated a = {.si = x};
+    return (emulated){.half_ps = {_mm256_cvtepi32_ps(a.half[0]), _mm256_cvtepi32_ps(a.half[1])}}.ps;
+}
+
+static inline __m512i emulated_cvtps_epi32(__m512 x) {
+    const emulated a = {.ps = x};
+    return (emulated){.half = {_mm256_cvtps_epi32(a.half_ps[0]), _mm256_cvtps_epi32(a.half_ps[1])}}.si;
+}
+
+static inline __m512i emulated_cvttps_epi32(__m512 x) {
+    const emulated a = {.ps = x};
+    return (emulated){.half = {_mm256_cvttps_epi32(a.half_ps[0]), _mm256_cvttps_epi32(a.half_ps[1])}}.si;
+}
+
+static inline __m512 emulated_cvtph_ps(__m256i x) {
+    const emulated a = {.half = {x}};
+    return (emulated){.half_ps = {_mm256_cvtph_ps(a.quarter[0]), _mm256_cvtph_ps(a.quarter[1])}}.ps;
+}
+
+/* Whatever the rounding, to nearest. */
+static inline __m256i emulated_cvtps_ph(__m512 x, int rounding) {
+    const emulated a = {.ps = x};
+    (void)rounding;
+    return (emulated){.quarter = {_mm256_cvtps_ph(a.half_ps[0], _MM_FROUND_TO_NEAREST_INT),
+                                  _mm256_cvtps_ph(a.half_ps[1], _MM_FROUND_TO_NEAREST_INT)}}
+        .half[0];
+}
+
+static inline __m512i emulated_cvtepi8_epi32(__m128i x) {
+    return (emulated){.half = {_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))}}.si;
+}
+
+static inline __m512i emulated_cvtepu8_epi32(__m128i x) {
+    return (emulated){.half = {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))}}.si;
+}
+
+static inline __m512i emulated_cvtepu16_epi32(__m256i x) {
+    const emulated a = {.half = {x}};
+    return (emulated){.half = {_mm256_cvtepu16_epi32(a.quarter[0]), _mm256_cvtepu16_epi32(a.quarter[1])}}.si;
+}
+
+static inline __m256i emulated_cvtepi32_epi16(__m512i x) {
+    const emulated a = {.si = x};
+    emulated y;
+    for (int i = 0; i < 16; i++) y.u16[i] = (uint16_t)a.u32[i];
+    return y.half[0];
+}
+
+static inline __m128i emulated_cvtepi32_epi8(__m512i x) {
+    const emulated a = {.si = x};
+    emulated y;
+    for (int i = 0; i < 16; i++) y.u8[i] = (uint8_t)a.u32[i];
+    return y.quarter[0];
+}
+
+static inline __m256 emulated_extractf32x8_ps(__m512 x, int half) { return (emulated){.ps = x}.half_ps[half]; }
+
+static inline __m512i emulated_maskz_loadu_epi16(__mmask32 mask, const void *p) {
+    emulated x = {.si = _mm512_setzero_si512()};
+    for (int i = 0; i < 32; i++)
+        if (mask >> i & 1) memcpy(&x.u16[i], (const uint16_t *)p + i, sizeof x.u16[i]);
+    return x.si;
+}
+
+#undef _mm512_madd_epi16 /* SIMDe 0.7.4 gives it a mask, and takes part of `a | b` for the whole */
+#undef _mm512_roundscale_ps
+#define _mm512_madd_epi16 simde_mm512_madd_epi16
+#define _mm512_roundscale_ps(x, rounding) simde_mm512_roundscale_ps(x, (rounding))
+#define _mm512_shuffle_f32x4 simde_mm512_shuffle_f32x4
+#define _mm512_shuffle_i64x2 simde_mm512_shuffle_i32x4
+#define _mm512_cvtepi32_ps emulated_cvtepi32_ps
+#define _mm512_cvtps_epi32 emulated_cvtps_epi32
+#define _mm512_cvttps_epi32 emulated_cvttps_epi32
+#define _mm512_cvtph_ps emulated_cvtph_ps
+#define _mm512_cvtps_ph emulated_cvtps_ph
+#define _mm512_cvtepi8_epi32 emulated_cvtepi8_epi32
+#define _mm512_cvtepu8_epi32 emulated_cvtepu8_epi32
+#define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
+#define _mm512_cvtepi32_epi16 emulated_cvtepi32_epi16
+#define _mm512_cvtepi32_epi8 emulated_cvtepi32_epi8
+#define _mm512_extractf32x8_ps emulated_extractf32x8_ps
+#define _mm512_maskz_loadu_epi16 emulated_maskz_loadu_epi16
+
+/* ---- bf16 ------------------------------------------------------------------------------------------------------- */
+
+/* Denormal floats are 0 to what follows. */
+static inline __m512 emulated_flush(__m512 x) {
+    const __m512i denormal = (__m512i)(_mm512_abs_ps(x) < _mm512_set1_ps(FLT_MIN));
+    return (__m512)((__m512i)x & ~denormal);
+}
+
+static inline __m512 emulated_fma(__m512 x, __m512 y, __m512 z) { return emulated_flush(_mm512_fmadd_ps(x, y, z)); }
+
+static inline __m512 emulated_even(__m512i pairs) { return emulated_flush((__m512)_mm512_slli_epi32(pairs, 16)); }
+
+static inline __m512 emulated_odd(__m512i pairs) {
+    return emulated_flush((__m512)(pairs & _mm512_set1_epi32((int)0xffff0000)));
+}
+
+static inline __m512 emulated_dpbf16_ps(__m512 sum, __m512bh x, __m512bh y) {
+    const __m512i a = (__m512i)x, b = (__m512i)y;
+    sum = emulated_fma(emulated_odd(a), emulated_odd(b), emulated_flush(sum));
+    return emulated_fma(emulated_even(a), emulated_even(b), sum);
+}
+
+static inline __m512bh emulated_cvtne2ps_pbh(__m512 upper, __m512 lower) {
+    const emulated x[2] = {{.ps = emulated_flush(lower)}, {.ps = emulated_flush(upper)}};
+    emulated y;
+    for (int i = 0; i < 32; i++) {
+        const uint32_t bits = x[i / 16].u32[i % 16], quiet = bits | 0x400000;
+        y.u16[i] = (uint16_t)((isnan(x[i / 16].f32[i % 16]) ? quiet : bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+    return y.bh;
+}
+
+#undef _mm512_dpbf16_ps
+#define _mm512_dpbf16_ps emulated_dpbf16_ps
+#define _mm512_cvtne2ps_pbh emulated_cvtne2ps_pbh
+
+/* ---- tiles ------------------------------------------------------------------------------------------------------ */
+
+static _Thread_local struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} emulated_config; /* all 0: there are no tiles */
+static _Thread_local __m512i emulated_tiles[8][16];
+
+static inline void emulated_check(int right) {
+    if (!right) __builtin_trap();
+}
+
+static inline void emulated_tile_release(void) {
+    memset(&emulated_config, 0, sizeof emulated_config);
+    memset(emulated_tiles, 0, sizeof emulated_tiles);
+}
+
+static inline void emulated_tile_loadconfig(const void *config) {
+    emulated_tile_release();
+    memcpy(&emulated_config, config, sizeof emulated_config);
+    emulated_check(emulated_config.palette == 1);
+    for (int i = 0; i < 16; i++) {
+        const int bytes = emulated_config.bytes[i], rows = emulated_config.rows[i];
+        emulated_check(i < 8 ? bytes <= 64 && rows <= 16 && !bytes == !rows : !bytes && !rows);
+    }
+}
+
+static inline void emulated_tile_zero(int t) {
+    emulated_check(emulated_config.rows[t]);
+    memset(emulated_tiles[t], 0, sizeof emulated_tiles[t]);
+}
+
+static inline void emulated_tile_loadd(int t, const void *from, ptrdiff_t stride) {
+    emulated_tile_zero(t);
+    for (int i = 0; i < emulated_config.rows[t]; i++)
+        memcpy(&emulated_tiles[t][i], (const char *)from + i * stride, emulated_config.bytes[t]);
+}
+
+static inline void emulated_tile_stored(int t, void *to, ptrdiff_t stride) {
+    emulated_check(emulated_config.rows[t]);
+    for (int i = 0; i < emulated_config.rows[t]; i++)
+        memcpy((char *)to + i * stride, &emulated_tiles[t][i], emulated_config.bytes[t]);
+}
+
+static inline void emulated_tile_dpbf16ps(int c, int a, int b) {
+    const int rows = emulated_config.rows[c], depth = emulated_config.rows[b];
+    emulated_check(c != a && c != b && a != b && rows && depth && emulated_config.rows[a] == rows &&
+                   emulated_config.bytes[a] == 4 * depth && emulated_config.bytes[b] == emulated_config.bytes[c]);
+    for (int i = 0; i < rows; i++) {
+        const emulated pairs = {.si = emulated_tiles[a][i]};
+        __m512 even = _mm512_setzero_ps(), odd = even, sum = (__m512)emulated_tiles[c][i];
+        for (int k = 0; k < depth; k++) {
+            const __m512i pair = _mm512_set1_epi32((int)pairs.u32[k]), row = emulated_tiles[b][k];
+            even = emulated_fma(emulated_even(pair), emulated_even(row), even);
+            odd = emulated_fma(emulated_odd(pair), emulated_odd(row), odd);
+        }
+        sum = emulated_flush(sum) + emulated_flush(even + odd);
+        emulated_tiles[c][i] = (__m512i)emulated_flush(sum);
+    }
+}
+
+#define _tile_release emulated_tile_release
+#define _tile_loadconfig emulated_tile_loadconfig
+#define _tile_zero emulated_tile_zero
+#define _tile_loadd emulated_tile_loadd
+#define _tile_stored emulated_tile_stored
+#define _tile_dpbf16ps emulated_tile_dpbf16ps
+
+/* ---- the sources ------------------------------------------------------------------------------------------------ */
+
+/* TARGET is an attribute without features; what keeps a vector in a register, for which there is none, is nothing.
+ * `__asm__ volatile` stays. */
+#define target(features)
+#define __asm__(...)
+#undef __OPTIMIZE__ /* inline.h: copies for every use would take minutes to compile */
+
+#endif
