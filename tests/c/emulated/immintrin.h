@@ -1,8 +1,8 @@
-/* immintrin.h: AVX-512 and AMX on a processor that has AVX2, so that their kernels can be tested there.  -isystem
- * tests/c/emulated -mavx2 -mfma -mf16c has it found before the compiler's own; cpuid.h goes with it.
+/* immintrin.h: AVX-512 and AMX where there is AVX2, so that their kernels can be tested.  With -isystem
+ * tests/c/emulated -mavx2 -mfma -mf16c -Wno-psabi it is found before the compiler's own; cpuid.h goes with it.
  *
- * SIMDe has most of it; here is what else the kernels use.  Results are the processor's, bit for bit but for the sign of
- * 0; where that would raise an exception, the program ends.
+ * SIMDe has most of it; here is what else the kernels use.  Products of bf16 are rounded as the processor does, and
+ * take denormals as 0; what it would refuse to do ends the program.
  */
 #pragma GCC system_header
 #ifndef KVC_TEST_IMMINTRIN_H
@@ -25,89 +25,55 @@ typedef union emulated {
     __m256i half[2];
     __m128i quarter[4];
     float f32[16];
+    int32_t i32[16];
     uint32_t u32[16];
     uint16_t u16[32];
+    int8_t i8[64];
     uint8_t u8[64];
 } emulated;
 
-/* ---- conversions ------------------------------------------------------------------------------------------------ */
+/* ---- AVX-512 ---------------------------------------------------------------------------------------------------- */
 
-static inline __m512 emulated_cvtepi32_ps(__m512i x) {
-    const emulated a = {.si = x};
-    return (emulated){.half_ps = {_mm256_cvtepi32_ps(a.half[0]), _mm256_cvtepi32_ps(a.half[1])}}.ps;
-}
+static inline int emulated_rounded(float x) { return _mm_cvtss_si32(_mm_set_ss(x)); }
+static inline int emulated_truncated(float x) { return _mm_cvttss_si32(_mm_set_ss(x)); }
+static inline uint16_t emulated_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 
-static inline __m512i emulated_cvtps_epi32(__m512 x) {
-    const emulated a = {.ps = x};
-    return (emulated){.half = {_mm256_cvtps_epi32(a.half_ps[0]), _mm256_cvtps_epi32(a.half_ps[1])}}.si;
-}
+#define EMULATED_CONVERSION(name, result, to, to_lanes, argument, from, from_lanes, convert)  \
+    static inline result emulated_##name(argument x)                                          \
+    {                                                                                         \
+        const emulated y = {.from = x};                                                       \
+        emulated z;                                                                           \
+        for (int i = 0; i < 16; i++) z.to_lanes[i] = convert(y.from_lanes[i]);                \
+        return z.to;                                                                          \
+    }
 
-static inline __m512i emulated_cvttps_epi32(__m512 x) {
-    const emulated a = {.ps = x};
-    return (emulated){.half = {_mm256_cvttps_epi32(a.half_ps[0]), _mm256_cvttps_epi32(a.half_ps[1])}}.si;
-}
-
-static inline __m512 emulated_cvtph_ps(__m256i x) {
-    const emulated a = {.half = {x}};
-    return (emulated){.half_ps = {_mm256_cvtph_ps(a.quarter[0]), _mm256_cvtph_ps(a.quarter[1])}}.ps;
-}
-
-/* Whatever the rounding, to nearest. */
-static inline __m256i emulated_cvtps_ph(__m512 x, int rounding) {
-    const emulated a = {.ps = x};
-    (void)rounding;
-    return (emulated){.quarter = {_mm256_cvtps_ph(a.half_ps[0], _MM_FROUND_TO_NEAREST_INT),
-                                  _mm256_cvtps_ph(a.half_ps[1], _MM_FROUND_TO_NEAREST_INT)}}
-        .half[0];
-}
-
-static inline __m512i emulated_cvtepi8_epi32(__m128i x) {
-    return (emulated){.half = {_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))}}.si;
-}
-
-static inline __m512i emulated_cvtepu8_epi32(__m128i x) {
-    return (emulated){.half = {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))}}.si;
-}
-
-static inline __m512i emulated_cvtepu16_epi32(__m256i x) {
-    const emulated a = {.half = {x}};
-    return (emulated){.half = {_mm256_cvtepu16_epi32(a.quarter[0]), _mm256_cvtepu16_epi32(a.quarter[1])}}.si;
-}
-
-static inline __m256i emulated_cvtepi32_epi16(__m512i x) {
-    const emulated a = {.si = x};
-    emulated y;
-    for (int i = 0; i < 16; i++) y.u16[i] = (uint16_t)a.u32[i];
-    return y.half[0];
-}
-
-static inline __m128i emulated_cvtepi32_epi8(__m512i x) {
-    const emulated a = {.si = x};
-    emulated y;
-    for (int i = 0; i < 16; i++) y.u8[i] = (uint8_t)a.u32[i];
-    return y.quarter[0];
-}
+EMULATED_CONVERSION(cvtepi32_ps, __m512, ps, f32, __m512i, si, i32, (float))
+EMULATED_CONVERSION(cvtps_epi32, __m512i, si, i32, __m512, ps, f32, emulated_rounded)
+EMULATED_CONVERSION(cvttps_epi32, __m512i, si, i32, __m512, ps, f32, emulated_truncated)
+EMULATED_CONVERSION(cvtph_ps, __m512, ps, f32, __m256i, half[0], u16, _cvtsh_ss)
+EMULATED_CONVERSION(cvtps_ph, __m256i, half[0], u16, __m512, ps, f32, emulated_half)
+EMULATED_CONVERSION(cvtepi8_epi32, __m512i, si, i32, __m128i, quarter[0], i8, )
+EMULATED_CONVERSION(cvtepu8_epi32, __m512i, si, i32, __m128i, quarter[0], u8, )
+EMULATED_CONVERSION(cvtepu16_epi32, __m512i, si, i32, __m256i, half[0], u16, )
+EMULATED_CONVERSION(cvtepi32_epi16, __m256i, half[0], u16, __m512i, si, u32, (uint16_t))
+EMULATED_CONVERSION(cvtepi32_epi8, __m128i, quarter[0], u8, __m512i, si, u32, (uint8_t))
 
 static inline __m256 emulated_extractf32x8_ps(__m512 x, int half) { return (emulated){.ps = x}.half_ps[half]; }
 
-static inline __m512i emulated_maskz_loadu_epi16(__mmask32 mask, const void *p) {
+/* Elements that are masked are not read. */
+static inline __m512i emulated_maskz_loadu_epi16(__mmask32 mask, const void *p)
+{
     emulated x = {.si = _mm512_setzero_si512()};
     for (int i = 0; i < 32; i++)
-        if (mask >> i & 1) memcpy(&x.u16[i], (const uint16_t *)p + i, sizeof x.u16[i]);
+        if (mask >> i & 1) memcpy(&x.u16[i], (const char *)p + 2 * i, 2);
     return x.si;
 }
 
-#undef _mm512_madd_epi16 /* SIMDe 0.7.4 gives it a mask, and takes part of `a | b` for the whole */
-#undef _mm512_roundscale_ps
-#define _mm512_madd_epi16 simde_mm512_madd_epi16
-#define _mm512_roundscale_ps(x, rounding) simde_mm512_roundscale_ps(x, (rounding))
-#define _mm512_shuffle_f32x4 simde_mm512_shuffle_f32x4
-#define _mm512_shuffle_i64x2 simde_mm512_shuffle_i32x4
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
 #define _mm512_cvtps_epi32 emulated_cvtps_epi32
 #define _mm512_cvttps_epi32 emulated_cvttps_epi32
 #define _mm512_cvtph_ps emulated_cvtph_ps
-#define _mm512_cvtps_ph emulated_cvtps_ph
+#define _mm512_cvtps_ph(x, to_nearest) emulated_cvtps_ph(x)
 #define _mm512_cvtepi8_epi32 emulated_cvtepi8_epi32
 #define _mm512_cvtepu8_epi32 emulated_cvtepu8_epi32
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
@@ -116,10 +82,19 @@ static inline __m512i emulated_maskz_loadu_epi16(__mmask32 mask, const void *p) 
 #define _mm512_extractf32x8_ps emulated_extractf32x8_ps
 #define _mm512_maskz_loadu_epi16 emulated_maskz_loadu_epi16
 
+/* Those of SIMDe 0.7.4 have no such names, or a mask, or take a part of `a | b` for the whole. */
+#undef _mm512_madd_epi16
+#undef _mm512_roundscale_ps
+#define _mm512_madd_epi16 simde_mm512_madd_epi16
+#define _mm512_roundscale_ps(x, rounding) simde_mm512_roundscale_ps(x, (rounding))
+#define _mm512_shuffle_f32x4 simde_mm512_shuffle_f32x4
+#define _mm512_shuffle_i64x2 simde_mm512_shuffle_i32x4
+
 /* ---- bf16 ------------------------------------------------------------------------------------------------------- */
 
 /* Denormal floats are 0 to what follows. */
-static inline __m512 emulated_flush(__m512 x) {
+static inline __m512 emulated_flush(__m512 x)
+{
     const __m512i denormal = (__m512i)(_mm512_abs_ps(x) < _mm512_set1_ps(FLT_MIN));
     return (__m512)((__m512i)x & ~denormal);
 }
@@ -128,17 +103,20 @@ static inline __m512 emulated_fma(__m512 x, __m512 y, __m512 z) { return emulate
 
 static inline __m512 emulated_even(__m512i pairs) { return emulated_flush((__m512)_mm512_slli_epi32(pairs, 16)); }
 
-static inline __m512 emulated_odd(__m512i pairs) {
+static inline __m512 emulated_odd(__m512i pairs)
+{
     return emulated_flush((__m512)(pairs & _mm512_set1_epi32((int)0xffff0000)));
 }
 
-static inline __m512 emulated_dpbf16_ps(__m512 sum, __m512bh x, __m512bh y) {
+static inline __m512 emulated_dpbf16_ps(__m512 sum, __m512bh x, __m512bh y)
+{
     const __m512i a = (__m512i)x, b = (__m512i)y;
     sum = emulated_fma(emulated_odd(a), emulated_odd(b), emulated_flush(sum));
     return emulated_fma(emulated_even(a), emulated_even(b), sum);
 }
 
-static inline __m512bh emulated_cvtne2ps_pbh(__m512 upper, __m512 lower) {
+static inline __m512bh emulated_cvtne2ps_pbh(__m512 upper, __m512 lower)
+{
     const emulated x[2] = {{.ps = emulated_flush(lower)}, {.ps = emulated_flush(upper)}};
     emulated y;
     for (int i = 0; i < 32; i++) {
@@ -161,16 +139,19 @@ static _Thread_local struct {
 } emulated_config; /* all 0: there are no tiles */
 static _Thread_local __m512i emulated_tiles[8][16];
 
-static inline void emulated_check(int right) {
+static inline void emulated_check(int right)
+{
     if (!right) __builtin_trap();
 }
 
-static inline void emulated_tile_release(void) {
+static inline void emulated_tile_release(void)
+{
     memset(&emulated_config, 0, sizeof emulated_config);
     memset(emulated_tiles, 0, sizeof emulated_tiles);
 }
 
-static inline void emulated_tile_loadconfig(const void *config) {
+static inline void emulated_tile_loadconfig(const void *config)
+{
     emulated_tile_release();
     memcpy(&emulated_config, config, sizeof emulated_config);
     emulated_check(emulated_config.palette == 1);
@@ -180,24 +161,28 @@ static inline void emulated_tile_loadconfig(const void *config) {
     }
 }
 
-static inline void emulated_tile_zero(int t) {
+static inline void emulated_tile_zero(int t)
+{
     emulated_check(emulated_config.rows[t]);
     memset(emulated_tiles[t], 0, sizeof emulated_tiles[t]);
 }
 
-static inline void emulated_tile_loadd(int t, const void *from, ptrdiff_t stride) {
+static inline void emulated_tile_loadd(int t, const void *from, ptrdiff_t stride)
+{
     emulated_tile_zero(t);
     for (int i = 0; i < emulated_config.rows[t]; i++)
         memcpy(&emulated_tiles[t][i], (const char *)from + i * stride, emulated_config.bytes[t]);
 }
 
-static inline void emulated_tile_stored(int t, void *to, ptrdiff_t stride) {
+static inline void emulated_tile_stored(int t, void *to, ptrdiff_t stride)
+{
     emulated_check(emulated_config.rows[t]);
     for (int i = 0; i < emulated_config.rows[t]; i++)
         memcpy((char *)to + i * stride, &emulated_tiles[t][i], emulated_config.bytes[t]);
 }
 
-static inline void emulated_tile_dpbf16ps(int c, int a, int b) {
+static inline void emulated_tile_dpbf16ps(int c, int a, int b)
+{
     const int rows = emulated_config.rows[c], depth = emulated_config.rows[b];
     emulated_check(c != a && c != b && a != b && rows && depth && emulated_config.rows[a] == rows &&
                    emulated_config.bytes[a] == 4 * depth && emulated_config.bytes[b] == emulated_config.bytes[c]);
