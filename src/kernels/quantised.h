@@ -213,20 +213,17 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, const ac
 
 /* Adds up two vectors of columns over all rows, from column c of the block with element d on, and adds the sums, times
  * scale, to acc.  A byte holds the columns c and c + half a block where elements take half of one. */
-INLINE void accumulate_columns(int type, int num_q, const accumulate_args *a, int d, int c,
+INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, int d, int c,
                                const int16_t weights[][KVC_TILE], const float *scale) {
     ivec sums[2 * QUERIES];
     const int byte = type == KVC_Q8_0 ? c : c / 2, second = type == KVC_Q8_0 ? LANES : KVC_QUANT_ELEMENTS / 2;
     const size_t at = bytes_of(type, d) + KVC_SCALE_BYTES + (size_t)byte;
-    const int begin = a->next ? prefetched(a, d + c) : 0, end = a->next ? prefetched(a, d + c + 2 * LANES) : 0;
+    ahead next = a->next;
     UNROLL
     for (int r = 0; r < 2 * num_q; r++) sums[r] = i_zero();
     for (int j = 0; j < a->n; j += 2) {
         ivec x[2];
-        if (begin < end) {
-            prefetch(a->next[j], begin, end);
-            prefetch(a->next[smaller(j + 1, a->n - 1)], begin, end);
-        }
+        ask(&next);
         i_load_pairs(type, x, (const char *)a->rows[j] + at, (const char *)a->rows[j + 1] + at);
         UNROLL
         for (int r = 0; r < num_q; r++) {
@@ -243,16 +240,18 @@ INLINE void accumulate_columns(int type, int num_q, const accumulate_args *a, in
         v_store(acc, v_fma(v_from_int(sums[2 * r]), by, v_mul(v_load(acc), factor)));
         v_store(acc + second, v_fma(v_from_int(sums[2 * r + 1]), by, v_mul(v_load(acc + second), factor)));
     }
+    a->next = next;
 }
 
-INLINE void accumulate_quantised(int type, int num_q, accumulate_args a) {
-    const int padded = padded_rows(a.n);
+INLINE void accumulate_quantised(int type, int num_q, accumulate_args *a, const void *const *next, int next_bytes) {
+    const int padded = padded_rows(a->n);
     block_weights w;
-    for (int d = 0; d < a.dim; d += KVC_QUANT_ELEMENTS) {
+    a->next = ahead_of(next, a->n, next_bytes, a->dim / (2 * LANES) * ((a->n + 1) / 2));
+    for (int d = 0; d < a->dim; d += KVC_QUANT_ELEMENTS) {
         const int b = d / KVC_QUANT_ELEMENTS % BLOCKS;
-        if (b == 0) round_weights(type, num_q, &w, &a, padded, d, smaller(BLOCKS, (a.dim - d) / KVC_QUANT_ELEMENTS));
+        if (b == 0) round_weights(type, num_q, &w, a, padded, d, smaller(BLOCKS, (a->dim - d) / KVC_QUANT_ELEMENTS));
         UNROLL
         for (int c = 0; c < KVC_QUANT_ELEMENTS; c += 2 * LANES)
-            accumulate_columns(type, num_q, &a, d, c, (const int16_t (*)[KVC_TILE])w.weights[b], w.scale[b]);
+            accumulate_columns(type, num_q, a, d, c, (const int16_t (*)[KVC_TILE])w.weights[b], w.scale[b]);
     }
 }

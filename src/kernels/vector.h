@@ -198,29 +198,28 @@ INLINE void store(int type, void *row, int i, int count, vec x) {
         store_part(type, p, count, x);
 }
 
-/* Into the L2 cache: the few lines that can be on their way to the L1 cache would limit the rate. */
-INLINE void prefetch(const void *row, int begin, int end) {
-    for (int i = begin; i < end; i += LINE) __builtin_prefetch((const char *)row + i, 0, 2);
-}
-
-/* Rows that are asked for, some lines at each of the steps of other work: all at once they would hold up what that
- * reads. */
+/* Rows that are asked for, some lines at each of the steps of other work, and in the order in which they lie: all at
+ * once they would hold up what that reads. */
 typedef struct ahead {
-    const void *const *row, *const *end;
-    int bytes, at, lines; /* of a row; where the next line lies in *row; at each step */
+    const void *const *row; /* the next one */
+    const char *at, *end;   /* of the rest of the one before */
+    int bytes, left, lines; /* of a row; lines still to be asked for; at each step */
 } ahead;
 
 /* The first `bytes` bytes of n rows, in so many steps; rows may be NULL. */
 INLINE ahead ahead_of(const void *const *rows, int n, int bytes, int steps) {
-    const int lines = rows ? n * ((bytes + LINE - 1) / LINE) : 0;
-    return (ahead){rows, rows ? rows + n : rows, bytes, 0, steps ? (lines + steps - 1) / steps : lines};
+    const int left = rows ? n * ((bytes + LINE - 1) / LINE) : 0;
+    return (ahead){rows, NULL, NULL, bytes, left, steps ? (left + steps - 1) / steps : left};
 }
 
+/* Into the L2 cache: the few lines that can be on their way to the L1 cache would limit the rate. */
 INLINE void ask(ahead *a) {
-    for (int i = 0; i < a->lines && a->row < a->end; i++) {
-        prefetch(*a->row, a->at, a->at + 1);
-        a->at += LINE;
-        if (a->at >= a->bytes) a->at = 0, a->row++;
+    for (int i = smaller(a->lines, a->left); i > 0; i--, a->left--, a->at += LINE) {
+        if (a->at >= a->end) {
+            a->at = *a->row++;
+            a->end = a->at + a->bytes;
+        }
+        __builtin_prefetch(a->at, 0, 2);
     }
 }
 
@@ -286,14 +285,10 @@ INLINE int pitch_of(int num_rows) { return num_rows == 3 ? 4 : num_rows; }
 typedef struct accumulate_args {
     float *acc;
     const float *factor, *weights;
-    const void *const *rows, *const *next;
-    int acc_stride, n, dim, next_bytes;
+    const void *const *rows;
+    int acc_stride, n, dim;
+    ahead next;
 } accumulate_args;
-
-/* The first line of a row of `next` that is not prefetched while columns below d are worked on. */
-INLINE int prefetched(const accumulate_args *a, int d) {
-    return (int)((int64_t)a->next_bytes * d / a->dim + LINE - 1) / LINE * LINE;
-}
 
 #include "quantised.h"
 
@@ -401,15 +396,14 @@ INLINE void score(int type, int dots, float *scores, const float *q, int q_strid
                   int n, int dim, const void *const *next, int next_bytes) {
     const void *pads[KVC_TILE];
     if (type >= KVC_FLOAT_TYPES) rows = pad_rows(rows, n, pads);
-    for (int r = 0; r < num_q; r += QUERIES) {
+    for (int r = 0; r < num_q; r += QUERIES, next = NULL) {
         float *s = scores + r * KVC_TILE;
         const float *qr = q + (ptrdiff_t)r * q_stride;
-        const void *const *after = r == 0 ? next : NULL;
         switch (smaller(num_q - r, QUERIES)) {
-        case 1: score_queries(type, dots, 1, s, qr, q_stride, rows, n, dim, after, next_bytes); break;
-        case 2: score_queries(type, dots, 2, s, qr, q_stride, rows, n, dim, after, next_bytes); break;
-        case 3: score_queries(type, dots, 3, s, qr, q_stride, rows, n, dim, after, next_bytes); break;
-        default: score_queries(type, dots, 4, s, qr, q_stride, rows, n, dim, after, next_bytes);
+        case 1: score_queries(type, dots, 1, s, qr, q_stride, rows, n, dim, next, next_bytes); break;
+        case 2: score_queries(type, dots, 2, s, qr, q_stride, rows, n, dim, next, next_bytes); break;
+        case 3: score_queries(type, dots, 3, s, qr, q_stride, rows, n, dim, next, next_bytes); break;
+        default: score_queries(type, dots, 4, s, qr, q_stride, rows, n, dim, next, next_bytes);
         }
     }
 }
@@ -441,21 +435,22 @@ INLINE void accumulate_step(int type, int num_q, int num_vecs, vec *sums, const 
 }
 
 /* num_vecs vectors of columns, from d on. */
-INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args a, int d) {
+INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args *a, int d) {
+    ahead next = a->next; /* which is in registers then */
     vec sums[QUERIES * MAX_VECS];
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
     for (int i = 0; i < num_vecs; i++)
-        sums[r * num_vecs + i] = v_mul(v_load(a.acc + (ptrdiff_t)r * a.acc_stride + d + i * LANES), v_set(a.factor[r]));
-    const int begin = a.next ? prefetched(&a, d) : 0, end = a.next ? prefetched(&a, d + num_vecs * LANES) : 0;
-    for (int j = 0; j < a.n; j++) {
-        if (begin < end) prefetch(a.next[j], begin, end);
-        accumulate_step(type, num_q, num_vecs, sums, &a, j, d);
+        sums[r * num_vecs + i] = v_mul(v_load(a->acc + (ptrdiff_t)r * a->acc_stride + d + i * LANES), v_set(a->factor[r]));
+    for (int j = 0; j < a->n; j++) {
+        ask(&next);
+        accumulate_step(type, num_q, num_vecs, sums, a, j, d);
     }
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
     for (int i = 0; i < num_vecs; i++)
-        v_store(a.acc + (ptrdiff_t)r * a.acc_stride + d + i * LANES, sums[r * num_vecs + i]);
+        v_store(a->acc + (ptrdiff_t)r * a->acc_stride + d + i * LANES, sums[r * num_vecs + i]);
+    a->next = next;
 }
 
 /* The last `count` columns, fewer than a vector, which few shapes have. */
@@ -470,13 +465,14 @@ RARE void accumulate_tail(int type, int num_q, const accumulate_args *a, int d, 
 }
 
 /* All columns for num_q <= QUERIES queries, in blocks of about the same width. */
-INLINE void accumulate_queries(int type, int num_q, accumulate_args a) {
+INLINE void accumulate_queries(int type, int num_q, accumulate_args *a, const void *const *next, int next_bytes) {
     if (type >= KVC_FLOAT_TYPES) {
-        accumulate_quantised(type, num_q, a);
+        accumulate_quantised(type, num_q, a, next, next_bytes);
         return;
     }
-    const int most = smaller(ACCUMULATORS / num_q, MAX_VECS);
-    int num_vecs = a.dim / LANES, blocks = (num_vecs + most - 1) / most, d = 0;
+    const int most = smaller(ACCUMULATORS / num_q, MAX_VECS), tail = tail_of(type, a->dim);
+    int num_vecs = a->dim / LANES, blocks = (num_vecs + most - 1) / most, d = 0;
+    a->next = ahead_of(next, a->n, next_bytes, blocks * a->n);
     for (int width; blocks > 0; blocks--, num_vecs -= width, d += width * LANES) {
         width = (num_vecs + blocks - 1) / blocks;
         switch (width) {
@@ -486,29 +482,26 @@ INLINE void accumulate_queries(int type, int num_q, accumulate_args a) {
         default: accumulate_block(type, num_q, most, a, d);
         }
     }
-    const int tail = tail_of(type, a.dim);
-    if (tail) accumulate_tail(type, num_q, &a, d, tail);
+    if (tail) accumulate_tail(type, num_q, a, d, tail);
 }
 
 INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
                        const void *const *rows, int n, int dim, const void *const *next, int next_bytes) {
     const void *pads[KVC_TILE];
     if (type >= KVC_FLOAT_TYPES) rows = pad_rows(rows, n, pads);
-    for (int r = 0; r < num_q; r += QUERIES) {
+    for (int r = 0; r < num_q; r += QUERIES, next = NULL) {
         accumulate_args a = {.acc = acc + (ptrdiff_t)r * acc_stride,
                              .factor = factor + r,
                              .weights = weights + r * KVC_TILE,
                              .rows = rows,
-                             .next = r == 0 ? next : NULL,
                              .acc_stride = acc_stride,
                              .n = n,
-                             .dim = dim,
-                             .next_bytes = next_bytes};
+                             .dim = dim};
         switch (smaller(num_q - r, QUERIES)) {
-        case 1: accumulate_queries(type, 1, a); break;
-        case 2: accumulate_queries(type, 2, a); break;
-        case 3: accumulate_queries(type, 3, a); break;
-        default: accumulate_queries(type, 4, a);
+        case 1: accumulate_queries(type, 1, &a, next, next_bytes); break;
+        case 2: accumulate_queries(type, 2, &a, next, next_bytes); break;
+        case 3: accumulate_queries(type, 3, &a, next, next_bytes); break;
+        default: accumulate_queries(type, 4, &a, next, next_bytes);
         }
     }
 }
