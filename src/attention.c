@@ -322,11 +322,9 @@ static void multiply_tile(task *t, tile *now, tile *next, const void *k[KVC_TILE
     multiply(t, &scores, v, now->n, c->layout->v_stored);
     weigh(t, now);
     next_tile(next, k, rest, c->layout);
-    for (int32_t r = 0; r < t->num_q; r++) {
-        float *acc = t->acc + (size_t)r * (size_t)lane->acc_stride;
-        if (t->factor[r] == 1) continue;
-        for (int32_t d = 0; d < plan->v_dim; d++) acc[d] *= t->factor[r];
-    }
+    for (int32_t r = 0; r < t->num_q; r++)
+        if (t->factor[r] != 1)
+            c->kernels->scale(t->acc + (size_t)r * (size_t)lane->acc_stride, 0, 1, plan->v_dim, t->factor[r]);
     values->pack_values(t->lane + lane->values, lane->acc_stride, v, now->n, plan->v_dim);
     multiply(t, &sums, k, next->n, c->layout->k_row_bytes);
 }
@@ -464,7 +462,7 @@ static float add_parts(const task *t, const results *all, int32_t r, float max, 
     return sum;
 }
 
-/* Merges the parts of query row r, and divides: the output row, in acc's place in the lane. */
+/* Merges the parts of query row r, and divides by their sum: the output row, in acc's place in the lane. */
 static float *merge_row(const task *t, const results *all, int32_t r, float *lse) {
     const kvc_plan *plan = t->call->plan;
     const float *sinks = t->call->args->sinks;
@@ -472,8 +470,7 @@ static float *merge_row(const task *t, const results *all, int32_t r, float *lse
     float *out = t->acc + (size_t)r * (size_t)plan->lane.acc_stride, max = sink;
     for (int32_t p = 0; p < t->unit->num_parts; p++) max = fmaxf(max, all->max[(size_t)p * all->stride + (size_t)r]);
     const float sum = add_parts(t, all, r, max, out) + share_of(sink, max);
-    const float divisor = sum == 0 ? 1 : sum; /* 0: nothing was visible, and out is 0 */
-    for (int32_t d = 0; d < plan->v_dim; d++) out[d] /= divisor;
+    t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / sum); /* 0: nothing was visible, out is 0 */
     *lse = sum == 0 ? -INFINITY : max + logf(sum);
     return out;
 }

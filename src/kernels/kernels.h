@@ -105,6 +105,7 @@ typedef struct kvc_kernels {
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];
     kvc_tiler tiler[KVC_STORED_TYPES];
     kvc_softmax_fn *softmax;
+    kvc_prepare_fn *scale; /* rows of f32 by a number */
 } kvc_kernels;
 
 extern const kvc_kernels kvc_kernels_scalar;

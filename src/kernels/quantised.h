@@ -213,8 +213,8 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, const ac
 
 /* Adds up two vectors of columns over all rows, from column c of the block with element d on, and adds the sums, times
  * scale, to acc.  A byte holds the columns c and c + half a block where elements take half of one. */
-INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, int d, int c,
-                               const int16_t weights[][KVC_TILE], const float *scale) {
+INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, int d, int c, const int16_t weights[][KVC_TILE],
+                               const float *scale) {
     ivec sums[2 * QUERIES];
     const int byte = type == KVC_Q8_0 ? c : c / 2, second = type == KVC_Q8_0 ? LANES : KVC_QUANT_ELEMENTS / 2;
     const size_t at = bytes_of(type, d) + KVC_SCALE_BYTES + (size_t)byte;

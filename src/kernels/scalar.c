@@ -282,7 +282,7 @@ static void matmul(float *c, int ldc, const float *a, int lda, const float *b, i
         pack_values(type, dst, dst_stride, rows, n, dim);                                                             \
     }
 
-static void prepare(float *q, int q_stride, int num_q, int dim, float scale) {
+static void scale_rows(float *q, int q_stride, int num_q, int dim, float scale) {
     for (int r = 0; r < num_q; r++)
         for (int d = 0; d < dim; d++) q[(ptrdiff_t)r * q_stride + d] *= scale;
 }
@@ -305,7 +305,7 @@ QUANTISED(q4_0, KVC_Q4_0)
 
 #define FLOAT_TYPES(kernel) [KVC_F32] = kernel##f32, [KVC_F16] = kernel##f16, [KVC_BF16] = kernel##bf16
 #define EVERY_TYPE(kernel) {FLOAT_TYPES(kernel), [KVC_Q8_0] = kernel##q8_0, [KVC_Q4_0] = kernel##q4_0}
-#define TILER(name) {prepare, pack_keys_##name, pack_values_##name, matmul, matmul, 1}
+#define TILER(name) {scale_rows, pack_keys_##name, pack_values_##name, matmul, matmul, 1}
 
 const kvc_kernels kvc_kernels_scalar = {
     .name = "scalar",
@@ -314,11 +314,11 @@ const kvc_kernels kvc_kernels_scalar = {
                 [KVC_BF16] = EVERY_TYPE(convert_bf16_),
                 [KVC_Q8_0] = {FLOAT_TYPES(convert_q8_0_), [KVC_Q8_0] = convert_q8_0_q8_0},
                 [KVC_Q4_0] = {FLOAT_TYPES(convert_q4_0_), [KVC_Q4_0] = convert_q4_0_q4_0}},
-    .score = {[KVC_F32] = {prepare, score_f32},
-              [KVC_F16] = {prepare, score_f16},
-              [KVC_BF16] = {prepare, score_bf16},
-              [KVC_Q8_0] = {prepare, score_q8_0},
-              [KVC_Q4_0] = {prepare, score_q4_0}},
+    .score = {[KVC_F32] = {scale_rows, score_f32},
+              [KVC_F16] = {scale_rows, score_f16},
+              [KVC_BF16] = {scale_rows, score_bf16},
+              [KVC_Q8_0] = {scale_rows, score_q8_0},
+              [KVC_Q4_0] = {scale_rows, score_q4_0}},
     .accumulate = EVERY_TYPE(accumulate_),
     .tiler = {[KVC_F32] = TILER(f32),
               [KVC_F16] = TILER(f16),
@@ -326,4 +326,5 @@ const kvc_kernels kvc_kernels_scalar = {
               [KVC_Q8_0] = TILER(q8_0),
               [KVC_Q4_0] = TILER(q4_0)},
     .softmax = softmax,
+    .scale = scale_rows,
 };

@@ -40,7 +40,7 @@ DECLARE_FLOATING(f16)
 DECLARE_FLOATING(bf16)
 DECLARE_QUANTISED(q8_0)
 DECLARE_QUANTISED(q4_0)
-extern kvc_prepare_fn OF_FLOATS(prepare);
+extern kvc_prepare_fn OF_FLOATS(scale);
 extern kvc_softmax_fn OF_FLOATS(softmax);
 extern kvc_matmul_fn OF_FLOATS(matmul);
 
@@ -88,7 +88,7 @@ CONVERT(q8_0, KVC_Q8_0, q8_0, KVC_Q8_0)
 CONVERT(q4_0, KVC_Q4_0, q4_0, KVC_Q4_0)
 
 /* Elements past dim may be multiplied, too. */
-TARGET void OF_FLOATS(prepare)(float *q, int q_stride, int num_q, int dim, float scale) {
+TARGET void OF_FLOATS(scale)(float *q, int q_stride, int num_q, int dim, float scale) {
     for (int r = 0; r < num_q; r++)
         for (int d = 0; d < dim; d += LANES) {
             float *at = q + (ptrdiff_t)r * q_stride + d;
@@ -133,11 +133,11 @@ TARGET static void score_dots(float *scores, const float *q, int q_stride, int n
 #define CONVERT_TO_ALL(from)                                                 \
     {CONVERT_TO_FLOATS(from), [KVC_Q8_0] = OF_FLOATS(convert_##from##_q8_0), \
      [KVC_Q4_0] = OF_FLOATS(convert_##from##_q4_0)}
-#define SCORER(name) {OF_FLOATS(prepare), OF_FLOATS(score_##name)}
+#define SCORER(name) {OF_FLOATS(scale), OF_FLOATS(score_##name)}
 #define INTEGER_SCORER(name) {OF_INTEGERS(prepare_##name), OF_INTEGERS(score_##name)}
-#define PANELS(name)                                                                 \
-    {OF_FLOATS(prepare), OF_FLOATS(pack_keys_##name), OF_FLOATS(pack_values_##name), \
-     OF_FLOATS(matmul),  OF_FLOATS(matmul),           12}
+#define PANELS(name)                                                                \
+    {OF_FLOATS(scale),  OF_FLOATS(pack_keys_##name), OF_FLOATS(pack_values_##name), \
+     OF_FLOATS(matmul), OF_FLOATS(matmul),           12}
 
 /* A table, with tilers made by a macro like PANELS. */
 #define KERNELS(its_name, tiler_of)                                                                     \
@@ -165,6 +165,7 @@ TARGET static void score_dots(float *scores, const float *q, int q_stride, int n
                   [KVC_Q8_0] = tiler_of(q8_0),                                                          \
                   [KVC_Q4_0] = tiler_of(q4_0)},                                                         \
         .softmax = OF_FLOATS(softmax),                                                                  \
+        .scale = OF_FLOATS(scale),                                                                      \
     }
 
 #define STRING_(x) #x

@@ -441,7 +441,8 @@ INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args 
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
     for (int i = 0; i < num_vecs; i++)
-        sums[r * num_vecs + i] = v_mul(v_load(a->acc + (ptrdiff_t)r * a->acc_stride + d + i * LANES), v_set(a->factor[r]));
+        sums[r * num_vecs + i] =
+            v_mul(v_load(a->acc + (ptrdiff_t)r * a->acc_stride + d + i * LANES), v_set(a->factor[r]));
     for (int j = 0; j < a->n; j++) {
         ask(&next);
         accumulate_step(type, num_q, num_vecs, sums, a, j, d);
