@@ -198,23 +198,23 @@ INLINE void store(int type, void *row, int i, int count, vec x) {
         store_part(type, p, count, x);
 }
 
-/* Rows that are asked for, some lines at each of the steps of other work, and in the order in which they lie: all at
- * once they would hold up what that reads. */
+/* Rows that are asked for while other work is done, evenly and in the order in which they lie: faster than memory is,
+ * they would hold up what that reads, or not be fetched at all. */
 typedef struct ahead {
     const void *const *row; /* the next one */
     const char *at, *end;   /* of the rest of the one before */
-    int bytes, left, lines; /* of a row; lines still to be asked for; at each step */
+    int bytes;              /* of a row */
+    int lines, steps, due;  /* so many lines in so many steps of the work; lines due, times the steps */
 } ahead;
 
-/* The first `bytes` bytes of n rows, in so many steps; rows may be NULL. */
+/* The first `bytes` bytes of n rows; rows may be NULL. */
 INLINE ahead ahead_of(const void *const *rows, int n, int bytes, int steps) {
-    const int left = rows ? n * ((bytes + LINE - 1) / LINE) : 0;
-    return (ahead){rows, NULL, NULL, bytes, left, steps ? (left + steps - 1) / steps : left};
+    return (ahead){rows, NULL, NULL, bytes, rows ? n * ((bytes + LINE - 1) / LINE) : 0, steps, 0};
 }
 
-/* Into the L2 cache: the few lines that can be on their way to the L1 cache would limit the rate. */
+/* At each step.  Into the L2 cache: the few lines that can be on their way to the L1 cache would limit the rate. */
 INLINE void ask(ahead *a) {
-    for (int i = smaller(a->lines, a->left); i > 0; i--, a->left--, a->at += LINE) {
+    for (a->due += a->lines; a->due >= a->steps; a->due -= a->steps, a->at += LINE) {
         if (a->at >= a->end) {
             a->at = *a->row++;
             a->end = a->at + a->bytes;
