@@ -168,7 +168,12 @@ INLINE ivec i_shift(ivec x, int n) {
     return n == 4 ? _mm256_srli_epi16(x, 4) : n == 8 ? _mm256_srli_epi16(x, 8) : _mm256_srli_epi16(x, 12);
 }
 
-INLINE ivec i_dot(ivec sum, ivec x, ivec y) { return _mm256_add_epi32(sum, _mm256_madd_epi16(x, y)); }
+/* In the register of the sum: else GCC makes new ones, of which there are not enough. */
+INLINE ivec i_dot(ivec sum, ivec x, ivec y) {
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
+    __asm__("" : "+x"(sum));
+    return sum;
+}
 
 INLINE vec v_from_int(ivec x) { return _mm256_cvtepi32_ps(x); }
 
