@@ -30,7 +30,7 @@ fn compile_core(cc: &str, folder: &Path) {
         format!("-I{}", root.join(name).display())
     });
     let openmp: &[&str] = if has_openmp(cc, folder) { &["-fopenmp"] } else { &[] };
-    let flags = [&["-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", &include, &internal, "-c"], openmp].concat();
+    let flags = [&["-std=c11", "-O2", "-fPIC", "-fvisibility=hidden", &include, &internal, "-c"], openmp].concat();
 
     let sources = [c_files(&root.join("src")), c_files(&root.join("src/kernels"))].concat();
     let jobs = env::var("NUM_JOBS").map_or(1, |jobs| jobs.parse().expect("cargo sets NUM_JOBS to a number"));
