@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ["-std=c11", "-O1", "-g", "-Wall", "-Wextra", f"-I{ROOT}/include", f"-I{ROOT}/src"]
 LIBRARIES = ["-lm", "-lpthread"]
 EMULATOR = shlex.split(os.environ.get("KVCACHE_C_EMULATOR", ""))
+TIMEOUT = 1800 if EMULATOR else 300  # seconds
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 ENVIRONMENT = os.environ | {
     "ASAN_OPTIONS": "allocator_may_return_null=1:detect_stack_use_after_return=1",
@@ -33,7 +34,7 @@ def compiler():
     pytest.skip("there is no C compiler here")
 
 
-def run(*command, timeout=300):
+def run(*command, timeout=TIMEOUT):
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, timeout=timeout
     )
