@@ -7,7 +7,7 @@
  *   scalar.c       plain C, no vectors: what the others are tested against.  It stays for ever.
  *   vector.h       the same loops once, over a small set of vector primitives
  *   quantised.h    its part that multiplies quantised rows as integers; bf16.h: that of queries and rows of bf16
- *   table.h        its part that names them all
+ *   table.h        the kernels of a set by name, and its table; scalar.c has it as well
  *   avx2.c         those primitives for AVX2 + FMA + F16C
  *   avx512.h       those for AVX-512: avx512.c and, with its dot products of integers, avx512vnni.c, and of bf16,
  *                  avx512bf16.c

@@ -184,8 +184,10 @@ static void convert(int from, int to, void *dst, int64_t dst_stride, const void 
     }
 }
 
-static void score(int type, float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
-                  int dim) {
+/* Nothing is asked for ahead, and no queries are bf16. */
+static void score(int type, int dots, float *scores, const float *q, int q_stride, int num_q, const void *const *rows,
+                  int n, int dim, const void *const *next, int next_bytes) {
+    (void)dots, (void)next, (void)next_bytes;
     for (int r = 0; r < num_q; r++) {
         for (int j = 0; j < n; j++) {
             float sum = 0;
@@ -196,7 +198,8 @@ static void score(int type, float *scores, const float *q, int q_stride, int num
 }
 
 static void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
-                       const void *const *rows, int n, int dim) {
+                       const void *const *rows, int n, int dim, const void *const *next, int next_bytes) {
+    (void)next, (void)next_bytes;
     for (int r = 0; r < num_q; r++) {
         float *sum = acc + (ptrdiff_t)r * acc_stride;
         for (int d = 0; d < dim; d++) sum[d] *= factor[r];
@@ -253,78 +256,17 @@ static void matmul(float *c, int ldc, const float *a, int lda, const float *b, i
     }
 }
 
-/* ---- the table -------------------------------------------------------------------------------------------------- */
-
-#define CONVERT(from, from_type, to, to_type)                                                             \
-    static void convert_##from##_##to(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, \
-                                      int64_t num_rows, int dim) {                                        \
-        convert(from_type, to_type, dst, dst_stride, src, src_stride, num_rows, dim);                     \
-    }
-
-#define TYPED(name, type)                                                                                             \
-    CONVERT(name, type, f32, KVC_F32)                                                                                 \
-    CONVERT(name, type, f16, KVC_F16)                                                                                 \
-    CONVERT(name, type, bf16, KVC_BF16)                                                                               \
-    static void score_##name(float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,  \
-                             int dim, const void *const *next, int next_bytes) {                                      \
-        (void)next, (void)next_bytes;                                                                                 \
-        score(type, scores, q, q_stride, num_q, rows, n, dim);                                                        \
-    }                                                                                                                 \
-    static void accumulate_##name(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,   \
-                                  const void *const *rows, int n, int dim, const void *const *next, int next_bytes) { \
-        (void)next, (void)next_bytes;                                                                                 \
-        accumulate(type, acc, acc_stride, factor, weights, num_q, rows, n, dim);                                      \
-    }                                                                                                                 \
-    static void pack_keys_##name(float *dst, const void *const *rows, int n, int dim) {                               \
-        pack_keys(type, dst, rows, n, dim);                                                                           \
-    }                                                                                                                 \
-    static void pack_values_##name(float *dst, int dst_stride, const void *const *rows, int n, int dim) {             \
-        pack_values(type, dst, dst_stride, rows, n, dim);                                                             \
-    }
-
-static void scale_rows(float *q, int q_stride, int num_q, int dim, float scale) {
+static void scale_rows(float *q, int q_stride, int num_q, int dim, float by) {
     for (int r = 0; r < num_q; r++)
-        for (int d = 0; d < dim; d++) q[(ptrdiff_t)r * q_stride + d] *= scale;
+        for (int d = 0; d < dim; d++) q[(ptrdiff_t)r * q_stride + d] *= by;
 }
 
-#define FLOATING(name, type)            \
-    TYPED(name, type)                   \
-    CONVERT(name, type, q8_0, KVC_Q8_0) \
-    CONVERT(name, type, q4_0, KVC_Q4_0)
+/* Queries are multiplied with rows of any type as they are. */
+static void prepare(int type, float *q, int q_stride, int num_q, int dim, float scale) {
+    (void)type;
+    scale_rows(q, q_stride, num_q, dim, scale);
+}
 
-FLOATING(f32, KVC_F32)
-FLOATING(f16, KVC_F16)
-FLOATING(bf16, KVC_BF16)
-
-#define QUANTISED(name, type) \
-    TYPED(name, type)         \
-    CONVERT(name, type, name, type)
-
-QUANTISED(q8_0, KVC_Q8_0)
-QUANTISED(q4_0, KVC_Q4_0)
-
-#define FLOAT_TYPES(kernel) [KVC_F32] = kernel##f32, [KVC_F16] = kernel##f16, [KVC_BF16] = kernel##bf16
-#define EVERY_TYPE(kernel) {FLOAT_TYPES(kernel), [KVC_Q8_0] = kernel##q8_0, [KVC_Q4_0] = kernel##q4_0}
-#define TILER(name) {scale_rows, pack_keys_##name, pack_values_##name, matmul, matmul, 1}
-
-const kvc_kernels kvc_kernels_scalar = {
-    .name = "scalar",
-    .convert = {[KVC_F32] = EVERY_TYPE(convert_f32_),
-                [KVC_F16] = EVERY_TYPE(convert_f16_),
-                [KVC_BF16] = EVERY_TYPE(convert_bf16_),
-                [KVC_Q8_0] = {FLOAT_TYPES(convert_q8_0_), [KVC_Q8_0] = convert_q8_0_q8_0},
-                [KVC_Q4_0] = {FLOAT_TYPES(convert_q4_0_), [KVC_Q4_0] = convert_q4_0_q4_0}},
-    .score = {[KVC_F32] = {scale_rows, score_f32},
-              [KVC_F16] = {scale_rows, score_f16},
-              [KVC_BF16] = {scale_rows, score_bf16},
-              [KVC_Q8_0] = {scale_rows, score_q8_0},
-              [KVC_Q4_0] = {scale_rows, score_q4_0}},
-    .accumulate = EVERY_TYPE(accumulate_),
-    .tiler = {[KVC_F32] = TILER(f32),
-              [KVC_F16] = TILER(f16),
-              [KVC_BF16] = TILER(bf16),
-              [KVC_Q8_0] = TILER(q8_0),
-              [KVC_Q4_0] = TILER(q4_0)},
-    .softmax = softmax,
-    .scale = scale_rows,
-};
+#define ISA scalar
+#define TARGET
+#include "table.h"

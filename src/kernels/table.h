@@ -1,6 +1,6 @@
-/* table.h: the kernels of a set by name, and its table; the last part of vector.h.
+/* table.h: the kernels of a set by name, and its table; the last part of vector.h and of scalar.c.
  *
- * Names end in that of the set.  A set may take the kernels of floats, or those that multiply quantised rows as
+ * Names end in that of the set, ISA.  A set may take the kernels of floats, or those that multiply quantised rows as
  * integers, from another one, which FLOATS or INTEGERS names: one copy of them serves all of AVX-512.
  */
 #define JOIN_(kernel, isa) kernel##_##isa
@@ -87,13 +87,8 @@ TYPED(q4_0, KVC_Q4_0)
 CONVERT(q8_0, KVC_Q8_0, q8_0, KVC_Q8_0)
 CONVERT(q4_0, KVC_Q4_0, q4_0, KVC_Q4_0)
 
-/* Elements past dim may be multiplied, too. */
 TARGET void OF_FLOATS(scale)(float *q, int q_stride, int num_q, int dim, float scale) {
-    for (int r = 0; r < num_q; r++)
-        for (int d = 0; d < dim; d += LANES) {
-            float *at = q + (ptrdiff_t)r * q_stride + d;
-            v_store(at, v_mul(v_load(at), v_set(scale)));
-        }
+    scale_rows(q, q_stride, num_q, dim, scale);
 }
 
 TARGET void OF_FLOATS(softmax)(float *scores, int num_q, int n, float *max, float *sum, float *factor) {

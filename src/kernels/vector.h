@@ -546,9 +546,12 @@ INLINE void softmax(float *scores, int num_q, int n, float *max, float *sum, flo
         for (; past < KVC_TILE; past += LANES) v_store(row + past, v_zero());
         for (int j = 0; j < padded; j += LANES) largest = v_max(v_load(row + j), largest);
         const float now = v_max_lane(largest);
-        vec change = v_set(max[r] - (now == -INFINITY ? 0 : now));
-        if (max[r] != now) exp_negative(1, &change);
-        factor[r] = max[r] == now ? 1 : v_max_lane(change);
+        factor[r] = 1;
+        if (max[r] != now) {
+            vec change = v_set(max[r] - (now == -INFINITY ? 0 : now));
+            exp_negative(1, &change);
+            factor[r] = v_max_lane(change);
+        }
         max[r] = now;
     }
     for (int r = 0; r < num_q; r++) {
@@ -569,6 +572,15 @@ INLINE void softmax(float *scores, int num_q, int n, float *max, float *sum, flo
         }
         sum[r] = sum[r] * factor[r] + v_sum_lanes(total);
     }
+}
+
+/* Elements past dim may be multiplied, too. */
+INLINE void scale_rows(float *q, int q_stride, int num_q, int dim, float by) {
+    for (int r = 0; r < num_q; r++)
+        for (int d = 0; d < dim; d += LANES) {
+            float *at = q + (ptrdiff_t)r * q_stride + d;
+            v_store(at, v_mul(v_load(at), v_set(by)));
+        }
 }
 
 /* ---- matmul and what packs for it ------------------------------------------------------------------------------- */
@@ -606,8 +618,10 @@ INLINE void matmul_columns(int num_vectors, float *c, int ldc, const float *a, i
                            int k, int add) {
     int i = 0;
     MATMUL_ROWS_OF(12);
+    MATMUL_ROWS_OF(8);
     MATMUL_ROWS_OF(6);
     MATMUL_ROWS_OF(4);
+    MATMUL_ROWS_OF(2);
     MATMUL_ROWS_OF(1);
 }
 
