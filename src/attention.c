@@ -21,6 +21,7 @@ typedef struct call {
     const kvc_policy *policy;
     const kvc_rope *rope; /* what keys that are off are off by; NULL: nothing */
     const float *angles;  /* [plan->num_deltas][plan->angles_stride] for that */
+    int level;            /* kvc_ahead */
     float scale;
     atomic_int status; /* of the first task that did not succeed */
 } call;
@@ -252,12 +253,13 @@ static void stream_tile(task *t, tile *now, tile *next, const void *k[KVC_TILE],
     const kvc_plan *plan = c->plan;
     const void *v[KVC_TILE];
     point_at_values(v, now, k, c->layout);
-    scorer_of(t, now)->score(t->scores, queries_for(t, now), plan->lane.q_stride, t->num_q, k, now->n, plan->k_dim, v,
-                             (int)c->layout->v_stored);
+    scorer_of(t, now)->score(t->scores, queries_for(t, now), plan->lane.q_stride, t->num_q, k, now->n, plan->k_dim,
+                             (kvc_ahead){v, (int)c->layout->v_stored, c->level});
     weigh(t, now);
     next_tile(next, k, rest, c->layout);
     c->kernels->accumulate[c->layer->v_type](t->acc, plan->lane.acc_stride, t->factor, t->scores, t->num_q, v, now->n,
-                                             plan->v_dim, next->n ? k : NULL, (int)c->layout->k_row_bytes);
+                                             plan->v_dim,
+                                             (kvc_ahead){next->n ? k : NULL, (int)c->layout->k_row_bytes, c->level});
 }
 
 /* Asks for what will be read next. */
@@ -456,7 +458,8 @@ static float add_parts(const task *t, const results *all, int32_t r, float max, 
             sum += weights[n] * all->sum[part + (size_t)r];
             rows[n] = all->acc + part + row;
         }
-        t->call->kernels->accumulate[KVC_F32](out, (int)stride, &factor, weights, 1, rows, n, plan->v_dim, NULL, 0);
+        t->call->kernels->accumulate[KVC_F32](out, (int)stride, &factor, weights, 1, rows, n, plan->v_dim,
+                                              (kvc_ahead){.rows = NULL});
         factor = 1;
     } while (p < t->unit->num_parts);
     return sum;
@@ -676,6 +679,7 @@ static void make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_attend_a
     c->plan = plan;
     c->args = args;
     c->kernels = cache->kernels;
+    c->level = cache->prefetch_level;
     c->layer = &cache->layers[layer];
     c->layout = &cache->layouts[cache->layout_of[layer]];
     c->policy = &cache->policies[plan->group];

@@ -353,6 +353,7 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
     kvc_cache *cache = new_cache(&memory, config.num_layers, count_frequencies(&config));
     if (!cache) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a cache of %d layers", config.num_layers);
     cache->kernels = kernels;
+    cache->prefetch_level = kvc_cpu_prefetch_level();
     status = init_cache(cache, &config);
     if (status != KVC_OK)
         free_cache(cache);

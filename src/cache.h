@@ -15,6 +15,7 @@ struct kvc_cache {
     kvc_memory memory;
     uint64_t size; /* of this allocation: the struct and the arrays behind it */
     const kvc_kernels *kernels;
+    int prefetch_level; /* kvc_ahead */
 
     kvc_layer *layers;   /* [num_layers] */
     int32_t *group_of;   /* [num_layers] */

@@ -8,4 +8,7 @@
  * with *wanted the value of the variable, if that is not to be had here. */
 const kvc_kernels *kvc_cpu_kernels(const char **wanted);
 
+/* The level of the cache that rows are best asked for into, a tile ahead: 1 or 2. */
+int kvc_cpu_prefetch_level(void);
+
 #endif

@@ -100,16 +100,13 @@ INLINE float v_sum_lanes(vec x) {
     return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
 }
 
-/* In each quarter: x0+x2 x1+x3 y0+y2 y1+y3. */
-INLINE vec add_pairs(vec x, vec y) {
-    return _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, x, y), _mm512_shuffle_ps(x, y, _MM_SHUFFLE(1, 0, 3, 2)));
-}
+/* In each quarter: x0+x2 y0+y2 x1+x3 y1+y3. */
+INLINE vec add_pairs(vec x, vec y) { return _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y)); }
 
 /* In each quarter: the sums of that quarter of a, b, c and d. */
 INLINE vec add_quarters(vec a, vec b, vec c, vec d) {
-    vec x = add_pairs(a, b), y = add_pairs(c, d);
-    return _mm512_add_ps(_mm512_shuffle_ps(x, y, _MM_SHUFFLE(2, 0, 2, 0)),
-                         _mm512_shuffle_ps(x, y, _MM_SHUFFLE(3, 1, 3, 1)));
+    __m512d x = _mm512_castps_pd(add_pairs(a, b)), y = _mm512_castps_pd(add_pairs(c, d));
+    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
 }
 
 INLINE vec v_sums(const vec x[LANES]) {

@@ -47,12 +47,17 @@ typedef void kvc_convert_fn(void *dst, int64_t dst_stride, const void *src, int6
  * padded to a multiple of KVC_LANES. */
 typedef void kvc_prepare_fn(float *q, int q_stride, int num_q, int dim, float scale);
 
+/* What will be read next, and is asked for while a kernel works on as many rows: the first `bytes` bytes of each. */
+typedef struct kvc_ahead {
+    const void *const *rows; /* may be NULL */
+    int bytes;
+    int level; /* of the cache that they are brought to: 1 or 2 */
+} kvc_ahead;
+
 /* scores[r * KVC_TILE + j] = q[r] . rows[j] for r < num_q, j < n <= KVC_TILE.  q: prepared, rows q_stride floats apart.
- * scores[r * KVC_TILE + j] for j past n may be overwritten.  Each row is read from memory once for all q.  While at it,
- * the first next_bytes bytes of each of next[0 .. n) are brought to the L2 cache: what is read after this (next may be
- * NULL). */
+ * scores[r * KVC_TILE + j] for j past n may be overwritten.  Each row is read from memory once for all q. */
 typedef void kvc_score_fn(float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
-                          int dim, const void *const *next, int next_bytes);
+                          int dim, kvc_ahead next);
 
 typedef struct kvc_scorer {
     kvc_prepare_fn *prepare;
@@ -60,9 +65,9 @@ typedef struct kvc_scorer {
 } kvc_scorer;
 
 /* acc[r * acc_stride + d] = acc[...] * factor[r] + sum over j < n of weights[r * KVC_TILE + j] * rows[j][d]
- * for r < num_q, d < dim.  weights[r * KVC_TILE + j] are 0 for j past n.  Prefetches as above. */
+ * for r < num_q, d < dim.  weights[r * KVC_TILE + j] are 0 for j past n. */
 typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
-                               const void *const *rows, int n, int dim, const void *const *next, int next_bytes);
+                               const void *const *rows, int n, int dim, kvc_ahead next);
 
 /* One step of the online softmax of num_q query rows, over scores[r * KVC_TILE + j], j < n <= KVC_TILE.  With m the
  * larger of max[r] and the row's largest score: scores become exp(score - m), sum[r] becomes sum[r] * exp(max[r] - m) +

@@ -149,11 +149,11 @@ INLINE void score_group(int type, int num_q, float *scores, const char *const *q
 }
 
 INLINE void score_quantised(int type, int num_q, float *scores, const float *q, int q_stride, const void *const *rows,
-                            int n, int dim, const void *const *next, int next_bytes) {
+                            int n, int dim, kvc_ahead next) {
     const char *queries[QUERIES];
     for (int r = 0; r < num_q; r++) queries[r] = (const char *)(q + (ptrdiff_t)r * q_stride);
     const int num_groups = (n + GROUPS * LANES - 1) / (GROUPS * LANES), elements = type == KVC_Q8_0 ? PIECE : 2 * PIECE;
-    ahead after = ahead_of(next, n, next_bytes, num_groups * (dim / elements) * 4); /* four steps to a piece */
+    ahead after = ahead_of(next, n, num_groups * (dim / elements) * 4); /* four steps to a piece */
     for (int j = 0; j < n; j += GROUPS * LANES) score_group(type, num_q, scores + j, queries, rows + j, dim, &after);
 }
 
@@ -243,10 +243,10 @@ INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, int d, i
     a->next = next;
 }
 
-INLINE void accumulate_quantised(int type, int num_q, accumulate_args *a, const void *const *next, int next_bytes) {
+INLINE void accumulate_quantised(int type, int num_q, accumulate_args *a, kvc_ahead next) {
     const int padded = padded_rows(a->n);
     block_weights w;
-    a->next = ahead_of(next, a->n, next_bytes, a->dim / (2 * LANES) * ((a->n + 1) / 2));
+    a->next = ahead_of(next, a->n, a->dim / (2 * LANES) * ((a->n + 1) / 2));
     for (int d = 0; d < a->dim; d += KVC_QUANT_ELEMENTS) {
         const int b = d / KVC_QUANT_ELEMENTS % BLOCKS;
         if (b == 0) round_weights(type, num_q, &w, a, padded, d, smaller(BLOCKS, (a->dim - d) / KVC_QUANT_ELEMENTS));

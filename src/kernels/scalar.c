@@ -186,8 +186,8 @@ static void convert(int from, int to, void *dst, int64_t dst_stride, const void 
 
 /* Nothing is asked for ahead, and no queries are bf16. */
 static void score(int type, int dots, float *scores, const float *q, int q_stride, int num_q, const void *const *rows,
-                  int n, int dim, const void *const *next, int next_bytes) {
-    (void)dots, (void)next, (void)next_bytes;
+                  int n, int dim, kvc_ahead next) {
+    (void)dots, (void)next;
     for (int r = 0; r < num_q; r++) {
         for (int j = 0; j < n; j++) {
             float sum = 0;
@@ -198,8 +198,8 @@ static void score(int type, int dots, float *scores, const float *q, int q_strid
 }
 
 static void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
-                       const void *const *rows, int n, int dim, const void *const *next, int next_bytes) {
-    (void)next, (void)next_bytes;
+                       const void *const *rows, int n, int dim, kvc_ahead next) {
+    (void)next;
     for (int r = 0; r < num_q; r++) {
         float *sum = acc + (ptrdiff_t)r * acc_stride;
         for (int d = 0; d < dim; d++) sum[d] *= factor[r];

@@ -44,15 +44,14 @@ extern kvc_prepare_fn OF_FLOATS(scale);
 extern kvc_softmax_fn OF_FLOATS(softmax);
 extern kvc_matmul_fn OF_FLOATS(matmul);
 
-#define STREAMING(of, name, type)                                                                                  \
-    TARGET void of(score_##name)(float *scores, const float *q, int q_stride, int num_q, const void *const *rows,  \
-                                 int n, int dim, const void *const *next, int next_bytes) {                        \
-        score(type, 0, scores, q, q_stride, num_q, rows, n, dim, next, next_bytes);                                \
-    }                                                                                                              \
-    TARGET void of(accumulate_##name)(float *acc, int acc_stride, const float *factor, const float *weights,       \
-                                      int num_q, const void *const *rows, int n, int dim, const void *const *next, \
-                                      int next_bytes) {                                                            \
-        accumulate(type, acc, acc_stride, factor, weights, num_q, rows, n, dim, next, next_bytes);                 \
+#define STREAMING(of, name, type)                                                                                 \
+    TARGET void of(score_##name)(float *scores, const float *q, int q_stride, int num_q, const void *const *rows, \
+                                 int n, int dim, kvc_ahead next) {                                                \
+        score(type, 0, scores, q, q_stride, num_q, rows, n, dim, next);                                           \
+    }                                                                                                             \
+    TARGET void of(accumulate_##name)(float *acc, int acc_stride, const float *factor, const float *weights,      \
+                                      int num_q, const void *const *rows, int n, int dim, kvc_ahead next) {       \
+        accumulate(type, acc, acc_stride, factor, weights, num_q, rows, n, dim, next);                            \
     }
 
 #if HAS_FLOATS
@@ -114,8 +113,8 @@ QUANTISED(q4_0, KVC_Q4_0)
 
 #if DOT_BF16
 TARGET static void score_dots(float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
-                              int dim, const void *const *next, int next_bytes) {
-    score(KVC_BF16, 1, scores, q, q_stride, num_q, rows, n, dim, next, next_bytes);
+                              int dim, kvc_ahead next) {
+    score(KVC_BF16, 1, scores, q, q_stride, num_q, rows, n, dim, next);
 }
 #define SCORE_BF16 {prepare_dots, score_dots}
 #else

@@ -203,23 +203,26 @@ INLINE void store(int type, void *row, int i, int count, vec x) {
 typedef struct ahead {
     const void *const *row; /* the next one */
     const char *at, *end;   /* of the rest of the one before */
-    int bytes;              /* of a row */
+    int bytes, level;       /* of a row; kvc_ahead */
     int lines, steps, due;  /* so many lines in so many steps of the work; lines due, times the steps */
 } ahead;
 
-/* The first `bytes` bytes of n rows; rows may be NULL. */
-INLINE ahead ahead_of(const void *const *rows, int n, int bytes, int steps) {
-    return (ahead){rows, NULL, NULL, bytes, rows ? n * ((bytes + LINE - 1) / LINE) : 0, steps, 0};
+INLINE ahead ahead_of(kvc_ahead next, int n, int steps) {
+    const int lines = next.rows ? n * ((next.bytes + LINE - 1) / LINE) : 0;
+    return (ahead){next.rows, NULL, NULL, next.bytes, next.level, lines, steps, 0};
 }
 
-/* At each step.  Into the L2 cache: the few lines that can be on their way to the L1 cache would limit the rate. */
+/* At each step. */
 INLINE void ask(ahead *a) {
     for (a->due += a->lines; a->due >= a->steps; a->due -= a->steps, a->at += LINE) {
         if (a->at >= a->end) {
             a->at = *a->row++;
             a->end = a->at + a->bytes;
         }
-        __builtin_prefetch(a->at, 0, 2);
+        if (a->level == 1)
+            __builtin_prefetch(a->at, 0, 3);
+        else
+            __builtin_prefetch(a->at, 0, 2);
     }
 }
 
@@ -367,13 +370,13 @@ RARE void score_tail(int type, int num_q, float *scores, const float *q, int q_s
 /* Scores of all rows for num_q <= QUERIES queries.  The last block takes rows of the one before it again, where that
  * fills it; where there are fewer rows than make a block, the last one is taken several times. */
 INLINE void score_queries(int type, int dots, int num_q, float *scores, const float *q, int q_stride,
-                          const void *const *rows, int n, int dim, const void *const *next, int next_bytes) {
+                          const void *const *rows, int n, int dim, kvc_ahead next) {
     if (type >= KVC_FLOAT_TYPES) {
-        score_quantised(type, num_q, scores, q, q_stride, rows, n, dim, next, next_bytes);
+        score_quantised(type, num_q, scores, q, q_stride, rows, n, dim, next);
         return;
     }
     const int num_rows = rows_of(num_q), num_blocks = (n + num_rows - 1) / num_rows;
-    ahead after = ahead_of(next, n, next_bytes, num_blocks * (dim / (dots ? 2 * LANES : LANES)));
+    ahead after = ahead_of(next, n, num_blocks * (dim / (dots ? 2 * LANES : LANES)));
     const void *few[MAX_BREADTH];
     if (n < num_rows) {
         for (int j = 0; j < num_rows; j++) few[j] = rows[smaller(j, n - 1)];
@@ -393,17 +396,17 @@ INLINE void score_queries(int type, int dots, int num_q, float *scores, const fl
 }
 
 INLINE void score(int type, int dots, float *scores, const float *q, int q_stride, int num_q, const void *const *rows,
-                  int n, int dim, const void *const *next, int next_bytes) {
+                  int n, int dim, kvc_ahead next) {
     const void *pads[KVC_TILE];
     if (type >= KVC_FLOAT_TYPES) rows = pad_rows(rows, n, pads);
-    for (int r = 0; r < num_q; r += QUERIES, next = NULL) {
+    for (int r = 0; r < num_q; r += QUERIES, next.rows = NULL) {
         float *s = scores + r * KVC_TILE;
         const float *qr = q + (ptrdiff_t)r * q_stride;
         switch (smaller(num_q - r, QUERIES)) {
-        case 1: score_queries(type, dots, 1, s, qr, q_stride, rows, n, dim, next, next_bytes); break;
-        case 2: score_queries(type, dots, 2, s, qr, q_stride, rows, n, dim, next, next_bytes); break;
-        case 3: score_queries(type, dots, 3, s, qr, q_stride, rows, n, dim, next, next_bytes); break;
-        default: score_queries(type, dots, 4, s, qr, q_stride, rows, n, dim, next, next_bytes);
+        case 1: score_queries(type, dots, 1, s, qr, q_stride, rows, n, dim, next); break;
+        case 2: score_queries(type, dots, 2, s, qr, q_stride, rows, n, dim, next); break;
+        case 3: score_queries(type, dots, 3, s, qr, q_stride, rows, n, dim, next); break;
+        default: score_queries(type, dots, 4, s, qr, q_stride, rows, n, dim, next);
         }
     }
 }
@@ -466,14 +469,14 @@ RARE void accumulate_tail(int type, int num_q, const accumulate_args *a, int d, 
 }
 
 /* All columns for num_q <= QUERIES queries, in blocks of about the same width. */
-INLINE void accumulate_queries(int type, int num_q, accumulate_args *a, const void *const *next, int next_bytes) {
+INLINE void accumulate_queries(int type, int num_q, accumulate_args *a, kvc_ahead next) {
     if (type >= KVC_FLOAT_TYPES) {
-        accumulate_quantised(type, num_q, a, next, next_bytes);
+        accumulate_quantised(type, num_q, a, next);
         return;
     }
     const int most = smaller(ACCUMULATORS / num_q, MAX_VECS), tail = tail_of(type, a->dim);
     int num_vecs = a->dim / LANES, blocks = (num_vecs + most - 1) / most, d = 0;
-    a->next = ahead_of(next, a->n, next_bytes, blocks * a->n);
+    a->next = ahead_of(next, a->n, blocks * a->n);
     for (int width; blocks > 0; blocks--, num_vecs -= width, d += width * LANES) {
         width = (num_vecs + blocks - 1) / blocks;
         switch (width) {
@@ -487,10 +490,10 @@ INLINE void accumulate_queries(int type, int num_q, accumulate_args *a, const vo
 }
 
 INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
-                       const void *const *rows, int n, int dim, const void *const *next, int next_bytes) {
+                       const void *const *rows, int n, int dim, kvc_ahead next) {
     const void *pads[KVC_TILE];
     if (type >= KVC_FLOAT_TYPES) rows = pad_rows(rows, n, pads);
-    for (int r = 0; r < num_q; r += QUERIES, next = NULL) {
+    for (int r = 0; r < num_q; r += QUERIES, next.rows = NULL) {
         accumulate_args a = {.acc = acc + (ptrdiff_t)r * acc_stride,
                              .factor = factor + r,
                              .weights = weights + r * KVC_TILE,
@@ -499,10 +502,10 @@ INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor
                              .n = n,
                              .dim = dim};
         switch (smaller(num_q - r, QUERIES)) {
-        case 1: accumulate_queries(type, 1, &a, next, next_bytes); break;
-        case 2: accumulate_queries(type, 2, &a, next, next_bytes); break;
-        case 3: accumulate_queries(type, 3, &a, next, next_bytes); break;
-        default: accumulate_queries(type, 4, &a, next, next_bytes);
+        case 1: accumulate_queries(type, 1, &a, next); break;
+        case 2: accumulate_queries(type, 2, &a, next); break;
+        case 3: accumulate_queries(type, 3, &a, next); break;
+        default: accumulate_queries(type, 4, &a, next);
         }
     }
 }

@@ -84,6 +84,13 @@ static int is_close(double x, double y, double size, int n)
     return fabs(x - y) <= size * (n + 2) * 0.5 * FLT_EPSILON;
 }
 
+static const kvc_ahead nothing_ahead = {NULL, 0, 2};
+
+static kvc_ahead ahead_of(const tile *t, int type, int dim)
+{
+    return (kvc_ahead){t ? t->rows : NULL, (int)kvc_row_bytes(type, dim), random_int(1, 3)};
+}
+
 /* ---- conversions ------------------------------------------------------------------------------------------------ */
 
 /* Converts n elements, as one row, with both tables and compares bit by bit. */
@@ -415,7 +422,7 @@ static void test_score(const kvc_kernels *kernels, int type, int is_bf16, int di
     for (int i = 0; i < MAX_Q * KVC_TILE; i++)
         scores[i] = UNTOUCHED;
     scorer->score(scores, prepared(scorer, q, q_stride, num_q, dim), q_stride, num_q, t->rows, n, dim,
-                  n % 2 ? t->rows : NULL, (int)kvc_row_bytes(type, dim));
+                  ahead_of(n % 2 ? t : NULL, type, dim));
     for (int r = 0; r < MAX_Q; r++) {
         const float *row = q + r * q_stride;
         double off = r < num_q ? step_of(kernels, type, magnitude(row, dim)) : 0;
@@ -454,8 +461,8 @@ static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int n
         weights[i] = i % KVC_TILE < n ? random_float() : 0;
     fill(&acc[0][0], MAX_Q * STRIDE);
     memcpy(old, acc, sizeof old);
-    kernels->accumulate[type](&acc[0][0], STRIDE, factor, weights, num_q, t->rows, n, dim, n % 2 ? t->rows : NULL,
-                              (int)kvc_row_bytes(type, dim));
+    kernels->accumulate[type](&acc[0][0], STRIDE, factor, weights, num_q, t->rows, n, dim,
+                              ahead_of(n % 2 ? t : NULL, type, dim));
     for (int r = 0; r < MAX_Q; r++) {
         for (int d = 0; d < STRIDE; d++) {
             double sum = (double)old[r][d] * factor[r], size = fabs(sum);
@@ -485,11 +492,11 @@ static void test_same_scores(const kvc_kernels *kernels, int type, int is_bf16, 
     for (int i = 0; i < Q * MAX_STRIDE && is_bf16; i++)
         q[i] = rounded_to_bf16(q[i]);
     const float *ready = prepared(scorer, q, MAX_STRIDE, Q, dim);
-    scorer->score(all, ready, MAX_STRIDE, Q, t->rows, N, dim, NULL, 0);
+    scorer->score(all, ready, MAX_STRIDE, Q, t->rows, N, dim, nothing_ahead);
     for (int r = 0; r < Q; r++) {
         for (int j = 0; j < N; j++) {
             float scores[KVC_TILE];
-            scorer->score(scores, ready + r * MAX_STRIDE, MAX_STRIDE, 1, t->rows + j, 1, dim, NULL, 0);
+            scorer->score(scores, ready + r * MAX_STRIDE, MAX_STRIDE, 1, t->rows + j, 1, dim, nothing_ahead);
             CHECKF(scores[0] == all[r * KVC_TILE + j], "%s %s dim %d", kernels->name, kvc_type_name(type), dim);
         }
     }
@@ -504,10 +511,10 @@ static void test_same_sums(const kvc_kernels *kernels, int type, int dim)
     for (int i = 0; i < Q * KVC_TILE; i++)
         weights[i] = i % KVC_TILE < N ? random_float() : 0;
     memset(acc, 0, sizeof acc);
-    kernels->accumulate[type](acc, MAX_DIM, factor, weights, Q, t->rows, N, dim, NULL, 0);
+    kernels->accumulate[type](acc, MAX_DIM, factor, weights, Q, t->rows, N, dim, nothing_ahead);
     for (int r = 0; r < Q; r++) {
         float alone[MAX_DIM] = {0};
-        kernels->accumulate[type](alone, MAX_DIM, factor, weights + r * KVC_TILE, 1, t->rows, N, dim, NULL, 0);
+        kernels->accumulate[type](alone, MAX_DIM, factor, weights + r * KVC_TILE, 1, t->rows, N, dim, nothing_ahead);
         CHECKF(!memcmp(alone, acc + r * MAX_DIM, (size_t)dim * sizeof *acc), "%s %s dim %d", kernels->name,
                kvc_type_name(type), dim);
     }
