@@ -36,9 +36,25 @@ INLINE const char *scale_of_query(const char *q, int dim) {
     return starts_of(q, dim) + (size_t)dim / KVC_QUANT_ELEMENTS * sizeof(int32_t);
 }
 
-/* The first element of pair p of a block; the second one is two further. */
-INLINE int pair_at(int type, int p) {
-    return type == KVC_Q8_0 ? p / 2 * 4 + p % 2 : p / 4 * 4 + p % 4 / 2 + p % 2 * KVC_QUANT_ELEMENTS / 2;
+/* Four int16, the two in the middle changing places: of bytes in the same order, those with an even number are a pair of
+ * unsigned int16 where the others are masked, and those with an odd one where they are shifted. */
+INLINE uint64_t even_first(uint64_t x) {
+    const uint64_t second = (uint64_t)0xffff << 16, third = second << 16;
+    return (x & ~(second | third)) | (x >> 16 & second) | (x << 16 & third);
+}
+
+/* Puts the elements of a block into the order in which score meets them. */
+INLINE void order_pairs(int type, const int16_t x[KVC_QUANT_ELEMENTS], char *to) {
+    enum { FOURS = KVC_QUANT_ELEMENTS / 4, HALF = FOURS / 2 };
+    uint64_t four[FOURS], pairs[FOURS];
+    memcpy(four, x, sizeof four);
+    for (int i = 0; i < FOURS; i++) four[i] = even_first(four[i]);
+    for (int i = 0; i < HALF; i++) { /* of a byte of q4_0, the low bits are an element of the first half */
+        const uint64_t low = four[i], high = four[HALF + i];
+        pairs[2 * i] = (uint32_t)low | high << 32;
+        pairs[2 * i + 1] = low >> 32 | (high >> 32 << 32);
+    }
+    memcpy(to, type == KVC_Q8_0 ? four : pairs, sizeof four);
 }
 
 INLINE void prepare_row(int type, float *row, int dim, float by) {
@@ -54,19 +70,15 @@ INLINE void prepare_row(int type, float *row, int dim, float by) {
         for (int i = 0; i < KVC_QUANT_ELEMENTS; i += 2 * LANES)
             i_store_16(whole + i, v_mul(v_load(row + d + i), v_set(inverse)),
                        v_mul(v_load(row + d + i + LANES), v_set(inverse)));
-        for (int p = 0; p < PAIRS; p++) {
-            const int16_t pair[2] = {whole[pair_at(type, p)], whole[pair_at(type, p) + 2]};
-            memcpy(q + ((size_t)d + 2 * (size_t)p) * sizeof *pair, pair, sizeof pair);
-        }
+        order_pairs(type, whole, q + (size_t)d * sizeof *whole);
     }
     char *end = q + (size_t)dim * sizeof(int16_t);
     for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, end += sizeof(int32_t)) {
-        int32_t start = 0;
-        for (int i = d; i < d + KVC_QUANT_ELEMENTS; i++) {
-            int16_t x;
-            memcpy(&x, q + (size_t)i * sizeof x, sizeof x);
-            start -= x * offset_of(type);
-        }
+        int16_t whole[KVC_QUANT_ELEMENTS];
+        int32_t sum = 0;
+        memcpy(whole, q + (size_t)d * sizeof *whole, sizeof whole);
+        for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) sum += whole[i];
+        const int32_t start = -offset_of(type) * sum;
         memcpy(end, &start, sizeof start);
     }
     const float product = scale * by;

@@ -207,7 +207,10 @@ typedef struct ahead {
     int lines, steps, due;  /* so many lines in so many steps of the work; lines due, times the steps */
 } ahead;
 
+/* n rows.  Those that lie one after the other are one: a line between two of them is asked for once. */
 INLINE ahead ahead_of(kvc_ahead next, int n, int steps) {
+    if (next.rows && (uintptr_t)next.rows[n - 1] - (uintptr_t)next.rows[0] == (size_t)(n - 1) * (size_t)next.bytes)
+        next.bytes *= n, n = 1;
     const int lines = next.rows ? n * ((next.bytes + LINE - 1) / LINE) : 0;
     return (ahead){next.rows, NULL, NULL, next.bytes, next.level, lines, steps, 0};
 }
