@@ -52,7 +52,7 @@ static int32_t smaller(int64_t a, int32_t b) { return a < b ? (int32_t)a : b; }
 /* The next rows up to a change of turn, of which there may be none.  k: their keys; past n, as often as needed, the
  * last.  A single walk, in registers: in a cache full of holes each row is a piece. */
 static void next_tile(tile *t, const void *k[KVC_TILE], cursor *c, const kvc_layout *at) {
-    const size_t begin = at->k_offset + (size_t)c->head * at->k_head_stride;
+    const size_t begin = at->k_offset + (size_t)c->head * at->head_stride;
     const int32_t most = smaller(c->rest, KVC_TILE), turn = most ? c->piece->turn : 0;
     const kvc_piece *piece = c->piece;
     int32_t offset = c->offset, n = 0, min_position = INT32_MAX, max_position = -1, is_batch = 0;
@@ -84,16 +84,15 @@ static void next_tile(tile *t, const void *k[KVC_TILE], cursor *c, const kvc_lay
 /* Its values, k being its keys: where rows of both are as long, one is as far from the other everywhere. */
 static void point_at_values(const void *v[KVC_TILE], const tile *t, const void *const k[KVC_TILE],
                             const kvc_layout *at) {
-    const size_t k_begin = at->k_offset + (size_t)t->head * at->k_head_stride,
-                 v_begin = at->v_offset + (size_t)t->head * at->v_head_stride;
-    const kvc_piece *piece = t->piece;
     if (at->k_row_bytes == at->v_row_bytes) {
-        for (int32_t i = 0; i < KVC_TILE; i++) v[i] = (const uint8_t *)k[i] - k_begin + v_begin;
+        for (int32_t i = 0; i < KVC_TILE; i++) v[i] = (const uint8_t *)k[i] + (at->v_offset - at->k_offset);
         return;
     }
+    const size_t begin = at->v_offset + (size_t)t->head * at->head_stride;
+    const kvc_piece *piece = t->piece;
     for (int32_t i = 0, offset = t->offset; i < t->n; piece++, offset = 0) {
         const int32_t end = i + smaller(piece->count - offset, t->n - i);
-        const uint8_t *row = piece->rows + v_begin + (size_t)(piece->slot + offset) * at->v_row_bytes;
+        const uint8_t *row = piece->rows + begin + (size_t)(piece->slot + offset) * at->v_row_bytes;
         for (; i < end; i++, row += at->v_row_bytes) v[i] = row;
     }
     for (int32_t i = t->n; i < KVC_TILE; i++) v[i] = v[t->n - 1];

@@ -149,45 +149,35 @@ static int32_t default_block_size(const kvc_config *config) {
     return config->max_seq_len && config->max_sequences == 1 && full ? (int32_t)config->max_seq_len : 64;
 }
 
-/* Bytes from one head to the next: whole cache lines, an odd number of them, so that the same slot of several heads
- * does not fall into the same set of a cache.  Where they fill huge pages, and memory is taken only as it is touched,
- * each head begins near the beginning of one.  0: too many. */
-static size_t head_stride(const kvc_memory *memory, int32_t block_size, size_t row_bytes) {
-    if (row_bytes > (SIZE_MAX / 4) / (size_t)block_size) return 0;
-    size_t bytes = (size_t)block_size * row_bytes;
-    if (bytes >= KVC_HUGE_PAGE && kvc_memory_is_lazy(memory, bytes)) bytes = (size_t)kvc_align_up(bytes, KVC_HUGE_PAGE);
-    const size_t lines = (bytes + KVC_CACHE_LINE - 1) / KVC_CACHE_LINE;
-    return (lines | 1) * KVC_CACHE_LINE;
+/* Bytes of one head's keys, or values: whole cache lines.  Where they fill huge pages, and memory is taken only as it
+ * is touched, as many as those take.  SIZE_MAX: too many. */
+static size_t head_bytes(const kvc_memory *memory, int32_t block_size, size_t row_bytes) {
+    if (row_bytes > SIZE_MAX / 8 / (size_t)block_size) return SIZE_MAX;
+    const size_t bytes = (size_t)block_size * row_bytes;
+    const int fills_pages = bytes >= KVC_HUGE_PAGE && kvc_memory_is_lazy(memory, bytes);
+    return (size_t)kvc_align_up(bytes, fills_pages ? KVC_HUGE_PAGE : KVC_CACHE_LINE);
 }
 
-/* Appends `heads` regions to a block of *bytes; returns where they begin, SIZE_MAX: too many. */
-static size_t add_heads(size_t *bytes, int32_t heads, size_t stride) {
-    const size_t at = *bytes;
-    if (!stride || stride > (SIZE_MAX / 4 - at) / (size_t)heads) return SIZE_MAX;
-    *bytes += stride * (size_t)heads;
-    return at;
-}
-
+/* A head's values lie behind its keys, which they are read after: what the processor fetches past the end of the keys
+ * by itself is not in vain.  From head to head it is an odd number of cache lines, so that the same slot of several
+ * heads does not fall into the same set of a cache. */
 static kvc_status add_layout(const kvc_memory *memory, kvc_layout *layout, const kvc_layer *layer, int32_t block_size,
                              size_t *block_bytes) {
     layout->num_kv_heads = layer->num_kv_heads;
     layout->k_row_bytes = kvc_row_bytes(layer->k_type, layer->k_dim);
-    layout->k_head_stride = head_stride(memory, block_size, layout->k_row_bytes);
-    layout->k_offset = add_heads(block_bytes, layer->num_kv_heads, layout->k_head_stride);
-    if (layer->value_in_key) {
-        layout->v_row_bytes = layout->k_row_bytes;
-        layout->v_stored = 0;
-        layout->v_head_stride = layout->k_head_stride;
-        layout->v_offset = layout->k_offset;
-    } else {
-        layout->v_row_bytes = layout->v_stored = kvc_row_bytes(layer->v_type, layer->v_dim);
-        layout->v_head_stride = head_stride(memory, block_size, layout->v_row_bytes);
-        if (layout->k_offset != SIZE_MAX)
-            layout->v_offset = add_heads(block_bytes, layer->num_kv_heads, layout->v_head_stride);
-    }
-    if (layout->k_offset == SIZE_MAX || layout->v_offset == SIZE_MAX)
+    layout->v_stored = layer->value_in_key ? 0 : kvc_row_bytes(layer->v_type, layer->v_dim);
+    layout->v_row_bytes = layer->value_in_key ? layout->k_row_bytes : layout->v_stored;
+    const size_t k_bytes = head_bytes(memory, block_size, layout->k_row_bytes),
+                 v_bytes = head_bytes(memory, block_size, layout->v_stored);
+    layout->head_stride = k_bytes + v_bytes;
+    if (layout->head_stride / KVC_CACHE_LINE % 2 == 0) layout->head_stride += KVC_CACHE_LINE;
+    layout->k_offset = *block_bytes;
+    layout->v_offset = layout->k_offset + (layer->value_in_key ? 0 : k_bytes);
+    if (k_bytes == SIZE_MAX || v_bytes == SIZE_MAX ||
+        layout->head_stride > (SIZE_MAX / 4 - *block_bytes) / (size_t)layer->num_kv_heads)
         return kvc_fail(KVC_ERR_INVALID,
                         "a block of %d slots does not fit the address space: give a smaller block_size", block_size);
+    *block_bytes += layout->head_stride * (size_t)layer->num_kv_heads;
     return KVC_OK;
 }
 

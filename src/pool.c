@@ -158,8 +158,8 @@ kvc_region kvc_pool_region(const kvc_pool *pool, int64_t index) {
     const kvc_layout *at = pool->layouts;
     for (; index >= 2 * (int64_t)at->num_kv_heads; at++) index -= 2 * (int64_t)at->num_kv_heads;
     const size_t head = (size_t)index / 2;
-    if (index % 2) return (kvc_region){at->v_offset + head * at->v_head_stride, at->v_stored};
-    return (kvc_region){at->k_offset + head * at->k_head_stride, at->k_row_bytes};
+    if (index % 2) return (kvc_region){at->v_offset + head * at->head_stride, at->v_stored};
+    return (kvc_region){at->k_offset + head * at->head_stride, at->k_row_bytes};
 }
 
 typedef struct purge {

@@ -31,7 +31,7 @@ typedef struct kvc_block {
 /* Where a layer's rows are in a block. */
 typedef struct kvc_layout {
     size_t k_offset, v_offset; /* of head 0, slot 0 */
-    size_t k_head_stride, v_head_stride;
+    size_t head_stride;
     size_t k_row_bytes, v_row_bytes; /* from slot to slot; for values that lie in the keys, the keys' */
     size_t v_stored;                 /* bytes of a row of values: v_row_bytes, or 0 where they lie in the keys */
     int32_t num_kv_heads;
@@ -39,10 +39,10 @@ typedef struct kvc_layout {
 
 /* Where the row of one head lies. */
 static inline uint8_t *kvc_key_at(const kvc_layout *at, const kvc_block *block, int32_t slot, int32_t head) {
-    return block->rows + at->k_offset + (size_t)head * at->k_head_stride + (size_t)slot * at->k_row_bytes;
+    return block->rows + at->k_offset + (size_t)head * at->head_stride + (size_t)slot * at->k_row_bytes;
 }
 static inline uint8_t *kvc_value_at(const kvc_layout *at, const kvc_block *block, int32_t slot, int32_t head) {
-    return block->rows + at->v_offset + (size_t)head * at->v_head_stride + (size_t)slot * at->v_row_bytes;
+    return block->rows + at->v_offset + (size_t)head * at->head_stride + (size_t)slot * at->v_row_bytes;
 }
 
 typedef struct kvc_pool {

@@ -74,9 +74,9 @@ void kvc_hold_free(kvc_hold *hold) {
 kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at) {
     return (kvc_span){.k = kvc_key_at(at, run->block, run->slot, 0),
                       .v = kvc_value_at(at, run->block, run->slot, 0),
-                      .k_head_stride = (int64_t)at->k_head_stride,
+                      .k_head_stride = (int64_t)at->head_stride,
                       .k_row_stride = (int64_t)at->k_row_bytes,
-                      .v_head_stride = (int64_t)at->v_head_stride,
+                      .v_head_stride = (int64_t)at->head_stride,
                       .v_row_stride = (int64_t)at->v_row_bytes,
                       .num_rows = run->count,
                       .position = run->position,

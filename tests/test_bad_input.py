@@ -746,7 +746,7 @@ def test_a_sequence_too_long(cache):
         cache.batch(1)
 
 
-@pytest.mark.parametrize("limit", [{"capacity": 20}, {"max_bytes": 8192}])
+@pytest.mark.parametrize("limit", [{"capacity": 20}, {"max_bytes": 10_240}])
 def test_full_in_the_middle_of_a_long_batch(limit):
     cache = make(max_seq_len=None, max_sequences=None, block_size=4, **limit)
     feed(cache, range(10))

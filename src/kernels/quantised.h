@@ -36,25 +36,25 @@ INLINE const char *scale_of_query(const char *q, int dim) {
     return starts_of(q, dim) + (size_t)dim / KVC_QUANT_ELEMENTS * sizeof(int32_t);
 }
 
-/* Four int16, the two in the middle changing places: of bytes in the same order, those with an even number are a pair of
- * unsigned int16 where the others are masked, and those with an odd one where they are shifted. */
+/* Four int16, the two in the middle changing places: of bytes in the same order, those with an even number are a pair
+ * of unsigned int16 where the others are masked, and those with an odd one where they are shifted. */
 INLINE uint64_t even_first(uint64_t x) {
     const uint64_t second = (uint64_t)0xffff << 16, third = second << 16;
     return (x & ~(second | third)) | (x >> 16 & second) | (x << 16 & third);
 }
 
-/* Puts the elements of a block into the order in which score meets them. */
-INLINE void order_pairs(int type, const int16_t x[KVC_QUANT_ELEMENTS], char *to) {
+/* Puts the int16 of a block into the order in which score meets them. */
+INLINE void order_pairs(int type, char *block) {
     enum { FOURS = KVC_QUANT_ELEMENTS / 4, HALF = FOURS / 2 };
     uint64_t four[FOURS], pairs[FOURS];
-    memcpy(four, x, sizeof four);
+    memcpy(four, block, sizeof four);
     for (int i = 0; i < FOURS; i++) four[i] = even_first(four[i]);
     for (int i = 0; i < HALF; i++) { /* of a byte of q4_0, the low bits are an element of the first half */
         const uint64_t low = four[i], high = four[HALF + i];
         pairs[2 * i] = (uint32_t)low | high << 32;
-        pairs[2 * i + 1] = low >> 32 | (high >> 32 << 32);
+        pairs[2 * i + 1] = low >> 32 | high >> 32 << 32;
     }
-    memcpy(to, type == KVC_Q8_0 ? four : pairs, sizeof four);
+    memcpy(block, type == KVC_Q8_0 ? four : pairs, sizeof four);
 }
 
 INLINE void prepare_row(int type, float *row, int dim, float by) {
@@ -65,13 +65,10 @@ INLINE void prepare_row(int type, float *row, int dim, float by) {
         nothing = v_fma(v_load(row + d), v_zero(), nothing);
     }
     const float max = v_max_lane(largest), scale = max / MOST + v_sum_lanes(nothing), inverse = reciprocal(scale);
-    for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
-        int16_t whole[KVC_QUANT_ELEMENTS];
-        for (int i = 0; i < KVC_QUANT_ELEMENTS; i += 2 * LANES)
-            i_store_16(whole + i, v_mul(v_load(row + d + i), v_set(inverse)),
-                       v_mul(v_load(row + d + i + LANES), v_set(inverse)));
-        order_pairs(type, whole, q + (size_t)d * sizeof *whole);
-    }
+    for (int d = 0; d < dim; d += 2 * LANES)
+        i_store_16((int16_t *)(void *)q + d, v_mul(v_load(row + d), v_set(inverse)),
+                   v_mul(v_load(row + d + LANES), v_set(inverse)));
+    for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) order_pairs(type, q + (size_t)d * sizeof(int16_t));
     char *end = q + (size_t)dim * sizeof(int16_t);
     for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, end += sizeof(int32_t)) {
         int16_t whole[KVC_QUANT_ELEMENTS];

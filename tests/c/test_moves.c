@@ -748,7 +748,7 @@ static void test_reserve_refused(void)
     static pair p;
     const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 2},
                                 {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .policy = sliding_policy(9, 0, 0)}};
-    p = (pair){.config = {.block_size = 4, .num_threads = 1, .capacity = 50, .max_bytes = 6000}};
+    p = (pair){.config = {.block_size = 4, .num_threads = 1, .capacity = 50, .max_bytes = 7000}};
     pair_new(&p, 2, layers);
     pair_feed(&p, 0, 0, 20);
     int64_t bytes = kvc_nbytes(p.cache);
@@ -756,7 +756,7 @@ static void test_reserve_refused(void)
     CHECK_FAILS(kvc_reserve(p.cache, -4), KVC_ERR_INVALID, "num_tokens", "is -4:");
     CHECK_FAILS(kvc_reserve(p.cache, 31), KVC_ERR_FULL, "num_tokens is 31", "20 of capacity 50");
     CHECK_FAILS(kvc_reserve(p.cache, INT64_MAX), KVC_ERR_FULL, "num_tokens", "capacity 50");
-    CHECK_FAILS(kvc_reserve(p.cache, 30), KVC_ERR_FULL, "num_tokens is 30", "max_bytes, 6000");
+    CHECK_FAILS(kvc_reserve(p.cache, 30), KVC_ERR_FULL, "num_tokens is 30", "max_bytes, 7000");
     pair_check(&p);
     CHECK(kvc_nbytes(p.cache) == bytes);
     CHECK(pair_reserve(&p, 1) == KVC_OK);
