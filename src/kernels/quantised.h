@@ -104,7 +104,7 @@ INLINE void score_bytes(int type, int num_q, ivec sums[][QUERIES], const char *c
     for (int g = 0; g < GROUPS; g++) i_load_rows(x[g], rows + g * LANES, at);
     UNROLL
     for (int i = 0; i < 4; i++) {
-        ask(next);
+        if (i % 2 == 0) ask(next);
         UNROLL
         for (int g = 0; g < GROUPS; g++)
             if (type == KVC_Q8_0) x[g][i] = i_xor(x[g][i], i_set_16((int16_t)0x8080));
@@ -162,7 +162,7 @@ INLINE void score_quantised(int type, int num_q, float *scores, const float *q, 
     const char *queries[QUERIES];
     for (int r = 0; r < num_q; r++) queries[r] = (const char *)(q + (ptrdiff_t)r * q_stride);
     const int num_groups = (n + GROUPS * LANES - 1) / (GROUPS * LANES), elements = type == KVC_Q8_0 ? PIECE : 2 * PIECE;
-    ahead after = ahead_of(next, n, num_groups * (dim / elements) * 4); /* four steps to a piece */
+    ahead after = ahead_of(next, n, num_groups * (dim / elements) * 2); /* two steps to a piece */
     for (int j = 0; j < n; j += GROUPS * LANES) score_group(type, num_q, scores + j, queries, rows + j, dim, &after);
 }
 

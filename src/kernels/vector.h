@@ -67,7 +67,9 @@
 enum {
     QUERIES = 4,     /* most query rows that are worked on together */
     MAX_BREADTH = 8, /* most rows that are worked on with them */
-    MAX_VECS = 4,    /* most vectors of columns */
+    FEW_VECS = 4,    /* most vectors of columns, but for the next one: a row of 128 where vectors are of 16 */
+    MAX_VECS = LANES < 16 ? FEW_VECS : 8,
+    MAX_STRETCH = 2, /* most vectors of a row that score reads before it turns to the next one */
     MAX_SUMS = 16,   /* vectors that are summed up for them, gaps included */
     EXPS = 4,        /* vectors that exp is taken of together */
     LINE = 64,       /* bytes of a cache line */
@@ -209,10 +211,12 @@ typedef struct ahead {
 
 /* n rows.  Those that lie one after the other are one: a line between two of them is asked for once. */
 INLINE ahead ahead_of(kvc_ahead next, int n, int steps) {
-    if (next.rows && (uintptr_t)next.rows[n - 1] - (uintptr_t)next.rows[0] == (size_t)(n - 1) * (size_t)next.bytes)
-        next.bytes *= n, n = 1;
-    const int lines = next.rows ? n * ((next.bytes + LINE - 1) / LINE) : 0;
-    return (ahead){next.rows, NULL, NULL, next.bytes, next.level, lines, steps, 0};
+    if (!next.rows) n = 0;
+    if (n && (uintptr_t)next.rows[n - 1] - (uintptr_t)next.rows[0] == (size_t)(n - 1) * (size_t)next.bytes) {
+        next.bytes *= n;
+        n = 1;
+    }
+    return (ahead){next.rows, NULL, NULL, next.bytes, next.level, n * ((next.bytes + LINE - 1) / LINE), steps, 0};
 }
 
 /* At each step. */
@@ -222,7 +226,7 @@ INLINE void ask(ahead *a) {
             a->at = *a->row++;
             a->end = a->at + a->bytes;
         }
-        if (a->level == 1)
+        if (LANES == 16 && a->level == 1) /* the processors that want this have AVX-512 */
             __builtin_prefetch(a->at, 0, 3);
         else
             __builtin_prefetch(a->at, 0, 2);
@@ -304,28 +308,36 @@ typedef struct accumulate_args {
 
 /* ---- score ------------------------------------------------------------------------------------------------------ */
 
-/* Adds the products of elements [d, d + LANES) to sums[query][row]. */
-INLINE void score_step(int type, int num_q, int num_rows, vec *sums, const float *q, int q_stride,
+/* Vectors of a row that score reads one after the other, before it turns to the next row: the cache line that two of 16
+ * bits are, where there are registers for as much of all queries.  With fewer queries and more rows it is slower. */
+INLINE int stretch_of(int type, int num_q) {
+    return LANES * sizeof(uint16_t) * MAX_STRETCH == LINE && type != KVC_F32 && num_q == QUERIES ? MAX_STRETCH : 1;
+}
+
+/* Adds the products of elements [d, d + num_vecs * LANES) to sums[query][row]. */
+INLINE void score_step(int type, int num_q, int num_rows, int num_vecs, vec *sums, const float *q, int q_stride,
                        const void *const *rows, int d) {
     const int pitch = pitch_of(num_rows);
-    vec x[MAX_BREADTH], y[QUERIES];
-    if (num_rows < num_q) {
+    vec x[MAX_BREADTH], y[QUERIES][MAX_STRETCH];
+    if (num_rows < num_q) { /* and num_vecs is 1 */
         UNROLL
         for (int j = 0; j < num_rows; j++) x[j] = v_keep(load(type, rows[j], d, LANES));
         UNROLL
         for (int r = 0; r < num_q; r++) {
-            y[0] = v_keep(v_load(q + (ptrdiff_t)r * q_stride + d));
+            y[0][0] = v_keep(v_load(q + (ptrdiff_t)r * q_stride + d));
             UNROLL
-            for (int j = 0; j < num_rows; j++) sums[r * pitch + j] = v_fma(x[j], y[0], sums[r * pitch + j]);
+            for (int j = 0; j < num_rows; j++) sums[r * pitch + j] = v_fma(x[j], y[0][0], sums[r * pitch + j]);
         }
     } else {
         UNROLL
-        for (int r = 0; r < num_q; r++) y[r] = v_keep(v_load(q + (ptrdiff_t)r * q_stride + d));
+        for (int r = 0; r < num_q; r++) UNROLL
+        for (int i = 0; i < num_vecs; i++) y[r][i] = v_keep(v_load(q + (ptrdiff_t)r * q_stride + d + i * LANES));
         UNROLL
-        for (int j = 0; j < num_rows; j++) {
-            x[0] = v_keep(load(type, rows[j], d, LANES));
+        for (int j = 0; j < num_rows; j++) UNROLL
+        for (int i = 0; i < num_vecs; i++) {
+            x[0] = v_keep(load(type, rows[j], d + i * LANES, LANES));
             UNROLL
-            for (int r = 0; r < num_q; r++) sums[r * pitch + j] = v_fma(x[0], y[r], sums[r * pitch + j]);
+            for (int r = 0; r < num_q; r++) sums[r * pitch + j] = v_fma(x[0], y[r][i], sums[r * pitch + j]);
         }
     }
 }
@@ -347,10 +359,13 @@ INLINE void score_block(int type, int dots, int num_q, int num_rows, float *scor
 #if DOT_BF16
     if (dots) add_dots(num_q, num_rows, sums, q, q_stride, rows, dim, next);
 #endif
-    for (int d = 0; !dots && d + LANES <= dim; d += LANES) {
+    const int stretch = stretch_of(type, num_q) * LANES;
+    int d = dots ? dim : 0;
+    for (; d + stretch <= dim; d += stretch) {
         ask(next);
-        score_step(type, num_q, num_rows, sums, q, q_stride, rows, d);
+        score_step(type, num_q, num_rows, stretch / LANES, sums, q, q_stride, rows, d);
     }
+    if (stretch > LANES && d + LANES <= dim) score_step(type, num_q, num_rows, 1, sums, q, q_stride, rows, d);
     UNROLL
     for (int i = 0; i < num_q * pitch; i += LANES) v_store(sum + i, v_sums(sums + i));
     if (room >= pitch)
@@ -379,7 +394,7 @@ INLINE void score_queries(int type, int dots, int num_q, float *scores, const fl
         return;
     }
     const int num_rows = rows_of(num_q), num_blocks = (n + num_rows - 1) / num_rows;
-    ahead after = ahead_of(next, n, num_blocks * (dim / (dots ? 2 * LANES : LANES)));
+    ahead after = ahead_of(next, n, num_blocks * (dim / (LANES * (dots ? 2 : stretch_of(type, num_q)))));
     const void *few[MAX_BREADTH];
     if (n < num_rows) {
         for (int j = 0; j < num_rows; j++) few[j] = rows[smaller(j, n - 1)];
@@ -443,7 +458,7 @@ INLINE void accumulate_step(int type, int num_q, int num_vecs, vec *sums, const 
 /* num_vecs vectors of columns, from d on. */
 INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args *a, int d) {
     ahead next = a->next; /* which is in registers then */
-    vec sums[QUERIES * MAX_VECS];
+    vec sums[ACCUMULATORS];
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
     for (int i = 0; i < num_vecs; i++)
@@ -471,22 +486,33 @@ RARE void accumulate_tail(int type, int num_q, const accumulate_args *a, int d, 
     }
 }
 
-/* All columns for num_q <= QUERIES queries, in blocks of about the same width. */
+/* How many of num_vecs vectors of columns are added up next: MAX_VECS where there are registers for their sums, as rows
+ * are then read in the order in which they lie; else so many as make blocks of about the same width. */
+INLINE int width_of(int num_q, int num_vecs) {
+    const int most = ACCUMULATORS / num_q;
+    if (num_vecs >= MAX_VECS && most >= MAX_VECS) return MAX_VECS;
+    const int blocks = (num_vecs + smaller(most, FEW_VECS) - 1) / smaller(most, FEW_VECS);
+    return (num_vecs + blocks - 1) / blocks;
+}
+
+/* All columns for num_q <= QUERIES queries. */
 INLINE void accumulate_queries(int type, int num_q, accumulate_args *a, kvc_ahead next) {
     if (type >= KVC_FLOAT_TYPES) {
         accumulate_quantised(type, num_q, a, next);
         return;
     }
-    const int most = smaller(ACCUMULATORS / num_q, MAX_VECS), tail = tail_of(type, a->dim);
-    int num_vecs = a->dim / LANES, blocks = (num_vecs + most - 1) / most, d = 0;
+    const int most = ACCUMULATORS / num_q, num_vecs = a->dim / LANES, tail = tail_of(type, a->dim);
+    int blocks = 0, d = 0;
+    for (int i = 0; i < num_vecs; i += width_of(num_q, num_vecs - i)) blocks++;
     a->next = ahead_of(next, a->n, blocks * a->n);
-    for (int width; blocks > 0; blocks--, num_vecs -= width, d += width * LANES) {
-        width = (num_vecs + blocks - 1) / blocks;
+    for (int i = 0, width; i < num_vecs; i += width, d += width * LANES) {
+        width = width_of(num_q, num_vecs - i);
         switch (width) {
         case 1: accumulate_block(type, num_q, 1, a, d); break;
         case 2: accumulate_block(type, num_q, smaller(2, most), a, d); break;
         case 3: accumulate_block(type, num_q, smaller(3, most), a, d); break;
-        default: accumulate_block(type, num_q, most, a, d);
+        case 4: accumulate_block(type, num_q, smaller(4, most), a, d); break;
+        default: accumulate_block(type, num_q, most < MAX_VECS ? 1 : MAX_VECS, a, d);
         }
     }
     if (tail) accumulate_tail(type, num_q, a, d, tail);
