@@ -41,10 +41,11 @@ from entrants import (  # noqa: E402
     ours,
     own_pages,
     reading,
+    reading_rows,
     set_up,
 )
 from figures import quartiles, quiet_quotient, quotients  # noqa: E402
-from yardstick import TYPES, Driver, machine  # noqa: E402
+from yardstick import TYPES, Driver, Memory, machine  # noqa: E402
 
 from kvcache.turns import cache_size  # noqa: E402
 
@@ -352,14 +353,27 @@ def shared_prefix(report: Report, shape: Shape, count: int = 8, own: int = 64) -
 
 
 def lie_of_rows(report: Report, shape: Shape) -> None:
-    layers = shape.layers
     contiguous, blocks = filled(shape), filled(shape, block_size=64)
-    holes = Driver(layers, 8, 128, 2 * shape.context, shape.dtype, num_threads=shape.threads)
-    holes.append(2 * (shape.context - 1))
+    with closing(contiguous, blocks):
+        one, other = (ours(shape, driver) for driver in (blocks, contiguous))
+        pair(report, "blocks of 64", shape, one, other, wanted("blocks of 64"), "one block")
+
+
+def every_second_row(report: Report, shape: Shape) -> None:
+    """Beside what such rows cost to read when nothing is done with them: lines that are fetched beside others."""
+    name = "every second slot a hole"
+    contiguous, holes = filled(shape), filled(replace(shape, context=2 * shape.context), shape.layers)
     holes.drop_every_second()
-    with closing(contiguous, blocks, holes):
-        for driver, name in ((blocks, "blocks of 64"), (holes, "every second slot a hole")):
-            pair(report, name, shape, ours(shape, driver), ours(shape, contiguous), wanted(name), "one block")
+    memory = Memory(shape.nbytes * shape.layers, huge=True)
+    entrants = [
+        *(ours(shape, driver) for driver in (holes, contiguous)),
+        *(reading_rows(shape, memory, step) for step in (2, 1)),
+    ]
+    with closing(contiguous, holes):
+        us_s, other_s, apart_s, together_s = report.compete(entrants, shape.threads)
+    read = statistics.median(quotients(apart_s, together_s))
+    note = f"by one block: {1e6 * statistics.median(other_s):,.1f} µs; only read, on 1 thread: {read:.3g}"
+    report.line(name, shape, us_s, (us_s, other_s), wanted(name), note, of_reading=read)
 
 
 def window(report: Report, shape: Shape, sinks: int = 4) -> None:
@@ -419,7 +433,7 @@ def batches(report: Report) -> None:
     for threads in o.threads:
         for dtype in o.dtype if o.every_type else [t for t in ("f16", "q8_0") if t in o.dtype]:
             shape = Shape(context, dtype, threads)
-            for figure in (ragged, shared_prefix, lie_of_rows, window, lengths, append):
+            for figure in (ragged, shared_prefix, lie_of_rows, every_second_row, window, lengths, append):
                 figure(report, shape)
 
 

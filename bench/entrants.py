@@ -150,6 +150,22 @@ def reading(nbytes: int, threads: int, huge: bool) -> list[Entrant]:
     return [reader(kernel) for kernel in m.best_readers(memory, nbytes, threads, rounds)[:2]]
 
 
+def reading_rows(shape: Shape, memory: Memory, step: int) -> Entrant:
+    """Every `step`th of rows of K that lie one after the other, as many as a head of the shape has, on one thread."""
+    row_bytes = int(shape.head_dim * BYTES[shape.dtype])
+    piece = shape.context * row_bytes * step
+    pieces = memory.nbytes // piece
+    turn = 0
+
+    def run(count: int) -> list[float]:
+        nonlocal turn
+        turn += count
+        addresses = (memory.address + i % pieces * piece for i in range(turn - count, turn))
+        return [machine().read_rows(at, shape.context, row_bytes, row_bytes * step)[0] for at in addresses]
+
+    return Entrant(f"every {step}. row", run, pieces)
+
+
 def multiplying(threads: int) -> Entrant:
     """Seconds of one multiply-add of the machine, all its lanes and so many threads counted in."""
     m: Machine = machine()

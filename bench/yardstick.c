@@ -166,6 +166,27 @@ void ys_read(int reader, const void *p, size_t n, int threads, int reps, double 
     }
 }
 
+/* Reads n rows of row_bytes bytes, a multiple of 8, each `stride` bytes after the one before: one after the other, and
+ * asking for each AHEAD rows earlier (past the end does no harm), as attention does that goes from row to row. */
+void ys_read_rows(const void *p, size_t n, size_t row_bytes, size_t stride, int reps, double *seconds) {
+    enum { AHEAD = 64, LINE = 64 };
+    for (int r = 0; r < reps; r++) {
+        uint64_t sum = 0;
+        const double start = now();
+        for (size_t i = 0; i < n; i++) {
+            const char *row = (const char *)p + i * stride;
+            for (size_t at = 0; at < row_bytes; at += LINE) __builtin_prefetch(row + AHEAD * stride + at, 0, 2);
+            for (size_t at = 0; at < row_bytes; at += sizeof sum) {
+                uint64_t word;
+                memcpy(&word, row + at, sizeof word);
+                sum += word;
+            }
+        }
+        seconds[r] = now() - start;
+        kept += sum;
+    }
+}
+
 /* ---- multiplying and adding -------------------------------------------------------------------------------------- */
 
 enum { ROUNDS = 4096, SUMS = 12 }; /* more sums than latency times throughput of any processor so far */

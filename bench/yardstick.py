@@ -93,6 +93,7 @@ class Machine:
         self._copy = _function(library, "ys_copy", None, _P, _P, _SIZE, _I, _I, _P)
         self._reader = _function(library, "ys_reader", ctypes.c_char_p, _I)
         self._read = _function(library, "ys_read", None, _I, _P, _SIZE, _I, _I, _P)
+        self._read_rows = _function(library, "ys_read_rows", None, _P, _SIZE, _SIZE, _SIZE, _I, _P)
         self._multiply_add = _function(library, "ys_multiply_add", _D, _I, _I, _I, _P)
 
     def copy(self, dst: int, src: int, nbytes: int, threads: int, reps: int = 1) -> Seconds:
@@ -120,6 +121,12 @@ class Machine:
         """Time reading nbytes, rounded up to what the kernels take."""
         seconds = np.empty(reps)
         self._read(reader, src, self.read_size(nbytes, threads), threads, reps, seconds.ctypes.data)
+        return seconds
+
+    def read_rows(self, src: int, num_rows: int, row_bytes: int, stride: int, reps: int = 1) -> Seconds:
+        """Time reading rows that are `stride` bytes apart, on one thread."""
+        seconds = np.empty(reps)
+        self._read_rows(src, num_rows, row_bytes, stride, reps, seconds.ctypes.data)
         return seconds
 
     def best_readers(self, memory: Memory, nbytes: int, threads: int, rounds: int = 7) -> list[int]:
