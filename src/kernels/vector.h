@@ -624,12 +624,20 @@ INLINE void matmul_block(int num_rows, int num_vectors, float *c, int ldc, const
     for (int i = 0; i < num_rows; i++) UNROLL
     for (int j = 0; j < num_vectors; j++)
         sums[i * num_vectors + j] = add ? v_load(c + (ptrdiff_t)i * ldc + j * LANES) : v_zero();
+    /* Rows of a are found from every fourth.  GCC, where it sees how these lie, counts all from the first: more places
+     * than there are registers, and moves them there through the ports that the multiply-adds need. */
+    const float *four[3];
+    UNROLL
+    for (int i = 0; i < num_rows; i += 4) {
+        four[i / 4] = a + (ptrdiff_t)i * lda;
+        __asm__("" : "+r"(four[i / 4]));
+    }
     for (int p = 0; p < k; p++) {
         UNROLL
         for (int j = 0; j < num_vectors; j++) x[j] = v_load(b + (ptrdiff_t)p * ldb + j * LANES);
         UNROLL
         for (int i = 0; i < num_rows; i++) {
-            vec y = v_set(a[(ptrdiff_t)i * lda + p]);
+            vec y = v_set(four[i / 4][(ptrdiff_t)(i % 4) * lda + p]);
             UNROLL
             for (int j = 0; j < num_vectors; j++) sums[i * num_vectors + j] = v_fma(y, x[j], sums[i * num_vectors + j]);
         }
