@@ -121,8 +121,8 @@ typedef struct task {
     int32_t head, part; /* KV head */
     int32_t num_q;      /* query rows: row r is token r / heads_per_kv, head r % heads_per_kv of the group */
     float *lane;        /* scratch */
-    float *q, *scores, *acc, *max, *sum, *factor;
-    float *ready;    /* the query rows as score wants them, for keys that are off by ... */
+    float *scores, *acc, *max, *sum, *factor;
+    float *q;        /* the query rows as score wants them, for keys that are off by ... */
     int32_t turn;    /* ... this of the plan's deltas; 0: for those that are not; -1: not made yet */
     int32_t *tokens; /* of the batch */
 } task;
@@ -157,7 +157,7 @@ static void turn_queries(const task *t, int32_t turn) {
     const kvc_plan *plan = c->plan;
     const float *angles = c->angles + (size_t)(turn - 1) * (size_t)plan->angles_stride;
     for (int32_t r = 0; r < t->num_q; r++)
-        kvc_rope_turn(c->rope, angles, t->ready + (size_t)r * (size_t)plan->lane.q_stride);
+        kvc_rope_turn(c->rope, angles, t->q + (size_t)r * (size_t)plan->lane.q_stride);
 }
 
 /* The kernel that scores a tile for few query rows. */
@@ -175,14 +175,14 @@ static const kvc_tiler *value_tiler(const task *t) { return &t->call->kernels->t
 /* The query rows as that, or what scores it, wants them. */
 static const float *queries_for(task *t, const tile *tile) {
     const kvc_plan *plan = t->call->plan;
-    const int32_t turn = turn_of(t, tile), stride = plan->lane.q_stride;
-    if (turn == t->turn) return t->ready;
-    memcpy(t->ready, t->q, (size_t)t->num_q * (size_t)stride * sizeof *t->q);
+    const int32_t turn = turn_of(t, tile);
+    if (turn == t->turn) return t->q;
+    load_queries(t);
     if (turn) turn_queries(t, turn);
     kvc_prepare_fn *prepare = t->unit->tiled ? key_tiler(t)->prepare : scorer_of(t, tile)->prepare;
-    prepare(t->ready, stride, t->num_q, plan->k_dim, t->call->scale);
+    prepare(t->q, plan->lane.q_stride, t->num_q, plan->k_dim, t->call->scale);
     t->turn = turn;
-    return t->ready;
+    return t->q;
 }
 
 /* A query token and which positions it sees, where order alone decides. */
@@ -383,7 +383,7 @@ static void attend_rows(task *t, cursor rows, cursor after) {
     }
 }
 
-/* Asks for the first keys while the queries are made ready, where no task before did so. */
+/* Asks for the first keys while the task is made ready, where no task before did so. */
 static void prefetch_keys(const task *t) {
     const call *c = t->call;
     if (t->index >= c->plan->args.num_threads) return;
@@ -402,7 +402,6 @@ static task member_of(const task *t, int32_t m, int32_t first) {
     own.num_q = kvc_num_q(plan, own.unit);
     own.tokens += first / plan->heads_per_kv;
     own.q += (size_t)first * (size_t)plan->lane.q_stride;
-    own.ready += (size_t)first * (size_t)plan->lane.q_stride;
     own.scores += (size_t)first * KVC_TILE;
     own.acc += (size_t)first * (size_t)plan->lane.acc_stride;
     own.max += first;
@@ -415,7 +414,6 @@ static task member_of(const task *t, int32_t m, int32_t first) {
 static void attend_part(task *t) {
     const kvc_plan *plan = t->call->plan;
     prefetch_keys(t);
-    load_queries(t);
     memset(t->acc, 0, (size_t)t->num_q * (size_t)plan->lane.acc_stride * sizeof(float));
     for (int32_t r = 0; r < t->num_q; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
     if (t->job->shared) attend_rows(t, first_rows(plan, t->index), rows_after(t, 0));
@@ -547,7 +545,6 @@ static task make_task(const call *c, int64_t i, float *lane) {
               .max = lane + at->max,
               .sum = lane + at->sum,
               .factor = lane + at->factor,
-              .ready = lane + at->ready,
               .turn = -1,
               .tokens = (void *)(lane + at->tokens)};
     int32_t num_tokens = 0;

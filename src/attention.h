@@ -63,7 +63,7 @@ typedef struct kvc_counter {
 
 /* What one running task works in, in floats from the beginning of its lane. */
 typedef struct kvc_lane_layout {
-    uint64_t q, ready, scores, acc, max, sum, factor, tokens, keys, values, size;
+    uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, size;
     int32_t q_stride, acc_stride;
 } kvc_lane_layout;
 

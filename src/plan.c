@@ -367,7 +367,6 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     const uint64_t q = (uint64_t)(together > t->max_q ? together : t->max_q);
     lane->size = 0;
     lane->q = add_floats(&lane->size, q * (uint64_t)lane->q_stride);
-    lane->ready = add_floats(&lane->size, q * (uint64_t)lane->q_stride);
     lane->scores = add_floats(&lane->size, q * KVC_TILE);
     lane->acc = add_floats(&lane->size, q * (uint64_t)lane->acc_stride);
     lane->max = add_floats(&lane->size, q);
