@@ -373,7 +373,7 @@ def every_second_row(report: Report, shape: Shape) -> None:
         us_s, other_s, apart_s, together_s = report.compete(entrants, shape.threads)
     read = statistics.median(quotients(apart_s, together_s))
     note = f"by one block: {1e6 * statistics.median(other_s):,.1f} µs; only read, on 1 thread: {read:.3g}"
-    report.line(name, shape, us_s, (us_s, other_s), wanted(name), note, of_reading=read)
+    report.line(name, shape, us_s, (us_s, other_s), wanted(name), note, only_read=read)
 
 
 def window(report: Report, shape: Shape, sinks: int = 4) -> None:

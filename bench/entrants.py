@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -126,25 +127,26 @@ def _in_cache(small: Shape) -> Entrant:
 # ---- yardsticks
 
 
+def in_turn(name: str, memory: Memory, piece: int, read: Callable[[int], float]) -> Entrant:
+    """Times `read` at the address of one piece of the memory after the other, and round again."""
+    pieces = memory.nbytes // piece
+    numbers = itertools.cycle(range(pieces))
+
+    def run(count: int) -> list[float]:
+        return [read(memory.address + i * piece) for i in itertools.islice(numbers, count)]
+
+    return Entrant(name, run, pieces)
+
+
 def reading(nbytes: int, threads: int, huge: bool) -> list[Entrant]:
     """The two best of the kernels that read so many bytes, over memory of four times the last-level cache."""
     m = machine()
     piece = m.read_size(nbytes, threads)
     memory = Memory(piece * layers_of(nbytes), huge)
-    pieces = memory.nbytes // piece
 
     def reader(kernel: int) -> Entrant:
-        turn = 0
-
-        def run(count: int) -> list[float]:
-            nonlocal turn
-            seconds = []
-            for _ in range(count):
-                seconds.append(m.read(kernel, memory.address + turn % pieces * piece, nbytes, threads)[0])
-                turn += 1
-            return seconds
-
-        return Entrant(f"{m.readers()[kernel]}, {'huge' if huge else '4 KiB'} pages", run, pieces)
+        name = f"{m.readers()[kernel]}, {'huge' if huge else '4 KiB'} pages"
+        return in_turn(name, memory, piece, lambda address: m.read(kernel, address, nbytes, threads)[0])
 
     rounds = max(3, min(7, int(2e9 / piece / len(m.readers()))))
     return [reader(kernel) for kernel in m.best_readers(memory, nbytes, threads, rounds)[:2]]
@@ -153,17 +155,12 @@ def reading(nbytes: int, threads: int, huge: bool) -> list[Entrant]:
 def reading_rows(shape: Shape, memory: Memory, step: int) -> Entrant:
     """Every `step`th of rows of K that lie one after the other, as many as a head of the shape has, on one thread."""
     row_bytes = int(shape.head_dim * BYTES[shape.dtype])
-    piece = shape.context * row_bytes * step
-    pieces = memory.nbytes // piece
-    turn = 0
+    stride = row_bytes * step
 
-    def run(count: int) -> list[float]:
-        nonlocal turn
-        turn += count
-        addresses = (memory.address + i % pieces * piece for i in range(turn - count, turn))
-        return [machine().read_rows(at, shape.context, row_bytes, row_bytes * step)[0] for at in addresses]
+    def read(address: int) -> float:
+        return machine().read_rows(address, shape.context, row_bytes, stride)[0]
 
-    return Entrant(f"every {step}. row", run, pieces)
+    return in_turn(f"rows {stride} bytes apart", memory, shape.context * stride, read)
 
 
 def multiplying(threads: int) -> Entrant:

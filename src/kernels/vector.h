@@ -626,7 +626,7 @@ INLINE void matmul_block(int num_rows, int num_vectors, float *c, int ldc, const
         sums[i * num_vectors + j] = add ? v_load(c + (ptrdiff_t)i * ldc + j * LANES) : v_zero();
     /* Rows of a are found from every fourth.  GCC, where it sees how these lie, counts all from the first: more places
      * than there are registers, and moves them there through the ports that the multiply-adds need. */
-    const float *four[3];
+    const float *four[(MATMUL_ROWS + 3) / 4];
     UNROLL
     for (int i = 0; i < num_rows; i += 4) {
         four[i / 4] = a + (ptrdiff_t)i * lda;
