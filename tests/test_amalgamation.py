@@ -36,8 +36,16 @@ def test_it_is_the_same_every_time(folder, tmp_path):
 
 @pytest.mark.parametrize("flags", [[], ["-std=c11"], ["-fopenmp"]], ids=["bare", "c11", "openmp"])
 def test_it_compiles_without_a_warning(folder, flags):
-    """Without code, which takes a minute; .ci/full has that, and runs a program with it."""
+    """Without code, which takes long where it is optimised."""
     run(*compiler(), *flags, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", folder / "kvcache.c")
+
+
+def test_a_program_with_it_lacks_nothing(folder, tmp_path):
+    """Names that are put together by macros are not lost where parts are given names of their own."""
+    main, program = tmp_path / "main.c", tmp_path / "main"
+    main.write_text("#include <kvcache.h>\nint main(void) { return !kvc_isa()[0]; }\n")
+    run(*compiler(), "-O0", f"-I{folder}", main, folder / "kvcache.c", "-o", program, "-lm", "-lpthread")
+    run(program)
 
 
 def test_a_folder_is_asked_for():

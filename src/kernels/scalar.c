@@ -242,11 +242,12 @@ static float softmax_row(float *scores, int n, float *max, float *sum) {
     return factor;
 }
 
-static void softmax(float *scores, int num_q, int n, float *max, float *sum, float *factor) {
+static void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor) {
     for (int r = 0; r < num_q; r++) factor[r] = softmax_row(scores + r * KVC_TILE, n, &max[r], &sum[r]);
 }
 
-static void matmul(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k, int add) {
+static void matmul_rows(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
+                        int add) {
     for (int i = 0; i < m; i++) {
         for (int j = 0; j < n; j++) {
             float sum = add ? c[(ptrdiff_t)i * ldc + j] : 0;

@@ -91,12 +91,12 @@ TARGET void OF_FLOATS(scale)(float *q, int q_stride, int num_q, int dim, float s
 }
 
 TARGET void OF_FLOATS(softmax)(float *scores, int num_q, int n, float *max, float *sum, float *factor) {
-    softmax(scores, num_q, n, max, sum, factor);
+    softmax_rows(scores, num_q, n, max, sum, factor);
 }
 
 TARGET void OF_FLOATS(matmul)(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
                               int add) {
-    matmul(c, ldc, a, lda, b, ldb, m, n, k, add);
+    matmul_rows(c, ldc, a, lda, b, ldb, m, n, k, add);
 }
 #endif
 

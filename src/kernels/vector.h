@@ -567,7 +567,7 @@ INLINE void exp_negative(int count, vec *x) {
 }
 
 /* Rows' largest scores first, then their weights: what one row does waits for what it did before. */
-INLINE void softmax(float *scores, int num_q, int n, float *max, float *sum, float *factor) {
+INLINE void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor) {
     const int step = EXPS * LANES, padded = (n + step - 1) / step * step;
     for (int r = 0; r < num_q; r++) {
         float *row = scores + r * KVC_TILE;
@@ -665,7 +665,8 @@ INLINE void matmul_columns(int num_vectors, float *c, int ldc, const float *a, i
     MATMUL_ROWS_OF(1);
 }
 
-INLINE void matmul(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k, int add) {
+INLINE void matmul_rows(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
+                        int add) {
     const int step = MATMUL_VECTORS * LANES;
     int j = 0;
     for (; n - j > step - KVC_LANES; j += step)
