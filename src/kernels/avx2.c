@@ -209,9 +209,9 @@ INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
         high = _mm_unpackhi_epi8(a, b);
     } else {
         __m128i both = _mm_unpacklo_epi8(_mm_loadl_epi64(p), _mm_loadl_epi64(q));
-        __m128i mask = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
-        low = _mm_sub_epi8(_mm_and_si128(both, mask), eight);
-        high = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(both, 4), mask), eight);
+        __m128i mask = _mm_set1_epi8((char)0xf0), sign = _mm_set1_epi8((char)0x80);
+        low = _mm_xor_si128(_mm_and_si128(_mm_slli_epi16(both, 4), mask), sign);
+        high = _mm_xor_si128(_mm_and_si128(both, mask), sign);
     }
     x[0] = _mm256_cvtepi8_epi16(low);
     x[1] = _mm256_cvtepi8_epi16(high);

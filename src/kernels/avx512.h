@@ -209,9 +209,9 @@ INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
     } else {
         __m128i a = _mm_loadu_si128(p), b = _mm_loadu_si128(q);
         __m256i both = _mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b));
-        __m256i mask = _mm256_set1_epi8(15), eight = _mm256_set1_epi8(8);
-        low = _mm256_sub_epi8(_mm256_and_si256(both, mask), eight);
-        high = _mm256_sub_epi8(_mm256_and_si256(_mm256_srli_epi16(both, 4), mask), eight);
+        __m256i mask = _mm256_set1_epi8((char)0xf0), sign = _mm256_set1_epi8((char)0x80);
+        low = _mm256_xor_si256(_mm256_and_si256(_mm256_slli_epi16(both, 4), mask), sign);
+        high = _mm256_xor_si256(_mm256_and_si256(both, mask), sign);
     }
     x[0] = _mm512_cvtepi8_epi16(low);
     x[1] = _mm512_cvtepi8_epi16(high);

@@ -222,8 +222,8 @@ INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
     int8x8_t low, a = vcreate_s8(one), b = vcreate_s8(two), high = vzip2_s8(a, b);
     low = vzip1_s8(a, b);
     if (type != KVC_Q8_0) {
-        high = vsub_s8(vreinterpret_s8_u8(vshr_n_u8(vreinterpret_u8_s8(low), 4)), vdup_n_s8(8));
-        low = vsub_s8(vand_s8(low, vdup_n_s8(15)), vdup_n_s8(8));
+        high = veor_s8(vand_s8(low, vdup_n_s8((int8_t)0xf0)), vdup_n_s8((int8_t)0x80));
+        low = veor_s8(vshl_n_s8(low, 4), vdup_n_s8((int8_t)0x80));
     }
     x[0] = vreinterpretq_s32_s16(vmovl_s8(low));
     x[1] = vreinterpretq_s32_s16(vmovl_s8(high));

@@ -175,49 +175,45 @@ typedef struct block_weights {
     float scale[BLOCKS][QUERIES];
 } block_weights;
 
-/* The scales of a block of all rows, divided by the largest, which is returned; NaN if any is NaN or infinite. */
-INLINE float divide_scales(float divided[KVC_TILE], const void *const *rows, int n, size_t at) {
-    vec max = v_zero(), nothing = v_zero();
+/* Of a block of all rows.  Returns 0; NaN if any is NaN or infinite. */
+INLINE float load_scales(float scales[KVC_TILE], const void *const *rows, int n, size_t at) {
+    vec nothing = v_zero();
     for (int j = 0; j < n; j += LANES) {
         const vec scale = v_load_scales(rows + j, at);
-        max = v_max(v_abs(scale), max);
         nothing = v_fma(scale, v_zero(), nothing);
-        v_store(divided + j, scale);
+        v_store(scales + j, scale);
     }
-    const float largest = v_max_lane(max) + v_sum_lanes(nothing);
-    const vec inverse = v_set(reciprocal(largest));
-    for (int j = 0; j < n; j += LANES) v_store(divided + j, v_mul(v_load(divided + j), inverse));
-    return largest;
+    return v_sum_lanes(nothing);
 }
 
-INLINE float largest_weight(const float *weights, int n) {
+/* Weights times scales, as integers of which the largest is MOST; returns what that stands for.  The largest product
+ * sets the step: with the largest weight and the largest scale, a row of large elements and little weight would cost
+ * all others their digits. */
+INLINE float round_products(int16_t *products, const float *weights, const float *scales, int n) {
     vec max = v_zero();
-    for (int j = 0; j < n; j += LANES) max = v_max(v_abs(v_load(weights + j)), max);
-    return v_max_lane(max);
+    for (int j = 0; j < n; j += LANES) max = v_max(v_abs(v_mul(v_load(weights + j), v_load(scales + j))), max);
+    const float largest = v_max_lane(max);
+    const vec inverse = v_set(largest > 1e-33f ? MOST / largest : 0); /* less is nothing beside the rest */
+    for (int j = 0; j < n; j += 2 * LANES) {
+        const vec x = v_mul(v_load(weights + j), v_load(scales + j));
+        const vec y = v_mul(v_load(weights + j + LANES), v_load(scales + j + LANES));
+        i_store_16(products + j, v_mul(x, inverse), v_mul(y, inverse));
+    }
+    return largest;
 }
 
 /* The weights for num_blocks blocks from element d on.  For all first: each takes a chain of few but slow instructions.
  */
 TARGET static void round_weights(int type, int num_q, block_weights *w, const accumulate_args *a, int n, int d,
                                  int num_blocks) {
-    float divided[BLOCKS][KVC_TILE], scaled[QUERIES][KVC_TILE], largest[QUERIES];
-    for (int r = 0; r < num_q; r++) {
-        const float *weights = a->weights + r * KVC_TILE;
-        largest[r] = largest_weight(weights, n);
-        const vec inverse = v_set(largest[r] > 1e-30f ? MOST / largest[r] : 0); /* less is nothing beside the rest */
-        for (int j = 0; j < n; j += LANES) v_store(&scaled[r][j], v_mul(v_load(weights + j), inverse));
-    }
+    float scales[KVC_TILE];
     for (int b = 0; b < num_blocks; b++) {
-        const float scale = divide_scales(divided[b], a->rows, n, bytes_of(type, d + b * KVC_QUANT_ELEMENTS)) / MOST;
-        for (int r = 0; r < num_q; r++) w->scale[b][r] = largest[r] * scale;
-    }
-    for (int b = 0; b < num_blocks; b++)
-        for (int j = 0; j < n; j += 2 * LANES) {
-            const vec x = v_load(&divided[b][j]), y = v_load(&divided[b][j + LANES]);
-            for (int r = 0; r < num_q; r++)
-                i_store_16(&w->weights[b][r][j], v_mul(v_load(&scaled[r][j]), x),
-                           v_mul(v_load(&scaled[r][j + LANES]), y));
+        const float nothing = load_scales(scales, a->rows, n, bytes_of(type, d + b * KVC_QUANT_ELEMENTS));
+        for (int r = 0; r < num_q; r++) {
+            const float largest = round_products(w->weights[b][r], a->weights + r * KVC_TILE, scales, n);
+            w->scale[b][r] = largest / (float)(type == KVC_Q8_0 ? MOST : 16 * MOST) + nothing; /* i_load_pairs */
         }
+    }
 }
 
 /* Adds up two vectors of columns over all rows, from column c of the block with element d on, and adds the sums, times

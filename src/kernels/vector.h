@@ -47,7 +47,8 @@
  *   v_load_scales(rows, at)    the f16 `at` bytes into each of LANES rows; two bytes after it may be read as well
  *   i_load_pairs(type, x, p, q)       elements of the same columns of two rows, from p and q on, in pairs of int16:
  *                              of q8_0, 2 * LANES columns in x[0 .. 2); of q4_0 LANES bytes, their low halves in x[0],
- *                              their high ones in x[1].  q8_0 columns may be in any order ...
+ *                              their high ones in x[1], and 16 times as large: as they lie in a byte, they need but
+ *                              another sign.  q8_0 columns may be in any order ...
  *   i_order(type, x)           ... which this undoes, of their sums
  *
  * Where DOT_BF16 is 1:
