@@ -517,7 +517,8 @@ typedef struct kvc_plan_args {
     int32_t first;      /* query tokens [first, first + num_tokens) of the batch */
     int32_t num_tokens; /* 0: all from first on */
     int32_t num_heads;  /* query heads: a multiple of num_kv_heads */
-    int32_t num_threads; /* tasks that may run at the same time; a further one waits.  0: the cache's threads */
+    int32_t num_threads; /* tasks that may run at the same time, at most 4096; a further one waits.  0: the cache's
+                            threads */
     const uint8_t *non_causal; /* [num_tokens] not 0: the token sees later positions of its sequence too; NULL: none
                                   does.  Of the batch, with parents, it sees no more than them.  Copied */
 } kvc_plan_args;
@@ -526,10 +527,11 @@ typedef struct kvc_plan_args {
  * plan's range, with all threads of the cache.  A token sees the stored rows of its sequence and the batch's own, at
  * positions up to its own, that the policy shows; those of the batch must have been put in this layer.  Where nothing
  * is visible, out is 0 and lse -inf; a sequence without rows in a cross-attention layer is KVC_ERR_INVALID.  Sums are
- * kept in f32.  The bits of the result depend on nothing but the sequence itself: not on threads, on where rows lie, or
- * on who else is in the batch.  plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX, KVC_ERR_NOMEM and, as in
- * kvc_put, KVC_ERR_FULL, after which nothing was put (in a cross-attention layer, after KVC_ERR_NOMEM, it may have
- * been); KVC_ERR_CANCELLED, after which out and lse hold anything. */
+ * kept in f32.  The bits of a token's result depend on nothing but the rows it sees and which tokens of its sequence are
+ * in the call: not on threads, on where rows lie, or on who else is in the batch.  (A value that is infinite or NaN may
+ * make NaN for tokens of the call that do not see it, too.)  plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX,
+ * KVC_ERR_NOMEM and, as in kvc_put, KVC_ERR_FULL, after which nothing was put (in a cross-attention layer, after
+ * KVC_ERR_NOMEM, it may have been); KVC_ERR_CANCELLED, after which out and lse hold anything. */
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
 
 /* The same for runners with threads of their own.  A plan cuts the work into tasks and takes all memory that they

@@ -1434,8 +1434,9 @@ class Batch:
 
         Notes
         -----
-        Sums are kept in f32. The bits of the result depend on nothing but the sequence itself: not on threads, on where
-        rows lie, or on who else is in the batch.
+        Sums are kept in f32. The bits of a token's result depend on nothing but the rows it sees and which tokens of its
+        sequence are in the call: not on threads, on where rows lie, or on who else is in the batch. (A value that is
+        infinite or NaN may make NaN for tokens of the call that do not see it, too.)
 
         References
         ----------

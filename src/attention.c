@@ -206,6 +206,12 @@ static int sees_all(const call *c, const tile *t, const sight *s) {
            (!has_branches(c, t) && t->max_position <= s->last && t->min_position >= s->low);
 }
 
+static int sees_none(const call *c, const tile *t, int32_t token) {
+    const sight s = sight_of(c, token);
+    return c->policy->kind != KVC_CROSS && !has_branches(c, t) &&
+           (t->min_position > s.last || (t->max_position < s.low && t->min_position >= s.sinks));
+}
+
 /* The scores of what is not seen become -inf. */
 static void hide(const call *c, tile *t, float *scores, const sight *s) {
     const kvc_batch *batch = c->plan->batch;
@@ -290,18 +296,45 @@ static void multiply(const task *t, const product *p, const void *const *next, i
     }
 }
 
+/* A view of num_q query rows of a task, from row `first` on. */
+static task view_of(const task *t, int32_t first, int32_t num_q) {
+    const kvc_plan *plan = t->call->plan;
+    task view = *t;
+    view.num_q = num_q;
+    view.tokens += first / plan->heads_per_kv;
+    view.q += (size_t)first * (size_t)plan->lane.q_stride;
+    view.scores += (size_t)first * KVC_TILE;
+    view.acc += (size_t)first * (size_t)plan->lane.acc_stride;
+    view.max += first;
+    view.sum += first;
+    view.factor += first;
+    return view;
+}
+
+/* The query rows from the first to the last that see anything of a tile: of the tile at the end of a prompt, or of a
+ * window, that may be few. */
+static task seeing(const task *t, const tile *tile) {
+    const int32_t group = t->call->plan->heads_per_kv;
+    int32_t first = 0, end = t->num_q / group;
+    while (first < end && sees_none(t->call, tile, t->tokens[first])) first++;
+    while (first < end && sees_none(t->call, tile, t->tokens[end - 1])) end--;
+    return view_of(t, first * group, (end - first) * group);
+}
+
 /* Many query rows: the tile is decoded once, and multiplied.  k: as above. */
-static void multiply_tile(task *t, tile *now, tile *next, const void *k[KVC_TILE], cursor *rest) {
-    const call *c = t->call;
+static void multiply_tile(task *all, tile *now, tile *next, const void *k[KVC_TILE], cursor *rest) {
+    const call *c = all->call;
     const kvc_plan *plan = c->plan;
     const kvc_lane_layout *lane = &plan->lane;
+    queries_for(all, now);
+    const task seen = seeing(all, now), *t = &seen;
     const kvc_tiler *keys = key_tiler(t), *values = value_tiler(t);
     const void *v[KVC_TILE];
     const product scores = {.matmul = keys->score,
                             .rows = keys->rows,
                             .to = t->scores,
                             .to_stride = KVC_TILE,
-                            .from = queries_for(t, now),
+                            .from = t->q,
                             .from_stride = lane->q_stride,
                             .by = t->lane + lane->keys,
                             .by_stride = KVC_TILE,
@@ -354,9 +387,9 @@ static int64_t own_rows(const kvc_plan *plan, const kvc_job *job, int32_t m) {
 /* The first rows of task i. */
 static cursor first_rows(const kvc_plan *plan, int64_t i) {
     if (i >= kvc_plan_num_tasks(plan)) return (cursor){.rest = 0};
-    const kvc_job *job = &plan->jobs[i % plan->num_jobs];
+    const kvc_job *job = kvc_job_of(plan, i);
     const int64_t rows = job->shared ? job->shared : own_rows(plan, job, 0);
-    return cursor_at(plan, unit_of(plan, job, 0), job->part, (int32_t)(i / plan->num_jobs), 0, rows);
+    return cursor_at(plan, unit_of(plan, job, 0), job->part, kvc_head_of(plan, i), 0, rows);
 }
 
 /* What comes after the rows that all members of a task share, and those of its members before m: at its end, the task
@@ -397,16 +430,9 @@ static void prefetch_keys(const task *t) {
 /* Member m's share of a task; its rows begin at `first`. */
 static task member_of(const task *t, int32_t m, int32_t first) {
     const kvc_plan *plan = t->call->plan;
-    task own = *t;
-    own.unit = unit_of(plan, t->job, m);
-    own.num_q = kvc_num_q(plan, own.unit);
-    own.tokens += first / plan->heads_per_kv;
-    own.q += (size_t)first * (size_t)plan->lane.q_stride;
-    own.scores += (size_t)first * KVC_TILE;
-    own.acc += (size_t)first * (size_t)plan->lane.acc_stride;
-    own.max += first;
-    own.sum += first;
-    own.factor += first;
+    const kvc_unit *unit = unit_of(plan, t->job, m);
+    task own = view_of(t, first, kvc_num_q(plan, unit));
+    own.unit = unit;
     return own;
 }
 
@@ -531,12 +557,12 @@ static int32_t take_lane(kvc_plan *plan) {
 static task make_task(const call *c, int64_t i, float *lane) {
     const kvc_plan *plan = c->plan;
     const kvc_lane_layout *at = &plan->lane;
-    const kvc_job *job = &plan->jobs[i % plan->num_jobs];
+    const kvc_job *job = kvc_job_of(plan, i);
     task t = {.call = c,
               .job = job,
               .unit = unit_of(plan, job, 0),
               .index = i,
-              .head = (int32_t)(i / plan->num_jobs),
+              .head = kvc_head_of(plan, i),
               .part = job->part,
               .lane = lane,
               .q = lane + at->q,
@@ -663,7 +689,7 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t
 
 /* For the units of one task. */
 static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task) {
-    const kvc_job *job = &plan->jobs[task % plan->num_jobs];
+    const kvc_job *job = kvc_job_of(plan, task);
     kvc_status status = KVC_OK;
     for (int32_t m = 0; status == KVC_OK && m < job->num_members; m++)
         status = check_seen(plan, unit_of(plan, job, m), layer, NULL);

@@ -12,6 +12,15 @@
 
 #include "cache.h"
 
+/* The sizes that plan.c's rules speak of. */
+enum {
+    KVC_STREAM_ROWS = 32,   /* most query rows of a unit that is streamed */
+    KVC_TASK_QUERIES = 128, /* most that are not cut into several units, and most of a streamed task */
+    KVC_TILE_QUERIES = 256, /* most of a tiled task where a token has not more */
+    KVC_PART_ROWS = 512,    /* least rows of a part, but for the last one */
+    KVC_TILED_TASKS = 256   /* about so many a tiled sequence is cut into */
+};
+
 /* Rows of one run that some query of the unit may see. */
 typedef struct kvc_piece {
     const uint8_t *rows; /* of the block */
@@ -31,6 +40,7 @@ typedef struct kvc_unit {
     int32_t sinks, low, end;   /* some query of it sees positions in [0, sinks) and [low, end), none sees others, */
     int32_t batch_end;         /* but up to here among the batch's own tokens */
     int32_t tiled;             /* many query rows: tiles are decoded and multiplied; few: streamed */
+    int32_t is_whole;          /* all query tokens of its sequence */
     int32_t num_parts;
     int64_t num_rows, part_rows; /* in reach; of a part, the last may have less */
     int64_t first_piece, first_start, first_counter;
@@ -47,10 +57,10 @@ typedef struct kvc_job {
     int64_t work;   /* rows times query rows */
 } kvc_job;
 
-/* A part of a streamed unit, while it is looked for others with the same rows. */
+/* A part of a unit, while it is looked for others with the same rows. */
 typedef struct kvc_candidate {
     const kvc_piece *piece; /* where it begins */
-    int32_t offset, unit;
+    int32_t offset, unit, tiled;
     int64_t rows;
     int64_t shared; /* with the candidate before it, in whole tiles from the beginning */
 } kvc_candidate;
@@ -77,7 +87,8 @@ struct kvc_plan {
     int32_t num_kv_heads, k_dim, v_dim; /* of the layers it serves */
     int32_t heads_per_kv;
     int32_t num_units, num_lanes;
-    int64_t num_jobs;                  /* task i is KV head i / num_jobs of job i % num_jobs */
+    int64_t num_jobs;                  /* each is as many tasks as there are KV heads: */
+    int32_t by_head;                   /* those of a KV head follow each other; else those of a job */
     double work;                       /* multiply-adds */
     int32_t num_cross_puts;            /* of the batch, when the plan was made */
     int32_t num_deltas, angles_stride; /* in floats */
@@ -111,6 +122,14 @@ static inline int kvc_plan_sees_all(const kvc_plan *plan, int32_t token) {
 
 /* Not so once the rows of a cross-attention layer that it goes over were replaced. */
 int kvc_plan_is_current(const kvc_plan *plan);
+
+/* What task i is. */
+static inline const kvc_job *kvc_job_of(const kvc_plan *plan, int64_t i) {
+    return &plan->jobs[plan->by_head ? i % plan->num_jobs : i / plan->num_kv_heads];
+}
+static inline int32_t kvc_head_of(const kvc_plan *plan, int64_t i) {
+    return (int32_t)(plan->by_head ? i / plan->num_jobs : i % plan->num_kv_heads);
+}
 
 /* Query rows of a unit, for each KV head. */
 static inline int32_t kvc_num_q(const kvc_plan *plan, const kvc_unit *unit) {

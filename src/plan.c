@@ -2,31 +2,36 @@
  *
  * The rule for units and parts.  It looks at a sequence's own lengths only, never at threads, blocks or the rest of the
  * batch, so that the same sequence is always added up in the same order:
- *   - up to STREAM_ROWS query rows per KV head are one unit, streamed: every stored row is read once for all of them.
- *     The rows it can see are cut every PART_ROWS, however many they are: sequences that begin alike are cut alike;
- *   - more are cut into units of about TILE_QUERIES query rows, tiled.  The rows one can see are cut into parts of at
- *     least TILED_PART_ROWS, and so many that a sequence has about TILED_TASKS tasks: enough for 64 threads to come out
- *     even, few enough that merging costs nothing, as the results of such parts are large.
+ *   - up to KVC_STREAM_ROWS query rows per KV head are one unit, streamed: every stored row is read once for all of
+ *     them.  The rows it can see are cut every KVC_PART_ROWS, however many they are: sequences that begin alike are cut
+ *     alike;
+ *   - more are tiled.  Up to KVC_TASK_QUERIES are one unit; more are cut into units of about KVC_TILE_QUERIES, or of
+ *     half or a quarter as many where otherwise there were less than half of KVC_TILED_TASKS tasks.  The rows one can
+ *     see are cut every KVC_PART_ROWS, or every 3/2, 2, 3, 4, 6 ... times as many, so that the sequence has at most
+ *     KVC_TILED_TASKS tasks: enough for 64 threads to come out even, few enough that merging costs nothing, as the
+ *     results of such parts are large.
  *
  * The rule for tasks.  Who works off what, and when, changes no bit, so it may look at everything:
- *   - streamed units whose parts begin with the same rows, as those of forks do, are one task, which reads these rows
- *     once and then goes on with the rest of each.  It has at most TASK_QUERIES query rows, and at most one of SHARES
- *     shares of what a thread has to do if it is done by as many as were announced;
- *   - KV head by KV head, the largest tasks come first, so that little is left to do when the last one is begun.
+ *   - units of a whole sequence whose parts begin with the same rows, as those of forks do, are one task, which reads
+ *     these rows once and then goes on with the rest of each.  It has at most KVC_TASK_QUERIES query rows if it is
+ *     streamed, KVC_TILE_QUERIES if it is tiled, and at most one of SHARES shares of what a thread has to do if it is
+ *     done by as many as were announced;
+ *   - the largest tasks come first, so that little is left to do when the last one is begun: of each KV head, which
+ *     has its rows come from a cache, or of all, where that leaves each thread less than SHARES jobs.
  */
 #include <stdlib.h>
 #include <string.h>
 
 #include "attention.h"
 
-enum { STREAM_ROWS = 32, PART_ROWS = 512, TASK_QUERIES = 128, SHARES = 4 };
-enum { TILE_QUERIES = 256, TILED_PART_ROWS = 1024, TILED_TASKS = 256 };
+enum { SHARES = 4 };
 
 /* ---- units ------------------------------------------------------------------------------------------------------- */
 
 /* Sizes of the plan's arrays, added up before they are there. */
 typedef struct totals {
-    int64_t units, pieces, parts, counters, streamed, streamed_q;
+    int64_t units, pieces, parts, counters;
+    int64_t whole, whole_q; /* units of a whole sequence, and their query rows */
     uint64_t partials;
     int32_t max_q, tiled;
     double work;
@@ -130,18 +135,15 @@ static void find_pieces(const kvc_plan *plan, kvc_unit *unit, int64_t *num) {
     unit->end_piece = *num;
 }
 
-static int64_t tiled_part_rows(const kvc_plan *plan, int32_t num_units, int64_t num_rows) {
-    const int64_t most = (num_rows + TILED_PART_ROWS - 1) / TILED_PART_ROWS;
-    int64_t parts = TILED_TASKS / ((int64_t)plan->num_kv_heads * num_units);
-    if (parts > most) parts = most;
-    if (parts < 1) parts = 1;
-    const int64_t rows = (num_rows + parts - 1) / parts;
-    return rows ? (rows + KVC_TILE - 1) / KVC_TILE * KVC_TILE : KVC_TILE;
-}
+static int64_t num_parts(int64_t num_rows, int64_t part_rows) { return (num_rows + part_rows - 1) / part_rows; }
 
+/* num_units: of its sequence. */
 static void cut_rows(const kvc_plan *plan, int32_t num_units, kvc_unit *unit) {
-    unit->part_rows = unit->tiled ? tiled_part_rows(plan, num_units, unit->num_rows) : PART_ROWS;
-    unit->num_parts = (int32_t)((unit->num_rows + unit->part_rows - 1) / unit->part_rows);
+    const int64_t most = KVC_TILED_TASKS / ((int64_t)plan->num_kv_heads * num_units);
+    unit->part_rows = KVC_PART_ROWS;
+    while (unit->tiled && unit->part_rows < unit->num_rows && num_parts(unit->num_rows, unit->part_rows) > most)
+        unit->part_rows += unit->part_rows / (unit->part_rows % 3 ? 2 : 3); /* 1, 3/2, 2, 3, 4, 6, 8 ... */
+    unit->num_parts = (int32_t)num_parts(unit->num_rows, unit->part_rows);
     if (!unit->num_parts) unit->num_parts = 1; /* nothing to see: somebody must write the zeros */
 }
 
@@ -177,24 +179,36 @@ static void add_unit(kvc_plan *plan, kvc_unit *unit, int32_t num_units, totals *
     t->units++;
     t->parts += unit->num_parts;
     t->counters += plan->num_kv_heads;
-    t->streamed += !unit->tiled;
-    t->streamed_q += unit->tiled ? 0 : num_q;
+    t->whole += unit->is_whole;
+    t->whole_q += unit->is_whole ? num_q : 0;
     if (unit->num_parts > 1) t->partials += (uint64_t)tasks * kvc_partial_size(num_q, plan->lane.acc_stride);
     if (num_q > t->max_q) t->max_q = num_q;
     t->tiled |= unit->tiled;
     t->work += (double)unit->num_rows * num_q * plan->num_kv_heads * (plan->k_dim + plan->v_dim);
 }
 
+/* Query tokens of a unit, of a sequence that has num_tokens of them and not more rows than num_rows. */
+static int32_t unit_tokens(const kvc_plan *plan, int32_t num_tokens, int64_t num_rows) {
+    const int64_t num_q = (int64_t)num_tokens * plan->heads_per_kv;
+    if (num_q <= KVC_TASK_QUERIES) return num_tokens;
+    const int64_t tasks = num_parts(num_rows, KVC_PART_ROWS) * plan->num_kv_heads; /* of each unit, at most */
+    int32_t q = KVC_TILE_QUERIES;
+    while (q > KVC_TILE_QUERIES / 4 && num_parts(num_q, q) * tasks < KVC_TILED_TASKS / 2) q /= 2;
+    return q > plan->heads_per_kv ? q / plan->heads_per_kv : 1;
+}
+
 /* The units of the query tokens order[first .. end) of one sequence. */
 static void cut_queries(kvc_plan *plan, int32_t sequence, int32_t first, int32_t end, totals *t) {
-    const int64_t num_q = (int64_t)(end - first) * plan->heads_per_kv;
-    const int32_t tiled = num_q > STREAM_ROWS;
-    int32_t tokens = tiled ? TILE_QUERIES / plan->heads_per_kv : end - first;
-    if (tokens < 1) tokens = 1;
-    const int32_t num_units = (end - first + tokens - 1) / tokens;
+    const int32_t last = plan->batch->positions[plan->batch->order[end - 1]];
+    const int32_t tokens = unit_tokens(plan, end - first, (int64_t)last + 1);
+    const int32_t tiled = (int64_t)(end - first) * plan->heads_per_kv > KVC_STREAM_ROWS;
+    const int32_t num_units = (int32_t)num_parts(end - first, tokens);
     for (int32_t at = first; at < end; at += tokens) {
-        kvc_unit unit = {
-            .sequence = sequence, .first = at, .num_tokens = end - at < tokens ? end - at : tokens, .tiled = tiled};
+        kvc_unit unit = {.sequence = sequence,
+                         .first = at,
+                         .num_tokens = end - at < tokens ? end - at : tokens,
+                         .tiled = tiled,
+                         .is_whole = num_units == 1};
         add_unit(plan, &unit, num_units, t);
     }
 }
@@ -220,6 +234,8 @@ static totals cut_batch(kvc_plan *plan) {
  * tiles.  A tile ends with its part, and where the next key is off by something else. */
 static int compare_parts(kvc_candidate a, kvc_candidate b, int64_t *shared) {
     int64_t row = 0, stretch = 0; /* rows compared; and where the last stretch of the same turn began */
+    *shared = 0;
+    if (a.tiled != b.tiled) return a.tiled - b.tiled;
     for (int32_t turn = -1; row < a.rows && row < b.rows;) {
         const kvc_piece *x = a.piece, *y = b.piece;
         const uint8_t *const rows[2] = {x->rows, y->rows};
@@ -278,6 +294,7 @@ static void add_jobs(kvc_plan *plan, int32_t unit, int32_t part) {
 /* How many candidates from this one on, of `num`, are best one job.  Another one joins if then less is read than if it
  * and the next begin a job of their own. */
 static int32_t group_of(const kvc_plan *plan, const kvc_candidate *c, int32_t num, int64_t most_work, int64_t *shared) {
+    const int64_t most_q = c->tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES;
     int32_t n = 1;
     int64_t q = kvc_num_q(plan, &plan->units[c->unit]), work = q * c->rows;
     *shared = c->rows;
@@ -285,7 +302,7 @@ static int32_t group_of(const kvc_plan *plan, const kvc_candidate *c, int32_t nu
         const int64_t own_q = kvc_num_q(plan, &plan->units[c[n].unit]);
         q += own_q;
         work += own_q * c[n].rows;
-        if (q > TASK_QUERIES || work > most_work) break;
+        if (q > most_q || work > most_work) break;
         const int64_t with = *shared < c[n].shared ? *shared : c[n].shared, next = n + 1 < num ? c[n + 1].shared : 0;
         const int64_t with_next = with < next ? with : next;
         const int64_t joined = with * n > with_next * (n + 1) ? with * n : with_next * (n + 1);
@@ -307,6 +324,7 @@ static int32_t add_shared_jobs(kvc_plan *plan, int32_t part, int32_t num, int64_
         c[i] = (kvc_candidate){.piece = plan->pieces + unit->first_piece + start->piece,
                                .offset = start->offset,
                                .unit = c[i].unit,
+                               .tiled = unit->tiled,
                                .rows = kvc_part_rows(unit, part)};
     }
     qsort(c, (size_t)num, sizeof *c, by_rows);
@@ -316,8 +334,9 @@ static int32_t add_shared_jobs(kvc_plan *plan, int32_t part, int32_t num, int64_
         add_job(plan, part, c + i, n, shared);
     }
     for (int32_t i = 0; i < num; i++) {
-        const int is_shared = c[i].shared == PART_ROWS || (i + 1 < num && c[i + 1].shared == PART_ROWS);
-        if (is_shared && part + 1 < plan->units[c[i].unit].num_parts)
+        const kvc_unit *unit = &plan->units[c[i].unit];
+        const int is_shared = c[i].shared == unit->part_rows || (i + 1 < num && c[i + 1].shared == unit->part_rows);
+        if (is_shared && part + 1 < unit->num_parts)
             c[kept++].unit = c[i].unit;
         else
             add_jobs(plan, c[i].unit, part + 1);
@@ -338,15 +357,16 @@ static void find_jobs(kvc_plan *plan, const totals *t) {
     plan->num_jobs = 0;
     for (int32_t u = 0; u < plan->num_units; u++) {
         work += plan->units[u].num_rows * kvc_num_q(plan, &plan->units[u]);
-        if (plan->units[u].tiled || t->streamed == 1)
-            add_jobs(plan, u, 0);
-        else
+        if (plan->units[u].is_whole && t->whole > 1)
             plan->candidates[num++].unit = u;
+        else
+            add_jobs(plan, u, 0);
     }
     if (plan->args.num_threads > 1) most_work = work * plan->num_kv_heads / (SHARES * (int64_t)plan->args.num_threads);
     for (int32_t part = 0; num; part++) num = add_shared_jobs(plan, part, num, most_work);
     for (int64_t i = 1; i < plan->num_jobs; i++) sorted &= plan->jobs[i - 1].work >= plan->jobs[i].work;
     if (!sorted) qsort(plan->jobs, (size_t)plan->num_jobs, sizeof *plan->jobs, by_work);
+    plan->by_head = plan->args.num_threads == 1 || plan->num_jobs >= SHARES * (int64_t)plan->args.num_threads;
 }
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
@@ -363,7 +383,8 @@ static uint64_t add_floats(uint64_t *size, uint64_t count) {
 
 static void lay_out_lane(kvc_plan *plan, const totals *t) {
     kvc_lane_layout *lane = &plan->lane;
-    const int64_t together = t->streamed_q < TASK_QUERIES ? t->streamed_q : TASK_QUERIES;
+    const int64_t most = t->tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES,
+                  together = t->whole_q < most ? t->whole_q : most;
     const uint64_t q = (uint64_t)(together > t->max_q ? together : t->max_q);
     lane->size = 0;
     lane->q = add_floats(&lane->size, q * (uint64_t)lane->q_stride);
@@ -385,7 +406,7 @@ static kvc_plan *settle(const kvc_plan *draft, const totals *t) {
     const uint64_t starts = kvc_add_array(&size, (uint64_t)t->parts * sizeof(kvc_start));
     const uint64_t jobs = kvc_add_array(&size, (uint64_t)t->parts * sizeof(kvc_job)); /* at most */
     const uint64_t members = kvc_add_array(&size, (uint64_t)t->parts * sizeof(int32_t));
-    const uint64_t candidates = kvc_add_array(&size, (uint64_t)t->streamed * sizeof(kvc_candidate));
+    const uint64_t candidates = kvc_add_array(&size, (uint64_t)t->whole * sizeof(kvc_candidate));
     const uint64_t counters = kvc_add_array(&size, (uint64_t)t->counters * sizeof(kvc_counter));
     const uint64_t flags = kvc_add_array(&size, (uint64_t)draft->num_lanes * sizeof(atomic_flag));
     const uint64_t deltas = kvc_add_array(&size, (uint64_t)draft->num_deltas * sizeof(int32_t));
@@ -559,9 +580,9 @@ kvc_status kvc_plan_check(const kvc_batch *batch, const kvc_plan_args *given, kv
     if (args->num_heads < 1 || args->num_heads % num_kv_heads || args->num_heads / num_kv_heads > 1 << 16)
         return kvc_fail(KVC_ERR_INVALID, "num_heads is %d: it must be a multiple of layer %d's num_kv_heads, %d",
                         args->num_heads, args->layer, num_kv_heads);
-    if (args->num_threads < 0)
-        return kvc_fail(KVC_ERR_INVALID, "num_threads is %d: it must be at least 1, or 0 for the cache's",
-                        args->num_threads);
+    if (args->num_threads < 0 || args->num_threads > KVC_MOST_THREADS)
+        return kvc_fail(KVC_ERR_INVALID, "num_threads is %d: it must be between 1 and %d, or 0 for the cache's",
+                        args->num_threads, KVC_MOST_THREADS);
     if (!args->num_threads) args->num_threads = kvc_cache_threads(batch->cache);
     return KVC_OK;
 }

@@ -787,6 +787,7 @@ static void test_bad_plans(const stage *st, const question *a)
     BAD(KVC_ERR_INVALID, "num_heads", "is 5:", args.num_heads = 5);
     BAD(KVC_ERR_INVALID, "num_heads", "is 2147483646:", args.num_heads = INT32_MAX - 1);
     BAD(KVC_ERR_INVALID, "num_threads", "is -1:", args.num_threads = -1);
+    BAD(KVC_ERR_INVALID, "num_threads", "is 4097:", args.num_threads = 4097);
 #undef BAD
     CHECK(!plan);
 }
