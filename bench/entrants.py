@@ -6,11 +6,14 @@ import contextlib
 import functools
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from yardstick import BYTES, HERE, Driver, Machine, Memory, Seconds, huge_bytes, machine
 
+import kvcache
 from kvcache import peers, turns
 from kvcache.peers import PeerKind, Peers
 from kvcache.turns import Entrant, cache_size
@@ -122,6 +125,56 @@ def _in_cache(small: Shape) -> Entrant:
         return [driver.attend(small.num_heads, 1, 20, num_tokens=small.num_tokens).min() / small.context]
 
     return Entrant("in cache, a token", run)
+
+
+# ---- calls that have next to nothing to do
+
+TINY = Shape(17, "f16", num_heads=1, num_kv_heads=1, head_dim=16)  # 1 token over 16
+TINY_LAYERS = 16
+
+
+def _tiny_cache(layers: int) -> tuple[kvcache.KVCache, np.ndarray]:
+    """With all stored but the token of the step, and a row that does for its queries, keys and values."""
+    row = np.ones((1, 1, TINY.head_dim), np.float32)
+    cache = kvcache.KVCache(layers, 1, TINY.head_dim, 64, dtype=TINY.dtype, num_threads=1)
+    with cache.batch(TINY.context - 1) as batch:
+        rows = np.repeat(row, TINY.context - 1, axis=0)
+        for layer in range(layers):
+            batch.put(layer, rows, rows)
+    return cache, row
+
+
+def tiny_attend() -> Entrant:
+    """An attend from Python that stores its token, in a step whose first layer has made the plan."""
+    cache, row = _tiny_cache(TINY_LAYERS)
+
+    def run(_: int) -> list[float]:
+        with cache.batch(1) as batch:
+            attend = batch.attend
+            attend(0, row, row, row)
+            start = time.perf_counter()
+            for layer in range(1, TINY_LAYERS):
+                attend(layer, row, row, row)
+            seconds = (time.perf_counter() - start) / (TINY_LAYERS - 1)
+        cache.truncate(TINY.context - 1)
+        return [seconds]
+
+    return Entrant("attend, Python", run)
+
+
+def tiny_step() -> Entrant:
+    """The same in a step of one layer, with all that belongs to a step: making the batch and the plan, and commit."""
+    cache, row = _tiny_cache(1)
+
+    def run(_: int) -> list[float]:
+        start = time.perf_counter()
+        with cache.batch(1) as batch:
+            batch.attend(0, row, row, row)
+        seconds = time.perf_counter() - start
+        cache.truncate(TINY.context - 1)
+        return [seconds]
+
+    return Entrant("step, Python", run)
 
 
 # ---- yardsticks

@@ -6,8 +6,19 @@ import bench_attention
 import entrants
 import numpy as np
 import pytest
-from entrants import Shape, core, in_cache, multiplying, own_pages, reading
-from yardstick import FLOATS, TYPES, Driver
+from entrants import (
+    TINY,
+    TINY_LAYERS,
+    Shape,
+    core,
+    in_cache,
+    multiplying,
+    own_pages,
+    reading,
+    tiny_attend,
+    tiny_step,
+)
+from yardstick import FLOATS, TYPES
 
 import kvcache
 
@@ -19,7 +30,7 @@ def test_the_whole_table(tmp_path, monkeypatch):
     small = [
         "--context=128,256",
         "--threads=1",
-        "--dtype=f16,q8_0",
+        "--dtype=f16,bf16,q8_0",
         "--prefill=64,128",
         "--seconds=0.01",
         "--no-peers",
@@ -29,6 +40,8 @@ def test_the_whole_table(tmp_path, monkeypatch):
     rows = bench_attention.main([*small, f"--json={tmp_path / 'rows.json'}"])
     assert {row["section"] for row in rows} == set(bench_attention.SECTIONS)
     assert all(row["quotient"] < 5e-4 for row in rows if row["section"] == "error")
+    quotients = {row["name"] for row in rows if row["wanted"] and "quotient" in row}
+    assert quotients >= {"bf16 by our f16", "prompt, window of 64, GQA 4", "attend, Python", "error, bf16 queries"}
     assert (tmp_path / "rows.json").stat().st_size > 0
 
 
@@ -95,30 +108,12 @@ def test_decode_from_cache(figures, in_turn, dtype, tokens):
 
 def test_tiny_attend_from_python(figures, in_turn):
     """1 token, 16 stored, 1 head x 16, put included; against the C calls."""
-    stored, layers = 16, 16
-    q = np.ones((1, 1, 16), np.float32)
-    cache = kvcache.KVCache(layers, 1, 16, 64, num_threads=1)
-    with cache.batch(stored) as batch:
-        for layer in range(layers):
-            batch.put(layer, np.repeat(q, stored, axis=0), np.repeat(q, stored, axis=0))
-    driver = Driver(layers, 1, 16, 64)
-    driver.append(stored)
-
-    def python():
-        with cache.batch(1) as batch:
-            attend = batch.attend
-            attend(0, q, q, q)  # which makes the plan
-            start = time.perf_counter()
-            for layer in range(1, layers):
-                attend(layer, q, q, q)
-            seconds = (time.perf_counter() - start) / (layers - 1)
-        cache.truncate(stored)
-        return seconds
-
-    def c():
-        return float(np.median(driver.attend(1, 1, 4)[1:]))
-
-    ours, theirs = in_turn(python, c, seconds=1)
-    driver.close()
-    figures.samples("attend of 1 token, 16 stored, with put, Python", [1e6 * s for s in ours], "µs")
-    figures.samples("attend of 1 token, 16 stored, C", [1e6 * s for s in theirs], "µs", note="without put")
+    us, step = tiny_attend(), tiny_step()
+    with core(TINY, layers=TINY_LAYERS) as bare:
+        python, whole, c = in_turn(
+            lambda: us.run(1)[0], lambda: step.run(1)[0], lambda: np.median(bare.run(TINY_LAYERS)), seconds=1
+        )
+    wanted = bench_attention.wanted("tiny attend")
+    figures.samples("attend of 1 token, 16 stored, with put, Python", [1e6 * s for s in python], "µs", wanted)
+    figures.samples("    with batch, plan and commit", [1e6 * s for s in whole], "µs")
+    figures.samples("attend of 1 token, 16 stored, C", [1e6 * s for s in c], "µs", note="without put")

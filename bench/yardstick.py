@@ -167,6 +167,12 @@ def huge_bytes() -> int:
 # ---- the bare core
 
 
+def widened(array: Floats) -> Floats:
+    """As f32, what the first half of an array's bytes holds as bf16."""
+    halves = array.reshape(-1).view(np.uint16)[: array.size]
+    return (halves.astype(np.uint32) << 16).view(np.float32).reshape(array.shape)
+
+
 class DriverShape(ctypes.Structure):
     """What driver.c calls driver_shape."""
 
@@ -323,9 +329,14 @@ class Driver:
         self._next_layer = (self._next_layer + count) % self.num_layers
         return seconds
 
-    def attend_and_show(self, num_heads: int, num_threads: int, num_rows: int) -> tuple[Floats, Floats, Floats, Floats]:
-        """One token in layer 0: its queries, its output, and the keys and values [heads, num_rows, dim] it saw."""
-        forward, q, out = self._pass(1, 1, num_heads, num_threads, TYPES["f32"])
+    def attend_and_show(
+        self, num_heads: int, num_threads: int, num_rows: int, q_type: str = "f32"
+    ) -> tuple[Floats, Floats, Floats, Floats]:
+        """One token in layer 0: its queries, its output, and the keys and values [heads, num_rows, dim] it saw.
+
+        Queries and output are f32 or bf16, and shown as f32.
+        """
+        forward, q, out = self._pass(1, 1, num_heads, num_threads, TYPES[q_type])
         k = np.empty((self.num_kv_heads, num_rows, self.k_dim), np.float32)
         v = k[:, :, : self.v_dim] if self.value_in_key else np.empty((*k.shape[:2], self.v_dim), np.float32)
         self._check(
@@ -337,4 +348,6 @@ class Driver:
                 None if self.value_in_key else v.ctypes.data,
             )
         )
+        if q_type == "bf16":
+            q, out = widened(q), widened(out)
         return q[0], out[0], k, v
