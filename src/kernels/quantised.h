@@ -175,11 +175,11 @@ typedef struct block_weights {
     float scale[BLOCKS][QUERIES];
 } block_weights;
 
-/* Of a block of all rows.  Returns 0; NaN if any is NaN or infinite. */
+/* Of a block of all rows, and 0 past n.  Returns 0; NaN if any is NaN or infinite. */
 INLINE float load_scales(float scales[KVC_TILE], const void *const *rows, int n, size_t at) {
     vec nothing = v_zero();
-    for (int j = 0; j < n; j += LANES) {
-        const vec scale = v_load_scales(rows + j, at);
+    for (int j = 0; j < KVC_TILE; j += LANES) {
+        const vec scale = j < n ? v_load_scales(rows + j, at) : v_zero();
         nothing = v_fma(scale, v_zero(), nothing);
         v_store(scales + j, scale);
     }
@@ -187,18 +187,20 @@ INLINE float load_scales(float scales[KVC_TILE], const void *const *rows, int n,
 }
 
 /* Weights times scales, as integers of which the largest is MOST; returns what that stands for.  The largest product
- * sets the step: with the largest weight and the largest scale, a row of large elements and little weight would cost
- * all others their digits. */
-INLINE float round_products(int16_t *products, const float *weights, const float *scales, int n) {
-    vec max = v_zero();
-    for (int j = 0; j < n; j += LANES) max = v_max(v_abs(v_mul(v_load(weights + j), v_load(scales + j))), max);
+ * sets the step: with the largest weight and the largest scale, a row of large elements and little weight, even one
+ * that is hidden, would cost all others their digits. */
+INLINE float round_products(int16_t *products, const float *weights, const float *scales) {
+    vec x[KVC_TILE / LANES], max = v_zero();
+    UNROLL
+    for (int i = 0; i < KVC_TILE / LANES; i++) {
+        x[i] = v_mul(v_load(weights + i * LANES), v_load(scales + i * LANES));
+        max = v_max(v_abs(x[i]), max);
+    }
     const float largest = v_max_lane(max);
     const vec inverse = v_set(largest > 1e-33f ? MOST / largest : 0); /* less is nothing beside the rest */
-    for (int j = 0; j < n; j += 2 * LANES) {
-        const vec x = v_mul(v_load(weights + j), v_load(scales + j));
-        const vec y = v_mul(v_load(weights + j + LANES), v_load(scales + j + LANES));
-        i_store_16(products + j, v_mul(x, inverse), v_mul(y, inverse));
-    }
+    UNROLL
+    for (int i = 0; i < KVC_TILE / LANES; i += 2)
+        i_store_16(products + i * LANES, v_mul(x[i], inverse), v_mul(x[i + 1], inverse));
     return largest;
 }
 
@@ -210,7 +212,7 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, const ac
     for (int b = 0; b < num_blocks; b++) {
         const float nothing = load_scales(scales, a->rows, n, bytes_of(type, d + b * KVC_QUANT_ELEMENTS));
         for (int r = 0; r < num_q; r++) {
-            const float largest = round_products(w->weights[b][r], a->weights + r * KVC_TILE, scales, n);
+            const float largest = round_products(w->weights[b][r], a->weights + r * KVC_TILE, scales);
             w->scale[b][r] = largest / (float)(type == KVC_Q8_0 ? MOST : 16 * MOST) + nothing; /* i_load_pairs */
         }
     }
