@@ -3,42 +3,43 @@
 How far f32 may be off. Let u = 2^-24, half a unit in the last place. A score is a sum of head_dim products. No running
 sum of it is larger than B = scale |q| |k|; those of random signs come to B only as a random walk does, and each
 addition errs by at most u times the running sum, mostly by less than half of that, with random sign as well: together
-by less than u B. Softcap and ALiBi add some u of the numbers they work with. By as much, relatively, errs a weight, and
-by a few u of its own (exp is right to 2 ulp); and the output, a mean of values under these weights, by as much of the
-largest value. Adding up n weighted values rounds n times at random: sqrt(n) / 2 u. Altogether
+by some 0.3 u B, and never by 2 u B. Softcap and ALiBi add some u of the numbers they work with. By as much, relatively,
+errs a weight, and by a few u of its own (exp is right to 2 ulp); and the output, a mean of values under these weights,
+by as much of the largest value. Adding up n weighted values rounds n times at random: sqrt(n) / 2 u. Altogether
 
-    error of an output <= u (B + A + sqrt(n) / 2 + 4) max |v|,
+    error of an output <= u (2 B + A + sqrt(n) / 2 + 4) max |v|,
 
-A being the softcap and the largest ALiBi term that counts. That is 5e-7 to 2e-6 of the largest value for the shapes
+A being the softcap and the largest ALiBi term that counts. That is 5e-7 to 4e-6 of the largest value for the shapes
 below. What is stored as another type is exact in f32, so the same holds for it. An output that is returned as f16 or
 bf16 is rounded once more, by at most half a unit in its last place.
+
+That says little of an output that is much smaller than the values. One is about as large as the norm of p |v|, p being
+the weights: of many rows no more comes out, as the signs of normal data are random. So are those of the errors, and the
+norm of an output's error is at most RELATIVE of it. Where products are made in 16 bits, that is what is asked: a query
+that is rounded to so many has scores that are off by some 3e-5, and a sum of weights that are is off by up to 1e-4 of
+the largest. With 8 bits scores would be off by 5e-3.
 """
 
 import math
 import multiprocessing
 import os
 import threading
+import typing
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from isas import ISAS, using
 
 import kvcache
 
 U = 2.0**-24
+RELATIVE = {"exact": 1e-5, "16 bits": 5e-4}
 DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+QUANTISED = ["q8_0", "q4_0"]
 SLIDING = kvcache.SlidingWindow
-
-
-def has_isa(name):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVCACHE_ISA", name)
-        return kvcache.show_config(mode="dicts")["isa"] == name
-
-
-ISAS = [name for name in ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx", "neon") if has_isa(name)]
 
 
 @pytest.fixture(params=ISAS)
@@ -66,19 +67,22 @@ def visible(policy, q_positions, positions):
     return (p <= q) & ((p > q - policy.window) | (p < policy.num_sink_tokens))
 
 
-def softmax(q, k, v, sees, distance, *, in_16_bits=False, scale=None, softcap=None, sinks=None, alibi=None):
-    """q [T, H, D], k [KV, N, D], v [KV, N, DV] -> out [T, H, DV], lse [T, H], bound of the error in u of max |v|.
+class Answer(typing.NamedTuple):
+    out: np.ndarray  # [T, H, DV]
+    lse: np.ndarray  # [T, H]
+    bound: float  # of the error, in u of max |v|
+    spread: np.ndarray  # [T, H] the norm of the weights
+    size: np.ndarray  # [T, H] the norm of the weights times |v|
 
-    in_16_bits: rows are multiplied by queries and weights of so many.
-    """
+
+def softmax(q, k, v, sees, distance, *, scale=None, softcap=None, sinks=None, alibi=None):
+    """q [T, H, D], k [KV, N, D], v [KV, N, DV]"""
     tokens, heads, dim = q.shape
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     q = q.reshape(tokens, len(k), heads // len(k), dim)
     scale = dim**-0.5 if scale is None else scale
     s = scale * np.einsum("tkgd,knd->tkgn", q, k).reshape(tokens, heads, -1)
-    bound = abs(scale) * np.linalg.norm(q, axis=-1).max() * np.linalg.norm(k, axis=-1).max()
-    if in_16_bits:
-        bound += (2 * abs(scale) * np.abs(q).max() * np.abs(k).sum(-1).max() + 2 * k.shape[1]) * 2.0**-16 / U
+    bound = 2 * abs(scale) * np.linalg.norm(q, axis=-1).max() * np.linalg.norm(k, axis=-1).max()
     if softcap is not None:
         s = softcap * np.tanh(s / softcap)
         bound += softcap
@@ -92,14 +96,18 @@ def softmax(q, k, v, sees, distance, *, in_16_bits=False, scale=None, softcap=No
     total = p.sum(-1) + np.exp(sink - top)
     with np.errstate(divide="ignore"):
         lse = np.log(total) + top
-    p = (p / np.where(total, total, 1)[..., None]).reshape(*q.shape[:3], -1)
-    out = np.einsum("tkgn,knd->tkgd", p, v).reshape(tokens, heads, -1)
-    return out, lse, bound + math.sqrt(k.shape[1]) / 2 + 4
+    p /= np.where(total, total, 1)[..., None]
+    by_kv_head = p.reshape(*q.shape[:3], -1)
+    out = np.einsum("tkgn,knd->tkgd", by_kv_head, v).reshape(tokens, heads, -1)
+    size = np.sqrt(np.einsum("tkgn,kn->tkg", by_kv_head**2, (v**2).sum(-1))).reshape(tokens, heads)
+    return Answer(out, lse, bound + math.sqrt(k.shape[1]) / 2 + 4, np.linalg.norm(p, axis=-1), size)
 
 
-def in_16_bits_here():
-    """The types that are multiplied so; tiles of many query rows and the others by AMX, in two bf16 of 8 each."""
-    return {"q8_0", "q4_0"} | ({"f16", "bf16"} if kvcache.show_config("dicts")["isa"] == "amx" else set())
+def in_16_bits(cache, layer):
+    """Whether rows are multiplied so; in tiles of many query rows, AMX takes two bf16 of 8 each."""
+    isa = kvcache.show_config("dicts")["isa"]
+    types = {"scalar": [], "amx": [*QUANTISED, "f16", "bf16"]}.get(isa, QUANTISED)
+    return not {cache.k_dtype[layer], cache.v_dtype[layer]}.isdisjoint(types)
 
 
 def check(cache, layer, positions, seq_ids, q, out, lse, **options):
@@ -110,20 +118,39 @@ def check(cache, layer, positions, seq_ids, q, out, lse, **options):
         k, v = cache.gather(layer, seq_id=seq_id)
         stored = cache.positions(seq_id=seq_id, layer=layer)
         sees = visible(cache.policy[layer], positions[mine], stored)
+        seen = sees.any(0)  # how large the others are must not matter
+        k, v, stored, sees = k[:, seen], v[:, seen], stored[seen], sees[:, seen]
         distance = stored[None] - positions[mine][:, None].astype(float)
-        in_16_bits = {cache.k_dtype[layer], cache.v_dtype[layer]} & in_16_bits_here()
-        expected, expected_lse, bound = softmax(q[mine], k, v, sees, distance, in_16_bits=bool(in_16_bits), **options)
-        tolerance = bound * U * np.abs(v).max()
-        if out.dtype != np.float32:
-            # Half a unit in the last place of the result, which is 2^-11 or 2^-8 of it, or of f16's smallest normal.
-            tolerance = tolerance + np.maximum(np.abs(expected) * (ml_dtypes.finfo(out.dtype).eps / 2), 2.0**-25)
-        error = np.abs(out[mine].astype(np.float64) - expected)
-        assert (error <= tolerance).all(), f"off by {(error / tolerance).max():.3g} of what may be"
-        np.testing.assert_allclose(lse[mine], expected_lse, rtol=4 * U, atol=bound * U)
+        expected = softmax(q[mine], k, v, sees, distance, **options)
+        compare(out[mine], lse[mine], expected, np.abs(v).max(), is_exact=not in_16_bits(cache, layer))
+
+
+def compare(out, lse, expected, largest_value, *, is_exact):
+    relative = RELATIVE["exact" if is_exact else "16 bits"]
+    rounding = np.full_like(expected.out, 2.0**-110)  # weights below e^-87 are 0
+    if out.dtype != np.float32:
+        # Half a unit in the last place of the result, which is 2^-11 or 2^-8 of it, or of f16's smallest normal.
+        rounding = np.maximum(np.abs(expected.out) * (ml_dtypes.finfo(out.dtype).eps / 2), 2.0**-25)
+    error = np.abs(out.astype(np.float64) - expected.out)
+    if is_exact:
+        assert_within(error, rounding + expected.bound * U * largest_value)
+    tolerance = max(relative, expected.bound * U) * expected.size
+    assert_within(np.linalg.norm(error, axis=-1), np.linalg.norm(rounding, axis=-1) + tolerance)
+    tolerance = expected.bound * U + (0 if is_exact else relative * expected.spread)
+    assert_within(np.abs(lse - expected.lse), tolerance + 4 * U * np.abs(expected.lse))
+
+
+def assert_within(error, tolerance):
+    assert (error <= tolerance).all(), f"off by {(error / tolerance).max():.3g} of what may be"
 
 
 def random(rng, *shape):
     return rng.standard_normal(shape, np.float32)
+
+
+def random_rows(cache, rng, n, layer=0):
+    k, v = (random(rng, n, cache.num_kv_heads[layer], dims[layer]) for dims in (cache.head_dim, cache.v_head_dim))
+    return k, None if cache.value_in_key[layer] else v
 
 
 def run(cache, rng, positions, heads, *, seq_ids=None, layer=0, q_dtype="f32", **options):
@@ -131,7 +158,7 @@ def run(cache, rng, positions, heads, *, seq_ids=None, layer=0, q_dtype="f32", *
     n = len(positions)
     seq_ids = [0] * n if seq_ids is None else seq_ids
     q = random(rng, n, heads, cache.head_dim[layer]).astype(DTYPES[q_dtype])
-    k, v = (random(rng, n, cache.num_kv_heads[layer], dims[layer]) for dims in (cache.head_dim, cache.v_head_dim))
+    k, v = random_rows(cache, rng, n, layer)
     with cache.batch(positions=positions, seq_ids=seq_ids) as batch:
         out, lse = batch.attend(layer, q, k, v, return_lse=True, **options)
     assert (out.dtype, lse.dtype) == (q.dtype, np.float32)
@@ -268,66 +295,87 @@ def test_queries_of_two_bytes(isa, rng, q_dtype, dtype):
 # ---- extremes
 
 
+@pytest.fixture(params=["f32", "f16", *QUANTISED])
+def dtype(request):
+    return request.param
+
+
+def as_stored(batch):
+    """Keys and values of one KV head."""
+    return (rows[0].astype(np.float64) for rows in batch.dense(0)[:2])
+
+
+def assert_near(result, expected, dtype):
+    """The same; but for the 16 bits of what quantised rows are multiplied by."""
+    np.testing.assert_allclose(result, expected, rtol=1e-4 if dtype in QUANTISED else 0)
+
+
 @pytest.mark.parametrize("tokens", [1, 20])
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e10, 1e17])
-def test_huge_scores(isa, rng, tokens, size):
+def test_huge_scores(isa, rng, dtype, tokens, size):
     """Scores so far apart that one row has all the weight; they are exact, so that it is known which."""
-    n = 700
+    n, dim = 700, 32 if dtype in QUANTISED else 8
     size = np.float32(2.0 ** round(math.log2(size)))
-    k, v = np.zeros((n, 1, 8), np.float32), random(rng, n, 1, 8)
+    k, v = np.zeros((n, 1, dim), np.float32), random(rng, n, 1, dim)
     k[:, 0, 0] = rng.permutation(n).astype(np.float32) - n // 2
-    q = np.zeros((tokens, 2, 8), np.float32)
+    q = np.zeros((tokens, 2, dim), np.float32)
     q[:, 0, 0], q[:, 1, 0] = size, -size
     for order in (k, np.sort(k, 0), -np.sort(-k, 0)):  # the largest somewhere, last, first
-        cache = kvcache.KVCache(1, 1, 8, None, dtype="f32")
+        cache = kvcache.KVCache(1, 1, dim, None, dtype=dtype)
         with cache.batch(n) as batch:
             batch.put(0, order, v)
             out, lse = batch.attend(0, q, scale=size, first=n - tokens, return_lse=True)
+            keys, values = as_stored(batch)
         for t in range(tokens):
-            seen = order[: n - tokens + t + 1, 0, 0]
-            np.testing.assert_array_equal(out[t, 0], v[seen.argmax(), 0])
-            np.testing.assert_array_equal(out[t, 1], v[seen.argmin(), 0])
-            np.testing.assert_array_equal(lse[t], np.array([seen.max(), -seen.min()]) * size * size)
+            seen = keys[: n - tokens + t + 1, 0]
+            assert_near(out[t, 0], values[seen.argmax()], dtype)
+            assert_near(out[t, 1], values[seen.argmin()], dtype)
+            assert_near(lse[t], np.array([seen.max(), -seen.min()]) * float(size) ** 2, dtype)
 
 
-def test_equal_huge_scores(isa):
+def test_equal_huge_scores(isa, dtype):
     """All weights are 1: sums and the mean of small integers are exact."""
-    v = np.broadcast_to(np.arange(1024, dtype=np.float32)[:, None, None] % 8, (1024, 1, 4))
-    for key in (3e18, -3e18, 0):
-        with kvcache.KVCache(1, 1, 1, None, v_head_dim=4, dtype="f32").batch(1024) as batch:
-            batch.put(0, np.full((1024, 1, 1), key, np.float32), v)
+    dim, v_dim = (32, 32) if dtype in QUANTISED else (1, 4)
+    largest = 3e18 if dtype == "f32" else 2.0**14
+    k, v = np.zeros((1024, 1, dim), np.float32), np.zeros((1024, 1, v_dim), np.float32)
+    v[:] = np.arange(1024)[:, None, None] % 8
+    for key in (largest, -largest, 0):
+        k[..., 0] = key
+        with kvcache.KVCache(1, 1, dim, None, v_head_dim=v_dim, dtype=dtype).batch(1024) as batch:
+            batch.put(0, k, v)
+            keys, values = as_stored(batch)
             for tokens in (1, 40):
-                q = np.full((tokens, 1, 1), 3e18, np.float32)
-                out, lse = batch.attend(0, q, first=1024 - tokens, return_lse=True)
-                assert (out[-1] == 3.5).all()
-                assert lse[-1] == np.float32(np.float32(key) * np.float32(3e18)) + np.float32(math.log(1024))
+                q = np.full((tokens, 1, dim), 2.0**61, np.float32)
+                out, lse = batch.attend(0, q, first=1024 - tokens, scale=1, return_lse=True)
+                assert_near(out[-1, 0], values.mean(0), dtype)
+                assert_near(lse[-1], np.float32(keys[0, 0] * q[0, 0, 0]) + np.float32(math.log(1024)), dtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
-def test_nothing_to_see(isa, rng, tokens):
-    """Where every score is minus infinity nothing is visible: 0, and the log of no sum."""
-    n = 600
-    with kvcache.KVCache(1, 1, 8, None, dtype="f32").batch(n) as batch:
-        batch.put(0, np.full((n, 1, 8), -np.inf, np.float32), random(rng, n, 1, 8))
-        q = np.ones((tokens, 2, 8), np.float32)
-        out, lse = batch.attend(0, q, first=n - tokens, return_lse=True)
+def test_nothing_to_see(isa, rng, dtype, tokens):
+    """Where every score is minus infinity nothing is visible: 0, and the log of no sum. Scores can also overflow."""
+    n, key = 600, -np.inf if dtype == "f32" else -(2.0**14)
+    with kvcache.KVCache(1, 1, 32, None, dtype=dtype).batch(n) as batch:
+        batch.put(0, np.full((n, 1, 32), key, np.float32), random(rng, n, 1, 32))
+        q = np.full((tokens, 2, 32), 2.0**120, np.float32)
+        out, lse = batch.attend(0, q, first=n - tokens, scale=1, return_lse=True)
         assert (out == 0).all()
         assert (lse == -np.inf).all()
         sinks = np.array([2, -np.inf], np.float32)
-        out, lse = batch.attend(0, q, first=n - tokens, return_lse=True, sinks=sinks)
+        out, lse = batch.attend(0, q, first=n - tokens, scale=1, return_lse=True, sinks=sinks)
         assert (out == 0).all()
         assert (lse == sinks).all()
 
 
 @pytest.mark.parametrize("stored", [1, 64, 600])
 @pytest.mark.parametrize("tokens", [1, 20])
-def test_rows_that_no_query_sees(isa, rng, tokens, stored):
+def test_rows_that_no_query_sees(isa, rng, dtype, tokens, stored):
     """Later positions that are stored already count for nothing, however large; a tile may hold nothing else."""
-    cache = kvcache.KVCache(1, 1, 16, None, dtype="f32")
+    largest = {"f32": 1e30, "f16": 6e4, "q8_0": 8e6, "q4_0": 5e5}[dtype]
+    cache, alone = (kvcache.KVCache(1, 1, 32, None, dtype=dtype) for _ in range(2))
     with cache.batch(positions=range(100, 100 + stored)) as batch:
-        batch.put(0, np.full((stored, 1, 16), 1e4, np.float32), np.full((stored, 1, 16), 1e30, np.float32))
-    q, k, v = random(rng, tokens, 2, 16), random(rng, tokens, 1, 16), random(rng, tokens, 1, 16)
-    alone = kvcache.KVCache(1, 1, 16, None, dtype="f32")
+        batch.put(0, np.full((stored, 1, 32), 1e4, np.float32), np.full((stored, 1, 32), largest, np.float32))
+    q, k, v = random(rng, tokens, 2, 32), random(rng, tokens, 1, 32), random(rng, tokens, 1, 32)
     with cache.batch(positions=range(tokens)) as batch:
         out = batch.attend(0, q, k, v)
     with alone.batch(tokens) as batch:
@@ -454,53 +502,81 @@ def policies(draw):
     return kvcache.ChunkedAttention(draw(st.integers(1, 150)), draw(st.integers(1, 70)))
 
 
+def now_and_then(draw, usual, other):
+    return draw(other if draw(st.integers(0, 9)) == 9 else usual)
+
+
 @st.composite
 def stored_rows(draw):
-    """Their type, and how many elements they have."""
-    dtype = draw(st.sampled_from([*DTYPES, "q8_0", "q4_0"]))
-    return dtype, 32 * draw(st.integers(1, 3)) if dtype.startswith("q") else draw(st.integers(1, 90))
+    """Their type, and how many elements they have; now and then as many as in models."""
+    dtype = draw(st.sampled_from([*DTYPES, *QUANTISED]))
+    dims = st.integers(1, 3).map(lambda blocks: 32 * blocks) if dtype in QUANTISED else st.integers(1, 90)
+    return dtype, now_and_then(draw, dims, st.sampled_from([128, 256]))
 
 
-@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-def test_random_shapes(data, seed):
-    rng = np.random.default_rng(seed)
-    draw = data.draw
-    kv_heads, group = draw(st.integers(1, 3), "num_kv_heads"), draw(st.integers(1, 9), "group")
-    (k_dtype, head_dim), (v_dtype, v_head_dim) = draw(stored_rows(), "k"), draw(stored_rows(), "v")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVCACHE_ISA", draw(st.sampled_from(ISAS), "isa"))
-        cache = kvcache.KVCache(
-            1, kv_heads, head_dim, None, v_head_dim=v_head_dim, k_dtype=k_dtype, v_dtype=v_dtype,
-            policy=draw(policies(), "policy"), max_sequences=None,
-            block_size=draw(st.sampled_from([1, 3, 16, 64, 1000]), "block_size"),
-            num_threads=draw(st.integers(1, 3), "num_threads"),
-        )  # fmt: skip
-    heads = kv_heads * group
-    options = {}
+@st.composite
+def shapes(draw):
+    """Heads and rows of a layer. Those of MLA, now and then: values are the first part of the keys."""
+    if draw(st.integers(0, 19)) == 19:
+        return {
+            "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "value_in_key": True,
+            "dtype": draw(st.sampled_from([*DTYPES, *QUANTISED])),
+        }  # fmt: skip
+    (k_dtype, head_dim), (v_dtype, v_head_dim) = draw(stored_rows()), draw(stored_rows())
+    return {
+        "num_kv_heads": draw(st.integers(1, 3)), "head_dim": head_dim, "v_head_dim": v_head_dim,
+        "k_dtype": k_dtype, "v_dtype": v_dtype,
+    }  # fmt: skip
+
+
+def random_options(draw, rng, cache, heads):
+    options = {"scale": 192**-0.5} if cache.value_in_key[0] else {}
     if draw(st.booleans(), "with softcap"):
         options["softcap"] = draw(st.floats(0.5, 50), "softcap")
     if draw(st.booleans(), "with sinks"):
         options["sinks"] = random(rng, heads)
     if draw(st.booleans(), "with alibi"):
         options["alibi"] = random(rng, heads) / 8
+    return options
+
+
+def run_random(draw, rng, cache, heads, most):
+    """Batches of up to so many tokens of each of some sequences."""
+    options = random_options(draw, rng, cache, heads)
     q_dtype = draw(st.sampled_from(["f32", "f32", "f16", "bf16"]), "q_dtype")
     for _ in range(draw(st.integers(1, 3), "batches")):
         positions, seq_ids = [], []
         for seq_id in draw(st.lists(st.integers(0, 3), unique=True, min_size=1, max_size=3), "sequences"):
-            start, tokens = cache.next_position(seq_id), draw(st.integers(1, 70), "tokens")
+            start, tokens = cache.next_position(seq_id), draw(st.integers(1, most), "tokens")
             positions += range(start, start + tokens)
             seq_ids += [seq_id] * tokens
         run(cache, rng, positions, heads, seq_ids=seq_ids, q_dtype=q_dtype, **options)
 
 
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+def test_random_shapes(data, seed):
+    rng, draw = np.random.default_rng(seed), data.draw
+    with using(draw(st.sampled_from(ISAS), "isa")):
+        cache = kvcache.KVCache(
+            1, **draw(shapes(), "shape"), max_seq_len=None, policy=draw(policies(), "policy"), max_sequences=None,
+            block_size=draw(st.sampled_from([1, 3, 16, 64, 1000]), "block_size"),
+            num_threads=draw(st.integers(1, 3), "num_threads"),
+        )  # fmt: skip
+        heads = cache.num_kv_heads[0] * draw(st.integers(1, 9), "group")
+        stored = now_and_then(draw, st.just(0), st.integers(400, 1300))  # over the edges of parts, too
+        if stored:
+            with cache.batch(stored) as batch:
+                batch.put(0, *random_rows(cache, rng, stored))
+        run_random(draw, rng, cache, heads, 10 if stored else 70)
+
+
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_forks(data, seed):
     """Sequences that share rows in any way: right together, and to the last bit what each gives alone."""
     rng, draw = np.random.default_rng(seed), data.draw
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVCACHE_ISA", draw(st.sampled_from(ISAS), "isa"))
+    with using(draw(st.sampled_from(ISAS), "isa")):
         cache = kvcache.KVCache(
-            1, 2, 32, None, dtype=draw(st.sampled_from([*DTYPES, "q8_0", "q4_0"]), "dtype"), max_sequences=None,
+            1, 2, 32, None, dtype=draw(st.sampled_from([*DTYPES, *QUANTISED]), "dtype"), max_sequences=None,
             policy=draw(st.sampled_from([kvcache.FullAttention(), SLIDING(600, 3, resume_window=9999)]), "policy"),
             block_size=draw(st.sampled_from([1, 16, 64, 5000]), "block_size"),
             num_threads=draw(st.integers(1, 3), "num_threads"),

@@ -4,6 +4,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf.quants import dequantize, quantize
+from isas import ISAS
 
 import kvcache
 
@@ -166,10 +167,12 @@ def error(out, q, keys, values):
     return np.linalg.norm(out - expected) / np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [("f32", 1e-5), ("f16", 5e-4), ("q8_0", 5e-4), ("q4_0", 5e-4)])
-def test_error_against_float64(dtype, bound, sink):
+def test_error_against_float64(monkeypatch, isa, dtype, bound, sink):
     """Over the stored values; with a sink, beside which each other row is nothing but all together are not."""
+    monkeypatch.setenv("KVCACHE_ISA", isa)
     rng = np.random.default_rng(0)
     tokens, dim = 5000, 128
     q = rng.standard_normal((4, dim)).astype(np.float32)

@@ -1,24 +1,26 @@
-/* isas.h: runs a test once for each instruction set.  To be included with _POSIX_C_SOURCE or more, for setenv. */
+/* isas.h: runs a test once for each instruction set of this build.  To be included with _POSIX_C_SOURCE or more, for
+ * setenv. */
 #ifndef KVC_TEST_ISAS_H
 #define KVC_TEST_ISAS_H
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
+#include "kernels/kernels.h"
 #include "kvcache.h"
 
-/* The last one is what the library chooses.  Of those for AVX-512, which differ in single instructions, that is the
- * best: test_kernels.c looks at the others. */
 static inline void for_each_isa(void (*test)(void))
 {
-    static const char *const isas[] = {"scalar", "avx2", ""};
-    for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
-        setenv("KVCACHE_ISA", isas[i], 1);
+    char names[] = KVC_KERNEL_NAMES;
+    for (char *name = strtok(names, " "); name; name = strtok(NULL, " ")) {
+        setenv("KVCACHE_ISA", name, 1);
         if (kvc_isa())
             test();
         else
-            printf("no %s here: not tested\n", isas[i]);
+            printf("no %s here: not tested\n", name);
     }
+    unsetenv("KVCACHE_ISA");
 }
 
 #endif

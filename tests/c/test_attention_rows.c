@@ -1,11 +1,12 @@
 /* Attention over rows of every type whose keys are off by several deltas, and in trees: against plain arithmetic in
  * double over the decoded rows; the same bits however they are stored and in whatever company; and plans that go out of
  * date. */
-#define _POSIX_C_SOURCE 200809L /* setenv */
+#define _DEFAULT_SOURCE /* guarded.h, setenv */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "guarded.h"
 #include "isas.h"
 #include "kernels/kernels.h"
 #include "kvcache.h"
@@ -29,6 +30,7 @@ typedef struct setting {
     int pass;      /* tokens in a pass before the batch; 0: 100 */
     int scattered; /* slots of another sequence, which is gone, between all of them */
     int settled;   /* keys are turned where they lie */
+    const kvc_allocator *allocator;
 } setting;
 
 /* It, with its batch open. */
@@ -141,7 +143,8 @@ static stage stage_new(const scene *s, const setting *how)
                                .layer_size = sizeof s->layer,
                                .num_layers = 1,
                                .block_size = how->block_size,
-                               .num_threads = how->num_threads};
+                               .num_threads = how->num_threads,
+                               .allocator = how->allocator};
     CHECKF(kvc_cache_new(&config, &st.cache) == KVC_OK, "%s", kvc_last_error());
     store(s, how, st.cache);
     for (int m = 0; m < s->num_members; m++)
@@ -378,6 +381,92 @@ static void test_value_in_key(void)
     }
 }
 
+/* ---- memory that ends where reading faults ----------------------------------------------------------------------- */
+
+/* Where allocations end at a guard, or as near to it as their alignment allows: those of blocks with their last row. */
+typedef struct guard {
+    size_t behind;     /* bytes of a block behind its last row */
+    char *first_block; /* NULL: none yet */
+    size_t block_size; /* bytes */
+} guard;
+
+static size_t guarded_size(const guard *g, size_t size, const kvc_memory_hint *hint)
+{
+    return hint->kind == KVC_MEMORY_ROWS ? size - g->behind : size;
+}
+
+static void *guard_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint)
+{
+    guard *g = user;
+    size_t used = (guarded_size(g, size, hint) + alignment - 1) / alignment * alignment;
+    char *start = guarded_new(used) - used;
+    memset(start, 0xff, used); /* NaN in every type */
+    if (hint->kind == KVC_MEMORY_ROWS && !g->first_block) {
+        g->first_block = start;
+        g->block_size = size;
+    }
+    return start;
+}
+
+static void guard_free(void *user, void *memory, size_t size, const kvc_memory_hint *hint)
+{
+    size_t used = guarded_size(user, size, hint), page = (size_t)sysconf(_SC_PAGESIZE);
+    char *end = (char *)memory + used;
+    end += (page - (uintptr_t)end % page) % page;
+    guarded_free(end, (size_t)(end - (char *)memory));
+}
+
+/* Of the first block of sequence 0, whose slots it fills one by one. */
+static size_t bytes_behind(const stage *st, const guard *g, int block_size)
+{
+    const kvc_layer *layer = &st->scene->layer;
+    kvc_span span = {0};
+    int64_t num;
+    CHECK(kvc_spans(st->cache, 0, 0, &span, sizeof span, 1, &num, NULL) == KVC_OK && num > 0);
+    const char *k = (const char *)span.k + (layer->num_kv_heads - 1) * span.k_head_stride,
+               *v = (const char *)span.v + (layer->num_kv_heads - 1) * span.v_head_stride;
+    const char *end = layer->value_in_key ? k + block_size * span.k_row_stride : v + block_size * span.v_row_stride;
+    const ptrdiff_t behind = g->first_block + g->block_size - end;
+    CHECKF(behind >= 0 && behind < 128, "%td bytes", behind);
+    return (size_t)behind;
+}
+
+/* Once to find out what lies behind the rows of a block, which nobody has to read either; and once without it. */
+static void check_guarded(const scene *s, int block_size)
+{
+    guard g = {0};
+    const kvc_allocator allocator = {
+        .struct_size = sizeof allocator, .user = &g, .alloc = guard_alloc, .free = guard_free};
+    const setting how = {.block_size = block_size, .num_threads = 1, .allocator = &allocator};
+    static answers a;
+    stage st = stage_new(s, &how);
+    size_t behind = bytes_behind(&st, &g, block_size);
+    CHECKF(attend(&st, NULL, &a) == KVC_OK, "%s", kvc_last_error());
+    stage_free(&st);
+    g.behind = behind;
+    check_scene(s, &how);
+}
+
+/* All blocks are full, the last tile is not: for one query row, for a few, streamed, and for so many that they are
+ * tiled.  Values lie at the end of a block; keys do where they are the values as well. */
+static void test_guarded(void)
+{
+    static const int dims[] = {33, 64, 80, 96, 128}, num_new[] = {1, 2, 17};
+    static const int block_sizes[] = {1, 32, 50}, num_rows[] = {77, 96, 150};
+    for (int i = 0; i < 5 * 5 * 3 * 2; i++) {
+        int type = i % 5, dim = dims[i / 5 % 5], tokens = num_new[i / 25 % 3], size = (type + i / 5 + i / 75) % 3;
+        if (dim % kvc_type_elements(type))
+            continue;
+        scene s = plain_scene(dim, num_rows[size] - tokens, tokens, 0);
+        s.layer.k_type = s.layer.v_type = type;
+        s.layer.rope = (kvc_rope){0};
+        s.layer.value_in_key = i / 75;
+        s.scale = 0.1f;
+        s.num_heads = tokens > 1 ? 4 : 2;
+        check_guarded(&s, block_sizes[size]);
+    }
+}
+
 /* ---- the same bits ----------------------------------------------------------------------------------------------- */
 
 /* What came out for sequence 0. */
@@ -597,6 +686,7 @@ static void test_isa(void)
     test_types();
     test_many_deltas();
     test_value_in_key();
+    test_guarded();
     test_same_bits();
     test_partial_tree();
     test_plans_of_non_causal();

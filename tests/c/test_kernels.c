@@ -1,14 +1,14 @@
 /* Every kernel of every table this machine can run, against straightforward arithmetic in double. */
-#define _DEFAULT_SOURCE /* mmap with MAP_ANONYMOUS */
+#define _DEFAULT_SOURCE /* guarded.h */
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include "cpu.h"
 #include "dtype.h"
+#include "guarded.h"
+#include "isas.h"
 #include "kvcache.h"
 #include "test.h"
 
@@ -23,21 +23,34 @@ static float float_of(uint32_t bits)
     return x;
 }
 
-/* ---- memory that ends where reading faults ---------------------------------------------------------------------- */
+/* ---- what rows hold --------------------------------------------------------------------------------------------- */
 
-enum { GUARDED_BYTES = 1 << 19 };
+static char *guarded_end; /* of memory that rows lie in */
 
-static char *guarded_end; /* of GUARDED_BYTES that can be used */
+/* The largest elements of rows, and of what they are multiplied by; over a tile, those of rows grow by 2^growth, and
+ * what they are multiplied by gets smaller. */
+typedef struct sizes {
+    float rows, factors;
+    int growth;
+} sizes;
 
-static void guarded_new(void)
+static const sizes usual = {1, 1, 0}, uneven = {1, 1, 14};
+
+static float growth_at(sizes largest, int j)
 {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    char *memory = mmap(NULL, GUARDED_BYTES + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED || mprotect(memory + GUARDED_BYTES, page, PROT_NONE)) {
-        perror("guard page");
-        exit(2);
-    }
-    guarded_end = memory + GUARDED_BYTES;
+    return ldexpf(1, largest.growth * j / KVC_TILE);
+}
+
+/* Rows are nothing but denormals of their type, or have such scales.  What a denormal float is multiplied by is so
+ * large that products are not, and can be compared. */
+static sizes denormal(int type)
+{
+    static const sizes all[] = {[KVC_F32] = {0x1p-127f, 0x1p64f, 0},
+                                [KVC_F16] = {0x1p-15f, 1, 0},
+                                [KVC_BF16] = {0x1p-127f, 0x1p64f, 0},
+                                [KVC_Q8_0] = {0x1p-13f, 1, 0},
+                                [KVC_Q4_0] = {0x1p-13f, 1, 0}};
+    return all[type];
 }
 
 /* The fewest bytes, not 0, that may lie between rows: an element, or a byte. */
@@ -53,7 +66,7 @@ typedef struct tile {
     double values[KVC_TILE][MAX_DIM];
 } tile;
 
-static tile *tile_new(int type, int n, int dim)
+static tile *tile_new(int type, int n, int dim, sizes largest)
 {
     static tile t;
     size_t row_bytes = kvc_row_bytes(type, dim), stride = row_bytes + (size_t)gap_of(type) % 2;
@@ -61,8 +74,9 @@ static tile *tile_new(int type, int n, int dim)
     for (int j = 0; j < n; j++) {
         float row[MAX_DIM];
         char *stored = guarded_end - row_bytes - (size_t)((j + first) % n) * stride;
+        const float size = largest.rows * growth_at(largest, j);
         for (int d = 0; d < dim; d++)
-            row[d] = random_int(0, 50) ? random_float() : random_float() * 0x1p-20f; /* a denormal f16 */
+            row[d] = size * (random_int(0, 50) ? random_float() : random_float() * 0x1p-20f); /* some much smaller */
         kvc_kernels_scalar.convert[KVC_F32][type](stored, 0, row, 0, 1, dim);
         kvc_kernels_scalar.convert[type][KVC_F32](row, 0, stored, 0, 1, dim);
         for (int d = 0; d < dim; d++)
@@ -72,10 +86,15 @@ static tile *tile_new(int type, int n, int dim)
     return &t;
 }
 
-static void fill(float *x, size_t n)
+static void fill_to(float *x, size_t n, float size)
 {
     for (size_t i = 0; i < n; i++)
-        x[i] = random_float();
+        x[i] = size * random_float();
+}
+
+static void fill(float *x, size_t n)
+{
+    fill_to(x, n, 1);
 }
 
 /* Whether x is y but for the rounding of a sum of n terms whose magnitudes add up to `size`. */
@@ -409,14 +428,15 @@ static float rounded_to_bf16(float x)
     return x;
 }
 
-static void test_score(const kvc_kernels *kernels, int type, int is_bf16, int dim, int num_q, int n)
+static void test_score(const kvc_kernels *kernels, int type, int is_bf16, int dim, int num_q, int n, sizes largest)
 {
     static float q[MAX_Q * MAX_STRIDE], scores[MAX_Q * KVC_TILE];
     const kvc_scorer *scorer = is_bf16 ? &kernels->score_bf16 : &kernels->score[type];
     int q_stride = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES + num_q % 2;
-    const tile *t = tile_new(type, n, dim);
+    const tile *t = tile_new(type, n, dim, largest);
     for (int i = 0; i < MAX_Q * MAX_STRIDE; i++) {
-        float x = i < num_q * q_stride && i % q_stride < dim ? random_float() : NAN; /* must not be used */
+        const int is_used = i < num_q * q_stride && i % q_stride < dim; /* no others may be */
+        const float x = is_used ? largest.factors * random_float() : NAN;
         q[i] = is_bf16 ? rounded_to_bf16(x) : x;
     }
     for (int i = 0; i < MAX_Q * KVC_TILE; i++)
@@ -440,26 +460,28 @@ static void test_score(const kvc_kernels *kernels, int type, int is_bf16, int di
     }
 }
 
-/* In the block of column d, of any row. */
-static double largest_value(const tile *t, int n, int d)
+/* Of a row's weight and an element in the block of column d. */
+static double largest_product(const float *weights, const tile *t, int n, int d)
 {
     double largest = 0;
     for (int j = 0; j < n; j++)
         for (int i = d / BLOCK * BLOCK; i < d / BLOCK * BLOCK + BLOCK && i < MAX_DIM; i++)
-            if (fabs(t->values[j][i]) > largest)
-                largest = fabs(t->values[j][i]);
+            if (fabs(weights[j] * t->values[j][i]) > largest)
+                largest = fabs(weights[j] * t->values[j][i]);
     return largest;
 }
 
-static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int num_q, int n)
+static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int num_q, int n, sizes largest)
 {
     enum { STRIDE = MAX_DIM + 1 };
     static float acc[MAX_Q][STRIDE], old[MAX_Q][STRIDE], factor[MAX_Q], weights[MAX_Q * KVC_TILE];
-    const tile *t = tile_new(type, n, dim);
+    const tile *t = tile_new(type, n, dim, largest);
     fill(factor, MAX_Q);
     for (int i = 0; i < MAX_Q * KVC_TILE; i++)
-        weights[i] = i % KVC_TILE < n ? random_float() : 0;
-    fill(&acc[0][0], MAX_Q * STRIDE);
+        weights[i] = i % KVC_TILE < n ? largest.factors * random_float() / growth_at(largest, i % KVC_TILE) : 0;
+    for (int r = 0; r < MAX_Q && largest.growth; r++)
+        weights[r * KVC_TILE + n - 1] = 0; /* the largest row is hidden */
+    fill_to(&acc[0][0], MAX_Q * STRIDE, largest.rows * largest.factors);
     memcpy(old, acc, sizeof old);
     kernels->accumulate[type](&acc[0][0], STRIDE, factor, weights, num_q, t->rows, n, dim,
                               ahead_of(n % 2 ? t : NULL, type, dim));
@@ -472,7 +494,7 @@ static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int n
                 size += fabs(term);
             }
             if (r < num_q && d < dim)
-                size += n * step_of(kernels, type, magnitude(weights + r * KVC_TILE, n) * largest_value(t, n, d)) /
+                size += n * step_of(kernels, type, largest_product(weights + r * KVC_TILE, t, n, d)) /
                         ((n + 3) * 0.5 * FLT_EPSILON);
             CHECKF(r < num_q && d < dim ? is_close(acc[r][d], sum, size, n + 1) : acc[r][d] == old[r][d],
                    "%s %s dim %d, query %d of %d, column %d, %d rows: %g, not %g", kernels->name, kvc_type_name(type),
@@ -487,7 +509,7 @@ static void test_same_scores(const kvc_kernels *kernels, int type, int is_bf16, 
     enum { N = 13, Q = 7 };
     static float q[Q * MAX_STRIDE], all[Q * KVC_TILE];
     const kvc_scorer *scorer = is_bf16 ? &kernels->score_bf16 : &kernels->score[type];
-    const tile *t = tile_new(type, N, dim);
+    const tile *t = tile_new(type, N, dim, usual);
     fill(q, Q * MAX_STRIDE);
     for (int i = 0; i < Q * MAX_STRIDE && is_bf16; i++)
         q[i] = rounded_to_bf16(q[i]);
@@ -507,7 +529,7 @@ static void test_same_sums(const kvc_kernels *kernels, int type, int dim)
 {
     enum { N = 13, Q = 7 };
     static float acc[Q * MAX_DIM], weights[Q * KVC_TILE], factor[Q];
-    const tile *t = tile_new(type, N, dim);
+    const tile *t = tile_new(type, N, dim, usual);
     for (int i = 0; i < Q * KVC_TILE; i++)
         weights[i] = i % KVC_TILE < N ? random_float() : 0;
     memset(acc, 0, sizeof acc);
@@ -691,7 +713,7 @@ static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
 {
     static _Alignas(64) float keys[MAX_DIM * KVC_TILE], values[KVC_TILE * (MAX_DIM + KVC_LANES)];
     int padded = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES, stride = padded + KVC_LANES;
-    const tile *t = tile_new(type, n, dim);
+    const tile *t = tile_new(type, n, dim, usual);
     fill(keys, MAX_DIM * KVC_TILE);
     for (int i = 0; i < KVC_TILE * stride; i++)
         values[i] = UNTOUCHED;
@@ -708,7 +730,7 @@ static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
 }
 
 /* Whatever its panels look like: m query rows by a tile, and weights by its values, against float64. */
-static void test_tiler(const kvc_kernels *kernels, int type, int dim, int m, int n)
+static void test_tiler(const kvc_kernels *kernels, int type, int dim, int m, int n, sizes largest)
 {
     enum { MAX_M = 72, MAX_PADDED = (MAX_DIM + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK };
     static _Alignas(64) float panel[MAX_PADDED * KVC_TILE], scores[MAX_M * KVC_TILE], sums[MAX_M * MAX_PADDED];
@@ -717,9 +739,9 @@ static void test_tiler(const kvc_kernels *kernels, int type, int dim, int m, int
     const int is_plain = tiler->score == kernels->tiler[KVC_F32].score;
     const int stride = (dim + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK, values = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
     const double scale = 0.3f, most = is_plain ? FLT_EPSILON : 0x1p-15; /* of the sum of magnitudes; plain: a term */
-    const tile *t = tile_new(type, n, dim);
-    fill(q, MAX_M * MAX_PADDED);
-    fill(weights, MAX_M * KVC_TILE);
+    const tile *t = tile_new(type, n, dim, largest);
+    fill_to(q, MAX_M * MAX_PADDED, largest.factors);
+    fill_to(weights, MAX_M * KVC_TILE, largest.factors);
     for (int i = 0; i < MAX_M; i++)
         for (int j = n; j < KVC_TILE; j++)
             weights[i * KVC_TILE + j] = 0;
@@ -744,7 +766,7 @@ static void test_tiler(const kvc_kernels *kernels, int type, int dim, int m, int
     }
     for (int i = 0; i < MAX_PADDED * KVC_TILE; i++)
         panel[i] = NAN;
-    fill(sums, MAX_M * MAX_PADDED);
+    fill_to(sums, MAX_M * MAX_PADDED, largest.rows * largest.factors);
     memcpy(old, sums, sizeof old);
     tiler->pack_values(panel, values, t->rows, n, dim);
     tiler->accumulate(sums, values, weights, KVC_TILE, panel, values, m, dim, n, 1);
@@ -773,17 +795,18 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim)
     for (int num_q = 1; num_q <= MAX_Q; num_q += num_q < 9 ? 1 : 7) {
         for (int i = 0; i < 3; i++) { /* a few of the row counts each time; all in the course of the test */
             int n = some_n[(num_q * 3 + i + dim) % NUM_N];
-            test_score(kernels, type, 0, dim, num_q, n);
+            test_score(kernels, type, 0, dim, num_q, n, usual);
             if (type == KVC_BF16 && kernels->score_bf16.score)
-                test_score(kernels, type, 1, dim, num_q, n);
-            test_accumulate(kernels, type, dim, num_q, n);
+                test_score(kernels, type, 1, dim, num_q, n, usual);
+            test_accumulate(kernels, type, dim, num_q, n, usual);
+            test_accumulate(kernels, type, dim, num_q, n, uneven);
         }
     }
     for (int i = 0; i < NUM_N; i++) {
         static const int some_m[] = {1, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 72};
         if (kernels->tiler[type].score == kernels->tiler[KVC_F32].score)
             test_pack(kernels, type, dim, some_n[i]);
-        test_tiler(kernels, type, dim, some_m[(i + dim) % NUM_N], some_n[i]);
+        test_tiler(kernels, type, dim, some_m[(i + dim) % NUM_N], some_n[i], usual);
     }
     test_same_scores(kernels, type, 0, dim);
     if (type == KVC_BF16 && kernels->score_bf16.score)
@@ -796,16 +819,35 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim)
             test_convert_rows(kernels, type, to, dim);
 }
 
+/* None is taken as 0.  By definition the processor's own products of bf16 do that, in score_bf16 and where bf16 has a
+ * tiler of its own. */
+static void test_denormals(const kvc_kernels *kernels, int type, int dim)
+{
+    static const int some_n[] = {1, 5, 16, 27, 64};
+    const int is_flushed = type == KVC_BF16 && kernels->tiler[type].score != kernels->tiler[KVC_F32].score;
+    volatile float smallest = FLT_MIN;
+    CHECK(smallest / 2 != 0); /* else what is compared with would be flushed as well */
+    for (int i = 0; i < 5; i++) {
+        test_score(kernels, type, 0, dim, i + 1, some_n[i], denormal(type));
+        test_accumulate(kernels, type, dim, i + 1, some_n[i], denormal(type));
+        if (!is_flushed)
+            test_tiler(kernels, type, dim, 7 * i + 1, some_n[i], denormal(type));
+    }
+}
+
 static void test_kernels(const kvc_kernels *kernels)
 {
     for (int type = KVC_F32; type < TYPES; type++) {
         for (int i = 0; i < NUM_DIMS; i++)
             if (dims[i] % kvc_type_elements(type) == 0)
                 test_rows(kernels, type, dims[i]);
+        for (int i = 0; i < NUM_DIMS && dims[i] <= 128; i++)
+            if (dims[i] % kvc_type_elements(type) == 0)
+                test_denormals(kernels, type, dims[i]);
         for (int n = 1; n <= KVC_TILE; n++) {
             int dim = type < KVC_FLOAT_TYPES ? 24 : 32;
-            test_score(kernels, type, 0, dim, 4, n);
-            test_accumulate(kernels, type, dim, 4, n);
+            test_score(kernels, type, 0, dim, 4, n, usual);
+            test_accumulate(kernels, type, dim, 4, n, usual);
         }
     }
     for (int type = KVC_FLOAT_TYPES; type < TYPES; type++) {
@@ -842,20 +884,17 @@ static void test_choice(void)
     CHECK(best && strstr(KVC_KERNEL_NAMES, best->name));
 }
 
+static void test_isa(void)
+{
+    const char *wanted;
+    test_kernels(kvc_cpu_kernels(&wanted));
+}
+
 int main(void)
 {
+    enum { ROWS = 1 << 19 }; /* bytes for them */
     test_choice();
-    guarded_new();
-    char names[256];
-    snprintf(names, sizeof names, "%s", KVC_KERNEL_NAMES);
-    for (char *name = strtok(names, " "); name; name = strtok(NULL, " ")) {
-        const char *wanted;
-        setenv("KVCACHE_ISA", name, 1);
-        const kvc_kernels *kernels = kvc_cpu_kernels(&wanted);
-        if (kernels)
-            test_kernels(kernels);
-        else
-            printf("no %s here: not tested\n", wanted);
-    }
+    guarded_end = guarded_new(ROWS);
+    for_each_isa(test_isa);
     return test_result();
 }

@@ -1,0 +1,23 @@
+"""The instruction sets that this build and this machine have."""
+
+import contextlib
+
+import pytest
+
+import kvcache
+
+
+@contextlib.contextmanager
+def using(name):
+    """Caches that are made in it use this instruction set."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVCACHE_ISA", name)
+        yield
+
+
+def has_isa(name):
+    with using(name):
+        return kvcache.show_config(mode="dicts")["isa"] == name
+
+
+ISAS = [name for name in ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx", "neon") if has_isa(name)]
