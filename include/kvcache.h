@@ -528,8 +528,8 @@ typedef struct kvc_plan_args {
  * positions up to its own, that the policy shows; those of the batch must have been put in this layer.  Where nothing
  * is visible, out is 0 and lse -inf; a sequence without rows in a cross-attention layer is KVC_ERR_INVALID.  Sums are
  * kept in f32.  The bits of a token's result depend on nothing but the rows it sees and which tokens of its sequence are
- * in the call: not on threads, on where rows lie, or on who else is in the batch.  (A value that is infinite or NaN may
- * make NaN for tokens of the call that do not see it, too.)  plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX,
+ * in the call: not on threads, on where rows lie, or on who else is in the batch.  (Infinities and NaN in rows may make
+ * NaN, for tokens of the call that do not see them, too.)  plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX,
  * KVC_ERR_NOMEM and, as in kvc_put, KVC_ERR_FULL, after which nothing was put (in a cross-attention layer, after
  * KVC_ERR_NOMEM, it may have been); KVC_ERR_CANCELLED, after which out and lse hold anything. */
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);

@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "crew.h"
 #include "isas.h"
 #include "scene.h"
 
@@ -549,46 +550,11 @@ static void test_same_bits(void)
 
 /* ---- tasks ------------------------------------------------------------------------------------------------------ */
 
-/* What several threads that run one plan share. */
-typedef struct crew {
-    kvc_plan *plan;
-    const question *question;
-    const int64_t *order; /* of the tasks */
-    atomic_int next;
-} crew;
-
-static void *run_tasks(void *context)
-{
-    crew *c = context;
-    int64_t num_tasks = kvc_plan_num_tasks(c->plan);
-    for (int i = atomic_fetch_add(&c->next, 1); i < num_tasks; i = atomic_fetch_add(&c->next, 1))
-        CHECKF(kvc_plan_run(c->plan, c->question->layer, &c->question->args, c->order[i]) == KVC_OK, "%s",
-               kvc_last_error());
-    return NULL;
-}
-
-static int64_t *shuffled(int64_t n)
-{
-    int64_t *order = malloc((size_t)n * sizeof *order);
-    for (int64_t i = 0; i < n; i++) {
-        int64_t j = random_int(0, (int)i + 1);
-        order[i] = order[j];
-        order[j] = i;
-    }
-    return order;
-}
-
 /* All tasks of a plan, in any order, on so many threads. */
 static void run_plan(kvc_plan *plan, const question *a, int num_threads)
 {
-    pthread_t threads[8];
     int64_t *order = shuffled(kvc_plan_num_tasks(plan));
-    crew c = {.plan = plan, .question = a, .order = order};
-    for (int i = 1; i < num_threads; i++)
-        CHECK(pthread_create(&threads[i], NULL, run_tasks, &c) == 0);
-    run_tasks(&c);
-    for (int i = 1; i < num_threads; i++)
-        pthread_join(threads[i], NULL);
+    crew_run(plan, a->layer, &a->args, order, num_threads);
     free(order);
 }
 

@@ -1,9 +1,9 @@
 /* Who works off what: the same bits alone and in any company, shared rows read once, and threads that come out even. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
-#include <pthread.h>
 #include <stdlib.h>
 
 #include "attention.h"
+#include "crew.h"
 #include "isas.h"
 #include "test.h"
 
@@ -246,47 +246,12 @@ static void check_bits(const stage *st, const answers *a, const char *what, int 
     }
 }
 
-/* Tasks [0, n), each once: backwards, or mixed. */
-static int64_t *order_of(int64_t n, int is_mixed)
+static int64_t *backwards(int64_t n)
 {
     int64_t *order = malloc((size_t)n * sizeof *order);
-    for (int64_t i = 0; i < n; i++) {
-        const int64_t j = is_mixed ? random_int(0, (int)i + 1) : 0;
-        if (!is_mixed)
-            memmove(order + 1, order, (size_t)i * sizeof *order);
-        else
-            order[i] = order[j];
-        order[j] = i;
-    }
+    for (int64_t i = 0; i < n; i++)
+        order[i] = n - 1 - i;
     return order;
-}
-
-/* What threads that run a plan together share. */
-typedef struct crew {
-    const stage *stage;
-    kvc_plan *plan;
-    const int64_t *order; /* of the tasks */
-    atomic_int next;
-} crew;
-
-static void *run_tasks(void *context)
-{
-    crew *c = context;
-    const int64_t num_tasks = kvc_plan_num_tasks(c->plan);
-    for (int i = atomic_fetch_add(&c->next, 1); i < num_tasks; i = atomic_fetch_add(&c->next, 1))
-        CHECKF(kvc_plan_run(c->plan, 0, &c->stage->args, c->order[i]) == KVC_OK, "%s", kvc_last_error());
-    return NULL;
-}
-
-/* By three threads. */
-static void run_all(crew *c)
-{
-    pthread_t threads[2];
-    for (int i = 0; i < 2; i++)
-        CHECK(pthread_create(&threads[i], NULL, run_tasks, c) == 0);
-    run_tasks(c);
-    for (int i = 0; i < 2; i++)
-        CHECK(pthread_join(threads[i], NULL) == 0);
 }
 
 /* The second half of them is cancelled, then all are run. */
@@ -296,14 +261,14 @@ static void check_plan(stage *st, const answers *a, int is_mixed)
     const volatile int32_t cancel = 1;
     CHECKF(kvc_plan_new(st->batch, &st->plan, &plan) == KVC_OK, "%s", kvc_last_error());
     const int64_t num_tasks = kvc_plan_num_tasks(plan);
-    int64_t *order = order_of(num_tasks, is_mixed);
+    int64_t *order = is_mixed ? shuffled(num_tasks) : backwards(num_tasks);
     kvc_attend_args cancelled = st->args;
     cancelled.cancel = &cancel;
     for (int64_t i = 0; i < num_tasks; i++)
         CHECK(kvc_plan_run(plan, 0, i < num_tasks / 2 ? &st->args : &cancelled, order[i]) ==
               (i < num_tasks / 2 ? KVC_OK : KVC_ERR_CANCELLED));
     forget(st);
-    run_all(&(crew){.stage = st, .plan = plan, .order = order});
+    crew_run(plan, 0, &st->args, order, 3);
     check_bits(st, a, "order", is_mixed);
     free(order);
     kvc_plan_free(plan);

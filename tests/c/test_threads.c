@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 
+#include "crew.h"
 #include "model.h"
 
 enum { HEADS = 4, K_DIM = 16, V_DIM = 8, NUM_LAYERS = 2, PROMPT = 40, STEPS = 150, TREE = 7, BASE = 90, MOST = 256 };
@@ -105,34 +106,12 @@ typedef struct outputs {
     float out[STEPS][NUM_LAYERS][PROMPT][HEADS][V_DIM];
 } outputs;
 
-/* A plan whose tasks several threads take, one after the other. */
-typedef struct crew {
-    kvc_plan *plan;
-    int layer;
-    const kvc_attend_args *args;
-    atomic_int next;
-} crew;
-
-static void *run_tasks(void *context)
-{
-    crew *c = context;
-    int64_t num_tasks = kvc_plan_num_tasks(c->plan);
-    for (int64_t i = atomic_fetch_add(&c->next, 1); i < num_tasks; i = atomic_fetch_add(&c->next, 1))
-        CHECKF(kvc_plan_run(c->plan, c->layer, c->args, i) == KVC_OK, "%s", kvc_last_error());
-    return NULL;
-}
-
 static void run_plan(kvc_batch *batch, const kvc_plan_args *plan_args, const kvc_attend_args *args, int num_helpers)
 {
-    pthread_t helpers[4];
-    crew c = {.layer = plan_args->layer, .args = args};
-    CHECKF(kvc_plan_new(batch, plan_args, &c.plan) == KVC_OK, "%s", kvc_last_error());
-    for (int i = 0; i < num_helpers; i++)
-        CHECK(pthread_create(&helpers[i], NULL, run_tasks, &c) == 0);
-    run_tasks(&c);
-    for (int i = 0; i < num_helpers; i++)
-        pthread_join(helpers[i], NULL);
-    kvc_plan_free(c.plan);
+    kvc_plan *plan = NULL;
+    CHECKF(kvc_plan_new(batch, plan_args, &plan) == KVC_OK, "%s", kvc_last_error());
+    crew_run(plan, plan_args->layer, args, NULL, 1 + num_helpers);
+    kvc_plan_free(plan);
 }
 
 /* Attends over all n tokens of a batch in a layer; the queries are the keys of these tokens, a little smaller. */
