@@ -16,8 +16,8 @@
  *     these rows once and then goes on with the rest of each.  It has at most KVC_TASK_QUERIES query rows if it is
  *     streamed, KVC_TILE_QUERIES if it is tiled, and at most one of SHARES shares of what a thread has to do if it is
  *     done by as many as were announced;
- *   - the largest tasks come first, so that little is left to do when the last one is begun: of each KV head, which
- *     has its rows come from a cache, or of all, where that leaves each thread less than SHARES jobs.
+ *   - the largest tasks come first, so that little is left to do when the last one is begun; KV head by KV head, as
+ *     units of a prompt then find its rows in a cache, but where there are less than SHARES jobs for each thread.
  */
 #include <stdlib.h>
 #include <string.h>
