@@ -1434,8 +1434,8 @@ class Batch:
 
         Notes
         -----
-        Sums are kept in f32. The bits of a token's result depend on nothing but the rows it sees and which tokens of its
-        sequence are in the call: not on threads, on where rows lie, or on who else is in the batch. (Infinities
+        Sums are kept in f32. The bits of a token's result depend on nothing but the rows it sees and which tokens of
+        its sequence are in the call: not on threads, on where rows lie, or on who else is in the batch. (Infinities
         and NaN in rows may make NaN, for tokens of the call that do not see them, too.)
 
         References
