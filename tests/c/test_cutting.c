@@ -274,20 +274,23 @@ static void check_plan(stage *st, const answers *a, int is_mixed)
     kvc_plan_free(plan);
 }
 
+/* By threads of the library's, and by our own, in two orders; in the last as if there were 64. */
 static void check_grove(const grove *g)
 {
-    static const int32_t threads[] = {1, 2, 5, 64};
+    static const int32_t threads[] = {1, 2, 5};
     answers a;
     answer(&a, g);
     stage *st = stage_new(g, -1);
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 3; i++) {
         st->plan.num_threads = threads[i];
         forget(st);
         CHECKF(kvc_attend(st->batch, &st->plan, &st->args) == KVC_OK, "%s", kvc_last_error());
         check_bits(st, &a, "threads", threads[i]);
-        if (i != 1)
-            check_plan(st, &a, i > 0);
+        if (i == 0)
+            check_plan(st, &a, 0);
     }
+    st->plan.num_threads = 64;
+    check_plan(st, &a, 1);
     stage_free(st);
     answers_free(&a, g);
 }

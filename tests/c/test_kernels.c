@@ -460,12 +460,12 @@ static void test_score(const kvc_kernels *kernels, int type, int is_bf16, int di
     }
 }
 
-/* Of a row's weight and an element in the block of column d. */
+/* Of a row's weight and an element of the block that begins with column d. */
 static double largest_product(const float *weights, const tile *t, int n, int d)
 {
     double largest = 0;
     for (int j = 0; j < n; j++)
-        for (int i = d / BLOCK * BLOCK; i < d / BLOCK * BLOCK + BLOCK && i < MAX_DIM; i++)
+        for (int i = d; i < d + BLOCK; i++)
             if (fabs(weights[j] * t->values[j][i]) > largest)
                 largest = fabs(weights[j] * t->values[j][i]);
     return largest;
@@ -486,16 +486,17 @@ static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int n
     kernels->accumulate[type](&acc[0][0], STRIDE, factor, weights, num_q, t->rows, n, dim,
                               ahead_of(n % 2 ? t : NULL, type, dim));
     for (int r = 0; r < MAX_Q; r++) {
+        double off = 0; /* by as much as n products that are rounded */
         for (int d = 0; d < STRIDE; d++) {
             double sum = (double)old[r][d] * factor[r], size = fabs(sum);
+            if (type >= KVC_FLOAT_TYPES && r < num_q && d < dim && d % BLOCK == 0)
+                off = n * step_of(kernels, type, largest_product(weights + r * KVC_TILE, t, n, d));
             for (int j = 0; j < n && r < num_q && d < dim; j++) {
                 double term = weights[r * KVC_TILE + j] * t->values[j][d];
                 sum += term;
                 size += fabs(term);
             }
-            if (r < num_q && d < dim)
-                size += n * step_of(kernels, type, largest_product(weights + r * KVC_TILE, t, n, d)) /
-                        ((n + 3) * 0.5 * FLT_EPSILON);
+            size += off / ((n + 3) * 0.5 * FLT_EPSILON);
             CHECKF(r < num_q && d < dim ? is_close(acc[r][d], sum, size, n + 1) : acc[r][d] == old[r][d],
                    "%s %s dim %d, query %d of %d, column %d, %d rows: %g, not %g", kernels->name, kvc_type_name(type),
                    dim, r, num_q, d, n, (double)acc[r][d], sum);
