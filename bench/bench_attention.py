@@ -422,8 +422,8 @@ def prompt_in_a_window(report: Report, shape: Shape) -> None:
     sizes = [size for size in (64, 1024) if size <= context - tokens]
     for num_heads in (8, 32):
         plain = replace(shape, context=context, num_tokens=tokens, num_heads=num_heads)
-        drivers = [filled(plain, max_seq_len=0)]
-        for size in sizes:
+        drivers = []
+        for size in (0, *sizes):  # 0: none; rows lie in the same kind of pages in all
             drivers.append(Driver(plain.layers, 8, 128, 0, shape.dtype, window=size, num_threads=shape.threads))
             drivers[-1].append(context - tokens)
         with closing(*drivers):

@@ -135,15 +135,15 @@ static void find_pieces(const kvc_plan *plan, kvc_unit *unit, int64_t *num) {
     unit->end_piece = *num;
 }
 
-static int64_t num_parts(int64_t num_rows, int64_t part_rows) { return (num_rows + part_rows - 1) / part_rows; }
+static int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 /* num_units: of its sequence. */
 static void cut_rows(const kvc_plan *plan, int32_t num_units, kvc_unit *unit) {
     const int64_t most = KVC_TILED_TASKS / ((int64_t)plan->num_kv_heads * num_units);
     unit->part_rows = KVC_PART_ROWS;
-    while (unit->tiled && unit->part_rows < unit->num_rows && num_parts(unit->num_rows, unit->part_rows) > most)
+    while (unit->tiled && unit->part_rows < unit->num_rows && divide_up(unit->num_rows, unit->part_rows) > most)
         unit->part_rows += unit->part_rows / (unit->part_rows % 3 ? 2 : 3); /* 1, 3/2, 2, 3, 4, 6, 8 ... */
-    unit->num_parts = (int32_t)num_parts(unit->num_rows, unit->part_rows);
+    unit->num_parts = (int32_t)divide_up(unit->num_rows, unit->part_rows);
     if (!unit->num_parts) unit->num_parts = 1; /* nothing to see: somebody must write the zeros */
 }
 
@@ -191,9 +191,9 @@ static void add_unit(kvc_plan *plan, kvc_unit *unit, int32_t num_units, totals *
 static int32_t unit_tokens(const kvc_plan *plan, int32_t num_tokens, int64_t num_rows) {
     const int64_t num_q = (int64_t)num_tokens * plan->heads_per_kv;
     if (num_q <= KVC_TASK_QUERIES) return num_tokens;
-    const int64_t tasks = num_parts(num_rows, KVC_PART_ROWS) * plan->num_kv_heads; /* of each unit, at most */
+    const int64_t tasks = divide_up(num_rows, KVC_PART_ROWS) * plan->num_kv_heads; /* of each unit, at most */
     int32_t q = KVC_TILE_QUERIES;
-    while (q > KVC_TILE_QUERIES / 4 && num_parts(num_q, q) * tasks < KVC_TILED_TASKS / 2) q /= 2;
+    while (q > KVC_TILE_QUERIES / 4 && divide_up(num_q, q) * tasks < KVC_TILED_TASKS / 2) q /= 2;
     return q > plan->heads_per_kv ? q / plan->heads_per_kv : 1;
 }
 
@@ -202,7 +202,7 @@ static void cut_queries(kvc_plan *plan, int32_t sequence, int32_t first, int32_t
     const int32_t last = plan->batch->positions[plan->batch->order[end - 1]];
     const int32_t tokens = unit_tokens(plan, end - first, (int64_t)last + 1);
     const int32_t tiled = (int64_t)(end - first) * plan->heads_per_kv > KVC_STREAM_ROWS;
-    const int32_t num_units = (int32_t)num_parts(end - first, tokens);
+    const int32_t num_units = (int32_t)divide_up(end - first, tokens);
     for (int32_t at = first; at < end; at += tokens) {
         kvc_unit unit = {.sequence = sequence,
                          .first = at,

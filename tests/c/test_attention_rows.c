@@ -410,10 +410,8 @@ static void *guard_alloc(void *user, size_t size, size_t alignment, const kvc_me
 
 static void guard_free(void *user, void *memory, size_t size, const kvc_memory_hint *hint)
 {
-    size_t used = guarded_size(user, size, hint), page = (size_t)sysconf(_SC_PAGESIZE);
-    char *end = (char *)memory + used;
-    end += (page - (uintptr_t)end % page) % page;
-    guarded_free(end, (size_t)(end - (char *)memory));
+    uintptr_t end = in_pages((uintptr_t)memory + guarded_size(user, size, hint));
+    guarded_free((char *)end, (size_t)(end - (uintptr_t)memory));
 }
 
 /* Of the first block of sequence 0, whose slots it fills one by one. */
