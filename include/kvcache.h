@@ -372,8 +372,8 @@ typedef struct kvc_run_info {
 } kvc_run_info;
 
 /* Where the rows of a layer's group lie: every block that it has memory for, and every run in these, by rising sequence
- * id and in order of arrival, those of the open batch last.  Both are of one moment; when blocks are given back, others
- * take their numbers.  Writes at most max_blocks and max_runs of them, each as large as said, and sets *num_blocks and
+ * id and in order of arrival, those of the open batch last, with what a kvc_put is writing to a cross-attention layer.
+ * Both are of one moment; when blocks are given back, others take their numbers.  Writes at most max_blocks and max_runs of them, each as large as said, and sets *num_blocks and
  * *num_runs to how many there are.  While another call rewrites keys, slots that these go to are live and in no run.
  * KVC_ERR_INDEX, KVC_ERR_INVALID. */
 KVC_API kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,

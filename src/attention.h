@@ -8,8 +8,6 @@
 #ifndef KVC_ATTENTION_H
 #define KVC_ATTENTION_H
 
-#include <stdatomic.h>
-
 #include "cache.h"
 
 /* The sizes that plan.c's rules speak of. */
@@ -90,7 +88,7 @@ struct kvc_plan {
     int64_t num_jobs;                  /* each is as many tasks as there are KV heads: */
     int32_t by_head;                   /* those of a KV head follow each other; else those of a job */
     double work;                       /* multiply-adds */
-    int32_t num_cross_puts;            /* of the batch, when the plan was made */
+    int32_t num_cross_puts;            /* in the group, when the plan was made */
     int32_t num_deltas, angles_stride; /* in floats */
     int32_t *deltas;                   /* by which keys are off, ascending, all different and none 0 */
     float *angles;                     /* [cache->num_ropes][num_deltas][angles_stride] that turn queries by as much */
@@ -120,8 +118,16 @@ static inline int kvc_plan_sees_all(const kvc_plan *plan, int32_t token) {
     return plan->args.non_causal && plan->args.non_causal[token - plan->args.first];
 }
 
-/* Not so once the rows of a cross-attention layer that it goes over were replaced. */
-int kvc_plan_is_current(const kvc_plan *plan);
+/* How often rows were put in the group since the batch began, where it is a cross-attention layer; else 0. */
+static inline int32_t kvc_num_cross_puts(const kvc_batch *batch, int32_t group) {
+    const int32_t first = batch->cache->num_token_groups;
+    return group < first ? 0 : atomic_load(&batch->num_cross_puts[group - first]);
+}
+
+/* False once a later kvc_put replaced the cross-attention rows the plan was made for. */
+static inline int kvc_plan_is_current(const kvc_plan *plan) {
+    return plan->num_cross_puts == kvc_num_cross_puts(plan->batch, plan->group);
+}
 
 /* What task i is. */
 static inline const kvc_job *kvc_job_of(const kvc_plan *plan, int64_t i) {

@@ -42,6 +42,8 @@ static kvc_batch *new_batch(kvc_cache *cache, int32_t num_tokens, const int32_t 
     const uint64_t runs = kvc_add_array(&size, n * groups * sizeof(kvc_run));
     const uint64_t kept = kvc_add_array(&size, n);
     const uint64_t written = kvc_add_array(&size, n * (uint64_t)cache->num_layers);
+    const int32_t num_cross = cache->num_groups - cache->num_token_groups;
+    const uint64_t cross_puts = kvc_add_array(&size, (uint64_t)num_cross * sizeof(atomic_int));
     char *start = kvc_scratch_take(cache, &size);
     if (!start) return NULL;
     kvc_batch *batch = (void *)start;
@@ -59,7 +61,9 @@ static kvc_batch *new_batch(kvc_cache *cache, int32_t num_tokens, const int32_t 
                          .pending = (void *)(start + pending),
                          .runs = (void *)(start + runs),
                          .kept = (void *)(start + kept),
-                         .written = (void *)(start + written)};
+                         .written = (void *)(start + written),
+                         .num_cross_puts = (void *)(start + cross_puts)};
+    for (int32_t i = 0; i < num_cross; i++) atomic_init(&batch->num_cross_puts[i], 0);
     if (given_parents) {
         memcpy(batch->parents, given_parents, (size_t)num_tokens * sizeof *given_parents);
         number_trees(batch);
@@ -649,16 +653,18 @@ static kvc_status check_not_written(const kvc_batch *batch, int32_t layer, int32
     return KVC_OK;
 }
 
-/* Which of the batch's sequences it is; -1: none. */
-static int32_t find_member(const kvc_batch *batch, int64_t seq_id) {
-    for (int32_t s = 0; s < batch->num_sequences; s++)
-        if (batch->sequences[s].sequence->id == seq_id) return s;
-    return -1;
+/* Which of the open batch's sequences it is; -1: none.  With the mutex held. */
+static int32_t find_member(const kvc_cache *cache, int64_t seq_id) {
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    return sequence ? sequence->in_batch - 1 : -1;
 }
 
 static kvc_status check_cross_put(const kvc_batch *batch, int32_t layer, const kvc_put_args *args) {
     const int32_t max_len = batch->cache->layers[layer].policy.max_len;
-    if (find_member(batch, args->seq_id) < 0)
+    kvc_lock(batch->cache);
+    const int32_t member = find_member(batch->cache, args->seq_id);
+    kvc_unlock(batch->cache, KVC_OK);
+    if (member < 0)
         return kvc_fail(KVC_ERR_INVALID, "seq_id is %lld: the batch has no token of that sequence",
                         (long long)args->seq_id);
     if (args->first != 0 || args->num_tokens < 1)
@@ -701,21 +707,35 @@ static kvc_status open_cross(kvc_cache *cache, int32_t group, int32_t count, kvc
     return status;
 }
 
+/* The rows become what the sequence has in the layer in this batch, instead of what it was given before. */
+static void end_cross(kvc_batch *batch, const kvc_cross_put *put) {
+    const int32_t g = put->group;
+    kvc_pending *pending = kvc_pending_of(batch, g, put->member);
+    kvc_cross_put **link = &batch->cross_puts;
+    while (*link != put) link = &(*link)->next;
+    *link = put->next;
+    if (pending->num) kvc_drop_part(&batch->cache->pools[g], pending->runs);
+    pending->runs[0] = put->run;
+    pending->num = 1;
+    atomic_fetch_add(&batch->num_cross_puts[g - batch->cache->num_token_groups], 1);
+}
+
 static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     kvc_cache *cache = batch->cache;
-    kvc_run run;
+    kvc_cross_put put = {.group = group};
     kvc_lock(cache);
-    const kvc_status status = kvc_unlock(cache, open_cross(cache, group, work->args->num_tokens, &run));
+    const kvc_status status = open_cross(cache, group, work->args->num_tokens, &put.run);
+    if (status == KVC_OK) {
+        put.member = find_member(cache, work->args->seq_id);
+        put.next = batch->cross_puts;
+        batch->cross_puts = &put;
+    }
+    kvc_unlock(cache, status);
     if (status != KVC_OK) return status;
-    work->start = (kvc_place){run.block, run.slot};
+    work->start = (kvc_place){put.run.block, put.run.slot};
     put_all(work);
     kvc_lock(cache);
-    kvc_pending *pending = kvc_pending_of(batch, group, find_member(batch, work->args->seq_id));
-    if (pending->num)
-        kvc_pool_drop(&cache->pools[group], pending->runs->block, pending->runs->slot, pending->runs->count);
-    pending->runs[0] = run;
-    pending->num = 1;
-    batch->num_cross_puts++;
+    end_cross(batch, &put);
     return kvc_unlock(cache, KVC_OK);
 }
 

@@ -58,6 +58,8 @@ static void add_all_runs(list *to, const kvc_cache *cache, int32_t g) {
         const kvc_pending *pending = kvc_pending_of(batch, g, s);
         add_runs(to, pending->runs, pending->num, batch->sequences[s].sequence->id, 1);
     }
+    for (const kvc_cross_put *put = batch ? batch->cross_puts : NULL; put; put = put->next)
+        if (put->group == g) add_runs(to, &put->run, 1, batch->sequences[put->member].sequence->id, 1);
 }
 
 kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,

@@ -2,6 +2,8 @@
 #ifndef KVC_CACHE_H
 #define KVC_CACHE_H
 
+#include <stdatomic.h>
+
 #include "kernels/kernels.h"
 #include "rope.h"
 #include "sequence.h"
@@ -66,6 +68,13 @@ typedef struct kvc_pending {
     int32_t num;
 } kvc_pending;
 
+/* A kvc_put to a cross-attention layer that is copying rows: slots that are taken and not yet pending. */
+typedef struct kvc_cross_put {
+    struct kvc_cross_put *next;
+    int32_t group, member; /* the sequence: index into batch->sequences */
+    kvc_run run;
+} kvc_cross_put;
+
 struct kvc_batch {
     kvc_cache *cache;
     uint64_t size; /* of this allocation */
@@ -82,7 +91,9 @@ struct kvc_batch {
     uint8_t *kept;                 /* [num_tokens] what is committed of them */
     uint8_t *written;              /* [num_layers][num_tokens] the token's rows of the layer are there */
     kvc_plan *plans;               /* made for this batch */
-    int32_t num_cross_puts;        /* a plan for a cross-attention layer is out of date after the next */
+    kvc_cross_put *cross_puts;     /* in progress; guarded by the mutex */
+    atomic_int *num_cross_puts;    /* [num_groups - num_token_groups] done; a plan of the group is out of date after the
+                                      next */
 };
 
 static inline void kvc_lock(kvc_cache *cache) { kvc_mutex_lock(&cache->mutex); }

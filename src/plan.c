@@ -541,13 +541,14 @@ static kvc_plan *make_plan(kvc_plan *draft, int32_t num_threads) {
 
 static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **out) {
     const kvc_layer *layer = &batch->cache->layers[args->layer];
+    const int32_t group = batch->cache->group_of[args->layer];
     kvc_plan draft = {.batch = batch,
                       .args = *args,
-                      .group = batch->cache->group_of[args->layer],
+                      .group = group,
                       .num_kv_heads = layer->num_kv_heads,
                       .k_dim = layer->k_dim,
                       .v_dim = layer->v_dim,
-                      .num_cross_puts = batch->num_cross_puts,
+                      .num_cross_puts = kvc_num_cross_puts(batch, group),
                       .heads_per_kv = args->num_heads / layer->num_kv_heads};
     draft.lane.q_stride = (int32_t)kvc_align_up((size_t)layer->k_dim, KVC_CHUNK);
     draft.lane.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
@@ -585,10 +586,6 @@ kvc_status kvc_plan_check(const kvc_batch *batch, const kvc_plan_args *given, kv
                         args->num_threads, KVC_MOST_THREADS);
     if (!args->num_threads) args->num_threads = kvc_cache_threads(batch->cache);
     return KVC_OK;
-}
-
-int kvc_plan_is_current(const kvc_plan *plan) {
-    return plan->group < plan->batch->cache->num_token_groups || plan->num_cross_puts == plan->batch->num_cross_puts;
 }
 
 /* Whether a plan for these arguments would be the same. */

@@ -48,6 +48,8 @@ static void take_away_all(const kvc_cache *cache, int32_t g, uint32_t by) {
         const kvc_pending *pending = kvc_pending_of(batch, g, s);
         take_away(pending->runs, pending->num, by);
     }
+    for (const kvc_cross_put *put = batch ? batch->cross_puts : NULL; put; put = put->next)
+        if (put->group == g) take_away(&put->run, 1, by);
 }
 
 static kvc_status check_block(const kvc_pool *pool, const kvc_block *block) {

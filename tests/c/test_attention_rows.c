@@ -594,9 +594,10 @@ static void test_plans_of_non_causal(void)
 static void test_plans_of_cross_rows(void)
 {
     const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
+                                {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = {KVC_CROSS, .max_len = 5}},
                                 {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = {KVC_CROSS, .max_len = 5}}};
     const kvc_config config = {
-        .struct_size = sizeof config, .layers = layers, .layer_size = sizeof *layers, .num_layers = 2};
+        .struct_size = sizeof config, .layers = layers, .layer_size = sizeof *layers, .num_layers = 3};
     const float rows[] = {1, 2, 3, 4, 5, 6, 7, 8};
     float out[4];
     kvc_cache *cache;
@@ -611,6 +612,8 @@ static void test_plans_of_cross_rows(void)
     CHECK(kvc_put(batch, 1, &put_args) == KVC_OK && kvc_plan_new(batch, &plan_args, &plan) == KVC_OK);
     CHECK(kvc_plan_run(plan, 1, &args, 0) == KVC_OK && out[0] == 1 && out[3] == 4);
     put_args.k = put_args.v = rows + 4;
+    CHECK(kvc_put(batch, 2, &put_args) == KVC_OK); /* nothing to the plan of layer 1 */
+    CHECKF(kvc_plan_run(plan, 1, &args, 0) == KVC_OK && out[0] == 1, "%s", kvc_last_error());
     CHECK(kvc_put(batch, 1, &put_args) == KVC_OK);
     CHECK_FAILS(kvc_plan_run(plan, 1, &args, 0), KVC_ERR_INVALID, "layer 1", "make another");
     kvc_plan_free(plan);

@@ -1,11 +1,13 @@
 /* Several threads in one cache: one decodes, with helpers, while others edit, hold, read and ask.  Plain threads, so
  * that the thread sanitizer sees all there is in a build without OpenMP. */
-#define _POSIX_C_SOURCE 200809L
+#define _DEFAULT_SOURCE
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 
 #include "crew.h"
+#include "guarded.h"
 #include "model.h"
 
 enum { HEADS = 4, K_DIM = 16, V_DIM = 8, NUM_LAYERS = 2, PROMPT = 40, STEPS = 150, TREE = 7, BASE = 90, MOST = 256 };
@@ -356,6 +358,140 @@ static void test_putting_together(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
+/* ---- cross-attention layers --------------------------------------------------------------------------------------- */
+
+enum { CROSS_ROWS = 6, CROSS_STEPS = 300 };
+
+/* Layer 0 holds tokens, 1 and 2 are cross-attention layers; sequences 0 and 1 have a token each in the batch. */
+static kvc_cache *new_cross_cache(kvc_batch **batch)
+{
+    const kvc_policy cross = {KVC_CROSS, .max_len = CROSS_ROWS};
+    const kvc_layer of[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
+                            {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = cross},
+                            {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = cross}};
+    const kvc_config config = {
+        .struct_size = sizeof config, .layers = of, .layer_size = sizeof *of, .num_layers = 3, .num_threads = 1};
+    kvc_cache *cache = NULL;
+    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
+    CHECK(kvc_begin(cache, 2, (int32_t[]){0, 0}, (int64_t[]){0, 1}, NULL, batch) == KVC_OK);
+    return cache;
+}
+
+static kvc_status put_cross(kvc_batch *batch, int layer, int64_t seq_id, const float *rows, int n)
+{
+    const kvc_put_args args = {.struct_size = sizeof args,
+                               .num_tokens = n,
+                               .k = rows,
+                               .v = rows,
+                               .k_token_stride = 4 * sizeof *rows,
+                               .v_token_stride = 4 * sizeof *rows,
+                               .seq_id = seq_id};
+    return kvc_put(batch, layer, &args);
+}
+
+/* Rows that cannot be read until somebody has looked at the cache. */
+static struct {
+    kvc_cache *cache;
+    void *page;
+    kvc_status status;
+    int64_t num_runs;
+    kvc_run_info runs[3];
+} unread;
+
+/* Runs in the middle of a kvc_put, at the first row that it reads, when it holds no lock. */
+static void look(int signal)
+{
+    int64_t num_blocks;
+    (void)signal;
+    unread.status = kvc_validate(unread.cache);
+    kvc_blocks(unread.cache, 1, NULL, sizeof(kvc_block_info), 0, &num_blocks, unread.runs, sizeof *unread.runs, 3,
+               &unread.num_runs);
+    mprotect(unread.page, page_size(), PROT_READ | PROT_WRITE);
+}
+
+/* Slots that a put writes are accounted for while it does. */
+static void test_looking_at_a_cross_put(void)
+{
+    kvc_batch *batch;
+    kvc_cache *cache = new_cross_cache(&batch);
+    const struct sigaction action = {.sa_handler = look};
+    struct sigaction before[2];
+    float *rows = mmap(NULL, page_size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(rows != MAP_FAILED && sigaction(SIGSEGV, &action, &before[0]) == 0);
+    CHECK(sigaction(SIGBUS, &action, &before[1]) == 0);
+    for (int n = 1; n <= 2; n++) { /* the second takes the place of the first */
+        unread.cache = cache;
+        unread.page = rows;
+        unread.status = KVC_ERR_NOMEM;
+        CHECK(mprotect(rows, page_size(), PROT_NONE) == 0);
+        CHECKF(put_cross(batch, 1, 1, rows, 4 + n) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(unread.status == KVC_OK, "%s", kvc_last_error());
+        const kvc_run_info *run = &unread.runs[n - 1];
+        CHECKF(unread.num_runs == n, "%d runs", (int)unread.num_runs);
+        CHECK(run->seq_id == 1 && run->count == 4 + n && run->position == 0 && run->in_batch);
+        CHECK(n == 1 || (unread.runs[0].seq_id == 1 && unread.runs[0].count == 5 && unread.runs[0].in_batch));
+        CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    }
+    sigaction(SIGSEGV, &before[0], NULL);
+    sigaction(SIGBUS, &before[1], NULL);
+    munmap(rows, page_size());
+    kvc_abort(batch);
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+}
+
+/* What one thread does with the cross-attention layers of a batch while the others do as much. */
+typedef struct cross_worker {
+    kvc_cache *cache;
+    kvc_batch *batch;
+    int layer;
+    int64_t seq_id;
+    atomic_int *running;
+} cross_worker;
+
+/* Rows of one number, put and attended over, in one call or in two. */
+static void *work_across(void *context)
+{
+    const cross_worker *w = context;
+    float rows[CROSS_ROWS][4], out[4];
+    for (int step = 0; step < CROSS_STEPS; step++) {
+        const float value = (float)(step * 4 + w->layer * 2 + (int)w->seq_id);
+        for (int i = 0; i < CROSS_ROWS * 4; i++)
+            rows[i / 4][i % 4] = value;
+        kvc_plan_args plan = {
+            .struct_size = sizeof plan, .layer = w->layer, .first = (int)w->seq_id, .num_tokens = 1, .num_heads = 1};
+        kvc_attend_args args = {.struct_size = sizeof args, .q = rows, .out = out};
+        CHECKF(put_cross(w->batch, w->layer, w->seq_id, rows[0], 1 + step % CROSS_ROWS) == KVC_OK, "%s",
+               kvc_last_error());
+        CHECKF(kvc_attend(w->batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
+        for (int d = 0; d < 4; d++)
+            CHECKF(out[d] == value, "%g, not %g", (double)out[d], (double)value);
+    }
+    atomic_fetch_sub(w->running, 1);
+    return NULL;
+}
+
+/* One thread for each cross-attention layer, and one that only looks. */
+static void test_cross_layers_side_by_side(void)
+{
+    kvc_batch *batch;
+    kvc_cache *cache = new_cross_cache(&batch);
+    pthread_t threads[2];
+    atomic_int running = 2;
+    cross_worker workers[2];
+    for (int i = 0; i < 2; i++) {
+        workers[i] = (cross_worker){cache, batch, 1 + i, i, &running};
+        CHECK(pthread_create(&threads[i], NULL, work_across, &workers[i]) == 0);
+    }
+    while (atomic_load(&running)) {
+        CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+        sched_yield();
+    }
+    for (int i = 0; i < 2; i++)
+        pthread_join(threads[i], NULL);
+    kvc_abort(batch);
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+}
+
 /* ---- a slow function that moves keys ----------------------------------------------------------------------------- */
 
 /* What the thread that moves keys and the others know of each other. */
@@ -482,6 +618,8 @@ int main(void)
 {
     test_own_caches();
     test_putting_together();
+    test_looking_at_a_cross_put();
+    test_cross_layers_side_by_side();
     test_slow_function();
     test_decoding_among_others();
     return test_result();
