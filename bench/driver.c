@@ -255,16 +255,15 @@ EXPORT kvc_status driver_attend_and_show(driver *d, const driver_pass *pass, int
     const kvc_attend_args args = attend_args(d, pass);
     const kvc_plan_args plan = plan_args(pass, 0);
     const int64_t k_row = d->shape.k_dim * (int64_t)sizeof *k, v_row = d->shape.v_dim * (int64_t)sizeof *v;
-    const kvc_dense_args dense = {.struct_size = sizeof dense,
-                                  .rows = {.struct_size = sizeof dense.rows,
-                                           .type = KVC_F32,
-                                           .k = k,
-                                           .v = v,
-                                           .k_head_stride = num_rows * k_row,
-                                           .k_row_stride = k_row,
-                                           .v_head_stride = num_rows * v_row,
-                                           .v_row_stride = v_row},
-                                  .num_rows = num_rows};
+    const kvc_rows_out rows = {.struct_size = sizeof rows,
+                               .type = KVC_F32,
+                               .k = k,
+                               .v = v,
+                               .k_head_stride = num_rows * k_row,
+                               .k_row_stride = k_row,
+                               .v_head_stride = num_rows * v_row,
+                               .v_row_stride = v_row};
+    const kvc_dense_args dense = {.struct_size = sizeof dense, .rows = &rows, .num_rows = num_rows};
     kvc_batch *batch;
     kvc_status status = begin_pass(d, pass, &batch);
     if (status != KVC_OK) return status;

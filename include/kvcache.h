@@ -30,8 +30,13 @@
  *           it is with a sequence whose keys are being rewritten, and meanwhile no batch begins.
  * Limits    max_seq_len, max_sequences and capacity are looked at when a batch begins, max_bytes whenever memory is
  *           taken for rows.
- * Structs   that configure begin with their own size, arrays of structs come with the size of an element, and a field
- *           that is zero asks for its default: fields can be added without breaking a program.
+ * Structs   grow at their end, so that a program and a library of different versions understand each other.  Structs
+ *           that are handed in begin with their own size, and arrays of structs come with the size of an element.  A
+ *           field that is 0 asks for its default, and so does one that a smaller, older struct has not; in a larger,
+ *           newer one, fields that the library does not know must be 0, or it is KVC_ERR_UNSUPPORTED.  What is filled
+ *           in has its first fields alone where it is smaller, and zeros at its end where it is larger.  Structs that
+ *           lie within another (kvc_policy, kvc_rope) have reserved fields instead, which must be 0 until they have a
+ *           name: KVC_ERR_UNSUPPORTED.  Smaller than in the first version that says this: KVC_ERR_INVALID.
  * Ranges    are half open: [begin, end).  Strides are in bytes.
  */
 #ifndef KVCACHE_H
@@ -141,6 +146,7 @@ typedef struct kvc_policy {
                                      means that a sequence can go back further */
     int32_t attention_chunk_size; /* CHUNKED: positions in a chunk; at least 1 */
     int32_t max_len;              /* CROSS: rows of one sequence; at least 1 */
+    int32_t reserved[3];          /* 0 */
 } kvc_policy;
 
 typedef enum kvc_rope_kind {
@@ -167,6 +173,7 @@ typedef struct kvc_rope {
     const double *inv_freq; /* [num_freqs] radians per position; copied */
     kvc_shift_fn *shift;
     void *user;
+    int64_t reserved[2]; /* 0 */
 } kvc_rope;
 
 typedef struct kvc_layer {
@@ -192,6 +199,7 @@ typedef enum kvc_memory_kind { /* what an allocation is for */
 } kvc_memory_kind;
 
 typedef struct kvc_memory_hint {
+    size_t struct_size;
     int32_t kind;       /* kvc_memory_kind */
     int32_t group;      /* layer group of a block, else -1 */
     int32_t first_head; /* KV heads [first_head, end_head) whose rows lie here; for NUMA placement */
@@ -334,7 +342,7 @@ typedef struct kvc_stats {
                                 and of shared rows by kvc_settle and kvc_inject.  Nothing else copies a stored row */
 } kvc_stats;
 
-/* Fills the first stats_size bytes of *stats. */
+/* Fills in stats_size bytes. */
 KVC_API void kvc_get_stats(kvc_cache *cache, kvc_stats *stats, size_t stats_size);
 
 /* Bytes of memory the cache holds: rows that were ever written since their memory was taken, in whole OS pages where
@@ -554,7 +562,7 @@ KVC_API kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_
 
 typedef struct kvc_dense_args {
     size_t struct_size;
-    kvc_rows_out rows;         /* where they go, decoded and rotated */
+    const kvc_rows_out *rows;  /* where they go, decoded and rotated */
     float *mask;               /* [the batch's tokens][rows] 0 where the token sees the row, else -inf; may be NULL */
     int64_t mask_token_stride; /* rows are adjacent */
     int64_t num_rows;          /* what kvc_dense_rows says */

@@ -227,7 +227,7 @@ cdef extern from "kvcache.h" nogil:
 
     ctypedef struct kvc_dense_args:
         size_t struct_size
-        kvc_rows_out rows
+        const kvc_rows_out *rows
         float *mask
         int64_t mask_token_stride, num_rows
         const uint8_t *non_causal
@@ -1731,11 +1731,13 @@ cdef class Batch:
         cdef kvc_batch *batch = self.open()
         cdef cnp.ndarray mask
         cdef kvc_dense_args args
+        cdef kvc_rows_out rows
         cdef kvc_status status
         memset(&args, 0, sizeof(args))
         args.struct_size = sizeof(args)
         check(kvc_dense_rows(batch, at, &args.num_rows))
-        k, v = self.cache.new_rows(at, args.num_rows, KVC_F32, True, True, &args.rows)
+        k, v = self.cache.new_rows(at, args.num_rows, KVC_F32, True, True, &rows)
+        args.rows = &rows
         mask = new_array(KVC_F32, 2, self.num_tokens, args.num_rows)
         args.mask = <float *>cnp.PyArray_DATA(mask)
         args.mask_token_stride = args.num_rows * sizeof(float)

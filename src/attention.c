@@ -715,7 +715,7 @@ static void make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_attend_a
 kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *given, int64_t task) {
     kvc_attend_args args;
     call c;
-    kvc_status status = kvc_read_struct(&args, sizeof args, given, given ? given->struct_size : 0, "args");
+    kvc_status status = KVC_READ(kvc_attend_args, &args, given, "args");
     if (status == KVC_OK) status = check_plan_layer(plan, layer);
     if (status == KVC_OK) status = check_args(&plan->batch->cache->layers[layer], plan->args.num_tokens, &args);
     if (status == KVC_OK && args.put)
@@ -760,7 +760,7 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     kvc_plan_args plan_args;
     kvc_put_args put;
     kvc_plan *plan;
-    kvc_status status = kvc_read_struct(&args, sizeof args, given, given ? given->struct_size : 0, "args");
+    kvc_status status = KVC_READ(kvc_attend_args, &args, given, "args");
     if (status == KVC_OK) status = kvc_plan_check(batch, given_plan, &plan_args);
     if (status == KVC_OK) status = check_args(&batch->cache->layers[plan_args.layer], plan_args.num_tokens, &args);
     if (status == KVC_OK && args.put) status = kvc_put_check(batch, plan_args.layer, args.put, &put);

@@ -679,7 +679,7 @@ static kvc_status check_cross_put(const kvc_batch *batch, int32_t layer, const k
 }
 
 kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_args *given, kvc_put_args *args) {
-    kvc_status status = kvc_read_struct(args, sizeof *args, given, given ? given->struct_size : 0, "args");
+    kvc_status status = KVC_READ(kvc_put_args, args, given, "args");
     if (status == KVC_OK) status = kvc_check_layer(batch->cache, layer);
     if (status == KVC_OK) status = kvc_check_own_rows(batch->cache, layer);
     if (status != KVC_OK) return status;
@@ -774,9 +774,8 @@ kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *s
     int32_t rest = 0;
     kvc_status status = check_in_place(batch, layer, first, &rest);
     if (status == KVC_OK) status = check_not_written(batch, layer, first, 1);
-    if (status == KVC_OK && (!span || span_size < sizeof *span))
-        status = kvc_fail(KVC_ERR_INVALID, "span_size is %zu: it must be sizeof(kvc_span), %zu", span ? span_size : 0,
-                          sizeof *span);
+    if (status == KVC_OK && !span) status = kvc_fail(KVC_ERR_INVALID, "span is NULL");
+    if (status == KVC_OK) status = kvc_check_size(span_size, kvc_span_least_size, sizeof *span, "span");
     if (status != KVC_OK) return status;
     kvc_cache *cache = batch->cache;
     const int32_t g = cache->group_of[layer];
@@ -790,8 +789,10 @@ kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *s
         kvc_lock(cache);
         status = kvc_unlock(cache, kvc_hold_runs(cache, &run, 1, g, hold));
     }
-    if (status == KVC_OK) *span = kvc_span_of(&run, &cache->layouts[cache->layout_of[layer]]);
-    return status;
+    if (status != KVC_OK) return status;
+    const kvc_span found = kvc_span_of(&run, &cache->layouts[cache->layout_of[layer]]);
+    kvc_write_struct(span, span_size, &found, sizeof found);
+    return KVC_OK;
 }
 
 kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {

@@ -1,6 +1,4 @@
 /* blocks.c: shows where the rows of a layer group lie: its blocks, and which slots of them each sequence holds. */
-#include <string.h>
-
 #include "cache.h"
 
 /* A caller's array, and how many items there are for it, which may be more than it has room for. */
@@ -11,13 +9,8 @@ typedef struct list {
 } list;
 
 static void add(list *to, const void *item, size_t size) {
-    if (to->num < to->max) memcpy(to->items + (size_t)to->num * to->item_size, item, size);
+    if (to->num < to->max) kvc_write_struct(to->items + (size_t)to->num * to->item_size, to->item_size, item, size);
     to->num++;
-}
-
-static kvc_status check_size(size_t given, size_t right, const char *name, const char *type) {
-    if (given >= right) return KVC_OK;
-    return kvc_fail(KVC_ERR_INVALID, "%s is %zu: it must be sizeof(%s), %zu", name, given, type, right);
 }
 
 static void add_block(list *to, const kvc_pool *pool, const kvc_block *block) {
@@ -66,8 +59,8 @@ kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, s
                       int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,
                       int64_t max_runs, int64_t *num_runs) {
     kvc_status status = kvc_check_layer(cache, layer);
-    if (status == KVC_OK) status = check_size(block_info_size, sizeof *blocks, "block_info_size", "kvc_block_info");
-    if (status == KVC_OK) status = check_size(run_info_size, sizeof *runs, "run_info_size", "kvc_run_info");
+    if (status == KVC_OK) status = kvc_check_size(block_info_size, kvc_block_info_least_size, sizeof *blocks, "blocks");
+    if (status == KVC_OK) status = kvc_check_size(run_info_size, kvc_run_info_least_size, sizeof *runs, "runs");
     if (status == KVC_OK && !num_blocks) status = kvc_fail(KVC_ERR_INVALID, "num_blocks is NULL");
     if (status == KVC_OK && !num_runs) status = kvc_fail(KVC_ERR_INVALID, "num_runs is NULL");
     if (status != KVC_OK) return status;

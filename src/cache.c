@@ -37,19 +37,6 @@ const char *kvc_isa(void) {
 
 /* ---- creation ---------------------------------------------------------------------------------------------------- */
 
-kvc_status kvc_read_struct(void *to, size_t to_size, const void *from, size_t from_size, const char *name) {
-    if (!from) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", name);
-    if (from_size < to_size)
-        return kvc_fail(KVC_ERR_INVALID, "%s: its size is given as %zu: it must be sizeof, %zu", name, from_size,
-                        to_size);
-    for (size_t i = to_size; i < from_size; i++)
-        if (((const uint8_t *)from)[i])
-            return kvc_fail(KVC_ERR_UNSUPPORTED, "%s sets a field that this version of the library does not know",
-                            name);
-    memcpy(to, from, to_size);
-    return KVC_OK;
-}
-
 static kvc_status check_limit(int64_t value, const char *name, int64_t most) {
     if (value >= 0 && value <= most) return KVC_OK;
     return kvc_fail(KVC_ERR_INVALID, "%s is %lld: it must be between 1 and %lld, or 0 for the default", name,
@@ -80,6 +67,16 @@ static kvc_status check_value_in_key(const kvc_layer *layer, int32_t index) {
     return KVC_OK;
 }
 
+/* Where fields of later versions will be. */
+static kvc_status check_reserved(const kvc_layer *layer, int32_t index) {
+    const int32_t *policy = layer->policy.reserved;
+    const int64_t *rope = layer->rope.reserved;
+    const int is_set = policy[0] || policy[1] || policy[2];
+    if (!is_set && !rope[0] && !rope[1]) return KVC_OK;
+    return kvc_fail(KVC_ERR_UNSUPPORTED, "layers[%d].%s sets a field that this version of the library does not know",
+                    index, is_set ? "policy" : "rope");
+}
+
 static kvc_status check_layer_config(const kvc_layer *layer, int32_t index) {
     const struct {
         int32_t value;
@@ -89,7 +86,8 @@ static kvc_status check_layer_config(const kvc_layer *layer, int32_t index) {
         if (sizes[i].value < 1 || sizes[i].value > 1 << 20)
             return kvc_fail(KVC_ERR_INVALID, "layers[%d].%s is %d: it must be between 1 and %d", index, sizes[i].name,
                             sizes[i].value, 1 << 20);
-    kvc_status status = kvc_policy_check(&layer->policy, index);
+    kvc_status status = check_reserved(layer, index);
+    if (status == KVC_OK) status = kvc_policy_check(&layer->policy, index);
     if (status != KVC_OK || layer->policy.kind == KVC_NONE) return status;
     status = check_type(layer->k_type, layer->k_dim, layer->k_transform, index, "k");
     if (status == KVC_OK) status = check_type(layer->v_type, layer->v_dim, layer->v_transform, index, "v");
@@ -114,7 +112,8 @@ static kvc_status check_config(kvc_config *config) {
 
 static kvc_layer layer_at(const kvc_config *config, int32_t i) {
     kvc_layer layer;
-    memcpy(&layer, (const char *)config->layers + (size_t)i * config->layer_size, sizeof layer);
+    kvc_write_struct(&layer, sizeof layer, (const char *)config->layers + (size_t)i * config->layer_size,
+                     config->layer_size);
     if (layer.policy.kind == KVC_NONE) layer.rope = (kvc_rope){0}; /* it was not checked */
     return layer;
 }
@@ -322,13 +321,13 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
     kvc_config config;
     kvc_memory memory;
     const char *wanted;
-    kvc_status status = kvc_read_struct(&config, sizeof config, given, given ? given->struct_size : 0, "config");
+    kvc_status status = KVC_READ(kvc_config, &config, given, "config");
     if (status == KVC_OK && !out) status = kvc_fail(KVC_ERR_INVALID, "cache is NULL");
     if (status == KVC_OK) status = check_config(&config);
     for (int32_t i = 0; status == KVC_OK && i < config.num_layers; i++) {
         kvc_layer layer;
         const char *at = config.layers ? (const char *)config.layers + (size_t)i * config.layer_size : NULL;
-        status = kvc_read_struct(&layer, sizeof layer, at, config.layer_size, "layers");
+        status = kvc_read_struct(&layer, sizeof layer, kvc_layer_least_size, at, config.layer_size, "layers");
         if (status == KVC_OK) status = check_layer_config(&layer, i);
     }
     for (int32_t i = 0; status == KVC_OK && i < config.num_layers; i++) status = check_share(&config, i);
@@ -744,5 +743,5 @@ void kvc_get_stats(kvc_cache *cache, kvc_stats *out, size_t size) {
         stats.blocks_free += pool->num_free;
     }
     kvc_unlock(cache, KVC_OK);
-    memcpy(out, &stats, size < sizeof stats ? size : sizeof stats);
+    kvc_write_struct(out, size, &stats, sizeof stats);
 }

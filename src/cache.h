@@ -8,6 +8,7 @@
 #include "rope.h"
 #include "sequence.h"
 #include "status.h"
+#include "structs.h"
 #include "threads.h"
 
 enum { KVC_NUM_SPARES = 4 };
@@ -123,9 +124,6 @@ static inline uint8_t *kvc_written_in(const kvc_batch *batch, int32_t layer) {
  * the mutex held. */
 void *kvc_scratch_take(kvc_cache *cache, uint64_t *size);
 void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size);
-
-/* Copies a caller's struct: KVC_ERR_INVALID unless from_size is at least to_size, and zero past it. */
-kvc_status kvc_read_struct(void *to, size_t to_size, const void *from, size_t from_size, const char *name);
 
 /* Takes a sequence out of the table and frees it; only if it is blank. */
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence);

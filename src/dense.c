@@ -118,14 +118,15 @@ static int32_t next_member(const kvc_batch *batch, int32_t last) {
     return next;
 }
 
-static void fill(const kvc_batch *batch, kvc_reader *reader, const kvc_dense_args *args, dense_row *rows) {
+static void fill(const kvc_batch *batch, kvc_reader *reader, const kvc_dense_args *args, const kvc_rows_out *out,
+                 dense_row *rows) {
     const kvc_policy *policy = &batch->cache->policies[batch->cache->group_of[reader->layer]];
     int64_t done = 0;
     for (int32_t s = next_member(batch, -1); s >= 0; s = next_member(batch, s)) {
         walker w = {.batch = batch, .layer = reader->layer, .rows = rows};
         add_sequence(&w, s);
         if (!is_sorted(rows, w.num)) qsort(rows, (size_t)w.num, sizeof *rows, by_position);
-        copy_sorted(reader, rows, w.num, &args->rows, done);
+        copy_sorted(reader, rows, w.num, out, done);
         if (args->mask) fill_mask(batch, policy, s, rows, done, w.num, args);
         done += w.num;
     }
@@ -136,9 +137,9 @@ kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *give
     kvc_dense_args args;
     kvc_rows_out out;
     kvc_reader reader;
-    kvc_status status = kvc_read_struct(&args, sizeof args, given, given ? given->struct_size : 0, "args");
+    kvc_status status = KVC_READ(kvc_dense_args, &args, given, "args");
     if (status == KVC_OK) status = kvc_check_attention(cache, layer);
-    if (status == KVC_OK) status = kvc_check_rows_out(&args.rows, &out);
+    if (status == KVC_OK) status = kvc_check_rows_out(args.rows, &out, "rows");
     if (status == KVC_OK) status = kvc_check_array(KVC_F32, args.mask_token_stride, 0, "mask");
     if (status != KVC_OK) return status;
     const int64_t num = count_rows(batch, layer);
@@ -156,7 +157,7 @@ kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *give
     }
     kvc_unlock(cache, status);
     if (status != KVC_OK) return status;
-    fill(batch, &reader, &args, rows);
+    fill(batch, &reader, &args, &out, rows);
     kvc_lock(cache);
     kvc_memory_free(&cache->memory, rows, size, KVC_MEMORY_SCRATCH, -1);
     kvc_reader_free(&reader);

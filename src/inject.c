@@ -73,7 +73,7 @@ static kvc_status inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_
 }
 
 static kvc_status check_rows_in(const kvc_layer *layer, const kvc_rows_in *given, kvc_rows_in *in) {
-    kvc_status status = kvc_read_struct(in, sizeof *in, given, given ? given->struct_size : 0, "in");
+    kvc_status status = KVC_READ(kvc_rows_in, in, given, "in");
     if (status == KVC_OK) status = kvc_check_array(in->k_type, in->k_row_stride, in->k_head_stride, "k");
     if (status == KVC_OK) status = kvc_check_values(layer, in->k, in->v);
     if (status != KVC_OK || layer->value_in_key) return status;

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "status.h"
+#include "structs.h"
 
 #if defined(_WIN32)
 #include <malloc.h>
@@ -53,13 +53,10 @@ static const kvc_allocator DEFAULT_ALLOCATOR = {sizeof(kvc_allocator), NULL, def
 kvc_status kvc_memory_init(kvc_memory *memory, const kvc_allocator *allocator) {
     *memory = (kvc_memory){.allocator = DEFAULT_ALLOCATOR};
     if (!allocator) return KVC_OK;
-    if (allocator->struct_size < sizeof(kvc_allocator))
-        return kvc_fail(KVC_ERR_INVALID, "allocator->struct_size is %zu: set it to sizeof(kvc_allocator), %zu",
-                        allocator->struct_size, sizeof(kvc_allocator));
-    if (!allocator->alloc || !allocator->free)
+    const kvc_status status = KVC_READ(kvc_allocator, &memory->allocator, allocator, "allocator");
+    if (status == KVC_OK && (!memory->allocator.alloc || !memory->allocator.free))
         return kvc_fail(KVC_ERR_INVALID, "allocator->alloc and allocator->free must not be NULL");
-    memory->allocator = *allocator;
-    return KVC_OK;
+    return status;
 }
 
 static int is_default(const kvc_memory *memory) { return memory->allocator.alloc == default_alloc; }
@@ -71,7 +68,7 @@ static int is_in_slab(const kvc_memory *memory, uint64_t size, kvc_memory_kind k
 void *kvc_memory_alloc(kvc_memory *memory, uint64_t size, kvc_memory_kind kind, int32_t group) {
     if (size > PTRDIFF_MAX - KVC_HUGE_PAGE) return NULL; /* what is added to align it fits as well */
     if (is_in_slab(memory, size, kind)) return kvc_slab_take(&memory->slabs, (size_t)size);
-    const kvc_memory_hint hint = {(int32_t)kind, group, 0, INT32_MAX};
+    const kvc_memory_hint hint = {sizeof hint, (int32_t)kind, group, 0, INT32_MAX};
     const size_t alignment = kind == KVC_MEMORY_BOOKKEEPING ? _Alignof(max_align_t) : KVC_CACHE_LINE;
     void *p = memory->allocator.alloc(memory->allocator.user, (size_t)size, alignment, &hint);
     if (p && kind == KVC_MEMORY_BOOKKEEPING) memory->bookkeeping += (int64_t)size;
@@ -84,7 +81,7 @@ void kvc_memory_free(kvc_memory *memory, void *p, uint64_t size, kvc_memory_kind
         kvc_slab_give(&memory->slabs, p);
         return;
     }
-    const kvc_memory_hint hint = {(int32_t)kind, group, 0, INT32_MAX};
+    const kvc_memory_hint hint = {sizeof hint, (int32_t)kind, group, 0, INT32_MAX};
     if (kind == KVC_MEMORY_BOOKKEEPING) memory->bookkeeping -= (int64_t)size;
     memory->allocator.free(memory->allocator.user, p, (size_t)size, &hint);
 }

@@ -573,7 +573,7 @@ void kvc_plans_free(kvc_batch *batch) {
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
 kvc_status kvc_plan_check(const kvc_batch *batch, const kvc_plan_args *given, kvc_plan_args *args) {
-    kvc_status status = kvc_read_struct(args, sizeof *args, given, given ? given->struct_size : 0, "plan");
+    kvc_status status = KVC_READ(kvc_plan_args, args, given, "plan");
     if (status == KVC_OK) status = kvc_check_attention(batch->cache, args->layer);
     if (status == KVC_OK) status = kvc_check_range(batch, args->first, &args->num_tokens);
     if (status != KVC_OK) return status;

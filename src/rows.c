@@ -86,9 +86,7 @@ kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at) {
 kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
                      int64_t max_spans, int64_t *num_spans, kvc_hold **hold) {
     kvc_status status = kvc_check_layer(cache, layer);
-    if (status == KVC_OK && span_size < sizeof(kvc_span))
-        status = kvc_fail(KVC_ERR_INVALID, "span_size is %zu: it must be sizeof(kvc_span), %zu", span_size,
-                          sizeof(kvc_span));
+    if (status == KVC_OK) status = kvc_check_size(span_size, kvc_span_least_size, sizeof *spans, "spans");
     if (status == KVC_OK && !num_spans) status = kvc_fail(KVC_ERR_INVALID, "num_spans is NULL");
     if (status != KVC_OK) return status;
     if (hold) *hold = NULL;
@@ -97,7 +95,7 @@ kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *
     *num_spans = rows ? rows->num : 0;
     for (int64_t i = 0; i < *num_spans && i < max_spans; i++) {
         const kvc_span span = kvc_span_of(kvc_rows_begin(rows) + i, &cache->layouts[cache->layout_of[layer]]);
-        memcpy((char *)spans + (size_t)i * span_size, &span, sizeof span);
+        kvc_write_struct((char *)spans + (size_t)i * span_size, span_size, &span, sizeof span);
     }
     if (hold && *num_spans && *num_spans <= max_spans)
         status = kvc_hold_runs(cache, kvc_rows_begin(rows), rows->num, cache->group_of[layer], hold);
@@ -155,10 +153,10 @@ void kvc_reader_free(kvc_reader *reader) {
                     KVC_MEMORY_SCRATCH, -1);
 }
 
-kvc_status kvc_check_rows_out(const kvc_rows_out *given, kvc_rows_out *out) {
-    kvc_status status = kvc_read_struct(out, sizeof *out, given, given ? given->struct_size : 0, "out");
-    if (status == KVC_OK) status = kvc_check_array(out->type, out->k_row_stride, out->k_head_stride, "out");
-    return status == KVC_OK ? kvc_check_array(out->type, out->v_row_stride, out->v_head_stride, "out") : status;
+kvc_status kvc_check_rows_out(const kvc_rows_out *given, kvc_rows_out *out, const char *name) {
+    kvc_status status = KVC_READ(kvc_rows_out, out, given, name);
+    if (status == KVC_OK) status = kvc_check_array(out->type, out->k_row_stride, out->k_head_stride, name);
+    return status == KVC_OK ? kvc_check_array(out->type, out->v_row_stride, out->v_head_stride, name) : status;
 }
 
 /* What is to be read without the mutex: a copy of the runs, with their blocks pinned. */
@@ -233,7 +231,7 @@ kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t f
     kvc_rows_out out;
     snapshot s;
     kvc_status status = kvc_check_layer(cache, layer);
-    if (status == KVC_OK) status = kvc_check_rows_out(given, &out);
+    if (status == KVC_OK) status = kvc_check_rows_out(given, &out, "out");
     if (status == KVC_OK && (first_row < 0 || num_rows < 0 || first_row > INT64_MAX - num_rows))
         status = kvc_fail(KVC_ERR_INVALID, "first_row is %lld and num_rows %lld: neither must be negative",
                           (long long)first_row, (long long)num_rows);
@@ -261,7 +259,7 @@ kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t 
     snapshot s;
     kvc_status status = kvc_check_layer(cache, layer);
     if (status == KVC_OK) status = kvc_check_positions(begin, end);
-    if (status == KVC_OK) status = kvc_check_rows_out(given, &out);
+    if (status == KVC_OK) status = kvc_check_rows_out(given, &out, "out");
     if (status == KVC_OK) status = open_snapshot(cache, seq_id, layer, 0, &s);
     if (status != KVC_OK) return status;
     const kvc_layer *config = &cache->layers[layer];

@@ -26,6 +26,6 @@ void kvc_reader_free(kvc_reader *reader);
 void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out *out, int64_t at);
 
 /* Copies and checks the caller's struct. */
-kvc_status kvc_check_rows_out(const kvc_rows_out *given, kvc_rows_out *out);
+kvc_status kvc_check_rows_out(const kvc_rows_out *given, kvc_rows_out *out, const char *name);
 
 #endif

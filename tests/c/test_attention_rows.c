@@ -637,20 +637,22 @@ static void test_bad_dense(const stage *st)
     CHECK_FAILS(kvc_dense_rows(st->batch, 1, &num), KVC_ERR_INDEX, "layer", "is 1:");
     CHECK_FAILS(kvc_dense_rows(st->batch, 0, NULL), KVC_ERR_INVALID, "num_rows", "NULL");
     CHECK(num == -1 && kvc_dense_rows(st->batch, 0, &num) == KVC_OK && num == 15);
-    const kvc_dense_args good = {.struct_size = sizeof good,
-                                 .rows = {.struct_size = sizeof good.rows, .k = k, .k_row_stride = 128},
-                                 .num_rows = num};
+    const kvc_rows_out good_rows = {.struct_size = sizeof good_rows, .k = k, .k_row_stride = 128};
+    const kvc_dense_args good = {.struct_size = sizeof good, .rows = &good_rows, .num_rows = num};
 #define BAD(status, layer, name, value, ...)                                                                           \
     do {                                                                                                               \
+        kvc_rows_out rows = good_rows;                                                                                 \
         kvc_dense_args args = good;                                                                                    \
+        args.rows = &rows;                                                                                             \
         __VA_ARGS__;                                                                                                   \
         CHECK_FAILS(kvc_dense(st->batch, layer, &args), status, name, value);                                          \
     } while (0)
     BAD(KVC_ERR_INDEX, 1, "layer", "is 1:", (void)args);
     BAD(KVC_ERR_INVALID, 0, "args", "given as 9", args.struct_size = 9);
-    BAD(KVC_ERR_INVALID, 0, "out", "given as 0", args.rows.struct_size = 0);
-    BAD(KVC_ERR_INVALID, 0, "type", "is 4:", args.rows.type = KVC_Q4_0);
-    BAD(KVC_ERR_INVALID, 0, "strides", "2", args.rows.k_row_stride = 2);
+    BAD(KVC_ERR_INVALID, 0, "rows", "given as 0", rows.struct_size = 0);
+    BAD(KVC_ERR_INVALID, 0, "rows", "NULL", args.rows = NULL);
+    BAD(KVC_ERR_INVALID, 0, "type", "is 4:", rows.type = KVC_Q4_0);
+    BAD(KVC_ERR_INVALID, 0, "strides", "2", rows.k_row_stride = 2);
     BAD(KVC_ERR_INVALID, 0, "mask", "6", args.mask_token_stride = 6);
     BAD(KVC_ERR_INVALID, 0, "num_rows is 14", "15", args.num_rows = 14);
     BAD(KVC_ERR_INVALID, 0, "num_rows is -1", "15", args.num_rows = -1);

@@ -355,9 +355,10 @@ static kvc_status dense(pair *p)
     static float k[2 * 200 * 3], mask[24 * 200];
     int64_t num = 0;
     CHECK(kvc_dense_rows(p->batch, 0, &num) == KVC_OK && num <= 200);
+    const kvc_rows_out rows = {.struct_size = sizeof rows, .k = k, .k_head_stride = num * 12, .k_row_stride = 12};
     const kvc_dense_args args = {
         .struct_size = sizeof args,
-        .rows = {.struct_size = sizeof args.rows, .k = k, .k_head_stride = num * 12, .k_row_stride = 12},
+        .rows = &rows,
         .mask = mask,
         .mask_token_stride = num * (int64_t)sizeof *mask,
         .num_rows = num};

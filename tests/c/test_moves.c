@@ -957,8 +957,8 @@ static void test_bad_slots(void)
     CHECK_FAILS(kvc_slots(p->batch, 3, 0, &span, sizeof span, NULL), KVC_ERR_UNSUPPORTED, "layer 3", "cross-attention");
     CHECK_FAILS(kvc_slots(p->batch, 0, -1, &span, sizeof span, NULL), KVC_ERR_INDEX, "first", "is -1:");
     CHECK_FAILS(kvc_slots(p->batch, 0, 3, &span, sizeof span, NULL), KVC_ERR_INDEX, "first", "is 3:");
-    CHECK_FAILS(kvc_slots(p->batch, 0, 0, &span, 8, NULL), KVC_ERR_INVALID, "span_size", "is 8:");
-    CHECK_FAILS(kvc_slots(p->batch, 0, 0, NULL, sizeof span, NULL), KVC_ERR_INVALID, "span_size", "is 0:");
+    CHECK_FAILS(kvc_slots(p->batch, 0, 0, &span, 8, NULL), KVC_ERR_INVALID, "span", "as 8:");
+    CHECK_FAILS(kvc_slots(p->batch, 0, 0, NULL, sizeof span, NULL), KVC_ERR_INVALID, "span", "NULL");
     CHECK_FAILS(kvc_written(p->batch, 1, 0, 1), KVC_ERR_INVALID, "layer 1", "layer 0");
     CHECK_FAILS(kvc_written(p->batch, 3, 0, 1), KVC_ERR_UNSUPPORTED, "layer 3", "cross-attention");
     CHECK_FAILS(kvc_written(p->batch, 0, 1, 3), KVC_ERR_INDEX, "num_tokens", "is 3:");

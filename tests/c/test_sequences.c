@@ -922,7 +922,7 @@ static void test_argument_sizes(void)
     } spans[2] = {{.new_field = 5}, {.new_field = 6}};
     int64_t num;
     CHECK(kvc_spans(p->cache, 0, 0, &spans[0].span, sizeof *spans, 2, &num, NULL) == KVC_OK);
-    CHECK(num == 1 && spans[0].span.num_rows == 1 && spans[0].new_field == 5 && spans[1].span.num_rows == 0);
+    CHECK(num == 1 && spans[0].span.num_rows == 1 && spans[0].new_field == 0 && spans[1].span.num_rows == 0);
     int64_t batches[2] = {-1, -1};
     kvc_get_stats(p->cache, (kvc_stats *)(void *)batches, sizeof *batches);
     CHECK(batches[0] == 1 && batches[1] == -1);
@@ -1113,7 +1113,7 @@ static void test_bad_creation(void)
     config.layers = &plain_layer;
     CHECK_FAILS(kvc_cache_new(&config, NULL), KVC_ERR_INVALID, "cache", "NULL");
     config.allocator = &allocator;
-    CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_INVALID, "allocator->struct_size", "is 8:");
+    CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_INVALID, "allocator", "as 8:");
     allocator.struct_size = sizeof allocator;
     CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_INVALID, "allocator->alloc", "NULL");
     config.allocator = NULL;
@@ -1233,15 +1233,15 @@ static void test_bad_reads(void)
                     KVC_ERR_INDEX, "layer", value);
     }
     CHECK_FAILS(kvc_blocks(p->cache, 0, &block, 4, 1, &num, &run, sizeof run, 1, &num_runs), KVC_ERR_INVALID,
-                "block_info_size", "is 4:");
+                "blocks", "as 4:");
     CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, &num, &run, 8, 1, &num_runs), KVC_ERR_INVALID,
-                "run_info_size", "is 8:");
+                "runs", "as 8:");
     CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, NULL, &run, sizeof run, 1, &num_runs), KVC_ERR_INVALID,
                 "num_blocks", "NULL");
     CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, &num, &run, sizeof run, 1, NULL), KVC_ERR_INVALID,
                 "num_runs", "NULL");
     CHECK(num == -5 && num_runs == -5 && block.live == -5 && run.count == -5);
-    CHECK_FAILS(kvc_spans(p->cache, 0, 0, &span, 8, 1, &num, &hold), KVC_ERR_INVALID, "span_size", "is 8:");
+    CHECK_FAILS(kvc_spans(p->cache, 0, 0, &span, 8, 1, &num, &hold), KVC_ERR_INVALID, "spans", "as 8:");
     CHECK(num == -5 && span.num_rows == -5 && !hold);
     CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 1, NULL), KVC_ERR_INVALID, "out", "NULL");
     CHECK_FAILS(kvc_gather(p->cache, 0, 0, -1, 1, &good), KVC_ERR_INVALID, "first_row", "is -1");

@@ -123,8 +123,9 @@ static void get_dense(pair *p, int l, const uint8_t *non_causal, dense *out)
 {
     CHECKF(kvc_dense_rows(p->batch, l, &out->num) == KVC_OK, "%s", kvc_last_error());
     CHECK(out->num <= MOST_ENTRIES * 3);
+    const kvc_rows_out rows = room_for(p, l, (int32_t)out->num, out->k, out->v);
     kvc_dense_args args = {.struct_size = sizeof args,
-                           .rows = room_for(p, l, (int32_t)out->num, out->k, out->v),
+                           .rows = &rows,
                            .mask = out->mask,
                            .mask_token_stride = out->num * (int64_t)sizeof(float),
                            .num_rows = out->num,

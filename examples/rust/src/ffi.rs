@@ -94,6 +94,7 @@ abi! {
         resume_window: i32,
         attention_chunk_size: i32,
         max_len: i32,
+        reserved: [i32; 3],
     }
 
     struct kvc_rope {
@@ -104,6 +105,7 @@ abi! {
         inv_freq: *const f64,
         shift: *mut kvc_shift_fn,
         user: *mut c_void,
+        reserved: [i64; 2],
     }
 
     struct kvc_layer {
@@ -218,12 +220,12 @@ mod tests {
         }
 
         pub fn field(&mut self, field: &str, rust_type: &str, offset: usize) {
-            let (name, c_type) = (self.name, c_type(rust_type));
+            let (name, pointer) = (self.name, pointer_to(rust_type));
             self.assertions.push(format!(
                 "_Static_assert(offsetof({name}, {field}) == {offset}, \"offset of {name}.{field}\");\n\
-                 _Static_assert(_Generic(&(({name} *)0)->{field}, {c_type} *: 1, default: 0), \"{name}.{field}\");\n"
+                 _Static_assert(_Generic(&(({name} *)0)->{field}, {pointer}: 1, default: 0), \"{name}.{field}\");\n"
             ));
-            self.values.push(if rust_type.starts_with("kvc_") { "{0}" } else { "0" });
+            self.values.push(if rust_type.starts_with("kvc_") || rust_type.starts_with('[') { "{0}" } else { "0" });
         }
 
         /// One value for each field, which a compiler that counts them says are all: a field that was added where there
@@ -239,6 +241,13 @@ mod tests {
         let arguments: Vec<_> = arguments.iter().map(|argument| c_type(argument)).collect();
         let arguments = if arguments.is_empty() { "void".into() } else { arguments.join(", ") };
         format!("{} {name}({arguments});\n", result.map_or("void".into(), |result| c_type(result)))
+    }
+
+    fn pointer_to(rust: &str) -> String {
+        match rust.strip_prefix('[').and_then(|array| array.strip_suffix(']')?.split_once("; ")) {
+            Some((item, length)) => format!("{} (*)[{length}]", c_type(item)),
+            None => c_type(rust) + " *",
+        }
     }
 
     fn c_type(rust: &str) -> String {
