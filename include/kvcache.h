@@ -28,8 +28,8 @@
  *           kvc_inject hold it while they change rows).  One batch is open at a time.  It owns its sequences: to edit
  *           these, to compact or to free the cache meanwhile is KVC_ERR_BUSY; other sequences may be edited freely.  So
  *           it is with a sequence whose keys are being rewritten, and meanwhile no batch begins.
- * Limits    max_seq_len, max_sequences and capacity are looked at when a batch begins, max_bytes whenever memory is
- *           taken for rows.
+ * Limits    max_seq_len, max_sequences and capacity are looked at when a batch begins, capacity also by edits that copy
+ *           rows, max_bytes whenever memory is taken for rows.
  * Structs   grow at their end, so that a program and a library of different versions understand each other.  Structs
  *           that are handed in begin with their own size, and arrays of structs come with the size of an element.  A
  *           field that is 0 asks for its default, and so does one that a smaller, older struct has not; in a larger,
@@ -300,8 +300,10 @@ KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length
 
 /* Moves the tokens at positions [begin, end) by delta; those that would come below 0 are dropped.  No row is copied or
  * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten, in new slots, so that there is room
- * for both until all are.  KVC_ERR_UNSUPPORTED if a layer's rope is not known, KVC_ERR_INVALID if a position would pass
- * the largest, KVC_ERR_BUSY, KVC_ERR_NOMEM, KVC_ERR_FULL (max_bytes, where rows are rewritten), KVC_ERR_CALLBACK. */
+ * for both until all are.  Those are bounded by max_bytes; `capacity` counts what is live once the edit is done, which
+ * is more than before where sequences shared rows.  KVC_ERR_UNSUPPORTED if a layer's rope is not known, KVC_ERR_INVALID
+ * if a position would pass the largest, KVC_ERR_BUSY, KVC_ERR_NOMEM, KVC_ERR_FULL (capacity or max_bytes, where rows
+ * are rewritten), KVC_ERR_CALLBACK. */
 KVC_API kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta);
 
 /* Divides the positions [begin, end) by `divisor`, at least 1, rounding down (self-extend, Jin et al. 2024).  Keys that
@@ -310,7 +312,7 @@ KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, i
 
 /* Writes what kvc_shift has left to the queries into the keys of every sequence, so that every delta is 0.  Keys are
  * rounded to their type once more; rows that sequences share and see at different deltas are copied.  KVC_ERR_BUSY
- * while a batch is open, KVC_ERR_HELD, KVC_ERR_NOMEM, KVC_ERR_FULL (max_bytes). */
+ * while a batch is open, KVC_ERR_HELD, KVC_ERR_NOMEM, KVC_ERR_FULL (capacity, as in kvc_shift, or max_bytes). */
 KVC_API kvc_status kvc_settle(kvc_cache *cache);
 
 /* Takes the memory now that num_tokens, at least 1, more tokens of a sequence need, as if they came in one batch: of
@@ -356,7 +358,8 @@ KVC_API int64_t kvc_capacity(kvc_cache *cache);
 /* Bytes of rows when `capacity` slots of every layer group are filled; -1 where there is no limit. */
 KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
 
-/* Live slots as a fraction of `capacity`; where that has no limit, of the slots in blocks.  Of the fullest group. */
+/* Live slots as a fraction of `capacity`; where that has no limit, of the slots in blocks.  Of the fullest group.  At
+ * most 1: copies that an edit is making count once it is done. */
 KVC_API double kvc_utilization(kvc_cache *cache);
 
 typedef struct kvc_block_info {
@@ -444,8 +447,8 @@ typedef struct kvc_rows_in {
 
 /* Replaces the rows at positions [begin, end) of one layer, the latest of several; positions without a row are skipped.
  * Other sequences and holds keep what they had.  KVC_ERR_INVALID if the layer has no rows of its own,
- * KVC_ERR_UNSUPPORTED for KVC_CROSS, KVC_ERR_BUSY, KVC_ERR_NOMEM, KVC_ERR_FULL (max_bytes, where shared rows are copied
- * first). */
+ * KVC_ERR_UNSUPPORTED for KVC_CROSS, KVC_ERR_BUSY, KVC_ERR_NOMEM, KVC_ERR_FULL (capacity or max_bytes,
+ * where shared rows are copied first). */
 KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                               const kvc_rows_in *in);
 

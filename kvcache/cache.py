@@ -689,7 +689,7 @@ class KVCache:
         CacheBusyError
             If the sequence is part of an open batch.
         CacheFullError
-            If shared rows had to be copied first, and `max_bytes` would be passed.
+            If shared rows had to be copied first, and `capacity` or `max_bytes` would be passed.
         MemoryError
             If there is not enough.
         """
@@ -897,7 +897,7 @@ class KVCache:
         ValueError
             If `begin` is negative or `end` is below it, or a position would be too large.
         CacheFullError
-            If rows would have to be copied, and `max_bytes` would be passed.
+            If rows would have to be copied, and `capacity` or `max_bytes` would be passed.
         MemoryError
             If there is not enough.
 
@@ -990,7 +990,7 @@ class KVCache:
         BufferError
             While a view of rows is there.
         CacheFullError
-            If rows would have to be copied, and `max_bytes` would be passed.
+            If rows would have to be copied, and `capacity` or `max_bytes` would be passed.
         MemoryError
             If there is not enough.
 

@@ -722,7 +722,7 @@ double kvc_utilization(kvc_cache *cache) {
         const kvc_pool *pool = &cache->pools[g];
         const double slots =
             cache->capacity ? (double)cache->capacity : (double)(pool->num_blocks - pool->num_free) * pool->block_size;
-        const double share = slots > 0 ? (double)pool->live / slots : 0;
+        const double share = slots > 0 ? (double)(pool->live - pool->drafted) / slots : 0;
         if (share > most) most = share;
     }
     kvc_unlock(cache, KVC_OK);

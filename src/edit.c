@@ -67,7 +67,11 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, const 
         if (drafts[g].num_copies && size > floats) floats = size;
     }
     if (!floats) return KVC_OK;
-    kvc_status status = kvc_check_max_bytes(cache, "rewriting the keys of a sequence");
+    static const char what[] = "rewriting the keys of a sequence";
+    kvc_status status = KVC_OK;
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
+        status = kvc_drafts_check(cache, g, &drafts[g], 1, what);
+    if (status == KVC_OK) status = kvc_check_max_bytes(cache, what);
     if (status != KVC_OK) return status;
     float *scratch = kvc_memory_alloc(&cache->memory, floats * sizeof(float), KVC_MEMORY_SCRATCH, -1);
     if (!scratch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for %llu elements of keys", (unsigned long long)floats);

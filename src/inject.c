@@ -15,7 +15,9 @@ static kvc_status own_rows(kvc_cache *cache, int32_t group, kvc_rows *rows, int3
     kvc_draft draft;
     kvc_status status = kvc_draft_make(cache, group, rows, &change, &draft);
     if (status != KVC_OK) return status;
-    status = draft.num_copies ? kvc_check_max_bytes(cache, "copying rows that are shared") : KVC_OK;
+    static const char what[] = "copying rows that are shared";
+    if (draft.num_copies) status = kvc_drafts_check(cache, group, &draft, 1, what);
+    if (draft.num_copies && status == KVC_OK) status = kvc_check_max_bytes(cache, what);
     if (status == KVC_OK) {
         kvc_draft_copy(cache, group, &draft, NULL);
         kvc_draft_accept(cache, group, rows, &draft);

@@ -59,6 +59,7 @@ typedef struct kvc_pool {
     int32_t free_before; /* num_free before the reservation of a batch that is about to begin */
     int32_t join_block;  /* whose pages are looked at next */
     int64_t live;        /* slots, over all blocks */
+    int64_t drafted;     /* of these, copies of rows whose edit is not done */
     int64_t filled;      /* slots below fill marks */
     int64_t row_bytes;   /* resident */
     int64_t opened, reused, returned;

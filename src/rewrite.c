@@ -99,7 +99,7 @@ static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted,
 kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows, const kvc_change *change,
                           kvc_draft *draft) {
     walk w = {.change = change, .pool = &cache->pools[group]};
-    *draft = (kvc_draft){.change = *change};
+    *draft = (kvc_draft){.change = *change, .from = rows};
     kvc_rows_init(&draft->rows);
     walk_rows(&w, rows);
     const kvc_status status = reserve(cache, w.pool, &w, draft);
@@ -107,6 +107,7 @@ kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows,
         kvc_draft_discard(cache, group, draft);
         return status;
     }
+    w.pool->drafted += w.copied;
     w.draft = draft;
     draft->num_reused = -w.pool->reused;
     walk_rows(&w, rows);
@@ -115,21 +116,51 @@ kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows,
     return KVC_OK;
 }
 
-static void free_copies(kvc_cache *cache, kvc_draft *draft) {
+/* Calls visit for all that a draft takes the place of. */
+static void visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *context) {
+    kvc_rows_visit(draft->from, draft->change.begin, draft->change.end, visit, context);
+    for (int32_t i = 0; i < draft->num_copies; i++) {
+        const kvc_copy *copy = &draft->copies[i];
+        visit(context, &(kvc_run){copy->from, copy->from_slot, copy->count, copy->position, copy->delta});
+    }
+}
+
+static void try_drop(void *slots, const kvc_run *part) {
+    kvc_pool_try_drop(part->block, part->slot, part->count, slots);
+}
+
+static void restore(void *context, const kvc_run *part) {
+    (void)context;
+    kvc_pool_restore(part->block, part->slot, part->count);
+}
+
+kvc_status kvc_drafts_check(const kvc_cache *cache, int32_t group, const kvc_draft *drafts, int32_t num,
+                            const char *what) {
+    int64_t freed = 0;
+    if (!cache->capacity) return KVC_OK;
+    for (int32_t i = 0; i < num; i++) visit_replaced(&drafts[i], try_drop, &freed);
+    for (int32_t i = 0; i < num; i++) visit_replaced(&drafts[i], restore, NULL);
+    const int64_t live = cache->pools[group].live - freed;
+    if (live <= cache->capacity) return KVC_OK;
+    return kvc_fail(KVC_ERR_FULL,
+                    "%s would make it %lld slots: capacity is %lld; remove some tokens, clear a sequence, or give a "
+                    "larger capacity",
+                    what, (long long)live, (long long)cache->capacity);
+}
+
+static void free_copies(kvc_cache *cache, int32_t group, kvc_draft *draft) {
+    for (int32_t i = 0; i < draft->num_copies; i++) cache->pools[group].drafted -= draft->copies[i].count;
     kvc_memory_free(&cache->memory, draft->copies, (uint64_t)draft->room * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
 }
 
 void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, kvc_draft *draft) {
     kvc_pool *pool = &cache->pools[group];
-    kvc_rows_visit(rows, draft->change.begin, draft->change.end, kvc_drop_part, pool);
-    for (int32_t i = 0; i < draft->num_copies; i++) {
-        kvc_pool_drop(pool, draft->copies[i].from, draft->copies[i].from_slot, draft->copies[i].count);
-        cache->stats.rows_copied += draft->copies[i].count;
-    }
+    visit_replaced(draft, kvc_drop_part, pool);
+    for (int32_t i = 0; i < draft->num_copies; i++) cache->stats.rows_copied += draft->copies[i].count;
     draft->rows.lost_end = rows->lost_end;
     kvc_rows_free_list(rows, &cache->memory);
     *rows = draft->rows;
-    free_copies(cache, draft);
+    free_copies(cache, group, draft);
 }
 
 void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft) {
@@ -138,7 +169,7 @@ void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft) {
     kvc_pool_unopen(&cache->pools[group], draft->num_opened);
     cache->pools[group].reused -= draft->num_reused;
     kvc_rows_free_list(&draft->rows, &cache->memory);
-    free_copies(cache, draft);
+    free_copies(cache, group, draft);
     *draft = (kvc_draft){0};
 }
 

@@ -30,7 +30,8 @@ typedef struct kvc_copy {
 
 typedef struct kvc_draft {
     kvc_change change;
-    kvc_rows rows; /* as they are to be, but for lost_end */
+    const kvc_rows *from; /* what there is */
+    kvc_rows rows;        /* as they are to be, but for lost_end */
     kvc_copy *copies;
     int32_t num_copies, room;
     int32_t num_opened; /* blocks whose memory was taken for it */
@@ -40,6 +41,11 @@ typedef struct kvc_draft {
 /* With the mutex held, as for all but kvc_draft_copy.  KVC_ERR_NOMEM. */
 kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows, const kvc_change *change,
                           kvc_draft *draft);
+
+/* KVC_ERR_FULL, because of `what`, if more slots than `capacity` would be live once these drafts of a group, and all
+ * that the group has, are accepted.  Until then, copies take slots beyond it. */
+kvc_status kvc_drafts_check(const kvc_cache *cache, int32_t group, const kvc_draft *drafts, int32_t num,
+                            const char *what);
 
 /* Floats that kvc_draft_copy, or a kvc_turner for all layers, needs. */
 uint64_t kvc_draft_scratch(const kvc_cache *cache, int32_t group);

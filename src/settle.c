@@ -119,7 +119,10 @@ static kvc_status settle(kvc_cache *cache) {
         groups[num] = (settling){.cache = cache, .group = g, .num_blocks = cache->pools[g].num_blocks};
         status = prepare(&groups[num++]);
     }
-    if (status == KVC_OK) status = kvc_check_max_bytes(cache, "settling keys");
+    static const char what[] = "settling keys";
+    for (int32_t i = 0; status == KVC_OK && i < num; i++)
+        status = kvc_drafts_check(cache, groups[i].group, groups[i].drafts, groups[i].num_drafts, what);
+    if (status == KVC_OK) status = kvc_check_max_bytes(cache, what);
     for (int32_t i = 0; i < num; i++) end(&groups[i], status);
     kvc_memory_free(&cache->memory, groups, size, KVC_MEMORY_SCRATCH, -1);
     return status;

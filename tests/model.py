@@ -82,6 +82,21 @@ class Row:
     slot: object = field(default_factory=object)  # shared by forks: what capacity counts
 
 
+def within_capacity(edit):
+    """An edit that copies shared rows, and is refused where more slots than `capacity` would then be live."""
+
+    def wrapper(self, *args, **kwargs):
+        rows = [{s: [replace(r) for r in held] for s, held in layer.items()} for layer in self.rows]
+        lost = [dict(each) for each in self.lost_end]
+        edit(self, *args, **kwargs)
+        pending = len(self.open_batch.positions) if self.open_batch else 0
+        if self.capacity is not None and any(self.live(i) + pending > self.capacity for i in self.layers):
+            self.rows, self.lost_end = rows, lost
+            raise CacheFullError("capacity")
+
+    return wrapper
+
+
 class KVCache:
     """rope: None (not told), False (keys carry no rotation) or a function (layer, keys[heads, n, dim], delta).
 
@@ -166,9 +181,10 @@ class KVCache:
                 k[:, row.position - begin], v[:, row.position - begin] = self.key(layer, row), row.v
         return k, v
 
-    def live(self, layer):
-        """How many slots the sequences hold in a layer."""
-        return len({id(r.slot) for rows in self.rows[layer].values() for r in rows})
+    def live(self, layer, held=None):
+        """How many slots the sequences hold in a layer, or these rows take; shared ones are counted once."""
+        held = self.rows[layer] if held is None else held
+        return len({id(r.slot) for rows in held.values() for r in rows})
 
     # ---- editing
 
@@ -220,6 +236,7 @@ class KVCache:
     def truncate(self, length, *, seq_id=0):
         self.remove(length, None, seq_id=seq_id)
 
+    @within_capacity
     def remove(self, begin=0, end=None, *, seq_id=0, shift=True):
         if begin < 0 or (end is not None and end < begin):
             raise ValueError("no range of positions")
@@ -238,6 +255,7 @@ class KVCache:
         if moves and begin < end:
             self.move(end, None, seq_id, lambda p: p + begin - end, move_lost=False, rewrites=self.rewrites)
 
+    @within_capacity
     def shift(self, begin, end, delta, *, seq_id=0):
         self.check_move(begin, end, seq_id)
         inside = [r.position for i in self.layers for r in self.held(i, seq_id) if begin <= r.position < (end or 2**31)]
@@ -246,6 +264,7 @@ class KVCache:
         if delta:
             self.move(begin, end, seq_id, lambda p: p + delta, move_lost=True, rewrites=self.rewrites)
 
+    @within_capacity
     def divide(self, begin, end, divisor, *, seq_id=0):
         if divisor < 1:
             raise ValueError("divisor")
@@ -260,6 +279,7 @@ class KVCache:
             raise NotSupportedError("give rope")
         self.check_idle(seq_id)
 
+    @within_capacity
     def settle(self):
         if self.open_batch:
             raise CacheBusyError("a batch is open")
@@ -276,6 +296,7 @@ class KVCache:
             return row
         return replace(row, k=self.key(layer, row), delta=0, slot=object() if copied else row.slot)
 
+    @within_capacity
     def inject(self, layer, begin, k, v=None, *, seq_id=0):
         if self.source[layer] != layer or self.policy[layer] is None:
             raise ValueError("no rows of its own")
@@ -366,7 +387,7 @@ class Batch:
                 first = policy.retained(low.get(s, 0))
                 kept[i][s] = [r for r in rows if r.position >= first or policy.is_sink(r.position)]
         for i in cache.layers:
-            live = len({id(r.slot) for rows in kept[i].values() for r in rows})
+            live = cache.live(i, kept[i])
             if cache.capacity is not None and live + len(positions) > cache.capacity:
                 raise CacheFullError("capacity")
             longest = max(len(kept[i].get(s, [])) + seq_ids.count(s) for s in seq_ids)

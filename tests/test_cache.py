@@ -470,6 +470,18 @@ def test_measures(cache):
     assert limited.stats()["tokens"] == limited.stats()["live_slots"] == 32
 
 
+def test_edits_that_copy_shared_rows_look_at_capacity():
+    cache = kvcache.KVCache(1, 1, 8, None, dtype="f32", max_sequences=2, capacity=6)
+    feed(cache, range(4))
+    cache.fork(0, 1)
+    x = np.ones((1, 3, 8), np.float32)
+    with pytest.raises(kvcache.CacheFullError, match=r"copying .* would make it 7 slots: capacity is 6"):
+        cache.inject(0, 0, x, x, seq_id=1)
+    assert cache.utilization == 4 / 6
+    cache.inject(0, 0, x[:, :2], x[:, :2], seq_id=1)
+    assert cache.utilization == 1
+
+
 def test_max_bytes():
     cache = kvcache.KVCache(1, 8, 64, None, max_bytes=1 << 20, block_size=16)
     with pytest.raises(kvcache.CacheFullError, match="max_bytes"):

@@ -146,3 +146,14 @@ def test_an_open_batch_owns_its_sequences():
     batch.abort()
     assert cache.positions() == [0, 1]
     assert cache.sequences == [0]
+
+
+def test_an_edit_that_copies_shared_rows_looks_at_capacity():
+    cache = KVCache(1, 1, 1, None, capacity=6, max_sequences=None)
+    feed(cache, 4)
+    cache.fork(0, 1)
+    with pytest.raises(CacheFullError):
+        cache.inject(0, 0, np.ones((1, 3, 1)), np.ones((1, 3, 1)), seq_id=1)
+    assert cache.live(0) == 4
+    cache.inject(0, 0, np.ones((1, 2, 1)), np.ones((1, 2, 1)), seq_id=1)
+    assert cache.live(0) == 6

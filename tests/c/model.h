@@ -1238,12 +1238,34 @@ static inline kvc_status agree_moved(pair *p, const char *what, kvc_status statu
     return status == KVC_ERR_FULL && p->config.max_bytes ? status : agree(p, what, status, right);
 }
 
+/* What an edit should answer that leaves the model like this, where nothing else stands in its way. */
+static inline kvc_status fits_capacity(const pair *after)
+{
+    for (int l = 0; after->config.capacity && l < after->config.num_layers; l++)
+        if (keeps_tokens(after, l) && live_rows(after, l) + batch_rows(after, l) > after->config.capacity)
+            return KVC_ERR_FULL;
+    return KVC_OK;
+}
+
+/* The model, to try an edit on; large. */
+static inline pair *copy_of(const pair *p)
+{
+    static pair copy;
+    model_copy(&copy, p);
+    return &copy;
+}
+
 static inline kvc_status pair_remove(pair *p, int64_t id, int32_t begin, int32_t end, int32_t shift)
 {
     int moves = shift && next_of(p, find_sequence(p, id)) > end;
     kvc_status right = in_batch(p, id)                   ? KVC_ERR_BUSY
                        : moves && rope_is_unknown(p) ? KVC_ERR_UNSUPPORTED
                                                      : KVC_OK;
+    if (right == KVC_OK) {
+        pair *after = copy_of(p);
+        model_remove(after, id, begin, end, shift);
+        right = fits_capacity(after);
+    }
     p->moving = id;
     kvc_status status = agree_moved(p, "remove", kvc_remove(p->cache, id, begin, end, shift), right);
     if (status == KVC_OK)
@@ -1279,6 +1301,11 @@ static inline kvc_status pair_shift(pair *p, int64_t id, int32_t begin, int32_t 
                        : in_batch(p, id)                                       ? KVC_ERR_BUSY
                        : last >= 0 && (int64_t)last + delta > INT32_MAX - 1 ? KVC_ERR_INVALID
                                                                             : KVC_OK;
+    if (right == KVC_OK) {
+        pair *after = copy_of(p);
+        model_move(after, id, begin, end, delta, 0, 1);
+        right = fits_capacity(after);
+    }
     p->moving = id;
     kvc_status status = agree_moved(p, "shift", kvc_shift(p->cache, id, begin, end, delta), right);
     if (status == KVC_OK)
@@ -1289,6 +1316,11 @@ static inline kvc_status pair_shift(pair *p, int64_t id, int32_t begin, int32_t 
 static inline kvc_status pair_divide(pair *p, int64_t id, int32_t begin, int32_t end, int32_t divisor)
 {
     kvc_status right = rope_is_unknown(p) ? KVC_ERR_UNSUPPORTED : in_batch(p, id) ? KVC_ERR_BUSY : KVC_OK;
+    if (right == KVC_OK) {
+        pair *after = copy_of(p);
+        model_move(after, id, begin, end, 0, divisor, 1);
+        right = fits_capacity(after);
+    }
     p->moving = id;
     kvc_status status = agree_moved(p, "divide", kvc_divide(p->cache, id, begin, end, divisor), right);
     if (status == KVC_OK)
@@ -1299,6 +1331,11 @@ static inline kvc_status pair_divide(pair *p, int64_t id, int32_t begin, int32_t
 static inline kvc_status pair_settle(pair *p)
 {
     kvc_status right = p->batch ? KVC_ERR_BUSY : p->num_holds ? KVC_ERR_HELD : KVC_OK;
+    if (right == KVC_OK) {
+        pair *after = copy_of(p);
+        model_settle(after);
+        right = fits_capacity(after);
+    }
     kvc_status status = agree_moved(p, "settle", kvc_settle(p->cache), right);
     if (status == KVC_OK)
         model_settle(p);
@@ -1325,6 +1362,11 @@ static inline kvc_status pair_inject(pair *p, int64_t id, int l, int32_t begin, 
                        : is_cross(p, l)  ? KVC_ERR_UNSUPPORTED
                        : in_batch(p, id) ? KVC_ERR_BUSY
                                          : KVC_OK;
+    if (right == KVC_OK) {
+        pair *after = copy_of(p);
+        model_inject(after, id, l, begin, end, p->next_tag);
+        right = fits_capacity(after);
+    }
     kvc_status status = agree_moved(p, "inject", kvc_inject(p->cache, id, l, begin, end, &in), right);
     int32_t tag = p->next_tag;
     p->next_tag += end - begin;

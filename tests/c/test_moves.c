@@ -770,6 +770,43 @@ static void test_reserve_refused(void)
     pair_free(&p);
 }
 
+/* ---- capacity ---------------------------------------------------------------------------------------------------- */
+
+/* Edits that copy shared rows look at capacity as batches do: what is live once they are done. */
+static void test_capacity(void)
+{
+    static pair p;
+    for (int i = 0; i < 2; i++) {
+        const kvc_layer layer = {
+            .num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .rope = i ? by_function : right_rope(0, 0, 1)};
+        p = (pair){.config = {.block_size = 4, .num_threads = 1, .capacity = 40}};
+        pair_new(&p, 1, &layer);
+        pair_feed(&p, 0, 0, 36);
+        pair_fork(&p, 0, 1);
+        kvc_stats before = stats_of(&p);
+        CHECK_FAILS(pair_inject(&p, 1, 0, 0, 5), KVC_ERR_FULL, "copying", "41 slots: capacity is 40");
+        CHECK_FAILS(pair_divide(&p, 1, 0, 10, 2), KVC_ERR_FULL, "rewriting", "46 slots: capacity is 40");
+        if (i) {
+            CHECK_FAILS(pair_shift(&p, 1, 0, KVC_END, 3), KVC_ERR_FULL, "rewriting", "72 slots: capacity is 40");
+            CHECK_FAILS(pair_remove(&p, 1, 0, 30, 1), KVC_ERR_FULL, "rewriting", "42 slots: capacity is 40");
+        } else {
+            CHECK(pair_shift(&p, 1, 20, KVC_END, 3) == KVC_OK);
+            CHECK_FAILS(pair_settle(&p), KVC_ERR_FULL, "settling", "52 slots: capacity is 40");
+        }
+        kvc_stats after = stats_of(&p);
+        CHECK(!memcmp(&before, &after, sizeof before));
+        pair_check(&p);
+        CHECK(pair_inject(&p, 1, 0, 0, 4) == KVC_OK && kvc_utilization(p.cache) == 1);
+        pair_clear_sequence(&p, 1);
+        CHECK(pair_divide(&p, 0, 0, 10, 2) == KVC_OK && pair_feed(&p, 0, 36, 40) == KVC_OK); /* their own slots */
+        CHECK(pair_divide(&p, 0, 0, 10, 2) == KVC_OK && kvc_utilization(p.cache) == 1);
+        if (i)
+            CHECK(pair_shift(&p, 0, 0, KVC_END, 3) == KVC_OK && pair_remove(&p, 0, 0, 20, 1) == KVC_OK);
+        pair_check(&p);
+        pair_free(&p);
+    }
+}
+
 /* ---- max_bytes --------------------------------------------------------------------------------------------------- */
 
 static void rewrite_by_function(pair *p)
@@ -1148,6 +1185,7 @@ static void test_rows(void)
     test_cross_batches();
     test_cross_capacity();
     test_cross_max_bytes();
+    test_capacity();
     test_max_bytes();
     test_reserve_refused();
 }
