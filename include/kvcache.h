@@ -24,10 +24,12 @@
  * Errors    What can fail returns a kvc_status; 0 is success.  A failed call has changed nothing.  kvc_last_error()
  *           gives the sentence with the numbers in it, per thread.  Nothing here aborts, prints or leaks.
  * Threads   Any thread may call any function; a short mutex guards the bookkeeping and is not held while rows are
- *           put, copied out, attended over or handed to a function of the caller (kvc_compact, kvc_settle and
- *           kvc_inject hold it while they change rows).  One batch is open at a time.  It owns its sequences: to edit
- *           these, to compact or to free the cache meanwhile is KVC_ERR_BUSY; other sequences may be edited freely.  So
- *           it is with a sequence whose keys are being rewritten, and meanwhile no batch begins.
+ *           put, replaced, copied out, settled, attended over or handed to a function of the caller (kvc_compact holds
+ *           it while it moves them).  One batch is open at a time.  It owns its sequences: to edit these, to compact or
+ *           to free the cache meanwhile is KVC_ERR_BUSY; other sequences may be edited freely.  So it is with a
+ *           sequence whose keys kvc_shift, kvc_remove or kvc_divide rewrites, and meanwhile no batch begins.  While
+ *           kvc_inject or kvc_settle writes rows of a sequence, calls that read its rows, edit it, or begin a batch of
+ *           it wait.
  * Limits    max_seq_len, max_sequences and capacity are looked at when a batch begins, capacity also by edits that copy
  *           rows, max_bytes whenever memory is taken for rows.
  * Structs   grow at their end, so that a program and a library of different versions understand each other.  Structs
@@ -423,10 +425,6 @@ typedef struct kvc_rows_out {
     void *v;
     int64_t k_head_stride, k_row_stride;
     int64_t v_head_stride, v_row_stride;
-    int32_t *positions;  /* [rows] is set to where each row stands, -1 where kvc_extract found none; may be NULL */
-    int64_t *num_stored; /* is set to how many rows there are to copy from (of the sequence in the layer; of kvc_dense,
-                            what it says of kvc_dense_rows), also where the call fails as they are not as many as it was
-                            told; may be NULL.  Rows, positions and number are of one moment */
 } kvc_rows_out;
 
 /* Copies rows [first_row, first_row + num_rows), counted in order of arrival, of a sequence in a layer, decoded,
@@ -447,12 +445,14 @@ typedef struct kvc_rows_in {
     int64_t v_head_stride, v_row_stride;
     int32_t k_type; /* KVC_F32, KVC_F16 or KVC_BF16 */
     int32_t v_type;
+    int32_t skip_missing;  /* 0: each of the positions must hold a row; else those that do not are skipped */
+    int64_t *num_replaced; /* where the number of rows goes that were replaced; may be NULL */
 } kvc_rows_in;
 
-/* Replaces the rows at positions [begin, end) of one layer, the latest of several; positions without a row are skipped.
- * Other sequences and holds keep what they had.  KVC_ERR_INVALID if the layer has no rows of its own,
- * KVC_ERR_UNSUPPORTED for KVC_CROSS, KVC_ERR_BUSY, KVC_ERR_NOMEM, KVC_ERR_FULL (capacity or max_bytes,
- * where shared rows are copied first). */
+/* Replaces the rows at positions [begin, end) of one layer, the latest of several.  Other sequences and holds keep what
+ * they had.  KVC_ERR_INDEX if nothing is stored at some of the positions, which the sentence names, and skip_missing is
+ * 0; KVC_ERR_INVALID if the layer has no rows of its own, KVC_ERR_UNSUPPORTED for KVC_CROSS, KVC_ERR_BUSY,
+ * KVC_ERR_NOMEM, KVC_ERR_FULL (capacity or max_bytes, where shared rows are copied first). */
 KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                               const kvc_rows_in *in);
 
@@ -461,9 +461,8 @@ KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, in
 
 /* ---- a forward pass --------------------------------------------------------------------------------------------- */
 
-/* Makes room for num_tokens tokens at these positions of these sequences (seq_ids NULL: all of sequence 0; positions
- * NULL: those that follow what each sequence holds, kvc_next_position and on, as it is at that moment), in every layer,
- * and evicts what no later query can see: in each sequence of the batch what lies below its smallest position
+/* Makes room for num_tokens tokens at these positions of these sequences (seq_ids NULL: all of sequence 0), in every
+ * layer, and evicts what no later query can see: in each sequence of the batch what lies below its smallest position
  * in it, in idle ones below their next, less what the policies retain.
  * parents, where it is not NULL, makes trees of the tokens (speculated ones, to be verified together): parents[i] is an
  * earlier token of the same sequence, or -1, and of the batch a token sees itself and its ancestors, whatever their
@@ -472,9 +471,6 @@ KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, in
  * would see rows that were evicted; KVC_ERR_BUSY while another batch is open; KVC_ERR_INVALID; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
                              const int32_t *parents, kvc_batch **batch);
-
-/* [num_tokens] the positions of the batch's tokens, until it ends. */
-KVC_API const int32_t *kvc_batch_positions(const kvc_batch *batch);
 
 typedef struct kvc_put_args {
     size_t struct_size;

@@ -87,8 +87,14 @@ class Cache:
         self, seq_id: SupportsIndex, layer: SupportsIndex, begin: SupportsIndex, end: SupportsIndex
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
     def inject(
-        self, seq_id: SupportsIndex, layer: SupportsIndex, begin: SupportsIndex, k: object, v: object
-    ) -> None: ...
+        self,
+        seq_id: SupportsIndex,
+        layer: SupportsIndex,
+        begin: SupportsIndex,
+        k: object,
+        v: object,
+        skip_missing: bool,
+    ) -> int: ...
     def rows(
         self, seq_id: SupportsIndex, layer: SupportsIndex, copy: bool | None, values: bool
     ) -> npt.NDArray[Any]: ...

@@ -659,8 +659,9 @@ class KVCache:
         v: AnyArray | None = None,
         *,
         seq_id: SupportsIndex = 0,
-    ) -> None:
-        """Replace keys and values at positions from `begin` on; positions that hold none are skipped.
+        skip_missing: bool = False,
+    ) -> int:
+        """Replace keys and values that are stored at positions from `begin` on.
 
         Other sequences that share the rows, and views, keep what they had.
 
@@ -675,11 +676,18 @@ class KVCache:
             `Batch.put`; the keys rotated for the positions they go to. `v` is left out where values lie in the keys.
         seq_id : int, default 0
             Which sequence.
+        skip_missing : bool, default False
+            Whether rows are skipped for whose position nothing is stored; else that is an error.
+
+        Returns
+        -------
+        int
+            How many positions got other rows: all, unless some were skipped.
 
         Raises
         ------
         IndexError
-            If there is no such layer.
+            If there is no such layer, or nothing is stored at some of the positions: which, and nothing was replaced.
         ValueError
             If a shape is wrong, `begin` is negative, or the layer shares another's rows or has no attention.
         TypeError
@@ -687,13 +695,25 @@ class KVCache:
         NotSupportedError
             If the policy of the layer is `CrossAttention`: `Batch.put` replaces all rows there.
         CacheBusyError
-            If the sequence is part of an open batch.
+            If the sequence is part of an open batch, or its keys are being moved.
         CacheFullError
             If shared rows had to be copied first, and `capacity` or `max_bytes` would be passed.
         MemoryError
             If there is not enough.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(1, 1, 2, 64)
+        >>> with cache.batch(3) as batch:
+        ...     batch.put(0, np.ones((3, 1, 2), np.float32), np.ones((3, 1, 2), np.float32))
+        >>> cache.inject(0, 1, np.zeros((1, 4, 2), np.float32), np.zeros((1, 4, 2), np.float32), skip_missing=True)
+        2
+        >>> cache.values(0)[0, :, 0]
+        array([1., 0., 0.], dtype=float16)
         """
-        self._core.inject(seq_id, layer, begin, k, v)
+        return self._core.inject(seq_id, layer, begin, k, v, skip_missing)
 
     def spans(self, layer: SupportsIndex, *, seq_id: SupportsIndex = 0) -> list[Span]:
         """Return the stored rows of a sequence in a layer where they lie, in order of arrival.

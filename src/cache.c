@@ -314,7 +314,11 @@ static kvc_status init_cache(kvc_cache *cache, const kvc_config *config) {
     find_ropes(cache);
     const kvc_status status = init_groups(cache, config->block_size ? config->block_size : default_block_size(config));
     if (status != KVC_OK) return status;
-    return kvc_mutex_init(&cache->mutex) == 0 ? KVC_OK : kvc_fail(KVC_ERR_NOMEM, "no mutex is to be had");
+    if (kvc_mutex_init(&cache->mutex) == 0) {
+        if (kvc_signal_init(&cache->in_place) == 0) return KVC_OK;
+        kvc_mutex_destroy(&cache->mutex);
+    }
+    return kvc_fail(KVC_ERR_NOMEM, "no mutex is to be had");
 }
 
 kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
@@ -349,6 +353,30 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
     else
         *out = cache;
     return status;
+}
+
+/* ---- who writes rows where they lie ------------------------------------------------------------------------------ */
+
+kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id) {
+    kvc_sequence *sequence;
+    while ((sequence = kvc_table_find(&cache->sequences, id)) && sequence->in_place)
+        kvc_signal_wait(&cache->in_place, &cache->mutex);
+    return sequence;
+}
+
+void kvc_cache_find_all(kvc_cache *cache) {
+    while (cache->num_in_place) kvc_signal_wait(&cache->in_place, &cache->mutex);
+}
+
+void kvc_cache_begin_in_place(kvc_cache *cache, kvc_sequence *sequence) {
+    sequence->in_place = 1;
+    cache->num_in_place++;
+}
+
+void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence) {
+    sequence->in_place = 0;
+    cache->num_in_place--;
+    kvc_signal_all(&cache->in_place);
 }
 
 /* ---- what may not be edited -------------------------------------------------------------------------------------- */
@@ -473,17 +501,19 @@ static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
 
 kvc_status kvc_clear(kvc_cache *cache) {
     kvc_lock(cache);
+    kvc_cache_find_all(cache);
     return kvc_unlock(cache, clear_all_but(cache, NULL));
 }
 
 kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id) {
     kvc_lock(cache);
+    kvc_cache_find_all(cache);
     return kvc_unlock(cache, clear_all_but(cache, kvc_table_find(&cache->sequences, seq_id)));
 }
 
 kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id) {
     kvc_lock(cache);
-    kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
     const kvc_status status = kvc_check_idle(sequence);
     if (status == KVC_OK && sequence) kvc_cache_forget(cache, sequence);
     return kvc_unlock(cache, status);
@@ -501,8 +531,12 @@ static kvc_sequence *new_sharer(kvc_cache *cache, const kvc_sequence *src, int64
 }
 
 static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t length) {
-    const kvc_sequence *src = kvc_table_find(&cache->sequences, src_id);
-    kvc_sequence *old = kvc_table_find(&cache->sequences, dst_id), *dst = NULL;
+    const kvc_sequence *src;
+    kvc_sequence *old, *dst = NULL;
+    do {
+        old = kvc_cache_find(cache, dst_id);
+        src = kvc_table_find(&cache->sequences, src_id);
+    } while (src && src->in_place && (kvc_cache_find(cache, src_id), 1)); /* now the other may be written */
     kvc_status status = kvc_check_idle(src);
     if (status == KVC_OK) status = kvc_check_idle(old);
     if (status != KVC_OK) return status;
@@ -540,6 +574,7 @@ kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst) {
 }
 
 static kvc_status compact(kvc_cache *cache) {
+    kvc_cache_find_all(cache);
     kvc_status status = kvc_check_closed(cache, "compact");
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = kvc_compact_group(cache, g);
     if (status != KVC_OK) return status;
@@ -607,6 +642,7 @@ kvc_status kvc_reserve(kvc_cache *cache, int64_t num_tokens) {
 kvc_status kvc_cache_free(kvc_cache *cache) {
     if (!cache) return KVC_OK;
     kvc_lock(cache);
+    kvc_cache_find_all(cache);
     const kvc_status status = kvc_check_closed(cache, "free the cache");
     if (status == KVC_OK) clear_all_but(cache, NULL);
     kvc_unlock(cache, status);
@@ -614,6 +650,7 @@ kvc_status kvc_cache_free(kvc_cache *cache) {
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_destroy(&cache->pools[g]);
     free_spares(cache);
     kvc_table_destroy(&cache->sequences, &cache->memory);
+    kvc_signal_destroy(&cache->in_place);
     kvc_mutex_destroy(&cache->mutex);
     free_cache(cache);
     return KVC_OK;

@@ -38,7 +38,9 @@ struct kvc_cache {
     kvc_table sequences;
     kvc_batch *batch; /* the open one */
     int64_t num_holds, num_rewrites;
-    kvc_stats stats; /* its counters; what is counted now is filled in when asked for */
+    int64_t num_in_place; /* sequences */
+    kvc_signal in_place;  /* there are fewer of them */
+    kvc_stats stats;      /* its counters; what is counted now is filled in when asked for */
     struct {
         void *memory;
         uint64_t size;
@@ -128,6 +130,15 @@ void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size);
 /* Takes a sequence out of the table and frees it; only if it is blank. */
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_tidy(kvc_cache *cache, kvc_sequence *sequence);
+
+/* The sequence, NULL: there is none, once no other call writes its rows where they lie; what follows is done before the
+ * mutex is let go.  kvc_cache_find_all waits for all there are. */
+kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id);
+void kvc_cache_find_all(kvc_cache *cache);
+
+/* What lies between these writes rows of the sequence where they lie, without the mutex. */
+void kvc_cache_begin_in_place(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence);
 
 /* An edit that leaves no token in any layer also forgets what was evicted. */
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);

@@ -61,29 +61,26 @@ static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_cha
 
 /* Rows are copied, perhaps by a function of the caller, while the mutex is free. */
 static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, const kvc_draft *drafts) {
-    uint64_t floats = 0;
-    for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        const uint64_t size = kvc_draft_scratch(cache, g);
-        if (drafts[g].num_copies && size > floats) floats = size;
-    }
-    if (!floats) return KVC_OK;
+    kvc_lanes lanes = {0};
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (drafts[g].num_copies) kvc_draft_size_lanes(cache, g, &drafts[g], &lanes);
+    if (!lanes.floats) return KVC_OK;
     static const char what[] = "rewriting the keys of a sequence";
     kvc_status status = KVC_OK;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
         status = kvc_drafts_check(cache, g, &drafts[g], 1, what);
     if (status == KVC_OK) status = kvc_check_max_bytes(cache, what);
+    if (status == KVC_OK) status = kvc_lanes_new(cache, &lanes);
     if (status != KVC_OK) return status;
-    float *scratch = kvc_memory_alloc(&cache->memory, floats * sizeof(float), KVC_MEMORY_SCRATCH, -1);
-    if (!scratch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for %llu elements of keys", (unsigned long long)floats);
     sequence->in_rewrite = 1;
     cache->num_rewrites++;
     kvc_unlock(cache, KVC_OK);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
-        status = kvc_draft_copy(cache, g, &drafts[g], scratch);
+        status = kvc_draft_copy(cache, g, &drafts[g], &lanes);
     kvc_lock(cache);
     cache->num_rewrites--;
     sequence->in_rewrite = 0;
-    kvc_memory_free(&cache->memory, scratch, floats * sizeof(float), KVC_MEMORY_SCRATCH, -1);
+    kvc_lanes_free(cache, &lanes);
     return status;
 }
 
@@ -96,6 +93,7 @@ static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_
         }
         kvc_draft_accept(cache, g, rows, &drafts[g]);
         rows->lost_end = lost_after(e, rows->lost_end);
+        kvc_draft_free(cache, &drafts[g]);
     }
 }
 
@@ -120,7 +118,7 @@ static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e)
 /* ---- removing ---------------------------------------------------------------------------------------------------- */
 
 static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {
-    kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
     kvc_status status = kvc_check_idle(sequence);
     if (status != KVC_OK || !sequence) return status;
     edit e = {.change = {.begin = begin, .end = end, .moved_end = end}, .removes = 1, .shift = shift};
@@ -162,7 +160,7 @@ static kvc_status check_target(const kvc_cache *cache, const kvc_sequence *seque
 }
 
 static kvc_status move_range(kvc_cache *cache, int64_t seq_id, const edit *e) {
-    kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
     kvc_status status = check_rope(cache);
     if (status == KVC_OK) status = kvc_check_idle(sequence);
     if (status == KVC_OK && sequence && e->change.move > 0)

@@ -2,7 +2,13 @@
 
 #include <string.h>
 
-enum { FUNCTION_ROWS = 64 }; /* that the caller's function gets at a time */
+#include "threads.h"
+
+enum {
+    WORTH_THREADS = 1 << 16, /* bytes; to copy less takes less time than to wake a thread */
+    FUNCTION_ROWS = 512,     /* that are decoded for the caller's function at a time, ... */
+    FUNCTION_PIECES = 128    /* ... which gets them in so many pieces at most */
+};
 
 /* ---- the draft --------------------------------------------------------------------------------------------------- */
 
@@ -24,6 +30,7 @@ static void add_copies(walk *w, const kvc_run *part, kvc_run to) {
         if (!w->block || w->block->fill == w->pool->block_size) w->block = kvc_pool_open(w->pool);
         const int32_t rest = part->count - done, room = w->pool->block_size - w->block->fill;
         to.count = rest < room ? rest : room;
+        if (to.count > KVC_COPY_ROWS) to.count = KVC_COPY_ROWS;
         to.block = w->block;
         to.slot = kvc_pool_take(w->pool, w->block, to.count);
         w->draft->copies[w->draft->num_copies++] =
@@ -83,7 +90,8 @@ static void walk_rows(walk *w, const kvc_rows *rows) {
 
 static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted, kvc_draft *draft) {
     const int64_t blocks = (counted->copied + pool->block_size - 1) / pool->block_size;
-    const int64_t copies = counted->copies + blocks, runs = counted->parts + blocks; /* cut where blocks end */
+    const int64_t runs = counted->parts + blocks; /* cut where blocks end */
+    const int64_t copies = counted->copies + blocks + counted->copied / KVC_COPY_ROWS;
     if (runs > INT32_MAX / 2) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)runs);
     kvc_status status = kvc_rows_reserve(&draft->rows, &cache->memory, (int32_t)runs);
     if (status != KVC_OK || !counted->copied) return status;
@@ -107,6 +115,7 @@ kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows,
         kvc_draft_discard(cache, group, draft);
         return status;
     }
+    draft->num_copied = w.copied;
     w.pool->drafted += w.copied;
     w.draft = draft;
     draft->num_reused = -w.pool->reused;
@@ -148,44 +157,70 @@ kvc_status kvc_drafts_check(const kvc_cache *cache, int32_t group, const kvc_dra
                     what, (long long)live, (long long)cache->capacity);
 }
 
-static void free_copies(kvc_cache *cache, int32_t group, kvc_draft *draft) {
-    for (int32_t i = 0; i < draft->num_copies; i++) cache->pools[group].drafted -= draft->copies[i].count;
+void kvc_draft_free(kvc_cache *cache, kvc_draft *draft) {
     kvc_memory_free(&cache->memory, draft->copies, (uint64_t)draft->room * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
+    *draft = (kvc_draft){0};
 }
 
 void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, kvc_draft *draft) {
     kvc_pool *pool = &cache->pools[group];
     visit_replaced(draft, kvc_drop_part, pool);
-    for (int32_t i = 0; i < draft->num_copies; i++) cache->stats.rows_copied += draft->copies[i].count;
+    pool->drafted -= draft->num_copied;
+    cache->stats.rows_copied += draft->num_copied;
     draft->rows.lost_end = rows->lost_end;
     kvc_rows_free_list(rows, &cache->memory);
     *rows = draft->rows;
-    free_copies(cache, group, draft);
 }
 
 void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft) {
     for (int32_t i = draft->num_copies - 1; i >= 0; i--)
         kvc_pool_drop(&cache->pools[group], draft->copies[i].to, draft->copies[i].to_slot, draft->copies[i].count);
+    cache->pools[group].drafted -= draft->num_copied;
     kvc_pool_unopen(&cache->pools[group], draft->num_opened);
     cache->pools[group].reused -= draft->num_reused;
     kvc_rows_free_list(&draft->rows, &cache->memory);
-    free_copies(cache, group, draft);
-    *draft = (kvc_draft){0};
+    kvc_draft_free(cache, draft);
+}
+
+void kvc_draft_pin(const kvc_draft *draft) {
+    for (int32_t i = 0; i < draft->num_copies; i++) {
+        kvc_pool_pin(draft->copies[i].from);
+        kvc_pool_pin(draft->copies[i].to);
+    }
+}
+
+void kvc_draft_unpin(kvc_cache *cache, int32_t group, const kvc_draft *draft) {
+    for (int32_t i = 0; i < draft->num_copies; i++) {
+        kvc_pool_unpin(&cache->pools[group], draft->copies[i].from);
+        kvc_pool_unpin(&cache->pools[group], draft->copies[i].to);
+    }
 }
 
 /* ---- copying ----------------------------------------------------------------------------------------------------- */
 
-uint64_t kvc_draft_scratch(const kvc_cache *cache, int32_t group) {
-    uint64_t most = 0;
+kvc_status kvc_lanes_new(kvc_cache *cache, kvc_lanes *lanes) {
+    lanes->num = kvc_cache_threads(cache);
+    if ((uint64_t)lanes->num * lanes->floats > lanes->least) lanes->least = (uint64_t)lanes->num * lanes->floats;
+    if (!lanes->least) return KVC_OK;
+    lanes->scratch = kvc_memory_alloc(&cache->memory, lanes->least * sizeof(float), KVC_MEMORY_SCRATCH, -1);
+    if (lanes->scratch) return KVC_OK;
+    return kvc_fail(KVC_ERR_NOMEM, "out of memory for %llu elements of keys", (unsigned long long)lanes->least);
+}
+
+void kvc_lanes_free(kvc_cache *cache, kvc_lanes *lanes) {
+    kvc_memory_free(&cache->memory, lanes->scratch, lanes->least * sizeof(float), KVC_MEMORY_SCRATCH, -1);
+}
+
+void kvc_draft_size_lanes(const kvc_cache *cache, int32_t group, const kvc_draft *draft, kvc_lanes *lanes) {
+    const int64_t rows = draft->num_copied < FUNCTION_ROWS ? draft->num_copied : FUNCTION_ROWS;
     for (int32_t i = 0; i < cache->num_layers; i++) {
         const kvc_layer *layer = &cache->layers[i];
         if (cache->group_of[i] != group) continue;
-        uint64_t size = kvc_turner_floats(layer->k_dim);
-        if (layer->rope.kind == KVC_ROPE_FUNCTION)
-            size = (uint64_t)layer->k_dim * (uint64_t)layer->num_kv_heads * FUNCTION_ROWS;
-        if (size > most) most = size;
+        const uint64_t floats = kvc_turner_floats(layer->k_dim),
+                       least = (uint64_t)layer->k_dim * (uint64_t)layer->num_kv_heads * (uint64_t)rows;
+        if (floats > lanes->floats) lanes->floats = floats;
+        if (layer->rope.kind == KVC_ROPE_FUNCTION && least > lanes->least) lanes->least = least;
     }
-    return most;
 }
 
 static void copy_rows(const kvc_layout *at, const kvc_copy *copy) {
@@ -212,57 +247,121 @@ void kvc_turn_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int3
     }
 }
 
-/* Moves the keys of copied rows by the caller's function. */
-static kvc_status call_function(const kvc_cache *cache, int32_t layer, const kvc_copy *copy, int32_t first,
-                                int32_t count, int32_t delta, float *keys) {
-    const kvc_layer *config = &cache->layers[layer];
-    const kvc_layout *at = &cache->layouts[cache->layout_of[layer]];
-    const int64_t row = (int64_t)at->k_row_bytes, f32_row = config->k_dim * (int64_t)sizeof(float);
-    const size_t head = (size_t)count * (size_t)config->k_dim;
-    for (int32_t h = 0; h < at->num_kv_heads; h++)
-        cache->kernels->convert[config->k_type][KVC_F32](keys + (size_t)h * head, f32_row,
-                                                         kvc_key_at(at, copy->to, copy->to_slot + first, h), row, count,
-                                                         config->k_dim);
-    if (config->rope.shift(config->rope.user, layer, keys, config->num_kv_heads, count, config->k_dim, delta))
-        return kvc_fail(KVC_ERR_CALLBACK, "the function that moves the keys of layer %d failed", layer);
-    for (int32_t h = 0; h < at->num_kv_heads; h++)
-        cache->kernels->convert[KVC_F32][config->k_type](kvc_key_at(at, copy->to, copy->to_slot + first, h), row,
-                                                         keys + (size_t)h * head, f32_row, count, config->k_dim);
+/* Copies, in as many parts as there are lanes. */
+typedef struct copying {
+    const kvc_cache *cache;
+    const kvc_draft *draft;
+    const kvc_lanes *lanes;
+    int32_t group, num_parts;
+} copying;
+
+static void copy_part(void *context, int64_t part) {
+    const copying *c = context;
+    const kvc_draft *draft = c->draft;
+    const kvc_pool *pool = &c->cache->pools[c->group];
+    kvc_turner turner = {.kernels = c->cache->kernels};
+    if (draft->change.settles) turner.scratch = c->lanes->scratch + (uint64_t)part * c->lanes->floats;
+    const int64_t first = part * draft->num_copies / c->num_parts, end = (part + 1) * draft->num_copies / c->num_parts;
+    for (const kvc_copy *copy = draft->copies + first; copy < draft->copies + end; copy++) {
+        for (int32_t l = 0; l < pool->num_layers; l++) copy_rows(&pool->layouts[l], copy);
+        for (int32_t i = 0; draft->change.settles && i < copy->count; i++) {
+            const int32_t position = copy->position + i,
+                          delta = copy->delta + target(&draft->change, position) - position;
+            if (delta) kvc_turn_keys(c->cache, c->group, copy->to, copy->to_slot + i, delta, &turner);
+        }
+    }
+}
+
+/* ---- the caller's function --------------------------------------------------------------------------------------- */
+
+/* Copied rows that it moves together. */
+typedef struct piece {
+    const kvc_copy *copy;
+    int32_t first, count, delta;
+    float *keys; /* [num_kv_heads][count][k_dim] */
+} piece;
+
+/* As many pieces as there is room for. */
+typedef struct moving {
+    const kvc_cache *cache;
+    const kvc_layer *layer;
+    const kvc_layout *at;
+    const kvc_lanes *lanes;
+    int32_t index; /* of the layer */
+    int32_t num_pieces, num_rows, encodes;
+    piece pieces[FUNCTION_PIECES];
+} moving;
+
+/* The stored keys of a piece as f32, or back. */
+static void convert_piece(void *context, int64_t i) {
+    const moving *m = context;
+    const piece *p = &m->pieces[i];
+    const int32_t dim = m->layer->k_dim, type = m->layer->k_type;
+    const int64_t row = (int64_t)m->at->k_row_bytes, f32_row = dim * (int64_t)sizeof(float);
+    for (int32_t h = 0; h < m->at->num_kv_heads; h++) {
+        uint8_t *stored = kvc_key_at(m->at, p->copy->to, p->copy->to_slot + p->first, h);
+        float *keys = p->keys + (size_t)h * (size_t)p->count * (size_t)dim;
+        if (m->encodes)
+            m->cache->kernels->convert[KVC_F32][type](stored, row, keys, f32_row, p->count, dim);
+        else
+            m->cache->kernels->convert[type][KVC_F32](keys, f32_row, stored, row, p->count, dim);
+    }
+}
+
+static kvc_status move_pieces(moving *m) {
+    const kvc_rope *rope = &m->layer->rope;
+    const int64_t bytes = (int64_t)m->num_rows * m->at->num_kv_heads * (int64_t)m->at->k_row_bytes;
+    const int32_t threads = bytes < WORTH_THREADS ? 1 : m->lanes->num;
+    m->encodes = 0;
+    kvc_parallel(threads, m->num_pieces, convert_piece, m);
+    for (int32_t i = 0; i < m->num_pieces; i++)
+        if (rope->shift(rope->user, m->index, m->pieces[i].keys, m->layer->num_kv_heads, m->pieces[i].count,
+                        m->layer->k_dim, m->pieces[i].delta))
+            return kvc_fail(KVC_ERR_CALLBACK, "the function that moves the keys of layer %d failed", m->index);
+    m->encodes = 1;
+    kvc_parallel(threads, m->num_pieces, convert_piece, m);
+    m->num_pieces = m->num_rows = 0;
     return KVC_OK;
 }
 
-static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const kvc_change *change,
-                                   const kvc_copy *copy, float *keys) {
-    for (int32_t i = 0, n; i < copy->count; i += n) {
-        const int32_t position = copy->position + i, delta = target(change, position) - position;
-        n = change->divisor ? 1 : copy->count - i < FUNCTION_ROWS ? copy->count - i : FUNCTION_ROWS;
-        const kvc_status status = delta ? call_function(cache, layer, copy, i, n, delta, keys) : KVC_OK;
+static kvc_status add_piece(moving *m, piece p) {
+    const size_t row = (size_t)m->layer->num_kv_heads * (size_t)m->layer->k_dim;
+    if (m->num_pieces == FUNCTION_PIECES || m->num_rows + p.count > FUNCTION_ROWS) {
+        const kvc_status status = move_pieces(m);
         if (status != KVC_OK) return status;
     }
+    p.keys = m->lanes->scratch + (size_t)m->num_rows * row;
+    m->num_rows += p.count;
+    m->pieces[m->num_pieces++] = p;
     return KVC_OK;
 }
 
-static kvc_status move_copy(const kvc_cache *cache, int32_t group, const kvc_change *change, const kvc_copy *copy,
-                            float *scratch) {
-    kvc_turner turner = {.kernels = cache->kernels, .scratch = scratch};
-    for (int32_t i = 0; i < copy->count; i++) {
-        const int32_t position = copy->position + i, delta = copy->delta + target(change, position) - position;
-        if (delta) kvc_turn_keys(cache, group, copy->to, copy->to_slot + i, delta, &turner);
-    }
+static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const kvc_draft *draft,
+                                   const kvc_lanes *lanes) {
+    const kvc_change *change = &draft->change;
+    moving m = {.cache = cache,
+                .layer = &cache->layers[layer],
+                .at = &cache->layouts[cache->layout_of[layer]],
+                .lanes = lanes,
+                .index = layer};
     kvc_status status = KVC_OK;
-    for (int32_t layer = 0; status == KVC_OK && layer < cache->num_layers; layer++)
-        if (cache->group_of[layer] == group && kvc_keeps_tokens(cache, layer) &&
-            cache->layers[layer].rope.kind == KVC_ROPE_FUNCTION)
-            status = move_by_function(cache, layer, change, copy, scratch);
-    return status;
+    for (const kvc_copy *copy = draft->copies; copy < draft->copies + draft->num_copies; copy++)
+        for (int32_t i = 0, n; status == KVC_OK && i < copy->count; i += n) {
+            const int32_t position = copy->position + i, delta = target(change, position) - position;
+            n = change->divisor ? 1 : copy->count;
+            if (delta) status = add_piece(&m, (piece){.copy = copy, .first = i, .count = n, .delta = delta});
+        }
+    return status == KVC_OK && m.num_pieces ? move_pieces(&m) : status;
 }
 
-kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_draft *draft, float *scratch) {
-    const kvc_pool *pool = &cache->pools[group];
+kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_draft *draft, const kvc_lanes *lanes) {
+    copying c = {cache, draft, lanes, group, lanes->num < draft->num_copies ? lanes->num : draft->num_copies};
+    if (draft->num_copied * kvc_pool_slot_bytes(&cache->pools[group]) < WORTH_THREADS) c.num_parts = 1;
+    if (draft->num_copies) kvc_parallel(c.num_parts, c.num_parts, copy_part, &c);
     kvc_status status = KVC_OK;
-    for (int32_t i = 0; status == KVC_OK && i < draft->num_copies; i++) {
-        for (int32_t l = 0; l < pool->num_layers; l++) copy_rows(&pool->layouts[l], &draft->copies[i]);
-        if (draft->change.settles) status = move_copy(cache, group, &draft->change, &draft->copies[i], scratch);
-    }
+    for (int32_t layer = 0; status == KVC_OK && draft->change.settles && layer < cache->num_layers; layer++)
+        if (cache->group_of[layer] == group && kvc_keeps_tokens(cache, layer) &&
+            cache->layers[layer].rope.kind == KVC_ROPE_FUNCTION)
+            status = move_by_function(cache, layer, draft, lanes);
     return status;
 }

@@ -32,11 +32,25 @@ typedef struct kvc_draft {
     kvc_change change;
     const kvc_rows *from; /* what there is */
     kvc_rows rows;        /* as they are to be, but for lost_end */
-    kvc_copy *copies;
+    kvc_copy *copies;     /* each of KVC_COPY_ROWS rows at most */
+    int64_t num_copied;   /* rows */
     int32_t num_copies, room;
     int32_t num_opened; /* blocks whose memory was taken for it */
     int64_t num_reused; /* those whose memory was there */
 } kvc_draft;
+
+enum { KVC_COPY_ROWS = 64 }; /* what a thread takes at a time */
+
+/* The threads that rewrite rows, and what they work in. */
+typedef struct kvc_lanes {
+    int32_t num;
+    float *scratch; /* [num][floats], and at least `least`, for all together */
+    uint64_t floats, least;
+} kvc_lanes;
+
+/* As many as the cache has threads, for lanes->floats and lanes->least; with the mutex held.  KVC_ERR_NOMEM. */
+kvc_status kvc_lanes_new(kvc_cache *cache, kvc_lanes *lanes);
+void kvc_lanes_free(kvc_cache *cache, kvc_lanes *lanes);
 
 /* With the mutex held, as for all but kvc_draft_copy.  KVC_ERR_NOMEM. */
 kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows, const kvc_change *change,
@@ -47,17 +61,25 @@ kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows,
 kvc_status kvc_drafts_check(const kvc_cache *cache, int32_t group, const kvc_draft *drafts, int32_t num,
                             const char *what);
 
-/* Floats that kvc_draft_copy, or a kvc_turner for all layers, needs. */
-uint64_t kvc_draft_scratch(const kvc_cache *cache, int32_t group);
+/* Makes lanes, before they are there, large enough for kvc_draft_copy, and for a kvc_turner for all layers. */
+void kvc_draft_size_lanes(const kvc_cache *cache, int32_t group, const kvc_draft *draft, kvc_lanes *lanes);
 
-/* KVC_ERR_CALLBACK if a layer's KVC_ROPE_FUNCTION fails; nothing else can. */
-kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_draft *draft, float *scratch);
+/* KVC_ERR_CALLBACK if a layer's KVC_ROPE_FUNCTION fails; nothing else can.  That is called from this thread; all else
+ * is done by the threads of the lanes, which need no scratch where the change settles nothing. */
+kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_draft *draft, const kvc_lanes *lanes);
 
 /* Turns the keys in a slot by delta, in all layers of the group that have frequencies. */
 void kvc_turn_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int32_t slot, int32_t delta,
                    kvc_turner *turner);
 
+/* Pins the blocks that rows are copied from and to, or lets go of them: between these they may be copied after the
+ * draft was accepted. */
+void kvc_draft_pin(const kvc_draft *draft);
+void kvc_draft_unpin(kvc_cache *cache, int32_t group, const kvc_draft *draft);
+
+/* Gives rows what the draft says, whose copies stay listed until it is freed; or nothing, which frees it. */
 void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, kvc_draft *draft);
+void kvc_draft_free(kvc_cache *cache, kvc_draft *draft);
 void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft);
 
 #endif

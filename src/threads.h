@@ -15,6 +15,14 @@ static inline void kvc_mutex_destroy(kvc_mutex *m) { (void)m; }
 static inline void kvc_mutex_lock(kvc_mutex *m) { AcquireSRWLockExclusive(m); }
 static inline void kvc_mutex_unlock(kvc_mutex *m) { ReleaseSRWLockExclusive(m); }
 static inline void kvc_pause(void) { SwitchToThread(); }
+typedef CONDITION_VARIABLE kvc_signal;
+static inline int kvc_signal_init(kvc_signal *s) {
+    InitializeConditionVariable(s);
+    return 0;
+}
+static inline void kvc_signal_destroy(kvc_signal *s) { (void)s; }
+static inline void kvc_signal_wait(kvc_signal *s, kvc_mutex *m) { SleepConditionVariableSRW(s, m, INFINITE, 0); }
+static inline void kvc_signal_all(kvc_signal *s) { WakeAllConditionVariable(s); }
 #else
 #include <pthread.h>
 #include <sched.h>
@@ -24,6 +32,11 @@ static inline void kvc_mutex_destroy(kvc_mutex *m) { pthread_mutex_destroy(m); }
 static inline void kvc_mutex_lock(kvc_mutex *m) { pthread_mutex_lock(m); }
 static inline void kvc_mutex_unlock(kvc_mutex *m) { pthread_mutex_unlock(m); }
 static inline void kvc_pause(void) { sched_yield(); }
+typedef pthread_cond_t kvc_signal;
+static inline int kvc_signal_init(kvc_signal *s) { return pthread_cond_init(s, NULL); }
+static inline void kvc_signal_destroy(kvc_signal *s) { pthread_cond_destroy(s); }
+static inline void kvc_signal_wait(kvc_signal *s, kvc_mutex *m) { pthread_cond_wait(s, m); }
+static inline void kvc_signal_all(kvc_signal *s) { pthread_cond_broadcast(s); }
 #endif
 
 enum { KVC_MOST_THREADS = 4096 }; /* that one call may be told to use */

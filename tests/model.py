@@ -88,11 +88,12 @@ def within_capacity(edit):
     def wrapper(self, *args, **kwargs):
         rows = [{s: [replace(r) for r in held] for s, held in layer.items()} for layer in self.rows]
         lost = [dict(each) for each in self.lost_end]
-        edit(self, *args, **kwargs)
+        result = edit(self, *args, **kwargs)
         pending = len(self.open_batch.positions) if self.open_batch else 0
         if self.capacity is not None and any(self.live(i) + pending > self.capacity for i in self.layers):
             self.rows, self.lost_end = rows, lost
             raise CacheFullError("capacity")
+        return result
 
     return wrapper
 
@@ -297,7 +298,7 @@ class KVCache:
         return replace(row, k=self.key(layer, row), delta=0, slot=object() if copied else row.slot)
 
     @within_capacity
-    def inject(self, layer, begin, k, v=None, *, seq_id=0):
+    def inject(self, layer, begin, k, v=None, *, seq_id=0, skip_missing=False):
         if self.source[layer] != layer or self.policy[layer] is None:
             raise ValueError("no rows of its own")
         if isinstance(self.policy[layer], CrossAttention):
@@ -305,10 +306,11 @@ class KVCache:
         self.check_idle(seq_id)
         rows = self.rows[layer].get(seq_id, [])
         latest = {r.position: i for i, r in enumerate(rows)}
-        for n in range(k.shape[1]):
-            i = latest.get(begin + n)
-            if i is None:
-                continue
+        stored = [n for n in range(k.shape[1]) if begin + n in latest]
+        if len(stored) < k.shape[1] and not skip_missing:
+            raise IndexError("nothing is stored at some of the positions")
+        for n in stored:
+            i = latest[begin + n]
             key, value = np.array(k[:, n]), np.array(k[:, n, : self.dims[1]] if v is None else v[:, n])
             if rows[i].delta and callable(self.rope):
                 key = self.rope(layer, key[:, None], -rows[i].delta)[:, 0]
@@ -318,6 +320,7 @@ class KVCache:
                 for row in self.rows[i].get(seq_id, []):
                     if begin <= row.position < begin + k.shape[1]:
                         row.slot = object()
+        return len(stored)
 
     def move(self, begin, end, seq_id, to, move_lost, rewrites):
         def inside(p):

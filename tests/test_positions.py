@@ -391,7 +391,7 @@ def test_inject():
     cache.shift(4, None, 10)
     new_keys, new_values = raw(14, seed=1)
     k = np.swapaxes(rotated(new_keys, np.arange(2, 16)[:, None], rope).astype(np.float32), 0, 1)
-    cache.inject(0, 2, k, np.swapaxes(new_values, 0, 1))
+    assert cache.inject(0, 2, k, np.swapaxes(new_values, 0, 1), skip_missing=True) == 3
     expected = [np.concatenate([x[:2], y[[0, 12, 13]], x[5:]]) for x, y in ((keys, new_keys), (values, new_values))]
     assert cache.positions().tolist() == [0, 1, 2, 14, 15, 16]
     check_rows(cache, *expected, rope, atol=5e-6)
@@ -404,12 +404,64 @@ def test_inject_of_any_array(dtype):
     cache = new_cache(False)
     feed(cache, *raw(4), range(4))
     k = np.arange(HEADS * 2 * DIM).reshape(DIM, 2, HEADS).T.astype(dtype)
-    cache.inject(0, 1, k, -k)
-    cache.inject(0, 1, k[::-1], -k[..., ::-1], seq_id=5)  # holds nothing
+    assert cache.inject(0, 1, k, -k) == 2
+    assert cache.inject(0, 1, k[::-1], -k[..., ::-1], seq_id=5, skip_missing=True) == 0  # holds nothing
     got = cache.extract(0, 1, 3)
     np.testing.assert_array_equal(got[0], k.astype(np.float32))
     np.testing.assert_array_equal(got[1], -k.astype(np.float32))
     assert cache.sequences == [0]
+
+
+def test_inject_where_nothing_is_stored():
+    cache = new_cache(False, block_size=4)
+    feed(cache, *raw(6), [0, 1, 3, 4, 7, 9])
+    before = cache.extract(0, 0, 12)
+    new = np.ones((HEADS, 12, DIM), np.float32)
+    with pytest.raises(
+        IndexError, match=r"nothing at 6 of 12 positions in layer 0: 2, 5 to 6, 8, 10 to 11; store rows"
+    ):
+        cache.inject(0, 0, new, new)
+    with pytest.raises(IndexError, match=r"sequence 5 holds nothing at 2 of 2 positions in layer 0: 0 to 1;"):
+        cache.inject(0, 0, new[:, :2], new[:, :2], seq_id=5)
+    with pytest.raises(IndexError, match=r"nothing at 994 of 1000 positions in layer 0: 2, 5 to 6, 8, 10 to 999;"):
+        cache.inject(0, 0, *[np.broadcast_to(new[:, :1], (HEADS, 1000, DIM))] * 2)
+    for got, expected in zip(cache.extract(0, 0, 12), before, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert cache.inject(0, 3, new[:, :2], new[:, :2]) == 2
+    assert cache.inject(0, 0, new, new, skip_missing=True) == 6
+    assert cache.extract(0, 0, 10)[0][:, :, 0].tolist() == [[1, 1, 0, 1, 1, 0, 0, 1, 0, 1]] * HEADS
+
+
+@pytest.mark.parametrize("dtype", ["f16", "q8_0"])
+def test_rewriting_on_several_threads(dtype):
+    """inject, settle, divide and a function's shift: the bits are those of one thread."""
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((700, 4, 64)).astype(np.float32)
+
+    def nudge(layer, keys, delta):
+        return keys + delta
+
+    rows = []
+    for rope in (kvcache.Rope(1 / 100 ** np.linspace(0, 1, 32)), nudge):
+        for threads in (1, 3):
+            cache = kvcache.KVCache(
+                2, 4, 64, None, dtype=dtype, rope=rope, max_sequences=None, block_size=300, num_threads=threads
+            )
+            with cache.batch(700) as batch:
+                for layer in range(2):
+                    batch.put(layer, x, x)
+            cache.fork(0, 1)
+            cache.shift(100, None, 7)
+            cache.shift(300, None, 5)
+            cache.divide(400, 600, 2)
+            cache.inject(1, 0, x[:90].swapaxes(0, 1), x[:90].swapaxes(0, 1))
+            cache.inject(0, 120, x[:170].swapaxes(0, 1), x[:170].swapaxes(0, 1))
+            cache.inject(0, 120, x[:170].swapaxes(0, 1), x[:170].swapaxes(0, 1), seq_id=1)
+            cache.settle()
+            cache.validate()
+            rows.append([cache.gather(layer, seq_id=s) for layer in range(2) for s in range(2)])
+    for one, several in (rows[:2], rows[2:]):
+        np.testing.assert_equal(several, one)
 
 
 def test_settle_of_nothing():

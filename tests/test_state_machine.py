@@ -472,13 +472,16 @@ class Machine(RuleBasedStateMachine):
             for s in self.model.sequences:
                 assert not any(span.delta for layer in self.model.layers for span in self.real.spans(layer, seq_id=s))
 
-    @rule(data=st.data(), count=st.integers(1, 9))
-    def inject(self, data, count):
+    @rule(data=st.data(), count=st.integers(1, 9), skip_missing=st.booleans())
+    def inject(self, data, count, skip_missing):
         seq_id, layer = self.some_sequence(data), data.draw(st.integers(0, self.num_layers - 1), label="layer")
         begin = data.draw(st.sampled_from(self.interesting(seq_id)), label="begin")
         rows = [np.swapaxes(x, 0, 1) for x in self.random_rows(count)]
         if begin + count <= LAST:
-            self.both(lambda c: c.inject(layer, begin, *rows, seq_id=seq_id))
+            real, expected, _ = self.both(
+                lambda c: c.inject(layer, begin, *rows, seq_id=seq_id, skip_missing=skip_missing)
+            )
+            assert real == expected
 
     @rule(num_tokens=st.integers(1, 100))
     def reserve(self, num_tokens):

@@ -1342,10 +1342,21 @@ static inline kvc_status pair_settle(pair *p)
     return status;
 }
 
-/* Other rows at positions [begin, end) of a layer. */
-static inline kvc_status pair_inject(pair *p, int64_t id, int l, int32_t begin, int32_t end)
+/* At how many of the positions [begin, end) a sequence holds a row of a layer. */
+static inline int32_t count_positions(const pair *p, int64_t id, int l, int32_t begin, int32_t end)
+{
+    const sequence *s = find_sequence(p, id);
+    int32_t num = 0;
+    for (int32_t at = begin; s && at < end; at++)
+        num += find_row(&s->layers[l], at) != NULL;
+    return num;
+}
+
+/* Other rows at positions [begin, end) of a layer, or at those that hold one. */
+static inline kvc_status pair_inject_rows(pair *p, int64_t id, int l, int32_t begin, int32_t end, int skip_missing)
 {
     static source k, v;
+    int64_t num = -1;
     fill_source(&k, p, l, 0, p->next_tag, end - begin, 0);
     fill_source(&v, p, l, 1, p->next_tag, end - begin, 0);
     const kvc_rows_in in = {.struct_size = sizeof in,
@@ -1356,12 +1367,16 @@ static inline kvc_status pair_inject(pair *p, int64_t id, int l, int32_t begin, 
                             .v_head_stride = v.head_stride,
                             .v_row_stride = v.token_stride,
                             .k_type = k.type,
-                            .v_type = v.type};
+                            .v_type = v.type,
+                            .skip_missing = skip_missing,
+                            .num_replaced = random_int(0, 4) ? &num : NULL};
+    int32_t stored = count_positions(p, id, l, begin, end);
     int own = !p->layers[l].share && p->layers[l].policy.kind != KVC_NONE;
     kvc_status right = !own              ? KVC_ERR_INVALID
                        : is_cross(p, l)  ? KVC_ERR_UNSUPPORTED
                        : in_batch(p, id) ? KVC_ERR_BUSY
-                                         : KVC_OK;
+                       : !skip_missing && stored < end - begin ? KVC_ERR_INDEX
+                                                               : KVC_OK;
     if (right == KVC_OK) {
         pair *after = copy_of(p);
         model_inject(after, id, l, begin, end, p->next_tag);
@@ -1372,7 +1387,13 @@ static inline kvc_status pair_inject(pair *p, int64_t id, int l, int32_t begin, 
     p->next_tag += end - begin;
     if (status == KVC_OK)
         model_inject(p, id, l, begin, end, tag);
+    CHECKF(!in.num_replaced || num == (status == KVC_OK ? stored : -1), "%d rows replaced, not %d", (int)num, stored);
     return status;
+}
+
+static inline kvc_status pair_inject(pair *p, int64_t id, int l, int32_t begin, int32_t end)
+{
+    return pair_inject_rows(p, id, l, begin, end, 1);
 }
 
 static inline kvc_status pair_reserve(pair *p, int64_t num_tokens)

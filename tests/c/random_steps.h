@@ -73,7 +73,7 @@ static inline void random_move(pair *p, int64_t id, int32_t begin, int32_t end)
     else if (choice < 7)
         pair_divide(p, id, begin, random_int(0, 2) ? end : KVC_END, random_int(1, 4));
     else if (choice < 9)
-        pair_inject(p, id, random_int(0, p->config.num_layers), begin, end);
+        pair_inject_rows(p, id, random_int(0, p->config.num_layers), begin, end, random_int(0, 2));
     else if (choice < 11)
         pair_settle(p);
     else

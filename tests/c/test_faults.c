@@ -300,6 +300,11 @@ static kvc_status inject_deltas(pair *p)
     return pair_inject(p, 2, 2, 0, 60);
 }
 
+static kvc_status inject_all(pair *p)
+{
+    return pair_inject_rows(p, 0, 0, 0, 9, 0);
+}
+
 static kvc_status reserve(pair *p)
 {
     return pair_reserve(p, 30);
@@ -507,6 +512,7 @@ int main(void)
         {"attend", prepare_batch, attend},
         {"compact with deltas", prepare_disputed, pair_compact},
         {"inject", prepare_disputed, inject_shared},
+        {"inject, with no position missing", prepare_one, inject_all},
         {"inject keys that are off", prepare_disputed, inject_deltas},
         {"reserve", prepare_four, reserve},
         {"put, cross-attention", prepare_cross, put_cross_again},

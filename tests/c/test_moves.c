@@ -495,6 +495,56 @@ static void test_inject(int block_size)
     pair_free(p);
 }
 
+/* Positions without a row are named, and nothing is replaced. */
+static void test_inject_missing(void)
+{
+    pair *p = mixed_pair(4);
+    const int64_t ids[9] = {0};
+    pair_pass(p, 9, (int32_t[]){0, 1, 2, 5, 6, 7, 9, 9, 11}, ids);
+    pair_fork(p, 0, 1);
+#define MISSING(id, begin, end, count, names)                                                                          \
+    CHECK_FAILS(pair_inject_rows(p, id, 0, begin, end, 0), KVC_ERR_INDEX, count " positions in layer 0", ": " names ";")
+    MISSING(0, 0, 12, "4 of 12", "3 to 4, 8, 10");
+    MISSING(0, 2, 4, "1 of 2", "3");
+    MISSING(0, 3, 5, "2 of 2", "3 to 4");
+    MISSING(0, 12, 20, "8 of 8", "12 to 19");
+    MISSING(0, 0, 30, "22 of 30", "3 to 4, 8, 10, 12 to 29");
+    MISSING(9, 0, 3, "3 of 3", "0 to 2"); /* nobody */
+    pair_shift(p, 0, 2, KVC_END, 20); /* now 0, 1, 22, 25, ... */
+    pair_shift(p, 0, 0, 1, 4);
+    pair_shift(p, 0, 29, 30, 2);
+    MISSING(0, 0, 34, "27 of 34", "0, 2 to 3, 5 to 21, 23 to 24, ...");
+#undef MISSING
+    pair_check(p);
+    CHECK(pair_inject_rows(p, 0, 0, 25, 28, 0) == KVC_OK && pair_inject_rows(p, 1, 0, 9, 10, 0) == KVC_OK);
+    CHECK(pair_inject_rows(p, 1, 0, 3, 3, 0) == KVC_OK && pair_inject_rows(p, 9, 0, 3, 3, 0) == KVC_OK);
+    pair_check(p);
+    pair_free(p);
+}
+
+/* Positions that repeat; long runs, which are cut for the threads. */
+static void test_inject_many(void)
+{
+    enum { MANY = 290 };
+    static pair p;
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 6, .v_dim = 2, .rope = right_rope(0, 0, 2)};
+    for (int threads = 1; threads <= 3; threads++) {
+        p = (pair){.config = {.block_size = 100, .num_threads = threads}};
+        pair_new(&p, 1, &layer);
+        pair_feed(&p, 0, 0, MANY);
+        CHECK(pair_inject_rows(&p, 0, 0, 0, MANY, 0) == KVC_OK);
+        pair_check(&p);
+        pair_fork(&p, 0, 1);
+        pair_divide(&p, 0, 0, KVC_END, 2);
+        CHECK(pair_inject_rows(&p, 0, 0, 3, MANY / 2 - 3, 0) == KVC_OK);
+        pair_shift(&p, 0, 10, KVC_END, 5);
+        CHECK(pair_inject_rows(&p, 0, 0, 0, MANY / 2 + 5, 1) == KVC_OK);
+        CHECK(pair_settle(&p) == KVC_OK);
+        pair_check(&p);
+        pair_free(&p);
+    }
+}
+
 static void test_extract(void)
 {
     pair *p = mixed_pair(4);
@@ -1179,6 +1229,8 @@ static void test_moves(void)
 
 static void test_rows(void)
 {
+    test_inject_missing();
+    test_inject_many();
     test_extract();
     test_held_slots();
     test_cross();

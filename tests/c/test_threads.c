@@ -544,7 +544,7 @@ static void *edit_meanwhile(void *context)
 /* The keys of a sequence of BASE rows, each of which was moved by so much. */
 static void check_moved(kvc_cache *cache, int64_t id, int layer, const int32_t *moved)
 {
-    static float k[2][BASE][K_DIM];
+    float k[2][BASE][K_DIM];
     const kvc_rows_out out = {
         .struct_size = sizeof out, .k = k, .k_head_stride = sizeof *k, .k_row_stride = sizeof **k};
     CHECKF(kvc_gather(cache, id, layer, 0, BASE, &out) == KVC_OK, "%s", kvc_last_error());
@@ -581,6 +581,177 @@ static void test_slow_function(void)
         check_moved(s.cache, 2, l, unmoved);
     }
     CHECK(kvc_validate(s.cache) == KVC_OK && kvc_cache_free(s.cache) == KVC_OK);
+}
+
+/* ---- rows that are written where they lie ------------------------------------------------------------------------ */
+
+/* Replaces rows of a sequence of BASE tokens by what they are. */
+static kvc_status inject_again(kvc_cache *cache, int64_t id, int layer, int32_t begin, int32_t end, float *k, float *v)
+{
+    int64_t num = 0;
+    for (int i = 0; i < end - begin; i++)
+        for (int h = 0; h < 2; h++) {
+            for (int d = 0; d < K_DIM; d++)
+                k[(i * 2 + h) * K_DIM + d] = element(begin + i, layer, 0, h, d);
+            for (int d = 0; d < V_DIM; d++)
+                v[(i * 2 + h) * V_DIM + d] = element(begin + i, layer, 1, h, d);
+        }
+    const kvc_rows_in in = {.struct_size = sizeof in,
+                            .k = k,
+                            .v = v,
+                            .k_head_stride = K_DIM * sizeof *k,
+                            .k_row_stride = 2 * K_DIM * sizeof *k,
+                            .v_head_stride = V_DIM * sizeof *v,
+                            .v_row_stride = 2 * V_DIM * sizeof *v,
+                            .num_replaced = &num};
+    const kvc_status status = kvc_inject(cache, id, layer, begin, end, &in);
+    CHECK(num == (status == KVC_OK ? end - begin : 0));
+    return status;
+}
+
+/* What another thread does in the middle of a kvc_inject. */
+static struct {
+    float *page;
+    atomic_int is_reading, is_done;
+    kvc_status statuses[6];
+} injected;
+
+/* Runs at the first row that kvc_inject reads, when it holds no lock. */
+static void wait_for_edits(int signal)
+{
+    (void)signal;
+    atomic_store(&injected.is_reading, 1);
+    while (!atomic_load(&injected.is_done))
+        sched_yield();
+    mprotect(injected.page, page_size(), PROT_READ | PROT_WRITE);
+}
+
+static void *edit_others(void *cache)
+{
+    kvc_batch *batch = NULL;
+    const kvc_rows_out out = {.struct_size = sizeof out};
+    while (!atomic_load(&injected.is_reading))
+        sched_yield();
+    injected.statuses[0] = kvc_validate(cache);
+    injected.statuses[1] = kvc_fork(cache, 1, 2);
+    injected.statuses[2] = kvc_remove(cache, 1, 3, 20, 1);
+    injected.statuses[3] = kvc_begin(cache, 1, (int32_t[]){BASE}, (int64_t[]){2}, NULL, &batch);
+    kvc_abort(batch);
+    injected.statuses[4] = kvc_seq_len(cache, 0, 0) == BASE ? KVC_OK : KVC_ERR_INVALID;
+    injected.statuses[5] = kvc_gather(cache, 1, 0, 0, BASE - 17, &out);
+    atomic_store(&injected.is_done, 1);
+    return NULL;
+}
+
+/* Other sequences are read, edited and gone on with while rows of one are replaced, shared ones and its own. */
+static void test_injecting_beside_others(void)
+{
+    const struct sigaction action = {.sa_handler = wait_for_edits};
+    struct sigaction before[2];
+    static float v[BASE * 2 * V_DIM];
+    float *k = mmap(NULL, page_size() * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(k != MAP_FAILED && sigaction(SIGSEGV, &action, &before[0]) == 0);
+    CHECK(sigaction(SIGBUS, &action, &before[1]) == 0);
+    for (int shared = 0; shared < 2; shared++) {
+        kvc_cache *cache = new_cache(8);
+        feed(cache, 0, BASE);
+        feed(cache, 1, BASE);
+        if (shared)
+            CHECK(kvc_fork(cache, 0, 3) == KVC_OK);
+        CHECKF(inject_again(cache, 0, 0, 0, 60, k, v) == KVC_OK, "%s", kvc_last_error()); /* fills k */
+        pthread_t editor;
+        injected.page = k;
+        atomic_store(&injected.is_reading, 0);
+        atomic_store(&injected.is_done, 0);
+        CHECK(pthread_create(&editor, NULL, edit_others, cache) == 0);
+        CHECK(mprotect(k, page_size(), PROT_NONE) == 0);
+        const kvc_rows_in in = {.struct_size = sizeof in,
+                                .k = k,
+                                .v = v,
+                                .k_head_stride = K_DIM * sizeof *k,
+                                .k_row_stride = 2 * K_DIM * sizeof *k,
+                                .v_head_stride = V_DIM * sizeof *v,
+                                .v_row_stride = 2 * V_DIM * sizeof *v};
+        CHECKF(kvc_inject(cache, shared ? 3 : 0, 0, 0, 60, &in) == KVC_OK, "%s", kvc_last_error());
+        pthread_join(editor, NULL);
+        for (int i = 0; i < 6; i++)
+            CHECKF(injected.statuses[i] == KVC_OK, "%d: %d", i, (int)injected.statuses[i]);
+        const int32_t unmoved[BASE] = {0};
+        check_moved(cache, 0, 0, unmoved);
+        CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+    }
+    sigaction(SIGSEGV, &before[0], NULL);
+    sigaction(SIGBUS, &before[1], NULL);
+    munmap(k, page_size() * 8);
+}
+
+enum { WRITERS = 2, WRITES = 300, FIRST_WRITTEN = 20 };
+
+/* Replaces rows of its own sequence, which forks share at times, and moves it there and back. */
+static void *write_rows(void *context)
+{
+    other *o = context;
+    static const int32_t unmoved[BASE] = {0};
+    const int64_t id = FIRST_WRITTEN + (int64_t)o->random;
+    float *k = malloc(BASE * 2 * K_DIM * sizeof *k), *v = malloc(BASE * 2 * V_DIM * sizeof *v);
+    for (int i = 0; i < WRITES; i++) {
+        int32_t begin = pick(o, BASE), end = begin + pick(o, BASE - begin) + 1;
+        kvc_status status = KVC_OK;
+        if (i % 3 == 0)
+            status = kvc_fork(o->cache, id, id + WRITERS);
+        CHECKF(status == KVC_OK, "%s", kvc_last_error());
+        status = inject_again(o->cache, id, 0, begin, end, k, v);
+        CHECKF(status == KVC_OK, "%s", kvc_last_error());
+        if (i % 5 == 4)
+            check_moved(o->cache, id, 0, unmoved);
+    }
+    free(k);
+    free(v);
+    return NULL;
+}
+
+/* Reads what is written, forks it, and settles. */
+static void *read_written(void *context)
+{
+    other *o = context;
+    static const int32_t unmoved[BASE] = {0};
+    while (!atomic_load(o->stop)) {
+        int64_t id = FIRST_WRITTEN + pick(o, WRITERS);
+        int choice = pick(o, 5);
+        kvc_status status = KVC_OK;
+        if (choice == 0)
+            status = kvc_fork(o->cache, id, 30 + pick(o, 2));
+        else if (choice == 1)
+            status = kvc_shift(o->cache, 30, 0, KVC_END, 1);
+        else if (choice == 2)
+            status = kvc_settle(o->cache);
+        else
+            check_moved(o->cache, id, 0, unmoved);
+        CHECKF(status == KVC_OK || status == KVC_ERR_HELD, "%s", kvc_last_error());
+        CHECKF(kvc_validate(o->cache) == KVC_OK, "%s", kvc_last_error());
+    }
+    return NULL;
+}
+
+static void test_writing_in_place(void)
+{
+    pthread_t threads[WRITERS + 2];
+    other others[WRITERS + 2];
+    atomic_int stop = 0;
+    kvc_cache *cache = new_cache(8);
+    for (int i = 0; i < WRITERS; i++)
+        feed(cache, FIRST_WRITTEN + i, BASE);
+    for (int i = 0; i < WRITERS + 2; i++) {
+        others[i] = (other){cache, &stop, (uint32_t)i};
+        CHECK(pthread_create(&threads[i], NULL, i < WRITERS ? write_rows : read_written, &others[i]) == 0);
+    }
+    for (int i = 0; i < WRITERS + 2; i++) {
+        if (i == WRITERS)
+            atomic_store(&stop, 1);
+        pthread_join(threads[i], NULL);
+    }
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
 }
 
 /* ---- a cache for each thread ------------------------------------------------------------------------------------ */
@@ -621,6 +792,8 @@ int main(void)
     test_looking_at_a_cross_put();
     test_cross_layers_side_by_side();
     test_slow_function();
+    test_injecting_beside_others();
+    test_writing_in_place();
     test_decoding_among_others();
     return test_result();
 }

@@ -149,7 +149,9 @@ def test_extract_block(run, cache):
 def test_inject_block(run, cache):
     k, v = store(cache, 6)
     keys, values = (x.swapaxes(0, 1) for x in random_rows(4, seed=1))
-    run(cache=cache, layer=1, start_pos=4, keys=keys, values=values)
+    with pytest.raises(IndexError, match="nothing at 2 of 4 positions in layer 1: 6 to 7"):
+        cache.inject(1, 4, keys, values)
+    assert run(cache=cache, layer=1, start_pos=4, keys=keys, values=values) == 2
     np.testing.assert_array_equal(cache.keys(1)[:, :4], k[:4].swapaxes(0, 1))
     np.testing.assert_array_equal(cache.keys(1)[:, 4:], keys[:, :2])
     np.testing.assert_array_equal(cache.values(1)[:, 4:], values[:, :2])
