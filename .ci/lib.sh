@@ -123,6 +123,13 @@ with_torch() {
     torch_tests "$tools"
 }
 
+# The suite that is installed, from a folder that knows nothing of it.
+installed_benchmarks() {
+    cd "$empty"
+    "$venv/bin/pytest" --color=no -q -p no:cacheprovider -p kvcache.benchmarks --pyargs kvcache.benchmarks \
+        --benchmark-disable --context 128
+}
+
 docs() { "$tools/bin/sphinx-build" -W --keep-going -q docs "$tmp/html"; }
 
 # Paths of somebody's machine, and promises of later work.
@@ -231,6 +238,7 @@ usual() {
     step "sdist and wheel" distributions
     step "install the wheel with [test]" install
     step "pytest on the installed package" tests
+    step "benchmarks, installed, once each" installed_benchmarks
     step "ruff, cython-lint, clang-format" style
     step "mypy --strict, stubtest" types
     step "docs without a warning" docs

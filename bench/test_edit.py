@@ -21,58 +21,6 @@ def fill(cache, tokens, seq_id=0):
                 batch.put(layer, x, x)
 
 
-def test_fork(figures, in_turn):
-    """32,768 tokens, 32 layers, blocks of 64. What it costs does not depend on the rows, so they are short."""
-    cache = kvcache.KVCache(32, 1, 8, None, block_size=64, max_sequences=None)
-    fill(cache, 32_768)
-    opened = cache.stats()["blocks_opened"]
-    nbytes = cache.nbytes
-    grown = []
-
-    def fork():
-        start = time.perf_counter()
-        cache.fork(0, 1)
-        seconds = time.perf_counter() - start
-        grown.append(cache.nbytes - nbytes)
-        cache.clear(1)
-        return seconds
-
-    (seconds,) = in_turn(fork, least=200)
-    stats = cache.stats()
-    note = f"{max(grown) / 1024:.0f} KiB of bookkeeping more"
-    figures.samples("fork of 32,768 tokens", [1e6 * s for s in seconds], "µs", "< 50", note)
-    figures.value(
-        "rows copied, blocks opened by fork", f"{stats['rows_moved']}, {stats['blocks_opened'] - opened}", "0, 0"
-    )
-    assert stats["rows_moved"] == 0
-    assert stats["blocks_opened"] == opened
-
-
-@pytest.mark.parametrize("block_size", [None, 64])
-def test_remove_near_the_front_of_a_fork(figures, in_turn, block_size):
-    """10 tokens of 32,768, 32 layers: what follows moves down, and its keys stay where and as they are."""
-    options = {"max_sequences": None, "rope": kvcache.Rope(10_000.0 ** -(np.arange(4) / 4))}
-    cache = kvcache.KVCache(32, 1, 8, None, block_size=block_size or 40_000, **options)
-    fill(cache, 32_768)
-    before = cache.stats()
-
-    def remove():
-        cache.fork(0, 1)
-        start = time.perf_counter()
-        cache.remove(5, 15, seq_id=1)
-        seconds = time.perf_counter() - start
-        cache.clear(1)
-        return seconds
-
-    (seconds,) = in_turn(remove, least=200)
-    after = cache.stats()
-    where = f"blocks of {block_size}" if block_size else "contiguous"
-    figures.samples(f"remove 10 tokens of a fork, {where}", [1e6 * s for s in seconds], "µs", "< 100")
-    copied = sum(after[name] - before[name] for name in ("rows_moved", "rows_copied", "blocks_opened"))
-    figures.value("rows copied, or blocks opened, by it", f"{copied}", "0")
-    assert copied == 0
-
-
 def test_first_write_of_the_second_sharer(figures, in_turn):
     """Both go on from a fork in the middle of a block: first the one whose tokens they were, then the other."""
     layers = 32

@@ -57,7 +57,10 @@ KINDS = {
         "pip install torch transformers",
         decode=(("dynamic", "f32"), ("dynamic", "f16"), ("dynamic", "bf16")),
         prefill=(("dynamic", "f32"), ("dynamic", "f16"), ("dynamic", "bf16")),
-        append=(("append", "f32"), ("append", "f16"), ("append", "bf16")),
+        append=(
+            *(("append", "f32"), ("append", "f16"), ("append", "bf16")),
+            *(("append-static", "f32"), ("append-static", "f16"), ("append-static", "bf16")),
+        ),
         needs=("transformers", "torch"),
     ),
     "onnxruntime": PeerKind(

@@ -1,9 +1,10 @@
 """Hugging Face transformers as it runs: its cache, then its SDPA attention.
 
 Modes
-  dynamic   DynamicCache.update of the batch's tokens, then attention
-  static    StaticCache.update, then attention over what is filled
-  append    DynamicCache.update alone
+  dynamic          DynamicCache.update of the batch's tokens, then attention
+  static           StaticCache.update, then attention over what is filled
+  append           DynamicCache.update alone
+  append-static    StaticCache.update alone
 """
 
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ def set_up(s: Task) -> Work:
     k, v = (torch.from_numpy(s.rows(seed)).to(dtype)[None] for seed in (2, 3))
     stored = s.context - s.num_tokens
     new_k, new_v = (x[:, :, stored:].contiguous() for x in (k, v))
-    static = s.mode == "static"
+    static = s.mode.endswith("static")
     cache: Any = StaticCache(config=config, max_cache_len=s.context) if static else DynamicCache(config=config)
     for layer in range(s.num_layers):
         cache.update(k[:, :, :stored], v[:, :, :stored], layer)
@@ -44,7 +45,7 @@ def set_up(s: Task) -> Work:
 
     def attend(layer: int) -> Any:
         keys, values = cache.update(new_k, new_v, layer)
-        if s.mode != "append":
+        if not s.mode.startswith("append"):
             return sdpa_attention_forward(module, q, keys, values, mask)[0]
         return None
 

@@ -1,0 +1,159 @@
+"""Benchmarks that are installed with the package: of this cache, of installed peers, and of a cache of yours.
+
+``pytest --pyargs kvcache.benchmarks`` runs them. With ``-p kvcache.benchmarks``, pytest has options for other
+implementations and sizes, which ``pytest -p kvcache.benchmarks --help`` lists. They need pytest and pytest-benchmark;
+importing this module needs neither.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache._core import INT32_MAX, integer
+
+if TYPE_CHECKING:
+    from pytest import Parser as _Parser  # noqa: PT013
+
+__all__ = ["OPTIONS", "Case", "Implementation", "pytest_addoption"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What a cache is made for.
+
+    Parameters
+    ----------
+    num_layers : int
+        How many layers it has.
+    num_heads, num_kv_heads : int
+        Query and KV heads; the first is a multiple of the second.
+    head_dim : int
+        Elements of a key, and of a value, of one head.
+    max_seq_len : int
+        How many tokens a sequence is given at most.
+    dtype : str
+        What rows are stored as: ``"f32"``, ``"f16"``, ``"bf16"``, ``"q8_0"``, ``"q4_0"``, or any other name that
+        ``--dtype`` was given.
+    window : int, optional
+        How many tokens a query sees, itself included; None: all.
+    max_sequences : int, default 1
+        How many sequences there are at once: 2 where one is forked.
+    threads : int, default 1
+        How many threads a call may use.
+
+    Raises
+    ------
+    ValueError
+        If a number is below 1 or too large, or `num_heads` is no multiple of `num_kv_heads`.
+    TypeError
+        If a number is no integer.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_seq_len: int
+    dtype: str
+    window: int | None = None
+    max_sequences: int = 1
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "dtype" and value is not None:
+                integer(value, field.name, 1, INT32_MAX)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads}: must be a multiple of num_kv_heads, {self.num_kv_heads}")
+
+
+class Implementation(Protocol):
+    """What a cache does to be timed beside ours: a class with these methods, made with a `Case` as its only argument.
+
+    It raises `NotImplementedError`, with a reason, for a case that it does not have (a type, a window), which is then
+    skipped. It may have more methods, each of which is skipped where it is missing:
+
+    ``fork(src, dst)``
+        Sequence `dst`, which held nothing, gets all that `src` holds.
+    ``remove(begin, end)``
+        Sequence 0 forgets the tokens at ``[begin, end)``, and later ones move down. Keys carry no rotation.
+    ``compact()``
+        Give back, or make whole, the room that removed tokens leave.
+    ``gather(layer)``
+        The keys and the values of sequence 0, as two f32 arrays ``[num_kv_heads, n, head_dim]``, in order.
+    """
+
+    def begin(self, num_tokens: int, seq_id: int = 0) -> None:
+        """Begin a batch of the next tokens of a sequence; one is open at a time."""
+
+    def put(self, layer: int, k: npt.NDArray[np.float32], v: npt.NDArray[np.float32]) -> None:
+        """Store the batch's keys and values in a layer: ``[num_tokens, num_kv_heads, head_dim]``."""
+
+    def attend(self, layer: int, q: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+        """Return causal attention of the batch's queries over all stored tokens, the batch's own included.
+
+        Queries and what is returned are ``[num_tokens, num_heads, head_dim]``. Scores are scaled by
+        ``head_dim ** -0.5``. It may be asked more than once for a layer; in a window the batch is of one token.
+        """
+
+    def commit(self) -> None:
+        """End the batch, and keep its tokens."""
+
+
+# ---- options, which pytest has with -p kvcache.benchmarks
+
+
+class Option(NamedTuple):
+    """How the text of an option is read, and what holds without it."""
+
+    read: Callable[[str], Any]
+    default: Any
+    help: str
+
+
+def _number(text: str) -> int:
+    if not text.strip().isdecimal() or not 1 <= int(text) <= INT32_MAX:
+        raise ArgumentTypeError(f"{text!r} is no number from 1 to {INT32_MAX}")
+    return int(text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(_number, text.split(",")))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+OPTIONS = {
+    "context": Option(_numbers, (1024, 8192), "tokens that are stored, such as 1024,8192"),
+    "dtype": Option(_names, ("f32", "f16", "q8_0"), "types that rows are stored as, such as f32,f16,q8_0"),
+    "prompt": Option(_number, 512, "tokens of a prompt, or half of the context if that is less"),
+    "num-layers": Option(_number, 4, "layers that take turns"),
+    "num-heads": Option(_number, 32, "query heads"),
+    "num-kv-heads": Option(_number, 8, "KV heads"),
+    "head-dim": Option(_number, 128, "elements of a row of one head"),
+    "threads": Option(_number, 1, "threads of a call"),
+}
+
+
+def pytest_addoption(parser: _Parser) -> None:
+    """Add the options of the benchmarks."""
+    group = parser.getgroup("kvcache", "kvcache.benchmarks")
+    group.addoption(
+        "--implementation", dest="kvcache_implementation", metavar="MODULE:CLASS", action="append",
+        help="a cache of yours to time beside ours, see kvcache.benchmarks.Implementation; may be repeated",
+    )  # fmt: skip
+    for name, option in OPTIONS.items():
+        default = option.default if isinstance(option.default, int) else ",".join(map(str, option.default))
+        group.addoption(
+            f"--{name}", dest=f"kvcache_{name}", metavar="N" if option.read is _number else "LIST", type=option.read,
+            default=option.default, help=f"{option.help}; by default {default}",
+        )  # fmt: skip

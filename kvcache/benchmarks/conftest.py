@@ -1,0 +1,217 @@
+"""Who is timed at what, as the options say, and how."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache
+from kvcache.benchmarks import OPTIONS, Case, Implementation
+from kvcache.benchmarks.known import Known, check
+from kvcache.benchmarks.ours import Ours
+from kvcache.peers import KINDS, serve
+
+ROUNDS = 256  # of one benchmark, at most: as many tokens as one that appends may add
+STEPS = 4  # tokens of a filled cache that came in one by one, after all others
+MORE = ROUNDS + 2 * STEPS  # tokens that a cache has room for beyond its context
+LEAST = 32  # tokens of a context, so that some can be removed
+ALIKE = {"q8_0": ("int8", "u8", "fp8"), "q4_0": ("int4",)}  # types of peers that are timed beside one of ours
+
+
+def chosen(config: pytest.Config, name: str) -> Any:
+    """Return what an option says; its default where pytest runs without ``-p kvcache.benchmarks``."""
+    return config.getoption(f"kvcache_{name}", OPTIONS[name].default)
+
+
+# ---- how
+
+
+class Clock:
+    """Times calls at one context and type, through the ``benchmark`` fixture."""
+
+    def __init__(self, config: pytest.Config, benchmark: Any, context: int, dtype: str) -> None:
+        self.context, self.prompt = context, min(chosen(config, "prompt"), max(1, context // 2))
+        self._benchmark = benchmark
+        self._least, self._seconds = config.getoption("benchmark_min_rounds"), config.getoption("benchmark_max_time")
+        names = ("num-layers", "num-heads", "num-kv-heads", "head-dim", "threads")
+        sizes = {name.replace("-", "_"): chosen(config, name) for name in names}
+        self.case = Case(max_seq_len=context + MORE, dtype=dtype, **sizes)
+
+    def time(self, what: str, prepare: Callable[[], tuple[Any, ...]], call: Callable[..., object]) -> None:
+        """Time a call as often as there is time for, each time with what was prepared for it."""
+        case = self.case
+        sizes = f"{case.num_layers} layers of {case.num_heads}/{case.num_kv_heads} heads x {case.head_dim}"
+        self._benchmark.group = f"{what}, {self.context:,} tokens, {sizes}, {case.dtype}"
+        self._benchmark.extra_info.update(asdict(case))
+        start = time.perf_counter()
+        call(*prepare())
+        rounds = int(float(self._seconds) / (time.perf_counter() - start))
+        rounds = max(1, min(max(rounds, self._least), ROUNDS))
+        self._benchmark.pedantic(call, setup=lambda: (prepare(), {}), rounds=rounds)
+
+
+class Subject:
+    """An implementation, ours or another, at one context and type."""
+
+    def __init__(self, clock: Clock, make: Callable[[Case], Implementation]) -> None:
+        self.context, self.prompt, self.layers = clock.context, clock.prompt, range(clock.case.num_layers)
+        self.time = clock.time
+        self._case, self._make = clock.case, make
+
+    def needs(self, *methods: str) -> None:
+        """Skip what takes methods that it does not have."""
+        if lacking := [name for name in methods if not hasattr(self._make, name)]:
+            pytest.skip(f"it has no {' and no '.join(lacking)}")
+
+    def filled(self, tokens: int | None = None, **changes: Any) -> Known:
+        """Return one that holds so many tokens, by default the context, made for the case with these changes."""
+        tokens = tokens or self.context
+        known = Known(self._make, replace(self._case, **changes))
+        steps = min(STEPS, tokens - 1)
+        known.append(tokens - steps)
+        for _ in range(steps):
+            known.append()
+        return known
+
+    def time_edit(
+        self, what: str, ready: Callable[[Known], object], edit: Callable[[Any], object], **changes: Any
+    ) -> None:
+        """Time a call that edits a cache: each time a fresh one that was made ready for it."""
+        held: list[Known] = []
+
+        def prepare() -> tuple[Any]:
+            held.clear()  # before there is another
+            held.append(self.filled(**changes))
+            ready(held[0])
+            return (held[0].cache,)
+
+        self.time(what, prepare, edit)
+
+
+# ---- who
+
+
+@dataclass(frozen=True)
+class Offered:
+    """What a peer can do, and the type of ours that it is timed beside."""
+
+    what: str
+    key: str
+    mode: str
+    type: str
+    dtype: str
+
+
+class Peer:
+    """Other people's code, in this process."""
+
+    def __init__(self, clock: Clock, offered: Offered) -> None:
+        case, self.time, self.what = clock.case, clock.time, offered.what
+        self.calls = 1 if offered.what == "prompt attention" else case.num_layers
+        self._task = serve.Task(
+            offered.mode, offered.type, case.threads, case.num_heads, case.num_kv_heads, case.head_dim, clock.context,
+            clock.prompt if offered.what == "prompt attention" else 1, case.num_layers,
+        )  # fmt: skip
+        self._work: serve.Work = importlib.import_module(f"kvcache.peers.{offered.key}").set_up(self._task)
+        self.run = self._work.run
+
+    def check(self) -> None:
+        """Compare what its attention returns."""
+        check("attention", serve.error(self._task, self._work.out().astype(np.float64)), self._task.type)
+
+
+def _load(name: str, folder: str) -> type[Implementation]:
+    """Return the class that ``--implementation`` names."""
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise pytest.UsageError(f"--implementation {name}: give a module and a class, such as my.module:MyCache")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        found: type[Implementation] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise pytest.UsageError(f"--implementation {name}: {error}") from None
+    if lacking := [method for method in ("begin", "put", "attend", "commit") if not hasattr(found, method)]:
+        raise pytest.UsageError(f"--implementation {name}: it has no {', '.join(lacking)}")
+    return found
+
+
+def _implementations(config: pytest.Config) -> Iterator[Any]:
+    yield pytest.param(Ours, id="kvcache")
+    for name in config.getoption("kvcache_implementation", None) or ():
+        yield pytest.param(_load(name, str(config.invocation_params.dir)), id=name)
+
+
+def _offers(dtypes: tuple[str, ...]) -> Iterator[Any]:
+    """Yield what peers can do of these types; of one that is not installed, how to install it."""
+    for key, kind in KINDS.items():
+        if not kind.command():
+            missing = pytest.mark.skip(reason=f"{kind.name} is not installed: {kind.install}")
+            yield pytest.param(Offered("", key, "", "", dtypes[0]), id=key, marks=missing)
+            continue
+        parts = {"append": kind.append, "decode attention": kind.decode, "prompt attention": kind.prefill}
+        for what, offers in parts.items():
+            for mode, own in offers:
+                for dtype in dtypes:
+                    if own in (dtype, *ALIKE.get(dtype, ())):
+                        name = f"{what.split()[0]}-{key}-{mode}-{own}"
+                        yield pytest.param(Offered(what, key, mode, own, dtype), id=name)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Say what is missing, or does not go together."""
+    if not config.pluginmanager.hasplugin("benchmark"):
+        raise pytest.UsageError("kvcache.benchmarks needs pytest-benchmark: pip install pytest-benchmark")
+    heads, kv_heads = chosen(config, "num-heads"), chosen(config, "num-kv-heads")
+    if min(chosen(config, "context")) < LEAST:
+        raise pytest.UsageError(f"--context {min(chosen(config, 'context'))}: must be {LEAST} at least")
+    if heads % kv_heads:
+        raise pytest.UsageError(f"--num-heads {heads}: must be a multiple of --num-kv-heads, {kv_heads}")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Cross contexts and types with who there is."""
+    config = metafunc.config
+    metafunc.parametrize("context", chosen(config, "context"))
+    if "peer" in metafunc.fixturenames:
+        metafunc.parametrize("offered", [*_offers(chosen(config, "dtype"))])
+    else:
+        metafunc.parametrize("dtype", chosen(config, "dtype"))
+        metafunc.parametrize("implementation", [*_implementations(config)])
+
+
+# ---- fixtures
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest, benchmark: Any, implementation: Any, context: int, dtype: str) -> Subject:
+    """An implementation, ours or another."""
+    return Subject(Clock(request.config, benchmark, context, dtype), implementation)
+
+
+@pytest.fixture
+def peer(request: pytest.FixtureRequest, benchmark: Any, context: int, offered: Offered) -> Peer:
+    """What an installed peer can do."""
+    return Peer(Clock(request.config, benchmark, context, offered.dtype), offered)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Skip what an implementation says it does not have."""
+    try:
+        return (yield)
+    except NotImplementedError as reason:
+        pytest.skip(str(reason) or "it does not do that")
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-benchmark, which pytest_configure asks for
+def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
+    """Have kept figures say which kvcache they are of, and what it found here."""
+    machine_info["kvcache"] = kvcache.show_config("dicts")
