@@ -425,6 +425,10 @@ typedef struct kvc_rows_out {
     void *v;
     int64_t k_head_stride, k_row_stride;
     int64_t v_head_stride, v_row_stride;
+    int32_t *positions;  /* [rows] is set to where each row stands, -1 where kvc_extract found none; may be NULL */
+    int64_t *num_stored; /* is set to how many rows there are to copy from (of the sequence in the layer; of kvc_dense,
+                            what it says of kvc_dense_rows), also where the call fails as they are not as many as it was
+                            told; may be NULL.  Rows, positions and number are of one moment */
 } kvc_rows_out;
 
 /* Copies rows [first_row, first_row + num_rows), counted in order of arrival, of a sequence in a layer, decoded,
@@ -461,8 +465,9 @@ KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, in
 
 /* ---- a forward pass --------------------------------------------------------------------------------------------- */
 
-/* Makes room for num_tokens tokens at these positions of these sequences (seq_ids NULL: all of sequence 0), in every
- * layer, and evicts what no later query can see: in each sequence of the batch what lies below its smallest position
+/* Makes room for num_tokens tokens at these positions of these sequences (seq_ids NULL: all of sequence 0; positions
+ * NULL: those that follow what each sequence holds, kvc_next_position and on, as it is at that moment), in every layer,
+ * and evicts what no later query can see: in each sequence of the batch what lies below its smallest position
  * in it, in idle ones below their next, less what the policies retain.
  * parents, where it is not NULL, makes trees of the tokens (speculated ones, to be verified together): parents[i] is an
  * earlier token of the same sequence, or -1, and of the batch a token sees itself and its ancestors, whatever their
@@ -471,6 +476,9 @@ KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, in
  * would see rows that were evicted; KVC_ERR_BUSY while another batch is open; KVC_ERR_INVALID; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
                              const int32_t *parents, kvc_batch **batch);
+
+/* [num_tokens] the positions of the batch's tokens, until it ends. */
+KVC_API const int32_t *kvc_batch_positions(const kvc_batch *batch);
 
 typedef struct kvc_put_args {
     size_t struct_size;

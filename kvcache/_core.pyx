@@ -169,6 +169,8 @@ cdef extern from "kvcache.h" nogil:
         void *k
         void *v
         int64_t k_head_stride, k_row_stride, v_head_stride, v_row_stride
+        int32_t *positions
+        int64_t *num_stored
 
     kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
                           const kvc_rows_out *out)
@@ -185,10 +187,10 @@ cdef extern from "kvcache.h" nogil:
 
     kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                           const kvc_rows_in *rows)
-    int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position)
 
     kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
                          const int32_t *parents, kvc_batch **batch)
+    const int32_t *kvc_batch_positions(const kvc_batch *batch)
 
     ctypedef struct kvc_put_args:
         size_t struct_size
@@ -1222,48 +1224,59 @@ cdef class Cache:
             out.v_head_stride = rows * out.v_row_stride
         return k, v
 
-    cdef tuple copy_rows(self, int32_t layer, int64_t seq_id, int64_t first, int64_t rows, int32_t type, bint want_k,
-                         bint want_v):
+    cdef tuple copy_rows(self, int32_t layer, int64_t seq_id, object first, int32_t type, bint want_k, bint want_v):
+        """The rows from `first` on; as many as there are when they are copied, not when it was asked how many."""
+        cdef kvc_status status = KVC_OK
         cdef kvc_rows_out out
-        arrays = self.new_rows(layer, rows, type, want_k, want_v, &out)
-        self.copy_to(layer, seq_id, first, rows, &out)
+        cdef int64_t stored = kvc_seq_len(self.open(), seq_id, layer), rows = -1, begin = 0
+        while rows != stored - begin:
+            begin = to_int(first, "first", 0, stored)
+            rows = stored - begin
+            arrays = self.new_rows(layer, rows, type, want_k, want_v, &out)
+            out.num_stored = &stored
+            status = self.copy_to(layer, seq_id, begin, rows, &out)
+        check(status)
         return arrays
 
-    cdef int copy_to(self, int32_t layer, int64_t seq_id, int64_t first, int64_t rows, kvc_rows_out *out) except -1:
+    cdef kvc_status copy_to(self, int32_t layer, int64_t seq_id, int64_t first, int64_t rows,
+                            kvc_rows_out *out) except? KVC_OK:
         cdef kvc_cache *cache = self.open()
-        cdef kvc_status status = KVC_OK
-        if rows == 1:  # not worth letting another thread in, which might edit between finding the row and this
+        cdef kvc_status status
+        self.calls += 1
+        with nogil:
             status = kvc_gather(cache, seq_id, layer, first, rows, out)
-        elif rows:
-            self.calls += 1
-            with nogil:
-                status = kvc_gather(cache, seq_id, layer, first, rows, out)
-            self.calls -= 1
-        check(status)
-        return 0
+        self.calls -= 1
+        return status
 
     def get(self, seq_id, layer, position):
         cdef int64_t seq = to_seq_id(seq_id)
-        cdef int32_t at = to_layer(layer, self.num_layers)
+        cdef int32_t at = to_layer(layer, self.num_layers), found = -1
         cdef int32_t where = <int32_t>to_int(position, "position", 0, _INT32_MAX)
-        cdef int64_t row = kvc_find_row(self.open(), seq, at, where)
-        if row < 0:
-            return None
-        k, v = self.copy_rows(at, seq, row, 1, KVC_F32, True, True)
-        return k[:, 0], v[:, 0]
+        cdef kvc_cache *cache
+        cdef kvc_status status
+        cdef kvc_rows_out out
+        k, v = self.new_rows(at, 1, KVC_F32, True, True, &out)
+        out.positions = &found
+        cache = self.open()
+        self.calls += 1
+        with nogil:
+            status = kvc_extract(cache, seq, at, where, where + (where <= _MAX_POSITION), &out)
+        self.calls -= 1
+        check(status)
+        return None if found < 0 else (k[:, 0], v[:, 0])
 
     def gather(self, seq_id, layer, first, dtype, out):
-        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int64_t seq = to_seq_id(seq_id), begin, rows
         cdef int32_t at = to_layer(layer, self.num_layers)
-        cdef int64_t rows = kvc_seq_len(self.open(), seq, at)
-        cdef int64_t begin = to_int(first, "first", 0, rows)
         cdef kvc_rows_out to
         if out is None:
-            return self.copy_rows(at, seq, begin, rows - begin, TYPES["f32" if dtype is None else dtype], True, True)
+            return self.copy_rows(at, seq, first, TYPES["f32" if dtype is None else dtype], True, True)
         if dtype is not None:
             raise ValueError(f"dtype={dtype!r}: rows are converted to the type of out; leave it out")
+        rows = kvc_seq_len(self.open(), seq, at)
+        begin = to_int(first, "first", 0, rows)
         _owner = read_rows_out(&self.layers[at], out, rows - begin, &rows, &to)
-        self.copy_to(at, seq, begin, rows, &to)
+        check(self.copy_to(at, seq, begin, rows, &to))
         return out
 
     def extract(self, seq_id, layer, begin, end):
@@ -1293,12 +1306,16 @@ cdef class Cache:
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef kvc_layer *shape = &self.layers[at]
-        cdef int64_t rows = kvc_seq_len(self.open(), seq, at)
         cdef int32_t type = shape.v_type if values else shape.k_type, delta = 0
+        cdef kvc_rows_out none
         cdef Hold hold
         self.check_viewable(at, type)
-        if not copy and rows:
+        if not copy:
             hold = Hold(self, at, seq)
+            if not hold.num_spans:
+                array = self.new_rows(at, 0, type, not values, values, &none)[1 if values else 0]
+                array.flags.writeable = False  # as a view would be
+                return array
             if not values and shape.rope.kind == KVC_ROPE_FREQUENCIES:
                 delta = hold.waiting()
             if not delta and hold.in_one_piece():
@@ -1309,10 +1326,7 @@ cdef class Cache:
             if copy is not None:
                 raise ValueError(f"copy=False: the rows lie in {hold.num_spans} pieces, so that there is no view of "
                                  "them all; spans() has one of each, copy=None and gather() copy")
-        array = self.copy_rows(at, seq, 0, rows, type, not values, values)[1 if values else 0]
-        if not copy and not rows:
-            array.flags.writeable = False  # as a view would be
-        return array
+        return self.copy_rows(at, seq, 0, type, not values, values)[1 if values else 0]
 
     def spans(self, seq_id, layer):
         """A list of (k, v, position of the first row, number of rows, delta)."""
@@ -1330,33 +1344,24 @@ cdef class Cache:
 
     # -- a forward pass
 
-    cdef cnp.ndarray next_positions(self, object n):
-        cdef int32_t first = kvc_next_position(self.open(), 0)
-        cdef cnp.npy_intp size = to_int(n, "n", 1, _INT32_MAX), i
-        if size > _MAX_POSITION - first + 1:
-            raise ValueError(f"n={size}: positions go up to {_MAX_POSITION}, and the next one is {first}")
-        if size > self.most_tokens:  # before their positions are written down
-            raise CacheFullError(f"n={size}: the cache never holds more than {self.most_tokens} tokens")
-        cdef cnp.ndarray positions = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
-        for i in range(size):
-            (<int32_t *>cnp.PyArray_DATA(positions))[i] = first + <int32_t>i
-        cnp.PyArray_CLEARFLAGS(positions, cnp.NPY_ARRAY_WRITEABLE)
-        return positions
-
     def begin(self, n, positions, seq_ids, parents, bint look):
         """`look`: for the sequences that hold rows before it."""
         cdef Batch batch = Batch.__new__(Batch)
         cdef cnp.npy_intp size
         cdef kvc_status status
         cdef kvc_cache *cache
-        cdef const int32_t *where
+        cdef const int32_t *where = NULL
         cdef const int64_t *whose = NULL
         cdef const int32_t *after = NULL
         cdef cnp.ndarray trees
         if n is not None:
-            batch.positions = self.next_positions(n)
+            size = to_int(n, "n", 1, _INT32_MAX)
+            if size > self.most_tokens:  # before their positions are written down
+                raise CacheFullError(f"n={size}: the cache never holds more than {self.most_tokens} tokens")
+            batch.positions = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
         else:
             batch.positions = to_int_array(positions, "positions", cnp.NPY_INT32, 0, _MAX_POSITION)
+            where = <const int32_t *>cnp.PyArray_DATA(batch.positions)
         size = cnp.PyArray_DIM(batch.positions, 0)
         if seq_ids is not None:
             batch.seq_ids = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX)
@@ -1370,7 +1375,6 @@ cdef class Cache:
             after = <const int32_t *>cnp.PyArray_DATA(trees)
         batch.cache = self
         batch.num_tokens = <int32_t>size
-        where = <const int32_t *>cnp.PyArray_DATA(batch.positions)
         cache = self.open()
         if look:
             batch.held = {seq for seq in batch.get_seq_ids().tolist() if kvc_next_position(cache, seq)}
@@ -1379,6 +1383,9 @@ cdef class Cache:
             status = kvc_begin(cache, <int32_t>size, where, whose, after, &batch.handle)
         self.calls -= 1
         check(status)
+        if where == NULL:
+            memcpy(cnp.PyArray_DATA(batch.positions), kvc_batch_positions(batch.handle), size * sizeof(int32_t))
+            cnp.PyArray_CLEARFLAGS(batch.positions, cnp.NPY_ARRAY_WRITEABLE)
         return batch
 
 

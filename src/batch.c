@@ -105,6 +105,7 @@ static int32_t join(kvc_batch *batch, int64_t seq_id) {
     return sequence->in_batch - 1;
 }
 
+/* positions NULL: those that follow. */
 static kvc_status join_all(kvc_batch *batch, const int32_t *positions, const int64_t *seq_ids) {
     for (int32_t t = 0; t < batch->num_tokens; t++) {
         const int64_t id = seq_ids ? seq_ids[t] : 0;
@@ -112,11 +113,16 @@ static kvc_status join_all(kvc_batch *batch, const int32_t *positions, const int
         const int32_t s = repeats ? batch->sequence_of[t - 1] : join(batch, id);
         if (s < 0) return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)id);
         kvc_batch_sequence *member = &batch->sequences[s];
-        batch->positions[t] = positions[t];
+        const int32_t next = member->num_tokens ? member->next : kvc_sequence_last(member->sequence) + 1;
+        const int32_t position = positions ? positions[t] : next;
+        if (position == INT32_MAX)
+            return kvc_fail(KVC_ERR_INVALID, "num_tokens is %d: positions go up to %d, and sequence %lld goes on at %d",
+                            batch->num_tokens, INT32_MAX - 1, (long long)id, kvc_sequence_last(member->sequence) + 1);
+        batch->positions[t] = position;
         batch->sequence_of[t] = s;
-        member->num_stretches += !member->num_tokens++ || positions[t] != member->next;
-        member->next = positions[t] + 1;
-        if (positions[t] < member->sequence->low) member->sequence->low = positions[t];
+        member->num_stretches += !member->num_tokens++ || position != member->next;
+        member->next = position + 1;
+        if (position < member->sequence->low) member->sequence->low = position;
     }
     return KVC_OK;
 }
@@ -432,6 +438,7 @@ static void hand_out(kvc_batch *batch, int32_t g, int32_t s) {
 static kvc_status begin(kvc_batch *batch, const int32_t *positions, const int64_t *seq_ids) {
     kvc_cache *cache = batch->cache;
     kvc_status status = join_all(batch, positions, seq_ids);
+    if (status == KVC_OK && !positions) status = check_not_gone(cache, batch->num_tokens, batch->positions, seq_ids);
     if (status != KVC_OK) return status;
     sort_tokens(batch);
     find_lows(cache);
@@ -457,7 +464,7 @@ static kvc_status begin(kvc_batch *batch, const int32_t *positions, const int64_
 static kvc_status check_tokens(int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
                                const int32_t *parents) {
     for (int32_t t = 0; t < num_tokens; t++) {
-        if (positions[t] < 0 || positions[t] == INT32_MAX)
+        if (positions && (positions[t] < 0 || positions[t] == INT32_MAX))
             return kvc_fail(KVC_ERR_INVALID, "positions[%d] is %d: it must be between 0 and %d", t, positions[t],
                             INT32_MAX - 1);
         if (!parents || parents[t] == -1) continue;
@@ -485,14 +492,14 @@ static int wait_in_place(kvc_cache *cache, int32_t num_tokens, const int64_t *se
 kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
                      const int32_t *parents, kvc_batch **out) {
     if (num_tokens < 1) return kvc_fail(KVC_ERR_INVALID, "num_tokens is %d: a batch has at least 1", num_tokens);
-    if (!positions || !out) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", positions ? "batch" : "positions");
+    if (!out) return kvc_fail(KVC_ERR_INVALID, "batch is NULL");
     kvc_status status = check_tokens(num_tokens, positions, seq_ids, parents);
     if (status != KVC_OK) return status;
     kvc_lock(cache);
     while (wait_in_place(cache, num_tokens, seq_ids)) continue;
     if (cache->batch) status = kvc_fail(KVC_ERR_BUSY, "a batch is open already: commit or abort it first");
     if (cache->num_rewrites) status = kvc_fail(KVC_ERR_BUSY, "another call rewrites the keys of a sequence");
-    if (status == KVC_OK) status = check_not_gone(cache, num_tokens, positions, seq_ids);
+    if (status == KVC_OK && positions) status = check_not_gone(cache, num_tokens, positions, seq_ids);
     if (status == KVC_OK && cache->num_token_groups && cache->capacity &&
         num_tokens > cache->capacity) /* before memory is taken for so many */
         status =
@@ -508,6 +515,8 @@ kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positi
     }
     return kvc_unlock(cache, status);
 }
+
+const int32_t *kvc_batch_positions(const kvc_batch *batch) { return batch->positions; }
 
 /* ---- put --------------------------------------------------------------------------------------------------------- */
 

@@ -127,6 +127,7 @@ static void fill(const kvc_batch *batch, kvc_reader *reader, const kvc_dense_arg
         add_sequence(&w, s);
         if (!is_sorted(rows, w.num)) qsort(rows, (size_t)w.num, sizeof *rows, by_position);
         copy_sorted(reader, rows, w.num, out, done);
+        for (int64_t i = 0; out->positions && i < w.num; i++) out->positions[done + i] = rows[i].position;
         if (args->mask) fill_mask(batch, policy, s, rows, done, w.num, args);
         done += w.num;
     }
@@ -143,6 +144,7 @@ kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *give
     if (status == KVC_OK) status = kvc_check_array(KVC_F32, args.mask_token_stride, 0, "mask");
     if (status != KVC_OK) return status;
     const int64_t num = count_rows(batch, layer);
+    if (out.num_stored) *out.num_stored = num;
     if (args.num_rows != num)
         return kvc_fail(KVC_ERR_INVALID, "num_rows is %lld: there are %lld in layer %d", (long long)args.num_rows,
                         (long long)num, layer);

@@ -13,15 +13,20 @@ static const kvc_rows *find_rows(const kvc_cache *cache, int64_t seq_id, int32_t
     return sequence ? &sequence->rows[cache->group_of[layer]] : NULL;
 }
 
+/* Of rows [first, first + num), in order of arrival, as far as there are so many. */
+static void list_positions(const kvc_rows *rows, int64_t first, int64_t num, int32_t *positions) {
+    int64_t row = 0;
+    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows) && row - first < num; run++)
+        for (int32_t i = 0; i < run->count && row - first < num; i++, row++)
+            if (row >= first) positions[row - first] = run->position + i;
+}
+
 int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions, int64_t max_positions) {
     if (kvc_check_layer(cache, layer) != KVC_OK) return -1;
-    int64_t n = 0;
     kvc_lock(cache);
     const kvc_rows *rows = find_rows(cache, seq_id, layer);
-    if (rows)
-        for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++)
-            for (int32_t i = 0; i < run->count; i++, n++)
-                if (n < max_positions) positions[n] = run->position + i;
+    const int64_t n = rows ? rows->count : 0;
+    if (rows) list_positions(rows, 0, max_positions, positions);
     kvc_unlock(cache, KVC_OK);
     return n;
 }
@@ -182,13 +187,15 @@ static kvc_status take_snapshot(kvc_cache *cache, const kvc_rows *rows, int32_t 
 }
 
 /* Of a sequence that holds at least `least` rows in the layer. */
-static kvc_status open_snapshot(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t least, snapshot *s) {
+static kvc_status open_snapshot(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t least, int64_t *num_stored,
+                                snapshot *s) {
     *s = (snapshot){0};
     kvc_rows_init(&s->rows);
     kvc_status status = KVC_OK;
     kvc_lock(cache);
     kvc_cache_find(cache, seq_id); /* which waits while they are written */
     const kvc_rows *rows = find_rows(cache, seq_id, layer);
+    if (num_stored) *num_stored = rows ? rows->count : 0;
     if (least > (rows ? rows->count : 0))
         status = kvc_fail(KVC_ERR_INDEX, "rows up to %lld are asked for: sequence %lld holds %lld in layer %d",
                           (long long)least, (long long)seq_id, (long long)(rows ? rows->count : 0), layer);
@@ -237,15 +244,25 @@ kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t f
     if (status == KVC_OK && (first_row < 0 || num_rows < 0 || first_row > INT64_MAX - num_rows))
         status = kvc_fail(KVC_ERR_INVALID, "first_row is %lld and num_rows %lld: neither must be negative",
                           (long long)first_row, (long long)num_rows);
-    if (status == KVC_OK) status = open_snapshot(cache, seq_id, layer, first_row + num_rows, &s);
+    if (status == KVC_OK) status = open_snapshot(cache, seq_id, layer, first_row + num_rows, out.num_stored, &s);
     if (status != KVC_OK) return status;
     const kvc_layer *config = &cache->layers[layer];
     const int64_t elements = num_rows * config->num_kv_heads * (config->k_dim + config->v_dim);
     const int is_serial = elements < WORTH_THREADS || s.reader.turner.scratch; /* which threads would share */
     gathering g = {&s, &out, first_row, first_row + num_rows};
+    if (out.positions) list_positions(&s.rows, first_row, num_rows, out.positions);
     kvc_parallel(is_serial ? 1 : kvc_cache_threads(cache), config->num_kv_heads, gather_head, &g);
     close_snapshot(&s);
     return KVC_OK;
+}
+
+/* The latest of those that stand at one position is the one that counts. */
+static void find_positions(const kvc_rows *rows, int32_t begin, int32_t end, int32_t *positions) {
+    for (int32_t i = 0; i < end - begin; i++) positions[i] = -1;
+    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) {
+        const kvc_run part = kvc_run_part(run, begin, end);
+        for (int32_t i = part.position; i < part.position + part.count; i++) positions[i - begin] = i;
+    }
 }
 
 /* Zeros in every row of an array [heads][num_rows][dim]. */
@@ -262,9 +279,10 @@ kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t 
     kvc_status status = kvc_check_layer(cache, layer);
     if (status == KVC_OK) status = kvc_check_positions(begin, end);
     if (status == KVC_OK) status = kvc_check_rows_out(given, &out, "out");
-    if (status == KVC_OK) status = open_snapshot(cache, seq_id, layer, 0, &s);
+    if (status == KVC_OK) status = open_snapshot(cache, seq_id, layer, 0, out.num_stored, &s);
     if (status != KVC_OK) return status;
     const kvc_layer *config = &cache->layers[layer];
+    if (out.positions) find_positions(&s.rows, begin, end, out.positions);
     clear_rows(out.k, out.k_head_stride, out.k_row_stride, config->num_kv_heads, end - begin,
                kvc_row_bytes(out.type, config->k_dim));
     clear_rows(out.v, out.v_head_stride, out.v_row_stride, config->num_kv_heads, end - begin,

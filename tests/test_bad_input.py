@@ -626,10 +626,10 @@ def test_no_batch_of_what_is_no_number(cache, n):
 def test_positions_end():
     cache = make()
     feed(cache, [2**31 - 3])
-    with refused(ValueError, "n=2", 2**31 - 2, unchanged=cache):
+    with refused(ValueError, "num_tokens is 2", 2**31 - 2, unchanged=cache):
         cache.batch(2)
     feed(cache, [2**31 - 2])
-    with refused(ValueError, "n=1", unchanged=cache):
+    with refused(ValueError, "num_tokens is 1", unchanged=cache):
         cache.batch(1)
 
 

@@ -564,6 +564,67 @@ def test_threads_put_different_tokens():
     np.testing.assert_array_equal(cache.keys(0), np.swapaxes(k, 0, 1))
 
 
+@pytest.fixture
+def shrinking(request):
+    """A cache where other threads, one unless told, go on removing the first row of sequence 0, which had 64."""
+    cache = kvcache.KVCache(1, 1, 2, None, dtype="f32", max_sequences=None)
+    rows = np.repeat(np.arange(64, dtype=np.float32), 2).reshape(64, 1, 2)
+    with cache.batch(positions=range(64), seq_ids=[1] * 64) as batch:
+        batch.put(0, rows, rows)
+    cache.fork(1, 0)
+    stop = threading.Event()
+
+    def shrink():
+        while not stop.is_set():
+            cache.fork(1, 0)
+            for i in range(62):
+                cache.remove(i, i + 1, shift=False)
+
+    threads = [threading.Thread(target=shrink) for _ in range(getattr(request, "param", 1))]
+    for thread in threads:
+        thread.start()
+    yield cache
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("shrinking", [3], indirect=True)
+def test_get_beside_removals_finds_the_row_it_was_asked_for(shrinking):
+    for _ in range(50_000):
+        k, v = shrinking.get(0, 63)
+        assert k.tolist() == v.tolist() == [[63, 63]]
+
+
+@pytest.mark.parametrize("read", [lambda c: c.gather(0)[1], lambda c: c.keys(0), lambda c: c.values(0, copy=True)])
+def test_copies_beside_removals_are_of_one_moment(shrinking, read):
+    for _ in range(3_000):
+        rows = read(shrinking)[0, :, 0].tolist()
+        assert len(rows) > 1
+        assert rows == list(range(64 - len(rows), 64))
+
+
+def test_next_tokens_follow_whatever_others_commit():
+    cache = kvcache.KVCache(1, 1, 2, None)
+    x = np.ones((1, 1, 2), np.float32)
+
+    def append():
+        for _ in range(300):
+            try:
+                with cache.batch(1) as batch:
+                    batch.put(0, x, x)
+            except kvcache.CacheBusyError:
+                continue
+
+    threads = [threading.Thread(target=append) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    positions = cache.positions()
+    np.testing.assert_array_equal(positions, np.arange(len(positions)))
+
+
 def test_edits_beside_an_open_batch(cache):
     feed(cache, range(4), seq_id=0)
     feed(cache, range(4), seq_id=1)

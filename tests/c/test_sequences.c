@@ -841,6 +841,56 @@ static void test_busy_keep(void)
     pair_free(p);
 }
 
+/* ---- what is of one moment --------------------------------------------------------------------------------------- */
+
+/* Copies say which rows they are of and how many there are, and a batch where its tokens stand. */
+static void test_positions_of_copies(void)
+{
+    pair *p = pair_with(full_policy, 4);
+    float k[8 * 4];
+    int32_t at[8] = {0};
+    int64_t stored = -5;
+    kvc_rows_out out = {
+        .struct_size = sizeof out, .k = k, .k_row_stride = 4 * sizeof *k, .positions = at, .num_stored = &stored};
+    CHECK(pair_pass(p, 5, (int32_t[]){2, 3, 4, 7, 3}, (int64_t[]){0, 0, 0, 0, 0}) == KVC_OK);
+    CHECK(kvc_gather(p->cache, 0, 0, 1, 4, &out) == KVC_OK && stored == 5);
+    CHECK(at[0] == 3 && at[1] == 4 && at[2] == 7 && at[3] == 3 && at[4] == 0);
+    CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 6, &out), KVC_ERR_INDEX, "up to 6", "holds 5");
+    CHECK(stored == 5 && at[0] == 3);
+    CHECK(kvc_extract(p->cache, 0, 0, 1, 8, &out) == KVC_OK && stored == 5);
+    const int32_t found[] = {-1, 2, 3, 4, -1, -1, 7, 0};
+    CHECK(!memcmp(at, found, sizeof at));
+    CHECK(kvc_extract(p->cache, 9, 0, 3, 4, &out) == KVC_OK && at[0] == -1 && at[1] == 2 && stored == 0);
+    pair_free(p);
+}
+
+static void test_next_positions(void)
+{
+    pair *p = pair_with(full_policy, 4);
+    kvc_batch *batch = NULL;
+    int64_t stored = -5;
+    int32_t at[8];
+    float k[8 * 4];
+    const kvc_rows_out out = {
+        .struct_size = sizeof out, .k = k, .k_row_stride = 4 * sizeof *k, .positions = at, .num_stored = &stored};
+    kvc_dense_args dense = {.struct_size = sizeof dense, .rows = &out};
+    CHECK(pair_pass(p, 3, (int32_t[]){4, 0, 9}, (int64_t[]){0, 0, 5}) == KVC_OK);
+    CHECK(kvc_begin(p->cache, 5, NULL, (int64_t[]){5, 0, 0, 7, 5}, NULL, &batch) == KVC_OK);
+    CHECK(!memcmp(kvc_batch_positions(batch), (int32_t[]){10, 5, 6, 0, 11}, 5 * sizeof(int32_t)));
+    CHECK_FAILS(kvc_dense(batch, 0, &dense), KVC_ERR_INVALID, "num_rows", "there are 3");
+    dense.num_rows = stored;
+    CHECK(stored == 3 && kvc_dense(batch, 0, &dense) == KVC_OK);
+    CHECK(at[0] == 0 && at[1] == 4 && at[2] == 9);
+    kvc_abort(batch);
+    CHECK(kvc_begin(p->cache, 2, NULL, NULL, NULL, &batch) == KVC_OK && kvc_batch_positions(batch)[1] == 6);
+    kvc_abort(batch);
+    CHECK(pair_pass(p, 1, (int32_t[]){INT32_MAX - 2}, (int64_t[]){5}) == KVC_OK);
+    CHECK_FAILS(kvc_begin(p->cache, 2, NULL, (int64_t[]){5, 5}, NULL, &batch), KVC_ERR_INVALID, "num_tokens is 2",
+                "2147483646");
+    pair_check(p);
+    pair_free(p);
+}
+
 /* ---- structs that are smaller or larger than the library's ------------------------------------------------------ */
 
 typedef struct future_layer {
@@ -1154,7 +1204,6 @@ static void test_bad_begin(void)
     CHECK_FAILS(kvc_begin(p->cache, 3, positions, NULL, NULL, &batch), KVC_ERR_INVALID, "positions[2]", "is -3:");
     CHECK_FAILS(kvc_begin(p->cache, 1, positions + 3, NULL, NULL, &batch), KVC_ERR_INVALID, "positions[0]",
                 "is 2147483647:");
-    CHECK_FAILS(kvc_begin(p->cache, 1, NULL, NULL, NULL, &batch), KVC_ERR_INVALID, "positions", "NULL");
     CHECK_FAILS(kvc_begin(p->cache, 1, positions, NULL, NULL, NULL), KVC_ERR_INVALID, "batch", "NULL");
     CHECK(!batch);
     pair_check(p);
@@ -1311,6 +1360,8 @@ static void test_memory(void)
     test_gather_parts();
     test_blocks();
     test_few_blocks();
+    test_positions_of_copies();
+    test_next_positions();
 }
 
 static void test_bad_arguments(void)

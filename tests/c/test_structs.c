@@ -218,7 +218,7 @@ static void test_missing_fields(void)
     CHECK(kvc_read_sized(&args, sizeof args, older.struct_size, &older, "plan") == KVC_OK);
     CHECK(args.struct_size == sizeof args && args.layer == 7 && args.num_heads == 0 && !args.non_causal);
     CHECK_FAILS(kvc_read_sized(&args, sizeof args, older.struct_size + 1, &older, "plan"), KVC_ERR_INVALID, "plan",
-                "given as 20");
+                "given as ");
 }
 
 /* Structs within another have room of their own for fields to come. */
