@@ -1,9 +1,13 @@
 # cython: language_level=3
 """The C core as Python sees it: arguments in, arrays out; no logic of its own.
 
-What the functions mean stands in include/kvcache.h; what users see, in cache.py. Two rules hold throughout. Arguments
-are converted, which may run anyone's code, before a handle is looked at, which that code may have closed. And where the
-GIL is released, a counter says so, for another thread must not free meanwhile what is in use.
+What the functions mean stands in include/kvcache.h; what users see, in cache.py. Three rules hold throughout:
+
+- A handle is used between enter(), which says so, and leave(), and only C runs there: nothing that can fail, make
+  an object (which may start the garbage collector), or run anyone's code. So nobody frees it meanwhile. Arguments are
+  converted before, results made afterwards.
+- What may wait for the cache's mutex, or takes more than a microsecond, runs without the GIL.
+- What was found out about a sequence is as old as the last leave(): another thread may have edited it since.
 """
 
 import operator
@@ -110,7 +114,6 @@ cdef extern from "kvcache.h" nogil:
 
     int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer)
     int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id)
-    int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id)
     int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id)
     int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position)
     int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids)
@@ -315,7 +318,8 @@ cdef dict ERRORS = {
 
 cdef int check(kvc_status status) except -1:
     if status != KVC_OK:
-        raise ERRORS.get(status, KVCacheError)(kvc_last_error().decode())
+        words = kvc_last_error().decode()  # first of all: another call that fails in this thread replaces it
+        raise ERRORS.get(status, KVCacheError)(words)
     return 0
 
 
@@ -803,6 +807,16 @@ cdef cnp.ndarray new_array(int32_t type, int ndim, int64_t a, int64_t b, int64_t
     return make_array(BFloat16Array, find_bf16(), ndim, shape, NULL, NULL)
 
 
+cdef int free_hold(Cache cache, kvc_hold *hold) noexcept:
+    """Lets go; the cache, which it lies in, is in use meanwhile."""
+    if hold != NULL:
+        cache.calls += 1
+        with nogil:
+            kvc_hold_free(hold)
+        cache.leave()
+    return 0
+
+
 @cython.final
 @cython.no_gc_clear  # what is freed rests on the cache
 cdef class Hold:
@@ -813,9 +827,11 @@ cdef class Hold:
     cdef kvc_span *spans
     cdef int64_t num_spans
 
-    def __cinit__(self, Cache cache, int32_t layer, int64_t seq_id):
+    def __cinit__(self, Cache cache not None, int32_t layer, int64_t seq_id):
         cdef int64_t room = 0
         cdef void *spans
+        cdef kvc_cache *handle
+        cdef kvc_status status
         self.cache = cache
         self.num_spans = 1
         while room < self.num_spans:
@@ -824,11 +840,15 @@ cdef class Hold:
             if spans == NULL:
                 raise MemoryError
             self.spans = <kvc_span *>spans
-            check(kvc_spans(cache.open(), seq_id, layer, self.spans, sizeof(kvc_span), room, &self.num_spans,
-                            &self.handle))
+            handle = cache.enter()
+            with nogil:
+                status = kvc_spans(handle, seq_id, layer, self.spans, sizeof(kvc_span), room, &self.num_spans,
+                                   &self.handle)
+            cache.leave()
+            check(status)
 
     def __dealloc__(self):
-        kvc_hold_free(self.handle)
+        free_hold(self.cache, self.handle)
         PyMem_Free(self.spans)
 
     cdef bint in_one_piece(self) noexcept:
@@ -878,17 +898,19 @@ cdef int32_t shift_keys(void *user, int32_t layer, float *keys, int32_t heads, i
         cache.move_keys(layer, keys, heads, rows, dim, delta)
         return 0
     except BaseException as error:
-        cache.raised[get_ident()] = error
-        return 1
+        cache.keep_error(error)
+    return 1
 
 
 @cython.final
+@cython.no_gc_clear  # functions that are cleared could not be called; a cycle through them is broken elsewhere
 cdef class Cache:
     cdef kvc_cache *handle  # NULL: closed
     cdef kvc_layer *layers
     cdef readonly int32_t num_layers
     cdef int64_t most_tokens  # that fit, whatever is evicted; 0: no limit
-    cdef int32_t calls  # running without the GIL
+    cdef int32_t calls  # between enter() and leave()
+    cdef bint closing  # another thread is about to free it
     cdef list functions  # that move keys, by layer
     cdef dict raised  # by them, by thread
 
@@ -896,6 +918,7 @@ cdef class Cache:
                   int32_t block_size, int32_t num_threads):
         cdef kvc_config config
         cdef kvc_layer *layer
+        cdef kvc_status status
         cdef int32_t i
         self.num_layers = len(layers)
         self.functions = [None] * self.num_layers
@@ -935,19 +958,39 @@ cdef class Cache:
         config.capacity = capacity
         config.max_bytes = max_bytes
         config.num_threads = num_threads
-        check(kvc_cache_new(&config, &self.handle))
+        with nogil:
+            status = kvc_cache_new(&config, &self.handle)
+        check(status)
         for i in range(self.num_layers):
             self.layers[i].rope.inv_freq = NULL  # which was copied
         self.most_tokens = min(max_seq_len or _INT64_MAX, capacity or _INT64_MAX)
 
     def __dealloc__(self):
-        kvc_cache_free(self.handle)  # which batches and holds, had there been any left, would have kept alive
+        with nogil:
+            kvc_cache_free(self.handle)  # which batches and holds, had there been any left, would have kept alive
         PyMem_Free(self.layers)
 
-    cdef kvc_cache *open(self) except NULL:
+    cdef kvc_cache *enter(self) except NULL:
+        """The handle, until leave(): see above what may be done in between."""
         if self.handle == NULL:
             raise ValueError("the cache is closed")
+        if self.closing:
+            raise CacheBusyError("another thread is closing the cache")
+        self.calls += 1
         return self.handle
+
+    cdef void leave(self) noexcept:
+        self.calls -= 1
+
+    cdef int check_open(self) except -1:
+        """Before arguments are looked at that mean nothing to a closed cache."""
+        self.enter()
+        self.leave()
+        return 0
+
+    cdef void keep_error(self, object error) noexcept:
+        """For the call of this thread that is running, which raises it."""
+        self.raised[get_ident()] = error
 
     cdef int check_edit(self, kvc_status status) except -1:
         if status == KVC_ERR_CALLBACK:
@@ -976,10 +1019,16 @@ cdef class Cache:
         return 0
 
     def close(self):
-        if self.calls:
+        cdef kvc_status status
+        if self.calls or self.closing:
             raise CacheBusyError("a call in another thread is using the cache; close it when that has returned")
-        check(kvc_cache_free(self.handle))
-        self.handle = NULL
+        self.closing = True
+        with nogil:
+            status = kvc_cache_free(self.handle)
+        self.closing = False
+        if status == KVC_OK:
+            self.handle = NULL
+        check(status)
 
     @property
     def closed(self):
@@ -987,81 +1036,130 @@ cdef class Cache:
 
     # -- looking at sequences
 
+    cdef int64_t count_rows(self, int64_t seq_id, int32_t layer) except -1:
+        cdef int64_t rows
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            rows = kvc_seq_len(cache, seq_id, layer)
+        self.leave()
+        return rows
+
+    cdef int32_t find_next(self, int64_t seq_id) except -1:
+        cdef int32_t position
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            position = kvc_next_position(cache, seq_id)
+        self.leave()
+        return position
+
     def seq_len(self, seq_id, layer):
         cdef int64_t seq = to_seq_id(seq_id)
-        cdef int32_t at = -1 if layer is None else to_layer(layer, self.num_layers)
-        return kvc_seq_len(self.open(), seq, at)
+        return self.count_rows(seq, -1 if layer is None else to_layer(layer, self.num_layers))
 
     def first_position(self, seq_id):
         cdef int64_t seq = to_seq_id(seq_id)
-        return kvc_first_position(self.open(), seq)
+        cdef int32_t position
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            position = kvc_first_position(cache, seq)
+        self.leave()
+        return position
 
     def last_position(self, seq_id):
-        cdef int64_t seq = to_seq_id(seq_id)
-        return kvc_last_position(self.open(), seq)
+        return self.find_next(to_seq_id(seq_id)) - 1
 
     def next_position(self, seq_id):
-        cdef int64_t seq = to_seq_id(seq_id)
-        return kvc_next_position(self.open(), seq)
+        return self.find_next(to_seq_id(seq_id))
 
     def can_resume(self, seq_id, position):
         cdef int64_t seq = to_seq_id(seq_id)
-        cdef int32_t at = <int32_t>to_int(position, "position", 0, _INT32_MAX)
-        return kvc_can_resume(self.open(), seq, at) != 0
+        cdef int32_t at = <int32_t>to_int(position, "position", 0, _INT32_MAX), can
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            can = kvc_can_resume(cache, seq, at)
+        self.leave()
+        return can != 0
 
     def sequences(self):
-        cdef int64_t room = 0, count = kvc_sequences(self.open(), NULL, 0)
+        cdef int64_t room = -1, count = 0
+        cdef kvc_cache *cache
         cdef cnp.ndarray ids = None
+        cdef int64_t *to
         while room < count:
             room = count
             ids = np.empty(room, np.int64)
-            count = kvc_sequences(self.handle, <int64_t *>cnp.PyArray_DATA(ids), room)
+            to = <int64_t *>cnp.PyArray_DATA(ids)
+            cache = self.enter()
+            with nogil:
+                count = kvc_sequences(cache, to, room)
+            self.leave()
         return ids[:count].tolist() if count else []
 
     def positions(self, seq_id, layer):
-        cdef int64_t seq = to_seq_id(seq_id), room = 0
+        cdef int64_t seq = to_seq_id(seq_id), room = -1, count = 0
         cdef int32_t at = to_layer(layer, self.num_layers)
-        cdef int64_t count = kvc_seq_len(self.open(), seq, at)
-        cdef cnp.ndarray found = np.empty(0, np.int32)
+        cdef kvc_cache *cache
+        cdef cnp.ndarray found = None
+        cdef int32_t *to
         while room < count:
             room = count
             found = np.empty(room, np.int32)
-            count = kvc_positions(self.handle, seq, at, <int32_t *>cnp.PyArray_DATA(found), room)
+            to = <int32_t *>cnp.PyArray_DATA(found)
+            cache = self.enter()
+            with nogil:
+                count = kvc_positions(cache, seq, at, to, room)
+            self.leave()
         return found[:count]
 
     # -- editing sequences
 
     def clear(self, seq_id):
-        cdef int64_t seq
-        if seq_id is None:
-            check(kvc_clear(self.open()))
-        else:
-            seq = to_seq_id(seq_id)
-            check(kvc_clear_sequence(self.open(), seq))
+        cdef bint every = seq_id is None
+        cdef int64_t seq = 0 if every else to_seq_id(seq_id)
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_clear(cache) if every else kvc_clear_sequence(cache, seq)
+        self.leave()
+        check(status)
 
     def keep(self, seq_id):
         cdef int64_t seq = to_seq_id(seq_id)
-        check(kvc_keep(self.open(), seq))
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_keep(cache, seq)
+        self.leave()
+        check(status)
 
     def copy_prefix(self, src, dst, length):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
         cdef int32_t end = <int32_t>to_int(length, "length", 0, _INT32_MAX)
-        check(kvc_copy_prefix(self.open(), source, target, end))
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_copy_prefix(cache, source, target, end)
+        self.leave()
+        check(status)
 
     def fork(self, src, dst):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
-        check(kvc_fork(self.open(), source, target))
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_fork(cache, source, target)
+        self.leave()
+        check(status)
 
     def remove(self, seq_id, begin, end, bint shift):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
         cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
-        cdef kvc_cache *cache = self.open()
         cdef kvc_status status
-        self.calls += 1
+        cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_remove(cache, seq, low, high, shift)
-        self.calls -= 1
+        self.leave()
         self.check_edit(status)
 
     def shift(self, seq_id, begin, end, delta):
@@ -1069,12 +1167,11 @@ cdef class Cache:
         cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
         cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
         cdef int32_t by = <int32_t>to_int(delta, "delta", -_INT32_MAX - 1, _INT32_MAX)
-        cdef kvc_cache *cache = self.open()
         cdef kvc_status status
-        self.calls += 1
+        cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_shift(cache, seq, low, high, by)
-        self.calls -= 1
+        self.leave()
         self.check_edit(status)
 
     def divide(self, seq_id, begin, end, divisor):
@@ -1082,39 +1179,46 @@ cdef class Cache:
         cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
         cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
         cdef int32_t by = <int32_t>to_int(divisor, "divisor", 1, _INT32_MAX)
-        cdef kvc_cache *cache = self.open()
         cdef kvc_status status
-        self.calls += 1
+        cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_divide(cache, seq, low, high, by)
-        self.calls -= 1
+        self.leave()
         self.check_edit(status)
 
     def truncate(self, seq_id, length):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t end = <int32_t>to_int(length, "length", 0, _INT32_MAX)
-        check(kvc_truncate(self.open(), seq, end))
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_truncate(cache, seq, end)
+        self.leave()
+        check(status)
 
     def settle(self):
-        cdef kvc_cache *cache = self.open()
         cdef kvc_status status
-        self.calls += 1
+        cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_settle(cache)
-        self.calls -= 1
+        self.leave()
         check(status)
 
     def reserve(self, num_tokens):
         cdef int64_t number = to_int(num_tokens, "num_tokens", 1, _INT64_MAX)
-        check(kvc_reserve(self.open(), number))
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_reserve(cache, number)
+        self.leave()
+        check(status)
 
     def compact(self):
-        cdef kvc_cache *cache = self.open()
         cdef kvc_status status
-        self.calls += 1
+        cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_compact(cache)
-        self.calls -= 1
+        self.leave()
         check(status)
 
     def inject(self, seq_id, layer, begin, k, v, bint skip_missing):
@@ -1140,11 +1244,10 @@ cdef class Cache:
             rows.v, rows.v_type = read_v.data, read_v.type
             rows.v_head_stride, rows.v_row_stride = read_v.strides[0], read_v.strides[1]
         rows.skip_missing, rows.num_replaced = skip_missing, &num_replaced
-        cache = self.open()
-        self.calls += 1
+        cache = self.enter()
         with nogil:
             status = kvc_inject(cache, seq, at, low, high, &rows)
-        self.calls -= 1
+        self.leave()
         check(status)
         return num_replaced
 
@@ -1152,8 +1255,12 @@ cdef class Cache:
 
     def stats(self):
         cdef kvc_stats s
+        cdef kvc_cache *cache
         memset(&s, 0, sizeof(s))
-        kvc_get_stats(self.open(), &s, sizeof(s))
+        cache = self.enter()
+        with nogil:
+            kvc_get_stats(cache, &s, sizeof(s))
+        self.leave()
         return {
             "batches": s.batches, "aborted": s.aborted, "tokens": s.tokens, "rows_evicted": s.rows_evicted,
             "rows_moved": s.rows_moved, "rows_copied": s.rows_copied, "compactions": s.compactions,
@@ -1169,13 +1276,19 @@ cdef class Cache:
         cdef cnp.ndarray block_room = None, run_room = None
         cdef kvc_block_info *b = NULL
         cdef kvc_run_info *r = NULL
+        cdef kvc_status status
+        cdef kvc_cache *cache
         while max_blocks < num_blocks or max_runs < num_runs:
             max_blocks, max_runs = num_blocks, num_runs
             block_room = np.empty(max_blocks * sizeof(kvc_block_info), np.uint8)
             run_room = np.empty(max_runs * sizeof(kvc_run_info), np.uint8)
             b, r = <kvc_block_info *>cnp.PyArray_DATA(block_room), <kvc_run_info *>cnp.PyArray_DATA(run_room)
-            check(kvc_blocks(self.open(), at, b, sizeof(kvc_block_info), max_blocks, &num_blocks,
-                             r, sizeof(kvc_run_info), max_runs, &num_runs))
+            cache = self.enter()
+            with nogil:
+                status = kvc_blocks(cache, at, b, sizeof(kvc_block_info), max_blocks, &num_blocks,
+                                    r, sizeof(kvc_run_info), max_runs, &num_runs)
+            self.leave()
+            check(status)
         return (
             [(b[i].num_slots, b[i].filled, b[i].live, b[i].references, b[i].resident, b[i].is_held != 0)
              for i in range(num_blocks)],
@@ -1184,24 +1297,43 @@ cdef class Cache:
         )
 
     def nbytes(self):
-        return kvc_nbytes(self.open())
+        cdef int64_t size
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            size = kvc_nbytes(cache)
+        self.leave()
+        return size
 
     def block_size(self):
-        return kvc_block_size(self.open())
+        cdef int32_t slots = kvc_block_size(self.enter())
+        self.leave()
+        return slots
 
     def capacity(self):
-        cdef int64_t slots = kvc_capacity(self.open())
+        cdef int64_t slots = kvc_capacity(self.enter())
+        self.leave()
         return None if slots < 0 else slots
 
     def capacity_bytes(self):
-        cdef int64_t size = kvc_capacity_bytes(self.open())
+        cdef int64_t size = kvc_capacity_bytes(self.enter())
+        self.leave()
         return None if size < 0 else size
 
     def utilization(self):
-        return kvc_utilization(self.open())
+        cdef double part
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            part = kvc_utilization(cache)
+        self.leave()
+        return part
 
     def validate(self):
-        check(kvc_validate(self.open()))
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_validate(cache)
+        self.leave()
+        check(status)
 
     # -- reading rows
 
@@ -1228,7 +1360,7 @@ cdef class Cache:
         """The rows from `first` on; as many as there are when they are copied, not when it was asked how many."""
         cdef kvc_status status = KVC_OK
         cdef kvc_rows_out out
-        cdef int64_t stored = kvc_seq_len(self.open(), seq_id, layer), rows = -1, begin = 0
+        cdef int64_t stored = self.count_rows(seq_id, layer), rows = -1, begin = 0
         while rows != stored - begin:
             begin = to_int(first, "first", 0, stored)
             rows = stored - begin
@@ -1240,12 +1372,11 @@ cdef class Cache:
 
     cdef kvc_status copy_to(self, int32_t layer, int64_t seq_id, int64_t first, int64_t rows,
                             kvc_rows_out *out) except? KVC_OK:
-        cdef kvc_cache *cache = self.open()
         cdef kvc_status status
-        self.calls += 1
+        cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_gather(cache, seq_id, layer, first, rows, out)
-        self.calls -= 1
+        self.leave()
         return status
 
     def get(self, seq_id, layer, position):
@@ -1257,11 +1388,10 @@ cdef class Cache:
         cdef kvc_rows_out out
         k, v = self.new_rows(at, 1, KVC_F32, True, True, &out)
         out.positions = &found
-        cache = self.open()
-        self.calls += 1
+        cache = self.enter()
         with nogil:
             status = kvc_extract(cache, seq, at, where, where + (where <= _MAX_POSITION), &out)
-        self.calls -= 1
+        self.leave()
         check(status)
         return None if found < 0 else (k[:, 0], v[:, 0])
 
@@ -1273,7 +1403,7 @@ cdef class Cache:
             return self.copy_rows(at, seq, first, TYPES["f32" if dtype is None else dtype], True, True)
         if dtype is not None:
             raise ValueError(f"dtype={dtype!r}: rows are converted to the type of out; leave it out")
-        rows = kvc_seq_len(self.open(), seq, at)
+        rows = self.count_rows(seq, at)
         begin = to_int(first, "first", 0, rows)
         _owner = read_rows_out(&self.layers[at], out, rows - begin, &rows, &to)
         check(self.copy_to(at, seq, begin, rows, &to))
@@ -1284,14 +1414,15 @@ cdef class Cache:
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
         cdef int32_t high = <int32_t>to_int(end, "end", low, _INT32_MAX)
-        cdef kvc_cache *cache = self.open()
+        cdef kvc_cache *cache
         cdef kvc_status status
         cdef kvc_rows_out out
+        self.check_open()
         arrays = self.new_rows(at, high - low, KVC_F32, True, True, &out)
-        self.calls += 1
+        cache = self.enter()
         with nogil:
             status = kvc_extract(cache, seq, at, low, high, &out)
-        self.calls -= 1
+        self.leave()
         check(status)
         return arrays
 
@@ -1351,9 +1482,11 @@ cdef class Cache:
         cdef kvc_status status
         cdef kvc_cache *cache
         cdef const int32_t *where = NULL
+        cdef void *found
         cdef const int64_t *whose = NULL
         cdef const int32_t *after = NULL
         cdef cnp.ndarray trees
+        self.check_open()
         if n is not None:
             size = to_int(n, "n", 1, _INT32_MAX)
             if size > self.most_tokens:  # before their positions are written down
@@ -1375,17 +1508,17 @@ cdef class Cache:
             after = <const int32_t *>cnp.PyArray_DATA(trees)
         batch.cache = self
         batch.num_tokens = <int32_t>size
-        cache = self.open()
         if look:
-            batch.held = {seq for seq in batch.get_seq_ids().tolist() if kvc_next_position(cache, seq)}
-        self.calls += 1
+            batch.held = {seq for seq in set(batch.get_seq_ids().tolist()) if self.find_next(seq)}
+        found = cnp.PyArray_DATA(batch.positions)
+        cache = self.enter()
         with nogil:
             status = kvc_begin(cache, <int32_t>size, where, whose, after, &batch.handle)
-        self.calls -= 1
+            if status == KVC_OK and where == NULL:
+                memcpy(found, kvc_batch_positions(batch.handle), size * sizeof(int32_t))
+        self.leave()
         check(status)
-        if where == NULL:
-            memcpy(cnp.PyArray_DATA(batch.positions), kvc_batch_positions(batch.handle), size * sizeof(int32_t))
-            cnp.PyArray_CLEARFLAGS(batch.positions, cnp.NPY_ARRAY_WRITEABLE)
+        cnp.PyArray_CLEARFLAGS(batch.positions, cnp.NPY_ARRAY_WRITEABLE)
         return batch
 
 
@@ -1476,7 +1609,7 @@ cdef class Slots:
     cdef kvc_span span
 
     def __dealloc__(self):
-        kvc_hold_free(self.handle)
+        free_hold(self.cache, self.handle)
 
     cdef object view(self, kvc_layer *layer, bint values):
         cdef kvc_span *span = &self.span
@@ -1509,19 +1642,39 @@ cdef class Batch:
     cdef readonly set held  # the sequences that held rows before it; None: nobody asked
     cdef cnp.ndarray seq_ids  # None: all of sequence 0
     cdef list writable  # weak references to views of its slots; None: there never were any
-    cdef int32_t calls  # running without the GIL
+    cdef int32_t calls  # between enter() and leave()
+    cdef bint ending  # another thread is about to free it
 
     def __dealloc__(self):
-        kvc_abort(self.handle)
+        if self.handle != NULL:
+            self.cache.calls += 1
+            with nogil:
+                kvc_abort(self.handle)
+            self.cache.leave()
 
-    cdef kvc_batch *open(self) except NULL:
+    cdef kvc_batch *enter(self) except NULL:
+        """The handle, until leave(): see above what may be done in between."""
         if self.handle == NULL:
             raise ValueError("the batch has ended: it was committed or aborted")
+        if self.ending:
+            raise CacheBusyError("another thread is ending the batch")
+        self.calls += 1
         return self.handle
 
-    cdef int check_idle(self) except -1:
-        if self.calls:
+    cdef void leave(self) noexcept:
+        self.calls -= 1
+
+    cdef int check_open(self) except -1:
+        """Before arguments are looked at that mean nothing to an ended batch."""
+        self.enter()
+        self.leave()
+        return 0
+
+    cdef int begin_ending(self) except -1:
+        """From now on the handle is this call's alone."""
+        if self.calls or self.ending:
             raise CacheBusyError("a call in another thread is using the batch; end it when that has returned")
+        self.ending = True
         return 0
 
     def get_seq_ids(self):
@@ -1595,35 +1748,51 @@ cdef class Batch:
         return owners
 
     def put(self, layer, k, v, first, seq_id, str layout):
+        self.check_open()
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
         cdef PutRows rows
-        cdef kvc_batch *batch = self.open()
+        cdef kvc_batch *batch
         cdef kvc_status status
         _owners = self.read_put(at, k, v, first, seq_id, to_layout(layout), &rows)
-        batch = self.open()
-        self.calls += 1
+        batch = self.enter()
         with nogil:
             status = kvc_put(batch, at, &rows.args)
-        self.calls -= 1
+        self.leave()
         check(status)
 
     def slots(self, layer, first):
+        self.check_open()
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
         cdef int32_t token = self.to_first(first, 1)
         cdef Slots slots = Slots.__new__(Slots)
+        cdef kvc_status status
+        cdef kvc_batch *batch
         slots.cache = self.cache
-        check(kvc_slots(self.open(), at, token, &slots.span, sizeof(kvc_span), &slots.handle))
+        batch = self.enter()
+        with nogil:
+            status = kvc_slots(batch, at, token, &slots.span, sizeof(kvc_span), &slots.handle)
+        self.leave()
+        check(status)
         views = slots.view(&self.cache.layers[at], False), slots.view(&self.cache.layers[at], True)
+        writable = []
         if self.writable is None:
-            self.writable = []
-        self.writable += [weakref.ref(view, self.writable.remove) for view in views]
+            self.writable = writable
+        self.writable.extend([weakref.ref(view, self.writable.remove) for view in views])
+        if self.handle == NULL:  # it ended while the views were made
+            self.end_writing()
         return views
 
     def written(self, layer, first, num_tokens):
+        self.check_open()
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
         cdef int32_t tokens = <int32_t>to_int(num_tokens, "num_tokens", 1, _INT32_MAX)
         cdef int32_t token = self.to_first(first, tokens)
-        check(kvc_written(self.open(), at, token, tokens))
+        cdef kvc_status status
+        cdef kvc_batch *batch = self.enter()
+        with nogil:
+            status = kvc_written(batch, at, token, tokens)
+        self.leave()
+        check(status)
 
     cdef object read_factors(self, object x, str name, int64_t heads, Array *a):
         """One f32 number per query head."""
@@ -1695,11 +1864,12 @@ cdef class Batch:
 
     def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, str layout, out,
                bint return_lse):
+        self.check_open()
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
         cdef int axes = to_layout(layout)
         cdef bint store = k is not None or v is not None
         cdef bint cross = self.cache.layers[at].policy.kind == KVC_CROSS
-        cdef kvc_batch *batch = self.open()
+        cdef kvc_batch *batch
         cdef kvc_status status
         cdef cnp.ndarray lse = None
         cdef PutRows rows
@@ -1726,27 +1896,31 @@ cdef class Batch:
             query.args.lse_token_stride = cnp.PyArray_STRIDE(lse, TOKEN_AXIS[axes])
             query.args.lse_head_stride = cnp.PyArray_STRIDE(lse, HEAD_AXIS[axes])
             query.args.lse_batch_stride = cnp.PyArray_STRIDE(lse, 0)
-        batch = self.open()
         if store:
             query.args.put = &rows.args
-        self.calls += 1
+        batch = self.enter()
         with nogil:
             status = kvc_attend(batch, &query.plan, &query.args)
-        self.calls -= 1
+        self.leave()
         check(status)
         return (out, lse) if return_lse else out
 
     def dense(self, layer, non_causal):
+        self.check_open()
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
         cdef cnp.ndarray flags = to_flags(non_causal, 0, self.num_tokens, self.num_tokens)
-        cdef kvc_batch *batch = self.open()
+        cdef kvc_batch *batch
         cdef cnp.ndarray mask
         cdef kvc_dense_args args
         cdef kvc_rows_out rows
         cdef kvc_status status
         memset(&args, 0, sizeof(args))
         args.struct_size = sizeof(args)
-        check(kvc_dense_rows(batch, at, &args.num_rows))
+        batch = self.enter()
+        with nogil:
+            status = kvc_dense_rows(batch, at, &args.num_rows)
+        self.leave()
+        check(status)
         k, v = self.cache.new_rows(at, args.num_rows, KVC_F32, True, True, &rows)
         args.rows = &rows
         mask = new_array(KVC_F32, 2, self.num_tokens, args.num_rows)
@@ -1754,10 +1928,10 @@ cdef class Batch:
         args.mask_token_stride = args.num_rows * sizeof(float)
         if flags is not None:
             args.non_causal = <const uint8_t *>cnp.PyArray_DATA(flags)
-        self.calls += 1
+        batch = self.enter()
         with nogil:
             status = kvc_dense(batch, at, &args)
-        self.calls -= 1
+        self.leave()
         check(status)
         return k, v, mask
 
@@ -1775,35 +1949,44 @@ cdef class Batch:
     def commit(self, keep, stored):
         """The tokens to keep, of those that are `stored`; None: all."""
         cdef cnp.ndarray kept = None
+        cdef const int32_t *tokens = NULL
+        cdef int32_t num_kept = 0
+        cdef kvc_status status
         if self.handle == NULL:
             return
         if keep is not None:
             kept = self.to_kept(keep)
         if stored is not None:
             kept = np.flatnonzero(stored).astype(np.int32) if kept is None else kept[stored[kept]]
+        if kept is not None:
+            tokens, num_kept = <const int32_t *>cnp.PyArray_DATA(kept), <int32_t>len(kept)
         if self.handle == NULL:  # by what was converted
             return
-        self.check_idle()
-        if kept is None:
-            check(kvc_commit(self.handle))
-        else:
-            check(kvc_commit_kept(self.handle, <const int32_t *>cnp.PyArray_DATA(kept), <int32_t>len(kept)))
-        self.handle = NULL
+        self.begin_ending()
+        with nogil:
+            status = kvc_commit(self.handle) if tokens == NULL else kvc_commit_kept(self.handle, tokens, num_kept)
+        if status == KVC_OK:
+            self.handle = NULL
+        self.ending = False
+        check(status)
         self.end_writing()
 
     def abort(self):
-        if self.handle != NULL:
-            self.check_idle()
+        if self.handle == NULL:
+            return
+        self.begin_ending()
+        with nogil:
             kvc_abort(self.handle)
-            self.handle = NULL
-            self.end_writing()
+        self.handle = NULL
+        self.ending = False
+        self.end_writing()
 
     cdef int end_writing(self) except -1:
         if self.writable is not None:
-            for view in [ref() for ref in self.writable]:
+            for ref in tuple(self.writable):  # the list shrinks when a view dies
+                view = ref()
                 if view is not None:
                     view.flags.writeable = False
-            self.writable = None
         return 0
 
 
@@ -1824,7 +2007,10 @@ def isa():
 
 
 def get_num_threads():
-    return kvc_num_threads()
+    cdef int32_t number
+    with nogil:
+        number = kvc_num_threads()
+    return number
 
 
 def set_num_threads(num_threads):

@@ -107,8 +107,12 @@ class KVCache:
     Notes
     -----
     Any thread may call any method. An open batch owns its sequences: to edit these, to compact or to close the cache
-    raises `CacheBusyError` until it is committed or aborted; other sequences may be edited freely. The GIL is released
-    while rows are stored, copied, moved or attended over.
+    raises `CacheBusyError` until it is committed or aborted; other sequences may be edited freely. Every method that
+    may wait for another thread, and every one that stores, copies, moves or attends over rows, releases the GIL.
+
+    Destructors, weak references and arguments that convert themselves may call anything here, too: a cache that they
+    close, or a batch that they end, while a method runs is closed for what that method does next (``ValueError``), and
+    cannot be closed while the core is at work (`CacheBusyError`).
 
     A sequence is named by any 64-bit integer. One that holds nothing is empty, not unknown: to look at it yields 0, -1
     or no rows, to edit it does nothing. The other methods raise ``ValueError`` once the cache is closed.

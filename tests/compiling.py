@@ -50,6 +50,19 @@ def works(cc, flags, folder):
     return build.returncode == 0 and subprocess.run([*EMULATOR, program], capture_output=True).returncode == 0
 
 
+def compile_core(folder, command):
+    """Compile the core's sources into a folder; return the objects."""
+    sources = [*ROOT.glob("src/*.c"), *ROOT.glob("src/kernels/*.c")]
+    objects = [folder / f"{source.parent.name}-{source.stem}.o" for source in sources]
+
+    def compile_one(source, target):
+        run(*command, "-c", source, "-o", target)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, sources, objects))
+    return objects
+
+
 def build_core(folder):
     """Compile the core into a folder; return a function from C sources to a program of them and the core."""
     cc = compiler()
@@ -58,14 +71,7 @@ def build_core(folder):
     else:
         extra = [flag for flags in (SANITIZERS, ["-fopenmp"]) if works(cc, flags, folder) for flag in flags]
     flags = [*FLAGS, *extra]
-    sources = [*ROOT.glob("src/*.c"), *ROOT.glob("src/kernels/*.c")]
-    objects = [folder / f"{source.parent.name}-{source.stem}.o" for source in sources]
-
-    def compile_one(source, target):
-        run(*cc, *flags, "-c", source, "-o", target)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, sources, objects))
+    objects = compile_core(folder, [*cc, *flags])
 
     def build_program(*sources):
         program = folder / sources[0].stem
