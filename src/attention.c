@@ -369,7 +369,7 @@ static void multiply_tile(task *all, tile *now, tile *next, const void *k[KVC_TI
 static cursor cursor_at(const kvc_plan *plan, const kvc_unit *unit, int32_t part, int32_t head, int64_t row,
                         int64_t count) {
     const kvc_start *start = &plan->starts[unit->first_start + part];
-    const kvc_piece *piece = plan->pieces + unit->first_piece + start->piece;
+    const kvc_piece *piece = plan->pieces + start->piece;
     int64_t offset = start->offset + row;
     while (count && offset >= piece->count) offset -= piece++->count;
     return (cursor){.piece = piece, .offset = (int32_t)offset, .head = head, .rest = count};

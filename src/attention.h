@@ -27,21 +27,20 @@ typedef struct kvc_piece {
     int32_t token; /* of the batch, the first one: index into batch->order; -1: stored rows */
 } kvc_piece;
 
-/* Where a part begins. */
+/* Where a part begins.  Its pieces follow each other; those of the next part may be elsewhere, as parts that several
+ * units have are listed once. */
 typedef struct kvc_start {
-    int32_t piece, offset;
+    int64_t piece;
+    int32_t offset;
 } kvc_start;
 
 typedef struct kvc_unit {
     int32_t sequence;          /* of the batch */
     int32_t first, num_tokens; /* query tokens: batch->order[first .. first + num_tokens) */
-    int32_t sinks, low, end;   /* some query of it sees positions in [0, sinks) and [low, end), none sees others, */
-    int32_t batch_end;         /* but up to here among the batch's own tokens */
     int32_t tiled;             /* many query rows: tiles are decoded and multiplied; few: streamed */
-    int32_t is_whole;          /* all query tokens of its sequence */
     int32_t num_parts;
     int64_t num_rows, part_rows; /* in reach; of a part, the last may have less */
-    int64_t first_piece, first_start, first_counter;
+    int64_t first_start, first_counter;
     int64_t first_own_piece, end_piece; /* of the batch's own rows */
     uint64_t partials;                  /* offset in plan->partials, in floats */
 } kvc_unit;
@@ -54,14 +53,6 @@ typedef struct kvc_job {
     int64_t rows;   /* that are read: those shared once */
     int64_t work;   /* rows times query rows */
 } kvc_job;
-
-/* A part of a unit, while it is looked for others with the same rows. */
-typedef struct kvc_candidate {
-    const kvc_piece *piece; /* where it begins */
-    int32_t offset, unit, tiled;
-    int64_t rows;
-    int64_t shared; /* with the candidate before it, in whole tiles from the beginning */
-} kvc_candidate;
 
 /* One for each unit and KV head. */
 typedef struct kvc_counter {
@@ -93,13 +84,11 @@ struct kvc_plan {
     int32_t *deltas;                   /* by which keys are off, ascending, all different and none 0 */
     float *angles;                     /* [cache->num_ropes][num_deltas][angles_stride] that turn queries by as much */
     uint8_t *non_causal;               /* what args points at */
-    uint8_t *marks;                    /* [batch->num_tokens] while the plan is made for a batch with parents */
     kvc_unit *units;
     kvc_piece *pieces;
     kvc_start *starts;
     kvc_job *jobs;
     int32_t *members; /* of the jobs: units */
-    kvc_candidate *candidates;
     kvc_counter *counters;
     kvc_lane_layout lane;
     float *partials;

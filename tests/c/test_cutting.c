@@ -524,6 +524,162 @@ static void check_cross(int32_t length)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
+/* ---- any forks --------------------------------------------------------------------------------------------------- */
+
+enum { TANGLED = 12, TANGLE_STEPS = 60, TANGLE_NEW = 40 };
+
+/* So many tokens at the end of sequences; of what is in the rows, each has its own. */
+static kvc_batch *put_any(kvc_cache *cache, int num_ids, const int32_t *counts)
+{
+    static int32_t positions[TANGLED * 2 * PART];
+    static int64_t ids[TANGLED * 2 * PART];
+    static float rows[TANGLED * 2 * PART][HEADS][K_DIM];
+    kvc_batch *batch = NULL;
+    int n = 0;
+    for (int s = 0; s < num_ids; s++)
+        for (int i = 0; i < counts[s]; i++, n++) {
+            ids[n] = s;
+            positions[n] = kvc_next_position(cache, s) + i;
+        }
+    for (int i = 0; i < n * HEADS * K_DIM; i++)
+        rows[i / K_DIM / HEADS][i / K_DIM % HEADS][i % K_DIM] = random_float();
+    const kvc_put_args args = {.struct_size = sizeof args,
+                               .k = rows,
+                               .v = rows,
+                               .k_token_stride = sizeof *rows,
+                               .k_head_stride = sizeof **rows,
+                               .v_token_stride = sizeof *rows,
+                               .v_head_stride = sizeof **rows};
+    CHECKF(kvc_begin(cache, n, positions, ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
+    return batch;
+}
+
+/* Forks, forks of forks, with rows of their own, holes, and rows that moved. */
+static kvc_cache *tangle(kvc_policy policy)
+{
+    static const double inv_freq[K_DIM / 2] = {1, 0.5, 0.3, 0.1, 0.03};
+    const kvc_layer layer = {.num_kv_heads = HEADS,
+                             .k_dim = K_DIM,
+                             .v_dim = V_DIM,
+                             .policy = policy,
+                             .rope = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = K_DIM / 2, .inv_freq = inv_freq}};
+    const kvc_config config = {
+        .struct_size = sizeof config, .layers = &layer, .layer_size = sizeof layer, .num_layers = 1, .block_size = 48};
+    kvc_cache *cache = NULL;
+    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
+    for (int i = 0; i < TANGLE_STEPS; i++) {
+        const int s = random_int(0, TANGLED), other = (s + random_int(1, TANGLED)) % TANGLED, what = random_int(0, 8);
+        const int32_t last = kvc_last_position(cache, s), at = last > 0 ? random_int(0, last + 1) : 0;
+        int32_t counts[TANGLED] = {0};
+        if (last < 0 || what < 2) {
+            counts[s] = random_int(1, what ? PART : 20);
+            if (last < 3 * PART)
+                CHECKF(kvc_commit(put_any(cache, TANGLED, counts)) == KVC_OK, "%s", kvc_last_error());
+        } else if (what < 5)
+            CHECK(kvc_copy_prefix(cache, s, other, random_int(0, 3) ? KVC_END : at) == KVC_OK);
+        else if (what == 5)
+            for (int32_t p = at; p < at + 100; p += 2) /* runs of one row */
+                CHECK(kvc_remove(cache, s, p, p + 1, 0) == KVC_OK);
+        else
+            CHECK(kvc_remove(cache, s, at, at + random_int(1, 30), policy.kind == KVC_FULL) == KVC_OK);
+        for (int c = 0; c < TANGLED; c++) /* what ended before the window of its next token starts anew */
+            if (!kvc_can_resume(cache, c, kvc_next_position(cache, c)))
+                CHECK(kvc_clear_sequence(cache, c) == KVC_OK);
+    }
+    return cache;
+}
+
+/* Every part of every unit is in one job. */
+static void check_jobs(const kvc_plan *plan)
+{
+    int64_t parts = 0, members = 0;
+    uint8_t *seen = calloc((size_t)plan->num_units, 1 << 8);
+    for (int32_t u = 0; u < plan->num_units; u++)
+        parts += plan->units[u].num_parts;
+    for (int64_t j = 0; j < plan->num_jobs; j++)
+        for (int32_t m = 0; m < plan->jobs[j].num_members; m++, members++) {
+            uint8_t *part = &seen[plan->members[plan->jobs[j].first_member + m] * (1 << 8) + plan->jobs[j].part];
+            CHECK(!*part);
+            *part = 1;
+        }
+    CHECK(parts == members);
+    free(seen);
+}
+
+/* Each sequence gives the same bits alone and with the others, whatever they share. */
+static void check_tangle(kvc_policy policy)
+{
+    static float q[TANGLED * TANGLE_NEW][HEADS * 2][K_DIM], out[2][TANGLED * TANGLE_NEW][HEADS * 2][V_DIM];
+    kvc_cache *cache = tangle(policy);
+    int32_t counts[TANGLED], num = 0;
+    for (int s = 0; s < TANGLED; s++)
+        num += counts[s] = random_int(0, 4) ? random_int(1, 4) : random_int(1, TANGLE_NEW);
+    kvc_batch *batch = put_any(cache, TANGLED, counts);
+    for (int i = 0; i < num * HEADS * 2 * K_DIM; i++)
+        q[i / K_DIM / HEADS / 2][i / K_DIM % (HEADS * 2)][i % K_DIM] = random_float();
+    kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = HEADS * 2, .num_threads = 1};
+    kvc_attend_args args = {.struct_size = sizeof args,
+                            .q = q,
+                            .out = out[0],
+                            .q_token_stride = sizeof *q,
+                            .q_head_stride = sizeof **q,
+                            .out_token_stride = sizeof *out[0],
+                            .out_head_stride = sizeof **out[0]};
+    kvc_plan *plan = NULL;
+    CHECKF(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK, "%s", kvc_last_error());
+    check_jobs(plan);
+    crew_run(plan, 0, &args, NULL, 1);
+    kvc_plan_free(plan);
+    for (int s = 0, first = 0; s < TANGLED; first += counts[s++]) {
+        plan_args.first = first;
+        plan_args.num_tokens = counts[s];
+        args.q = q[first];
+        args.out = out[1][first];
+        CHECKF(kvc_attend(batch, &plan_args, &args) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(!memcmp(out[0][first], out[1][first], (size_t)counts[s] * sizeof *out[0]), "policy %d, sequence %d of %d",
+               policy.kind, s, counts[s]);
+    }
+    kvc_abort(batch);
+    CHECKF(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
+}
+
+static void test_tangles(void)
+{
+    for (int i = 0; i < 12; i++) {
+        check_tangle((kvc_policy){.kind = KVC_FULL});
+        check_tangle((kvc_policy){.kind = KVC_SLIDING, .window = 300, .num_sink_tokens = 70 * (i % 2)});
+        check_tangle((kvc_policy){.kind = KVC_CHUNKED, .attention_chunk_size = 700});
+    }
+}
+
+/* Runs that forks have in common are listed once. */
+static void test_listed_once(void)
+{
+    enum { FORKS = 16 };
+    kvc_cache *cache = tangle((kvc_policy){.kind = KVC_FULL});
+    int32_t counts[FORKS] = {2 * PART};
+    CHECK(kvc_clear(cache) == KVC_OK && kvc_commit(put_any(cache, 1, counts)) == KVC_OK);
+    for (int32_t p = 1; p < 2 * PART; p += 2)
+        CHECK(kvc_remove(cache, 0, p, p + 1, 0) == KVC_OK);
+    for (int i = 0; i < FORKS; i++) {
+        CHECK(i == 0 || kvc_fork(cache, 0, i) == KVC_OK);
+        counts[i] = 1;
+    }
+    kvc_batch *batch = put_any(cache, FORKS, counts);
+    kvc_plan *plan = NULL;
+    kvc_plan_args args = {.struct_size = sizeof args, .num_heads = HEADS, .num_threads = 1};
+    CHECKF(kvc_plan_new(batch, &args, &plan) == KVC_OK, "%s", kvc_last_error());
+    int64_t num_pieces = 0;
+    for (int32_t u = 0; u < plan->num_units; u++)
+        if (plan->units[u].end_piece > num_pieces)
+            num_pieces = plan->units[u].end_piece;
+    CHECKF(num_pieces == PART + FORKS, "%lld pieces", (long long)num_pieces);
+    kvc_plan_free(plan);
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
 /* ---- how even --------------------------------------------------------------------------------------------------- */
 
 /* What the last of so many threads has done when all tasks are, begun in their order by whoever is free. */
@@ -650,6 +806,8 @@ int main(void)
     test_not_shared();
     for (int32_t length = PART; length <= 2 * PART; length += PART / 2)
         check_cross(length);
+    test_tangles();
+    test_listed_once();
     test_even();
     for_each_isa(test_bits);
     return test_result();
