@@ -20,6 +20,7 @@ import numpy
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 from setuptools.errors import CompileError, LinkError
 
@@ -28,6 +29,37 @@ version = ".".join(re.findall(r"^#define KVC_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+
 
 # One extension for the CPython that requires-python begins with and every later one, but for those without a GIL.
 limited = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+
+# With KVCACHE_SYSTEM_LIB=1 the module is linked to a libkvcache that is installed already, and there is no other core.
+system = os.environ.get("KVCACHE_SYSTEM_LIB") == "1"
+
+
+def ask_pkg_config(*query):
+    command = [os.environ.get("PKG_CONFIG", "pkg-config"), *query, "kvcache"]
+    try:
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(
+            f"KVCACHE_SYSTEM_LIB=1: no libkvcache was found ({error}). Install it with CMake, and set PKG_CONFIG_PATH "
+            "to the folder of its kvcache.pc."
+        )
+
+
+def installed_library():
+    """The folders of the header and of the library, if these are what the sources here can be linked to."""
+    found = ask_pkg_config("--modversion")
+    (*series, patch), (*ours, least) = ([*map(int, each.split("."))] for each in (found, version))
+    if series != ours or patch < least:
+        sys.exit(f"KVCACHE_SYSTEM_LIB=1: libkvcache {found} is installed, and these sources are for {version}.")
+    return [str(Path(ask_pkg_config(f"--variable={name}")).resolve()) for name in ("includedir", "libdir")]
+
+
+class BuildPy(build_py):
+    def finalize_options(self):
+        super().finalize_options()
+        if system:  # the header of the installed library holds
+            self.packages = [package for package in self.packages if package != "kvcache.include"]
 
 
 class BuildExt(build_ext):
@@ -40,6 +72,41 @@ class BuildExt(build_ext):
         return f"{name.replace('.', '/')}.so" if name.endswith("libkvcache") else super().get_ext_filename(name)
 
     def build_extensions(self):
+        if system:
+            self.use_installed_library()
+        else:
+            self.configure_core()
+        compile_in_turn = self.compiler.compile
+
+        def compile_in_parallel(sources, **options):
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                return [*chain.from_iterable(pool.map(lambda source: compile_in_turn([source], **options), sources))]
+
+        self.compiler.compile = compile_in_parallel
+        super().build_extensions()
+
+    def use_installed_library(self):
+        """Link to it, and leave word where it lies for kvcache.library."""
+        if self.editable_mode:
+            sys.exit("KVCACHE_SYSTEM_LIB=1 is not for an editable install.")
+        include, folder = installed_library()
+        module.include_dirs[0] = include
+        module.library_dirs.append(folder)
+        module.runtime_library_dirs[:] = [folder]
+        self.force = True  # what lies there may be linked to a core of its own
+        word = self.word()
+        word.parent.mkdir(parents=True, exist_ok=True)
+        word.write_text(f"{include}\n{folder}/libkvcache.so\n")
+        for left in ("include", "lib"):  # by a build with a core, in the same folder
+            shutil.rmtree(word.parent / left, ignore_errors=True)
+
+    def word(self):
+        return Path(self.get_ext_fullpath(module.name)).parent / "system-library"
+
+    def configure_core(self):
+        if self.word().exists():
+            self.word().unlink()
+            self.force = True
         if self.compiler.compiler_type == "msvc":  # never run
             core.extra_compile_args = ["/std:c11", "/experimental:c11atomics", "/O2"]
             core.libraries = []
@@ -52,14 +119,6 @@ class BuildExt(build_ext):
             else:
                 print("kvcache: the compiler has no OpenMP; the core will run on one thread")
         module.library_dirs.append(str(Path(self.get_ext_fullpath(core.name)).parent))
-        compile_in_turn = self.compiler.compile
-
-        def compile_in_parallel(sources, **options):
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                return [*chain.from_iterable(pool.map(lambda source: compile_in_turn([source], **options), sources))]
-
-        self.compiler.compile = compile_in_parallel
-        super().build_extensions()
 
     def copy_extensions_to_source(self):
         """For an editable install, where nothing else makes this folder."""
@@ -166,7 +225,7 @@ if limited:
 
 setup(
     version=version,
-    ext_modules=[core, module],  # in this order
-    cmdclass={"build_ext": BuildExt, "bdist_wheel": Wheel, "sdist": Sdist},
+    ext_modules=[module] if system else [core, module],  # in this order
+    cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "bdist_wheel": Wheel, "sdist": Sdist},
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if limited else {},
 )

@@ -11,6 +11,12 @@ __all__ = ["get_include", "get_library"]
 _PACKAGE = Path(_core.__file__).parent
 
 
+def _system() -> list[str]:
+    """Return the folder of the header and the path of the library, if the package was built on an installed one."""
+    found = _PACKAGE / "system-library"
+    return found.read_text().splitlines() if found.exists() else []
+
+
 def get_include() -> str:
     """Return the folder that ``kvcache.h`` lies in.
 
@@ -25,6 +31,8 @@ def get_include() -> str:
     >>> os.path.isfile(os.path.join(kvcache.get_include(), "kvcache.h"))
     True
     """
+    if system := _system():
+        return system[0]
     installed = _PACKAGE / "include"
     return str(installed if installed.is_dir() else _PACKAGE.parent / "include")  # the latter: installed in place
 
@@ -38,7 +46,7 @@ def get_library() -> str:
     Returns
     -------
     str
-        Path of ``libkvcache.so``.
+        Path of ``libkvcache.so``: of the one in the package, or of the installed one that the package was built on.
 
     Examples
     --------
@@ -46,4 +54,6 @@ def get_library() -> str:
     >>> ctypes.CDLL(kvcache.get_library()).kvc_version() >= 1000
     True
     """
+    if system := _system():
+        return system[1]
     return str(_PACKAGE / "lib" / "libkvcache.so")
