@@ -247,6 +247,13 @@ typedef struct kvc_plan kvc_plan;
  * KVC_ERR_INVALID names the field and what would do; KVC_ERR_UNSUPPORTED; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache);
 
+/* A copy in *clone of a cache and all that its sequences hold, to be freed with kvc_cache_free: rows are copied block by
+ * block, those that sequences share once, which they share in the copy as well; the mutex is not held meanwhile.  From
+ * then on neither knows of the other.  Both have the configuration, the allocator and the functions that move keys, of
+ * which pointers are copied, so that they must take calls for both from any thread.  Statistics begin anew; memory kept
+ * for reuse is not copied, so that kvc_nbytes is no larger.  KVC_ERR_BUSY while a batch is open; KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
+
 /* Frees the cache; NULL is nothing.  KVC_ERR_BUSY while a batch is open, KVC_ERR_HELD while a hold is out. */
 KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
 

@@ -39,6 +39,7 @@ class Cache:
         max_bytes: int,
         block_size: int,
         num_threads: int,
+        original: Cache | None = None,
     ) -> Self: ...
     @property
     def num_layers(self) -> int: ...

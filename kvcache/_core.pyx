@@ -110,6 +110,7 @@ cdef extern from "kvcache.h" nogil:
     ctypedef struct kvc_hold
 
     kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache)
+    kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone)
     kvc_status kvc_cache_free(kvc_cache *cache)
 
     int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer)
@@ -891,19 +892,53 @@ cdef class Hold:
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
+@cython.final
+@cython.no_gc_clear  # functions that are cleared could not be called; a cycle through them is broken elsewhere
+cdef class Functions:
+    """Those that move keys. A cache and its copies have them in common."""
+    cdef list by_layer
+    cdef dict raised  # by them, by thread
+
+    def __cinit__(self, int32_t num_layers):
+        self.by_layer = [None] * num_layers
+        self.raised = {}
+
+    cdef void keep_error(self, object error) noexcept:
+        """For the call of this thread that is running, which raises it."""
+        self.raised[get_ident()] = error
+
+    cdef int move_keys(self, int32_t layer, float *keys, int32_t heads, int64_t rows, int32_t dim,
+                       int32_t delta) except -1:
+        """Calls the layer's function. It gets a copy, for it may keep what it gets."""
+        cdef cnp.ndarray given = new_array(KVC_F32, 3, heads, rows, dim)
+        cdef cnp.ndarray moved
+        cdef size_t size = <size_t>(heads * rows * dim) * sizeof(float)
+        memcpy(cnp.PyArray_DATA(given), keys, size)
+        moved = np.asarray(self.by_layer[layer](layer, given, delta))
+        if np.shape(moved) != (heads, rows, dim):
+            raise ValueError(f"rope: the function of layer {layer} returned an array of shape {np.shape(moved)}, where "
+                             f"{(heads, rows, dim)} is needed")
+        if moved.dtype.kind != "f" and not is_bf16(moved):
+            raise TypeError(f"rope: the function of layer {layer} returned elements of type {moved.dtype}, where "
+                            "floating-point numbers are needed")
+        moved = np.ascontiguousarray(moved, np.float32)
+        memcpy(keys, cnp.PyArray_DATA(moved), size)
+        return 0
+
+
 cdef int32_t shift_keys(void *user, int32_t layer, float *keys, int32_t heads, int64_t rows, int32_t dim,
                         int32_t delta) noexcept with gil:
-    cdef Cache cache = <Cache>user
+    cdef Functions functions = <Functions>user
     try:
-        cache.move_keys(layer, keys, heads, rows, dim, delta)
+        functions.move_keys(layer, keys, heads, rows, dim, delta)
         return 0
     except BaseException as error:
-        cache.keep_error(error)
+        functions.keep_error(error)
     return 1
 
 
 @cython.final
-@cython.no_gc_clear  # functions that are cleared could not be called; a cycle through them is broken elsewhere
+@cython.no_gc_clear  # the functions, as there
 cdef class Cache:
     cdef kvc_cache *handle  # NULL: closed
     cdef kvc_layer *layers
@@ -911,18 +946,18 @@ cdef class Cache:
     cdef int64_t most_tokens  # that fit, whatever is evicted; 0: no limit
     cdef int32_t calls  # between enter() and leave()
     cdef bint closing  # another thread is about to free it
-    cdef list functions  # that move keys, by layer
-    cdef dict raised  # by them, by thread
+    cdef Functions functions
 
     def __cinit__(self, list layers, int64_t max_seq_len, int64_t max_sequences, int64_t capacity, int64_t max_bytes,
-                  int32_t block_size, int32_t num_threads):
+                  int32_t block_size, int32_t num_threads, Cache original=None):
+        """A new one, or a copy of `original`, which was made of the same arguments."""
+        cdef kvc_cache *other
         cdef kvc_config config
         cdef kvc_layer *layer
         cdef kvc_status status
         cdef int32_t i
         self.num_layers = len(layers)
-        self.functions = [None] * self.num_layers
-        self.raised = {}
+        self.functions = Functions(self.num_layers) if original is None else original.functions
         self.layers = <kvc_layer *>PyMem_Calloc(self.num_layers, sizeof(kvc_layer))
         if self.layers == NULL:
             raise MemoryError
@@ -939,8 +974,9 @@ cdef class Cache:
             elif rope is False:
                 layer.rope.kind = KVC_ROPE_NONE
             elif callable(rope):
-                self.functions[i] = rope
-                layer.rope.kind, layer.rope.shift, layer.rope.user = KVC_ROPE_FUNCTION, shift_keys, <void *>self
+                self.functions.by_layer[i] = rope
+                layer.rope.kind, layer.rope.shift = KVC_ROPE_FUNCTION, shift_keys
+                layer.rope.user = <void *>self.functions
             else:
                 layer.rope.kind = KVC_ROPE_FREQUENCIES
                 inv_freq, layer.rope.interleaved, layer.rope.first_dim = rope
@@ -958,8 +994,14 @@ cdef class Cache:
         config.capacity = capacity
         config.max_bytes = max_bytes
         config.num_threads = num_threads
-        with nogil:
-            status = kvc_cache_new(&config, &self.handle)
+        if original is None:
+            with nogil:
+                status = kvc_cache_new(&config, &self.handle)
+        else:
+            other = original.enter()
+            with nogil:
+                status = kvc_cache_clone(other, &self.handle)
+            original.leave()
         check(status)
         for i in range(self.num_layers):
             self.layers[i].rope.inv_freq = NULL  # which was copied
@@ -988,34 +1030,12 @@ cdef class Cache:
         self.leave()
         return 0
 
-    cdef void keep_error(self, object error) noexcept:
-        """For the call of this thread that is running, which raises it."""
-        self.raised[get_ident()] = error
-
     cdef int check_edit(self, kvc_status status) except -1:
         if status == KVC_ERR_CALLBACK:
-            error = self.raised.pop(get_ident(), None)
+            error = self.functions.raised.pop(get_ident(), None)
             if error is not None:
                 raise error
         check(status)
-        return 0
-
-    cdef int move_keys(self, int32_t layer, float *keys, int32_t heads, int64_t rows, int32_t dim,
-                       int32_t delta) except -1:
-        """Calls the layer's function. It gets a copy, for it may keep what it gets."""
-        cdef cnp.ndarray given = new_array(KVC_F32, 3, heads, rows, dim)
-        cdef cnp.ndarray moved
-        cdef size_t size = <size_t>(heads * rows * dim) * sizeof(float)
-        memcpy(cnp.PyArray_DATA(given), keys, size)
-        moved = np.asarray(self.functions[layer](layer, given, delta))
-        if np.shape(moved) != (heads, rows, dim):
-            raise ValueError(f"rope: the function of layer {layer} returned an array of shape {np.shape(moved)}, where "
-                             f"{(heads, rows, dim)} is needed")
-        if moved.dtype.kind != "f" and not is_bf16(moved):
-            raise TypeError(f"rope: the function of layer {layer} returned elements of type {moved.dtype}, where "
-                            "floating-point numbers are needed")
-        moved = np.ascontiguousarray(moved, np.float32)
-        memcpy(keys, cnp.PyArray_DATA(moved), size)
         return 0
 
     def close(self):

@@ -189,17 +189,23 @@ class KVCache:
         self._max_sequences = _limit(max_sequences, "max_sequences", INT32_MAX)
         self._max_bytes = _limit(max_bytes, "max_bytes", INT64_MAX)
         self._num_threads = _limit(num_threads, "num_threads", MAX_THREADS)
-        self._core = _core.Cache(
+        self._capacity = _limit(capacity, "capacity", INT64_MAX)
+        self._block_size = _limit(block_size, "block_size", INT32_MAX - 1) or 0
+        self._core = self._make_core(None)
+        self._capacity = self._core.capacity()  # where they were left to the core
+        self._block_size = self._core.block_size()
+
+    def _make_core(self, original: _core.Cache | None) -> _core.Cache:
+        return _core.Cache(
             [layer.for_core() for layer in self._layers],
             self._max_seq_len or 0,
             self._max_sequences or 0,
-            _limit(capacity, "capacity", INT64_MAX) or 0,
+            self._capacity or 0,
             self._max_bytes or 0,
-            _limit(block_size, "block_size", INT32_MAX - 1) or 0,
+            self._block_size,
             self._num_threads or 0,
+            original,
         )
-        self._capacity = self._core.capacity()  # where they were left to the core
-        self._block_size = self._core.block_size()
 
     @classmethod
     def from_config(cls, config: Any, *, max_source_len: int | None = None, **overrides: Any) -> Self:
@@ -264,10 +270,47 @@ class KVCache:
         limit = f", max_seq_len {self._max_seq_len}" if self._max_seq_len is not None else ""
         return f"<KVCache: {layers}{limit}; {tokens} in {count(len(sequences), 'sequence')}, {readable(self.nbytes)}>"
 
+    def __copy__(self) -> Self:
+        """Return an independent cache that holds the same.
+
+        Rows are copied block by block; those that sequences share are shared in the copy as well. Both have the
+        configuration, the strategy and the functions that move keys; `stats` begins anew, and views stay those of the
+        original. ``copy.deepcopy`` does the same.
+
+        Raises
+        ------
+        CacheBusyError
+            If a batch is open, or keys are being moved.
+        MemoryError
+            If there is not enough.
+
+        Examples
+        --------
+        >>> import copy
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(1, 1, 2, 64)
+        >>> with cache.batch(3) as batch:
+        ...     batch.put(0, np.ones((3, 1, 2), np.float32), np.ones((3, 1, 2), np.float32))
+        >>> other = copy.copy(cache)
+        >>> cache.truncate(1)
+        >>> cache.seq_len(), other.seq_len()
+        (1, 3)
+        """
+        other = type(self).__new__(type(self))
+        for name in set(KVCache.__slots__) - {"__weakref__", "_core", "_decisions"}:
+            setattr(other, name, getattr(self, name))
+        other._decisions = dict(self._decisions)
+        other._core = self._make_core(self._core)
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.__copy__()
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a KVCache can be neither pickled nor copied: keep the tokens and feed them again, gather() the rows, "
-            "or fork() a sequence"
+            "a KVCache cannot be pickled: keep the tokens and feed them again, or gather() the rows; copy.copy() makes "
+            "an independent cache in this process"
         )
 
     # -- what it was made as

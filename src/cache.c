@@ -231,18 +231,24 @@ static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
 static void find_ropes(kvc_cache *cache) {
     double *inv_freq = cache->inv_freqs;
     for (int32_t i = 0; i < cache->num_layers; i++) {
-        const kvc_rope *rope = &cache->layers[i].rope;
+        kvc_rope *rope = &cache->layers[i].rope;
         cache->rope_of[i] = -1;
-        if (rope->kind != KVC_ROPE_FREQUENCIES || !kvc_policy_keeps_tokens(&cache->layers[i].policy)) continue;
+        if (rope->kind != KVC_ROPE_FREQUENCIES) continue;
+        if (!kvc_policy_keeps_tokens(&cache->layers[i].policy)) {
+            *rope = (kvc_rope){0}; /* nothing moves there, and the caller's array is not kept */
+            continue;
+        }
         int32_t r = 0;
         while (r < cache->num_ropes && !kvc_rope_equal(&cache->ropes[r], rope)) r++;
         cache->rope_of[i] = r;
-        if (r < cache->num_ropes) continue;
-        memcpy(inv_freq, rope->inv_freq, (size_t)rope->num_freqs * sizeof *inv_freq);
-        cache->ropes[r] = *rope;
-        cache->ropes[r].inv_freq = inv_freq;
-        inv_freq += rope->num_freqs;
-        cache->num_ropes++;
+        if (r == cache->num_ropes) {
+            memcpy(inv_freq, rope->inv_freq, (size_t)rope->num_freqs * sizeof *inv_freq);
+            cache->ropes[r] = *rope;
+            cache->ropes[r].inv_freq = inv_freq;
+            inv_freq += rope->num_freqs;
+            cache->num_ropes++;
+        }
+        rope->inv_freq = cache->ropes[r].inv_freq;
     }
 }
 
@@ -390,10 +396,16 @@ kvc_status kvc_check_idle(const kvc_sequence *sequence) {
                     (long long)sequence->id);
 }
 
-kvc_status kvc_check_closed(const kvc_cache *cache, const char *what) {
+kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what) {
     if (cache->num_rewrites)
         return kvc_fail(KVC_ERR_BUSY, "cannot %s while another call rewrites the keys of a sequence", what);
     if (cache->batch) return kvc_fail(KVC_ERR_BUSY, "cannot %s while a batch is open: commit or abort it first", what);
+    return KVC_OK;
+}
+
+kvc_status kvc_check_closed(const kvc_cache *cache, const char *what) {
+    const kvc_status status = kvc_check_no_batch(cache, what);
+    if (status != KVC_OK) return status;
     if (cache->num_holds)
         return kvc_fail(KVC_ERR_HELD, "cannot %s while %lld views of the rows are held: let go of them first", what,
                         (long long)cache->num_holds);

@@ -152,6 +152,9 @@ kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer);
 kvc_status kvc_check_idle(const kvc_sequence *sequence);
 kvc_status kvc_check_closed(const kvc_cache *cache, const char *what);
 
+/* The first of these for calls that holds do not matter to. */
+kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what);
+
 /* KVC_ERR_FULL if kvc_nbytes passes max_bytes, because of `what`, also once what is free was given back. */
 kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what);
 

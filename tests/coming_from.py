@@ -1,6 +1,7 @@
 """The tables of docs/coming-from.md: the tests in tests/ports/ run each of their lines, as it stands there."""
 
 import ast
+import copy
 import re
 from pathlib import Path
 
@@ -19,8 +20,8 @@ class Line:
         self.code = code
 
     def __call__(self, **names):
-        """Run the line with these names beside NumPy's and kvcache's; return its value, or what it assigns."""
-        scope = {"np": np} | {name: getattr(kvcache, name) for name in kvcache.__all__} | names
+        """Run the line with these names beside copy's, NumPy's and kvcache's; return its value, or what it assigns."""
+        scope = {"copy": copy, "np": np} | {name: getattr(kvcache, name) for name in kvcache.__all__} | names
         tree = ast.parse(self.code)
         last = tree.body[-1]
         if isinstance(last, ast.Expr):

@@ -501,10 +501,92 @@ def test_with_closes():
     cache.close()
 
 
-@pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_no_copies_of_a_cache(cache, way):
-    with pytest.raises(TypeError, match=r"gather\(\)"):
-        way(cache)
+def test_no_pickles_of_a_cache(cache):
+    with pytest.raises(TypeError, match=r"pickled: .*gather\(\).*copy\.copy\(\)"):
+        pickle.dumps(cache)
+
+
+def everything(cache):
+    """What can be seen of a cache, but for statistics."""
+    return [
+        (seq_id, layer, cache.positions(layer=layer, seq_id=seq_id), *cache.gather(layer, seq_id=seq_id))
+        for seq_id in [*cache.sequences, 99]
+        for layer in range(cache.num_layers)
+    ]
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("dtype", ["f32", "q8_0"])
+def test_a_copy_is_independent(way, dtype):
+    rng = np.random.default_rng(0)
+    policy = [kvcache.FullAttention(), kvcache.SlidingWindow(20), kvcache.CrossAttention(9)]
+    rope = kvcache.Rope(1 / 100 ** np.linspace(0, 1, 16))
+    options = {"max_sequences": 4, "capacity": 2000, "max_bytes": 1 << 24, "block_size": 16, "num_threads": 2}
+    cache = kvcache.KVCache(3, 2, 32, 900, policy=policy, rope=rope, dtype=dtype, **options)
+    x = rng.standard_normal((400, 2, 32)).astype(np.float32)
+    with cache.batch(400) as batch:
+        for layer in range(2):
+            batch.put(layer, x, x)
+        batch.put(2, x[:7], x[:7])
+    cache.fork(0, 1)
+    cache.remove(10, 30, seq_id=1)
+    view = cache.values(0, copy=False) if dtype == "f32" and len(cache.spans(0)) == 1 else None
+    before = everything(cache)
+    other = way(cache)
+    assert type(other) is kvcache.KVCache
+    for name in ("max_seq_len", "max_sequences", "capacity", "max_bytes", "block_size", "num_threads", "policy", "rope",
+                 "k_dtype", "strategy", "share", "capacity_bytes"):  # fmt: skip
+        assert getattr(other, name) == getattr(cache, name)
+    assert other.nbytes <= cache.nbytes
+    assert other.stats()["tokens"] == 0
+    assert other.stats()["live_slots"] == cache.stats()["live_slots"]  # what was shared is
+    np.testing.assert_equal(everything(other), before)
+    other.shift(0, None, 3, seq_id=1)
+    other.inject(0, 0, x[:9].swapaxes(0, 1), x[:9].swapaxes(0, 1))
+    other.settle()
+    other.clear(0)
+    np.testing.assert_equal(everything(cache), before)
+    kept = everything(other)
+    cache.clear()
+    with cache.batch(300) as batch:
+        for layer in range(2):
+            batch.put(layer, x[:300], x[:300])
+    del view
+    cache.close()
+    np.testing.assert_equal(everything(other), kept)
+    other.validate()
+
+
+def test_a_copy_moves_keys_by_the_same_function():
+    calls = []
+
+    def nudge(layer, keys, delta):
+        calls.append(delta)
+        if delta == 13:
+            raise ZeroDivisionError
+        return keys + delta
+
+    cache = kvcache.KVCache(1, 1, 8, 64, rope=nudge)
+    feed(cache, range(4))
+    other = copy.deepcopy(cache)
+    del cache, nudge
+    gc.collect()
+    keys = other.keys(0).copy()
+    other.shift(0, None, 2)
+    np.testing.assert_array_equal(other.keys(0), keys + 2)
+    with pytest.raises(ZeroDivisionError):
+        other.shift(0, None, 13)
+    assert calls == [2, 13]
+
+
+def test_no_copy_while_a_batch_is_open(cache):
+    with cache.batch(1) as batch:
+        with pytest.raises(kvcache.CacheBusyError, match="cannot copy the cache while a batch is open"):
+            copy.copy(cache)
+        batch.abort()
+    cache.close()
+    with pytest.raises(ValueError, match="closed"):
+        copy.copy(cache)
 
 
 def test_an_open_batch_and_a_view_die_with_their_cache():

@@ -4,6 +4,8 @@ What is stored is f32, so that contents compare exactly. Every row is of fresh r
 wrong place cannot look right.
 """
 
+import copy
+
 import model as dictionary
 import numpy as np
 from hypothesis import note, settings
@@ -482,6 +484,16 @@ class Machine(RuleBasedStateMachine):
                 lambda c: c.inject(layer, begin, *rows, seq_id=seq_id, skip_missing=skip_missing)
             )
             assert real == expected
+
+    @rule()
+    @precondition(lambda self: not self.views)
+    def go_on_with_a_copy(self):
+        other, error = outcome(lambda: copy.copy(self.real))
+        assert error == ("CacheBusyError" if self.batch else None)
+        if other:
+            self.real.close()
+            self.real = other
+            self.committed = self.aborted = self.tokens = 0  # statistics begin anew
 
     @rule(num_tokens=st.integers(1, 100))
     def reserve(self, num_tokens):

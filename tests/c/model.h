@@ -1405,6 +1405,27 @@ static inline kvc_status pair_reserve(pair *p, int64_t num_tokens)
     return agree_moved(p, "reserve", kvc_reserve(p->cache, num_tokens), right);
 }
 
+/* A copy of the cache, which holds what the cache does and is then freed. */
+static inline kvc_status pair_clone(pair *p)
+{
+    static pair copy;
+    kvc_cache *clone = NULL;
+    kvc_status status = agree(p, "clone", kvc_cache_clone(p->cache, &clone), p->batch ? KVC_ERR_BUSY : KVC_OK);
+    CHECK(!clone == (status != KVC_OK));
+    if (status != KVC_OK)
+        return status;
+    if (p->memory)
+        p->memory->fail_after = -1; /* what reads the copy is not to fail */
+    model_copy(&copy, p);
+    copy.cache = clone;
+    copy.memory = NULL;
+    copy.num_holds = 0;
+    pair_check(&copy);
+    CHECK(kvc_nbytes(clone) <= kvc_nbytes(p->cache));
+    pair_free(&copy);
+    return KVC_OK;
+}
+
 static inline kvc_status pair_clear_sequence(pair *p, int64_t id)
 {
     kvc_status right = in_batch(p, id) ? KVC_ERR_BUSY : KVC_OK;

@@ -86,8 +86,10 @@ static inline void random_edit(pair *p)
 {
     int64_t id = random_id(), other = random_id();
     int32_t begin = random_position(p, id), end = begin + random_int(0, 20);
-    int choice = random_int(0, 150);
-    if (choice < 25)
+    int choice = random_int(0, 153);
+    if (choice >= 150)
+        pair_clone(p);
+    else if (choice < 25)
         pair_remove(p, id, begin, choice % 5 ? end : KVC_END, choice % 2);
     else if (choice < 40)
         pair_truncate(p, id, begin);

@@ -200,6 +200,13 @@ static void prepare_cross(pair *p)
     pair_put_all(p);
 }
 
+/* Rows in a cross-attention layer. */
+static void prepare_encoded(pair *p)
+{
+    prepare_cross(p);
+    CHECK(pair_commit(p) == KVC_OK);
+}
+
 /* Keys that are off by several deltas, and a batch to attend with. */
 static void prepare_deltas(pair *p)
 {
@@ -532,6 +539,8 @@ int main(void)
         {"divide", prepare_runs, divide_all},
         {"divide what is shared", prepare_disputed, divide_all},
         {"settle", prepare_disputed, pair_settle},
+        {"clone", prepare_disputed, pair_clone},
+        {"clone with cross-attention", prepare_encoded, pair_clone},
     };
     static const int block_sizes[] = {1, 3, 16, 64};
     test_cache_new();

@@ -545,6 +545,68 @@ static void test_inject_many(void)
     }
 }
 
+/* ---- a copy of the cache ----------------------------------------------------------------------------------------- */
+
+/* Neither sees what becomes of the other; what sequences share, they share in the copy, and holds are not its. */
+static void test_clone(int block_size)
+{
+    static pair copy;
+    static view v;
+    const kvc_layer plain = {.num_kv_heads = 2, .k_dim = 6, .v_dim = 3, .rope = right_rope(0, 0, 2)};
+    kvc_layer layers[] = {plain, plain, plain, plain};
+    layers[1].policy = sliding_policy(5, 2, 9);
+    layers[2].share = 1;
+    layers[3].policy = (kvc_policy){.kind = KVC_CROSS, .max_len = 7};
+    static pair original;
+    pair *p = &original;
+    *p = (pair){.config = {.block_size = block_size, .num_threads = 2, .max_sequences = 5, .capacity = 90}};
+    pair_new(p, 4, layers);
+    CHECK(pair_clone(p) == KVC_OK); /* of nothing */
+    pair_feed(p, 0, 0, 30);
+    CHECK(pair_begin(p, 1, (int32_t[]){30}, (int64_t[]){0}) == KVC_OK);
+    CHECK(pair_put_cross(p, 3, 0, 4) == KVC_OK);
+    CHECK_FAILS(pair_clone(p), KVC_ERR_BUSY, "copy the cache", "batch is open");
+    pair_put_all(p);
+    CHECK(pair_commit(p) == KVC_OK);
+    pair_fork(p, 0, 1);
+    pair_remove(p, 1, 3, 9, 1);
+    pair_remove(p, 0, 4, 6, 0);
+    CHECK(view_new(&v, p, 1, 0) == KVC_OK);
+    pair_clear_sequence(p, 1); /* only the view keeps some of its rows */
+    pair_fork(p, 0, 2);
+    pair_shift(p, 2, 20, KVC_END, 7);
+    pair_feed(p, 7, 0, 11);
+    CHECK(pair_clone(p) == KVC_OK);
+    model_copy(&copy, p);
+    copy.num_holds = 0;
+    CHECK(kvc_cache_clone(p->cache, &copy.cache) == KVC_OK);
+    kvc_stats stats = stats_of(&copy);
+    CHECK(stats.tokens == 0 && stats.blocks_free == 0 && stats.live_slots == stats_of(p).live_slots);
+    CHECK(kvc_capacity(copy.cache) == 90 && kvc_block_size(copy.cache) == kvc_block_size(p->cache));
+    pair_feed(&copy, 7, 11, 20);
+    pair_inject(&copy, 2, 0, 0, 40);
+    CHECK(pair_settle(&copy) == KVC_OK && pair_compact(&copy) == KVC_OK);
+    pair_check(p);
+    pair_check(&copy);
+    view_check(&v, p);
+    pair_clear_sequence(p, 0);
+    pair_clear_sequence(p, 2);
+    pair_feed(p, 2, 0, 25); /* in blocks that the copy's rows came from */
+    pair_check(p);
+    pair_check(&copy);
+    view_free(&v, p);
+    pair_free(p);
+    pair_check(&copy);
+    pair_free(&copy);
+}
+
+static void test_bad_clone(void)
+{
+    pair *p = mixed_pair(4);
+    CHECK_FAILS(kvc_cache_clone(p->cache, NULL), KVC_ERR_INVALID, "clone", "NULL");
+    pair_free(p);
+}
+
 static void test_extract(void)
 {
     pair *p = mixed_pair(4);
@@ -1206,6 +1268,7 @@ static void test_block_size(int block_size)
     test_failing_function(block_size);
     test_settle(block_size);
     test_inject(block_size);
+    test_clone(block_size);
     test_commit_kept(block_size);
     test_reserve(block_size);
     for (int i = 0; i < 8; i++)
@@ -1247,6 +1310,7 @@ static void test_bad_arguments(void)
     test_bad_commit_kept();
     test_bad_moves();
     test_bad_inject();
+    test_bad_clone();
     test_bad_extract();
     test_bad_puts();
     test_bad_slots();

@@ -99,10 +99,12 @@ def test_entry_size(run, cache):
 @table.row("clone()")
 def test_clone(run, cache):
     k, _ = store(cache, 3)
-    run(cache=cache)
-    more, _ = store(cache, 2, seed=1)
-    np.testing.assert_array_equal(cache.gather(0, seq_id=1)[0], k.swapaxes(0, 1))
-    np.testing.assert_array_equal(cache.gather(0)[0], np.concatenate([k, more]).swapaxes(0, 1))
+    with run(cache=cache) as clone:
+        more, _ = store(cache, 2, seed=1)
+        np.testing.assert_array_equal(clone.gather(0)[0], k.swapaxes(0, 1))
+        np.testing.assert_array_equal(cache.gather(0)[0], np.concatenate([k, more]).swapaxes(0, 1))
+        clone.clear()
+    assert cache.seq_len() == 5
 
 
 # --- its unit tests ----------------------------------------------------------------------------------------------
