@@ -10,8 +10,9 @@ from typing import NoReturn
 try:
     from kvcache import KVCacheError, llama
     from kvcache.layer import DTYPES
+    from kvcache.reading import read_prompt
 except ModuleNotFoundError as error:
-    sys.exit(f"generate.py: there is no module {error.name}; run: pip install '.[examples]'")
+    sys.exit(f"generate.py: there is no module {error.name}; run: pip install .")
 except KeyboardInterrupt:
     sys.exit(130)
 
@@ -125,7 +126,7 @@ def main() -> int:
     if prompt is not None and prompt_file is not None:
         p.error("give a prompt or --prompt-file, not both")
     try:
-        text = prompt_file.read_bytes() if prompt_file else os.fsencode("ROMEO:" if prompt is None else prompt)
+        text = read_prompt(prompt_file) if prompt_file else os.fsencode("ROMEO:" if prompt is None else prompt)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # an ASCII terminal
         return llama.run(model, text, llama.Options(**arguments), sys.stdout)

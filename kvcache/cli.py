@@ -21,9 +21,10 @@ except ModuleNotFoundError as error:
 from kvcache import _core, plan, shapes
 from kvcache._core import INT32_MAX, MAX_THREADS
 from kvcache.config import __version__, get_num_threads, print_values, show_config
-from kvcache.errors import KVCacheError
+from kvcache.errors import KVCacheError, plain
 from kvcache.layer import DType, count, dtypes_for
 from kvcache.policy import SlidingWindow
+from kvcache.reading import read_prompt
 from kvcache.strategy import available_memory, readable
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ def main() -> NoReturn:
         status = 1
     except (typer.Abort, KeyboardInterrupt):
         status = 130
-    except (typer.TyperException, KVCacheError, OSError, ImportError, ValueError) as error:
-        said = getattr(error, "format_message", error.__str__)()
+    except (typer.TyperException, KVCacheError, OSError, ImportError, ValueError, MemoryError) as error:
+        said = getattr(error, "format_message", error.__str__)() or "there is not enough memory"
         print(f"kvcache: {said}", file=sys.stderr)
         status = 2
     sys.exit(status)
@@ -178,7 +179,7 @@ def _print_plan(made: plan.Plan, dtypes: Sequence[str]) -> None:
     memory = made.memory
     trained = f", trained for {made.model_context:,} tokens" if made.model_context else ""
     weights = f", less {readable(memory.weights)} of weights" if memory.weights else ""
-    print(f"{made.model_type}, {count(sum(group.num_layers for group in made.groups), 'layer')}{trained}")
+    print(f"{plain(made.model_type)}, {count(sum(group.num_layers for group in made.groups), 'layer')}{trained}")
     print(f"memory: {readable(memory.free)} free ({memory.source}){weights}\n")
     print("bytes of a token, by type")
     _print_table(
@@ -323,7 +324,7 @@ def generate(
 
     if prompt is not None and prompt_file is not None:
         raise typer.BadParameter("give a prompt or a file with one, not both", param_hint="--prompt-file")
-    text = prompt_file.read_bytes() if prompt_file else os.fsencode("Once upon a time" if prompt is None else prompt)
+    text = read_prompt(prompt_file) if prompt_file else os.fsencode("Once upon a time" if prompt is None else prompt)
     options = llama.Options(
         dtype=dtype.value,
         window=window,

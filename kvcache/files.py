@@ -2,26 +2,27 @@
 
 `read_config` takes a Hugging Face folder or its ``config.json``, a GGUF, or what a program has at hand, and gathers the
 facts about the text decoder as `Fields`, so that what reads them is written once. Nothing in a file is believed before
-it is checked.
+it is checked; the limits are those of `kvcache.reading`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kvcache import gguf
 from kvcache._core import INT32_MAX
-from kvcache.errors import ModelFileError, shown
+from kvcache.errors import ModelFileError, plain, shown
+from kvcache.reading import MAX_FIELDS, MAX_JSON, MAX_NAME, MAX_PARTS, MAX_VALUES, File, open_file, read_file
 
 __all__ = ["Fields", "read_config", "read_json", "read_safetensors_header"]
 
-MAX_BYTES = 1 << 24  # of a JSON file
 INDEX = "model.safetensors.index.json"  # of weights in several files
-MAX_HEADER = 100_000_000  # bytes of a safetensors header, as its own library has it
 
 # One name for each fact; of a model with an encoder, the decoder's, which come first.
 NAMES = {
@@ -192,11 +193,18 @@ class Fields:
         The fields.
     source : str
         What messages call it: a file's name, or an argument's.
+
+    Raises
+    ------
+    ModelFileError
+        If there are more than any model has.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self.values = values
         self.source = source
+        if len(values) > MAX_FIELDS:
+            raise self.error(f"it has {len(values):,} fields; {MAX_FIELDS:,} are the most that are read")
 
     def error(self, what: str) -> ModelFileError:
         """Return an error that says what is wrong with it."""
@@ -220,11 +228,12 @@ class Fields:
             raise self.error(f"{name} must be a whole number from {least} to {most}, not {shown(value)}")
         return value
 
-    def positive(self, name: str, default: float | None = None) -> float:
+    def positive(self, name: str, default: float | None = None, most: float = sys.float_info.max) -> float:
         """Return a number above 0."""
         value = self._needed(name, default)
-        if not is_positive(value):
-            raise self.error(f"{name} must be a positive number, not {shown(value)}")
+        if not is_positive(value) or value > most:
+            limit = "" if most == sys.float_info.max else f" of at most {most:g}"
+            raise self.error(f"{name} must be a positive number{limit}, not {shown(value)}")
         return float(value)
 
     def expect(self, name: str, supported: str | bool) -> None:
@@ -236,8 +245,8 @@ class Fields:
     def text(self, name: str, default: str | None = None) -> str:
         """Return a string."""
         value = self._needed(name, default)
-        if not isinstance(value, str):
-            raise self.error(f"{name} must be a string, not {shown(value)}")
+        if not isinstance(value, str) or len(value) > MAX_NAME:
+            raise self.error(f"{name} must be a string of at most {MAX_NAME} characters, not {shown(value)}")
         return value
 
     def part(self, name: str) -> Fields | None:
@@ -249,27 +258,35 @@ class Fields:
             raise self.error(f"{name} must be an object, not {shown(value)}")
         return Fields(value, f"{self.source}, {name}")
 
-    def sequence(self, name: str, length: int) -> list[Any] | None:
-        """Return the first so many of a list."""
+    def sequence(self, name: str, length: int | None = None) -> list[Any] | None:
+        """Return a list, or the first so many of it, which it must have."""
         value = self.get(name)
         if value is None:
             return None
         if not isinstance(value, list | tuple):
             raise self.error(f"{name} must be a list, not {shown(value)}")
-        if len(value) < length:
+        if len(value) > MAX_FIELDS:
+            raise self.error(f"{name} has {len(value):,} entries; {MAX_FIELDS:,} are the most that are read")
+        if length is not None and len(value) < length:
             raise self.error(f"{name} must have one entry for each of the {length} layers, not {len(value)}")
         return list(value[:length])
 
     def by_layer(self, num_layers: int) -> list[Fields]:
         """Return the fields as they are for each layer: where ``per_layer_config`` says so, some are its own."""
         given = self.part("per_layer_config")
-        own = {} if given is None else {int(key): value for key, value in given.values.items() if str(key).isdecimal()}
+        own = {} if given is None else {_number(key): value for key, value in given.values.items()}
         return [
-            Fields({**self.values, **values}, f"{self.source}, layer {i}")
+            Fields(ChainMap({**values}, cast("dict[str, Any]", self.values)), f"{self.source}, layer {i}")
             if isinstance(values := own.get(i), Mapping)
             else self
             for i in range(num_layers)
         ]
+
+
+def _number(key: object) -> int | None:
+    """Which layer a key names."""
+    text = str(key)[:9]
+    return int(text) if text.isdecimal() else None
 
 
 def read_config(source: Any) -> Fields:
@@ -304,23 +321,17 @@ def read_config(source: Any) -> Fields:
     path = Path(source)
     if path.suffix == ".safetensors":
         path = path.parent
-    if path.is_dir():
+    if os.path.isdir(path):
         path = path / "config.json"
     if is_gguf(path):
-        return _from_gguf(gguf.read_header(path), str(path))
-    return _text_decoder(read_json(path), str(path))
+        return _from_gguf(gguf.read_header(path), plain(path))
+    return _text_decoder(read_json(path), plain(path))
 
 
 def is_gguf(path: Path) -> bool:
     """Whether a file begins as a GGUF does, or is called one."""
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == b"GGUF" or path.suffix == ".gguf"
-    except FileNotFoundError:
-        is_folder = path.name == "config.json" and path.parent.is_dir()
-        raise ModelFileError(f"{path.parent} has no {path.name}" if is_folder else f"there is no {path}") from None
-    except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error.strerror}") from None
+    with open_file(path) as file:
+        return file.read(0, min(4, file.size)) == b"GGUF" or path.suffix == ".gguf"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -331,70 +342,69 @@ def read_json(path: Path) -> dict[str, Any]:
     ModelFileError
         If it is missing, too large, no JSON, or something else.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise ModelFileError(f"{path.parent} has no {path.name}") from None
-    except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error.strerror}") from None
-    if len(data) > MAX_BYTES:
-        raise ModelFileError(f"{path} is larger than the {MAX_BYTES >> 20} MiB that a configuration may have")
-    return _parse(data, path)
+    return _parse(read_file(path, MAX_JSON, "a configuration"), path)
 
 
-def read_safetensors_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Read the names and shapes of a safetensors file's tensors, and nothing of what is in them.
+def read_safetensors_header(file: File) -> tuple[dict[str, Any], int]:
+    """Read what stands before the tensors of a safetensors file: an entry for each of them, and where they begin.
 
     Raises
     ------
     ModelFileError
-        If it is missing, or no safetensors file.
+        If it is no safetensors file, or has a header that is larger than any.
     """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            data = file.read(length) if length <= MAX_HEADER else b""
-    except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error.strerror}") from None
-    if not data or len(data) < length:
-        raise ModelFileError(f"{path} is not a whole safetensors file: its header should have {length:,} bytes")
-    tensors = _parse(data, path)
-    shapes = {name: entry.get("shape") for name, entry in tensors.items() if isinstance(entry, dict)}
-    return {name: tuple(shape) for name, shape in shapes.items() if isinstance(shape, list)}
+    length = int.from_bytes(file.read(0, min(8, file.size)), "little")
+    if file.size < 8 or not length or length > min(MAX_JSON, file.size - 8):
+        raise file.error(f"is not a whole safetensors file: its header should have {length:,} bytes")
+    entries = _parse(file.read(8, length), file.path)
+    entries.pop("__metadata__", None)
+    return entries, 8 + length
 
 
 def find_weights(folder: Path, tensors: Iterable[str] | None = None) -> list[Path | None]:
     """Find the safetensors of a folder, or those that have some tensors; None stands for what is no file of it."""
     index = folder / INDEX
-    if not index.exists():
+    if not os.path.lexists(index):
         return [folder / "model.safetensors"]
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict):
         return [None]
-    found = names.values() if tensors is None else map(names.get, tensors)
-    return [folder / name if isinstance(name, str) and Path(name).name == name else None for name in found]
+    given = names.values() if tensors is None else map(names.get, tensors)
+    found = dict.fromkeys(name if isinstance(name, str) and _is_in_folder(name) else None for name in given)
+    if len(found) > MAX_FIELDS:
+        raise ModelFileError(f"{plain(index)}: weight_map names {len(found):,} files; {MAX_FIELDS:,} are the most")
+    return [None if name is None else folder / name for name in found]
+
+
+def _is_in_folder(name: str) -> bool:
+    """Whether it is a file's name, and no way out of its folder."""
+    return name not in ("", ".", "..") and not {"/", os.sep, "\0"} & {*name}
 
 
 def _parse(data: bytes, path: Path) -> dict[str, Any]:
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise ModelFileError(f"{plain(path)} holds more than {MAX_VALUES:,} values, the most that are read")
     try:
         values = json.loads(data)
     except ValueError as error:
-        raise ModelFileError(f"{path} is not JSON: {error}") from None
+        raise ModelFileError(f"{plain(path)} is not JSON: {error}") from None
     except RecursionError:
-        raise ModelFileError(f"{path} is not a configuration: its values are nested too deeply") from None
+        raise ModelFileError(f"{plain(path)} is not a configuration: its values are nested too deeply") from None
     if not isinstance(values, dict):
-        raise ModelFileError(f"{path} must hold a JSON object, not {shown(values)}")
+        raise ModelFileError(f"{plain(path)} must hold a JSON object, not {shown(values)}")
     return values
 
 
 def _text_decoder(values: Mapping[str, Any], source: str) -> Fields:
     """Find the part that is the text decoder, and give its fields their names."""
-    parts = [values]
+    parts = [Fields(values, source).values]
     while (
         part := next((parts[-1][name] for name in PARTS if isinstance(parts[-1].get(name), Mapping)), None)
     ) is not None:
-        parts.append({**DEFAULTS.get(str(part.get("model_type")), {}), **part})
+        if len(parts) > MAX_PARTS:  # or it holds itself
+            raise ModelFileError(f"{source}: more than {MAX_PARTS} configurations are nested in each other")
+        model_type = Fields(part, source).get("model_type")
+        parts.append({**(DEFAULTS.get(model_type, {}) if isinstance(model_type, str) else {}), **part})
     fields = {name: value for name, value in parts[-1].items() if value is not None}
     for name, others in NAMES.items():
         given = next((fields[other] for other in others if other in fields), None)
@@ -409,6 +419,8 @@ def _from_gguf(header: gguf.Header, source: str) -> Fields:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise ModelFileError(f"{source}: there is no general.architecture")
+    if len(architecture) > MAX_NAME:
+        raise ModelFileError(f"{source}: general.architecture {shown(architecture)} is no name")
 
     def of(name: str) -> Any:
         value = metadata.get(f"{architecture}.{name}")

@@ -1,8 +1,9 @@
 """The header of a GGUF file: its metadata, and where its tensors are.
 
-It is read without believing it: every count and length is held against what is left of the file before anything is
-allocated or looped over. The arrays of a vocabulary are walked over, not decoded, so that a large one costs little;
-`read_array` decodes one. Tensors are located, not read. Versions 2 and 3 are read, little-endian; the format is
+It is read without believing it: every count and length is held against what is left of the file, and the limits of
+`kvcache.reading`, before anything is allocated or looped over. The arrays of a vocabulary are walked over, not decoded,
+so that a large one costs little; `read_array` decodes one. Nothing is mapped: a file that is cut while it is read is an
+error. Tensors are located, not read. Versions 2 and 3 are read, little-endian; the format is
 described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 >>> import struct, tempfile
@@ -18,9 +19,7 @@ described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 from __future__ import annotations
 
 import math
-import mmap
 import os
-import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,16 +28,25 @@ from pathlib import Path
 from typing import Any
 
 from kvcache._core import skip_strings
-from kvcache.errors import ModelFileError, shown
+from kvcache.errors import ModelFileError, plain, shown
+from kvcache.reading import (
+    MAX_ALL_KEPT,
+    MAX_AXES,
+    MAX_DEPTH,
+    MAX_ELEMENTS,
+    MAX_ENTRIES,
+    MAX_GGUF_HEADER,
+    MAX_KEPT,
+    MAX_STRING,
+    File,
+    Stamp,
+    open_file,
+)
 
 __all__ = ["Header", "Skipped", "Tensor", "read_array", "read_floats", "read_header"]
 
-MAX_KEPT = 4096  # elements of an array of numbers that stands in the metadata; longer ones are skipped
-MAX_ENTRIES = 2**17  # of metadata, and as many tensors: real files have some thousands
-MAX_ELEMENTS = 2**22  # of all arrays that must be walked or kept: real files have half a million
-MAX_STRING = 2**24  # bytes; the longest strings of real files are chat templates
-MAX_DEPTH = 4  # of arrays in arrays
-MAX_AXES = 4  # of a tensor, as in ggml
+CHUNK = 1 << 16  # bytes that are read at first; then as many as there are already
+NESTED = 64  # elements that an array in an array counts as: these are walked in Python
 
 # number in the file: name here, struct's letter
 NUMBERS = {
@@ -93,7 +101,7 @@ TENSOR_TYPES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Skipped:
     """An array that was left in the file; `read_array` reads it."""
 
@@ -102,7 +110,7 @@ class Skipped:
     offset: int  # of its first element, in bytes from the beginning of the file
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Tensor:
     """Where a tensor lies, and how it is stored."""
 
@@ -121,6 +129,7 @@ class Header:
     version: int
     metadata: dict[str, Any]  # numbers, strings, tuples of numbers, and `Skipped` for all other arrays
     tensors: dict[str, Tensor]
+    stamp: Stamp  # of the file that they were read from
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -134,7 +143,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     Returns
     -------
     Header
-        Its metadata and tensors; each tensor of a known type lies within the file.
+        Its metadata and tensors; each tensor of a known type lies within the file, and none within another.
 
     Raises
     ------
@@ -150,7 +159,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         if type(alignment) is not int or alignment < 1 or alignment.bit_count() != 1:
             raise source.error(f"general.alignment must be a power of two, not {shown(alignment)}")
         tensors = source.tensors(num_tensors, alignment)
-    return Header(source.path, version, metadata, tensors)
+        return Header(source.path, version, metadata, tensors, source.file.stamp)
 
 
 def read_array(header: Header, key: str) -> tuple[Any, ...]:
@@ -171,15 +180,14 @@ def read_array(header: Header, key: str) -> tuple[Any, ...]:
     Raises
     ------
     ModelFileError
-        The entry is no array of strings or numbers, or a string in it is not UTF-8.
+        The entry is no array of strings or numbers, a string in it is not UTF-8, or the file was changed.
     """
     value = header.metadata[key]
     if isinstance(value, tuple):
         return value
     if not isinstance(value, Skipped) or value.type == "array":
-        raise ModelFileError(f"{header.path}: {key} is not an array of strings or numbers")
-    with _open(header.path) as source:
-        source.at = value.offset
+        raise ModelFileError(f"{plain(header.path)}: {plain(key)} is not an array of strings or numbers")
+    with _open(header.path, header.stamp, value.offset) as source:
         if value.type != "str":
             return source.numbers(TYPE_NUMBERS[value.type], value.count)
         return source.strings(key, value.count)
@@ -203,45 +211,55 @@ def read_floats(header: Header, name: str) -> tuple[float, ...]:
     Raises
     ------
     ModelFileError
-        It is of another type, or has more than one axis or 4096 elements.
+        It is of another type, has more than one axis or 4096 elements, or the file was changed.
     """
     tensor = header.tensors[name]
     if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_KEPT:
         raise ModelFileError(
-            f"{header.path}: tensor {name} must be at most {MAX_KEPT:,} numbers of F32, not {list(tensor.shape)} of "
-            f"{tensor.type}"
+            f"{plain(header.path)}: tensor {plain(name)} must be at most {MAX_KEPT:,} numbers of F32, not "
+            f"{list(tensor.shape)} of {tensor.type}"
         )
-    with _open(header.path) as source:
-        source.at = tensor.offset
+    with _open(header.path, header.stamp, tensor.offset) as source:
         return source.numbers(TYPE_NUMBERS["f32"], tensor.shape[0])
 
 
 @contextmanager
-def _open(path: str | os.PathLike[str]) -> Iterator[_Source]:
-    path = Path(path)
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        raise ModelFileError(f"there is no {path}") from None
-    if not stat.S_ISREG(mode):  # a pipe would be waited for
-        raise ModelFileError(f"{path} is not a file")
-    with open(path, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:  # which cannot be mapped
-            raise ModelFileError(f"{path} is empty")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            yield _Source(path, data)
+def _open(path: str | os.PathLike[str], stamp: Stamp | None = None, at: int = 0) -> Iterator[_Source]:
+    with open_file(path, stamp) as file:
+        if not file.size:
+            raise file.error("is empty")
+        yield _Source(file, at)
 
 
 class _Source:
-    """The bytes of a file, and how far they have been read."""
+    """A part of a file, read as far as it is needed, and how far it has been decoded."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.size = path, data, len(data)
-        self.at = 0
-        self.elements = 0  # that were walked or kept
+    def __init__(self, file: File, at: int) -> None:
+        self.file, self.path, self.size = file, file.path, file.size
+        self.base, self.at = at, at  # bytes of the file: where `data` begins, what comes next
+        self.data = bytearray()
+        self.elements = self.kept = self.text = 0  # that were walked, and kept; bytes of strings
 
     def error(self, what: str) -> ModelFileError:
-        return ModelFileError(f"{self.path}: {what}")
+        return ModelFileError(f"{plain(self.path)}: {what}")
+
+    def grow(self) -> bool:
+        """Read more of the file; whether there was more."""
+        begin = self.base + len(self.data)
+        count = min(max(CHUNK, len(self.data)), self.size - begin)
+        if count > 0 and len(self.data) + count > MAX_GGUF_HEADER:
+            raise self.error(f"its header is longer than the {MAX_GGUF_HEADER >> 20} MiB that one may have")
+        self.data += self.file.read(begin, max(count, 0))
+        return count > 0
+
+    def take(self, count: int, nbytes: int, what: str) -> int:
+        """Have so many things of so many bytes, and go past them; where they begin in `data`."""
+        self.expect(count, nbytes, what)
+        begin = self.at - self.base
+        while len(self.data) < begin + count * nbytes:
+            self.grow()
+        self.at += count * nbytes
+        return begin
 
     def expect(self, count: int, nbytes: int, what: str) -> None:
         """Refuse a count of things that take so many bytes each, at least, if they cannot be in the file."""
@@ -260,14 +278,13 @@ class _Source:
         """So many numbers of a type; true and false are numbers here."""
         name, letter = NUMBERS[number]
         packed = struct.calcsize(f"<{letter}")
-        self.expect(count, packed, f"elements of {packed} bytes")
         self.spend(count)
-        values = struct.unpack_from(f"<{count}{letter}", self.data, self.at)
+        begin = self.take(count, packed, f"elements of {packed} bytes")
+        values = struct.unpack_from(f"<{count}{letter}", self.data, begin)
         if name == "bool":
             if values and max(values) > 1:
-                raise self.error(f"a byte after {self.at:,} is neither true nor false but {max(values)}")
+                raise self.error(f"a byte after {self.at - count:,} is neither true nor false but {max(values)}")
             values = tuple(map(bool, values))
-        self.at += count * packed
         return values
 
     def u32(self) -> int:
@@ -277,18 +294,19 @@ class _Source:
         return int(self._one("<Q", 8))
 
     def _one(self, layout: str, nbytes: int) -> Any:
-        self.expect(1, nbytes, f"number of {nbytes} bytes")
-        self.at += nbytes
-        return struct.unpack_from(layout, self.data, self.at - nbytes)[0]
+        return struct.unpack_from(layout, self.data, self.take(1, nbytes, f"number of {nbytes} bytes"))[0]
 
     def string(self, what: str) -> str:
         length = self.u64()
         if length > MAX_STRING:
             raise self.error(f"{what} is said to have {length:,} bytes; {MAX_STRING:,} are the most that are read")
         self.expect(length, 1, f"bytes of {what}")
-        self.at += length
+        self.text += length
+        if self.text > MAX_STRING:
+            raise self.error(f"its names and strings have more than {MAX_STRING:,} bytes")
+        begin = self.take(length, 1, f"bytes of {what}")
         try:
-            return self.data[self.at - length : self.at].decode()
+            return self.data[begin : begin + length].decode()
         except UnicodeDecodeError as error:
             raise self.error(f"{what} is not UTF-8: {error.reason} at byte {error.start:,} of it") from None
 
@@ -296,8 +314,9 @@ class _Source:
 
     def beginning(self) -> tuple[int, int, int]:
         """Version, number of tensors, number of entries of metadata."""
+        self.grow()
         if self.data[:4] != b"GGUF":
-            raise self.error(f"it is no GGUF file: it begins with {self.data[:4]!r}")
+            raise self.error(f"it is no GGUF file: it begins with {bytes(self.data[:4])!r}")
         self.at = 4
         version = self.u32()
         if version and not version & 0xFFFF:
@@ -329,6 +348,9 @@ class _Source:
             return self.numbers(number, 1)[0]
         number, count = self._type(key), self.u64()
         if number in NUMBERS and count <= MAX_KEPT:
+            self.kept += count
+            if self.kept > MAX_ALL_KEPT:
+                raise self.error(f"its short arrays have more than {MAX_ALL_KEPT:,} elements")
             return self.numbers(number, count)
         skipped = Skipped(TYPE_NAMES[number], count, self.at)
         self._skip(key, number, count, 1)
@@ -345,22 +367,23 @@ class _Source:
             raise self.error(f"{shown(key)} nests arrays deeper than {MAX_DEPTH} levels")
         else:
             self.expect(count, 12, "arrays")
-            self.spend(count)
+            self.spend(count * NESTED)
             for _ in range(count):
                 self._skip(key, self._type(key), self.u64(), depth + 1)
 
     def _skip_strings(self, key: str, count: int) -> None:
         self.expect(count, 8, "strings")
         self.spend(count)
-        end = skip_strings(self.data, self.at, count)  # a vocabulary has hundreds of thousands
-        if end < 0:
-            raise self.error(f"the strings of {shown(key)} go past the end of the file")
-        self.at = end
+        begin = self.at - self.base
+        while (end := skip_strings(self.data, begin, count)) < 0:  # a vocabulary has hundreds of thousands
+            if not self.grow():
+                raise self.error(f"the strings of {shown(key)} go past the end of the file")
+        self.at = self.base + end
 
     def strings(self, key: str, count: int) -> tuple[str, ...]:
-        """An array of strings; the file may have changed since it was skipped."""
-        data, at, unpack = self.data, self.at, struct.Struct("<Q").unpack_from
+        at, unpack = self.at - self.base, struct.Struct("<Q").unpack_from
         self._skip_strings(key, count)
+        data = self.data
         found = []
         try:
             for _ in range(count):
@@ -387,6 +410,11 @@ class _Source:
             tensors[name] = Tensor(name, shape, known, offset, nbytes)
         if len(tensors) < count:
             raise self.error("a tensor is there twice")
+        end = 0
+        for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
+            if tensor.nbytes and tensor.offset < end:
+                raise self.error(f"tensor {shown(tensor.name)} begins within another")
+            end = max(end, tensor.offset + (tensor.nbytes or 0))
         return tensors
 
     def _tensor(self, i: int) -> tuple[str, tuple[int, ...], int, int]:

@@ -21,9 +21,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvcache import FullAttention, KVCache, Rope, SlidingWindow, shapes
+from kvcache.errors import shown
 from kvcache.files import Fields, read_config
 from kvcache.layer import DTYPES, DType, bytes_of_token, dtypes_for, suits
 from kvcache.policy import Policy
+from kvcache.reading import MAX_CONTEXT, open_file
 from kvcache.rope import RopeLike
 from kvcache.tokens import Tokenizer, load_tokenizer
 from kvcache.weights import F32, Tensors
@@ -112,7 +114,7 @@ class LlamaConfig:
             hidden_size=fields.count("hidden_size"),
             intermediate_size=fields.count("intermediate_size"),
             vocab_size=fields.count("vocab_size"),
-            max_seq_len=fields.count("max_position_embeddings"),
+            max_seq_len=fields.count("max_position_embeddings", most=MAX_CONTEXT),
             rms_norm_eps=fields.positive("rms_norm_eps"),
             rope=_rope(fields, shape.rope, head_dim),
             policy=_policy(fields, shape.policy),
@@ -124,14 +126,14 @@ def _check_family(fields: Fields) -> None:
     """Refuse what the forward pass does not compute."""
     model_type = fields.text("model_type")
     if model_type not in MODEL_TYPES:
-        raise fields.error(f"model_type {model_type!r} is not supported, only {', '.join(MODEL_TYPES)} are")
+        raise fields.error(f"model_type {shown(model_type)} is not supported, only {', '.join(MODEL_TYPES)} are")
     fields.expect("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias"):
         fields.expect(name, False)
     scaling = fields.part("rope_parameters") or fields.part("rope_scaling") or Fields({}, fields.source)
     rope_type = scaling.text("rope_type", scaling.text("type", "default"))
     if rope_type not in ROPE_TYPES:
-        raise fields.error(f"rope_type {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)} are")
+        raise fields.error(f"rope_type {shown(rope_type)} is not supported, only {', '.join(ROPE_TYPES)} are")
 
 
 def _heads(fields: Fields, shape: shapes.Shape) -> tuple[int, int, int]:
@@ -608,8 +610,8 @@ def read_windows(path: Path, tokenizer: Tokenizer, length: int) -> list[list[int
     """Cut the beginning of a text file into texts of `length` tokens; none where there is no file."""
     if not path.exists():
         return []
-    with path.open("rb") as file:
-        tokens = tokenizer.encode(file.read(EVAL_BYTES))
+    with open_file(path) as file:
+        tokens = tokenizer.encode(file.read(0, min(EVAL_BYTES, file.size)))
     first = [] if tokenizer.bos is None else [tokenizer.bos]  # with which each of them begins
     tokens, length = tokens[len(first) :], max(length - len(first), 1)
     windows = [first + tokens[i : i + length] for i in range(0, len(tokens), length)]

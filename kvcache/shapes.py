@@ -6,7 +6,6 @@ in the tables of this module.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -17,15 +16,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.errors import ModelFileError, NotSupportedError
+from kvcache.errors import ModelFileError, NotSupportedError, plain, shown
 from kvcache.files import Fields, find_weights, is_positive, read_config, read_safetensors_header
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
+from kvcache.reading import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, open_file
 from kvcache.rope import Rope, RopeLike
 
 __all__ = ["Shape", "read"]
 
-MAX_LAYERS = 1024
-MAX_HEAD_DIM = 1 << 13
 PACKED = "quantization_config"  # where it is there, weights may be packed into other shapes
 
 # Every so manieth layer sees everything, the others a window.
@@ -205,9 +203,11 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
         layers += [layer._replace(policy=cross, rope=False) for layer in layers]
         share += [None] * len(kinds)
     if all(layer.policy is None for layer in layers):
-        raise NotSupportedError(f"{config.source}: no layer of this {model_type} has keys and values")
+        raise NotSupportedError(f"{config.source}: no layer of this {plain(model_type)} has keys and values")
     columns: dict[str, Any] = dict(zip(_Layer._fields, zip(*layers, strict=True), strict=True))
-    context = None if config.get("max_position_embeddings") is None else config.count("max_position_embeddings")
+    context = config.get("max_position_embeddings")
+    if context is not None:
+        context = config.count("max_position_embeddings", most=MAX_CONTEXT)
     shape = Shape(model_type, share=tuple(share), max_seq_len=context, **columns)
     if isinstance(source, str | os.PathLike) and not any(config.get(name) for name in ("gguf_architecture", PACKED)):
         _check_weights(Path(source), shape)
@@ -216,16 +216,21 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
 
 def _check_weights(path: Path, shape: Shape) -> None:
     """Refuse a folder whose weights make keys or values of another size than its configuration says."""
-    folder = path if path.is_dir() else path.parent
+    folder = path if os.path.isdir(path) else path.parent
     prefix = "model.layers.0.self_attn"  # as most models call it
     dims = {f"{prefix}.k_proj.weight": shape.head_dim[0], f"{prefix}.v_proj.weight": shape.v_head_dim[0]}
-    for file in dict.fromkeys(find_weights(folder, dims)):
-        header = read_safetensors_header(file) if file is not None and file.is_file() else {}
+    for found in find_weights(folder, dims):
+        if found is None or not os.path.isfile(found):
+            continue
+        with open_file(found) as file:
+            entries, _ = read_safetensors_header(file)
         for tensor, dim in dims.items():
-            made = header.get(tensor)
-            if made and not shape.value_in_key[0] and made[0] != shape.num_kv_heads[0] * dim:
+            made = Fields(entry, "").get("shape") if isinstance(entry := entries.get(tensor), dict) else None
+            if not isinstance(made, list) or not made or shape.value_in_key[0]:
+                continue
+            if made[0] != shape.num_kv_heads[0] * dim:
                 raise ModelFileError(
-                    f"{file}: {tensor} makes {made[0]} elements for a token, and config.json says "
+                    f"{plain(found)}: {tensor} makes {shown(made[0])} elements for a token, and config.json says "
                     f"{shape.num_kv_heads[0]} KV heads of {dim}"
                 )
 
@@ -254,7 +259,7 @@ def _kinds(config: Fields) -> list[str]:
         return [_kind(config, i) for i in range(num_layers)]
     for i, kind in enumerate(kinds):
         if not isinstance(kind, str) or kind not in STATELESS | FULL | SLIDING | {"chunked_attention"}:
-            raise NotSupportedError(f"{config.source}: layer {i} is of type {kind!r}, which no policy stands for")
+            raise NotSupportedError(f"{config.source}: layer {i} is of type {shown(kind)}, which no policy stands for")
     return kinds
 
 
@@ -274,9 +279,9 @@ def _has_rows(config: Fields, layer: int) -> bool:
     if config.get("full_attention_interval") is not None:
         return (layer + 1) % config.count("full_attention_interval") == 0
     if config.get("model_type") == "bamba":
-        return layer in config.get("attn_layer_indices", ())
-    blocks = config.get("block_types")
-    return not blocks or config.sequence("block_types", 1) is None or blocks[layer % len(blocks)] == "attention"
+        return layer in (config.sequence("attn_layer_indices") or ())
+    blocks = config.sequence("block_types")
+    return not blocks or blocks[layer % len(blocks)] == "attention"
 
 
 def _slides(config: Fields, layer: int) -> bool:
@@ -291,7 +296,7 @@ def _slides(config: Fields, layer: int) -> bool:
         return (layer + 1) % config.count("sliding_window_pattern", pattern) != 0
     if config.get("gguf_architecture") is not None and model_type not in SLIDING_EVERYWHERE:
         raise NotSupportedError(
-            f"{config.source}: it names a window, but not which layers of a {model_type} have it: give a policy"
+            f"{config.source}: it names a window, but not which layers of a {plain(model_type)} have it: give a policy"
         )
     first = config.count("max_window_layers", 0, least=0) if config.get("use_sliding_window") else 0
     return layer >= first
@@ -300,9 +305,11 @@ def _slides(config: Fields, layer: int) -> bool:
 def _layer(config: Fields, layer: int, kind: str) -> _Layer:
     """What a layer keeps, given its fields."""
     policy = _policy(config, kind)
-    num_heads = config.count("num_attention_heads") if policy is not None else 1
+    num_heads = config.count("num_attention_heads", most=MAX_HEADS) if policy is not None else 1
     if config.get("kv_lora_rank"):
-        rank, rotated = config.count("kv_lora_rank"), config.count("qk_rope_head_dim", least=0, most=MAX_HEAD_DIM)
+        rank = config.count("kv_lora_rank", most=MAX_HEAD_DIM)
+        rotated = config.count("qk_rope_head_dim", least=0, most=MAX_HEAD_DIM)
+        _check_width(config, num_heads, rank + rotated)
         rope = _rope(config, layer, kind, rank + rotated, rank)
         return _Layer(num_heads, 1, rank + rotated, rank, True, policy, rope)
     if policy is None:
@@ -311,9 +318,17 @@ def _layer(config: Fields, layer: int, kind: str) -> _Layer:
     derived = config.get("hidden_size")
     derived = None if derived is None else config.count("hidden_size") // num_heads
     head_dim = config.count(own + "head_dim", derived or None, most=MAX_HEAD_DIM)
-    v_head_dim = config.count(own + "v_head_dim", head_dim)
+    v_head_dim = config.count(own + "v_head_dim", head_dim, most=MAX_HEAD_DIM)
     num_kv_heads = _num_kv_heads(config, own, num_heads)
+    if num_heads % num_kv_heads:
+        raise config.error(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
+    _check_width(config, num_heads, max(head_dim, v_head_dim))
     return _Layer(num_heads, num_kv_heads, head_dim, v_head_dim, False, policy, _rope(config, layer, kind, head_dim, 0))
+
+
+def _check_width(config: Fields, num_heads: int, head_dim: int) -> None:
+    if num_heads * head_dim > MAX_WIDTH:
+        raise config.error(f"{num_heads} heads of {head_dim} elements are more than any model's")
 
 
 def _num_kv_heads(config: Fields, own: str, num_heads: int) -> int:
@@ -321,8 +336,9 @@ def _num_kv_heads(config: Fields, own: str, num_heads: int) -> int:
         return 1
     attention = config.part("attn_config")
     if attention is not None and attention.get("kv_n_heads") is not None:
-        return attention.count("kv_n_heads")
-    return config.count(own + "num_key_value_heads", config.get("num_key_value_heads", num_heads))
+        return attention.count("kv_n_heads", most=MAX_HEADS)
+    default = config.get("num_key_value_heads", num_heads)
+    return config.count(own + "num_key_value_heads", default, most=MAX_HEADS)
 
 
 def _policy(config: Fields, kind: str) -> Policy | None:
@@ -371,16 +387,19 @@ def _rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) 
     if scale is None:
         return Unshiftable(name)
     fraction = parameters.positive(
-        "partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct", 1.0))
+        "partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct", 1.0)), most=1.0
     )
     if name == "proportional":
         dim, num_rotated = head_dim, int(fraction * head_dim // 2)
     else:
-        dim = config.count("rotary_dim", int((head_dim - first_dim) * fraction), most=head_dim - first_dim)
+        dim = config.count("rotary_dim", int((head_dim - first_dim) * fraction), least=2, most=head_dim - first_dim)
         num_rotated = dim // 2
-    inv_freq = parameters.positive("rope_theta", 10000.0) ** -(np.arange(0, 2 * num_rotated, 2) / dim)
-    inv_freq = np.pad(scale(parameters, config, inv_freq, dim), (0, dim // 2 - num_rotated))
-    inv_freq /= _factors(config, len(inv_freq))
+    with np.errstate(all="ignore"):  # what does not come out finite is refused
+        inv_freq = np.float64(parameters.positive("rope_theta", 10000.0)) ** -(np.arange(0, 2 * num_rotated, 2) / dim)
+        inv_freq = np.pad(scale(parameters, config, inv_freq, dim), (0, dim // 2 - num_rotated))
+        inv_freq /= _factors(config, len(inv_freq))
+    if not len(inv_freq) or not np.isfinite(inv_freq).all():
+        raise parameters.error(f"rope_theta and what scales it, {plain(name)}, give no finite frequencies")
     return _shared_rope(inv_freq.tobytes(), _interleaved(config, model_type), first_dim)
 
 
@@ -392,7 +411,9 @@ def _shared_rope(inv_freq: bytes, interleaved: bool, first_dim: int) -> Rope:
 
 def _factors(config: Fields, count: int) -> Frequencies:
     """What a file divides each frequency by, where it lists that."""
-    listed = config.get("rope_freqs", [1.0] * count)
+    listed = config.get("rope_freqs")
+    if listed is None:
+        return np.ones(count)
     if not isinstance(listed, list | tuple) or len(listed) != count or not all(map(is_positive, listed)):
         raise config.error(f"rope_freqs must be {count} positive numbers")
     return np.array(listed, np.float64)
@@ -487,16 +508,19 @@ def _yarn(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int) -
     """
     context = parameters.positive("original_max_position_embeddings")
     factor = parameters.positive("factor", config.positive("max_position_embeddings", context) / context)
+    theta = parameters.positive("rope_theta")
+    if theta <= 1:
+        raise parameters.error(f"rope_theta must be above 1 for yarn, not {theta:g}")
 
-    def pair(turns: float) -> float:
+    def pair(turns: float) -> Any:
         """Which one turns so often in the old context."""
-        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(parameters.positive("rope_theta")))
+        return dim * np.log(context / (turns * 2 * np.pi)) / (2 * np.log(theta))
 
     low, high = pair(parameters.positive("beta_fast", 32.0)), pair(parameters.positive("beta_slow", 1.0))
     if parameters.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    divided: Frequencies = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
+        low, high = np.floor(low), np.ceil(high)
+    low, high = np.maximum(low, 0), np.minimum(high, dim - 1)  # which keep what is no number
+    divided: Frequencies = np.clip((np.arange(dim // 2) - low) / np.maximum(high - low, 0.001), 0, 1)
     return inv_freq * (1 - divided) + inv_freq / factor * divided
 
 

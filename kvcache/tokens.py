@@ -11,13 +11,26 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvcache.errors import ModelFileError
+from kvcache.errors import ModelFileError, plain, shown
 from kvcache.files import read_json
-from kvcache.gguf import Header, read_array, read_header
+from kvcache.gguf import Header, Skipped, read_array, read_header
+from kvcache.reading import (
+    MAX_ADDED,
+    MAX_CUTS,
+    MAX_ITEMS,
+    MAX_LISTS,
+    MAX_MERGES,
+    MAX_OBJECTS,
+    MAX_TOKEN,
+    MAX_TOKENIZER,
+    MAX_TOKENS,
+    read_file,
+)
 
 if TYPE_CHECKING:
     import tokenizers
@@ -26,7 +39,6 @@ __all__ = ["ByteTokenizer", "ModelTokenizer", "Tokenizer", "load_tokenizer"]
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 SPACE = "▁"  # how SentencePiece writes one
-MAX_TOKEN = 1024  # characters; the longest tokens of real files are rows of spaces
 
 
 class Tokenizer(Protocol):
@@ -71,7 +83,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         The ``tokenizers`` package is needed, and not installed.
     """
     path = Path(path)
-    return _from_folder(path) if path.is_dir() else _from_gguf(read_header(path))
+    return _from_folder(path) if os.path.isdir(path) else _from_gguf(read_header(path))
 
 
 class ByteTokenizer:
@@ -111,10 +123,15 @@ class ModelTokenizer:
         Put in front of what is encoded.
     stop : frozenset of int
         With which a text ends.
+    source : str
+        What messages call it.
     """
 
-    def __init__(self, model: tokenizers.Tokenizer, byte_level: bool, bos: int | None, stop: frozenset[int]) -> None:
+    def __init__(
+        self, model: tokenizers.Tokenizer, byte_level: bool, bos: int | None, stop: frozenset[int], source: str
+    ) -> None:
         self.bos, self.stop = bos, stop
+        self._source = source
         self._model, self._byte_level = model, byte_level
         added = model.get_added_tokens_decoder().items()
         self._added = {token: b"" if entry.special else entry.content.encode() for token, entry in added}
@@ -123,7 +140,8 @@ class ModelTokenizer:
         """Turn a text into tokens, those of control sequences in it included; `bos` comes first."""
         if isinstance(text, bytes):
             text = text.decode(errors="replace")
-        tokens: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        with _guarded(f"{self._source}: the tokenizer fails"):
+            tokens: list[int] = self._model.encode(text, add_special_tokens=False).ids
         return tokens if self.bos is None else [self.bos, *tokens]
 
     def decode(self, tokens: Iterable[int]) -> bytes:
@@ -160,34 +178,72 @@ def import_package(name: str) -> Any:
         raise ImportError(f"this model needs the package {name}: pip install 'kvcache[cli]'", name=name) from error
 
 
+@contextmanager
+def _guarded(sentence: str) -> Iterator[None]:
+    """Make a `ModelFileError` of whatever the package raises.
+
+    Where it panics, it raises what is no `Exception`, and prints what file and line of its own that was in, which tells
+    users nothing: nothing is printed meanwhile.
+    """
+    try:
+        with _quiet():
+            yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, ModelFileError):
+        raise
+    except BaseException as error:
+        raise ModelFileError(f"{sentence}: {plain(error)}") from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Send what is written to the descriptor of stderr nowhere."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 # --- Hugging Face folders ----------------------------------------------------------------------------------------
 
 
 def _from_folder(folder: Path) -> Tokenizer:
     config = read_json(folder / "config.json")
     stop = _token_ids(folder / "config.json", config)
-    if (folder / "generation_config.json").exists():
+    if os.path.lexists(folder / "generation_config.json"):
         stop |= _token_ids(folder / "generation_config.json", read_json(folder / "generation_config.json"))
-    if (folder / "tokenizer.json").exists():
+    if os.path.lexists(folder / "tokenizer.json"):
         return _from_json(folder / "tokenizer.json", config.get("bos_token_id"), stop)
     if config.get("vocab_size") == 256:
         return ByteTokenizer(stop)
     size = config.get("vocab_size")
     raise ModelFileError(
-        f"{folder} has no tokenizer.json, and only a model of 256 tokens, bytes, needs none, not one of {size!r}"
+        f"{plain(folder)} has no tokenizer.json, and only a model of 256 tokens, bytes, needs none, not one of "
+        f"{shown(size)}"
     )
 
 
 def _from_json(path: Path, bos: object, stop: frozenset[int]) -> ModelTokenizer:
     package = import_package("tokenizers")
-    try:
-        model = package.Tokenizer.from_buffer(path.read_bytes())
-    except Exception as error:  # the package raises nothing more special
-        raise ModelFileError(f"{path} is no tokenizer: {error}") from None
-    model.no_truncation()
-    model.no_padding()
-    first = next(iter(model.encode("").ids), None)  # what is put before every text
-    return ModelTokenizer(model, _is_byte_level(path, model), first if first == bos else None, stop)
+    data = read_file(path, MAX_TOKENIZER, "a tokenizer")
+    most = {b"{": MAX_OBJECTS, b"[": MAX_LISTS, b",": MAX_ITEMS}
+    if any(data.count(mark) > count for mark, count in most.items()):
+        raise ModelFileError(f"{plain(path)} is no tokenizer: it has more entries than any")
+    with _guarded(f"{plain(path)} is no tokenizer"):
+        model = package.Tokenizer.from_buffer(data)
+        model.no_truncation()
+        model.no_padding()
+        first = next(iter(model.encode("").ids), None)  # what is put before every text
+        is_byte_level = _is_byte_level(path, model)
+        return ModelTokenizer(model, is_byte_level, first if first == bos else None, stop, plain(path))
 
 
 def _is_byte_level(path: Path, model: tokenizers.Tokenizer) -> bool:
@@ -198,7 +254,7 @@ def _is_byte_level(path: Path, model: tokenizers.Tokenizer) -> bool:
         return True
     if kinds & {"ByteFallback", "Metaspace"} and kinds <= {"ByteFallback", "Metaspace", "Replace", "Fuse", "Strip"}:
         return False
-    raise ModelFileError(f"{path}: a decoder of {', '.join(sorted(map(str, kinds)))} is not supported")
+    raise ModelFileError(f"{plain(path)}: a decoder of {plain(', '.join(sorted(map(str, kinds))))} is not supported")
 
 
 def _token_ids(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
@@ -206,7 +262,7 @@ def _token_ids(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and token >= 0 for token in ids):
-        raise ModelFileError(f"{path}: eos_token_id must be a token or a list of tokens, not {value!r}")
+        raise ModelFileError(f"{plain(path)}: eos_token_id must be a token or a list of tokens, not {shown(value)}")
     return frozenset(ids)
 
 
@@ -241,7 +297,7 @@ def _from_gguf(header: Header) -> Tokenizer:
         return ByteTokenizer()
     if kind not in ("gpt2", "llama"):
         raise ModelFileError(
-            f"{header.path}: tokenizer.ggml.model {kind!r} is not supported, only 'gpt2' and 'llama' are"
+            f"{plain(header.path)}: tokenizer.ggml.model {shown(kind)} is not supported, only 'gpt2' and 'llama' are"
         )
     return _Vocabulary(header).tokenizer(byte_level=kind == "gpt2")
 
@@ -251,26 +307,29 @@ class _Vocabulary:
 
     def __init__(self, header: Header) -> None:
         self.header = header
-        self.tokens = self.array("tokens", str)
+        self.tokens = self.array("tokens", str, MAX_TOKENS)
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         has_types = self.get("token_type") is not None
-        self.types = self.array("token_type", int) if has_types else (NORMAL,) * len(self.tokens)
+        self.types = self.array("token_type", int, MAX_TOKENS) if has_types else (NORMAL,) * len(self.tokens)
         if not len(self.ids) == len(self.tokens) == len(self.types):
             raise self.error("the tokens must differ, and token_type have one element for each")
         if max(map(len, self.tokens), default=0) > MAX_TOKEN:
             raise self.error(f"a token has more than {MAX_TOKEN:,} characters")
 
     def error(self, what: str) -> ModelFileError:
-        return ModelFileError(f"{self.header.path}: tokenizer.ggml: {what}")
+        return ModelFileError(f"{plain(self.header.path)}: tokenizer.ggml: {what}")
 
     # --- the metadata, each entry checked as it is read ----------------------------------------------------------
 
     def get(self, name: str) -> Any:
         return self.header.metadata.get(f"tokenizer.ggml.{name}")
 
-    def array(self, name: str, element: type) -> tuple[Any, ...]:
-        if self.get(name) is None:
+    def array(self, name: str, element: type, most: int) -> tuple[Any, ...]:
+        given = self.get(name)
+        if given is None:
             raise self.error(f"there is no {name}")
+        if isinstance(given, Skipped) and given.count > most:
+            raise self.error(f"{name} has {given.count:,} elements; {most:,} are the most that are read")
         values = read_array(self.header, f"tokenizer.ggml.{name}")
         if not all(type(value) is element for value in values):
             raise self.error(f"the elements of {name} must be of type {element.__name__}")
@@ -279,13 +338,13 @@ class _Vocabulary:
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name)
         if value is not None and type(value) is not bool:
-            raise self.error(f"{name} must be true or false, not {value!r}")
+            raise self.error(f"{name} must be true or false, not {shown(value)}")
         return default if value is None else value
 
     def token(self, name: str) -> int | None:
         value = self.get(name)
         if value is not None and not (type(value) is int and 0 <= value < len(self.tokens)):
-            raise self.error(f"{name} must be one of {len(self.tokens):,} tokens, not {value!r}")
+            raise self.error(f"{name} must be one of {len(self.tokens):,} tokens, not {shown(value)}")
         return value
 
     def of_type(self, *types: int) -> list[str]:
@@ -296,19 +355,23 @@ class _Vocabulary:
     def tokenizer(self, byte_level: bool) -> ModelTokenizer:
         package = import_package("tokenizers")
         model, adds_bos = self._byte_level(package) if byte_level else self._sentence_piece(package)
-        control = [package.AddedToken(t, special=True, normalized=False) for t in self.of_type(UNKNOWN, CONTROL)]
-        model.add_special_tokens(control)
-        model.add_tokens([package.AddedToken(t, normalized=False) for t in self.of_type(USER_DEFINED)])
+        control, own = self.of_type(UNKNOWN, CONTROL), self.of_type(USER_DEFINED)
+        if len(control) + len(own) > MAX_ADDED:
+            raise self.error(f"{len(control) + len(own):,} tokens are no normal ones; {MAX_ADDED:,} are the most")
+        with _guarded(f"{plain(self.header.path)}: tokenizer.ggml"):
+            model.add_special_tokens([package.AddedToken(t, special=True, normalized=False) for t in control])
+            model.add_tokens([package.AddedToken(t, normalized=False) for t in own])
         stop = {self.token(f"{name}_token_id") for name in ("eos", "eot", "eom")}
         bos = self.token("bos_token_id") if self.flag("add_bos_token", adds_bos) else None
-        return ModelTokenizer(model, byte_level, bos, frozenset(token for token in stop if token is not None))
+        ends = frozenset(token for token in stop if token is not None)
+        return ModelTokenizer(model, byte_level, bos, ends, plain(self.header.path))
 
     def _byte_level(self, package: Any) -> tuple[Any, bool]:
         """A tokenizer as GPT-2's, and whether such begin with BOS."""
         pre = self.get("pre") or "default"
         if pre not in CUTS:
-            raise self.error(f"pre {pre!r} is not supported, only {', '.join(CUTS)} are")
-        merges = [tuple(merge.split(" ")) for merge in self.array("merges", str)]
+            raise self.error(f"pre {shown(pre)} is not supported, only {', '.join(CUTS)} are")
+        merges = list(map(self._pair, self.array("merges", str, MAX_MERGES * len(self.tokens))))
         model = self._model(package, merges, ignore_merges=pre in WHOLE_WORDS)
         parts = package.pre_tokenizers
         cuts = [parts.Split(package.Regex(pattern), "isolated") for pattern in CUTS[pre]]
@@ -327,20 +390,32 @@ class _Vocabulary:
 
     def _merges(self) -> list[tuple[str, str]]:
         """Every pair of tokens that are a token together, as SentencePiece merges them: best score first."""
-        scores = self.array("scores", float)
+        scores = self.array("scores", float, MAX_TOKENS)
         if len(scores) != len(self.tokens):
             raise self.error("scores must have one element for each token")
         ids = {token: self.ids[token] for token in self.of_type(NORMAL)}
+        if sum(map(len, ids)) > MAX_CUTS:
+            raise self.error(f"its tokens have more than {MAX_CUTS:,} characters")
         found = []
         for token, i in ids.items():
             for cut in range(1, len(token)):
-                left, right = token[:cut], token[cut:]
-                if left in ids and right in ids:
-                    found.append((-scores[i], i, ids[left], left, right))
-        return [(left, right) for *_, left, right in sorted(found)]
+                left, right = ids.get(token[:cut]), ids.get(token[cut:])
+                if left is not None and right is not None:
+                    found.append((-scores[i], i, left, right))
+            if len(found) > MAX_MERGES * len(self.tokens):
+                raise self.error(f"its tokens are made of each other in more than {MAX_MERGES} ways each")
+        return [(self.tokens[left], self.tokens[right]) for _, _, left, right in sorted(found)]
 
-    def _model(self, package: Any, merges: Sequence[tuple[str, ...]], **settings: Any) -> Any:
-        try:
+    def _pair(self, merge: str) -> tuple[str, str]:
+        """The two tokens that a merge makes one of: the objects that stand for them already, not copies."""
+        pieces = merge.split(" ")
+        for piece in pieces:
+            if piece not in self.ids:
+                raise self.error(f"the merges do not fit the tokens: {shown(piece)} is none")
+        if len(pieces) != 2 or "".join(pieces) not in self.ids:
+            raise self.error(f"the merges do not fit the tokens: {shown(merge)} makes none of two")
+        return self.tokens[self.ids[pieces[0]]], self.tokens[self.ids[pieces[1]]]
+
+    def _model(self, package: Any, merges: Sequence[tuple[str, str]], **settings: Any) -> Any:
+        with _guarded(f"{plain(self.header.path)}: tokenizer.ggml: the merges do not fit the tokens"):
             return package.Tokenizer(package.models.BPE(self.ids, merges, **settings))
-        except Exception as error:  # the package raises nothing more special
-            raise self.error(f"the merges do not fit the tokens: {error}") from None

@@ -1,11 +1,14 @@
 """A model's weights in float32, from safetensors or GGUF, under Hugging Face's names.
 
-Blocks of quantised GGUF files are decoded by the ``gguf`` package, safetensors are read by theirs; each is imported
-when a file needs it.
+Blocks of quantised GGUF files are decoded by the ``gguf`` package, which is imported when a file needs it. Safetensors
+are read here, each tensor when it is taken: their own package either maps a file, and a file that is cut while it is
+read then ends the process, or takes several times its size.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +19,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.errors import ModelFileError
-from kvcache.files import INDEX, find_weights
+from kvcache.errors import ModelFileError, plain, shown
+from kvcache.files import INDEX, find_weights, read_safetensors_header
 from kvcache.gguf import Header, Tensor, read_header
+from kvcache.reading import MAX_AXES, Stamp, open_file
 from kvcache.tokens import import_package
 
 __all__ = ["F32", "Tensors"]
@@ -43,6 +47,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of an element, in safetensors
 
 
 @dataclass(frozen=True)
@@ -64,14 +69,14 @@ class Tensors:
     Raises
     ------
     ModelFileError
-        If a file is missing or damaged, or a tensor is of a type that is not read.
+        If a file is missing or damaged, a tensor is of a type that is not read, or one lies within another.
     ImportError
         If a package is needed to read it, and not installed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._in_folder = path.is_dir()
+        self._in_folder = os.path.isdir(path)
         self._stored = _from_folder(path) if self._in_folder else _from_gguf(read_header(path))
 
     def __contains__(self, name: str) -> bool:
@@ -86,23 +91,26 @@ class Tensors:
         return f"blk.{layer[1]}.{NAMES[stem[layer.end() :]]}.{kind}" if layer else f"{NAMES[stem]}.{kind}"
 
     def take(self, name: str, *shape: int) -> F32:
-        """Decode a tensor and forget it here."""
+        """Decode a tensor and forget it here; refuses one that would make every logit NaN."""
         name = self._name(name)
         stored = self._stored.pop(name, None)
         if stored is None:
-            raise ModelFileError(f"{self.path} has no tensor {name}")
+            raise ModelFileError(f"{plain(self.path)} has no tensor {name}")
         if stored.shape != shape:
             raise ModelFileError(
-                f"{self.path}: tensor {name} has the shape {list(stored.shape)}, where {list(shape)} is needed"
+                f"{plain(self.path)}: tensor {name} has the shape {list(stored.shape)}, where {list(shape)} is needed"
             )
-        return stored.decode()
+        values = stored.decode()
+        if not np.isfinite((values.min(), values.max())).all():  # both are NaN where an element is
+            raise ModelFileError(f"{plain(self.path)}: tensor {name} has an element that is no finite number")
+        return values
 
     def finish(self, *unused: str) -> None:
         """Refuse what was not taken: leaving out a bias or a norm gives text that is wrong and looks right."""
         names = {self._name(name) for name in unused}
         for name in self._stored:
             if name not in names and not name.endswith(".rotary_emb.inv_freq"):
-                raise ModelFileError(f"{self.path} has a tensor {name}, which a plain Llama has not")
+                raise ModelFileError(f"{plain(self.path)} has a tensor {plain(name)}, which a plain Llama has not")
 
 
 # --- safetensors -------------------------------------------------------------------------------------------------
@@ -118,34 +126,64 @@ def _from_folder(folder: Path) -> dict[str, _Stored]:
 def _shards(folder: Path) -> list[Path]:
     files = set(find_weights(folder))
     if None in files:
-        raise ModelFileError(f"{folder / INDEX}: weight_map must name files of this folder")
+        raise ModelFileError(f"{plain(folder / INDEX)}: weight_map must name files of this folder")
     return sorted(file for file in files if file is not None)
 
 
 def _from_safetensors(path: Path) -> dict[str, _Stored]:
-    package = import_package("safetensors")
-    try:
-        entries = package.deserialize(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelFileError(f"{path.parent} has no {path.name}") from None
-    except package.SafetensorError as error:
-        raise ModelFileError(f"{path} is not a whole safetensors file: {error}") from None
-    for name, entry in entries:
-        if entry["dtype"] not in ("F32", "F16", "BF16"):
-            raise ModelFileError(
-                f"{path}: tensor {name} has the type {entry['dtype']}; F32, F16 and BF16 are supported"
-            )
-    return {name: _Stored(tuple(entry["shape"]), partial(_to_f32, entry)) for name, entry in entries}
+    with open_file(path) as file:
+        entries, begin = read_safetensors_header(file)
+        places = {name: _place(name, entry, path) for name, entry in entries.items()}
+        end = begin
+        for name, (_, _, offset, nbytes) in sorted(places.items(), key=lambda place: place[1][2:]):
+            if begin + offset != end:  # which the format allows neither
+                what = "overlaps another" if begin + offset < end else "follows bytes that are of none"
+                raise file.error(f"is not a whole safetensors file: tensor {plain(name)} {what}")
+            end += nbytes
+        if end != file.size:
+            raise file.error(f"is not a whole safetensors file: it ends at byte {file.size:,}, its tensors at {end:,}")
+    return {
+        name: _Stored(shape, partial(_to_f32, path, file.stamp, dtype, shape, begin + offset, nbytes))
+        for name, (dtype, shape, offset, nbytes) in places.items()
+    }
 
 
-def _to_f32(entry: dict[str, Any]) -> F32:
-    """Decode a stored tensor; bf16 is the upper half of an f32, which NumPy has no type for."""
-    dtype, data = entry["dtype"], entry["data"]
+def _place(name: str, entry: Any, path: Path) -> tuple[str, tuple[int, ...], int, int]:
+    """Type, shape, offset behind the header, and bytes of a tensor."""
+    values = entry if isinstance(entry, dict) else {}
+    dtype = values.get("dtype")
+    if not isinstance(dtype, str) or dtype not in BYTES:
+        known = plain(dtype) if isinstance(dtype, str) else shown(dtype)
+        raise ModelFileError(
+            f"{plain(path)}: tensor {plain(name)} has the type {known}; F32, F16 and BF16 are supported"
+        )
+    shape, offsets = _counts(values.get("shape")), _counts(values.get("data_offsets"))
+    if shape is not None and offsets is not None and len(offsets) == 2:
+        nbytes = BYTES[dtype] * math.prod(shape)
+        if offsets[1] - offsets[0] == nbytes:
+            return dtype, shape, offsets[0], nbytes
+    raise ModelFileError(
+        f"{plain(path)} is not a whole safetensors file: tensor {plain(name)} of shape {shown(values.get('shape'))} "
+        f"cannot have data_offsets {shown(values.get('data_offsets'))}"
+    )
+
+
+def _counts(values: Any) -> tuple[int, ...] | None:
+    """A short list of whole numbers as a file's size may be, or None."""
+    if not isinstance(values, list) or len(values) > MAX_AXES:
+        return None
+    return tuple(values) if all(type(value) is int and 0 <= value < 2**63 for value in values) else None
+
+
+def _to_f32(path: Path, stamp: Stamp, dtype: str, shape: tuple[int, ...], offset: int, nbytes: int) -> F32:
+    """Read and decode a tensor; bf16 is the upper half of an f32, which NumPy has no type for."""
+    with open_file(path, stamp) as file:
+        data = file.read_array(offset, nbytes)
     if dtype == "BF16":
-        flat = (np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+        flat = (data.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
     else:
-        flat = np.frombuffer(data, "<f4" if dtype == "F32" else "<f2").astype(np.float32)
-    return flat.reshape(entry["shape"])
+        flat = data.view("<f4" if dtype == "F32" else "<f2").astype(np.float32, copy=False)
+    return flat.reshape(shape)
 
 
 # --- GGUF --------------------------------------------------------------------------------------------------------
@@ -154,23 +192,27 @@ def _to_f32(entry: dict[str, Any]) -> F32:
 def _from_gguf(header: Header) -> dict[str, _Stored]:
     parts = header.metadata.get("split.count", 1)
     if parts != 1:
-        raise ModelFileError(f"{header.path} is a part of a model in {parts} files; only whole ones are read")
+        raise ModelFileError(
+            f"{plain(header.path)} is a part of a model in {shown(parts)} files; only whole ones are read"
+        )
     package = import_package("gguf")
-    data = np.memmap(header.path, np.uint8, "r")
     return {
-        name: _Stored(tensor.shape, partial(_dequantize, package, header, data, tensor))
+        name: _Stored(tensor.shape, partial(_dequantize, package, header, tensor))
         for name, tensor in header.tensors.items()
     }
 
 
-def _dequantize(package: Any, header: Header, data: NDArray[np.uint8], tensor: Tensor) -> F32:
-    """Decode a tensor; its blocks lie along the innermost axis."""
-    error = ModelFileError(f"{header.path}: tensor {tensor.name} has the type {tensor.type}, which is not supported")
+def _dequantize(package: Any, header: Header, tensor: Tensor) -> F32:
+    """Read and decode a tensor; its blocks lie along the innermost axis."""
+    error = ModelFileError(
+        f"{plain(header.path)}: tensor {plain(tensor.name)} has the type {tensor.type}, which is not supported"
+    )
     if tensor.nbytes is None:
         raise error
-    raw = data[tensor.offset :][: tensor.nbytes].reshape(*tensor.shape[:-1], -1)
+    with open_file(header.path, header.stamp) as file:
+        raw = file.read_array(tensor.offset, tensor.nbytes).reshape(*tensor.shape[:-1], -1)
     try:
         values = package.quants.dequantize(raw, package.GGMLQuantizationType[str(tensor.type)])
     except (KeyError, NotImplementedError):
         raise error from None
-    return np.array(values, np.float32)  # the file's own bytes may change
+    return np.asarray(values, np.float32)

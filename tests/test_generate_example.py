@@ -145,7 +145,7 @@ def test_help() -> None:
         ([""], "the prompt is empty"),
         (["x" * 2048], "the prompt of 2,048 tokens leaves no room in the model's context of 2,048"),
         (["a", "--prompt-file", "b"], "give a prompt or --prompt-file, not both"),
-        (["--prompt-file", "/no/such/file"], "No such file or directory: '/no/such/file'"),
+        (["--prompt-file", "/no/such/file"], "there is no /no/such/file"),
         (["--model", "/no/such/folder"], "there is no /no/such/folder"),
         (["--model", str(ROOT / "examples")], "has no config.json"),
     ],

@@ -106,7 +106,7 @@ def test_a_few_numbers(tmp_path: Path) -> None:
         with pytest.raises(ModelFileError, match=f"tensor {other} must be at most 4,096 numbers of F32, not "):
             gguf.read_floats(found, other)
     path.write_bytes(data[:1000])
-    with pytest.raises(ModelFileError, match="64 elements of 4 bytes should follow"):
+    with pytest.raises(ModelFileError, match="was changed while it was read"):
         gguf.read_floats(found, name)
 
 
@@ -207,7 +207,7 @@ def test_an_array_that_is_not_utf8(read: Read) -> None:
 def test_a_file_that_changes(read: Read) -> None:
     found = read(header(entry(b"k", 9, array(8, 2, text(b"a") + text(b"b"))), entries=1))
     read(header() + bytes(10))
-    with pytest.raises(ModelFileError, match="2 strings should follow byte 49, and only 0 bytes do"):
+    with pytest.raises(ModelFileError, match="was changed while it was read"):
         gguf.read_array(found, "k")
 
 
@@ -377,7 +377,7 @@ def test_a_vocabulary_is_not_decoded(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         found = gguf.read_header(path)
-        assert tracemalloc.get_traced_memory()[1] < 200_000
+        assert tracemalloc.get_traced_memory()[1] < 2 * path.stat().st_size
     finally:
         tracemalloc.stop()
     assert gguf.read_array(found, "k") == tuple(map(str, range(100_000)))

@@ -503,7 +503,7 @@ def test_a_file_cut_short(tmp_path: Path) -> None:
         llama.Llama.load(path)
 
 
-@pytest.mark.parametrize("package", ["gguf", "safetensors"])
+@pytest.mark.parametrize("package", ["gguf"])
 def test_without_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     path = write_gguf(tmp_path / "model.gguf", random_weights())[0]
     write_folder(tmp_path, random_weights())
