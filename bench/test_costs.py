@@ -1,0 +1,180 @@
+"""How costs grow with what they are costs of: the exponent between sizes, 1 where twice as much takes twice as long."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+
+import kvcache
+
+DIM = 8  # elements of a row: it is the bookkeeping that is measured
+
+
+@pytest.fixture
+def slope(figures, in_turn):
+    """A function that measures at each size, in turn, and adds a row for the exponent over all of them."""
+
+    def add(name, sizes, measure, wanted, seconds=1.0):
+        found = in_turn(*[lambda size=size: measure(size) for size in sizes], seconds=seconds, least=5)
+        octaves = math.log(sizes[-1] / sizes[0])
+        exponents = [math.log(last / first) / octaves for first, last in zip(found[0], found[-1], strict=True)]
+        each = ", ".join(f"{1e6 * np.median(one):,.1f}" for one in found)
+        note = f"{each} µs at {', '.join(f'{size:,}' for size in sizes)}"
+        figures.samples(f"{name}: exponent", exponents, "", wanted, note)
+
+    return add
+
+
+def timed(call, *arguments, **options):
+    start = time.perf_counter()
+    result = call(*arguments, **options)
+    return time.perf_counter() - start, result
+
+
+def append(cache, positions, seq_ids):
+    rows = np.ones((len(positions), 1, DIM), np.float32)
+    with cache.batch(positions=positions, seq_ids=seq_ids) as batch:
+        for layer in range(cache.num_layers):
+            batch.put(layer, rows, rows)
+
+
+def holding(num_sequences, tokens=1, **options):
+    """A cache with so many sequences of so many tokens."""
+    cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, **options)
+    append(cache, [*range(tokens)] * num_sequences, np.repeat(np.arange(num_sequences), tokens))
+    return cache
+
+
+POLICIES = {"full": kvcache.FullAttention(), "sliding": kvcache.SlidingWindow(64)}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_begin_beside_idle_sequences(slope, policy):
+    """A batch of one token of one of them."""
+    sizes = (1000, 4000, 16_000)
+    caches = {size: holding(size, policy=POLICIES[policy]) for size in sizes}
+
+    def begin(size):
+        seconds, batch = timed(caches[size].batch, positions=[1], seq_ids=[0])
+        batch.abort()
+        return seconds
+
+    slope(f"begin beside idle sequences, {policy}", sizes, begin, "0")
+
+
+def test_feeding_sequences_one_by_one(slope):
+    """A token each, in a batch of its own."""
+
+    def feed(size):
+        cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, policy=POLICIES["sliding"])
+
+        def all_of_them():
+            for seq_id in range(size):
+                append(cache, [0], [seq_id])
+
+        return timed(all_of_them)[0]
+
+    slope("feeding sequences one by one, sliding", (500, 1000, 4000), feed, "1")
+
+
+@pytest.mark.parametrize("forks", [64, 1024])
+def test_plan_of_forks(figures, in_turn, forks):
+    """Of a sequence of which every second token is gone; the second layer's attention has the first one's plan."""
+    runs = 1024
+    cache = kvcache.KVCache(2, 1, DIM, None, max_sequences=None, num_threads=1, block_size=64)
+    append(cache, range(2 * runs), [0] * (2 * runs))
+    for position in range(1, 2 * runs, 2):
+        cache.remove(position, position + 1, shift=False)
+    for seq_id in range(1, forks):
+        cache.fork(0, seq_id)
+    rows = np.ones((forks, 1, DIM), np.float32)
+
+    def attend():
+        batch = cache.batch(positions=[2 * runs] * forks, seq_ids=range(forks))
+        for layer in (0, 1):
+            batch.put(layer, rows, rows)
+        seconds = [timed(batch.attend, layer, rows)[0] for layer in (0, 1)]
+        batch.abort()
+        return seconds
+
+    (found,) = in_turn(attend, seconds=1, least=5)
+    both, tasks = zip(*found, strict=True)
+    note = f"1 is the tasks; {1e3 * np.median(both):.1f} ms"
+    figures.ratio(f"plan and tasks by tasks, {forks:,} forks of {runs:,} one-row runs", both, tasks, "<= 2", note)
+
+
+def test_inject_after_divide(slope):
+    """All rows, of which two are at each position."""
+
+    def inject(size):
+        cache = kvcache.KVCache(1, 1, DIM, size, rope=False, num_threads=1)
+        append(cache, range(size), [0] * size)
+        cache.divide(0, size, 2)
+        rows = np.ones((1, size // 2, DIM), np.float32)
+        return timed(cache.inject, 0, 0, rows, rows)[0]
+
+    slope("inject after divide(2)", (4000, 8000, 16_000), inject, "1")
+
+
+def test_cross_attention_puts(slope):
+    """The encoder's rows of each sequence of a batch, put one by one."""
+
+    def put(size):
+        cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, policy=kvcache.CrossAttention(4))
+        rows = np.ones((1, 1, DIM), np.float32)
+        batch = cache.batch(positions=[0] * size, seq_ids=range(size))
+
+        def all_of_them():
+            for seq_id in range(size):
+                batch.put(0, rows, rows, seq_id=seq_id)
+
+        seconds, _ = timed(all_of_them)
+        batch.abort()
+        return seconds
+
+    slope("cross-attention puts of a batch's sequences", (512, 2048, 8192), put, "1")
+
+
+def test_dense_of_many_sequences(figures, in_turn):
+    """Whose mask alone is quadratic: by the time that it takes to fill one."""
+    size = 2048
+    cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1)
+    rows = np.ones((size, 1, DIM), np.float32)
+    batch = cache.batch(positions=[0] * size, seq_ids=range(size))
+    batch.put(0, rows, rows)
+    dense, mask = in_turn(
+        lambda: timed(batch.dense, 0)[0], lambda: timed(np.full, (size, size), -np.inf, np.float32)[0], least=5
+    )
+    batch.abort()
+    figures.ratio(f"dense of {size:,} sequences by filling a mask", dense, mask, "", f"{1e3 * np.median(dense):.1f} ms")
+
+
+def test_decoding_over_many_deltas(slope):
+    """A token over as many tokens as deltas, each off by one more: 32 steps, in which it may settle."""
+    dim = 64
+
+    def decode(deltas):
+        cache = kvcache.KVCache(
+            1,
+            1,
+            dim,
+            None,
+            num_threads=1,
+            block_size=64,
+            rope=kvcache.Rope(10_000.0 ** -(np.arange(dim // 2) / (dim // 2))),
+        )
+        rows = np.ones((2 * deltas, 1, dim), np.float32)
+        with cache.batch(2 * deltas) as batch:
+            batch.put(0, rows, rows)
+        for position in range(1, deltas + 1):
+            cache.remove(position, position + 1)
+
+        def steps():
+            for _ in range(32):
+                with cache.batch(1) as batch:
+                    batch.attend(0, rows[:1], rows[:1], rows[:1])
+
+        return timed(steps)[0] / 32
+
+    slope("a step over so many deltas, of 32", (256, 1024, 4096), decode, "<= 1")
