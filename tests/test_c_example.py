@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import struct
 import subprocess
 
@@ -287,6 +288,44 @@ def test_tensors_twice_missing_and_too_many(refused):
     refused(f"tensor {NORM} must be of type", weights=with_header(HEADER | {NORM: None}))
     long = with_header(HEADER | {"x" * 10_000: HEADER[NORM]})
     refused("has not: " + '"' + "x" * 79 + "\n", weights=long)
+
+
+def test_tensors_within_each_other(refused):
+    """As often as there are layers, they would take many times the file's size."""
+    entries = {name: HEADER[name] for name in HEADER if not name.startswith("model.layers.")}
+    layer = {name: HEADER[name] for name in HEADER if name.startswith("model.layers.0.")}
+    for i in range(500):
+        entries |= {name.replace(".0.", f".{i}.", 1): entry for name, entry in layer.items()}
+    refused(
+        "tensors that lie within each other", config=CONFIG | {"num_hidden_layers": 500}, weights=with_header(entries)
+    )
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_weights_that_are_no_numbers(refused, number):
+    weights = bytearray(WEIGHTS)
+    at = 8 + HEADER_SIZE + HEADER[NORM]["data_offsets"][0] + 20
+    weights[at : at + 2] = np.float16(number).tobytes()
+    refused(f"tensor {NORM} has an element that is no finite number", weights=bytes(weights))
+
+
+def test_names_do_not_steer_a_terminal(generate, refused, tmp_path):
+    name = "a\x7f\u009b2J"
+    refused(
+        'has not: "a???2J"', weights=with_header(json.dumps(HEADER | {name: HEADER[NORM]}, ensure_ascii=False).encode())
+    )
+    check_refused(generate("--model", tmp_path / "\x1b[2J"), "?[2J/config.json")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_what_is_no_file(generate, tmp_path, name):
+    for other in {"config.json", "model.safetensors"} - {name}:
+        (tmp_path / other).symlink_to(MODEL / other)
+    os.mkfifo(tmp_path / name)
+    check_refused(generate("--model", tmp_path), f"{tmp_path / name} is not a file")
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    check_refused(generate("--model", tmp_path), f"{tmp_path / name} is not a file")
 
 
 def test_missing_files(generate, tmp_path):

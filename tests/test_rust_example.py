@@ -298,6 +298,42 @@ def test_damaged_files(run: Run, tmp_path: Path) -> None:
     check_refused(run("--model", folder), "config.json is no JSON: no further level was expected at byte 64")
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_what_is_no_file(run: Run, tmp_path: Path, name: str) -> None:
+    folder = write_model(tmp_path)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    check_refused(run("--model", folder), f"{folder / name} is not a file")
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
+    check_refused(run("--model", folder), f"{folder / name} is not a file")
+
+
+def test_files_that_are_larger_than_they_may_be(run: Run, tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    os.truncate(folder / "model.safetensors", 1 << 40)  # read where the tensors are only
+    assert run("--model", folder, "--tokens", "1").returncode == 0
+    os.truncate(folder / "config.json", 1 << 40)
+    check_refused(run("--model", folder), "config.json is larger than the 1048576 bytes that it may have")
+
+
+def test_weights_that_will_not_do(run: Run, tmp_path: Path) -> None:
+    header, data = read_model()
+    begin = header["model.norm.weight"]["data_offsets"][0]
+    nan = data[:begin] + np.float16(np.nan).tobytes() + data[begin + 2 :]
+    folder = write_model(tmp_path, header, nan)
+    check_refused(run("--model", folder), "tensor model.norm.weight has an element that is no finite number")
+    for i in range(4, 500):
+        layer = {name: entry for name, entry in header.items() if name.startswith("model.layers.0.")}
+        header |= {name.replace(".0.", f".{i}.", 1): entry for name, entry in layer.items()}
+    check_refused(run("--model", write_model(tmp_path, header)), "its tensors lie within each other")
+    header, data = read_model()
+    header["\x1b[2J" + "x" * 5000] = header["model.norm.weight"] | {"data_offsets": [0, 0]}
+    done = run("--model", write_model(tmp_path, header))
+    check_refused(done, r"has a tensor \u{1b}[2Jxxx")
+    assert len(done.stderr) < 1200
+
+
 def test_types_that_do_not_suit_the_heads(run: Run, tmp_path: Path) -> None:
     folder = write_model(tmp_path, num_attention_heads=16, num_key_value_heads=8, head_dim=16)
     check_refused(run("--model", folder, "--dtype", "q8_0"), "k_dim is 16: for q8_0 it must be a multiple of 32")

@@ -1,23 +1,33 @@
+#define _POSIX_C_SOURCE 200809L
+#define _FILE_OFFSET_BITS 64
+
 #include "model.h"
 
+#include <fcntl.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "json.h"
 
 enum { FAILED = 2, MOST_LAYERS = 1024, MOST_DIM = 1 << 20, PATH = 1024 };
-enum { MOST_CONFIG = 1 << 20, MOST_HEADER = 100000000 }; /* bytes */
+enum { MOST_CONFIG = 1 << 20, MOST_HEADER = 1 << 24 }; /* bytes */
 
 int fail(const char *format, ...) {
+    char said[2 * PATH];
     va_list arguments;
     va_start(arguments, format);
-    fputs("generate: ", stderr);
-    vfprintf(stderr, format, arguments);
-    fputs("\n", stderr);
+    if (vsnprintf(said, sizeof said, format, arguments) < 0) said[0] = 0;
     va_end(arguments);
+    for (unsigned char *c = (unsigned char *)said; *c; c++) { /* names of files and tensors do not steer a terminal */
+        if (*c == 0xc2 && c[1] && c[1] < 0xa0) *c++ = '?', *c = '?';
+        if (*c < ' ' || *c == 127) *c = '?';
+    }
+    fprintf(stderr, "generate: %s\n", said);
     return FAILED;
 }
 
@@ -32,11 +42,14 @@ typedef struct file {
 static int file_open(file *f, const char *folder, const char *name) {
     const int length = snprintf(f->path, sizeof f->path, "%s/%s", folder, name);
     if (length < 0 || length >= (int)sizeof f->path) return fail("the folder's name is too long: %.40s...", folder);
-    f->stream = fopen(f->path, "rb");
-    if (!f->stream) return fail("there is no %s, or it cannot be read", f->path);
-    f->size = fseek(f->stream, 0, SEEK_END) == 0 ? ftell(f->stream) : -1;
-    rewind(f->stream);
-    return f->size < 0 ? fail("%s is no file", f->path) : 0;
+    const int descriptor = open(f->path, O_RDONLY | O_NONBLOCK | O_NOCTTY); /* a pipe is not waited for */
+    struct stat found = {0};
+    if (descriptor < 0) return fail("there is no %s, or it cannot be read", f->path);
+    if (fstat(descriptor, &found) == 0 && S_ISREG(found.st_mode)) f->stream = fdopen(descriptor, "rb");
+    f->size = found.st_size;
+    if (f->stream) return 0;
+    close(descriptor);
+    return fail("%s is not a file", f->path);
 }
 
 /* The next `size` bytes; NULL, after fail, if there are not so many or there is no memory. */
@@ -210,22 +223,29 @@ static int place_tensor(tensor *t, json entry, long long data_size, const char *
     return 0;
 }
 
+/* Tensors that lie within each other would take more memory than the file. */
+static int check_total(const tensor *list, int count, long long data_size, const char *path) {
+    long long left = data_size;
+    for (int i = 0; i < count; i++) {
+        if (!list[i].is_found) return fail("%s has no tensor %s", path, list[i].name);
+        left -= num_elements(&list[i]) * list[i].bytes;
+    }
+    return left < 0 ? fail("%s has tensors that lie within each other", path) : 0;
+}
+
 /* Goes over the header: every tensor once, and nothing that would be left out. */
 static int place_tensors(const model *m, tensor *list, int count, json header, long long data_size, const char *path) {
     json name, entry = {NULL, NULL};
     while (json_next(header, &name, &entry)) {
-        int i = 0, status = 0;
+        if (json_is_string(name, "__metadata__") || (m->is_tied && json_is_string(name, "lm_head.weight"))) continue;
+        int i = 0;
         while (i < count && !json_is_string(name, list[i].name)) i++;
-        if (i < count)
-            status = place_tensor(&list[i], entry, data_size, path);
-        else if (!json_is_string(name, "__metadata__") && !(m->is_tied && json_is_string(name, "lm_head.weight")))
-            status = fail("%s has a tensor that a plain Llama has not: %.*s", path,
-                          (int)(name.end - name.at < 80 ? name.end - name.at : 80), name.at);
+        const int status = i < count ? place_tensor(&list[i], entry, data_size, path)
+                                     : fail("%s has a tensor that a plain Llama has not: %.*s", path,
+                                            (int)(name.end - name.at < 80 ? name.end - name.at : 80), name.at);
         if (status) return status;
     }
-    for (int i = 0; i < count; i++)
-        if (!list[i].is_found) return fail("%s has no tensor %s", path, list[i].name);
-    return 0;
+    return check_total(list, count, data_size, path);
 }
 
 /* Safetensors are little-endian. */
@@ -252,12 +272,16 @@ static float element(const tensor *t, const unsigned char *bytes) {
 }
 
 static int read_tensor(const tensor *t, file *f, long long data, float *to) {
-    if (fseek(f->stream, (long)(data + t->begin), SEEK_SET) != 0) return fail("%s cannot be read", f->path);
+    if (fseeko(f->stream, (off_t)(data + t->begin), SEEK_SET) != 0) return fail("%s cannot be read", f->path);
     unsigned char *bytes = file_read(f, (size_t)(num_elements(t) * t->bytes));
     if (!bytes) return FAILED;
-    for (long long i = 0; i < num_elements(t); i++) to[i] = element(t, bytes + i * t->bytes);
+    int is_finite = 1;
+    for (long long i = 0; i < num_elements(t); i++) {
+        to[i] = element(t, bytes + i * t->bytes);
+        is_finite &= isfinite(to[i]) != 0;
+    }
     free(bytes);
-    return 0;
+    return is_finite ? 0 : fail("%s: tensor %s has an element that is no finite number", f->path, t->name);
 }
 
 /* All weights, one tensor behind the other, in memory that is taken once every size is known to be the file's. */

@@ -1,10 +1,13 @@
 //! What a model's `config.json` says.
 
-use std::fs;
 use std::path::Path;
 
+use crate::files::read_text;
 use crate::json::Json;
 use crate::Result;
+
+/// Of a configuration.
+const MOST_BYTES: u64 = 1 << 20;
 
 /// The numbers that a Llama needs.
 pub struct Config {
@@ -25,7 +28,7 @@ pub struct Config {
 
 impl Config {
     pub fn read(path: &Path) -> Result<Self> {
-        let text = fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
+        let text = read_text(path, MOST_BYTES)?;
         let fields = Json::parse(&text).map_err(|what| format!("{} is {what}", path.display()))?;
         Self::of(&fields).map_err(|what| format!("{}: {what}", path.display()).into())
     }

@@ -6,6 +6,9 @@ use std::fmt;
 /// Of brackets in brackets: a file cannot exhaust the stack.
 const MOST_LEVELS: usize = 64;
 
+/// Of values: a text of some MB cannot take some GB of memory. An object counts as eight, an array as two.
+const MOST_VALUES: usize = 1 << 19;
+
 #[derive(Debug, PartialEq)]
 pub enum Json {
     Null,
@@ -19,7 +22,7 @@ pub enum Json {
 impl Json {
     /// Reads a text that is one value. The error says where it is not.
     pub fn parse(text: &str) -> Result<Json, String> {
-        let mut reader = Reader { rest: text, length: text.len() };
+        let mut reader = Reader { rest: text, length: text.len(), left: MOST_VALUES };
         let value = reader.value(MOST_LEVELS)?;
         reader.skip_space();
         if reader.rest.is_empty() {
@@ -63,6 +66,7 @@ impl fmt::Display for Json {
 struct Reader<'a> {
     rest: &'a str,
     length: usize,
+    left: usize, // values that may follow
 }
 
 impl Reader<'_> {
@@ -98,7 +102,14 @@ impl Reader<'_> {
 
     fn value(&mut self, levels: usize) -> Result<Json, String> {
         self.skip_space();
-        match self.rest.bytes().next() {
+        let first = self.rest.bytes().next();
+        let cost = match first {
+            Some(b'{') => 8,
+            Some(b'[') => 2,
+            _ => 1,
+        };
+        self.left = self.left.checked_sub(cost).ok_or_else(|| self.error("no further value"))?;
+        match first {
             Some(b'{' | b'[') if levels == 0 => Err(self.error("no further level")),
             Some(b'{') => self.object(levels - 1),
             Some(b'[') => self.array(levels - 1),
@@ -258,6 +269,10 @@ mod tests {
             assert!(error.starts_with("no JSON: "), "{text:?}: {error}");
         }
         assert!(Json::parse(&format!("{}{}", "[".repeat(64), "]".repeat(64))).is_ok());
+        for value in ["0,", "[],", "[0],", "{\"\":0},", "\"\","] {
+            let many = format!("[{}0]", value.repeat(1 << 20));
+            assert!(Json::parse(&many).unwrap_err().contains("no further value"), "{value}");
+        }
         assert!(Json::parse(&"[".repeat(1_000_000)).unwrap_err().contains("no further level"));
     }
 }

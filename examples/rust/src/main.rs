@@ -1,6 +1,7 @@
 //! Continues a prompt with a Llama whose tokens are bytes, through the cache: always by the likeliest token.
 
 mod config;
+mod files;
 mod json;
 mod llama;
 mod safetensors;
@@ -147,6 +148,22 @@ fn likeliest(logits: &[f32]) -> usize {
     (1..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best })
 }
 
+/// What names of a file make of a message neither steers a terminal nor floods it.
+fn printable(text: &str) -> String {
+    const MOST: usize = 1000;
+    let mut shown = String::new();
+    for c in text.chars().take(MOST) {
+        match c {
+            '"' | '\'' | '\\' => shown.push(c),
+            _ => shown.extend(c.escape_debug()),
+        }
+    }
+    if text.chars().nth(MOST).is_some() {
+        shown.push_str("...");
+    }
+    shown
+}
+
 fn main() -> ExitCode {
     let error = match run() {
         Ok(()) => return ExitCode::SUCCESS,
@@ -155,6 +172,6 @@ fn main() -> ExitCode {
     if error.downcast_ref::<io::Error>().map_or(false, |error| error.kind() == io::ErrorKind::BrokenPipe) {
         return ExitCode::from(1); // the reader has had enough
     }
-    let _ = writeln!(io::stderr(), "generate: {error}"); // where stderr is closed, nobody can be told
+    let _ = writeln!(io::stderr(), "generate: {}", printable(&error.to_string())); // else nobody can be told
     ExitCode::from(2)
 }

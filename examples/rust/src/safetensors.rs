@@ -1,41 +1,59 @@
 //! A safetensors file: the length of a header as eight bytes, the header in JSON, then the tensors' elements.
 
 use std::collections::BTreeMap;
+use std::io::{Read, Seek, SeekFrom};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::{fs, str};
 
+use crate::files;
 use crate::json::Json;
 use crate::Result;
 
-/// The tensors of a file; each is taken once, in the shape that the configuration implies.
+/// Bytes of a header.
+const MOST_HEADER: u64 = 1 << 24;
+
+/// Where the bytes are: a file, or in the tests memory.
+pub trait Source: Read + Seek {}
+impl<T: Read + Seek> Source for T {}
+
+/// The tensors of a file; each is taken once, in the shape that the configuration implies, and read only then.
 pub struct Tensors {
     path: PathBuf,
-    bytes: Vec<u8>, // of the whole file
+    source: Box<dyn Source>,
     tensors: BTreeMap<String, Json>,
-    data_at: usize, // where the header ends
+    data: Range<u64>, // what follows the header
 }
 
 impl Tensors {
     pub fn read(path: &Path) -> Result<Self> {
-        let bytes = fs::read(path).map_err(|error| format!("{}: {error}", path.display()))?;
-        Self::parse(path, bytes)
+        let (file, size) = files::open(path)?;
+        Self::parse(path, Box::new(file), size)
     }
 
-    fn parse(path: &Path, bytes: Vec<u8>) -> Result<Self> {
+    fn parse(path: &Path, mut source: Box<dyn Source>, size: u64) -> Result<Self> {
         let error = |what: &str| format!("{} is no safetensors file: {what}", path.display());
-        let length = bytes.get(..8).ok_or_else(|| error("it has no header"))?;
-        let length = u64::from_le_bytes(length.try_into()?);
-        let data_at = usize::try_from(length).ok().and_then(|length| length.checked_add(8));
-        let header = data_at.and_then(|end| bytes.get(8..end)).ok_or_else(|| error("it ends within its header"))?;
-        let header = str::from_utf8(header).map_err(|_| error("its header is not UTF-8"))?;
-        match Json::parse(header).map_err(|what| error(&format!("its header is {what}")))? {
-            Json::Object(mut tensors) => {
-                tensors.remove("__metadata__");
-                let data_at = 8 + header.len();
-                Ok(Tensors { path: path.into(), bytes, tensors, data_at })
-            }
-            _ => Err(error("its header is no object").into()),
+        let mut length = [0; 8];
+        source.read_exact(&mut length).map_err(|_| error("it has no header"))?;
+        let length = u64::from_le_bytes(length);
+        if length > MOST_HEADER.min(size.saturating_sub(8)) {
+            return Err(error("it ends within its header, or that is larger than any").into());
         }
+        let mut header = vec![0; length as usize];
+        source.read_exact(&mut header).map_err(|_| error("it ends within its header"))?;
+        let header = String::from_utf8(header).map_err(|_| error("its header is not UTF-8"))?;
+        let header = Json::parse(&header).map_err(|what| error(&format!("its header is {what}")))?;
+        let mut tensors = match header {
+            Json::Object(tensors) => tensors,
+            _ => return Err(error("its header is no object").into()),
+        };
+        tensors.remove("__metadata__");
+        let data = 8 + length..size;
+        let room = data.end - data.start;
+        let within = tensors.values().filter_map(place).filter(|at| at.end <= room);
+        if within.fold(0u64, |sum, at| sum.saturating_add(at.end - at.start)) > room {
+            return Err(error("its tensors lie within each other").into());
+        }
+        Ok(Tensors { path: path.into(), source, tensors, data })
     }
 
     /// Decodes a tensor, and forgets it here.
@@ -53,15 +71,19 @@ impl Tensors {
             _ => return Err(format!("{path}: tensor {name} must be of type F32, F16 or BF16").into()),
         };
         let size = shape.iter().try_fold(width, |size: usize, n| size.checked_mul(*n));
-        let data = self.data(&entry).filter(|data| Some(data.len()) == size);
-        let data = data.ok_or_else(|| format!("{path}: tensor {name} does not lie in the file as its shape says"))?;
-        Ok(data.chunks_exact(width).map(decode).collect())
-    }
-
-    fn data(&self, entry: &Json) -> Option<&[u8]> {
-        match counts(entry.get("data_offsets"))?[..] {
-            [begin, end] => self.bytes[self.data_at..].get(begin..end),
-            _ => None,
+        let fits = |at: &Range<u64>| {
+            at.end <= self.data.end - self.data.start && size.map(|size| size as u64) == Some(at.end - at.start)
+        };
+        let at = place(&entry).filter(fits);
+        let at = at.ok_or_else(|| format!("{path}: tensor {name} does not lie in the file as its shape says"))?;
+        let mut bytes = vec![0; (at.end - at.start) as usize];
+        let read = self.source.seek(SeekFrom::Start(self.data.start + at.start));
+        read.and_then(|_| self.source.read_exact(&mut bytes)).map_err(|error| format!("{path}: {error}"))?;
+        let values: Vec<f32> = bytes.chunks_exact(width).map(decode).collect();
+        if values.iter().all(|x| x.is_finite()) {
+            Ok(values)
+        } else {
+            Err(format!("{path}: tensor {name} has an element that is no finite number").into())
         }
     }
 
@@ -73,6 +95,14 @@ impl Tensors {
             }
             None => Ok(()),
         }
+    }
+}
+
+/// Where the bytes of a tensor are, behind the header.
+fn place(entry: &Json) -> Option<Range<u64>> {
+    match counts(entry.get("data_offsets"))?[..] {
+        [begin, end] if begin <= end => Some(begin as u64..end as u64),
+        _ => None,
     }
 }
 
@@ -105,13 +135,15 @@ fn f16_of(bytes: &[u8]) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::Cursor;
 
     fn file(header: &str, data: &[u8]) -> Vec<u8> {
         [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
     }
 
     fn take(bytes: Vec<u8>, shape: &[usize]) -> Result<Vec<f32>, String> {
-        let tensors = Tensors::parse(Path::new("file"), bytes);
+        let size = bytes.len() as u64;
+        let tensors = Tensors::parse(Path::new("file"), Box::new(Cursor::new(bytes)), size);
         tensors.and_then(|mut tensors| tensors.take("x", shape)).map_err(|error| error.to_string())
     }
 
