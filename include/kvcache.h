@@ -222,6 +222,11 @@ typedef struct kvc_allocator {
     void (*purge)(void *user, void *memory, size_t size);
 } kvc_allocator;
 
+/* Says whether a call that takes long is to end: not 0 makes it KVC_ERR_CANCELLED.  kvc_put and kvc_attend ask it about
+ * every 40 ms, from the thread that called them and without the cache's mutex; short calls never do.  It may call into
+ * the library, but must not end the batch. */
+typedef int32_t kvc_poll_fn(void *user);
+
 typedef struct kvc_config {
     size_t struct_size; /* sizeof(kvc_config) */
     const kvc_layer *layers;
@@ -236,6 +241,8 @@ typedef struct kvc_config {
     int64_t max_bytes;     /* hard limit of kvc_nbytes; 0: none */
     int32_t num_threads;   /* threads one call uses; 0: kvc_num_threads() at the time of the call */
     const kvc_allocator *allocator; /* copied; NULL: the C library, and the operating system's pages for blocks */
+    kvc_poll_fn *poll;              /* may be NULL */
+    void *poll_user;
 } kvc_config;
 
 typedef struct kvc_cache kvc_cache;
@@ -508,7 +515,7 @@ typedef struct kvc_put_args {
  * layer shares another's rows or has none; KVC_ERR_INDEX.  v is NULL where values lie in the keys.
  * In a KVC_CROSS layer the num_tokens rows (at least 1; first is 0) become all that the sequence has there, once the
  * batch is committed, and at once for this batch.  KVC_ERR_FULL if there are more than max_len, or max_bytes would be
- * passed; KVC_ERR_NOMEM. */
+ * passed; KVC_ERR_NOMEM.  KVC_ERR_CANCELLED: nothing was put. */
 KVC_API kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
 
 /* Where the rows of token `first` of the batch and of those after it that lie in consecutive slots are to be written,
@@ -529,7 +536,7 @@ typedef struct kvc_attend_args {
     float *lse;         /* [num_tokens][num_heads] log-sum-exp of the scores (natural, sinks included); may be NULL */
     const float *sinks; /* [num_heads] a logit that joins the softmax and has no value; may be NULL */
     const float *alibi; /* [num_heads] slopes: slope * (key position - query position) is added; may be NULL */
-    const volatile int32_t *cancel; /* may be NULL; not 0: tasks that have not begun do nothing */
+    const volatile int32_t *cancel; /* may be NULL; not 0: tasks that have not begun do nothing, and others end early */
     int64_t q_token_stride, q_head_stride;
     int64_t out_token_stride, out_head_stride;
     int64_t lse_token_stride, lse_head_stride;
@@ -561,7 +568,9 @@ typedef struct kvc_plan_args {
  * in the call: not on threads, on where rows lie, or on who else is in the batch.  (Infinities and NaN in rows may make
  * NaN, for tokens of the call that do not see them, too.)  plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX,
  * KVC_ERR_NOMEM and, as in kvc_put, KVC_ERR_FULL, after which nothing was put (in a cross-attention layer, after
- * KVC_ERR_NOMEM, it may have been); KVC_ERR_CANCELLED, after which out and lse hold anything. */
+ * KVC_ERR_NOMEM, it may have been); KVC_ERR_CANCELLED (cancel, or the cache's poll), after which out and lse hold
+ * anything and nothing was put, either, so that the call can be made again (in a cross-attention layer rows may have
+ * been: there they can be put again anyway). */
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
 
 /* The same for runners with threads of their own.  A plan cuts the work into tasks and takes all memory that they

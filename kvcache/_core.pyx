@@ -18,6 +18,7 @@ import numpy as np
 
 cimport cython
 cimport numpy as cnp
+from cpython.exc cimport PyErr_CheckSignals
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Realloc
 from cpython.object cimport PyTypeObject
@@ -54,6 +55,7 @@ cdef extern from "kvcache.h" nogil:
         KVC_ERR_BUSY
         KVC_ERR_HELD
         KVC_ERR_GONE
+        KVC_ERR_CANCELLED
         KVC_ERR_CALLBACK
 
     cdef enum:
@@ -97,6 +99,8 @@ cdef extern from "kvcache.h" nogil:
         kvc_policy policy
         kvc_rope rope
 
+    ctypedef int32_t kvc_poll_fn(void *user) noexcept
+
     ctypedef struct kvc_config:
         size_t struct_size
         const kvc_layer *layers
@@ -104,6 +108,8 @@ cdef extern from "kvcache.h" nogil:
         int32_t num_layers, block_size
         int64_t max_seq_len, max_sequences, capacity, max_bytes
         int32_t num_threads
+        kvc_poll_fn *poll
+        void *poll_user
 
     ctypedef struct kvc_cache
     ctypedef struct kvc_batch
@@ -897,7 +903,7 @@ cdef class Hold:
 cdef class Functions:
     """Those that move keys. A cache and its copies have them in common."""
     cdef list by_layer
-    cdef dict raised  # by them, by thread
+    cdef dict raised  # by them, or by handlers of signals, by thread
 
     def __cinit__(self, int32_t num_layers):
         self.by_layer = [None] * num_layers
@@ -934,6 +940,16 @@ cdef int32_t shift_keys(void *user, int32_t layer, float *keys, int32_t heads, i
         return 0
     except BaseException as error:
         functions.keep_error(error)
+    return 1
+
+
+cdef int32_t handle_signals(void *user) noexcept with gil:
+    """A call that takes long ends where a handler raises, as that of Ctrl-C does."""
+    try:
+        PyErr_CheckSignals()  # does nothing but in the main thread
+        return 0
+    except BaseException as error:
+        (<Functions>user).keep_error(error)
     return 1
 
 
@@ -994,6 +1010,7 @@ cdef class Cache:
         config.capacity = capacity
         config.max_bytes = max_bytes
         config.num_threads = num_threads
+        config.poll, config.poll_user = handle_signals, <void *>self.functions
         if original is None:
             with nogil:
                 status = kvc_cache_new(&config, &self.handle)
@@ -1030,8 +1047,9 @@ cdef class Cache:
         self.leave()
         return 0
 
-    cdef int check_edit(self, kvc_status status) except -1:
-        if status == KVC_ERR_CALLBACK:
+    cdef int check_call(self, kvc_status status) except -1:
+        """After a call that may have run anyone's code."""
+        if status == KVC_ERR_CALLBACK or status == KVC_ERR_CANCELLED:
             error = self.functions.raised.pop(get_ident(), None)
             if error is not None:
                 raise error
@@ -1180,7 +1198,7 @@ cdef class Cache:
         with nogil:
             status = kvc_remove(cache, seq, low, high, shift)
         self.leave()
-        self.check_edit(status)
+        self.check_call(status)
 
     def shift(self, seq_id, begin, end, delta):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -1192,7 +1210,7 @@ cdef class Cache:
         with nogil:
             status = kvc_shift(cache, seq, low, high, by)
         self.leave()
-        self.check_edit(status)
+        self.check_call(status)
 
     def divide(self, seq_id, begin, end, divisor):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -1204,7 +1222,7 @@ cdef class Cache:
         with nogil:
             status = kvc_divide(cache, seq, low, high, by)
         self.leave()
-        self.check_edit(status)
+        self.check_call(status)
 
     def truncate(self, seq_id, length):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -1778,7 +1796,7 @@ cdef class Batch:
         with nogil:
             status = kvc_put(batch, at, &rows.args)
         self.leave()
-        check(status)
+        self.cache.check_call(status)
 
     def slots(self, layer, first):
         self.check_open()
@@ -1922,7 +1940,7 @@ cdef class Batch:
         with nogil:
             status = kvc_attend(batch, &query.plan, &query.args)
         self.leave()
-        check(status)
+        self.cache.check_call(status)
         return (out, lse) if return_lse else out
 
     def dense(self, layer, non_causal):

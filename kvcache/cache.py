@@ -114,6 +114,10 @@ class KVCache:
     close, or a batch that they end, while a method runs is closed for what that method does next (``ValueError``), and
     cannot be closed while the core is at work (`CacheBusyError`).
 
+    Handlers of signals run in the main thread while `Batch.attend` and `Batch.put` are at work there, at least every
+    40 ms or so. One that raises, as that of Ctrl-C does, ends the call, which then has put nothing: the batch is open,
+    and the call can be made again. Where the other methods take long, handlers run once they have returned.
+
     A sequence is named by any 64-bit integer. One that holds nothing is empty, not unknown: to look at it yields 0, -1
     or no rows, to edit it does nothing. The other methods raise ``ValueError`` once the cache is closed.
 

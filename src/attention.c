@@ -23,6 +23,7 @@ typedef struct call {
     const float *angles;  /* [plan->num_deltas][plan->angles_stride] for that */
     int level;            /* kvc_ahead */
     float scale;
+    kvc_watch watch;   /* asked by kvc_attend's tasks, and those of it that are long */
     atomic_int status; /* of the first task that did not succeed */
 } call;
 
@@ -114,7 +115,7 @@ static void locate_rows(tile *t, const int32_t *order) {
 
 /* The query rows of a job's members, one member after the other; or a view of those of one member. */
 typedef struct task {
-    const call *call;
+    call *call;
     const kvc_job *job;
     const kvc_unit *unit; /* the member, or the first one */
     int64_t index;
@@ -403,7 +404,15 @@ static cursor rows_after(const task *t, int32_t m) {
     return first_rows(plan, t->index + plan->args.num_threads);
 }
 
-static void attend_rows(task *t, cursor rows, cursor after) {
+/* Another thread may be setting `cancel`. */
+static int is_cancelled(call *c) {
+    const volatile int32_t *cancel = c->args->cancel;
+    if (cancel && atomic_load_explicit((const volatile _Atomic int32_t *)cancel, memory_order_relaxed)) return 1;
+    return kvc_watch_ask(&c->watch);
+}
+
+/* Whether it got to the end. */
+static int attend_rows(task *t, cursor rows, cursor after) {
     void (*const attend_tile)(task *, tile *, tile *, const void *[KVC_TILE], cursor *) =
         t->unit->tiled ? multiply_tile : stream_tile;
     const void *k[KVC_TILE];
@@ -411,9 +420,11 @@ static void attend_rows(task *t, cursor rows, cursor after) {
     int now = 0;
     next_tile(&tiles[now], k, &rows, t->call->layout);
     for (int is_last = 0; tiles[now].n && !is_last; now = !now) {
+        if (t->unit->tiled && is_cancelled(t->call)) return 0; /* streamed tasks are short */
         is_last = !rows.rest;
         attend_tile(t, &tiles[now], &tiles[!now], k, is_last ? &after : &rows);
     }
+    return 1;
 }
 
 /* Asks for the first keys while the task is made ready, where no task before did so. */
@@ -436,20 +447,23 @@ static task member_of(const task *t, int32_t m, int32_t first) {
     return own;
 }
 
-/* The rows that all members share, then what each has left. */
-static void attend_part(task *t) {
+/* The rows that all members share, then what each has left.  Whether it got to the end. */
+static int attend_part(task *t) {
     const kvc_plan *plan = t->call->plan;
+    int going = 1;
     prefetch_keys(t);
     memset(t->acc, 0, (size_t)t->num_q * (size_t)plan->lane.acc_stride * sizeof(float));
     for (int32_t r = 0; r < t->num_q; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
-    if (t->job->shared) attend_rows(t, first_rows(plan, t->index), rows_after(t, 0));
-    for (int32_t m = 0, first = 0; m < t->job->num_members; m++) {
+    if (t->job->shared) going = attend_rows(t, first_rows(plan, t->index), rows_after(t, 0));
+    for (int32_t m = 0, first = 0; going && m < t->job->num_members; m++) {
         task own = member_of(t, m, first);
         first += own.num_q;
         const int64_t rest = own_rows(plan, t->job, m);
         if (rest)
-            attend_rows(&own, cursor_at(plan, own.unit, t->part, t->head, t->job->shared, rest), rows_after(t, m + 1));
+            going = attend_rows(&own, cursor_at(plan, own.unit, t->part, t->head, t->job->shared, rest),
+                                rows_after(t, m + 1));
     }
+    return going;
 }
 
 /* ---- merging ----------------------------------------------------------------------------------------------------- */
@@ -554,7 +568,7 @@ static int32_t take_lane(kvc_plan *plan) {
     }
 }
 
-static task make_task(const call *c, int64_t i, float *lane) {
+static task make_task(call *c, int64_t i, float *lane) {
     const kvc_plan *plan = c->plan;
     const kvc_lane_layout *at = &plan->lane;
     const kvc_job *job = kvc_job_of(plan, i);
@@ -583,11 +597,6 @@ static task make_task(const call *c, int64_t i, float *lane) {
     return t;
 }
 
-/* Another thread may be setting it. */
-static int is_cancelled(const kvc_attend_args *args) {
-    return args->cancel && atomic_load_explicit((const volatile _Atomic int32_t *)args->cancel, memory_order_relaxed);
-}
-
 /* A member's part is done, or skipped; the last of its unit and head to end writes the result. */
 static void end_part(const task *t, int cancelled) {
     const kvc_unit *unit = t->unit;
@@ -611,13 +620,11 @@ static void end_parts(const task *t, int cancelled) {
     }
 }
 
-/* Looked at by every task: cancel. */
-static kvc_status run_task(const call *c, int64_t i) {
+static kvc_status run_task(call *c, int64_t i) {
     kvc_plan *plan = c->plan;
     const int32_t l = take_lane(plan);
     task t = make_task(c, i, plan->lanes + (size_t)l * plan->lane.size);
-    const int cancelled = is_cancelled(c->args);
-    if (!cancelled) attend_part(&t);
+    const int cancelled = is_cancelled(c) || !attend_part(&t);
     end_parts(&t, cancelled);
     atomic_flag_clear_explicit(&plan->lane_taken[l], memory_order_release);
     return cancelled ? kvc_fail(KVC_ERR_CANCELLED, "the attention was cancelled") : KVC_OK;
@@ -709,6 +716,7 @@ static void make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_attend_a
     c->angles = plan->angles;
     if (c->rope) c->angles += (size_t)cache->rope_of[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
     c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);
+    kvc_watch_init(&c->watch, NULL, NULL);
     atomic_init(&c->status, KVC_OK);
 }
 
@@ -739,6 +747,7 @@ static kvc_status run_all(call *c) {
     /* Below this many multiply-adds, about 20 microseconds, waking threads costs more than they save. */
     static const double WORTH_THREADS = 1 << 19;
     const kvc_plan *plan = c->plan;
+    kvc_cache_watch(plan->batch->cache, plan->work, &c->watch);
     kvc_parallel(plan->work < WORTH_THREADS ? 1 : plan->args.num_threads, kvc_plan_num_tasks(plan), run_one, c);
     const kvc_status status = (kvc_status)atomic_load(&c->status);
     return status == KVC_OK ? KVC_OK : kvc_fail(status, "the attention was cancelled");
@@ -752,7 +761,9 @@ static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *a
     if (status == KVC_OK && put) status = kvc_put_rows(plan->batch, layer, put);
     if (status != KVC_OK) return status;
     make_call(&c, plan, layer, args);
-    return run_all(&c);
+    status = run_all(&c);
+    if (status != KVC_OK && put) memset(kvc_written_in(plan->batch, layer) + put->first, 0, (size_t)put->num_tokens);
+    return status;
 }
 
 kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const kvc_attend_args *given) {

@@ -520,7 +520,10 @@ const int32_t *kvc_batch_positions(const kvc_batch *batch) { return batch->posit
 
 /* ---- put --------------------------------------------------------------------------------------------------------- */
 
-enum { PUT_TOKENS = 64 }; /* in one task, at least: for fewer no thread is woken */
+enum {
+    PUT_TOKENS = 64, /* in one task, at least: for fewer no thread is woken */
+    PUT_MOST = 512   /* converted before it asks whether it is to go on */
+};
 
 /* A put, split into one task for each thread: when it is repeated, a thread finds in its cache what it had there. */
 typedef struct put_work {
@@ -531,6 +534,7 @@ typedef struct put_work {
     const kvc_place *places; /* of the batch's tokens in the layer's group; NULL: one after the other from start on */
     kvc_place start;
     int32_t task_tokens;
+    kvc_watch watch;
 } put_work;
 
 /* Rows of K or of V on their way into a block: [token][head][dim] on one side, [head][slot][dim] on the other. */
@@ -588,14 +592,14 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
 }
 
 static void put_task(void *context, int64_t task) {
-    const put_work *work = context;
+    put_work *work = context;
     const int32_t inner = work->args->inner_tokens, end = work->args->num_tokens;
     int32_t i = (int32_t)task * work->task_tokens;
     const int32_t last = end - i > work->task_tokens ? i + work->task_tokens : end;
-    while (i < last) {
+    while (i < last && !kvc_watch_ask(&work->watch)) {
         const kvc_place first = place_of(work, i);
         int32_t n = 1;
-        for (; i + n < last && !(inner && (i + n) % inner == 0); n++) {
+        for (; i + n < last && n < PUT_MOST && !(inner && (i + n) % inner == 0); n++) {
             const kvc_place next = place_of(work, i + n);
             if (next.block != first.block || next.slot != first.slot + n) break;
         }
@@ -604,11 +608,15 @@ static void put_task(void *context, int64_t task) {
     }
 }
 
-static void put_all(put_work *work) {
+static kvc_status put_all(put_work *work) {
+    const kvc_layer *layer = work->layer;
     const int32_t num_tokens = work->args->num_tokens, most = (num_tokens + PUT_TOKENS - 1) / PUT_TOKENS;
     const int32_t threads = most > 1 ? kvc_cache_threads(work->cache) : 1, tasks = threads < most ? threads : most;
     work->task_tokens = (num_tokens + tasks - 1) / tasks;
+    kvc_cache_watch(work->cache, (double)num_tokens * layer->num_kv_heads * (layer->k_dim + layer->v_dim),
+                    &work->watch);
     kvc_parallel(threads, tasks, put_task, work);
+    return kvc_watch_stopped(&work->watch) ? kvc_fail(KVC_ERR_CANCELLED, "the put was cancelled") : KVC_OK;
 }
 
 kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
@@ -728,13 +736,18 @@ static kvc_status open_cross(kvc_cache *cache, int32_t group, int32_t count, kvc
     return status;
 }
 
-/* The rows become what the sequence has in the layer in this batch, instead of what it was given before. */
-static void end_cross(kvc_batch *batch, const kvc_cross_put *put) {
+/* The rows become what the sequence has in the layer in this batch, instead of what it was given before; or, if they
+ * are not all there, nobody's. */
+static void end_cross(kvc_batch *batch, const kvc_cross_put *put, int all) {
     const int32_t g = put->group;
     kvc_pending *pending = kvc_pending_of(batch, g, put->member);
     kvc_cross_put **link = &batch->cross_puts;
     while (*link != put) link = &(*link)->next;
     *link = put->next;
+    if (!all) {
+        kvc_drop_part(&batch->cache->pools[g], &put->run);
+        return;
+    }
     if (pending->num) kvc_drop_part(&batch->cache->pools[g], pending->runs);
     pending->runs[0] = put->run;
     pending->num = 1;
@@ -745,7 +758,7 @@ static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     kvc_cache *cache = batch->cache;
     kvc_cross_put put = {.group = group};
     kvc_lock(cache);
-    const kvc_status status = open_cross(cache, group, work->args->num_tokens, &put.run);
+    kvc_status status = open_cross(cache, group, work->args->num_tokens, &put.run);
     if (status == KVC_OK) {
         put.member = find_member(cache, work->args->seq_id);
         put.next = batch->cross_puts;
@@ -754,10 +767,10 @@ static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     kvc_unlock(cache, status);
     if (status != KVC_OK) return status;
     work->start = (kvc_place){put.run.block, put.run.slot};
-    put_all(work);
+    status = put_all(work);
     kvc_lock(cache);
-    end_cross(batch, &put);
-    return kvc_unlock(cache, KVC_OK);
+    end_cross(batch, &put, status == KVC_OK);
+    return kvc_unlock(cache, status);
 }
 
 kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args) {
@@ -769,9 +782,9 @@ kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *arg
                      .layout = &cache->layouts[cache->layout_of[layer]]};
     if (!kvc_keeps_tokens(cache, layer)) return put_cross(batch, &work, g);
     work.places = batch->places + (size_t)g * (size_t)batch->num_tokens;
-    put_all(&work);
-    memset(kvc_written_in(batch, layer) + args->first, 1, (size_t)args->num_tokens);
-    return KVC_OK;
+    const kvc_status status = put_all(&work);
+    if (status == KVC_OK) memset(kvc_written_in(batch, layer) + args->first, 1, (size_t)args->num_tokens);
+    return status;
 }
 
 kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {

@@ -311,6 +311,8 @@ static void free_cache(kvc_cache *cache) {
 static kvc_status init_cache(kvc_cache *cache, const kvc_config *config) {
     cache->num_layers = config->num_layers;
     cache->num_threads = config->num_threads;
+    cache->poll = config->poll;
+    cache->poll_user = config->poll_user;
     cache->max_seq_len = config->max_seq_len;
     cache->max_sequences = config->max_sequences;
     cache->capacity = config->capacity;

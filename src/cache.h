@@ -33,6 +33,8 @@ struct kvc_cache {
     int32_t num_token_groups; /* those first; then one for each cross-attention layer, and one for layers without */
 
     int32_t num_threads;
+    kvc_poll_fn *poll; /* may be NULL */
+    void *poll_user;
     int64_t max_seq_len, max_sequences, capacity, max_bytes; /* 0: no limit */
 
     kvc_table sequences;
@@ -184,6 +186,12 @@ int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer);
 
 /* The cache's own number, or what it is for the process now. */
 int32_t kvc_cache_threads(const kvc_cache *cache);
+
+/* For a call of so many multiply-adds, or elements to convert: the short ones do not poll. */
+static inline void kvc_cache_watch(const kvc_cache *cache, double work, kvc_watch *watch) {
+    static const double WORTH_POLLING = 1 << 22; /* about a millisecond */
+    kvc_watch_init(watch, work < WORTH_POLLING ? NULL : cache->poll, cache->poll_user);
+}
 
 /* What kvc_nbytes answers; with the mutex held. */
 int64_t kvc_cache_bytes(const kvc_cache *cache);

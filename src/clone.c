@@ -29,6 +29,8 @@ static kvc_status new_like(const kvc_cache *from, kvc_cache **out) {
                                .capacity = from->capacity,
                                .max_bytes = from->max_bytes,
                                .num_threads = from->num_threads,
+                               .poll = from->poll,
+                               .poll_user = from->poll_user,
                                .allocator = &from->memory.allocator};
     const kvc_status status = kvc_cache_new(&config, out);
     if (status == KVC_OK) (*out)->kernels = from->kernels;

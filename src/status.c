@@ -3,11 +3,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-#if defined(_MSC_VER)
-#define KVC_THREAD_LOCAL __declspec(thread)
-#else
-#define KVC_THREAD_LOCAL _Thread_local
-#endif
+#include "threads.h"
 
 static KVC_THREAD_LOCAL char last_error[512];
 

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "status.h"
 
@@ -125,6 +126,40 @@ void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *con
 }
 
 #endif
+
+/* ---- calls that end early ---------------------------------------------------------------------------------------- */
+
+static KVC_THREAD_LOCAL char here; /* its address names the thread */
+
+static int64_t now(void) {
+#if defined(_WIN32)
+    return (int64_t)GetTickCount64() * 1000000;
+#else
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+#endif
+}
+
+enum { POLL_NS = 40000000 };
+
+void kvc_watch_init(kvc_watch *watch, kvc_poll_fn *poll, void *user) {
+    watch->poll = poll;
+    watch->user = user;
+    watch->caller = &here;
+    watch->next = poll ? now() + POLL_NS : 0;
+    atomic_init(&watch->stopped, 0);
+}
+
+int kvc_watch_ask(kvc_watch *watch) {
+    if (!watch->poll) return 0;
+    if (atomic_load_explicit(&watch->stopped, memory_order_relaxed)) return 1;
+    if (watch->caller != &here || now() < watch->next) return 0;
+    const int stop = watch->poll(watch->user) != 0;
+    if (stop) atomic_store_explicit(&watch->stopped, 1, memory_order_relaxed);
+    watch->next = now() + POLL_NS;
+    return stop;
+}
 
 kvc_status kvc_set_num_threads(int32_t num_threads) {
     if (num_threads < 0 || num_threads > KVC_MOST_THREADS)

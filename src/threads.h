@@ -2,6 +2,8 @@
 #ifndef KVC_THREADS_H
 #define KVC_THREADS_H
 
+#include <stdatomic.h>
+
 #include "kvcache.h"
 
 #if defined(_WIN32)
@@ -39,6 +41,12 @@ static inline void kvc_signal_wait(kvc_signal *s, kvc_mutex *m) { pthread_cond_w
 static inline void kvc_signal_all(kvc_signal *s) { pthread_cond_broadcast(s); }
 #endif
 
+#if defined(_MSC_VER)
+#define KVC_THREAD_LOCAL __declspec(thread)
+#else
+#define KVC_THREAD_LOCAL _Thread_local
+#endif
+
 enum { KVC_MOST_THREADS = 4096 }; /* that one call may be told to use */
 
 /* To be called before anything else here; any number of times. */
@@ -47,5 +55,20 @@ void kvc_threads_init(void);
 /* Runs task(context, i) for every i in [0, num_tasks), on at most num_threads threads, in any order.  Serially where
  * that is all there is: without OpenMP, inside a parallel region, in a child after fork(). */
 void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *context, int64_t i), void *context);
+
+/* Whether a call that may take long is to end early: its tasks ask, every millisecond or so. */
+typedef struct kvc_watch {
+    kvc_poll_fn *poll; /* NULL: it is not */
+    void *user;
+    const char *caller; /* names the thread that made the call, and polls */
+    int64_t next;       /* when it polls again, in nanoseconds of a clock */
+    atomic_int stopped;
+} kvc_watch;
+
+void kvc_watch_init(kvc_watch *watch, kvc_poll_fn *poll, void *user);
+int kvc_watch_ask(kvc_watch *watch);
+
+/* What the tasks were told, once they have ended. */
+static inline int kvc_watch_stopped(const kvc_watch *watch) { return atomic_load(&watch->stopped); }
 
 #endif

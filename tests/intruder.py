@@ -97,9 +97,10 @@ CACHE = {
     "truncate": ((4,), {"seq_id": 1}),
     "validate": ((), {}),
     "values": ((1,), {"seq_id": 0}),
+    "__copy__": ((), {}),
+    "__deepcopy__": (({},), {}),
     "__enter__": ((), {}),
     "__exit__": ((None, None, None), {}),
-    "__len__": None,
     "__repr__": ((), {}),
 }
 BATCH = {
@@ -131,7 +132,7 @@ BATCH = {
 
 def names(cls):
     """The public names of a class, and those special methods that are its own."""
-    special = ("__enter__", "__exit__", "__len__", "__repr__")
+    special = ("__copy__", "__deepcopy__", "__enter__", "__exit__", "__len__", "__repr__")
     return {name for name in dir(cls) if not name.startswith("_") or (name in special and name in vars(cls))}
 
 

@@ -1,0 +1,158 @@
+"""Signals that arrive while a call is at work: Ctrl-C ends it, and everything is as it was."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# What every program below begins with.  A commit is refused while another thread's call is using the batch, and as long
+# as there is none, too, because not all is put: so it tells when the call is at work.
+BEGIN = """
+import os, signal, sys, threading, time
+import numpy as np
+import kvcache
+
+STORED, QUERIES, THREADS = 16384, 1024, {threads}
+cache = kvcache.KVCache(2, 2, 128, None, num_threads=THREADS, dtype="f32")
+rng = np.random.default_rng(0)
+k = rng.standard_normal((STORED, 2, 128), np.float32)
+with cache.batch(STORED) as batch:
+    batch.put(0, k, k)
+    batch.put(1, k, k)
+batch = cache.batch(QUERIES)
+calling = threading.Event()
+q = np.repeat(k[:QUERIES], 16, axis=1)
+
+def is_working():
+    try:
+        batch.commit()
+    except kvcache.CacheBusyError:
+        return True
+    except ValueError:
+        return False
+
+def attend(*arguments, **keywords):
+    while True:
+        try:
+            return batch.attend(*arguments, **keywords)
+        except kvcache.CacheBusyError:  # is_working was ending it
+            pass
+
+def send_when_working():
+    global sent
+    calling.wait()
+    while not is_working():
+        pass
+    sent = time.perf_counter()
+    os.kill(os.getpid(), signal.SIGINT)
+
+def interrupted(call):
+    sender = threading.Thread(target=send_when_working)
+    sender.start()
+    try:
+        calling.set()
+        call()
+    except KeyboardInterrupt:
+        print(f"{{1000 * (time.perf_counter() - sent):.0f}} ms after the signal")
+        sender.join()
+        return True
+    sender.join()
+    return False
+"""
+
+
+def run(code, threads):
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{BEGIN.format(threads=threads)}{code}"],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_attend(threads):
+    """What it put is not put, and can be put again; the result was not finished."""
+    code = """
+out = np.full_like(q, np.nan)
+assert interrupted(lambda: attend(0, q, k[:QUERIES], k[:QUERIES], out=out))
+assert np.isnan(out).any()
+assert repr(batch).endswith("open>") and cache.seq_len() == STORED
+cache.validate()
+try:
+    batch.attend(0, q[:1])
+except ValueError as error:
+    assert "was not put" in str(error)
+else:
+    raise AssertionError("the rows are still there")
+again = batch.attend(0, q[:3], k[:3], k[:3])
+assert np.isfinite(again).all()
+batch.put(0, k[3:QUERIES], k[3:QUERIES], first=3)
+batch.put(1, k[:QUERIES], k[:QUERIES])
+batch.commit()
+assert cache.seq_len() == STORED + QUERIES
+assert np.array_equal(cache.keys(0)[:, STORED:], k[:QUERIES].transpose(1, 0, 2))
+cache.validate()
+"""
+    run(code, threads)
+
+
+def test_with_aborts():
+    code = """
+def step():
+    with batch:
+        attend(0, q, k[:QUERIES], k[:QUERIES])
+assert interrupted(step)
+assert repr(batch).endswith("ended>") and cache.seq_len() == STORED
+cache.validate()
+cache.close()
+"""
+    run(code, 2)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_handler_that_does_not_raise(threads):
+    """It runs in the middle of the call, may use the cache but not end it, and the result is what it is without."""
+    code = """
+QUERIES //= 8
+batch.abort()
+batch = cache.batch(QUERIES)
+seen = []
+
+def handle(number, frame):
+    for end in (batch.abort, batch.commit, cache.close):
+        try:
+            end()
+        except kvcache.CacheBusyError:
+            seen.append(cache.seq_len())
+
+signal.signal(signal.SIGINT, handle)
+results = []
+assert not interrupted(lambda: results.append(attend(0, q[:QUERIES], k[:QUERIES], k[:QUERIES])))
+assert seen == [STORED] * 3, seen
+assert np.array_equal(results[0], batch.attend(0, q[:QUERIES]))
+"""
+    run(code, threads)
+
+
+def test_in_another_thread():
+    """Signals are the main thread's: the call goes on, and ends as ever."""
+    code = """
+QUERIES //= 8
+batch.abort()
+batch = cache.batch(QUERIES)
+results = []
+done = threading.Event()
+def work():
+    results.append(attend(0, q[:QUERIES], k[:QUERIES], k[:QUERIES]))
+    done.set()
+threading.Thread(target=work).start()
+assert interrupted(done.wait)
+done.wait()
+assert np.array_equal(results[0], batch.attend(0, q[:QUERIES]))
+"""
+    run(code, 2)
