@@ -29,7 +29,10 @@
  *           to free the cache meanwhile is KVC_ERR_BUSY; other sequences may be edited freely.  So it is with a
  *           sequence whose keys kvc_shift, kvc_remove or kvc_divide rewrites, and meanwhile no batch begins.  While
  *           kvc_inject or kvc_settle writes rows of a sequence, calls that read its rows, edit it, or begin a batch of
- *           it wait.
+ *           it wait.  So do kvc_compact, kvc_settle and kvc_cache_free for calls that copy rows out.
+ * fork()    The child has one thread, and every cache as it was: fork() waits for what other threads do in the library,
+ *           but for work on a batch, which stays open, and for the caller's functions.  A sequence whose keys one of
+ *           these was rewriting is, in the child, as it was before.
  * Limits    max_seq_len, max_sequences and capacity are looked at when a batch begins, capacity also by edits that copy
  *           rows, max_bytes whenever memory is taken for rows.
  * Structs   grow at their end, so that a program and a library of different versions understand each other.  Structs
@@ -209,7 +212,7 @@ typedef struct kvc_memory_hint {
 } kvc_memory_hint;
 
 /* Where memory comes from.  All three are called with the cache's mutex held or during creation, from any thread, and
- * must not call into the library.  */
+ * must neither call into the library nor fork. */
 typedef struct kvc_allocator {
     size_t struct_size;
     void *user;
@@ -261,7 +264,8 @@ KVC_API kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache);
  * for reuse is not copied, so that kvc_nbytes is no larger.  KVC_ERR_BUSY while a batch is open; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
 
-/* Frees the cache; NULL is nothing.  KVC_ERR_BUSY while a batch is open, KVC_ERR_HELD while a hold is out. */
+/* Frees the cache, once calls that copy rows out have returned; NULL is nothing.  KVC_ERR_BUSY while a batch is open,
+ * KVC_ERR_HELD while a hold is out. */
 KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
 
 /* ---- looking at sequences --------------------------------------------------------------------------------------- */

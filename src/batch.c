@@ -752,6 +752,7 @@ static void end_cross(kvc_batch *batch, const kvc_cross_put *put, int all) {
     pending->runs[0] = put->run;
     pending->num = 1;
     atomic_fetch_add(&batch->num_cross_puts[g - batch->cache->num_token_groups], 1);
+    kvc_signal_all(&batch->cache->idle);
 }
 
 static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {

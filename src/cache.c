@@ -5,6 +5,7 @@
 
 #include "cpu.h"
 #include "dtype.h"
+#include "fork.h"
 
 /* ---- version and machine ----------------------------------------------------------------------------------------- */
 
@@ -323,7 +324,7 @@ static kvc_status init_cache(kvc_cache *cache, const kvc_config *config) {
     const kvc_status status = init_groups(cache, config->block_size ? config->block_size : default_block_size(config));
     if (status != KVC_OK) return status;
     if (kvc_mutex_init(&cache->mutex) == 0) {
-        if (kvc_signal_init(&cache->in_place) == 0) return KVC_OK;
+        if (kvc_signal_init(&cache->idle) == 0) return KVC_OK;
         kvc_mutex_destroy(&cache->mutex);
     }
     return kvc_fail(KVC_ERR_NOMEM, "no mutex is to be had");
@@ -349,31 +350,33 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
     if (!kernels)
         return kvc_fail(KVC_ERR_UNSUPPORTED, "KVCACHE_ISA is %s: this machine and build have %s", wanted,
                         KVC_KERNEL_NAMES);
-    kvc_threads_init();
+    if (kvc_fork_init()) return kvc_fail(KVC_ERR_NOMEM, "out of memory for what fork() is to call");
 
     kvc_cache *cache = new_cache(&memory, config.num_layers, count_frequencies(&config));
     if (!cache) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a cache of %d layers", config.num_layers);
     cache->kernels = kernels;
     cache->prefetch_level = kvc_cpu_prefetch_level();
     status = init_cache(cache, &config);
-    if (status != KVC_OK)
+    if (status != KVC_OK) {
         free_cache(cache);
-    else
-        *out = cache;
-    return status;
+        return status;
+    }
+    kvc_fork_watch(cache);
+    *out = cache;
+    return KVC_OK;
 }
 
-/* ---- who writes rows where they lie ------------------------------------------------------------------------------ */
+/* ---- who reads and writes rows without the mutex ----------------------------------------------------------------- */
 
 kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id) {
     kvc_sequence *sequence;
     while ((sequence = kvc_table_find(&cache->sequences, id)) && sequence->in_place)
-        kvc_signal_wait(&cache->in_place, &cache->mutex);
+        kvc_signal_wait(&cache->idle, &cache->mutex);
     return sequence;
 }
 
 void kvc_cache_find_all(kvc_cache *cache) {
-    while (cache->num_in_place) kvc_signal_wait(&cache->in_place, &cache->mutex);
+    while (cache->num_in_place) kvc_signal_wait(&cache->idle, &cache->mutex);
 }
 
 void kvc_cache_begin_in_place(kvc_cache *cache, kvc_sequence *sequence) {
@@ -384,7 +387,24 @@ void kvc_cache_begin_in_place(kvc_cache *cache, kvc_sequence *sequence) {
 void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence) {
     sequence->in_place = 0;
     cache->num_in_place--;
-    kvc_signal_all(&cache->in_place);
+    kvc_signal_all(&cache->idle);
+}
+
+void kvc_cache_begin_reading(kvc_cache *cache) {
+    while (cache->num_waiting) kvc_signal_wait(&cache->idle, &cache->mutex);
+    cache->num_readers++;
+}
+
+void kvc_cache_end_reading(kvc_cache *cache) {
+    if (--cache->num_readers == 0 && cache->num_waiting) kvc_signal_all(&cache->idle);
+}
+
+/* None of those that are waited for waits for anybody but the mutex, nor calls what is the caller's: it ends. */
+void kvc_cache_wait(kvc_cache *cache) {
+    cache->num_waiting++;
+    while (cache->num_readers || cache->num_in_place || (cache->batch && cache->batch->cross_puts))
+        kvc_signal_wait(&cache->idle, &cache->mutex);
+    if (--cache->num_waiting == 0) kvc_signal_all(&cache->idle);
 }
 
 /* ---- what may not be edited -------------------------------------------------------------------------------------- */
@@ -405,13 +425,22 @@ kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what) {
     return KVC_OK;
 }
 
-kvc_status kvc_check_closed(const kvc_cache *cache, const char *what) {
+static kvc_status check_closed(const kvc_cache *cache, const char *what) {
     const kvc_status status = kvc_check_no_batch(cache, what);
     if (status != KVC_OK) return status;
     if (cache->num_holds)
         return kvc_fail(KVC_ERR_HELD, "cannot %s while %lld views of the rows are held: let go of them first", what,
                         (long long)cache->num_holds);
     return KVC_OK;
+}
+
+kvc_status kvc_check_closed(kvc_cache *cache, const char *what) {
+    kvc_status status = check_closed(cache, what);
+    while (status == KVC_OK && (cache->num_readers || cache->num_in_place)) {
+        kvc_cache_wait(cache);
+        status = check_closed(cache, what); /* the mutex was free meanwhile */
+    }
+    return status;
 }
 
 static kvc_status check_position(int32_t value, const char *name) {
@@ -588,7 +617,6 @@ kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst) {
 }
 
 static kvc_status compact(kvc_cache *cache) {
-    kvc_cache_find_all(cache);
     kvc_status status = kvc_check_closed(cache, "compact");
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = kvc_compact_group(cache, g);
     if (status != KVC_OK) return status;
@@ -656,15 +684,15 @@ kvc_status kvc_reserve(kvc_cache *cache, int64_t num_tokens) {
 kvc_status kvc_cache_free(kvc_cache *cache) {
     if (!cache) return KVC_OK;
     kvc_lock(cache);
-    kvc_cache_find_all(cache);
     const kvc_status status = kvc_check_closed(cache, "free the cache");
     if (status == KVC_OK) clear_all_but(cache, NULL);
     kvc_unlock(cache, status);
     if (status != KVC_OK) return status;
+    kvc_fork_unwatch(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_destroy(&cache->pools[g]);
     free_spares(cache);
     kvc_table_destroy(&cache->sequences, &cache->memory);
-    kvc_signal_destroy(&cache->in_place);
+    kvc_signal_destroy(&cache->idle);
     kvc_mutex_destroy(&cache->mutex);
     free_cache(cache);
     return KVC_OK;

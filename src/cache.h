@@ -40,9 +40,12 @@ struct kvc_cache {
     kvc_table sequences;
     kvc_batch *batch; /* the open one */
     int64_t num_holds, num_rewrites;
-    int64_t num_in_place; /* sequences */
-    kvc_signal in_place;  /* there are fewer of them */
-    kvc_stats stats;      /* its counters; what is counted now is filled in when asked for */
+    int64_t num_readers;     /* calls that copy rows, whose blocks they pin, without the mutex */
+    int64_t num_in_place;    /* sequences */
+    int64_t num_waiting;     /* calls of kvc_cache_wait: until they are done no reader begins */
+    kvc_signal idle;         /* there are fewer of these */
+    kvc_cache *next, **link; /* the caches of the process: fork.c */
+    kvc_stats stats;         /* its counters; what is counted now is filled in when asked for */
     struct {
         void *memory;
         uint64_t size;
@@ -138,6 +141,15 @@ void kvc_cache_tidy(kvc_cache *cache, kvc_sequence *sequence);
 kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id);
 void kvc_cache_find_all(kvc_cache *cache);
 
+/* What lies between these reads rows, whose blocks it pins, without the mutex.  The first may wait: what is to be read
+ * is looked at afterwards. */
+void kvc_cache_begin_reading(kvc_cache *cache);
+void kvc_cache_end_reading(kvc_cache *cache);
+
+/* Waits until no call reads or writes rows without the mutex, but for the rewrites of a function of the caller and for
+ * what works on a batch. */
+void kvc_cache_wait(kvc_cache *cache);
+
 /* What lies between these writes rows of the sequence where they lie, without the mutex. */
 void kvc_cache_begin_in_place(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence);
@@ -149,10 +161,10 @@ void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
 
 /* KVC_ERR_INDEX; KVC_ERR_BUSY if a batch, or a rewrite, has the sequence (NULL: nobody); KVC_ERR_BUSY or KVC_ERR_HELD
- * if rows must not move now. */
+ * if rows must not move now; until they are copied by those that read them, kvc_check_closed waits. */
 kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer);
 kvc_status kvc_check_idle(const kvc_sequence *sequence);
-kvc_status kvc_check_closed(const kvc_cache *cache, const char *what);
+kvc_status kvc_check_closed(kvc_cache *cache, const char *what);
 
 /* The first of these for calls that holds do not matter to. */
 kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what);

@@ -74,8 +74,7 @@ static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
 
 /* All that can fail. */
 static kvc_status reserve(cloning *c) {
-    kvc_status status = new_like(c->from, &c->to);
-    if (status == KVC_OK) status = reserve_blocks(c);
+    kvc_status status = reserve_blocks(c);
     for (int32_t i = 0; status == KVC_OK && i < c->from->sequences.num; i++)
         status = add_sequence(c->to, c->from->sequences.items[i]);
     return status;
@@ -153,21 +152,20 @@ static void copy_rows(cloning *c) {
 static void copy(cloning *c) {
     kvc_cache *from = c->from;
     copy_bookkeeping(c);
-    from->num_holds++;
     kvc_unlock(from, KVC_OK);
     copy_rows(c);
     kvc_lock(from);
-    from->num_holds--;
     for (int64_t i = 0; i < c->num_twins; i++)
         if (c->twins[i].from) kvc_pool_unpin(&from->pools[c->twins[i].group], c->twins[i].from);
 }
 
-static kvc_status clone(cloning *c) {
+static kvc_status clone_cache(cloning *c) {
+    kvc_cache_begin_reading(c->from);
     kvc_cache_find_all(c->from);
     kvc_status status = kvc_check_no_batch(c->from, "copy the cache");
-    if (status != KVC_OK) return status;
-    status = reserve(c);
+    if (status == KVC_OK) status = reserve(c);
     if (status == KVC_OK) copy(c);
+    kvc_cache_end_reading(c->from);
     kvc_memory_free(&c->from->memory, c->twins, (uint64_t)c->num_twins * sizeof *c->twins, KVC_MEMORY_SCRATCH, -1);
     return status;
 }
@@ -175,8 +173,10 @@ static kvc_status clone(cloning *c) {
 kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **out) {
     if (!out) return kvc_fail(KVC_ERR_INVALID, "clone is NULL: it is where the copy goes");
     cloning c = {.from = cache};
+    kvc_status status = new_like(cache, &c.to); /* what it looks at does not change */
+    if (status != KVC_OK) return status;
     kvc_lock(cache);
-    const kvc_status status = kvc_unlock(cache, clone(&c));
+    status = kvc_unlock(cache, clone_cache(&c));
     if (status == KVC_OK)
         *out = c.to;
     else

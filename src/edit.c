@@ -60,7 +60,7 @@ static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_cha
 }
 
 /* Rows are copied, perhaps by a function of the caller, while the mutex is free. */
-static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, const kvc_draft *drafts) {
+static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_draft *drafts) {
     kvc_lanes lanes = {0};
     for (int32_t g = 0; g < cache->num_token_groups; g++)
         if (drafts[g].num_copies) kvc_draft_size_lanes(cache, g, &drafts[g], &lanes);
@@ -73,6 +73,8 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, const 
     if (status == KVC_OK) status = kvc_lanes_new(cache, &lanes);
     if (status != KVC_OK) return status;
     sequence->in_rewrite = 1;
+    sequence->rewriter = kvc_thread_self();
+    sequence->drafts = drafts;
     cache->num_rewrites++;
     kvc_unlock(cache, KVC_OK);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
@@ -98,7 +100,7 @@ static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_
 }
 
 static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
-    const size_t size = (size_t)cache->num_token_groups * sizeof(kvc_draft);
+    const size_t size = kvc_drafts_size(cache);
     if (!size) return KVC_OK;
     kvc_draft *drafts = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     if (!drafts) return kvc_fail(KVC_ERR_NOMEM, "out of memory to edit %d layer groups", cache->num_token_groups);

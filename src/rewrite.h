@@ -80,6 +80,11 @@ void kvc_draft_unpin(kvc_cache *cache, int32_t group, const kvc_draft *draft);
 /* Gives rows what the draft says, whose copies stay listed until it is freed; or nothing, which frees it. */
 void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, kvc_draft *draft);
 void kvc_draft_free(kvc_cache *cache, kvc_draft *draft);
+/* Bytes of a draft of each group. */
+static inline size_t kvc_drafts_size(const kvc_cache *cache) {
+    return (size_t)cache->num_token_groups * sizeof(kvc_draft);
+}
+
 void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft);
 
 #endif

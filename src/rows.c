@@ -14,9 +14,9 @@ static const kvc_rows *find_rows(const kvc_cache *cache, int64_t seq_id, int32_t
 }
 
 /* Of rows [first, first + num), in order of arrival, as far as there are so many. */
-static void list_positions(const kvc_rows *rows, int64_t first, int64_t num, int32_t *positions) {
+static void list_positions(const kvc_run *runs, int32_t num_runs, int64_t first, int64_t num, int32_t *positions) {
     int64_t row = 0;
-    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows) && row - first < num; run++)
+    for (const kvc_run *run = runs; run < runs + num_runs && row - first < num; run++)
         for (int32_t i = 0; i < run->count && row - first < num; i++, row++)
             if (row >= first) positions[row - first] = run->position + i;
 }
@@ -26,7 +26,7 @@ int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *
     kvc_lock(cache);
     const kvc_rows *rows = find_rows(cache, seq_id, layer);
     const int64_t n = rows ? rows->count : 0;
-    if (rows) list_positions(rows, 0, max_positions, positions);
+    if (n) list_positions(kvc_rows_begin(rows), rows->num, 0, max_positions, positions);
     kvc_unlock(cache, KVC_OK);
     return n;
 }
@@ -62,17 +62,13 @@ kvc_status kvc_hold_runs(kvc_cache *cache, const kvc_run *runs, int32_t num_runs
     return KVC_OK;
 }
 
-static void let_go(kvc_hold *hold) {
-    for (int64_t i = 0; i < hold->num_blocks; i++) kvc_pool_unpin(hold->pool, hold->blocks[i]);
-    hold->cache->num_holds--;
-    kvc_memory_free(&hold->cache->memory, hold, hold->size, KVC_MEMORY_SCRATCH, -1);
-}
-
 void kvc_hold_free(kvc_hold *hold) {
     if (!hold) return;
     kvc_cache *cache = hold->cache;
     kvc_lock(cache);
-    let_go(hold);
+    for (int64_t i = 0; i < hold->num_blocks; i++) kvc_pool_unpin(hold->pool, hold->blocks[i]);
+    cache->num_holds--;
+    kvc_memory_free(&cache->memory, hold, hold->size, KVC_MEMORY_SCRATCH, -1);
     kvc_unlock(cache, KVC_OK);
 }
 
@@ -165,132 +161,164 @@ kvc_status kvc_check_rows_out(const kvc_rows_out *given, kvc_rows_out *out, cons
     return status == KVC_OK ? kvc_check_array(out->type, out->v_row_stride, out->v_head_stride, name) : status;
 }
 
-/* What is to be read without the mutex: a copy of the runs, with their blocks pinned. */
+/* What is to be read without the mutex: a copy of the runs, whose blocks are pinned. */
 typedef struct snapshot {
-    kvc_rows rows;
-    kvc_hold *hold; /* NULL: there are none, and nothing is to be freed */
-    kvc_reader reader;
+    kvc_cache *cache;
+    int32_t layer, num_runs; /* 0: there are none, and nothing is to be freed */
+    kvc_run *runs;
+    float *scratch; /* [num_tasks][kvc_turner_floats] */
+    uint64_t size;  /* of both */
 } snapshot;
 
-static kvc_status take_snapshot(kvc_cache *cache, const kvc_rows *rows, int32_t layer, snapshot *s) {
-    kvc_status status = kvc_rows_reserve(&s->rows, &cache->memory, rows->num);
-    if (status != KVC_OK) return status;
-    memcpy(s->rows.runs, kvc_rows_begin(rows), (size_t)rows->num * sizeof *s->rows.runs);
-    s->rows.num = rows->num;
-    status = kvc_reader_new(cache, layer, &s->reader);
-    if (status == KVC_OK) {
-        status = kvc_hold_runs(cache, s->rows.runs, s->rows.num, cache->group_of[layer], &s->hold);
-        if (status != KVC_OK) kvc_reader_free(&s->reader);
+static kvc_status take_snapshot(kvc_cache *cache, const kvc_rows *rows, int32_t layer, int32_t num_tasks, snapshot *s) {
+    const int turns = kvc_rope_of(cache, layer) != NULL;
+    *s = (snapshot){.cache = cache, .layer = layer};
+    kvc_add_array(&s->size, (uint64_t)rows->num * sizeof *s->runs);
+    const uint64_t scratch = kvc_add_array(&s->size, turns ? (uint64_t)num_tasks * scratch_size(cache, layer) : 0);
+    s->runs = kvc_memory_alloc(&cache->memory, s->size, KVC_MEMORY_SCRATCH, -1);
+    if (!s->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory to read %d runs of layer %d", rows->num, layer);
+    if (turns) s->scratch = (void *)((char *)s->runs + scratch);
+    s->num_runs = rows->num;
+    for (int32_t i = 0; i < s->num_runs; i++) {
+        s->runs[i] = kvc_rows_begin(rows)[i];
+        kvc_pool_pin(s->runs[i].block);
     }
-    if (status != KVC_OK) kvc_rows_free_list(&s->rows, &cache->memory);
-    return status;
+    return KVC_OK;
 }
 
 /* Of a sequence that holds at least `least` rows in the layer. */
-static kvc_status open_snapshot(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t least, int64_t *num_stored,
-                                snapshot *s) {
+static kvc_status open_snapshot(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t least, int32_t num_tasks,
+                                int64_t *num_stored, snapshot *s) {
     *s = (snapshot){0};
-    kvc_rows_init(&s->rows);
     kvc_status status = KVC_OK;
     kvc_lock(cache);
+    kvc_cache_begin_reading(cache);
     kvc_cache_find(cache, seq_id); /* which waits while they are written */
     const kvc_rows *rows = find_rows(cache, seq_id, layer);
-    if (num_stored) *num_stored = rows ? rows->count : 0;
-    if (least > (rows ? rows->count : 0))
+    const int64_t stored = rows ? rows->count : 0;
+    if (num_stored) *num_stored = stored;
+    if (least > stored)
         status = kvc_fail(KVC_ERR_INDEX, "rows up to %lld are asked for: sequence %lld holds %lld in layer %d",
-                          (long long)least, (long long)seq_id, (long long)(rows ? rows->count : 0), layer);
-    else if (rows && rows->num)
-        status = take_snapshot(cache, rows, layer, s);
+                          (long long)least, (long long)seq_id, (long long)stored, layer);
+    else if (stored)
+        status = take_snapshot(cache, rows, layer, num_tasks, s);
+    if (!s->num_runs) kvc_cache_end_reading(cache);
     return kvc_unlock(cache, status);
 }
 
 static void close_snapshot(snapshot *s) {
-    if (!s->hold) return;
-    kvc_cache *cache = s->reader.cache;
+    if (!s->num_runs) return;
+    kvc_cache *cache = s->cache;
     kvc_lock(cache);
-    kvc_rows_free_list(&s->rows, &cache->memory);
-    kvc_reader_free(&s->reader);
-    let_go(s->hold);
+    for (int32_t i = 0; i < s->num_runs; i++)
+        kvc_pool_unpin(&cache->pools[cache->group_of[s->layer]], s->runs[i].block);
+    kvc_memory_free(&cache->memory, s->runs, s->size, KVC_MEMORY_SCRATCH, -1);
+    kvc_cache_end_reading(cache);
     kvc_unlock(cache, KVC_OK);
 }
 
-typedef struct gathering {
-    snapshot *from;
-    const kvc_rows_out *out;
-    int64_t first, end; /* rows */
-} gathering;
+/* A copy of rows of all heads, cut into a task for each thread. */
+typedef struct copying {
+    kvc_cache *cache;
+    int32_t layer, num_tasks;
+    snapshot from;
+    kvc_rows_out out;
+    int64_t first, num_rows; /* in order of arrival, */
+    int by_position;         /* or by position, zeros where there is none */
+} copying;
 
-static void gather_head(void *context, int64_t head) {
-    const gathering *g = context;
-    const kvc_rows *rows = &g->from->rows;
-    int64_t row = 0; /* in order of arrival, at the beginning of the run */
-    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); row += run++->count) {
-        const int64_t from = row > g->first ? row : g->first,
-                      to = row + run->count < g->end ? row + run->count : g->end;
-        if (from >= to) continue;
-        kvc_run part = *run;
-        part.slot += (int32_t)(from - row);
-        part.count = (int32_t)(to - from);
-        copy_head(&g->from->reader, &part, g->out, from - g->first, head);
+/* Zeros in rows [begin, end) of one head's. */
+static void clear_rows(char *head, int64_t row_stride, int64_t begin, int64_t end, size_t row_bytes) {
+    for (int64_t i = begin; i < end; i++) memset(head + i * row_stride, 0, row_bytes);
+}
+
+/* Rows [begin, end) of one head, counted from the first one. */
+static void copy_range(const copying *c, kvc_reader *reader, int64_t head, int64_t begin, int64_t end) {
+    const kvc_layer *config = &c->cache->layers[reader->layer];
+    const kvc_rows_out *out = &c->out;
+    if (c->by_position && out->k)
+        clear_rows((char *)out->k + head * out->k_head_stride, out->k_row_stride, begin, end,
+                   kvc_row_bytes(out->type, config->k_dim));
+    if (c->by_position && out->v)
+        clear_rows((char *)out->v + head * out->v_head_stride, out->v_row_stride, begin, end,
+                   kvc_row_bytes(out->type, config->v_dim));
+    int64_t row = 0; /* that the run begins with */
+    for (int32_t i = 0; i < c->from.num_runs; row += c->from.runs[i++].count) {
+        const kvc_run *run = &c->from.runs[i];
+        const int64_t from = c->first - (c->by_position ? run->position : row); /* the first row, in the run */
+        const int64_t low = from + begin > 0 ? from + begin : 0,
+                      high = from + end < run->count ? from + end : run->count;
+        if (low >= high) continue;
+        const kvc_run part = {run->block, run->slot + (int32_t)low, (int32_t)(high - low), run->position + (int32_t)low,
+                              run->delta};
+        copy_head(reader, &part, out, low - from, head);
     }
 }
 
-kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
-                      const kvc_rows_out *given) {
-    kvc_rows_out out;
-    snapshot s;
-    kvc_status status = kvc_check_layer(cache, layer);
-    if (status == KVC_OK) status = kvc_check_rows_out(given, &out, "out");
-    if (status == KVC_OK && (first_row < 0 || num_rows < 0 || first_row > INT64_MAX - num_rows))
-        status = kvc_fail(KVC_ERR_INVALID, "first_row is %lld and num_rows %lld: neither must be negative",
-                          (long long)first_row, (long long)num_rows);
-    if (status == KVC_OK) status = open_snapshot(cache, seq_id, layer, first_row + num_rows, out.num_stored, &s);
-    if (status != KVC_OK) return status;
-    const kvc_layer *config = &cache->layers[layer];
-    const int64_t elements = num_rows * config->num_kv_heads * (config->k_dim + config->v_dim);
-    const int is_serial = elements < WORTH_THREADS || s.reader.turner.scratch; /* which threads would share */
-    gathering g = {&s, &out, first_row, first_row + num_rows};
-    if (out.positions) list_positions(&s.rows, first_row, num_rows, out.positions);
-    kvc_parallel(is_serial ? 1 : kvc_cache_threads(cache), config->num_kv_heads, gather_head, &g);
-    close_snapshot(&s);
-    return KVC_OK;
+static void copy_task(void *context, int64_t task) {
+    const copying *c = context;
+    const kvc_layer *config = &c->cache->layers[c->layer];
+    kvc_reader reader = {.cache = c->cache, .layer = c->layer, .turner.kernels = c->cache->kernels};
+    if (c->from.scratch) reader.turner.scratch = c->from.scratch + (size_t)task * kvc_turner_floats(config->k_dim);
+    const int64_t all = c->num_rows * config->num_kv_heads, share = (all - 1) / c->num_tasks + 1;
+    const int64_t end = (task + 1) * share < all ? (task + 1) * share : all;
+    for (int64_t i = task * share, n; i < end; i += n) {
+        const int64_t row = i % c->num_rows, rest = c->num_rows - row;
+        n = end - i < rest ? end - i : rest;
+        copy_range(c, &reader, i / c->num_rows, row, row + n);
+    }
 }
 
-/* The latest of those that stand at one position is the one that counts. */
-static void find_positions(const kvc_rows *rows, int32_t begin, int32_t end, int32_t *positions) {
+/* What a copy may take of threads. */
+static int32_t count_tasks(const kvc_cache *cache, int32_t layer, int64_t num_rows) {
+    const kvc_layer *config = &cache->layers[layer];
+    const double rows = (double)num_rows * config->num_kv_heads;
+    if (rows * (config->k_dim + config->v_dim) < WORTH_THREADS) return 1;
+    const int32_t threads = kvc_cache_threads(cache);
+    return rows < threads ? (int32_t)rows : threads;
+}
+
+static void find_positions(const snapshot *s, int32_t begin, int32_t end, int32_t *positions) {
     for (int32_t i = 0; i < end - begin; i++) positions[i] = -1;
-    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) {
-        const kvc_run part = kvc_run_part(run, begin, end);
+    for (int32_t r = 0; r < s->num_runs; r++) {
+        const kvc_run part = kvc_run_part(&s->runs[r], begin, end);
         for (int32_t i = part.position; i < part.position + part.count; i++) positions[i - begin] = i;
     }
 }
 
-/* Zeros in every row of an array [heads][num_rows][dim]. */
-static void clear_rows(void *to, int64_t head_stride, int64_t row_stride, int32_t heads, int64_t num_rows,
-                       size_t row_bytes) {
-    for (int64_t h = 0; to && h < heads; h++)
-        for (int64_t i = 0; i < num_rows; i++) memset((char *)to + h * head_stride + i * row_stride, 0, row_bytes);
+static void copy_all(copying *c) {
+    if (c->num_rows) kvc_parallel(c->num_tasks, c->num_tasks, copy_task, c);
+    close_snapshot(&c->from);
+}
+
+kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
+                      const kvc_rows_out *given) {
+    copying c = {.cache = cache, .layer = layer, .first = first_row, .num_rows = num_rows};
+    kvc_status status = kvc_check_layer(cache, layer);
+    if (status == KVC_OK) status = kvc_check_rows_out(given, &c.out, "out");
+    if (status == KVC_OK && (first_row < 0 || num_rows < 0 || first_row > INT64_MAX - num_rows))
+        status = kvc_fail(KVC_ERR_INVALID, "first_row is %lld and num_rows %lld: neither must be negative",
+                          (long long)first_row, (long long)num_rows);
+    if (status != KVC_OK) return status;
+    c.num_tasks = count_tasks(cache, layer, num_rows);
+    status = open_snapshot(cache, seq_id, layer, first_row + num_rows, c.num_tasks, c.out.num_stored, &c.from);
+    if (status != KVC_OK) return status;
+    if (c.out.positions) list_positions(c.from.runs, c.from.num_runs, first_row, num_rows, c.out.positions);
+    copy_all(&c);
+    return KVC_OK;
 }
 
 kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                        const kvc_rows_out *given) {
-    kvc_rows_out out;
-    snapshot s;
+    copying c = {.cache = cache, .layer = layer, .first = begin, .num_rows = (int64_t)end - begin, .by_position = 1};
     kvc_status status = kvc_check_layer(cache, layer);
     if (status == KVC_OK) status = kvc_check_positions(begin, end);
-    if (status == KVC_OK) status = kvc_check_rows_out(given, &out, "out");
-    if (status == KVC_OK) status = open_snapshot(cache, seq_id, layer, 0, out.num_stored, &s);
+    if (status == KVC_OK) status = kvc_check_rows_out(given, &c.out, "out");
     if (status != KVC_OK) return status;
-    const kvc_layer *config = &cache->layers[layer];
-    if (out.positions) find_positions(&s.rows, begin, end, out.positions);
-    clear_rows(out.k, out.k_head_stride, out.k_row_stride, config->num_kv_heads, end - begin,
-               kvc_row_bytes(out.type, config->k_dim));
-    clear_rows(out.v, out.v_head_stride, out.v_row_stride, config->num_kv_heads, end - begin,
-               kvc_row_bytes(out.type, config->v_dim));
-    for (const kvc_run *run = kvc_rows_begin(&s.rows); run < kvc_rows_end(&s.rows); run++) {
-        const kvc_run part = kvc_run_part(run, begin, end);
-        if (part.count) kvc_reader_copy(&s.reader, &part, &out, part.position - begin);
-    }
-    close_snapshot(&s);
+    c.num_tasks = count_tasks(cache, layer, c.num_rows);
+    status = open_snapshot(cache, seq_id, layer, 0, c.num_tasks, c.out.num_stored, &c.from);
+    if (status != KVC_OK) return status;
+    if (c.out.positions) find_positions(&c.from, begin, end, c.out.positions);
+    copy_all(&c);
     return KVC_OK;
 }

@@ -8,6 +8,7 @@
 
 #include "policy.h"
 #include "pool.h"
+#include "threads.h"
 
 typedef struct kvc_run {
     kvc_block *block;
@@ -28,10 +29,12 @@ typedef struct kvc_rows {
 
 typedef struct kvc_sequence {
     int64_t id;
-    int32_t in_batch;   /* the open batch owns it */
-    int32_t low;        /* while a batch begins: no query will come below this position */
-    int32_t in_rewrite; /* its rows are being copied to new slots, without the mutex */
-    int32_t in_place;   /* its rows are being written where they lie, without the mutex: kvc_cache_find waits */
+    int32_t in_batch;         /* the open batch owns it */
+    int32_t low;              /* while a batch begins: no query will come below this position */
+    int32_t in_rewrite;       /* its rows are being copied to new slots, without the mutex, */
+    kvc_thread rewriter;      /* by this thread, */
+    struct kvc_draft *drafts; /* [num_token_groups] as it is to be */
+    int32_t in_place;         /* its rows are being written where they lie, without the mutex: kvc_cache_find waits */
     int32_t num_groups;
     int32_t num_token_groups; /* the first ones: their rows are tokens'.  The others hold what cross-attention layers
                                  were given */

@@ -179,7 +179,6 @@ static kvc_status prepare_all(kvc_cache *cache, settling *groups, int32_t *num, 
 }
 
 static kvc_status settle(kvc_cache *cache) {
-    kvc_cache_find_all(cache);
     kvc_status status = kvc_check_closed(cache, "settle keys");
     if (status != KVC_OK) return status;
     const size_t size = (size_t)cache->num_groups * sizeof(settling);

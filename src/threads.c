@@ -87,16 +87,7 @@ static int32_t default_threads(void) {
 
 static atomic_int forked;
 
-#if !defined(_WIN32)
-static void in_child(void) { atomic_store(&forked, 1); }
-
-void kvc_threads_init(void) {
-    static atomic_flag watching = ATOMIC_FLAG_INIT;
-    if (!atomic_flag_test_and_set(&watching)) pthread_atfork(NULL, NULL, in_child);
-}
-#else
-void kvc_threads_init(void) {}
-#endif
+void kvc_threads_forked(void) { atomic_store(&forked, 1); }
 
 int32_t kvc_num_threads(void) {
     if (omp_in_parallel() || atomic_load(&forked)) return 1;
@@ -116,7 +107,7 @@ void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *con
 
 #else /* no OpenMP */
 
-void kvc_threads_init(void) {}
+void kvc_threads_forked(void) {}
 
 int32_t kvc_num_threads(void) { return 1; }
 

@@ -17,6 +17,8 @@ static inline void kvc_mutex_destroy(kvc_mutex *m) { (void)m; }
 static inline void kvc_mutex_lock(kvc_mutex *m) { AcquireSRWLockExclusive(m); }
 static inline void kvc_mutex_unlock(kvc_mutex *m) { ReleaseSRWLockExclusive(m); }
 static inline void kvc_pause(void) { SwitchToThread(); }
+typedef DWORD kvc_thread;
+static inline kvc_thread kvc_thread_self(void) { return GetCurrentThreadId(); }
 typedef CONDITION_VARIABLE kvc_signal;
 static inline int kvc_signal_init(kvc_signal *s) {
     InitializeConditionVariable(s);
@@ -34,6 +36,8 @@ static inline void kvc_mutex_destroy(kvc_mutex *m) { pthread_mutex_destroy(m); }
 static inline void kvc_mutex_lock(kvc_mutex *m) { pthread_mutex_lock(m); }
 static inline void kvc_mutex_unlock(kvc_mutex *m) { pthread_mutex_unlock(m); }
 static inline void kvc_pause(void) { sched_yield(); }
+typedef pthread_t kvc_thread;
+static inline kvc_thread kvc_thread_self(void) { return pthread_self(); }
 typedef pthread_cond_t kvc_signal;
 static inline int kvc_signal_init(kvc_signal *s) { return pthread_cond_init(s, NULL); }
 static inline void kvc_signal_destroy(kvc_signal *s) { pthread_cond_destroy(s); }
@@ -49,8 +53,8 @@ static inline void kvc_signal_all(kvc_signal *s) { pthread_cond_broadcast(s); }
 
 enum { KVC_MOST_THREADS = 4096 }; /* that one call may be told to use */
 
-/* To be called before anything else here; any number of times. */
-void kvc_threads_init(void);
+/* In the child, after a fork(): it has one thread. */
+void kvc_threads_forked(void);
 
 /* Runs task(context, i) for every i in [0, num_tasks), on at most num_threads threads, in any order.  Serially where
  * that is all there is: without OpenMP, inside a parallel region, in a child after fork(). */

@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import gc
+import os
 import pickle
+import signal
 import threading
 import weakref
 
@@ -705,6 +707,107 @@ def test_next_tokens_follow_whatever_others_commit():
         thread.join()
     positions = cache.positions()
     np.testing.assert_array_equal(positions, np.arange(len(positions)))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_copies_have_the_same_bits_for_any_number_of_threads(dtype, heads):
+    found = []
+    for num_threads in (1, 2, 5):
+        cache = kvcache.KVCache(
+            1,
+            heads,
+            64,
+            None,
+            dtype=dtype,
+            block_size=32,
+            rope=kvcache.Rope(1e4 ** -(np.arange(32) / 32)),
+            num_threads=num_threads,
+        )
+        rng = np.random.default_rng(0)
+        for positions in (range(900), range(2000, 2700), range(400, 450)):  # the last stand there already
+            k, v = rng.standard_normal((2, len(positions), heads, 64), np.float32)
+            with cache.batch(positions=positions) as batch:
+                batch.put(0, k, v)
+        cache.remove(100, 203)
+        cache.remove(700, 709)
+        found.append((*cache.gather(0), *cache.gather(0, first=333, dtype="f16"), *cache.extract(0, 50, 1750)))
+    for other in found[1:]:
+        for x, y in zip(found[0], other, strict=True):
+            assert x.tobytes() == y.tobytes()
+
+
+@contextlib.contextmanager
+def meanwhile(*functions):
+    """Other threads call these again and again, until the block ends."""
+    stop = threading.Event()
+
+    def repeat(function):
+        while not stop.is_set():
+            function()
+
+    threads = [threading.Thread(target=repeat, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_compacting_and_settling_wait_for_copies():
+    cache = kvcache.KVCache(1, 4, 64, None, rope=kvcache.Rope(1e4 ** -(np.arange(32) / 32)))
+    x = np.ones((2000, 4, 64), np.float32)
+    with cache.batch(2000) as batch:
+        batch.put(0, x, x)
+    with meanwhile(lambda: cache.gather(0), lambda: cache.extract(0, 0, 500)):
+        for _ in range(50):
+            cache.remove(10, 12)
+            cache.compact()
+            cache.settle()
+        views = cache.spans(0)
+        with pytest.raises(BufferError):
+            cache.compact()
+    del views
+    cache.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_can_use_a_cache_that_other_threads_were_using():
+    cache = kvcache.KVCache(1, 2, 16, None, max_sequences=None, rope=kvcache.Rope(1e4 ** -(np.arange(8) / 8)))
+    x = np.ones((300, 2, 16), np.float32)
+    with cache.batch(300) as batch:
+        batch.put(0, x, x)
+
+    def work(seq_id):
+        cache.fork(0, seq_id)
+        cache.remove(10, 12, seq_id=seq_id)
+        cache.gather(0, seq_id=seq_id)
+        cache.settle()
+        cache.compact()
+
+    ended = []
+    with meanwhile(lambda: work(1), lambda: work(2)):
+        for _ in range(10):
+            child = os.fork()
+            if not child:
+                signal.alarm(60)
+                status = 1
+                try:
+                    with cache.batch(1) as batch:
+                        batch.put(0, x[:1], x[:1])
+                    cache.settle()
+                    cache.compact()
+                    cache.validate()
+                    status = int(cache.gather(0)[0].shape != (2, 301, 16))
+                finally:
+                    os._exit(status)
+            ended.append(os.waitpid(child, 0)[1])
+    assert ended == [0] * 10
+    cache.validate()
 
 
 def test_edits_beside_an_open_batch(cache):

@@ -754,6 +754,58 @@ static void test_writing_in_place(void)
     CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
 }
 
+/* ---- compacting beside copies ------------------------------------------------------------------------------------ */
+
+static void *copy_out(void *context)
+{
+    other *o = context;
+    while (!atomic_load(o->stop)) {
+        float k[2][BASE][K_DIM];
+        int32_t first = pick(o, BASE), n = pick(o, BASE - first) + 1;
+        const kvc_rows_out out = {
+            .struct_size = sizeof out, .k = k, .k_head_stride = sizeof *k, .k_row_stride = sizeof **k};
+        kvc_status status = pick(o, 2) ? kvc_gather(o->cache, 1, 0, first, n, &out)
+                                       : kvc_extract(o->cache, 1, 0, first, first + n, &out);
+        CHECKF(status == KVC_OK, "%s", kvc_last_error());
+        for (int h = 0; h < 2; h++)
+            for (int i = 0; i < n; i++)
+                check_key(k[h][i], 0, h, first + i);
+    }
+    return NULL;
+}
+
+/* Who compacts and settles waits for those who copy rows, however many there are, and for nobody who holds them. */
+static void test_compacting_beside_copies(void)
+{
+    enum { READERS = 3, ROUNDS = 200 };
+    pthread_t threads[READERS];
+    other others[READERS];
+    atomic_int stop = 0;
+    kvc_span spans[BASE];
+    kvc_hold *held;
+    int64_t num;
+    kvc_cache *cache = new_cache(8);
+    feed(cache, 1, BASE);
+    for (int i = 0; i < READERS; i++) {
+        others[i] = (other){cache, &stop, (uint32_t)i};
+        CHECK(pthread_create(&threads[i], NULL, copy_out, &others[i]) == 0);
+    }
+    for (int i = 0; i < ROUNDS; i++) {
+        feed(cache, 2, 20);
+        CHECK(kvc_remove(cache, 2, 3, 11, 1) == KVC_OK);
+        CHECKF(kvc_settle(cache) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(kvc_compact(cache) == KVC_OK, "%s", kvc_last_error());
+        CHECK(kvc_clear_sequence(cache, 2) == KVC_OK);
+    }
+    CHECK(kvc_spans(cache, 1, 0, spans, sizeof *spans, BASE, &num, &held) == KVC_OK);
+    CHECK(kvc_compact(cache) == KVC_ERR_HELD && kvc_settle(cache) == KVC_ERR_HELD);
+    kvc_hold_free(held);
+    atomic_store(&stop, 1);
+    for (int i = 0; i < READERS; i++)
+        pthread_join(threads[i], NULL);
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+}
+
 /* ---- a cache for each thread ------------------------------------------------------------------------------------ */
 
 /* Blocks so large that they are pages of the operating system; the error is this thread's own. */
