@@ -29,19 +29,25 @@ typedef struct call {
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------- */
 
-/* Walks some rows of a unit. */
+/* Walks some rows of a unit, from the beginning of a window on: those are KVC_TILE rows each, and no tile passes one.
+ */
 typedef struct cursor {
     const kvc_piece *piece;
     int32_t offset, head; /* KV head */
     int64_t rest;         /* rows */
+    int32_t most_turns;   /* with as many changes of turn, or more, a window is one tile; 0: there are none */
+    int32_t window;       /* rows that are left of the window */
+    int32_t is_mixed;     /* it is one tile, of several turns */
 } cursor;
+
+enum { MIXED = -2 }; /* turns: keys are turned, not queries */
 
 /* Rows that are worked on together: the first n from a place on. */
 typedef struct tile {
     const kvc_piece *piece;
     int32_t offset, head, n;
     int32_t min_position, max_position;
-    int32_t turn;     /* of all its rows */
+    int32_t turn;     /* of all its rows, or MIXED */
     int32_t is_batch; /* its last row, so perhaps others, is the batch's own */
     int32_t is_known; /* what follows is filled in: only masks and ALiBi ask */
     int32_t position[KVC_TILE];
@@ -50,14 +56,29 @@ typedef struct tile {
 
 static int32_t smaller(int64_t a, int32_t b) { return a < b ? (int32_t)a : b; }
 
-/* The next rows up to a change of turn, of which there may be none.  k: their keys; past n, as often as needed, the
- * last.  A single walk, in registers: in a cache full of holes each row is a piece. */
+/* Begins the next window. */
+static void open_window(cursor *c) {
+    c->window = smaller(c->rest, KVC_TILE);
+    c->is_mixed = 0;
+    if (!c->most_turns || !c->window) return;
+    const kvc_piece *piece = c->piece;
+    int32_t changes = 0;
+    for (int32_t n = piece->count - c->offset; n < c->window; n += piece->count) {
+        changes += piece[1].turn != piece->turn;
+        piece++;
+    }
+    c->is_mixed = changes >= c->most_turns;
+}
+
+/* The next rows, of which there may be none, up to a change of turn, if those are not too many.  k: their keys; past n,
+ * as often as needed, the last.  A single walk, in registers: in a cache full of holes each row is a piece. */
 static void next_tile(tile *t, const void *k[KVC_TILE], cursor *c, const kvc_layout *at) {
+    if (!c->window) open_window(c);
     const size_t begin = at->k_offset + (size_t)c->head * at->head_stride;
-    const int32_t most = smaller(c->rest, KVC_TILE), turn = most ? c->piece->turn : 0;
+    const int32_t most = c->window, is_mixed = c->is_mixed, turn = !most ? 0 : is_mixed ? MIXED : c->piece->turn;
     const kvc_piece *piece = c->piece;
     int32_t offset = c->offset, n = 0, min_position = INT32_MAX, max_position = -1, is_batch = 0;
-    while (n < most && piece->turn == turn) {
+    while (n < most && (is_mixed || piece->turn == turn)) {
         const int32_t end = n + smaller(piece->count - offset, most - n), position = piece->position + offset;
         const uint8_t *row = piece->rows + begin + (size_t)(piece->slot + offset) * at->k_row_bytes;
         if (position < min_position) min_position = position;
@@ -80,6 +101,7 @@ static void next_tile(tile *t, const void *k[KVC_TILE], cursor *c, const kvc_lay
     c->piece = piece;
     c->offset = offset;
     c->rest -= n;
+    c->window -= n;
 }
 
 /* Its values, k being its keys: where rows of both are as long, one is as far from the other everywhere. */
@@ -124,7 +146,7 @@ typedef struct task {
     float *lane;        /* scratch */
     float *scores, *acc, *max, *sum, *factor;
     float *q;        /* the query rows as score wants them, for keys that are off by ... */
-    int32_t turn;    /* ... this of the plan's deltas; 0: for those that are not; -1: not made yet */
+    int32_t turn;    /* ... this of the plan's deltas; 0: for those that are not; MIXED; -1: not made yet */
     int32_t *tokens; /* of the batch */
 } task;
 
@@ -152,25 +174,55 @@ static void load_queries(const task *t) {
 /* What a tile's keys are off by, where that matters. */
 static int32_t turn_of(const task *t, const tile *tile) { return t->call->rope ? tile->turn : 0; }
 
-/* Where keys are off by the plan's delta `turn`, the query rows are turned back by as much. */
+/* What turns queries where keys are off by the plan's delta `turn`. */
+static const float *angles_of(const call *c, int32_t turn) {
+    return c->angles + (size_t)(turn - 1) * (size_t)c->plan->angles_stride;
+}
+
+/* Where keys are off, the query rows are turned back by as much. */
 static void turn_queries(const task *t, int32_t turn) {
     const call *c = t->call;
     const kvc_plan *plan = c->plan;
-    const float *angles = c->angles + (size_t)(turn - 1) * (size_t)plan->angles_stride;
+    const float *angles = angles_of(c, turn);
     for (int32_t r = 0; r < t->num_q; r++)
         kvc_rope_turn(c->rope, angles, t->q + (size_t)r * (size_t)plan->lane.q_stride);
+}
+
+/* A tile's keys as they are multiplied: as they lie, or, of several turns, decoded and turned to where they stand.
+ * turned: KVC_TILE pointers to fill then. */
+static const void *const *keys_for(const task *t, const tile *tile, const void *const *k, const void **turned) {
+    const call *c = t->call;
+    const int32_t dim = c->plan->k_dim, stride = c->plan->lane.q_stride;
+    if (turn_of(t, tile) != MIXED) return k;
+    float *to = t->lane + c->plan->lane.turned;
+    const kvc_piece *piece = tile->piece;
+    for (int32_t i = 0, offset = tile->offset; i < tile->n; piece++, offset = 0)
+        for (const int32_t end = i + smaller(piece->count - offset, tile->n - i); i < end; i++, to += stride) {
+            c->kernels->convert[c->layer->k_type][KVC_F32](to, 0, k[i], 0, 1, dim);
+            if (piece->turn) kvc_rope_turn_back(c->rope, angles_of(c, piece->turn), to);
+            turned[i] = to;
+        }
+    for (int32_t i = tile->n; i < KVC_TILE; i++) turned[i] = turned[i - 1];
+    return turned;
+}
+
+/* What a tile's keys are multiplied as. */
+static int32_t key_type(const task *t, const tile *tile) {
+    return turn_of(t, tile) == MIXED ? KVC_F32 : t->call->layer->k_type;
 }
 
 /* The kernel that scores a tile for few query rows. */
 static const kvc_scorer *scorer_of(const task *t, const tile *tile) {
     const kvc_kernels *kernels = t->call->kernels;
-    const int type = t->call->layer->k_type;
+    const int type = key_type(t, tile);
     const int is_bf16 = type == KVC_BF16 && t->call->args->q_type == KVC_BF16 && !turn_of(t, tile);
     return is_bf16 && kernels->score_bf16.score ? &kernels->score_bf16 : &kernels->score[type];
 }
 
 /* How its rows are multiplied by many query rows: as keys and as values. */
-static const kvc_tiler *key_tiler(const task *t) { return &t->call->kernels->tiler[t->call->layer->k_type]; }
+static const kvc_tiler *key_tiler(const task *t, const tile *tile) {
+    return &t->call->kernels->tiler[key_type(t, tile)];
+}
 static const kvc_tiler *value_tiler(const task *t) { return &t->call->kernels->tiler[t->call->layer->v_type]; }
 
 /* The query rows as that, or what scores it, wants them. */
@@ -179,8 +231,8 @@ static const float *queries_for(task *t, const tile *tile) {
     const int32_t turn = turn_of(t, tile);
     if (turn == t->turn) return t->q;
     load_queries(t);
-    if (turn) turn_queries(t, turn);
-    kvc_prepare_fn *prepare = t->unit->tiled ? key_tiler(t)->prepare : scorer_of(t, tile)->prepare;
+    if (turn > 0) turn_queries(t, turn);
+    kvc_prepare_fn *prepare = t->unit->tiled ? key_tiler(t, tile)->prepare : scorer_of(t, tile)->prepare;
     prepare(t->q, plan->lane.q_stride, t->num_q, plan->k_dim, t->call->scale);
     t->turn = turn;
     return t->q;
@@ -257,9 +309,10 @@ static void weigh(const task *t, tile *tile) {
 static void stream_tile(task *t, tile *now, tile *next, const void *k[KVC_TILE], cursor *rest) {
     const call *c = t->call;
     const kvc_plan *plan = c->plan;
-    const void *v[KVC_TILE];
+    const void *v[KVC_TILE], *turned[KVC_TILE];
     point_at_values(v, now, k, c->layout);
-    scorer_of(t, now)->score(t->scores, queries_for(t, now), plan->lane.q_stride, t->num_q, k, now->n, plan->k_dim,
+    const void *const *keys = keys_for(t, now, k, turned);
+    scorer_of(t, now)->score(t->scores, queries_for(t, now), plan->lane.q_stride, t->num_q, keys, now->n, plan->k_dim,
                              (kvc_ahead){v, (int)c->layout->v_stored, c->level});
     weigh(t, now);
     next_tile(next, k, rest, c->layout);
@@ -329,8 +382,8 @@ static void multiply_tile(task *all, tile *now, tile *next, const void *k[KVC_TI
     const kvc_lane_layout *lane = &plan->lane;
     queries_for(all, now);
     const task seen = seeing(all, now), *t = &seen;
-    const kvc_tiler *keys = key_tiler(t), *values = value_tiler(t);
-    const void *v[KVC_TILE];
+    const kvc_tiler *keys = key_tiler(t, now), *values = value_tiler(t);
+    const void *v[KVC_TILE], *turned[KVC_TILE];
     const product scores = {.matmul = keys->score,
                             .rows = keys->rows,
                             .to = t->scores,
@@ -353,7 +406,7 @@ static void multiply_tile(task *all, tile *now, tile *next, const void *k[KVC_TI
                           .k = now->n,
                           .adds = 1};
     point_at_values(v, now, k, c->layout);
-    keys->pack_keys(t->lane + lane->keys, k, now->n, plan->k_dim);
+    keys->pack_keys(t->lane + lane->keys, keys_for(t, now, k, turned), now->n, plan->k_dim);
     multiply(t, &scores, v, now->n, c->layout->v_stored);
     weigh(t, now);
     next_tile(next, k, rest, c->layout);
@@ -373,7 +426,8 @@ static cursor cursor_at(const kvc_plan *plan, const kvc_unit *unit, int32_t part
     const kvc_piece *piece = plan->pieces + start->piece;
     int64_t offset = start->offset + row;
     while (count && offset >= piece->count) offset -= piece++->count;
-    return (cursor){.piece = piece, .offset = (int32_t)offset, .head = head, .rest = count};
+    const int32_t most_turns = !plan->num_deltas ? 0 : unit->tiled ? KVC_TILED_TURNS : KVC_STREAM_TURNS;
+    return (cursor){.piece = piece, .offset = (int32_t)offset, .head = head, .rest = count, .most_turns = most_turns};
 }
 
 static const kvc_unit *unit_of(const kvc_plan *plan, const kvc_job *job, int32_t member) {

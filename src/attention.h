@@ -15,8 +15,10 @@ enum {
     KVC_STREAM_ROWS = 32,   /* most query rows of a unit that is streamed */
     KVC_TASK_QUERIES = 128, /* most that are not cut into several units, and most of a streamed task */
     KVC_TILE_QUERIES = 256, /* most of a tiled task where a token has not more */
-    KVC_PART_ROWS = 512,    /* least rows of a part, but for the last one */
-    KVC_TILED_TASKS = 256   /* about so many a tiled sequence is cut into */
+    KVC_STREAM_TURNS = 4, /* so many changes of delta in a window, or more: keys are turned, not the query rows, ... */
+    KVC_TILED_TURNS = 1,  /* ... of a unit that is streamed, or tiled */
+    KVC_PART_ROWS = 512,  /* least rows of a part, but for the last one */
+    KVC_TILED_TASKS = 256 /* about so many a tiled sequence is cut into */
 };
 
 /* Rows of one run that some query of the unit may see. */
@@ -62,7 +64,7 @@ typedef struct kvc_counter {
 
 /* What one running task works in, in floats from the beginning of its lane. */
 typedef struct kvc_lane_layout {
-    uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, size;
+    uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, turned, size;
     int32_t q_stride, acc_stride;
 } kvc_lane_layout;
 

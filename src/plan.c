@@ -322,22 +322,13 @@ static void find_common(const maker *m, neighbour *n) {
     draft_unit *u = &m->units[n->unit];
     const reach *r = &u->stored;
     if (n->same_runs < 0) return;
-    const kvc_run *last = NULL; /* of the common ones, with rows in reach */
     int32_t run = n->same_runs;
     int64_t before = u->stored_rows; /* rows before `run` */
     for (int32_t i = run; i < u->num_runs; i++) before -= rows_in(r, &u->runs[i]);
     n->rows = before + rows_alike(&m->units[n[-1].unit], u, run);
-    if (n->rows > before) last = &u->runs[run];
     const int64_t part = n->rows / u->unit.part_rows, begin = part * u->unit.part_rows;
-    int64_t stretch = begin; /* where the last rows of one delta begin: tiles do, too */
-    while (before > begin) {
-        const kvc_run *next = &u->runs[--run];
-        const int32_t count = rows_in(r, next);
-        if (count && last && last->delta != next->delta && stretch == begin) stretch = before;
-        if (count) last = next;
-        before -= count;
-    }
-    n->tiled = stretch + (n->rows - stretch) / KVC_TILE * KVC_TILE;
+    while (before > begin) before -= rows_in(r, &u->runs[--run]);
+    n->tiled = begin + (n->rows - begin) / KVC_TILE * KVC_TILE;
     u->first_part = (int32_t)part;
     u->first_run = run;
     u->rows_before = before;
@@ -572,6 +563,7 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     lane->tokens = add_floats(&lane->size, q); /* of the same size */
     lane->keys = add_floats(&lane->size, t->tiled ? (uint64_t)lane->q_stride * KVC_TILE : 0);
     lane->values = add_floats(&lane->size, t->tiled ? (uint64_t)lane->acc_stride * KVC_TILE : 0);
+    lane->turned = add_floats(&lane->size, plan->num_deltas ? (uint64_t)lane->q_stride * KVC_TILE : 0);
 }
 
 /* The plan on the stack, moved to scratch that has room for all its arrays; NULL if there is none. */

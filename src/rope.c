@@ -59,23 +59,29 @@ void kvc_rope_angles(const kvc_rope *rope, int32_t delta, float *angles) {
     }
 }
 
-void kvc_rope_turn(const kvc_rope *rope, const float *angles, float *row) {
+/* Pairs (x[i], y[i]) are `stride` floats apart.  What is restrict lets compilers use vectors. */
+static inline void turn_pairs(float *restrict x, float *restrict y, int32_t stride, const float *restrict cosines,
+                              const float *restrict sines, int32_t n, float sign) {
+    for (int32_t i = 0; i < n; i++) {
+        const float a = x[i * stride], b = y[i * stride], s = sign * sines[i];
+        x[i * stride] = a * cosines[i] - b * s;
+        y[i * stride] = b * cosines[i] + a * s;
+    }
+}
+
+/* sign: 1, or -1 to turn back. */
+static inline void turn(const kvc_rope *rope, const float *angles, float *row, float sign) {
     const int32_t n = rope->num_freqs;
-    const float *cosines = angles, *sines = angles + n;
     float *x = row + rope->first_dim;
     if (rope->interleaved)
-        for (int32_t i = 0; i < n; i++) {
-            const float a = x[2 * i], b = x[2 * i + 1];
-            x[2 * i] = a * cosines[i] - b * sines[i];
-            x[2 * i + 1] = b * cosines[i] + a * sines[i];
-        }
+        turn_pairs(x, x + 1, 2, angles, angles + n, n, sign);
     else
-        for (int32_t i = 0; i < n; i++) {
-            const float a = x[i], b = x[n + i];
-            x[i] = a * cosines[i] - b * sines[i];
-            x[n + i] = b * cosines[i] + a * sines[i];
-        }
+        turn_pairs(x, x + n, 1, angles, angles + n, n, sign);
 }
+
+void kvc_rope_turn(const kvc_rope *rope, const float *angles, float *row) { turn(rope, angles, row, 1); }
+
+void kvc_rope_turn_back(const kvc_rope *rope, const float *angles, float *row) { turn(rope, angles, row, -1); }
 
 void kvc_turner_turn(kvc_turner *turner, const kvc_rope *rope, int32_t delta, void *to, int32_t to_type,
                      const void *from, int32_t from_type, int32_t k_dim) {

@@ -17,8 +17,9 @@ static inline size_t kvc_rope_angles_size(const kvc_rope *rope) { return 2 * (si
 /* The cosines, then the sines, of delta * inv_freq. */
 void kvc_rope_angles(const kvc_rope *rope, int32_t delta, float *angles);
 
-/* Turns a row by these angles. */
+/* Turns a row by these angles, or back by as much. */
 void kvc_rope_turn(const kvc_rope *rope, const float *angles, float *row);
+void kvc_rope_turn_back(const kvc_rope *rope, const float *angles, float *row);
 
 /* Turns rows of any type.  It keeps the angles of the last distance: rows that lie together mostly move together. */
 typedef struct kvc_turner {

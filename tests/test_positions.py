@@ -470,3 +470,74 @@ def test_settle_of_nothing():
     feed(cache, *raw(2), range(2))
     cache.settle()
     assert cache.seq_len() == 2
+
+
+# ---- attention over keys of many deltas
+
+
+def scattered(options, changes, rows=300, heads=2, dim=64):
+    """A cache whose sequence 0 has so many changes of delta in its first 200 rows."""
+    rng = np.random.default_rng(9)
+    cache = kvcache.KVCache(1, heads, dim, None, max_sequences=None, **options)
+    x = rng.standard_normal((rows, heads, dim)).astype(np.float32)
+    step = 200 // (changes + 1)
+    positions = [i + min(i // step, changes) for i in range(rows)]
+    with cache.batch(positions=positions, seq_ids=[0] * rows) as batch:
+        batch.put(0, x, x[:, ::-1])
+    for change in range(changes):
+        cache.remove(step * (change + 1), step * (change + 1) + 1)  # a gap
+    assert cache.positions().tolist() == list(range(rows))
+    assert len({span.delta for span in cache.spans(0)} if options.get("dtype") == "f32" else {}) in (0, changes + 1)
+    return cache
+
+
+def queries(count, heads=8, dim=64):
+    return np.random.default_rng(count).standard_normal((count, heads, dim)).astype(np.float32)
+
+
+def attended(cache, q, seq_ids=(0,)):
+    """What tokens of these sequences see, as many of each."""
+    count = len(q) // len(seq_ids)
+    positions = [cache.next_position(s) + i for s in seq_ids for i in range(count)]
+    with cache.batch(positions=positions, seq_ids=[s for s in seq_ids for _ in range(count)]) as batch:
+        x = np.zeros((len(q), 2, q.shape[2]), np.float32)  # which every type holds
+        out = batch.attend(0, q, x, x)
+        batch.abort()
+    return out
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("changes", [1, 3, 20, 199])
+def test_attention_over_many_deltas(changes, dtype, interleaved):
+    """As over keys that were rotated at once, for few query rows and for many."""
+    rope = kvcache.Rope(1 / 100 ** np.linspace(0, 1, 20), interleaved=interleaved, first_dim=8)
+    cache = scattered({"rope": rope, "dtype": dtype}, changes)
+    keys, values = cache.gather(0)
+    plain = kvcache.KVCache(1, 2, 64, None, dtype="f32")
+    with plain.batch(300) as batch:
+        batch.put(0, keys, values, layout="HTD")
+    for count in (1, 3, 40):
+        q = queries(count)
+        tolerance = 2e-6 if dtype in ("f32", "f16", "bf16") else 2e-2  # integer products round the queries
+        np.testing.assert_allclose(attended(cache, q), attended(plain, q), rtol=0, atol=tolerance * 4)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "q8_0"])
+@pytest.mark.parametrize("changes", [2, 30, 199])
+def test_many_deltas_in_any_company(changes, dtype):
+    """The bits are the same for any threads and blocks, and among forks that share the rows."""
+    rope = kvcache.Rope(1 / 100 ** np.linspace(0, 1, 32))
+    alone = [attended(scattered({"rope": rope, "dtype": dtype}, changes), queries(n)) for n in (1, 24)]
+    for options in ({"block_size": 7}, {"num_threads": 3, "block_size": 1000}):
+        cache = scattered({"rope": rope, "dtype": dtype, **options}, changes)
+        for out in alone:
+            np.testing.assert_array_equal(attended(cache, queries(len(out))), out)
+        for fork in range(1, 40):
+            cache.fork(0, fork)
+            if fork % 3 == 0:
+                cache.remove(150 + fork, 152 + fork, seq_id=fork)
+        for out in alone[:1]:
+            together = attended(cache, np.concatenate([queries(1)] * 40), range(40))
+            np.testing.assert_array_equal(together[0], out[0])
+            np.testing.assert_array_equal(together[1], out[0])

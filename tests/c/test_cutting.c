@@ -480,9 +480,9 @@ static void test_not_shared(void)
     g.num = 3; /* the third is 30 rows further: it sees others first */
     check_read(&g, 1, 512 + 2 * 28 + 540);
     g = moved();
-    g.num = 4; /* in the last one positions from 300 on differ; tiles begin anew at 100 */
+    g.num = 4; /* in the last one positions from 300 on differ */
     g.branches[1].num_new = g.branches[2].num_new = 0;
-    check_read(&g, 1, (693 + 1) + (753 + 1) - (100 + 200 / 64 * 64));
+    check_read(&g, 1, (693 + 1) + (753 + 1) - 300 / 64 * 64);
 }
 
 /* Forks of what a cross-attention layer was given, with no token's rows behind it: all end with the same part. */
