@@ -8,6 +8,10 @@ What the functions mean stands in include/kvcache.h; what users see, in cache.py
   converted before, results made afterwards.
 - What may wait for the cache's mutex, or takes more than a microsecond, runs without the GIL.
 - What was found out about a sequence is as old as the last leave(): another thread may have edited it since.
+
+Arrays that are contiguous and of one type are typed memoryviews. Pointers, with strides, are for what views cannot be:
+arrays of bf16, of DLPack, or with any strides; and for what batch(), put() and attend() need at each step, where taking
+a view of an array would cost half as much as all of batch().
 """
 
 import operator
@@ -916,19 +920,20 @@ cdef class Functions:
     cdef int move_keys(self, int32_t layer, float *keys, int32_t heads, int64_t rows, int32_t dim,
                        int32_t delta) except -1:
         """Calls the layer's function. It gets a copy, for it may keep what it gets."""
-        cdef cnp.ndarray given = new_array(KVC_F32, 3, heads, rows, dim)
+        cdef float[:, :, ::1] given = new_array(KVC_F32, 3, heads, rows, dim)
+        cdef const float[:, :, ::1] taken
         cdef cnp.ndarray moved
         cdef size_t size = <size_t>(heads * rows * dim) * sizeof(float)
-        memcpy(cnp.PyArray_DATA(given), keys, size)
-        moved = np.asarray(self.by_layer[layer](layer, given, delta))
+        memcpy(&given[0, 0, 0], keys, size)
+        moved = np.asarray(self.by_layer[layer](layer, given.base, delta))
         if np.shape(moved) != (heads, rows, dim):
             raise ValueError(f"rope: the function of layer {layer} returned an array of shape {np.shape(moved)}, where "
                              f"{(heads, rows, dim)} is needed")
         if moved.dtype.kind != "f" and not is_bf16(moved):
             raise TypeError(f"rope: the function of layer {layer} returned elements of type {moved.dtype}, where "
                             "floating-point numbers are needed")
-        moved = np.ascontiguousarray(moved, np.float32)
-        memcpy(keys, cnp.PyArray_DATA(moved), size)
+        taken = np.ascontiguousarray(moved, np.float32)
+        memcpy(keys, &taken[0, 0, 0], size)
         return 0
 
 
@@ -971,6 +976,7 @@ cdef class Cache:
         cdef kvc_config config
         cdef kvc_layer *layer
         cdef kvc_status status
+        cdef const double[::1] frequencies
         cdef int32_t i
         self.num_layers = len(layers)
         self.functions = Functions(self.num_layers) if original is None else original.functions
@@ -997,8 +1003,8 @@ cdef class Cache:
                 layer.rope.kind = KVC_ROPE_FREQUENCIES
                 inv_freq, layer.rope.interleaved, layer.rope.first_dim = rope
                 owners.append(np.array(inv_freq, np.float64))
-                layer.rope.num_freqs = <int32_t>len(inv_freq)
-                layer.rope.inv_freq = <const double *>cnp.PyArray_DATA(owners[-1])
+                frequencies = owners[-1]
+                layer.rope.num_freqs, layer.rope.inv_freq = <int32_t>frequencies.shape[0], &frequencies[0]
         memset(&config, 0, sizeof(config))
         config.struct_size = sizeof(kvc_config)
         config.layers = self.layers
@@ -1121,28 +1127,30 @@ cdef class Cache:
     def sequences(self):
         cdef int64_t room = -1, count = 0
         cdef kvc_cache *cache
-        cdef cnp.ndarray ids = None
+        cdef int64_t[::1] ids
         cdef int64_t *to
         while room < count:
-            room = count
-            ids = np.empty(room, np.int64)
-            to = <int64_t *>cnp.PyArray_DATA(ids)
+            room = max(count, 8)
+            found = np.empty(room, np.int64)
+            ids = found
+            to = &ids[0]
             cache = self.enter()
             with nogil:
                 count = kvc_sequences(cache, to, room)
             self.leave()
-        return ids[:count].tolist() if count else []
+        return found[:count].tolist()
 
     def positions(self, seq_id, layer):
         cdef int64_t seq = to_seq_id(seq_id), room = -1, count = 0
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef kvc_cache *cache
-        cdef cnp.ndarray found = None
+        cdef int32_t[::1] positions
         cdef int32_t *to
         while room < count:
-            room = count
+            room = max(count, 8)
             found = np.empty(room, np.int32)
-            to = <int32_t *>cnp.PyArray_DATA(found)
+            positions = found
+            to = &positions[0]
             cache = self.enter()
             with nogil:
                 count = kvc_positions(cache, seq, at, to, room)
@@ -1867,6 +1875,7 @@ cdef class Batch:
         cdef kvc_attend_args *args = &query.args
         cdef int token = TOKEN_AXIS[layout], head = HEAD_AXIS[layout]
         cdef cnp.ndarray flags = None
+        cdef const uint8_t[::1] sees_all
         memset(query, 0, sizeof(Query))
         plan.struct_size, args.struct_size = sizeof(kvc_plan_args), sizeof(kvc_attend_args)
         q = read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, layout, &query.q)
@@ -1891,7 +1900,8 @@ cdef class Batch:
         if non_causal is not None:
             flags = to_flags(non_causal, plan.first, plan.num_tokens, self.num_tokens)
             if flags is not None:
-                plan.non_causal = <const uint8_t *>cnp.PyArray_DATA(flags)
+                sees_all = flags
+                plan.non_causal = &sees_all[0]
         out = self.read_out(out, shape.v_dim, layout, &query.q, &query.out)
         args.out = query.out.data
         args.out_token_stride, args.out_head_stride = query.out.strides[token], query.out.strides[head]
@@ -1947,6 +1957,7 @@ cdef class Batch:
         self.check_open()
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
         cdef cnp.ndarray flags = to_flags(non_causal, 0, self.num_tokens, self.num_tokens)
+        cdef const uint8_t[::1] sees_all
         cdef kvc_batch *batch
         cdef cnp.ndarray mask
         cdef kvc_dense_args args
@@ -1965,7 +1976,8 @@ cdef class Batch:
         args.mask = <float *>cnp.PyArray_DATA(mask)
         args.mask_token_stride = args.num_rows * sizeof(float)
         if flags is not None:
-            args.non_causal = <const uint8_t *>cnp.PyArray_DATA(flags)
+            sees_all = flags
+            args.non_causal = &sees_all[0]
         batch = self.enter()
         with nogil:
             status = kvc_dense(batch, at, &args)
@@ -1986,23 +1998,27 @@ cdef class Batch:
 
     def commit(self, keep, stored):
         """The tokens to keep, of those that are `stored`; None: all."""
-        cdef cnp.ndarray kept = None
+        cdef const int32_t[::1] kept
         cdef const int32_t *tokens = NULL
+        cdef bint every = keep is None and stored is None
         cdef int32_t num_kept = 0
         cdef kvc_status status
         if self.handle == NULL:
             return
         if keep is not None:
-            kept = self.to_kept(keep)
+            keep = self.to_kept(keep)
         if stored is not None:
-            kept = np.flatnonzero(stored).astype(np.int32) if kept is None else kept[stored[kept]]
-        if kept is not None:
-            tokens, num_kept = <const int32_t *>cnp.PyArray_DATA(kept), <int32_t>len(kept)
+            keep = np.flatnonzero(stored).astype(np.int32) if keep is None else keep[stored[keep]]
+        if not every:
+            kept = keep
+            num_kept = <int32_t>kept.shape[0]
+        if num_kept:
+            tokens = &kept[0]
         if self.handle == NULL:  # by what was converted
             return
         self.begin_ending()
         with nogil:
-            status = kvc_commit(self.handle) if tokens == NULL else kvc_commit_kept(self.handle, tokens, num_kept)
+            status = kvc_commit(self.handle) if every else kvc_commit_kept(self.handle, tokens, num_kept)
         if status == KVC_OK:
             self.handle = NULL
         self.ending = False
