@@ -483,10 +483,12 @@ KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, in
 
 /* ---- a forward pass --------------------------------------------------------------------------------------------- */
 
-/* Makes room for num_tokens tokens at these positions of these sequences (seq_ids NULL: all of sequence 0; positions
- * NULL: those that follow what each sequence holds, kvc_next_position and on, as it is at that moment), in every layer,
- * and evicts what no later query can see: in each sequence of the batch what lies below its smallest position
- * in it, in idle ones below their next, less what the policies retain.
+#define KVC_MAX_BATCH (1 << 24) /* tokens of a batch: some 200 bytes each are noted down for as long as it is open */
+
+/* Makes room for num_tokens tokens, at most KVC_MAX_BATCH, at these positions of these sequences (seq_ids NULL: all of
+ * sequence 0; positions NULL: those that follow what each sequence holds, kvc_next_position and on, as it is at that
+ * moment), in every layer, and evicts what no later query can see: in each sequence of the batch what lies below its
+ * smallest position in it, in idle ones below their next, less what the policies retain.
  * parents, where it is not NULL, makes trees of the tokens (speculated ones, to be verified together): parents[i] is an
  * earlier token of the same sequence, or -1, and of the batch a token sees itself and its ancestors, whatever their
  * positions, and nothing else.

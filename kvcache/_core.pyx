@@ -78,6 +78,7 @@ cdef extern from "kvcache.h" nogil:
         KVC_ROPE_FREQUENCIES
         KVC_ROPE_FUNCTION
         KVC_END
+        KVC_MAX_BATCH
 
     int32_t kvc_version()
     const char *kvc_build_info()
@@ -1537,6 +1538,7 @@ cdef class Cache:
             size = to_int(n, "n", 1, _INT32_MAX)
             if size > self.most_tokens:  # before their positions are written down
                 raise CacheFullError(f"n={size}: the cache never holds more than {self.most_tokens} tokens")
+            to_int(size, "n", 1, KVC_MAX_BATCH)
             batch.positions = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
         else:
             batch.positions = to_int_array(positions, "positions", cnp.NPY_INT32, 0, _MAX_POSITION)

@@ -445,8 +445,8 @@ class KVCache:
         CacheBusyError
             While another batch is open, or keys are being rewritten in another thread.
         ValueError
-            If a position is negative, there is no token, `seq_ids` or `parents` has not one entry per token, or a
-            parent is no earlier token of the same sequence.
+            If a position is negative, there is no token or more than 16,777,216 of them, `seq_ids` or `parents` has
+            not one entry per token, or a parent is no earlier token of the same sequence.
         TypeError
             If something is no integer, or `n` and `positions` are given both or neither.
         MemoryError

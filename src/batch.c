@@ -491,7 +491,8 @@ static int wait_in_place(kvc_cache *cache, int32_t num_tokens, const int64_t *se
 
 kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
                      const int32_t *parents, kvc_batch **out) {
-    if (num_tokens < 1) return kvc_fail(KVC_ERR_INVALID, "num_tokens is %d: a batch has at least 1", num_tokens);
+    if (num_tokens < 1 || num_tokens > KVC_MAX_BATCH)
+        return kvc_fail(KVC_ERR_INVALID, "num_tokens is %d: a batch has from 1 to %d", num_tokens, KVC_MAX_BATCH);
     if (!out) return kvc_fail(KVC_ERR_INVALID, "batch is NULL");
     kvc_status status = check_tokens(num_tokens, positions, seq_ids, parents);
     if (status != KVC_OK) return status;

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import fake_dlpack
 import numpy as np
@@ -621,6 +622,22 @@ def test_no_batch_of_so_many(cache, n):
 def test_no_batch_of_what_is_no_number(cache, n):
     with refused(TypeError, "n=", "integer", unchanged=cache):
         cache.batch(n)
+
+
+@pytest.mark.parametrize("n", [2**24 + 1, 2**31 - 1])
+@pytest.mark.parametrize("options", [{}, {"max_bytes": 10**6}, {"strategy": kvcache.LongSequencesOnly(8)}], ids=str)
+def test_more_tokens_than_a_batch_has(n, options):
+    """Refused before memory is taken for what is noted down of each."""
+    cache = make(max_seq_len=None, **options)
+    tracemalloc.start()
+    try:
+        with refused(ValueError, f"n={n}", 2**24, unchanged=cache):
+            cache.batch(n)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+    with refused(ValueError, f"num_tokens is {2**24 + 1}", 2**24, unchanged=cache):
+        cache.batch(positions=np.zeros(2**24 + 1, np.int32))
 
 
 def test_positions_end():

@@ -1200,6 +1200,8 @@ static void test_bad_begin(void)
     kvc_batch *batch = NULL;
     pair_feed(p, 0, 0, 4);
     CHECK_FAILS(kvc_begin(p->cache, 0, positions, NULL, NULL, &batch), KVC_ERR_INVALID, "num_tokens", "is 0:");
+    CHECK_FAILS(kvc_begin(p->cache, KVC_MAX_BATCH + 1, NULL, NULL, NULL, &batch), KVC_ERR_INVALID, "num_tokens is 16777217",
+                "16777216");
     CHECK_FAILS(kvc_begin(p->cache, -7, positions, NULL, NULL, &batch), KVC_ERR_INVALID, "num_tokens", "is -7:");
     CHECK_FAILS(kvc_begin(p->cache, 3, positions, NULL, NULL, &batch), KVC_ERR_INVALID, "positions[2]", "is -3:");
     CHECK_FAILS(kvc_begin(p->cache, 1, positions + 3, NULL, NULL, &batch), KVC_ERR_INVALID, "positions[0]",
