@@ -206,7 +206,7 @@ typedef enum kvc_memory_kind { /* what an allocation is for */
 typedef struct kvc_memory_hint {
     size_t struct_size;
     int32_t kind;       /* kvc_memory_kind */
-    int32_t group;      /* layer group of a block, else -1 */
+    int32_t group;      /* layer group of a block; -1: of none, as are rows that are not to be stored */
     int32_t first_head; /* KV heads [first_head, end_head) whose rows lie here; for NUMA placement */
     int32_t end_head;
 } kvc_memory_hint;
@@ -497,6 +497,25 @@ KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, in
 KVC_API kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
                              const int32_t *parents, kvc_batch **batch);
 
+typedef struct kvc_begin_args {
+    size_t struct_size;
+    int32_t num_tokens;
+    const int32_t *positions; /* [num_tokens], as are the arrays below; NULL: those that follow */
+    const int64_t *seq_ids;   /* NULL: all of sequence 0 */
+    const int32_t *parents;   /* NULL: no trees */
+    const uint8_t *unstored;  /* not 0: nothing of the token's sequence stays once the batch is committed; all tokens of
+                                 a sequence say the same.  NULL: everything stays */
+} kvc_begin_args;
+
+/* The same, where some sequences need not be stored: to score a text, say, or where memory is short.
+ * The tokens of one that held nothing before take the memory of one layer: what kvc_attend puts stays until kvc_attend
+ * puts in another layer, and to attend to it or to ask for it by kvc_dense is KVC_ERR_GONE then.  What kvc_put puts or
+ * kvc_slots shows stays until the batch ends, in memory of its own (KVC_ERR_FULL, for max_bytes, and KVC_ERR_NOMEM); so
+ * do rows of a layer that others share, and those of cross-attention layers.  Neither capacity nor max_sequences counts
+ * such tokens, and kvc_blocks does not show their rows.
+ * What a sequence held before is seen by this batch, and goes once it is committed. */
+KVC_API kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch);
+
 /* [num_tokens] the positions of the batch's tokens, until it ends. */
 KVC_API const int32_t *kvc_batch_positions(const kvc_batch *batch);
 
@@ -573,10 +592,10 @@ typedef struct kvc_plan_args {
  * kept in f32.  The bits of a token's result depend on nothing but the rows it sees and which tokens of its sequence are
  * in the call: not on threads, on where rows lie, or on who else is in the batch.  (Infinities and NaN in rows may make
  * NaN, for tokens of the call that do not see them, too.)  plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX,
- * KVC_ERR_NOMEM and, as in kvc_put, KVC_ERR_FULL, after which nothing was put (in a cross-attention layer, after
- * KVC_ERR_NOMEM, it may have been); KVC_ERR_CANCELLED (cancel, or the cache's poll), after which out and lse hold
- * anything and nothing was put, either, so that the call can be made again (in a cross-attention layer rows may have
- * been: there they can be put again anyway). */
+ * KVC_ERR_NOMEM, KVC_ERR_GONE (kvc_begin_with) and, as in kvc_put, KVC_ERR_FULL, after which nothing was put (in a
+ * cross-attention layer, after KVC_ERR_NOMEM, it may have been); KVC_ERR_CANCELLED (cancel, or the cache's poll), after
+ * which out and lse hold anything and nothing was put, either, so that the call can be made again (in a cross-attention
+ * layer rows may have been: there they can be put again anyway). */
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
 
 /* The same for runners with threads of their own.  A plan cuts the work into tasks and takes all memory that they
@@ -606,10 +625,10 @@ typedef struct kvc_dense_args {
     const uint8_t *non_causal; /* [the batch's tokens], as in kvc_plan_args */
 } kvc_dense_args;
 
-/* KVC_ERR_INVALID if num_rows is not what there are; KVC_ERR_INDEX; KVC_ERR_NOMEM. */
+/* KVC_ERR_INVALID if num_rows is not what there are; KVC_ERR_INDEX; KVC_ERR_NOMEM; KVC_ERR_GONE (kvc_begin_with). */
 KVC_API kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args);
 
-/* Ends the batch: its tokens are part of their sequences; the handle is freed.  KVC_ERR_INVALID if a token was not put
+/* Ends the batch: its tokens are part of their sequences, if these are stored; the handle is freed.  KVC_ERR_INVALID if a token was not put
  * in some layer, KVC_ERR_NOMEM; after an error the batch is still open. */
 KVC_API kvc_status kvc_commit(kvc_batch *batch);
 

@@ -11,6 +11,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "sheet.h"
+
 /* What all tasks of one call share. */
 typedef struct call {
     kvc_plan *plan;
@@ -18,6 +20,7 @@ typedef struct call {
     const kvc_kernels *kernels;
     const kvc_layer *layer;
     const kvc_layout *layout;
+    const kvc_sheet *sheet; /* where loose units have their rows */
     const kvc_policy *policy;
     const kvc_rope *rope; /* what keys that are off are off by; NULL: nothing */
     const float *angles;  /* [plan->num_deltas][plan->angles_stride] for that */
@@ -32,6 +35,8 @@ typedef struct call {
 /* Walks some rows of a unit, from the beginning of a window on: those are KVC_TILE rows each, and no tile passes one.
  */
 typedef struct cursor {
+    const kvc_layout *at;
+    const uint8_t *rows; /* of all pieces; NULL: each has its own */
     const kvc_piece *piece;
     int32_t offset, head; /* KV head */
     int64_t rest;         /* rows */
@@ -44,6 +49,8 @@ enum { MIXED = -2 }; /* turns: keys are turned, not queries */
 
 /* Rows that are worked on together: the first n from a place on. */
 typedef struct tile {
+    const kvc_layout *at;
+    const uint8_t *rows;
     const kvc_piece *piece;
     int32_t offset, head, n;
     int32_t min_position, max_position;
@@ -72,7 +79,8 @@ static void open_window(cursor *c) {
 
 /* The next rows, of which there may be none, up to a change of turn, if those are not too many.  k: their keys; past n,
  * as often as needed, the last.  A single walk, in registers: in a cache full of holes each row is a piece. */
-static void next_tile(tile *t, const void *k[KVC_TILE], cursor *c, const kvc_layout *at) {
+static void next_tile(tile *t, const void *k[KVC_TILE], cursor *c) {
+    const kvc_layout *at = c->at;
     if (!c->window) open_window(c);
     const size_t begin = at->k_offset + (size_t)c->head * at->head_stride;
     const int32_t most = c->window, is_mixed = c->is_mixed, turn = !most ? 0 : is_mixed ? MIXED : c->piece->turn;
@@ -80,7 +88,8 @@ static void next_tile(tile *t, const void *k[KVC_TILE], cursor *c, const kvc_lay
     int32_t offset = c->offset, n = 0, min_position = INT32_MAX, max_position = -1, is_batch = 0;
     while (n < most && (is_mixed || piece->turn == turn)) {
         const int32_t end = n + smaller(piece->count - offset, most - n), position = piece->position + offset;
-        const uint8_t *row = piece->rows + begin + (size_t)(piece->slot + offset) * at->k_row_bytes;
+        const uint8_t *row =
+            (c->rows ? c->rows : piece->rows) + begin + (size_t)(piece->slot + offset) * at->k_row_bytes;
         if (position < min_position) min_position = position;
         if (position + (end - n) > max_position) max_position = position + (end - n) - 1;
         is_batch = piece->token >= 0;
@@ -89,6 +98,8 @@ static void next_tile(tile *t, const void *k[KVC_TILE], cursor *c, const kvc_lay
         if (offset == piece->count) piece++, offset = 0;
     }
     for (int32_t i = n; n && i < KVC_TILE; i++) k[i] = k[n - 1];
+    t->at = at;
+    t->rows = c->rows;
     t->piece = c->piece;
     t->offset = c->offset;
     t->head = c->head;
@@ -105,8 +116,8 @@ static void next_tile(tile *t, const void *k[KVC_TILE], cursor *c, const kvc_lay
 }
 
 /* Its values, k being its keys: where rows of both are as long, one is as far from the other everywhere. */
-static void point_at_values(const void *v[KVC_TILE], const tile *t, const void *const k[KVC_TILE],
-                            const kvc_layout *at) {
+static void point_at_values(const void *v[KVC_TILE], const tile *t, const void *const k[KVC_TILE]) {
+    const kvc_layout *at = t->at;
     if (at->k_row_bytes == at->v_row_bytes) {
         for (int32_t i = 0; i < KVC_TILE; i++) v[i] = (const uint8_t *)k[i] + (at->v_offset - at->k_offset);
         return;
@@ -115,7 +126,8 @@ static void point_at_values(const void *v[KVC_TILE], const tile *t, const void *
     const kvc_piece *piece = t->piece;
     for (int32_t i = 0, offset = t->offset; i < t->n; piece++, offset = 0) {
         const int32_t end = i + smaller(piece->count - offset, t->n - i);
-        const uint8_t *row = piece->rows + begin + (size_t)(piece->slot + offset) * at->v_row_bytes;
+        const uint8_t *row =
+            (t->rows ? t->rows : piece->rows) + begin + (size_t)(piece->slot + offset) * at->v_row_bytes;
         for (; i < end; i++, row += at->v_row_bytes) v[i] = row;
     }
     for (int32_t i = t->n; i < KVC_TILE; i++) v[i] = v[t->n - 1];
@@ -310,12 +322,12 @@ static void stream_tile(task *t, tile *now, tile *next, const void *k[KVC_TILE],
     const call *c = t->call;
     const kvc_plan *plan = c->plan;
     const void *v[KVC_TILE], *turned[KVC_TILE];
-    point_at_values(v, now, k, c->layout);
+    point_at_values(v, now, k);
     const void *const *keys = keys_for(t, now, k, turned);
     scorer_of(t, now)->score(t->scores, queries_for(t, now), plan->lane.q_stride, t->num_q, keys, now->n, plan->k_dim,
                              (kvc_ahead){v, (int)c->layout->v_stored, c->level});
     weigh(t, now);
-    next_tile(next, k, rest, c->layout);
+    next_tile(next, k, rest);
     c->kernels->accumulate[c->layer->v_type](t->acc, plan->lane.acc_stride, t->factor, t->scores, t->num_q, v, now->n,
                                              plan->v_dim,
                                              (kvc_ahead){next->n ? k : NULL, (int)c->layout->k_row_bytes, c->level});
@@ -405,11 +417,11 @@ static void multiply_tile(task *all, tile *now, tile *next, const void *k[KVC_TI
                           .n = plan->v_dim,
                           .k = now->n,
                           .adds = 1};
-    point_at_values(v, now, k, c->layout);
+    point_at_values(v, now, k);
     keys->pack_keys(t->lane + lane->keys, keys_for(t, now, k, turned), now->n, plan->k_dim);
     multiply(t, &scores, v, now->n, c->layout->v_stored);
     weigh(t, now);
-    next_tile(next, k, rest, c->layout);
+    next_tile(next, k, rest);
     for (int32_t r = 0; r < t->num_q; r++)
         if (t->factor[r] != 1)
             c->kernels->scale(t->acc + (size_t)r * (size_t)lane->acc_stride, 0, 1, plan->v_dim, t->factor[r]);
@@ -420,14 +432,21 @@ static void multiply_tile(task *all, tile *now, tile *next, const void *k[KVC_TI
 /* ---- the rows of a task ------------------------------------------------------------------------------------------ */
 
 /* `count` rows of a part of a unit, from its row `row` on. */
-static cursor cursor_at(const kvc_plan *plan, const kvc_unit *unit, int32_t part, int32_t head, int64_t row,
-                        int64_t count) {
+static cursor cursor_at(const call *c, const kvc_unit *unit, int32_t part, int32_t head, int64_t row, int64_t count) {
+    const kvc_plan *plan = c->plan;
     const kvc_start *start = &plan->starts[unit->first_start + part];
     const kvc_piece *piece = plan->pieces + start->piece;
     int64_t offset = start->offset + row;
     while (count && offset >= piece->count) offset -= piece++->count;
     const int32_t most_turns = !plan->num_deltas ? 0 : unit->tiled ? KVC_TILED_TURNS : KVC_STREAM_TURNS;
-    return (cursor){.piece = piece, .offset = (int32_t)offset, .head = head, .rest = count, .most_turns = most_turns};
+    cursor at = {.at = c->layout,
+                 .piece = piece,
+                 .offset = (int32_t)offset,
+                 .head = head,
+                 .rest = count,
+                 .most_turns = most_turns};
+    if (unit->is_loose && count) at.at = &c->sheet->layout, at.rows = kvc_sheet_block(c->sheet)->rows;
+    return at;
 }
 
 static const kvc_unit *unit_of(const kvc_plan *plan, const kvc_job *job, int32_t member) {
@@ -440,11 +459,12 @@ static int64_t own_rows(const kvc_plan *plan, const kvc_job *job, int32_t m) {
 }
 
 /* The first rows of task i. */
-static cursor first_rows(const kvc_plan *plan, int64_t i) {
-    if (i >= kvc_plan_num_tasks(plan)) return (cursor){.rest = 0};
+static cursor first_rows(const call *c, int64_t i) {
+    const kvc_plan *plan = c->plan;
+    if (i >= kvc_plan_num_tasks(plan)) return (cursor){.at = c->layout};
     const kvc_job *job = kvc_job_of(plan, i);
     const int64_t rows = job->shared ? job->shared : own_rows(plan, job, 0);
-    return cursor_at(plan, unit_of(plan, job, 0), job->part, kvc_head_of(plan, i), 0, rows);
+    return cursor_at(c, unit_of(plan, job, 0), job->part, kvc_head_of(plan, i), 0, rows);
 }
 
 /* What comes after the rows that all members of a task share, and those of its members before m: at its end, the task
@@ -453,9 +473,9 @@ static cursor rows_after(const task *t, int32_t m) {
     const kvc_plan *plan = t->call->plan;
     for (; m < t->job->num_members; m++) {
         const int64_t rest = own_rows(plan, t->job, m);
-        if (rest) return cursor_at(plan, unit_of(plan, t->job, m), t->part, t->head, t->job->shared, rest);
+        if (rest) return cursor_at(t->call, unit_of(plan, t->job, m), t->part, t->head, t->job->shared, rest);
     }
-    return first_rows(plan, t->index + plan->args.num_threads);
+    return first_rows(t->call, t->index + plan->args.num_threads);
 }
 
 /* Another thread may be setting `cancel`. */
@@ -472,7 +492,7 @@ static int attend_rows(task *t, cursor rows, cursor after) {
     const void *k[KVC_TILE];
     tile tiles[2];
     int now = 0;
-    next_tile(&tiles[now], k, &rows, t->call->layout);
+    next_tile(&tiles[now], k, &rows);
     for (int is_last = 0; tiles[now].n && !is_last; now = !now) {
         if (t->unit->tiled && is_cancelled(t->call)) return 0; /* streamed tasks are short */
         is_last = !rows.rest;
@@ -486,9 +506,9 @@ static void prefetch_keys(const task *t) {
     const call *c = t->call;
     if (t->index >= c->plan->args.num_threads) return;
     const void *k[KVC_TILE];
-    cursor first = first_rows(c->plan, t->index);
+    cursor first = first_rows(c, t->index);
     tile tile;
-    next_tile(&tile, k, &first, c->layout);
+    next_tile(&tile, k, &first);
     for (int32_t i = 0; i < tile.n; i++) prefetch(k[i], c->layout->k_row_bytes);
 }
 
@@ -508,13 +528,13 @@ static int attend_part(task *t) {
     prefetch_keys(t);
     memset(t->acc, 0, (size_t)t->num_q * (size_t)plan->lane.acc_stride * sizeof(float));
     for (int32_t r = 0; r < t->num_q; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
-    if (t->job->shared) going = attend_rows(t, first_rows(plan, t->index), rows_after(t, 0));
+    if (t->job->shared) going = attend_rows(t, first_rows(t->call, t->index), rows_after(t, 0));
     for (int32_t m = 0, first = 0; going && m < t->job->num_members; m++) {
         task own = member_of(t, m, first);
         first += own.num_q;
         const int64_t rest = own_rows(plan, t->job, m);
         if (rest)
-            going = attend_rows(&own, cursor_at(plan, own.unit, t->part, t->head, t->job->shared, rest),
+            going = attend_rows(&own, cursor_at(t->call, own.unit, t->part, t->head, t->job->shared, rest),
                                 rows_after(t, m + 1));
     }
     return going;
@@ -729,7 +749,8 @@ static kvc_status check_plan_layer(const kvc_plan *plan, int32_t layer) {
 }
 
 /* The batch's own rows that a unit's queries see must have been put, or be among those that are about to be. */
-static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t layer, const kvc_put_args *put) {
+static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t layer, const kvc_put_args *put,
+                             const kvc_sheet *sheet) {
     const kvc_batch *batch = plan->batch;
     if (plan->group >= batch->cache->num_token_groups && !unit->num_rows)
         return kvc_fail(KVC_ERR_INVALID, "sequence %lld has no rows in cross-attention layer %d: put k and v first",
@@ -739,7 +760,13 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t
         const kvc_piece *piece = &plan->pieces[p];
         for (int32_t i = 0; piece->token >= 0 && i < piece->count; i++) {
             const int32_t t = batch->order[piece->token + i];
-            if (!written[t] && !(put && t >= put->first && t < put->first + put->num_tokens))
+            int has = written[t];
+            if (put && t >= put->first && t < put->first + put->num_tokens) continue;
+            if (unit->is_loose) {
+                const kvc_status status = kvc_sheet_has(batch, sheet, layer, t, piece->slot + i, &has);
+                if (status != KVC_OK) return status;
+            }
+            if (!has)
                 return kvc_fail(KVC_ERR_INVALID,
                                 "token %d of the batch is seen but was not put in layer %d: put k and v first", t,
                                 layer);
@@ -749,15 +776,15 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t
 }
 
 /* For the units of one task. */
-static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task) {
+static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, const kvc_sheet *sheet) {
     const kvc_job *job = kvc_job_of(plan, task);
     kvc_status status = KVC_OK;
     for (int32_t m = 0; status == KVC_OK && m < job->num_members; m++)
-        status = check_seen(plan, unit_of(plan, job, m), layer, NULL);
+        status = check_seen(plan, unit_of(plan, job, m), layer, NULL, sheet);
     return status;
 }
 
-static void make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
+static void make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_sheet *sheet) {
     const kvc_cache *cache = plan->batch->cache;
     c->plan = plan;
     c->args = args;
@@ -765,6 +792,7 @@ static void make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_attend_a
     c->level = cache->prefetch_level;
     c->layer = &cache->layers[layer];
     c->layout = &cache->layouts[cache->layout_of[layer]];
+    c->sheet = sheet;
     c->policy = &cache->policies[plan->group];
     c->rope = kvc_rope_of(cache, layer);
     c->angles = plan->angles;
@@ -785,10 +813,15 @@ kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *gi
     const int64_t num_tasks = kvc_plan_num_tasks(plan);
     if (status == KVC_OK && (task < 0 || task >= num_tasks))
         status = kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)num_tasks);
-    if (status == KVC_OK) status = check_task(plan, layer, task);
-    if (status != KVC_OK) return status;
-    make_call(&c, plan, layer, &args);
-    return run_task(&c, task);
+    kvc_sheet *sheet = NULL;
+    if (status == KVC_OK) status = kvc_sheet_enter(plan->batch, layer, KVC_SHEET_READ, &sheet);
+    if (status == KVC_OK) status = check_task(plan, layer, task, sheet);
+    if (status == KVC_OK) {
+        make_call(&c, plan, layer, &args, sheet);
+        status = run_task(&c, task);
+    }
+    kvc_sheet_leave(plan->batch->cache, sheet);
+    return status;
 }
 
 static void run_one(void *context, int64_t i) {
@@ -807,16 +840,21 @@ static kvc_status run_all(call *c) {
     return status == KVC_OK ? KVC_OK : kvc_fail(status, "the attention was cancelled");
 }
 
-static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_put_args *put) {
+/* sheet: the layer's, if it has one before or after. */
+static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_put_args *put,
+                         kvc_sheet **sheet) {
     call c;
+    kvc_batch *batch = plan->batch;
     kvc_status status = KVC_OK;
     for (int32_t u = 0; status == KVC_OK && u < plan->num_units; u++)
-        status = check_seen(plan, &plan->units[u], layer, put);
-    if (status == KVC_OK && put) status = kvc_put_rows(plan->batch, layer, put);
+        status = check_seen(plan, &plan->units[u], layer, put, *sheet);
+    if (status == KVC_OK && put && !*sheet && kvc_any_loose(batch, layer, put->first, put->num_tokens))
+        status = kvc_sheet_enter(batch, layer, KVC_SHEET_PASS, sheet);
+    if (status == KVC_OK && put) status = kvc_put_rows(batch, layer, put, *sheet);
     if (status != KVC_OK) return status;
-    make_call(&c, plan, layer, args);
+    make_call(&c, plan, layer, args, *sheet);
     status = run_all(&c);
-    if (status != KVC_OK && put) memset(kvc_written_in(plan->batch, layer) + put->first, 0, (size_t)put->num_tokens);
+    if (status != KVC_OK && put) kvc_mark_written(batch, layer, put->first, put->num_tokens, *sheet, 0);
     return status;
 }
 
@@ -833,12 +871,15 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     const int32_t layer = plan_args.layer;
     int puts = args.put != NULL;
     if (puts && !kvc_keeps_tokens(batch->cache, layer)) { /* there, a plan goes over the rows that were put before */
-        status = kvc_put_rows(batch, layer, &put);
+        status = kvc_put_rows(batch, layer, &put, NULL);
         puts = 0;
     }
+    kvc_sheet *sheet = NULL;
     if (status == KVC_OK) status = kvc_plan_new(batch, &plan_args, &plan);
     if (status != KVC_OK) return status;
-    status = attend(plan, layer, &args, puts ? &put : NULL);
+    status = kvc_sheet_enter(batch, layer, KVC_SHEET_READ, &sheet);
+    if (status == KVC_OK) status = attend(plan, layer, &args, puts ? &put : NULL, &sheet);
+    kvc_sheet_leave(batch->cache, sheet);
     kvc_plan_free(plan);
     return status;
 }

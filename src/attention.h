@@ -23,7 +23,7 @@ enum {
 
 /* Rows of one run that some query of the unit may see. */
 typedef struct kvc_piece {
-    const uint8_t *rows; /* of the block */
+    const uint8_t *rows; /* of the block; NULL: of the layer's sheet */
     int32_t slot, count, position;
     int32_t turn;  /* 0: its keys are where they should be; n: they are off by plan->deltas[n - 1] */
     int32_t token; /* of the batch, the first one: index into batch->order; -1: stored rows */
@@ -40,6 +40,7 @@ typedef struct kvc_unit {
     int32_t sequence;          /* of the batch */
     int32_t first, num_tokens; /* query tokens: batch->order[first .. first + num_tokens) */
     int32_t tiled;             /* many query rows: tiles are decoded and multiplied; few: streamed */
+    int32_t is_loose;          /* its rows lie in sheets */
     int32_t num_parts;
     int64_t num_rows, part_rows; /* in reach; of a part, the last may have less */
     int64_t first_start, first_counter;

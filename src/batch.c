@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "dtype.h"
 #include "rows.h"
+#include "sheet.h"
 
 /* ---- begin: the batch's own memory ------------------------------------------------------------------------------- */
 
@@ -38,8 +39,8 @@ static kvc_batch *new_batch(kvc_cache *cache, int32_t num_tokens, const int32_t 
     const uint64_t order = kvc_add_array(&size, n * sizeof(int32_t));
     const uint64_t sequences = kvc_add_array(&size, n * sizeof(kvc_batch_sequence));
     const uint64_t places = kvc_add_array(&size, n * groups * sizeof(kvc_place));
-    const uint64_t pending = kvc_add_array(&size, n * groups * sizeof(kvc_pending));
-    const uint64_t runs = kvc_add_array(&size, n * groups * sizeof(kvc_run));
+    const uint64_t pending = kvc_add_array(&size, n * (groups + 1) * sizeof(kvc_pending));
+    const uint64_t runs = kvc_add_array(&size, n * (groups + 1) * sizeof(kvc_run));
     const uint64_t kept = kvc_add_array(&size, n);
     const uint64_t written = kvc_add_array(&size, n * (uint64_t)cache->num_layers);
     const int32_t num_cross = cache->num_groups - cache->num_token_groups;
@@ -81,6 +82,7 @@ static void release_batch(kvc_batch *batch) {
     }
     if (cache->batch == batch) cache->batch = NULL;
     kvc_plans_free(batch);
+    kvc_sheets_free(cache);
     kvc_scratch_give(cache, batch, batch->size);
 }
 
@@ -105,14 +107,30 @@ static int32_t join(kvc_batch *batch, int64_t seq_id) {
     return sequence->in_batch - 1;
 }
 
-/* positions NULL: those that follow. */
-static kvc_status join_all(kvc_batch *batch, const int32_t *positions, const int64_t *seq_ids) {
+/* What becomes of a sequence once the batch is committed, as its first token says; all must say the same. */
+static kvc_status mark_unstored(kvc_batch *batch, kvc_batch_sequence *member, int32_t t, int is_unstored) {
+    if (!member->num_tokens) {
+        member->is_unstored = is_unstored;
+        member->is_loose = is_unstored && kvc_sequence_is_empty(member->sequence);
+    }
+    batch->num_loose += member->is_loose;
+    if (member->is_unstored == is_unstored) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "unstored[%d] is %d: for the tokens of sequence %lld before it, it is %d", t,
+                    is_unstored, (long long)member->sequence->id, member->is_unstored);
+}
+
+/* args->positions NULL: those that follow. */
+static kvc_status join_all(kvc_batch *batch, const kvc_begin_args *args) {
+    const int32_t *positions = args->positions;
+    const int64_t *seq_ids = args->seq_ids;
     for (int32_t t = 0; t < batch->num_tokens; t++) {
         const int64_t id = seq_ids ? seq_ids[t] : 0;
         const int repeats = t && id == (seq_ids ? seq_ids[t - 1] : 0);
         const int32_t s = repeats ? batch->sequence_of[t - 1] : join(batch, id);
         if (s < 0) return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)id);
         kvc_batch_sequence *member = &batch->sequences[s];
+        const kvc_status status = mark_unstored(batch, member, t, args->unstored && args->unstored[t]);
+        if (status != KVC_OK) return status;
         const int32_t next = member->num_tokens ? member->next : kvc_sequence_last(member->sequence) + 1;
         const int32_t position = positions ? positions[t] : next;
         if (position == INT32_MAX)
@@ -138,6 +156,7 @@ static void sort_tokens(kvc_batch *batch) {
     for (int32_t t = 0; t < batch->num_tokens; t++) {
         kvc_batch_sequence *member = &batch->sequences[batch->sequence_of[t]];
         batch->order[member->first + member->num_tokens++] = t;
+        member->num_slots += !member->is_loose;
     }
 }
 
@@ -163,8 +182,11 @@ static kvc_status check_not_gone(const kvc_cache *cache, int32_t num_tokens, con
 static kvc_status check_num_sequences(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     int64_t num = 0;
-    for (int32_t i = 0; i < cache->sequences.num; i++)
-        num += cache->sequences.items[i]->in_batch || !kvc_sequence_is_empty(cache->sequences.items[i]);
+    for (int32_t i = 0; i < cache->sequences.num; i++) {
+        const kvc_sequence *sequence = cache->sequences.items[i];
+        num +=
+            sequence->in_batch ? !batch->sequences[sequence->in_batch - 1].is_loose : !kvc_sequence_is_empty(sequence);
+    }
     if (!cache->max_sequences || num <= cache->max_sequences) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL, "the batch makes %lld sequences: max_sequences is %lld; clear one, or allow more",
                     (long long)num, (long long)cache->max_sequences);
@@ -241,7 +263,7 @@ static void plan_blocks(const kvc_batch *batch, const kvc_batch_sequence *member
                         demand *d) {
     const kvc_pool *pool = &batch->cache->pools[g];
     kvc_block *last = last_block(batch, member, g);
-    int32_t rest = member->num_tokens;
+    int32_t rest = member->num_slots;
     if (last) {
         const int32_t fill = last->fill + last->planned, room = pool->block_size - fill;
         const int32_t taken = room < rest ? room : rest;
@@ -285,11 +307,12 @@ static demand find_demand(const kvc_batch *batch, int32_t g) {
 static kvc_status check_room(const kvc_batch *batch, int32_t g, const demand *d) {
     const kvc_cache *cache = batch->cache;
     const int64_t live = cache->pools[g].live - d->freed_slots;
-    if (cache->capacity && live + batch->num_tokens > cache->capacity)
+    const int32_t num_slots = batch->num_tokens - batch->num_loose;
+    if (cache->capacity && live + num_slots > cache->capacity)
         return kvc_fail(KVC_ERR_FULL,
                         "%d more tokens do not fit: %lld of capacity %lld are in use; remove some, clear a "
                         "sequence, or give a larger capacity",
-                        batch->num_tokens, (long long)live, (long long)cache->capacity);
+                        num_slots, (long long)live, (long long)cache->capacity);
     for (int32_t s = 0; cache->max_seq_len && s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
         const kvc_rows *rows = &member->sequence->rows[g];
@@ -310,6 +333,7 @@ static kvc_status check_room(const kvc_batch *batch, int32_t g, const demand *d)
 
 static int64_t bytes_after(const kvc_batch *batch) {
     int64_t bytes = kvc_cache_bytes(batch->cache);
+    if (batch->num_loose) bytes += (int64_t)kvc_sheet_bytes(batch->cache, batch->num_loose);
     for (int32_t g = 0; g < batch->cache->num_token_groups; g++) {
         const kvc_pool *pool = &batch->cache->pools[g];
         const demand d = find_demand(batch, g);
@@ -380,6 +404,7 @@ static kvc_status reserve(const kvc_batch *batch) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) compact_if_scattered(batch, g);
     kvc_status status = reserve_all_runs(batch);
     if (status == KVC_OK) status = check_bytes(batch);
+    if (status == KVC_OK && batch->num_loose) status = kvc_sheet_add(batch);
     int32_t g = 0;
     for (; status == KVC_OK && g < cache->num_token_groups; g++) {
         kvc_pool *pool = &cache->pools[g];
@@ -422,9 +447,9 @@ static void hand_out(kvc_batch *batch, int32_t g, int32_t s) {
     const kvc_batch_sequence *member = &batch->sequences[s];
     kvc_pending *pending = kvc_pending_of(batch, g, s);
     kvc_block *block = last_block(batch, member, g);
-    for (int32_t done = 0; done < member->num_tokens;) {
+    for (int32_t done = 0; done < member->num_slots;) {
         if (!block || block->fill == pool->block_size) block = kvc_pool_open(pool);
-        const int32_t rest = member->num_tokens - done, room = pool->block_size - block->fill;
+        const int32_t rest = member->num_slots - done, room = pool->block_size - block->fill;
         const int32_t count = rest < room ? rest : room, slot = kvc_pool_take(pool, block, count);
         for (int32_t i = 0; i < count; i++) {
             const int32_t t = batch->order[member->first + done + i];
@@ -435,10 +460,23 @@ static void hand_out(kvc_batch *batch, int32_t g, int32_t s) {
     }
 }
 
-static kvc_status begin(kvc_batch *batch, const int32_t *positions, const int64_t *seq_ids) {
+/* Slots of the sheets that the batch's rows will pass through, from `slot` on, the same in every group. */
+static int32_t hand_out_loose(kvc_batch *batch, int32_t s, int32_t slot) {
+    const kvc_batch_sequence *member = &batch->sequences[s];
+    for (int32_t i = 0; i < member->num_tokens; i++, slot++) {
+        const int32_t t = batch->order[member->first + i];
+        for (int32_t g = 0; g < batch->cache->num_token_groups; g++)
+            batch->places[(size_t)g * (size_t)batch->num_tokens + (size_t)t] = (kvc_place){NULL, slot};
+        add_slot(kvc_own_pending(batch, 0, s), NULL, slot, batch->positions[t]);
+    }
+    return slot;
+}
+
+static kvc_status begin(kvc_batch *batch, const kvc_begin_args *args) {
     kvc_cache *cache = batch->cache;
-    kvc_status status = join_all(batch, positions, seq_ids);
-    if (status == KVC_OK && !positions) status = check_not_gone(cache, batch->num_tokens, batch->positions, seq_ids);
+    kvc_status status = join_all(batch, args);
+    if (status == KVC_OK && !args->positions)
+        status = check_not_gone(cache, batch->num_tokens, batch->positions, args->seq_ids);
     if (status != KVC_OK) return status;
     sort_tokens(batch);
     find_lows(cache);
@@ -449,10 +487,12 @@ static kvc_status begin(kvc_batch *batch, const int32_t *positions, const int64_
     }
     if (status == KVC_OK) status = reserve(batch);
     if (status != KVC_OK) return status;
-    for (int32_t g = 0; g < cache->num_groups; g++)
+    for (int32_t g = 0; g <= cache->num_groups; g++)
         for (int32_t s = 0; s < batch->num_sequences; s++)
             *kvc_pending_of(batch, g, s) = (kvc_pending){
                 batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)batch->sequences[s].first, 0};
+    for (int32_t s = 0, slot = 0; s < batch->num_sequences; s++)
+        if (batch->sequences[s].is_loose) slot = hand_out_loose(batch, s, slot);
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         evict(batch, g);
         for (int32_t s = 0; s < batch->num_sequences; s++) hand_out(batch, g, s);
@@ -461,9 +501,10 @@ static kvc_status begin(kvc_batch *batch, const int32_t *positions, const int64_
     return KVC_OK;
 }
 
-static kvc_status check_tokens(int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
-                               const int32_t *parents) {
-    for (int32_t t = 0; t < num_tokens; t++) {
+static kvc_status check_tokens(const kvc_begin_args *args) {
+    const int32_t *positions = args->positions, *parents = args->parents;
+    const int64_t *seq_ids = args->seq_ids;
+    for (int32_t t = 0; t < args->num_tokens; t++) {
         if (positions && (positions[t] < 0 || positions[t] == INT32_MAX))
             return kvc_fail(KVC_ERR_INVALID, "positions[%d] is %d: it must be between 0 and %d", t, positions[t],
                             INT32_MAX - 1);
@@ -489,32 +530,56 @@ static int wait_in_place(kvc_cache *cache, int32_t num_tokens, const int64_t *se
     return 0;
 }
 
-kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
-                     const int32_t *parents, kvc_batch **out) {
-    if (num_tokens < 1 || num_tokens > KVC_MAX_BATCH)
-        return kvc_fail(KVC_ERR_INVALID, "num_tokens is %d: a batch has from 1 to %d", num_tokens, KVC_MAX_BATCH);
-    if (!out) return kvc_fail(KVC_ERR_INVALID, "batch is NULL");
-    kvc_status status = check_tokens(num_tokens, positions, seq_ids, parents);
-    if (status != KVC_OK) return status;
-    kvc_lock(cache);
-    while (wait_in_place(cache, num_tokens, seq_ids)) continue;
+/* Tokens that may need a slot. */
+static int32_t count_stored(const kvc_begin_args *args) {
+    int32_t num = 0;
+    for (int32_t t = 0; t < args->num_tokens; t++) num += !(args->unstored && args->unstored[t]);
+    return num;
+}
+
+static kvc_status begin_locked(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
+    kvc_status status = KVC_OK;
+    while (wait_in_place(cache, args->num_tokens, args->seq_ids)) continue;
     if (cache->batch) status = kvc_fail(KVC_ERR_BUSY, "a batch is open already: commit or abort it first");
     if (cache->num_rewrites) status = kvc_fail(KVC_ERR_BUSY, "another call rewrites the keys of a sequence");
-    if (status == KVC_OK && positions) status = check_not_gone(cache, num_tokens, positions, seq_ids);
+    if (status == KVC_OK && args->positions)
+        status = check_not_gone(cache, args->num_tokens, args->positions, args->seq_ids);
     if (status == KVC_OK && cache->num_token_groups && cache->capacity &&
-        num_tokens > cache->capacity) /* before memory is taken for so many */
-        status =
-            kvc_fail(KVC_ERR_FULL, "%d tokens do not fit: capacity is %lld", num_tokens, (long long)cache->capacity);
-    if (status == KVC_OK) {
-        kvc_batch *batch = new_batch(cache, num_tokens, parents);
-        status = batch ? begin(batch, positions, seq_ids)
-                       : kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", num_tokens);
-        if (status == KVC_OK)
-            *out = batch;
-        else if (batch)
-            release_batch(batch);
-    }
-    return kvc_unlock(cache, status);
+        count_stored(args) > cache->capacity) /* before memory is taken for so many */
+        status = kvc_fail(KVC_ERR_FULL, "%d tokens do not fit: capacity is %lld", count_stored(args),
+                          (long long)cache->capacity);
+    if (status != KVC_OK) return status;
+    kvc_batch *batch = new_batch(cache, args->num_tokens, args->parents);
+    if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", args->num_tokens);
+    status = begin(batch, args);
+    if (status == KVC_OK)
+        *out = batch;
+    else
+        release_batch(batch);
+    return status;
+}
+
+kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *given, kvc_batch **out) {
+    kvc_begin_args args;
+    kvc_status status = KVC_READ(kvc_begin_args, &args, given, "args");
+    if (status != KVC_OK) return status;
+    if (args.num_tokens < 1 || args.num_tokens > KVC_MAX_BATCH)
+        return kvc_fail(KVC_ERR_INVALID, "num_tokens is %d: a batch has from 1 to %d", args.num_tokens, KVC_MAX_BATCH);
+    if (!out) return kvc_fail(KVC_ERR_INVALID, "batch is NULL");
+    status = check_tokens(&args);
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    return kvc_unlock(cache, begin_locked(cache, &args, out));
+}
+
+kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
+                     const int32_t *parents, kvc_batch **batch) {
+    const kvc_begin_args args = {.struct_size = sizeof args,
+                                 .num_tokens = num_tokens,
+                                 .positions = positions,
+                                 .seq_ids = seq_ids,
+                                 .parents = parents};
+    return kvc_begin_with(cache, &args, batch);
 }
 
 const int32_t *kvc_batch_positions(const kvc_batch *batch) { return batch->positions; }
@@ -532,6 +597,7 @@ typedef struct put_work {
     const kvc_put_args *args;
     const kvc_layer *layer;
     const kvc_layout *layout;
+    const kvc_sheet *sheet;  /* for places without a block */
     const kvc_place *places; /* of the batch's tokens in the layer's group; NULL: one after the other from start on */
     kvc_place start;
     int32_t task_tokens;
@@ -567,8 +633,9 @@ static kvc_place place_of(const put_work *work, int32_t i) {
 static void put_rows(const put_work *work, int32_t i, int32_t count) {
     const kvc_put_args *a = work->args;
     const kvc_layer *layer = work->layer;
-    const kvc_layout *at = work->layout;
-    const kvc_place place = place_of(work, i);
+    const kvc_place to = place_of(work, i);
+    const kvc_layout *at = to.block ? work->layout : &work->sheet->layout;
+    const kvc_place place = {to.block ? to.block : kvc_sheet_block(work->sheet), to.slot};
     const transfer k = {work->cache->kernels->convert[a->k_type][layer->k_type],
                         (char *)kvc_key_at(at, place.block, place.slot, 0),
                         (const char *)a->k + kvc_token_offset(i, a->inner_tokens, a->k_token_stride, a->k_batch_stride),
@@ -737,6 +804,14 @@ static kvc_status open_cross(kvc_cache *cache, int32_t group, int32_t count, kvc
     return status;
 }
 
+/* Drops what the sequence was given in a cross-attention layer; where it is not stored, the memory goes back, too. */
+static void drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
+    kvc_pool *pool = &batch->cache->pools[g];
+    const int32_t num_free = pool->num_free;
+    kvc_drop_part(pool, kvc_pending_of(batch, g, s)->runs);
+    if (batch->sequences[s].is_loose) kvc_pool_shrink(pool, pool->num_free - num_free);
+}
+
 /* The rows become what the sequence has in the layer in this batch, instead of what it was given before; or, if they
  * are not all there, nobody's. */
 static void end_cross(kvc_batch *batch, const kvc_cross_put *put, int all) {
@@ -749,7 +824,7 @@ static void end_cross(kvc_batch *batch, const kvc_cross_put *put, int all) {
         kvc_drop_part(&batch->cache->pools[g], &put->run);
         return;
     }
-    if (pending->num) kvc_drop_part(&batch->cache->pools[g], pending->runs);
+    if (pending->num) drop_cross(batch, g, put->member);
     pending->runs[0] = put->run;
     pending->num = 1;
     atomic_fetch_add(&batch->num_cross_puts[g - batch->cache->num_token_groups], 1);
@@ -775,24 +850,58 @@ static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     return kvc_unlock(cache, status);
 }
 
-kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args) {
+/* Where the batch's tokens from one on lie in a layer's group. */
+static const kvc_place *places_in(const kvc_batch *batch, int32_t layer, int32_t first) {
+    return batch->places + (size_t)batch->cache->group_of[layer] * (size_t)batch->num_tokens + (size_t)first;
+}
+
+int kvc_any_loose(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
+    const kvc_place *place = places_in(batch, layer, first);
+    if (!batch->num_loose || !kvc_keeps_tokens(batch->cache, layer)) return 0;
+    for (int32_t i = 0; i < num_tokens; i++)
+        if (!place[i].block) return 1;
+    return 0;
+}
+
+/* The sheet for rows of a layer that stay until the batch ends, if some of these tokens need one. */
+static kvc_status enter_sheet(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_sheet **sheet) {
+    *sheet = NULL;
+    if (!kvc_any_loose(batch, layer, first, num_tokens)) return KVC_OK;
+    return kvc_sheet_enter(batch, layer, KVC_SHEET_KEEP, sheet);
+}
+
+void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_sheet *sheet,
+                      int is_written) {
+    const kvc_place *place = places_in(batch, layer, first);
+    memset(kvc_written_in(batch, layer) + first, is_written, (size_t)num_tokens);
+    for (int32_t i = 0; sheet && i < num_tokens; i++)
+        if (!place[i].block) kvc_sheet_written(sheet)[place[i].slot] = (uint8_t)is_written;
+}
+
+kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_sheet *sheet) {
     const kvc_cache *cache = batch->cache;
     const int32_t g = cache->group_of[layer];
     put_work work = {.cache = cache,
                      .args = args,
                      .layer = &cache->layers[layer],
-                     .layout = &cache->layouts[cache->layout_of[layer]]};
+                     .layout = &cache->layouts[cache->layout_of[layer]],
+                     .sheet = sheet};
     if (!kvc_keeps_tokens(cache, layer)) return put_cross(batch, &work, g);
-    work.places = batch->places + (size_t)g * (size_t)batch->num_tokens;
+    work.places = places_in(batch, layer, 0);
     const kvc_status status = put_all(&work);
-    if (status == KVC_OK) memset(kvc_written_in(batch, layer) + args->first, 1, (size_t)args->num_tokens);
+    if (status == KVC_OK) kvc_mark_written(batch, layer, args->first, args->num_tokens, sheet, 1);
     return status;
 }
 
 kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
     kvc_put_args args;
-    const kvc_status status = kvc_put_check(batch, layer, given, &args);
-    return status == KVC_OK ? kvc_put_rows(batch, layer, &args) : status;
+    kvc_sheet *sheet = NULL;
+    kvc_status status = kvc_put_check(batch, layer, given, &args);
+    if (status == KVC_OK) status = enter_sheet(batch, layer, args.first, args.num_tokens, &sheet);
+    if (status != KVC_OK) return status;
+    status = kvc_put_rows(batch, layer, &args, sheet);
+    kvc_sheet_leave(batch->cache, sheet);
+    return status;
 }
 
 /* ---- writing in place -------------------------------------------------------------------------------------------- */
@@ -814,28 +923,37 @@ kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *s
     if (status == KVC_OK) status = kvc_check_size(span_size, kvc_span_least_size, sizeof *span, "span");
     if (status != KVC_OK) return status;
     kvc_cache *cache = batch->cache;
-    const int32_t g = cache->group_of[layer];
-    const kvc_place *place = batch->places + (size_t)g * (size_t)batch->num_tokens + (size_t)first;
+    kvc_sheet *sheet;
+    status = enter_sheet(batch, layer, first, 1, &sheet);
+    if (status != KVC_OK) return status;
+    const kvc_place *place = places_in(batch, layer, first);
     const uint8_t *written = kvc_written_in(batch, layer) + first;
     kvc_run run = {place->block, place->slot, 1, batch->positions[first], 0};
     while (run.count < rest && place[run.count].block == run.block && place[run.count].slot == run.slot + run.count &&
            !written[run.count])
         run.count++;
+    if (!run.block) run.block = kvc_sheet_block(sheet);
     if (hold) {
         kvc_lock(cache);
-        status = kvc_unlock(cache, kvc_hold_runs(cache, &run, 1, g, hold));
+        status = kvc_unlock(cache, kvc_hold_runs(cache, &run, 1, cache->group_of[layer], hold));
     }
-    if (status != KVC_OK) return status;
-    const kvc_span found = kvc_span_of(&run, &cache->layouts[cache->layout_of[layer]]);
-    kvc_write_struct(span, span_size, &found, sizeof found);
-    return KVC_OK;
+    if (status == KVC_OK) {
+        const kvc_span found = kvc_span_of(&run, kvc_layout_in(cache, layer, run.block));
+        kvc_write_struct(span, span_size, &found, sizeof found);
+    }
+    kvc_sheet_leave(cache, sheet);
+    return status;
 }
 
 kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
     kvc_status status = check_in_place(batch, layer, first, &num_tokens);
+    kvc_sheet *sheet;
     if (status == KVC_OK) status = check_not_written(batch, layer, first, num_tokens);
-    if (status == KVC_OK) memset(kvc_written_in(batch, layer) + first, 1, (size_t)num_tokens);
-    return status;
+    if (status == KVC_OK) status = enter_sheet(batch, layer, first, num_tokens, &sheet);
+    if (status != KVC_OK) return status;
+    kvc_mark_written(batch, layer, first, num_tokens, sheet, 1);
+    kvc_sheet_leave(batch->cache, sheet);
+    return KVC_OK;
 }
 
 /* ---- the end ----------------------------------------------------------------------------------------------------- */
@@ -898,13 +1016,21 @@ static void commit_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     for (int32_t i = 0; i < batch->sequences[s].num_tokens; i++) any |= batch->kept[token[i]];
     if (!pending->num) return;
     if (!any) {
-        kvc_drop_part(pool, pending->runs);
+        drop_cross(batch, g, s);
         return;
     }
     kvc_rows_visit(rows, 0, KVC_END, kvc_drop_part, pool);
     rows->first = rows->num = 0;
     kvc_rows_push(rows, pending->runs);
     kvc_rows_recount(rows);
+}
+
+/* What is not stored leaves nothing: neither what it held before nor where that began. */
+static void forget_unstored(const kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    for (int32_t s = 0; s < batch->num_sequences; s++)
+        for (int32_t g = 0; batch->sequences[s].is_unstored && g < cache->num_groups; g++)
+            kvc_rows_destroy(&batch->sequences[s].sequence->rows[g], &cache->pools[g]);
 }
 
 static kvc_status commit(kvc_batch *batch, int32_t num_kept) {
@@ -919,13 +1045,17 @@ static kvc_status commit(kvc_batch *batch, int32_t num_kept) {
         for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++) commit_cross(batch, g, s);
     }
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_join(&cache->pools[g], batch->num_tokens);
+    forget_unstored(batch);
     cache->stats.batches++;
     cache->stats.tokens += num_kept;
     release_batch(batch);
     return KVC_OK;
 }
 
-static kvc_status finish(kvc_batch *batch, int32_t num_kept) {
+static kvc_status finish(kvc_batch *batch) {
+    int32_t num_kept = 0;
+    for (int32_t t = 0; t < batch->num_tokens; t++)
+        num_kept += batch->kept[t] &= !batch->sequences[batch->sequence_of[t]].is_unstored;
     const kvc_status status = check_complete(batch);
     if (status != KVC_OK) return status;
     kvc_cache *cache = batch->cache;
@@ -935,7 +1065,7 @@ static kvc_status finish(kvc_batch *batch, int32_t num_kept) {
 
 kvc_status kvc_commit(kvc_batch *batch) {
     memset(batch->kept, 1, (size_t)batch->num_tokens);
-    return finish(batch, batch->num_tokens);
+    return finish(batch);
 }
 
 kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept) {
@@ -948,7 +1078,7 @@ kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_ke
         if (batch->kept[kept[i]]) return kvc_fail(KVC_ERR_INVALID, "kept[%d] is %d, as one before it is", i, kept[i]);
         batch->kept[kept[i]] = 1;
     }
-    return finish(batch, num_kept);
+    return finish(batch);
 }
 
 void kvc_abort(kvc_batch *batch) {
@@ -958,7 +1088,10 @@ void kvc_abort(kvc_batch *batch) {
     for (int32_t g = 0; g < cache->num_groups; g++)
         for (int32_t s = batch->num_sequences - 1; s >= 0; s--) { /* last handed out, first given back */
             const kvc_pending *pending = kvc_pending_of(batch, g, s);
-            for (int32_t i = pending->num - 1; i >= 0; i--) kvc_drop_part(&cache->pools[g], &pending->runs[i]);
+            if (g >= cache->num_token_groups && pending->num)
+                drop_cross(batch, g, s);
+            else
+                for (int32_t i = pending->num - 1; i >= 0; i--) kvc_drop_part(&cache->pools[g], &pending->runs[i]);
         }
     cache->stats.aborted++;
     release_batch(batch);

@@ -154,21 +154,21 @@ static int32_t default_block_size(const kvc_config *config) {
 static size_t head_bytes(const kvc_memory *memory, int32_t block_size, size_t row_bytes) {
     if (row_bytes > SIZE_MAX / 8 / (size_t)block_size) return SIZE_MAX;
     const size_t bytes = (size_t)block_size * row_bytes;
-    const int fills_pages = bytes >= KVC_HUGE_PAGE && kvc_memory_is_lazy(memory, bytes);
+    const int fills_pages = bytes >= KVC_HUGE_PAGE && memory && kvc_memory_is_lazy(memory, bytes);
     return (size_t)kvc_align_up(bytes, fills_pages ? KVC_HUGE_PAGE : KVC_CACHE_LINE);
 }
 
 /* A head's values lie behind its keys, which they are read after: what the processor fetches past the end of the keys
  * by itself is not in vain.  From head to head it is an odd number of cache lines, so that the same slot of several
  * heads does not fall into the same set of a cache. */
-static kvc_status add_layout(const kvc_memory *memory, kvc_layout *layout, const kvc_layer *layer, int32_t block_size,
-                             size_t *block_bytes) {
+kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kvc_layer *layer, int32_t num_slots,
+                          size_t *block_bytes) {
     layout->num_kv_heads = layer->num_kv_heads;
     layout->k_row_bytes = kvc_row_bytes(layer->k_type, layer->k_dim);
     layout->v_stored = layer->value_in_key ? 0 : kvc_row_bytes(layer->v_type, layer->v_dim);
     layout->v_row_bytes = layer->value_in_key ? layout->k_row_bytes : layout->v_stored;
-    const size_t k_bytes = head_bytes(memory, block_size, layout->k_row_bytes),
-                 v_bytes = head_bytes(memory, block_size, layout->v_stored);
+    const size_t k_bytes = head_bytes(memory, num_slots, layout->k_row_bytes),
+                 v_bytes = head_bytes(memory, num_slots, layout->v_stored);
     layout->head_stride = k_bytes + v_bytes;
     if (layout->head_stride / KVC_CACHE_LINE % 2 == 0) layout->head_stride += KVC_CACHE_LINE;
     layout->k_offset = *block_bytes;
@@ -176,7 +176,7 @@ static kvc_status add_layout(const kvc_memory *memory, kvc_layout *layout, const
     if (k_bytes == SIZE_MAX || v_bytes == SIZE_MAX ||
         layout->head_stride > (SIZE_MAX / 4 - *block_bytes) / (size_t)layer->num_kv_heads)
         return kvc_fail(KVC_ERR_INVALID,
-                        "a block of %d slots does not fit the address space: give a smaller block_size", block_size);
+                        "a block of %d slots does not fit the address space: give a smaller block_size", num_slots);
     *block_bytes += layout->head_stride * (size_t)layer->num_kv_heads;
     return KVC_OK;
 }
@@ -217,7 +217,7 @@ static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
         for (int32_t i = 0; i < cache->num_layers && cache->policies[g].kind != KVC_NONE; i++) {
             if (cache->group_of[i] != g || cache->layers[i].share) continue;
             const kvc_status status =
-                add_layout(&cache->memory, &cache->layouts[next], &cache->layers[i], size, &block_bytes);
+                kvc_layout_add(&cache->memory, &cache->layouts[next], &cache->layers[i], size, &block_bytes);
             if (status != KVC_OK) return status;
             cache->layout_of[i] = next++;
         }
@@ -762,7 +762,7 @@ int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids) {
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
 int64_t kvc_cache_bytes(const kvc_cache *cache) {
-    int64_t bytes = cache->memory.bookkeeping;
+    int64_t bytes = cache->memory.bookkeeping + cache->sheet_bytes;
     for (int32_t g = 0; g < cache->num_groups; g++) bytes += cache->pools[g].row_bytes;
     return bytes;
 }

@@ -39,6 +39,8 @@ struct kvc_cache {
 
     kvc_table sequences;
     kvc_batch *batch; /* the open one */
+    struct kvc_sheet *sheets;
+    int64_t sheet_bytes; /* of their rows */
     int64_t num_holds, num_rewrites;
     int64_t num_readers;     /* calls that copy rows, whose blocks they pin, without the mutex */
     int64_t num_in_place;    /* sequences */
@@ -61,6 +63,9 @@ static inline int64_t kvc_token_offset(int32_t i, int32_t inner_tokens, int64_t 
 typedef struct kvc_batch_sequence {
     kvc_sequence *sequence;
     int32_t first, num_tokens; /* its tokens: order[first .. first + num_tokens) */
+    int32_t num_slots;         /* as many of them need in a pool: all, or none if they are loose */
+    int32_t is_unstored;       /* nothing of it stays once the batch is committed */
+    int32_t is_loose;          /* nor was anything stored before: its tokens' rows lie in sheets */
     int32_t num_stretches;     /* of consecutive positions among its tokens */
     int32_t next;              /* position that would go on with the last stretch */
 } kvc_batch_sequence;
@@ -94,10 +99,11 @@ struct kvc_batch {
     int32_t *order;                /* [num_tokens] tokens, those of a sequence side by side, else in order */
     kvc_batch_sequence *sequences; /* [num_sequences] */
     kvc_place *places;             /* [num_groups][num_tokens] */
-    kvc_pending *pending;          /* [num_groups][num_sequences] */
-    kvc_run *runs;                 /* [num_groups][num_tokens] what pending points into */
+    kvc_pending *pending;          /* [num_groups][num_sequences], then, for all groups of tokens, of loose ones */
+    kvc_run *runs;                 /* [num_groups + 1][num_tokens] what pending points into */
     uint8_t *kept;                 /* [num_tokens] what is committed of them */
     uint8_t *written;              /* [num_layers][num_tokens] the token's rows of the layer are there */
+    int32_t num_loose;             /* tokens whose rows lie in sheets: in a place without a block */
     kvc_plan *plans;               /* made for this batch */
     kvc_cross_put *cross_puts;     /* in progress; guarded by the mutex */
     atomic_int *num_cross_puts;    /* [num_groups - num_token_groups] done; a plan of the group is out of date after the
@@ -115,6 +121,11 @@ static inline kvc_status kvc_unlock(kvc_cache *cache, kvc_status status) {
 /* The runs of sequence s of the batch in group g. */
 static inline kvc_pending *kvc_pending_of(const kvc_batch *batch, int32_t g, int32_t s) {
     return &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
+}
+
+/* The same of its own tokens in a group of tokens, wherever their rows lie. */
+static inline kvc_pending *kvc_own_pending(const kvc_batch *batch, int32_t g, int32_t s) {
+    return kvc_pending_of(batch, batch->sequences[s].is_loose ? batch->cache->num_groups : g, s);
 }
 
 /* Whether a token of a batch with parents is another, or one of its descendants. */
@@ -182,6 +193,11 @@ static inline int32_t kvc_source_of(const kvc_cache *cache, int32_t layer) {
     return cache->layers[layer].share ? cache->layers[layer].share - 1 : layer;
 }
 
+/* Where the rows of a layer are in a block of so many slots, behind what takes *block_bytes.  memory: the block's, if
+ * that is taken as it is touched; NULL: it is not. */
+kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kvc_layer *layer, int32_t num_slots,
+                          size_t *block_bytes);
+
 /* KVC_ERR_INDEX, or KVC_ERR_INVALID if it is KVC_NONE. */
 kvc_status kvc_check_attention(const kvc_cache *cache, int32_t layer);
 
@@ -220,7 +236,14 @@ kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride
 /* batch.c: the two halves of kvc_put: copies and checks the arguments; stores the rows, which
  * cannot fail but in cross-attention layers. */
 kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_args *given, kvc_put_args *args);
-kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
+kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, struct kvc_sheet *sheet);
+
+/* batch.c: notes of tokens that their rows of a layer are there, or are not; sheet: where some of them lie. */
+void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, struct kvc_sheet *sheet,
+                      int is_written);
+
+/* batch.c: whether rows of some of the tokens lie in sheets. */
+int kvc_any_loose(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
 
 /* compact.c: moves the rows of a group together, where no pin is; with the mutex held and no batch open. */
 kvc_status kvc_compact_group(kvc_cache *cache, int32_t group);

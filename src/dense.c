@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "rows.h"
+#include "sheet.h"
 
 /* One row on its way: rows are sorted by position, runs are copied as they lie. */
 typedef struct dense_row {
@@ -18,16 +19,22 @@ typedef struct dense_row {
 typedef struct walker {
     const kvc_batch *batch;
     int32_t layer;
-    dense_row *rows; /* NULL: they are only counted */
+    const kvc_sheet *sheet; /* the layer's */
+    dense_row *rows;        /* NULL: they are only counted */
     int64_t num;
+    kvc_status status; /* KVC_ERR_GONE where rows are */
 } walker;
 
 static void add_run(walker *w, const kvc_run *run, const int32_t *tokens) {
     const uint8_t *written = kvc_written_in(w->batch, kvc_source_of(w->batch->cache, w->layer));
     for (int32_t i = 0; i < run->count; i++) {
-        if (tokens && !written[tokens[i]]) continue;
+        int has = !tokens || written[tokens[i]];
+        if (!run->block && w->status == KVC_OK)
+            w->status = kvc_sheet_has(w->batch, w->sheet, w->layer, tokens[i], run->slot + i, &has);
+        if (!has) continue;
         if (w->rows) {
-            const kvc_run row = kvc_run_part(run, run->position + i, run->position + i + 1);
+            kvc_run row = kvc_run_part(run, run->position + i, run->position + i + 1);
+            if (!row.block) row.block = kvc_sheet_block(w->sheet);
             w->rows[w->num] = (dense_row){row.position, tokens ? tokens[i] : -1, w->num, row};
         }
         w->num++;
@@ -39,7 +46,7 @@ static void add_sequence(walker *w, int32_t s) {
     const int32_t g = batch->cache->group_of[w->layer];
     const int is_cross = g >= batch->cache->num_token_groups;
     const kvc_rows *rows = &batch->sequences[s].sequence->rows[g];
-    const kvc_pending *pending = kvc_pending_of(batch, g, s);
+    const kvc_pending *pending = is_cross ? kvc_pending_of(batch, g, s) : kvc_own_pending(batch, g, s);
     const int32_t *tokens = batch->order + batch->sequences[s].first;
     if (!(is_cross && pending->num))
         for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) add_run(w, run, NULL);
@@ -47,16 +54,20 @@ static void add_sequence(walker *w, int32_t s) {
         add_run(w, &pending->runs[i], is_cross ? NULL : tokens);
 }
 
-static int64_t count_rows(const kvc_batch *batch, int32_t layer) {
-    walker w = {.batch = batch, .layer = layer};
+static kvc_status count_rows(const kvc_batch *batch, int32_t layer, const kvc_sheet *sheet, int64_t *num) {
+    walker w = {.batch = batch, .layer = layer, .sheet = sheet};
     for (int32_t s = 0; s < batch->num_sequences; s++) add_sequence(&w, s);
-    return w.num;
+    *num = w.num;
+    return w.status;
 }
 
 kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows) {
     kvc_status status = kvc_check_attention(batch->cache, layer);
+    kvc_sheet *sheet = NULL;
     if (status == KVC_OK && !num_rows) status = kvc_fail(KVC_ERR_INVALID, "num_rows is NULL");
-    if (status == KVC_OK) *num_rows = count_rows(batch, layer);
+    if (status == KVC_OK) status = kvc_sheet_enter(batch, layer, KVC_SHEET_READ, &sheet);
+    if (status == KVC_OK) status = count_rows(batch, layer, sheet, num_rows);
+    kvc_sheet_leave(batch->cache, sheet);
     return status;
 }
 
@@ -119,11 +130,11 @@ static int32_t next_member(const kvc_batch *batch, int32_t last) {
 }
 
 static void fill(const kvc_batch *batch, kvc_reader *reader, const kvc_dense_args *args, const kvc_rows_out *out,
-                 dense_row *rows) {
+                 const kvc_sheet *sheet, dense_row *rows) {
     const kvc_policy *policy = &batch->cache->policies[batch->cache->group_of[reader->layer]];
     int64_t done = 0;
     for (int32_t s = next_member(batch, -1); s >= 0; s = next_member(batch, s)) {
-        walker w = {.batch = batch, .layer = reader->layer, .rows = rows};
+        walker w = {.batch = batch, .layer = reader->layer, .sheet = sheet, .rows = rows};
         add_sequence(&w, s);
         if (!is_sorted(rows, w.num)) qsort(rows, (size_t)w.num, sizeof *rows, by_position);
         copy_sorted(reader, rows, w.num, out, done);
@@ -133,20 +144,16 @@ static void fill(const kvc_batch *batch, kvc_reader *reader, const kvc_dense_arg
     }
 }
 
-kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *given) {
+static kvc_status make_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args, const kvc_rows_out *out,
+                             const kvc_sheet *sheet) {
     kvc_cache *cache = batch->cache;
-    kvc_dense_args args;
-    kvc_rows_out out;
     kvc_reader reader;
-    kvc_status status = KVC_READ(kvc_dense_args, &args, given, "args");
-    if (status == KVC_OK) status = kvc_check_attention(cache, layer);
-    if (status == KVC_OK) status = kvc_check_rows_out(args.rows, &out, "rows");
-    if (status == KVC_OK) status = kvc_check_array(KVC_F32, args.mask_token_stride, 0, "mask");
+    int64_t num;
+    kvc_status status = count_rows(batch, layer, sheet, &num);
     if (status != KVC_OK) return status;
-    const int64_t num = count_rows(batch, layer);
-    if (out.num_stored) *out.num_stored = num;
-    if (args.num_rows != num)
-        return kvc_fail(KVC_ERR_INVALID, "num_rows is %lld: there are %lld in layer %d", (long long)args.num_rows,
+    if (out->num_stored) *out->num_stored = num;
+    if (args->num_rows != num)
+        return kvc_fail(KVC_ERR_INVALID, "num_rows is %lld: there are %lld in layer %d", (long long)args->num_rows,
                         (long long)num, layer);
     if (num == 0) return KVC_OK;
     const uint64_t size = (uint64_t)num * sizeof(dense_row);
@@ -159,9 +166,25 @@ kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *give
     }
     kvc_unlock(cache, status);
     if (status != KVC_OK) return status;
-    fill(batch, &reader, &args, &out, rows);
+    fill(batch, &reader, args, out, sheet, rows);
     kvc_lock(cache);
     kvc_memory_free(&cache->memory, rows, size, KVC_MEMORY_SCRATCH, -1);
     kvc_reader_free(&reader);
     return kvc_unlock(cache, KVC_OK);
+}
+
+kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *given) {
+    kvc_cache *cache = batch->cache;
+    kvc_dense_args args;
+    kvc_rows_out out;
+    kvc_sheet *sheet;
+    kvc_status status = KVC_READ(kvc_dense_args, &args, given, "args");
+    if (status == KVC_OK) status = kvc_check_attention(cache, layer);
+    if (status == KVC_OK) status = kvc_check_rows_out(args.rows, &out, "rows");
+    if (status == KVC_OK) status = kvc_check_array(KVC_F32, args.mask_token_stride, 0, "mask");
+    if (status == KVC_OK) status = kvc_sheet_enter(batch, layer, KVC_SHEET_READ, &sheet);
+    if (status != KVC_OK) return status;
+    status = make_dense(batch, layer, &args, &out, sheet);
+    kvc_sheet_leave(cache, sheet);
+    return status;
 }

@@ -124,7 +124,7 @@ static void add_piece(maker *m, const kvc_run *run, int32_t token, int32_t begin
     const kvc_run part = kvc_run_part(run, begin, end);
     if (!part.count) return;
     if (m->plan->pieces)
-        m->plan->pieces[m->num_pieces] = (kvc_piece){.rows = part.block->rows,
+        m->plan->pieces[m->num_pieces] = (kvc_piece){.rows = part.block ? part.block->rows : NULL,
                                                      .slot = part.slot,
                                                      .count = part.count,
                                                      .position = part.position,
@@ -162,8 +162,9 @@ static void add_ancestors(maker *m, const draft_unit *u, const kvc_pending *pend
 /* The batch's own rows, which come after the stored ones.  In a cross-attention layer they replace them. */
 static void add_own(maker *m, const draft_unit *u) {
     const kvc_batch *batch = m->plan->batch;
-    const kvc_pending *pending = kvc_pending_of(batch, m->plan->group, u->unit.sequence);
-    const int is_cross = m->plan->group >= batch->cache->num_token_groups;
+    const int32_t g = m->plan->group, is_cross = g >= batch->cache->num_token_groups;
+    const kvc_pending *pending =
+        is_cross ? kvc_pending_of(batch, g, u->unit.sequence) : kvc_own_pending(batch, g, u->unit.sequence);
     if (batch->parents && !is_cross) {
         add_ancestors(m, u, pending);
         return;
@@ -183,6 +184,7 @@ static void find_rows(maker *m, draft_unit *u) {
     add_own(m, u);
     u->own_pieces = m->num_pieces;
     u->unit.num_rows = m->num_rows;
+    u->unit.is_loose = g < batch->cache->num_token_groups && batch->sequences[u->unit.sequence].is_loose;
     if (g >= batch->cache->num_token_groups && m->num_rows) return;
     u->runs = kvc_rows_begin(rows);
     u->num_runs = rows->num;

@@ -3,6 +3,7 @@
 
 #include "dtype.h"
 #include "rows.h"
+#include "sheet.h"
 #include "threads.h"
 
 enum { WORTH_THREADS = 1 << 16 }; /* elements; to copy less takes less time than to wake a thread */
@@ -54,8 +55,12 @@ kvc_status kvc_hold_runs(kvc_cache *cache, const kvc_run *runs, int32_t num_runs
     if (!hold) return kvc_fail(KVC_ERR_NOMEM, "out of memory to hold %d runs", num_runs);
     *hold = (kvc_hold){.cache = cache, .pool = &cache->pools[group], .size = size, .num_blocks = num_runs};
     for (int32_t i = 0; i < num_runs; i++) {
+        kvc_sheet *sheet = kvc_sheet_of(runs[i].block);
         hold->blocks[i] = runs[i].block;
-        kvc_pool_pin(hold->blocks[i]);
+        if (sheet)
+            sheet->users++;
+        else
+            kvc_pool_pin(hold->blocks[i]);
     }
     cache->num_holds++;
     *out = hold;
@@ -66,7 +71,13 @@ void kvc_hold_free(kvc_hold *hold) {
     if (!hold) return;
     kvc_cache *cache = hold->cache;
     kvc_lock(cache);
-    for (int64_t i = 0; i < hold->num_blocks; i++) kvc_pool_unpin(hold->pool, hold->blocks[i]);
+    for (int64_t i = 0; i < hold->num_blocks; i++) {
+        kvc_sheet *sheet = kvc_sheet_of(hold->blocks[i]);
+        if (sheet)
+            kvc_sheet_let_go(cache, sheet);
+        else
+            kvc_pool_unpin(hold->pool, hold->blocks[i]);
+    }
     cache->num_holds--;
     kvc_memory_free(&cache->memory, hold, hold->size, KVC_MEMORY_SCRATCH, -1);
     kvc_unlock(cache, KVC_OK);
@@ -126,7 +137,7 @@ static void decode_keys(kvc_reader *reader, const kvc_span *span, int64_t head, 
 static void copy_head(kvc_reader *reader, const kvc_run *part, const kvc_rows_out *out, int64_t at, int64_t head) {
     const kvc_cache *cache = reader->cache;
     const kvc_layer *config = &cache->layers[reader->layer];
-    const kvc_span span = kvc_span_of(part, &cache->layouts[cache->layout_of[reader->layer]]);
+    const kvc_span span = kvc_span_of(part, kvc_layout_in(cache, reader->layer, part->block));
     if (out->k)
         decode_keys(reader, &span, head, out, (char *)out->k + head * out->k_head_stride + at * out->k_row_stride);
     if (out->v)

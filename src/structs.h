@@ -18,6 +18,7 @@
     X(kvc_span, delta)                   \
     X(kvc_rows_out, v_row_stride)        \
     X(kvc_rows_in, v_type)               \
+    X(kvc_begin_args, unstored)          \
     X(kvc_put_args, seq_id)              \
     X(kvc_attend_args, lse_batch_stride) \
     X(kvc_plan_args, non_causal)         \

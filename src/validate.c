@@ -1,7 +1,7 @@
 /* validate.c: checks every invariant of the bookkeeping against what it can be derived from. */
 #include <string.h>
 
-#include "cache.h"
+#include "sheet.h"
 
 #define REQUIRE(condition, ...)                                          \
     do {                                                                 \
@@ -104,8 +104,20 @@ static kvc_status check_holders(const kvc_cache *cache, int32_t g) {
     return KVC_OK;
 }
 
+static kvc_status check_sheets(const kvc_cache *cache) {
+    int64_t bytes = 0;
+    for (const kvc_sheet *sheet = cache->sheets; sheet; sheet = sheet->next) {
+        REQUIRE(cache->batch ? !sheet->left || sheet->users : sheet->left && sheet->users,
+                "a sheet of %d slots with %d users is there after its batch", sheet->num_slots, sheet->users);
+        bytes += (int64_t)sheet->row_bytes;
+    }
+    REQUIRE(bytes == cache->sheet_bytes, "%lld bytes of sheets are noted, there are %lld",
+            (long long)cache->sheet_bytes, (long long)bytes);
+    return KVC_OK;
+}
+
 static kvc_status validate(const kvc_cache *cache) {
-    kvc_status status = KVC_OK;
+    kvc_status status = check_sheets(cache);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) {
         for (int32_t i = 0; status == KVC_OK && i < cache->sequences.num; i++) {
             const kvc_sequence *sequence = cache->sequences.items[i];

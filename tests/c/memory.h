@@ -29,7 +29,7 @@ static inline void *memory_alloc(void *user, size_t size, size_t alignment, cons
     memory *m = user;
     void *start;
     CHECK(size > 0 && alignment >= sizeof(void *) && (alignment & (alignment - 1)) == 0);
-    CHECK((hint->kind == KVC_MEMORY_ROWS) == (hint->group >= 0) && hint->first_head < hint->end_head);
+    CHECK((hint->kind == KVC_MEMORY_ROWS || hint->group < 0) && hint->first_head < hint->end_head);
     if (m->fail_after >= 0 && m->fail_after-- == 0) {
         m->failed++;
         return NULL;

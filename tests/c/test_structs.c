@@ -107,6 +107,17 @@ static kvc_status inject(const void *given, size_t size)
     return status;
 }
 
+static kvc_status begin_with(const void *given, size_t size)
+{
+    kvc_cache *cache = new_cache();
+    kvc_batch *batch = NULL;
+    (void)size;
+    const kvc_status status = kvc_begin_with(cache, given, &batch);
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return status;
+}
+
 static kvc_status put(const void *given, size_t size)
 {
     kvc_cache *cache = new_cache();
@@ -194,6 +205,8 @@ static void test_given(void)
         .struct_size = sizeof config, .layers = &plain_layer, .layer_size = sizeof plain_layer, .num_layers = 1};
     const kvc_rows_out out = {.struct_size = sizeof out, .k = k, .v = v};
     const kvc_rows_in in = {.struct_size = sizeof in, .k = rows, .v = rows};
+    const kvc_begin_args begin_args = {
+        .struct_size = sizeof begin_args, .num_tokens = 1, .positions = (int32_t[]){0}};
     const kvc_put_args put_args = {.struct_size = sizeof put_args, .k = rows, .v = rows};
     const kvc_attend_args attend_args = {.struct_size = sizeof attend_args, .q = rows, .out = v};
     const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1};
@@ -203,6 +216,7 @@ static void test_given(void)
     check_sizes(make_cache, &config, sizeof config, kvc_config_least_size, "config", 1);
     check_sizes(gather, &out, sizeof out, kvc_rows_out_least_size, "out", 1);
     check_sizes(inject, &in, sizeof in, kvc_rows_in_least_size, "in", 1);
+    check_sizes(begin_with, &begin_args, sizeof begin_args, kvc_begin_args_least_size, "args", 1);
     check_sizes(put, &put_args, sizeof put_args, kvc_put_args_least_size, "args", 1);
     check_sizes(attend, &attend_args, sizeof attend_args, kvc_attend_args_least_size, "args", 1);
     check_sizes(plan, &plan_args, sizeof plan_args, kvc_plan_args_least_size, "plan", 1);
