@@ -203,8 +203,14 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                           const kvc_rows_in *rows)
 
-    kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
-                         const int32_t *parents, kvc_batch **batch)
+    ctypedef struct kvc_begin_args:
+        size_t struct_size
+        int32_t num_tokens
+        const int32_t *positions
+        const int64_t *seq_ids
+        const int32_t *parents
+        const uint8_t *unstored
+    kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch)
     const int32_t *kvc_batch_positions(const kvc_batch *batch)
 
     ctypedef struct kvc_put_args:
@@ -1522,18 +1528,18 @@ cdef class Cache:
 
     # -- a forward pass
 
-    def begin(self, n, positions, seq_ids, parents, bint look):
-        """`look`: for the sequences that hold rows before it."""
+    def begin(self, n, positions, seq_ids, parents, decide):
+        """`decide`: None, or what says of each token whether its sequence is left unstored; None: of none."""
         cdef Batch batch = Batch.__new__(Batch)
         cdef cnp.npy_intp size
+        cdef kvc_begin_args args
         cdef kvc_status status
         cdef kvc_cache *cache
-        cdef const int32_t *where = NULL
         cdef void *found
-        cdef const int64_t *whose = NULL
-        cdef const int32_t *after = NULL
-        cdef cnp.ndarray trees
+        cdef cnp.ndarray trees, unstored = None
         self.check_open()
+        memset(&args, 0, sizeof(args))
+        args.struct_size = sizeof(args)
         if n is not None:
             size = to_int(n, "n", 1, _INT32_MAX)
             if size > self.most_tokens:  # before their positions are written down
@@ -1542,27 +1548,31 @@ cdef class Cache:
             batch.positions = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
         else:
             batch.positions = to_int_array(positions, "positions", cnp.NPY_INT32, 0, _MAX_POSITION)
-            where = <const int32_t *>cnp.PyArray_DATA(batch.positions)
+            args.positions = <const int32_t *>cnp.PyArray_DATA(batch.positions)
         size = cnp.PyArray_DIM(batch.positions, 0)
         if seq_ids is not None:
             batch.seq_ids = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX)
             if cnp.PyArray_DIM(batch.seq_ids, 0) != size:
                 raise ValueError(f"len(seq_ids)={len(batch.seq_ids)}: must be len(positions), which is {size}")
-            whose = <const int64_t *>cnp.PyArray_DATA(batch.seq_ids)
+            args.seq_ids = <const int64_t *>cnp.PyArray_DATA(batch.seq_ids)
         if parents is not None:
             trees = to_int_array(parents, "parents", cnp.NPY_INT32, -1, _INT32_MAX)
             if cnp.PyArray_DIM(trees, 0) != size:
                 raise ValueError(f"len(parents)={len(trees)}: must be one for each token, and there are {size}")
-            after = <const int32_t *>cnp.PyArray_DATA(trees)
+            args.parents = <const int32_t *>cnp.PyArray_DATA(trees)
         batch.cache = self
-        batch.num_tokens = <int32_t>size
-        if look:
-            batch.held = {seq for seq in set(batch.get_seq_ids().tolist()) if self.find_next(seq)}
+        args.num_tokens = batch.num_tokens = <int32_t>size
+        if decide is not None:
+            if n is not None:  # where they will probably be: what another thread edits meanwhile shifts them
+                batch.positions[:] = np.arange(size) + self.find_next(0)
+            unstored = decide(batch.positions, batch.get_seq_ids())
+        if unstored is not None:
+            args.unstored = <const uint8_t *>cnp.PyArray_DATA(unstored)
         found = cnp.PyArray_DATA(batch.positions)
         cache = self.enter()
         with nogil:
-            status = kvc_begin(cache, <int32_t>size, where, whose, after, &batch.handle)
-            if status == KVC_OK and where == NULL:
+            status = kvc_begin_with(cache, &args, &batch.handle)
+            if status == KVC_OK and args.positions == NULL:
                 memcpy(found, kvc_batch_positions(batch.handle), size * sizeof(int32_t))
         self.leave()
         check(status)
@@ -1687,7 +1697,6 @@ cdef class Batch:
     cdef kvc_batch *handle  # NULL: ended
     cdef readonly int32_t num_tokens
     cdef readonly cnp.ndarray positions
-    cdef readonly set held  # the sequences that held rows before it; None: nobody asked
     cdef cnp.ndarray seq_ids  # None: all of sequence 0
     cdef list writable  # weak references to views of its slots; None: there never were any
     cdef int32_t calls  # between enter() and leave()
@@ -1998,26 +2007,22 @@ cdef class Batch:
             before.add(token)
         return kept
 
-    def commit(self, keep, stored):
-        """The tokens to keep, of those that are `stored`; None: all."""
+    def commit(self, keep):
+        """The tokens to keep; None: all. Returns whether it had not ended before."""
         cdef const int32_t[::1] kept
         cdef const int32_t *tokens = NULL
-        cdef bint every = keep is None and stored is None
+        cdef bint every = keep is None
         cdef int32_t num_kept = 0
         cdef kvc_status status
         if self.handle == NULL:
-            return
+            return False
         if keep is not None:
-            keep = self.to_kept(keep)
-        if stored is not None:
-            keep = np.flatnonzero(stored).astype(np.int32) if keep is None else keep[stored[keep]]
-        if not every:
-            kept = keep
+            kept = self.to_kept(keep)
             num_kept = <int32_t>kept.shape[0]
         if num_kept:
             tokens = &kept[0]
         if self.handle == NULL:  # by what was converted
-            return
+            return False
         self.begin_ending()
         with nogil:
             status = kvc_commit(self.handle) if every else kvc_commit_kept(self.handle, tokens, num_kept)
@@ -2026,6 +2031,7 @@ cdef class Batch:
         self.ending = False
         check(status)
         self.end_writing()
+        return True
 
     def abort(self):
         if self.handle == NULL:

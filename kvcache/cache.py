@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Protocol, Self, SupportsFloat, SupportsIndex, TypeAlias, cast, overload
 
@@ -15,11 +18,21 @@ import numpy.typing as npt
 from kvcache import _core
 from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
 from kvcache.block import Block, Run
-from kvcache.errors import CacheBusyError
+from kvcache.errors import CacheBusyError, RowsGoneError
 from kvcache.layer import DType, FloatDType, count, make_layers
 from kvcache.policy import FullAttention, Policy
 from kvcache.rope import RopeLike
-from kvcache.strategy import Adaptive, Decision, LongSequencesOnly, Strategy, decide, readable
+from kvcache.strategy import (
+    Adaptive,
+    Decision,
+    LongSequencesOnly,
+    Strategy,
+    available_memory,
+    decide_by_length,
+    decide_by_memory,
+    decide_never,
+    readable,
+)
 
 __all__ = ["AnyArray", "Batch", "DType", "Flags", "FloatDType", "KVCache", "Layout", "Span"]
 
@@ -90,7 +103,7 @@ class KVCache:
         one piece, where that is given, there may be one sequence only, and every layer sees everything; else 64.
     strategy : {"always", "disabled"}, LongSequencesOnly or Adaptive, default "always"
         Which sequences are stored. Of one that is not, `next_position` stays 0, the runner feeds all of it again, and
-        each batch attends over itself.
+        each batch attends over itself: in the memory of one layer, where `Batch.attend` puts the rows.
     num_threads : int, optional
         How many threads one call uses; by default `get_num_threads` at the time of the call.
 
@@ -152,6 +165,8 @@ class KVCache:
         "_capacity",
         "_core",
         "_decisions",
+        "_dropped",
+        "_kinds",
         "_layers",
         "_max_bytes",
         "_max_seq_len",
@@ -186,9 +201,11 @@ class KVCache:
         self._layers = make_layers(
             num_layers, num_kv_heads, head_dim, v_head_dim, value_in_key, dtype, k_dtype, v_dtype, policy, share, rope
         )
+        self._kinds = Counter(layer._replace(rope=None) for layer in self._layers)  # a function may have no hash
         self._strategy = _check_strategy(strategy)
         self._decisions: dict[int, Decision] = {}  # the latest of each sequence, the oldest first
         self._most_decisions = 64
+        self._dropped: set[int] = set()  # the sequences that were, and have not been fed again since
         self._max_seq_len = _limit(max_seq_len, "max_seq_len", INT32_MAX - 1)
         self._max_sequences = _limit(max_sequences, "max_sequences", INT32_MAX)
         self._max_bytes = _limit(max_bytes, "max_bytes", INT64_MAX)
@@ -302,9 +319,9 @@ class KVCache:
         (1, 3)
         """
         other = type(self).__new__(type(self))
-        for name in set(KVCache.__slots__) - {"__weakref__", "_core", "_decisions"}:
+        for name in set(KVCache.__slots__) - {"__weakref__", "_core", "_decisions", "_dropped"}:
             setattr(other, name, getattr(self, name))
-        other._decisions = dict(self._decisions)
+        other._decisions, other._dropped = dict(self._decisions), set(self._dropped)
         other._core = self._make_core(self._core)
         return other
 
@@ -441,7 +458,7 @@ class KVCache:
         CacheFullError
             If `max_seq_len`, `max_sequences`, `capacity` or `max_bytes` would be passed.
         RowsGoneError
-            If a token would see rows that were evicted.
+            If a token would see rows that were evicted, or that went when `Adaptive` dropped the sequence.
         CacheBusyError
             While another batch is open, or keys are being rewritten in another thread.
         ValueError
@@ -471,44 +488,73 @@ class KVCache:
         if n is not None and seq_ids is not None:
             raise TypeError("seq_ids goes with positions: n is the number of next tokens of sequence 0")
         if self._strategy == "always":
-            return Batch(self._core.begin(n, positions, seq_ids, parents, False))
-        core = self._core.begin(n, positions, seq_ids, parents, True)
-        try:
-            return Batch(core, self._stored(core))
-        except BaseException:
-            core.abort()
-            raise
+            return Batch(self._core.begin(n, positions, seq_ids, parents, None))
+        found: dict[int, Decision] = {}
+        core = self._core.begin(n, positions, seq_ids, parents, partial(self._decide, found))
+        self._note(found)
+        return Batch(core, partial(self._end, found))
 
-    def _stored(self, core: _core.Batch) -> npt.NDArray[np.bool_] | None:
-        """Which tokens of a batch that begins are to be stored; None: all. It holds no row of the other sequences."""
-        seq_ids, positions = core.get_seq_ids(), core.positions
-        dropped = []
-        for seq_id in np.unique(seq_ids).tolist():
-            if seq_id in core.held:
-                continue
-            mine = positions[seq_ids == seq_id]
-            decision = self._decide(seq_id, int(mine.max()) + 1, len(mine))
-            if not decision.stored:
-                dropped.append(seq_id)
-        return ~np.isin(seq_ids, dropped) if dropped else None
+    def _decide(
+        self, found: dict[int, Decision], positions: npt.NDArray[np.int32], seq_ids: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_] | None:
+        """Decide on each sequence of a batch that is to begin; return which tokens are of those that are not stored."""
+        ids, whose, num_tokens = np.unique(seq_ids, return_inverse=True, return_counts=True)
+        first, last = np.full(len(ids), INT32_MAX), np.full(len(ids), -1)
+        np.minimum.at(first, whose, positions)
+        np.maximum.at(last, whose, positions)
+        free: tuple[int, str] | None = None
+        columns = (column.tolist() for column in (ids, num_tokens, first, last))
+        for seq_id, tokens, begin, end in zip(*columns, strict=True):
+            held = self._core.seq_len(seq_id, None)
+            if not held and begin and seq_id in self._dropped:
+                raise RowsGoneError(
+                    f"a token at position {begin} of sequence {seq_id} would see rows that are gone: the sequence was "
+                    "dropped, as explain() says; feed all of it, from next_position on, or clear it first"
+                )
+            if isinstance(self._strategy, LongSequencesOnly) and not held:
+                found[seq_id] = decide_by_length(self._strategy, end + 1)
+            elif isinstance(self._strategy, Adaptive):
+                free = free or self._free_memory()
+                needed = self.most_bytes(self._max_seq_len or held + tokens)
+                found[seq_id] = decide_by_memory(self._strategy, needed, self.most_bytes(held), *free)
+            elif not held:
+                found[seq_id] = decide_never()
+        unstored = [seq_id for seq_id, decision in found.items() if decision.outcome != "stored"]
+        return np.isin(seq_ids, unstored) if unstored else None
 
-    def _decide(self, seq_id: int, length: int, num_tokens: int) -> Decision:
-        """Whether to store a sequence that begins with so many tokens, the last at position `length` - 1."""
-        decision = decide(self._strategy, length, lambda: self.most_bytes(self._max_seq_len or num_tokens))
-        changed = self._decisions.pop(seq_id, None) != decision
-        self._decisions[seq_id] = decision
-        words = "stored" if decision.stored else "not stored"
-        logger.log(logging.INFO if changed else logging.DEBUG, "sequence %d is %s: %s", seq_id, words, decision.why)
+    def _free_memory(self) -> tuple[int, str]:
+        """Return how many bytes are free, with those that the cache keeps for reuse, and who says so."""
+        free, source = available_memory()
+        stats = self._core.stats()
+        kept, blocks = stats["blocks_free"], stats["blocks_free"] + stats["blocks_in_use"]
+        return free + (self._core.nbytes() * kept // blocks if blocks else 0), source
+
+    def _note(self, found: dict[int, Decision]) -> None:
+        """Keep what was decided, for `explain`, and log it."""
+        for seq_id, decision in found.items():
+            before = self._decisions.pop(seq_id, None)
+            self._decisions[seq_id] = decision
+            level = logging.DEBUG if before and before.outcome == decision.outcome else logging.INFO
+            if logger.isEnabledFor(level):
+                logger.log(level, "sequence %d is %s: %s", seq_id, decision.outcome, decision.why())
         if len(self._decisions) > self._most_decisions:
             self._forget_decisions()
-        return decision
+
+    def _end(self, found: dict[int, Decision]) -> None:
+        """Give the memory back of sequences that a batch has dropped, now that it was committed."""
+        dropped = {seq_id for seq_id, decision in found.items() if decision.outcome == "dropped"}
+        self._dropped -= {seq_id for seq_id, decision in found.items() if decision.outcome == "stored"}
+        self._dropped |= dropped
+        if dropped:
+            with suppress(CacheBusyError, BufferError, MemoryError):  # then it is reused, or goes with the next
+                self._core.compact()
 
     def _forget_decisions(self) -> None:
         """Keep those on sequences that there are, and the last few of what was not stored."""
         alive = set(self.sequences)
-        others = [seq_id for seq_id, decision in self._decisions.items() if not decision.stored and seq_id not in alive]
-        kept = alive.union(others[-8:])
-        self._decisions = {seq_id: why for seq_id, why in self._decisions.items() if seq_id in kept}
+        others = [seq_id for seq_id, (outcome, _) in self._decisions.items() if outcome != "stored"]
+        kept = alive.union([seq_id for seq_id in others if seq_id not in alive][-8:])
+        self._decisions = {seq_id: it for seq_id, it in self._decisions.items() if seq_id in kept}
         self._most_decisions = 64 + 2 * len(self._decisions)
 
     def explain(self) -> str:
@@ -538,8 +584,9 @@ class KVCache:
                 f"a sequence of {self._max_seq_len} tokens takes {readable(self.most_bytes(self._max_seq_len))}"
             )
         self._forget_decisions()
-        for seq_id, (stored, why) in self._decisions.items():
-            lines.append(f"sequence {seq_id} is {'stored' if stored else 'not stored'}: {why}")
+        for seq_id, (outcome, why) in self._decisions.items():
+            verb = "was" if outcome == "dropped" and seq_id in self._dropped else "is"
+            lines.append(f"sequence {seq_id} {verb} {outcome}: {why()}")
         return "\n".join(lines)
 
     # -- reading rows
@@ -856,6 +903,7 @@ class KVCache:
             If there is not enough for the bookkeeping.
         """
         self._core.copy_prefix(src, dst, length)
+        self._follow_drop(src, dst)
 
     def fork(self, src: SupportsIndex, dst: SupportsIndex) -> None:
         """Make `dst` share all rows of `src`; for the rest, and what is raised, see `copy_prefix`.
@@ -872,6 +920,13 @@ class KVCache:
         ([0, 1], 3, 3)
         """
         self._core.fork(src, dst)
+        self._follow_drop(src, dst)
+
+    def _follow_drop(self, src: SupportsIndex, dst: SupportsIndex) -> None:
+        """A copy of a sequence that was dropped has lost as much."""
+        self._dropped.discard(operator.index(dst))
+        if operator.index(src) in self._dropped:
+            self._dropped.add(operator.index(dst))
 
     def keep(self, seq_id: SupportsIndex) -> None:
         """Forget every sequence but this one.
@@ -882,6 +937,7 @@ class KVCache:
             If one of the others is part of an open batch.
         """
         self._core.keep(seq_id)
+        self._dropped &= {operator.index(seq_id)}
 
     def clear(self, seq_id: SupportsIndex | None = None) -> None:
         """Forget one sequence, by default all. Memory is kept for reuse; `compact` gives it back.
@@ -892,6 +948,10 @@ class KVCache:
             If one of them is part of an open batch.
         """
         self._core.clear(seq_id)
+        if seq_id is None:
+            self._dropped.clear()
+        else:
+            self._dropped.discard(operator.index(seq_id))
 
     def remove(
         self,
@@ -1149,7 +1209,7 @@ class KVCache:
         tokens = integer(num_tokens, "num_tokens", 0, INT32_MAX)
         if self._max_seq_len is not None:
             tokens = min(tokens, self._max_seq_len)
-        return sum(layer.most_bytes(tokens) for layer in self._layers)
+        return sum(number * layer.most_bytes(tokens) for layer, number in self._kinds.items())
 
     @property
     def utilization(self) -> float:
@@ -1175,7 +1235,7 @@ class KVCache:
     def blocks(self, layer: SupportsIndex = 0) -> list[Block]:
         """Return the blocks where the rows of a layer lie, and those of its group, all as they are at one moment.
 
-        `kvcache.plot.blocks` draws them.
+        `kvcache.plot.blocks` draws them. Rows of a batch that are not to be stored lie elsewhere.
 
         Parameters
         ----------
@@ -1235,7 +1295,7 @@ class Batch:
     It is a transaction: `commit`, or the end of a ``with``, makes its tokens part of their sequences; `abort`, or an
     exception in the ``with``, and they never were. Before that, its rows are seen by its own queries only. The rows
     of every layer have to be put before the commit: not of those that share another's rows, nor of those without
-    attention; and where the policy is `CrossAttention` they need not be.
+    attention; and where the policy is `CrossAttention` they need not be, nor those of a sequence that is not stored.
 
     Examples
     --------
@@ -1249,11 +1309,11 @@ class Batch:
     3
     """
 
-    __slots__ = ("__weakref__", "_core", "_stored")
+    __slots__ = ("__weakref__", "_core", "_done")
 
-    def __init__(self, core: _core.Batch, stored: npt.NDArray[np.bool_] | None = None) -> None:
+    def __init__(self, core: _core.Batch, done: Callable[[], None] | None = None) -> None:
         self._core = core
-        self._stored = stored  # which tokens the strategy lets the cache keep; None: all
+        self._done = done  # to be called once it was committed
 
     def __len__(self) -> int:
         return self._core.num_tokens
@@ -1271,7 +1331,7 @@ class Batch:
             self._core.abort()
             return
         try:
-            self._core.commit(None, self._stored)
+            self.commit()
         except BaseException:
             self._core.abort()
             raise
@@ -1448,7 +1508,8 @@ class Batch:
 
         A query sees positions up to its own, as far as the policy of the layer shows them, and of a batch with parents
         its ancestors. The rows of the batch that it can see must have been put in this layer; `k` and `v` put those of
-        the query tokens first.
+        the query tokens first. Of a sequence that the strategy does not store, they stay until this puts in another
+        layer; what `put` puts stays until the batch ends, and so do rows that other layers share, and an encoder's.
 
         Parameters
         ----------
@@ -1498,6 +1559,8 @@ class Batch:
             not given, a tensor requires grad, `out` cannot be written to or overlaps, or the batch has ended.
         TypeError
             If something is no array, or one of another element type.
+        RowsGoneError
+            If a token that is visible is of a sequence that is not stored, and its rows of the layer are gone.
         CacheFullError
             If a cross-attention layer is given more rows than it may hold, or `max_bytes` would be passed.
         MemoryError
@@ -1562,6 +1625,8 @@ class Batch:
             If `non_causal` has not one entry per token, or the batch has ended.
         TypeError
             If `non_causal` holds anything but booleans.
+        RowsGoneError
+            If rows are gone of a sequence that is not stored, as `attend` put them and then those of another layer.
         MemoryError
             If there is not enough.
 
@@ -1616,7 +1681,8 @@ class Batch:
         >>> cache.positions()
         array([0, 1], dtype=int32)
         """
-        self._core.commit(keep, self._stored)
+        if self._core.commit(keep) and self._done is not None:
+            self._done()
 
     def abort(self) -> None:
         """End the batch: its tokens never were. Rows that it evicted as it began stay evicted.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isfinite
@@ -57,16 +58,21 @@ class LongSequencesOnly:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Store a sequence if there is memory enough when it begins for all that it may come to.
+    """Store a sequence while there is memory enough for all that it may come to, as each of its batches decides anew.
 
-    That is what psutil says is available, or less where a cgroup of the process, of version 1 or 2, has less left. A
-    sequence may come to `max_seq_len` rows in each layer, as far as its policy keeps them; where there is no
-    `max_seq_len`, it is the tokens of the batch that count.
+    Free memory is what psutil says is available, or less where a cgroup of the process, of version 1 or 2, has less
+    left, and what the cache keeps for reuse. A sequence may come to `max_seq_len` rows in each layer, as far as its
+    policy keeps them; where there is no `max_seq_len`, to the tokens it has and those of the batch.
+
+    A sequence that is stored is dropped where it may come to more than ``(1 + fraction) / 2`` of what would be free
+    without it, so that one does not come and go as memory does. The batch that decides so still sees all of it; once it
+    is committed the sequence holds nothing, its `KVCache.next_position` is 0, and its memory goes back to the system.
+    To go on from another position is a `RowsGoneError`.
 
     Parameters
     ----------
     fraction : float, default 0.5
-        How much of the memory that is free one sequence may take, above 0 and at most 1.
+        How much of the memory that is free a sequence may take that is to be stored, above 0 and at most 1.
 
     Raises
     ------
@@ -105,30 +111,46 @@ class Adaptive:
 Strategy: TypeAlias = Literal["always", "disabled"] | LongSequencesOnly | Adaptive
 
 
+Outcome: TypeAlias = Literal["stored", "not stored", "dropped"]
+
+
 class Decision(NamedTuple):
-    """Whether a sequence is stored, and why."""
+    """What becomes of a sequence when the batch is committed, and why."""
 
-    stored: bool
-    why: str
+    outcome: Outcome
+    why: Callable[[], str]  # who asks is told; putting it into words takes longer than deciding
 
 
-def decide(strategy: Strategy, num_tokens: int, nbytes: Callable[[], int]) -> Decision:
-    """Decide on a sequence that begins with so many tokens, and may come to so many bytes."""
-    if strategy == "always" or strategy == "disabled":
-        return Decision(strategy == "always", f"the strategy is {strategy!r}")
-    if isinstance(strategy, LongSequencesOnly):
-        stored = num_tokens > strategy.threshold
+def decide_never() -> Decision:
+    """Decide as "disabled" does."""
+    return Decision("not stored", lambda: "the strategy is 'disabled'")
+
+
+def decide_by_length(strategy: LongSequencesOnly, num_tokens: int) -> Decision:
+    """Decide on a sequence that holds nothing, and has so many tokens."""
+    stored = num_tokens > strategy.threshold
+
+    def why() -> str:
         words = "is" if stored else "is not"
-        return Decision(stored, f"its length, {num_tokens} tokens, {words} above the threshold of {strategy.threshold}")
-    needed = nbytes()
-    free, source = available_memory()
-    most = int(free * strategy.fraction)
-    words = "which is at most" if needed <= most else "which is more than"
-    return Decision(
-        needed <= most,
-        f"it may come to {readable(needed)}, {words} {readable(most)}, the fraction {strategy.fraction:g} of the "
-        f"{readable(free)} that are free ({source})",
-    )
+        return f"its length, {num_tokens} tokens, {words} above the threshold of {strategy.threshold}"
+
+    return Decision("stored" if stored else "not stored", why)
+
+
+def decide_by_memory(strategy: Adaptive, needed: int, held: int, free: int, source: str) -> Decision:
+    """Decide on a sequence that may come to so many bytes and holds some of them, where so many others are free."""
+    fraction = (1 + strategy.fraction) / 2 if held else strategy.fraction
+    most = int((free + held) * fraction)
+
+    def why() -> str:
+        words = "which is at most" if needed <= most else "which is more than"
+        where = "would be free without it" if held else "are free"
+        return (
+            f"it may come to {readable(needed)}, {words} {readable(most)}, the fraction {fraction:g} of the "
+            f"{readable(free + held)} that {where} ({source})"
+        )
+
+    return Decision("stored" if needed <= most else "dropped" if held else "not stored", why)
 
 
 def available_memory() -> tuple[int, str]:
@@ -157,46 +179,57 @@ def free_memory(
         Where cgroups are mounted.
     """
     free = available, "of this machine"
-    for directory, limit, usage, inactive in _memory_cgroups(Path(cgroups_of), Path(root)):
-        most, used = _number(directory / limit), _number(directory / usage)
+    for directory, limit, usage, inactive in _memory_cgroups(os.fspath(cgroups_of), os.fspath(root)):
+        most = _number(f"{directory}/{limit}")
+        used = None if most is None else _number(f"{directory}/{usage}")
         if most is None or used is None:  # no such level, or one without a limit: "max"
             continue
-        left = max(0, most - used + (_number(directory / "memory.stat", inactive) or 0))
+        left = max(0, most - used + (_number(f"{directory}/memory.stat", inactive) or 0))
         if left < free[0]:
-            free = left, f"by {directory / limit}"
+            free = left, f"by {directory}/{limit}"
     return free
 
 
-def _memory_cgroups(cgroups_of: Path, root: Path) -> Iterator[tuple[Path, str, str, str]]:
+def _memory_cgroups(cgroups_of: str, root: str) -> Iterator[tuple[str, str, str, str]]:
     """Every directory that may limit the process, with the names of its limit, its usage and what can be dropped."""
-    try:
-        lines = cgroups_of.read_text().splitlines()
-    except OSError:
-        return  # not Linux
-    for line in lines:
+    for line in _read(cgroups_of).splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:  # version 2
             names = "memory.max", "memory.current", "inactive_file"
-            mounts = [root, root / "unified"]
+            mounts = [root, f"{root}/unified"]
         elif "memory" in controllers.split(","):
             names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-            mounts = [root / "memory"]
+            mounts = [f"{root}/memory"]
         else:
             continue
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
         for mount in mounts:
             for depth in range(len(parts), -1, -1):
-                yield mount.joinpath(*parts[:depth]), *names
+                yield "/".join([mount, *parts[:depth]]), *names
 
 
-def _number(file: Path, name: str | None = None) -> int | None:
+def _number(file: str, name: str | None = None) -> int | None:
     """The number in a file, or in the line of it that begins with a name."""
+    words = _read(file).split()
     try:
-        words = file.read_text().split()
         return int(words[0 if name is None else words.index(name) + 1])
-    except (OSError, ValueError, IndexError):
+    except (ValueError, IndexError):
         return None
+
+
+def _read(file: str) -> str:
+    """A file of the kernel's, which is read in one piece; "" where there is none."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        return os.read(descriptor, 1 << 16).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
 
 
 def readable(nbytes: float) -> str:
