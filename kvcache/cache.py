@@ -1421,7 +1421,8 @@ class Batch:
         -----
         Once the batch has ended, such an array is like a view that `KVCache.keys` returns: read-only, and while it is
         there, `KVCache.compact` and `KVCache.close` raise ``BufferError``. Arrays made of it, such as slices, can still
-        be written to: let go of them with the batch.
+        be written to: let go of them with the batch. No other thread may put, or say that it wrote, tokens of the same
+        layer while this looks which of them lie side by side.
 
         Examples
         --------

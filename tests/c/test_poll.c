@@ -138,6 +138,31 @@ static void test_cancel_ends_tasks(void)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
+/* Tokens that were cancelled on their way in can be put again. */
+static void test_put(int num_threads)
+{
+    enum { TOKENS = 1 << 18 };
+    poller p;
+    kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_FULL}, KVC_Q4_0, num_threads);
+    kvc_put_args all = put_of(TOKENS);
+    kvc_batch *batch = NULL;
+    kvc_status status = KVC_OK;
+
+    all.k_token_stride = all.v_token_stride = 0; /* the same row again and again */
+    for (p.stop_at = 1; status == KVC_OK;) { /* however fast the machine is */
+        kvc_abort(batch);
+        CHECK(kvc_begin(cache, TOKENS, NULL, NULL, NULL, &batch) == KVC_OK);
+        status = kvc_put(batch, 1, &all);
+    }
+    CHECK(status == KVC_ERR_CANCELLED && p.asked == 1);
+    p.stop_at = 0;
+    CHECK(kvc_put(batch, 1, &all) == KVC_OK);
+    CHECK_FAILS(kvc_put(batch, 1, &all), KVC_ERR_INVALID, "token 0", "was put");
+    kvc_abort(batch);
+    CHECK(kvc_validate(cache) == KVC_OK);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
 /* Rows of a cross-attention layer that were cancelled are nobody's: what was there before stays. */
 static void test_cross_put(void)
 {
@@ -173,6 +198,8 @@ int main(void)
     test_attend(1);
     test_attend(2);
     test_cancel_ends_tasks();
+    test_put(1);
+    test_put(2);
     test_cross_put();
     return test_result();
 }
