@@ -86,6 +86,7 @@ struct kvc_plan {
     int32_t num_deltas, angles_stride; /* in floats */
     int32_t *deltas;                   /* by which keys are off, ascending, all different and none 0 */
     float *angles;                     /* [cache->num_ropes][num_deltas][angles_stride] that turn queries by as much */
+    double *turns;                     /* of a kvc_rope_table, while the plan is made */
     uint8_t *non_causal;               /* what args points at */
     kvc_unit *units;
     kvc_piece *pieces;

@@ -582,6 +582,8 @@ static kvc_plan *settle(const kvc_plan *draft, const totals *t) {
     const uint64_t angles =
         kvc_add_array(&size, (uint64_t)draft->batch->cache->num_ropes * (uint64_t)draft->num_deltas *
                                  (uint64_t)draft->angles_stride * sizeof(float));
+    const uint64_t turns =
+        kvc_add_array(&size, draft->num_deltas ? (1 + KVC_NEAR) * (uint64_t)draft->angles_stride * sizeof(double) : 0);
     const uint64_t non_causal = kvc_add_array(&size, draft->args.non_causal ? (uint64_t)draft->args.num_tokens : 0);
     const uint64_t partials = kvc_add_array(&size, t->partials * sizeof(float));
     const uint64_t lanes = kvc_add_array(&size, (uint64_t)draft->num_lanes * draft->lane.size * sizeof(float));
@@ -598,6 +600,7 @@ static kvc_plan *settle(const kvc_plan *draft, const totals *t) {
     plan->lane_taken = (void *)(start + flags);
     plan->deltas = (void *)(start + deltas);
     plan->angles = (void *)(start + angles);
+    plan->turns = (void *)(start + turns);
     plan->non_causal = (void *)(start + non_causal);
     if (draft->args.non_causal) {
         memcpy(plan->non_causal, draft->args.non_causal, (size_t)draft->args.num_tokens);
@@ -665,10 +668,11 @@ static void find_angles(const maker *m) {
     for (int32_t layer = 0, last = -1; plan->num_deltas && layer < cache->num_layers; layer++) {
         const int32_t r = cache->rope_of[layer];
         if (cache->group_of[layer] != plan->group || r < 0 || r == last) continue;
+        kvc_rope_table table = {.turns = plan->turns, .far = 1};
         for (int32_t d = 0; d < plan->num_deltas; d++)
-            kvc_rope_angles(&cache->ropes[r], -plan->deltas[d],
-                            plan->angles +
-                                ((size_t)r * (size_t)plan->num_deltas + (size_t)d) * (size_t)plan->angles_stride);
+            kvc_rope_angles_from(&table, &cache->ropes[r], -plan->deltas[d],
+                                 plan->angles +
+                                     ((size_t)r * (size_t)plan->num_deltas + (size_t)d) * (size_t)plan->angles_stride);
         last = r;
     }
 }

@@ -59,6 +59,26 @@ void kvc_rope_angles(const kvc_rope *rope, int32_t delta, float *angles) {
     }
 }
 
+static void find_turns(const kvc_rope *rope, int32_t distance, double *turns) {
+    for (int32_t i = 0; i < rope->num_freqs; i++) {
+        turns[i] = cos(distance * rope->inv_freq[i]);
+        turns[rope->num_freqs + i] = sin(distance * rope->inv_freq[i]);
+    }
+}
+
+void kvc_rope_angles_from(kvc_rope_table *table, const kvc_rope *rope, int32_t delta, float *angles) {
+    const int32_t n = rope->num_freqs, rest = delta & (KVC_NEAR - 1), far = delta - rest;
+    double *a = table->turns, *b = a + kvc_rope_angles_size(rope) * (size_t)(1 + rest);
+    if (table->far != far) find_turns(rope, far, a);
+    if (!(table->known >> rest & 1)) find_turns(rope, rest, b);
+    table->far = far;
+    table->known |= (uint64_t)1 << rest;
+    for (int32_t i = 0; i < n; i++) {
+        angles[i] = (float)(a[i] * b[i] - a[n + i] * b[n + i]);
+        angles[n + i] = (float)(a[n + i] * b[i] + a[i] * b[n + i]);
+    }
+}
+
 /* Pairs (x[i], y[i]) are `stride` floats apart.  What is restrict lets compilers use vectors. */
 static inline void turn_pairs(float *restrict x, float *restrict y, int32_t stride, const float *restrict cosines,
                               const float *restrict sines, int32_t n, float sign) {

@@ -17,6 +17,19 @@ static inline size_t kvc_rope_angles_size(const kvc_rope *rope) { return 2 * (si
 /* The cosines, then the sines, of delta * inv_freq. */
 void kvc_rope_angles(const kvc_rope *rope, int32_t delta, float *angles);
 
+enum { KVC_NEAR = 64 };
+
+/* Angles of many distances.  Each is turned by a multiple of KVC_NEAR and by the rest, both of which few others have
+ * not, so that few sines are computed; what comes out depends on the distance alone. */
+typedef struct kvc_rope_table {
+    double *turns;  /* [1 + KVC_NEAR][kvc_rope_angles_size] cosines, then sines: of `far`, and of 0, 1, 2 ... */
+    uint64_t known; /* which of the latter are there */
+    int32_t far;    /* 1: none yet */
+} kvc_rope_table;
+
+/* As kvc_rope_angles; the table is for one rope, and best asked for rising or falling distances. */
+void kvc_rope_angles_from(kvc_rope_table *table, const kvc_rope *rope, int32_t delta, float *angles);
+
 /* Turns a row by these angles, or back by as much. */
 void kvc_rope_turn(const kvc_rope *rope, const float *angles, float *row);
 void kvc_rope_turn_back(const kvc_rope *rope, const float *angles, float *row);
