@@ -1,5 +1,6 @@
 """How costs grow with what they are costs of: the exponent between sizes, 1 where twice as much takes twice as long."""
 
+import copy
 import math
 import time
 
@@ -150,31 +151,29 @@ def test_dense_of_many_sequences(figures, in_turn):
     figures.ratio(f"dense of {size:,} sequences by filling a mask", dense, mask, "", f"{1e3 * np.median(dense):.1f} ms")
 
 
-def test_decoding_over_many_deltas(slope):
-    """A token over as many tokens as deltas, each off by one more: 32 steps, in which it may settle."""
-    dim = 64
+@pytest.mark.parametrize("deltas", [64, 512, 4096])
+def test_decoding_over_many_deltas(figures, in_turn, deltas):
+    """A token over 4,096 rows of so many deltas, by one over the same rows settled."""
+    rows, heads, dim, layers = 4096, 8, 128, 2
+    rope = kvcache.Rope(10_000.0 ** -(np.arange(dim // 2) / (dim // 2)))
+    moved = kvcache.KVCache(layers, heads, dim, None, num_threads=1, block_size=64, rope=rope)
+    x = np.random.default_rng(0).standard_normal((rows, heads, dim)).astype(np.float32)
+    each = rows // deltas
+    with moved.batch(positions=[i + i // each for i in range(rows)], seq_ids=[0] * rows) as batch:
+        for layer in range(layers):
+            batch.put(layer, x, x)
+    for gap in range(1, deltas):
+        moved.remove(gap * each, gap * each + 1)
+    settled = copy.copy(moved)
+    settled.settle()
+    q = np.repeat(x[:1], 4, 1)
 
-    def decode(deltas):
-        cache = kvcache.KVCache(
-            1,
-            1,
-            dim,
-            None,
-            num_threads=1,
-            block_size=64,
-            rope=kvcache.Rope(10_000.0 ** -(np.arange(dim // 2) / (dim // 2))),
-        )
-        rows = np.ones((2 * deltas, 1, dim), np.float32)
-        with cache.batch(2 * deltas) as batch:
-            batch.put(0, rows, rows)
-        for position in range(1, deltas + 1):
-            cache.remove(position, position + 1)
+    def step(cache):
+        batch = cache.batch(1)
+        seconds = timed(lambda: [batch.attend(layer, q, x[:1], x[:1]) for layer in range(layers)])[0]
+        batch.abort()
+        return seconds
 
-        def steps():
-            for _ in range(32):
-                with cache.batch(1) as batch:
-                    batch.attend(0, rows[:1], rows[:1], rows[:1])
-
-        return timed(steps)[0] / 32
-
-    slope("a step over so many deltas, of 32", (256, 1024, 4096), decode, "<= 1")
+    ours, without = in_turn(lambda: step(moved), lambda: step(settled), seconds=1, least=5)
+    note = f"{layers} layers, {1e3 * np.median(ours):.2f} ms"
+    figures.ratio(f"a step over rows of {deltas:,} deltas, by one over settled rows", ours, without, "", note)
