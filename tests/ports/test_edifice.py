@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from coming_from import Table
 
-from kvcache import KVCache
+from kvcache import CacheFullError, KVCache
 
 table = Table("Edifice")
 test_every_row_has_a_test = table.all_claimed()
@@ -49,6 +49,32 @@ def test_init(run):
     with run(b=B, l=2, h=H, d=D, n=16) as cache:
         update_all(cache, 16)
         assert cache.sequences == [0, 1, 2]
+
+
+@table.row("init(batch_size: b, num_layers: l, num_heads: h, head_dim: d)")
+def test_init_default_length(run):
+    with run(b=B, l=2, h=H, d=D) as cache:
+        assert (cache.max_seq_len, cache.max_sequences, cache.k_dtype) == (2048, B, ("f32", "f32"))
+
+
+@table.row("init(batch_size: b, num_layers: l, num_heads: h, head_dim: d, max_seq_len: n, type: t)")
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_init_type(run, dtype):
+    with run(b=B, l=2, h=H, d=D, n=16, t=dtype) as cache:
+        assert cache.k_dtype == cache.v_dtype == (dtype, dtype)
+        with pytest.raises(CacheFullError):
+            cache.batch(positions=range(17))
+
+
+def test_a_fork_is_the_old_state():
+    with KVCache(2, H, D, 16, dtype="f32", max_sequences=2 * B) as cache:
+        k, _ = update_all(cache, 4)
+        for i in range(B):
+            cache.fork(i, B + i)
+        update_all(cache, 2, seed=1)
+        for i in range(B):
+            assert cache.seq_len(i) == 6
+            np.testing.assert_array_equal(cache.gather(1, seq_id=B + i)[0], k[i])
 
 
 @table.row("update(state, layer_idx, new_k, new_v)")

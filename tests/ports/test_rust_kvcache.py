@@ -26,22 +26,31 @@ def test_new(run):
 
 @table.row("store_key(layer, head, pos, key)")
 def test_store_key(run, cache):
-    (k, v), key = random_rows(1), np.arange(8)
-    run(k=k, head=1, key=key)
+    k, v = random_rows(1)
+    store(cache, 3)
     with cache.batch(1) as batch:
-        for layer in range(2):
-            batch.put(layer, k, v)
-    assert cache.keys(0)[1, 0].tolist() == key.tolist()
+        batch.put(0, k, v)
+        batch.slots(1)[1][:, 0] = v[0]
+        for head in (1, 0):  # head by head, in any order
+            run(batch=batch, layer=1, head=head, key=k[0, head])
+        batch.written(1, 0, 1)
+    assert cache.seq_len() == 4
+    for layer in range(2):
+        np.testing.assert_array_equal(cache.keys(layer)[:, 3], k[0])
+        np.testing.assert_array_equal(cache.values(layer)[:, 3], v[0])
 
 
 @table.row("store_value(layer, head, pos, value)")
 def test_store_value(run, cache):
-    (k, v), value = random_rows(1), np.arange(8)
-    run(v=v, head=0, value=value)
+    k, v = random_rows(1)
     with cache.batch(1) as batch:
         for layer in range(2):
-            batch.put(layer, k, v)
-    assert cache.values(1)[0, 0].tolist() == value.tolist()
+            batch.slots(layer)[0][:, 0] = k[0]
+            for head in range(2):
+                run(batch=batch, layer=layer, head=head, value=v[0, head])
+            batch.written(layer, 0, 1)
+    for layer in range(2):
+        np.testing.assert_array_equal(cache.values(layer)[:, 0], v[0])
 
 
 @table.row("keys_for(layer, head, seq_len)")
@@ -159,6 +168,18 @@ def test_inject_block(run, cache):
     assert cache.seq_len() == 6
 
 
+@table.row("inject_block(layer, 0, n, keys, values) in each layer, then set_seq_len(n)")
+def test_inject_blocks_into_a_fresh_cache(run, cache):
+    store(cache, 8)
+    blocks = [[x.ravel() for x in cache.extract(layer, 0, 4)] for layer in range(2)]  # flat, as there
+    with KVCache(**SHAPE, dtype="f32") as fresh:
+        run(cache=fresh, n=4, num_kv_heads=2, head_dim=8, blocks=blocks)
+        assert fresh.seq_len() == 4
+        for layer in range(2):
+            np.testing.assert_array_equal(fresh.keys(layer), cache.keys(layer)[:, :4])
+            np.testing.assert_array_equal(fresh.values(layer), cache.values(layer)[:, :4])
+
+
 def test_a_block_taken_out_and_put_back(cache):
     """What a prefix cache did with extract_block, inject_block and set_seq_len."""
     store(cache, 8)
@@ -191,6 +212,35 @@ def test_policy_sliding_window(run):
         for _ in range(20):
             store(cache, 1)
         assert cache.positions().tolist() == [17, 18, 19]
+
+
+@table.row("PagedKvCache::new(num_layers, num_kv_heads, head_dim, max_seq_len)")
+def test_paged_new(run):
+    with run(num_layers=2, num_kv_heads=2, head_dim=8, max_seq_len=1024) as cache:
+        assert cache.block_size == 256
+        assert cache.stats()["blocks_in_use"] == 0
+
+
+@table.row("PagedKvCache::keys_for(layer, head, seq_len)")
+def test_paged_keys_for(run):
+    with KVCache(**SHAPE, dtype="f32", block_size=4) as cache:
+        k, _ = store(cache, 9)
+        np.testing.assert_array_equal(run(cache=cache, layer=1, head=1, seq_len=6), k[:6, 1])
+
+
+@table.row("PagedKvCache::values_for(layer, head, seq_len)")
+def test_paged_values_for(run):
+    with KVCache(**SHAPE, dtype="f32", block_size=4) as cache:
+        _, v = store(cache, 9)
+        np.testing.assert_array_equal(run(cache=cache, layer=0, head=0, seq_len=9), v[:, 0])
+
+
+@table.row("PagedKvCache::clear()")
+def test_paged_clear(run):
+    with KVCache(**SHAPE, block_size=4) as cache:
+        store(cache, 9)
+        run(cache=cache)
+        assert (cache.seq_len(), cache.stats()["blocks_free"]) == (0, 0)
 
 
 @table.row("PagedKvCache::with_page_size(num_layers, num_kv_heads, head_dim, max_seq_len, page_size)")

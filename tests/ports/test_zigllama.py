@@ -59,14 +59,19 @@ def test_long_sequences_only(run):
 
 
 @table.row("CacheStrategy.Adaptive")
-def test_adaptive(run):
+def test_adaptive(run, monkeypatch):
     pytest.importorskip("psutil")
     with run(**SHAPE) as cache:
         assert [feed(cache, n) for n in (3, 4)] == [3, 1]  # some bytes are always to be had
-        assert cache.explain()
+        assert "sequence 0 is stored" in cache.explain()
+        monkeypatch.setattr(kvcache.cache, "available_memory", lambda: (0, "of a test"))
+        assert [feed(cache, n) for n in (5, 6, 7)] == [1, 6, 7]  # enables, and disables
+        assert "sequence 0 is not stored" in cache.explain()
+        monkeypatch.setattr(kvcache.cache, "available_memory", lambda: (2**30, "of a test"))
+        assert [feed(cache, n) for n in (8, 9)] == [8, 1]
     with KVCache(2, 2, 8, 2**24, strategy=Adaptive(fraction=1e-12)) as cache:
         assert [feed(cache, n) for n in (3, 4)] == [3, 4]
-        assert cache.explain()
+        assert "sequence 0 is not stored" in cache.explain()
 
 
 @table.row("CacheStrategy.Disabled")
@@ -74,6 +79,12 @@ def test_disabled(run):
     with run(**SHAPE) as cache:
         assert [feed(cache, n) for n in (3, 4, 5)] == [3, 4, 5]
         assert (cache.next_position(), cache.seq_len(), cache.get(0, 0)) == (0, 0, None)
+        empty, rows = cache.nbytes, 16 * 2 * 8 * 2 * 2
+        with cache.batch(16) as batch:  # "saves memory"
+            for layer in range(2):
+                batch.attend(layer, np.ones((16, 4, 8), np.float32), *np.ones((2, 16, 2, 8), np.float32))
+                assert rows <= cache.nbytes - empty < 2 * rows
+        assert cache.nbytes == empty
 
 
 def test_strategies_decide_for_each_sequence():
