@@ -109,5 +109,5 @@ def test_parts_that_are_made_without_a_cache():
     ):
         with pytest.raises(ValueError, match="the batch has ended"):
             call()
-    batch.commit(None, None)
+    batch.commit(None)
     batch.abort()
