@@ -404,9 +404,9 @@ typedef struct kvc_run_info {
 
 /* Where the rows of a layer's group lie: every block that it has memory for, and every run in these, by rising sequence
  * id and in order of arrival, those of the open batch last, with what a kvc_put is writing to a cross-attention layer.
- * Both are of one moment; when blocks are given back, others take their numbers.  Writes at most max_blocks and max_runs of them, each as large as said, and sets *num_blocks and
- * *num_runs to how many there are.  While another call rewrites keys, slots that these go to are live and in no run.
- * KVC_ERR_INDEX, KVC_ERR_INVALID. */
+ * Both are of one moment; when blocks are given back, others take their numbers.  Writes at most max_blocks and max_runs
+ * of them, each as large as said, and sets *num_blocks and *num_runs to how many there are.  While another call rewrites
+ * keys, slots that these go to are live and in no run.  KVC_ERR_INDEX, KVC_ERR_INVALID. */
 KVC_API kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,
                               int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,
                               int64_t max_runs, int64_t *num_runs);
@@ -509,10 +509,10 @@ typedef struct kvc_begin_args {
 
 /* The same, where some sequences need not be stored: to score a text, say, or where memory is short.
  * The tokens of one that held nothing before take the memory of one layer: what kvc_attend puts stays until kvc_attend
- * puts in another layer, and to attend to it or to ask for it by kvc_dense is KVC_ERR_GONE then.  What kvc_put puts or
- * kvc_slots shows stays until the batch ends, in memory of its own (KVC_ERR_FULL, for max_bytes, and KVC_ERR_NOMEM); so
- * do rows of a layer that others share, and those of cross-attention layers.  Neither capacity nor max_sequences counts
- * such tokens, and kvc_blocks does not show their rows.
+ * puts in another layer, be it cancelled, and to attend to it or to ask for it by kvc_dense is KVC_ERR_GONE then.  What
+ * kvc_put puts or kvc_slots shows stays until the batch ends, in memory of its own (KVC_ERR_FULL, for max_bytes, and
+ * KVC_ERR_NOMEM); so do rows of a layer that others share, and those of cross-attention layers.  Neither capacity nor
+ * max_sequences counts such tokens, and kvc_blocks does not show their rows.
  * What a sequence held before is seen by this batch, and goes once it is committed. */
 KVC_API kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch);
 
@@ -628,8 +628,8 @@ typedef struct kvc_dense_args {
 /* KVC_ERR_INVALID if num_rows is not what there are; KVC_ERR_INDEX; KVC_ERR_NOMEM; KVC_ERR_GONE (kvc_begin_with). */
 KVC_API kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args);
 
-/* Ends the batch: its tokens are part of their sequences, if these are stored; the handle is freed.  KVC_ERR_INVALID if a token was not put
- * in some layer, KVC_ERR_NOMEM; after an error the batch is still open. */
+/* Ends the batch: its tokens are part of their sequences, if these are stored; the handle is freed.  KVC_ERR_INVALID if
+ * a token was not put in some layer, KVC_ERR_NOMEM; after an error the batch is still open. */
 KVC_API kvc_status kvc_commit(kvc_batch *batch);
 
 /* The same with num_kept of its tokens only, the accepted ones of those that were speculated: their indices in the
