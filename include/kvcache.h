@@ -238,7 +238,7 @@ typedef struct kvc_config {
     int32_t block_size;    /* slots in a block.  0: max_seq_len where that is given, max_sequences is 1 and every layer
                               sees everything (one contiguous block); else 64 */
     int64_t max_seq_len;   /* rows one sequence may hold in one layer; 0: no limit */
-    int64_t max_sequences; /* sequences that hold rows once a batch has begun; 0: no limit */
+    int64_t max_sequences; /* sequences that hold rows, in any layer, once a batch has begun; 0: no limit */
     int64_t capacity;      /* live slots of one layer group, those shared by several sequences counted once; 0:
                               max_seq_len * max_sequences, no limit where one of these has none */
     int64_t max_bytes;     /* hard limit of kvc_nbytes; 0: none */
@@ -335,10 +335,18 @@ KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, i
  * while a batch is open, KVC_ERR_HELD, KVC_ERR_NOMEM, KVC_ERR_FULL (capacity, as in kvc_shift, or max_bytes). */
 KVC_API kvc_status kvc_settle(kvc_cache *cache);
 
-/* Takes the memory now that num_tokens, at least 1, more tokens of a sequence need, as if they came in one batch: of
- * the only sequence there is, or of a new one.  KVC_ERR_FULL where capacity or max_bytes would be passed, KVC_ERR_BUSY,
- * KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t num_tokens);
+/* Takes the memory now that num_tokens, at least 1, more tokens of a sequence need, so that batches of as many, in one or
+ * several, that follow take none for rows or bookkeeping.  A reservation is of no sequence in particular: what is free
+ * already counts, and another sequence may use it.  It stays until it is used, kvc_compact gives it back, or max_bytes
+ * leaves other rows no room.  Evicts and moves rows together as kvc_begin does, and meets the limits that a batch of as
+ * many tokens would meet: KVC_ERR_FULL, KVC_ERR_BUSY, KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
+
+/* Sets *num_tokens to how many tokens, of consecutive positions from kvc_next_position on, one batch could add to a
+ * sequence now: what max_seq_len, max_sequences, capacity and max_bytes leave once rows are evicted for it.  Under a
+ * sliding window or chunks, there may be as much room again once those are committed.  KVC_ERR_BUSY while a batch is
+ * open, KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
 
 /* Moves rows together so that no block has holes, and hands the memory that this frees, and that of unused blocks,
  * back.  KVC_ERR_BUSY, KVC_ERR_HELD (pointers into the rows would go stale), KVC_ERR_NOMEM. */
@@ -375,7 +383,8 @@ KVC_API int64_t kvc_nbytes(kvc_cache *cache);
 KVC_API int32_t kvc_block_size(kvc_cache *cache);
 KVC_API int64_t kvc_capacity(kvc_cache *cache);
 
-/* Bytes of rows when `capacity` slots of every layer group are filled; -1 where there is no limit. */
+/* Bytes of rows when `capacity` slots of every layer group are filled; -1 where there is no limit.  (What an open batch
+ * puts in cross-attention layers comes on top until it is committed.) */
 KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
 
 /* Live slots as a fraction of `capacity`; where that has no limit, of the slots in blocks.  Of the fullest group.  At
@@ -428,8 +437,8 @@ typedef struct kvc_span {
 
 /* The stored rows of a sequence in a layer, in order of arrival, without a copy.  Writes at most max_spans of them
  * (each span_size bytes) and sets *num_spans to how many there are.  If hold is not NULL and all were written, *hold
- * keeps them as they are, whatever is edited, until kvc_hold_free; without one they are valid until anything is edited
- * or a batch begins.  KVC_ERR_INDEX, KVC_ERR_INVALID, KVC_ERR_NOMEM. */
+ * keeps them as they are, whatever is edited, until kvc_hold_free; without one they are valid until anything is edited,
+ * memory is reserved or a batch begins.  KVC_ERR_INDEX, KVC_ERR_INVALID, KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
                              int64_t max_spans, int64_t *num_spans, kvc_hold **hold);
 

@@ -141,7 +141,8 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta)
     kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor)
     kvc_status kvc_settle(kvc_cache *cache)
-    kvc_status kvc_reserve(kvc_cache *cache, int64_t num_tokens)
+    kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens)
+    kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens)
     kvc_status kvc_compact(kvc_cache *cache)
 
     ctypedef struct kvc_stats:
@@ -1257,14 +1258,24 @@ cdef class Cache:
         self.leave()
         check(status)
 
-    def reserve(self, num_tokens):
-        cdef int64_t number = to_int(num_tokens, "num_tokens", 1, _INT64_MAX)
+    def reserve(self, num_tokens, seq_id):
+        cdef int64_t number = to_int(num_tokens, "num_tokens", 1, _INT64_MAX), seq = to_seq_id(seq_id)
         cdef kvc_status status
         cdef kvc_cache *cache = self.enter()
         with nogil:
-            status = kvc_reserve(cache, number)
+            status = kvc_reserve(cache, seq, number)
         self.leave()
         check(status)
+
+    def room(self, seq_id):
+        cdef int64_t number = 0, seq = to_seq_id(seq_id)
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_room(cache, seq, &number)
+        self.leave()
+        check(status)
+        return number
 
     def compact(self):
         cdef kvc_status status

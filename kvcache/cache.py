@@ -91,8 +91,8 @@ class KVCache:
         rotation. A callable gets ``(layer, keys, delta)``, where `keys` are f32 ``[num_kv_heads, n, head_dim]``, and
         returns them moved by `delta` positions.
     max_sequences : int or None, default 1
-        How many sequences may hold tokens; None: no limit. It is looked at when a batch begins, as `capacity` is: a
-        fork, and edits, need no room.
+        How many sequences may hold rows, in any layer; None: no limit. It is looked at when a batch begins: a fork, and
+        edits, need no room.
     capacity : int, optional
         How many tokens all sequences together may hold in any layer, those that several share counted once. By default
         ``max_seq_len * max_sequences``, and no limit where one of these is None.
@@ -1139,15 +1139,24 @@ class KVCache:
         """
         self._core.settle()
 
-    def reserve(self, num_tokens: SupportsIndex) -> None:
-        """Take the memory now that so many more tokens of a sequence need, as if they came in one batch.
+    def reserve(self, num_tokens: SupportsIndex, *, seq_id: SupportsIndex = 0) -> None:
+        """Take the memory now that so many more tokens of a sequence need.
 
-        It is the only sequence there is, or a new one.
+        Batches of as many, in one or several, that follow take none for rows or bookkeeping. What is free already
+        counts, and another sequence may use it; it stays until it is used, `compact` gives it back, or `max_bytes`
+        leaves other rows no room. Rows are evicted and moved together as by `batch`.
+
+        Parameters
+        ----------
+        num_tokens : int
+            At least 1.
+        seq_id : int, default 0
+            The sequence that they are to go on with.
 
         Raises
         ------
         CacheFullError
-            If `capacity` or `max_bytes` would be passed.
+            If a batch of as many tokens would not fit: `max_seq_len`, `max_sequences`, `capacity` or `max_bytes`.
         CacheBusyError
             While a batch is open.
         ValueError
@@ -1155,7 +1164,49 @@ class KVCache:
         MemoryError
             If there is not enough.
         """
-        self._core.reserve(num_tokens)
+        self._core.reserve(num_tokens, seq_id)
+
+    def room(self, seq_id: SupportsIndex = 0) -> int:
+        """How many tokens one batch could add to a sequence now, from `next_position` on.
+
+        That is what `max_seq_len`, `max_sequences`, `capacity` and `max_bytes` leave once rows are evicted for it.
+        Where nothing is limited, a batch is.
+
+        Parameters
+        ----------
+        seq_id : int, default 0
+            A sequence, which need not be there yet.
+
+        Returns
+        -------
+        int
+            Under a `SlidingWindow` or `ChunkedAttention` there may be as much room again once these are committed: a
+            prompt that is longer is fed in pieces.
+
+        Raises
+        ------
+        CacheBusyError
+            While a batch is open.
+        MemoryError
+            If there is not enough to find out.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(1, 1, 8, 16, policy=kvcache.SlidingWindow(4))
+        >>> cache.room()
+        16
+        >>> prompt = np.ones((40, 1, 8), np.float32)
+        >>> while len(prompt):
+        ...     n = min(len(prompt), cache.room())
+        ...     with cache.batch(n) as batch:
+        ...         batch.put(0, prompt[:n], prompt[:n])
+        ...     prompt = prompt[n:]
+        >>> cache.next_position()
+        40
+        """
+        return self._core.room(seq_id)
 
     def compact(self) -> None:
         """Move rows together so that no block has holes, and give the memory this frees back.

@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "compact.h"
 #include "cpu.h"
 #include "dtype.h"
 #include "fork.h"
@@ -467,19 +468,42 @@ int32_t kvc_cache_threads(const kvc_cache *cache) {
     return cache->num_threads ? cache->num_threads : kvc_num_threads();
 }
 
+void kvc_spare_free(kvc_cache *cache) {
+    if (cache->spare) kvc_sequence_free(cache->spare, &cache->memory, cache->pools);
+    cache->spare = NULL;
+}
+
+void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
+    if (kvc_cache_bytes(cache) > most_bytes) kvc_spare_free(cache);
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        while (kvc_cache_bytes(cache) > most_bytes &&
+               kvc_pool_shrink(&cache->pools[g], cache->pools[g].demand.num_blocks, 1));
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        for (int32_t i = 0; i < cache->pools[g].num_blocks && kvc_cache_bytes(cache) > most_bytes; i++)
+            kvc_pool_purge(&cache->pools[g], cache->pools[g].blocks[i], kvc_cache_threads(cache));
+}
+
 kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what) {
     if (!cache->max_bytes || kvc_cache_bytes(cache) <= cache->max_bytes) return KVC_OK;
-    for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_give_back(&cache->pools[g], kvc_cache_threads(cache));
+    kvc_give_back(cache, cache->max_bytes);
     const int64_t bytes = kvc_cache_bytes(cache);
     if (bytes <= cache->max_bytes) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL, "%s would make it %lld bytes: max_bytes is %lld", what, (long long)bytes,
                     (long long)cache->max_bytes);
 }
 
-void *kvc_scratch_take(kvc_cache *cache, uint64_t *size) {
+/* The smallest one that is large enough; -1: none. */
+static int find_spare(const kvc_cache *cache, uint64_t size) {
     int best = -1;
     for (int i = 0; i < KVC_NUM_SPARES; i++)
-        if (cache->spares[i].size >= *size && (best < 0 || cache->spares[i].size < cache->spares[best].size)) best = i;
+        if (cache->spares[i].size >= size && (best < 0 || cache->spares[i].size < cache->spares[best].size)) best = i;
+    return best;
+}
+
+int kvc_scratch_has(const kvc_cache *cache, uint64_t size) { return find_spare(cache, size) >= 0; }
+
+void *kvc_scratch_take(kvc_cache *cache, uint64_t *size) {
+    const int best = find_spare(cache, *size);
     if (best < 0) {
         *size = kvc_align_up(*size + *size / 4, 4096); /* the next one is a little longer */
         return kvc_memory_alloc(&cache->memory, *size, KVC_MEMORY_SCRATCH, -1);
@@ -516,7 +540,31 @@ static void free_spares(kvc_cache *cache) {
 
 /* ---- editing sequences ------------------------------------------------------------------------------------------- */
 
+static void count_holding(kvc_cache *cache, kvc_sequence *sequence, int32_t holds) {
+    cache->num_holding += holds - sequence->holds;
+    sequence->holds = holds;
+}
+
+void kvc_cache_note(kvc_cache *cache, kvc_sequence *sequence) {
+    count_holding(cache, sequence, kvc_sequence_holds(sequence));
+    if (sequence->changed_at) return;
+    sequence->next_changed = cache->changed;
+    sequence->changed_at = &cache->changed;
+    if (cache->changed) cache->changed->changed_at = &sequence->next_changed;
+    cache->changed = sequence;
+}
+
+void kvc_cache_settled(kvc_sequence *sequence) {
+    if (!sequence->changed_at) return;
+    *sequence->changed_at = sequence->next_changed;
+    if (sequence->next_changed) sequence->next_changed->changed_at = sequence->changed_at;
+    sequence->changed_at = NULL;
+    sequence->next_changed = NULL;
+}
+
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
+    kvc_cache_settled(sequence);
+    count_holding(cache, sequence, 0);
     kvc_table_remove(&cache->sequences, sequence);
     kvc_sequence_free(sequence, &cache->memory, cache->pools);
 }
@@ -528,6 +576,7 @@ void kvc_cache_tidy(kvc_cache *cache, kvc_sequence *sequence) {
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence) {
     if (kvc_sequence_is_empty(sequence))
         for (int32_t g = 0; g < sequence->num_groups; g++) sequence->rows[g].lost_end = 0;
+    kvc_cache_note(cache, sequence);
     kvc_cache_tidy(cache, sequence);
 }
 
@@ -565,7 +614,9 @@ kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id) {
 /* A sequence outside the table, with room for all of src's runs; NULL if there is no memory. */
 static kvc_sequence *new_sharer(kvc_cache *cache, const kvc_sequence *src, int64_t id) {
     kvc_sequence *dst = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
-    kvc_status status = dst ? kvc_table_reserve(&cache->sequences, &cache->memory) : KVC_ERR_NOMEM;
+    const kvc_table before = cache->sequences;
+    kvc_status status = dst ? kvc_table_reserve(&cache->sequences, &before, &cache->memory) : KVC_ERR_NOMEM;
+    kvc_table_keep(&cache->sequences, &before, &cache->memory);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
         status = kvc_rows_reserve(&dst->rows[g], &cache->memory, src->rows[g].num);
     if (status == KVC_OK) return dst;
@@ -618,9 +669,14 @@ kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst) {
 
 static kvc_status compact(kvc_cache *cache) {
     kvc_status status = kvc_check_closed(cache, "compact");
-    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = kvc_compact_group(cache, g);
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = kvc_compaction_plan(cache, g);
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        if (status == KVC_OK)
+            kvc_compaction_run(cache, g);
+        else
+            kvc_compaction_drop(cache, g);
     if (status != KVC_OK) return status;
-    for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_give_back(&cache->pools[g], kvc_cache_threads(cache));
+    kvc_give_back(cache, 0);
     free_spares(cache);
     return KVC_OK;
 }
@@ -628,57 +684,6 @@ static kvc_status compact(kvc_cache *cache) {
 kvc_status kvc_compact(kvc_cache *cache) {
     kvc_lock(cache);
     return kvc_unlock(cache, compact(cache));
-}
-
-/* Blocks that so many more tokens need, where the last block of the only sequence there is has room as well. */
-static int64_t blocks_for(const kvc_cache *cache, int32_t group, int64_t num_tokens) {
-    const kvc_pool *pool = &cache->pools[group];
-    const kvc_rows *rows = cache->sequences.num == 1 ? &cache->sequences.items[0]->rows[group] : NULL;
-    if (rows && rows->num) num_tokens -= pool->block_size - kvc_rows_end(rows)[-1].block->fill;
-    return num_tokens > 0 ? (num_tokens - 1) / pool->block_size + 1 : 0;
-}
-
-/* Whether so many tokens fit, before memory is taken for them. */
-static kvc_status check_reserve(const kvc_cache *cache, int64_t num_tokens) {
-    if (cache->batch) return kvc_fail(KVC_ERR_BUSY, "cannot reserve while a batch is open: commit or abort it first");
-    int64_t bytes = kvc_cache_bytes(cache);
-    for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        const kvc_pool *pool = &cache->pools[g];
-        if (cache->capacity && num_tokens > cache->capacity - pool->live)
-            return kvc_fail(KVC_ERR_FULL, "num_tokens is %lld: %lld of capacity %lld are in use", (long long)num_tokens,
-                            (long long)pool->live, (long long)cache->capacity);
-        int64_t blocks = blocks_for(cache, g, num_tokens) - pool->num_free;
-        if (blocks < 0) blocks = 0;
-        if (blocks > INT32_MAX - pool->num_blocks)
-            return kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld blocks", (long long)blocks);
-        const int64_t each = kvc_pool_header_bytes(pool) + kvc_pool_block_bytes(pool, 0),
-                      list = kvc_pool_list_growth(pool, (int32_t)blocks);
-        if (cache->max_bytes && (cache->max_bytes - bytes < list || blocks > (cache->max_bytes - bytes - list) / each))
-            return kvc_fail(KVC_ERR_FULL, "num_tokens is %lld: so many pass max_bytes, %lld", (long long)num_tokens,
-                            (long long)cache->max_bytes);
-        bytes += list + blocks * each;
-    }
-    return KVC_OK;
-}
-
-static kvc_status reserve(kvc_cache *cache, int64_t num_tokens) {
-    kvc_status status = check_reserve(cache, num_tokens);
-    int32_t g = 0;
-    for (; status == KVC_OK && g < cache->num_token_groups; g++) {
-        kvc_pool *pool = &cache->pools[g];
-        pool->free_before = pool->num_free;
-        status = kvc_pool_reserve(pool, (int32_t)blocks_for(cache, g, num_tokens));
-    }
-    if (status != KVC_OK)
-        for (g -= 2; g >= 0; g--) kvc_pool_unreserve(&cache->pools[g], cache->pools[g].free_before);
-    return status;
-}
-
-kvc_status kvc_reserve(kvc_cache *cache, int64_t num_tokens) {
-    if (num_tokens < 1)
-        return kvc_fail(KVC_ERR_INVALID, "num_tokens is %lld: it must be at least 1", (long long)num_tokens);
-    kvc_lock(cache);
-    return kvc_unlock(cache, reserve(cache, num_tokens));
 }
 
 kvc_status kvc_cache_free(kvc_cache *cache) {
@@ -691,6 +696,7 @@ kvc_status kvc_cache_free(kvc_cache *cache) {
     kvc_fork_unwatch(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_destroy(&cache->pools[g]);
     free_spares(cache);
+    kvc_spare_free(cache);
     kvc_table_destroy(&cache->sequences, &cache->memory);
     kvc_signal_destroy(&cache->idle);
     kvc_mutex_destroy(&cache->mutex);

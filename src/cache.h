@@ -38,7 +38,10 @@ struct kvc_cache {
     int64_t max_seq_len, max_sequences, capacity, max_bytes; /* 0: no limit */
 
     kvc_table sequences;
-    kvc_batch *batch; /* the open one */
+    kvc_sequence *changed; /* those that may have something to evict, as they changed since they last had not */
+    kvc_sequence *spare;   /* one that kvc_reserve made, for the next new one; NULL: none */
+    int64_t num_holding;   /* sequences that hold rows */
+    kvc_batch *batch;      /* the open one */
     struct kvc_sheet *sheets;
     int64_t sheet_bytes; /* of their rows */
     int64_t num_holds, num_rewrites;
@@ -90,7 +93,10 @@ typedef struct kvc_cross_put {
 
 struct kvc_batch {
     kvc_cache *cache;
-    uint64_t size; /* of this allocation */
+    uint64_t size;          /* of this allocation */
+    int32_t is_fresh;       /* it was not scratch of earlier batches */
+    kvc_table table_before; /* of sequences, while the batch begins */
+    kvc_sequence *spare;    /* the sequence that was the cache's spare one */
     int32_t num_tokens, num_sequences;
     int32_t *positions;            /* [num_tokens] */
     int32_t *parents;              /* [num_tokens], or NULL: no trees.  Then, counted in depth-first order, */
@@ -138,8 +144,9 @@ static inline uint8_t *kvc_written_in(const kvc_batch *batch, int32_t layer) {
     return batch->written + (size_t)layer * (size_t)batch->num_tokens;
 }
 
-/* Scratch that outlives a call: of at least *size bytes, which becomes what it really is.  Taken and given back with
- * the mutex held. */
+/* Scratch that outlives a call: of at least *size bytes, which becomes what it really is; whether there is some from
+ * before.  Taken and given back with the mutex held. */
+int kvc_scratch_has(const kvc_cache *cache, uint64_t size);
 void *kvc_scratch_take(kvc_cache *cache, uint64_t *size);
 void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size);
 
@@ -165,6 +172,16 @@ void kvc_cache_wait(kvc_cache *cache);
 void kvc_cache_begin_in_place(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence);
 
+/* To be called once the rows of a sequence of the table have changed: counts it if it holds rows, and has the next
+ * batch look for what it may evict. */
+void kvc_cache_note(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Takes a sequence out of the list of those that changed. */
+void kvc_cache_settled(kvc_sequence *sequence);
+
+/* Frees the spare sequence. */
+void kvc_spare_free(kvc_cache *cache);
+
 /* An edit that leaves no token in any layer also forgets what was evicted. */
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
 
@@ -179,6 +196,10 @@ kvc_status kvc_check_closed(kvc_cache *cache, const char *what);
 
 /* The first of these for calls that holds do not matter to. */
 kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what);
+
+/* Gives memory back until kvc_nbytes is at most so many bytes, or all was: that of free blocks, but for the next to be
+ * used, as pool->demand.num_blocks says, then the pages past fill marks. */
+void kvc_give_back(kvc_cache *cache, int64_t most_bytes);
 
 /* KVC_ERR_FULL if kvc_nbytes passes max_bytes, because of `what`, also once what is free was given back. */
 kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what);
@@ -244,11 +265,5 @@ void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t nu
 
 /* batch.c: whether rows of some of the tokens lie in sheets. */
 int kvc_any_loose(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
-
-/* compact.c: moves the rows of a group together, where no pin is; with the mutex held and no batch open. */
-kvc_status kvc_compact_group(kvc_cache *cache, int32_t group);
-
-/* Slots it would gain that do not come back by themselves. */
-int64_t kvc_compact_group_waste(const kvc_cache *cache, int32_t group);
 
 #endif

@@ -56,7 +56,9 @@ static kvc_status reserve_blocks(cloning *c) {
 
 /* An empty sequence with exactly the room that it needs, so that a copy is never larger than what it is one of. */
 static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
-    kvc_status status = kvc_table_reserve(&to->sequences, &to->memory);
+    const kvc_table before = to->sequences;
+    const kvc_status status = kvc_table_reserve(&to->sequences, &before, &to->memory);
+    kvc_table_keep(&to->sequences, &before, &to->memory);
     if (status != KVC_OK) return status;
     kvc_sequence *sequence = kvc_sequence_new(&to->memory, from->id, from->num_groups, from->num_token_groups);
     if (!sequence) return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)from->id);
@@ -125,6 +127,7 @@ static void copy_bookkeeping(cloning *c) {
         for (int32_t i = 0; i < c->from->sequences.num; i++)
             copy_runs(&c->to->sequences.items[i]->rows[g], &c->from->sequences.items[i]->rows[g], twins);
     }
+    for (int32_t i = 0; i < c->to->sequences.num; i++) kvc_cache_note(c->to, c->to->sequences.items[i]);
 }
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */

@@ -6,31 +6,13 @@
  */
 #include <string.h>
 
-#include "cache.h"
-
-/* Live slots that move together. */
-typedef struct move {
-    kvc_block *from, *to;
-    int32_t from_slot, to_slot, count;
-} move;
-
-typedef struct compaction {
-    kvc_cache *cache;
-    kvc_pool *pool;
-    int32_t group;
-    kvc_block **order; /* the blocks that take part */
-    int32_t num_blocks;
-    int32_t **targets; /* [block->index] per slot: its new place, counted over all blocks of the order, or NULL */
-    int32_t *slots;    /* what targets points into */
-    move *moves;
-    int64_t num_moves, max_moves, num_slots;
-} compaction;
+#include "compact.h"
 
 enum { WORTH_THREADS = 1 << 18 }; /* bytes; to move less takes less time than to wake a thread */
 
-static int is_movable(const kvc_block *block) { return !block->pins && !block->is_free; }
+static int is_movable(const kvc_block *block) { return !block->pins && block->live; }
 
-int64_t kvc_compact_group_waste(const kvc_cache *cache, int32_t group) {
+int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
     const kvc_pool *pool = &cache->pools[group];
     int64_t waste = 0;
     for (int32_t i = 0; i < pool->num_blocks; i++)
@@ -43,25 +25,31 @@ int64_t kvc_compact_group_waste(const kvc_cache *cache, int32_t group) {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-static void *get(compaction *c, uint64_t count, size_t item) {
+static void *get(kvc_compaction *c, uint64_t count, size_t item) {
     return kvc_memory_alloc(&c->cache->memory, (count ? count : 1) * item, KVC_MEMORY_SCRATCH, -1);
 }
 
-static void put_back(compaction *c, void *p, uint64_t count, size_t item) {
+static void put_back(kvc_compaction *c, void *p, uint64_t count, size_t item) {
     kvc_memory_free(&c->cache->memory, p, (count ? count : 1) * item, KVC_MEMORY_SCRATCH, -1);
 }
 
-static void free_memory(compaction *c) {
-    const size_t blocks = (size_t)c->pool->num_blocks;
+static void free_memory(kvc_compaction *c) {
+    const size_t blocks = (size_t)c->max_blocks;
     put_back(c, c->order, blocks, sizeof *c->order);
     put_back(c, c->targets, blocks, sizeof *c->targets);
     put_back(c, c->slots, (uint64_t)c->num_slots, sizeof *c->slots);
     put_back(c, c->moves, (uint64_t)c->max_moves, sizeof *c->moves);
+    put_back(c, c, 1, sizeof *c);
 }
 
-static int get_memory(compaction *c) {
+static void discard_lists(kvc_cache *cache, int32_t group) {
+    for (int32_t i = 0; i < cache->sequences.num; i++)
+        kvc_rows_discard(&cache->sequences.items[i]->rows[group], &cache->memory);
+}
+
+static int get_memory(kvc_compaction *c) {
     const kvc_pool *pool = c->pool;
-    const size_t blocks = (size_t)pool->num_blocks;
+    const size_t blocks = (size_t)c->max_blocks;
     for (int32_t i = 0; i < pool->num_blocks; i++) {
         const kvc_block *block = pool->blocks[i];
         if (!is_movable(block)) continue;
@@ -76,15 +64,15 @@ static int get_memory(compaction *c) {
     c->slots = get(c, (uint64_t)c->num_slots, sizeof *c->slots);
     c->moves = get(c, (uint64_t)c->max_moves, sizeof *c->moves);
     if (!c->order || !c->targets || !c->slots || !c->moves) return 0;
-    for (int32_t i = 0; i < c->cache->sequences.num; i++)
-        if (kvc_rows_reserve_edit(&c->cache->sequences.items[i]->rows[c->group], &c->cache->memory, 0) != KVC_OK)
+    for (int32_t i = 0; i < c->cache->sequences.num; i++) /* an eviction may cut a run in two before */
+        if (kvc_rows_prepare_edit(&c->cache->sequences.items[i]->rows[c->group], &c->cache->memory, 2) != KVC_OK)
             return 0;
     return 1;
 }
 
 /* ---- where everything goes --------------------------------------------------------------------------------------- */
 
-static void order_blocks(compaction *c) {
+static void order_blocks(kvc_compaction *c) {
     int32_t *slots = c->slots;
     memset(c->targets, 0, (size_t)c->pool->num_blocks * sizeof *c->targets);
     for (int32_t i = 0; i < c->cache->sequences.num; i++) {
@@ -98,17 +86,17 @@ static void order_blocks(compaction *c) {
     }
 }
 
-static void add_move(compaction *c, kvc_block *from, int32_t slot, kvc_block *to, int32_t to_slot) {
-    move *last = c->num_moves ? &c->moves[c->num_moves - 1] : NULL;
+static void add_move(kvc_compaction *c, kvc_block *from, int32_t slot, kvc_block *to, int32_t to_slot) {
+    kvc_move *last = c->num_moves ? &c->moves[c->num_moves - 1] : NULL;
     if (last && last->from == from && last->to == to && last->from_slot + last->count == slot &&
         last->to_slot + last->count == to_slot)
         last->count++;
     else
-        c->moves[c->num_moves++] = (move){from, to, slot, to_slot, 1};
+        c->moves[c->num_moves++] = (kvc_move){from, to, slot, to_slot, 1};
 }
 
-/* Fills in targets and moves; returns how many slots are live. */
-static int32_t plan_moves(compaction *c) {
+/* Fills in targets and moves. */
+static void plan_moves(kvc_compaction *c) {
     const int32_t size = c->pool->block_size;
     int32_t next = 0;
     for (int32_t i = 0; i < c->num_blocks; i++) {
@@ -120,25 +108,59 @@ static int32_t plan_moves(compaction *c) {
             c->targets[block->index][s] = next++;
         }
     }
-    return next;
+    c->live = next;
+}
+
+/* Whether blocks have holes, or several are not full. */
+static int is_scattered(const kvc_pool *pool) {
+    int32_t partial = 0, holes = 0;
+    for (int32_t i = 0; i < pool->num_blocks; i++) {
+        const kvc_block *block = pool->blocks[i];
+        partial += is_movable(block) && block->live < pool->block_size;
+        holes |= is_movable(block) && block->live < block->fill;
+    }
+    return holes || partial > 1;
+}
+
+kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group) {
+    kvc_pool *pool = &cache->pools[group];
+    kvc_compaction draft = {.cache = cache, .pool = pool, .group = group, .max_blocks = pool->num_blocks};
+    if (pool->compaction || !is_scattered(pool)) return KVC_OK;
+    kvc_compaction *c = get(&draft, 1, sizeof *c);
+    if (c) *c = draft;
+    if (!c || !get_memory(c)) {
+        const long long num_slots = c ? c->num_slots : 0;
+        discard_lists(cache, group);
+        if (c) free_memory(c);
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory to compact %lld slots", num_slots);
+    }
+    order_blocks(c);
+    plan_moves(c);
+    pool->compaction = c;
+    return KVC_OK;
+}
+
+int32_t kvc_compaction_fill(const kvc_compaction *c, int32_t i) {
+    const int64_t rest = c->live - (int64_t)i * c->pool->block_size;
+    return rest < 0 ? 0 : rest < c->pool->block_size ? (int32_t)rest : c->pool->block_size;
 }
 
 /* ---- moving ------------------------------------------------------------------------------------------------------ */
 
 static void move_region(void *context, int64_t i) {
-    const compaction *c = context;
+    const kvc_compaction *c = context;
     const kvc_region at = kvc_pool_region(c->pool, i);
     for (int64_t m = 0; m < c->num_moves; m++) {
-        const move *mv = &c->moves[m];
+        const kvc_move *mv = &c->moves[m];
         memmove(mv->to->rows + at.offset + (size_t)mv->to_slot * at.row_bytes,
                 mv->from->rows + at.offset + (size_t)mv->from_slot * at.row_bytes, (size_t)mv->count * at.row_bytes);
     }
 }
 
-static void move_rows(compaction *c) {
+static void move_rows(kvc_compaction *c) {
     int64_t moved = 0;
     for (int64_t m = 0; m < c->num_moves; m++) {
-        const move *mv = &c->moves[m];
+        const kvc_move *mv = &c->moves[m];
         memmove(mv->to->holders + mv->to_slot, mv->from->holders + mv->from_slot,
                 (size_t)mv->count * sizeof *mv->to->holders);
         moved += mv->count;
@@ -150,7 +172,7 @@ static void move_rows(compaction *c) {
 }
 
 /* Runs follow their slots; where the new place is cut by the end of a block, a run becomes two. */
-static void follow(const compaction *c, kvc_rows *rows) {
+static void follow(const kvc_compaction *c, kvc_rows *rows) {
     const int32_t num = rows->num, from = rows->room - num, lost_end = rows->lost_end, size = c->pool->block_size;
     if (!num) return;
     memmove(rows->runs + from, kvc_rows_begin(rows), (size_t)num * sizeof *rows->runs);
@@ -174,27 +196,26 @@ static void follow(const compaction *c, kvc_rows *rows) {
     rows->lost_end = lost_end;
 }
 
-kvc_status kvc_compact_group(kvc_cache *cache, int32_t group) {
+void kvc_compaction_run(kvc_cache *cache, int32_t group) {
     kvc_pool *pool = &cache->pools[group];
-    if (pool->filled == pool->live) {
-        int32_t partial = 0; /* blocks that are not full: with one, or none, there is nothing to gain */
-        for (int32_t i = 0; i < pool->num_blocks; i++)
-            partial += !pool->blocks[i]->is_free && pool->blocks[i]->fill < pool->block_size;
-        if (partial < 2) return KVC_OK;
-    }
-    compaction c = {.cache = cache, .pool = pool, .group = group};
-    if (!get_memory(&c)) {
-        free_memory(&c);
-        return kvc_fail(KVC_ERR_NOMEM, "out of memory to compact %lld slots", (long long)c.num_slots);
-    }
-    order_blocks(&c);
-    const int32_t live = plan_moves(&c);
-    if (c.num_moves) {
-        move_rows(&c);
-        for (int32_t i = 0; i < cache->sequences.num; i++) follow(&c, &cache->sequences.items[i]->rows[group]);
-        kvc_pool_refill(pool, c.order, c.num_blocks, live);
+    kvc_compaction *c = pool->compaction;
+    if (!c) return;
+    for (int32_t i = 0; i < cache->sequences.num; i++)
+        kvc_rows_install(&cache->sequences.items[i]->rows[group], &cache->memory);
+    if (c->num_moves) {
+        move_rows(c);
+        for (int32_t i = 0; i < cache->sequences.num; i++) follow(c, &cache->sequences.items[i]->rows[group]);
+        kvc_pool_refill(pool, c->order, c->num_blocks, c->live);
         cache->stats.compactions++;
     }
-    free_memory(&c);
-    return KVC_OK;
+    pool->compaction = NULL;
+    free_memory(c);
+}
+
+void kvc_compaction_drop(kvc_cache *cache, int32_t group) {
+    kvc_pool *pool = &cache->pools[group];
+    if (!pool->compaction) return;
+    discard_lists(cache, group);
+    free_memory(pool->compaction);
+    pool->compaction = NULL;
 }

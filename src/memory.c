@@ -2,7 +2,6 @@
 
 #include <stddef.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "structs.h"
 
@@ -84,14 +83,6 @@ void kvc_memory_free(kvc_memory *memory, void *p, uint64_t size, kvc_memory_kind
     const kvc_memory_hint hint = {sizeof hint, (int32_t)kind, group, 0, INT32_MAX};
     if (kind == KVC_MEMORY_BOOKKEEPING) memory->bookkeeping -= (int64_t)size;
     memory->allocator.free(memory->allocator.user, p, (size_t)size, &hint);
-}
-
-void *kvc_memory_resize(kvc_memory *memory, void *p, size_t used, size_t old_size, uint64_t new_size) {
-    void *moved = kvc_memory_alloc(memory, new_size, KVC_MEMORY_BOOKKEEPING, -1);
-    if (!moved) return NULL;
-    if (used) memcpy(moved, p, used);
-    kvc_memory_free(memory, p, old_size, KVC_MEMORY_BOOKKEEPING, -1);
-    return moved;
 }
 
 void kvc_memory_purge(kvc_memory *memory, void *p, size_t size) {

@@ -11,6 +11,7 @@ enum { KVC_CACHE_LINE = 64 };
 typedef struct kvc_memory {
     kvc_allocator allocator;
     int64_t bookkeeping; /* bytes */
+    int64_t replaced;    /* of these, lists that longer ones are ready to take the place of */
     kvc_slab *slabs;     /* of the default allocator */
 } kvc_memory;
 
@@ -21,9 +22,6 @@ kvc_status kvc_memory_init(kvc_memory *memory, const kvc_allocator *allocator);
  * they are computed from how many there are of something, so that none wraps around where addresses have 32. */
 void *kvc_memory_alloc(kvc_memory *memory, uint64_t size, kvc_memory_kind kind, int32_t group);
 void kvc_memory_free(kvc_memory *memory, void *p, uint64_t size, kvc_memory_kind kind, int32_t group);
-
-/* Moves a bookkeeping array of `used` bytes to one of new_size; NULL, with nothing changed, if there is no memory. */
-void *kvc_memory_resize(kvc_memory *memory, void *p, size_t used, size_t old_size, uint64_t new_size);
 
 /* Gives the whole OS pages within [p, p + size) back; they stay addressable and lose their contents. */
 void kvc_memory_purge(kvc_memory *memory, void *p, size_t size);

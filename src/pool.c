@@ -48,10 +48,13 @@ static void free_block(kvc_pool *pool, kvc_block *block) {
     kvc_memory_free(pool->memory, block, header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
 }
 
+static void free_list(kvc_pool *pool, kvc_block **blocks, int32_t max) {
+    kvc_memory_free(pool->memory, blocks, (size_t)max * sizeof *blocks, KVC_MEMORY_BOOKKEEPING, -1);
+}
+
 void kvc_pool_destroy(kvc_pool *pool) {
     for (int32_t i = 0; i < pool->num_blocks; i++) free_block(pool, pool->blocks[i]);
-    kvc_memory_free(pool->memory, pool->blocks, (size_t)pool->max_blocks * sizeof *pool->blocks, KVC_MEMORY_BOOKKEEPING,
-                    -1);
+    free_list(pool, pool->blocks, pool->max_blocks);
 }
 
 /* Puts a new block at the end of the free list, at **end, and moves that on. */
@@ -87,12 +90,18 @@ static kvc_status reserve_list(kvc_pool *pool, int32_t count) {
     const int32_t max = list_room(pool, count);
     if (max == pool->max_blocks) return KVC_OK;
     const size_t item = sizeof *pool->blocks;
-    kvc_block **blocks = kvc_memory_resize(pool->memory, pool->blocks, (size_t)pool->num_blocks * item,
-                                           (size_t)pool->max_blocks * item, (uint64_t)max * item);
+    kvc_block **blocks = kvc_memory_alloc(pool->memory, (uint64_t)max * item, KVC_MEMORY_BOOKKEEPING, -1);
     if (!blocks) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %d blocks", max);
+    if (pool->num_blocks) memcpy(blocks, pool->blocks, (size_t)pool->num_blocks * item);
     pool->blocks = blocks;
     pool->max_blocks = max;
     return KVC_OK;
+}
+
+void kvc_pool_accept(kvc_pool *pool) {
+    if (pool->blocks != pool->blocks_before) free_list(pool, pool->blocks_before, pool->max_before);
+    pool->blocks_before = pool->blocks;
+    pool->max_before = pool->max_blocks;
 }
 
 /* What ends the free list after so many blocks. */
@@ -102,8 +111,8 @@ static kvc_block **list_end(kvc_pool *pool, int32_t num_free) {
     return end;
 }
 
-void kvc_pool_unreserve(kvc_pool *pool, int32_t num_free) {
-    kvc_block **end = list_end(pool, num_free);
+void kvc_pool_unprepare(kvc_pool *pool) {
+    kvc_block **end = list_end(pool, pool->free_before);
     while (*end) { /* the new ones are the last of the list and of the array */
         kvc_block *block = *end;
         *end = block->next;
@@ -113,24 +122,36 @@ void kvc_pool_unreserve(kvc_pool *pool, int32_t num_free) {
         pool->row_bytes -= kvc_pool_block_bytes(pool, 0);
         free_block(pool, block);
     }
+    if (pool->blocks == pool->blocks_before) return;
+    free_list(pool, pool->blocks, pool->max_blocks);
+    pool->blocks = pool->blocks_before;
+    pool->max_blocks = pool->max_before;
 }
 
-kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count) {
-    const int32_t before = pool->num_free;
+kvc_status kvc_pool_prepare(kvc_pool *pool, int32_t count) {
+    const int32_t before = pool->free_before = pool->num_free;
     if (count <= before) return KVC_OK;
     kvc_status status = reserve_list(pool, pool->num_blocks + count - before);
     /* Those that have been used are taken first: their rows are resident already. */
     kvc_block **end = list_end(pool, before);
     while (status == KVC_OK && pool->num_free < count) status = new_block(pool, &end);
-    if (status != KVC_OK) kvc_pool_unreserve(pool, before);
+    if (status != KVC_OK) kvc_pool_unprepare(pool);
     return status;
 }
 
-int32_t kvc_pool_shrink(kvc_pool *pool, int32_t count) {
+kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count) {
+    const kvc_status status = kvc_pool_prepare(pool, count);
+    if (status == KVC_OK) kvc_pool_accept(pool);
+    return status;
+}
+
+int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count) {
+    if (kept >= pool->num_free) return 0;
+    kvc_block **first = list_end(pool, kept);
     int32_t done = 0;
-    for (; done < count && pool->free; done++) {
-        kvc_block *block = pool->free, *last = pool->blocks[pool->num_blocks - 1];
-        pool->free = block->next;
+    for (; done < count && *first; done++) {
+        kvc_block *block = *first, *last = pool->blocks[pool->num_blocks - 1];
+        *first = block->next;
         last->index = block->index;
         pool->blocks[block->index] = last;
         pool->num_blocks--;
@@ -143,7 +164,7 @@ int32_t kvc_pool_shrink(kvc_pool *pool, int32_t count) {
 }
 
 void kvc_pool_unopen(kvc_pool *pool, int32_t count) {
-    const int32_t done = kvc_pool_shrink(pool, count);
+    const int32_t done = kvc_pool_shrink(pool, 0, count);
     pool->opened -= done;
     pool->returned -= done;
 }
@@ -176,7 +197,7 @@ static void purge_region(void *context, int64_t index) {
                      (size_t)(block->touched - block->fill) * at.row_bytes);
 }
 
-static void purge_tail(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
+void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
     if (block->fill >= block->touched || !kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return;
     const int64_t bytes = kvc_pool_block_bytes(pool, block->touched) - kvc_pool_block_bytes(pool, block->fill);
     purge work = {pool, block};
@@ -186,11 +207,6 @@ static void purge_tail(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
     block->touched = block->fill;
     if (block->joined > block->fill) block->joined = block->fill;
     block->join_next = 0;
-}
-
-void kvc_pool_give_back(kvc_pool *pool, int32_t num_threads) {
-    kvc_pool_shrink(pool, pool->num_free);
-    for (int32_t i = 0; i < pool->num_blocks; i++) purge_tail(pool, pool->blocks[i], num_threads);
 }
 
 int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {
@@ -274,11 +290,10 @@ kvc_block *kvc_pool_open(kvc_pool *pool) {
     return block;
 }
 
-/* Slots up to the fill mark are resident from now on. */
-static void touch(kvc_pool *pool, kvc_block *block) {
-    if (block->fill <= block->touched) return;
-    pool->row_bytes += kvc_pool_block_bytes(pool, block->fill) - kvc_pool_block_bytes(pool, block->touched);
-    block->touched = block->fill;
+void kvc_pool_touch(kvc_pool *pool, kvc_block *block, int32_t count) {
+    if (count <= block->touched) return;
+    pool->row_bytes += kvc_pool_block_bytes(pool, count) - kvc_pool_block_bytes(pool, block->touched);
+    block->touched = count;
 }
 
 int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
@@ -288,7 +303,7 @@ int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
     block->live += count;
     pool->live += count;
     pool->filled += count;
-    touch(pool, block);
+    kvc_pool_touch(pool, block, block->fill);
     return slot;
 }
 
@@ -304,12 +319,19 @@ static void free_if_empty(kvc_pool *pool, kvc_block *block) {
     pool->num_free++;
 }
 
+int32_t kvc_pool_fill_after(const kvc_block *block) {
+    int32_t fill = block->fill;
+    if (block->pins) return fill;
+    if (block->live == 0) return 0;
+    while (!block->holders[fill - 1]) fill--;
+    return fill;
+}
+
 /* Lets the fill mark fall to the last slot that is held, and frees the block if there is none. */
 static void settle_fill(kvc_pool *pool, kvc_block *block) {
     if (block->pins) return;
     const int32_t before = block->fill;
-    if (block->live == 0) block->fill = 0;
-    while (block->fill && !block->holders[block->fill - 1]) block->fill--;
+    block->fill = kvc_pool_fill_after(block);
     pool->filled -= before - block->fill;
     if (block->fill < before) block->has_key = 0;
     free_if_empty(pool, block);
@@ -322,7 +344,7 @@ void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_block
         block->fill = block->live = live < pool->block_size ? live : pool->block_size;
         block->has_key = 0;
         pool->filled += block->fill;
-        touch(pool, block);
+        kvc_pool_touch(pool, block, block->fill);
         live -= block->fill;
         free_if_empty(pool, block);
     }

@@ -45,6 +45,15 @@ static inline uint8_t *kvc_value_at(const kvc_layout *at, const kvc_block *block
     return block->rows + at->v_offset + (size_t)head * at->head_stride + (size_t)slot * at->v_row_bytes;
 }
 
+/* What a batch that is about to begin needs of a group. */
+typedef struct kvc_demand {
+    int64_t new_blocks;
+    int32_t num_blocks;  /* those, and blocks that are free by then */
+    int64_t new_bytes;   /* rows and bookkeeping of the new ones */
+    int64_t more_bytes;  /* rows that are touched for it in the others */
+    int64_t least_bytes; /* rows and bookkeeping of the others, once what is free was given back */
+} kvc_demand;
+
 typedef struct kvc_pool {
     kvc_memory *memory;
     int32_t group;
@@ -56,12 +65,16 @@ typedef struct kvc_pool {
     int32_t num_blocks, max_blocks;
     kvc_block *free; /* last freed first: its rows may still be in cache */
     int32_t num_free;
-    int32_t free_before; /* num_free before the reservation of a batch that is about to begin */
-    int32_t join_block;  /* whose pages are looked at next */
-    int64_t live;        /* slots, over all blocks */
-    int64_t drafted;     /* of these, copies of rows whose edit is not done */
-    int64_t filled;      /* slots below fill marks */
-    int64_t row_bytes;   /* resident */
+    int32_t free_before; /* num_free, and the list of blocks, before kvc_pool_prepare */
+    kvc_block **blocks_before;
+    int32_t max_before;
+    kvc_demand demand;
+    struct kvc_compaction *compaction; /* that is to come; NULL: none */
+    int32_t join_block;                /* whose pages are looked at next */
+    int64_t live;                      /* slots, over all blocks */
+    int64_t drafted;                   /* of these, copies of rows whose edit is not done */
+    int64_t filled;                    /* slots below fill marks */
+    int64_t row_bytes;                 /* resident */
     int64_t opened, reused, returned;
 } kvc_pool;
 
@@ -81,11 +94,14 @@ typedef struct kvc_region {
 int64_t kvc_pool_num_regions(const kvc_pool *pool);
 kvc_region kvc_pool_region(const kvc_pool *pool, int64_t index);
 
-/* Sees to it that at least `count` blocks are free; on failure nothing has changed. */
-kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count);
+/* Sees to it that at least `count` blocks are free; on failure nothing has changed.  Of several pools, all are prepared
+ * first, and then either accept it or go back to what was. */
+kvc_status kvc_pool_prepare(kvc_pool *pool, int32_t count);
+void kvc_pool_accept(kvc_pool *pool);
+void kvc_pool_unprepare(kvc_pool *pool);
 
-/* Undoes the latest reservation, down to num_free blocks. */
-void kvc_pool_unreserve(kvc_pool *pool, int32_t num_free);
+/* kvc_pool_prepare and kvc_pool_accept. */
+kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count);
 
 /* A free block, empty; there must be one. */
 kvc_block *kvc_pool_open(kvc_pool *pool);
@@ -99,6 +115,9 @@ void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count
 
 void kvc_pool_pin(kvc_block *block);
 void kvc_pool_unpin(kvc_pool *pool, kvc_block *block);
+
+/* The fill mark once what was dropped for a trial is gone. */
+int32_t kvc_pool_fill_after(const kvc_block *block);
 
 /* Dropped for a trial, until restored: adds the slots that nobody would hold; whether the block would be free. */
 int kvc_pool_try_drop(kvc_block *block, int32_t slot, int32_t count, int64_t *slots);
@@ -118,13 +137,16 @@ int64_t kvc_pool_list_growth(const kvc_pool *pool, int32_t new_blocks);
 /* Bytes of the rows in one slot. */
 int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 
-/* Gives at most so many free blocks back; returns how many. */
-int32_t kvc_pool_shrink(kvc_pool *pool, int32_t count);
+/* Gives at most `count` free blocks back, but for the next `kept` to be used; returns how many. */
+int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count);
 
 /* The same, as if they had never been opened. */
 void kvc_pool_unopen(kvc_pool *pool, int32_t count);
 
-/* Gives memory back: that of all free blocks, and the pages past fill marks. */
-void kvc_pool_give_back(kvc_pool *pool, int32_t num_threads);
+/* Gives back the pages past the fill mark of a block. */
+void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads);
+
+/* Slots below this are there: their memory is taken, and counted. */
+void kvc_pool_touch(kvc_pool *pool, kvc_block *block, int32_t count);
 
 #endif

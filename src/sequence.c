@@ -24,7 +24,18 @@ kvc_run kvc_run_part(const kvc_run *run, int32_t begin, int32_t end) {
 
 void kvc_rows_init(kvc_rows *rows) { *rows = (kvc_rows){.min_position = -1, .max_position = -1, .ascending = 1}; }
 
+static int64_t list_bytes(const kvc_rows *rows) { return rows->room * (int64_t)sizeof(kvc_run); }
+
+void kvc_rows_discard(kvc_rows *rows, kvc_memory *memory) {
+    if (!rows->spare) return;
+    kvc_memory_free(memory, rows->spare, (uint64_t)rows->spare_room * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
+    memory->replaced -= list_bytes(rows);
+    rows->spare = NULL;
+    rows->spare_room = 0;
+}
+
 void kvc_rows_free_list(kvc_rows *rows, kvc_memory *memory) {
+    kvc_rows_discard(rows, memory);
     kvc_memory_free(memory, rows->runs, (uint64_t)rows->room * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
 }
 
@@ -34,33 +45,54 @@ void kvc_rows_destroy(kvc_rows *rows, kvc_pool *pool) {
     kvc_rows_init(rows);
 }
 
-/* Moves the runs to the front of a list with room for `room` of them. */
-static kvc_status grow(kvc_rows *rows, kvc_memory *memory, int64_t room) {
+/* Makes a list ready with room for so many runs. */
+static kvc_status prepare(kvc_rows *rows, kvc_memory *memory, int64_t room) {
+    if (room <= rows->spare_room) return KVC_OK;
     if (room > INT32_MAX / 2) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)room);
     kvc_run *runs = kvc_memory_alloc(memory, (uint64_t)room * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
     if (!runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %lld runs", (long long)room);
-    if (rows->num) memcpy(runs, kvc_rows_begin(rows), (size_t)rows->num * sizeof *runs);
-    kvc_rows_free_list(rows, memory);
-    rows->runs = runs;
-    rows->first = 0;
-    rows->room = (int32_t)room;
+    kvc_rows_discard(rows, memory);
+    memory->replaced += list_bytes(rows);
+    rows->spare = runs;
+    rows->spare_room = (int32_t)room;
     return KVC_OK;
 }
 
-kvc_status kvc_rows_reserve(kvc_rows *rows, kvc_memory *memory, int32_t extra) {
+void kvc_rows_install(kvc_rows *rows, kvc_memory *memory) {
+    kvc_run *runs = rows->spare;
+    const int32_t room = rows->spare_room;
+    if (!runs) return;
+    if (rows->num) memcpy(runs, kvc_rows_begin(rows), (size_t)rows->num * sizeof *runs);
+    memory->replaced -= list_bytes(rows);
+    rows->spare = NULL;
+    rows->spare_room = 0;
+    kvc_rows_free_list(rows, memory);
+    rows->runs = runs;
+    rows->first = 0;
+    rows->room = room;
+}
+
+kvc_status kvc_rows_prepare(kvc_rows *rows, kvc_memory *memory, int32_t extra) {
     const int64_t needed = (int64_t)rows->num + extra;
-    if (rows->first + needed <= rows->room) return KVC_OK;
-    if (needed <= rows->room / 2) { /* half of the list is free: to move what there is costs little per run */
+    if (!rows->spare && rows->first + needed <= rows->room) return KVC_OK;
+    if (!rows->spare &&
+        needed <= rows->room / 2) { /* half of the list is free: to move what there is costs little per run */
         memmove(rows->runs, kvc_rows_begin(rows), (size_t)rows->num * sizeof *rows->runs);
         rows->first = 0;
         return KVC_OK;
     }
-    return grow(rows, memory, needed < 4 ? 4 : 2 * needed);
+    return needed <= rows->spare_room ? KVC_OK : prepare(rows, memory, needed < 4 ? 4 : 2 * needed);
 }
 
-kvc_status kvc_rows_reserve_edit(kvc_rows *rows, kvc_memory *memory, int32_t extra) {
+kvc_status kvc_rows_reserve(kvc_rows *rows, kvc_memory *memory, int32_t extra) {
+    const kvc_status status = kvc_rows_prepare(rows, memory, extra);
+    kvc_rows_install(rows, memory);
+    return status;
+}
+
+kvc_status kvc_rows_prepare_edit(kvc_rows *rows, kvc_memory *memory, int32_t extra) {
     const int64_t needed = 2 * (int64_t)rows->num + extra;
-    return needed <= rows->room ? KVC_OK : grow(rows, memory, needed);
+    return !rows->spare && needed <= rows->room ? KVC_OK : prepare(rows, memory, needed);
 }
 
 /* ---- edits ------------------------------------------------------------------------------------------------------- */
@@ -138,10 +170,10 @@ static int32_t runs_before(const kvc_rows *rows, int32_t begin) {
     return n < rows->num && kvc_rows_begin(rows)[n].position < begin ? -1 : n;
 }
 
-kvc_status kvc_rows_reserve_evict(kvc_rows *rows, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra) {
+kvc_status kvc_rows_prepare_evict(kvc_rows *rows, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra) {
     if (kvc_rows_visit(rows, begin, end, NULL, NULL) == 0 || runs_before(rows, begin) >= 0)
-        return kvc_rows_reserve(rows, memory, extra);
-    return kvc_rows_reserve_edit(rows, memory, extra);
+        return kvc_rows_prepare(rows, memory, extra);
+    return kvc_rows_prepare_edit(rows, memory, extra);
 }
 
 static void note_lost(void *context, const kvc_run *part) {
@@ -218,15 +250,38 @@ kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id) {
     return i < table->num && table->items[i]->id == id ? table->items[i] : NULL;
 }
 
-kvc_status kvc_table_reserve(kvc_table *table, kvc_memory *memory) {
+static uint64_t table_bytes(const kvc_table *table) { return (uint64_t)table->room * sizeof *table->items; }
+
+static void free_items(const kvc_table *table, kvc_memory *memory) {
+    kvc_memory_free(memory, table->items, table_bytes(table), KVC_MEMORY_BOOKKEEPING, -1);
+}
+
+kvc_status kvc_table_reserve(kvc_table *table, const kvc_table *before, kvc_memory *memory) {
     if (table->num < table->room) return KVC_OK;
-    const size_t item = sizeof *table->items, room = (size_t)table->room;
-    const size_t more = room ? room * 2 : 4;
-    kvc_sequence **items = kvc_memory_resize(memory, table->items, room * item, room * item, more * item);
-    if (!items) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a table of %zu sequences", more);
-    table->items = items;
-    table->room = (int32_t)more;
+    kvc_table more = {.num = table->num, .room = table->room ? table->room * 2 : 4};
+    more.items = kvc_memory_alloc(memory, table_bytes(&more), KVC_MEMORY_BOOKKEEPING, -1);
+    if (!more.items) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a table of %d sequences", more.room);
+    if (table->num) memcpy(more.items, table->items, (size_t)table->num * sizeof *table->items);
+    if (table->items == before->items)
+        memory->replaced += (int64_t)table_bytes(before);
+    else
+        free_items(table, memory);
+    *table = more;
     return KVC_OK;
+}
+
+void kvc_table_keep(const kvc_table *table, const kvc_table *before, kvc_memory *memory) {
+    if (table->items == before->items) return;
+    memory->replaced -= (int64_t)table_bytes(before);
+    free_items(before, memory);
+}
+
+void kvc_table_restore(kvc_table *table, const kvc_table *before, kvc_memory *memory) {
+    if (table->items == before->items) return;
+    if (table->num) memcpy(before->items, table->items, (size_t)table->num * sizeof *table->items);
+    memory->replaced -= (int64_t)table_bytes(before);
+    free_items(table, memory);
+    *table = *before;
 }
 
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence) {
@@ -242,9 +297,7 @@ void kvc_table_remove(kvc_table *table, const kvc_sequence *sequence) {
     memmove(table->items + at, table->items + at + 1, (size_t)(table->num - at) * sizeof *table->items);
 }
 
-void kvc_table_destroy(kvc_table *table, kvc_memory *memory) {
-    kvc_memory_free(memory, table->items, (size_t)table->room * sizeof *table->items, KVC_MEMORY_BOOKKEEPING, -1);
-}
+void kvc_table_destroy(kvc_table *table, kvc_memory *memory) { free_items(table, memory); }
 
 /* ---- sequences --------------------------------------------------------------------------------------------------- */
 
@@ -269,6 +322,18 @@ int kvc_sequence_is_blank(const kvc_sequence *sequence) {
     for (int32_t g = 0; g < sequence->num_groups; g++)
         if (sequence->rows[g].num || sequence->rows[g].lost_end) return 0;
     return 1;
+}
+
+int64_t kvc_sequence_bytes(const kvc_sequence *sequence) {
+    int64_t bytes = (int64_t)sequence_bytes(sequence->num_groups);
+    for (int32_t g = 0; g < sequence->num_groups; g++) bytes += list_bytes(&sequence->rows[g]);
+    return bytes;
+}
+
+int kvc_sequence_holds(const kvc_sequence *sequence) {
+    for (int32_t g = 0; g < sequence->num_groups; g++)
+        if (sequence->rows[g].num) return 1;
+    return 0;
 }
 
 int kvc_sequence_is_empty(const kvc_sequence *sequence) {

@@ -25,6 +25,8 @@ typedef struct kvc_rows {
     int32_t min_position, max_position; /* -1 where there are no rows */
     int32_t ascending;                  /* positions rise from row to row */
     int64_t count;                      /* rows */
+    kvc_run *spare;                     /* a longer list that is ready: kvc_rows_install */
+    int32_t spare_room;
 } kvc_rows;
 
 typedef struct kvc_sequence {
@@ -35,10 +37,12 @@ typedef struct kvc_sequence {
     kvc_thread rewriter;      /* by this thread, */
     struct kvc_draft *drafts; /* [num_token_groups] as it is to be */
     int32_t in_place;         /* its rows are being written where they lie, without the mutex: kvc_cache_find waits */
+    int32_t holds;            /* it is counted among those that hold rows */
     int32_t num_groups;
     int32_t num_token_groups; /* the first ones: their rows are tokens'.  The others hold what cross-attention layers
                                  were given */
-    kvc_rows rows[];          /* per layer group */
+    struct kvc_sequence *next_changed, **changed_at; /* in the cache's list of those that changed; NULL, both: not */
+    kvc_rows rows[];                                 /* per layer group */
 } kvc_sequence;
 
 /* NULL, both, where there is no list yet. */
@@ -56,9 +60,17 @@ void kvc_rows_init(kvc_rows *rows);
 void kvc_rows_free_list(kvc_rows *rows, kvc_memory *memory);
 void kvc_rows_destroy(kvc_rows *rows, kvc_pool *pool);
 
-/* Room for `extra` more runs at the end, and for an edit that splits every run; the edits below then cannot fail. */
+/* Room for `extra` more runs at the end, for an edit that splits every run, or for an eviction; the edits below then
+ * cannot fail.  A list that has no such room is not touched before kvc_rows_install puts a longer one in its place;
+ * kvc_rows_discard forgets that one. */
+kvc_status kvc_rows_prepare(kvc_rows *rows, kvc_memory *memory, int32_t extra);
+kvc_status kvc_rows_prepare_edit(kvc_rows *rows, kvc_memory *memory, int32_t extra);
+kvc_status kvc_rows_prepare_evict(kvc_rows *rows, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra);
+void kvc_rows_install(kvc_rows *rows, kvc_memory *memory);
+void kvc_rows_discard(kvc_rows *rows, kvc_memory *memory);
+
+/* kvc_rows_prepare and kvc_rows_install. */
 kvc_status kvc_rows_reserve(kvc_rows *rows, kvc_memory *memory, int32_t extra);
-kvc_status kvc_rows_reserve_edit(kvc_rows *rows, kvc_memory *memory, int32_t extra);
 
 /* Appends a run whose slots the caller hands over.  kvc_rows_push only lists it: kvc_rows_recount is to follow. */
 void kvc_rows_push(kvc_rows *rows, const kvc_run *run);
@@ -71,12 +83,11 @@ int64_t kvc_rows_visit(const kvc_rows *rows, int32_t begin, int32_t end, kvc_par
 /* A kvc_part_fn whose context is the pool: lets go of the slots. */
 void kvc_drop_part(void *pool, const kvc_run *part);
 
-/* Drops positions [begin, end).  Returns how many rows that were.  After kvc_rows_reserve_edit. */
+/* Drops positions [begin, end).  Returns how many rows that were.  After kvc_rows_prepare_edit. */
 int64_t kvc_rows_remove(kvc_rows *rows, kvc_pool *pool, int32_t begin, int32_t end);
 
 /* Drops positions [begin, end) as rows that no query will see any more, remembering how far in lost_end.  Costs what
- * is dropped, not what stays.  After kvc_rows_reserve_evict. */
-kvc_status kvc_rows_reserve_evict(kvc_rows *rows, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra);
+ * is dropped, not what stays.  After kvc_rows_prepare_evict. */
 int64_t kvc_rows_evict(kvc_rows *rows, kvc_pool *pool, int32_t begin, int32_t end);
 
 /* dst, which must be empty with room for as many runs, becomes src's rows below `length`, held once more. */
@@ -97,8 +108,11 @@ typedef struct kvc_table {
 
 kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id);
 
-/* Room for one more; to insert one then cannot fail. */
-kvc_status kvc_table_reserve(kvc_table *table, kvc_memory *memory);
+/* Room for one more; to insert one then cannot fail.  The list that a table had `before`, a copy of it, stays until
+ * kvc_table_keep, or until kvc_table_restore, once all that was inserted was taken out again, makes it the table's. */
+kvc_status kvc_table_reserve(kvc_table *table, const kvc_table *before, kvc_memory *memory);
+void kvc_table_keep(const kvc_table *table, const kvc_table *before, kvc_memory *memory);
+void kvc_table_restore(kvc_table *table, const kvc_table *before, kvc_memory *memory);
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence);
 
 /* Takes a sequence out without freeing it. */
@@ -117,6 +131,12 @@ void kvc_sequence_free(kvc_sequence *sequence, kvc_memory *memory, kvc_pool *poo
 
 /* It holds nothing and has lost nothing: not worth a place in the table. */
 int kvc_sequence_is_blank(const kvc_sequence *sequence);
+
+/* Bytes of it and its lists. */
+int64_t kvc_sequence_bytes(const kvc_sequence *sequence);
+
+/* It holds rows, of tokens or in a cross-attention layer. */
+int kvc_sequence_holds(const kvc_sequence *sequence);
 
 /* It holds no token's rows. */
 int kvc_sequence_is_empty(const kvc_sequence *sequence);

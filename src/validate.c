@@ -64,7 +64,8 @@ static kvc_status check_block(const kvc_pool *pool, const kvc_block *block) {
             pool->group, block->index, live, block->pins, block->is_free);
     REQUIRE(block->pins || !block->fill || block->holders[block->fill - 1],
             "group %d, block %d: nobody holds the last slot", pool->group, block->index);
-    REQUIRE(!block->planned, "group %d, block %d: slots are still planned", pool->group, block->index);
+    REQUIRE(!block->planned && !pool->compaction, "group %d, block %d: slots are still planned", pool->group,
+            block->index);
     return KVC_OK;
 }
 
@@ -116,8 +117,33 @@ static kvc_status check_sheets(const kvc_cache *cache) {
     return KVC_OK;
 }
 
+/* What is noted of sequences, so that a batch need not look at all of them. */
+static kvc_status check_notes(const kvc_cache *cache) {
+    int64_t num_holding = 0;
+    for (int32_t i = 0; i < cache->sequences.num; i++) {
+        const kvc_sequence *sequence = cache->sequences.items[i];
+        const long long id = sequence->id;
+        num_holding += sequence->holds;
+        REQUIRE(sequence->in_batch || sequence->holds == kvc_sequence_holds(sequence),
+                "sequence %lld is noted to hold rows, or not to", id);
+        REQUIRE(!sequence->changed_at || *sequence->changed_at == sequence, "sequence %lld is not in its list", id);
+        for (int32_t g = 0; !sequence->changed_at && !sequence->in_batch && g < cache->num_token_groups; g++) {
+            const kvc_policy *policy = &cache->policies[g];
+            const int32_t end = kvc_policy_retained(policy, kvc_sequence_last(sequence) + 1);
+            REQUIRE(!kvc_policy_evicts(policy) ||
+                        !kvc_rows_visit(&sequence->rows[g], kvc_policy_sinks(policy), end, NULL, NULL),
+                    "group %d, sequence %lld: rows may be evicted, and no batch will look for them", g, id);
+        }
+    }
+    REQUIRE(num_holding == cache->num_holding, "%lld sequences that hold rows are noted, there are %lld",
+            (long long)cache->num_holding, (long long)num_holding);
+    REQUIRE(cache->memory.replaced == 0, "lists that nobody uses are left");
+    return KVC_OK;
+}
+
 static kvc_status validate(const kvc_cache *cache) {
-    kvc_status status = check_sheets(cache);
+    kvc_status status = check_notes(cache);
+    if (status == KVC_OK) status = check_sheets(cache);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) {
         for (int32_t i = 0; status == KVC_OK && i < cache->sequences.num; i++) {
             const kvc_sequence *sequence = cache->sequences.items[i];

@@ -350,6 +350,53 @@ class KVCache:
             else:
                 self.rows[i].pop(seq_id, None), self.lost_end[i].pop(seq_id, None)
 
+    def fit(self, positions, seq_ids):
+        """What every sequence keeps in each layer if a batch of these tokens begins, which must fit then."""
+        holding = {s for layer in self.rows for s, rows in layer.items() if rows}
+        if self.max_sequences is not None and len(holding | set(seq_ids)) > self.max_sequences:
+            raise CacheFullError("max_sequences")
+        low = {s: self.next_position(s) for s in self.sequences}
+        for p, s in zip(positions, seq_ids, strict=True):
+            low[s] = min(low.get(s, p), p)
+        kept = [{} for _ in self.rows]
+        for i in self.layers:
+            policy = self.policy[i]
+            for s, rows in self.rows[i].items():
+                first = policy.retained(low.get(s, 0))
+                kept[i][s] = [r for r in rows if r.position >= first or policy.is_sink(r.position)]
+            if self.capacity is not None and self.live(i, kept[i]) + len(positions) > self.capacity:
+                raise CacheFullError("capacity")
+            longest = max(len(kept[i].get(s, [])) + seq_ids.count(s) for s in seq_ids)
+            if self.max_seq_len is not None and longest > self.max_seq_len:
+                raise CacheFullError("max_seq_len")
+        return kept
+
+    def evict(self, kept):
+        for i in self.layers:
+            for s, rows in kept[i].items():
+                gone = {r.position for r in self.rows[i][s]} - {r.position for r in rows}
+                self.rows[i][s] = rows
+                self.lost_end[i][s] = max([self.lost_end[i].get(s, 0)] + [p + 1 for p in gone])
+
+    def reserve(self, num_tokens, *, seq_id=0):
+        """Evicts as a batch does; whatever else it does cannot be seen here."""
+        if self.open_batch:
+            raise CacheBusyError("a batch is open")
+        first = self.next_position(seq_id)
+        self.evict(self.fit(range(first, first + num_tokens), [seq_id] * num_tokens))
+
+    def room(self, seq_id=0, most=200):
+        """At most `most`: one after the other is tried."""
+        if self.open_batch:
+            raise CacheBusyError("a batch is open")
+        first = self.next_position(seq_id)
+        for n in range(1, most + 1):
+            try:
+                self.fit(range(first, first + n), [seq_id] * n)
+            except CacheFullError:
+                return n - 1
+        return most
+
     def compact(self):
         if self.open_batch:
             raise CacheBusyError("a batch is open")
@@ -378,29 +425,7 @@ class Batch:
         for p, s in zip(positions, seq_ids, strict=True):
             if cache.misses(p, s):
                 raise RowsGoneError(f"position {p} of sequence {s} sees rows that were evicted")
-        if cache.max_sequences is not None and len(set(cache.sequences) | set(seq_ids)) > cache.max_sequences:
-            raise CacheFullError("max_sequences")
-        low = {s: cache.next_position(s) for s in cache.sequences}
-        for p, s in zip(positions, seq_ids, strict=True):
-            low[s] = min(low.get(s, p), p)
-        kept = [{} for _ in cache.rows]
-        for i in cache.layers:
-            policy = cache.policy[i]
-            for s, rows in cache.rows[i].items():
-                first = policy.retained(low.get(s, 0))
-                kept[i][s] = [r for r in rows if r.position >= first or policy.is_sink(r.position)]
-        for i in cache.layers:
-            live = cache.live(i, kept[i])
-            if cache.capacity is not None and live + len(positions) > cache.capacity:
-                raise CacheFullError("capacity")
-            longest = max(len(kept[i].get(s, [])) + seq_ids.count(s) for s in seq_ids)
-            if cache.max_seq_len is not None and longest > cache.max_seq_len:
-                raise CacheFullError("max_seq_len")
-        for i in cache.layers:  # nothing can fail from here on
-            for s, rows in kept[i].items():
-                gone = {r.position for r in cache.rows[i][s]} - {r.position for r in rows}
-                cache.rows[i][s] = rows
-                cache.lost_end[i][s] = max([cache.lost_end[i].get(s, 0)] + [p + 1 for p in gone])
+        cache.evict(cache.fit(positions, seq_ids))  # nothing can fail from here on
         self.rows = [[None] * len(positions) for _ in cache.rows]
         self.slots = [object() for _ in positions]
         self.encoded = [{} for _ in cache.rows]  # cross-attention layers: {seq_id: rows}

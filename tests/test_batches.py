@@ -373,6 +373,50 @@ def test_reserve():
     limited.reserve(6)
 
 
+def test_a_prompt_longer_than_max_seq_len_says_how_much_of_it_fits_at_once():
+    cache = kvcache.KVCache(1, 2, 8, 16, v_head_dim=4, policy=kvcache.SlidingWindow(4))
+    assert cache.room() == 16
+    feed(cache, 16)
+    assert cache.room() == 13
+    with pytest.raises(kvcache.CacheFullError, match="holds 3 of max_seq_len 16, 13 fit at once; feed so many"):
+        cache.batch(14)
+    feed(cache, 13)
+    full = kvcache.KVCache(1, 2, 8, 16, v_head_dim=4, max_sequences=2)
+    feed(full, 16)
+    assert (full.room(), full.room(7)) == (0, 16)
+    batch = full.batch(positions=[0], seq_ids=[1])
+    with pytest.raises(kvcache.CacheBusyError):
+        full.room()
+    batch.abort()
+
+
+def test_max_sequences_counts_what_holds_only_encoder_rows():
+    cache = kvcache.KVCache(2, 1, 8, 16, policy=[kvcache.FullAttention(), kvcache.CrossAttention(4)], dtype="f32")
+    x = np.ones((1, 1, 8), np.float32)
+    with cache.batch(1) as batch:
+        batch.put(0, x, x)
+        batch.put(1, x, x)
+    cache.truncate(0)
+    with pytest.raises(kvcache.CacheFullError, match="2 sequences: max_sequences is 1"):
+        cache.batch(positions=[0], seq_ids=[1])
+    cache.clear()
+    cache.batch(positions=[0], seq_ids=[1]).abort()
+
+
+def test_a_batch_that_is_refused_leaves_rows_and_reservations():
+    cache = kvcache.KVCache(1, 1, 8, None, max_sequences=None, block_size=4, max_bytes=20_000, dtype="f32")
+    for seq_id in range(8):
+        with cache.batch(positions=range(4), seq_ids=[seq_id] * 4) as batch:
+            batch.put(0, np.full((4, 1, 8), seq_id, np.float32), np.ones((4, 1, 8), np.float32))
+        cache.remove(0, 3, seq_id=seq_id, shift=False)
+    cache.reserve(30)
+    before = cache.blocks(0), cache.stats(), cache.nbytes
+    for n in (1000, 200):
+        with pytest.raises(kvcache.CacheFullError, match="max_bytes"):
+            cache.batch(n)
+    assert (cache.blocks(0), cache.stats(), cache.nbytes) == before
+
+
 def test_a_reserve_that_is_refused_takes_nothing():
     cache = kvcache.KVCache(1, 1, 32, None, max_sequences=None, max_bytes=10**6, block_size=64, dtype="f32")
     before = cache.nbytes

@@ -187,8 +187,15 @@ class Machine(RuleBasedStateMachine):
         note(f"    {positions} of {seq_ids}, parents {parents}")
         return self.begin_both(lambda c: c.batch(positions=positions, seq_ids=seq_ids, parents=parents))
 
+    def places(self):
+        """Where every row lies, and how much memory there is: what a call that is refused leaves as it was."""
+        layers = [layer for layer, policy in enumerate(self.model.policy) if policy is not None]
+        return repr([self.real.blocks(layer) for layer in layers]), self.real.stats(), self.real.nbytes
+
     def begin_both(self, call):
+        before = self.places()
         batch, model_batch, error = self.both(call)
+        assert not error or self.places() == before
         if not error:
             self.batch, self.model_batch = batch, model_batch
             assert batch.positions.tolist() == model_batch.positions
@@ -495,11 +502,20 @@ class Machine(RuleBasedStateMachine):
             self.real = other
             self.committed = self.aborted = self.tokens = 0  # statistics begin anew
 
-    @rule(num_tokens=st.integers(1, 100))
-    def reserve(self, num_tokens):
-        """Nothing that can be seen changes."""
-        error = outcome(lambda: self.real.reserve(num_tokens))[1]
-        assert error in ((None, "CacheFullError") if not self.batch else ("CacheBusyError",))
+    @rule(data=st.data(), num_tokens=st.integers(1, 100))
+    def reserve(self, data, num_tokens):
+        seq_id = self.some_sequence(data)
+        before = self.places()
+        _, _, error = self.both(lambda c: c.reserve(num_tokens, seq_id=seq_id))
+        assert not error or self.places() == before
+
+    @rule(data=st.data())
+    def room(self, data):
+        seq_id = self.some_sequence(data)
+        before = self.places()
+        found, expected, error = self.both(lambda c: c.room(seq_id))
+        assert error or min(found, 200) == min(expected, LAST + 1 - self.model.next_position(seq_id))
+        assert self.places() == before
 
     @rule(data=st.data(), every=st.integers(2, 3))
     def make_holes(self, data, every):

@@ -254,6 +254,15 @@ static inline int32_t rows_of(const pair *p, const sequence *s)
     return most;
 }
 
+/* Whether it holds rows in any layer. */
+static inline int holds_rows(const pair *p, const sequence *s)
+{
+    for (int l = 0; s && l < p->config.num_layers; l++)
+        if (s->layers[l].num)
+            return 1;
+    return 0;
+}
+
 static inline void list_add(row_list *list, row r)
 {
     CHECK(list->num < MAX_ROWS);
@@ -469,9 +478,9 @@ static inline kvc_status model_begin(const pair *p, int n, const int32_t *positi
         if (misses(p, find_sequence(p, ids[t]), positions[t]))
             return KVC_ERR_GONE;
     for (int s = 0; s < p->num_sequences; s++)
-        num_sequences += rows_of(p, &p->sequences[s]) > 0;
+        num_sequences += holds_rows(p, &p->sequences[s]);
     for (int t = 0; t < n; t++)
-        num_sequences += !rows_of(p, find_sequence(p, ids[t])) && !count_id(ids[t], t, ids);
+        num_sequences += !holds_rows(p, find_sequence(p, ids[t])) && !count_id(ids[t], t, ids);
     model_copy(after, p);
     evict(after, n, positions, ids);
     return fits(after, num_sequences, n, ids) ? KVC_OK : KVC_ERR_FULL;
@@ -1396,13 +1405,52 @@ static inline kvc_status pair_inject(pair *p, int64_t id, int l, int32_t begin, 
     return pair_inject_rows(p, id, l, begin, end, 1);
 }
 
-static inline kvc_status pair_reserve(pair *p, int64_t num_tokens)
+/* What kvc_begin should answer to so many tokens that go on with a sequence; *after is the model when it has evicted. */
+static inline kvc_status model_go_on(const pair *p, int64_t id, int n, pair *after)
 {
-    kvc_status right = p->batch ? KVC_ERR_BUSY : KVC_OK;
-    for (int l = 0; l < p->config.num_layers && right == KVC_OK; l++)
-        if (keeps_tokens(p, l) && p->config.capacity && live_rows(p, l) + num_tokens > p->config.capacity)
-            right = KVC_ERR_FULL;
-    return agree_moved(p, "reserve", kvc_reserve(p->cache, num_tokens), right);
+    static int32_t positions[MAX_BATCH];
+    static int64_t ids[MAX_BATCH];
+    pair *q = copy_of(p);
+    for (int t = 0; t < n; t++) {
+        positions[t] = next_of(p, find_sequence(p, id)) + t;
+        ids[t] = id;
+    }
+    for (int s = 0; s < q->num_sequences; s++) /* rows that are gone are no question of room */
+        for (int l = 0; l < MAX_LAYERS; l++)
+            q->sequences[s].layers[l].lost_end = 0;
+    kvc_status right = model_begin(q, n, positions, ids, after);
+    for (int s = 0; s < after->num_sequences; s++)
+        for (int l = 0; l < MAX_LAYERS; l++) {
+            row_list *list = &after->sequences[s].layers[l];
+            int32_t lost_end = p->sequences[s].layers[l].lost_end;
+            list->lost_end = list->lost_end > lost_end ? list->lost_end : lost_end;
+        }
+    return right;
+}
+
+static inline kvc_status pair_reserve(pair *p, int64_t id, int num_tokens)
+{
+    static pair after;
+    kvc_status right = p->batch ? KVC_ERR_BUSY : model_go_on(p, id, num_tokens, &after);
+    kvc_status status = agree_moved(p, "reserve", kvc_reserve(p->cache, id, num_tokens), right);
+    if (status == KVC_OK)
+        model_copy(p, &after);
+    return status;
+}
+
+/* Of what kvc_room answers, a batch of as many tokens is one that fits, and of one more is one that does not. */
+static inline kvc_status pair_room(pair *p, int64_t id)
+{
+    static pair after;
+    int64_t num = -1;
+    kvc_status status = agree(p, "room", kvc_room(p->cache, id, &num), p->batch ? KVC_ERR_BUSY : KVC_OK);
+    if (status != KVC_OK || p->config.max_bytes)
+        return status;
+    if (num > 0 && num <= MAX_BATCH)
+        CHECK(model_go_on(p, id, (int)num, &after) == KVC_OK);
+    if (num < MAX_BATCH)
+        CHECK(model_go_on(p, id, (int)num + 1, &after) == KVC_ERR_FULL);
+    return status;
 }
 
 /* A copy of the cache, which holds what the cache does and is then freed. */

@@ -76,8 +76,10 @@ static inline void random_move(pair *p, int64_t id, int32_t begin, int32_t end)
         pair_inject_rows(p, id, random_int(0, p->config.num_layers), begin, end, random_int(0, 2));
     else if (choice < 11)
         pair_settle(p);
+    else if (random_int(0, 2))
+        pair_reserve(p, random_id(), random_int(1, 30));
     else
-        pair_reserve(p, random_int(1, 30));
+        pair_room(p, random_id());
     p->calls_left = -1;
 }
 

@@ -345,7 +345,7 @@ static void test_move_beside_a_batch(void)
     CHECK_FAILS(pair_remove(p, 0, 0, 5, 1), KVC_ERR_BUSY, "sequence 0", "open batch");
     CHECK_FAILS(pair_inject(p, 0, 0, 0, 5), KVC_ERR_BUSY, "sequence 0", "open batch");
     CHECK_FAILS(pair_settle(p), KVC_ERR_BUSY, "settle", "batch is open");
-    CHECK_FAILS(pair_reserve(p, 5), KVC_ERR_BUSY, "reserve", "batch is open");
+    CHECK_FAILS(pair_reserve(p, 0, 5), KVC_ERR_BUSY, "batch", "is open");
     CHECK(pair_shift(p, 1, 0, 5, 1) == KVC_OK && pair_divide(p, 1, 0, KVC_END, 2) == KVC_OK);
     CHECK(pair_remove(p, 1, 0, 5, 1) == KVC_OK && pair_inject(p, 1, 0, 0, 5) == KVC_OK);
     pair_check(p);
@@ -835,10 +835,10 @@ static void test_reserve(int block_size)
     pair_new(&p, 3, layers);
     int32_t at = 0;
     for (int32_t n = 1; n < 60; n += 7) {
-        CHECK(pair_reserve(&p, n) == KVC_OK);
+        CHECK(pair_reserve(&p, 0, n) == KVC_OK);
         pair_check(&p);
         int64_t blocks = num_blocks(&heap);
-        CHECK(pair_reserve(&p, n) == KVC_OK && num_blocks(&heap) == blocks); /* it is there already */
+        CHECK(pair_reserve(&p, 0, n) == KVC_OK && num_blocks(&heap) == blocks); /* it is there already */
         pair_feed(&p, 0, at, at + n);
         CHECKF(num_blocks(&heap) == blocks, "%lld blocks more for %d tokens",
                (long long)(num_blocks(&heap) - blocks), n);
@@ -846,7 +846,7 @@ static void test_reserve(int block_size)
         at += n;
     }
     pair_fork(&p, 0, 1);
-    CHECK(pair_reserve(&p, 30) == KVC_OK);
+    CHECK(pair_reserve(&p, 1, 30) == KVC_OK);
     int64_t blocks = num_blocks(&heap);
     pair_feed(&p, 1, at, at + 30);
     CHECK(num_blocks(&heap) == blocks);
@@ -864,20 +864,20 @@ static void test_reserve_refused(void)
     pair_new(&p, 2, layers);
     pair_feed(&p, 0, 0, 20);
     int64_t bytes = kvc_nbytes(p.cache);
-    CHECK_FAILS(kvc_reserve(p.cache, 0), KVC_ERR_INVALID, "num_tokens", "is 0:");
-    CHECK_FAILS(kvc_reserve(p.cache, -4), KVC_ERR_INVALID, "num_tokens", "is -4:");
-    CHECK_FAILS(kvc_reserve(p.cache, 31), KVC_ERR_FULL, "num_tokens is 31", "20 of capacity 50");
-    CHECK_FAILS(kvc_reserve(p.cache, INT64_MAX), KVC_ERR_FULL, "num_tokens", "capacity 50");
-    CHECK_FAILS(kvc_reserve(p.cache, 30), KVC_ERR_FULL, "num_tokens is 30", "max_bytes, 7000");
+    CHECK_FAILS(kvc_reserve(p.cache, 0, 0), KVC_ERR_INVALID, "num_tokens", "is 0:");
+    CHECK_FAILS(kvc_reserve(p.cache, 0, -4), KVC_ERR_INVALID, "num_tokens", "is -4:");
+    CHECK_FAILS(kvc_reserve(p.cache, 0, 31), KVC_ERR_FULL, "31 more tokens", "20 of capacity 50");
+    CHECK_FAILS(kvc_reserve(p.cache, 0, INT64_MAX), KVC_ERR_FULL, "tokens", "capacity is 50");
+    CHECK_FAILS(kvc_reserve(p.cache, 0, 30), KVC_ERR_FULL, "30 more tokens", "max_bytes is 7000");
     pair_check(&p);
     CHECK(kvc_nbytes(p.cache) == bytes);
-    CHECK(pair_reserve(&p, 1) == KVC_OK);
+    CHECK(pair_reserve(&p, 0, 1) == KVC_OK);
     pair_check(&p);
     pair_free(&p);
 
     p = (pair){.config = {.block_size = 4, .num_threads = 1}};
     pair_new(&p, 1, layers);
-    CHECK(kvc_reserve(p.cache, INT64_MAX) == KVC_ERR_NOMEM);
+    CHECK(kvc_reserve(p.cache, 0, INT64_MAX) == KVC_ERR_NOMEM);
     pair_check(&p);
     pair_free(&p);
 }
