@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import re
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +39,6 @@ __all__ = ["ByteTokenizer", "ModelTokenizer", "Tokenizer", "load_tokenizer"]
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 SPACE = "▁"  # how SentencePiece writes one
-STDERR = threading.RLock()  # held by who has sent its descriptor elsewhere
 
 
 class Tokenizer(Protocol):
@@ -182,37 +180,13 @@ def import_package(name: str) -> Any:
 
 @contextmanager
 def _guarded(sentence: str) -> Iterator[None]:
-    """Make a `ModelFileError` of whatever the package raises.
-
-    Where it panics, it raises what is no `Exception`, and prints what file and line of its own that was in, which tells
-    users nothing: nothing is printed meanwhile.
-    """
+    """Make a `ModelFileError` of whatever the package raises; where it panics, that is no `Exception`."""
     try:
-        with _quiet():
-            yield
+        yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, ModelFileError):
         raise
     except BaseException as error:
         raise ModelFileError(f"{sentence}: {plain(error)}") from None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Send what is written to the descriptor of stderr nowhere, in one thread at a time: each puts it back."""
-    with STDERR:
-        try:
-            kept = os.dup(2)
-        except OSError:  # it is closed
-            yield
-            return
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(nowhere, 2)
-            yield
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            os.close(nowhere)
 
 
 # --- Hugging Face folders ----------------------------------------------------------------------------------------
