@@ -28,6 +28,10 @@ class BFloat16Array(np.ndarray[Any, Any]):
 class Hold: ...
 
 @final
+class Functions:
+    def __new__(cls, num_layers: int) -> Self: ...
+
+@final
 class Cache:
     def __new__(
         cls,
