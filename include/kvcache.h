@@ -625,16 +625,27 @@ KVC_API kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_
  * ones, in order of arrival). */
 KVC_API kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows);
 
+/* How many sequences the batch has, and how many of these rows the one with most of them, for by_sequence.
+ * KVC_ERR_INVALID unless its tokens come sequence after sequence, as many of each. */
+KVC_API kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_sequences, int64_t *most_rows);
+
 typedef struct kvc_dense_args {
     size_t struct_size;
     const kvc_rows_out *rows;  /* where they go, decoded and rotated */
     float *mask;               /* [the batch's tokens][rows] 0 where the token sees the row, else -inf; may be NULL */
     int64_t mask_token_stride; /* rows are adjacent */
-    int64_t num_rows;          /* what kvc_dense_rows says */
+    int64_t num_rows;          /* what kvc_dense_rows says; with by_sequence, most_rows of kvc_dense_sequences */
     const uint8_t *non_causal; /* [the batch's tokens], as in kvc_plan_args */
+    uint8_t *seen;             /* [the batch's tokens][rows] 1 where the token sees the row, else 0; may be NULL */
+    int64_t seen_token_stride;
+    int32_t by_sequence; /* not 0: each sequence has num_rows rows of its own, in the order in which the batch names the
+                            sequences, a batch stride apart; past those that it has come zeros (position -1), which
+                            nobody sees.  Masks are of the rows of the token's sequence */
+    int64_t k_batch_stride, v_batch_stride;
 } kvc_dense_args;
 
-/* KVC_ERR_INVALID if num_rows is not what there are; KVC_ERR_INDEX; KVC_ERR_NOMEM; KVC_ERR_GONE (kvc_begin_with). */
+/* KVC_ERR_INVALID if num_rows is not what there are, and as in kvc_dense_sequences; KVC_ERR_INDEX; KVC_ERR_NOMEM;
+ * KVC_ERR_GONE (kvc_begin_with). */
 KVC_API kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args);
 
 /* Ends the batch: its tokens are part of their sequences, if these are stored; the handle is freed.  KVC_ERR_INVALID if

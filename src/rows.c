@@ -154,18 +154,6 @@ static size_t scratch_size(const kvc_cache *cache, int32_t layer) {
     return kvc_turner_floats(cache->layers[layer].k_dim) * sizeof(float);
 }
 
-kvc_status kvc_reader_new(kvc_cache *cache, int32_t layer, kvc_reader *reader) {
-    *reader = (kvc_reader){.cache = cache, .layer = layer, .turner.kernels = cache->kernels};
-    if (!kvc_rope_of(cache, layer)) return KVC_OK;
-    reader->turner.scratch = kvc_memory_alloc(&cache->memory, scratch_size(cache, layer), KVC_MEMORY_SCRATCH, -1);
-    return reader->turner.scratch ? KVC_OK : kvc_fail(KVC_ERR_NOMEM, "out of memory for a row of layer %d", layer);
-}
-
-void kvc_reader_free(kvc_reader *reader) {
-    kvc_memory_free(&reader->cache->memory, reader->turner.scratch, scratch_size(reader->cache, reader->layer),
-                    KVC_MEMORY_SCRATCH, -1);
-}
-
 kvc_status kvc_check_rows_out(const kvc_rows_out *given, kvc_rows_out *out, const char *name) {
     kvc_status status = KVC_READ(kvc_rows_out, out, given, name);
     if (status == KVC_OK) status = kvc_check_array(out->type, out->k_row_stride, out->k_head_stride, name);
@@ -238,8 +226,7 @@ typedef struct copying {
     int by_position;         /* or by position, zeros where there is none */
 } copying;
 
-/* Zeros in rows [begin, end) of one head's. */
-static void clear_rows(char *head, int64_t row_stride, int64_t begin, int64_t end, size_t row_bytes) {
+void kvc_clear_rows(char *head, int64_t row_stride, int64_t begin, int64_t end, size_t row_bytes) {
     for (int64_t i = begin; i < end; i++) memset(head + i * row_stride, 0, row_bytes);
 }
 
@@ -248,11 +235,11 @@ static void copy_range(const copying *c, kvc_reader *reader, int64_t head, int64
     const kvc_layer *config = &c->cache->layers[reader->layer];
     const kvc_rows_out *out = &c->out;
     if (c->by_position && out->k)
-        clear_rows((char *)out->k + head * out->k_head_stride, out->k_row_stride, begin, end,
-                   kvc_row_bytes(out->type, config->k_dim));
+        kvc_clear_rows((char *)out->k + head * out->k_head_stride, out->k_row_stride, begin, end,
+                       kvc_row_bytes(out->type, config->k_dim));
     if (c->by_position && out->v)
-        clear_rows((char *)out->v + head * out->v_head_stride, out->v_row_stride, begin, end,
-                   kvc_row_bytes(out->type, config->v_dim));
+        kvc_clear_rows((char *)out->v + head * out->v_head_stride, out->v_row_stride, begin, end,
+                       kvc_row_bytes(out->type, config->v_dim));
     int64_t row = 0; /* that the run begins with */
     for (int32_t i = 0; i < c->from.num_runs; row += c->from.runs[i++].count) {
         const kvc_run *run = &c->from.runs[i];

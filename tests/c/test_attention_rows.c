@@ -627,6 +627,33 @@ static void test_plans_of_cross_rows(void)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
+/* Sequences are apart only where their tokens come one after the other, as many of each. */
+static void test_not_in_step(void)
+{
+    static float k[4 * 3];
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4};
+    const kvc_config config = {
+        .struct_size = sizeof config, .layers = &layer, .layer_size = sizeof layer, .num_layers = 1};
+    const kvc_rows_out rows = {.struct_size = sizeof rows, .k = k};
+    const kvc_dense_args args = {.struct_size = sizeof args, .rows = &rows, .by_sequence = 1};
+    const int64_t ids[][4] = {{5, 5, 6}, {5, 6, 5, 6}, {6, 6, 5, 5}};
+    static const char *const wrong[] = {"sequence 5 has 2", "token 1", NULL};
+    kvc_cache *cache = NULL;
+    CHECK(kvc_cache_new(&config, &cache) == KVC_OK);
+    for (int i = 0; i < 3; i++) {
+        kvc_batch *batch = NULL;
+        int32_t num_sequences = 0;
+        int64_t most = -1;
+        CHECK(kvc_begin(cache, i ? 4 : 3, (int32_t[]){0, 1, 2, 3}, ids[i], NULL, &batch) == KVC_OK);
+        const kvc_status status = kvc_dense_sequences(batch, 0, &num_sequences, &most);
+        CHECK(wrong[i] ? status == KVC_ERR_INVALID && most == -1 && strstr(kvc_last_error(), wrong[i])
+                       : status == KVC_OK && num_sequences == 2 && most == 0);
+        CHECK(kvc_dense(batch, 0, &args) == status);
+        kvc_abort(batch);
+    }
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
 /* ---- bad arguments ----------------------------------------------------------------------------------------------- */
 
 static void test_bad_dense(const stage *st)
@@ -637,6 +664,11 @@ static void test_bad_dense(const stage *st)
     CHECK_FAILS(kvc_dense_rows(st->batch, 1, &num), KVC_ERR_INDEX, "layer", "is 1:");
     CHECK_FAILS(kvc_dense_rows(st->batch, 0, NULL), KVC_ERR_INVALID, "num_rows", "NULL");
     CHECK(num == -1 && kvc_dense_rows(st->batch, 0, &num) == KVC_OK && num == 15);
+    int32_t num_sequences = 0;
+    CHECK_FAILS(kvc_dense_sequences(st->batch, 1, &num_sequences, &num), KVC_ERR_INDEX, "layer", "is 1:");
+    CHECK_FAILS(kvc_dense_sequences(st->batch, 0, NULL, &num), KVC_ERR_INVALID, "num_sequences", "NULL");
+    CHECK_FAILS(kvc_dense_sequences(st->batch, 0, &num_sequences, NULL), KVC_ERR_INVALID, "most_rows", "NULL");
+    CHECK(kvc_dense_sequences(st->batch, 0, &num_sequences, &num) == KVC_OK && num_sequences == 1 && num == 15);
     const kvc_rows_out good_rows = {.struct_size = sizeof good_rows, .k = k, .k_row_stride = 128};
     const kvc_dense_args good = {.struct_size = sizeof good, .rows = &good_rows, .num_rows = num};
 #define BAD(status, layer, name, value, ...)                                                                           \
@@ -656,6 +688,8 @@ static void test_bad_dense(const stage *st)
     BAD(KVC_ERR_INVALID, 0, "mask", "6", args.mask_token_stride = 6);
     BAD(KVC_ERR_INVALID, 0, "num_rows is 14", "15", args.num_rows = 14);
     BAD(KVC_ERR_INVALID, 0, "num_rows is -1", "15", args.num_rows = -1);
+    BAD(KVC_ERR_INVALID, 0, "num_rows is 14", "most", args.num_rows = 14, args.by_sequence = 1);
+    BAD(KVC_ERR_INVALID, 0, "strides", "6", args.k_batch_stride = 6, args.by_sequence = 1);
 #undef BAD
     CHECK_FAILS(kvc_dense(st->batch, 0, NULL), KVC_ERR_INVALID, "args", "NULL");
     CHECK(k[0] == 0 && kvc_dense(st->batch, 0, &good) == KVC_OK && k[0] != 0); /* keys alone */
@@ -699,6 +733,7 @@ int main(void)
 {
     test_bad_arguments();
     test_plans_of_cross_rows();
+    test_not_in_step();
     for_each_isa(test_isa);
     return test_result();
 }

@@ -117,6 +117,7 @@ typedef struct dense {
     int64_t num;
     float k[MAX_SEQUENCES * MOST_ENTRIES * 16], v[MAX_SEQUENCES * MOST_ENTRIES * 16];
     float mask[MAX_BATCH * MOST_ENTRIES * 3];
+    uint8_t seen[MAX_BATCH * MOST_ENTRIES * 3];
 } dense;
 
 static void get_dense(pair *p, int l, const uint8_t *non_causal, dense *out)
@@ -129,8 +130,12 @@ static void get_dense(pair *p, int l, const uint8_t *non_causal, dense *out)
                            .mask = out->mask,
                            .mask_token_stride = out->num * (int64_t)sizeof(float),
                            .num_rows = out->num,
-                           .non_causal = non_causal};
+                           .non_causal = non_causal,
+                           .seen = out->seen,
+                           .seen_token_stride = out->num};
     CHECKF(kvc_dense(p->batch, l, &args) == KVC_OK, "%s", kvc_last_error());
+    for (int64_t i = 0; i < p->num_tokens * out->num; i++)
+        CHECK(out->seen[i] == (out->mask[i] == 0));
     args.num_rows++;
     CHECK_FAILS(kvc_dense(p->batch, l, &args), KVC_ERR_INVALID, "num_rows", "there are");
 }
@@ -145,6 +150,60 @@ static void check_dense_row(const pair *p, int l, const dense *got, int64_t i, c
                    d, (double)k[d], e->k[h * layer->k_dim + d]);
         for (int d = 0; d < layer->v_dim; d++)
             CHECK(v[d] == e->v[h * layer->v_dim + d]);
+    }
+}
+
+/* The sequences apart: each has the rows and masks that it has among all, at `first`, and zeros that nobody sees. */
+static void check_slice(const pair *p, int l, const dense *all, int64_t first, int64_t num, const dense *got, int s,
+                        int tokens)
+{
+    const kvc_layer *layer = &p->layers[l];
+    const size_t k_size = (size_t)layer->k_dim * sizeof(float), v_size = (size_t)layer->v_dim * sizeof(float);
+    static const float zeros[64];
+    for (int64_t i = 0; i < got->num; i++) {
+        for (int h = 0; h < layer->num_kv_heads; h++) {
+            const int64_t to = (s * layer->num_kv_heads + h) * got->num + i, from = h * all->num + first + i;
+            CHECK(!memcmp(&got->k[to * layer->k_dim], i < num ? &all->k[from * layer->k_dim] : zeros, k_size));
+            CHECK(!memcmp(&got->v[to * layer->v_dim], i < num ? &all->v[from * layer->v_dim] : zeros, v_size));
+        }
+        for (int t = s * tokens; t < (s + 1) * tokens; t++) {
+            CHECK(got->mask[t * got->num + i] == (i < num ? all->mask[t * all->num + first + i] : -INFINITY));
+            CHECK(got->seen[t * got->num + i] == (i < num && all->seen[t * all->num + first + i]));
+        }
+    }
+}
+
+static void check_apart(pair *p, int l, const uint8_t *non_causal, const dense *all)
+{
+    static dense got;
+    const kvc_layer *layer = &p->layers[l];
+    int32_t num_sequences;
+    int64_t ids[MAX_BATCH], first = 0;
+    if (kvc_dense_sequences(p->batch, l, &num_sequences, &got.num) != KVC_OK) {
+        CHECK(strstr(kvc_last_error(), "to be apart"));
+        return;
+    }
+    CHECK(members_of(p, ids) == num_sequences && num_sequences * got.num <= MAX_SEQUENCES * MOST_ENTRIES);
+    const kvc_rows_out rows = room_for(p, l, (int32_t)got.num, got.k, got.v);
+    const kvc_dense_args args = {.struct_size = sizeof args,
+                                 .rows = &rows,
+                                 .mask = got.mask,
+                                 .mask_token_stride = got.num * (int64_t)sizeof(float),
+                                 .num_rows = got.num,
+                                 .non_causal = non_causal,
+                                 .seen = got.seen,
+                                 .seen_token_stride = got.num,
+                                 .by_sequence = 1,
+                                 .k_batch_stride = layer->num_kv_heads * rows.k_head_stride,
+                                 .v_batch_stride = layer->num_kv_heads * rows.v_head_stride};
+    CHECKF(kvc_dense(p->batch, l, &args) == KVC_OK, "%s", kvc_last_error());
+    for (int m = 0; m < num_sequences; m++) { /* by rising id; s: as the batch names them */
+        const int tokens = p->num_tokens / num_sequences, num = list_entries(p, l, ids[m])->num;
+        int s = 0;
+        while (p->ids[s * tokens] != ids[m])
+            s++;
+        check_slice(p, l, all, first, num, &got, s, tokens);
+        first += num;
     }
 }
 
@@ -175,6 +234,7 @@ static void check_dense(pair *p, int l, const uint8_t *non_causal)
         }
     }
     CHECKF(row == got.num, "%lld rows, not %lld", (long long)got.num, (long long)row);
+    check_apart(p, l, non_causal, &got);
 }
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
