@@ -249,6 +249,7 @@ cdef extern from "kvcache.h" nogil:
 
     kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args)
     kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows)
+    kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_sequences, int64_t *most_rows)
 
     ctypedef struct kvc_dense_args:
         size_t struct_size
@@ -256,6 +257,10 @@ cdef extern from "kvcache.h" nogil:
         float *mask
         int64_t mask_token_stride, num_rows
         const uint8_t *non_causal
+        uint8_t *seen
+        int64_t seen_token_stride
+        int32_t by_sequence
+        int64_t k_batch_stride, v_batch_stride
 
     kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args)
     kvc_status kvc_commit(kvc_batch *batch)
@@ -692,10 +697,11 @@ cdef enum:
     THD = 0
     HTD = 1
     BHTD = 2  # sequences in lock step: token t of sequence b is b * T + t
+    BTHD = 3  # the same, token by token: rows for a cross-attention layer, which one sequence gets
 
-cdef int[3] NUM_AXES = [3, 3, 4]  # by layout, as are the next two
-cdef int[3] TOKEN_AXIS = [0, 1, 2]
-cdef int[3] HEAD_AXIS = [1, 0, 1]
+cdef int[4] NUM_AXES = [3, 3, 4, 4]  # by layout, as are the next two
+cdef int[4] TOKEN_AXIS = [0, 1, 2, 1]
+cdef int[4] HEAD_AXIS = [1, 0, 1, 2]
 
 
 cdef int to_layout(str layout) except -1:
@@ -710,25 +716,27 @@ cdef int to_layout(str layout) except -1:
 
 cdef inline int64_t count_tokens(Array *a, int layout) noexcept:
     """Tokens in an array of rows; of too many, more than there may be."""
-    if layout != BHTD:
-        return a.shape[TOKEN_AXIS[layout]]
-    return min(a.shape[0], _INT32_MAX + 1) * min(a.shape[2], _INT32_MAX + 1)
+    cdef int64_t tokens = a.shape[TOKEN_AXIS[layout]]
+    return min(a.shape[0], _INT32_MAX + 1) * min(tokens, _INT32_MAX + 1) if layout >= BHTD else tokens
 
 
 cdef inline bint same_tokens(Array *a, Array *b, int layout) noexcept:
     cdef int axis = TOKEN_AXIS[layout]
-    return a.shape[axis] == b.shape[axis] and (layout != BHTD or a.shape[0] == b.shape[0])
+    return a.shape[axis] == b.shape[axis] and (layout < BHTD or a.shape[0] == b.shape[0])
 
 
 cdef str show_tokens(Array *a, int layout):
-    return f"{a.shape[0]} x {a.shape[2]}" if layout == BHTD else f"{a.shape[TOKEN_AXIS[layout]]}"
+    tokens = f"{a.shape[TOKEN_AXIS[layout]]}"
+    return f"{a.shape[0]} x {tokens}" if layout >= BHTD else tokens
 
 
 cdef int wrong_shape(str name, Array *a, int layout, object heads, int64_t dim, Array *like=NULL) except -1:
     """`like`: an array whose tokens it should have had."""
     shape = ", ".join([str(a.shape[i]) for i in range(a.ndim)])
     tokens = "tokens" if like == NULL else f"{like.shape[TOKEN_AXIS[layout]]}"
-    wanted = f"{tokens}, {heads}, {dim}" if layout == THD else f"{heads}, {tokens}, {dim}"
+    wanted = f"{tokens}, {heads}, {dim}" if layout in (THD, BTHD) else f"{heads}, {tokens}, {dim}"
+    if layout == BTHD:
+        wanted = "any, " + wanted
     if layout == BHTD:
         wanted = ("sequences, " if like == NULL else f"{like.shape[0]}, ") + wanted
     raise ValueError(f"{name}: an array of shape ({shape}), where ({wanted}) is needed")
@@ -1639,7 +1647,7 @@ cdef object read_rows_out(kvc_layer *shape, object out, int64_t most, int64_t *r
     rows[0] = k.shape[1]
     to[0] = kvc_rows_out(struct_size=sizeof(kvc_rows_out), type=k.type, k=k.data, v=v.data,
                          k_head_stride=k.strides[0], k_row_stride=k.strides[1], v_head_stride=v.strides[0],
-                         v_row_stride=v.strides[1])
+                         v_row_stride=v.strides[1], positions=NULL, num_stored=NULL)
     return owners
 
 
@@ -1791,6 +1799,8 @@ cdef class Batch:
                         PutRows *rows):
         cdef kvc_layer *shape = &self.cache.layers[layer]
         cdef kvc_put_args *args = &rows.args
+        if shape.policy.kind == KVC_CROSS and layout == THD and getattr(k, "ndim", 3) == 4:
+            layout = BTHD
         cdef int token = TOKEN_AXIS[layout], head = HEAD_AXIS[layout]
         owners = read_pair(shape, k, v, layout, &rows.k, &rows.v)
         memset(args, 0, sizeof(kvc_put_args))
@@ -1808,8 +1818,8 @@ cdef class Batch:
         if not shape.value_in_key:
             args.v, args.v_type = rows.v.data, rows.v.type
             args.v_token_stride, args.v_head_stride = rows.v.strides[token], rows.v.strides[head]
-        if layout == BHTD:
-            args.inner_tokens = <int32_t>rows.k.shape[2]
+        if layout >= BHTD:
+            args.inner_tokens = <int32_t>rows.k.shape[token]
             args.k_batch_stride = rows.k.strides[0]
             if not shape.value_in_key:
                 args.v_batch_stride = rows.v.strides[0]
@@ -1975,28 +1985,97 @@ cdef class Batch:
         self.cache.check_call(status)
         return (out, lse) if return_lse else out
 
-    def dense(self, layer, non_causal):
+    cdef object dense_rows(self, object out, str name, int32_t type, int layout, int64_t heads, int64_t dim,
+                           Array *like, Array *a):
+        """An array of as many sequences and rows as `like` has, checked if it was given; returns it."""
+        cdef int64_t sequences = like.shape[0], rows = like.shape[TOKEN_AXIS[layout]]
+        if out is None:
+            if layout == BHTD:
+                out = new_array(type, 4, sequences, heads, rows, dim)
+            elif layout == HTD:
+                out = new_array(type, 3, heads, rows, dim)
+            else:
+                out = new_array(type, 3, rows, heads, dim)
+            read_numpy(out, name, NUM_AXES[layout], a)
+            return out
+        owner = read_array(out, name, NUM_AXES[layout], a, write=True)
+        if not same_tokens(a, like, layout) or a.shape[HEAD_AXIS[layout]] != heads or a.shape[a.ndim - 1] != dim:
+            wrong_shape(name, a, layout, heads, dim, like)
+        check_writable(a, name)
+        return owner
+
+    cdef cnp.ndarray dense_mask(self, object out, str kind, tuple shape, Array *k, Array *v):
+        cdef cnp.ndarray mask
+        cdef char *end
+        dtype = np.dtype(np.float32 if kind == "f32" else np.bool_)
+        if out is None:
+            return np.empty(shape, dtype)
+        if not isinstance(out, np.ndarray) or out.dtype != dtype:
+            raise TypeError(f"out[2]: a NumPy array of {dtype} is needed, where mask={kind!r}, not "
+                            f"{getattr(out, 'dtype', type(out).__name__)}")
+        if out.shape != shape:
+            raise ValueError(f"out[2]: an array of shape {out.shape}, where {shape} is needed")
+        if not out.flags.c_contiguous or not out.flags.aligned or not out.flags.writeable:
+            raise ValueError("out[2]: must be contiguous, and may not be read-only")
+        mask = out
+        end = cnp.PyArray_BYTES(mask) + cnp.PyArray_NBYTES(mask)
+        if (begin_of(k) < end and cnp.PyArray_BYTES(mask) < end_of(k)) or (
+                begin_of(v) < end and cnp.PyArray_BYTES(mask) < end_of(v)):
+            raise ValueError("out: the mask overlaps keys or values; give it memory of its own")
+        return mask
+
+    def dense(self, layer, non_causal, dtype, str layout, mask, out):
         self.check_open()
-        cdef int32_t at = to_layer(layer, self.cache.num_layers)
-        cdef cnp.ndarray flags = to_flags(non_causal, 0, self.num_tokens, self.num_tokens)
+        cdef int32_t at = to_layer(layer, self.cache.num_layers), sequences = 1, type
+        cdef int where = to_layout(layout)
+        cdef kvc_layer *shape = &self.cache.layers[at]
+        cdef cnp.ndarray flags = to_flags(non_causal, 0, self.num_tokens, self.num_tokens), masks = None
         cdef const uint8_t[::1] sees_all
         cdef kvc_batch *batch
-        cdef cnp.ndarray mask
+        cdef Array k, v, like
         cdef kvc_dense_args args
         cdef kvc_rows_out rows
         cdef kvc_status status
+        given = (None, None) if out is None else tuple(out) if isinstance(out, (tuple, list)) else ()
+        if not 2 <= len(given) <= 2 + (mask is not None):
+            raise TypeError("out: a tuple of arrays for keys, values and, where there is one, the mask is needed")
         memset(&args, 0, sizeof(args))
         args.struct_size = sizeof(args)
+        args.by_sequence = where == BHTD
         batch = self.enter()
         with nogil:
-            status = kvc_dense_rows(batch, at, &args.num_rows)
+            if args.by_sequence:
+                status = kvc_dense_sequences(batch, at, &sequences, &args.num_rows)
+            else:
+                status = kvc_dense_rows(batch, at, &args.num_rows)
         self.leave()
         check(status)
-        k, v = self.cache.new_rows(at, args.num_rows, KVC_F32, True, True, &rows)
+        type = TYPES["f32" if dtype is None else dtype]
+        like.shape[0] = sequences
+        like.shape[TOKEN_AXIS[where]] = args.num_rows
+        key_owner = self.dense_rows(given[0], "out[0]", type, where, shape.num_kv_heads, shape.k_dim, &like, &k)
+        value_owner = self.dense_rows(given[1], "out[1]", type, where, shape.num_kv_heads, shape.v_dim, &like, &v)
+        if out is not None:
+            if v.type != k.type:
+                raise TypeError(f"out: both must be of one type, not {dtype_of(k.type)} and {dtype_of(v.type)}")
+            check_apart(&k, &v, "out[1]")
+        if mask is not None:
+            lengths = [self.num_tokens, args.num_rows]
+            if args.by_sequence:
+                lengths[:1] = [sequences, self.num_tokens // sequences]
+            masks = self.dense_mask(given[2] if len(given) > 2 else None, mask, tuple(lengths), &k, &v)
+        rows = kvc_rows_out(struct_size=sizeof(kvc_rows_out), type=k.type, k=k.data, v=v.data,
+                            k_head_stride=k.strides[HEAD_AXIS[where]], k_row_stride=k.strides[TOKEN_AXIS[where]],
+                            v_head_stride=v.strides[HEAD_AXIS[where]], v_row_stride=v.strides[TOKEN_AXIS[where]],
+                            positions=NULL, num_stored=NULL)
         args.rows = &rows
-        mask = new_array(KVC_F32, 2, self.num_tokens, args.num_rows)
-        args.mask = <float *>cnp.PyArray_DATA(mask)
-        args.mask_token_stride = args.num_rows * sizeof(float)
+        args.k_batch_stride, args.v_batch_stride = k.strides[0], v.strides[0]
+        if masks is not None and mask == "f32":
+            args.mask = <float *>cnp.PyArray_DATA(masks)
+            args.mask_token_stride = args.num_rows * sizeof(float)
+        elif masks is not None:
+            args.seen = <uint8_t *>cnp.PyArray_DATA(masks)
+            args.seen_token_stride = args.num_rows
         if flags is not None:
             sees_all = flags
             args.non_causal = &sees_all[0]
@@ -2005,7 +2084,9 @@ cdef class Batch:
             status = kvc_dense(batch, at, &args)
         self.leave()
         check(status)
-        return k, v, mask
+        if out is None:
+            return key_owner, value_owner, masks
+        return given[0], given[1], masks
 
     cdef cnp.ndarray to_kept(self, object keep):
         cdef cnp.ndarray kept = to_int_array(keep, "keep", cnp.NPY_INT32, -_INT32_MAX - 1, _INT32_MAX, least=0)

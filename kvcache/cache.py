@@ -1421,7 +1421,8 @@ class Batch:
             The token of the batch that the arrays begin with. Threads may put different tokens at once.
         seq_id : int, optional
             Where the policy is `CrossAttention`: the sequence of the batch whose rows these are, any number of them,
-            which replace those it had; by default the only one of the batch.
+            which replace those it had; by default the only one of the batch. They may be ``[any, tokens, heads, dim]``
+            there, too, as of an image in tiles.
         layout : {"THD", "HTD", "BHTD"}, default "THD"
             The order of the axes: tokens, heads, dim; heads first; or, for sequences in lock step, ``[batch, heads,
             tokens, dim]``, where token `t` of sequence `b` is token ``b * tokens + t`` of the batch.
@@ -1649,8 +1650,15 @@ class Batch:
         return result
 
     def dense(
-        self, layer: SupportsIndex, *, non_causal: Flags | None = None
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        self,
+        layer: SupportsIndex,
+        *,
+        non_causal: Flags | None = None,
+        dtype: FloatDType | None = None,
+        layout: Layout = "HTD",
+        mask: Literal["f32", "bool"] | None = "f32",
+        out: Sequence[Any] | None = None,
+    ) -> tuple[Any, Any, Any]:
         """Return all rows that the batch might see in a layer, and who sees which, for an attention of your own.
 
         Parameters
@@ -1659,24 +1667,42 @@ class Batch:
             Which layer.
         non_causal : bool or array of bool, optional
             As in `attend`, for the tokens of the batch.
+        dtype : {"f32", "f16", "bf16"}, optional
+            What the rows are converted to, f32 by default.
+        layout : {"HTD", "THD", "BHTD"}, default "HTD"
+            How the rows lie: ``[num_kv_heads, n, dim]``, ``[n, num_kv_heads, dim]``, or each sequence by itself,
+            ``[sequences, num_kv_heads, n, dim]``, where `n` is that of the sequence with most rows, and zeros, which
+            nobody sees, come after those of the others. The tokens of the batch come sequence after sequence then, as
+            many of each.
+        mask : {"f32", "bool"} or None, default "f32"
+            Which kind: to be added to the scores, 0 where the token sees the row, else minus infinity; or true where it
+            does. None: no mask, which for a batch of many sequences is the largest of the arrays.
+        out : tuple of two or three arrays, optional
+            Where keys and values go, in place of new arrays, and, if there are three, the mask: in the shapes below.
+            Keys and values of any of these types, NumPy's or DLPack's, with any strides but that of the last axis; the
+            mask NumPy's, contiguous. None may lie within another.
 
         Returns
         -------
         k, v : numpy.ndarray
-            ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]`` of f32, decoded and rotated: for each
-            sequence of the batch, by rising id, its stored rows and those of the batch that were put, in order of
-            position.
-        mask : numpy.ndarray
-            ``[tokens, n]`` of f32, to be added to the scores: 0 where the token sees the row, else minus infinity.
+            ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]``, or as `layout` says, decoded and
+            rotated: for each sequence of the batch, by rising id, its stored rows and those of the batch that were put,
+            in order of position. In the layout ``"BHTD"``, the sequences come in the order in which the batch names
+            them. The first two of `out` if that was given.
+        mask : numpy.ndarray or None
+            ``[tokens, n]``; in the layout ``"BHTD"``, ``[sequences, tokens of each, n]``, over the rows of the
+            sequence.
 
         Raises
         ------
         IndexError
             If there is no such layer.
         ValueError
-            If `non_causal` has not one entry per token, or the batch has ended.
+            If `non_causal` has not one entry per token; there is no such `dtype`, `layout` or `mask`, or `dtype` is
+            given beside `out`; `out` is of another shape, read-only, or overlaps; the layout is ``"BHTD"`` and the
+            sequences have not as many tokens each, side by side; or the batch has ended.
         TypeError
-            If `non_causal` holds anything but booleans.
+            If `non_causal` holds anything but booleans, or `out` anything but arrays of these types.
         RowsGoneError
             If rows are gone of a sequence that is not stored, as `attend` put them and then those of another layer.
         MemoryError
@@ -1695,9 +1721,20 @@ class Batch:
         >>> mask
         array([[  0., -inf],
                [  0.,   0.]], dtype=float32)
+        >>> batch.dense(0, mask="bool")[2]
+        array([[ True, False],
+               [ True,  True]])
+        >>> k, v, mask = batch.dense(0, dtype="f16", layout="BHTD")
+        >>> k.shape, k.dtype, mask.shape
+        ((1, 1, 2, 2), dtype('float16'), (1, 2, 2))
         >>> batch.abort()
         """
-        return self._core.dense(layer, non_causal)
+        chosen = None if dtype is None else _float_dtype(dtype, "dtype")
+        if chosen is not None and out is not None:
+            raise ValueError(f"dtype={dtype!r}: rows are converted to the type of out; leave it out")
+        if mask is not None and mask not in ("f32", "bool"):
+            raise ValueError(f"mask={mask!r}: must be 'f32', 'bool' or None")
+        return self._core.dense(layer, non_causal, chosen, layout, mask, out)
 
     def commit(self, keep: Iterable[SupportsIndex] | None = None) -> None:
         """End the batch: its tokens are part of their sequences. Once it has ended, this does nothing.

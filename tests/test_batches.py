@@ -161,6 +161,121 @@ def test_dense_before_anything_is_put():
         batch.abort()
 
 
+def several(new, **options):
+    """A batch of so many tokens of each of three sequences, of which two hold rows, and what is to be put."""
+    cache = new_cache(**options)
+    feed(cache, 5, seq_id=9)
+    feed(cache, 2, seq_id=4, seed=1)
+    positions = [cache.next_position(i) + t for i in (9, 4, 7) for t in range(new)]
+    batch = cache.batch(positions=positions, seq_ids=np.repeat([9, 4, 7], new))
+    return batch, rows(3 * new, seed=2)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("layout", ["HTD", "THD"])
+def test_dense_in_any_type_and_layout(layout, dtype):
+    batch, (_, k, v) = several(2)
+    batch.put(0, k, v)
+    expected = batch.dense(0)
+    found = batch.dense(0, dtype=dtype, layout=layout, mask="bool")
+    of_type = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}[dtype]
+    for x, right in zip(found[:2], expected[:2], strict=True):
+        assert x.dtype == of_type
+        np.testing.assert_array_equal(np.swapaxes(x, 0, 1) if layout == "THD" else x, right.astype(of_type))
+    assert found[2].dtype == np.bool_
+    np.testing.assert_array_equal(found[2], expected[2] == 0)
+    assert batch.dense(0, mask=None)[2] is None
+    batch.abort()
+
+
+@pytest.mark.parametrize("non_causal", [None, True])
+def test_dense_of_each_sequence_by_itself(non_causal):
+    new = 3
+    batch, (q, k, v) = several(new)
+    out = batch.attend(0, q, k, v, non_causal=non_causal)
+    keys, values, mask = batch.dense(0, layout="BHTD", non_causal=non_causal)
+    seen = batch.dense(0, layout="BHTD", non_causal=non_causal, mask="bool")[2]
+    assert (keys.shape, values.shape) == ((3, KV_HEADS, 8, DIM), (3, KV_HEADS, 8, V_DIM))
+    assert (mask.shape, seen.dtype) == ((3, new, 8), np.bool_)
+    np.testing.assert_array_equal(seen, mask == 0)
+    for s, length in enumerate((8, 5, 3)):
+        np.testing.assert_allclose(
+            out[s * new : (s + 1) * new],
+            by_hand(q[s * new : (s + 1) * new], (keys[s], values[s], mask[s])),
+            atol=1e-5,
+        )
+        assert not any(x[s, :, length:].any() for x in (keys, values, seen))
+    batch.abort()
+
+
+@pytest.mark.parametrize(("ids", "words"), [([5, 5, 6], "sequence 5 has 2"), ([5, 6, 5, 6], "token 1")])
+def test_dense_of_sequences_that_are_not_in_step(ids, words):
+    with new_cache().batch(positions=range(len(ids)), seq_ids=ids) as batch:
+        with pytest.raises(ValueError, match=words):
+            batch.dense(0, layout="BHTD")
+        batch.abort()
+
+
+@pytest.mark.parametrize("layout", ["HTD", "THD", "BHTD"])
+def test_dense_into_arrays(layout):
+    batch, (_, k, v) = several(2)
+    batch.put(0, k, v)
+    for kind in ("f32", "bool", None):
+        expected = batch.dense(0, dtype="f16", layout=layout, mask=kind)
+        out = [np.full_like(x, 7) for x in expected if x is not None]
+        wide = np.full((*out[0].shape[:-1], DIM + 3), 7, np.float16)
+        out[0] = wide[..., :DIM]
+        found = batch.dense(0, layout=layout, mask=kind, out=out)
+        for x, given, right in zip(found, out, expected, strict=False):
+            assert x is given
+            np.testing.assert_array_equal(x, right)
+        assert (wide[..., DIM:] == 7).all()
+        found = batch.dense(0, layout=layout, mask=kind, out=out[:2])  # a mask of its own
+        assert (found[2] is None) == (kind is None)
+    batch.abort()
+
+
+def test_dense_into_arrays_that_will_not_do():
+    batch, (_, k, v) = several(1)
+    batch.put(0, k, v)
+    k, v, mask = batch.dense(0)
+    assert (k.shape, v.shape, mask.shape) == ((KV_HEADS, 10, DIM), (KV_HEADS, 10, V_DIM), (3, 10))
+    frozen = np.zeros_like(k)
+    frozen.flags.writeable = False
+    memory = np.zeros(k.size + mask.size, np.float32)
+    for out, error, words in [
+        (k, TypeError, "out: a tuple"),
+        ((k,), TypeError, "out: a tuple"),
+        ((k, v, mask, mask), TypeError, "out: a tuple"),
+        ((k[:, :9], v), ValueError, r"out\[0\].*\(2, 9, 8\).*\(2, 10, 8\)"),
+        ((k, v[:1]), ValueError, r"out\[1\].*\(1, 10, 4\)"),
+        ((k, v.astype(np.float16)), TypeError, "one type"),
+        ((k.astype(np.float64), v), TypeError, "float64"),
+        ((frozen, v), ValueError, r"out\[0\].*read-only"),
+        ((k, k[..., :V_DIM]), ValueError, "overlaps"),
+        ((k, v, mask == 0), TypeError, r"out\[2\].*float32.*bool"),
+        ((k, v, mask[:2]), ValueError, r"out\[2\].*\(2, 10\).*\(3, 10\)"),
+        ((k, v, np.zeros((10, 3), np.float32).T), ValueError, r"out\[2\].*contiguous"),
+        ((memory[: k.size].reshape(k.shape), v, memory[1:31].reshape(mask.shape)), ValueError, "mask overlaps"),
+    ]:
+        before = [x.copy() for x in (k, v, mask)]
+        with pytest.raises(error, match=words):
+            batch.dense(0, out=out)
+        for x, right in zip((k, v, mask), before, strict=True):
+            np.testing.assert_array_equal(x, right)
+    for options, words in [
+        ({"dtype": "q8_0"}, "dtype='q8_0'"),
+        ({"dtype": "f16", "out": (k, v)}, "leave it out"),
+        ({"layout": "TDH"}, "layout='TDH'"),
+        ({"mask": "u8"}, "mask='u8'"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            batch.dense(0, **options)
+    with pytest.raises(TypeError, match=r"out: a tuple"):
+        batch.dense(0, mask=None, out=(k, v, mask))
+    batch.abort()
+
+
 # ---- lock step
 
 

@@ -676,8 +676,8 @@ def test_get(run, cache):
         for layer in range(2):
             batch.put(layer, k, v)
         keys, values, mask = run(batch=batch, layer=1)
-    np.testing.assert_array_equal(keys, k[[1, 2, 0]].swapaxes(0, 1))
-    np.testing.assert_array_equal(values, v[[1, 2, 0]].swapaxes(0, 1))
+    np.testing.assert_array_equal(keys, k[[1, 2, 0]].astype(np.float16))
+    np.testing.assert_array_equal(values, v[[1, 2, 0]].astype(np.float16))
     assert (mask == 0).tolist() == [[True, True, True], [True, False, False], [True, True, False]]
 
 
@@ -734,6 +734,32 @@ def test_encoder_put(run):
             run(batch=batch, layer=0, k=k, v=v, seq=1)
             batch.put(1, *random_rows(1))
         np.testing.assert_array_equal(cache.gather(0, seq_id=1)[0], k.swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("shape", [(6, 2, 8), (3, 2, 2, 8), (1, 6, 2, 8)])
+def test_encoder_rows_come_back_bit_for_bit(shape):
+    k, v = (rows.reshape(shape) for rows in random_rows(6))
+    k.flat[:4] = np.inf, -0.0, 1e-45, np.nan
+    with encoder_cache() as cache, cache.batch(1) as batch:
+        batch.put(0, k, v)
+        batch.put(1, *random_rows(1))
+        for found, put in zip(batch.dense(0, layout="THD"), (k, v), strict=False):
+            assert found.tobytes() == put.tobytes()
+        both = np.concatenate([v, k], axis=-1)[..., ::-1, :]  # of any strides
+        batch.put(0, both[..., 8:], both[..., :8])
+        keys, values, _ = batch.dense(0, layout="THD")
+        assert keys.tobytes() == k[..., ::-1, :].tobytes()
+        assert values.tobytes() == v[..., ::-1, :].tobytes()
+
+
+@pytest.mark.parametrize("shapes", [((2, 3, 2, 8), (6, 2, 8)), ((2, 3, 2, 8), (3, 2, 2, 8)), ((2, 3, 4, 8),) * 2])
+def test_encoder_rows_of_shapes_that_do_not_match(shapes):
+    with encoder_cache() as cache, cache.batch(1) as batch:
+        with pytest.raises(ValueError, match=r"k|v"):
+            batch.put(0, *(np.zeros(shape, np.float32) for shape in shapes))
+        with pytest.raises(ValueError, match=r"axes"):  # of tokens
+            batch.put(1, *(np.zeros((1, 1, 2, 8), np.float32) for _ in range(2)))
+        batch.abort()
 
 
 @table.row("EncoderCache.Get(ctx)")
