@@ -617,7 +617,9 @@ KVC_API int64_t kvc_plan_num_tasks(const kvc_plan *plan);
 
 /* Runs task `task` of a layer, from any thread; every task of [0, num_tasks) once, best in about this order, as the
  * large ones come first.  The last to end merges, in a fixed order, so no barrier is needed.  All calls for one layer
- * get the same args.  What kvc_last_error() says of a failure, it says to the thread that ran the task. */
+ * get the same args.  After some failed, were cancelled or left out, run these again, or all, in any order: once the last
+ * has ended, results are right (where all are run again, also if args have changed).  The next layer may be begun as well.
+ * KVC_ERR_BUSY while another thread runs the same task, or tasks of another layer.  What kvc_last_error() says of a failure, it says to the thread that ran the task. */
 KVC_API kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task);
 
 /* All that the batch's tokens might see in a layer, for callers with an attention of their own: the stored rows of each

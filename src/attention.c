@@ -25,6 +25,7 @@ typedef struct call {
     const kvc_rope *rope; /* what keys that are off are off by; NULL: nothing */
     const float *angles;  /* [plan->num_deltas][plan->angles_stride] for that */
     int level;            /* kvc_ahead */
+    int again, was_done;  /* of a task of kvc_plan_run: it runs in such a round; it was done in it before */
     float scale;
     kvc_watch watch;   /* asked by kvc_attend's tasks, and those of it that are long */
     atomic_int status; /* of the first task that did not succeed */
@@ -671,37 +672,110 @@ static task make_task(call *c, int64_t i, float *lane) {
     return t;
 }
 
-/* A member's part is done, or skipped; the last of its unit and head to end writes the result. */
-static void end_part(const task *t, int cancelled) {
+/* A member's part is done; the last of its unit and head to end writes the result, and so does each that is run again.
+ */
+static void end_part(const task *t) {
+    const call *c = t->call;
     const kvc_unit *unit = t->unit;
-    kvc_counter *counter = &t->call->plan->counters[unit->first_counter + t->head];
-    if (cancelled)
-        atomic_fetch_add(&counter->skipped, 1);
-    else if (unit->num_parts > 1)
-        keep_partial(t);
-    if (atomic_fetch_sub(&counter->remaining, 1) != 1) return;
-    atomic_store(&counter->remaining, unit->num_parts); /* all parts are there */
-    if (atomic_exchange(&counter->skipped, 0)) return;
+    atomic_int *remaining = &c->plan->remaining[unit->first_counter + t->head];
+    if (unit->num_parts > 1) keep_partial(t);
+    const int new_parts = c->was_done ? 0 : 1;
+    if (atomic_fetch_sub(remaining, new_parts) != new_parts) return;
+    if (!c->again) atomic_store(remaining, unit->num_parts); /* for the next layer */
     const results all = results_of(t);
     write_out(t, &all);
 }
 
-static void end_parts(const task *t, int cancelled) {
+static void end_parts(const task *t) {
     for (int32_t m = 0, first = 0; m < t->job->num_members; m++) {
         const task own = member_of(t, m, first);
         first += own.num_q;
-        end_part(&own, cancelled);
+        end_part(&own);
     }
 }
+
+static void lock_round(kvc_round *round) {
+    while (atomic_flag_test_and_set_explicit(&round->lock, memory_order_acquire)) kvc_pause();
+}
+
+static void unlock_round(kvc_round *round) { atomic_flag_clear_explicit(&round->lock, memory_order_release); }
 
 static kvc_status run_task(call *c, int64_t i) {
     kvc_plan *plan = c->plan;
     const int32_t l = take_lane(plan);
     task t = make_task(c, i, plan->lanes + (size_t)l * plan->lane.size);
     const int cancelled = is_cancelled(c) || !attend_part(&t);
-    end_parts(&t, cancelled);
+    if (!cancelled && c->again) lock_round(&plan->round);
+    if (!cancelled) end_parts(&t);
+    if (!cancelled && c->again) unlock_round(&plan->round);
     atomic_flag_clear_explicit(&plan->lane_taken[l], memory_order_release);
     return cancelled ? kvc_fail(KVC_ERR_CANCELLED, "the attention was cancelled") : KVC_OK;
+}
+
+/* ---- rounds ------------------------------------------------------------------------------------------------------ */
+
+/* Another layer, or other arrays, begin a round: what was run of the one before is forgotten. */
+static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
+    kvc_round *round = &plan->round;
+    if (round->layer == layer && round->q == args->q && round->out == args->out && round->lse == args->lse)
+        return KVC_OK;
+    if (round->num_running)
+        return kvc_fail(KVC_ERR_BUSY, "tasks are being run for layer %d: a plan serves one layer at a time",
+                        round->layer);
+    if (round->num_done) kvc_plan_reset(plan);
+    round->again = 0;
+    round->layer = layer;
+    round->q = args->q;
+    round->out = args->out;
+    round->lse = args->lse;
+    return KVC_OK;
+}
+
+/* From now on tasks are run again: what is counted of a unit is which of its parts there are. */
+static void begin_again(kvc_plan *plan) {
+    kvc_round *round = &plan->round;
+    while (round->num_running) { /* none of these waits */
+        unlock_round(round);
+        kvc_pause();
+        lock_round(round);
+    }
+    if (!round->again) kvc_plan_recount(plan);
+    round->again = 1;
+    round->failed = 0;
+}
+
+/* Whether the task was done before, and how the call is to end it, stand in *c. */
+static kvc_status begin_task(call *c, int32_t layer, const kvc_attend_args *args, int64_t task) {
+    kvc_plan *plan = c->plan;
+    kvc_round *round = &plan->round;
+    lock_round(round);
+    kvc_status status = join_round(plan, layer, args);
+    if (status == KVC_OK && !round->again && (round->failed || round->states[task] == KVC_TASK_DONE)) begin_again(plan);
+    if (status == KVC_OK && round->states[task] == KVC_TASK_RUNNING)
+        status = kvc_fail(KVC_ERR_BUSY, "task %lld is being run by another thread", (long long)task);
+    if (status == KVC_OK) {
+        c->again = round->again;
+        c->was_done = round->states[task] == KVC_TASK_DONE;
+        round->states[task] = KVC_TASK_RUNNING;
+        round->num_running++;
+    }
+    unlock_round(round);
+    return status;
+}
+
+/* A part that was there stays, where its task is cancelled when it is run again. */
+static void end_task(const call *c, int64_t task, int is_done) {
+    const int64_t num_tasks = kvc_plan_num_tasks(c->plan);
+    kvc_round *round = &c->plan->round;
+    lock_round(round);
+    round->states[task] = is_done || c->was_done ? KVC_TASK_DONE : KVC_TASK_OPEN;
+    round->num_running--;
+    round->num_done += is_done && !c->was_done;
+    if (round->num_done == num_tasks && !round->again) { /* the next round */
+        memset(round->states, KVC_TASK_OPEN, (size_t)num_tasks);
+        round->num_done = 0;
+    }
+    unlock_round(round);
 }
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
@@ -787,6 +861,7 @@ static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, 
 static void make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_sheet *sheet) {
     const kvc_cache *cache = plan->batch->cache;
     c->plan = plan;
+    c->again = c->was_done = 0;
     c->args = args;
     c->kernels = cache->kernels;
     c->level = cache->prefetch_level;
@@ -802,7 +877,7 @@ static void make_call(call *c, kvc_plan *plan, int32_t layer, const kvc_attend_a
     atomic_init(&c->status, KVC_OK);
 }
 
-kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *given, int64_t task) {
+static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_args *given, int64_t task) {
     kvc_attend_args args;
     call c;
     kvc_status status = KVC_READ(kvc_attend_args, &args, given, "args");
@@ -818,9 +893,22 @@ kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *gi
     if (status == KVC_OK) status = check_task(plan, layer, task, sheet);
     if (status == KVC_OK) {
         make_call(&c, plan, layer, &args, sheet);
-        status = run_task(&c, task);
+        status = begin_task(&c, layer, &args, task);
+        if (status == KVC_OK) {
+            status = run_task(&c, task);
+            end_task(&c, task, status == KVC_OK);
+        }
     }
     kvc_sheet_leave(plan->batch->cache, sheet);
+    return status;
+}
+
+kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task) {
+    const kvc_status status = run_planned(plan, layer, args, task);
+    if (status == KVC_OK) return status;
+    lock_round(&plan->round);
+    plan->round.failed = 1;
+    unlock_round(&plan->round);
     return status;
 }
 

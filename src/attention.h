@@ -57,11 +57,21 @@ typedef struct kvc_job {
     int64_t work;   /* rows times query rows */
 } kvc_job;
 
-/* One for each unit and KV head. */
-typedef struct kvc_counter {
-    atomic_int remaining; /* parts */
-    atomic_int skipped;   /* parts that were cancelled */
-} kvc_counter;
+/* Of a task, in a round of kvc_plan_run. */
+enum { KVC_TASK_OPEN, KVC_TASK_RUNNING, KVC_TASK_DONE };
+
+/* What kvc_plan_run knows of the tasks, which are run for a layer and its arrays, each once.  After one failed, or was
+ * run a second time, tasks are run again: each then merges what there is of its units anew, so that the last one leaves
+ * what is right, in any order. */
+typedef struct kvc_round {
+    atomic_flag lock;
+    int32_t layer;
+    int32_t again; /* tasks are run again, until it is another layer's turn; parts are kept and merged under the lock */
+    int32_t failed;
+    const void *q, *out, *lse;
+    int64_t num_running, num_done;
+    uint8_t *states; /* [num_tasks] */
+} kvc_round;
 
 /* What one running task works in, in floats from the beginning of its lane. */
 typedef struct kvc_lane_layout {
@@ -92,8 +102,9 @@ struct kvc_plan {
     kvc_piece *pieces;
     kvc_start *starts;
     kvc_job *jobs;
-    int32_t *members; /* of the jobs: units */
-    kvc_counter *counters;
+    int32_t *members;      /* of the jobs: units */
+    atomic_int *remaining; /* for each unit and KV head: parts that are yet to be run */
+    kvc_round round;
     kvc_lane_layout lane;
     float *partials;
     float *lanes;
@@ -102,6 +113,12 @@ struct kvc_plan {
 
 /* Frees the batch's plans, with the mutex held. */
 void kvc_plans_free(kvc_batch *batch);
+
+/* No task was run. */
+void kvc_plan_reset(kvc_plan *plan);
+
+/* Counts anew which parts of units are yet to be run, by what tasks are done. */
+void kvc_plan_recount(kvc_plan *plan);
 
 /* Copies and checks the caller's arguments, and fills in those left to us. */
 kvc_status kvc_plan_check(const kvc_batch *batch, const kvc_plan_args *given, kvc_plan_args *args);

@@ -5,6 +5,7 @@
  */
 #include "fork.h"
 
+#include "attention.h"
 #include "rewrite.h"
 
 #if defined(_WIN32)
@@ -39,11 +40,19 @@ static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
     cache->num_rewrites--;
 }
 
+/* A thread that is not there any more may have been running a task. */
+static void free_plan(kvc_plan *plan) {
+    atomic_flag_clear(&plan->round.lock);
+    for (int32_t i = 0; i < plan->num_lanes; i++) atomic_flag_clear(&plan->lane_taken[i]);
+    kvc_plan_reset(plan);
+}
+
 static void in_child(void) {
     kvc_threads_forked();
     for (kvc_cache *cache = caches; cache; cache = cache->next) {
         kvc_signal_init(&cache->idle); /* it may count threads that wait */
         cache->num_waiting = 0;
+        for (kvc_plan *plan = cache->batch ? cache->batch->plans : NULL; plan; plan = plan->next) free_plan(plan);
         for (int32_t i = 0; i < cache->sequences.num; i++) {
             kvc_sequence *sequence = cache->sequences.items[i];
             if (sequence->in_rewrite && !pthread_equal(sequence->rewriter, kvc_thread_self()))

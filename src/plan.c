@@ -422,10 +422,6 @@ static void fill_units(maker *m) {
     for (int32_t i = 0; i < plan->num_units; i++) {
         kvc_unit *unit = &plan->units[i];
         *unit = m->units[i].unit;
-        for (int32_t h = 0; h < plan->num_kv_heads; h++) {
-            atomic_init(&plan->counters[unit->first_counter + h].remaining, unit->num_parts);
-            atomic_init(&plan->counters[unit->first_counter + h].skipped, 0);
-        }
     }
     for (int32_t i = 0; i < plan->num_units; i++) fill_unit(m, &m->order[i]);
 }
@@ -576,7 +572,8 @@ static kvc_plan *settle(const kvc_plan *draft, const totals *t) {
     const uint64_t starts = kvc_add_array(&size, (uint64_t)t->parts * sizeof(kvc_start));
     const uint64_t jobs = kvc_add_array(&size, (uint64_t)t->parts * sizeof(kvc_job)); /* at most */
     const uint64_t members = kvc_add_array(&size, (uint64_t)t->parts * sizeof(int32_t));
-    const uint64_t counters = kvc_add_array(&size, (uint64_t)t->counters * sizeof(kvc_counter));
+    const uint64_t counters = kvc_add_array(&size, (uint64_t)t->counters * sizeof(atomic_int));
+    const uint64_t states = kvc_add_array(&size, (uint64_t)t->parts * (uint64_t)draft->num_kv_heads);
     const uint64_t flags = kvc_add_array(&size, (uint64_t)draft->num_lanes * sizeof(atomic_flag));
     const uint64_t deltas = kvc_add_array(&size, (uint64_t)draft->num_deltas * sizeof(int32_t));
     const uint64_t angles =
@@ -596,7 +593,8 @@ static kvc_plan *settle(const kvc_plan *draft, const totals *t) {
     plan->starts = (void *)(start + starts);
     plan->jobs = (void *)(start + jobs);
     plan->members = (void *)(start + members);
-    plan->counters = (void *)(start + counters);
+    plan->remaining = (void *)(start + counters);
+    plan->round.states = (void *)(start + states);
     plan->lane_taken = (void *)(start + flags);
     plan->deltas = (void *)(start + deltas);
     plan->angles = (void *)(start + angles);
@@ -736,6 +734,8 @@ static kvc_plan *make_plan(maker *m) {
     find_angles(m);
     fill_units(m);
     find_jobs(m);
+    atomic_flag_clear(&plan->round.lock);
+    kvc_plan_reset(plan);
     return plan;
 }
 
@@ -812,14 +812,30 @@ kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan *
     return KVC_OK;
 }
 
+void kvc_plan_recount(kvc_plan *plan) {
+    for (int32_t u = 0; u < plan->num_units; u++)
+        for (int32_t h = 0; h < plan->num_kv_heads; h++)
+            atomic_store_explicit(&plan->remaining[plan->units[u].first_counter + h], plan->units[u].num_parts,
+                                  memory_order_relaxed);
+    for (int64_t i = 0; i < kvc_plan_num_tasks(plan); i++) {
+        const kvc_job *job = kvc_job_of(plan, i);
+        if (plan->round.states[i] != KVC_TASK_DONE) continue;
+        for (int64_t m = job->first_member; m < job->first_member + job->num_members; m++)
+            atomic_fetch_sub(&plan->remaining[plan->units[plan->members[m]].first_counter + kvc_head_of(plan, i)], 1);
+    }
+}
+
+void kvc_plan_reset(kvc_plan *plan) {
+    kvc_round *round = &plan->round;
+    memset(round->states, KVC_TASK_OPEN, (size_t)kvc_plan_num_tasks(plan));
+    round->num_running = round->num_done = 0;
+    round->again = round->failed = 0;
+    kvc_plan_recount(plan);
+}
+
 void kvc_plan_free(kvc_plan *plan) {
     if (!plan) return;
-    for (int32_t u = 0; u < plan->num_units; u++) /* not all tasks may have been run */
-        for (int32_t h = 0; h < plan->num_kv_heads; h++) {
-            kvc_counter *counter = &plan->counters[plan->units[u].first_counter + h];
-            atomic_store_explicit(&counter->remaining, plan->units[u].num_parts, memory_order_relaxed);
-            atomic_store_explicit(&counter->skipped, 0, memory_order_relaxed);
-        }
+    kvc_plan_reset(plan); /* not all tasks may have been run */
     atomic_flag_clear(&plan->taken);
 }
 

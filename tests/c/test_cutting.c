@@ -274,6 +274,58 @@ static void check_plan(stage *st, const answers *a, int is_mixed)
     kvc_plan_free(plan);
 }
 
+enum { DONE, CANCELLED, BAD, LEFT_OUT, NUM_FATES };
+
+/* What becomes of each task, by chance, in an order by chance; returned is which. */
+static int *run_some(stage *st, kvc_plan *plan, float scale)
+{
+    const volatile int32_t cancel = 1;
+    const int64_t num_tasks = kvc_plan_num_tasks(plan);
+    int *fates = malloc((size_t)num_tasks * sizeof *fates);
+    int64_t *order = shuffled(num_tasks);
+    for (int64_t i = 0; i < num_tasks; i++) {
+        kvc_attend_args args = st->args;
+        const int fate = fates[order[i]] = random_int(0, 3) ? DONE : random_int(0, NUM_FATES);
+        args.scale = scale;
+        if (fate == CANCELLED)
+            args.cancel = &cancel;
+        if (fate == BAD)
+            args.q = NULL;
+        if (fate == LEFT_OUT)
+            continue;
+        const kvc_status right = fate == DONE ? KVC_OK : fate == BAD ? KVC_ERR_INVALID : KVC_ERR_CANCELLED;
+        CHECKF(kvc_plan_run(plan, 0, &args, order[i]) == right, "%s", kvc_last_error());
+    }
+    free(order);
+    return fates;
+}
+
+/* After some tasks failed, those are run again, or all, with what was written wiped out and for other numbers. */
+static void check_again(stage *st, const answers *a, int trial)
+{
+    kvc_plan *plan = NULL;
+    CHECKF(kvc_plan_new(st->batch, &st->plan, &plan) == KVC_OK, "%s", kvc_last_error());
+    const int64_t num_tasks = kvc_plan_num_tasks(plan);
+    int64_t *order = shuffled(num_tasks);
+    const int all = trial % 2;
+    forget(st);
+    int *fates = run_some(st, plan, all ? 3 : st->args.scale);
+    if (all) {
+        forget(st);
+        crew_run(plan, 0, &st->args, order, 1 + trial / 2 % 3);
+    }
+    for (int64_t i = 0; i < num_tasks && !all; i++)
+        if (fates[order[i]] != DONE)
+            CHECKF(kvc_plan_run(plan, 0, &st->args, order[i]) == KVC_OK, "%s", kvc_last_error());
+    check_bits(st, a, "again", trial);
+    forget(st);
+    crew_run(plan, 0, &st->args, order, 2);
+    check_bits(st, a, "once more", trial);
+    free(fates);
+    free(order);
+    kvc_plan_free(plan);
+}
+
 /* By threads of the library's, and by our own, in two orders; in the last as if there were 64. */
 static void check_grove(const grove *g)
 {
@@ -291,6 +343,8 @@ static void check_grove(const grove *g)
     }
     st->plan.num_threads = 64;
     check_plan(st, &a, 1);
+    for (int trial = 0; trial < 6; trial++)
+        check_again(st, &a, trial);
     stage_free(st);
     answers_free(&a, g);
 }
