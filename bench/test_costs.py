@@ -177,3 +177,17 @@ def test_decoding_over_many_deltas(figures, in_turn, deltas):
     ours, without = in_turn(lambda: step(moved), lambda: step(settled), seconds=1, least=5)
     note = f"{layers} layers, {1e3 * np.median(ours):.2f} ms"
     figures.ratio(f"a step over rows of {deltas:,} deltas, by one over settled rows", ours, without, "", note)
+
+
+def test_dense_of_each_sequence(slope):
+    """By itself: with a mask over all rows, what is written is quadratic."""
+    sizes = (512, 2048, 8192)
+    caches = {size: holding(size) for size in sizes}
+
+    def dense(size):
+        batch = caches[size].batch(positions=[1] * size, seq_ids=np.arange(size))
+        seconds, _ = timed(batch.dense, 0, layout="BHTD")
+        batch.abort()
+        return seconds
+
+    slope("dense of each sequence", sizes, dense, "<= 1.2")
