@@ -183,7 +183,7 @@ END
     cat >CMakeLists.txt <<'END'
 cmake_minimum_required(VERSION 3.21)
 project(user C)
-find_package(kvcache 0.1 REQUIRED)
+find_package(kvcache 0.2 REQUIRED)
 foreach(library kvcache kvcache_static)
   add_executable(with_${library} main.c)
   target_link_libraries(with_${library} PRIVATE kvcache::${library})

@@ -51,7 +51,7 @@
 #include <stdint.h>
 
 #define KVC_VERSION_MAJOR 0
-#define KVC_VERSION_MINOR 1
+#define KVC_VERSION_MINOR 2
 #define KVC_VERSION_PATCH 0
 
 #if defined(_WIN32) && defined(KVC_SHARED)
