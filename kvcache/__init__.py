@@ -1,5 +1,14 @@
 """The KV cache for CPU inference: stores keys and values, decides which tokens stay, attends over them."""
 
+from importlib.util import find_spec as _find_spec
+
+if _find_spec("kvcache._core") is None:
+    # The sources in the current folder come before what is installed.
+    raise ImportError(
+        f"{__path__[0]} holds the sources of kvcache without the compiled module: run Python from another folder, or "
+        "build in place with: pip install -e ."
+    )
+
 from kvcache.block import Block, Run
 from kvcache.cache import Batch, KVCache, Span
 from kvcache.config import __version__, get_num_threads, set_num_threads, show_config

@@ -2037,7 +2037,7 @@ cdef class Batch:
         cdef kvc_rows_out rows
         cdef kvc_status status
         given = (None, None) if out is None else tuple(out) if isinstance(out, (tuple, list)) else ()
-        if not 2 <= len(given) <= 2 + (mask is not None):
+        if not 2 <= len(given) <= 2 + (mask is not None) or out is not None and any(to is None for to in given):
             raise TypeError("out: a tuple of arrays for keys, values and, where there is one, the mask is needed")
         memset(&args, 0, sizeof(args))
         args.struct_size = sizeof(args)

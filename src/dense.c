@@ -104,21 +104,22 @@ kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows) {
     return status == KVC_OK ? enter_and_count(batch, layer, num_rows, &most) : status;
 }
 
-/* Their tokens come one after the other, as many of each. */
+/* The tokens of the batch come sequence after sequence, as many of each. */
 static kvc_status check_in_step(const kvc_batch *batch) {
     const kvc_batch_sequence *first = &batch->sequences[0];
     for (int32_t s = 1; s < batch->num_sequences; s++)
         if (batch->sequences[s].num_tokens != first->num_tokens)
-            return kvc_fail(KVC_ERR_INVALID,
-                            "sequence %lld has %d tokens in the batch and %lld has %d: to be apart, all must have as "
-                            "many",
-                            (long long)first->sequence->id, first->num_tokens,
-                            (long long)batch->sequences[s].sequence->id, batch->sequences[s].num_tokens);
+            return kvc_fail(
+                KVC_ERR_INVALID,
+                "sequence %lld has %d tokens in the batch and %lld has %d: to be handed out each by itself, "
+                "all must have as many",
+                (long long)first->sequence->id, first->num_tokens, (long long)batch->sequences[s].sequence->id,
+                batch->sequences[s].num_tokens);
     for (int32_t t = 0; t < batch->num_tokens; t++)
         if (batch->order[t] != t)
             return kvc_fail(KVC_ERR_INVALID,
-                            "token %d of the batch comes between those of another sequence: to be apart, they must "
-                            "come sequence after sequence",
+                            "token %d of the batch comes between those of another sequence: to be handed out each by "
+                            "itself, sequences must come one after the other",
                             t);
     return KVC_OK;
 }

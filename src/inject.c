@@ -68,7 +68,7 @@ static kvc_status fail_missing(const injection *x, int64_t seq_id) {
     while (position < x->end && is_found(x, position)) position++;
     return kvc_fail(KVC_ERR_INDEX,
                     "sequence %lld holds nothing at %lld of %d positions in layer %d: %s%s; store rows there first, or "
-                    "tell it to skip them",
+                    "set skip_missing",
                     (long long)seq_id, (long long)(x->end - x->begin - x->num_found), x->end - x->begin, x->layer,
                     ranges, position < x->end ? ", ..." : "");
 }

@@ -208,7 +208,9 @@ def test_dense_of_each_sequence_by_itself(non_causal):
     batch.abort()
 
 
-@pytest.mark.parametrize(("ids", "words"), [([5, 5, 6], "sequence 5 has 2"), ([5, 6, 5, 6], "token 1")])
+@pytest.mark.parametrize(
+    ("ids", "words"), [([5, 5, 6], "sequence 5 has 2.*by itself"), ([5, 6, 5, 6], "token 1.*by itself")]
+)
 def test_dense_of_sequences_that_are_not_in_step(ids, words):
     with new_cache().batch(positions=range(len(ids)), seq_ids=ids) as batch:
         with pytest.raises(ValueError, match=words):
@@ -246,6 +248,8 @@ def test_dense_into_arrays_that_will_not_do():
     for out, error, words in [
         (k, TypeError, "out: a tuple"),
         ((k,), TypeError, "out: a tuple"),
+        ((k, None), TypeError, "out: a tuple"),
+        ((None, None), TypeError, "out: a tuple"),
         ((k, v, mask, mask), TypeError, "out: a tuple"),
         ((k[:, :9], v), ValueError, r"out\[0\].*\(2, 9, 8\).*\(2, 10, 8\)"),
         ((k, v[:1]), ValueError, r"out\[1\].*\(1, 10, 4\)"),

@@ -180,7 +180,7 @@ static void check_apart(pair *p, int l, const uint8_t *non_causal, const dense *
     int32_t num_sequences;
     int64_t ids[MAX_BATCH], first = 0;
     if (kvc_dense_sequences(p->batch, l, &num_sequences, &got.num) != KVC_OK) {
-        CHECK(strstr(kvc_last_error(), "to be apart"));
+        CHECK(strstr(kvc_last_error(), "each by itself"));
         return;
     }
     CHECK(members_of(p, ids) == num_sequences && num_sequences * got.num <= MAX_SEQUENCES * MOST_ENTRIES);
