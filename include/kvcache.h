@@ -227,7 +227,7 @@ typedef struct kvc_allocator {
 
 /* Says whether a call that takes long is to end: not 0 makes it KVC_ERR_CANCELLED.  kvc_put and kvc_attend ask it about
  * every 40 ms, from the thread that called them and without the cache's mutex; short calls never do.  It may call into
- * the library, but must not end the batch. */
+ * the library, but must not end the batch, nor return in the child of a fork(). */
 typedef int32_t kvc_poll_fn(void *user);
 
 typedef struct kvc_config {

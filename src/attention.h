@@ -85,6 +85,7 @@ struct kvc_plan {
     kvc_plan_args args;
     uint64_t size;     /* of this allocation */
     atomic_flag taken; /* by whoever made it, until freed: then it may serve another call */
+    int32_t is_made;   /* what follows is there; set with the mutex held, as fork() holds it */
     int32_t group;
     int32_t num_kv_heads, k_dim, v_dim; /* of the layers it serves */
     int32_t heads_per_kv;

@@ -248,41 +248,43 @@ static void drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     if (batch->sequences[s].is_loose) kvc_pool_shrink(pool, 0, pool->num_free - num_free);
 }
 
-/* The rows become what the sequence has in the layer in this batch, instead of what it was given before; or, if they
- * are not all there, nobody's. */
-static void end_cross(kvc_batch *batch, const kvc_cross_put *put, int all) {
+void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
     const int32_t g = put->group;
     kvc_pending *pending = kvc_pending_of(batch, g, put->member);
     kvc_cross_put **link = &batch->cross_puts;
     while (*link != put) link = &(*link)->next;
     *link = put->next;
-    if (!all) {
+    if (all) {
+        if (pending->num) drop_cross(batch, g, put->member);
+        pending->runs[0] = put->run;
+        pending->num = 1;
+        atomic_fetch_add(&batch->num_cross_puts[g - batch->cache->num_token_groups], 1);
+    } else {
         kvc_drop_part(&batch->cache->pools[g], &put->run);
-        return;
     }
-    if (pending->num) drop_cross(batch, g, put->member);
-    pending->runs[0] = put->run;
-    pending->num = 1;
-    atomic_fetch_add(&batch->num_cross_puts[g - batch->cache->num_token_groups], 1);
-    kvc_signal_all(&batch->cache->idle);
+    kvc_memory_free(&batch->cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
 }
 
 static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     kvc_cache *cache = batch->cache;
-    kvc_cross_put put = {.group = group};
     kvc_lock(cache);
-    kvc_status status = open_cross(cache, group, work->args->num_tokens, &put.run);
+    kvc_cross_put *put = kvc_memory_alloc(&cache->memory, sizeof *put, KVC_MEMORY_SCRATCH, -1);
+    kvc_run run;
+    kvc_status status = put ? open_cross(cache, group, work->args->num_tokens, &run)
+                            : kvc_fail(KVC_ERR_NOMEM, "out of memory to put rows in a cross-attention layer");
     if (status == KVC_OK) {
-        put.member = find_member(cache, work->args->seq_id);
-        put.next = batch->cross_puts;
-        batch->cross_puts = &put;
+        *put =
+            (kvc_cross_put){batch->cross_puts, kvc_thread_self(), group, find_member(cache, work->args->seq_id), run};
+        batch->cross_puts = put;
+    } else {
+        kvc_memory_free(&cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
     }
     kvc_unlock(cache, status);
     if (status != KVC_OK) return status;
-    work->start = (kvc_place){put.run.block, put.run.slot};
+    work->start = (kvc_place){run.block, run.slot};
     status = put_all(work);
     kvc_lock(cache);
-    end_cross(batch, &put, status == KVC_OK);
+    kvc_cross_put_end(batch, put, status == KVC_OK);
     return kvc_unlock(cache, status);
 }
 

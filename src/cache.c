@@ -403,8 +403,7 @@ void kvc_cache_end_reading(kvc_cache *cache) {
 /* None of those that are waited for waits for anybody but the mutex, nor calls what is the caller's: it ends. */
 void kvc_cache_wait(kvc_cache *cache) {
     cache->num_waiting++;
-    while (cache->num_readers || cache->num_in_place || (cache->batch && cache->batch->cross_puts))
-        kvc_signal_wait(&cache->idle, &cache->mutex);
+    while (cache->num_readers || cache->num_in_place) kvc_signal_wait(&cache->idle, &cache->mutex);
     if (--cache->num_waiting == 0) kvc_signal_all(&cache->idle);
 }
 

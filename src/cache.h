@@ -84,9 +84,11 @@ typedef struct kvc_pending {
     int32_t num;
 } kvc_pending;
 
-/* A kvc_put to a cross-attention layer that is copying rows: slots that are taken and not yet pending. */
+/* A kvc_put to a cross-attention layer that is copying rows: slots that are taken and not yet pending.  Not on its
+ * thread's stack: in the child of a fork() that may be gone. */
 typedef struct kvc_cross_put {
     struct kvc_cross_put *next;
+    kvc_thread thread;     /* that called kvc_put */
     int32_t group, member; /* the sequence: index into batch->sequences */
     kvc_run run;
 } kvc_cross_put;
@@ -203,6 +205,10 @@ void kvc_give_back(kvc_cache *cache, int64_t most_bytes);
 
 /* KVC_ERR_FULL if kvc_nbytes passes max_bytes, because of `what`, also once what is free was given back. */
 kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what);
+
+/* batch.c: takes a put out of the batch's list and frees it.  With `all`, its rows become what the sequence has in the
+ * layer in this batch, instead of what it was given before; else they are not all there, and nobody's. */
+void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all);
 
 /* What turns the keys of a layer where they move; NULL: nothing does. */
 static inline const kvc_rope *kvc_rope_of(const kvc_cache *cache, int32_t layer) {

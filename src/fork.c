@@ -40,11 +40,18 @@ static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
     cache->num_rewrites--;
 }
 
-/* A thread that is not there any more may have been running a task. */
-static void free_plan(kvc_plan *plan) {
-    atomic_flag_clear(&plan->round.lock);
-    for (int32_t i = 0; i < plan->num_lanes; i++) atomic_flag_clear(&plan->lane_taken[i]);
-    kvc_plan_reset(plan);
+/* Threads that are not there any more may have been making a plan, running a task, or putting rows. */
+static void end_work(kvc_batch *batch) {
+    for (kvc_plan *plan = batch->plans; plan; plan = plan->next) {
+        if (!plan->is_made) continue;
+        atomic_flag_clear(&plan->round.lock);
+        for (int32_t i = 0; i < plan->num_lanes; i++) atomic_flag_clear(&plan->lane_taken[i]);
+        kvc_plan_reset(plan);
+    }
+    for (kvc_cross_put *put = batch->cross_puts, *next; put; put = next) {
+        next = put->next;
+        if (!pthread_equal(put->thread, kvc_thread_self())) kvc_cross_put_end(batch, put, 0);
+    }
 }
 
 static void in_child(void) {
@@ -52,7 +59,7 @@ static void in_child(void) {
     for (kvc_cache *cache = caches; cache; cache = cache->next) {
         kvc_signal_init(&cache->idle); /* it may count threads that wait */
         cache->num_waiting = 0;
-        for (kvc_plan *plan = cache->batch ? cache->batch->plans : NULL; plan; plan = plan->next) free_plan(plan);
+        if (cache->batch) end_work(cache->batch);
         for (int32_t i = 0; i < cache->sequences.num; i++) {
             kvc_sequence *sequence = cache->sequences.items[i];
             if (sequence->in_rewrite && !pthread_equal(sequence->rewriter, kvc_thread_self()))

@@ -736,6 +736,9 @@ static kvc_plan *make_plan(maker *m) {
     find_jobs(m);
     atomic_flag_clear(&plan->round.lock);
     kvc_plan_reset(plan);
+    kvc_lock(batch->cache);
+    plan->is_made = 1;
+    kvc_unlock(batch->cache, KVC_OK);
     return plan;
 }
 

@@ -22,12 +22,14 @@ const char *__tsan_default_options(void)
     return "report_thread_leaks=0";
 }
 
-enum { DIM = 8, ROWS = 40, LIMIT = 60 /* seconds */ };
+enum { DIM = 8, ROWS = 40, MAX_LEN = 1 << 20, MANY = 20000 /* tokens */, LIMIT = 60 /* seconds */ };
 
 static atomic_int is_inside; /* the function of the caller that is waited for was entered */
 static atomic_int go_on;
 static atomic_int forking;
 static int watch; /* the functions below wait */
+static int num_passing; /* allocations that do not, before one does */
+static kvc_batch *open_batch;
 
 static void wait_for(atomic_int *flag)
 {
@@ -39,13 +41,17 @@ static void wait_for(atomic_int *flag)
  * nothing, the child had a mutex that nobody lets go. */
 static void *slow_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint)
 {
-    (void)user, (void)hint;
-    if (watch && !atomic_exchange(&is_inside, 1)) {
+    (void)user;
+    if (watch && num_passing-- <= 0 && !atomic_exchange(&is_inside, 1)) {
         wait_for(&forking);
         for (int i = 0; i < 2000 && !atomic_load(&go_on); i++)
             sched_yield();
     }
-    return aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
+    size = (size + alignment - 1) / alignment * alignment;
+    void *start = aligned_alloc(alignment, size);
+    if (start && hint->kind == KVC_MEMORY_SCRATCH)
+        memset(start, 0xab, size); /* so that nobody takes it for what is yet to be written there */
+    return start;
 }
 
 static void slow_free(void *user, void *start, size_t size, const kvc_memory_hint *hint)
@@ -97,18 +103,41 @@ static const kvc_allocator slow_allocator = {
 static const double angles[] = {1, 0.1};
 static const kvc_rope frequencies = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 2, .inv_freq = angles};
 
-static kvc_cache *new_cache(kvc_rope rope, const kvc_allocator *allocator)
+/* A call stays in it, too. */
+static int32_t poll_slowly(void *user)
 {
-    const kvc_layer layer = {.num_kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .rope = rope};
+    (void)user;
+    if (watch && !atomic_exchange(&is_inside, 1))
+        wait_for(&go_on);
+    return 0;
+}
+
+/* The second layer is for cross-attention. */
+static kvc_cache *new_layers(kvc_rope rope, int32_t num_layers, const kvc_allocator *allocator)
+{
+    const kvc_layer layers[] = {{.num_kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .rope = rope},
+                                {.num_kv_heads = 2,
+                                 .k_dim = 64,
+                                 .v_dim = 64,
+                                 .k_type = KVC_Q4_0,
+                                 .v_type = KVC_Q4_0,
+                                 .policy = {.kind = KVC_CROSS, .max_len = MAX_LEN}}};
     const kvc_config config = {.struct_size = sizeof config,
-                               .layers = &layer,
-                               .layer_size = sizeof layer,
-                               .num_layers = 1,
+                               .layers = layers,
+                               .layer_size = sizeof *layers,
+                               .num_layers = num_layers,
                                .block_size = 4,
-                               .allocator = allocator};
+                               .num_threads = 1,
+                               .allocator = allocator,
+                               .poll = poll_slowly};
     kvc_cache *cache = NULL;
     CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
     return cache;
+}
+
+static kvc_cache *new_cache(kvc_rope rope, const kvc_allocator *allocator)
+{
+    return new_layers(rope, 1, allocator);
 }
 
 /* ROWS more tokens; what kvc_begin answers. */
@@ -188,6 +217,8 @@ static void fork_and_check(kvc_cache *cache, const char *when)
     if (child == 0) {
         alarm(LIMIT);
         test_failures = 0;
+        CHECKF(kvc_validate(cache) == KVC_OK, "%s: %s", when, kvc_last_error());
+        kvc_abort(open_batch);
         do_everything(cache, when);
         fflush(stdout);
         _exit(test_failures != 0);
@@ -266,6 +297,66 @@ static void test_rewrite_that_forks(void)
     check_child(child_of_function, "of the function's own");
 }
 
+/* ---- work on a batch, which is not waited for -------------------------------------------------------------------- */
+
+static void *put_in_thread(void *batch)
+{
+    static const float row[64] = {1};
+    const kvc_put_args args = {.struct_size = sizeof args, .num_tokens = MAX_LEN, .k = row, .v = row};
+    while (!atomic_load(&is_inside)) /* until a put takes long enough to poll */
+        CHECKF(kvc_put(batch, 1, &args) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+static void test_cross_put(void)
+{
+    kvc_cache *cache = new_layers(frequencies, 2, NULL);
+    pthread_t thread;
+    CHECK(feed(cache, 0) == KVC_OK);
+    CHECK(kvc_begin(cache, 1, NULL, NULL, NULL, &open_batch) == KVC_OK);
+    begin_watching();
+    CHECK(pthread_create(&thread, NULL, put_in_thread, open_batch) == 0);
+    wait_for(&is_inside);
+    fork_and_check(cache, "in a put");
+    pthread_join(thread, NULL);
+    watch = 0;
+    CHECK(kvc_validate(cache) == KVC_OK);
+    kvc_abort(open_batch);
+    open_batch = NULL;
+    do_everything(cache, "in the parent");
+}
+
+static void *plan_in_thread(void *batch)
+{
+    const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = 2};
+    kvc_plan *plan;
+    CHECKF(kvc_plan_new(batch, &args, &plan) == KVC_OK, "%s", kvc_last_error());
+    CHECK(kvc_plan_num_tasks(plan) == 2 * MANY);
+    return NULL;
+}
+
+/* fork() gets the mutex as soon as the plan has its memory. */
+static void test_plan(void)
+{
+    static int64_t ids[MANY];
+    kvc_cache *cache = new_cache(frequencies, &slow_allocator);
+    pthread_t thread;
+    for (int i = 0; i < MANY; i++)
+        ids[i] = i;
+    CHECK(feed(cache, 0) == KVC_OK);
+    CHECK(kvc_begin(cache, MANY, NULL, ids, NULL, &open_batch) == KVC_OK);
+    begin_watching();
+    num_passing = 1; /* what the plan is made in */
+    CHECK(pthread_create(&thread, NULL, plan_in_thread, open_batch) == 0);
+    wait_for(&is_inside);
+    fork_and_check(cache, "while a plan is made");
+    pthread_join(thread, NULL);
+    watch = 0;
+    kvc_abort(open_batch);
+    open_batch = NULL;
+    do_everything(cache, "in the parent");
+}
+
 /* ---- whatever others are at ------------------------------------------------------------------------------------- */
 
 static atomic_int stop;
@@ -315,6 +406,8 @@ int main(void)
     test_mutex_in_allocator();
     test_rewrite();
     test_rewrite_that_forks();
+    test_cross_put();
+    test_plan();
     test_work();
     return test_result();
 }
