@@ -723,7 +723,7 @@ static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_arg
         return kvc_fail(KVC_ERR_BUSY, "tasks are being run for layer %d: a plan serves one layer at a time",
                         round->layer);
     if (round->num_done) kvc_plan_reset(plan);
-    round->again = 0;
+    round->again = round->failed = 0;
     round->layer = layer;
     round->q = args->q;
     round->out = args->out;
@@ -731,17 +731,9 @@ static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_arg
     return KVC_OK;
 }
 
-/* From now on tasks are run again: what is counted of a unit is which of its parts there are. */
-static void begin_again(kvc_plan *plan) {
-    kvc_round *round = &plan->round;
-    while (round->num_running) { /* none of these waits */
-        unlock_round(round);
-        kvc_pause();
-        lock_round(round);
-    }
-    if (!round->again) kvc_plan_recount(plan);
-    round->again = 1;
-    round->failed = 0;
+/* Whether from this task on tasks are run again. */
+static int begins_again(const kvc_round *round, int64_t task) {
+    return !round->again && (round->failed || round->states[task] == KVC_TASK_DONE);
 }
 
 /* Whether the task was done before, and how the call is to end it, stand in *c. */
@@ -750,7 +742,17 @@ static kvc_status begin_task(call *c, int32_t layer, const kvc_attend_args *args
     kvc_round *round = &plan->round;
     lock_round(round);
     kvc_status status = join_round(plan, layer, args);
-    if (status == KVC_OK && !round->again && (round->failed || round->states[task] == KVC_TASK_DONE)) begin_again(plan);
+    while (status == KVC_OK && begins_again(round, task) && round->num_running) { /* none of these waits */
+        unlock_round(round);
+        kvc_pause();
+        lock_round(round);
+        status = join_round(plan, layer, args); /* another layer may have begun meanwhile */
+    }
+    if (status == KVC_OK && begins_again(round, task)) {
+        kvc_plan_recount(plan); /* what is counted of a unit from now on is which of its parts there are */
+        round->again = 1;
+        round->failed = 0;
+    }
     if (status == KVC_OK && round->states[task] == KVC_TASK_RUNNING)
         status = kvc_fail(KVC_ERR_BUSY, "task %lld is being run by another thread", (long long)task);
     if (status == KVC_OK) {
@@ -907,7 +909,7 @@ kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *ar
     const kvc_status status = run_planned(plan, layer, args, task);
     if (status == KVC_OK) return status;
     lock_round(&plan->round);
-    plan->round.failed = 1;
+    plan->round.failed |= plan->round.layer == layer;
     unlock_round(&plan->round);
     return status;
 }
