@@ -1627,6 +1627,15 @@ cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t 
     return settle(a, owner)
 
 
+cdef void fill_rows_out(kvc_rows_out *to, Array *k, Array *v, int layout) noexcept:
+    cdef int head = HEAD_AXIS[layout], row = TOKEN_AXIS[layout]
+    memset(to, 0, sizeof(kvc_rows_out))
+    to.struct_size = sizeof(kvc_rows_out)
+    to.type, to.k, to.v = k.type, k.data, v.data
+    to.k_head_stride, to.k_row_stride = k.strides[head], k.strides[row]
+    to.v_head_stride, to.v_row_stride = v.strides[head], v.strides[row]
+
+
 cdef object read_rows_out(kvc_layer *shape, object out, int64_t most, int64_t *rows, kvc_rows_out *to):
     """Where keys and values go, at most so many rows; returns what keeps the arrays."""
     cdef Array k, v
@@ -1645,9 +1654,7 @@ cdef object read_rows_out(kvc_layer *shape, object out, int64_t most, int64_t *r
     check_writable(&v, "out[1]")
     check_apart(&k, &v, "out[1]")
     rows[0] = k.shape[1]
-    to[0] = kvc_rows_out(struct_size=sizeof(kvc_rows_out), type=k.type, k=k.data, v=v.data,
-                         k_head_stride=k.strides[0], k_row_stride=k.strides[1], v_head_stride=v.strides[0],
-                         v_row_stride=v.strides[1], positions=NULL, num_stored=NULL)
+    fill_rows_out(to, &k, &v, HTD)
     return owners
 
 
@@ -2064,10 +2071,7 @@ cdef class Batch:
             if args.by_sequence:
                 lengths[:1] = [sequences, self.num_tokens // sequences]
             masks = self.dense_mask(given[2] if len(given) > 2 else None, mask, tuple(lengths), &k, &v)
-        rows = kvc_rows_out(struct_size=sizeof(kvc_rows_out), type=k.type, k=k.data, v=v.data,
-                            k_head_stride=k.strides[HEAD_AXIS[where]], k_row_stride=k.strides[TOKEN_AXIS[where]],
-                            v_head_stride=v.strides[HEAD_AXIS[where]], v_row_stride=v.strides[TOKEN_AXIS[where]],
-                            positions=NULL, num_stored=NULL)
+        fill_rows_out(&rows, &k, &v, where)
         args.rows = &rows
         args.k_batch_stride, args.v_batch_stride = k.strides[0], v.strides[0]
         if masks is not None and mask == "f32":
