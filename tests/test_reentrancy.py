@@ -105,7 +105,7 @@ def test_parts_that_are_made_without_a_cache():
         lambda: batch.attend(0, x, x, x, 0, None, None, None, None, None, "THD", None, False),
         lambda: batch.slots(0, 0),
         lambda: batch.written(0, 0, 1),
-        lambda: batch.dense(0, None),
+        lambda: batch.dense(0, None, None, "HTD", "f32", None),
     ):
         with pytest.raises(ValueError, match="the batch has ended"):
             call()
