@@ -71,8 +71,9 @@ print(*sorted(name for name in new - sys.stdlib_module_names if "cython" not in 
 def test_sources_that_hide_the_installed_package_are_named(tmp_path):
     (tmp_path / "kvcache").mkdir()
     shutil.copy(kvcache.__file__, tmp_path / "kvcache")
-    command = [sys.executable, "-S", "-c", "import kvcache"]  # -S: an editable installation would find the module
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kvcache"
+    command = [sys.executable, "-S", "-c", code]  # -S: an editable installation would find the module
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"{tmp_path / 'kvcache'} holds the sources" in done.stderr
     assert "another folder" in done.stderr
