@@ -82,6 +82,7 @@ abi! {
 
     opaque {
         kvc_shift_fn,
+        kvc_poll_fn,
         kvc_allocator,
         kvc_cache,
         kvc_batch,
@@ -134,6 +135,8 @@ abi! {
         max_bytes: i64,
         num_threads: i32,
         allocator: *const kvc_allocator,
+        poll: *mut kvc_poll_fn,
+        poll_user: *mut c_void,
     }
 
     struct kvc_put_args {
