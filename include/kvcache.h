@@ -16,32 +16,41 @@
  *   delta         of a run: its positions now, less the positions its keys were rotated for (RoPE).
  *   span          a run as memory: pointers, strides, number of rows, first position, delta.
  *
- * A forward pass
- *   kvc_begin(cache, n, positions, ...)      room for every token in every layer, or an error and no change
- *   for each layer:  kvc_put(batch, layer, ...)  kvc_attend(batch, layer, ...)
- *   kvc_commit(batch)                        the tokens are part of their sequences; or kvc_abort: they never were
+ * Life of a cache
+ *   kvc_cache_new(config, &cache)                 an empty cache, of a model's shape
+ *     kvc_begin(cache, n, positions, ..., &batch) room for every token in every layer, or an error and no change
+ *       kvc_put(batch, layer, rows)               for each layer, then:
+ *       kvc_attend(batch, plan, queries)          over all that the tokens may see
+ *     kvc_commit(batch)                           the tokens are part of their sequences; or kvc_abort: they never were
+ *     kvc_fork, kvc_remove, kvc_shift, ...        edit sequences, between batches
+ *     kvc_gather, kvc_spans, ...                  read rows, at any time
+ *   kvc_cache_free(cache)
  *
  * Errors    What can fail returns a kvc_status; 0 is success.  A failed call has changed nothing.  kvc_last_error()
- *           gives the sentence with the numbers in it, per thread.  Nothing here aborts, prints or leaks.
- * Threads   Any thread may call any function; a short mutex guards the bookkeeping and is not held while rows are
- *           put, replaced, copied out, settled, attended over or handed to a function of the caller (kvc_compact holds
- *           it while it moves them).  One batch is open at a time.  It owns its sequences: to edit these, to compact or
- *           to free the cache meanwhile is KVC_ERR_BUSY; other sequences may be edited freely.  So it is with a
- *           sequence whose keys kvc_shift, kvc_remove or kvc_divide rewrites, and meanwhile no batch begins.  While
- *           kvc_inject or kvc_settle writes rows of a sequence, calls that read its rows, edit it, or begin a batch of
- *           it wait.  So do kvc_compact, kvc_settle and kvc_cache_free for calls that copy rows out.
- * fork()    The child has one thread, and every cache as it was: fork() waits for what other threads do in the library,
- *           but for work on a batch, which stays open, and for the caller's functions.  A sequence whose keys one of
- *           these was rewriting is, in the child, as it was before.
- * Limits    max_seq_len, max_sequences and capacity are looked at when a batch begins, capacity also by edits that copy
+ *           gives the sentence with the numbers in it, per thread.  Nothing here aborts, prints or leaks.  Functions
+ *           list their errors, but for two that mean the same everywhere: KVC_ERR_INVALID, an argument that cannot be
+ *           (NULL, negative, an unknown constant), and KVC_ERR_INDEX, a layer that is not there.
+ * Threads   Any thread may call any function.  A mutex guards the bookkeeping; it is held briefly, and not while rows
+ *           are put, replaced, copied out, settled, attended over or handed to a function of the caller (kvc_compact
+ *           holds it while it moves rows).
+ *           Refused with KVC_ERR_BUSY: while a batch is open, to begin another, to edit one of its sequences, and
+ *           kvc_reserve, kvc_room, kvc_settle, kvc_compact, kvc_cache_clone and kvc_cache_free; other sequences may be
+ *           edited.  The same while kvc_shift, kvc_remove or kvc_divide rewrites the keys of a sequence.
+ *           Waits: what reads the rows of a sequence, edits it or begins a batch of it, while kvc_inject or kvc_settle
+ *           writes its rows; and kvc_compact, kvc_settle and kvc_cache_free, for calls that copy rows out.
+ * fork()    The child has one thread, and every cache as it was.  fork() waits for what other threads do in the
+ *           library, but neither for their work on a batch, which is open in the child, without what they were doing,
+ *           nor for functions of the caller: a sequence whose keys one of these was moving is, in the child, as it was.
+ * Limits    max_seq_len, max_sequences and capacity are checked when a batch begins, capacity also by edits that copy
  *           rows, max_bytes whenever memory is taken for rows.
- * Structs   grow at their end, so that a program and a library of different versions understand each other.  Structs
- *           that are handed in begin with their own size, and arrays of structs come with the size of an element.  A
- *           field that is 0 asks for its default, and so does one that a smaller, older struct has not; in a larger,
- *           newer one, fields that the library does not know must be 0, or it is KVC_ERR_UNSUPPORTED.  What is filled
- *           in has its first fields alone where it is smaller, and zeros at its end where it is larger.  Structs that
- *           lie within another (kvc_policy, kvc_rope) have reserved fields instead, which must be 0 until they have a
- *           name: KVC_ERR_UNSUPPORTED.  Smaller than in the first version that says this: KVC_ERR_INVALID.
+ * Structs   grow at their end, so that a program and a library of different versions understand each other.
+ *           Handed in: a struct begins with its own size, an array comes with the size of an element.  A field that is
+ *           0 asks for its default, and so does one that an older, smaller struct lacks.  Fields of a newer, larger one
+ *           that the library does not know must be 0, or it is KVC_ERR_UNSUPPORTED.  A struct that is smaller than the
+ *           oldest that the library takes is KVC_ERR_INVALID.
+ *           Filled in: a smaller struct gets its own fields only, a larger one zeros past those the library knows.
+ *           Within another struct (kvc_policy, kvc_rope): `reserved` fields take the place of growth, and must be 0
+ *           until they have a name, or it is KVC_ERR_UNSUPPORTED.
  * Ranges    are half open: [begin, end).  Strides are in bytes.
  */
 #ifndef KVCACHE_H
@@ -225,9 +234,9 @@ typedef struct kvc_allocator {
     void (*purge)(void *user, void *memory, size_t size);
 } kvc_allocator;
 
-/* Says whether a call that takes long is to end: not 0 makes it KVC_ERR_CANCELLED.  kvc_put and kvc_attend ask it about
- * every 40 ms, from the thread that called them and without the cache's mutex; short calls never do.  It may call into
- * the library, but must not end the batch, nor return in the child of a fork(). */
+/* Says whether a call that takes long is to end: not 0 makes it KVC_ERR_CANCELLED.  kvc_put and kvc_attend call this
+ * about every 40 ms, from the thread that called them and without the cache's mutex; short calls never do.  It may call
+ * into the library, but must not end the batch, nor return in the child of a fork(). */
 typedef int32_t kvc_poll_fn(void *user);
 
 typedef struct kvc_config {
@@ -244,7 +253,7 @@ typedef struct kvc_config {
     int64_t max_bytes;     /* hard limit of kvc_nbytes; 0: none */
     int32_t num_threads;   /* threads one call uses; 0: kvc_num_threads() at the time of the call */
     const kvc_allocator *allocator; /* copied; NULL: the C library, and the operating system's pages for blocks */
-    kvc_poll_fn *poll;              /* may be NULL */
+    kvc_poll_fn *poll;              /* may be NULL: calls go on to their end */
     void *poll_user;
 } kvc_config;
 
@@ -257,15 +266,15 @@ typedef struct kvc_plan kvc_plan;
  * KVC_ERR_INVALID names the field and what would do; KVC_ERR_UNSUPPORTED; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache);
 
-/* A copy in *clone of a cache and all that its sequences hold, to be freed with kvc_cache_free: rows are copied block by
- * block, those that sequences share once, which they share in the copy as well; the mutex is not held meanwhile.  From
- * then on neither knows of the other.  Both have the configuration, the allocator and the functions that move keys, of
- * which pointers are copied, so that they must take calls for both from any thread.  Statistics begin anew; memory kept
- * for reuse is not copied, so that kvc_nbytes is no larger.  KVC_ERR_BUSY while a batch is open; KVC_ERR_NOMEM. */
+/* Sets *clone to an independent copy of a cache and of all that its sequences hold, to be freed with kvc_cache_free.
+ * Rows are copied block by block, without the mutex; those that sequences share are copied once, and shared in the copy
+ * as well.  The copy has the same configuration, allocator and functions that move keys: their `user` must take calls
+ * for both caches, from any thread.  Its statistics begin at 0, and memory kept for reuse is not copied, so that its
+ * kvc_nbytes is no larger.  KVC_ERR_BUSY; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
 
-/* Frees the cache, once calls that copy rows out have returned; NULL is nothing.  KVC_ERR_BUSY while a batch is open,
- * KVC_ERR_HELD while a hold is out. */
+/* Frees the cache, once calls that copy rows out have returned; NULL is nothing.  KVC_ERR_BUSY; KVC_ERR_HELD while a
+ * hold is out. */
 KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
 
 /* ---- looking at sequences --------------------------------------------------------------------------------------- */
@@ -294,6 +303,8 @@ KVC_API int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 
 /* ---- editing sequences ------------------------------------------------------------------------------------------ */
 
+/* Each of these is KVC_ERR_BUSY for a sequence of the open batch, or one whose keys another call rewrites. */
+
 #define KVC_END INT32_MAX /* as the end of a range of positions: to the last one */
 
 /* Forgets every sequence, or one.  Memory is kept for reuse. */
@@ -304,52 +315,52 @@ KVC_API kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id);
 KVC_API kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id);
 
 /* dst becomes the rows of src at positions below `length` (whatever dst held is forgotten).  No row is copied: the
- * two share slots until one of them drops them, and each appends to its own.  To share needs no room, so that no limit
- * is looked at before the next kvc_begin.  src == dst is KVC_ERR_INVALID. */
+ * two share slots until one of them drops them, and each appends to its own.  Sharing needs no room: limits are checked
+ * when the next batch begins.  src == dst is KVC_ERR_INVALID; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length);
 
 /* kvc_copy_prefix of everything src holds. */
 KVC_API kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst);
 
-/* Drops the rows at positions [begin, end).  With `shift`, later tokens move down by end - begin, as by kvc_shift.
- * Without, a gap stays. */
+/* Drops the rows at positions [begin, end).  With `shift`, later tokens move down by end - begin, as by kvc_shift, with
+ * its errors.  Without, a gap stays; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
 
-/* Drops the rows at positions of at least `length`. */
+/* Drops the rows at positions of at least `length`.  KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
 
 /* Moves the tokens at positions [begin, end) by delta; those that would come below 0 are dropped.  No row is copied or
- * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten, in new slots, so that there is room
- * for both until all are.  Those are bounded by max_bytes; `capacity` counts what is live once the edit is done, which
- * is more than before where sequences shared rows.  KVC_ERR_UNSUPPORTED if a layer's rope is not known, KVC_ERR_INVALID
- * if a position would pass the largest, KVC_ERR_BUSY, KVC_ERR_NOMEM, KVC_ERR_FULL (capacity or max_bytes, where rows
- * are rewritten), KVC_ERR_CALLBACK. */
+ * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten in new slots, and take memory twice
+ * until all of them are, within max_bytes.  `capacity` counts what is live once the edit is done, which is more than
+ * before where sequences shared rows.  KVC_ERR_UNSUPPORTED if a layer's rope is not known; KVC_ERR_INVALID if a
+ * position would pass the largest; KVC_ERR_NOMEM; where rows are rewritten, KVC_ERR_FULL (capacity or max_bytes) and
+ * KVC_ERR_CALLBACK. */
 KVC_API kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta);
 
 /* Divides the positions [begin, end) by `divisor`, at least 1, rounding down (self-extend, Jin et al. 2024).  Keys that
  * carry a rotation are rewritten.  Errors as in kvc_shift. */
 KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor);
 
-/* Writes what kvc_shift has left to the queries into the keys of every sequence, so that every delta is 0.  Keys are
- * rounded to their type once more; rows that sequences share and see at different deltas are copied.  KVC_ERR_BUSY
- * while a batch is open, KVC_ERR_HELD, KVC_ERR_NOMEM, KVC_ERR_FULL (capacity, as in kvc_shift, or max_bytes). */
+/* Rotates the keys of every sequence for the positions they stand at now, so that every delta is 0.  They are rounded
+ * to their type once more; rows that sequences share at different deltas are copied.  KVC_ERR_BUSY; KVC_ERR_HELD;
+ * KVC_ERR_NOMEM; KVC_ERR_FULL (capacity, as in kvc_shift, or max_bytes). */
 KVC_API kvc_status kvc_settle(kvc_cache *cache);
 
-/* Takes the memory now that num_tokens, at least 1, more tokens of a sequence need, so that batches of as many, in one or
- * several, that follow take none for rows or bookkeeping.  A reservation is of no sequence in particular: what is free
- * already counts, and another sequence may use it.  It stays until it is used, kvc_compact gives it back, or max_bytes
- * leaves other rows no room.  Evicts and moves rows together as kvc_begin does, and meets the limits that a batch of as
- * many tokens would meet: KVC_ERR_FULL, KVC_ERR_BUSY, KVC_ERR_NOMEM. */
+/* Takes now the memory that num_tokens more tokens of a sequence need, at least 1, so that the next batches, of as many
+ * tokens together, take none for rows or bookkeeping.  Memory that is free already counts, and other sequences may use
+ * what was reserved; it stays until it is used, kvc_compact gives it back, or max_bytes leaves other rows no room.
+ * Evicts and moves rows together as kvc_begin does, within the limits that a batch of as many tokens has: KVC_ERR_FULL;
+ * KVC_ERR_BUSY; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
 
-/* Sets *num_tokens to how many tokens, of consecutive positions from kvc_next_position on, one batch could add to a
- * sequence now: what max_seq_len, max_sequences, capacity and max_bytes leave once rows are evicted for it.  Under a
- * sliding window or chunks, there may be as much room again once those are committed.  KVC_ERR_BUSY while a batch is
- * open, KVC_ERR_NOMEM. */
+/* Sets *num_tokens to how many tokens, at consecutive positions from kvc_next_position on, one batch could add to a
+ * sequence now: what max_seq_len, max_sequences, capacity and max_bytes leave once rows are evicted for it, at most
+ * KVC_MAX_BATCH.  Under a sliding window or chunks, there may be as much room again once these are committed.
+ * KVC_ERR_BUSY; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
 
 /* Moves rows together so that no block has holes, and hands the memory that this frees, and that of unused blocks,
- * back.  KVC_ERR_BUSY, KVC_ERR_HELD (pointers into the rows would go stale), KVC_ERR_NOMEM. */
+ * back.  KVC_ERR_BUSY; KVC_ERR_HELD (pointers into the rows would go stale); KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_compact(kvc_cache *cache);
 
 /* ---- memory ----------------------------------------------------------------------------------------------------- */
@@ -387,8 +398,8 @@ KVC_API int64_t kvc_capacity(kvc_cache *cache);
  * puts in cross-attention layers comes on top until it is committed.) */
 KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
 
-/* Live slots as a fraction of `capacity`; where that has no limit, of the slots in blocks.  Of the fullest group.  At
- * most 1: copies that an edit is making count once it is done. */
+/* Live slots as a fraction of `capacity`, or, where that has no limit, of the slots in blocks; of the fullest group.
+ * At most 1: copies that an edit is making count once it is done. */
 KVC_API double kvc_utilization(kvc_cache *cache);
 
 typedef struct kvc_block_info {
@@ -411,11 +422,11 @@ typedef struct kvc_run_info {
     int32_t in_batch; /* not 0: of the open batch, and no part of the sequence yet */
 } kvc_run_info;
 
-/* Where the rows of a layer's group lie: every block that it has memory for, and every run in these, by rising sequence
- * id and in order of arrival, those of the open batch last, with what a kvc_put is writing to a cross-attention layer.
- * Both are of one moment; when blocks are given back, others take their numbers.  Writes at most max_blocks and max_runs
- * of them, each as large as said, and sets *num_blocks and *num_runs to how many there are.  While another call rewrites
- * keys, slots that these go to are live and in no run.  KVC_ERR_INDEX, KVC_ERR_INVALID. */
+/* Lists where the rows of a layer's group lie, at one moment: every block that it has memory for, and every run in
+ * them, by rising sequence id and in order of arrival, those of the open batch last, with rows that a kvc_put is
+ * writing to a cross-attention layer.  Writes at most max_blocks and max_runs of them, each of the size given, and sets
+ * *num_blocks and *num_runs to how many there are.  Once blocks are given back, others take their numbers.  Slots that
+ * another call is writing rewritten keys to are live, and in no run. */
 KVC_API kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,
                               int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,
                               int64_t max_runs, int64_t *num_runs);
@@ -435,14 +446,14 @@ typedef struct kvc_span {
     int32_t delta;    /* position now, less the position the keys were rotated for: they are as they were stored */
 } kvc_span;
 
-/* The stored rows of a sequence in a layer, in order of arrival, without a copy.  Writes at most max_spans of them
- * (each span_size bytes) and sets *num_spans to how many there are.  If hold is not NULL and all were written, *hold
- * keeps them as they are, whatever is edited, until kvc_hold_free; without one they are valid until anything is edited,
- * memory is reserved or a batch begins.  KVC_ERR_INDEX, KVC_ERR_INVALID, KVC_ERR_NOMEM. */
+/* Lists the stored rows of a sequence in a layer, in order of arrival, without a copy.  Writes at most max_spans of
+ * them (each span_size bytes) and sets *num_spans to how many there are.  If hold is not NULL and all were written,
+ * *hold keeps the rows as they are, whatever is edited, until kvc_hold_free; without one, pointers are valid until
+ * anything is edited, memory is reserved or a batch begins.  KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
                              int64_t max_spans, int64_t *num_spans, kvc_hold **hold);
 
-/* Lets go; NULL is nothing.  To be called before the cache is freed. */
+/* Lets go of the rows; NULL is nothing.  Free every hold before the cache. */
 KVC_API void kvc_hold_free(kvc_hold *hold);
 
 typedef struct kvc_rows_out {
@@ -452,19 +463,20 @@ typedef struct kvc_rows_out {
     void *v;
     int64_t k_head_stride, k_row_stride;
     int64_t v_head_stride, v_row_stride;
-    int32_t *positions;  /* [rows] is set to where each row stands, -1 where kvc_extract found none; may be NULL */
-    int64_t *num_stored; /* is set to how many rows there are to copy from (of the sequence in the layer; of kvc_dense,
-                            what it says of kvc_dense_rows), also where the call fails as they are not as many as it was
-                            told; may be NULL.  Rows, positions and number are of one moment */
+    int32_t *positions;  /* [rows] set to where each row stands, -1 where kvc_extract found none; may be NULL */
+    int64_t *num_stored; /* set to how many rows there are to copy from: of the sequence in the layer, or, by kvc_dense,
+                            what kvc_dense_rows says; also where the call fails because it asks for more rows, or other
+                            than these.  May be NULL.  Rows, positions and number are of one moment */
 } kvc_rows_out;
 
-/* Copies rows [first_row, first_row + num_rows), counted in order of arrival, of a sequence in a layer, decoded,
- * and keys rotated for the position they stand at now.  KVC_ERR_INDEX if the sequence does not hold that many. */
+/* Copies rows [first_row, first_row + num_rows), counted in order of arrival, of a sequence in a layer: decoded, and
+ * keys rotated for the position they stand at now.  KVC_ERR_INDEX if the sequence does not hold that many;
+ * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
                               const kvc_rows_out *out);
 
-/* Copies the rows at positions [begin, end), decoded: row i is that of position begin + i, the latest of several, and
- * zeros where there is none. */
+/* Copies the rows at positions [begin, end), decoded and rotated as by kvc_gather: row i is that of position begin + i,
+ * the latest of several, and zeros where there is none.  KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                                const kvc_rows_out *out);
 
@@ -476,33 +488,35 @@ typedef struct kvc_rows_in {
     int64_t v_head_stride, v_row_stride;
     int32_t k_type; /* KVC_F32, KVC_F16 or KVC_BF16 */
     int32_t v_type;
-    int32_t skip_missing;  /* 0: each of the positions must hold a row; else those that do not are skipped */
-    int64_t *num_replaced; /* where the number of rows goes that were replaced; may be NULL */
+    int32_t skip_missing;  /* 0: every position must hold a row; else positions without one are skipped */
+    int64_t *num_replaced; /* set to how many rows were replaced; may be NULL */
 } kvc_rows_in;
 
-/* Replaces the rows at positions [begin, end) of one layer, the latest of several.  Other sequences and holds keep what
- * they had.  KVC_ERR_INDEX if nothing is stored at some of the positions, which the sentence names, and skip_missing is
- * 0; KVC_ERR_INVALID if the layer has no rows of its own, KVC_ERR_UNSUPPORTED for KVC_CROSS, KVC_ERR_BUSY,
- * KVC_ERR_NOMEM, KVC_ERR_FULL (capacity or max_bytes, where shared rows are copied first). */
+/* Replaces the rows at positions [begin, end) of one layer, the latest of several at one position.  Keys are given as
+ * rotated for these positions.  Other sequences and holds keep what they had.  KVC_ERR_INDEX, with the positions in the
+ * sentence, if some hold no row and skip_missing is 0; KVC_ERR_INVALID if the layer has no rows of its own;
+ * KVC_ERR_UNSUPPORTED for KVC_CROSS; KVC_ERR_BUSY; KVC_ERR_NOMEM; KVC_ERR_FULL (capacity or max_bytes, where shared
+ * rows are copied first). */
 KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                               const kvc_rows_in *in);
 
-/* Which row, in order of arrival, stands at a position: the latest of several; -1: none. */
+/* Which row, counted in order of arrival, stands at a position, the latest of several; -1 if there is none, or no such
+ * layer. */
 KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position);
 
 /* ---- a forward pass --------------------------------------------------------------------------------------------- */
 
-#define KVC_MAX_BATCH (1 << 24) /* tokens of a batch: some 200 bytes each are noted down for as long as it is open */
+#define KVC_MAX_BATCH (1 << 24) /* tokens of a batch, for each of which it takes some 200 bytes while it is open */
 
-/* Makes room for num_tokens tokens, at most KVC_MAX_BATCH, at these positions of these sequences (seq_ids NULL: all of
- * sequence 0; positions NULL: those that follow what each sequence holds, kvc_next_position and on, as it is at that
- * moment), in every layer, and evicts what no later query can see: in each sequence of the batch what lies below its
- * smallest position in it, in idle ones below their next, less what the policies retain.
+/* Opens a batch: makes room in every layer for num_tokens tokens, from 1 to KVC_MAX_BATCH, at these positions of these
+ * sequences.  seq_ids NULL: all of sequence 0.  positions NULL: those that follow what each sequence holds at that
+ * moment, from kvc_next_position on.  Evicts what no later query can see: below the smallest position that a sequence
+ * has in the batch, in other sequences below their next, less what the policies keep.
  * parents, where it is not NULL, makes trees of the tokens (speculated ones, to be verified together): parents[i] is an
  * earlier token of the same sequence, or -1, and of the batch a token sees itself and its ancestors, whatever their
  * positions, and nothing else.
  * KVC_ERR_FULL where max_seq_len, max_sequences, capacity or max_bytes would be passed; KVC_ERR_GONE where a token
- * would see rows that were evicted; KVC_ERR_BUSY while another batch is open; KVC_ERR_INVALID; KVC_ERR_NOMEM. */
+ * would see rows that were evicted; KVC_ERR_BUSY; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
                              const int32_t *parents, kvc_batch **batch);
 
@@ -512,20 +526,20 @@ typedef struct kvc_begin_args {
     const int32_t *positions; /* [num_tokens], as are the arrays below; NULL: those that follow */
     const int64_t *seq_ids;   /* NULL: all of sequence 0 */
     const int32_t *parents;   /* NULL: no trees */
-    const uint8_t *unstored;  /* not 0: nothing of the token's sequence stays once the batch is committed; all tokens of
-                                 a sequence say the same.  NULL: everything stays */
+    const uint8_t *unstored;  /* not 0: the token's sequence is not stored, and holds nothing once the batch is
+                                 committed; the same for all tokens of a sequence.  NULL: all sequences are stored */
 } kvc_begin_args;
 
-/* The same, where some sequences need not be stored: to score a text, say, or where memory is short.
- * The tokens of one that held nothing before take the memory of one layer: what kvc_attend puts stays until kvc_attend
- * puts in another layer, be it cancelled, and to attend to it or to ask for it by kvc_dense is KVC_ERR_GONE then.  What
- * kvc_put puts or kvc_slots shows stays until the batch ends, in memory of its own (KVC_ERR_FULL, for max_bytes, and
- * KVC_ERR_NOMEM); so do rows of a layer that others share, and those of cross-attention layers.  Neither capacity nor
- * max_sequences counts such tokens, and kvc_blocks does not show their rows.
- * What a sequence held before is seen by this batch, and goes once it is committed. */
+/* kvc_begin for batches with sequences that are not to be stored: to score a text, say, or where memory is short.  What
+ * such a sequence held before is seen by this batch, and dropped once it is committed.
+ * Where it held nothing, its tokens take the memory of one layer.  Rows that kvc_attend puts stay until kvc_attend puts
+ * in another layer, be it cancelled; to attend to them after that, or to ask for them by kvc_dense, is KVC_ERR_GONE.
+ * Rows that kvc_put puts or kvc_slots shows stay until the batch ends, in memory of their own (KVC_ERR_FULL for
+ * max_bytes, KVC_ERR_NOMEM); so do those of layers that others share, and of cross-attention layers.  capacity and
+ * max_sequences do not count such tokens, and kvc_blocks does not show their rows. */
 KVC_API kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch);
 
-/* [num_tokens] the positions of the batch's tokens, until it ends. */
+/* The positions of the batch's tokens, [num_tokens]; valid until the batch ends. */
 KVC_API const int32_t *kvc_batch_positions(const kvc_batch *batch);
 
 typedef struct kvc_put_args {
@@ -538,29 +552,31 @@ typedef struct kvc_put_args {
     int64_t v_token_stride, v_head_stride;
     int32_t k_type; /* KVC_F32, KVC_F16 or KVC_BF16: what k points at */
     int32_t v_type;
-    int32_t inner_tokens; /* 0: tokens lie as said above.  n: they are [tokens / n][n], the n a token stride apart and
-                             these groups a batch stride: sequences in lock step, as [batch][head][token][dim] */
+    int32_t inner_tokens; /* 0: tokens lie as said above.  n: they lie as [num_tokens / n][n], groups a batch stride
+                             apart, the n tokens of one a token stride: [batch][head][token][dim], in lock step */
     int64_t k_batch_stride, v_batch_stride;
     int64_t seq_id; /* KVC_CROSS: the sequence, one of the batch, whose rows these are */
 } kvc_put_args;
 
-/* Stores keys and values of one layer.  Disjoint ranges of tokens may be put from several threads at once.
- * Strides may be anything, negative and 0 too, in whole elements.  KVC_ERR_INVALID if a token was put before, or if the
- * layer shares another's rows or has none; KVC_ERR_INDEX.  v is NULL where values lie in the keys.
- * In a KVC_CROSS layer the num_tokens rows (at least 1; first is 0) become all that the sequence has there, once the
- * batch is committed, and at once for this batch.  KVC_ERR_FULL if there are more than max_len, or max_bytes would be
- * passed; KVC_ERR_NOMEM.  KVC_ERR_CANCELLED: nothing was put. */
+/* Stores keys and values of one layer; v is NULL where values lie in the keys.  Disjoint ranges of tokens may be put
+ * from several threads at once.  Strides may be anything, negative and 0 too, in whole elements.
+ * In a KVC_CROSS layer the num_tokens rows (at least 1; first is 0) replace all that the sequence has there: for this
+ * batch at once, for others once it is committed.
+ * KVC_ERR_INVALID if a token was put before, or if the layer shares another's rows or has none; KVC_ERR_INDEX if the
+ * batch has no such tokens; KVC_ERR_CANCELLED (poll), after which nothing was put; for KVC_CROSS, KVC_ERR_FULL (max_len
+ * or max_bytes) and KVC_ERR_NOMEM, as for sequences that are not stored (kvc_begin_with). */
 KVC_API kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
 
-/* Where the rows of token `first` of the batch and of those after it that lie in consecutive slots are to be written,
- * by a kernel of the caller, instead of kvc_put.  The span is valid until the batch ends, or, if hold is not NULL,
- * until *hold is freed; position is that of `first` (those of the others are the batch's), and its pointers are to be
- * written through.  Not while another thread puts or writes tokens of the same layer.  KVC_ERR_INDEX;
- * KVC_ERR_INVALID as in kvc_put; KVC_ERR_UNSUPPORTED for KVC_CROSS; KVC_ERR_NOMEM. */
+/* Sets *span to where a kernel of the caller is to write the rows of token `first` of the batch, and of those after it
+ * that lie in consecutive slots, in place of kvc_put.  Write through its pointers; they are valid until the batch ends,
+ * or, if hold is not NULL, until *hold is freed.  position is that of `first`; those of the others are the batch's.  Do
+ * not call it while another thread puts or writes tokens of the same layer.  KVC_ERR_INDEX and KVC_ERR_INVALID as in
+ * kvc_put; KVC_ERR_UNSUPPORTED for KVC_CROSS; KVC_ERR_NOMEM; KVC_ERR_FULL (kvc_begin_with). */
 KVC_API kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
                              kvc_hold **hold);
 
-/* Tokens [first, first + num_tokens) of the batch were written there.  KVC_ERR_INVALID if one was put before. */
+/* Says that tokens [first, first + num_tokens) of the batch were written where kvc_slots showed.  KVC_ERR_INDEX;
+ * KVC_ERR_INVALID as in kvc_put. */
 KVC_API kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
 
 typedef struct kvc_attend_args {
@@ -570,7 +586,7 @@ typedef struct kvc_attend_args {
     float *lse;         /* [num_tokens][num_heads] log-sum-exp of the scores (natural, sinks included); may be NULL */
     const float *sinks; /* [num_heads] a logit that joins the softmax and has no value; may be NULL */
     const float *alibi; /* [num_heads] slopes: slope * (key position - query position) is added; may be NULL */
-    const volatile int32_t *cancel; /* may be NULL; not 0: tasks that have not begun do nothing, and others end early */
+    const volatile int32_t *cancel; /* may be NULL; set to other than 0: tasks end early, or do not begin */
     int64_t q_token_stride, q_head_stride;
     int64_t out_token_stride, out_head_stride;
     int64_t lse_token_stride, lse_head_stride;
@@ -590,45 +606,49 @@ typedef struct kvc_plan_args {
     int32_t num_heads;  /* query heads: a multiple of num_kv_heads */
     int32_t num_threads; /* tasks that may run at the same time, at most 4096; a further one waits.  0: the cache's
                             threads */
-    const uint8_t *non_causal; /* [num_tokens] not 0: the token sees later positions of its sequence too; NULL: none
-                                  does.  Of the batch, with parents, it sees no more than them.  Copied */
+    const uint8_t *non_causal; /* [num_tokens] not 0: the token sees later positions of its sequence too (of a batch
+                                  with parents, no more than its ancestors); NULL: none does.  Copied */
 } kvc_plan_args;
 
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
- * plan's range, with all threads of the cache.  A token sees the stored rows of its sequence and the batch's own, at
- * positions up to its own, that the policy shows; those of the batch must have been put in this layer.  Where nothing
- * is visible, out is 0 and lse -inf; a sequence without rows in a cross-attention layer is KVC_ERR_INVALID.  Sums are
- * kept in f32.  The bits of a token's result depend on nothing but the rows it sees and which tokens of its sequence are
- * in the call: not on threads, on where rows lie, or on who else is in the batch.  (Infinities and NaN in rows may make
- * NaN, for tokens of the call that do not see them, too.)  plan->layer is the layer.  KVC_ERR_INVALID, KVC_ERR_INDEX,
- * KVC_ERR_NOMEM, KVC_ERR_GONE (kvc_begin_with) and, as in kvc_put, KVC_ERR_FULL, after which nothing was put (in a
- * cross-attention layer, after KVC_ERR_NOMEM, it may have been); KVC_ERR_CANCELLED (cancel, or the cache's poll), after
- * which out and lse hold anything and nothing was put, either, so that the call can be made again (in a cross-attention
- * layer rows may have been: there they can be put again anyway). */
+ * plan's range in the layer plan->layer, with all threads of the cache.  A token sees the stored rows of its sequence
+ * and the batch's own, at positions up to its own, that the policy shows; those of the batch must have been put in this
+ * layer.  Where nothing is visible, out is 0 and lse -inf.  Sums are kept in f32.  The bits of a token's result depend
+ * on nothing but the rows it sees and which tokens of its sequence are in the call: not on threads, on where rows lie,
+ * or on who else is in the batch.  (Infinities and NaN in rows may make NaN, for tokens of the call that do not see
+ * them, too.)
+ * KVC_ERR_INVALID also where a visible token was not put, or a sequence has no rows in a cross-attention layer;
+ * KVC_ERR_INDEX; KVC_ERR_GONE (kvc_begin_with); KVC_ERR_NOMEM; KVC_ERR_FULL as in kvc_put; KVC_ERR_CANCELLED (cancel,
+ * or the cache's poll).  After an error nothing was put, and the call can be made again; but in a cross-attention layer
+ * rows may have been put after KVC_ERR_NOMEM and KVC_ERR_CANCELLED, where putting them again does no harm.  After
+ * KVC_ERR_CANCELLED, out and lse hold anything. */
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
 
-/* The same for runners with threads of their own.  A plan cuts the work into tasks and takes all memory that they
+/* kvc_attend for runners with threads of their own.  A plan cuts the work into tasks and takes all memory that they
  * need; it serves every layer of the group that has the same shapes, one layer at a time, until the batch ends.  It may
- * be made before rows are put, but in a cross-attention layer after what is put in this batch.  Free it before the
- * batch ends, or not at all. */
+ * be made before rows are put, but in a cross-attention layer after what is put in this batch.  It ends with the batch,
+ * or before that by kvc_plan_free; NULL is nothing there.  KVC_ERR_INDEX; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **plan);
 KVC_API void kvc_plan_free(kvc_plan *plan);
 KVC_API int64_t kvc_plan_num_tasks(const kvc_plan *plan);
 
-/* Runs task `task` of a layer, from any thread; every task of [0, num_tasks) once, best in about this order, as the
+/* Runs task `task` of a layer, from any thread: every task of [0, num_tasks) once, best in about this order, as the
  * large ones come first.  The last to end merges, in a fixed order, so no barrier is needed.  All calls for one layer
- * get the same args.  After some failed, were cancelled or left out, run these again, or all, in any order: once the last
- * has ended, results are right (where all are run again, also if args have changed).  The next layer may be begun as well.
- * KVC_ERR_BUSY while another thread runs the same task, or tasks of another layer.  What kvc_last_error() says of a failure, it says to the thread that ran the task. */
+ * get the same args; args->put is NULL.
+ * After tasks failed, were cancelled or were left out, run these again, or all of them, in any order: results are right
+ * once the last has ended.  Where all are run again, args may have changed.  The next layer may be begun as well.
+ * KVC_ERR_INDEX if there is no such task; KVC_ERR_BUSY while another thread runs the same task, or tasks of
+ * another layer; KVC_ERR_INVALID, KVC_ERR_GONE and KVC_ERR_CANCELLED (cancel) as in kvc_attend.  kvc_last_error() has
+ * the sentence on the thread that ran the task. */
 KVC_API kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task);
 
-/* All that the batch's tokens might see in a layer, for callers with an attention of their own: the stored rows of each
- * sequence of the batch, by rising id, and the batch's own that were put, each sequence in order of position (of equal
- * ones, in order of arrival). */
+/* For callers with an attention of their own: how many rows the batch's tokens might see in a layer.  They are the
+ * stored rows of each sequence of the batch, by rising id, and the batch's own that were put, each sequence in order of
+ * position (of equal ones, in order of arrival).  KVC_ERR_GONE (kvc_begin_with). */
 KVC_API kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows);
 
-/* How many sequences the batch has, and how many of these rows the one with most of them, for by_sequence.
- * KVC_ERR_INVALID unless its tokens come sequence after sequence, as many of each. */
+/* For by_sequence: how many sequences the batch has, and how many of these rows the sequence with most of them has.
+ * KVC_ERR_INVALID unless the batch's tokens come sequence after sequence, as many of each; KVC_ERR_GONE. */
 KVC_API kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_sequences, int64_t *most_rows);
 
 typedef struct kvc_dense_args {
@@ -640,27 +660,29 @@ typedef struct kvc_dense_args {
     const uint8_t *non_causal; /* [the batch's tokens], as in kvc_plan_args */
     uint8_t *seen;             /* [the batch's tokens][rows] 1 where the token sees the row, else 0; may be NULL */
     int64_t seen_token_stride;
-    int32_t by_sequence; /* not 0: each sequence has num_rows rows of its own, in the order in which the batch names the
-                            sequences, a batch stride apart; past those that it has come zeros (position -1), which
-                            nobody sees.  Masks are of the rows of the token's sequence */
+    int32_t by_sequence; /* 0: rows of all sequences, one after the other.  Else each sequence has num_rows rows of its
+                            own, a batch stride apart, in the order in which the batch names the sequences; where it has
+                            fewer, the rest is zeros (position -1) that no token sees.  Masks are over the rows of the
+                            token's sequence */
     int64_t k_batch_stride, v_batch_stride;
 } kvc_dense_args;
 
-/* KVC_ERR_INVALID if num_rows is not what there are, and as in kvc_dense_sequences; KVC_ERR_INDEX; KVC_ERR_NOMEM;
+/* Copies these rows, decoded and rotated for where they stand now, and says which token sees which, with all threads of
+ * the cache.  KVC_ERR_INVALID if num_rows is not what there are, and as in kvc_dense_sequences; KVC_ERR_NOMEM;
  * KVC_ERR_GONE (kvc_begin_with). */
 KVC_API kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args);
 
 /* Ends the batch: its tokens are part of their sequences, if these are stored; the handle is freed.  KVC_ERR_INVALID if
- * a token was not put in some layer, KVC_ERR_NOMEM; after an error the batch is still open. */
+ * a token was not put in some layer; KVC_ERR_NOMEM; after an error the batch is still open. */
 KVC_API kvc_status kvc_commit(kvc_batch *batch);
 
-/* The same with num_kept of its tokens only, the accepted ones of those that were speculated: their indices in the
- * batch, in any order.  Nothing is asked of the others.  What a sequence was given in a cross-attention layer is kept
- * if one of its tokens is.  KVC_ERR_INDEX; KVC_ERR_INVALID, for an index given twice too; KVC_ERR_NOMEM.  After an
- * error the batch is still open. */
+/* kvc_commit with num_kept of the tokens only, the accepted ones of those that were speculated: their indices in the
+ * batch, in any order.  The others need not have been put.  What a sequence was given in a cross-attention layer is
+ * kept if one of its tokens is.  Errors as in kvc_commit; KVC_ERR_INDEX for an index that is none, KVC_ERR_INVALID for
+ * one given twice. */
 KVC_API kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept);
 
-/* Ends the batch: its tokens never were (rows that kvc_begin evicted stay evicted); the handle is freed.  NULL is
+/* Ends the batch: its tokens never were, but rows that kvc_begin evicted stay evicted; the handle is freed.  NULL is
  * nothing. */
 KVC_API void kvc_abort(kvc_batch *batch);
 
