@@ -15,6 +15,7 @@ a view of an array would cost half as much as all of batch().
 """
 
 import operator
+import os
 import weakref
 from threading import get_ident
 
@@ -837,7 +838,7 @@ cdef cnp.ndarray new_array(int32_t type, int ndim, int64_t a, int64_t b, int64_t
 cdef int free_hold(Cache cache, kvc_hold *hold) noexcept:
     """Lets go; the cache, which it lies in, is in use meanwhile."""
     if hold != NULL:
-        cache.calls += 1
+        cache.count_call()
         with nogil:
             kvc_hold_free(hold)
         cache.leave()
@@ -918,6 +919,18 @@ cdef class Hold:
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
+cdef int32_t num_forks = 0  # of which this process is a child
+
+
+def _count_fork():
+    global num_forks
+    num_forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
+
 @cython.final
 @cython.no_gc_clear  # functions that are cleared could not be called; a cycle through them is broken elsewhere
 cdef class Functions:
@@ -982,6 +995,7 @@ cdef class Cache:
     cdef readonly int32_t num_layers
     cdef int64_t most_tokens  # that fit, whatever is evicted; 0: no limit
     cdef int32_t calls  # between enter() and leave()
+    cdef int32_t forks  # num_forks when these were counted: in a child, those of other threads never return
     cdef bint closing  # another thread is about to free it
     cdef Functions functions
 
@@ -1057,11 +1071,17 @@ cdef class Cache:
             raise ValueError("the cache is closed")
         if self.closing:
             raise CacheBusyError("another thread is closing the cache")
-        self.calls += 1
+        self.count_call()
         return self.handle
 
+    cdef void count_call(self) noexcept:
+        if self.forks != num_forks:
+            self.forks, self.calls = num_forks, 0
+        self.calls += 1
+
     cdef void leave(self) noexcept:
-        self.calls -= 1
+        if self.calls and self.forks == num_forks:
+            self.calls -= 1
 
     cdef int check_open(self) except -1:
         """Before arguments are looked at that mean nothing to a closed cache."""
@@ -1080,7 +1100,7 @@ cdef class Cache:
 
     def close(self):
         cdef kvc_status status
-        if self.calls or self.closing:
+        if (self.calls and self.forks == num_forks) or self.closing:
             raise CacheBusyError("a call in another thread is using the cache; close it when that has returned")
         self.closing = True
         with nogil:
@@ -1726,11 +1746,12 @@ cdef class Batch:
     cdef cnp.ndarray seq_ids  # None: all of sequence 0
     cdef list writable  # weak references to views of its slots; None: there never were any
     cdef int32_t calls  # between enter() and leave()
+    cdef int32_t forks  # as in Cache
     cdef bint ending  # another thread is about to free it
 
     def __dealloc__(self):
-        if self.handle != NULL:
-            self.cache.calls += 1
+        if self.handle != NULL and not self.ending:  # which no thread is that is still there: the handle may be gone
+            self.cache.count_call()
             with nogil:
                 kvc_abort(self.handle)
             self.cache.leave()
@@ -1741,11 +1762,14 @@ cdef class Batch:
             raise ValueError("the batch has ended: it was committed or aborted")
         if self.ending:
             raise CacheBusyError("another thread is ending the batch")
+        if self.forks != num_forks:
+            self.forks, self.calls = num_forks, 0
         self.calls += 1
         return self.handle
 
     cdef void leave(self) noexcept:
-        self.calls -= 1
+        if self.calls and self.forks == num_forks:
+            self.calls -= 1
 
     cdef int check_open(self) except -1:
         """Before arguments are looked at that mean nothing to an ended batch."""
@@ -1755,7 +1779,7 @@ cdef class Batch:
 
     cdef int begin_ending(self) except -1:
         """From now on the handle is this call's alone."""
-        if self.calls or self.ending:
+        if (self.calls and self.forks == num_forks) or self.ending:
             raise CacheBusyError("a call in another thread is using the batch; end it when that has returned")
         self.ending = True
         return 0

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,37 @@ def test_a_function_that_closes_the_cache():
     assert raised
     assert set(raised) == {kvcache.CacheBusyError}
     assert cache.positions().tolist() == [0, 3, 4]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork() here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_does_not_wait_for_calls_of_threads_that_it_has_not():
+    inside, go_on = threading.Event(), threading.Event()
+
+    def move(layer, keys, delta):
+        inside.set()
+        go_on.wait()
+        return keys
+
+    cache = kvcache.KVCache(1, 1, 8, 64, rope=move)
+    with cache.batch(3) as batch:
+        batch.put(0, np.ones((3, 1, 8), np.float32), np.ones((3, 1, 8), np.float32))
+    thread = threading.Thread(target=cache.shift, args=(0, None, 5))
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if not child:
+        failed = True
+        try:
+            cache.close()
+            failed = False
+        finally:
+            os._exit(failed)
+    go_on.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert cache.next_position() == 8
+    cache.close()
 
 
 def test_parts_that_are_made_without_a_cache():
