@@ -13,9 +13,9 @@
 int32_t kvc_version(void) { return KVC_VERSION_MAJOR * 1000000 + KVC_VERSION_MINOR * 1000 + KVC_VERSION_PATCH; }
 
 const char *kvc_build_info(void) {
-#define TEXT_OF(x) #x
-#define TEXT(x) TEXT_OF(x)
-    return "kvcache " TEXT(KVC_VERSION_MAJOR) "." TEXT(KVC_VERSION_MINOR) "." TEXT(KVC_VERSION_PATCH)
+#define STRING_OF(x) #x
+#define STRING(x) STRING_OF(x)
+    return "kvcache " STRING(KVC_VERSION_MAJOR) "." STRING(KVC_VERSION_MINOR) "." STRING(KVC_VERSION_PATCH)
 #if defined(__clang__)
         ", clang " __clang_version__
 #elif defined(__GNUC__)
@@ -23,12 +23,12 @@ const char *kvc_build_info(void) {
 #endif
         ", " KVC_KERNEL_NAMES
 #if defined(_OPENMP)
-        ", OpenMP " TEXT(_OPENMP);
+        ", OpenMP " STRING(_OPENMP);
 #else
         ", no OpenMP";
 #endif
-#undef TEXT
-#undef TEXT_OF
+#undef STRING
+#undef STRING_OF
 }
 
 const char *kvc_isa(void) {

@@ -67,11 +67,11 @@ static void find_turns(const kvc_rope *rope, int32_t distance, double *turns) {
 }
 
 void kvc_rope_angles_from(kvc_rope_table *table, const kvc_rope *rope, int32_t delta, float *angles) {
-    const int32_t n = rope->num_freqs, rest = delta & (KVC_NEAR - 1), far = delta - rest;
+    const int32_t n = rope->num_freqs, rest = delta & (KVC_NEAR - 1), coarse = delta - rest;
     double *a = table->turns, *b = a + kvc_rope_angles_size(rope) * (size_t)(1 + rest);
-    if (table->far != far) find_turns(rope, far, a);
+    if (table->coarse != coarse) find_turns(rope, coarse, a);
     if (!(table->known >> rest & 1)) find_turns(rope, rest, b);
-    table->far = far;
+    table->coarse = coarse;
     table->known |= (uint64_t)1 << rest;
     for (int32_t i = 0; i < n; i++) {
         angles[i] = (float)(a[i] * b[i] - a[n + i] * b[n + i]);

@@ -19,12 +19,12 @@ void kvc_rope_angles(const kvc_rope *rope, int32_t delta, float *angles);
 
 enum { KVC_NEAR = 64 };
 
-/* Angles of many distances.  Each is turned by a multiple of KVC_NEAR and by the rest, both of which few others have
- * not, so that few sines are computed; what comes out depends on the distance alone. */
+/* Angles of many distances.  A distance is a multiple of KVC_NEAR and a rest; the sines of both are computed once and
+ * combined, so that few are computed for many distances.  The result depends on the distance alone. */
 typedef struct kvc_rope_table {
-    double *turns;  /* [1 + KVC_NEAR][kvc_rope_angles_size] cosines, then sines: of `far`, and of 0, 1, 2 ... */
+    double *turns;  /* [1 + KVC_NEAR][kvc_rope_angles_size] cosines, then sines: of `coarse`, and of 0, 1, 2 ... */
     uint64_t known; /* which of the latter are there */
-    int32_t far;    /* 1: none yet */
+    int32_t coarse; /* 1: none yet */
 } kvc_rope_table;
 
 /* As kvc_rope_angles; the table is for one rope, and best asked for rising or falling distances. */
