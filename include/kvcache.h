@@ -444,6 +444,7 @@ typedef struct kvc_span {
     int32_t num_rows;
     int32_t position; /* of the first row; the others follow one by one */
     int32_t delta;    /* position now, less the position the keys were rotated for: they are as they were stored */
+    int32_t reserved; /* 0 */
 } kvc_span;
 
 /* Lists the stored rows of a sequence in a layer, in order of arrival, without a copy.  Writes at most max_spans of
