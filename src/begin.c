@@ -506,8 +506,8 @@ static kvc_status prepare_blocks(const kvc_batch *batch) {
     return status;
 }
 
-/* All that can fail.  What it has planned and taken is to be dropped if it does, or is not to be used. */
-static kvc_status prepare(kvc_batch *batch) {
+/* Plans what becomes of the cache, if the tokens fit. */
+static kvc_status fit(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     find_lows(cache);
     kvc_status status = check_num_sequences(batch);
@@ -516,7 +516,12 @@ static kvc_status prepare(kvc_batch *batch) {
         look(batch, g, 0, 0, &slots);
         status = check_room(batch, g, slots);
     }
-    if (status == KVC_OK) status = check_bytes(batch);
+    return status == KVC_OK ? check_bytes(batch) : status;
+}
+
+/* All that can fail.  What it has planned and taken is to be dropped if it does, or is not to be used. */
+static kvc_status prepare(kvc_batch *batch) {
+    kvc_status status = fit(batch);
     if (status == KVC_OK && batch->num_loose) status = kvc_sheet_add(batch);
     return status == KVC_OK ? prepare_blocks(batch) : status;
 }
@@ -737,18 +742,33 @@ kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positi
 
 const int32_t *kvc_batch_positions(const kvc_batch *batch) { return batch->positions; }
 
-/* A batch of tokens that go on with one sequence, which is not to be opened. */
-static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t num_tokens, kvc_batch **out) {
-    kvc_batch *batch = new_batch(cache, num_tokens, NULL);
-    if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", num_tokens);
+static void set_probe(kvc_batch *batch, int32_t num_tokens) {
+    batch->num_tokens = batch->sequences->num_tokens = batch->sequences->num_slots = num_tokens;
+}
+
+/* A batch of tokens that go on with one sequence, which is not to be opened, in the memory of one of `room` tokens. */
+static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t room, int32_t num_tokens, kvc_batch **out) {
+    kvc_batch *batch = new_batch(cache, room, NULL);
+    if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", room);
     if (join(batch, seq_id) < 0) {
         drop(batch);
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)seq_id);
     }
-    batch->sequences->num_tokens = batch->sequences->num_slots = num_tokens;
+    set_probe(batch, num_tokens);
     batch->sequences->num_stretches = 1;
     *out = batch;
     return KVC_OK;
+}
+
+/* Before memory is taken for so many in one batch, as many as it may have. */
+static kvc_status fit_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
+    kvc_batch *batch;
+    kvc_status status = check_num_tokens(cache, num_tokens);
+    if (status == KVC_OK) status = new_probe(cache, seq_id, 1, (int32_t)num_tokens, &batch);
+    if (status != KVC_OK) return status;
+    status = fit(batch);
+    drop(batch);
+    return status;
 }
 
 /* Takes the memory of the slots that the batch would be handed out. */
@@ -768,8 +788,10 @@ static void touch(const kvc_batch *batch, int32_t g) {
 static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
     kvc_batch *batch;
     kvc_status status = check_none_open(cache);
-    if (status == KVC_OK) status = check_num_tokens(cache, num_tokens);
-    if (status == KVC_OK) status = new_probe(cache, seq_id, (int32_t)num_tokens, &batch);
+    if (status == KVC_OK) status = fit_reserve(cache, seq_id, num_tokens);
+    if (status == KVC_OK)
+        status = new_probe(cache, seq_id, num_tokens < KVC_MAX_BATCH ? (int32_t)num_tokens : KVC_MAX_BATCH,
+                           (int32_t)num_tokens, &batch);
     if (status != KVC_OK) return status;
     status = prepare(batch);
     if (status != KVC_OK) {
@@ -823,14 +845,14 @@ static int64_t count_room(const kvc_batch *batch) {
 static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens) {
     kvc_batch *batch;
     kvc_status status = check_none_open(cache);
-    if (status == KVC_OK) status = new_probe(cache, seq_id, 1, &batch);
+    if (status == KVC_OK) status = new_probe(cache, seq_id, 1, 1, &batch);
     if (status != KVC_OK) return status;
     find_lows(cache);
     int64_t room = 0, most = count_room(batch), bytes; /* so many fit; more than so many do not */
     if (!cache->max_bytes) room = most;
     while (status == KVC_OK && room < most) {
         const int64_t middle = most - (most - room) / 2;
-        batch->num_tokens = batch->sequences->num_tokens = batch->sequences->num_slots = (int32_t)middle;
+        set_probe(batch, (int32_t)middle);
         status = fit_bytes(batch, &bytes);
         if (status == KVC_OK) room = middle;
         if (status != KVC_ERR_FULL) continue;
