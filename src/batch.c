@@ -225,21 +225,6 @@ kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_ar
     return status == KVC_OK ? check_arrays(&batch->cache->layers[layer], args) : status;
 }
 
-/* Slots for what a sequence is given in a cross-attention layer, all in one block. */
-static kvc_status open_cross(kvc_cache *cache, int32_t group, int32_t count, kvc_run *run) {
-    kvc_pool *pool = &cache->pools[group];
-    const int32_t num_blocks = pool->num_blocks;
-    kvc_status status = kvc_pool_reserve(pool, 1);
-    if (status != KVC_OK) return status;
-    kvc_block *block = kvc_pool_open(pool);
-    *run = (kvc_run){block, kvc_pool_take(pool, block, count), count, 0, 0};
-    status = kvc_check_max_bytes(cache, "putting the rows of a cross-attention layer");
-    if (status == KVC_OK) return KVC_OK;
-    kvc_pool_drop(pool, block, run->slot, count);
-    kvc_pool_unopen(pool, pool->num_blocks - num_blocks);
-    return status;
-}
-
 /* Drops what the sequence was given in a cross-attention layer; where it is not stored, the memory goes back, too. */
 static void drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
@@ -249,39 +234,57 @@ static void drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
 }
 
 void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
-    const int32_t g = put->group;
-    kvc_pending *pending = kvc_pending_of(batch, g, put->member);
+    kvc_pool *pool = &batch->cache->pools[put->group];
+    kvc_pending *pending = kvc_pending_of(batch, put->group, put->member);
     kvc_cross_put **link = &batch->cross_puts;
     while (*link != put) link = &(*link)->next;
     *link = put->next;
     if (all) {
-        if (pending->num) drop_cross(batch, g, put->member);
+        if (pending->num) drop_cross(batch, put->group, put->member);
         pending->runs[0] = put->run;
         pending->num = 1;
-        atomic_fetch_add(&batch->num_cross_puts[g - batch->cache->num_token_groups], 1);
+        atomic_fetch_add(&batch->num_cross_puts[put->group - batch->cache->num_token_groups], 1);
     } else {
-        kvc_drop_part(&batch->cache->pools[g], &put->run);
+        kvc_drop_part(pool, &put->run);
+        kvc_pool_unopen(pool, put->run.block, put->touched);
+        kvc_pool_unreserve(pool, 0, put->num_opened);
     }
     kvc_memory_free(&batch->cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
 }
 
+/* Slots for what a sequence is given in a cross-attention layer, all in one block. */
+static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_args *args, kvc_cross_put **out) {
+    kvc_cache *cache = batch->cache;
+    kvc_pool *pool = &cache->pools[group];
+    const int32_t num_blocks = pool->num_blocks, count = args->num_tokens;
+    kvc_cross_put *put = kvc_memory_alloc(&cache->memory, sizeof *put, KVC_MEMORY_SCRATCH, -1);
+    if (!put) return kvc_fail(KVC_ERR_NOMEM, "out of memory to put the rows of a cross-attention layer");
+    kvc_status status = kvc_pool_reserve(pool, 1);
+    if (status != KVC_OK) {
+        kvc_memory_free(&cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
+        return status;
+    }
+    kvc_block *block = kvc_pool_open(pool);
+    *put = (kvc_cross_put){.next = batch->cross_puts,
+                           .group = group,
+                           .member = find_member(cache, args->seq_id),
+                           .touched = block->touched,
+                           .num_opened = pool->num_blocks - num_blocks,
+                           .thread = kvc_thread_self()};
+    put->run = (kvc_run){block, kvc_pool_take(pool, block, count), count, 0, 0};
+    batch->cross_puts = *out = put;
+    status = kvc_check_max_bytes(cache, "putting the rows of a cross-attention layer");
+    if (status != KVC_OK) kvc_cross_put_end(batch, put, 0);
+    return status;
+}
+
 static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     kvc_cache *cache = batch->cache;
+    kvc_cross_put *put;
     kvc_lock(cache);
-    kvc_cross_put *put = kvc_memory_alloc(&cache->memory, sizeof *put, KVC_MEMORY_SCRATCH, -1);
-    kvc_run run;
-    kvc_status status = put ? open_cross(cache, group, work->args->num_tokens, &run)
-                            : kvc_fail(KVC_ERR_NOMEM, "out of memory to put rows in a cross-attention layer");
-    if (status == KVC_OK) {
-        *put =
-            (kvc_cross_put){batch->cross_puts, kvc_thread_self(), group, find_member(cache, work->args->seq_id), run};
-        batch->cross_puts = put;
-    } else {
-        kvc_memory_free(&cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
-    }
-    kvc_unlock(cache, status);
+    kvc_status status = kvc_unlock(cache, begin_cross(batch, group, work->args, &put));
     if (status != KVC_OK) return status;
-    work->start = (kvc_place){run.block, run.slot};
+    work->start = (kvc_place){put->run.block, put->run.slot};
     status = put_all(work);
     kvc_lock(cache);
     kvc_cross_put_end(batch, put, status == KVC_OK);
@@ -439,7 +442,15 @@ static kvc_status reserve_kept(const kvc_batch *batch) {
         for (int32_t s = 0; status == KVC_OK && s < batch->num_sequences; s++) {
             const int32_t more =
                 g < cache->num_token_groups ? visit_kept(batch, g, s, 1, NULL, NULL) : kvc_pending_of(batch, g, s)->num;
-            status = kvc_rows_reserve(&batch->sequences[s].sequence->rows[g], &cache->memory, more);
+            status = kvc_rows_prepare(&batch->sequences[s].sequence->rows[g], &cache->memory, more);
+        }
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        for (int32_t s = 0; s < batch->num_sequences; s++) {
+            kvc_rows *rows = &batch->sequences[s].sequence->rows[g];
+            if (status == KVC_OK)
+                kvc_rows_install(rows, &cache->memory);
+            else
+                kvc_rows_discard(rows, &cache->memory);
         }
     return status;
 }

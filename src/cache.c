@@ -482,13 +482,27 @@ void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
             kvc_pool_purge(&cache->pools[g], cache->pools[g].blocks[i], kvc_cache_threads(cache));
 }
 
+/* What kvc_give_back gives of a pool, if it is to give all. */
+static int64_t unused_bytes(const kvc_pool *pool) {
+    int64_t bytes = 0;
+    for (int32_t i = 0; i < pool->num_blocks; i++) {
+        const kvc_block *block = pool->blocks[i];
+        bytes += kvc_pool_block_bytes(pool, block->touched);
+        bytes += block->is_free ? kvc_pool_header_bytes(pool) : -kvc_pool_block_bytes(pool, block->fill);
+    }
+    return bytes;
+}
+
 kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what) {
-    if (!cache->max_bytes || kvc_cache_bytes(cache) <= cache->max_bytes) return KVC_OK;
+    int64_t bytes = kvc_cache_bytes(cache);
+    if (!cache->max_bytes || bytes <= cache->max_bytes) return KVC_OK;
+    if (cache->spare) bytes -= kvc_sequence_bytes(cache->spare);
+    for (int32_t g = 0; g < cache->num_groups; g++) bytes -= unused_bytes(&cache->pools[g]);
+    if (bytes > cache->max_bytes)
+        return kvc_fail(KVC_ERR_FULL, "%s would make it %lld bytes: max_bytes is %lld", what, (long long)bytes,
+                        (long long)cache->max_bytes);
     kvc_give_back(cache, cache->max_bytes);
-    const int64_t bytes = kvc_cache_bytes(cache);
-    if (bytes <= cache->max_bytes) return KVC_OK;
-    return kvc_fail(KVC_ERR_FULL, "%s would make it %lld bytes: max_bytes is %lld", what, (long long)bytes,
-                    (long long)cache->max_bytes);
+    return KVC_OK;
 }
 
 /* The smallest one that is large enough; -1: none. */
@@ -615,10 +629,13 @@ static kvc_sequence *new_sharer(kvc_cache *cache, const kvc_sequence *src, int64
     kvc_sequence *dst = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     const kvc_table before = cache->sequences;
     kvc_status status = dst ? kvc_table_reserve(&cache->sequences, &before, &cache->memory) : KVC_ERR_NOMEM;
-    kvc_table_keep(&cache->sequences, &before, &cache->memory);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
         status = kvc_rows_reserve(&dst->rows[g], &cache->memory, src->rows[g].num);
-    if (status == KVC_OK) return dst;
+    if (status == KVC_OK) {
+        kvc_table_keep(&cache->sequences, &before, &cache->memory);
+        return dst;
+    }
+    kvc_table_restore(&cache->sequences, &before, &cache->memory);
     if (dst) kvc_sequence_free(dst, &cache->memory, cache->pools);
     return NULL;
 }

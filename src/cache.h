@@ -91,6 +91,7 @@ typedef struct kvc_cross_put {
     kvc_thread thread;     /* that called kvc_put */
     int32_t group, member; /* the sequence: index into batch->sequences */
     kvc_run run;
+    int32_t touched, num_opened; /* of its block before: kvc_pool_unopen; blocks whose memory was taken for it */
 } kvc_cross_put;
 
 struct kvc_batch {
@@ -203,7 +204,8 @@ kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what);
  * used, as pool->demand.num_blocks says, then the pages past fill marks. */
 void kvc_give_back(kvc_cache *cache, int64_t most_bytes);
 
-/* KVC_ERR_FULL if kvc_nbytes passes max_bytes, because of `what`, also once what is free was given back. */
+/* Gives back what is free until kvc_nbytes is at most max_bytes.  KVC_ERR_FULL, because of `what`, if that is not
+ * enough: then nothing is given back. */
 kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what);
 
 /* batch.c: takes a put out of the batch's list and frees it.  With `all`, its rows become what the sequence has in the

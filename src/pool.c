@@ -163,8 +163,16 @@ int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count) {
     return done;
 }
 
-void kvc_pool_unopen(kvc_pool *pool, int32_t count) {
-    const int32_t done = kvc_pool_shrink(pool, 0, count);
+void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t touched) {
+    pool->reused -= touched != 0;
+    block->fill = touched; /* what was there before stays */
+    kvc_pool_purge(pool, block, 1);
+    block->fill = 0;
+    if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) block->touched = touched;
+}
+
+void kvc_pool_unreserve(kvc_pool *pool, int32_t kept, int32_t count) {
+    const int32_t done = kvc_pool_shrink(pool, kept, count);
     pool->opened -= done;
     pool->returned -= done;
 }

@@ -140,8 +140,11 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 /* Gives at most `count` free blocks back, but for the next `kept` to be used; returns how many. */
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count);
 
-/* The same, as if they had never been opened. */
-void kvc_pool_unopen(kvc_pool *pool, int32_t count);
+/* The same, as if their memory had never been taken. */
+void kvc_pool_unreserve(kvc_pool *pool, int32_t kept, int32_t count);
+
+/* Undoes kvc_pool_open of a block that is free again, and had so many slots touched before. */
+void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t touched);
 
 /* Gives back the pages past the fill mark of a block. */
 void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads);

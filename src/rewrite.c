@@ -32,9 +32,16 @@ static void add_copies(walk *w, const kvc_run *part, kvc_run to) {
         to.count = rest < room ? rest : room;
         if (to.count > KVC_COPY_ROWS) to.count = KVC_COPY_ROWS;
         to.block = w->block;
+        const int32_t touched = w->block->touched;
         to.slot = kvc_pool_take(w->pool, w->block, to.count);
-        w->draft->copies[w->draft->num_copies++] =
-            (kvc_copy){part->block, to.block, part->slot + done, to.slot, to.count, part->position + done, part->delta};
+        w->draft->copies[w->draft->num_copies++] = (kvc_copy){.from = part->block,
+                                                              .to = to.block,
+                                                              .from_slot = part->slot + done,
+                                                              .to_slot = to.slot,
+                                                              .count = to.count,
+                                                              .position = part->position + done,
+                                                              .delta = part->delta,
+                                                              .touched = touched};
         kvc_rows_push(&w->draft->rows, &to);
         to.position += to.count;
     }
@@ -118,9 +125,7 @@ kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows,
     draft->num_copied = w.copied;
     w.pool->drafted += w.copied;
     w.draft = draft;
-    draft->num_reused = -w.pool->reused;
     walk_rows(&w, rows);
-    draft->num_reused += w.pool->reused;
     kvc_rows_recount(&draft->rows);
     return KVC_OK;
 }
@@ -173,11 +178,17 @@ void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, kvc_draft
 }
 
 void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft) {
-    for (int32_t i = draft->num_copies - 1; i >= 0; i--)
-        kvc_pool_drop(&cache->pools[group], draft->copies[i].to, draft->copies[i].to_slot, draft->copies[i].count);
-    cache->pools[group].drafted -= draft->num_copied;
-    kvc_pool_unopen(&cache->pools[group], draft->num_opened);
-    cache->pools[group].reused -= draft->num_reused;
+    kvc_pool *pool = &cache->pools[group];
+    int32_t num_blocks = 0;
+    for (int32_t i = draft->num_copies - 1; i >= 0; i--) { /* blocks become free in the order in which they were */
+        const kvc_copy *copy = &draft->copies[i];
+        kvc_pool_drop(pool, copy->to, copy->to_slot, copy->count);
+        if (copy->to_slot) continue;
+        kvc_pool_unopen(pool, copy->to, copy->touched);
+        num_blocks++;
+    }
+    pool->drafted -= draft->num_copied;
+    kvc_pool_unreserve(pool, num_blocks - draft->num_opened, draft->num_opened);
     kvc_rows_free_list(&draft->rows, &cache->memory);
     kvc_draft_free(cache, draft);
 }

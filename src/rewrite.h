@@ -26,6 +26,7 @@ typedef struct kvc_copy {
     kvc_block *from, *to;
     int32_t from_slot, to_slot, count;
     int32_t position, delta; /* of the first row, before */
+    int32_t touched;         /* slots of `to`, before */
 } kvc_copy;
 
 typedef struct kvc_draft {
@@ -36,7 +37,6 @@ typedef struct kvc_draft {
     int64_t num_copied;   /* rows */
     int32_t num_copies, room;
     int32_t num_opened; /* blocks whose memory was taken for it */
-    int64_t num_reused; /* those whose memory was there */
 } kvc_draft;
 
 enum { KVC_COPY_ROWS = 64 }; /* what a thread takes at a time */

@@ -106,7 +106,7 @@ static void write_rows(settling *s) {
 static void end(settling *s, kvc_status status) {
     for (int32_t b = 0; status == KVC_OK && b < s->num_blocks; b++)
         if (s->deltas[b] < s->deltas[b + 1]) kvc_pool_unpin(&s->cache->pools[s->group], s->blocks[b]);
-    for (int32_t i = 0; i < s->num_drafts; i++)
+    for (int32_t i = s->num_drafts - 1; i >= 0; i--) /* last made, first discarded */
         if (status == KVC_OK) {
             kvc_draft_unpin(s->cache, s->group, &s->drafts[i]);
             kvc_draft_free(s->cache, &s->drafts[i]);

@@ -10,6 +10,7 @@ typedef struct scenario {
     const char *name;
     void (*prepare)(pair *p);
     kvc_status (*run)(pair *p);
+    int lists_blocks; /* the list of blocks may have become longer when it fails */
 } scenario;
 
 static memory heap;
@@ -46,8 +47,10 @@ static int run_once(const scenario *s, int fail_after)
     pair_check(&p);
     if (status != KVC_OK)
         CHECKF(!memcmp(&after, &before, sizeof after), "after %d", fail_after); /* no block is left over either */
+    if (status != KVC_OK && !s->lists_blocks)
+        CHECKF(kvc_nbytes(p.cache) == bytes, "after %d", fail_after);
     if (status != KVC_OK && (!strncmp(s->name, "begin", 5) || s->run == reserve || s->run == pair_compact))
-        CHECKF(kvc_nbytes(p.cache) == bytes && heap.num == allocations, "after %d", fail_after);
+        CHECKF(heap.num == allocations, "after %d", fail_after); /* nor is there more scratch */
     CHECKF(status == KVC_OK || strstr(kvc_last_error(), "memory"), "%s", kvc_last_error());
     memory_fail_after(&heap, -1);
     if (status != KVC_OK) {
@@ -537,12 +540,12 @@ int main(void)
         {"plan_new with deltas", prepare_deltas, plan},
         {"attend with deltas", prepare_deltas, attend},
         {"remove and shift", prepare_holes, remove_and_shift},
-        {"remove and shift what is shared", prepare_disputed, remove_and_shift},
+        {"remove and shift what is shared", prepare_disputed, remove_and_shift, 1},
         {"shift", prepare_holes, shift_some},
         {"shift what is shared", prepare_four, shift_some},
         {"divide", prepare_runs, divide_all},
-        {"divide what is shared", prepare_disputed, divide_all},
-        {"settle", prepare_disputed, pair_settle},
+        {"divide what is shared", prepare_disputed, divide_all, 1},
+        {"settle", prepare_disputed, pair_settle, 1},
         {"clone", prepare_disputed, pair_clone},
         {"clone with cross-attention", prepare_encoded, pair_clone},
     };
