@@ -38,6 +38,7 @@
  *           edited.  The same while kvc_shift, kvc_remove or kvc_divide rewrites the keys of a sequence.
  *           Waits: what reads the rows of a sequence, edits it or begins a batch of it, while kvc_inject or kvc_settle
  *           writes its rows; and kvc_compact, kvc_settle and kvc_cache_free, for calls that copy rows out.
+ *           kvc_commit and kvc_reserve see to the system's pages last, without the mutex: the batch has ended by then.
  * fork()    The child has one thread, and every cache as it was.  fork() waits for what other threads do in the
  *           library, but neither for their work on a batch, which is open in the child, without what they were doing,
  *           nor for functions of the caller: a sequence whose keys one of these was moving is, in the child, as it was.
@@ -347,7 +348,9 @@ KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, i
 KVC_API kvc_status kvc_settle(kvc_cache *cache);
 
 /* Takes now the memory that num_tokens more tokens of a sequence need, at least 1, so that the next batches, of as many
- * tokens together, take none for rows or bookkeeping.  Memory that is free already counts, and other sequences may use
+ * tokens together, take none for rows or bookkeeping.  It is resident then, in huge pages where the system can: to write
+ * these rows faults on no page.  The pages are taken after all that can fail; slots that other threads take meanwhile
+ * are passed by.  Memory that is free already counts, and other sequences may use
  * what was reserved; it stays until it is used, kvc_compact gives it back, or max_bytes leaves other rows no room.
  * Evicts and moves rows together as kvc_begin does, within the limits that a batch of as many tokens has: KVC_ERR_FULL;
  * KVC_ERR_BUSY; KVC_ERR_NOMEM. */

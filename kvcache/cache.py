@@ -1142,9 +1142,10 @@ class KVCache:
     def reserve(self, num_tokens: SupportsIndex, *, seq_id: SupportsIndex = 0) -> None:
         """Take the memory now that so many more tokens of a sequence need.
 
-        Batches of as many, in one or several, that follow take none for rows or bookkeeping. What is free already
-        counts, and another sequence may use it; it stays until it is used, `compact` gives it back, or `max_bytes`
-        leaves other rows no room. Rows are evicted and moved together as by `batch`.
+        Batches of as many, in one or several, that follow take none for rows or bookkeeping, and fault on no page of
+        the rows: these are resident. What is free already counts, and another sequence may use it; it stays until it
+        is used, `compact` gives it back, or `max_bytes` leaves other rows no room. Rows are evicted and moved together
+        as by `batch`.
 
         Parameters
         ----------

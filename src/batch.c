@@ -14,6 +14,7 @@ static void release_batch(kvc_batch *batch) {
         kvc_cache_note(cache, batch->sequences[s].sequence);
         kvc_cache_tidy(cache, batch->sequences[s].sequence);
     }
+    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].epoch++;
     cache->batch = NULL;
     kvc_plans_free(batch);
     kvc_sheets_free(cache);
@@ -280,8 +281,9 @@ static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_arg
 
 static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     kvc_cache *cache = batch->cache;
-    kvc_cross_put *put;
+    kvc_cross_put *put = NULL;
     kvc_lock(cache);
+    if (cache->max_bytes) kvc_cache_wait_pages(cache);
     kvc_status status = kvc_unlock(cache, begin_cross(batch, group, work->args, &put));
     if (status != KVC_OK) return status;
     work->start = (kvc_place){put->run.block, put->run.slot};
@@ -493,7 +495,6 @@ static kvc_status commit(kvc_batch *batch, int32_t num_kept) {
         }
         for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++) commit_cross(batch, g, s);
     }
-    for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_join(&cache->pools[g], batch->num_tokens);
     forget_unstored(batch);
     cache->stats.batches++;
     cache->stats.tokens += num_kept;
@@ -505,11 +506,14 @@ static kvc_status finish(kvc_batch *batch) {
     int32_t num_kept = 0;
     for (int32_t t = 0; t < batch->num_tokens; t++)
         num_kept += batch->kept[t] &= !batch->sequences[batch->sequence_of[t]].is_unstored;
-    const kvc_status status = check_complete(batch);
+    kvc_status status = check_complete(batch);
     if (status != KVC_OK) return status;
     kvc_cache *cache = batch->cache;
+    const int32_t num_tokens = batch->num_tokens;
     kvc_lock(cache);
-    return kvc_unlock(cache, commit(batch, num_kept));
+    status = commit(batch, num_kept);
+    if (status == KVC_OK) kvc_cache_join(cache, num_tokens);
+    return kvc_unlock(cache, status);
 }
 
 kvc_status kvc_commit(kvc_batch *batch) {

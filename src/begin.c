@@ -706,9 +706,10 @@ static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch 
 }
 
 /* Whether another call writes rows of one of these sequences where they lie; once it has ended.  Where memory is short,
- * of any sequence: the call may hold what could be given back. */
+ * of any sequence, or whether it works on pages: the call may hold what could be given back. */
 static int wait_in_place(kvc_cache *cache, int32_t num_tokens, const int64_t *seq_ids) {
     if (cache->max_bytes) kvc_cache_find_all(cache);
+    if (cache->max_bytes && kvc_cache_wait_pages(cache)) return 1;
     for (int32_t t = 0; cache->num_in_place && t < num_tokens; t++) {
         const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_ids ? seq_ids[t] : 0);
         if (sequence && sequence->in_place) return kvc_cache_find(cache, sequence->id), 1;
@@ -771,7 +772,7 @@ static kvc_status fit_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_toke
     return status;
 }
 
-/* Takes the memory of the slots that the batch would be handed out. */
+/* Counts the memory of the slots that the batch would be handed out. */
 static void touch(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
     int32_t rest = batch->num_tokens, fill;
@@ -818,7 +819,9 @@ kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
         return kvc_fail(KVC_ERR_INVALID, "num_tokens is %lld: it must be at least 1", (long long)num_tokens);
     kvc_lock(cache);
     while (wait_in_place(cache, 1, &seq_id)) continue;
-    return kvc_unlock(cache, reserve(cache, seq_id, num_tokens));
+    const kvc_status status = reserve(cache, seq_id, num_tokens);
+    if (status == KVC_OK) kvc_cache_take(cache);
+    return kvc_unlock(cache, status);
 }
 
 /* How many tokens the limits but max_bytes leave room for. */

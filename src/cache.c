@@ -376,6 +376,13 @@ kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id) {
     return sequence;
 }
 
+kvc_sequence *kvc_cache_find_to_copy(kvc_cache *cache, int64_t id) {
+    kvc_sequence *sequence;
+    do sequence = kvc_cache_find(cache, id);
+    while (cache->max_bytes && kvc_cache_wait_pages(cache));
+    return sequence;
+}
+
 void kvc_cache_find_all(kvc_cache *cache) {
     while (cache->num_in_place) kvc_signal_wait(&cache->idle, &cache->mutex);
 }
@@ -705,7 +712,11 @@ kvc_status kvc_compact(kvc_cache *cache) {
 kvc_status kvc_cache_free(kvc_cache *cache) {
     if (!cache) return KVC_OK;
     kvc_lock(cache);
-    const kvc_status status = kvc_check_closed(cache, "free the cache");
+    kvc_status status = kvc_check_closed(cache, "free the cache");
+    while (status == KVC_OK && cache->memory.works) {
+        kvc_signal_wait(&cache->idle, &cache->mutex);
+        status = kvc_check_closed(cache, "free the cache");
+    }
     if (status == KVC_OK) clear_all_but(cache, NULL);
     kvc_unlock(cache, status);
     if (status != KVC_OK) return status;

@@ -162,10 +162,22 @@ void kvc_cache_tidy(kvc_cache *cache, kvc_sequence *sequence);
 kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id);
 void kvc_cache_find_all(kvc_cache *cache);
 
+/* The same for an edit that may copy rows, and so need what can be given back. */
+kvc_sequence *kvc_cache_find_to_copy(kvc_cache *cache, int64_t id);
+
 /* What lies between these reads rows, whose blocks it pins, without the mutex.  The first may wait: what is to be read
  * is looked at afterwards. */
 void kvc_cache_begin_reading(kvc_cache *cache);
 void kvc_cache_end_reading(kvc_cache *cache);
+
+/* resident.c: joins pages after a batch of so many tokens; takes the memory of all slots that are counted as touched,
+ * and joins all.  With the mutex held, which is let go meanwhile: what the call is for is done before. */
+void kvc_cache_join(kvc_cache *cache, int32_t num_tokens);
+void kvc_cache_take(kvc_cache *cache);
+
+/* Waits until no pages are worked on, so that all that is free can be given back; whether it had to, and others may
+ * have had the mutex. */
+int kvc_cache_wait_pages(kvc_cache *cache);
 
 /* Waits until no call reads or writes rows without the mutex, but for the rewrites of a function of the caller and for
  * what works on a batch. */

@@ -120,7 +120,7 @@ static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e)
 /* ---- removing ---------------------------------------------------------------------------------------------------- */
 
 static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {
-    kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
+    kvc_sequence *sequence = kvc_cache_find_to_copy(cache, seq_id);
     kvc_status status = kvc_check_idle(sequence);
     if (status != KVC_OK || !sequence) return status;
     edit e = {.change = {.begin = begin, .end = end, .moved_end = end}, .removes = 1, .shift = shift};
@@ -162,7 +162,7 @@ static kvc_status check_target(const kvc_cache *cache, const kvc_sequence *seque
 }
 
 static kvc_status move_range(kvc_cache *cache, int64_t seq_id, const edit *e) {
-    kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
+    kvc_sequence *sequence = kvc_cache_find_to_copy(cache, seq_id);
     kvc_status status = check_rope(cache);
     if (status == KVC_OK) status = kvc_check_idle(sequence);
     if (status == KVC_OK && sequence && e->change.move > 0)

@@ -59,6 +59,7 @@ static void in_child(void) {
     for (kvc_cache *cache = caches; cache; cache = cache->next) {
         kvc_signal_init(&cache->idle); /* it may count threads that wait */
         cache->num_waiting = 0;
+        cache->memory.works = NULL; /* none is at a step */
         if (cache->batch) end_work(cache->batch);
         for (int32_t i = 0; i < cache->sequences.num; i++) {
             kvc_sequence *sequence = cache->sequences.items[i];

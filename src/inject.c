@@ -172,7 +172,7 @@ static kvc_status own_rows(injection *x, int32_t group, kvc_rows *rows) {
 
 static kvc_status inject(injection *x, int64_t seq_id) {
     const kvc_rows none = {.min_position = -1, .max_position = -1};
-    kvc_sequence *sequence = kvc_cache_find(x->cache, seq_id);
+    kvc_sequence *sequence = kvc_cache_find_to_copy(x->cache, seq_id);
     const int32_t g = x->cache->group_of[x->layer];
     kvc_rows *rows = sequence ? &sequence->rows[g] : NULL;
     kvc_status status = kvc_check_idle(sequence);

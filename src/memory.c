@@ -92,8 +92,24 @@ void kvc_memory_purge(kvc_memory *memory, void *p, size_t size) {
     if (begin < end) memory->allocator.purge(memory->allocator.user, (void *)begin, end - begin);
 }
 
-void kvc_memory_join(kvc_memory *memory, void *p, size_t size) {
-    if (is_default(memory) && !kvc_slab_join(&memory->slabs, p)) kvc_pages_join(p, size);
+int kvc_memory_written(kvc_memory *memory, uint8_t *p, size_t size, kvc_page_work *work) {
+    if (!is_default(memory)) return 0;
+    kvc_slab_written(&memory->slabs, &p, &size);
+    work->p = p;
+    work->size = size;
+    return size != 0;
+}
+
+int kvc_memory_is_busy(const kvc_memory *memory, const uint8_t *p, size_t size) {
+    const kvc_page_work *work = memory->works;
+    while (work && !(work->size && p < work->p + work->size && work->p < p + size)) work = work->next;
+    return work != NULL;
+}
+
+int kvc_memory_any_busy(const kvc_memory *memory) {
+    const kvc_page_work *work = memory->works;
+    while (work && !work->size) work = work->next;
+    return work != NULL;
 }
 
 void kvc_memory_part(kvc_memory *memory, void *p) { kvc_slab_part(&memory->slabs, p); }

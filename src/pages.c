@@ -14,10 +14,12 @@ size_t kvc_os_page_size(void) { return 4096; }
 void *kvc_pages_map(size_t size) { return (void)size, NULL; }
 void kvc_pages_unmap(void *p, size_t size) { (void)p, (void)size; }
 void kvc_pages_drop(void *p, size_t size) { (void)p, (void)size; }
-void kvc_pages_join(void *p, size_t size) { (void)p, (void)size; }
+int kvc_pages_join(void *p, size_t size) { return (void)p, (void)size, 0; }
+int kvc_pages_take(void *p, size_t size) { return (void)p, (void)size, 0; }
 
 #else
 
+#include <errno.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -50,12 +52,22 @@ void kvc_pages_unmap(void *p, size_t size) { munmap(p, size); }
 
 void kvc_pages_drop(void *p, size_t size) { madvise(p, size, MADV_DONTNEED); }
 
-void kvc_pages_join(void *p, size_t size) {
+int kvc_pages_join(void *p, size_t size) {
 #if defined(__linux__)
     enum { COLLAPSE = 25 }; /* MADV_COLLAPSE, which older headers lack; older systems refuse */
-    madvise(p, size, COLLAPSE);
+    return madvise(p, size, COLLAPSE) == 0;
 #else
-    (void)p, (void)size;
+    return (void)p, (void)size, 0;
+#endif
+}
+
+int kvc_pages_take(void *p, size_t size) {
+#if defined(__linux__)
+    enum { POPULATE_WRITE = 23 }; /* MADV_POPULATE_WRITE */
+    const size_t before = (uintptr_t)p % kvc_os_page_size();
+    return madvise((char *)p - before, size + before, POPULATE_WRITE) == 0 || errno != EINVAL;
+#else
+    return (void)p, (void)size, 0;
 #endif
 }
 

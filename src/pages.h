@@ -24,7 +24,10 @@ void kvc_pages_unmap(void *p, size_t size);
 void kvc_pages_drop(void *p, size_t size);
 
 /* Makes whole huge pages of what is written already, where the system can.  Unlike advice given beforehand, this takes
- * no memory for what is not. */
-void kvc_pages_join(void *p, size_t size);
+ * no memory for what is not.  Whether it did. */
+int kvc_pages_join(void *p, size_t size);
+
+/* Takes the memory of all pages in which [p, p + size) lies, whose contents stay; whether the system has that. */
+int kvc_pages_take(void *p, size_t size);
 
 #endif

@@ -9,7 +9,8 @@ enum {
     WORTH_THREADS = 1 << 22, /* bytes; to give back less takes less time than to wake a thread */
     JOIN_SLOTS = 512,        /* so seldom are pages looked at that may be made huge ones */
     JOIN_TOKENS = 8,         /* for so many tokens of a batch, one more is, and one more block looked at */
-    JOIN_BLOCKS = 8          /* so many are looked at in any case */
+    JOIN_BLOCKS = 8,         /* so many are looked at in any case */
+    TOUCH_BYTES = 256 << 10  /* are taken at a time */
 };
 
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
@@ -19,7 +20,8 @@ void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t bl
                        .block_size = block_size,
                        .block_bytes = block_bytes,
                        .layouts = layouts,
-                       .num_layers = num_layers};
+                       .num_layers = num_layers,
+                       .epoch = 1};
 }
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
@@ -149,8 +151,13 @@ int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count) {
     if (kept >= pool->num_free) return 0;
     kvc_block **first = list_end(pool, kept);
     int32_t done = 0;
-    for (; done < count && *first; done++) {
+    while (done < count && *first) {
         kvc_block *block = *first, *last = pool->blocks[pool->num_blocks - 1];
+        if (kvc_memory_is_busy(pool->memory, block->rows, pool->block_bytes)) {
+            first = &block->next;
+            continue;
+        }
+        done++;
         *first = block->next;
         last->index = block->index;
         pool->blocks[block->index] = last;
@@ -169,6 +176,7 @@ void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t touched) {
     kvc_pool_purge(pool, block, 1);
     block->fill = 0;
     if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) block->touched = touched;
+    if (block->resident > block->touched) block->resident = block->touched;
 }
 
 void kvc_pool_unreserve(kvc_pool *pool, int32_t kept, int32_t count) {
@@ -206,7 +214,9 @@ static void purge_region(void *context, int64_t index) {
 }
 
 void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
-    if (block->fill >= block->touched || !kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return;
+    if (block->fill >= block->touched || !kvc_memory_is_lazy(pool->memory, pool->block_bytes) ||
+        kvc_memory_is_busy(pool->memory, block->rows, pool->block_bytes))
+        return;
     const int64_t bytes = kvc_pool_block_bytes(pool, block->touched) - kvc_pool_block_bytes(pool, block->fill);
     purge work = {pool, block};
     kvc_memory_part(pool->memory, block->rows);
@@ -214,6 +224,7 @@ void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
     pool->row_bytes -= bytes;
     block->touched = block->fill;
     if (block->joined > block->fill) block->joined = block->fill;
+    if (block->resident > block->fill) block->resident = block->fill;
     block->join_next = 0;
 }
 
@@ -228,16 +239,15 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {
 
 /* ---- huge pages -------------------------------------------------------------------------------------------------- */
 
-/* Makes the huge pages huge that slots [from, to) have filled in one head's rows; whether there was one.  The first may
- * begin a little before these, with padding. */
-static int join_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, int32_t from, int32_t to) {
+/* The huge pages that slots [from, to) have filled in one head's rows; whether there is one.  The first may begin a
+ * little before these, with padding. */
+static int join_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, int32_t from, int32_t to,
+                     kvc_page_work *work) {
     const uintptr_t start = (uintptr_t)rows;
     uintptr_t begin = (start + (size_t)from * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
     const uintptr_t end = (start + (size_t)to * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
     if (begin + KVC_HUGE_PAGE / 4 < start) begin += KVC_HUGE_PAGE;
-    if (begin >= end) return 0;
-    kvc_memory_join(pool->memory, (void *)begin, end - begin);
-    return 1;
+    return begin < end && kvc_memory_written(pool->memory, (uint8_t *)begin, end - begin, work);
 }
 
 /* The steps in which the pages of a block are joined up to join_to: of a full one, page by page; else region by region,
@@ -247,43 +257,80 @@ static int64_t num_join_steps(const kvc_pool *pool, const kvc_block *block) {
     return pool->block_bytes < KVC_HUGE_PAGE ? 1 : (int64_t)(pool->block_bytes / KVC_HUGE_PAGE);
 }
 
-static int join_step(const kvc_pool *pool, const kvc_block *block, int64_t step) {
-    if (block->join_to == pool->block_size) {
-        uint8_t *page = block->rows + step * KVC_HUGE_PAGE; /* blocks that have one are aligned to it */
-        kvc_memory_join(pool->memory, page, KVC_HUGE_PAGE);
-        return 1;
-    }
+static int join_step(const kvc_pool *pool, const kvc_block *block, int64_t step, kvc_page_work *work) {
+    if (block->join_to == pool->block_size) /* blocks that have a huge page are aligned to it */
+        return kvc_memory_written(pool->memory, block->rows + step * KVC_HUGE_PAGE, KVC_HUGE_PAGE, work);
     const kvc_region at = kvc_pool_region(pool, step);
-    return join_rows(pool, block->rows + at.offset, at.row_bytes, block->joined, block->join_to);
+    return join_rows(pool, block->rows + at.offset, at.row_bytes, block->joined, block->join_to, work);
 }
 
 /* Goes on with joining the pages of a block: the system takes a millisecond or more for each, so it is spread over as
- * many batches.  Returns what is left of the budget; 0: there is more to do. */
-static int32_t join_some(const kvc_pool *pool, kvc_block *block, int32_t budget) {
-    if (block->join_next == 0) {
-        const int32_t is_full = block->fill == pool->block_size;
-        if (block->fill - block->joined < (is_full ? 1 : JOIN_SLOTS)) return budget;
-        block->join_to = block->fill;
+ * many batches.  0: there is nothing to do. */
+static int next_in_block(const kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
+    for (;;) {
+        if (block->join_next == 0) {
+            const int is_ahead = block->resident > block->fill;
+            const int32_t there = is_ahead ? block->resident : block->fill;
+            const int is_full = there == pool->block_size;
+            if (block->epoch == pool->epoch || there - block->joined < (is_full || is_ahead ? 1 : JOIN_SLOTS)) return 0;
+            if (pool->block_bytes < KVC_HUGE_PAGE && !is_full) return 0; /* it shares its pages with others */
+            block->join_to = there;
+        }
+        while (block->join_next < num_join_steps(pool, block))
+            if (join_step(pool, block, block->join_next++, work)) return 1;
+        block->joined = block->join_to;
+        block->join_next = 0;
     }
-    for (const int64_t num = num_join_steps(pool, block); block->join_next < num; block->join_next++) {
-        if (budget == 0) return 0;
-        budget -= join_step(pool, block, block->join_next);
-    }
-    block->joined = block->join_to;
-    block->join_next = 0;
-    return budget;
 }
 
-void kvc_pool_join(kvc_pool *pool, int32_t num_tokens) {
-    if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return;
+kvc_joining kvc_pool_join_for(int32_t num_tokens) {
     const int32_t more = num_tokens / JOIN_TOKENS;
-    int32_t budget = 1 + more;
-    for (int32_t i = 0; i < JOIN_BLOCKS + more && i < pool->num_blocks; i++) {
+    return (kvc_joining){1 + more, JOIN_BLOCKS + more, 0};
+}
+
+kvc_joining kvc_pool_join_ahead(const kvc_pool *pool) { return (kvc_joining){INT64_MAX, pool->num_blocks, 1}; }
+
+int kvc_pool_next_join(kvc_pool *pool, kvc_joining *joining, kvc_page_work *work) {
+    if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return 0;
+    if (joining->blocks > pool->num_blocks) joining->blocks = pool->num_blocks;
+    for (; joining->steps > 0 && joining->blocks > 0; joining->blocks--) {
         if (pool->join_block >= pool->num_blocks) pool->join_block = 0;
-        budget = join_some(pool, pool->blocks[pool->join_block], budget);
-        if (budget == 0) return;
+        kvc_block *block = pool->blocks[pool->join_block];
+        if ((!joining->is_ahead || block->resident > block->fill) && next_in_block(pool, block, work))
+            return joining->steps-- > 0;
         pool->join_block++;
     }
+    return 0;
+}
+
+/* ---- taking memory beforehand ------------------------------------------------------------------------------------ */
+
+/* Goes on with the slots of the block that belong to nobody; 0: nothing is left. */
+static int touch_in_block(const kvc_pool *pool, const kvc_block *block, kvc_taking *taking, kvc_page_work *work) {
+    const size_t from = (size_t)(block->fill > block->resident ? block->fill : block->resident);
+    for (; taking->region < kvc_pool_num_regions(pool); taking->region++, taking->done = 0) {
+        const kvc_region at = kvc_pool_region(pool, taking->region);
+        const size_t begin = from * at.row_bytes, end = (size_t)taking->to * at.row_bytes;
+        if (taking->done < begin) taking->done = begin;
+        if (taking->done >= end) continue;
+        work->p = block->rows + at.offset + taking->done;
+        work->size = end - taking->done < TOUCH_BYTES ? end - taking->done : TOUCH_BYTES;
+        taking->done += work->size;
+        return 1;
+    }
+    return 0;
+}
+
+int kvc_pool_next_touch(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work) {
+    for (; taking->index < pool->num_blocks; taking->index++) {
+        kvc_block *block = pool->blocks[taking->index];
+        if (block->fill >= block->touched || block->resident >= block->touched) continue;
+        if (block != taking->block || taking->to > block->touched) /* it was purged meanwhile */
+            *taking = (kvc_taking){.block = block, .index = taking->index, .to = block->touched};
+        if (touch_in_block(pool, block, taking, work)) return 1;
+        block->resident = taking->to;
+    }
+    return 0;
 }
 
 /* ---- slots ------------------------------------------------------------------------------------------------------- */
@@ -308,6 +355,7 @@ int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
     const int32_t slot = block->fill;
     for (int32_t i = 0; i < count; i++) block->holders[slot + i] = 1;
     block->fill += count;
+    block->epoch = pool->epoch;
     block->live += count;
     pool->live += count;
     pool->filled += count;

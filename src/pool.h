@@ -17,9 +17,11 @@ typedef struct kvc_block {
     int32_t fill;           /* slots below this were handed out; those past it belong to nobody */
     int32_t live;           /* slots that somebody holds */
     int32_t touched;        /* slots that were ever handed out since the memory was taken: these are resident */
+    int32_t resident;       /* slots below this that kvc_pool_next_touch has seen to */
     int32_t joined;         /* slots whose OS pages were made huge, where they fill one */
     int32_t join_to;        /* what it will be ... */
     int64_t join_next;      /* ... after this step and those behind; 0: nothing is going on */
+    uint32_t epoch;         /* of the pool, when slots were last handed out */
     int32_t pins;           /* holds that keep the rows as they are */
     int32_t planned;        /* slots past fill that a batch about to begin will take */
     int8_t is_free;         /* in the list of free blocks */
@@ -71,6 +73,7 @@ typedef struct kvc_pool {
     kvc_demand demand;
     struct kvc_compaction *compaction; /* that is to come; NULL: none */
     int32_t join_block;                /* whose pages are looked at next */
+    uint32_t epoch;                    /* counts batches that ended: rows in slots handed out since may not be there */
     int64_t live;                      /* slots, over all blocks */
     int64_t drafted;                   /* of these, copies of rows whose edit is not done */
     int64_t filled;                    /* slots below fill marks */
@@ -126,9 +129,30 @@ void kvc_pool_restore(kvc_block *block, int32_t slot, int32_t count);
 /* After a compaction: these blocks hold `live` slots, one block after the other, whose holders are in place. */
 void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_blocks, int32_t live);
 
-/* After a batch of so many tokens: makes huge pages of a few of those that are written, which takes a millisecond or
- * more for each.  Before, the rows of its slots are not there, and pages that nothing has touched cannot be joined. */
-void kvc_pool_join(kvc_pool *pool, int32_t num_tokens);
+/* Which pages are still to be made huge: so many steps, of so many blocks. */
+typedef struct kvc_joining {
+    int64_t steps, blocks;
+    int32_t is_ahead; /* only of blocks with slots that were taken beforehand */
+} kvc_joining;
+
+/* After a batch of so many tokens: a few of those that are written.  Before, the rows of its slots are not there, and
+ * pages that nothing has touched cannot be joined.  kvc_pool_join_ahead: all that were taken beforehand. */
+kvc_joining kvc_pool_join_for(int32_t num_tokens);
+kvc_joining kvc_pool_join_ahead(const kvc_pool *pool);
+
+/* The next pages for kvc_pages_join, for which the system takes a millisecond or more; 0: that was all. */
+int kvc_pool_next_join(kvc_pool *pool, kvc_joining *joining, kvc_page_work *work);
+
+/* How far the memory is taken that is counted as touched; all 0 at first. */
+typedef struct kvc_taking {
+    const kvc_block *block;
+    int32_t index, to;
+    int64_t region;
+    size_t done; /* bytes of the region */
+} kvc_taking;
+
+/* The next piece of rows that belong to nobody; 0: that was all.  Other calls may take or return blocks between two. */
+int kvc_pool_next_touch(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work);
 
 /* Bookkeeping of one block, and what the list of blocks grows by for so many new ones. */
 int64_t kvc_pool_header_bytes(const kvc_pool *pool);

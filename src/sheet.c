@@ -86,6 +86,7 @@ kvc_status kvc_sheet_enter(kvc_batch *batch, int32_t layer, kvc_sheet_use use, k
     *out = NULL;
     if (!batch->num_loose || !kvc_keeps_tokens(cache, source)) return KVC_OK;
     kvc_lock(cache);
+    if (cache->max_bytes) kvc_cache_wait_pages(cache);
     *out = find(cache, source);
     if (!*out && use != KVC_SHEET_READ) status = assign(batch, source, out);
     if (status == KVC_OK && *out) {

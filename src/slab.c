@@ -90,13 +90,16 @@ static int is_written(const kvc_slab *slab, size_t page) {
     return 1;
 }
 
-int kvc_slab_join(kvc_slab **slabs, void *p) {
-    kvc_slab *slab = find(slabs, p, 0);
+int kvc_slab_written(kvc_slab **slabs, uint8_t **p, size_t *size) {
+    kvc_slab *slab = find(slabs, *p, 0);
     if (!slab) return 0;
-    const size_t at = (size_t)((uint8_t *)p - slab->begin) / slab->item * slab->item;
-    slab->written |= bit_of(slab, p);
-    for (size_t page = at / KVC_HUGE_PAGE; page * KVC_HUGE_PAGE < at + slab->item; page++)
-        if (is_written(slab, page)) kvc_pages_join(slab->begin + page * KVC_HUGE_PAGE, KVC_HUGE_PAGE);
+    const size_t at = (size_t)(*p - slab->begin) / slab->item * slab->item;
+    size_t page = at / KVC_HUGE_PAGE, end = (at + slab->item - 1) / KVC_HUGE_PAGE + 1; /* one, or two */
+    slab->written |= bit_of(slab, *p);
+    if (!is_written(slab, page)) page++;
+    if (!is_written(slab, end - 1)) end--;
+    *p = slab->begin + page * KVC_HUGE_PAGE;
+    *size = page < end ? (end - page) * KVC_HUGE_PAGE : 0;
     return 1;
 }
 

@@ -58,6 +58,9 @@ static kvc_status check_block(const kvc_pool *pool, const kvc_block *block) {
     REQUIRE(block->fill >= 0 && block->fill <= pool->block_size && block->fill <= block->touched,
             "group %d, block %d: the fill mark is %d of %d, %d touched", pool->group, block->index, block->fill,
             pool->block_size, block->touched);
+    REQUIRE(block->joined <= block->touched && block->resident <= block->touched,
+            "group %d, block %d: %d slots joined and %d resident of %d touched", pool->group, block->index,
+            block->joined, block->resident, block->touched);
     REQUIRE(live == block->live, "group %d, block %d: %d live slots are noted, there are %d", pool->group, block->index,
             block->live, live);
     REQUIRE(block->is_free == (!live && !block->pins), "group %d, block %d: %d live, %d pins, and is_free is %d",

@@ -1,7 +1,10 @@
 """What a batch can do beside put and attend in a row: trees, directions, sequences in lock step, rows in place."""
 
 import gc
+import os
+import sys
 import weakref
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -490,6 +493,27 @@ def test_reserve():
     with pytest.raises(kvcache.CacheFullError, match="capacity"):
         limited.reserve(7)
     limited.reserve(6)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+@pytest.mark.parametrize("block_size", [16, 64, 4096])
+def test_what_was_reserved_is_resident(block_size):
+    resource = pytest.importorskip("resource")
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    cache = kvcache.KVCache(4, 8, 128, 4096, block_size=block_size, num_threads=1)
+    x = np.ones((4096, 8, 128), np.float16)
+    before = resident()
+    cache.reserve(4096)
+    assert resident() - before > 60 << 20
+    assert cache.nbytes >= 64 << 20
+    with cache.batch(4096) as batch:
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for layer in range(4):
+            batch.put(layer, x, x)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 500  # of 16,384 pages
 
 
 def test_a_prompt_longer_than_max_seq_len_says_how_much_of_it_fits_at_once():
