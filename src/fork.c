@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "rewrite.h"
+#include "sheet.h"
 
 #if defined(_WIN32)
 
@@ -61,6 +62,7 @@ static void in_child(void) {
         cache->num_waiting = 0;
         cache->memory.works = NULL; /* none is at a step */
         if (cache->batch) end_work(cache->batch);
+        kvc_sheets_forked(cache);
         for (int32_t i = 0; i < cache->sequences.num; i++) {
             kvc_sequence *sequence = cache->sequences.items[i];
             if (sequence->in_rewrite && !pthread_equal(sequence->rewriter, kvc_thread_self()))

@@ -58,7 +58,7 @@ kvc_status kvc_hold_runs(kvc_cache *cache, const kvc_run *runs, int32_t num_runs
         kvc_sheet *sheet = kvc_sheet_of(runs[i].block);
         hold->blocks[i] = runs[i].block;
         if (sheet)
-            sheet->users++;
+            sheet->users++, sheet->holds++;
         else
             kvc_pool_pin(hold->blocks[i]);
     }
@@ -74,7 +74,7 @@ void kvc_hold_free(kvc_hold *hold) {
     for (int64_t i = 0; i < hold->num_blocks; i++) {
         kvc_sheet *sheet = kvc_sheet_of(hold->blocks[i]);
         if (sheet)
-            kvc_sheet_let_go(cache, sheet);
+            sheet->holds--, kvc_sheet_let_go(cache, sheet);
         else
             kvc_pool_unpin(hold->pool, hold->blocks[i]);
     }

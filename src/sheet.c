@@ -48,6 +48,14 @@ void kvc_sheets_free(kvc_cache *cache) {
     }
 }
 
+void kvc_sheets_forked(kvc_cache *cache) {
+    for (kvc_sheet *sheet = cache->sheets, *next; sheet; sheet = next) {
+        next = sheet->next;
+        sheet->users = sheet->holds;
+        if (sheet->left && !sheet->users) free_sheet(cache, sheet);
+    }
+}
+
 /* The batch's sheet with the rows of a layer; layer -1: one whose rows need not stay. */
 static kvc_sheet *find(const kvc_cache *cache, int32_t layer) {
     kvc_sheet *sheet = cache->sheets;

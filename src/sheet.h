@@ -15,6 +15,7 @@ typedef struct kvc_sheet {
     int32_t num_slots;
     int32_t layer; /* whose rows it has; -1: nobody's */
     int32_t users; /* calls that use it now, and holds */
+    int32_t holds; /* of these */
     int32_t keeps; /* not 0: its rows stay until the batch ends */
     int32_t left;  /* not 0: the batch has ended, and the last user frees it */
     kvc_layout
@@ -55,6 +56,9 @@ void kvc_sheet_let_go(kvc_cache *cache, kvc_sheet *sheet);
 
 /* The batch ends: frees its sheets, with the mutex held. */
 void kvc_sheets_free(kvc_cache *cache);
+
+/* In the child of a fork(), where calls of other threads never end: they no longer use any. */
+void kvc_sheets_forked(kvc_cache *cache);
 
 /* Whether the row of token t of the batch, in a slot of the layer's sheet (NULL: there is none), was put and is still
  * there.  KVC_ERR_GONE where it is not. */

@@ -22,7 +22,7 @@ const char *__tsan_default_options(void)
     return "report_thread_leaks=0";
 }
 
-enum { DIM = 8, ROWS = 40, MAX_LEN = 1 << 20, MANY = 20000 /* tokens */, LIMIT = 60 /* seconds */ };
+enum { DIM = 8, ROWS = 40, MAX_LEN = 1 << 20, MANY = 20000 /* tokens */, LOOSE = 1 << 18 /* tokens */, LIMIT = 60 /* seconds */ };
 
 static atomic_int is_inside; /* the function of the caller that is waited for was entered */
 static atomic_int go_on;
@@ -112,16 +112,8 @@ static int32_t poll_slowly(void *user)
     return 0;
 }
 
-/* The second layer is for cross-attention. */
-static kvc_cache *new_layers(kvc_rope rope, int32_t num_layers, const kvc_allocator *allocator)
+static kvc_cache *new_layers(const kvc_layer *layers, int32_t num_layers, const kvc_allocator *allocator)
 {
-    const kvc_layer layers[] = {{.num_kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .rope = rope},
-                                {.num_kv_heads = 2,
-                                 .k_dim = 64,
-                                 .v_dim = 64,
-                                 .k_type = KVC_Q4_0,
-                                 .v_type = KVC_Q4_0,
-                                 .policy = {.kind = KVC_CROSS, .max_len = MAX_LEN}}};
     const kvc_config config = {.struct_size = sizeof config,
                                .layers = layers,
                                .layer_size = sizeof *layers,
@@ -137,7 +129,8 @@ static kvc_cache *new_layers(kvc_rope rope, int32_t num_layers, const kvc_alloca
 
 static kvc_cache *new_cache(kvc_rope rope, const kvc_allocator *allocator)
 {
-    return new_layers(rope, 1, allocator);
+    const kvc_layer layer = {.num_kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .rope = rope};
+    return new_layers(&layer, 1, allocator);
 }
 
 /* ROWS more tokens; what kvc_begin answers. */
@@ -310,7 +303,15 @@ static void *put_in_thread(void *batch)
 
 static void test_cross_put(void)
 {
-    kvc_cache *cache = new_layers(frequencies, 2, NULL);
+    const kvc_layer layers[] = {
+        {.num_kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .rope = frequencies},
+        {.num_kv_heads = 2,
+         .k_dim = 64,
+         .v_dim = 64,
+         .k_type = KVC_Q4_0,
+         .v_type = KVC_Q4_0,
+         .policy = {.kind = KVC_CROSS, .max_len = MAX_LEN}}};
+    kvc_cache *cache = new_layers(layers, 2, NULL);
     pthread_t thread;
     CHECK(feed(cache, 0) == KVC_OK);
     CHECK(kvc_begin(cache, 1, NULL, NULL, NULL, &open_batch) == KVC_OK);
@@ -324,6 +325,50 @@ static void test_cross_put(void)
     kvc_abort(open_batch);
     open_batch = NULL;
     do_everything(cache, "in the parent");
+}
+
+/* Of a batch that is not to be stored, until one takes long enough to poll; that batch stays open. */
+static void *put_unstored_in_thread(void *cache)
+{
+    static const float row[64] = {1};
+    static uint8_t unstored[LOOSE];
+    const kvc_begin_args begin = {.struct_size = sizeof begin, .num_tokens = LOOSE, .unstored = unstored};
+    const kvc_put_args args = {.struct_size = sizeof args, .num_tokens = LOOSE, .k = row, .v = row};
+    memset(unstored, 1, LOOSE);
+    while (!atomic_load(&is_inside)) {
+        kvc_abort(open_batch);
+        CHECKF(kvc_begin_with(cache, &begin, &open_batch) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(kvc_put(open_batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
+    }
+    return NULL;
+}
+
+/* What its rows lie in goes with the batch. */
+static void test_unstored_put(void)
+{
+    const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 64, .v_dim = 64, .k_type = KVC_Q4_0, .v_type = KVC_Q4_0};
+    kvc_cache *cache = new_layers(&layer, 1, NULL);
+    pthread_t thread;
+    begin_watching();
+    CHECK(pthread_create(&thread, NULL, put_unstored_in_thread, cache) == 0);
+    wait_for(&is_inside);
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(LIMIT);
+        test_failures = 0;
+        kvc_abort(open_batch);
+        CHECK(kvc_nbytes(cache) < LOOSE);
+        CHECK(kvc_cache_free(cache) == KVC_OK);
+        fflush(stdout);
+        _exit(test_failures != 0);
+    }
+    atomic_store(&go_on, 1);
+    check_child(child, "in a put that is not stored");
+    pthread_join(thread, NULL);
+    watch = 0;
+    kvc_abort(open_batch);
+    open_batch = NULL;
+    CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
 static void *plan_in_thread(void *batch)
@@ -407,6 +452,7 @@ int main(void)
     test_rewrite();
     test_rewrite_that_forks();
     test_cross_put();
+    test_unstored_put();
     test_plan();
     test_work();
     return test_result();
