@@ -1582,7 +1582,7 @@ cdef class Cache:
         if n is not None:
             size = to_int(n, "n", 1, _INT32_MAX)
             if size > self.most_tokens:  # before their positions are written down
-                raise CacheFullError(f"n={size}: the cache never holds more than {self.most_tokens} tokens")
+                raise CacheFullError(f"n={size}: at most {self.most_tokens} tokens fit at once; room() says how many")
             to_int(size, "n", 1, KVC_MAX_BATCH)
             batch.positions = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
         else:

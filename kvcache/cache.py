@@ -91,8 +91,8 @@ class KVCache:
         rotation. A callable gets ``(layer, keys, delta)``, where `keys` are f32 ``[num_kv_heads, n, head_dim]``, and
         returns them moved by `delta` positions.
     max_sequences : int or None, default 1
-        How many sequences may hold rows, in any layer; None: no limit. It is looked at when a batch begins: a fork, and
-        edits, need no room.
+        How many sequences may hold rows, in any layer; None: no limit. Batches are checked against it as they begin;
+        forks and edits are not.
     capacity : int, optional
         How many tokens all sequences together may hold in any layer, those that several share counted once. By default
         ``max_seq_len * max_sequences``, and no limit where one of these is None.
@@ -923,7 +923,7 @@ class KVCache:
         self._follow_drop(src, dst)
 
     def _follow_drop(self, src: SupportsIndex, dst: SupportsIndex) -> None:
-        """A copy of a sequence that was dropped has lost as much."""
+        """Carry over to a copy that its original was dropped."""
         self._dropped.discard(operator.index(dst))
         if operator.index(src) in self._dropped:
             self._dropped.add(operator.index(dst))
@@ -1140,12 +1140,12 @@ class KVCache:
         self._core.settle()
 
     def reserve(self, num_tokens: SupportsIndex, *, seq_id: SupportsIndex = 0) -> None:
-        """Take the memory now that so many more tokens of a sequence need.
+        """Take now the memory that so many more tokens of a sequence need.
 
-        Batches of as many, in one or several, that follow take none for rows or bookkeeping, and fault on no page of
-        the rows: these are resident. What is free already counts, and another sequence may use it; it stays until it
-        is used, `compact` gives it back, or `max_bytes` leaves other rows no room. Rows are evicted and moved together
-        as by `batch`.
+        The next batches, of as many tokens together, then take none for rows or bookkeeping, and fault on no page of
+        the rows: these are resident. Memory that is free already counts, and other sequences may use what was reserved;
+        it stays until it is used, `compact` gives it back, or `max_bytes` leaves other rows no room. Rows are evicted
+        and moved together as by `batch`.
 
         Parameters
         ----------
@@ -1168,10 +1168,10 @@ class KVCache:
         self._core.reserve(num_tokens, seq_id)
 
     def room(self, seq_id: SupportsIndex = 0) -> int:
-        """How many tokens one batch could add to a sequence now, from `next_position` on.
+        """Return how many tokens one batch could add to a sequence now, from `next_position` on.
 
-        That is what `max_seq_len`, `max_sequences`, `capacity` and `max_bytes` leave once rows are evicted for it.
-        Where nothing is limited, a batch is.
+        That is what `max_seq_len`, `max_sequences`, `capacity` and `max_bytes` leave once rows are evicted for it, and
+        never more than a batch may have, 16,777,216.
 
         Parameters
         ----------
@@ -1278,9 +1278,8 @@ class KVCache:
             ``compactions``, ``rows_copied`` to be changed (by `divide`, by `shift` where `rope` is a function, and by
             `settle` and `inject` where sequences share them); blocks whose memory was taken, reused and given back:
             ``blocks_opened``, ``blocks_reused``, ``blocks_returned``. Now: ``live_slots`` hold a token,
-            ``wasted_slots`` wait for a compaction,
-            ``blocks_in_use`` and ``blocks_free``. Rows, slots and blocks are summed over the layer groups (the layers
-            of one policy), not over layers.
+            ``wasted_slots`` wait for a compaction, ``blocks_in_use`` and ``blocks_free``. Rows, slots and blocks are
+            summed over the layer groups (the layers of one policy), not over layers.
         """
         return self._core.stats()
 

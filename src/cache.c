@@ -436,7 +436,7 @@ static kvc_status check_closed(const kvc_cache *cache, const char *what) {
     const kvc_status status = kvc_check_no_batch(cache, what);
     if (status != KVC_OK) return status;
     if (cache->num_holds)
-        return kvc_fail(KVC_ERR_HELD, "cannot %s while %lld views of the rows are held: let go of them first", what,
+        return kvc_fail(KVC_ERR_HELD, "cannot %s while views of the rows are held (%lld): let go of them first", what,
                         (long long)cache->num_holds);
     return KVC_OK;
 }

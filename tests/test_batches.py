@@ -519,6 +519,8 @@ def test_what_was_reserved_is_resident(block_size):
 def test_a_prompt_longer_than_max_seq_len_says_how_much_of_it_fits_at_once():
     cache = kvcache.KVCache(1, 2, 8, 16, v_head_dim=4, policy=kvcache.SlidingWindow(4))
     assert cache.room() == 16
+    with pytest.raises(kvcache.CacheFullError, match=r"n=17: at most 16 tokens fit at once; room\(\)"):
+        cache.batch(17)
     feed(cache, 16)
     assert cache.room() == 13
     with pytest.raises(kvcache.CacheFullError, match="holds 3 of max_seq_len 16, 13 fit at once; feed so many"):
