@@ -699,8 +699,8 @@ static kvc_status compact(kvc_cache *cache) {
         else
             kvc_compaction_drop(cache, g);
     if (status != KVC_OK) return status;
-    kvc_give_back(cache, 0);
     free_spares(cache);
+    kvc_cache_return(cache);
     return KVC_OK;
 }
 

@@ -175,6 +175,9 @@ void kvc_cache_end_reading(kvc_cache *cache);
 void kvc_cache_join(kvc_cache *cache, int32_t num_tokens);
 void kvc_cache_take(kvc_cache *cache);
 
+/* resident.c: kvc_give_back, of all, in steps between which the mutex is let go. */
+void kvc_cache_return(kvc_cache *cache);
+
 /* Waits until no pages are worked on, so that all that is free can be given back; whether it had to, and others may
  * have had the mutex. */
 int kvc_cache_wait_pages(kvc_cache *cache);

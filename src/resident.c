@@ -6,6 +6,8 @@
  */
 #include "cache.h"
 
+enum { RETURN_BYTES = 4 << 20 }; /* are given back before others may have the mutex */
+
 /* Between these, a work is listed; nothing is chosen for it before. */
 static void begin_work(kvc_cache *cache, kvc_page_work *work) {
     *work = (kvc_page_work){.next = cache->memory.works};
@@ -74,6 +76,19 @@ void kvc_cache_take(kvc_cache *cache) {
         take(cache, g, &work);
         join(cache, g, kvc_pool_join_ahead(&cache->pools[g]), &work);
     }
+    end_work(cache, &work);
+}
+
+void kvc_cache_return(kvc_cache *cache) {
+    kvc_page_work work;
+    int64_t before, after;
+    begin_work(cache, &work);
+    do {
+        before = kvc_cache_bytes(cache);
+        kvc_give_back(cache, before > RETURN_BYTES ? before - RETURN_BYTES : 0);
+        after = kvc_cache_bytes(cache);
+        step(cache, &work, let_pass);
+    } while (after < before);
     end_work(cache, &work);
 }
 
