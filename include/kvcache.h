@@ -348,12 +348,12 @@ KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, i
 KVC_API kvc_status kvc_settle(kvc_cache *cache);
 
 /* Takes now the memory that num_tokens more tokens of a sequence need, at least 1, so that the next batches, of as many
- * tokens together, take none for rows or bookkeeping.  It is resident then, in huge pages where the system can: to write
- * these rows faults on no page.  The pages are taken after all that can fail; slots that other threads take meanwhile
- * are passed by.  Memory that is free already counts, and other sequences may use
- * what was reserved; it stays until it is used, kvc_compact gives it back, or max_bytes leaves other rows no room.
- * Evicts and moves rows together as kvc_begin does, within the limits that a batch of as many tokens has: KVC_ERR_FULL;
- * KVC_ERR_BUSY; KVC_ERR_NOMEM. */
+ * tokens together, take none for rows or bookkeeping.  It is resident then, in huge pages where the system can: to
+ * write these rows faults on no page.  Pages are taken last, after all that can fail; slots that other threads take
+ * meanwhile are left out.  Memory that is free already counts, and other sequences may use what was reserved; it stays
+ * until it is used, kvc_compact gives it back, or max_bytes leaves other rows no room.  Evicts and moves rows together
+ * as kvc_begin does, within the limits that a batch of as many tokens has.  KVC_ERR_FULL; KVC_ERR_BUSY;
+ * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
 
 /* Sets *num_tokens to how many tokens, at consecutive positions from kvc_next_position on, one batch could add to a

@@ -187,7 +187,7 @@ static void load_queries(const task *t) {
 /* What a tile's keys are off by, where that matters. */
 static int32_t turn_of(const task *t, const tile *tile) { return t->call->rope ? tile->turn : 0; }
 
-/* What turns queries where keys are off by the plan's delta `turn`. */
+/* The angles that turn queries back where keys are off by the plan's delta `turn`. */
 static const float *angles_of(const call *c, int32_t turn) {
     return c->angles + (size_t)(turn - 1) * (size_t)c->plan->angles_stride;
 }
@@ -479,7 +479,7 @@ static cursor rows_after(const task *t, int32_t m) {
     return first_rows(t->call, t->index + plan->args.num_threads);
 }
 
-/* Another thread may be setting `cancel`. */
+/* Reads `cancel` atomically, as another thread may be setting it. */
 static int is_cancelled(call *c) {
     const volatile int32_t *cancel = c->args->cancel;
     if (cancel && atomic_load_explicit((const volatile _Atomic int32_t *)cancel, memory_order_relaxed)) return 1;
@@ -731,12 +731,12 @@ static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_arg
     return KVC_OK;
 }
 
-/* Whether from this task on tasks are run again. */
+/* Says whether this task is the first of those that are run again. */
 static int begins_again(const kvc_round *round, int64_t task) {
     return !round->again && (round->failed || round->states[task] == KVC_TASK_DONE);
 }
 
-/* Whether the task was done before, and how the call is to end it, stand in *c. */
+/* Begins a task; sets in *c whether it was done before, and how the call is to end it. */
 static kvc_status begin_task(call *c, int32_t layer, const kvc_attend_args *args, int64_t task) {
     kvc_plan *plan = c->plan;
     kvc_round *round = &plan->round;
@@ -782,7 +782,7 @@ static void end_task(const call *c, int64_t task, int is_done) {
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
-/* Of tokens in groups. */
+/* Checks the strides when inner_tokens is set. */
 static kvc_status check_inner(const kvc_attend_args *args, int32_t num_tokens) {
     kvc_status status = kvc_check_inner(args->inner_tokens, num_tokens);
     if (status == KVC_OK) status = kvc_check_array(args->q_type, args->q_batch_stride, 0, "q");
@@ -851,7 +851,7 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t
     return KVC_OK;
 }
 
-/* For the units of one task. */
+/* Checks the units of one task. */
 static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, const kvc_sheet *sheet) {
     const kvc_job *job = kvc_job_of(plan, task);
     kvc_status status = KVC_OK;

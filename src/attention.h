@@ -57,7 +57,7 @@ typedef struct kvc_job {
     int64_t work;   /* rows times query rows */
 } kvc_job;
 
-/* Of a task, in a round of kvc_plan_run. */
+/* States of a task, in a round of kvc_plan_run. */
 enum { KVC_TASK_OPEN, KVC_TASK_RUNNING, KVC_TASK_DONE };
 
 /* What kvc_plan_run knows of the tasks, which are run for a layer and its arrays, each once.  After one failed, or was
@@ -115,10 +115,10 @@ struct kvc_plan {
 /* Frees the batch's plans, with the mutex held. */
 void kvc_plans_free(kvc_batch *batch);
 
-/* No task was run. */
+/* Forgets which tasks were run. */
 void kvc_plan_reset(kvc_plan *plan);
 
-/* Counts anew which parts of units are yet to be run, by what tasks are done. */
+/* Counts anew the parts of units that are yet to be run, from the tasks that are done. */
 void kvc_plan_recount(kvc_plan *plan);
 
 /* Copies and checks the caller's arguments, and fills in those left to us. */

@@ -1,9 +1,8 @@
 /* begin.c: kvc_begin, kvc_reserve and kvc_room: whether tokens fit, and the memory that they need.
  *
- * To see and to do are apart.  First it is seen what a batch would find once the cache has evicted, moved scattered
- * rows together and given back what is free, and none of it is done; then all memory is taken that there may not be;
- * then it is done, which cannot fail.  Nothing here depends on how many sequences are idle: what may be evicted is
- * theirs that changed.
+ * Three steps.  Plan: find out what a batch would meet once the cache has evicted, moved scattered rows together and
+ * given back what is free, without doing any of it.  Take all memory that may be wanting.  Then act, which cannot fail.
+ * The cost does not depend on the number of idle sequences: only those that changed may have rows to evict.
  */
 #include <string.h>
 
@@ -110,7 +109,7 @@ static int32_t join(kvc_batch *batch, int64_t seq_id) {
     return sequence->in_batch - 1;
 }
 
-/* What becomes of a sequence once the batch is committed, as its first token says; all must say the same. */
+/* Marks a sequence of the batch as stored or not, as its first token says; its other tokens must say the same. */
 static kvc_status mark_unstored(kvc_batch *batch, kvc_batch_sequence *member, int32_t t, int is_unstored) {
     if (!member->num_tokens) {
         member->is_unstored = is_unstored;
@@ -122,7 +121,7 @@ static kvc_status mark_unstored(kvc_batch *batch, kvc_batch_sequence *member, in
                     is_unstored, (long long)member->sequence->id, member->is_unstored);
 }
 
-/* args->positions NULL: those that follow. */
+/* Gives each token its sequence and position; with args->positions NULL, the positions that follow. */
 static kvc_status join_all(kvc_batch *batch, const kvc_begin_args *args) {
     const int32_t *positions = args->positions;
     const int64_t *seq_ids = args->seq_ids;
@@ -519,7 +518,7 @@ static kvc_status fit(const kvc_batch *batch) {
     return status == KVC_OK ? check_bytes(batch) : status;
 }
 
-/* All that can fail.  What it has planned and taken is to be dropped if it does, or is not to be used. */
+/* Does all that can fail.  If it does, or is not to be used, drop() what it has planned and taken. */
 static kvc_status prepare(kvc_batch *batch) {
     kvc_status status = fit(batch);
     if (status == KVC_OK && batch->num_loose) status = kvc_sheet_add(batch);
@@ -664,7 +663,7 @@ static kvc_status check_none_open(const kvc_cache *cache) {
     return KVC_OK;
 }
 
-/* Before memory is taken for so many. */
+/* Checks the number of tokens against the limits, before memory is taken for so many. */
 static kvc_status check_num_tokens(const kvc_cache *cache, int64_t num_tokens) {
     if (cache->num_token_groups && cache->capacity && num_tokens > cache->capacity)
         return kvc_fail(KVC_ERR_FULL, "%lld tokens do not fit: capacity is %lld, so that at most %lld fit at once",
@@ -673,7 +672,7 @@ static kvc_status check_num_tokens(const kvc_cache *cache, int64_t num_tokens) {
     return kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld tokens", (long long)num_tokens);
 }
 
-/* Tokens that may need a slot. */
+/* Counts the tokens that may need a slot. */
 static int32_t count_stored(const kvc_begin_args *args) {
     int32_t num = 0;
     for (int32_t t = 0; t < args->num_tokens; t++) num += !(args->unstored && args->unstored[t]);
@@ -705,8 +704,10 @@ static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch 
     return KVC_OK;
 }
 
-/* Whether another call writes rows of one of these sequences where they lie; once it has ended.  Where memory is short,
- * of any sequence, or whether it works on pages: the call may hold what could be given back. */
+/* Returns whether another call writes rows of one of these sequences in place, after waiting for its end.  Under
+ * max_bytes, waits for writers of any sequence and for calls that work on pages: they may hold what could be given
+ * back.
+ */
 static int wait_in_place(kvc_cache *cache, int32_t num_tokens, const int64_t *seq_ids) {
     if (cache->max_bytes) kvc_cache_find_all(cache);
     if (cache->max_bytes && kvc_cache_wait_pages(cache)) return 1;
@@ -824,7 +825,7 @@ kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
     return kvc_unlock(cache, status);
 }
 
-/* How many tokens the limits but max_bytes leave room for. */
+/* Counts the tokens that the limits other than max_bytes leave room for. */
 static int64_t count_room(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     const kvc_batch_sequence *member = batch->sequences;

@@ -132,7 +132,7 @@ static inline kvc_pending *kvc_pending_of(const kvc_batch *batch, int32_t g, int
     return &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
 }
 
-/* The same of its own tokens in a group of tokens, wherever their rows lie. */
+/* Its own tokens in a group of tokens, wherever their rows lie. */
 static inline kvc_pending *kvc_own_pending(const kvc_batch *batch, int32_t g, int32_t s) {
     return kvc_pending_of(batch, batch->sequences[s].is_loose ? batch->cache->num_groups : g, s);
 }
@@ -165,8 +165,8 @@ void kvc_cache_find_all(kvc_cache *cache);
 /* The same for an edit that may copy rows, and so need what can be given back. */
 kvc_sequence *kvc_cache_find_to_copy(kvc_cache *cache, int64_t id);
 
-/* What lies between these reads rows, whose blocks it pins, without the mutex.  The first may wait: what is to be read
- * is looked at afterwards. */
+/* Bracket the reading of rows without the mutex; the reader pins their blocks.  The first may wait, so look only
+ * afterwards at what is to be read. */
 void kvc_cache_begin_reading(kvc_cache *cache);
 void kvc_cache_end_reading(kvc_cache *cache);
 
@@ -186,7 +186,7 @@ int kvc_cache_wait_pages(kvc_cache *cache);
  * what works on a batch. */
 void kvc_cache_wait(kvc_cache *cache);
 
-/* What lies between these writes rows of the sequence where they lie, without the mutex. */
+/* Bracket the writing of a sequence's rows in place, without the mutex. */
 void kvc_cache_begin_in_place(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence);
 

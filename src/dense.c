@@ -74,7 +74,7 @@ static void add_sequence(dense *d, int32_t s) {
         add_run(d, s, &pending->runs[i], is_cross ? NULL : tokens);
 }
 
-/* How many there are, and the sequence that has most of them has. */
+/* Counts the rows of all sequences, and those of the sequence that has most. */
 static kvc_status count_rows(const kvc_batch *batch, int32_t layer, const kvc_sheet *sheet, int64_t *num,
                              int64_t *most) {
     dense d = {.batch = batch, .layer = layer, .sheet = sheet};
@@ -88,7 +88,7 @@ static kvc_status count_rows(const kvc_batch *batch, int32_t layer, const kvc_sh
     return d.status;
 }
 
-/* The same, with the layer's sheet. */
+/* Counts the rows while the layer's sheet is entered. */
 static kvc_status enter_and_count(kvc_batch *batch, int32_t layer, int64_t *num, int64_t *most) {
     kvc_sheet *sheet = NULL;
     kvc_status status = kvc_sheet_enter(batch, layer, KVC_SHEET_READ, &sheet);
@@ -172,7 +172,7 @@ static void list_rows(dense *d) {
 
 /* ---- rows and masks ---------------------------------------------------------------------------------------------- */
 
-/* Where the rows of sequence s go. */
+/* Says where the rows of sequence s go. */
 static kvc_rows_out rows_of(const dense *d, int32_t s) {
     kvc_rows_out out = d->out;
     if (!d->args.by_sequence) return out;
@@ -198,7 +198,7 @@ static void copy_rows(const dense *d, kvc_reader *reader, int64_t i, int64_t end
     }
 }
 
-/* What is past the rows of a sequence that has less than others. */
+/* Fills with zeros what lies past the rows of a sequence that has fewer than others. */
 static void pad_rows(const dense *d, int32_t s) {
     const kvc_layer *layer = &d->batch->cache->layers[d->layer];
     const int64_t begin = d->slices[s].num, end = d->args.num_rows;
@@ -249,7 +249,7 @@ static void fill_masks(const dense *d, int32_t t) {
     }
 }
 
-/* Which of n things are those of a task: from this one on. */
+/* Divides n things among tasks: the first one of a task. */
 static int64_t share_of(const dense *d, int64_t n, int64_t task) {
     return n / d->num_tasks * task + n % d->num_tasks * task / d->num_tasks;
 }
@@ -293,7 +293,7 @@ static kvc_status check_num_rows(const dense *d, int64_t *num) {
     return KVC_OK;
 }
 
-/* How many tasks it is worth to cut this into. */
+/* Counts the tasks that the work is worth cutting into. */
 static int32_t num_tasks(const dense *d, int64_t num) {
     static const double WORTH_THREADS = 1 << 16; /* elements; to write less takes less time than to wake a thread */
     const kvc_layer *layer = &d->batch->cache->layers[d->layer];
@@ -302,7 +302,7 @@ static int32_t num_tasks(const dense *d, int64_t num) {
     return rows + masks < WORTH_THREADS ? 1 : kvc_cache_threads(d->batch->cache);
 }
 
-/* With the layer's sheet. */
+/* Copies rows and makes masks; the layer's sheet is entered. */
 static kvc_status make_dense(dense *d) {
     const kvc_batch *batch = d->batch;
     kvc_cache *cache = batch->cache;

@@ -33,7 +33,7 @@ static void unlock_all(void) {
     kvc_mutex_unlock(&list_mutex);
 }
 
-/* Of a thread that is not there any more. */
+/* Drops a rewrite of keys that a thread of the parent had begun. */
 static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) kvc_draft_discard(cache, g, &sequence->drafts[g]);
     kvc_memory_free(&cache->memory, sequence->drafts, kvc_drafts_size(cache), KVC_MEMORY_SCRATCH, -1);
