@@ -425,7 +425,8 @@ static int64_t bytes_after(const kvc_batch *batch, int presses) {
     const kvc_cache *cache = batch->cache;
     int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced;
     bytes += cache->sheet_bytes;
-    if (batch->num_loose) bytes += (int64_t)kvc_sheet_bytes(cache, batch->num_loose);
+    if (batch->num_loose)
+        bytes += (int64_t)(kvc_sheet_bytes(cache, batch->num_loose) + kvc_sheet_header_bytes(batch->num_loose));
     if (presses && cache->spare) bytes -= kvc_sequence_bytes(cache->spare);
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];

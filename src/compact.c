@@ -137,6 +137,7 @@ kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group) {
     order_blocks(c);
     plan_moves(c);
     pool->compaction = c;
+    if (!c->num_moves) kvc_compaction_drop(cache, group); /* what looked like holes lies past the last live slot */
     return KVC_OK;
 }
 
@@ -202,12 +203,10 @@ void kvc_compaction_run(kvc_cache *cache, int32_t group) {
     if (!c) return;
     for (int32_t i = 0; i < cache->sequences.num; i++)
         kvc_rows_install(&cache->sequences.items[i]->rows[group], &cache->memory);
-    if (c->num_moves) {
-        move_rows(c);
-        for (int32_t i = 0; i < cache->sequences.num; i++) follow(c, &cache->sequences.items[i]->rows[group]);
-        kvc_pool_refill(pool, c->order, c->num_blocks, c->live);
-        cache->stats.compactions++;
-    }
+    move_rows(c);
+    for (int32_t i = 0; i < cache->sequences.num; i++) follow(c, &cache->sequences.items[i]->rows[group]);
+    kvc_pool_refill(pool, c->order, c->num_blocks, c->live);
+    cache->stats.compactions++;
     pool->compaction = NULL;
     free_memory(c);
 }

@@ -2,6 +2,10 @@
 
 #include <string.h>
 
+uint64_t kvc_sheet_header_bytes(int32_t num_slots) {
+    return sizeof(kvc_sheet) + sizeof(kvc_block) + (uint64_t)num_slots;
+}
+
 uint64_t kvc_sheet_bytes(const kvc_cache *cache, int32_t num_slots) {
     size_t most = 1;
     for (int32_t i = 0; i < cache->num_layers; i++) {
@@ -17,7 +21,7 @@ uint64_t kvc_sheet_bytes(const kvc_cache *cache, int32_t num_slots) {
 kvc_status kvc_sheet_add(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     const int32_t n = batch->num_loose;
-    const uint64_t row_bytes = kvc_sheet_bytes(cache, n), bytes = sizeof(kvc_sheet) + sizeof(kvc_block) + (uint64_t)n;
+    const uint64_t row_bytes = kvc_sheet_bytes(cache, n), bytes = kvc_sheet_header_bytes(n);
     kvc_sheet *sheet = kvc_memory_alloc(&cache->memory, bytes, KVC_MEMORY_BOOKKEEPING, -1);
     uint8_t *rows = sheet ? kvc_memory_alloc(&cache->memory, row_bytes, KVC_MEMORY_ROWS, -1) : NULL;
     if (!rows) {

@@ -35,8 +35,10 @@ static inline const kvc_layout *kvc_layout_in(const kvc_cache *cache, int32_t la
     return block->index < 0 ? &kvc_sheet_of(block)->layout : &cache->layouts[cache->layout_of[layer]];
 }
 
-/* Bytes that a sheet for so many tokens takes; UINT64_MAX: more than there are. */
+/* Bytes that the rows of a sheet for so many tokens take; UINT64_MAX: more than there are.  Those of its bookkeeping.
+ */
 uint64_t kvc_sheet_bytes(const kvc_cache *cache, int32_t num_slots);
+uint64_t kvc_sheet_header_bytes(int32_t num_slots);
 
 /* One more for the batch, whose rows are nobody's; with the mutex held. */
 kvc_status kvc_sheet_add(const kvc_batch *batch);

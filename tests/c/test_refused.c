@@ -162,11 +162,98 @@ static void test_reserve_of_too_many(void)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
+/* max_bytes covers all that a batch takes whose tokens are not stored. */
+static void test_unstored_keeps_to_max_bytes(void)
+{
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 1, .v_dim = 1};
+    static uint8_t unstored[BLOCK];
+    const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = BLOCK, .unstored = unstored};
+    int begun = 0;
+    memset(unstored, 1, sizeof unstored);
+    for (int64_t max_bytes = 64; max_bytes < 4096; max_bytes += 16) {
+        kvc_cache *cache = new_cache(&layer, 1, 0, max_bytes);
+        kvc_batch *batch = NULL;
+        const kvc_status status = kvc_begin_with(cache, &args, &batch);
+        CHECK(status == (begun ? KVC_OK : status));
+        begun |= status == KVC_OK;
+        CHECKF(!batch || kvc_nbytes(cache) <= max_bytes, "%lld bytes, max_bytes is %lld", (long long)kvc_nbytes(cache),
+               (long long)max_bytes);
+        kvc_abort(batch);
+        CHECK(kvc_cache_free(cache) == KVC_OK);
+    }
+    CHECK(begun);
+}
+
+/* ---- random steps ------------------------------------------------------------------------------------------------ */
+
+/* Runs with gaps, of several sequences, some of them cut short, under max_bytes. */
+static void random_step(kvc_cache *cache)
+{
+    const int64_t id = random_int(0, 4);
+    int64_t ids[BLOCK];
+    int32_t positions[BLOCK], next = kvc_next_position(cache, id), num = random_int(1, BLOCK);
+    kvc_batch *batch;
+    switch (random_int(0, 6)) {
+    case 0: kvc_fork(cache, id, (id + 1) % 4); return;
+    case 1: kvc_truncate(cache, id, random_int(0, next + 1)); return;
+    case 2: kvc_remove(cache, id, next / 3, next / 2, 0); return;
+    default: break;
+    }
+    for (int t = 0; t < num; t++) {
+        ids[t] = id;
+        positions[t] = next + t + t / 3;
+    }
+    const kvc_put_args args = {.struct_size = sizeof args, .k = rows, .v = rows};
+    if (kvc_begin(cache, num, positions, ids, NULL, &batch) != KVC_OK)
+        return;
+    for (int l = 0; l < 2; l++)
+        CHECK(kvc_put(batch, l, &args) == KVC_OK);
+    CHECK(kvc_commit(batch) == KVC_OK);
+}
+
+/* As many tokens as there is room for are reserved and begun; they take nothing more. */
+static void check_reserved(kvc_cache *cache, int64_t id, int64_t max_bytes)
+{
+    static int64_t ids[1 << 12];
+    int64_t room = 0;
+    kvc_batch *batch;
+    CHECK(kvc_room(cache, id, &room) == KVC_OK);
+    if (room < 1 || room > 1 << 12 || !kvc_can_resume(cache, id, kvc_next_position(cache, id)))
+        return;
+    CHECKF(kvc_reserve(cache, id, room) == KVC_OK, "%s", kvc_last_error());
+    const int64_t bytes = kvc_nbytes(cache);
+    CHECK(bytes <= max_bytes);
+    for (int64_t t = 0; t < room; t++)
+        ids[t] = id;
+    CHECKF(kvc_begin(cache, (int32_t)room, NULL, ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_nbytes(cache) == bytes, "%lld more", (long long)(kvc_nbytes(cache) - bytes));
+    kvc_abort(batch);
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+}
+
+static void test_what_is_reserved_is_all_there(int seed)
+{
+    const kvc_layer layers[] = {
+        {.num_kv_heads = 1, .k_dim = DIM / 8, .v_dim = DIM / 8},
+        {.num_kv_heads = 1, .k_dim = DIM / 8, .v_dim = DIM / 8, .policy = {.kind = KVC_SLIDING, .window = 1 + seed % 40}}};
+    const int64_t max_bytes = 800000 + seed * 977;
+    kvc_cache *cache = new_cache(layers, 2, 0, max_bytes);
+    for (int i = 0; i < 60; i++) {
+        random_step(cache);
+        if (random_int(0, 6) == 0)
+            check_reserved(cache, random_int(0, 4), max_bytes);
+    }
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
 int main(void)
 {
     test_shift_keeps_a_reservation();
     test_inject_gives_nothing_back();
     test_cross_put_that_does_not_fit();
     test_reserve_of_too_many();
+    test_unstored_keeps_to_max_bytes();
+    for (int seed = 0; seed < 60; seed++)
+        test_what_is_reserved_is_all_there(seed);
     return test_result();
 }
