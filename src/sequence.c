@@ -197,8 +197,8 @@ static int64_t trim_front(kvc_rows *rows, kvc_pool *pool, int32_t kept, int32_t 
         runs_gone++;
     }
     if (kept) memmove(kvc_rows_begin(rows) + runs_gone, kvc_rows_begin(rows), (size_t)kept * sizeof *run);
-    rows->first += runs_gone;
     rows->num -= runs_gone;
+    rows->first = rows->num ? rows->first + runs_gone : 0;
     rows->count -= removed;
     rows->min_position = rows->num ? kvc_rows_begin(rows)->position : -1;
     rows->max_position = rows->num ? run_end(kvc_rows_end(rows) - 1) - 1 : -1;

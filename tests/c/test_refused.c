@@ -206,7 +206,7 @@ static void random_step(kvc_cache *cache)
     const kvc_put_args args = {.struct_size = sizeof args, .k = rows, .v = rows};
     if (kvc_begin(cache, num, positions, ids, NULL, &batch) != KVC_OK)
         return;
-    for (int l = 0; l < 2; l++)
+    for (int l = 0; l < 3; l++)
         CHECK(kvc_put(batch, l, &args) == KVC_OK);
     CHECK(kvc_commit(batch) == KVC_OK);
 }
@@ -235,9 +235,13 @@ static void test_what_is_reserved_is_all_there(int seed)
 {
     const kvc_layer layers[] = {
         {.num_kv_heads = 1, .k_dim = DIM / 8, .v_dim = DIM / 8},
-        {.num_kv_heads = 1, .k_dim = DIM / 8, .v_dim = DIM / 8, .policy = {.kind = KVC_SLIDING, .window = 1 + seed % 40}}};
-    const int64_t max_bytes = 800000 + seed * 977;
-    kvc_cache *cache = new_cache(layers, 2, 0, max_bytes);
+        {.num_kv_heads = 1, .k_dim = DIM / 8, .v_dim = DIM / 8, .policy = {.kind = KVC_SLIDING, .window = 1 + seed % 40}},
+        {.num_kv_heads = 1,
+         .k_dim = DIM / 8,
+         .v_dim = DIM / 8,
+         .policy = {.kind = KVC_CHUNKED, .attention_chunk_size = 1 + seed % 7}}};
+    const int64_t max_bytes = 1000000 + seed * 977;
+    kvc_cache *cache = new_cache(layers, 3, 0, max_bytes);
     for (int i = 0; i < 60; i++) {
         random_step(cache);
         if (random_int(0, 6) == 0)
@@ -253,7 +257,7 @@ int main(void)
     test_cross_put_that_does_not_fit();
     test_reserve_of_too_many();
     test_unstored_keeps_to_max_bytes();
-    for (int seed = 0; seed < 60; seed++)
+    for (int seed = 0; seed < 100; seed++)
         test_what_is_reserved_is_all_there(seed);
     return test_result();
 }
