@@ -836,7 +836,7 @@ cdef cnp.ndarray new_array(int32_t type, int ndim, int64_t a, int64_t b, int64_t
 
 
 cdef int free_hold(Cache cache, kvc_hold *hold) noexcept:
-    """Lets go; the cache, which it lies in, is in use meanwhile."""
+    """Lets go of the rows; the cache counts as in use meanwhile."""
     if hold != NULL:
         cache.count_call()
         with nogil:
@@ -919,7 +919,7 @@ cdef class Hold:
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
-cdef int32_t num_forks = 0  # of which this process is a child
+cdef int32_t num_forks = 0  # how many forks lie between this process and the one that imported the module
 
 
 def _count_fork():
@@ -934,16 +934,16 @@ if hasattr(os, "register_at_fork"):
 @cython.final
 @cython.no_gc_clear  # functions that are cleared could not be called; a cycle through them is broken elsewhere
 cdef class Functions:
-    """Those that move keys. A cache and its copies have them in common."""
+    """The functions that move keys, which a cache and its copies have in common."""
     cdef list by_layer
-    cdef dict raised  # by them, or by handlers of signals, by thread
+    cdef dict raised  # exceptions of these functions, or of handlers of signals, by thread
 
     def __cinit__(self, int32_t num_layers):
         self.by_layer = [None] * num_layers
         self.raised = {}
 
     cdef void keep_error(self, object error) noexcept:
-        """For the call of this thread that is running, which raises it."""
+        """Keeps an exception for the call that this thread is in, which raises it."""
         self.raised[get_ident()] = error
 
     cdef int move_keys(self, int32_t layer, float *keys, int32_t heads, int64_t rows, int32_t dim,
@@ -978,9 +978,9 @@ cdef int32_t shift_keys(void *user, int32_t layer, float *keys, int32_t heads, i
 
 
 cdef int32_t handle_signals(void *user) noexcept with gil:
-    """A call that takes long ends where a handler raises, as that of Ctrl-C does."""
+    """Ends a call that takes long where a handler raises, as that of Ctrl-C does."""
     try:
-        PyErr_CheckSignals()  # does nothing but in the main thread
+        PyErr_CheckSignals()  # runs handlers in the main thread only
         return 0
     except BaseException as error:
         (<Functions>user).keep_error(error)
@@ -1001,7 +1001,7 @@ cdef class Cache:
 
     def __cinit__(self, list layers, int64_t max_seq_len, int64_t max_sequences, int64_t capacity, int64_t max_bytes,
                   int32_t block_size, int32_t num_threads, Cache original=None):
-        """A new one, or a copy of `original`, which was made of the same arguments."""
+        """Makes a new cache, or a copy of `original`, which was made of the same arguments."""
         cdef kvc_cache *other
         cdef kvc_config config
         cdef kvc_layer *layer
@@ -1066,7 +1066,7 @@ cdef class Cache:
         PyMem_Free(self.layers)
 
     cdef kvc_cache *enter(self) except NULL:
-        """The handle, until leave(): see above what may be done in between."""
+        """Returns the handle, valid until leave(): see above what may be done in between."""
         if self.handle == NULL:
             raise ValueError("the cache is closed")
         if self.closing:
@@ -1084,13 +1084,13 @@ cdef class Cache:
             self.calls -= 1
 
     cdef int check_open(self) except -1:
-        """Before arguments are looked at that mean nothing to a closed cache."""
+        """Raises if the cache is closed, before arguments are looked at that mean nothing then."""
         self.enter()
         self.leave()
         return 0
 
     cdef int check_call(self, kvc_status status) except -1:
-        """After a call that may have run anyone's code."""
+        """Checks the status of a call that may have run anyone's code, and raises what that raised."""
         if status == KVC_ERR_CALLBACK or status == KVC_ERR_CANCELLED:
             error = self.functions.raised.pop(get_ident(), None)
             if error is not None:
@@ -1449,7 +1449,7 @@ cdef class Cache:
         return k, v
 
     cdef tuple copy_rows(self, int32_t layer, int64_t seq_id, object first, int32_t type, bint want_k, bint want_v):
-        """The rows from `first` on; as many as there are when they are copied, not when it was asked how many."""
+        """Returns the rows from `first` on, as many as there are when they are copied, not when they were counted."""
         cdef kvc_status status = KVC_OK
         cdef kvc_rows_out out
         cdef int64_t stored = self.count_rows(seq_id, layer), rows = -1, begin = 0
@@ -1568,7 +1568,7 @@ cdef class Cache:
     # -- a forward pass
 
     def begin(self, n, positions, seq_ids, parents, decide):
-        """`decide`: None, or what says of each token whether its sequence is left unstored; None: of none."""
+        """Begins a batch. `decide` returns for each token whether its sequence is unstored; None: all are stored."""
         cdef Batch batch = Batch.__new__(Batch)
         cdef cnp.npy_intp size
         cdef kvc_begin_args args
@@ -1757,7 +1757,7 @@ cdef class Batch:
             self.cache.leave()
 
     cdef kvc_batch *enter(self) except NULL:
-        """The handle, until leave(): see above what may be done in between."""
+        """Returns the handle, valid until leave(): see above what may be done in between."""
         if self.handle == NULL:
             raise ValueError("the batch has ended: it was committed or aborted")
         if self.ending:
@@ -1772,13 +1772,13 @@ cdef class Batch:
             self.calls -= 1
 
     cdef int check_open(self) except -1:
-        """Before arguments are looked at that mean nothing to an ended batch."""
+        """Raises if the batch has ended, before arguments are looked at that mean nothing then."""
         self.enter()
         self.leave()
         return 0
 
     cdef int begin_ending(self) except -1:
-        """From now on the handle is this call's alone."""
+        """Makes the handle this call's alone, or raises if another call is using it."""
         if (self.calls and self.forks == num_forks) or self.ending:
             raise CacheBusyError("a call in another thread is using the batch; end it when that has returned")
         self.ending = True
@@ -2018,7 +2018,7 @@ cdef class Batch:
 
     cdef object dense_rows(self, object out, str name, int32_t type, int layout, int64_t heads, int64_t dim,
                            Array *like, Array *a):
-        """An array of as many sequences and rows as `like` has, checked if it was given; returns it."""
+        """Returns an array for as many sequences and rows as `like` has: `out`, checked, or a new one."""
         cdef int64_t sequences = like.shape[0], rows = like.shape[TOKEN_AXIS[layout]]
         if out is None:
             if layout == BHTD:
@@ -2128,7 +2128,7 @@ cdef class Batch:
         return kept
 
     def commit(self, keep):
-        """The tokens to keep; None: all. Returns whether it had not ended before."""
+        """Commits the tokens to keep, None: all. Returns whether the batch had not ended before."""
         cdef const int32_t[::1] kept
         cdef const int32_t *tokens = NULL
         cdef bint every = keep is None

@@ -1,4 +1,4 @@
-"""Files that nobody vouches for: how they are opened, and how large what they say may be.
+"""Opens untrusted files, and bounds what they may say.
 
 Everything that is read of a model or a text goes through `open_file`, which takes regular files only, whole ones: no
 pipe or device that would be waited for, no memory that is mapped and may be gone when it is looked at. The limits are
@@ -34,14 +34,14 @@ MAX_CONTEXT = 1 << 30  # tokens; a window and a batch beside it still have posit
 # JSON. An object takes some 200 bytes of memory, and 6 or more of the file.
 MAX_JSON = 1 << 24  # bytes; the largest indices of weights have 14 MB
 MAX_VALUES = 1 << 19  # the largest have 140,000 tensors
-MAX_FIELDS = 1 << 12  # of an object, and of a list, that is looked into: it is, once for each layer
+MAX_FIELDS = 1 << 12  # entries of an object or a list that is searched, which happens once for each layer
 MAX_NAME = 256  # characters of a field that is a name
-MAX_PARTS = 8  # of a configuration in another's; real ones nest twice
+MAX_PARTS = 8  # depth of configurations within configurations; real ones nest twice
 
 # GGUF. A header has some thousand entries and tensors, and a vocabulary of 15 MB at most.
 MAX_GGUF_HEADER = 1 << 26  # bytes
-MAX_ENTRIES = 1 << 17  # of metadata, and as many tensors
-MAX_ELEMENTS = 1 << 22  # of all arrays that are walked over; an array in an array counts as 64
+MAX_ENTRIES = 1 << 17  # entries of metadata, and as many tensors
+MAX_ELEMENTS = 1 << 22  # elements of all arrays that are walked over; an array in an array counts as 64
 MAX_STRING = 1 << 24  # bytes of all strings that are kept: chat templates, names
 MAX_KEPT = 1 << 12  # elements of an array of numbers that is kept; longer ones are left in the file
 MAX_ALL_KEPT = 1 << 18  # and of all of these

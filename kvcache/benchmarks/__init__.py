@@ -111,7 +111,7 @@ class Implementation(Protocol):
 
 
 class Option(NamedTuple):
-    """How the text of an option is read, and what holds without it."""
+    """How to parse an option, and its default."""
 
     read: Callable[[str], Any]
     default: Any

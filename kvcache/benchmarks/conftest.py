@@ -1,4 +1,4 @@
-"""Who is timed at what, as the options say, and how."""
+"""Fixtures and parameters: which implementations are timed, at which contexts and types, and how."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcache.benchmarks.known import Known, check
 from kvcache.benchmarks.ours import Ours
 from kvcache.peers import KINDS, serve
 
-ROUNDS = 256  # of one benchmark, at most: as many tokens as one that appends may add
+ROUNDS = 256  # the most rounds of one benchmark, and so the most tokens that one appends
 STEPS = 4  # tokens of a filled cache that came in one by one, after all others
 MORE = ROUNDS + 2 * STEPS  # tokens that a cache has room for beyond its context
 LEAST = 32  # tokens of a context, so that some can be removed
@@ -66,7 +66,7 @@ class Subject:
         self._case, self._make = clock.case, make
 
     def needs(self, *methods: str) -> None:
-        """Skip what takes methods that it does not have."""
+        """Skip benchmarks that need methods which the implementation lacks."""
         if lacking := [name for name in methods if not hasattr(self._make, name)]:
             pytest.skip(f"it has no {' and no '.join(lacking)}")
 
@@ -166,7 +166,7 @@ def _offers(dtypes: tuple[str, ...]) -> Iterator[Any]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Say what is missing, or does not go together."""
+    """Refuse options that do not go together, and name packages that are missing."""
     if not config.pluginmanager.hasplugin("benchmark"):
         raise pytest.UsageError("kvcache.benchmarks needs pytest-benchmark: pip install pytest-benchmark")
     heads, kv_heads = chosen(config, "num-heads"), chosen(config, "num-kv-heads")
@@ -177,7 +177,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Cross contexts and types with who there is."""
+    """Cross contexts and types with the implementations there are."""
     config = metafunc.config
     metafunc.parametrize("context", chosen(config, "context"))
     if "peer" in metafunc.fixturenames:
@@ -204,7 +204,7 @@ def peer(request: pytest.FixtureRequest, benchmark: Any, context: int, offered: 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Skip what an implementation says it does not have."""
+    """Skip cases that an implementation says it does not support."""
     try:
         return (yield)
     except NotImplementedError as reason:
@@ -213,5 +213,5 @@ def pytest_runtest_call() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-benchmark, which pytest_configure asks for
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
-    """Have kept figures say which kvcache they are of, and what it found here."""
+    """Add the version of kvcache and what it found here to figures that are kept."""
     machine_info["kvcache"] = kvcache.show_config("dicts")

@@ -1,4 +1,4 @@
-"""A cache beside what must be in it, so that what is timed is right: everything is compared with a float64 softmax."""
+"""Checks an implementation before it is timed: compares what it returns with a float64 softmax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Floats", "Known", "check", "limit"]
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
-CHECKED_HEADS, CHECKED_TOKENS = 8, 3  # of those of a call, at most
+CHECKED_HEADS, CHECKED_TOKENS = 8, 3  # how many of a call are compared, at most
 SHARP = 20.0  # the score of a key that a query aims at
 LIMITS = {"f32": 1e-3, "f16": 2e-2, "q4_0": 0.5, "int4": 0.5}  # of the relative error; 0.15 of all other types
 
@@ -26,7 +26,7 @@ def limit(dtype: str) -> float:
 
 
 def check(name: str, error: float, dtype: str) -> None:
-    """Refuse what is not right.
+    """Fail where a result is not right.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What is timed; everything is compared with a float64 softmax first."""
+"""The benchmarks; every implementation is compared with a float64 softmax first."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from kvcache.benchmarks.conftest import Peer, Subject
     from kvcache.benchmarks.known import Floats, Known
 
-REMOVED = 10  # tokens of one call
+REMOVED = 10  # tokens that one call removes
 
-# Whatever the folder's configuration makes of warnings, those of other people's code end no benchmark. What is refused
-# before it is timed needs no warning that it was not.
+# Let no warning of other people's code end a benchmark, whatever the folder's configuration makes of warnings; ignore
+# the one about a fixture that was not used, as where a case is refused before it is timed.
 pytestmark = [
     pytest.mark.filterwarnings("default"),
     pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"),
