@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FLAGS = ["-std=c11", "-O1", "-g", "-Wall", "-Wextra", f"-I{ROOT}/include", f"-I{ROOT}/src"]
+FLAGS = ["-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror=unused-function", f"-I{ROOT}/include", f"-I{ROOT}/src"]
 LIBRARIES = ["-lm", "-lpthread"]
 EMULATOR = shlex.split(os.environ.get("KVCACHE_C_EMULATOR", ""))
 TIMEOUT = 1800 if EMULATOR else 300  # seconds

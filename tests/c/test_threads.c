@@ -846,6 +846,7 @@ int main(void)
     test_slow_function();
     test_injecting_beside_others();
     test_writing_in_place();
+    test_compacting_beside_copies();
     test_decoding_among_others();
     return test_result();
 }
