@@ -132,9 +132,9 @@ installed_benchmarks() {
 
 docs() { "$tools/bin/sphinx-build" -W --keep-going -q docs "$tmp/html"; }
 
-# Paths of somebody's machine, and promises of later work.
+# Paths of somebody's machine, promises of later work, and marks of a merge.
 leftovers() {
-    if grep -rnIE '/(home|root|work|tmp|Users)/[a-z]|\b(TO[D]O|FIX[M]E|XX[X])\b' .; then return 1; fi
+    if grep -rnIE '^[<>]{7} |/(home|root|work|tmp|Users)/[a-z]|\b(TO[D]O|FIX[M]E|XX[X])\b' .; then return 1; fi
 }
 
 # ---- C
