@@ -426,7 +426,7 @@ static void test_settle_refused(void)
     pair_abort(p);
     pair_check(p);
     CHECK(view_new(&v, p, 1, 0) == KVC_OK);
-    CHECK_FAILS(pair_settle(p), KVC_ERR_HELD, "settle", "1 views");
+    CHECK_FAILS(pair_settle(p), KVC_ERR_HELD, "settle", "views of the rows are held (1)");
     pair_check(p);
     CHECK(pair_shift(p, 1, 0, KVC_END, 3) == KVC_OK && pair_divide(p, 1, 0, 50, 2) == KVC_OK); /* these are not */
     pair_check(p);
@@ -1137,7 +1137,7 @@ static void test_held_slots(void)
     p->num_holds = 2;
     pair_abort(p);
     pair_check(p);
-    CHECK_FAILS(pair_compact(p), KVC_ERR_HELD, "compact", "2 views");
+    CHECK_FAILS(pair_compact(p), KVC_ERR_HELD, "compact", "views of the rows are held (2)");
     pair_feed(p, 0, 3, 9);
     pair_feed(p, 1, 0, 9);
     for (int i = 0; i < 2; i++)

@@ -392,13 +392,25 @@ static void test_reserve(int32_t block_size, int by_hand, act *then)
     free_cache(cache);
 }
 
+/* Whether the system says that it took a page which is not there then, as an emulator of programs does. */
+static int only_pretends(void)
+{
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    unsigned char there = 0;
+    void *p = mmap(NULL, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const int taken = syscall(SYS_madvise, p, page, POPULATE_WRITE) == 0;
+    CHECK(mincore(p, page, &there) == 0);
+    munmap(p, page);
+    return taken && !(there & 1);
+}
+
 int main(void)
 {
     for (int32_t block_size = 16; block_size <= TOKENS; block_size *= 4) {
         if (block_size > 32)
             test_join(block_size), test_open_batch(block_size);
         test_waiting(block_size > 32 ? block_size : 64);
-        for (int by_hand = 0; by_hand < 2; by_hand++) {
+        for (int by_hand = only_pretends(); by_hand < 2; by_hand++) {
             test_reserve(block_size, by_hand, NULL);
             test_reserve(block_size, by_hand, take_slots);
             test_reserve(block_size, by_hand, clear);

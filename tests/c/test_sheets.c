@@ -345,7 +345,7 @@ static void test_a_hold_outlives_the_batch(void)
     kvc_abort(batch);
     memset((void *)span.k, 1, (size_t)span.num_rows * (size_t)span.k_row_stride);
     CHECK(nbytes(cache) > before);
-    CHECK_FAILS(kvc_cache_free(cache), KVC_ERR_HELD, "1 view", "");
+    CHECK_FAILS(kvc_cache_free(cache), KVC_ERR_HELD, "views of the rows are held (1)", "");
     batch = begin_unstored(cache, 2); /* which gets a sheet of its own */
     kvc_hold_free(hold);
     CHECK(put(batch, 0, 0, 2) == KVC_OK);
