@@ -6,7 +6,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def numbers(number: int, letter: str, values: list[Any]) -> bytes:
     return struct.pack(f"<IIQ{len(values)}{letter}", 9, number, len(values), *values)
 
 
-def gguf(path: Path, entries: dict[str, bytes], tensors: list[bytes] = [], data: int = 0) -> Path:  # noqa: B006
+def gguf(path: Path, entries: dict[str, bytes], tensors: Sequence[bytes] = (), data: int = 0) -> Path:
     head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(entries))
     head += b"".join(text(key.encode()) + value for key, value in entries.items()) + b"".join(tensors)
     path.write_bytes(head + bytes(-len(head) % 32 + data))

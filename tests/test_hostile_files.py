@@ -363,11 +363,11 @@ def test_paths_with_a_zero_byte(tmp_path: Path) -> None:
             read(f"{tmp_path}/a\0b")
 
 
-def bpe(**changes: object) -> dict[str, Any]:
+def bpe(**changes: Any) -> dict[str, Any]:
     model = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     model.decoder = decoders.ByteLevel()
     state: dict[str, Any] = json.loads(model.to_str())
-    return {**state, **changes, "model": {**state["model"], **changes.get("model", {})}}  # type: ignore[dict-item]
+    return {**state, **changes, "model": {**state["model"], **changes.get("model", {})}}
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,10 @@ static inline kvc_policy chunked_policy(int32_t attention_chunk_size, int32_t re
 
 static inline kvc_policy sliding_policy(int32_t window, int32_t num_sink_tokens, int32_t resume_window)
 {
-    return (kvc_policy){KVC_SLIDING, window, num_sink_tokens, resume_window, 0, 0};
+    return (kvc_policy){.kind = KVC_SLIDING,
+                        .window = window,
+                        .num_sink_tokens = num_sink_tokens,
+                        .resume_window = resume_window};
 }
 
 /* A new cache of these layers; the other fields of p->config may be set before. */

@@ -246,15 +246,17 @@ static void *hold(void *context)
     return NULL;
 }
 
-static void *gather(void *context)
+static void *copy_out(void *context)
 {
     other *o = context;
     while (!atomic_load(o->stop)) {
         float k[2][BASE][K_DIM];
-        int first = pick(o, BASE), n = pick(o, BASE - first) + 1;
+        int32_t first = pick(o, BASE), n = pick(o, BASE - first) + 1;
         const kvc_rows_out out = {
             .struct_size = sizeof out, .k = k, .k_head_stride = sizeof *k, .k_row_stride = sizeof **k};
-        CHECKF(kvc_gather(o->cache, 1, 0, first, n, &out) == KVC_OK, "%s", kvc_last_error());
+        kvc_status status = pick(o, 2) ? kvc_gather(o->cache, 1, 0, first, n, &out)
+                                       : kvc_extract(o->cache, 1, 0, first, first + n, &out);
+        CHECKF(status == KVC_OK, "%s", kvc_last_error());
         for (int h = 0; h < 2; h++)
             for (int i = 0; i < n; i++)
                 check_key(k[h][i], 0, h, first + i);
@@ -291,7 +293,7 @@ static void *ask(void *context)
 static void test_decoding_among_others(void)
 {
     static outputs alone, among;
-    void *(*const jobs[])(void *) = {edit, edit, hold, gather, ask};
+    void *(*const jobs[])(void *) = {edit, edit, hold, copy_out, ask};
     enum { NUM_JOBS = sizeof jobs / sizeof *jobs };
     pthread_t threads[NUM_JOBS];
     other others[NUM_JOBS];
@@ -755,24 +757,6 @@ static void test_writing_in_place(void)
 }
 
 /* ---- compacting beside copies ------------------------------------------------------------------------------------ */
-
-static void *copy_out(void *context)
-{
-    other *o = context;
-    while (!atomic_load(o->stop)) {
-        float k[2][BASE][K_DIM];
-        int32_t first = pick(o, BASE), n = pick(o, BASE - first) + 1;
-        const kvc_rows_out out = {
-            .struct_size = sizeof out, .k = k, .k_head_stride = sizeof *k, .k_row_stride = sizeof **k};
-        kvc_status status = pick(o, 2) ? kvc_gather(o->cache, 1, 0, first, n, &out)
-                                       : kvc_extract(o->cache, 1, 0, first, first + n, &out);
-        CHECKF(status == KVC_OK, "%s", kvc_last_error());
-        for (int h = 0; h < 2; h++)
-            for (int i = 0; i < n; i++)
-                check_key(k[h][i], 0, h, first + i);
-    }
-    return NULL;
-}
 
 /* Who compacts and settles waits for those who copy rows, however many there are, and for nobody who holds them. */
 static void test_compacting_beside_copies(void)
