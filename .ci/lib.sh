@@ -114,8 +114,8 @@ types() {
 
 # torch_tests folder: what needs torch and transformers, which the wheel can do without, in this virtual environment
 torch_tests() {
-    "$1/bin/pytest" --color=no $(grep -l '^torch = ' tests/test_*.py) tests/test_docs.py
-    "$1/bin/pytest" --color=no -k torch tests/test_arrays.py tests/test_bad_input.py
+    "$1/bin/pytest" --color=no $(grep -rl --include='test_*.py' '^torch = ' tests) tests/package/test_docs.py
+    "$1/bin/pytest" --color=no -k torch tests/cache/test_arrays.py tests/cache/test_bad_input.py
 }
 
 with_torch() {
@@ -157,7 +157,7 @@ core() {
 }
 
 # c_tests cc flags...: the C tests and the example, built like this and no other way
-c_tests() { CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no tests/test_c.py tests/test_c_example.py; }
+c_tests() { CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no tests/c/test_c.py tests/examples/test_c_example.py; }
 
 # sanitizers cc flags...: the C tests under those for addresses and undefined behaviour
 sanitizers() {

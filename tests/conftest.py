@@ -6,7 +6,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from compiling import build_core
+from support.compiling import build_core
 
 # What is tested is what was installed. `python -m pytest`, and `python -c` in a test, would put the checkout first,
 # where kvcache/ has no compiled half unless it was built in place.

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from coming_from import Table
+from support.coming_from import Table
 
 from kvcache import CacheFullError, KVCache
 

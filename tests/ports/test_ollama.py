@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 import pytest
-from coming_from import Table, random_rows, store
+from support.coming_from import Table, random_rows, store
 
 from kvcache import (
     CacheFullError,

@@ -1,0 +1,430 @@
+/* OS pages that are taken and joined while nobody holds the mutex.  This program's own madvise stands in for the
+ * system's: what another thread might do in the middle of a step is done there, at that moment. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+
+#include "cache.h"
+#include "support/test.h"
+
+enum { COLLAPSE = 25, POPULATE_WRITE = 23, TOKENS = 4096, DIM = 128, HEADS = 4, HUGE = 2 << 20 };
+
+static kvc_cache *watched; /* whose mutex is to be free at each step */
+typedef void act(void);
+static _Atomic(act *) meanwhile; /* done in the next step, once */
+static atomic_int num_joined, num_taken;
+static atomic_int is_alone = 1; /* no other thread is running */
+static int no_populate;
+
+int madvise(void *p, size_t size, int advice)
+{
+    if (advice != COLLAPSE && advice != POPULATE_WRITE)
+        return (int)syscall(SYS_madvise, p, size, advice);
+    num_joined += advice == COLLAPSE;
+    num_taken += advice == POPULATE_WRITE;
+    if (watched && is_alone) {
+        CHECKF(pthread_mutex_trylock(&watched->mutex) == 0, "a step holds the mutex");
+        pthread_mutex_unlock(&watched->mutex);
+    }
+    act *then = atomic_exchange(&meanwhile, NULL);
+    if (then)
+        then();
+    unsigned char *there = malloc(size / 4096 + 2);
+    CHECKF(mincore((void *)((uintptr_t)p & ~(uintptr_t)4095), size, there) == 0, "the memory of a step was given back");
+    free(there);
+    if (advice == POPULATE_WRITE && no_populate) {
+        errno = EINVAL;
+        return -1;
+    }
+    return (int)syscall(SYS_madvise, p, size, advice);
+}
+
+static kvc_cache *new_cache(int32_t block_size, int64_t max_bytes)
+{
+    const kvc_layer layers[2] = {{.num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16},
+                                 {.num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16}};
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = layers,
+                               .layer_size = sizeof *layers,
+                               .num_layers = 2,
+                               .block_size = block_size,
+                               .max_bytes = max_bytes};
+    kvc_cache *cache = NULL;
+    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
+    num_joined = num_taken = 0;
+    return watched = cache;
+}
+
+static void free_cache(kvc_cache *cache)
+{
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    CHECK(!cache->memory.works && kvc_cache_free(cache) == KVC_OK);
+    watched = NULL;
+}
+
+/* Rows of position i are all i & 15. */
+static void put(kvc_batch *batch, int32_t n, int32_t position)
+{
+    static uint16_t rows[TOKENS][HEADS][DIM];
+    for (int32_t i = 0; i < n; i++)
+        for (int h = 0; h < HEADS; h++)
+            for (int d = 0; d < DIM; d++)
+                rows[i][h][d] = (uint16_t)((position + i) & 15);
+    const kvc_put_args args = {.struct_size = sizeof args,
+                               .num_tokens = n,
+                               .k = rows,
+                               .v = rows,
+                               .k_type = KVC_F16,
+                               .v_type = KVC_F16,
+                               .k_token_stride = sizeof *rows,
+                               .k_head_stride = sizeof **rows,
+                               .v_token_stride = sizeof *rows,
+                               .v_head_stride = sizeof **rows};
+    for (int l = 0; l < 2; l++)
+        CHECKF(kvc_put(batch, l, &args) == KVC_OK, "%s", kvc_last_error());
+}
+
+static kvc_batch *begin(kvc_cache *cache, int64_t id, int32_t n)
+{
+    static int64_t ids[TOKENS];
+    kvc_batch *batch = NULL;
+    for (int32_t i = 0; i < n; i++)
+        ids[i] = id;
+    CHECKF(kvc_begin(cache, n, NULL, ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
+    return batch;
+}
+
+static void feed(kvc_cache *cache, int64_t id, int32_t n)
+{
+    const int32_t position = kvc_next_position(cache, id);
+    kvc_batch *batch = begin(cache, id, n);
+    put(batch, n, position);
+    CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
+}
+
+static void check_rows(kvc_cache *cache, int64_t id, int32_t n)
+{
+    kvc_run run;
+    CHECKF(kvc_seq_len(cache, id, -1) == n, "%d rows, not %d", (int)kvc_seq_len(cache, id, -1), n);
+    for (int64_t i = 0, at = 0; i < cache->sequences.num; i++)
+        if (cache->sequences.items[i]->id == id)
+            for (const kvc_run *r = kvc_rows_begin(cache->sequences.items[i]->rows);
+                 r < kvc_rows_end(cache->sequences.items[i]->rows); r++)
+                for (run = *r; run.count > 0; run.count--, run.slot++, at++)
+                    for (int l = 0; l < 2; l++)
+                        for (int h = 0; h < HEADS; h++) {
+                            const kvc_layout *to = &cache->layouts[cache->layout_of[l]];
+                            uint16_t k, v;
+                            memcpy(&k, kvc_key_at(to, run.block, run.slot, h), sizeof k);
+                            memcpy(&v, kvc_value_at(to, run.block, run.slot, h), sizeof v);
+                            CHECKF(k == (at & 15) && v == k, "slot %d", run.slot);
+                        }
+}
+
+/* ---- joining ---------------------------------------------------------------------------------------------------- */
+
+static void ask(void)
+{
+    CHECK(kvc_nbytes(watched) > 0 && kvc_seq_len(watched, 0, -1) == TOKENS && kvc_validate(watched) == KVC_OK);
+}
+
+static void clear(void)
+{
+    CHECK(kvc_clear(watched) == KVC_OK);
+}
+
+static void commit_another(void)
+{
+    feed(watched, 1, 600);
+}
+
+static void remove_some(void)
+{
+    CHECK(kvc_truncate(watched, 0, 100) == KVC_OK);
+}
+
+/* Gives back what it may, as a cache with max_bytes does. */
+static void give_back(void)
+{
+    clear();
+    pthread_mutex_lock(&watched->mutex);
+    kvc_give_back(watched, 0);
+    const int32_t left = watched->pools[0].num_blocks;
+    pthread_mutex_unlock(&watched->mutex);
+    CHECKF(left > 0, "the block that was being worked on was given back");
+}
+
+static void purge(void)
+{
+    remove_some();
+    pthread_mutex_lock(&watched->mutex);
+    kvc_give_back(watched, 0);
+    pthread_mutex_unlock(&watched->mutex);
+}
+
+static void test_join(int32_t block_size)
+{
+    act *const all[] = {ask, clear, commit_another, remove_some, give_back, purge};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        kvc_cache *cache = new_cache(block_size, 0);
+        meanwhile = all[i];
+        feed(cache, 0, TOKENS);
+        CHECKF(num_joined > (i == 0) && !meanwhile, "blocks of %d: %d joined", block_size, num_joined);
+        const int32_t left = (int32_t)kvc_seq_len(cache, 0, -1);
+        check_rows(cache, 0, left);
+        feed(cache, 0, 32);
+        check_rows(cache, 0, left + 32);
+        CHECK(kvc_clear(cache) == KVC_OK && kvc_compact(cache) == KVC_OK);
+        CHECKF(cache->pools[0].num_blocks == 0 && !cache->memory.slabs, "memory was not given back afterwards");
+        free_cache(cache);
+    }
+}
+
+static kvc_batch *another;
+
+static void begin_another(void)
+{
+    another = begin(watched, 1, 1024);
+}
+
+/* Pages of a batch that is open are left to its end: nothing was written there yet. */
+static void test_open_batch(int32_t block_size)
+{
+    kvc_cache *cache = new_cache(block_size, 0);
+    const kvc_pool *pool = &cache->pools[0];
+    int32_t num_new = 0;
+    meanwhile = begin_another;
+    feed(cache, 0, TOKENS);
+    for (int32_t i = 0; i < pool->num_blocks; i++)
+        if (pool->blocks[i]->epoch == pool->epoch) {
+            num_new++;
+            CHECKF(!pool->blocks[i]->joined && !pool->blocks[i]->join_next, "joined before it was written");
+        }
+    CHECK(num_new > 0);
+    num_joined = 0;
+    put(another, 1024, 0);
+    CHECK(kvc_commit(another) == KVC_OK && (num_joined > 0 || block_size > 1024)); /* which fill a page, or none */
+    free_cache(cache);
+}
+
+/* ---- other threads ---------------------------------------------------------------------------------------------- */
+
+static pthread_t other;
+
+static void *free_it(void *cache)
+{
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return NULL;
+}
+
+static void *compact_it(void *cache)
+{
+    CHECK(kvc_compact(cache) == KVC_OK);
+    return NULL;
+}
+
+static void *begin_it(void *cache)
+{
+    feed(cache, 1, 1024);
+    return NULL;
+}
+
+/* Waits until the other thread waits for the step, or has come to its end. */
+static void let_wait(void *(*what)(void *))
+{
+    is_alone = 0;
+    CHECK(pthread_create(&other, NULL, what, watched) == 0);
+    for (int64_t waits = 0; !waits;) {
+        pthread_mutex_lock(&watched->mutex);
+        waits = watched->num_waiting;
+        pthread_mutex_unlock(&watched->mutex);
+    }
+}
+
+static void join_other(void)
+{
+    CHECK(pthread_join(other, NULL) == 0);
+    is_alone = 1;
+}
+
+static void start_free(void)
+{
+    kvc_cache *cache = watched;
+    CHECK(kvc_clear(cache) == KVC_OK);
+    let_wait(free_it);
+    watched = NULL; /* from now on it may go with the end of the last step */
+}
+
+static void start_compact(void)
+{
+    CHECK(kvc_truncate(watched, 0, 500) == KVC_OK);
+    let_wait(compact_it);
+}
+
+/* There is room only once what is being worked on was given back. */
+static void start_begin(void)
+{
+    CHECK(kvc_clear(watched) == KVC_OK);
+    let_wait(begin_it);
+}
+
+static void test_waiting(int32_t block_size)
+{
+    kvc_cache *cache = new_cache(block_size, 0);
+    meanwhile = start_free;
+    feed(cache, 0, TOKENS);
+    join_other();
+
+    cache = new_cache(block_size, 0);
+    meanwhile = start_compact;
+    feed(cache, 0, TOKENS);
+    join_other();
+    check_rows(cache, 0, 500);
+    free_cache(cache);
+
+    cache = new_cache(block_size, (int64_t)TOKENS * HEADS * DIM * 8 + (4 << 20));
+    meanwhile = start_begin;
+    feed(cache, 0, TOKENS);
+    join_other();
+    check_rows(cache, 1, 1024);
+    CHECK(kvc_nbytes(cache) <= cache->max_bytes);
+    free_cache(cache);
+}
+
+static void *fork_it(void *cache)
+{
+    const pid_t child = fork();
+    if (child == 0) {
+        watched = NULL;
+        const int fails = kvc_validate(cache) != KVC_OK || kvc_clear(cache) != KVC_OK ||
+                          kvc_compact(cache) != KVC_OK || kvc_cache_free(cache) != KVC_OK;
+        _exit(fails);
+    }
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    return NULL;
+}
+
+static void start_fork(void)
+{
+    let_wait(fork_it);
+}
+
+static void test_fork(void)
+{
+    kvc_cache *cache = new_cache(64, 0);
+    meanwhile = start_fork;
+    feed(cache, 0, TOKENS);
+    join_other();
+    check_rows(cache, 0, TOKENS);
+    free_cache(cache);
+}
+
+/* ---- reserving -------------------------------------------------------------------------------------------------- */
+
+/* Whether each page of the rows of so many slots is there. */
+static int is_resident(kvc_cache *cache, int32_t slots)
+{
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    const kvc_pool *pool = cache->pools;
+    for (int32_t b = 0; b < pool->num_blocks && slots > 0; b++, slots -= pool->block_size)
+        for (int64_t r = 0; r < kvc_pool_num_regions(pool); r++) {
+            const kvc_region at = kvc_pool_region(pool, r);
+            const size_t used = at.row_bytes * (size_t)(slots < pool->block_size ? slots : pool->block_size);
+            const uintptr_t start = (uintptr_t)(pool->blocks[b]->rows + at.offset);
+            for (uintptr_t p = start / page * page; p < start + used; p += page) {
+                unsigned char there;
+                if (mincore((void *)p, 1, &there) || !(there & 1))
+                    return 0;
+            }
+        }
+    return 1;
+}
+
+static void take_slots(void)
+{
+    feed(watched, 1, 200);
+}
+
+static void test_reserve(int32_t block_size, int by_hand, act *then)
+{
+    kvc_cache *cache = new_cache(block_size, 0);
+    no_populate = by_hand;
+    feed(cache, 0, 100);
+    check_rows(cache, 0, 100);
+    meanwhile = then;
+    num_joined = num_taken = 0;
+    CHECKF(kvc_reserve(cache, 0, TOKENS - 100) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(by_hand ? num_taken == 1 : num_taken > 0, "%d taken", num_taken);
+    CHECK(then || is_resident(cache, TOKENS));
+    check_rows(cache, 0, then == clear ? 0 : 100);
+    CHECK(kvc_validate(cache) == KVC_OK);
+    const int64_t nbytes = kvc_nbytes(cache);
+    if (!then) {
+        struct rusage before, after;
+        kvc_batch *batch = begin(cache, 0, TOKENS - 100);
+        CHECK(kvc_nbytes(cache) - nbytes < 1 << 16);
+        put(batch, 1, 100); /* the arrays are there now */
+        CHECK(kvc_commit_kept(batch, NULL, 0) == KVC_OK);
+        batch = begin(cache, 0, TOKENS - 100);
+        getrusage(RUSAGE_SELF, &before);
+        put(batch, TOKENS - 100, 100);
+        getrusage(RUSAGE_SELF, &after);
+        CHECKF(after.ru_minflt - before.ru_minflt < 64, "%ld page faults", after.ru_minflt - before.ru_minflt);
+        num_joined = 0;
+        CHECK(kvc_commit(batch) == KVC_OK);
+        CHECKF(num_joined == 0, "%d pages were not joined before", num_joined);
+        check_rows(cache, 0, TOKENS);
+    }
+    no_populate = 0;
+    CHECK(kvc_clear(cache) == KVC_OK && kvc_compact(cache) == KVC_OK && cache->pools[0].num_blocks == 0);
+    free_cache(cache);
+}
+
+/* Whether the system says that it took a page which is not there then, as an emulator of programs does. */
+static int only_pretends(void)
+{
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    unsigned char there = 0;
+    void *p = mmap(NULL, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const int taken = syscall(SYS_madvise, p, page, POPULATE_WRITE) == 0;
+    CHECK(mincore(p, page, &there) == 0);
+    munmap(p, page);
+    return taken && !(there & 1);
+}
+
+int main(void)
+{
+    for (int32_t block_size = 16; block_size <= TOKENS; block_size *= 4) {
+        if (block_size > 32)
+            test_join(block_size), test_open_batch(block_size);
+        test_waiting(block_size > 32 ? block_size : 64);
+        for (int by_hand = only_pretends(); by_hand < 2; by_hand++) {
+            test_reserve(block_size, by_hand, NULL);
+            test_reserve(block_size, by_hand, take_slots);
+            test_reserve(block_size, by_hand, clear);
+        }
+    }
+    test_fork();
+    return test_result();
+}
+
+#else
+
+int main(void)
+{
+    return 0;
+}
+
+#endif

@@ -1,0 +1,560 @@
+/* Every operation with its first, second, third ... allocation failing, until none does: it changes nothing and can be
+ * repeated.  At the end of each no byte is left, and all were given back as they were taken. */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "support/random_steps.h"
+
+/* ---- one cache, in whose memory allocations fail ---------------------------------------------------------------- */
+
+/* What is there before the operation, and the operation, which may be repeated once it has failed. */
+typedef struct scenario {
+    const char *name;
+    void (*prepare)(pair *p);
+    kvc_status (*run)(pair *p);
+    int lists_blocks; /* the list of blocks may have become longer when it fails */
+} scenario;
+
+static memory heap;
+
+static kvc_status reserve(pair *p)
+{
+    return pair_reserve(p, 0, 30);
+}
+
+static void close_pair(pair *p)
+{
+    if (p->batch)
+        pair_abort(p);
+    pair_check(p);
+    pair_free(p);
+    CHECKF(heap.num == 0, "%d allocations are left", heap.num);
+}
+
+/* The scenario with the allocation failing that follows so many; whether there was one. */
+static int run_once(const scenario *s, int fail_after)
+{
+    static pair p;
+    memory_init(&heap);
+    p = (pair){.memory = &heap};
+    s->prepare(&p);
+    pair_check(&p);
+    kvc_stats before = stats_of(&p);
+    int64_t bytes = kvc_nbytes(p.cache);
+    int allocations = heap.num;
+    memory_fail_after(&heap, fail_after);
+    kvc_status status = s->run(&p);
+    int failed = heap.failed;
+    kvc_stats after = stats_of(&p);
+    pair_check(&p);
+    if (status != KVC_OK)
+        CHECKF(!memcmp(&after, &before, sizeof after), "after %d", fail_after); /* no block is left over either */
+    if (status != KVC_OK && !s->lists_blocks)
+        CHECKF(kvc_nbytes(p.cache) == bytes, "after %d", fail_after);
+    if (status != KVC_OK && (!strncmp(s->name, "begin", 5) || s->run == reserve || s->run == pair_compact))
+        CHECKF(heap.num == allocations, "after %d", fail_after); /* nor is there more scratch */
+    CHECKF(status == KVC_OK || strstr(kvc_last_error(), "memory"), "%s", kvc_last_error());
+    memory_fail_after(&heap, -1);
+    if (status != KVC_OK) {
+        CHECK(s->run(&p) == KVC_OK);
+        pair_check(&p);
+    }
+    close_pair(&p);
+    return failed;
+}
+
+static void run_scenario(const scenario *s)
+{
+    int fail_after = 0, failures = test_failures;
+    while (run_once(s, fail_after) && fail_after < 100)
+        fail_after++;
+    CHECK(fail_after > 0 && fail_after < 100);
+    if (test_failures > failures)
+        printf("in the scenario: %s\n", s->name);
+}
+
+/* ---- what is there before --------------------------------------------------------------------------------------- */
+
+/* Keys of which two elements are turned by right angles. */
+static kvc_rope turned(int first_dim)
+{
+    return (kvc_rope){
+        .kind = KVC_ROPE_FREQUENCIES, .first_dim = first_dim, .num_freqs = 1, .inv_freq = right_angles};
+}
+
+static void prepare_empty(pair *p)
+{
+    const kvc_layer layers[] = {
+        {.num_kv_heads = 2, .k_dim = 3, .v_dim = 5, .k_type = KVC_F32, .v_type = KVC_F16, .rope = turned(1)},
+        {.num_kv_heads = 1,
+         .k_dim = 8,
+         .v_dim = 1,
+         .k_type = KVC_BF16,
+         .policy = sliding_policy(5, 2, 0),
+         .rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_keys}},
+        {.num_kv_heads = 1, .k_dim = 2, .v_dim = 2, .policy = sliding_policy(3, 0, 9), .rope = turned(0)},
+        {.num_kv_heads = 1, .k_dim = 3, .v_dim = 2, .policy = {.kind = KVC_CROSS, .max_len = 6}},
+    };
+    p->config.block_size = p->config.block_size ? p->config.block_size : 4;
+    p->config.num_threads = 1;
+    pair_new(p, 4, layers);
+}
+
+static void prepare_one(pair *p)
+{
+    prepare_empty(p);
+    pair_feed(p, 0, 0, 21);
+}
+
+/* As many sequences as their table first has room for, of which two share. */
+static void prepare_four(pair *p)
+{
+    prepare_one(p);
+    pair_feed(p, 1, 0, 6);
+    pair_feed(p, 2, 0, 1);
+    pair_copy_prefix(p, 0, 3, 10);
+}
+
+static void prepare_irregular(pair *p)
+{
+    prepare_empty(p);
+    pair_pass(p, 12, (int32_t[]){0, 1, 2, 9, 10, 11, 3, 4, 12, 13, 5, 6},
+              (int64_t[]){0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0});
+    pair_fork(p, 0, 1);
+}
+
+/* No scratch is kept from earlier batches. */
+static void prepare_compacted(pair *p)
+{
+    prepare_four(p);
+    pair_compact(p);
+}
+
+/* So many runs that the list has no room for an edit that splits them. */
+static void prepare_runs(pair *p)
+{
+    prepare_empty(p);
+    for (int32_t at = 0; at < 24; at += 2)
+        pair_feed(p, 0, at, at + 1);
+}
+
+static void prepare_holes(pair *p)
+{
+    prepare_one(p);
+    pair_copy_prefix(p, 0, 1, 15);
+    for (int32_t at = 1; at < 21; at += 2) {
+        pair_remove(p, 0, at, at + 1, 0);
+        pair_remove(p, 1, at, at + 1, 0);
+    }
+}
+
+/* So few bytes that five tokens more only fit once the holes are closed. */
+static void prepare_few_bytes(pair *p)
+{
+    prepare_empty(p);
+    pair_feed(p, 0, 0, 40);
+    int64_t bytes = kvc_nbytes(p->cache);
+    pair_free(p);
+    p->num_sequences = 0;
+    p->config.max_bytes = bytes + 200; /* of lists of runs */
+    prepare_empty(p);
+    pair_feed(p, 0, 0, 40);
+    for (int32_t at = 1; at < 36; at += 6)
+        pair_remove(p, 0, at, at + 1, 0);
+}
+
+static void prepare_batch(pair *p)
+{
+    int32_t positions[24];
+    int64_t ids[24];
+    prepare_four(p);
+    for (int t = 0; t < 24; t++) {
+        ids[t] = t % 2;
+        positions[t] = t / 2 + (ids[t] ? 6 : 21);
+    }
+    pair_begin(p, 24, positions, ids);
+    pair_put_all(p);
+}
+
+/* Three sequences that see the same slots at different deltas. */
+static void prepare_disputed(pair *p)
+{
+    prepare_one(p);
+    pair_fork(p, 0, 1);
+    pair_fork(p, 0, 2);
+    pair_shift(p, 1, 3, 15, 30);
+    pair_shift(p, 2, 5, KVC_END, -2);
+    pair_shift(p, 2, 0, 2, 50);
+}
+
+static void prepare_long_batch(pair *p)
+{
+    int32_t positions[60];
+    int64_t ids[60] = {0};
+    for (int t = 0; t < 60; t++)
+        positions[t] = t;
+    p->config.block_size = 16;
+    prepare_empty(p);
+    CHECK(pair_begin(p, 60, positions, ids) == KVC_OK);
+    pair_put_all(p);
+}
+
+static void prepare_open(pair *p)
+{
+    prepare_one(p);
+    CHECK(pair_begin(p, 3, (int32_t[]){21, 22, 23}, (int64_t[]){0, 0, 0}) == KVC_OK);
+}
+
+/* Rows for a cross-attention layer in an open batch, whose tokens were put. */
+static void prepare_cross(pair *p)
+{
+    prepare_four(p);
+    CHECK(pair_begin(p, 3, (int32_t[]){21, 6, 22}, (int64_t[]){0, 1, 0}) == KVC_OK);
+    CHECK(pair_put_cross(p, 3, 0, 4) == KVC_OK);
+    pair_put_all(p);
+}
+
+/* Rows in a cross-attention layer. */
+static void prepare_encoded(pair *p)
+{
+    prepare_cross(p);
+    CHECK(pair_commit(p) == KVC_OK);
+}
+
+/* Keys that are off by several deltas, and a batch to attend with. */
+static void prepare_deltas(pair *p)
+{
+    int32_t positions[24];
+    int64_t ids[24] = {0};
+    prepare_disputed(p);
+    for (int t = 0; t < 24; t++) {
+        positions[t] = t % 12 + 60;
+        ids[t] = 2 - t % 2;
+    }
+    CHECK(pair_begin(p, 24, positions, ids) == KVC_OK);
+    pair_put_all(p);
+}
+
+/* ---- operations ------------------------------------------------------------------------------------------------- */
+
+static kvc_status begin_new(pair *p)
+{
+    return pair_begin(p, 7, (int32_t[]){0, 0, 0, 1, 5, 0, 0}, (int64_t[]){9, -1, 4, 4, 4, 5, 6});
+}
+
+static kvc_status begin_old(pair *p)
+{
+    return pair_begin(p, 4, (int32_t[]){21, 6, 22, 23}, (int64_t[]){0, 1, 0, 0});
+}
+
+static kvc_status begin_old_and_new(pair *p)
+{
+    return pair_begin(p, 5, (int32_t[]){21, 6, 22, 0, 0}, (int64_t[]){0, 1, 0, 7, 8});
+}
+
+static kvc_status prefill(pair *p)
+{
+    int32_t positions[50];
+    int64_t ids[50] = {0};
+    for (int t = 0; t < 50; t++)
+        positions[t] = next_of(p, find_sequence(p, 0)) + t;
+    return pair_begin(p, 50, positions, ids);
+}
+
+static kvc_status begin_irregular(pair *p)
+{
+    return pair_begin(p, 6, (int32_t[]){14, 20, 16, 15, 15, 14}, (int64_t[]){0, 0, 0, 0, 1, 1});
+}
+
+static kvc_status begin_few(pair *p)
+{
+    return pair_begin(p, 5, (int32_t[]){40, 41, 42, 43, 44}, (int64_t[]){0, 0, 0, 0, 0});
+}
+
+static kvc_status fork_new(pair *p)
+{
+    return pair_fork(p, 0, 8);
+}
+
+static kvc_status fork_over(pair *p)
+{
+    return pair_fork(p, 1, 0);
+}
+
+static kvc_status copy_prefix(pair *p)
+{
+    return pair_copy_prefix(p, 0, 8, 19);
+}
+
+static kvc_status copy_nothing(pair *p)
+{
+    return pair_copy_prefix(p, 1, 0, 0);
+}
+
+static kvc_status remove_middle(pair *p)
+{
+    return pair_remove(p, 0, 3, 18, 0);
+}
+
+static kvc_status remove_and_shift(pair *p)
+{
+    return pair_remove(p, 0, 3, 8, 1);
+}
+
+static kvc_status shift_some(pair *p)
+{
+    return pair_shift(p, 0, 5, 19, 7);
+}
+
+static kvc_status divide_all(pair *p)
+{
+    return pair_divide(p, 0, 2, KVC_END, 2);
+}
+
+static kvc_status inject_shared(pair *p)
+{
+    return pair_inject(p, 1, 0, 0, 18);
+}
+
+static kvc_status inject_deltas(pair *p)
+{
+    return pair_inject(p, 2, 2, 0, 60);
+}
+
+static kvc_status inject_all(pair *p)
+{
+    return pair_inject_rows(p, 0, 0, 0, 9, 0);
+}
+
+static kvc_status hold_slots(pair *p)
+{
+    kvc_span span;
+    kvc_hold *hold = NULL;
+    kvc_status status = agree(p, "slots", kvc_slots(p->batch, 0, 1, &span, sizeof span, &hold), KVC_OK);
+    CHECK(!hold == (status != KVC_OK));
+    kvc_hold_free(hold);
+    return status;
+}
+
+static kvc_status put_cross_again(pair *p)
+{
+    return pair_put_cross(p, 3, 0, 6);
+}
+
+static kvc_status put_cross_first(pair *p)
+{
+    return pair_put_cross(p, 3, 1, 2);
+}
+
+static kvc_status commit_all(pair *p)
+{
+    return pair_commit(p);
+}
+
+static kvc_status commit_some(pair *p)
+{
+    int32_t kept[30]; /* more runs than there was room taken for */
+    for (int32_t i = 0; i < 30; i++)
+        kept[i] = 2 * i;
+    return pair_commit_kept(p, kept, 30);
+}
+
+static kvc_status commit_with_cross(pair *p)
+{
+    return pair_commit_kept(p, (int32_t[]){1, 0}, 2);
+}
+
+static kvc_status extract(pair *p)
+{
+    float k[30 * 6];
+    const kvc_rows_out out = {.struct_size = sizeof out, .k = k, .k_head_stride = 30 * 12, .k_row_stride = 12};
+    return agree(p, "extract", kvc_extract(p->cache, 1, 0, 0, 30, &out), KVC_OK);
+}
+
+static kvc_status dense(pair *p)
+{
+    static float k[2 * 200 * 3], mask[24 * 200];
+    int64_t num = 0;
+    CHECK(kvc_dense_rows(p->batch, 0, &num) == KVC_OK && num <= 200);
+    const kvc_rows_out rows = {.struct_size = sizeof rows, .k = k, .k_head_stride = num * 12, .k_row_stride = 12};
+    const kvc_dense_args args = {
+        .struct_size = sizeof args,
+        .rows = &rows,
+        .mask = mask,
+        .mask_token_stride = num * (int64_t)sizeof *mask,
+        .num_rows = num};
+    return agree(p, "dense", kvc_dense(p->batch, 0, &args), KVC_OK);
+}
+
+static kvc_status truncate_one(pair *p)
+{
+    return pair_truncate(p, 0, 19);
+}
+
+static kvc_status hold_spans(pair *p)
+{
+    static view v;
+    kvc_status status = view_new(&v, p, 0, 0);
+    view_free(&v, p);
+    return status;
+}
+
+static kvc_status gather(pair *p)
+{
+    float k[5 * 6];
+    const kvc_rows_out out = {.struct_size = sizeof out, .k = k, .k_head_stride = 5 * 12, .k_row_stride = 12};
+    return agree(p, "gather", kvc_gather(p->cache, 0, 0, 3, 5, &out), KVC_OK);
+}
+
+static kvc_status plan(pair *p)
+{
+    const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = 4, .num_threads = 3};
+    kvc_plan *made = NULL;
+    kvc_status status = agree(p, "plan_new", kvc_plan_new(p->batch, &args, &made), KVC_OK);
+    CHECK(!made == (status != KVC_OK));
+    kvc_plan_free(made);
+    return status;
+}
+
+static kvc_status attend(pair *p)
+{
+    static const float q[24 * 4 * 3];
+    static float out[24 * 4 * 5];
+    const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 4};
+    const kvc_attend_args args = {.struct_size = sizeof args,
+                                  .q = q,
+                                  .out = out,
+                                  .q_token_stride = 48,
+                                  .q_head_stride = 12,
+                                  .out_token_stride = 80,
+                                  .out_head_stride = 20};
+    return agree(p, "attend", kvc_attend(p->batch, &plan_args, &args), KVC_OK);
+}
+
+/* ---- what takes no memory, so that it cannot fail --------------------------------------------------------------- */
+
+static void test_needs_no_memory(void)
+{
+    static pair p;
+    int64_t num_blocks, num_runs;
+    memory_init(&heap);
+    p = (pair){.memory = &heap};
+    prepare_four(&p);
+    CHECK(begin_old_and_new(&p) == KVC_OK);
+    memory_fail_after(&heap, 0);
+    CHECK(kvc_blocks(p.cache, 0, NULL, sizeof(kvc_block_info), 0, &num_blocks, NULL, sizeof(kvc_run_info), 0,
+                     &num_runs) == KVC_OK);
+    pair_put_all(&p);
+    CHECK(pair_commit(&p) == KVC_OK);
+    pair_check(&p);
+    memory_fail_after(&heap, -1);
+    CHECK(pair_begin(&p, 1, (int32_t[]){23}, (int64_t[]){0}) == KVC_OK);
+    memory_fail_after(&heap, 0);
+    pair_abort(&p);
+    pair_check(&p);
+    CHECK(pair_clear_sequence(&p, 3) == KVC_OK);
+    pair_check(&p);
+    CHECK(pair_keep(&p, 0) == KVC_OK);
+    pair_check(&p);
+    CHECK(pair_clear(&p) == KVC_OK);
+    pair_check(&p);
+    CHECK(heap.failed == 0);
+    memory_fail_after(&heap, -1);
+    close_pair(&p);
+}
+
+/* ---- everything ------------------------------------------------------------------------------------------------- */
+
+static void test_cache_new(void)
+{
+    kvc_config config = {.struct_size = sizeof config,
+                         .layers = &(kvc_layer){.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
+                         .layer_size = sizeof(kvc_layer),
+                         .num_layers = 1,
+                         .allocator = &heap.allocator};
+    kvc_cache *cache = NULL;
+    int fail_after = 0;
+    memory_init(&heap);
+    for (; memory_fail_after(&heap, fail_after), kvc_cache_new(&config, &cache) != KVC_OK; fail_after++) {
+        CHECK(!cache && heap.failed == 1 && heap.num == 0 && strstr(kvc_last_error(), "out of memory"));
+        CHECK(fail_after < 10);
+    }
+    CHECK(fail_after > 0 && heap.failed == 0);
+    CHECK(kvc_cache_free(cache) == KVC_OK && heap.num == 0);
+}
+
+static void test_random(int block_size, int num_steps)
+{
+    static pair p;
+    static view v;
+    memory_init(&heap);
+    p = (pair){.memory = &heap, .config.block_size = block_size};
+    random_pair(&p);
+    for (int i = 0; i < num_steps; i++) {
+        memory_fail_after(&heap, random_int(0, 3) ? random_int(0, 12) : -1);
+        random_step(&p, &v);
+        memory_fail_after(&heap, -1);
+        pair_check(&p);
+    }
+    view_free(&v, &p);
+    close_pair(&p);
+}
+
+int main(void)
+{
+    static const scenario scenarios[] = {
+        {"begin, first sequences", prepare_empty, begin_new},
+        {"begin, more sequences", prepare_four, begin_new},
+        {"begin, old sequences", prepare_compacted, begin_old},
+        {"begin, old and new sequences", prepare_four, begin_old_and_new},
+        {"begin, first prefill", prepare_empty, prefill},
+        {"begin, prefill", prepare_four, prefill},
+        {"begin, irregular positions", prepare_irregular, begin_irregular},
+        {"begin, compacting", prepare_holes, prefill},
+        {"begin, compacting for max_bytes", prepare_few_bytes, begin_few},
+        {"fork", prepare_four, fork_new},
+        {"fork over a sequence", prepare_four, fork_over},
+        {"fork with holes", prepare_holes, fork_new},
+        {"copy_prefix", prepare_four, copy_prefix},
+        {"copy_prefix of nothing", prepare_four, copy_nothing},
+        {"remove", prepare_runs, remove_middle},
+        {"truncate", prepare_runs, truncate_one},
+        {"compact", prepare_holes, pair_compact},
+        {"compact many runs", prepare_runs, pair_compact},
+        {"compact short sequences", prepare_four, pair_compact},
+        {"spans", prepare_holes, hold_spans},
+        {"gather", prepare_holes, gather},
+        {"plan_new", prepare_batch, plan},
+        {"attend", prepare_batch, attend},
+        {"compact with deltas", prepare_disputed, pair_compact},
+        {"inject", prepare_disputed, inject_shared},
+        {"inject, with no position missing", prepare_one, inject_all},
+        {"inject keys that are off", prepare_disputed, inject_deltas},
+        {"reserve", prepare_four, reserve},
+        {"put, cross-attention", prepare_cross, put_cross_again},
+        {"put, cross-attention of another sequence", prepare_cross, put_cross_first},
+        {"commit, cross-attention", prepare_cross, commit_all},
+        {"commit some, cross-attention", prepare_cross, commit_with_cross},
+        {"commit some", prepare_long_batch, commit_some},
+        {"extract keys that are off", prepare_disputed, extract},
+        {"dense", prepare_deltas, dense},
+        {"slots that are held", prepare_open, hold_slots},
+        {"plan_new with deltas", prepare_deltas, plan},
+        {"attend with deltas", prepare_deltas, attend},
+        {"remove and shift", prepare_holes, remove_and_shift},
+        {"remove and shift what is shared", prepare_disputed, remove_and_shift, 1},
+        {"shift", prepare_holes, shift_some},
+        {"shift what is shared", prepare_four, shift_some},
+        {"divide", prepare_runs, divide_all},
+        {"divide what is shared", prepare_disputed, divide_all, 1},
+        {"settle", prepare_disputed, pair_settle, 1},
+        {"clone", prepare_disputed, pair_clone},
+        {"clone with cross-attention", prepare_encoded, pair_clone},
+    };
+    static const int block_sizes[] = {1, 3, 16, 64};
+    test_cache_new();
+    test_needs_no_memory();
+    for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios; i++)
+        run_scenario(&scenarios[i]);
+    for (int i = 0; i < 48; i++)
+        test_random(block_sizes[i % 4], 250);
+    return test_result();
+}

@@ -1,0 +1,459 @@
+/* A process forks while another thread is in the middle of a call: the child can do everything, and so can the parent.
+ * A child that hangs is ended by alarm(). */
+#define _POSIX_C_SOURCE 200809L
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/types.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "kvcache.h"
+#include "support/test.h"
+
+#include <pthread.h>
+
+const char *__tsan_default_options(void);
+
+/* A thread that ended, and that the parent is yet to join, is none that the child leaks. */
+const char *__tsan_default_options(void)
+{
+    return "report_thread_leaks=0";
+}
+
+enum { DIM = 8, ROWS = 40, MAX_LEN = 1 << 20, MANY = 20000 /* tokens */, LOOSE = 1 << 18 /* tokens */, LIMIT = 60 /* seconds */ };
+
+static atomic_int is_inside; /* the function of the caller that is waited for was entered */
+static atomic_int go_on;
+static atomic_int forking;
+static int watch; /* the functions below wait */
+static int num_passing; /* allocations that do not, before one does */
+static kvc_batch *open_batch;
+
+static void wait_for(atomic_int *flag)
+{
+    while (!atomic_load(flag))
+        sched_yield();
+}
+
+/* An allocator that a thread stays in, with the mutex, until the process forks and a while longer: if fork() waited for
+ * nothing, the child had a mutex that nobody lets go. */
+static void *slow_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint)
+{
+    (void)user;
+    if (watch && num_passing-- <= 0 && !atomic_exchange(&is_inside, 1)) {
+        wait_for(&forking);
+        for (int i = 0; i < 2000 && !atomic_load(&go_on); i++)
+            sched_yield();
+    }
+    size = (size + alignment - 1) / alignment * alignment;
+    void *start = aligned_alloc(alignment, size);
+    if (start && hint->kind == KVC_MEMORY_SCRATCH)
+        memset(start, 0xab, size); /* so that nobody takes it for what is yet to be written there */
+    return start;
+}
+
+static void slow_free(void *user, void *start, size_t size, const kvc_memory_hint *hint)
+{
+    (void)user, (void)size, (void)hint;
+    free(start);
+}
+
+static void note_fork(void)
+{
+    atomic_store(&forking, 1);
+}
+
+static int32_t add_delta(float *keys, int64_t num, int32_t delta)
+{
+    for (int64_t i = 0; i < num; i++)
+        keys[i] += (float)delta;
+    return 0;
+}
+
+/* A function that moves keys, in which a thread stays until the parent goes on. */
+static int32_t move_slowly(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
+                           int32_t k_dim, int32_t delta)
+{
+    (void)user, (void)layer;
+    if (watch && !atomic_exchange(&is_inside, 1))
+        wait_for(&go_on);
+    return add_delta(keys, num_kv_heads * num_rows * k_dim, delta);
+}
+
+static pid_t child_of_function;
+
+static int32_t move_and_fork(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
+                             int32_t k_dim, int32_t delta)
+{
+    (void)user, (void)layer;
+    if (watch && !atomic_exchange(&is_inside, 1)) {
+        child_of_function = fork();
+        if (!child_of_function) {
+            alarm(LIMIT);
+            test_failures = 0;
+        }
+    }
+    return add_delta(keys, num_kv_heads * num_rows * k_dim, delta);
+}
+
+static const kvc_allocator slow_allocator = {
+    .struct_size = sizeof slow_allocator, .alloc = slow_alloc, .free = slow_free};
+static const double angles[] = {1, 0.1};
+static const kvc_rope frequencies = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 2, .inv_freq = angles};
+
+/* A call stays in it, too. */
+static int32_t poll_slowly(void *user)
+{
+    (void)user;
+    if (watch && !atomic_exchange(&is_inside, 1))
+        wait_for(&go_on);
+    return 0;
+}
+
+static kvc_cache *new_layers(const kvc_layer *layers, int32_t num_layers, const kvc_allocator *allocator)
+{
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = layers,
+                               .layer_size = sizeof *layers,
+                               .num_layers = num_layers,
+                               .block_size = 4,
+                               .num_threads = 1,
+                               .allocator = allocator,
+                               .poll = poll_slowly};
+    kvc_cache *cache = NULL;
+    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
+    return cache;
+}
+
+static kvc_cache *new_cache(kvc_rope rope, const kvc_allocator *allocator)
+{
+    const kvc_layer layer = {.num_kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .rope = rope};
+    return new_layers(&layer, 1, allocator);
+}
+
+/* ROWS more tokens; what kvc_begin answers. */
+static kvc_status feed(kvc_cache *cache, int64_t id)
+{
+    float rows[ROWS * 2 * DIM];
+    int64_t ids[ROWS];
+    kvc_batch *batch;
+    for (int i = 0; i < ROWS; i++)
+        ids[i] = id;
+    for (int i = 0; i < ROWS * 2 * DIM; i++)
+        rows[i] = (float)(i % 7);
+    const kvc_put_args args = {.struct_size = sizeof args,
+                               .k = rows,
+                               .v = rows,
+                               .k_token_stride = 2 * DIM * sizeof *rows,
+                               .k_head_stride = DIM * sizeof *rows,
+                               .v_token_stride = 2 * DIM * sizeof *rows,
+                               .v_head_stride = DIM * sizeof *rows};
+    const kvc_status status = kvc_begin(cache, ROWS, NULL, ids, NULL, &batch);
+    if (status != KVC_OK)
+        return status;
+    CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
+    return KVC_OK;
+}
+
+static kvc_status gather(kvc_cache *cache, int64_t id)
+{
+    static _Thread_local float k[2 * 2 * ROWS * DIM];
+    int64_t stored = 0;
+    kvc_rows_out out = {
+        .struct_size = sizeof out, .k = k, .k_head_stride = 2 * ROWS * DIM * sizeof *k, .k_row_stride = DIM * sizeof *k};
+    out.num_stored = &stored;
+    CHECK(kvc_gather(cache, id, 0, 0, 0, &out) == KVC_OK);
+    return kvc_gather(cache, id, 0, 0, stored < 2 * ROWS ? stored : 2 * ROWS, &out);
+}
+
+/* Every kind of call, none of which may wait for ever, and the end of the cache. */
+static void do_everything(kvc_cache *cache, const char *when)
+{
+#define WORKS(call) CHECKF((call) == KVC_OK, "%s: %s", when, kvc_last_error())
+    WORKS(kvc_validate(cache));
+    WORKS(feed(cache, 5));
+    WORKS(kvc_fork(cache, 5, 6));
+    WORKS(kvc_remove(cache, 6, 3, 9, 1));
+    WORKS(gather(cache, 6));
+    WORKS(kvc_settle(cache));
+    WORKS(kvc_shift(cache, 0, 0, KVC_END, 2));
+    WORKS(feed(cache, 0));
+    WORKS(gather(cache, 0));
+    WORKS(kvc_settle(cache));
+    WORKS(kvc_remove(cache, 0, 0, 11, 0));
+    WORKS(kvc_compact(cache));
+    CHECK(kvc_nbytes(cache) > 0);
+    kvc_cache *other = new_cache(frequencies, NULL);
+    WORKS(kvc_set_num_threads(0));
+    WORKS(feed(other, 0));
+    WORKS(kvc_cache_free(other));
+    WORKS(kvc_validate(cache));
+    WORKS(kvc_clear(cache));
+    WORKS(kvc_cache_free(cache));
+#undef WORKS
+}
+
+static void check_child(pid_t child, const char *when)
+{
+    int status = -1;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    CHECKF(WIFEXITED(status) && WEXITSTATUS(status) == 0, "%s: the child ended with %d", when, status);
+}
+
+/* The child does everything and ends; the parent goes on. */
+static void fork_and_check(kvc_cache *cache, const char *when)
+{
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(LIMIT);
+        test_failures = 0;
+        CHECKF(kvc_validate(cache) == KVC_OK, "%s: %s", when, kvc_last_error());
+        kvc_abort(open_batch);
+        do_everything(cache, when);
+        fflush(stdout);
+        _exit(test_failures != 0);
+    }
+    atomic_store(&go_on, 1);
+    check_child(child, when);
+}
+
+static void begin_watching(void)
+{
+    atomic_store(&is_inside, 0);
+    atomic_store(&go_on, 0);
+    atomic_store(&forking, 0);
+    watch = 1;
+}
+
+static void *copy_in_thread(void *cache)
+{
+    CHECK(kvc_fork(cache, 0, 3) == KVC_OK);
+    return NULL;
+}
+
+static void test_mutex_in_allocator(void)
+{
+    kvc_cache *cache = new_cache(frequencies, &slow_allocator);
+    pthread_t thread;
+    CHECK(feed(cache, 0) == KVC_OK);
+    CHECK(pthread_atfork(note_fork, NULL, NULL) == 0); /* which comes before what the library does */
+    begin_watching();
+    CHECK(pthread_create(&thread, NULL, copy_in_thread, cache) == 0);
+    wait_for(&is_inside);
+    fork_and_check(cache, "in the allocator");
+    pthread_join(thread, NULL);
+    watch = 0;
+    do_everything(cache, "in the parent");
+}
+
+static void *shift_in_thread(void *cache)
+{
+    CHECKF(kvc_shift(cache, 0, 5, KVC_END, 3) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+/* The rewrite of a thread that is not there is undone. */
+static void test_rewrite(void)
+{
+    const kvc_rope rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_slowly};
+    kvc_cache *cache = new_cache(rope, NULL);
+    pthread_t thread;
+    CHECK(feed(cache, 0) == KVC_OK && kvc_fork(cache, 0, 1) == KVC_OK);
+    begin_watching();
+    CHECK(pthread_create(&thread, NULL, shift_in_thread, cache) == 0);
+    wait_for(&is_inside);
+    fork_and_check(cache, "in a rewrite");
+    pthread_join(thread, NULL);
+    watch = 0;
+    CHECK(kvc_last_position(cache, 0) == ROWS + 2 && kvc_last_position(cache, 1) == ROWS - 1);
+    do_everything(cache, "in the parent");
+}
+
+/* That of the thread that forks goes on in both. */
+static void test_rewrite_that_forks(void)
+{
+    const kvc_rope rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_and_fork};
+    kvc_cache *cache = new_cache(rope, NULL);
+    CHECK(feed(cache, 0) == KVC_OK);
+    begin_watching();
+    CHECKF(kvc_shift(cache, 0, 5, KVC_END, 3) == KVC_OK, "%s", kvc_last_error());
+    watch = 0;
+    CHECK(kvc_last_position(cache, 0) == ROWS + 2);
+    do_everything(cache, "of the function's own");
+    if (!child_of_function) {
+        fflush(stdout);
+        _exit(test_failures != 0);
+    }
+    check_child(child_of_function, "of the function's own");
+}
+
+/* ---- work on a batch, which is not waited for -------------------------------------------------------------------- */
+
+static void *put_in_thread(void *batch)
+{
+    static const float row[64] = {1};
+    const kvc_put_args args = {.struct_size = sizeof args, .num_tokens = MAX_LEN, .k = row, .v = row};
+    while (!atomic_load(&is_inside)) /* until a put takes long enough to poll */
+        CHECKF(kvc_put(batch, 1, &args) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+static void test_cross_put(void)
+{
+    const kvc_layer layers[] = {
+        {.num_kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .rope = frequencies},
+        {.num_kv_heads = 2,
+         .k_dim = 64,
+         .v_dim = 64,
+         .k_type = KVC_Q4_0,
+         .v_type = KVC_Q4_0,
+         .policy = {.kind = KVC_CROSS, .max_len = MAX_LEN}}};
+    kvc_cache *cache = new_layers(layers, 2, NULL);
+    pthread_t thread;
+    CHECK(feed(cache, 0) == KVC_OK);
+    CHECK(kvc_begin(cache, 1, NULL, NULL, NULL, &open_batch) == KVC_OK);
+    begin_watching();
+    CHECK(pthread_create(&thread, NULL, put_in_thread, open_batch) == 0);
+    wait_for(&is_inside);
+    fork_and_check(cache, "in a put");
+    pthread_join(thread, NULL);
+    watch = 0;
+    CHECK(kvc_validate(cache) == KVC_OK);
+    kvc_abort(open_batch);
+    open_batch = NULL;
+    do_everything(cache, "in the parent");
+}
+
+/* Of a batch that is not to be stored, until one takes long enough to poll; that batch stays open. */
+static void *put_unstored_in_thread(void *cache)
+{
+    static const float row[64] = {1};
+    static uint8_t unstored[LOOSE];
+    const kvc_begin_args begin = {.struct_size = sizeof begin, .num_tokens = LOOSE, .unstored = unstored};
+    const kvc_put_args args = {.struct_size = sizeof args, .num_tokens = LOOSE, .k = row, .v = row};
+    memset(unstored, 1, LOOSE);
+    while (!atomic_load(&is_inside)) {
+        kvc_abort(open_batch);
+        CHECKF(kvc_begin_with(cache, &begin, &open_batch) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(kvc_put(open_batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
+    }
+    return NULL;
+}
+
+/* What its rows lie in goes with the batch. */
+static void test_unstored_put(void)
+{
+    const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 64, .v_dim = 64, .k_type = KVC_Q4_0, .v_type = KVC_Q4_0};
+    kvc_cache *cache = new_layers(&layer, 1, NULL);
+    pthread_t thread;
+    begin_watching();
+    CHECK(pthread_create(&thread, NULL, put_unstored_in_thread, cache) == 0);
+    wait_for(&is_inside);
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(LIMIT);
+        test_failures = 0;
+        kvc_abort(open_batch);
+        CHECK(kvc_nbytes(cache) < LOOSE);
+        CHECK(kvc_cache_free(cache) == KVC_OK);
+        fflush(stdout);
+        _exit(test_failures != 0);
+    }
+    atomic_store(&go_on, 1);
+    check_child(child, "in a put that is not stored");
+    pthread_join(thread, NULL);
+    watch = 0;
+    kvc_abort(open_batch);
+    open_batch = NULL;
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+static void *plan_in_thread(void *batch)
+{
+    const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = 2};
+    kvc_plan *plan;
+    CHECKF(kvc_plan_new(batch, &args, &plan) == KVC_OK, "%s", kvc_last_error());
+    CHECK(kvc_plan_num_tasks(plan) == 2 * MANY);
+    return NULL;
+}
+
+/* fork() gets the mutex as soon as the plan has its memory. */
+static void test_plan(void)
+{
+    static int64_t ids[MANY];
+    kvc_cache *cache = new_cache(frequencies, &slow_allocator);
+    pthread_t thread;
+    for (int i = 0; i < MANY; i++)
+        ids[i] = i;
+    CHECK(feed(cache, 0) == KVC_OK);
+    CHECK(kvc_begin(cache, MANY, NULL, ids, NULL, &open_batch) == KVC_OK);
+    begin_watching();
+    num_passing = 1; /* what the plan is made in */
+    CHECK(pthread_create(&thread, NULL, plan_in_thread, open_batch) == 0);
+    wait_for(&is_inside);
+    fork_and_check(cache, "while a plan is made");
+    pthread_join(thread, NULL);
+    watch = 0;
+    kvc_abort(open_batch);
+    open_batch = NULL;
+    do_everything(cache, "in the parent");
+}
+
+/* ---- whatever others are at ------------------------------------------------------------------------------------- */
+
+static atomic_int stop;
+
+static void *work(void *context)
+{
+    kvc_cache *cache = context;
+    while (!atomic_load(&stop)) {
+        CHECKF(gather(cache, 0) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(kvc_fork(cache, 0, 7) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(kvc_remove(cache, 7, 3, 9, 1) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(kvc_settle(cache) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(kvc_compact(cache) == KVC_OK, "%s", kvc_last_error());
+    }
+    return NULL;
+}
+
+static void *make_and_free(void *context)
+{
+    (void)context;
+    while (!atomic_load(&stop)) {
+        kvc_cache *cache = new_cache(frequencies, NULL);
+        CHECK(feed(cache, 0) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+    }
+    return NULL;
+}
+
+static void test_work(void)
+{
+    enum { FORKS = 20 };
+    kvc_cache *cache = new_cache(frequencies, NULL);
+    pthread_t threads[4];
+    CHECK(feed(cache, 0) == KVC_OK);
+    for (int i = 0; i < 4; i++)
+        CHECK(pthread_create(&threads[i], NULL, i < 3 ? work : make_and_free, cache) == 0);
+    for (int i = 0; i < FORKS; i++)
+        fork_and_check(cache, "in work");
+    atomic_store(&stop, 1);
+    for (int i = 0; i < 4; i++)
+        pthread_join(threads[i], NULL);
+    do_everything(cache, "in the parent");
+}
+
+int main(void)
+{
+    alarm(4 * LIMIT);
+    test_mutex_in_allocator();
+    test_rewrite();
+    test_rewrite_that_forks();
+    test_cross_put();
+    test_unstored_put();
+    test_plan();
+    test_work();
+    return test_result();
+}

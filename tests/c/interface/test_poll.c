@@ -1,0 +1,213 @@
+/* A call that takes long asks whether it is to go on: on the thread that made it, without the mutex; and when it is not,
+ * nothing was put. */
+#define _POSIX_C_SOURCE 200809L /* setenv */
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "kvcache.h"
+#include "support/test.h"
+
+enum { STORED = 4096, QUERIES = 64, HEADS = 32, KV_HEADS = 2, DIM = 64 };
+
+typedef struct poller {
+    kvc_cache *cache;
+    pthread_t caller;
+    int asked, stop_at; /* 0: never */
+} poller;
+
+static int32_t poll(void *user)
+{
+    poller *p = user;
+    CHECK(pthread_equal(pthread_self(), p->caller));
+    CHECK(kvc_nbytes(p->cache) > 0); /* which takes the mutex */
+    return ++p->asked == p->stop_at;
+}
+
+static kvc_cache *new_cache(poller *p, const kvc_policy *policy, int32_t type, int num_threads)
+{
+    const kvc_layer layer = {.num_kv_heads = KV_HEADS,
+                             .k_dim = DIM,
+                             .v_dim = DIM,
+                             .k_type = type,
+                             .v_type = type,
+                             .policy = *policy};
+    const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 1, .v_dim = 1}, layer};
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = layers,
+                               .layer_size = sizeof layer,
+                               .num_layers = 2,
+                               .num_threads = num_threads,
+                               .poll = poll,
+                               .poll_user = p};
+    kvc_cache *cache = NULL;
+    CHECK(kvc_cache_new(&config, &cache) == KVC_OK);
+    *p = (poller){.cache = cache, .caller = pthread_self()};
+    return cache;
+}
+
+static float rows[STORED * KV_HEADS * DIM], q[QUERIES * HEADS * DIM], out[QUERIES * HEADS * DIM];
+
+static kvc_put_args put_of(int32_t num_tokens)
+{
+    return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
+                          .num_tokens = num_tokens,
+                          .k = rows,
+                          .v = rows,
+                          .k_token_stride = KV_HEADS * DIM * 4,
+                          .k_head_stride = DIM * 4,
+                          .v_token_stride = KV_HEADS * DIM * 4,
+                          .v_head_stride = DIM * 4};
+}
+
+static kvc_attend_args attend_of(const kvc_put_args *put)
+{
+    return (kvc_attend_args){.struct_size = sizeof(kvc_attend_args),
+                             .q = q,
+                             .out = out,
+                             .q_token_stride = HEADS * DIM * 4,
+                             .q_head_stride = DIM * 4,
+                             .out_token_stride = HEADS * DIM * 4,
+                             .out_head_stride = DIM * 4,
+                             .put = put};
+}
+
+/* Attends again and again until it was asked `times` more: how often that is in one call depends on the machine. */
+static void attend_until_asked(kvc_batch *batch, const kvc_plan_args *plan, poller *p, int times)
+{
+    const kvc_attend_args args = attend_of(NULL);
+    for (const int before = p->asked; p->asked < before + times;)
+        CHECK(kvc_attend(batch, plan, &args) == KVC_OK);
+}
+
+static void test_attend(int num_threads)
+{
+    poller p;
+    kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_FULL}, KVC_F32, num_threads);
+    const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = 1, .num_tokens = QUERIES, .num_heads = HEADS};
+    const kvc_put_args stored = put_of(STORED), own = put_of(QUERIES);
+    const kvc_attend_args with_put = attend_of(&own), without = attend_of(NULL);
+    kvc_batch *batch;
+    kvc_status status = KVC_OK;
+
+    CHECK(kvc_begin(cache, STORED, NULL, NULL, NULL, &batch) == KVC_OK);
+    CHECK(kvc_put(batch, 0, &stored) == KVC_OK && kvc_put(batch, 1, &stored) == KVC_OK);
+    CHECK(kvc_commit(batch) == KVC_OK);
+    while (status == KVC_OK) { /* until a call takes long enough to be asked */
+        CHECK(kvc_begin(cache, QUERIES, NULL, NULL, NULL, &batch) == KVC_OK);
+        p.stop_at = p.asked + 1;
+        status = kvc_attend(batch, &plan, &with_put);
+        if (status == KVC_OK)
+            kvc_abort(batch);
+    }
+    CHECK(status == KVC_ERR_CANCELLED);
+    CHECK(strstr(kvc_last_error(), "cancelled"));
+    CHECK(p.asked == p.stop_at);
+    CHECK(kvc_validate(cache) == KVC_OK);
+    p.stop_at = 0;
+    CHECK_FAILS(kvc_attend(batch, &plan, &without), KVC_ERR_INVALID, "token 0", "was not put");
+    CHECK(kvc_put(batch, 1, &own) == KVC_OK);
+    attend_until_asked(batch, &plan, &p, 1);
+    CHECK(kvc_put(batch, 0, &own) == KVC_OK && kvc_commit(batch) == KVC_OK);
+    CHECK(kvc_seq_len(cache, 0, 1) == STORED + QUERIES);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+/* What another thread sets while the call is at work ends it too. */
+static volatile int32_t cancel;
+
+static int32_t set_cancel(void *user)
+{
+    (void)user;
+    cancel = 1;
+    return 0;
+}
+
+static void test_cancel_ends_tasks(void)
+{
+    poller p;
+    kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_FULL}, KVC_F32, 1);
+    const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = 1, .num_tokens = QUERIES, .num_heads = HEADS};
+    const kvc_put_args own = put_of(QUERIES);
+    kvc_attend_args args = attend_of(&own);
+    kvc_batch *batch;
+
+    CHECK(kvc_begin(cache, QUERIES, NULL, NULL, NULL, &batch) == KVC_OK);
+    set_cancel(NULL);
+    args.cancel = &cancel;
+    CHECK(kvc_attend(batch, &plan, &args) == KVC_ERR_CANCELLED);
+    CHECK(kvc_put(batch, 1, &own) == KVC_OK);
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+/* Tokens that were cancelled on their way in can be put again. */
+static void test_put(int num_threads)
+{
+    enum { TOKENS = 1 << 17 };
+    poller p;
+    kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_FULL}, KVC_Q4_0, num_threads);
+    kvc_put_args all = put_of(TOKENS);
+    kvc_batch *batch = NULL;
+    kvc_status status = KVC_OK;
+
+    all.k_token_stride = all.v_token_stride = 0; /* the same row again and again */
+    for (p.stop_at = 1; status == KVC_OK;) { /* however fast the machine is */
+        kvc_abort(batch);
+        CHECK(kvc_begin(cache, TOKENS, NULL, NULL, NULL, &batch) == KVC_OK);
+        status = kvc_put(batch, 1, &all);
+    }
+    CHECK(status == KVC_ERR_CANCELLED && p.asked == 1);
+    p.stop_at = 0;
+    CHECK(kvc_put(batch, 1, &all) == KVC_OK);
+    CHECK_FAILS(kvc_put(batch, 1, &all), KVC_ERR_INVALID, "token 0", "was put");
+    kvc_abort(batch);
+    CHECK(kvc_validate(cache) == KVC_OK);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+/* Rows of a cross-attention layer that were cancelled are nobody's: what was there before stays. */
+static void test_cross_put(void)
+{
+    enum { MAX_LEN = 1 << 18 };
+    poller p;
+    kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_CROSS, .max_len = MAX_LEN}, KVC_Q4_0, 1);
+    const kvc_put_args few = put_of(3);
+    kvc_put_args all = put_of(MAX_LEN);
+    kvc_batch *batch;
+    int64_t num_rows = 0;
+
+    all.k_token_stride = all.v_token_stride = 0; /* the same row again and again */
+    CHECK(kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
+    CHECK(kvc_put(batch, 1, &few) == KVC_OK);
+    const int64_t bytes = kvc_nbytes(cache);
+    for (p.stop_at = 1; !p.asked;) { /* however fast the machine is */
+        const kvc_status status = kvc_put(batch, 1, &all);
+        CHECK(status == (p.asked ? KVC_ERR_CANCELLED : KVC_OK));
+        CHECK(status == KVC_OK || kvc_nbytes(cache) == bytes);
+        if (status != KVC_OK)
+            break;
+        kvc_abort(batch); /* the next one finds things as the first one did */
+        CHECK(kvc_compact(cache) == KVC_OK && kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
+        CHECK(kvc_put(batch, 1, &few) == KVC_OK);
+    }
+    CHECK(kvc_dense_rows(batch, 1, &num_rows) == KVC_OK && num_rows == 3);
+    CHECK(kvc_validate(cache) == KVC_OK);
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+int main(void)
+{
+    setenv("KVCACHE_ISA", "scalar", 1); /* so that every machine takes long enough to be asked */
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        rows[i] = (float)(i % 7) - 3;
+    for (size_t i = 0; i < sizeof q / sizeof *q; i++)
+        q[i] = (float)(i % 5) - 2;
+    test_attend(1);
+    test_attend(2);
+    test_cancel_ends_tasks();
+    test_put(1);
+    test_put(2);
+    test_cross_put();
+    return test_result();
+}

@@ -1,0 +1,327 @@
+/* Structs of an older and of a newer header: each function takes them from the smallest size on, reads and writes no
+ * byte beyond what it was told, takes what is missing as 0, and refuses what it does not know. */
+#include <stdlib.h>
+
+#include "structs.h"
+#include "support/test.h"
+
+enum { NEWER = 16 }; /* bytes that a newer header has more */
+
+static const kvc_layer plain_layer = {.num_kv_heads = 1, .k_dim = 2, .v_dim = 2};
+static const float rows[2] = {3, 4};
+static float k[2], v[2];
+
+static void *plain_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint)
+{
+    (void)user;
+    CHECK(hint->struct_size == sizeof *hint);
+    return aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
+}
+
+static void plain_free(void *user, void *start, size_t size, const kvc_memory_hint *hint)
+{
+    (void)user, (void)size, (void)hint;
+    free(start);
+}
+
+static kvc_cache *new_cache(void)
+{
+    const kvc_config config = {
+        .struct_size = sizeof config, .layers = &plain_layer, .layer_size = sizeof plain_layer, .num_layers = 1};
+    kvc_cache *cache = NULL;
+    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
+    return cache;
+}
+
+static kvc_batch *begin(kvc_cache *cache, int32_t position)
+{
+    kvc_batch *batch = NULL;
+    CHECKF(kvc_begin(cache, 1, &position, NULL, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
+    return batch;
+}
+
+static void put_one(kvc_batch *batch)
+{
+    const kvc_put_args args = {.struct_size = sizeof args, .k = rows, .v = rows};
+    CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
+}
+
+/* With one token stored. */
+static kvc_cache *filled_cache(void)
+{
+    kvc_cache *cache = new_cache();
+    kvc_batch *batch = begin(cache, 0);
+    put_one(batch);
+    CHECK(kvc_commit(batch) == KVC_OK);
+    return cache;
+}
+
+/* ---- what is handed in ------------------------------------------------------------------------------------------- */
+
+typedef kvc_status call_fn(const void *given, size_t size);
+
+static kvc_status make_layer(const void *given, size_t size)
+{
+    const kvc_config config = {.struct_size = sizeof config, .layers = given, .layer_size = size, .num_layers = 1};
+    kvc_cache *cache = NULL;
+    const kvc_status status = kvc_cache_new(&config, &cache);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return status;
+}
+
+static kvc_status make_cache(const void *given, size_t size)
+{
+    kvc_cache *cache = NULL;
+    (void)size;
+    const kvc_status status = kvc_cache_new(given, &cache);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return status;
+}
+
+static kvc_status make_with_allocator(const void *given, size_t size)
+{
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = &plain_layer,
+                               .layer_size = sizeof plain_layer,
+                               .num_layers = 1,
+                               .allocator = given};
+    return make_cache(&config, size);
+}
+
+static kvc_status gather(const void *given, size_t size)
+{
+    kvc_cache *cache = filled_cache();
+    (void)size;
+    const kvc_status status = kvc_gather(cache, 0, 0, 0, 1, given), again = kvc_extract(cache, 0, 0, 0, 1, given);
+    CHECK(status == again && (status != KVC_OK || (k[0] == 3 && v[1] == 4)));
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return status;
+}
+
+static kvc_status inject(const void *given, size_t size)
+{
+    kvc_cache *cache = filled_cache();
+    (void)size;
+    const kvc_status status = kvc_inject(cache, 0, 0, 0, 1, given);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return status;
+}
+
+static kvc_status begin_with(const void *given, size_t size)
+{
+    kvc_cache *cache = new_cache();
+    kvc_batch *batch = NULL;
+    (void)size;
+    const kvc_status status = kvc_begin_with(cache, given, &batch);
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return status;
+}
+
+static kvc_status put(const void *given, size_t size)
+{
+    kvc_cache *cache = new_cache();
+    kvc_batch *batch = begin(cache, 0);
+    (void)size;
+    const kvc_status status = kvc_put(batch, 0, given);
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return status;
+}
+
+static kvc_status attend_with(const kvc_plan_args *plan_args, const kvc_attend_args *args)
+{
+    kvc_cache *cache = new_cache();
+    kvc_batch *batch = begin(cache, 0);
+    put_one(batch);
+    const kvc_status status = kvc_attend(batch, plan_args, args);
+    CHECK(status != KVC_OK || (v[0] == 3 && v[1] == 4));
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return status;
+}
+
+static kvc_status attend(const void *given, size_t size)
+{
+    const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1};
+    (void)size;
+    return attend_with(&plan_args, given);
+}
+
+static kvc_status plan(const void *given, size_t size)
+{
+    const kvc_attend_args args = {.struct_size = sizeof args, .q = rows, .out = v};
+    (void)size;
+    return attend_with(given, &args);
+}
+
+static kvc_status dense(const void *given, size_t size)
+{
+    kvc_cache *cache = filled_cache();
+    kvc_batch *batch = begin(cache, 1);
+    (void)size;
+    const kvc_status status = kvc_dense(batch, 0, given);
+    CHECK(status != KVC_OK || (k[0] == 3 && v[1] == 4));
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return status;
+}
+
+/* A copy of a struct, in memory of no more than `size` bytes: those of an older header, or of a newer one. */
+static void *resized(const void *from, size_t from_size, size_t size, int begins_with_size)
+{
+    char *to = calloc(1, size);
+    memcpy(to, from, from_size < size ? from_size : size);
+    if (begins_with_size)
+        memcpy(to, &size, sizeof size);
+    return to;
+}
+
+static void check_sizes(call_fn *call, const void *right, size_t right_size, size_t least, const char *name,
+                        int begins_with_size)
+{
+    for (size_t size = least; size <= right_size + NEWER; size++) {
+        void *given = resized(right, right_size, size, begins_with_size);
+        memset(k, 0, sizeof k);
+        memset(v, 0, sizeof v);
+        CHECKF(call(given, size) == KVC_OK, "%s of %zu bytes: %s", name, size, kvc_last_error());
+        free(given);
+    }
+    char *newer = resized(right, right_size, right_size + NEWER, begins_with_size);
+    newer[right_size + NEWER - 1] = 1;
+    CHECK_FAILS(call(newer, right_size + NEWER), KVC_ERR_UNSUPPORTED, name, "does not know");
+    free(newer);
+    void *small = resized(right, right_size, least - 1, begins_with_size);
+    char said[32];
+    snprintf(said, sizeof said, "given as %zu", least - 1);
+    CHECK_FAILS(call(small, least - 1), KVC_ERR_INVALID, name, said);
+    free(small);
+}
+
+static void test_given(void)
+{
+    const kvc_allocator allocator = {.struct_size = sizeof allocator, .alloc = plain_alloc, .free = plain_free};
+    const kvc_config config = {
+        .struct_size = sizeof config, .layers = &plain_layer, .layer_size = sizeof plain_layer, .num_layers = 1};
+    const kvc_rows_out out = {.struct_size = sizeof out, .k = k, .v = v};
+    const kvc_rows_in in = {.struct_size = sizeof in, .k = rows, .v = rows};
+    const kvc_begin_args begin_args = {
+        .struct_size = sizeof begin_args, .num_tokens = 1, .positions = (int32_t[]){0}};
+    const kvc_put_args put_args = {.struct_size = sizeof put_args, .k = rows, .v = rows};
+    const kvc_attend_args attend_args = {.struct_size = sizeof attend_args, .q = rows, .out = v};
+    const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1};
+    const kvc_dense_args dense_args = {.struct_size = sizeof dense_args, .rows = &out, .num_rows = 1};
+    check_sizes(make_layer, &plain_layer, sizeof plain_layer, kvc_layer_least_size, "layers", 0);
+    check_sizes(make_with_allocator, &allocator, sizeof allocator, kvc_allocator_least_size, "allocator", 1);
+    check_sizes(make_cache, &config, sizeof config, kvc_config_least_size, "config", 1);
+    check_sizes(gather, &out, sizeof out, kvc_rows_out_least_size, "out", 1);
+    check_sizes(inject, &in, sizeof in, kvc_rows_in_least_size, "in", 1);
+    check_sizes(begin_with, &begin_args, sizeof begin_args, kvc_begin_args_least_size, "args", 1);
+    check_sizes(put, &put_args, sizeof put_args, kvc_put_args_least_size, "args", 1);
+    check_sizes(attend, &attend_args, sizeof attend_args, kvc_attend_args_least_size, "args", 1);
+    check_sizes(plan, &plan_args, sizeof plan_args, kvc_plan_args_least_size, "plan", 1);
+    check_sizes(dense, &dense_args, sizeof dense_args, kvc_dense_args_least_size, "args", 1);
+}
+
+/* What a struct of an older header has not is 0, whatever was there before. */
+static void test_missing_fields(void)
+{
+    const kvc_plan_args older = {.struct_size = offsetof(kvc_plan_args, num_heads), .layer = 7, .num_heads = 5};
+    kvc_plan_args args;
+    memset(&args, 0xff, sizeof args);
+    CHECK(kvc_read_sized(&args, sizeof args, older.struct_size, &older, "plan") == KVC_OK);
+    CHECK(args.struct_size == sizeof args && args.layer == 7 && args.num_heads == 0 && !args.non_causal);
+    CHECK_FAILS(kvc_read_sized(&args, sizeof args, older.struct_size + 1, &older, "plan"), KVC_ERR_INVALID, "plan",
+                "given as ");
+}
+
+/* Structs within another have room of their own for fields to come. */
+static void test_reserved(void)
+{
+    kvc_layer layer = plain_layer;
+    for (size_t i = 0; i < sizeof layer.policy.reserved / sizeof *layer.policy.reserved; i++) {
+        layer.policy.reserved[i] = 1;
+        CHECK_FAILS(make_layer(&layer, sizeof layer), KVC_ERR_UNSUPPORTED, "layers[0].policy", "does not know");
+        layer.policy.reserved[i] = 0;
+    }
+    for (size_t i = 0; i < sizeof layer.rope.reserved / sizeof *layer.rope.reserved; i++) {
+        layer.rope.reserved[i] = -1;
+        CHECK_FAILS(make_layer(&layer, sizeof layer), KVC_ERR_UNSUPPORTED, "layers[0].rope", "does not know");
+        layer.rope.reserved[i] = 0;
+    }
+    CHECK(make_layer(&layer, sizeof layer) == KVC_OK);
+}
+
+/* ---- what is filled in ------------------------------------------------------------------------------------------- */
+
+/* Whether `size` bytes are the first ones of a struct, and zeros past its end.  Its fields end at fields_end; what pads
+ * it from there on may be anything. */
+static int is_part(const void *got, size_t size, const void *right, size_t fields_end, size_t right_size)
+{
+    for (size_t i = right_size; i < size; i++)
+        if (((const char *)got)[i])
+            return 0;
+    return !memcmp(got, right, size < fields_end ? size : fields_end);
+}
+
+static void check_spans(kvc_cache *cache, size_t size)
+{
+    kvc_span right;
+    int64_t num = 0;
+    void *got = malloc(2 * size);
+    memset(got, 0xff, 2 * size);
+    CHECK(kvc_spans(cache, 0, 0, &right, sizeof right, 1, &num, NULL) == KVC_OK && num == 1);
+    CHECKF(kvc_spans(cache, 0, 0, got, size, 2, &num, NULL) == KVC_OK, "%s", kvc_last_error());
+    CHECK(is_part(got, size, &right, kvc_span_least_size, sizeof right));
+    kvc_batch *batch = begin(cache, 1);
+    memset(got, 0xff, 2 * size);
+    CHECK(kvc_slots(batch, 0, 0, &right, sizeof right, NULL) == KVC_OK);
+    CHECKF(kvc_slots(batch, 0, 0, got, size, NULL) == KVC_OK, "%s", kvc_last_error());
+    CHECK(is_part(got, size, &right, kvc_span_least_size, sizeof right));
+    kvc_abort(batch);
+    free(got);
+}
+
+static void check_blocks(kvc_cache *cache, size_t block_size, size_t run_size)
+{
+    kvc_block_info block;
+    kvc_run_info run;
+    int64_t num_blocks, num_runs;
+    void *blocks = malloc(block_size), *runs = malloc(run_size);
+    CHECK(kvc_blocks(cache, 0, &block, sizeof block, 1, &num_blocks, &run, sizeof run, 1, &num_runs) == KVC_OK);
+    CHECK(num_blocks == 1 && num_runs == 1);
+    CHECKF(kvc_blocks(cache, 0, blocks, block_size, 1, &num_blocks, runs, run_size, 1, &num_runs) == KVC_OK, "%s",
+           kvc_last_error());
+    CHECK(is_part(blocks, block_size, &block, kvc_block_info_least_size, sizeof block));
+    CHECK(is_part(runs, run_size, &run, kvc_run_info_least_size, sizeof run));
+    free(blocks);
+    free(runs);
+}
+
+static void test_filled_in(void)
+{
+    kvc_cache *cache = filled_cache();
+    for (size_t size = kvc_span_least_size; size <= sizeof(kvc_span) + NEWER; size += 4)
+        check_spans(cache, size);
+    for (size_t more = 0; more <= NEWER; more += 4)
+        check_blocks(cache, kvc_block_info_least_size + more, kvc_run_info_least_size + more);
+    kvc_stats right;
+    kvc_get_stats(cache, &right, sizeof right);
+    for (size_t size = 0; size <= sizeof right + NEWER; size += 8) {
+        void *got = malloc(size + 1);
+        memset(got, 0xff, size + 1);
+        kvc_get_stats(cache, got, size);
+        CHECK(is_part(got, size, &right, sizeof right, sizeof right) && ((char *)got)[size] == (char)0xff);
+        free(got);
+    }
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+int main(void)
+{
+    test_given();
+    test_missing_fields();
+    test_reserved();
+    test_filled_in();
+    return test_result();
+}

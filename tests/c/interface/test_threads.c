@@ -1,0 +1,836 @@
+/* Several threads in one cache: one decodes, with helpers, while others edit, hold, read and ask.  Plain threads, so
+ * that the thread sanitizer sees all there is in a build without OpenMP. */
+#define _DEFAULT_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+
+#include "support/crew.h"
+#include "support/guarded.h"
+#include "support/oracle.h"
+
+enum { HEADS = 4, K_DIM = 16, V_DIM = 8, NUM_LAYERS = 2, PROMPT = 40, STEPS = 150, TREE = 7, BASE = 90, MOST = 256 };
+
+static const kvc_layer layers[NUM_LAYERS] = {
+    {.num_kv_heads = 2,
+     .k_dim = K_DIM,
+     .v_dim = V_DIM,
+     .rope = {KVC_ROPE_FREQUENCIES, .first_dim = 4, .num_freqs = 5, .inv_freq = any_angles}},
+    {.num_kv_heads = 2,
+     .k_dim = K_DIM,
+     .v_dim = V_DIM,
+     .policy = {KVC_SLIDING, .window = 20, .num_sink_tokens = 3, .resume_window = 25},
+     .rope = {KVC_ROPE_FREQUENCIES, .interleaved = 1, .num_freqs = 4, .inv_freq = any_angles}},
+};
+
+static kvc_cache *new_cache_of(int block_size, const kvc_layer *of)
+{
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = of,
+                               .layer_size = sizeof *of,
+                               .num_layers = NUM_LAYERS,
+                               .block_size = block_size,
+                               .num_threads = 1};
+    kvc_cache *cache = NULL;
+    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
+    return cache;
+}
+
+static kvc_cache *new_cache(int block_size)
+{
+    return new_cache_of(block_size, layers);
+}
+
+/* ---- rows that follow from their position ----------------------------------------------------------------------- */
+
+/* Tokens [first, first + n) of a batch, the first of them at this position. */
+static void put_rows(kvc_batch *batch, int layer, int first, int n, int32_t position)
+{
+    float *k = malloc((size_t)n * 2 * K_DIM * sizeof *k), *v = malloc((size_t)n * 2 * V_DIM * sizeof *v);
+    for (int i = 0; i < n * 2; i++) {
+        for (int d = 0; d < K_DIM; d++)
+            k[i * K_DIM + d] = element(position + i / 2, layer, 0, i % 2, d);
+        for (int d = 0; d < V_DIM; d++)
+            v[i * V_DIM + d] = element(position + i / 2, layer, 1, i % 2, d);
+    }
+    const kvc_put_args args = {.struct_size = sizeof args,
+                               .first = first,
+                               .num_tokens = n,
+                               .k = k,
+                               .v = v,
+                               .k_token_stride = 2 * K_DIM * sizeof *k,
+                               .k_head_stride = K_DIM * sizeof *k,
+                               .v_token_stride = 2 * V_DIM * sizeof *v,
+                               .v_head_stride = V_DIM * sizeof *v};
+    CHECKF(kvc_put(batch, layer, &args) == KVC_OK, "%s", kvc_last_error());
+    free(k);
+    free(v);
+}
+
+static void check_key(const float *k, int layer, int head, int32_t position)
+{
+    for (int d = 0; d < K_DIM; d++)
+        CHECKF(k[d] == element(position, layer, 0, head, d), "layer %d, head %d, position %d", layer, head, position);
+}
+
+/* Opens a batch of n tokens of one sequence, from a position on; with parents, of trees. */
+static kvc_batch *begin_tree(kvc_cache *cache, int64_t id, int n, int32_t position, const int32_t *parents)
+{
+    kvc_batch *batch = NULL;
+    int32_t positions[MOST];
+    int64_t ids[MOST];
+    for (int t = 0; t < n; t++) {
+        positions[t] = position + t;
+        ids[t] = id;
+    }
+    CHECKF(kvc_begin(cache, n, positions, ids, parents, &batch) == KVC_OK, "%s", kvc_last_error());
+    return batch;
+}
+
+static kvc_batch *begin(kvc_cache *cache, int64_t id, int n, int32_t position)
+{
+    return begin_tree(cache, id, n, position, NULL);
+}
+
+static void feed(kvc_cache *cache, int64_t id, int n)
+{
+    kvc_batch *batch = begin(cache, id, n, 0);
+    for (int l = 0; l < NUM_LAYERS; l++)
+        put_rows(batch, l, 0, n, 0);
+    CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
+}
+
+/* ---- decoding --------------------------------------------------------------------------------------------------- */
+
+/* What attention gave, of every step and layer. */
+typedef struct outputs {
+    float out[STEPS][NUM_LAYERS][PROMPT][HEADS][V_DIM];
+} outputs;
+
+static void run_plan(kvc_batch *batch, const kvc_plan_args *plan_args, const kvc_attend_args *args, int num_helpers)
+{
+    kvc_plan *plan = NULL;
+    CHECKF(kvc_plan_new(batch, plan_args, &plan) == KVC_OK, "%s", kvc_last_error());
+    crew_run(plan, plan_args->layer, args, NULL, 1 + num_helpers);
+    kvc_plan_free(plan);
+}
+
+/* Attends over all n tokens of a batch in a layer; the queries are the keys of these tokens, a little smaller. */
+static void attend(kvc_batch *batch, int layer, int n, int32_t position, float *out, int num_helpers)
+{
+    static float q[PROMPT][HEADS][K_DIM];
+    for (int t = 0; t < n; t++)
+        for (int h = 0; h < HEADS; h++)
+            for (int d = 0; d < K_DIM; d++)
+                q[t][h][d] = element(position + t, layer, 0, h, d) / 1000;
+    const kvc_plan_args plan = {
+        .struct_size = sizeof plan, .layer = layer, .num_heads = HEADS, .num_threads = num_helpers ? num_helpers : 1};
+    const kvc_attend_args args = {.struct_size = sizeof args,
+                                  .q = q,
+                                  .out = out,
+                                  .q_token_stride = sizeof *q,
+                                  .q_head_stride = sizeof **q,
+                                  .out_token_stride = HEADS * V_DIM * sizeof *out,
+                                  .out_head_stride = V_DIM * sizeof *out};
+    if (num_helpers)
+        run_plan(batch, &plan, &args, num_helpers);
+    else
+        CHECKF(kvc_attend(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
+}
+
+/* A pass of n tokens from a position on, which is aborted, or committed with the first `kept` of them. */
+static void decode_pass(kvc_cache *cache, outputs *results, int step, int n, int32_t position, int kept,
+                        int num_helpers)
+{
+    static const int32_t parents[] = {-1, 0, 0, 1, 1, 2, -1}, all[PROMPT] = {0, 1, 2, 3, 4, 5, 6};
+    int is_tree = n == TREE;
+    kvc_batch *batch = begin_tree(cache, 0, n, position, is_tree ? parents : NULL);
+    for (int l = 0; l < NUM_LAYERS; l++) {
+        put_rows(batch, l, 0, n, position);
+        attend(batch, l, n, position, &results->out[step][l][0][0][0], num_helpers);
+    }
+    if (!kept)
+        kvc_abort(batch);
+    else
+        CHECKF((is_tree ? kvc_commit_kept(batch, all, kept) : kvc_commit(batch)) == KVC_OK, "%s", kvc_last_error());
+}
+
+/* Sequence 0: a prompt, and then a token at a time, some of them taken back first, some speculated, and some removed
+ * later, so that there are ever more deltas.  Returns how many there are in the end. */
+static int32_t decode(kvc_cache *cache, outputs *results, int num_helpers)
+{
+    int32_t position = 0;
+    for (int step = 0; step < STEPS; step++) {
+        int n = step ? 1 : PROMPT;
+        if (step % 20 == 19) {
+            CHECKF(kvc_remove(cache, 0, position - 9, position - 7, 1) == KVC_OK, "%s", kvc_last_error());
+            position -= 2;
+        }
+        if (step % 7 == 6)
+            decode_pass(cache, results, step, n, position, 0, num_helpers);
+        if (step % 7 == 5)
+            decode_pass(cache, results, step, TREE, position, 1, num_helpers);
+        else
+            decode_pass(cache, results, step, n, position, n, num_helpers);
+        position += n;
+    }
+    return position;
+}
+
+/* ---- what others do meanwhile ----------------------------------------------------------------------------------- */
+
+/* To sequences 10 to 13, which hold rows of sequence 1; that stays as it is. */
+
+typedef struct other {
+    kvc_cache *cache;
+    atomic_int *stop;
+    uint32_t random; /* state */
+} other;
+
+static int pick(other *o, int n)
+{
+    o->random = o->random * 1664525 + 1013904223;
+    return (int)((o->random >> 8) % (uint32_t)n);
+}
+
+static void *edit(void *context)
+{
+    other *o = context;
+    while (!atomic_load(o->stop)) {
+        int64_t id = 10 + pick(o, 4), from = pick(o, 2) ? 1 : 10 + pick(o, 4);
+        int32_t position = pick(o, BASE);
+        int choice = pick(o, 6);
+        kvc_status status = KVC_OK;
+        if (choice == 0 && from != id)
+            status = kvc_fork(o->cache, from, id);
+        else if (choice == 1 && from != id)
+            status = kvc_copy_prefix(o->cache, from, id, position);
+        else if (choice == 2)
+            status = kvc_remove(o->cache, id, position, position + pick(o, 20), 0);
+        else if (choice == 3)
+            status = kvc_truncate(o->cache, id, position);
+        else if (choice == 4)
+            status = kvc_clear_sequence(o->cache, id);
+        CHECKF(status == KVC_OK, "%s", kvc_last_error());
+        if (choice == 5)
+            status = kvc_fork(o->cache, 0, 14); /* between two batches */
+        CHECKF(status == KVC_OK || status == KVC_ERR_BUSY, "%s", kvc_last_error());
+        sched_yield();
+    }
+    return NULL;
+}
+
+/* Rows that are held are read without a lock, whatever becomes of the sequence. */
+static void *hold(void *context)
+{
+    other *o = context;
+    while (!atomic_load(o->stop)) {
+        kvc_span spans[BASE];
+        kvc_hold *held = NULL;
+        int64_t num = 0;
+        int layer = pick(o, NUM_LAYERS);
+        int64_t id = 10 + pick(o, 4);
+        CHECKF(kvc_spans(o->cache, id, layer, spans, sizeof *spans, BASE, &num, &held) == KVC_OK, "%s",
+               kvc_last_error());
+        CHECK(num <= BASE);
+        sched_yield();
+        for (int64_t i = 0; i < num; i++)
+            for (int r = 0; r < spans[i].num_rows; r++)
+                for (int h = 0; h < 2; h++)
+                    check_key((const float *)(const void *)((const char *)spans[i].k + h * spans[i].k_head_stride +
+                                                            r * spans[i].k_row_stride),
+                              layer, h, spans[i].position + r);
+        kvc_hold_free(held);
+    }
+    return NULL;
+}
+
+static void *copy_out(void *context)
+{
+    other *o = context;
+    while (!atomic_load(o->stop)) {
+        float k[2][BASE][K_DIM];
+        int32_t first = pick(o, BASE), n = pick(o, BASE - first) + 1;
+        const kvc_rows_out out = {
+            .struct_size = sizeof out, .k = k, .k_head_stride = sizeof *k, .k_row_stride = sizeof **k};
+        kvc_status status = pick(o, 2) ? kvc_gather(o->cache, 1, 0, first, n, &out)
+                                       : kvc_extract(o->cache, 1, 0, first, first + n, &out);
+        CHECKF(status == KVC_OK, "%s", kvc_last_error());
+        for (int h = 0; h < 2; h++)
+            for (int i = 0; i < n; i++)
+                check_key(k[h][i], 0, h, first + i);
+        sched_yield();
+    }
+    return NULL;
+}
+
+static void *ask(void *context)
+{
+    other *o = context;
+    while (!atomic_load(o->stop)) {
+        int64_t id = pick(o, 15), ids[20];
+        int32_t positions[BASE];
+        CHECK(kvc_seq_len(o->cache, id, -1) <= PROMPT + STEPS);
+        CHECK(kvc_positions(o->cache, id, 1, positions, BASE) <= PROMPT + STEPS);
+        CHECK(kvc_last_position(o->cache, id) < PROMPT + STEPS && kvc_first_position(o->cache, id) < BASE);
+        CHECK(kvc_next_position(o->cache, 1) == BASE && kvc_seq_len(o->cache, 1, 0) == BASE);
+        CHECK(kvc_find_row(o->cache, 1, 0, BASE - 1) == BASE - 1 && kvc_can_resume(o->cache, 1, BASE) == 1);
+        CHECK(kvc_sequences(o->cache, ids, 20) <= 7);
+        CHECK(kvc_nbytes(o->cache) > 0 && kvc_utilization(o->cache) <= 1);
+        CHECKF(kvc_validate(o->cache) == KVC_OK, "%s", kvc_last_error());
+        kvc_stats stats;
+        kvc_get_stats(o->cache, &stats, sizeof stats);
+        CHECK(stats.live_slots >= BASE);
+        kvc_status status = kvc_compact(o->cache);
+        CHECKF(status == KVC_OK || status == KVC_ERR_BUSY || status == KVC_ERR_HELD, "%s", kvc_last_error());
+        sched_yield();
+    }
+    return NULL;
+}
+
+/* The one that decodes finds what it finds alone. */
+static void test_decoding_among_others(void)
+{
+    static outputs alone, among;
+    void *(*const jobs[])(void *) = {edit, edit, hold, copy_out, ask};
+    enum { NUM_JOBS = sizeof jobs / sizeof *jobs };
+    pthread_t threads[NUM_JOBS];
+    other others[NUM_JOBS];
+    atomic_int stop = 0;
+    kvc_cache *cache = new_cache(8);
+    int32_t length = decode(cache, &alone, 0);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+
+    cache = new_cache(8);
+    feed(cache, 1, BASE);
+    for (int i = 0; i < NUM_JOBS; i++) {
+        others[i] = (other){cache, &stop, (uint32_t)i};
+        CHECK(pthread_create(&threads[i], NULL, jobs[i], &others[i]) == 0);
+    }
+    CHECK(decode(cache, &among, 2) == length);
+    atomic_store(&stop, 1);
+    for (int i = 0; i < NUM_JOBS; i++)
+        pthread_join(threads[i], NULL);
+    CHECK(!memcmp(&alone, &among, sizeof alone));
+    CHECK(kvc_seq_len(cache, 0, 0) == length);
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
+}
+
+/* ---- putting from several threads ------------------------------------------------------------------------------- */
+
+typedef struct share {
+    kvc_batch *batch;
+    int first, n;
+} share;
+
+static void *put_share(void *context)
+{
+    share *s = context;
+    for (int l = 0; l < NUM_LAYERS; l++)
+        for (int t = 0; t < s->n; t += 5)
+            put_rows(s->batch, (l + s->first) % NUM_LAYERS, s->first + t, s->n - t < 5 ? s->n - t : 5, s->first + t);
+    return NULL;
+}
+
+static void test_putting_together(void)
+{
+    enum { THREADS = 4 };
+    pthread_t threads[THREADS];
+    share shares[THREADS];
+    static float k[2][MOST][K_DIM];
+    kvc_cache *cache = new_cache(16);
+    kvc_batch *batch = begin(cache, 0, MOST, 0);
+    for (int i = 0; i < THREADS; i++) {
+        shares[i] = (share){batch, i * MOST / THREADS, MOST / THREADS};
+        CHECK(pthread_create(&threads[i], NULL, put_share, &shares[i]) == 0);
+    }
+    for (int i = 0; i < THREADS; i++)
+        pthread_join(threads[i], NULL);
+    CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
+    for (int l = 0; l < NUM_LAYERS; l++) {
+        const kvc_rows_out out = {
+            .struct_size = sizeof out, .k = k, .k_head_stride = sizeof *k, .k_row_stride = sizeof **k};
+        CHECKF(kvc_gather(cache, 0, l, 0, MOST, &out) == KVC_OK, "%s", kvc_last_error());
+        for (int h = 0; h < 2; h++)
+            for (int i = 0; i < MOST; i++)
+                check_key(k[h][i], l, h, i);
+    }
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+}
+
+/* ---- cross-attention layers --------------------------------------------------------------------------------------- */
+
+enum { CROSS_ROWS = 6, CROSS_STEPS = 300 };
+
+/* Layer 0 holds tokens, 1 and 2 are cross-attention layers; sequences 0 and 1 have a token each in the batch. */
+static kvc_cache *new_cross_cache(kvc_batch **batch)
+{
+    const kvc_policy cross = {KVC_CROSS, .max_len = CROSS_ROWS};
+    const kvc_layer of[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
+                            {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = cross},
+                            {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = cross}};
+    const kvc_config config = {
+        .struct_size = sizeof config, .layers = of, .layer_size = sizeof *of, .num_layers = 3, .num_threads = 1};
+    kvc_cache *cache = NULL;
+    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
+    CHECK(kvc_begin(cache, 2, (int32_t[]){0, 0}, (int64_t[]){0, 1}, NULL, batch) == KVC_OK);
+    return cache;
+}
+
+static kvc_status put_cross(kvc_batch *batch, int layer, int64_t seq_id, const float *rows, int n)
+{
+    const kvc_put_args args = {.struct_size = sizeof args,
+                               .num_tokens = n,
+                               .k = rows,
+                               .v = rows,
+                               .k_token_stride = 4 * sizeof *rows,
+                               .v_token_stride = 4 * sizeof *rows,
+                               .seq_id = seq_id};
+    return kvc_put(batch, layer, &args);
+}
+
+/* Rows that cannot be read until somebody has looked at the cache. */
+static struct {
+    kvc_cache *cache;
+    void *page;
+    kvc_status status;
+    int64_t num_runs;
+    kvc_run_info runs[3];
+} unread;
+
+/* Runs in the middle of a kvc_put, at the first row that it reads, when it holds no lock. */
+static void look(int signal)
+{
+    int64_t num_blocks;
+    (void)signal;
+    unread.status = kvc_validate(unread.cache);
+    kvc_blocks(unread.cache, 1, NULL, sizeof(kvc_block_info), 0, &num_blocks, unread.runs, sizeof *unread.runs, 3,
+               &unread.num_runs);
+    mprotect(unread.page, page_size(), PROT_READ | PROT_WRITE);
+}
+
+/* Slots that a put writes are accounted for while it does. */
+static void test_looking_at_a_cross_put(void)
+{
+    kvc_batch *batch;
+    kvc_cache *cache = new_cross_cache(&batch);
+    const struct sigaction action = {.sa_handler = look};
+    struct sigaction before[2];
+    float *rows = mmap(NULL, page_size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(rows != MAP_FAILED && sigaction(SIGSEGV, &action, &before[0]) == 0);
+    CHECK(sigaction(SIGBUS, &action, &before[1]) == 0);
+    for (int n = 1; n <= 2; n++) { /* the second takes the place of the first */
+        unread.cache = cache;
+        unread.page = rows;
+        unread.status = KVC_ERR_NOMEM;
+        CHECK(mprotect(rows, page_size(), PROT_NONE) == 0);
+        CHECKF(put_cross(batch, 1, 1, rows, 4 + n) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(unread.status == KVC_OK, "%s", kvc_last_error());
+        const kvc_run_info *run = &unread.runs[n - 1];
+        CHECKF(unread.num_runs == n, "%d runs", (int)unread.num_runs);
+        CHECK(run->seq_id == 1 && run->count == 4 + n && run->position == 0 && run->in_batch);
+        CHECK(n == 1 || (unread.runs[0].seq_id == 1 && unread.runs[0].count == 5 && unread.runs[0].in_batch));
+        CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    }
+    sigaction(SIGSEGV, &before[0], NULL);
+    sigaction(SIGBUS, &before[1], NULL);
+    munmap(rows, page_size());
+    kvc_abort(batch);
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+}
+
+/* What one thread does with the cross-attention layers of a batch while the others do as much. */
+typedef struct cross_worker {
+    kvc_cache *cache;
+    kvc_batch *batch;
+    int layer;
+    int64_t seq_id;
+    atomic_int *running;
+} cross_worker;
+
+/* Rows of one number, put and attended over, in one call or in two. */
+static void *work_across(void *context)
+{
+    const cross_worker *w = context;
+    float rows[CROSS_ROWS][4], out[4];
+    for (int step = 0; step < CROSS_STEPS; step++) {
+        const float value = (float)(step * 4 + w->layer * 2 + (int)w->seq_id);
+        for (int i = 0; i < CROSS_ROWS * 4; i++)
+            rows[i / 4][i % 4] = value;
+        kvc_plan_args plan = {
+            .struct_size = sizeof plan, .layer = w->layer, .first = (int)w->seq_id, .num_tokens = 1, .num_heads = 1};
+        kvc_attend_args args = {.struct_size = sizeof args, .q = rows, .out = out};
+        CHECKF(put_cross(w->batch, w->layer, w->seq_id, rows[0], 1 + step % CROSS_ROWS) == KVC_OK, "%s",
+               kvc_last_error());
+        CHECKF(kvc_attend(w->batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
+        for (int d = 0; d < 4; d++)
+            CHECKF(out[d] == value, "%g, not %g", (double)out[d], (double)value);
+    }
+    atomic_fetch_sub(w->running, 1);
+    return NULL;
+}
+
+/* One thread for each cross-attention layer, and one that only looks. */
+static void test_cross_layers_side_by_side(void)
+{
+    kvc_batch *batch;
+    kvc_cache *cache = new_cross_cache(&batch);
+    pthread_t threads[2];
+    atomic_int running = 2;
+    cross_worker workers[2];
+    for (int i = 0; i < 2; i++) {
+        workers[i] = (cross_worker){cache, batch, 1 + i, i, &running};
+        CHECK(pthread_create(&threads[i], NULL, work_across, &workers[i]) == 0);
+    }
+    while (atomic_load(&running)) {
+        CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+        sched_yield();
+    }
+    for (int i = 0; i < 2; i++)
+        pthread_join(threads[i], NULL);
+    kvc_abort(batch);
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+}
+
+/* ---- a slow function that moves keys ----------------------------------------------------------------------------- */
+
+/* What the thread that moves keys and the others know of each other. */
+typedef struct slow {
+    kvc_cache *cache;
+    atomic_int is_moving, edits, refused, stop;
+} slow;
+
+/* Returns when others have edited something meanwhile. */
+static int32_t move_slowly(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
+                           int32_t k_dim, int32_t delta)
+{
+    slow *s = user;
+    (void)layer;
+    int edits = atomic_load(&s->edits), refused = atomic_load(&s->refused);
+    atomic_store(&s->is_moving, 1);
+    while (atomic_load(&s->edits) < edits + 4 || atomic_load(&s->refused) == refused)
+        sched_yield();
+    atomic_store(&s->is_moving, 0);
+    for (int64_t i = 0; i < num_kv_heads * num_rows * k_dim; i++)
+        keys[i] += (float)delta;
+    return 0;
+}
+
+/* Edits others than the sequence whose keys are moved, of which some share its rows, and tries that one. */
+static void *edit_meanwhile(void *context)
+{
+    slow *s = context;
+    for (int i = 0; !atomic_load(&s->stop); i++) {
+        int64_t id = 10 + i % 3;
+        kvc_status status = i % 4 == 0   ? kvc_fork(s->cache, 1, id)
+                            : i % 4 == 1 ? kvc_remove(s->cache, id, 5 + i % 30, 9 + i % 30, 0)
+                            : i % 4 == 2 ? kvc_truncate(s->cache, id, 40)
+                                         : kvc_copy_prefix(s->cache, 2, id, 30);
+        CHECKF(status == KVC_OK, "%s", kvc_last_error());
+        CHECKF(kvc_validate(s->cache) == KVC_OK, "%s", kvc_last_error());
+        CHECK(kvc_seq_len(s->cache, 0, 0) == BASE && kvc_last_position(s->cache, 0) < 2 * BASE);
+        int was_moving = atomic_load(&s->is_moving);
+        status = i % 2 ? kvc_fork(s->cache, 0, 14) : kvc_settle(s->cache);
+        CHECKF(status == KVC_OK || status == KVC_ERR_BUSY, "%s", kvc_last_error());
+        if (was_moving && atomic_load(&s->is_moving))
+            CHECK(status == KVC_ERR_BUSY); /* it has not ended between: it waits for us */
+        atomic_fetch_add(&s->refused, status == KVC_ERR_BUSY);
+        atomic_fetch_add(&s->edits, 1);
+        sched_yield();
+    }
+    return NULL;
+}
+
+/* The keys of a sequence of BASE rows, each of which was moved by so much. */
+static void check_moved(kvc_cache *cache, int64_t id, int layer, const int32_t *moved)
+{
+    float k[2][BASE][K_DIM];
+    const kvc_rows_out out = {
+        .struct_size = sizeof out, .k = k, .k_head_stride = sizeof *k, .k_row_stride = sizeof **k};
+    CHECKF(kvc_gather(cache, id, layer, 0, BASE, &out) == KVC_OK, "%s", kvc_last_error());
+    for (int h = 0; h < 2; h++)
+        for (int i = 0; i < BASE; i++)
+            for (int d = 0; d < K_DIM; d++)
+                CHECK(k[h][i][d] == element(i, layer, 0, h, d) + (float)moved[i]);
+}
+
+static void test_slow_function(void)
+{
+    slow s = {.cache = NULL};
+    const kvc_layer layer = {.num_kv_heads = 2,
+                             .k_dim = K_DIM,
+                             .v_dim = V_DIM,
+                             .rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_slowly, .user = &s}};
+    const kvc_layer both[] = {layer, layer};
+    int32_t moved[BASE] = {0}, unmoved[BASE] = {0};
+    pthread_t other;
+    s.cache = new_cache_of(8, both);
+    feed(s.cache, 0, BASE);
+    CHECK(kvc_fork(s.cache, 0, 1) == KVC_OK && kvc_fork(s.cache, 0, 2) == KVC_OK);
+    CHECK(pthread_create(&other, NULL, edit_meanwhile, &s) == 0);
+    for (int n = 0; n < 6; n++) {
+        CHECKF(kvc_shift(s.cache, 0, 10 * n, KVC_END, 3) == KVC_OK, "%s", kvc_last_error());
+        for (int i = 0; i < BASE; i++)
+            moved[i] += i + moved[i] >= 10 * n ? 3 : 0;
+    }
+    atomic_store(&s.stop, 1);
+    pthread_join(other, NULL);
+    for (int l = 0; l < NUM_LAYERS; l++) {
+        check_moved(s.cache, 0, l, moved);
+        check_moved(s.cache, 1, l, unmoved);
+        check_moved(s.cache, 2, l, unmoved);
+    }
+    CHECK(kvc_validate(s.cache) == KVC_OK && kvc_cache_free(s.cache) == KVC_OK);
+}
+
+/* ---- rows that are written where they lie ------------------------------------------------------------------------ */
+
+/* Replaces rows of a sequence of BASE tokens by what they are. */
+static kvc_status inject_again(kvc_cache *cache, int64_t id, int layer, int32_t begin, int32_t end, float *k, float *v)
+{
+    int64_t num = 0;
+    for (int i = 0; i < end - begin; i++)
+        for (int h = 0; h < 2; h++) {
+            for (int d = 0; d < K_DIM; d++)
+                k[(i * 2 + h) * K_DIM + d] = element(begin + i, layer, 0, h, d);
+            for (int d = 0; d < V_DIM; d++)
+                v[(i * 2 + h) * V_DIM + d] = element(begin + i, layer, 1, h, d);
+        }
+    const kvc_rows_in in = {.struct_size = sizeof in,
+                            .k = k,
+                            .v = v,
+                            .k_head_stride = K_DIM * sizeof *k,
+                            .k_row_stride = 2 * K_DIM * sizeof *k,
+                            .v_head_stride = V_DIM * sizeof *v,
+                            .v_row_stride = 2 * V_DIM * sizeof *v,
+                            .num_replaced = &num};
+    const kvc_status status = kvc_inject(cache, id, layer, begin, end, &in);
+    CHECK(num == (status == KVC_OK ? end - begin : 0));
+    return status;
+}
+
+/* What another thread does in the middle of a kvc_inject. */
+static struct {
+    float *page;
+    atomic_int is_reading, is_done;
+    kvc_status statuses[6];
+} injected;
+
+/* Runs at the first row that kvc_inject reads, when it holds no lock. */
+static void wait_for_edits(int signal)
+{
+    (void)signal;
+    atomic_store(&injected.is_reading, 1);
+    while (!atomic_load(&injected.is_done))
+        sched_yield();
+    mprotect(injected.page, page_size(), PROT_READ | PROT_WRITE);
+}
+
+static void *edit_others(void *cache)
+{
+    kvc_batch *batch = NULL;
+    const kvc_rows_out out = {.struct_size = sizeof out};
+    while (!atomic_load(&injected.is_reading))
+        sched_yield();
+    injected.statuses[0] = kvc_validate(cache);
+    injected.statuses[1] = kvc_fork(cache, 1, 2);
+    injected.statuses[2] = kvc_remove(cache, 1, 3, 20, 1);
+    injected.statuses[3] = kvc_begin(cache, 1, (int32_t[]){BASE}, (int64_t[]){2}, NULL, &batch);
+    kvc_abort(batch);
+    injected.statuses[4] = kvc_seq_len(cache, 0, 0) == BASE ? KVC_OK : KVC_ERR_INVALID;
+    injected.statuses[5] = kvc_gather(cache, 1, 0, 0, BASE - 17, &out);
+    atomic_store(&injected.is_done, 1);
+    return NULL;
+}
+
+/* Other sequences are read, edited and gone on with while rows of one are replaced, shared ones and its own. */
+static void test_injecting_beside_others(void)
+{
+    const struct sigaction action = {.sa_handler = wait_for_edits};
+    struct sigaction before[2];
+    static float v[BASE * 2 * V_DIM];
+    float *k = mmap(NULL, page_size() * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(k != MAP_FAILED && sigaction(SIGSEGV, &action, &before[0]) == 0);
+    CHECK(sigaction(SIGBUS, &action, &before[1]) == 0);
+    for (int shared = 0; shared < 2; shared++) {
+        kvc_cache *cache = new_cache(8);
+        feed(cache, 0, BASE);
+        feed(cache, 1, BASE);
+        if (shared)
+            CHECK(kvc_fork(cache, 0, 3) == KVC_OK);
+        CHECKF(inject_again(cache, 0, 0, 0, 60, k, v) == KVC_OK, "%s", kvc_last_error()); /* fills k */
+        pthread_t editor;
+        injected.page = k;
+        atomic_store(&injected.is_reading, 0);
+        atomic_store(&injected.is_done, 0);
+        CHECK(pthread_create(&editor, NULL, edit_others, cache) == 0);
+        CHECK(mprotect(k, page_size(), PROT_NONE) == 0);
+        const kvc_rows_in in = {.struct_size = sizeof in,
+                                .k = k,
+                                .v = v,
+                                .k_head_stride = K_DIM * sizeof *k,
+                                .k_row_stride = 2 * K_DIM * sizeof *k,
+                                .v_head_stride = V_DIM * sizeof *v,
+                                .v_row_stride = 2 * V_DIM * sizeof *v};
+        CHECKF(kvc_inject(cache, shared ? 3 : 0, 0, 0, 60, &in) == KVC_OK, "%s", kvc_last_error());
+        pthread_join(editor, NULL);
+        for (int i = 0; i < 6; i++)
+            CHECKF(injected.statuses[i] == KVC_OK, "%d: %d", i, (int)injected.statuses[i]);
+        const int32_t unmoved[BASE] = {0};
+        check_moved(cache, 0, 0, unmoved);
+        CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+    }
+    sigaction(SIGSEGV, &before[0], NULL);
+    sigaction(SIGBUS, &before[1], NULL);
+    munmap(k, page_size() * 8);
+}
+
+enum { WRITERS = 2, WRITES = 300, FIRST_WRITTEN = 20 };
+
+/* Replaces rows of its own sequence, which forks share at times, and moves it there and back. */
+static void *write_rows(void *context)
+{
+    other *o = context;
+    static const int32_t unmoved[BASE] = {0};
+    const int64_t id = FIRST_WRITTEN + (int64_t)o->random;
+    float *k = malloc(BASE * 2 * K_DIM * sizeof *k), *v = malloc(BASE * 2 * V_DIM * sizeof *v);
+    for (int i = 0; i < WRITES; i++) {
+        int32_t begin = pick(o, BASE), end = begin + pick(o, BASE - begin) + 1;
+        kvc_status status = KVC_OK;
+        if (i % 3 == 0)
+            status = kvc_fork(o->cache, id, id + WRITERS);
+        CHECKF(status == KVC_OK, "%s", kvc_last_error());
+        status = inject_again(o->cache, id, 0, begin, end, k, v);
+        CHECKF(status == KVC_OK, "%s", kvc_last_error());
+        if (i % 5 == 4)
+            check_moved(o->cache, id, 0, unmoved);
+    }
+    free(k);
+    free(v);
+    return NULL;
+}
+
+/* Reads what is written, forks it, and settles. */
+static void *read_written(void *context)
+{
+    other *o = context;
+    static const int32_t unmoved[BASE] = {0};
+    while (!atomic_load(o->stop)) {
+        int64_t id = FIRST_WRITTEN + pick(o, WRITERS);
+        int choice = pick(o, 5);
+        kvc_status status = KVC_OK;
+        if (choice == 0)
+            status = kvc_fork(o->cache, id, 30 + pick(o, 2));
+        else if (choice == 1)
+            status = kvc_shift(o->cache, 30, 0, KVC_END, 1);
+        else if (choice == 2)
+            status = kvc_settle(o->cache);
+        else
+            check_moved(o->cache, id, 0, unmoved);
+        CHECKF(status == KVC_OK || status == KVC_ERR_HELD, "%s", kvc_last_error());
+        CHECKF(kvc_validate(o->cache) == KVC_OK, "%s", kvc_last_error());
+    }
+    return NULL;
+}
+
+static void test_writing_in_place(void)
+{
+    pthread_t threads[WRITERS + 2];
+    other others[WRITERS + 2];
+    atomic_int stop = 0;
+    kvc_cache *cache = new_cache(8);
+    for (int i = 0; i < WRITERS; i++)
+        feed(cache, FIRST_WRITTEN + i, BASE);
+    for (int i = 0; i < WRITERS + 2; i++) {
+        others[i] = (other){cache, &stop, (uint32_t)i};
+        CHECK(pthread_create(&threads[i], NULL, i < WRITERS ? write_rows : read_written, &others[i]) == 0);
+    }
+    for (int i = 0; i < WRITERS + 2; i++) {
+        if (i == WRITERS)
+            atomic_store(&stop, 1);
+        pthread_join(threads[i], NULL);
+    }
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
+}
+
+/* ---- compacting beside copies ------------------------------------------------------------------------------------ */
+
+/* Who compacts and settles waits for those who copy rows, however many there are, and for nobody who holds them. */
+static void test_compacting_beside_copies(void)
+{
+    enum { READERS = 3, ROUNDS = 200 };
+    pthread_t threads[READERS];
+    other others[READERS];
+    atomic_int stop = 0;
+    kvc_span spans[BASE];
+    kvc_hold *held;
+    int64_t num;
+    kvc_cache *cache = new_cache(8);
+    feed(cache, 1, BASE);
+    for (int i = 0; i < READERS; i++) {
+        others[i] = (other){cache, &stop, (uint32_t)i};
+        CHECK(pthread_create(&threads[i], NULL, copy_out, &others[i]) == 0);
+    }
+    for (int i = 0; i < ROUNDS; i++) {
+        feed(cache, 2, 20);
+        CHECK(kvc_remove(cache, 2, 3, 11, 1) == KVC_OK);
+        CHECKF(kvc_settle(cache) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(kvc_compact(cache) == KVC_OK, "%s", kvc_last_error());
+        CHECK(kvc_clear_sequence(cache, 2) == KVC_OK);
+    }
+    CHECK(kvc_spans(cache, 1, 0, spans, sizeof *spans, BASE, &num, &held) == KVC_OK);
+    CHECK(kvc_compact(cache) == KVC_ERR_HELD && kvc_settle(cache) == KVC_ERR_HELD);
+    kvc_hold_free(held);
+    atomic_store(&stop, 1);
+    for (int i = 0; i < READERS; i++)
+        pthread_join(threads[i], NULL);
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+}
+
+/* ---- a cache for each thread ------------------------------------------------------------------------------------ */
+
+/* Blocks so large that they are pages of the operating system; the error is this thread's own. */
+static void *own_cache(void *context)
+{
+    int number = *(int *)context;
+    char text[32];
+    kvc_cache *cache = new_cache(4096);
+    CHECK(strcmp(kvc_last_error(), "") == 0);
+    feed(cache, 0, BASE);
+    snprintf(text, sizeof text, "length is -%d:", number + 1);
+    CHECK(kvc_truncate(cache, 0, -number - 1) == KVC_ERR_INVALID);
+    sched_yield();
+    CHECKF(strstr(kvc_last_error(), text) != NULL, "%s", kvc_last_error());
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+    return NULL;
+}
+
+static void test_own_caches(void)
+{
+    enum { THREADS = 4 };
+    pthread_t threads[THREADS];
+    int numbers[THREADS];
+    for (int i = 0; i < THREADS; i++) {
+        numbers[i] = i;
+        CHECK(pthread_create(&threads[i], NULL, own_cache, &numbers[i]) == 0);
+    }
+    for (int i = 0; i < THREADS; i++)
+        pthread_join(threads[i], NULL);
+}
+
+int main(void)
+{
+    test_own_caches();
+    test_putting_together();
+    test_looking_at_a_cross_put();
+    test_cross_layers_side_by_side();
+    test_slow_function();
+    test_injecting_beside_others();
+    test_writing_in_place();
+    test_compacting_beside_copies();
+    test_decoding_among_others();
+    return test_result();
+}

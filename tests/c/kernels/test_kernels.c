@@ -1,0 +1,901 @@
+/* Every kernel of every table this machine can run, against straightforward arithmetic in double. */
+#define _DEFAULT_SOURCE /* guarded.h */
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cpu.h"
+#include "dtype.h"
+#include "support/guarded.h"
+#include "support/isas.h"
+#include "kvcache.h"
+#include "support/test.h"
+
+enum { MAX_DIM = 576, MAX_Q = 16, NUM_DIMS = 13, TYPES = KVC_STORED_TYPES, UNTOUCHED = 12345 };
+
+static const int dims[NUM_DIMS] = {1, 7, 8, 31, 32, 40, 64, 80, 96, 128, 160, 256, MAX_DIM};
+
+static float float_of(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* ---- what rows hold --------------------------------------------------------------------------------------------- */
+
+static char *guarded_end; /* of memory that rows lie in */
+
+/* The largest elements of rows, and of what they are multiplied by; over a tile, those of rows grow by 2^growth, and
+ * what they are multiplied by gets smaller. */
+typedef struct sizes {
+    float rows, factors;
+    int growth;
+} sizes;
+
+static const sizes usual = {1, 1, 0}, uneven = {1, 1, 14};
+
+static float growth_at(sizes largest, int j)
+{
+    return ldexpf(1, largest.growth * j / KVC_TILE);
+}
+
+/* Rows are nothing but denormals of their type, or have such scales.  What a denormal float is multiplied by is so
+ * large that products are not, and can be compared. */
+static sizes denormal(int type)
+{
+    static const sizes all[] = {[KVC_F32] = {0x1p-127f, 0x1p64f, 0},
+                                [KVC_F16] = {0x1p-15f, 1, 0},
+                                [KVC_BF16] = {0x1p-127f, 0x1p64f, 0},
+                                [KVC_Q8_0] = {0x1p-13f, 1, 0},
+                                [KVC_Q4_0] = {0x1p-13f, 1, 0}};
+    return all[type];
+}
+
+/* The fewest bytes, not 0, that may lie between rows: an element, or a byte. */
+static int gap_of(int type)
+{
+    return type < KVC_FLOAT_TYPES ? (int)kvc_row_bytes(type, 1) : 1;
+}
+
+/* A tile of random rows of a type: one after the other up to the guard page, in random order, so that most are not
+ * aligned to more than they have to be and one ends at the guard; and their values. */
+typedef struct tile {
+    const void *rows[KVC_TILE];
+    double values[KVC_TILE][MAX_DIM];
+} tile;
+
+static tile *tile_new(int type, int n, int dim, sizes largest)
+{
+    static tile t;
+    size_t row_bytes = kvc_row_bytes(type, dim), stride = row_bytes + (size_t)gap_of(type) % 2;
+    int first = random_int(0, n);
+    for (int j = 0; j < n; j++) {
+        float row[MAX_DIM];
+        char *stored = guarded_end - row_bytes - (size_t)((j + first) % n) * stride;
+        const float size = largest.rows * growth_at(largest, j);
+        for (int d = 0; d < dim; d++)
+            row[d] = size * (random_int(0, 50) ? random_float() : random_float() * 0x1p-20f); /* some much smaller */
+        kvc_kernels_scalar.convert[KVC_F32][type](stored, 0, row, 0, 1, dim);
+        kvc_kernels_scalar.convert[type][KVC_F32](row, 0, stored, 0, 1, dim);
+        for (int d = 0; d < dim; d++)
+            t.values[j][d] = row[d];
+        t.rows[j] = stored;
+    }
+    return &t;
+}
+
+static void fill_to(float *x, size_t n, float size)
+{
+    for (size_t i = 0; i < n; i++)
+        x[i] = size * random_float();
+}
+
+static void fill(float *x, size_t n)
+{
+    fill_to(x, n, 1);
+}
+
+/* Whether x is y but for the rounding of a sum of n terms whose magnitudes add up to `size`. */
+static int is_close(double x, double y, double size, int n)
+{
+    return fabs(x - y) <= size * (n + 2) * 0.5 * FLT_EPSILON;
+}
+
+static const kvc_ahead nothing_ahead = {NULL, 0, 2};
+
+static kvc_ahead ahead_of(const tile *t, int type, int dim)
+{
+    return (kvc_ahead){t ? t->rows : NULL, (int)kvc_row_bytes(type, dim), random_int(1, 3)};
+}
+
+/* ---- conversions ------------------------------------------------------------------------------------------------ */
+
+/* Converts n elements, as one row, with both tables and compares bit by bit. */
+static void check_same(const kvc_kernels *kernels, int from, int to, const void *src, int n)
+{
+    static char ours[1 << 19], plain[1 << 19];
+    int elements = kvc_type_elements(to);
+    size_t size = kvc_row_bytes(to, elements);
+    kernels->convert[from][to](ours, 0, src, 0, 1, n);
+    kvc_kernels_scalar.convert[from][to](plain, 0, src, 0, 1, n);
+    for (int i = 0; i < n / elements; i++)
+        CHECKF(!memcmp(ours + (size_t)i * size, plain + (size_t)i * size, size), "%s: %s to %s, element %d",
+               kernels->name, kvc_type_name(from), kvc_type_name(to), i * elements);
+}
+
+/* What the 16 bits of an f16 or bf16 stand for, by the definition of the format. */
+static double decoded(int type, uint16_t bits)
+{
+    int fraction_bits = type == KVC_F16 ? 10 : 7, bias = type == KVC_F16 ? 15 : 127;
+    int fraction = bits & ((1 << fraction_bits) - 1), exponent = (bits & 0x7fff) >> fraction_bits;
+    double sign = bits & 0x8000 ? -1 : 1;
+    if (exponent == 2 * bias + 1)
+        return fraction ? NAN : sign * INFINITY;
+    if (exponent == 0)
+        return sign * ldexp(fraction, 1 - bias - fraction_bits);
+    return sign * ldexp(fraction + (1 << fraction_bits), exponent - bias - fraction_bits);
+}
+
+static void test_16_bits(const kvc_kernels *kernels, int type)
+{
+    static uint16_t all[65536], back[65536];
+    static float wide[65536];
+    for (int i = 0; i < 65536; i++)
+        all[i] = (uint16_t)i;
+    kernels->convert[type][KVC_F32](wide, 0, all, 0, 1, 65536);
+    kernels->convert[KVC_F32][type](back, 0, wide, 0, 1, 65536);
+    for (int i = 0; i < 65536; i++) {
+        double x = decoded(type, all[i]);
+        uint16_t quiet = type == KVC_F16 ? 0x200 : 0x40;
+        CHECKF(isnan(x) ? isnan(wide[i]) : x == wide[i], "%s %s %04x", kernels->name, kvc_type_name(type),
+               (unsigned)i);
+        CHECKF(!signbit(wide[i]) == (i < 0x8000), "%s %s %04x", kernels->name, kvc_type_name(type), (unsigned)i);
+        CHECKF(back[i] == (isnan(x) ? all[i] | quiet : all[i]), "%s %s %04x came back as %04x", kernels->name,
+               kvc_type_name(type), (unsigned)i, (unsigned)back[i]);
+    }
+    for (int to = 0; to < TYPES; to++)
+        check_same(kernels, type, to, all, 65536);
+}
+
+/* Every value of the type is hit, as is what lies halfway between it and the next, and the floats beside these. */
+static void test_rounding(const kvc_kernels *kernels, int type)
+{
+    static float x[4][65536];
+    static uint16_t y[4][65536];
+    uint16_t infinity = type == KVC_F16 ? 0x7c00 : 0x7f80;
+    for (int i = 0; i < infinity; i++) {
+        double low = decoded(type, (uint16_t)i), high = decoded(type, (uint16_t)(i + 1));
+        float half = (float)(isinf(high) ? low + (low - decoded(type, (uint16_t)(i - 1))) / 2 : (low + high) / 2);
+        x[0][i] = (float)low;
+        x[1][i] = nextafterf(half, 0);
+        x[2][i] = half;
+        x[3][i] = nextafterf(half, INFINITY);
+    }
+    kernels->convert[KVC_F32][type](y, 0, x, 0, 1, 4 * 65536);
+    for (int i = 0; i < infinity; i++) {
+        CHECKF(y[0][i] == i && y[1][i] == i && y[2][i] == i + i % 2 && y[3][i] == i + 1, "%s %s %04x: %04x %04x %04x",
+               kernels->name, kvc_type_name(type), (unsigned)i, (unsigned)y[1][i], (unsigned)y[2][i],
+               (unsigned)y[3][i]);
+    }
+}
+
+static void test_convert_bits(const kvc_kernels *kernels)
+{
+    static float x[1 << 16];
+    for (int pass = 0; pass < 32; pass++) {
+        for (int i = 0; i < 1 << 16; i++) {
+            uint32_t bits = (uint32_t)random_bits();
+            if (pass % 2) /* where f16 has values, and beyond by a little */
+                bits = (bits & 0x807fffff) | (uint32_t)random_int(127 - 27, 127 + 18) << 23;
+            x[i] = float_of(bits);
+        }
+        for (int to = KVC_F16; to < TYPES; to++)
+            check_same(kernels, KVC_F32, to, x, 1 << 16);
+    }
+    int n = 0;
+    static const uint32_t edges[] = {0x00000000, 0x00000001, 0x007fffff, 0x00800000, 0x33000000, 0x33000001,
+                                     0x387fffff, 0x38800000, 0x477fefff, 0x477ff000, 0x47800000, 0x7f7fffff,
+                                     0x7f800000, 0x7f800001, 0x7fbfffff, 0x7fc00000, 0x7fffffff};
+    for (size_t i = 0; i < sizeof edges / sizeof *edges; i++) {
+        x[n++] = float_of(edges[i]);
+        x[n++] = float_of(edges[i] | 0x80000000);
+    }
+    check_same(kernels, KVC_F32, KVC_F16, x, n);
+    check_same(kernels, KVC_F32, KVC_BF16, x, n);
+}
+
+/* Rows with gaps on either side, or without; what lies between destination rows stays. */
+static void test_convert_rows(const kvc_kernels *kernels, int from, int to, int dim)
+{
+    enum { ROWS = 3 };
+    static char dst[ROWS * (MAX_DIM + 1) * 4], plain[sizeof dst];
+    const int64_t src_bytes = (int64_t)kvc_row_bytes(from, dim), dst_bytes = (int64_t)kvc_row_bytes(to, dim);
+    for (int gaps = 0; gaps < 4; gaps++) {
+        int64_t src_stride = src_bytes + (gaps & 1 ? gap_of(from) : 0);
+        int64_t dst_stride = dst_bytes + (gaps & 2 ? gap_of(to) : 0);
+        char *src = guarded_end - (ROWS - 1) * src_stride - src_bytes;
+        for (int r = 0; r < ROWS; r++) {
+            float x[MAX_DIM];
+            fill(x, (size_t)dim);
+            kvc_kernels_scalar.convert[KVC_F32][from](src + r * src_stride, 0, x, 0, 1, dim);
+        }
+        memset(dst, 7, sizeof dst);
+        memset(plain, 7, sizeof plain);
+        kernels->convert[from][to](dst, dst_stride, src, src_stride, ROWS, dim);
+        kvc_kernels_scalar.convert[from][to](plain, dst_stride, src, src_stride, ROWS, dim);
+        CHECKF(!memcmp(dst, plain, sizeof dst), "%s: %s to %s, dim %d, gaps %d", kernels->name, kvc_type_name(from),
+               kvc_type_name(to), dim, gaps);
+    }
+}
+
+/* ---- quantised rows --------------------------------------------------------------------------------------------- */
+
+enum { BLOCK = 32, BLOCKS = 8, QUANT_DIM = BLOCK * BLOCKS, LARGEST_BLOCK = 34 };
+
+/* The f16 nearest to x. */
+static uint16_t nearest_f16(double x)
+{
+    uint16_t sign = signbit(x) ? 0x8000 : 0;
+    int exponent = x != 0 && ilogb(x) > -14 ? ilogb(x) : -14;
+    double bits = (exponent + 14) * 1024 + nearbyint(ldexp(fabs(x), 10 - exponent));
+    return (uint16_t)(sign | (bits < 0x7c00 ? (int)bits : 0x7c00));
+}
+
+/* What 32 finite elements become, by the definition of the types. */
+static void quantised(int type, uint8_t block[LARGEST_BLOCK], const float *x)
+{
+    float largest = 0;
+    for (int i = 0; i < BLOCK; i++)
+        if (fabsf(x[i]) > fabsf(largest))
+            largest = x[i];
+    float d = type == KVC_Q8_0 ? fabsf(largest) / 127 : largest / -8;
+    float id = fabsf(d) > 0x1p-128f ? 1 / d : 0; /* else the quotient would be infinite */
+    uint16_t scale = nearest_f16(d);
+    memcpy(block, &scale, sizeof scale);
+    memset(block + 2, 0, LARGEST_BLOCK - 2);
+    for (int i = 0; i < BLOCK && !(type == KVC_Q4_0 && d != 0 && id == 0 && isfinite(d)); i++) {
+        volatile float product = x[i] * id; /* rounded, whatever the compiler would like to do */
+        if (type == KVC_Q8_0)
+            block[2 + i] = (uint8_t)(int)roundf(product);
+        else
+            block[2 + i % 16] |= (uint8_t)(fmin(floor((double)(product + 8.5f)), 15) * (i < 16 ? 1 : 16));
+    }
+}
+
+/* Blocks of 32 finite floats.  d becomes a power of two where `top` and a sign times one is their largest element. */
+static float block_random(int i, float top)
+{
+    (void)i, (void)top;
+    return random_float();
+}
+
+static float block_zero(int i, float top)
+{
+    (void)i, (void)top;
+    return random_int(0, 2) ? 0.0f : -0.0f;
+}
+
+static float block_same(int i, float top)
+{
+    (void)i;
+    return top;
+}
+
+static float block_magnitude(int i, float top) /* many of the largest magnitude, of either sign */
+{
+    return random_int(0, 2) ? block_random(i, top) : random_int(0, 2) ? 1 : -1;
+}
+
+static float block_half(int i, float top) /* x / d is halfway between integers, or one float beside that */
+{
+    if (i == 5)
+        return random_int(0, 2) ? top : -top;
+    float x = (float)random_int(-2 * (int)top, 2 * (int)top) / 2;
+    return random_int(0, 3) ? x : nextafterf(x, random_int(0, 2) ? top : -top);
+}
+
+static float block_one(int i, float top)
+{
+    return i == 17 ? block_random(i, top) : 0;
+}
+
+static float block_wide(int i, float top)
+{
+    (void)i, (void)top;
+    return ldexpf(random_float(), random_int(-30, 1));
+}
+
+static float element(int i, float top, float (*draw)(int, float), float scale)
+{
+    float x = draw(i, top) * scale;
+    return fabsf(x) <= FLT_MAX ? x : copysignf(FLT_MAX, x);
+}
+
+/* Rows of every kind of block, of sizes from where d is 0 as a float to where it is infinite as an f16. */
+static void test_quantise(const kvc_kernels *kernels, int type)
+{
+    static float (*const draws[])(int, float) = {block_random, block_zero, block_same, block_magnitude,
+                                                 block_half,   block_one,  block_wide};
+    static const float largest[KVC_FLOAT_TYPES] = {FLT_MAX, 65504, 0x1.fep127f};
+    enum { DRAWS = sizeof draws / sizeof *draws };
+    size_t size = kvc_row_bytes(type, BLOCK);
+    float top = type == KVC_Q8_0 ? 127 : 8;
+    for (int pass = 0; pass < 300 * DRAWS; pass++) {
+        float all[QUANT_DIM], x[QUANT_DIM], stored[QUANT_DIM];
+        uint8_t got[BLOCKS * LARGEST_BLOCK], right[LARGEST_BLOCK];
+        float scale = ldexpf(1, pass / DRAWS % 2 ? 0 : pass / DRAWS - 150);
+        for (int i = 0; i < QUANT_DIM; i++)
+            all[i] = element(i % BLOCK, top, draws[pass % DRAWS], scale);
+        for (int from = KVC_F32; from < KVC_FLOAT_TYPES; from++) {
+            for (int i = 0; i < QUANT_DIM; i++)
+                x[i] = fmaxf(fminf(all[i], largest[from]), -largest[from]);
+            kvc_kernels_scalar.convert[KVC_F32][from](stored, 0, x, 0, 1, QUANT_DIM);
+            kvc_kernels_scalar.convert[from][KVC_F32](x, 0, stored, 0, 1, QUANT_DIM);
+            kernels->convert[from][type](got, 0, stored, 0, 1, QUANT_DIM);
+            for (int b = 0; b < BLOCKS; b++) {
+                quantised(type, right, x + b * BLOCK);
+                CHECKF(!memcmp(got + (size_t)b * size, right, size), "%s: %s to %s, draw %d times %g", kernels->name,
+                       kvc_type_name(from), kvc_type_name(type), pass % DRAWS, (double)scale);
+            }
+        }
+    }
+}
+
+/* NaN is stored as 0 and changes nothing else; what shares a block with an infinity becomes NaN. */
+static void test_not_finite(const kvc_kernels *kernels, int type)
+{
+    for (int i = 0; i < BLOCK; i++) {
+        float x[BLOCK], back[BLOCK];
+        uint8_t with_0[LARGEST_BLOCK], with_nan[LARGEST_BLOCK], with_inf[LARGEST_BLOCK];
+        fill(x, BLOCK);
+        x[i] = 0;
+        kernels->convert[KVC_F32][type](with_0, 0, x, 0, 1, BLOCK);
+        x[i] = i % 2 ? NAN : -NAN;
+        kernels->convert[KVC_F32][type](with_nan, 0, x, 0, 1, BLOCK);
+        CHECKF(!memcmp(with_0, with_nan, kvc_row_bytes(type, BLOCK)), "%s %s, element %d", kernels->name,
+               kvc_type_name(type), i);
+        x[(i + 9) % BLOCK] = i % 3 ? INFINITY : -INFINITY;
+        kernels->convert[KVC_F32][type](with_inf, 0, x, 0, 1, BLOCK);
+        kernels->convert[type][KVC_F32](back, 0, with_inf, 0, 1, BLOCK);
+        check_same(kernels, KVC_F32, type, x, BLOCK);
+        for (int j = 0; j < BLOCK; j++)
+            CHECKF(isnan(back[j]), "%s %s, element %d: %g", kernels->name, kvc_type_name(type), j, (double)back[j]);
+    }
+    float nothing[BLOCK];
+    for (int i = 0; i < BLOCK; i++)
+        nothing[i] = NAN;
+    check_same(kernels, KVC_F32, type, nothing, BLOCK);
+}
+
+/* Every scale there is, with random bytes. */
+static void test_dequantise(const kvc_kernels *kernels, int type)
+{
+    for (int scale = 0; scale < 65536; scale++) {
+        uint8_t block[LARGEST_BLOCK];
+        uint16_t bits = (uint16_t)scale;
+        float x[BLOCK];
+        for (int i = 2; i < LARGEST_BLOCK; i++)
+            block[i] = (uint8_t)random_int(0, 256);
+        memcpy(block, &bits, sizeof bits);
+        kernels->convert[type][KVC_F32](x, 0, block, 0, 1, BLOCK);
+        for (int i = 0; i < BLOCK; i++) {
+            int nibble = (block[2 + i % 16] >> (i < 16 ? 0 : 4) & 15) - 8;
+            int q = type == KVC_Q4_0 ? nibble : block[2 + i] < 128 ? block[2 + i] : block[2 + i] - 256;
+            double right = decoded(KVC_F16, bits) * q;
+            CHECKF(isnan(right) ? isnan(x[i]) : x[i] == right, "%s %s: scale %04x times %d is %g, not %g",
+                   kernels->name, kvc_type_name(type), (unsigned)scale, q, (double)x[i], right);
+        }
+    }
+}
+
+/* ---- score and accumulate --------------------------------------------------------------------------------------- */
+
+/* What 16 bits for a number of [-largest, largest] may be off by. */
+static double step_of(const kvc_kernels *kernels, int type, double largest)
+{
+    return type >= KVC_FLOAT_TYPES && kernels != &kvc_kernels_scalar ? largest * 1.001 / (2 * INT16_MAX) : 0;
+}
+
+static double magnitude(const float *x, int n)
+{
+    double largest = 0;
+    for (int i = 0; i < n; i++)
+        if (fabsf(x[i]) > largest)
+            largest = fabsf(x[i]);
+    return largest;
+}
+
+enum { MAX_STRIDE = (MAX_DIM + KVC_LANES - 1) / KVC_LANES * KVC_LANES + 1 };
+
+static const float SCALE = 0.7f;
+
+/* The queries as score wants them for scores times SCALE. */
+static const float *prepared(const kvc_scorer *scorer, const float *q, int q_stride, int num_q, int dim)
+{
+    static float ready[MAX_Q * MAX_STRIDE];
+    memcpy(ready, q, (size_t)(num_q * q_stride) * sizeof *q);
+    scorer->prepare(ready, q_stride, num_q, dim, SCALE);
+    return ready;
+}
+
+static float rounded_to_bf16(float x)
+{
+    uint16_t bits;
+    kvc_kernels_scalar.convert[KVC_F32][KVC_BF16](&bits, 0, &x, 0, 1, 1);
+    kvc_kernels_scalar.convert[KVC_BF16][KVC_F32](&x, 0, &bits, 0, 1, 1);
+    return x;
+}
+
+static void test_score(const kvc_kernels *kernels, int type, int is_bf16, int dim, int num_q, int n, sizes largest)
+{
+    static float q[MAX_Q * MAX_STRIDE], scores[MAX_Q * KVC_TILE];
+    const kvc_scorer *scorer = is_bf16 ? &kernels->score_bf16 : &kernels->score[type];
+    int q_stride = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES + num_q % 2;
+    const tile *t = tile_new(type, n, dim, largest);
+    for (int i = 0; i < MAX_Q * MAX_STRIDE; i++) {
+        const int is_used = i < num_q * q_stride && i % q_stride < dim; /* no others may be */
+        const float x = is_used ? largest.factors * random_float() : NAN;
+        q[i] = is_bf16 ? rounded_to_bf16(x) : x;
+    }
+    for (int i = 0; i < MAX_Q * KVC_TILE; i++)
+        scores[i] = UNTOUCHED;
+    scorer->score(scores, prepared(scorer, q, q_stride, num_q, dim), q_stride, num_q, t->rows, n, dim,
+                  ahead_of(n % 2 ? t : NULL, type, dim));
+    for (int r = 0; r < MAX_Q; r++) {
+        const float *row = q + r * q_stride;
+        double off = r < num_q ? step_of(kernels, type, magnitude(row, dim)) : 0;
+        for (int j = 0; j < KVC_TILE; j++) {
+            double sum = 0, size = 0;
+            for (int d = 0; d < dim && r < num_q && j < n; d++) {
+                double term = row[d] * t->values[j][d];
+                sum += term * SCALE;
+                size += fabs(term) + off * fabs(t->values[j][d]) / ((dim + 2) * 0.5 * FLT_EPSILON);
+            }
+            float got = scores[r * KVC_TILE + j];
+            CHECKF(r >= num_q ? got == UNTOUCHED : j >= n || is_close(got, sum, size, dim), "%s %s%s dim %d, query %d of %d, row %d of %d: %g, not %g",
+                   kernels->name, kvc_type_name(type), is_bf16 ? " queries" : "", dim, r, num_q, j, n, (double)got, sum);
+        }
+    }
+}
+
+/* Of a row's weight and an element of the block that begins with column d. */
+static double largest_product(const float *weights, const tile *t, int n, int d)
+{
+    double largest = 0;
+    for (int j = 0; j < n; j++)
+        for (int i = d; i < d + BLOCK; i++)
+            if (fabs(weights[j] * t->values[j][i]) > largest)
+                largest = fabs(weights[j] * t->values[j][i]);
+    return largest;
+}
+
+static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int num_q, int n, sizes largest)
+{
+    enum { STRIDE = MAX_DIM + 1 };
+    static float acc[MAX_Q][STRIDE], old[MAX_Q][STRIDE], factor[MAX_Q], weights[MAX_Q * KVC_TILE];
+    const tile *t = tile_new(type, n, dim, largest);
+    fill(factor, MAX_Q);
+    for (int i = 0; i < MAX_Q * KVC_TILE; i++)
+        weights[i] = i % KVC_TILE < n ? largest.factors * random_float() / growth_at(largest, i % KVC_TILE) : 0;
+    for (int r = 0; r < MAX_Q && largest.growth; r++)
+        weights[r * KVC_TILE + n - 1] = 0; /* the largest row is hidden */
+    fill_to(&acc[0][0], MAX_Q * STRIDE, largest.rows * largest.factors);
+    memcpy(old, acc, sizeof old);
+    kernels->accumulate[type](&acc[0][0], STRIDE, factor, weights, num_q, t->rows, n, dim,
+                              ahead_of(n % 2 ? t : NULL, type, dim));
+    for (int r = 0; r < MAX_Q; r++) {
+        double off = 0; /* by as much as n products that are rounded */
+        for (int d = 0; d < STRIDE; d++) {
+            double sum = (double)old[r][d] * factor[r], size = fabs(sum);
+            if (type >= KVC_FLOAT_TYPES && r < num_q && d < dim && d % BLOCK == 0)
+                off = n * step_of(kernels, type, largest_product(weights + r * KVC_TILE, t, n, d));
+            for (int j = 0; j < n && r < num_q && d < dim; j++) {
+                double term = weights[r * KVC_TILE + j] * t->values[j][d];
+                sum += term;
+                size += fabs(term);
+            }
+            size += off / ((n + 3) * 0.5 * FLT_EPSILON);
+            CHECKF(r < num_q && d < dim ? is_close(acc[r][d], sum, size, n + 1) : acc[r][d] == old[r][d],
+                   "%s %s dim %d, query %d of %d, column %d, %d rows: %g, not %g", kernels->name, kvc_type_name(type),
+                   dim, r, num_q, d, n, (double)acc[r][d], sum);
+        }
+    }
+}
+
+/* A score must not depend on what is computed with it. */
+static void test_same_scores(const kvc_kernels *kernels, int type, int is_bf16, int dim)
+{
+    enum { N = 13, Q = 7 };
+    static float q[Q * MAX_STRIDE], all[Q * KVC_TILE];
+    const kvc_scorer *scorer = is_bf16 ? &kernels->score_bf16 : &kernels->score[type];
+    const tile *t = tile_new(type, N, dim, usual);
+    fill(q, Q * MAX_STRIDE);
+    for (int i = 0; i < Q * MAX_STRIDE && is_bf16; i++)
+        q[i] = rounded_to_bf16(q[i]);
+    const float *ready = prepared(scorer, q, MAX_STRIDE, Q, dim);
+    scorer->score(all, ready, MAX_STRIDE, Q, t->rows, N, dim, nothing_ahead);
+    for (int r = 0; r < Q; r++) {
+        for (int j = 0; j < N; j++) {
+            float scores[KVC_TILE];
+            scorer->score(scores, ready + r * MAX_STRIDE, MAX_STRIDE, 1, t->rows + j, 1, dim, nothing_ahead);
+            CHECKF(scores[0] == all[r * KVC_TILE + j], "%s %s dim %d", kernels->name, kvc_type_name(type), dim);
+        }
+    }
+}
+
+/* Nor a column of accumulate. */
+static void test_same_sums(const kvc_kernels *kernels, int type, int dim)
+{
+    enum { N = 13, Q = 7 };
+    static float acc[Q * MAX_DIM], weights[Q * KVC_TILE], factor[Q];
+    const tile *t = tile_new(type, N, dim, usual);
+    for (int i = 0; i < Q * KVC_TILE; i++)
+        weights[i] = i % KVC_TILE < N ? random_float() : 0;
+    memset(acc, 0, sizeof acc);
+    kernels->accumulate[type](acc, MAX_DIM, factor, weights, Q, t->rows, N, dim, nothing_ahead);
+    for (int r = 0; r < Q; r++) {
+        float alone[MAX_DIM] = {0};
+        kernels->accumulate[type](alone, MAX_DIM, factor, weights + r * KVC_TILE, 1, t->rows, N, dim, nothing_ahead);
+        CHECKF(!memcmp(alone, acc + r * MAX_DIM, (size_t)dim * sizeof *acc), "%s %s dim %d", kernels->name,
+               kvc_type_name(type), dim);
+    }
+}
+
+/* ---- softmax ---------------------------------------------------------------------------------------------------- */
+
+static float softmax(const kvc_kernels *kernels, float *scores, int n, float *max, float *sum)
+{
+    float factor;
+    kernels->softmax(scores, 1, n, max, sum, &factor);
+    return factor;
+}
+
+/* The bits of a row do not depend on what rows it is among. */
+static void test_softmax_rows(const kvc_kernels *kernels)
+{
+    static float together[MAX_Q * KVC_TILE], alone[MAX_Q * KVC_TILE];
+    for (int num_q = 1; num_q <= MAX_Q; num_q++) {
+        float max[2][MAX_Q], sum[2][MAX_Q], factor[2][MAX_Q];
+        int n = random_int(1, KVC_TILE + 1);
+        for (int i = 0; i < MAX_Q * KVC_TILE; i++)
+            together[i] = alone[i] = i / KVC_TILE % 5 == 3 ? -INFINITY : 9 * random_float();
+        for (int r = 0; r < num_q; r++) {
+            max[0][r] = max[1][r] = r % 3 ? random_float() : -INFINITY;
+            sum[0][r] = sum[1][r] = r % 3 ? 1 : 0;
+        }
+        kernels->softmax(together, num_q, n, max[0], sum[0], factor[0]);
+        for (int r = 0; r < num_q; r++)
+            factor[1][r] = softmax(kernels, alone + r * KVC_TILE, n, &max[1][r], &sum[1][r]);
+        CHECKF(!memcmp(together, alone, sizeof alone) && !memcmp(max[0], max[1], (size_t)num_q * sizeof **max) &&
+                   !memcmp(sum[0], sum[1], (size_t)num_q * sizeof **sum) &&
+                   !memcmp(factor[0], factor[1], (size_t)num_q * sizeof **factor),
+               "%s: %d rows of %d", kernels->name, num_q, n);
+    }
+}
+
+/* exp over the whole range: scores of two where the other is 0, the largest. */
+static void test_exp(const kvc_kernels *kernels)
+{
+    double worst = 0;
+    for (float x = 0; x > -110; x -= 0.00037f) {
+        float scores[KVC_TILE] = {x, 0}, max = -INFINITY, sum = 0;
+        softmax(kernels, scores, 2, &max, &sum);
+        double right = exp((double)x);
+        int exponent;
+        frexp(right, &exponent);
+        double error = fabs(scores[0] - right) / ldexp(1, exponent - 24); /* in the last place of a float */
+        if (x > -86.9f && error > worst)
+            worst = error;
+        CHECKF(scores[0] <= 1.7e-38f || x > -87, "%s: exp(%g) is %g", kernels->name, (double)x, (double)scores[0]);
+    }
+    CHECKF(worst <= 2, "%s: exp is off by %g ulp", kernels->name, worst);
+}
+
+/* Several steps of n scores, each drawn by `draw`, against one softmax of all. */
+static void check_softmax(const kvc_kernels *kernels, int n, float (*draw)(int step))
+{
+    enum { STEPS = 5 };
+    static float scores[STEPS][KVC_TILE], weights[STEPS][KVC_TILE];
+    float max = -INFINITY, sum = 0;
+    double scale[STEPS], right_max = -INFINITY, right_sum = 0;
+    for (int s = 0; s < STEPS; s++) {
+        for (int j = 0; j < KVC_TILE; j++)
+            weights[s][j] = scores[s][j] = j < n ? draw(s) : NAN;
+        scale[s] = 1;
+        float factor = softmax(kernels, weights[s], n, &max, &sum);
+        for (int i = 0; i < s; i++)
+            scale[i] *= factor;
+        for (int j = 0; j < n; j++)
+            if (right_max < scores[s][j])
+                right_max = scores[s][j];
+        CHECKF(max == right_max, "%s: max %g, not %g", kernels->name, (double)max, right_max);
+        for (int j = n; j < KVC_TILE; j++)
+            CHECKF(weights[s][j] == 0, "%s: %d of %d is %g", kernels->name, j, n, (double)weights[s][j]);
+    }
+    for (int s = 0; s < STEPS; s++) {
+        for (int j = 0; j < n; j++) {
+            double shift = right_max == -INFINITY ? -INFINITY : scores[s][j] - right_max, weight = exp(shift);
+            double allowed = weight > 0 ? weight * (1e-6 - shift * FLT_EPSILON) + 2e-38 : 2e-38; /* shift is rounded */
+            right_sum += weight;
+            CHECKF(fabs(weights[s][j] * scale[s] - weight) <= allowed, "%s: exp(%g - %g) is %g, not %g",
+                   kernels->name, (double)scores[s][j], right_max, weights[s][j] * scale[s], weight);
+        }
+    }
+    CHECKF(fabs(sum - right_sum) <= 3e-6 * right_sum, "%s: sum %g, not %g", kernels->name, (double)sum, right_sum);
+}
+
+static float draw_usual(int step)
+{
+    return 8 * random_float() + (float)step;
+}
+
+static float draw_wide(int step)
+{
+    (void)step;
+    return 100 * random_float();
+}
+
+static float draw_half_hidden(int step)
+{
+    return step < 2 || random_int(0, 2) ? -INFINITY : random_float();
+}
+
+static float draw_hidden(int step)
+{
+    (void)step;
+    return -INFINITY;
+}
+
+static float draw_huge(int step)
+{
+    (void)step;
+    return 1e30f;
+}
+
+static float draw_far_apart(int step)
+{
+    return step == 2 ? FLT_MAX : random_int(0, 2) ? -FLT_MAX : 0;
+}
+
+static void test_softmax(const kvc_kernels *kernels)
+{
+    float (*draws[])(int) = {draw_usual, draw_wide, draw_half_hidden, draw_hidden, draw_huge, draw_far_apart};
+    for (int n = 1; n <= KVC_TILE; n++)
+        for (size_t i = 0; i < sizeof draws / sizeof *draws; i++)
+            check_softmax(kernels, n, draws[i]);
+
+    float max = 3, sum = 2, hidden[KVC_TILE] = {-INFINITY, -INFINITY};
+    float factor = softmax(kernels, hidden, 2, &max, &sum);
+    CHECK(factor == 1 && max == 3 && sum == 2 && hidden[0] == 0 && hidden[1] == 0);
+    for (int n = 1; n < KVC_TILE; n += 3) { /* NaN is never lost */
+        float scores[KVC_TILE] = {0};
+        scores[random_int(0, n)] = NAN;
+        max = n % 2 ? -INFINITY : 1;
+        sum = 1;
+        softmax(kernels, scores, n, &max, &sum);
+        CHECKF(isnan(sum), "%s: sum %g", kernels->name, (double)sum);
+    }
+}
+
+/* ---- matmul and what packs for it ------------------------------------------------------------------------------- */
+
+static void test_matmul(const kvc_kernels *kernels, int m, int n, int k, int add)
+{
+    enum { LDB = 80, LDC = 96, MAX_K = 64, LDA = MAX_K + 1, MAX_M = 40 };
+    static _Alignas(64) float b[MAX_K * LDB], c[MAX_M * LDC];
+    static float a[MAX_M * LDA], old[MAX_M * LDC];
+    int padded = (n + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
+    fill(a, MAX_M * LDA);
+    fill(b, MAX_K * LDB);
+    fill(c, MAX_M * LDC);
+    memcpy(old, c, sizeof old);
+    kernels->tiler[KVC_F32].score(c, LDC, a, LDA, b, LDB, m, n, k, add);
+    for (int i = 0; i < MAX_M; i++) {
+        for (int j = 0; j < LDC; j++) {
+            double sum = add ? old[i * LDC + j] : 0, size = fabs(sum);
+            for (int p = 0; p < k && j < n; p++) {
+                double term = (double)a[i * LDA + p] * b[p * LDB + j];
+                sum += term;
+                size += fabs(term);
+            }
+            float got = c[i * LDC + j];
+            if (i >= m || j >= padded)
+                CHECKF(got == old[i * LDC + j], "%s: m %d, n %d wrote [%d, %d]", kernels->name, m, n, i, j);
+            else if (j < n)
+                CHECKF(is_close(got, sum, size, k + 1), "%s: m %d, n %d, k %d, [%d, %d]: %g, not %g", kernels->name, m,
+                       n, k, i, j, (double)got, sum);
+        }
+    }
+}
+
+static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
+{
+    static _Alignas(64) float keys[MAX_DIM * KVC_TILE], values[KVC_TILE * (MAX_DIM + KVC_LANES)];
+    int padded = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES, stride = padded + KVC_LANES;
+    const tile *t = tile_new(type, n, dim, usual);
+    fill(keys, MAX_DIM * KVC_TILE);
+    for (int i = 0; i < KVC_TILE * stride; i++)
+        values[i] = UNTOUCHED;
+    kernels->tiler[type].pack_keys(keys, t->rows, n, dim);
+    kernels->tiler[type].pack_values(values, stride, t->rows, n, dim);
+    for (int j = 0; j < KVC_TILE; j++) {
+        for (int d = 0; d < dim; d++)
+            CHECKF(keys[d * KVC_TILE + j] == (j < n ? t->values[j][d] : 0), "%s %s: dim %d, key [%d, %d] of %d",
+                   kernels->name, kvc_type_name(type), dim, j, d, n);
+        for (int d = 0; d < stride; d++)
+            CHECKF(values[j * stride + d] == (j >= n || d >= padded ? UNTOUCHED : d < dim ? t->values[j][d] : 0),
+                   "%s %s: dim %d, value [%d, %d] of %d", kernels->name, kvc_type_name(type), dim, j, d, n);
+    }
+}
+
+/* Whatever its panels look like: m query rows by a tile, and weights by its values, against float64. */
+static void test_tiler(const kvc_kernels *kernels, int type, int dim, int m, int n, sizes largest)
+{
+    enum { MAX_M = 72, MAX_PADDED = (MAX_DIM + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK };
+    static _Alignas(64) float panel[MAX_PADDED * KVC_TILE], scores[MAX_M * KVC_TILE], sums[MAX_M * MAX_PADDED];
+    static float q[MAX_M * MAX_PADDED], prepared[MAX_M * MAX_PADDED], weights[MAX_M * KVC_TILE], old[MAX_M * MAX_PADDED];
+    const kvc_tiler *tiler = &kernels->tiler[type];
+    const int is_plain = tiler->score == kernels->tiler[KVC_F32].score;
+    const int stride = (dim + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK, values = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
+    const double scale = 0.3f, most = is_plain ? FLT_EPSILON : 0x1p-15; /* of the sum of magnitudes; plain: a term */
+    const tile *t = tile_new(type, n, dim, largest);
+    fill_to(q, MAX_M * MAX_PADDED, largest.factors);
+    fill_to(weights, MAX_M * KVC_TILE, largest.factors);
+    for (int i = 0; i < MAX_M; i++)
+        for (int j = n; j < KVC_TILE; j++)
+            weights[i * KVC_TILE + j] = 0;
+    for (int i = 0; i < MAX_PADDED * KVC_TILE; i++)
+        panel[i] = NAN; /* what is packed is all that is read */
+    memcpy(prepared, q, sizeof q);
+    tiler->prepare(prepared, stride, m, dim, (float)scale);
+    tiler->pack_keys(panel, t->rows, n, dim);
+    tiler->score(scores, KVC_TILE, prepared, stride, panel, KVC_TILE, m, n, dim, 0);
+    for (int i = 0; i < m; i++) {
+        for (int j = 0; j < n; j++) {
+            double sum = 0, size = 0;
+            for (int d = 0; d < dim; d++) {
+                const double term = scale * q[i * stride + d] * t->values[j][d];
+                sum += term;
+                size += fabs(term);
+            }
+            const float got = scores[i * KVC_TILE + j];
+            CHECKF(fabs(got - sum) <= size * most * (is_plain ? dim + 2 : 1), "%s %s: dim %d, score [%d, %d] of [%d, %d]: %g, not %g",
+                   kernels->name, kvc_type_name(type), dim, i, j, m, n, (double)got, sum);
+        }
+    }
+    for (int i = 0; i < MAX_PADDED * KVC_TILE; i++)
+        panel[i] = NAN;
+    fill_to(sums, MAX_M * MAX_PADDED, largest.rows * largest.factors);
+    memcpy(old, sums, sizeof old);
+    tiler->pack_values(panel, values, t->rows, n, dim);
+    tiler->accumulate(sums, values, weights, KVC_TILE, panel, values, m, dim, n, 1);
+    for (int i = 0; i < MAX_M; i++) {
+        for (int d = 0; d < values; d++) {
+            double sum = old[i * values + d], size = fabs(sum);
+            for (int j = 0; j < n && d < dim; j++) {
+                const double term = (double)weights[i * KVC_TILE + j] * t->values[j][d];
+                sum += term;
+                size += fabs(term);
+            }
+            const float got = sums[i * values + d];
+            CHECKF(i < m && d >= dim ? 1 : i >= m ? got == old[i * values + d] : fabs(got - sum) <= size * most * (is_plain ? n + 2 : 1),
+                   "%s %s: dim %d, sum [%d, %d] of [%d, %d]: %g, not %g", kernels->name, kvc_type_name(type), dim, i, d,
+                   m, n, (double)got, sum);
+        }
+    }
+}
+
+/* ---- everything ------------------------------------------------------------------------------------------------- */
+
+static void test_rows(const kvc_kernels *kernels, int type, int dim)
+{
+    static const int some_n[] = {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64};
+    enum { NUM_N = sizeof some_n / sizeof *some_n };
+    for (int num_q = 1; num_q <= MAX_Q; num_q += num_q < 9 ? 1 : 7) {
+        for (int i = 0; i < 3; i++) { /* a few of the row counts each time; all in the course of the test */
+            int n = some_n[(num_q * 3 + i + dim) % NUM_N];
+            test_score(kernels, type, 0, dim, num_q, n, usual);
+            if (type == KVC_BF16 && kernels->score_bf16.score)
+                test_score(kernels, type, 1, dim, num_q, n, usual);
+            test_accumulate(kernels, type, dim, num_q, n, usual);
+            test_accumulate(kernels, type, dim, num_q, n, uneven);
+        }
+    }
+    for (int i = 0; i < NUM_N; i++) {
+        static const int some_m[] = {1, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 72};
+        if (kernels->tiler[type].score == kernels->tiler[KVC_F32].score)
+            test_pack(kernels, type, dim, some_n[i]);
+        test_tiler(kernels, type, dim, some_m[(i + dim) % NUM_N], some_n[i], usual);
+    }
+    test_same_scores(kernels, type, 0, dim);
+    if (type == KVC_BF16 && kernels->score_bf16.score)
+        test_same_scores(kernels, type, 1, dim);
+    test_same_sums(kernels, type, dim);
+    for (int to = 0; to < TYPES; to++)
+        if (type >= KVC_FLOAT_TYPES && to >= KVC_FLOAT_TYPES && type != to)
+            CHECK(!kernels->convert[type][to]);
+        else if (dim % kvc_type_elements(to) == 0)
+            test_convert_rows(kernels, type, to, dim);
+}
+
+/* None is taken as 0.  By definition the processor's own products of bf16 do that, in score_bf16 and where bf16 has a
+ * tiler of its own. */
+static void test_denormals(const kvc_kernels *kernels, int type, int dim)
+{
+    static const int some_n[] = {1, 5, 16, 27, 64};
+    const int is_flushed = type == KVC_BF16 && kernels->tiler[type].score != kernels->tiler[KVC_F32].score;
+    volatile float smallest = FLT_MIN;
+    CHECK(smallest / 2 != 0); /* else what is compared with would be flushed as well */
+    for (int i = 0; i < 5; i++) {
+        test_score(kernels, type, 0, dim, i + 1, some_n[i], denormal(type));
+        test_accumulate(kernels, type, dim, i + 1, some_n[i], denormal(type));
+        if (!is_flushed)
+            test_tiler(kernels, type, dim, 7 * i + 1, some_n[i], denormal(type));
+    }
+}
+
+static void test_kernels(const kvc_kernels *kernels)
+{
+    for (int type = KVC_F32; type < TYPES; type++) {
+        for (int i = 0; i < NUM_DIMS; i++)
+            if (dims[i] % kvc_type_elements(type) == 0)
+                test_rows(kernels, type, dims[i]);
+        for (int i = 0; i < NUM_DIMS && dims[i] <= 128; i++)
+            if (dims[i] % kvc_type_elements(type) == 0)
+                test_denormals(kernels, type, dims[i]);
+        for (int n = 1; n <= KVC_TILE; n++) {
+            int dim = type < KVC_FLOAT_TYPES ? 24 : 32;
+            test_score(kernels, type, 0, dim, 4, n, usual);
+            test_accumulate(kernels, type, dim, 4, n, usual);
+        }
+    }
+    for (int type = KVC_FLOAT_TYPES; type < TYPES; type++) {
+        test_quantise(kernels, type);
+        test_not_finite(kernels, type);
+        test_dequantise(kernels, type);
+    }
+    test_16_bits(kernels, KVC_F16);
+    test_16_bits(kernels, KVC_BF16);
+    test_rounding(kernels, KVC_F16);
+    test_rounding(kernels, KVC_BF16);
+    test_convert_bits(kernels);
+    test_exp(kernels);
+    test_softmax(kernels);
+    test_softmax_rows(kernels);
+    for (int m = 1; m <= 20; m++)
+        for (int n = 1; n <= 70; n += n % 16 < 2 ? 1 : 7)
+            test_matmul(kernels, m, n, random_int(1, 65), n % 2);
+    test_matmul(kernels, 40, 64, 64, 1);
+    test_matmul(kernels, 3, 16, 0, 0);
+}
+
+static void test_choice(void)
+{
+    const char *wanted = NULL;
+    setenv("KVCACHE_ISA", "scalar", 1);
+    CHECK(kvc_cpu_kernels(&wanted) == &kvc_kernels_scalar && !wanted);
+    setenv("KVCACHE_ISA", "avx1024", 1);
+    CHECK(!kvc_cpu_kernels(&wanted) && wanted && !strcmp(wanted, "avx1024"));
+    unsetenv("KVCACHE_ISA");
+    const kvc_kernels *best = kvc_cpu_kernels(&wanted);
+    setenv("KVCACHE_ISA", "", 1);
+    CHECK(best && kvc_cpu_kernels(&wanted) == best);
+    CHECK(best && strstr(KVC_KERNEL_NAMES, best->name));
+}
+
+static void test_isa(void)
+{
+    const char *wanted;
+    test_kernels(kvc_cpu_kernels(&wanted));
+}
+
+int main(void)
+{
+    enum { ROWS = 1 << 19 }; /* bytes for them */
+    test_choice();
+    guarded_end = guarded_new(ROWS);
+    for_each_isa(test_isa);
+    return test_result();
+}

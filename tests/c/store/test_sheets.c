@@ -1,0 +1,558 @@
+/* Batches whose sequences are not all stored: what is attended to is bit for bit what it would be if they were, one
+ * layer's rows are there at a time, rows that are gone are an error, and nothing stays. */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "support/crew.h"
+#include "support/memory.h"
+#include "support/test.h"
+
+enum { HEADS = 4, KV_HEADS = 2, DIM = 16, NUM_LAYERS = 5, TOKENS = 48, CROSS = 4, ROW = KV_HEADS * DIM };
+
+/* Two groups; layer 3 reads the rows of layer 1, and layer 4 looks at an encoder's. */
+static const kvc_layer layers[NUM_LAYERS] = {
+    {.num_kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16},
+    {.num_kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .policy = {.kind = KVC_SLIDING, .window = 9}},
+    {.num_kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM},
+    {.num_kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .share = 2, .policy = {.kind = KVC_SLIDING, .window = 9}},
+    {.num_kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .policy = {.kind = KVC_CROSS, .max_len = 8}},
+};
+
+static float q[TOKENS][HEADS][DIM], k[NUM_LAYERS][TOKENS][KV_HEADS][DIM], v[NUM_LAYERS][TOKENS][KV_HEADS][DIM];
+
+static void fill_rows(void)
+{
+    for (size_t i = 0; i < sizeof q / sizeof(float); i++)
+        ((float *)q)[i] = random_float();
+    for (size_t i = 0; i < sizeof k / sizeof(float); i++) {
+        ((float *)k)[i] = random_float();
+        ((float *)v)[i] = random_float();
+    }
+}
+
+static kvc_cache *new_cache(const kvc_config *with)
+{
+    kvc_config config = with ? *with : (kvc_config){0};
+    config.struct_size = sizeof config;
+    config.layers = layers;
+    config.layer_size = sizeof *layers;
+    config.num_layers = NUM_LAYERS;
+    kvc_cache *cache = NULL;
+    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
+    return cache;
+}
+
+static void free_cache(kvc_cache *cache)
+{
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
+}
+
+/* Which tokens a batch has: those of three sequences mixed, of which 7 was stored before. */
+typedef struct pass {
+    int n;
+    int32_t positions[TOKENS], parents[TOKENS];
+    int64_t ids[TOKENS];
+    uint8_t unstored[TOKENS];
+} pass;
+
+static pass make_pass(int is_tree)
+{
+    pass p = {.n = TOKENS};
+    int32_t next[3] = {0, 5, 3}, last[3] = {-1, -1, -1};
+    for (int t = 0; t < TOKENS; t++) {
+        int s = random_int(0, 3);
+        int branches = is_tree && last[s] >= 0 && random_int(0, 3) == 0;
+        p.ids[t] = s == 1 ? 7 : s;
+        p.parents[t] = branches ? p.parents[last[s]] : last[s];
+        p.positions[t] = branches ? p.positions[last[s]] : next[s]++;
+        p.unstored[t] = s != 1;
+        last[s] = t;
+    }
+    return p;
+}
+
+static kvc_status begin_pass(kvc_cache *cache, const pass *p, int is_tree, int stores_all, kvc_batch **batch)
+{
+    const kvc_begin_args args = {.struct_size = sizeof args,
+                                 .num_tokens = p->n,
+                                 .positions = p->positions,
+                                 .seq_ids = p->ids,
+                                 .parents = is_tree ? p->parents : NULL,
+                                 .unstored = stores_all ? NULL : p->unstored};
+    return kvc_begin_with(cache, &args, batch);
+}
+
+static kvc_put_args put_of(int layer, int first, int n)
+{
+    return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
+                          .first = first,
+                          .num_tokens = n,
+                          .k = k[layer][first],
+                          .v = v[layer][first],
+                          .k_token_stride = ROW * sizeof(float),
+                          .k_head_stride = DIM * sizeof(float),
+                          .v_token_stride = ROW * sizeof(float),
+                          .v_head_stride = DIM * sizeof(float)};
+}
+
+static kvc_status put(kvc_batch *batch, int layer, int first, int n)
+{
+    const kvc_put_args args = put_of(layer, first, n);
+    return kvc_put(batch, layer, &args);
+}
+
+/* What comes out of every layer. */
+typedef struct result {
+    float out[NUM_LAYERS][TOKENS][HEADS][DIM], lse[NUM_LAYERS][TOKENS][HEADS];
+} result;
+
+static kvc_attend_args args_for(int layer, int first, result *r)
+{
+    return (kvc_attend_args){.struct_size = sizeof(kvc_attend_args),
+                             .q = q[first],
+                             .out = r->out[layer][first],
+                             .lse = r->lse[layer][first],
+                             .q_token_stride = sizeof *q,
+                             .q_head_stride = sizeof **q,
+                             .out_token_stride = sizeof *q,
+                             .out_head_stride = sizeof **q,
+                             .lse_token_stride = HEADS * sizeof(float),
+                             .lse_head_stride = sizeof(float)};
+}
+
+static kvc_status attend(kvc_batch *batch, int layer, int first, int n, int puts, result *r)
+{
+    const kvc_put_args rows = put_of(layer, first, n);
+    const kvc_plan_args plan = {
+        .struct_size = sizeof plan, .layer = layer, .first = first, .num_tokens = n, .num_heads = HEADS};
+    kvc_attend_args args = args_for(layer, first, r);
+    args.put = puts ? &rows : NULL;
+    return kvc_attend(batch, &plan, &args);
+}
+
+static int64_t nbytes(kvc_cache *cache)
+{
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    return kvc_nbytes(cache);
+}
+
+static kvc_stats stats_of(kvc_cache *cache)
+{
+    kvc_stats stats;
+    kvc_get_stats(cache, &stats, sizeof stats);
+    return stats;
+}
+
+/* ---- same bits -------------------------------------------------------------------------------------------------- */
+
+/* Five tokens of sequence 7. */
+static void store_seven(kvc_cache *cache)
+{
+    const int32_t positions[] = {0, 1, 2, 3, 4};
+    const int64_t ids[] = {7, 7, 7, 7, 7};
+    kvc_batch *batch = NULL;
+    CHECK(kvc_begin(cache, 5, positions, ids, NULL, &batch) == KVC_OK);
+    for (int l = 0; l < 3; l++)
+        CHECK(put(batch, l, 0, 5) == KVC_OK);
+    CHECK(kvc_commit(batch) == KVC_OK);
+}
+
+/* How the rows of a layer come to be there. */
+enum { BY_ATTEND, BY_PUT, BY_HALVES, IN_PLACE, BY_PLAN, WAYS };
+
+static void write_in_place(kvc_batch *batch, int layer, int n)
+{
+    kvc_span span;
+    for (int t = 0; t < n; t += span.num_rows) {
+        CHECKF(kvc_slots(batch, layer, t, &span, sizeof span, NULL) == KVC_OK, "%s", kvc_last_error());
+        for (int i = 0; i < span.num_rows; i++)
+            for (int h = 0; h < KV_HEADS; h++)
+                for (int d = 0; d < DIM; d++) {
+                    ((float *)((char *)span.k + h * span.k_head_stride + i * span.k_row_stride))[d] =
+                        k[layer][t + i][h][d];
+                    ((float *)((char *)span.v + h * span.v_head_stride + i * span.v_row_stride))[d] =
+                        v[layer][t + i][h][d];
+                }
+    }
+    CHECK(kvc_written(batch, layer, 0, n) == KVC_OK);
+}
+
+static void run_plan(kvc_batch *batch, int layer, result *r)
+{
+    const kvc_plan_args plan_args = {
+        .struct_size = sizeof plan_args, .layer = layer, .num_heads = HEADS, .num_threads = 3};
+    const kvc_attend_args args = args_for(layer, 0, r);
+    kvc_plan *plan = NULL;
+    CHECK(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK);
+    crew_run(plan, layer, &args, NULL, 3);
+    kvc_plan_free(plan);
+}
+
+static void run_layer(kvc_batch *batch, int layer, int n, int way, result *r)
+{
+    const int puts = layer < 3;
+    if (way == BY_HALVES) {
+        CHECKF(attend(batch, layer, 0, n / 2, puts, r) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(attend(batch, layer, n / 2, n - n / 2, puts, r) == KVC_OK, "%s", kvc_last_error());
+        return;
+    }
+    if (way == IN_PLACE && layer && puts) /* f32 */
+        write_in_place(batch, layer, n);
+    else if (way != BY_ATTEND && puts)
+        CHECKF(put(batch, layer, 0, n) == KVC_OK, "%s", kvc_last_error());
+    if (way == BY_PLAN)
+        run_plan(batch, layer, r);
+    else
+        CHECKF(attend(batch, layer, 0, n, way == BY_ATTEND && puts, r) == KVC_OK, "%s", kvc_last_error());
+}
+
+static void run_pass(const pass *p, int is_tree, int stores_all, int way, int num_threads, result *r)
+{
+    kvc_cache *cache = new_cache(&(kvc_config){.block_size = 16, .num_threads = num_threads});
+    kvc_batch *batch = NULL;
+    store_seven(cache);
+    const int64_t before = nbytes(cache);
+    CHECKF(begin_pass(cache, p, is_tree, stores_all, &batch) == KVC_OK, "%s", kvc_last_error());
+    for (int64_t id = 0; id < 3; id++) {
+        kvc_put_args args = put_of(CROSS, (int)id * 4, 3 + (int)id);
+        args.first = 0;
+        args.seq_id = id == 1 ? 7 : id;
+        CHECKF(kvc_put(batch, CROSS, &args) == KVC_OK, "%s", kvc_last_error());
+    }
+    memset(r, 0, sizeof *r);
+    for (int l = 0; l < NUM_LAYERS; l++)
+        run_layer(batch, l, p->n, way, r);
+    CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
+    int64_t ids[4];
+    CHECK(kvc_sequences(cache, ids, 4) == (stores_all ? 3 : 1) && ids[stores_all ? 2 : 0] == 7);
+    CHECK(kvc_seq_len(cache, 0, CROSS) == (stores_all ? 3 : 0) && kvc_seq_len(cache, 7, CROSS) == 4);
+    CHECK(stores_all || stats_of(cache).blocks_free == 0);
+    CHECK(kvc_clear(cache) == KVC_OK && kvc_compact(cache) == KVC_OK);
+    CHECK(nbytes(cache) <= before);
+    free_cache(cache);
+}
+
+static void test_same_bits(void)
+{
+    static result stored, passed;
+    for (int round = 0; round < 12; round++) {
+        const int is_tree = round % 2;
+        const pass p = make_pass(is_tree);
+        for (int way = 0; way < WAYS; way++) {
+            if (way == BY_HALVES && is_tree)
+                continue; /* parents of the second half lie in the first: nothing else would be tested */
+            run_pass(&p, is_tree, 1, way, 1, &stored);
+            run_pass(&p, is_tree, 0, way, 1 + round % 3, &passed);
+            CHECKF(!memcmp(&stored, &passed, sizeof stored), "round %d, way %d", round, way);
+        }
+    }
+}
+
+/* ---- how long rows stay ----------------------------------------------------------------------------------------- */
+
+static kvc_batch *begin_unstored(kvc_cache *cache, int n)
+{
+    int32_t positions[TOKENS];
+    uint8_t unstored[TOKENS];
+    kvc_batch *batch = NULL;
+    for (int t = 0; t < n; t++)
+        positions[t] = t, unstored[t] = 1;
+    const kvc_begin_args args = {
+        .struct_size = sizeof args, .num_tokens = n, .positions = positions, .unstored = unstored};
+    CHECKF(kvc_begin_with(cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
+    return batch;
+}
+
+/* A cache whose table has room for a sequence. */
+static kvc_cache *new_cache_with_room(const kvc_config *with)
+{
+    kvc_cache *cache = new_cache(with);
+    kvc_abort(begin_unstored(cache, 1));
+    return cache;
+}
+
+static void test_one_layer_at_a_time(void)
+{
+    static result r;
+    kvc_cache *cache = new_cache_with_room(NULL);
+    const int64_t before = nbytes(cache), rows = TOKENS * ROW * 2 * (int64_t)sizeof(float);
+    kvc_batch *batch = begin_unstored(cache, TOKENS);
+    for (int round = 0; round < 2; round++)
+        for (int l = 0; l < 3; l += 2) { /* layer 1 is shared */
+            const int first = round * TOKENS / 2;
+            if (round && l == 0)
+                CHECK_FAILS(attend(batch, l, first, TOKENS / 2, 1, &r), KVC_ERR_GONE, "token 0", "layer 0");
+            else if (!round)
+                CHECKF(attend(batch, l, first, TOKENS / 2, 1, &r) == KVC_OK, "%s", kvc_last_error());
+            const int64_t bytes = nbytes(cache) - before;
+            CHECKF(bytes >= rows && bytes < rows + rows / 4, "%lld bytes, of rows %lld", (long long)bytes,
+                   (long long)rows);
+        }
+    CHECK(attend(batch, 2, 0, 8, 0, &r) == KVC_OK);                                     /* it is still there */
+    CHECK(attend(batch, 2, TOKENS / 2, TOKENS / 2, 1, &r) == KVC_OK);                   /* after an error as well */
+    CHECK_FAILS(attend(batch, 0, 0, 8, 0, &r), KVC_ERR_GONE, "token 0", "layer 0");     /* that is gone */
+    CHECK_FAILS(attend(batch, 0, 0, 8, 1, &r), KVC_ERR_INVALID, "token 0", "put once"); /* and was put */
+    CHECK_FAILS(attend(batch, 1, 0, 8, 0, &r), KVC_ERR_INVALID, "token 0", "not put in layer 1");
+    int64_t num = -1;
+    CHECK_FAILS(kvc_dense_rows(batch, 0, &num), KVC_ERR_GONE, "token 0", "layer 0");
+    CHECK(kvc_dense_rows(batch, 1, &num) == KVC_OK && num == 0);
+    CHECK(kvc_dense_rows(batch, 2, &num) == KVC_OK && num == TOKENS);
+    const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = HEADS};
+    const kvc_attend_args args = args_for(0, 0, &r);
+    kvc_plan *plan = NULL;
+    CHECK(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK);
+    CHECK_FAILS(kvc_plan_run(plan, 0, &args, 0), KVC_ERR_GONE, "layer 0", "gone");
+    CHECK(kvc_plan_run(plan, 2, &args, 0) == KVC_OK);
+    kvc_plan_free(plan);
+    CHECK(kvc_commit(batch) == KVC_OK);
+    CHECK(nbytes(cache) == before && kvc_next_position(cache, 0) == 0);
+    CHECK(stats_of(cache).batches == 1 && stats_of(cache).tokens == 0 && stats_of(cache).blocks_opened == 0);
+    free_cache(cache);
+}
+
+/* What is put stays until the batch ends, and so do the rows of a layer that another one shares. */
+static void test_what_stays(void)
+{
+    static result r, again;
+    kvc_cache *cache = new_cache_with_room(NULL);
+    const int64_t before = nbytes(cache), rows = TOKENS * ROW * 2 * (int64_t)sizeof(float);
+    kvc_batch *batch = begin_unstored(cache, TOKENS);
+    CHECK(put(batch, 0, 0, TOKENS) == KVC_OK && attend(batch, 0, 0, TOKENS, 0, &r) == KVC_OK);
+    CHECK(attend(batch, 1, 0, TOKENS, 1, &r) == KVC_OK && attend(batch, 2, 0, TOKENS, 1, &r) == KVC_OK);
+    CHECK(attend(batch, 3, 0, TOKENS, 0, &r) == KVC_OK);
+    CHECK(nbytes(cache) - before >= 3 * rows);
+    CHECK(attend(batch, 0, 0, TOKENS, 0, &again) == KVC_OK && attend(batch, 1, 0, TOKENS, 0, &again) == KVC_OK);
+    CHECK(!memcmp(r.out, again.out, 2 * sizeof *r.out) && !memcmp(r.lse, again.lse, 2 * sizeof *r.lse));
+    kvc_abort(batch);
+    CHECK(nbytes(cache) == before);
+    free_cache(cache);
+}
+
+/* What attend puts stays in a sheet of its own where that is called for two layers at once; see test_two_threads. */
+
+static void test_a_hold_outlives_the_batch(void)
+{
+    kvc_cache *cache = new_cache_with_room(NULL);
+    const int64_t before = nbytes(cache);
+    kvc_batch *batch = begin_unstored(cache, 4);
+    kvc_span span;
+    kvc_hold *hold = NULL;
+    CHECK(kvc_slots(batch, 2, 1, &span, sizeof span, &hold) == KVC_OK);
+    CHECK(span.num_rows == 3 && span.position == 1 && span.delta == 0);
+    kvc_abort(batch);
+    memset((void *)span.k, 1, (size_t)span.num_rows * (size_t)span.k_row_stride);
+    CHECK(nbytes(cache) > before);
+    CHECK_FAILS(kvc_cache_free(cache), KVC_ERR_HELD, "views of the rows are held (1)", "");
+    batch = begin_unstored(cache, 2); /* which gets a sheet of its own */
+    kvc_hold_free(hold);
+    CHECK(put(batch, 0, 0, 2) == KVC_OK);
+    kvc_abort(batch);
+    CHECK(nbytes(cache) == before);
+    free_cache(cache);
+}
+
+/* A sequence that held rows before: this batch sees them, and then they go. */
+static void test_what_was_stored_is_dropped(void)
+{
+    static result stored, dropped;
+    for (int is_dropped = 0; is_dropped < 2; is_dropped++) {
+        kvc_cache *cache = new_cache(&(kvc_config){.block_size = 4});
+        store_seven(cache);
+        const int32_t positions[] = {5, 6, 7};
+        const int64_t ids[] = {7, 7, 7};
+        const uint8_t unstored[] = {1, 1, 1};
+        const kvc_begin_args args = {.struct_size = sizeof args,
+                                     .num_tokens = 3,
+                                     .positions = positions,
+                                     .seq_ids = ids,
+                                     .unstored = is_dropped ? unstored : NULL};
+        kvc_batch *batch = NULL;
+        if (is_dropped) { /* an abort leaves it as it was */
+            CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK);
+            kvc_abort(batch);
+            CHECK(kvc_next_position(cache, 7) == 5);
+        }
+        CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK);
+        for (int l = 0; l < 4; l++) {
+            CHECKF(attend(batch, l, 0, 3, l < 3, is_dropped ? &dropped : &stored) == KVC_OK, "%s", kvc_last_error());
+            nbytes(cache);
+        }
+        CHECK(kvc_commit(batch) == KVC_OK);
+        CHECK(kvc_next_position(cache, 7) == (is_dropped ? 0 : 8) && kvc_can_resume(cache, 7, 0));
+        CHECK(stats_of(cache).tokens == (is_dropped ? 5 : 8));
+        CHECK(is_dropped ? stats_of(cache).live_slots == 0 : stats_of(cache).live_slots > 0);
+        free_cache(cache);
+    }
+    CHECK(!memcmp(&stored, &dropped, sizeof stored));
+}
+
+/* ---- limits and errors ------------------------------------------------------------------------------------------ */
+
+static void test_limits(void)
+{
+    static result r;
+    kvc_cache *cache = new_cache(&(kvc_config){.max_seq_len = 20, .max_sequences = 1, .capacity = 20});
+    pass p = {.n = 30};
+    kvc_batch *batch = NULL;
+    for (int t = 0; t < 30; t++)
+        p.ids[t] = t / 10, p.positions[t] = t % 10, p.unstored[t] = t >= 10;
+    CHECKF(begin_pass(cache, &p, 0, 0, &batch) == KVC_OK, "%s", kvc_last_error()); /* 10 to be stored, of one */
+    for (int l = 0; l < 3; l++)
+        CHECK(attend(batch, l, 0, 30, 1, &r) == KVC_OK);
+    CHECK(kvc_commit(batch) == KVC_OK && kvc_next_position(cache, 0) == 10 && kvc_next_position(cache, 1) == 0);
+    CHECK_FAILS(begin_pass(cache, &p, 0, 1, &batch), KVC_ERR_FULL, "capacity", "20");
+    p.n = 21;
+    for (int t = 0; t < 21; t++)
+        p.ids[t] = 1, p.positions[t] = t, p.unstored[t] = 1;
+    CHECK_FAILS(begin_pass(cache, &p, 0, 0, &batch), KVC_ERR_FULL, "max_seq_len", "20");
+    p.unstored[7] = 0;
+    CHECK_FAILS(begin_pass(cache, &p, 0, 0, &batch), KVC_ERR_INVALID, "unstored[7]", "sequence 1");
+    free_cache(cache);
+}
+
+static void test_max_bytes(void)
+{
+    static result r;
+    const int64_t rows = TOKENS * ROW * 2 * (int64_t)sizeof(float);
+    kvc_cache *cache = new_cache_with_room(NULL);
+    const int64_t empty = nbytes(cache);
+    free_cache(cache);
+    cache = new_cache_with_room(&(kvc_config){.max_bytes = empty + rows / 2});
+    pass p = {.n = TOKENS};
+    kvc_batch *batch = NULL;
+    for (int t = 0; t < TOKENS; t++)
+        p.positions[t] = t, p.unstored[t] = 1;
+    CHECK_FAILS(begin_pass(cache, &p, 0, 0, &batch), KVC_ERR_FULL, "max_bytes", "48 more tokens");
+    CHECK(nbytes(cache) == empty);
+    free_cache(cache);
+    cache = new_cache_with_room(&(kvc_config){.max_bytes = empty + rows * 3 / 2});
+    CHECKF(begin_pass(cache, &p, 0, 0, &batch) == KVC_OK, "%s", kvc_last_error());
+    CHECK(put(batch, 0, 0, TOKENS) == KVC_OK);
+    CHECK_FAILS(put(batch, 2, 0, TOKENS), KVC_ERR_FULL, "max_bytes", "not stored");
+    CHECK_FAILS(attend(batch, 2, 0, TOKENS, 1, &r), KVC_ERR_FULL, "max_bytes", "not stored");
+    CHECK(attend(batch, 0, 0, TOKENS, 0, &r) == KVC_OK);
+    CHECK_FAILS(attend(batch, 2, 0, TOKENS, 0, &r), KVC_ERR_INVALID, "layer 2", "not put");
+    CHECK(kvc_commit_kept(batch, (int32_t[]){3}, 1) == KVC_OK && kvc_next_position(cache, 0) == 0);
+    CHECK(nbytes(cache) == empty);
+    free_cache(cache);
+}
+
+/* Each allocation fails in turn: nothing has changed, and the same again succeeds. */
+static kvc_status try_pass(kvc_cache *cache, const pass *p, int fail_after, memory *heap, result *r)
+{
+    kvc_batch *batch = NULL;
+    memory_fail_after(heap, fail_after);
+    kvc_status status = begin_pass(cache, p, 0, 0, &batch);
+    for (int l = 0; l < 3; l++)
+        for (int way = 0; way < 2 && status == KVC_OK; way++)
+            status = way ? attend(batch, l, 0, TOKENS, 0, r) : put(batch, l, 0, TOKENS);
+    const int failed = heap->failed;
+    memory_fail_after(heap, -1);
+    if (status != KVC_OK) {
+        CHECK(failed && status == KVC_ERR_NOMEM);
+        kvc_abort(batch);
+        return status;
+    }
+    CHECK(kvc_commit(batch) == KVC_OK);
+    return KVC_OK;
+}
+
+static void test_no_memory(void)
+{
+    static memory heap;
+    static result r, right;
+    const pass p = make_pass(0);
+    int failures = 0;
+    for (int fail_after = -1;; fail_after++) {
+        memory_init(&heap);
+        kvc_cache *cache = new_cache(&(kvc_config){.block_size = 8, .allocator = &heap.allocator});
+        store_seven(cache);
+        const int64_t before = nbytes(cache);
+        CHECK(before == memory_bytes(&heap));
+        const kvc_status status = try_pass(cache, &p, fail_after, &heap, fail_after < 0 ? &right : &r);
+        CHECK(nbytes(cache) == memory_bytes(&heap));
+        if (status != KVC_OK) {
+            CHECK(kvc_next_position(cache, 7) == 5);
+            CHECK(try_pass(cache, &p, -1, &heap, &r) == KVC_OK);
+        }
+        CHECK(fail_after < 0 || !memcmp(&r, &right, sizeof r));
+        failures += status != KVC_OK;
+        free_cache(cache);
+        CHECKF(heap.num == 0, "%d allocations are left", heap.num);
+        if (fail_after >= 0 && status == KVC_OK)
+            break;
+    }
+    CHECKF(failures > 8, "%d", failures);
+}
+
+/* ---- threads ---------------------------------------------------------------------------------------------------- */
+
+typedef struct worker {
+    kvc_batch *batch;
+    int layer;
+    result *r;
+} worker;
+
+static void *attend_layer(void *context)
+{
+    worker *w = context;
+    CHECKF(attend(w->batch, w->layer, 0, TOKENS, 1, w->r) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+static atomic_int stops;
+
+static void *look(void *context)
+{
+    kvc_cache *cache = context;
+    while (!atomic_load(&stops))
+        CHECKF(kvc_validate(cache) == KVC_OK && kvc_nbytes(cache) > 0, "%s", kvc_last_error());
+    return NULL;
+}
+
+/* Two layers at once, while a third thread looks: each has a sheet for as long as it is at it. */
+static void test_two_threads(void)
+{
+    static result one, both;
+    kvc_cache *cache = new_cache(&(kvc_config){.num_threads = 1});
+    pthread_t looks;
+    kvc_batch *batch = begin_unstored(cache, TOKENS);
+    for (int l = 0; l < 3; l += 2)
+        CHECK(attend(batch, l, 0, TOKENS, 1, &one) == KVC_OK);
+    CHECK(kvc_commit(batch) == KVC_OK);
+    CHECK(pthread_create(&looks, NULL, look, cache) == 0);
+    for (int round = 0; round < 50; round++) {
+        pthread_t threads[2];
+        worker workers[2];
+        batch = begin_unstored(cache, TOKENS);
+        for (int i = 0; i < 2; i++) {
+            workers[i] = (worker){batch, 2 * i, &both};
+            CHECK(pthread_create(&threads[i], NULL, attend_layer, &workers[i]) == 0);
+        }
+        for (int i = 0; i < 2; i++)
+            CHECK(pthread_join(threads[i], NULL) == 0);
+        kvc_abort(batch);
+        CHECK(!memcmp(&one, &both, sizeof one));
+    }
+    atomic_store(&stops, 1);
+    CHECK(pthread_join(looks, NULL) == 0);
+    free_cache(cache);
+}
+
+int main(void)
+{
+    fill_rows();
+    test_same_bits();
+    test_one_layer_at_a_time();
+    test_what_stays();
+    test_a_hold_outlives_the_batch();
+    test_what_was_stored_is_dropped();
+    test_limits();
+    test_max_bytes();
+    test_no_memory();
+    test_two_threads();
+    return test_result();
+}

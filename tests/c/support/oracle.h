@@ -1,0 +1,1516 @@
+/* oracle.h: a cache, and what it should hold as plain lists of rows, driven together.
+ *
+ * Each pair_ function calls the library, does the same to the lists, and says whether the two agree on the outcome;
+ * pair_check compares everything that can be seen.  Every token ever put has a number of its own, its tag, from which
+ * the contents of its rows follow, so that a row that was moved, shared or mixed up shows.
+ */
+#ifndef KVC_MODEL_H
+#define KVC_MODEL_H
+
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+
+#include "kernels/kernels.h"
+#include "kvcache.h"
+#include "support/memory.h"
+#include "support/test.h"
+
+enum {
+    MAX_LAYERS = 6,
+    MAX_SEQUENCES = 12,
+    MAX_ROWS = 320,
+    MAX_BATCH = 300,
+    MAX_PLACES = 1 << 13, /* blocks, runs or filled slots of a layer */
+    MAX_TAGS = 1 << 18,
+    MAX_ROW = 64 /* elements of all heads of a K or V row */
+};
+
+typedef struct row {
+    int32_t position;
+    int32_t tag;   /* what it holds */
+    int32_t slot;  /* where: rows of several sequences that have the same one count once */
+    int32_t base;  /* the position it was put at: its keys have moved since by position - base */
+    int32_t delta; /* what of this its stored keys lack */
+} row;
+
+typedef struct row_list {
+    int32_t num, lost_end; /* below lost_end rows were evicted */
+    row rows[MAX_ROWS];
+} row_list;
+
+typedef struct sequence {
+    int64_t id;
+    row_list layers[MAX_LAYERS]; /* empty for those that share */
+} sequence;
+
+/* What the open batch was given for a sequence in a cross-attention layer. */
+typedef struct cross_put {
+    int layer, n;
+    int64_t id;
+    int32_t tag; /* of the first row */
+} cross_put;
+
+typedef struct pair {
+    kvc_cache *cache;
+    kvc_config config;
+    kvc_layer layers[MAX_LAYERS];
+    int roundings; /* how often a key may be rounded to its type; 0: never, as all angles are right ones */
+    int32_t next_tag; /* of rows, and of slots */
+    int num_holds;
+    memory *memory; /* not NULL: where the cache's memory comes from, which may be told to fail */
+    kvc_batch *batch; /* the open one, its tokens are tagged from batch_tag on */
+    int32_t num_tokens, batch_tag;
+    int32_t positions[MAX_BATCH];
+    int64_t ids[MAX_BATCH];
+    const int32_t *parents;               /* of its tokens, or NULL */
+    char written[MAX_LAYERS][MAX_BATCH]; /* they were put */
+    void (*look)(struct pair *p);        /* not NULL: called when random tokens were put */
+    int num_cross_puts;
+    cross_put cross_puts[MAX_SEQUENCES * MAX_LAYERS];
+    int64_t moving;           /* the sequence that is edited while move_keys is called */
+    int calls_left, call_failed, num_calls; /* of move_keys, before one fails (-1: none does) */
+    int32_t num_sequences; /* those with rows, and those that lost all they had */
+    sequence sequences[MAX_SEQUENCES];
+} pair;
+
+static const size_t element_sizes[] = {4, 2, 2}; /* of KVC_F32, KVC_F16, KVC_BF16 */
+
+static const kvc_policy full_policy = {.kind = KVC_FULL};
+
+static inline kvc_policy chunked_policy(int32_t attention_chunk_size, int32_t resume_window)
+{
+    return (kvc_policy){.kind = KVC_CHUNKED,
+                        .resume_window = resume_window,
+                        .attention_chunk_size = attention_chunk_size};
+}
+
+static inline kvc_policy sliding_policy(int32_t window, int32_t num_sink_tokens, int32_t resume_window)
+{
+    return (kvc_policy){.kind = KVC_SLIDING,
+                        .window = window,
+                        .num_sink_tokens = num_sink_tokens,
+                        .resume_window = resume_window};
+}
+
+/* A new cache of these layers; the other fields of p->config may be set before. */
+static inline void pair_new(pair *p, int num_layers, const kvc_layer *layers)
+{
+    memcpy(p->layers, layers, (size_t)num_layers * sizeof *layers);
+    p->calls_left = -1;
+    for (int l = 0; l < num_layers; l++)
+        if (p->layers[l].rope.kind == KVC_ROPE_FUNCTION)
+            p->layers[l].rope.user = p;
+    p->config.struct_size = sizeof p->config;
+    p->config.layers = p->layers;
+    p->config.layer_size = sizeof *p->layers;
+    p->config.num_layers = num_layers;
+    if (p->memory)
+        p->config.allocator = &p->memory->allocator;
+    if (!p->config.capacity)
+        p->config.capacity = p->config.max_seq_len * p->config.max_sequences;
+    CHECKF(kvc_cache_new(&p->config, &p->cache) == KVC_OK, "%s", kvc_last_error());
+}
+
+static inline void pair_free(pair *p)
+{
+    CHECKF(kvc_cache_free(p->cache) == KVC_OK, "%s", kvc_last_error());
+}
+
+/* ---- what rows hold --------------------------------------------------------------------------------------------- */
+
+/* An element of a token's K (or V) row: a small odd integer, so that every type holds it, also where it was turned by
+ * right angles, the cosines of which are not quite 0. */
+static inline float element(int32_t tag, int32_t layer, int is_v, int32_t head, int32_t d)
+{
+    uint32_t x = (uint32_t)tag * 0x9e3779b1u + (uint32_t)(((layer * 2 + is_v) * 64 + head) * 64 + d) * 0x85ebca6bu;
+    x = (x ^ x >> 15) * 0x2c1b3c6du;
+    return (float)(x >> 25) * 2 - 127;
+}
+
+/* What a caller's function makes of an element when it is moved: an integer again, and no larger. */
+static inline float moved_element(float x, int32_t layer, int32_t moved)
+{
+    return (float)(((uint32_t)(int32_t)x + 128 + (uint32_t)moved * (uint32_t)(2 * layer + 1)) & 255) - 128;
+}
+
+/* Angles that turn a key to one of four, for which no element is rounded. */
+#define RIGHT_ANGLE 1.57079632679489661923
+static const double any_angles[] = {1, -0.31, 0.017, 1.7, 100};
+static const double right_angles[] = {RIGHT_ANGLE, -RIGHT_ANGLE, 2 * RIGHT_ANGLE, 5 * RIGHT_ANGLE, -3 * RIGHT_ANGLE};
+
+/* Turns a key by moved * inv_freq, in double. */
+static inline void rotate(const kvc_rope *rope, int32_t moved, double *k)
+{
+    for (int32_t i = 0; i < rope->num_freqs; i++) {
+        double *a = k + rope->first_dim + (rope->interleaved ? 2 * i : i);
+        double *b = a + (rope->interleaved ? 1 : rope->num_freqs);
+        double x = *a, y = *b, c = cos(moved * rope->inv_freq[i]), s = sin(moved * rope->inv_freq[i]);
+        *a = x * c - y * s;
+        *b = y * c + x * s;
+    }
+}
+
+/* A head of a token's K row that was moved by so much since it was put. */
+static inline void moved_key(const pair *p, int l, int32_t tag, int32_t moved, int32_t h, double *k)
+{
+    const kvc_layer *layer = &p->layers[l];
+    int32_t first = layer->value_in_key ? layer->v_dim : 0;
+    for (int d = 0; d < layer->k_dim; d++)
+        k[d] = element(tag, l, 0, h, d);
+    if (!moved)
+        return;
+    if (layer->rope.kind == KVC_ROPE_FREQUENCIES)
+        rotate(&layer->rope, moved, k);
+    for (int d = 0; d < layer->k_dim && !p->roundings; d++)
+        k[d] = nearbyint(k[d]);
+    for (int d = first; d < layer->k_dim && layer->rope.kind == KVC_ROPE_FUNCTION; d++)
+        k[d] = moved_element((float)k[d], l, moved);
+}
+
+/* The kvc_shift_fn of all: what may and may not be done from inside is looked at on the way. */
+static inline int32_t move_keys(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
+                                int32_t k_dim, int32_t delta)
+{
+    pair *p = user;
+    const kvc_layer *config = &p->layers[layer];
+    kvc_batch *batch = NULL;
+    CHECK(num_kv_heads == config->num_kv_heads && k_dim == config->k_dim && num_rows > 0 && delta != 0);
+    p->num_calls++;
+    CHECK(kvc_seq_len(p->cache, p->moving, -1) > 0);
+    CHECK(kvc_shift(p->cache, p->moving, 0, 1, 1) == KVC_ERR_BUSY);
+    CHECK(kvc_begin(p->cache, 1, &(int32_t){0}, NULL, NULL, &batch) == KVC_ERR_BUSY);
+    CHECK(kvc_settle(p->cache) == KVC_ERR_BUSY && kvc_cache_free(p->cache) == KVC_ERR_BUSY);
+    CHECKF(kvc_validate(p->cache) == KVC_OK, "%s", kvc_last_error());
+    for (int64_t i = 0; i < num_kv_heads * num_rows; i++)
+        for (int d = config->value_in_key ? config->v_dim : 0; d < k_dim; d++)
+            keys[i * k_dim + d] = moved_element(keys[i * k_dim + d], layer, delta);
+    if (p->calls_left != 0) {
+        p->calls_left--;
+        return 0;
+    }
+    p->call_failed = 1;
+    return -3;
+}
+
+static inline float read_element(const void *from, int32_t type)
+{
+    float x;
+    kvc_kernels_scalar.convert[type][KVC_F32](&x, 0, from, 0, 1, 1);
+    return x;
+}
+
+/* ---- the model -------------------------------------------------------------------------------------------------- */
+
+static inline sequence *find_sequence(const pair *p, int64_t id)
+{
+    for (int s = 0; s < p->num_sequences; s++)
+        if (p->sequences[s].id == id)
+            return (sequence *)&p->sequences[s];
+    return NULL;
+}
+
+static inline sequence *add_sequence(pair *p, int64_t id)
+{
+    sequence *found = find_sequence(p, id);
+    if (found)
+        return found;
+    CHECK(p->num_sequences < MAX_SEQUENCES);
+    found = &p->sequences[p->num_sequences++];
+    found->id = id;
+    for (int l = 0; l < MAX_LAYERS; l++)
+        found->layers[l].num = found->layers[l].lost_end = 0;
+    return found;
+}
+
+static inline void forget_sequence(pair *p, int64_t id)
+{
+    sequence *found = find_sequence(p, id);
+    if (found)
+        *found = p->sequences[--p->num_sequences];
+}
+
+/* Whether a layer has rows of its own, which are tokens'. */
+static inline int keeps_tokens(const pair *p, int l)
+{
+    const kvc_layer *layer = &p->layers[l];
+    return !layer->share && layer->policy.kind != KVC_CROSS && layer->policy.kind != KVC_NONE;
+}
+
+static inline int is_cross(const pair *p, int l)
+{
+    return !p->layers[l].share && p->layers[l].policy.kind == KVC_CROSS;
+}
+
+/* The layer whose rows a layer reads. */
+static inline int source_of(const pair *p, int l)
+{
+    return p->layers[l].share ? p->layers[l].share - 1 : l;
+}
+
+static inline int32_t rows_of(const pair *p, const sequence *s)
+{
+    int32_t most = 0;
+    for (int l = 0; s && l < p->config.num_layers; l++)
+        if (keeps_tokens(p, l))
+            most = s->layers[l].num > most ? s->layers[l].num : most;
+    return most;
+}
+
+/* Whether it holds rows in any layer. */
+static inline int holds_rows(const pair *p, const sequence *s)
+{
+    for (int l = 0; s && l < p->config.num_layers; l++)
+        if (s->layers[l].num)
+            return 1;
+    return 0;
+}
+
+static inline void list_add(row_list *list, row r)
+{
+    CHECK(list->num < MAX_ROWS);
+    if (list->num < MAX_ROWS)
+        list->rows[list->num++] = r;
+}
+
+/* A sequence without tokens has lost nothing, and is gone if it has nothing of cross-attention layers either. */
+static inline void tidy(pair *p, sequence *s)
+{
+    int32_t num = 0;
+    if (rows_of(p, s))
+        return;
+    for (int l = 0; l < p->config.num_layers; l++) {
+        s->layers[l].lost_end = 0;
+        num += s->layers[l].num;
+    }
+    if (!num)
+        forget_sequence(p, s->id);
+}
+
+/* Smallest (sign -1) or largest (sign 1) position in any layer; -1: none. */
+static inline int32_t extreme_of(const pair *p, const sequence *s, int sign)
+{
+    int32_t found = -1;
+    for (int l = 0; s && l < p->config.num_layers; l++)
+        for (int i = 0; keeps_tokens(p, l) && i < s->layers[l].num; i++)
+            if (found < 0 || (s->layers[l].rows[i].position - found) * sign > 0)
+                found = s->layers[l].rows[i].position;
+    return found;
+}
+
+static inline int32_t next_of(const pair *p, const sequence *s)
+{
+    return extreme_of(p, s, 1) + 1;
+}
+
+static inline int32_t not_negative(int32_t x)
+{
+    return x > 0 ? x : 0;
+}
+
+static inline int32_t lowest_seen(const kvc_policy *policy, int32_t position)
+{
+    if (policy->kind == KVC_CHUNKED)
+        return position / policy->attention_chunk_size * policy->attention_chunk_size;
+    return policy->kind == KVC_SLIDING ? not_negative(position - policy->window + 1) : 0;
+}
+
+static inline int32_t num_kept(const kvc_policy *policy)
+{
+    return policy->resume_window ? policy->resume_window : policy->window;
+}
+
+static inline int is_kept(const kvc_policy *policy, int32_t position, int32_t low)
+{
+    if (policy->kind == KVC_CHUNKED)
+        return position >= lowest_seen(policy, low) - policy->resume_window;
+    return policy->kind != KVC_SLIDING || position < policy->num_sink_tokens ||
+           position >= not_negative(low - num_kept(policy) + 1);
+}
+
+/* Whether a query there would miss rows that were evicted. */
+static inline int misses(const pair *p, const sequence *s, int32_t position)
+{
+    for (int l = 0; s && l < p->config.num_layers; l++)
+        if (keeps_tokens(p, l) && lowest_seen(&p->layers[l].policy, position) < s->layers[l].lost_end)
+            return 1;
+    return 0;
+}
+
+static inline int same_policy(const kvc_policy *a, const kvc_policy *b)
+{
+    if (a->kind != b->kind || a->kind == KVC_FULL)
+        return a->kind == b->kind;
+    if (a->kind == KVC_CHUNKED)
+        return a->attention_chunk_size == b->attention_chunk_size && a->resume_window == b->resume_window;
+    return a->window == b->window && a->num_sink_tokens == b->num_sink_tokens && num_kept(a) == num_kept(b);
+}
+
+/* Whether two layers, both with tokens, are of one group. */
+static inline int same_group(const pair *p, int a, int b)
+{
+    return keeps_tokens(p, a) && keeps_tokens(p, b) && same_policy(&p->layers[a].policy, &p->layers[b].policy);
+}
+
+/* Whether layer l is the first of its group; each cross-attention layer is one by itself. */
+static inline int leads_group(const pair *p, int l)
+{
+    for (int i = 0; i < l; i++)
+        if (same_group(p, i, l))
+            return 0;
+    return keeps_tokens(p, l) || is_cross(p, l);
+}
+
+/* Whether some layer of the group has a rope of this kind. */
+static inline int group_has(const pair *p, int l, int32_t kind)
+{
+    for (int i = 0; i < p->config.num_layers; i++)
+        if (same_group(p, i, l) && p->layers[i].rope.kind == kind)
+            return 1;
+    return 0;
+}
+
+static inline int rope_is_unknown(const pair *p)
+{
+    for (int l = 0; l < p->config.num_layers; l++)
+        if (keeps_tokens(p, l) && p->layers[l].rope.kind == KVC_ROPE_UNKNOWN)
+            return 1;
+    return 0;
+}
+
+static inline int32_t new_slot(pair *p)
+{
+    CHECK(p->next_tag < MAX_TAGS - 1);
+    return p->next_tag++;
+}
+
+/* Rows of all sequences in a layer, shared ones counted once. */
+static inline int32_t live_rows(const pair *p, int l)
+{
+    static int32_t seen[MAX_TAGS], round;
+    int32_t num = 0;
+    round++;
+    for (int s = 0; s < p->num_sequences; s++) {
+        const row_list *list = &p->sequences[s].layers[l];
+        for (int i = 0; i < list->num; i++) {
+            num += seen[list->rows[i].slot] != round;
+            seen[list->rows[i].slot] = round;
+        }
+    }
+    return num;
+}
+
+/* Of the positions in a batch, the smallest of one sequence, or where it goes on. */
+static inline int32_t lowest_query(const pair *p, const sequence *s, int n, const int32_t *positions,
+                                   const int64_t *ids)
+{
+    int32_t low = rows_of(p, s) ? next_of(p, s) : INT32_MAX;
+    for (int t = 0; t < n; t++)
+        if (ids[t] == s->id && positions[t] < low)
+            low = positions[t];
+    return low;
+}
+
+static inline void evict(pair *p, int n, const int32_t *positions, const int64_t *ids)
+{
+    for (int s = 0; s < p->num_sequences; s++) {
+        int32_t low = lowest_query(p, &p->sequences[s], n, positions, ids);
+        for (int l = 0; l < p->config.num_layers; l++) {
+            if (!keeps_tokens(p, l))
+                continue;
+            row_list *list = &p->sequences[s].layers[l];
+            int32_t num = 0;
+            for (int i = 0; i < list->num; i++) {
+                row r = list->rows[i];
+                if (is_kept(&p->layers[l].policy, r.position, low))
+                    list->rows[num++] = r;
+                else if (r.position >= list->lost_end)
+                    list->lost_end = r.position + 1;
+            }
+            list->num = num;
+        }
+    }
+}
+
+static inline int count_id(int64_t id, int n, const int64_t *ids)
+{
+    int num = 0;
+    for (int t = 0; t < n; t++)
+        num += ids[t] == id;
+    return num;
+}
+
+/* Whether a batch fits, in a model that has evicted for it; num_sequences: with the batch. */
+static inline int fits(const pair *p, int64_t num_sequences, int n, const int64_t *ids)
+{
+    const kvc_config *c = &p->config;
+    if (c->max_sequences && num_sequences > c->max_sequences)
+        return 0;
+    for (int l = 0; l < c->num_layers; l++) {
+        if (!keeps_tokens(p, l))
+            continue;
+        if (c->capacity && live_rows(p, l) + n > c->capacity)
+            return 0;
+        for (int t = 0; c->max_seq_len && t < n; t++) {
+            const sequence *s = find_sequence(p, ids[t]);
+            if ((s ? s->layers[l].num : 0) + count_id(ids[t], n, ids) > c->max_seq_len)
+                return 0;
+        }
+    }
+    return 1;
+}
+
+/* Only what there is: the struct is large. */
+static inline void model_copy(pair *to, const pair *from)
+{
+    memcpy(to, from, offsetof(pair, sequences));
+    for (int s = 0; s < from->num_sequences; s++) {
+        to->sequences[s].id = from->sequences[s].id;
+        for (int l = 0; l < from->config.num_layers; l++) {
+            const row_list *list = &from->sequences[s].layers[l];
+            memcpy(&to->sequences[s].layers[l], list, offsetof(row_list, rows) + (size_t)list->num * sizeof(row));
+        }
+    }
+}
+
+/* What kvc_begin should answer (max_bytes aside); on KVC_OK, *after is the model when it has evicted. */
+static inline kvc_status model_begin(const pair *p, int n, const int32_t *positions, const int64_t *ids, pair *after)
+{
+    int64_t num_sequences = 0;
+    for (int t = 0; t < n; t++)
+        if (misses(p, find_sequence(p, ids[t]), positions[t]))
+            return KVC_ERR_GONE;
+    for (int s = 0; s < p->num_sequences; s++)
+        num_sequences += holds_rows(p, &p->sequences[s]);
+    for (int t = 0; t < n; t++)
+        num_sequences += !holds_rows(p, find_sequence(p, ids[t])) && !count_id(ids[t], t, ids);
+    model_copy(after, p);
+    evict(after, n, positions, ids);
+    return fits(after, num_sequences, n, ids) ? KVC_OK : KVC_ERR_FULL;
+}
+
+/* kept: of each token, whether it stays. */
+static inline void model_commit(pair *p, const char *kept)
+{
+    for (int t = 0; t < p->num_tokens; t++) {
+        if (!kept[t])
+            continue;
+        sequence *s = add_sequence(p, p->ids[t]);
+        for (int l = 0; l < p->config.num_layers; l++)
+            if (keeps_tokens(p, l))
+                list_add(&s->layers[l],
+                         (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0});
+    }
+    for (int i = 0; i < p->num_cross_puts; i++) {
+        const cross_put *put = &p->cross_puts[i];
+        int any = 0;
+        for (int t = 0; t < p->num_tokens; t++)
+            any |= kept[t] && p->ids[t] == put->id;
+        if (!any)
+            continue;
+        row_list *list = &add_sequence(p, put->id)->layers[put->layer];
+        list->num = 0;
+        for (int32_t r = 0; r < put->n; r++)
+            list_add(list, (row){r, put->tag + r, put->tag + r, r, 0});
+    }
+}
+
+static inline void model_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t length)
+{
+    forget_sequence(p, dst);
+    if (!find_sequence(p, src))
+        return;
+    sequence *to = add_sequence(p, dst);
+    const sequence *from = find_sequence(p, src);
+    for (int l = 0; l < p->config.num_layers; l++) {
+        const row_list *list = &from->layers[l];
+        for (int i = 0; i < list->num; i++)
+            if (list->rows[i].position < length || is_cross(p, l))
+                list_add(&to->layers[l], list->rows[i]);
+        to->layers[l].lost_end = list->lost_end < length ? list->lost_end : length;
+    }
+    tidy(p, to);
+}
+
+/* Positions [begin, end) become their quotient, or are moved; moves_lost: rows that were evicted as well. */
+static inline void model_move_layer(pair *p, sequence *s, int l, int32_t begin, int32_t end, int32_t delta,
+                                    int32_t divisor, int moves_lost)
+{
+    row_list *list = &s->layers[l];
+    int turns = group_has(p, l, KVC_ROPE_FREQUENCIES), num = 0;
+    int copied = group_has(p, l, KVC_ROPE_FUNCTION) || (turns && divisor);
+    for (int i = 0; i < list->num; i++) {
+        row r = list->rows[i];
+        if (r.position >= begin && r.position < end) {
+            int64_t to = divisor ? r.position / divisor : (int64_t)r.position + delta;
+            if (to < 0)
+                continue;
+            r.delta = copied ? 0 : turns ? r.delta + (int32_t)to - r.position : 0;
+            r.slot = copied ? new_slot(p) : r.slot;
+            r.position = (int32_t)to;
+        }
+        list->rows[num++] = r;
+    }
+    list->num = num;
+    int32_t last = list->lost_end - 1;
+    if (moves_lost && last >= begin && last < end && last >= 0)
+        list->lost_end = divisor ? last / divisor + 1 : (int32_t)fmax(0, (double)last + delta + 1);
+}
+
+static inline void model_move(pair *p, int64_t id, int32_t begin, int32_t end, int32_t delta, int32_t divisor,
+                              int moves_lost)
+{
+    sequence *s = find_sequence(p, id);
+    if (!s || (divisor ? divisor == 1 : delta == 0))
+        return;
+    for (int l = 0; l < p->config.num_layers; l++)
+        if (keeps_tokens(p, l))
+            model_move_layer(p, s, l, begin, end, delta, divisor, moves_lost);
+    tidy(p, s);
+}
+
+static inline void model_remove(pair *p, int64_t id, int32_t begin, int32_t end, int shift)
+{
+    sequence *s = find_sequence(p, id);
+    int moves = shift && next_of(p, s) > end;
+    for (int l = 0; s && l < p->config.num_layers; l++) {
+        row_list *list = &s->layers[l];
+        int32_t num = 0;
+        if (!keeps_tokens(p, l))
+            continue;
+        for (int i = 0; i < list->num; i++)
+            if (list->rows[i].position < begin || list->rows[i].position >= end)
+                list->rows[num++] = list->rows[i];
+        list->num = num;
+        if (list->lost_end > end)
+            list->lost_end -= shift ? end - begin : 0;
+        else if (list->lost_end > begin)
+            list->lost_end = begin;
+    }
+    if (s)
+        tidy(p, s);
+    if (moves)
+        model_move(p, id, end, KVC_END, begin - end, 0, 0);
+}
+
+/* Slots that sequences see at different deltas are copied for those that see them off. */
+static inline void model_settle(pair *p)
+{
+    static int32_t deltas[MAX_TAGS], seen[MAX_TAGS], round;
+    for (int l = 0; l < p->config.num_layers; l++) {
+        const int32_t disputed = INT32_MAX;
+        round++;
+        for (int s = 0; s < p->num_sequences; s++) {
+            const row_list *list = &p->sequences[s].layers[l];
+            for (int i = 0; i < list->num; i++) {
+                const row *r = &list->rows[i];
+                deltas[r->slot] = seen[r->slot] != round || deltas[r->slot] == r->delta ? r->delta : disputed;
+                seen[r->slot] = round;
+            }
+        }
+        for (int s = 0; s < p->num_sequences; s++) {
+            row_list *list = &p->sequences[s].layers[l];
+            for (int i = 0; i < list->num; i++) {
+                row *r = &list->rows[i];
+                r->slot = r->delta && deltas[r->slot] == disputed ? new_slot(p) : r->slot;
+                r->delta = 0;
+            }
+        }
+    }
+}
+
+/* Whether another sequence has the row of a slot as well. */
+static inline int is_shared(const pair *p, const sequence *own, int l, int32_t slot)
+{
+    for (int s = 0; s < p->num_sequences; s++)
+        for (int i = 0; &p->sequences[s] != own && i < p->sequences[s].layers[l].num; i++)
+            if (p->sequences[s].layers[l].rows[i].slot == slot)
+                return 1;
+    return 0;
+}
+
+/* The row that was put last of those at a position; NULL: none. */
+static inline row *find_row(const row_list *list, int32_t position)
+{
+    for (int i = list->num - 1; i >= 0; i--)
+        if (list->rows[i].position == position)
+            return (row *)&list->rows[i];
+    return NULL;
+}
+
+/* Rows that are tagged from `tag` on take the place of those at [begin, end). */
+static inline void model_inject(pair *p, int64_t id, int layer, int32_t begin, int32_t end, int32_t tag)
+{
+    sequence *s = find_sequence(p, id);
+    for (int l = 0; s && l < p->config.num_layers; l++)
+        for (int i = 0; same_group(p, l, layer) && i < s->layers[l].num; i++) {
+            row *r = &s->layers[l].rows[i];
+            if (r->position >= begin && r->position < end && is_shared(p, s, l, r->slot))
+                r->slot = new_slot(p);
+        }
+    for (int32_t at = begin; s && at < end; at++) {
+        row *r = find_row(&s->layers[layer], at);
+        if (r) {
+            r->tag = tag + at - begin;
+            r->base = at;
+        }
+    }
+}
+
+/* ---- comparing -------------------------------------------------------------------------------------------------- */
+
+static inline void check_element(const row *r, int l, int is_v, int32_t h, int32_t d, float got)
+{
+    CHECKF(got == element(r->tag, l, is_v, h, d), "layer %d, position %d, head %d, %c[%d] is %g, not %g", l,
+           r->position, h, is_v ? 'v' : 'k', d, (double)got, (double)element(r->tag, l, is_v, h, d));
+}
+
+/* A head of a key that was moved by so much. */
+static inline void check_key_row(const pair *p, int l, const row *r, int32_t moved, int32_t h, const float *got)
+{
+    static const double half_steps[] = {0x1p-24, 0x1p-11, 0x1p-8}; /* of KVC_F32, KVC_F16 and KVC_BF16, at 1 */
+    double right[MAX_ROW], error = p->roundings * half_steps[p->layers[l].k_type] * 256;
+    moved_key(p, l, r->tag, moved, h, right);
+    for (int d = 0; d < p->layers[l].k_dim; d++)
+        CHECKF(got[d] == right[d] || fabs(got[d] - right[d]) <= error,
+               "layer %d, position %d, put at %d, head %d, k[%d] is %g, not %g", l, r->position, r->base, h, d,
+               (double)got[d], right[d]);
+}
+
+/* A head of a row of values. */
+static inline void check_value_row(const pair *p, int l, const row *r, int32_t h, const float *got)
+{
+    for (int d = 0; d < p->layers[l].v_dim; d++)
+        check_element(r, l, !p->layers[l].value_in_key, h, d, got[d]);
+}
+
+/* Room for n rows of a layer in f32, keys and values, all heads of them. */
+static inline kvc_rows_out room_for(const pair *p, int l, int32_t n, float *k, float *v)
+{
+    const kvc_layer *layer = &p->layers[l];
+    return (kvc_rows_out){.struct_size = sizeof(kvc_rows_out),
+                          .type = KVC_F32,
+                          .k = k,
+                          .v = v,
+                          .k_head_stride = (int64_t)sizeof *k * n * layer->k_dim,
+                          .k_row_stride = (int64_t)sizeof *k * layer->k_dim,
+                          .v_head_stride = (int64_t)sizeof *v * n * layer->v_dim,
+                          .v_row_stride = (int64_t)sizeof *v * layer->v_dim};
+}
+
+static inline void check_gather(const pair *p, const sequence *s, int l)
+{
+    static float k[MAX_ROWS * MAX_ROW], v[MAX_ROWS * MAX_ROW];
+    const kvc_layer *layer = &p->layers[l];
+    const row_list *list = &s->layers[source_of(p, l)];
+    const kvc_rows_out out = room_for(p, l, list->num, k, v);
+    CHECKF(kvc_gather(p->cache, s->id, l, 0, list->num, &out) == KVC_OK, "%s", kvc_last_error());
+    for (int h = 0; h < layer->num_kv_heads; h++) {
+        for (int i = 0; i < list->num; i++) {
+            const row *r = &list->rows[i];
+            check_key_row(p, source_of(p, l), r, r->position - r->base, h, &k[(h * list->num + i) * layer->k_dim]);
+            check_value_row(p, source_of(p, l), r, h, &v[(h * list->num + i) * layer->v_dim]);
+        }
+    }
+}
+
+/* The rows at some positions, and zeros where there is none. */
+static inline void check_extract(const pair *p, const sequence *s, int l, int32_t begin, int32_t end)
+{
+    static float k[MAX_ROWS * MAX_ROW], v[MAX_ROWS * MAX_ROW];
+    static const float zeros[MAX_ROW];
+    const kvc_layer *layer = &p->layers[l];
+    const kvc_rows_out out = room_for(p, l, end - begin, k, v);
+    memset(k, 1, sizeof k);
+    memset(v, 1, sizeof v);
+    CHECKF(kvc_extract(p->cache, s->id, l, begin, end, &out) == KVC_OK, "%s", kvc_last_error());
+    for (int h = 0; h < layer->num_kv_heads; h++) {
+        for (int32_t at = 0; at < end - begin; at++) {
+            const row *r = find_row(&s->layers[source_of(p, l)], begin + at);
+            const float *got_k = &k[(h * (end - begin) + at) * layer->k_dim];
+            const float *got_v = &v[(h * (end - begin) + at) * layer->v_dim];
+            if (r) {
+                check_key_row(p, source_of(p, l), r, r->position - r->base, h, got_k);
+                check_value_row(p, source_of(p, l), r, h, got_v);
+            } else {
+                CHECK(!memcmp(got_k, zeros, (size_t)layer->k_dim * sizeof *k));
+                CHECK(!memcmp(got_v, zeros, (size_t)layer->v_dim * sizeof *v));
+            }
+        }
+    }
+}
+
+static inline void read_row(const void *from, int32_t type, int32_t dim, float *to)
+{
+    kvc_kernels_scalar.convert[type][KVC_F32](to, 0, from, 0, 1, dim);
+}
+
+/* The rows of one span, which should be these of the list; keys lack what the span says. */
+static inline void check_span(const pair *p, int l, const kvc_span *span, const row *rows)
+{
+    const kvc_layer *layer = &p->layers[l];
+    float values[MAX_ROW];
+    for (int i = 0; i < span->num_rows; i++) {
+        const row *r = &rows[i];
+        CHECKF(r->position == span->position + i, "position %d, not %d", span->position + i, r->position);
+        CHECKF(r->delta == span->delta, "position %d: delta %d, not %d", r->position, span->delta, r->delta);
+        for (int h = 0; h < layer->num_kv_heads; h++) {
+            read_row((const char *)span->k + h * span->k_head_stride + i * span->k_row_stride, layer->k_type,
+                     layer->k_dim, values);
+            check_key_row(p, source_of(p, l), r, r->position - r->delta - r->base, h, values);
+            read_row((const char *)span->v + h * span->v_head_stride + i * span->v_row_stride, layer->v_type,
+                     layer->v_dim, values);
+            check_value_row(p, source_of(p, l), r, h, values);
+        }
+    }
+}
+
+static inline void check_spans(const pair *p, const sequence *s, int l)
+{
+    static kvc_span spans[MAX_ROWS];
+    int64_t num;
+    int32_t row = 0;
+    CHECK(kvc_spans(p->cache, s->id, l, spans, sizeof *spans, MAX_ROWS, &num, NULL) == KVC_OK);
+    for (int64_t i = 0; i < num; row += spans[i++].num_rows) {
+        CHECK(spans[i].num_rows >= 1 && row + spans[i].num_rows <= s->layers[source_of(p, l)].num);
+        if (row + spans[i].num_rows <= s->layers[source_of(p, l)].num)
+            check_span(p, l, &spans[i], &s->layers[source_of(p, l)].rows[row]);
+    }
+    CHECKF(row == s->layers[source_of(p, l)].num, "spans of %d rows, not %d", row, s->layers[source_of(p, l)].num);
+}
+
+static inline void check_positions(const pair *p, const sequence *s, int l)
+{
+    static int32_t positions[MAX_ROWS];
+    const row_list *list = &s->layers[source_of(p, l)];
+    int64_t num = kvc_positions(p->cache, s->id, l, positions, MAX_ROWS);
+    CHECKF(num == list->num && kvc_seq_len(p->cache, s->id, l) == list->num,
+           "sequence %lld, layer %d: %lld rows, not %d", (long long)s->id, l, (long long)num, list->num);
+    for (int i = 0; i < list->num && i < num; i++)
+        CHECKF(positions[i] == list->rows[i].position, "row %d at %d, not %d", i, positions[i], list->rows[i].position);
+}
+
+static inline void check_find_row(const pair *p, const sequence *s, int l, int32_t position)
+{
+    int64_t right = -1;
+    for (int i = 0; i < s->layers[source_of(p, l)].num; i++)
+        if (s->layers[source_of(p, l)].rows[i].position == position)
+            right = i;
+    CHECKF(kvc_find_row(p->cache, s->id, l, position) == right, "position %d is row %lld", position, (long long)right);
+}
+
+static inline void check_can_resume(const pair *p, const sequence *s, int32_t position)
+{
+    int right = position >= 0 && position <= next_of(p, s) && !misses(p, s, position);
+    CHECKF(kvc_can_resume(p->cache, s->id, position) == right, "sequence %lld at %d", (long long)s->id, position);
+}
+
+static inline void check_sequence(const pair *p, const sequence *s)
+{
+    int32_t next = next_of(p, s);
+    CHECK(kvc_seq_len(p->cache, s->id, -1) == rows_of(p, s));
+    CHECK(kvc_first_position(p->cache, s->id) == extreme_of(p, s, -1));
+    CHECK(kvc_last_position(p->cache, s->id) == next - 1);
+    CHECK(kvc_next_position(p->cache, s->id) == next);
+    for (int32_t i = -3; i < 2 && i <= INT32_MAX - next; i++) {
+        check_can_resume(p, s, next + i);
+        check_can_resume(p, s, random_int(0, (next < MAX_ROWS ? next : MAX_ROWS) + 1));
+    }
+    for (int l = 0; l < p->config.num_layers; l++) {
+        check_positions(p, s, l);
+        check_gather(p, s, l);
+        check_spans(p, s, l);
+        check_find_row(p, s, l, next);
+        const row_list *list = &s->layers[source_of(p, l)];
+        for (int i = 0; i < 4 && list->num; i++)
+            check_find_row(p, s, l, list->rows[random_int(0, list->num)].position + i % 2);
+        if (!random_int(0, 4)) {
+            int32_t begin = list->num ? list->rows[random_int(0, list->num)].position : random_int(0, 9);
+            begin = not_negative(begin - random_int(0, 9));
+            check_extract(p, s, l, begin, begin < INT32_MAX - 20 ? begin + random_int(0, 20) : begin);
+        }
+    }
+}
+
+static inline void check_ids(const pair *p)
+{
+    int64_t ids[MAX_SEQUENCES];
+    int64_t num = kvc_sequences(p->cache, ids, MAX_SEQUENCES), right = 0;
+    for (int s = 0; s < p->num_sequences; s++)
+        right += rows_of(p, &p->sequences[s]) > 0;
+    CHECKF(num == right, "%lld sequences, not %lld", (long long)num, (long long)right);
+    for (int i = 0; i < num; i++)
+        CHECK(rows_of(p, find_sequence(p, ids[i])) > 0 && (i == 0 || ids[i] > ids[i - 1]));
+}
+
+static inline kvc_stats stats_of(const pair *p)
+{
+    kvc_stats stats;
+    kvc_get_stats(p->cache, &stats, sizeof stats);
+    return stats;
+}
+
+/* Rows that the open batch has in a layer. */
+static inline int64_t batch_rows(const pair *p, int l)
+{
+    int64_t num = 0;
+    if (!p->batch || keeps_tokens(p, l))
+        return p->batch ? p->num_tokens : 0;
+    for (int i = 0; i < p->num_cross_puts; i++)
+        num += p->cross_puts[i].layer == l ? p->cross_puts[i].n : 0;
+    return num;
+}
+
+static inline void check_live_slots(const pair *p)
+{
+    int64_t right = 0;
+    for (int l = 0; l < p->config.num_layers; l++)
+        if (leads_group(p, l))
+            right += live_rows(p, l) + batch_rows(p, l);
+    CHECKF(stats_of(p).live_slots == right, "%lld live slots, not %lld", (long long)stats_of(p).live_slots,
+           (long long)right);
+}
+
+/* The runs of the sequence that *runs begins with are its spans; moves *runs past them. */
+static inline void check_runs(const pair *p, int l, const kvc_run_info **runs)
+{
+    static kvc_span spans[MAX_ROWS];
+    int64_t num, id = (*runs)->seq_id;
+    CHECK(kvc_spans(p->cache, id, l, spans, sizeof *spans, MAX_ROWS, &num, NULL) == KVC_OK && num > 0);
+    for (int64_t i = 0; i < num; i++, ++*runs)
+        CHECKF((*runs)->seq_id == id && !(*runs)->in_batch && (*runs)->count == spans[i].num_rows &&
+                   (*runs)->position == spans[i].position && (*runs)->delta == spans[i].delta,
+               "sequence %lld, layer %d: run %d is not its span", (long long)id, l, (int)i);
+}
+
+/* The runs of the sequences by rising id, then those of the open batch. */
+static inline void check_all_runs(const pair *p, int l, const kvc_run_info *runs, int64_t num)
+{
+    const kvc_run_info *run = runs, *end = runs + num;
+    int64_t rows = 0, pending = 0;
+    while (run < end && !run->in_batch) {
+        CHECK(run == runs || run->seq_id > run[-1].seq_id);
+        check_runs(p, l, &run);
+    }
+    for (int s = 0; s < p->num_sequences; s++)
+        rows += p->sequences[s].layers[source_of(p, l)].num;
+    for (const kvc_run_info *r = runs; r < run; r++)
+        rows -= r->count;
+    for (; run < end; run++) {
+        CHECK(p->batch && run->in_batch && !run->delta);
+        pending += run->count;
+    }
+    CHECKF(rows == 0, "layer %d: %lld rows are in no run", l, (long long)rows);
+    CHECK(pending == batch_rows(p, source_of(p, l)));
+}
+
+/* A block whose slots below the fill mark have so many holders. */
+static inline void check_block(const kvc_block_info *block, const int32_t *holders, kvc_stats *sums)
+{
+    int32_t live = 0, most = 0;
+    for (int32_t s = 0; s < block->filled; s++) {
+        live += holders[s] > 0;
+        most = holders[s] > most ? holders[s] : most;
+    }
+    CHECKF(block->live == live && block->references == most, "%d live, %d references, not %d and %d", block->live,
+           block->references, live, most);
+    CHECK(block->filled <= block->resident && block->resident <= block->num_slots);
+    CHECK(!block->is_free == (live || block->is_held));
+    CHECK(block->is_held || !block->filled || holders[block->filled - 1]);
+    sums->live_slots += live;
+    sums->wasted_slots += block->filled - live;
+    sums->blocks_in_use += !block->is_free;
+    sums->blocks_free += block->is_free;
+}
+
+/* The blocks of a layer are what the runs in them say. */
+static inline void check_layer_blocks(const pair *p, int l, kvc_stats *sums)
+{
+    static kvc_block_info blocks[MAX_PLACES];
+    static kvc_run_info runs[MAX_PLACES];
+    static int32_t holders[MAX_PLACES], first[MAX_PLACES + 1];
+    int64_t num_blocks, num_runs;
+    CHECK(kvc_blocks(p->cache, l, blocks, sizeof *blocks, MAX_PLACES, &num_blocks, runs, sizeof *runs, MAX_PLACES,
+                     &num_runs) == KVC_OK);
+    CHECK(num_blocks <= MAX_PLACES && num_runs <= MAX_PLACES);
+    check_all_runs(p, l, runs, num_runs);
+    for (int i = 0; i < num_blocks; i++)
+        first[i + 1] = first[i] + blocks[i].filled;
+    CHECK(first[num_blocks] <= MAX_PLACES);
+    memset(holders, 0, (size_t)first[num_blocks] * sizeof *holders);
+    for (const kvc_run_info *run = runs; run < runs + num_runs; run++) {
+        CHECK(run->slot >= 0 && run->count > 0 && run->slot + run->count <= blocks[run->block].filled);
+        for (int32_t s = run->slot; s < run->slot + run->count; s++)
+            holders[first[run->block] + s]++;
+    }
+    for (int i = 0; i < num_blocks; i++)
+        check_block(&blocks[i], holders + first[i], sums);
+}
+
+static inline void check_blocks(const pair *p)
+{
+    kvc_stats sums = {0}, stats = stats_of(p);
+    for (int l = 0; l < p->config.num_layers; l++) {
+        kvc_stats others = {0};
+        check_layer_blocks(p, l, leads_group(p, l) ? &sums : &others);
+    }
+    CHECK(sums.live_slots == stats.live_slots && sums.wasted_slots == stats.wasted_slots &&
+          sums.blocks_in_use == stats.blocks_in_use && sums.blocks_free == stats.blocks_free);
+}
+
+/* Everything that can be seen is as in the model, and the library finds no fault with itself. */
+static inline void pair_check(const pair *p)
+{
+    static const sequence unknown = {.id = INT64_MIN + 1};
+    int fail_after = p->memory ? p->memory->fail_after : -1;
+    if (p->memory) {
+        CHECKF(kvc_nbytes(p->cache) == memory_bytes(p->memory), "%lld bytes, not %lld",
+               (long long)kvc_nbytes(p->cache), (long long)memory_bytes(p->memory));
+        p->memory->fail_after = -1; /* comparing takes memory */
+    }
+    CHECKF(kvc_validate(p->cache) == KVC_OK, "%s", kvc_last_error());
+    check_ids(p);
+    check_live_slots(p);
+    check_blocks(p);
+    for (int s = 0; s < p->num_sequences; s++)
+        check_sequence(p, &p->sequences[s]);
+    check_sequence(p, &unknown);
+    if (p->memory)
+        p->memory->fail_after = fail_after;
+}
+
+/* ---- a forward pass --------------------------------------------------------------------------------------------- */
+
+/* Whether the library answered as it should: as the model, or that there is no memory where that is so. */
+static inline kvc_status agree(const pair *p, const char *what, kvc_status status, kvc_status right)
+{
+    int nomem = p->memory && p->memory->failed && status == KVC_ERR_NOMEM;
+    CHECKF(status == right || nomem, "%s: %s (%s), not %s", what, kvc_strerror(status), kvc_last_error(),
+           kvc_strerror(right));
+    return status;
+}
+
+/* Trees of the tokens, or NULL: which rows a token sees is no matter of where they are. */
+static inline const int32_t *random_parents(int n, const int64_t *ids)
+{
+    static int32_t parents[MAX_BATCH];
+    for (int t = 0; t < n; t++) {
+        parents[t] = random_int(-1, t + 1);
+        if (parents[t] == t || (parents[t] >= 0 && ids[parents[t]] != ids[t]))
+            parents[t] = -1;
+    }
+    return random_int(0, 4) ? NULL : parents;
+}
+
+/* Opens p->batch. */
+static inline kvc_status pair_begin(pair *p, int n, const int32_t *positions, const int64_t *ids)
+{
+    static pair after; /* large */
+    kvc_status right = model_begin(p, n, positions, ids, &after);
+    const int32_t *parents = random_parents(n, ids);
+    kvc_status status = kvc_begin(p->cache, n, positions, ids, parents, &p->batch);
+    if (status != KVC_ERR_FULL || !p->config.max_bytes) /* how many bytes there are is not modelled */
+        agree(p, "begin", status, right);
+    if (status != KVC_OK)
+        return status;
+    after.batch = p->batch;
+    model_copy(p, &after);
+    p->num_tokens = n;
+    p->parents = parents;
+    memset(p->written, 0, sizeof p->written);
+    p->num_cross_puts = 0;
+    p->batch_tag = p->next_tag;
+    p->next_tag += n;
+    CHECK(p->next_tag <= MAX_TAGS - MAX_BATCH);
+    memcpy(p->positions, positions, (size_t)n * sizeof *positions);
+    memcpy(p->ids, ids, (size_t)n * sizeof *ids);
+    return status;
+}
+
+/* K or V rows of n tokens on their way to kvc_put, in some layout. */
+typedef struct source {
+    char bytes[MAX_BATCH * MAX_ROW * 4];
+    const void *start; /* of token 0, head 0 */
+    int64_t token_stride, head_stride, batch_stride;
+    int32_t type;
+} source;
+
+/* Token or head major, tokens backwards or not, in groups of so many tokens (0: one), of any type. */
+static inline void fill_source(source *src, const pair *p, int l, int is_v, int32_t tag, int n, int inner)
+{
+    int32_t heads = p->layers[l].num_kv_heads, dim = is_v ? p->layers[l].v_dim : p->layers[l].k_dim;
+    src->type = random_int(0, 3);
+    int64_t row = (int64_t)element_sizes[src->type] * dim;
+    int token_major = random_int(0, 2), backwards = random_int(0, 2), group = inner ? inner : n;
+    src->token_stride = token_major ? row * heads : row;
+    src->head_stride = token_major ? row : row * group;
+    src->batch_stride = row * heads * group;
+    char *start = src->bytes;
+    if (backwards) {
+        start += (group - 1) * src->token_stride;
+        src->token_stride = -src->token_stride;
+    }
+    src->start = start;
+    for (int t = 0; t < n; t++) {
+        for (int h = 0; h < heads; h++) {
+            float values[MAX_ROW];
+            for (int d = 0; d < dim; d++)
+                values[d] = element(tag + t, l, is_v, h, d);
+            char *to = start + t / group * src->batch_stride + t % group * src->token_stride + h * src->head_stride;
+            kvc_kernels_scalar.convert[KVC_F32][src->type](to, 0, values, 0, 1, dim);
+        }
+    }
+}
+
+/* What kvc_put is to be given for n rows that are tagged from `tag` on. */
+static inline kvc_put_args fill_put(const pair *p, int l, int32_t tag, int n)
+{
+    static source k, v;
+    int inner = random_int(0, 3) ? 0 : random_int(1, 6);
+    if (inner && n % inner)
+        inner = 0;
+    fill_source(&k, p, l, 0, tag, n, inner);
+    fill_source(&v, p, l, 1, tag, n, inner);
+    return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
+                          .num_tokens = n,
+                          .k = k.start,
+                          .v = p->layers[l].value_in_key ? NULL : v.start,
+                          .k_token_stride = k.token_stride,
+                          .k_head_stride = k.head_stride,
+                          .v_token_stride = v.token_stride,
+                          .v_head_stride = v.head_stride,
+                          .k_type = k.type,
+                          .v_type = v.type,
+                          .inner_tokens = inner,
+                          .k_batch_stride = k.batch_stride,
+                          .v_batch_stride = v.batch_stride};
+}
+
+/* Writes a row of a batch's token where kvc_slots says. */
+static inline void write_in_place(const pair *p, int l, const kvc_span *span, int i, int32_t tag)
+{
+    const kvc_layer *layer = &p->layers[l];
+    for (int h = 0; h < layer->num_kv_heads; h++) {
+        float values[MAX_ROW];
+        for (int is_v = 0; is_v < (layer->value_in_key ? 1 : 2); is_v++) {
+            int32_t dim = is_v ? layer->v_dim : layer->k_dim;
+            char *to = is_v ? (char *)span->v + h * span->v_head_stride + i * span->v_row_stride
+                            : (char *)span->k + h * span->k_head_stride + i * span->k_row_stride;
+            for (int d = 0; d < dim; d++)
+                values[d] = element(tag, l, is_v, h, d);
+            kvc_kernels_scalar.convert[KVC_F32][is_v ? layer->v_type : layer->k_type](to, 0, values, 0, 1, dim);
+        }
+    }
+}
+
+/* Puts tokens [first, first + n) of the open batch in a layer without kvc_put. */
+static inline kvc_status put_in_place(const pair *p, int l, int first, int n)
+{
+    while (n > 0) {
+        kvc_span span;
+        CHECKF(kvc_slots(p->batch, l, first, &span, sizeof span, NULL) == KVC_OK, "%s", kvc_last_error());
+        CHECK(span.position == p->positions[first] && span.num_rows >= 1 && span.delta == 0);
+        int some = span.num_rows < n ? span.num_rows : n;
+        for (int i = 0; i < some; i++)
+            write_in_place(p, l, &span, i, p->batch_tag + first + i);
+        CHECKF(kvc_written(p->batch, l, first, some) == KVC_OK, "%s", kvc_last_error());
+        first += some;
+        n -= some;
+    }
+    return KVC_OK;
+}
+
+/* Puts tokens [first, first + n) of the open batch in a layer. */
+static inline kvc_status pair_put(pair *p, int l, int first, int n)
+{
+    memset(&p->written[l][first], 1, (size_t)n);
+    if (!random_int(0, 4))
+        return put_in_place(p, l, first, n);
+    kvc_put_args args = fill_put(p, l, p->batch_tag + first, n);
+    args.first = first;
+    return agree(p, "put", kvc_put(p->batch, l, &args), KVC_OK);
+}
+
+/* Puts all tokens of the open batch, in one or two ranges. */
+static inline void pair_put_all(pair *p)
+{
+    for (int l = 0; l < p->config.num_layers; l++) {
+        int cut = random_int(0, p->num_tokens);
+        if (!keeps_tokens(p, l))
+            continue;
+        pair_put(p, l, cut, p->num_tokens - cut);
+        if (cut)
+            pair_put(p, l, 0, cut);
+    }
+}
+
+/* n rows of a sequence for a cross-attention layer, in place of those that the batch was given before. */
+static inline kvc_status pair_put_cross(pair *p, int l, int64_t id, int n)
+{
+    kvc_put_args args = fill_put(p, l, p->next_tag, n);
+    args.seq_id = id;
+    kvc_status right = n > p->layers[l].policy.max_len ? KVC_ERR_FULL : KVC_OK;
+    kvc_status status = kvc_put(p->batch, l, &args);
+    if (status != KVC_ERR_FULL || !p->config.max_bytes)
+        agree(p, "put", status, right);
+    if (status != KVC_OK)
+        return status;
+    int i = 0;
+    while (i < p->num_cross_puts && (p->cross_puts[i].layer != l || p->cross_puts[i].id != id))
+        i++;
+    p->num_cross_puts += i == p->num_cross_puts;
+    p->cross_puts[i] = (cross_put){l, n, id, p->next_tag};
+    p->next_tag += n;
+    return status;
+}
+
+/* Ends the batch with these of its tokens; NULL: all. */
+static inline kvc_status pair_commit_kept(pair *p, const int32_t *kept, int32_t num_kept)
+{
+    char stays[MAX_BATCH];
+    memset(stays, !kept, sizeof stays);
+    for (int i = 0; kept && i < num_kept; i++)
+        stays[kept[i]] = 1;
+    kvc_status status = kept ? kvc_commit_kept(p->batch, kept, num_kept) : kvc_commit(p->batch);
+    if (agree(p, "commit", status, KVC_OK) == KVC_OK) {
+        p->batch = NULL;
+        model_commit(p, stays);
+    }
+    return status;
+}
+
+static inline kvc_status pair_commit(pair *p)
+{
+    return pair_commit_kept(p, NULL, 0);
+}
+
+static inline void pair_abort(pair *p)
+{
+    kvc_abort(p->batch);
+    p->batch = NULL;
+}
+
+/* A whole pass of tokens; what begin answers. */
+static inline kvc_status pair_pass(pair *p, int n, const int32_t *positions, const int64_t *ids)
+{
+    kvc_status status = pair_begin(p, n, positions, ids);
+    if (status != KVC_OK)
+        return status;
+    pair_put_all(p);
+    status = pair_commit(p);
+    if (status != KVC_OK)
+        pair_abort(p);
+    return status;
+}
+
+/* A pass of positions [begin, end) of one sequence. */
+static inline kvc_status pair_feed(pair *p, int64_t id, int32_t begin, int32_t end)
+{
+    int32_t positions[MAX_BATCH];
+    int64_t ids[MAX_BATCH];
+    for (int32_t i = 0; i < end - begin; i++) {
+        positions[i] = begin + i;
+        ids[i] = id;
+    }
+    return pair_pass(p, end - begin, positions, ids);
+}
+
+/* ---- editing ---------------------------------------------------------------------------------------------------- */
+
+static inline int in_batch(const pair *p, int64_t id)
+{
+    return p->batch && count_id(id, p->num_tokens, p->ids);
+}
+
+static inline kvc_status pair_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t length)
+{
+    kvc_status right = in_batch(p, src) || in_batch(p, dst) ? KVC_ERR_BUSY : KVC_OK;
+    kvc_status status = agree(p, "copy_prefix", kvc_copy_prefix(p->cache, src, dst, length), right);
+    if (status == KVC_OK)
+        model_copy_prefix(p, src, dst, length);
+    return status;
+}
+
+static inline kvc_status pair_fork(pair *p, int64_t src, int64_t dst)
+{
+    kvc_status right = in_batch(p, src) || in_batch(p, dst) ? KVC_ERR_BUSY : KVC_OK;
+    kvc_status status = agree(p, "fork", kvc_fork(p->cache, src, dst), right);
+    if (status == KVC_OK)
+        model_copy_prefix(p, src, dst, KVC_END);
+    return status;
+}
+
+/* Whether an edit that may rewrite keys answered as it should; the function that moves them may have been told to fail,
+ * and how many bytes there are is not modelled. */
+static inline kvc_status agree_moved(pair *p, const char *what, kvc_status status, kvc_status right)
+{
+    if (p->call_failed)
+        right = KVC_ERR_CALLBACK;
+    p->call_failed = 0;
+    return status == KVC_ERR_FULL && p->config.max_bytes ? status : agree(p, what, status, right);
+}
+
+/* What an edit should answer that leaves the model like this, where nothing else stands in its way. */
+static inline kvc_status fits_capacity(const pair *after)
+{
+    for (int l = 0; after->config.capacity && l < after->config.num_layers; l++)
+        if (keeps_tokens(after, l) && live_rows(after, l) + batch_rows(after, l) > after->config.capacity)
+            return KVC_ERR_FULL;
+    return KVC_OK;
+}
+
+/* The model, to try an edit on; large. */
+static inline pair *copy_of(const pair *p)
+{
+    static pair copy;
+    model_copy(&copy, p);
+    return &copy;
+}
+
+static inline kvc_status pair_remove(pair *p, int64_t id, int32_t begin, int32_t end, int32_t shift)
+{
+    int moves = shift && next_of(p, find_sequence(p, id)) > end;
+    kvc_status right = in_batch(p, id)                   ? KVC_ERR_BUSY
+                       : moves && rope_is_unknown(p) ? KVC_ERR_UNSUPPORTED
+                                                     : KVC_OK;
+    if (right == KVC_OK) {
+        pair *after = copy_of(p);
+        model_remove(after, id, begin, end, shift);
+        right = fits_capacity(after);
+    }
+    p->moving = id;
+    kvc_status status = agree_moved(p, "remove", kvc_remove(p->cache, id, begin, end, shift), right);
+    if (status == KVC_OK)
+        model_remove(p, id, begin, end, shift);
+    return status;
+}
+
+static inline kvc_status pair_truncate(pair *p, int64_t id, int32_t length)
+{
+    kvc_status right = in_batch(p, id) ? KVC_ERR_BUSY : KVC_OK;
+    kvc_status status = agree(p, "truncate", kvc_truncate(p->cache, id, length), right);
+    if (status == KVC_OK)
+        model_remove(p, id, length, KVC_END, 0);
+    return status;
+}
+
+/* The largest position of [begin, end); -1: there is none. */
+static inline int32_t last_in(const pair *p, const sequence *s, int32_t begin, int32_t end)
+{
+    int32_t last = -1;
+    for (int l = 0; s && l < p->config.num_layers; l++)
+        for (int i = 0; keeps_tokens(p, l) && i < s->layers[l].num; i++) {
+            int32_t position = s->layers[l].rows[i].position;
+            last = position >= begin && position < end && position > last ? position : last;
+        }
+    return last;
+}
+
+static inline kvc_status pair_shift(pair *p, int64_t id, int32_t begin, int32_t end, int32_t delta)
+{
+    int32_t last = last_in(p, find_sequence(p, id), begin, end);
+    kvc_status right = rope_is_unknown(p)                                      ? KVC_ERR_UNSUPPORTED
+                       : in_batch(p, id)                                       ? KVC_ERR_BUSY
+                       : last >= 0 && (int64_t)last + delta > INT32_MAX - 1 ? KVC_ERR_INVALID
+                                                                            : KVC_OK;
+    if (right == KVC_OK) {
+        pair *after = copy_of(p);
+        model_move(after, id, begin, end, delta, 0, 1);
+        right = fits_capacity(after);
+    }
+    p->moving = id;
+    kvc_status status = agree_moved(p, "shift", kvc_shift(p->cache, id, begin, end, delta), right);
+    if (status == KVC_OK)
+        model_move(p, id, begin, end, delta, 0, 1);
+    return status;
+}
+
+static inline kvc_status pair_divide(pair *p, int64_t id, int32_t begin, int32_t end, int32_t divisor)
+{
+    kvc_status right = rope_is_unknown(p) ? KVC_ERR_UNSUPPORTED : in_batch(p, id) ? KVC_ERR_BUSY : KVC_OK;
+    if (right == KVC_OK) {
+        pair *after = copy_of(p);
+        model_move(after, id, begin, end, 0, divisor, 1);
+        right = fits_capacity(after);
+    }
+    p->moving = id;
+    kvc_status status = agree_moved(p, "divide", kvc_divide(p->cache, id, begin, end, divisor), right);
+    if (status == KVC_OK)
+        model_move(p, id, begin, end, 0, divisor, 1);
+    return status;
+}
+
+static inline kvc_status pair_settle(pair *p)
+{
+    kvc_status right = p->batch ? KVC_ERR_BUSY : p->num_holds ? KVC_ERR_HELD : KVC_OK;
+    if (right == KVC_OK) {
+        pair *after = copy_of(p);
+        model_settle(after);
+        right = fits_capacity(after);
+    }
+    kvc_status status = agree_moved(p, "settle", kvc_settle(p->cache), right);
+    if (status == KVC_OK)
+        model_settle(p);
+    return status;
+}
+
+/* At how many of the positions [begin, end) a sequence holds a row of a layer. */
+static inline int32_t count_positions(const pair *p, int64_t id, int l, int32_t begin, int32_t end)
+{
+    const sequence *s = find_sequence(p, id);
+    int32_t num = 0;
+    for (int32_t at = begin; s && at < end; at++)
+        num += find_row(&s->layers[l], at) != NULL;
+    return num;
+}
+
+/* Other rows at positions [begin, end) of a layer, or at those that hold one. */
+static inline kvc_status pair_inject_rows(pair *p, int64_t id, int l, int32_t begin, int32_t end, int skip_missing)
+{
+    static source k, v;
+    int64_t num = -1;
+    fill_source(&k, p, l, 0, p->next_tag, end - begin, 0);
+    fill_source(&v, p, l, 1, p->next_tag, end - begin, 0);
+    const kvc_rows_in in = {.struct_size = sizeof in,
+                            .k = k.start,
+                            .v = p->layers[l].value_in_key ? NULL : v.start,
+                            .k_head_stride = k.head_stride,
+                            .k_row_stride = k.token_stride,
+                            .v_head_stride = v.head_stride,
+                            .v_row_stride = v.token_stride,
+                            .k_type = k.type,
+                            .v_type = v.type,
+                            .skip_missing = skip_missing,
+                            .num_replaced = random_int(0, 4) ? &num : NULL};
+    int32_t stored = count_positions(p, id, l, begin, end);
+    int own = !p->layers[l].share && p->layers[l].policy.kind != KVC_NONE;
+    kvc_status right = !own              ? KVC_ERR_INVALID
+                       : is_cross(p, l)  ? KVC_ERR_UNSUPPORTED
+                       : in_batch(p, id) ? KVC_ERR_BUSY
+                       : !skip_missing && stored < end - begin ? KVC_ERR_INDEX
+                                                               : KVC_OK;
+    if (right == KVC_OK) {
+        pair *after = copy_of(p);
+        model_inject(after, id, l, begin, end, p->next_tag);
+        right = fits_capacity(after);
+    }
+    kvc_status status = agree_moved(p, "inject", kvc_inject(p->cache, id, l, begin, end, &in), right);
+    int32_t tag = p->next_tag;
+    p->next_tag += end - begin;
+    if (status == KVC_OK)
+        model_inject(p, id, l, begin, end, tag);
+    CHECKF(!in.num_replaced || num == (status == KVC_OK ? stored : -1), "%d rows replaced, not %d", (int)num, stored);
+    return status;
+}
+
+static inline kvc_status pair_inject(pair *p, int64_t id, int l, int32_t begin, int32_t end)
+{
+    return pair_inject_rows(p, id, l, begin, end, 1);
+}
+
+/* What kvc_begin should answer to so many tokens that go on with a sequence; *after is the model when it has evicted. */
+static inline kvc_status model_go_on(const pair *p, int64_t id, int n, pair *after)
+{
+    static int32_t positions[MAX_BATCH];
+    static int64_t ids[MAX_BATCH];
+    pair *q = copy_of(p);
+    for (int t = 0; t < n; t++) {
+        positions[t] = next_of(p, find_sequence(p, id)) + t;
+        ids[t] = id;
+    }
+    for (int s = 0; s < q->num_sequences; s++) /* rows that are gone are no question of room */
+        for (int l = 0; l < MAX_LAYERS; l++)
+            q->sequences[s].layers[l].lost_end = 0;
+    kvc_status right = model_begin(q, n, positions, ids, after);
+    for (int s = 0; s < after->num_sequences; s++)
+        for (int l = 0; l < MAX_LAYERS; l++) {
+            row_list *list = &after->sequences[s].layers[l];
+            int32_t lost_end = p->sequences[s].layers[l].lost_end;
+            list->lost_end = list->lost_end > lost_end ? list->lost_end : lost_end;
+        }
+    return right;
+}
+
+static inline kvc_status pair_reserve(pair *p, int64_t id, int num_tokens)
+{
+    static pair after;
+    kvc_status right = p->batch ? KVC_ERR_BUSY : model_go_on(p, id, num_tokens, &after);
+    kvc_status status = agree_moved(p, "reserve", kvc_reserve(p->cache, id, num_tokens), right);
+    if (status == KVC_OK)
+        model_copy(p, &after);
+    return status;
+}
+
+/* Of what kvc_room answers, a batch of as many tokens is one that fits, and of one more is one that does not. */
+static inline kvc_status pair_room(pair *p, int64_t id)
+{
+    static pair after;
+    int64_t num = -1;
+    kvc_status status = agree(p, "room", kvc_room(p->cache, id, &num), p->batch ? KVC_ERR_BUSY : KVC_OK);
+    if (status != KVC_OK || p->config.max_bytes)
+        return status;
+    if (num > 0 && num <= MAX_BATCH)
+        CHECK(model_go_on(p, id, (int)num, &after) == KVC_OK);
+    if (num < MAX_BATCH)
+        CHECK(model_go_on(p, id, (int)num + 1, &after) == KVC_ERR_FULL);
+    return status;
+}
+
+/* A copy of the cache, which holds what the cache does and is then freed. */
+static inline kvc_status pair_clone(pair *p)
+{
+    static pair copy;
+    kvc_cache *clone = NULL;
+    kvc_status status = agree(p, "clone", kvc_cache_clone(p->cache, &clone), p->batch ? KVC_ERR_BUSY : KVC_OK);
+    CHECK(!clone == (status != KVC_OK));
+    if (status != KVC_OK)
+        return status;
+    if (p->memory)
+        p->memory->fail_after = -1; /* what reads the copy is not to fail */
+    model_copy(&copy, p);
+    copy.cache = clone;
+    copy.memory = NULL;
+    copy.num_holds = 0;
+    pair_check(&copy);
+    CHECK(kvc_nbytes(clone) <= kvc_nbytes(p->cache));
+    pair_free(&copy);
+    return KVC_OK;
+}
+
+static inline kvc_status pair_clear_sequence(pair *p, int64_t id)
+{
+    kvc_status right = in_batch(p, id) ? KVC_ERR_BUSY : KVC_OK;
+    kvc_status status = agree(p, "clear_sequence", kvc_clear_sequence(p->cache, id), right);
+    if (status == KVC_OK)
+        forget_sequence(p, id);
+    return status;
+}
+
+static inline kvc_status pair_keep(pair *p, int64_t id)
+{
+    kvc_status right = KVC_OK;
+    for (int t = 0; p->batch && t < p->num_tokens; t++)
+        if (p->ids[t] != id)
+            right = KVC_ERR_BUSY;
+    kvc_status status = agree(p, "keep", kvc_keep(p->cache, id), right);
+    for (int s = p->num_sequences - 1; status == KVC_OK && s >= 0; s--)
+        if (p->sequences[s].id != id)
+            forget_sequence(p, p->sequences[s].id);
+    return status;
+}
+
+static inline kvc_status pair_clear(pair *p)
+{
+    kvc_status status = agree(p, "clear", kvc_clear(p->cache), p->batch ? KVC_ERR_BUSY : KVC_OK);
+    if (status == KVC_OK)
+        p->num_sequences = 0;
+    return status;
+}
+
+static inline kvc_status pair_compact(pair *p)
+{
+    kvc_status right = p->batch ? KVC_ERR_BUSY : p->num_holds ? KVC_ERR_HELD : KVC_OK;
+    return agree(p, "compact", kvc_compact(p->cache), right);
+}
+
+#endif

@@ -1,0 +1,327 @@
+/* random_steps.h: random operations on a cache and its model, and views held meanwhile. */
+#ifndef KVC_RANDOM_STEPS_H
+#define KVC_RANDOM_STEPS_H
+
+#include "support/oracle.h"
+
+/* ---- views ------------------------------------------------------------------------------------------------------ */
+
+/* A view of a sequence's rows, and what they were when it was taken. */
+typedef struct view {
+    kvc_hold *hold;
+    kvc_span spans[MAX_ROWS];
+    int64_t num_spans;
+    int layer;
+    row rows[MAX_ROWS];
+} view;
+
+static inline kvc_status view_new(view *v, pair *p, int64_t id, int layer)
+{
+    const sequence *s = find_sequence(p, id);
+    kvc_status status = kvc_spans(p->cache, id, layer, v->spans, sizeof *v->spans, MAX_ROWS, &v->num_spans, &v->hold);
+    agree(p, "spans", status, KVC_OK);
+    CHECK(status != KVC_OK || !v->hold == !v->num_spans);
+    v->layer = layer;
+    if (!v->hold)
+        return status;
+    p->num_holds++;
+    const row_list *list = &s->layers[source_of(p, layer)];
+    memcpy(v->rows, list->rows, (size_t)list->num * sizeof *v->rows);
+    return status;
+}
+
+static inline void view_check(const view *v, const pair *p)
+{
+    const row *rows = v->rows;
+    for (int64_t i = 0; i < v->num_spans; rows += v->spans[i++].num_rows)
+        check_span(p, v->layer, &v->spans[i], rows);
+}
+
+static inline void view_free(view *v, pair *p)
+{
+    if (!v->hold)
+        return;
+    view_check(v, p);
+    kvc_hold_free(v->hold);
+    v->hold = NULL;
+    p->num_holds--;
+}
+
+/* ---- steps ------------------------------------------------------------------------------------------------------ */
+
+enum { NUM_IDS = 6 };
+
+static const int64_t some_ids[NUM_IDS] = {0, 1, -7, INT64_MAX, INT64_MIN, 1 << 20};
+
+static inline int64_t random_id(void)
+{
+    return some_ids[random_int(0, NUM_IDS)];
+}
+
+static inline int32_t random_position(const pair *p, int64_t id)
+{
+    return random_int(0, next_of(p, find_sequence(p, id)) + 3);
+}
+
+/* Positions [begin, end) of a sequence are moved, or their tokens replaced, which may be more than once. */
+static inline void random_move(pair *p, int64_t id, int32_t begin, int32_t end)
+{
+    int choice = random_int(0, 12);
+    p->calls_left = random_int(0, 4) ? -1 : random_int(0, 3);
+    if (choice < 5)
+        pair_shift(p, id, begin, random_int(0, 2) ? end : KVC_END, random_int(-12, 13));
+    else if (choice < 7)
+        pair_divide(p, id, begin, random_int(0, 2) ? end : KVC_END, random_int(1, 4));
+    else if (choice < 9)
+        pair_inject_rows(p, id, random_int(0, p->config.num_layers), begin, end, random_int(0, 2));
+    else if (choice < 11)
+        pair_settle(p);
+    else if (random_int(0, 2))
+        pair_reserve(p, random_id(), random_int(1, 30));
+    else
+        pair_room(p, random_id());
+    p->calls_left = -1;
+}
+
+/* An edit of any sequence, also of those of an open batch, which is refused. */
+static inline void random_edit(pair *p)
+{
+    int64_t id = random_id(), other = random_id();
+    int32_t begin = random_position(p, id), end = begin + random_int(0, 20);
+    int choice = random_int(0, 153);
+    if (choice >= 150)
+        pair_clone(p);
+    else if (choice < 25)
+        pair_remove(p, id, begin, choice % 5 ? end : KVC_END, choice % 2);
+    else if (choice < 40)
+        pair_truncate(p, id, begin);
+    else if (choice < 60 && id != other)
+        pair_fork(p, id, other);
+    else if (choice < 85 && id != other)
+        pair_copy_prefix(p, id, other, begin);
+    else if (choice < 93)
+        pair_clear_sequence(p, id);
+    else if (choice < 94)
+        pair_keep(p, id);
+    else if (choice < 95)
+        pair_clear(p);
+    else if (choice < 100)
+        pair_compact(p);
+    else
+        random_move(p, id, begin, end);
+}
+
+/* Tokens of up to three sequences: mostly those that follow, now and then with gaps, repeated, or from further back. */
+static inline int random_tokens(const pair *p, int32_t *positions, int64_t *ids)
+{
+    int64_t members[3] = {random_id(), random_id(), random_id()};
+    int32_t next[3];
+    int n = random_int(0, 4) ? random_int(1, 8) : random_int(1, 40), irregular = !random_int(0, 5);
+    for (int m = 0; m < 3; m++)
+        next[m] = next_of(p, find_sequence(p, members[m]));
+    for (int t = 0; t < n; t++) {
+        int m = t * 3 / n; /* one after the other, or mixed */
+        if (irregular)
+            m = random_int(0, 3);
+        ids[t] = members[m];
+        positions[t] = next[m];
+        for (int i = 0; i < 3; i++)
+            next[i] += members[i] == members[m];
+        if (irregular && !random_int(0, 3))
+            positions[t] = not_negative(positions[t] + random_int(-6, 7));
+    }
+    return n;
+}
+
+/* What the open batch's sequences are given in cross-attention layers, now and then. */
+static inline void random_cross_puts(pair *p)
+{
+    for (int l = 0; l < p->config.num_layers; l++)
+        for (int i = random_int(-2, 3); i > 0 && is_cross(p, l); i--)
+            pair_put_cross(p, l, p->ids[random_int(0, p->num_tokens)],
+                           random_int(1, p->layers[l].policy.max_len + 2));
+}
+
+/* Ends the open batch with some of its tokens, for which alone all layers need have rows. */
+static inline void random_commit_kept(pair *p)
+{
+    int32_t kept[MAX_BATCH];
+    int num = 0;
+    for (int t = 0; t < p->num_tokens; t++) {
+        int stays = random_int(0, 3) > 0;
+        if (stays)
+            kept[num++] = t;
+        for (int l = 0; l < p->config.num_layers; l++)
+            if (keeps_tokens(p, l) && (stays || random_int(0, 2)))
+                pair_put(p, l, t, 1);
+    }
+    if (p->look)
+        p->look(p);
+    for (int i = 0; i < num; i++) { /* in any order */
+        int j = random_int(0, num);
+        int32_t t = kept[i];
+        kept[i] = kept[j];
+        kept[j] = t;
+    }
+    if (pair_commit_kept(p, kept, num) != KVC_OK)
+        pair_abort(p);
+}
+
+static inline void random_pass(pair *p)
+{
+    int32_t positions[MAX_BATCH];
+    int64_t ids[MAX_BATCH];
+    int n = random_tokens(p, positions, ids);
+    kvc_status status = pair_begin(p, n, positions, ids);
+    int64_t bytes = kvc_nbytes(p->cache);
+    CHECKF(status != KVC_OK || !p->config.max_bytes || bytes <= p->config.max_bytes, "%lld bytes, max_bytes is %lld",
+           (long long)bytes, (long long)p->config.max_bytes);
+    if (status != KVC_OK)
+        return;
+    for (int i = random_int(-2, 3); i > 0; i--) {
+        random_edit(p);
+        pair_check(p);
+    }
+    random_cross_puts(p);
+    int choice = random_int(0, 12);
+    if (choice == 0) {
+        pair_abort(p);
+    } else if (choice < 3) {
+        random_commit_kept(p);
+    } else {
+        pair_put_all(p);
+        if (p->look)
+            p->look(p);
+        if (pair_commit(p) != KVC_OK)
+            pair_abort(p);
+    }
+}
+
+static inline void keep_small(pair *p)
+{
+    for (int i = 0; i < NUM_IDS; i++)
+        if (rows_of(p, find_sequence(p, some_ids[i])) > 150 || next_of(p, find_sequence(p, some_ids[i])) > 1000)
+            pair_clear_sequence(p, some_ids[i]);
+}
+
+static inline kvc_policy random_policy(void)
+{
+    int32_t window = random_int(1, 9), resume = random_int(0, 2) ? 0 : window + random_int(0, 6);
+    switch (random_int(0, 10)) {
+    case 0: return (kvc_policy){.kind = KVC_NONE};
+    case 1: return (kvc_policy){.kind = KVC_CROSS, .max_len = random_int(1, 9)};
+    case 2:
+    case 3: return chunked_policy(random_int(1, 9), random_int(0, 2) * random_int(0, 9));
+    case 4:
+    case 5:
+    case 6: return full_policy;
+    default: return sliding_policy(window, random_int(0, 2) * random_int(0, 6), resume);
+    }
+}
+
+/* A rope that the layer's dims allow. */
+static inline kvc_rope random_rope(const kvc_layer *layer, const double *angles)
+{
+    int first = layer->value_in_key ? layer->v_dim : 0, choice = random_int(0, 20);
+    kvc_rope rope = {.kind = choice == 0 ? KVC_ROPE_UNKNOWN : choice < 5 ? KVC_ROPE_NONE : KVC_ROPE_FREQUENCIES};
+    if (choice > 14)
+        return (kvc_rope){.kind = KVC_ROPE_FUNCTION, .shift = move_keys};
+    if (rope.kind != KVC_ROPE_FREQUENCIES)
+        return rope;
+    if (layer->k_dim - first < 2)
+        return (kvc_rope){.kind = KVC_ROPE_NONE};
+    rope.first_dim = random_int(first, layer->k_dim - 1);
+    rope.num_freqs = random_int(1, (layer->k_dim - rope.first_dim) / 2 + 1);
+    rope.interleaved = random_int(0, 2);
+    rope.inv_freq = angles + random_int(0, 2);
+    return rope;
+}
+
+static inline kvc_layer random_layer(const double *angles)
+{
+    kvc_layer layer = {.num_kv_heads = random_int(1, 3),
+                       .k_dim = random_int(1, 8),
+                       .v_dim = random_int(1, 5),
+                       .k_type = random_int(0, 3),
+                       .v_type = random_int(0, 3),
+                       .policy = random_policy()};
+    layer.value_in_key = layer.v_dim <= layer.k_dim && layer.v_type == layer.k_type;
+    layer.rope = random_rope(&layer, angles);
+    return layer;
+}
+
+/* At least one layer, the first, has tokens; others may follow its policy, be like one, or share its rows. */
+static inline int random_layers(kvc_layer *layers, const double *angles)
+{
+    int num_layers = random_int(1, MAX_LAYERS), lazy = random_int(0, 3);
+    for (int l = 0; l < num_layers; l++) {
+        do {
+            layers[l] = random_layer(angles);
+        } while (l == 0 && (layers[l].policy.kind == KVC_CROSS || layers[l].policy.kind == KVC_NONE));
+        if (l && random_int(0, 2))
+            layers[l].policy = layers[l - 1].policy;
+        if (l && !random_int(0, 4)) { /* but for the rope */
+            layers[l] = layers[l - 1];
+            layers[l].share = 0;
+            layers[l].rope = random_rope(&layers[l], angles);
+        }
+        if (lazy && layers[l].rope.kind == KVC_ROPE_FUNCTION) /* a group with one has no deltas */
+            layers[l].rope = (kvc_rope){.kind = KVC_ROPE_NONE};
+        int from = random_int(0, num_layers);
+        if (from < l && !layers[from].share && !random_int(0, 4)) {
+            layers[l] = layers[from];
+            layers[l].share = from + 1;
+        }
+    }
+    return num_layers;
+}
+
+/* A new cache of random layers and limits; its block size, and how often keys may be rounded, are set before. */
+static inline void random_pair(pair *p)
+{
+    kvc_layer layers[MAX_LAYERS];
+    int num_layers = random_layers(layers, p->roundings ? any_angles : right_angles);
+    if (!random_int(0, 3))
+        p->config.max_seq_len = random_int(30, 80);
+    if (!random_int(0, 3))
+        p->config.max_sequences = random_int(2, 6);
+    if (!random_int(0, 3))
+        p->config.capacity = random_int(40, 150);
+    if (!random_int(0, 3))
+        p->config.max_bytes = random_int(20, 80) << 10;
+    p->config.num_threads = random_int(0, 4) ? 1 : 3;
+    pair_new(p, num_layers, layers);
+}
+
+/* An edit, a pass, or a view taken and let go. */
+static inline void random_step(pair *p, view *v)
+{
+    if (random_int(0, 2))
+        random_pass(p);
+    else
+        random_edit(p);
+    keep_small(p);
+    if (random_int(0, 8))
+        return;
+    view_free(v, p);
+    if (random_int(0, 2))
+        view_new(v, p, random_id(), random_int(0, p->config.num_layers));
+}
+
+/* Random steps on a new cache.  roundings: of keys that are turned by any angles, each time they are settled, divided or
+ * replaced; 0: by right ones, which rounds none. */
+static inline void random_test(int block_size, int roundings, int num_steps)
+{
+    static pair p;
+    static view v;
+    p = (pair){.config.block_size = block_size, .roundings = roundings};
+    random_pair(&p);
+    for (int i = 0; i < num_steps; i++) {
+        random_step(&p, &v);
+        pair_check(&p);
+    }
+    view_free(&v, &p);
+    pair_free(&p);
+}
+
+#endif

@@ -1,0 +1,22 @@
+"""The core's own tests, and the programs in the documentation, in C: built as compiling.py says."""
+
+import re
+
+import pytest
+from support.compiling import EMULATOR, ROOT, run
+
+PAGES = [ROOT / "README.md", ROOT / "docs/c.md", ROOT / "docs/embedding.md"]
+TESTS = sorted((ROOT / "tests/c").glob("*/test_*.c"))
+
+
+@pytest.mark.parametrize("source", TESTS, ids=lambda path: path.stem)
+def test_program(build, source):
+    run(*EMULATOR, build(source))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page(build, page, tmp_path):
+    source = tmp_path / f"{page.stem}.c"
+    (program,) = re.findall(r"^```c\n(.*?)^```$", page.read_text(), re.M | re.S)
+    source.write_text(program)
+    run(*EMULATOR, build(source))

@@ -1,0 +1,347 @@
+"""Arrays in and out: NumPy and DLPack, element types, layouts, strides, `out`."""
+
+import itertools
+import subprocess
+import sys
+import textwrap
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import fake_dlpack
+
+import kvcache
+
+BF16 = ml_dtypes.bfloat16
+NUMPY = {"f32": np.float32, "f16": np.float16, "bf16": BF16}
+TOKENS, HEADS, KV_HEADS, K_DIM, V_DIM = 5, 6, 3, 8, 12
+
+
+def small_numbers(*shape, dtype=np.float32, seed=0):
+    """Numbers that every type holds exactly."""
+    return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32).astype(dtype)
+
+
+def new_cache(dtype="f32", **options):
+    return kvcache.KVCache(1, KV_HEADS, K_DIM, 64, v_head_dim=V_DIM, dtype=dtype, **options)
+
+
+def rows(dtype=np.float32):
+    k = small_numbers(TOKENS, KV_HEADS, K_DIM, dtype=dtype, seed=1)
+    return k, small_numbers(TOKENS, KV_HEADS, V_DIM, dtype=dtype, seed=2)
+
+
+def queries(dtype=np.float32):
+    return small_numbers(TOKENS, HEADS, K_DIM, dtype=dtype, seed=3)
+
+
+def stored_after_put(k, v, dtype="f32", **options):
+    cache = new_cache(dtype)
+    with cache.batch(TOKENS) as batch:
+        batch.put(0, k, v, **options)
+    return cache.keys(0), cache.values(0)
+
+
+def attended(q, k, v, dtype="f32", **options):
+    with new_cache(dtype).batch(TOKENS) as batch:
+        return batch.attend(0, q, k, v, **options)
+
+
+def check_stored(got, k, v):
+    np.testing.assert_array_equal(got[0].astype(np.float32), np.swapaxes(k, 0, 1).astype(np.float32))
+    np.testing.assert_array_equal(got[1].astype(np.float32), np.swapaxes(v, 0, 1).astype(np.float32))
+
+
+# ---- in
+
+
+@pytest.mark.parametrize("stored", NUMPY)
+@pytest.mark.parametrize("given", NUMPY)
+def test_every_type_goes_into_every_type(given, stored):
+    k, v = rows(NUMPY[given])
+    keys, values = stored_after_put(k, v, stored)
+    assert keys.dtype == values.dtype == NUMPY[stored]
+    check_stored((keys, values), k, v)
+
+
+def test_k_and_v_may_differ_in_type():
+    k, v = rows()
+    check_stored(stored_after_put(k.astype(np.float16), v.astype(BF16)), k, v)
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_the_result_has_the_type_of_q(name):
+    k, v = rows()
+    out, lse = attended(queries(NUMPY[name]), k, v, return_lse=True)
+    assert out.dtype == NUMPY[name]
+    assert out.shape == (TOKENS, HEADS, V_DIM)
+    assert (lse.dtype, lse.shape) == (np.float32, (TOKENS, HEADS))
+
+
+def test_heads_first():
+    k, v = rows()
+    q = queries()
+    plain, plain_lse = attended(q, k, v, return_lse=True)
+    q, k, v = (np.ascontiguousarray(np.swapaxes(x, 0, 1)) for x in (q, k, v))
+    out, lse = attended(q, k, v, return_lse=True, layout="HTD")
+    np.testing.assert_array_equal(out, np.swapaxes(plain, 0, 1))
+    np.testing.assert_array_equal(lse, plain_lse.T)
+
+
+def strided(x):
+    """The same array, lying in many ways; those after the first three have to be copied."""
+    wide = np.zeros((x.shape[0] * 2, x.shape[1] + 1, x.shape[2] + 4), x.dtype)
+    inside = wide[::2, 1:, 2:-2]
+    inside[...] = x
+    yield "part of a larger one", inside
+    yield "heads outside", np.swapaxes(np.ascontiguousarray(np.swapaxes(x, 0, 1)), 0, 1)
+    read_only = x.copy()
+    read_only.flags.writeable = False
+    yield "read-only", read_only
+    yield "backwards", x[::-1].copy()[::-1]
+    yield "heads backwards", x[:, ::-1].copy()[:, ::-1]
+    yield "elements backwards", x[..., ::-1].copy()[..., ::-1]
+    yield "dim outside", np.asfortranarray(x)
+    yield "every second element", np.repeat(x, 2, axis=2)[..., ::2]
+    odd = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+    odd[...] = x
+    yield "at an odd address", odd
+
+
+CASES = [name for name, _ in strided(np.zeros((2, 2, 2), np.float32))]
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+@pytest.mark.parametrize("case", CASES)
+def test_strides(case, dtype):
+    k, v = rows(NUMPY[dtype])
+    q = queries(NUMPY[dtype])
+    given = [dict(strided(x))[case] for x in (q, k, v)]
+    check_stored(stored_after_put(*given[1:]), k, v)
+    np.testing.assert_array_equal(attended(*given), attended(q, k, v))
+
+
+def test_one_head_for_all_tokens_by_stride_0():
+    k, v = rows()
+    k = np.broadcast_to(k[:, :1], k.shape)
+    check_stored(stored_after_put(k, v), k, v)
+
+
+def test_strides_of_axes_of_length_1_mean_nothing():
+    cache = kvcache.KVCache(1, 1, 8, 64)
+    x = small_numbers(1, 1, 8)
+    x = np.lib.stride_tricks.as_strided(x, x.shape, (-4, 2, 4))
+    with cache.batch(1) as batch:
+        batch.put(0, x, x)
+    np.testing.assert_array_equal(cache.keys(0), x)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 7])
+def test_small_dims(dim):
+    cache = kvcache.KVCache(1, 2, dim, 64, dtype="f32")
+    x = small_numbers(4, 2, dim)
+    with cache.batch(4) as batch:
+        batch.put(0, x[..., ::-1], x)
+    np.testing.assert_array_equal(cache.keys(0), np.swapaxes(x[..., ::-1], 0, 1))
+
+
+@pytest.mark.parametrize("way", ["__array__", "__dlpack__"])
+def test_arrays_of_other_libraries(way):
+    k, v = rows()
+    wrapped = type("Wrapped", (), {way: lambda self, **options: getattr(k, way)(**options)})()
+    before = sys.getrefcount(k)
+    check_stored(stored_after_put(wrapped, v), k, v)
+    assert sys.getrefcount(k) == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"strides": False}, {"byte_offset": 64}, {"version": 1}, {"version": 1, "flags": fake_dlpack.READ_ONLY}],
+)
+def test_bf16_through_dlpack(options):
+    k, v = rows()
+    check_stored(stored_after_put(fake_dlpack.bf16(k, **options), fake_dlpack.bf16(v, **options)), k, v)
+    out = attended(fake_dlpack.bf16(queries(), **options), k, v)
+    assert out.dtype == BF16
+    np.testing.assert_array_equal(out, attended(queries(BF16), k, v))
+
+
+def test_strided_bf16_through_dlpack():
+    k, v = rows()
+    bits = (k.view(np.uint32) >> 16).astype(np.uint16)
+    for _, array in strided(bits):
+        if array.ctypes.data % 2 == 0:
+            check_stored(stored_after_put(fake_dlpack.Array(array, fake_dlpack.BFLOAT), v), k, v)
+
+
+def test_host_memory_of_a_device_is_memory():
+    k, v = rows()
+    check_stored(stored_after_put(fake_dlpack.Array(k, device=3), v), k, v)
+
+
+def test_factors():
+    k, v = rows()
+    sinks, alibi = np.linspace(-1, 1, HEADS, dtype=np.float32), np.linspace(0, 1, HEADS, dtype=np.float32)
+    out = attended(queries(), k, v, sinks=sinks, alibi=alibi)
+    sparse = np.repeat(sinks, 3)[::3]
+    wrapped = fake_dlpack.Array(alibi)
+    np.testing.assert_array_equal(attended(queries(), k, v, sinks=sparse, alibi=wrapped), out)
+    assert (out != attended(queries(), k, v)).any()
+
+
+def test_the_way_of_c():
+    k, v = rows()
+    fake_dlpack.deleted.clear()
+    fast = [fake_dlpack.FastArray(x) for x in (k, v, queries())]
+    check_stored(stored_after_put(*fast[:2]), k, v)
+    assert len(fake_dlpack.deleted) == 2
+    out = fake_dlpack.FastArray(np.zeros((TOKENS, HEADS, V_DIM), np.float32))
+    assert attended(fast[2], *fast[:2], out=out) is out
+    assert len(fake_dlpack.deleted) == 6
+    np.testing.assert_array_equal(out.array, attended(queries(), k, v))
+
+
+# ---- out
+
+
+@pytest.mark.parametrize("layout", ["THD", "HTD"])
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_out(dtype, layout):
+    q, (k, v) = queries(NUMPY[dtype]), rows()
+    if layout == "HTD":
+        q, k, v = (np.swapaxes(x, 0, 1) for x in (q, k, v))
+    expected = attended(q, k, v, layout=layout)
+    a, b, dim = expected.shape
+    for out in (
+        np.zeros((a, b, dim), NUMPY[dtype]),
+        np.swapaxes(np.zeros((b, a, dim), NUMPY[dtype]), 0, 1),
+        np.zeros((a, b, 2 * dim), NUMPY[dtype])[..., :dim],
+    ):
+        assert attended(q, k, v, layout=layout, out=out) is out
+        np.testing.assert_array_equal(out, expected)
+    both = attended(q, k, v, layout=layout, out=out, return_lse=True)
+    assert both[0] is out
+
+
+def test_strides_of_any_sign():
+    q, (k, v) = queries(), rows()
+    v = np.broadcast_to(v[:1], v.shape)
+    out = np.empty((TOKENS, HEADS, V_DIM), np.float32)
+    with new_cache() as straight, new_cache() as turned, straight.batch(TOKENS) as batch, turned.batch(TOKENS) as other:
+        expected = batch.attend(0, q, k, v.copy())
+        other.attend(0, q[::-1].copy()[::-1], k[::-1].copy()[::-1], v, out=out[::-1])
+    assert np.array_equal(out[::-1], expected)
+
+
+def test_out_through_dlpack():
+    k, v = rows()
+    memory = np.zeros((TOKENS, HEADS, V_DIM), np.uint16)
+    for options in ({}, {"version": 1}):
+        out = fake_dlpack.Array(memory, fake_dlpack.BFLOAT, **options)
+        assert attended(queries(BF16), k, v, out=out) is out
+        np.testing.assert_array_equal(memory.view(BF16), attended(queries(BF16), k, v))
+
+
+class OldArray(fake_dlpack.Array):
+    def __dlpack__(self):
+        return super().__dlpack__()
+
+
+def test_out_through_dlpack_of_old():
+    k, v = rows()
+    out = OldArray(np.zeros((TOKENS, HEADS, V_DIM), np.float32))
+    assert attended(queries(), k, v, out=out) is out
+    np.testing.assert_array_equal(out.array, attended(queries(), k, v))
+
+
+def dlpack_type(array):
+    """The DLPack type code of what goes out, and whether the capsule is of the new kind."""
+    import ctypes
+
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    new = array.__dlpack__(max_version=(1, 0))
+    old = None if not array.flags.writeable else array.__dlpack__()
+    kind = fake_dlpack.ManagedVersioned.from_address(pointer(new, b"dltensor_versioned"))
+    if old is not None:
+        assert fake_dlpack.Managed.from_address(pointer(old, b"dltensor")).tensor.code == kind.tensor.code
+    return kind.tensor.code
+
+
+def test_bf16_goes_out_through_dlpack():
+    k, v = rows()
+    cache = new_cache("bf16")
+    with cache.batch(TOKENS) as batch:
+        out = batch.attend(0, queries(BF16), k, v)
+    for array in (out, out[1:], cache.keys(0), cache.keys(0, copy=True), cache.gather(0, dtype="bf16")[1]):
+        assert isinstance(array, np.ndarray)
+        assert dlpack_type(array) == fake_dlpack.BFLOAT
+        assert array.__dlpack_device__() == (fake_dlpack.CPU, 0)
+    assert dlpack_type(out.astype(np.float32)) == fake_dlpack.FLOAT
+
+
+WITHOUT_ML_DTYPES = """
+    import sys
+    sys.modules["ml_dtypes"] = None  # not to be had
+    import numpy as np
+    import kvcache
+    from support import fake_dlpack
+
+    cache = kvcache.KVCache(1, 1, 4, 8, dtype="bf16")
+    x = np.arange(4, dtype=np.float32).reshape(1, 1, 4)
+    with cache.batch(1) as batch:
+        out = batch.attend(0, fake_dlpack.bf16(x), x, x)
+    assert out.shape == (1, 1, 4) and out.dtype == "V2"
+    assert (out.view("uint16") == x.view(np.uint32) >> 16).all()
+    with cache.batch(1) as batch:  # what came out goes in again
+        again = batch.attend(0, out, out, cache.keys(0))
+    assert (again.view("uint16") == out.view("uint16")).all()
+    assert (cache.gather(0)[0][:, 1] == x[0]).all()
+    try:
+        with cache.batch(1) as batch:
+            batch.put(0, np.zeros((1, 1, 4), "V2"), x)
+    except TypeError as error:
+        assert "V2" in str(error)
+    else:
+        raise AssertionError("two bytes were taken for bf16")
+    try:
+        import torch
+    except ImportError:
+        pass
+    else:
+        assert torch.from_dlpack(out).dtype == torch.bfloat16
+        assert torch.from_dlpack(out).tolist() == x.tolist()
+"""
+
+
+def test_bf16_without_ml_dtypes():
+    code = f"import sys; sys.path[:] = {sys.path!r}\n" + textwrap.dedent(WITHOUT_ML_DTYPES)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- PyTorch
+
+
+@pytest.mark.parametrize(("given", "stored"), [*itertools.product(["float32", "float16", "bfloat16"], NUMPY)])
+def test_torch(given, stored):
+    torch = pytest.importorskip("torch")
+    k, v = rows()
+    q, tk, tv = (torch.from_numpy(x).to(getattr(torch, given)) for x in (queries(), k, v))
+    check_stored(stored_after_put(tk, tv, stored), k, v)
+    out = attended(q, tk, tv, stored)
+    assert torch.from_dlpack(out).dtype == q.dtype
+    result = torch.empty(TOKENS, HEADS, V_DIM, dtype=q.dtype)
+    assert attended(q, tk, tv, stored, out=result) is result
+    assert torch.equal(result, torch.from_dlpack(out))
+    strided_out = torch.empty(HEADS, TOKENS, V_DIM, dtype=q.dtype).transpose(0, 1)
+    attended(q, tk.flip(0), tv, stored, out=strided_out)
+    assert torch.equal(strided_out, torch.from_dlpack(attended(q, tk.flip(0), tv, stored)))
+
+
+def test_views_go_to_torch():
+    torch = pytest.importorskip("torch")
+    k, v = rows()
+    for dtype in NUMPY:
+        keys, _ = stored_after_put(k, v, dtype)
+        assert torch.equal(torch.from_dlpack(keys).float(), torch.from_numpy(k).transpose(0, 1))

@@ -1,0 +1,189 @@
+"""q8_0 and q4_0: byte for byte ggml's blocks of 32, in everything that a cache does."""
+
+import gguf
+import numpy as np
+import pytest
+from gguf.quants import dequantize, quantize
+from support.isas import ISAS
+
+import kvcache
+
+GGML = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "q4_0": gguf.GGMLQuantizationType.Q4_0}
+NAMES = list(GGML)
+HEADS, DIM = 2, 64
+
+
+def blocks(x, name):
+    """What ggml's reference C makes of [..., dim], in f32 as it calculates."""
+    x = np.asarray(x, np.float32).reshape(*x.shape[:-1], -1, 32)
+    if name == "q8_0":
+        d = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+        inverse = np.divide(np.float32(1), d, out=np.zeros_like(d), where=d != 0)
+        scaled = (x * inverse).astype(np.float64)
+        quants = (np.sign(scaled) * np.floor(np.abs(scaled) + 0.5)).astype(np.int8).view(np.uint8)
+    else:
+        at = np.abs(x).argmax(-1)[..., None]
+        d = np.take_along_axis(x, at, -1) / np.float32(-8)
+        inverse = np.divide(np.float32(1), d, out=np.zeros_like(d), where=d != 0)
+        levels = np.minimum(15, (x * inverse + np.float32(8.5)).astype(np.int8)).astype(np.uint8)
+        quants = levels[..., :16] | levels[..., 16:] << 4
+    with np.errstate(over="ignore"):
+        scale = d.astype(np.float16).view(np.uint8)
+    return np.concatenate([scale, quants], -1).reshape(*x.shape[:-2], -1)
+
+
+def decoded(raw, name):
+    return dequantize(raw, GGML[name])
+
+
+def samples(n=8, seed=0):
+    """Ordinary rows, and some that are not: ties, zeros, huge, tiny, one element only."""
+    x = np.random.default_rng(seed).standard_normal((n, HEADS, DIM)).astype(np.float32)
+    x[0, 0] = np.arange(DIM) - 31.5  # many halves once they are scaled
+    x[0, 1] = 0
+    x[1, 0, :32] = 1e6
+    x[1, 0, 32:] = 65504
+    x[1, 1] = 1e-7 * x[1, 1]
+    x[2, 0, 1:] = 0
+    x[2, 1, :32] = np.linspace(-127, 127, 32)  # a scale of 1
+    x[3, 0] = -np.abs(x[3, 0])
+    x[3, 1] = 1e-35
+    return x
+
+
+def new_cache(k_dtype, v_dtype=None, **options):
+    return kvcache.KVCache(1, HEADS, DIM, 64, k_dtype=k_dtype, v_dtype=v_dtype or k_dtype, **options)
+
+
+def stored(x, name):
+    """The bytes that the cache makes of keys."""
+    cache = new_cache(name)
+    batch = cache.batch(len(x))
+    slots, _ = batch.slots(0)
+    batch.put(0, x, x)
+    return slots
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes(name):
+    x = samples()
+    np.testing.assert_array_equal(stored(x, name), np.swapaxes(blocks(x, name), 0, 1))
+    x = np.random.default_rng(1).standard_normal((50, HEADS, DIM)).astype(np.float32)
+    np.testing.assert_array_equal(stored(x, name), np.swapaxes(blocks(x, name), 0, 1))
+    if name == "q8_0":
+        np.testing.assert_array_equal(stored(x, name), np.swapaxes(quantize(x, GGML[name]), 0, 1))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("name", NAMES)
+def test_values_are_decoded(name, dtype):
+    x = np.delete(samples(), 1, 0).astype(dtype)
+    cache = new_cache("f16", name)
+    with cache.batch(len(x)) as batch:
+        batch.put(0, x, x)
+    with np.errstate(invalid="ignore"):
+        expected = np.swapaxes(decoded(blocks(x, name), name), 0, 1)
+    np.testing.assert_array_equal(cache.gather(0)[1], expected)
+    np.testing.assert_array_equal(cache.gather(0, dtype="f16")[1], expected.astype(np.float16))
+    np.testing.assert_array_equal(cache.extract(0, 2, 4)[1], expected[:, 2:4])
+    np.testing.assert_array_equal(cache.get(0, 3)[1], expected[:, 3])
+    assert cache.k_dtype + cache.v_dtype == ("f16", name)
+    assert f"f16/{name}" in repr(cache)
+
+
+def test_scales_that_overflow():
+    x = np.full((1, HEADS, DIM), 1e9, np.float32)
+    x[..., 1] = 0
+    cache = new_cache("q8_0")
+    with cache.batch(1) as batch:
+        batch.put(0, x, x)
+    keys = cache.gather(0)[0]
+    assert np.isposinf(keys[..., 0]).all()
+    assert np.isnan(keys[..., 1]).all()
+
+
+@pytest.mark.parametrize("k_name", [*NAMES, "f16"])
+@pytest.mark.parametrize("v_name", [*NAMES, "f32"])
+def test_attention(k_name, v_name):
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((20, 4, DIM), np.float32)
+    k, v = rng.standard_normal((2, 20, HEADS, DIM)).astype(np.float32)
+    cache = new_cache(k_name, v_name)
+    with cache.batch(20) as batch:
+        out = batch.attend(0, q, k, v)
+        few = batch.attend(0, q[19:], first=19)
+        keys, values, mask = (x.astype(np.float64) for x in batch.dense(0))
+    scores = np.einsum("thd,hnd->thn", q, np.repeat(keys, 2, 0)) * DIM**-0.5 + mask[:, None]
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("thn,hnd->thd", weights / weights.sum(-1, keepdims=True), np.repeat(values, 2, 0))
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    np.testing.assert_allclose(few, expected[19:], atol=2e-4)  # queries and weights of 16 bits
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shifts_lose_nothing(name):
+    rope = kvcache.Rope(10_000.0 ** (-np.arange(0, DIM, 2) / DIM))
+    cache = new_cache(name, rope=rope)
+    x = np.random.default_rng(0).standard_normal((8, HEADS, DIM)).astype(np.float32)
+    with cache.batch(8) as batch:
+        batch.put(0, x, x)
+    before = cache.gather(0)[0]
+    for delta in (1, -1, 30, -17, -13):
+        cache.shift(0, None, delta)
+    np.testing.assert_array_equal(cache.gather(0)[0], before)
+    cache.remove(0, 3)
+    moved = cache.gather(0)[0]
+    cache.settle()
+    step = 1 / 127 if name == "q8_0" else 1 / 8
+    np.testing.assert_allclose(cache.gather(0)[0], moved, atol=np.abs(moved).max() * step)
+    cache.validate()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inject_quantises(name):
+    cache = new_cache(name)
+    x = np.random.default_rng(0).standard_normal((3, HEADS, DIM)).astype(np.float32)
+    with cache.batch(3) as batch:
+        batch.put(0, x, x)
+    new = np.ascontiguousarray(np.swapaxes(2 * x[:2], 0, 1))
+    cache.inject(0, 1, new, -new)
+    k, v = cache.gather(0)
+    np.testing.assert_array_equal(k[:, 1:], decoded(blocks(new, name), name))
+    np.testing.assert_array_equal(v[:, 1:], decoded(blocks(-new, name), name))
+    np.testing.assert_array_equal(k[:, 0], decoded(blocks(x[0], name), name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_counted(name):
+    size = {"q8_0": 34, "q4_0": 18}[name]
+    assert new_cache(name).capacity_bytes == 64 * HEADS * 2 * DIM // 32 * size
+
+
+def error(out, q, keys, values):
+    """Of attention over all rows: out, q [heads, dim], keys, values [dim] of as many rows, one KV head."""
+    scores = np.einsum("hd,nd->hn", q.astype(np.float64), keys) * q.shape[1] ** -0.5
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = weights / weights.sum(-1, keepdims=True) @ values.astype(np.float64)
+    return np.linalg.norm(out - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [("f32", 1e-5), ("f16", 5e-4), ("q8_0", 5e-4), ("q4_0", 5e-4)])
+def test_error_against_float64(monkeypatch, isa, dtype, bound, sink):
+    """Over the stored values; with a sink, beside which each other row is nothing but all together are not."""
+    monkeypatch.setenv("KVCACHE_ISA", isa)
+    rng = np.random.default_rng(0)
+    tokens, dim = 5000, 128
+    q = rng.standard_normal((4, dim)).astype(np.float32)
+    k, v = rng.standard_normal((2, tokens, dim)).astype(np.float32)
+    if sink:
+        q[:] = q[0]
+        k[100] = q[0] * 12 * dim**0.5 / (q[0] @ q[0])
+        v += 1
+    cache = kvcache.KVCache(1, 1, dim, tokens, dtype=dtype)
+    with cache.batch(tokens) as batch:
+        batch.put(0, k[:, None], v[:, None])
+        out = batch.attend(0, q[None], first=tokens - 1)[0]
+    keys, values = cache.gather(0)
+    assert error(out, q, keys[0], values[0]) < bound

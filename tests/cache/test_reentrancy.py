@@ -1,0 +1,145 @@
+"""A cache or a batch that is ended in the middle of a call: by the garbage collector, by arguments, by functions."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.compiling import FLAGS, ROOT, compile_core, compiler, run
+
+import kvcache
+
+INTRUDER = ROOT / "tests/support/intruder.py"
+LOCK = """
+#include <Python.h>
+#include <stdio.h>
+#undef pthread_mutex_lock
+int pthread_mutex_lock(pthread_mutex_t *);
+int watched_lock(pthread_mutex_t *mutex);
+int watched_lock(pthread_mutex_t *mutex) {
+    if (PyGILState_Check()) {
+        fputs("the mutex is locked by a thread that has the GIL\\n", stderr);
+        abort();
+    }
+    return pthread_mutex_lock(mutex);
+}
+"""
+
+
+def intrude(how, **environment):
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", INTRUDER, how],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("how", ["collector", "arguments"])
+def test_nothing_ends_in_the_middle(how):
+    """Memory that is freed is overwritten, so that to use it shows."""
+    times = intrude(how, PYTHONMALLOC="malloc", MALLOC_PERTURB_="165")
+    assert int(times["KVCache.batch"]) > 2
+    assert int(times["Batch.attend"]) > 2
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """What to preload so that the core is one under the address sanitizer, which also says who locks its mutex."""
+    if sys.platform != "linux":
+        pytest.skip("there is no LD_PRELOAD here")
+    cc, folder = compiler(), tmp_path_factory.mktemp("watched")
+    asan = subprocess.run([*cc, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not Path(asan).is_absolute() or not Path(sysconfig.get_path("include"), "Python.h").exists():
+        pytest.skip("there is no address sanitizer to preload, or no Python.h")
+    flags = ["-O0", "-fPIC", "-fsanitize=address"]
+    objects = compile_core(folder, [*cc, *FLAGS, *flags, "-Dpthread_mutex_lock=watched_lock"])
+    lock, library = folder / "lock.c", folder / "libkvcache.so"
+    lock.write_text(LOCK)
+    shared = ["-shared", "-Wl,-soname,libkvcache.so", f"-I{sysconfig.get_path('include')}"]
+    run(*cc, *flags, *shared, lock, *objects, "-o", library, "-lm", "-lpthread")
+    return f"{asan} {library}"
+
+
+@pytest.mark.parametrize("how", ["collector", "arguments"])
+def test_nothing_freed_is_used_and_nobody_waits_with_the_gil(watched, how):
+    assert intrude(how, LD_PRELOAD=watched, ASAN_OPTIONS="detect_leaks=0")
+
+
+def test_a_function_that_closes_the_cache():
+    """It runs inside the call that moves keys, which goes on with the cache."""
+    raised = []
+
+    def move(layer, keys, delta):
+        for end in (cache.close, cache.compact, cache.settle):
+            with pytest.raises(kvcache.KVCacheError) as error:
+                end()
+            raised.append(error.type)
+        assert cache.nbytes > 0
+        assert cache.positions().tolist() == [0, 1, 2]
+        return keys
+
+    cache = kvcache.KVCache(1, 2, 8, 16, rope=move)
+    with cache.batch(3) as batch:
+        batch.put(0, np.ones((3, 2, 8), np.float32), np.ones((3, 2, 8), np.float32))
+    cache.shift(1, None, 2)
+    assert raised
+    assert set(raised) == {kvcache.CacheBusyError}
+    assert cache.positions().tolist() == [0, 3, 4]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork() here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_does_not_wait_for_calls_of_threads_that_it_has_not():
+    inside, go_on = threading.Event(), threading.Event()
+
+    def move(layer, keys, delta):
+        inside.set()
+        go_on.wait()
+        return keys
+
+    cache = kvcache.KVCache(1, 1, 8, 64, rope=move)
+    with cache.batch(3) as batch:
+        batch.put(0, np.ones((3, 1, 8), np.float32), np.ones((3, 1, 8), np.float32))
+    thread = threading.Thread(target=cache.shift, args=(0, None, 5))
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if not child:
+        failed = True
+        try:
+            cache.close()
+            failed = False
+        finally:
+            os._exit(failed)
+    go_on.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert cache.next_position() == 8
+    cache.close()
+
+
+def test_parts_that_are_made_without_a_cache():
+    """They are nobody's business, but a crash is nobody's wish."""
+    with pytest.raises(TypeError):
+        kvcache._core.Hold(None, 0, 0)
+    kvcache._core.Slots()
+    batch = kvcache._core.Batch()
+    x = np.ones((1, 2, 8), np.float32)
+    for call in (
+        lambda: batch.put(0, x, x, 0, None, "THD"),
+        lambda: batch.attend(0, x, x, x, 0, None, None, None, None, None, "THD", None, False),
+        lambda: batch.slots(0, 0),
+        lambda: batch.written(0, 0, 1),
+        lambda: batch.dense(0, None, None, "HTD", "f32", None),
+    ):
+        with pytest.raises(ValueError, match="the batch has ended"):
+            call()
+    batch.commit(None)
+    batch.abort()

@@ -1,0 +1,251 @@
+"""examples/generate.py as people run it: piped, in a terminal, interrupted, and with bad input."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "generate.py"
+EXPECTED = json.loads((ROOT / "examples" / "model" / "expected.json").read_text())
+TYPES = ["f32", "f16", "bf16", "q8_0", "q4_0"]
+TIMEOUT = 120
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, str(SCRIPT), *map(str, arguments)]
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", timeout=TIMEOUT
+    )
+
+
+def table_of(output: str) -> list[str]:
+    """The table's lines that begin with a name."""
+    lines = output.splitlines()
+    heading = next(i for i, line in enumerate(lines) if line.split() == ["tokens", "tokens/s"])
+    return [line for line in lines[heading + 1 :] if line]
+
+
+def test_greedy_text_and_table() -> None:
+    done = run("ROMEO:", "--temperature", "0", "--tokens", "250", "--dtype", "f32")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert done.stdout.startswith(EXPECTED["greedy"] + "\n\n")
+    assert "\x1b" not in done.stdout
+    assert "\r" not in done.stdout
+    table = table_of(done.stdout)
+    names = ["prefill, f32 cache", "decode, f32 cache", "decode, without cache", "cache type", *TYPES]
+    assert len(table) == len(names)
+    assert all(line.startswith(name) for line, name in zip(table, names, strict=True))
+    assert [line.split()[1] for line in table[4:]] == ["4,096", "2,048", "2,048", "1,088", "576"]
+    rates = [
+        float(line.removeprefix(name).split()[1].replace(",", "")) for line, name in zip(table, names[:3], strict=False)
+    ]
+    assert rates[1] > rates[2]
+    assert float(table[4].split()[3]) == pytest.approx(EXPECTED["eval_loss_windows_of_2048"], abs=2e-6)
+
+
+def test_no_compare_leaves_the_speeds() -> None:
+    done = run("ROMEO:", "--tokens", "20", "--no-compare")
+    assert done.returncode == 0
+    assert [line.split()[0] for line in table_of(done.stdout)] == ["prefill,", "decode,", "cache", *TYPES]
+
+
+def test_quiet_is_the_text_alone() -> None:
+    done = run("--quiet", "--temperature", "0", "--tokens", "250")
+    assert done.stdout == EXPECTED["greedy"] + "\n"
+    assert done.stderr == ""
+
+
+def test_prompt_file_and_seed(tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_bytes("KÖNIG:\n".encode())
+    texts = [
+        run("--prompt-file", prompt, "--quiet", "--tokens", "30", "--seed", seed).stdout for seed in ("5", "5", "6")
+    ]
+    assert texts[0].startswith("KÖNIG:\n")
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_end_of_the_context(tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_bytes((ROOT / "examples" / "model" / "eval.txt").read_bytes()[:2040])
+    full = run("--prompt-file", prompt, "--tokens", "50", "--no-compare", "--temperature", "0")
+    assert full.returncode == 0
+    notice = "(stopped at 2,048 tokens, the model's whole context; with a window or a shift it would go on)\n"
+    assert full.stderr == notice
+    assert table_of(full.stdout)[1].split()[3] == "7"  # the prompt's own pass gives the first of the eight
+    window = ("--window", "100", "--tokens", "50", "--no-compare", "--temperature", "0")
+    on = run("--prompt-file", prompt, *window)
+    assert (on.returncode, on.stderr) == (0, "")
+    assert table_of(on.stdout)[1].split()[3] == "49"
+    sinks = run("--prompt-file", prompt, *window, "--sink-tokens", "4")
+    assert sinks.returncode == 0
+    assert sinks.stderr == "(the sink tokens ended up further back than the model was trained to look)\n"
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_shift_goes_on(tmp_path: Path, dtype: str) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_bytes((ROOT / "examples" / "model" / "eval.txt").read_bytes()[:2040])
+    done = run("--prompt-file", prompt, "--shift", "--tokens", "60", "--no-compare", "--dtype", dtype)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(prompt.read_text())
+    assert table_of(done.stdout)[1].split()[3] == "59"
+
+
+def test_help() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert 'python examples/generate.py "ROMEO:"' in done.stdout
+    flags = (
+        "--dtype --window --shift --sink-tokens --tokens --seed --temperature --top-p --compare --model --prompt-file "
+        "--quiet"
+    )
+    for flag in flags.split():
+        assert flag in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--tokens", "0"], "tokens must be at least 1, not 0"),
+        (["--tokens", "many"], "argument --tokens: invalid int value: 'many'"),
+        (["--window", "-3"], "window must be at least 1, not -3"),
+        (
+            ["--window", "2000", "--sink-tokens", "100"],
+            "window and sink tokens may together be at most the model's context, 2,048",
+        ),
+        (["--window", str(10**30)], "window and sink tokens may together be at most the model's context, 2,048"),
+        (["--sink-tokens", "4"], "sink tokens need a window or a shift: without these every token is seen anyway"),
+        (
+            ["--window", "100", "--shift"],
+            "a window and a shift are two ways to go beyond the model's context: give one of them",
+        ),
+        (
+            ["--shift", "--sink-tokens", "1025"],
+            "a shift can keep at most half of the model's context, 1,024 sink tokens",
+        ),
+        (["--seed", "-1"], "seed must be at least 0, not -1"),
+        (["--temperature", "nan"], "temperature must be 0 or a positive number, not nan"),
+        (["--top-p", "1.5"], "top-p must be above 0 and at most 1, not 1.5"),
+        (["--dtype", "f64"], "argument --dtype: invalid choice: 'f64'"),
+        (["--no-such"], "unrecognized arguments: --no-such"),
+        ([""], "the prompt is empty"),
+        (["x" * 2048], "the prompt of 2,048 tokens leaves no room in the model's context of 2,048"),
+        (["a", "--prompt-file", "b"], "give a prompt or --prompt-file, not both"),
+        (["--prompt-file", "/no/such/file"], "there is no /no/such/file"),
+        (["--model", "/no/such/folder"], "there is no /no/such/folder"),
+        (["--model", str(ROOT / "examples")], "has no config.json"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: list[str], sentence: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("generate.py: ")
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def start(*arguments: str, stdin: int | None = None, stdout: int, stderr: int) -> subprocess.Popen[bytes]:
+    def listen_to_interrupts() -> None:  # where the tests run in the background, they are ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    return subprocess.Popen(
+        command(*arguments), preexec_fn=listen_to_interrupts, stdin=stdin, stdout=stdout, stderr=stderr
+    )
+
+
+def read_until(descriptor: int, enough: Callable[[bytes], bool]) -> bytes:
+    """What can be read until it is enough, or the end: of a terminal, that is an error on Linux."""
+    data, deadline = b"", time.monotonic() + TIMEOUT
+    while not enough(data):
+        assert select.select([descriptor], [], [], deadline - time.monotonic())[0], f"nothing came after {data!r}"
+        try:
+            piece = os.read(descriptor, 4096)
+        except OSError:
+            break
+        if not piece:
+            break
+        data += piece
+    return data
+
+
+def to_the_end(_: bytes) -> bool:
+    return False
+
+
+def test_a_reader_that_leaves() -> None:
+    with start("ROMEO:", "--tokens", "2000", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert read_until(process.stdout.fileno(), lambda data: len(data) > 20).startswith(b"ROMEO:")
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(TIMEOUT) == 1
+
+
+@pytest.mark.parametrize("when", ["in the text", "in the comparison"])
+def test_interrupt_in_a_pipe(when: str) -> None:
+    count, shown = ("2000", 50) if when == "in the text" else ("20", 26)
+    with start("ROMEO:", "--tokens", count, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        output = read_until(process.stdout.fileno(), lambda data: len(data) >= shown)
+        time.sleep(0 if when == "in the text" else 0.3)
+        process.send_signal(signal.SIGINT)
+        output += read_until(process.stdout.fileno(), to_the_end)
+        assert process.stderr.read() == b""
+        assert process.wait(TIMEOUT) == 130
+    table = table_of(output.decode())
+    assert table[0].startswith("prefill, f16 cache")
+    assert table[1].startswith("decode, f16 cache")
+    assert any(line.startswith("f32 ") for line in table)
+
+
+def in_a_terminal(*arguments: str, interrupt_after: int | None = None) -> tuple[int, str]:
+    """Exit status, and what the terminal showed."""
+    controller, terminal = pty.openpty()
+    try:
+        with start(*arguments, stdin=terminal, stdout=terminal, stderr=terminal) as process:
+            os.close(terminal)
+            shown = b""
+            if interrupt_after is not None:
+                shown = read_until(controller, lambda data: len(data) >= interrupt_after)
+                process.send_signal(signal.SIGINT)
+            shown += read_until(controller, to_the_end)
+            return process.wait(TIMEOUT), shown.decode().replace("\r\n", "\n")
+    finally:
+        os.close(controller)
+
+
+def test_in_a_terminal() -> None:
+    status, shown = in_a_terminal("ROMEO:", "--tokens", "60", "--temperature", "0", "--no-compare")
+    assert status == 0
+    assert shown.startswith(EXPECTED["greedy"][:66])
+    assert "\x1b" not in shown
+    assert len(table_of(shown)) == 3 + len(TYPES)
+
+
+def test_interrupt_in_a_terminal() -> None:
+    status, shown = in_a_terminal("ROMEO:", "--tokens", "2000", interrupt_after=50)
+    assert status == 130
+    assert "Traceback" not in shown
+    assert [line.split()[0] for line in table_of(shown)] == ["prefill,", "decode,", "cache", *TYPES]
+
+
+def test_bad_input_in_a_terminal() -> None:
+    status, shown = in_a_terminal("--tokens", "0")
+    assert (status, shown) == (2, "generate.py: tokens must be at least 1, not 0\n")

@@ -1,0 +1,548 @@
+"""Model files that were made to harm: they are read or refused, in one sentence, and cost little."""
+
+import contextlib
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf as oracle
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import hostile
+from tokenizers import Tokenizer, decoders, models
+
+import kvcache
+from kvcache import ModelFileError, NotSupportedError, errors, files, gguf, llama, reading, shapes, tokens, weights
+
+MODEL = Path(__file__).parents[2] / "examples" / "model"
+
+# --- memory and work ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", hostile.LARGE)
+def test_files_that_are_refused_take_little(tmp_path: Path, name: str) -> None:
+    kind, make = hostile.LARGE[name]
+    assert hostile.read(kind, make(tmp_path)).startswith("ModelFileError: ")
+
+
+# --- files that change -------------------------------------------------------------------------------------------
+
+
+def write_gguf(path: Path) -> Path:
+    """One tensor of many pages."""
+    tensors = [hostile.tensor(b"token_embd.weight", (1024, 256))]
+    return hostile.gguf(path, hostile.llama_entries(block_count=1), tensors, 1 << 20)
+
+
+def write_folder(folder: Path) -> Path:
+    hostile.config(folder / "config.json")
+    entry = {"dtype": "F32", "shape": [256, 1024], "data_offsets": [0, 1 << 20]}
+    hostile.safetensors(folder / "model.safetensors", {"model.embed_tokens.weight": entry}, bytes(1 << 20))
+    return folder
+
+
+CUT = """
+import os, sys
+from pathlib import Path
+from kvcache import ModelFileError, weights
+tensors = weights.Tensors(Path(sys.argv[1]))
+os.truncate(sys.argv[2], os.path.getsize(sys.argv[2]) - (1 << 19))
+try:
+    tensors.take("model.embed_tokens.weight", 256, 1024)
+except ModelFileError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_file_that_is_cut_before_a_tensor_is_taken(tmp_path: Path, kind: str) -> None:
+    """In a process of its own: where it is mapped, that ends it."""
+    path = write_gguf(tmp_path / "a.gguf") if kind == "file" else write_folder(tmp_path)
+    command = [sys.executable, "-c", CUT, path, path if kind == "file" else path / "model.safetensors"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "was changed while it was read" in done.stdout
+
+
+Make = Callable[[Path], Path]
+
+
+@pytest.mark.parametrize("make", [lambda folder: write_gguf(folder / "a.gguf"), write_folder], ids=["file", "folder"])
+def test_a_file_that_is_cut_between_two_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    """At each step of reading in turn: what is not there any more is an error, and never memory that has gone."""
+    read, read_array = reading.File.read, reading.File.read_array
+    left = 0
+
+    def cut(file: reading.File) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            os.truncate(file.path, 7)
+
+    def cutting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def cut_first(file: reading.File, *arguments: int) -> Any:
+            cut(file)
+            return method(file, *arguments)
+
+        return cut_first
+
+    monkeypatch.setattr(reading.File, "read", cutting(read))
+    monkeypatch.setattr(reading.File, "read_array", cutting(read_array))
+    outcomes = []
+    for step in range(20):
+        left = 1000
+        path = make(tmp_path)
+        left = step
+        try:
+            weights.Tensors(path).take("model.embed_tokens.weight", 256, 1024)
+        except ModelFileError as error:
+            outcomes.append(str(error))
+        else:
+            break
+    assert step > 1
+    assert all("became shorter while it was read" in outcome for outcome in outcomes)
+
+
+def test_a_file_that_another_takes_the_place_of(tmp_path: Path) -> None:
+    header = gguf.read_header(write_gguf(tmp_path / "a.gguf"))
+    write_gguf(tmp_path / "b.gguf").rename(tmp_path / "a.gguf")
+    with pytest.raises(ModelFileError, match=r"a\.gguf was changed while it was read"):
+        weights._dequantize(oracle, header, header.tensors["token_embd.weight"])
+
+
+# --- what is no file ---------------------------------------------------------------------------------------------
+
+READERS: dict[str, tuple[str, Callable[[Path], object]]] = {  # what is no file, in a folder of a model; who reads it
+    "config": ("config.json", shapes.read),
+    "config of a model": ("config.json", llama.Llama.load),
+    "config of a tokenizer": ("config.json", tokens.load_tokenizer),
+    "generation": ("generation_config.json", tokens.load_tokenizer),
+    "tokenizer": ("tokenizer.json", tokens.load_tokenizer),
+    "weights": ("model.safetensors", llama.Llama.load),
+    "index": ("model.safetensors.index.json", llama.Llama.load),
+    "index of a shape": ("model.safetensors.index.json", shapes.read),
+    "gguf": ("a.gguf", lambda folder: shapes.read(folder / "a.gguf")),
+    "gguf of a tokenizer": ("a.gguf", lambda folder: tokens.load_tokenizer(folder / "a.gguf")),
+    "gguf of a model": ("a.gguf", lambda folder: llama.Llama.load(folder / "a.gguf")),
+    "text": ("eval.txt", lambda folder: llama.read_windows(folder / "eval.txt", tokens.ByteTokenizer(), 8)),
+    "prompt": ("prompt.txt", lambda folder: reading.read_prompt(folder / "prompt.txt")),
+}
+
+
+NO_FILES = [(reader, what) for reader in READERS for what in ("pipe", "device", "folder")]
+IS_MODEL = {(reader, "folder") for reader in READERS if "gguf" in reader}
+
+
+@pytest.mark.parametrize(("reader", "what"), [pair for pair in NO_FILES if pair not in IS_MODEL])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, reader: str, what: str) -> None:
+    name, read = READERS[reader]
+    hostile.config(tmp_path / "config.json")
+    (tmp_path / name).unlink(missing_ok=True)
+    if what == "pipe":
+        os.mkfifo(tmp_path / name)
+    elif what == "folder":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).symlink_to("/dev/zero")
+    outcomes: list[str] = []
+
+    def run() -> None:
+        try:
+            read(tmp_path)
+        except ModelFileError as error:
+            outcomes.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert outcomes == [f"{tmp_path / name} is not a file"]
+
+
+def test_weights_that_are_no_file_are_not_looked_at(tmp_path: Path) -> None:
+    hostile.config(tmp_path / "config.json")
+    os.mkfifo(tmp_path / "model.safetensors")
+    assert shapes.read(tmp_path).num_layers == 2
+
+
+def test_standard_input_may_be_a_pipe() -> None:
+    command = [sys.executable, "-m", "kvcache.cli", "generate", str(MODEL), "--prompt-file", "/dev/stdin", "--quiet"]
+    done = subprocess.run([*command, "--tokens", "3"], input="ROMEO:", capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("ROMEO:")
+
+
+def test_a_mapping_that_holds_itself() -> None:
+    config: dict[str, Any] = dict(hostile.CONFIG)
+    config["text_config"] = config
+    with pytest.raises(ModelFileError, match="more than 8 configurations are nested in each other"):
+        shapes.read(config)
+    config = dict(hostile.CONFIG)
+    config["rope_theta"] = config["per_layer_config"] = config
+    with pytest.raises(ModelFileError, match=r"rope_theta must be a positive number, not .*hidden_size"):
+        shapes.read(config)
+
+
+# --- what is shown -----------------------------------------------------------------------------------------------
+
+ESCAPES = "\x1b[2J\x07\n\u202e"
+
+
+def check_sentence(said: str, most: int = 1000) -> None:
+    assert said.isprintable(), said
+    assert len(said) < most
+
+
+@pytest.mark.parametrize(
+    "value", [ESCAPES, ESCAPES * 1_000_000, [ESCAPES] * 100, {ESCAPES: ESCAPES}, 10**5000], ids=type
+)
+def test_values_are_shown_quoted_and_cut(value: object) -> None:
+    check_sentence(errors.shown(value), 81)
+    assert errors.shown("it's") == '"it\'s"'
+    assert errors.plain("/a b/größer") == "/a b/größer"
+    check_sentence(errors.plain(value if isinstance(value, str) else ESCAPES), 400)
+
+
+def write_index(folder: Path, name: object) -> Path:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    return hostile.config(folder / "config.json").parent
+
+
+TEXTS: dict[str, Callable[[Path, str], object]] = {
+    "model_type": lambda folder, text: llama.Llama.load(hostile.config(folder / "config.json", model_type=text)),
+    "rope_type": lambda folder, text: llama.Llama.load(
+        hostile.config(folder / "config.json", rope_scaling={"rope_type": text})
+    ),
+    "layer_types": lambda folder, text: shapes.read(hostile.config(folder / "config.json", layer_types=[text] * 2)),
+    "window": lambda folder, text: shapes.read(
+        hostile.gguf(
+            folder / "a.gguf",
+            {
+                "general.architecture": hostile.string(text.encode()),
+                **{
+                    f"{text}.{key}": struct.pack("<II", 4, value)
+                    for key, value in {
+                        "block_count": 2,
+                        "attention.head_count": 2,
+                        "embedding_length": 64,
+                        "attention.sliding_window": 8,
+                    }.items()
+                },
+            },
+        )
+    ),
+    "tensor": lambda folder, text: llama.Llama.load(
+        hostile.gguf(
+            folder / "a.gguf",
+            hostile.llama_entries(block_count=1),
+            [hostile.tensor(text.encode(), (4,)), hostile.tensor(b"token_embd.weight", (128, 256), 32)],
+            1 << 18,
+        )
+    ),
+    "safetensors": lambda folder, text: weights.Tensors(
+        hostile.safetensors(folder / "model.safetensors", {text: {"dtype": text}}).parent
+    ),
+    "shard": lambda folder, text: weights.Tensors(write_index(folder, text.replace("/", ""))),
+    "folder": lambda folder, text: shapes.read(folder / text),
+    "decoder": lambda folder, text: tokens.load_tokenizer(
+        hostile.tokenizer(folder, json.dumps({"version": text, "model": {"type": text}}).encode())
+    ),
+    "tokens": lambda folder, text: tokens.load_tokenizer(
+        hostile.gguf(
+            folder / "a.gguf",
+            hostile.vocabulary(b"gpt2", [b"a", b"b"], merges=hostile.strings([text.encode() + b" a"])),
+        )
+    ),
+    "pre": lambda folder, text: tokens.load_tokenizer(
+        hostile.gguf(folder / "a.gguf", hostile.vocabulary(b"gpt2", [b"a"], pre=hostile.string(text.encode())))
+    ),
+    "vocab_size": lambda folder, text: tokens.load_tokenizer(
+        hostile.config(folder / "config.json", vocab_size=text).parent
+    ),
+}
+
+
+@pytest.mark.parametrize("times", [1, 20, 200_000])
+@pytest.mark.parametrize("where", TEXTS)
+def test_texts_of_a_file_do_not_steer_a_terminal(tmp_path: Path, where: str, times: int) -> None:
+    with pytest.raises((ModelFileError, NotSupportedError)) as caught:
+        TEXTS[where](tmp_path, ESCAPES * times)
+    check_sentence(str(caught.value))
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J", "x" * 250, "\udcff"])
+def test_a_table_of_a_file_does_not_steer_a_terminal(tmp_path: Path, name: str) -> None:
+    hostile.config(tmp_path / "config.json", model_type=name)
+    command = [sys.executable, "-m", "kvcache.cli", "plan", "--no-measure", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+    assert done.stdout.startswith(f"{errors.plain(name)}, 2 layers")
+
+
+# --- what cannot be ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"rope_scaling": {"type": "yarn", "rope_theta": 1, "original_max_position_embeddings": 9}},
+            "above 1 for yarn",
+        ),
+        ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 1e-308}}, "factor must be a positive"),
+        ({"rope_scaling": {"type": "linear", "factor": 5e-324}}, "no finite frequencies"),
+        (
+            {"rope_scaling": {"type": "llama3", **dict.fromkeys(["low_freq_factor", "high_freq_factor"], 1.0)}},
+            "original",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "type": "llama3",
+                    **dict.fromkeys(["low_freq_factor", "high_freq_factor"], 1.0),
+                    "original_max_position_embeddings": 2 * np.pi,
+                    "factor": 2.0,
+                }
+            },
+            "no finite frequencies",
+        ),
+        ({"rope_theta": 5e-324, "head_dim": 8192}, "no finite frequencies"),
+        ({"partial_rotary_factor": 1e308}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 1e-5}, "rotary_dim must be a whole number from 2"),
+        ({"head_dim": 1}, "rotary_dim must be a whole number from 2"),
+        ({"rotary_dim": 1}, "rotary_dim"),
+        ({"model_type": "bamba", "attn_layer_indices": 5}, "attn_layer_indices must be a list, not 5"),
+        ({"block_types": {"a": 1}}, "block_types must be a list"),
+        ({"num_attention_heads": 1 << 20}, "num_attention_heads must be a whole number from 1 to 1024"),
+        ({"num_key_value_heads": 1 << 20}, "num_key_value_heads must be a whole number from 1 to 1024"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "3 attention heads are not a multiple of 2"),
+        ({"num_attention_heads": 1024, "head_dim": 8192}, "1024 heads of 8192 elements are more than any model's"),
+        ({"v_head_dim": 1 << 20}, "v_head_dim"),
+        ({"kv_lora_rank": 1 << 20}, "kv_lora_rank"),
+        ({"max_position_embeddings": 2**31 - 1}, "max_position_embeddings"),
+        ({"max_position_embeddings": 2**31 - 2}, "max_position_embeddings"),
+        ({"per_layer_config": {"0": {"head_dim": 0}, "9" * 5000: {}}}, "layer 0: head_dim"),
+        ({"model_type": "x" * 257}, "model_type must be a string of at most 256 characters"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_fields_that_cannot_be(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    path = hostile.config(tmp_path / "config.json", **change)
+    with pytest.raises(ModelFileError, match=words) as caught:
+        kvcache.KVCache.from_config(path)
+    assert str(caught.value).startswith(str(path))
+    check_sentence(str(caught.value))
+
+
+def test_the_longest_context_there_is(tmp_path: Path) -> None:
+    path = hostile.config(tmp_path / "config.json", max_position_embeddings=1 << 30)
+    assert kvcache.KVCache.from_config(path).max_seq_len == 1 << 30
+    config = llama.LlamaConfig.read(path)
+    assert llama.new_cache(config, llama.Options(window=1 << 30)).max_seq_len == (1 << 30) + llama.PREFILL_TOKENS
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "a\0b", "/etc/passwd", "../a", "a/b", 7, None, ["a"]], ids=str)
+def test_an_index_that_names_no_file_of_its_folder(tmp_path: Path, name: object) -> None:
+    write_index(tmp_path, name)
+    with pytest.raises(ModelFileError, match=r"index\.json: weight_map must name files of this folder"):
+        llama.Llama.load(tmp_path)
+
+
+def test_paths_with_a_zero_byte(tmp_path: Path) -> None:
+    for read in (shapes.read, llama.Llama.load, tokens.load_tokenizer):
+        with pytest.raises(ModelFileError, match="cannot be read: embedded null byte"):
+            read(f"{tmp_path}/a\0b")
+
+
+def bpe(**changes: Any) -> dict[str, Any]:
+    model = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    model.decoder = decoders.ByteLevel()
+    state: dict[str, Any] = json.loads(model.to_str())
+    return {**state, **changes, "model": {**state["model"], **changes.get("model", {})}}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        bpe(model={"continuing_subword_prefix": "####"}),
+        bpe(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        bpe(
+            post_processor={
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "Z", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        ),
+    ],
+    ids=["prefix", "characters", "template"],
+)
+def test_tokenizers_that_panic(tmp_path: Path, state: dict[str, Any]) -> None:
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json is no tokenizer: "):
+        tokens.load_tokenizer(hostile.tokenizer(tmp_path, json.dumps(state).encode()))
+
+
+def test_a_tokenizer_that_fails_on_a_text(tmp_path: Path) -> None:
+    state = bpe()
+    state["model"] = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "b"}
+    found = tokens.load_tokenizer(hostile.tokenizer(tmp_path, json.dumps(state).encode()))
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json: the tokenizer fails: "):
+        found.encode("c")
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_weights_that_are_no_numbers_are_named(tmp_path: Path, number: float, dtype: str) -> None:
+    data = np.arange(8, dtype=np.float32)
+    data[5] = number
+    bits = data.view("<u4") >> 16
+    stored = {"F32": data, "F16": data.astype(np.float16), "BF16": bits.astype("<u2")}[dtype].tobytes()
+    entry = {"dtype": dtype, "shape": [2, 4], "data_offsets": [0, len(stored)]}
+    hostile.safetensors(tmp_path / "model.safetensors", {"model.norm.weight": entry}, stored)
+    with pytest.raises(ModelFileError, match=r"tensor model\.norm\.weight has an element that is no finite number"):
+        weights.Tensors(tmp_path).take("model.norm.weight", 2, 4)
+    tensors = [hostile.tensor(b"output_norm.weight", (4, 2))]
+    path = hostile.gguf(tmp_path / "a.gguf", {"general.architecture": hostile.string(b"llama")}, tensors, 32)
+    path.write_bytes(path.read_bytes()[:-32] + data.tobytes())
+    with pytest.raises(ModelFileError, match=r"tensor output_norm\.weight has an element that is no finite number"):
+        weights.Tensors(path).take("model.norm.weight", 2, 4)
+
+
+# --- anything ----------------------------------------------------------------------------------------------------
+
+NUMBERS = st.sampled_from([0, 1, 2, 3, 64, 1023, 1024, 8192, 1 << 20, 2**31 - 2, 2**31 - 1, 2**31, 2**63, 10**400, -1])
+FLOATS = st.sampled_from([1.0, 0.0, 5e-324, 1e-300, 1e300, 1e308, float("inf"), float("nan"), -1.0, 0.5, 1.0000001])
+SCALAR = (
+    st.none() | st.booleans() | NUMBERS | FLOATS | st.text(max_size=6) | st.sampled_from(["yarn", "linear", ESCAPES])
+)
+VALUE = st.recursive(
+    SCALAR,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4) | st.just("0"), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = sorted(
+    {name for names in files.NAMES.values() for name in names}
+    | {*files.GGUF_NAMES.values()}
+    | {
+        "attn_layer_indices",
+        "block_types",
+        "layer_rope_theta",
+        "no_rope_layers",
+        "partial_rotary_factor",
+        "text_config",
+    }
+    | {"per_layer_config", "qk_rope_head_dim", "rope_freqs", "rope_parameters", "use_sliding_window", "attn_config"}
+    | {"sliding_window_pattern", "attention_chunk_size", "full_attention_interval", "attn_layer_period"}
+)
+SCALING = st.dictionaries(
+    st.sampled_from(
+        ["rope_type", "factor", "rope_theta", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor",
+         "original_max_position_embeddings", "partial_rotary_factor"]
+    ),
+    st.sampled_from(["yarn", "linear", "llama3", "proportional"]) | FLOATS | NUMBERS,
+)  # fmt: skip
+REFUSALS = (ModelFileError, NotSupportedError)
+
+
+def check_refusal(error: Exception) -> None:
+    check_sentence(str(error), 1200)
+
+
+@given(
+    st.dictionaries(st.sampled_from(NAMES), VALUE, max_size=4),
+    st.sampled_from(["llama", "gemma3_text", "bamba", "llama4_text", "qwen2", "gpt_oss", "deepseek_v3"]),
+    st.none() | SCALING,
+)
+def test_any_configuration(change: dict[str, Any], model_type: str, scaling: dict[str, Any] | None) -> None:
+    config = {**hostile.CONFIG, "rope_scaling": scaling, **change, "model_type": model_type}
+    try:
+        with kvcache.KVCache.from_config(config, max_source_len=8) as cache:
+            assert cache.num_layers <= 2 * reading.MAX_LAYERS
+    except REFUSALS as error:
+        check_refusal(error)
+
+
+PIECES = st.sampled_from(
+    ["dtype", "shape", "data_offsets", "F32", "F16", "BF16", "U8", ESCAPES, "..", "a\0b", "model.embed_tokens.weight"]
+)
+ENTRY = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["F32", "F16", "BF16", "U8"]) | VALUE,
+        "shape": st.lists(NUMBERS, max_size=3) | VALUE,
+        "data_offsets": st.lists(st.sampled_from([0, 4, 8, 16, 1 << 62]), min_size=2, max_size=2) | VALUE,
+    },
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(PIECES | st.text(max_size=5), ENTRY | VALUE, max_size=4), st.binary(max_size=20), st.data())
+def test_any_safetensors(tmp_path: Path, header: dict[str, Any], data: bytes, draw: st.DataObject) -> None:
+    path = hostile.safetensors(tmp_path / "model.safetensors", header, data)
+    damaged = bytearray(path.read_bytes())
+    for _ in range(draw.draw(st.integers(0, 2))):
+        damaged[draw.draw(st.integers(0, len(damaged) - 1))] = draw.draw(st.integers(0, 255))
+    path.write_bytes(damaged)
+    hostile.config(tmp_path / "config.json")
+    with contextlib.suppress(NotSupportedError):
+        try:
+            shapes.read(tmp_path)
+            found = weights.Tensors(tmp_path)
+            for name, stored in list(found._stored.items()):
+                assert found.take(name, *stored.shape).shape == stored.shape
+        except ModelFileError as error:
+            check_refusal(error)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(st.sampled_from(sorted(files.GGUF_NAMES)), st.integers(0, 2**32 - 1) | NUMBERS, max_size=4),
+    st.lists(
+        st.tuples(st.sampled_from([b"a", b"b", b"token_embd.weight"]), st.lists(NUMBERS, max_size=3), NUMBERS),
+        max_size=3,
+    ),
+    st.lists(st.text(max_size=3), max_size=5),
+    st.sampled_from(["gpt2", "llama"]),
+)
+def test_any_gguf(tmp_path: Path, fields: dict[str, int], places: list[Any], vocabulary: list[str], kind: str) -> None:
+    values = {f"llama.{key}": struct.pack("<IQ", 10, value % 2**64) for key, value in fields.items()}
+    words = [word.encode() for word in vocabulary]
+    entries = hostile.vocabulary(
+        kind.encode(),
+        words,
+        merges=hostile.strings([b" ".join(words[:2])]),
+        scores=hostile.numbers(6, "f", [float("nan")] * len(words)),
+    )
+    tensors = [
+        hostile.tensor(name, tuple(n % 2**64 for n in shape), offset % 2**20 // 32 * 32)
+        for name, shape, offset in places
+    ]
+    path = hostile.gguf(
+        tmp_path / "a.gguf", {**hostile.llama_entries(block_count=2), **entries, **values}, tensors, 256
+    )
+    for read in (shapes.read, tokens.load_tokenizer, llama.Llama.load):
+        try:
+            read(path)
+        except REFUSALS as error:
+            check_refusal(error)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(st.sampled_from(["model", "decoder", "normalizer", "pre_tokenizer", "post_processor", "added_tokens"]), VALUE)
+def test_any_tokenizer(tmp_path: Path, name: str, value: Any) -> None:
+    state = bpe()
+    state[name] = {**state[name], **value} if isinstance(state[name], dict) and isinstance(value, dict) else value
+    hostile.tokenizer(tmp_path, json.dumps(state).encode())
+    try:
+        tokens.load_tokenizer(tmp_path).encode("abc")
+    except ModelFileError as error:
+        check_refusal(error)

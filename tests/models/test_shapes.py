@@ -1,0 +1,481 @@
+"""Shapes of caches from model files: what older and newer files say, what is refused, and what transformers makes."""
+
+import contextlib
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import gguf_files
+
+import kvcache
+from kvcache import files, shapes
+from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, SlidingWindow
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+
+
+def windows(shape):
+    """0: all, None: no keys and values."""
+    sizes = {SlidingWindow: "window", ChunkedAttention: "attention_chunk_size", FullAttention: "__len__"}
+    return [policy and getattr(policy, sizes[type(policy)], 0) for policy in shape.policy]
+
+
+# ---- what files say
+
+
+def test_llama():
+    shape = shapes.read(LLAMA)
+    assert (shape.model_type, shape.num_layers, shape.max_seq_len) == ("llama", 4, 8192)
+    assert (shape.num_heads[0], shape.num_kv_heads[0], shape.head_dim[0], shape.v_head_dim[0]) == (32, 8, 128, 128)
+    assert np.allclose(shape.rope[3].inv_freq, 500000.0 ** (-np.arange(0, 128, 2) / 128))
+    assert not shape.rope[3].interleaved
+    cache = kvcache.KVCache.from_config(LLAMA, dtype="q8_0", max_seq_len=100)
+    assert (cache.num_layers, cache.num_kv_heads[0], cache.head_dim[0], cache.max_seq_len) == (4, 8, 128, 100)
+    assert cache.k_dtype[0] == "q8_0"
+
+
+def test_folder_file_and_mapping_are_the_same(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert shapes.read(tmp_path) == shapes.read(str(tmp_path / "config.json")) == shapes.read(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, [4096] * 4),
+        ({"model_type": "mistral", "sliding_window": None}, [0] * 4),
+        ({"model_type": "qwen2", "sliding_window": 99, "use_sliding_window": False, "max_window_layers": 2}, [0] * 4),
+        (
+            {"model_type": "qwen2", "sliding_window": 99, "use_sliding_window": True, "max_window_layers": 3},
+            [0, 0, 0, 99],
+        ),
+        ({"model_type": "gemma2", "sliding_window": 16}, [16, 0, 16, 0]),
+        ({"model_type": "cohere2", "sliding_window": 16, "sliding_window_pattern": 2}, [16, 0, 16, 0]),
+        ({"model_type": "exaone4", "sliding_window": 16, "sliding_window_pattern": "LLG"}, [16, 16, 0, 16]),
+        ({"model_type": "llama4_text", "attention_chunk_size": 8}, [8, 8, 8, 0]),
+        ({"model_type": "llama4_text", "attention_chunk_size": 8, "no_rope_layers": [1, 0, 1, 1]}, [8, 0, 8, 8]),
+        ({"model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1}, [None, 0, None, 0]),
+        ({"model_type": "bamba", "attn_layer_indices": [2]}, [None, None, 0, None]),
+        ({"layer_types": ["conv", "full_attention", "hybrid", "moe"]}, [None, 0, 0, None]),
+    ],
+    ids=lambda value: value.get("model_type", "") if isinstance(value, dict) else "",
+)
+def test_windows(config, expected):
+    assert windows(shapes.read({**LLAMA, **config})) == expected
+
+
+def test_part_of_a_larger_model_that_leaves_out_what_is_usual():
+    shape = shapes.read({"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_config": {}})
+    assert (shape.num_layers, shape.num_heads[0], shape.num_kv_heads[0], shape.head_dim[0]) == (32, 32, 32, 128)
+    part = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    shape = shapes.read({"model_type": "gemma3", "text_config": part})
+    assert (shape.num_kv_heads[0], shape.head_dim[0]) == (4, 256)
+    assert windows(shape)[:7] == [1024] * 5 + [0, 1024]
+    local, full = shape.rope[0].inv_freq, shape.rope[5].inv_freq
+    assert (local[1], full[1]) == pytest.approx((1e4 ** (-2 / 256), 1e6 ** (-2 / 256)))
+
+
+def test_shared_layers():
+    types = ["sliding_attention", "full_attention"] * 2
+    shape = shapes.read({**LLAMA, "layer_types": types, "sliding_window": 8, "num_kv_shared_layers": 2})
+    assert shape.share == (None, None, 0, 1)
+    assert kvcache.KVCache.from_config({**LLAMA, "layer_types": types, "sliding_window": 8}).share == (None,) * 4
+
+
+def test_latents():
+    mla = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    shape = shapes.read({**LLAMA, **mla, "model_type": "deepseek_v3"})
+    assert (shape.num_kv_heads[0], shape.head_dim[0], shape.v_head_dim[0]) == (1, 576, 512)
+    assert shape.value_in_key[0]
+    assert (shape.rope[0].first_dim, len(shape.rope[0].inv_freq), shape.rope[0].interleaved) == (512, 32, True)
+    assert kvcache.KVCache.from_config({**LLAMA, **mla}).value_in_key == (True,) * 4
+
+
+def test_per_layer_config():
+    shape = shapes.read({**LLAMA, "per_layer_config": {"01": {"head_dim": 64, "num_key_value_heads": 4}}})
+    assert shape.head_dim == (128, 64, 128, 128)
+    assert shape.num_kv_heads == (8, 4, 8, 8)
+
+
+def test_encoder():
+    bart = {"is_encoder_decoder": True, "decoder_layers": 2, "decoder_attention_heads": 4, "d_model": 64}
+    shape = shapes.read({**bart, "max_position_embeddings": 100})
+    assert shape.policy == (FullAttention(),) * 2 + (CrossAttention(100),) * 2
+    with pytest.raises(kvcache.NotSupportedError, match="max_source_len"):
+        shapes.read(bart)
+    cache = kvcache.KVCache.from_config(bart, max_source_len=7)
+    assert cache.policy[2:] == (CrossAttention(7),) * 2
+
+
+def test_overrides_go_first():
+    cache = kvcache.KVCache.from_config(LLAMA, policy=SlidingWindow(16), rope=None, max_sequences=3, k_dtype="f32")
+    assert (cache.policy[0], cache.rope[0], cache.max_sequences) == (SlidingWindow(16), None, 3)
+    with pytest.raises(ValueError, match="len"):
+        kvcache.KVCache.from_config(LLAMA, num_layers=3)
+    with pytest.raises(TypeError, match="bogus"):
+        kvcache.KVCache.from_config(LLAMA, bogus=1)
+
+
+def test_layers_without_rows_suit_every_type():
+    cache = kvcache.KVCache.from_config({**LLAMA, "layer_types": ["conv", "full_attention"] * 2}, dtype="q4_0")
+    assert [policy is None for policy in cache.policy] == [True, False] * 2
+
+
+# ---- rotations
+
+
+def test_llama3_frequencies():
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    got = shapes.read({**LLAMA, "rope_scaling": scaling}).rope[0].inv_freq
+    plain = 500000.0 ** (-np.arange(0, 128, 2) / 128)
+    length = 2 * np.pi / plain
+    for frequency, before, wave in zip(got, plain, length, strict=True):
+        if wave < 8192 / 4:
+            assert frequency == pytest.approx(before)
+        elif wave > 8192:
+            assert frequency == pytest.approx(before / 8)
+        else:
+            assert before / 8 <= frequency <= before
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "spiral"])
+def test_rotations_that_cannot_be_moved_are_refused_by_name(kind):
+    config = {**LLAMA, "rope_scaling": {"type": kind, "factor": 4.0}, "hidden_size": 256}
+    cache = kvcache.KVCache.from_config(config, max_seq_len=64)
+    x = np.ones((4, 8, 8), np.float32)
+    with cache.batch(4) as batch:
+        for layer in range(4):
+            batch.put(layer, x, x)
+    for move in (lambda: cache.remove(0, 2), lambda: cache.shift(1, 4, 3)):
+        with pytest.raises(kvcache.NotSupportedError, match=kind):
+            move()
+        assert cache.positions().tolist() == [0, 1, 2, 3]
+        cache.validate()
+    cache.remove(0, 2, shift=False)
+    assert cache.positions().tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "bloom"}, False),
+        ({"model_type": "falcon", "alibi": True}, False),
+        ({"model_type": "gpt2", "rope_theta": None}, None),
+        ({"position_embedding_type": "nope"}, False),
+        ({"rope_theta": None}, kvcache.Rope(1e4 ** (-np.arange(0, 128, 2) / 128))),
+    ],
+)
+def test_models_that_do_not_say_how_they_rotate(config, expected):
+    assert shapes.read({**LLAMA, **config}).rope == (expected,) * 4
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers"),
+        ({"num_hidden_layers": 4.0}, "num_hidden_layers"),
+        ({"num_attention_heads": -1}, "num_attention_heads"),
+        ({"num_attention_heads": True}, "num_attention_heads"),
+        ({"num_attention_heads": [4]}, "num_attention_heads"),
+        ({"hidden_size": {}}, "hidden_size"),
+        ({"hidden_size": 8}, "head_dim"),
+        ({"model_type": 7}, "model_type"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"rope_theta": float("nan")}, "rope_theta"),
+        ({"rope_theta": 10**400}, "rope_theta must be a positive number, not 1000"),
+        ({"rope_theta": True}, "rope_theta must be a positive number, not True"),
+        ({"rope_freqs": [1.0] * 63 + ["x"]}, "rope_freqs"),
+        ({"rope_freqs": [1.0]}, "rope_freqs"),
+        ({"rope_freqs": [1.0] * 63 + [10**400]}, "rope_freqs must be 64 positive numbers"),
+        ({"rope_freqs": [1.0] * 63 + [True]}, "rope_freqs must be 64 positive numbers"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"type": 3}}, "type"),
+        ({"partial_rotary_factor": 9.0}, "partial_rotary_factor must be a positive number of at most 1, not 9.0"),
+        ({"layer_types": "full_attention"}, "layer_types"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"sliding_window": "wide"}, "sliding_window"),
+        ({"sliding_window": 8, "sliding_window_pattern": 0}, "sliding_window_pattern"),
+        (
+            {
+                "layer_types": ["full_attention", "conv", "hybrid"] * 2,
+                "num_hidden_layers": 6,
+                "num_kv_shared_layers": 4,
+            },
+            "layer 2",
+        ),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
+        ({"attn_config": 4}, "attn_config"),
+        ({"per_layer_config": [1]}, "per_layer_config"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings"),
+    ],
+    ids=str,
+)
+def test_bad_fields_are_named(change, words):
+    with pytest.raises(kvcache.ModelFileError, match=words):
+        shapes.read({**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer_types": ["full_attention"] * 3 + ["indexed_attention"]}, "layer 3.*indexed_attention"),
+        ({"layer_types": [["full_attention"]] * 4}, "layer 0"),
+        ({"layer_types": ["linear_attention"] * 4}, "keys and values"),
+        ({"model_type": "mamba"}, "mamba"),
+    ],
+    ids=str,
+)
+def test_what_no_policy_stands_for_is_refused_by_name(change, words):
+    with pytest.raises(kvcache.NotSupportedError, match=words):
+        shapes.read({**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[1]", "JSON object"),
+        (b"null", "JSON object"),
+        (b"\xff\xfe{", "not JSON"),
+        (b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "nested"),
+        (b'{"num_hidden_layers": ' + b"9" * 10_000 + b"}", "not JSON"),
+        (b'{"a": "' + b"x" * files.MAX_JSON + b'"}', "larger"),
+        (b"{}", "num_hidden_layers"),
+        (json.dumps({"text_config": {"text_config": {"model_type": [1]}}}).encode(), "model_type"),
+    ],
+    ids=["empty", "cut", "list", "null", "bytes", "deep", "digits", "large", "nothing", "parts"],
+)
+def test_hostile_files(tmp_path, data, words):
+    path = tmp_path / "config.json"
+    path.write_bytes(data)
+    with pytest.raises(kvcache.ModelFileError, match=words) as error:
+        shapes.read(tmp_path)
+    assert len(str(error.value)) < 300 + len(str(path))
+
+
+KITCHEN_SINK = {
+    **LLAMA,
+    "head_dim": 64,
+    "v_head_dim": 64,
+    "layer_types": ["full_attention", "sliding_attention", "chunked_attention", "linear_attention"],
+    "sliding_window": 8,
+    "sliding_window_pattern": 2,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+    "attention_chunk_size": 8,
+    "num_kv_shared_layers": 0,
+    "kv_lora_rank": None,
+    "qk_rope_head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "rope_scaling": {"type": "linear", "factor": 2.0},
+    "rope_local_base_freq": 1e4,
+    "rope_freqs": None,
+    "rope_interleave": False,
+    "partial_rotary_factor": 0.5,
+    "rotary_dim": None,
+    "no_rope_layers": [1, 0, 1, 1],
+    "no_rope_layer_interval": 4,
+    "layer_rope_theta": [1e4] * 4,
+    "attn_layer_period": None,
+    "attn_layer_offset": None,
+    "full_attention_interval": None,
+    "attn_layer_indices": None,
+    "block_types": None,
+    "multi_query": False,
+    "attn_config": {"kv_n_heads": 2},
+    "per_layer_config": {"1": {"head_dim": 32}},
+    "is_encoder_decoder": False,
+    "max_source_positions": 8,
+    "text_config": None,
+}
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from([2**31, 10**400, 0]),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(sorted(KITCHEN_SINK)), ANYTHING, min_size=1, max_size=4),
+    st.sampled_from(["llama", "gemma2", "bamba", "llama4_text", "exaone4", "gpt_oss"]),
+    st.booleans(),
+)
+def test_whatever_a_file_says_is_read_or_refused(change, model_type, keeps_types):
+    config = {**KITCHEN_SINK, "model_type": model_type, **change}
+    if not keeps_types:
+        del config["layer_types"]
+    with contextlib.suppress(kvcache.ModelFileError, kvcache.NotSupportedError):
+        assert shapes.read(config).num_layers <= shapes.MAX_LAYERS
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(kvcache.ModelFileError, match=r"has no config\.json"):
+        shapes.read(tmp_path)
+    with pytest.raises(kvcache.ModelFileError, match="there is no "):
+        shapes.read(tmp_path / "nowhere" / "model")
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(kvcache.ModelFileError, match=r"config\.json is not a file"):
+        shapes.read(tmp_path)
+    for source in (None, 3, [LLAMA]):
+        with pytest.raises(TypeError, match="config="):
+            shapes.read(source)
+
+
+# ---- safetensors
+
+
+def write_folder(folder, rows, **config):
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **config}))
+    header = {
+        f"model.layers.0.self_attn.{name}_proj.weight": {"dtype": "F16", "shape": [rows, 4096], "data_offsets": [0, 0]}
+        for name in "kv"
+    }
+    data = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+
+
+def test_weights_that_fit_the_configuration(tmp_path):
+    write_folder(tmp_path, 1024)
+    assert shapes.read(tmp_path) == shapes.read(tmp_path / "model.safetensors") == shapes.read(LLAMA)
+
+
+def test_weights_of_another_shape(tmp_path):
+    write_folder(tmp_path, 4096)
+    with pytest.raises(
+        kvcache.ModelFileError, match=r"4096 elements for a token, and config\.json says 8 KV heads of 128"
+    ):
+        shapes.read(tmp_path)
+    write_folder(tmp_path, 4096, quantization_config={"load_in_4bit": True})  # packed
+    assert shapes.read(tmp_path) == shapes.read(LLAMA)
+
+
+def test_weights_in_several_files(tmp_path):
+    write_folder(tmp_path, 64)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+    for file in ("model-1.safetensors", "missing.safetensors", "../model-1.safetensors", 7):
+        index = {"weight_map": {"model.layers.0.self_attn.k_proj.weight": file}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        if file == "model-1.safetensors":
+            with pytest.raises(kvcache.ModelFileError, match="64 elements"):
+                shapes.read(tmp_path)
+        else:
+            assert shapes.read(tmp_path).num_layers == 4
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\1",
+        b"\xff" * 8,
+        (2**62).to_bytes(8, "little") + b"{}",
+        (9).to_bytes(8, "little") + b"{}",
+        b"\2" + b"\0" * 7 + b"[]",
+    ],
+)
+def test_hostile_safetensors(tmp_path, data):
+    write_folder(tmp_path, 1024)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(kvcache.ModelFileError, match=r"model\.safetensors"):
+        shapes.read(tmp_path)
+
+
+# ---- GGUF
+
+
+def write_gguf(path, architecture, **fields):
+    usual = {
+        "block_count": 4,
+        "context_length": 4096,
+        "embedding_length": 512,
+        "attention.head_count": 8,
+        "attention.head_count_kv": 2,
+        "rope.freq_base": 10000.0,
+    }
+    metadata = {f"{architecture}.{name}": value for name, value in {**usual, **fields}.items()}
+    return gguf_files.write(path, architecture, metadata)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "expected"),
+    [
+        ("llama", {}, [0] * 4),
+        ("phi3", {"attention.sliding_window": 99}, [99] * 4),
+        ("gemma2", {}, [4096, 0] * 2),
+        ("gemma3", {"attention.sliding_window": 64, "block_count": 6}, [64] * 5 + [0]),
+        ("gpt-oss", {"attention.sliding_window": 128}, [128, 0] * 2),
+        ("llama4", {}, [8192] * 3 + [0]),
+        ("other", {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False] * 2}, [8, 0] * 2),
+        ("jamba", {"attention.head_count_kv": [0, 2, 0, 2]}, [None, 0, None, 0]),
+    ],
+)
+def test_gguf(tmp_path, architecture, fields, expected):
+    shape = shapes.read(write_gguf(tmp_path / "model.gguf", architecture, **fields))
+    assert windows(shape) == expected
+    assert (shape.num_kv_heads[-1], shape.head_dim[-1], shape.max_seq_len) == (2, 64, 4096)
+
+
+def test_gguf_is_as_its_config(tmp_path):
+    ours = shapes.read(write_gguf(tmp_path / "a.gguf", "llama", **{"rope.dimension_count": 64}))
+    config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+    theirs = shapes.read({**config, "max_position_embeddings": 4096, "rope_theta": 10000.0, "model_type": "llama"})
+    assert ours.rope[0].interleaved  # the file's rows are in that order
+    assert ours.rope[0].inv_freq == theirs.rope[0].inv_freq
+    assert ours.arguments() | {"rope": None} == theirs.arguments() | {"rope": None}
+
+
+def test_gguf_latents(tmp_path):
+    fields = {"attention.kv_lora_rank": 512, "attention.key_length": 576, "attention.value_length": 512}
+    path = write_gguf(tmp_path / "a.gguf", "deepseek2", **fields, **{"rope.dimension_count": 64})
+    shape = shapes.read(path)
+    assert (shape.num_kv_heads[0], shape.head_dim[0], shape.v_head_dim[0], shape.rope[0].first_dim) == (
+        1,
+        576,
+        512,
+        512,
+    )
+
+
+def test_gguf_that_does_not_say_which_layers_have_its_window(tmp_path):
+    with pytest.raises(kvcache.NotSupportedError, match="window"):
+        shapes.read(write_gguf(tmp_path / "a.gguf", "other", **{"attention.sliding_window": 8}))
+
+
+def test_gguf_that_is_none(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"{}")
+    with pytest.raises(kvcache.ModelFileError, match="GGUF"):
+        shapes.read(tmp_path / "a.gguf")
+
+
+def test_layers_that_rotate_alike_share_it():
+    rope = shapes.read({**LLAMA, "num_hidden_layers": 100}).rope
+    assert all(other is rope[0] for other in rope)
+
+
+def test_heads_larger_than_any():
+    with pytest.raises(kvcache.ModelFileError, match="head_dim must be a whole number from 1 to 8192, not 1073741824"):
+        shapes.read({**LLAMA, "head_dim": 2**30})

@@ -1,0 +1,229 @@
+"""Shapes of caches from configurations, against the caches and the keys of transformers' own models."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.rotation import rotated
+
+import kvcache
+from kvcache import files, shapes
+from kvcache.policy import CrossAttention
+from kvcache.rope import Rope
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from transformers.cache_utils import get_layer_types_and_kwargs  # noqa: E402 - needs transformers
+from transformers.configuration_utils import get_head_shapes  # noqa: E402 - needs transformers
+from transformers.models.auto import modeling_auto  # noqa: E402 - needs transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402 - needs transformers
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
+
+TASKS = ["CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MULTIMODAL_LM"]
+DECODERS = sorted(set().union(*(getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS)))
+INDEXED = "keeps keys of an indexer beside the others"
+REFUSED = {
+    **dict.fromkeys(["axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm5_next", "glm_moe_dsa"], INDEXED),
+    **dict.fromkeys(["hy_v4", "mistral_large4", "qwen4_exp", "qwen4_exp_text"], INDEXED),
+    **dict.fromkeys(["falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"], "has no keys and values"),
+    "bamba": "has no keys and values as it is by default",
+    "blt": "is made of several decoders",
+    "deepseek_v4": "compresses what it keeps",
+    "gemma4_assistant": "reads another model's rows",
+    "gemma4_unified_assistant": "reads another model's rows",
+    "granitemoehybrid": "has no keys and values as it is by default",
+    "pi0": "is no model of text",
+    "reformer": "sorts keys into buckets",
+    "unlimited_ocr": "has windows that some tokens never leave",
+}
+LATENT = "is stored as latents, which are smaller than the heads that transformers makes of them"
+DIFFERENT = {
+    **dict.fromkeys(["axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k25"], LATENT),
+    **dict.fromkeys(["kimi_linear", "longcat_flash", "minicpm3", "mistral4", "youtu"], LATENT),
+    "falcon": "has one KV head, of which transformers' function for static caches does not know",
+    "inkling_mm_model": "has more KV heads in its windows, as above",
+    "inkling_text": "has more KV heads in its windows, as above",
+    "mimo_v2_flash": "has smaller values than keys, as above",
+    "pp_formulanet": "has fewer layers in its decoder than in its encoder, which are counted there",
+}
+
+
+def test_documentation_lists_them():
+    page = (Path(__file__).resolve().parents[2] / "docs/models.md").read_text()
+    listed = re.findall(r"`([^`]+)`", page[page.index("## What is not taken") : page.index("## What runs")])
+    assert set(listed) == {*REFUSED, *DIFFERENT, "pytest tests/models/test_shapes_hf.py"}
+
+
+def make(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return CONFIG_MAPPING[name]()
+
+
+def window(policy):
+    return getattr(policy, "window", getattr(policy, "attention_chunk_size", None))
+
+
+def theirs(config):
+    """Of each layer that has rows of its own: window, KV heads, head_dim; None for the others."""
+    text = config.get_text_config(decoder=True)
+    kinds, options = get_layer_types_and_kwargs(text)
+    heads, dims = (shape if isinstance(shape, list) else [shape] * len(kinds) for shape in get_head_shapes(text))
+    stateless = ("linear_attention", "conv", "dummy")
+    layers = zip(kinds, options, heads, dims, strict=True)
+    return [None if kind in stateless else (given.get("sliding_window"), h, d) for kind, given, h, d in layers]
+
+
+def ours(shape):
+    layers = zip(shape.policy, shape.share, shape.num_kv_heads, shape.head_dim, shape.v_head_dim, strict=True)
+    return [
+        None if policy is None or share is not None else (window(policy), h, d if d == v else (d, v))
+        for policy, share, h, d, v in layers
+        if not isinstance(policy, CrossAttention)
+    ]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_configuration_with_a_text_decoder(name, tmp_path):
+    if name == "gemma4_assistant":
+        pytest.skip("cannot be made without arguments")
+    config = make(name)
+    if name in REFUSED:
+        with pytest.raises((kvcache.NotSupportedError, kvcache.ModelFileError)):
+            shapes.read(config)
+        return
+    shape = shapes.read(config, 100)
+    assert (ours(shape) == theirs(config)) == (name not in DIFFERENT)
+    config.save_pretrained(tmp_path)
+    assert shapes.read(tmp_path, 100) == shape
+    if config.is_encoder_decoder:
+        assert sum(isinstance(policy, CrossAttention) for policy in shape.policy) * 2 == shape.num_layers
+
+
+@pytest.mark.parametrize("name", files.DEFAULTS)
+def test_what_parts_leave_out_is_what_their_classes_say(name):
+    config = make(name).to_dict()
+    rotation = config["rope_parameters"]
+    config["rope_theta"] = rotation.get("rope_theta", rotation.get("full_attention", {}).get("rope_theta"))
+    config["rope_local_base_freq"] = rotation.get("sliding_attention", {}).get("rope_theta")
+    assert {key: config[key] for key in files.DEFAULTS[name]} == files.DEFAULTS[name]
+
+
+# ---- the keys of real models
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+ALIKE = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}  # as many as query heads
+SLIDING = {**SMALL, "head_dim": 16, "sliding_window": 8}
+SHARED = {
+    **SLIDING,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+}
+N_EMBD = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 97}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def scaled(rope_type, **parameters):
+    return {**SMALL, "rope_parameters": {"rope_theta": 10000.0, "rope_type": rope_type, "factor": 4.0, **parameters}}
+
+
+MODELS = {
+    "llama": SMALL,
+    "llama, linear": scaled("linear"),
+    "llama, llama3": scaled("llama3", **LLAMA3),
+    "llama, yarn": scaled("yarn", original_max_position_embeddings=128),
+    "arcee": SMALL,
+    "bloom": N_EMBD,
+    "codegen": {**N_EMBD, "rotary_dim": 8},
+    "cohere": SMALL,
+    "cohere2": SLIDING,
+    "ernie4_5": {**SMALL, "head_dim": 16},
+    "exaone4": SLIDING,
+    "falcon": {**ALIKE, "multi_query": True},
+    "gemma2": SLIDING,
+    "gemma3_text": {**SLIDING, "num_hidden_layers": 7},
+    "gemma3n_text": {**SHARED, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4},
+    "gemma4_text": {**SHARED, "global_head_dim": 32},
+    "glm": {**SMALL, "head_dim": 16},
+    "glm4": {**SMALL, "head_dim": 16},
+    "gpt_neox": ALIKE,
+    "gpt_oss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gptj": {**N_EMBD, "rotary_dim": 8},
+    "granite_swa": SLIDING,
+    "helium": {**SMALL, "head_dim": 16},
+    "lfm2": {**SMALL, "layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {
+        **SMALL,
+        "head_dim": 16,
+        "attention_chunk_size": 8,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 96,
+    },
+    "mistral": SLIDING,
+    "modernbert-decoder": {**ALIKE, "global_attn_every_n_layers": 2},
+    "olmo3": SLIDING,
+    "phi": SMALL,
+    "phi3": SMALL,
+    "qwen2": SMALL,
+    "qwen3": {**SMALL, "head_dim": 32},
+    "smollm3": SMALL,
+    "stablelm": SMALL,
+    "starcoder2": SMALL,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_keys_are_shaped_and_rotated_as_the_shape_says(name):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name.split(",")[0], **MODELS[name])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+    def rows_at(position):
+        """Of a single token, so that all layers see the same wherever it stands."""
+        cache = transformers.DynamicCache(config=config)
+        options = {} if name == "bloom" else {"position_ids": torch.tensor([[position]])}
+        with torch.inference_mode():
+            model(torch.tensor([[5]]), past_key_values=cache, use_cache=True, **options)
+        return [
+            (layer.keys, layer.values) for layer in cache.layers if isinstance(getattr(layer, "keys", 0), torch.Tensor)
+        ]
+
+    shape = shapes.read(config)
+    own = [i for i in range(shape.num_layers) if shape.policy[i] is not None and shape.share[i] is None]
+    nbytes = 0
+    for i, (k, v), (k_moved, _) in zip(own, rows_at(1), rows_at(6), strict=True):
+        assert (k.shape, v.shape) == (
+            (1, shape.num_kv_heads[i], 1, shape.head_dim[i]),
+            (1, shape.num_kv_heads[i], 1, shape.v_head_dim[i]),
+        )
+        nbytes += k.nbytes + v.nbytes
+        rope = shape.rope[i]
+        expected = rotated(k.numpy(), 5, rope) if isinstance(rope, Rope) else k.numpy()
+        assert rope is not None
+        assert np.abs(expected - k_moved.numpy()).max() < 1e-4 * max(1, np.abs(expected).max())
+    made = kvcache.KVCache.from_config(config, dtype="f32", max_seq_len=1, capacity=1)
+    assert made.capacity_bytes == pytest.approx(nbytes, rel=1)  # rows are padded to cache lines
+    assert sum(layer.most_bytes(1) for layer in made._layers) == nbytes
+
+
+def test_json_as_older_versions_wrote_it(tmp_path):
+    config = make("mistral").to_dict()
+    theta = config.pop("rope_parameters")["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_theta": theta}))
+    assert shapes.read(tmp_path) == shapes.read(make("mistral"))

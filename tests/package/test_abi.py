@@ -1,0 +1,87 @@
+"""The binary interface is the one written down in abi.txt: names exported, sizes of structs, offsets, values of enums.
+
+After a change that is meant, `PYTHONPATH=tests python tests/package/test_abi.py > tests/package/abi.txt` writes it
+down anew; where a program compiled before would no longer work, the version in include/kvcache.h changes with it.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from support.compiling import compiler, run
+
+import kvcache
+
+WRITTEN = Path(__file__).with_name("abi.txt")
+REWRITE = "PYTHONPATH=tests python tests/package/test_abi.py > tests/package/abi.txt"
+HEADER = re.sub(r"/\*.*?\*/|\\\n", " ", (Path(kvcache.get_include()) / "kvcache.h").read_text(), flags=re.S)
+
+
+def exported(library):
+    """The names that a shared library gives away, with what they are: T for a function."""
+    if sys.platform != "linux" or not shutil.which("nm"):
+        pytest.skip("there is no nm here, or no ELF")
+    told = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+    return sorted(line.split()[1:] for line in told.splitlines())
+
+
+def fields(body):
+    """The names in the body of a struct."""
+    for declaration in filter(str.strip, body.split(";")):
+        pointer = re.search(r"\(\*(\w+)\)", declaration)
+        yield from [pointer[1]] if pointer else re.findall(r"(\w+)(?:\[\w+\])?\s*(?:,|$)", declaration.strip())
+
+
+def facts():
+    """Lines such as abi.txt has of the header, with what to print for the number of each."""
+    for name, body in re.findall(r"typedef struct (kvc_\w+) \{(.*?)\} \1;", HEADER, re.S):
+        yield f"struct {name}", f"sizeof({name})"
+        for field in fields(body):
+            yield f"field {name}.{field}", f"offsetof({name}, {field})"
+    for body in re.findall(r"typedef enum kvc_\w+ \{(.*?)\}", HEADER, re.S):
+        for value in re.findall(r"\b(KVC_\w+) =", body):
+            yield f"value {value}", value
+    for value in re.findall(r"\bX\((KVC_\w+),", HEADER):
+        yield f"value {value}", value
+
+
+def found():
+    """What abi.txt should say, of the library and the header that are installed."""
+    prints = "".join(f'printf("{fact} %lld\\n", (long long)({number}));\n' for fact, number in facts())
+    with tempfile.TemporaryDirectory() as folder:
+        source, program = Path(folder, "abi.c"), Path(folder, "abi")
+        source.write_text(f"#include <kvcache.h>\n#include <stdio.h>\nint main(void) {{\n{prints}return 0;\n}}\n")
+        run(*compiler(), f"-I{kvcache.get_include()}", source, "-o", program)
+        told = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    functions = "".join(f"function {name}\n" for _, name in exported(kvcache.get_library()))
+    return functions + told
+
+
+def test_all_that_is_exported_is_declared_and_the_other_way_round():
+    declared = re.findall(r"^KVC_API [^;(]*?(kvc_\w+)\(", HEADER, re.M)
+    assert exported(kvcache.get_library()) == sorted(["T", name] for name in declared)
+
+
+def test_the_module_exports_nothing_but_its_beginning():
+    assert [name for _, name in exported(kvcache._core.__file__)] == ["PyInit__core"]
+
+
+@pytest.mark.skipif(sys.maxsize < 2**32, reason="abi.txt is that of 64 bits")
+def test_it_is_the_one_written_down():
+    assert found() == WRITTEN.read_text(), f"if this is meant: {REWRITE}"
+
+
+def test_a_program_in_c_is_linked_to_the_library(tmp_path):
+    source, program, library = tmp_path / "main.c", tmp_path / "main", Path(kvcache.get_library())
+    source.write_text("#include <kvcache.h>\nint main(void) { return kvc_version() / 1000 < 1; }\n")
+    rpath = f"-Wl,-rpath,{library.parent}"
+    run(*compiler(), f"-I{kvcache.get_include()}", source, library, rpath, "-o", program)
+    run(program)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(found())

@@ -1,0 +1,78 @@
+"""The conda recipe says what the package says, and rattler-build renders it."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import kvcache
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "conda/recipe.yaml"
+
+
+def outputs(platform):
+    """What rattler-build makes of the recipe: for every name of a package, its variants, each as a dictionary."""
+    rattler_build = pytest.importorskip("rattler_build")
+    target = rattler_build.PlatformConfig(target_platform=platform)
+    variants = rattler_build.VariantConfig.from_file_with_context(
+        RECIPE.with_name("variants.yaml"), rattler_build.JinjaConfig(platform=target)
+    )
+    recipe = rattler_build.Stage0Recipe.from_file(RECIPE)
+    found = {}
+    for output in recipe.render(variants, rattler_build.RenderConfig(platform=target)):
+        found.setdefault(output.recipe.package.name, {})[output.variant.get("python")] = output.recipe.to_dict()
+    return found
+
+
+def test_version():
+    assert re.findall(r'^  version: "(.+)"$', RECIPE.read_text(), re.MULTILINE) == [kvcache.__version__]
+
+
+def spelt(requirements):
+    """As the recipe writes them."""
+    return {re.sub(" ?([<>=]+)", r" \1", requirement.lower()) for requirement in requirements}
+
+
+@pytest.mark.parametrize("platform", ["linux-64", "linux-aarch64"])
+def test_it_asks_for_what_the_package_asks_for(platform):
+    says = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = says["project"]
+    found = outputs(platform)
+    assert set(found) == {"libkvcache", "kvcache"}
+    ((python, output),) = found["kvcache"].items()  # one build for all
+    assert python == project["requires-python"].removeprefix(">=") + ".*"
+    assert output["build"]["python"]["version_independent"]
+    assert {"python", "python-abi3"} < set(map(str, output["requirements"]["host"]))
+    assert spelt(says["build-system"]["requires"]) <= set(map(str, output["requirements"]["host"]))
+    run = [*project["dependencies"], *project["optional-dependencies"]["cli"], f"python{project['requires-python']}"]
+    assert spelt(run) == set(output["requirements"]["run"])
+    scripts = output["build"]["python"]["entry_points"]
+    assert scripts == [f"{name} = {function}" for name, function in project["scripts"].items()]
+    assert output["about"].get("homepage") == project.get("urls", {}).get("Homepage")
+    assert output["about"]["license_file"] == project["license-files"]
+
+
+def test_the_core_is_the_library_s():
+    output = outputs("linux-64")["kvcache"]["3.11.*"]
+    assert output["build"]["script"]["env"] == {"KVCACHE_SYSTEM_LIB": "1"}
+    (pin,) = (each["pin_subpackage"] for each in output["requirements"]["host"] if isinstance(each, dict))
+    assert pin == {"name": "libkvcache", "exact": True}
+
+
+def test_it_is_tested():
+    tests = str(outputs("linux-64")["kvcache"]["3.11.*"]["tests"])
+    assert all(each in tests for each in ("'imports'", "kvcache --version", "${CC} version.c", "not_exists"))
+
+
+@pytest.mark.parametrize("platform", ["osx-64", "osx-arm64", "win-64"])
+def test_there_is_none_where_it_was_never_built(platform):
+    assert outputs(platform) == {}
+
+
+def test_who_links_to_the_library_asks_for_its_minor_version():
+    (library,) = outputs("linux-64")["libkvcache"].values()
+    (pin,) = library["requirements"]["run_exports"]["weak"]
+    assert pin["pin_subpackage"]["name"] == "libkvcache"
+    assert pin["pin_subpackage"]["upper_bound"] == "x.x"
