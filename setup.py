@@ -202,8 +202,8 @@ if os.environ.get("KVCACHE_WERROR") == "1":
 # The core is a library of its own, for whoever wants it (kvcache.get_library); the module is linked to it.
 core = Extension(
     "kvcache.lib.libkvcache",
-    sources=sorted(glob("src/*.c") + glob("src/kernels/*.c")),
-    depends=sorted(glob("include/*.h") + glob("src/*.h") + glob("src/kernels/*.h")),
+    sources=sorted(glob("src/*/*.c")),
+    depends=sorted(glob("include/*.h") + glob("src/*/*.h")),
     include_dirs=["include", "src"],
     libraries=["m", "pthread"],
     extra_compile_args=[*flags],

@@ -103,7 +103,7 @@ style() {
     "$tools/bin/ruff" check
     "$tools/bin/ruff" format --check
     PATH=$tools/bin:$PATH cython-lint kvcache
-    "$tools/bin/clang-format" --dry-run -Werror src/*.[ch] src/kernels/*.[ch] examples/c/*.[ch]
+    "$tools/bin/clang-format" --dry-run -Werror src/*/*.[ch] examples/c/*.[ch]
 }
 
 types() {
@@ -152,7 +152,7 @@ compile() { "$@" -std=c11 -O2 "${strict[@]}" -Iinclude -Isrc -o /dev/null; }
 
 # core cc flags...: the core, and the example on it, compile without a warning
 core() {
-    printf '%s\0' src/*.c src/kernels/*.c examples/c/*.c |
+    printf '%s\0' src/*/*.c examples/c/*.c |
         xargs -0 -n 1 -P "$jobs" "$@" -std=c11 -O1 "${strict[@]}" -Iinclude -Isrc -o /dev/null -c
 }
 
@@ -251,7 +251,7 @@ usual() {
         has "header as C++, $cxx" "$cxx" && step "header as C11 and C++17, $cc" headers "$cc" "$cxx"
         step "core without a warning, $cc" core "$cc"
         if links "core with OpenMP, $cc" "$cc" -fopenmp; then
-            step "core without a warning, $cc, OpenMP" compile "$cc" -fopenmp -c src/threads.c
+            step "core without a warning, $cc, OpenMP" compile "$cc" -fopenmp -c src/base/threads.c
         fi
     done
     # README's test command has them under the sanitizers, where these work; .ci/full without optimisation, too.

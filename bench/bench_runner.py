@@ -28,7 +28,7 @@ STEPS = 20  # in one turn
 @functools.cache
 def library() -> ctypes.CDLL:
     example = [source for source in sorted(ROOT.glob("examples/c/*.c")) if source.stem != "generate"]
-    core = [*sorted(ROOT.glob("src/*.c")), *sorted(ROOT.glob("src/kernels/*.c"))]
+    core = [*sorted(ROOT.glob("src/*/*.c"))]
     flags = ["-fvisibility=hidden", f"-I{ROOT}/include", f"-I{ROOT}/examples/c"]
     library = build("runner", [HERE / "runner.c", *example, *core], flags)
     library.runner_new.restype = ctypes.c_void_p

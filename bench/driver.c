@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "dtype.h"
+#include "base/dtype.h"
 #include "kvcache.h"
 
 #define EXPORT __attribute__((visibility("default")))

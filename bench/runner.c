@@ -8,7 +8,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "attention.h"
+#include "attend/attention.h"
 
 #define EXPORT __attribute__((visibility("default")))
 

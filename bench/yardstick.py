@@ -195,7 +195,7 @@ class DriverPass(ctypes.Structure):
 
 @functools.cache
 def _driver_library() -> dict[str, ctypes._CFuncPtr]:
-    sources = [HERE / "driver.c", *sorted(ROOT.glob("src/*.c")), *sorted(ROOT.glob("src/kernels/*.c"))]
+    sources = [HERE / "driver.c", *sorted(ROOT.glob("src/*/*.c"))]
     library = build("driver", sources, ["-fvisibility=hidden", f"-I{ROOT}/include", f"-I{ROOT}/src"])
     return {
         "error": _function(library, "driver_error", ctypes.c_char_p),

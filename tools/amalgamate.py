@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = ROOT / "include/kvcache.h"
-SOURCES = sorted(ROOT.glob("src/*.c")) + sorted(ROOT.glob("src/kernels/*.c"))
+SOURCES = sorted(ROOT.glob("src/*/*.c"))
 
 HEAD = """\
 /* kvcache {version}: the KV cache for CPU inference.  {what}

@@ -32,7 +32,7 @@ fn compile_core(cc: &str, folder: &Path) {
     let openmp: &[&str] = if has_openmp(cc, folder) { &["-fopenmp"] } else { &[] };
     let flags = [&["-std=c11", "-O2", "-fPIC", "-fvisibility=hidden", &include, &internal, "-c"], openmp].concat();
 
-    let sources = [c_files(&root.join("src")), c_files(&root.join("src/kernels"))].concat();
+    let sources = ["base", "kernels", "store", "attend"].map(|layer| c_files(&root.join("src").join(layer))).concat();
     let jobs = env::var("NUM_JOBS").map_or(1, |jobs| jobs.parse().expect("cargo sets NUM_JOBS to a number"));
     let mut compilers = Vec::new();
     for job in 0..jobs.min(sources.len()) {

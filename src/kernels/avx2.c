@@ -1,10 +1,10 @@
 /* avx2.c: the vector kernels for AVX2, FMA and F16C. */
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #ifdef KVC_HAVE_AVX2
 #define ISA avx2
 #define TARGET __attribute__((target("avx2,fma,f16c")))
-#include "x86.h"
+#include "kernels/x86.h"
 
 enum { LANES = 8, ACCUMULATORS = 12, MATMUL_ROWS = 6, MATMUL_VECTORS = 2 }; /* of 16 registers */
 
@@ -222,6 +222,6 @@ INLINE void i_order(int type, ivec x[2]) {
     (void)x;
 }
 
-#include "vector.h"
+#include "kernels/template.h"
 
 #endif

@@ -4,7 +4,7 @@
  *   DOT           whether there are dot products of integers (VNNI)
  *   DOT_BF16      whether there are dot products of bf16; else it may be left out
  */
-#include "x86.h"
+#include "kernels/x86.h"
 
 enum { LANES = 16, ACCUMULATORS = 16, MATMUL_ROWS = 12, MATMUL_VECTORS = 2 }; /* of 32 registers */
 
@@ -245,4 +245,4 @@ INLINE bvec b_load(const void *p, int count) {
 INLINE vec b_dot(vec sum, bvec x, bvec y) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y); }
 #endif
 
-#include "vector.h"
+#include "kernels/template.h"

@@ -1,6 +1,6 @@
 /* avx512bf16.c: the vector kernels for AVX-512 with dot products of integers and of bf16; and with products of tiles.
  */
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #ifdef KVC_HAVE_AVX512_BF16
 #define ISA avx512bf16
@@ -9,7 +9,7 @@
 #define TARGET __attribute__((target("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
 #define DOT 1
 #define DOT_BF16 1
-#include "avx512.h"
+#include "kernels/avx512.h"
 #endif
 
 #ifdef KVC_HAVE_AMX
@@ -17,5 +17,5 @@
 #define TARGET                                                                                                   \
     __attribute__((target("amx-tile,amx-bf16,avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma," \
                           "f16c")))
-#include "amx.h"
+#include "kernels/amx.h"
 #endif

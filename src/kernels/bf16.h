@@ -1,4 +1,4 @@
-/* bf16.h: scores of bf16 queries and rows, where the processor multiplies pairs of bf16 (DOT_BF16); part of vector.h.
+/* bf16.h: scores of bf16 queries and rows, where the processor multiplies pairs of bf16 (DOT_BF16); part of template.h.
  *
  * Nothing is decoded to f32: half as many instructions.  The products are exact, but for denormals, which are 0 here.
  */

@@ -5,23 +5,23 @@
  * a type is quantised, dim is a multiple of KVC_QUANT_ELEMENTS.
  *
  *   scalar.c       plain C, no vectors: what the others are tested against.  It stays for ever.
- *   vector.h       the same loops once, over a small set of vector primitives
+ *   template.h       the same loops once, over a small set of vector primitives
  *   quantised.h    its part that multiplies quantised rows as integers; bf16.h: that of queries and rows of bf16
- *   table.h        the kernels of a set by name, and its table; scalar.c has it as well
+ *   instantiate.h        the kernels of a set by name, and its table; scalar.c has it as well
  *   avx2.c         those primitives for AVX2 + FMA + F16C
  *   avx512.h       those for AVX-512: avx512.c and, with its dot products of integers, avx512vnni.c, and of bf16,
  *                  avx512bf16.c
  *   amx.h          products of tiles, with all else as in avx512bf16.c, which includes it
  *   x86.h          what these share
  *   neon.c         those for AArch64
- *   inline.h       how functions of a set are declared
+ *   target.h       how functions of a set are declared
  */
 #ifndef KVC_KERNELS_H
 #define KVC_KERNELS_H
 
 #include <stdint.h>
 
-#include "../dtype.h"
+#include "base/dtype.h"
 
 enum {
     KVC_TILE = 64,        /* rows in a tile */

@@ -1,5 +1,5 @@
 /* neon.c: the vector kernels for AArch64, with what every such processor has (base ARMv8-A). */
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #ifdef KVC_HAVE_NEON
 #include <arm_neon.h>
@@ -7,7 +7,7 @@
 
 #define ISA neon
 #define TARGET
-#include "inline.h"
+#include "kernels/target.h"
 
 enum { LANES = 4, ACCUMULATORS = 16, MATMUL_ROWS = 4, MATMUL_VECTORS = 4 }; /* of 32 registers */
 
@@ -234,6 +234,6 @@ INLINE void i_order(int type, ivec x[2]) {
     (void)x;
 }
 
-#include "vector.h"
+#include "kernels/template.h"
 
 #endif

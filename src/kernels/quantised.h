@@ -1,4 +1,4 @@
-/* quantised.h: score and accumulate for quantised rows, in integers; part of vector.h.
+/* quantised.h: score and accumulate for quantised rows, in integers; part of template.h.
  *
  * Elements are small integers, of which blocks of KVC_QUANT_ELEMENTS share a scale.  Queries, and the weights that
  * values are summed up with, become 16 bits wide, so that an instruction multiplies and adds pairs of them, twice as

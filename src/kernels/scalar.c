@@ -3,7 +3,7 @@
 #include <stddef.h>
 #include <string.h>
 
-#include "kernels.h"
+#include "kernels/kernels.h"
 #include "kvcache.h"
 
 /* ---- element types ---------------------------------------------------------------------------------------------- */
@@ -270,4 +270,4 @@ static void prepare(int type, float *q, int q_stride, int num_q, int dim, float 
 
 #define ISA scalar
 #define TARGET
-#include "table.h"
+#include "kernels/instantiate.h"

@@ -2,7 +2,7 @@
 #include <immintrin.h>
 #include <string.h>
 
-#include "inline.h"
+#include "kernels/target.h"
 
 INLINE void store_f16(void *p, float x) {
     uint16_t bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);

@@ -1,10 +1,10 @@
 /* Blocks side by side in slabs: none lies over another or over what was given back, contents stay whatever is joined,
  * and memory is the system's again when the last has gone. */
-#include "slab.h"
+#include "base/slab.h"
 
 #include <string.h>
 
-#include "pages.h"
+#include "base/pages.h"
 #include "support/test.h"
 
 enum { BLOCKS = 100 };

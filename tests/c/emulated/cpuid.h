@@ -1,4 +1,4 @@
-/* cpuid.h: has cpu.c believe that the processor has all instruction sets of x86 that there are kernels for. */
+/* cpuid.h: has dispatch.c believe that the processor has all instruction sets of x86 that there are kernels for. */
 #pragma GCC system_header
 #include_next <cpuid.h>
 #include <unistd.h>

@@ -212,6 +212,6 @@ static inline void emulated_tile_dpbf16ps(int c, int a, int b)
  * `__asm__ volatile` stays. */
 #define target(features)
 #define __asm__(...)
-#undef __OPTIMIZE__ /* inline.h: copies for every use would take minutes to compile */
+#undef __OPTIMIZE__ /* target.h: copies for every use would take minutes to compile */
 
 #endif

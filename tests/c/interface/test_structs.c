@@ -2,7 +2,7 @@
  * byte beyond what it was told, takes what is missing as 0, and refuses what it does not know. */
 #include <stdlib.h>
 
-#include "structs.h"
+#include "base/structs.h"
 #include "support/test.h"
 
 enum { NEWER = 16 }; /* bytes that a newer header has more */

@@ -5,8 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cpu.h"
-#include "dtype.h"
+#include "kernels/dispatch.h"
+#include "base/dtype.h"
 #include "support/guarded.h"
 #include "support/isas.h"
 #include "kvcache.h"

@@ -1,0 +1,344 @@
+/* dense.c: the public functions for callers with an attention of their own: rows and mask, as plain arrays. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "attend/attention.h"
+#include "store/rows.h"
+#include "store/sheet.h"
+
+/* One row on its way: rows are sorted by position, runs are copied as they lie. */
+typedef struct dense_row {
+    int32_t position;
+    int32_t token;    /* of the batch; -1: stored */
+    int32_t sequence; /* of the batch */
+    int64_t arrived;  /* in order of arrival: decides between equal positions */
+    kvc_run run;      /* of this row alone */
+} dense_row;
+
+/* Which of all rows are those of a sequence. */
+typedef struct slice {
+    int64_t first, num;
+} slice;
+
+typedef struct member {
+    int64_t id;
+    int32_t sequence; /* of the batch */
+} member;
+
+/* All that is to be written. */
+typedef struct dense {
+    const kvc_batch *batch;
+    int32_t layer, num_tasks;
+    kvc_dense_args args;
+    kvc_rows_out out;
+    const kvc_sheet *sheet; /* the layer's */
+    kvc_status status;      /* KVC_ERR_GONE where rows are */
+    int64_t num;            /* rows so far */
+    dense_row *rows;        /* NULL: they are only counted */
+    slice *slices;          /* [batch->num_sequences] */
+    member *order;          /* [batch->num_sequences] in which they are written */
+    float *scratch;         /* [num_tasks] of a kvc_turner, where keys may have to be turned */
+} dense;
+
+/* ---- which rows -------------------------------------------------------------------------------------------------- */
+
+/* tokens: of the batch, whose rows these are; NULL: stored rows. */
+static void add_run(dense *d, int32_t s, const kvc_run *run, const int32_t *tokens) {
+    const uint8_t *written = kvc_written_in(d->batch, kvc_source_of(d->batch->cache, d->layer));
+    for (int32_t i = 0; i < run->count; i++) {
+        int has = !tokens || written[tokens[i]];
+        if (!run->block && d->status == KVC_OK)
+            d->status = kvc_sheet_has(d->batch, d->sheet, d->layer, tokens[i], run->slot + i, &has);
+        if (!has) continue;
+        if (d->rows) {
+            kvc_run row = kvc_run_part(run, run->position + i, run->position + i + 1);
+            if (!row.block) row.block = kvc_sheet_block(d->sheet);
+            d->rows[d->num] = (dense_row){row.position, tokens ? tokens[i] : -1, s, d->num, row};
+        }
+        d->num++;
+    }
+}
+
+/* All rows of sequence s that are stored, then those of the batch that were put. */
+static void add_sequence(dense *d, int32_t s) {
+    const kvc_batch *batch = d->batch;
+    const int32_t g = batch->cache->group_of[d->layer];
+    const int is_cross = g >= batch->cache->num_token_groups;
+    const kvc_rows *rows = &batch->sequences[s].sequence->rows[g];
+    const kvc_pending *pending = is_cross ? kvc_pending_of(batch, g, s) : kvc_own_pending(batch, g, s);
+    const int32_t *tokens = batch->order + batch->sequences[s].first;
+    if (!(is_cross && pending->num))
+        for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) add_run(d, s, run, NULL);
+    for (int32_t i = 0; i < pending->num; tokens += pending->runs[i++].count)
+        add_run(d, s, &pending->runs[i], is_cross ? NULL : tokens);
+}
+
+/* Counts the rows of all sequences, and those of the sequence that has most. */
+static kvc_status count_rows(const kvc_batch *batch, int32_t layer, const kvc_sheet *sheet, int64_t *num,
+                             int64_t *most) {
+    dense d = {.batch = batch, .layer = layer, .sheet = sheet};
+    *most = 0;
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        const int64_t before = d.num;
+        add_sequence(&d, s);
+        if (d.num - before > *most) *most = d.num - before;
+    }
+    *num = d.num;
+    return d.status;
+}
+
+/* Counts the rows while the layer's sheet is entered. */
+static kvc_status enter_and_count(kvc_batch *batch, int32_t layer, int64_t *num, int64_t *most) {
+    kvc_sheet *sheet = NULL;
+    kvc_status status = kvc_sheet_enter(batch, layer, KVC_SHEET_READ, &sheet);
+    if (status == KVC_OK) status = count_rows(batch, layer, sheet, num, most);
+    kvc_sheet_leave(batch->cache, sheet);
+    return status;
+}
+
+kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows) {
+    int64_t most;
+    kvc_status status = kvc_check_attention(batch->cache, layer);
+    if (status == KVC_OK && !num_rows) status = kvc_fail(KVC_ERR_INVALID, "num_rows is NULL");
+    return status == KVC_OK ? enter_and_count(batch, layer, num_rows, &most) : status;
+}
+
+/* The tokens of the batch come sequence after sequence, as many of each. */
+static kvc_status check_in_step(const kvc_batch *batch) {
+    const kvc_batch_sequence *first = &batch->sequences[0];
+    for (int32_t s = 1; s < batch->num_sequences; s++)
+        if (batch->sequences[s].num_tokens != first->num_tokens)
+            return kvc_fail(
+                KVC_ERR_INVALID,
+                "sequence %lld has %d tokens in the batch and %lld has %d: to be handed out each by itself, "
+                "all must have as many",
+                (long long)first->sequence->id, first->num_tokens, (long long)batch->sequences[s].sequence->id,
+                batch->sequences[s].num_tokens);
+    for (int32_t t = 0; t < batch->num_tokens; t++)
+        if (batch->order[t] != t)
+            return kvc_fail(KVC_ERR_INVALID,
+                            "token %d of the batch comes between those of another sequence: to be handed out each by "
+                            "itself, sequences must come one after the other",
+                            t);
+    return KVC_OK;
+}
+
+kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_sequences, int64_t *most_rows) {
+    int64_t num;
+    kvc_status status = kvc_check_attention(batch->cache, layer);
+    if (status == KVC_OK && (!num_sequences || !most_rows))
+        status = kvc_fail(KVC_ERR_INVALID, "%s is NULL", num_sequences ? "most_rows" : "num_sequences");
+    if (status == KVC_OK) status = check_in_step(batch);
+    if (status == KVC_OK) status = enter_and_count(batch, layer, &num, most_rows);
+    if (status == KVC_OK) *num_sequences = batch->num_sequences;
+    return status;
+}
+
+/* ---- in which order ---------------------------------------------------------------------------------------------- */
+
+static int by_position(const void *a, const void *b) {
+    const dense_row *x = a, *y = b;
+    if (x->position != y->position) return x->position < y->position ? -1 : 1;
+    return x->arrived < y->arrived ? -1 : 1;
+}
+
+static int by_id(const void *a, const void *b) {
+    const member *x = a, *y = b;
+    return (x->id > y->id) - (x->id < y->id);
+}
+
+/* Usually true, and skips the sort. */
+static int is_sorted(const dense_row *rows, int64_t num) {
+    int64_t i = 1;
+    while (i < num && rows[i - 1].position <= rows[i].position) i++;
+    return i >= num;
+}
+
+/* Lists all rows, sequence after sequence. */
+static void list_rows(dense *d) {
+    const kvc_batch *batch = d->batch;
+    for (int32_t s = 0; s < batch->num_sequences; s++) d->order[s] = (member){batch->sequences[s].sequence->id, s};
+    if (!d->args.by_sequence) qsort(d->order, (size_t)batch->num_sequences, sizeof *d->order, by_id);
+    for (int32_t i = 0; i < batch->num_sequences; i++) {
+        const int32_t s = d->order[i].sequence;
+        dense_row *rows = d->rows + d->num;
+        d->slices[s].first = d->num;
+        add_sequence(d, s);
+        d->slices[s].num = d->num - d->slices[s].first;
+        if (!is_sorted(rows, d->slices[s].num)) qsort(rows, (size_t)d->slices[s].num, sizeof *rows, by_position);
+    }
+}
+
+/* ---- rows and masks ---------------------------------------------------------------------------------------------- */
+
+/* Says where the rows of sequence s go. */
+static kvc_rows_out rows_of(const dense *d, int32_t s) {
+    kvc_rows_out out = d->out;
+    if (!d->args.by_sequence) return out;
+    if (out.k) out.k = (char *)out.k + s * d->args.k_batch_stride;
+    if (out.v) out.v = (char *)out.v + s * d->args.v_batch_stride;
+    if (out.positions) out.positions += s * d->args.num_rows;
+    return out;
+}
+
+/* Copies the listed rows [i, end), those that lie side by side together. */
+static void copy_rows(const dense *d, kvc_reader *reader, int64_t i, int64_t end) {
+    for (int64_t n; i < end; i += n) {
+        const dense_row *rows = d->rows + i;
+        const kvc_rows_out out = rows_of(d, rows->sequence);
+        const int64_t at = d->args.by_sequence ? i - d->slices[rows->sequence].first : i;
+        kvc_run run = rows->run;
+        for (n = 1; i + n < end && rows[n].sequence == rows->sequence && rows[n].run.block == run.block &&
+                    rows[n].run.slot == run.slot + n && rows[n].run.delta == run.delta;)
+            n++;
+        run.count = (int32_t)n;
+        kvc_reader_copy(reader, &run, &out, at);
+        for (int64_t j = 0; out.positions && j < n; j++) out.positions[at + j] = rows[j].position;
+    }
+}
+
+/* Fills with zeros what lies past the rows of a sequence that has fewer than others. */
+static void pad_rows(const dense *d, int32_t s) {
+    const kvc_layer *layer = &d->batch->cache->layers[d->layer];
+    const int64_t begin = d->slices[s].num, end = d->args.num_rows;
+    const kvc_rows_out out = rows_of(d, s);
+    for (int64_t h = 0; h < layer->num_kv_heads; h++) {
+        if (out.k)
+            kvc_clear_rows((char *)out.k + h * out.k_head_stride, out.k_row_stride, begin, end,
+                           kvc_row_bytes(out.type, layer->k_dim));
+        if (out.v)
+            kvc_clear_rows((char *)out.v + h * out.v_head_stride, out.v_row_stride, begin, end,
+                           kvc_row_bytes(out.type, layer->v_dim));
+    }
+    for (int64_t i = begin; out.positions && i < end; i++) out.positions[i] = -1;
+}
+
+/* The masks of one token, each NULL where it is not wanted. */
+typedef struct masks {
+    float *mask;
+    uint8_t *seen;
+} masks;
+
+static void hide(const masks *m, int64_t first, int64_t end) {
+    for (int64_t i = first; m->mask && i < end; i++) m->mask[i] = -INFINITY;
+    if (m->seen) memset(m->seen + first, 0, (size_t)(end - first));
+}
+
+/* What a token sees of its sequence's rows, and nothing of the others'. */
+static void fill_masks(const dense *d, int32_t t) {
+    const kvc_batch *batch = d->batch;
+    const kvc_dense_args *a = &d->args;
+    const kvc_policy *policy = &batch->cache->policies[batch->cache->group_of[d->layer]];
+    const slice own = d->slices[batch->sequence_of[t]];
+    const int32_t position = batch->positions[t], low = kvc_policy_lowest(policy, position);
+    const int32_t sinks = kvc_policy_sinks(policy);
+    const int sees_all = policy->kind == KVC_CROSS, sees_later = sees_all || (a->non_causal && a->non_causal[t]);
+    const int64_t at = a->by_sequence ? 0 : own.first;
+    const masks m = {a->mask ? (float *)(void *)((char *)a->mask + t * a->mask_token_stride) : NULL,
+                     a->seen ? a->seen + t * a->seen_token_stride : NULL};
+    hide(&m, 0, at);
+    hide(&m, at + own.num, a->num_rows);
+    for (int64_t i = 0; i < own.num; i++) {
+        const dense_row *row = &d->rows[own.first + i];
+        const int is_tree = batch->parents && row->token >= 0;
+        const int in_order = is_tree ? kvc_descends(batch, t, row->token) : sees_later || row->position <= position;
+        const int sees = sees_all || (in_order && (row->position >= low || row->position < sinks));
+        if (m.mask) m.mask[at + i] = sees ? 0 : -INFINITY;
+        if (m.seen) m.seen[at + i] = (uint8_t)sees;
+    }
+}
+
+/* Divides n things among tasks: the first one of a task. */
+static int64_t share_of(const dense *d, int64_t n, int64_t task) {
+    return n / d->num_tasks * task + n % d->num_tasks * task / d->num_tasks;
+}
+
+static void fill_share(void *context, int64_t task) {
+    const dense *d = context;
+    const kvc_batch *batch = d->batch;
+    const size_t floats = kvc_turner_floats(batch->cache->layers[d->layer].k_dim);
+    kvc_reader reader = {.cache = batch->cache, .layer = d->layer, .turner.kernels = batch->cache->kernels};
+    if (d->scratch) reader.turner.scratch = d->scratch + (size_t)task * floats;
+    copy_rows(d, &reader, share_of(d, d->num, task), share_of(d, d->num, task + 1));
+    for (int64_t s = share_of(d, batch->num_sequences, task); s < share_of(d, batch->num_sequences, task + 1); s++)
+        if (d->args.by_sequence) pad_rows(d, (int32_t)s);
+    for (int64_t t = share_of(d, batch->num_tokens, task); t < share_of(d, batch->num_tokens, task + 1); t++)
+        if (d->args.mask || d->args.seen) fill_masks(d, (int32_t)t);
+}
+
+/* ---- the public function ----------------------------------------------------------------------------------------- */
+
+static kvc_status check_args(const kvc_batch *batch, int32_t layer, const kvc_dense_args *given, dense *d) {
+    kvc_status status = KVC_READ(kvc_dense_args, &d->args, given, "args");
+    if (status == KVC_OK) status = kvc_check_attention(batch->cache, layer);
+    if (status == KVC_OK) status = kvc_check_rows_out(d->args.rows, &d->out, "rows");
+    if (status == KVC_OK) status = kvc_check_array(KVC_F32, d->args.mask_token_stride, 0, "mask");
+    if (status != KVC_OK || !d->args.by_sequence) return status;
+    status = kvc_check_array(d->out.type, d->args.k_batch_stride, d->args.v_batch_stride, "rows");
+    return status == KVC_OK ? check_in_step(batch) : status;
+}
+
+static kvc_status check_num_rows(const dense *d, int64_t *num) {
+    int64_t most;
+    const kvc_status status = count_rows(d->batch, d->layer, d->sheet, num, &most);
+    if (status != KVC_OK) return status;
+    if (d->out.num_stored) *d->out.num_stored = *num;
+    if (d->args.by_sequence && d->args.num_rows != most)
+        return kvc_fail(KVC_ERR_INVALID, "num_rows is %lld: the sequence that has most in layer %d has %lld",
+                        (long long)d->args.num_rows, d->layer, (long long)most);
+    if (!d->args.by_sequence && d->args.num_rows != *num)
+        return kvc_fail(KVC_ERR_INVALID, "num_rows is %lld: there are %lld in layer %d", (long long)d->args.num_rows,
+                        (long long)*num, d->layer);
+    return KVC_OK;
+}
+
+/* Counts the tasks that the work is worth cutting into. */
+static int32_t num_tasks(const dense *d, int64_t num) {
+    static const double WORTH_THREADS = 1 << 16; /* elements; to write less takes less time than to wake a thread */
+    const kvc_layer *layer = &d->batch->cache->layers[d->layer];
+    const double rows = (double)num * layer->num_kv_heads * (layer->k_dim + layer->v_dim),
+                 masks = d->args.mask || d->args.seen ? (double)d->args.num_rows * d->batch->num_tokens : 0;
+    return rows + masks < WORTH_THREADS ? 1 : kvc_cache_threads(d->batch->cache);
+}
+
+/* Copies rows and makes masks; the layer's sheet is entered. */
+static kvc_status make_dense(dense *d) {
+    const kvc_batch *batch = d->batch;
+    kvc_cache *cache = batch->cache;
+    int64_t num;
+    const kvc_status status = check_num_rows(d, &num);
+    if (status != KVC_OK || num == 0) return status;
+    d->num_tasks = num_tasks(d, num);
+    const uint64_t floats = kvc_rope_of(cache, d->layer) ? kvc_turner_floats(cache->layers[d->layer].k_dim) : 0;
+    uint64_t size = 0;
+    const uint64_t rows = kvc_add_array(&size, (uint64_t)num * sizeof *d->rows);
+    const uint64_t slices = kvc_add_array(&size, (uint64_t)batch->num_sequences * sizeof *d->slices);
+    const uint64_t order = kvc_add_array(&size, (uint64_t)batch->num_sequences * sizeof *d->order);
+    const uint64_t scratch = kvc_add_array(&size, (uint64_t)d->num_tasks * floats * sizeof(float));
+    kvc_lock(cache);
+    char *start = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    kvc_unlock(cache, KVC_OK);
+    if (!start) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %lld rows", (long long)num);
+    d->rows = (void *)(start + rows);
+    d->slices = (void *)(start + slices);
+    d->order = (void *)(start + order);
+    if (floats) d->scratch = (void *)(start + scratch);
+    list_rows(d);
+    kvc_parallel(d->num_tasks, d->num_tasks, fill_share, d);
+    kvc_lock(cache);
+    kvc_memory_free(&cache->memory, start, size, KVC_MEMORY_SCRATCH, -1);
+    return kvc_unlock(cache, KVC_OK);
+}
+
+kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *given) {
+    dense d = {.batch = batch, .layer = layer};
+    kvc_sheet *sheet = NULL;
+    kvc_status status = check_args(batch, layer, given, &d);
+    if (status == KVC_OK) status = kvc_sheet_enter(batch, layer, KVC_SHEET_READ, &sheet);
+    if (status != KVC_OK) return status;
+    d.sheet = sheet;
+    status = make_dense(&d);
+    kvc_sheet_leave(batch->cache, sheet);
+    return status;
+}

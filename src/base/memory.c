@@ -1,0 +1,117 @@
+#include "base/memory.h"
+
+#include <stddef.h>
+#include <stdlib.h>
+
+#include "base/structs.h"
+
+#if defined(_WIN32)
+#include <malloc.h>
+#endif
+
+/* Blocks of at least this size take memory as it is touched, and can give pages back: those that are smaller than a
+ * huge page side by side in slabs, larger ones in mappings of their own. */
+static const size_t LAZY_SIZE = (size_t)256 << 10;
+
+static int is_mapped(size_t size, int32_t kind) {
+    return KVC_HAS_PAGES && kind == KVC_MEMORY_ROWS && size >= KVC_HUGE_PAGE;
+}
+
+static void *default_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
+    (void)user;
+    if (is_mapped(size, hint->kind)) return kvc_pages_map(size);
+#if defined(_WIN32)
+    return _aligned_malloc(size, alignment);
+#else
+    if (alignment <= _Alignof(max_align_t)) return malloc(size); /* aligning costs bytes that nobody counts */
+    return aligned_alloc(alignment, (size_t)kvc_align_up(size, alignment));
+#endif
+}
+
+static void default_free(void *user, void *memory, size_t size, const kvc_memory_hint *hint) {
+    (void)user;
+    if (is_mapped(size, hint->kind)) {
+        kvc_pages_unmap(memory, size);
+        return;
+    }
+#if defined(_WIN32)
+    _aligned_free(memory);
+#else
+    free(memory);
+#endif
+}
+
+static void default_purge(void *user, void *memory, size_t size) {
+    (void)user;
+    kvc_pages_drop(memory, size);
+}
+
+static const kvc_allocator DEFAULT_ALLOCATOR = {sizeof(kvc_allocator), NULL, default_alloc, default_free,
+                                                KVC_HAS_PAGES ? default_purge : NULL};
+
+kvc_status kvc_memory_init(kvc_memory *memory, const kvc_allocator *allocator) {
+    *memory = (kvc_memory){.allocator = DEFAULT_ALLOCATOR};
+    if (!allocator) return KVC_OK;
+    const kvc_status status = KVC_READ(kvc_allocator, &memory->allocator, allocator, "allocator");
+    if (status == KVC_OK && (!memory->allocator.alloc || !memory->allocator.free))
+        return kvc_fail(KVC_ERR_INVALID, "allocator->alloc and allocator->free must not be NULL");
+    return status;
+}
+
+static int is_default(const kvc_memory *memory) { return memory->allocator.alloc == default_alloc; }
+
+static int is_in_slab(const kvc_memory *memory, uint64_t size, kvc_memory_kind kind) {
+    return KVC_HAS_PAGES && is_default(memory) && kind == KVC_MEMORY_ROWS && size >= LAZY_SIZE && size < KVC_HUGE_PAGE;
+}
+
+void *kvc_memory_alloc(kvc_memory *memory, uint64_t size, kvc_memory_kind kind, int32_t group) {
+    if (size > PTRDIFF_MAX - KVC_HUGE_PAGE) return NULL; /* what is added to align it fits as well */
+    if (is_in_slab(memory, size, kind)) return kvc_slab_take(&memory->slabs, (size_t)size);
+    const kvc_memory_hint hint = {sizeof hint, (int32_t)kind, group, 0, INT32_MAX};
+    const size_t alignment = kind == KVC_MEMORY_BOOKKEEPING ? _Alignof(max_align_t) : KVC_CACHE_LINE;
+    void *p = memory->allocator.alloc(memory->allocator.user, (size_t)size, alignment, &hint);
+    if (p && kind == KVC_MEMORY_BOOKKEEPING) memory->bookkeeping += (int64_t)size;
+    return p;
+}
+
+void kvc_memory_free(kvc_memory *memory, void *p, uint64_t size, kvc_memory_kind kind, int32_t group) {
+    if (!p) return;
+    if (is_in_slab(memory, size, kind)) {
+        kvc_slab_give(&memory->slabs, p);
+        return;
+    }
+    const kvc_memory_hint hint = {sizeof hint, (int32_t)kind, group, 0, INT32_MAX};
+    if (kind == KVC_MEMORY_BOOKKEEPING) memory->bookkeeping -= (int64_t)size;
+    memory->allocator.free(memory->allocator.user, p, (size_t)size, &hint);
+}
+
+void kvc_memory_purge(kvc_memory *memory, void *p, size_t size) {
+    if (!memory->allocator.purge) return;
+    const size_t page = kvc_os_page_size();
+    const uintptr_t begin = (uintptr_t)kvc_align_up((uintptr_t)p, page), end = ((uintptr_t)p + size) / page * page;
+    if (begin < end) memory->allocator.purge(memory->allocator.user, (void *)begin, end - begin);
+}
+
+int kvc_memory_written(kvc_memory *memory, uint8_t *p, size_t size, kvc_page_work *work) {
+    if (!is_default(memory)) return 0;
+    kvc_slab_written(&memory->slabs, &p, &size);
+    work->p = p;
+    work->size = size;
+    return size != 0;
+}
+
+int kvc_memory_is_busy(const kvc_memory *memory, const uint8_t *p, size_t size) {
+    const kvc_page_work *work = memory->works;
+    while (work && !(work->size && p < work->p + work->size && work->p < p + size)) work = work->next;
+    return work != NULL;
+}
+
+int kvc_memory_any_busy(const kvc_memory *memory) {
+    const kvc_page_work *work = memory->works;
+    while (work && !work->size) work = work->next;
+    return work != NULL;
+}
+
+void kvc_memory_part(kvc_memory *memory, void *p) { kvc_slab_part(&memory->slabs, p); }
+
+int kvc_memory_is_lazy(const kvc_memory *memory, size_t size) { return memory->allocator.purge && size >= LAZY_SIZE; }

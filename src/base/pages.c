@@ -1,0 +1,74 @@
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE /* MAP_ANONYMOUS, madvise */
+#endif
+#include "base/pages.h"
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "base/memory.h"
+
+#if defined(_WIN32)
+
+size_t kvc_os_page_size(void) { return 4096; }
+void *kvc_pages_map(size_t size) { return (void)size, NULL; }
+void kvc_pages_unmap(void *p, size_t size) { (void)p, (void)size; }
+void kvc_pages_drop(void *p, size_t size) { (void)p, (void)size; }
+int kvc_pages_join(void *p, size_t size) { return (void)p, (void)size, 0; }
+int kvc_pages_take(void *p, size_t size) { return (void)p, (void)size, 0; }
+
+#else
+
+#include <errno.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+size_t kvc_os_page_size(void) {
+    static atomic_size_t known; /* the same whoever finds out first */
+    size_t size = atomic_load_explicit(&known, memory_order_relaxed);
+    if (!size) {
+        size = (size_t)sysconf(_SC_PAGESIZE);
+        atomic_store_explicit(&known, size, memory_order_relaxed);
+    }
+    return size;
+}
+
+void *kvc_pages_map(size_t size) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+#if defined(MAP_NORESERVE)
+    flags |= MAP_NORESERVE; /* a long contiguous cache may be larger than the memory there is */
+#endif
+    const size_t page = kvc_os_page_size(), slack = size >= KVC_HUGE_PAGE ? KVC_HUGE_PAGE - page : 0;
+    const size_t used = (size_t)kvc_align_up(size, page);
+    char *p = mmap(NULL, used + slack, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (p == MAP_FAILED) return NULL;
+    const size_t before = slack ? (size_t)kvc_align_up((uintptr_t)p, KVC_HUGE_PAGE) - (uintptr_t)p : 0;
+    if (before) munmap(p, before); /* what is too much on both sides goes back */
+    if (slack - before) munmap(p + before + used, slack - before);
+    return p + before;
+}
+
+void kvc_pages_unmap(void *p, size_t size) { munmap(p, size); }
+
+void kvc_pages_drop(void *p, size_t size) { madvise(p, size, MADV_DONTNEED); }
+
+int kvc_pages_join(void *p, size_t size) {
+#if defined(__linux__)
+    enum { COLLAPSE = 25 }; /* MADV_COLLAPSE, which older headers lack; older systems refuse */
+    return madvise(p, size, COLLAPSE) == 0;
+#else
+    return (void)p, (void)size, 0;
+#endif
+}
+
+int kvc_pages_take(void *p, size_t size) {
+#if defined(__linux__)
+    enum { POPULATE_WRITE = 23 }; /* MADV_POPULATE_WRITE */
+    const size_t before = (uintptr_t)p % kvc_os_page_size();
+    return madvise((char *)p - before, size + before, POPULATE_WRITE) == 0 || errno != EINVAL;
+#else
+    return (void)p, (void)size, 0;
+#endif
+}
+
+#endif

@@ -1,0 +1,28 @@
+#include "base/status.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+#include "base/threads.h"
+
+static KVC_THREAD_LOCAL char last_error[512];
+
+kvc_status kvc_fail(kvc_status status, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(last_error, sizeof last_error, format, args);
+    va_end(args);
+    return status;
+}
+
+const char *kvc_last_error(void) { return last_error; }
+
+const char *kvc_strerror(kvc_status status) {
+    switch (status) {
+#define STATUS_TEXT(name, value, text) \
+    case name: return text;
+        KVC_STATUS_LIST(STATUS_TEXT)
+#undef STATUS_TEXT
+    }
+    return "unknown status";
+}

@@ -1,0 +1,161 @@
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE /* sched_getaffinity */
+#endif
+#include "base/threads.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/status.h"
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+static atomic_int chosen_threads; /* by kvc_set_num_threads; 0: none */
+
+#if defined(_OPENMP)
+
+/* ---- how many: OMP_NUM_THREADS, or the physical cores this process may use --------------------------------------- */
+
+#if defined(__linux__)
+/* The first number in a file, or -1. */
+static long read_number(const char *path) {
+    long number = -1;
+    FILE *file = fopen(path, "r");
+    if (!file) return -1;
+    if (fscanf(file, "%ld", &number) != 1) number = -1;
+    fclose(file);
+    return number;
+}
+
+/* Processors this process may run on, of each core only the first: hyperthreads share the path to memory. */
+static int allowed_cores(void) {
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return omp_get_num_procs();
+    int cores = 0;
+    for (size_t cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        if (!CPU_ISSET(cpu, &allowed)) continue;
+        char path[96];
+        snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%zu/topology/thread_siblings_list", cpu);
+        const long first = read_number(path);
+        if (first < 0 || (size_t)first == cpu || first >= CPU_SETSIZE || !CPU_ISSET((size_t)first, &allowed)) cores++;
+    }
+    return cores;
+}
+
+/* Processors' worth of time the control group grants, rounded up; 0: no limit. */
+static int quota_cores(void) {
+    long quota = -1, period = 0;
+    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "r"); /* version 2 */
+    if (file) {
+        if (fscanf(file, "%ld %ld", &quota, &period) != 2) quota = -1;
+        fclose(file);
+    } else {
+        quota = read_number("/sys/fs/cgroup/cpu/cpu.cfs_quota_us");
+        period = read_number("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
+    }
+    return quota > 0 && period > 0 ? (int)((quota + period - 1) / period) : 0;
+}
+
+static int usable_cores(void) {
+    const int cores = allowed_cores(), quota = quota_cores();
+    return quota && quota < cores ? quota : cores;
+}
+#else
+static int usable_cores(void) { return omp_get_num_procs(); }
+#endif
+
+static int32_t default_threads(void) {
+    if (getenv("OMP_NUM_THREADS")) return omp_get_max_threads();
+    static atomic_int cores; /* the same whoever finds out first */
+    int known = atomic_load(&cores);
+    if (!known) {
+        known = usable_cores();
+        if (known < 1) known = 1;
+        atomic_store(&cores, known);
+    }
+    return known;
+}
+
+/* ---- fork -------------------------------------------------------------------------------------------------------- */
+
+/* The threads of the parent's OpenMP pool are not there in the child, which would wait for them for ever. */
+
+static atomic_int forked;
+
+void kvc_threads_forked(void) { atomic_store(&forked, 1); }
+
+int32_t kvc_num_threads(void) {
+    if (omp_in_parallel() || atomic_load(&forked)) return 1;
+    const int32_t chosen = atomic_load(&chosen_threads);
+    return chosen ? chosen : default_threads();
+}
+
+void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *context, int64_t i), void *context) {
+    if (num_threads > num_tasks) num_threads = (int32_t)num_tasks;
+    if (num_threads <= 1 || omp_in_parallel() || atomic_load(&forked)) {
+        for (int64_t i = 0; i < num_tasks; i++) task(context, i);
+        return;
+    }
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
+    for (int64_t i = 0; i < num_tasks; i++) task(context, i);
+}
+
+#else /* no OpenMP */
+
+void kvc_threads_forked(void) {}
+
+int32_t kvc_num_threads(void) { return 1; }
+
+void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *context, int64_t i), void *context) {
+    (void)num_threads;
+    for (int64_t i = 0; i < num_tasks; i++) task(context, i);
+}
+
+#endif
+
+/* ---- calls that end early ---------------------------------------------------------------------------------------- */
+
+static KVC_THREAD_LOCAL char here; /* its address names the thread */
+
+static int64_t now(void) {
+#if defined(_WIN32)
+    return (int64_t)GetTickCount64() * 1000000;
+#else
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+#endif
+}
+
+enum { POLL_NS = 40000000 };
+
+void kvc_watch_init(kvc_watch *watch, kvc_poll_fn *poll, void *user) {
+    watch->poll = poll;
+    watch->user = user;
+    watch->caller = &here;
+    watch->next = poll ? now() + POLL_NS : 0;
+    atomic_init(&watch->stopped, 0);
+}
+
+int kvc_watch_ask(kvc_watch *watch) {
+    if (!watch->poll) return 0;
+    if (atomic_load_explicit(&watch->stopped, memory_order_relaxed)) return 1;
+    if (watch->caller != &here || now() < watch->next) return 0;
+    const int stop = watch->poll(watch->user) != 0;
+    if (stop) atomic_store_explicit(&watch->stopped, 1, memory_order_relaxed);
+    watch->next = now() + POLL_NS;
+    return stop;
+}
+
+kvc_status kvc_set_num_threads(int32_t num_threads) {
+    if (num_threads < 0 || num_threads > KVC_MOST_THREADS)
+        return kvc_fail(KVC_ERR_INVALID, "num_threads is %d: it must be between 1 and %d, or 0 for the default",
+                        num_threads, KVC_MOST_THREADS);
+    atomic_store(&chosen_threads, num_threads);
+    return KVC_OK;
+}

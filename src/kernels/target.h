@@ -1,0 +1,23 @@
+/* target.h: how the functions of an instruction set are declared.  TARGET is defined before it is included.  Sets that
+ * take kernels from another one leave some unused, of which Clang warns where the core is one source. */
+#if defined(__SANITIZE_ADDRESS__)
+#define HAVE_ADDRESS_SANITIZER 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define HAVE_ADDRESS_SANITIZER 1
+#endif
+#endif
+
+#if defined(__OPTIMIZE__) && !defined(HAVE_ADDRESS_SANITIZER)
+#define INLINE static inline __attribute__((always_inline, unused)) TARGET
+#define RARE static __attribute__((cold, noinline)) TARGET
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+#else /* for tests: a copy of each function for every use of it would take minutes to compile with sanitizers */
+#define INLINE static inline __attribute__((unused)) TARGET
+#define RARE static TARGET
+#define UNROLL
+#endif

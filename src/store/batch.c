@@ -1,0 +1,552 @@
+/* batch.c: the public functions of a forward pass after begin.c: put, commit, abort. */
+#include <string.h>
+
+#include "attend/attention.h"
+#include "base/dtype.h"
+#include "store/rows.h"
+#include "store/sheet.h"
+
+/* The batch no longer owns its sequences; those that hold nothing are forgotten. */
+static void release_batch(kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        batch->sequences[s].sequence->in_batch = 0;
+        kvc_cache_note(cache, batch->sequences[s].sequence);
+        kvc_cache_tidy(cache, batch->sequences[s].sequence);
+    }
+    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].epoch++;
+    cache->batch = NULL;
+    kvc_plans_free(batch);
+    kvc_sheets_free(cache);
+    kvc_scratch_give(cache, batch, batch->size);
+}
+
+/* ---- put --------------------------------------------------------------------------------------------------------- */
+
+enum {
+    PUT_TOKENS = 64, /* in one task, at least: for fewer no thread is woken */
+    PUT_MOST = 512   /* converted before it asks whether it is to go on */
+};
+
+/* A put, split into one task for each thread: when it is repeated, a thread finds in its cache what it had there. */
+typedef struct put_work {
+    const kvc_cache *cache;
+    const kvc_put_args *args;
+    const kvc_layer *layer;
+    const kvc_layout *layout;
+    const kvc_sheet *sheet;  /* for places without a block */
+    const kvc_place *places; /* of the batch's tokens in the layer's group; NULL: one after the other from start on */
+    kvc_place start;
+    int32_t task_tokens;
+    kvc_watch watch;
+} put_work;
+
+/* Rows of K or of V on their way into a block: [token][head][dim] on one side, [head][slot][dim] on the other. */
+typedef struct transfer {
+    kvc_convert_fn *convert;
+    char *to;
+    const char *from;
+    int64_t to_row, to_head, from_token, from_head; /* strides */
+    int32_t heads, dim;
+} transfer;
+
+/* Goes over the source in the order in which it lies in memory. */
+static void transfer_rows(const transfer *x, int32_t num_tokens) {
+    if (x->from_head < x->from_token)
+        for (int32_t t = 0; t < num_tokens; t++)
+            x->convert(x->to + t * x->to_row, x->to_head, x->from + t * x->from_token, x->from_head, x->heads, x->dim);
+    else
+        for (int32_t h = 0; h < x->heads; h++)
+            x->convert(x->to + h * x->to_head, x->to_row, x->from + h * x->from_head, x->from_token, num_tokens,
+                       x->dim);
+}
+
+static kvc_place place_of(const put_work *work, int32_t i) {
+    if (work->places) return work->places[work->args->first + i];
+    return (kvc_place){work->start.block, work->start.slot + i};
+}
+
+/* Stores tokens [i, i + count) of the arrays, which lie in consecutive slots. */
+static void put_rows(const put_work *work, int32_t i, int32_t count) {
+    const kvc_put_args *a = work->args;
+    const kvc_layer *layer = work->layer;
+    const kvc_place to = place_of(work, i);
+    const kvc_layout *at = to.block ? work->layout : &work->sheet->layout;
+    const kvc_place place = {to.block ? to.block : kvc_sheet_block(work->sheet), to.slot};
+    const transfer k = {work->cache->kernels->convert[a->k_type][layer->k_type],
+                        (char *)kvc_key_at(at, place.block, place.slot, 0),
+                        (const char *)a->k + kvc_token_offset(i, a->inner_tokens, a->k_token_stride, a->k_batch_stride),
+                        (int64_t)at->k_row_bytes,
+                        (int64_t)at->head_stride,
+                        a->k_token_stride,
+                        a->k_head_stride,
+                        layer->num_kv_heads,
+                        layer->k_dim};
+    transfer_rows(&k, count);
+    if (layer->value_in_key) return;
+    const transfer v = {work->cache->kernels->convert[a->v_type][layer->v_type],
+                        (char *)kvc_value_at(at, place.block, place.slot, 0),
+                        (const char *)a->v + kvc_token_offset(i, a->inner_tokens, a->v_token_stride, a->v_batch_stride),
+                        (int64_t)at->v_row_bytes,
+                        (int64_t)at->head_stride,
+                        a->v_token_stride,
+                        a->v_head_stride,
+                        layer->num_kv_heads,
+                        layer->v_dim};
+    transfer_rows(&v, count);
+}
+
+static void put_task(void *context, int64_t task) {
+    put_work *work = context;
+    const int32_t inner = work->args->inner_tokens, end = work->args->num_tokens;
+    int32_t i = (int32_t)task * work->task_tokens;
+    const int32_t last = end - i > work->task_tokens ? i + work->task_tokens : end;
+    while (i < last && !kvc_watch_ask(&work->watch)) {
+        const kvc_place first = place_of(work, i);
+        int32_t n = 1;
+        for (; i + n < last && n < PUT_MOST && !(inner && (i + n) % inner == 0); n++) {
+            const kvc_place next = place_of(work, i + n);
+            if (next.block != first.block || next.slot != first.slot + n) break;
+        }
+        put_rows(work, i, n);
+        i += n;
+    }
+}
+
+static kvc_status put_all(put_work *work) {
+    const kvc_layer *layer = work->layer;
+    const int32_t num_tokens = work->args->num_tokens, most = (num_tokens + PUT_TOKENS - 1) / PUT_TOKENS;
+    const int32_t threads = most > 1 ? kvc_cache_threads(work->cache) : 1, tasks = threads < most ? threads : most;
+    work->task_tokens = (num_tokens + tasks - 1) / tasks;
+    kvc_cache_watch(work->cache, (double)num_tokens * layer->num_kv_heads * (layer->k_dim + layer->v_dim),
+                    &work->watch);
+    kvc_parallel(threads, tasks, put_task, work);
+    return kvc_watch_stopped(&work->watch) ? kvc_fail(KVC_ERR_CANCELLED, "the put was cancelled") : KVC_OK;
+}
+
+kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
+    if (type < 0 || type >= KVC_FLOAT_TYPES)
+        return kvc_fail(KVC_ERR_INVALID, "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", name, type);
+    const int64_t unit = (int64_t)kvc_row_bytes(type, 1); /* a power of two */
+    if ((row_stride | head_stride) & (unit - 1))
+        return kvc_fail(KVC_ERR_INVALID, "%s: strides of %lld and %lld bytes are not multiples of an element's %lld",
+                        name, (long long)row_stride, (long long)head_stride, (long long)unit);
+    return KVC_OK;
+}
+
+kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens) {
+    if (first < 0 || first >= batch->num_tokens)
+        return kvc_fail(KVC_ERR_INDEX, "first is %d: the batch has %d tokens", first, batch->num_tokens);
+    if (*num_tokens == 0) *num_tokens = batch->num_tokens - first;
+    if (*num_tokens < 0 || *num_tokens > batch->num_tokens - first)
+        return kvc_fail(KVC_ERR_INDEX, "num_tokens is %d: from token %d on, the batch has %d", *num_tokens, first,
+                        batch->num_tokens - first);
+    return KVC_OK;
+}
+
+kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer) {
+    if (cache->layers[layer].share)
+        return kvc_fail(KVC_ERR_INVALID, "layer %d shares the rows of layer %d: put them there", layer,
+                        kvc_source_of(cache, layer));
+    if (cache->layers[layer].policy.kind == KVC_NONE)
+        return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention: it holds no rows", layer);
+    return KVC_OK;
+}
+
+kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v) {
+    if (!k) return kvc_fail(KVC_ERR_INVALID, "k is NULL");
+    if (layer->value_in_key && v)
+        return kvc_fail(KVC_ERR_INVALID, "v is given: in this layer values are the first part of the keys");
+    if (!layer->value_in_key && !v) return kvc_fail(KVC_ERR_INVALID, "v is NULL");
+    return KVC_OK;
+}
+
+kvc_status kvc_check_inner(int32_t inner_tokens, int32_t num_tokens) {
+    if (inner_tokens >= 0 && (inner_tokens == 0 || num_tokens % inner_tokens == 0)) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "inner_tokens is %d: it must divide the number of tokens, %d, or be 0",
+                    inner_tokens, num_tokens);
+}
+
+static kvc_status check_arrays(const kvc_layer *layer, const kvc_put_args *args) {
+    kvc_status status = kvc_check_values(layer, args->k, args->v);
+    if (status == KVC_OK) status = kvc_check_inner(args->inner_tokens, args->num_tokens);
+    if (status == KVC_OK) status = kvc_check_array(args->k_type, args->k_token_stride, args->k_head_stride, "k");
+    if (status == KVC_OK && args->inner_tokens) status = kvc_check_array(args->k_type, args->k_batch_stride, 0, "k");
+    if (status != KVC_OK || layer->value_in_key) return status;
+    status = kvc_check_array(args->v_type, args->v_token_stride, args->v_head_stride, "v");
+    if (status == KVC_OK && args->inner_tokens) status = kvc_check_array(args->v_type, args->v_batch_stride, 0, "v");
+    return status;
+}
+
+static kvc_status check_not_written(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
+    const uint8_t *written = kvc_written_in(batch, layer);
+    for (int32_t t = first; t < first + num_tokens; t++)
+        if (written[t])
+            return kvc_fail(KVC_ERR_INVALID, "token %d of the batch was put in layer %d before: each is put once", t,
+                            layer);
+    return KVC_OK;
+}
+
+/* Which of the open batch's sequences it is; -1: none.  With the mutex held. */
+static int32_t find_member(const kvc_cache *cache, int64_t seq_id) {
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    return sequence ? sequence->in_batch - 1 : -1;
+}
+
+static kvc_status check_cross_put(const kvc_batch *batch, int32_t layer, const kvc_put_args *args) {
+    const int32_t max_len = batch->cache->layers[layer].policy.max_len;
+    kvc_lock(batch->cache);
+    const int32_t member = find_member(batch->cache, args->seq_id);
+    kvc_unlock(batch->cache, KVC_OK);
+    if (member < 0)
+        return kvc_fail(KVC_ERR_INVALID, "seq_id is %lld: the batch has no token of that sequence",
+                        (long long)args->seq_id);
+    if (args->first != 0 || args->num_tokens < 1)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "first is %d and num_tokens %d: a cross-attention layer is given all its rows at once, from 0 "
+                        "on",
+                        args->first, args->num_tokens);
+    if (args->num_tokens > max_len)
+        return kvc_fail(KVC_ERR_FULL, "%d rows do not fit in cross-attention layer %d: max_len is %d", args->num_tokens,
+                        layer, max_len);
+    return KVC_OK;
+}
+
+kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_args *given, kvc_put_args *args) {
+    kvc_status status = KVC_READ(kvc_put_args, args, given, "args");
+    if (status == KVC_OK) status = kvc_check_layer(batch->cache, layer);
+    if (status == KVC_OK) status = kvc_check_own_rows(batch->cache, layer);
+    if (status != KVC_OK) return status;
+    if (kvc_keeps_tokens(batch->cache, layer)) {
+        status = kvc_check_range(batch, args->first, &args->num_tokens);
+        if (status == KVC_OK) status = check_not_written(batch, layer, args->first, args->num_tokens);
+    } else {
+        status = check_cross_put(batch, layer, args);
+    }
+    return status == KVC_OK ? check_arrays(&batch->cache->layers[layer], args) : status;
+}
+
+/* Drops what the sequence was given in a cross-attention layer; where it is not stored, the memory goes back, too. */
+static void drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
+    kvc_pool *pool = &batch->cache->pools[g];
+    const int32_t num_free = pool->num_free;
+    kvc_drop_part(pool, kvc_pending_of(batch, g, s)->runs);
+    if (batch->sequences[s].is_loose) kvc_pool_shrink(pool, 0, pool->num_free - num_free);
+}
+
+void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
+    kvc_pool *pool = &batch->cache->pools[put->group];
+    kvc_pending *pending = kvc_pending_of(batch, put->group, put->member);
+    kvc_cross_put **link = &batch->cross_puts;
+    while (*link != put) link = &(*link)->next;
+    *link = put->next;
+    if (all) {
+        if (pending->num) drop_cross(batch, put->group, put->member);
+        pending->runs[0] = put->run;
+        pending->num = 1;
+        atomic_fetch_add(&batch->num_cross_puts[put->group - batch->cache->num_token_groups], 1);
+    } else {
+        kvc_drop_part(pool, &put->run);
+        kvc_pool_unopen(pool, put->run.block, put->touched);
+        kvc_pool_unreserve(pool, 0, put->num_opened);
+    }
+    kvc_memory_free(&batch->cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
+}
+
+/* Slots for what a sequence is given in a cross-attention layer, all in one block. */
+static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_args *args, kvc_cross_put **out) {
+    kvc_cache *cache = batch->cache;
+    kvc_pool *pool = &cache->pools[group];
+    const int32_t num_blocks = pool->num_blocks, count = args->num_tokens;
+    kvc_cross_put *put = kvc_memory_alloc(&cache->memory, sizeof *put, KVC_MEMORY_SCRATCH, -1);
+    if (!put) return kvc_fail(KVC_ERR_NOMEM, "out of memory to put the rows of a cross-attention layer");
+    kvc_status status = kvc_pool_reserve(pool, 1);
+    if (status != KVC_OK) {
+        kvc_memory_free(&cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
+        return status;
+    }
+    kvc_block *block = kvc_pool_open(pool);
+    *put = (kvc_cross_put){.next = batch->cross_puts,
+                           .group = group,
+                           .member = find_member(cache, args->seq_id),
+                           .touched = block->touched,
+                           .num_opened = pool->num_blocks - num_blocks,
+                           .thread = kvc_thread_self()};
+    put->run = (kvc_run){block, kvc_pool_take(pool, block, count), count, 0, 0};
+    batch->cross_puts = *out = put;
+    status = kvc_check_max_bytes(cache, "putting the rows of a cross-attention layer");
+    if (status != KVC_OK) kvc_cross_put_end(batch, put, 0);
+    return status;
+}
+
+static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
+    kvc_cache *cache = batch->cache;
+    kvc_cross_put *put = NULL;
+    kvc_lock(cache);
+    if (cache->max_bytes) kvc_cache_wait_pages(cache);
+    kvc_status status = kvc_unlock(cache, begin_cross(batch, group, work->args, &put));
+    if (status != KVC_OK) return status;
+    work->start = (kvc_place){put->run.block, put->run.slot};
+    status = put_all(work);
+    kvc_lock(cache);
+    kvc_cross_put_end(batch, put, status == KVC_OK);
+    return kvc_unlock(cache, status);
+}
+
+/* Where the batch's tokens from one on lie in a layer's group. */
+static const kvc_place *places_in(const kvc_batch *batch, int32_t layer, int32_t first) {
+    return batch->places + (size_t)batch->cache->group_of[layer] * (size_t)batch->num_tokens + (size_t)first;
+}
+
+int kvc_any_loose(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
+    const kvc_place *place = places_in(batch, layer, first);
+    if (!batch->num_loose || !kvc_keeps_tokens(batch->cache, layer)) return 0;
+    for (int32_t i = 0; i < num_tokens; i++)
+        if (!place[i].block) return 1;
+    return 0;
+}
+
+/* The sheet for rows of a layer that stay until the batch ends, if some of these tokens need one. */
+static kvc_status enter_sheet(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_sheet **sheet) {
+    *sheet = NULL;
+    if (!kvc_any_loose(batch, layer, first, num_tokens)) return KVC_OK;
+    return kvc_sheet_enter(batch, layer, KVC_SHEET_KEEP, sheet);
+}
+
+void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_sheet *sheet,
+                      int is_written) {
+    const kvc_place *place = places_in(batch, layer, first);
+    memset(kvc_written_in(batch, layer) + first, is_written, (size_t)num_tokens);
+    for (int32_t i = 0; sheet && i < num_tokens; i++)
+        if (!place[i].block) kvc_sheet_written(sheet)[place[i].slot] = (uint8_t)is_written;
+}
+
+kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_sheet *sheet) {
+    const kvc_cache *cache = batch->cache;
+    const int32_t g = cache->group_of[layer];
+    put_work work = {.cache = cache,
+                     .args = args,
+                     .layer = &cache->layers[layer],
+                     .layout = &cache->layouts[cache->layout_of[layer]],
+                     .sheet = sheet};
+    if (!kvc_keeps_tokens(cache, layer)) return put_cross(batch, &work, g);
+    work.places = places_in(batch, layer, 0);
+    const kvc_status status = put_all(&work);
+    if (status == KVC_OK) kvc_mark_written(batch, layer, args->first, args->num_tokens, sheet, 1);
+    return status;
+}
+
+kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
+    kvc_put_args args;
+    kvc_sheet *sheet = NULL;
+    kvc_status status = kvc_put_check(batch, layer, given, &args);
+    if (status == KVC_OK) status = enter_sheet(batch, layer, args.first, args.num_tokens, &sheet);
+    if (status != KVC_OK) return status;
+    status = kvc_put_rows(batch, layer, &args, sheet);
+    kvc_sheet_leave(batch->cache, sheet);
+    return status;
+}
+
+/* ---- writing in place -------------------------------------------------------------------------------------------- */
+
+static kvc_status check_in_place(const kvc_batch *batch, int32_t layer, int32_t first, int32_t *num_tokens) {
+    kvc_status status = kvc_check_layer(batch->cache, layer);
+    if (status == KVC_OK) status = kvc_check_own_rows(batch->cache, layer);
+    if (status == KVC_OK && !kvc_keeps_tokens(batch->cache, layer))
+        status = kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is a cross-attention layer: its rows are put", layer);
+    return status == KVC_OK ? kvc_check_range(batch, first, num_tokens) : status;
+}
+
+kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
+                     kvc_hold **hold) {
+    int32_t rest = 0;
+    kvc_status status = check_in_place(batch, layer, first, &rest);
+    if (status == KVC_OK) status = check_not_written(batch, layer, first, 1);
+    if (status == KVC_OK && !span) status = kvc_fail(KVC_ERR_INVALID, "span is NULL");
+    if (status == KVC_OK) status = kvc_check_size(span_size, kvc_span_least_size, sizeof *span, "span");
+    if (status != KVC_OK) return status;
+    kvc_cache *cache = batch->cache;
+    kvc_sheet *sheet;
+    status = enter_sheet(batch, layer, first, 1, &sheet);
+    if (status != KVC_OK) return status;
+    const kvc_place *place = places_in(batch, layer, first);
+    const uint8_t *written = kvc_written_in(batch, layer) + first;
+    kvc_run run = {place->block, place->slot, 1, batch->positions[first], 0};
+    while (run.count < rest && place[run.count].block == run.block && place[run.count].slot == run.slot + run.count &&
+           !written[run.count])
+        run.count++;
+    if (!run.block) run.block = kvc_sheet_block(sheet);
+    if (hold) {
+        kvc_lock(cache);
+        status = kvc_unlock(cache, kvc_hold_runs(cache, &run, 1, cache->group_of[layer], hold));
+    }
+    if (status == KVC_OK) {
+        const kvc_span found = kvc_span_of(&run, kvc_layout_in(cache, layer, run.block));
+        kvc_write_struct(span, span_size, &found, sizeof found);
+    }
+    kvc_sheet_leave(cache, sheet);
+    return status;
+}
+
+kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
+    kvc_status status = check_in_place(batch, layer, first, &num_tokens);
+    kvc_sheet *sheet;
+    if (status == KVC_OK) status = check_not_written(batch, layer, first, num_tokens);
+    if (status == KVC_OK) status = enter_sheet(batch, layer, first, num_tokens, &sheet);
+    if (status != KVC_OK) return status;
+    kvc_mark_written(batch, layer, first, num_tokens, sheet, 1);
+    kvc_sheet_leave(batch->cache, sheet);
+    return KVC_OK;
+}
+
+/* ---- the end ----------------------------------------------------------------------------------------------------- */
+
+static kvc_status check_complete(const kvc_batch *batch) {
+    for (int32_t layer = 0; layer < batch->cache->num_layers; layer++) {
+        if (!kvc_keeps_tokens(batch->cache, layer)) continue;
+        const uint8_t *written = kvc_written_in(batch, layer);
+        for (int32_t t = 0; t < batch->num_tokens; t++)
+            if (batch->kept[t] && !written[t])
+                return kvc_fail(KVC_ERR_INVALID,
+                                "token %d of the batch was not put in layer %d: put every token in every layer, or "
+                                "abort",
+                                t, layer);
+    }
+    return KVC_OK;
+}
+
+/* Calls visit for the longest stretches of a sequence's slots in a group whose tokens are kept, or not. */
+static int32_t visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept, kvc_part_fn *visit, void *context) {
+    const kvc_pending *pending = kvc_pending_of(batch, g, s);
+    const int32_t *token = batch->order + batch->sequences[s].first;
+    int32_t num = 0;
+    for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
+        for (int32_t from = 0, to; from < pending->runs[i].count; from = to + 1) {
+            kvc_run part = pending->runs[i];
+            for (to = from; to < part.count && batch->kept[token[to]] == kept;) to++;
+            if (to == from) continue;
+            part.slot += from;
+            part.position += from;
+            part.count = to - from;
+            num++;
+            if (visit) visit(context, &part);
+        }
+    return num;
+}
+
+static void append_part(void *rows, const kvc_run *part) { kvc_rows_append(rows, part); }
+
+/* Room for all the runs that sequences get. */
+static kvc_status reserve_kept(const kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    kvc_status status = KVC_OK;
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        for (int32_t s = 0; status == KVC_OK && s < batch->num_sequences; s++) {
+            const int32_t more =
+                g < cache->num_token_groups ? visit_kept(batch, g, s, 1, NULL, NULL) : kvc_pending_of(batch, g, s)->num;
+            status = kvc_rows_prepare(&batch->sequences[s].sequence->rows[g], &cache->memory, more);
+        }
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        for (int32_t s = 0; s < batch->num_sequences; s++) {
+            kvc_rows *rows = &batch->sequences[s].sequence->rows[g];
+            if (status == KVC_OK)
+                kvc_rows_install(rows, &cache->memory);
+            else
+                kvc_rows_discard(rows, &cache->memory);
+        }
+    return status;
+}
+
+/* What the sequence was given in a cross-attention layer takes the place of what it had, if a token of it was kept. */
+static void commit_cross(const kvc_batch *batch, int32_t g, int32_t s) {
+    kvc_pool *pool = &batch->cache->pools[g];
+    kvc_rows *rows = &batch->sequences[s].sequence->rows[g];
+    const kvc_pending *pending = kvc_pending_of(batch, g, s);
+    const int32_t *token = batch->order + batch->sequences[s].first;
+    int32_t any = 0;
+    for (int32_t i = 0; i < batch->sequences[s].num_tokens; i++) any |= batch->kept[token[i]];
+    if (!pending->num) return;
+    if (!any) {
+        drop_cross(batch, g, s);
+        return;
+    }
+    kvc_rows_visit(rows, 0, KVC_END, kvc_drop_part, pool);
+    rows->first = rows->num = 0;
+    kvc_rows_push(rows, pending->runs);
+    kvc_rows_recount(rows);
+}
+
+/* What is not stored leaves nothing: neither what it held before nor where that began. */
+static void forget_unstored(const kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    for (int32_t s = 0; s < batch->num_sequences; s++)
+        for (int32_t g = 0; batch->sequences[s].is_unstored && g < cache->num_groups; g++)
+            kvc_rows_destroy(&batch->sequences[s].sequence->rows[g], &cache->pools[g]);
+}
+
+static kvc_status commit(kvc_batch *batch, int32_t num_kept) {
+    kvc_cache *cache = batch->cache;
+    const kvc_status status = reserve_kept(batch);
+    if (status != KVC_OK) return status;
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        for (int32_t g = 0; g < cache->num_token_groups; g++) {
+            visit_kept(batch, g, s, 1, append_part, &batch->sequences[s].sequence->rows[g]);
+            visit_kept(batch, g, s, 0, kvc_drop_part, &cache->pools[g]);
+        }
+        for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++) commit_cross(batch, g, s);
+    }
+    forget_unstored(batch);
+    cache->stats.batches++;
+    cache->stats.tokens += num_kept;
+    release_batch(batch);
+    return KVC_OK;
+}
+
+static kvc_status finish(kvc_batch *batch) {
+    int32_t num_kept = 0;
+    for (int32_t t = 0; t < batch->num_tokens; t++)
+        num_kept += batch->kept[t] &= !batch->sequences[batch->sequence_of[t]].is_unstored;
+    kvc_status status = check_complete(batch);
+    if (status != KVC_OK) return status;
+    kvc_cache *cache = batch->cache;
+    const int32_t num_tokens = batch->num_tokens;
+    kvc_lock(cache);
+    status = commit(batch, num_kept);
+    if (status == KVC_OK) kvc_cache_join(cache, num_tokens);
+    return kvc_unlock(cache, status);
+}
+
+kvc_status kvc_commit(kvc_batch *batch) {
+    memset(batch->kept, 1, (size_t)batch->num_tokens);
+    return finish(batch);
+}
+
+kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept) {
+    if (num_kept < 0 || (num_kept && !kept))
+        return kvc_fail(KVC_ERR_INVALID, "num_kept is %d%s", num_kept, num_kept < 0 ? "" : " and kept is NULL");
+    memset(batch->kept, 0, (size_t)batch->num_tokens);
+    for (int32_t i = 0; i < num_kept; i++) {
+        if (kept[i] < 0 || kept[i] >= batch->num_tokens)
+            return kvc_fail(KVC_ERR_INDEX, "kept[%d] is %d: the batch has %d tokens", i, kept[i], batch->num_tokens);
+        if (batch->kept[kept[i]]) return kvc_fail(KVC_ERR_INVALID, "kept[%d] is %d, as one before it is", i, kept[i]);
+        batch->kept[kept[i]] = 1;
+    }
+    return finish(batch);
+}
+
+void kvc_abort(kvc_batch *batch) {
+    if (!batch) return;
+    kvc_cache *cache = batch->cache;
+    kvc_lock(cache);
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        for (int32_t s = batch->num_sequences - 1; s >= 0; s--) { /* last handed out, first given back */
+            const kvc_pending *pending = kvc_pending_of(batch, g, s);
+            if (g >= cache->num_token_groups && pending->num)
+                drop_cross(batch, g, s);
+            else
+                for (int32_t i = pending->num - 1; i >= 0; i--) kvc_drop_part(&cache->pools[g], &pending->runs[i]);
+        }
+    cache->stats.aborted++;
+    release_batch(batch);
+    kvc_unlock(cache, KVC_OK);
+}

@@ -1,0 +1,188 @@
+/* clone.c: an independent cache that holds the same. */
+#include <string.h>
+
+#include "store/cache.h"
+
+enum { WORTH_THREADS = 1 << 18 }; /* bytes; to copy less takes less time than to wake a thread */
+
+/* A block, and its copy; both NULL for one whose rows no sequence holds. */
+typedef struct twin {
+    kvc_block *from, *to;
+    int32_t group;
+} twin;
+
+typedef struct cloning {
+    kvc_cache *from, *to;
+    twin *twins;                    /* [num_twins] of every group, one after the other, its blocks by index */
+    int64_t num_twins, num_regions; /* the latter of the group that has most */
+} cloning;
+
+/* A cache of the same configuration, which holds nothing. */
+static kvc_status new_like(const kvc_cache *from, kvc_cache **out) {
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = from->layers,
+                               .layer_size = sizeof *from->layers,
+                               .num_layers = from->num_layers,
+                               .block_size = from->pools[0].block_size,
+                               .max_seq_len = from->max_seq_len,
+                               .max_sequences = from->max_sequences,
+                               .capacity = from->capacity,
+                               .max_bytes = from->max_bytes,
+                               .num_threads = from->num_threads,
+                               .poll = from->poll,
+                               .poll_user = from->poll_user,
+                               .allocator = &from->memory.allocator};
+    const kvc_status status = kvc_cache_new(&config, out);
+    if (status == KVC_OK) (*out)->kernels = from->kernels;
+    return status;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+static kvc_status reserve_blocks(cloning *c) {
+    for (int32_t g = 0; g < c->from->num_groups; g++) c->num_twins += c->from->pools[g].num_blocks;
+    if (!c->num_twins) return KVC_OK;
+    c->twins = kvc_memory_alloc(&c->from->memory, (uint64_t)c->num_twins * sizeof *c->twins, KVC_MEMORY_SCRATCH, -1);
+    if (!c->twins) return kvc_fail(KVC_ERR_NOMEM, "out of memory to list %lld blocks", (long long)c->num_twins);
+    kvc_status status = KVC_OK;
+    for (int32_t g = 0; status == KVC_OK && g < c->from->num_groups; g++) {
+        const kvc_pool *pool = &c->from->pools[g];
+        int32_t num = 0;
+        for (int32_t i = 0; i < pool->num_blocks; i++) num += pool->blocks[i]->live > 0;
+        status = kvc_pool_reserve(&c->to->pools[g], num);
+    }
+    return status;
+}
+
+/* An empty sequence with exactly the room that it needs, so that a copy is never larger than what it is one of. */
+static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
+    const kvc_table before = to->sequences;
+    const kvc_status status = kvc_table_reserve(&to->sequences, &before, &to->memory);
+    kvc_table_keep(&to->sequences, &before, &to->memory);
+    if (status != KVC_OK) return status;
+    kvc_sequence *sequence = kvc_sequence_new(&to->memory, from->id, from->num_groups, from->num_token_groups);
+    if (!sequence) return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)from->id);
+    kvc_table_insert(&to->sequences, sequence);
+    for (int32_t g = 0; g < from->num_groups; g++) {
+        kvc_rows *rows = &sequence->rows[g];
+        const int32_t num = from->rows[g].num;
+        if (!num) continue;
+        rows->runs = kvc_memory_alloc(&to->memory, (uint64_t)num * sizeof *rows->runs, KVC_MEMORY_BOOKKEEPING, -1);
+        if (!rows->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %d runs", num);
+        rows->room = num;
+    }
+    return KVC_OK;
+}
+
+/* All that can fail. */
+static kvc_status reserve(cloning *c) {
+    kvc_status status = reserve_blocks(c);
+    for (int32_t i = 0; status == KVC_OK && i < c->from->sequences.num; i++)
+        status = add_sequence(c->to, c->from->sequences.items[i]);
+    return status;
+}
+
+/* ---- bookkeeping ------------------------------------------------------------------------------------------------- */
+
+/* Up to the last slot that a sequence holds: what only a view keeps is left out. */
+static kvc_block *copy_block(kvc_pool *pool, const kvc_block *from) {
+    kvc_block *to = kvc_pool_open(pool);
+    int32_t fill = from->fill;
+    while (!from->holders[fill - 1]) fill--;
+    kvc_pool_take(pool, to, fill);
+    memcpy(to->holders, from->holders, (size_t)fill * sizeof *to->holders);
+    pool->live += from->live - to->live;
+    to->live = from->live;
+    return to;
+}
+
+/* Pins what rows are copied of, so that it stays. */
+static void copy_blocks(cloning *c, int32_t g, twin *twins) {
+    const kvc_pool *pool = &c->from->pools[g];
+    for (int32_t i = 0; i < pool->num_blocks; i++) {
+        kvc_block *from = pool->blocks[i];
+        twins[i] = (twin){0};
+        if (!from->live) continue;
+        twins[i] = (twin){from, copy_block(&c->to->pools[g], from), g};
+        kvc_pool_pin(from);
+    }
+}
+
+static void copy_runs(kvc_rows *to, const kvc_rows *from, const twin *twins) {
+    const kvc_rows own = *to;
+    *to = *from;
+    to->runs = own.runs;
+    to->room = own.room;
+    to->first = 0;
+    for (int32_t i = 0; i < from->num; i++) {
+        to->runs[i] = kvc_rows_begin(from)[i];
+        to->runs[i].block = twins[to->runs[i].block->index].to;
+    }
+}
+
+static void copy_bookkeeping(cloning *c) {
+    twin *twins = c->twins;
+    for (int32_t g = 0; g < c->from->num_groups; twins += c->from->pools[g++].num_blocks) {
+        copy_blocks(c, g, twins);
+        for (int32_t i = 0; i < c->from->sequences.num; i++)
+            copy_runs(&c->to->sequences.items[i]->rows[g], &c->from->sequences.items[i]->rows[g], twins);
+    }
+    for (int32_t i = 0; i < c->to->sequences.num; i++) kvc_cache_note(c->to, c->to->sequences.items[i]);
+}
+
+/* ---- rows -------------------------------------------------------------------------------------------------------- */
+
+static void copy_region(void *context, int64_t i) {
+    const cloning *c = context;
+    const twin *pair = &c->twins[i / c->num_regions];
+    const kvc_pool *pool = &c->to->pools[pair->group];
+    if (!pair->to || i % c->num_regions >= kvc_pool_num_regions(pool)) return;
+    const kvc_region at = kvc_pool_region(pool, i % c->num_regions);
+    memcpy(pair->to->rows + at.offset, pair->from->rows + at.offset, (size_t)pair->to->fill * at.row_bytes);
+}
+
+static void copy_rows(cloning *c) {
+    int64_t bytes = 0;
+    for (int32_t g = 0; g < c->to->num_groups; g++) {
+        const int64_t num = kvc_pool_num_regions(&c->to->pools[g]);
+        if (num > c->num_regions) c->num_regions = num;
+        bytes += c->to->pools[g].row_bytes;
+    }
+    kvc_parallel(bytes < WORTH_THREADS ? 1 : kvc_cache_threads(c->to), c->num_twins * c->num_regions, copy_region, c);
+}
+
+/* With the mutex held, but not while rows are copied. */
+static void copy(cloning *c) {
+    kvc_cache *from = c->from;
+    copy_bookkeeping(c);
+    kvc_unlock(from, KVC_OK);
+    copy_rows(c);
+    kvc_lock(from);
+    for (int64_t i = 0; i < c->num_twins; i++)
+        if (c->twins[i].from) kvc_pool_unpin(&from->pools[c->twins[i].group], c->twins[i].from);
+}
+
+static kvc_status clone_cache(cloning *c) {
+    kvc_cache_begin_reading(c->from);
+    kvc_cache_find_all(c->from);
+    kvc_status status = kvc_check_no_batch(c->from, "copy the cache");
+    if (status == KVC_OK) status = reserve(c);
+    if (status == KVC_OK) copy(c);
+    kvc_cache_end_reading(c->from);
+    kvc_memory_free(&c->from->memory, c->twins, (uint64_t)c->num_twins * sizeof *c->twins, KVC_MEMORY_SCRATCH, -1);
+    return status;
+}
+
+kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **out) {
+    if (!out) return kvc_fail(KVC_ERR_INVALID, "clone is NULL: it is where the copy goes");
+    cloning c = {.from = cache};
+    kvc_status status = new_like(cache, &c.to); /* what it looks at does not change */
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    status = kvc_unlock(cache, clone_cache(&c));
+    if (status == KVC_OK)
+        *out = c.to;
+    else
+        kvc_cache_free(c.to);
+    return status;
+}

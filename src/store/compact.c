@@ -1,0 +1,220 @@
+/* compact.c: moves the rows of a group together.
+ *
+ * The blocks are put in the order in which sequences meet them, and every live slot slides down to the first place that
+ * is free in that order.  A row never moves up, so that one pass over the rows of each head does it in place; slots
+ * that several sequences share move once; and as the order is kept, runs stay runs.
+ */
+#include <string.h>
+
+#include "store/compact.h"
+
+enum { WORTH_THREADS = 1 << 18 }; /* bytes; to move less takes less time than to wake a thread */
+
+static int is_movable(const kvc_block *block) { return !block->pins && block->live; }
+
+int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
+    const kvc_pool *pool = &cache->pools[group];
+    int64_t waste = 0;
+    for (int32_t i = 0; i < pool->num_blocks; i++)
+        if (is_movable(pool->blocks[i])) waste += pool->blocks[i]->fill - pool->blocks[i]->live;
+    /* A window leaves holes behind its sinks and in the block it is moving out of, which is free soon: nothing is to be
+     * moved for these. */
+    if (kvc_policy_evicts(&cache->policies[group])) waste -= 2 * (int64_t)pool->block_size * cache->sequences.num;
+    return waste;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+static void *get(kvc_compaction *c, uint64_t count, size_t item) {
+    return kvc_memory_alloc(&c->cache->memory, (count ? count : 1) * item, KVC_MEMORY_SCRATCH, -1);
+}
+
+static void put_back(kvc_compaction *c, void *p, uint64_t count, size_t item) {
+    kvc_memory_free(&c->cache->memory, p, (count ? count : 1) * item, KVC_MEMORY_SCRATCH, -1);
+}
+
+static void free_memory(kvc_compaction *c) {
+    const size_t blocks = (size_t)c->max_blocks;
+    put_back(c, c->order, blocks, sizeof *c->order);
+    put_back(c, c->targets, blocks, sizeof *c->targets);
+    put_back(c, c->slots, (uint64_t)c->num_slots, sizeof *c->slots);
+    put_back(c, c->moves, (uint64_t)c->max_moves, sizeof *c->moves);
+    put_back(c, c, 1, sizeof *c);
+}
+
+static void discard_lists(kvc_cache *cache, int32_t group) {
+    for (int32_t i = 0; i < cache->sequences.num; i++)
+        kvc_rows_discard(&cache->sequences.items[i]->rows[group], &cache->memory);
+}
+
+static int get_memory(kvc_compaction *c) {
+    const kvc_pool *pool = c->pool;
+    const size_t blocks = (size_t)c->max_blocks;
+    for (int32_t i = 0; i < pool->num_blocks; i++) {
+        const kvc_block *block = pool->blocks[i];
+        if (!is_movable(block)) continue;
+        c->num_slots += block->fill;
+        for (int32_t s = 0; s < block->fill; s++)
+            c->max_moves += block->holders[s] && (s == 0 || !block->holders[s - 1]);
+    }
+    /* A stretch of slots is cut where a block that it moves to ends, and so is one for each block at most. */
+    c->max_moves += pool->num_blocks;
+    c->order = get(c, blocks, sizeof *c->order);
+    c->targets = get(c, blocks, sizeof *c->targets);
+    c->slots = get(c, (uint64_t)c->num_slots, sizeof *c->slots);
+    c->moves = get(c, (uint64_t)c->max_moves, sizeof *c->moves);
+    if (!c->order || !c->targets || !c->slots || !c->moves) return 0;
+    for (int32_t i = 0; i < c->cache->sequences.num; i++) /* an eviction may cut a run in two before */
+        if (kvc_rows_prepare_edit(&c->cache->sequences.items[i]->rows[c->group], &c->cache->memory, 2) != KVC_OK)
+            return 0;
+    return 1;
+}
+
+/* ---- where everything goes --------------------------------------------------------------------------------------- */
+
+static void order_blocks(kvc_compaction *c) {
+    int32_t *slots = c->slots;
+    memset(c->targets, 0, (size_t)c->pool->num_blocks * sizeof *c->targets);
+    for (int32_t i = 0; i < c->cache->sequences.num; i++) {
+        const kvc_rows *rows = &c->cache->sequences.items[i]->rows[c->group];
+        for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) {
+            if (!is_movable(run->block) || c->targets[run->block->index]) continue;
+            c->order[c->num_blocks++] = run->block;
+            c->targets[run->block->index] = slots;
+            slots += run->block->fill;
+        }
+    }
+}
+
+static void add_move(kvc_compaction *c, kvc_block *from, int32_t slot, kvc_block *to, int32_t to_slot) {
+    kvc_move *last = c->num_moves ? &c->moves[c->num_moves - 1] : NULL;
+    if (last && last->from == from && last->to == to && last->from_slot + last->count == slot &&
+        last->to_slot + last->count == to_slot)
+        last->count++;
+    else
+        c->moves[c->num_moves++] = (kvc_move){from, to, slot, to_slot, 1};
+}
+
+/* Fills in targets and moves. */
+static void plan_moves(kvc_compaction *c) {
+    const int32_t size = c->pool->block_size;
+    int32_t next = 0;
+    for (int32_t i = 0; i < c->num_blocks; i++) {
+        kvc_block *block = c->order[i];
+        for (int32_t s = 0; s < block->fill; s++) {
+            if (!block->holders[s]) continue;
+            kvc_block *to = c->order[next / size];
+            if (to != block || next % size != s) add_move(c, block, s, to, next % size);
+            c->targets[block->index][s] = next++;
+        }
+    }
+    c->live = next;
+}
+
+/* Whether blocks have holes, or several are not full. */
+static int is_scattered(const kvc_pool *pool) {
+    int32_t partial = 0, holes = 0;
+    for (int32_t i = 0; i < pool->num_blocks; i++) {
+        const kvc_block *block = pool->blocks[i];
+        partial += is_movable(block) && block->live < pool->block_size;
+        holes |= is_movable(block) && block->live < block->fill;
+    }
+    return holes || partial > 1;
+}
+
+kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group) {
+    kvc_pool *pool = &cache->pools[group];
+    kvc_compaction draft = {.cache = cache, .pool = pool, .group = group, .max_blocks = pool->num_blocks};
+    if (pool->compaction || !is_scattered(pool)) return KVC_OK;
+    kvc_compaction *c = get(&draft, 1, sizeof *c);
+    if (c) *c = draft;
+    if (!c || !get_memory(c)) {
+        const long long num_slots = c ? c->num_slots : 0;
+        discard_lists(cache, group);
+        if (c) free_memory(c);
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory to compact %lld slots", num_slots);
+    }
+    order_blocks(c);
+    plan_moves(c);
+    pool->compaction = c;
+    if (!c->num_moves) kvc_compaction_drop(cache, group); /* what looked like holes lies past the last live slot */
+    return KVC_OK;
+}
+
+int32_t kvc_compaction_fill(const kvc_compaction *c, int32_t i) {
+    const int64_t rest = c->live - (int64_t)i * c->pool->block_size;
+    return rest < 0 ? 0 : rest < c->pool->block_size ? (int32_t)rest : c->pool->block_size;
+}
+
+/* ---- moving ------------------------------------------------------------------------------------------------------ */
+
+static void move_region(void *context, int64_t i) {
+    const kvc_compaction *c = context;
+    const kvc_region at = kvc_pool_region(c->pool, i);
+    for (int64_t m = 0; m < c->num_moves; m++) {
+        const kvc_move *mv = &c->moves[m];
+        memmove(mv->to->rows + at.offset + (size_t)mv->to_slot * at.row_bytes,
+                mv->from->rows + at.offset + (size_t)mv->from_slot * at.row_bytes, (size_t)mv->count * at.row_bytes);
+    }
+}
+
+static void move_rows(kvc_compaction *c) {
+    int64_t moved = 0;
+    for (int64_t m = 0; m < c->num_moves; m++) {
+        const kvc_move *mv = &c->moves[m];
+        memmove(mv->to->holders + mv->to_slot, mv->from->holders + mv->from_slot,
+                (size_t)mv->count * sizeof *mv->to->holders);
+        moved += mv->count;
+    }
+    c->cache->stats.rows_moved += moved;
+    const int64_t bytes = moved * kvc_pool_slot_bytes(c->pool);
+    kvc_parallel(bytes < WORTH_THREADS ? 1 : kvc_cache_threads(c->cache), kvc_pool_num_regions(c->pool), move_region,
+                 c);
+}
+
+/* Runs follow their slots; where the new place is cut by the end of a block, a run becomes two. */
+static void follow(const kvc_compaction *c, kvc_rows *rows) {
+    const int32_t num = rows->num, from = rows->room - num, lost_end = rows->lost_end, size = c->pool->block_size;
+    if (!num) return;
+    memmove(rows->runs + from, kvc_rows_begin(rows), (size_t)num * sizeof *rows->runs);
+    rows->first = rows->num = 0;
+    for (int32_t i = 0; i < num; i++) {
+        kvc_run run = rows->runs[from + i];
+        const int32_t *targets = c->targets[run.block->index];
+        if (!targets) {
+            kvc_rows_push(rows, &run);
+            continue;
+        }
+        for (int32_t done = 0; done < run.count;) {
+            const int32_t target = targets[run.slot + done], room = size - target % size, rest = run.count - done;
+            const kvc_run part = {c->order[target / size], target % size, rest < room ? rest : room,
+                                  run.position + done, run.delta};
+            kvc_rows_push(rows, &part);
+            done += part.count;
+        }
+    }
+    kvc_rows_recount(rows);
+    rows->lost_end = lost_end;
+}
+
+void kvc_compaction_run(kvc_cache *cache, int32_t group) {
+    kvc_pool *pool = &cache->pools[group];
+    kvc_compaction *c = pool->compaction;
+    if (!c) return;
+    for (int32_t i = 0; i < cache->sequences.num; i++)
+        kvc_rows_install(&cache->sequences.items[i]->rows[group], &cache->memory);
+    move_rows(c);
+    for (int32_t i = 0; i < cache->sequences.num; i++) follow(c, &cache->sequences.items[i]->rows[group]);
+    kvc_pool_refill(pool, c->order, c->num_blocks, c->live);
+    cache->stats.compactions++;
+    pool->compaction = NULL;
+    free_memory(c);
+}
+
+void kvc_compaction_drop(kvc_cache *cache, int32_t group) {
+    kvc_pool *pool = &cache->pools[group];
+    if (!pool->compaction) return;
+    discard_lists(cache, group);
+    free_memory(pool->compaction);
+    pool->compaction = NULL;
+}

@@ -1,0 +1,378 @@
+#include "store/draft.h"
+
+#include <string.h>
+
+#include "base/threads.h"
+
+enum {
+    WORTH_THREADS = 1 << 16, /* bytes; to copy less takes less time than to wake a thread */
+    FUNCTION_ROWS = 512,     /* that are decoded for the caller's function at a time, ... */
+    FUNCTION_PIECES = 128    /* ... which gets them in so many pieces at most */
+};
+
+/* ---- the draft --------------------------------------------------------------------------------------------------- */
+
+static int32_t target(const kvc_change *change, int32_t position) {
+    return change->divisor ? position / change->divisor : position + change->move;
+}
+
+/* Goes over what rows are to become. */
+typedef struct walk {
+    const kvc_change *change;
+    kvc_pool *pool;
+    kvc_draft *draft;              /* NULL: parts are only counted */
+    kvc_block *block;              /* that copies go to */
+    int64_t parts, copies, copied; /* runs, those that are copied, their rows */
+} walk;
+
+static void add_copies(walk *w, const kvc_run *part, kvc_run to) {
+    for (int32_t done = 0; done < part->count; done += to.count) {
+        if (!w->block || w->block->fill == w->pool->block_size) w->block = kvc_pool_open(w->pool);
+        const int32_t rest = part->count - done, room = w->pool->block_size - w->block->fill;
+        to.count = rest < room ? rest : room;
+        if (to.count > KVC_COPY_ROWS) to.count = KVC_COPY_ROWS;
+        to.block = w->block;
+        const int32_t touched = w->block->touched;
+        to.slot = kvc_pool_take(w->pool, w->block, to.count);
+        w->draft->copies[w->draft->num_copies++] = (kvc_copy){.from = part->block,
+                                                              .to = to.block,
+                                                              .from_slot = part->slot + done,
+                                                              .to_slot = to.slot,
+                                                              .count = to.count,
+                                                              .position = part->position + done,
+                                                              .delta = part->delta,
+                                                              .touched = touched};
+        kvc_rows_push(&w->draft->rows, &to);
+        to.position += to.count;
+    }
+}
+
+static void add_part(walk *w, const kvc_run *part, int changes, int copied) {
+    const kvc_change *change = w->change;
+    w->parts++;
+    w->copies += copied;
+    w->copied += copied ? part->count : 0;
+    if (!w->draft) return;
+    kvc_run to = *part;
+    if (changes) {
+        to.position = target(change, part->position);
+        if (change->turns) to.delta += to.position - part->position;
+        if (change->settles) to.delta = 0;
+    }
+    if (copied)
+        add_copies(w, part, to);
+    else
+        kvc_rows_push(&w->draft->rows, &to);
+}
+
+/* How many of a part's rows, from its first one, change alike. */
+static int32_t alike(const kvc_change *change, const kvc_run *part, int *copied) {
+    *copied = change->copies && change->copies(change->context, part, part->slot);
+    if (change->divisor) return 1; /* positions may repeat from here on */
+    if (!change->copies) return part->count;
+    int32_t n = 1;
+    while (n < part->count && !change->copies(change->context, part, part->slot + n) == !*copied) n++;
+    return n;
+}
+
+static void walk_rows(walk *w, const kvc_rows *rows) {
+    const kvc_change *change = w->change;
+    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) {
+        const kvc_run below = kvc_run_part(run, 0, change->begin),
+                      above = kvc_run_part(run, change->moved_end, INT32_MAX);
+        kvc_run rest = kvc_run_part(run, change->end, change->moved_end);
+        if (below.count) add_part(w, &below, 0, 0);
+        while (rest.count) {
+            int copied;
+            kvc_run part = rest;
+            part.count = alike(change, &rest, &copied);
+            add_part(w, &part, 1, copied);
+            rest.slot += part.count;
+            rest.position += part.count;
+            rest.count -= part.count;
+        }
+        if (above.count) add_part(w, &above, 0, 0);
+    }
+}
+
+static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted, kvc_draft *draft) {
+    const int64_t blocks = (counted->copied + pool->block_size - 1) / pool->block_size;
+    const int64_t runs = counted->parts + blocks; /* cut where blocks end */
+    const int64_t copies = counted->copies + blocks + counted->copied / KVC_COPY_ROWS;
+    if (runs > INT32_MAX / 2) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)runs);
+    kvc_status status = kvc_rows_reserve(&draft->rows, &cache->memory, (int32_t)runs);
+    if (status != KVC_OK || !counted->copied) return status;
+    draft->room = (int32_t)copies;
+    draft->copies = kvc_memory_alloc(&cache->memory, (uint64_t)copies * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
+    if (!draft->copies) return kvc_fail(KVC_ERR_NOMEM, "out of memory to copy %lld rows", (long long)counted->copied);
+    const int32_t before = pool->num_blocks;
+    status = kvc_pool_reserve(pool, (int32_t)blocks);
+    draft->num_opened = pool->num_blocks - before;
+    return status;
+}
+
+kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows, const kvc_change *change,
+                          kvc_draft *draft) {
+    walk w = {.change = change, .pool = &cache->pools[group]};
+    *draft = (kvc_draft){.change = *change, .from = rows};
+    kvc_rows_init(&draft->rows);
+    walk_rows(&w, rows);
+    const kvc_status status = reserve(cache, w.pool, &w, draft);
+    if (status != KVC_OK) {
+        kvc_draft_discard(cache, group, draft);
+        return status;
+    }
+    draft->num_copied = w.copied;
+    w.pool->drafted += w.copied;
+    w.draft = draft;
+    walk_rows(&w, rows);
+    kvc_rows_recount(&draft->rows);
+    return KVC_OK;
+}
+
+/* Calls visit for all that a draft takes the place of. */
+static void visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *context) {
+    kvc_rows_visit(draft->from, draft->change.begin, draft->change.end, visit, context);
+    for (int32_t i = 0; i < draft->num_copies; i++) {
+        const kvc_copy *copy = &draft->copies[i];
+        visit(context, &(kvc_run){copy->from, copy->from_slot, copy->count, copy->position, copy->delta});
+    }
+}
+
+static void try_drop(void *slots, const kvc_run *part) {
+    kvc_pool_try_drop(part->block, part->slot, part->count, slots);
+}
+
+static void restore(void *context, const kvc_run *part) {
+    (void)context;
+    kvc_pool_restore(part->block, part->slot, part->count);
+}
+
+kvc_status kvc_drafts_check(const kvc_cache *cache, int32_t group, const kvc_draft *drafts, int32_t num,
+                            const char *what) {
+    int64_t freed = 0;
+    if (!cache->capacity) return KVC_OK;
+    for (int32_t i = 0; i < num; i++) visit_replaced(&drafts[i], try_drop, &freed);
+    for (int32_t i = 0; i < num; i++) visit_replaced(&drafts[i], restore, NULL);
+    const int64_t live = cache->pools[group].live - freed;
+    if (live <= cache->capacity) return KVC_OK;
+    return kvc_fail(KVC_ERR_FULL,
+                    "%s would make it %lld slots: capacity is %lld; remove some tokens, clear a sequence, or give a "
+                    "larger capacity",
+                    what, (long long)live, (long long)cache->capacity);
+}
+
+void kvc_draft_free(kvc_cache *cache, kvc_draft *draft) {
+    kvc_memory_free(&cache->memory, draft->copies, (uint64_t)draft->room * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
+    *draft = (kvc_draft){0};
+}
+
+void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, kvc_draft *draft) {
+    kvc_pool *pool = &cache->pools[group];
+    visit_replaced(draft, kvc_drop_part, pool);
+    pool->drafted -= draft->num_copied;
+    cache->stats.rows_copied += draft->num_copied;
+    draft->rows.lost_end = rows->lost_end;
+    kvc_rows_free_list(rows, &cache->memory);
+    *rows = draft->rows;
+}
+
+void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft) {
+    kvc_pool *pool = &cache->pools[group];
+    int32_t num_blocks = 0;
+    for (int32_t i = draft->num_copies - 1; i >= 0; i--) { /* blocks become free in the order in which they were */
+        const kvc_copy *copy = &draft->copies[i];
+        kvc_pool_drop(pool, copy->to, copy->to_slot, copy->count);
+        if (copy->to_slot) continue;
+        kvc_pool_unopen(pool, copy->to, copy->touched);
+        num_blocks++;
+    }
+    pool->drafted -= draft->num_copied;
+    kvc_pool_unreserve(pool, num_blocks - draft->num_opened, draft->num_opened);
+    kvc_rows_free_list(&draft->rows, &cache->memory);
+    kvc_draft_free(cache, draft);
+}
+
+void kvc_draft_pin(const kvc_draft *draft) {
+    for (int32_t i = 0; i < draft->num_copies; i++) {
+        kvc_pool_pin(draft->copies[i].from);
+        kvc_pool_pin(draft->copies[i].to);
+    }
+}
+
+void kvc_draft_unpin(kvc_cache *cache, int32_t group, const kvc_draft *draft) {
+    for (int32_t i = 0; i < draft->num_copies; i++) {
+        kvc_pool_unpin(&cache->pools[group], draft->copies[i].from);
+        kvc_pool_unpin(&cache->pools[group], draft->copies[i].to);
+    }
+}
+
+/* ---- copying ----------------------------------------------------------------------------------------------------- */
+
+kvc_status kvc_lanes_new(kvc_cache *cache, kvc_lanes *lanes) {
+    lanes->num = kvc_cache_threads(cache);
+    if ((uint64_t)lanes->num * lanes->floats > lanes->least) lanes->least = (uint64_t)lanes->num * lanes->floats;
+    if (!lanes->least) return KVC_OK;
+    lanes->scratch = kvc_memory_alloc(&cache->memory, lanes->least * sizeof(float), KVC_MEMORY_SCRATCH, -1);
+    if (lanes->scratch) return KVC_OK;
+    return kvc_fail(KVC_ERR_NOMEM, "out of memory for %llu elements of keys", (unsigned long long)lanes->least);
+}
+
+void kvc_lanes_free(kvc_cache *cache, kvc_lanes *lanes) {
+    kvc_memory_free(&cache->memory, lanes->scratch, lanes->least * sizeof(float), KVC_MEMORY_SCRATCH, -1);
+}
+
+void kvc_draft_size_lanes(const kvc_cache *cache, int32_t group, const kvc_draft *draft, kvc_lanes *lanes) {
+    const int64_t rows = draft->num_copied < FUNCTION_ROWS ? draft->num_copied : FUNCTION_ROWS;
+    for (int32_t i = 0; i < cache->num_layers; i++) {
+        const kvc_layer *layer = &cache->layers[i];
+        if (cache->group_of[i] != group) continue;
+        const uint64_t floats = kvc_turner_floats(layer->k_dim),
+                       least = (uint64_t)layer->k_dim * (uint64_t)layer->num_kv_heads * (uint64_t)rows;
+        if (floats > lanes->floats) lanes->floats = floats;
+        if (layer->rope.kind == KVC_ROPE_FUNCTION && least > lanes->least) lanes->least = least;
+    }
+}
+
+static void copy_rows(const kvc_layout *at, const kvc_copy *copy) {
+    for (int32_t h = 0; h < at->num_kv_heads; h++) {
+        memcpy(kvc_key_at(at, copy->to, copy->to_slot, h), kvc_key_at(at, copy->from, copy->from_slot, h),
+               (size_t)copy->count * at->k_row_bytes);
+        if (at->v_stored)
+            memcpy(kvc_value_at(at, copy->to, copy->to_slot, h), kvc_value_at(at, copy->from, copy->from_slot, h),
+                   (size_t)copy->count * at->v_stored);
+    }
+}
+
+void kvc_turn_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int32_t slot, int32_t delta,
+                   kvc_turner *turner) {
+    for (int32_t layer = 0; layer < cache->num_layers; layer++) {
+        const kvc_rope *rope = kvc_rope_of(cache, layer);
+        if (cache->group_of[layer] != group || cache->layers[layer].share || !rope) continue;
+        const kvc_layout *at = &cache->layouts[cache->layout_of[layer]];
+        const int32_t type = cache->layers[layer].k_type, dim = cache->layers[layer].k_dim;
+        for (int32_t h = 0; h < at->num_kv_heads; h++) {
+            uint8_t *key = kvc_key_at(at, block, slot, h);
+            kvc_turner_turn(turner, rope, delta, key, type, key, type, dim);
+        }
+    }
+}
+
+/* Copies, in as many parts as there are lanes. */
+typedef struct copying {
+    const kvc_cache *cache;
+    const kvc_draft *draft;
+    const kvc_lanes *lanes;
+    int32_t group, num_parts;
+} copying;
+
+static void copy_part(void *context, int64_t part) {
+    const copying *c = context;
+    const kvc_draft *draft = c->draft;
+    const kvc_pool *pool = &c->cache->pools[c->group];
+    kvc_turner turner = {.kernels = c->cache->kernels};
+    if (draft->change.settles) turner.scratch = c->lanes->scratch + (uint64_t)part * c->lanes->floats;
+    const int64_t first = part * draft->num_copies / c->num_parts, end = (part + 1) * draft->num_copies / c->num_parts;
+    for (const kvc_copy *copy = draft->copies + first; copy < draft->copies + end; copy++) {
+        for (int32_t l = 0; l < pool->num_layers; l++) copy_rows(&pool->layouts[l], copy);
+        for (int32_t i = 0; draft->change.settles && i < copy->count; i++) {
+            const int32_t position = copy->position + i,
+                          delta = copy->delta + target(&draft->change, position) - position;
+            if (delta) kvc_turn_keys(c->cache, c->group, copy->to, copy->to_slot + i, delta, &turner);
+        }
+    }
+}
+
+/* ---- the caller's function --------------------------------------------------------------------------------------- */
+
+/* Copied rows that it moves together. */
+typedef struct piece {
+    const kvc_copy *copy;
+    int32_t first, count, delta;
+    float *keys; /* [num_kv_heads][count][k_dim] */
+} piece;
+
+/* As many pieces as there is room for. */
+typedef struct moving {
+    const kvc_cache *cache;
+    const kvc_layer *layer;
+    const kvc_layout *at;
+    const kvc_lanes *lanes;
+    int32_t index; /* of the layer */
+    int32_t num_pieces, num_rows, encodes;
+    piece pieces[FUNCTION_PIECES];
+} moving;
+
+/* The stored keys of a piece as f32, or back. */
+static void convert_piece(void *context, int64_t i) {
+    const moving *m = context;
+    const piece *p = &m->pieces[i];
+    const int32_t dim = m->layer->k_dim, type = m->layer->k_type;
+    const int64_t row = (int64_t)m->at->k_row_bytes, f32_row = dim * (int64_t)sizeof(float);
+    for (int32_t h = 0; h < m->at->num_kv_heads; h++) {
+        uint8_t *stored = kvc_key_at(m->at, p->copy->to, p->copy->to_slot + p->first, h);
+        float *keys = p->keys + (size_t)h * (size_t)p->count * (size_t)dim;
+        if (m->encodes)
+            m->cache->kernels->convert[KVC_F32][type](stored, row, keys, f32_row, p->count, dim);
+        else
+            m->cache->kernels->convert[type][KVC_F32](keys, f32_row, stored, row, p->count, dim);
+    }
+}
+
+static kvc_status move_pieces(moving *m) {
+    const kvc_rope *rope = &m->layer->rope;
+    const int64_t bytes = (int64_t)m->num_rows * m->at->num_kv_heads * (int64_t)m->at->k_row_bytes;
+    const int32_t threads = bytes < WORTH_THREADS ? 1 : m->lanes->num;
+    m->encodes = 0;
+    kvc_parallel(threads, m->num_pieces, convert_piece, m);
+    for (int32_t i = 0; i < m->num_pieces; i++)
+        if (rope->shift(rope->user, m->index, m->pieces[i].keys, m->layer->num_kv_heads, m->pieces[i].count,
+                        m->layer->k_dim, m->pieces[i].delta))
+            return kvc_fail(KVC_ERR_CALLBACK, "the function that moves the keys of layer %d failed", m->index);
+    m->encodes = 1;
+    kvc_parallel(threads, m->num_pieces, convert_piece, m);
+    m->num_pieces = m->num_rows = 0;
+    return KVC_OK;
+}
+
+static kvc_status add_piece(moving *m, piece p) {
+    const size_t row = (size_t)m->layer->num_kv_heads * (size_t)m->layer->k_dim;
+    if (m->num_pieces == FUNCTION_PIECES || m->num_rows + p.count > FUNCTION_ROWS) {
+        const kvc_status status = move_pieces(m);
+        if (status != KVC_OK) return status;
+    }
+    p.keys = m->lanes->scratch + (size_t)m->num_rows * row;
+    m->num_rows += p.count;
+    m->pieces[m->num_pieces++] = p;
+    return KVC_OK;
+}
+
+static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const kvc_draft *draft,
+                                   const kvc_lanes *lanes) {
+    const kvc_change *change = &draft->change;
+    moving m = {.cache = cache,
+                .layer = &cache->layers[layer],
+                .at = &cache->layouts[cache->layout_of[layer]],
+                .lanes = lanes,
+                .index = layer};
+    kvc_status status = KVC_OK;
+    for (const kvc_copy *copy = draft->copies; copy < draft->copies + draft->num_copies; copy++)
+        for (int32_t i = 0, n; status == KVC_OK && i < copy->count; i += n) {
+            const int32_t position = copy->position + i, delta = target(change, position) - position;
+            n = change->divisor ? 1 : copy->count;
+            if (delta) status = add_piece(&m, (piece){.copy = copy, .first = i, .count = n, .delta = delta});
+        }
+    return status == KVC_OK && m.num_pieces ? move_pieces(&m) : status;
+}
+
+kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_draft *draft, const kvc_lanes *lanes) {
+    copying c = {cache, draft, lanes, group, lanes->num < draft->num_copies ? lanes->num : draft->num_copies};
+    if (draft->num_copied * kvc_pool_slot_bytes(&cache->pools[group]) < WORTH_THREADS) c.num_parts = 1;
+    if (draft->num_copies) kvc_parallel(c.num_parts, c.num_parts, copy_part, &c);
+    kvc_status status = KVC_OK;
+    for (int32_t layer = 0; status == KVC_OK && draft->change.settles && layer < cache->num_layers; layer++)
+        if (cache->group_of[layer] == group && kvc_keeps_tokens(cache, layer) &&
+            cache->layers[layer].rope.kind == KVC_ROPE_FUNCTION)
+            status = move_by_function(cache, layer, draft, lanes);
+    return status;
+}

@@ -1,0 +1,191 @@
+/* edit.c: the public functions that drop and move tokens of a sequence. */
+#include <string.h>
+
+#include "store/draft.h"
+
+kvc_status kvc_check_positions(int32_t begin, int32_t end) {
+    if (begin < 0) return kvc_fail(KVC_ERR_INVALID, "begin is %d: a position must not be negative", begin);
+    if (end < begin) return kvc_fail(KVC_ERR_INVALID, "end is %d: it must be at least begin, %d", end, begin);
+    return KVC_OK;
+}
+
+static kvc_status check_rope(const kvc_cache *cache) {
+    for (int32_t i = 0; i < cache->num_layers; i++)
+        if (kvc_keeps_tokens(cache, i) && cache->layers[i].rope.kind == KVC_ROPE_UNKNOWN)
+            return kvc_fail(KVC_ERR_UNSUPPORTED,
+                            "tokens would move, and the keys of layer %d may have to be rotated: give its rope "
+                            "(KVC_ROPE_NONE, in Python False, if keys carry no rotation)",
+                            i);
+    return KVC_OK;
+}
+
+/* ---- one edit of all groups -------------------------------------------------------------------------------------- */
+
+typedef struct edit {
+    kvc_change change;
+    int32_t removes, shift; /* a removal: what lies behind moves as well */
+} edit;
+
+/* Where the evicted rows end afterwards: they are removed, and move, like stored ones. */
+static int32_t lost_after(const edit *e, int32_t lost_end) {
+    const kvc_change *c = &e->change;
+    if (e->removes) {
+        if (lost_end <= c->begin) return lost_end;
+        if (lost_end <= c->end) return c->begin;
+        return e->shift ? lost_end - (c->end - c->begin) : lost_end;
+    }
+    if (lost_end == 0 || lost_end - 1 < c->begin || lost_end - 1 >= c->moved_end) return lost_end;
+    if (c->divisor) return (lost_end - 1) / c->divisor + 1;
+    const int64_t moved = (int64_t)lost_end + c->move;
+    return moved < 0 ? 0 : moved < INT32_MAX ? (int32_t)moved : INT32_MAX - 1;
+}
+
+static int always(const void *context, const kvc_run *run, int32_t slot) {
+    (void)context, (void)run, (void)slot;
+    return 1;
+}
+
+/* The change in one group: where only a function knows how keys move, and where positions are divided, so that no two
+ * keys are off by the same angle, rows are rewritten. */
+static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_change *change) {
+    kvc_change own = *change;
+    for (int32_t i = 0; i < cache->num_layers; i++) {
+        if (cache->group_of[i] != group) continue;
+        if (cache->rope_of[i] >= 0) own.turns = 1;
+        if (cache->layers[i].rope.kind == KVC_ROPE_FUNCTION) own.settles = 1;
+    }
+    if (own.turns && own.divisor) own.settles = 1;
+    if (own.settles) own.copies = always;
+    return own;
+}
+
+/* Rows are copied, perhaps by a function of the caller, while the mutex is free. */
+static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_draft *drafts) {
+    kvc_lanes lanes = {0};
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (drafts[g].num_copies) kvc_draft_size_lanes(cache, g, &drafts[g], &lanes);
+    if (!lanes.floats) return KVC_OK;
+    static const char what[] = "rewriting the keys of a sequence";
+    kvc_status status = KVC_OK;
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
+        status = kvc_drafts_check(cache, g, &drafts[g], 1, what);
+    if (status == KVC_OK) status = kvc_check_max_bytes(cache, what);
+    if (status == KVC_OK) status = kvc_lanes_new(cache, &lanes);
+    if (status != KVC_OK) return status;
+    sequence->in_rewrite = 1;
+    sequence->rewriter = kvc_thread_self();
+    sequence->drafts = drafts;
+    cache->num_rewrites++;
+    kvc_unlock(cache, KVC_OK);
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
+        status = kvc_draft_copy(cache, g, &drafts[g], &lanes);
+    kvc_lock(cache);
+    cache->num_rewrites--;
+    sequence->in_rewrite = 0;
+    kvc_lanes_free(cache, &lanes);
+    return status;
+}
+
+static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_draft *drafts, kvc_status status) {
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        kvc_rows *rows = &sequence->rows[g];
+        if (status != KVC_OK) {
+            kvc_draft_discard(cache, g, &drafts[g]);
+            continue;
+        }
+        kvc_draft_accept(cache, g, rows, &drafts[g]);
+        rows->lost_end = lost_after(e, rows->lost_end);
+        kvc_draft_free(cache, &drafts[g]);
+    }
+}
+
+static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
+    const size_t size = kvc_drafts_size(cache);
+    if (!size) return KVC_OK;
+    kvc_draft *drafts = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    if (!drafts) return kvc_fail(KVC_ERR_NOMEM, "out of memory to edit %d layer groups", cache->num_token_groups);
+    memset(drafts, 0, size);
+    kvc_status status = KVC_OK;
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
+        const kvc_change own = change_in(cache, g, &e->change);
+        status = kvc_draft_make(cache, g, &sequence->rows[g], &own, &drafts[g]);
+    }
+    if (status == KVC_OK) status = copy_unlocked(cache, sequence, drafts);
+    finish(cache, sequence, e, drafts, status);
+    kvc_memory_free(&cache->memory, drafts, size, KVC_MEMORY_SCRATCH, -1);
+    if (status == KVC_OK) kvc_cache_after_edit(cache, sequence);
+    return status;
+}
+
+/* ---- removing ---------------------------------------------------------------------------------------------------- */
+
+static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {
+    kvc_sequence *sequence = kvc_cache_find_to_copy(cache, seq_id);
+    kvc_status status = kvc_check_idle(sequence);
+    if (status != KVC_OK || !sequence) return status;
+    edit e = {.change = {.begin = begin, .end = end, .moved_end = end}, .removes = 1, .shift = shift};
+    if (shift && kvc_sequence_last(sequence) >= end) {
+        status = check_rope(cache);
+        e.change.moved_end = begin < end ? KVC_END : end; /* where nothing goes, nothing moves */
+        e.change.move = begin - end;
+    }
+    return status == KVC_OK ? apply(cache, sequence, &e) : status;
+}
+
+kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {
+    const kvc_status status = kvc_check_positions(begin, end);
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    return kvc_unlock(cache, remove_range(cache, seq_id, begin, end, shift));
+}
+
+kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length) {
+    if (length < 0) return kvc_fail(KVC_ERR_INVALID, "length is %d: a position must not be negative", length);
+    kvc_lock(cache);
+    return kvc_unlock(cache, remove_range(cache, seq_id, length, KVC_END, 0));
+}
+
+/* ---- moving ------------------------------------------------------------------------------------------------------ */
+
+static void find_last(void *context, const kvc_run *part) {
+    int32_t *last = context;
+    if (part->position + part->count - 1 > *last) *last = part->position + part->count - 1;
+}
+
+static kvc_status check_target(const kvc_cache *cache, const kvc_sequence *sequence, int32_t begin, int32_t end,
+                               int32_t delta) {
+    int32_t last = -1;
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        kvc_rows_visit(&sequence->rows[g], begin, end, find_last, &last);
+    if (last < 0 || (int64_t)last + delta < INT32_MAX) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "delta is %d: position %d would pass the largest, %d", delta, last, INT32_MAX - 1);
+}
+
+static kvc_status move_range(kvc_cache *cache, int64_t seq_id, const edit *e) {
+    kvc_sequence *sequence = kvc_cache_find_to_copy(cache, seq_id);
+    kvc_status status = check_rope(cache);
+    if (status == KVC_OK) status = kvc_check_idle(sequence);
+    if (status == KVC_OK && sequence && e->change.move > 0)
+        status = check_target(cache, sequence, e->change.begin, e->change.moved_end, e->change.move);
+    const int nothing = e->change.divisor ? e->change.divisor == 1 : e->change.move == 0;
+    return status == KVC_OK && sequence && !nothing ? apply(cache, sequence, e) : status;
+}
+
+kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta) {
+    const kvc_status status = kvc_check_positions(begin, end);
+    if (status != KVC_OK) return status;
+    edit e = {.change = {.begin = begin, .end = begin, .moved_end = end, .move = delta}};
+    if (begin + (int64_t)delta < 0) /* up to here they would come below 0 */
+        e.change.end = -(int64_t)delta < end ? -delta : end;
+    kvc_lock(cache);
+    return kvc_unlock(cache, move_range(cache, seq_id, &e));
+}
+
+kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor) {
+    const kvc_status status = kvc_check_positions(begin, end);
+    if (status != KVC_OK) return status;
+    if (divisor < 1) return kvc_fail(KVC_ERR_INVALID, "divisor is %d: it must be at least 1", divisor);
+    const edit e = {.change = {.begin = begin, .end = begin, .moved_end = end, .divisor = divisor}};
+    kvc_lock(cache);
+    return kvc_unlock(cache, move_range(cache, seq_id, &e));
+}

@@ -1,0 +1,99 @@
+/* fork.c: fork() takes every cache's mutex first, and waits for all that reads or writes rows without it: so in the
+ * child nothing is half done, and no mutex is another thread's.  The mutex of a cache is never held while that of
+ * another, or of the list of caches, is asked for, but here.  Rewrites by a function of the caller cannot be waited
+ * for, as that may do anything: in the child they are undone.
+ */
+#include "store/fork.h"
+
+#include "attend/attention.h"
+#include "store/draft.h"
+#include "store/sheet.h"
+
+#if defined(_WIN32)
+
+int kvc_fork_init(void) { return 0; }
+void kvc_fork_watch(kvc_cache *cache) { (void)cache; }
+void kvc_fork_unwatch(kvc_cache *cache) { (void)cache; }
+
+#else
+
+static pthread_mutex_t list_mutex = PTHREAD_MUTEX_INITIALIZER;
+static kvc_cache *caches, **end_of_caches = &caches; /* in the order in which they were made, and are locked */
+
+static void before(void) {
+    kvc_mutex_lock(&list_mutex);
+    for (kvc_cache *cache = caches; cache; cache = cache->next) {
+        kvc_lock(cache);
+        kvc_cache_wait(cache);
+    }
+}
+
+static void unlock_all(void) {
+    for (kvc_cache *cache = caches; cache; cache = cache->next) kvc_unlock(cache, KVC_OK);
+    kvc_mutex_unlock(&list_mutex);
+}
+
+/* Drops a rewrite of keys that a thread of the parent had begun. */
+static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
+    for (int32_t g = 0; g < cache->num_token_groups; g++) kvc_draft_discard(cache, g, &sequence->drafts[g]);
+    kvc_memory_free(&cache->memory, sequence->drafts, kvc_drafts_size(cache), KVC_MEMORY_SCRATCH, -1);
+    sequence->in_rewrite = 0;
+    cache->num_rewrites--;
+}
+
+/* Threads that are not there any more may have been making a plan, running a task, or putting rows. */
+static void end_work(kvc_batch *batch) {
+    for (kvc_plan *plan = batch->plans; plan; plan = plan->next) {
+        if (!plan->is_made) continue;
+        atomic_flag_clear(&plan->round.lock);
+        for (int32_t i = 0; i < plan->num_lanes; i++) atomic_flag_clear(&plan->lane_taken[i]);
+        kvc_plan_reset(plan);
+    }
+    for (kvc_cross_put *put = batch->cross_puts, *next; put; put = next) {
+        next = put->next;
+        if (!pthread_equal(put->thread, kvc_thread_self())) kvc_cross_put_end(batch, put, 0);
+    }
+}
+
+static void in_child(void) {
+    kvc_threads_forked();
+    for (kvc_cache *cache = caches; cache; cache = cache->next) {
+        kvc_signal_init(&cache->idle); /* it may count threads that wait */
+        cache->num_waiting = 0;
+        cache->memory.works = NULL; /* none is at a step */
+        if (cache->batch) end_work(cache->batch);
+        kvc_sheets_forked(cache);
+        for (int32_t i = 0; i < cache->sequences.num; i++) {
+            kvc_sequence *sequence = cache->sequences.items[i];
+            if (sequence->in_rewrite && !pthread_equal(sequence->rewriter, kvc_thread_self()))
+                undo_rewrite(cache, sequence);
+        }
+    }
+    unlock_all();
+}
+
+static int init_result;
+static void init(void) { init_result = pthread_atfork(before, unlock_all, in_child); }
+
+int kvc_fork_init(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, init);
+    return init_result;
+}
+
+void kvc_fork_watch(kvc_cache *cache) {
+    kvc_mutex_lock(&list_mutex);
+    cache->link = end_of_caches;
+    *end_of_caches = cache;
+    end_of_caches = &cache->next;
+    kvc_mutex_unlock(&list_mutex);
+}
+
+void kvc_fork_unwatch(kvc_cache *cache) {
+    kvc_mutex_lock(&list_mutex);
+    *cache->link = cache->next;
+    *(cache->next ? &cache->next->link : &end_of_caches) = cache->link;
+    kvc_mutex_unlock(&list_mutex);
+}
+
+#endif

@@ -1,0 +1,219 @@
+/* inject.c: replaces stored rows. */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/dtype.h"
+#include "store/draft.h"
+#include "store/rows.h"
+
+/* One call. */
+typedef struct injection {
+    kvc_cache *cache;
+    const kvc_rows_in *in;
+    int32_t layer, begin, end;
+    int32_t low, high; /* of these positions, the ones that may hold a row */
+    uint8_t *found;    /* [(high - low) / 8 + 1] a bit for each position that holds one */
+    kvc_run *parts;    /* [num_rows] the latest row of each position, in parts of KVC_COPY_ROWS at most */
+    int64_t num_rows;  /* at these positions */
+    int64_t num_parts, num_found;
+    kvc_lanes lanes;
+    kvc_draft draft; /* that makes the rows this sequence's alone */
+} injection;
+
+/* ---- which rows -------------------------------------------------------------------------------------------------- */
+
+static size_t found_bytes(const injection *x) { return (size_t)(x->high - x->low) / 8 + 1; }
+
+static int is_found(const injection *x, int32_t position) {
+    const int32_t i = position - x->low;
+    return position >= x->low && position < x->high && x->found[i / 8] >> i % 8 & 1;
+}
+
+/* Adds the parts of a run that no later row stands in the place of. */
+static void find_in_run(injection *x, const kvc_run *run) {
+    const kvc_run all = kvc_run_part(run, x->begin, x->end);
+    for (int32_t to = all.position + all.count, from; to > all.position; to = from) {
+        for (from = to; from > all.position && to - from < KVC_COPY_ROWS && !is_found(x, from - 1); from--) {
+            const int32_t i = from - 1 - x->low;
+            x->found[i / 8] = (uint8_t)(x->found[i / 8] | 1 << i % 8);
+        }
+        if (from == to)
+            from--;
+        else
+            x->parts[x->num_parts++] = kvc_run_part(&all, from, to);
+    }
+}
+
+/* One pass, from the row that arrived last to the first. */
+static void find_parts(injection *x, const kvc_rows *rows) {
+    x->num_parts = x->num_found = 0;
+    memset(x->found, 0, found_bytes(x));
+    for (int32_t i = rows->num - 1; i >= 0; i--) find_in_run(x, kvc_rows_begin(rows) + i);
+    for (int64_t i = 0; i < x->num_parts; i++) x->num_found += x->parts[i].count;
+}
+
+/* The sentence that names positions without a row, the first few stretches of them. */
+static kvc_status fail_missing(const injection *x, int64_t seq_id) {
+    char ranges[128] = "";
+    int32_t position = x->begin;
+    size_t n = 0;
+    for (int i = 0; position < x->end && i < 4; i++) {
+        while (position < x->end && is_found(x, position)) position++;
+        if (position == x->end) break;
+        const int32_t from = position;
+        while (position < x->end && !is_found(x, position)) position++;
+        n += (size_t)snprintf(ranges + n, sizeof ranges - n, "%s%d", i ? ", " : "", from);
+        if (position - from > 1) n += (size_t)snprintf(ranges + n, sizeof ranges - n, " to %d", position - 1);
+    }
+    while (position < x->end && is_found(x, position)) position++;
+    return kvc_fail(KVC_ERR_INDEX,
+                    "sequence %lld holds nothing at %lld of %d positions in layer %d: %s%s; store rows there first, or "
+                    "set skip_missing",
+                    (long long)seq_id, (long long)(x->end - x->begin - x->num_found), x->end - x->begin, x->layer,
+                    ranges, position < x->end ? ", ..." : "");
+}
+
+/* ---- writing ----------------------------------------------------------------------------------------------------- */
+
+/* The rows of a part, of all heads; keys turned back to where they were rotated for. */
+static void write_part(const injection *x, kvc_turner *turner, const kvc_run *part) {
+    const kvc_cache *cache = x->cache;
+    const kvc_rows_in *in = x->in;
+    const kvc_layer *config = &cache->layers[x->layer];
+    const kvc_layout *at = &cache->layouts[cache->layout_of[x->layer]];
+    const kvc_rope *rope = part->delta ? kvc_rope_of(cache, x->layer) : NULL;
+    const int64_t row = part->position - x->begin;
+    for (int32_t h = 0; h < config->num_kv_heads; h++) {
+        const char *k = (const char *)in->k + h * in->k_head_stride + row * in->k_row_stride;
+        uint8_t *key = kvc_key_at(at, part->block, part->slot, h);
+        for (int32_t i = 0; rope && i < part->count; i++)
+            kvc_turner_turn(turner, rope, -part->delta, key + (size_t)i * at->k_row_bytes, config->k_type,
+                            k + i * in->k_row_stride, in->k_type, config->k_dim);
+        if (!rope)
+            cache->kernels->convert[in->k_type][config->k_type](key, (int64_t)at->k_row_bytes, k, in->k_row_stride,
+                                                                part->count, config->k_dim);
+        if (!config->value_in_key)
+            cache->kernels->convert[in->v_type][config->v_type](
+                kvc_value_at(at, part->block, part->slot, h), (int64_t)at->v_row_bytes,
+                (const char *)in->v + h * in->v_head_stride + row * in->v_row_stride, in->v_row_stride, part->count,
+                config->v_dim);
+    }
+}
+
+static void write_lane(void *context, int64_t lane) {
+    const injection *x = context;
+    kvc_turner turner = {.kernels = x->cache->kernels, .scratch = x->lanes.scratch + (uint64_t)lane * x->lanes.floats};
+    const int64_t first = lane * x->num_parts / x->lanes.num, end = (lane + 1) * x->num_parts / x->lanes.num;
+    for (int64_t i = first; i < end; i++) write_part(x, &turner, &x->parts[i]);
+}
+
+/* Rows are the sequence's alone, and blocks that have them are neither reused nor compacted: so that the mutex is free.
+ */
+static void write_unlocked(injection *x, kvc_sequence *sequence, int32_t group) {
+    enum { WORTH_THREADS = 1 << 16 }; /* elements */
+    kvc_cache *cache = x->cache;
+    const kvc_layer *config = &cache->layers[x->layer];
+    kvc_draft_pin(&x->draft);
+    for (int64_t i = 0; i < x->num_parts; i++) kvc_pool_pin(x->parts[i].block);
+    kvc_cache_begin_in_place(cache, sequence);
+    kvc_unlock(cache, KVC_OK);
+    kvc_draft_copy(cache, group, &x->draft, &x->lanes);
+    const int64_t elements = x->num_found * config->num_kv_heads * (config->k_dim + config->v_dim);
+    kvc_parallel(elements < WORTH_THREADS ? 1 : x->lanes.num, x->lanes.num, write_lane, x);
+    kvc_lock(cache);
+    kvc_cache_end_in_place(cache, sequence);
+    for (int64_t i = 0; i < x->num_parts; i++) kvc_pool_unpin(&cache->pools[group], x->parts[i].block);
+    kvc_draft_unpin(cache, group, &x->draft);
+}
+
+/* ---- all of it, with the mutex held ------------------------------------------------------------------------------ */
+
+/* A slot that nobody else looks at can be written to. */
+static int is_shared(const void *context, const kvc_run *run, int32_t slot) {
+    (void)context;
+    return run->block->holders[slot] > 1 || run->block->pins;
+}
+
+static kvc_status get_memory(injection *x, const kvc_rows *rows) {
+    kvc_memory *memory = &x->cache->memory;
+    x->low = rows->min_position > x->begin ? rows->min_position : x->begin;
+    x->high = rows->max_position < x->end ? rows->max_position + 1 : x->end;
+    if (x->high < x->low || !rows->num) x->high = x->low;
+    x->num_rows = kvc_rows_visit(rows, x->begin, x->end, NULL, NULL);
+    x->lanes.floats = kvc_turner_floats(x->cache->layers[x->layer].k_dim);
+    x->found = kvc_memory_alloc(memory, found_bytes(x), KVC_MEMORY_SCRATCH, -1);
+    if (x->num_rows)
+        x->parts = kvc_memory_alloc(memory, (uint64_t)x->num_rows * sizeof *x->parts, KVC_MEMORY_SCRATCH, -1);
+    if (x->found && (x->parts || !x->num_rows)) return kvc_lanes_new(x->cache, &x->lanes);
+    return kvc_fail(KVC_ERR_NOMEM, "out of memory to replace %lld rows", (long long)x->num_rows);
+}
+
+static void free_memory(injection *x) {
+    kvc_memory *memory = &x->cache->memory;
+    kvc_memory_free(memory, x->found, found_bytes(x), KVC_MEMORY_SCRATCH, -1);
+    kvc_memory_free(memory, x->parts, (uint64_t)x->num_rows * sizeof *x->parts, KVC_MEMORY_SCRATCH, -1);
+    kvc_lanes_free(x->cache, &x->lanes);
+}
+
+/* Sees to it that the rows are this sequence's alone once its copies are made. */
+static kvc_status own_rows(injection *x, int32_t group, kvc_rows *rows) {
+    const kvc_change change = {.begin = x->begin, .end = x->begin, .moved_end = x->end, .copies = is_shared};
+    kvc_status status = kvc_draft_make(x->cache, group, rows, &change, &x->draft);
+    if (status != KVC_OK) return status;
+    static const char what[] = "copying rows that are shared";
+    if (x->draft.num_copies) status = kvc_drafts_check(x->cache, group, &x->draft, 1, what);
+    if (x->draft.num_copies && status == KVC_OK) status = kvc_check_max_bytes(x->cache, what);
+    if (status == KVC_OK)
+        kvc_draft_accept(x->cache, group, rows, &x->draft);
+    else
+        kvc_draft_discard(x->cache, group, &x->draft);
+    return status;
+}
+
+static kvc_status inject(injection *x, int64_t seq_id) {
+    const kvc_rows none = {.min_position = -1, .max_position = -1};
+    kvc_sequence *sequence = kvc_cache_find_to_copy(x->cache, seq_id);
+    const int32_t g = x->cache->group_of[x->layer];
+    kvc_rows *rows = sequence ? &sequence->rows[g] : NULL;
+    kvc_status status = kvc_check_idle(sequence);
+    if (status != KVC_OK) return status;
+    status = get_memory(x, rows ? rows : &none);
+    if (status == KVC_OK) find_parts(x, rows ? rows : &none);
+    if (status == KVC_OK && !x->in->skip_missing && x->num_found < x->end - x->begin) status = fail_missing(x, seq_id);
+    if (status == KVC_OK && x->num_found) status = own_rows(x, g, rows);
+    if (status == KVC_OK && x->num_found) {
+        if (x->draft.num_copies) find_parts(x, rows); /* which lie elsewhere now */
+        write_unlocked(x, sequence, g);
+        kvc_draft_free(x->cache, &x->draft);
+    }
+    free_memory(x);
+    return status;
+}
+
+/* ---- the public function ----------------------------------------------------------------------------------------- */
+
+static kvc_status check_rows_in(const kvc_layer *layer, const kvc_rows_in *given, kvc_rows_in *in) {
+    kvc_status status = KVC_READ(kvc_rows_in, in, given, "in");
+    if (status == KVC_OK) status = kvc_check_array(in->k_type, in->k_row_stride, in->k_head_stride, "k");
+    if (status == KVC_OK) status = kvc_check_values(layer, in->k, in->v);
+    if (status != KVC_OK || layer->value_in_key) return status;
+    return kvc_check_array(in->v_type, in->v_row_stride, in->v_head_stride, "v");
+}
+
+kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
+                      const kvc_rows_in *given) {
+    kvc_rows_in in;
+    kvc_status status = kvc_check_layer(cache, layer);
+    if (status == KVC_OK) status = kvc_check_own_rows(cache, layer);
+    if (status == KVC_OK && !kvc_keeps_tokens(cache, layer))
+        status =
+            kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is a cross-attention layer: its rows are replaced by a put", layer);
+    if (status == KVC_OK) status = kvc_check_positions(begin, end);
+    if (status == KVC_OK) status = check_rows_in(&cache->layers[layer], given, &in);
+    if (status != KVC_OK) return status;
+    injection x = {.cache = cache, .in = &in, .layer = layer, .begin = begin, .end = end};
+    kvc_lock(cache);
+    status = kvc_unlock(cache, inject(&x, seq_id));
+    if (status == KVC_OK && in.num_replaced) *in.num_replaced = x.num_found;
+    return status;
+}

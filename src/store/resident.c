@@ -1,0 +1,101 @@
+/* resident.c: OS pages that are taken, or made huge, step by step, each without the mutex.
+ *
+ * To the rest of the cache a step is a call that reads rows: what waits for those waits for a step at most, and what
+ * does not passes by the memory that is worked on.  Between two steps anything may happen; so what is next is looked
+ * for under the mutex.
+ */
+#include "store/cache.h"
+
+enum { RETURN_BYTES = 4 << 20 }; /* are given back before others may have the mutex */
+
+/* Between these, a work is listed; nothing is chosen for it before. */
+static void begin_work(kvc_cache *cache, kvc_page_work *work) {
+    *work = (kvc_page_work){.next = cache->memory.works};
+    cache->memory.works = work;
+    kvc_cache_begin_reading(cache);
+}
+
+static void end_work(kvc_cache *cache, kvc_page_work *work) {
+    kvc_page_work **at = &cache->memory.works;
+    while (*at != work) at = &(*at)->next;
+    *at = work->next;
+    kvc_cache_end_reading(cache);
+    kvc_signal_all(&cache->idle); /* kvc_cache_free waits for it */
+}
+
+/* Does what was chosen, then lets those pass that wait; what act returned. */
+static int step(kvc_cache *cache, kvc_page_work *work, int (*act)(void *p, size_t size)) {
+    kvc_unlock(cache, KVC_OK);
+    const int result = act(work->p, work->size);
+    kvc_lock(cache);
+    work->size = 0;
+    kvc_cache_end_reading(cache);
+    if (cache->num_waiting) kvc_signal_all(&cache->idle);
+    kvc_cache_begin_reading(cache);
+    return result;
+}
+
+static void join(kvc_cache *cache, int32_t g, kvc_joining joining, kvc_page_work *work) {
+    while (kvc_pool_next_join(&cache->pools[g], &joining, work)) step(cache, work, kvc_pages_join);
+}
+
+void kvc_cache_join(kvc_cache *cache, int32_t num_tokens) {
+    kvc_page_work work;
+    begin_work(cache, &work);
+    for (int32_t g = 0; g < cache->num_groups; g++) join(cache, g, kvc_pool_join_for(num_tokens), &work);
+    end_work(cache, &work);
+}
+
+static void touch(const kvc_page_work *work) {
+    const size_t page = kvc_os_page_size();
+    volatile uint8_t *p = work->p;
+    for (size_t i = 0; i < work->size; i += page - (uintptr_t)(p + i) % page) p[i] = 0;
+}
+
+static int let_pass(void *p, size_t size) {
+    (void)p, (void)size;
+    kvc_pause();
+    return 1;
+}
+
+/* Where the system cannot do it, pages are touched with the mutex held, as others may get the slots afterwards. */
+static void take(kvc_cache *cache, int32_t g, kvc_page_work *work) {
+    kvc_taking taking = {0}, before = taking;
+    for (int by_hand = 0; kvc_pool_next_touch(&cache->pools[g], &taking, work); before = taking) {
+        if (by_hand) touch(work);
+        if (step(cache, work, by_hand ? let_pass : kvc_pages_take)) continue;
+        by_hand = 1;
+        taking = before;
+    }
+}
+
+void kvc_cache_take(kvc_cache *cache) {
+    kvc_page_work work;
+    begin_work(cache, &work);
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        take(cache, g, &work);
+        join(cache, g, kvc_pool_join_ahead(&cache->pools[g]), &work);
+    }
+    end_work(cache, &work);
+}
+
+void kvc_cache_return(kvc_cache *cache) {
+    kvc_page_work work;
+    int64_t before, after;
+    begin_work(cache, &work);
+    do {
+        before = kvc_cache_bytes(cache);
+        kvc_give_back(cache, before > RETURN_BYTES ? before - RETURN_BYTES : 0);
+        after = kvc_cache_bytes(cache);
+        step(cache, &work, let_pass);
+    } while (after < before);
+    end_work(cache, &work);
+}
+
+int kvc_cache_wait_pages(kvc_cache *cache) {
+    if (!kvc_memory_any_busy(&cache->memory)) return 0;
+    cache->num_waiting++;
+    while (kvc_memory_any_busy(&cache->memory)) kvc_signal_wait(&cache->idle, &cache->mutex);
+    if (--cache->num_waiting == 0) kvc_signal_all(&cache->idle);
+    return 1;
+}

@@ -1,0 +1,148 @@
+/* sequence.h: what a sequence holds in one layer group: runs, in order of arrival.  Pure bookkeeping.
+ *
+ * A run is consecutive slots at consecutive positions; whatever is irregular (gaps, repeated positions, positions out
+ * of order) is several runs.  So every edit is to trim, split or drop runs, and no run needs memory of its own.
+ */
+#ifndef KVC_SEQUENCE_H
+#define KVC_SEQUENCE_H
+
+#include "store/policy.h"
+#include "store/pool.h"
+#include "base/threads.h"
+
+typedef struct kvc_run {
+    kvc_block *block;
+    int32_t slot;     /* first */
+    int32_t count;    /* at least 1 */
+    int32_t position; /* of the first row */
+    int32_t delta;    /* position now, less the position the keys were rotated for */
+} kvc_run;
+
+typedef struct kvc_rows {
+    kvc_run *runs; /* runs[first .. first + num); the room before `first` is what eviction left */
+    int32_t first, num, room;
+    int32_t lost_end;                   /* below this position rows were evicted */
+    int32_t min_position, max_position; /* -1 where there are no rows */
+    int32_t ascending;                  /* positions rise from row to row */
+    int64_t count;                      /* rows */
+    kvc_run *spare;                     /* a longer list that is ready: kvc_rows_install */
+    int32_t spare_room;
+} kvc_rows;
+
+typedef struct kvc_sequence {
+    int64_t id;
+    int32_t in_batch;         /* the open batch owns it */
+    int32_t low;              /* while a batch begins: no query will come below this position */
+    int32_t in_rewrite;       /* its rows are being copied to new slots, without the mutex, */
+    kvc_thread rewriter;      /* by this thread, */
+    struct kvc_draft *drafts; /* [num_token_groups] as it is to be */
+    int32_t in_place;         /* its rows are being written where they lie, without the mutex: kvc_cache_find waits */
+    int32_t holds;            /* it is counted among those that hold rows */
+    int32_t num_groups;
+    int32_t num_token_groups; /* the first ones: their rows are tokens'.  The others hold what cross-attention layers
+                                 were given */
+    struct kvc_sequence *next_changed, **changed_at; /* in the cache's list of those that changed; NULL, both: not */
+    kvc_rows rows[];                                 /* per layer group */
+} kvc_sequence;
+
+/* NULL, both, where there is no list yet. */
+static inline kvc_run *kvc_rows_begin(const kvc_rows *rows) { return rows->runs ? rows->runs + rows->first : NULL; }
+static inline kvc_run *kvc_rows_end(const kvc_rows *rows) {
+    return rows->runs ? rows->runs + rows->first + rows->num : NULL;
+}
+
+/* The part of a run at positions [begin, end); count 0 if there is none. */
+kvc_run kvc_run_part(const kvc_run *run, int32_t begin, int32_t end);
+
+void kvc_rows_init(kvc_rows *rows);
+
+/* Frees the list alone: whatever its runs hold stays held. */
+void kvc_rows_free_list(kvc_rows *rows, kvc_memory *memory);
+void kvc_rows_destroy(kvc_rows *rows, kvc_pool *pool);
+
+/* Room for `extra` more runs at the end, for an edit that splits every run, or for an eviction; the edits below then
+ * cannot fail.  A list that has no such room is not touched before kvc_rows_install puts a longer one in its place;
+ * kvc_rows_discard forgets that one. */
+kvc_status kvc_rows_prepare(kvc_rows *rows, kvc_memory *memory, int32_t extra);
+kvc_status kvc_rows_prepare_edit(kvc_rows *rows, kvc_memory *memory, int32_t extra);
+kvc_status kvc_rows_prepare_evict(kvc_rows *rows, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra);
+void kvc_rows_install(kvc_rows *rows, kvc_memory *memory);
+void kvc_rows_discard(kvc_rows *rows, kvc_memory *memory);
+
+/* kvc_rows_prepare and kvc_rows_install. */
+kvc_status kvc_rows_reserve(kvc_rows *rows, kvc_memory *memory, int32_t extra);
+
+/* Appends a run whose slots the caller hands over.  kvc_rows_push only lists it: kvc_rows_recount is to follow. */
+void kvc_rows_push(kvc_rows *rows, const kvc_run *run);
+void kvc_rows_append(kvc_rows *rows, const kvc_run *run);
+
+/* Visits the part of every run that lies at positions [begin, end). */
+typedef void kvc_part_fn(void *context, const kvc_run *part);
+int64_t kvc_rows_visit(const kvc_rows *rows, int32_t begin, int32_t end, kvc_part_fn *visit, void *context);
+
+/* A kvc_part_fn whose context is the pool: lets go of the slots. */
+void kvc_drop_part(void *pool, const kvc_run *part);
+
+/* Drops positions [begin, end).  Returns how many rows that were.  After kvc_rows_prepare_edit. */
+int64_t kvc_rows_remove(kvc_rows *rows, kvc_pool *pool, int32_t begin, int32_t end);
+
+/* Drops positions [begin, end) as rows that no query will see any more, remembering how far in lost_end.  Costs what
+ * is dropped, not what stays.  After kvc_rows_prepare_evict. */
+int64_t kvc_rows_evict(kvc_rows *rows, kvc_pool *pool, int32_t begin, int32_t end);
+
+/* dst, which must be empty with room for as many runs, becomes src's rows below `length`, held once more. */
+void kvc_rows_share(kvc_rows *dst, const kvc_rows *src, int32_t length);
+
+/* Counts, extremes and order anew, after runs were changed by hand. */
+void kvc_rows_recount(kvc_rows *rows);
+
+/* Index of the last row that arrived of those at a position; -1: none. */
+int64_t kvc_rows_find(const kvc_rows *rows, int32_t position);
+
+/* ---- the table of sequences -------------------------------------------------------------------------------------- */
+
+typedef struct kvc_table {
+    kvc_sequence **items; /* ascending by id */
+    int32_t num, room;
+} kvc_table;
+
+kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id);
+
+/* Room for one more; to insert one then cannot fail.  The list that a table had `before`, a copy of it, stays until
+ * kvc_table_keep, or until kvc_table_restore, once all that was inserted was taken out again, makes it the table's. */
+kvc_status kvc_table_reserve(kvc_table *table, const kvc_table *before, kvc_memory *memory);
+void kvc_table_keep(const kvc_table *table, const kvc_table *before, kvc_memory *memory);
+void kvc_table_restore(kvc_table *table, const kvc_table *before, kvc_memory *memory);
+void kvc_table_insert(kvc_table *table, kvc_sequence *sequence);
+
+/* Takes a sequence out without freeing it. */
+void kvc_table_remove(kvc_table *table, const kvc_sequence *sequence);
+
+/* Frees the table itself; it must be empty. */
+void kvc_table_destroy(kvc_table *table, kvc_memory *memory);
+
+/* ---- sequences --------------------------------------------------------------------------------------------------- */
+
+/* An empty one; NULL if there is no memory. */
+kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_groups, int32_t num_token_groups);
+
+/* Frees it and lets go of what it holds. */
+void kvc_sequence_free(kvc_sequence *sequence, kvc_memory *memory, kvc_pool *pools);
+
+/* It holds nothing and has lost nothing: not worth a place in the table. */
+int kvc_sequence_is_blank(const kvc_sequence *sequence);
+
+/* Bytes of it and its lists. */
+int64_t kvc_sequence_bytes(const kvc_sequence *sequence);
+
+/* It holds rows, of tokens or in a cross-attention layer. */
+int kvc_sequence_holds(const kvc_sequence *sequence);
+
+/* It holds no token's rows. */
+int kvc_sequence_is_empty(const kvc_sequence *sequence);
+
+/* Smallest and largest position of a token in any group; -1 if there is none. */
+int32_t kvc_sequence_first(const kvc_sequence *sequence);
+int32_t kvc_sequence_last(const kvc_sequence *sequence);
+
+#endif
