@@ -212,7 +212,7 @@ core = Extension(
 module = Extension(
     "kvcache._core",
     sources=["kvcache/_core.pyx"],
-    depends=["include/kvcache.h"],
+    depends=["include/kvcache.h", "kvcache/_core.pxd", *sorted(glob("kvcache/binding/*.pxi"))],
     include_dirs=["include", numpy.get_include()],
     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
     libraries=["kvcache", "m"],

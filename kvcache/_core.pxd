@@ -1,0 +1,223 @@
+"""What kvcache/_core.pyx calls of include/kvcache.h, where it is explained."""
+
+from libc.stdint cimport int32_t, int64_t, uint8_t
+
+
+cdef extern from "kvcache.h" nogil:
+    ctypedef enum kvc_status:
+        KVC_OK
+        KVC_ERR_INVALID
+        KVC_ERR_INDEX
+        KVC_ERR_FULL
+        KVC_ERR_NOMEM
+        KVC_ERR_UNSUPPORTED
+        KVC_ERR_BUSY
+        KVC_ERR_HELD
+        KVC_ERR_GONE
+        KVC_ERR_CANCELLED
+        KVC_ERR_CALLBACK
+
+    cdef enum:
+        KVC_F32
+        KVC_F16
+        KVC_BF16
+        KVC_Q8_0
+        KVC_Q4_0
+        KVC_FULL
+        KVC_SLIDING
+        KVC_CHUNKED
+        KVC_CROSS
+        KVC_NONE
+        KVC_ROPE_UNKNOWN
+        KVC_ROPE_NONE
+        KVC_ROPE_FREQUENCIES
+        KVC_ROPE_FUNCTION
+        KVC_END
+        KVC_MAX_BATCH
+
+    int32_t kvc_version()
+    const char *kvc_build_info()
+    const char *kvc_isa()
+    int32_t kvc_num_threads()
+    const char *kvc_last_error()
+    kvc_status kvc_set_num_threads(int32_t num_threads)
+
+    ctypedef struct kvc_policy:
+        int32_t kind, window, num_sink_tokens, attention_chunk_size, resume_window, max_len
+
+    ctypedef int32_t kvc_shift_fn(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
+                                  int32_t k_dim, int32_t delta) noexcept
+
+    ctypedef struct kvc_rope:
+        int32_t kind, interleaved, first_dim, num_freqs
+        const double *inv_freq
+        kvc_shift_fn *shift
+        void *user
+
+    ctypedef struct kvc_layer:
+        int32_t num_kv_heads, k_dim, v_dim, k_type, v_type, value_in_key, share
+        kvc_policy policy
+        kvc_rope rope
+
+    ctypedef int32_t kvc_poll_fn(void *user) noexcept
+
+    ctypedef struct kvc_config:
+        size_t struct_size
+        const kvc_layer *layers
+        size_t layer_size
+        int32_t num_layers, block_size
+        int64_t max_seq_len, max_sequences, capacity, max_bytes
+        int32_t num_threads
+        kvc_poll_fn *poll
+        void *poll_user
+
+    ctypedef struct kvc_cache
+    ctypedef struct kvc_batch
+    ctypedef struct kvc_hold
+
+    kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache)
+    kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone)
+    kvc_status kvc_cache_free(kvc_cache *cache)
+
+    int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer)
+    int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id)
+    int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id)
+    int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position)
+    int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids)
+    int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions, int64_t max_positions)
+
+    kvc_status kvc_clear(kvc_cache *cache)
+    kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id)
+    kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id)
+    kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length)
+    kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst)
+    kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift)
+    kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length)
+    kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta)
+    kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor)
+    kvc_status kvc_settle(kvc_cache *cache)
+    kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens)
+    kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens)
+    kvc_status kvc_compact(kvc_cache *cache)
+
+    ctypedef struct kvc_stats:
+        int64_t batches, aborted, tokens, rows_evicted, rows_moved, compactions
+        int64_t blocks_opened, blocks_reused, blocks_returned
+        int64_t live_slots, wasted_slots, blocks_in_use, blocks_free, rows_copied
+
+    void kvc_get_stats(kvc_cache *cache, kvc_stats *stats, size_t stats_size)
+    int64_t kvc_nbytes(kvc_cache *cache)
+    int32_t kvc_block_size(kvc_cache *cache)
+    int64_t kvc_capacity(kvc_cache *cache)
+    int64_t kvc_capacity_bytes(kvc_cache *cache)
+    double kvc_utilization(kvc_cache *cache)
+    kvc_status kvc_validate(kvc_cache *cache)
+
+    ctypedef struct kvc_block_info:
+        int32_t num_slots, filled, live, references, resident, is_held, is_free
+
+    ctypedef struct kvc_run_info:
+        int64_t seq_id
+        int32_t block, slot, count, position, delta, in_batch
+
+    kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,
+                          int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,
+                          int64_t max_runs, int64_t *num_runs)
+
+    ctypedef struct kvc_span:
+        const void *k
+        const void *v
+        int64_t k_head_stride, k_row_stride, v_head_stride, v_row_stride
+        int32_t num_rows, position, delta
+
+    kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
+                         int64_t max_spans, int64_t *num_spans, kvc_hold **hold)
+    void kvc_hold_free(kvc_hold *hold)
+
+    ctypedef struct kvc_rows_out:
+        size_t struct_size
+        int32_t type
+        void *k
+        void *v
+        int64_t k_head_stride, k_row_stride, v_head_stride, v_row_stride
+        int32_t *positions
+        int64_t *num_stored
+
+    kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
+                          const kvc_rows_out *out)
+    kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
+                           const kvc_rows_out *out)
+
+    ctypedef struct kvc_rows_in:
+        size_t struct_size
+        const void *k
+        const void *v
+        int64_t k_head_stride, k_row_stride, v_head_stride, v_row_stride
+        int32_t k_type, v_type, skip_missing
+        int64_t *num_replaced
+
+    kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
+                          const kvc_rows_in *rows)
+
+    ctypedef struct kvc_begin_args:
+        size_t struct_size
+        int32_t num_tokens
+        const int32_t *positions
+        const int64_t *seq_ids
+        const int32_t *parents
+        const uint8_t *unstored
+    kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch)
+    const int32_t *kvc_batch_positions(const kvc_batch *batch)
+
+    ctypedef struct kvc_put_args:
+        size_t struct_size
+        int32_t first, num_tokens
+        const void *k
+        const void *v
+        int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride
+        int32_t k_type, v_type, inner_tokens
+        int64_t k_batch_stride, v_batch_stride, seq_id
+
+    kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args)
+    kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
+                         kvc_hold **hold)
+    kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens)
+
+    ctypedef struct kvc_attend_args:
+        size_t struct_size
+        const void *q
+        void *out
+        float *lse
+        const float *sinks
+        const float *alibi
+        int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride
+        int32_t q_type
+        float scale, softcap
+        const kvc_put_args *put
+        int32_t inner_tokens
+        int64_t q_batch_stride, out_batch_stride, lse_batch_stride
+
+    ctypedef struct kvc_plan_args:
+        size_t struct_size
+        int32_t layer, first, num_tokens, num_heads
+        const uint8_t *non_causal
+
+    kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args)
+    kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows)
+    kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_sequences, int64_t *most_rows)
+
+    ctypedef struct kvc_dense_args:
+        size_t struct_size
+        const kvc_rows_out *rows
+        float *mask
+        int64_t mask_token_stride, num_rows
+        const uint8_t *non_causal
+        uint8_t *seen
+        int64_t seen_token_stride
+        int32_t by_sequence
+        int64_t k_batch_stride, v_batch_stride
+
+    kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args)
+    kvc_status kvc_commit(kvc_batch *batch)
+    kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept)
+    void kvc_abort(kvc_batch *batch)

@@ -1,0 +1,214 @@
+"""Arrays that come in, of NumPy or DLPack: where and how they lie, and whether C can read them there."""
+
+cdef struct Array:
+    char *data
+    int32_t type  # kvc_type
+    int32_t ndim
+    bint read_only
+    int64_t[4] shape
+    int64_t[4] strides  # in bytes
+
+
+cdef int wrong_type(str name, str given) except -1:
+    advice = f"convert {name} to float32"
+    if given == "uint16":
+        advice = f"uint16 may or may not be bf16; if it is, pass {name}.view(ml_dtypes.bfloat16)"
+    raise TypeError(f"{name}: elements of type {given}, where float32, float16 and bfloat16 are taken; {advice}")
+
+
+cdef int wrong_ndim(str name, int ndim, int wanted) except -1:
+    raise ValueError(f"{name}: an array of {ndim} axes, where {wanted} are needed")
+
+
+cdef int read_numpy(cnp.ndarray x, str name, int ndim, Array *a) except -1:
+    cdef int i, typenum = cnp.PyArray_TYPE(x)
+    if typenum == cnp.NPY_FLOAT32:
+        a.type = KVC_F32
+    elif typenum == cnp.NPY_FLOAT16:
+        a.type = KVC_F16
+    elif typenum == bf16_typenum or is_bf16(x):
+        a.type = KVC_BF16
+    else:
+        wrong_type(name, str(x.dtype))
+    if not cnp.PyArray_ISNOTSWAPPED(x):
+        raise TypeError(f"{name}: {x.dtype!r} has its bytes in the other order; pass {name}.astype({x.dtype.name!r})")
+    if cnp.PyArray_NDIM(x) != ndim:
+        wrong_ndim(name, cnp.PyArray_NDIM(x), ndim)
+    a.data = cnp.PyArray_BYTES(x)
+    a.ndim = ndim
+    a.read_only = not cnp.PyArray_ISWRITEABLE(x)
+    for i in range(ndim):
+        a.shape[i] = cnp.PyArray_DIM(x, i)
+        a.strides[i] = cnp.PyArray_STRIDE(x, i)
+    return 0
+
+
+cdef object read_array(object x, str name, int ndim, Array *a, bint write=False):
+    """Says where and how an array lies; returns what keeps it there."""
+    if cnp.PyArray_Check(x):
+        read_numpy(<cnp.ndarray>x, name, ndim, a)
+        return x
+    is_class = isinstance(x, type)
+    if hasattr(x, "__dlpack__") and not is_class:
+        return read_dlpack(x, name, ndim, write, a)
+    if hasattr(x, "__array__") and not is_class and not write:
+        x = np.asarray(x)
+        read_numpy(<cnp.ndarray>x, name, ndim, a)
+        return x
+    raise TypeError(f"{name}: an array (NumPy or DLPack, on the CPU) is needed, not {type(x).__name__}")
+
+
+cdef object wrap(Array *a, object owner):
+    """A read-only NumPy array over memory that `owner` keeps; bf16 as its bits."""
+    cdef cnp.npy_intp[4] shape
+    cdef cnp.npy_intp[4] strides
+    cdef int i
+    for i in range(a.ndim):
+        shape[i] = <cnp.npy_intp>a.shape[i]
+        strides[i] = <cnp.npy_intp>a.strides[i]
+    cdef int typenum = [cnp.NPY_FLOAT32, cnp.NPY_FLOAT16, cnp.NPY_UINT16][a.type]
+    cdef cnp.dtype descr = cnp.PyArray_DescrFromType(typenum)
+    array = make_array(np.ndarray, descr, a.ndim, shape, strides, a.data)
+    cnp.set_array_base(array, owner)
+    return array
+
+
+cdef bint lies_well(Array *a) noexcept:
+    """Whether C can read it where it lies: elements adjacent and aligned, the other strides whole elements."""
+    cdef int last = a.ndim - 1, i
+    cdef int64_t size = ITEM_SIZE[a.type]
+    if a.strides[last] != size and a.shape[last] > 1:
+        return False
+    if <size_t>a.data % <size_t>size:
+        return False
+    for i in range(last):
+        if a.shape[i] == 1:
+            a.strides[i] = 0  # never used, and producers may have written anything there
+        elif a.strides[i] % size:
+            return False
+    return True
+
+
+cdef object settle(Array *a, object owner):
+    """Copies the array if C cannot read it where it lies; returns what keeps it."""
+    cdef cnp.ndarray copied
+    cdef int i
+    if lies_well(a):
+        return owner
+    copied = np.array(wrap(a, owner), order="C")
+    a.data = cnp.PyArray_BYTES(copied)
+    for i in range(a.ndim):
+        a.strides[i] = cnp.PyArray_STRIDE(copied, i)
+    return copied
+
+
+cdef bint rows_overlap(Array *a) noexcept:
+    """Whether rows of an array that lies well, along its last axis, share bytes with each other."""
+    cdef int64_t extent = a.shape[a.ndim - 1] * ITEM_SIZE[a.type]
+    cdef int64_t step
+    cdef int axis, next, done = 0  # a bit for each axis
+    for _ in range(a.ndim - 1):
+        next = -1
+        for axis in range(a.ndim - 1):  # by rising stride
+            if not done & 1 << axis and (next < 0 or abs(a.strides[axis]) < abs(a.strides[next])):
+                next = axis
+        done |= 1 << next
+        step = abs(a.strides[next])
+        if a.shape[next] > 1 and step < extent:
+            return True
+        extent += (a.shape[next] - 1) * step
+    return False
+
+
+cdef char *begin_of(Array *a) noexcept:
+    cdef char *begin = a.data
+    cdef int i
+    for i in range(a.ndim):
+        begin += min(<int64_t>0, (a.shape[i] - 1) * a.strides[i])
+    return begin
+
+
+cdef char *end_of(Array *a) noexcept:
+    cdef char *end = a.data + ITEM_SIZE[a.type]
+    cdef int i
+    for i in range(a.ndim):
+        end += max(<int64_t>0, (a.shape[i] - 1) * a.strides[i])
+    return end
+
+
+cdef int check_apart(Array *out, Array *other, str name) except -1:
+    """The result may not lie between the first and the last byte of an argument, nor the argument in it."""
+    if other.data != NULL and begin_of(out) < end_of(other) and begin_of(other) < end_of(out):
+        raise ValueError(f"out: overlaps {name}; give it memory of its own")
+    return 0
+
+
+cdef int check_writable(Array *a, str name) except -1:
+    if a.read_only:
+        raise ValueError(f"{name}: is read-only; pass an array that can be written to")
+    if a.shape[1] and (not lies_well(a) or rows_overlap(a)):  # the strides of an array of nothing may be anything
+        raise ValueError(f"{name}: its last axis must be contiguous and aligned, and its rows may not overlap")
+    return 0
+
+
+cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t dim, int layout, Array *a):
+    """An array of rows, of `heads` heads (or a multiple), where C can read it; returns what keeps it there."""
+    cdef int64_t given
+    owner = read_array(x, name, NUM_AXES[layout], a)
+    given = a.shape[HEAD_AXIS[layout]]
+    if multiple and 0 < given <= _INT32_MAX and given % heads == 0:
+        heads = given
+    if given != heads or a.shape[a.ndim - 1] != dim:
+        wrong_shape(name, a, layout, f"a multiple of {heads}" if multiple else heads, dim)
+    if count_tokens(a, layout) == 0:
+        raise ValueError(f"{name}: an array of no tokens")
+    return settle(a, owner)
+
+
+cdef object in_f32(Array *a, object owner):
+    array = wrap(a, owner)
+    if a.type == KVC_BF16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32)
+
+
+cdef tuple read_pair(kvc_layer *shape, object k, object v, int layout, Array *a, Array *b):
+    """Keys and values of as many tokens; where values lie in the keys, `b` may be left empty."""
+    if k is None or (v is None and not shape.value_in_key):
+        raise TypeError(f"{'k' if k is None else 'v'}=None: k and v go together")
+    k = read_rows(k, "k", shape.num_kv_heads, False, shape.k_dim, layout, a)
+    b.data = NULL
+    if v is None:
+        return k, v
+    v = read_rows(v, "v", shape.num_kv_heads, False, shape.v_dim, layout, b)
+    if not same_tokens(a, b, layout):
+        raise ValueError(f"k and v: of {show_tokens(a, layout)} and {show_tokens(b, layout)} tokens, where they must "
+                         "match")
+    if shape.value_in_key and not np.array_equal(in_f32(a, k)[..., :shape.v_dim], in_f32(b, v), equal_nan=True):
+        raise ValueError(f"v: must be k[..., :{shape.v_dim}], where values lie in the keys (value_in_key), or be left "
+                         "out")
+    return k, v
+
+
+cdef cnp.ndarray to_flags(object value, int64_t first, int64_t tokens, int64_t batch_tokens):
+    """A byte for each token of [first, first + tokens): whether it sees later ones; None: none does."""
+    cdef cnp.ndarray flags
+    if value is None or value is False:
+        return None
+    if isinstance(value, (bool, np.bool_)):
+        return np.ones(tokens, np.uint8) if value else None
+    what = "True, False or one boolean per token is needed"
+    try:
+        flags = np.asarray(value)
+    except Exception as error:
+        raise TypeError(f"non_causal={show(value)}: {what} ({error})") from None
+    if cnp.PyArray_TYPE(flags) != cnp.NPY_BOOL:
+        raise TypeError(f"non_causal={show(value)}: {what}, not {flags.dtype}")
+    if cnp.PyArray_NDIM(flags) != 1:
+        raise ValueError(f"non_causal: an array of {cnp.PyArray_NDIM(flags)} axes, where 1 is needed")
+    if cnp.PyArray_DIM(flags, 0) != tokens:
+        if cnp.PyArray_DIM(flags, 0) != batch_tokens:
+            raise ValueError(f"non_causal: {len(flags)} booleans, where there are {tokens} tokens"
+                             + (f", of {batch_tokens} in the batch" if tokens != batch_tokens else ""))
+        flags = flags[first:first + tokens]
+    return np.ascontiguousarray(flags).view(np.uint8)

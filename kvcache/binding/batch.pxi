@@ -1,0 +1,450 @@
+"""A batch: the tokens of a forward pass."""
+
+cdef struct PutRows:
+    kvc_put_args args
+    Array k
+    Array v
+
+cdef struct Query:
+    kvc_plan_args plan
+    kvc_attend_args args
+    Array q
+    Array out
+    Array sinks
+    Array alibi
+
+
+@cython.final
+@cython.no_gc_clear  # what is aborted rests on the cache
+cdef class Batch:
+    cdef Cache cache
+    cdef kvc_batch *handle  # NULL: ended
+    cdef readonly int32_t num_tokens
+    cdef readonly cnp.ndarray positions
+    cdef cnp.ndarray seq_ids  # None: all of sequence 0
+    cdef list writable  # weak references to views of its slots; None: there never were any
+    cdef int32_t calls  # between enter() and leave()
+    cdef int32_t forks  # as in Cache
+    cdef bint ending  # another thread is about to free it
+
+    def __dealloc__(self):
+        if self.handle != NULL and not self.ending:  # which no thread is that is still there: the handle may be gone
+            self.cache.count_call()
+            with nogil:
+                kvc_abort(self.handle)
+            self.cache.leave()
+
+    cdef kvc_batch *enter(self) except NULL:
+        """Returns the handle, valid until leave(): see above what may be done in between."""
+        if self.handle == NULL:
+            raise ValueError("the batch has ended: it was committed or aborted")
+        if self.ending:
+            raise CacheBusyError("another thread is ending the batch")
+        if self.forks != num_forks:
+            self.forks, self.calls = num_forks, 0
+        self.calls += 1
+        return self.handle
+
+    cdef void leave(self) noexcept:
+        if self.calls and self.forks == num_forks:
+            self.calls -= 1
+
+    cdef int check_open(self) except -1:
+        """Raises if the batch has ended, before arguments are looked at that mean nothing then."""
+        self.enter()
+        self.leave()
+        return 0
+
+    cdef int begin_ending(self) except -1:
+        """Makes the handle this call's alone, or raises if another call is using it."""
+        if (self.calls and self.forks == num_forks) or self.ending:
+            raise CacheBusyError("a call in another thread is using the batch; end it when that has returned")
+        self.ending = True
+        return 0
+
+    def get_seq_ids(self):
+        if self.seq_ids is None:
+            self.seq_ids = np.zeros(self.num_tokens, np.int64)
+            self.seq_ids.flags.writeable = False
+        return self.seq_ids
+
+    @property
+    def ended(self):
+        return self.handle == NULL
+
+    cdef int32_t to_first(self, object first, int64_t tokens) except -1:
+        cdef int64_t number
+        if is_plain(first, 0, self.num_tokens - tokens, &number):
+            return <int32_t>number
+        first = to_index(first, "first")
+        if 0 <= first <= self.num_tokens - tokens:
+            return first
+        raise IndexError(f"first={show(first)} with {tokens} tokens: the batch has {self.num_tokens}")
+
+    cdef int64_t only_sequence(self) except? -1:
+        if self.seq_ids is None:
+            return 0
+        seq_ids = set(self.seq_ids.tolist())
+        if len(seq_ids) > 1:
+            raise ValueError(f"seq_id=None: the batch has {len(seq_ids)} sequences; put() with the seq_id of the one "
+                             "whose rows these are")
+        return self.seq_ids[0]
+
+    cdef int read_cross(self, int32_t layer, object first, object seq_id, int layout, PutRows *rows) except -1:
+        """Whose rows these are, which have nothing to do with the tokens of the batch."""
+        cdef int64_t number, tokens = count_tokens(&rows.k, layout)
+        if not is_plain(first, 0, 0, &number) and to_index(first, "first") != 0:
+            raise ValueError(f"first={show(first)}: must be 0 in layer {layer}, whose policy is CrossAttention: what "
+                             "is put there is all that the sequence has")
+        if layout == BHTD and rows.k.shape[0] != 1:
+            raise ValueError(f"k: of {rows.k.shape[0]} sequences, where layer {layer}, whose policy is CrossAttention, "
+                             "takes the rows of one at a time; call put() for each, with its seq_id")
+        if tokens > _INT32_MAX:
+            raise ValueError(f"k: {tokens} rows, where {_INT32_MAX} are the most there may be")
+        rows.args.seq_id = self.only_sequence() if seq_id is None else to_seq_id(seq_id)
+        return 0
+
+    cdef tuple read_put(self, int32_t layer, object k, object v, object first, object seq_id, int layout,
+                        PutRows *rows):
+        cdef kvc_layer *shape = &self.cache.layers[layer]
+        cdef kvc_put_args *args = &rows.args
+        if shape.policy.kind == KVC_CROSS and layout == THD and getattr(k, "ndim", 3) == 4:
+            layout = BTHD
+        cdef int token = TOKEN_AXIS[layout], head = HEAD_AXIS[layout]
+        owners = read_pair(shape, k, v, layout, &rows.k, &rows.v)
+        memset(args, 0, sizeof(kvc_put_args))
+        args.struct_size = sizeof(kvc_put_args)
+        if shape.policy.kind == KVC_CROSS:
+            self.read_cross(layer, first, seq_id, layout, rows)
+        elif seq_id is not None:
+            raise ValueError(f"seq_id={show(seq_id)}: is for CrossAttention, and layer {layer} has another policy: "
+                             "whose tokens these are, the batch says")
+        else:
+            args.first = self.to_first(first, count_tokens(&rows.k, layout))
+        args.num_tokens = <int32_t>count_tokens(&rows.k, layout)
+        args.k, args.k_type = rows.k.data, rows.k.type
+        args.k_token_stride, args.k_head_stride = rows.k.strides[token], rows.k.strides[head]
+        if not shape.value_in_key:
+            args.v, args.v_type = rows.v.data, rows.v.type
+            args.v_token_stride, args.v_head_stride = rows.v.strides[token], rows.v.strides[head]
+        if layout >= BHTD:
+            args.inner_tokens = <int32_t>rows.k.shape[token]
+            args.k_batch_stride = rows.k.strides[0]
+            if not shape.value_in_key:
+                args.v_batch_stride = rows.v.strides[0]
+        return owners
+
+    def put(self, layer, k, v, first, seq_id, str layout):
+        self.check_open()
+        cdef int32_t at = to_layer(layer, self.cache.num_layers)
+        cdef PutRows rows
+        cdef kvc_batch *batch
+        cdef kvc_status status
+        _owners = self.read_put(at, k, v, first, seq_id, to_layout(layout), &rows)
+        batch = self.enter()
+        with nogil:
+            status = kvc_put(batch, at, &rows.args)
+        self.leave()
+        self.cache.check_call(status)
+
+    def slots(self, layer, first):
+        self.check_open()
+        cdef int32_t at = to_layer(layer, self.cache.num_layers)
+        cdef int32_t token = self.to_first(first, 1)
+        cdef Slots slots = Slots.__new__(Slots)
+        cdef kvc_status status
+        cdef kvc_batch *batch
+        slots.cache = self.cache
+        batch = self.enter()
+        with nogil:
+            status = kvc_slots(batch, at, token, &slots.span, sizeof(kvc_span), &slots.handle)
+        self.leave()
+        check(status)
+        views = slots.view(&self.cache.layers[at], False), slots.view(&self.cache.layers[at], True)
+        writable = []
+        if self.writable is None:
+            self.writable = writable
+        self.writable.extend([weakref.ref(view, self.writable.remove) for view in views])
+        if self.handle == NULL:  # it ended while the views were made
+            self.end_writing()
+        return views
+
+    def written(self, layer, first, num_tokens):
+        self.check_open()
+        cdef int32_t at = to_layer(layer, self.cache.num_layers)
+        cdef int32_t tokens = <int32_t>to_int(num_tokens, "num_tokens", 1, _INT32_MAX)
+        cdef int32_t token = self.to_first(first, tokens)
+        cdef kvc_status status
+        cdef kvc_batch *batch = self.enter()
+        with nogil:
+            status = kvc_written(batch, at, token, tokens)
+        self.leave()
+        check(status)
+
+    cdef object read_factors(self, object x, str name, int64_t heads, Array *a):
+        """One f32 number per query head."""
+        owner = read_array(x, name, 1, a)
+        if a.type != KVC_F32:
+            raise TypeError(f"{name}: one float32 number per query head is needed; convert {name} to float32")
+        if a.shape[0] != heads:
+            raise ValueError(f"{name}: an array of {a.shape[0]} numbers, where q has {heads} heads")
+        return settle(a, owner)
+
+    cdef object read_out(self, object out, int64_t dim, int layout, Array *q, Array *a):
+        """Where the result goes, checked if it was given; returns it."""
+        cdef int head = HEAD_AXIS[layout]
+        if out is None:
+            if layout == BHTD:
+                out = new_array(q.type, 4, q.shape[0], q.shape[1], q.shape[2], dim)
+            else:
+                out = new_array(q.type, 3, q.shape[0], q.shape[1], dim)
+            read_numpy(out, "out", q.ndim, a)
+            return out
+        owner = read_array(out, "out", q.ndim, a, write=True)
+        if a.type != q.type:
+            raise TypeError(f"out: must be {dtype_of(q.type)}, as q is, not {dtype_of(a.type)}")
+        if not same_tokens(a, q, layout) or a.shape[head] != q.shape[head] or a.shape[a.ndim - 1] != dim:
+            wrong_shape("out", a, layout, f"{q.shape[head]}", dim, q)
+        check_writable(a, "out")
+        return owner
+
+    cdef tuple read_query(self, int32_t layer, object q, object first, object scale, object softcap, object sinks,
+                          object alibi, object non_causal, int layout, object out, Query *query):
+        """Fills in the query; returns what keeps the arrays it points to."""
+        cdef kvc_layer *shape = &self.cache.layers[layer]
+        cdef kvc_plan_args *plan = &query.plan
+        cdef kvc_attend_args *args = &query.args
+        cdef int token = TOKEN_AXIS[layout], head = HEAD_AXIS[layout]
+        cdef cnp.ndarray flags = None
+        cdef const uint8_t[::1] sees_all
+        memset(query, 0, sizeof(Query))
+        plan.struct_size, args.struct_size = sizeof(kvc_plan_args), sizeof(kvc_attend_args)
+        q = read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, layout, &query.q)
+        plan.first = self.to_first(first, count_tokens(&query.q, layout))
+        plan.layer, plan.num_tokens = layer, <int32_t>count_tokens(&query.q, layout)
+        plan.num_heads = <int32_t>query.q.shape[head]
+        args.q, args.q_type = query.q.data, query.q.type
+        args.q_token_stride, args.q_head_stride = query.q.strides[token], query.q.strides[head]
+        if scale is not None:
+            args.scale = to_factor(scale, "scale", False)
+        elif shape.value_in_key:
+            raise ValueError(f"scale=None: must be given in layer {layer}, whose values lie in the keys "
+                             f"(value_in_key): it does not follow from head_dim, {shape.k_dim}")
+        if softcap is not None:
+            args.softcap = to_factor(softcap, "softcap", True)
+        if sinks is not None:
+            sinks = self.read_factors(sinks, "sinks", plan.num_heads, &query.sinks)
+            args.sinks = <const float *>query.sinks.data
+        if alibi is not None:
+            alibi = self.read_factors(alibi, "alibi", plan.num_heads, &query.alibi)
+            args.alibi = <const float *>query.alibi.data
+        if non_causal is not None:
+            flags = to_flags(non_causal, plan.first, plan.num_tokens, self.num_tokens)
+            if flags is not None:
+                sees_all = flags
+                plan.non_causal = &sees_all[0]
+        out = self.read_out(out, shape.v_dim, layout, &query.q, &query.out)
+        args.out = query.out.data
+        args.out_token_stride, args.out_head_stride = query.out.strides[token], query.out.strides[head]
+        if layout == BHTD:
+            args.inner_tokens = <int32_t>query.q.shape[2]
+            args.q_batch_stride, args.out_batch_stride = query.q.strides[0], query.out.strides[0]
+        return q, sinks, alibi, flags, out
+
+    def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, str layout, out,
+               bint return_lse):
+        self.check_open()
+        cdef int32_t at = to_layer(layer, self.cache.num_layers)
+        cdef int axes = to_layout(layout)
+        cdef bint store = k is not None or v is not None
+        cdef bint cross = self.cache.layers[at].policy.kind == KVC_CROSS
+        cdef kvc_batch *batch
+        cdef kvc_status status
+        cdef cnp.ndarray lse = None
+        cdef PutRows rows
+        cdef Query query
+        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, axes, out, &query)
+        if store:
+            # In a cross-attention layer `first` is of the queries only.
+            _put_owners = self.read_put(at, k, v, 0 if cross else first, None, axes, &rows)
+            if not cross and not same_tokens(&query.q, &rows.k, axes):
+                raise ValueError(f"q and k: of {show_tokens(&query.q, axes)} and {show_tokens(&rows.k, axes)} tokens, "
+                                 "where they must match")
+        if out is None:
+            out = query_owners[4]
+        else:
+            check_apart(&query.out, &query.q, "q")
+            check_apart(&query.out, &query.sinks, "sinks")
+            check_apart(&query.out, &query.alibi, "alibi")
+            if store:
+                check_apart(&query.out, &rows.k, "k")
+                check_apart(&query.out, &rows.v, "v")
+        if return_lse:
+            lse = new_array(KVC_F32, query.q.ndim - 1, query.q.shape[0], query.q.shape[1], query.q.shape[2])
+            query.args.lse = <float *>cnp.PyArray_DATA(lse)
+            query.args.lse_token_stride = cnp.PyArray_STRIDE(lse, TOKEN_AXIS[axes])
+            query.args.lse_head_stride = cnp.PyArray_STRIDE(lse, HEAD_AXIS[axes])
+            query.args.lse_batch_stride = cnp.PyArray_STRIDE(lse, 0)
+        if store:
+            query.args.put = &rows.args
+        batch = self.enter()
+        with nogil:
+            status = kvc_attend(batch, &query.plan, &query.args)
+        self.leave()
+        self.cache.check_call(status)
+        return (out, lse) if return_lse else out
+
+    cdef object dense_rows(self, object out, str name, int32_t type, int layout, int64_t heads, int64_t dim,
+                           Array *like, Array *a):
+        """Returns an array for as many sequences and rows as `like` has: `out`, checked, or a new one."""
+        cdef int64_t sequences = like.shape[0], rows = like.shape[TOKEN_AXIS[layout]]
+        if out is None:
+            if layout == BHTD:
+                out = new_array(type, 4, sequences, heads, rows, dim)
+            elif layout == HTD:
+                out = new_array(type, 3, heads, rows, dim)
+            else:
+                out = new_array(type, 3, rows, heads, dim)
+            read_numpy(out, name, NUM_AXES[layout], a)
+            return out
+        owner = read_array(out, name, NUM_AXES[layout], a, write=True)
+        if not same_tokens(a, like, layout) or a.shape[HEAD_AXIS[layout]] != heads or a.shape[a.ndim - 1] != dim:
+            wrong_shape(name, a, layout, heads, dim, like)
+        check_writable(a, name)
+        return owner
+
+    cdef cnp.ndarray dense_mask(self, object out, str kind, tuple shape, Array *k, Array *v):
+        cdef cnp.ndarray mask
+        cdef char *end
+        dtype = np.dtype(np.float32 if kind == "f32" else np.bool_)
+        if out is None:
+            return np.empty(shape, dtype)
+        if not isinstance(out, np.ndarray) or out.dtype != dtype:
+            raise TypeError(f"out[2]: a NumPy array of {dtype} is needed, where mask={kind!r}, not "
+                            f"{getattr(out, 'dtype', type(out).__name__)}")
+        if out.shape != shape:
+            raise ValueError(f"out[2]: an array of shape {out.shape}, where {shape} is needed")
+        if not out.flags.c_contiguous or not out.flags.aligned or not out.flags.writeable:
+            raise ValueError("out[2]: must be contiguous, and may not be read-only")
+        mask = out
+        end = cnp.PyArray_BYTES(mask) + cnp.PyArray_NBYTES(mask)
+        if (begin_of(k) < end and cnp.PyArray_BYTES(mask) < end_of(k)) or (
+                begin_of(v) < end and cnp.PyArray_BYTES(mask) < end_of(v)):
+            raise ValueError("out: the mask overlaps keys or values; give it memory of its own")
+        return mask
+
+    def dense(self, layer, non_causal, dtype, str layout, mask, out):
+        self.check_open()
+        cdef int32_t at = to_layer(layer, self.cache.num_layers), sequences = 1, type
+        cdef int where = to_layout(layout)
+        cdef kvc_layer *shape = &self.cache.layers[at]
+        cdef cnp.ndarray flags = to_flags(non_causal, 0, self.num_tokens, self.num_tokens), masks = None
+        cdef const uint8_t[::1] sees_all
+        cdef kvc_batch *batch
+        cdef Array k, v, like
+        cdef kvc_dense_args args
+        cdef kvc_rows_out rows
+        cdef kvc_status status
+        given = (None, None) if out is None else tuple(out) if isinstance(out, (tuple, list)) else ()
+        if not 2 <= len(given) <= 2 + (mask is not None) or out is not None and any(to is None for to in given):
+            raise TypeError("out: a tuple of arrays for keys, values and, where there is one, the mask is needed")
+        memset(&args, 0, sizeof(args))
+        args.struct_size = sizeof(args)
+        args.by_sequence = where == BHTD
+        batch = self.enter()
+        with nogil:
+            if args.by_sequence:
+                status = kvc_dense_sequences(batch, at, &sequences, &args.num_rows)
+            else:
+                status = kvc_dense_rows(batch, at, &args.num_rows)
+        self.leave()
+        check(status)
+        type = TYPES["f32" if dtype is None else dtype]
+        like.shape[0] = sequences
+        like.shape[TOKEN_AXIS[where]] = args.num_rows
+        key_owner = self.dense_rows(given[0], "out[0]", type, where, shape.num_kv_heads, shape.k_dim, &like, &k)
+        value_owner = self.dense_rows(given[1], "out[1]", type, where, shape.num_kv_heads, shape.v_dim, &like, &v)
+        if out is not None:
+            if v.type != k.type:
+                raise TypeError(f"out: both must be of one type, not {dtype_of(k.type)} and {dtype_of(v.type)}")
+            check_apart(&k, &v, "out[1]")
+        if mask is not None:
+            lengths = [self.num_tokens, args.num_rows]
+            if args.by_sequence:
+                lengths[:1] = [sequences, self.num_tokens // sequences]
+            masks = self.dense_mask(given[2] if len(given) > 2 else None, mask, tuple(lengths), &k, &v)
+        fill_rows_out(&rows, &k, &v, where)
+        args.rows = &rows
+        args.k_batch_stride, args.v_batch_stride = k.strides[0], v.strides[0]
+        if masks is not None and mask == "f32":
+            args.mask = <float *>cnp.PyArray_DATA(masks)
+            args.mask_token_stride = args.num_rows * sizeof(float)
+        elif masks is not None:
+            args.seen = <uint8_t *>cnp.PyArray_DATA(masks)
+            args.seen_token_stride = args.num_rows
+        if flags is not None:
+            sees_all = flags
+            args.non_causal = &sees_all[0]
+        batch = self.enter()
+        with nogil:
+            status = kvc_dense(batch, at, &args)
+        self.leave()
+        check(status)
+        if out is None:
+            return key_owner, value_owner, masks
+        return given[0], given[1], masks
+
+    cdef cnp.ndarray to_kept(self, object keep):
+        cdef cnp.ndarray kept = to_int_array(keep, "keep", cnp.NPY_INT32, -_INT32_MAX - 1, _INT32_MAX, least=0)
+        before = set()
+        for i, token in enumerate(kept.tolist()):
+            if not 0 <= token < self.num_tokens:
+                raise IndexError(f"keep[{i}]={token}: the batch has {self.num_tokens} tokens")
+            if token in before:
+                raise ValueError(f"keep[{i}]={token}: was given before")
+            before.add(token)
+        return kept
+
+    def commit(self, keep):
+        """Commits the tokens to keep, None: all. Returns whether the batch had not ended before."""
+        cdef const int32_t[::1] kept
+        cdef const int32_t *tokens = NULL
+        cdef bint every = keep is None
+        cdef int32_t num_kept = 0
+        cdef kvc_status status
+        if self.handle == NULL:
+            return False
+        if keep is not None:
+            kept = self.to_kept(keep)
+            num_kept = <int32_t>kept.shape[0]
+        if num_kept:
+            tokens = &kept[0]
+        if self.handle == NULL:  # by what was converted
+            return False
+        self.begin_ending()
+        with nogil:
+            status = kvc_commit(self.handle) if every else kvc_commit_kept(self.handle, tokens, num_kept)
+        if status == KVC_OK:
+            self.handle = NULL
+        self.ending = False
+        check(status)
+        self.end_writing()
+        return True
+
+    def abort(self):
+        if self.handle == NULL:
+            return
+        self.begin_ending()
+        with nogil:
+            kvc_abort(self.handle)
+        self.handle = NULL
+        self.ending = False
+        self.end_writing()
+
+    cdef int end_writing(self) except -1:
+        if self.writable is not None:
+            for ref in tuple(self.writable):  # the list shrinks when a view dies
+                view = ref()
+                if view is not None:
+                    view.flags.writeable = False
+        return 0

@@ -1,0 +1,633 @@
+"""The cache."""
+
+
+@cython.final
+@cython.no_gc_clear  # the functions, as there
+cdef class Cache:
+    cdef kvc_cache *handle  # NULL: closed
+    cdef kvc_layer *layers
+    cdef readonly int32_t num_layers
+    cdef int64_t most_tokens  # that fit, whatever is evicted; 0: no limit
+    cdef int32_t calls  # between enter() and leave()
+    cdef int32_t forks  # num_forks when these were counted: in a child, those of other threads never return
+    cdef bint closing  # another thread is about to free it
+    cdef Functions functions
+
+    def __cinit__(self, list layers, int64_t max_seq_len, int64_t max_sequences, int64_t capacity, int64_t max_bytes,
+                  int32_t block_size, int32_t num_threads, Cache original=None):
+        """Makes a new cache, or a copy of `original`, which was made of the same arguments."""
+        cdef kvc_cache *other
+        cdef kvc_config config
+        cdef kvc_layer *layer
+        cdef kvc_status status
+        cdef const double[::1] frequencies
+        cdef int32_t i
+        self.num_layers = len(layers)
+        self.functions = Functions(self.num_layers) if original is None else original.functions
+        self.layers = <kvc_layer *>PyMem_Calloc(self.num_layers, sizeof(kvc_layer))
+        if self.layers == NULL:
+            raise MemoryError
+        owners = []
+        for i in range(self.num_layers):
+            layer = &self.layers[i]
+            shapes, types, layer.value_in_key, layer.share, policy, rope = layers[i]
+            layer.num_kv_heads, layer.k_dim, layer.v_dim = shapes
+            layer.k_type, layer.v_type = types
+            layer.policy.kind, layer.policy.window, layer.policy.num_sink_tokens = policy[:3]
+            layer.policy.attention_chunk_size, layer.policy.resume_window, layer.policy.max_len = policy[3:]
+            if rope is None:
+                layer.rope.kind = KVC_ROPE_UNKNOWN
+            elif rope is False:
+                layer.rope.kind = KVC_ROPE_NONE
+            elif callable(rope):
+                self.functions.by_layer[i] = rope
+                layer.rope.kind, layer.rope.shift = KVC_ROPE_FUNCTION, shift_keys
+                layer.rope.user = <void *>self.functions
+            else:
+                layer.rope.kind = KVC_ROPE_FREQUENCIES
+                inv_freq, layer.rope.interleaved, layer.rope.first_dim = rope
+                owners.append(np.array(inv_freq, np.float64))
+                frequencies = owners[-1]
+                layer.rope.num_freqs, layer.rope.inv_freq = <int32_t>frequencies.shape[0], &frequencies[0]
+        memset(&config, 0, sizeof(config))
+        config.struct_size = sizeof(kvc_config)
+        config.layers = self.layers
+        config.layer_size = sizeof(kvc_layer)
+        config.num_layers = self.num_layers
+        config.block_size = block_size
+        config.max_seq_len = max_seq_len
+        config.max_sequences = max_sequences
+        config.capacity = capacity
+        config.max_bytes = max_bytes
+        config.num_threads = num_threads
+        config.poll, config.poll_user = handle_signals, <void *>self.functions
+        if original is None:
+            with nogil:
+                status = kvc_cache_new(&config, &self.handle)
+        else:
+            other = original.enter()
+            with nogil:
+                status = kvc_cache_clone(other, &self.handle)
+            original.leave()
+        check(status)
+        for i in range(self.num_layers):
+            self.layers[i].rope.inv_freq = NULL  # which was copied
+        self.most_tokens = min(max_seq_len or _INT64_MAX, capacity or _INT64_MAX)
+
+    def __dealloc__(self):
+        with nogil:
+            kvc_cache_free(self.handle)  # which batches and holds, had there been any left, would have kept alive
+        PyMem_Free(self.layers)
+
+    cdef kvc_cache *enter(self) except NULL:
+        """Returns the handle, valid until leave(): see above what may be done in between."""
+        if self.handle == NULL:
+            raise ValueError("the cache is closed")
+        if self.closing:
+            raise CacheBusyError("another thread is closing the cache")
+        self.count_call()
+        return self.handle
+
+    cdef void count_call(self) noexcept:
+        if self.forks != num_forks:
+            self.forks, self.calls = num_forks, 0
+        self.calls += 1
+
+    cdef void leave(self) noexcept:
+        if self.calls and self.forks == num_forks:
+            self.calls -= 1
+
+    cdef int check_open(self) except -1:
+        """Raises if the cache is closed, before arguments are looked at that mean nothing then."""
+        self.enter()
+        self.leave()
+        return 0
+
+    cdef int check_call(self, kvc_status status) except -1:
+        """Checks the status of a call that may have run anyone's code, and raises what that raised."""
+        if status == KVC_ERR_CALLBACK or status == KVC_ERR_CANCELLED:
+            error = self.functions.raised.pop(get_ident(), None)
+            if error is not None:
+                raise error
+        check(status)
+        return 0
+
+    def close(self):
+        cdef kvc_status status
+        if (self.calls and self.forks == num_forks) or self.closing:
+            raise CacheBusyError("a call in another thread is using the cache; close it when that has returned")
+        self.closing = True
+        with nogil:
+            status = kvc_cache_free(self.handle)
+        self.closing = False
+        if status == KVC_OK:
+            self.handle = NULL
+        check(status)
+
+    @property
+    def closed(self):
+        return self.handle == NULL
+
+    # -- looking at sequences
+
+    cdef int64_t count_rows(self, int64_t seq_id, int32_t layer) except -1:
+        cdef int64_t rows
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            rows = kvc_seq_len(cache, seq_id, layer)
+        self.leave()
+        return rows
+
+    cdef int32_t find_next(self, int64_t seq_id) except -1:
+        cdef int32_t position
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            position = kvc_next_position(cache, seq_id)
+        self.leave()
+        return position
+
+    def seq_len(self, seq_id, layer):
+        cdef int64_t seq = to_seq_id(seq_id)
+        return self.count_rows(seq, -1 if layer is None else to_layer(layer, self.num_layers))
+
+    def first_position(self, seq_id):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t position
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            position = kvc_first_position(cache, seq)
+        self.leave()
+        return position
+
+    def last_position(self, seq_id):
+        return self.find_next(to_seq_id(seq_id)) - 1
+
+    def next_position(self, seq_id):
+        return self.find_next(to_seq_id(seq_id))
+
+    def can_resume(self, seq_id, position):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t at = <int32_t>to_int(position, "position", 0, _INT32_MAX), can
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            can = kvc_can_resume(cache, seq, at)
+        self.leave()
+        return can != 0
+
+    def sequences(self):
+        cdef int64_t room = -1, count = 0
+        cdef kvc_cache *cache
+        cdef int64_t[::1] ids
+        cdef int64_t *to
+        while room < count:
+            room = max(count, 8)
+            found = np.empty(room, np.int64)
+            ids = found
+            to = &ids[0]
+            cache = self.enter()
+            with nogil:
+                count = kvc_sequences(cache, to, room)
+            self.leave()
+        return found[:count].tolist()
+
+    def positions(self, seq_id, layer):
+        cdef int64_t seq = to_seq_id(seq_id), room = -1, count = 0
+        cdef int32_t at = to_layer(layer, self.num_layers)
+        cdef kvc_cache *cache
+        cdef int32_t[::1] positions
+        cdef int32_t *to
+        while room < count:
+            room = max(count, 8)
+            found = np.empty(room, np.int32)
+            positions = found
+            to = &positions[0]
+            cache = self.enter()
+            with nogil:
+                count = kvc_positions(cache, seq, at, to, room)
+            self.leave()
+        return found[:count]
+
+    # -- editing sequences
+
+    def clear(self, seq_id):
+        cdef bint every = seq_id is None
+        cdef int64_t seq = 0 if every else to_seq_id(seq_id)
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_clear(cache) if every else kvc_clear_sequence(cache, seq)
+        self.leave()
+        check(status)
+
+    def keep(self, seq_id):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_keep(cache, seq)
+        self.leave()
+        check(status)
+
+    def copy_prefix(self, src, dst, length):
+        cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
+        cdef int32_t end = <int32_t>to_int(length, "length", 0, _INT32_MAX)
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_copy_prefix(cache, source, target, end)
+        self.leave()
+        check(status)
+
+    def fork(self, src, dst):
+        cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_fork(cache, source, target)
+        self.leave()
+        check(status)
+
+    def remove(self, seq_id, begin, end, bint shift):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
+        cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_remove(cache, seq, low, high, shift)
+        self.leave()
+        self.check_call(status)
+
+    def shift(self, seq_id, begin, end, delta):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
+        cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
+        cdef int32_t by = <int32_t>to_int(delta, "delta", -_INT32_MAX - 1, _INT32_MAX)
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_shift(cache, seq, low, high, by)
+        self.leave()
+        self.check_call(status)
+
+    def divide(self, seq_id, begin, end, divisor):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
+        cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
+        cdef int32_t by = <int32_t>to_int(divisor, "divisor", 1, _INT32_MAX)
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_divide(cache, seq, low, high, by)
+        self.leave()
+        self.check_call(status)
+
+    def truncate(self, seq_id, length):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t end = <int32_t>to_int(length, "length", 0, _INT32_MAX)
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_truncate(cache, seq, end)
+        self.leave()
+        check(status)
+
+    def settle(self):
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_settle(cache)
+        self.leave()
+        check(status)
+
+    def reserve(self, num_tokens, seq_id):
+        cdef int64_t number = to_int(num_tokens, "num_tokens", 1, _INT64_MAX), seq = to_seq_id(seq_id)
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_reserve(cache, seq, number)
+        self.leave()
+        check(status)
+
+    def room(self, seq_id):
+        cdef int64_t number = 0, seq = to_seq_id(seq_id)
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_room(cache, seq, &number)
+        self.leave()
+        check(status)
+        return number
+
+    def compact(self):
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_compact(cache)
+        self.leave()
+        check(status)
+
+    def inject(self, seq_id, layer, begin, k, v, bint skip_missing):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t at = to_layer(layer, self.num_layers)
+        cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
+        cdef kvc_layer *shape = &self.layers[at]
+        cdef kvc_rows_in rows
+        cdef kvc_cache *cache
+        cdef kvc_status status
+        cdef Array read_k, read_v
+        cdef int32_t high
+        cdef int64_t num_replaced = 0
+        memset(&rows, 0, sizeof(rows))
+        _owners = read_pair(shape, k, v, HTD, &read_k, &read_v)
+        if count_tokens(&read_k, HTD) > _INT32_MAX - low:
+            raise ValueError(f"begin={low} with arrays of {read_k.shape[1]} tokens: positions go up to {_MAX_POSITION}")
+        high = low + <int32_t>read_k.shape[1]
+        rows.struct_size = sizeof(kvc_rows_in)
+        rows.k, rows.k_type = read_k.data, read_k.type
+        rows.k_head_stride, rows.k_row_stride = read_k.strides[0], read_k.strides[1]
+        if not shape.value_in_key:
+            rows.v, rows.v_type = read_v.data, read_v.type
+            rows.v_head_stride, rows.v_row_stride = read_v.strides[0], read_v.strides[1]
+        rows.skip_missing, rows.num_replaced = skip_missing, &num_replaced
+        cache = self.enter()
+        with nogil:
+            status = kvc_inject(cache, seq, at, low, high, &rows)
+        self.leave()
+        check(status)
+        return num_replaced
+
+    # -- memory
+
+    def stats(self):
+        cdef kvc_stats s
+        cdef kvc_cache *cache
+        memset(&s, 0, sizeof(s))
+        cache = self.enter()
+        with nogil:
+            kvc_get_stats(cache, &s, sizeof(s))
+        self.leave()
+        return {
+            "batches": s.batches, "aborted": s.aborted, "tokens": s.tokens, "rows_evicted": s.rows_evicted,
+            "rows_moved": s.rows_moved, "rows_copied": s.rows_copied, "compactions": s.compactions,
+            "blocks_opened": s.blocks_opened, "blocks_reused": s.blocks_reused, "blocks_returned": s.blocks_returned,
+            "live_slots": s.live_slots, "wasted_slots": s.wasted_slots, "blocks_in_use": s.blocks_in_use,
+            "blocks_free": s.blocks_free,
+        }
+
+    def blocks(self, layer):
+        """Two lists of tuples, fields as in the header: the blocks, and the runs, of which block and whose first."""
+        cdef int32_t at = to_layer(layer, self.num_layers)
+        cdef int64_t num_blocks = 0, num_runs = 0, max_blocks = -1, max_runs = -1, i
+        cdef cnp.ndarray block_room = None, run_room = None
+        cdef kvc_block_info *b = NULL
+        cdef kvc_run_info *r = NULL
+        cdef kvc_status status
+        cdef kvc_cache *cache
+        while max_blocks < num_blocks or max_runs < num_runs:
+            max_blocks, max_runs = num_blocks, num_runs
+            block_room = np.empty(max_blocks * sizeof(kvc_block_info), np.uint8)
+            run_room = np.empty(max_runs * sizeof(kvc_run_info), np.uint8)
+            b, r = <kvc_block_info *>cnp.PyArray_DATA(block_room), <kvc_run_info *>cnp.PyArray_DATA(run_room)
+            cache = self.enter()
+            with nogil:
+                status = kvc_blocks(cache, at, b, sizeof(kvc_block_info), max_blocks, &num_blocks,
+                                    r, sizeof(kvc_run_info), max_runs, &num_runs)
+            self.leave()
+            check(status)
+        return (
+            [(b[i].num_slots, b[i].filled, b[i].live, b[i].references, b[i].resident, b[i].is_held != 0)
+             for i in range(num_blocks)],
+            [(r[i].block, r[i].seq_id, r[i].slot, r[i].count, r[i].position, r[i].delta, r[i].in_batch != 0)
+             for i in range(num_runs)],
+        )
+
+    def nbytes(self):
+        cdef int64_t size
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            size = kvc_nbytes(cache)
+        self.leave()
+        return size
+
+    def block_size(self):
+        cdef int32_t slots = kvc_block_size(self.enter())
+        self.leave()
+        return slots
+
+    def capacity(self):
+        cdef int64_t slots = kvc_capacity(self.enter())
+        self.leave()
+        return None if slots < 0 else slots
+
+    def capacity_bytes(self):
+        cdef int64_t size = kvc_capacity_bytes(self.enter())
+        self.leave()
+        return None if size < 0 else size
+
+    def utilization(self):
+        cdef double part
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            part = kvc_utilization(cache)
+        self.leave()
+        return part
+
+    def validate(self):
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_validate(cache)
+        self.leave()
+        check(status)
+
+    # -- reading rows
+
+    cdef tuple new_rows(self, int32_t layer, int64_t rows, int32_t type, bint want_k, bint want_v, kvc_rows_out *out):
+        """New arrays for keys and values, [num_kv_heads, rows, dim]; None for those that are not wanted."""
+        cdef kvc_layer *shape = &self.layers[layer]
+        cdef cnp.ndarray k = None, v = None
+        memset(out, 0, sizeof(kvc_rows_out))
+        out.struct_size = sizeof(kvc_rows_out)
+        out.type = type
+        if want_k:
+            k = new_array(type, 3, shape.num_kv_heads, rows, shape.k_dim)
+            out.k = cnp.PyArray_DATA(k)
+            out.k_row_stride = shape.k_dim * ITEM_SIZE[type]
+            out.k_head_stride = rows * out.k_row_stride
+        if want_v:
+            v = new_array(type, 3, shape.num_kv_heads, rows, shape.v_dim)
+            out.v = cnp.PyArray_DATA(v)
+            out.v_row_stride = shape.v_dim * ITEM_SIZE[type]
+            out.v_head_stride = rows * out.v_row_stride
+        return k, v
+
+    cdef tuple copy_rows(self, int32_t layer, int64_t seq_id, object first, int32_t type, bint want_k, bint want_v):
+        """Returns the rows from `first` on, as many as there are when they are copied, not when they were counted."""
+        cdef kvc_status status = KVC_OK
+        cdef kvc_rows_out out
+        cdef int64_t stored = self.count_rows(seq_id, layer), rows = -1, begin = 0
+        while rows != stored - begin:
+            begin = to_int(first, "first", 0, stored)
+            rows = stored - begin
+            arrays = self.new_rows(layer, rows, type, want_k, want_v, &out)
+            out.num_stored = &stored
+            status = self.copy_to(layer, seq_id, begin, rows, &out)
+        check(status)
+        return arrays
+
+    cdef kvc_status copy_to(self, int32_t layer, int64_t seq_id, int64_t first, int64_t rows,
+                            kvc_rows_out *out) except? KVC_OK:
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_gather(cache, seq_id, layer, first, rows, out)
+        self.leave()
+        return status
+
+    def get(self, seq_id, layer, position):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t at = to_layer(layer, self.num_layers), found = -1
+        cdef int32_t where = <int32_t>to_int(position, "position", 0, _INT32_MAX)
+        cdef kvc_cache *cache
+        cdef kvc_status status
+        cdef kvc_rows_out out
+        k, v = self.new_rows(at, 1, KVC_F32, True, True, &out)
+        out.positions = &found
+        cache = self.enter()
+        with nogil:
+            status = kvc_extract(cache, seq, at, where, where + (where <= _MAX_POSITION), &out)
+        self.leave()
+        check(status)
+        return None if found < 0 else (k[:, 0], v[:, 0])
+
+    def gather(self, seq_id, layer, first, dtype, out):
+        cdef int64_t seq = to_seq_id(seq_id), begin, rows
+        cdef int32_t at = to_layer(layer, self.num_layers)
+        cdef kvc_rows_out to
+        if out is None:
+            return self.copy_rows(at, seq, first, TYPES["f32" if dtype is None else dtype], True, True)
+        if dtype is not None:
+            raise ValueError(f"dtype={dtype!r}: rows are converted to the type of out; leave it out")
+        rows = self.count_rows(seq, at)
+        begin = to_int(first, "first", 0, rows)
+        _owner = read_rows_out(&self.layers[at], out, rows - begin, &rows, &to)
+        check(self.copy_to(at, seq, begin, rows, &to))
+        return out
+
+    def extract(self, seq_id, layer, begin, end):
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t at = to_layer(layer, self.num_layers)
+        cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
+        cdef int32_t high = <int32_t>to_int(end, "end", low, _INT32_MAX)
+        cdef kvc_cache *cache
+        cdef kvc_status status
+        cdef kvc_rows_out out
+        self.check_open()
+        arrays = self.new_rows(at, high - low, KVC_F32, True, True, &out)
+        cache = self.enter()
+        with nogil:
+            status = kvc_extract(cache, seq, at, low, high, &out)
+        self.leave()
+        check(status)
+        return arrays
+
+    cdef int check_viewable(self, int32_t layer, int32_t type) except -1:
+        if type >= KVC_Q8_0:
+            name = next(name for name, number in TYPES.items() if number == type)
+            raise ValueError(f"layer {layer} stores {name}, which no array can show: gather() decodes it")
+        return 0
+
+    def rows(self, seq_id, layer, copy, bint values):
+        """Keys or values as they are stored: a view or a copy, as `KVCache.keys` has it."""
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t at = to_layer(layer, self.num_layers)
+        cdef kvc_layer *shape = &self.layers[at]
+        cdef int32_t type = shape.v_type if values else shape.k_type, delta = 0
+        cdef kvc_rows_out none
+        cdef Hold hold
+        self.check_viewable(at, type)
+        if not copy:
+            hold = Hold(self, at, seq)
+            if not hold.num_spans:
+                array = self.new_rows(at, 0, type, not values, values, &none)[1 if values else 0]
+                array.flags.writeable = False  # as a view would be
+                return array
+            if not values and shape.rope.kind == KVC_ROPE_FREQUENCIES:
+                delta = hold.waiting()
+            if not delta and hold.in_one_piece():
+                return hold.view(shape, 0, hold.num_spans, values)
+            if copy is not None and delta:
+                raise ValueError(f"copy=False: keys that were moved, by {delta}, are yet to be rotated; settle() does "
+                                 "it for all, copy=None and gather() in a copy")
+            if copy is not None:
+                raise ValueError(f"copy=False: the rows lie in {hold.num_spans} pieces, so that there is no view of "
+                                 "them all; spans() has one of each, copy=None and gather() copy")
+        return self.copy_rows(at, seq, 0, type, not values, values)[1 if values else 0]
+
+    def spans(self, seq_id, layer):
+        """A list of (k, v, position of the first row, number of rows, delta)."""
+        cdef int64_t seq = to_seq_id(seq_id), i
+        cdef int32_t at = to_layer(layer, self.num_layers)
+        cdef kvc_layer *shape = &self.layers[at]
+        cdef Hold hold
+        self.check_viewable(at, max(shape.k_type, shape.v_type))
+        hold = Hold(self, at, seq)
+        return [
+            (hold.view(shape, i, 1, False), hold.view(shape, i, 1, True), hold.spans[i].position,
+             hold.spans[i].num_rows, hold.spans[i].delta)
+            for i in range(hold.num_spans)
+        ]
+
+    # -- a forward pass
+
+    def begin(self, n, positions, seq_ids, parents, decide):
+        """Begins a batch. `decide` returns for each token whether its sequence is unstored; None: all are stored."""
+        cdef Batch batch = Batch.__new__(Batch)
+        cdef cnp.npy_intp size
+        cdef kvc_begin_args args
+        cdef kvc_status status
+        cdef kvc_cache *cache
+        cdef void *found
+        cdef cnp.ndarray trees, unstored = None
+        self.check_open()
+        memset(&args, 0, sizeof(args))
+        args.struct_size = sizeof(args)
+        if n is not None:
+            size = to_int(n, "n", 1, _INT32_MAX)
+            if size > self.most_tokens:  # before their positions are written down
+                raise CacheFullError(f"n={size}: at most {self.most_tokens} tokens fit at once; room() says how many")
+            to_int(size, "n", 1, KVC_MAX_BATCH)
+            batch.positions = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
+        else:
+            batch.positions = to_int_array(positions, "positions", cnp.NPY_INT32, 0, _MAX_POSITION)
+            args.positions = <const int32_t *>cnp.PyArray_DATA(batch.positions)
+        size = cnp.PyArray_DIM(batch.positions, 0)
+        if seq_ids is not None:
+            batch.seq_ids = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX)
+            if cnp.PyArray_DIM(batch.seq_ids, 0) != size:
+                raise ValueError(f"len(seq_ids)={len(batch.seq_ids)}: must be len(positions), which is {size}")
+            args.seq_ids = <const int64_t *>cnp.PyArray_DATA(batch.seq_ids)
+        if parents is not None:
+            trees = to_int_array(parents, "parents", cnp.NPY_INT32, -1, _INT32_MAX)
+            if cnp.PyArray_DIM(trees, 0) != size:
+                raise ValueError(f"len(parents)={len(trees)}: must be one for each token, and there are {size}")
+            args.parents = <const int32_t *>cnp.PyArray_DATA(trees)
+        batch.cache = self
+        args.num_tokens = batch.num_tokens = <int32_t>size
+        if decide is not None:
+            if n is not None:  # where they will probably be: what another thread edits meanwhile shifts them
+                batch.positions[:] = np.arange(size) + self.find_next(0)
+            unstored = decide(batch.positions, batch.get_seq_ids())
+        if unstored is not None:
+            args.unstored = <const uint8_t *>cnp.PyArray_DATA(unstored)
+        found = cnp.PyArray_DATA(batch.positions)
+        cache = self.enter()
+        with nogil:
+            status = kvc_begin_with(cache, &args, &batch.handle)
+            if status == KVC_OK and args.positions == NULL:
+                memcpy(found, kvc_batch_positions(batch.handle), size * sizeof(int32_t))
+        self.leave()
+        check(status)
+        cnp.PyArray_CLEARFLAGS(batch.positions, cnp.NPY_ARRAY_WRITEABLE)
+        return batch

@@ -1,0 +1,19 @@
+"""A status of the C core becomes an exception."""
+
+cdef dict ERRORS = {
+    KVC_ERR_INVALID: ValueError,
+    KVC_ERR_INDEX: IndexError,
+    KVC_ERR_FULL: CacheFullError,
+    KVC_ERR_NOMEM: MemoryError,
+    KVC_ERR_UNSUPPORTED: NotSupportedError,
+    KVC_ERR_BUSY: CacheBusyError,
+    KVC_ERR_HELD: BufferError,
+    KVC_ERR_GONE: RowsGoneError,
+}
+
+
+cdef int check(kvc_status status) except -1:
+    if status != KVC_OK:
+        words = kvc_last_error().decode()  # first of all: another call that fails in this thread replaces it
+        raise ERRORS.get(status, KVCacheError)(words)
+    return 0

@@ -1,0 +1,49 @@
+"""The layouts of arrays of rows: which axis has the tokens, which the heads."""
+
+cdef enum:
+    THD = 0
+    HTD = 1
+    BHTD = 2  # sequences in lock step: token t of sequence b is b * T + t
+    BTHD = 3  # the same, token by token: rows for a cross-attention layer, which one sequence gets
+
+cdef int[4] NUM_AXES = [3, 3, 4, 4]  # by layout, as are the next two
+cdef int[4] TOKEN_AXIS = [0, 1, 2, 1]
+cdef int[4] HEAD_AXIS = [1, 0, 1, 2]
+
+
+cdef int to_layout(str layout) except -1:
+    if layout == "THD":
+        return THD
+    if layout == "HTD":
+        return HTD
+    if layout == "BHTD":
+        return BHTD
+    raise ValueError(f"layout={layout!r}: must be 'THD' (tokens, heads, dim), 'HTD' (heads, tokens, dim) or 'BHTD'")
+
+
+cdef inline int64_t count_tokens(Array *a, int layout) noexcept:
+    """Tokens in an array of rows; of too many, more than there may be."""
+    cdef int64_t tokens = a.shape[TOKEN_AXIS[layout]]
+    return min(a.shape[0], _INT32_MAX + 1) * min(tokens, _INT32_MAX + 1) if layout >= BHTD else tokens
+
+
+cdef inline bint same_tokens(Array *a, Array *b, int layout) noexcept:
+    cdef int axis = TOKEN_AXIS[layout]
+    return a.shape[axis] == b.shape[axis] and (layout < BHTD or a.shape[0] == b.shape[0])
+
+
+cdef str show_tokens(Array *a, int layout):
+    tokens = f"{a.shape[TOKEN_AXIS[layout]]}"
+    return f"{a.shape[0]} x {tokens}" if layout >= BHTD else tokens
+
+
+cdef int wrong_shape(str name, Array *a, int layout, object heads, int64_t dim, Array *like=NULL) except -1:
+    """`like`: an array whose tokens it should have had."""
+    shape = ", ".join([str(a.shape[i]) for i in range(a.ndim)])
+    tokens = "tokens" if like == NULL else f"{like.shape[TOKEN_AXIS[layout]]}"
+    wanted = f"{tokens}, {heads}, {dim}" if layout in (THD, BTHD) else f"{heads}, {tokens}, {dim}"
+    if layout == BTHD:
+        wanted = "any, " + wanted
+    if layout == BHTD:
+        wanted = ("sequences, " if like == NULL else f"{like.shape[0]}, ") + wanted
+    raise ValueError(f"{name}: an array of shape ({shape}), where ({wanted}) is needed")

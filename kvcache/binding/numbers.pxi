@@ -1,0 +1,98 @@
+"""Numbers that come in: checked, and in words when they are wrong."""
+
+cdef str show(object value):
+    """The value for an error message, which must neither fail nor fill the screen."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of thousands of digits refuses, among others
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+cdef object to_index(object value, str name):
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}={value}: an integer is needed, not a truth value")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={show(value)}: an integer is needed, not {type(value).__name__}") from None
+
+
+cdef bint is_plain(object value, int64_t low, int64_t high, int64_t *number) noexcept:
+    """Whether it is an int of [low, high] and nothing else, as it nearly always is."""
+    cdef int overflow = 0
+    if not PyLong_CheckExact(value):
+        return False
+    number[0] = PyLong_AsLongLongAndOverflow(value, &overflow)
+    return not overflow and low <= number[0] <= high
+
+
+cdef int64_t to_int(object value, str name, int64_t low, int64_t high) except? -1:
+    cdef int64_t number
+    if is_plain(value, low, high, &number):
+        return number
+    value = to_index(value, name)
+    if value < low:
+        raise ValueError(f"{name}={show(value)}: must be at least {low}")
+    if value > high:
+        raise ValueError(f"{name}={show(value)}: must be at most {high}")
+    return value
+
+
+cdef int32_t to_layer(object value, int32_t num_layers) except -1:
+    cdef int64_t number
+    if is_plain(value, 0, num_layers - 1, &number):
+        return <int32_t>number
+    value = to_index(value, "layer")
+    if not 0 <= value < num_layers:
+        raise IndexError(f"layer={show(value)}: the layers are 0 to {num_layers - 1}")
+    return value
+
+
+cdef inline int64_t to_seq_id(object value, str name="seq_id") except? -1:
+    return to_int(value, name, _INT64_MIN, _INT64_MAX)
+
+
+cdef float to_factor(object value, str name, bint positive) except? -1:
+    """A number that C takes, where 0 would ask for the default."""
+    cdef float number
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = <float>PyFloat_AsDouble(value)
+    except TypeError:
+        raise TypeError(f"{name}={show(value)}: a number or None is needed, not {type(value).__name__}") from None
+    if not isfinite(number) or number == 0 or (positive and number < 0):
+        what = "above 0" if positive else "other than 0"
+        raise ValueError(f"{name}={show(value)}: must be a finite f32 number {what}; None asks for the default")
+    return number
+
+
+cdef cnp.ndarray to_int_array(object values, str name, int typenum, int64_t low, int64_t high, int64_t least=1):
+    """A new, read-only array of `least` integers or more out of any iterable of them."""
+    cdef cnp.npy_intp size, i
+    cdef int64_t number
+    cdef cnp.ndarray array
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    try:
+        values = list(values)
+    except TypeError:
+        what = type(values).__name__
+        raise TypeError(f"{name}={show(values)}: a sequence of integers is needed, not {what}") from None
+    size = to_int(len(values), f"len({name})", least, _INT32_MAX)
+    array = cnp.PyArray_EMPTY(1, &size, typenum, 0)
+    for i in range(size):
+        if not is_plain(values[i], low, high, &number):
+            number = to_int(values[i], f"{name}[{i}]", low, high)
+        if typenum == cnp.NPY_INT32:
+            (<int32_t *>cnp.PyArray_DATA(array))[i] = <int32_t>number
+        else:
+            (<int64_t *>cnp.PyArray_DATA(array))[i] = number
+    array.flags.writeable = False
+    return array
+
+
+def integer(value, str name, int64_t low, int64_t high):
+    """`value` as an int of [low, high]: a TypeError or ValueError that names it where it is none."""
+    return to_int(value, name, low, high)

@@ -1,0 +1,115 @@
+"""Views of the rows that a cache stores, and what keeps these where they are."""
+
+cdef int free_hold(Cache cache, kvc_hold *hold) noexcept:
+    """Lets go of the rows; the cache counts as in use meanwhile."""
+    if hold != NULL:
+        cache.count_call()
+        with nogil:
+            kvc_hold_free(hold)
+        cache.leave()
+    return 0
+
+
+@cython.final
+@cython.no_gc_clear  # what is freed rests on the cache
+cdef class Hold:
+    """The rows of a sequence in a layer, kept as they are for as long as this lives; what views of them rest on."""
+
+    cdef Cache cache
+    cdef kvc_hold *handle
+    cdef kvc_span *spans
+    cdef int64_t num_spans
+
+    def __cinit__(self, Cache cache not None, int32_t layer, int64_t seq_id):
+        cdef int64_t room = 0
+        cdef void *spans
+        cdef kvc_cache *handle
+        cdef kvc_status status
+        self.cache = cache
+        self.num_spans = 1
+        while room < self.num_spans:
+            room = self.num_spans
+            spans = PyMem_Realloc(self.spans, room * sizeof(kvc_span))
+            if spans == NULL:
+                raise MemoryError
+            self.spans = <kvc_span *>spans
+            handle = cache.enter()
+            with nogil:
+                status = kvc_spans(handle, seq_id, layer, self.spans, sizeof(kvc_span), room, &self.num_spans,
+                                   &self.handle)
+            cache.leave()
+            check(status)
+
+    def __dealloc__(self):
+        free_hold(self.cache, self.handle)
+        PyMem_Free(self.spans)
+
+    cdef bint in_one_piece(self) noexcept:
+        """Whether each span goes on where the one before ends."""
+        cdef kvc_span *a
+        cdef kvc_span *b
+        cdef int64_t i
+        for i in range(self.num_spans - 1):
+            a, b = &self.spans[i], &self.spans[i + 1]
+            if <char *>a.k + a.num_rows * a.k_row_stride != <char *>b.k or a.k_head_stride != b.k_head_stride:
+                return False
+            if <char *>a.v + a.num_rows * a.v_row_stride != <char *>b.v or a.v_head_stride != b.v_head_stride:
+                return False
+        return True
+
+    cdef int32_t waiting(self) noexcept:
+        """A delta of keys that are yet to be rotated; 0: there are none."""
+        cdef int64_t i
+        for i in range(self.num_spans):
+            if self.spans[i].delta:
+                return self.spans[i].delta
+        return 0
+
+    cdef object view(self, kvc_layer *layer, int64_t first, int64_t num_spans, bint values):
+        """The rows of spans that lie in one piece, [num_kv_heads, rows, dim], read-only."""
+        cdef kvc_span *span = &self.spans[first]
+        cdef int32_t type = layer.v_type if values else layer.k_type
+        cdef cnp.npy_intp[3] shape = [layer.num_kv_heads, 0, layer.v_dim if values else layer.k_dim]
+        cdef cnp.npy_intp[3] strides = [span.k_head_stride, span.k_row_stride, ITEM_SIZE[type]]
+        cdef int64_t i
+        for i in range(first, first + num_spans):
+            shape[1] += self.spans[i].num_rows
+        if values:
+            strides[0], strides[1] = span.v_head_stride, span.v_row_stride
+        array = make_array(BFloat16Array if type == KVC_BF16 else np.ndarray, dtype_of(type), 3, shape, strides,
+                           <void *>(span.v if values else span.k))
+        cnp.set_array_base(array, self)
+        return array
+
+
+@cython.final
+@cython.no_gc_clear  # what is freed rests on the cache
+cdef class Slots:
+    """Memory of tokens of a batch, to be written to, kept as it is for as long as this lives; what views rest on."""
+
+    cdef Cache cache
+    cdef kvc_hold *handle
+    cdef kvc_span span
+
+    def __dealloc__(self):
+        free_hold(self.cache, self.handle)
+
+    cdef object view(self, kvc_layer *layer, bint values):
+        cdef kvc_span *span = &self.span
+        cdef int32_t type = layer.v_type if values else layer.k_type
+        cdef int64_t dim = layer.v_dim if values else layer.k_dim
+        cdef cnp.npy_intp[3] shape = [layer.num_kv_heads, span.num_rows, dim]
+        cdef cnp.npy_intp[3] strides = [span.k_head_stride, span.k_row_stride, 1]
+        cdef cnp.dtype descr
+        if values:
+            strides[0], strides[1] = span.v_head_stride, span.v_row_stride
+        if type >= KVC_Q8_0:
+            shape[2] = row_bytes(type, dim)
+            descr = cnp.PyArray_DescrFromType(cnp.NPY_UINT8)
+        else:
+            strides[2] = ITEM_SIZE[type]
+            descr = dtype_of(type)
+        array = make_array(BFloat16Array if type == KVC_BF16 else np.ndarray, descr, 3, shape, strides,
+                           <void *>(span.v if values else span.k), cnp.NPY_ARRAY_WRITEABLE)
+        cnp.set_array_base(array, self)
+        return array
