@@ -1,0 +1,214 @@
+"""The rules of the layout: who may include, call and import whom, and how long functions and files may be.
+
+The core has four layers, src/base < src/kernels < src/store < src/attend; a file (x.c and x.h are one) uses its own
+layer and those below. An offender stands in one of the sets of what is yet to be mended, and is struck from it as soon
+as it is: the test fails until then. What stays for good stands in KEPT, with the reason.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import c_sources, python_sources
+
+MOST_FUNCTION_LINES = 60
+MOST_FILE_LINES = 600  # docstrings aside
+
+LAYERS = ["base", "kernels", "store", "attend"]
+KERNELS_FOR_ALL = {"kernels/kernels.h", "kernels/dispatch.h"}  # what other layers may include of kernels/
+
+KEPT: dict[str, str] = {}  # files that may be longer, with the reason
+
+# ---- yet to be mended
+
+LONG_FILES = {
+    "attention.c",
+    "begin.c",
+    "cache.c",
+    "cache.pxi",
+    "cache.py",
+    "hf.py",
+    "llama.py",
+    "plan.c",
+    "template.h",
+}
+LONG_FUNCTIONS: set[str] = set()
+UPWARD_INCLUDES = {
+    "store/batch.c: attend/attention.h",
+    "store/fork.c: attend/attention.h",
+}
+UPWARD_CALLS = {
+    "store/batch: kvc_plans_free",
+    "store/fork: kvc_plan_reset",
+}
+IN_A_CIRCLE = {
+    "attend/attention",
+    "attend/plan",
+    "base/memory",
+    "base/pages",
+    "base/slab",
+    "store/batch",
+    "store/cache",
+    "store/compact",
+    "store/draft",
+    "store/edit",
+    "store/fork",
+    "store/resident",
+    "store/rows",
+    "store/sheet",
+}
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return c_sources.read_all()
+
+
+@pytest.fixture(scope="module")
+def calls(sources):
+    return c_sources.calls_between_units(sources)
+
+
+def compare(found, listed, rule):
+    """Fail for offenders that are not listed, and for listed ones that are none any more."""
+    found = set(found)
+    new, mended = sorted(found - listed), sorted(listed - found)
+    assert not new, f"{rule}: {', '.join(new)}"
+    assert not mended, f"mended, strike from {Path(__file__).name}: {', '.join(mended)}"
+
+
+def is_above(other, folder):
+    return LAYERS.index(other) > LAYERS.index(folder)
+
+
+# ---- the core
+
+
+def test_the_core_is_understood():
+    """What the rules stand on: definitions, calls and circles, in a text with each kind of them."""
+    text = """
+#define TWICE(x) \\
+    inner(x)
+typedef struct pair { int a, b; } pair;
+static int inner(int x) { return x; }
+int declared(int);
+INLINE pair
+outer(struct pair p) {
+    if (p.declared) other(p.a); /* not called: commented() */
+    return (pair){.a = TWICE(1)};
+}
+const struct table table = {.call = listed};
+"""
+    functions = {f.name: (f.is_static, f.num_lines) for f in c_sources.functions_of(c_sources.blank(text))}
+    assert functions == {"inner": (True, 1), "outer": (True, 5)}
+    used = {*c_sources.names_in(c_sources.blank(text), inside_only=True)}
+    assert used >= {"other", "listed"}
+    assert not used & {"declared", "commented", "call"}
+    assert [name for name, _ in c_sources.macros(text)] == ["TWICE"]
+    calls = {"a": {"b": {"f"}}, "b": {"c": {"g"}}, "c": {"b": {"h"}}, "d": {}}
+    assert c_sources.circles(calls) == {frozenset("bc")}
+
+
+def test_every_source_has_a_layer(sources):
+    assert {source.folder for source in sources} == {*LAYERS}
+
+
+def test_includes_point_down(sources):
+    upward = [
+        f"{source.name}: {name}"
+        for source in sources
+        for name in source.includes
+        if "/" in name and is_above(name.split("/")[0], source.folder)
+    ]
+    compare(upward, UPWARD_INCLUDES, "includes a layer above")
+
+
+def test_kernels_are_included_through_their_interface(sources):
+    wrong = [
+        f"{source.name}: {name}"
+        for source in sources
+        for name in source.includes
+        if source.folder != "kernels" and name.startswith("kernels/") and name not in KERNELS_FOR_ALL
+    ]
+    compare(wrong, set(), "includes what only kernels may")
+
+
+def test_calls_point_down(calls):
+    upward = [
+        f"{unit}: {name}"
+        for unit, others in calls.items()
+        for other, names in others.items()
+        for name in names
+        if is_above(other.split("/")[0], unit.split("/")[0])
+    ]
+    compare(upward, UPWARD_CALLS, "calls a layer above")
+
+
+def test_no_files_call_each_other_in_a_circle(calls):
+    circles = c_sources.circles(calls)
+    inside = [
+        f"{unit} calls {name} of {other}"
+        for circle in circles
+        for unit in sorted(circle)
+        for other in sorted(circle & calls[unit].keys())
+        for name in sorted(calls[unit][other])
+        if not {unit, other} <= IN_A_CIRCLE
+    ]
+    compare({unit for circle in circles for unit in circle}, IN_A_CIRCLE, "in a circle (" + "; ".join(inside) + ")")
+
+
+# ---- lengths, of the core and the package
+
+
+@pytest.fixture(scope="module")
+def lengths(sources):
+    """Of each file: its path, its lines, and name and lines of each function."""
+    core = [(source.path, source.num_lines, [(f.name, f.num_lines) for f in source.functions]) for source in sources]
+    package = [
+        path for path in sorted(python_sources.PACKAGE.rglob("*")) if path.suffix in (".py", ".pyx", ".pxi", ".pxd")
+    ]
+    return [*core, *((path, *python_sources.lengths(path)) for path in package)]
+
+
+def test_files_are_short(lengths):
+    long = {path.name: lines for path, lines, _ in lengths if lines > MOST_FILE_LINES}
+    compare(long, LONG_FILES | KEPT.keys(), f"more than {MOST_FILE_LINES} lines")
+
+
+def test_functions_are_short(lengths):
+    long = [name for _, _, functions in lengths for name, lines in functions if lines > MOST_FUNCTION_LINES]
+    compare(long, LONG_FUNCTIONS, f"more than {MOST_FUNCTION_LINES} lines")
+
+
+# ---- the package
+
+
+def imported(folder):
+    """The modules that the files of a part of the package import, each with the file's path."""
+    for path in sorted((python_sources.PACKAGE / folder).rglob("*.py")):
+        for module in python_sources.imports(path):
+            yield module, path.relative_to(python_sources.PACKAGE).as_posix()
+
+
+def test_import_loads_the_cache_alone():
+    code = "import sys, kvcache; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    parts = ("models", "runner", "tools", "hf", "plot")
+    assert "kvcache.cache" in loaded
+    assert not [
+        name for name in loaded if name.split(".")[:1] == ["kvcache"] and name.split(".")[1:2] in ([p] for p in parts)
+    ]
+
+
+def test_models_import_neither_runner_nor_tools():
+    wrong = [
+        (module, path) for module, path in imported("models") if module.startswith(("kvcache.runner", "kvcache.tools"))
+    ]
+    assert not wrong
+
+
+def test_torch_is_imported_for_hugging_face_and_in_peers():
+    users = {path for module, path in imported(".") if module.split(".")[0] == "torch"}
+    assert "hf.py" in users
+    assert not [path for path in users - {"hf.py"} if "peers" not in path.split("/")]
