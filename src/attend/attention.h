@@ -80,10 +80,9 @@ typedef struct kvc_lane_layout {
 } kvc_lane_layout;
 
 struct kvc_plan {
-    kvc_plan *next; /* of the batch's */
+    kvc_plan_link link; /* the first member: what batch->plans lists */
     kvc_batch *batch;
     kvc_plan_args args;
-    uint64_t size;     /* of this allocation */
     atomic_flag taken; /* by whoever made it, until freed: then it may serve another call */
     int32_t is_made;   /* what follows is there; set with the mutex held, as fork() holds it */
     int32_t group;
@@ -111,9 +110,6 @@ struct kvc_plan {
     float *lanes;
     atomic_flag *lane_taken;
 };
-
-/* Frees the batch's plans, with the mutex held. */
-void kvc_plans_free(kvc_batch *batch);
 
 /* Forgets which tasks were run. */
 void kvc_plan_reset(kvc_plan *plan);

@@ -587,7 +587,7 @@ static kvc_plan *settle(const kvc_plan *draft, const totals *t) {
     char *start = kvc_scratch_take(draft->batch->cache, &size);
     if (!start) return NULL;
     kvc_plan *plan = memcpy(start, draft, sizeof *draft);
-    plan->size = size;
+    plan->link.size = size;
     plan->units = (void *)(start + units);
     plan->pieces = (void *)(start + pieces);
     plan->starts = (void *)(start + starts);
@@ -708,6 +708,15 @@ static void give_scratch(maker *m) {
     kvc_unlock(cache, KVC_OK);
 }
 
+/* Threads that are not there any more may have been making the plan, or running a task of it. */
+static void after_fork(kvc_plan_link *link) {
+    kvc_plan *plan = (kvc_plan *)link;
+    if (!plan->is_made) return;
+    atomic_flag_clear(&plan->round.lock);
+    for (int32_t i = 0; i < plan->num_lanes; i++) atomic_flag_clear(&plan->lane_taken[i]);
+    kvc_plan_reset(plan);
+}
+
 /* Blocks and sequences of the batch are its own, so only scratch needs the mutex. */
 static kvc_plan *make_plan(maker *m) {
     kvc_plan *draft = m->plan;
@@ -723,8 +732,9 @@ static kvc_plan *make_plan(maker *m) {
     kvc_lock(batch->cache);
     kvc_plan *plan = settle(draft, &t);
     if (plan) {
-        plan->next = batch->plans;
-        batch->plans = plan;
+        plan->link.next = batch->plans;
+        plan->link.after_fork = after_fork;
+        batch->plans = &plan->link;
         atomic_flag_clear(&plan->taken);
         atomic_flag_test_and_set(&plan->taken);
     }
@@ -760,14 +770,6 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
     *out = take_scratch(&m) ? make_plan(&m) : NULL;
     give_scratch(&m);
     return *out ? KVC_OK : kvc_fail(KVC_ERR_NOMEM, "out of memory for the tasks of an attention");
-}
-
-void kvc_plans_free(kvc_batch *batch) {
-    while (batch->plans) {
-        kvc_plan *plan = batch->plans;
-        batch->plans = plan->next;
-        kvc_scratch_give(batch->cache, plan, plan->size);
-    }
 }
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
@@ -807,8 +809,9 @@ kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan *
     const kvc_status status = kvc_plan_check(batch, given, &args);
     if (status != KVC_OK) return status;
     kvc_lock(batch->cache);
-    kvc_plan *plan = batch->plans;
-    while (plan && !(serves(plan, &args) && !atomic_flag_test_and_set(&plan->taken))) plan = plan->next;
+    kvc_plan *plan = (kvc_plan *)batch->plans;
+    while (plan && !(serves(plan, &args) && !atomic_flag_test_and_set(&plan->taken)))
+        plan = (kvc_plan *)plan->link.next;
     kvc_unlock(batch->cache, KVC_OK);
     if (!plan) return new_plan(batch, &args, out);
     *out = plan;

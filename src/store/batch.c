@@ -1,10 +1,17 @@
 /* batch.c: the public functions of a forward pass after begin.c: put, commit, abort. */
 #include <string.h>
 
-#include "attend/attention.h"
 #include "base/dtype.h"
 #include "store/rows.h"
 #include "store/sheet.h"
+
+static void free_plans(kvc_batch *batch) {
+    while (batch->plans) {
+        kvc_plan_link *plan = batch->plans;
+        batch->plans = plan->next;
+        kvc_scratch_give(batch->cache, plan, plan->size);
+    }
+}
 
 /* The batch no longer owns its sequences; those that hold nothing are forgotten. */
 static void release_batch(kvc_batch *batch) {
@@ -16,7 +23,7 @@ static void release_batch(kvc_batch *batch) {
     }
     for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].epoch++;
     cache->batch = NULL;
-    kvc_plans_free(batch);
+    free_plans(batch);
     kvc_sheets_free(cache);
     kvc_scratch_give(cache, batch, batch->size);
 }

@@ -470,10 +470,6 @@ int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer) {
     return !cache->layers[layer].share && kvc_policy_keeps_tokens(&cache->layers[layer].policy);
 }
 
-int32_t kvc_cache_threads(const kvc_cache *cache) {
-    return cache->num_threads ? cache->num_threads : kvc_num_threads();
-}
-
 void kvc_spare_free(kvc_cache *cache) {
     if (cache->spare) kvc_sequence_free(cache->spare, &cache->memory, cache->pools);
     cache->spare = NULL;

@@ -94,6 +94,14 @@ typedef struct kvc_cross_put {
     int32_t touched, num_opened; /* of its block before: kvc_pool_unopen; blocks whose memory was taken for it */
 } kvc_cross_put;
 
+/* The beginning of a plan that attention made for a batch: all that the batch knows of it. */
+typedef struct kvc_plan_link {
+    struct kvc_plan_link *next;
+    uint64_t size; /* of the plan's allocation */
+    /* Drops what threads of the parent were doing with the plan, in the child of a fork(). */
+    void (*after_fork)(struct kvc_plan_link *link);
+} kvc_plan_link;
+
 struct kvc_batch {
     kvc_cache *cache;
     uint64_t size;          /* of this allocation */
@@ -113,7 +121,7 @@ struct kvc_batch {
     uint8_t *kept;                 /* [num_tokens] what is committed of them */
     uint8_t *written;              /* [num_layers][num_tokens] the token's rows of the layer are there */
     int32_t num_loose;             /* tokens whose rows lie in sheets: in a place without a block */
-    kvc_plan *plans;               /* made for this batch */
+    kvc_plan_link *plans;          /* made for this batch, freed with it */
     kvc_cross_put *cross_puts;     /* in progress; guarded by the mutex */
     atomic_int *num_cross_puts;    /* [num_groups - num_token_groups] done; a plan of the group is out of date after the
                                       next */
@@ -257,7 +265,9 @@ kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v
 int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer);
 
 /* The cache's own number, or what it is for the process now. */
-int32_t kvc_cache_threads(const kvc_cache *cache);
+static inline int32_t kvc_cache_threads(const kvc_cache *cache) {
+    return cache->num_threads ? cache->num_threads : kvc_num_threads();
+}
 
 /* For a call of so many multiply-adds, or elements to convert: the short ones do not poll. */
 static inline void kvc_cache_watch(const kvc_cache *cache, double work, kvc_watch *watch) {

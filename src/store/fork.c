@@ -5,7 +5,6 @@
  */
 #include "store/fork.h"
 
-#include "attend/attention.h"
 #include "store/draft.h"
 #include "store/sheet.h"
 
@@ -43,12 +42,7 @@ static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
 
 /* Threads that are not there any more may have been making a plan, running a task, or putting rows. */
 static void end_work(kvc_batch *batch) {
-    for (kvc_plan *plan = batch->plans; plan; plan = plan->next) {
-        if (!plan->is_made) continue;
-        atomic_flag_clear(&plan->round.lock);
-        for (int32_t i = 0; i < plan->num_lanes; i++) atomic_flag_clear(&plan->lane_taken[i]);
-        kvc_plan_reset(plan);
-    }
+    for (kvc_plan_link *plan = batch->plans; plan; plan = plan->next) plan->after_fork(plan);
     for (kvc_cross_put *put = batch->cross_puts, *next; put; put = next) {
         next = put->next;
         if (!pthread_equal(put->thread, kvc_thread_self())) kvc_cross_put_end(batch, put, 0);
