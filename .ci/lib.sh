@@ -80,8 +80,11 @@ fresh() {
 # The wheel, so that the core is compiled once.
 install() { fresh "$venv" "$(wheel)[test]"; }
 
+# task environment target...: a task of the Makefile, with the Python of this virtual environment
+task() { make --silent PYTHON="$1/bin/python" "${@:2}"; }
+
 # README's test command, on what pip installed.
-tests() { KVCACHE_TEST_INSTALLED=1 "$venv/bin/pytest" --color=no | tee "$tmp/pytest"; }
+tests() { KVCACHE_TEST_INSTALLED=1 task "$venv" test ARGS=--color=no | tee "$tmp/pytest"; }
 
 # build folder: the sdist of this tree, and the wheel of that
 build() { KVCACHE_WERROR=1 SOURCE_DATE_EPOCH=1000000000 "$tools/bin/python" -m build --outdir "$1"; }
@@ -97,19 +100,6 @@ distributions() {
     "$tools/bin/pip" install -qq "$(wheel)[test,docs,lint]"
     cd "$empty"
     "$tools/bin/python" -c 'import kvcache; kvcache.show_config()'
-}
-
-style() {
-    "$tools/bin/ruff" check
-    "$tools/bin/ruff" format --check
-    PATH=$tools/bin:$PATH cython-lint kvcache
-    "$tools/bin/clang-format" --dry-run -Werror src/*/*.[ch] examples/c/*.[ch]
-}
-
-types() {
-    "$tools/bin/mypy" --strict kvcache
-    cd "$empty"
-    "$tools/bin/stubtest" --concise --mypy-config-file "$tree/pyproject.toml" --allowlist "$tree/.ci/stubtest.txt" kvcache
 }
 
 # torch_tests folder: what needs torch and transformers, which the wheel can do without, in this virtual environment
@@ -129,8 +119,6 @@ installed_benchmarks() {
     "$venv/bin/pytest" --color=no -q -p no:cacheprovider -p kvcache.benchmarks --pyargs kvcache.benchmarks \
         --benchmark-disable --context 128
 }
-
-docs() { "$tools/bin/sphinx-build" -W --keep-going -q docs "$tmp/html"; }
 
 # Paths of somebody's machine, promises of later work, and marks of a merge.
 leftovers() {
@@ -239,9 +227,9 @@ usual() {
     step "install the wheel with [test]" install
     step "pytest on the installed package" tests
     step "benchmarks, installed, once each" installed_benchmarks
-    step "ruff, cython-lint, clang-format" style
-    step "mypy --strict, stubtest" types
-    step "docs without a warning" docs
+    step "ruff, cython-lint, clang-format" task "$tools" style
+    step "mypy --strict, stubtest" task "$tools" types
+    step "docs without a warning, links within them" task "$tools" docs DOCS="$tmp/html"
     step "pytest with torch and the oldest transformers" with_torch
 
     local cc cxx

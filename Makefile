@@ -1,0 +1,44 @@
+# A developer's tasks, which .ci/run runs too. Each uses the kvcache that is installed for $(PYTHON), with its tools.
+PYTHON ?= $(or $(wildcard .venv/bin/python),python3)
+export PATH := $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$(PATH)
+export PYTHONSAFEPATH = 1 # or the sources in this folder would hide what is installed
+
+.PHONY: help install test ctest lint style types bench docs
+help:
+	@echo 'make install   install this checkout for $(PYTHON), with all that the other tasks need;'
+	@echo '               repeat it after a change to C or Cython'
+	@echo 'make test      run the tests; ARGS="-k window" picks some'
+	@echo 'make ctest     run the tests in C alone'
+	@echo 'make lint      check style (ruff, cython-lint, clang-format) and types (mypy, stubtest)'
+	@echo 'make bench     run the benchmarks (minutes)'
+	@echo 'make docs      build the documentation into $(DOCS)'
+	@echo 'PYTHON=python3.12 picks another Python.'
+
+install:
+	$(PYTHON) -m pip install -c bench/constraints.txt -e '.[dev,bench]'
+
+test:
+	pytest $(ARGS)
+
+ctest:
+	pytest tests/c $(ARGS)
+
+lint: style types
+
+style:
+	ruff check
+	ruff format --check
+	cython-lint kvcache
+	clang-format --dry-run -Werror src/*/*.[ch] examples/c/*.[ch]
+
+types:
+	mypy --strict kvcache
+	stubtest --concise --mypy-config-file pyproject.toml --allowlist .ci/stubtest.txt --ignore-unused-allowlist \
+		kvcache
+
+bench:
+	pytest bench $(ARGS)
+
+DOCS = docs/_build
+docs:
+	sphinx-build -W --keep-going -q docs $(DOCS)
