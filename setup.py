@@ -86,7 +86,7 @@ class BuildExt(build_ext):
         super().build_extensions()
 
     def use_installed_library(self):
-        """Link to it, and leave word where it lies for kvcache.library."""
+        """Link to it, and leave word where it lies for kvcache.runtime."""
         if self.editable_mode:
             sys.exit("KVCACHE_SYSTEM_LIB=1 is not for an editable install.")
         include, folder = installed_library()

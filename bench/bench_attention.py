@@ -51,7 +51,7 @@ from entrants import (  # noqa: E402
 from figures import quartiles, quiet_quotient, quotients  # noqa: E402
 from yardstick import TYPES, Driver, Memory, machine  # noqa: E402
 
-from kvcache.turns import cache_size  # noqa: E402
+from kvcache.tools.interleave import cache_size  # noqa: E402
 
 BLOCKED = ("q8_0", "q4_0")  # types whose rows are blocks of 32 elements
 CONTEXTS = [1024, 8192, 32_768, 131_072]

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from kvcache import ChunkedAttention, FullAttention, KVCache, SlidingWindow
-from kvcache.llama import Llama, mean_loss, read_windows
-from kvcache.tokens import load_tokenizer
+from kvcache.models.tokenizer import load_tokenizer
+from kvcache.runner.llama import Llama, mean_loss, read_windows
 
 MODEL = Path(__file__).resolve().parents[1] / "examples/model"
 TYPES = [

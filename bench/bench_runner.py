@@ -16,7 +16,7 @@ import numpy as np
 from figures import Figures, Line, quiet_quotient, quotients, table
 from yardstick import HERE, ROOT, TYPES, Floats, build
 
-from kvcache.turns import rounds
+from kvcache.tools.interleave import rounds
 
 MODEL = ROOT / "examples/model"
 OURS, PLAIN, DOT = range(3)  # whose attention, as runner.c counts

@@ -44,7 +44,7 @@ def pytest_terminal_summary(terminalreporter, config):
 @pytest.fixture
 def in_turn():
     """A function that calls others in turn, as often as fits, and returns what each of them returned."""
-    from kvcache.turns import rounds
+    from kvcache.tools.interleave import rounds
 
     def call(*functions, seconds=2.0, least=15):
         return [list(each) for each in zip(*rounds(*functions, seconds=seconds, least=least), strict=True)]

@@ -14,9 +14,9 @@ import numpy as np
 from yardstick import BYTES, HERE, Driver, Machine, Memory, Seconds, huge_bytes, machine
 
 import kvcache
-from kvcache import peers, turns
-from kvcache.peers import PeerKind, Peers
-from kvcache.turns import Entrant, cache_size
+from kvcache.tools import interleave, peers
+from kvcache.tools.interleave import Entrant, cache_size
+from kvcache.tools.peers import PeerKind, Peers
 
 sys.path.insert(0, str(HERE / "peers"))
 import build_ggml
@@ -65,7 +65,7 @@ class Shape:
 
 def layers_of(nbytes: float) -> int:
     """As many as make four times the last-level cache."""
-    return turns.layers_of(nbytes, working_set or 4 * cache_size())
+    return interleave.layers_of(nbytes, working_set or 4 * cache_size())
 
 
 working_set = 0  # bytes; 0: four times the last-level cache
@@ -73,7 +73,9 @@ working_set = 0  # bytes; 0: four times the last-level cache
 
 def compete(entrants: Sequence[Entrant], seconds: float, threads: int, least: int = 5) -> list[list[float]]:
     """Run entrants in turn; the median of the calls of each turn, by entrant."""
-    return [list(each) for each in zip(*turns.compete(entrants, seconds, threads=threads, least=least), strict=True)]
+    return [
+        list(each) for each in zip(*interleave.compete(entrants, seconds, threads=threads, least=least), strict=True)
+    ]
 
 
 # ---- ours

@@ -7,7 +7,7 @@ import pytest
 from yardstick import Driver, Memory, machine
 
 import kvcache
-from kvcache.turns import cache_size
+from kvcache.tools.interleave import cache_size
 
 LAYERS, HEADS, DIM = 32, 8, 128
 

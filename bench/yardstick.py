@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvcache import peers
+from kvcache.tools import peers
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import NoReturn
 
 try:
-    from kvcache import KVCacheError, llama
+    from kvcache import KVCacheError
     from kvcache.layer import DTYPES
-    from kvcache.reading import read_prompt
+    from kvcache.models.reading import read_prompt
+    from kvcache.runner import llama
 except ModuleNotFoundError as error:
     sys.exit(f"generate.py: there is no module {error.name}; run: pip install .")
 except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """The KV cache for CPU inference: stores keys and values, decides which tokens stay, attends over them."""
 
+import sys as _sys
 from importlib.util import find_spec as _find_spec
 
 if _find_spec("kvcache._core") is None:
@@ -9,9 +10,9 @@ if _find_spec("kvcache._core") is None:
         "build in place with: pip install -e ."
     )
 
+from kvcache import _moved
 from kvcache.block import Block, Run
 from kvcache.cache import Batch, KVCache, Span
-from kvcache.config import __version__, get_num_threads, set_num_threads, show_config
 from kvcache.errors import (
     CacheBusyError,
     CacheFullError,
@@ -20,9 +21,16 @@ from kvcache.errors import (
     NotSupportedError,
     RowsGoneError,
 )
-from kvcache.library import get_include, get_library
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, SlidingWindow
 from kvcache.rope import Rope
+from kvcache.runtime import (
+    __version__,
+    get_include,
+    get_library,
+    get_num_threads,
+    set_num_threads,
+    show_config,
+)
 from kvcache.strategy import Adaptive, LongSequencesOnly
 
 __all__ = [
@@ -51,3 +59,5 @@ __all__ = [
     "set_num_threads",
     "show_config",
 ]
+
+_sys.meta_path.insert(0, _moved.Finder)

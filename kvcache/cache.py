@@ -27,12 +27,11 @@ from kvcache.strategy import (
     Decision,
     LongSequencesOnly,
     Strategy,
-    available_memory,
     decide_by_length,
     decide_by_memory,
     decide_never,
-    readable,
 )
+from kvcache.system import available_memory, readable
 
 __all__ = ["AnyArray", "Batch", "DType", "Flags", "FloatDType", "KVCache", "Layout", "Span"]
 
@@ -266,7 +265,7 @@ class KVCache:
         >>> kvcache.KVCache.from_config(config, dtype="q8_0").head_dim
         (64, 64)
         """
-        from kvcache import shapes  # which only who has files needs
+        from kvcache.models import shapes  # which only who has files needs
 
         return cls(**{**shapes.read(config, max_source_len).arguments(), **overrides})
 

@@ -38,8 +38,8 @@ from transformers.masking_utils import sdpa_mask
 
 from kvcache.cache import Batch, KVCache
 from kvcache.errors import NotSupportedError
-from kvcache.files import NAMES
 from kvcache.layer import DType
+from kvcache.models.fields import NAMES
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
 
 __all__ = ["NAME", "HFCache", "HFEncoderDecoderCache"]

@@ -26,7 +26,7 @@ from kvcache._core import INT32_MAX, integer
 from kvcache.block import Block
 from kvcache.cache import KVCache
 from kvcache.policy import CrossAttention, Policy, written
-from kvcache.strategy import readable
+from kvcache.system import readable
 
 try:
     from matplotlib.axes import Axes

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, SupportsFloat, TypeAlias
+from typing import Literal, NamedTuple, SupportsFloat, TypeAlias
 
+from kvcache import system
 from kvcache._core import INT32_MAX, integer
+from kvcache.system import readable
 
 __all__ = ["Adaptive", "LongSequencesOnly", "Strategy"]
 
@@ -105,7 +104,7 @@ class Adaptive:
         if not isfinite(number) or not 0 < number <= 1:
             raise ValueError(f"fraction={fraction!r}: must be above 0 and at most 1")
         object.__setattr__(self, "fraction", number)
-        _psutil()
+        system.import_psutil()
 
 
 Strategy: TypeAlias = Literal["always", "disabled"] | LongSequencesOnly | Adaptive
@@ -151,98 +150,3 @@ def decide_by_memory(strategy: Adaptive, needed: int, held: int, free: int, sour
         )
 
     return Decision("stored" if needed <= most else "dropped" if held else "not stored", why)
-
-
-def available_memory() -> tuple[int, str]:
-    """Return how many bytes are free, and who says so.
-
-    Raises
-    ------
-    ImportError
-        If psutil is not installed.
-    """
-    return free_memory(_psutil().virtual_memory().available)
-
-
-def free_memory(
-    available: int, cgroups_of: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup"
-) -> tuple[int, str]:
-    """Return how many bytes are free, and who says so: the machine, or a cgroup of the process that has less left.
-
-    Parameters
-    ----------
-    available : int
-        What the machine has.
-    cgroups_of : path
-        The file that lists the cgroups of the process.
-    root : path
-        Where cgroups are mounted.
-    """
-    free = available, "of this machine"
-    for directory, limit, usage, inactive in _memory_cgroups(os.fspath(cgroups_of), os.fspath(root)):
-        most = _number(f"{directory}/{limit}")
-        used = None if most is None else _number(f"{directory}/{usage}")
-        if most is None or used is None:  # no such level, or one without a limit: "max"
-            continue
-        left = max(0, most - used + (_number(f"{directory}/memory.stat", inactive) or 0))
-        if left < free[0]:
-            free = left, f"by {directory}/{limit}"
-    return free
-
-
-def _memory_cgroups(cgroups_of: str, root: str) -> Iterator[tuple[str, str, str, str]]:
-    """Every directory that may limit the process, with the names of its limit, its usage and what can be dropped."""
-    for line in _read(cgroups_of).splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:  # version 2
-            names = "memory.max", "memory.current", "inactive_file"
-            mounts = [root, f"{root}/unified"]
-        elif "memory" in controllers.split(","):
-            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-            mounts = [f"{root}/memory"]
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
-        for mount in mounts:
-            for depth in range(len(parts), -1, -1):
-                yield "/".join([mount, *parts[:depth]]), *names
-
-
-def _number(file: str, name: str | None = None) -> int | None:
-    """The number in a file, or in the line of it that begins with a name."""
-    words = _read(file).split()
-    try:
-        return int(words[0 if name is None else words.index(name) + 1])
-    except (ValueError, IndexError):
-        return None
-
-
-def _read(file: str) -> str:
-    """A file of the kernel's, which is read in one piece; "" where there is none."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY)
-    except OSError:
-        return ""
-    try:
-        return os.read(descriptor, 1 << 16).decode(errors="replace")
-    except OSError:
-        return ""
-    finally:
-        os.close(descriptor)
-
-
-def readable(nbytes: float) -> str:
-    """Bytes for people: 1536 is 1.5 KiB."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while nbytes >= 1024 and len(units) > 1:
-        nbytes /= 1024
-        del units[0]
-    return f"{nbytes:.{0 if units[0] == 'B' else 1}f} {units[0]}"
-
-
-def _psutil() -> Any:
-    try:
-        return importlib.import_module("psutil")
-    except ImportError as error:
-        raise ImportError("psutil is needed to see what memory is free: pip install 'kvcache[adaptive]'") from error

@@ -1,4 +1,4 @@
-/* ggml.c: the same work in ggml.  Speaks the protocol of kvcache/peers/serve.py over standard input and output.
+/* ggml.c: the same work in ggml.  Speaks the protocol of kvcache/tools/peers/serve.py over standard input and output.
  *
  * Modes
  *   flash    flash_attn_ext over a token-major cache, f32 sums asked for; any type

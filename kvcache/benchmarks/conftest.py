@@ -16,7 +16,7 @@ import kvcache
 from kvcache.benchmarks import OPTIONS, Case, Implementation
 from kvcache.benchmarks.known import Known, check
 from kvcache.benchmarks.ours import Ours
-from kvcache.peers import KINDS, serve
+from kvcache.tools.peers import KINDS, serve
 
 ROUNDS = 256  # the most rounds of one benchmark, and so the most tokens that one appends
 STEPS = 4  # tokens of a filled cache that came in one by one, after all others
@@ -119,7 +119,7 @@ class Peer:
             offered.mode, offered.type, case.threads, case.num_heads, case.num_kv_heads, case.head_dim, clock.context,
             clock.prompt if offered.what == "prompt attention" else 1, case.num_layers,
         )  # fmt: skip
-        self._work: serve.Work = importlib.import_module(f"kvcache.peers.{offered.key}").set_up(self._task)
+        self._work: serve.Work = importlib.import_module(f"kvcache.tools.peers.{offered.key}").set_up(self._task)
         self.run = self._work.run
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvcache
-from kvcache import strategy
+from kvcache import system
 
 GIB = 1 << 30
 
@@ -47,8 +47,8 @@ class Machine:
 
     def __init__(self, monkeypatch, *cgroups):
         self.available = 8 * GIB
-        monkeypatch.setattr(strategy, "_psutil", lambda: self)
-        monkeypatch.setattr(strategy.free_memory, "__defaults__", cgroups)
+        monkeypatch.setattr(system, "import_psutil", lambda: self)
+        monkeypatch.setattr(system.free_memory, "__defaults__", cgroups)
 
     def virtual_memory(self):
         return self
@@ -531,13 +531,13 @@ def version_1(limit, used=0, inactive=0):
 def test_cgroups(tmp_path, lines, groups, free, source):
     (tmp_path / "cgroup").write_text(lines)
     tree(tmp_path / "fs", **groups)
-    found, why = strategy.free_memory(1000, tmp_path / "cgroup", tmp_path / "fs")
+    found, why = system.free_memory(1000, tmp_path / "cgroup", tmp_path / "fs")
     assert found == free
     assert why == ("of this machine" if source == "machine" else f"by {tmp_path / 'fs' / source}")
 
 
 def test_where_there_are_no_cgroups(tmp_path):
-    assert strategy.free_memory(1000, tmp_path / "nothing", tmp_path) == (1000, "of this machine")
+    assert system.free_memory(1000, tmp_path / "nothing", tmp_path) == (1000, "of this machine")
 
 
 def test_a_small_cgroup_decides(tmp_path, monkeypatch):

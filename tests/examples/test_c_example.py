@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.compiling import EMULATOR, ENVIRONMENT, ROOT
 
-from kvcache import llama
+from kvcache.runner import llama
 
 MODEL = ROOT / "examples" / "model"
 EXPECTED = json.loads((MODEL / "expected.json").read_text())

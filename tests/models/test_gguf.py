@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import gguf_files
 
-from kvcache import ModelFileError, gguf
+from kvcache import ModelFileError
+from kvcache.models import gguf
 
 METADATA: dict[str, tuple[str, Any]] = {  # key: what the writer calls its type, value
     "a.u8": ("uint8", 255),

@@ -20,7 +20,9 @@ from support import hostile
 from tokenizers import Tokenizer, decoders, models
 
 import kvcache
-from kvcache import ModelFileError, NotSupportedError, errors, files, gguf, llama, reading, shapes, tokens, weights
+from kvcache import ModelFileError, NotSupportedError, errors
+from kvcache.models import fields, gguf, reading, shapes, tokenizer, weights
+from kvcache.runner import llama
 
 MODEL = Path(__file__).parents[2] / "examples" / "model"
 
@@ -52,7 +54,8 @@ def write_folder(folder: Path) -> Path:
 CUT = """
 import os, sys
 from pathlib import Path
-from kvcache import ModelFileError, weights
+from kvcache import ModelFileError
+from kvcache.models import weights
 tensors = weights.Tensors(Path(sys.argv[1]))
 os.truncate(sys.argv[2], os.path.getsize(sys.argv[2]) - (1 << 19))
 try:
@@ -123,16 +126,16 @@ def test_a_file_that_another_takes_the_place_of(tmp_path: Path) -> None:
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {  # what is no file, in a folder of a model; who reads it
     "config": ("config.json", shapes.read),
     "config of a model": ("config.json", llama.Llama.load),
-    "config of a tokenizer": ("config.json", tokens.load_tokenizer),
-    "generation": ("generation_config.json", tokens.load_tokenizer),
-    "tokenizer": ("tokenizer.json", tokens.load_tokenizer),
+    "config of a tokenizer": ("config.json", tokenizer.load_tokenizer),
+    "generation": ("generation_config.json", tokenizer.load_tokenizer),
+    "tokenizer": ("tokenizer.json", tokenizer.load_tokenizer),
     "weights": ("model.safetensors", llama.Llama.load),
     "index": ("model.safetensors.index.json", llama.Llama.load),
     "index of a shape": ("model.safetensors.index.json", shapes.read),
     "gguf": ("a.gguf", lambda folder: shapes.read(folder / "a.gguf")),
-    "gguf of a tokenizer": ("a.gguf", lambda folder: tokens.load_tokenizer(folder / "a.gguf")),
+    "gguf of a tokenizer": ("a.gguf", lambda folder: tokenizer.load_tokenizer(folder / "a.gguf")),
     "gguf of a model": ("a.gguf", lambda folder: llama.Llama.load(folder / "a.gguf")),
-    "text": ("eval.txt", lambda folder: llama.read_windows(folder / "eval.txt", tokens.ByteTokenizer(), 8)),
+    "text": ("eval.txt", lambda folder: llama.read_windows(folder / "eval.txt", tokenizer.ByteTokenizer(), 8)),
     "prompt": ("prompt.txt", lambda folder: reading.read_prompt(folder / "prompt.txt")),
 }
 
@@ -174,7 +177,16 @@ def test_weights_that_are_no_file_are_not_looked_at(tmp_path: Path) -> None:
 
 
 def test_standard_input_may_be_a_pipe() -> None:
-    command = [sys.executable, "-m", "kvcache.cli", "generate", str(MODEL), "--prompt-file", "/dev/stdin", "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvcache.tools.cli",
+        "generate",
+        str(MODEL),
+        "--prompt-file",
+        "/dev/stdin",
+        "--quiet",
+    ]
     done = subprocess.run([*command, "--tokens", "3"], input="ROMEO:", capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("ROMEO:")
@@ -252,19 +264,19 @@ TEXTS: dict[str, Callable[[Path, str], object]] = {
     ),
     "shard": lambda folder, text: weights.Tensors(write_index(folder, text.replace("/", ""))),
     "folder": lambda folder, text: shapes.read(folder / text),
-    "decoder": lambda folder, text: tokens.load_tokenizer(
+    "decoder": lambda folder, text: tokenizer.load_tokenizer(
         hostile.tokenizer(folder, json.dumps({"version": text, "model": {"type": text}}).encode())
     ),
-    "tokens": lambda folder, text: tokens.load_tokenizer(
+    "tokens": lambda folder, text: tokenizer.load_tokenizer(
         hostile.gguf(
             folder / "a.gguf",
             hostile.vocabulary(b"gpt2", [b"a", b"b"], merges=hostile.strings([text.encode() + b" a"])),
         )
     ),
-    "pre": lambda folder, text: tokens.load_tokenizer(
+    "pre": lambda folder, text: tokenizer.load_tokenizer(
         hostile.gguf(folder / "a.gguf", hostile.vocabulary(b"gpt2", [b"a"], pre=hostile.string(text.encode())))
     ),
-    "vocab_size": lambda folder, text: tokens.load_tokenizer(
+    "vocab_size": lambda folder, text: tokenizer.load_tokenizer(
         hostile.config(folder / "config.json", vocab_size=text).parent
     ),
 }
@@ -281,7 +293,7 @@ def test_texts_of_a_file_do_not_steer_a_terminal(tmp_path: Path, where: str, tim
 @pytest.mark.parametrize("name", ["\x1b[2J", "x" * 250, "\udcff"])
 def test_a_table_of_a_file_does_not_steer_a_terminal(tmp_path: Path, name: str) -> None:
     hostile.config(tmp_path / "config.json", model_type=name)
-    command = [sys.executable, "-m", "kvcache.cli", "plan", "--no-measure", tmp_path]
+    command = [sys.executable, "-m", "kvcache.tools.cli", "plan", "--no-measure", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
@@ -358,7 +370,7 @@ def test_an_index_that_names_no_file_of_its_folder(tmp_path: Path, name: object)
 
 
 def test_paths_with_a_zero_byte(tmp_path: Path) -> None:
-    for read in (shapes.read, llama.Llama.load, tokens.load_tokenizer):
+    for read in (shapes.read, llama.Llama.load, tokenizer.load_tokenizer):
         with pytest.raises(ModelFileError, match="cannot be read: embedded null byte"):
             read(f"{tmp_path}/a\0b")
 
@@ -388,13 +400,13 @@ def bpe(**changes: Any) -> dict[str, Any]:
 )
 def test_tokenizers_that_panic(tmp_path: Path, state: dict[str, Any]) -> None:
     with pytest.raises(ModelFileError, match=r"tokenizer\.json is no tokenizer: "):
-        tokens.load_tokenizer(hostile.tokenizer(tmp_path, json.dumps(state).encode()))
+        tokenizer.load_tokenizer(hostile.tokenizer(tmp_path, json.dumps(state).encode()))
 
 
 def test_a_tokenizer_that_fails_on_a_text(tmp_path: Path) -> None:
     state = bpe()
     state["model"] = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "b"}
-    found = tokens.load_tokenizer(hostile.tokenizer(tmp_path, json.dumps(state).encode()))
+    found = tokenizer.load_tokenizer(hostile.tokenizer(tmp_path, json.dumps(state).encode()))
     with pytest.raises(ModelFileError, match=r"tokenizer\.json: the tokenizer fails: "):
         found.encode("c")
 
@@ -430,8 +442,8 @@ VALUE = st.recursive(
     max_leaves=5,
 )
 NAMES = sorted(
-    {name for names in files.NAMES.values() for name in names}
-    | {*files.GGUF_NAMES.values()}
+    {name for names in fields.NAMES.values() for name in names}
+    | {*fields.GGUF_NAMES.values()}
     | {
         "attn_layer_indices",
         "block_types",
@@ -505,7 +517,7 @@ def test_any_safetensors(tmp_path: Path, header: dict[str, Any], data: bytes, dr
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.dictionaries(st.sampled_from(sorted(files.GGUF_NAMES)), st.integers(0, 2**32 - 1) | NUMBERS, max_size=4),
+    st.dictionaries(st.sampled_from(sorted(fields.GGUF_NAMES)), st.integers(0, 2**32 - 1) | NUMBERS, max_size=4),
     st.lists(
         st.tuples(st.sampled_from([b"a", b"b", b"token_embd.weight"]), st.lists(NUMBERS, max_size=3), NUMBERS),
         max_size=3,
@@ -529,7 +541,7 @@ def test_any_gguf(tmp_path: Path, fields: dict[str, int], places: list[Any], voc
     path = hostile.gguf(
         tmp_path / "a.gguf", {**hostile.llama_entries(block_count=2), **entries, **values}, tensors, 256
     )
-    for read in (shapes.read, tokens.load_tokenizer, llama.Llama.load):
+    for read in (shapes.read, tokenizer.load_tokenizer, llama.Llama.load):
         try:
             read(path)
         except REFUSALS as error:
@@ -543,6 +555,6 @@ def test_any_tokenizer(tmp_path: Path, name: str, value: Any) -> None:
     state[name] = {**state[name], **value} if isinstance(state[name], dict) and isinstance(value, dict) else value
     hostile.tokenizer(tmp_path, json.dumps(state).encode())
     try:
-        tokens.load_tokenizer(tmp_path).encode("abc")
+        tokenizer.load_tokenizer(tmp_path).encode("abc")
     except ModelFileError as error:
         check_refusal(error)

@@ -10,7 +10,7 @@ import pytest
 from support.rotation import rotated
 
 import kvcache
-from kvcache import files, shapes
+from kvcache.models import fields, shapes
 from kvcache.policy import CrossAttention
 from kvcache.rope import Rope
 
@@ -105,13 +105,13 @@ def test_every_configuration_with_a_text_decoder(name, tmp_path):
         assert sum(isinstance(policy, CrossAttention) for policy in shape.policy) * 2 == shape.num_layers
 
 
-@pytest.mark.parametrize("name", files.DEFAULTS)
+@pytest.mark.parametrize("name", fields.DEFAULTS)
 def test_what_parts_leave_out_is_what_their_classes_say(name):
     config = make(name).to_dict()
     rotation = config["rope_parameters"]
     config["rope_theta"] = rotation.get("rope_theta", rotation.get("full_attention", {}).get("rope_theta"))
     config["rope_local_base_freq"] = rotation.get("sliding_attention", {}).get("rope_theta")
-    assert {key: config[key] for key in files.DEFAULTS[name]} == files.DEFAULTS[name]
+    assert {key: config[key] for key in fields.DEFAULTS[name]} == fields.DEFAULTS[name]
 
 
 # ---- the keys of real models

@@ -16,10 +16,11 @@ from support import gguf_files
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Package
 
-from kvcache import ModelFileError, tokens
+from kvcache import ModelFileError
+from kvcache.models.tokenizer import CUTS, ByteTokenizer, Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
-CORPUS = [path.read_text() for path in [*sorted((ROOT / "kvcache").glob("*.py")), ROOT / "examples/model/eval.txt"]]
+CORPUS = [path.read_text() for path in [*sorted((ROOT / "kvcache").rglob("*.py")), ROOT / "examples/model/eval.txt"]]
 TEXTS = [
     "",
     " ",
@@ -82,8 +83,8 @@ def entries_of(model: Package) -> dict[str, Any]:
 
 
 def test_the_model_of_the_examples_has_bytes() -> None:
-    tokenizer = tokens.load_tokenizer(ROOT / "examples" / "model")
-    assert isinstance(tokenizer, tokens.ByteTokenizer)
+    tokenizer = load_tokenizer(ROOT / "examples" / "model")
+    assert isinstance(tokenizer, ByteTokenizer)
     assert (tokenizer.bos, tokenizer.stop) == (None, frozenset())
     assert tokenizer.encode("é") == tokenizer.encode("é".encode()) == [0xC3, 0xA9]
     assert tokenizer.decode(range(256)) == bytes(range(256))
@@ -91,7 +92,7 @@ def test_the_model_of_the_examples_has_bytes() -> None:
 
 def test_a_gguf_file_without_a_tokenizer_has_bytes(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "bytes.gguf", None, {}, rows=256)
-    assert isinstance(tokens.load_tokenizer(path), tokens.ByteTokenizer)
+    assert isinstance(load_tokenizer(path), ByteTokenizer)
 
 
 # --- byte-level BPE ----------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ PUBLISHED = {  # what the models' own tokenizer.json say
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[tokens.Tokenizer, tokens.Tokenizer]:
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tokenizer]:
     """One vocabulary, as a folder and as a GGUF file."""
     folder = tmp_path_factory.mktemp("tokenizer")
     model = train(PUBLISHED["qwen2"])
@@ -129,10 +130,10 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[tokens.Tokenizer, to
     model.enable_truncation(5)
     write_folder(folder, model, bos_token_id=0, eos_token_id=1, vocab_size=700)
     write_gguf(folder / "model.gguf", "gpt2", {**entries, "pre": "qwen2", "add_bos_token": True})
-    return tokens.load_tokenizer(folder), tokens.load_tokenizer(folder / "model.gguf")
+    return load_tokenizer(folder), load_tokenizer(folder / "model.gguf")
 
 
-Both = tuple[tokens.Tokenizer, tokens.Tokenizer]
+Both = tuple[Tokenizer, Tokenizer]
 
 
 def test_what_begins_and_ends_a_text(both: Both) -> None:
@@ -169,7 +170,7 @@ def test_bytes_that_are_no_text_are_replaced(both: Both, data: bytes) -> None:
 def test_texts_are_cut_as_published(tmp_path: Path, pre: str) -> None:
     whole_words = {"ignore_merges": True} if pre == "llama-bpe" else {}
     model = train(PUBLISHED[pre], **whole_words)
-    file = tokens.load_tokenizer(write_gguf(tmp_path / "m.gguf", "gpt2", {**entries_of(model), "pre": pre}))
+    file = load_tokenizer(write_gguf(tmp_path / "m.gguf", "gpt2", {**entries_of(model), "pre": pre}))
     assert file.bos == (0 if pre == "llama-bpe" else None)
     for text in (*TEXTS, *CORPUS):
         expected = model.encode(text, add_special_tokens=False).ids
@@ -184,7 +185,7 @@ def test_texts_are_cut_as_published(tmp_path: Path, pre: str) -> None:
     ],
 )
 def test_how_other_texts_are_cut(pre: str, text: str, expected: list[str]) -> None:
-    assert [piece for piece, _ in cut_by(*tokens.CUTS[pre]).pre_tokenize_str(text)] == expected
+    assert [piece for piece, _ in cut_by(*CUTS[pre]).pre_tokenize_str(text)] == expected
 
 
 # --- SentencePiece -----------------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ def lines_of(corpus: Sequence[str]) -> Iterator[str]:
 
 def test_scores_say_what_is_merged(tmp_path: Path, sentence_piece: tuple[Package, list[str], list[float]]) -> None:
     _, found, scores = sentence_piece
-    tokenizer = tokens.load_tokenizer(write_gguf(tmp_path / "m.gguf", "llama", llama_entries(found, scores)))
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", "llama", llama_entries(found, scores)))
     assert (tokenizer.bos, {*tokenizer.stop}) == (1, {2})
     ids = {token: i for i, token in enumerate(found)}
     ranked = dict(zip(found[259:], scores[259:], strict=True))
@@ -247,7 +248,7 @@ def test_bytes_stand_in_for_other_characters(
 ) -> None:
     entries = llama_entries(*sentence_piece[1:])
     path = write_gguf(tmp_path / "m.gguf", "llama", {**entries, "add_space_prefix": prefix, "add_bos_token": False})
-    tokenizer = tokens.load_tokenizer(path)
+    tokenizer = load_tokenizer(path)
     assert tokenizer.encode("東")[-3:] == [3 + byte for byte in "東".encode()]
     for text in TEXTS[:7]:
         expected = (" " if prefix and text else "") + text
@@ -269,7 +270,7 @@ def test_a_folder_of_sentence_piece(
 ) -> None:
     model = Package.from_str(sentence_piece[0].to_str())
     model.decoder = decoder
-    tokenizer = tokens.load_tokenizer(write_folder(tmp_path, model, eos_token_id=[2, 1]))
+    tokenizer = load_tokenizer(write_folder(tmp_path, model, eos_token_id=[2, 1]))
     assert (tokenizer.bos, {*tokenizer.stop}) == (None, {1, 2})
     assert tokenizer.decode(tokenizer.encode("ROMEO: 東京\n")).decode() == " ROMEO: 東京\n"
 
@@ -277,7 +278,7 @@ def test_a_folder_of_sentence_piece(
 def test_generation_config_adds_ends(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, train(PUBLISHED["qwen2"]), eos_token_id=1)
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
-    assert tokens.load_tokenizer(folder).stop == {1, 7}
+    assert load_tokenizer(folder).stop == {1, 7}
 
 
 # --- what will not do --------------------------------------------------------------------------------------------
@@ -312,14 +313,14 @@ def test_bad_folders(tmp_path: Path, files: dict[str, str], message: str) -> Non
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ModelFileError, match=message):
-        tokens.load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_other_decoders_are_refused_by_name(tmp_path: Path) -> None:
     model = Package(models.WordPiece({"a": 0}, unk_token="a"))
     model.decoder = decoders.WordPiece()
     with pytest.raises(ModelFileError, match="a decoder of WordPiece is not supported"):
-        tokens.load_tokenizer(write_folder(tmp_path, model))
+        load_tokenizer(write_folder(tmp_path, model))
 
 
 BPE = {"tokens": ["a", "b", "ab"], "merges": ["a b"]}
@@ -356,7 +357,7 @@ SPM = {"tokens": ["a", "b", "ab"], "scores": [0.0, 0.0, -1.0]}
 def test_bad_files(tmp_path: Path, kind: str | None, entries: dict[str, Any], message: str) -> None:
     path = write_gguf(tmp_path / "bad.gguf", kind, entries)
     with pytest.raises(ModelFileError, match=message) as caught:
-        tokens.load_tokenizer(path)
+        load_tokenizer(path)
     assert "bad.gguf: " in str(caught.value)
 
 
@@ -364,7 +365,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     write_folder(tmp_path, Package(models.BPE()))
     write_gguf(tmp_path / "m.gguf", "gpt2", BPE)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert tokens.load_tokenizer(ROOT / "examples" / "model").encode("a") == [97]
+    assert load_tokenizer(ROOT / "examples" / "model").encode("a") == [97]
     for path in (tmp_path, tmp_path / "m.gguf"):
         with pytest.raises(ImportError, match=r"needs the package tokenizers: pip install 'kvcache\[cli\]'"):
-            tokens.load_tokenizer(path)
+            load_tokenizer(path)

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvcache import KVCache, ModelFileError, llama, tokens
+from kvcache import KVCache, ModelFileError
 from kvcache.layer import DType, dtypes_for
-from kvcache.weights import F32
+from kvcache.models import tokenizer
+from kvcache.models.weights import F32
+from kvcache.runner import llama
 
 MODEL = Path(__file__).parents[2] / "examples" / "model"
 EXPECTED = json.loads((MODEL / "expected.json").read_text())
@@ -30,7 +32,7 @@ def model() -> llama.Llama:
 
 @pytest.fixture(scope="module")
 def windows() -> list[list[int]]:
-    return llama.read_windows(MODEL / "eval.txt", tokens.ByteTokenizer(), 2048)
+    return llama.read_windows(MODEL / "eval.txt", tokenizer.ByteTokenizer(), 2048)
 
 
 def options(**changes: Any) -> llama.Options:
@@ -582,5 +584,5 @@ def test_no_eval_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_importing_kvcache_imports_no_runner() -> None:
-    code = "import sys, kvcache; assert not {'kvcache.llama', 'safetensors'} & set(sys.modules)"
+    code = "import sys, kvcache; assert not {'kvcache.runner.llama', 'safetensors'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

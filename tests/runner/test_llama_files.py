@@ -16,8 +16,10 @@ from safetensors.numpy import load_file, save_file
 from support import gguf_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from kvcache import FullAttention, ModelFileError, Rope, SlidingWindow, llama, shapes
-from kvcache.weights import F32
+from kvcache import FullAttention, ModelFileError, Rope, SlidingWindow
+from kvcache.models import shapes
+from kvcache.models.weights import F32
+from kvcache.runner import llama
 
 Weights = dict[str, F32]
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB, LAYERS = 128, 96, 4, 2, 32, 256, 2

@@ -7,16 +7,16 @@ import textwrap
 
 import pytest
 
-from kvcache import bench, peers
-from kvcache.bench import Progress, Result, Shape
 from kvcache.layer import DTYPES
+from kvcache.tools import bench, peers
+from kvcache.tools.bench import Progress, Result, Shape
 
 SMALL = Shape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, context=96, threads=1)
 
 FAKE = """
     import os
     import numpy as np
-    from kvcache.peers.serve import Work, serve
+    from kvcache.tools.peers.serve import Work, serve
 
     def set_up(task):
         if task.mode == "refuses":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.peers import KINDS
+from kvcache.tools.peers import KINDS
 
 pytest.importorskip("pytest_benchmark")
 

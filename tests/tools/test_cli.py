@@ -18,7 +18,7 @@ import kvcache
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from kvcache import cli
+from kvcache.tools import cli
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples/model")
 COMMANDS = ["plan", "bench", "generate", "info"]
@@ -26,7 +26,7 @@ COMMANDS = ["plan", "bench", "generate", "info"]
 
 def run(*arguments, **environment):
     """Without a terminal."""
-    code = [sys.executable, "-m", "kvcache.cli", *map(str, arguments)]
+    code = [sys.executable, "-m", "kvcache.tools.cli", *map(str, arguments)]
     keep = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
     return subprocess.run(code, capture_output=True, text=True, env=keep | environment, timeout=120)
 
@@ -34,7 +34,7 @@ def run(*arguments, **environment):
 def run_in_terminal(*arguments, **environment):
     """What a terminal of 100 columns is sent, and the exit status."""
     ours, theirs = pty.openpty()
-    code = [sys.executable, "-m", "kvcache.cli", *map(str, arguments)]
+    code = [sys.executable, "-m", "kvcache.tools.cli", *map(str, arguments)]
     keep = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     environment = keep | {"TERM": "xterm-256color", "COLUMNS": "100"} | environment
     process = subprocess.Popen(code, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
@@ -253,7 +253,7 @@ def test_generate_refuses(options, word):
 
 
 def test_interrupt():
-    code = [sys.executable, "-m", "kvcache.cli", "generate", MODEL, "ROMEO:", "--shift", "--tokens", "1000000"]
+    code = [sys.executable, "-m", "kvcache.tools.cli", "generate", MODEL, "ROMEO:", "--shift", "--tokens", "1000000"]
 
     def heeds_the_signal():  # which whoever runs the tests in the background ignores, and so would the command
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -310,7 +310,7 @@ def test_terminal_has_colour_unless_told_otherwise():
 
 
 def test_reader_that_has_had_enough():
-    code = f"{sys.executable} -m kvcache.cli plan {MODEL} --no-measure --json | head -1"
+    code = f"{sys.executable} -m kvcache.tools.cli plan {MODEL} --no-measure --json | head -1"
     done = subprocess.run(code, shell=True, capture_output=True, text=True)
     assert done.stdout == "{\n"
     assert not done.stderr

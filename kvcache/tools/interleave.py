@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from kvcache.config import get_num_threads
+from kvcache.runtime import get_num_threads
 
 __all__ = ["Entrant", "cache_size", "compete", "layers_of", "rounds"]
 

@@ -22,11 +22,11 @@ import numpy.typing as npt
 
 from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
 from kvcache.cache import KVCache
-from kvcache.config import get_num_threads, show_config
 from kvcache.layer import DTYPES, MAX_DIM, MAX_LAYERS, DType, bytes_of_token, count, dtypes_for, suits
-from kvcache.peers import BYTES, KINDS, Peers, tasks
-from kvcache.peers.serve import Task
-from kvcache.turns import Entrant, cache_size, compete, layers_of, rounds
+from kvcache.runtime import get_num_threads, show_config
+from kvcache.tools.interleave import Entrant, cache_size, compete, layers_of, rounds
+from kvcache.tools.peers import BYTES, KINDS, Peers, tasks
+from kvcache.tools.peers.serve import Task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as _Axes

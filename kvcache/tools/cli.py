@@ -18,17 +18,19 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"kvcache: there is no module {error.name}; run: pip install 'kvcache[cli]'")
 
-from kvcache import _core, plan, shapes
+from kvcache import _core
 from kvcache._core import INT32_MAX, MAX_THREADS
-from kvcache.config import __version__, get_num_threads, print_values, show_config
 from kvcache.errors import KVCacheError, plain
 from kvcache.layer import DType, count, dtypes_for
+from kvcache.models import shapes
+from kvcache.models.reading import read_prompt
 from kvcache.policy import SlidingWindow
-from kvcache.reading import read_prompt
-from kvcache.strategy import available_memory, readable
+from kvcache.runtime import __version__, get_num_threads, print_values, show_config
+from kvcache.system import available_memory, readable
+from kvcache.tools import memory_plan
 
 if TYPE_CHECKING:
-    from kvcache import bench
+    from kvcache.tools import bench
 
 __all__ = ["main"]
 
@@ -53,7 +55,7 @@ class Type(StrEnum):
 
 Model = Annotated[Path, typer.Argument(help="A Hugging Face folder, its config.json, or a GGUF.", show_default=False)]
 Types = Annotated[list[Type], typer.Option("--dtype", help="Only this type; may be given several times.")]
-CONTEXT_OPTION = typer.Option(min=1, max=plan.MOST_TOKENS, help="Tokens of a sequence.")
+CONTEXT_OPTION = typer.Option(min=1, max=memory_plan.MOST_TOKENS, help="Tokens of a sequence.")
 Threads = Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="How many; else as `kvcache info` says.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too: a .png, .svg or .pdf file.")]
@@ -132,9 +134,9 @@ def plan_command(
             raise typer.BadParameter(f"{wanted} takes 32 elements at a time, and a head of this model is no multiple")
     possible = [d for d in possible if not dtype or d in dtype]
     policy = None if window is None else SlidingWindow(window, sink_tokens)
-    made = plan.make(
+    made = memory_plan.make(
         shape,
-        plan.available_memory(model),
+        memory_plan.available_memory(model),
         context=context,
         sequences=sequences,
         dtypes=possible,
@@ -150,14 +152,14 @@ def plan_command(
 
 
 def _rates(shape: shapes.Shape, dtypes: Sequence[DType], context: int, threads: int | None) -> dict[DType, float]:
-    from kvcache import bench
+    from kvcache.tools import bench
 
     return bench.decode_rates(_bench_shape(shape, context, threads), dtypes)
 
 
 def _bench_shape(shape: shapes.Shape, context: int, threads: int | None) -> bench.Shape:
     """The attention of a model, by the heads of the layers that store most."""
-    from kvcache import bench
+    from kvcache.tools import bench
 
     def nbytes(layer: int) -> int:
         return shape.num_kv_heads[layer] * shape.head_dim[layer] * (shape.policy[layer] is not None)
@@ -175,7 +177,7 @@ def _bench_shape(shape: shapes.Shape, context: int, threads: int | None) -> benc
     )
 
 
-def _print_plan(made: plan.Plan, dtypes: Sequence[str]) -> None:
+def _print_plan(made: memory_plan.Plan, dtypes: Sequence[str]) -> None:
     memory = made.memory
     trained = f", trained for {made.model_context:,} tokens" if made.model_context else ""
     weights = f", less {readable(memory.weights)} of weights" if memory.weights else ""
@@ -214,12 +216,12 @@ def _print_plan(made: plan.Plan, dtypes: Sequence[str]) -> None:
         print("\ntokens/s: attention alone, decoding one sequence at that context, from rates measured just now")
 
 
-def _dims(group: plan.Group) -> str:
+def _dims(group: memory_plan.Group) -> str:
     same = group.head_dim == group.v_head_dim
     return str(group.head_dim) if same else f"{group.head_dim}/{group.v_head_dim}"
 
 
-def _draw_plan(shape: shapes.Shape, made: plan.Plan, dtypes: Sequence[Any], file: Path) -> None:
+def _draw_plan(shape: shapes.Shape, made: memory_plan.Plan, dtypes: Sequence[Any], file: Path) -> None:
     from kvcache import KVCache, plot
 
     caches = {dtype: KVCache(**{**shape.arguments(), "max_seq_len": None}, dtype=dtype) for dtype in dtypes}
@@ -243,7 +245,7 @@ def bench_command(
     plot: Plot = None,
 ) -> None:
     """Measure what this machine gives: bandwidth, decoding, prefill and storing by type, and peers."""
-    from kvcache import bench
+    from kvcache.tools import bench
 
     _check_picture(plot)
     default = bench.Shape(context=context, threads=threads or get_num_threads())
@@ -259,7 +261,7 @@ def bench_command(
 
 def _measure(shape: bench.Shape, seconds: float, peers: bool) -> dict[str, Any]:
     """Measure, and show how far it is."""
-    from kvcache import bench
+    from kvcache.tools import bench
 
     with _progress() as bar:
         task = bar.add_task("", total=1.0)
@@ -320,7 +322,7 @@ def generate(
     quiet: Annotated[bool, typer.Option("--quiet", help="Write the text only.")] = False,
 ) -> int:
     """Continue a text with a model of the Llama family, through the cache."""
-    from kvcache import llama
+    from kvcache.runner import llama
 
     if prompt is not None and prompt_file is not None:
         raise typer.BadParameter("give a prompt or a file with one, not both", param_hint="--prompt-file")

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvcache.peers.serve import Task, Work, rotate, serve
+from kvcache.tools.peers.serve import Task, Work, rotate, serve
 
 TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from kvcache.peers.serve import Task, Work, rotate, serve
+from kvcache.tools.peers.serve import Task, Work, rotate, serve
 
 BLOCK, ISA = 128, "vec"
 TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "fp8": torch.bfloat16}

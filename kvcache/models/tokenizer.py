@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcache.errors import ModelFileError, plain, shown
-from kvcache.files import read_json
-from kvcache.gguf import Header, Skipped, read_array, read_header
-from kvcache.reading import (
+from kvcache.models.fields import read_json
+from kvcache.models.gguf import Header, Skipped, read_array, read_header
+from kvcache.models.reading import (
     MAX_ADDED,
     MAX_CUTS,
     MAX_ITEMS,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcache.peers.serve import Task, Work, rotate, serve
+from kvcache.tools.peers.serve import Task, Work, rotate, serve
 
 TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 

@@ -1,9 +1,9 @@
 """The header of a GGUF file: its metadata, and where its tensors are.
 
 It is read without believing it: every count and length is held against what is left of the file, and the limits of
-`kvcache.reading`, before anything is allocated or looped over. The arrays of a vocabulary are walked over, not decoded,
-so that a large one costs little; `read_array` decodes one. Nothing is mapped: a file that is cut while it is read is an
-error. Tensors are located, not read. Versions 2 and 3 are read, little-endian; the format is
+`kvcache.models.reading`, before anything is allocated or looped over. The arrays of a vocabulary are walked over, not
+decoded, so that a large one costs little; `read_array` decodes one. Nothing is mapped: a file that is cut while it is
+read is an error. Tensors are located, not read. Versions 2 and 3 are read, little-endian; the format is
 described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 >>> import struct, tempfile
@@ -29,7 +29,7 @@ from typing import Any
 
 from kvcache._core import skip_strings
 from kvcache.errors import ModelFileError, plain, shown
-from kvcache.reading import (
+from kvcache.models.reading import (
     MAX_ALL_KEPT,
     MAX_AXES,
     MAX_DEPTH,

@@ -1,7 +1,7 @@
 """How much memory a model's cache takes, by type and policy, what of it fits here, and how fast it is read.
 
 `make` does the arithmetic; nothing is allocated. What a decode step takes follows from the rate at which this machine
-reads rows of each type, which `kvcache.bench` measures.
+reads rows of each type, which `kvcache.tools.bench` measures.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcache import strategy
+from kvcache import system
 from kvcache._core import INT32_MAX
 from kvcache.layer import DType, Layer, dtypes_for, make_layers
+from kvcache.models.shapes import Shape
 from kvcache.policy import CrossAttention, FullAttention, Policy, written
-from kvcache.shapes import Shape
 
 __all__ = ["Group", "Memory", "Plan", "Row", "available_memory", "make", "weight_bytes"]
 
@@ -93,7 +93,7 @@ def make(
     Parameters
     ----------
     shape : Shape
-        The model's, from `kvcache.shapes.read`.
+        The model's, from `kvcache.models.shapes.read`.
     memory : Memory
         What there is, from `available_memory`.
     context : int
@@ -105,7 +105,7 @@ def make(
     window : policy, optional
         Plan also for this one in place of every layer that sees everything.
     rates : mapping of type to float, optional
-        Bytes per second that attention reads, from `kvcache.bench`.
+        Bytes per second that attention reads, from `kvcache.tools.bench`.
 
     Returns
     -------
@@ -134,7 +134,7 @@ def available_memory(model: Any = None) -> Memory:
     ImportError
         If psutil is not installed.
     """
-    return Memory(*strategy.available_memory(), weight_bytes(model))
+    return Memory(*system.available_memory(), weight_bytes(model))
 
 
 def weight_bytes(model: Any) -> int:

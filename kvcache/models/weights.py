@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import ModelFileError, plain, shown
-from kvcache.files import INDEX, find_weights, read_safetensors_header
-from kvcache.gguf import Header, Tensor, read_header
-from kvcache.reading import MAX_AXES, Stamp, open_file
-from kvcache.tokens import import_package
+from kvcache.models.fields import INDEX, find_weights, read_safetensors_header
+from kvcache.models.gguf import Header, Tensor, read_header
+from kvcache.models.reading import MAX_AXES, Stamp, open_file
+from kvcache.models.tokenizer import import_package
 
 __all__ = ["F32", "Tensors"]
 

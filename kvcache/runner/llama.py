@@ -20,15 +20,16 @@ from typing import TextIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvcache import FullAttention, KVCache, Rope, SlidingWindow, shapes
+from kvcache import FullAttention, KVCache, Rope, SlidingWindow
 from kvcache.errors import shown
-from kvcache.files import Fields, read_config
 from kvcache.layer import DTYPES, DType, bytes_of_token, dtypes_for, suits
+from kvcache.models import shapes
+from kvcache.models.fields import Fields, read_config
+from kvcache.models.reading import MAX_CONTEXT, open_file
+from kvcache.models.tokenizer import Tokenizer, load_tokenizer
+from kvcache.models.weights import F32, Tensors
 from kvcache.policy import Policy
-from kvcache.reading import MAX_CONTEXT, open_file
 from kvcache.rope import RopeLike
-from kvcache.tokens import Tokenizer, load_tokenizer
-from kvcache.weights import F32, Tensors
 
 __all__ = [
     "Fidelity",

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import ModelFileError, NotSupportedError, plain, shown
-from kvcache.files import Fields, find_weights, is_positive, read_config, read_safetensors_header
+from kvcache.models.fields import Fields, find_weights, is_positive, read_config, read_safetensors_header
+from kvcache.models.reading import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, open_file
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
-from kvcache.reading import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, open_file
 from kvcache.rope import Rope, RopeLike
 
 __all__ = ["Shape", "read"]

@@ -14,7 +14,7 @@ from openvino import opset6, opset8
 from openvino import opset13 as ops
 from openvino.op.util import Variable, VariableInfo
 
-from kvcache.peers.serve import Task, Work, serve
+from kvcache.tools.peers.serve import Task, Work, serve
 
 STEPS = 16  # tokens that come in before the states are put back
 

@@ -2,7 +2,7 @@
 
 `read_config` takes a Hugging Face folder or its ``config.json``, a GGUF, or what a program has at hand, and gathers the
 facts about the text decoder as `Fields`, so that what reads them is written once. Nothing in a file is believed before
-it is checked; the limits are those of `kvcache.reading`.
+it is checked; the limits are those of `kvcache.models.reading`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from kvcache import gguf
 from kvcache._core import INT32_MAX
 from kvcache.errors import ModelFileError, plain, shown
-from kvcache.reading import MAX_FIELDS, MAX_JSON, MAX_NAME, MAX_PARTS, MAX_VALUES, File, open_file, read_file
+from kvcache.models import gguf
+from kvcache.models.reading import MAX_FIELDS, MAX_JSON, MAX_NAME, MAX_PARTS, MAX_VALUES, File, open_file, read_file
 
 __all__ = ["Fields", "read_config", "read_json", "read_safetensors_header"]
 

@@ -1,7 +1,7 @@
-"""The same work in other people's code, each in a process of its own: ``python -P -m kvcache.peers.torch`` and so on.
+"""The same work in other people's code, each in a process of its own: ``python -P -m kvcache.tools.peers.torch``, ...
 
-Here is the side that asks; `kvcache.peers.serve` says how they are asked. ``-P`` keeps a program from being found where
-what it is named after is looked for. Importing this imports none of them.
+Here is the side that asks; `kvcache.tools.peers.serve` says how they are asked. ``-P`` keeps a program from being found
+where what it is named after is looked for. Importing this imports none of them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Self, TypeAlias
 
-from kvcache.peers.serve import Task
-from kvcache.turns import Entrant, layers_of
+from kvcache.tools.interleave import Entrant, layers_of
+from kvcache.tools.peers.serve import Task
 
 __all__ = ["BYTES", "KINDS", "Offer", "Peer", "PeerKind", "Peers", "tasks"]
 
@@ -41,7 +41,7 @@ class PeerKind:
         """What starts it; nothing where it is not installed."""
         there = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {self.needs!r})))"
         found = subprocess.run([sys.executable, "-P", "-c", there], capture_output=True).returncode == 0
-        return [sys.executable, "-P", "-m", f"kvcache.peers.{self.needs[0]}"] if found else []
+        return [sys.executable, "-P", "-m", f"kvcache.tools.peers.{self.needs[0]}"] if found else []
 
 
 KINDS = {

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import onnxruntime
 from onnx import TensorProto, helper
 
-from kvcache.peers.serve import Floats, Task, Work, rotate, serve
+from kvcache.tools.peers.serve import Floats, Task, Work, rotate, serve
 
 TYPES = {"f32": TensorProto.FLOAT, "f16": TensorProto.FLOAT16, "int8": TensorProto.INT8, "int4": TensorProto.UINT8}
 

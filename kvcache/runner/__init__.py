@@ -1,0 +1,1 @@
+"""Runs a Llama-family model in NumPy through a `KVCache`."""

@@ -1,0 +1,113 @@
+"""How much memory is free, by the machine and by the cgroups of this process."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["available_memory", "free_memory", "import_psutil", "readable"]
+
+
+def available_memory() -> tuple[int, str]:
+    """Return how many bytes are free, and who says so.
+
+    Raises
+    ------
+    ImportError
+        If psutil is not installed.
+    """
+    return free_memory(import_psutil().virtual_memory().available)
+
+
+def free_memory(
+    available: int, cgroups_of: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup"
+) -> tuple[int, str]:
+    """Return how many bytes are free, and who says so: the machine, or a cgroup of the process that has less left.
+
+    Parameters
+    ----------
+    available : int
+        What the machine has.
+    cgroups_of : path
+        The file that lists the cgroups of the process.
+    root : path
+        Where cgroups are mounted.
+    """
+    free = available, "of this machine"
+    for directory, limit, usage, inactive in _memory_cgroups(os.fspath(cgroups_of), os.fspath(root)):
+        most = _number(f"{directory}/{limit}")
+        used = None if most is None else _number(f"{directory}/{usage}")
+        if most is None or used is None:  # no such level, or one without a limit: "max"
+            continue
+        left = max(0, most - used + (_number(f"{directory}/memory.stat", inactive) or 0))
+        if left < free[0]:
+            free = left, f"by {directory}/{limit}"
+    return free
+
+
+def _memory_cgroups(cgroups_of: str, root: str) -> Iterator[tuple[str, str, str, str]]:
+    """Every directory that may limit the process, with the names of its limit, its usage and what can be dropped."""
+    for line in _read(cgroups_of).splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:  # version 2
+            names = "memory.max", "memory.current", "inactive_file"
+            mounts = [root, f"{root}/unified"]
+        elif "memory" in controllers.split(","):
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            mounts = [f"{root}/memory"]
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+        for mount in mounts:
+            for depth in range(len(parts), -1, -1):
+                yield "/".join([mount, *parts[:depth]]), *names
+
+
+def _number(file: str, name: str | None = None) -> int | None:
+    """The number in a file, or in the line of it that begins with a name."""
+    words = _read(file).split()
+    try:
+        return int(words[0 if name is None else words.index(name) + 1])
+    except (ValueError, IndexError):
+        return None
+
+
+def _read(file: str) -> str:
+    """A file of the kernel's, which is read in one piece; "" where there is none."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        return os.read(descriptor, 1 << 16).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
+
+
+def readable(nbytes: float) -> str:
+    """Bytes for people: 1536 is 1.5 KiB."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while nbytes >= 1024 and len(units) > 1:
+        nbytes /= 1024
+        del units[0]
+    return f"{nbytes:.{0 if units[0] == 'B' else 1}f} {units[0]}"
+
+
+def import_psutil() -> Any:
+    """Return the module psutil.
+
+    Raises
+    ------
+    ImportError
+        If it is not installed.
+    """
+    try:
+        return importlib.import_module("psutil")
+    except ImportError as error:
+        raise ImportError("psutil is needed to see what memory is free: pip install 'kvcache[adaptive]'") from error
