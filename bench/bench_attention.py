@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import signal
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,7 +51,7 @@ from entrants import (  # noqa: E402
     tiny_step,
 )
 from figures import quartiles, quiet_quotient, quotients  # noqa: E402
-from yardstick import TYPES, Driver, Memory, machine  # noqa: E402
+from yardstick import ROOT, TYPES, Driver, Memory, machine  # noqa: E402
 
 from kvcache.tools.interleave import cache_size  # noqa: E402
 
@@ -61,17 +63,17 @@ WANTED = {
     "decode f32": "- >= 0.9",
     "decode f16": ">= 0.8 0.9",
     "decode bf16": "- >= 0.9",
-    "our f16 q8_0": ">= 1.5 1.6",
-    "our f16 q4_0": ">= 2.4",
-    "fastest peer f16": ">= 3.3 2.3",
-    "fastest peer bf16": ">= 3.3 2.3",
-    "fastest peer q8_0": ">= 3.0 2.2",
-    "ggml's fastest path f16": ">= 3",
-    "ggml's fastest path q8_0": ">= 10",
-    "ggml's fastest path q4_0": ">= 10",
-    "best torch by hand": ">= 2.5",
-    "Hugging Face as it runs f16": ">= 20",
-    "Hugging Face as it runs bf16": ">= 20",
+    "speedup over kvcache f16 q8_0": ">= 1.5 1.6",
+    "speedup over kvcache f16 q4_0": ">= 2.4",
+    "speedup over the fastest peer f16": ">= 3.3 2.3",
+    "speedup over the fastest peer bf16": ">= 3.3 2.3",
+    "speedup over the fastest peer q8_0": ">= 3.0 2.2",
+    "speedup over ggml's fastest path f16": ">= 3",
+    "speedup over ggml's fastest path q8_0": ">= 10",
+    "speedup over ggml's fastest path q4_0": ">= 10",
+    "speedup over torch by hand": ">= 2.5",
+    "speedup over Hugging Face f16": ">= 20",
+    "speedup over Hugging Face bf16": ">= 20",
     "prefill": ">= 0.7",
     "prefill of ggml": "> 1",
     "prefill of torch": "> 1",
@@ -196,9 +198,10 @@ def peers_group(report: Report, context: int, threads: int, dtypes: Sequence[str
         errors = [peer.error() if peer.error else 0.0 for peer in theirs]
     ours_s = dict(zip(dtypes, samples, strict=False))
     for dtype, seconds in ours_s.items():
-        by = (ours_s["f16"], seconds) if dtype in BLOCKED and "f16" in ours_s else None
-        want, note = (wanted("our f16", dtype), "our f16 by this") if by else ("", "")
-        report.line("kvcache", replace(shape, dtype=dtype), seconds, by, want, note)
+        report.line("kvcache", replace(shape, dtype=dtype), seconds)
+        if dtype in BLOCKED and "f16" in ours_s:
+            name = "speedup over kvcache f16"
+            report.line(f"  {name}", replace(shape, dtype=dtype), (), (ours_s["f16"], seconds), wanted(name, dtype))
     found = {}
     for peer, seconds, error in zip(theirs, samples[len(mine) :], errors, strict=True):
         base = COMPARED.get(peer.kind, peer.kind)
@@ -225,13 +228,13 @@ def summary(report: Report, shape: Shape, found: dict[Entrant, list[float]], our
     names = [kind.name for kind in KINDS.values() if kind.name != "Hugging Face"]
     for base in ours_s:
         if base in BLOCKED:
-            fastest("fastest quantised peer", base, *names)
-            fastest("ggml's", base, "ggml", kinds=[base])
+            fastest("speedup over the fastest peer", base, *names)
+            fastest("speedup over ggml's fastest path", base, "ggml", kinds=[base])
         elif not set(BLOCKED) & set(ours_s):
-            fastest("fastest peer", base, *names)
-            fastest("ggml's fastest path", base, "ggml")
-            fastest("best torch by hand", base, "torch")
-            fastest("Hugging Face as it runs", base, "Hugging Face", kinds=[base])
+            fastest("speedup over the fastest peer", base, *names)
+            fastest("speedup over ggml's fastest path", base, "ggml")
+            fastest("speedup over torch by hand", base, "torch")
+            fastest("speedup over Hugging Face", base, "Hugging Face", kinds=[base])
 
 
 def peers(report: Report) -> None:
@@ -598,54 +601,57 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="other people's code")
     parser.add_argument("--with", dest="kinds", type=listed(str, list(KINDS)), default=list(KINDS), metavar="PEERS",
                         help=f"of {', '.join(KINDS)}")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the rows go")
-    parser.add_argument(
-        "--from", dest="source", type=Path, metavar="FILE", help="rows of an earlier --json; measures nothing"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="tokens/s against context, from the section peers")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the run, for bench/write_results.py")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw tokens/s against context, of the section peers")
     o = parser.parse_args(arguments)
     entrants.working_set = o.memory << 20
     o.every_type = o.dtype is not None
     o.dtype = o.dtype or list(TYPES)
-    if o.plot and not o.source and "peers" not in o.only:
+    o.command = " ".join(["python bench/bench_attention.py", *(sys.argv[1:] if arguments is None else arguments)])
+    if o.plot and "peers" not in o.only:
         parser.error("--plot draws what the section peers measures")
     return o
 
 
-def head() -> None:
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        "unknown processor",
-    )
-    load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
-    print(
-        f"{cpu}, {os.cpu_count()} cores, last-level cache {cache_size() >> 20} MiB, vectors of {machine().lanes} floats"
-    )
-    print(f"load {load}")
+def describe_machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown processor")
+    cache = cache_size() >> 20
+    return f"{cpu}, {os.cpu_count()} cores, last-level cache {cache} MiB, vectors of {machine().lanes} floats"
+
+
+def checked_out() -> str:
+    """The commit that is measured, marked where files differ from it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def keep(path: Path, command: str, rows: list[dict[str, object]]) -> None:
+    """Write a run as bench/write_results.py takes it."""
+    run = {"command": command, "seen": datetime.date.today().isoformat(), "commit": checked_out()}
+    path.write_text(json.dumps({**run, "machine": describe_machine(), "rows": rows}, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:
     o = options(arguments)
-    if o.source:
-        rows = json.loads(o.source.read_text())
-    else:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that rows are kept, and peers ended
-        head()
-        kinds = {key: KINDS[key] for key in o.kinds} if o.peers else {}
-        with Peers(kinds, lambda text: print(f"    {text}")) as peers_there:
-            report = Report(o, peers_there)
-            try:
-                for section in o.only:
-                    SECTIONS[section](report)
-            finally:
-                if o.json:
-                    o.json.write_text(json.dumps(report.rows, indent=1) + "\n")
-        rows = report.rows
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that rows are kept and peers end
+    print(describe_machine())
+    print(f"load {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
+    kinds = {key: KINDS[key] for key in o.kinds} if o.peers else {}
+    with Peers(kinds, lambda text: print(f"    {text}")) as installed:
+        report = Report(o, installed)
+        try:
+            for section in o.only:
+                SECTIONS[section](report)
+        finally:
+            if o.json:
+                keep(o.json, o.command, report.rows)
     if o.plot:
-        from plot_attention import plot
+        import plot_attention
 
-        plot(rows, o.plot)
-    return rows
+        with plot_attention.rc_context(plot_attention.SETTINGS):
+            plot_attention.save(plot_attention.figure(report.rows), o.plot)
+    return report.rows
 
 
 if __name__ == "__main__":

@@ -1,18 +1,24 @@
-"""Draws what bench_attention.py's section peers measured: tokens/s against context."""
+"""Draw tokens/s against context, from a run of bench_attention.py's section peers or from kept figures.
+
+python bench/plot_attention.py bench/results/epyc-zen5.json attention.svg
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 LAYERS = 32  # of the model whose decode attention is drawn: 32 query heads, 8 KV heads of 128 (Llama 3.1 8B)
+SETTINGS = {"svg.hashsalt": "kvcache", "svg.fonttype": "none", "font.family": "sans-serif"}
 
 # Okabe and Ito's colours, which differ for the colour-blind too; markers and dashes tell lines apart without them.
 STYLES = {
@@ -26,46 +32,48 @@ STYLES = {
 }
 MARKERS = {"f16": "o", "bf16": "s", "q8_0": "^", "int8": "^", "u8": "^", "fp8": "^", "q4_0": "v"}
 DRAWN = {
-    *(("kvcache", kind) for kind in ("f16", "q8_0", "q4_0")),
-    *(("ggml", kind) for kind in ("f16", "q8_0")),
+    *(("kvcache", dtype) for dtype in ("f16", "q8_0", "q4_0")),
+    *(("ggml", dtype) for dtype in ("f16", "q8_0")),
     *(("torch", "bf16"), ("Hugging Face", "bf16"), ("ONNX Runtime", "int8"), ("OpenVINO", "f16"), ("vLLM", "bf16")),
 }
-NAMES = {"torch": "torch by hand"}
+LABELS = {"torch": "torch by hand", "Hugging Face": "transformers"}
+
+Curves = dict[tuple[str, str], dict[int, float]]
 
 
-def curves(rows: Sequence[dict], threads: int) -> dict[tuple[str, str], dict[int, float]]:
+def curves(rows: Sequence[dict[str, Any]], threads: int) -> Curves:
     """Tokens/s by context, of the fastest mode of each peer and type."""
-    found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    found: Curves = defaultdict(dict)
     for row in rows:
         key = row["name"].split(",")[0], row["type"]
         if row["section"] == "peers" and row["threads"] == threads and "seconds" in row and key in DRAWN:
             speed = 1 / (LAYERS * row["seconds"])
-            # The fastest mode of a peer; of ours the first, as one that is measured twice would have two chances.
+            # kvcache's f16 is measured twice, beside two groups of peers: only the first counts.
             if key[0] != "kvcache" or row["context"] not in found[key]:
                 found[key][row["context"]] = max(speed, found[key].get(row["context"], 0))
     return found
 
 
-def apart(heights: Sequence[float], least: float) -> list[float]:
-    """The same heights, ascending, moved so that neighbours are `least` apart."""
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Move ascending heights until neighbours are `gap` apart, and keep their mean."""
     moved: list[float] = []
     for height in heights:
-        moved.append(max(height, moved[-1] + least) if moved else height)
+        moved.append(max(height, moved[-1] + gap) if moved else height)
     shift = sum(a - b for a, b in zip(moved, heights, strict=True)) / max(1, len(moved))
     return [height - shift for height in moved]
 
 
-def plot(rows: Sequence[dict], path: Path) -> None:
-    """Of the largest number of threads there is."""
-    threads = max(row["threads"] for row in rows if row["section"] == "peers")
+def figure(rows: Sequence[dict[str, Any]], processor: str = "") -> Figure:
+    """Draw the rows of the largest number of threads that has times."""
+    threads = max(row["threads"] for row in rows if row["section"] == "peers" and "seconds" in row)
     found = curves(rows, threads)
-    mpl.rcParams |= {"svg.hashsalt": "kvcache", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10}
-    figure, axes = plt.subplots(figsize=(9, 5.5))
-    for (who, kind), speeds in found.items():
+    picture = Figure(figsize=(9, 5.5))
+    axes = picture.subplots()
+    for (who, dtype), speeds in found.items():
         colour, dashes, width = STYLES[who]
         contexts = sorted(speeds)
         axes.plot(
-            contexts, [speeds[n] for n in contexts], dashes, color=colour, linewidth=width, marker=MARKERS[kind],
+            contexts, [speeds[n] for n in contexts], dashes, color=colour, linewidth=width, marker=MARKERS[dtype],
             markersize=5, zorder=3 if who == "kvcache" else 2,
         )  # fmt: skip
     axes.set_xscale("log", base=2)
@@ -79,28 +87,49 @@ def plot(rows: Sequence[dict], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("context, tokens")
     axes.set_ylabel("tokens/s")
-    plural = "s" * (threads > 1)
-    axes.set_title(
-        f"Decode attention of {LAYERS} layers, 32 query and 8 KV heads x 128, {threads} thread{plural}", loc="left"
-    )
+    where = f"{threads} thread{'s' * (threads > 1)}" + (f" of an {processor}" if processor else "")
+    axes.set_title(f"Decode attention of {LAYERS} layers, 32 query and 8 KV heads x 128\n{where}", loc="left")
     _label(axes, found, ticks[-1])
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
-    plt.close(figure)
+    return picture
 
 
-def _label(axes: plt.Axes, found: dict[tuple[str, str], dict[int, float]], last: int) -> None:
-    """A line's name at its end, with a thin line to it where names would overlap."""
+def _label(axes: Axes, found: Curves, last: int) -> None:
+    """Write each line's name at its end, with a thin line to it where names would overlap."""
     ends = sorted((speeds[last], key) for key, speeds in found.items() if last in speeds)
-    to_axes = axes.transData.transform
+    to_pixels = axes.transData.transform
     low, high = (axes.transAxes.transform((0, y))[1] for y in (0, 1))
-    heights = [(to_axes((last, speed))[1] - low) / (high - low) for speed, _ in ends]
-    right = axes.transAxes.inverted().transform(to_axes((last, ends[0][0])))[0] if ends else 1
-    for height, (speed, (who, kind)), start in zip(apart(heights, 0.05), ends, heights, strict=True):
-        del speed
+    heights = [(to_pixels((last, speed))[1] - low) / (high - low) for speed, _ in ends]
+    right = axes.transAxes.inverted().transform(to_pixels((last, ends[0][0])))[0] if ends else 1
+    for height, (_, (who, dtype)), start in zip(spread(heights, 0.05), ends, heights, strict=True):
         colour = STYLES[who][0]
         axes.annotate(
-            f"{NAMES.get(who, who)} {kind}", xy=(right + 0.01, start), xytext=(1.03, height), xycoords="axes fraction",
-            textcoords="axes fraction", va="center", color=colour, annotation_clip=False,
+            f"{LABELS.get(who, who)} {dtype}", xy=(right + 0.01, start), xytext=(1.03, height),
+            xycoords="axes fraction", textcoords="axes fraction", va="center", color=colour, annotation_clip=False,
             fontweight="bold" if who == "kvcache" else "normal",
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 1},
         )  # fmt: skip
+
+
+def save(picture: Figure, path: Path) -> None:
+    """Write a .png, .pdf or .svg; an SVG holds no date, so that the same figures make the same file."""
+    picture.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
+
+
+def kept(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Read rows, and whose they are, from a run (--json of a benchmark) or from all runs of a processor."""
+    record = json.loads(path.read_text())
+    runs = record.get("runs", [record])
+    return [row for run in runs for row in run["rows"]], record.get("processor", "")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, metavar="JSON")
+    parser.add_argument("target", type=Path, metavar="PICTURE", help="a .svg, .png or .pdf")
+    options = parser.parse_args(arguments)
+    with rc_context(SETTINGS):
+        save(figure(*kept(options.source)), options.target)
+
+
+if __name__ == "__main__":
+    main()

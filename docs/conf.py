@@ -1,5 +1,8 @@
 """Sphinx: sphinx-build -W docs docs/_build (the package must be installed)."""
 
+import re
+from pathlib import Path
+
 import kvcache
 
 project = "kvcache"
@@ -19,3 +22,20 @@ html_theme = "furo"
 html_title = f"kvcache {version}"
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
+
+
+def link_sources(app, docname, source):
+    """Make links to the repository's files outside docs/ downloads of them, which Markdown alone does not for pages."""
+    folder = Path(app.env.doc2path(docname)).parent
+
+    def download(link):
+        text, path = link[1].replace("`", ""), (folder / link[2]).resolve()
+        if path.is_relative_to(app.srcdir):
+            return link[0]
+        return f"{{download}}`{text} <{link[2]}/README.md>`" if path.is_dir() else f"{{download}}`{text} <{link[2]}>`"
+
+    source[0] = re.sub(r"(?<!!)\[([^]]+)\]\(((?:\.\./)+[^)#\s]+?)/?(?:#[^)]*)?\)", download, source[0])
+
+
+def setup(app):
+    app.connect("source-read", link_sources)

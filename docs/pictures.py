@@ -1,7 +1,11 @@
-"""Draws the pictures of concepts.md, of real caches: python docs/pictures.py."""
+"""Draw the pictures of the documentation: python docs/pictures.py.
+
+Those of concepts.md show caches that are made here; the one of performance.md shows kept figures.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import matplotlib as mpl
@@ -10,6 +14,10 @@ from matplotlib.figure import Figure
 
 import kvcache
 import kvcache.plot
+
+DOCS = Path(__file__).resolve().parent
+sys.path.append(str(DOCS.parent / "bench"))
+import plot_attention  # noqa: E402
 
 FULL, LOCAL = kvcache.FullAttention(), kvcache.SlidingWindow(1024)
 POLICIES = (
@@ -29,7 +37,7 @@ def visibility() -> Figure:
 
 
 def blocks() -> Figure:
-    """A fork, after which both go on; tokens removed from a third; a window that has moved on; one that was cleared."""
+    """Draw a sequence and its fork, both extended since; one with tokens removed; and blocks of a cleared one."""
     policy = kvcache.SlidingWindow(40, num_sink_tokens=4)
     cache = kvcache.KVCache(1, 1, 1, None, policy=policy, rope=False, max_sequences=None, block_size=16)
     append(cache, 0, 30)
@@ -53,7 +61,7 @@ def append(cache: kvcache.KVCache, seq_id: int, num_tokens: int) -> None:
 
 
 def memory() -> Figure:
-    """32 layers of 8 KV heads of 128, of every type; and with a window of 1,024 in five layers of six, and in all."""
+    """Draw 32 layers of 8 KV heads of 128 in every type, and with windows of 1,024 in 5 of 6 layers, and in all."""
     policies = {"": FULL, ", 5 of 6 windows": ([LOCAL] * 5 + [FULL]) * 5 + [LOCAL] * 2, ", all windows": LOCAL}
     kinds = [(dtype, "") for dtype in TYPES] + [("f16", policy) for policy in policies if policy]
     caches = {
@@ -63,13 +71,20 @@ def memory() -> Figure:
     return figure
 
 
+def attention() -> Figure:
+    """Draw decode attention on the processor whose whole run was kept."""
+    rows, processor = plot_attention.kept(DOCS.parent / "bench/results/epyc-zen5.json")
+    return plot_attention.figure(rows, processor)
+
+
 def draw(folder: Path) -> None:
-    settings = {"svg.hashsalt": "kvcache", "svg.fonttype": "none", "font.family": "sans-serif"}
     for picture in (visibility, blocks, memory):
-        with mpl.rc_context(settings):
+        with mpl.rc_context(plot_attention.SETTINGS):
             path = folder / f"{picture.__name__}.svg"
-            picture().savefig(path, metadata={"Date": None, "Creator": None}, dpi=288)  # of images in them
+            picture().savefig(path, metadata={"Date": None, "Creator": None}, dpi=288)  # dpi: of the images in them
+    with mpl.rc_context(plot_attention.SETTINGS):
+        plot_attention.save(attention(), folder / "attention.svg")
 
 
 if __name__ == "__main__":
-    draw(Path(__file__).parent)
+    draw(DOCS)

@@ -1,0 +1,210 @@
+"""Write the tables of bench/results/ and of docs/performance.md from the figures kept in bench/results/*.json.
+
+python bench/write_results.py                                     # write every table again
+python bench/write_results.py --keep run.json --as epyc-zen5      # add a run first: what --json of a benchmark wrote
+
+A file of bench/results/ belongs to one kind of processor and holds runs. A run is a command, the day it was made, the
+commit it was made at, and its rows. A row has a name and either a quotient or seconds, for a type, a context and a
+number of threads, or a value to be printed as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench/results"
+PERFORMANCE = ROOT / "docs/performance.md"
+TYPES = ("f32", "f16", "bf16", "fp8", "int8", "u8", "q8_0", "q4_0", "int4")
+
+Row = dict[str, Any]
+Run = dict[str, Any]
+Record = dict[str, Any]
+
+# What the rows of a section are, as the heading and the first line of its table.
+SECTIONS = {
+    "peers": (
+        "Decoding, beside other people's code",
+        "A speedup is the other's time by kvcache's, both measured in turns in one run: over 1, kvcache is faster.",
+    ),
+    "decode": (
+        "Decoding, as a share of what bounds it",
+        "One query of 32 heads over 8 KV heads x 128. 1 is a kernel that takes as long as reading the same bytes or "
+        "than the multiply-adds, whichever takes longer.",
+    ),
+    "prefill": (
+        "Prompts",
+        "512 tokens, the last of 4,096. A speedup is the other's time by kvcache's.",
+    ),
+    "shapes": ("Other shapes", "Shares of what bounds them, at 8,192 tokens."),
+    "batches": ("Batches, and how rows lie", "Costs over the plain case: 1 is none the worse."),
+    "error": ("Error", "Against float64 over the stored values."),
+    "c_example": (
+        "A step of the runner in C",
+        "4 layers of 4 query and 2 KV heads x 64; speedups of kvcache's attention.",
+    ),
+    "costs": ("How costs grow", ""),
+    "tiny": ("A call from Python", ""),
+    "installed": ("Bookkeeping", ""),
+    "put": ("Storing, windows, edits and imports", ""),
+}
+
+
+# ---- tables
+
+
+def number(value: float) -> str:
+    """Three digits at most; 2.0 for a 2."""
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.2g}".replace("e-0", "e-")
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    text = f"{value:.3g}"
+    return f"{text}.0" if len(text) == 1 else text
+
+
+def quotient(row: Row) -> str:
+    return f"{number(row['quotient'])} {row['bound']}" if row.get("bound") else number(row["quotient"])
+
+
+def microseconds(row: Row) -> str:
+    return number(1e6 * row["seconds"])
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *lines)]
+
+
+def by_type(rows: Sequence[Row], cell: Callable[[Row], str]) -> list[str]:
+    """A line for each name, context and number of threads, a column for each type."""
+    types = [dtype for dtype in TYPES if any(row.get("type") == dtype for row in rows)]
+    others = sorted({row.get("type", "") for row in rows} - {*types, ""})
+    columns = [*types, *others] or [""]
+    lines: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in rows:
+        context, threads = (f"{row[key]:,}" if row.get(key) else "" for key in ("context", "threads"))
+        lines.setdefault((row["name"], context, threads), {})[row.get("type") or columns[0]] = cell(row)
+    cells = [[*key, *(found.get(dtype, "") for dtype in columns)] for key, found in lines.items()]
+    return markdown(["", "tokens", "threads", *columns], cells)
+
+
+def tables(rows: Sequence[Row]) -> list[list[str]]:
+    """The tables of a run: quotients, seconds, and values as they are."""
+    found = []
+    if quotients := [row for row in rows if "quotient" in row]:
+        found.append(by_type(quotients, quotient))
+    if seconds := [row for row in rows if "seconds" in row]:
+        found.append(["Microseconds of one layer:", "", *by_type(seconds, microseconds)])
+    if values := [row for row in rows if "value" in row]:
+        found.append(markdown(["", "seen"], [[row["name"], row["value"]] for row in values]))
+    return found
+
+
+def page(record: Record) -> str:
+    """The Markdown page of one kind of processor."""
+    lines = [f"# {record['processor']}", "", record["machine"], ""]
+    lines += [line for note in record["notes"] for line in (note, "")]
+    for run in record["runs"]:
+        title, meaning = SECTIONS.get(run["rows"][0]["section"], ("Other figures", ""))
+        source = "transcribed from docs/performance.md of" if run.get("transcribed") else "measured at"
+        lines += [f"## {title}", "", f"`{run['command']}`, {run['seen']}, {source} commit {run['commit']}.", ""]
+        lines += [line for text in (meaning, run.get("note", "")) if text for line in (text, "")]
+        for table in tables(run["rows"]):
+            lines += [*table, ""]
+    made = "Made from the file of the same name that ends in .json by `python bench/write_results.py`."
+    return "\n".join([*lines, made, ""])
+
+
+# ---- the table of speedups
+
+# Heading, section, name, type and context of its columns.
+SPEEDUPS = (
+    ("transformers' `DynamicCache`, bf16", "peers", "speedup over Hugging Face", "bf16", 8192),
+    ("torch by hand, bf16", "peers", "speedup over torch by hand", "bf16", 8192),
+    ("ggml, f16", "peers", "speedup over ggml's fastest path", "f16", 8192),
+    ("ggml, q8_0", "peers", "speedup over ggml's fastest path", "q8_0", 8192),
+    ("fastest with 16 bits, f16", "peers", "speedup over the fastest peer", "f16", 8192),
+    ("fastest with 8 bits, q8_0", "peers", "speedup over the fastest peer", "q8_0", 8192),
+    ("own f16, q8_0", "peers", "speedup over kvcache f16", "q8_0", 8192),
+    ("torch's prompts, bf16", "prefill", "speedup over torch's SDPA", "bf16", 4096),
+)
+
+
+def speedups(records: dict[str, Record]) -> list[str]:
+    """A line for each kind of processor and number of threads; of several runs, the last one's figure."""
+    lines = []
+    for name, record in records.items():
+        rows = [row for run in record["runs"] for row in run["rows"] if "quotient" in row]
+        for threads in sorted({row["threads"] for row in rows if row["section"] == "peers"}):
+            cells = []
+            for _, *wanted in SPEEDUPS:
+                keys = ("section", "name", "type", "context", "threads")
+                found = [row for row in rows if [row.get(key) for key in keys] == [*wanted, threads]]
+                cells.append(number(found[-1]["quotient"]) if found else "")
+            lines.append([f"[{record['processor']}](../bench/results/{name}.md)", str(threads), *cells])
+    return markdown(["processor", "threads", *(heading for heading, *_ in SPEEDUPS)], lines)
+
+
+def with_speedups(text: str, records: dict[str, Record]) -> str:
+    """Put the table between its two marks."""
+    table = "\n".join(["", "", *speedups(records), "", ""])
+    return re.sub(r"(?<=<!-- speedups -->).*?(?=<!-- end of speedups -->)", lambda _: table, text, count=1, flags=re.S)
+
+
+# ---- the command
+
+
+def load() -> dict[str, Record]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def text_of(record: Record) -> str:
+    """The record as JSON, a row on a line, so that a change of one shows as such."""
+    rows = [row for run in record["runs"] for row in run["rows"]]
+    marked = {**record, "runs": [{**run, "rows": [f"<{id(row)}>" for row in run["rows"]]} for run in record["runs"]]}
+    text = json.dumps(marked, indent=1, ensure_ascii=False)
+    for row in rows:
+        text = text.replace(f'"<{id(row)}>"', json.dumps(row, ensure_ascii=False))
+    return text + "\n"
+
+
+def files() -> dict[Path, str]:
+    """What every file that is made should hold."""
+    records = load()
+    pages = {RESULTS / f"{name}.md": page(record) for name, record in records.items()}
+    return pages | {PERFORMANCE: with_speedups(PERFORMANCE.read_text(), records)}
+
+
+def keep(source: Path, name: str) -> None:
+    """Add the run that a benchmark's --json wrote to a processor's file, which may be new."""
+    run = json.loads(source.read_text())
+    path = RESULTS / f"{name}.json"
+    record = {"processor": run["machine"], "machine": run["machine"], "notes": [], "runs": []}
+    if path.exists():
+        record = json.loads(path.read_text())
+    record["runs"].append(run)
+    path.write_text(text_of(record))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="a run to add, of a benchmark's --json")
+    parser.add_argument("--as", dest="name", metavar="PROCESSOR", help="the file in bench/results that it is added to")
+    options = parser.parse_args(arguments)
+    if bool(options.keep) != bool(options.name):
+        parser.error("--keep and --as go together")
+    if options.keep:
+        keep(options.keep, options.name)
+    for path, text in files().items():
+        path.write_text(text)
+        print(path.relative_to(ROOT), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

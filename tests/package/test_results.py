@@ -1,0 +1,75 @@
+"""The tables of bench/results/ and docs/performance.md are what bench/write_results.py makes of the figures kept."""
+
+import json
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+@pytest.fixture
+def results():
+    spec = spec_from_file_location("write_results", BENCH / "write_results.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_are_made_of_what_was_kept(results):
+    made = results.files()
+    assert {path for path in made if path.parent == results.RESULTS} == set(results.RESULTS.glob("*.md"))
+    for path, text in made.items():
+        assert path.read_text() == text, f"{path.name}: run python bench/write_results.py"
+
+
+def test_kept_files_are_written_as_they_are_kept(results):
+    for path in results.RESULTS.glob("*.json"):
+        assert path.read_text() == results.text_of(json.loads(path.read_text()))
+
+
+def test_rows_have_a_name_and_one_figure(results):
+    for record in results.load().values():
+        for run in record["runs"]:
+            assert {"command", "seen", "commit", "rows"} <= set(run)
+            assert run["rows"][0]["section"] in results.SECTIONS
+            for row in run["rows"]:
+                assert row["name"]
+                assert {"quotient", "seconds", "value"} & set(row)
+
+
+def test_a_run_is_added(results, tmp_path, monkeypatch, capsys):
+    run = {
+        "command": "python bench/bench_attention.py --only peers", "seen": "2026-11-22", "commit": "0123456",
+        "machine": "A processor, 8 cores", "rows": [
+            {"section": "peers", "name": "kvcache", "type": "f16", "context": 8192, "threads": 8, "seconds": 1e-3},
+            {"section": "peers", "name": "speedup over ggml's fastest path", "type": "f16", "context": 8192,
+             "threads": 8, "quotient": 3.14159},
+        ],
+    }  # fmt: skip
+    source = tmp_path / "run"
+    source.write_text(json.dumps(run))
+    (tmp_path / "performance.md").write_text("# P\n<!-- speedups -->\n<!-- end of speedups -->\n")
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "PERFORMANCE", tmp_path / "performance.md")
+    results.main(["--keep", str(source), "--as", "a-processor"])
+    page = (tmp_path / "a-processor.md").read_text()
+    assert "# A processor, 8 cores\n" in page
+    assert "2026-11-22, measured at commit 0123456" in page
+    assert "| speedup over ggml's fastest path | 8,192 | 8 | 3.14 |" in page
+    assert "| kvcache | 8,192 | 8 | 1,000 |" in page
+    table = (tmp_path / "performance.md").read_text()
+    assert "| [A processor, 8 cores](../bench/results/a-processor.md) | 8 |  |  | 3.14 |" in table
+    results.main(["--keep", str(source), "--as", "a-processor"])
+    assert len(results.load()["a-processor"]["runs"]) == 2
+    assert "a-processor.md" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2.0, "2.0"), (0.6, "0.6"), (1.276, "1.28"), (23, "23"), (5.7e-7, "5.7e-7"), (16680.4, "16,680")],
+)
+def test_numbers(results, value, text):
+    assert results.number(value) == text
