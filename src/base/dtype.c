@@ -1,6 +1,6 @@
 #include "base/dtype.h"
 
-/* Elements come in blocks of `elements` that take `bytes`, in the order of kvc_type. */
+/* Size of a block of each type, in the order of kvc_type. */
 static const struct {
     const char *name;
     int32_t elements, bytes;

@@ -4,14 +4,15 @@
 
 #include "kvcache.h"
 
-enum {                          /* Quantised types */
-       KVC_QUANT_ELEMENTS = 32, /* that share a scale */
-       KVC_SCALE_BYTES = 2,     /* of the scale, an f16, which comes first */
-       KVC_Q8_0_BYTES = KVC_SCALE_BYTES + KVC_QUANT_ELEMENTS,
-       KVC_Q4_0_BYTES = KVC_SCALE_BYTES + KVC_QUANT_ELEMENTS / 2
+/* A block of a quantised type: its scale, an f16, then the elements that share it. */
+enum {
+    KVC_QUANT_ELEMENTS = 32, /* in a block */
+    KVC_SCALE_BYTES = 2,
+    KVC_Q8_0_BYTES = KVC_SCALE_BYTES + KVC_QUANT_ELEMENTS,
+    KVC_Q4_0_BYTES = KVC_SCALE_BYTES + KVC_QUANT_ELEMENTS / 2
 };
 
-/* The number that the elements of a row must be a multiple of. */
+/* Elements in a block of the type, 1 if it is not quantised: a row's length is a multiple of it. */
 int32_t kvc_type_elements(int32_t type);
 
 /* Bytes of one row of `dim` elements. */

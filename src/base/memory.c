@@ -9,8 +9,8 @@
 #include <malloc.h>
 #endif
 
-/* Blocks of at least this size take memory as it is touched, and can give pages back: those that are smaller than a
- * huge page side by side in slabs, larger ones in mappings of their own. */
+/* The default allocator places blocks of at least this size so that they take memory only as it is touched and can
+ * return pages: those smaller than a huge page side by side in slabs, larger ones in mappings of their own. */
 static const size_t LAZY_SIZE = (size_t)256 << 10;
 
 static int is_mapped(size_t size, int32_t kind) {
@@ -23,7 +23,7 @@ static void *default_alloc(void *user, size_t size, size_t alignment, const kvc_
 #if defined(_WIN32)
     return _aligned_malloc(size, alignment);
 #else
-    if (alignment <= _Alignof(max_align_t)) return malloc(size); /* aligning costs bytes that nobody counts */
+    if (alignment <= _Alignof(max_align_t)) return malloc(size); /* aligned_alloc has overhead that is not counted */
     return aligned_alloc(alignment, (size_t)kvc_align_up(size, alignment));
 #endif
 }
@@ -65,7 +65,7 @@ static int is_in_slab(const kvc_memory *memory, uint64_t size, kvc_memory_kind k
 }
 
 void *kvc_memory_alloc(kvc_memory *memory, uint64_t size, kvc_memory_kind kind, int32_t group) {
-    if (size > PTRDIFF_MAX - KVC_HUGE_PAGE) return NULL; /* what is added to align it fits as well */
+    if (size > PTRDIFF_MAX - KVC_HUGE_PAGE) return NULL; /* leaves room for alignment */
     if (is_in_slab(memory, size, kind)) return kvc_slab_take(&memory->slabs, (size_t)size);
     const kvc_memory_hint hint = {sizeof hint, (int32_t)kind, group, 0, INT32_MAX};
     const size_t alignment = kind == KVC_MEMORY_BOOKKEEPING ? _Alignof(max_align_t) : KVC_CACHE_LINE;
@@ -92,9 +92,9 @@ void kvc_memory_purge(kvc_memory *memory, void *p, size_t size) {
     if (begin < end) memory->allocator.purge(memory->allocator.user, (void *)begin, end - begin);
 }
 
-int kvc_memory_written(kvc_memory *memory, uint8_t *p, size_t size, kvc_page_work *work) {
+int kvc_memory_mark_written(kvc_memory *memory, uint8_t *p, size_t size, kvc_page_work *work) {
     if (!is_default(memory)) return 0;
-    kvc_slab_written(&memory->slabs, &p, &size);
+    kvc_slab_mark_written(&memory->slabs, &p, &size);
     work->p = p;
     work->size = size;
     return size != 0;
@@ -112,6 +112,6 @@ int kvc_memory_any_busy(const kvc_memory *memory) {
     return work != NULL;
 }
 
-void kvc_memory_part(kvc_memory *memory, void *p) { kvc_slab_part(&memory->slabs, p); }
+void kvc_memory_clear_written(kvc_memory *memory, void *p) { kvc_slab_clear_written(&memory->slabs, p); }
 
 int kvc_memory_is_lazy(const kvc_memory *memory, size_t size) { return memory->allocator.purge && size >= LAZY_SIZE; }

@@ -6,7 +6,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-#include "base/memory.h"
+#include "base/align.h"
 
 #if defined(_WIN32)
 
@@ -24,7 +24,7 @@ int kvc_pages_take(void *p, size_t size) { return (void)p, (void)size, 0; }
 #include <unistd.h>
 
 size_t kvc_os_page_size(void) {
-    static atomic_size_t known; /* the same whoever finds out first */
+    static atomic_size_t known; /* every thread stores the same value */
     size_t size = atomic_load_explicit(&known, memory_order_relaxed);
     if (!size) {
         size = (size_t)sysconf(_SC_PAGESIZE);
@@ -36,14 +36,14 @@ size_t kvc_os_page_size(void) {
 void *kvc_pages_map(size_t size) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS;
 #if defined(MAP_NORESERVE)
-    flags |= MAP_NORESERVE; /* a long contiguous cache may be larger than the memory there is */
+    flags |= MAP_NORESERVE; /* a long contiguous cache may exceed the memory of the machine */
 #endif
     const size_t page = kvc_os_page_size(), slack = size >= KVC_HUGE_PAGE ? KVC_HUGE_PAGE - page : 0;
     const size_t used = (size_t)kvc_align_up(size, page);
     char *p = mmap(NULL, used + slack, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (p == MAP_FAILED) return NULL;
     const size_t before = slack ? (size_t)kvc_align_up((uintptr_t)p, KVC_HUGE_PAGE) - (uintptr_t)p : 0;
-    if (before) munmap(p, before); /* what is too much on both sides goes back */
+    if (before) munmap(p, before); /* trims both sides */
     if (slack - before) munmap(p + before + used, slack - before);
     return p + before;
 }
@@ -54,7 +54,7 @@ void kvc_pages_drop(void *p, size_t size) { madvise(p, size, MADV_DONTNEED); }
 
 int kvc_pages_join(void *p, size_t size) {
 #if defined(__linux__)
-    enum { COLLAPSE = 25 }; /* MADV_COLLAPSE, which older headers lack; older systems refuse */
+    enum { COLLAPSE = 25 }; /* MADV_COLLAPSE, which older headers lack and older systems refuse */
     return madvise(p, size, COLLAPSE) == 0;
 #else
     return (void)p, (void)size, 0;

@@ -6,7 +6,7 @@
 
 enum { KVC_HUGE_PAGE = 2 << 20 };
 
-/* Whether there are such functions for this system; else nothing is mapped, and nothing given back. */
+/* Whether these functions do anything on this system; elsewhere nothing can be mapped or returned. */
 #if defined(_WIN32)
 enum { KVC_HAS_PAGES = 0 };
 #else
@@ -15,19 +15,19 @@ enum { KVC_HAS_PAGES = 1 };
 
 size_t kvc_os_page_size(void);
 
-/* Memory that is taken as it is touched, from the beginning of a huge page on where one fits in; NULL: there is none.
- */
+/* Maps memory that is taken only as it is touched, aligned to a huge page where one fits in; NULL on failure. */
 void *kvc_pages_map(size_t size);
 void kvc_pages_unmap(void *p, size_t size);
 
-/* Gives whole pages back; they stay addressable and lose their contents. */
+/* Returns whole pages to the system; they stay addressable and lose their contents. */
 void kvc_pages_drop(void *p, size_t size);
 
-/* Makes whole huge pages of what is written already, where the system can.  Unlike advice given beforehand, this takes
- * no memory for what is not.  Whether it did. */
+/* Joins pages that are written already into huge pages, where the system can.  Unlike advice given beforehand, this
+ * takes no memory for what is not written.  Returns whether it succeeded. */
 int kvc_pages_join(void *p, size_t size);
 
-/* Takes the memory of all pages in which [p, p + size) lies, whose contents stay; whether the system has that. */
+/* Takes memory for all pages that overlap [p, p + size), whose contents stay.  Returns whether the system supports it.
+ */
 int kvc_pages_take(void *p, size_t size);
 
 #endif

@@ -2,33 +2,34 @@
 
 #include <stdlib.h>
 
-#include "base/memory.h"
+#include "base/align.h"
+#include "base/pages.h"
 
 enum { ITEMS = 32 };
 
-/* A mapping of so many blocks, ITEMS or one.  Bit i stands for the i-th. */
+/* One mapping, divided into blocks of equal size. */
 struct kvc_slab {
     kvc_slab *next;
     uint8_t *begin;
-    size_t item; /* bytes from block to block */
-    uint32_t items;
-    uint32_t taken, written;
+    size_t item_bytes;       /* from block to block */
+    uint32_t num_items;      /* ITEMS or 1 */
+    uint32_t taken, written; /* bit i: block i is */
 };
 
-static size_t size_of(const kvc_slab *slab) { return slab->items * slab->item; }
+static size_t size_of(const kvc_slab *slab) { return slab->num_items * slab->item_bytes; }
 
 static int holds(const kvc_slab *slab, const void *p) { return (uintptr_t)p - (uintptr_t)slab->begin < size_of(slab); }
 
-static int has_room(const kvc_slab *slab, size_t item) {
-    return slab->item == item && slab->taken != UINT32_MAX >> (ITEMS - slab->items);
+static int has_free_item(const kvc_slab *slab, size_t item_bytes) {
+    return slab->item_bytes == item_bytes && slab->taken != UINT32_MAX >> (ITEMS - slab->num_items);
 }
 
-/* The slab that holds p; if p is NULL, one with room for an item.  It becomes the first: whoever comes next will
- * probably ask for its neighbour. */
-static kvc_slab *find(kvc_slab **slabs, const void *p, size_t item) {
+/* Finds the slab that holds p or, if p is NULL, one with a free item of this size.  Moves it to the front of the list,
+ * as the next call probably asks for a neighbour. */
+static kvc_slab *find(kvc_slab **slabs, const void *p, size_t item_bytes) {
     for (kvc_slab **at = slabs; *at; at = &(*at)->next) {
         kvc_slab *slab = *at;
-        if (!(p ? holds(slab, p) : has_room(slab, item))) continue;
+        if (!(p ? holds(slab, p) : has_free_item(slab, item_bytes))) continue;
         *at = slab->next;
         slab->next = *slabs;
         *slabs = slab;
@@ -37,13 +38,13 @@ static kvc_slab *find(kvc_slab **slabs, const void *p, size_t item) {
     return NULL;
 }
 
-static kvc_slab *add_slab(kvc_slab **slabs, size_t item) {
+static kvc_slab *add_slab(kvc_slab **slabs, size_t item_bytes) {
     kvc_slab *slab = malloc(sizeof *slab);
     if (!slab) return NULL;
-    *slab = (kvc_slab){.next = *slabs, .item = item, .items = ITEMS};
+    *slab = (kvc_slab){.next = *slabs, .item_bytes = item_bytes, .num_items = ITEMS};
     slab->begin = kvc_pages_map(size_of(slab));
-    if (!slab->begin) { /* where addresses are limited, one is better than none */
-        slab->items = 1;
+    if (!slab->begin) { /* where addresses are scarce, one block may still fit */
+        slab->num_items = 1;
         slab->begin = kvc_pages_map(size_of(slab));
     }
     if (!slab->begin) {
@@ -54,18 +55,18 @@ static kvc_slab *add_slab(kvc_slab **slabs, size_t item) {
 }
 
 static uint32_t bit_of(const kvc_slab *slab, const void *p) {
-    return UINT32_C(1) << (size_t)((const uint8_t *)p - slab->begin) / slab->item;
+    return UINT32_C(1) << (size_t)((const uint8_t *)p - slab->begin) / slab->item_bytes;
 }
 
 void *kvc_slab_take(kvc_slab **slabs, size_t size) {
-    const size_t item = (size_t)kvc_align_up(size, kvc_os_page_size());
-    kvc_slab *slab = find(slabs, NULL, item);
-    if (!slab) slab = add_slab(slabs, item);
+    const size_t item_bytes = (size_t)kvc_align_up(size, kvc_os_page_size());
+    kvc_slab *slab = find(slabs, NULL, item_bytes);
+    if (!slab) slab = add_slab(slabs, item_bytes);
     if (!slab) return NULL;
     int i = 0;
     while (slab->taken >> i & 1) i++;
     slab->taken |= UINT32_C(1) << i;
-    return slab->begin + (size_t)i * item;
+    return slab->begin + (size_t)i * item_bytes;
 }
 
 void kvc_slab_give(kvc_slab **slabs, void *block) {
@@ -73,7 +74,7 @@ void kvc_slab_give(kvc_slab **slabs, void *block) {
     slab->taken &= ~bit_of(slab, block);
     slab->written &= ~bit_of(slab, block);
     if (slab->taken) {
-        kvc_pages_drop(block, slab->item);
+        kvc_pages_drop(block, slab->item_bytes);
         return;
     }
     *slabs = slab->next;
@@ -81,20 +82,21 @@ void kvc_slab_give(kvc_slab **slabs, void *block) {
     free(slab);
 }
 
-/* Whether all items are written that lie in the huge page; past the last item, none is. */
+/* Whether written items fill the huge page. */
 static int is_written(const kvc_slab *slab, size_t page) {
-    const size_t first = page * KVC_HUGE_PAGE / slab->item, last = ((page + 1) * KVC_HUGE_PAGE - 1) / slab->item;
-    if (last >= slab->items) return 0;
+    const size_t first = page * KVC_HUGE_PAGE / slab->item_bytes;
+    const size_t last = ((page + 1) * KVC_HUGE_PAGE - 1) / slab->item_bytes;
+    if (last >= slab->num_items) return 0;
     for (size_t i = first; i <= last; i++)
         if (!(slab->written >> i & 1)) return 0;
     return 1;
 }
 
-int kvc_slab_written(kvc_slab **slabs, uint8_t **p, size_t *size) {
+int kvc_slab_mark_written(kvc_slab **slabs, uint8_t **p, size_t *size) {
     kvc_slab *slab = find(slabs, *p, 0);
     if (!slab) return 0;
-    const size_t at = (size_t)(*p - slab->begin) / slab->item * slab->item;
-    size_t page = at / KVC_HUGE_PAGE, end = (at + slab->item - 1) / KVC_HUGE_PAGE + 1; /* one, or two */
+    const size_t at = (size_t)(*p - slab->begin) / slab->item_bytes * slab->item_bytes;
+    size_t page = at / KVC_HUGE_PAGE, end = (at + slab->item_bytes - 1) / KVC_HUGE_PAGE + 1; /* one page, or two */
     slab->written |= bit_of(slab, *p);
     if (!is_written(slab, page)) page++;
     if (!is_written(slab, end - 1)) end--;
@@ -103,7 +105,7 @@ int kvc_slab_written(kvc_slab **slabs, uint8_t **p, size_t *size) {
     return 1;
 }
 
-void kvc_slab_part(kvc_slab **slabs, void *p) {
+void kvc_slab_clear_written(kvc_slab **slabs, void *p) {
     kvc_slab *slab = find(slabs, p, 0);
     if (slab) slab->written &= ~bit_of(slab, p);
 }

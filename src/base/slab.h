@@ -7,18 +7,19 @@
 
 typedef struct kvc_slab kvc_slab;
 
-/* Memory for one block of `size` bytes, from one of *slabs or a new one; it is taken from the system as it is touched.
- * NULL: there is none. */
+/* Takes a block of `size` bytes from one of *slabs or from a new one; its memory is taken from the system as it is
+ * touched.  NULL if memory is exhausted. */
 void *kvc_slab_take(kvc_slab **slabs, size_t size);
 
-/* Gives it back. */
+/* Gives a block back. */
 void kvc_slab_give(kvc_slab **slabs, void *block);
 
-/* Whether the block at *p is from one of these slabs and, from now on, written as a whole.  If so, *p and *size become
- * the huge pages, or none, in which it lies together with blocks beside it that are. */
-int kvc_slab_written(kvc_slab **slabs, uint8_t **p, size_t *size);
+/* Records that the block at *p is written as a whole.  Sets *p and *size to the huge pages, or none, that it fills
+ * together with written blocks beside it.  Returns 0, and changes nothing, if the block is not from one of these slabs.
+ */
+int kvc_slab_mark_written(kvc_slab **slabs, uint8_t **p, size_t *size);
 
-/* The block at p, if it is from one of these slabs, is not written as a whole any more. */
-void kvc_slab_part(kvc_slab **slabs, void *p);
+/* Forgets that the block at p, if it is from one of these slabs, is written. */
+void kvc_slab_clear_written(kvc_slab **slabs, void *p);
 
 #endif

@@ -3,7 +3,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-#include "base/threads.h"
+#include "base/compiler.h"
 
 static KVC_THREAD_LOCAL char last_error[512];
 

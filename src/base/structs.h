@@ -1,5 +1,4 @@
-/* structs.h: structs that callers hand in or have filled in, which may be of an older version of the header, or of a
- * newer one. */
+/* structs.h: structs passed by callers, who may have been compiled with an older or a newer version of the header. */
 #ifndef KVC_STRUCTS_H
 #define KVC_STRUCTS_H
 
@@ -7,8 +6,8 @@
 
 #include "base/status.h"
 
-/* Each of them with the last field that the smallest one has: fields that are added later stand behind it, and these
- * lines stay as they are. */
+/* Each public struct with the last field of its first version.  Later versions add fields behind it; these lines never
+ * change. */
 #define KVC_STRUCT_LIST(X)               \
     X(kvc_layer, rope)                   \
     X(kvc_allocator, purge)              \
@@ -30,19 +29,19 @@ enum {
 #undef KVC_LEAST_SIZE
 };
 
-/* KVC_ERR_INVALID unless a size that the caller gives is that of the smallest one at least. */
+/* KVC_ERR_INVALID if the size a caller gives is below that of the struct's first version, `least`. */
 kvc_status kvc_check_size(size_t size, size_t least, size_t right, const char *name);
 
-/* Copies a caller's struct of from_size bytes; fields that it has not are 0.  KVC_ERR_INVALID where it is NULL or too
- * small, KVC_ERR_UNSUPPORTED where it sets a field that is not known here. */
+/* Copies a caller's struct of from_size bytes; fields it lacks become 0.  KVC_ERR_INVALID if it is NULL or too small,
+ * KVC_ERR_UNSUPPORTED if it sets a field that this version does not know. */
 kvc_status kvc_read_struct(void *to, size_t to_size, size_t least, const void *from, size_t from_size,
                            const char *name);
 
-/* The same of one that begins with its size, which becomes to_size. */
+/* Does the same for a struct whose first field is its size; in the copy that field becomes to_size. */
 #define KVC_READ(type, to, from, name) kvc_read_sized(to, sizeof(type), type##_least_size, from, name)
 kvc_status kvc_read_sized(void *to, size_t to_size, size_t least, const void *from, const char *name);
 
-/* Fills in a caller's struct of to_size bytes; fields that are not known here are 0. */
+/* Fills in a caller's struct of to_size bytes; fields that this version does not know become 0. */
 void kvc_write_struct(void *to, size_t to_size, const void *from, size_t from_size);
 
 #endif

@@ -9,6 +9,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "base/compiler.h"
 #include "base/status.h"
 
 #if defined(_OPENMP)
@@ -19,7 +20,7 @@ static atomic_int chosen_threads; /* by kvc_set_num_threads; 0: none */
 
 #if defined(_OPENMP)
 
-/* ---- how many: OMP_NUM_THREADS, or the physical cores this process may use --------------------------------------- */
+/* ---- the number of threads: OMP_NUM_THREADS, or the physical cores this process may use -------------------------- */
 
 #if defined(__linux__)
 /* The first number in a file, or -1. */
@@ -32,7 +33,7 @@ static long read_number(const char *path) {
     return number;
 }
 
-/* Processors this process may run on, of each core only the first: hyperthreads share the path to memory. */
+/* Counts the processors this process may run on, one for each core: hyperthreads share the path to memory. */
 static int allowed_cores(void) {
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return omp_get_num_procs();
@@ -71,7 +72,7 @@ static int usable_cores(void) { return omp_get_num_procs(); }
 
 static int32_t default_threads(void) {
     if (getenv("OMP_NUM_THREADS")) return omp_get_max_threads();
-    static atomic_int cores; /* the same whoever finds out first */
+    static atomic_int cores; /* every thread stores the same value */
     int known = atomic_load(&cores);
     if (!known) {
         known = usable_cores();
@@ -83,7 +84,7 @@ static int32_t default_threads(void) {
 
 /* ---- fork -------------------------------------------------------------------------------------------------------- */
 
-/* The threads of the parent's OpenMP pool are not there in the child, which would wait for them for ever. */
+/* A child after fork() lacks the threads of its parent's OpenMP pool, and would wait for them for ever. */
 
 static atomic_int forked;
 
@@ -120,7 +121,7 @@ void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *con
 
 /* ---- calls that end early ---------------------------------------------------------------------------------------- */
 
-static KVC_THREAD_LOCAL char here; /* its address names the thread */
+static KVC_THREAD_LOCAL char thread_mark; /* its address names the thread */
 
 static int64_t now(void) {
 #if defined(_WIN32)
@@ -137,7 +138,7 @@ enum { POLL_NS = 40000000 };
 void kvc_watch_init(kvc_watch *watch, kvc_poll_fn *poll, void *user) {
     watch->poll = poll;
     watch->user = user;
-    watch->caller = &here;
+    watch->caller = &thread_mark;
     watch->next = poll ? now() + POLL_NS : 0;
     atomic_init(&watch->stopped, 0);
 }
@@ -145,7 +146,7 @@ void kvc_watch_init(kvc_watch *watch, kvc_poll_fn *poll, void *user) {
 int kvc_watch_ask(kvc_watch *watch) {
     if (!watch->poll) return 0;
     if (atomic_load_explicit(&watch->stopped, memory_order_relaxed)) return 1;
-    if (watch->caller != &here || now() < watch->next) return 0;
+    if (watch->caller != &thread_mark || now() < watch->next) return 0;
     const int stop = watch->poll(watch->user) != 0;
     if (stop) atomic_store_explicit(&watch->stopped, 1, memory_order_relaxed);
     watch->next = now() + POLL_NS;

@@ -1,4 +1,5 @@
-/* threads.h: how many threads, who runs tasks, and the lock.  threads.c holds the only OpenMP in the tree. */
+/* threads.h: the lock, the number of threads, parallel loops, and calls that end early.  threads.c holds the only
+ * OpenMP in the tree. */
 #ifndef KVC_THREADS_H
 #define KVC_THREADS_H
 
@@ -45,34 +46,31 @@ static inline void kvc_signal_wait(kvc_signal *s, kvc_mutex *m) { pthread_cond_w
 static inline void kvc_signal_all(kvc_signal *s) { pthread_cond_broadcast(s); }
 #endif
 
-#if defined(_MSC_VER)
-#define KVC_THREAD_LOCAL __declspec(thread)
-#else
-#define KVC_THREAD_LOCAL _Thread_local
-#endif
+enum { KVC_MOST_THREADS = 4096 }; /* the largest number a caller may set */
 
-enum { KVC_MOST_THREADS = 4096 }; /* that one call may be told to use */
-
-/* In the child, after a fork(): it has one thread. */
+/* Call in the child after a fork(): it has one thread from then on. */
 void kvc_threads_forked(void);
 
-/* Runs task(context, i) for every i in [0, num_tasks), on at most num_threads threads, in any order.  Serially where
- * that is all there is: without OpenMP, inside a parallel region, in a child after fork(). */
+/* Runs task(context, i) for every i in [0, num_tasks), on at most num_threads threads, in any order.  Runs serially
+ * without OpenMP, inside a parallel region and in a child after fork(). */
 void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *context, int64_t i), void *context);
 
-/* Whether a call that may take long is to end early: its tasks ask, every millisecond or so. */
+/* Decides whether a long call is to end early: its tasks call kvc_watch_ask every millisecond or so. */
 typedef struct kvc_watch {
-    kvc_poll_fn *poll; /* NULL: it is not */
+    kvc_poll_fn *poll;
     void *user;
-    const char *caller; /* names the thread that made the call, and polls */
-    int64_t next;       /* when it polls again, in nanoseconds of a clock */
+    const char *caller; /* names the thread that made the call; it alone polls */
+    int64_t next;       /* time of its next poll, in nanoseconds */
     atomic_int stopped;
 } kvc_watch;
 
+/* Begins watching; poll NULL: the call is never ended. */
 void kvc_watch_init(kvc_watch *watch, kvc_poll_fn *poll, void *user);
+
+/* Whether the call is to end.  Polls if this thread made the call and the last poll is a while ago. */
 int kvc_watch_ask(kvc_watch *watch);
 
-/* What the tasks were told, once they have ended. */
+/* What the tasks were told.  Call once they have ended. */
 static inline int kvc_watch_stopped(const kvc_watch *watch) { return atomic_load(&watch->stopped); }
 
 #endif

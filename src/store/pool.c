@@ -219,7 +219,7 @@ void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
         return;
     const int64_t bytes = kvc_pool_block_bytes(pool, block->touched) - kvc_pool_block_bytes(pool, block->fill);
     purge work = {pool, block};
-    kvc_memory_part(pool->memory, block->rows);
+    kvc_memory_clear_written(pool->memory, block->rows);
     kvc_parallel(bytes < WORTH_THREADS ? 1 : num_threads, kvc_pool_num_regions(pool), purge_region, &work);
     pool->row_bytes -= bytes;
     block->touched = block->fill;
@@ -247,7 +247,7 @@ static int join_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, int3
     uintptr_t begin = (start + (size_t)from * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
     const uintptr_t end = (start + (size_t)to * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
     if (begin + KVC_HUGE_PAGE / 4 < start) begin += KVC_HUGE_PAGE;
-    return begin < end && kvc_memory_written(pool->memory, (uint8_t *)begin, end - begin, work);
+    return begin < end && kvc_memory_mark_written(pool->memory, (uint8_t *)begin, end - begin, work);
 }
 
 /* The steps in which the pages of a block are joined up to join_to: of a full one, page by page; else region by region,
@@ -259,7 +259,7 @@ static int64_t num_join_steps(const kvc_pool *pool, const kvc_block *block) {
 
 static int join_step(const kvc_pool *pool, const kvc_block *block, int64_t step, kvc_page_work *work) {
     if (block->join_to == pool->block_size) /* blocks that have a huge page are aligned to it */
-        return kvc_memory_written(pool->memory, block->rows + step * KVC_HUGE_PAGE, KVC_HUGE_PAGE, work);
+        return kvc_memory_mark_written(pool->memory, block->rows + step * KVC_HUGE_PAGE, KVC_HUGE_PAGE, work);
     const kvc_region at = kvc_pool_region(pool, step);
     return join_rows(pool, block->rows + at.offset, at.row_bytes, block->joined, block->join_to, work);
 }

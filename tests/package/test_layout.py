@@ -39,9 +39,6 @@ UPWARD_CALLS: set[str] = set()
 IN_A_CIRCLE = {
     "attend/attention",
     "attend/plan",
-    "base/memory",
-    "base/pages",
-    "base/slab",
     "store/batch",
     "store/cache",
     "store/compact",

@@ -51,7 +51,7 @@ static void give(kvc_slab **slabs, block *b)
 static int join(kvc_slab **slabs, uint8_t *p)
 {
     size_t size = 0;
-    const int found = kvc_slab_written(slabs, &p, &size);
+    const int found = kvc_slab_mark_written(slabs, &p, &size);
     CHECK(size % KVC_HUGE_PAGE == 0 && (!size || (uintptr_t)p % KVC_HUGE_PAGE == 0));
     if (size)
         kvc_pages_join(p, size);
@@ -71,7 +71,7 @@ static void test_random_steps(void)
         else if (what == 0)
             give(&slabs, b);
         else if (what == 1)
-            kvc_slab_part(&slabs, b->p);
+            kvc_slab_clear_written(&slabs, b->p);
         else
             CHECK(join(&slabs, b->p));
         if (b->p) CHECK(is_filled(b));
@@ -86,7 +86,7 @@ static void test_neighbours(void)
     kvc_slab *slabs = NULL;
     uint8_t other[64];
     CHECK(!join(&slabs, other));
-    kvc_slab_part(&slabs, other);
+    kvc_slab_clear_written(&slabs, other);
     uint8_t *first = kvc_slab_take(&slabs, 1 << 20);
     CHECK(first && !join(&slabs, other));
     if (SIZE_MAX > UINT32_MAX) CHECKF(!kvc_slab_take(&slabs, SIZE_MAX / 64), "more than the system has");

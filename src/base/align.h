@@ -1,0 +1,22 @@
+/* align.h: rounding sizes up, and laying several arrays in one allocation. */
+#ifndef KVC_ALIGN_H
+#define KVC_ALIGN_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { KVC_CACHE_LINE = 64 };
+
+static inline uint64_t kvc_align_up(uint64_t size, size_t alignment) {
+    return (size + alignment - 1) / alignment * alignment;
+}
+
+/* Appends an array of `bytes` bytes, aligned to a cache line, to an allocation that has *size bytes so far; returns the
+ * array's offset. */
+static inline uint64_t kvc_add_array(uint64_t *size, uint64_t bytes) {
+    const uint64_t at = kvc_align_up(*size, KVC_CACHE_LINE);
+    *size = at + bytes;
+    return at;
+}
+
+#endif
