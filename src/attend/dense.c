@@ -65,11 +65,11 @@ static void add_sequence(dense *d, int32_t s) {
     const kvc_batch *batch = d->batch;
     const int32_t g = batch->cache->group_of[d->layer];
     const int is_cross = g >= batch->cache->num_token_groups;
-    const kvc_rows *rows = &batch->sequences[s].sequence->rows[g];
+    const kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
     const kvc_pending *pending = is_cross ? kvc_pending_of(batch, g, s) : kvc_own_pending(batch, g, s);
     const int32_t *tokens = batch->order + batch->sequences[s].first;
     if (!(is_cross && pending->num))
-        for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) add_run(d, s, run, NULL);
+        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) add_run(d, s, run, NULL);
     for (int32_t i = 0; i < pending->num; tokens += pending->runs[i++].count)
         add_run(d, s, &pending->runs[i], is_cross ? NULL : tokens);
 }

@@ -76,7 +76,7 @@ typedef struct maker {
     neighbour one_order;
 } maker;
 
-static void find_reach(const kvc_plan *plan, const kvc_rows *rows, draft_unit *u) {
+static void find_reach(const kvc_plan *plan, const kvc_run_list *list, draft_unit *u) {
     const kvc_batch *batch = plan->batch;
     const kvc_policy *policy = &batch->cache->policies[plan->group];
     int32_t first = INT32_MAX, last = 0, all = policy->kind == KVC_CROSS;
@@ -92,8 +92,8 @@ static void find_reach(const kvc_plan *plan, const kvc_rows *rows, draft_unit *u
     u->stored = u->own = r;
     if (batch->parents) u->own.end = INT32_MAX;
     /* Bounds that hide nothing are dropped, so that units that see the same rows have the same reach. */
-    if (rows->min_position >= r.low) u->stored.sinks = u->stored.low = 0;
-    if (rows->max_position < r.end) u->stored.end = INT32_MAX;
+    if (list->min_position >= r.low) u->stored.sinks = u->stored.low = 0;
+    if (list->max_position < r.end) u->stored.end = INT32_MAX;
 }
 
 static int shows_all(const reach *r) { return r->low == 0 && r->end == INT32_MAX; }
@@ -178,18 +178,18 @@ static void add_own(maker *m, const draft_unit *u) {
 static void find_rows(maker *m, draft_unit *u) {
     const kvc_batch *batch = m->plan->batch;
     const int32_t g = m->plan->group;
-    const kvc_rows *rows = &batch->sequences[u->unit.sequence].sequence->rows[g];
-    find_reach(m->plan, rows, u);
+    const kvc_run_list *list = &batch->sequences[u->unit.sequence].sequence->runs[g];
+    find_reach(m->plan, list, u);
     m->num_pieces = m->num_rows = 0;
     add_own(m, u);
     u->own_pieces = m->num_pieces;
     u->unit.num_rows = m->num_rows;
     u->unit.is_loose = g < batch->cache->num_token_groups && batch->sequences[u->unit.sequence].is_loose;
     if (g >= batch->cache->num_token_groups && m->num_rows) return;
-    u->runs = kvc_rows_begin(rows);
-    u->num_runs = rows->num;
+    u->runs = kvc_runs_begin(list);
+    u->num_runs = list->num;
     if (shows_all(&u->stored))
-        u->stored_rows = rows->count;
+        u->stored_rows = list->num_rows;
     else
         for (int32_t i = 0; i < u->num_runs; i++) u->stored_rows += rows_in(&u->stored, &u->runs[i]);
     u->unit.num_rows += u->stored_rows;

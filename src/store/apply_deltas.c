@@ -28,7 +28,7 @@ static int is_disputed(const void *context, const kvc_run *run, int32_t slot) {
     return run->delta != 0 && s->deltas[run->block->index][slot] == DISPUTED;
 }
 
-static kvc_rows *rows_of(const settling *s, int32_t i) { return &s->cache->sequences.items[i]->rows[s->group]; }
+static kvc_run_list *rows_of(const settling *s, int32_t i) { return &s->cache->sequences.items[i]->runs[s->group]; }
 
 static void *get(const settling *s, uint64_t count, size_t item) {
     return kvc_memory_alloc(&s->cache->memory, (count + 1) * item, KVC_MEMORY_SCRATCH, -1);
@@ -44,8 +44,8 @@ static void note_deltas(const settling *s) {
     for (int32_t b = 0; b < s->num_blocks; b++) s->deltas[b + 1] = s->deltas[b] + pool->blocks[b]->fill;
     for (size_t i = 0; i < s->num_slots; i++) s->slots[i] = UNSEEN;
     for (int32_t i = 0; i < s->cache->sequences.num; i++) {
-        const kvc_rows *rows = rows_of(s, i);
-        for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++)
+        const kvc_run_list *list = rows_of(s, i);
+        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
             for (int32_t n = 0; n < run->count; n++) {
                 int32_t *delta = &s->deltas[run->block->index][run->slot + n];
                 *delta = *delta == UNSEEN || *delta == run->delta ? run->delta : DISPUTED;
@@ -119,8 +119,8 @@ static void end(settling *s, kvc_status status) {
     put_back(s, s->drafts, (size_t)s->num_sequences, sizeof *s->drafts);
 }
 
-static int has_deltas(const kvc_rows *rows) {
-    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++)
+static int has_deltas(const kvc_run_list *list) {
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
         if (run->delta) return 1;
     return 0;
 }
@@ -134,7 +134,7 @@ static void mark_sequences(kvc_cache *cache) {
     for (int32_t i = 0; i < cache->sequences.num; i++) {
         kvc_sequence *sequence = cache->sequences.items[i];
         int32_t has = 0;
-        for (int32_t g = 0; g < cache->num_token_groups; g++) has |= has_deltas(&sequence->rows[g]);
+        for (int32_t g = 0; g < cache->num_token_groups; g++) has |= has_deltas(&sequence->runs[g]);
         if (!has) continue;
         kvc_cache_begin_in_place(cache, sequence);
         sequence->in_place = SETTLES;
@@ -160,7 +160,7 @@ static kvc_status prepare_all(kvc_cache *cache, settling *groups, int32_t *num, 
     kvc_status status = KVC_OK;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
         int32_t i = 0;
-        while (i < cache->sequences.num && !has_deltas(&cache->sequences.items[i]->rows[g])) i++;
+        while (i < cache->sequences.num && !has_deltas(&cache->sequences.items[i]->runs[g])) i++;
         if (i == cache->sequences.num) continue;
         settling *s = &groups[(*num)++];
         *s = (settling){.cache = cache,

@@ -441,7 +441,7 @@ static int32_t visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept
     return num;
 }
 
-static void append_part(void *rows, const kvc_run *part) { kvc_rows_append(rows, part); }
+static void append_part(void *list, const kvc_run *part) { kvc_runs_append(list, part); }
 
 /* Room for all the runs that sequences get. */
 static kvc_status reserve_kept(const kvc_batch *batch) {
@@ -451,15 +451,15 @@ static kvc_status reserve_kept(const kvc_batch *batch) {
         for (int32_t s = 0; status == KVC_OK && s < batch->num_sequences; s++) {
             const int32_t more =
                 g < cache->num_token_groups ? visit_kept(batch, g, s, 1, NULL, NULL) : kvc_pending_of(batch, g, s)->num;
-            status = kvc_rows_prepare(&batch->sequences[s].sequence->rows[g], &cache->memory, more);
+            status = kvc_runs_prepare(&batch->sequences[s].sequence->runs[g], &cache->memory, more);
         }
     for (int32_t g = 0; g < cache->num_groups; g++)
         for (int32_t s = 0; s < batch->num_sequences; s++) {
-            kvc_rows *rows = &batch->sequences[s].sequence->rows[g];
+            kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
             if (status == KVC_OK)
-                kvc_rows_install(rows, &cache->memory);
+                kvc_runs_install(list, &cache->memory);
             else
-                kvc_rows_discard(rows, &cache->memory);
+                kvc_runs_discard(list, &cache->memory);
         }
     return status;
 }
@@ -467,7 +467,7 @@ static kvc_status reserve_kept(const kvc_batch *batch) {
 /* What the sequence was given in a cross-attention layer takes the place of what it had, if a token of it was kept. */
 static void commit_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
-    kvc_rows *rows = &batch->sequences[s].sequence->rows[g];
+    kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
     const int32_t *token = batch->order + batch->sequences[s].first;
     int32_t any = 0;
@@ -477,10 +477,10 @@ static void commit_cross(const kvc_batch *batch, int32_t g, int32_t s) {
         drop_cross(batch, g, s);
         return;
     }
-    kvc_rows_visit(rows, 0, KVC_END, kvc_drop_part, pool);
-    rows->first = rows->num = 0;
-    kvc_rows_push(rows, pending->runs);
-    kvc_rows_recount(rows);
+    kvc_runs_visit(list, 0, KVC_END, kvc_drop_part, pool);
+    list->first = list->num = 0;
+    kvc_runs_push(list, pending->runs);
+    kvc_runs_recount(list);
 }
 
 /* What is not stored leaves nothing: neither what it held before nor where that began. */
@@ -488,7 +488,7 @@ static void forget_unstored(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     for (int32_t s = 0; s < batch->num_sequences; s++)
         for (int32_t g = 0; batch->sequences[s].is_unstored && g < cache->num_groups; g++)
-            kvc_rows_destroy(&batch->sequences[s].sequence->rows[g], &cache->pools[g]);
+            kvc_runs_destroy(&batch->sequences[s].sequence->runs[g], &cache->pools[g]);
 }
 
 static kvc_status commit(kvc_batch *batch, int32_t num_kept) {
@@ -497,7 +497,7 @@ static kvc_status commit(kvc_batch *batch, int32_t num_kept) {
     if (status != KVC_OK) return status;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         for (int32_t g = 0; g < cache->num_token_groups; g++) {
-            visit_kept(batch, g, s, 1, append_part, &batch->sequences[s].sequence->rows[g]);
+            visit_kept(batch, g, s, 1, append_part, &batch->sequences[s].sequence->runs[g]);
             visit_kept(batch, g, s, 0, kvc_drop_part, &cache->pools[g]);
         }
         for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++) commit_cross(batch, g, s);

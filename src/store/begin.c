@@ -241,19 +241,19 @@ static void visit_evictable(const kvc_batch *batch, int32_t g, kvc_part_fn *visi
     for (const kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed) {
         int32_t begin, end;
         evictable(cache, sequence, g, &begin, &end);
-        kvc_rows_visit(&sequence->rows[g], begin, end, visit, context);
+        kvc_runs_visit(&sequence->runs[g], begin, end, visit, context);
     }
 }
 
 /* The block that a sequence's next token in group g goes to while there is room, and its fill mark, once the group has
  * evicted and was compacted: that of the last row that stays.  NULL: a new one. */
 static kvc_block *last_block(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t *fill) {
-    const kvc_rows *rows = &member->sequence->rows[g];
+    const kvc_run_list *list = &member->sequence->runs[g];
     const kvc_compaction *c = batch->cache->pools[g].compaction;
     int32_t begin, end;
     evictable(batch->cache, member->sequence, g, &begin, &end);
-    for (int32_t i = rows->num - 1; i >= 0; i--) {
-        const kvc_run *run = kvc_rows_begin(rows) + i;
+    for (int32_t i = list->num - 1; i >= 0; i--) {
+        const kvc_run *run = kvc_runs_begin(list) + i;
         const int32_t last = run->position + run->count > end ? run->count : begin - run->position;
         if (last <= 0) continue;
         const int32_t *targets = c ? c->targets[run->block->index] : NULL;
@@ -359,10 +359,10 @@ static kvc_status look(const kvc_batch *batch, int32_t g, int compacts, int pres
 
 /* Rows that a sequence of the batch keeps in group g. */
 static int64_t num_kept(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
-    const kvc_rows *rows = &member->sequence->rows[g];
+    const kvc_run_list *list = &member->sequence->runs[g];
     int32_t begin, end;
     evictable(batch->cache, member->sequence, g, &begin, &end);
-    return rows->count - kvc_rows_visit(rows, begin, end, NULL, NULL);
+    return list->num_rows - kvc_runs_visit(list, begin, end, NULL, NULL);
 }
 
 static kvc_status check_room(const kvc_batch *batch, int32_t g, int64_t freed_slots) {
@@ -406,16 +406,16 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
     kvc_status status = KVC_OK;
     for (int32_t g = 0; g < cache->num_token_groups; g++)
         for (kvc_sequence *sequence = cache->changed; status == KVC_OK && sequence; sequence = sequence->next_changed) {
-            kvc_rows *rows = &sequence->rows[g];
+            kvc_run_list *list = &sequence->runs[g];
             const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
             const int32_t more =
                 member ? member->num_stretches + member->num_tokens / cache->pools[g].block_size + 2 : 0;
             int32_t begin, end;
             evictable(cache, sequence, g, &begin, &end);
             if (cache->pools[g].compaction)
-                status = kvc_rows_prepare_edit(rows, &cache->memory, more + 2);
+                status = kvc_runs_prepare_edit(list, &cache->memory, more + 2);
             else if (member || kvc_policy_evicts(&cache->policies[g]))
-                status = kvc_rows_prepare_evict(rows, &cache->memory, begin, end, more);
+                status = kvc_runs_prepare_evict(list, &cache->memory, begin, end, more);
         }
     return status;
 }
@@ -446,7 +446,7 @@ static void forget_plans(const kvc_batch *batch) {
         cache->pools[g].demand = (kvc_demand){0};
         kvc_compaction_drop(cache, g);
         for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed)
-            kvc_rows_discard(&sequence->rows[g], &cache->memory);
+            kvc_runs_discard(&sequence->runs[g], &cache->memory);
     }
 }
 
@@ -559,10 +559,10 @@ static void evict(const kvc_batch *batch, int32_t g) {
     kvc_cache *cache = batch->cache;
     for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed) {
         int32_t begin, end;
-        kvc_rows_install(&sequence->rows[g], &cache->memory);
+        kvc_runs_install(&sequence->runs[g], &cache->memory);
         if (!kvc_policy_evicts(&cache->policies[g])) continue;
         evictable(cache, sequence, g, &begin, &end);
-        cache->stats.rows_evicted += kvc_rows_evict(&sequence->rows[g], &cache->pools[g], begin, end);
+        cache->stats.rows_evicted += kvc_runs_evict(&sequence->runs[g], &cache->pools[g], begin, end);
     }
 }
 

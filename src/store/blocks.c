@@ -44,7 +44,7 @@ static void add_runs(list *to, const kvc_run *runs, int32_t num, int64_t seq_id,
 static void add_all_runs(list *to, const kvc_cache *cache, int32_t g) {
     for (int32_t i = 0; i < cache->sequences.num; i++) {
         const kvc_sequence *sequence = cache->sequences.items[i];
-        add_runs(to, kvc_rows_begin(&sequence->rows[g]), sequence->rows[g].num, sequence->id, 0);
+        add_runs(to, kvc_runs_begin(&sequence->runs[g]), sequence->runs[g].num, sequence->id, 0);
     }
     const kvc_batch *batch = cache->batch;
     for (int32_t s = 0; batch && s < batch->num_sequences; s++) {

@@ -591,7 +591,7 @@ void kvc_cache_tidy(kvc_cache *cache, kvc_sequence *sequence) {
 
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence) {
     if (kvc_sequence_is_empty(sequence))
-        for (int32_t g = 0; g < sequence->num_groups; g++) sequence->rows[g].lost_end = 0;
+        for (int32_t g = 0; g < sequence->num_groups; g++) sequence->runs[g].lost_end = 0;
     kvc_cache_note(cache, sequence);
     kvc_cache_tidy(cache, sequence);
 }
@@ -633,7 +633,7 @@ static kvc_sequence *new_sharer(kvc_cache *cache, const kvc_sequence *src, int64
     const kvc_table before = cache->sequences;
     kvc_status status = dst ? kvc_table_reserve(&cache->sequences, &before, &cache->memory) : KVC_ERR_NOMEM;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
-        status = kvc_rows_reserve(&dst->rows[g], &cache->memory, src->rows[g].num);
+        status = kvc_runs_reserve(&dst->runs[g], &cache->memory, src->runs[g].num);
     if (status == KVC_OK) {
         kvc_table_keep(&cache->sequences, &before, &cache->memory);
         return dst;
@@ -657,7 +657,7 @@ static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)dst_id);
     if (dst)
         for (int32_t g = 0; g < cache->num_groups; g++)
-            kvc_rows_share(&dst->rows[g], &src->rows[g], g < cache->num_token_groups ? length : KVC_END);
+            kvc_runs_share(&dst->runs[g], &src->runs[g], g < cache->num_token_groups ? length : KVC_END);
     if (old) kvc_cache_forget(cache, old);
     if (dst) {
         kvc_table_insert(&cache->sequences, dst);
@@ -734,9 +734,9 @@ int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer) {
     int64_t len = 0;
     kvc_lock(cache);
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    if (sequence && layer != -1) len = sequence->rows[cache->group_of[layer]].count;
+    if (sequence && layer != -1) len = sequence->runs[cache->group_of[layer]].num_rows;
     for (int32_t g = 0; sequence && layer == -1 && g < cache->num_token_groups; g++)
-        if (sequence->rows[g].count > len) len = sequence->rows[g].count;
+        if (sequence->runs[g].num_rows > len) len = sequence->runs[g].num_rows;
     kvc_unlock(cache, KVC_OK);
     return len;
 }
@@ -761,7 +761,7 @@ int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id) { return kvc_last_po
 
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position) {
     for (int32_t g = 0; g < cache->num_token_groups; g++)
-        if (kvc_policy_lowest(&cache->policies[g], position) < sequence->rows[g].lost_end) return 1;
+        if (kvc_policy_lowest(&cache->policies[g], position) < sequence->runs[g].lost_end) return 1;
     return 0;
 }
 

@@ -64,12 +64,12 @@ static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
     if (!sequence) return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)from->id);
     kvc_table_insert(&to->sequences, sequence);
     for (int32_t g = 0; g < from->num_groups; g++) {
-        kvc_rows *rows = &sequence->rows[g];
-        const int32_t num = from->rows[g].num;
+        kvc_run_list *list = &sequence->runs[g];
+        const int32_t num = from->runs[g].num;
         if (!num) continue;
-        rows->runs = kvc_memory_alloc(&to->memory, (uint64_t)num * sizeof *rows->runs, KVC_MEMORY_BOOKKEEPING, -1);
-        if (!rows->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %d runs", num);
-        rows->room = num;
+        list->runs = kvc_memory_alloc(&to->memory, (uint64_t)num * sizeof *list->runs, KVC_MEMORY_BOOKKEEPING, -1);
+        if (!list->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %d runs", num);
+        list->capacity = num;
     }
     return KVC_OK;
 }
@@ -108,14 +108,14 @@ static void copy_blocks(cloning *c, int32_t g, twin *twins) {
     }
 }
 
-static void copy_runs(kvc_rows *to, const kvc_rows *from, const twin *twins) {
-    const kvc_rows own = *to;
+static void copy_runs(kvc_run_list *to, const kvc_run_list *from, const twin *twins) {
+    const kvc_run_list own = *to;
     *to = *from;
     to->runs = own.runs;
-    to->room = own.room;
+    to->capacity = own.capacity;
     to->first = 0;
     for (int32_t i = 0; i < from->num; i++) {
-        to->runs[i] = kvc_rows_begin(from)[i];
+        to->runs[i] = kvc_runs_begin(from)[i];
         to->runs[i].block = twins[to->runs[i].block->index].to;
     }
 }
@@ -125,7 +125,7 @@ static void copy_bookkeeping(cloning *c) {
     for (int32_t g = 0; g < c->from->num_groups; twins += c->from->pools[g++].num_blocks) {
         copy_blocks(c, g, twins);
         for (int32_t i = 0; i < c->from->sequences.num; i++)
-            copy_runs(&c->to->sequences.items[i]->rows[g], &c->from->sequences.items[i]->rows[g], twins);
+            copy_runs(&c->to->sequences.items[i]->runs[g], &c->from->sequences.items[i]->runs[g], twins);
     }
     for (int32_t i = 0; i < c->to->sequences.num; i++) kvc_cache_note(c->to, c->to->sequences.items[i]);
 }

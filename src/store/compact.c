@@ -44,7 +44,7 @@ static void free_memory(kvc_compaction *c) {
 
 static void discard_lists(kvc_cache *cache, int32_t group) {
     for (int32_t i = 0; i < cache->sequences.num; i++)
-        kvc_rows_discard(&cache->sequences.items[i]->rows[group], &cache->memory);
+        kvc_runs_discard(&cache->sequences.items[i]->runs[group], &cache->memory);
 }
 
 static int get_memory(kvc_compaction *c) {
@@ -65,7 +65,7 @@ static int get_memory(kvc_compaction *c) {
     c->moves = get(c, (uint64_t)c->max_moves, sizeof *c->moves);
     if (!c->order || !c->targets || !c->slots || !c->moves) return 0;
     for (int32_t i = 0; i < c->cache->sequences.num; i++) /* an eviction may cut a run in two before */
-        if (kvc_rows_prepare_edit(&c->cache->sequences.items[i]->rows[c->group], &c->cache->memory, 2) != KVC_OK)
+        if (kvc_runs_prepare_edit(&c->cache->sequences.items[i]->runs[c->group], &c->cache->memory, 2) != KVC_OK)
             return 0;
     return 1;
 }
@@ -76,8 +76,8 @@ static void order_blocks(kvc_compaction *c) {
     int32_t *slots = c->slots;
     memset(c->targets, 0, (size_t)c->pool->num_blocks * sizeof *c->targets);
     for (int32_t i = 0; i < c->cache->sequences.num; i++) {
-        const kvc_rows *rows = &c->cache->sequences.items[i]->rows[c->group];
-        for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) {
+        const kvc_run_list *list = &c->cache->sequences.items[i]->runs[c->group];
+        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
             if (!is_movable(run->block) || c->targets[run->block->index]) continue;
             c->order[c->num_blocks++] = run->block;
             c->targets[run->block->index] = slots;
@@ -173,28 +173,28 @@ static void move_rows(kvc_compaction *c) {
 }
 
 /* Runs follow their slots; where the new place is cut by the end of a block, a run becomes two. */
-static void follow(const kvc_compaction *c, kvc_rows *rows) {
-    const int32_t num = rows->num, from = rows->room - num, lost_end = rows->lost_end, size = c->pool->block_size;
+static void follow(const kvc_compaction *c, kvc_run_list *list) {
+    const int32_t num = list->num, from = list->capacity - num, lost_end = list->lost_end, size = c->pool->block_size;
     if (!num) return;
-    memmove(rows->runs + from, kvc_rows_begin(rows), (size_t)num * sizeof *rows->runs);
-    rows->first = rows->num = 0;
+    memmove(list->runs + from, kvc_runs_begin(list), (size_t)num * sizeof *list->runs);
+    list->first = list->num = 0;
     for (int32_t i = 0; i < num; i++) {
-        kvc_run run = rows->runs[from + i];
+        kvc_run run = list->runs[from + i];
         const int32_t *targets = c->targets[run.block->index];
         if (!targets) {
-            kvc_rows_push(rows, &run);
+            kvc_runs_push(list, &run);
             continue;
         }
         for (int32_t done = 0; done < run.count;) {
             const int32_t target = targets[run.slot + done], room = size - target % size, rest = run.count - done;
             const kvc_run part = {c->order[target / size], target % size, rest < room ? rest : room,
                                   run.position + done, run.delta};
-            kvc_rows_push(rows, &part);
+            kvc_runs_push(list, &part);
             done += part.count;
         }
     }
-    kvc_rows_recount(rows);
-    rows->lost_end = lost_end;
+    kvc_runs_recount(list);
+    list->lost_end = lost_end;
 }
 
 void kvc_compaction_run(kvc_cache *cache, int32_t group) {
@@ -202,9 +202,9 @@ void kvc_compaction_run(kvc_cache *cache, int32_t group) {
     kvc_compaction *c = pool->compaction;
     if (!c) return;
     for (int32_t i = 0; i < cache->sequences.num; i++)
-        kvc_rows_install(&cache->sequences.items[i]->rows[group], &cache->memory);
+        kvc_runs_install(&cache->sequences.items[i]->runs[group], &cache->memory);
     move_rows(c);
-    for (int32_t i = 0; i < cache->sequences.num; i++) follow(c, &cache->sequences.items[i]->rows[group]);
+    for (int32_t i = 0; i < cache->sequences.num; i++) follow(c, &cache->sequences.items[i]->runs[group]);
     kvc_pool_refill(pool, c->order, c->num_blocks, c->live);
     cache->stats.compactions++;
     pool->compaction = NULL;

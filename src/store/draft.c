@@ -42,7 +42,7 @@ static void add_copies(walk *w, const kvc_run *part, kvc_run to) {
                                                               .position = part->position + done,
                                                               .delta = part->delta,
                                                               .touched = touched};
-        kvc_rows_push(&w->draft->rows, &to);
+        kvc_runs_push(&w->draft->runs, &to);
         to.position += to.count;
     }
 }
@@ -62,7 +62,7 @@ static void add_part(walk *w, const kvc_run *part, int changes, int copied) {
     if (copied)
         add_copies(w, part, to);
     else
-        kvc_rows_push(&w->draft->rows, &to);
+        kvc_runs_push(&w->draft->runs, &to);
 }
 
 /* How many of a part's rows, from its first one, change alike. */
@@ -75,9 +75,9 @@ static int32_t alike(const kvc_change *change, const kvc_run *part, int *copied)
     return n;
 }
 
-static void walk_rows(walk *w, const kvc_rows *rows) {
+static void walk_rows(walk *w, const kvc_run_list *list) {
     const kvc_change *change = w->change;
-    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) {
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
         const kvc_run below = kvc_run_part(run, 0, change->begin),
                       above = kvc_run_part(run, change->moved_end, INT32_MAX);
         kvc_run rest = kvc_run_part(run, change->end, change->moved_end);
@@ -100,7 +100,7 @@ static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted,
     const int64_t runs = counted->parts + blocks; /* cut where blocks end */
     const int64_t copies = counted->copies + blocks + counted->copied / KVC_COPY_ROWS;
     if (runs > INT32_MAX / 2) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)runs);
-    kvc_status status = kvc_rows_reserve(&draft->rows, &cache->memory, (int32_t)runs);
+    kvc_status status = kvc_runs_reserve(&draft->runs, &cache->memory, (int32_t)runs);
     if (status != KVC_OK || !counted->copied) return status;
     draft->room = (int32_t)copies;
     draft->copies = kvc_memory_alloc(&cache->memory, (uint64_t)copies * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
@@ -111,12 +111,12 @@ static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted,
     return status;
 }
 
-kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows, const kvc_change *change,
+kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_run_list *list, const kvc_change *change,
                           kvc_draft *draft) {
     walk w = {.change = change, .pool = &cache->pools[group]};
-    *draft = (kvc_draft){.change = *change, .from = rows};
-    kvc_rows_init(&draft->rows);
-    walk_rows(&w, rows);
+    *draft = (kvc_draft){.change = *change, .from = list};
+    kvc_runs_init(&draft->runs);
+    walk_rows(&w, list);
     const kvc_status status = reserve(cache, w.pool, &w, draft);
     if (status != KVC_OK) {
         kvc_draft_discard(cache, group, draft);
@@ -125,14 +125,14 @@ kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows,
     draft->num_copied = w.copied;
     w.pool->drafted += w.copied;
     w.draft = draft;
-    walk_rows(&w, rows);
-    kvc_rows_recount(&draft->rows);
+    walk_rows(&w, list);
+    kvc_runs_recount(&draft->runs);
     return KVC_OK;
 }
 
 /* Calls visit for all that a draft takes the place of. */
 static void visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *context) {
-    kvc_rows_visit(draft->from, draft->change.begin, draft->change.end, visit, context);
+    kvc_runs_visit(draft->from, draft->change.begin, draft->change.end, visit, context);
     for (int32_t i = 0; i < draft->num_copies; i++) {
         const kvc_copy *copy = &draft->copies[i];
         visit(context, &(kvc_run){copy->from, copy->from_slot, copy->count, copy->position, copy->delta});
@@ -167,14 +167,14 @@ void kvc_draft_free(kvc_cache *cache, kvc_draft *draft) {
     *draft = (kvc_draft){0};
 }
 
-void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, kvc_draft *draft) {
+void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_run_list *list, kvc_draft *draft) {
     kvc_pool *pool = &cache->pools[group];
     visit_replaced(draft, kvc_drop_part, pool);
     pool->drafted -= draft->num_copied;
     cache->stats.rows_copied += draft->num_copied;
-    draft->rows.lost_end = rows->lost_end;
-    kvc_rows_free_list(rows, &cache->memory);
-    *rows = draft->rows;
+    draft->runs.lost_end = list->lost_end;
+    kvc_runs_free_list(list, &cache->memory);
+    *list = draft->runs;
 }
 
 void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft) {
@@ -189,7 +189,7 @@ void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft) {
     }
     pool->drafted -= draft->num_copied;
     kvc_pool_unreserve(pool, num_blocks - draft->num_opened, draft->num_opened);
-    kvc_rows_free_list(&draft->rows, &cache->memory);
+    kvc_runs_free_list(&draft->runs, &cache->memory);
     kvc_draft_free(cache, draft);
 }
 

@@ -31,10 +31,10 @@ typedef struct kvc_copy {
 
 typedef struct kvc_draft {
     kvc_change change;
-    const kvc_rows *from; /* what there is */
-    kvc_rows rows;        /* as they are to be, but for lost_end */
-    kvc_copy *copies;     /* each of KVC_COPY_ROWS rows at most */
-    int64_t num_copied;   /* rows */
+    const kvc_run_list *from; /* what there is */
+    kvc_run_list runs;        /* as they are to be, but for lost_end */
+    kvc_copy *copies;         /* each of KVC_COPY_ROWS rows at most */
+    int64_t num_copied;       /* rows */
     int32_t num_copies, room;
     int32_t num_opened; /* blocks whose memory was taken for it */
 } kvc_draft;
@@ -53,7 +53,7 @@ kvc_status kvc_lanes_new(kvc_cache *cache, kvc_lanes *lanes);
 void kvc_lanes_free(kvc_cache *cache, kvc_lanes *lanes);
 
 /* With the mutex held, as for all but kvc_draft_copy.  KVC_ERR_NOMEM. */
-kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_rows *rows, const kvc_change *change,
+kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_run_list *list, const kvc_change *change,
                           kvc_draft *draft);
 
 /* KVC_ERR_FULL, because of `what`, if more slots than `capacity` would be live once these drafts of a group, and all
@@ -78,7 +78,7 @@ void kvc_draft_pin(const kvc_draft *draft);
 void kvc_draft_unpin(kvc_cache *cache, int32_t group, const kvc_draft *draft);
 
 /* Gives rows what the draft says, whose copies stay listed until it is freed; or nothing, which frees it. */
-void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_rows *rows, kvc_draft *draft);
+void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_run_list *list, kvc_draft *draft);
 void kvc_draft_free(kvc_cache *cache, kvc_draft *draft);
 /* Bytes of a draft of each group. */
 static inline size_t kvc_drafts_size(const kvc_cache *cache) {

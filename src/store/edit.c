@@ -88,13 +88,13 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_dr
 
 static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_draft *drafts, kvc_status status) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        kvc_rows *rows = &sequence->rows[g];
+        kvc_run_list *list = &sequence->runs[g];
         if (status != KVC_OK) {
             kvc_draft_discard(cache, g, &drafts[g]);
             continue;
         }
-        kvc_draft_accept(cache, g, rows, &drafts[g]);
-        rows->lost_end = lost_after(e, rows->lost_end);
+        kvc_draft_accept(cache, g, list, &drafts[g]);
+        list->lost_end = lost_after(e, list->lost_end);
         kvc_draft_free(cache, &drafts[g]);
     }
 }
@@ -108,7 +108,7 @@ static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e)
     kvc_status status = KVC_OK;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
         const kvc_change own = change_in(cache, g, &e->change);
-        status = kvc_draft_make(cache, g, &sequence->rows[g], &own, &drafts[g]);
+        status = kvc_draft_make(cache, g, &sequence->runs[g], &own, &drafts[g]);
     }
     if (status == KVC_OK) status = copy_unlocked(cache, sequence, drafts);
     finish(cache, sequence, e, drafts, status);
@@ -156,7 +156,7 @@ static kvc_status check_target(const kvc_cache *cache, const kvc_sequence *seque
                                int32_t delta) {
     int32_t last = -1;
     for (int32_t g = 0; g < cache->num_token_groups; g++)
-        kvc_rows_visit(&sequence->rows[g], begin, end, find_last, &last);
+        kvc_runs_visit(&sequence->runs[g], begin, end, find_last, &last);
     if (last < 0 || (int64_t)last + delta < INT32_MAX) return KVC_OK;
     return kvc_fail(KVC_ERR_INVALID, "delta is %d: position %d would pass the largest, %d", delta, last, INT32_MAX - 1);
 }

@@ -45,10 +45,10 @@ static void find_in_run(injection *x, const kvc_run *run) {
 }
 
 /* One pass, from the row that arrived last to the first. */
-static void find_parts(injection *x, const kvc_rows *rows) {
+static void find_parts(injection *x, const kvc_run_list *list) {
     x->num_parts = x->num_found = 0;
     memset(x->found, 0, found_bytes(x));
-    for (int32_t i = rows->num - 1; i >= 0; i--) find_in_run(x, kvc_rows_begin(rows) + i);
+    for (int32_t i = list->num - 1; i >= 0; i--) find_in_run(x, kvc_runs_begin(list) + i);
     for (int64_t i = 0; i < x->num_parts; i++) x->num_found += x->parts[i].count;
 }
 
@@ -134,12 +134,12 @@ static int is_shared(const void *context, const kvc_run *run, int32_t slot) {
     return run->block->holders[slot] > 1 || run->block->pins;
 }
 
-static kvc_status get_memory(injection *x, const kvc_rows *rows) {
+static kvc_status get_memory(injection *x, const kvc_run_list *list) {
     kvc_memory *memory = &x->cache->memory;
-    x->low = rows->min_position > x->begin ? rows->min_position : x->begin;
-    x->high = rows->max_position < x->end ? rows->max_position + 1 : x->end;
-    if (x->high < x->low || !rows->num) x->high = x->low;
-    x->num_rows = kvc_rows_visit(rows, x->begin, x->end, NULL, NULL);
+    x->low = list->min_position > x->begin ? list->min_position : x->begin;
+    x->high = list->max_position < x->end ? list->max_position + 1 : x->end;
+    if (x->high < x->low || !list->num) x->high = x->low;
+    x->num_rows = kvc_runs_visit(list, x->begin, x->end, NULL, NULL);
     x->lanes.floats = kvc_turner_floats(x->cache->layers[x->layer].k_dim);
     x->found = kvc_memory_alloc(memory, found_bytes(x), KVC_MEMORY_SCRATCH, -1);
     if (x->num_rows)
@@ -156,33 +156,33 @@ static void free_memory(injection *x) {
 }
 
 /* Sees to it that the rows are this sequence's alone once its copies are made. */
-static kvc_status own_rows(injection *x, int32_t group, kvc_rows *rows) {
+static kvc_status own_rows(injection *x, int32_t group, kvc_run_list *list) {
     const kvc_change change = {.begin = x->begin, .end = x->begin, .moved_end = x->end, .copies = is_shared};
-    kvc_status status = kvc_draft_make(x->cache, group, rows, &change, &x->draft);
+    kvc_status status = kvc_draft_make(x->cache, group, list, &change, &x->draft);
     if (status != KVC_OK) return status;
     static const char what[] = "copying rows that are shared";
     if (x->draft.num_copies) status = kvc_drafts_check(x->cache, group, &x->draft, 1, what);
     if (x->draft.num_copies && status == KVC_OK) status = kvc_check_max_bytes(x->cache, what);
     if (status == KVC_OK)
-        kvc_draft_accept(x->cache, group, rows, &x->draft);
+        kvc_draft_accept(x->cache, group, list, &x->draft);
     else
         kvc_draft_discard(x->cache, group, &x->draft);
     return status;
 }
 
 static kvc_status inject(injection *x, int64_t seq_id) {
-    const kvc_rows none = {.min_position = -1, .max_position = -1};
+    const kvc_run_list none = {.min_position = -1, .max_position = -1};
     kvc_sequence *sequence = kvc_cache_find_to_copy(x->cache, seq_id);
     const int32_t g = x->cache->group_of[x->layer];
-    kvc_rows *rows = sequence ? &sequence->rows[g] : NULL;
+    kvc_run_list *list = sequence ? &sequence->runs[g] : NULL;
     kvc_status status = kvc_check_idle(sequence);
     if (status != KVC_OK) return status;
-    status = get_memory(x, rows ? rows : &none);
-    if (status == KVC_OK) find_parts(x, rows ? rows : &none);
+    status = get_memory(x, list ? list : &none);
+    if (status == KVC_OK) find_parts(x, list ? list : &none);
     if (status == KVC_OK && !x->in->skip_missing && x->num_found < x->end - x->begin) status = fail_missing(x, seq_id);
-    if (status == KVC_OK && x->num_found) status = own_rows(x, g, rows);
+    if (status == KVC_OK && x->num_found) status = own_rows(x, g, list);
     if (status == KVC_OK && x->num_found) {
-        if (x->draft.num_copies) find_parts(x, rows); /* which lie elsewhere now */
+        if (x->draft.num_copies) find_parts(x, list); /* which lie elsewhere now */
         write_unlocked(x, sequence, g);
         kvc_draft_free(x->cache, &x->draft);
     }

@@ -8,11 +8,11 @@
         if (!(condition)) return kvc_fail(KVC_ERR_CORRUPT, __VA_ARGS__); \
     } while (0)
 
-static kvc_status check_rows(const kvc_rows *rows, const kvc_pool *pool, long long id) {
-    kvc_rows counted = *rows;
-    REQUIRE(rows->first >= 0 && rows->num >= 0 && rows->first + rows->num <= rows->room,
+static kvc_status check_rows(const kvc_run_list *list, const kvc_pool *pool, long long id) {
+    kvc_run_list counted = *list;
+    REQUIRE(list->first >= 0 && list->num >= 0 && list->first + list->num <= list->capacity,
             "group %d, sequence %lld: the list of runs passes its room", pool->group, id);
-    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) {
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
         REQUIRE(run->count > 0 && run->slot >= 0 && run->slot + run->count <= run->block->fill,
                 "group %d, sequence %lld: a run of slots %d + %d passes the fill mark %d", pool->group, id, run->slot,
                 run->count, run->block->fill);
@@ -21,13 +21,13 @@ static kvc_status check_rows(const kvc_rows *rows, const kvc_pool *pool, long lo
         REQUIRE(run->block->index < pool->num_blocks && pool->blocks[run->block->index] == run->block,
                 "group %d, sequence %lld: a run in a block of another pool", pool->group, id);
     }
-    kvc_rows_recount(&counted);
-    REQUIRE(counted.count == rows->count && counted.min_position == rows->min_position &&
-                counted.max_position == rows->max_position,
+    kvc_runs_recount(&counted);
+    REQUIRE(counted.num_rows == list->num_rows && counted.min_position == list->min_position &&
+                counted.max_position == list->max_position,
             "group %d, sequence %lld: %lld rows at %d to %d are noted, there are %lld at %d to %d", pool->group, id,
-            (long long)rows->count, rows->min_position, rows->max_position, (long long)counted.count,
+            (long long)list->num_rows, list->min_position, list->max_position, (long long)counted.num_rows,
             counted.min_position, counted.max_position);
-    REQUIRE(counted.ascending || !rows->ascending, "group %d, sequence %lld: positions do not ascend", pool->group, id);
+    REQUIRE(counted.ascending || !list->ascending, "group %d, sequence %lld: positions do not ascend", pool->group, id);
     return KVC_OK;
 }
 
@@ -40,8 +40,8 @@ static void take_away(const kvc_run *runs, int32_t num, uint32_t by) {
 /* Takes every holder there should be away (by 1), or gives it back (by -1). */
 static void take_away_all(const kvc_cache *cache, int32_t g, uint32_t by) {
     for (int32_t i = 0; i < cache->sequences.num; i++) {
-        const kvc_rows *rows = &cache->sequences.items[i]->rows[g];
-        take_away(kvc_rows_begin(rows), rows->num, by);
+        const kvc_run_list *list = &cache->sequences.items[i]->runs[g];
+        take_away(kvc_runs_begin(list), list->num, by);
     }
     const kvc_batch *batch = cache->batch;
     for (int32_t s = 0; batch && s < batch->num_sequences; s++) {
@@ -134,7 +134,7 @@ static kvc_status check_notes(const kvc_cache *cache) {
             const kvc_policy *policy = &cache->policies[g];
             const int32_t end = kvc_policy_retained(policy, kvc_sequence_last(sequence) + 1);
             REQUIRE(!kvc_policy_evicts(policy) ||
-                        !kvc_rows_visit(&sequence->rows[g], kvc_policy_sinks(policy), end, NULL, NULL),
+                        !kvc_runs_visit(&sequence->runs[g], kvc_policy_sinks(policy), end, NULL, NULL),
                     "group %d, sequence %lld: rows may be evicted, and no batch will look for them", g, id);
         }
     }
@@ -156,7 +156,7 @@ static kvc_status validate(const kvc_cache *cache) {
                     (long long)sequence->id);
             REQUIRE(cache->batch || !sequence->in_batch, "sequence %lld belongs to a batch that is not there",
                     (long long)sequence->id);
-            status = check_rows(&sequence->rows[g], &cache->pools[g], (long long)sequence->id);
+            status = check_rows(&sequence->runs[g], &cache->pools[g], (long long)sequence->id);
         }
         if (status == KVC_OK) status = check_pool(&cache->pools[g]);
         if (status == KVC_OK && !cache->num_rewrites) /* which hold slots that are no runs yet */

@@ -9,9 +9,9 @@
 enum { WORTH_THREADS = 1 << 16 }; /* elements; to copy less takes less time than to wake a thread */
 
 /* The rows of a sequence in a layer; NULL if it holds none. */
-static const kvc_rows *find_rows(const kvc_cache *cache, int64_t seq_id, int32_t layer) {
+static const kvc_run_list *find_rows(const kvc_cache *cache, int64_t seq_id, int32_t layer) {
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    return sequence ? &sequence->rows[cache->group_of[layer]] : NULL;
+    return sequence ? &sequence->runs[cache->group_of[layer]] : NULL;
 }
 
 /* Of rows [first, first + num), in order of arrival, as far as there are so many. */
@@ -25,9 +25,9 @@ static void list_positions(const kvc_run *runs, int32_t num_runs, int64_t first,
 int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions, int64_t max_positions) {
     if (kvc_check_layer(cache, layer) != KVC_OK) return -1;
     kvc_lock(cache);
-    const kvc_rows *rows = find_rows(cache, seq_id, layer);
-    const int64_t n = rows ? rows->count : 0;
-    if (n) list_positions(kvc_rows_begin(rows), rows->num, 0, max_positions, positions);
+    const kvc_run_list *list = find_rows(cache, seq_id, layer);
+    const int64_t n = list ? list->num_rows : 0;
+    if (n) list_positions(kvc_runs_begin(list), list->num, 0, max_positions, positions);
     kvc_unlock(cache, KVC_OK);
     return n;
 }
@@ -35,8 +35,8 @@ int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *
 int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position) {
     if (kvc_check_layer(cache, layer) != KVC_OK) return -1;
     kvc_lock(cache);
-    const kvc_rows *rows = find_rows(cache, seq_id, layer);
-    const int64_t row = rows ? kvc_rows_find(rows, position) : -1;
+    const kvc_run_list *list = find_rows(cache, seq_id, layer);
+    const int64_t row = list ? kvc_runs_find(list, position) : -1;
     kvc_unlock(cache, KVC_OK);
     return row;
 }
@@ -104,14 +104,14 @@ kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *
     if (hold) *hold = NULL;
     kvc_lock(cache);
     kvc_cache_find(cache, seq_id); /* which waits while they are written */
-    const kvc_rows *rows = find_rows(cache, seq_id, layer);
-    *num_spans = rows ? rows->num : 0;
+    const kvc_run_list *list = find_rows(cache, seq_id, layer);
+    *num_spans = list ? list->num : 0;
     for (int64_t i = 0; i < *num_spans && i < max_spans; i++) {
-        const kvc_span span = kvc_span_of(kvc_rows_begin(rows) + i, &cache->layouts[cache->layout_of[layer]]);
+        const kvc_span span = kvc_span_of(kvc_runs_begin(list) + i, &cache->layouts[cache->layout_of[layer]]);
         kvc_write_struct((char *)spans + (size_t)i * span_size, span_size, &span, sizeof span);
     }
     if (hold && *num_spans && *num_spans <= max_spans)
-        status = kvc_hold_runs(cache, kvc_rows_begin(rows), rows->num, cache->group_of[layer], hold);
+        status = kvc_hold_runs(cache, kvc_runs_begin(list), list->num, cache->group_of[layer], hold);
     return kvc_unlock(cache, status);
 }
 
@@ -169,17 +169,18 @@ typedef struct snapshot {
     uint64_t size;  /* of both */
 } snapshot;
 
-static kvc_status take_snapshot(kvc_cache *cache, const kvc_rows *rows, int32_t layer, int32_t num_tasks, snapshot *s) {
+static kvc_status take_snapshot(kvc_cache *cache, const kvc_run_list *list, int32_t layer, int32_t num_tasks,
+                                snapshot *s) {
     const int turns = kvc_rope_of(cache, layer) != NULL;
     *s = (snapshot){.cache = cache, .layer = layer};
-    kvc_add_array(&s->size, (uint64_t)rows->num * sizeof *s->runs);
+    kvc_add_array(&s->size, (uint64_t)list->num * sizeof *s->runs);
     const uint64_t scratch = kvc_add_array(&s->size, turns ? (uint64_t)num_tasks * scratch_size(cache, layer) : 0);
     s->runs = kvc_memory_alloc(&cache->memory, s->size, KVC_MEMORY_SCRATCH, -1);
-    if (!s->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory to read %d runs of layer %d", rows->num, layer);
+    if (!s->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory to read %d runs of layer %d", list->num, layer);
     if (turns) s->scratch = (void *)((char *)s->runs + scratch);
-    s->num_runs = rows->num;
+    s->num_runs = list->num;
     for (int32_t i = 0; i < s->num_runs; i++) {
-        s->runs[i] = kvc_rows_begin(rows)[i];
+        s->runs[i] = kvc_runs_begin(list)[i];
         kvc_pool_pin(s->runs[i].block);
     }
     return KVC_OK;
@@ -193,14 +194,14 @@ static kvc_status open_snapshot(kvc_cache *cache, int64_t seq_id, int32_t layer,
     kvc_lock(cache);
     kvc_cache_begin_reading(cache);
     kvc_cache_find(cache, seq_id); /* which waits while they are written */
-    const kvc_rows *rows = find_rows(cache, seq_id, layer);
-    const int64_t stored = rows ? rows->count : 0;
+    const kvc_run_list *list = find_rows(cache, seq_id, layer);
+    const int64_t stored = list ? list->num_rows : 0;
     if (num_stored) *num_stored = stored;
     if (least > stored)
         status = kvc_fail(KVC_ERR_INDEX, "rows up to %lld are asked for: sequence %lld holds %lld in layer %d",
                           (long long)least, (long long)seq_id, (long long)stored, layer);
     else if (stored)
-        status = take_snapshot(cache, rows, layer, num_tasks, s);
+        status = take_snapshot(cache, list, layer, num_tasks, s);
     if (!s->num_runs) kvc_cache_end_reading(cache);
     return kvc_unlock(cache, status);
 }

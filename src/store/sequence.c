@@ -22,115 +22,117 @@ kvc_run kvc_run_part(const kvc_run *run, int32_t begin, int32_t end) {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-void kvc_rows_init(kvc_rows *rows) { *rows = (kvc_rows){.min_position = -1, .max_position = -1, .ascending = 1}; }
-
-static int64_t list_bytes(const kvc_rows *rows) { return rows->room * (int64_t)sizeof(kvc_run); }
-
-void kvc_rows_discard(kvc_rows *rows, kvc_memory *memory) {
-    if (!rows->spare) return;
-    kvc_memory_free(memory, rows->spare, (uint64_t)rows->spare_room * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
-    memory->replaced -= list_bytes(rows);
-    rows->spare = NULL;
-    rows->spare_room = 0;
+void kvc_runs_init(kvc_run_list *list) {
+    *list = (kvc_run_list){.min_position = -1, .max_position = -1, .ascending = 1};
 }
 
-void kvc_rows_free_list(kvc_rows *rows, kvc_memory *memory) {
-    kvc_rows_discard(rows, memory);
-    kvc_memory_free(memory, rows->runs, (uint64_t)rows->room * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
+static int64_t list_bytes(const kvc_run_list *list) { return list->capacity * (int64_t)sizeof(kvc_run); }
+
+void kvc_runs_discard(kvc_run_list *list, kvc_memory *memory) {
+    if (!list->spare) return;
+    kvc_memory_free(memory, list->spare, (uint64_t)list->spare_capacity * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
+    memory->replaced -= list_bytes(list);
+    list->spare = NULL;
+    list->spare_capacity = 0;
 }
 
-void kvc_rows_destroy(kvc_rows *rows, kvc_pool *pool) {
-    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) kvc_drop_part(pool, run);
-    kvc_rows_free_list(rows, pool->memory);
-    kvc_rows_init(rows);
+void kvc_runs_free_list(kvc_run_list *list, kvc_memory *memory) {
+    kvc_runs_discard(list, memory);
+    kvc_memory_free(memory, list->runs, (uint64_t)list->capacity * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
+}
+
+void kvc_runs_destroy(kvc_run_list *list, kvc_pool *pool) {
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) kvc_drop_part(pool, run);
+    kvc_runs_free_list(list, pool->memory);
+    kvc_runs_init(list);
 }
 
 /* Makes a list ready with room for so many runs. */
-static kvc_status prepare(kvc_rows *rows, kvc_memory *memory, int64_t room) {
-    if (room <= rows->spare_room) return KVC_OK;
+static kvc_status prepare(kvc_run_list *list, kvc_memory *memory, int64_t room) {
+    if (room <= list->spare_capacity) return KVC_OK;
     if (room > INT32_MAX / 2) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)room);
     kvc_run *runs = kvc_memory_alloc(memory, (uint64_t)room * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
     if (!runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %lld runs", (long long)room);
-    kvc_rows_discard(rows, memory);
-    memory->replaced += list_bytes(rows);
-    rows->spare = runs;
-    rows->spare_room = (int32_t)room;
+    kvc_runs_discard(list, memory);
+    memory->replaced += list_bytes(list);
+    list->spare = runs;
+    list->spare_capacity = (int32_t)room;
     return KVC_OK;
 }
 
-void kvc_rows_install(kvc_rows *rows, kvc_memory *memory) {
-    kvc_run *runs = rows->spare;
-    const int32_t room = rows->spare_room;
+void kvc_runs_install(kvc_run_list *list, kvc_memory *memory) {
+    kvc_run *runs = list->spare;
+    const int32_t room = list->spare_capacity;
     if (!runs) return;
-    if (rows->num) memcpy(runs, kvc_rows_begin(rows), (size_t)rows->num * sizeof *runs);
-    memory->replaced -= list_bytes(rows);
-    rows->spare = NULL;
-    rows->spare_room = 0;
-    kvc_rows_free_list(rows, memory);
-    rows->runs = runs;
-    rows->first = 0;
-    rows->room = room;
+    if (list->num) memcpy(runs, kvc_runs_begin(list), (size_t)list->num * sizeof *runs);
+    memory->replaced -= list_bytes(list);
+    list->spare = NULL;
+    list->spare_capacity = 0;
+    kvc_runs_free_list(list, memory);
+    list->runs = runs;
+    list->first = 0;
+    list->capacity = room;
 }
 
-kvc_status kvc_rows_prepare(kvc_rows *rows, kvc_memory *memory, int32_t extra) {
-    const int64_t needed = (int64_t)rows->num + extra;
-    if (!rows->spare && rows->first + needed <= rows->room) return KVC_OK;
-    if (!rows->spare &&
-        needed <= rows->room / 2) { /* half of the list is free: to move what there is costs little per run */
-        memmove(rows->runs, kvc_rows_begin(rows), (size_t)rows->num * sizeof *rows->runs);
-        rows->first = 0;
+kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
+    const int64_t needed = (int64_t)list->num + extra;
+    if (!list->spare && list->first + needed <= list->capacity) return KVC_OK;
+    if (!list->spare &&
+        needed <= list->capacity / 2) { /* half of the list is free: to move what there is costs little per run */
+        memmove(list->runs, kvc_runs_begin(list), (size_t)list->num * sizeof *list->runs);
+        list->first = 0;
         return KVC_OK;
     }
-    return needed <= rows->spare_room ? KVC_OK : prepare(rows, memory, needed < 4 ? 4 : 2 * needed);
+    return needed <= list->spare_capacity ? KVC_OK : prepare(list, memory, needed < 4 ? 4 : 2 * needed);
 }
 
-kvc_status kvc_rows_reserve(kvc_rows *rows, kvc_memory *memory, int32_t extra) {
-    const kvc_status status = kvc_rows_prepare(rows, memory, extra);
-    kvc_rows_install(rows, memory);
+kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
+    const kvc_status status = kvc_runs_prepare(list, memory, extra);
+    kvc_runs_install(list, memory);
     return status;
 }
 
-kvc_status kvc_rows_prepare_edit(kvc_rows *rows, kvc_memory *memory, int32_t extra) {
-    const int64_t needed = 2 * (int64_t)rows->num + extra;
-    return !rows->spare && needed <= rows->room ? KVC_OK : prepare(rows, memory, needed);
+kvc_status kvc_runs_prepare_edit(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
+    const int64_t needed = 2 * (int64_t)list->num + extra;
+    return !list->spare && needed <= list->capacity ? KVC_OK : prepare(list, memory, needed);
 }
 
 /* ---- edits ------------------------------------------------------------------------------------------------------- */
 
-void kvc_rows_push(kvc_rows *rows, const kvc_run *run) {
-    kvc_run *last = rows->num ? kvc_rows_end(rows) - 1 : NULL;
+void kvc_runs_push(kvc_run_list *list, const kvc_run *run) {
+    kvc_run *last = list->num ? kvc_runs_end(list) - 1 : NULL;
     if (last && last->block == run->block && last->slot + last->count == run->slot && run_end(last) == run->position &&
         last->delta == run->delta)
         last->count += run->count;
     else
-        rows->runs[rows->first + rows->num++] = *run;
+        list->runs[list->first + list->num++] = *run;
 }
 
 /* A run more, at the end. */
-static void count_run(kvc_rows *rows, const kvc_run *run) {
-    if (run->position <= rows->max_position) rows->ascending = 0;
-    if (rows->count == 0 || run->position < rows->min_position) rows->min_position = run->position;
-    if (run_end(run) - 1 > rows->max_position) rows->max_position = run_end(run) - 1;
-    rows->count += run->count;
+static void count_run(kvc_run_list *list, const kvc_run *run) {
+    if (run->position <= list->max_position) list->ascending = 0;
+    if (list->num_rows == 0 || run->position < list->min_position) list->min_position = run->position;
+    if (run_end(run) - 1 > list->max_position) list->max_position = run_end(run) - 1;
+    list->num_rows += run->count;
 }
 
-void kvc_rows_append(kvc_rows *rows, const kvc_run *run) {
-    kvc_rows_push(rows, run);
-    count_run(rows, run);
+void kvc_runs_append(kvc_run_list *list, const kvc_run *run) {
+    kvc_runs_push(list, run);
+    count_run(list, run);
 }
 
-void kvc_rows_recount(kvc_rows *rows) {
-    rows->count = 0;
-    rows->min_position = rows->max_position = -1;
-    rows->ascending = 1;
-    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) count_run(rows, run);
+void kvc_runs_recount(kvc_run_list *list) {
+    list->num_rows = 0;
+    list->min_position = list->max_position = -1;
+    list->ascending = 1;
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) count_run(list, run);
 }
 
-int64_t kvc_rows_visit(const kvc_rows *rows, int32_t begin, int32_t end, kvc_part_fn *visit, void *context) {
+int64_t kvc_runs_visit(const kvc_run_list *list, int32_t begin, int32_t end, kvc_part_fn *visit, void *context) {
     int64_t count = 0;
-    if (begin >= end || rows->num == 0 || rows->min_position >= end || rows->max_position < begin) return 0;
-    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) {
-        if (rows->ascending && run->position >= end) break;
+    if (begin >= end || list->num == 0 || list->min_position >= end || list->max_position < begin) return 0;
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
+        if (list->ascending && run->position >= end) break;
         const kvc_run part = kvc_run_part(run, begin, end);
         if (!part.count) continue;
         count += part.count;
@@ -141,39 +143,39 @@ int64_t kvc_rows_visit(const kvc_rows *rows, int32_t begin, int32_t end, kvc_par
 
 void kvc_drop_part(void *pool, const kvc_run *part) { kvc_pool_drop(pool, part->block, part->slot, part->count); }
 
-int64_t kvc_rows_remove(kvc_rows *rows, kvc_pool *pool, int32_t begin, int32_t end) {
+int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
     /* The runs go to the far end of the list, and what stays of them is written from its beginning: as there is room
      * for two where there was one, writing never overtakes reading. */
-    const int32_t num = rows->num, from = rows->room - num;
+    const int32_t num = list->num, from = list->capacity - num;
     int64_t removed = 0;
-    if (num) memmove(rows->runs + from, kvc_rows_begin(rows), (size_t)num * sizeof *rows->runs);
-    rows->first = rows->num = 0;
+    if (num) memmove(list->runs + from, kvc_runs_begin(list), (size_t)num * sizeof *list->runs);
+    list->first = list->num = 0;
     for (int32_t i = 0; i < num; i++) {
-        const kvc_run run = rows->runs[from + i];
+        const kvc_run run = list->runs[from + i];
         const kvc_run below = kvc_run_part(&run, 0, begin), gone = kvc_run_part(&run, begin, end),
                       above = kvc_run_part(&run, end, INT32_MAX);
         if (gone.count) kvc_pool_drop(pool, gone.block, gone.slot, gone.count);
         removed += gone.count;
-        if (below.count) kvc_rows_push(rows, &below);
-        if (above.count) kvc_rows_push(rows, &above);
+        if (below.count) kvc_runs_push(list, &below);
+        if (above.count) kvc_runs_push(list, &above);
     }
-    kvc_rows_recount(rows);
+    kvc_runs_recount(list);
     return removed;
 }
 
 /* How many runs at the front lie below `begin`, when what is to go follows them directly: to evict it is to trim.
  * -1: it has to be cut out of the middle. */
-static int32_t runs_before(const kvc_rows *rows, int32_t begin) {
-    if (!rows->ascending) return -1;
+static int32_t runs_before(const kvc_run_list *list, int32_t begin) {
+    if (!list->ascending) return -1;
     int32_t n = 0;
-    while (n < rows->num && run_end(kvc_rows_begin(rows) + n) <= begin) n++;
-    return n < rows->num && kvc_rows_begin(rows)[n].position < begin ? -1 : n;
+    while (n < list->num && run_end(kvc_runs_begin(list) + n) <= begin) n++;
+    return n < list->num && kvc_runs_begin(list)[n].position < begin ? -1 : n;
 }
 
-kvc_status kvc_rows_prepare_evict(kvc_rows *rows, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra) {
-    if (kvc_rows_visit(rows, begin, end, NULL, NULL) == 0 || runs_before(rows, begin) >= 0)
-        return kvc_rows_prepare(rows, memory, extra);
-    return kvc_rows_prepare_edit(rows, memory, extra);
+kvc_status kvc_runs_prepare_evict(kvc_run_list *list, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra) {
+    if (kvc_runs_visit(list, begin, end, NULL, NULL) == 0 || runs_before(list, begin) >= 0)
+        return kvc_runs_prepare(list, memory, extra);
+    return kvc_runs_prepare_edit(list, memory, extra);
 }
 
 static void note_lost(void *context, const kvc_run *part) {
@@ -182,11 +184,11 @@ static void note_lost(void *context, const kvc_run *part) {
 }
 
 /* Drops positions below `end` from the runs behind the first `kept` ones. */
-static int64_t trim_front(kvc_rows *rows, kvc_pool *pool, int32_t kept, int32_t end) {
+static int64_t trim_front(kvc_run_list *list, kvc_pool *pool, int32_t kept, int32_t end) {
     int64_t removed = 0;
     int32_t runs_gone = 0;
-    kvc_run *run = kvc_rows_begin(rows) + kept;
-    for (; run < kvc_rows_end(rows) && run->position < end; run++) {
+    kvc_run *run = kvc_runs_begin(list) + kept;
+    for (; run < kvc_runs_end(list) && run->position < end; run++) {
         const kvc_run gone = kvc_run_part(run, 0, end);
         kvc_pool_drop(pool, gone.block, gone.slot, gone.count);
         removed += gone.count;
@@ -196,34 +198,34 @@ static int64_t trim_front(kvc_rows *rows, kvc_pool *pool, int32_t kept, int32_t 
         }
         runs_gone++;
     }
-    if (kept) memmove(kvc_rows_begin(rows) + runs_gone, kvc_rows_begin(rows), (size_t)kept * sizeof *run);
-    rows->num -= runs_gone;
-    rows->first = rows->num ? rows->first + runs_gone : 0;
-    rows->count -= removed;
-    rows->min_position = rows->num ? kvc_rows_begin(rows)->position : -1;
-    rows->max_position = rows->num ? run_end(kvc_rows_end(rows) - 1) - 1 : -1;
+    if (kept) memmove(kvc_runs_begin(list) + runs_gone, kvc_runs_begin(list), (size_t)kept * sizeof *run);
+    list->num -= runs_gone;
+    list->first = list->num ? list->first + runs_gone : 0;
+    list->num_rows -= removed;
+    list->min_position = list->num ? kvc_runs_begin(list)->position : -1;
+    list->max_position = list->num ? run_end(kvc_runs_end(list) - 1) - 1 : -1;
     return removed;
 }
 
-int64_t kvc_rows_evict(kvc_rows *rows, kvc_pool *pool, int32_t begin, int32_t end) {
-    if (kvc_rows_visit(rows, begin, end, note_lost, &rows->lost_end) == 0) return 0;
-    const int32_t kept = runs_before(rows, begin);
-    return kept >= 0 ? trim_front(rows, pool, kept, end) : kvc_rows_remove(rows, pool, begin, end);
+int64_t kvc_runs_evict(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
+    if (kvc_runs_visit(list, begin, end, note_lost, &list->lost_end) == 0) return 0;
+    const int32_t kept = runs_before(list, begin);
+    return kept >= 0 ? trim_front(list, pool, kept, end) : kvc_runs_remove(list, pool, begin, end);
 }
 
-void kvc_rows_share(kvc_rows *dst, const kvc_rows *src, int32_t length) {
-    for (const kvc_run *run = kvc_rows_begin(src); run < kvc_rows_end(src); run++) {
+void kvc_runs_share(kvc_run_list *dst, const kvc_run_list *src, int32_t length) {
+    for (const kvc_run *run = kvc_runs_begin(src); run < kvc_runs_end(src); run++) {
         const kvc_run part = kvc_run_part(run, 0, length);
         if (!part.count) continue;
         kvc_pool_hold(part.block, part.slot, part.count);
-        kvc_rows_append(dst, &part);
+        kvc_runs_append(dst, &part);
     }
     dst->lost_end = src->lost_end < length ? src->lost_end : length;
 }
 
-int64_t kvc_rows_find(const kvc_rows *rows, int32_t position) {
+int64_t kvc_runs_find(const kvc_run_list *list, int32_t position) {
     int64_t row = 0, found = -1;
-    for (const kvc_run *run = kvc_rows_begin(rows); run < kvc_rows_end(rows); run++) {
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
         if (position >= run->position && position < run_end(run)) found = row + position - run->position;
         row += run->count;
     }
@@ -302,50 +304,50 @@ void kvc_table_destroy(kvc_table *table, kvc_memory *memory) { free_items(table,
 /* ---- sequences --------------------------------------------------------------------------------------------------- */
 
 static size_t sequence_bytes(int32_t num_groups) {
-    return sizeof(kvc_sequence) + (size_t)num_groups * sizeof(kvc_rows);
+    return sizeof(kvc_sequence) + (size_t)num_groups * sizeof(kvc_run_list);
 }
 
 kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_groups, int32_t num_token_groups) {
     kvc_sequence *sequence = kvc_memory_alloc(memory, sequence_bytes(num_groups), KVC_MEMORY_BOOKKEEPING, -1);
     if (!sequence) return NULL;
     *sequence = (kvc_sequence){.id = id, .num_groups = num_groups, .num_token_groups = num_token_groups};
-    for (int32_t g = 0; g < num_groups; g++) kvc_rows_init(&sequence->rows[g]);
+    for (int32_t g = 0; g < num_groups; g++) kvc_runs_init(&sequence->runs[g]);
     return sequence;
 }
 
 void kvc_sequence_free(kvc_sequence *sequence, kvc_memory *memory, kvc_pool *pools) {
-    for (int32_t g = 0; g < sequence->num_groups; g++) kvc_rows_destroy(&sequence->rows[g], &pools[g]);
+    for (int32_t g = 0; g < sequence->num_groups; g++) kvc_runs_destroy(&sequence->runs[g], &pools[g]);
     kvc_memory_free(memory, sequence, sequence_bytes(sequence->num_groups), KVC_MEMORY_BOOKKEEPING, -1);
 }
 
 int kvc_sequence_is_blank(const kvc_sequence *sequence) {
     for (int32_t g = 0; g < sequence->num_groups; g++)
-        if (sequence->rows[g].num || sequence->rows[g].lost_end) return 0;
+        if (sequence->runs[g].num || sequence->runs[g].lost_end) return 0;
     return 1;
 }
 
 int64_t kvc_sequence_bytes(const kvc_sequence *sequence) {
     int64_t bytes = (int64_t)sequence_bytes(sequence->num_groups);
-    for (int32_t g = 0; g < sequence->num_groups; g++) bytes += list_bytes(&sequence->rows[g]);
+    for (int32_t g = 0; g < sequence->num_groups; g++) bytes += list_bytes(&sequence->runs[g]);
     return bytes;
 }
 
 int kvc_sequence_holds(const kvc_sequence *sequence) {
     for (int32_t g = 0; g < sequence->num_groups; g++)
-        if (sequence->rows[g].num) return 1;
+        if (sequence->runs[g].num) return 1;
     return 0;
 }
 
 int kvc_sequence_is_empty(const kvc_sequence *sequence) {
     for (int32_t g = 0; g < sequence->num_token_groups; g++)
-        if (sequence->rows[g].num) return 0;
+        if (sequence->runs[g].num) return 0;
     return 1;
 }
 
 int32_t kvc_sequence_first(const kvc_sequence *sequence) {
     int32_t first = -1;
     for (int32_t g = 0; g < sequence->num_token_groups; g++) {
-        const int32_t position = sequence->rows[g].min_position;
+        const int32_t position = sequence->runs[g].min_position;
         if (position >= 0 && (first < 0 || position < first)) first = position;
     }
     return first;
@@ -354,6 +356,6 @@ int32_t kvc_sequence_first(const kvc_sequence *sequence) {
 int32_t kvc_sequence_last(const kvc_sequence *sequence) {
     int32_t last = -1;
     for (int32_t g = 0; g < sequence->num_token_groups; g++)
-        if (sequence->rows[g].max_position > last) last = sequence->rows[g].max_position;
+        if (sequence->runs[g].max_position > last) last = sequence->runs[g].max_position;
     return last;
 }
