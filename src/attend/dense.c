@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "attend/attention.h"
-#include "store/rows.h"
+#include "store/read.h"
 #include "store/sheet.h"
 
 /* One row on its way: rows are sorted by position, runs are copied as they lie. */

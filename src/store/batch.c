@@ -2,7 +2,7 @@
 #include <string.h>
 
 #include "base/dtype.h"
-#include "store/rows.h"
+#include "store/span.h"
 #include "store/sheet.h"
 
 static void free_plans(kvc_batch *batch) {

@@ -4,12 +4,13 @@
 
 #include <stdatomic.h>
 
-#include "kernels/kernels.h"
-#include "store/rope.h"
-#include "store/sequence.h"
 #include "base/status.h"
 #include "base/structs.h"
 #include "base/threads.h"
+#include "kernels/kernels.h"
+#include "store/policy.h"
+#include "store/rope.h"
+#include "store/sequence.h"
 
 enum { KVC_NUM_SPARES = 4 };
 
@@ -169,6 +170,12 @@ void kvc_cache_tidy(kvc_cache *cache, kvc_sequence *sequence);
  * mutex is let go.  kvc_cache_find_all waits for all there are. */
 kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id);
 void kvc_cache_find_all(kvc_cache *cache);
+
+/* The runs of a sequence in a layer; NULL if it does not exist. */
+static inline const kvc_run_list *kvc_runs_of(const kvc_cache *cache, int64_t id, int32_t layer) {
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
+    return sequence ? &sequence->runs[cache->group_of[layer]] : NULL;
+}
 
 /* The same for an edit that may copy rows, and so need what can be given back. */
 kvc_sequence *kvc_cache_find_to_copy(kvc_cache *cache, int64_t id);

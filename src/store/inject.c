@@ -4,7 +4,6 @@
 
 #include "base/dtype.h"
 #include "store/draft.h"
-#include "store/rows.h"
 
 /* One call. */
 typedef struct injection {

@@ -43,11 +43,10 @@ IN_A_CIRCLE = {
     "store/cache",
     "store/compact",
     "store/draft",
-    "store/edit",
     "store/fork",
     "store/resident",
-    "store/rows",
     "store/sheet",
+    "store/span",
 }
 
 

@@ -1,18 +1,14 @@
-/* rows.c: the public functions that read rows: where they are, and copies of them. */
+/* read.c: the public functions that read rows: which there are, and copies of them. */
+#include "store/read.h"
+
 #include <string.h>
 
 #include "base/dtype.h"
-#include "store/rows.h"
-#include "store/sheet.h"
 #include "base/threads.h"
+#include "store/sheet.h"
+#include "store/span.h"
 
 enum { WORTH_THREADS = 1 << 16 }; /* elements; to copy less takes less time than to wake a thread */
-
-/* The rows of a sequence in a layer; NULL if it holds none. */
-static const kvc_run_list *find_rows(const kvc_cache *cache, int64_t seq_id, int32_t layer) {
-    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    return sequence ? &sequence->runs[cache->group_of[layer]] : NULL;
-}
 
 /* Of rows [first, first + num), in order of arrival, as far as there are so many. */
 static void list_positions(const kvc_run *runs, int32_t num_runs, int64_t first, int64_t num, int32_t *positions) {
@@ -25,7 +21,7 @@ static void list_positions(const kvc_run *runs, int32_t num_runs, int64_t first,
 int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions, int64_t max_positions) {
     if (kvc_check_layer(cache, layer) != KVC_OK) return -1;
     kvc_lock(cache);
-    const kvc_run_list *list = find_rows(cache, seq_id, layer);
+    const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
     const int64_t n = list ? list->num_rows : 0;
     if (n) list_positions(kvc_runs_begin(list), list->num, 0, max_positions, positions);
     kvc_unlock(cache, KVC_OK);
@@ -35,84 +31,10 @@ int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *
 int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position) {
     if (kvc_check_layer(cache, layer) != KVC_OK) return -1;
     kvc_lock(cache);
-    const kvc_run_list *list = find_rows(cache, seq_id, layer);
+    const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
     const int64_t row = list ? kvc_runs_find(list, position) : -1;
     kvc_unlock(cache, KVC_OK);
     return row;
-}
-
-struct kvc_hold {
-    kvc_cache *cache;
-    kvc_pool *pool;
-    size_t size; /* of this allocation */
-    int64_t num_blocks;
-    kvc_block *blocks[];
-};
-
-kvc_status kvc_hold_runs(kvc_cache *cache, const kvc_run *runs, int32_t num_runs, int32_t group, kvc_hold **out) {
-    const size_t size = sizeof(kvc_hold) + (size_t)num_runs * sizeof(kvc_block *);
-    kvc_hold *hold = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
-    if (!hold) return kvc_fail(KVC_ERR_NOMEM, "out of memory to hold %d runs", num_runs);
-    *hold = (kvc_hold){.cache = cache, .pool = &cache->pools[group], .size = size, .num_blocks = num_runs};
-    for (int32_t i = 0; i < num_runs; i++) {
-        kvc_sheet *sheet = kvc_sheet_of(runs[i].block);
-        hold->blocks[i] = runs[i].block;
-        if (sheet)
-            sheet->users++, sheet->holds++;
-        else
-            kvc_pool_pin(hold->blocks[i]);
-    }
-    cache->num_holds++;
-    *out = hold;
-    return KVC_OK;
-}
-
-void kvc_hold_free(kvc_hold *hold) {
-    if (!hold) return;
-    kvc_cache *cache = hold->cache;
-    kvc_lock(cache);
-    for (int64_t i = 0; i < hold->num_blocks; i++) {
-        kvc_sheet *sheet = kvc_sheet_of(hold->blocks[i]);
-        if (sheet)
-            sheet->holds--, kvc_sheet_let_go(cache, sheet);
-        else
-            kvc_pool_unpin(hold->pool, hold->blocks[i]);
-    }
-    cache->num_holds--;
-    kvc_memory_free(&cache->memory, hold, hold->size, KVC_MEMORY_SCRATCH, -1);
-    kvc_unlock(cache, KVC_OK);
-}
-
-kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at) {
-    return (kvc_span){.k = kvc_key_at(at, run->block, run->slot, 0),
-                      .v = kvc_value_at(at, run->block, run->slot, 0),
-                      .k_head_stride = (int64_t)at->head_stride,
-                      .k_row_stride = (int64_t)at->k_row_bytes,
-                      .v_head_stride = (int64_t)at->head_stride,
-                      .v_row_stride = (int64_t)at->v_row_bytes,
-                      .num_rows = run->count,
-                      .position = run->position,
-                      .delta = run->delta};
-}
-
-kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
-                     int64_t max_spans, int64_t *num_spans, kvc_hold **hold) {
-    kvc_status status = kvc_check_layer(cache, layer);
-    if (status == KVC_OK) status = kvc_check_size(span_size, kvc_span_least_size, sizeof *spans, "spans");
-    if (status == KVC_OK && !num_spans) status = kvc_fail(KVC_ERR_INVALID, "num_spans is NULL");
-    if (status != KVC_OK) return status;
-    if (hold) *hold = NULL;
-    kvc_lock(cache);
-    kvc_cache_find(cache, seq_id); /* which waits while they are written */
-    const kvc_run_list *list = find_rows(cache, seq_id, layer);
-    *num_spans = list ? list->num : 0;
-    for (int64_t i = 0; i < *num_spans && i < max_spans; i++) {
-        const kvc_span span = kvc_span_of(kvc_runs_begin(list) + i, &cache->layouts[cache->layout_of[layer]]);
-        kvc_write_struct((char *)spans + (size_t)i * span_size, span_size, &span, sizeof span);
-    }
-    if (hold && *num_spans && *num_spans <= max_spans)
-        status = kvc_hold_runs(cache, kvc_runs_begin(list), list->num, cache->group_of[layer], hold);
-    return kvc_unlock(cache, status);
 }
 
 /* ---- copies ------------------------------------------------------------------------------------------------------ */
@@ -194,7 +116,7 @@ static kvc_status open_snapshot(kvc_cache *cache, int64_t seq_id, int32_t layer,
     kvc_lock(cache);
     kvc_cache_begin_reading(cache);
     kvc_cache_find(cache, seq_id); /* which waits while they are written */
-    const kvc_run_list *list = find_rows(cache, seq_id, layer);
+    const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
     const int64_t stored = list ? list->num_rows : 0;
     if (num_stored) *num_stored = stored;
     if (least > stored)

@@ -1,14 +1,8 @@
-/* rows.h: copies of rows, decoded. */
-#ifndef KVC_ROWS_H
-#define KVC_ROWS_H
+/* read.h: copies of rows, decoded. */
+#ifndef KVC_READ_H
+#define KVC_READ_H
 
 #include "store/cache.h"
-
-/* A run as memory. */
-kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at);
-
-/* Pins the block of every run; with the mutex held. */
-kvc_status kvc_hold_runs(kvc_cache *cache, const kvc_run *runs, int32_t num_runs, int32_t group, kvc_hold **out);
 
 /* What reads rows of a layer. */
 typedef struct kvc_reader {

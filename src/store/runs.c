@@ -1,0 +1,233 @@
+#include "store/runs.h"
+
+#include <string.h>
+
+#include "base/status.h"
+
+static int32_t run_end(const kvc_run *run) { return run->position + run->count; }
+
+kvc_run kvc_run_part(const kvc_run *run, int32_t begin, int32_t end) {
+    const int32_t from = run->position > begin ? run->position : begin;
+    const int32_t to = run_end(run) < end ? run_end(run) : end;
+    kvc_run part = *run;
+    if (to <= from) {
+        part.count = 0;
+        return part;
+    }
+    part.slot += from - run->position;
+    part.position = from;
+    part.count = to - from;
+    return part;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+void kvc_runs_init(kvc_run_list *list) {
+    *list = (kvc_run_list){.min_position = -1, .max_position = -1, .ascending = 1};
+}
+
+int64_t kvc_runs_bytes(const kvc_run_list *list) { return list->capacity * (int64_t)sizeof(kvc_run); }
+
+void kvc_runs_discard(kvc_run_list *list, kvc_memory *memory) {
+    if (!list->spare) return;
+    kvc_memory_free(memory, list->spare, (uint64_t)list->spare_capacity * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
+    memory->replaced -= kvc_runs_bytes(list);
+    list->spare = NULL;
+    list->spare_capacity = 0;
+}
+
+void kvc_runs_free_list(kvc_run_list *list, kvc_memory *memory) {
+    kvc_runs_discard(list, memory);
+    kvc_memory_free(memory, list->runs, (uint64_t)list->capacity * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
+}
+
+void kvc_runs_destroy(kvc_run_list *list, kvc_pool *pool) {
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) kvc_drop_part(pool, run);
+    kvc_runs_free_list(list, pool->memory);
+    kvc_runs_init(list);
+}
+
+/* Makes a list ready with room for so many runs. */
+static kvc_status prepare(kvc_run_list *list, kvc_memory *memory, int64_t room) {
+    if (room <= list->spare_capacity) return KVC_OK;
+    if (room > INT32_MAX / 2) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)room);
+    kvc_run *runs = kvc_memory_alloc(memory, (uint64_t)room * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
+    if (!runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %lld runs", (long long)room);
+    kvc_runs_discard(list, memory);
+    memory->replaced += kvc_runs_bytes(list);
+    list->spare = runs;
+    list->spare_capacity = (int32_t)room;
+    return KVC_OK;
+}
+
+void kvc_runs_install(kvc_run_list *list, kvc_memory *memory) {
+    kvc_run *runs = list->spare;
+    const int32_t room = list->spare_capacity;
+    if (!runs) return;
+    if (list->num) memcpy(runs, kvc_runs_begin(list), (size_t)list->num * sizeof *runs);
+    memory->replaced -= kvc_runs_bytes(list);
+    list->spare = NULL;
+    list->spare_capacity = 0;
+    kvc_runs_free_list(list, memory);
+    list->runs = runs;
+    list->first = 0;
+    list->capacity = room;
+}
+
+kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
+    const int64_t needed = (int64_t)list->num + extra;
+    if (!list->spare && list->first + needed <= list->capacity) return KVC_OK;
+    if (!list->spare &&
+        needed <= list->capacity / 2) { /* half of the list is free: to move what there is costs little per run */
+        memmove(list->runs, kvc_runs_begin(list), (size_t)list->num * sizeof *list->runs);
+        list->first = 0;
+        return KVC_OK;
+    }
+    return needed <= list->spare_capacity ? KVC_OK : prepare(list, memory, needed < 4 ? 4 : 2 * needed);
+}
+
+kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
+    const kvc_status status = kvc_runs_prepare(list, memory, extra);
+    kvc_runs_install(list, memory);
+    return status;
+}
+
+kvc_status kvc_runs_prepare_edit(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
+    const int64_t needed = 2 * (int64_t)list->num + extra;
+    return !list->spare && needed <= list->capacity ? KVC_OK : prepare(list, memory, needed);
+}
+
+/* ---- edits ------------------------------------------------------------------------------------------------------- */
+
+void kvc_runs_push(kvc_run_list *list, const kvc_run *run) {
+    kvc_run *last = list->num ? kvc_runs_end(list) - 1 : NULL;
+    if (last && last->block == run->block && last->slot + last->count == run->slot && run_end(last) == run->position &&
+        last->delta == run->delta)
+        last->count += run->count;
+    else
+        list->runs[list->first + list->num++] = *run;
+}
+
+/* A run more, at the end. */
+static void count_run(kvc_run_list *list, const kvc_run *run) {
+    if (run->position <= list->max_position) list->ascending = 0;
+    if (list->num_rows == 0 || run->position < list->min_position) list->min_position = run->position;
+    if (run_end(run) - 1 > list->max_position) list->max_position = run_end(run) - 1;
+    list->num_rows += run->count;
+}
+
+void kvc_runs_append(kvc_run_list *list, const kvc_run *run) {
+    kvc_runs_push(list, run);
+    count_run(list, run);
+}
+
+void kvc_runs_recount(kvc_run_list *list) {
+    list->num_rows = 0;
+    list->min_position = list->max_position = -1;
+    list->ascending = 1;
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) count_run(list, run);
+}
+
+int64_t kvc_runs_visit(const kvc_run_list *list, int32_t begin, int32_t end, kvc_part_fn *visit, void *context) {
+    int64_t count = 0;
+    if (begin >= end || list->num == 0 || list->min_position >= end || list->max_position < begin) return 0;
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
+        if (list->ascending && run->position >= end) break;
+        const kvc_run part = kvc_run_part(run, begin, end);
+        if (!part.count) continue;
+        count += part.count;
+        if (visit) visit(context, &part);
+    }
+    return count;
+}
+
+void kvc_drop_part(void *pool, const kvc_run *part) { kvc_pool_drop(pool, part->block, part->slot, part->count); }
+
+int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
+    /* The runs go to the far end of the list, and what stays of them is written from its beginning: as there is room
+     * for two where there was one, writing never overtakes reading. */
+    const int32_t num = list->num, from = list->capacity - num;
+    int64_t removed = 0;
+    if (num) memmove(list->runs + from, kvc_runs_begin(list), (size_t)num * sizeof *list->runs);
+    list->first = list->num = 0;
+    for (int32_t i = 0; i < num; i++) {
+        const kvc_run run = list->runs[from + i];
+        const kvc_run below = kvc_run_part(&run, 0, begin), gone = kvc_run_part(&run, begin, end),
+                      above = kvc_run_part(&run, end, INT32_MAX);
+        if (gone.count) kvc_pool_drop(pool, gone.block, gone.slot, gone.count);
+        removed += gone.count;
+        if (below.count) kvc_runs_push(list, &below);
+        if (above.count) kvc_runs_push(list, &above);
+    }
+    kvc_runs_recount(list);
+    return removed;
+}
+
+/* How many runs at the front lie below `begin`, when what is to go follows them directly: to evict it is to trim.
+ * -1: it has to be cut out of the middle. */
+static int32_t runs_before(const kvc_run_list *list, int32_t begin) {
+    if (!list->ascending) return -1;
+    int32_t n = 0;
+    while (n < list->num && run_end(kvc_runs_begin(list) + n) <= begin) n++;
+    return n < list->num && kvc_runs_begin(list)[n].position < begin ? -1 : n;
+}
+
+kvc_status kvc_runs_prepare_evict(kvc_run_list *list, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra) {
+    if (kvc_runs_visit(list, begin, end, NULL, NULL) == 0 || runs_before(list, begin) >= 0)
+        return kvc_runs_prepare(list, memory, extra);
+    return kvc_runs_prepare_edit(list, memory, extra);
+}
+
+static void note_lost(void *context, const kvc_run *part) {
+    int32_t *lost_end = context;
+    if (run_end(part) > *lost_end) *lost_end = run_end(part);
+}
+
+/* Drops positions below `end` from the runs behind the first `kept` ones. */
+static int64_t trim_front(kvc_run_list *list, kvc_pool *pool, int32_t kept, int32_t end) {
+    int64_t removed = 0;
+    int32_t runs_gone = 0;
+    kvc_run *run = kvc_runs_begin(list) + kept;
+    for (; run < kvc_runs_end(list) && run->position < end; run++) {
+        const kvc_run gone = kvc_run_part(run, 0, end);
+        kvc_pool_drop(pool, gone.block, gone.slot, gone.count);
+        removed += gone.count;
+        if (gone.count < run->count) {
+            *run = kvc_run_part(run, end, INT32_MAX);
+            break;
+        }
+        runs_gone++;
+    }
+    if (kept) memmove(kvc_runs_begin(list) + runs_gone, kvc_runs_begin(list), (size_t)kept * sizeof *run);
+    list->num -= runs_gone;
+    list->first = list->num ? list->first + runs_gone : 0;
+    list->num_rows -= removed;
+    list->min_position = list->num ? kvc_runs_begin(list)->position : -1;
+    list->max_position = list->num ? run_end(kvc_runs_end(list) - 1) - 1 : -1;
+    return removed;
+}
+
+int64_t kvc_runs_evict(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
+    if (kvc_runs_visit(list, begin, end, note_lost, &list->lost_end) == 0) return 0;
+    const int32_t kept = runs_before(list, begin);
+    return kept >= 0 ? trim_front(list, pool, kept, end) : kvc_runs_remove(list, pool, begin, end);
+}
+
+void kvc_runs_share(kvc_run_list *dst, const kvc_run_list *src, int32_t length) {
+    for (const kvc_run *run = kvc_runs_begin(src); run < kvc_runs_end(src); run++) {
+        const kvc_run part = kvc_run_part(run, 0, length);
+        if (!part.count) continue;
+        kvc_pool_hold(part.block, part.slot, part.count);
+        kvc_runs_append(dst, &part);
+    }
+    dst->lost_end = src->lost_end < length ? src->lost_end : length;
+}
+
+int64_t kvc_runs_find(const kvc_run_list *list, int32_t position) {
+    int64_t row = 0, found = -1;
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
+        if (position >= run->position && position < run_end(run)) found = row + position - run->position;
+        row += run->count;
+    }
+    return found;
+}

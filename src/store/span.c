@@ -1,0 +1,79 @@
+/* span.c: rows where they lie: kvc_spans, and the holds that keep them there. */
+#include "store/span.h"
+
+#include "base/status.h"
+#include "store/sheet.h"
+
+struct kvc_hold {
+    kvc_cache *cache;
+    kvc_pool *pool;
+    size_t size; /* of this allocation */
+    int64_t num_blocks;
+    kvc_block *blocks[];
+};
+
+kvc_status kvc_hold_runs(kvc_cache *cache, const kvc_run *runs, int32_t num_runs, int32_t group, kvc_hold **out) {
+    const size_t size = sizeof(kvc_hold) + (size_t)num_runs * sizeof(kvc_block *);
+    kvc_hold *hold = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    if (!hold) return kvc_fail(KVC_ERR_NOMEM, "out of memory to hold %d runs", num_runs);
+    *hold = (kvc_hold){.cache = cache, .pool = &cache->pools[group], .size = size, .num_blocks = num_runs};
+    for (int32_t i = 0; i < num_runs; i++) {
+        kvc_sheet *sheet = kvc_sheet_of(runs[i].block);
+        hold->blocks[i] = runs[i].block;
+        if (sheet)
+            sheet->users++, sheet->holds++;
+        else
+            kvc_pool_pin(hold->blocks[i]);
+    }
+    cache->num_holds++;
+    *out = hold;
+    return KVC_OK;
+}
+
+void kvc_hold_free(kvc_hold *hold) {
+    if (!hold) return;
+    kvc_cache *cache = hold->cache;
+    kvc_lock(cache);
+    for (int64_t i = 0; i < hold->num_blocks; i++) {
+        kvc_sheet *sheet = kvc_sheet_of(hold->blocks[i]);
+        if (sheet)
+            sheet->holds--, kvc_sheet_let_go(cache, sheet);
+        else
+            kvc_pool_unpin(hold->pool, hold->blocks[i]);
+    }
+    cache->num_holds--;
+    kvc_memory_free(&cache->memory, hold, hold->size, KVC_MEMORY_SCRATCH, -1);
+    kvc_unlock(cache, KVC_OK);
+}
+
+kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at) {
+    return (kvc_span){.k = kvc_key_at(at, run->block, run->slot, 0),
+                      .v = kvc_value_at(at, run->block, run->slot, 0),
+                      .k_head_stride = (int64_t)at->head_stride,
+                      .k_row_stride = (int64_t)at->k_row_bytes,
+                      .v_head_stride = (int64_t)at->head_stride,
+                      .v_row_stride = (int64_t)at->v_row_bytes,
+                      .num_rows = run->count,
+                      .position = run->position,
+                      .delta = run->delta};
+}
+
+kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
+                     int64_t max_spans, int64_t *num_spans, kvc_hold **hold) {
+    kvc_status status = kvc_check_layer(cache, layer);
+    if (status == KVC_OK) status = kvc_check_size(span_size, kvc_span_least_size, sizeof *spans, "spans");
+    if (status == KVC_OK && !num_spans) status = kvc_fail(KVC_ERR_INVALID, "num_spans is NULL");
+    if (status != KVC_OK) return status;
+    if (hold) *hold = NULL;
+    kvc_lock(cache);
+    kvc_cache_find(cache, seq_id); /* which waits while they are written */
+    const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
+    *num_spans = list ? list->num : 0;
+    for (int64_t i = 0; i < *num_spans && i < max_spans; i++) {
+        const kvc_span span = kvc_span_of(kvc_runs_begin(list) + i, &cache->layouts[cache->layout_of[layer]]);
+        kvc_write_struct((char *)spans + (size_t)i * span_size, span_size, &span, sizeof span);
+    }
+    if (hold && *num_spans && *num_spans <= max_spans)
+        status = kvc_hold_runs(cache, kvc_runs_begin(list), list->num, cache->group_of[layer], hold);
+    return kvc_unlock(cache, status);
+}
