@@ -4,6 +4,7 @@ import doctest
 import importlib
 import pkgutil
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted(module.name for module in pkgutil.walk_packages(kvcache.__path__, "kvcache."))
 MODULES = ["kvcache", *(name for name in MODULES if not re.search(r"\.(benchmarks|peers)\.", name))]  # these have none
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if "```python\n" in page.read_text()]
+LINKING = sorted(
+    page for folder in ("", "docs/", "docs/design/", "examples/**/", "bench/**/") for page in ROOT.glob(f"{folder}*.md")
+)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -21,7 +25,6 @@ def need(name):
     if name == "kvcache.plot":
         pytest.importorskip("matplotlib")
     if name in ("kvcache.hf", "huggingface.md"):
-        pytest.importorskip("torch")
         pytest.importorskip("transformers")
 
 
@@ -33,17 +36,38 @@ def test_docstrings(name):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page(page):
+def test_page(page, monkeypatch):
     need(page.name)
+    monkeypatch.chdir(ROOT)
     names = {}
     for block in re.finditer(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S):
         code, line = block[1], block.string.count("\n", 0, block.start()) + 1
+        if "transformers" in code and not find_spec("transformers"):
+            continue
         if ">>>" in code:
             test = doctest.DocTestParser().get_doctest(code, names, page.name, str(page), line)
             assert not doctest.DocTestRunner(optionflags=OPTIONS).run(test, clear_globs=False).failed
             names.update(test.globs)
         else:
             exec(compile("\n" * line + code, page, "exec"), names)
+
+
+def anchors_of(page):
+    """The anchors of a page's headings, as code hosts and Sphinx name them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page):
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{target} leads nowhere"
+        assert not anchor or anchor in anchors_of(file), f"{path or page.name} has no heading #{anchor}"
 
 
 def test_reference_is_complete():
