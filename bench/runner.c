@@ -8,7 +8,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "attend/attention.h"
+#include "attend/work.h"
 
 #define EXPORT __attribute__((visibility("default")))
 

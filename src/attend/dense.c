@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "attend/attention.h"
+#include "attend/work.h"
 #include "store/read.h"
 #include "store/sheet.h"
 

@@ -2,7 +2,7 @@
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include <stdlib.h>
 
-#include "attend/attention.h"
+#include "attend/work.h"
 #include "support/crew.h"
 #include "support/isas.h"
 #include "support/test.h"

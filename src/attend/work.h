@@ -1,16 +1,27 @@
-/* attention.h: cuts a batch's attention into tasks (plan.c), runs and merges them (attention.c).
+/* work.h: a plan: the work of an attention, cut into tasks.
  *
  * Who attends to what becomes a list of units: the query rows of one sequence that are worked off together, and the
  * pieces of runs they may see.  A unit is done for each KV head apart, and its rows may be cut into parts whose results
  * are merged by log-sum-exp.  A job is one part of one unit, or of several whose rows are the same for a while, which
  * are then read once for all of them; a task is one KV head of a job.
+ *
+ * The files of attend/ stack in this order, each calling only those before it:
+ *   work.h         the plan: units, parts, pieces, jobs
+ *   units.c        what a query sees, cut by length
+ *   jobs.c         which units share rows, and in what order tasks are run
+ *   plan.c         makes plans: their arrays and public functions
+ *   tiles.c        walks the rows of a task, 64 at a time
+ *   task.c         runs a task
+ *   merge.c        merges the parts of a unit
+ *   attend.c       runs tasks for the public functions
+ * dense.c stands apart.
  */
-#ifndef KVC_ATTENTION_H
-#define KVC_ATTENTION_H
+#ifndef KVC_WORK_H
+#define KVC_WORK_H
 
 #include "store/cache.h"
 
-/* The sizes that plan.c's rules speak of. */
+/* The sizes that the rules in units.c and jobs.c speak of. */
 enum {
     KVC_STREAM_ROWS = 32,   /* most query rows of a unit that is streamed */
     KVC_TASK_QUERIES = 128, /* most that are not cut into several units, and most of a streamed task */
@@ -111,15 +122,6 @@ struct kvc_plan {
     atomic_flag *lane_taken;
 };
 
-/* Forgets which tasks were run. */
-void kvc_plan_reset(kvc_plan *plan);
-
-/* Counts anew the parts of units that are yet to be run, from the tasks that are done. */
-void kvc_plan_recount(kvc_plan *plan);
-
-/* Copies and checks the caller's arguments, and fills in those left to us. */
-kvc_status kvc_plan_check(const kvc_batch *batch, const kvc_plan_args *given, kvc_plan_args *args);
-
 /* Whether a token of the plan's range sees later positions too. */
 static inline int kvc_plan_sees_all(const kvc_plan *plan, int32_t token) {
     return plan->args.non_causal && plan->args.non_causal[token - plan->args.first];
@@ -144,6 +146,11 @@ static inline int32_t kvc_head_of(const kvc_plan *plan, int64_t i) {
     return (int32_t)(plan->by_head ? i / plan->num_jobs : i % plan->num_kv_heads);
 }
 
+/* Member m of a job. */
+static inline const kvc_unit *kvc_unit_of(const kvc_plan *plan, const kvc_job *job, int32_t member) {
+    return &plan->units[plan->members[job->first_member + member]];
+}
+
 /* Query rows of a unit, for each KV head. */
 static inline int32_t kvc_num_q(const kvc_plan *plan, const kvc_unit *unit) {
     return unit->num_tokens * plan->heads_per_kv;
@@ -156,6 +163,8 @@ static inline int64_t kvc_part_rows(const kvc_unit *unit, int32_t p) {
 }
 
 /* Floats of one part's result: max [q], sum [q], accumulated values [q][acc_stride]. */
-uint64_t kvc_partial_size(int32_t num_q, int32_t acc_stride);
+static inline uint64_t kvc_partial_size(int32_t num_q, int32_t acc_stride) {
+    return kvc_align_up(2 * (uint64_t)num_q, KVC_LANES) + (uint64_t)num_q * (uint64_t)acc_stride;
+}
 
 #endif

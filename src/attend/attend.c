@@ -1,0 +1,297 @@
+/* attend.c: runs the tasks of a plan, for the public functions. */
+#include <math.h>
+#include <string.h>
+
+#include "attend/merge.h"
+#include "attend/plan.h"
+
+/* ---- running tasks ----------------------------------------------------------------------------------------------- */
+
+/* Scratch that nobody uses at the moment.  There is one for each thread that was announced; a further one waits. */
+static int32_t take_lane(kvc_plan *plan) {
+    for (;;) {
+        for (int32_t i = 0; i < plan->num_lanes; i++)
+            if (!atomic_flag_test_and_set_explicit(&plan->lane_taken[i], memory_order_acquire)) return i;
+        kvc_pause();
+    }
+}
+
+static void lock_round(kvc_round *round) {
+    while (atomic_flag_test_and_set_explicit(&round->lock, memory_order_acquire)) kvc_pause();
+}
+
+static void unlock_round(kvc_round *round) { atomic_flag_clear_explicit(&round->lock, memory_order_release); }
+
+static kvc_status run_task(kvc_call *c, int64_t i) {
+    kvc_plan *plan = c->plan;
+    const int32_t l = take_lane(plan);
+    kvc_task t = kvc_make_task(c, i, plan->lanes + (size_t)l * plan->lane.size);
+    const int cancelled = kvc_is_cancelled(c) || !kvc_attend_part(&t);
+    if (!cancelled && c->again) lock_round(&plan->round);
+    if (!cancelled) kvc_end_parts(&t);
+    if (!cancelled && c->again) unlock_round(&plan->round);
+    atomic_flag_clear_explicit(&plan->lane_taken[l], memory_order_release);
+    return cancelled ? kvc_fail(KVC_ERR_CANCELLED, "the attention was cancelled") : KVC_OK;
+}
+
+/* ---- rounds ------------------------------------------------------------------------------------------------------ */
+
+/* Another layer, or other arrays, begin a round: what was run of the one before is forgotten. */
+static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
+    kvc_round *round = &plan->round;
+    if (round->layer == layer && round->q == args->q && round->out == args->out && round->lse == args->lse)
+        return KVC_OK;
+    if (round->num_running)
+        return kvc_fail(KVC_ERR_BUSY, "tasks are being run for layer %d: a plan serves one layer at a time",
+                        round->layer);
+    if (round->num_done) kvc_plan_reset(plan);
+    round->again = round->failed = 0;
+    round->layer = layer;
+    round->q = args->q;
+    round->out = args->out;
+    round->lse = args->lse;
+    return KVC_OK;
+}
+
+/* Says whether this task is the first of those that are run again. */
+static int begins_again(const kvc_round *round, int64_t task) {
+    return !round->again && (round->failed || round->states[task] == KVC_TASK_DONE);
+}
+
+/* Begins a task; sets in *c whether it was done before, and how the call is to end it. */
+static kvc_status begin_task(kvc_call *c, int32_t layer, const kvc_attend_args *args, int64_t task) {
+    kvc_plan *plan = c->plan;
+    kvc_round *round = &plan->round;
+    lock_round(round);
+    kvc_status status = join_round(plan, layer, args);
+    while (status == KVC_OK && begins_again(round, task) && round->num_running) { /* none of these waits */
+        unlock_round(round);
+        kvc_pause();
+        lock_round(round);
+        status = join_round(plan, layer, args); /* another layer may have begun meanwhile */
+    }
+    if (status == KVC_OK && begins_again(round, task)) {
+        kvc_plan_recount(plan); /* what is counted of a unit from now on is which of its parts there are */
+        round->again = 1;
+        round->failed = 0;
+    }
+    if (status == KVC_OK && round->states[task] == KVC_TASK_RUNNING)
+        status = kvc_fail(KVC_ERR_BUSY, "task %lld is being run by another thread", (long long)task);
+    if (status == KVC_OK) {
+        c->again = round->again;
+        c->was_done = round->states[task] == KVC_TASK_DONE;
+        round->states[task] = KVC_TASK_RUNNING;
+        round->num_running++;
+    }
+    unlock_round(round);
+    return status;
+}
+
+/* A part that was there stays, where its task is cancelled when it is run again. */
+static void end_task(const kvc_call *c, int64_t task, int is_done) {
+    const int64_t num_tasks = kvc_plan_num_tasks(c->plan);
+    kvc_round *round = &c->plan->round;
+    lock_round(round);
+    round->states[task] = is_done || c->was_done ? KVC_TASK_DONE : KVC_TASK_OPEN;
+    round->num_running--;
+    round->num_done += is_done && !c->was_done;
+    if (round->num_done == num_tasks && !round->again) { /* the next round */
+        memset(round->states, KVC_TASK_OPEN, (size_t)num_tasks);
+        round->num_done = 0;
+    }
+    unlock_round(round);
+}
+
+/* ---- the public functions ---------------------------------------------------------------------------------------- */
+
+/* Checks the strides when inner_tokens is set. */
+static kvc_status check_inner(const kvc_attend_args *args, int32_t num_tokens) {
+    kvc_status status = kvc_check_inner(args->inner_tokens, num_tokens);
+    if (status == KVC_OK) status = kvc_check_array(args->q_type, args->q_batch_stride, 0, "q");
+    if (status == KVC_OK) status = kvc_check_array(args->q_type, args->out_batch_stride, 0, "out");
+    return status == KVC_OK ? kvc_check_array(KVC_F32, args->lse_batch_stride, 0, "lse") : status;
+}
+
+static kvc_status check_args(const kvc_layer *layer, int32_t num_tokens, const kvc_attend_args *args) {
+    if (!args->q || !args->out) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", args->q ? "out" : "q");
+    kvc_status status = kvc_check_array(args->q_type, args->q_token_stride, args->q_head_stride, "q");
+    if (status == KVC_OK) status = kvc_check_array(args->q_type, args->out_token_stride, args->out_head_stride, "out");
+    if (status == KVC_OK) status = kvc_check_array(KVC_F32, args->lse_token_stride, args->lse_head_stride, "lse");
+    if (status == KVC_OK && args->inner_tokens) status = check_inner(args, num_tokens);
+    if (status != KVC_OK) return status;
+    if (layer->value_in_key && args->scale == 0)
+        return kvc_fail(
+            KVC_ERR_INVALID,
+            "scale is 0: where values lie in the keys, it is that of the heads before they were compressed, "
+            "and must be given");
+    if (!isfinite(args->scale)) return kvc_fail(KVC_ERR_INVALID, "scale is %g: it must be finite", (double)args->scale);
+    if (!(args->softcap >= 0) || isinf(args->softcap))
+        return kvc_fail(KVC_ERR_INVALID, "softcap is %g: it must be positive, or 0 for none", (double)args->softcap);
+    return KVC_OK;
+}
+
+/* A plan made for one layer serves others. */
+static kvc_status check_plan_layer(const kvc_plan *plan, int32_t layer) {
+    const kvc_cache *cache = plan->batch->cache;
+    const kvc_status status = kvc_check_layer(cache, layer);
+    if (status != KVC_OK) return status;
+    const kvc_layer *config = &cache->layers[layer];
+    if (cache->group_of[layer] != plan->group || config->num_kv_heads != plan->num_kv_heads ||
+        config->k_dim != plan->k_dim || config->v_dim != plan->v_dim)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "layer %d has not the policy and shapes of the plan's layer, %d: make one for it", layer,
+                        plan->args.layer);
+    if (!kvc_plan_is_current(plan))
+        return kvc_fail(KVC_ERR_INVALID, "the rows of layer %d were put after the plan was made: make another", layer);
+    return KVC_OK;
+}
+
+/* The batch's own rows that a unit's queries see must have been put, or be among those that are about to be. */
+static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t layer, const kvc_put_args *put,
+                             const kvc_sheet *sheet) {
+    const kvc_batch *batch = plan->batch;
+    if (plan->group >= batch->cache->num_token_groups && !unit->num_rows)
+        return kvc_fail(KVC_ERR_INVALID, "sequence %lld has no rows in cross-attention layer %d: put k and v first",
+                        (long long)batch->sequences[unit->sequence].sequence->id, layer);
+    const uint8_t *written = kvc_written_in(batch, kvc_source_of(batch->cache, layer));
+    for (int64_t p = unit->first_own_piece; p < unit->end_piece; p++) {
+        const kvc_piece *piece = &plan->pieces[p];
+        for (int32_t i = 0; piece->token >= 0 && i < piece->count; i++) {
+            const int32_t t = batch->order[piece->token + i];
+            int has = written[t];
+            if (put && t >= put->first && t < put->first + put->num_tokens) continue;
+            if (unit->is_loose) {
+                const kvc_status status = kvc_sheet_has(batch, sheet, layer, t, piece->slot + i, &has);
+                if (status != KVC_OK) return status;
+            }
+            if (!has)
+                return kvc_fail(KVC_ERR_INVALID,
+                                "token %d of the batch is seen but was not put in layer %d: put k and v first", t,
+                                layer);
+        }
+    }
+    return KVC_OK;
+}
+
+/* Checks the units of one task. */
+static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, const kvc_sheet *sheet) {
+    const kvc_job *job = kvc_job_of(plan, task);
+    kvc_status status = KVC_OK;
+    for (int32_t m = 0; status == KVC_OK && m < job->num_members; m++)
+        status = check_seen(plan, kvc_unit_of(plan, job, m), layer, NULL, sheet);
+    return status;
+}
+
+static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_sheet *sheet) {
+    const kvc_cache *cache = plan->batch->cache;
+    c->plan = plan;
+    c->again = c->was_done = 0;
+    c->args = args;
+    c->kernels = cache->kernels;
+    c->level = cache->prefetch_level;
+    c->layer = &cache->layers[layer];
+    c->layout = &cache->layouts[cache->layout_of[layer]];
+    c->sheet = sheet;
+    c->policy = &cache->policies[plan->group];
+    c->rope = kvc_rope_of(cache, layer);
+    c->angles = plan->angles;
+    if (c->rope) c->angles += (size_t)cache->rope_of[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
+    c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);
+    kvc_watch_init(&c->watch, NULL, NULL);
+    atomic_init(&c->status, KVC_OK);
+}
+
+static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_args *given, int64_t task) {
+    kvc_attend_args args;
+    kvc_call c;
+    kvc_status status = KVC_READ(kvc_attend_args, &args, given, "args");
+    if (status == KVC_OK) status = check_plan_layer(plan, layer);
+    if (status == KVC_OK) status = check_args(&plan->batch->cache->layers[layer], plan->args.num_tokens, &args);
+    if (status == KVC_OK && args.put)
+        status = kvc_fail(KVC_ERR_INVALID, "args->put is not NULL: rows are stored by kvc_put before tasks are run");
+    const int64_t num_tasks = kvc_plan_num_tasks(plan);
+    if (status == KVC_OK && (task < 0 || task >= num_tasks))
+        status = kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)num_tasks);
+    kvc_sheet *sheet = NULL;
+    if (status == KVC_OK) status = kvc_sheet_enter(plan->batch, layer, KVC_SHEET_READ, &sheet);
+    if (status == KVC_OK) status = check_task(plan, layer, task, sheet);
+    if (status == KVC_OK) {
+        make_call(&c, plan, layer, &args, sheet);
+        status = begin_task(&c, layer, &args, task);
+        if (status == KVC_OK) {
+            status = run_task(&c, task);
+            end_task(&c, task, status == KVC_OK);
+        }
+    }
+    kvc_sheet_leave(plan->batch->cache, sheet);
+    return status;
+}
+
+kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task) {
+    const kvc_status status = run_planned(plan, layer, args, task);
+    if (status == KVC_OK) return status;
+    lock_round(&plan->round);
+    plan->round.failed |= plan->round.layer == layer;
+    unlock_round(&plan->round);
+    return status;
+}
+
+static void run_one(void *context, int64_t i) {
+    kvc_call *c = context;
+    const kvc_status status = run_task(c, i);
+    if (status != KVC_OK) atomic_store(&c->status, status);
+}
+
+static kvc_status run_all(kvc_call *c) {
+    /* Below this many multiply-adds, about 20 microseconds, waking threads costs more than they save. */
+    static const double WORTH_THREADS = 1 << 19;
+    const kvc_plan *plan = c->plan;
+    kvc_cache_watch(plan->batch->cache, plan->work, &c->watch);
+    kvc_parallel(plan->work < WORTH_THREADS ? 1 : plan->args.num_threads, kvc_plan_num_tasks(plan), run_one, c);
+    const kvc_status status = (kvc_status)atomic_load(&c->status);
+    return status == KVC_OK ? KVC_OK : kvc_fail(status, "the attention was cancelled");
+}
+
+/* sheet: the layer's, if it has one before or after. */
+static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_put_args *put,
+                         kvc_sheet **sheet) {
+    kvc_call c;
+    kvc_batch *batch = plan->batch;
+    kvc_status status = KVC_OK;
+    for (int32_t u = 0; status == KVC_OK && u < plan->num_units; u++)
+        status = check_seen(plan, &plan->units[u], layer, put, *sheet);
+    if (status == KVC_OK && put && !*sheet && kvc_any_loose(batch, layer, put->first, put->num_tokens))
+        status = kvc_sheet_enter(batch, layer, KVC_SHEET_PASS, sheet);
+    if (status == KVC_OK && put) status = kvc_put_rows(batch, layer, put, *sheet);
+    if (status != KVC_OK) return status;
+    make_call(&c, plan, layer, args, *sheet);
+    status = run_all(&c);
+    if (status != KVC_OK && put) kvc_mark_written(batch, layer, put->first, put->num_tokens, *sheet, 0);
+    return status;
+}
+
+kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const kvc_attend_args *given) {
+    kvc_attend_args args;
+    kvc_plan_args plan_args;
+    kvc_put_args put;
+    kvc_plan *plan;
+    kvc_status status = KVC_READ(kvc_attend_args, &args, given, "args");
+    if (status == KVC_OK) status = kvc_plan_check(batch, given_plan, &plan_args);
+    if (status == KVC_OK) status = check_args(&batch->cache->layers[plan_args.layer], plan_args.num_tokens, &args);
+    if (status == KVC_OK && args.put) status = kvc_put_check(batch, plan_args.layer, args.put, &put);
+    if (status != KVC_OK) return status;
+    const int32_t layer = plan_args.layer;
+    int puts = args.put != NULL;
+    if (puts && !kvc_keeps_tokens(batch->cache, layer)) { /* there, a plan goes over the rows that were put before */
+        status = kvc_put_rows(batch, layer, &put, NULL);
+        puts = 0;
+    }
+    kvc_sheet *sheet = NULL;
+    if (status == KVC_OK) status = kvc_plan_new(batch, &plan_args, &plan);
+    if (status != KVC_OK) return status;
+    status = kvc_sheet_enter(batch, layer, KVC_SHEET_READ, &sheet);
+    if (status == KVC_OK) status = attend(plan, layer, &args, puts ? &put : NULL, &sheet);
+    kvc_sheet_leave(batch->cache, sheet);
+    kvc_plan_free(plan);
+    return status;
+}

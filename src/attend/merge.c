@@ -1,0 +1,116 @@
+/* merge.c: merges the results of a unit's parts, and writes them out. */
+#include "attend/merge.h"
+
+#include <math.h>
+#include <string.h>
+
+/* The results of a unit's parts, for one KV head; a single part lies in the lane. */
+typedef struct results {
+    const float *max, *sum, *acc; /* of part 0 */
+    uint64_t stride;              /* from part to part, in floats */
+} results;
+
+/* By what a sum over scores of this maximum is multiplied to be one over scores of maximum `max`. */
+static float share_of(float own, float max) { return own == -INFINITY ? 0 : expf(own - max); }
+
+/* Adds the parts of query row r up in their order, each by its share: `out` becomes their acc, returned is their sum.
+ */
+static float add_parts(const kvc_task *t, const results *all, int32_t r, float max, float *out) {
+    const kvc_plan *plan = t->call->plan;
+    const size_t stride = (size_t)plan->lane.acc_stride, row = (size_t)r * stride;
+    float factor = share_of(all->max[r], max), sum = factor * all->sum[r];
+    if (t->unit->num_parts == 1 && factor == 1) return sum;
+    if (t->unit->num_parts > 1) memcpy(out, all->acc + row, stride * sizeof *out);
+    int32_t p = 1, n;
+    do { /* once even if there is one part: out is multiplied by the factor */
+        float weights[KVC_TILE];
+        const void *rows[KVC_TILE];
+        for (n = 0; n < KVC_TILE && p < t->unit->num_parts; n++, p++) {
+            const uint64_t part = (uint64_t)p * all->stride;
+            weights[n] = share_of(all->max[part + (size_t)r], max);
+            sum += weights[n] * all->sum[part + (size_t)r];
+            rows[n] = all->acc + part + row;
+        }
+        t->call->kernels->accumulate[KVC_F32](out, (int)stride, &factor, weights, 1, rows, n, plan->v_dim,
+                                              (kvc_ahead){.rows = NULL});
+        factor = 1;
+    } while (p < t->unit->num_parts);
+    return sum;
+}
+
+/* Merges the parts of query row r, and divides by their sum: the output row, in acc's place in the lane. */
+static float *merge_row(const kvc_task *t, const results *all, int32_t r, float *lse) {
+    const kvc_plan *plan = t->call->plan;
+    const float *sinks = t->call->args->sinks;
+    const float sink = sinks ? sinks[kvc_query_head_of(t, r)] : -INFINITY;
+    float *out = t->acc + (size_t)r * (size_t)plan->lane.acc_stride, max = sink;
+    for (int32_t p = 0; p < t->unit->num_parts; p++) max = fmaxf(max, all->max[(size_t)p * all->stride + (size_t)r]);
+    const float sum = add_parts(t, all, r, max, out) + share_of(sink, max);
+    t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / sum); /* 0: nothing was visible, out is 0 */
+    *lse = sum == 0 ? -INFINITY : max + logf(sum);
+    return out;
+}
+
+static void write_out(const kvc_task *t, const results *all) {
+    const kvc_call *c = t->call;
+    const kvc_attend_args *a = c->args;
+    for (int32_t r = 0; r < t->num_q; r++) {
+        const int32_t token = kvc_token_of(t, r) - c->plan->args.first, head = kvc_query_head_of(t, r);
+        float lse;
+        const float *row = merge_row(t, all, r, &lse);
+        char *out = (char *)a->out +
+                    kvc_token_offset(token, a->inner_tokens, a->out_token_stride, a->out_batch_stride) +
+                    head * a->out_head_stride;
+        c->kernels->convert[KVC_F32][a->q_type](out, 0, row, 0, 1, c->plan->v_dim);
+        if (!a->lse) continue;
+        char *to = (char *)a->lse + kvc_token_offset(token, a->inner_tokens, a->lse_token_stride, a->lse_batch_stride) +
+                   head * a->lse_head_stride;
+        *(float *)(void *)to = lse;
+    }
+}
+
+/* Where part p of the task's unit and head leaves its result. */
+static float *partial_of(const kvc_task *t, int32_t p) {
+    const kvc_plan *plan = t->call->plan;
+    const uint64_t size = kvc_partial_size(t->num_q, plan->lane.acc_stride);
+    return plan->partials + t->unit->partials + ((size_t)t->head * (size_t)t->unit->num_parts + (size_t)p) * size;
+}
+
+static void keep_partial(const kvc_task *t) {
+    float *partial = partial_of(t, t->part);
+    const size_t q = (size_t)t->num_q;
+    memcpy(partial, t->max, q * sizeof *partial);
+    memcpy(partial + q, t->sum, q * sizeof *partial);
+    memcpy(partial + kvc_align_up(2 * q, KVC_LANES), t->acc,
+           q * (size_t)t->call->plan->lane.acc_stride * sizeof *partial);
+}
+
+static results results_of(const kvc_task *t) {
+    if (t->unit->num_parts == 1) return (results){t->max, t->sum, t->acc, 0};
+    const size_t q = (size_t)t->num_q;
+    const float *partial = partial_of(t, 0);
+    return (results){partial, partial + q, partial + kvc_align_up(2 * q, KVC_LANES),
+                     kvc_partial_size(t->num_q, t->call->plan->lane.acc_stride)};
+}
+
+/* A member's part is done; the last of its unit and head to end writes the result, and so does each that is run again.
+ */
+static void end_part(const kvc_task *t) {
+    const kvc_call *c = t->call;
+    const kvc_unit *unit = t->unit;
+    atomic_int *remaining = &c->plan->remaining[unit->first_counter + t->head];
+    if (unit->num_parts > 1) keep_partial(t);
+    const int new_parts = c->was_done ? 0 : 1;
+    if (atomic_fetch_sub(remaining, new_parts) != new_parts) return;
+    if (!c->again) atomic_store(remaining, unit->num_parts); /* for the next layer */
+    const results all = results_of(t);
+    write_out(t, &all);
+}
+
+void kvc_end_parts(const kvc_task *t) {
+    for (int32_t m = 0, first = 0; m < t->job->num_members; m++) {
+        const kvc_task own = kvc_member_of(t, m, first);
+        first += own.num_q;
+        end_part(&own);
+    }
+}
