@@ -10,12 +10,12 @@ import numpy as np
 from hypothesis import note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support import oracle as dictionary
+from support import oracle
 
 import kvcache
 
 SEQUENCES = [0, 1, 2, -7, 2**40]
-LAST = dictionary.MAX_POSITION
+LAST = oracle.MAX_POSITION
 
 sequences = st.sampled_from(SEQUENCES)
 limits = st.none() | st.integers(4, 60)
@@ -48,14 +48,14 @@ def shares(draw, policies):
     return share
 
 
-def in_model(policy):
+def in_oracle(policy):
     if isinstance(policy, kvcache.FullAttention):
-        return dictionary.FullAttention()
+        return oracle.FullAttention()
     if isinstance(policy, kvcache.SlidingWindow):
-        return dictionary.SlidingWindow(policy.window, policy.num_sink_tokens, policy.resume_window or policy.window)
+        return oracle.SlidingWindow(policy.window, policy.num_sink_tokens, policy.resume_window or policy.window)
     if isinstance(policy, kvcache.ChunkedAttention):
-        return dictionary.ChunkedAttention(policy.attention_chunk_size, policy.resume_window or 0)
-    return policy and dictionary.CrossAttention(policy.max_len)
+        return oracle.ChunkedAttention(policy.attention_chunk_size, policy.resume_window or 0)
+    return policy and oracle.CrossAttention(policy.max_len)
 
 
 def rotation(inv_freq):
@@ -76,7 +76,7 @@ def roll(layer, keys, delta):
 
 
 def ropes(kind, head_dim):
-    """What the cache is given, and its model."""
+    """What the cache and the oracle are given."""
     inv_freq = np.array([1.0, 0.1])[: head_dim // 2]
     if kind == "frequencies" and len(inv_freq):
         return kvcache.Rope(inv_freq), rotation(inv_freq)
@@ -126,20 +126,20 @@ class Machine(RuleBasedStateMachine):
             len(given), heads, dims[0], max_seq_len, dtype="f32", policy=given, block_size=block_size, rope=real_rope,
             **options,
         )  # fmt: skip
-        self.model = dictionary.KVCache(
-            len(given), heads, dims[0], max_seq_len, policy=[in_model(p) for p in given], rope=self.rope,
+        self.oracle = oracle.KVCache(
+            len(given), heads, dims[0], max_seq_len, policy=[in_oracle(p) for p in given], rope=self.rope,
             rewrites=real_rope is roll, **options,
         )  # fmt: skip
         # Of those with one policy, one layer.
-        self.groups = {self.model.policy[layer]: layer for layer in self.model.layers}
+        self.groups = {self.oracle.policy[layer]: layer for layer in self.oracle.layers}
         self.rng = np.random.default_rng(seed)
-        self.batch = self.model_batch = None
+        self.batch = self.oracle_batch = None
         self.views = []  # arrays, and copies of what they showed when they were taken
         self.committed = self.aborted = self.tokens = 0
 
     def both(self, call):
-        """Calls the cache and its model; both succeed, or both raise the same."""
-        (real, error), (expected, expected_error) = outcome(lambda: call(self.real)), outcome(lambda: call(self.model))
+        """Call the cache and the oracle: both succeed, or both raise the same."""
+        (real, error), (expected, expected_error) = outcome(lambda: call(self.real)), outcome(lambda: call(self.oracle))
         assert error == expected_error, f"{error}, where {expected_error} was expected"
         if error:
             note(f"    {error}")
@@ -149,7 +149,7 @@ class Machine(RuleBasedStateMachine):
 
     def positions(self, data, seq_id, count, low):
         """Where the next tokens of a sequence stand: where it goes on, or nearly anywhere else."""
-        start = max(self.model.next_position(seq_id), low)
+        start = max(self.oracle.next_position(seq_id), low)
         if start > LAST - 50:
             return list(range(LAST + 1 - count, LAST + 1))
         kind = data.draw(st.sampled_from(["next"] * 4 + ["gap", "back", "repeat", "down", "any", "far"]), label="kind")
@@ -189,7 +189,7 @@ class Machine(RuleBasedStateMachine):
 
     def places(self):
         """Where every row lies, and how much memory there is: what a call that is refused leaves as it was."""
-        layers = [layer for layer, policy in enumerate(self.model.policy) if policy is not None]
+        layers = [layer for layer, policy in enumerate(self.oracle.policy) if policy is not None]
         return repr([self.real.blocks(layer) for layer in layers]), self.real.stats(), self.real.nbytes
 
     def begin_both(self, call):
@@ -197,7 +197,7 @@ class Machine(RuleBasedStateMachine):
         batch, model_batch, error = self.both(call)
         assert not error or self.places() == before
         if not error:
-            self.batch, self.model_batch = batch, model_batch
+            self.batch, self.oracle_batch = batch, model_batch
             assert batch.positions.tolist() == model_batch.positions
             assert batch.seq_ids.tolist() == model_batch.seq_ids
         return not error
@@ -212,25 +212,25 @@ class Machine(RuleBasedStateMachine):
 
     def missing(self, layer):
         """Tokens that are still to be put."""
-        if layer not in self.model.layers:
+        if layer not in self.oracle.layers:
             return []
-        return [t for t, row in enumerate(self.model_batch.rows[layer]) if row is None]
+        return [t for t, row in enumerate(self.oracle_batch.rows[layer]) if row is None]
 
     def put(self, layer, first, count):
         rows = self.random_rows(count)
         self.batch.put(layer, *rows, first=first)
-        self.model_batch.put(layer, *rows, first=first)
+        self.oracle_batch.put(layer, *rows, first=first)
 
     def is_ready(self, layer, first, end):
         """Whether all is put that these tokens descend from, or that stands in their sequence up to the last one."""
-        layer = self.model.source[layer]
-        if self.model_batch.parents is not None:
+        layer = self.oracle.source[layer]
+        if self.oracle_batch.parents is not None:
             return not self.sees_but_missing(layer, first, end)
         last = {}
-        for s, p in zip(self.model_batch.seq_ids[first:end], self.model_batch.positions[first:end], strict=True):
+        for s, p in zip(self.oracle_batch.seq_ids[first:end], self.oracle_batch.positions[first:end], strict=True):
             last[s] = max(last.get(s, -1), p)
         return not any(
-            self.model_batch.positions[t] <= last.get(self.model_batch.seq_ids[t], -1) for t in self.missing(layer)
+            self.oracle_batch.positions[t] <= last.get(self.oracle_batch.seq_ids[t], -1) for t in self.missing(layer)
         )
 
     def attend(self, layer, first, count, with_rows, non_causal=None):
@@ -239,23 +239,23 @@ class Machine(RuleBasedStateMachine):
         rows = []
         if with_rows:
             rows = self.random_rows(count)
-            self.model_batch.put(layer, *rows, first=first)
+            self.oracle_batch.put(layer, *rows, first=first)
         options = {"first": first, "scale": 0.5, "non_causal": non_causal}
         out, lse = self.batch.attend(layer, q, *rows, **options, return_lse=True)
         assert out.shape == (count, self.heads * group, self.dims[1])
         assert np.isfinite(lse).all()  # a token sees at least itself
-        assert_close(out, self.model_batch.attend(layer, q, **options), self.model_batch.dense(layer)[1])
+        assert_close(out, self.oracle_batch.attend(layer, q, **options), self.oracle_batch.dense(layer)[1])
 
     def attend_all(self, layer):
         """Where it is no layer without attention, over all that there is, and once more with tokens that see ahead."""
-        if self.model.policy[layer] is None:
+        if self.oracle.policy[layer] is None:
             assert outcome(lambda: self.batch.attend(layer, np.ones((1, self.heads, self.dims[0]), "f4"), scale=1))[1]
             return
-        if isinstance(self.model.policy[layer], dictionary.CrossAttention):
-            without = [s for s in self.model_batch.seq_ids if not self.model_batch.rows_of(layer, s)]
-            for s in without if self.model.source[layer] == layer else []:
+        if isinstance(self.oracle.policy[layer], oracle.CrossAttention):
+            without = [s for s in self.oracle_batch.seq_ids if not self.oracle_batch.rows_of(layer, s)]
+            for s in without if self.oracle.source[layer] == layer else []:
                 self.put_encoded(layer, s)
-            if without and self.model.source[layer] != layer:
+            if without and self.oracle.source[layer] != layer:
                 return
         count = len(self.batch)
         self.attend(layer, 0, count, with_rows=False)
@@ -264,19 +264,19 @@ class Machine(RuleBasedStateMachine):
         self.compare_dense(layer, ahead)
 
     def compare_dense(self, layer, non_causal=None):
-        found, expected = (b.dense(layer, non_causal=non_causal) for b in (self.batch, self.model_batch))
+        found, expected = (b.dense(layer, non_causal=non_causal) for b in (self.batch, self.oracle_batch))
         self.assert_rows(found[0], expected[0])
         np.testing.assert_array_equal(found[1], expected[1])
         np.testing.assert_array_equal(found[2], expected[2])
 
     def put_encoded(self, layer, seq_id):
-        most = self.model.policy[layer].max_len
+        most = self.oracle.policy[layer].max_len
         rows = self.random_rows(int(self.rng.integers(1, most + 2)))
-        calls = [lambda b=b: b.put(layer, *rows, seq_id=seq_id) for b in (self.batch, self.model_batch)]
+        calls = [lambda b=b: b.put(layer, *rows, seq_id=seq_id) for b in (self.batch, self.oracle_batch)]
         error, expected = (outcome(call)[1] for call in calls)
         assert error == expected
         if error == "CacheFullError":  # one more than there may be
-            for b in (self.batch, self.model_batch):
+            for b in (self.batch, self.oracle_batch):
                 b.put(layer, *(x[:most] for x in rows), seq_id=seq_id)
 
     def assert_rows(self, found, expected):
@@ -303,10 +303,10 @@ class Machine(RuleBasedStateMachine):
         self.aborted += not commit
         self.tokens += commit * (len(self.batch) if keep is None else len(keep))
         self.batch.commit()  # once it has ended, this does nothing
-        self.batch = self.model_batch = None
+        self.batch = self.oracle_batch = None
 
     def finish_both(self, how, *arguments):
-        batches = self.batch, self.model_batch
+        batches = self.batch, self.oracle_batch
         (_, error), (_, expected) = (outcome(lambda b=b: getattr(b, how)(*arguments)) for b in batches)
         assert error == expected
         return error
@@ -330,16 +330,16 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not self.batch)
     def decode(self, data, steps):
         """One token after the other, of a few sequences together."""
-        seq_ids = data.draw(st.lists(st.sampled_from(self.model.sequences or [0]), unique=True, min_size=1))
+        seq_ids = data.draw(st.lists(st.sampled_from(self.oracle.sequences or [0]), unique=True, min_size=1))
         for _ in range(steps):
-            positions = [self.model.next_position(s) for s in seq_ids]
+            positions = [self.oracle.next_position(s) for s in seq_ids]
             if self.begin_both(lambda c, p=positions: c.batch(positions=p, seq_ids=seq_ids)):
                 self.put_rest(100, True)
                 self.finish(True)
 
     def put_rest(self, size, attend):
         """All that is not put yet, in token ranges, attended over where what they see is there."""
-        for layer in sorted(range(self.num_layers), key=lambda i: i not in self.model.layers):  # those that share last
+        for layer in sorted(range(self.num_layers), key=lambda i: i not in self.oracle.layers):  # those that share last
             while missing := self.missing(layer):
                 first, count = missing[0], 1
                 while count < size and first + count in missing:
@@ -362,16 +362,16 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch)
     def put_for_cross_attention(self, data):
         layer = data.draw(st.integers(0, self.num_layers - 1), label="layer")
-        if self.model.source[layer] == layer and isinstance(self.model.policy[layer], dictionary.CrossAttention):
-            self.put_encoded(layer, data.draw(st.none() | st.sampled_from(self.model_batch.seq_ids), label="seq_id"))
+        if self.oracle.source[layer] == layer and isinstance(self.oracle.policy[layer], oracle.CrossAttention):
+            self.put_encoded(layer, data.draw(st.none() | st.sampled_from(self.oracle_batch.seq_ids), label="seq_id"))
 
     @rule(data=st.data())
     @precondition(lambda self: self.batch)
     def put_some(self, data):
         layer = data.draw(st.integers(0, self.num_layers - 1), label="layer")
-        if layer not in self.model.layers:
+        if layer not in self.oracle.layers:
             rows = self.random_rows(1)
-            if not isinstance(self.model.policy[layer], dictionary.CrossAttention) or self.model.source[layer] != layer:
+            if not isinstance(self.oracle.policy[layer], oracle.CrossAttention) or self.oracle.source[layer] != layer:
                 assert outcome(lambda: self.batch.put(layer, *rows))[1] == "ValueError"
             return
         first = data.draw(st.integers(0, len(self.batch) - 1), label="first")
@@ -389,11 +389,11 @@ class Machine(RuleBasedStateMachine):
         layer = data.draw(st.integers(0, self.num_layers - 1), label="layer")
         first = data.draw(st.integers(0, len(self.batch) - 1), label="first")
         end = data.draw(st.integers(first + 1, len(self.batch)), label="end")
-        if not self.model.keeps_tokens(layer):
+        if not self.oracle.keeps_tokens(layer):
             self.attend_all(layer)
         elif self.is_ready(layer, first, end):
             self.attend(layer, first, end - first, with_rows=False)
-        elif missing := self.sees_but_missing(self.model.source[layer], first, end):
+        elif missing := self.sees_but_missing(self.oracle.source[layer], first, end):
             q, rows = self.random(end - first, self.heads, self.dims[0]), self.random_rows(end - first)
             assert outcome(lambda: self.batch.attend(layer, q, first=first, scale=1))[1] == "ValueError"
             if missing - set(range(first, end)):  # with these rows not all is there either, and they are not stored
@@ -401,7 +401,7 @@ class Machine(RuleBasedStateMachine):
 
     def sees_but_missing(self, layer, first, end):
         """The tokens of the batch that these see, and that are not put yet."""
-        batch = self.model_batch
+        batch = self.oracle_batch
         return {
             t
             for t in self.missing(layer)
@@ -430,18 +430,18 @@ class Machine(RuleBasedStateMachine):
 
     def some_sequence(self, data):
         """Mostly one that holds something."""
-        return data.draw(st.sampled_from(self.model.sequences * 3 + SEQUENCES), label="seq_id")
+        return data.draw(st.sampled_from(self.oracle.sequences * 3 + SEQUENCES), label="seq_id")
 
     def some_position(self, data, seq_id):
         return data.draw(st.sampled_from(self.interesting(seq_id)), label="position")
 
     def interesting(self, seq_id):
         """Positions at and beside everything that a sequence holds or has lost."""
-        edges = {0, self.model.next_position(seq_id)}
+        edges = {0, self.oracle.next_position(seq_id)}
         for layer in self.groups.values():
-            edges.update(self.model.positions(seq_id=seq_id, layer=layer))
-            lost = self.model.lost_end[layer].get(seq_id, 0)
-            edges |= {lost, lost + getattr(self.model.policy[layer], "window", 1) - 1}
+            edges.update(self.oracle.positions(seq_id=seq_id, layer=layer))
+            lost = self.oracle.lost_end[layer].get(seq_id, 0)
+            edges |= {lost, lost + getattr(self.oracle.policy[layer], "window", 1) - 1}
         return sorted({p for edge in edges for p in (edge - 1, edge, edge + 1) if 0 <= p <= LAST + 1})
 
     @rule(data=st.data(), dst=sequences, whole=st.booleans())
@@ -478,8 +478,8 @@ class Machine(RuleBasedStateMachine):
             return
         _, _, error = self.both(lambda c: c.settle())
         if not error:
-            for s in self.model.sequences:
-                assert not any(span.delta for layer in self.model.layers for span in self.real.spans(layer, seq_id=s))
+            for s in self.oracle.sequences:
+                assert not any(span.delta for layer in self.oracle.layers for span in self.real.spans(layer, seq_id=s))
 
     @rule(data=st.data(), count=st.integers(1, 9), skip_missing=st.booleans())
     def inject(self, data, count, skip_missing):
@@ -514,13 +514,13 @@ class Machine(RuleBasedStateMachine):
         seq_id = self.some_sequence(data)
         before = self.places()
         found, expected, error = self.both(lambda c: c.room(seq_id))
-        assert error or min(found, 200) == min(expected, LAST + 1 - self.model.next_position(seq_id))
+        assert error or min(found, 200) == min(expected, LAST + 1 - self.oracle.next_position(seq_id))
         assert self.places() == before
 
     @rule(data=st.data(), every=st.integers(2, 3))
     def make_holes(self, data, every):
         seq_id = self.some_sequence(data)
-        for position in self.model.positions(seq_id=seq_id)[::every]:
+        for position in self.oracle.positions(seq_id=seq_id)[::every]:
             self.both(lambda c, p=position: c.remove(p, p + 1, seq_id=seq_id, shift=False))
 
     @rule(data=st.data())
@@ -548,10 +548,10 @@ class Machine(RuleBasedStateMachine):
     # ---- views
 
     @rule(data=st.data())
-    @precondition(lambda self: self.model.sequences)
+    @precondition(lambda self: self.oracle.sequences)
     def take_views(self, data):
         """Of all that a sequence holds."""
-        seq_id = data.draw(st.sampled_from(self.model.sequences), label="seq_id")
+        seq_id = data.draw(st.sampled_from(self.oracle.sequences), label="seq_id")
         views = []
         for layer in range(self.num_layers):
             spans = self.real.spans(layer, seq_id=seq_id)
@@ -584,26 +584,26 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def sequences_are_equal(self):
-        real, model = self.real, self.model
-        assert real.sequences == model.sequences
+        real, expected = self.real, self.oracle
+        assert real.sequences == expected.sequences
         for s in SEQUENCES:
             for name in ("seq_len", "first_position", "last_position", "next_position"):
-                assert getattr(real, name)(s) == getattr(model, name)(s), name
+                assert getattr(real, name)(s) == getattr(expected, name)(s), name
             for position in self.interesting(s):
-                assert real.can_resume(position, seq_id=s) == model.can_resume(position, seq_id=s), position
+                assert real.can_resume(position, seq_id=s) == expected.can_resume(position, seq_id=s), position
 
     @invariant()
     def rows_are_equal(self):
-        for s in self.model.sequences:
+        for s in self.oracle.sequences:
             for layer in range(self.num_layers):
-                positions = self.model.positions(seq_id=s, layer=layer)
+                positions = self.oracle.positions(seq_id=s, layer=layer)
                 assert self.real.positions(seq_id=s, layer=layer).tolist() == positions
                 assert self.real.seq_len(s, layer=layer) == len(positions)
                 if positions:
                     self.compare_rows(layer, s, positions)
 
     def compare_rows(self, layer, seq_id, positions):
-        k, v = self.model.gather(layer, seq_id=seq_id)
+        k, v = self.oracle.gather(layer, seq_id=seq_id)
         found = self.real.gather(layer, seq_id=seq_id)
         self.assert_rows(found[0], k)
         np.testing.assert_array_equal(found[1], v)
@@ -616,14 +616,14 @@ class Machine(RuleBasedStateMachine):
         np.testing.assert_array_equal(np.concatenate([span.v for span in spans], 1), v)
         for position in {positions[0], positions[len(positions) // 2], max(positions) + 1}:
             if position <= LAST:
-                one, expected = (c.get(layer, position, seq_id=seq_id) for c in (self.real, self.model))
+                one, expected = (c.get(layer, position, seq_id=seq_id) for c in (self.real, self.oracle))
                 assert (one is None) == (expected is None)
                 if one:
                     self.assert_rows(one[0], expected[0])
                     np.testing.assert_array_equal(one[1], expected[1])
         begin, end = max(0, min(positions) - 2), min(positions) + 9
         if end <= LAST:
-            one, expected = (c.extract(layer, begin, end, seq_id=seq_id) for c in (self.real, self.model))
+            one, expected = (c.extract(layer, begin, end, seq_id=seq_id) for c in (self.real, self.oracle))
             self.assert_rows(one[0], expected[0])
             np.testing.assert_array_equal(one[1], expected[1])
 
@@ -631,8 +631,8 @@ class Machine(RuleBasedStateMachine):
     def counters_are_right(self):
         stats = self.real.stats()
         pending = len(self.batch) if self.batch else 0
-        live = [self.model.live(layer) + pending for layer in self.groups.values()]
-        if not any(isinstance(p, dictionary.CrossAttention) for p in self.model.policy):
+        live = [self.oracle.live(layer) + pending for layer in self.groups.values()]
+        if not any(isinstance(p, oracle.CrossAttention) for p in self.oracle.policy):
             assert stats["live_slots"] == sum(live)
         assert (stats["batches"], stats["aborted"], stats["tokens"]) == (self.committed, self.aborted, self.tokens)
         if self.real.capacity is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf as oracle
+import gguf as reference
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -51,7 +51,7 @@ TENSORS: dict[str, tuple[str, tuple[int, ...]]] = {
 
 def write(path: Path, architecture: str = "llama", alignment: int | None = None) -> Path:
     """A file of everything, by the gguf package."""
-    writer = oracle.GGUFWriter(path, architecture)
+    writer = reference.GGUFWriter(path, architecture)
     if alignment is not None:
         writer.add_custom_alignment(alignment)
     for key, (kind, value) in METADATA.items():
@@ -61,8 +61,8 @@ def write(path: Path, architecture: str = "llama", alignment: int | None = None)
         if kind == "I32":
             writer.add_tensor(name, rng.integers(0, 99, shape, np.int32))
             continue
-        number = oracle.GGMLQuantizationType[kind]
-        data = oracle.quants.quantize(rng.standard_normal(shape, np.float32), number)
+        number = reference.GGMLQuantizationType[kind]
+        data = reference.quants.quantize(rng.standard_normal(shape, np.float32), number)
         writer.add_tensor(name, data, raw_dtype=number)
     gguf_files.finish(writer)
     return path
@@ -115,13 +115,13 @@ def test_a_few_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("alignment", [None, 32, 64, 4096])
 def test_everything_is_as_the_package_reads_it(tmp_path: Path, architecture: str, alignment: int | None) -> None:
     path = write(tmp_path / "model.gguf", architecture, alignment)
-    found, expected = gguf.read_header(path), oracle.GGUFReader(path)
+    found, expected = gguf.read_header(path), reference.GGUFReader(path)
     fields = {key: field for key, field in expected.fields.items() if not key.startswith("GGUF.")}
     assert list(found.metadata) == list(fields)
     for key, field in fields.items():
         value = found.metadata[key]
         assert isinstance(value, gguf.Skipped) == (key in SKIPPED)
-        if field.types[0] == oracle.GGUFValueType.ARRAY:
+        if field.types[0] == reference.GGUFValueType.ARRAY:
             assert gguf.read_array(found, key) == tuple(field.contents())
         else:
             assert value == field.contents()
@@ -137,8 +137,8 @@ def test_everything_is_as_the_package_reads_it(tmp_path: Path, architecture: str
 
 def test_every_type_has_the_package_s_size() -> None:
     for number, (name, elements, nbytes) in gguf.TENSOR_TYPES.items():
-        kind = oracle.GGMLQuantizationType(number)
-        assert (kind.name, oracle.GGML_QUANT_SIZES[kind]) == (name, (elements, nbytes))
+        kind = reference.GGMLQuantizationType(number)
+        assert (kind.name, reference.GGML_QUANT_SIZES[kind]) == (name, (elements, nbytes))
 
 
 def test_what_is_skipped_says_where_it_is(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf as oracle
+import gguf as reference
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -118,7 +118,7 @@ def test_a_file_that_another_takes_the_place_of(tmp_path: Path) -> None:
     header = gguf.read_header(write_gguf(tmp_path / "a.gguf"))
     write_gguf(tmp_path / "b.gguf").rename(tmp_path / "a.gguf")
     with pytest.raises(ModelFileError, match=r"a\.gguf was changed while it was read"):
-        weights._dequantize(oracle, header, header.tensors["token_embd.weight"])
+        weights._dequantize(reference, header, header.tensors["token_embd.weight"])
 
 
 # --- what is no file ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What kvcache means, as a dictionary: slow, small, and meant to be read.
+"""The oracle: what kvcache means, written with dictionaries and lists: slow, small, and meant to be read.
 
 The names and arguments are those of the package. A sequence is, per layer, a list of rows; nothing here knows of
 blocks, runs, threads or element types, nor of the package itself: errors and policies correspond by name.

@@ -1,5 +1,5 @@
 /* What queries see, and attention over it: after random edits and in random batches, of every policy and rope,
- * kvc_attend and kvc_dense against plain arithmetic in double over the rows of the model (support/oracle.h). */
+ * kvc_attend and kvc_dense against plain arithmetic in double over the rows of the oracle (support/oracle.h). */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include <math.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 /* Tokens that move, keys that are settled, rows that are replaced, rows of cross-attention layers, tokens that are kept
- * of a batch: against the model of plain row lists (support/oracle.h), which is compared with the cache after every step. */
+ * of a batch: against the oracle of plain row lists (support/oracle.h), compared with the cache after every step. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include <stdlib.h>
 
@@ -386,7 +386,7 @@ static void test_settle(int block_size)
 {
     pair *p = disputed_pair(block_size);
     int64_t before = stats_of(p).live_slots, copied = stats_of(p).rows_copied;
-    CHECK(pair_settle(p) == KVC_OK); /* disputed slots are copied, which the model counts */
+    CHECK(pair_settle(p) == KVC_OK); /* disputed slots are copied, which the oracle counts */
     pair_check(p);
     check_settled(p);
     int64_t live = stats_of(p).live_slots;
@@ -1248,7 +1248,7 @@ static void test_no_attention(void)
     static pair p;
     p = (pair){.config = {.block_size = 4, .num_threads = 1}};
     pair_new(&p, 3, layers);
-    p.layers[1].k_type = 0; /* for the model */
+    p.layers[1].k_type = 0; /* for the oracle */
     p.layers[1].rope = no_rope;
     pair_feed(&p, 0, 0, 9);
     pair_shift(&p, 0, 0, KVC_END, 4);

@@ -1,5 +1,5 @@
-/* Sequences, batches, limits, compaction, views and bad arguments: whatever is not attention, against a model of plain
- * row lists (support/oracle.h), which is compared with the cache after every step. */
+/* Sequences, batches, limits, compaction, views and bad arguments: whatever is not attention, against the oracle of plain
+ * row lists (support/oracle.h), compared with the cache after every step. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include <stdlib.h>
 

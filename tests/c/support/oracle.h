@@ -4,8 +4,8 @@
  * pair_check compares everything that can be seen.  Every token ever put has a number of its own, its tag, from which
  * the contents of its rows follow, so that a row that was moved, shared or mixed up shows.
  */
-#ifndef KVC_MODEL_H
-#define KVC_MODEL_H
+#ifndef KVC_TEST_ORACLE_H
+#define KVC_TEST_ORACLE_H
 
 #include <math.h>
 #include <stddef.h>
@@ -200,7 +200,7 @@ static inline float read_element(const void *from, int32_t type)
     return x;
 }
 
-/* ---- the model -------------------------------------------------------------------------------------------------- */
+/* ---- the oracle ------------------------------------------------------------------------------------------------- */
 
 static inline sequence *find_sequence(const pair *p, int64_t id)
 {
@@ -440,7 +440,7 @@ static inline int count_id(int64_t id, int n, const int64_t *ids)
     return num;
 }
 
-/* Whether a batch fits, in a model that has evicted for it; num_sequences: with the batch. */
+/* Whether a batch fits, in an oracle that has evicted for it; num_sequences: with the batch. */
 static inline int fits(const pair *p, int64_t num_sequences, int n, const int64_t *ids)
 {
     const kvc_config *c = &p->config;
@@ -473,7 +473,7 @@ static inline void model_copy(pair *to, const pair *from)
     }
 }
 
-/* What kvc_begin should answer (max_bytes aside); on KVC_OK, *after is the model when it has evicted. */
+/* What kvc_begin should answer (max_bytes aside); on KVC_OK, *after is the oracle once it has evicted. */
 static inline kvc_status model_begin(const pair *p, int n, const int32_t *positions, const int64_t *ids, pair *after)
 {
     int64_t num_sequences = 0;
@@ -958,7 +958,7 @@ static inline void check_blocks(const pair *p)
           sums.blocks_in_use == stats.blocks_in_use && sums.blocks_free == stats.blocks_free);
 }
 
-/* Everything that can be seen is as in the model, and the library finds no fault with itself. */
+/* Everything that can be seen is as in the oracle, and the library finds no fault with itself. */
 static inline void pair_check(const pair *p)
 {
     static const sequence unknown = {.id = INT64_MIN + 1};
@@ -981,7 +981,7 @@ static inline void pair_check(const pair *p)
 
 /* ---- a forward pass --------------------------------------------------------------------------------------------- */
 
-/* Whether the library answered as it should: as the model, or that there is no memory where that is so. */
+/* Whether the library answered as it should: as the oracle, or that there is no memory where that is so. */
 static inline kvc_status agree(const pair *p, const char *what, kvc_status status, kvc_status right)
 {
     int nomem = p->memory && p->memory->failed && status == KVC_ERR_NOMEM;
@@ -1250,7 +1250,7 @@ static inline kvc_status agree_moved(pair *p, const char *what, kvc_status statu
     return status == KVC_ERR_FULL && p->config.max_bytes ? status : agree(p, what, status, right);
 }
 
-/* What an edit should answer that leaves the model like this, where nothing else stands in its way. */
+/* What an edit should answer that leaves the oracle like this, where nothing else stands in its way. */
 static inline kvc_status fits_capacity(const pair *after)
 {
     for (int l = 0; after->config.capacity && l < after->config.num_layers; l++)
@@ -1259,7 +1259,7 @@ static inline kvc_status fits_capacity(const pair *after)
     return KVC_OK;
 }
 
-/* The model, to try an edit on; large. */
+/* An oracle to try an edit on; large. */
 static inline pair *copy_of(const pair *p)
 {
     static pair copy;
@@ -1408,7 +1408,7 @@ static inline kvc_status pair_inject(pair *p, int64_t id, int l, int32_t begin, 
     return pair_inject_rows(p, id, l, begin, end, 1);
 }
 
-/* What kvc_begin should answer to so many tokens that go on with a sequence; *after is the model when it has evicted. */
+/* What kvc_begin should answer to so many tokens that go on with a sequence; *after is the oracle once it has evicted. */
 static inline kvc_status model_go_on(const pair *p, int64_t id, int n, pair *after)
 {
     static int32_t positions[MAX_BATCH];

@@ -1,4 +1,4 @@
-/* random_steps.h: random operations on a cache and its model, and views held meanwhile. */
+/* random_steps.h: random operations on a cache and its oracle, and views held meanwhile. */
 #ifndef KVC_RANDOM_STEPS_H
 #define KVC_RANDOM_STEPS_H
 
