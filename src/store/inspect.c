@@ -1,14 +1,95 @@
-/* inspect.c: checks every invariant of the bookkeeping against what it can be derived from. */
-#include <string.h>
-
+/* inspect.c: looks at the bookkeeping without changing it: kvc_blocks shows it, kvc_validate checks its invariants. */
 #include "store/sheet.h"
+
+/* Called for runs of a sequence; in_batch: of its tokens in the open batch, else stored ones. */
+typedef void runs_fn(void *context, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch);
+
+/* Visits all runs of a layer group: stored ones, those of the open batch, and those that a kvc_put to a cross-attention
+ * layer is filling. */
+static void visit_runs(const kvc_cache *cache, int32_t g, runs_fn *visit, void *context) {
+    for (int32_t i = 0; i < cache->sequences.num; i++) {
+        const kvc_sequence *sequence = cache->sequences.items[i];
+        visit(context, kvc_runs_begin(&sequence->runs[g]), sequence->runs[g].num, sequence, 0);
+    }
+    const kvc_batch *batch = cache->batch;
+    for (int32_t s = 0; batch && s < batch->num_sequences; s++) {
+        const kvc_pending *pending = kvc_pending_of(batch, g, s);
+        visit(context, pending->runs, pending->num, batch->sequences[s].sequence, 1);
+    }
+    for (const kvc_cross_put *put = batch ? batch->cross_puts : NULL; put; put = put->next)
+        if (put->group == g) visit(context, &put->run, 1, batch->sequences[put->member].sequence, 1);
+}
+
+/* ---- blocks and runs --------------------------------------------------------------------------------------------- */
+
+/* A caller's array of at most `max` items, and the number of items there are, which may be larger. */
+typedef struct list {
+    char *items;
+    size_t item_size;
+    int64_t max, num;
+} list;
+
+static void add(list *to, const void *item, size_t size) {
+    if (to->num < to->max) kvc_write_struct(to->items + (size_t)to->num * to->item_size, to->item_size, item, size);
+    to->num++;
+}
+
+static void add_block(list *to, const kvc_pool *pool, const kvc_block *block) {
+    uint32_t most = 0;
+    for (int32_t s = 0; s < block->fill; s++)
+        if (block->holders[s] > most) most = block->holders[s];
+    const kvc_block_info info = {.num_slots = pool->block_size,
+                                 .filled = block->fill,
+                                 .live = block->live,
+                                 .references = (int32_t)most,
+                                 .is_held = block->pins != 0,
+                                 .resident = block->touched,
+                                 .is_free = block->is_free};
+    add(to, &info, sizeof info);
+}
+
+static void add_runs(void *to, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch) {
+    for (const kvc_run *run = runs; run < runs + num; run++) {
+        const kvc_run_info info = {.seq_id = sequence->id,
+                                   .block = run->block->index,
+                                   .slot = run->slot,
+                                   .count = run->count,
+                                   .position = run->position,
+                                   .delta = run->delta,
+                                   .in_batch = in_batch};
+        add(to, &info, sizeof info);
+    }
+}
+
+kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,
+                      int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,
+                      int64_t max_runs, int64_t *num_runs) {
+    kvc_status status = kvc_check_layer(cache, layer);
+    if (status == KVC_OK) status = kvc_check_size(block_info_size, kvc_block_info_least_size, sizeof *blocks, "blocks");
+    if (status == KVC_OK) status = kvc_check_size(run_info_size, kvc_run_info_least_size, sizeof *runs, "runs");
+    if (status == KVC_OK && !num_blocks) status = kvc_fail(KVC_ERR_INVALID, "num_blocks is NULL");
+    if (status == KVC_OK && !num_runs) status = kvc_fail(KVC_ERR_INVALID, "num_runs is NULL");
+    if (status != KVC_OK) return status;
+    list block_list = {(char *)blocks, block_info_size, max_blocks, 0},
+         run_list = {(char *)runs, run_info_size, max_runs, 0};
+    const int32_t g = cache->group_of[layer];
+    const kvc_pool *pool = &cache->pools[g];
+    kvc_lock(cache);
+    for (int32_t i = 0; i < pool->num_blocks; i++) add_block(&block_list, pool, pool->blocks[i]);
+    visit_runs(cache, g, add_runs, &run_list);
+    *num_blocks = block_list.num;
+    *num_runs = run_list.num;
+    return kvc_unlock(cache, KVC_OK);
+}
+
+/* ---- invariants -------------------------------------------------------------------------------------------------- */
 
 #define REQUIRE(condition, ...)                                          \
     do {                                                                 \
         if (!(condition)) return kvc_fail(KVC_ERR_CORRUPT, __VA_ARGS__); \
     } while (0)
 
-static kvc_status check_rows(const kvc_run_list *list, const kvc_pool *pool, long long id) {
+static kvc_status check_runs(const kvc_run_list *list, const kvc_pool *pool, long long id) {
     kvc_run_list counted = *list;
     REQUIRE(list->first >= 0 && list->num >= 0 && list->first + list->num <= list->capacity,
             "group %d, sequence %lld: the list of runs passes its room", pool->group, id);
@@ -29,27 +110,6 @@ static kvc_status check_rows(const kvc_run_list *list, const kvc_pool *pool, lon
             counted.min_position, counted.max_position);
     REQUIRE(counted.ascending || !list->ascending, "group %d, sequence %lld: positions do not ascend", pool->group, id);
     return KVC_OK;
-}
-
-/* Takes the holders of runs away, so that none should be left. */
-static void take_away(const kvc_run *runs, int32_t num, uint32_t by) {
-    for (int32_t i = 0; i < num; i++)
-        for (int32_t s = 0; s < runs[i].count; s++) runs[i].block->holders[runs[i].slot + s] -= by;
-}
-
-/* Takes every holder there should be away (by 1), or gives it back (by -1). */
-static void take_away_all(const kvc_cache *cache, int32_t g, uint32_t by) {
-    for (int32_t i = 0; i < cache->sequences.num; i++) {
-        const kvc_run_list *list = &cache->sequences.items[i]->runs[g];
-        take_away(kvc_runs_begin(list), list->num, by);
-    }
-    const kvc_batch *batch = cache->batch;
-    for (int32_t s = 0; batch && s < batch->num_sequences; s++) {
-        const kvc_pending *pending = kvc_pending_of(batch, g, s);
-        take_away(pending->runs, pending->num, by);
-    }
-    for (const kvc_cross_put *put = batch ? batch->cross_puts : NULL; put; put = put->next)
-        if (put->group == g) take_away(&put->run, 1, by);
 }
 
 static kvc_status check_block(const kvc_pool *pool, const kvc_block *block) {
@@ -96,14 +156,22 @@ static kvc_status check_pool(const kvc_pool *pool) {
     return KVC_OK;
 }
 
+/* Takes away the holds of runs on their slots (*by is 1), or gives them back (-1). */
+static void remove_holds(void *by, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch) {
+    (void)sequence, (void)in_batch;
+    for (const kvc_run *run = runs; run < runs + num; run++)
+        for (int32_t s = 0; s < run->count; s++) run->block->holders[run->slot + s] -= *(const uint32_t *)by;
+}
+
+/* Takes away every hold that a run explains: none may be left. */
 static kvc_status check_holders(const kvc_cache *cache, int32_t g) {
     const kvc_pool *pool = &cache->pools[g];
     int32_t bad = -1;
-    take_away_all(cache, g, 1);
+    visit_runs(cache, g, remove_holds, &(uint32_t){1});
     for (int32_t i = 0; i < pool->num_blocks; i++)
         for (int32_t s = 0; s < pool->blocks[i]->fill; s++)
             if (pool->blocks[i]->holders[s]) bad = i;
-    take_away_all(cache, g, (uint32_t)-1);
+    visit_runs(cache, g, remove_holds, &(uint32_t){(uint32_t)-1});
     REQUIRE(bad < 0, "group %d, block %d: the holders of a slot are not the runs there are", g, bad);
     return KVC_OK;
 }
@@ -120,7 +188,20 @@ static kvc_status check_sheets(const kvc_cache *cache) {
     return KVC_OK;
 }
 
-/* What is noted of sequences, so that a batch need not look at all of them. */
+/* KVC_ERR_CORRUPT if a sequence that no batch would look at holds rows that may be evicted. */
+static kvc_status check_evicted(const kvc_cache *cache, const kvc_sequence *sequence) {
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        const kvc_policy *policy = &cache->policies[g];
+        const int32_t end = kvc_policy_retained(policy, kvc_sequence_last(sequence) + 1);
+        REQUIRE(!kvc_policy_evicts(policy) ||
+                    !kvc_runs_visit(&sequence->runs[g], kvc_policy_sinks(policy), end, NULL, NULL),
+                "group %d, sequence %lld: rows may be evicted, and no batch will look for them", g,
+                (long long)sequence->id);
+    }
+    return KVC_OK;
+}
+
+/* What is noted of sequences so that a batch need not look at all of them. */
 static kvc_status check_notes(const kvc_cache *cache) {
     int64_t num_holding = 0;
     for (int32_t i = 0; i < cache->sequences.num; i++) {
@@ -130,13 +211,8 @@ static kvc_status check_notes(const kvc_cache *cache) {
         REQUIRE(sequence->in_batch || sequence->holds == kvc_sequence_holds(sequence),
                 "sequence %lld is noted to hold rows, or not to", id);
         REQUIRE(!sequence->changed_at || *sequence->changed_at == sequence, "sequence %lld is not in its list", id);
-        for (int32_t g = 0; !sequence->changed_at && !sequence->in_batch && g < cache->num_token_groups; g++) {
-            const kvc_policy *policy = &cache->policies[g];
-            const int32_t end = kvc_policy_retained(policy, kvc_sequence_last(sequence) + 1);
-            REQUIRE(!kvc_policy_evicts(policy) ||
-                        !kvc_runs_visit(&sequence->runs[g], kvc_policy_sinks(policy), end, NULL, NULL),
-                    "group %d, sequence %lld: rows may be evicted, and no batch will look for them", g, id);
-        }
+        const kvc_status status = sequence->changed_at || sequence->in_batch ? KVC_OK : check_evicted(cache, sequence);
+        if (status != KVC_OK) return status;
     }
     REQUIRE(num_holding == cache->num_holding, "%lld sequences that hold rows are noted, there are %lld",
             (long long)cache->num_holding, (long long)num_holding);
@@ -144,29 +220,31 @@ static kvc_status check_notes(const kvc_cache *cache) {
     return KVC_OK;
 }
 
-static kvc_status validate(const kvc_cache *cache) {
-    kvc_status status = check_notes(cache);
-    if (status == KVC_OK) status = check_sheets(cache);
-    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) {
-        for (int32_t i = 0; status == KVC_OK && i < cache->sequences.num; i++) {
-            const kvc_sequence *sequence = cache->sequences.items[i];
-            REQUIRE(i == 0 || cache->sequences.items[i - 1]->id < sequence->id,
-                    "the table of sequences is out of order");
-            REQUIRE(sequence->in_batch || !kvc_sequence_is_blank(sequence), "sequence %lld is blank and in the table",
-                    (long long)sequence->id);
-            REQUIRE(cache->batch || !sequence->in_batch, "sequence %lld belongs to a batch that is not there",
-                    (long long)sequence->id);
-            status = check_rows(&sequence->runs[g], &cache->pools[g], (long long)sequence->id);
-        }
-        if (status == KVC_OK) status = check_pool(&cache->pools[g]);
-        if (status == KVC_OK && !cache->num_rewrites) /* which hold slots that are no runs yet */
-            status = check_holders(cache, g);
+static kvc_status check_table(const kvc_cache *cache) {
+    for (int32_t i = 0; i < cache->sequences.num; i++) {
+        const kvc_sequence *sequence = cache->sequences.items[i];
+        const long long id = sequence->id;
+        REQUIRE(i == 0 || cache->sequences.items[i - 1]->id < id, "the table of sequences is out of order");
+        REQUIRE(sequence->in_batch || !kvc_sequence_is_blank(sequence), "sequence %lld is blank and in the table", id);
+        REQUIRE(cache->batch || !sequence->in_batch, "sequence %lld belongs to a batch that is not there", id);
     }
-    return status;
+    return KVC_OK;
+}
+
+static kvc_status check_group(const kvc_cache *cache, int32_t g) {
+    kvc_status status = KVC_OK;
+    for (int32_t i = 0; status == KVC_OK && i < cache->sequences.num; i++)
+        status = check_runs(&cache->sequences.items[i]->runs[g], &cache->pools[g], cache->sequences.items[i]->id);
+    if (status == KVC_OK) status = check_pool(&cache->pools[g]);
+    if (status != KVC_OK || cache->num_rewrites) return status; /* drafts hold slots of which there are no runs yet */
+    return check_holders(cache, g);
 }
 
 kvc_status kvc_validate(kvc_cache *cache) {
     kvc_lock(cache);
-    const kvc_status status = validate(cache);
+    kvc_status status = check_notes(cache);
+    if (status == KVC_OK) status = check_sheets(cache);
+    if (status == KVC_OK) status = check_table(cache);
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = check_group(cache, g);
     return kvc_unlock(cache, status);
 }
