@@ -1,16 +1,4 @@
-"""Hugging Face transformers with this cache: `HFCache`, and the attention implementation ``"kvcache"``.
-
-::
-
-    import kvcache.hf
-
-    model.set_attn_implementation("kvcache")
-    model.generate(**inputs, past_key_values=kvcache.hf.HFCache(model.config, dtype="q8_0"))
-
-Importing this module registers an attention and a mask function under that name. With them keys and values go from the
-model into the cache and are attended over where they lie; with the model's own attention (``"sdpa"``, ``"eager"``) the
-cache hands out dense tensors, as any other does. For models with an encoder too there is `HFEncoderDecoderCache`.
-"""
+"""`HFCache`."""
 
 from __future__ import annotations
 
@@ -19,175 +7,21 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    Cache,
-    CacheLayerMixin,
-    DummyLayer,
-    EncoderDecoderCache,
-    LinearAttentionCacheLayerMixin,
-    get_layer_types_and_kwargs,
-)
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
 from kvcache.cache import Batch, KVCache
 from kvcache.errors import NotSupportedError
+from kvcache.hf.attention import ATTRIBUTE, NAME
+from kvcache.hf.layers import CrossLayer, Layer
+from kvcache.hf.policies import CacheLayer, policy_of, shape_of
 from kvcache.layer import DType
-from kvcache.models.fields import NAMES
-from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
+from kvcache.policy import CrossAttention, Policy
 
-__all__ = ["NAME", "HFCache", "HFEncoderDecoderCache"]
-
-NAME = "kvcache"
-ATTRIBUTE = "_kvcache_layer"  # of the keys that `HFCache.update` returns: whose they are
-# Layers without keys and values of their own, which stay transformers'.
-CacheLayer: TypeAlias = LinearAttentionCacheLayerMixin | DummyLayer
 BLOCK = 256  # tokens: copied in one go for the model's own attention; what is not filled takes no memory
-RESUME = 64  # tokens that a window can be taken back by: assisted decoding drops what it guessed wrong
-
-
-@dataclass(frozen=True)
-class Mask:
-    """What a mask would be made of; the kernels know who sees what, all but the padding."""
-
-    padding: torch.Tensor | None  # [batch, tokens so far] of bool, True: a token
-    is_plain: bool  # nothing but order, window and padding
-    sees_all: bool  # not even order, as in an encoder, or in attention over one
-    arguments: dict[str, Any]  # of sdpa_mask
-    queries: slice | None = None  # which of them; None: all
-
-    def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Mask:
-        """Some of the queries, as Gemma 4 takes the last ones in the end."""
-        return replace(self, queries=index[2])
-
-    def dense(self) -> torch.Tensor | None:
-        """[batch, 1, queries, keys] of bool; None: all see all."""
-        mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
-        return mask if mask is None or self.queries is None else mask[:, :, self.queries]
-
-
-def make_mask(
-    *,
-    attention_mask: torch.Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    use_vmap: bool = False,
-    **arguments: Any,
-) -> Mask:
-    """Stand in for a mask; transformers calls this where others make a tensor."""
-    padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
-    # These tell of functions that were mixed in.
-    is_plain = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap
-    arguments |= {"allow_is_bidirectional_skip": allow_is_bidirectional_skip, "use_vmap": use_vmap}
-    return Mask(padding, is_plain, allow_is_bidirectional_skip, {**arguments, "attention_mask": attention_mask})
-
-
-def attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Mask | torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend as transformers asks for: query ``[batch, heads, tokens, dim]``, out ``[batch, tokens, heads, dim]``."""
-    layer: Layer | None = getattr(key, ATTRIBUTE, None)
-    if layer is not None:  # else there is no cache, or another one
-        if options.get("position_bias") is not None:
-            raise NotSupportedError("a position bias is added to the scores of this model: use its eager attention")
-        is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
-        if layer.knows(attention_mask, is_causal) and not options.get("dropout"):
-            padding = attention_mask.padding if isinstance(attention_mask, Mask) else None
-            sinks = None if s_aux is None else s_aux.detach()
-            given = {"scale": scaling, "softcap": softcap, "sinks": sinks}
-            return layer.cache.attend(layer, query, key, value, padding, given), None
-        key, value = layer.cache.make_dense(layer, key, value)
-    if softcap is not None or s_aux is not None:
-        raise NotSupportedError("softcap and sinks need an HFCache and a plain mask: use the eager attention without")
-    mask = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
-    options = {"dropout": 0.0, **options, "is_causal": mask is None and options.get("is_causal")}
-    out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
-    return out, None
-
-
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, make_mask)
-
-
-class Layer(CacheLayerMixin):
-    """What transformers takes for one layer of the cache."""
-
-    is_croppable = True
-    is_initialized = True  # rows are taken as they come
-    supports_early_init = False
-    keys: torch.Tensor | None = None  # nobody asks
-    values: torch.Tensor | None = None
-
-    def __init__(self, cache: HFCache, index: int) -> None:
-        self.cache, self.index = cache, index  # of the core's layers
-        self.window = _window_of(cache.policy[index])  # tokens that a query sees at most; 0: all
-        self.is_sliding = self.window > 0
-
-    def knows(self, mask: Mask | torch.Tensor | None, is_causal: bool) -> bool:
-        """Whether the kernels can attend with this mask."""
-        if isinstance(mask, Mask):
-            return is_causal and mask.is_plain and not mask.sees_all
-        return is_causal and mask is None
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.cache.store(self, key_states, value_states)
-
-    def kept(self, seen: int) -> int:
-        """How many of the tokens before have columns in a mask."""
-        return min(seen, self.window - 1) if self.window else seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        seen = self.cache.get_seq_length()
-        return self.kept(seen) + query_length, seen - self.kept(seen)
-
-    def get_seq_length(self) -> int:
-        return self.cache.get_seq_length()
-
-    def get_max_length(self) -> int:
-        return -1
-
-    @property
-    def batch_size(self) -> int:
-        return self.cache.batch_size
-
-
-class CrossLayer(Layer):
-    """The same, of attention over an encoder, whose keys and values are stored once and then asked for, in turns."""
-
-    _values: torch.Tensor | None = None  # that go with the keys asked for last
-
-    def knows(self, mask: Mask | torch.Tensor | None, is_causal: bool) -> bool:
-        """Whether the kernels can attend with this mask."""
-        return mask.is_plain and mask.sees_all if isinstance(mask, Mask) else mask is None
-
-    @property
-    def keys(self) -> torch.Tensor:  # type: ignore[override] # where others have an attribute, which nobody sets
-        keys, self._values = self.cache.fetch(self)
-        return keys
-
-    @property
-    def values(self) -> torch.Tensor:  # type: ignore[override] # as above
-        values, self._values = self._values, None
-        return self.cache.fetch(self)[1] if values is None else values
 
 
 class Shared:
@@ -209,6 +43,7 @@ class Step:
 
     @property
     def is_whole(self) -> bool:
+        """Whether it has been through all layers."""
         return len(self.done) == self.num_layers
 
 
@@ -249,11 +84,11 @@ class HFCache(Cache):
         if config.is_encoder_decoder or self._config.is_encoder_decoder:
             raise NotSupportedError(f"a {type(config).__name__} has an encoder too: use HFEncoderDecoderCache")
         types, options = get_layer_types_and_kwargs(self._config)
-        layers: list[Any] = [_make(i, *layer) for i, layer in enumerate(zip(types, options, strict=True))]
+        layers: list[Any] = [policy_of(i, *layer) for i, layer in enumerate(zip(types, options, strict=True))]
         ours = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, CacheLayer)}  # policies
         if not ours:
             raise NotSupportedError(f"a {type(config).__name__} has no layer with keys and values")
-        num_kv_heads, head_dim = zip(*(_shape_of(self._config.per_layer_config[i]) for i in ours), strict=True)
+        num_kv_heads, head_dim = zip(*(shape_of(self._config.per_layer_config[i]) for i in ours), strict=True)
         self._cache = KVCache(
             len(ours),
             num_kv_heads,
@@ -623,106 +458,3 @@ class HFCache(Cache):
     def stats(self) -> dict[str, Any]:
         """What `kvcache.KVCache.stats` says, and how many layers were attended over by which means."""
         return {**self._cache.stats(), "calls": dict(self._calls)}
-
-
-class Updated(dict[int, bool]):
-    """Which layers have what the encoder made. What models write here is not believed: their pass may have failed."""
-
-    def __init__(self, cache: HFCache) -> None:
-        super().__init__()
-        self.cache = cache
-
-    def get(self, index: int, default: Any = None) -> Any:
-        return self.cache.has_source(index)
-
-
-class HFEncoderDecoderCache(EncoderDecoderCache):
-    """A cache for models of transformers that have an encoder and a decoder: two `HFCache`.
-
-    Parameters
-    ----------
-    config, dtype, policy
-        As for `HFCache`; the policy is that of the decoder's attention to itself.
-    max_source_len : int, optional
-        The most tokens that the encoder may make; by default what `config` says.
-
-    Raises
-    ------
-    NotSupportedError
-        As `HFCache` does.
-    ValueError
-        As `HFCache` does; or if `config` does not say how long a source may be.
-    TypeError
-        If `config` is no configuration of transformers.
-
-    Notes
-    -----
-    Models that add a bias to the scores by position (T5) need their own attention.
-    """
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        dtype: DType = "f16",
-        policy: Policy | Sequence[Policy] | None = None,
-        max_source_len: int | None = None,
-    ) -> None:
-        if not isinstance(config, PreTrainedConfig):
-            raise TypeError(f"config is {config!r}: give the model's, of transformers")
-        if config.model_type.startswith("t5gemma"):
-            raise NotSupportedError(f"a {type(config).__name__}'s model makes its own cache for what its encoder made")
-        part = config.get_text_config(decoder=True)
-        is_part = any(getattr(config, name, None) is part for name in config.sub_configs)
-        followed = part if is_part else config  # where both are one, that was a copy
-        decoder = followed.get_text_config(decoder=True)
-        if decoder.is_encoder_decoder:  # then this is one
-            decoder.is_encoder_decoder = False
-        if num_layers := getattr(decoder, "num_decoder_layers", None):  # as T5 calls them
-            decoder.num_hidden_layers = num_layers
-        if max_source_len is None:
-            max_source_len = next(
-                (n for name in NAMES["max_source_positions"] if (n := getattr(config, name, None))), None
-            )
-        if max_source_len is None:
-            raise ValueError(f"max_source_len=None: a {type(config).__name__} does not say how long a source may be")
-        caches = HFCache(decoder, dtype, policy), HFCache(decoder, dtype, CrossAttention(max_source_len))
-        for cache in caches:
-            cache._config = followed
-        super().__init__(*caches)
-        self.is_updated = Updated(caches[1])
-
-    def check_dynamic_cache(self, method: str) -> None:
-        """Nothing: what transformers wants its own caches for, ours can do."""
-
-
-# ---- configurations
-
-
-def _shape_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """KV heads and the elements of one."""
-    num_heads = getattr(config, "num_attention_heads", None)
-    if not num_heads:
-        raise ValueError(f"config is a {type(config).__name__} without num_attention_heads: give a decoder's")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return getattr(config, "num_key_value_heads", None) or num_heads, head_dim
-
-
-def _make(index: int, layer_type: str, options: dict[str, Any]) -> Policy | CacheLayer:
-    """The policy of a layer with keys and values; of another, transformers' own layer."""
-    window = options.get("sliding_window")
-    if layer_type == "full_attention":
-        return FullAttention()
-    if layer_type == "sliding_attention" and window:
-        return SlidingWindow(window, resume_window=window + RESUME)
-    if layer_type == "chunked_attention" and window:
-        return ChunkedAttention(window, resume_window=RESUME)
-    made = DYNAMIC_LAYER_TYPE_MAPPING.get(layer_type)
-    if made is not None and issubclass(made, CacheLayer) and not issubclass(made, CacheLayerMixin):
-        return made(**options)
-    raise NotSupportedError(f"layer {index} is of type {layer_type!r}, which this cache does not serve")
-
-
-def _window_of(policy: Policy | None) -> int:
-    if isinstance(policy, SlidingWindow):
-        return policy.window
-    return policy.attention_chunk_size if isinstance(policy, ChunkedAttention) else 0

@@ -1,0 +1,24 @@
+"""Hugging Face transformers with this cache: `HFCache`, and the attention implementation ``"kvcache"``.
+
+::
+
+    import kvcache.hf
+
+    model.set_attn_implementation("kvcache")
+    model.generate(**inputs, past_key_values=kvcache.hf.HFCache(model.config, dtype="q8_0"))
+
+Importing this module registers an attention and a mask function under that name. With them keys and values go from the
+model into the cache and are attended over where they lie; with the model's own attention (``"sdpa"``, ``"eager"``) the
+cache hands out dense tensors, as any other does. For models with an encoder too there is `HFEncoderDecoderCache`.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvcache.hf.attention import NAME, attention, make_mask
+from kvcache.hf.cache import HFCache
+from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
+
+__all__ = ["NAME", "HFCache", "HFEncoderDecoderCache"]
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, make_mask)

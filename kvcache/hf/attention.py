@@ -1,0 +1,85 @@
+"""The attention implementation ``"kvcache"``, and what it is given for a mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from kvcache.errors import NotSupportedError
+
+if TYPE_CHECKING:
+    from kvcache.hf.layers import Layer
+
+NAME = "kvcache"
+ATTRIBUTE = "_kvcache_layer"  # of the keys that `HFCache.update` returns: whose they are
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a mask would be made of; the kernels know who sees what, all but the padding."""
+
+    padding: torch.Tensor | None  # [batch, tokens so far] of bool, True: a token
+    is_plain: bool  # nothing but order, window and padding
+    sees_all: bool  # not even order, as in an encoder, or in attention over one
+    arguments: dict[str, Any]  # of sdpa_mask
+    queries: slice | None = None  # which of them; None: all
+
+    def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Mask:
+        """Some of the queries, as Gemma 4 takes the last ones in the end."""
+        return replace(self, queries=index[2])
+
+    def dense(self) -> torch.Tensor | None:
+        """[batch, 1, queries, keys] of bool; None: all see all."""
+        mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
+        return mask if mask is None or self.queries is None else mask[:, :, self.queries]
+
+
+def make_mask(
+    *,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    **arguments: Any,
+) -> Mask:
+    """Stand in for a mask; transformers calls this where others make a tensor."""
+    padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+    # These tell of functions that were mixed in.
+    is_plain = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap
+    arguments |= {"allow_is_bidirectional_skip": allow_is_bidirectional_skip, "use_vmap": use_vmap}
+    return Mask(padding, is_plain, allow_is_bidirectional_skip, {**arguments, "attention_mask": attention_mask})
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Mask | torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as transformers asks for: query ``[batch, heads, tokens, dim]``, out ``[batch, tokens, heads, dim]``."""
+    layer: Layer | None = getattr(key, ATTRIBUTE, None)
+    if layer is not None:  # else there is no cache, or another one
+        if options.get("position_bias") is not None:
+            raise NotSupportedError("a position bias is added to the scores of this model: use its eager attention")
+        is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
+        if layer.knows(attention_mask, is_causal) and not options.get("dropout"):
+            padding = attention_mask.padding if isinstance(attention_mask, Mask) else None
+            sinks = None if s_aux is None else s_aux.detach()
+            given = {"scale": scaling, "softcap": softcap, "sinks": sinks}
+            return layer.cache.attend(layer, query, key, value, padding, given), None
+        key, value = layer.cache.make_dense(layer, key, value)
+    if softcap is not None or s_aux is not None:
+        raise NotSupportedError("softcap and sinks need an HFCache and a plain mask: use the eager attention without")
+    mask = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
+    options = {"dropout": 0.0, **options, "is_causal": mask is None and options.get("is_causal")}
+    out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
+    return out, None
