@@ -7,9 +7,9 @@
     model.set_attn_implementation("kvcache")
     model.generate(**inputs, past_key_values=kvcache.hf.HFCache(model.config, dtype="q8_0"))
 
-Importing this module registers an attention and a mask function under that name. With them keys and values go from the
-model into the cache and are attended over where they lie; with the model's own attention (``"sdpa"``, ``"eager"``) the
-cache hands out dense tensors, as any other does. For models with an encoder too there is `HFEncoderDecoderCache`.
+Importing this package registers an attention and a mask function under that name. With them, keys and values go from
+the model into the cache and are attended over where they lie. With the model's own attention (``"sdpa"``, ``"eager"``)
+the cache returns dense tensors, as any other does. `HFEncoderDecoderCache` is for models that have an encoder too.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface

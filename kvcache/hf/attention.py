@@ -1,4 +1,4 @@
-"""The attention implementation ``"kvcache"``, and what it is given for a mask."""
+"""The attention implementation ``"kvcache"``, and the description of a mask that it takes in place of a tensor."""
 
 from __future__ import annotations
 
@@ -15,25 +15,35 @@ if TYPE_CHECKING:
     from kvcache.hf.layers import Layer
 
 NAME = "kvcache"
-ATTRIBUTE = "_kvcache_layer"  # of the keys that `HFCache.update` returns: whose they are
+
+# An attribute of the keys that `HFCache.update` returns: their `Layer`. transformers passes an attention function the
+# tensors, and neither the cache nor, where layers share keys, the layer that stored them. What a model computes from
+# such keys lacks the attribute, which tells `ForwardPass.check_received` that it changed them.
+ATTRIBUTE = "_kvcache_layer"
+
+
+def label(keys: torch.Tensor, layer: Layer) -> torch.Tensor:
+    """Note on keys the layer of the cache that they belong to, for `attention`; return them."""
+    setattr(keys, ATTRIBUTE, layer)
+    return keys
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What a mask would be made of; the kernels know who sees what, all but the padding."""
+    """What a mask would be made of. The kernels need only the padding: order and window they know."""
 
     padding: torch.Tensor | None  # [batch, tokens so far] of bool, True: a token
-    is_plain: bool  # nothing but order, window and padding
-    sees_all: bool  # not even order, as in an encoder, or in attention over one
+    is_plain: bool  # hides by order, window and padding alone
+    sees_all: bool  # does not hide by order, as in an encoder, or in attention over one
     arguments: dict[str, Any]  # of sdpa_mask
-    queries: slice | None = None  # which of them; None: all
+    queries: slice | None = None  # the queries it is for; None: all
 
     def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Mask:
-        """Some of the queries, as Gemma 4 takes the last ones in the end."""
+        """Select some of the queries: in its last layers, Gemma 4 goes on with the last ones only."""
         return replace(self, queries=index[2])
 
     def dense(self) -> torch.Tensor | None:
-        """[batch, 1, queries, keys] of bool; None: all see all."""
+        """Make the mask, ``[batch, 1, queries, keys]`` of bool; None: every query sees every key."""
         mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
         return mask if mask is None or self.queries is None else mask[:, :, self.queries]
 
@@ -46,9 +56,9 @@ def make_mask(
     use_vmap: bool = False,
     **arguments: Any,
 ) -> Mask:
-    """Stand in for a mask; transformers calls this where others make a tensor."""
+    """Describe a mask; transformers calls this where other attention implementations make a tensor."""
     padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
-    # These tell of functions that were mixed in.
+    # transformers takes both permissions back, or sets use_vmap, where a model adds mask functions of its own.
     is_plain = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap
     arguments |= {"allow_is_bidirectional_skip": allow_is_bidirectional_skip, "use_vmap": use_vmap}
     return Mask(padding, is_plain, allow_is_bidirectional_skip, {**arguments, "attention_mask": attention_mask})
@@ -67,11 +77,11 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers asks for: query ``[batch, heads, tokens, dim]``, out ``[batch, tokens, heads, dim]``."""
     layer: Layer | None = getattr(key, ATTRIBUTE, None)
-    if layer is not None:  # else there is no cache, or another one
+    if layer is not None:  # None: there is no cache, or one of another kind
         if options.get("position_bias") is not None:
             raise NotSupportedError("a position bias is added to the scores of this model: use its eager attention")
         is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
-        if layer.knows(attention_mask, is_causal) and not options.get("dropout"):
+        if layer.kernels_know(attention_mask, is_causal) and not options.get("dropout"):
             padding = attention_mask.padding if isinstance(attention_mask, Mask) else None
             sinks = None if s_aux is None else s_aux.detach()
             given = {"scale": scaling, "softcap": softcap, "sinks": sinks}

@@ -1,4 +1,4 @@
-"""`HFCache`."""
+"""`HFCache`: a `KVCache` behind the interface of transformers' caches."""
 
 from __future__ import annotations
 
@@ -13,66 +13,53 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
-from kvcache.cache import Batch, KVCache
+from kvcache.cache import KVCache
 from kvcache.errors import NotSupportedError
-from kvcache.hf.attention import ATTRIBUTE, NAME
+from kvcache.hf.attention import NAME, label
+from kvcache.hf.decode import decode_rows
+from kvcache.hf.forward_pass import ForwardPass
 from kvcache.hf.layers import CrossLayer, Layer
 from kvcache.hf.policies import CacheLayer, policy_of, shape_of
 from kvcache.layer import DType
 from kvcache.policy import CrossAttention, Policy
 
-BLOCK = 256  # tokens: copied in one go for the model's own attention; what is not filled takes no memory
+BLOCK_SIZE = 256  # tokens that are decoded in one go for the model's own attention; unused slots take no memory
 
 
 class Shared:
-    """What an `HFCache` and its copies have in common, beside the rows."""
+    """What an `HFCache` and its copies share beside their `KVCache`."""
 
     def __init__(self) -> None:
-        self.seq_ids = itertools.count()
-        self.owner: Callable[[], HFCache | None] = lambda: None  # of the forward pass that may be open
-
-
-class Step:
-    """A forward pass."""
-
-    def __init__(self, batch: Batch, real: torch.Tensor | None, num_tokens: int, num_layers: int) -> None:
-        self.batch, self.num_tokens, self.num_layers = batch, num_tokens, num_layers
-        self.real = real  # [batch, tokens] of bool, where some are padding
-        self.has_gaps = False  # some of these lie between others
-        self.done: set[int] = set()  # layers
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has been through all layers."""
-        return len(self.done) == self.num_layers
+        self.seq_ids = itertools.count()  # not used yet
+        self.owner: Callable[[], HFCache | None] = lambda: None  # the one whose batch is open, if any is
 
 
 class HFCache(Cache):
-    """A cache for models of transformers, each row of the batch a sequence.
+    """A cache for models of transformers: a sequence for each text of the batch.
 
     Parameters
     ----------
     config : transformers.PreTrainedConfig
-        The model's.
+        The model's configuration.
     dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"}, default "f16"
-        Of the rows.
+        The type that rows are stored in.
     policy : policy or list of policies, optional
-        Of all layers, or of each; by default what `config` says of them.
+        Which tokens stay, for all layers or for each; by default what `config` says.
 
     Raises
     ------
     NotSupportedError
-        If the model has a layer whose state is neither keys and values nor that of linear attention, or no attention;
-        or an encoder.
+        If the model has an encoder, no layer of attention, or a layer whose state is neither keys and values nor that
+        of linear attention.
     ValueError
-        If `config` says nothing of heads, or an argument is none that `kvcache.KVCache` takes.
+        If `config` does not say how many heads there are, or `kvcache.KVCache` refuses an argument.
     TypeError
-        If `config` is no configuration of transformers.
+        If `config` is not a configuration of transformers.
 
     Notes
     -----
-    Padding is not stored: a token that the attention mask hides when it comes in has no row, so that a query sees the
-    rows before it in its own order. Layers of linear attention keep transformers' own state, in the same cache.
+    Padding is not stored: a token that the attention mask hides when it comes in has no row, and the positions of a
+    sequence count its other tokens. Layers of linear attention keep the state that transformers made for them.
     """
 
     def __init__(
@@ -80,42 +67,41 @@ class HFCache(Cache):
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config is {config!r}: give the model's, of transformers")
-        self._config = config.get_text_config(decoder=True)  # says which attention the model has now
+        self._config = config.get_text_config(decoder=True)  # the model's own: knows the attention it has at present
         if config.is_encoder_decoder or self._config.is_encoder_decoder:
             raise NotSupportedError(f"a {type(config).__name__} has an encoder too: use HFEncoderDecoderCache")
         types, options = get_layer_types_and_kwargs(self._config)
         layers: list[Any] = [policy_of(i, *layer) for i, layer in enumerate(zip(types, options, strict=True))]
-        ours = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, CacheLayer)}  # policies
-        if not ours:
+        policies = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, CacheLayer)}
+        if not policies:
             raise NotSupportedError(f"a {type(config).__name__} has no layer with keys and values")
-        num_kv_heads, head_dim = zip(*(shape_of(self._config.per_layer_config[i]) for i in ours), strict=True)
+        num_kv_heads, head_dim = zip(*(shape_of(self._config.per_layer_config[i]) for i in policies), strict=True)
         self._cache = KVCache(
-            len(ours),
+            len(policies),
             num_kv_heads,
             head_dim,
             None,
             dtype=dtype,
-            policy=[*ours.values()] if policy is None else policy,
+            policy=[*policies.values()] if policy is None else policy,
             max_sequences=None,
-            block_size=BLOCK,
+            block_size=BLOCK_SIZE,
         )
         self._v_dims = self._cache.v_head_dim
         self._calls = {"kernel": 0, "dense": 0, "fallback": 0}
         self._shared = Shared()
         self._forget()
-        for index, i in enumerate(ours):
-            layers[i] = self._layer(index)
+        for index, i in enumerate(policies):
+            layers[i] = self._make_layer(index)
         super().__init__(layers=layers)
 
     def _forget(self) -> None:
-        self._rows: list[int] = []  # the sequence of each row of the batch
-        self._seen = 0  # tokens, padding included
-        self._step: Step | None = None
-        self._pending: Layer | None = None  # its keys are on their way to `attention`
-        self._has_gaps = False  # rows of padding are missing between others
-        self._is_packed = False  # or of an encoder's
+        self._seq_ids: list[int] = []  # the sequence of each batch index
+        self._seen = 0  # tokens of each sequence, padding included
+        self._pass: ForwardPass | None = None  # the one that runs, or ran last
+        self._has_gaps = False  # padding between tokens was not stored
+        self._source_is_packed = False  # an encoder's padding was not stored
 
-    def _layer(self, index: int) -> Layer:
+    def _make_layer(self, index: int) -> Layer:
         return (CrossLayer if isinstance(self.policy[index], CrossAttention) else Layer)(self, index)
 
     @property
@@ -125,52 +111,35 @@ class HFCache(Cache):
 
     @property
     def _others(self) -> list[Any]:
-        """Transformers' own layers."""
+        """The layers that are transformers' own."""
         return [layer for layer in self.layers if not isinstance(layer, Layer)]
 
-    # ---- a forward pass
+    # ---- what the layers and the attention ask for
 
     def store(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the new tokens' keys and values ``[batch, heads, tokens, dim]``; return what the attention is given."""
+        """Take the new tokens' keys and values ``[batch, heads, tokens, dim]``; return what the attention is given.
+
+        For the kernels these are the same tensors, which `attend` stores; for another attention, all rows, decoded.
+        """
         if not k.is_cpu:
             raise NotSupportedError(f"the keys are on {k.device}: this cache is for models on the CPU")
-        self._look(layer)
-        if self._pending is not None and self._pending.index < layer.index:
-            index, self._pending = self._pending.index, None
-            raise RuntimeError(f"the keys of layer {index} did not reach the attention: this model changes them first")
+        this_pass = self._pass_of(layer)
+        this_pass.check_received(layer)
         self._dtype = k.dtype
-        if self._attends:
-            self._pending = layer
-            return self._mark(layer, k), v
+        if this_pass.uses_kernels:
+            this_pass.awaited = layer
+            return label(k, layer), v
         self._calls["dense"] += 1
-        return self._put(layer, k, v)
-
-    def _look(self, layer: Layer) -> None:
-        """Find out, once in a pass, whether the model's attention is ours; asking takes microseconds."""
-        if layer.index == 0 or self._step is None:
-            self._attends = self._config._attn_implementation == NAME
-        if layer.index == 0:  # a pass begins, whatever became of the one before
-            self._pending = None
-
-    def _mark(self, layer: Layer, k: torch.Tensor) -> torch.Tensor:
-        """The same, for `attention` to know whose it is."""
-        setattr(k, ATTRIBUTE, layer)
-        return k
-
-    def has_source(self, index: int) -> bool:
-        """Whether a layer has what an encoder made: not so after a pass that did not come to its end."""
-        self._settle()
-        return bool(self._rows) and self._cache.seq_len(self._rows[0], layer=index) > 0
+        return self._store_dense(this_pass, layer, k, v)
 
     def fetch(self, layer: CrossLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the attention over an encoder is given from the second pass on."""
-        if not self._rows:
+        """What the attention over an encoder is given from the second pass on; empty for the kernels."""
+        if not self._seq_ids:
             raise RuntimeError("nothing was stored of an encoder: run the decoder with what the encoder made first")
-        self._look(layer)
-        if self._attends:
-            return self._mark(layer, torch.empty(0)), torch.empty(0)
+        if self._uses_kernels():
+            return label(torch.empty(0), layer), torch.empty(0)
         self._calls["dense"] += 1
-        return self._source(layer)
+        return self._decode_source(layer)
 
     def attend(
         self,
@@ -181,161 +150,89 @@ class HFCache(Cache):
         padding: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Store the new tokens of a layer, and attend with the kernels."""
-        is_new, self._pending = self._pending is layer, None
-        rows: tuple[torch.Tensor, ...] = (k, v) if is_new else ()
+        """Attend with the kernels; store the new tokens of the layer first, if it has not yet."""
+        storing = self._receive(layer)
         if isinstance(layer, CrossLayer):
-            if not is_new and layer.index == 0:
-                self._check_source(padding)
-            step = self._step_of(layer, q, None)
-            if is_new:
-                self._put_source(step, layer, k, v, padding)
-            rows = ()
-        elif is_new:
-            step = self._step_of(layer, k, padding)
-        elif self._step is not None and layer.index in self._step.done:  # another layer reads the rows of this one
-            step = self._step
-        else:
+            return self._attend_source(storing, layer, q, k, v, padding, options)
+        if storing is not None:
+            self._open(storing, k, padding)
+            return self._run_kernel(storing, layer, q, (k, v), options)
+        if self._pass is None or layer.index not in self._pass.done:
             raise RuntimeError(f"layer {layer.index} is read by another before it was written")
-        out = self._run(step, layer, q, rows, options)
-        step.done.add(layer.index)
-        return out
+        return self._run_kernel(self._pass, layer, q, (), options)  # another layer of the model reads these rows
 
     def make_dense(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new tokens of a layer; all its keys and values, for what the kernels do not know."""
+        """Store the new tokens of a layer; return all its rows, for an attention that the kernels cannot do."""
         if not self._calls["fallback"]:
             warnings.warn(
                 "kvcache: a mask or an option that the kernels do not know; using dense tensors", stacklevel=2
             )
         self._calls["fallback"] += 1
-        is_new, self._pending = self._pending is layer, None
-        if is_new:
-            return self._put(layer, k, v)
-        return self._source(layer) if isinstance(layer, CrossLayer) else self._dense(layer, k, v)
+        storing = self._receive(layer)
+        if storing is not None:
+            return self._store_dense(storing, layer, k, v)
+        return self._decode_source(layer) if isinstance(layer, CrossLayer) else self._decode(layer, k, v)
 
-    def _source(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-        """What was stored of an encoder, in an earlier pass."""
-        if self._is_packed:
-            raise NotSupportedError(
-                "the encoder's padding was not stored: go on with the attention 'kvcache', and its masks"
-            )
-        self._settle()
-        return self._stored(layer, self._cache.seq_len(self._rows[0], layer=layer.index))
+    def has_source(self, index: int) -> bool:
+        """Whether a layer has what an encoder made: false after a pass that failed."""
+        self._finish_pass()
+        return bool(self._seq_ids) and self._cache.seq_len(self._seq_ids[0], layer=index) > 0
 
-    def _run(
-        self, step: Step, layer: Layer, q: torch.Tensor, rows: tuple[torch.Tensor, ...], options: dict[str, Any]
-    ) -> torch.Tensor:
-        """Attend, and store the rows of k and v first, if there are any."""
-        batch_size, num_heads, num_tokens, head_dim = q.shape
-        if num_tokens < step.num_tokens:  # the last ones; the others are thrown away
-            wide = q.new_zeros(batch_size, num_heads, step.num_tokens, head_dim)
-            wide[:, :, -num_tokens:] = q
-            return self._run(step, layer, wide, rows, options)[:, -num_tokens:].contiguous()
-        self._calls["kernel"] += 1
-        out = q.new_empty(batch_size, num_tokens, num_heads, self._v_dims[layer.index])
-        if step.real is None:
-            step.batch.attend(layer.index, q, *rows, layout="BHTD", out=out.transpose(1, 2), **options)
-            return out
-        packed_q, *packed = (x.transpose(1, 2)[step.real] for x in (q, *rows))
-        result = q.new_empty(len(packed_q), *out.shape[2:])
-        step.batch.attend(layer.index, packed_q, *packed, out=result, **options)
-        out.zero_()
-        out[step.real] = result
-        return out
+    # ---- the forward pass
 
-    def _put(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new tokens of a layer; all that its mask has columns for, ``[batch, heads, n, dim]``."""
-        step = self._step_of(layer, k, None)
-        if isinstance(layer, CrossLayer):
-            self._put_source(step, layer, k, v, None)
-            dense = k, v
-        else:
-            rows = (k, v) if step.real is None else tuple(x.transpose(1, 2)[step.real] for x in (k, v))
-            step.batch.put(layer.index, *rows, layout="BHTD" if step.real is None else "THD")
-            dense = self._dense(layer, k, v)
-        step.done.add(layer.index)
-        return dense
+    def _uses_kernels(self) -> bool:
+        """Whether the model's attention is that of this package now."""
+        return bool(self._config._attn_implementation == NAME)
 
-    def _dense(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is stored, and the new tokens."""
-        if self._has_gaps:
-            raise NotSupportedError(
-                "padding between tokens was not stored: go on with the attention 'kvcache', and its masks"
-            )
-        kept = layer.kept(self._seen)
-        dense = self._stored(layer, kept, k.shape[2])
-        for wide, new in zip(dense, (k, v), strict=True):
-            wide[:, :, kept:] = new
-        return dense
+    def _pass_of(self, layer: Layer) -> ForwardPass:
+        """Return the pass in which a layer brings keys.
 
-    def _put_source(
-        self, step: Step, layer: CrossLayer, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None
-    ) -> None:
-        """Store what an encoder made, without its padding."""
-        self._is_packed = padding is not None
-        for i, row in enumerate(self._rows):
-            real = slice(None) if padding is None else padding[i].bool()
-            step.batch.put(layer.index, k[i][:, real], v[i][:, real], seq_id=row, layout="HTD")
+        transformers does not say where a pass begins. A new one does with layer 0, and with a layer that the last pass
+        has been through, whether that was complete or ended in an error.
+        """
+        if self._pass is None or layer.index == 0 or layer.index in self._pass.done:
+            self._end_pass()
+            self._pass = ForwardPass(self._cache.num_layers, self._uses_kernels())
+        return self._pass
 
-    def _check_source(self, padding: torch.Tensor | None) -> None:
-        """Whether what is stored of an encoder is what a mask shows."""
-        if padding is not None and padding.sum(1).tolist() != [self._cache.seq_len(row, layer=0) for row in self._rows]:
+    def _receive(self, layer: Layer) -> ForwardPass | None:
+        """Return the pass whose new keys of a layer reached the attention; None: its rows are stored already."""
+        return self._pass if self._pass is not None and self._pass.receive(layer) else None
+
+    def _open(self, this_pass: ForwardPass, new: torch.Tensor, padding: torch.Tensor | None) -> None:
+        """Begin the batch of a pass, for new tokens ``[batch, heads, tokens, dim]``, unless it has one."""
+        if this_pass.is_open:
+            return
+        batch_size, num_tokens = len(new), new.shape[2]
+        if self._seq_ids and len(self._seq_ids) != batch_size:
             raise ValueError(
-                "the encoder's attention_mask must hide what it hid when that was stored; the model's own attention "
-                "has all of it stored: go on with that, or reset the cache"
+                f"the batch has {batch_size} rows: the cache was filled with {len(self._seq_ids)}; reset it"
             )
-
-    def _stored(self, layer: Layer, columns: int, more: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last rows of a layer, ``[batch, heads, columns, dim]``, and room for some more."""
-        i = layer.index
-        k, v = (
-            torch.empty(len(self._rows), self._cache.num_kv_heads[i], columns + more, dim[i], dtype=self._dtype)
-            for dim in (self._cache.head_dim, self._v_dims)
-        )
-        for b, row in enumerate(self._rows):
-            stored = self._cache.seq_len(row, layer=i)
-            begin = max(0, columns - stored)
-            k[b, :, :begin] = v[b, :, :begin] = 0
-            out = k[b, :, begin:columns], v[b, :, begin:columns]
-            self._cache.gather(i, seq_id=row, first=stored - columns + begin, out=out)
-        return k, v
-
-    def _step_of(self, layer: Layer, k: torch.Tensor, padding: torch.Tensor | None) -> Step:
-        """The forward pass that a layer is part of; a new one, if that is done with this layer."""
-        if self._step is not None and (layer.index == 0 or layer.index in self._step.done):
-            self._end()
-        if self._step is None:
-            self._step = self._begin(len(k), k.shape[2], padding)
-        return self._step
-
-    def _begin(self, batch_size: int, num_tokens: int, padding: torch.Tensor | None) -> Step:
-        if self._rows and len(self._rows) != batch_size:
-            raise ValueError(f"the batch has {batch_size} rows: the cache was filled with {len(self._rows)}; reset it")
         owner = self._shared.owner()
-        if owner is not None:
-            owner._end()
+        if owner is not None and owner is not self:
+            owner._end_pass()
         self._shared.owner = weakref.ref(self)
-        if not self._rows:
-            self._rows = self._new_ids(batch_size)
-        real = None if padding is None else self._real_ones(padding, num_tokens)
+        if not self._seq_ids:
+            self._seq_ids = self._new_ids(batch_size)
+        real = None if padding is None else self._find_real(padding, num_tokens)
         counts = [num_tokens] * batch_size if real is None else real.sum(1).tolist()
         positions: list[int] = []
         seq_ids: list[int] = []
-        for row, count in zip(self._rows, counts, strict=True):
-            begin = self._cache.next_position(row)
+        for seq_id, count in zip(self._seq_ids, counts, strict=True):
+            begin = self._cache.next_position(seq_id)
             positions.extend(range(begin, begin + count))
-            seq_ids.extend([row] * count)
+            seq_ids.extend([seq_id] * count)
         batch = self._cache.batch(positions=positions, seq_ids=seq_ids)
-        step = Step(batch, real, num_tokens, self._cache.num_layers)
-        if padding is not None and real is not None:  # else nothing came that could be between others
+        has_gaps = False
+        if padding is not None and real is not None:  # without new padding there is no new gap
             is_token = padding[:, : self._seen + num_tokens].bool()
-            step.has_gaps = bool((is_token.cummax(1).values & ~is_token).any())
-        return step
+            has_gaps = bool((is_token.cummax(1).values & ~is_token).any())
+        this_pass.open(batch, num_tokens, real, has_gaps)
 
-    def _real_ones(self, padding: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
-        """Which of the new tokens are; None: all."""
+    def _find_real(self, padding: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
+        """Tell the new tokens from padding: ``[batch, tokens]`` of bool; None: there is no padding."""
         end = self._seen + num_tokens
-        stored = [self._cache.next_position(row) for row in self._rows]
+        stored = [self._cache.next_position(seq_id) for seq_id in self._seq_ids]
         if padding.shape[1] < end:
             raise ValueError(f"attention_mask has {padding.shape[1]} columns, where there are {end} tokens")
         if padding[:, : self._seen].sum(1).tolist() != stored:
@@ -346,43 +243,141 @@ class HFCache(Cache):
         real = padding[:, self._seen : end].bool()
         return None if real.all() else real
 
-    def _end(self) -> None:
-        """Keep the tokens of the last forward pass; drop them, where it ended with an error."""
-        step, self._step, self._pending = self._step, None, None
-        if step is None:
-            return
-        if not step.is_whole:
-            step.batch.abort()
-            return
-        step.batch.commit()
-        self._seen += step.num_tokens
-        self._has_gaps |= step.has_gaps
+    def _end_pass(self) -> None:
+        """Keep the tokens of the last pass if it is complete, else drop them."""
+        ended, self._pass = self._pass, None
+        if ended is not None and ended.end():
+            self._seen += ended.num_tokens
+            self._has_gaps |= ended.has_gaps
 
-    def _settle(self) -> None:
-        """End a forward pass that has been through all layers."""
-        if self._step is not None and self._step.is_whole:
-            self._end()
+    def _finish_pass(self) -> None:
+        """End the last pass if it is complete; leave one that still runs."""
+        if self._pass is not None and self._pass.is_complete:
+            self._end_pass()
 
-    def _new_ids(self, count: int) -> list[int]:
-        return list(itertools.islice(self._shared.seq_ids, count))
+    # ---- with the kernels
+
+    def _run_kernel(
+        self,
+        this_pass: ForwardPass,
+        layer: Layer,
+        q: torch.Tensor,
+        new_rows: tuple[torch.Tensor, ...],
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Attend, and store new rows of k and v first, if there are any."""
+        batch_size, num_heads, num_tokens, head_dim = q.shape
+        if num_tokens < this_pass.num_tokens:  # queries of the last tokens only: add zeros, and drop what they give
+            wide = q.new_zeros(batch_size, num_heads, this_pass.num_tokens, head_dim)
+            wide[:, :, -num_tokens:] = q
+            return self._run_kernel(this_pass, layer, wide, new_rows, options)[:, -num_tokens:].contiguous()
+        self._calls["kernel"] += 1
+        out = q.new_empty(batch_size, num_tokens, num_heads, self._v_dims[layer.index])
+        if this_pass.real is None:
+            this_pass.batch.attend(layer.index, q, *new_rows, layout="BHTD", out=out.transpose(1, 2), **options)
+        else:
+            packed_q, *packed_rows = this_pass.drop_padding(q, *new_rows)
+            result = q.new_empty(len(packed_q), *out.shape[2:])
+            this_pass.batch.attend(layer.index, packed_q, *packed_rows, out=result, **options)
+            out.zero_()
+            out[this_pass.real] = result
+        this_pass.done.add(layer.index)
+        return out
+
+    def _attend_source(
+        self,
+        storing: ForwardPass | None,
+        layer: CrossLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        padding: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Attend over an encoder; in the first pass, which is `storing`, store what it made."""
+        if storing is None and layer.index == 0:
+            self._check_source(padding)
+        this_pass = self._pass_of(layer) if storing is None else storing
+        self._open(this_pass, q, None)
+        if storing is not None:
+            self._put_source(storing, layer, k, v, padding)
+        return self._run_kernel(this_pass, layer, q, (), options)
+
+    def _put_source(
+        self, this_pass: ForwardPass, layer: CrossLayer, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None
+    ) -> None:
+        """Store what an encoder made, without its padding."""
+        self._source_is_packed = padding is not None
+        for batch_index, seq_id in enumerate(self._seq_ids):
+            real = slice(None) if padding is None else padding[batch_index].bool()
+            rows = k[batch_index][:, real], v[batch_index][:, real]
+            this_pass.batch.put(layer.index, *rows, seq_id=seq_id, layout="HTD")
+
+    def _check_source(self, padding: torch.Tensor | None) -> None:
+        """Raise if a mask hides other tokens of an encoder than those that were left out when it was stored."""
+        if padding is None:
+            return
+        if padding.sum(1).tolist() != [self._cache.seq_len(seq_id, layer=0) for seq_id in self._seq_ids]:
+            raise ValueError(
+                "the encoder's attention_mask must hide what it hid when that was stored; the model's own attention "
+                "has all of it stored: go on with that, or reset the cache"
+            )
+
+    # ---- with dense tensors
+
+    def _store_dense(
+        self, this_pass: ForwardPass, layer: Layer, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the new tokens of a layer; return a row for each column of its mask, ``[batch, heads, n, dim]``."""
+        self._open(this_pass, k, None)
+        if isinstance(layer, CrossLayer):
+            self._put_source(this_pass, layer, k, v, None)
+            dense = k, v
+        else:
+            this_pass.batch.put(layer.index, *this_pass.drop_padding(k, v), layout=this_pass.layout)
+            dense = self._decode(layer, k, v)
+        this_pass.done.add(layer.index)
+        return dense
+
+    def _decode(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode the rows of earlier passes, and append the new ones as they came."""
+        if self._has_gaps:
+            raise NotSupportedError(
+                "padding between tokens was not stored: go on with the attention 'kvcache', and its masks"
+            )
+        columns = layer.past_columns(self._seen)
+        dense = decode_rows(self._cache, layer.index, self._seq_ids, columns, k.shape[2], self._dtype)
+        for wide, new in zip(dense, (k, v), strict=True):
+            wide[:, :, columns:] = new
+        return dense
+
+    def _decode_source(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode what an earlier pass stored of an encoder."""
+        if self._source_is_packed:
+            raise NotSupportedError(
+                "the encoder's padding was not stored: go on with the attention 'kvcache', and its masks"
+            )
+        self._finish_pass()
+        columns = self._cache.seq_len(self._seq_ids[0], layer=layer.index)
+        return decode_rows(self._cache, layer.index, self._seq_ids, columns, 0, self._dtype)
 
     # ---- what transformers asks of a cache
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included."""
-        self._settle()
+        self._finish_pass()
         return self._seen
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch; -1 before the first pass."""
-        return len(self._rows) or -1
+        """Sequences in the batch; -1 before the first pass."""
+        return len(self._seq_ids) or -1
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._end()
-        for row in self._rows:
-            self._cache.clear(row)
+        self._end_pass()
+        for seq_id in self._seq_ids:
+            self._cache.clear(seq_id)
         self._forget()
         for layer in self._others:
             layer.reset()
@@ -391,70 +386,74 @@ class HFCache(Cache):
         """Take back the last tokens: `tokens_to_remove` is minus their number."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}: give minus the number of tokens to take back")
-        self._end()
-        for row in self._rows:
-            self._cache.truncate(max(0, self._cache.next_position(row) + tokens_to_remove), seq_id=row)
+        self._end_pass()
+        for seq_id in self._seq_ids:
+            self._cache.truncate(max(0, self._cache.next_position(seq_id) + tokens_to_remove), seq_id=seq_id)
         self._seen = max(0, self._seen + tokens_to_remove)
         self._has_gaps &= self._seen > 0
         for layer in self._others:
             layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let row i go on from what row ``beam_idx[i]`` has; no row of keys is copied."""
+        """Let batch index i go on from what index ``beam_idx[i]`` has; no row of keys or values is copied."""
         self._select(beam_idx.tolist())
         for layer in self._others:
             layer.reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some rows of the batch."""
-        self._select(torch.arange(len(self._rows))[indices].tolist())
+        """Keep the sequences at some batch indices, and drop the others."""
+        self._select(torch.arange(len(self._seq_ids))[indices].tolist())
         for layer in self._others:
             layer.batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Have every row `repeats` times."""
-        self._select([i for i in range(len(self._rows)) for _ in range(repeats)])
+        """Repeat each sequence of the batch `repeats` times."""
+        self._select([i for i in range(len(self._seq_ids)) for _ in range(repeats)])
         for layer in self._others:
             layer.batch_repeat_interleave(repeats)
 
-    def _select(self, sources: list[int]) -> None:
-        self._end()
-        rows: list[int] = []
-        for source in (self._rows[i] for i in sources):
-            if source in rows:
-                [row] = self._new_ids(1)
-                self._cache.fork(source, row)
-                rows.append(row)
+    def _select(self, batch_indices: list[int]) -> None:
+        """Make a batch of the sequences at these indices; fork those that occur more than once."""
+        self._end_pass()
+        selected: list[int] = []
+        for source in (self._seq_ids[i] for i in batch_indices):
+            if source in selected:
+                [seq_id] = self._new_ids(1)
+                self._cache.fork(source, seq_id)
+                selected.append(seq_id)
             else:
-                rows.append(source)
-        for row in set(self._rows) - set(rows):
-            self._cache.clear(row)
-        self._rows = rows
+                selected.append(source)
+        for seq_id in set(self._seq_ids) - set(selected):
+            self._cache.clear(seq_id)
+        self._seq_ids = selected
+
+    def _new_ids(self, count: int) -> list[int]:
+        return list(itertools.islice(self._shared.seq_ids, count))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HFCache:
         """Return a cache that goes on from the same tokens; their rows are shared, none is copied."""
-        self._end()
+        self._end_pass()
         other = copy.copy(self)
-        other._rows, other._calls = self._new_ids(len(self._rows)), dict(self._calls)
-        for source, row in zip(self._rows, other._rows, strict=True):
-            self._cache.fork(source, row)
+        other._seq_ids, other._calls = self._new_ids(len(self._seq_ids)), dict(self._calls)
+        for source, seq_id in zip(self._seq_ids, other._seq_ids, strict=True):
+            self._cache.fork(source, seq_id)
         other.layers = [
-            other._layer(layer.index) if isinstance(layer, Layer) else copy.deepcopy(layer, memo)
+            other._make_layer(layer.index) if isinstance(layer, Layer) else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
         return other
 
     def __del__(self) -> None:
-        if "layers" in vars(self):  # else it was never made; a copy may live on in the same blocks
-            self._end()
-            for row in self._rows:
-                self._cache.clear(row)
+        if "layers" in vars(self):  # else __init__ failed
+            self._end_pass()
+            for seq_id in self._seq_ids:  # copies may go on with the same KVCache
+                self._cache.clear(seq_id)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the rows take, bookkeeping included; those of copies are among them."""
+        """Bytes of memory that the rows take, with their bookkeeping and the rows of copies."""
         return self._cache.nbytes
 
     def stats(self) -> dict[str, Any]:
-        """What `kvcache.KVCache.stats` says, and how many layers were attended over by which means."""
+        """What `kvcache.KVCache.stats` returns; ``"calls"`` counts the layers attended over by each means."""
         return {**self._cache.stats(), "calls": dict(self._calls)}

@@ -16,14 +16,18 @@ from kvcache.policy import CrossAttention, Policy
 
 
 class Updated(dict[int, bool]):
-    """Which layers have what the encoder made. What models write here is not believed: their pass may have failed."""
+    """Says which layers have stored what the encoder made.
+
+    Models set an entry when they store a layer. That is not relied on, as their pass may fail afterwards: the cache is
+    asked.
+    """
 
     def __init__(self, cache: HFCache) -> None:
         super().__init__()
         self.cache = cache
 
     def get(self, index: int, default: Any = None) -> Any:
-        """Whether a layer has what the encoder made."""
+        """Whether a layer has stored what the encoder made."""
         return self.cache.has_source(index)
 
 
@@ -33,9 +37,9 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
     Parameters
     ----------
     config, dtype, policy
-        As for `HFCache`; the policy is that of the decoder's attention to itself.
+        As for `HFCache`; the policy is for the decoder's attention over its own tokens.
     max_source_len : int, optional
-        The most tokens that the encoder may make; by default what `config` says.
+        The most rows that the encoder makes; by default what `config` says.
 
     Raises
     ------
@@ -44,11 +48,11 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
     ValueError
         As `HFCache` does; or if `config` does not say how long a source may be.
     TypeError
-        If `config` is no configuration of transformers.
+        If `config` is not a configuration of transformers.
 
     Notes
     -----
-    Models that add a bias to the scores by position (T5) need their own attention.
+    Models that add a bias by position to the scores (T5) need their own attention.
     """
 
     def __init__(
@@ -62,18 +66,10 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
             raise TypeError(f"config is {config!r}: give the model's, of transformers")
         if config.model_type.startswith("t5gemma"):
             raise NotSupportedError(f"a {type(config).__name__}'s model makes its own cache for what its encoder made")
-        part = config.get_text_config(decoder=True)
-        is_part = any(getattr(config, name, None) is part for name in config.sub_configs)
-        followed = part if is_part else config  # where both are one, that was a copy
-        decoder = followed.get_text_config(decoder=True)
-        if decoder.is_encoder_decoder:  # then this is one
-            decoder.is_encoder_decoder = False
-        if num_layers := getattr(decoder, "num_decoder_layers", None):  # as T5 calls them
-            decoder.num_hidden_layers = num_layers
+        followed, decoder = _find_decoder(config)
         if max_source_len is None:
-            max_source_len = next(
-                (n for name in NAMES["max_source_positions"] if (n := getattr(config, name, None))), None
-            )
+            lengths = (getattr(config, name, None) for name in NAMES["max_source_positions"])
+            max_source_len = next((length for length in lengths if length), None)
         if max_source_len is None:
             raise ValueError(f"max_source_len=None: a {type(config).__name__} does not say how long a source may be")
         caches = HFCache(decoder, dtype, policy), HFCache(decoder, dtype, CrossAttention(max_source_len))
@@ -83,4 +79,17 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
         self.is_updated = Updated(caches[1])
 
     def check_dynamic_cache(self, method: str) -> None:
-        """Nothing: what transformers wants its own caches for, ours can do."""
+        """Do nothing: transformers allows some methods for its own caches only, and these have them too."""
+
+
+def _find_decoder(config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTrainedConfig]:
+    """Return the configuration that follows the model's attention, and one for a cache of its decoder alone."""
+    part = config.get_text_config(decoder=True)
+    is_part = any(getattr(config, name, None) is part for name in config.sub_configs)
+    followed = part if is_part else config  # where encoder and decoder have one configuration, `part` is a copy
+    decoder = followed.get_text_config(decoder=True)
+    if decoder.is_encoder_decoder:  # then it is a copy, which may be changed
+        decoder.is_encoder_decoder = False
+    if num_layers := getattr(decoder, "num_decoder_layers", None):  # T5's name for it
+        decoder.num_hidden_layers = num_layers
+    return followed, decoder

@@ -1,4 +1,4 @@
-"""What transformers takes for one layer of the cache."""
+"""The layers of an `HFCache` as transformers sees them. They hold no rows: the cache does, for all of them."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ if TYPE_CHECKING:
 
 
 class Layer(CacheLayerMixin):
-    """What transformers takes for one layer of the cache."""
+    """One layer of attention of a model over its own tokens."""
 
     is_croppable = True
-    is_initialized = True  # rows are taken as they come
+    is_initialized = True  # the KVCache takes rows from the start
     supports_early_init = False
-    keys: torch.Tensor | None = None  # nobody asks
+    keys: torch.Tensor | None = None  # transformers reads these two of a cross-attention layer only
     values: torch.Tensor | None = None
 
     def __init__(self, cache: HFCache, index: int) -> None:
-        self.cache, self.index = cache, index  # of the core's layers
-        self.window = window_of(cache.policy[index])  # tokens that a query sees at most; 0: all
+        self.cache, self.index = cache, index  # index: among the layers of the KVCache
+        self.window = window_of(cache.policy[index])  # the most tokens that a query sees; 0: all
         self.is_sliding = self.window > 0
 
-    def knows(self, mask: Mask | torch.Tensor | None, is_causal: bool) -> bool:
+    def kernels_know(self, mask: Mask | torch.Tensor | None, is_causal: bool) -> bool:
         """Whether the kernels can attend with this mask."""
         if isinstance(mask, Mask):
             return is_causal and mask.is_plain and not mask.sees_all
         return is_causal and mask is None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new tokens of a layer; return what its attention is given."""
+        """Take the new tokens' keys and values; return what the model passes to its attention."""
         return self.cache.store(self, key_states, value_states)
 
-    def kept(self, seen: int) -> int:
-        """How many of the tokens before have columns in a mask."""
+    def past_columns(self, seen: int) -> int:
+        """How many of the `seen` tokens before a pass have columns in its mask."""
         return min(seen, self.window - 1) if self.window else seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many columns the mask of a pass has, and the token that the first of them is of."""
+        """Columns in the mask of a pass, and the token that the first column is for."""
         seen = self.cache.get_seq_length()
-        return self.kept(seen) + query_length, seen - self.kept(seen)
+        return self.past_columns(seen) + query_length, seen - self.past_columns(seen)
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included."""
@@ -62,27 +62,27 @@ class Layer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch; -1 before the first pass."""
+        """Sequences in the batch; -1 before the first pass."""
         return self.cache.batch_size
 
 
 class CrossLayer(Layer):
-    """The same, of attention over an encoder, whose keys and values are stored once and then asked for, in turns."""
+    """One layer of attention over an encoder. Its rows are stored in the first pass, and only read from then on."""
 
-    _values: torch.Tensor | None = None  # that go with the keys asked for last
+    _values: torch.Tensor | None = None  # fetched with the keys: transformers asks for keys, then for values
 
-    def knows(self, mask: Mask | torch.Tensor | None, is_causal: bool) -> bool:
+    def kernels_know(self, mask: Mask | torch.Tensor | None, is_causal: bool) -> bool:
         """Whether the kernels can attend with this mask."""
         return mask.is_plain and mask.sees_all if isinstance(mask, Mask) else mask is None
 
     @property
-    def keys(self) -> torch.Tensor:  # type: ignore[override] # where others have an attribute, which nobody sets
-        """What the attention is given for keys."""
+    def keys(self) -> torch.Tensor:  # type: ignore[override] # the base has an attribute, which nothing sets
+        """The keys that the model passes to its attention."""
         keys, self._values = self.cache.fetch(self)
         return keys
 
     @property
     def values(self) -> torch.Tensor:  # type: ignore[override] # as above
-        """What the attention is given for values."""
+        """The values that go with the keys asked for last."""
         values, self._values = self._values, None
         return self.cache.fetch(self)[1] if values is None else values

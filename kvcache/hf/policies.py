@@ -1,4 +1,4 @@
-"""What a configuration of transformers says of its layers."""
+"""Reads from a configuration of transformers which tokens each layer keeps, and the shape of its rows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformers.cache_utils import (
 from kvcache.errors import NotSupportedError
 from kvcache.policy import ChunkedAttention, FullAttention, Policy, SlidingWindow
 
-# Layers without keys and values of their own, which stay transformers'.
+# Layers without keys and values: they stay those of transformers.
 CacheLayer: TypeAlias = LinearAttentionCacheLayerMixin | DummyLayer
-RESUME = 64  # tokens that a window can be taken back by: assisted decoding drops what it guessed wrong
+RESUME = 64  # tokens that a window can be cropped by: assisted decoding takes wrong guesses back
 
 
 def shape_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """KV heads and the elements of one."""
+    """Return the number of KV heads and the elements of a head."""
     num_heads = getattr(config, "num_attention_heads", None)
     if not num_heads:
         raise ValueError(f"config is a {type(config).__name__} without num_attention_heads: give a decoder's")
@@ -30,7 +30,7 @@ def shape_of(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def policy_of(index: int, layer_type: str, options: dict[str, Any]) -> Policy | CacheLayer:
-    """The policy of a layer with keys and values; of another, transformers' own layer."""
+    """Return the policy of a layer with keys and values; of another layer, the one that transformers makes."""
     window = options.get("sliding_window")
     if layer_type == "full_attention":
         return FullAttention()
@@ -38,14 +38,14 @@ def policy_of(index: int, layer_type: str, options: dict[str, Any]) -> Policy | 
         return SlidingWindow(window, resume_window=window + RESUME)
     if layer_type == "chunked_attention" and window:
         return ChunkedAttention(window, resume_window=RESUME)
-    made = DYNAMIC_LAYER_TYPE_MAPPING.get(layer_type)
-    if made is not None and issubclass(made, CacheLayer) and not issubclass(made, CacheLayerMixin):
-        return made(**options)
+    kind = DYNAMIC_LAYER_TYPE_MAPPING.get(layer_type)
+    if kind is not None and issubclass(kind, CacheLayer) and not issubclass(kind, CacheLayerMixin):
+        return kind(**options)
     raise NotSupportedError(f"layer {index} is of type {layer_type!r}, which this cache does not serve")
 
 
 def window_of(policy: Policy | None) -> int:
-    """Tokens that a query sees at most; 0: all."""
+    """Return the most tokens that a query sees; 0: all."""
     if isinstance(policy, SlidingWindow):
         return policy.window
     return policy.attention_chunk_size if isinstance(policy, ChunkedAttention) else 0
