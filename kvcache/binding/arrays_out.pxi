@@ -21,24 +21,6 @@ def bytes_of_row(int32_t type, int64_t dim):
     return row_bytes(type, dim)
 
 
-def skip_strings(const uint8_t[::1] data not None, int64_t at, int64_t count):
-    """Where `count` strings end that begin at `at`, each of them 8 bytes of length and its bytes; -1: past the end."""
-    cdef uint64_t length
-    cdef int64_t _i, left = data.shape[0] - at
-    cdef int shift
-    for _i in range(count):
-        if left < 8:
-            return -1
-        length = 0
-        for shift in range(8):
-            length |= <uint64_t> data[data.shape[0] - left + shift] << 8 * shift
-        left -= 8
-        if length > <uint64_t> left:
-            return -1
-        left -= <int64_t> length
-    return data.shape[0] - left
-
-
 cdef cnp.ndarray new_array(int32_t type, int ndim, int64_t a, int64_t b, int64_t c=0, int64_t d=0):
     cdef cnp.npy_intp[4] shape = [a, b, c, d]
     if type == KVC_F32:

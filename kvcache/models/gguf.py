@@ -24,10 +24,10 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from kvcache._core import skip_strings
 from kvcache.errors import ModelFileError, plain, shown
 from kvcache.models.reading import (
     MAX_ALL_KEPT,
@@ -63,6 +63,7 @@ NUMBERS = {
     12: ("f64", "d"),
 }
 STRING, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")  # of a string, which stands before its bytes
 TYPE_NAMES = {number: name for number, (name, _) in NUMBERS.items()} | {STRING: "str", ARRAY: "array"}
 TYPE_NUMBERS = {name: number for number, name in TYPE_NAMES.items()}
 
@@ -374,14 +375,24 @@ class _Source:
     def _skip_strings(self, key: str, count: int) -> None:
         self.expect(count, 8, "strings")
         self.spend(count)
-        begin = self.at - self.base
-        while (end := skip_strings(self.data, begin, count)) < 0:  # a vocabulary has hundreds of thousands
+        at, last, data, unpack = self.at - self.base, len(self.data) - 8, self.data, LENGTH.unpack_from
+        for _ in repeat(None, count):  # a vocabulary has hundreds of thousands, so each step is kept short
+            if at > last:
+                last = self._reach(at + 8, key) - 8
+            (length,) = unpack(data, at)
+            at += length + 8
+        self._reach(at, key)
+        self.at = self.base + at
+
+    def _reach(self, end: int, key: str) -> int:
+        """Read the strings of an array up to `end` of `data`; return where `data` ends then."""
+        while len(self.data) < end:
             if not self.grow():
                 raise self.error(f"the strings of {shown(key)} go past the end of the file")
-        self.at = self.base + end
+        return len(self.data)
 
     def strings(self, key: str, count: int) -> tuple[str, ...]:
-        at, unpack = self.at - self.base, struct.Struct("<Q").unpack_from
+        at, unpack = self.at - self.base, LENGTH.unpack_from
         self._skip_strings(key, count)
         data = self.data
         found = []
