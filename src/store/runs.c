@@ -47,22 +47,22 @@ void kvc_runs_destroy(kvc_run_list *list, kvc_pool *pool) {
     kvc_runs_init(list);
 }
 
-/* Makes a list ready with room for so many runs. */
-static kvc_status prepare(kvc_run_list *list, kvc_memory *memory, int64_t room) {
-    if (room <= list->spare_capacity) return KVC_OK;
-    if (room > INT32_MAX / 2) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)room);
-    kvc_run *runs = kvc_memory_alloc(memory, (uint64_t)room * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
-    if (!runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %lld runs", (long long)room);
+/* Gets a spare array for so many runs. */
+static kvc_status get_spare(kvc_run_list *list, kvc_memory *memory, int64_t num) {
+    if (num <= list->spare_capacity) return KVC_OK;
+    if (num > INT32_MAX / 2) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)num);
+    kvc_run *runs = kvc_memory_alloc(memory, (uint64_t)num * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
+    if (!runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %lld runs", (long long)num);
     kvc_runs_discard(list, memory);
     memory->replaced += kvc_runs_bytes(list);
     list->spare = runs;
-    list->spare_capacity = (int32_t)room;
+    list->spare_capacity = (int32_t)num;
     return KVC_OK;
 }
 
 void kvc_runs_install(kvc_run_list *list, kvc_memory *memory) {
     kvc_run *runs = list->spare;
-    const int32_t room = list->spare_capacity;
+    const int32_t capacity = list->spare_capacity;
     if (!runs) return;
     if (list->num) memcpy(runs, kvc_runs_begin(list), (size_t)list->num * sizeof *runs);
     memory->replaced -= kvc_runs_bytes(list);
@@ -71,19 +71,18 @@ void kvc_runs_install(kvc_run_list *list, kvc_memory *memory) {
     kvc_runs_free_list(list, memory);
     list->runs = runs;
     list->first = 0;
-    list->capacity = room;
+    list->capacity = capacity;
 }
 
 kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
     const int64_t needed = (int64_t)list->num + extra;
     if (!list->spare && list->first + needed <= list->capacity) return KVC_OK;
-    if (!list->spare &&
-        needed <= list->capacity / 2) { /* half of the list is free: to move what there is costs little per run */
+    if (!list->spare && needed <= list->capacity / 2) { /* half of the array is free: moving costs little per run */
         memmove(list->runs, kvc_runs_begin(list), (size_t)list->num * sizeof *list->runs);
         list->first = 0;
         return KVC_OK;
     }
-    return needed <= list->spare_capacity ? KVC_OK : prepare(list, memory, needed < 4 ? 4 : 2 * needed);
+    return needed <= list->spare_capacity ? KVC_OK : get_spare(list, memory, needed < 4 ? 4 : 2 * needed);
 }
 
 kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
@@ -94,7 +93,7 @@ kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extr
 
 kvc_status kvc_runs_prepare_edit(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
     const int64_t needed = 2 * (int64_t)list->num + extra;
-    return !list->spare && needed <= list->capacity ? KVC_OK : prepare(list, memory, needed);
+    return !list->spare && needed <= list->capacity ? KVC_OK : get_spare(list, memory, needed);
 }
 
 /* ---- edits ------------------------------------------------------------------------------------------------------- */
@@ -108,7 +107,7 @@ void kvc_runs_push(kvc_run_list *list, const kvc_run *run) {
         list->runs[list->first + list->num++] = *run;
 }
 
-/* A run more, at the end. */
+/* Counts the rows of a run that was added at the end. */
 static void count_run(kvc_run_list *list, const kvc_run *run) {
     if (run->position <= list->max_position) list->ascending = 0;
     if (list->num_rows == 0 || run->position < list->min_position) list->min_position = run->position;
@@ -144,8 +143,8 @@ int64_t kvc_runs_visit(const kvc_run_list *list, int32_t begin, int32_t end, kvc
 void kvc_drop_part(void *pool, const kvc_run *part) { kvc_pool_drop(pool, part->block, part->slot, part->count); }
 
 int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
-    /* The runs go to the far end of the list, and what stays of them is written from its beginning: as there is room
-     * for two where there was one, writing never overtakes reading. */
+    /* Move the runs to the far end of the array, and write what stays of them from its beginning: the array has twice
+     * as many places as there were runs, so that writing never overtakes reading. */
     const int32_t num = list->num, from = list->capacity - num;
     int64_t removed = 0;
     if (num) memmove(list->runs + from, kvc_runs_begin(list), (size_t)num * sizeof *list->runs);
@@ -163,8 +162,8 @@ int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32
     return removed;
 }
 
-/* How many runs at the front lie below `begin`, when what is to go follows them directly: to evict it is to trim.
- * -1: it has to be cut out of the middle. */
+/* The number of runs below `begin` if rows from there on can go by trimming the runs behind these, as in a window
+ * behind its sinks; -1: they are to be cut out of the middle of a run, or positions do not ascend. */
 static int32_t runs_before(const kvc_run_list *list, int32_t begin) {
     if (!list->ascending) return -1;
     int32_t n = 0;
@@ -183,7 +182,7 @@ static void note_lost(void *context, const kvc_run *part) {
     if (run_end(part) > *lost_end) *lost_end = run_end(part);
 }
 
-/* Drops positions below `end` from the runs behind the first `kept` ones. */
+/* Drops the rows below position `end` from the runs behind the first `kept` ones. */
 static int64_t trim_front(kvc_run_list *list, kvc_pool *pool, int32_t kept, int32_t end) {
     int64_t removed = 0;
     int32_t runs_gone = 0;

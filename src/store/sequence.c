@@ -4,77 +4,6 @@
 
 #include "base/status.h"
 
-/* ---- the table of sequences -------------------------------------------------------------------------------------- */
-
-/* Index of the first item whose id is not below `id`. */
-static int32_t lower_bound(const kvc_table *table, int64_t id) {
-    int32_t begin = 0, end = table->num;
-    while (begin < end) {
-        const int32_t middle = begin + (end - begin) / 2;
-        if (table->items[middle]->id < id)
-            begin = middle + 1;
-        else
-            end = middle;
-    }
-    return begin;
-}
-
-kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id) {
-    const int32_t i = lower_bound(table, id);
-    return i < table->num && table->items[i]->id == id ? table->items[i] : NULL;
-}
-
-static uint64_t table_bytes(const kvc_table *table) { return (uint64_t)table->room * sizeof *table->items; }
-
-static void free_items(const kvc_table *table, kvc_memory *memory) {
-    kvc_memory_free(memory, table->items, table_bytes(table), KVC_MEMORY_BOOKKEEPING, -1);
-}
-
-kvc_status kvc_table_reserve(kvc_table *table, const kvc_table *before, kvc_memory *memory) {
-    if (table->num < table->room) return KVC_OK;
-    kvc_table more = {.num = table->num, .room = table->room ? table->room * 2 : 4};
-    more.items = kvc_memory_alloc(memory, table_bytes(&more), KVC_MEMORY_BOOKKEEPING, -1);
-    if (!more.items) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a table of %d sequences", more.room);
-    if (table->num) memcpy(more.items, table->items, (size_t)table->num * sizeof *table->items);
-    if (table->items == before->items)
-        memory->replaced += (int64_t)table_bytes(before);
-    else
-        free_items(table, memory);
-    *table = more;
-    return KVC_OK;
-}
-
-void kvc_table_keep(const kvc_table *table, const kvc_table *before, kvc_memory *memory) {
-    if (table->items == before->items) return;
-    memory->replaced -= (int64_t)table_bytes(before);
-    free_items(before, memory);
-}
-
-void kvc_table_restore(kvc_table *table, const kvc_table *before, kvc_memory *memory) {
-    if (table->items == before->items) return;
-    if (table->num) memcpy(before->items, table->items, (size_t)table->num * sizeof *table->items);
-    memory->replaced -= (int64_t)table_bytes(before);
-    free_items(table, memory);
-    *table = *before;
-}
-
-void kvc_table_insert(kvc_table *table, kvc_sequence *sequence) {
-    const int32_t at = lower_bound(table, sequence->id);
-    memmove(table->items + at + 1, table->items + at, (size_t)(table->num - at) * sizeof *table->items);
-    table->items[at] = sequence;
-    table->num++;
-}
-
-void kvc_table_remove(kvc_table *table, const kvc_sequence *sequence) {
-    const int32_t at = lower_bound(table, sequence->id);
-    table->num--;
-    memmove(table->items + at, table->items + at + 1, (size_t)(table->num - at) * sizeof *table->items);
-}
-
-void kvc_table_destroy(kvc_table *table, kvc_memory *memory) { free_items(table, memory); }
-
-/* ---- sequences --------------------------------------------------------------------------------------------------- */
-
 static size_t sequence_bytes(int32_t num_groups) {
     return sizeof(kvc_sequence) + (size_t)num_groups * sizeof(kvc_run_list);
 }
@@ -131,3 +60,72 @@ int32_t kvc_sequence_last(const kvc_sequence *sequence) {
         if (sequence->runs[g].max_position > last) last = sequence->runs[g].max_position;
     return last;
 }
+
+/* ---- the table of sequences -------------------------------------------------------------------------------------- */
+
+/* Index of the first item whose id is not below `id`. */
+static int32_t lower_bound(const kvc_table *table, int64_t id) {
+    int32_t begin = 0, end = table->num;
+    while (begin < end) {
+        const int32_t middle = begin + (end - begin) / 2;
+        if (table->items[middle]->id < id)
+            begin = middle + 1;
+        else
+            end = middle;
+    }
+    return begin;
+}
+
+kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id) {
+    const int32_t i = lower_bound(table, id);
+    return i < table->num && table->items[i]->id == id ? table->items[i] : NULL;
+}
+
+static uint64_t table_bytes(const kvc_table *table) { return (uint64_t)table->capacity * sizeof *table->items; }
+
+static void free_items(const kvc_table *table, kvc_memory *memory) {
+    kvc_memory_free(memory, table->items, table_bytes(table), KVC_MEMORY_BOOKKEEPING, -1);
+}
+
+kvc_status kvc_table_reserve(kvc_table *table, const kvc_table *before, kvc_memory *memory) {
+    if (table->num < table->capacity) return KVC_OK;
+    kvc_table more = {.num = table->num, .capacity = table->capacity ? table->capacity * 2 : 4};
+    more.items = kvc_memory_alloc(memory, table_bytes(&more), KVC_MEMORY_BOOKKEEPING, -1);
+    if (!more.items) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a table of %d sequences", more.capacity);
+    if (table->num) memcpy(more.items, table->items, (size_t)table->num * sizeof *table->items);
+    if (table->items == before->items)
+        memory->replaced += (int64_t)table_bytes(before);
+    else
+        free_items(table, memory);
+    *table = more;
+    return KVC_OK;
+}
+
+void kvc_table_keep(const kvc_table *table, const kvc_table *before, kvc_memory *memory) {
+    if (table->items == before->items) return;
+    memory->replaced -= (int64_t)table_bytes(before);
+    free_items(before, memory);
+}
+
+void kvc_table_restore(kvc_table *table, const kvc_table *before, kvc_memory *memory) {
+    if (table->items == before->items) return;
+    if (table->num) memcpy(before->items, table->items, (size_t)table->num * sizeof *table->items);
+    memory->replaced -= (int64_t)table_bytes(before);
+    free_items(table, memory);
+    *table = *before;
+}
+
+void kvc_table_insert(kvc_table *table, kvc_sequence *sequence) {
+    const int32_t at = lower_bound(table, sequence->id);
+    memmove(table->items + at + 1, table->items + at, (size_t)(table->num - at) * sizeof *table->items);
+    table->items[at] = sequence;
+    table->num++;
+}
+
+void kvc_table_remove(kvc_table *table, const kvc_sequence *sequence) {
+    const int32_t at = lower_bound(table, sequence->id);
+    table->num--;
+    memmove(table->items + at, table->items + at + 1, (size_t)(table->num - at) * sizeof *table->items);
+}
+
+void kvc_table_destroy(kvc_table *table, kvc_memory *memory) { free_items(table, memory); }
