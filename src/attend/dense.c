@@ -38,7 +38,7 @@ typedef struct dense {
     dense_row *rows;        /* NULL: they are only counted */
     slice *slices;          /* [batch->num_sequences] */
     member *order;          /* [batch->num_sequences] in which they are written */
-    float *scratch;         /* [num_tasks] of a kvc_turner, where keys may have to be turned */
+    float *scratch;         /* [num_tasks] of a kvc_rotator, where keys may have to be turned */
 } dense;
 
 /* ---- which rows -------------------------------------------------------------------------------------------------- */
@@ -257,9 +257,9 @@ static int64_t share_of(const dense *d, int64_t n, int64_t task) {
 static void fill_share(void *context, int64_t task) {
     const dense *d = context;
     const kvc_batch *batch = d->batch;
-    const size_t floats = kvc_turner_floats(batch->cache->layers[d->layer].k_dim);
-    kvc_reader reader = {.cache = batch->cache, .layer = d->layer, .turner.kernels = batch->cache->kernels};
-    if (d->scratch) reader.turner.scratch = d->scratch + (size_t)task * floats;
+    const size_t floats = kvc_rotator_floats(batch->cache->layers[d->layer].k_dim);
+    kvc_reader reader = {.cache = batch->cache, .layer = d->layer, .rotator.kernels = batch->cache->kernels};
+    if (d->scratch) reader.rotator.scratch = d->scratch + (size_t)task * floats;
     copy_rows(d, &reader, share_of(d, d->num, task), share_of(d, d->num, task + 1));
     for (int64_t s = share_of(d, batch->num_sequences, task); s < share_of(d, batch->num_sequences, task + 1); s++)
         if (d->args.by_sequence) pad_rows(d, (int32_t)s);
@@ -310,7 +310,7 @@ static kvc_status make_dense(dense *d) {
     const kvc_status status = check_num_rows(d, &num);
     if (status != KVC_OK || num == 0) return status;
     d->num_tasks = num_tasks(d, num);
-    const uint64_t floats = kvc_rope_of(cache, d->layer) ? kvc_turner_floats(cache->layers[d->layer].k_dim) : 0;
+    const uint64_t floats = kvc_rope_of(cache, d->layer) ? kvc_rotator_floats(cache->layers[d->layer].k_dim) : 0;
     uint64_t size = 0;
     const uint64_t rows = kvc_add_array(&size, (uint64_t)num * sizeof *d->rows);
     const uint64_t slices = kvc_add_array(&size, (uint64_t)batch->num_sequences * sizeof *d->slices);

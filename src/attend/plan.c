@@ -173,7 +173,7 @@ static void find_angles(const kvc_maker *m) {
     for (int32_t layer = 0, last = -1; plan->num_deltas && layer < cache->num_layers; layer++) {
         const int32_t r = cache->rope_of[layer];
         if (cache->group_of[layer] != plan->group || r < 0 || r == last) continue;
-        kvc_rope_table table = {.turns = plan->turns, .coarse = 1};
+        kvc_rope_table table = {.angles = plan->turns, .coarse = 1};
         for (int32_t d = 0; d < plan->num_deltas; d++)
             kvc_rope_angles_from(&table, &cache->ropes[r], -plan->deltas[d],
                                  plan->angles +

@@ -68,7 +68,7 @@ static void turn_queries(const kvc_task *t, int32_t turn) {
     const kvc_plan *plan = c->plan;
     const float *angles = angles_of(c, turn);
     for (int32_t r = 0; r < t->num_q; r++)
-        kvc_rope_turn(c->rope, angles, t->q + (size_t)r * (size_t)plan->lane.q_stride);
+        kvc_rope_rotate(c->rope, angles, t->q + (size_t)r * (size_t)plan->lane.q_stride);
 }
 
 /* A tile's keys as they are multiplied: as they lie, or, of several turns, decoded and turned to where they stand.
@@ -82,7 +82,7 @@ static const void *const *keys_for(const kvc_task *t, const kvc_tile *tile, cons
     for (int32_t i = 0, offset = tile->offset; i < tile->n; piece++, offset = 0)
         for (const int32_t end = i + kvc_smaller(piece->count - offset, tile->n - i); i < end; i++, to += stride) {
             c->kernels->convert[c->layer->k_type][KVC_F32](to, 0, k[i], 0, 1, dim);
-            if (piece->turn) kvc_rope_turn_back(c->rope, angles_of(c, piece->turn), to);
+            if (piece->turn) kvc_rope_rotate_back(c->rope, angles_of(c, piece->turn), to);
             turned[i] = to;
         }
     for (int32_t i = tile->n; i < KVC_TILE; i++) turned[i] = turned[i - 1];

@@ -65,7 +65,7 @@ static kvc_status prepare(settling *s) {
         return kvc_fail(KVC_ERR_NOMEM, "out of memory to settle the keys of %zu slots", s->num_slots);
     memcpy(s->blocks, pool->blocks, (size_t)s->num_blocks * sizeof *s->blocks);
     note_deltas(s);
-    const kvc_change change = {.moved_end = KVC_END, .settles = 1, .copies = is_disputed, .context = s};
+    const kvc_change change = {.moved_end = KVC_END, .applies_delta = 1, .copies = is_disputed, .context = s};
     for (; s->num_drafts < s->num_sequences; s->num_drafts++) {
         const kvc_status status =
             kvc_draft_make(s->cache, s->group, rows_of(s, s->num_drafts), &change, &s->drafts[s->num_drafts]);
@@ -87,15 +87,15 @@ static void accept(settling *s) {
 /* Turns one lane's share of the slots. */
 static void turn_slots(void *context, int64_t lane) {
     const settling *s = context;
-    kvc_turner turner = {.kernels = s->cache->kernels,
-                         .scratch = s->lanes->scratch + (uint64_t)lane * s->lanes->floats};
+    kvc_rotator rotator = {.kernels = s->cache->kernels,
+                           .scratch = s->lanes->scratch + (uint64_t)lane * s->lanes->floats};
     const uint64_t num = s->num_slots, lanes = (uint64_t)s->lanes->num;
     const int32_t *delta = s->slots + (uint64_t)lane * num / lanes,
                   *end = s->slots + (uint64_t)(lane + 1) * num / lanes;
     for (int32_t b = 0; delta < end; b++)
         for (; delta < end && delta < s->deltas[b + 1]; delta++)
             if (*delta != 0 && *delta != UNSEEN && *delta != DISPUTED)
-                kvc_turn_keys(s->cache, s->group, s->blocks[b], (int32_t)(delta - s->deltas[b]), *delta, &turner);
+                kvc_rotate_keys(s->cache, s->group, s->blocks[b], (int32_t)(delta - s->deltas[b]), *delta, &rotator);
 }
 
 static void write_rows(settling *s) {

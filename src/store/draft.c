@@ -56,8 +56,8 @@ static void add_part(walk *w, const kvc_run *part, int changes, int copied) {
     kvc_run to = *part;
     if (changes) {
         to.position = target(change, part->position);
-        if (change->turns) to.delta += to.position - part->position;
-        if (change->settles) to.delta = 0;
+        if (change->adds_delta) to.delta += to.position - part->position;
+        if (change->applies_delta) to.delta = 0;
     }
     if (copied)
         add_copies(w, part, to);
@@ -227,7 +227,7 @@ void kvc_draft_size_lanes(const kvc_cache *cache, int32_t group, const kvc_draft
     for (int32_t i = 0; i < cache->num_layers; i++) {
         const kvc_layer *layer = &cache->layers[i];
         if (cache->group_of[i] != group) continue;
-        const uint64_t floats = kvc_turner_floats(layer->k_dim),
+        const uint64_t floats = kvc_rotator_floats(layer->k_dim),
                        least = (uint64_t)layer->k_dim * (uint64_t)layer->num_kv_heads * (uint64_t)rows;
         if (floats > lanes->floats) lanes->floats = floats;
         if (layer->rope.kind == KVC_ROPE_FUNCTION && least > lanes->least) lanes->least = least;
@@ -244,8 +244,8 @@ static void copy_rows(const kvc_layout *at, const kvc_copy *copy) {
     }
 }
 
-void kvc_turn_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int32_t slot, int32_t delta,
-                   kvc_turner *turner) {
+void kvc_rotate_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int32_t slot, int32_t delta,
+                     kvc_rotator *rotator) {
     for (int32_t layer = 0; layer < cache->num_layers; layer++) {
         const kvc_rope *rope = kvc_rope_of(cache, layer);
         if (cache->group_of[layer] != group || cache->layers[layer].share || !rope) continue;
@@ -253,7 +253,7 @@ void kvc_turn_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int3
         const int32_t type = cache->layers[layer].k_type, dim = cache->layers[layer].k_dim;
         for (int32_t h = 0; h < at->num_kv_heads; h++) {
             uint8_t *key = kvc_key_at(at, block, slot, h);
-            kvc_turner_turn(turner, rope, delta, key, type, key, type, dim);
+            kvc_rotator_rotate(rotator, rope, delta, key, type, key, type, dim);
         }
     }
 }
@@ -270,15 +270,15 @@ static void copy_part(void *context, int64_t part) {
     const copying *c = context;
     const kvc_draft *draft = c->draft;
     const kvc_pool *pool = &c->cache->pools[c->group];
-    kvc_turner turner = {.kernels = c->cache->kernels};
-    if (draft->change.settles) turner.scratch = c->lanes->scratch + (uint64_t)part * c->lanes->floats;
+    kvc_rotator rotator = {.kernels = c->cache->kernels};
+    if (draft->change.applies_delta) rotator.scratch = c->lanes->scratch + (uint64_t)part * c->lanes->floats;
     const int64_t first = part * draft->num_copies / c->num_parts, end = (part + 1) * draft->num_copies / c->num_parts;
     for (const kvc_copy *copy = draft->copies + first; copy < draft->copies + end; copy++) {
         for (int32_t l = 0; l < pool->num_layers; l++) copy_rows(&pool->layouts[l], copy);
-        for (int32_t i = 0; draft->change.settles && i < copy->count; i++) {
+        for (int32_t i = 0; draft->change.applies_delta && i < copy->count; i++) {
             const int32_t position = copy->position + i,
                           delta = copy->delta + target(&draft->change, position) - position;
-            if (delta) kvc_turn_keys(c->cache, c->group, copy->to, copy->to_slot + i, delta, &turner);
+            if (delta) kvc_rotate_keys(c->cache, c->group, copy->to, copy->to_slot + i, delta, &rotator);
         }
     }
 }
@@ -370,7 +370,7 @@ kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_draft
     if (draft->num_copied * kvc_pool_slot_bytes(&cache->pools[group]) < WORTH_THREADS) c.num_parts = 1;
     if (draft->num_copies) kvc_parallel(c.num_parts, c.num_parts, copy_part, &c);
     kvc_status status = KVC_OK;
-    for (int32_t layer = 0; status == KVC_OK && draft->change.settles && layer < cache->num_layers; layer++)
+    for (int32_t layer = 0; status == KVC_OK && draft->change.applies_delta && layer < cache->num_layers; layer++)
         if (cache->group_of[layer] == group && kvc_keeps_tokens(cache, layer) &&
             cache->layers[layer].rope.kind == KVC_ROPE_FUNCTION)
             status = move_by_function(cache, layer, draft, lanes);

@@ -3,19 +3,19 @@
  * A draft is made first, with all the memory it needs; then rows are copied to the new slots, for which nothing need be
  * locked; then the draft takes the place of what there was, or is discarded.  So nothing is half done.
  */
-#ifndef KVC_REWRITE_H
-#define KVC_REWRITE_H
+#ifndef KVC_DRAFT_H
+#define KVC_DRAFT_H
 
 #include "store/cache.h"
 
 /* What is to become of rows, by their position. */
 typedef struct kvc_change {
-    int32_t begin, end; /* dropped */
-    int32_t moved_end;  /* [end, moved_end) change: */
-    int32_t move;       /* they move by so much, */
-    int32_t divisor;    /* or, where it is not 0, to their quotient */
-    int32_t turns;      /* the delta of what moves grows by as much */
-    int32_t settles;    /* the delta of what changes becomes 0: of keys that are copied, they are turned on the way */
+    int32_t begin, end;    /* dropped */
+    int32_t moved_end;     /* [end, moved_end) change: */
+    int32_t move;          /* they move by so much, */
+    int32_t divisor;       /* or, where it is not 0, to their quotient */
+    int32_t adds_delta;    /* ... and their delta grows by as much, */
+    int32_t applies_delta; /* or becomes 0: keys that are copied are rotated by it */
     /* Whether a row of those that change is to be copied to a slot of this sequence's own.  NULL: none is. */
     int (*copies)(const void *context, const kvc_run *run, int32_t slot);
     const void *context;
@@ -61,7 +61,7 @@ kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_run_list *l
 kvc_status kvc_drafts_check(const kvc_cache *cache, int32_t group, const kvc_draft *drafts, int32_t num,
                             const char *what);
 
-/* Makes lanes, before they are there, large enough for kvc_draft_copy, and for a kvc_turner for all layers. */
+/* Makes lanes, before they are there, large enough for kvc_draft_copy, and for a kvc_rotator for all layers. */
 void kvc_draft_size_lanes(const kvc_cache *cache, int32_t group, const kvc_draft *draft, kvc_lanes *lanes);
 
 /* KVC_ERR_CALLBACK if a layer's KVC_ROPE_FUNCTION fails; nothing else can.  That is called from this thread; all else
@@ -69,8 +69,8 @@ void kvc_draft_size_lanes(const kvc_cache *cache, int32_t group, const kvc_draft
 kvc_status kvc_draft_copy(const kvc_cache *cache, int32_t group, const kvc_draft *draft, const kvc_lanes *lanes);
 
 /* Turns the keys in a slot by delta, in all layers of the group that have frequencies. */
-void kvc_turn_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int32_t slot, int32_t delta,
-                   kvc_turner *turner);
+void kvc_rotate_keys(const kvc_cache *cache, int32_t group, kvc_block *block, int32_t slot, int32_t delta,
+                     kvc_rotator *rotator);
 
 /* Pins the blocks that rows are copied from and to, or lets go of them: between these they may be copied after the
  * draft was accepted. */

@@ -51,11 +51,11 @@ static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_cha
     kvc_change own = *change;
     for (int32_t i = 0; i < cache->num_layers; i++) {
         if (cache->group_of[i] != group) continue;
-        if (cache->rope_of[i] >= 0) own.turns = 1;
-        if (cache->layers[i].rope.kind == KVC_ROPE_FUNCTION) own.settles = 1;
+        if (cache->rope_of[i] >= 0) own.adds_delta = 1;
+        if (cache->layers[i].rope.kind == KVC_ROPE_FUNCTION) own.applies_delta = 1;
     }
-    if (own.turns && own.divisor) own.settles = 1;
-    if (own.settles) own.copies = always;
+    if (own.adds_delta && own.divisor) own.applies_delta = 1;
+    if (own.applies_delta) own.copies = always;
     return own;
 }
 

@@ -75,7 +75,7 @@ static kvc_status fail_missing(const injection *x, int64_t seq_id) {
 /* ---- writing ----------------------------------------------------------------------------------------------------- */
 
 /* The rows of a part, of all heads; keys turned back to where they were rotated for. */
-static void write_part(const injection *x, kvc_turner *turner, const kvc_run *part) {
+static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *part) {
     const kvc_cache *cache = x->cache;
     const kvc_rows_in *in = x->in;
     const kvc_layer *config = &cache->layers[x->layer];
@@ -86,8 +86,8 @@ static void write_part(const injection *x, kvc_turner *turner, const kvc_run *pa
         const char *k = (const char *)in->k + h * in->k_head_stride + row * in->k_row_stride;
         uint8_t *key = kvc_key_at(at, part->block, part->slot, h);
         for (int32_t i = 0; rope && i < part->count; i++)
-            kvc_turner_turn(turner, rope, -part->delta, key + (size_t)i * at->k_row_bytes, config->k_type,
-                            k + i * in->k_row_stride, in->k_type, config->k_dim);
+            kvc_rotator_rotate(rotator, rope, -part->delta, key + (size_t)i * at->k_row_bytes, config->k_type,
+                               k + i * in->k_row_stride, in->k_type, config->k_dim);
         if (!rope)
             cache->kernels->convert[in->k_type][config->k_type](key, (int64_t)at->k_row_bytes, k, in->k_row_stride,
                                                                 part->count, config->k_dim);
@@ -101,9 +101,10 @@ static void write_part(const injection *x, kvc_turner *turner, const kvc_run *pa
 
 static void write_lane(void *context, int64_t lane) {
     const injection *x = context;
-    kvc_turner turner = {.kernels = x->cache->kernels, .scratch = x->lanes.scratch + (uint64_t)lane * x->lanes.floats};
+    kvc_rotator rotator = {.kernels = x->cache->kernels,
+                           .scratch = x->lanes.scratch + (uint64_t)lane * x->lanes.floats};
     const int64_t first = lane * x->num_parts / x->lanes.num, end = (lane + 1) * x->num_parts / x->lanes.num;
-    for (int64_t i = first; i < end; i++) write_part(x, &turner, &x->parts[i]);
+    for (int64_t i = first; i < end; i++) write_part(x, &rotator, &x->parts[i]);
 }
 
 /* Rows are the sequence's alone, and blocks that have them are neither reused nor compacted: so that the mutex is free.
@@ -139,7 +140,7 @@ static kvc_status get_memory(injection *x, const kvc_run_list *list) {
     x->high = list->max_position < x->end ? list->max_position + 1 : x->end;
     if (x->high < x->low || !list->num) x->high = x->low;
     x->num_rows = kvc_runs_visit(list, x->begin, x->end, NULL, NULL);
-    x->lanes.floats = kvc_turner_floats(x->cache->layers[x->layer].k_dim);
+    x->lanes.floats = kvc_rotator_floats(x->cache->layers[x->layer].k_dim);
     x->found = kvc_memory_alloc(memory, found_bytes(x), KVC_MEMORY_SCRATCH, -1);
     if (x->num_rows)
         x->parts = kvc_memory_alloc(memory, (uint64_t)x->num_rows * sizeof *x->parts, KVC_MEMORY_SCRATCH, -1);

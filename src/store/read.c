@@ -51,8 +51,8 @@ static void decode_keys(kvc_reader *reader, const kvc_span *span, int64_t head, 
         return;
     }
     for (int32_t i = 0; i < span->num_rows; i++)
-        kvc_turner_turn(&reader->turner, rope, span->delta, to + i * out->k_row_stride, out->type,
-                        from + i * span->k_row_stride, config->k_type, config->k_dim);
+        kvc_rotator_rotate(&reader->rotator, rope, span->delta, to + i * out->k_row_stride, out->type,
+                           from + i * span->k_row_stride, config->k_type, config->k_dim);
 }
 
 /* Rows of one head. */
@@ -73,7 +73,7 @@ void kvc_reader_copy(kvc_reader *reader, const kvc_run *part, const kvc_rows_out
 }
 
 static size_t scratch_size(const kvc_cache *cache, int32_t layer) {
-    return kvc_turner_floats(cache->layers[layer].k_dim) * sizeof(float);
+    return kvc_rotator_floats(cache->layers[layer].k_dim) * sizeof(float);
 }
 
 kvc_status kvc_check_rows_out(const kvc_rows_out *given, kvc_rows_out *out, const char *name) {
@@ -87,7 +87,7 @@ typedef struct snapshot {
     kvc_cache *cache;
     int32_t layer, num_runs; /* 0: there are none, and nothing is to be freed */
     kvc_run *runs;
-    float *scratch; /* [num_tasks][kvc_turner_floats] */
+    float *scratch; /* [num_tasks][kvc_rotator_floats] */
     uint64_t size;  /* of both */
 } snapshot;
 
@@ -179,8 +179,8 @@ static void copy_range(const copying *c, kvc_reader *reader, int64_t head, int64
 static void copy_task(void *context, int64_t task) {
     const copying *c = context;
     const kvc_layer *config = &c->cache->layers[c->layer];
-    kvc_reader reader = {.cache = c->cache, .layer = c->layer, .turner.kernels = c->cache->kernels};
-    if (c->from.scratch) reader.turner.scratch = c->from.scratch + (size_t)task * kvc_turner_floats(config->k_dim);
+    kvc_reader reader = {.cache = c->cache, .layer = c->layer, .rotator.kernels = c->cache->kernels};
+    if (c->from.scratch) reader.rotator.scratch = c->from.scratch + (size_t)task * kvc_rotator_floats(config->k_dim);
     const int64_t all = c->num_rows * config->num_kv_heads, share = (all - 1) / c->num_tasks + 1;
     const int64_t end = (task + 1) * share < all ? (task + 1) * share : all;
     for (int64_t i = task * share, n; i < end; i += n) {

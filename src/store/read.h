@@ -8,7 +8,7 @@
 typedef struct kvc_reader {
     kvc_cache *cache;
     int32_t layer;
-    kvc_turner turner;
+    kvc_rotator rotator;
 } kvc_reader;
 
 /* Copies the rows of a run, decoded, keys turned to where they stand now, to rows `at` and on of the caller's arrays.

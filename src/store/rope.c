@@ -53,24 +53,25 @@ int kvc_rope_equal(const kvc_rope *a, const kvc_rope *b) {
 
 void kvc_rope_angles(const kvc_rope *rope, int32_t delta, float *angles) {
     for (int32_t i = 0; i < rope->num_freqs; i++) {
-        const double angle = delta * rope->inv_freq[i]; /* of many turns, perhaps: too many for f32 */
+        const double angle = delta * rope->inv_freq[i]; /* perhaps of many turns: too large for f32 */
         angles[i] = (float)cos(angle);
         angles[rope->num_freqs + i] = (float)sin(angle);
     }
 }
 
-static void find_turns(const kvc_rope *rope, int32_t distance, double *turns) {
+/* Like kvc_rope_angles, in f64. */
+static void compute_angles(const kvc_rope *rope, int32_t distance, double *angles) {
     for (int32_t i = 0; i < rope->num_freqs; i++) {
-        turns[i] = cos(distance * rope->inv_freq[i]);
-        turns[rope->num_freqs + i] = sin(distance * rope->inv_freq[i]);
+        angles[i] = cos(distance * rope->inv_freq[i]);
+        angles[rope->num_freqs + i] = sin(distance * rope->inv_freq[i]);
     }
 }
 
 void kvc_rope_angles_from(kvc_rope_table *table, const kvc_rope *rope, int32_t delta, float *angles) {
     const int32_t n = rope->num_freqs, rest = delta & (KVC_NEAR - 1), coarse = delta - rest;
-    double *a = table->turns, *b = a + kvc_rope_angles_size(rope) * (size_t)(1 + rest);
-    if (table->coarse != coarse) find_turns(rope, coarse, a);
-    if (!(table->known >> rest & 1)) find_turns(rope, rest, b);
+    double *a = table->angles, *b = a + kvc_rope_angles_size(rope) * (size_t)(1 + rest);
+    if (table->coarse != coarse) compute_angles(rope, coarse, a);
+    if (!(table->known >> rest & 1)) compute_angles(rope, rest, b);
     table->coarse = coarse;
     table->known |= (uint64_t)1 << rest;
     for (int32_t i = 0; i < n; i++) {
@@ -79,9 +80,9 @@ void kvc_rope_angles_from(kvc_rope_table *table, const kvc_rope *rope, int32_t d
     }
 }
 
-/* Pairs (x[i], y[i]) are `stride` floats apart.  What is restrict lets compilers use vectors. */
-static inline void turn_pairs(float *restrict x, float *restrict y, int32_t stride, const float *restrict cosines,
-                              const float *restrict sines, int32_t n, float sign) {
+/* Rotates pairs (x[i], y[i]), which are `stride` floats apart; sign -1: back.  restrict lets compilers vectorise. */
+static inline void rotate_pairs(float *restrict x, float *restrict y, int32_t stride, const float *restrict cosines,
+                                const float *restrict sines, int32_t n, float sign) {
     for (int32_t i = 0; i < n; i++) {
         const float a = x[i * stride], b = y[i * stride], s = sign * sines[i];
         x[i * stride] = a * cosines[i] - b * s;
@@ -89,27 +90,26 @@ static inline void turn_pairs(float *restrict x, float *restrict y, int32_t stri
     }
 }
 
-/* sign: 1, or -1 to turn back. */
-static inline void turn(const kvc_rope *rope, const float *angles, float *row, float sign) {
+static inline void rotate(const kvc_rope *rope, const float *angles, float *row, float sign) {
     const int32_t n = rope->num_freqs;
     float *x = row + rope->first_dim;
     if (rope->interleaved)
-        turn_pairs(x, x + 1, 2, angles, angles + n, n, sign);
+        rotate_pairs(x, x + 1, 2, angles, angles + n, n, sign);
     else
-        turn_pairs(x, x + n, 1, angles, angles + n, n, sign);
+        rotate_pairs(x, x + n, 1, angles, angles + n, n, sign);
 }
 
-void kvc_rope_turn(const kvc_rope *rope, const float *angles, float *row) { turn(rope, angles, row, 1); }
+void kvc_rope_rotate(const kvc_rope *rope, const float *angles, float *row) { rotate(rope, angles, row, 1); }
 
-void kvc_rope_turn_back(const kvc_rope *rope, const float *angles, float *row) { turn(rope, angles, row, -1); }
+void kvc_rope_rotate_back(const kvc_rope *rope, const float *angles, float *row) { rotate(rope, angles, row, -1); }
 
-void kvc_turner_turn(kvc_turner *turner, const kvc_rope *rope, int32_t delta, void *to, int32_t to_type,
-                     const void *from, int32_t from_type, int32_t k_dim) {
-    float *angles = turner->scratch, *row = angles + kvc_rope_angles_size(rope);
-    if (rope != turner->rope || delta != turner->delta) kvc_rope_angles(rope, delta, angles);
-    turner->rope = rope;
-    turner->delta = delta;
-    turner->kernels->convert[from_type][KVC_F32](row, 0, from, 0, 1, k_dim);
-    kvc_rope_turn(rope, angles, row);
-    turner->kernels->convert[KVC_F32][to_type](to, 0, row, 0, 1, k_dim);
+void kvc_rotator_rotate(kvc_rotator *rotator, const kvc_rope *rope, int32_t delta, void *to, int32_t to_type,
+                        const void *from, int32_t from_type, int32_t k_dim) {
+    float *angles = rotator->scratch, *row = angles + kvc_rope_angles_size(rope);
+    if (rope != rotator->rope || delta != rotator->delta) kvc_rope_angles(rope, delta, angles);
+    rotator->rope = rope;
+    rotator->delta = delta;
+    rotator->kernels->convert[from_type][KVC_F32](row, 0, from, 0, 1, k_dim);
+    kvc_rope_rotate(rope, angles, row);
+    rotator->kernels->convert[KVC_F32][to_type](to, 0, row, 0, 1, k_dim);
 }
