@@ -4,6 +4,8 @@
 
 #include "attend/merge.h"
 #include "attend/plan.h"
+#include "store/check.h"
+#include "store/put.h"
 
 /* ---- running tasks ----------------------------------------------------------------------------------------------- */
 

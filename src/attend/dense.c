@@ -6,6 +6,7 @@
 #include "attend/work.h"
 #include "store/read.h"
 #include "store/sheet.h"
+#include "store/check.h"
 
 /* One row on its way: rows are sorted by position, runs are copied as they lie. */
 typedef struct dense_row {

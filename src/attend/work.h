@@ -19,7 +19,7 @@
 #ifndef KVC_WORK_H
 #define KVC_WORK_H
 
-#include "store/cache.h"
+#include "store/batch.h"
 
 /* The sizes that the rules in units.c and jobs.c speak of. */
 enum {

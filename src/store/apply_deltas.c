@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "store/draft.h"
+#include "store/check.h"
 
 /* What is known of a slot: the delta that all who hold it see, or one of these. */
 enum { UNSEEN = INT32_MIN, DISPUTED = INT32_MIN + 1 };

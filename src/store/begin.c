@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "store/compact.h"
+#include "store/resident.h"
 #include "store/sheet.h"
 
 /* ---- begin: the batch's own memory ------------------------------------------------------------------------------- */
@@ -822,7 +823,7 @@ kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
     kvc_lock(cache);
     while (wait_in_place(cache, 1, &seq_id)) continue;
     const kvc_status status = reserve(cache, seq_id, num_tokens);
-    if (status == KVC_OK) kvc_cache_take(cache);
+    if (status == KVC_OK) kvc_take_pages(cache);
     return kvc_unlock(cache, status);
 }
 

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "store/compact.h"
+#include "store/check.h"
 #include "kernels/dispatch.h"
 #include "base/dtype.h"
 #include "store/fork.h"
@@ -414,56 +414,17 @@ void kvc_cache_wait(kvc_cache *cache) {
     if (--cache->num_waiting == 0) kvc_signal_all(&cache->idle);
 }
 
-/* ---- what may not be edited -------------------------------------------------------------------------------------- */
-
-kvc_status kvc_check_idle(const kvc_sequence *sequence) {
-    if (!sequence || !(sequence->in_batch || sequence->in_rewrite)) return KVC_OK;
-    if (sequence->in_rewrite)
-        return kvc_fail(KVC_ERR_BUSY, "the keys of sequence %lld are being rewritten by another call",
-                        (long long)sequence->id);
-    return kvc_fail(KVC_ERR_BUSY, "sequence %lld belongs to the open batch: commit or abort it first",
-                    (long long)sequence->id);
-}
-
-kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what) {
-    if (cache->num_rewrites)
-        return kvc_fail(KVC_ERR_BUSY, "cannot %s while another call rewrites the keys of a sequence", what);
-    if (cache->batch) return kvc_fail(KVC_ERR_BUSY, "cannot %s while a batch is open: commit or abort it first", what);
-    return KVC_OK;
-}
-
-static kvc_status check_closed(const kvc_cache *cache, const char *what) {
-    const kvc_status status = kvc_check_no_batch(cache, what);
-    if (status != KVC_OK) return status;
-    if (cache->num_holds)
-        return kvc_fail(KVC_ERR_HELD, "cannot %s while views of the rows are held (%lld): let go of them first", what,
-                        (long long)cache->num_holds);
-    return KVC_OK;
-}
-
-kvc_status kvc_check_closed(kvc_cache *cache, const char *what) {
-    kvc_status status = check_closed(cache, what);
-    while (status == KVC_OK && (cache->num_readers || cache->num_in_place)) {
-        kvc_cache_wait(cache);
-        status = check_closed(cache, what); /* the mutex was free meanwhile */
-    }
-    return status;
+int kvc_cache_wait_pages(kvc_cache *cache) {
+    if (!kvc_memory_any_busy(&cache->memory)) return 0;
+    cache->num_waiting++;
+    while (kvc_memory_any_busy(&cache->memory)) kvc_signal_wait(&cache->idle, &cache->mutex);
+    if (--cache->num_waiting == 0) kvc_signal_all(&cache->idle);
+    return 1;
 }
 
 static kvc_status check_position(int32_t value, const char *name) {
     if (value >= 0) return KVC_OK;
     return kvc_fail(KVC_ERR_INVALID, "%s is %d: a position must not be negative", name, value);
-}
-
-kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer) {
-    if (layer >= 0 && layer < cache->num_layers) return KVC_OK;
-    return kvc_fail(KVC_ERR_INDEX, "layer is %d: this cache has %d layers", layer, cache->num_layers);
-}
-
-kvc_status kvc_check_attention(const kvc_cache *cache, int32_t layer) {
-    const kvc_status status = kvc_check_layer(cache, layer);
-    if (status != KVC_OK || cache->layers[layer].policy.kind != KVC_NONE) return status;
-    return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention", layer);
 }
 
 int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer) {
@@ -546,7 +507,7 @@ void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size) {
     kvc_memory_free(&cache->memory, memory, size, KVC_MEMORY_SCRATCH, -1);
 }
 
-static void free_spares(kvc_cache *cache) {
+void kvc_scratch_free(kvc_cache *cache) {
     for (int i = 0; i < KVC_NUM_SPARES; i++) {
         kvc_memory_free(&cache->memory, cache->spares[i].memory, cache->spares[i].size, KVC_MEMORY_SCRATCH, -1);
         cache->spares[i].memory = NULL;
@@ -686,25 +647,6 @@ kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst) {
     return kvc_unlock(cache, share(cache, src, dst, KVC_END));
 }
 
-static kvc_status compact(kvc_cache *cache) {
-    kvc_status status = kvc_check_closed(cache, "compact");
-    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = kvc_compaction_plan(cache, g);
-    for (int32_t g = 0; g < cache->num_groups; g++)
-        if (status == KVC_OK)
-            kvc_compaction_run(cache, g);
-        else
-            kvc_compaction_drop(cache, g);
-    if (status != KVC_OK) return status;
-    free_spares(cache);
-    kvc_cache_return(cache);
-    return KVC_OK;
-}
-
-kvc_status kvc_compact(kvc_cache *cache) {
-    kvc_lock(cache);
-    return kvc_unlock(cache, compact(cache));
-}
-
 kvc_status kvc_cache_free(kvc_cache *cache) {
     if (!cache) return KVC_OK;
     kvc_lock(cache);
@@ -718,7 +660,7 @@ kvc_status kvc_cache_free(kvc_cache *cache) {
     if (status != KVC_OK) return status;
     kvc_fork_unwatch(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_destroy(&cache->pools[g]);
-    free_spares(cache);
+    kvc_scratch_free(cache);
     kvc_spare_free(cache);
     kvc_table_destroy(&cache->sequences, &cache->memory);
     kvc_signal_destroy(&cache->idle);

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "store/cache.h"
+#include "store/check.h"
 
 enum { WORTH_THREADS = 1 << 18 }; /* bytes; to copy less takes less time than to wake a thread */
 

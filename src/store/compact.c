@@ -8,6 +8,9 @@
 
 #include "store/compact.h"
 
+#include "store/check.h"
+#include "store/resident.h"
+
 enum { WORTH_THREADS = 1 << 18 }; /* bytes; to move less takes less time than to wake a thread */
 
 static int is_movable(const kvc_block *block) { return !block->pins && block->live; }
@@ -217,4 +220,25 @@ void kvc_compaction_drop(kvc_cache *cache, int32_t group) {
     discard_lists(cache, group);
     free_memory(pool->compaction);
     pool->compaction = NULL;
+}
+
+/* ---- the public function ----------------------------------------------------------------------------------------- */
+
+static kvc_status compact(kvc_cache *cache) {
+    kvc_status status = kvc_check_closed(cache, "compact");
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = kvc_compaction_plan(cache, g);
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        if (status == KVC_OK)
+            kvc_compaction_run(cache, g);
+        else
+            kvc_compaction_drop(cache, g);
+    if (status != KVC_OK) return status;
+    kvc_scratch_free(cache);
+    kvc_return_pages(cache);
+    return KVC_OK;
+}
+
+kvc_status kvc_compact(kvc_cache *cache) {
+    kvc_lock(cache);
+    return kvc_unlock(cache, compact(cache));
 }

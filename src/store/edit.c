@@ -1,13 +1,8 @@
 /* edit.c: the public functions that drop and move tokens of a sequence. */
 #include <string.h>
 
+#include "store/check.h"
 #include "store/draft.h"
-
-kvc_status kvc_check_positions(int32_t begin, int32_t end) {
-    if (begin < 0) return kvc_fail(KVC_ERR_INVALID, "begin is %d: a position must not be negative", begin);
-    if (end < begin) return kvc_fail(KVC_ERR_INVALID, "end is %d: it must be at least begin, %d", end, begin);
-    return KVC_OK;
-}
 
 static kvc_status check_rope(const kvc_cache *cache) {
     for (int32_t i = 0; i < cache->num_layers; i++)

@@ -6,6 +6,7 @@
 #include "store/fork.h"
 
 #include "store/draft.h"
+#include "store/put.h"
 #include "store/sheet.h"
 
 #if defined(_WIN32)

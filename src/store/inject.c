@@ -4,6 +4,7 @@
 
 #include "base/dtype.h"
 #include "store/draft.h"
+#include "store/check.h"
 
 /* One call. */
 typedef struct injection {

@@ -1,5 +1,6 @@
 /* inspect.c: looks at the bookkeeping without changing it: kvc_blocks shows it, kvc_validate checks its invariants. */
 #include "store/sheet.h"
+#include "store/check.h"
 
 /* Called for runs of a sequence; in_batch: of its tokens in the open batch, else stored ones. */
 typedef void runs_fn(void *context, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch);

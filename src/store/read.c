@@ -7,6 +7,7 @@
 #include "base/threads.h"
 #include "store/sheet.h"
 #include "store/span.h"
+#include "store/check.h"
 
 enum { WORTH_THREADS = 1 << 16 }; /* elements; to copy less takes less time than to wake a thread */
 

@@ -4,7 +4,7 @@
  * does not passes by the memory that is worked on.  Between two steps anything may happen; so what is next is looked
  * for under the mutex.
  */
-#include "store/cache.h"
+#include "store/resident.h"
 
 enum { RETURN_BYTES = 4 << 20 }; /* are given back before others may have the mutex */
 
@@ -39,7 +39,7 @@ static void join(kvc_cache *cache, int32_t g, kvc_joining joining, kvc_page_work
     while (kvc_pool_next_join(&cache->pools[g], &joining, work)) step(cache, work, kvc_pages_join);
 }
 
-void kvc_cache_join(kvc_cache *cache, int32_t num_tokens) {
+void kvc_join_pages(kvc_cache *cache, int32_t num_tokens) {
     kvc_page_work work;
     begin_work(cache, &work);
     for (int32_t g = 0; g < cache->num_groups; g++) join(cache, g, kvc_pool_join_for(num_tokens), &work);
@@ -69,7 +69,7 @@ static void take(kvc_cache *cache, int32_t g, kvc_page_work *work) {
     }
 }
 
-void kvc_cache_take(kvc_cache *cache) {
+void kvc_take_pages(kvc_cache *cache) {
     kvc_page_work work;
     begin_work(cache, &work);
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
@@ -79,7 +79,7 @@ void kvc_cache_take(kvc_cache *cache) {
     end_work(cache, &work);
 }
 
-void kvc_cache_return(kvc_cache *cache) {
+void kvc_return_pages(kvc_cache *cache) {
     kvc_page_work work;
     int64_t before, after;
     begin_work(cache, &work);
@@ -90,12 +90,4 @@ void kvc_cache_return(kvc_cache *cache) {
         step(cache, &work, let_pass);
     } while (after < before);
     end_work(cache, &work);
-}
-
-int kvc_cache_wait_pages(kvc_cache *cache) {
-    if (!kvc_memory_any_busy(&cache->memory)) return 0;
-    cache->num_waiting++;
-    while (kvc_memory_any_busy(&cache->memory)) kvc_signal_wait(&cache->idle, &cache->mutex);
-    if (--cache->num_waiting == 0) kvc_signal_all(&cache->idle);
-    return 1;
 }

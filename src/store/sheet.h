@@ -7,7 +7,7 @@
 #ifndef KVC_SHEET_H
 #define KVC_SHEET_H
 
-#include "store/cache.h"
+#include "store/batch.h"
 
 typedef struct kvc_sheet {
     struct kvc_sheet *next;    /* of the cache's */

@@ -3,6 +3,7 @@
 
 #include "base/status.h"
 #include "store/sheet.h"
+#include "store/check.h"
 
 struct kvc_hold {
     kvc_cache *cache;

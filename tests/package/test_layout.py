@@ -34,12 +34,11 @@ LONG_FUNCTIONS: set[str] = set()
 UPWARD_INCLUDES: set[str] = set()
 UPWARD_CALLS: set[str] = set()
 IN_A_CIRCLE = {
-    "store/batch",
     "store/cache",
-    "store/compact",
+    "store/check",
     "store/draft",
     "store/fork",
-    "store/resident",
+    "store/put",
     "store/sheet",
     "store/span",
 }

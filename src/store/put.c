@@ -1,32 +1,10 @@
-/* batch.c: the public functions of a forward pass after begin.c: put, commit, abort. */
+/* put.c: kvc_put, and kvc_slots and kvc_written, with which callers write rows in place. */
 #include <string.h>
 
-#include "base/dtype.h"
+#include "store/put.h"
+
+#include "store/check.h"
 #include "store/span.h"
-#include "store/sheet.h"
-
-static void free_plans(kvc_batch *batch) {
-    while (batch->plans) {
-        kvc_plan_link *plan = batch->plans;
-        batch->plans = plan->next;
-        kvc_scratch_give(batch->cache, plan, plan->size);
-    }
-}
-
-/* The batch no longer owns its sequences; those that hold nothing are forgotten. */
-static void release_batch(kvc_batch *batch) {
-    kvc_cache *cache = batch->cache;
-    for (int32_t s = 0; s < batch->num_sequences; s++) {
-        batch->sequences[s].sequence->in_batch = 0;
-        kvc_cache_note(cache, batch->sequences[s].sequence);
-        kvc_cache_tidy(cache, batch->sequences[s].sequence);
-    }
-    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].epoch++;
-    cache->batch = NULL;
-    free_plans(batch);
-    kvc_sheets_free(cache);
-    kvc_scratch_give(cache, batch, batch->size);
-}
 
 /* ---- put --------------------------------------------------------------------------------------------------------- */
 
@@ -131,49 +109,6 @@ static kvc_status put_all(put_work *work) {
     return kvc_watch_stopped(&work->watch) ? kvc_fail(KVC_ERR_CANCELLED, "the put was cancelled") : KVC_OK;
 }
 
-kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
-    if (type < 0 || type >= KVC_FLOAT_TYPES)
-        return kvc_fail(KVC_ERR_INVALID, "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", name, type);
-    const int64_t unit = (int64_t)kvc_row_bytes(type, 1); /* a power of two */
-    if ((row_stride | head_stride) & (unit - 1))
-        return kvc_fail(KVC_ERR_INVALID, "%s: strides of %lld and %lld bytes are not multiples of an element's %lld",
-                        name, (long long)row_stride, (long long)head_stride, (long long)unit);
-    return KVC_OK;
-}
-
-kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens) {
-    if (first < 0 || first >= batch->num_tokens)
-        return kvc_fail(KVC_ERR_INDEX, "first is %d: the batch has %d tokens", first, batch->num_tokens);
-    if (*num_tokens == 0) *num_tokens = batch->num_tokens - first;
-    if (*num_tokens < 0 || *num_tokens > batch->num_tokens - first)
-        return kvc_fail(KVC_ERR_INDEX, "num_tokens is %d: from token %d on, the batch has %d", *num_tokens, first,
-                        batch->num_tokens - first);
-    return KVC_OK;
-}
-
-kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer) {
-    if (cache->layers[layer].share)
-        return kvc_fail(KVC_ERR_INVALID, "layer %d shares the rows of layer %d: put them there", layer,
-                        kvc_source_of(cache, layer));
-    if (cache->layers[layer].policy.kind == KVC_NONE)
-        return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention: it holds no rows", layer);
-    return KVC_OK;
-}
-
-kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v) {
-    if (!k) return kvc_fail(KVC_ERR_INVALID, "k is NULL");
-    if (layer->value_in_key && v)
-        return kvc_fail(KVC_ERR_INVALID, "v is given: in this layer values are the first part of the keys");
-    if (!layer->value_in_key && !v) return kvc_fail(KVC_ERR_INVALID, "v is NULL");
-    return KVC_OK;
-}
-
-kvc_status kvc_check_inner(int32_t inner_tokens, int32_t num_tokens) {
-    if (inner_tokens >= 0 && (inner_tokens == 0 || num_tokens % inner_tokens == 0)) return KVC_OK;
-    return kvc_fail(KVC_ERR_INVALID, "inner_tokens is %d: it must divide the number of tokens, %d, or be 0",
-                    inner_tokens, num_tokens);
-}
-
 static kvc_status check_arrays(const kvc_layer *layer, const kvc_put_args *args) {
     kvc_status status = kvc_check_values(layer, args->k, args->v);
     if (status == KVC_OK) status = kvc_check_inner(args->inner_tokens, args->num_tokens);
@@ -234,7 +169,7 @@ kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_ar
 }
 
 /* Drops what the sequence was given in a cross-attention layer; where it is not stored, the memory goes back, too. */
-static void drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
+void kvc_drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
     const int32_t num_free = pool->num_free;
     kvc_drop_part(pool, kvc_pending_of(batch, g, s)->runs);
@@ -248,7 +183,7 @@ void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
     while (*link != put) link = &(*link)->next;
     *link = put->next;
     if (all) {
-        if (pending->num) drop_cross(batch, put->group, put->member);
+        if (pending->num) kvc_drop_cross(batch, put->group, put->member);
         pending->runs[0] = put->run;
         pending->num = 1;
         atomic_fetch_add(&batch->num_cross_puts[put->group - batch->cache->num_token_groups], 1);
@@ -404,156 +339,4 @@ kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t n
     kvc_mark_written(batch, layer, first, num_tokens, sheet, 1);
     kvc_sheet_leave(batch->cache, sheet);
     return KVC_OK;
-}
-
-/* ---- the end ----------------------------------------------------------------------------------------------------- */
-
-static kvc_status check_complete(const kvc_batch *batch) {
-    for (int32_t layer = 0; layer < batch->cache->num_layers; layer++) {
-        if (!kvc_keeps_tokens(batch->cache, layer)) continue;
-        const uint8_t *written = kvc_written_in(batch, layer);
-        for (int32_t t = 0; t < batch->num_tokens; t++)
-            if (batch->kept[t] && !written[t])
-                return kvc_fail(KVC_ERR_INVALID,
-                                "token %d of the batch was not put in layer %d: put every token in every layer, or "
-                                "abort",
-                                t, layer);
-    }
-    return KVC_OK;
-}
-
-/* Calls visit for the longest stretches of a sequence's slots in a group whose tokens are kept, or not. */
-static int32_t visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept, kvc_part_fn *visit, void *context) {
-    const kvc_pending *pending = kvc_pending_of(batch, g, s);
-    const int32_t *token = batch->order + batch->sequences[s].first;
-    int32_t num = 0;
-    for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
-        for (int32_t from = 0, to; from < pending->runs[i].count; from = to + 1) {
-            kvc_run part = pending->runs[i];
-            for (to = from; to < part.count && batch->kept[token[to]] == kept;) to++;
-            if (to == from) continue;
-            part.slot += from;
-            part.position += from;
-            part.count = to - from;
-            num++;
-            if (visit) visit(context, &part);
-        }
-    return num;
-}
-
-static void append_part(void *list, const kvc_run *part) { kvc_runs_append(list, part); }
-
-/* Room for all the runs that sequences get. */
-static kvc_status reserve_kept(const kvc_batch *batch) {
-    kvc_cache *cache = batch->cache;
-    kvc_status status = KVC_OK;
-    for (int32_t g = 0; g < cache->num_groups; g++)
-        for (int32_t s = 0; status == KVC_OK && s < batch->num_sequences; s++) {
-            const int32_t more =
-                g < cache->num_token_groups ? visit_kept(batch, g, s, 1, NULL, NULL) : kvc_pending_of(batch, g, s)->num;
-            status = kvc_runs_prepare(&batch->sequences[s].sequence->runs[g], &cache->memory, more);
-        }
-    for (int32_t g = 0; g < cache->num_groups; g++)
-        for (int32_t s = 0; s < batch->num_sequences; s++) {
-            kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
-            if (status == KVC_OK)
-                kvc_runs_install(list, &cache->memory);
-            else
-                kvc_runs_discard(list, &cache->memory);
-        }
-    return status;
-}
-
-/* What the sequence was given in a cross-attention layer takes the place of what it had, if a token of it was kept. */
-static void commit_cross(const kvc_batch *batch, int32_t g, int32_t s) {
-    kvc_pool *pool = &batch->cache->pools[g];
-    kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
-    const kvc_pending *pending = kvc_pending_of(batch, g, s);
-    const int32_t *token = batch->order + batch->sequences[s].first;
-    int32_t any = 0;
-    for (int32_t i = 0; i < batch->sequences[s].num_tokens; i++) any |= batch->kept[token[i]];
-    if (!pending->num) return;
-    if (!any) {
-        drop_cross(batch, g, s);
-        return;
-    }
-    kvc_runs_visit(list, 0, KVC_END, kvc_drop_part, pool);
-    list->first = list->num = 0;
-    kvc_runs_push(list, pending->runs);
-    kvc_runs_recount(list);
-}
-
-/* What is not stored leaves nothing: neither what it held before nor where that began. */
-static void forget_unstored(const kvc_batch *batch) {
-    kvc_cache *cache = batch->cache;
-    for (int32_t s = 0; s < batch->num_sequences; s++)
-        for (int32_t g = 0; batch->sequences[s].is_unstored && g < cache->num_groups; g++)
-            kvc_runs_destroy(&batch->sequences[s].sequence->runs[g], &cache->pools[g]);
-}
-
-static kvc_status commit(kvc_batch *batch, int32_t num_kept) {
-    kvc_cache *cache = batch->cache;
-    const kvc_status status = reserve_kept(batch);
-    if (status != KVC_OK) return status;
-    for (int32_t s = 0; s < batch->num_sequences; s++) {
-        for (int32_t g = 0; g < cache->num_token_groups; g++) {
-            visit_kept(batch, g, s, 1, append_part, &batch->sequences[s].sequence->runs[g]);
-            visit_kept(batch, g, s, 0, kvc_drop_part, &cache->pools[g]);
-        }
-        for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++) commit_cross(batch, g, s);
-    }
-    forget_unstored(batch);
-    cache->stats.batches++;
-    cache->stats.tokens += num_kept;
-    release_batch(batch);
-    return KVC_OK;
-}
-
-static kvc_status finish(kvc_batch *batch) {
-    int32_t num_kept = 0;
-    for (int32_t t = 0; t < batch->num_tokens; t++)
-        num_kept += batch->kept[t] &= !batch->sequences[batch->sequence_of[t]].is_unstored;
-    kvc_status status = check_complete(batch);
-    if (status != KVC_OK) return status;
-    kvc_cache *cache = batch->cache;
-    const int32_t num_tokens = batch->num_tokens;
-    kvc_lock(cache);
-    status = commit(batch, num_kept);
-    if (status == KVC_OK) kvc_cache_join(cache, num_tokens);
-    return kvc_unlock(cache, status);
-}
-
-kvc_status kvc_commit(kvc_batch *batch) {
-    memset(batch->kept, 1, (size_t)batch->num_tokens);
-    return finish(batch);
-}
-
-kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept) {
-    if (num_kept < 0 || (num_kept && !kept))
-        return kvc_fail(KVC_ERR_INVALID, "num_kept is %d%s", num_kept, num_kept < 0 ? "" : " and kept is NULL");
-    memset(batch->kept, 0, (size_t)batch->num_tokens);
-    for (int32_t i = 0; i < num_kept; i++) {
-        if (kept[i] < 0 || kept[i] >= batch->num_tokens)
-            return kvc_fail(KVC_ERR_INDEX, "kept[%d] is %d: the batch has %d tokens", i, kept[i], batch->num_tokens);
-        if (batch->kept[kept[i]]) return kvc_fail(KVC_ERR_INVALID, "kept[%d] is %d, as one before it is", i, kept[i]);
-        batch->kept[kept[i]] = 1;
-    }
-    return finish(batch);
-}
-
-void kvc_abort(kvc_batch *batch) {
-    if (!batch) return;
-    kvc_cache *cache = batch->cache;
-    kvc_lock(cache);
-    for (int32_t g = 0; g < cache->num_groups; g++)
-        for (int32_t s = batch->num_sequences - 1; s >= 0; s--) { /* last handed out, first given back */
-            const kvc_pending *pending = kvc_pending_of(batch, g, s);
-            if (g >= cache->num_token_groups && pending->num)
-                drop_cross(batch, g, s);
-            else
-                for (int32_t i = pending->num - 1; i >= 0; i--) kvc_drop_part(&cache->pools[g], &pending->runs[i]);
-        }
-    cache->stats.aborted++;
-    release_batch(batch);
-    kvc_unlock(cache, KVC_OK);
 }

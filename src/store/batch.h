@@ -1,0 +1,92 @@
+/* batch.h: the open batch: its tokens, whose they are, and where their rows lie. */
+#ifndef KVC_BATCH_H
+#define KVC_BATCH_H
+
+#include "store/cache.h"
+
+/* What one sequence has in the batch. */
+typedef struct kvc_batch_sequence {
+    kvc_sequence *sequence;
+    int32_t first, num_tokens; /* its tokens: order[first .. first + num_tokens) */
+    int32_t num_slots;         /* as many of them need in a pool: all, or none if they are loose */
+    int32_t is_unstored;       /* nothing of it stays once the batch is committed */
+    int32_t is_loose;          /* nor was anything stored before: its tokens' rows lie in sheets */
+    int32_t num_stretches;     /* of consecutive positions among its tokens */
+    int32_t next;              /* position that would go on with the last stretch */
+} kvc_batch_sequence;
+
+typedef struct kvc_place {
+    kvc_block *block;
+    int32_t slot;
+} kvc_place;
+
+/* The runs that a sequence's tokens of the batch got in one group. */
+typedef struct kvc_pending {
+    kvc_run *runs;
+    int32_t num;
+} kvc_pending;
+
+/* A kvc_put to a cross-attention layer that is copying rows: slots that are taken and not yet pending.  Not on its
+ * thread's stack: in the child of a fork() that may be gone. */
+typedef struct kvc_cross_put {
+    struct kvc_cross_put *next;
+    kvc_thread thread;     /* that called kvc_put */
+    int32_t group, member; /* the sequence: index into batch->sequences */
+    kvc_run run;
+    int32_t touched, num_opened; /* of its block before: kvc_pool_unopen; blocks whose memory was taken for it */
+} kvc_cross_put;
+
+/* The beginning of a plan that attention made for a batch: all that the batch knows of it. */
+typedef struct kvc_plan_link {
+    struct kvc_plan_link *next;
+    uint64_t size; /* of the plan's allocation */
+    /* Drops what threads of the parent were doing with the plan, in the child of a fork(). */
+    void (*after_fork)(struct kvc_plan_link *link);
+} kvc_plan_link;
+
+struct kvc_batch {
+    kvc_cache *cache;
+    uint64_t size;          /* of this allocation */
+    int32_t is_fresh;       /* it was not scratch of earlier batches */
+    kvc_table table_before; /* of sequences, while the batch begins */
+    kvc_sequence *spare;    /* the sequence that was the cache's spare one */
+    int32_t num_tokens, num_sequences;
+    int32_t *positions;            /* [num_tokens] */
+    int32_t *parents;              /* [num_tokens], or NULL: no trees.  Then, counted in depth-first order, */
+    int32_t *enter, *leave;        /* a token is number enter, and its descendants are those up to leave */
+    int32_t *sequence_of;          /* [num_tokens] index into sequences */
+    int32_t *order;                /* [num_tokens] tokens, those of a sequence side by side, else in order */
+    kvc_batch_sequence *sequences; /* [num_sequences] */
+    kvc_place *places;             /* [num_groups][num_tokens] */
+    kvc_pending *pending;          /* [num_groups][num_sequences], then, for all groups of tokens, of loose ones */
+    kvc_run *runs;                 /* [num_groups + 1][num_tokens] what pending points into */
+    uint8_t *kept;                 /* [num_tokens] what is committed of them */
+    uint8_t *written;              /* [num_layers][num_tokens] the token's rows of the layer are there */
+    int32_t num_loose;             /* tokens whose rows lie in sheets: in a place without a block */
+    kvc_plan_link *plans;          /* made for this batch, freed with it */
+    kvc_cross_put *cross_puts;     /* in progress; guarded by the mutex */
+    atomic_int *num_cross_puts;    /* [num_groups - num_token_groups] done; a plan of the group is out of date after the
+                                      next */
+};
+
+/* The runs of sequence s of the batch in group g. */
+static inline kvc_pending *kvc_pending_of(const kvc_batch *batch, int32_t g, int32_t s) {
+    return &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
+}
+
+/* Its own tokens in a group of tokens, wherever their rows lie. */
+static inline kvc_pending *kvc_own_pending(const kvc_batch *batch, int32_t g, int32_t s) {
+    return kvc_pending_of(batch, batch->sequences[s].is_loose ? batch->cache->num_groups : g, s);
+}
+
+/* Whether a token of a batch with parents is another, or one of its descendants. */
+static inline int kvc_descends(const kvc_batch *batch, int32_t token, int32_t ancestor) {
+    return batch->enter[token] >= batch->enter[ancestor] && batch->enter[token] < batch->leave[ancestor];
+}
+
+/* Whether each token of the batch was put in a layer. */
+static inline uint8_t *kvc_written_in(const kvc_batch *batch, int32_t layer) {
+    return batch->written + (size_t)layer * (size_t)batch->num_tokens;
+}
+
+#endif

@@ -1,0 +1,97 @@
+#include "store/check.h"
+
+#include "base/dtype.h"
+
+kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer) {
+    if (layer >= 0 && layer < cache->num_layers) return KVC_OK;
+    return kvc_fail(KVC_ERR_INDEX, "layer is %d: this cache has %d layers", layer, cache->num_layers);
+}
+
+kvc_status kvc_check_attention(const kvc_cache *cache, int32_t layer) {
+    const kvc_status status = kvc_check_layer(cache, layer);
+    if (status != KVC_OK || cache->layers[layer].policy.kind != KVC_NONE) return status;
+    return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention", layer);
+}
+
+kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer) {
+    if (cache->layers[layer].share)
+        return kvc_fail(KVC_ERR_INVALID, "layer %d shares the rows of layer %d: put them there", layer,
+                        kvc_source_of(cache, layer));
+    if (cache->layers[layer].policy.kind == KVC_NONE)
+        return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention: it holds no rows", layer);
+    return KVC_OK;
+}
+
+kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v) {
+    if (!k) return kvc_fail(KVC_ERR_INVALID, "k is NULL");
+    if (layer->value_in_key && v)
+        return kvc_fail(KVC_ERR_INVALID, "v is given: in this layer values are the first part of the keys");
+    if (!layer->value_in_key && !v) return kvc_fail(KVC_ERR_INVALID, "v is NULL");
+    return KVC_OK;
+}
+
+kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
+    if (type < 0 || type >= KVC_FLOAT_TYPES)
+        return kvc_fail(KVC_ERR_INVALID, "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", name, type);
+    const int64_t unit = (int64_t)kvc_row_bytes(type, 1); /* a power of two */
+    if ((row_stride | head_stride) & (unit - 1))
+        return kvc_fail(KVC_ERR_INVALID, "%s: strides of %lld and %lld bytes are not multiples of an element's %lld",
+                        name, (long long)row_stride, (long long)head_stride, (long long)unit);
+    return KVC_OK;
+}
+
+kvc_status kvc_check_inner(int32_t inner_tokens, int32_t num_tokens) {
+    if (inner_tokens >= 0 && (inner_tokens == 0 || num_tokens % inner_tokens == 0)) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "inner_tokens is %d: it must divide the number of tokens, %d, or be 0",
+                    inner_tokens, num_tokens);
+}
+
+kvc_status kvc_check_positions(int32_t begin, int32_t end) {
+    if (begin < 0) return kvc_fail(KVC_ERR_INVALID, "begin is %d: a position must not be negative", begin);
+    if (end < begin) return kvc_fail(KVC_ERR_INVALID, "end is %d: it must be at least begin, %d", end, begin);
+    return KVC_OK;
+}
+
+kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens) {
+    if (first < 0 || first >= batch->num_tokens)
+        return kvc_fail(KVC_ERR_INDEX, "first is %d: the batch has %d tokens", first, batch->num_tokens);
+    if (*num_tokens == 0) *num_tokens = batch->num_tokens - first;
+    if (*num_tokens < 0 || *num_tokens > batch->num_tokens - first)
+        return kvc_fail(KVC_ERR_INDEX, "num_tokens is %d: from token %d on, the batch has %d", *num_tokens, first,
+                        batch->num_tokens - first);
+    return KVC_OK;
+}
+
+kvc_status kvc_check_idle(const kvc_sequence *sequence) {
+    if (!sequence || !(sequence->in_batch || sequence->in_rewrite)) return KVC_OK;
+    if (sequence->in_rewrite)
+        return kvc_fail(KVC_ERR_BUSY, "the keys of sequence %lld are being rewritten by another call",
+                        (long long)sequence->id);
+    return kvc_fail(KVC_ERR_BUSY, "sequence %lld belongs to the open batch: commit or abort it first",
+                    (long long)sequence->id);
+}
+
+kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what) {
+    if (cache->num_rewrites)
+        return kvc_fail(KVC_ERR_BUSY, "cannot %s while another call rewrites the keys of a sequence", what);
+    if (cache->batch) return kvc_fail(KVC_ERR_BUSY, "cannot %s while a batch is open: commit or abort it first", what);
+    return KVC_OK;
+}
+
+static kvc_status check_closed(const kvc_cache *cache, const char *what) {
+    const kvc_status status = kvc_check_no_batch(cache, what);
+    if (status != KVC_OK) return status;
+    if (cache->num_holds)
+        return kvc_fail(KVC_ERR_HELD, "cannot %s while views of the rows are held (%lld): let go of them first", what,
+                        (long long)cache->num_holds);
+    return KVC_OK;
+}
+
+kvc_status kvc_check_closed(kvc_cache *cache, const char *what) {
+    kvc_status status = check_closed(cache, what);
+    while (status == KVC_OK && (cache->num_readers || cache->num_in_place)) {
+        kvc_cache_wait(cache);
+        status = check_closed(cache, what); /* the mutex was free meanwhile */
+    }
+    return status;
+}
