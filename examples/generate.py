@@ -131,7 +131,7 @@ def main() -> int:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # an ASCII terminal
         return llama.run(model, text, llama.Options(**arguments), sys.stdout)
-    except BrokenPipeError:  # the reader has had enough
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Continue a text with transformers' generate(), once through this cache and once through transformers' own."""
+"""Continue a text with transformers' generate(), through this cache and through transformers' own."""
 
 import argparse
 import sys
@@ -42,7 +42,7 @@ def parse():
 
 
 def generate(model, prompt, cache, attention, num_tokens):
-    """The new tokens, and how many came in a second."""
+    """Return the new tokens, and tokens/s."""
     model.set_attn_implementation(attention)
     start = time.perf_counter()
     tokens = model.generate(prompt, past_key_values=cache, max_new_tokens=num_tokens, do_sample=False)

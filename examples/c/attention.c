@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TOKENS = 16 }; /* of a task that stores rows */
+enum { TOKENS = 16 }; /* that one task stores */
 
 /* ---- the cache --------------------------------------------------------------------------------------------------- */
 
@@ -48,7 +48,7 @@ void attention_destroy(attention *a) {
 
 /* ---- writing rows ------------------------------------------------------------------------------------------------ */
 
-/* Tokens [first, first + num_tokens) of the batch, and where the cache wants their keys and values in a layer. */
+/* Tokens [first, first + num_tokens) of the batch, and where their keys and values of a layer go. */
 typedef struct storing {
     const attention *a;
     int layer, first, num_tokens;
@@ -57,7 +57,7 @@ typedef struct storing {
     atomic_int status;
 } storing;
 
-/* To nearest, halves to even. */
+/* f32 to f16, rounded to nearest, ties to even. */
 static uint16_t f32_to_f16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -81,10 +81,10 @@ static uint16_t f32_to_bf16(float x) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* Rows of these are written here; of others, which are quantised, kvc_put knows how. */
+/* Whether this runner encodes the type itself; kvc_put encodes the others, which are quantised. */
 static int is_float(int type) { return type == KVC_F32 || type == KVC_F16 || type == KVC_BF16; }
 
-/* Element i of a row. */
+/* Writes element i of a row. */
 static void set(void *row, int type, int i, float x) {
     if (type == KVC_F32)
         ((float *)row)[i] = x;
@@ -92,7 +92,7 @@ static void set(void *row, int type, int i, float x) {
         ((uint16_t *)row)[i] = type == KVC_F16 ? f32_to_f16(x) : f32_to_bf16(x);
 }
 
-/* row = head, turned by the token's position: element i is a pair with i + half.  row may be head. */
+/* row = head rotated by the token's position (RoPE): element i pairs with i + half.  row may be head. */
 static void rotate(void *row, int type, const float *head, const float *cosine, const float *sine, int half) {
     for (int i = 0; i < half; i++) {
         const float a = head[i], b = head[i + half];
@@ -101,7 +101,7 @@ static void rotate(void *row, int type, const float *head, const float *cosine, 
     }
 }
 
-/* Queries are turned where they are; keys on their way into the cache, or also where they are, for kvc_put. */
+/* Rotates queries in place, and keys on their way into the cache, or in place for kvc_put. */
 static void store_token(const storing *s, int64_t t) {
     const attention *a = s->a;
     const int dim = a->m->head_dim, half = dim / 2;
@@ -137,7 +137,7 @@ static kvc_status put(const storing *s, int first, int num_tokens) {
     return kvc_put(s->a->batch, s->layer, &args);
 }
 
-/* Task i: some tokens.  Disjoint ones may be put at the same time. */
+/* Task i stores TOKENS tokens; kvc_put may be called for disjoint tokens at the same time. */
 static void store_some(void *context, int64_t i) {
     storing *s = context;
     const int begin = s->first + (int)i * TOKENS, last = s->first + s->num_tokens;
@@ -147,7 +147,7 @@ static void store_some(void *context, int64_t i) {
     if (status) atomic_store(&s->status, (int)status);
 }
 
-/* All tokens of the batch, as many at a time as lie side by side. */
+/* Stores all tokens of the batch, as many at a time as lie side by side. */
 static kvc_status store(const attention *a, int layer, int n, float *qkv) {
     const int in_place = is_float(a->type);
     kvc_status status = KVC_OK;
@@ -178,7 +178,7 @@ int attention_begin(attention *a, int n) {
     }
     kvc_status status = kvc_begin(a->cache, n, positions, NULL, NULL, &a->batch);
     if (status) return fail("%s", kvc_last_error());
-    if (!a->use_openmp) { /* all layers are alike: one plan serves them all */
+    if (!a->use_openmp) { /* one plan serves all layers, as they are alike */
         const kvc_plan_args args = {sizeof args, .num_heads = a->m->num_heads, .num_threads = a->num_threads};
         status = kvc_plan_new(a->batch, &args, &a->plan);
     }
@@ -218,7 +218,7 @@ int attention_attend(attention *a, int layer, int n, float *qkv, float *out) {
         pool_run(a->pool, run_task, &t, kvc_plan_num_tasks(a->plan));
         status = (kvc_status)atomic_load(&t.status);
     }
-    return status ? fail("%s", kvc_strerror(status)) : 0; /* the sentence is that of the thread it happened in */
+    return status ? fail("%s", kvc_strerror(status)) : 0; /* kvc_last_error belongs to the thread that failed */
 }
 
 int attention_end(attention *a, int status) {

@@ -1,4 +1,4 @@
-/* attention.h: attention of a model's tokens over a kvcache.  All that this runner needs of kvcache.h is in here. */
+/* attention.h: attention of a model's tokens over a kvcache.  attention.c is all of this runner that uses kvcache.h. */
 #ifndef ATTENTION_H
 #define ATTENTION_H
 
@@ -19,14 +19,14 @@ typedef struct attention {
     kvc_plan *plan;       /* and its tasks, for the pool */
 } attention;
 
-/* A cache for one sequence of a model, of rows of a type; window: how many tokens each sees, 0: all.  0, or what fail
- * returns; attention_destroy either way. */
+/* Makes a cache for one sequence of a model, with rows of a kvc_type; each token sees `window` tokens, 0: all.
+ * Returns 0, or what fail returns; call attention_destroy either way. */
 int attention_init(attention *a, const model *m, pool *p, int num_threads, int use_openmp, int type, int window);
 void attention_destroy(attention *a);
 
 /* A forward pass of n tokens, at most BATCH: begin; then for each layer attend; then end, which makes them part of the
  * sequence if status is 0, and otherwise undoes it all.  qkv [n][num_heads + 2 num_kv_heads][head_dim], out
- * [n][num_heads][head_dim].  0, or what fail returns; end: status, if that was not 0. */
+ * [n][num_heads][head_dim].  They return 0, or what fail returns; end returns status, if that was not 0. */
 int attention_begin(attention *a, int n);
 int attention_attend(attention *a, int layer, int n, float *qkv, float *out);
 int attention_end(attention *a, int status);

@@ -1,7 +1,7 @@
-/* generate.c: continues a text with a small Llama, always by the likeliest token.
+/* generate.c: continues a text with a small Llama, always with the likeliest token.
  *
- * A runner in C on kvcache.h, to be read from here: attention.c is what it does with the cache, model.c reads the
- * model's files and multiplies, pool.c has the threads. */
+ * A runner in C on kvcache.h.  Begin reading here: attention.c uses the cache, model.c reads the model's files and
+ * multiplies, pool.c has the threads. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -39,13 +39,13 @@ static int read_int(const char *name, const char *text, int most, int *number) {
 }
 
 static int read_type(const char *text, int *type) {
-    static const char *const names[] = {"f32", "f16", "bf16", "q8_0", "q4_0"}; /* as kvc_type counts them */
+    static const char *const names[] = {"f32", "f16", "bf16", "q8_0", "q4_0"}; /* in the order of kvc_type */
     for (int i = 0; i < 5; i++)
         if (text && !strcmp(text, names[i])) return *type = i, 0;
     return fail("--dtype must be f32, f16, bf16, q8_0 or q4_0, not %s", text ? text : "missing");
 }
 
-/* One option, with what follows it, if anything does; *used is how many of the two it took. */
+/* Reads one option and its value, if any; *used is how many of the two arguments it took. */
 static int read_option(options *o, const char *name, const char *value, int *used) {
     *used = 2;
     if (!strcmp(name, "--tokens")) return read_int(name, value, 1000000000, &o->num_tokens);
@@ -76,7 +76,7 @@ static int read_options(options *o, int argc, char **argv) {
 
 /* ---- generating -------------------------------------------------------------------------------------------------- */
 
-/* Appends tokens, as many at a time as a forward pass takes; the logits of the last one are in s. */
+/* Appends tokens, at most BATCH in a forward pass; leaves the logits of the last one in s. */
 static int feed(attention *a, state *s, const unsigned char *tokens, size_t num_tokens) {
     const model *m = a->m;
     for (size_t done = 0; done < num_tokens;) {

@@ -21,7 +21,7 @@ static const char *string_end(const char *at, const char *end) {
     return NULL;
 }
 
-/* Of a number, whose digits are looked at by who asks for it, or of a literal. */
+/* The end of a literal, or of a number, whose digits json_number checks. */
 static const char *word_end(const char *at, const char *end) {
     static const char *const literals[] = {"true", "false", "null"};
     const char *last = at;

@@ -23,7 +23,7 @@ int fail(const char *format, ...) {
     va_start(arguments, format);
     if (vsnprintf(said, sizeof said, format, arguments) < 0) said[0] = 0;
     va_end(arguments);
-    for (unsigned char *c = (unsigned char *)said; *c; c++) { /* names of files and tensors do not steer a terminal */
+    for (unsigned char *c = (unsigned char *)said; *c; c++) { /* names may not steer a terminal */
         if (*c == 0xc2 && c[1] && c[1] < 0xa0) *c++ = '?', *c = '?';
         if (*c < ' ' || *c == 127) *c = '?';
     }
@@ -42,7 +42,7 @@ typedef struct file {
 static int file_open(file *f, const char *folder, const char *name) {
     const int length = snprintf(f->path, sizeof f->path, "%s/%s", folder, name);
     if (length < 0 || length >= (int)sizeof f->path) return fail("the folder's name is too long: %.40s...", folder);
-    const int descriptor = open(f->path, O_RDONLY | O_NONBLOCK | O_NOCTTY); /* a pipe is not waited for */
+    const int descriptor = open(f->path, O_RDONLY | O_NONBLOCK | O_NOCTTY); /* so that a pipe is not waited for */
     struct stat found = {0};
     if (descriptor < 0) return fail("there is no %s, or it cannot be read", f->path);
     if (fstat(descriptor, &found) == 0 && S_ISREG(found.st_mode)) f->stream = fdopen(descriptor, "rb");
@@ -52,7 +52,7 @@ static int file_open(file *f, const char *folder, const char *name) {
     return fail("%s is not a file", f->path);
 }
 
-/* The next `size` bytes; NULL, after fail, if there are not so many or there is no memory. */
+/* Reads the next `size` bytes; NULL, after fail, if the file ends before, or without memory. */
 static void *file_read(file *f, size_t size) {
     void *bytes = malloc(size ? size : 1);
     if (!bytes) {
@@ -67,7 +67,7 @@ static void *file_read(file *f, size_t size) {
 
 /* ---- config.json ------------------------------------------------------------------------------------------------- */
 
-/* A whole number from 1 to most; `otherwise`, where that is not 0, if there is none. */
+/* The field's value, a whole number from 1 to most; without the field, `otherwise`, unless that is 0. */
 static int read_count(json config, const char *path, const char *name, int most, int otherwise, int *count) {
     const json value = json_member(config, name);
     double number = otherwise;
@@ -86,7 +86,7 @@ static int read_positive(json config, const char *path, const char *name, double
     return *number > 0 ? 0 : fail("%s: %s must be a positive number", path, name);
 }
 
-/* What this forward pass does not do would give text that is wrong and looks right. */
+/* Refuses what this forward pass does not do: ignored, it would give text that is wrong and looks right. */
 static int check_family(json config, json rope, const char *path) {
     json type = json_member(rope, "rope_type");
     if (!type.at) type = json_member(rope, "type");
@@ -145,11 +145,11 @@ static int read_config(model *m, const char *folder) {
 
 /* ---- model.safetensors ------------------------------------------------------------------------------------------- */
 
-/* A tensor that the model has, [rows][cols], or [cols] where rows is 0, and where its bytes lie in the file. */
+/* A tensor of the model, [rows][cols], or [cols] where rows is 0, and where its bytes lie in the file. */
 typedef struct tensor {
     char name[64];
     int rows, cols;
-    float **to;      /* NULL: right behind the one before */
+    float **to;      /* where the address of its floats goes; NULL: they follow the tensor before */
     long long begin; /* behind the header */
     int bytes;       /* of an element */
     int is_bf16, is_found;
@@ -157,7 +157,7 @@ typedef struct tensor {
 
 static long long num_elements(const tensor *t) { return (t->rows ? t->rows : 1LL) * t->cols; }
 
-/* layer: -1 for none.  Returns the place of the next. */
+/* Adds a tensor to the list, of a layer or, with -1, of none; returns the next place in the list. */
 static tensor *add_tensor(tensor *t, const char *name, int layer, int rows, int cols, float **to) {
     *t = (tensor){.rows = rows, .cols = cols, .to = to};
     if (layer < 0)
@@ -167,7 +167,7 @@ static tensor *add_tensor(tensor *t, const char *name, int layer, int rows, int 
     return t + 1;
 }
 
-/* Writes down all tensors there must be, in the order of their use; returns how many: 9 a layer, and 3 at most. */
+/* Lists all tensors that there must be, in the order of their use; returns how many: 9 a layer, and at most 3. */
 static int list_tensors(model *m, tensor *list) {
     const int hidden = m->hidden, inner = m->intermediate;
     const int q = m->num_heads * m->head_dim, kv = m->num_kv_heads * m->head_dim;
@@ -189,7 +189,7 @@ static int list_tensors(model *m, tensor *list) {
     return (int)(t - list);
 }
 
-/* Whether an array of the header has just these numbers. */
+/* Whether an array of the header has exactly these numbers. */
 static int has_numbers(json array, const double *numbers, int count) {
     json name, value = {NULL, NULL};
     double number;
@@ -199,7 +199,7 @@ static int has_numbers(json array, const double *numbers, int count) {
     return array.at && *array.at == '[' && i == count;
 }
 
-/* Reads where a tensor lies; data_size: bytes behind the header. */
+/* Reads where a tensor lies; data_size: bytes after the header. */
 static int place_tensor(tensor *t, json entry, long long data_size, const char *path) {
     const json dtype = json_member(entry, "dtype");
     const double shape[] = {t->rows ? t->rows : t->cols, t->cols};
@@ -223,7 +223,7 @@ static int place_tensor(tensor *t, json entry, long long data_size, const char *
     return 0;
 }
 
-/* Tensors that lie within each other would take more memory than the file. */
+/* Refuses tensors that overlap: they would take more memory than the file. */
 static int check_total(const tensor *list, int count, long long data_size, const char *path) {
     long long left = data_size;
     for (int i = 0; i < count; i++) {
@@ -233,7 +233,7 @@ static int check_total(const tensor *list, int count, long long data_size, const
     return left < 0 ? fail("%s has tensors that lie within each other", path) : 0;
 }
 
-/* Goes over the header: every tensor once, and nothing that would be left out. */
+/* Reads the header: it must have every tensor once, and no other. */
 static int place_tensors(const model *m, tensor *list, int count, json header, long long data_size, const char *path) {
     json name, entry = {NULL, NULL};
     while (json_next(header, &name, &entry)) {
@@ -284,7 +284,7 @@ static int read_tensor(const tensor *t, file *f, long long data, float *to) {
     return is_finite ? 0 : fail("%s: tensor %s has an element that is no finite number", f->path, t->name);
 }
 
-/* All weights, one tensor behind the other, in memory that is taken once every size is known to be the file's. */
+/* Reads all weights into one block of memory, which is taken only after every size has been compared with the file. */
 static int read_tensors(model *m, const tensor *list, int count, file *f, long long data) {
     long long total = 0;
     int status = 0;
@@ -343,7 +343,7 @@ void model_free(model *m) {
 
 /* ---- matrices ---------------------------------------------------------------------------------------------------- */
 
-/* With sums side by side, which compilers make vectors of: they may not change the order of additions themselves. */
+/* Several sums side by side, so that compilers can use vectors: they may not reorder additions themselves. */
 float dot(const float *a, const float *b, int n) {
     enum { LANES = 16 };
     float sums[LANES] = {0}, sum = 0;
@@ -355,7 +355,7 @@ float dot(const float *a, const float *b, int n) {
     return sum;
 }
 
-/* out = x w^T, or out += that: many rows of weights are one task. */
+/* out = x w^T, or out += x w^T; a task multiplies ROWS rows of the weights. */
 typedef struct product {
     float *out;     /* [n][rows] */
     const float *x; /* [n][cols], x_stride floats apart */
@@ -363,7 +363,7 @@ typedef struct product {
     int n, rows, cols, x_stride, adds;
 } product;
 
-enum { ROWS = 32 }; /* of a task */
+enum { ROWS = 32 }; /* of weights, in one task */
 
 static void multiply_rows(void *context, int64_t task) {
     const product *p = context;

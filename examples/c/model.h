@@ -4,14 +4,14 @@
 
 #include "pool.h"
 
-enum { BATCH = 128, VOCAB = 256 }; /* tokens of one forward pass, at most; tokens there are: bytes */
+enum { BATCH = 128, VOCAB = 256 }; /* the most tokens of a forward pass; different tokens, which are bytes */
 
 typedef struct layer {
     float *attention_norm; /* [hidden] */
     float *qkv;            /* [(num_heads + 2 num_kv_heads) * head_dim][hidden]: queries, keys, values */
     float *out;            /* [hidden][num_heads * head_dim] */
     float *mlp_norm;       /* [hidden] */
-    float *gate_up;        /* [2 intermediate][hidden]: gates, then what they are for */
+    float *gate_up;        /* [2 intermediate][hidden]: gates, then what they multiply */
     float *down;           /* [hidden][intermediate] */
 } layer;
 
@@ -21,18 +21,18 @@ typedef struct model {
     double rms_norm_eps, rope_theta;
     int qkv_dim; /* (num_heads + 2 num_kv_heads) * head_dim */
 
-    float *weights;   /* all of them; what follows points into it */
+    float *weights;   /* all of them; the pointers below point into it */
     float *embedding; /* [VOCAB][hidden] */
     layer *layers;    /* [num_layers] */
     float *norm;      /* [hidden] */
     float *head;      /* [VOCAB][hidden] */
 } model;
 
-/* Reads folder/config.json and folder/model.safetensors.  0, or what fail returns; model_free either way. */
+/* Reads folder/config.json and folder/model.safetensors.  Returns 0, or what fail returns; model_free either way. */
 int model_read(model *m, const char *folder);
 void model_free(model *m);
 
-/* a . b, of n floats. */
+/* The dot product of n floats. */
 float dot(const float *a, const float *b, int n);
 
 /* Says on stderr, in one sentence, what cannot be done; returns the exit status for that, 2. */
@@ -40,8 +40,8 @@ int fail(const char *format, ...);
 
 /* What a forward pass works on: n tokens, at most BATCH. */
 typedef struct state {
-    float *memory;   /* all of it; what follows points into it */
-    float *x;        /* [n][hidden] what goes from layer to layer */
+    float *memory;   /* all of it; the pointers below point into it */
+    float *x;        /* [n][hidden] the residual stream */
     float *normed;   /* [n][hidden] */
     float *qkv;      /* [n][num_heads + 2 num_kv_heads][head_dim] */
     float *attended; /* [n][num_heads][head_dim] */
@@ -49,7 +49,7 @@ typedef struct state {
     float *logits;   /* [VOCAB] */
 } state;
 
-/* 0 if there is no memory. */
+/* Returns 0 if there is no memory. */
 int state_init(state *s, const model *m);
 void state_destroy(state *s);
 

@@ -6,14 +6,14 @@
 #include <stdlib.h>
 
 struct pool {
-    pool_task *task; /* the job: read by none but threads that have got a task of it */
+    pool_task *task; /* the job: only threads that have taken a task of it read these */
     void *context;
     int64_t num_tasks;
-    atomic_llong left;   /* tasks that nobody has taken; 0 or less: there are none */
+    atomic_llong left;   /* tasks that no thread has taken yet; may fall below 0 */
     atomic_int active;   /* threads that may have taken one */
     atomic_int sleepers; /* threads that want to be woken */
     atomic_int ending;
-    pthread_mutex_t mutex; /* for falling asleep and waking up, and nothing else */
+    pthread_mutex_t mutex; /* guards falling asleep and waking up only */
     pthread_cond_t wake;
     int num_threads, use_openmp;
     int num_started;
@@ -21,7 +21,7 @@ struct pool {
 };
 
 /* How often a thread looks for a task before it sleeps.  In a forward pass the next job is some microseconds away, and
- * to wake a thread takes longer than most of them. */
+ * waking a thread takes longer than most jobs. */
 enum { LOOKS = 2000 };
 
 static void pause_a_little(void) {
@@ -34,7 +34,7 @@ static void take_tasks(pool *p) {
     for (int64_t left; (left = atomic_fetch_sub(&p->left, 1)) > 0;) p->task(p->context, p->num_tasks - left);
 }
 
-/* Returns when there seem to be tasks: 1; or when there will be none any more: 0. */
+/* Waits until there seem to be tasks, and returns 1; or 0 once there will be none any more. */
 static int wait_for_tasks(pool *p) {
     for (int i = 0; i < LOOKS; i++) {
         if (atomic_load(&p->left) > 0) return 1;
@@ -92,8 +92,8 @@ void pool_free(pool *p) {
     free(p);
 }
 
-/* A thread that the system keeps away holds nobody up: waited for are only those that have counted themselves active,
- * and one that does so later finds no task. */
+/* Waits only for threads that have counted themselves active; one that does so later finds no task.  So a thread that
+ * the system does not run delays nobody. */
 void pool_run(pool *p, pool_task *task, void *context, int64_t num_tasks) {
     if (p->num_threads == 1 || num_tasks == 1) {
         for (int64_t i = 0; i < num_tasks; i++) task(context, i);

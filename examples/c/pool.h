@@ -1,4 +1,4 @@
-/* pool.h: threads that share the tasks of one job after the other; who asks for it is one of them. */
+/* pool.h: threads that share the tasks of one job after the other; the caller's is one of them. */
 #ifndef POOL_H
 #define POOL_H
 
@@ -7,8 +7,8 @@
 typedef struct pool pool;
 typedef void pool_task(void *context, int64_t i);
 
-/* A pool of so many threads, the caller's included: threads of its own, or those of OpenMP.  NULL: there is no memory,
- * or the system gives no more threads.  To be freed by pool_free, which takes NULL too. */
+/* Makes a pool of num_threads threads, the caller's included: threads of its own, or those of OpenMP.  NULL without
+ * memory, or where the system gives no more threads.  pool_free frees it, and takes NULL too. */
 pool *pool_new(int num_threads, int use_openmp);
 void pool_free(pool *p);
 

@@ -1,5 +1,5 @@
-//! Compiles the core with `$CC`, or `cc`, and links it: as a shared library, for which that compiler finds its OpenMP.
-//! Where `$KVCACHE_LIB_DIR` names the folder of an installed libkvcache, that is linked instead.
+//! Compiles the core with `$CC`, or `cc`, and links it as a shared library, so that the compiler finds its own OpenMP.
+//! Where `$KVCACHE_LIB_DIR` names the folder of an installed libkvcache, links that instead.
 
 use std::env;
 use std::env::consts::{DLL_PREFIX, DLL_SUFFIX};
@@ -59,7 +59,7 @@ fn has_openmp(cc: &str, folder: &Path) -> bool {
     child.wait().expect("a compiler to wait for").success()
 }
 
-/// Starts `$CC`, which may be several words, in the folder that its results go to.
+/// Starts `$CC`, which may be several words, in the folder for its output.
 fn start(cc: &str, arguments: &[&str], files: &[PathBuf], folder: &Path) -> Child {
     let mut words = cc.split_whitespace();
     let mut command = Command::new(words.next().unwrap_or_default());

@@ -1,4 +1,4 @@
-//! What a model's `config.json` says.
+//! Reads a model's `config.json`.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use crate::files::read_text;
 use crate::json::Json;
 use crate::Result;
 
-/// Of a configuration.
+/// The most bytes of a configuration.
 const MOST_BYTES: u64 = 1 << 20;
 
 /// The numbers that a Llama needs.

@@ -65,7 +65,7 @@ macro_rules! abi {
     };
 }
 
-/// An integer here, as any number may come from a newer library: an enum of Rust that held one it has not is undefined.
+/// An integer, since a newer library may return any number: a Rust enum with an unknown value is undefined behaviour.
 pub type kvc_status = i32;
 
 abi! {
@@ -209,7 +209,7 @@ mod tests {
 
     const HEADER: &str = include_str!("../../../include/kvcache.h");
 
-    /// What a C compiler must find true of one struct of the header.
+    /// Assertions for a C compiler about one struct of the header.
     pub struct Struct {
         name: &'static str,
         assertions: Vec<String>,
@@ -231,15 +231,14 @@ mod tests {
             self.values.push(if rust_type.starts_with("kvc_") || rust_type.starts_with('[') { "{0}" } else { "0" });
         }
 
-        /// One value for each field, which a compiler that counts them says are all: a field that was added where there
-        /// was padding moves no other.
+        /// One value for each field, so that the compiler counts them: a field added in padding moves no other field.
         pub fn finish(self) -> String {
             let whole = format!("const {0} all_of_{0} = {{{1}}};\n", self.name, self.values.join(", "));
             self.assertions.concat() + &whole
         }
     }
 
-    /// A second declaration of a function, which a compiler refuses where it is not the header's.
+    /// A second declaration of a function, which the compiler refuses unless it agrees with the header's.
     pub fn function(name: &str, arguments: &[&str], result: Option<&&str>) -> String {
         let arguments: Vec<_> = arguments.iter().map(|argument| c_type(argument)).collect();
         let arguments = if arguments.is_empty() { "void".into() } else { arguments.join(", ") };
@@ -275,7 +274,7 @@ mod tests {
         .into()
     }
 
-    /// Has the C compiler compare these declarations with a header; an error is what it says.
+    /// Has the C compiler compare these declarations with a header; returns its messages as the error.
     fn compare(header: &str) -> Result<(), String> {
         let mut words = env!("KVCACHE_CC").split_whitespace();
         let mut compiler = Command::new(words.next().expect("CC names a compiler"))
@@ -316,7 +315,7 @@ mod tests {
                 "q_head_stride, q_token_stride",
                 "offset of kvc_attend_args.q_token_stride",
             ),
-            // in the padding before a pointer: nothing moves
+            // in the padding before a pointer, where it moves no field
             ("int32_t num_threads; /* tasks", "int32_t num_threads, step; /* tasks", "kvc_plan_args"),
             ("int32_t num_layers;\n", "int32_t count_layers;\n", "num_layers"),
             ("kvc_commit(kvc_batch *batch)", "kvc_commit(kvc_cache *batch)", "kvc_commit"),

@@ -1,4 +1,4 @@
-//! Files that nobody vouches for: regular ones only, so that no pipe or device is waited for.
+//! Opens untrusted files: regular ones only, so that no pipe or device is waited for.
 
 use std::fs::{File, OpenOptions};
 use std::io::Read;
@@ -12,7 +12,7 @@ const O_NONBLOCK: i32 = 0o4000;
 #[cfg(not(target_os = "linux"))]
 const O_NONBLOCK: i32 = 4;
 
-/// Opens a regular file; how many bytes it has.
+/// Opens a regular file; returns it with its size in bytes.
 pub fn open(path: &Path) -> Result<(File, u64)> {
     let error = |error| format!("{}: {error}", path.display());
     let file = OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(path).map_err(error)?;
@@ -24,7 +24,7 @@ pub fn open(path: &Path) -> Result<(File, u64)> {
     }
 }
 
-/// The text of a file of at most so many bytes.
+/// Reads a text file of at most `most` bytes.
 pub fn read_text(path: &Path, most: u64) -> Result<String> {
     let (file, size) = open(path)?;
     if size > most {

@@ -1,12 +1,12 @@
-//! JSON, as far as configurations and headers go.
+//! Reads the JSON of configurations and headers.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Of brackets in brackets: a file cannot exhaust the stack.
+/// The deepest nesting of brackets, so that no file exhausts the stack.
 const MOST_LEVELS: usize = 64;
 
-/// Of values: a text of some MB cannot take some GB of memory. An object counts as eight, an array as two.
+/// The most values, so that a text of some MB cannot take GB of memory. An object counts as eight, an array as two.
 const MOST_VALUES: usize = 1 << 19;
 
 #[derive(Debug, PartialEq)]
@@ -20,7 +20,7 @@ pub enum Json {
 }
 
 impl Json {
-    /// Reads a text that is one value. The error says where it is not.
+    /// Reads a text that is one value. The error says where it is malformed.
     pub fn parse(text: &str) -> Result<Json, String> {
         let mut reader = Reader { rest: text, length: text.len(), left: MOST_VALUES };
         let value = reader.value(MOST_LEVELS)?;
@@ -32,7 +32,7 @@ impl Json {
         }
     }
 
-    /// A field of an object; none where it is null.
+    /// A field of an object; `None` where it is missing or null.
     pub fn get(&self, name: &str) -> Option<&Json> {
         match self {
             Json::Object(fields) => fields.get(name).filter(|value| **value != Json::Null),
@@ -40,7 +40,7 @@ impl Json {
         }
     }
 
-    /// A whole number, as far as floats tell them apart.
+    /// A whole number that an f64 holds exactly.
     pub fn as_count(&self) -> Option<usize> {
         match self {
             Json::Number(n) if n.fract() == 0.0 && (0.0..9e15).contains(n) => usize::try_from(*n as u64).ok(),
@@ -49,7 +49,7 @@ impl Json {
     }
 }
 
-/// What a message says of a value.
+/// Describes a value in a message.
 impl fmt::Display for Json {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -78,7 +78,7 @@ impl Reader<'_> {
         self.rest = self.rest.trim_start_matches([' ', '\t', '\r', '\n']);
     }
 
-    /// Goes past this text, if it comes next.
+    /// Skips this text if it comes next; returns whether it did.
     fn take(&mut self, text: &str) -> bool {
         self.skip_space();
         let rest = self.rest.strip_prefix(text);
@@ -176,7 +176,7 @@ impl Reader<'_> {
         }
     }
 
-    /// What a backslash stands for with what follows it.
+    /// The character that a backslash and what follows it stand for.
     fn escaped(&mut self) -> Result<char, String> {
         Ok(match self.next()? {
             'b' => '\x08',
@@ -188,7 +188,7 @@ impl Reader<'_> {
                 let mut units = vec![self.unit()?];
                 if (0xd800..0xdc00).contains(&units[0]) && self.rest.starts_with("\\u") {
                     self.rest = &self.rest[2..];
-                    units.push(self.unit()?); // the other half of a character beyond 16 bits
+                    units.push(self.unit()?); // the second half of a surrogate pair
                 }
                 let text = String::from_utf16(&units).map_err(|_| self.error("a character"))?;
                 text.chars().next().ok_or_else(|| self.error("a character"))?

@@ -62,7 +62,7 @@ fn check(status: kvc_status) -> Result<(), Error> {
     if status == KVC_OK {
         return Ok(());
     }
-    // SAFETY: a string that lives until this thread's next failure.
+    // SAFETY: the string lives until this thread's next failure.
     let sentence = unsafe { CStr::from_ptr(kvc_last_error()) };
     Err(Error { status, sentence: sentence.to_string_lossy().into_owned() })
 }
@@ -82,9 +82,9 @@ pub struct Config {
     pub head_dim: i32,
     /// The most tokens; 0: no limit.
     pub max_seq_len: i64,
-    /// What rows are stored as: `KVC_F16` and the like.
+    /// The type of stored rows, such as `KVC_F16`.
     pub dtype: i32,
-    /// Threads that attend; 0: the library's default.
+    /// Threads of attention; 0: the library's default.
     pub num_threads: i32,
 }
 
@@ -122,14 +122,14 @@ impl Cache {
             ..Default::default()
         };
         let mut raw = ptr::null_mut();
-        // SAFETY: what `args` points at lives, and is copied.
+        // SAFETY: `args` points to live values, which the call copies.
         check(unsafe { kvc_cache_new(&args, &mut raw) })?;
         Ok(Cache { raw, num_kv_heads: config.num_kv_heads as usize, head_dim: config.head_dim as usize })
     }
 
-    /// Where the sequence goes on.
+    /// The position of the sequence's next token.
     pub fn next_position(&self) -> i32 {
-        // SAFETY: `raw` lives as long as `self`; so it is below.
+        // SAFETY: `raw` lives as long as `self`, here and below.
         unsafe { kvc_next_position(self.raw, 0) }
     }
 
@@ -137,7 +137,7 @@ impl Cache {
     pub fn begin(&mut self, positions: &[i32]) -> Result<Batch<'_>, Error> {
         let num_tokens = count("the number of positions", positions.len())?;
         let mut raw = ptr::null_mut();
-        // SAFETY: as many positions as are said, and they are copied.
+        // SAFETY: the slice has that many positions, which the call copies.
         check(unsafe { kvc_begin(self.raw, num_tokens, positions.as_ptr(), ptr::null(), ptr::null(), &mut raw) })?;
         Ok(Batch { raw, num_tokens: positions.len(), cache: self })
     }
@@ -150,7 +150,7 @@ impl Drop for Cache {
     }
 }
 
-/// The tokens of one forward pass: part of the sequence once they are committed; dropped, they never were.
+/// The tokens of one forward pass. Committing makes them part of the sequence; dropping aborts them.
 pub struct Batch<'cache> {
     raw: *mut kvc_batch,
     num_tokens: usize,
@@ -159,7 +159,7 @@ pub struct Batch<'cache> {
 
 impl Batch<'_> {
     /// Stores one layer's keys and values, `[num_tokens][num_kv_heads][head_dim]`, then attends with its queries,
-    /// `[num_tokens][num_heads][head_dim]`, of which shape is what comes out.
+    /// `[num_tokens][num_heads][head_dim]`; `out` has the queries' shape.
     pub fn attend(&mut self, layer: usize, q: &[f32], k: &[f32], v: &[f32], out: &mut [f32]) -> Result<(), Error> {
         let (num_heads, num_kv_heads) = (self.heads("q", q)?, self.cache.num_kv_heads);
         for (name, rows, needed) in [("k", k, num_kv_heads), ("v", v, num_kv_heads), ("out", &*out, num_heads)] {
@@ -202,7 +202,7 @@ impl Batch<'_> {
         check(unsafe { kvc_attend(self.raw, &plan, &args) })
     }
 
-    /// How many heads these rows of the batch's tokens have.
+    /// The number of heads in these rows of the batch's tokens.
     fn heads(&self, name: &str, rows: &[f32]) -> Result<usize, Error> {
         let of_one_head = self.num_tokens * self.cache.head_dim;
         if rows.is_empty() || rows.len() % of_one_head != 0 {
@@ -212,9 +212,9 @@ impl Batch<'_> {
         Ok(rows.len() / of_one_head)
     }
 
-    /// Makes the tokens part of the sequence. After an error they never were.
+    /// Makes the tokens part of the sequence; after an error the sequence is as it was.
     pub fn commit(self) -> Result<(), Error> {
-        // SAFETY: the batch is open; if it is committed, its handle is gone, and nothing is left to drop.
+        // SAFETY: the batch is open; a commit that succeeds consumes its handle, so that nothing is left to drop.
         check(unsafe { kvc_commit(self.raw) })?;
         mem::forget(self);
         Ok(())
@@ -223,7 +223,7 @@ impl Batch<'_> {
 
 impl Drop for Batch<'_> {
     fn drop(&mut self) {
-        // SAFETY: the batch is open: `commit` forgets those that are not.
+        // SAFETY: the batch is open, since `commit` forgets committed ones.
         unsafe { kvc_abort(self.raw) };
     }
 }

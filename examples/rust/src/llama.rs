@@ -21,7 +21,7 @@ struct Layer {
     down: Vec<f32>,           // [hidden][intermediate]
 }
 
-/// Weights only: keys and values, and so the sequence, are the cache's.
+/// The weights; keys and values, and so the sequence, belong to the cache.
 pub struct Llama {
     pub config: Config,
     embedding: Vec<f32>, // [vocab][hidden]
@@ -45,7 +45,7 @@ impl Llama {
         Ok(Llama { config, embedding, layers, norm, head })
     }
 
-    /// Appends tokens, at least one, to the cache's sequence; what comes out are the logits of the one that follows.
+    /// Appends one or more tokens to the cache's sequence; returns the logits of the token that follows.
     pub fn forward(&self, tokens: &[u8], cache: &mut Cache) -> Result<Vec<f32>, kvcache::Error> {
         let c = &self.config;
         let positions: Vec<i32> = (cache.next_position()..).take(tokens.len()).collect();
@@ -90,7 +90,7 @@ fn take_layer(tensors: &mut Tensors, config: &Config, index: usize) -> Result<La
     })
 }
 
-/// Rows [n][len] of x by a matrix [m][len]: [n][m].
+/// Multiplies x [n][len] by a matrix [m][len]; returns [n][m].
 fn product(x: &[f32], matrix: &[f32], len: usize) -> Vec<f32> {
     let outputs = matrix.len() / len;
     let mut y = vec![0.0; x.len() / len * outputs];
@@ -102,7 +102,7 @@ fn product(x: &[f32], matrix: &[f32], len: usize) -> Vec<f32> {
     y
 }
 
-/// In as many sums as compilers need to use vectors.
+/// A dot product in several sums, so that compilers can use vectors.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     const SUMS: usize = 16;
     let (a_parts, b_parts) = (a.chunks_exact(SUMS), b.chunks_exact(SUMS));
@@ -135,7 +135,7 @@ fn rotation(positions: &[i32], head_dim: usize, theta: f64) -> Vec<Vec<(f32, f32
     positions.iter().map(turns).collect()
 }
 
-/// Turns heads [n][num_heads][head_dim] in place; element i pairs with i + head_dim / 2.
+/// Rotates heads [n][num_heads][head_dim] in place (RoPE); element i pairs with i + head_dim / 2.
 fn rotate(heads: &mut [f32], num_heads: usize, rotation: &[Vec<(f32, f32)>]) {
     let of_a_token = heads.len() / rotation.len();
     for (token, turns) in heads.chunks_exact_mut(of_a_token).zip(rotation) {

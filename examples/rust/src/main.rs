@@ -1,4 +1,4 @@
-//! Continues a prompt with a Llama whose tokens are bytes, through the cache: always by the likeliest token.
+//! Continues a prompt with a Llama whose tokens are bytes, through the cache, always with the likeliest token.
 
 mod config;
 mod files;
@@ -45,7 +45,7 @@ struct Options {
 }
 
 impl Options {
-    /// None: help is asked for.
+    /// `None` where help was asked for.
     fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Option<Self>> {
         let mut prompt = None;
         let mut options = Options {
@@ -97,7 +97,7 @@ fn run() -> Result<()> {
     }
 }
 
-/// Writes the prompt and what follows it: the prompt is one batch, then each token is one.
+/// Writes the prompt and its continuation. The prompt is one batch, then each token is one.
 fn generate(options: &Options) -> Result<()> {
     let model = Llama::load(&options.model)?;
     let c = &model.config;
@@ -143,12 +143,12 @@ fn room(prompt: usize, context: usize) -> Result<usize> {
     }
 }
 
-/// The first of equals.
+/// The index of the largest, the first of equals.
 fn likeliest(logits: &[f32]) -> usize {
     (1..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best })
 }
 
-/// What names of a file make of a message neither steers a terminal nor floods it.
+/// Makes a message with names from a file safe to print: it neither steers a terminal nor floods it.
 fn printable(text: &str) -> String {
     const MOST: usize = 1000;
     let mut shown = String::new();
@@ -170,8 +170,8 @@ fn main() -> ExitCode {
         Err(error) => error,
     };
     if error.downcast_ref::<io::Error>().map_or(false, |error| error.kind() == io::ErrorKind::BrokenPipe) {
-        return ExitCode::from(1); // the reader has had enough
+        return ExitCode::from(1); // the reader closed the pipe
     }
-    let _ = writeln!(io::stderr(), "generate: {}", printable(&error.to_string())); // else nobody can be told
+    let _ = writeln!(io::stderr(), "generate: {}", printable(&error.to_string())); // stderr may be closed
     ExitCode::from(2)
 }

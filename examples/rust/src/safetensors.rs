@@ -9,19 +9,19 @@ use crate::files;
 use crate::json::Json;
 use crate::Result;
 
-/// Bytes of a header.
+/// The most bytes of a header.
 const MOST_HEADER: u64 = 1 << 24;
 
-/// Where the bytes are: a file, or in the tests memory.
+/// The source of bytes: a file, or memory in the tests.
 pub trait Source: Read + Seek {}
 impl<T: Read + Seek> Source for T {}
 
-/// The tensors of a file; each is taken once, in the shape that the configuration implies, and read only then.
+/// The tensors of a file. Each is taken once, in the shape that the configuration implies, and read only then.
 pub struct Tensors {
     path: PathBuf,
     source: Box<dyn Source>,
     tensors: BTreeMap<String, Json>,
-    data: Range<u64>, // what follows the header
+    data: Range<u64>, // after the header
 }
 
 impl Tensors {
@@ -56,7 +56,7 @@ impl Tensors {
         Ok(Tensors { path: path.into(), source, tensors, data })
     }
 
-    /// Decodes a tensor, and forgets it here.
+    /// Decodes a tensor, and removes it from the list.
     pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
         let path = self.path.display();
         let entry = self.tensors.remove(name).ok_or_else(|| format!("{path} has no tensor {name}"))?;
@@ -87,7 +87,8 @@ impl Tensors {
         }
     }
 
-    /// Refuses what was not taken, but for one: a model without its biases gives text that is wrong and looks right.
+    /// Refuses tensors that were not taken, except for one: without its biases a model gives text that is wrong, and
+    /// looks right.
     pub fn finish(self, unused: &str) -> Result<()> {
         match self.tensors.keys().find(|name| *name != unused) {
             Some(name) => {
@@ -98,7 +99,7 @@ impl Tensors {
     }
 }
 
-/// Where the bytes of a tensor are, behind the header.
+/// The range of a tensor's bytes after the header.
 fn place(entry: &Json) -> Option<Range<u64>> {
     match counts(entry.get("data_offsets"))?[..] {
         [begin, end] if begin <= end => Some(begin as u64..end as u64),
@@ -117,7 +118,7 @@ fn f32_of(bytes: &[u8]) -> f32 {
     f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
 }
 
-/// The upper half of an f32.
+/// The f32 whose upper half is this bf16.
 fn bf16_of(bytes: &[u8]) -> f32 {
     f32_of(&[0, 0, bytes[0], bytes[1]])
 }

@@ -1,4 +1,4 @@
-//! The safe layer, against the library itself.
+//! Tests the safe layer against the library.
 
 use kvcache::{ffi, Batch, Cache, Config, Error};
 
@@ -16,17 +16,17 @@ fn cache() -> Cache {
     Cache::new(&config()).unwrap()
 }
 
-/// Numbers between -1 and 1 that repeat themselves after a long while.
+/// Numbers between -1 and 1 with a long period.
 fn numbers(seed: usize, n: usize) -> Vec<f32> {
     (0..n).map(|i| ((seed * 7919 + i * 104_729) % 2003) as f32 / 1001.0 - 1.0).collect()
 }
 
-/// Rows of some tokens, of so many heads; other ones in each layer.
+/// Rows of some tokens with `num_heads` heads, different in each layer.
 fn rows(seed: usize, tokens: usize, heads: usize, layer: usize) -> Vec<f32> {
     numbers(seed * NUM_LAYERS + layer, tokens * heads * DIM)
 }
 
-/// One forward pass; what attention gives in each layer.
+/// Runs one forward pass; returns each layer's attention.
 fn pass(cache: &mut Cache, seed: usize, tokens: usize) -> Result<Vec<Vec<f32>>, Error> {
     let positions: Vec<i32> = (cache.next_position()..).take(tokens).collect();
     let mut batch = cache.begin(&positions)?;
@@ -43,7 +43,7 @@ fn attend(batch: &mut Batch, seed: usize, tokens: usize, layer: usize) -> Result
     Ok(out)
 }
 
-/// Softmax in f64 over the first `seen` rows, for one head of one token.
+/// Softmax attention in f64 over the first `seen` rows, for one head of one token.
 fn expected(q: &[f32], k: &[f32], v: &[f32], seen: usize, kv_head: usize) -> Vec<f64> {
     let row = |rows: &[f32], i: usize| -> Vec<f64> {
         rows[(i * NUM_KV_HEADS + kv_head) * DIM..][..DIM].iter().map(|x| f64::from(*x)).collect()
