@@ -119,8 +119,8 @@ static void check_rows(kvc_cache *cache, int64_t id, int32_t n)
     CHECKF(kvc_seq_len(cache, id, -1) == n, "%d rows, not %d", (int)kvc_seq_len(cache, id, -1), n);
     for (int64_t i = 0, at = 0; i < cache->sequences.num; i++)
         if (cache->sequences.items[i]->id == id)
-            for (const kvc_run *r = kvc_runs_begin(cache->sequences.items[i]->rows);
-                 r < kvc_runs_end(cache->sequences.items[i]->rows); r++)
+            for (const kvc_run *r = kvc_runs_begin(cache->sequences.items[i]->runs);
+                 r < kvc_runs_end(cache->sequences.items[i]->runs); r++)
                 for (run = *r; run.count > 0; run.count--, run.slot++, at++)
                     for (int l = 0; l < 2; l++)
                         for (int h = 0; h < HEADS; h++) {
