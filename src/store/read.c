@@ -9,9 +9,11 @@
 #include "store/span.h"
 #include "store/check.h"
 
-enum { WORTH_THREADS = 1 << 16 }; /* elements; to copy less takes less time than to wake a thread */
+enum { WORTH_THREADS = 1 << 16 }; /* elements; copying fewer takes less time than waking a thread */
 
-/* Of rows [first, first + num), in order of arrival, as far as there are so many. */
+/* ---- which rows -------------------------------------------------------------------------------------------------- */
+
+/* Lists the positions of rows [first, first + num), or of those there are, in order of arrival. */
 static void list_positions(const kvc_run *runs, int32_t num_runs, int64_t first, int64_t num, int32_t *positions) {
     int64_t row = 0;
     for (const kvc_run *run = runs; run < runs + num_runs && row - first < num; run++)
@@ -40,7 +42,7 @@ int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t po
 
 /* ---- copies ------------------------------------------------------------------------------------------------------ */
 
-/* Keys of one head of a run, turned to where they stand. */
+/* Decodes the keys of one head of a run, rotated for the positions they have now. */
 static void decode_keys(kvc_reader *reader, const kvc_span *span, int64_t head, const kvc_rows_out *out, char *to) {
     const kvc_cache *cache = reader->cache;
     const kvc_layer *config = &cache->layers[reader->layer];
@@ -56,7 +58,7 @@ static void decode_keys(kvc_reader *reader, const kvc_span *span, int64_t head, 
                            from + i * span->k_row_stride, config->k_type, config->k_dim);
 }
 
-/* Rows of one head. */
+/* Copies the rows of one head of a run to rows `at` and following of the caller's arrays. */
 static void copy_head(kvc_reader *reader, const kvc_run *part, const kvc_rows_out *out, int64_t at, int64_t head) {
     const kvc_cache *cache = reader->cache;
     const kvc_layer *config = &cache->layers[reader->layer];
@@ -73,34 +75,30 @@ void kvc_reader_copy(kvc_reader *reader, const kvc_run *part, const kvc_rows_out
     for (int64_t h = 0; h < reader->cache->layers[reader->layer].num_kv_heads; h++) copy_head(reader, part, out, at, h);
 }
 
-static size_t scratch_size(const kvc_cache *cache, int32_t layer) {
-    return kvc_rotator_floats(cache->layers[layer].k_dim) * sizeof(float);
+void kvc_clear_rows(char *head, int64_t row_stride, int64_t begin, int64_t end, size_t row_bytes) {
+    for (int64_t i = begin; i < end; i++) memset(head + i * row_stride, 0, row_bytes);
 }
 
-kvc_status kvc_check_rows_out(const kvc_rows_out *given, kvc_rows_out *out, const char *name) {
-    kvc_status status = KVC_READ(kvc_rows_out, out, given, name);
-    if (status == KVC_OK) status = kvc_check_array(out->type, out->k_row_stride, out->k_head_stride, name);
-    return status == KVC_OK ? kvc_check_array(out->type, out->v_row_stride, out->v_head_stride, name) : status;
-}
+/* ---- snapshots --------------------------------------------------------------------------------------------------- */
 
-/* What is to be read without the mutex: a copy of the runs, whose blocks are pinned. */
+/* What is read without the mutex: a copy of the runs, whose blocks are pinned. */
 typedef struct snapshot {
     kvc_cache *cache;
-    int32_t layer, num_runs; /* 0: there are none, and nothing is to be freed */
+    int32_t layer, num_runs; /* num_runs 0: there is nothing to read, nor to free */
     kvc_run *runs;
-    float *scratch; /* [num_tasks][kvc_rotator_floats] */
-    uint64_t size;  /* of both */
+    float *scratch; /* [num_tasks][kvc_rotator_floats]; NULL: keys need not be rotated */
+    uint64_t size;  /* of runs and scratch, one allocation */
 } snapshot;
 
 static kvc_status take_snapshot(kvc_cache *cache, const kvc_run_list *list, int32_t layer, int32_t num_tasks,
                                 snapshot *s) {
-    const int turns = kvc_rope_of(cache, layer) != NULL;
+    const uint64_t floats = kvc_rope_of(cache, layer) ? kvc_rotator_floats(cache->layers[layer].k_dim) : 0;
     *s = (snapshot){.cache = cache, .layer = layer};
     kvc_add_array(&s->size, (uint64_t)list->num * sizeof *s->runs);
-    const uint64_t scratch = kvc_add_array(&s->size, turns ? (uint64_t)num_tasks * scratch_size(cache, layer) : 0);
+    const uint64_t scratch = kvc_add_array(&s->size, (uint64_t)num_tasks * floats * sizeof *s->scratch);
     s->runs = kvc_memory_alloc(&cache->memory, s->size, KVC_MEMORY_SCRATCH, -1);
     if (!s->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory to read %d runs of layer %d", list->num, layer);
-    if (turns) s->scratch = (void *)((char *)s->runs + scratch);
+    if (floats) s->scratch = (void *)((char *)s->runs + scratch);
     s->num_runs = list->num;
     for (int32_t i = 0; i < s->num_runs; i++) {
         s->runs[i] = kvc_runs_begin(list)[i];
@@ -109,14 +107,15 @@ static kvc_status take_snapshot(kvc_cache *cache, const kvc_run_list *list, int3
     return KVC_OK;
 }
 
-/* Of a sequence that holds at least `least` rows in the layer. */
+/* Takes a snapshot of a sequence in a layer, for tasks that copy its rows, and begins reading.  KVC_ERR_INDEX if it
+ * holds fewer than `least` rows.  *num_stored, unless num_stored is NULL, becomes the number it holds. */
 static kvc_status open_snapshot(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t least, int32_t num_tasks,
                                 int64_t *num_stored, snapshot *s) {
     *s = (snapshot){0};
     kvc_status status = KVC_OK;
     kvc_lock(cache);
     kvc_cache_begin_reading(cache);
-    kvc_cache_find(cache, seq_id); /* which waits while they are written */
+    kvc_cache_find(cache, seq_id); /* waits while its rows are written */
     const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
     const int64_t stored = list ? list->num_rows : 0;
     if (num_stored) *num_stored = stored;
@@ -140,21 +139,25 @@ static void close_snapshot(snapshot *s) {
     kvc_unlock(cache, KVC_OK);
 }
 
-/* A copy of rows of all heads, cut into a task for each thread. */
+/* ---- copying in tasks -------------------------------------------------------------------------------------------- */
+
+kvc_status kvc_check_rows_out(const kvc_rows_out *given, kvc_rows_out *out, const char *name) {
+    kvc_status status = KVC_READ(kvc_rows_out, out, given, name);
+    if (status == KVC_OK) status = kvc_check_array(out->type, out->k_row_stride, out->k_head_stride, name);
+    return status == KVC_OK ? kvc_check_array(out->type, out->v_row_stride, out->v_head_stride, name) : status;
+}
+
+/* One call of kvc_gather or kvc_extract. */
 typedef struct copying {
     kvc_cache *cache;
     int32_t layer, num_tasks;
     snapshot from;
     kvc_rows_out out;
-    int64_t first, num_rows; /* in order of arrival, */
-    int by_position;         /* or by position, zeros where there is none */
+    int64_t first, num_rows; /* rows [first, first + num_rows) in order of arrival, */
+    int by_position; /* or, if set, by position: zeros where there is no row, the latest one where there are more */
 } copying;
 
-void kvc_clear_rows(char *head, int64_t row_stride, int64_t begin, int64_t end, size_t row_bytes) {
-    for (int64_t i = begin; i < end; i++) memset(head + i * row_stride, 0, row_bytes);
-}
-
-/* Rows [begin, end) of one head, counted from the first one. */
+/* Copies rows [first + begin, first + end) of one head. */
 static void copy_range(const copying *c, kvc_reader *reader, int64_t head, int64_t begin, int64_t end) {
     const kvc_layer *config = &c->cache->layers[reader->layer];
     const kvc_rows_out *out = &c->out;
@@ -164,10 +167,10 @@ static void copy_range(const copying *c, kvc_reader *reader, int64_t head, int64
     if (c->by_position && out->v)
         kvc_clear_rows((char *)out->v + head * out->v_head_stride, out->v_row_stride, begin, end,
                        kvc_row_bytes(out->type, config->v_dim));
-    int64_t row = 0; /* that the run begins with */
+    int64_t row = 0; /* index of the run's first row, in order of arrival */
     for (int32_t i = 0; i < c->from.num_runs; row += c->from.runs[i++].count) {
         const kvc_run *run = &c->from.runs[i];
-        const int64_t from = c->first - (c->by_position ? run->position : row); /* the first row, in the run */
+        const int64_t from = c->first - (c->by_position ? run->position : row); /* row `first`, counted in the run */
         const int64_t low = from + begin > 0 ? from + begin : 0,
                       high = from + end < run->count ? from + end : run->count;
         if (low >= high) continue;
@@ -177,6 +180,7 @@ static void copy_range(const copying *c, kvc_reader *reader, int64_t head, int64
     }
 }
 
+/* Copies a task's share of the rows, which are counted head after head. */
 static void copy_task(void *context, int64_t task) {
     const copying *c = context;
     const kvc_layer *config = &c->cache->layers[c->layer];
@@ -185,13 +189,13 @@ static void copy_task(void *context, int64_t task) {
     const int64_t all = c->num_rows * config->num_kv_heads, share = (all - 1) / c->num_tasks + 1;
     const int64_t end = (task + 1) * share < all ? (task + 1) * share : all;
     for (int64_t i = task * share, n; i < end; i += n) {
-        const int64_t row = i % c->num_rows, rest = c->num_rows - row;
-        n = end - i < rest ? end - i : rest;
-        copy_range(c, &reader, i / c->num_rows, row, row + n);
+        const int64_t head = i / c->num_rows, row = i % c->num_rows;
+        n = end - i < c->num_rows - row ? end - i : c->num_rows - row;
+        copy_range(c, &reader, head, row, row + n);
     }
 }
 
-/* What a copy may take of threads. */
+/* The number of tasks, a thread each, that a copy is worth. */
 static int32_t count_tasks(const kvc_cache *cache, int32_t layer, int64_t num_rows) {
     const kvc_layer *config = &cache->layers[layer];
     const double rows = (double)num_rows * config->num_kv_heads;
@@ -200,6 +204,7 @@ static int32_t count_tasks(const kvc_cache *cache, int32_t layer, int64_t num_ro
     return rows < threads ? (int32_t)rows : threads;
 }
 
+/* positions[i] becomes begin + i where a row stands, else -1. */
 static void find_positions(const snapshot *s, int32_t begin, int32_t end, int32_t *positions) {
     for (int32_t i = 0; i < end - begin; i++) positions[i] = -1;
     for (int32_t r = 0; r < s->num_runs; r++) {
@@ -208,6 +213,7 @@ static void find_positions(const snapshot *s, int32_t begin, int32_t end, int32_
     }
 }
 
+/* Copies all rows, and ends reading. */
 static void copy_all(copying *c) {
     if (c->num_rows) kvc_parallel(c->num_tasks, c->num_tasks, copy_task, c);
     close_snapshot(&c->from);

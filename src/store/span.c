@@ -67,7 +67,7 @@ kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *
     if (status != KVC_OK) return status;
     if (hold) *hold = NULL;
     kvc_lock(cache);
-    kvc_cache_find(cache, seq_id); /* which waits while they are written */
+    kvc_cache_find(cache, seq_id); /* waits while its rows are written */
     const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
     *num_spans = list ? list->num : 0;
     for (int64_t i = 0; i < *num_spans && i < max_spans; i++) {

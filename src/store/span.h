@@ -4,10 +4,10 @@
 
 #include "store/cache.h"
 
-/* A run as memory. */
+/* Returns where the rows of a run lie, as callers see them. */
 kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at);
 
-/* Pins the block of every run; with the mutex held. */
+/* Pins the block of every run, until kvc_hold_free; with the mutex held. */
 kvc_status kvc_hold_runs(kvc_cache *cache, const kvc_run *runs, int32_t num_runs, int32_t group, kvc_hold **out);
 
 #endif
