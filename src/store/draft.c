@@ -5,31 +5,35 @@
 #include "base/threads.h"
 
 enum {
-    WORTH_THREADS = 1 << 16, /* bytes; to copy less takes less time than to wake a thread */
-    FUNCTION_ROWS = 512,     /* that are decoded for the caller's function at a time, ... */
-    FUNCTION_PIECES = 128    /* ... which gets them in so many pieces at most */
+    WORTH_THREADS = 1 << 16, /* bytes; copying fewer takes less time than waking a thread */
+    FUNCTION_ROWS = 512,     /* most rows that are decoded for the caller's function at a time, ... */
+    FUNCTION_PIECES = 128    /* ... and most pieces of these */
 };
 
 /* ---- the draft --------------------------------------------------------------------------------------------------- */
 
+/* The position after the change. */
 static int32_t target(const kvc_change *change, int32_t position) {
     return change->divisor ? position / change->divisor : position + change->move;
 }
 
-/* Goes over what rows are to become. */
+/* A pass over the rows as they will be: the first counts them, and the second fills in the draft. */
 typedef struct walk {
     const kvc_change *change;
     kvc_pool *pool;
-    kvc_draft *draft;              /* NULL: parts are only counted */
-    kvc_block *block;              /* that copies go to */
-    int64_t parts, copies, copied; /* runs, those that are copied, their rows */
+    kvc_draft *draft; /* NULL: parts are only counted */
+    kvc_block *block; /* that copies go to */
+    int64_t parts;    /* of runs whose rows fare alike */
+    int64_t copies;   /* of these, parts that are copied */
+    int64_t copied;   /* rows of those */
 } walk;
 
+/* Adds a copied part to the draft, cut where blocks are full.  to: a run with the part's new position and delta. */
 static void add_copies(walk *w, const kvc_run *part, kvc_run to) {
     for (int32_t done = 0; done < part->count; done += to.count) {
         if (!w->block || w->block->fill == w->pool->block_size) w->block = kvc_pool_open(w->pool);
-        const int32_t rest = part->count - done, room = w->pool->block_size - w->block->fill;
-        to.count = rest < room ? rest : room;
+        const int32_t rest = part->count - done, left = w->pool->block_size - w->block->fill;
+        to.count = rest < left ? rest : left;
         if (to.count > KVC_COPY_ROWS) to.count = KVC_COPY_ROWS;
         to.block = w->block;
         const int32_t touched = w->block->touched;
@@ -65,8 +69,8 @@ static void add_part(walk *w, const kvc_run *part, int changes, int copied) {
         kvc_runs_push(&w->draft->runs, &to);
 }
 
-/* How many of a part's rows, from its first one, change alike. */
-static int32_t alike(const kvc_change *change, const kvc_run *part, int *copied) {
+/* The number of rows, from the first of a run on, that fare alike; *copied: whether they are copied. */
+static int32_t count_alike(const kvc_change *change, const kvc_run *part, int *copied) {
     *copied = change->copies && change->copies(change->context, part, part->slot);
     if (change->divisor) return 1; /* positions may repeat from here on */
     if (!change->copies) return part->count;
@@ -85,7 +89,7 @@ static void walk_rows(walk *w, const kvc_run_list *list) {
         while (rest.count) {
             int copied;
             kvc_run part = rest;
-            part.count = alike(change, &rest, &copied);
+            part.count = count_alike(change, &rest, &copied);
             add_part(w, &part, 1, copied);
             rest.slot += part.count;
             rest.position += part.count;
@@ -95,14 +99,15 @@ static void walk_rows(walk *w, const kvc_run_list *list) {
     }
 }
 
+/* Gets all memory for what was counted. */
 static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted, kvc_draft *draft) {
     const int64_t blocks = (counted->copied + pool->block_size - 1) / pool->block_size;
-    const int64_t runs = counted->parts + blocks; /* cut where blocks end */
+    const int64_t runs = counted->parts + blocks; /* those that are copied are cut where blocks end */
     const int64_t copies = counted->copies + blocks + counted->copied / KVC_COPY_ROWS;
     if (runs > INT32_MAX / 2) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)runs);
     kvc_status status = kvc_runs_reserve(&draft->runs, &cache->memory, (int32_t)runs);
     if (status != KVC_OK || !counted->copied) return status;
-    draft->room = (int32_t)copies;
+    draft->max_copies = (int32_t)copies;
     draft->copies = kvc_memory_alloc(&cache->memory, (uint64_t)copies * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
     if (!draft->copies) return kvc_fail(KVC_ERR_NOMEM, "out of memory to copy %lld rows", (long long)counted->copied);
     const int32_t before = pool->num_blocks;
@@ -130,7 +135,7 @@ kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_run_list *l
     return KVC_OK;
 }
 
-/* Calls visit for all that a draft takes the place of. */
+/* Visits all that a draft takes the place of: what is dropped, and what is copied. */
 static void visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *context) {
     kvc_runs_visit(draft->from, draft->change.begin, draft->change.end, visit, context);
     for (int32_t i = 0; i < draft->num_copies; i++) {
@@ -139,6 +144,7 @@ static void visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *con
     }
 }
 
+/* Drop slots for a trial, adding those that would be free to *slots; undo that. */
 static void try_drop(void *slots, const kvc_run *part) {
     kvc_pool_try_drop(part->block, part->slot, part->count, slots);
 }
@@ -163,7 +169,8 @@ kvc_status kvc_drafts_check(const kvc_cache *cache, int32_t group, const kvc_dra
 }
 
 void kvc_draft_free(kvc_cache *cache, kvc_draft *draft) {
-    kvc_memory_free(&cache->memory, draft->copies, (uint64_t)draft->room * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
+    kvc_memory_free(&cache->memory, draft->copies, (uint64_t)draft->max_copies * sizeof(kvc_copy), KVC_MEMORY_SCRATCH,
+                    -1);
     *draft = (kvc_draft){0};
 }
 
@@ -234,6 +241,7 @@ void kvc_draft_size_lanes(const kvc_cache *cache, int32_t group, const kvc_draft
     }
 }
 
+/* Copies the rows of one layer. */
 static void copy_rows(const kvc_layout *at, const kvc_copy *copy) {
     for (int32_t h = 0; h < at->num_kv_heads; h++) {
         memcpy(kvc_key_at(at, copy->to, copy->to_slot, h), kvc_key_at(at, copy->from, copy->from_slot, h),
@@ -258,7 +266,7 @@ void kvc_rotate_keys(const kvc_cache *cache, int32_t group, kvc_block *block, in
     }
 }
 
-/* Copies, in as many parts as there are lanes. */
+/* One call of kvc_draft_copy: the list of copies is cut into a part for each lane. */
 typedef struct copying {
     const kvc_cache *cache;
     const kvc_draft *draft;
@@ -285,14 +293,14 @@ static void copy_part(void *context, int64_t part) {
 
 /* ---- the caller's function --------------------------------------------------------------------------------------- */
 
-/* Copied rows that it moves together. */
+/* Copied rows whose keys the function moves in one call. */
 typedef struct piece {
     const kvc_copy *copy;
     int32_t first, count, delta;
     float *keys; /* [num_kv_heads][count][k_dim] */
 } piece;
 
-/* As many pieces as there is room for. */
+/* The pieces of one layer that are decoded, moved and encoded together. */
 typedef struct moving {
     const kvc_cache *cache;
     const kvc_layer *layer;
@@ -303,7 +311,7 @@ typedef struct moving {
     piece pieces[FUNCTION_PIECES];
 } moving;
 
-/* The stored keys of a piece as f32, or back. */
+/* Decodes the stored keys of a piece to f32, or encodes these. */
 static void convert_piece(void *context, int64_t i) {
     const moving *m = context;
     const piece *p = &m->pieces[i];
@@ -335,6 +343,7 @@ static kvc_status move_pieces(moving *m) {
     return KVC_OK;
 }
 
+/* Adds a piece, after moving those before where there is no space left for it. */
 static kvc_status add_piece(moving *m, piece p) {
     const size_t row = (size_t)m->layer->num_kv_heads * (size_t)m->layer->k_dim;
     if (m->num_pieces == FUNCTION_PIECES || m->num_rows + p.count > FUNCTION_ROWS) {
