@@ -6,7 +6,7 @@
 #include "store/check.h"
 #include "kernels/dispatch.h"
 #include "base/dtype.h"
-#include "store/fork.h"
+#include "store/atfork.h"
 
 /* ---- version and machine ----------------------------------------------------------------------------------------- */
 
@@ -351,7 +351,7 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
     if (!kernels)
         return kvc_fail(KVC_ERR_UNSUPPORTED, "KVCACHE_ISA is %s: this machine and build have %s", wanted,
                         KVC_KERNEL_NAMES);
-    if (kvc_fork_init()) return kvc_fail(KVC_ERR_NOMEM, "out of memory for what fork() is to call");
+    if (kvc_atfork_init()) return kvc_fail(KVC_ERR_NOMEM, "out of memory for what fork() is to call");
 
     kvc_cache *cache = new_cache(&memory, config.num_layers, count_frequencies(&config));
     if (!cache) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a cache of %d layers", config.num_layers);
@@ -362,7 +362,7 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
         free_cache(cache);
         return status;
     }
-    kvc_fork_watch(cache);
+    kvc_atfork_watch(cache);
     *out = cache;
     return KVC_OK;
 }
@@ -658,7 +658,7 @@ kvc_status kvc_cache_free(kvc_cache *cache) {
     if (status == KVC_OK) clear_all_but(cache, NULL);
     kvc_unlock(cache, status);
     if (status != KVC_OK) return status;
-    kvc_fork_unwatch(cache);
+    kvc_atfork_unwatch(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_destroy(&cache->pools[g]);
     kvc_scratch_free(cache);
     kvc_spare_free(cache);

@@ -37,7 +37,7 @@ IN_A_CIRCLE = {
     "store/cache",
     "store/check",
     "store/draft",
-    "store/fork",
+    "store/atfork",
     "store/put",
     "store/sheet",
     "store/span",

@@ -1,9 +1,9 @@
-/* fork.c: fork() takes every cache's mutex first, and waits for all that reads or writes rows without it: so in the
+/* atfork.c: fork() takes every cache's mutex first, and waits for all that reads or writes rows without it: so in the
  * child nothing is half done, and no mutex is another thread's.  The mutex of a cache is never held while that of
  * another, or of the list of caches, is asked for, but here.  Rewrites by a function of the caller cannot be waited
  * for, as that may do anything: in the child they are undone.
  */
-#include "store/fork.h"
+#include "store/atfork.h"
 
 #include "store/draft.h"
 #include "store/put.h"
@@ -11,9 +11,9 @@
 
 #if defined(_WIN32)
 
-int kvc_fork_init(void) { return 0; }
-void kvc_fork_watch(kvc_cache *cache) { (void)cache; }
-void kvc_fork_unwatch(kvc_cache *cache) { (void)cache; }
+int kvc_atfork_init(void) { return 0; }
+void kvc_atfork_watch(kvc_cache *cache) { (void)cache; }
+void kvc_atfork_unwatch(kvc_cache *cache) { (void)cache; }
 
 #else
 
@@ -70,13 +70,13 @@ static void in_child(void) {
 static int init_result;
 static void init(void) { init_result = pthread_atfork(before, unlock_all, in_child); }
 
-int kvc_fork_init(void) {
+int kvc_atfork_init(void) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, init);
     return init_result;
 }
 
-void kvc_fork_watch(kvc_cache *cache) {
+void kvc_atfork_watch(kvc_cache *cache) {
     kvc_mutex_lock(&list_mutex);
     cache->link = end_of_caches;
     *end_of_caches = cache;
@@ -84,7 +84,7 @@ void kvc_fork_watch(kvc_cache *cache) {
     kvc_mutex_unlock(&list_mutex);
 }
 
-void kvc_fork_unwatch(kvc_cache *cache) {
+void kvc_atfork_unwatch(kvc_cache *cache) {
     kvc_mutex_lock(&list_mutex);
     *cache->link = cache->next;
     *(cache->next ? &cache->next->link : &end_of_caches) = cache->link;
