@@ -12,6 +12,7 @@
 
 #include "attend/jobs.h"
 #include "store/check.h"
+#include "store/scratch.h"
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 

@@ -7,6 +7,8 @@
 
 #include "store/draft.h"
 #include "store/check.h"
+#include "store/limits.h"
+#include "store/waiting.h"
 
 /* What is known of a slot: the delta that all who hold it see, or one of these. */
 enum { UNSEEN = INT32_MIN, DISPUTED = INT32_MIN + 1 };

@@ -8,6 +8,7 @@
 #include "store/draft.h"
 #include "store/put.h"
 #include "store/sheet.h"
+#include "store/waiting.h"
 
 #if defined(_WIN32)
 

@@ -7,8 +7,11 @@
 #include <string.h>
 
 #include "store/compact.h"
+#include "store/limits.h"
 #include "store/resident.h"
+#include "store/scratch.h"
 #include "store/sheet.h"
+#include "store/waiting.h"
 
 /* ---- begin: the batch's own memory ------------------------------------------------------------------------------- */
 
@@ -105,7 +108,7 @@ static int32_t join(kvc_batch *batch, int64_t seq_id) {
         sequence->in_batch = s + 1;
         batch->sequences[s] = (kvc_batch_sequence){.sequence = sequence};
         sequence->low = kvc_sequence_is_empty(sequence) ? INT32_MAX : kvc_sequence_last(sequence) + 1;
-        kvc_cache_note(batch->cache, sequence);
+        kvc_cache_mark_changed(batch->cache, sequence);
     }
     return sequence->in_batch - 1;
 }
@@ -539,7 +542,7 @@ static void drop(kvc_batch *batch) {
         kvc_sequence *sequence = batch->sequences[s].sequence;
         sequence->in_batch = 0;
         if (sequence == batch->spare) {
-            kvc_cache_settled(sequence);
+            kvc_cache_unmark_changed(sequence);
             kvc_table_remove(&cache->sequences, sequence);
             cache->spare = sequence;
         } else {
@@ -578,8 +581,8 @@ static void carry_out(const kvc_batch *batch) {
     }
     while (cache->changed) {
         kvc_sequence *sequence = cache->changed;
-        kvc_cache_note(cache, sequence);
-        kvc_cache_settled(sequence);
+        kvc_cache_mark_changed(cache, sequence);
+        kvc_cache_unmark_changed(sequence);
     }
 }
 

@@ -1,4 +1,4 @@
-/* cache.h: what the public functions share: the cache and the open batch. */
+/* cache.h: a cache: its layers, its layer groups, the table of its sequences. */
 #ifndef KVC_CACHE_H
 #define KVC_CACHE_H
 
@@ -50,7 +50,7 @@ struct kvc_cache {
     int64_t num_in_place;    /* sequences */
     int64_t num_waiting;     /* calls of kvc_cache_wait: until they are done no reader begins */
     kvc_signal idle;         /* there are fewer of these */
-    kvc_cache *next, **link; /* the caches of the process: fork.c */
+    kvc_cache *next, **link; /* the caches of the process: atfork.c */
     kvc_stats stats;         /* its counters; what is counted now is filled in when asked for */
     struct {
         void *memory;
@@ -71,71 +71,11 @@ static inline kvc_status kvc_unlock(kvc_cache *cache, kvc_status status) {
     return status;
 }
 
-/* Scratch that outlives a call: of at least *size bytes, which becomes what it really is; whether there is some from
- * before.  kvc_scratch_free frees all that was given back.  With the mutex held. */
-int kvc_scratch_has(const kvc_cache *cache, uint64_t size);
-void *kvc_scratch_take(kvc_cache *cache, uint64_t *size);
-void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size);
-void kvc_scratch_free(kvc_cache *cache);
-
-/* Takes a sequence out of the table and frees it; only if it is blank. */
-void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence);
-void kvc_cache_tidy(kvc_cache *cache, kvc_sequence *sequence);
-
-/* The sequence, NULL: there is none, once no other call writes its rows where they lie; what follows is done before the
- * mutex is let go.  kvc_cache_find_all waits for all there are. */
-kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id);
-void kvc_cache_find_all(kvc_cache *cache);
-
 /* The runs of a sequence in a layer; NULL if it does not exist. */
 static inline const kvc_run_list *kvc_runs_of(const kvc_cache *cache, int64_t id, int32_t layer) {
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
     return sequence ? &sequence->runs[cache->group_of[layer]] : NULL;
 }
-
-/* The same for an edit that may copy rows, and so need what can be given back. */
-kvc_sequence *kvc_cache_find_to_copy(kvc_cache *cache, int64_t id);
-
-/* Bracket the reading of rows without the mutex; the reader pins their blocks.  The first may wait, so look only
- * afterwards at what is to be read. */
-void kvc_cache_begin_reading(kvc_cache *cache);
-void kvc_cache_end_reading(kvc_cache *cache);
-
-/* Waits until no pages are worked on, so that all that is free can be given back; whether it had to, and others may
- * have had the mutex. */
-int kvc_cache_wait_pages(kvc_cache *cache);
-
-/* Waits until no call reads or writes rows without the mutex, but for the rewrites of a function of the caller and for
- * what works on a batch. */
-void kvc_cache_wait(kvc_cache *cache);
-
-/* Bracket the writing of a sequence's rows in place, without the mutex. */
-void kvc_cache_begin_in_place(kvc_cache *cache, kvc_sequence *sequence);
-void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence);
-
-/* To be called once the rows of a sequence of the table have changed: counts it if it holds rows, and has the next
- * batch look for what it may evict. */
-void kvc_cache_note(kvc_cache *cache, kvc_sequence *sequence);
-
-/* Takes a sequence out of the list of those that changed. */
-void kvc_cache_settled(kvc_sequence *sequence);
-
-/* Frees the spare sequence. */
-void kvc_spare_free(kvc_cache *cache);
-
-/* An edit that leaves no token in any layer also forgets what was evicted. */
-void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
-
-/* Whether a query at this position would miss rows that were evicted. */
-int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
-
-/* Gives memory back until kvc_nbytes is at most so many bytes, or all was: that of free blocks, but for the next to be
- * used, as pool->demand.num_blocks says, then the pages past fill marks. */
-void kvc_give_back(kvc_cache *cache, int64_t most_bytes);
-
-/* Gives back what is free until kvc_nbytes is at most max_bytes.  KVC_ERR_FULL, because of `what`, if that is not
- * enough: then nothing is given back. */
-kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what);
 
 /* What turns the keys of a layer where they move; NULL: nothing does. */
 static inline const kvc_rope *kvc_rope_of(const kvc_cache *cache, int32_t layer) {
@@ -146,11 +86,6 @@ static inline const kvc_rope *kvc_rope_of(const kvc_cache *cache, int32_t layer)
 static inline int32_t kvc_source_of(const kvc_cache *cache, int32_t layer) {
     return cache->layers[layer].share ? cache->layers[layer].share - 1 : layer;
 }
-
-/* Where the rows of a layer are in a block of so many slots, behind what takes *block_bytes.  memory: the block's, if
- * that is taken as it is touched; NULL: it is not. */
-kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kvc_layer *layer, int32_t num_slots,
-                          size_t *block_bytes);
 
 /* Whether the layer has rows of its own, which are tokens'. */
 int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer);
@@ -166,7 +101,23 @@ static inline void kvc_cache_watch(const kvc_cache *cache, double work, kvc_watc
     kvc_watch_init(watch, work < WORTH_POLLING ? NULL : cache->poll, cache->poll_user);
 }
 
-/* What kvc_nbytes answers; with the mutex held. */
-int64_t kvc_cache_bytes(const kvc_cache *cache);
+/* ---- sequences of the table, with the mutex held ----------------------------------------------------------------- */
+
+/* Call once the rows of a sequence have changed: counts it if it holds rows, and has the next batch look for what it
+ * may evict, until kvc_cache_unmark_changed. */
+void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_cache_unmark_changed(kvc_sequence *sequence);
+
+/* Does the same at the end of an edit.  A sequence that holds no token any more forgets what was evicted; if it is
+ * blank then, it leaves the table. */
+void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Take a sequence out of the table and free it; all but one (NULL: all); only if it is blank. */
+void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_cache_forget_all(kvc_cache *cache, const kvc_sequence *kept);
+void kvc_cache_tidy(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Whether a query at this position would miss rows that were evicted. */
+int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
 
 #endif

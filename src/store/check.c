@@ -1,6 +1,7 @@
 #include "store/check.h"
 
 #include "base/dtype.h"
+#include "store/waiting.h"
 
 kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer) {
     if (layer >= 0 && layer < cache->num_layers) return KVC_OK;

@@ -3,6 +3,7 @@
 
 #include "store/cache.h"
 #include "store/check.h"
+#include "store/waiting.h"
 
 enum { WORTH_THREADS = 1 << 18 }; /* bytes; to copy less takes less time than to wake a thread */
 
@@ -128,7 +129,7 @@ static void copy_bookkeeping(cloning *c) {
         for (int32_t i = 0; i < c->from->sequences.num; i++)
             copy_runs(&c->to->sequences.items[i]->runs[g], &c->from->sequences.items[i]->runs[g], twins);
     }
-    for (int32_t i = 0; i < c->to->sequences.num; i++) kvc_cache_note(c->to, c->to->sequences.items[i]);
+    for (int32_t i = 0; i < c->to->sequences.num; i++) kvc_cache_mark_changed(c->to, c->to->sequences.items[i]);
 }
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */

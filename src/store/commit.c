@@ -3,6 +3,7 @@
 
 #include "store/put.h"
 #include "store/resident.h"
+#include "store/scratch.h"
 
 static void free_plans(kvc_batch *batch) {
     while (batch->plans) {
@@ -17,7 +18,7 @@ static void release_batch(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         batch->sequences[s].sequence->in_batch = 0;
-        kvc_cache_note(cache, batch->sequences[s].sequence);
+        kvc_cache_mark_changed(cache, batch->sequences[s].sequence);
         kvc_cache_tidy(cache, batch->sequences[s].sequence);
     }
     for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].epoch++;

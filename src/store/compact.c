@@ -10,6 +10,7 @@
 
 #include "store/check.h"
 #include "store/resident.h"
+#include "store/scratch.h"
 
 enum { WORTH_THREADS = 1 << 18 }; /* bytes; to move less takes less time than to wake a thread */
 

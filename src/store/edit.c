@@ -3,6 +3,8 @@
 
 #include "store/check.h"
 #include "store/draft.h"
+#include "store/limits.h"
+#include "store/waiting.h"
 
 static kvc_status check_rope(const kvc_cache *cache) {
     for (int32_t i = 0; i < cache->num_layers; i++)
@@ -183,4 +185,36 @@ kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t e
     const edit e = {.change = {.begin = begin, .end = begin, .moved_end = end, .divisor = divisor}};
     kvc_lock(cache);
     return kvc_unlock(cache, move_range(cache, seq_id, &e));
+}
+
+/* ---- clearing ---------------------------------------------------------------------------------------------------- */
+
+static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
+    for (int32_t i = 0; i < cache->sequences.num; i++) {
+        const kvc_status status =
+            cache->sequences.items[i] == kept ? KVC_OK : kvc_check_idle(cache->sequences.items[i]);
+        if (status != KVC_OK) return status;
+    }
+    kvc_cache_forget_all(cache, kept);
+    return KVC_OK;
+}
+
+kvc_status kvc_clear(kvc_cache *cache) {
+    kvc_lock(cache);
+    kvc_cache_find_all(cache);
+    return kvc_unlock(cache, clear_all_but(cache, NULL));
+}
+
+kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id) {
+    kvc_lock(cache);
+    kvc_cache_find_all(cache);
+    return kvc_unlock(cache, clear_all_but(cache, kvc_table_find(&cache->sequences, seq_id)));
+}
+
+kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id) {
+    kvc_lock(cache);
+    kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
+    const kvc_status status = kvc_check_idle(sequence);
+    if (status == KVC_OK && sequence) kvc_cache_forget(cache, sequence);
+    return kvc_unlock(cache, status);
 }

@@ -5,6 +5,8 @@
 #include "base/dtype.h"
 #include "store/draft.h"
 #include "store/check.h"
+#include "store/limits.h"
+#include "store/waiting.h"
 
 /* One call. */
 typedef struct injection {

@@ -4,7 +4,9 @@
 #include "store/put.h"
 
 #include "store/check.h"
+#include "store/limits.h"
 #include "store/span.h"
+#include "store/waiting.h"
 
 /* ---- put --------------------------------------------------------------------------------------------------------- */
 

@@ -8,6 +8,7 @@
 #include "store/sheet.h"
 #include "store/span.h"
 #include "store/check.h"
+#include "store/waiting.h"
 
 enum { WORTH_THREADS = 1 << 16 }; /* elements; copying fewer takes less time than waking a thread */
 

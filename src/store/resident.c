@@ -6,6 +6,9 @@
  */
 #include "store/resident.h"
 
+#include "store/limits.h"
+#include "store/waiting.h"
+
 enum { RETURN_BYTES = 4 << 20 }; /* are given back before others may have the mutex */
 
 /* Between these, a work is listed; nothing is chosen for it before. */

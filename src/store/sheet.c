@@ -1,5 +1,9 @@
 #include "store/sheet.h"
 
+#include "store/layout.h"
+#include "store/limits.h"
+#include "store/waiting.h"
+
 #include <string.h>
 
 uint64_t kvc_sheet_header_bytes(int32_t num_slots) {

@@ -4,6 +4,7 @@
 #include "base/status.h"
 #include "store/sheet.h"
 #include "store/check.h"
+#include "store/waiting.h"
 
 struct kvc_hold {
     kvc_cache *cache;
