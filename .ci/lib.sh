@@ -83,8 +83,8 @@ install() { fresh "$venv" "$(wheel)[test]"; }
 # task environment target...: a task of the Makefile, with the Python of this virtual environment
 task() { make --silent PYTHON="$1/bin/python" "${@:2}"; }
 
-# README's test command, on what pip installed.
-tests() { KVCACHE_TEST_INSTALLED=1 task "$venv" test ARGS=--color=no | tee "$tmp/pytest"; }
+# The tests, slow ones too, on what pip installed.
+tests() { KVCACHE_TEST_INSTALLED=1 task "$venv" test ARGS="--color=no --slow" | tee "$tmp/pytest"; }
 
 # build folder: the sdist of this tree, and the wheel of that
 build() { KVCACHE_WERROR=1 SOURCE_DATE_EPOCH=1000000000 "$tools/bin/python" -m build --outdir "$1"; }
@@ -104,8 +104,8 @@ distributions() {
 
 # torch_tests folder: what needs torch and transformers, which the wheel can do without, in this virtual environment
 torch_tests() {
-    "$1/bin/pytest" --color=no $(grep -rl --include='test_*.py' '^torch = ' tests) tests/package/test_docs.py
-    "$1/bin/pytest" --color=no -k torch tests/cache/test_arrays.py tests/cache/test_bad_input.py
+    "$1/bin/pytest" --color=no --slow $(grep -rl --include='test_*.py' '^torch = ' tests) tests/package/test_docs.py
+    "$1/bin/pytest" --color=no --slow -k torch tests/cache/test_arrays.py tests/cache/test_bad_input.py
 }
 
 with_torch() {
@@ -145,7 +145,9 @@ core() {
 }
 
 # c_tests cc flags...: the C tests and the example, built like this and no other way
-c_tests() { CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no tests/c/test_c.py tests/examples/test_c_example.py; }
+c_tests() {
+    CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no --slow tests/c tests/examples/test_c_example.py
+}
 
 # sanitizers cc flags...: the C tests under those for addresses and undefined behaviour
 sanitizers() {
@@ -242,7 +244,7 @@ usual() {
             step "core without a warning, $cc, OpenMP" compile "$cc" -fopenmp -c src/base/threads.c
         fi
     done
-    # README's test command has them under the sanitizers, where these work; .ci/full without optimisation, too.
+    # pytest has them under the sanitizers, where these work; .ci/full without optimisation, too.
     links "C tests under address and undefined sanitizers" "${CC:-cc}" -fsanitize=address,undefined
     has "CMake build" cmake pkg-config && step "CMake build, install, use" cmake_build &&
         step "CMake build as a part of another" cmake_part

@@ -2,11 +2,12 @@ import importlib.util
 import os
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import hypothesis
 import pytest
-from support.compiling import build_core
+from support import compiling
 
 # What is tested is what was installed. `python -m pytest`, and `python -c` in a test, would put the checkout first,
 # where kvcache/ has no compiled half unless it was built in place.
@@ -19,18 +20,14 @@ hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("full", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
-
-@pytest.fixture(scope="session")
-def build(tmp_path_factory):
-    """A function from C sources to a program of them and the core, which is compiled once."""
-    return build_core(tmp_path_factory.mktemp("core"))
+WORKSHOP = pytest.StashKey[compiling.Workshop]()
 
 
-def pytest_report_header():
-    return f"kvcache: {importlib.util.find_spec('kvcache').origin}"
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run tests marked slow, and all of the programs in C")
 
 
-def pytest_configure():
+def pytest_configure(config):
     """With KVCACHE_TEST_INSTALLED=1, as .ci/run sets it, only what pip installed may be tested."""
     if os.environ.get("KVCACHE_TEST_INSTALLED") == "1":
         import kvcache
@@ -38,3 +35,57 @@ def pytest_configure():
         installed = Path(sysconfig.get_path("platlib")).resolve()
         if installed not in Path(kvcache.__file__).resolve().parents:
             raise pytest.UsageError(f"kvcache comes from {kvcache.__file__}, not from {installed}")
+    if not config.option.slow:
+        compiling.ENVIRONMENT["KVCACHE_TEST_QUICK"] = "1"  # for tests/c/support/test.h
+
+
+def pytest_report_header(config):
+    slow = "all tests" if config.option.slow else "without the slow tests, which --slow runs, too"
+    return f"kvcache: {importlib.util.find_spec('kvcache').origin}, {slow}"
+
+
+# ---- the C programs, which are built and run beside the other tests
+
+
+def is_program(item):
+    return getattr(item, "originalname", None) == "test_program"
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what is slow; put the C programs last, when most are done."""
+    left_out = [] if config.option.slow else [item for item in items if item.get_closest_marker("slow")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+    items[:] = sorted((item for item in items if item not in {*left_out}), key=is_program)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session):
+    programs = [item.callspec.params["source"] for item in session.items if is_program(item)]
+    if programs and not session.config.option.collectonly:
+        open_workshop(session.config, programs)
+
+
+def open_workshop(config, programs=()):
+    folder = tempfile.TemporaryDirectory(prefix="kvcache-")
+    config.add_cleanup(folder.cleanup)
+    config.stash[WORKSHOP] = compiling.Workshop(Path(folder.name), programs)
+
+
+def pytest_sessionfinish(session):
+    if WORKSHOP in session.config.stash:
+        session.config.stash[WORKSHOP].close()
+
+
+@pytest.fixture(scope="session")
+def workshop(pytestconfig):
+    """What builds the core, and has begun to run the programs in C."""
+    if WORKSHOP not in pytestconfig.stash:
+        open_workshop(pytestconfig)
+    return pytestconfig.stash[WORKSHOP]
+
+
+@pytest.fixture(scope="session")
+def build(workshop):
+    """A function from C sources to a program of them and the core, which is compiled once."""
+    return workshop.build

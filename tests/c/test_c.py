@@ -10,8 +10,8 @@ TESTS = sorted((ROOT / "tests/c").glob("*/test_*.c"))
 
 
 @pytest.mark.parametrize("source", TESTS, ids=lambda path: path.stem)
-def test_program(build, source):
-    run(*EMULATOR, build(source))
+def test_program(workshop, source):
+    workshop.finish(source)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -67,6 +67,7 @@ def watched(tmp_path_factory):
     return f"{asan} {library}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["collector", "arguments"])
 def test_nothing_freed_is_used_and_nobody_waits_with_the_gil(watched, how):
     assert intrude(how, LD_PRELOAD=watched, ASAN_OPTIONS="detect_leaks=0")

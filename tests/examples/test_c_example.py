@@ -15,7 +15,13 @@ from kvcache.runner import llama
 MODEL = ROOT / "examples" / "model"
 EXPECTED = json.loads((MODEL / "expected.json").read_text())
 EVAL = (MODEL / "eval.txt").read_text()
-TYPES = ["f32", "f16", "bf16", "q8_0", "q4_0"]
+QUICK = {("q8_0", None), ("f16", 50)}
+THREADS = [2, *(pytest.param(num, marks=pytest.mark.slow) for num in (1, 5))]
+TYPES_AND_WINDOWS = [
+    pytest.param(dtype, window, marks=() if (dtype, window) in QUICK else pytest.mark.slow)
+    for dtype in ("f32", "f16", "bf16", "q8_0", "q4_0")
+    for window in (None, 50)
+]
 
 CONFIG = json.loads((MODEL / "config.json").read_text())
 WEIGHTS = (MODEL / "model.safetensors").read_bytes()
@@ -65,12 +71,12 @@ def text_in_python(prompt, tokens, model=MODEL, **options):
 # --- the text ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("threads", THREADS)
 def test_own_threads(generate, threads):
     assert text_of(generate("ROMEO:", "--tokens", 250, "--threads", threads)) == EXPECTED["greedy"] + "\n"
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("threads", THREADS)
 def test_openmp(generate, threads):
     done = generate("--tokens", 100, "--threads", threads, "--openmp")
     if "without OpenMP" in done.stderr:
@@ -79,8 +85,7 @@ def test_openmp(generate, threads):
     assert text_of(done) == EXPECTED["greedy"][:106] + "\n"
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("dtype", "window"), TYPES_AND_WINDOWS)
 def test_types(generate, dtype, window):
     """A prompt of two batches, and with a window of several blocks."""
     prompt = EVAL[:150]

@@ -4,11 +4,17 @@ With OpenMP and under the address and undefined sanitizers, where they work here
 $KVCACHE_C_EMULATOR is the command that runs what $CC builds for another processor.
 """
 
+import contextlib
+import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
+import sys
 import sysconfig
+import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,11 +25,12 @@ INCLUDE = [f"-I{ROOT / folder}" for folder in ("include", "src", "tests/c")]
 FLAGS = ["-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror=unused-function", *INCLUDE]
 LIBRARIES = ["-lm", "-lpthread"]
 EMULATOR = shlex.split(os.environ.get("KVCACHE_C_EMULATOR", ""))
-TIMEOUT = 1800 if EMULATOR else 300  # seconds
+TIMEOUT = 1800 if EMULATOR else 600  # seconds
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 ENVIRONMENT = os.environ | {
     "ASAN_OPTIONS": "allocator_may_return_null=1:detect_stack_use_after_return=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
+    "OMP_WAIT_POLICY": "passive",  # programs run side by side: a thread that waits leaves its processor to others
 }
 
 
@@ -36,6 +43,7 @@ def compiler():
 
 
 def run(*command, timeout=TIMEOUT):
+    """Run a command that must succeed."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, timeout=timeout
     )
@@ -53,7 +61,7 @@ def works(cc, flags, folder):
 
 def compile_core(folder, command):
     """Compile the core's sources into a folder; return the objects."""
-    sources = sorted(ROOT.glob("src/**/*.c"))
+    sources = sorted(ROOT.glob("src/**/*.c"), key=lambda source: source.parent.name != "kernels")  # the longest first
     objects = [folder / f"{source.parent.name}-{source.stem}.o" for source in sources]
 
     def compile_one(source, target):
@@ -65,18 +73,88 @@ def compile_core(folder, command):
 
 
 def build_core(folder):
-    """Compile the core into a folder; return a function from C sources to a program of them and the core."""
+    """Compile the core as it is to be tested; return the compiler's command, and the objects."""
     cc = compiler()
     if "KVCACHE_C_FLAGS" in os.environ:
         extra = shlex.split(os.environ["KVCACHE_C_FLAGS"])
     else:
         extra = [flag for flags in (SANITIZERS, ["-fopenmp"]) if works(cc, flags, folder) for flag in flags]
-    flags = [*FLAGS, *extra]
-    objects = compile_core(folder, [*cc, *flags])
+    command = [*cc, *FLAGS, *extra]
+    return command, [str(path) for path in compile_core(folder, command)]
 
-    def build_program(*sources):
-        program = folder / sources[0].stem
-        run(*cc, *flags, *sources, *objects, "-o", program, *LIBRARIES)
-        return program
 
-    return build_program
+def link(core, folder, *sources):
+    """Build a program of C sources and the core; return its path."""
+    command, objects = core
+    program = folder / sources[0].stem
+    run(*command, *sources, *objects, "-o", program, *LIBRARIES)
+    return program
+
+
+# ---- programs that are built and run beside the tests in Python, by a process of their own
+
+
+class Workshop:
+    """The process that compiles the core, then builds and runs these programs, and leaves word of each in a folder."""
+
+    def __init__(self, folder, sources=()):
+        self.folder = folder
+        by_size = sorted(sources, key=lambda source: -source.stat().st_size)  # so that none that is long comes last
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, folder, *by_size], env=ENVIRONMENT, start_new_session=True
+        )
+
+    def result(self, name):
+        """Wait until this is done; return what came of it, or skip or fail as it did."""
+        path = self.folder / f"{name}.json"
+        while not path.exists() and self.process.poll() is None:
+            time.sleep(0.05)
+        outcome, value = json.loads(path.read_text())
+        if outcome == "skip":
+            pytest.skip(value)
+        if outcome == "fail":
+            pytest.fail(value, pytrace=False)
+        return value
+
+    def build(self, *sources):
+        """A program of these C sources and the core."""
+        return link(self.result("core"), self.folder, *sources)
+
+    def finish(self, source):
+        """Wait for a program that was started."""
+        self.result("core")
+        self.result(source.stem)
+
+    def close(self):
+        """End the process, and whatever it runs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def leave_word(folder, name, function):
+    """Write down what comes of a function."""
+    try:
+        word = ["return", function()]
+    except pytest.skip.Exception as skipped:
+        word = ["skip", skipped.msg]
+    except pytest.fail.Exception as failed:
+        word = ["fail", failed.msg]
+    except Exception:
+        word = ["fail", traceback.format_exc()]
+    path = folder / f"{name}.json"
+    path.with_suffix(".part").write_text(json.dumps(word))
+    path.with_suffix(".part").rename(path)
+    return word
+
+
+def main(folder, *sources):
+    outcome, core = leave_word(folder, "core", lambda: build_core(folder))
+    if outcome == "return":
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for source in sources:
+                pool.submit(leave_word, folder, source.stem, lambda it=source: run(*EMULATOR, link(core, folder, it)))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

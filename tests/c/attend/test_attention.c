@@ -257,7 +257,10 @@ static void test_windows(void)
     for (int i = 0; i < 24; i++) {
         int num_sink_tokens = num_sinks[i / 6];
         scene s = plain_scene(1, 2, 8, 300, i % 2 ? 1 : 33);
-        s.layer.policy = (kvc_policy){KVC_SLIDING, windows[i % 6], num_sink_tokens, i % 3 ? 0 : 210, 0, 0};
+        s.layer.policy = (kvc_policy){.kind = KVC_SLIDING,
+                                      .window = windows[i % 6],
+                                      .num_sink_tokens = num_sink_tokens,
+                                      .resume_window = i % 3 ? 0 : 210};
         check_scene(&s, &(setting){.block_size = 16, .num_threads = 1, .pass = i % 4 ? 11 : 0});
     }
 }
@@ -279,7 +282,8 @@ static void test_positions(void)
     for (int windowed = 0; windowed < 2; windowed++) {
         scene s = plain_scene(2, 2, 8, 150, 20);
         if (windowed)
-            s.layer.policy = (kvc_policy){KVC_SLIDING, 90, 3, 200, 0, 0};
+            s.layer.policy =
+                (kvc_policy){.kind = KVC_SLIDING, .window = 90, .num_sink_tokens = 3, .resume_window = 200};
         for (int i = 0; i < 170; i++)
             s.members[0].positions[i] += (i < 150 ? random_int(-5, 6) : random_int(-20, 20)) + 20 * (i > 70);
         for (int i = 0; i < 5; i++)
@@ -297,7 +301,7 @@ static void test_several_sequences(void)
         s.members[2] = member_of_length(63, 2 + 10 * i);
         s.members[3] = member_of_length(100, 1 + i);
         if (i % 2)
-            s.layer.policy = (kvc_policy){KVC_SLIDING, 30, 2, 0, 0, 0};
+            s.layer.policy = (kvc_policy){.kind = KVC_SLIDING, .window = 30, .num_sink_tokens = 2};
         check_scene(&s, &(setting){.block_size = 1 + 5 * i, .num_threads = 1});
     }
 }
@@ -325,7 +329,7 @@ static void test_options(void)
         s.scale = scales[i / 4 % 4];
         s.softcap = softcaps[i / 16];
         if (i % 7 == 0)
-            s.layer.policy = (kvc_policy){KVC_SLIDING, 33, 2, 0, 0, 0};
+            s.layer.policy = (kvc_policy){.kind = KVC_SLIDING, .window = 33, .num_sink_tokens = 2};
         check_scene(&s, &usual);
     }
 }
@@ -404,7 +408,7 @@ static void test_nothing_visible(void)
             check_scene(&s, &usual); /* out 0, lse -inf or the sink */
         }
         scene s = plain_scene(1, 2, 8, 700, num_new);
-        s.layer.policy = (kvc_policy){KVC_SLIDING, 300, 0, 2000, 0, 0};
+        s.layer.policy = (kvc_policy){.kind = KVC_SLIDING, .window = 300, .resume_window = 2000};
         for (int i = 0; i < 700 + num_new; i++)
             s.members[0].positions[i] += i < 650 ? 0 : (i - 650) * 30;
         check_scene(&s, &(setting){.block_size = 64, .num_threads = 1, .pass = 70});
@@ -539,10 +543,10 @@ static void test_same_bits(void)
     s = wide_scene();
     check_same_bits(&s);
     s = plain_scene(1, 3, 8, 700, 2);
-    s.layer.policy = (kvc_policy){KVC_SLIDING, 540, 5, 0, 0, 0};
+    s.layer.policy = (kvc_policy){.kind = KVC_SLIDING, .window = 540, .num_sink_tokens = 5};
     check_same_bits(&s);
     s = plain_scene(1, 3, 8, 200, 30);
-    s.layer.policy = (kvc_policy){KVC_SLIDING, 70, 5, 150, 0, 0};
+    s.layer.policy = (kvc_policy){.kind = KVC_SLIDING, .window = 70, .num_sink_tokens = 5, .resume_window = 150};
     s.layer.v_type = KVC_BF16;
     s.q_type = KVC_F16;
     check_same_bits(&s);

@@ -442,7 +442,11 @@ static void test_any_angles(void)
     static pair p;
     static const int types[] = {KVC_F32, KVC_F16, KVC_BF16};
     for (int i = 0; i < 12; i++) {
-        const kvc_rope rope = {KVC_ROPE_FREQUENCIES, i % 2, i % 4, 3, any_angles, NULL, NULL};
+        const kvc_rope rope = {.kind = KVC_ROPE_FREQUENCIES,
+                               .interleaved = i % 2,
+                               .first_dim = i % 4,
+                               .num_freqs = 3,
+                               .inv_freq = any_angles};
         const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 10, .v_dim = 2, .k_type = types[i / 4], .rope = rope};
         p = (pair){.config = {.block_size = 8, .num_threads = 1}, .roundings = 2};
         pair_new(&p, 1, &layer);
@@ -1180,20 +1184,25 @@ static void test_bad_ropes(void)
         int value_in_key;
         const char *name, *value;
     } bad[] = {
-        {{KVC_ROPE_FREQUENCIES, 0, 0, 0, freqs, NULL, NULL}, 0, "rope", "0 frequencies"},
-        {{KVC_ROPE_FREQUENCIES, 0, 0, -1, freqs, NULL, NULL}, 0, "rope", "-1 frequencies"},
-        {{KVC_ROPE_FREQUENCIES, 0, 0, 2, NULL, NULL, NULL}, 0, "rope", "NULL"},
-        {{KVC_ROPE_FREQUENCIES, 0, 0, 3, freqs, NULL, NULL}, 0, "rope", "3 frequencies"},
-        {{KVC_ROPE_FREQUENCIES, 0, 2, 2, freqs, NULL, NULL}, 0, "first_dim 2", "2 frequencies"},
-        {{KVC_ROPE_FREQUENCIES, 0, -1, 1, freqs, NULL, NULL}, 0, "first_dim -1", "keys have 5"},
-        {{KVC_ROPE_FREQUENCIES, 0, INT32_MAX, 1, freqs, NULL, NULL}, 0, "first_dim 2147483647", "keys have 5"},
-        {{KVC_ROPE_FREQUENCIES, 0, 0, INT32_MAX, freqs, NULL, NULL}, 0, "2147483647 frequencies", "keys have 5"},
-        {{KVC_ROPE_FREQUENCIES, 0, 2, 1, freqs, NULL, NULL}, 1, "first_dim", "at least v_dim, 3"},
-        {{KVC_ROPE_FREQUENCIES, 0, 0, 2, infinite, NULL, NULL}, 0, "inv_freq[1]", "is inf:"},
-        {{KVC_ROPE_FREQUENCIES, 0, 0, 2, none, NULL, NULL}, 0, "inv_freq[0]", "nan"},
-        {{KVC_ROPE_FUNCTION, 0, 0, 0, NULL, NULL, NULL}, 0, "rope.shift", "NULL"},
-        {{4, 0, 0, 0, NULL, NULL, NULL}, 0, "rope.kind", "is 4:"},
-        {{-1, 0, 0, 0, NULL, NULL, NULL}, 0, "rope.kind", "is -1:"},
+        {{.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 0, .inv_freq = freqs}, 0, "rope", "0 frequencies"},
+        {{.kind = KVC_ROPE_FREQUENCIES, .num_freqs = -1, .inv_freq = freqs}, 0, "rope", "-1 frequencies"},
+        {{.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 2}, 0, "rope", "NULL"},
+        {{.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 3, .inv_freq = freqs}, 0, "rope", "3 frequencies"},
+        {{.kind = KVC_ROPE_FREQUENCIES, .first_dim = 2, .num_freqs = 2, .inv_freq = freqs},
+         0, "first_dim 2", "2 frequencies"},
+        {{.kind = KVC_ROPE_FREQUENCIES, .first_dim = -1, .num_freqs = 1, .inv_freq = freqs},
+         0, "first_dim -1", "keys have 5"},
+        {{.kind = KVC_ROPE_FREQUENCIES, .first_dim = INT32_MAX, .num_freqs = 1, .inv_freq = freqs},
+         0, "first_dim 2147483647", "keys have 5"},
+        {{.kind = KVC_ROPE_FREQUENCIES, .num_freqs = INT32_MAX, .inv_freq = freqs},
+         0, "2147483647 frequencies", "keys have 5"},
+        {{.kind = KVC_ROPE_FREQUENCIES, .first_dim = 2, .num_freqs = 1, .inv_freq = freqs},
+         1, "first_dim", "at least v_dim, 3"},
+        {{.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 2, .inv_freq = infinite}, 0, "inv_freq[1]", "is inf:"},
+        {{.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 2, .inv_freq = none}, 0, "inv_freq[0]", "nan"},
+        {{.kind = KVC_ROPE_FUNCTION}, 0, "rope.shift", "NULL"},
+        {{.kind = 4}, 0, "rope.kind", "is 4:"},
+        {{.kind = -1}, 0, "rope.kind", "is -1:"},
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         const kvc_layer layers[] = {
@@ -1239,7 +1248,7 @@ static void test_bad_shares(void)
 /* Of a layer without attention nothing is looked at but its policy. */
 static void test_no_attention(void)
 {
-    const kvc_rope wild = {KVC_ROPE_FREQUENCIES, 0, 0, 1, NULL, NULL, NULL};
+    const kvc_rope wild = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 1};
     const kvc_layer layers[] = {
         {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .rope = right_rope(0, 0, 1)},
         {.num_kv_heads = 1, .k_dim = 5, .v_dim = 3, .k_type = 77, .policy = {.kind = KVC_NONE}, .rope = wild},

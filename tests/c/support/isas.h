@@ -1,5 +1,5 @@
-/* isas.h: runs a test once for each instruction set of this build.  To be included with _POSIX_C_SOURCE or more, for
- * setenv. */
+/* isas.h: runs a test once for each instruction set of this build.  Define _POSIX_C_SOURCE or more first, as setenv()
+ * needs. */
 #ifndef KVC_TEST_ISAS_H
 #define KVC_TEST_ISAS_H
 
@@ -9,6 +9,7 @@
 
 #include "kernels/kernels.h"
 #include "kvcache.h"
+#include "support/test.h"
 
 static inline void for_each_isa(void (*test)(void))
 {
@@ -21,6 +22,15 @@ static inline void for_each_isa(void (*test)(void))
             printf("no %s here: not tested\n", name);
     }
     unsetenv("KVCACHE_ISA");
+}
+
+/* The same of a test that asks little of the kernels: if it is to be quick, with the set that is chosen here alone. */
+static inline void for_some_isas(void (*test)(void))
+{
+    if (is_quick())
+        test();
+    else
+        for_each_isa(test);
 }
 
 #endif

@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "kvcache.h"
@@ -35,6 +36,9 @@ static inline int test_result(void)
         printf("%d checks failed\n", test_failures);
     return test_failures != 0;
 }
+
+/* Whether a part is enough of what repeats itself, such as sizes: in `pytest` without --slow. */
+static inline int is_quick(void) { return getenv("KVCACHE_TEST_QUICK") != NULL; }
 
 /* 64 random bits (splitmix64); every run sees the same. */
 static inline uint64_t random_bits(void)
