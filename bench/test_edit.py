@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from resident import measure_in_child
+from resident_memory import measure_in_child
 from yardstick import Memory, machine
 
 import kvcache

@@ -1,6 +1,6 @@
 """Resident memory, each in a process of its own."""
 
-from resident import measure_in_child
+from resident_memory import measure_in_child
 
 MIB, KIB = 1 << 20, 1 << 10
 

@@ -1,7 +1,7 @@
 """Sliding windows: the cost of a step does not grow with the window, nothing moves, memory stays flat."""
 
 import numpy as np
-from resident import measure_in_child
+from resident_memory import measure_in_child
 from yardstick import Driver
 
 HEADS, DIM = 8, 128

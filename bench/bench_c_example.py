@@ -1,7 +1,7 @@
 """A step of the C example beside the same step with llama2.c's attention, over plain f32 arrays.
 
-python bench/bench_runner.py                # the whole table, in about a minute
-python bench/bench_runner.py --threads 1 --dtype f16 --seconds 10
+python bench/bench_c_example.py                # the whole table, in about a minute
+python bench/bench_c_example.py --threads 1 --dtype f16 --seconds 10
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from yardstick import HERE, ROOT, TYPES, Floats, build
 from kvcache.tools.interleave import rounds
 
 MODEL = ROOT / "examples/model"
-OURS, PLAIN, DOT = range(3)  # whose attention, as runner.c counts
+OURS, PLAIN, DOT = range(3)  # whose attention, as c_example.c counts
 OTHERS = {PLAIN: "llama2.c's", DOT: "with the example's dot product"}
 WANTED = {64: ">= 1", 2000: ">= 3"}  # by length
 STEPS = 20  # in one turn
@@ -30,14 +30,14 @@ def library() -> ctypes.CDLL:
     example = [source for source in sorted(ROOT.glob("examples/c/*.c")) if source.stem != "generate"]
     core = [*sorted(ROOT.glob("src/*/*.c"))]
     flags = ["-fvisibility=hidden", f"-I{ROOT}/include", f"-I{ROOT}/examples/c"]
-    library = build("runner", [HERE / "runner.c", *example, *core], flags)
+    library = build("c_example", [HERE / "c_example.c", *example, *core], flags)
     library.runner_new.restype = ctypes.c_void_p
     library.runner_logits.restype = ctypes.POINTER(ctypes.c_float)
     return library
 
 
 class Runner:
-    """The model, with our cache and with plain arrays: see runner.c."""
+    """The model, with our cache and with plain arrays: see c_example.c."""
 
     def __init__(self, threads: int, dtype: str) -> None:
         handle = library().runner_new(bytes(MODEL), threads, TYPES[dtype])

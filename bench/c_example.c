@@ -1,4 +1,4 @@
-/* runner.c: a step of the C example, with its attention over the cache and with llama2.c's over plain arrays: the same
+/* c_example.c: a step of the C example, with its attention over the cache and with llama2.c's over plain arrays: the same
  * matrix code, weights and threads, and the same step but for that. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* clock_gettime */
