@@ -1,4 +1,4 @@
-"""A step of the C example beside the same step with llama2.c's attention, over plain f32 arrays.
+"""Compare a step of the C example with the same step with llama2.c's attention over plain f32 arrays.
 
 python bench/bench_c_example.py                # the whole table, in about a minute
 python bench/bench_c_example.py --threads 1 --dtype f16 --seconds 10
@@ -13,31 +13,31 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
+from compiling import CORE, HERE, ROOT, Floats, build
+from driver import TYPES
 from figures import Figures, Line, quiet_quotient, quotients, table
-from yardstick import HERE, ROOT, TYPES, Floats, build
 
 from kvcache.tools.interleave import rounds
 
 MODEL = ROOT / "examples/model"
-OURS, PLAIN, DOT = range(3)  # whose attention, as c_example.c counts
-OTHERS = {PLAIN: "llama2.c's", DOT: "with the example's dot product"}
-WANTED = {64: ">= 1", 2000: ">= 3"}  # by length
-STEPS = 20  # in one turn
+KVCACHE, PLAIN, DOT = range(3)  # whose attention, as c_example.c numbers them
+OTHERS = {PLAIN: "llama2.c", DOT: "llama2.c with the example's dot product"}
+WANTED = {64: ">= 1", 2000: ">= 3"}  # by context
+STEPS = 20  # in one round
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
     example = [source for source in sorted(ROOT.glob("examples/c/*.c")) if source.stem != "generate"]
-    core = [*sorted(ROOT.glob("src/*/*.c"))]
     flags = ["-fvisibility=hidden", f"-I{ROOT}/include", f"-I{ROOT}/examples/c"]
-    library = build("c_example", [HERE / "c_example.c", *example, *core], flags)
+    library = build("c_example", [HERE / "c_example.c", *example, *CORE], flags)
     library.runner_new.restype = ctypes.c_void_p
     library.runner_logits.restype = ctypes.POINTER(ctypes.c_float)
     return library
 
 
 class Runner:
-    """The model, with our cache and with plain arrays: see c_example.c."""
+    """The model, with a kvcache and with plain arrays (c_example.c)."""
 
     def __init__(self, threads: int, dtype: str) -> None:
         handle = library().runner_new(bytes(MODEL), threads, TYPES[dtype])
@@ -49,12 +49,12 @@ class Runner:
         library().runner_free(self._handle)
 
     def feed(self, tokens: bytes) -> None:
-        """Append tokens to both."""
+        """Append tokens to the cache and to the arrays."""
         if library().runner_feed(self._handle, tokens, len(tokens)):
             raise RuntimeError("the tokens cannot be stored")
 
     def steps(self, whose: int, token: int) -> tuple[float, float]:
-        """Append a token and take it back, a number of times: medians of its attention's seconds, and of all."""
+        """Append a token and take it back, STEPS times; return median seconds of attention and of the step."""
         seconds = np.empty((2, STEPS))
         attention, whole = (ctypes.c_void_p(array.ctypes.data) for array in seconds)
         if library().runner_steps(self._handle, whose, ctypes.c_ubyte(token), STEPS, attention, whole):
@@ -67,17 +67,17 @@ class Runner:
 
 
 def measure(figures: Figures, runner: Runner, token: int, name: str, wanted: str, seconds: float) -> None:
-    """A line for each of the others: its attention by ours; then its whole step by ours, and how far it is off."""
-    steps = [functools.partial(runner.steps, whose, token) for whose in (OURS, *OTHERS)]
-    turns = np.array(list(rounds(*steps, seconds=seconds, least=15)))  # [turns, whose, attention or the whole step]
-    attention, whole = turns[:, OURS].T
-    mine = f"ours {np.median(attention) * 1e6:.0f} of {np.median(whole) * 1e6:.0f} µs"
+    """Add a line for the speedup over each other attention, with that of the whole step and the distance of logits."""
+    steps = [functools.partial(runner.steps, whose, token) for whose in (KVCACHE, *OTHERS)]
+    found = np.array(list(rounds(*steps, seconds=seconds, least=15)))  # [rounds, whose, attention or the whole step]
+    attention, whole = found[:, KVCACHE].T
+    kvcache = f"kvcache {np.median(attention) * 1e6:.0f} of {np.median(whole) * 1e6:.0f} µs"
     for whose, other in OTHERS.items():
-        step = turns[:, whose, 1]
+        step = found[:, whose, 1]
         median, quiet = statistics.median(quotients(step, whole)), quiet_quotient(step, whole)
-        error = np.abs(runner.logits(OURS, token) - runner.logits(whose, token)).max()
-        note = f"the whole step {median:.2f}, of the fastest {quiet:.2f}; {mine}; logits within {error:.0e}"
-        figures.ratio(f"{name}: {other} by ours", turns[:, whose, 0], attention, wanted, note)
+        error = np.abs(runner.logits(KVCACHE, token) - runner.logits(whose, token)).max()
+        note = f"the whole step {median:.2f}, of the fastest {quiet:.2f}; {kvcache}; logits within {error:.0e}"
+        figures.ratio(f"{name}: speedup over {other}", found[:, whose, 0], attention, wanted, note)
 
 
 def listed(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""transformers with HFCache and DynamicCache: speed after a context, in turns; memory; what a type costs in quality."""
+"""Compare HFCache with DynamicCache in transformers: interleaved speed after a context, memory, and quality by type."""
 
 import argparse
 import multiprocessing
@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import torch
+from driver import BYTES
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
-from yardstick import BYTES
 
 from kvcache import SlidingWindow
 from kvcache.hf import HFCache
@@ -44,7 +44,7 @@ def step(model, cache):
 
 
 def entrants_of(dtypes):
-    """Name, attention and cache of each: theirs, ours, and ours under their attention."""
+    """Yield name, attention and cache: DynamicCache, HFCache, and HFCache under transformers' own attention."""
     yield "DynamicCache", "sdpa", DynamicCache(config=CONFIG)
     yield from ((dtype, "kvcache", HFCache(CONFIG, dtype)) for dtype in dtypes)
     yield f"{dtypes[0]}, sdpa", "sdpa", HFCache(CONFIG, dtypes[0])
@@ -52,7 +52,7 @@ def entrants_of(dtypes):
 
 def speed(args):
     model = new_model(args.threads)
-    print("tokens/s after a context, and by DynamicCache's")
+    print("tokens/s after a context, and speedup over DynamicCache")
     for context in args.context:
         entrants = list(entrants_of(args.dtype))
         for _, attention, cache in entrants:
@@ -63,17 +63,17 @@ def speed(args):
             for times, (_, attention, cache) in zip(seconds, entrants, strict=True):
                 model.set_attn_implementation(attention)
                 times.append(step(model, cache))
-        theirs = statistics.median(seconds[0])
+        dynamic = statistics.median(seconds[0])
         for (name, _, _), times in zip(entrants, seconds, strict=True):
             median = statistics.median(times)
-            print(f"{context:9,}  {name:12}  {1 / median:8.1f}  {theirs / median:6.2f}", flush=True)
+            print(f"{context:9,}  {name:12}  {1 / median:8.1f}  {dynamic / median:6.2f}", flush=True)
 
 
 # ---- memory
 
 
 def peak(name, context, threads):
-    """The most memory that a process takes which prefills a context, in bytes."""
+    """Return the most bytes that a process takes while it prefills a context."""
     model = new_model(threads)
     model.set_attn_implementation("sdpa" if name == "DynamicCache" else "kvcache")
     if name == "DynamicCache":
@@ -90,7 +90,7 @@ def peak(name, context, threads):
 def memory(args):
     context = max(args.context)
     elements = 2 * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * CONFIG.head_dim * context
-    print(f"peak memory of {context:,} tokens above that with one, MB, and by that of the rows")
+    print(f"peak memory of {context:,} tokens above that of one token, in MB, and over the bytes of the rows")
     peaks = {}
     for name in ("one token", *args.dtype, "DynamicCache"):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -104,7 +104,7 @@ def memory(args):
 
 
 def read(model, dtype, text):
-    """Logits of a text, all but the first half of it read one token at a time."""
+    """Return the logits of a text whose second half is read one token at a time."""
     cache = HFCache(model.config, dtype)
     half = text.shape[1] // 2
     parts = [model(text[:, :half], past_key_values=cache).logits]
@@ -119,7 +119,7 @@ def quality(args):
     windows = [text[None, i : i + length] for i in range(0, len(text) - length + 1, length)]
     exact = [read(model, "f32", window) for window in windows]
     print(f"the model in this repository over {len(windows)} texts of {length:,} tokens")
-    print("type   loss    mean and largest distance of logits from f32's")
+    print("type   loss    mean and largest distance of logits from those of f32")
     for dtype in ("f32", *args.dtype):
         logits = [read(model, dtype, window) for window in windows]
         losses = [
@@ -135,7 +135,7 @@ def main():
     p.add_argument("--context", type=int, nargs="+", default=[512, 8192], metavar="N", help="tokens; default: 512 8192")
     p.add_argument("--dtype", choices=BYTES, nargs="+", default=["bf16", "q8_0"], help="of rows; default: bf16 q8_0")
     p.add_argument("--threads", type=int, default=2, metavar="N", help="of torch and of ours; default: 2")
-    p.add_argument("--steps", type=int, default=20, metavar="N", help="of each, in turns; default: 20")
+    p.add_argument("--steps", type=int, default=20, metavar="N", help="of each, interleaved; default: 20")
     args = p.parse_args()
     with torch.inference_mode():
         {"speed": speed, "memory": memory, "quality": quality}[args.only](args)

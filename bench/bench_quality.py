@@ -1,6 +1,6 @@
-"""What a type or a policy costs in quality: the loss of the repository's model over its text, through a cache of each.
+"""Measure what a type or a policy costs in quality: the loss of the repository's model over its text.
 
-python bench/bench_quality.py             # in a minute or two
+python bench/bench_quality.py             # a minute or two
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POLICIES = [
 
 
 def loss(model: Llama, texts: list[list[int]], **options: object) -> tuple[float, int]:
-    """Nats per token, and the bytes of rows when a text has ended."""
+    """Return nats per token, and the bytes of rows at the end of a text."""
     losses = []
     for text in texts:
         with KVCache.from_config(MODEL, **options) as cache:

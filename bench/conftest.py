@@ -1,4 +1,4 @@
-"""What the benchmarks share: the table at the end, and measuring in turn."""
+"""Fixtures of the benchmarks: interleaved measuring, and the table of figures at the end."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-# What is measured is what was installed, unless the checkout has the compiled half in place.
+# Measure the installed package, unless the checkout has a compiled module of its own.
 ROOT = HERE.parent
 os.environ["PYTHONSAFEPATH"] = "1"
 if not any((ROOT / "kvcache").glob("_core.*.so")):
@@ -42,8 +42,8 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 @pytest.fixture
-def in_turn():
-    """A function that calls others in turn, as often as fits, and returns what each of them returned."""
+def interleave():
+    """Return a function that calls others in rounds, as often as fits, and returns each one's results."""
     from kvcache.tools.interleave import rounds
 
     def call(*functions, seconds=2.0, least=15):

@@ -1,4 +1,7 @@
-"""What is timed in turn: attention of the core, reading, multiply-adds, and peers in processes of their own."""
+"""The entrants that benchmarks interleave: attention of the core, reading, multiply-adds, and peers.
+
+An entrant has a name and runs its work a number of times. Peers run in processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
-from yardstick import BYTES, HERE, Driver, Machine, Memory, Seconds, huge_bytes, machine
+from compiling import HERE, Seconds
+from driver import BYTES, Driver
+from yardstick import Machine, Memory, huge_bytes, machine
 
 import kvcache
 from kvcache.tools import interleave, peers
@@ -24,7 +30,7 @@ import build_ggml
 
 @dataclass(frozen=True)
 class Shape:
-    """One call of attention: of the last num_tokens of `context` tokens."""
+    """A call of attention: the last num_tokens of `context` tokens attend over all of them."""
 
     context: int = 8192
     dtype: str = "f16"
@@ -39,13 +45,13 @@ class Shape:
 
     @property
     def row_bytes(self) -> float:
-        """Of K and V of one token and KV head."""
+        """Bytes of the key and the value of one token in one KV head."""
         v = 0 if self.value_in_key else (self.v_dim or self.head_dim) * BYTES[self.v_type or self.dtype]
         return self.head_dim * BYTES[self.dtype] + v
 
     @property
     def nbytes(self) -> int:
-        """What is stored, and read at least once."""
+        """Bytes that are stored, and read at least once."""
         return int(self.context * self.num_kv_heads * self.row_bytes)
 
     @property
@@ -55,7 +61,7 @@ class Shape:
 
     @property
     def layers(self) -> int:
-        """As many as make four times the last-level cache; two of a prompt, which is not bound by memory."""
+        """Layers that make up a working set; two for a prompt, which is not bound by memory."""
         return layers_of(self.nbytes) if self.num_tokens < 64 else 2
 
     @property
@@ -64,7 +70,7 @@ class Shape:
 
 
 def layers_of(nbytes: float) -> int:
-    """As many as make four times the last-level cache."""
+    """The number of layers of nbytes that make up a working set."""
     return interleave.layers_of(nbytes, working_set or 4 * cache_size())
 
 
@@ -72,32 +78,34 @@ working_set = 0  # bytes; 0: four times the last-level cache
 
 
 def compete(entrants: Sequence[Entrant], seconds: float, threads: int, least: int = 5) -> list[list[float]]:
-    """Run entrants in turn; the median of the calls of each turn, by entrant."""
+    """Interleave entrants; return, for each, the median of the calls of each round."""
     return [
         list(each) for each in zip(*interleave.compete(entrants, seconds, threads=threads, least=least), strict=True)
     ]
 
 
-# ---- ours
+# ---- attention of the core
 
 
 def filled(shape: Shape, layers: int = 0, **options: int) -> Driver:
-    """Holds all of the shape's tokens but those of the batch, as after as many steps as it takes to join OS pages."""
+    """Fill a driver with all of the shape's tokens but those of the batch, and make the steps that join OS pages."""
     layers = layers or shape.layers
-    steps = 2 * layers * shape.num_kv_heads  # the cache joins those of one head's rows at a step
+    steps = 2 * layers * shape.num_kv_heads  # a step joins the pages of one head's rows
     driver = Driver(
         layers, shape.num_kv_heads, shape.head_dim, options.pop("max_seq_len", shape.context + steps), shape.dtype,
         v_dim=shape.v_dim, v_type=shape.v_type, value_in_key=shape.value_in_key, num_threads=shape.threads, **options,
     )  # fmt: skip
     driver.append(shape.context)
-    for _ in range(2):  # once to fill it, once more to join
+    for _ in range(2):  # fill the pages, then join them
         driver.steps(steps)
         driver.truncate(shape.context)
     driver.truncate(shape.context - shape.num_tokens)
     return driver
 
 
-def ours(shape: Shape, driver: Driver, name: str = "", num_seqs: int = 1) -> Entrant:
+def attending(shape: Shape, driver: Driver, name: str = "", num_seqs: int = 1) -> Entrant:
+    """Attend over what a driver holds."""
+
     def run(count: int) -> Seconds:
         return driver.attend(shape.num_heads, shape.threads, count, num_tokens=shape.num_tokens, num_seqs=num_seqs)
 
@@ -106,16 +114,16 @@ def ours(shape: Shape, driver: Driver, name: str = "", num_seqs: int = 1) -> Ent
 
 @contextlib.contextmanager
 def core(shape: Shape, name: str = "", layers: int = 0, **options: int) -> Iterator[Entrant]:
-    """Attention of the core over memory of its own."""
+    """Attend over a driver of its own, which is closed at the end."""
     driver = filled(shape, layers, **options)
     try:
-        yield ours(shape, driver, name)
+        yield attending(shape, driver, name)
     finally:
         driver.close()
 
 
 def in_cache(shape: Shape, tokens: int = 128) -> Entrant:
-    """The same kernel on one thread over what stays in the cache; seconds of a token."""
+    """Attend with one thread over rows that stay in the core's cache; seconds are those of one stored token."""
     return _in_cache(replace(shape, context=max(tokens, 2 * shape.num_tokens), threads=1))
 
 
@@ -126,17 +134,17 @@ def _in_cache(small: Shape) -> Entrant:
     def run(_: int) -> list[float]:
         return [driver.attend(small.num_heads, 1, 20, num_tokens=small.num_tokens).min() / small.context]
 
-    return Entrant("in cache, a token", run)
+    return Entrant("from cache, a token", run)
 
 
-# ---- calls that have next to nothing to do
+# ---- calls with next to no work
 
 TINY = Shape(17, "f16", num_heads=1, num_kv_heads=1, head_dim=16)  # 1 token over 16
 TINY_LAYERS = 16
 
 
 def _tiny_cache(layers: int) -> tuple[kvcache.KVCache, np.ndarray]:
-    """With all stored but the token of the step, and a row that does for its queries, keys and values."""
+    """Make a cache that holds all but the token of the step, and a row for that token's query, key and value."""
     row = np.ones((1, 1, TINY.head_dim), np.float32)
     cache = kvcache.KVCache(layers, 1, TINY.head_dim, 64, dtype=TINY.dtype, num_threads=1)
     with cache.batch(TINY.context - 1) as batch:
@@ -147,7 +155,7 @@ def _tiny_cache(layers: int) -> tuple[kvcache.KVCache, np.ndarray]:
 
 
 def tiny_attend() -> Entrant:
-    """An attend from Python that stores its token, in a step whose first layer has made the plan."""
+    """Attend from Python and store the token, in a step whose first layer has made the plan."""
     cache, row = _tiny_cache(TINY_LAYERS)
 
     def run(_: int) -> list[float]:
@@ -165,7 +173,7 @@ def tiny_attend() -> Entrant:
 
 
 def tiny_step() -> Entrant:
-    """The same in a step of one layer, with all that belongs to a step: making the batch and the plan, and commit."""
+    """Make a whole step of one layer from Python: batch, plan, attend with its put, and commit."""
     cache, row = _tiny_cache(1)
 
     def run(_: int) -> list[float]:
@@ -182,8 +190,8 @@ def tiny_step() -> Entrant:
 # ---- yardsticks
 
 
-def in_turn(name: str, memory: Memory, piece: int, read: Callable[[int], float]) -> Entrant:
-    """Times `read` at the address of one piece of the memory after the other, and round again."""
+def over_pieces(name: str, memory: Memory, piece: int, read: Callable[[int], float]) -> Entrant:
+    """Time `read` at the address of one piece of the memory after the other, going round."""
     pieces = memory.nbytes // piece
     numbers = itertools.cycle(range(pieces))
 
@@ -194,32 +202,32 @@ def in_turn(name: str, memory: Memory, piece: int, read: Callable[[int], float])
 
 
 def reading(nbytes: int, threads: int, huge: bool) -> list[Entrant]:
-    """The two best of the kernels that read so many bytes, over memory of four times the last-level cache."""
+    """Read nbytes by the two fastest reading loops, going round a working set."""
     m = machine()
     piece = m.read_size(nbytes, threads)
     memory = Memory(piece * layers_of(nbytes), huge)
 
     def reader(kernel: int) -> Entrant:
         name = f"{m.readers()[kernel]}, {'huge' if huge else '4 KiB'} pages"
-        return in_turn(name, memory, piece, lambda address: m.read(kernel, address, nbytes, threads)[0])
+        return over_pieces(name, memory, piece, lambda address: m.read(kernel, address, nbytes, threads)[0])
 
     rounds = max(3, min(7, int(2e9 / piece / len(m.readers()))))
     return [reader(kernel) for kernel in m.best_readers(memory, nbytes, threads, rounds)[:2]]
 
 
 def reading_rows(shape: Shape, memory: Memory, step: int) -> Entrant:
-    """Every `step`th of rows of K that lie one after the other, as many as a head of the shape has, on one thread."""
+    """Read every `step`th of consecutive keys, as many as a head of the shape has, with one thread."""
     row_bytes = int(shape.head_dim * BYTES[shape.dtype])
     stride = row_bytes * step
 
     def read(address: int) -> float:
         return machine().read_rows(address, shape.context, row_bytes, stride)[0]
 
-    return in_turn(f"rows {stride} bytes apart", memory, shape.context * stride, read)
+    return over_pieces(f"rows {stride} bytes apart", memory, shape.context * stride, read)
 
 
 def multiplying(threads: int) -> Entrant:
-    """Seconds of one multiply-add of the machine, all its lanes and so many threads counted in."""
+    """Multiply and add with all lanes of all threads; seconds are those of one multiply-add."""
     m: Machine = machine()
 
     def run(_: int) -> list[float]:
@@ -231,16 +239,18 @@ def multiplying(threads: int) -> Entrant:
 
 @contextlib.contextmanager
 def own_pages() -> Iterator[Callable[[int], bool]]:
-    """Yields a function: whether most of so many bytes, filled since, lie in huge OS pages."""
+    """Yield a function that says whether most of nbytes, filled since, lie in huge OS pages."""
     before = huge_bytes()
     yield lambda nbytes: huge_bytes() - before > nbytes / 2
 
 
 # ---- peers
 
+Offers: TypeAlias = Sequence[tuple[str, peers.Offer]]
+
 
 class Ggml(PeerKind):
-    """The peer that is no Python program."""
+    """The peer that is a program in C."""
 
     def command(self) -> list[str]:
         program = build_ggml.program()
@@ -263,23 +273,23 @@ KINDS: dict[str, PeerKind] = {
 }
 
 
-def decoding(*types: str) -> list[tuple[str, peers.Offer]]:
-    """What peers offer of these types, each with whose it is."""
+def decoding(*types: str) -> Offers:
+    """List what peers offer of these types, each with the peer's key."""
     return [(key, offer) for key, kind in KINDS.items() for offer in kind.decode if offer[1] in types]
 
 
-# by what of ours they are compared with
+# Offers, by the types of kvcache that they are compared with.
 SINGLES = decoding("f32")
 SIXTEEN_BITS = decoding("f16", "bf16")
 QUANTISED = decoding(*(kind for kind, size in peers.BYTES.items() if size < 2))
 
 
-def set_up(there: Peers, offers: Sequence[tuple[str, peers.Offer]], shape: Shape) -> list[Entrant]:
-    """Entrants for those of the offers that are there and can do it."""
+def set_up(installed: Peers, offers: Offers, shape: Shape) -> list[Entrant]:
+    """Make entrants of those offers whose peers are installed and can do the shape."""
     keys = [key for key, _ in offers]
     asked = peers.tasks(
         (offer for _, offer in offers), threads=shape.threads, num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, context=shape.context, num_tokens=shape.num_tokens,
         working_set=working_set or 4 * cache_size(),
     )  # fmt: skip
-    return there.set_up(zip(keys, asked, strict=True))
+    return installed.set_up(zip(keys, asked, strict=True))

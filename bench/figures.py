@@ -1,4 +1,4 @@
-"""Lines of figures, and the table that they make."""
+"""Collect figures as lines of a table, and print the table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 Line = tuple[str, str, str, str, str, str]
-HEADER: Line = ("figure", "median", "quartiles", "of the fastest", "wanted", "")
+HEADER: Line = ("figure", "median", "quartiles", "fastest", "wanted", "")
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
@@ -17,12 +17,12 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def quotients(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
-    """Of samples that were taken in turn."""
+    """Divide interleaved samples round by round."""
     return [a / b for a, b in zip(numerator, denominator, strict=True)]
 
 
 def quiet_quotient(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """Of the fastest tenths: what the quotient would be if nobody else used the machine."""
+    """Divide the fastest tenths: what the quotient would be if nobody else used the machine."""
     if len(numerator) == 1:
         return numerator[0] / denominator[0]
     fast, other = (statistics.quantiles(samples, n=10, method="inclusive")[0] for samples in (numerator, denominator))
@@ -30,7 +30,7 @@ def quiet_quotient(numerator: Sequence[float], denominator: Sequence[float]) -> 
 
 
 class Figures:
-    """Collects lines of the table."""
+    """The lines of the table."""
 
     def __init__(self, lines: list[Line]) -> None:
         self.lines = lines
@@ -41,20 +41,20 @@ class Figures:
     def samples(
         self, name: str, samples: Sequence[float], unit: str = "", wanted: str = "", note: str = "", quiet: str = ""
     ) -> None:
-        """The median, and the quartiles as how noisy it was."""
+        """Add the median of samples, with the quartiles, which say how noisy the machine was."""
         low, median, high = quartiles(samples)
         self.lines.append((name, f"{median:.2f}{unit and ' ' + unit}", f"{low:.2f} .. {high:.2f}", quiet, wanted, note))
 
     def ratio(
         self, name: str, numerator: Sequence[float], denominator: Sequence[float], wanted: str = "", note: str = ""
     ) -> None:
-        """The median of the quotients of two lists of seconds that were measured in turn, and that of the fastest."""
+        """Add the median quotient of two interleaved lists of seconds, and the quotient of their fastest tenths."""
         quiet = f"{quiet_quotient(numerator, denominator):.2f}"
         self.samples(name, quotients(numerator, denominator), "", wanted, note, quiet)
 
 
 def table(lines: Sequence[Line], header: Line = HEADER, widths: Sequence[int] = ()) -> list[str]:
-    """Columns as wide as what stands in them, or as `widths` if that is more."""
+    """Format columns as wide as their longest cell, or as `widths` where that is more."""
     wide = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header))]
     wide = [max(pair) for pair in zip(wide, widths or wide, strict=True)]
     printed = []

@@ -1,4 +1,4 @@
-"""Measures resident memory in a process of its own, where nothing else moves it."""
+"""Measure resident memory in a process of its own, where nothing else changes it."""
 
 import json
 import os
@@ -15,7 +15,7 @@ def resident():
     with open("/proc/self/smaps_rollup") as rollup:
         return 1024 * int(next(line for line in rollup if line.startswith("Rss:")).split()[1])
 
-# What is loaded, compiled and allocated on first use.
+# Load, compile and allocate what first use does, so that it is not counted.
 with kvcache.KVCache(1, 1, 8, 256) as cache:
     x = np.ones((128, 1, 8), np.float32)
     for n in (1, 128):
@@ -30,7 +30,7 @@ result = []
 
 
 def measure_in_child(code):
-    """Run code that appends to `result`, with `resident`, `np` and `kvcache` at hand; returns result."""
+    """Run code that appends to `result`, and may use `resident()`, np and kvcache; return result."""
     script = PROLOGUE + textwrap.dedent(code) + "\nprint(json.dumps(result))\n"
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     done = subprocess.run(

@@ -1,11 +1,14 @@
-"""Decoding: one query against the speed at which the machine reads, and what a call costs from Python."""
+"""Decode attention against read bandwidth and multiply-adds, and what a call costs from Python."""
 
+import json
 import time
 
 import bench_attention
 import entrants
 import numpy as np
 import pytest
+from attention_report import wanted
+from driver import FLOATS, TYPES
 from entrants import (
     TINY,
     TINY_LAYERS,
@@ -18,7 +21,6 @@ from entrants import (
     tiny_attend,
     tiny_step,
 )
-from yardstick import FLOATS, TYPES
 
 import kvcache
 
@@ -26,7 +28,7 @@ HEADS, DIM = 8, 128
 
 
 def test_the_whole_table(tmp_path, monkeypatch):
-    """Every section of bench_attention.py, at sizes at which its figures mean nothing."""
+    """Run every section of bench_attention.py, at sizes at which its figures mean nothing."""
     small = [
         "--context=128,256",
         "--threads=1",
@@ -37,34 +39,42 @@ def test_the_whole_table(tmp_path, monkeypatch):
         "--memory=1",
     ]
     monkeypatch.setattr(entrants, "working_set", 0)  # put back at the end
-    rows = bench_attention.main([*small, f"--json={tmp_path / 'rows.json'}"])
+    rows = bench_attention.main([*small, f"--json={tmp_path / 'run.json'}"])
     assert {row["section"] for row in rows} == set(bench_attention.SECTIONS)
     assert all(row["quotient"] < 5e-4 for row in rows if row["section"] == "error")
     quotients = {row["name"] for row in rows if row["wanted"] and "quotient" in row}
-    assert quotients >= {"bf16 by our f16", "prompt, window of 64, GQA 4", "attend, Python", "error, bf16 queries"}
-    assert (tmp_path / "rows.json").stat().st_size > 0
+    assert quotients >= {
+        "cost over kvcache f16",
+        "prompt, window of 64, GQA 4, cost over its share",
+        "attend with its put, from Python, cost over the C call without",
+        "relative error, bf16 queries",
+    }
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert len(run["rows"]) == len(rows)
+    assert set(run) == {"command", "seen", "commit", "machine", "rows"}
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_decode_from_memory(figures, in_turn, dtype, threads):
-    """8,192 tokens, 32 heads over 8 KV heads x 128, over as many layers as make four times the last-level cache."""
+def test_decode_from_memory(figures, interleave, dtype, threads):
+    """8,192 tokens, 32 heads over 8 KV heads x 128, in layers that make up four times the last-level cache."""
     shape = Shape(8192, dtype, threads)
-    with own_pages() as are_huge, core(shape) as us:
-        reader = reading(shape.nbytes, threads, are_huge(shape.nbytes * us.layers))[0]
-        ours, theirs = (
-            np.ravel(samples) for samples in in_turn(lambda: us.run(us.layers), lambda: reader.run(us.layers))
+    with own_pages() as are_huge, core(shape) as attention:
+        reader = reading(shape.nbytes, threads, are_huge(shape.nbytes * attention.layers))[0]
+        ours, reads = (
+            np.ravel(samples)
+            for samples in interleave(lambda: attention.run(attention.layers), lambda: reader.run(attention.layers))
         )
     name = f"decode, 8,192 tokens, {dtype}, {threads} thread{'s' * (threads > 1)}"
-    gbs = shape.nbytes / np.median(theirs) / 1e9
+    gbs = shape.nbytes / np.median(reads) / 1e9
     note = f"of read bandwidth; {1e6 * np.median(ours):.0f} µs; read {gbs:.1f} GB/s ({reader.name})"
-    figures.ratio(name, theirs, ours, bench_attention.wanted("decode", dtype), note)
+    figures.ratio(name, reads, ours, wanted("share of the limit", dtype), note)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_decode_with_two_deltas(figures, in_turn, dtype, threads):
-    """8,192 tokens, of which the second half moved down when some were removed, against as many that never moved."""
+def test_decode_with_two_deltas(figures, interleave, dtype, threads):
+    """8,192 tokens of which half moved down when others were removed, against as many that never moved."""
     tokens, removed = 8192, 10
     cache = kvcache.KVCache(
         1, HEADS, DIM, None, dtype=dtype, max_sequences=2, block_size=tokens + 64, num_threads=threads,
@@ -87,33 +97,36 @@ def test_decode_with_two_deltas(figures, in_turn, dtype, threads):
         batch.abort()
         return seconds
 
-    one, two = in_turn(lambda: attend(0), lambda: attend(1), seconds=1)
+    one, two = interleave(lambda: attend(0), lambda: attend(1), seconds=1)
     name = f"decode with two deltas, 8,192 tokens, {dtype}, {threads} thread{'s' * (threads > 1)}"
-    figures.ratio(name, two, one, "<= 1.05", f"of one with none; {1e6 * np.median(one):.0f} µs")
+    figures.ratio(name, two, one, "<= 1.05", f"over one with none; {1e6 * np.median(one):.0f} µs")
 
 
 @pytest.mark.parametrize("tokens", [128, 512])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_decode_from_cache(figures, in_turn, dtype, tokens):
-    """One layer again and again, on one thread; against the machine's multiply-adds."""
+def test_decode_from_cache(figures, interleave, dtype, tokens):
+    """One layer again and again with one thread, against the machine's multiply-adds."""
     shape = Shape(tokens, dtype)
-    us, machine = in_cache(shape, tokens), multiplying(1)
-    ours, theirs = in_turn(lambda: us.run(1)[0], lambda: machine.run(1)[0], seconds=1)  # of a token, and of one
+    attention, machine = in_cache(shape, tokens), multiplying(1)
+    ours, products = interleave(
+        lambda: attention.run(1)[0], lambda: machine.run(1)[0], seconds=1
+    )  # of a token, and of one
     figures.samples(f"decode, {tokens} tokens in cache, {dtype}", [HEADS / s / 1e6 for s in ours], "rows/µs")
     work = shape.multiply_adds / tokens
-    share = [work * b / a for a, b in zip(ours, theirs, strict=True)]
-    note = f"{work / np.median(ours) / 1e9:.1f} G/s of {1e-9 / np.median(theirs):.1f}"
+    share = [work * b / a for a, b in zip(ours, products, strict=True)]
+    note = f"{work / np.median(ours) / 1e9:.1f} G/s of {1e-9 / np.median(products):.1f}"
     figures.samples("    of the machine's multiply-adds", share, note=note)
 
 
-def test_tiny_attend_from_python(figures, in_turn):
-    """1 token, 16 stored, 1 head x 16, put included; against the C calls."""
-    us, step = tiny_attend(), tiny_step()
+def test_tiny_attend_from_python(figures, interleave):
+    """1 token over 16 stored ones, 1 head x 16, put included, beside the C call."""
+    attention, step = tiny_attend(), tiny_step()
     with core(TINY, layers=TINY_LAYERS) as bare:
-        python, whole, c = in_turn(
-            lambda: us.run(1)[0], lambda: step.run(1)[0], lambda: np.median(bare.run(TINY_LAYERS)), seconds=1
+        python, whole, c = interleave(
+            lambda: attention.run(1)[0], lambda: step.run(1)[0], lambda: np.median(bare.run(TINY_LAYERS)), seconds=1
         )
-    wanted = bench_attention.wanted("tiny attend")
-    figures.samples("attend of 1 token, 16 stored, with put, Python", [1e6 * s for s in python], "µs", wanted)
+    figures.samples(
+        "attend of 1 token, 16 stored, with put, Python", [1e6 * s for s in python], "µs", wanted("tiny attend")
+    )
     figures.samples("    with batch, plan and commit", [1e6 * s for s in whole], "µs")
     figures.samples("attend of 1 token, 16 stored, C", [1e6 * s for s in c], "µs", note="without put")

@@ -1,4 +1,4 @@
-"""How costs grow with what they are costs of: the exponent between sizes, 1 where twice as much takes twice as long."""
+"""How costs grow with size, as exponents: 0 for a constant cost, 1 where twice as much takes twice as long."""
 
 import copy
 import math
@@ -9,15 +9,15 @@ import pytest
 
 import kvcache
 
-DIM = 8  # elements of a row: it is the bookkeeping that is measured
+DIM = 8  # elements of a row: few, as bookkeeping is measured
 
 
 @pytest.fixture
-def slope(figures, in_turn):
-    """A function that measures at each size, in turn, and adds a row for the exponent over all of them."""
+def slope(figures, interleave):
+    """Return a function that measures sizes interleaved, and adds a line for the exponent from first to last."""
 
     def add(name, sizes, measure, wanted, seconds=1.0):
-        found = in_turn(*[lambda size=size: measure(size) for size in sizes], seconds=seconds, least=5)
+        found = interleave(*[lambda size=size: measure(size) for size in sizes], seconds=seconds, least=5)
         octaves = math.log(sizes[-1] / sizes[0])
         exponents = [math.log(last / first) / octaves for first, last in zip(found[0], found[-1], strict=True)]
         each = ", ".join(f"{1e6 * np.median(one):,.1f}" for one in found)
@@ -41,7 +41,7 @@ def append(cache, positions, seq_ids):
 
 
 def holding(num_sequences, tokens=1, **options):
-    """A cache with so many sequences of so many tokens."""
+    """Make a cache that holds num_sequences sequences of `tokens` tokens."""
     cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, **options)
     append(cache, [*range(tokens)] * num_sequences, np.repeat(np.arange(num_sequences), tokens))
     return cache
@@ -52,7 +52,7 @@ POLICIES = {"full": kvcache.FullAttention(), "sliding": kvcache.SlidingWindow(64
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_begin_beside_idle_sequences(slope, policy):
-    """A batch of one token of one of them."""
+    """Begin a batch with one token of one sequence."""
     sizes = (1000, 4000, 16_000)
     caches = {size: holding(size, policy=POLICIES[policy]) for size in sizes}
 
@@ -65,7 +65,7 @@ def test_begin_beside_idle_sequences(slope, policy):
 
 
 def test_feeding_sequences_one_by_one(slope):
-    """A token each, in a batch of its own."""
+    """Feed each sequence one token, in a batch of its own."""
 
     def feed(size):
         cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, policy=POLICIES["sliding"])
@@ -80,8 +80,8 @@ def test_feeding_sequences_one_by_one(slope):
 
 
 @pytest.mark.parametrize("forks", [64, 1024])
-def test_plan_of_forks(figures, in_turn, forks):
-    """Of a sequence of which every second token is gone; the second layer's attention has the first one's plan."""
+def test_plan_of_forks(figures, interleave, forks):
+    """Forks of a sequence whose every second token was removed; the second layer reuses the first one's plan."""
     runs = 1024
     cache = kvcache.KVCache(2, 1, DIM, None, max_sequences=None, num_threads=1, block_size=64)
     append(cache, range(2 * runs), [0] * (2 * runs))
@@ -99,14 +99,20 @@ def test_plan_of_forks(figures, in_turn, forks):
         batch.abort()
         return seconds
 
-    (found,) = in_turn(attend, seconds=1, least=5)
+    (found,) = interleave(attend, seconds=1, least=5)
     both, tasks = zip(*found, strict=True)
-    note = f"1 is the tasks; {1e3 * np.median(both):.1f} ms"
-    figures.ratio(f"plan and tasks by tasks, {forks:,} forks of {runs:,} one-row runs", both, tasks, "<= 2", note)
+    note = f"1: the tasks alone; {1e3 * np.median(both):.1f} ms"
+    figures.ratio(
+        f"plan and tasks, cost over the tasks alone, {forks:,} forks of {runs:,} one-row runs",
+        both,
+        tasks,
+        "<= 2",
+        note,
+    )
 
 
 def test_inject_after_divide(slope):
-    """All rows, of which two are at each position."""
+    """Inject all rows of a cache that has two at each position."""
 
     def inject(size):
         cache = kvcache.KVCache(1, 1, DIM, size, rope=False, num_threads=1)
@@ -119,7 +125,7 @@ def test_inject_after_divide(slope):
 
 
 def test_cross_attention_puts(slope):
-    """The encoder's rows of each sequence of a batch, put one by one."""
+    """Put the encoder's rows of each sequence of a batch one by one."""
 
     def put(size):
         cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, policy=kvcache.CrossAttention(4))
@@ -137,23 +143,25 @@ def test_cross_attention_puts(slope):
     slope("cross-attention puts of a batch's sequences", (512, 2048, 8192), put, "1")
 
 
-def test_dense_of_many_sequences(figures, in_turn):
-    """Whose mask alone is quadratic: by the time that it takes to fill one."""
+def test_dense_of_many_sequences(figures, interleave):
+    """Make one dense mask over all sequences, which is quadratic, against filling such a mask."""
     size = 2048
     cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1)
     rows = np.ones((size, 1, DIM), np.float32)
     batch = cache.batch(positions=[0] * size, seq_ids=range(size))
     batch.put(0, rows, rows)
-    dense, mask = in_turn(
+    dense, mask = interleave(
         lambda: timed(batch.dense, 0)[0], lambda: timed(np.full, (size, size), -np.inf, np.float32)[0], least=5
     )
     batch.abort()
-    figures.ratio(f"dense of {size:,} sequences by filling a mask", dense, mask, "", f"{1e3 * np.median(dense):.1f} ms")
+    figures.ratio(
+        f"dense of {size:,} sequences, cost over filling a mask", dense, mask, "", f"{1e3 * np.median(dense):.1f} ms"
+    )
 
 
 @pytest.mark.parametrize("deltas", [64, 512, 4096])
-def test_decoding_over_many_deltas(figures, in_turn, deltas):
-    """A token over 4,096 rows of so many deltas, by one over the same rows settled."""
+def test_decoding_over_many_deltas(figures, interleave, deltas):
+    """Attend for a token over 4,096 rows of so many deltas, against the same rows with deltas applied."""
     rows, heads, dim, layers = 4096, 8, 128, 2
     rope = kvcache.Rope(10_000.0 ** -(np.arange(dim // 2) / (dim // 2)))
     moved = kvcache.KVCache(layers, heads, dim, None, num_threads=1, block_size=64, rope=rope)
@@ -164,8 +172,8 @@ def test_decoding_over_many_deltas(figures, in_turn, deltas):
             batch.put(layer, x, x)
     for gap in range(1, deltas):
         moved.remove(gap * each, gap * each + 1)
-    settled = copy.copy(moved)
-    settled.settle()
+    applied = copy.copy(moved)
+    applied.settle()
     q = np.repeat(x[:1], 4, 1)
 
     def step(cache):
@@ -174,13 +182,13 @@ def test_decoding_over_many_deltas(figures, in_turn, deltas):
         batch.abort()
         return seconds
 
-    ours, without = in_turn(lambda: step(moved), lambda: step(settled), seconds=1, least=5)
+    ours, without = interleave(lambda: step(moved), lambda: step(applied), seconds=1, least=5)
     note = f"{layers} layers, {1e3 * np.median(ours):.2f} ms"
-    figures.ratio(f"a step over rows of {deltas:,} deltas, by one over settled rows", ours, without, "", note)
+    figures.ratio(f"a step over rows of {deltas:,} deltas, cost over applied deltas", ours, without, "", note)
 
 
 def test_dense_of_each_sequence(slope):
-    """By itself: with a mask over all rows, what is written is quadratic."""
+    """Make dense rows for each sequence by itself, which is linear."""
     sizes = (512, 2048, 8192)
     caches = {size: holding(size) for size in sizes}
 

@@ -1,4 +1,4 @@
-"""Sharing and compacting."""
+"""Sharing rows and compacting."""
 
 import time
 
@@ -11,7 +11,7 @@ import kvcache
 
 
 def fill(cache, tokens, seq_id=0):
-    """Append tokens; rows of zeros, so that they need no memory of their own."""
+    """Append tokens whose rows are zeros, which need no memory of their own outside the cache."""
     at = cache.next_position(seq_id)
     for done in range(0, tokens, 512):
         n = min(512, tokens - done)
@@ -21,8 +21,8 @@ def fill(cache, tokens, seq_id=0):
                 batch.put(layer, x, x)
 
 
-def test_first_write_of_the_second_sharer(figures, in_turn):
-    """Both go on from a fork in the middle of a block: first the one whose tokens they were, then the other."""
+def test_first_write_of_the_second_sharer(figures, interleave):
+    """Continue both sides of a fork in the middle of a block: first the original, then the fork, which copies."""
     layers = 32
     cache = kvcache.KVCache(layers, 8, 128, None, block_size=64, max_sequences=None)
     fill(cache, 1024 + 32)
@@ -42,8 +42,10 @@ def test_first_write_of_the_second_sharer(figures, in_turn):
         return write(0)
 
     moved = cache.stats()["rows_moved"]
-    ones, others = in_turn(first, lambda: write(1), seconds=1)
-    figures.ratio("second sharer's first write / first's", others, ones, note=f"one token, {layers} layers")
+    ones, others = interleave(first, lambda: write(1), seconds=1)
+    figures.ratio(
+        "second sharer's first write, cost over the first's", others, ones, note=f"one token, {layers} layers"
+    )
     copied = (cache.stats()["rows_moved"] - moved) / (len(ones) + 1)
     figures.value("rows copied by it", f"{copied:.0f}", "<= 64")
     assert copied <= 64
@@ -51,8 +53,8 @@ def test_first_write_of_the_second_sharer(figures, in_turn):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("dtype", "block_size"), [("f16", None), ("f16", 64), ("f32", None)])
-def test_compact(figures, in_turn, dtype, block_size, threads):
-    """8,192 tokens, of which every second one is removed; memcpy of the rows that move, on as many threads."""
+def test_compact(figures, interleave, dtype, block_size, threads):
+    """Compact 8,192 tokens of which every second was removed, against memcpy of the rows that move."""
     tokens, layers, heads, dim = 8192, 4, 8, 128
     cache = kvcache.KVCache(layers, heads, dim, tokens, dtype=dtype, block_size=block_size, num_threads=threads)
     row = 2 * layers * heads * dim * (4 if dtype == "f32" else 2)
@@ -76,11 +78,11 @@ def test_compact(figures, in_turn, dtype, block_size, threads):
         nbytes = moved * row
         return machine().copy(target.address, source.address, nbytes, threads)[0] / nbytes
 
-    ours, theirs = in_turn(compact, copy, least=9)
-    note = f"{moved:,} rows; memcpy {1e-9 / np.median(theirs):.1f} GB/s"
+    ours, copies = interleave(compact, copy, least=9)
+    note = f"{moved:,} rows; memcpy {1e-9 / np.median(copies):.1f} GB/s"
     where = f"blocks of {block_size}" if block_size else "contiguous"
     name = f"compact, every second token gone, {dtype}, {where}, {threads} thread{'s' * (threads > 1)}"
-    figures.ratio(name, theirs, ours, ">= 0.4", f"of memcpy's rate; {note}")
+    figures.ratio(name, copies, ours, ">= 0.4", f"of memcpy's rate; {note}")
 
 
 @pytest.mark.parametrize("block_size", [None, 64])

@@ -1,4 +1,4 @@
-"""What `import kvcache` costs beside `import numpy`."""
+"""The cost of `import kvcache` beside that of `import numpy`."""
 
 import json
 import os
@@ -23,21 +23,21 @@ print(json.dumps([times, sorted(names)]))
 """
 
 
-def test_import(figures, in_turn):
+def test_import(figures, interleave):
     def load():
         environment = os.environ | {"PYTHONSAFEPATH": "1"}
         command = [sys.executable, "-c", CODE]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
         return json.loads(done.stdout)
 
-    (found,) = in_turn(load)
+    (found,) = interleave(load)
     times = 1e3 * np.diff(
         [times for times, _ in found], axis=1
     )  # [run, numpy or kvcache, of the processor or the clock]
     (numpy, ours), wall = times[..., 0].T, times[:, 1, 1]
     note = f"of the processor; by the clock {np.median(wall):.1f}, at best {wall.min():.1f}"
     figures.samples("import kvcache after import numpy", ours, "ms", "<= 10", note)
-    figures.ratio("import kvcache / import numpy", ours, numpy)
+    figures.ratio("import kvcache, cost over import numpy", ours, numpy)
     others = found[-1][1]
     figures.value("imported beside numpy and the standard library", ", ".join(others) or "nothing", "nothing")
     assert not others

@@ -1,10 +1,11 @@
-"""Storing tokens: against memcpy, and one of them from Python against the bare C call."""
+"""Storing tokens: many against memcpy, and one from Python against the C call."""
 
 import time
 
 import numpy as np
 import pytest
-from yardstick import Driver, Memory, machine
+from driver import Driver
+from yardstick import Memory, machine
 
 import kvcache
 from kvcache.tools.interleave import cache_size
@@ -12,9 +13,9 @@ from kvcache.tools.interleave import cache_size
 LAYERS, HEADS, DIM = 32, 8, 128
 
 
-def test_put_of_one_token_from_python(figures, in_turn):
-    """Above the C call, which is timed in C; and with torch's arrays, which come in through DLPack."""
-    steps = 16  # within one round; the rows' memory is touched before
+def test_put_of_one_token_from_python(figures, interleave):
+    """What a put from Python costs above the C call, which is timed in C."""
+    steps = 16  # in one round; the memory of their rows has been touched before
     driver = Driver(LAYERS, HEADS, DIM, 4096, num_threads=1)
     driver.append(1024)
     driver.truncate(512)
@@ -43,7 +44,7 @@ def test_put_of_one_token_from_python(figures, in_turn):
         cache.truncate(512)
         return float(np.median(seconds))
 
-    c, python = in_turn(from_c, from_python)
+    c, python = interleave(from_c, from_python)
     driver.close()
     micro = [1e6 * (a - b) for a, b in zip(python, c, strict=True)]
     figures.samples("put of 1 token, C", [1e6 * s for s in c], "µs")
@@ -54,27 +55,27 @@ def test_put_of_one_token_from_python(figures, in_turn):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("where", ["memory", "cache"])
 @pytest.mark.parametrize(("dtype", "wanted"), [("f32", 0.8), ("f16", 0.5), ("bf16", 0.5)])
-def test_put_of_512_tokens(figures, in_turn, dtype, wanted, where, threads):
-    """F32 rows put, against memcpy of the bytes read. From memory: sources, layers and copies take turns."""
+def test_put_of_512_tokens(figures, interleave, dtype, wanted, where, threads):
+    """Put f32 rows, against memcpy of the bytes read; from memory, this goes round many sources and layers."""
     tokens = 512
     nbytes = 2 * tokens * HEADS * DIM * 4
-    turns = max(8, -(-4 * cache_size() // nbytes)) if where == "memory" else 1
-    source, target = Memory(nbytes * turns), Memory(nbytes * turns)
-    source.floats()[:] = np.resize(np.random.default_rng(0).standard_normal(100_003, np.float32), nbytes * turns // 4)
-    driver = Driver(turns, HEADS, DIM, tokens, dtype, num_threads=threads)
-    turn = 0
+    layers = max(8, -(-4 * cache_size() // nbytes)) if where == "memory" else 1
+    source, target = Memory(nbytes * layers), Memory(nbytes * layers)
+    source.floats()[:] = np.resize(np.random.default_rng(0).standard_normal(100_003, np.float32), nbytes * layers // 4)
+    driver = Driver(layers, HEADS, DIM, tokens, dtype, num_threads=threads)
+    layer = 0
 
     def put_all():
-        return driver.put(tokens, source.address, nbytes if turns > 1 else 0)
+        return driver.put(tokens, source.address, nbytes if layers > 1 else 0)
 
     def copy():
-        nonlocal turn
-        turn = (turn + 1) % turns
-        at = turn * nbytes
+        nonlocal layer
+        layer = (layer + 1) % layers
+        at = layer * nbytes
         return machine().copy(target.address + at, source.address + at, nbytes, threads)[0]
 
-    if turns == 1:
-        # The second of two in a row finds source and target in the cache.
+    if layers == 1:
+        # Time the second of two calls in a row, which finds source and target in the cache.
         def put_once():
             put_all()
             return put_all()[0]
@@ -83,11 +84,13 @@ def test_put_of_512_tokens(figures, in_turn, dtype, wanted, where, threads):
             copy()
             return copy()
 
-        ours, theirs = in_turn(put_once, copy_once, seconds=1)
+        ours, copies = interleave(put_once, copy_once, seconds=1)
     else:
-        # A batch puts all layers in turn; then as many copies.
-        ours, theirs = in_turn(lambda: float(np.median(put_all())), lambda: np.median([copy() for _ in range(turns)]))
+        # One batch puts all layers, then as many copies follow.
+        ours, copies = interleave(
+            lambda: float(np.median(put_all())), lambda: np.median([copy() for _ in range(layers)])
+        )
     driver.close()
     name = f"put of 512 tokens, f32 to {dtype}, from {where}, {threads} thread{'s' * (threads > 1)}"
-    rate = f"memcpy {nbytes / np.median(theirs) / 1e9:.1f} GB/s"
-    figures.ratio(name, theirs, ours, f">= {wanted}", f"of memcpy's rate; {rate}")
+    rate = f"memcpy {nbytes / np.median(copies) / 1e9:.1f} GB/s"
+    figures.ratio(name, copies, ours, f">= {wanted}", f"of memcpy's rate; {rate}")

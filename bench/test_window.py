@@ -1,16 +1,16 @@
-"""Sliding windows: the cost of a step does not grow with the window, nothing moves, memory stays flat."""
+"""Sliding windows: a step costs the same in a long window, no row moves, memory stays flat."""
 
 import numpy as np
+from driver import Driver
 from resident_memory import measure_in_child
-from yardstick import Driver
 
 HEADS, DIM = 8, 128
 SMALL, LARGE = 1024, 65536
 
 
-def test_step_of_a_window(figures, in_turn):
-    """Begin, put and commit of one token, one layer, after the window is full."""
-    steps = 64  # in one round: as many as the slots of a block
+def test_step_of_a_window(figures, interleave):
+    """Time begin, put and commit of one token in one layer, once the window is full."""
+    steps = 64  # in one round: the slots of a block
     drivers = {window: Driver(1, HEADS, DIM, 0, window=window) for window in (SMALL, LARGE)}
     for window, driver in drivers.items():
         driver.append(window + window // 2)
@@ -18,7 +18,7 @@ def test_step_of_a_window(figures, in_turn):
     def step(window):
         return np.stack(drivers[window].steps(steps)).mean(axis=1)
 
-    small, large = in_turn(lambda: step(SMALL), lambda: step(LARGE))
+    small, large = interleave(lambda: step(SMALL), lambda: step(LARGE))
     for i, part in enumerate(("begin", "put", "commit")):
         one, other = ([1e9 * s[i] for s in samples] for samples in (small, large))
         note = f"{np.median(one):.0f} ns at {SMALL:,}, {np.median(other):.0f} ns at {LARGE:,}"
@@ -34,7 +34,7 @@ def test_step_of_a_window(figures, in_turn):
 
 
 def test_memory_of_a_window(figures):
-    """Resident memory at the end of each of 20 windows, in a process of its own."""
+    """Measure resident memory at the end of each of 20 windows, in a process of its own."""
     for window in (SMALL, LARGE):
         found = measure_in_child(
             f"""

@@ -31,7 +31,7 @@ Record = dict[str, Any]
 SECTIONS = {
     "peers": (
         "Decoding, beside other people's code",
-        "A speedup is the other's time by kvcache's, both measured in turns in one run: over 1, kvcache is faster.",
+        "A speedup is the other's time by kvcache's, both interleaved in one run: over 1, kvcache is faster.",
     ),
     "decode": (
         "Decoding, as a share of what bounds it",

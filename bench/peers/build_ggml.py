@@ -1,6 +1,6 @@
-"""Builds ggml, with the program that measures it, from the source archive of llama-cpp-python: python build_ggml.py.
+"""Build ggml and the program that measures it, from the source archive of llama-cpp-python: python build_ggml.py.
 
-Takes a few minutes, CMake and a C++ compiler; bench_attention.py finds the result where this leaves it.
+This takes a few minutes, CMake and a C++ compiler. bench_attention.py finds the result where this leaves it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def build_library() -> None:
         with tarfile.open(next(folder.glob("*.tar.gz"))) as tar:
             tar.extractall(folder, filter="data")
         source = next(folder.glob("*/vendor/llama.cpp/ggml"))
-        (source / "ggml.pc.in").touch()  # which the archive lacks
+        (source / "ggml.pc.in").touch()  # the archive lacks it
         build = folder / "build"
         _run("cmake", "-S", source, "-B", build, *OPTIONS, f"-DCMAKE_INSTALL_PREFIX={PREFIX}")
         _run("cmake", "--build", build, "-j", str(min(2, os.cpu_count() or 1)))
@@ -57,7 +57,7 @@ def build_program() -> None:
 
 
 def program() -> Path | None:
-    """Where the program is, compiled again if it is older than its source; None if ggml was not built."""
+    """Return the program's path, compiled again if it is older than its source; None if ggml was not built."""
     if library_folder() is None:
         return None
     if not PROGRAM.exists() or PROGRAM.stat().st_mtime < (HERE / "ggml.c").stat().st_mtime:

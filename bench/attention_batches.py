@@ -1,0 +1,186 @@
+"""The section batches of bench_attention.py: batches, and how rows lie, each as a cost over the plain case."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from attention_report import Report, Samples, wanted
+from driver import Driver
+from entrants import Entrant, Shape, attending, core, filled, layers_of, reading_rows, set_up
+from figures import quotients
+from yardstick import Memory
+
+
+def cost(report: Report, name: str, shape: Shape, one: Entrant, plain: Entrant, want: str, note: str = "") -> None:
+    """Add a line for the time of one entrant over that of the plain case."""
+    one_s, plain_s = report.compete([one, plain], shape.threads)
+    note = f"{1e6 * statistics.median(plain_s):,.1f} µs" + (note and f"; {note}")
+    report.line(name, shape, one_s, (one_s, plain_s), want, note)
+
+
+@contextlib.contextmanager
+def closing(*drivers: Driver) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for driver in drivers:
+            driver.close()
+
+
+def ragged(report: Report, shape: Shape) -> None:
+    longest = max(320, round(shape.context * 10_000 / 8192))
+    lengths = np.linspace(10, longest, 32).astype(int)
+    total = int(lengths.sum())
+    whole = replace(shape, context=total)
+    batch = Driver(layers_of(whole.nbytes), 8, 128, 0, shape.dtype, max_sequences=0, num_threads=shape.threads)
+    for seq_id, length in enumerate(lengths):
+        batch.append(int(length) - 1, seq_id)
+    alone = filled(whole, block_size=64, max_seq_len=0)
+    with closing(batch, alone):
+        many, one = attending(shape, batch, num_seqs=32), attending(whole, alone)
+        name, note = "32 ragged sequences, cost over one sequence of as many bytes", f"10 to {longest:,} tokens"
+        cost(report, name, whole, many, one, wanted("ragged"), note)
+
+
+def shared_prefix(report: Report, shape: Shape, count: int = 8, own: int = 64) -> None:
+    layers = layers_of(shape.nbytes * count)
+    options = {"max_sequences": 0, "num_threads": shape.threads}
+    shared, apart = (Driver(layers, 8, 128, 0, shape.dtype, **options) for _ in range(2))
+    shared.append(shape.context - own)
+    for seq_id in range(count):
+        if seq_id:
+            shared.fork(0, seq_id)
+        apart.append(shape.context - 1, seq_id)
+    for seq_id in range(count):
+        shared.append(own - 1, seq_id)
+    with closing(shared, apart):
+        one, other = (attending(shape, driver, num_seqs=count) for driver in (shared, apart))
+        name = f"{count} sequences with a shared prefix, cost over {count} with their own"
+        cost(report, name, shape, one, other, wanted("shared prefix"))
+
+
+def blocks_of_64(report: Report, shape: Shape) -> None:
+    contiguous, blocks = filled(shape), filled(shape, block_size=64)
+    with closing(contiguous, blocks):
+        one, other = (attending(shape, driver) for driver in (blocks, contiguous))
+        cost(report, "blocks of 64, cost over one block", shape, one, other, wanted("blocks of 64"))
+
+
+def every_second_row(report: Report, shape: Shape) -> None:
+    """Add a line for a cache full of holes, and in its note what only reading such rows costs.
+
+    The processor fetches the lines beside those it is asked for, holes included.
+    """
+    contiguous, holes = filled(shape), filled(replace(shape, context=2 * shape.context), shape.layers)
+    holes.drop_every_second()
+    memory = Memory(shape.nbytes * shape.layers, huge=True)
+    entrants = [
+        *(attending(shape, driver) for driver in (holes, contiguous)),
+        *(reading_rows(shape, memory, step) for step in (2, 1)),
+    ]
+    with closing(contiguous, holes):
+        holes_s, plain_s, apart_s, together_s = report.compete(entrants, shape.threads)
+    read = statistics.median(quotients(apart_s, together_s))
+    note = f"{1e6 * statistics.median(plain_s):,.1f} µs; reading such rows, with 1 thread: {read:.3g}"
+    name, want = "every second slot a hole, cost over none", wanted("every second slot a hole")
+    report.line(name, shape, holes_s, (holes_s, plain_s), want, note, only_read=read)
+
+
+def window(report: Report, shape: Shape, sinks: int = 4) -> None:
+    size = min(4096, shape.context // 2)
+    held = replace(shape, context=size)
+    lengths = 2 * size, 32 * size
+    drivers = []
+    for length in lengths:
+        driver = Driver(
+            held.layers, 8, 128, 0, shape.dtype, window=size, num_sink_tokens=sinks, num_threads=shape.threads
+        )
+        driver.append(length)
+        drivers.append(driver)
+    with closing(*drivers):
+        short, long = (attending(held, driver) for driver in drivers)
+        name = f"window of {size:,} at {lengths[1]:,} tokens, cost over the same at {lengths[0]:,}"
+        cost(report, name, replace(shape, context=lengths[1]), long, short, wanted("window"), f"{sinks} sinks")
+
+
+def prompt_in_a_window(report: Report, shape: Shape) -> None:
+    """Add lines for prompts in a window, over the share of the plain time that the window leaves of its products.
+
+    Above 1 is what computes products that the window hides.
+    """
+    tokens, context = report.options.prefill
+    sizes = [size for size in (64, 1024) if size <= context - tokens]
+    for num_heads in (8, 32):
+        plain = replace(shape, context=context, num_tokens=tokens, num_heads=num_heads)
+        drivers = []
+        for size in (0, *sizes):  # 0: no window, in a cache made alike, so that its rows lie in the same kind of pages
+            drivers.append(Driver(plain.layers, 8, 128, 0, shape.dtype, window=size, num_threads=shape.threads))
+            drivers[-1].append(context - tokens)
+        with closing(*drivers):
+            plain_s, *windows_s = report.compete([attending(plain, driver) for driver in drivers], shape.threads)
+        for size, seconds in zip(sizes, windows_s, strict=True):
+            visible = size / (context - (tokens - 1) / 2)
+            name = f"prompt, window of {size:,}, GQA {num_heads // 8}, cost over its share"
+            note = f"{visible:.1%} of {1e6 * statistics.median(plain_s):,.0f} µs, {tokens} tokens without a window"
+            share = [visible * s for s in plain_s]
+            report.line(name, plain, seconds, (seconds, share), wanted("prompt in a window"), note, visible=visible)
+
+
+def lengths(report: Report, shape: Shape) -> None:
+    """Add lines for the time of a token by context, which would be the same at any, and its distance from a line."""
+    chosen = sorted(report.options.context)
+    with contextlib.ExitStack() as stack:
+        each = [stack.enter_context(core(replace(shape, context=context))) for context in chosen]
+        samples = report.compete(each, shape.threads)
+    name = f"time by tokens, cost over that of {chosen[0]:,}"
+    for context, seconds, off in zip(chosen, samples, off_the_line(chosen, samples), strict=True):
+        ratio = [chosen[0] * a for a in seconds], [context * a for a in samples[0]]
+        note = f"{100 * off:+.1f} % off a straight line"
+        report.line(name, replace(shape, context=context), seconds, ratio, wanted("length"), note, off_line=off)
+
+
+def off_the_line(contexts: Sequence[int], samples: Sequence[Samples]) -> list[float]:
+    """How far medians lie above the straight line that fits them best, as shares of it; it may start above 0."""
+    medians = np.array([statistics.median(seconds) for seconds in samples])
+    line = np.polyval(np.polyfit(contexts, medians, min(1, len(contexts) - 1), w=1 / medians), contexts)
+    return (medians / line - 1).tolist()
+
+
+def append(report: Report, shape: Shape) -> None:
+    """Add lines for storing one token in C: its put, and its layer's share of begin and commit."""
+    layers, steps = 32, 16
+    driver = Driver(layers, 8, 128, shape.context + 1024, shape.dtype, num_threads=shape.threads)
+    driver.append(shape.context)
+
+    def run(_: int) -> list[float]:
+        begins, puts, commits = driver.steps(steps)
+        driver.truncate(shape.context)
+        return [float(np.median(puts + (begins + commits) / layers))]
+
+    kind = shape.dtype if shape.dtype in ("f16", "f32", "bf16") else ""
+    offers = [("ggml", ("append", shape.dtype))] + ([("transformers", ("append", kind))] if kind else [])
+    with driver, report.peers:
+        others = set_up(report.peers, offers, shape)
+        ours_s, *others_s = report.compete([Entrant("append", run), *others], shape.threads)
+    report.line("append of 1 token", shape, ours_s, None, "", "begin, put and commit, a layer")
+    for peer, seconds in zip(others, others_s, strict=True):
+        name = f"append of 1 token, speedup over {peer.name}"
+        report.line(name, replace(shape, dtype=peer.kind), seconds, (seconds, ours_s))
+
+
+FIGURES = (ragged, shared_prefix, blocks_of_64, every_second_row, window, prompt_in_a_window, lengths, append)
+
+
+def batches(report: Report) -> None:
+    report.open("batches", "Batches, and how rows lie: costs over the plain case; 1 is none the worse")
+    o = report.options
+    context = min(o.context, key=lambda n: abs(n - 8192))
+    for threads in o.threads:
+        for dtype in o.dtype if o.every_type else [t for t in ("f16", "q8_0") if t in o.dtype]:
+            shape = Shape(context, dtype, threads)
+            for figure in FIGURES:
+                figure(report, shape)

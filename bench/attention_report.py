@@ -1,0 +1,98 @@
+"""The table of attention's speed: its lines as they are printed and kept, and what is wanted of them."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from entrants import Entrant, Peers, Shape, compete
+from figures import quartiles, quiet_quotient, quotients
+
+BLOCKED = ("q8_0", "q4_0")  # types whose rows are blocks of 32 elements
+
+# What is wanted of a figure, or of a figure and type. Two numbers: with one thread, and with two.
+WANTED = {
+    "share of the limit f32": "- >= 0.9",
+    "share of the limit f16": ">= 0.8 0.9",
+    "share of the limit bf16": "- >= 0.9",
+    "speedup over kvcache f16 q8_0": ">= 1.5 1.6",
+    "speedup over kvcache f16 q4_0": ">= 2.4",
+    "speedup over the fastest peer f16": ">= 3.3 2.3",
+    "speedup over the fastest peer bf16": ">= 3.3 2.3",
+    "speedup over the fastest peer q8_0": ">= 3.0 2.2",
+    "speedup over ggml's fastest path f16": ">= 3",
+    "speedup over ggml's fastest path q8_0": ">= 10",
+    "speedup over ggml's fastest path q4_0": ">= 10",
+    "speedup over torch by hand": ">= 2.5",
+    "speedup over Hugging Face f16": ">= 20",
+    "speedup over Hugging Face bf16": ">= 20",
+    "share of the machine's f32 multiply-adds": ">= 0.7",
+    "cost over kvcache f16 bf16": "<= 1",
+    "cost over kvcache f16 q8_0": "<= 1.15",
+    "cost over kvcache f16 q4_0": "<= 1.15",
+    "tiny attend": "< 5 µs",
+    "ragged": "<= 1.18",
+    "blocks of 64": "<= 1.05",
+    "every second slot a hole": "<= 1.15",
+    "window": "1",
+    "prompt in a window": "1",
+    "length": "1",
+    "relative error f32": "< 1e-5",
+    "relative error": "< 5e-4",
+}
+
+Samples = Sequence[float]
+
+
+def wanted(figure: str, dtype: str = "") -> str:
+    return WANTED.get(f"{figure} {dtype}", WANTED.get(figure, ""))
+
+
+@dataclass
+class Report:
+    """Print lines as they come, and keep the rows behind them."""
+
+    options: argparse.Namespace
+    peers: Peers
+    rows: list[dict[str, object]] = field(default_factory=list)
+    section: str = ""
+
+    def open(self, section: str, title: str) -> None:
+        self.section = section
+        print(f"\n{title}\n", flush=True)
+        self._print(("", "tokens", "type", "threads", "µs", "quotient", "quartiles", "fastest", "wanted", ""))
+
+    def _print(self, cells: Sequence[str]) -> None:
+        widths = "<60", ">7", "<8", ">7", ">11", ">8", "^16", ">7", "<8", ""
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip(), flush=True)
+
+    def line(
+        self, name: str, shape: Shape, seconds: Samples = (), quotient: tuple[Samples, Samples] | float | None = None,
+        want: str = "", note: str = "", **data: object,
+    ) -> None:  # fmt: skip
+        """Add the median seconds of a call, and a quotient of two interleaved samples.
+
+        Of the quotient: the median over the rounds, its quartiles, and that of the fastest tenths.
+        """
+        row: dict[str, object] = {"section": self.section, "name": name.strip(), "context": shape.context}
+        row |= {"type": shape.type, "threads": shape.threads, "wanted": want, "note": note, **data}
+        numbers = ["", "", "", ""]
+        if len(seconds):
+            row["seconds"] = statistics.median(seconds)
+            numbers[0] = f"{1e6 * statistics.median(seconds):,.1f}"
+        if isinstance(quotient, tuple):
+            low, middle, high = quartiles(quotients(*quotient))
+            row |= {"quotient": middle, "low": low, "high": high, "fastest": quiet_quotient(*quotient)}
+            numbers[1:] = f"{middle:.3g}", f"{low:.3g} .. {high:.3g}", f"{row['fastest']:.3g}"
+        elif quotient is not None:
+            row["quotient"] = quotient
+            numbers[1] = f"{quotient:.2g}"
+        self.rows.append(row)
+        self._print((name, f"{shape.context:,}", shape.type, str(shape.threads), *numbers, want, note))
+
+    def compete(self, some: Sequence[Entrant], threads: int, least: int = 5) -> list[list[float]]:
+        """Interleave entrants for as long as --seconds says; return their samples."""
+        seconds = self.options.seconds * max(1, len(some) / 2)
+        return compete(some, seconds, threads, least)

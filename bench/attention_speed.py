@@ -1,0 +1,236 @@
+"""Sections of bench_attention.py: decoding and prompts, against the machine's limits and other people's code."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from attention_report import BLOCKED, Report, wanted
+from entrants import (
+    KINDS,
+    QUANTISED,
+    SINGLES,
+    SIXTEEN_BITS,
+    TINY,
+    TINY_LAYERS,
+    Entrant,
+    Offers,
+    Shape,
+    core,
+    in_cache,
+    multiplying,
+    own_pages,
+    reading,
+    set_up,
+    tiny_attend,
+    tiny_step,
+)
+from figures import quotients
+
+OVER_F16 = "speedup over kvcache f16"
+OVER_FASTEST = "speedup over the fastest peer"
+OVER_GGML = "speedup over ggml's fastest path"
+OVER_TORCH = "speedup over torch by hand"
+OVER_SDPA = "speedup over torch's SDPA"
+OVER_HUGGING_FACE = "speedup over Hugging Face"
+
+# ---- one query, against reading the same bytes and against multiply-adds
+
+
+def against_the_machine(report: Report, shape: Shape, name: str, want: str = "") -> None:
+    """Add a line for attention against what bounds it."""
+    with own_pages() as are_huge, core(shape) as ours:
+        readers = reading(shape.nbytes, shape.threads, are_huge(shape.nbytes * shape.layers))
+        ours_s, *readers_s, multiply_s, cached_s = report.compete(
+            [ours, *readers, multiplying(shape.threads), in_cache(shape)], shape.threads
+        )
+    best, reader = min(zip(readers_s, readers, strict=True), key=lambda pair: statistics.median(pair[0]))
+    floor = [min(multiply_s) * shape.multiply_adds] * len(ours_s)  # the machine's best rate, not its median
+    bound = "memory" if statistics.median(best) >= statistics.median(floor) else "multiply-adds"
+    limit = best if bound == "memory" else floor
+    rate = shape.num_kv_heads / statistics.median(cached_s) / 1e6
+    read = statistics.median(best)
+    note = (
+        f"of {bound}; reads {shape.nbytes / read / 1e9:.1f} GB/s, {1e6 * read:,.0f} µs ({reader.name}), multiply-adds "
+        f"{1e6 * statistics.median(floor):,.0f} µs; from cache {rate:.3g} rows/µs and core"
+    )
+    report.line(
+        name, shape, ours_s, (limit, ours_s), want, note, bound=bound, read_seconds=read,
+        floor_seconds=statistics.median(floor), rows_per_us_in_cache=rate,
+        of_reading=statistics.median(quotients(best, ours_s)),
+    )  # fmt: skip
+
+
+def decode(report: Report) -> None:
+    report.open("decode", "Decoding: one query of 32 heads over 8 KV heads x 128, as a share of what bounds it")
+    o = report.options
+    for context in o.context:
+        for threads in o.threads:
+            for dtype in o.dtype:
+                name = "share of the limit"
+                against_the_machine(report, Shape(context, dtype, threads), name, wanted(name, dtype))
+
+
+MLA = {"head_dim": 576, "v_dim": 512, "value_in_key": True, "num_kv_heads": 1}
+SHAPES: list[tuple[str, dict[str, object]]] = [
+    ("head_dim 64", {"head_dim": 64}),
+    ("head_dim 80", {"head_dim": 80}),
+    ("head_dim 96", {"head_dim": 96}),
+    ("head_dim 256", {"head_dim": 256}),
+    ("1 query head a KV head", {"num_heads": 8}),
+    ("7 query heads a KV head", {"num_heads": 28, "num_kv_heads": 4}),
+    ("16 query heads a KV head", {"num_heads": 64, "num_kv_heads": 4}),
+    ("MLA 576/512, 16 query heads", MLA | {"num_heads": 16}),
+    ("MLA 576/512, 128 query heads", MLA | {"num_heads": 128}),
+    ("V in q8_0", {"v_type": "q8_0"}),
+    ("3 query tokens", {"num_tokens": 3}),
+    ("5 query tokens", {"num_tokens": 5}),
+]
+
+
+def shapes(report: Report) -> None:
+    report.open("shapes", "Other shapes, as shares of what bounds them; what is not named is as in decoding")
+    o = report.options
+    context = min(o.context, key=lambda n: abs(n - 8192))
+    for name, change in SHAPES:
+        for threads in o.threads:
+            for dtype in o.dtype if o.every_type else [t for t in ("f16", "q8_0") if t in o.dtype]:
+                shape = replace(Shape(context, dtype, threads), **change)
+                if (dtype in BLOCKED and shape.head_dim % 32) or shape.v_type == dtype:
+                    continue
+                against_the_machine(report, shape, name)
+
+
+# ---- peers
+
+# The type of kvcache that a peer's type is compared with, where kvcache has none of the same name.
+COMPARED = {"int8": "q8_0", "u8": "q8_0", "fp8": "q8_0", "int4": "q4_0", "u4": "q4_0"}
+
+
+def peers_group(report: Report, context: int, threads: int, dtypes: Sequence[str], offers: Offers) -> None:
+    """Add lines for some types of kvcache and for the peers that are compared with them."""
+    shape = Shape(context, dtypes[0], threads)
+    with contextlib.ExitStack() as stack:
+        ours = [stack.enter_context(core(replace(shape, dtype=dtype))) for dtype in dtypes]
+        stack.enter_context(report.peers)
+        others = set_up(report.peers, offers, shape)
+        samples = report.compete([*ours, *others], threads)
+        errors = [peer.error() if peer.error else 0.0 for peer in others]
+    ours_s = dict(zip(dtypes, samples, strict=False))
+    for dtype, seconds in ours_s.items():
+        report.line("kvcache", replace(shape, dtype=dtype), seconds)
+        if dtype in BLOCKED and "f16" in ours_s:
+            quotient = ours_s["f16"], seconds
+            report.line(f"  {OVER_F16}", replace(shape, dtype=dtype), (), quotient, wanted(OVER_F16, dtype))
+    found = {}
+    for peer, seconds, error in zip(others, samples[len(ours) :], errors, strict=True):
+        base = COMPARED.get(peer.kind, peer.kind)
+        base = base if base in ours_s else dtypes[0]
+        note = f"its time over that of kvcache's {base}; error {error:.1e}"
+        quotient = seconds, ours_s[base]
+        report.line(f"    {peer.name}", replace(shape, dtype=peer.kind), seconds, quotient, "", note, error=error)
+        found[peer] = seconds
+    summary(report, shape, found, ours_s)
+
+
+def summary(report: Report, shape: Shape, found: dict[Entrant, list[float]], ours_s: dict[str, list[float]]) -> None:
+    """Add a line for the speedup over the fastest of some peers, for each type of kvcache."""
+
+    def over(name: str, base: str, *starts: str, kinds: Sequence[str] = ()) -> None:
+        """Compare with peers whose names start like this, and that are of these types, if any are given."""
+        some = {p: s for p, s in found.items() if p.name.startswith(starts) and (not kinds or p.kind in kinds)}
+        if some and base in ours_s:
+            peer = min(some, key=lambda peer: statistics.median(some[peer]))
+            quotient = some[peer], ours_s[base]
+            report.line(f"  {name}", replace(shape, dtype=base), (), quotient, wanted(name, base), peer.name)
+
+    names = [kind.name for kind in KINDS.values() if kind.name != "Hugging Face"]
+    for base in ours_s:
+        if base in BLOCKED:
+            over(OVER_FASTEST, base, *names)
+            over(OVER_GGML, base, "ggml", kinds=[base])
+        elif not set(BLOCKED) & set(ours_s):
+            over(OVER_FASTEST, base, *names)
+            over(OVER_GGML, base, "ggml")
+            over(OVER_TORCH, base, "torch")
+            over(OVER_HUGGING_FACE, base, "Hugging Face", kinds=[base])
+
+
+def peers(report: Report) -> None:
+    report.open("peers", "Decoding, beside peers of the same shape: over 1, kvcache is faster")
+    o = report.options
+    for context in o.context:
+        for threads in o.threads:
+            groups = [
+                (["f32"], SINGLES),
+                (["f16", "bf16"], SIXTEEN_BITS),
+                (["f16", "q8_0", "q4_0"], QUANTISED),
+            ]
+            for dtypes, offers in groups:
+                chosen = [dtype for dtype in dtypes if dtype in o.dtype]
+                if chosen and (chosen != ["f16"] or "bf16" in dtypes):
+                    peers_group(report, context, threads, chosen, offers)
+
+
+# ---- prompts
+
+
+def prefill(report: Report) -> None:
+    o = report.options
+    tokens, context = o.prefill
+    report.open("prefill", f"Prompts: {tokens} tokens, the last of {context:,}")
+    for threads in o.threads:
+        for dtype in o.dtype:
+            prefill_of_type(report, Shape(context, dtype, threads, num_tokens=tokens))
+        prefill_by_type(report, Shape(context, "f16", threads, num_tokens=tokens))
+
+
+def prefill_of_type(report: Report, shape: Shape) -> None:
+    """Add lines for a prompt against multiply-adds, torch and ggml."""
+    dtype = shape.dtype
+    offers = [("ggml", (mode, dtype)) for mode in (["flash"] if dtype in BLOCKED else ["flash", "matmul"])]
+    offers += [("torch", ("sdpa", "bf16" if dtype in BLOCKED else dtype))]
+    with core(shape) as ours, report.peers:
+        others = set_up(report.peers, offers, shape)
+        entrants = [ours, multiplying(shape.threads), *others]
+        ours_s, multiply_s, *others_s = report.compete(entrants, shape.threads, least=3)
+    work = shape.multiply_adds
+    flops, best = 2e-9 * work / statistics.median(ours_s), 2e-9 / min(multiply_s)
+    name, note = "share of the machine's f32 multiply-adds", f"{flops:.1f} of {best:.1f} GFLOP/s"
+    limit = [min(multiply_s) * work] * len(ours_s)
+    report.line(name, shape, ours_s, (limit, ours_s), wanted(name), note)
+    for peer, seconds in zip(others, others_s, strict=True):
+        report.line(f"    {peer.name}", replace(shape, dtype=peer.kind), seconds)
+    for start, name in (("torch", OVER_SDPA), ("ggml", OVER_GGML)):
+        some = [pair for pair in zip(others, others_s, strict=True) if pair[0].name.startswith(start)]
+        if some:
+            peer, seconds = min(some, key=lambda pair: statistics.median(pair[1]))
+            report.line(f"  {name}", shape, (), (seconds, ours_s), "> 1", f"{peer.name} {peer.kind}")
+
+
+def prefill_by_type(report: Report, shape: Shape) -> None:
+    """Add lines for each type over f16; interleaved, as lines of different runs are not to be divided."""
+    dtypes = [dtype for dtype in report.options.dtype if dtype != shape.dtype]
+    if not dtypes or shape.dtype not in report.options.dtype:
+        return
+    with contextlib.ExitStack() as stack:
+        each = [stack.enter_context(core(replace(shape, dtype=dtype))) for dtype in (shape.dtype, *dtypes)]
+        base_s, *samples = report.compete(each, shape.threads)
+    for dtype, seconds in zip(dtypes, samples, strict=True):
+        name, note = "cost over kvcache f16", f"{1e6 * statistics.median(base_s):,.0f} µs"
+        report.line(name, replace(shape, dtype=dtype), seconds, (seconds, base_s), wanted(name, dtype), note)
+
+
+# ---- calls from Python
+
+
+def tiny(report: Report) -> None:
+    report.open("tiny", "A call from Python: 1 token over 16 that are stored, 1 head x 16")
+    with core(TINY, layers=TINY_LAYERS) as bare:
+        attend_s, step_s, bare_s = report.compete([tiny_attend(), tiny_step(), bare], TINY.threads)
+    name = "attend with its put, from Python, cost over the C call without"
+    note = f"C: {1e6 * statistics.median(bare_s):.2f} µs"
+    report.line(name, TINY, attend_s, (attend_s, bare_s), wanted("tiny attend"), note)
+    report.line("a step of one layer, from Python", TINY, step_s, None, "", "batch, plan, put, attend and commit")

@@ -1,0 +1,49 @@
+"""Compile the C sources of the benchmarks with the system's compiler, and load them."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+CORE = sorted(ROOT.glob("src/*/*.c"))
+FLAGS = ["-std=c11", "-O3", "-fPIC", "-shared", "-Wall", "-Wextra"]
+
+Seconds = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float32]
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="kvcache-bench-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def build(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> ctypes.CDLL:
+    """Compile sources into a shared library and load it, with OpenMP where the compiler has it."""
+    library = _folder() / f"{name}.so"
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    command = [*compiler, *FLAGS, *flags, *map(str, sources), "-lm", "-lpthread", "-o", str(library)]
+    if subprocess.run([*command, "-fopenmp"], capture_output=True).returncode:
+        subprocess.run([*command, "-Wno-unknown-pragmas"], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def function(library: ctypes.CDLL, name: str, result: type | None, *arguments: type) -> ctypes._CFuncPtr:
+    """Look up a function of a library and declare its types."""
+    found = library[name]
+    found.restype, found.argtypes = result, arguments
+    return found

@@ -1,0 +1,211 @@
+"""Call the core from C and time it there (driver.c): a core compiled from the sources of this checkout."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import ClassVar, Self
+
+import numpy as np
+from compiling import CORE, HERE, ROOT, Floats, Seconds, build, function
+
+from kvcache.tools import peers
+
+FLOATS = {"f32": 0, "f16": 1, "bf16": 2}  # kvc_type
+TYPES = FLOATS | {"q8_0": 3, "q4_0": 4}
+BYTES = {dtype: peers.BYTES[dtype] for dtype in TYPES}  # of an element
+
+I32, I64, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+
+
+def widen(array: Floats) -> Floats:
+    """Read the first half of an array's bytes as bf16, and return it as f32."""
+    halves = array.reshape(-1).view(np.uint16)[: array.size]
+    return (halves.astype(np.uint32) << 16).view(np.float32).reshape(array.shape)
+
+
+class DriverShape(ctypes.Structure):
+    """`driver_shape` of driver.c."""
+
+    _fields_: ClassVar = [
+        ("max_seq_len", I64),
+        ("max_sequences", I64),
+        *((name, I32) for name in ("num_layers", "num_kv_heads", "k_dim", "v_dim", "k_type", "v_type", "value_in_key")),
+        *((name, I32) for name in ("window", "num_sink_tokens", "block_size", "num_threads")),
+    ]
+
+
+class DriverPass(ctypes.Structure):
+    """`driver_pass` of driver.c."""
+
+    _fields_: ClassVar = [
+        *((name, POINTER) for name in ("rows", "q", "out")),
+        *((name, I32) for name in ("num_tokens", "num_seqs", "num_heads", "num_threads", "q_type")),
+    ]
+
+
+@functools.cache
+def _driver_library() -> dict[str, ctypes._CFuncPtr]:
+    library = build("driver", [HERE / "driver.c", *CORE], ["-fvisibility=hidden", f"-I{ROOT}/include", f"-I{ROOT}/src"])
+    return {
+        "error": function(library, "driver_error", ctypes.c_char_p),
+        "new": function(library, "driver_new", POINTER, ctypes.POINTER(DriverShape)),
+        "free": function(library, "driver_free", None, POINTER),
+        "truncate": function(library, "driver_truncate", I32, POINTER, I32),
+        "fork": function(library, "driver_fork", I32, POINTER, I64, I64),
+        "drop_every_second": function(library, "driver_drop_every_second", I32, POINTER),
+        "rows_moved": function(library, "driver_rows_moved", I64, POINTER),
+        "append": function(library, "driver_append", I32, POINTER, I64, POINTER, I32),
+        "steps": function(library, "driver_steps", I32, POINTER, POINTER, I32, POINTER, POINTER, POINTER),
+        "put": function(library, "driver_put", I32, POINTER, POINTER, I64, I32, POINTER),
+        "attend": function(library, "driver_attend", I32, POINTER, ctypes.POINTER(DriverPass), I32, I32, POINTER),
+        "attend_and_show": function(
+            library, "driver_attend_and_show", I32, POINTER, ctypes.POINTER(DriverPass), I64, POINTER, POINTER
+        ),
+    }
+
+
+class Driver:
+    """A cache of equal layers that is called and timed in C (driver.c)."""
+
+    POOL = 512  # tokens of random rows, which repeat when more are appended
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_seq_len: int,
+        dtype: str = "f16",
+        *,
+        v_dim: int = 0,
+        v_type: str = "",
+        value_in_key: bool = False,
+        window: int = 0,
+        num_sink_tokens: int = 0,
+        block_size: int = 0,
+        max_sequences: int = 1,
+        num_threads: int = 1,
+    ) -> None:
+        self._calls = _driver_library()
+        self.num_layers, self.k_dim, self.v_dim = num_layers, head_dim, v_dim or head_dim
+        self.num_kv_heads, self.value_in_key = num_kv_heads, value_in_key
+        self._q_type = TYPES["bf16" if dtype == "bf16" else "f32"]
+        self._rng = np.random.default_rng(0)
+        self._rows = np.empty(self.POOL * num_kv_heads * (self.k_dim + self.v_dim), np.float32)
+        self._refresh()
+        self._passes: dict[tuple[int, ...], tuple[DriverPass, Floats, Floats]] = {}
+        self._next_layer = 0
+        shape = DriverShape(
+            max_seq_len, max_sequences, num_layers, num_kv_heads, self.k_dim, self.v_dim, TYPES[dtype],
+            TYPES[v_type or dtype], value_in_key, window, num_sink_tokens, block_size, num_threads,
+        )  # fmt: skip
+        self._handle = self._calls["new"](ctypes.byref(shape))
+        if not self._handle:
+            raise RuntimeError(self._calls["error"]().decode())
+
+    def close(self) -> None:
+        self._calls["free"](self._handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise RuntimeError(self._calls["error"]().decode())
+
+    def _refresh(self) -> None:
+        self._rng.standard_normal(dtype=np.float32, out=self._rows)
+
+    def append(self, num_tokens: int, seq_id: int = 0, *, fresh: bool = False) -> None:
+        """Append random rows; with `fresh`, no row is appended twice."""
+        for done in range(0, num_tokens, self.POOL):
+            if fresh:
+                self._refresh()
+            count = min(self.POOL, num_tokens - done)
+            self._check(self._calls["append"](self._handle, seq_id, self._rows.ctypes.data, count))
+
+    def truncate(self, length: int) -> None:
+        self._check(self._calls["truncate"](self._handle, length))
+
+    def fork(self, src: int, dst: int) -> None:
+        self._check(self._calls["fork"](self._handle, src, dst))
+
+    def drop_every_second(self) -> None:
+        """Remove every second token of sequence 0 without moving the others."""
+        self._check(self._calls["drop_every_second"](self._handle))
+
+    def rows_moved(self) -> int:
+        return self._calls["rows_moved"](self._handle)
+
+    def steps(self, count: int) -> tuple[Seconds, Seconds, Seconds]:
+        """Append tokens one by one; return the seconds of each begin, of each put in one layer, and of each commit."""
+        seconds = np.empty((3, count))
+        self._check(
+            self._calls["steps"](self._handle, self._rows.ctypes.data, count, *(s.ctypes.data for s in seconds))
+        )
+        return seconds[0], seconds[1], seconds[2]
+
+    def put(self, num_tokens: int, rows: int, step: int) -> Seconds:
+        """Time putting f32 rows into each layer, from an address plus `step` bytes for each layer; then abort."""
+        seconds = np.empty(self.num_layers)
+        self._check(self._calls["put"](self._handle, rows, step // 4, num_tokens, seconds.ctypes.data))
+        return seconds
+
+    def _pass(self, *numbers: int) -> tuple[DriverPass, Floats, Floats]:
+        """Make a forward pass with its queries and output; numbers: tokens, sequences, query heads, threads, type.
+
+        The arrays hold f32; where the type is bf16, the C side reads and writes the first half of their bytes.
+        """
+        if numbers not in self._passes:
+            num_tokens, num_seqs, num_heads, _, q_type = numbers
+            tokens = num_tokens * num_seqs
+            assert tokens <= self.POOL
+            q = np.random.default_rng(1).standard_normal((tokens, num_heads, self.k_dim), np.float32)
+            if q_type == TYPES["bf16"]:
+                q.reshape(-1).view(np.uint16)[: q.size] = q.reshape(-1).view(np.uint16)[1::2].copy()
+            out = np.empty((tokens, num_heads, self.v_dim), np.float32)
+            addresses = (array.ctypes.data for array in (self._rows, q, out))
+            self._passes[numbers] = DriverPass(*addresses, *numbers), q, out
+        return self._passes[numbers]
+
+    def attend(
+        self, num_heads: int, num_threads: int, count: int, *, num_tokens: int = 1, num_seqs: int = 1
+    ) -> Seconds:
+        """Time attention of further tokens `count` times, going round the layers; the tokens are not kept.
+
+        Queries and output are f32, or bf16 where keys are, as in models of that type.
+        """
+        seconds = np.empty(count)
+        forward, _, _ = self._pass(num_tokens, num_seqs, num_heads, num_threads, self._q_type)
+        self._check(
+            self._calls["attend"](self._handle, ctypes.byref(forward), self._next_layer, count, seconds.ctypes.data)
+        )
+        self._next_layer = (self._next_layer + count) % self.num_layers
+        return seconds
+
+    def attend_and_show(
+        self, num_heads: int, num_threads: int, num_rows: int, q_type: str = "f32"
+    ) -> tuple[Floats, Floats, Floats, Floats]:
+        """Attend for one token in layer 0; return its queries, its output, and the keys and values it saw.
+
+        Keys and values are [heads, num_rows, dim]. Queries and output may be bf16, and are returned as f32.
+        """
+        forward, q, out = self._pass(1, 1, num_heads, num_threads, TYPES[q_type])
+        k = np.empty((self.num_kv_heads, num_rows, self.k_dim), np.float32)
+        v = k[:, :, : self.v_dim] if self.value_in_key else np.empty((*k.shape[:2], self.v_dim), np.float32)
+        self._check(
+            self._calls["attend_and_show"](
+                self._handle,
+                ctypes.byref(forward),
+                num_rows,
+                k.ctypes.data,
+                None if self.value_in_key else v.ctypes.data,
+            )
+        )
+        if q_type == "bf16":
+            q, out = widen(q), widen(out)
+        return q[0], out[0], k, v
