@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
-from compiling import CORE, HERE, ROOT, Floats, build
+from compiling import CORE, CORE_FLAGS, HERE, ROOT, Floats, build
 from driver import TYPES
 from figures import Figures, Line, quiet_quotient, quotients, table
 
@@ -29,8 +29,8 @@ STEPS = 20  # in one round
 @functools.cache
 def library() -> ctypes.CDLL:
     example = [source for source in sorted(ROOT.glob("examples/c/*.c")) if source.stem != "generate"]
-    flags = ["-fvisibility=hidden", f"-I{ROOT}/include", f"-I{ROOT}/examples/c"]
-    library = build("c_example", [HERE / "c_example.c", *example, *CORE], flags)
+    sources = [HERE / "c_example.c", *example, *CORE]
+    library = build("c_example", sources, [*CORE_FLAGS, f"-I{ROOT}/examples/c"])
     library.runner_new.restype = ctypes.c_void_p
     library.runner_logits.restype = ctypes.POINTER(ctypes.c_float)
     return library

@@ -1,5 +1,5 @@
-/* c_example.c: a step of the C example, with its attention over the cache and with llama2.c's over plain arrays: the same
- * matrix code, weights and threads, and the same step but for that. */
+/* c_example.c: a step of the C example, with its own attention over a kvcache or with llama2.c's over plain arrays.
+ * Matrix code, weights, threads and all else of the step are the same. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* clock_gettime */
 #endif
@@ -8,7 +8,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "attend/work.h"
+#include "attention.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -20,7 +20,7 @@ static double now(void) {
 
 /* ---- llama2.c's way ---------------------------------------------------------------------------------------------- */
 
-/* Keys and values as they come, in f32, token after token; each query head goes over all of them by itself. */
+/* Keys and values in f32, token after token; each query head goes over all of them by itself. */
 typedef struct flat {
     const model *m;
     pool *pool;
@@ -56,7 +56,7 @@ static void flat_begin(flat *f) {
     }
 }
 
-/* to = from, turned; they may be the same. */
+/* to = from, rotated to the token's position; they may be the same. */
 static void flat_rotate(const flat *f, float *to, const float *from) {
     const int half = f->m->head_dim / 2;
     for (int i = 0; i < half; i++) {
@@ -72,7 +72,7 @@ static float plain_dot(const float *a, const float *b, int n) {
     return sum;
 }
 
-/* One layer's attention. */
+/* The attention of one layer: what pool_run hands to each query head. */
 typedef struct flat_layer {
     const flat *f;
     const float *k, *v; /* [max_seq_len][kv_dim] */
@@ -114,9 +114,9 @@ static void flat_attend(flat *f, int layer, float *qkv, float *out, int uses_dot
     pool_run(f->pool, flat_head, &l, m->num_heads);
 }
 
-/* ---- both -------------------------------------------------------------------------------------------------------- */
+/* ---- steps with either attention --------------------------------------------------------------------------------- */
 
-enum { OURS, PLAIN, DOT }; /* whose attention; DOT: llama2.c's, with the dot product of the matrix code */
+enum { KVCACHE, PLAIN, DOT }; /* whose attention; DOT: llama2.c's with the dot product of the matrix code */
 
 typedef struct runner {
     model m;
@@ -135,7 +135,7 @@ EXPORT void runner_free(runner *r) {
     free(r);
 }
 
-/* NULL, after a sentence on stderr, if it cannot be. */
+/* Returns NULL after an error, which is printed to stderr. */
 EXPORT runner *runner_new(const char *folder, int num_threads, int type) {
     runner *r = calloc(1, sizeof *r);
     if (!r) return NULL;
@@ -151,10 +151,10 @@ EXPORT runner *runner_new(const char *folder, int num_threads, int type) {
 
 EXPORT const float *runner_logits(const runner *r) { return r->s.logits; }
 
-/* A forward pass of one token; returns the seconds of its attention in all layers, with all that storing takes. */
+/* Makes a forward pass of one token; returns the seconds of attention in all layers, storing included. */
 static double step(runner *r, int whose, unsigned char token, int *status) {
     double start = now(), seconds;
-    if (whose == OURS)
+    if (whose == KVCACHE)
         *status = attention_begin(&r->a, 1);
     else
         flat_begin(&r->f);
@@ -163,7 +163,7 @@ static double step(runner *r, int whose, unsigned char token, int *status) {
     for (int layer = 0; layer < r->m.num_layers && !*status; layer++) {
         model_qkv(&r->m, &r->s, r->p, layer, 1);
         start = now();
-        if (whose == OURS)
+        if (whose == KVCACHE)
             *status = attention_attend(&r->a, layer, 1, r->s.qkv, r->s.attended);
         else
             flat_attend(&r->f, layer, r->s.qkv, r->s.attended, whose == DOT);
@@ -171,7 +171,7 @@ static double step(runner *r, int whose, unsigned char token, int *status) {
         model_finish(&r->m, &r->s, r->p, layer, 1);
     }
     start = now();
-    if (whose == OURS)
+    if (whose == KVCACHE)
         *status = attention_end(&r->a, *status);
     else
         r->f.length++;
@@ -180,23 +180,22 @@ static double step(runner *r, int whose, unsigned char token, int *status) {
     return seconds;
 }
 
-/* Appends tokens to both. */
+/* Appends tokens to the cache and to the arrays. */
 EXPORT int runner_feed(runner *r, const unsigned char *tokens, int count) {
     int status = 0;
     for (int i = 0; i < count && !status; i++)
-        for (int whose = OURS; whose <= PLAIN && !status; whose++) step(r, whose, tokens[i], &status);
+        for (int whose = KVCACHE; whose <= PLAIN && !status; whose++) step(r, whose, tokens[i], &status);
     return status;
 }
 
-/* Appends a token `count` times and takes it back: the seconds of its attention, and of the whole step, each [count].
- */
+/* Appends a token `count` times and takes it back; writes the seconds of attention and of the whole step, [count]. */
 EXPORT int runner_steps(runner *r, int whose, unsigned char token, int count, double *attention, double *whole) {
     int status = 0;
     for (int i = 0; i < count && !status; i++) {
         const double start = now();
         attention[i] = step(r, whose, token, &status);
         whole[i] = now() - start;
-        if (whose == OURS && !status)
+        if (whose == KVCACHE && !status)
             status = (int)kvc_truncate(r->a.cache, 0, kvc_last_position(r->a.cache, 0));
         else
             r->f.length--;

@@ -19,6 +19,7 @@ import numpy.typing as npt
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 CORE = sorted(ROOT.glob("src/*/*.c"))
+CORE_FLAGS = ["-fvisibility=hidden", f"-I{ROOT}/include", f"-I{ROOT}/src"]
 FLAGS = ["-std=c11", "-O3", "-fPIC", "-shared", "-Wall", "-Wextra"]
 
 Seconds = npt.NDArray[np.float64]

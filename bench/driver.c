@@ -1,6 +1,6 @@
-/* driver.c: the bare C calls, timed in C, on a core compiled together with this file.
+/* driver.c: calls the core and times each call, in a library that holds both.
  *
- * Every measurement returns a kvc_status, and writes the seconds of each of its repetitions. */
+ * Every measurement returns a kvc_status and writes the seconds of each of its repetitions. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* clock_gettime */
 #endif
@@ -23,7 +23,7 @@ EXPORT const char *driver_error(void) { return kvc_last_error(); }
 
 /* ---- a cache of equal layers ------------------------------------------------------------------------------------- */
 
-/* What every layer is like; DriverShape in yardstick.py has the same fields. */
+/* The shape of every layer, and of the cache; DriverShape in driver.py has the same fields. */
 typedef struct driver_shape {
     int64_t max_seq_len;   /* 0: no limit */
     int64_t max_sequences; /* 0: no limit */
@@ -41,7 +41,7 @@ typedef struct driver {
     driver_shape shape;
 } driver;
 
-/* NULL: see driver_error. */
+/* Returns NULL after an error, which driver_error describes. */
 EXPORT driver *driver_new(const driver_shape *shape) {
     driver *d = malloc(sizeof *d);
     kvc_layer *layers = calloc((size_t)shape->num_layers, sizeof *layers);
@@ -82,7 +82,7 @@ EXPORT kvc_status driver_truncate(driver *d, int32_t length) { return kvc_trunca
 
 EXPORT kvc_status driver_fork(driver *d, int64_t src, int64_t dst) { return kvc_fork(d->cache, src, dst); }
 
-/* Drops every second token of sequence 0, from position 0 on; none moves. */
+/* Removes every second token of sequence 0, from position 0 on, without moving the others. */
 EXPORT kvc_status driver_drop_every_second(driver *d) {
     kvc_status status = KVC_OK;
     const int32_t end = kvc_next_position(d->cache, 0);
@@ -98,7 +98,7 @@ EXPORT int64_t driver_rows_moved(driver *d) {
 
 /* ---- a forward pass ---------------------------------------------------------------------------------------------- */
 
-/* The next num_tokens tokens of each of the sequences [first_seq, end_seq), one sequence after the other. */
+/* Begins a batch of the next num_tokens tokens of each sequence in [first_seq, end_seq), one after the other. */
 static kvc_status begin(const driver *d, int32_t num_tokens, int64_t first_seq, int64_t end_seq, kvc_batch **batch) {
     const int32_t total = num_tokens * (int32_t)(end_seq - first_seq);
     int32_t *positions = malloc((size_t)total * sizeof *positions);
@@ -114,7 +114,7 @@ static kvc_status begin(const driver *d, int32_t num_tokens, int64_t first_seq, 
     return status;
 }
 
-/* Keys [num_tokens][num_kv_heads][k_dim] of f32, behind them values [num_tokens][num_kv_heads][v_dim]. */
+/* Describes f32 rows: keys [num_tokens][num_kv_heads][k_dim], then values [num_tokens][num_kv_heads][v_dim]. */
 static kvc_put_args rows_at(const driver *d, const float *rows, int32_t num_tokens) {
     const driver_shape *s = &d->shape;
     const int64_t f32 = (int64_t)sizeof *rows;
@@ -128,7 +128,7 @@ static kvc_put_args rows_at(const driver *d, const float *rows, int32_t num_toke
                           .v_head_stride = s->v_dim * f32};
 }
 
-/* The same rows in every layer. */
+/* Puts the same rows into every layer. */
 static kvc_status put_everywhere(const driver *d, kvc_batch *batch, const kvc_put_args *args) {
     kvc_status status = KVC_OK;
     for (int32_t layer = 0; status == KVC_OK && layer < d->shape.num_layers; layer++)
@@ -148,7 +148,7 @@ EXPORT kvc_status driver_append(driver *d, int64_t seq_id, const float *rows, in
     return status;
 }
 
-/* Steps of one token: the seconds of begin, of put (the mean over the layers) and of commit, each [steps]. */
+/* Appends `steps` tokens one by one; writes the seconds of begin, of put (its mean over layers) and of commit. */
 EXPORT kvc_status driver_steps(driver *d, const float *rows, int32_t steps, double *begins, double *puts,
                                double *commits) {
     const kvc_put_args args = rows_at(d, rows, 1);
@@ -174,8 +174,8 @@ EXPORT kvc_status driver_steps(driver *d, const float *rows, int32_t steps, doub
     return KVC_OK;
 }
 
-/* Puts num_tokens tokens in each of the layers, and aborts: seconds [num_layers].  Layer i takes its rows at
- * rows + i * step: 0 for the same ones. */
+/* Puts num_tokens tokens into each layer, and aborts: seconds [num_layers].  Layer i takes its rows from
+ * rows + i * step; a step of 0 gives all layers the same ones. */
 EXPORT kvc_status driver_put(driver *d, const float *rows, int64_t step, int32_t num_tokens, double *seconds) {
     kvc_batch *batch;
     kvc_status status = begin(d, num_tokens, 0, 1, &batch);
@@ -192,10 +192,10 @@ EXPORT kvc_status driver_put(driver *d, const float *rows, int64_t step, int32_t
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
-/* A forward pass that is not committed: num_tokens tokens of each of the sequences [0, num_seqs), one sequence after
- * the other; q and out are [all tokens][num_heads][k_dim or v_dim], of q_type. */
+/* A forward pass that is aborted at its end: num_tokens tokens of each of the sequences [0, num_seqs), one sequence
+ * after the other; q and out are [all tokens][num_heads][k_dim or v_dim], of q_type. */
 typedef struct driver_pass {
-    const float *rows; /* of all its tokens, as in rows_at; every layer gets the same */
+    const float *rows; /* of all tokens, as in rows_at; the same for every layer */
     const void *q;
     void *out;
     int32_t num_tokens, num_seqs, num_heads, num_threads, q_type;
@@ -232,7 +232,7 @@ static kvc_status begin_pass(const driver *d, const driver_pass *pass, kvc_batch
     return status;
 }
 
-/* Attends `count` times, one layer after the other from first_layer on, and round again: seconds [count]. */
+/* Attends `count` times, going round the layers from first_layer on: seconds [count]. */
 EXPORT kvc_status driver_attend(driver *d, const driver_pass *pass, int32_t first_layer, int32_t count,
                                 double *seconds) {
     const kvc_attend_args args = attend_args(d, pass);
@@ -249,8 +249,8 @@ EXPORT kvc_status driver_attend(driver *d, const driver_pass *pass, int32_t firs
     return status;
 }
 
-/* Attends once in layer 0, for one sequence, and says over what: k and v [num_kv_heads][num_rows][k_dim or v_dim], the
- * pass's own rows among them, decoded.  v is NULL where values lie in the keys. */
+/* Attends once in layer 0 for one sequence, and decodes the rows it saw, the pass's own included: k and v are
+ * [num_kv_heads][num_rows][k_dim or v_dim].  v is NULL where values lie in the keys. */
 EXPORT kvc_status driver_attend_and_show(driver *d, const driver_pass *pass, int64_t num_rows, float *k, float *v) {
     const kvc_attend_args args = attend_args(d, pass);
     const kvc_plan_args plan = plan_args(pass, 0);

@@ -7,7 +7,7 @@ import functools
 from typing import ClassVar, Self
 
 import numpy as np
-from compiling import CORE, HERE, ROOT, Floats, Seconds, build, function
+from compiling import CORE, CORE_FLAGS, HERE, Floats, Seconds, build, function
 
 from kvcache.tools import peers
 
@@ -46,7 +46,7 @@ class DriverPass(ctypes.Structure):
 
 @functools.cache
 def _driver_library() -> dict[str, ctypes._CFuncPtr]:
-    library = build("driver", [HERE / "driver.c", *CORE], ["-fvisibility=hidden", f"-I{ROOT}/include", f"-I{ROOT}/src"])
+    library = build("driver", [HERE / "driver.c", *CORE], CORE_FLAGS)
     return {
         "error": function(library, "driver_error", ctypes.c_char_p),
         "new": function(library, "driver_new", POINTER, ctypes.POINTER(DriverShape)),

@@ -1,7 +1,7 @@
-/* yardstick.c: how fast this machine copies, reads, multiplies and adds.  What the cache's figures are divided by.
+/* yardstick.c: measures how fast this machine copies, reads, multiplies and adds, which figures are divided by.
  *
  * Every measurement writes the seconds of each of its repetitions, so that medians can be taken.  Threads are
- * OpenMP's, as the cache's are: both wait for the same team.  Without OpenMP there is one. */
+ * OpenMP's, as the cache's are, so that both use the same team.  Without OpenMP there is one. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* MAP_ANONYMOUS */
 #endif
@@ -29,8 +29,8 @@ enum { HUGE_PAGE = 2 << 20, COLLAPSE = 25 /* MADV_COLLAPSE, which older headers 
 
 static size_t whole_pages(size_t bytes) { return (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE; }
 
-/* Touched, each page with other contents, at a multiple of 2 MiB; NULL if there is none.  OS pages are as the system
- * gives them or, with `huge`, joined to huge ones where it can, as the cache does with what it fills. */
+/* Maps memory at a multiple of 2 MiB and writes to every page; returns NULL if there is none.  With `huge`, small pages
+ * are joined to huge ones where the system can, as the cache does with pages that are filled. */
 void *ys_map(size_t bytes, int huge) {
     bytes = whole_pages(bytes);
     char *p = mmap(NULL, bytes + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -48,7 +48,7 @@ void ys_unmap(void *p, size_t bytes) { munmap(p, whole_pages(bytes)); }
 
 /* ---- copying ----------------------------------------------------------------------------------------------------- */
 
-/* memcpy of n bytes, each thread an equal part. */
+/* Copies n bytes by memcpy, each thread an equal part. */
 void ys_copy(void *dst, const void *src, size_t n, int threads, int reps, double *seconds) {
     const size_t part = (n / (size_t)threads + 63) / 64 * 64;
     for (int r = 0; r < reps; r++) {
@@ -58,21 +58,21 @@ void ys_copy(void *dst, const void *src, size_t n, int threads, int reps, double
         } else {
 #pragma omp parallel for schedule(static, 1) num_threads(threads)
             for (int t = 0; t < threads; t++) {
-                const size_t begin = (size_t)t * part;
-                if (begin < n) memcpy((char *)dst + begin, (const char *)src + begin, n - begin < part ? n - begin : part);
+                const size_t begin = (size_t)t * part, rest = begin < n ? n - begin : 0;
+                if (rest) memcpy((char *)dst + begin, (const char *)src + begin, rest < part ? rest : part);
             }
         }
         seconds[r] = now() - start;
     }
 }
 
-/* ---- reading: several kernels, of which the caller takes the best ------------------------------------------------ */
+/* ---- reading: several loops, of which the caller takes the fastest ----------------------------------------------- */
 
-/* Reads all of n bytes, a multiple of 4,096 * STREAMS; returns something that depends on every one of them. */
+/* Reads n bytes, a multiple of 4,096 * STREAMS; returns a number that depends on every one of them. */
 typedef uint64_t read_fn(const char *p, size_t n);
 
-/* A kernel reads STREAMS equal stretches side by side, 64 bytes of each at a time: several OS pages are on their way
- * at once.  PREFETCH bytes ahead (past the end does no harm); 0: the processor's own prefetching only. */
+/* Defines a loop that reads STREAMS equal stretches side by side, 64 bytes of each at a time, so that several OS pages
+ * are in flight.  It prefetches PREFETCH bytes ahead (past the end does no harm), or nothing if that is 0. */
 #define READER(name, ATTRIBUTES, vec, zero, load, add, STREAMS, PREFETCH)                                              \
     ATTRIBUTES static uint64_t name(const char *p, size_t n) {                                                         \
         vec sum[4] = {zero, zero, zero, zero};                                                                         \
@@ -140,15 +140,15 @@ static const struct {
 #endif
 };
 
-/* The name of a kernel; NULL past the last one, "" for one that this machine cannot run. */
+/* Returns the name of a reading loop: NULL past the last one, "" for one that this machine cannot run. */
 const char *ys_reader(int i) {
     if (i < 0 || (size_t)i >= sizeof readers / sizeof *readers) return NULL;
     return readers[i].supported() ? readers[i].name : "";
 }
 
-static volatile uint64_t kept; /* what is read is used */
+static volatile uint64_t kept; /* results, so that no loop is optimised away */
 
-/* Reads n bytes with a kernel, each thread an equal part; n is a multiple of 4,096 * 4 * threads. */
+/* Reads n bytes by one of the loops, each thread an equal part; n is a multiple of 4,096 * 4 * threads. */
 void ys_read(int reader, const void *p, size_t n, int threads, int reps, double *seconds) {
     read_fn *const read = readers[reader].read;
     const size_t part = n / (size_t)threads;
@@ -166,8 +166,8 @@ void ys_read(int reader, const void *p, size_t n, int threads, int reps, double 
     }
 }
 
-/* Reads n rows of row_bytes bytes, a multiple of 8, each `stride` bytes after the one before: one after the other, and
- * asking for each AHEAD rows earlier (past the end does no harm), as attention does that goes from row to row. */
+/* Reads n rows of row_bytes bytes, a multiple of 8, that lie `stride` bytes apart, and prefetches each AHEAD rows
+ * earlier (past the end does no harm), as attention does where it goes from row to row. */
 void ys_read_rows(const void *p, size_t n, size_t row_bytes, size_t stride, int reps, double *seconds) {
     enum { AHEAD = 64, LINE = 64 };
     for (int r = 0; r < reps; r++) {
@@ -189,7 +189,7 @@ void ys_read_rows(const void *p, size_t n, size_t row_bytes, size_t stride, int 
 
 /* ---- multiplying and adding -------------------------------------------------------------------------------------- */
 
-enum { ROUNDS = 4096, SUMS = 12 }; /* more sums than latency times throughput of any processor so far */
+enum { ROUNDS = 4096, SUMS = 12 }; /* sums: more than latency times throughput of any processor so far */
 
 #define MULTIPLIER(name, ATTRIBUTES, vec, set, fma)                                                                    \
     ATTRIBUTES static float name(float factor) {                                                                       \
@@ -214,8 +214,8 @@ MULTIPLIER(multiply_avx2, AVX2, __m256, _mm256_set1_ps, _mm256_fmadd_ps)
 MULTIPLIER(multiply_avx512, AVX512, __m512, _mm512_set1_ps, _mm512_fmadd_ps)
 #endif
 
-/* f32 multiply-adds with vectors of at most `lanes` floats on each of the threads; returns how many a repetition does,
- * 0 if this machine has no such vectors. */
+/* Multiplies and adds f32 in vectors of `lanes` floats on each of the threads; returns the number of multiply-adds in a
+ * repetition, or 0 if this machine has no such vectors. */
 double ys_multiply_add(int lanes, int threads, int reps, double *seconds) {
     float (*multiply)(float) = lanes == 1 ? multiply_scalar : NULL;
 #if defined(__x86_64__)

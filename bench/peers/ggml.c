@@ -1,4 +1,4 @@
-/* ggml.c: the same work in ggml.  Speaks the protocol of kvcache/tools/peers/serve.py over standard input and output.
+/* ggml.c: does the same work in ggml.  Speaks the protocol of kvcache/tools/peers/serve.py over stdin and stdout.
  *
  * Modes
  *   flash    flash_attn_ext over a token-major cache, f32 sums asked for; any type
@@ -23,7 +23,7 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Roughly normal, of unit variance: the sum of 4 uniform numbers. */
+/* Returns a roughly normal number of unit variance: the sum of 4 uniform ones. */
 static float noise(void) {
     static uint64_t state = 88172645463325252U;
     float sum = 0;
@@ -57,7 +57,7 @@ typedef struct work {
     struct ggml_cplan *plans;
     void *scratch;
     struct ggml_tensor *q, *out; /* of layer 0 */
-    float *k, *v;                /* what layer 0 was filled with: [context][num_kv_heads][head_dim], v as `transposed` */
+    float *k, *v; /* the contents of layer 0: [context][num_kv_heads][head_dim]; v transposed in mode matmul */
     int64_t heads, kv_heads, dim, context, tokens;
     int num_layers, next, transposed, attends;
 } work;
@@ -84,7 +84,7 @@ static void fill(struct ggml_tensor *t, const float *from) {
         ggml_quantize_chunk(t->type, from, t->data, 0, n / width, width, NULL);
 }
 
-/* [head_dim][context][num_kv_heads] of a token-major cache. */
+/* Views a token-major cache as [head_dim][context][num_kv_heads]. */
 static struct ggml_tensor *by_head(const work *w, struct ggml_tensor *t) {
     const size_t head = ggml_row_size(t->type, w->dim), token = ggml_row_size(t->type, w->dim * w->kv_heads);
     struct ggml_tensor *view =
@@ -107,7 +107,7 @@ static struct ggml_tensor *attention(const work *w, struct ggml_tensor *k, struc
     return ggml_cont(w->ctx, ggml_permute(w->ctx, ggml_mul_mat(w->ctx, v, out), 0, 2, 1, 3));
 }
 
-/* The last num_tokens rows are the queries' own: each sees what comes up to itself. */
+/* Makes the mask: the last num_tokens rows are the queries' own, and each query sees the rows up to its own. */
 static struct ggml_tensor *causal_mask(const work *w) {
     struct ggml_tensor *mask =
         ggml_new_tensor_4d(w->ctx, w->transposed ? GGML_TYPE_F32 : GGML_TYPE_F16, w->context, w->tokens, 1, 1);
@@ -121,7 +121,7 @@ static struct ggml_tensor *causal_mask(const work *w) {
     return mask;
 }
 
-/* "ok", or why not. */
+/* Sets up layers and graphs; returns "ok" or the reason why not. */
 static const char *set_up(work *w, const char *mode, const char *type_name, int threads) {
     const enum ggml_type type = type_of(type_name);
     const int64_t row = w->dim * w->kv_heads, elements = row * w->context;
@@ -182,7 +182,7 @@ static const char *set_up(work *w, const char *mode, const char *type_name, int 
     return "ok";
 }
 
-/* The seconds of the next layer; below 0 after an error. */
+/* Runs the next layer; returns its seconds, or a negative number after an error. */
 static double run(work *w) {
     const int layer = w->next;
     w->next = (layer + 1) % w->num_layers;
@@ -191,7 +191,8 @@ static double run(work *w) {
     return now() - start;
 }
 
-/* Of layer 0, in float64, for the last query token and every third head; relative to the values as they were given. */
+/* Returns the relative error of layer 0 against float64 over the values as they were given, for the last query token
+ * and every third head. */
 static double error_of(const work *w) {
     const int64_t row = w->dim * w->kv_heads, token = w->tokens - 1;
     double *weights = malloc((size_t)w->context * sizeof *weights), difference = 0, size = 0;
