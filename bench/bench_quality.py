@@ -12,7 +12,7 @@ import numpy as np
 
 from kvcache import ChunkedAttention, FullAttention, KVCache, SlidingWindow
 from kvcache.models.tokenizer import load_tokenizer
-from kvcache.runner.llama import Llama, mean_loss, read_windows
+from kvcache.runner import Llama, mean_loss, read_windows
 
 MODEL = Path(__file__).resolve().parents[1] / "examples/model"
 TYPES = [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 try:
-    from kvcache import KVCacheError
+    from kvcache import KVCacheError, runner
     from kvcache.layer import DTYPES
     from kvcache.models.reading import read_prompt
     from kvcache.runner import llama
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    options = llama.Options()
+    options = runner.Options()
     p = Parser(
         prog="generate.py",
         description="Continue a prompt with a model of Llama's family, and end with a table: tokens per second with\n"
@@ -130,13 +130,13 @@ def main() -> int:
         text = read_prompt(prompt_file) if prompt_file else os.fsencode("ROMEO:" if prompt is None else prompt)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # an ASCII terminal
-        return llama.run(model, text, llama.Options(**arguments), sys.stdout)
+        return runner.run(model, text, runner.Options(**arguments), sys.stdout)
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
-    except (llama.LlamaError, KVCacheError, OSError, ImportError) as error:
+    except (runner.LlamaError, KVCacheError, OSError, ImportError) as error:
         p.error(str(error))
 
 

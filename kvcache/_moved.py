@@ -21,7 +21,7 @@ MOVED = {
     "files": "models.fields",
     "gguf": "models.gguf",
     "library": "runtime",
-    "llama": "runner.llama",
+    "llama": "runner",
     "peers": "tools.peers",
     "plan": "tools.memory_plan",
     "reading": "models.reading",

@@ -1,1 +1,29 @@
-"""Runs a Llama-family model in NumPy through a `KVCache`."""
+"""Runs a Llama-family model in NumPy through a `KVCache`: what the examples and the command line share.
+
+The parts are `Llama` (the model), `sample` and `generate` (the loop), `seconds_without_cache` and `compare_dtypes` (the
+measuring), and `run`, which ties them to a stream of text that ends with a table.
+"""
+
+from kvcache.runner.evaluate import Fidelity, Report, compare_dtypes, mean_loss, read_windows, seconds_without_cache
+from kvcache.runner.generate import Options, Speed, generate, new_cache, sample, shift_context
+from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
+from kvcache.runner.stream import run
+
+__all__ = [
+    "Fidelity",
+    "Llama",
+    "LlamaConfig",
+    "LlamaError",
+    "Options",
+    "Report",
+    "Speed",
+    "compare_dtypes",
+    "generate",
+    "mean_loss",
+    "new_cache",
+    "read_windows",
+    "run",
+    "sample",
+    "seconds_without_cache",
+    "shift_context",
+]

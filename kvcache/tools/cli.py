@@ -322,12 +322,12 @@ def generate(
     quiet: Annotated[bool, typer.Option("--quiet", help="Write the text only.")] = False,
 ) -> int:
     """Continue a text with a model of the Llama family, through the cache."""
-    from kvcache.runner import llama
+    from kvcache import runner
 
     if prompt is not None and prompt_file is not None:
         raise typer.BadParameter("give a prompt or a file with one, not both", param_hint="--prompt-file")
     text = read_prompt(prompt_file) if prompt_file else os.fsencode("Once upon a time" if prompt is None else prompt)
-    options = llama.Options(
+    options = runner.Options(
         dtype=dtype.value,
         window=window,
         shift=shift,
@@ -342,7 +342,7 @@ def generate(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an ASCII terminal
     with _prefill_bar() as on_prefill:
-        return llama.run(model, text, options, sys.stdout, on_prefill=on_prefill)
+        return runner.run(model, text, options, sys.stdout, on_prefill=on_prefill)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.compiling import EMULATOR, ENVIRONMENT, ROOT
 
-from kvcache.runner import llama
+from kvcache import runner
 
 MODEL = ROOT / "examples" / "model"
 EXPECTED = json.loads((MODEL / "expected.json").read_text())
@@ -63,8 +63,8 @@ def check_refused(done, sentence):
 
 def text_in_python(prompt, tokens, model=MODEL, **options):
     stream = io.StringIO()
-    options = llama.Options(max_new_tokens=tokens, temperature=0, quiet=True, **options)
-    assert llama.run(model, prompt.encode(), options, stream) == 0
+    options = runner.Options(max_new_tokens=tokens, temperature=0, quiet=True, **options)
+    assert runner.run(model, prompt.encode(), options, stream) == 0
     return stream.getvalue()
 
 

@@ -20,7 +20,7 @@ from support import hostile
 from tokenizers import Tokenizer, decoders, models
 
 import kvcache
-from kvcache import ModelFileError, NotSupportedError, errors
+from kvcache import ModelFileError, NotSupportedError, errors, runner
 from kvcache.models import fields, gguf, reading, shapes, tokenizer, weights
 from kvcache.runner import llama
 
@@ -125,17 +125,17 @@ def test_a_file_that_another_takes_the_place_of(tmp_path: Path) -> None:
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {  # what is no file, in a folder of a model; who reads it
     "config": ("config.json", shapes.read),
-    "config of a model": ("config.json", llama.Llama.load),
+    "config of a model": ("config.json", runner.Llama.load),
     "config of a tokenizer": ("config.json", tokenizer.load_tokenizer),
     "generation": ("generation_config.json", tokenizer.load_tokenizer),
     "tokenizer": ("tokenizer.json", tokenizer.load_tokenizer),
-    "weights": ("model.safetensors", llama.Llama.load),
-    "index": ("model.safetensors.index.json", llama.Llama.load),
+    "weights": ("model.safetensors", runner.Llama.load),
+    "index": ("model.safetensors.index.json", runner.Llama.load),
     "index of a shape": ("model.safetensors.index.json", shapes.read),
     "gguf": ("a.gguf", lambda folder: shapes.read(folder / "a.gguf")),
     "gguf of a tokenizer": ("a.gguf", lambda folder: tokenizer.load_tokenizer(folder / "a.gguf")),
-    "gguf of a model": ("a.gguf", lambda folder: llama.Llama.load(folder / "a.gguf")),
-    "text": ("eval.txt", lambda folder: llama.read_windows(folder / "eval.txt", tokenizer.ByteTokenizer(), 8)),
+    "gguf of a model": ("a.gguf", lambda folder: runner.Llama.load(folder / "a.gguf")),
+    "text": ("eval.txt", lambda folder: runner.read_windows(folder / "eval.txt", tokenizer.ByteTokenizer(), 8)),
     "prompt": ("prompt.txt", lambda folder: reading.read_prompt(folder / "prompt.txt")),
 }
 
@@ -229,8 +229,8 @@ def write_index(folder: Path, name: object) -> Path:
 
 
 TEXTS: dict[str, Callable[[Path, str], object]] = {
-    "model_type": lambda folder, text: llama.Llama.load(hostile.config(folder / "config.json", model_type=text)),
-    "rope_type": lambda folder, text: llama.Llama.load(
+    "model_type": lambda folder, text: runner.Llama.load(hostile.config(folder / "config.json", model_type=text)),
+    "rope_type": lambda folder, text: runner.Llama.load(
         hostile.config(folder / "config.json", rope_scaling={"rope_type": text})
     ),
     "layer_types": lambda folder, text: shapes.read(hostile.config(folder / "config.json", layer_types=[text] * 2)),
@@ -251,7 +251,7 @@ TEXTS: dict[str, Callable[[Path, str], object]] = {
             },
         )
     ),
-    "tensor": lambda folder, text: llama.Llama.load(
+    "tensor": lambda folder, text: runner.Llama.load(
         hostile.gguf(
             folder / "a.gguf",
             hostile.llama_entries(block_count=1),
@@ -358,19 +358,19 @@ def test_fields_that_cannot_be(tmp_path: Path, change: dict[str, Any], words: st
 def test_the_longest_context_there_is(tmp_path: Path) -> None:
     path = hostile.config(tmp_path / "config.json", max_position_embeddings=1 << 30)
     assert kvcache.KVCache.from_config(path).max_seq_len == 1 << 30
-    config = llama.LlamaConfig.read(path)
-    assert llama.new_cache(config, llama.Options(window=1 << 30)).max_seq_len == (1 << 30) + llama.PREFILL_TOKENS
+    config = runner.LlamaConfig.read(path)
+    assert runner.new_cache(config, runner.Options(window=1 << 30)).max_seq_len == (1 << 30) + llama.PREFILL_TOKENS
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "a\0b", "/etc/passwd", "../a", "a/b", 7, None, ["a"]], ids=str)
 def test_an_index_that_names_no_file_of_its_folder(tmp_path: Path, name: object) -> None:
     write_index(tmp_path, name)
     with pytest.raises(ModelFileError, match=r"index\.json: weight_map must name files of this folder"):
-        llama.Llama.load(tmp_path)
+        runner.Llama.load(tmp_path)
 
 
 def test_paths_with_a_zero_byte(tmp_path: Path) -> None:
-    for read in (shapes.read, llama.Llama.load, tokenizer.load_tokenizer):
+    for read in (shapes.read, runner.Llama.load, tokenizer.load_tokenizer):
         with pytest.raises(ModelFileError, match="cannot be read: embedded null byte"):
             read(f"{tmp_path}/a\0b")
 
@@ -541,7 +541,7 @@ def test_any_gguf(tmp_path: Path, fields: dict[str, int], places: list[Any], voc
     path = hostile.gguf(
         tmp_path / "a.gguf", {**hostile.llama_entries(block_count=2), **entries, **values}, tensors, 256
     )
-    for read in (shapes.read, tokenizer.load_tokenizer, llama.Llama.load):
+    for read in (shapes.read, tokenizer.load_tokenizer, runner.Llama.load):
         try:
             read(path)
         except REFUSALS as error:

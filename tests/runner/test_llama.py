@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvcache import KVCache, ModelFileError
+from kvcache import KVCache, ModelFileError, runner
 from kvcache.layer import DType, dtypes_for
 from kvcache.models import tokenizer
 from kvcache.models.weights import F32
-from kvcache.runner import llama
+from kvcache.runner import llama, stream
 
 MODEL = Path(__file__).parents[2] / "examples" / "model"
 EXPECTED = json.loads((MODEL / "expected.json").read_text())
@@ -26,27 +26,27 @@ PROMPT = list(EXPECTED["prompt"].encode())
 
 
 @pytest.fixture(scope="module")
-def model() -> llama.Llama:
-    return llama.Llama.load(MODEL)
+def model() -> runner.Llama:
+    return runner.Llama.load(MODEL)
 
 
 @pytest.fixture(scope="module")
 def windows() -> list[list[int]]:
-    return llama.read_windows(MODEL / "eval.txt", tokenizer.ByteTokenizer(), 2048)
+    return runner.read_windows(MODEL / "eval.txt", tokenizer.ByteTokenizer(), 2048)
 
 
-def options(**changes: Any) -> llama.Options:
-    return llama.Options(**{"dtype": "f32", "temperature": 0.0, **changes})
+def options(**changes: Any) -> runner.Options:
+    return runner.Options(**{"dtype": "f32", "temperature": 0.0, **changes})
 
 
-def logits(model: llama.Llama, tokens: list[int], **changes: Any) -> F32:
-    with llama.new_cache(model.config, options(**changes)) as cache:
+def logits(model: runner.Llama, tokens: list[int], **changes: Any) -> F32:
+    with runner.new_cache(model.config, options(**changes)) as cache:
         return model.forward(tokens, cache)
 
 
-def greedy(model: llama.Llama, cache: KVCache, prompt: list[int], n: int) -> list[int]:
-    speeds = llama.Speed(), llama.Speed()
-    return list(llama.generate(model, cache, prompt, n, lambda row: int(row.argmax()), *speeds))
+def greedy(model: runner.Llama, cache: KVCache, prompt: list[int], n: int) -> list[int]:
+    speeds = runner.Speed(), runner.Speed()
+    return list(runner.generate(model, cache, prompt, n, lambda row: int(row.argmax()), *speeds))
 
 
 class NoCache:
@@ -80,7 +80,7 @@ class NoCache:
         return out.astype(np.float32)
 
 
-def logits_without_cache(model: llama.Llama, tokens: list[int], *policy: int) -> F32:
+def logits_without_cache(model: runner.Llama, tokens: list[int], *policy: int) -> F32:
     assert len(tokens) <= llama.PREFILL_TOKENS  # one batch: the next would not see it
     return model.forward(tokens, cast(KVCache, NoCache(*policy)))
 
@@ -92,30 +92,30 @@ def largest(row: F32, n: int) -> dict[str, float]:
 # --- against transformers ----------------------------------------------------------------------------------------
 
 
-def test_logits_after_the_prompt(model: llama.Llama) -> None:
+def test_logits_after_the_prompt(model: runner.Llama) -> None:
     assert largest(logits(model, PROMPT)[-1], 8) == pytest.approx(EXPECTED["logits_after_prompt"], abs=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-def test_greedy_text(model: llama.Llama, dtype: DType) -> None:
-    with llama.new_cache(model.config, options(dtype=dtype)) as cache:
+def test_greedy_text(model: runner.Llama, dtype: DType) -> None:
+    with runner.new_cache(model.config, options(dtype=dtype)) as cache:
         text = PROMPT + greedy(model, cache, PROMPT, 250)
     assert text == EXPECTED["greedy_ids"]
     assert bytes(text).decode() == EXPECTED["greedy"]
 
 
-def test_loss_and_logits_of_long_texts(model: llama.Llama, windows: list[list[int]]) -> None:
+def test_loss_and_logits_of_long_texts(model: runner.Llama, windows: list[list[int]]) -> None:
     assert [len(w) for w in windows] == [2048] * 4
     rows = [logits(model, w) for w in windows]
     last = largest(rows[0][-1], 8)
     assert last == pytest.approx(EXPECTED["logits_after_first_2048_of_eval"], abs=2e-4)
     # a window of 2,000 in place of the full 2,048 is off by 8e-5, a position off by one after a batch by 6e-3
-    loss = np.mean([llama.mean_loss(r, w) for r, w in zip(rows, windows, strict=True)])
+    loss = np.mean([runner.mean_loss(r, w) for r, w in zip(rows, windows, strict=True)])
     assert loss == pytest.approx(EXPECTED["eval_loss_windows_of_2048"], abs=2e-6)
 
 
-def test_types_stay_near_f32(model: llama.Llama, windows: list[list[int]]) -> None:
-    found = dict(llama.compare_dtypes(model, options(), windows[:2]))
+def test_types_stay_near_f32(model: runner.Llama, windows: list[list[int]]) -> None:
+    found = dict(runner.compare_dtypes(model, options(), windows[:2]))
     assert list(found) == ["f32", "f16", "bf16", "q8_0", "q4_0"]
     exact = found["f32"]
     assert exact.max_difference == 0
@@ -134,23 +134,23 @@ def test_types_stay_near_f32(model: llama.Llama, windows: list[list[int]]) -> No
 # --- against itself ----------------------------------------------------------------------------------------------
 
 
-def test_a_cache_changes_nothing(model: llama.Llama, windows: list[list[int]]) -> None:
+def test_a_cache_changes_nothing(model: runner.Llama, windows: list[list[int]]) -> None:
     text = windows[0][:300]
     np.testing.assert_allclose(logits(model, text), logits_without_cache(model, text), atol=1e-4)
 
 
 @pytest.mark.parametrize("cuts", [[1] * 40, [17, 1, 22], [39, 1]])
-def test_pieces_equal_the_whole(model: llama.Llama, windows: list[list[int]], cuts: list[int]) -> None:
+def test_pieces_equal_the_whole(model: runner.Llama, windows: list[list[int]], cuts: list[int]) -> None:
     text = windows[1][: sum(cuts)]
     ends = np.cumsum(cuts)
-    with llama.new_cache(model.config, options()) as cache:
+    with runner.new_cache(model.config, options()) as cache:
         pieces = [model.forward(text[end - n : end], cache) for n, end in zip(cuts, ends, strict=True)]
         assert cache.next_position() == len(text)
     np.testing.assert_allclose(np.concatenate(pieces), logits(model, text), atol=1e-4)
 
 
 def test_long_prompts_are_cut_into_batches(
-    model: llama.Llama, windows: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    model: runner.Llama, windows: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = windows[2][:1100]
     cut = logits(model, text)  # 512 + 512 + 76
@@ -160,28 +160,28 @@ def test_long_prompts_are_cut_into_batches(
     np.testing.assert_allclose(cut, whole, atol=1e-4)
 
 
-def test_last_only(model: llama.Llama) -> None:
-    with llama.new_cache(model.config, options()) as cache:
+def test_last_only(model: runner.Llama) -> None:
+    with runner.new_cache(model.config, options()) as cache:
         last = model.forward(PROMPT, cache, last_only=True)
     assert last.shape == (1, 256)
     np.testing.assert_allclose(last, logits(model, PROMPT)[-1:], atol=1e-4)
 
 
 @pytest.mark.parametrize("policy", [(1, 0), (16, 0), (64, 4), (200, 0)])
-def test_a_window_is_a_mask(model: llama.Llama, windows: list[list[int]], policy: tuple[int, int]) -> None:
+def test_a_window_is_a_mask(model: runner.Llama, windows: list[list[int]], policy: tuple[int, int]) -> None:
     text = windows[0][:400]
     expected = logits_without_cache(model, text, *policy)
     window = {"window": policy[0], "num_sink_tokens": policy[1]}
     np.testing.assert_allclose(logits(model, text, **window), expected, atol=1e-4)
-    with llama.new_cache(model.config, options(**window)) as cache:  # and token by token, while rows are evicted
+    with runner.new_cache(model.config, options(**window)) as cache:  # and token by token, while rows are evicted
         single = [model.forward(text[i : i + 1], cache) for i in range(len(text))]
     np.testing.assert_allclose(np.concatenate(single), expected, atol=1e-4)
 
 
-def test_a_window_goes_on_beyond_the_context(model: llama.Llama, windows: list[list[int]]) -> None:
+def test_a_window_goes_on_beyond_the_context(model: runner.Llama, windows: list[list[int]]) -> None:
     text = windows[0] + windows[1] + windows[2]
     rows = logits(model, text, window=256)
-    first, last = (llama.mean_loss(rows[i : i + 2048], text[i : i + 2048]) for i in (0, 4096))
+    first, last = (runner.mean_loss(rows[i : i + 2048], text[i : i + 2048]) for i in (0, 4096))
     assert abs(last - first) < 0.1  # the texts differ; out of its depth the model is off by 1 and more
 
 
@@ -194,19 +194,19 @@ def follow(text: list[int], losses: list[float]) -> Callable[[F32], int]:
 
     def choose(row: F32) -> int:
         token = next(rest)
-        losses.append(llama.mean_loss(np.stack([row, row]), [0, token]))
+        losses.append(runner.mean_loss(np.stack([row, row]), [0, token]))
         return token
 
     return choose
 
 
-def test_a_shift_goes_on_beyond_the_context(model: llama.Llama, windows: list[list[int]]) -> None:
+def test_a_shift_goes_on_beyond_the_context(model: runner.Llama, windows: list[list[int]]) -> None:
     text = windows[0] + windows[1]
     prompt, rest = text[:1800], text[1800:3400]
-    prefill, decode, losses = llama.Speed(), llama.Speed(), list[float]()
-    with llama.new_cache(model.config, options(shift=True)) as cache:
+    prefill, decode, losses = runner.Speed(), runner.Speed(), list[float]()
+    with runner.new_cache(model.config, options(shift=True)) as cache:
         choose = follow(rest, losses)
-        list(llama.generate(model, cache, prompt, len(rest), choose, prefill, decode, num_tokens_kept=4))
+        list(runner.generate(model, cache, prompt, len(rest), choose, prefill, decode, num_tokens_kept=4))
         # 2048 tokens, 1022 dropped, 1022 more, 1022 dropped again, and the rest; each was computed once
         assert cache.next_position() == 3399 - 2 * 1022
         assert cache.positions().tolist() == list(range(cache.next_position()))
@@ -215,13 +215,13 @@ def test_a_shift_goes_on_beyond_the_context(model: llama.Llama, windows: list[li
     assert abs(after - before) < 0.15  # the texts differ; out of its depth the model is off by 1 and more
 
 
-def test_a_shift_moves_the_rows_that_stay(model: llama.Llama, windows: list[list[int]]) -> None:
+def test_a_shift_moves_the_rows_that_stay(model: runner.Llama, windows: list[list[int]]) -> None:
     """The next logits are those over the same rows, stored where they stand now."""
-    with llama.new_cache(model.config, options(shift=True)) as cache:
+    with runner.new_cache(model.config, options(shift=True)) as cache:
         model.forward(windows[0][:600], cache)
-        llama.shift_context(cache, 8)
+        runner.shift_context(cache, 8)
         assert cache.next_position() == 304
-        with llama.new_cache(model.config, options()) as cold:
+        with runner.new_cache(model.config, options()) as cold:
             with cold.batch(304) as batch:
                 for layer in range(model.config.num_layers):
                     batch.put(layer, *cache.gather(layer), layout="HTD")
@@ -229,11 +229,11 @@ def test_a_shift_moves_the_rows_that_stay(model: llama.Llama, windows: list[list
         np.testing.assert_allclose(model.forward(windows[0][600:650], cache), expected, atol=1e-4)
 
 
-def test_shifts_again_and_again(model: llama.Llama) -> None:
-    with llama.new_cache(model.config, options(shift=True)) as cache:
+def test_shifts_again_and_again(model: runner.Llama) -> None:
+    with runner.new_cache(model.config, options(shift=True)) as cache:
         for _ in range(20):
             model.forward(PROMPT * 5, cache)
-            llama.shift_context(cache, 1)
+            runner.shift_context(cache, 1)
         assert cache.positions().tolist() == list(range(cache.seq_len()))
 
 
@@ -242,17 +242,20 @@ def test_what_a_shifting_context_holds(kept: int) -> None:
     held = 0
     for n in range(1, 7000):
         held = held - (2048 - kept) // 2 + 1 if held == 2048 else held + 1
-        assert llama._held(n, 2048, kept) == held
+        assert stream._held(n, 2048, kept) == held
 
 
 @pytest.mark.parametrize("tokens", [[], [[1, 2]], 3])
-def test_tokens_must_be_one_list(model: llama.Llama, tokens: Any) -> None:
-    with llama.new_cache(model.config, options()) as cache, pytest.raises(ValueError, match="one list of at least one"):
+def test_tokens_must_be_one_list(model: runner.Llama, tokens: Any) -> None:
+    with (
+        runner.new_cache(model.config, options()) as cache,
+        pytest.raises(ValueError, match="one list of at least one"),
+    ):
         model.forward(tokens, cache)
 
 
-def test_steps_without_a_cache_are_timed(model: llama.Llama) -> None:
-    seconds = llama.seconds_without_cache(model, options(window=8), PROMPT * 10, [7, 60])
+def test_steps_without_a_cache_are_timed(model: runner.Llama) -> None:
+    seconds = runner.seconds_without_cache(model, options(window=8), PROMPT * 10, [7, 60])
     assert len(seconds) == 2
     assert min(seconds) > 0
 
@@ -264,9 +267,9 @@ def test_sampling_follows_the_probabilities() -> None:
     probabilities = np.array([0.1, 0.2, 0.3, 0.4])
     row = np.log(probabilities).astype(np.float32) + np.float32(5)
     rng = np.random.default_rng(1)
-    drawn = np.bincount([llama.sample(row, rng) for _ in range(4000)], minlength=4) / 4000
+    drawn = np.bincount([runner.sample(row, rng) for _ in range(4000)], minlength=4) / 4000
     np.testing.assert_allclose(drawn, probabilities, atol=0.03)
-    sharp = np.bincount([llama.sample(row, rng, temperature=0.5) for _ in range(4000)], minlength=4) / 4000
+    sharp = np.bincount([runner.sample(row, rng, temperature=0.5) for _ in range(4000)], minlength=4) / 4000
     np.testing.assert_allclose(sharp, probabilities**2 / (probabilities**2).sum(), atol=0.03)
 
 
@@ -276,14 +279,14 @@ def test_sampling_follows_the_probabilities() -> None:
 def test_top_p_keeps_the_likeliest(top_p: float, kept: set[int]) -> None:
     row = np.log([0.1, 0.2, 0.3, 0.4]).astype(np.float32)
     rng = np.random.default_rng(2)
-    assert {llama.sample(row, rng, top_p=top_p) for _ in range(300)} == kept
+    assert {runner.sample(row, rng, top_p=top_p) for _ in range(300)} == kept
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-320, 1e-3])
 def test_cold_sampling_is_greedy(temperature: float) -> None:
     row = np.array([1.0, 3.0, 2.0], np.float32)
     rng = np.random.default_rng(3)
-    assert {llama.sample(row, rng, temperature=temperature) for _ in range(20)} == {1}
+    assert {runner.sample(row, rng, temperature=temperature) for _ in range(20)} == {1}
 
 
 @pytest.mark.parametrize(
@@ -304,8 +307,8 @@ def test_cold_sampling_is_greedy(temperature: float) -> None:
     ],
 )
 def test_options_are_checked(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(llama.LlamaError, match=message):
-        llama.Options(**changes)
+    with pytest.raises(runner.LlamaError, match=message):
+        runner.Options(**changes)
 
 
 # --- other folders -----------------------------------------------------------------------------------------------
@@ -364,59 +367,59 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_f32_weights(model: llama.Llama, tmp_path: Path) -> None:
+def test_f32_weights(model: runner.Llama, tmp_path: Path) -> None:
     write_config(tmp_path)
     write_tensors(tmp_path / "model.safetensors", read_tensors(), "F32")
-    np.testing.assert_array_equal(logits(llama.Llama.load(tmp_path), PROMPT), logits(model, PROMPT))
+    np.testing.assert_array_equal(logits(runner.Llama.load(tmp_path), PROMPT), logits(model, PROMPT))
 
 
-def test_bf16_weights(model: llama.Llama, tmp_path: Path, windows: list[list[int]]) -> None:
+def test_bf16_weights(model: runner.Llama, tmp_path: Path, windows: list[list[int]]) -> None:
     write_config(tmp_path)
     tensors = read_tensors()
     write_tensors(tmp_path / "model.safetensors", tensors, "BF16")
-    coarse = llama.Llama.load(tmp_path)
+    coarse = runner.Llama.load(tmp_path)
     name = "model.embed_tokens.weight"
     np.testing.assert_array_equal(coarse.embedding.view(np.uint32) >> 16, bf16_bits(tensors[name]))
     np.testing.assert_array_equal(coarse.embedding.view(np.uint32) & 0xFFFF, 0)
     text = windows[3][:512]
-    loss = llama.mean_loss(logits(coarse, text), text)
-    assert loss == pytest.approx(llama.mean_loss(logits(model, text), text), abs=0.01)
+    loss = runner.mean_loss(logits(coarse, text), text)
+    assert loss == pytest.approx(runner.mean_loss(logits(model, text), text), abs=0.01)
 
 
-def test_untied_embeddings(model: llama.Llama, tmp_path: Path) -> None:
+def test_untied_embeddings(model: runner.Llama, tmp_path: Path) -> None:
     write_config(tmp_path, tie_word_embeddings=False)
     tensors = read_tensors()
     tensors["lm_head.weight"] = -tensors["model.embed_tokens.weight"]
     write_tensors(tmp_path / "model.safetensors", tensors)
-    np.testing.assert_allclose(logits(llama.Llama.load(tmp_path), PROMPT), -logits(model, PROMPT), atol=1e-4)
+    np.testing.assert_allclose(logits(runner.Llama.load(tmp_path), PROMPT), -logits(model, PROMPT), atol=1e-4)
 
 
-def test_shards(model: llama.Llama, tmp_path: Path) -> None:
+def test_shards(model: runner.Llama, tmp_path: Path) -> None:
     write_config(tmp_path)
     tensors = read_tensors()
     weight_map = {name: f"model-{i % 3}.safetensors" for i, name in enumerate(tensors)}
     for file in set(weight_map.values()):
         write_tensors(tmp_path / file, {name: t for name, t in tensors.items() if weight_map[name] == file})
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    np.testing.assert_array_equal(logits(llama.Llama.load(tmp_path), PROMPT), logits(model, PROMPT))
+    np.testing.assert_array_equal(logits(runner.Llama.load(tmp_path), PROMPT), logits(model, PROMPT))
 
 
 @pytest.mark.parametrize("names", [{"a": "../model.safetensors"}, {"a": 1}, ["model.safetensors"], None])
 def test_a_bad_index(folder: Path, names: Any) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(ModelFileError, match="weight_map must name files of this folder"):
-        llama.Llama.load(folder)
+        runner.Llama.load(folder)
 
 
-def test_older_configs_read_the_same(model: llama.Llama, folder: Path) -> None:
+def test_older_configs_read_the_same(model: runner.Llama, folder: Path) -> None:
     write_config(folder, rope_parameters=..., rope_theta=10000.0, rope_scaling=None, head_dim=...)
-    assert llama.LlamaConfig.read(folder) == model.config
+    assert runner.LlamaConfig.read(folder) == model.config
 
 
 def test_num_kv_heads_defaults_to_num_heads(folder: Path) -> None:
     (folder / "model.safetensors").unlink()  # which has fewer
     write_config(folder, num_key_value_heads=None)
-    assert llama.LlamaConfig.read(folder).num_kv_heads == 4
+    assert runner.LlamaConfig.read(folder).num_kv_heads == 4
 
 
 @pytest.mark.parametrize(
@@ -447,7 +450,7 @@ def test_a_bad_config(folder: Path, changes: dict[str, Any], message: str) -> No
     (folder / "model.safetensors").unlink()  # which would not fit either
     write_config(folder, **changes)
     with pytest.raises(ModelFileError, match=message):
-        llama.Llama.load(folder)
+        runner.Llama.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -461,18 +464,18 @@ def test_a_bad_config(folder: Path, changes: dict[str, Any], message: str) -> No
 def test_a_config_that_is_none(folder: Path, text: bytes, message: str) -> None:
     (folder / "config.json").write_bytes(text)
     with pytest.raises(ModelFileError, match=message):
-        llama.Llama.load(folder)
+        runner.Llama.load(folder)
 
 
 def test_missing_files(folder: Path) -> None:
     with pytest.raises(ModelFileError, match=r"there is no .*nowhere"):
-        llama.Llama.load(folder / "nowhere")
+        runner.Llama.load(folder / "nowhere")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelFileError, match=r"has no model\.safetensors"):
-        llama.Llama.load(folder)
+        runner.Llama.load(folder)
     (folder / "config.json").unlink()
     with pytest.raises(ModelFileError, match=r"has no config\.json"):
-        llama.Llama.load(folder)
+        runner.Llama.load(folder)
 
 
 @pytest.mark.parametrize("size", [0, 7, 1000, 6_000_000])
@@ -480,35 +483,35 @@ def test_a_file_cut_short(folder: Path, size: int) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ModelFileError, match=r"model\.safetensors is not a whole safetensors file"):
-        llama.Llama.load(folder)
+        runner.Llama.load(folder)
 
 
 def test_a_missing_tensor(folder: Path) -> None:
     write_config(folder, num_hidden_layers=5)
     with pytest.raises(ModelFileError, match=r"has no tensor model\.layers\.4\.input_layernorm\.weight"):
-        llama.Llama.load(folder)
+        runner.Llama.load(folder)
     write_config(folder, tie_word_embeddings=False)
     with pytest.raises(ModelFileError, match=r"has no tensor lm_head\.weight"):
-        llama.Llama.load(folder)
+        runner.Llama.load(folder)
 
 
 def test_a_tensor_of_another_shape(folder: Path) -> None:
     write_config(folder, intermediate_size=700)
     message = r"tensor model\.layers\.0\.mlp\.gate_proj\.weight has the shape \[704, 256\], where \[700, 256\] is"
     with pytest.raises(ModelFileError, match=message):
-        llama.Llama.load(folder)
+        runner.Llama.load(folder)
 
 
 def test_a_tensor_too_many(folder: Path) -> None:
     write_config(folder, num_hidden_layers=3)
     with pytest.raises(ModelFileError, match=r"has a tensor model\.layers\.3\..*, which a plain Llama has not"):
-        llama.Llama.load(folder)
+        runner.Llama.load(folder)
 
 
 def test_a_tensor_of_another_type(folder: Path) -> None:
     write_tensors(folder / "model.safetensors", {"model.norm.weight": np.zeros(256, np.float32)}, "F64")
     with pytest.raises(ModelFileError, match=r"tensor model\.norm\.weight has the type F64"):
-        llama.Llama.load(folder)
+        runner.Llama.load(folder)
 
 
 # --- a whole run -------------------------------------------------------------------------------------------------
@@ -516,7 +519,7 @@ def test_a_tensor_of_another_type(folder: Path) -> None:
 
 def test_run_streams_and_reports() -> None:
     out = io.StringIO()
-    assert llama.run(MODEL, b"ROMEO:", options(max_new_tokens=30), out) == 0
+    assert runner.run(MODEL, b"ROMEO:", options(max_new_tokens=30), out) == 0
     text, _, table = out.getvalue().partition("\n\n                  ")
     assert text == EXPECTED["greedy"][:36].rstrip("\n")
     table_has = ("prefill, f32 cache", "decode, f32 cache", "decode, without cache", "0.9945")
@@ -527,7 +530,7 @@ def test_run_streams_and_reports() -> None:
 def test_seeds() -> None:
     def text(**changes: Any) -> str:
         out = io.StringIO()
-        llama.run(MODEL, b"ROMEO:", llama.Options(max_new_tokens=40, quiet=True, **changes), out)
+        runner.run(MODEL, b"ROMEO:", runner.Options(max_new_tokens=40, quiet=True, **changes), out)
         return out.getvalue()
 
     assert text(seed=1) == text(seed=1) != text(seed=2)
@@ -535,14 +538,14 @@ def test_seeds() -> None:
 
 def test_bytes_that_are_no_text_are_shown_as_such() -> None:
     out = io.StringIO()
-    llama.run(MODEL, b"\x1b[2J\xff\xc3\xa9\n", options(max_new_tokens=1, quiet=True), out)
+    runner.run(MODEL, b"\x1b[2J\xff\xc3\xa9\n", options(max_new_tokens=1, quiet=True), out)
     assert out.getvalue().startswith("\ufffd[2J\ufffd\u00e9\n")
 
 
 def test_a_run_with_a_shift(windows: list[list[int]]) -> None:
     out = io.StringIO()
     changes = {"max_new_tokens": 30, "shift": True, "compare": False, "dtype": "q8_0"}
-    assert llama.run(MODEL, bytes(windows[0][:2040]), options(**changes), out) == 0
+    assert runner.run(MODEL, bytes(windows[0][:2040]), options(**changes), out) == 0
     line = next(line for line in out.getvalue().splitlines() if line.startswith("decode, q8_0 cache"))
     assert line.split()[3] == "29"
 
@@ -555,15 +558,15 @@ def test_a_run_with_a_shift(windows: list[list[int]]) -> None:
     ],
 )
 def test_shifts_that_cannot_be(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(llama.LlamaError, match=message):
-        llama.run(MODEL, b"x" * 2048, options(shift=True, **changes), io.StringIO())
+    with pytest.raises(runner.LlamaError, match=message):
+        runner.run(MODEL, b"x" * 2048, options(shift=True, **changes), io.StringIO())
 
 
 def test_heads_that_are_no_multiple_of_32(folder: Path) -> None:
-    config = dataclasses.replace(llama.LlamaConfig.read(folder), head_dim=48)
+    config = dataclasses.replace(runner.LlamaConfig.read(folder), head_dim=48)
     assert dtypes_for(config.head_dim) == ["f32", "f16", "bf16"]
-    with pytest.raises(llama.LlamaError, match="q4_0 stores 32 elements at a time, and the model's head_dim is 48"):
-        llama._room(config, [0], options(dtype="q4_0"))
+    with pytest.raises(runner.LlamaError, match="q4_0 stores 32 elements at a time, and the model's head_dim is 48"):
+        stream._room(config, [0], options(dtype="q4_0"))
 
 
 def test_other_models_have_no_bytes(folder: Path) -> None:
@@ -572,17 +575,17 @@ def test_other_models_have_no_bytes(folder: Path) -> None:
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:250]
     write_tensors(folder / "model.safetensors", tensors)
     with pytest.raises(ModelFileError, match="only a model of 256 tokens, bytes, needs none, not one of 250"):
-        llama.run(folder, b"x", options(), io.StringIO())
+        runner.run(folder, b"x", options(), io.StringIO())
 
 
 def test_no_eval_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
-    assert llama.run(folder, b"ROMEO:", options(max_new_tokens=3), out) == 0
+    assert runner.run(folder, b"ROMEO:", options(max_new_tokens=3), out) == 0
     assert "has no eval.txt" in capsys.readouterr().err
     types = [line.split() for line in out.getvalue().splitlines()[-5:]]
     assert types == [["f32", "4,096"], ["f16", "2,048"], ["bf16", "2,048"], ["q8_0", "1,088"], ["q4_0", "576"]]
 
 
 def test_importing_kvcache_imports_no_runner() -> None:
-    code = "import sys, kvcache; assert not {'kvcache.runner.llama', 'safetensors'} & set(sys.modules)"
+    code = "import sys, kvcache; assert not {'kvcache.runner', 'safetensors'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

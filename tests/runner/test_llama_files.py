@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from support import gguf_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from kvcache import FullAttention, ModelFileError, Rope, SlidingWindow
+from kvcache import FullAttention, ModelFileError, Rope, SlidingWindow, runner
 from kvcache.models import shapes
 from kvcache.models.weights import F32
 from kvcache.runner import llama
@@ -141,8 +141,8 @@ def write_gguf(
     return gguf_files.write(path, architecture, written, tensors), decoded
 
 
-def logits(model: llama.Llama, tokens: list[int] = TOKENS, **changes: Any) -> F32:
-    with llama.new_cache(model.config, llama.Options(**{"dtype": "f32", **changes})) as cache:
+def logits(model: runner.Llama, tokens: list[int] = TOKENS, **changes: Any) -> F32:
+    with runner.new_cache(model.config, runner.Options(**{"dtype": "f32", **changes})) as cache:
         return model.forward(tokens, cache)
 
 
@@ -204,11 +204,11 @@ def test_weights_of_every_type(tmp_path: Path, dtype: str, tied: bool) -> None:
     weights = random_weights(tied=tied)
     path, decoded = write_gguf(tmp_path / "model.gguf", weights, dtype)
     folder = write_folder(tmp_path / "folder", decoded, tie_word_embeddings=tied)
-    file = llama.Llama.load(path)
-    assert file.config == llama.Llama.load(folder).config
+    file = runner.Llama.load(path)
+    assert file.config == runner.Llama.load(folder).config
     assert file.config.tie_word_embeddings is tied
     found = logits(file)
-    np.testing.assert_allclose(found, logits(llama.Llama.load(folder)), atol=1e-5)
+    np.testing.assert_allclose(found, logits(runner.Llama.load(folder)), atol=1e-5)
     close(found, expected(decoded, PLAIN))
     exact = expected(weights, PLAIN)
     error = np.sqrt(np.mean((found - exact) ** 2) / np.mean(exact**2))
@@ -219,9 +219,9 @@ def test_weights_of_every_type(tmp_path: Path, dtype: str, tied: bool) -> None:
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_every_architecture(tmp_path: Path, model_type: str) -> None:
     weights = random_weights(model_type)
-    folder = llama.Llama.load(write_folder(tmp_path, weights, model_type=model_type, sliding_window=None))
+    folder = runner.Llama.load(write_folder(tmp_path, weights, model_type=model_type, sliding_window=None))
     architecture = "llama" if model_type == "mistral" else model_type
-    file = llama.Llama.load(write_gguf(tmp_path / "model.gguf", weights, architecture=architecture)[0])
+    file = runner.Llama.load(write_gguf(tmp_path / "model.gguf", weights, architecture=architecture)[0])
     assert file.config == folder.config
     close(logits(folder), expected(weights, PLAIN))
     np.testing.assert_array_equal(logits(file), logits(folder))
@@ -229,11 +229,11 @@ def test_every_architecture(tmp_path: Path, model_type: str) -> None:
 
 def test_a_shift_is_of_the_keys_as_they_are_stored(tmp_path: Path) -> None:
     """The cache turns queries as the model does, whatever the order of rows in the file."""
-    file = llama.Llama.load(write_gguf(tmp_path / "model.gguf", random_weights())[0])
+    file = runner.Llama.load(write_gguf(tmp_path / "model.gguf", random_weights())[0])
     assert file.config.rope == Rope(PLAIN)
-    with llama.new_cache(file.config, llama.Options(dtype="f32", shift=True)) as cache:
+    with runner.new_cache(file.config, runner.Options(dtype="f32", shift=True)) as cache:
         file.forward(TOKENS, cache)
-        llama.shift_context(cache, 4)
+        runner.shift_context(cache, 4)
         moved = file.forward(TOKENS[:5], cache)
         cache.settle()
         cache.truncate(cache.next_position() - 5)
@@ -261,11 +261,11 @@ def test_llama3_scaling(tmp_path: Path) -> None:
     weights = random_weights()
     scaled = np.array([llama3(f, 8.0, 1.0, 4.0, 64) for f in PLAIN])
     assert len({*(PLAIN / scaled).round(3)}) > 3  # some stay, some are divided, some between
-    folder = llama.Llama.load(write_folder(tmp_path, weights, rope_scaling={"rope_type": "llama3", **LLAMA3}))
+    folder = runner.Llama.load(write_folder(tmp_path, weights, rope_scaling={"rope_type": "llama3", **LLAMA3}))
     np.testing.assert_allclose(folder.config.rope.inv_freq, scaled, rtol=1e-12)
     close(logits(folder), expected(weights, scaled))
     path = write_gguf(tmp_path / "model.gguf", weights, rope_freqs=PLAIN / scaled)[0]
-    file = llama.Llama.load(path)
+    file = runner.Llama.load(path)
     np.testing.assert_allclose(file.config.rope.inv_freq, scaled, rtol=1e-6)
     assert shapes.read(path).rope == (Rope(file.config.rope.inv_freq, interleaved=True),) * LAYERS
     np.testing.assert_allclose(logits(file), logits(folder), atol=1e-4)
@@ -273,16 +273,16 @@ def test_llama3_scaling(tmp_path: Path) -> None:
 
 def test_linear_scaling(tmp_path: Path) -> None:
     weights = random_weights()
-    folder = llama.Llama.load(write_folder(tmp_path, weights, rope_scaling={"type": "linear", "factor": 4.0}))
+    folder = runner.Llama.load(write_folder(tmp_path, weights, rope_scaling={"type": "linear", "factor": 4.0}))
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    file = llama.Llama.load(write_gguf(tmp_path / "model.gguf", weights, metadata=scaling)[0])
+    file = runner.Llama.load(write_gguf(tmp_path / "model.gguf", weights, metadata=scaling)[0])
     np.testing.assert_allclose(file.config.rope.inv_freq, folder.config.rope.inv_freq, rtol=1e-12)
     close(logits(file), expected(weights, PLAIN / 4))
 
 
 def test_files_older_than_rope_theta(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, random_weights(), rope_theta=None)
-    assert llama.LlamaConfig.read(folder).rope == Rope(10000.0 ** -(np.arange(0, DIM, 2) / DIM))
+    assert runner.LlamaConfig.read(folder).rope == Rope(10000.0 ** -(np.arange(0, DIM, 2) / DIM))
 
 
 # --- windows -----------------------------------------------------------------------------------------------------
@@ -290,12 +290,12 @@ def test_files_older_than_rope_theta(tmp_path: Path) -> None:
 
 def test_a_model_s_own_window(tmp_path: Path) -> None:
     weights = random_weights()
-    model = llama.Llama.load(write_folder(tmp_path, weights, model_type="mistral", sliding_window=20))
+    model = runner.Llama.load(write_folder(tmp_path, weights, model_type="mistral", sliding_window=20))
     assert model.config.policy == (SlidingWindow(20),) * LAYERS
     close(logits(model), expected(weights, PLAIN, window=20))
     close(logits(model, window=7), expected(weights, PLAIN, window=7))
     close(logits(model, window=70), expected(weights, PLAIN, window=20))
-    file = llama.Llama.load(
+    file = runner.Llama.load(
         write_gguf(tmp_path / "model.gguf", weights, metadata={"llama.attention.sliding_window": 20})[0]
     )
     assert file.config.policy == model.config.policy
@@ -304,9 +304,9 @@ def test_a_model_s_own_window(tmp_path: Path) -> None:
 def test_layers_with_and_without_a_window(tmp_path: Path) -> None:
     config = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
     folder = write_folder(tmp_path, random_weights("qwen2"), **config)
-    model = llama.Llama.load(folder)
+    model = runner.Llama.load(folder)
     assert model.config.policy == (FullAttention(), SlidingWindow(9))
-    with llama.new_cache(model.config, llama.Options(window=30, num_sink_tokens=2)) as cache:
+    with runner.new_cache(model.config, runner.Options(window=30, num_sink_tokens=2)) as cache:
         assert "SlidingWindow(window=9, num_sink_tokens=2" in repr(cache)
         assert "SlidingWindow(window=30, num_sink_tokens=2" in repr(cache)
 
@@ -329,7 +329,7 @@ def byte_level(folder: Path) -> Tokenizer:
 
 def run(path: Path, **changes: Any) -> str:
     out = io.StringIO()
-    assert llama.run(path, b"abcd ab", llama.Options(**{"max_new_tokens": 40, "quiet": True, **changes}), out) == 0
+    assert runner.run(path, b"abcd ab", runner.Options(**{"max_new_tokens": 40, "quiet": True, **changes}), out) == 0
     return out.getvalue()
 
 
@@ -373,8 +373,8 @@ def test_the_model_of_the_examples_as_a_file(tmp_path: Path, dtype: str) -> None
     metadata = {f"llama.{key}": value for key, value in config.items()}
     path = write_gguf(tmp_path / "model.gguf", weights, dtype, metadata=metadata, head_dim=64)[0]
     out = io.StringIO()
-    options = llama.Options(dtype="f32", temperature=0, max_new_tokens=250, quiet=True)
-    assert llama.run(path, expected["prompt"].encode(), options, out) == 0
+    options = runner.Options(dtype="f32", temperature=0, max_new_tokens=250, quiet=True)
+    assert runner.run(path, expected["prompt"].encode(), options, out) == 0
     length = len(expected["greedy"]) if dtype == "F16" else 30  # which the coarser weights leave as it is
     assert out.getvalue()[:length] == expected["greedy"][:length]
 
@@ -382,15 +382,15 @@ def test_the_model_of_the_examples_as_a_file(tmp_path: Path, dtype: str) -> None
 def test_the_model_ends_its_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_folder(tmp_path, random_weights(), max_position_embeddings=64)
     out = io.StringIO()
-    llama.run(folder, b"abcd", llama.Options(temperature=0, max_new_tokens=100, compare=False), out)
+    runner.run(folder, b"abcd", runner.Options(temperature=0, max_new_tokens=100, compare=False), out)
     assert "stopped at 64 tokens" in capsys.readouterr().err
-    with llama.new_cache((model := llama.Llama.load(folder)).config, llama.Options()) as cache:
-        speeds = llama.Speed(), llama.Speed()
-        text = list(llama.generate(model, cache, list(b"abcd"), 20, lambda row: int(row.argmax()), *speeds))
+    with runner.new_cache((model := runner.Llama.load(folder)).config, runner.Options()) as cache:
+        speeds = runner.Speed(), runner.Speed()
+        text = list(runner.generate(model, cache, list(b"abcd"), 20, lambda row: int(row.argmax()), *speeds))
     stop = text[12]
     write_folder(tmp_path, random_weights(), max_position_embeddings=64, eos_token_id=stop)
     out = io.StringIO()
-    assert llama.run(folder, b"abcd", llama.Options(temperature=0, max_new_tokens=100, compare=False), out) == 0
+    assert runner.run(folder, b"abcd", runner.Options(temperature=0, max_new_tokens=100, compare=False), out) == 0
     assert capsys.readouterr().err == ""
     decoded = next(line for line in out.getvalue().splitlines() if line.startswith("decode, f16"))
     assert int(decoded.split()[3]) == text.index(stop)
@@ -400,8 +400,8 @@ def test_progress_of_a_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder = write_folder(tmp_path, random_weights())
     monkeypatch.setattr(llama, "PREFILL_TOKENS", 40)
     calls: list[tuple[int, int]] = []
-    options = llama.Options(max_new_tokens=3, quiet=True)
-    llama.run(folder, b"x" * 100, options, io.StringIO(), on_prefill=lambda done, of: calls.append((done, of)))
+    options = runner.Options(max_new_tokens=3, quiet=True)
+    runner.run(folder, b"x" * 100, options, io.StringIO(), on_prefill=lambda done, of: calls.append((done, of)))
     assert calls == [(40, 100), (80, 100), (100, 100)]
 
 
@@ -418,9 +418,9 @@ def test_windows_of_a_text_begin_as_texts_do(tmp_path: Path) -> None:
 
     path = tmp_path / "eval.txt"
     path.write_bytes(bytes(range(10, 21)))
-    assert llama.read_windows(path, WithBos(), 5) == [[7, 10, 11, 12, 13], [7, 14, 15, 16, 17], [7, 18, 19, 20]]
-    assert llama.read_windows(path, WithBos(), 1)[0] == [7, 10]
-    assert llama.read_windows(tmp_path / "none.txt", WithBos(), 5) == []
+    assert runner.read_windows(path, WithBos(), 5) == [[7, 10, 11, 12, 13], [7, 14, 15, 16, 17], [7, 18, 19, 20]]
+    assert runner.read_windows(path, WithBos(), 1)[0] == [7, 10]
+    assert runner.read_windows(tmp_path / "none.txt", WithBos(), 5) == []
 
 
 # --- what will not do --------------------------------------------------------------------------------------------
@@ -433,12 +433,12 @@ def test_tokens_of_another_model(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, weights, vocab_size=60)
     byte_level(folder)
     out = io.StringIO()
-    with pytest.raises(llama.LlamaError, match=r"token \d+ is none of the model's 60"):
-        llama.run(folder, b"abcd", llama.Options(), out)
+    with pytest.raises(runner.LlamaError, match=r"token \d+ is none of the model's 60"):
+        runner.run(folder, b"abcd", runner.Options(), out)
     assert out.getvalue() == ""
-    model = llama.Llama.load(folder)
+    model = runner.Llama.load(folder)
     for token in (60, -1):
-        with pytest.raises(llama.LlamaError, match=f"token {token} is none of the model's 60"):
+        with pytest.raises(runner.LlamaError, match=f"token {token} is none of the model's 60"):
             logits(model, [1, token])
 
 
@@ -456,14 +456,14 @@ def test_configurations_that_are_not_supported(tmp_path: Path, changes: dict[str
     folder = write_folder(tmp_path, random_weights(), **changes)
     (folder / "model.safetensors").unlink()  # which would not fit either
     with pytest.raises(ModelFileError, match=message):
-        llama.Llama.load(folder)
+        runner.Llama.load(folder)
 
 
 @pytest.mark.parametrize("factors", [np.zeros(DIM // 2), np.full(DIM // 2, np.nan), -np.ones(DIM // 2), np.ones(7)])
 def test_bad_rope_freqs(tmp_path: Path, factors: NDArray[Any]) -> None:
     path = write_gguf(tmp_path / "model.gguf", random_weights(), rope_freqs=factors)[0]
     with pytest.raises(ModelFileError, match="rope_freqs must be 16 positive numbers"):
-        llama.Llama.load(path)
+        runner.Llama.load(path)
 
 
 def test_bad_tensors_of_a_file(tmp_path: Path) -> None:
@@ -471,7 +471,7 @@ def test_bad_tensors_of_a_file(tmp_path: Path) -> None:
 
     def load(changes: Weights, without: str = "", **rest: Any) -> None:
         found = {name: weight for name, weight in {**weights, **changes}.items() if name != without}
-        llama.Llama.load(write_gguf(path, found, **rest)[0])
+        runner.Llama.load(write_gguf(path, found, **rest)[0])
 
     with pytest.raises(ModelFileError, match=r"model\.gguf has no tensor blk\.1\.ffn_up\.weight"):
         load({}, without="model.layers.1.mlp.up_proj.weight")
@@ -495,14 +495,14 @@ def test_a_type_that_is_not_read(tmp_path: Path) -> None:
     for number, shown in ((26, "I32"), (4711, "4711")):
         path.write_bytes(data.replace(entry + bytes(4), entry + number.to_bytes(4, "little")))
         with pytest.raises(ModelFileError, match=f"output_norm.weight has the type {shown}, which is not supported"):
-            llama.Llama.load(path)
+            runner.Llama.load(path)
 
 
 def test_a_file_cut_short(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", random_weights())[0]
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ModelFileError, match="goes past the end of the file"):
-        llama.Llama.load(path)
+        runner.Llama.load(path)
 
 
 @pytest.mark.parametrize("package", ["gguf"])
@@ -511,9 +511,9 @@ def test_without_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack
     write_folder(tmp_path, random_weights())
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf"needs the package {package}: pip install 'kvcache\[cli\]'"):
-        llama.Llama.load(path if package == "gguf" else tmp_path)
+        runner.Llama.load(path if package == "gguf" else tmp_path)
 
 
 def test_configurations_compare(tmp_path: Path) -> None:
-    config = llama.LlamaConfig.read(write_folder(tmp_path, random_weights()))
+    config = runner.LlamaConfig.read(write_folder(tmp_path, random_weights()))
     assert config != dataclasses.replace(config, rope=Rope([1.0]))

@@ -16,7 +16,7 @@ READ = """
 import resource, sys
 from kvcache import KVCacheError
 from kvcache.models import shapes, tokenizer
-from kvcache.runner import llama
+from kvcache import runner
 from kvcache.tools import cli
 import gguf, numpy, tokenizers
 
@@ -31,7 +31,7 @@ before, allowed = peak(), int(sys.argv[3])
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 result = "read"
 try:
-    {"shape": shapes.read, "tokenizer": tokenizer.load_tokenizer, "llama": llama.Llama.load}[sys.argv[1]](sys.argv[2])
+    {"shape": shapes.read, "tokenizer": tokenizer.load_tokenizer, "llama": runner.Llama.load}[sys.argv[1]](sys.argv[2])
 except KVCacheError as error:
     result = f"{type(error).__name__}: {error}"
 if peak() - before > allowed:  # of what the imports took already

@@ -1,0 +1,143 @@
+"""Measures what a cache gains, and what each element type does to a model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvcache.layer import DType, bytes_of_token, dtypes_for
+from kvcache.models.reading import open_file
+from kvcache.models.tokenizer import Tokenizer
+from kvcache.models.weights import F32
+from kvcache.runner.generate import Options, Speed, new_cache
+from kvcache.runner.llama import Llama, LlamaConfig
+
+__all__ = ["Fidelity", "Report", "compare_dtypes", "mean_loss", "read_windows", "seconds_without_cache"]
+
+EVAL_WINDOWS = 4  # how many texts from eval.txt the loss is taken over
+EVAL_TOKENS = 2048  # the most that each has, if the model's context has as many
+EVAL_BYTES = 16 * EVAL_WINDOWS * EVAL_TOKENS  # of eval.txt that are read: more than tokens usually stand for
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What an element type of the cache does to the model, on a given text."""
+
+    loss: float  # mean, nats per token
+    max_difference: float  # of any logit, from f32's
+    prefill: Speed
+
+
+def mean_loss(logits: F32, tokens: ArrayLike) -> float:
+    """Mean negative log-likelihood of a text, in nats per token.
+
+    Parameters
+    ----------
+    logits : ndarray of float32, shape [n, vocab_size]
+        What the model expected after each token.
+    tokens : array_like of int, shape [n]
+        The text; its first token is not predicted.
+    """
+    wide, targets = logits[:-1].astype(np.float64), np.asarray(tokens, dtype=np.intp)[1:]
+    top = wide.max(axis=-1)
+    log_total = top + np.log(np.exp(wide - top[:, None]).sum(axis=-1))
+    return float(np.mean(log_total - wide[np.arange(len(targets)), targets]))
+
+
+def read_windows(path: Path, tokenizer: Tokenizer, length: int) -> list[list[int]]:
+    """Cut the beginning of a text file into texts of `length` tokens; none where there is no file."""
+    if not path.exists():
+        return []
+    with open_file(path) as file:
+        tokens = tokenizer.encode(file.read(0, min(EVAL_BYTES, file.size)))
+    first = [] if tokenizer.bos is None else [tokenizer.bos]  # with which each of them begins
+    tokens, length = tokens[len(first) :], max(length - len(first), 1)
+    windows = [first + tokens[i : i + length] for i in range(0, len(tokens), length)]
+    return [window for window in windows if len(window) > 1][:EVAL_WINDOWS]
+
+
+def compare_dtypes(
+    model: Llama, options: Options, windows: Sequence[Sequence[int]]
+) -> Iterator[tuple[DType, Fidelity]]:
+    """Run texts, each on its own, through a cache of each element type, f32 first, and yield what it does to them."""
+    exact: list[F32] = []
+    for dtype in dtypes_for(model.config.head_dim):
+        losses, differences, speed = [], [], Speed()
+        for i, window in enumerate(windows):
+            with new_cache(model.config, options, dtype) as cache:
+                start = time.perf_counter()
+                logits = model.forward(window, cache)
+                speed.seconds += time.perf_counter() - start
+            speed.tokens += len(window)
+            if dtype == "f32":
+                exact.append(logits)
+            losses.append(mean_loss(logits, window))
+            differences.append(float(np.abs(logits - exact[i]).max()))
+        yield dtype, Fidelity(float(np.mean(losses)), max(differences), speed)
+
+
+def seconds_without_cache(model: Llama, options: Options, tokens: Sequence[int], lengths: Sequence[int]) -> list[float]:
+    """Time steps that keep nothing: for each length, the first so many tokens go through an emptied cache."""
+    seconds = []
+    with new_cache(model.config, options) as cache:
+        for length in lengths:
+            cache.clear()
+            start = time.perf_counter()
+            model.forward(tokens[:length], cache, last_only=True)
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+@dataclass
+class Report:
+    """What a run measured; what an interrupt left out is absent from the table."""
+
+    config: LlamaConfig
+    options: Options
+    prefill: Speed = field(default_factory=Speed)
+    decode: Speed = field(default_factory=Speed)
+    without_cache: Speed = field(default_factory=Speed)
+    types: dict[DType, Fidelity] = field(default_factory=dict)
+
+    def table(self) -> str:
+        """Format the report as plain text, without a newline at the end."""
+        return "\n".join([*self._speed_lines(), "", *self._type_lines()])
+
+    def _speed_lines(self) -> list[str]:
+        lines = [f"{'':26}{'tokens':>8}{'tokens/s':>12}"]
+        for name, speed, note in (
+            (f"prefill, {self.options.dtype} cache", self.prefill, ""),
+            (f"decode, {self.options.dtype} cache", self.decode, ""),
+            ("decode, without cache", self.without_cache, f"   the whole {self._whole} again for each"),
+        ):
+            if speed.tokens:
+                lines.append(f"{name:26}{speed.tokens:8,}{speed.tokens_per_second:12,.1f}{note}")
+        return lines
+
+    @property
+    def _whole(self) -> str:
+        return "context" if self.options.shift else "sequence"
+
+    def _type_lines(self) -> list[str]:
+        if not self.types:
+            heading = f"{'cache type':12}{'bytes/token':>12}"
+            return [heading, *(self._type_cells(dtype) for dtype in dtypes_for(self.config.head_dim))]
+        exact = self.types["f32"]
+        heading = f"{'logits off by':>15}{'loss':>10}{'change':>11}{'prefill tokens/s':>18}"
+        lines = [f"{'cache type':12}{'bytes/token':>12}{heading}"]
+        for dtype, row in self.types.items():
+            change = f"{row.loss - exact.loss:+.6f}" if row is not exact else "-"
+            off = f"{row.max_difference:.4f}" if row is not exact else "-"
+            rate = row.prefill.tokens_per_second
+            lines.append(f"{self._type_cells(dtype)}{off:>15}{row.loss:10.6f}{change:>11}{rate:18,.1f}")
+        return lines
+
+    def _type_cells(self, dtype: DType) -> str:
+        c = self.config
+        nbytes = c.num_layers * bytes_of_token(c.num_kv_heads, c.head_dim, c.head_dim, dtype, dtype)
+        return f"{dtype:12}{nbytes:12,}"

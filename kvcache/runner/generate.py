@@ -1,0 +1,239 @@
+"""Generates tokens with a `Llama`: `new_cache`, `sample`, `shift_context`, and `generate`, the loop over them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache import FullAttention, KVCache, SlidingWindow
+from kvcache.layer import DTYPES, DType
+from kvcache.models.weights import F32
+from kvcache.runner import llama
+from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
+
+__all__ = ["Options", "Speed", "generate", "new_cache", "sample", "shift_context"]
+
+FIRST_TOKENS_KEPT = 4  # by a shift: models lean on them, whatever they are
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to generate; the defaults are those of the example and of the command line.
+
+    Parameters
+    ----------
+    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"}
+        The element type of the cache.
+    window : int, optional
+        Tokens that each token sees, itself included; all by default.
+    shift : bool
+        Go on when the model's context is full: drop the older half of it, and move the rest down.
+    num_sink_tokens : int, optional
+        First tokens that stay, beside the window, or when the context shifts. By default none with a window, and a few
+        with a shift.
+    max_new_tokens : int
+        When to stop.
+    seed : int
+        Where the random numbers of the sampling begin.
+    temperature : float
+        Divides the logits; 0 always takes the likeliest token.
+    top_p : float
+        Sample among the likeliest tokens that together have this probability.
+    compare : bool
+        Measure also the speed without the cache, and the element types against each other.
+    quiet : bool
+        Write the text only.
+
+    Raises
+    ------
+    LlamaError
+        A value is out of its range.
+    """
+
+    dtype: DType = "f16"
+    window: int | None = None
+    shift: bool = False
+    num_sink_tokens: int | None = None
+    max_new_tokens: int = 300
+    seed: int = 0
+    temperature: float = 0.8
+    top_p: float = 0.95
+    compare: bool = True
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise LlamaError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        for name, value, lowest in (
+            ("window", self.window, 1),
+            ("sink tokens", self.num_sink_tokens, 0),
+            ("tokens", self.max_new_tokens, 1),
+            ("seed", self.seed, 0),
+        ):
+            if value is not None and value < lowest:
+                raise LlamaError(f"{name} must be at least {lowest}, not {value}")
+        if self.shift and self.window is not None:
+            raise LlamaError("a window and a shift are two ways to go beyond the model's context: give one of them")
+        if self.num_sink_tokens and self.window is None and not self.shift:
+            raise LlamaError("sink tokens need a window or a shift: without these every token is seen anyway")
+        if not 0 <= self.temperature < math.inf:
+            raise LlamaError(f"temperature must be 0 or a positive number, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise LlamaError(f"top-p must be above 0 and at most 1, not {self.top_p}")
+
+    @property
+    def first_tokens_kept(self) -> int:
+        """How many first tokens stay: `num_sink_tokens`, or what that is by default."""
+        return (FIRST_TOKENS_KEPT if self.shift else 0) if self.num_sink_tokens is None else self.num_sink_tokens
+
+
+@dataclass
+class Speed:
+    """Tokens, and the seconds they took."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The rate; 0 where nothing was timed."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def new_cache(config: LlamaConfig, options: Options, dtype: DType | None = None) -> KVCache:
+    """Make an empty cache for one sequence of a model.
+
+    Parameters
+    ----------
+    config : LlamaConfig
+        The model's shape.
+    options : Options
+        Its `window` and `num_sink_tokens` choose the policy, where the model's own is wider.
+    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"}, optional
+        The element type, `options.dtype` by default.
+
+    Returns
+    -------
+    KVCache
+        For the model's whole context, or with a window for the window, the sinks and one batch beside them.
+    """
+    policy, max_seq_len = config.policy, config.max_seq_len
+    if options.window is not None:
+        policy = tuple(_narrowed(own, options.window, options.first_tokens_kept) for own in config.policy)
+        max_seq_len = options.window + options.first_tokens_kept + llama.PREFILL_TOKENS
+    return KVCache(
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        max_seq_len,
+        dtype=dtype or options.dtype,
+        policy=policy,
+        rope=config.rope,
+    )
+
+
+def _narrowed(own: FullAttention | SlidingWindow, window: int, num_sink_tokens: int) -> SlidingWindow:
+    """A window for a layer that may have one of its own."""
+    if isinstance(own, SlidingWindow):
+        window = min(window, own.window)
+    return SlidingWindow(window, num_sink_tokens=num_sink_tokens)
+
+
+def sample(logits: F32, rng: np.random.Generator, *, temperature: float = 1.0, top_p: float = 1.0) -> int:
+    """Draw the next token.
+
+    Parameters
+    ----------
+    logits : ndarray of float32, shape [vocab_size]
+        What the model expects.
+    rng : numpy.random.Generator
+        Drawn from once, or not at all at temperature 0.
+    temperature : float
+        Divides the logits; 0 takes the largest, the first of equals.
+    top_p : float
+        Only the likeliest tokens that together have this probability are drawn from; at least one.
+
+    Returns
+    -------
+    int
+        The token.
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    order = np.argsort(-logits, kind="stable")
+    with np.errstate(over="ignore"):  # a tiny temperature: exp(-inf) = 0 is right
+        weights = np.exp((logits[order].astype(np.float64) - float(logits[order[0]])) / temperature)
+    cumulative = np.cumsum(weights)
+    kept = cumulative[: np.searchsorted(cumulative, top_p * cumulative[-1]) + 1]
+    drawn = int(np.searchsorted(kept, rng.random() * kept[-1], side="right"))
+    return int(order[min(drawn, len(kept) - 1)])
+
+
+def shift_context(cache: KVCache, num_tokens_kept: int) -> None:
+    """Drop the older half of a sequence, but not its first tokens, and move the rest down.
+
+    Nothing is computed again: what stays has seen what goes, and the cache turns its keys to where they stand now.
+
+    Parameters
+    ----------
+    cache : KVCache
+        It holds more than `num_tokens_kept` tokens.
+    num_tokens_kept : int
+        How many first tokens stay where they are.
+    """
+    cache.remove(num_tokens_kept, num_tokens_kept + num_dropped_by_shift(cache.next_position(), num_tokens_kept))
+
+
+def num_dropped_by_shift(num_tokens: int, num_tokens_kept: int) -> int:
+    """How many tokens a shift drops."""
+    return (num_tokens - num_tokens_kept + 1) // 2
+
+
+def generate(
+    model: Llama,
+    cache: KVCache,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    choose: Callable[[F32], int],
+    prefill: Speed,
+    decode: Speed,
+    *,
+    num_tokens_kept: int | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
+) -> Iterator[int]:
+    """Yield new tokens after a prompt, one forward pass each.
+
+    Parameters
+    ----------
+    model, cache
+        The model, and a cache for it, which the prompt is appended to.
+    prompt : sequence of int
+        At least one token.
+    max_new_tokens : int
+        When to stop.
+    choose : callable
+        Takes logits [vocab_size] in float32 and returns the next token.
+    prefill, decode : Speed
+        What was computed and how long it took is added here, between two tokens; what the caller does is not timed.
+    num_tokens_kept : int, optional
+        Where the model's context is full, `shift_context`, keeping that many; by default it is the caller who sees to
+        it that the tokens fit.
+    on_prefill : callable, optional
+        Called after each batch of the prompt with the number of its tokens that are done, and that of all.
+    """
+    pending: Sequence[int] = prompt
+    for i in range(max_new_tokens):
+        speed = decode if i else prefill
+        start = time.perf_counter()
+        if num_tokens_kept is not None and cache.next_position() == model.config.max_seq_len:
+            shift_context(cache, num_tokens_kept)
+        logits = model.forward(pending, cache, last_only=True, on_batch=None if i else on_prefill)
+        token = choose(logits[-1])
+        speed.seconds += time.perf_counter() - start
+        speed.tokens += len(pending)
+        yield token
+        pending = [token]

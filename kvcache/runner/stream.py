@@ -1,0 +1,206 @@
+"""Streams the text that a model generates, and ends with a table of what was measured."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+from kvcache.layer import suits
+from kvcache.models.tokenizer import Tokenizer, load_tokenizer
+from kvcache.models.weights import F32
+from kvcache.runner.evaluate import EVAL_TOKENS, Report, compare_dtypes, read_windows, seconds_without_cache
+from kvcache.runner.generate import Options, Speed, generate, new_cache, num_dropped_by_shift, sample
+from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
+
+__all__ = ["run"]
+
+STEPS_WITHOUT_CACHE = 8  # how many decode steps are repeated without the cache to time them
+INTERRUPTED = 130  # exit status, as shells have it: 128 + SIGINT
+
+
+def run(
+    path: str | Path,
+    prompt: bytes,
+    options: Options,
+    out: TextIO,
+    *,
+    on_prefill: Callable[[int, int], None] | None = None,
+) -> int:
+    """Load a model, stream a continuation of the prompt, and end with a table.
+
+    An interrupt (Ctrl-C) ends the text, or the measuring after it, and the table shows what is known by then. Notices
+    go to stderr. The text ends where the model ends it; without a window or a shift, also when its context is full.
+
+    With a window it goes on: positions keep growing, but rotary keys only tell distances, and within the window these
+    stay as trained. The distance to sink tokens grows, which a model bears for a few of them, not for many. With a
+    shift it goes on by dropping the older half of a full context and moving the rest down: positions stay as trained.
+
+    Parameters
+    ----------
+    path : str or Path
+        A Hugging Face folder, or a GGUF file; where there is an ``eval.txt`` in the folder, or beside the file, the
+        element types are compared on that.
+    prompt : bytes
+        At least one byte.
+    options : Options
+        How to generate.
+    out : TextIO
+        Where the text and the table go.
+    on_prefill : callable, optional
+        Called after each batch of the prompt with the number of its tokens that are done, and that of all.
+
+    Returns
+    -------
+    int
+        An exit status: 0, or 130 after an interrupt.
+
+    Raises
+    ------
+    ModelFileError
+        The model's files cannot be used.
+    LlamaError
+        The prompt, the type, the window or the sink tokens do not fit the model.
+    ImportError
+        A package that this model needs is not installed.
+    """
+    if not prompt:
+        raise LlamaError("the prompt is empty")
+    tokenizer, model = load_tokenizer(path), Llama.load(path)
+    tokens = tokenizer.encode(prompt)
+    room = _room(model.config, tokens, options)
+    report = Report(model.config, options)
+    text = _Text(out, tokenizer)
+    status = 0
+    try:
+        text.write(prompt)
+        try:
+            ended = _stream(model, tokens, report, min(room, options.max_new_tokens), text, on_prefill)
+        finally:
+            text.end()
+        _notice_limits(model.config, options, len(tokens), full=not ended and room < options.max_new_tokens)
+        if options.compare and not options.quiet:
+            _measure(model, Path(path), tokenizer, tokens, report)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    if not options.quiet:
+        out.write(f"\n{report.table()}\n")
+    out.flush()
+    return status
+
+
+def _room(config: LlamaConfig, prompt: Sequence[int], options: Options) -> int:
+    """How many tokens may be generated; refuses what does not fit the model."""
+    context = config.max_seq_len
+    if not prompt:
+        raise LlamaError("the prompt has no token")
+    config.check_tokens(prompt)
+    if not suits(options.dtype, config.head_dim):
+        raise LlamaError(f"{options.dtype} stores 32 elements at a time, and the model's head_dim is {config.head_dim}")
+    if options.shift and options.first_tokens_kept > context // 2:
+        raise LlamaError(f"a shift can keep at most half of the model's context, {context // 2:,} sink tokens")
+    if options.window is None:
+        if len(prompt) >= context:
+            raise LlamaError(
+                f"the prompt of {len(prompt):,} tokens leaves no room in the model's context of {context:,}"
+            )
+        return options.max_new_tokens if options.shift else context - len(prompt)
+    if options.window + options.first_tokens_kept > context:
+        raise LlamaError(f"window and sink tokens may together be at most the model's context, {context:,}")
+    return options.max_new_tokens
+
+
+class _Text:
+    """What people read of a stream of tokens."""
+
+    def __init__(self, out: TextIO, tokenizer: Tokenizer) -> None:
+        self.out, self.tokenizer = out, tokenizer
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.last = ""
+
+    def write(self, data: bytes) -> None:
+        # a model may write any byte: what would steer a terminal is replaced
+        text = [c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in self.decoder.decode(data)]
+        self.last = text[-1] if text else self.last
+        self.out.write("".join(text))
+        self.out.flush()
+
+    def end(self) -> None:
+        """Begin a new line."""
+        if self.last != "\n":
+            self.out.write("\n")
+
+
+def _stream(
+    model: Llama,
+    tokens: list[int],
+    report: Report,
+    max_new_tokens: int,
+    text: _Text,
+    on_prefill: Callable[[int, int], None] | None,
+) -> bool:
+    """Write what follows a prompt, token by token; `tokens` grows. Returns whether the model ended it."""
+    options = report.options
+    rng = np.random.default_rng(options.seed)
+
+    def choose(logits: F32) -> int:
+        return sample(logits, rng, temperature=options.temperature, top_p=options.top_p)
+
+    with new_cache(model.config, options) as cache:
+        for token in generate(
+            model,
+            cache,
+            list(tokens),
+            max_new_tokens,
+            choose,
+            prefill=report.prefill,
+            decode=report.decode,
+            num_tokens_kept=options.first_tokens_kept if options.shift else None,
+            on_prefill=on_prefill,
+        ):
+            tokens.append(token)
+            if token in text.tokenizer.stop:
+                return True
+            text.write(text.tokenizer.decode([token]))
+    return False
+
+
+def _notice_limits(config: LlamaConfig, options: Options, num_tokens: int, *, full: bool) -> None:
+    """Say where a text came to the end of what the model was trained for."""
+    if full:
+        _notice(f"stopped at {num_tokens:,} tokens, the model's whole context; with a window or a shift it would go on")
+    elif options.window and options.first_tokens_kept and num_tokens > config.max_seq_len:
+        _notice("the sink tokens ended up further back than the model was trained to look")
+
+
+def _measure(model: Llama, path: Path, tokenizer: Tokenizer, tokens: list[int], report: Report) -> None:
+    """Fill in what needs more runs of the model: no cache, and the element types."""
+    if report.decode.tokens:
+        # the lengths that the decode steps had, evenly spread over all of them
+        spread = np.linspace(len(tokens) - report.decode.tokens, len(tokens) - 1, STEPS_WITHOUT_CACHE)
+        lengths = [int(length) for length in np.unique(spread.astype(int))]
+        if report.options.shift:
+            lengths = [_held(n, model.config.max_seq_len, report.options.first_tokens_kept) for n in lengths]
+        seconds = seconds_without_cache(model, report.options, tokens, lengths)
+        report.without_cache = Speed(len(lengths), sum(seconds))
+    folder = path if path.is_dir() else path.parent
+    windows = read_windows(folder / "eval.txt", tokenizer, min(model.config.max_seq_len, EVAL_TOKENS))
+    if not windows:
+        _notice(f"{folder} has no eval.txt to compare the types on")
+        return
+    for dtype, fidelity in compare_dtypes(model, report.options, windows):
+        report.types[dtype] = fidelity
+
+
+def _held(num_tokens: int, context: int, num_tokens_kept: int) -> int:
+    """How many of a text's tokens a context that shifts holds when the last of them has come."""
+    dropped = num_dropped_by_shift(context, num_tokens_kept)
+    return num_tokens if num_tokens <= context else context - dropped + 1 + (num_tokens - context - 1) % dropped
+
+
+def _notice(text: str) -> None:
+    print(f"({text})", file=sys.stderr, flush=True)
