@@ -11,8 +11,9 @@ if _find_spec("kvcache._core") is None:
     )
 
 from kvcache import _moved
-from kvcache.block import Block, Run
-from kvcache.cache import Batch, KVCache, Span
+from kvcache.batch import Batch
+from kvcache.block import Block, Run, Span
+from kvcache.cache import KVCache
 from kvcache.errors import (
     CacheBusyError,
     CacheFullError,

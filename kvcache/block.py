@@ -1,8 +1,14 @@
-"""Where rows lie: the blocks of a layer, and which slots of them each sequence holds."""
+"""Where rows lie: the blocks of a layer, which slots of them each sequence holds, and views of these."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Block", "Run"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Block", "Run", "Span"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +73,28 @@ class Block:
     def is_free(self) -> bool:
         """Whether nobody holds any of it: the memory is kept for reuse."""
         return not self.live and not self.is_held
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
+class Span:
+    """Stored rows that follow each other in memory and in position; `KVCache.spans` makes it.
+
+    Attributes
+    ----------
+    k : numpy.ndarray
+        A read-only view, ``[num_kv_heads, rows, head_dim]``, of keys as they were stored.
+    v : numpy.ndarray
+        A read-only view, ``[num_kv_heads, rows, v_head_dim]``.
+    positions : numpy.ndarray
+        The position of each row, int32.
+    delta : int
+        How far these positions are from those that the keys were rotated for.
+    """
+
+    k: npt.NDArray[Any]
+    v: npt.NDArray[Any]
+    positions: npt.NDArray[np.int32]
+    delta: int
+
+    def __repr__(self) -> str:
+        return f"Span(k {self.k.shape}, v {self.v.shape}, positions from {self.positions[0]}, delta {self.delta})"

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcache.cache import Batch, Layout
+from kvcache.arrays import Layout
+from kvcache.batch import Batch
 
 if TYPE_CHECKING:
     from kvcache.hf.layers import Layer

@@ -1,0 +1,38 @@
+"""The arrays that methods take: of which libraries and types, and in which layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.layer import FloatDType
+
+__all__ = ["AnyArray", "Flags", "FloatDType", "Layout", "SupportsArray", "SupportsDLPack", "check_float_dtype"]
+
+Layout: TypeAlias = Literal["THD", "HTD", "BHTD"]
+Flags: TypeAlias = bool | Sequence[bool] | npt.NDArray[np.bool_]
+
+
+class SupportsDLPack(Protocol):
+    """An array of any library that can hand its memory over, as NumPy's and PyTorch's can."""
+
+    def __dlpack__(self) -> Any: ...
+
+
+class SupportsArray(Protocol):
+    """What NumPy can make an array of."""
+
+    def __array__(self) -> npt.NDArray[Any]: ...
+
+
+AnyArray: TypeAlias = npt.NDArray[Any] | SupportsDLPack | SupportsArray
+
+
+def check_float_dtype(value: Any, name: str) -> FloatDType:
+    """Return the argument `name` if it is a type that rows can be converted to; else raise ``ValueError``."""
+    if isinstance(value, str) and value in ("f32", "f16", "bf16"):
+        return cast(FloatDType, value)
+    raise ValueError(f"{name}={value!r}: must be 'f32', 'f16' or 'bf16'")
