@@ -1,71 +1,19 @@
-"""Which modules of the package import which, and the names that modules had before they moved."""
+"""Modules under their former names, which kvcache._moved lists."""
 
-import ast
 import importlib
 import importlib.util
 import pkgutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import kvcache
 from kvcache._moved import MOVED
 
-PACKAGE = Path(kvcache.__file__).parent
-UPPER = ("models", "runner", "tools", "hf", "plot", "benchmarks")
-
 
 def run(*arguments):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
-
-
-def imports_of(path):
-    """The dotted names that a source file imports, wherever in it; those of kvcache with what is taken from them."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are written from kvcache"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def importers_of(folder, *modules):
-    """The files of a folder that import any of these modules, or of what is in them."""
-    names = tuple(f"{module}." for module in modules)
-    return {
-        str(path.relative_to(PACKAGE))
-        for path in folder.rglob("*.py")
-        if any(f"{name}.".startswith(names) for name in imports_of(path))
-    }
-
-
-# ---- layers
-
-
-def test_the_package_loads_no_reader_runner_or_tool():
-    print_loaded = "import sys, kvcache; print(*(name for name in sys.modules if name.startswith('kvcache.')))"
-    loaded = {name.split(".")[1] for name in run("-c", print_loaded).stdout.split()}
-    assert "cache" in loaded
-    assert not loaded & {*UPPER}
-
-
-def test_readers_import_neither_runner_nor_tools():
-    assert not importers_of(PACKAGE / "models", *(f"kvcache.{name}" for name in UPPER if name != "models"))
-
-
-def test_the_runner_imports_no_tools():
-    assert not importers_of(PACKAGE / "runner", "kvcache.tools", "kvcache.hf", "kvcache.plot", "kvcache.benchmarks")
-
-
-def test_torch_stays_where_it_is_needed():
-    peers = {f"tools/peers/{name}.py" for name in ("torch", "transformers", "vllm")}
-    users = importers_of(PACKAGE, "torch", "transformers")
-    assert {path for path in users if not path.startswith("hf/")} == peers
-
-
-# ---- former names
 
 
 @pytest.mark.parametrize("former", MOVED)
