@@ -11,7 +11,6 @@ try:
     from kvcache import KVCacheError, runner
     from kvcache.layer import DTYPES
     from kvcache.models.reading import read_prompt
-    from kvcache.runner import llama
 except ModuleNotFoundError as error:
     sys.exit(f"generate.py: there is no module {error.name}; run: pip install .")
 except KeyboardInterrupt:
@@ -78,7 +77,7 @@ def parser() -> Parser:
         metavar="N",
         type=int,
         dest="num_sink_tokens",
-        help=f"the first N tokens stay (default: none with --window, {llama.FIRST_TOKENS_KEPT} with --shift)",
+        help=f"the first N tokens stay (default: none with --window, {runner.FIRST_TOKENS_KEPT} with --shift)",
     )
     p.add_argument(
         "--tokens",

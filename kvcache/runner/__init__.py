@@ -5,11 +5,13 @@ measuring), and `run`, which ties them to a stream of text that ends with a tabl
 """
 
 from kvcache.runner.evaluate import Fidelity, Report, compare_dtypes, mean_loss, read_windows, seconds_without_cache
-from kvcache.runner.generate import Options, Speed, generate, new_cache, sample, shift_context
-from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
+from kvcache.runner.generate import FIRST_TOKENS_KEPT, Options, Speed, generate, new_cache, sample, shift_context
+from kvcache.runner.llama import PREFILL_TOKENS, Llama, LlamaConfig, LlamaError
 from kvcache.runner.stream import run
 
 __all__ = [
+    "FIRST_TOKENS_KEPT",
+    "PREFILL_TOKENS",
     "Fidelity",
     "Llama",
     "LlamaConfig",

@@ -15,7 +15,7 @@ from kvcache.models.weights import F32
 from kvcache.runner import llama
 from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
 
-__all__ = ["Options", "Speed", "generate", "new_cache", "sample", "shift_context"]
+__all__ = ["FIRST_TOKENS_KEPT", "Options", "Speed", "generate", "new_cache", "sample", "shift_context"]
 
 FIRST_TOKENS_KEPT = 4  # by a shift: models lean on them, whatever they are
 

@@ -22,7 +22,7 @@ from kvcache.models.weights import F32, Tensors
 from kvcache.policy import Policy
 from kvcache.rope import RopeLike
 
-__all__ = ["Llama", "LlamaConfig", "LlamaError"]
+__all__ = ["PREFILL_TOKENS", "Llama", "LlamaConfig", "LlamaError"]
 
 PREFILL_TOKENS = 512  # tokens of one forward pass: enough for the matrix products, and scratch stays small
 
