@@ -1,7 +1,7 @@
-/* apply_deltas.c: writes what shifts have left to the queries into the keys.
+/* apply_deltas.c: kvc_settle: rotates stored keys by the deltas that moves have left, so that these become 0.
  *
- * A slot is turned where it lies if all sequences that hold it see its keys off by the same delta.  Otherwise it stays
- * as it is, and each of those that see it off gets a copy.
+ * The keys of a slot are rotated where they lie if all sequences that hold it have the same delta there.  Otherwise the
+ * slot stays as it is, and each sequence whose delta is not 0 gets a rotated copy.
  */
 #include <string.h>
 
@@ -10,116 +10,120 @@
 #include "store/limits.h"
 #include "store/waiting.h"
 
-/* What is known of a slot: the delta that all who hold it see, or one of these. */
-enum { UNSEEN = INT32_MIN, DISPUTED = INT32_MIN + 1 };
+/* What is noted of a slot: the delta of all sequences that hold it, or one of these. */
+enum { UNHELD = INT32_MIN, DISPUTED = INT32_MIN + 1 };
 
-/* One group on its way. */
-typedef struct settling {
+/* The work on one group. */
+typedef struct group_work {
     kvc_cache *cache;
     int32_t group, num_blocks, num_sequences;
-    int32_t num_drafts; /* made */
-    kvc_block **blocks; /* [num_blocks] of the pool, before anything is opened for copies */
-    int32_t **deltas;   /* [num_blocks + 1] where each block's slots begin in `slots` */
-    int32_t *slots;     /* [num_slots] */
-    kvc_draft *drafts;  /* [num_sequences] */
+    int32_t num_drafts;   /* that are made */
+    kvc_block **blocks;   /* [num_blocks] of the pool, before anything is opened for copies */
+    int32_t **deltas;     /* [num_blocks + 1] where each block's slots begin in slot_deltas */
+    int32_t *slot_deltas; /* [num_slots] over all blocks */
+    kvc_draft *drafts;    /* [num_sequences] */
     size_t num_slots;
     const kvc_lanes *lanes;
-} settling;
+} group_work;
 
+/* Whether a changing row is copied. */
 static int is_disputed(const void *context, const kvc_run *run, int32_t slot) {
-    const settling *s = context;
-    return run->delta != 0 && s->deltas[run->block->index][slot] == DISPUTED;
+    const group_work *w = context;
+    return run->delta != 0 && w->deltas[run->block->index][slot] == DISPUTED;
 }
 
-static kvc_run_list *rows_of(const settling *s, int32_t i) { return &s->cache->sequences.items[i]->runs[s->group]; }
+static kvc_run_list *list_of(const group_work *w, int32_t i) { return &w->cache->sequences.items[i]->runs[w->group]; }
 
-static void *get(const settling *s, uint64_t count, size_t item) {
-    return kvc_memory_alloc(&s->cache->memory, (count + 1) * item, KVC_MEMORY_SCRATCH, -1);
+static void *get(const group_work *w, uint64_t count, size_t item) {
+    return kvc_memory_alloc(&w->cache->memory, (count + 1) * item, KVC_MEMORY_SCRATCH, -1);
 }
 
-static void put_back(const settling *s, void *p, uint64_t count, size_t item) {
-    kvc_memory_free(&s->cache->memory, p, (count + 1) * item, KVC_MEMORY_SCRATCH, -1);
+static void put_back(const group_work *w, void *p, uint64_t count, size_t item) {
+    kvc_memory_free(&w->cache->memory, p, (count + 1) * item, KVC_MEMORY_SCRATCH, -1);
 }
 
-static void note_deltas(const settling *s) {
-    const kvc_pool *pool = &s->cache->pools[s->group];
-    s->deltas[0] = s->slots;
-    for (int32_t b = 0; b < s->num_blocks; b++) s->deltas[b + 1] = s->deltas[b] + pool->blocks[b]->fill;
-    for (size_t i = 0; i < s->num_slots; i++) s->slots[i] = UNSEEN;
-    for (int32_t i = 0; i < s->cache->sequences.num; i++) {
-        const kvc_run_list *list = rows_of(s, i);
+/* Notes the delta of every slot. */
+static void note_deltas(const group_work *w) {
+    const kvc_pool *pool = &w->cache->pools[w->group];
+    w->deltas[0] = w->slot_deltas;
+    for (int32_t b = 0; b < w->num_blocks; b++) w->deltas[b + 1] = w->deltas[b] + pool->blocks[b]->fill;
+    for (size_t i = 0; i < w->num_slots; i++) w->slot_deltas[i] = UNHELD;
+    for (int32_t i = 0; i < w->cache->sequences.num; i++) {
+        const kvc_run_list *list = list_of(w, i);
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
             for (int32_t n = 0; n < run->count; n++) {
-                int32_t *delta = &s->deltas[run->block->index][run->slot + n];
-                *delta = *delta == UNSEEN || *delta == run->delta ? run->delta : DISPUTED;
+                int32_t *delta = &w->deltas[run->block->index][run->slot + n];
+                *delta = *delta == UNHELD || *delta == run->delta ? run->delta : DISPUTED;
             }
     }
 }
 
-/* All that can fail. */
-static kvc_status prepare(settling *s) {
-    const kvc_pool *pool = &s->cache->pools[s->group];
-    for (int32_t b = 0; b < s->num_blocks; b++) s->num_slots += (size_t)pool->blocks[b]->fill;
-    s->blocks = get(s, (size_t)s->num_blocks, sizeof *s->blocks);
-    s->deltas = get(s, (size_t)s->num_blocks, sizeof *s->deltas);
-    s->slots = get(s, s->num_slots, sizeof *s->slots);
-    s->drafts = get(s, (size_t)s->num_sequences, sizeof *s->drafts);
-    if (!s->blocks || !s->deltas || !s->slots || !s->drafts)
-        return kvc_fail(KVC_ERR_NOMEM, "out of memory to settle the keys of %zu slots", s->num_slots);
-    memcpy(s->blocks, pool->blocks, (size_t)s->num_blocks * sizeof *s->blocks);
-    note_deltas(s);
-    const kvc_change change = {.moved_end = KVC_END, .applies_delta = 1, .copies = is_disputed, .context = s};
-    for (; s->num_drafts < s->num_sequences; s->num_drafts++) {
+/* Gets all memory, notes deltas and makes drafts: all that can fail. */
+static kvc_status prepare(group_work *w) {
+    const kvc_pool *pool = &w->cache->pools[w->group];
+    for (int32_t b = 0; b < w->num_blocks; b++) w->num_slots += (size_t)pool->blocks[b]->fill;
+    w->blocks = get(w, (size_t)w->num_blocks, sizeof *w->blocks);
+    w->deltas = get(w, (size_t)w->num_blocks, sizeof *w->deltas);
+    w->slot_deltas = get(w, w->num_slots, sizeof *w->slot_deltas);
+    w->drafts = get(w, (size_t)w->num_sequences, sizeof *w->drafts);
+    if (!w->blocks || !w->deltas || !w->slot_deltas || !w->drafts)
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory to settle the keys of %zu slots", w->num_slots);
+    memcpy(w->blocks, pool->blocks, (size_t)w->num_blocks * sizeof *w->blocks);
+    note_deltas(w);
+    const kvc_change change = {.moved_end = KVC_END, .applies_delta = 1, .copies = is_disputed, .context = w};
+    for (; w->num_drafts < w->num_sequences; w->num_drafts++) {
         const kvc_status status =
-            kvc_draft_make(s->cache, s->group, rows_of(s, s->num_drafts), &change, &s->drafts[s->num_drafts]);
+            kvc_draft_make(w->cache, w->group, list_of(w, w->num_drafts), &change, &w->drafts[w->num_drafts]);
         if (status != KVC_OK) return status;
     }
     return KVC_OK;
 }
 
-/* Runs say what they will be, and blocks stay where they are, so that the mutex is free while rows are written. */
-static void accept(settling *s) {
-    for (int32_t i = 0; i < s->num_drafts; i++) {
-        kvc_draft_pin(&s->drafts[i]);
-        kvc_draft_accept(s->cache, s->group, rows_of(s, i), &s->drafts[i]);
+/* Accepts the drafts before their rows are written, which needs no mutex while all blocks of the group are pinned. */
+static void accept(group_work *w) {
+    for (int32_t i = 0; i < w->num_drafts; i++) {
+        kvc_draft_pin(&w->drafts[i]);
+        kvc_draft_accept(w->cache, w->group, list_of(w, i), &w->drafts[i]);
     }
-    for (int32_t b = 0; b < s->num_blocks; b++)
-        if (s->deltas[b] < s->deltas[b + 1]) kvc_pool_pin(s->blocks[b]);
+    for (int32_t b = 0; b < w->num_blocks; b++)
+        if (w->deltas[b] < w->deltas[b + 1]) kvc_pool_pin(w->blocks[b]);
 }
 
-/* Turns one lane's share of the slots. */
-static void turn_slots(void *context, int64_t lane) {
-    const settling *s = context;
-    kvc_rotator rotator = {.kernels = s->cache->kernels,
-                           .scratch = s->lanes->scratch + (uint64_t)lane * s->lanes->floats};
-    const uint64_t num = s->num_slots, lanes = (uint64_t)s->lanes->num;
-    const int32_t *delta = s->slots + (uint64_t)lane * num / lanes,
-                  *end = s->slots + (uint64_t)(lane + 1) * num / lanes;
+/* Rotates the keys in one lane's share of the slots. */
+static void rotate_slots(void *context, int64_t lane) {
+    const group_work *w = context;
+    kvc_rotator rotator = {.kernels = w->cache->kernels,
+                           .scratch = w->lanes->scratch + (uint64_t)lane * w->lanes->floats};
+    const uint64_t num = w->num_slots, lanes = (uint64_t)w->lanes->num;
+    const int32_t *delta = w->slot_deltas + (uint64_t)lane * num / lanes,
+                  *end = w->slot_deltas + (uint64_t)(lane + 1) * num / lanes;
     for (int32_t b = 0; delta < end; b++)
-        for (; delta < end && delta < s->deltas[b + 1]; delta++)
-            if (*delta != 0 && *delta != UNSEEN && *delta != DISPUTED)
-                kvc_rotate_keys(s->cache, s->group, s->blocks[b], (int32_t)(delta - s->deltas[b]), *delta, &rotator);
+        for (; delta < end && delta < w->deltas[b + 1]; delta++)
+            if (*delta != 0 && *delta != UNHELD && *delta != DISPUTED)
+                kvc_rotate_keys(w->cache, w->group, w->blocks[b], (int32_t)(delta - w->deltas[b]), *delta, &rotator);
 }
 
-static void write_rows(settling *s) {
-    for (int32_t i = 0; i < s->num_drafts; i++) kvc_draft_copy(s->cache, s->group, &s->drafts[i], s->lanes);
-    kvc_parallel(s->lanes->num, s->lanes->num, turn_slots, s);
+/* Copies disputed rows, then rotates the others where they lie. */
+static void write_rows(group_work *w) {
+    for (int32_t i = 0; i < w->num_drafts; i++) kvc_draft_copy(w->cache, w->group, &w->drafts[i], w->lanes);
+    kvc_parallel(w->lanes->num, w->lanes->num, rotate_slots, w);
 }
 
-static void end(settling *s, kvc_status status) {
-    for (int32_t b = 0; status == KVC_OK && b < s->num_blocks; b++)
-        if (s->deltas[b] < s->deltas[b + 1]) kvc_pool_unpin(&s->cache->pools[s->group], s->blocks[b]);
-    for (int32_t i = s->num_drafts - 1; i >= 0; i--) /* last made, first discarded */
+/* Unpins blocks and frees memory.  status: whether the drafts were accepted, or are to be discarded. */
+static void end(group_work *w, kvc_status status) {
+    for (int32_t b = 0; status == KVC_OK && b < w->num_blocks; b++)
+        if (w->deltas[b] < w->deltas[b + 1]) kvc_pool_unpin(&w->cache->pools[w->group], w->blocks[b]);
+    for (int32_t i = w->num_drafts - 1; i >= 0; i--) /* last made, first discarded */
         if (status == KVC_OK) {
-            kvc_draft_unpin(s->cache, s->group, &s->drafts[i]);
-            kvc_draft_free(s->cache, &s->drafts[i]);
+            kvc_draft_unpin(w->cache, w->group, &w->drafts[i]);
+            kvc_draft_free(w->cache, &w->drafts[i]);
         } else {
-            kvc_draft_discard(s->cache, s->group, &s->drafts[i]);
+            kvc_draft_discard(w->cache, w->group, &w->drafts[i]);
         }
-    put_back(s, s->blocks, (size_t)s->num_blocks, sizeof *s->blocks);
-    put_back(s, s->deltas, (size_t)s->num_blocks, sizeof *s->deltas);
-    put_back(s, s->slots, s->num_slots, sizeof *s->slots);
-    put_back(s, s->drafts, (size_t)s->num_sequences, sizeof *s->drafts);
+    put_back(w, w->blocks, (size_t)w->num_blocks, sizeof *w->blocks);
+    put_back(w, w->deltas, (size_t)w->num_blocks, sizeof *w->deltas);
+    put_back(w, w->slot_deltas, w->num_slots, sizeof *w->slot_deltas);
+    put_back(w, w->drafts, (size_t)w->num_sequences, sizeof *w->drafts);
 }
 
 static int has_deltas(const kvc_run_list *list) {
@@ -130,8 +134,8 @@ static int has_deltas(const kvc_run_list *list) {
 
 /* ---- all groups -------------------------------------------------------------------------------------------------- */
 
-/* Sequences whose rows are written are in_place with this number, so that they are told from those of kvc_inject. */
-enum { SETTLES = 2 };
+/* The value of in_place of sequences whose deltas are applied, which tells them from those of kvc_inject. */
+enum { APPLIES_DELTAS = 2 };
 
 static void mark_sequences(kvc_cache *cache) {
     for (int32_t i = 0; i < cache->sequences.num; i++) {
@@ -140,16 +144,17 @@ static void mark_sequences(kvc_cache *cache) {
         for (int32_t g = 0; g < cache->num_token_groups; g++) has |= has_deltas(&sequence->runs[g]);
         if (!has) continue;
         kvc_cache_begin_in_place(cache, sequence);
-        sequence->in_place = SETTLES;
+        sequence->in_place = APPLIES_DELTAS;
     }
 }
 
 static void unmark_sequences(kvc_cache *cache) {
     for (int32_t i = 0; i < cache->sequences.num; i++)
-        if (cache->sequences.items[i]->in_place == SETTLES) kvc_cache_end_in_place(cache, cache->sequences.items[i]);
+        if (cache->sequences.items[i]->in_place == APPLIES_DELTAS)
+            kvc_cache_end_in_place(cache, cache->sequences.items[i]);
 }
 
-static void write_unlocked(kvc_cache *cache, settling *groups, int32_t num) {
+static void write_unlocked(kvc_cache *cache, group_work *groups, int32_t num) {
     mark_sequences(cache);
     for (int32_t i = 0; i < num; i++) accept(&groups[i]);
     kvc_unlock(cache, KVC_OK);
@@ -158,21 +163,21 @@ static void write_unlocked(kvc_cache *cache, settling *groups, int32_t num) {
     unmark_sequences(cache);
 }
 
-/* Makes ready every group with something to settle; num counts them. */
-static kvc_status prepare_all(kvc_cache *cache, settling *groups, int32_t *num, kvc_lanes *lanes) {
+/* Prepares every group with deltas, counts these in *num, and makes the lanes. */
+static kvc_status prepare_all(kvc_cache *cache, group_work *groups, int32_t *num, kvc_lanes *lanes) {
     kvc_status status = KVC_OK;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
         int32_t i = 0;
         while (i < cache->sequences.num && !has_deltas(&cache->sequences.items[i]->runs[g])) i++;
         if (i == cache->sequences.num) continue;
-        settling *s = &groups[(*num)++];
-        *s = (settling){.cache = cache,
-                        .group = g,
-                        .num_blocks = cache->pools[g].num_blocks,
-                        .num_sequences = cache->sequences.num,
-                        .lanes = lanes};
-        status = prepare(s);
-        for (i = 0; status == KVC_OK && i < s->num_drafts; i++) kvc_draft_size_lanes(cache, g, &s->drafts[i], lanes);
+        group_work *w = &groups[(*num)++];
+        *w = (group_work){.cache = cache,
+                          .group = g,
+                          .num_blocks = cache->pools[g].num_blocks,
+                          .num_sequences = cache->sequences.num,
+                          .lanes = lanes};
+        status = prepare(w);
+        for (i = 0; status == KVC_OK && i < w->num_drafts; i++) kvc_draft_size_lanes(cache, g, &w->drafts[i], lanes);
     }
     static const char what[] = "settling keys";
     for (int32_t i = 0; status == KVC_OK && i < *num; i++)
@@ -181,11 +186,11 @@ static kvc_status prepare_all(kvc_cache *cache, settling *groups, int32_t *num, 
     return status == KVC_OK ? kvc_lanes_new(cache, lanes) : status;
 }
 
-static kvc_status settle(kvc_cache *cache) {
+static kvc_status apply_deltas(kvc_cache *cache) {
     kvc_status status = kvc_check_closed(cache, "settle keys");
     if (status != KVC_OK) return status;
-    const size_t size = (size_t)cache->num_groups * sizeof(settling);
-    settling *groups = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    const size_t size = (size_t)cache->num_groups * sizeof(group_work);
+    group_work *groups = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     if (!groups) return kvc_fail(KVC_ERR_NOMEM, "out of memory to settle %d layer groups", cache->num_groups);
     kvc_lanes lanes = {0};
     int32_t num = 0;
@@ -199,5 +204,5 @@ static kvc_status settle(kvc_cache *cache) {
 
 kvc_status kvc_settle(kvc_cache *cache) {
     kvc_lock(cache);
-    return kvc_unlock(cache, settle(cache));
+    return kvc_unlock(cache, apply_deltas(cache));
 }

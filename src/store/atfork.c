@@ -1,7 +1,9 @@
-/* atfork.c: fork() takes every cache's mutex first, and waits for all that reads or writes rows without it: so in the
- * child nothing is half done, and no mutex is another thread's.  The mutex of a cache is never held while that of
- * another, or of the list of caches, is asked for, but here.  Rewrites by a function of the caller cannot be waited
- * for, as that may do anything: in the child they are undone.
+/* atfork.c: keeps caches usable in the child of a process that forks while other threads use them.
+ *
+ * fork() first takes the mutex of every cache, and waits for all calls that read or write rows without it: so in the
+ * child nothing is half done, and no mutex belongs to a thread that is not there.  Only here is the mutex of a cache
+ * held while that of another, or of the list of caches, is taken.  Rewrites by a function of the caller, which may do
+ * anything, are not waited for: the child undoes them.
  */
 #include "store/atfork.h"
 
@@ -19,7 +21,7 @@ void kvc_atfork_unwatch(kvc_cache *cache) { (void)cache; }
 #else
 
 static pthread_mutex_t list_mutex = PTHREAD_MUTEX_INITIALIZER;
-static kvc_cache *caches, **end_of_caches = &caches; /* in the order in which they were made, and are locked */
+static kvc_cache *caches, **end_of_caches = &caches; /* in the order in which they were made; locked in that order */
 
 static void before(void) {
     kvc_mutex_lock(&list_mutex);
@@ -34,7 +36,7 @@ static void unlock_all(void) {
     kvc_mutex_unlock(&list_mutex);
 }
 
-/* Drops a rewrite of keys that a thread of the parent had begun. */
+/* Undoes a rewrite of keys that another thread of the parent had begun. */
 static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) kvc_draft_discard(cache, g, &sequence->drafts[g]);
     kvc_memory_free(&cache->memory, sequence->drafts, kvc_drafts_size(cache), KVC_MEMORY_SCRATCH, -1);
@@ -42,7 +44,7 @@ static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
     cache->num_rewrites--;
 }
 
-/* Threads that are not there any more may have been making a plan, running a task, or putting rows. */
+/* Ends what other threads of the parent were doing with the batch: making plans, running tasks, putting rows. */
 static void end_work(kvc_batch *batch) {
     for (kvc_plan_link *plan = batch->plans; plan; plan = plan->next) plan->after_fork(plan);
     for (kvc_cross_put *put = batch->cross_puts, *next; put; put = next) {
@@ -54,9 +56,9 @@ static void end_work(kvc_batch *batch) {
 static void in_child(void) {
     kvc_threads_forked();
     for (kvc_cache *cache = caches; cache; cache = cache->next) {
-        kvc_signal_init(&cache->idle); /* it may count threads that wait */
+        kvc_signal_init(&cache->idle); /* it may count threads of the parent that wait */
         cache->num_waiting = 0;
-        cache->memory.works = NULL; /* none is at a step */
+        cache->memory.works = NULL; /* all are between two steps */
         if (cache->batch) end_work(cache->batch);
         kvc_sheets_forked(cache);
         for (int32_t i = 0; i < cache->sequences.num; i++) {

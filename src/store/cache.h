@@ -21,17 +21,17 @@ struct kvc_cache {
     const kvc_kernels *kernels;
     int prefetch_level; /* kvc_ahead */
 
-    kvc_layer *layers;   /* [num_layers] */
-    int32_t *group_of;   /* [num_layers] */
-    kvc_layout *layouts; /* [num_layers], those of a group side by side */
-    int32_t *layout_of;  /* [num_layers] index into layouts */
-    int32_t *rope_of;    /* [num_layers] index into ropes of what turns the layer's keys where they move; -1: nothing */
-    kvc_rope *ropes;     /* [num_ropes] of frequencies, all different */
-    double *inv_freqs;   /* what ropes point into */
+    kvc_layer *layers;    /* [num_layers] */
+    int32_t *group_of;    /* [num_layers] */
+    kvc_layout *layouts;  /* [num_layers], those of a group side by side */
+    int32_t *layout_of;   /* [num_layers] index into layouts */
+    int32_t *rope_of;     /* [num_layers] index into ropes; -1: keys of the layer are not rotated by frequencies */
+    kvc_rope *ropes;      /* [num_ropes] of frequencies, no two alike */
+    double *inv_freqs;    /* what ropes point into */
     kvc_policy *policies; /* [num_groups] */
     kvc_pool *pools;      /* [num_groups] */
     int32_t num_layers, num_groups, num_ropes;
-    int32_t num_token_groups; /* those first; then one for each cross-attention layer, and one for layers without */
+    int32_t num_token_groups; /* the first ones; then one for each cross-attention layer, and one for KVC_NONE layers */
 
     int32_t num_threads;
     kvc_poll_fn *poll; /* may be NULL */
@@ -39,33 +39,35 @@ struct kvc_cache {
     int64_t max_seq_len, max_sequences, capacity, max_bytes; /* 0: no limit */
 
     kvc_table sequences;
-    kvc_sequence *changed; /* those that may have something to evict, as they changed since they last had not */
-    kvc_sequence *spare;   /* one that kvc_reserve made, for the next new one; NULL: none */
+    kvc_sequence *changed; /* list of those in which the next batch looks for rows to evict */
+    kvc_sequence *spare;   /* made by kvc_reserve for the next new sequence; NULL: none */
     int64_t num_holding;   /* sequences that hold rows */
-    kvc_batch *batch;      /* the open one */
+    kvc_batch *batch;      /* the open one; NULL: none */
     struct kvc_sheet *sheets;
-    int64_t sheet_bytes; /* of their rows */
-    int64_t num_holds, num_rewrites;
-    int64_t num_readers;     /* calls that copy rows, whose blocks they pin, without the mutex */
-    int64_t num_in_place;    /* sequences */
-    int64_t num_waiting;     /* calls of kvc_cache_wait: until they are done no reader begins */
-    kvc_signal idle;         /* there are fewer of these */
-    kvc_cache *next, **link; /* the caches of the process: atfork.c */
-    kvc_stats stats;         /* its counters; what is counted now is filled in when asked for */
+    int64_t sheet_bytes;     /* of the rows of all sheets */
+    int64_t num_holds;       /* kvc_hold that callers have not freed */
+    int64_t num_rewrites;    /* calls that copy rows to new slots without the mutex */
+    int64_t num_readers;     /* calls that read rows, of pinned blocks, without the mutex */
+    int64_t num_in_place;    /* sequences whose rows are written where they lie without the mutex */
+    int64_t num_waiting;     /* calls that wait for these; no reader begins until they are done */
+    kvc_signal idle;         /* sent when there are fewer of any of these */
+    kvc_cache *next, **link; /* in the list of all caches of the process: atfork.c */
+    kvc_stats stats;         /* counters; kvc_get_stats adds what pools count */
     struct {
         void *memory;
         uint64_t size;
-    } spares[KVC_NUM_SPARES]; /* scratch kept for the next batch */
+    } spares[KVC_NUM_SPARES]; /* what kvc_scratch_give keeps */
 };
 
-/* Where token i of an array begins, in bytes: groups of inner_tokens lie a batch stride apart. */
+/* Byte offset of token i in a caller's array, whose groups of inner_tokens, if that is not 0, are a batch stride apart.
+ */
 static inline int64_t kvc_token_offset(int32_t i, int32_t inner_tokens, int64_t token_stride, int64_t batch_stride) {
     return inner_tokens ? i / inner_tokens * batch_stride + i % inner_tokens * token_stride : i * token_stride;
 }
 
 static inline void kvc_lock(kvc_cache *cache) { kvc_mutex_lock(&cache->mutex); }
 
-/* Returns status, for functions that end with it. */
+/* Returns status, so that a function may end with it. */
 static inline kvc_status kvc_unlock(kvc_cache *cache, kvc_status status) {
     kvc_mutex_unlock(&cache->mutex);
     return status;
@@ -77,25 +79,25 @@ static inline const kvc_run_list *kvc_runs_of(const kvc_cache *cache, int64_t id
     return sequence ? &sequence->runs[cache->group_of[layer]] : NULL;
 }
 
-/* What turns the keys of a layer where they move; NULL: nothing does. */
+/* The frequencies that rotate keys of a layer when they move; NULL: none do. */
 static inline const kvc_rope *kvc_rope_of(const kvc_cache *cache, int32_t layer) {
     return cache->rope_of[layer] < 0 ? NULL : &cache->ropes[cache->rope_of[layer]];
 }
 
-/* The layer whose rows a layer reads. */
+/* The layer whose rows a layer reads: itself, unless it shares those of another. */
 static inline int32_t kvc_source_of(const kvc_cache *cache, int32_t layer) {
     return cache->layers[layer].share ? cache->layers[layer].share - 1 : layer;
 }
 
-/* Whether the layer has rows of its own, which are tokens'. */
+/* Whether the layer has rows of its own, and these are of tokens. */
 int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer);
 
-/* The cache's own number, or what it is for the process now. */
+/* The number of threads of the cache, or else of the process. */
 static inline int32_t kvc_cache_threads(const kvc_cache *cache) {
     return cache->num_threads ? cache->num_threads : kvc_num_threads();
 }
 
-/* For a call of so many multiply-adds, or elements to convert: the short ones do not poll. */
+/* Begins watching a call of `work` multiply-adds or conversions; short calls do not poll. */
 static inline void kvc_cache_watch(const kvc_cache *cache, double work, kvc_watch *watch) {
     static const double WORTH_POLLING = 1 << 22; /* about a millisecond */
     kvc_watch_init(watch, work < WORTH_POLLING ? NULL : cache->poll, cache->poll_user);

@@ -1,13 +1,13 @@
-/* clone.c: an independent cache that holds the same. */
+/* clone.c: kvc_cache_clone: makes an independent cache that holds the same. */
 #include <string.h>
 
 #include "store/cache.h"
 #include "store/check.h"
 #include "store/waiting.h"
 
-enum { WORTH_THREADS = 1 << 18 }; /* bytes; to copy less takes less time than to wake a thread */
+enum { WORTH_THREADS = 1 << 18 }; /* bytes; copying fewer takes less time than waking a thread */
 
-/* A block, and its copy; both NULL for one whose rows no sequence holds. */
+/* A block and its copy; both NULL for a block that no sequence holds slots of. */
 typedef struct twin {
     kvc_block *from, *to;
     int32_t group;
@@ -15,11 +15,11 @@ typedef struct twin {
 
 typedef struct cloning {
     kvc_cache *from, *to;
-    twin *twins;                    /* [num_twins] of every group, one after the other, its blocks by index */
-    int64_t num_twins, num_regions; /* the latter of the group that has most */
+    twin *twins;                    /* [num_twins] of all groups, one after the other, the blocks of each by index */
+    int64_t num_twins, num_regions; /* num_regions: of the group that has most */
 } cloning;
 
-/* A cache of the same configuration, which holds nothing. */
+/* Makes an empty cache of the same configuration. */
 static kvc_status new_like(const kvc_cache *from, kvc_cache **out) {
     const kvc_config config = {.struct_size = sizeof config,
                                .layers = from->layers,
@@ -56,7 +56,7 @@ static kvc_status reserve_blocks(cloning *c) {
     return status;
 }
 
-/* An empty sequence with exactly the room that it needs, so that a copy is never larger than what it is one of. */
+/* Adds an empty sequence with lists just long enough, so that a clone never has more bytes than its original. */
 static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
     const kvc_table before = to->sequences;
     const kvc_status status = kvc_table_reserve(&to->sequences, &before, &to->memory);
@@ -76,7 +76,7 @@ static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
     return KVC_OK;
 }
 
-/* All that can fail. */
+/* Gets all memory: all that can fail. */
 static kvc_status reserve(cloning *c) {
     kvc_status status = reserve_blocks(c);
     for (int32_t i = 0; status == KVC_OK && i < c->from->sequences.num; i++)
@@ -86,7 +86,9 @@ static kvc_status reserve(cloning *c) {
 
 /* ---- bookkeeping ------------------------------------------------------------------------------------------------- */
 
-/* Up to the last slot that a sequence holds: what only a view keeps is left out. */
+/* Copies the bookkeeping of a block up to the last slot that a sequence holds: rows that only a view keeps are left
+ * out.
+ */
 static kvc_block *copy_block(kvc_pool *pool, const kvc_block *from) {
     kvc_block *to = kvc_pool_open(pool);
     int32_t fill = from->fill;
@@ -98,7 +100,7 @@ static kvc_block *copy_block(kvc_pool *pool, const kvc_block *from) {
     return to;
 }
 
-/* Pins what rows are copied of, so that it stays. */
+/* Copies the bookkeeping of a group's blocks, and pins these, so that their rows stay while they are copied. */
 static void copy_blocks(cloning *c, int32_t g, twin *twins) {
     const kvc_pool *pool = &c->from->pools[g];
     for (int32_t i = 0; i < pool->num_blocks; i++) {
@@ -153,7 +155,7 @@ static void copy_rows(cloning *c) {
     kvc_parallel(bytes < WORTH_THREADS ? 1 : kvc_cache_threads(c->to), c->num_twins * c->num_regions, copy_region, c);
 }
 
-/* With the mutex held, but not while rows are copied. */
+/* Copies everything, with the mutex held but while rows are copied. */
 static void copy(cloning *c) {
     kvc_cache *from = c->from;
     copy_bookkeeping(c);
@@ -178,7 +180,7 @@ static kvc_status clone_cache(cloning *c) {
 kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **out) {
     if (!out) return kvc_fail(KVC_ERR_INVALID, "clone is NULL: it is where the copy goes");
     cloning c = {.from = cache};
-    kvc_status status = new_like(cache, &c.to); /* what it looks at does not change */
+    kvc_status status = new_like(cache, &c.to); /* needs no mutex: a configuration does not change */
     if (status != KVC_OK) return status;
     kvc_lock(cache);
     status = kvc_unlock(cache, clone_cache(&c));

@@ -24,7 +24,7 @@ static kvc_status check_type(int32_t type, int32_t dim, int32_t transform, int32
     return KVC_OK;
 }
 
-/* Values that lie in the keys. */
+/* Values in the keys are the first elements of these. */
 static kvc_status check_value_in_key(const kvc_layer *layer, int32_t index) {
     if (!layer->value_in_key) return KVC_OK;
     if (layer->v_dim > layer->k_dim)
@@ -36,7 +36,7 @@ static kvc_status check_value_in_key(const kvc_layer *layer, int32_t index) {
     return KVC_OK;
 }
 
-/* Where fields of later versions will be. */
+/* Reserved fields are 0 until a later version gives them a meaning. */
 static kvc_status check_reserved(const kvc_layer *layer, int32_t index) {
     const int32_t *policy = layer->policy.reserved;
     const int64_t *rope = layer->rope.reserved;
@@ -87,7 +87,7 @@ kvc_layer kvc_config_layer(const kvc_config *config, int32_t i) {
     return layer;
 }
 
-/* The layer whose rows another reads has rows of its own, and they are alike. */
+/* A layer shares rows of one that has rows of its own, and is like it. */
 static kvc_status check_share(const kvc_config *config, int32_t index) {
     const kvc_layer layer = kvc_config_layer(config, index);
     if (!layer.share) return KVC_OK;

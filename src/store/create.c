@@ -9,12 +9,16 @@
 #include "store/limits.h"
 #include "store/scratch.h"
 
+/* ---- layer groups ------------------------------------------------------------------------------------------------ */
+
 static int32_t add_group(kvc_cache *cache, const kvc_policy *policy) {
     cache->policies[cache->num_groups] = *policy;
     return cache->num_groups++;
 }
 
-/* Which group each layer belongs to: first those of tokens, in order of first appearance. */
+/* Assigns a group to every layer.  Layers that keep tokens share one if their policies are equal; these groups come
+ * first, by their first layer.  Each cross-attention layer has a group of its own, as its rows are put and replaced
+ * alone; layers without attention share the last one. */
 static void find_groups(kvc_cache *cache) {
     for (int32_t i = 0; i < cache->num_layers; i++) {
         const kvc_policy *policy = &cache->layers[i].policy;
@@ -28,7 +32,6 @@ static void find_groups(kvc_cache *cache) {
         const kvc_policy *policy = &cache->layers[i].policy;
         if (kvc_policy_keeps_tokens(policy) || cache->layers[i].share) continue;
         const int is_none = policy->kind == KVC_NONE;
-        /* Those of cross-attention are put, and replaced, layer by layer. */
         cache->group_of[i] = is_none && none >= 0 ? none : add_group(cache, policy);
         if (is_none) none = cache->group_of[i];
     }
@@ -36,6 +39,7 @@ static void find_groups(kvc_cache *cache) {
         if (cache->layers[i].share) cache->group_of[i] = cache->group_of[kvc_source_of(cache, i)];
 }
 
+/* Lays out the blocks of each group, and makes its pool. */
 static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
     int32_t next = 0;
     for (int32_t g = 0; g < cache->num_groups; g++) {
@@ -56,7 +60,9 @@ static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
     return KVC_OK;
 }
 
-/* Keeps a copy of every rotation once: those of two layers are the same if they are the same one. */
+/* ---- ropes ------------------------------------------------------------------------------------------------------- */
+
+/* Copies every rope of frequencies once, so that layers with equal ones have the same index. */
 static void find_ropes(kvc_cache *cache) {
     double *inv_freq = cache->inv_freqs;
     for (int32_t i = 0; i < cache->num_layers; i++) {
@@ -64,7 +70,7 @@ static void find_ropes(kvc_cache *cache) {
         cache->rope_of[i] = -1;
         if (rope->kind != KVC_ROPE_FREQUENCIES) continue;
         if (!kvc_policy_keeps_tokens(&cache->layers[i].policy)) {
-            *rope = (kvc_rope){0}; /* nothing moves there, and the caller's array is not kept */
+            *rope = (kvc_rope){0}; /* its keys never move; do not keep a pointer to the caller's array */
             continue;
         }
         int32_t r = 0;
@@ -81,7 +87,8 @@ static void find_ropes(kvc_cache *cache) {
     }
 }
 
-/* Room for those copies: layers that follow each other mostly have the same. */
+/* The number of frequencies to allocate for these copies: not less than needed, and no more if layers with the same
+ * rope follow each other. */
 static uint64_t count_frequencies(const kvc_config *config) {
     uint64_t num = 0;
     kvc_layer before = {0};
@@ -94,7 +101,9 @@ static uint64_t count_frequencies(const kvc_config *config) {
     return num;
 }
 
-/* Where the arrays lie behind the struct, in one allocation of `size` bytes. */
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+/* Offsets of the arrays behind the struct, in one allocation of `size` bytes. */
 typedef struct offsets {
     uint64_t layers, group_of, layouts, layout_of, rope_of, ropes, inv_freqs, policies, pools, size;
 } offsets;
@@ -133,9 +142,11 @@ static kvc_cache *new_cache(kvc_memory *memory, int32_t num_layers, uint64_t num
 }
 
 static void free_cache(kvc_cache *cache) {
-    kvc_memory memory = cache->memory; /* it lies in what is freed */
+    kvc_memory memory = cache->memory; /* a copy, as the original is part of what is freed */
     kvc_memory_free(&memory, cache, cache->size, KVC_MEMORY_BOOKKEEPING, -1);
 }
+
+/* ---- the public functions ---------------------------------------------------------------------------------------- */
 
 static kvc_status init_cache(kvc_cache *cache, const kvc_config *config) {
     cache->num_layers = config->num_layers;

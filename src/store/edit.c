@@ -1,4 +1,4 @@
-/* edit.c: the public functions that drop and move tokens of a sequence. */
+/* edit.c: the public functions that remove and move tokens of a sequence, and clear sequences. */
 #include <string.h>
 
 #include "store/check.h"
@@ -6,6 +6,7 @@
 #include "store/limits.h"
 #include "store/waiting.h"
 
+/* KVC_ERR_UNSUPPORTED unless it is known how keys move. */
 static kvc_status check_rope(const kvc_cache *cache) {
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (kvc_keeps_tokens(cache, i) && cache->layers[i].rope.kind == KVC_ROPE_UNKNOWN)
@@ -20,10 +21,10 @@ static kvc_status check_rope(const kvc_cache *cache) {
 
 typedef struct edit {
     kvc_change change;
-    int32_t removes, shift; /* a removal: what lies behind moves as well */
+    int32_t removes, shift; /* a removal; tokens behind it move up */
 } edit;
 
-/* Where the evicted rows end afterwards: they are removed, and move, like stored ones. */
+/* lost_end after the edit: evicted rows are removed, and move, like stored ones. */
 static int32_t lost_after(const edit *e, int32_t lost_end) {
     const kvc_change *c = &e->change;
     if (e->removes) {
@@ -42,8 +43,8 @@ static int always(const void *context, const kvc_run *run, int32_t slot) {
     return 1;
 }
 
-/* The change in one group: where only a function knows how keys move, and where positions are divided, so that no two
- * keys are off by the same angle, rows are rewritten. */
+/* The change in one group.  Rows are rewritten where only a function knows how keys move, and where positions are
+ * divided: keys would be off by as many deltas as there are rows. */
 static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_change *change) {
     kvc_change own = *change;
     for (int32_t i = 0; i < cache->num_layers; i++) {
@@ -56,7 +57,7 @@ static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_cha
     return own;
 }
 
-/* Rows are copied, perhaps by a function of the caller, while the mutex is free. */
+/* Copies rows to their new slots, perhaps by a function of the caller, without the mutex. */
 static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_draft *drafts) {
     kvc_lanes lanes = {0};
     for (int32_t g = 0; g < cache->num_token_groups; g++)
@@ -83,6 +84,7 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_dr
     return status;
 }
 
+/* Accepts the drafts, or discards them if status is an error. */
 static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_draft *drafts, kvc_status status) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         kvc_run_list *list = &sequence->runs[g];
@@ -96,6 +98,7 @@ static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_
     }
 }
 
+/* Makes an edit of a sequence in all groups of tokens. */
 static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
     const size_t size = kvc_drafts_size(cache);
     if (!size) return KVC_OK;
@@ -123,7 +126,7 @@ static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, 
     edit e = {.change = {.begin = begin, .end = end, .moved_end = end}, .removes = 1, .shift = shift};
     if (shift && kvc_sequence_last(sequence) >= end) {
         status = check_rope(cache);
-        e.change.moved_end = begin < end ? KVC_END : end; /* where nothing goes, nothing moves */
+        e.change.moved_end = begin < end ? KVC_END : end; /* where nothing is removed, nothing moves */
         e.change.move = begin - end;
     }
     return status == KVC_OK ? apply(cache, sequence, &e) : status;
@@ -149,6 +152,7 @@ static void find_last(void *context, const kvc_run *part) {
     if (part->position + part->count - 1 > *last) *last = part->position + part->count - 1;
 }
 
+/* KVC_ERR_INVALID if rows would move past the largest position. */
 static kvc_status check_target(const kvc_cache *cache, const kvc_sequence *sequence, int32_t begin, int32_t end,
                                int32_t delta) {
     int32_t last = -1;
@@ -172,7 +176,7 @@ kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t en
     const kvc_status status = kvc_check_positions(begin, end);
     if (status != KVC_OK) return status;
     edit e = {.change = {.begin = begin, .end = begin, .moved_end = end, .move = delta}};
-    if (begin + (int64_t)delta < 0) /* up to here they would come below 0 */
+    if (begin + (int64_t)delta < 0) /* rows below this would come below 0: they are removed */
         e.change.end = -(int64_t)delta < end ? -delta : end;
     kvc_lock(cache);
     return kvc_unlock(cache, move_range(cache, seq_id, &e));

@@ -7,7 +7,7 @@ static kvc_status check_position(int32_t value, const char *name) {
     return kvc_fail(KVC_ERR_INVALID, "%s is %d: a position must not be negative", name, value);
 }
 
-/* A sequence outside the table, with room for all of src's runs; NULL if there is no memory. */
+/* Returns a sequence that is not in the table yet, with memory for all runs of src; NULL if there is none. */
 static kvc_sequence *new_sharer(kvc_cache *cache, const kvc_sequence *src, int64_t id) {
     kvc_sequence *dst = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     const kvc_table before = cache->sequences;
@@ -23,13 +23,16 @@ static kvc_sequence *new_sharer(kvc_cache *cache, const kvc_sequence *src, int64
     return NULL;
 }
 
+/* Makes dst hold all rows that src holds of tokens below `length`, and all of cross-attention layers, instead of its
+ * own. */
 static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t length) {
     const kvc_sequence *src;
     kvc_sequence *old, *dst = NULL;
-    do {
-        old = kvc_cache_find(cache, dst_id);
-        src = kvc_table_find(&cache->sequences, src_id);
-    } while (src && src->in_place && (kvc_cache_find(cache, src_id), 1)); /* now the other may be written */
+    do { /* while the call waits for one, another call may begin to write the other */
+        kvc_cache_find(cache, dst_id);
+        src = kvc_cache_find(cache, src_id);
+        old = kvc_table_find(&cache->sequences, dst_id);
+    } while (old && old->in_place);
     kvc_status status = kvc_check_idle(src);
     if (status == KVC_OK) status = kvc_check_idle(old);
     if (status != KVC_OK) return status;

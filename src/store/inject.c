@@ -1,4 +1,8 @@
-/* inject.c: replaces stored rows. */
+/* inject.c: kvc_inject: replaces stored rows.
+ *
+ * First every slot to write becomes this sequence's alone: rows that others hold too are copied to new slots.  Then
+ * rows are written where they lie, without the mutex.
+ */
 #include <stdio.h>
 #include <string.h>
 
@@ -8,18 +12,20 @@
 #include "store/limits.h"
 #include "store/waiting.h"
 
-/* One call. */
+enum { WORTH_THREADS = 1 << 16 }; /* elements; writing fewer takes less time than waking a thread */
+
+/* One call of kvc_inject. */
 typedef struct injection {
     kvc_cache *cache;
     const kvc_rows_in *in;
     int32_t layer, begin, end;
-    int32_t low, high; /* of these positions, the ones that may hold a row */
-    uint8_t *found;    /* [(high - low) / 8 + 1] a bit for each position that holds one */
-    kvc_run *parts;    /* [num_rows] the latest row of each position, in parts of KVC_COPY_ROWS at most */
-    int64_t num_rows;  /* at these positions */
-    int64_t num_parts, num_found;
+    int32_t low, high;            /* positions in [begin, end) that may hold a row */
+    uint8_t *found;               /* [(high - low) / 8 + 1] a bit for each position that holds one */
+    kvc_run *parts;               /* [num_rows] runs of KVC_COPY_ROWS rows at most: the latest row of each position */
+    int64_t num_rows;             /* at these positions, whether the latest or not */
+    int64_t num_parts, num_found; /* parts, and rows in them */
     kvc_lanes lanes;
-    kvc_draft draft; /* that makes the rows this sequence's alone */
+    kvc_draft draft; /* copies rows that others hold too */
 } injection;
 
 /* ---- which rows -------------------------------------------------------------------------------------------------- */
@@ -31,7 +37,7 @@ static int is_found(const injection *x, int32_t position) {
     return position >= x->low && position < x->high && x->found[i / 8] >> i % 8 & 1;
 }
 
-/* Adds the parts of a run that no later row stands in the place of. */
+/* Adds the parts of a run whose positions hold no later row. */
 static void find_in_run(injection *x, const kvc_run *run) {
     const kvc_run all = kvc_run_part(run, x->begin, x->end);
     for (int32_t to = all.position + all.count, from; to > all.position; to = from) {
@@ -46,7 +52,7 @@ static void find_in_run(injection *x, const kvc_run *run) {
     }
 }
 
-/* One pass, from the row that arrived last to the first. */
+/* Finds the parts, in one pass from the row that arrived last to the first. */
 static void find_parts(injection *x, const kvc_run_list *list) {
     x->num_parts = x->num_found = 0;
     memset(x->found, 0, found_bytes(x));
@@ -54,7 +60,7 @@ static void find_parts(injection *x, const kvc_run_list *list) {
     for (int64_t i = 0; i < x->num_parts; i++) x->num_found += x->parts[i].count;
 }
 
-/* The sentence that names positions without a row, the first few stretches of them. */
+/* KVC_ERR_INDEX, with a message that names the first few stretches of positions without a row. */
 static kvc_status fail_missing(const injection *x, int64_t seq_id) {
     char ranges[128] = "";
     int32_t position = x->begin;
@@ -77,7 +83,8 @@ static kvc_status fail_missing(const injection *x, int64_t seq_id) {
 
 /* ---- writing ----------------------------------------------------------------------------------------------------- */
 
-/* The rows of a part, of all heads; keys turned back to where they were rotated for. */
+/* Writes the rows of a part, of all heads; keys are rotated back to the positions those in the slots are rotated for.
+ */
 static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *part) {
     const kvc_cache *cache = x->cache;
     const kvc_rows_in *in = x->in;
@@ -110,10 +117,8 @@ static void write_lane(void *context, int64_t lane) {
     for (int64_t i = first; i < end; i++) write_part(x, &rotator, &x->parts[i]);
 }
 
-/* Rows are the sequence's alone, and blocks that have them are neither reused nor compacted: so that the mutex is free.
- */
+/* Copies and writes rows without the mutex: they are the sequence's alone, and pins keep their blocks in place. */
 static void write_unlocked(injection *x, kvc_sequence *sequence, int32_t group) {
-    enum { WORTH_THREADS = 1 << 16 }; /* elements */
     kvc_cache *cache = x->cache;
     const kvc_layer *config = &cache->layers[x->layer];
     kvc_draft_pin(&x->draft);
@@ -131,7 +136,7 @@ static void write_unlocked(injection *x, kvc_sequence *sequence, int32_t group) 
 
 /* ---- all of it, with the mutex held ------------------------------------------------------------------------------ */
 
-/* A slot that nobody else looks at can be written to. */
+/* Whether another sequence, or a view, has the row as well, so that it must not be written. */
 static int is_shared(const void *context, const kvc_run *run, int32_t slot) {
     (void)context;
     return run->block->holders[slot] > 1 || run->block->pins;
@@ -158,7 +163,7 @@ static void free_memory(injection *x) {
     kvc_lanes_free(x->cache, &x->lanes);
 }
 
-/* Sees to it that the rows are this sequence's alone once its copies are made. */
+/* Makes the draft, after whose copies rows are the sequence's alone, and accepts it. */
 static kvc_status own_rows(injection *x, int32_t group, kvc_run_list *list) {
     const kvc_change change = {.begin = x->begin, .end = x->begin, .moved_end = x->end, .copies = is_shared};
     kvc_status status = kvc_draft_make(x->cache, group, list, &change, &x->draft);
@@ -185,7 +190,7 @@ static kvc_status inject(injection *x, int64_t seq_id) {
     if (status == KVC_OK && !x->in->skip_missing && x->num_found < x->end - x->begin) status = fail_missing(x, seq_id);
     if (status == KVC_OK && x->num_found) status = own_rows(x, g, list);
     if (status == KVC_OK && x->num_found) {
-        if (x->draft.num_copies) find_parts(x, list); /* which lie elsewhere now */
+        if (x->draft.num_copies) find_parts(x, list); /* copied rows have other slots now */
         write_unlocked(x, sequence, g);
         kvc_draft_free(x->cache, &x->draft);
     }

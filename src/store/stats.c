@@ -18,7 +18,7 @@ int64_t kvc_capacity_bytes(kvc_cache *cache) {
         const kvc_pool *pool = &cache->pools[g];
         const int64_t slot = kvc_pool_slot_bytes(pool);
         if (!slot) continue;
-        /* What a cross-attention layer is given lies in one block for each sequence. */
+        /* The rows of a cross-attention layer lie in one block for each sequence. */
         const int64_t most = (INT64_MAX - bytes) / slot,
                       slots = g < cache->num_token_groups ? cache->capacity : cache->max_sequences * pool->block_size;
         if (!slots) return -1;
