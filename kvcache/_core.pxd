@@ -1,4 +1,4 @@
-"""What kvcache/_core.pyx calls of include/kvcache.h, where it is explained."""
+"""The declarations of include/kvcache.h that the extension module uses. The header explains them."""
 
 from libc.stdint cimport int32_t, int64_t, uint8_t
 

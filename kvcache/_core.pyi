@@ -28,7 +28,7 @@ class BFloat16Array(np.ndarray[Any, Any]):
 class Hold: ...
 
 @final
-class Functions:
+class Callbacks:
     def __new__(cls, num_layers: int) -> Self: ...
 
 @final

@@ -1,17 +1,19 @@
 # cython: language_level=3
 """The C core as Python sees it: arguments in, arrays out; no logic of its own.
 
-What the functions mean stands in include/kvcache.h; what users see, in cache.py. Three rules hold throughout:
+include/kvcache.h says what the functions do, and cache.py what users see of them. The module is one translation unit,
+divided by subject: _core.pxd declares the C header, and the parts in binding/ are included below. Three rules hold
+throughout:
 
-- A handle is used between enter(), which says so, and leave(), and only C runs there: nothing that can fail, make
-  an object (which may start the garbage collector), or run anyone's code. So nobody frees it meanwhile. Arguments are
-  converted before, results made afterwards.
-- What may wait for the cache's mutex, or takes more than a microsecond, runs without the GIL.
-- What was found out about a sequence is as old as the last leave(): another thread may have edited it since.
+- A handle is used between enter() and leave(), which count the calls in progress, so that no other thread frees it.
+  Only C runs there: nothing that can fail, make an object (which may start the garbage collector), or run code of
+  others. Arguments are converted before enter(), results are made after leave().
+- A call that may wait for the cache's mutex, or takes more than a microsecond, runs without the GIL.
+- What a call has found out about a sequence may be wrong after leave(): another thread may have edited it.
 
-Arrays that are contiguous and of one type are typed memoryviews. Pointers, with strides, are for what views cannot be:
-arrays of bf16, of DLPack, or with any strides; and for what batch(), put() and attend() need at each step, where taking
-a view of an array would cost half as much as all of batch().
+Arrays that are contiguous and of one type are typed memoryviews. Pointers and strides are for arrays that views cannot
+describe (bf16, DLPack, any strides), and for what batch(), put() and attend() need at each step: taking a view of an
+array costs half as much as all of batch().
 """
 
 import operator
@@ -43,7 +45,7 @@ cdef extern from "Python.h":
 
 
 cdef extern from "numpy/arrayobject.h":
-    # numpy's own declaration of this one takes no NULL
+    # NumPy's own declaration does not allow NULL.
     object PyArray_NewFromDescr(
         PyTypeObject *subtype, cnp.dtype descr, int ndim, cnp.npy_intp *shape, cnp.npy_intp *strides, void *data,
         int flags, void *prototype)
@@ -59,7 +61,7 @@ POLICIES = {
 cdef int64_t _INT32_MAX = 0x7fffffff
 cdef int64_t _INT64_MAX = 0x7fffffffffffffff
 cdef int64_t _INT64_MIN = -_INT64_MAX - 1
-# Positions end one below the largest int32, which as the end of a range means "to the last one".
+# The largest int32 is no position: as the end of a range it means "to the last one".
 cdef int32_t _MAX_POSITION = 0x7ffffffe
 
 cdef int64_t[3] ITEM_SIZE = [4, 2, 2]  # by kvc_type
@@ -79,8 +81,6 @@ include "binding/cache.pxi"
 include "binding/batch.pxi"
 
 
-# ---- the machine -----------------------------------------------------------------------------------------------------
-
 def version():
     return kvc_version()
 
@@ -90,7 +90,7 @@ def build_info():
 
 
 def isa():
-    """None: KVCACHE_ISA names one that is not to be had here."""
+    """The instruction set that is used; None: KVCACHE_ISA names one that this machine or build lacks."""
     cdef const char *name = kvc_isa()
     return None if name == NULL else name.decode()
 

@@ -1,4 +1,4 @@
-"""Arrays that come in, of NumPy or DLPack: where and how they lie, and whether C can read them there."""
+"""Describes arrays that come in, of NumPy or DLPack, for C: address, type, shape and strides."""
 
 cdef struct Array:
     char *data
@@ -44,7 +44,7 @@ cdef int read_numpy(cnp.ndarray x, str name, int ndim, Array *a) except -1:
 
 
 cdef object read_array(object x, str name, int ndim, Array *a, bint write=False):
-    """Says where and how an array lies; returns what keeps it there."""
+    """Describe an array; return the object that keeps its memory."""
     if cnp.PyArray_Check(x):
         read_numpy(<cnp.ndarray>x, name, ndim, a)
         return x
@@ -59,7 +59,7 @@ cdef object read_array(object x, str name, int ndim, Array *a, bint write=False)
 
 
 cdef object wrap(Array *a, object owner):
-    """A read-only NumPy array over memory that `owner` keeps; bf16 as its bits."""
+    """Return a read-only NumPy array over memory that `owner` keeps; bf16 as uint16."""
     cdef cnp.npy_intp[4] shape
     cdef cnp.npy_intp[4] strides
     cdef int i
@@ -73,8 +73,8 @@ cdef object wrap(Array *a, object owner):
     return array
 
 
-cdef bint lies_well(Array *a) noexcept:
-    """Whether C can read it where it lies: elements adjacent and aligned, the other strides whole elements."""
+cdef bint is_readable(Array *a) noexcept:
+    """Whether C can read an array in place: elements adjacent and aligned, the other strides whole elements."""
     cdef int last = a.ndim - 1, i
     cdef int64_t size = ITEM_SIZE[a.type]
     if a.strides[last] != size and a.shape[last] > 1:
@@ -83,17 +83,17 @@ cdef bint lies_well(Array *a) noexcept:
         return False
     for i in range(last):
         if a.shape[i] == 1:
-            a.strides[i] = 0  # never used, and producers may have written anything there
+            a.strides[i] = 0  # not used, and producers may write anything there
         elif a.strides[i] % size:
             return False
     return True
 
 
-cdef object settle(Array *a, object owner):
-    """Copies the array if C cannot read it where it lies; returns what keeps it."""
+cdef object make_readable(Array *a, object owner):
+    """Copy an array if C cannot read it in place; return the object that keeps its memory."""
     cdef cnp.ndarray copied
     cdef int i
-    if lies_well(a):
+    if is_readable(a):
         return owner
     copied = np.array(wrap(a, owner), order="C")
     a.data = cnp.PyArray_BYTES(copied)
@@ -103,20 +103,20 @@ cdef object settle(Array *a, object owner):
 
 
 cdef bint rows_overlap(Array *a) noexcept:
-    """Whether rows of an array that lies well, along its last axis, share bytes with each other."""
+    """Whether rows of a readable array, along its last axis, share bytes with each other."""
     cdef int64_t extent = a.shape[a.ndim - 1] * ITEM_SIZE[a.type]
     cdef int64_t step
-    cdef int axis, next, done = 0  # a bit for each axis
+    cdef int axis, nearest, done = 0  # done: a bit for each axis
     for _ in range(a.ndim - 1):
-        next = -1
-        for axis in range(a.ndim - 1):  # by rising stride
-            if not done & 1 << axis and (next < 0 or abs(a.strides[axis]) < abs(a.strides[next])):
-                next = axis
-        done |= 1 << next
-        step = abs(a.strides[next])
-        if a.shape[next] > 1 and step < extent:
+        nearest = -1
+        for axis in range(a.ndim - 1):  # go through the axes by rising stride
+            if not done & 1 << axis and (nearest < 0 or abs(a.strides[axis]) < abs(a.strides[nearest])):
+                nearest = axis
+        done |= 1 << nearest
+        step = abs(a.strides[nearest])
+        if a.shape[nearest] > 1 and step < extent:
             return True
-        extent += (a.shape[next] - 1) * step
+        extent += (a.shape[nearest] - 1) * step
     return False
 
 
@@ -137,7 +137,7 @@ cdef char *end_of(Array *a) noexcept:
 
 
 cdef int check_apart(Array *out, Array *other, str name) except -1:
-    """The result may not lie between the first and the last byte of an argument, nor the argument in it."""
+    """Raise if the bytes of a result, from the first to the last, overlap those of an argument."""
     if other.data != NULL and begin_of(out) < end_of(other) and begin_of(other) < end_of(out):
         raise ValueError(f"out: overlaps {name}; give it memory of its own")
     return 0
@@ -146,13 +146,13 @@ cdef int check_apart(Array *out, Array *other, str name) except -1:
 cdef int check_writable(Array *a, str name) except -1:
     if a.read_only:
         raise ValueError(f"{name}: is read-only; pass an array that can be written to")
-    if a.shape[1] and (not lies_well(a) or rows_overlap(a)):  # the strides of an array of nothing may be anything
+    if a.shape[1] and (not is_readable(a) or rows_overlap(a)):  # an empty array may have any strides
         raise ValueError(f"{name}: its last axis must be contiguous and aligned, and its rows may not overlap")
     return 0
 
 
 cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t dim, int layout, Array *a):
-    """An array of rows, of `heads` heads (or a multiple), where C can read it; returns what keeps it there."""
+    """Describe an array of rows of `heads` heads, or a multiple; return the object that keeps its memory."""
     cdef int64_t given
     owner = read_array(x, name, NUM_AXES[layout], a)
     given = a.shape[HEAD_AXIS[layout]]
@@ -162,10 +162,10 @@ cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t 
         wrong_shape(name, a, layout, f"a multiple of {heads}" if multiple else heads, dim)
     if count_tokens(a, layout) == 0:
         raise ValueError(f"{name}: an array of no tokens")
-    return settle(a, owner)
+    return make_readable(a, owner)
 
 
-cdef object in_f32(Array *a, object owner):
+cdef object to_f32(Array *a, object owner):
     array = wrap(a, owner)
     if a.type == KVC_BF16:
         return (array.astype(np.uint32) << 16).view(np.float32)
@@ -173,7 +173,7 @@ cdef object in_f32(Array *a, object owner):
 
 
 cdef tuple read_pair(kvc_layer *shape, object k, object v, int layout, Array *a, Array *b):
-    """Keys and values of as many tokens; where values lie in the keys, `b` may be left empty."""
+    """Describe keys and values of as many tokens. A layer whose values lie in its keys may leave `v` out."""
     if k is None or (v is None and not shape.value_in_key):
         raise TypeError(f"{'k' if k is None else 'v'}=None: k and v go together")
     k = read_rows(k, "k", shape.num_kv_heads, False, shape.k_dim, layout, a)
@@ -184,14 +184,31 @@ cdef tuple read_pair(kvc_layer *shape, object k, object v, int layout, Array *a,
     if not same_tokens(a, b, layout):
         raise ValueError(f"k and v: of {show_tokens(a, layout)} and {show_tokens(b, layout)} tokens, where they must "
                          "match")
-    if shape.value_in_key and not np.array_equal(in_f32(a, k)[..., :shape.v_dim], in_f32(b, v), equal_nan=True):
+    if shape.value_in_key and not np.array_equal(to_f32(a, k)[..., :shape.v_dim], to_f32(b, v), equal_nan=True):
         raise ValueError(f"v: must be k[..., :{shape.v_dim}], where values lie in the keys (value_in_key), or be left "
                          "out")
     return k, v
 
 
+cdef tuple read_replacement(kvc_layer *shape, object k, object v, int32_t begin, kvc_rows_in *rows, int32_t *end):
+    """Describe rows that replace those of positions [begin, end); return what keeps their memory."""
+    cdef Array keys, values
+    owners = read_pair(shape, k, v, HTD, &keys, &values)
+    if count_tokens(&keys, HTD) > _INT32_MAX - begin:
+        raise ValueError(f"begin={begin} with arrays of {keys.shape[1]} tokens: positions go up to {_MAX_POSITION}")
+    end[0] = begin + <int32_t>keys.shape[1]
+    memset(rows, 0, sizeof(kvc_rows_in))
+    rows.struct_size = sizeof(kvc_rows_in)
+    rows.k, rows.k_type = keys.data, keys.type
+    rows.k_head_stride, rows.k_row_stride = keys.strides[0], keys.strides[1]
+    if not shape.value_in_key:
+        rows.v, rows.v_type = values.data, values.type
+        rows.v_head_stride, rows.v_row_stride = values.strides[0], values.strides[1]
+    return owners
+
+
 cdef cnp.ndarray to_flags(object value, int64_t first, int64_t tokens, int64_t batch_tokens):
-    """A byte for each token of [first, first + tokens): whether it sees later ones; None: none does."""
+    """Convert `non_causal` to a byte per token of [first, first + tokens), 1: sees later tokens; None: none does."""
     cdef cnp.ndarray flags
     if value is None or value is False:
         return None

@@ -1,9 +1,9 @@
-"""Arrays that go out, and those that are filled in."""
+"""Makes arrays for results, and describes those of the caller that results are written to."""
 
 cdef object make_array(object subtype, cnp.dtype descr, int ndim, cnp.npy_intp *shape, cnp.npy_intp *strides,
                        void *data, int flags=0):
-    """An array of new memory, or one over what somebody else keeps: read-only, if the flags do not say otherwise."""
-    Py_INCREF(descr)  # which the next line gives away
+    """Return an array over `data`, read-only unless the flags say otherwise, or of new memory where that is NULL."""
+    Py_INCREF(descr)  # the next call steals a reference
     return PyArray_NewFromDescr(<PyTypeObject *>subtype, descr, ndim, shape, strides, data, flags, NULL)
 
 
@@ -13,12 +13,8 @@ cdef cnp.dtype dtype_of(int32_t type):
     return cnp.PyArray_DescrFromType(cnp.NPY_FLOAT32 if type == KVC_F32 else cnp.NPY_FLOAT16)
 
 
-cdef int64_t row_bytes(int32_t type, int64_t dim) noexcept:
+cpdef int64_t bytes_of_row(int32_t type, int64_t dim) noexcept:
     return dim // 32 * BLOCK_SIZE[type - KVC_Q8_0] if type >= KVC_Q8_0 else dim * ITEM_SIZE[type]
-
-
-def bytes_of_row(int32_t type, int64_t dim):
-    return row_bytes(type, dim)
 
 
 cdef cnp.ndarray new_array(int32_t type, int ndim, int64_t a, int64_t b, int64_t c=0, int64_t d=0):
@@ -28,6 +24,25 @@ cdef cnp.ndarray new_array(int32_t type, int ndim, int64_t a, int64_t b, int64_t
     if type == KVC_F16:
         return cnp.PyArray_EMPTY(ndim, shape, cnp.NPY_FLOAT16, 0)
     return make_array(BFloat16Array, find_bf16(), ndim, shape, NULL, NULL)
+
+
+cdef tuple new_rows(kvc_layer *shape, int64_t rows, int32_t type, bint want_k, bint want_v, kvc_rows_out *to):
+    """Return new arrays for keys and values, [num_kv_heads, rows, dim], None for those not wanted; describe them."""
+    cdef cnp.ndarray k = None, v = None
+    memset(to, 0, sizeof(kvc_rows_out))
+    to.struct_size = sizeof(kvc_rows_out)
+    to.type = type
+    if want_k:
+        k = new_array(type, 3, shape.num_kv_heads, rows, shape.k_dim)
+        to.k = cnp.PyArray_DATA(k)
+        to.k_row_stride = shape.k_dim * ITEM_SIZE[type]
+        to.k_head_stride = rows * to.k_row_stride
+    if want_v:
+        v = new_array(type, 3, shape.num_kv_heads, rows, shape.v_dim)
+        to.v = cnp.PyArray_DATA(v)
+        to.v_row_stride = shape.v_dim * ITEM_SIZE[type]
+        to.v_head_stride = rows * to.v_row_stride
+    return k, v
 
 
 cdef void fill_rows_out(kvc_rows_out *to, Array *k, Array *v, int layout) noexcept:
@@ -40,7 +55,7 @@ cdef void fill_rows_out(kvc_rows_out *to, Array *k, Array *v, int layout) noexce
 
 
 cdef object read_rows_out(kvc_layer *shape, object out, int64_t most, int64_t *rows, kvc_rows_out *to):
-    """Where keys and values go, at most so many rows; returns what keeps the arrays."""
+    """Describe the caller's arrays for keys and values, of at most `most` rows; return what keeps their memory."""
     cdef Array k, v
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise TypeError(f"out: a pair of arrays is needed, for keys and values, not {type(out).__name__}")

@@ -1,4 +1,4 @@
-"""A batch: the tokens of a forward pass."""
+"""The batch: the tokens of a forward pass, whose rows are put and attended over layer by layer."""
 
 cdef struct PutRows:
     kvc_put_args args
@@ -15,52 +15,72 @@ cdef struct Query:
 
 
 @cython.final
-@cython.no_gc_clear  # what is aborted rests on the cache
-cdef class Batch:
+@cython.no_gc_clear  # __dealloc__ needs the cache
+cdef class Batch(_CallCounter):
     cdef Cache cache
     cdef kvc_batch *handle  # NULL: ended
     cdef readonly int32_t num_tokens
     cdef readonly cnp.ndarray positions
-    cdef cnp.ndarray seq_ids  # None: all of sequence 0
-    cdef list writable  # weak references to views of its slots; None: there never were any
-    cdef int32_t calls  # between enter() and leave()
-    cdef int32_t forks  # as in Cache
-    cdef bint ending  # another thread is about to free it
+    cdef cnp.ndarray seq_ids  # None: all tokens are of sequence 0
+    cdef list writable  # weak references to views of the batch's slots; None: slots() was never called
 
     def __dealloc__(self):
-        if self.handle != NULL and not self.ending:  # which no thread is that is still there: the handle may be gone
+        if self.handle != NULL and not self.ending:  # ending: a fork left the thread behind; the handle may be free
             self.cache.count_call()
             with nogil:
                 kvc_abort(self.handle)
             self.cache.leave()
 
-    cdef kvc_batch *enter(self) except NULL:
-        """Returns the handle, valid until leave(): see above what may be done in between."""
+    cdef int check_open(self) except -1:
+        """Raise if the batch has ended. Before arguments are read, this comes before errors about them."""
         if self.handle == NULL:
             raise ValueError("the batch has ended: it was committed or aborted")
         if self.ending:
             raise CacheBusyError("another thread is ending the batch")
-        if self.forks != num_forks:
-            self.forks, self.calls = num_forks, 0
-        self.calls += 1
-        return self.handle
-
-    cdef void leave(self) noexcept:
-        if self.calls and self.forks == num_forks:
-            self.calls -= 1
-
-    cdef int check_open(self) except -1:
-        """Raises if the batch has ended, before arguments are looked at that mean nothing then."""
-        self.enter()
-        self.leave()
         return 0
 
+    cdef kvc_batch *enter(self) except NULL:
+        """Return the handle, which is valid until leave(); _core.pyx says what may be done in between."""
+        self.check_open()
+        self.count_call()
+        return self.handle
+
     cdef int begin_ending(self) except -1:
-        """Makes the handle this call's alone, or raises if another call is using it."""
-        if (self.calls and self.forks == num_forks) or self.ending:
+        """Reserve the handle for this call, or raise if another call uses it."""
+        if self.in_use():
             raise CacheBusyError("a call in another thread is using the batch; end it when that has returned")
         self.ending = True
         return 0
+
+    cdef object read_tokens(self, object n, object positions, object seq_ids, object parents, kvc_begin_args *args):
+        """Describe the new tokens; return what keeps the parents. The batch keeps the rest."""
+        cdef cnp.npy_intp size
+        cdef cnp.ndarray trees = None
+        memset(args, 0, sizeof(kvc_begin_args))
+        args.struct_size = sizeof(kvc_begin_args)
+        if n is not None:
+            size = to_int(n, "n", 1, _INT32_MAX)
+            if size > self.cache.max_tokens:  # before memory is taken for their positions
+                raise CacheFullError(f"n={size}: at most {self.cache.max_tokens} tokens fit at once; room() says how "
+                                     "many")
+            to_int(size, "n", 1, KVC_MAX_BATCH)
+            self.positions = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
+        else:
+            self.positions = to_int_array(positions, "positions", cnp.NPY_INT32, 0, _MAX_POSITION)
+            args.positions = <const int32_t *>cnp.PyArray_DATA(self.positions)
+        size = cnp.PyArray_DIM(self.positions, 0)
+        if seq_ids is not None:
+            self.seq_ids = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX)
+            if cnp.PyArray_DIM(self.seq_ids, 0) != size:
+                raise ValueError(f"len(seq_ids)={len(self.seq_ids)}: must be len(positions), which is {size}")
+            args.seq_ids = <const int64_t *>cnp.PyArray_DATA(self.seq_ids)
+        if parents is not None:
+            trees = to_int_array(parents, "parents", cnp.NPY_INT32, -1, _INT32_MAX)
+            if cnp.PyArray_DIM(trees, 0) != size:
+                raise ValueError(f"len(parents)={len(trees)}: must be one for each token, and there are {size}")
+            args.parents = <const int32_t *>cnp.PyArray_DATA(trees)
+        args.num_tokens = self.num_tokens = <int32_t>size
+        return trees
 
     def get_seq_ids(self):
         if self.seq_ids is None:
@@ -91,7 +111,7 @@ cdef class Batch:
         return self.seq_ids[0]
 
     cdef int read_cross(self, int32_t layer, object first, object seq_id, int layout, PutRows *rows) except -1:
-        """Whose rows these are, which have nothing to do with the tokens of the batch."""
+        """Check rows for a cross-attention layer, which belong to a sequence and to no token of the batch."""
         cdef int64_t number, tokens = count_tokens(&rows.k, layout)
         if not is_plain(first, 0, 0, &number) and to_index(first, "first") != 0:
             raise ValueError(f"first={show(first)}: must be 0 in layer {layer}, whose policy is CrossAttention: what "
@@ -106,6 +126,7 @@ cdef class Batch:
 
     cdef tuple read_put(self, int32_t layer, object k, object v, object first, object seq_id, int layout,
                         PutRows *rows):
+        """Describe new rows; return what keeps their memory."""
         cdef kvc_layer *shape = &self.cache.layers[layer]
         cdef kvc_put_args *args = &rows.args
         if shape.policy.kind == KVC_CROSS and layout == THD and getattr(k, "ndim", 3) == 4:
@@ -165,7 +186,7 @@ cdef class Batch:
         if self.writable is None:
             self.writable = writable
         self.writable.extend([weakref.ref(view, self.writable.remove) for view in views])
-        if self.handle == NULL:  # it ended while the views were made
+        if self.handle == NULL:  # another thread ended the batch while the views were made
             self.end_writing()
         return views
 
@@ -182,16 +203,16 @@ cdef class Batch:
         check(status)
 
     cdef object read_factors(self, object x, str name, int64_t heads, Array *a):
-        """One f32 number per query head."""
+        """Describe an array of one f32 number per query head; return what keeps its memory."""
         owner = read_array(x, name, 1, a)
         if a.type != KVC_F32:
             raise TypeError(f"{name}: one float32 number per query head is needed; convert {name} to float32")
         if a.shape[0] != heads:
             raise ValueError(f"{name}: an array of {a.shape[0]} numbers, where q has {heads} heads")
-        return settle(a, owner)
+        return make_readable(a, owner)
 
     cdef object read_out(self, object out, int64_t dim, int layout, Array *q, Array *a):
-        """Where the result goes, checked if it was given; returns it."""
+        """Describe the array for the result, a new one if `out` is None; return what keeps its memory."""
         cdef int head = HEAD_AXIS[layout]
         if out is None:
             if layout == BHTD:
@@ -210,7 +231,7 @@ cdef class Batch:
 
     cdef tuple read_query(self, int32_t layer, object q, object first, object scale, object softcap, object sinks,
                           object alibi, object non_causal, int layout, object out, Query *query):
-        """Fills in the query; returns what keeps the arrays it points to."""
+        """Describe a query; return what keeps the memory it points to, the result last."""
         cdef kvc_layer *shape = &self.cache.layers[layer]
         cdef kvc_plan_args *plan = &query.plan
         cdef kvc_attend_args *args = &query.args
@@ -265,7 +286,7 @@ cdef class Batch:
         cdef Query query
         query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, axes, out, &query)
         if store:
-            # In a cross-attention layer `first` is of the queries only.
+            # Rows for a cross-attention layer are no tokens of the batch: `first` is for the queries only.
             _put_owners = self.read_put(at, k, v, 0 if cross else first, None, axes, &rows)
             if not cross and not same_tokens(&query.q, &rows.k, axes):
                 raise ValueError(f"q and k: of {show_tokens(&query.q, axes)} and {show_tokens(&rows.k, axes)} tokens, "
@@ -296,7 +317,7 @@ cdef class Batch:
 
     cdef object dense_rows(self, object out, str name, int32_t type, int layout, int64_t heads, int64_t dim,
                            Array *like, Array *a):
-        """Returns an array for as many sequences and rows as `like` has: `out`, checked, or a new one."""
+        """Describe an array for the sequences and rows of `like`, a new one if `out` is None; return what keeps it."""
         cdef int64_t sequences = like.shape[0], rows = like.shape[TOKEN_AXIS[layout]]
         if out is None:
             if layout == BHTD:
@@ -314,6 +335,7 @@ cdef class Batch:
         return owner
 
     cdef cnp.ndarray dense_mask(self, object out, str kind, tuple shape, Array *k, Array *v):
+        """Return an array for the mask: `out`, checked, or a new one."""
         cdef cnp.ndarray mask
         cdef char *end
         dtype = np.dtype(np.float32 if kind == "f32" else np.bool_)
@@ -333,37 +355,50 @@ cdef class Batch:
             raise ValueError("out: the mask overlaps keys or values; give it memory of its own")
         return mask
 
+    cdef tuple read_dense_out(self, object out, bint want_mask):
+        """Return the caller's arrays for keys, values and, where there is one, the mask; None for new ones."""
+        if out is None:
+            return None, None, None
+        given = tuple(out) if isinstance(out, (tuple, list)) else ()
+        if not 2 <= len(given) <= 2 + want_mask or any(to is None for to in given):
+            raise TypeError("out: a tuple of arrays for keys, values and, where there is one, the mask is needed")
+        return given if len(given) == 3 else (*given, None)
+
+    cdef int32_t count_dense(self, int32_t layer, kvc_dense_args *args) except -1:
+        """Ask how many rows the dense arrays of a layer have; return for how many sequences they are."""
+        cdef int32_t sequences = 1
+        cdef kvc_status status
+        cdef kvc_batch *batch = self.enter()
+        with nogil:
+            if args.by_sequence:
+                status = kvc_dense_sequences(batch, layer, &sequences, &args.num_rows)
+            else:
+                status = kvc_dense_rows(batch, layer, &args.num_rows)
+        self.leave()
+        check(status)
+        return sequences
+
     def dense(self, layer, non_causal, dtype, str layout, mask, out):
         self.check_open()
-        cdef int32_t at = to_layer(layer, self.cache.num_layers), sequences = 1, type
-        cdef int where = to_layout(layout)
+        cdef int32_t at = to_layer(layer, self.cache.num_layers), sequences, type
+        cdef int axes = to_layout(layout)
         cdef kvc_layer *shape = &self.cache.layers[at]
         cdef cnp.ndarray flags = to_flags(non_causal, 0, self.num_tokens, self.num_tokens), masks = None
-        cdef const uint8_t[::1] sees_all
         cdef kvc_batch *batch
         cdef Array k, v, like
         cdef kvc_dense_args args
         cdef kvc_rows_out rows
         cdef kvc_status status
-        given = (None, None) if out is None else tuple(out) if isinstance(out, (tuple, list)) else ()
-        if not 2 <= len(given) <= 2 + (mask is not None) or out is not None and any(to is None for to in given):
-            raise TypeError("out: a tuple of arrays for keys, values and, where there is one, the mask is needed")
+        k_out, v_out, mask_out = self.read_dense_out(out, mask is not None)
         memset(&args, 0, sizeof(args))
         args.struct_size = sizeof(args)
-        args.by_sequence = where == BHTD
-        batch = self.enter()
-        with nogil:
-            if args.by_sequence:
-                status = kvc_dense_sequences(batch, at, &sequences, &args.num_rows)
-            else:
-                status = kvc_dense_rows(batch, at, &args.num_rows)
-        self.leave()
-        check(status)
+        args.by_sequence = axes == BHTD
+        sequences = self.count_dense(at, &args)
         type = TYPES["f32" if dtype is None else dtype]
         like.shape[0] = sequences
-        like.shape[TOKEN_AXIS[where]] = args.num_rows
-        key_owner = self.dense_rows(given[0], "out[0]", type, where, shape.num_kv_heads, shape.k_dim, &like, &k)
-        value_owner = self.dense_rows(given[1], "out[1]", type, where, shape.num_kv_heads, shape.v_dim, &like, &v)
+        like.shape[TOKEN_AXIS[axes]] = args.num_rows
+        key_owner = self.dense_rows(k_out, "out[0]", type, axes, shape.num_kv_heads, shape.k_dim, &like, &k)
+        value_owner = self.dense_rows(v_out, "out[1]", type, axes, shape.num_kv_heads, shape.v_dim, &like, &v)
         if out is not None:
             if v.type != k.type:
                 raise TypeError(f"out: both must be of one type, not {dtype_of(k.type)} and {dtype_of(v.type)}")
@@ -372,8 +407,8 @@ cdef class Batch:
             lengths = [self.num_tokens, args.num_rows]
             if args.by_sequence:
                 lengths[:1] = [sequences, self.num_tokens // sequences]
-            masks = self.dense_mask(given[2] if len(given) > 2 else None, mask, tuple(lengths), &k, &v)
-        fill_rows_out(&rows, &k, &v, where)
+            masks = self.dense_mask(mask_out, mask, tuple(lengths), &k, &v)
+        fill_rows_out(&rows, &k, &v, axes)
         args.rows = &rows
         args.k_batch_stride, args.v_batch_stride = k.strides[0], v.strides[0]
         if masks is not None and mask == "f32":
@@ -383,30 +418,28 @@ cdef class Batch:
             args.seen = <uint8_t *>cnp.PyArray_DATA(masks)
             args.seen_token_stride = args.num_rows
         if flags is not None:
-            sees_all = flags
-            args.non_causal = &sees_all[0]
+            args.non_causal = <const uint8_t *>cnp.PyArray_DATA(flags)
         batch = self.enter()
         with nogil:
             status = kvc_dense(batch, at, &args)
         self.leave()
         check(status)
-        if out is None:
-            return key_owner, value_owner, masks
-        return given[0], given[1], masks
+        return (key_owner, value_owner, masks) if out is None else (k_out, v_out, masks)
 
     cdef cnp.ndarray to_kept(self, object keep):
+        """Convert and check the tokens to keep."""
         cdef cnp.ndarray kept = to_int_array(keep, "keep", cnp.NPY_INT32, -_INT32_MAX - 1, _INT32_MAX, least=0)
-        before = set()
+        seen = set()
         for i, token in enumerate(kept.tolist()):
             if not 0 <= token < self.num_tokens:
                 raise IndexError(f"keep[{i}]={token}: the batch has {self.num_tokens} tokens")
-            if token in before:
+            if token in seen:
                 raise ValueError(f"keep[{i}]={token}: was given before")
-            before.add(token)
+            seen.add(token)
         return kept
 
     def commit(self, keep):
-        """Commits the tokens to keep, None: all. Returns whether the batch had not ended before."""
+        """Commit the tokens to keep, None: all. Return False if the batch had ended before."""
         cdef const int32_t[::1] kept
         cdef const int32_t *tokens = NULL
         cdef bint every = keep is None
@@ -419,7 +452,7 @@ cdef class Batch:
             num_kept = <int32_t>kept.shape[0]
         if num_kept:
             tokens = &kept[0]
-        if self.handle == NULL:  # by what was converted
+        if self.handle == NULL:  # converting `keep` ran code that ended the batch
             return False
         self.begin_ending()
         with nogil:
@@ -442,8 +475,9 @@ cdef class Batch:
         self.end_writing()
 
     cdef int end_writing(self) except -1:
+        """Make views of the batch's slots read-only."""
         if self.writable is not None:
-            for ref in tuple(self.writable):  # the list shrinks when a view dies
+            for ref in tuple(self.writable):  # a copy: the list shrinks when a view dies
                 view = ref()
                 if view is not None:
                     view.flags.writeable = False

@@ -1,11 +1,11 @@
-"""bf16, which NumPy does not know."""
+"""bf16, a type that NumPy does not have."""
 
 cdef cnp.dtype bf16_dtype = None
-cdef int bf16_typenum = -1  # of ml_dtypes, once it was met
+cdef int bf16_typenum = -1  # of ml_dtypes.bfloat16, once it was imported
 
 
 cdef cnp.dtype find_bf16():
-    """ml_dtypes.bfloat16 where that is installed, else two bytes that NumPy will not calculate with."""
+    """Return ml_dtypes.bfloat16 if it is installed, else two bytes, with which NumPy does not calculate."""
     global bf16_dtype, bf16_typenum
     if bf16_dtype is None:
         try:
@@ -30,9 +30,9 @@ class BFloat16Array(np.ndarray):
     """
 
     def __dlpack__(self, **options):
-        if self.dtype != bf16_dtype:  # NumPy hands the class on to what is computed from such an array
+        if self.dtype != bf16_dtype:  # what NumPy computes from such an array has the same class
             return super().__dlpack__(**options)
-        # NumPy does the work, for the same bits; the capsule is new and nobody else's, so that it can be relabelled.
+        # NumPy exports the bits as uint16. Nobody else has seen the new capsule yet, so its type may be changed.
         capsule = self.view(np.ndarray).view(np.uint16).__dlpack__(**options)
         dltensor(capsule, "self", NULL).code = DL_BFLOAT
         return capsule

@@ -1,54 +1,28 @@
-"""The cache."""
+"""The cache: sequences, edits, memory and reading rows, each a call of the C core."""
 
 
 @cython.final
-@cython.no_gc_clear  # the functions, as there
-cdef class Cache:
+@cython.no_gc_clear  # as for Callbacks
+cdef class Cache(_CallCounter):
     cdef kvc_cache *handle  # NULL: closed
     cdef kvc_layer *layers
     cdef readonly int32_t num_layers
-    cdef int64_t most_tokens  # that fit, whatever is evicted; 0: no limit
-    cdef int32_t calls  # between enter() and leave()
-    cdef int32_t forks  # num_forks when these were counted: in a child, those of other threads never return
-    cdef bint closing  # another thread is about to free it
-    cdef Functions functions
+    cdef int64_t max_tokens  # the most that fit at once, whatever is evicted
+    cdef Callbacks callbacks
 
     def __cinit__(self, list layers, int64_t max_seq_len, int64_t max_sequences, int64_t capacity, int64_t max_bytes,
                   int32_t block_size, int32_t num_threads, Cache original=None):
-        """Makes a new cache, or a copy of `original`, which was made of the same arguments."""
+        """Make a new cache, or a copy of `original`, which was made with the same arguments."""
         cdef kvc_cache *other
         cdef kvc_config config
-        cdef kvc_layer *layer
         cdef kvc_status status
-        cdef const double[::1] frequencies
         cdef int32_t i
         self.num_layers = len(layers)
-        self.functions = Functions(self.num_layers) if original is None else original.functions
+        self.callbacks = Callbacks(self.num_layers) if original is None else original.callbacks
         self.layers = <kvc_layer *>PyMem_Calloc(self.num_layers, sizeof(kvc_layer))
         if self.layers == NULL:
             raise MemoryError
-        owners = []
-        for i in range(self.num_layers):
-            layer = &self.layers[i]
-            shapes, types, layer.value_in_key, layer.share, policy, rope = layers[i]
-            layer.num_kv_heads, layer.k_dim, layer.v_dim = shapes
-            layer.k_type, layer.v_type = types
-            layer.policy.kind, layer.policy.window, layer.policy.num_sink_tokens = policy[:3]
-            layer.policy.attention_chunk_size, layer.policy.resume_window, layer.policy.max_len = policy[3:]
-            if rope is None:
-                layer.rope.kind = KVC_ROPE_UNKNOWN
-            elif rope is False:
-                layer.rope.kind = KVC_ROPE_NONE
-            elif callable(rope):
-                self.functions.by_layer[i] = rope
-                layer.rope.kind, layer.rope.shift = KVC_ROPE_FUNCTION, shift_keys
-                layer.rope.user = <void *>self.functions
-            else:
-                layer.rope.kind = KVC_ROPE_FREQUENCIES
-                inv_freq, layer.rope.interleaved, layer.rope.first_dim = rope
-                owners.append(np.array(inv_freq, np.float64))
-                frequencies = owners[-1]
-                layer.rope.num_freqs, layer.rope.inv_freq = <int32_t>frequencies.shape[0], &frequencies[0]
+        _owners = [self.read_layer(i, layers[i]) for i in range(self.num_layers)]
         memset(&config, 0, sizeof(config))
         config.struct_size = sizeof(kvc_config)
         config.layers = self.layers
@@ -60,7 +34,7 @@ cdef class Cache:
         config.capacity = capacity
         config.max_bytes = max_bytes
         config.num_threads = num_threads
-        config.poll, config.poll_user = handle_signals, <void *>self.functions
+        config.poll, config.poll_user = handle_signals, <void *>self.callbacks
         if original is None:
             with nogil:
                 status = kvc_cache_new(&config, &self.handle)
@@ -71,42 +45,57 @@ cdef class Cache:
             original.leave()
         check(status)
         for i in range(self.num_layers):
-            self.layers[i].rope.inv_freq = NULL  # which was copied
-        self.most_tokens = min(max_seq_len or _INT64_MAX, capacity or _INT64_MAX)
+            self.layers[i].rope.inv_freq = NULL  # the core has copied the frequencies
+        self.max_tokens = min(max_seq_len or _INT64_MAX, capacity or _INT64_MAX)
+
+    cdef object read_layer(self, int32_t i, tuple description):
+        """Fill in a layer from its tuple, see _core.pyi; return what keeps its frequencies."""
+        cdef kvc_layer *layer = &self.layers[i]
+        cdef double[::1] frequencies
+        shapes, types, layer.value_in_key, layer.share, policy, rope = description
+        layer.num_kv_heads, layer.k_dim, layer.v_dim = shapes
+        layer.k_type, layer.v_type = types
+        layer.policy.kind, layer.policy.window, layer.policy.num_sink_tokens = policy[:3]
+        layer.policy.attention_chunk_size, layer.policy.resume_window, layer.policy.max_len = policy[3:]
+        if rope is None:
+            layer.rope.kind = KVC_ROPE_UNKNOWN
+        elif rope is False:
+            layer.rope.kind = KVC_ROPE_NONE
+        elif callable(rope):
+            self.callbacks.by_layer[i] = rope
+            layer.rope.kind, layer.rope.shift = KVC_ROPE_FUNCTION, shift_keys
+            layer.rope.user = <void *>self.callbacks
+        else:
+            layer.rope.kind = KVC_ROPE_FREQUENCIES
+            inv_freq, layer.rope.interleaved, layer.rope.first_dim = rope
+            frequencies = np.array(inv_freq, np.float64)
+            layer.rope.num_freqs, layer.rope.inv_freq = <int32_t>frequencies.shape[0], &frequencies[0]
+            return frequencies.base
+        return None
 
     def __dealloc__(self):
         with nogil:
-            kvc_cache_free(self.handle)  # which batches and holds, had there been any left, would have kept alive
+            kvc_cache_free(self.handle)  # no batch and no hold is left: these would have kept the cache alive
         PyMem_Free(self.layers)
 
-    cdef kvc_cache *enter(self) except NULL:
-        """Returns the handle, valid until leave(): see above what may be done in between."""
+    cdef int check_open(self) except -1:
+        """Raise if the cache is closed. Before arguments are read, this comes before errors about them."""
         if self.handle == NULL:
             raise ValueError("the cache is closed")
-        if self.closing:
+        if self.ending:
             raise CacheBusyError("another thread is closing the cache")
+        return 0
+
+    cdef kvc_cache *enter(self) except NULL:
+        """Return the handle, which is valid until leave(); _core.pyx says what may be done in between."""
+        self.check_open()
         self.count_call()
         return self.handle
 
-    cdef void count_call(self) noexcept:
-        if self.forks != num_forks:
-            self.forks, self.calls = num_forks, 0
-        self.calls += 1
-
-    cdef void leave(self) noexcept:
-        if self.calls and self.forks == num_forks:
-            self.calls -= 1
-
-    cdef int check_open(self) except -1:
-        """Raises if the cache is closed, before arguments are looked at that mean nothing then."""
-        self.enter()
-        self.leave()
-        return 0
-
     cdef int check_call(self, kvc_status status) except -1:
-        """Checks the status of a call that may have run anyone's code, and raises what that raised."""
+        """Check the status of a call that may have called back, and raise what the callback raised."""
         if status == KVC_ERR_CALLBACK or status == KVC_ERR_CANCELLED:
-            error = self.functions.raised.pop(get_ident(), None)
+            error = self.callbacks.raised.pop(get_ident(), None)
             if error is not None:
                 raise error
         check(status)
@@ -114,12 +103,12 @@ cdef class Cache:
 
     def close(self):
         cdef kvc_status status
-        if (self.calls and self.forks == num_forks) or self.closing:
+        if self.in_use():
             raise CacheBusyError("a call in another thread is using the cache; close it when that has returned")
-        self.closing = True
+        self.ending = True
         with nogil:
             status = kvc_cache_free(self.handle)
-        self.closing = False
+        self.ending = False
         if status == KVC_OK:
             self.handle = NULL
         check(status)
@@ -167,7 +156,7 @@ cdef class Cache:
 
     def can_resume(self, seq_id, position):
         cdef int64_t seq = to_seq_id(seq_id)
-        cdef int32_t at = <int32_t>to_int(position, "position", 0, _INT32_MAX), can
+        cdef int32_t at = to_position(position, "position"), can
         cdef kvc_cache *cache = self.enter()
         with nogil:
             can = kvc_can_resume(cache, seq, at)
@@ -175,35 +164,35 @@ cdef class Cache:
         return can != 0
 
     def sequences(self):
-        cdef int64_t room = -1, count = 0
+        cdef int64_t max_ids = -1, count = 0
         cdef kvc_cache *cache
         cdef int64_t[::1] ids
         cdef int64_t *to
-        while room < count:
-            room = max(count, 8)
-            found = np.empty(room, np.int64)
+        while max_ids < count:
+            max_ids = max(count, 8)
+            found = np.empty(max_ids, np.int64)
             ids = found
             to = &ids[0]
             cache = self.enter()
             with nogil:
-                count = kvc_sequences(cache, to, room)
+                count = kvc_sequences(cache, to, max_ids)
             self.leave()
         return found[:count].tolist()
 
     def positions(self, seq_id, layer):
-        cdef int64_t seq = to_seq_id(seq_id), room = -1, count = 0
+        cdef int64_t seq = to_seq_id(seq_id), max_positions = -1, count = 0
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef kvc_cache *cache
         cdef int32_t[::1] positions
         cdef int32_t *to
-        while room < count:
-            room = max(count, 8)
-            found = np.empty(room, np.int32)
+        while max_positions < count:
+            max_positions = max(count, 8)
+            found = np.empty(max_positions, np.int32)
             positions = found
             to = &positions[0]
             cache = self.enter()
             with nogil:
-                count = kvc_positions(cache, seq, at, to, room)
+                count = kvc_positions(cache, seq, at, to, max_positions)
             self.leave()
         return found[:count]
 
@@ -230,7 +219,7 @@ cdef class Cache:
 
     def copy_prefix(self, src, dst, length):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
-        cdef int32_t end = <int32_t>to_int(length, "length", 0, _INT32_MAX)
+        cdef int32_t end = to_position(length, "length")
         cdef kvc_status status
         cdef kvc_cache *cache = self.enter()
         with nogil:
@@ -249,8 +238,7 @@ cdef class Cache:
 
     def remove(self, seq_id, begin, end, bint shift):
         cdef int64_t seq = to_seq_id(seq_id)
-        cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
-        cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
+        cdef int32_t low = to_position(begin, "begin"), high = to_end(end, low)
         cdef kvc_status status
         cdef kvc_cache *cache = self.enter()
         with nogil:
@@ -260,8 +248,7 @@ cdef class Cache:
 
     def shift(self, seq_id, begin, end, delta):
         cdef int64_t seq = to_seq_id(seq_id)
-        cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
-        cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
+        cdef int32_t low = to_position(begin, "begin"), high = to_end(end, low)
         cdef int32_t by = <int32_t>to_int(delta, "delta", -_INT32_MAX - 1, _INT32_MAX)
         cdef kvc_status status
         cdef kvc_cache *cache = self.enter()
@@ -272,8 +259,7 @@ cdef class Cache:
 
     def divide(self, seq_id, begin, end, divisor):
         cdef int64_t seq = to_seq_id(seq_id)
-        cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
-        cdef int32_t high = KVC_END if end is None else <int32_t>to_int(end, "end", low, _INT32_MAX)
+        cdef int32_t low = to_position(begin, "begin"), high = to_end(end, low)
         cdef int32_t by = <int32_t>to_int(divisor, "divisor", 1, _INT32_MAX)
         cdef kvc_status status
         cdef kvc_cache *cache = self.enter()
@@ -284,7 +270,7 @@ cdef class Cache:
 
     def truncate(self, seq_id, length):
         cdef int64_t seq = to_seq_id(seq_id)
-        cdef int32_t end = <int32_t>to_int(length, "length", 0, _INT32_MAX)
+        cdef int32_t end = to_position(length, "length")
         cdef kvc_status status
         cdef kvc_cache *cache = self.enter()
         with nogil:
@@ -328,27 +314,12 @@ cdef class Cache:
         check(status)
 
     def inject(self, seq_id, layer, begin, k, v, bint skip_missing):
-        cdef int64_t seq = to_seq_id(seq_id)
-        cdef int32_t at = to_layer(layer, self.num_layers)
-        cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
-        cdef kvc_layer *shape = &self.layers[at]
+        cdef int64_t seq = to_seq_id(seq_id), num_replaced = 0
+        cdef int32_t at = to_layer(layer, self.num_layers), low = to_position(begin, "begin"), high = 0
         cdef kvc_rows_in rows
         cdef kvc_cache *cache
         cdef kvc_status status
-        cdef Array read_k, read_v
-        cdef int32_t high
-        cdef int64_t num_replaced = 0
-        memset(&rows, 0, sizeof(rows))
-        _owners = read_pair(shape, k, v, HTD, &read_k, &read_v)
-        if count_tokens(&read_k, HTD) > _INT32_MAX - low:
-            raise ValueError(f"begin={low} with arrays of {read_k.shape[1]} tokens: positions go up to {_MAX_POSITION}")
-        high = low + <int32_t>read_k.shape[1]
-        rows.struct_size = sizeof(kvc_rows_in)
-        rows.k, rows.k_type = read_k.data, read_k.type
-        rows.k_head_stride, rows.k_row_stride = read_k.strides[0], read_k.strides[1]
-        if not shape.value_in_key:
-            rows.v, rows.v_type = read_v.data, read_v.type
-            rows.v_head_stride, rows.v_row_stride = read_v.strides[0], read_v.strides[1]
+        _owners = read_replacement(&self.layers[at], k, v, low, &rows, &high)
         rows.skip_missing, rows.num_replaced = skip_missing, &num_replaced
         cache = self.enter()
         with nogil:
@@ -376,19 +347,19 @@ cdef class Cache:
         }
 
     def blocks(self, layer):
-        """Two lists of tuples, fields as in the header: the blocks, and the runs, of which block and whose first."""
+        """Return the blocks and the runs, two lists of tuples; a run begins with its block and its sequence."""
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef int64_t num_blocks = 0, num_runs = 0, max_blocks = -1, max_runs = -1, i
-        cdef cnp.ndarray block_room = None, run_room = None
+        cdef cnp.ndarray block_bytes = None, run_bytes = None
         cdef kvc_block_info *b = NULL
         cdef kvc_run_info *r = NULL
         cdef kvc_status status
         cdef kvc_cache *cache
         while max_blocks < num_blocks or max_runs < num_runs:
             max_blocks, max_runs = num_blocks, num_runs
-            block_room = np.empty(max_blocks * sizeof(kvc_block_info), np.uint8)
-            run_room = np.empty(max_runs * sizeof(kvc_run_info), np.uint8)
-            b, r = <kvc_block_info *>cnp.PyArray_DATA(block_room), <kvc_run_info *>cnp.PyArray_DATA(run_room)
+            block_bytes = np.empty(max_blocks * sizeof(kvc_block_info), np.uint8)
+            run_bytes = np.empty(max_runs * sizeof(kvc_run_info), np.uint8)
+            b, r = <kvc_block_info *>cnp.PyArray_DATA(block_bytes), <kvc_run_info *>cnp.PyArray_DATA(run_bytes)
             cache = self.enter()
             with nogil:
                 status = kvc_blocks(cache, at, b, sizeof(kvc_block_info), max_blocks, &num_blocks,
@@ -443,34 +414,15 @@ cdef class Cache:
 
     # -- reading rows
 
-    cdef tuple new_rows(self, int32_t layer, int64_t rows, int32_t type, bint want_k, bint want_v, kvc_rows_out *out):
-        """New arrays for keys and values, [num_kv_heads, rows, dim]; None for those that are not wanted."""
-        cdef kvc_layer *shape = &self.layers[layer]
-        cdef cnp.ndarray k = None, v = None
-        memset(out, 0, sizeof(kvc_rows_out))
-        out.struct_size = sizeof(kvc_rows_out)
-        out.type = type
-        if want_k:
-            k = new_array(type, 3, shape.num_kv_heads, rows, shape.k_dim)
-            out.k = cnp.PyArray_DATA(k)
-            out.k_row_stride = shape.k_dim * ITEM_SIZE[type]
-            out.k_head_stride = rows * out.k_row_stride
-        if want_v:
-            v = new_array(type, 3, shape.num_kv_heads, rows, shape.v_dim)
-            out.v = cnp.PyArray_DATA(v)
-            out.v_row_stride = shape.v_dim * ITEM_SIZE[type]
-            out.v_head_stride = rows * out.v_row_stride
-        return k, v
-
     cdef tuple copy_rows(self, int32_t layer, int64_t seq_id, object first, int32_t type, bint want_k, bint want_v):
-        """Returns the rows from `first` on, as many as there are when they are copied, not when they were counted."""
+        """Copy the rows from `first` on, those that there are when they are copied: another thread may add some."""
         cdef kvc_status status = KVC_OK
         cdef kvc_rows_out out
         cdef int64_t stored = self.count_rows(seq_id, layer), rows = -1, begin = 0
         while rows != stored - begin:
             begin = to_int(first, "first", 0, stored)
             rows = stored - begin
-            arrays = self.new_rows(layer, rows, type, want_k, want_v, &out)
+            arrays = new_rows(&self.layers[layer], rows, type, want_k, want_v, &out)
             out.num_stored = &stored
             status = self.copy_to(layer, seq_id, begin, rows, &out)
         check(status)
@@ -488,11 +440,11 @@ cdef class Cache:
     def get(self, seq_id, layer, position):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t at = to_layer(layer, self.num_layers), found = -1
-        cdef int32_t where = <int32_t>to_int(position, "position", 0, _INT32_MAX)
+        cdef int32_t where = to_position(position, "position")
         cdef kvc_cache *cache
         cdef kvc_status status
         cdef kvc_rows_out out
-        k, v = self.new_rows(at, 1, KVC_F32, True, True, &out)
+        k, v = new_rows(&self.layers[at], 1, KVC_F32, True, True, &out)
         out.positions = &found
         cache = self.enter()
         with nogil:
@@ -518,13 +470,12 @@ cdef class Cache:
     def extract(self, seq_id, layer, begin, end):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t at = to_layer(layer, self.num_layers)
-        cdef int32_t low = <int32_t>to_int(begin, "begin", 0, _INT32_MAX)
-        cdef int32_t high = <int32_t>to_int(end, "end", low, _INT32_MAX)
+        cdef int32_t low = to_position(begin, "begin"), high = to_position(end, "end", low)
         cdef kvc_cache *cache
         cdef kvc_status status
         cdef kvc_rows_out out
         self.check_open()
-        arrays = self.new_rows(at, high - low, KVC_F32, True, True, &out)
+        arrays = new_rows(&self.layers[at], high - low, KVC_F32, True, True, &out)
         cache = self.enter()
         with nogil:
             status = kvc_extract(cache, seq, at, low, high, &out)
@@ -539,7 +490,7 @@ cdef class Cache:
         return 0
 
     def rows(self, seq_id, layer, copy, bint values):
-        """Keys or values as they are stored: a view or a copy, as `KVCache.keys` has it."""
+        """Return keys or values as they are stored: a view or a copy, see `KVCache.keys`."""
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef kvc_layer *shape = &self.layers[at]
@@ -550,11 +501,11 @@ cdef class Cache:
         if not copy:
             hold = Hold(self, at, seq)
             if not hold.num_spans:
-                array = self.new_rows(at, 0, type, not values, values, &none)[1 if values else 0]
-                array.flags.writeable = False  # as a view would be
+                array = new_rows(shape, 0, type, not values, values, &none)[1 if values else 0]
+                array.flags.writeable = False  # like a view
                 return array
             if not values and shape.rope.kind == KVC_ROPE_FREQUENCIES:
-                delta = hold.waiting()
+                delta = hold.pending_delta()
             if not delta and hold.in_one_piece():
                 return hold.view(shape, 0, hold.num_spans, values)
             if copy is not None and delta:
@@ -566,7 +517,7 @@ cdef class Cache:
         return self.copy_rows(at, seq, 0, type, not values, values)[1 if values else 0]
 
     def spans(self, seq_id, layer):
-        """A list of (k, v, position of the first row, number of rows, delta)."""
+        """Return a list of (k, v, position of the first row, number of rows, delta)."""
         cdef int64_t seq = to_seq_id(seq_id), i
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef kvc_layer *shape = &self.layers[at]
@@ -582,42 +533,19 @@ cdef class Cache:
     # -- a forward pass
 
     def begin(self, n, positions, seq_ids, parents, decide):
-        """Begins a batch. `decide` returns for each token whether its sequence is unstored; None: all are stored."""
+        """Begin a batch. `decide` returns for each token whether its sequence is unstored; None: all are stored."""
         cdef Batch batch = Batch.__new__(Batch)
-        cdef cnp.npy_intp size
         cdef kvc_begin_args args
         cdef kvc_status status
         cdef kvc_cache *cache
         cdef void *found
-        cdef cnp.ndarray trees, unstored = None
+        cdef cnp.ndarray unstored = None
         self.check_open()
-        memset(&args, 0, sizeof(args))
-        args.struct_size = sizeof(args)
-        if n is not None:
-            size = to_int(n, "n", 1, _INT32_MAX)
-            if size > self.most_tokens:  # before their positions are written down
-                raise CacheFullError(f"n={size}: at most {self.most_tokens} tokens fit at once; room() says how many")
-            to_int(size, "n", 1, KVC_MAX_BATCH)
-            batch.positions = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
-        else:
-            batch.positions = to_int_array(positions, "positions", cnp.NPY_INT32, 0, _MAX_POSITION)
-            args.positions = <const int32_t *>cnp.PyArray_DATA(batch.positions)
-        size = cnp.PyArray_DIM(batch.positions, 0)
-        if seq_ids is not None:
-            batch.seq_ids = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX)
-            if cnp.PyArray_DIM(batch.seq_ids, 0) != size:
-                raise ValueError(f"len(seq_ids)={len(batch.seq_ids)}: must be len(positions), which is {size}")
-            args.seq_ids = <const int64_t *>cnp.PyArray_DATA(batch.seq_ids)
-        if parents is not None:
-            trees = to_int_array(parents, "parents", cnp.NPY_INT32, -1, _INT32_MAX)
-            if cnp.PyArray_DIM(trees, 0) != size:
-                raise ValueError(f"len(parents)={len(trees)}: must be one for each token, and there are {size}")
-            args.parents = <const int32_t *>cnp.PyArray_DATA(trees)
         batch.cache = self
-        args.num_tokens = batch.num_tokens = <int32_t>size
+        _owner = batch.read_tokens(n, positions, seq_ids, parents, &args)
         if decide is not None:
-            if n is not None:  # where they will probably be: what another thread edits meanwhile shifts them
-                batch.positions[:] = np.arange(size) + self.find_next(0)
+            if n is not None:  # at their probable positions: edits by another thread may still shift them
+                batch.positions[:] = np.arange(batch.num_tokens) + self.find_next(0)
             unstored = decide(batch.positions, batch.get_seq_ids())
         if unstored is not None:
             args.unstored = <const uint8_t *>cnp.PyArray_DATA(unstored)
@@ -626,7 +554,7 @@ cdef class Cache:
         with nogil:
             status = kvc_begin_with(cache, &args, &batch.handle)
             if status == KVC_OK and args.positions == NULL:
-                memcpy(found, kvc_batch_positions(batch.handle), size * sizeof(int32_t))
+                memcpy(found, kvc_batch_positions(batch.handle), args.num_tokens * sizeof(int32_t))
         self.leave()
         check(status)
         cnp.PyArray_CLEARFLAGS(batch.positions, cnp.NPY_ARRAY_WRITEABLE)

@@ -1,6 +1,6 @@
-"""How many calls are in the core, where another thread may free what they use, or a process fork."""
+"""Counts the calls that use a handle of the core, so that no other thread frees it meanwhile."""
 
-cdef int32_t num_forks = 0  # how many forks lie between this process and the one that imported the module
+cdef int32_t num_forks = 0  # forks between this process and the one that imported the module
 
 
 def _count_fork():
@@ -10,3 +10,28 @@ def _count_fork():
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_count_fork)
+
+
+@cython.auto_pickle(False)
+cdef class _CallCounter:
+    """The calls that use the handle of a cache or a batch. enter() of these begins one."""
+
+    cdef int32_t calls  # that have not reached leave()
+    cdef int32_t forks  # num_forks when these began: in a child, calls of the parent's other threads never return
+    cdef bint ending  # a thread is about to free the handle
+
+    @cython.final
+    cdef void count_call(self) noexcept:
+        if self.forks != num_forks:
+            self.forks, self.calls = num_forks, 0
+        self.calls += 1
+
+    @cython.final
+    cdef void leave(self) noexcept:
+        if self.calls and self.forks == num_forks:
+            self.calls -= 1
+
+    @cython.final
+    cdef bint in_use(self) noexcept:
+        """Whether a call of another thread uses the handle, or is about to free it."""
+        return (self.calls and self.forks == num_forks) or self.ending

@@ -1,4 +1,4 @@
-"""DLPack, https://dmlc.github.io/dlpack/latest/c_api.html: what a capsule of either kind holds, and how it is read."""
+"""Reads arrays of other libraries through DLPack, https://dmlc.github.io/dlpack/latest/c_api.html."""
 
 cdef struct DLTensor:
     void *data
@@ -9,7 +9,7 @@ cdef struct DLTensor:
     uint8_t bits
     uint16_t lanes
     int64_t *shape
-    int64_t *strides  # in elements; NULL: one row after the other
+    int64_t *strides  # in elements; NULL: contiguous
     uint64_t byte_offset
 
 cdef struct DLManagedTensor:
@@ -36,14 +36,14 @@ cdef enum:
     DL_FLOAT = 2
     DL_BFLOAT = 4
     DL_CPU = 1
-    DL_CUDA_HOST = 3  # pinned: memory of the CPU
+    DL_CUDA_HOST = 3  # pinned memory, which the CPU reads as its own
     DL_ROCM_HOST = 11
     DL_READ_ONLY = 1
     DL_COPIED = 2
 
 
 cdef DLTensor *dltensor(object capsule, str name, uint64_t *flags) except NULL:
-    """What a capsule holds. It is borrowed: it stays the capsule's, which frees it as it dies."""
+    """Return the tensor in a capsule of either kind, for as long as the capsule lives."""
     cdef DLManagedTensorVersioned *versioned
     if PyCapsule_IsValid(capsule, "dltensor"):
         return &(<DLManagedTensor *>PyCapsule_GetPointer(capsule, "dltensor")).tensor
@@ -65,7 +65,7 @@ cdef void free_tensor(object capsule) noexcept:
 
 
 cdef object to_capsule(object x, bint write):
-    """The array's memory; by a function in C where its type has one, which for PyTorch is five times faster."""
+    """Export an array to a capsule; through its type's C function if there is one, five times as fast with PyTorch."""
     cdef DLManagedTensorVersioned *managed = NULL
     cdef DLExchangeAPI *api
     table = getattr(type(x), "__dlpack_c_exchange_api__", None)
@@ -74,15 +74,16 @@ cdef object to_capsule(object x, bint write):
         if api.major == 1:
             api.from_object(<void *>x, &managed)
             return PyCapsule_New(managed, "dltensor_versioned", free_tensor)
-    if write:  # only a versioned capsule says whether that is allowed
+    if write:  # only a versioned capsule says whether the memory may be written
         try:
             return x.__dlpack__(max_version=(1, 0))
         except TypeError:
-            pass  # an older library, such as PyTorch was, where it always is
+            pass  # a library of before versions, such as an old PyTorch: the memory may be written
     return x.__dlpack__()
 
 
 cdef object read_dlpack(object x, str name, int ndim, bint write, Array *a):
+    """Describe an array that exports DLPack; return the capsule, which keeps its memory."""
     cdef uint64_t flags = 0
     cdef int64_t step
     cdef int i

@@ -1,4 +1,4 @@
-"""A status of the C core becomes an exception."""
+"""Raises the statuses of the C core as exceptions."""
 
 cdef dict ERRORS = {
     KVC_ERR_INVALID: ValueError,
@@ -14,6 +14,6 @@ cdef dict ERRORS = {
 
 cdef int check(kvc_status status) except -1:
     if status != KVC_OK:
-        words = kvc_last_error().decode()  # first of all: another call that fails in this thread replaces it
-        raise ERRORS.get(status, KVCacheError)(words)
+        message = kvc_last_error().decode()  # first of all: the next call that fails in this thread replaces it
+        raise ERRORS.get(status, KVCacheError)(message)
     return 0

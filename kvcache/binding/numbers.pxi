@@ -1,10 +1,10 @@
-"""Numbers that come in: checked, and in words when they are wrong."""
+"""Converts numbers that come in, or raises an error that names the argument."""
 
 cdef str show(object value):
-    """The value for an error message, which must neither fail nor fill the screen."""
+    """Return the value for an error message: repr() may fail, and may fill the screen."""
     try:
         text = repr(value)
-    except Exception:  # an int of thousands of digits refuses, among others
+    except Exception:  # for example of an int of thousands of digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -19,7 +19,7 @@ cdef object to_index(object value, str name):
 
 
 cdef bint is_plain(object value, int64_t low, int64_t high, int64_t *number) noexcept:
-    """Whether it is an int of [low, high] and nothing else, as it nearly always is."""
+    """Convert an int of [low, high], which is the usual argument; return False for anything else."""
     cdef int overflow = 0
     if not PyLong_CheckExact(value):
         return False
@@ -53,8 +53,17 @@ cdef inline int64_t to_seq_id(object value, str name="seq_id") except? -1:
     return to_int(value, name, _INT64_MIN, _INT64_MAX)
 
 
+cdef inline int32_t to_position(object value, str name, int32_t least=0) except -1:
+    return <int32_t>to_int(value, name, least, _INT32_MAX)
+
+
+cdef inline int32_t to_end(object value, int32_t begin) except -1:
+    """Convert the end of a range of positions; None: up to the last one."""
+    return KVC_END if value is None else to_position(value, "end", begin)
+
+
 cdef float to_factor(object value, str name, bint positive) except? -1:
-    """A number that C takes, where 0 would ask for the default."""
+    """Convert a number for an argument of C where 0 asks for the default."""
     cdef float number
     try:
         if isinstance(value, (bool, np.bool_)):
@@ -69,7 +78,7 @@ cdef float to_factor(object value, str name, bint positive) except? -1:
 
 
 cdef cnp.ndarray to_int_array(object values, str name, int typenum, int64_t low, int64_t high, int64_t least=1):
-    """A new, read-only array of `least` integers or more out of any iterable of them."""
+    """Copy an iterable of integers, `least` or more, to a new, read-only array."""
     cdef cnp.npy_intp size, i
     cdef int64_t number
     cdef cnp.ndarray array
@@ -94,5 +103,5 @@ cdef cnp.ndarray to_int_array(object values, str name, int typenum, int64_t low,
 
 
 def integer(value, str name, int64_t low, int64_t high):
-    """`value` as an int of [low, high]: a TypeError or ValueError that names it where it is none."""
+    """Return `value` as an int of [low, high], or raise a TypeError or ValueError that names it."""
     return to_int(value, name, low, high)

@@ -1,7 +1,7 @@
-"""Views of the rows that a cache stores, and what keeps these where they are."""
+"""Views of rows where the cache stores them, and the objects that keep the rows there."""
 
 cdef int free_hold(Cache cache, kvc_hold *hold) noexcept:
-    """Lets go of the rows; the cache counts as in use meanwhile."""
+    """Free a hold, counted as a call: no other thread may close the cache meanwhile."""
     if hold != NULL:
         cache.count_call()
         with nogil:
@@ -11,9 +11,9 @@ cdef int free_hold(Cache cache, kvc_hold *hold) noexcept:
 
 
 @cython.final
-@cython.no_gc_clear  # what is freed rests on the cache
+@cython.no_gc_clear  # __dealloc__ needs the cache
 cdef class Hold:
-    """The rows of a sequence in a layer, kept as they are for as long as this lives; what views of them rest on."""
+    """Keeps the rows of a sequence in a layer as they are, for as long as it lives; the base of views of them."""
 
     cdef Cache cache
     cdef kvc_hold *handle
@@ -21,21 +21,21 @@ cdef class Hold:
     cdef int64_t num_spans
 
     def __cinit__(self, Cache cache not None, int32_t layer, int64_t seq_id):
-        cdef int64_t room = 0
+        cdef int64_t max_spans = 0
         cdef void *spans
         cdef kvc_cache *handle
         cdef kvc_status status
         self.cache = cache
         self.num_spans = 1
-        while room < self.num_spans:
-            room = self.num_spans
-            spans = PyMem_Realloc(self.spans, room * sizeof(kvc_span))
+        while max_spans < self.num_spans:
+            max_spans = self.num_spans
+            spans = PyMem_Realloc(self.spans, max_spans * sizeof(kvc_span))
             if spans == NULL:
                 raise MemoryError
             self.spans = <kvc_span *>spans
             handle = cache.enter()
             with nogil:
-                status = kvc_spans(handle, seq_id, layer, self.spans, sizeof(kvc_span), room, &self.num_spans,
+                status = kvc_spans(handle, seq_id, layer, self.spans, sizeof(kvc_span), max_spans, &self.num_spans,
                                    &self.handle)
             cache.leave()
             check(status)
@@ -45,7 +45,7 @@ cdef class Hold:
         PyMem_Free(self.spans)
 
     cdef bint in_one_piece(self) noexcept:
-        """Whether each span goes on where the one before ends."""
+        """Whether each span begins where the one before ends."""
         cdef kvc_span *a
         cdef kvc_span *b
         cdef int64_t i
@@ -57,8 +57,8 @@ cdef class Hold:
                 return False
         return True
 
-    cdef int32_t waiting(self) noexcept:
-        """A delta of keys that are yet to be rotated; 0: there are none."""
+    cdef int32_t pending_delta(self) noexcept:
+        """Return a delta that keys are yet to be rotated by; 0: there are none."""
         cdef int64_t i
         for i in range(self.num_spans):
             if self.spans[i].delta:
@@ -66,7 +66,7 @@ cdef class Hold:
         return 0
 
     cdef object view(self, kvc_layer *layer, int64_t first, int64_t num_spans, bint values):
-        """The rows of spans that lie in one piece, [num_kv_heads, rows, dim], read-only."""
+        """Return a read-only view of spans that lie in one piece, [num_kv_heads, rows, dim]."""
         cdef kvc_span *span = &self.spans[first]
         cdef int32_t type = layer.v_type if values else layer.k_type
         cdef cnp.npy_intp[3] shape = [layer.num_kv_heads, 0, layer.v_dim if values else layer.k_dim]
@@ -83,9 +83,9 @@ cdef class Hold:
 
 
 @cython.final
-@cython.no_gc_clear  # what is freed rests on the cache
+@cython.no_gc_clear  # __dealloc__ needs the cache
 cdef class Slots:
-    """Memory of tokens of a batch, to be written to, kept as it is for as long as this lives; what views rest on."""
+    """Keeps the slots of a batch's tokens for their rows to be written to; the base of writable views."""
 
     cdef Cache cache
     cdef kvc_hold *handle
@@ -104,7 +104,7 @@ cdef class Slots:
         if values:
             strides[0], strides[1] = span.v_head_stride, span.v_row_stride
         if type >= KVC_Q8_0:
-            shape[2] = row_bytes(type, dim)
+            shape[2] = bytes_of_row(type, dim)
             descr = cnp.PyArray_DescrFromType(cnp.NPY_UINT8)
         else:
             strides[2] = ITEM_SIZE[type]

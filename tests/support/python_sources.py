@@ -7,13 +7,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "kvcache"
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-CYTHON_FUNCTION = re.compile(r"^( *)(?:async )?(?:def|cdef|cpdef)\b[^=#\n]*?(\w+)\(", re.M)
+CYTHON_FUNCTION = re.compile(r"^( *)(?:async )?(?:def|cdef|cpdef)\b(?! class\b)[^=#\n]*?(\w+)\(", re.M)
 CYTHON_SIGNATURE_END = re.compile(r"\)[^()\n]*:[^\n]*\n")
 CYTHON_DOCSTRING = re.compile(r':\n *r?"""(?s:.*?)"""\n')
 
 
 def module_name(path):
-    """kvcache.hf of kvcache/hf.py, kvcache of kvcache/__init__.py."""
+    """kvcache.plot of kvcache/plot.py, kvcache of kvcache/__init__.py."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -55,7 +55,7 @@ def lengths(path):
 
 
 def imports(path):
-    """The modules that a file imports anywhere, in full: of `from . import gguf` in kvcache/hf.py, kvcache.gguf."""
+    """The modules that a file imports anywhere, in full: of `from . import errors` in plot.py, kvcache.errors."""
     package = module_name(path).split(".")
     if path.name != "__init__.py":
         package.pop()
