@@ -7,11 +7,8 @@ quotient is the median of those of the single rounds.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,12 +23,9 @@ from attention_batches import batches  # noqa: E402
 from attention_error import error  # noqa: E402
 from attention_report import Report  # noqa: E402
 from attention_speed import decode, peers, prefill, shapes, tiny  # noqa: E402
-from compiling import ROOT  # noqa: E402
 from driver import TYPES  # noqa: E402
 from entrants import KINDS, Peers  # noqa: E402
-from yardstick import machine  # noqa: E402
-
-from kvcache.tools.interleave import cache_size  # noqa: E402
+from figures import describe_machine, keep  # noqa: E402
 
 CONTEXTS = [1024, 8192, 32_768, 131_072]
 
@@ -84,25 +78,6 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if o.plot and "peers" not in o.only:
         parser.error("--plot draws what the section peers measures")
     return o
-
-
-def describe_machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown processor")
-    cache = cache_size() >> 20
-    return f"{cpu}, {os.cpu_count()} cores, last-level cache {cache} MiB, vectors of {machine().lanes} floats"
-
-
-def checked_out() -> str:
-    """The commit that is measured, marked where files differ from it."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
-
-
-def keep(path: Path, command: str, rows: list[dict[str, object]]) -> None:
-    """Write a run as bench/write_results.py takes it."""
-    run = {"command": command, "seen": datetime.date.today().isoformat(), "commit": checked_out()}
-    path.write_text(json.dumps({**run, "machine": describe_machine(), "rows": rows}, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:

@@ -18,6 +18,11 @@ if not any((ROOT / "kvcache").glob("_core.*.so")):
 LINES = pytest.StashKey()
 
 
+def pytest_addoption(parser):
+    help = "keep the table of figures, for bench/write_results.py"
+    parser.addoption("--figures-json", type=Path, metavar="FILE", help=help)
+
+
 @pytest.fixture
 def figures(request):
     from figures import Figures
@@ -29,7 +34,7 @@ def pytest_terminal_summary(terminalreporter, config):
     lines = config.stash.get(LINES, None)
     if not lines:
         return
-    from figures import table
+    from figures import keep, table
 
     import kvcache
 
@@ -39,6 +44,9 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.write_line(f"load             {load}\n")
     for line in table(lines):
         terminalreporter.write_line(line)
+    if path := config.getoption("--figures-json"):
+        rows = [{"section": "pytest", "name": name.strip(), "value": value} for name, value, *_ in lines]
+        keep(path, " ".join(["pytest", *map(str, config.invocation_params.args)]), rows)
 
 
 @pytest.fixture

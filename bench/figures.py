@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
+import json
+import os
 import statistics
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 Line = tuple[str, str, str, str, str, str]
 HEADER: Line = ("figure", "median", "quartiles", "fastest", "wanted", "")
@@ -64,3 +69,28 @@ def table(lines: Sequence[Line], header: Line = HEADER, widths: Sequence[int] = 
         cells += [wanted.ljust(wide[-2]), note]
         printed.append("  ".join(cells).rstrip())
     return printed
+
+
+# ---- keeping
+
+
+def describe_machine() -> str:
+    from kvcache import show_config
+    from kvcache.tools.interleave import cache_size
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown processor")
+    isa = show_config("dicts")["isa"]
+    return f"{processor}, {os.cpu_count()} cores, last-level cache {cache_size() >> 20} MiB, {isa}"
+
+
+def checked_out() -> str:
+    """Return the commit that is measured, marked where files differ from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def keep(path: Path, command: str, rows: Sequence[dict[str, object]]) -> None:
+    """Write a run for bench/write_results.py."""
+    run = {"command": command, "seen": datetime.date.today().isoformat(), "commit": checked_out()}
+    path.write_text(json.dumps({**run, "machine": describe_machine(), "rows": rows}, indent=1) + "\n")

@@ -53,6 +53,7 @@ SECTIONS = {
     "tiny": ("A call from Python", ""),
     "installed": ("Bookkeeping", ""),
     "put": ("Storing, windows, edits and imports", ""),
+    "pytest": ("Figures of pytest bench", ""),
 }
 
 
@@ -111,7 +112,7 @@ def page(record: Record) -> str:
     lines = [f"# {record['processor']}", "", record["machine"], ""]
     lines += [line for note in record["notes"] for line in (note, "")]
     for run in record["runs"]:
-        title, meaning = SECTIONS.get(run["rows"][0]["section"], ("Other figures", ""))
+        title, meaning = SECTIONS[run["rows"][0]["section"]]
         source = "transcribed from docs/performance.md of" if run.get("transcribed") else "measured at"
         lines += [f"## {title}", "", f"`{run['command']}`, {run['seen']}, {source} commit {run['commit']}.", ""]
         lines += [line for text in (meaning, run.get("note", "")) if text for line in (text, "")]
