@@ -52,8 +52,9 @@ struct kvc_batch {
     kvc_sequence *spare;    /* the sequence that was the cache's spare one */
     int32_t num_tokens, num_sequences;
     int32_t *positions;            /* [num_tokens] */
-    int32_t *parents;              /* [num_tokens], or NULL: no trees.  Then, counted in depth-first order, */
-    int32_t *enter, *leave;        /* a token is number enter, and its descendants are those up to leave */
+    int32_t *parents;              /* [num_tokens] token, or -1.  NULL: no trees, and no */
+    int32_t *tree_number;          /* [num_tokens] in depth-first order, in which a token's descendants follow it */
+    int32_t *subtree_size;         /* [num_tokens] itself and its descendants */
     int32_t *sequence_of;          /* [num_tokens] index into sequences */
     int32_t *order;                /* [num_tokens] tokens, those of a sequence side by side, else in order */
     kvc_batch_sequence *sequences; /* [num_sequences] */
@@ -81,12 +82,21 @@ static inline kvc_pending *kvc_own_pending(const kvc_batch *batch, int32_t g, in
 
 /* Whether a token of a batch with parents is another, or one of its descendants. */
 static inline int kvc_descends(const kvc_batch *batch, int32_t token, int32_t ancestor) {
-    return batch->enter[token] >= batch->enter[ancestor] && batch->enter[token] < batch->leave[ancestor];
+    const int32_t distance = batch->tree_number[token] - batch->tree_number[ancestor];
+    return distance >= 0 && distance < batch->subtree_size[ancestor];
 }
 
 /* Whether each token of the batch was put in a layer. */
 static inline uint8_t *kvc_written_in(const kvc_batch *batch, int32_t layer) {
     return batch->written + (size_t)layer * (size_t)batch->num_tokens;
 }
+
+/* A batch of so many tokens, of as many sequences at most, in one piece of scratch; NULL if there is no memory.
+ * parents: NULL, or those of the tokens, which are then numbered. */
+kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *parents);
+
+/* Index of a sequence in the batch, which gives it one, and a place in the table, at its first token; -1 if there is no
+ * memory. */
+int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id);
 
 #endif

@@ -1,0 +1,272 @@
+#include "store/prepare.h"
+
+#include "store/compact.h"
+#include "store/demand.h"
+#include "store/evict.h"
+#include "store/limits.h"
+#include "store/scratch.h"
+#include "store/sheet.h"
+#include "store/waiting.h"
+
+/* Whether another call writes rows of one of these sequences in place, or works on pages; waits for its end. */
+static int wait_once(kvc_cache *cache, int32_t num_tokens, const int64_t *seq_ids) {
+    if (cache->max_bytes) kvc_cache_find_all(cache);
+    if (cache->max_bytes && kvc_cache_wait_pages(cache)) return 1;
+    for (int32_t t = 0; cache->num_in_place && t < num_tokens; t++) {
+        const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_ids ? seq_ids[t] : 0);
+        if (sequence && sequence->in_place) return kvc_cache_find(cache, sequence->id), 1;
+    }
+    return 0;
+}
+
+void kvc_wait_for_writers(kvc_cache *cache, int32_t num_tokens, const int64_t *seq_ids) {
+    while (wait_once(cache, num_tokens, seq_ids)) continue;
+}
+
+/* ---- limits other than max_bytes --------------------------------------------------------------------------------- */
+
+kvc_status kvc_check_none_open(const kvc_cache *cache) {
+    if (cache->batch) return kvc_fail(KVC_ERR_BUSY, "a batch is open already: commit or abort it first");
+    if (cache->num_rewrites) return kvc_fail(KVC_ERR_BUSY, "another call rewrites the keys of a sequence");
+    return KVC_OK;
+}
+
+kvc_status kvc_check_num_tokens(const kvc_cache *cache, int64_t num_tokens) {
+    if (cache->num_token_groups && cache->capacity && num_tokens > cache->capacity)
+        return kvc_fail(KVC_ERR_FULL, "%lld tokens do not fit: capacity is %lld, so that at most %lld fit at once",
+                        (long long)num_tokens, (long long)cache->capacity, (long long)cache->capacity);
+    if (num_tokens < INT32_MAX) return KVC_OK;
+    return kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld tokens", (long long)num_tokens);
+}
+
+int64_t kvc_count_holding(const kvc_batch *batch) {
+    int64_t num = batch->cache->num_holding;
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        const kvc_batch_sequence *member = &batch->sequences[s];
+        num += !member->sequence->holds && !member->is_loose;
+    }
+    return num;
+}
+
+static kvc_status check_num_sequences(const kvc_batch *batch) {
+    const kvc_cache *cache = batch->cache;
+    const int64_t num = kvc_count_holding(batch);
+    if (!cache->max_sequences || num <= cache->max_sequences) return KVC_OK;
+    return kvc_fail(KVC_ERR_FULL, "the batch makes %lld sequences: max_sequences is %lld; clear one, or allow more",
+                    (long long)num, (long long)cache->max_sequences);
+}
+
+static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
+    const kvc_cache *cache = batch->cache;
+    for (int32_t s = 0; cache->max_seq_len && s < batch->num_sequences; s++) {
+        const kvc_batch_sequence *member = &batch->sequences[s];
+        const int64_t kept = kvc_count_kept(cache, member->sequence, g);
+        if (kept + member->num_tokens > cache->max_seq_len)
+            return kvc_fail(KVC_ERR_FULL,
+                            "%d more tokens do not fit: sequence %lld holds %lld of max_seq_len %lld, %lld fit at "
+                            "once; %s, or give a larger max_seq_len",
+                            member->num_tokens, (long long)member->sequence->id, (long long)kept,
+                            (long long)cache->max_seq_len, (long long)(cache->max_seq_len - kept),
+                            kvc_policy_evicts(&cache->policies[g]) ? "feed so many at a time" : "remove some");
+    }
+    return KVC_OK;
+}
+
+static kvc_status check_capacity(const kvc_batch *batch, int32_t g) {
+    kvc_cache *cache = batch->cache;
+    const int32_t num_slots = batch->num_tokens - batch->num_loose;
+    if (!cache->capacity) return KVC_OK;
+    const int64_t live = cache->pools[g].live - kvc_count_evictable_slots(cache, g);
+    if (live + num_slots <= cache->capacity) return KVC_OK;
+    return kvc_fail(KVC_ERR_FULL,
+                    "%d more tokens do not fit: %lld of capacity %lld are in use, %lld fit at once; remove some, "
+                    "clear a sequence, or give a larger capacity",
+                    num_slots, (long long)live, (long long)cache->capacity, (long long)(cache->capacity - live));
+}
+
+/* ---- what there will be ------------------------------------------------------------------------------------------ */
+
+/* Compacts a group first that would open a block while more than a quarter of what was handed out is waste.  Without
+ * memory for it, the group stays as it is: that costs memory, not room. */
+static void compact_if_scattered(const kvc_batch *batch, int32_t g) {
+    const kvc_pool *pool = &batch->cache->pools[g];
+    if ((pool->filled - pool->live) * 4 > pool->filled && pool->demand.new_blocks &&
+        kvc_compaction_gain(batch->cache, g) * 4 > pool->filled)
+        kvc_find_demand(batch, g, 1);
+}
+
+/* Readies lists for the runs that each sequence may get, and for those that eviction may split.  A sequence gets one
+ * run for each stretch of consecutive positions, and one more for each block it goes on in. */
+static kvc_status prepare_runs(const kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    kvc_status status = KVC_OK;
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        for (kvc_sequence *sequence = cache->changed; status == KVC_OK && sequence; sequence = sequence->next_changed) {
+            kvc_run_list *list = &sequence->runs[g];
+            const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
+            const int32_t more =
+                member ? member->num_stretches + member->num_tokens / cache->pools[g].block_size + 2 : 0;
+            const kvc_position_range gone = kvc_evictable(cache, sequence, g);
+            if (cache->pools[g].compaction)
+                status = kvc_runs_prepare_edit(list, &cache->memory, more + 2);
+            else if (member || kvc_policy_evicts(&cache->policies[g]))
+                status = kvc_runs_prepare_evict(list, &cache->memory, gone.begin, gone.end, more);
+        }
+    return status;
+}
+
+/* Bytes besides the blocks there are. */
+static int64_t other_bytes_after(const kvc_batch *batch) {
+    const kvc_cache *cache = batch->cache;
+    int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->sheet_bytes;
+    if (batch->num_loose)
+        bytes += (int64_t)(kvc_sheet_bytes(cache, batch->num_loose) + kvc_sheet_header_bytes(batch->num_loose));
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        const kvc_pool *pool = &cache->pools[g];
+        const kvc_demand *d = &pool->demand;
+        bytes += d->new_bytes;
+        if (d->new_blocks <= INT32_MAX - pool->num_blocks) bytes += kvc_pool_list_growth(pool, (int32_t)d->new_blocks);
+    }
+    return bytes;
+}
+
+int64_t kvc_bytes_after(const kvc_batch *batch) {
+    const kvc_cache *cache = batch->cache;
+    int64_t bytes = other_bytes_after(batch);
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        bytes += cache->pools[g].row_bytes + cache->pools[g].demand.more_bytes;
+    return bytes;
+}
+
+/* kvc_nbytes once the batch has begun, if all that is free was given back before. */
+static int64_t least_bytes_after(const kvc_batch *batch) {
+    const kvc_cache *cache = batch->cache;
+    int64_t bytes = other_bytes_after(batch);
+    if (cache->spare) bytes -= kvc_sequence_bytes(cache->spare);
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        const kvc_pool *pool = &cache->pools[g];
+        bytes += pool->demand.least_bytes - pool->num_blocks * kvc_pool_header_bytes(pool);
+    }
+    return bytes;
+}
+
+/* Forgets what the batch was found to need, and lists of runs that were made ready. */
+static void forget_needs(const kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    kvc_forget_demands(cache);
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        kvc_compaction_drop(cache, g);
+        for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed)
+            kvc_runs_discard(&sequence->runs[g], &cache->memory);
+    }
+}
+
+/* Which groups are compacted before a batch: those where that is worth it, none, all. */
+enum { COMPACT_SCATTERED, COMPACT_NONE, COMPACT_ALL };
+
+static kvc_status find_needs(const kvc_batch *batch, int compacts) {
+    const kvc_cache *cache = batch->cache;
+    kvc_status status = KVC_OK;
+    forget_needs(batch);
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) {
+        status = kvc_find_demand(batch, g, compacts == COMPACT_ALL);
+        if (compacts == COMPACT_SCATTERED) compact_if_scattered(batch, g);
+    }
+    return status == KVC_OK ? prepare_runs(batch) : status;
+}
+
+kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes) {
+    const kvc_cache *cache = batch->cache;
+    for (int compacts = COMPACT_SCATTERED; compacts <= COMPACT_ALL; compacts++) {
+        const kvc_status status = find_needs(batch, compacts);
+        if (status != KVC_OK || !cache->max_bytes) return status;
+        *bytes = kvc_bytes_after(batch);
+        if (*bytes > cache->max_bytes) *bytes = least_bytes_after(batch);
+        if (*bytes <= cache->max_bytes) return KVC_OK;
+    }
+    return KVC_ERR_FULL;
+}
+
+static kvc_status check_bytes(const kvc_batch *batch) {
+    const kvc_cache *cache = batch->cache;
+    int64_t bytes = 0;
+    const kvc_status status = kvc_fit_bytes(batch, &bytes);
+    if (status != KVC_ERR_FULL) return status;
+    return kvc_fail(KVC_ERR_FULL,
+                    "%d more tokens would make it %lld bytes: max_bytes is %lld, and nothing that is scattered or free "
+                    "is left to be given back%s",
+                    batch->num_tokens, (long long)bytes, (long long)cache->max_bytes,
+                    cache->num_holds ? ", but for what views of the rows keep from being moved" : "");
+}
+
+kvc_status kvc_fit(const kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    kvc_set_lows(cache);
+    kvc_status status = check_num_sequences(batch);
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
+        status = check_seq_len(batch, g);
+        if (status == KVC_OK) status = check_capacity(batch, g);
+    }
+    return status == KVC_OK ? check_bytes(batch) : status;
+}
+
+/* ---- what can fail, and what cannot ------------------------------------------------------------------------------ */
+
+static kvc_status prepare_blocks(const kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    kvc_status status = KVC_OK;
+    int32_t g = 0;
+    for (; status == KVC_OK && g < cache->num_token_groups; g++) {
+        kvc_pool *pool = &cache->pools[g];
+        const int64_t more = pool->demand.new_blocks;
+        status = more > INT32_MAX - pool->num_blocks
+                     ? kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld blocks", (long long)more)
+                     : kvc_pool_prepare(pool, more ? pool->num_free + (int32_t)more : 0);
+    }
+    if (status != KVC_OK)
+        for (g -= 2; g >= 0; g--) kvc_pool_unprepare(&cache->pools[g]);
+    return status;
+}
+
+kvc_status kvc_prepare(kvc_batch *batch) {
+    kvc_status status = kvc_fit(batch);
+    if (status == KVC_OK && batch->num_loose) status = kvc_sheet_add(batch);
+    return status == KVC_OK ? prepare_blocks(batch) : status;
+}
+
+void kvc_discard_batch(kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    forget_needs(batch);
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        kvc_sequence *sequence = batch->sequences[s].sequence;
+        sequence->in_batch = 0;
+        if (sequence == batch->spare) {
+            kvc_cache_unmark_changed(sequence);
+            kvc_table_remove(&cache->sequences, sequence);
+            cache->spare = sequence;
+        } else {
+            kvc_cache_tidy(cache, sequence);
+        }
+    }
+    kvc_sheets_free(cache);
+    kvc_table_restore(&cache->sequences, &batch->table_before, &cache->memory);
+    if (batch->is_fresh)
+        kvc_memory_free(&cache->memory, batch, batch->size, KVC_MEMORY_SCRATCH, -1);
+    else
+        kvc_scratch_give(cache, batch, batch->size);
+}
+
+void kvc_carry_out(const kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    kvc_table_keep(&cache->sequences, &batch->table_before, &cache->memory);
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        if (g < cache->num_token_groups) kvc_evict(cache, g);
+        kvc_compaction_run(cache, g);
+        kvc_pool_accept(&cache->pools[g]);
+    }
+    while (cache->changed) {
+        kvc_sequence *sequence = cache->changed;
+        kvc_cache_mark_changed(cache, sequence);
+        kvc_cache_unmark_changed(sequence);
+    }
+}

@@ -1,0 +1,141 @@
+/* reserve.c: kvc_reserve and kvc_room: takes memory for tokens to come, and says how many fit. */
+#include "store/check.h"
+#include "store/demand.h"
+#include "store/evict.h"
+#include "store/limits.h"
+#include "store/prepare.h"
+#include "store/resident.h"
+#include "store/scratch.h"
+
+static void set_probe(kvc_batch *batch, int32_t num_tokens) {
+    batch->num_tokens = batch->sequences->num_tokens = batch->sequences->num_slots = num_tokens;
+}
+
+/* A batch of tokens that go on with one sequence, which is not to be opened, in the memory of one of `room` tokens. */
+static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t room, int32_t num_tokens, kvc_batch **out) {
+    kvc_batch *batch = kvc_batch_new(cache, room, NULL);
+    if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", room);
+    if (kvc_batch_add_sequence(batch, seq_id) < 0) {
+        kvc_discard_batch(batch);
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)seq_id);
+    }
+    set_probe(batch, num_tokens);
+    batch->sequences->num_stretches = 1;
+    *out = batch;
+    return KVC_OK;
+}
+
+/* Before memory is taken for so many in one batch, as many as it may have. */
+static kvc_status fit_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
+    kvc_batch *batch;
+    kvc_status status = kvc_check_num_tokens(cache, num_tokens);
+    if (status == KVC_OK) status = new_probe(cache, seq_id, 1, (int32_t)num_tokens, &batch);
+    if (status != KVC_OK) return status;
+    status = kvc_fit(batch);
+    kvc_discard_batch(batch);
+    return status;
+}
+
+/* Counts the memory of the slots that the batch would be handed out. */
+static void touch(const kvc_batch *batch, int32_t g) {
+    kvc_pool *pool = &batch->cache->pools[g];
+    int32_t rest = batch->num_tokens, fill;
+    kvc_block *block = kvc_last_block(batch, batch->sequences, g, &fill), *next = pool->free;
+    for (fill = block ? fill : pool->block_size; rest > 0; fill = 0) {
+        const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
+        if (taken) kvc_pool_touch(pool, block, fill + taken);
+        rest -= taken;
+        block = next;
+        if (next) next = next->next;
+    }
+}
+
+static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
+    kvc_batch *batch;
+    kvc_status status = kvc_check_none_open(cache);
+    if (status == KVC_OK) status = fit_reserve(cache, seq_id, num_tokens);
+    if (status == KVC_OK)
+        status = new_probe(cache, seq_id, num_tokens < KVC_MAX_BATCH ? (int32_t)num_tokens : KVC_MAX_BATCH,
+                           (int32_t)num_tokens, &batch);
+    if (status != KVC_OK) return status;
+    status = kvc_prepare(batch);
+    if (status != KVC_OK) {
+        kvc_discard_batch(batch);
+        return status;
+    }
+    const int presses = cache->max_bytes && kvc_bytes_after(batch) > cache->max_bytes;
+    kvc_carry_out(batch);
+    if (presses) kvc_give_back(cache, 0);
+    kvc_forget_demands(cache);
+    for (int32_t g = 0; g < cache->num_token_groups; g++) touch(batch, g);
+    kvc_sequence *sequence = batch->sequences->sequence;
+    sequence->in_batch = 0;
+    if (kvc_sequence_is_blank(sequence)) {
+        kvc_table_remove(&cache->sequences, sequence);
+        cache->spare = sequence;
+    }
+    kvc_scratch_give(cache, batch, batch->size);
+    return KVC_OK;
+}
+
+kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
+    if (num_tokens < 1)
+        return kvc_fail(KVC_ERR_INVALID, "num_tokens is %lld: it must be at least 1", (long long)num_tokens);
+    kvc_lock(cache);
+    kvc_wait_for_writers(cache, 1, &seq_id);
+    const kvc_status status = reserve(cache, seq_id, num_tokens);
+    if (status == KVC_OK) kvc_take_pages(cache);
+    return kvc_unlock(cache, status);
+}
+
+/* Counts the tokens that the limits other than max_bytes leave room for. */
+static int64_t count_room(const kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    const kvc_batch_sequence *member = batch->sequences;
+    int64_t room = INT32_MAX - 1 - kvc_sequence_last(member->sequence), slot_bytes = 0;
+    if (room > KVC_MAX_BATCH) room = KVC_MAX_BATCH;
+    if (cache->max_sequences && kvc_count_holding(batch) > cache->max_sequences) return 0;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        const kvc_pool *pool = &cache->pools[g];
+        if (cache->capacity) {
+            const int64_t in_group = cache->capacity - pool->live + kvc_count_evictable_slots(cache, g);
+            if (in_group < room) room = in_group;
+        }
+        if (cache->max_seq_len) {
+            const int64_t in_sequence = cache->max_seq_len - kvc_count_kept(cache, member->sequence, g);
+            if (in_sequence < room) room = in_sequence;
+        }
+        slot_bytes += kvc_pool_slot_bytes(pool);
+    }
+    if (cache->max_bytes && slot_bytes && cache->max_bytes / slot_bytes < room) room = cache->max_bytes / slot_bytes;
+    return room;
+}
+
+static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens) {
+    kvc_batch *batch;
+    kvc_status status = kvc_check_none_open(cache);
+    if (status == KVC_OK) status = new_probe(cache, seq_id, 1, 1, &batch);
+    if (status != KVC_OK) return status;
+    kvc_set_lows(cache);
+    int64_t room = 0, most = count_room(batch), bytes; /* so many fit; more than so many do not */
+    if (!cache->max_bytes) room = most;
+    while (status == KVC_OK && room < most) {
+        const int64_t middle = most - (most - room) / 2;
+        set_probe(batch, (int32_t)middle);
+        status = kvc_fit_bytes(batch, &bytes);
+        if (status == KVC_OK) room = middle;
+        if (status != KVC_ERR_FULL) continue;
+        most = middle - 1;
+        status = KVC_OK;
+    }
+    kvc_discard_batch(batch);
+    if (status == KVC_OK) *num_tokens = room;
+    return status;
+}
+
+kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens) {
+    if (!num_tokens) return kvc_fail(KVC_ERR_INVALID, "num_tokens is NULL");
+    kvc_lock(cache);
+    kvc_wait_for_writers(cache, 1, &seq_id);
+    return kvc_unlock(cache, find_room(cache, seq_id, num_tokens));
+}
