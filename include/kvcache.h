@@ -26,22 +26,26 @@
  *     kvc_gather, kvc_spans, ...                  read rows, at any time
  *   kvc_cache_free(cache)
  *
- * Errors    What can fail returns a kvc_status; 0 is success.  A failed call has changed nothing.  kvc_last_error()
- *           gives the sentence with the numbers in it, per thread.  Nothing here aborts, prints or leaks.  Functions
- *           list their errors, but for two that mean the same everywhere: KVC_ERR_INVALID, an argument that cannot be
- *           (NULL, negative, an unknown constant), and KVC_ERR_INDEX, a layer that is not there.
+ * Errors    A function that can fail returns a kvc_status; KVC_OK is 0.  A call that failed has changed nothing.
+ *           kvc_last_error() returns the message of the thread's last failure, with the numbers in it.  Nothing here
+ *           aborts, prints or leaks.  Functions list their errors, but for two that mean the same everywhere:
+ *           KVC_ERR_INVALID, an argument that cannot be (NULL, negative, an unknown constant), and KVC_ERR_INDEX, a
+ *           layer that does not exist.
  * Threads   Any thread may call any function.  A mutex guards the bookkeeping; it is held briefly, and not while rows
  *           are put, replaced, copied out, settled, attended over or handed to a function of the caller (kvc_compact
  *           holds it while it moves rows).
- *           Refused with KVC_ERR_BUSY: while a batch is open, to begin another, to edit one of its sequences, and
- *           kvc_reserve, kvc_room, kvc_settle, kvc_compact, kvc_cache_clone and kvc_cache_free; other sequences may be
- *           edited.  The same while kvc_shift, kvc_remove or kvc_divide rewrites the keys of a sequence.
- *           Waits: what reads the rows of a sequence, edits it or begins a batch of it, while kvc_inject or kvc_settle
- *           writes its rows; and kvc_compact, kvc_settle and kvc_cache_free, for calls that copy rows out.
- *           kvc_commit and kvc_reserve see to the system's pages last, without the mutex: the batch has ended by then.
+ *           Some calls fail with KVC_ERR_BUSY.  While a batch is open, these are: to begin another, to edit one of its
+ *           sequences, and kvc_reserve, kvc_room, kvc_settle, kvc_compact, kvc_cache_clone and kvc_cache_free; other
+ *           sequences may be edited.  The same while kvc_shift, kvc_remove or kvc_divide rewrites the keys of a
+ *           sequence.
+ *           Some calls wait.  Calls that read the rows of a sequence, edit it or begin a batch of it wait while
+ *           kvc_inject or kvc_settle writes its rows.  kvc_compact, kvc_settle and kvc_cache_free wait for calls that
+ *           copy rows out.
+ *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.
  * fork()    The child has one thread, and every cache as it was.  fork() waits for what other threads do in the
- *           library, but neither for their work on a batch, which is open in the child, without what they were doing,
- *           nor for functions of the caller: a sequence whose keys one of these was moving is, in the child, as it was.
+ *           library, with two exceptions.  It does not wait for their work on a batch: in the child the batch is open,
+ *           without what they were doing.  Nor does it wait for functions of the caller: a sequence whose keys one of
+ *           these was moving is, in the child, as it was before.
  * Limits    max_seq_len, max_sequences and capacity are checked when a batch begins, capacity also by edits that copy
  *           rows, max_bytes whenever memory is taken for rows.
  * Structs   grow at their end, so that a program and a library of different versions understand each other.
@@ -82,24 +86,26 @@ extern "C" {
 
 /* ---- version and machine ---------------------------------------------------------------------------------------- */
 
-/* The version this library was built as: major * 1000000 + minor * 1000 + patch. */
+/* Returns the version this library was built as: major * 1000000 + minor * 1000 + patch. */
 KVC_API int32_t kvc_version(void);
 
-/* One line on how it was built: version, compiler, instruction sets compiled in, OpenMP or not.  Static. */
+/* Returns one line on how the library was built: version, compiler, instruction sets compiled in, OpenMP or not.
+ * Static. */
 KVC_API const char *kvc_build_info(void);
 
-/* The instruction set that a cache created now would use: "scalar", "avx2", "neon", ...  The best this machine has,
- * unless the environment variable KVCACHE_ISA names another; NULL if it names one that is not to be had here. */
+/* Returns the instruction set that a cache created now would use: "scalar", "avx2", "neon", ...  It is the best this
+ * machine has, unless the environment variable KVCACHE_ISA names another; NULL if that is one this machine or build
+ * does not have. */
 KVC_API const char *kvc_isa(void);
 
-/* How many threads a call uses where the cache was not told: the number given to kvc_set_num_threads, else
- * OMP_NUM_THREADS, else the physical cores this process may use (affinity and cgroup quota counted in).  Always 1 in
- * a build without OpenMP, inside a parallel region, and in a child after fork(). */
+/* Returns the number of threads a call uses if the cache's configuration gives none: the number given to
+ * kvc_set_num_threads, else OMP_NUM_THREADS, else the physical cores this process may use, within its affinity and
+ * cgroup quota.  Always 1 in a build without OpenMP, inside a parallel region, and in a child after fork(). */
 KVC_API int32_t kvc_num_threads(void);
 
 /* ---- status ----------------------------------------------------------------------------------------------------- */
 
-/* Written once: X(name, value, text). */
+/* All statuses, as X(name, value, text). */
 #define KVC_STATUS_LIST(X)                                                                                             \
     X(KVC_OK, 0, "success")                                                                                            \
     X(KVC_ERR_INVALID, 1, "an argument is invalid")                                                                    \
@@ -120,13 +126,13 @@ typedef enum kvc_status {
 #undef KVC_STATUS_ENUM
 } kvc_status;
 
-/* The status in general words, static; "unknown status" for a number that is none. */
+/* Returns the status in general words, static; "unknown status" for a number that is none. */
 KVC_API const char *kvc_strerror(kvc_status status);
 
-/* The sentence of the last call of this thread that failed, "" if none did.  Valid until the next failure here. */
+/* Returns the message of this thread's last call that failed, "" if none did.  Valid until its next failure. */
 KVC_API const char *kvc_last_error(void);
 
-/* Sets what kvc_num_threads answers for the whole process, at most 4096; 0: as if never set.  KVC_ERR_INVALID. */
+/* Sets what kvc_num_threads returns, for the whole process, at most 4096; 0 undoes that.  KVC_ERR_INVALID. */
 KVC_API kvc_status kvc_set_num_threads(int32_t num_threads);
 
 /* ---- configuration ---------------------------------------------------------------------------------------------- */
@@ -153,35 +159,36 @@ typedef enum kvc_policy_kind {
 } kvc_policy_kind;
 
 typedef struct kvc_policy {
-    int32_t kind;                 /* kvc_policy_kind; fields that it does not use are not looked at */
+    int32_t kind;                 /* kvc_policy_kind; fields that the kind does not use are ignored */
     int32_t window;               /* SLIDING: positions a query sees, its own included; at least 1 */
     int32_t num_sink_tokens;      /* SLIDING: positions below this are always seen, and stay */
     int32_t resume_window;        /* SLIDING: how many of the latest positions are kept, counted like window; at least
-                                     window; 0: window.  CHUNKED: how many are kept beside the current chunk's.  More
-                                     means that a sequence can go back further */
+                                     window; 0: window.  CHUNKED: how many are kept beside the current chunk's.  With
+                                     more, a sequence can go back further */
     int32_t attention_chunk_size; /* CHUNKED: positions in a chunk; at least 1 */
     int32_t max_len;              /* CROSS: rows of one sequence; at least 1 */
     int32_t reserved[3];          /* 0 */
 } kvc_policy;
 
 typedef enum kvc_rope_kind {
-    KVC_ROPE_UNKNOWN = 0,     /* not told: what would have to rotate keys is KVC_ERR_UNSUPPORTED */
+    KVC_ROPE_UNKNOWN = 0,     /* unknown: calls that would have to rotate keys fail: KVC_ERR_UNSUPPORTED */
     KVC_ROPE_NONE = 1,        /* keys carry no rotation: tokens move without touching them */
     KVC_ROPE_FREQUENCIES = 2, /* keys were rotated by position * inv_freq */
     KVC_ROPE_FUNCTION = 3     /* the caller moves keys */
 } kvc_rope_kind;
 
-/* Moves keys [num_kv_heads][num_rows][k_dim], in place, from the positions they stand at to those plus delta.  0 for
- * success; anything else makes the edit fail with KVC_ERR_CALLBACK, and nothing has changed.  It is called without the
- * cache's mutex, from the thread that edits, and must not edit this sequence. */
+/* Moves keys [num_kv_heads][num_rows][k_dim], in place, from the positions they stand at to those plus delta.  Returns
+ * 0 for success; anything else makes the edit fail with KVC_ERR_CALLBACK, and changes nothing.  It is called without
+ * the cache's mutex, from the thread that edits, and must not edit this sequence. */
 typedef int32_t kvc_shift_fn(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
                              int32_t k_dim, int32_t delta);
 
-/* How keys carry their position (Su et al. 2021, "RoFormer").  With n = num_freqs, elements first_dim + i and first_dim
- * + n + i are a pair, or, interleaved, first_dim + 2 i and first_dim + 2 i + 1; pair i is turned by position *
- * inv_freq[i].  Where keys move, they are not touched: the query is turned back by as much instead. */
+/* How keys carry their position (Su et al. 2021, "RoFormer").  With n = num_freqs, elements first_dim + i and
+ * first_dim + n + i are a pair, or, interleaved, first_dim + 2 i and first_dim + 2 i + 1; pair i is rotated by
+ * position * inv_freq[i].  When tokens move, their stored keys stay as they are, and queries are rotated back by as
+ * much instead. */
 typedef struct kvc_rope {
-    int32_t kind;           /* kvc_rope_kind; fields that it does not use are not looked at */
+    int32_t kind;           /* kvc_rope_kind; fields that the kind does not use are ignored */
     int32_t interleaved;
     int32_t first_dim;
     int32_t num_freqs;      /* first_dim + 2 * num_freqs is at most k_dim */
@@ -202,7 +209,7 @@ typedef struct kvc_layer {
     int32_t value_in_key; /* not 0: values are the first v_dim elements of the keys, and stored once (MLA).  v_type is
                              k_type then, RoPE leaves those elements alone, and kvc_attend must be given a scale */
     int32_t share;        /* 0: rows of its own; else those of layer `share` - 1, which has the same shapes, types,
-                             policy and rope, and rows of its own.  To put is for that layer alone */
+                             policy and rope, and rows of its own.  Rows are put in that layer only */
     kvc_policy policy;
     kvc_rope rope;
 } kvc_layer;
@@ -221,23 +228,23 @@ typedef struct kvc_memory_hint {
     int32_t end_head;
 } kvc_memory_hint;
 
-/* Where memory comes from.  All three are called with the cache's mutex held or during creation, from any thread, and
- * must neither call into the library nor fork. */
+/* Functions of the caller that allocate memory.  All three are called with the cache's mutex held or during creation,
+ * from any thread, and must neither call into the library nor fork. */
 typedef struct kvc_allocator {
     size_t struct_size;
     void *user;
-    /* `size` bytes (not 0) aligned to `alignment` (a power of two), or NULL. */
+    /* Returns `size` bytes (not 0) aligned to `alignment` (a power of two), or NULL. */
     void *(*alloc)(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint);
     void (*free)(void *user, void *memory, size_t size, const kvc_memory_hint *hint);
-    /* May be NULL.  The contents of [memory, memory + size), whole OS pages of a block, are no longer needed; the range
-     * stays allocated.  An allocator that has this is taken to hand out blocks of 256 KiB and more without touching
-     * them, and kvc_nbytes counts what was touched. */
+    /* Called when the contents of [memory, memory + size), whole OS pages of a block, are no longer needed; the range
+     * stays allocated.  May be NULL.  An allocator that has this is taken to hand out blocks of 256 KiB and more
+     * without touching them, and kvc_nbytes counts what was touched. */
     void (*purge)(void *user, void *memory, size_t size);
 } kvc_allocator;
 
-/* Says whether a call that takes long is to end: not 0 makes it KVC_ERR_CANCELLED.  kvc_put and kvc_attend call this
- * about every 40 ms, from the thread that called them and without the cache's mutex; short calls never do.  It may call
- * into the library, but must not end the batch, nor return in the child of a fork(). */
+/* Returns whether a call that takes long is to end: not 0 ends it with KVC_ERR_CANCELLED.  kvc_put and kvc_attend call
+ * this about every 40 ms, from the thread that called them and without the cache's mutex; short calls never do.  It
+ * may call into the library, but must not end the batch, nor return in the child of a fork(). */
 typedef int32_t kvc_poll_fn(void *user);
 
 typedef struct kvc_config {
@@ -263,8 +270,8 @@ typedef struct kvc_batch kvc_batch;
 typedef struct kvc_hold kvc_hold;
 typedef struct kvc_plan kvc_plan;
 
-/* A new, empty cache in *cache, to be freed with kvc_cache_free.  Rows take no memory before they are needed.
- * KVC_ERR_INVALID names the field and what would do; KVC_ERR_UNSUPPORTED; KVC_ERR_NOMEM. */
+/* Sets *cache to a new, empty cache, to be freed with kvc_cache_free.  Rows take no memory before they are needed.
+ * KVC_ERR_INVALID, whose message names the field and what it may be; KVC_ERR_UNSUPPORTED; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache);
 
 /* Sets *clone to an independent copy of a cache and of all that its sequences hold, to be freed with kvc_cache_free.
@@ -274,23 +281,25 @@ KVC_API kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache);
  * kvc_nbytes is no larger.  KVC_ERR_BUSY; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
 
-/* Frees the cache, once calls that copy rows out have returned; NULL is nothing.  KVC_ERR_BUSY; KVC_ERR_HELD while a
- * hold is out. */
+/* Frees the cache, after waiting for calls that copy rows out; ignores NULL.  KVC_ERR_BUSY; KVC_ERR_HELD while there
+ * is a kvc_hold. */
 KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
 
 /* ---- looking at sequences --------------------------------------------------------------------------------------- */
 
-/* Rows of the sequence in the layer; layer -1: in the layer that keeps most.  -1 if there is no such layer. */
+/* Returns the number of rows of the sequence in the layer; layer -1: in the layer that keeps most.  -1 if there is no
+ * such layer. */
 KVC_API int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer);
 
-/* Smallest and largest stored position in any layer; -1 if nothing is stored. */
+/* Return the smallest and the largest stored position in any layer; -1 if nothing is stored. */
 KVC_API int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id);
 KVC_API int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id);
 
-/* kvc_last_position + 1: where the runner goes on from. */
+/* Returns kvc_last_position + 1, the position of the next token. */
 KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
 
-/* 1 if `position` is at most kvc_next_position and no row that a query there or later would see was evicted. */
+/* Returns 1 if `position` is at most kvc_next_position and no row that a query there or later would see was evicted,
+ * else 0. */
 KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position);
 
 /* Writes the ids of the sequences that hold rows of tokens, ascending, at most max_ids of them; returns how many there
@@ -298,13 +307,13 @@ KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t positio
 KVC_API int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids);
 
 /* Writes the positions of the sequence's rows in order of arrival, at most max_positions of them; returns how many
- * rows there are.  -1 if there is no such layer. */
+ * rows there are, or -1 if there is no such layer. */
 KVC_API int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions,
                               int64_t max_positions);
 
 /* ---- editing sequences ------------------------------------------------------------------------------------------ */
 
-/* Each of these is KVC_ERR_BUSY for a sequence of the open batch, or one whose keys another call rewrites. */
+/* Each of these fails with KVC_ERR_BUSY for a sequence of the open batch, or one whose keys another call rewrites. */
 
 #define KVC_END INT32_MAX /* as the end of a range of positions: to the last one */
 
@@ -315,24 +324,24 @@ KVC_API kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id);
 /* Forgets every sequence but this one. */
 KVC_API kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id);
 
-/* dst becomes the rows of src at positions below `length` (whatever dst held is forgotten).  No row is copied: the
- * two share slots until one of them drops them, and each appends to its own.  Sharing needs no room: limits are checked
+/* Makes dst hold the rows of src at positions below `length`, in place of what it held.  No row is copied: the two
+ * share slots until one of them drops these, and each appends to its own.  Sharing takes no slots: limits are checked
  * when the next batch begins.  src == dst is KVC_ERR_INVALID; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length);
 
-/* kvc_copy_prefix of everything src holds. */
+/* Does kvc_copy_prefix of everything src holds. */
 KVC_API kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst);
 
-/* Drops the rows at positions [begin, end).  With `shift`, later tokens move down by end - begin, as by kvc_shift, with
- * its errors.  Without, a gap stays; KVC_ERR_NOMEM. */
+/* Drops the rows at positions [begin, end).  With `shift`, later tokens move down by end - begin, as by kvc_shift,
+ * with its errors.  Without, they stay where they are; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
 
 /* Drops the rows at positions of at least `length`.  KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
 
 /* Moves the tokens at positions [begin, end) by delta; those that would come below 0 are dropped.  No row is copied or
- * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten in new slots, and take memory twice
- * until all of them are, within max_bytes.  `capacity` counts what is live once the edit is done, which is more than
+ * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten in new slots, within max_bytes, and
+ * take memory twice until all of them are.  `capacity` counts what is live once the edit is done, which is more than
  * before where sequences shared rows.  KVC_ERR_UNSUPPORTED if a layer's rope is not known; KVC_ERR_INVALID if a
  * position would pass the largest; KVC_ERR_NOMEM; where rows are rewritten, KVC_ERR_FULL (capacity or max_bytes) and
  * KVC_ERR_CALLBACK. */
@@ -342,28 +351,28 @@ KVC_API kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, in
  * carry a rotation are rewritten.  Errors as in kvc_shift. */
 KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor);
 
-/* Rotates the keys of every sequence for the positions they stand at now, so that every delta is 0.  They are rounded
- * to their type once more; rows that sequences share at different deltas are copied.  KVC_ERR_BUSY; KVC_ERR_HELD;
+/* Rotates the keys of every sequence for the positions they have now, so that every delta is 0.  Keys are rounded to
+ * their type once more; rows that sequences share at different deltas are copied.  KVC_ERR_BUSY; KVC_ERR_HELD;
  * KVC_ERR_NOMEM; KVC_ERR_FULL (capacity, as in kvc_shift, or max_bytes). */
 KVC_API kvc_status kvc_settle(kvc_cache *cache);
 
-/* Takes now the memory that num_tokens more tokens of a sequence need, at least 1, so that the next batches, of as many
- * tokens together, take none for rows or bookkeeping.  It is resident then, in huge pages where the system can: to
- * write these rows faults on no page.  Pages are taken last, after all that can fail; slots that other threads take
+/* Takes memory now for num_tokens more tokens of a sequence, at least 1, so that the next batches, of as many tokens
+ * together, take none for rows or bookkeeping.  It is resident then, in huge pages where the system has them: writing
+ * these rows faults on no page.  Pages are taken last, after all that can fail; slots that other threads take
  * meanwhile are left out.  Memory that is free already counts, and other sequences may use what was reserved; it stays
- * until it is used, kvc_compact gives it back, or max_bytes leaves other rows no room.  Evicts and moves rows together
- * as kvc_begin does, within the limits that a batch of as many tokens has.  KVC_ERR_FULL; KVC_ERR_BUSY;
+ * until it is used, kvc_compact gives it back, or other rows need it to stay within max_bytes.  Evicts rows and moves
+ * rows together as kvc_begin does, within the limits of a batch of as many tokens.  KVC_ERR_FULL; KVC_ERR_BUSY;
  * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
 
-/* Sets *num_tokens to how many tokens, at consecutive positions from kvc_next_position on, one batch could add to a
- * sequence now: what max_seq_len, max_sequences, capacity and max_bytes leave once rows are evicted for it, at most
- * KVC_MAX_BATCH.  Under a sliding window or chunks, there may be as much room again once these are committed.
+/* Sets *num_tokens to the number of tokens, at consecutive positions from kvc_next_position on, that one batch could
+ * add to a sequence now: what max_seq_len, max_sequences, capacity and max_bytes leave once rows are evicted for it,
+ * at most KVC_MAX_BATCH.  Under a sliding window or chunks there may be as much room again once these are committed.
  * KVC_ERR_BUSY; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
 
-/* Moves rows together so that no block has holes, and hands the memory that this frees, and that of unused blocks,
- * back.  KVC_ERR_BUSY; KVC_ERR_HELD (pointers into the rows would go stale); KVC_ERR_NOMEM. */
+/* Moves rows together so that no block has holes, and gives back the memory that this frees, and that of unused
+ * blocks.  KVC_ERR_BUSY; KVC_ERR_HELD (pointers into the rows would go stale); KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_compact(kvc_cache *cache);
 
 /* ---- memory ----------------------------------------------------------------------------------------------------- */
@@ -386,23 +395,23 @@ typedef struct kvc_stats {
                                 and of shared rows by kvc_settle and kvc_inject.  Nothing else copies a stored row */
 } kvc_stats;
 
-/* Fills in stats_size bytes. */
+/* Fills in *stats, of stats_size bytes. */
 KVC_API void kvc_get_stats(kvc_cache *cache, kvc_stats *stats, size_t stats_size);
 
-/* Bytes of memory the cache holds: rows that were ever written since their memory was taken, in whole OS pages where
- * a block is large, and bookkeeping. */
+/* Returns the bytes of memory the cache holds: rows that were ever written since their memory was taken, in whole OS
+ * pages where a block is large, and bookkeeping. */
 KVC_API int64_t kvc_nbytes(kvc_cache *cache);
 
-/* Slots in a block, and slots in all (-1: no limit): the defaults are filled in. */
+/* Return the slots in a block, and the slots in all (-1: no limit), with defaults filled in. */
 KVC_API int32_t kvc_block_size(kvc_cache *cache);
 KVC_API int64_t kvc_capacity(kvc_cache *cache);
 
-/* Bytes of rows when `capacity` slots of every layer group are filled; -1 where there is no limit.  (What an open batch
- * puts in cross-attention layers comes on top until it is committed.) */
+/* Returns the bytes of rows when `capacity` slots of every layer group are filled; -1 where there is no limit.  (What
+ * an open batch puts in cross-attention layers comes on top until it is committed.) */
 KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
 
-/* Live slots as a fraction of `capacity`, or, where that has no limit, of the slots in blocks; of the fullest group.
- * At most 1: copies that an edit is making count once it is done. */
+/* Returns live slots as a fraction of `capacity`, or, where that has no limit, of the slots in blocks; of the fullest
+ * group.  At most 1: copies that an edit is making count once it is done. */
 KVC_API double kvc_utilization(kvc_cache *cache);
 
 typedef struct kvc_block_info {
@@ -426,15 +435,15 @@ typedef struct kvc_run_info {
 } kvc_run_info;
 
 /* Lists where the rows of a layer's group lie, at one moment: every block that it has memory for, and every run in
- * them, by rising sequence id and in order of arrival, those of the open batch last, with rows that a kvc_put is
- * writing to a cross-attention layer.  Writes at most max_blocks and max_runs of them, each of the size given, and sets
- * *num_blocks and *num_runs to how many there are.  Once blocks are given back, others take their numbers.  Slots that
- * another call is writing rewritten keys to are live, and in no run. */
+ * them, by rising sequence id and in order of arrival; then those of the open batch, and rows that a kvc_put is
+ * writing to a cross-attention layer.  Writes at most max_blocks and max_runs of them, each of the size given, and
+ * sets *num_blocks and *num_runs to how many there are.  Once blocks are given back, others take their numbers.  Slots
+ * that another call is writing rewritten keys to are live, and in no run. */
 KVC_API kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,
                               int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,
                               int64_t max_runs, int64_t *num_runs);
 
-/* Checks every invariant of the bookkeeping.  KVC_ERR_CORRUPT with the reason in kvc_last_error(). */
+/* Checks every invariant of the bookkeeping.  KVC_ERR_CORRUPT, with the reason in kvc_last_error(). */
 KVC_API kvc_status kvc_validate(kvc_cache *cache);
 
 /* ---- reading rows ----------------------------------------------------------------------------------------------- */
@@ -457,7 +466,7 @@ typedef struct kvc_span {
 KVC_API kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
                              int64_t max_spans, int64_t *num_spans, kvc_hold **hold);
 
-/* Lets go of the rows; NULL is nothing.  Free every hold before the cache. */
+/* Frees a hold, and lets go of its rows; ignores NULL.  Free every hold before the cache. */
 KVC_API void kvc_hold_free(kvc_hold *hold);
 
 typedef struct kvc_rows_out {
@@ -468,9 +477,9 @@ typedef struct kvc_rows_out {
     int64_t k_head_stride, k_row_stride;
     int64_t v_head_stride, v_row_stride;
     int32_t *positions;  /* [rows] set to where each row stands, -1 where kvc_extract found none; may be NULL */
-    int64_t *num_stored; /* set to how many rows there are to copy from: of the sequence in the layer, or, by kvc_dense,
-                            what kvc_dense_rows says; also where the call fails because it asks for more rows, or other
-                            than these.  May be NULL.  Rows, positions and number are of one moment */
+    int64_t *num_stored; /* set to how many rows there are to copy from: those of the sequence in the layer, or, by
+                            kvc_dense, what kvc_dense_rows says; also if the call fails because it asks for more, or
+                            another number.  May be NULL.  Rows, positions and number are of one moment */
 } kvc_rows_out;
 
 /* Copies rows [first_row, first_row + num_rows), counted in order of arrival, of a sequence in a layer: decoded, and
@@ -504,8 +513,8 @@ typedef struct kvc_rows_in {
 KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                               const kvc_rows_in *in);
 
-/* Which row, counted in order of arrival, stands at a position, the latest of several; -1 if there is none, or no such
- * layer. */
+/* Returns which row, counted in order of arrival, stands at a position, the latest of several; -1 if there is none, or
+ * no such layer. */
 KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position);
 
 /* ---- a forward pass --------------------------------------------------------------------------------------------- */
@@ -514,8 +523,9 @@ KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, in
 
 /* Opens a batch: makes room in every layer for num_tokens tokens, from 1 to KVC_MAX_BATCH, at these positions of these
  * sequences.  seq_ids NULL: all of sequence 0.  positions NULL: those that follow what each sequence holds at that
- * moment, from kvc_next_position on.  Evicts what no later query can see: below the smallest position that a sequence
- * has in the batch, in other sequences below their next, less what the policies keep.
+ * moment, from kvc_next_position on.  Evicts rows that no later query can see and the policies do not keep, taking it
+ * that none comes below the smallest position that a sequence has in the batch, or, in other sequences, below their
+ * next one.
  * parents, where it is not NULL, makes trees of the tokens (speculated ones, to be verified together): parents[i] is an
  * earlier token of the same sequence, or -1, and of the batch a token sees itself and its ancestors, whatever their
  * positions, and nothing else.
@@ -534,8 +544,8 @@ typedef struct kvc_begin_args {
                                  committed; the same for all tokens of a sequence.  NULL: all sequences are stored */
 } kvc_begin_args;
 
-/* kvc_begin for batches with sequences that are not to be stored: to score a text, say, or where memory is short.  What
- * such a sequence held before is seen by this batch, and dropped once it is committed.
+/* Does what kvc_begin does for batches with sequences that are not to be stored, for example to score a text, or where
+ * memory is short.  This batch sees what such a sequence held before; once it is committed, that is dropped.
  * Where it held nothing, its tokens take the memory of one layer.  Rows that kvc_attend puts stay until kvc_attend puts
  * in another layer, be it cancelled; to attend to them after that, or to ask for them by kvc_dense, is KVC_ERR_GONE.
  * Rows that kvc_put puts or kvc_slots shows stay until the batch ends, in memory of their own (KVC_ERR_FULL for
@@ -543,7 +553,7 @@ typedef struct kvc_begin_args {
  * max_sequences do not count such tokens, and kvc_blocks does not show their rows. */
 KVC_API kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch);
 
-/* The positions of the batch's tokens, [num_tokens]; valid until the batch ends. */
+/* Returns the positions of the batch's tokens, [num_tokens]; valid until the batch ends. */
 KVC_API const int32_t *kvc_batch_positions(const kvc_batch *batch);
 
 typedef struct kvc_put_args {
@@ -563,7 +573,7 @@ typedef struct kvc_put_args {
 } kvc_put_args;
 
 /* Stores keys and values of one layer; v is NULL where values lie in the keys.  Disjoint ranges of tokens may be put
- * from several threads at once.  Strides may be anything, negative and 0 too, in whole elements.
+ * from several threads at once.  Strides may be negative or 0; they are whole elements.
  * In a KVC_CROSS layer the num_tokens rows (at least 1; first is 0) replace all that the sequence has there: for this
  * batch at once, for others once it is committed.
  * KVC_ERR_INVALID if a token was put before, or if the layer shares another's rows or has none; KVC_ERR_INDEX if the
@@ -579,7 +589,7 @@ KVC_API kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *
 KVC_API kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
                              kvc_hold **hold);
 
-/* Says that tokens [first, first + num_tokens) of the batch were written where kvc_slots showed.  KVC_ERR_INDEX;
+/* Notes that tokens [first, first + num_tokens) of the batch were written where kvc_slots showed.  KVC_ERR_INDEX;
  * KVC_ERR_INVALID as in kvc_put. */
 KVC_API kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
 
@@ -619,7 +629,7 @@ typedef struct kvc_plan_args {
  * and the batch's own, at positions up to its own, that the policy shows; those of the batch must have been put in this
  * layer.  Where nothing is visible, out is 0 and lse -inf.  Sums are kept in f32.  The bits of a token's result depend
  * on nothing but the rows it sees and which tokens of its sequence are in the call: not on threads, on where rows lie,
- * or on who else is in the batch.  (Infinities and NaN in rows may make NaN, for tokens of the call that do not see
+ * or on who else is in the batch.  (Infinities and NaN in rows may make NaN for tokens of the call that do not see
  * them, too.)
  * KVC_ERR_INVALID also where a visible token was not put, or a sequence has no rows in a cross-attention layer;
  * KVC_ERR_INDEX; KVC_ERR_GONE (kvc_begin_with); KVC_ERR_NOMEM; KVC_ERR_FULL as in kvc_put; KVC_ERR_CANCELLED (cancel,
@@ -628,31 +638,32 @@ typedef struct kvc_plan_args {
  * KVC_ERR_CANCELLED, out and lse hold anything. */
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
 
-/* kvc_attend for runners with threads of their own.  A plan cuts the work into tasks and takes all memory that they
- * need; it serves every layer of the group that has the same shapes, one layer at a time, until the batch ends.  It may
- * be made before rows are put, but in a cross-attention layer after what is put in this batch.  It ends with the batch,
- * or before that by kvc_plan_free; NULL is nothing there.  KVC_ERR_INDEX; KVC_ERR_NOMEM. */
+/* Makes a plan, for runners with threads of their own.  A plan cuts the work of kvc_attend into tasks and takes all
+ * memory that they need; it serves every layer of the group that has the same shapes, one layer at a time, until the
+ * batch ends.  It may be made before rows are put, but in a cross-attention layer after what is put in this batch.  It
+ * is freed with the batch, or before that by kvc_plan_free, which ignores NULL.  KVC_ERR_INDEX; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **plan);
 KVC_API void kvc_plan_free(kvc_plan *plan);
 KVC_API int64_t kvc_plan_num_tasks(const kvc_plan *plan);
 
-/* Runs task `task` of a layer, from any thread: every task of [0, num_tasks) once, best in about this order, as the
+/* Runs one task of a layer, on any thread.  Run every task of [0, num_tasks) once, best in about this order, as the
  * large ones come first.  The last to end merges, in a fixed order, so no barrier is needed.  All calls for one layer
  * get the same args; args->put is NULL.
  * After tasks failed, were cancelled or were left out, run these again, or all of them, in any order: results are right
  * once the last has ended.  Where all are run again, args may have changed.  The next layer may be begun as well.
  * KVC_ERR_INDEX if there is no such task; KVC_ERR_BUSY while another thread runs the same task, or tasks of
  * another layer; KVC_ERR_INVALID, KVC_ERR_GONE and KVC_ERR_CANCELLED (cancel) as in kvc_attend.  kvc_last_error() has
- * the sentence on the thread that ran the task. */
+ * the message on the thread that ran the task. */
 KVC_API kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task);
 
-/* For callers with an attention of their own: how many rows the batch's tokens might see in a layer.  They are the
- * stored rows of each sequence of the batch, by rising id, and the batch's own that were put, each sequence in order of
- * position (of equal ones, in order of arrival).  KVC_ERR_GONE (kvc_begin_with). */
+/* Sets *num_rows to the number of rows the batch's tokens might see in a layer, for callers with an attention of their
+ * own.  These are the stored rows of each sequence of the batch, by rising id, and the batch's own that were put, each
+ * sequence in order of position (of equal ones, in order of arrival).  KVC_ERR_GONE (kvc_begin_with). */
 KVC_API kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows);
 
-/* For by_sequence: how many sequences the batch has, and how many of these rows the sequence with most of them has.
- * KVC_ERR_INVALID unless the batch's tokens come sequence after sequence, as many of each; KVC_ERR_GONE. */
+/* Sets *num_sequences to the number of sequences the batch has, and *most_rows to how many of these rows the sequence
+ * with most of them has, for by_sequence.  KVC_ERR_INVALID unless the batch's tokens come sequence after sequence, as
+ * many of each; KVC_ERR_GONE. */
 KVC_API kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_sequences, int64_t *most_rows);
 
 typedef struct kvc_dense_args {
@@ -671,23 +682,23 @@ typedef struct kvc_dense_args {
     int64_t k_batch_stride, v_batch_stride;
 } kvc_dense_args;
 
-/* Copies these rows, decoded and rotated for where they stand now, and says which token sees which, with all threads of
- * the cache.  KVC_ERR_INVALID if num_rows is not what there are, and as in kvc_dense_sequences; KVC_ERR_NOMEM;
- * KVC_ERR_GONE (kvc_begin_with). */
+/* Copies these rows, decoded and rotated for the positions they have now, and says which token sees which, with all
+ * threads of the cache.  KVC_ERR_INVALID if num_rows is not the number there are, and as in kvc_dense_sequences;
+ * KVC_ERR_NOMEM; KVC_ERR_GONE (kvc_begin_with). */
 KVC_API kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args);
 
-/* Ends the batch: its tokens are part of their sequences, if these are stored; the handle is freed.  KVC_ERR_INVALID if
- * a token was not put in some layer; KVC_ERR_NOMEM; after an error the batch is still open. */
+/* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.  KVC_ERR_INVALID if a
+ * token was not put in some layer; KVC_ERR_NOMEM; after an error the batch is still open. */
 KVC_API kvc_status kvc_commit(kvc_batch *batch);
 
-/* kvc_commit with num_kept of the tokens only, the accepted ones of those that were speculated: their indices in the
- * batch, in any order.  The others need not have been put.  What a sequence was given in a cross-attention layer is
- * kept if one of its tokens is.  Errors as in kvc_commit; KVC_ERR_INDEX for an index that is none, KVC_ERR_INVALID for
- * one given twice. */
+/* Does what kvc_commit does with num_kept of the tokens only, such as the accepted ones of those that were speculated:
+ * `kept` has their indices in the batch, in any order.  The others need not have been put.  What a sequence was given
+ * in a cross-attention layer is kept if one of its tokens is.  Errors as in kvc_commit; KVC_ERR_INDEX for an index
+ * that is none, KVC_ERR_INVALID for one given twice. */
 KVC_API kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept);
 
-/* Ends the batch: its tokens never were, but rows that kvc_begin evicted stay evicted; the handle is freed.  NULL is
- * nothing. */
+/* Ends the batch and frees it, as if its tokens had never been; rows that kvc_begin evicted stay evicted.  Ignores
+ * NULL. */
 KVC_API void kvc_abort(kvc_batch *batch);
 
 #ifdef __cplusplus
