@@ -1,4 +1,4 @@
-/* attend.c: runs the tasks of a plan, for the public functions. */
+/* attend.c: runs the tasks of a plan: all of them for kvc_attend, one of them for kvc_plan_run. */
 #include <math.h>
 #include <string.h>
 
@@ -9,7 +9,7 @@
 
 /* ---- running tasks ----------------------------------------------------------------------------------------------- */
 
-/* Scratch that nobody uses at the moment.  There is one for each thread that was announced; a further one waits. */
+/* Takes a lane that no task uses.  There is one for each thread of the plan; further ones wait. */
 static int32_t take_lane(kvc_plan *plan) {
     for (;;) {
         for (int32_t i = 0; i < plan->num_lanes; i++)
@@ -24,21 +24,22 @@ static void lock_round(kvc_round *round) {
 
 static void unlock_round(kvc_round *round) { atomic_flag_clear_explicit(&round->lock, memory_order_release); }
 
+/* Attends to the rows of task i, and ends its parts. */
 static kvc_status run_task(kvc_call *c, int64_t i) {
     kvc_plan *plan = c->plan;
     const int32_t l = take_lane(plan);
     kvc_task t = kvc_make_task(c, i, plan->lanes + (size_t)l * plan->lane.size);
     const int cancelled = kvc_is_cancelled(c) || !kvc_attend_part(&t);
-    if (!cancelled && c->again) lock_round(&plan->round);
+    if (!cancelled && c->is_rerun) lock_round(&plan->round);
     if (!cancelled) kvc_end_parts(&t);
-    if (!cancelled && c->again) unlock_round(&plan->round);
+    if (!cancelled && c->is_rerun) unlock_round(&plan->round);
     atomic_flag_clear_explicit(&plan->lane_taken[l], memory_order_release);
     return cancelled ? kvc_fail(KVC_ERR_CANCELLED, "the attention was cancelled") : KVC_OK;
 }
 
 /* ---- rounds ------------------------------------------------------------------------------------------------------ */
 
-/* Another layer, or other arrays, begin a round: what was run of the one before is forgotten. */
+/* Begins a round where the layer or the arrays are others than before, and forgets what was run in the last one. */
 static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
     kvc_round *round = &plan->round;
     if (round->layer == layer && round->q == args->q && round->out == args->out && round->lse == args->lse)
@@ -47,7 +48,7 @@ static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_arg
         return kvc_fail(KVC_ERR_BUSY, "tasks are being run for layer %d: a plan serves one layer at a time",
                         round->layer);
     if (round->num_done) kvc_plan_reset(plan);
-    round->again = round->failed = 0;
+    round->is_rerun = round->has_failed = 0;
     round->layer = layer;
     round->q = args->q;
     round->out = args->out;
@@ -55,32 +56,33 @@ static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_arg
     return KVC_OK;
 }
 
-/* Says whether this task is the first of those that are run again. */
-static int begins_again(const kvc_round *round, int64_t task) {
-    return !round->again && (round->failed || round->states[task] == KVC_TASK_DONE);
+/* Whether this task is the one that makes the round a rerun. */
+static int begins_rerun(const kvc_round *round, int64_t task) {
+    return !round->is_rerun && (round->has_failed || round->states[task] == KVC_TASK_DONE);
 }
 
-/* Begins a task; sets in *c whether it was done before, and how the call is to end it. */
+/* Begins a task of the round; sets c->is_rerun and c->was_done.  A rerun begins once no task of the round runs. */
 static kvc_status begin_task(kvc_call *c, int32_t layer, const kvc_attend_args *args, int64_t task) {
     kvc_plan *plan = c->plan;
     kvc_round *round = &plan->round;
     lock_round(round);
     kvc_status status = join_round(plan, layer, args);
-    while (status == KVC_OK && begins_again(round, task) && round->num_running) { /* none of these waits */
+    /* Running tasks wait for nothing, so they end. */
+    while (status == KVC_OK && begins_rerun(round, task) && round->num_running) {
         unlock_round(round);
         kvc_pause();
         lock_round(round);
         status = join_round(plan, layer, args); /* another layer may have begun meanwhile */
     }
-    if (status == KVC_OK && begins_again(round, task)) {
-        kvc_plan_recount(plan); /* what is counted of a unit from now on is which of its parts there are */
-        round->again = 1;
-        round->failed = 0;
+    if (status == KVC_OK && begins_rerun(round, task)) {
+        kvc_plan_recount(plan); /* in a rerun, `remaining` counts the parts whose results are missing */
+        round->is_rerun = 1;
+        round->has_failed = 0;
     }
     if (status == KVC_OK && round->states[task] == KVC_TASK_RUNNING)
         status = kvc_fail(KVC_ERR_BUSY, "task %lld is being run by another thread", (long long)task);
     if (status == KVC_OK) {
-        c->again = round->again;
+        c->is_rerun = round->is_rerun;
         c->was_done = round->states[task] == KVC_TASK_DONE;
         round->states[task] = KVC_TASK_RUNNING;
         round->num_running++;
@@ -89,7 +91,7 @@ static kvc_status begin_task(kvc_call *c, int32_t layer, const kvc_attend_args *
     return status;
 }
 
-/* A part that was there stays, where its task is cancelled when it is run again. */
+/* Ends a task of the round.  Where it was done before and is cancelled now, the part that it left stays. */
 static void end_task(const kvc_call *c, int64_t task, int is_done) {
     const int64_t num_tasks = kvc_plan_num_tasks(c->plan);
     kvc_round *round = &c->plan->round;
@@ -97,7 +99,7 @@ static void end_task(const kvc_call *c, int64_t task, int is_done) {
     round->states[task] = is_done || c->was_done ? KVC_TASK_DONE : KVC_TASK_OPEN;
     round->num_running--;
     round->num_done += is_done && !c->was_done;
-    if (round->num_done == num_tasks && !round->again) { /* the next round */
+    if (round->num_done == num_tasks && !round->is_rerun) { /* all is done: begin the next round */
         memset(round->states, KVC_TASK_OPEN, (size_t)num_tasks);
         round->num_done = 0;
     }
@@ -132,7 +134,7 @@ static kvc_status check_args(const kvc_layer *layer, int32_t num_tokens, const k
     return KVC_OK;
 }
 
-/* A plan made for one layer serves others. */
+/* Checks that the plan, which may have been made for another layer, serves this one. */
 static kvc_status check_plan_layer(const kvc_plan *plan, int32_t layer) {
     const kvc_cache *cache = plan->batch->cache;
     const kvc_status status = kvc_check_layer(cache, layer);
@@ -148,7 +150,7 @@ static kvc_status check_plan_layer(const kvc_plan *plan, int32_t layer) {
     return KVC_OK;
 }
 
-/* The batch's own rows that a unit's queries see must have been put, or be among those that are about to be. */
+/* Checks that the batch's own rows that a unit sees were put, or are among those of `put`, which are about to be. */
 static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t layer, const kvc_put_args *put,
                              const kvc_sheet *sheet) {
     const kvc_batch *batch = plan->batch;
@@ -175,7 +177,7 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t
     return KVC_OK;
 }
 
-/* Checks the units of one task. */
+/* Checks what the members of one task see. */
 static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, const kvc_sheet *sheet) {
     const kvc_job *job = kvc_job_of(plan, task);
     kvc_status status = KVC_OK;
@@ -187,10 +189,10 @@ static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, 
 static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_sheet *sheet) {
     const kvc_cache *cache = plan->batch->cache;
     c->plan = plan;
-    c->again = c->was_done = 0;
+    c->is_rerun = c->was_done = 0;
     c->args = args;
     c->kernels = cache->kernels;
-    c->level = cache->prefetch_level;
+    c->prefetch_level = cache->prefetch_level;
     c->layer = &cache->layers[layer];
     c->layout = &cache->layouts[cache->layout_of[layer]];
     c->sheet = sheet;
@@ -203,6 +205,7 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
     atomic_init(&c->status, KVC_OK);
 }
 
+/* Checks the arguments of kvc_plan_run, and runs the task. */
 static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_args *given, int64_t task) {
     kvc_attend_args args;
     kvc_call c;
@@ -233,7 +236,7 @@ kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *ar
     const kvc_status status = run_planned(plan, layer, args, task);
     if (status == KVC_OK) return status;
     lock_round(&plan->round);
-    plan->round.failed |= plan->round.layer == layer;
+    plan->round.has_failed |= plan->round.layer == layer;
     unlock_round(&plan->round);
     return status;
 }
@@ -248,13 +251,15 @@ static kvc_status run_all(kvc_call *c) {
     /* Below this many multiply-adds, about 20 microseconds, waking threads costs more than they save. */
     static const double WORTH_THREADS = 1 << 19;
     const kvc_plan *plan = c->plan;
-    kvc_cache_watch(plan->batch->cache, plan->work, &c->watch);
-    kvc_parallel(plan->work < WORTH_THREADS ? 1 : plan->args.num_threads, kvc_plan_num_tasks(plan), run_one, c);
+    kvc_cache_watch(plan->batch->cache, plan->multiply_adds, &c->watch);
+    kvc_parallel(plan->multiply_adds < WORTH_THREADS ? 1 : plan->args.num_threads, kvc_plan_num_tasks(plan), run_one,
+                 c);
     const kvc_status status = (kvc_status)atomic_load(&c->status);
     return status == KVC_OK ? KVC_OK : kvc_fail(status, "the attention was cancelled");
 }
 
-/* sheet: the layer's, if it has one before or after. */
+/* Puts rows, where `put` is not NULL, and runs all tasks.  *sheet: the layer's, if it has one; set to it, if it gets
+ * one here. */
 static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_put_args *put,
                          kvc_sheet **sheet) {
     kvc_call c;
@@ -284,7 +289,7 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     if (status != KVC_OK) return status;
     const int32_t layer = plan_args.layer;
     int puts = args.put != NULL;
-    if (puts && !kvc_keeps_tokens(batch->cache, layer)) { /* there, a plan goes over the rows that were put before */
+    if (puts && !kvc_keeps_tokens(batch->cache, layer)) { /* in such a layer, a plan is made of rows that are there */
         status = kvc_put_rows(batch, layer, &put, NULL);
         puts = 0;
     }

@@ -3,10 +3,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "attend/work.h"
+#include "store/check.h"
 #include "store/read.h"
 #include "store/sheet.h"
-#include "store/check.h"
 
 /* One row on its way: rows are sorted by position, runs are copied as they lie. */
 typedef struct dense_row {

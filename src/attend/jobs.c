@@ -1,73 +1,82 @@
-/* jobs.c: which units share rows, and in what order tasks are run.
+/* jobs.c: which units share rows, and in which order tasks are run.
  *
- * The rule for tasks.  Who works off what, and when, changes no bit, so it may look at everything:
- *   - units of a whole sequence whose parts begin with the same rows, as those of forks do, are one task, which reads
- *     these rows once and then goes on with the rest of each.  It has at most KVC_TASK_QUERIES query rows if it is
- *     streamed, KVC_TILE_QUERIES if it is tiled, and at most one of SHARES shares of what a thread has to do if it is
- *     done by as many as were announced;
- *   - the largest tasks come first, so that little is left to do when the last one is begun; KV head by KV head, as
- *     units of a prompt then find its rows in a cache, but where there are less than SHARES jobs for each thread.
+ * The rule for tasks.  Which task computes what, and when, changes no bit, so the rule may look at everything:
+ *   - Units of whole sequences whose parts begin with the same rows, as those of forks do, become one job, which reads
+ *     these rows once and then goes on with the rest of each.  A job has at most KVC_TASK_QUERIES query rows if it is
+ *     streamed, KVC_TILE_QUERIES if it is tiled, and at most 1 / TASKS_PER_THREAD of the work of one of the plan's
+ *     threads.
+ *   - The largest jobs come first, so that little is left to do when the last one begins.  Tasks go KV head by KV head,
+ *     as units of a prompt then find its rows in a cache, unless there are fewer than TASKS_PER_THREAD jobs per thread.
  */
 #include "attend/jobs.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-enum { SHARES = 4 };
-
-/* ---- the order of rows ------------------------------------------------------------------------------------------- */
+enum { TASKS_PER_THREAD = 4 };
 
 static int compare(int64_t a, int64_t b) { return (a > b) - (a < b); }
 
-/* Orders runs by where they begin. */
+/* ---- the order of rows ------------------------------------------------------------------------------------------- */
+
+/* Orders runs by where they begin.  Any order of blocks will do, so it is that of their addresses. */
 static int compare_starts(const kvc_run *a, const kvc_run *b) {
-    const int64_t x[] = {(int64_t)(intptr_t)a->block, a->slot, a->position, a->delta},
-                  y[] = {(int64_t)(intptr_t)b->block, b->slot, b->position, b->delta};
-    int order = 0;
-    for (int i = 0; !order && i < 4; i++) order = compare(x[i], y[i]);
-    return order;
+    int order = compare((intptr_t)a->block, (intptr_t)b->block);
+    if (!order) order = compare(a->slot, b->slot);
+    if (!order) order = compare(a->position, b->position);
+    return order ? order : compare(a->delta, b->delta);
 }
 
-/* Orders units by what must be alike before they can share rows. */
-static int compare_kinds(const kvc_draft_unit *a, const kvc_draft_unit *b) {
-    const int64_t x[] = {a->unit.tiled, a->unit.part_rows, a->stored.sinks, a->stored.low, a->stored.end},
-                  y[] = {b->unit.tiled, b->unit.part_rows, b->stored.sinks, b->stored.low, b->stored.end};
-    int order = 0;
-    for (int i = 0; !order && i < 5; i++) order = compare(x[i], y[i]);
-    return order;
+static int is_same_run(const kvc_run *a, const kvc_run *b) { return a->count == b->count && compare_starts(a, b) == 0; }
+
+/* Orders units by their kind: what must be the same before they can share rows. */
+static int compare_kinds(const kvc_new_unit *a, const kvc_new_unit *b) {
+    int order = compare(a->unit.tiled, b->unit.tiled);
+    if (!order) order = compare(a->unit.part_rows, b->unit.part_rows);
+    if (!order) order = compare(a->stored.sinks, b->stored.sinks);
+    if (!order) order = compare(a->stored.low, b->stored.low);
+    return order ? order : compare(a->stored.end, b->stored.end);
 }
 
-/* Orders units by their stored rows.  *same: how many runs are known to be the same, -1 for not even the kind; it
- * becomes how many are. */
-static int compare_units(const kvc_maker *m, int32_t a, int32_t b, int32_t *same) {
-    enum { STEP = 64 }; /* runs */
-    const kvc_draft_unit *x = &m->units[a], *y = &m->units[b];
-    const int32_t num = x->num_runs < y->num_runs ? x->num_runs : y->num_runs;
-    if (*same < 0) {
-        const int order = compare_kinds(x, y);
-        if (order) return order;
-        *same = 0;
-    }
-    int32_t i = *same;
-    while (num - i >= STEP && memcmp(x->runs + i, y->runs + i, STEP * sizeof(kvc_run)) == 0) i += STEP;
-    while (i < num && memcmp(x->runs + i, y->runs + i, sizeof(kvc_run)) == 0) i++;
-    *same = i;
-    int order = i < num ? compare_starts(x->runs + i, y->runs + i) : compare(x->num_runs, y->num_runs);
-    if (!order && i < num) order = compare(x->runs[i].count, y->runs[i].count);
+/* The lists of runs that two units of one kind have, from the first run in which they differ. */
+static int compare_runs(const kvc_new_unit *a, const kvc_new_unit *b, int32_t same_runs) {
+    if (same_runs == a->num_runs || same_runs == b->num_runs) return compare(a->num_runs, b->num_runs);
+    const kvc_run *x = a->runs + same_runs, *y = b->runs + same_runs;
+    const int order = compare_starts(x, y);
+    return order ? order : compare(x->count, y->count);
+}
+
+/* Orders units by kind, then by stored rows, then by index.  same_runs: see kvc_neighbour. */
+static int compare_units(const kvc_new_unit *units, int32_t a, int32_t b, int32_t same_runs) {
+    const int order =
+        same_runs < 0 ? compare_kinds(&units[a], &units[b]) : compare_runs(&units[a], &units[b], same_runs);
     return order ? order : compare(a, b);
 }
 
-/* Merges two sorted lists.  Of their first units that one comes next which has more runs in common with the one that
- * came last; only where both have as many are they compared, from there on (Ng and Kakehi 2008). */
-static void merge(const kvc_maker *m, kvc_neighbour *to, const kvc_neighbour *a, int32_t num_a, const kvc_neighbour *b,
-                  int32_t num_b) {
-    int32_t same_a = -1,
-            same_b = -1; /* runs that the first of a, and of b, has in common with the one that came last */
+/* kvc_neighbour's same_runs of two units, which is known to be `known` or more. */
+static int32_t count_same_runs(const kvc_new_unit *a, const kvc_new_unit *b, int32_t known) {
+    enum { STEP = 64 }; /* runs that are compared at once, as bytes: long lists are compared a few times as fast */
+    _Static_assert(sizeof(kvc_run) == sizeof(kvc_block *) + 4 * sizeof(int32_t), "runs have no padding");
+    if (known < 0 && compare_kinds(a, b) != 0) return -1;
+    const int32_t num = a->num_runs < b->num_runs ? a->num_runs : b->num_runs;
+    int32_t same = known < 0 ? 0 : known;
+    while (num - same >= STEP && memcmp(a->runs + same, b->runs + same, STEP * sizeof(kvc_run)) == 0) same += STEP;
+    while (same < num && is_same_run(a->runs + same, b->runs + same)) same++;
+    return same;
+}
+
+/* Merges two sorted lists.  Of their first units that one comes next which has more runs in common with the unit that
+ * came last; only where both have as many are they compared, from there on (Ng and Kakehi 2008).  So sorting costs no
+ * more than to walk once over the runs that units have in common. */
+static void merge(const kvc_new_unit *units, kvc_neighbour *to, const kvc_neighbour *a, int32_t num_a,
+                  const kvc_neighbour *b, int32_t num_b) {
+    /* runs that the first of a, and of b, has in common with the unit that came last */
+    int32_t same_a = -1, same_b = -1;
     for (; num_a || num_b; to++) {
         const int is_tie = num_a && num_b && same_a == same_b;
-        int32_t same = same_a;
+        const int32_t same = is_tie ? count_same_runs(&units[a->unit], &units[b->unit], same_a) : 0;
         const int takes_a =
-            is_tie ? compare_units(m, a->unit, b->unit, &same) < 0 : !num_b || (num_a && same_a > same_b);
+            is_tie ? compare_units(units, a->unit, b->unit, same) < 0 : !num_b || (num_a && same_a > same_b);
         *to = takes_a ? *a++ : *b++;
         to->same_runs = takes_a ? same_a : same_b;
         if (is_tie) same_a = same_b = same;
@@ -78,58 +87,56 @@ static void merge(const kvc_maker *m, kvc_neighbour *to, const kvc_neighbour *a,
     }
 }
 
-/* Rows that the run after the last common one of two units begins with in both. */
-static int32_t rows_alike(const kvc_draft_unit *a, const kvc_draft_unit *b, int32_t run) {
-    if (run >= a->num_runs || run >= b->num_runs || compare_starts(&a->runs[run], &b->runs[run]) != 0) return 0;
-    return kvc_rows_in_reach(&a->stored, a->runs[run].count < b->runs[run].count ? &a->runs[run] : &b->runs[run]);
-}
-
-/* Finds out which rows a unit shares with the one before it, and with which part and run its own begin. */
-static void find_common(const kvc_maker *m, kvc_neighbour *n) {
-    kvc_draft_unit *u = &m->units[n->unit];
-    const kvc_reach *r = &u->stored;
-    if (n->same_runs < 0) return;
-    int32_t run = n->same_runs;
-    int64_t before = u->stored_rows; /* rows before `run` */
-    for (int32_t i = run; i < u->num_runs; i++) before -= kvc_rows_in_reach(r, &u->runs[i]);
-    n->rows = before + rows_alike(&m->units[n[-1].unit], u, run);
-    const int64_t part = n->rows / u->unit.part_rows, begin = part * u->unit.part_rows;
-    while (before > begin) before -= kvc_rows_in_reach(r, &u->runs[--run]);
-    n->tiled = begin + (n->rows - begin) / KVC_TILE * KVC_TILE;
-    u->first_part = (int32_t)part;
-    u->first_run = run;
-    u->rows_before = before;
-}
-
 /* Sorts lists of one unit, of two, of four ... */
-static void sort_whole(kvc_maker *m) {
-    const int64_t num = m->num_whole;
+static void sort_whole(const kvc_new_unit *units, const kvc_unit_order *order) {
+    const int64_t num = order->num_whole;
     for (int64_t width = 1; width < num; width *= 2) {
         for (int64_t first = 0; first < num; first += 2 * width) {
             const int64_t rest = num - first, num_a = rest < width ? rest : width;
             const int64_t num_b = rest - num_a < width ? rest - num_a : width;
-            const kvc_neighbour *a = m->order + first;
-            merge(m, m->spare + first, a, (int32_t)num_a, a + num_a, (int32_t)num_b);
+            const kvc_neighbour *a = order->items + first;
+            merge(units, order->spare + first, a, (int32_t)num_a, a + num_a, (int32_t)num_b);
         }
-        memcpy(m->order, m->spare, (size_t)num * sizeof *m->order);
+        memcpy(order->items, order->spare, (size_t)num * sizeof *order->items);
     }
 }
 
-/* Sorts the units of whole sequences by their rows, so that those with most in common stand side by side; the others
- * follow. */
-void kvc_sort_units(kvc_maker *m) {
+/* Rows in reach that the run in which two units first differ begins with in both. */
+static int32_t same_rows_of_run(const kvc_new_unit *a, const kvc_new_unit *b, int32_t run) {
+    if (run >= a->num_runs || run >= b->num_runs || compare_starts(&a->runs[run], &b->runs[run]) != 0) return 0;
+    return kvc_rows_in_reach(&a->stored, a->runs[run].count < b->runs[run].count ? &a->runs[run] : &b->runs[run]);
+}
+
+/* Finds which rows and parts a unit has in common with the one before it, and with which run its own parts begin. */
+static void find_common_rows(kvc_new_unit *units, kvc_neighbour *n) {
+    kvc_new_unit *u = &units[n->unit];
+    const kvc_reach *reach = &u->stored;
+    if (n->same_runs < 0) return;
+    int32_t run = n->same_runs;
+    int64_t rows_before = u->stored_rows; /* before `run` */
+    for (int32_t i = run; i < u->num_runs; i++) rows_before -= kvc_rows_in_reach(reach, &u->runs[i]);
+    n->same_rows = rows_before + same_rows_of_run(&units[n[-1].unit], u, run);
+    const int64_t part = n->same_rows / u->unit.part_rows, begin = part * u->unit.part_rows;
+    while (rows_before > begin) rows_before -= kvc_rows_in_reach(reach, &u->runs[--run]);
+    n->same_tile_rows = begin + (n->same_rows - begin) / KVC_TILE * KVC_TILE;
+    u->first_part = (int32_t)part;
+    u->first_run = run;
+    u->rows_before = rows_before;
+}
+
+void kvc_order_units(kvc_new_unit *units, int32_t num_units, kvc_unit_order *order) {
     int32_t whole = 0, others = 0;
-    for (int32_t u = 0; u < m->plan->num_units; u++) m->num_whole += m->units[u].is_whole;
-    for (int32_t u = 0; u < m->plan->num_units; u++)
-        m->order[m->units[u].is_whole ? whole++ : m->num_whole + others++] =
+    for (int32_t u = 0; u < num_units; u++) order->num_whole += units[u].is_whole;
+    for (int32_t u = 0; u < num_units; u++)
+        order->items[units[u].is_whole ? whole++ : order->num_whole + others++] =
             (kvc_neighbour){.unit = u, .same_runs = -1};
-    sort_whole(m);
-    for (int32_t i = 1; i < m->num_whole; i++) find_common(m, &m->order[i]);
+    sort_whole(units, order);
+    for (int32_t i = 1; i < order->num_whole; i++) find_common_rows(units, &order->items[i]);
 }
 
 /* ---- jobs -------------------------------------------------------------------------------------------------------- */
 
-/* One part of these units, of which so many rows are read once for all. */
+/* Adds a job: one part of these units, whose first `shared` rows are read once for all. */
 static void add_job(kvc_plan *plan, int32_t part, const kvc_neighbour *n, int32_t num, int64_t shared) {
     const kvc_job *last = plan->num_jobs ? &plan->jobs[plan->num_jobs - 1] : NULL;
     kvc_job job = {.first_member = last ? last->first_member + last->num_members : 0,
@@ -141,74 +148,101 @@ static void add_job(kvc_plan *plan, int32_t part, const kvc_neighbour *n, int32_
         const kvc_unit *unit = &plan->units[n[m].unit];
         const int64_t rows = kvc_part_rows(unit, part);
         job.rows += rows - shared;
-        job.work += rows * kvc_num_q(plan, unit);
+        job.work += rows * kvc_num_query_rows(plan, unit);
         plan->members[job.first_member + m] = n[m].unit;
     }
     plan->jobs[plan->num_jobs++] = job;
 }
 
-/* The parts of a unit from one on, each by itself. */
-static void add_jobs(kvc_plan *plan, int32_t unit, int32_t part) {
+/* Adds a job for each part of a unit from `part` on. */
+static void add_jobs_alone(kvc_plan *plan, int32_t unit, int32_t part) {
     const kvc_neighbour alone = {.unit = unit};
     for (; part < plan->units[unit].num_parts; part++)
         add_job(plan, part, &alone, 1, kvc_part_rows(&plan->units[unit], part));
 }
 
-/* Rows at the beginning of a part that are the same for a unit and the one before it: all, or whole tiles of them. */
-static int64_t shared_in(const kvc_plan *plan, const kvc_neighbour *n, int32_t part) {
+/* Rows at the beginning of a part that a unit has in common with the one before it: all, or whole tiles of them. */
+static int64_t shared_in_part(const kvc_plan *plan, const kvc_neighbour *n, int32_t part) {
     const kvc_unit *unit = &plan->units[n->unit];
     const int64_t begin = part * unit->part_rows;
-    if (n->rows <= begin) return 0;
-    if (n->rows >= begin + unit->part_rows) return unit->part_rows;
-    const int is_all = n->rows == unit->num_rows && n->rows == plan->units[n[-1].unit].num_rows;
-    return (is_all ? n->rows : n->tiled) - begin;
+    if (n->same_rows <= begin) return 0;
+    if (n->same_rows >= begin + unit->part_rows) return unit->part_rows;
+    const int is_all = n->same_rows == unit->num_rows && n->same_rows == plan->units[n[-1].unit].num_rows;
+    return (is_all ? n->same_rows : n->same_tile_rows) - begin;
 }
 
-/* How many rows are not read again when so many units that share so many become one job. */
-static int64_t saved(int64_t shared, int32_t num) { return shared * (num - 1); }
+/* Neighbours that are one job: items[0 .. num_units). */
+typedef struct job_group {
+    int32_t num_units;
+    int64_t shared; /* rows that they have in common */
+    int64_t query_rows, work;
+} job_group;
 
-/* How many of `num` units, from this one on, are best one job.  As long as another one fits, it joins unless more is
- * saved where it begins the next job, together with the unit after it. */
-static int32_t group_of(const kvc_plan *plan, const kvc_neighbour *n, int32_t num, int32_t part, int64_t most_work,
-                        int64_t *shared) {
-    const kvc_unit *unit = &plan->units[n->unit];
-    const int64_t most_q = unit->tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES;
-    int64_t q = kvc_num_q(plan, unit), work = q * kvc_part_rows(unit, part);
-    int32_t joined = 1;
-    *shared = kvc_part_rows(unit, part);
-    for (; joined < num && n[joined].shared; joined++) {
-        unit = &plan->units[n[joined].unit];
-        q += kvc_num_q(plan, unit);
-        work += kvc_num_q(plan, unit) * kvc_part_rows(unit, part);
-        if (q > most_q || work > most_work) break;
-        const int64_t with =
-                          *shared < n[joined].shared ? *shared : n[joined].shared, /* by this unit and those before */
-            next = joined + 1 < num ? n[joined + 1].shared : 0, with_next = with < next ? with : next;
-        const int64_t together = saved(with, joined + 1), and_next = saved(with_next, joined + 2);
-        if ((together > and_next ? together : and_next) < saved(*shared, joined) + saved(next, 2)) break;
-        *shared = with;
+static void join(job_group *g, const kvc_plan *plan, const kvc_unit *unit, int32_t part, int64_t shared) {
+    g->num_units++;
+    g->shared = shared;
+    g->query_rows += kvc_num_query_rows(plan, unit);
+    g->work += kvc_num_query_rows(plan, unit) * kvc_part_rows(unit, part);
+}
+
+static int has_room(const job_group *g, const kvc_plan *plan, const kvc_unit *unit, int32_t part, int64_t most_work) {
+    const int32_t query_rows = kvc_num_query_rows(plan, unit);
+    return g->query_rows + query_rows <= (unit->tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES) &&
+           g->work + query_rows * kvc_part_rows(unit, part) <= most_work;
+}
+
+/* The cost of a job is the number of rows that it reads.  M units, of which unit m has R(m) rows in the part and all
+ * have the first S of them in common, cost
+ *
+ *     S + sum of (R(m) - S) over m  =  sum of R(m) over m - S * (M - 1)
+ *
+ * so that joining them saves S * (M - 1) rows, which is what this returns.  S is the least that any two neighbours
+ * among them share. */
+static int64_t rows_saved(int64_t shared, int64_t num_units) { return shared * (num_units - 1); }
+
+/* Whether more is saved if the unit after a group begins the next group, together with the unit after it, than if it
+ * joins this one, with or without the other.  shared: of the unit with the last one of the group; next_shared: of the
+ * unit with the one after it.  With M units that share S rows in the group, T for next_shared, and S1 and S2 for what
+ * is shared once one and once both have joined: S1 * M and S2 * (M + 1) are less than S * (M - 1) + T. */
+static int is_better_apart(const job_group *g, int64_t shared, int64_t next_shared) {
+    const int64_t joined = kvc_smaller(g->shared, shared), both_joined = kvc_smaller(joined, next_shared);
+    const int64_t apart = rows_saved(g->shared, g->num_units) + rows_saved(next_shared, 2);
+    return rows_saved(joined, g->num_units + 1) < apart && rows_saved(both_joined, g->num_units + 2) < apart;
+}
+
+/* Groups items[0] with as many of the units after it as are best one job.  The whole list is to be cut so that most is
+ * saved: greedily, looking one unit ahead, the next unit joins as long as it shares rows, has room and is not better
+ * off apart. */
+static job_group group_neighbours(const kvc_plan *plan, const kvc_neighbour *items, int32_t num, int32_t part,
+                                  int64_t most_work) {
+    const kvc_unit *unit = &plan->units[items->unit];
+    job_group g = {0};
+    join(&g, plan, unit, part, kvc_part_rows(unit, part));
+    for (int32_t i = 1; i < num && items[i].shared; i++) {
+        unit = &plan->units[items[i].unit];
+        if (!has_room(&g, plan, unit, part, most_work)) break;
+        if (is_better_apart(&g, items[i].shared, i + 1 < num ? items[i + 1].shared : 0)) break;
+        join(&g, plan, unit, part, kvc_smaller(g.shared, items[i].shared));
     }
-    return joined;
+    return g;
 }
 
-/* Jobs for one part of so many units.  Returns how many of these share rows of the next part with a neighbour, too:
- * they stay in the list, the other parts of the others are jobs of their own. */
-static int32_t add_shared_jobs(kvc_maker *m, int32_t part, int32_t num, int64_t most_work) {
-    kvc_plan *plan = m->plan;
-    kvc_neighbour *n = m->order;
+/* Adds the jobs of one part of the first `num` units.  Keeps those of them in `items` that share rows of the next part
+ * with a neighbour, and returns how many these are; adds jobs for all parts that the others have left. */
+static int32_t add_jobs_of_part(kvc_plan *plan, kvc_neighbour *items, int32_t num, int32_t part, int64_t most_work) {
     int32_t kept = 0;
-    int64_t shared;
-    for (int32_t i = 0; i < num; i++) n[i].shared = i ? shared_in(plan, &n[i], part) : 0;
-    for (int32_t i = 0, joined; i < num; i += joined) {
-        joined = group_of(plan, n + i, num - i, part, most_work, &shared);
-        add_job(plan, part, n + i, joined, shared);
+    for (int32_t i = 0; i < num; i++) items[i].shared = i ? shared_in_part(plan, &items[i], part) : 0;
+    for (int32_t i = 0; i < num;) {
+        const job_group g = group_neighbours(plan, items + i, num - i, part, most_work);
+        add_job(plan, part, items + i, g.num_units, g.shared);
+        i += g.num_units;
     }
     for (int32_t i = 0; i < num; i++) {
-        const kvc_neighbour unit = n[i];
-        if (shared_in(plan, &n[i], part + 1) || (i + 1 < num && shared_in(plan, &n[i + 1], part + 1)))
-            n[kept++] = unit;
+        const kvc_neighbour item = items[i];
+        if (shared_in_part(plan, &items[i], part + 1) || (i + 1 < num && shared_in_part(plan, &items[i + 1], part + 1)))
+            items[kept++] = item;
         else
-            add_jobs(plan, unit.unit, part + 1);
+            add_jobs_alone(plan, item.unit, part + 1);
     }
     return kept;
 }
@@ -218,19 +252,24 @@ static int by_work(const void *a, const void *b) {
     return x->work != y->work ? compare(y->work, x->work) : compare(x->first_member, y->first_member);
 }
 
-/* All that are to be done, the largest first. */
-void kvc_find_jobs(kvc_maker *m) {
-    kvc_plan *plan = m->plan;
+/* Sorts the jobs, the largest first, unless they are in order already. */
+static void sort_jobs(kvc_plan *plan) {
+    int64_t i = 1;
+    while (i < plan->num_jobs && plan->jobs[i - 1].work >= plan->jobs[i].work) i++;
+    if (i < plan->num_jobs) qsort(plan->jobs, (size_t)plan->num_jobs, sizeof *plan->jobs, by_work);
+}
+
+void kvc_find_jobs(kvc_plan *plan, const kvc_new_unit *units, const kvc_unit_order *order) {
+    const int64_t enough_jobs = TASKS_PER_THREAD * (int64_t)plan->args.num_threads;
     int64_t work = 0, most_work = INT64_MAX;
-    int32_t num = m->num_whole > 1 ? m->num_whole : 0, sorted = 1;
+    int32_t num = order->num_whole > 1 ? order->num_whole : 0; /* units that may share rows of a part */
     plan->num_jobs = 0;
     for (int32_t u = 0; u < plan->num_units; u++) {
-        work += plan->units[u].num_rows * kvc_num_q(plan, &plan->units[u]);
-        if (!num || !m->units[u].is_whole) add_jobs(plan, u, 0);
+        work += plan->units[u].num_rows * kvc_num_query_rows(plan, &plan->units[u]);
+        if (!num || !units[u].is_whole) add_jobs_alone(plan, u, 0);
     }
-    if (plan->args.num_threads > 1) most_work = work * plan->num_kv_heads / (SHARES * (int64_t)plan->args.num_threads);
-    for (int32_t part = 0; num; part++) num = add_shared_jobs(m, part, num, most_work);
-    for (int64_t i = 1; i < plan->num_jobs; i++) sorted &= plan->jobs[i - 1].work >= plan->jobs[i].work;
-    if (!sorted) qsort(plan->jobs, (size_t)plan->num_jobs, sizeof *plan->jobs, by_work);
-    plan->by_head = plan->args.num_threads == 1 || plan->num_jobs >= SHARES * (int64_t)plan->args.num_threads;
+    if (plan->args.num_threads > 1) most_work = work * plan->num_kv_heads / enough_jobs;
+    for (int32_t part = 0; num; part++) num = add_jobs_of_part(plan, order->items, num, part, most_work);
+    sort_jobs(plan);
+    plan->by_head = plan->args.num_threads == 1 || plan->num_jobs >= enough_jobs;
 }

@@ -1,14 +1,28 @@
-/* jobs.h: joins units that share rows into jobs. */
+/* jobs.h: joins units that share rows into jobs, and puts these in the order in which they are run. */
 #ifndef KVC_JOBS_H
 #define KVC_JOBS_H
 
 #include "attend/units.h"
 
-/* Sorts the units of whole sequences by their rows, so that those with most in common stand side by side; the others
- * follow. */
-void kvc_sort_units(kvc_maker *m);
+/* A unit's place in the order of rows, and what it has in common with the unit before it there. */
+typedef struct kvc_neighbour {
+    int32_t unit;
+    int32_t same_runs;      /* that both begin with; -1: they are of different kinds, and share nothing */
+    int64_t same_rows;      /* in reach, that both begin with */
+    int64_t same_tile_rows; /* of these, those in whole tiles */
+    int64_t shared;         /* of these, those in the part that is being made into jobs */
+} kvc_neighbour;
 
-/* All that are to be done, the largest first. */
-void kvc_find_jobs(kvc_maker *m);
+/* Units in the order of their rows: those with most in common stand side by side. */
+typedef struct kvc_unit_order {
+    kvc_neighbour *items, *spare; /* [plan->num_units] */
+    int32_t num_whole;            /* the first items: units of a whole sequence, which alone are sorted */
+} kvc_unit_order;
+
+/* Sorts units, and finds which parts of each are those of the unit before it. */
+void kvc_order_units(kvc_new_unit *units, int32_t num_units, kvc_unit_order *order);
+
+/* Fills in the plan's jobs, whose units have their pieces, the largest first.  Reorders order->items. */
+void kvc_find_jobs(kvc_plan *plan, const kvc_new_unit *units, const kvc_unit_order *order);
 
 #endif

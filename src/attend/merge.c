@@ -1,33 +1,33 @@
-/* merge.c: merges the results of a unit's parts, and writes them out. */
+/* merge.c: merges the results of a unit's parts by log-sum-exp (Flash-Decoding), and writes them out. */
 #include "attend/merge.h"
 
 #include <math.h>
 #include <string.h>
 
-/* The results of a unit's parts, for one KV head; a single part lies in the lane. */
+/* The results of a unit's parts, for one KV head: in plan->partials, or, of a single part, in the lane. */
 typedef struct results {
     const float *max, *sum, *acc; /* of part 0 */
     uint64_t stride;              /* from part to part, in floats */
 } results;
 
-/* By what a sum over scores of this maximum is multiplied to be one over scores of maximum `max`. */
-static float share_of(float own, float max) { return own == -INFINITY ? 0 : expf(own - max); }
+/* The factor that takes a sum of exp(score - own_max) to one of exp(score - max). */
+static float rescale_factor(float own_max, float max) { return own_max == -INFINITY ? 0 : expf(own_max - max); }
 
-/* Adds the parts of query row r up in their order, each by its share: `out` becomes their acc, returned is their sum.
- */
+/* Adds up the parts of query row r, in their order, each rescaled to the maximum of all.  Writes the accumulated values
+ * to `out`, which is the lane's acc, and returns the sum. */
 static float add_parts(const kvc_task *t, const results *all, int32_t r, float max, float *out) {
     const kvc_plan *plan = t->call->plan;
     const size_t stride = (size_t)plan->lane.acc_stride, row = (size_t)r * stride;
-    float factor = share_of(all->max[r], max), sum = factor * all->sum[r];
+    float factor = rescale_factor(all->max[r], max), sum = factor * all->sum[r];
     if (t->unit->num_parts == 1 && factor == 1) return sum;
     if (t->unit->num_parts > 1) memcpy(out, all->acc + row, stride * sizeof *out);
     int32_t p = 1, n;
-    do { /* once even if there is one part: out is multiplied by the factor */
+    do { /* once even where there is one part, as `out` is to be multiplied by the factor */
         float weights[KVC_TILE];
         const void *rows[KVC_TILE];
         for (n = 0; n < KVC_TILE && p < t->unit->num_parts; n++, p++) {
             const uint64_t part = (uint64_t)p * all->stride;
-            weights[n] = share_of(all->max[part + (size_t)r], max);
+            weights[n] = rescale_factor(all->max[part + (size_t)r], max);
             sum += weights[n] * all->sum[part + (size_t)r];
             rows[n] = all->acc + part + row;
         }
@@ -38,23 +38,26 @@ static float add_parts(const kvc_task *t, const results *all, int32_t r, float m
     return sum;
 }
 
-/* Merges the parts of query row r, and divides by their sum: the output row, in acc's place in the lane. */
+/* Merges the parts of query row r, and divides by their sum.  Returns the output row, which takes acc's place in the
+ * lane. */
 static float *merge_row(const kvc_task *t, const results *all, int32_t r, float *lse) {
     const kvc_plan *plan = t->call->plan;
     const float *sinks = t->call->args->sinks;
     const float sink = sinks ? sinks[kvc_query_head_of(t, r)] : -INFINITY;
     float *out = t->acc + (size_t)r * (size_t)plan->lane.acc_stride, max = sink;
     for (int32_t p = 0; p < t->unit->num_parts; p++) max = fmaxf(max, all->max[(size_t)p * all->stride + (size_t)r]);
-    const float sum = add_parts(t, all, r, max, out) + share_of(sink, max);
-    t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / sum); /* 0: nothing was visible, out is 0 */
+    const float sum = add_parts(t, all, r, max, out) + rescale_factor(sink, max);
+    t->call->kernels->scale(out, 0, 1, plan->v_dim,
+                            sum == 0 ? 1 : 1 / sum); /* 0: the query saw nothing, and `out` is 0 */
     *lse = sum == 0 ? -INFINITY : max + logf(sum);
     return out;
 }
 
+/* Writes the output rows, and lse where the caller asks for it. */
 static void write_out(const kvc_task *t, const results *all) {
     const kvc_call *c = t->call;
     const kvc_attend_args *a = c->args;
-    for (int32_t r = 0; r < t->num_q; r++) {
+    for (int32_t r = 0; r < t->num_query_rows; r++) {
         const int32_t token = kvc_token_of(t, r) - c->plan->args.first, head = kvc_query_head_of(t, r);
         float lse;
         const float *row = merge_row(t, all, r, &lse);
@@ -69,16 +72,16 @@ static void write_out(const kvc_task *t, const results *all) {
     }
 }
 
-/* Where part p of the task's unit and head leaves its result. */
+/* Where the result of part p of the task's unit and KV head is kept. */
 static float *partial_of(const kvc_task *t, int32_t p) {
     const kvc_plan *plan = t->call->plan;
-    const uint64_t size = kvc_partial_size(t->num_q, plan->lane.acc_stride);
+    const uint64_t size = kvc_partial_size(t->num_query_rows, plan->lane.acc_stride);
     return plan->partials + t->unit->partials + ((size_t)t->head * (size_t)t->unit->num_parts + (size_t)p) * size;
 }
 
 static void keep_partial(const kvc_task *t) {
     float *partial = partial_of(t, t->part);
-    const size_t q = (size_t)t->num_q;
+    const size_t q = (size_t)t->num_query_rows;
     memcpy(partial, t->max, q * sizeof *partial);
     memcpy(partial + q, t->sum, q * sizeof *partial);
     memcpy(partial + kvc_align_up(2 * q, KVC_LANES), t->acc,
@@ -87,14 +90,14 @@ static void keep_partial(const kvc_task *t) {
 
 static results results_of(const kvc_task *t) {
     if (t->unit->num_parts == 1) return (results){t->max, t->sum, t->acc, 0};
-    const size_t q = (size_t)t->num_q;
+    const size_t q = (size_t)t->num_query_rows;
     const float *partial = partial_of(t, 0);
     return (results){partial, partial + q, partial + kvc_align_up(2 * q, KVC_LANES),
-                     kvc_partial_size(t->num_q, t->call->plan->lane.acc_stride)};
+                     kvc_partial_size(t->num_query_rows, t->call->plan->lane.acc_stride)};
 }
 
-/* A member's part is done; the last of its unit and head to end writes the result, and so does each that is run again.
- */
+/* Keeps the result of a member's part.  The last task of the unit and KV head to end merges the parts and writes the
+ * output; in a rerun each does that has all parts there. */
 static void end_part(const kvc_task *t) {
     const kvc_call *c = t->call;
     const kvc_unit *unit = t->unit;
@@ -102,7 +105,7 @@ static void end_part(const kvc_task *t) {
     if (unit->num_parts > 1) keep_partial(t);
     const int new_parts = c->was_done ? 0 : 1;
     if (atomic_fetch_sub(remaining, new_parts) != new_parts) return;
-    if (!c->again) atomic_store(remaining, unit->num_parts); /* for the next layer */
+    if (!c->is_rerun) atomic_store(remaining, unit->num_parts); /* for the next layer */
     const results all = results_of(t);
     write_out(t, &all);
 }
@@ -110,7 +113,7 @@ static void end_part(const kvc_task *t) {
 void kvc_end_parts(const kvc_task *t) {
     for (int32_t m = 0, first = 0; m < t->job->num_members; m++) {
         const kvc_task own = kvc_member_of(t, m, first);
-        first += own.num_q;
+        first += own.num_query_rows;
         end_part(&own);
     }
 }

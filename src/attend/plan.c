@@ -1,9 +1,10 @@
-/* plan.c: makes plans, and keeps them for calls that come.
+/* plan.c: makes plans: memory, deltas, the public functions.
  *
- * How.  Units are counted and listed (cut_batch); those of whole sequences are sorted by their stored runs, each pair
- * of neighbours knowing how much they have in common (sort_units), which costs no more than to go over what is the same
- * once; then memory is taken (settle), pieces are listed, of a part that neighbours have in common once (fill_units),
- * and neighbours become jobs, part by part (find_jobs).
+ * A plan is one allocation, whose size is known only once its units are.  So it is made in this order (new_plan,
+ * make_plan): count the units and take scratch for them; list them, with what each sees (units.c); sort those of whole
+ * sequences by their stored runs, each knowing what it has in common with the one before it (jobs.c); size the plan's
+ * arrays and allocate them; list the deltas and their angles, then the pieces, those of a part that neighbours have in
+ * common once (units.c); join neighbours into jobs, part by part (jobs.c).
  */
 #include "attend/plan.h"
 
@@ -14,37 +15,80 @@
 #include "store/check.h"
 #include "store/scratch.h"
 
+/* What a plan is made from, in scratch that is given back once the plan is made. */
+typedef struct maker {
+    kvc_plan *plan;      /* a struct on the stack, then the allocation that it is copied to */
+    kvc_new_unit *units; /* [plan->num_units] */
+    kvc_unit_order order;
+    uint8_t *marks; /* of kvc_list_units */
+    void *scratch;  /* that these are in; NULL where there is one unit, without marks */
+    uint64_t size;
+    kvc_new_unit one_unit;
+    kvc_neighbour one_item;
+} maker;
+
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-/* Sizes of the plan's arrays. */
+/* Takes memory for the units that were counted, and for marks; 0 if there is none. */
+static int take_scratch(maker *m) {
+    const uint64_t num = (uint64_t)m->plan->num_units;
+    kvc_batch *batch = m->plan->batch;
+    m->units = &m->one_unit;
+    m->order.items = &m->one_item;
+    if (num == 1 && !batch->parents) return 1;
+    const uint64_t units = kvc_add_array(&m->size, num * sizeof *m->units);
+    const uint64_t items = kvc_add_array(&m->size, num * sizeof *m->order.items);
+    const uint64_t spare = kvc_add_array(&m->size, num * sizeof *m->order.spare);
+    const uint64_t marks = kvc_add_array(&m->size, batch->parents ? (uint64_t)batch->num_tokens : 0);
+    kvc_lock(batch->cache);
+    char *start = m->scratch = kvc_scratch_take(batch->cache, &m->size);
+    kvc_unlock(batch->cache, KVC_OK);
+    if (!start) return 0;
+    m->units = (void *)(start + units);
+    m->order.items = (void *)(start + items);
+    m->order.spare = (void *)(start + spare);
+    m->marks = (void *)(start + marks);
+    if (batch->parents) memset(m->marks, 0, (size_t)batch->num_tokens);
+    return 1;
+}
+
+static void give_scratch(const maker *m, kvc_cache *cache) {
+    if (!m->scratch) return;
+    kvc_lock(cache);
+    kvc_scratch_give(cache, m->scratch, m->size);
+    kvc_unlock(cache, KVC_OK);
+}
+
+/* What the units of a plan add up to. */
 typedef struct totals {
-    int64_t pieces, parts, counters;
-    int64_t whole_q; /* query rows of units of a whole sequence */
-    uint64_t partials;
-    int32_t max_q, tiled;
-    double work;
+    int64_t pieces; /* at most */
+    int64_t parts, counters;
+    int64_t whole_query_rows; /* of units of a whole sequence */
+    uint64_t partials;        /* floats */
+    int32_t most_query_rows, any_tiled;
+    double multiply_adds;
 } totals;
 
-/* Gives each unit its place in the plan's arrays. */
-static totals lay_out_units(const kvc_maker *m) {
+/* Gives each unit its place in the plan's arrays, and adds up their sizes. */
+static totals lay_out_units(const maker *m) {
     const kvc_plan *plan = m->plan;
     totals t = {0};
     for (int32_t i = 0; i < plan->num_units; i++) {
-        const kvc_draft_unit *u = &m->units[i];
-        kvc_unit *unit = &m->units[i].unit;
-        const int32_t num_q = kvc_num_q(plan, unit);
-        const int64_t tasks = (int64_t)unit->num_parts * plan->num_kv_heads;
+        kvc_new_unit *u = &m->units[i];
+        kvc_unit *unit = &u->unit;
+        const int32_t query_rows = kvc_num_query_rows(plan, unit);
+        const uint64_t tasks = (uint64_t)unit->num_parts * (uint64_t)plan->num_kv_heads;
         unit->first_start = t.parts;
         unit->first_counter = t.counters;
         unit->partials = t.partials;
-        t.pieces += (int64_t)(u->num_runs - u->first_run) * (u->stored.sinks ? 2 : 1) + u->own_pieces; /* at most */
+        t.pieces += (int64_t)(u->num_runs - u->first_run) * (u->stored.sinks ? 2 : 1) + u->own_pieces;
         t.parts += unit->num_parts;
         t.counters += plan->num_kv_heads;
-        t.whole_q += u->is_whole ? num_q : 0;
-        if (unit->num_parts > 1) t.partials += (uint64_t)tasks * kvc_partial_size(num_q, plan->lane.acc_stride);
-        if (num_q > t.max_q) t.max_q = num_q;
-        t.tiled |= unit->tiled;
-        t.work += (double)unit->num_rows * num_q * plan->num_kv_heads * (plan->k_dim + plan->v_dim);
+        t.whole_query_rows += u->is_whole ? query_rows : 0;
+        if (unit->num_parts > 1) t.partials += tasks * kvc_partial_size(query_rows, plan->lane.acc_stride);
+        if (query_rows > t.most_query_rows) t.most_query_rows = query_rows;
+        t.any_tiled |= unit->tiled;
+        t.multiply_adds += (double)unit->num_rows * query_rows * plan->num_kv_heads * (plan->k_dim + plan->v_dim);
     }
     return t;
 }
@@ -57,9 +101,8 @@ static uint64_t add_floats(uint64_t *size, uint64_t count) {
 
 static void lay_out_lane(kvc_plan *plan, const totals *t) {
     kvc_lane_layout *lane = &plan->lane;
-    const int64_t most = t->tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES,
-                  together = t->whole_q < most ? t->whole_q : most;
-    const uint64_t q = (uint64_t)(together > t->max_q ? together : t->max_q);
+    const int64_t most_of_job = kvc_smaller(t->whole_query_rows, t->any_tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES);
+    const uint64_t q = (uint64_t)(most_of_job > t->most_query_rows ? most_of_job : t->most_query_rows);
     lane->size = 0;
     lane->q = add_floats(&lane->size, q * (uint64_t)lane->q_stride);
     lane->scores = add_floats(&lane->size, q * KVC_TILE);
@@ -67,65 +110,70 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     lane->max = add_floats(&lane->size, q);
     lane->sum = add_floats(&lane->size, q);
     lane->factor = add_floats(&lane->size, q);
-    lane->tokens = add_floats(&lane->size, q); /* of the same size */
-    lane->keys = add_floats(&lane->size, t->tiled ? (uint64_t)lane->q_stride * KVC_TILE : 0);
-    lane->values = add_floats(&lane->size, t->tiled ? (uint64_t)lane->acc_stride * KVC_TILE : 0);
-    lane->turned = add_floats(&lane->size, plan->num_deltas ? (uint64_t)lane->q_stride * KVC_TILE : 0);
+    lane->tokens = add_floats(&lane->size, q); /* an int32_t is as large as a float */
+    lane->keys = add_floats(&lane->size, t->any_tiled ? (uint64_t)lane->q_stride * KVC_TILE : 0);
+    lane->values = add_floats(&lane->size, t->any_tiled ? (uint64_t)lane->acc_stride * KVC_TILE : 0);
+    lane->rotated_keys = add_floats(&lane->size, plan->num_deltas ? (uint64_t)lane->q_stride * KVC_TILE : 0);
 }
 
-/* The plan on the stack, moved to scratch that has room for all its arrays; NULL if there is none. */
-static kvc_plan *settle(const kvc_plan *draft, const totals *t) {
-    uint64_t size = sizeof(kvc_plan);
-    const uint64_t units = kvc_add_array(&size, (uint64_t)draft->num_units * sizeof(kvc_unit));
-    const uint64_t pieces = kvc_add_array(&size, (uint64_t)t->pieces * sizeof(kvc_piece));
-    const uint64_t starts = kvc_add_array(&size, (uint64_t)t->parts * sizeof(kvc_start));
-    const uint64_t jobs = kvc_add_array(&size, (uint64_t)t->parts * sizeof(kvc_job)); /* at most */
-    const uint64_t members = kvc_add_array(&size, (uint64_t)t->parts * sizeof(int32_t));
-    const uint64_t counters = kvc_add_array(&size, (uint64_t)t->counters * sizeof(atomic_int));
-    const uint64_t states = kvc_add_array(&size, (uint64_t)t->parts * (uint64_t)draft->num_kv_heads);
-    const uint64_t flags = kvc_add_array(&size, (uint64_t)draft->num_lanes * sizeof(atomic_flag));
-    const uint64_t deltas = kvc_add_array(&size, (uint64_t)draft->num_deltas * sizeof(int32_t));
-    const uint64_t angles =
-        kvc_add_array(&size, (uint64_t)draft->batch->cache->num_ropes * (uint64_t)draft->num_deltas *
-                                 (uint64_t)draft->angles_stride * sizeof(float));
-    const uint64_t turns =
-        kvc_add_array(&size, draft->num_deltas ? (1 + KVC_NEAR) * (uint64_t)draft->angles_stride * sizeof(double) : 0);
-    const uint64_t non_causal = kvc_add_array(&size, draft->args.non_causal ? (uint64_t)draft->args.num_tokens : 0);
-    const uint64_t partials = kvc_add_array(&size, t->partials * sizeof(float));
-    const uint64_t lanes = kvc_add_array(&size, (uint64_t)draft->num_lanes * draft->lane.size * sizeof(float));
-    char *start = kvc_scratch_take(draft->batch->cache, &size);
-    if (!start) return NULL;
+/* Where the arrays of a plan lie behind its struct, in bytes. */
+typedef struct plan_layout {
+    uint64_t units, pieces, starts, jobs, members, counters, states, flags, deltas, angles, rope_table, non_causal,
+        partials, lanes, size;
+} plan_layout;
+
+static plan_layout lay_out_arrays(const kvc_plan *plan, const totals *t) {
+    const uint64_t parts = (uint64_t)t->parts, deltas = (uint64_t)plan->num_deltas;
+    const uint64_t angles = deltas * (uint64_t)plan->angles_stride, lanes = (uint64_t)plan->num_lanes;
+    plan_layout at = {.size = sizeof(kvc_plan)};
+    at.units = kvc_add_array(&at.size, (uint64_t)plan->num_units * sizeof(kvc_unit));
+    at.pieces = kvc_add_array(&at.size, (uint64_t)t->pieces * sizeof(kvc_piece));
+    at.starts = kvc_add_array(&at.size, parts * sizeof(kvc_part_start));
+    at.jobs = kvc_add_array(&at.size, parts * sizeof(kvc_job)); /* at most: none is shared */
+    at.members = kvc_add_array(&at.size, parts * sizeof(int32_t));
+    at.counters = kvc_add_array(&at.size, (uint64_t)t->counters * sizeof(atomic_int));
+    at.states = kvc_add_array(&at.size, parts * (uint64_t)plan->num_kv_heads);
+    at.flags = kvc_add_array(&at.size, lanes * sizeof(atomic_flag));
+    at.deltas = kvc_add_array(&at.size, deltas * sizeof(int32_t));
+    at.angles = kvc_add_array(&at.size, (uint64_t)plan->batch->cache->num_ropes * angles * sizeof(float));
+    at.rope_table =
+        kvc_add_array(&at.size, deltas ? (1 + KVC_NEAR) * (uint64_t)plan->angles_stride * sizeof(double) : 0);
+    at.non_causal = kvc_add_array(&at.size, plan->args.non_causal ? (uint64_t)plan->args.num_tokens : 0);
+    at.partials = kvc_add_array(&at.size, t->partials * sizeof(float));
+    at.lanes = kvc_add_array(&at.size, lanes * plan->lane.size * sizeof(float));
+    return at;
+}
+
+/* Copies a plan from the stack to the beginning of its allocation, and points it at the arrays there. */
+static kvc_plan *place_plan(const kvc_plan *draft, const plan_layout *at, char *start) {
     kvc_plan *plan = memcpy(start, draft, sizeof *draft);
-    plan->link.size = size;
-    plan->units = (void *)(start + units);
-    plan->pieces = (void *)(start + pieces);
-    plan->starts = (void *)(start + starts);
-    plan->jobs = (void *)(start + jobs);
-    plan->members = (void *)(start + members);
-    plan->remaining = (void *)(start + counters);
-    plan->round.states = (void *)(start + states);
-    plan->lane_taken = (void *)(start + flags);
-    plan->deltas = (void *)(start + deltas);
-    plan->angles = (void *)(start + angles);
-    plan->turns = (void *)(start + turns);
-    plan->non_causal = (void *)(start + non_causal);
-    if (draft->args.non_causal) {
-        memcpy(plan->non_causal, draft->args.non_causal, (size_t)draft->args.num_tokens);
-        plan->args.non_causal = plan->non_causal;
-    }
-    plan->partials = (void *)(start + partials);
-    plan->lanes = (void *)(start + lanes);
-    for (int32_t i = 0; i < plan->num_lanes; i++) atomic_flag_clear(&plan->lane_taken[i]);
+    plan->units = (void *)(start + at->units);
+    plan->pieces = (void *)(start + at->pieces);
+    plan->starts = (void *)(start + at->starts);
+    plan->jobs = (void *)(start + at->jobs);
+    plan->members = (void *)(start + at->members);
+    plan->remaining = (void *)(start + at->counters);
+    plan->round.states = (void *)(start + at->states);
+    plan->lane_taken = (void *)(start + at->flags);
+    plan->deltas = (void *)(start + at->deltas);
+    plan->angles = (void *)(start + at->angles);
+    plan->rope_table = (void *)(start + at->rope_table);
+    plan->non_causal = (void *)(start + at->non_causal);
+    plan->partials = (void *)(start + at->partials);
+    plan->lanes = (void *)(start + at->lanes);
+    if (!draft->args.non_causal) return plan;
+    memcpy(plan->non_causal, draft->args.non_causal, (size_t)draft->args.num_tokens);
+    plan->args.non_causal = plan->non_causal;
     return plan;
 }
 
-/* ---- keys that are off ------------------------------------------------------------------------------------------- */
+/* ---- deltas ------------------------------------------------------------------------------------------------------ */
 
-/* Calls visit for each stored run of the units that is off, but for those like the one before. */
-static void visit_deltas(const kvc_maker *m, void (*visit)(kvc_plan *plan, int32_t delta)) {
+/* Calls visit for each stored run whose keys are off, unless by as much as those of the run before it. */
+static void visit_deltas(const maker *m, void (*visit)(kvc_plan *plan, int32_t delta)) {
     int32_t last = 0;
     for (int32_t i = 0; i < m->plan->num_units; i++) {
-        const kvc_draft_unit *u = &m->units[i];
+        const kvc_new_unit *u = &m->units[i];
         if (i && u[-1].unit.sequence == u->unit.sequence) continue; /* the same runs */
         for (int32_t r = u->first_run; r < u->num_runs; last = u->runs[r++].delta)
             if (u->runs[r].delta && u->runs[r].delta != last) visit(m->plan, u->runs[r].delta);
@@ -137,28 +185,10 @@ static void count_delta(kvc_plan *plan, int32_t delta) {
     plan->num_deltas++;
 }
 
-static void add_delta(kvc_plan *plan, int32_t delta) { plan->deltas[plan->num_deltas++] = delta; }
+static void list_delta(kvc_plan *plan, int32_t delta) { plan->deltas[plan->num_deltas++] = delta; }
 
-static int by_value(const void *a, const void *b) {
-    const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
-    return (x > y) - (x < y);
-}
-
-/* Sorted, and each once. */
-static void find_deltas(const kvc_maker *m) {
-    kvc_plan *plan = m->plan;
-    const int32_t num = plan->num_deltas;
-    plan->num_deltas = 0;
-    visit_deltas(m, add_delta);
-    qsort(plan->deltas, (size_t)num, sizeof *plan->deltas, by_value);
-    plan->num_deltas = 0;
-    for (int32_t i = 0; i < num; i++)
-        if (plan->num_deltas == 0 || plan->deltas[i] != plan->deltas[plan->num_deltas - 1])
-            plan->deltas[plan->num_deltas++] = plan->deltas[i];
-}
-
-/* At most so many deltas, and so long angles. */
-static void size_angles(const kvc_maker *m) {
+/* Counts the deltas, equal ones perhaps several times, and finds how long the angles of one are. */
+static void count_deltas(const maker *m) {
     kvc_plan *plan = m->plan;
     const kvc_cache *cache = plan->batch->cache;
     visit_deltas(m, count_delta);
@@ -167,57 +197,43 @@ static void size_angles(const kvc_maker *m) {
             plan->angles_stride = (int32_t)kvc_rope_angles_size(&cache->ropes[r]);
 }
 
-/* Queries are turned by -delta: what a key that is off by delta lacks, since q . R(d) k = R(-d) q . k. */
-static void find_angles(const kvc_maker *m) {
+static int by_value(const void *a, const void *b) {
+    const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+    return (x > y) - (x < y);
+}
+
+/* Lists the deltas, sorted and each once. */
+static void list_deltas(const maker *m) {
     kvc_plan *plan = m->plan;
+    const int32_t num = plan->num_deltas;
+    plan->num_deltas = 0;
+    visit_deltas(m, list_delta);
+    qsort(plan->deltas, (size_t)num, sizeof *plan->deltas, by_value);
+    plan->num_deltas = 0;
+    for (int32_t i = 0; i < num; i++)
+        if (plan->num_deltas == 0 || plan->deltas[i] != plan->deltas[plan->num_deltas - 1])
+            plan->deltas[plan->num_deltas++] = plan->deltas[i];
+}
+
+/* Computes the angles that rotate query rows by -delta, which is what a key that is off by delta lacks:
+ * q . R(delta) k = R(-delta) q . k. */
+static void compute_angles(kvc_plan *plan) {
     const kvc_cache *cache = plan->batch->cache;
-    if (plan->num_deltas) find_deltas(m);
+    const size_t stride = (size_t)plan->angles_stride;
     for (int32_t layer = 0, last = -1; plan->num_deltas && layer < cache->num_layers; layer++) {
         const int32_t r = cache->rope_of[layer];
         if (cache->group_of[layer] != plan->group || r < 0 || r == last) continue;
-        kvc_rope_table table = {.angles = plan->turns, .coarse = 1};
-        for (int32_t d = 0; d < plan->num_deltas; d++)
-            kvc_rope_angles_from(&table, &cache->ropes[r], -plan->deltas[d],
-                                 plan->angles +
-                                     ((size_t)r * (size_t)plan->num_deltas + (size_t)d) * (size_t)plan->angles_stride);
+        kvc_rope_table table = {.angles = plan->rope_table, .coarse = 1};
+        float *angles = plan->angles + (size_t)r * (size_t)plan->num_deltas * stride;
+        for (int32_t d = 0; d < plan->num_deltas; d++, angles += stride)
+            kvc_rope_angles_from(&table, &cache->ropes[r], -plan->deltas[d], angles);
         last = r;
     }
 }
 
 /* ---- making a plan ----------------------------------------------------------------------------------------------- */
 
-/* Memory for the units that were counted, and for marks; 0 if there is none. */
-static int take_scratch(kvc_maker *m) {
-    const uint64_t num = (uint64_t)m->plan->num_units;
-    kvc_batch *batch = m->plan->batch;
-    m->units = &m->one_unit;
-    m->order = &m->one_order;
-    if (num == 1 && !batch->parents) return 1;
-    const uint64_t units = kvc_add_array(&m->size, num * sizeof *m->units);
-    const uint64_t order = kvc_add_array(&m->size, num * sizeof *m->order);
-    const uint64_t spare = kvc_add_array(&m->size, num * sizeof *m->spare);
-    const uint64_t marks = kvc_add_array(&m->size, batch->parents ? (uint64_t)batch->num_tokens : 0);
-    kvc_lock(batch->cache);
-    char *start = m->scratch = kvc_scratch_take(batch->cache, &m->size);
-    kvc_unlock(batch->cache, KVC_OK);
-    if (!start) return 0;
-    m->units = (void *)(start + units);
-    m->order = (void *)(start + order);
-    m->spare = (void *)(start + spare);
-    m->marks = (void *)(start + marks);
-    if (batch->parents) memset(m->marks, 0, (size_t)batch->num_tokens);
-    return 1;
-}
-
-static void give_scratch(kvc_maker *m) {
-    kvc_cache *cache = m->plan->batch->cache;
-    if (!m->scratch) return;
-    kvc_lock(cache);
-    kvc_scratch_give(cache, m->scratch, m->size);
-    kvc_unlock(cache, KVC_OK);
-}
-
-/* Threads that are not there any more may have been making the plan, or running a task of it. */
+/* Drops what threads of the parent were doing: making the plan, or running a task of it. */
 static void after_fork(kvc_plan_link *link) {
     kvc_plan *plan = (kvc_plan *)link;
     if (!plan->is_made) return;
@@ -226,38 +242,59 @@ static void after_fork(kvc_plan_link *link) {
     kvc_plan_reset(plan);
 }
 
-/* Blocks and sequences of the batch are its own, so only scratch needs the mutex. */
-static kvc_plan *make_plan(kvc_maker *m) {
-    kvc_plan *draft = m->plan;
+/* Moves the plan to an allocation with room for its arrays, and has the batch list it; NULL: there is no memory. */
+static kvc_plan *allocate_plan(const kvc_plan *draft, const totals *t) {
     kvc_batch *batch = draft->batch;
-    kvc_cut_batch(m);
-    kvc_sort_units(m);
-    size_angles(m);
-    const totals t = lay_out_units(m);
-    const int64_t most_tasks = t.parts * draft->num_kv_heads;
-    draft->num_lanes = draft->args.num_threads < most_tasks ? draft->args.num_threads : (int32_t)most_tasks;
-    draft->work = t.work;
-    lay_out_lane(draft, &t);
+    plan_layout at = lay_out_arrays(draft, t);
     kvc_lock(batch->cache);
-    kvc_plan *plan = settle(draft, &t);
+    char *start = kvc_scratch_take(batch->cache, &at.size);
+    kvc_plan *plan = start ? place_plan(draft, &at, start) : NULL;
     if (plan) {
-        plan->link.next = batch->plans;
-        plan->link.after_fork = after_fork;
+        plan->link = (kvc_plan_link){.next = batch->plans, .size = at.size, .after_fork = after_fork};
         batch->plans = &plan->link;
         atomic_flag_clear(&plan->taken);
         atomic_flag_test_and_set(&plan->taken);
+        for (int32_t i = 0; i < plan->num_lanes; i++) atomic_flag_clear(&plan->lane_taken[i]);
     }
     kvc_unlock(batch->cache, KVC_OK);
+    return plan;
+}
+
+/* Lists the pieces of all units, in the order of rows. */
+static void list_pieces(const maker *m) {
+    kvc_plan *plan = m->plan;
+    const kvc_unit *before = NULL;
+    for (int32_t i = 0; i < plan->num_units; i++) {
+        const int32_t u = m->order.items[i].unit;
+        plan->units[u] = m->units[u].unit;
+        kvc_list_pieces(plan, &m->units[u], &plan->units[u], before, m->marks);
+        before = &plan->units[u];
+    }
+}
+
+/* Makes the plan of the units that were counted.  Blocks and sequences of the batch are its own, so only scratch needs
+ * the mutex. */
+static kvc_plan *make_plan(maker *m) {
+    kvc_plan *draft = m->plan;
+    kvc_cache *cache = draft->batch->cache;
+    kvc_list_units(draft, m->units, m->marks);
+    kvc_order_units(m->units, draft->num_units, &m->order);
+    count_deltas(m);
+    const totals t = lay_out_units(m);
+    draft->num_lanes = (int32_t)kvc_smaller(draft->args.num_threads, t.parts * draft->num_kv_heads);
+    draft->multiply_adds = t.multiply_adds;
+    lay_out_lane(draft, &t);
+    kvc_plan *plan = m->plan = allocate_plan(draft, &t);
     if (!plan) return NULL;
-    m->plan = plan;
-    find_angles(m);
-    kvc_fill_units(m);
-    kvc_find_jobs(m);
+    if (plan->num_deltas) list_deltas(m);
+    compute_angles(plan);
+    list_pieces(m);
+    kvc_find_jobs(plan, m->units, &m->order);
     atomic_flag_clear(&plan->round.lock);
     kvc_plan_reset(plan);
-    kvc_lock(batch->cache);
+    kvc_lock(cache);
     plan->is_made = 1;
-    kvc_unlock(batch->cache, KVC_OK);
+    kvc_unlock(cache, KVC_OK);
     return plan;
 }
 
@@ -274,10 +311,10 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
                       .heads_per_kv = args->num_heads / layer->num_kv_heads};
     draft.lane.q_stride = (int32_t)kvc_align_up((size_t)layer->k_dim, KVC_CHUNK);
     draft.lane.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
-    kvc_maker m = {.plan = &draft};
-    kvc_cut_batch(&m); /* counts the units */
+    draft.num_units = kvc_count_units(&draft);
+    maker m = {.plan = &draft};
     *out = take_scratch(&m) ? make_plan(&m) : NULL;
-    give_scratch(&m);
+    give_scratch(&m, batch->cache);
     return *out ? KVC_OK : kvc_fail(KVC_ERR_NOMEM, "out of memory for the tasks of an attention");
 }
 
@@ -344,7 +381,7 @@ void kvc_plan_reset(kvc_plan *plan) {
     kvc_round *round = &plan->round;
     memset(round->states, KVC_TASK_OPEN, (size_t)kvc_plan_num_tasks(plan));
     round->num_running = round->num_done = 0;
-    round->again = round->failed = 0;
+    round->is_rerun = round->has_failed = 0;
     kvc_plan_recount(plan);
 }
 

@@ -1,15 +1,16 @@
-/* task.c: runs one task.
+/* task.c: attends to the rows of one task.
  *
- * A task goes over its rows in tiles of KVC_TILE row pointers, so that blocks, holes, one-slot runs and sharing are one
- * path.  The softmax is the online one (Milakov and Gimelshein 2018; FlashAttention): a running maximum and sum per
- * query row, what was accumulated being scaled whenever the maximum rises.  Parts are merged by log-sum-exp
- * (Flash-Decoding).  Rows that several sequences share are scored for the queries of all of them at once (as in
- * Hydragen, but without a change of order: a query's tiles are those it has when it is alone).
+ * The softmax is the online one (Milakov and Gimelshein 2018; FlashAttention): each query row has a running maximum and
+ * sum, and what was accumulated is scaled whenever the maximum rises.  Rows that several sequences share are scored for
+ * the query rows of all of them at once, as in Hydragen, but the tiles of a query row are those it has when its
+ * sequence is alone, so that the order of sums does not change.
  */
 #include "attend/task.h"
 
 #include <math.h>
 #include <string.h>
+
+/* ---- a task and its views ---------------------------------------------------------------------------------------- */
 
 kvc_task kvc_make_task(kvc_call *c, int64_t i, float *lane) {
     const kvc_plan *plan = c->plan;
@@ -28,7 +29,7 @@ kvc_task kvc_make_task(kvc_call *c, int64_t i, float *lane) {
                   .max = lane + at->max,
                   .sum = lane + at->sum,
                   .factor = lane + at->factor,
-                  .turn = -1,
+                  .delta_index = KVC_UNPREPARED,
                   .tokens = (void *)(lane + at->tokens)};
     int32_t num_tokens = 0;
     for (int32_t m = 0; m < job->num_members; m++) {
@@ -36,209 +37,15 @@ kvc_task kvc_make_task(kvc_call *c, int64_t i, float *lane) {
         memcpy(t.tokens + num_tokens, plan->batch->order + unit->first, (size_t)unit->num_tokens * sizeof *t.tokens);
         num_tokens += unit->num_tokens;
     }
-    t.num_q = num_tokens * plan->heads_per_kv;
+    t.num_query_rows = num_tokens * plan->heads_per_kv;
     return t;
 }
 
-/* The query rows as f32. */
-static void load_queries(const kvc_task *t) {
-    const kvc_call *c = t->call;
-    const kvc_attend_args *a = c->args;
-    for (int32_t r = 0; r < t->num_q; r++) {
-        const char *q = (const char *)a->q +
-                        kvc_token_offset(kvc_token_of(t, r) - c->plan->args.first, a->inner_tokens, a->q_token_stride,
-                                         a->q_batch_stride) +
-                        kvc_query_head_of(t, r) * a->q_head_stride;
-        c->kernels->convert[a->q_type][KVC_F32](t->q + (size_t)r * (size_t)c->plan->lane.q_stride, 0, q, 0, 1,
-                                                c->plan->k_dim);
-    }
-}
-
-/* What a tile's keys are off by, where that matters. */
-static int32_t turn_of(const kvc_task *t, const kvc_tile *tile) { return t->call->rope ? tile->turn : 0; }
-
-/* The angles that turn queries back where keys are off by the plan's delta `turn`. */
-static const float *angles_of(const kvc_call *c, int32_t turn) {
-    return c->angles + (size_t)(turn - 1) * (size_t)c->plan->angles_stride;
-}
-
-/* Where keys are off, the query rows are turned back by as much. */
-static void turn_queries(const kvc_task *t, int32_t turn) {
-    const kvc_call *c = t->call;
-    const kvc_plan *plan = c->plan;
-    const float *angles = angles_of(c, turn);
-    for (int32_t r = 0; r < t->num_q; r++)
-        kvc_rope_rotate(c->rope, angles, t->q + (size_t)r * (size_t)plan->lane.q_stride);
-}
-
-/* A tile's keys as they are multiplied: as they lie, or, of several turns, decoded and turned to where they stand.
- * turned: KVC_TILE pointers to fill then. */
-static const void *const *keys_for(const kvc_task *t, const kvc_tile *tile, const void *const *k, const void **turned) {
-    const kvc_call *c = t->call;
-    const int32_t dim = c->plan->k_dim, stride = c->plan->lane.q_stride;
-    if (turn_of(t, tile) != KVC_MIXED) return k;
-    float *to = t->lane + c->plan->lane.turned;
-    const kvc_piece *piece = tile->piece;
-    for (int32_t i = 0, offset = tile->offset; i < tile->n; piece++, offset = 0)
-        for (const int32_t end = i + kvc_smaller(piece->count - offset, tile->n - i); i < end; i++, to += stride) {
-            c->kernels->convert[c->layer->k_type][KVC_F32](to, 0, k[i], 0, 1, dim);
-            if (piece->turn) kvc_rope_rotate_back(c->rope, angles_of(c, piece->turn), to);
-            turned[i] = to;
-        }
-    for (int32_t i = tile->n; i < KVC_TILE; i++) turned[i] = turned[i - 1];
-    return turned;
-}
-
-/* What a tile's keys are multiplied as. */
-static int32_t key_type(const kvc_task *t, const kvc_tile *tile) {
-    return turn_of(t, tile) == KVC_MIXED ? KVC_F32 : t->call->layer->k_type;
-}
-
-/* The kernel that scores a tile for few query rows. */
-static const kvc_scorer *scorer_of(const kvc_task *t, const kvc_tile *tile) {
-    const kvc_kernels *kernels = t->call->kernels;
-    const int type = key_type(t, tile);
-    const int is_bf16 = type == KVC_BF16 && t->call->args->q_type == KVC_BF16 && !turn_of(t, tile);
-    return is_bf16 && kernels->score_bf16.score ? &kernels->score_bf16 : &kernels->score[type];
-}
-
-/* How its rows are multiplied by many query rows: as keys and as values. */
-static const kvc_tiler *key_tiler(const kvc_task *t, const kvc_tile *tile) {
-    return &t->call->kernels->tiler[key_type(t, tile)];
-}
-static const kvc_tiler *value_tiler(const kvc_task *t) { return &t->call->kernels->tiler[t->call->layer->v_type]; }
-
-/* The query rows as that, or what scores it, wants them. */
-static const float *queries_for(kvc_task *t, const kvc_tile *tile) {
-    const kvc_plan *plan = t->call->plan;
-    const int32_t turn = turn_of(t, tile);
-    if (turn == t->turn) return t->q;
-    load_queries(t);
-    if (turn > 0) turn_queries(t, turn);
-    kvc_prepare_fn *prepare = t->unit->tiled ? key_tiler(t, tile)->prepare : scorer_of(t, tile)->prepare;
-    prepare(t->q, plan->lane.q_stride, t->num_q, plan->k_dim, t->call->scale);
-    t->turn = turn;
-    return t->q;
-}
-
-/* A query token and which positions it sees, where order alone decides. */
-typedef struct sight {
-    int32_t token, low, sinks, last;
-} sight;
-
-static sight sight_of(const kvc_call *c, int32_t token) {
-    const int32_t position = c->plan->batch->positions[token];
-    return (sight){.token = token,
-                   .low = kvc_policy_lowest(c->policy, position),
-                   .sinks = kvc_policy_sinks(c->policy),
-                   .last = kvc_plan_sees_all(c->plan, token) ? INT32_MAX : position};
-}
-
-/* Whether the tile has rows that the batch's tree, and not their order, may hide: its own come last. */
-static int has_branches(const kvc_call *c, const kvc_tile *t) { return c->plan->batch->parents && t->is_batch; }
-
-static int sees_all(const kvc_call *c, const kvc_tile *t, const sight *s) {
-    return c->policy->kind == KVC_CROSS ||
-           (!has_branches(c, t) && t->max_position <= s->last && t->min_position >= s->low);
-}
-
-static int sees_none(const kvc_call *c, const kvc_tile *t, int32_t token) {
-    const sight s = sight_of(c, token);
-    return c->policy->kind != KVC_CROSS && !has_branches(c, t) &&
-           (t->min_position > s.last || (t->max_position < s.low && t->min_position >= s.sinks));
-}
-
-/* The scores of what is not seen become -inf. */
-static void hide(const kvc_call *c, kvc_tile *t, float *scores, const sight *s) {
-    const kvc_batch *batch = c->plan->batch;
-    const int is_tree = has_branches(c, t);
-    kvc_locate_rows(t, batch->order);
-    for (int32_t j = 0; j < t->n; j++) {
-        const int32_t p = t->position[j];
-        const int in_order = is_tree && t->token[j] >= 0 ? kvc_descends(batch, s->token, t->token[j]) : p <= s->last;
-        scores[j] = in_order && (p >= s->low || p < s->sinks) ? scores[j] : -INFINITY;
-    }
-}
-
-/* Softcap and ALiBi, of the scores of one query row over a tile. */
-static void bend(const kvc_call *c, kvc_tile *t, float *scores, int32_t token, int32_t head) {
-    const kvc_batch *batch = c->plan->batch;
-    if (c->args->softcap > 0)
-        for (int32_t j = 0; j < t->n; j++) scores[j] = c->args->softcap * tanhf(scores[j] / c->args->softcap);
-    if (!c->args->alibi) return;
-    kvc_locate_rows(t, batch->order);
-    for (int32_t j = 0; j < t->n; j++)
-        scores[j] += c->args->alibi[head] * (float)(t->position[j] - batch->positions[token]);
-}
-
-/* Scores become weights. */
-static void weigh(const kvc_task *t, kvc_tile *tile) {
-    const kvc_call *c = t->call;
-    const int32_t group = c->plan->heads_per_kv;
-    for (int32_t r = 0; r < t->num_q;) {
-        const sight s = sight_of(c, kvc_token_of(t, r));
-        const int hides = !sees_all(c, tile, &s);
-        for (int32_t h = 0; h < group; h++, r++) {
-            float *scores = t->scores + (size_t)r * KVC_TILE;
-            bend(c, tile, scores, s.token, t->head * group + h);
-            if (hides) hide(c, tile, scores, &s);
-        }
-    }
-    c->kernels->softmax(t->scores, t->num_q, tile->n, t->max, t->sum, t->factor);
-}
-
-/* Few query rows: each stored row is read once, for all of them.  k: the tile's keys; then those of the next, from
- * `rest` on.  Rows are pointed at just before they are read, or asked for: a tile fills the L1 cache. */
-static void stream_tile(kvc_task *t, kvc_tile *now, kvc_tile *next, const void *k[KVC_TILE], kvc_cursor *rest) {
-    const kvc_call *c = t->call;
-    const kvc_plan *plan = c->plan;
-    const void *v[KVC_TILE], *turned[KVC_TILE];
-    kvc_point_at_values(v, now, k);
-    const void *const *keys = keys_for(t, now, k, turned);
-    scorer_of(t, now)->score(t->scores, queries_for(t, now), plan->lane.q_stride, t->num_q, keys, now->n, plan->k_dim,
-                             (kvc_ahead){v, (int)c->layout->v_stored, c->level});
-    weigh(t, now);
-    kvc_next_tile(next, k, rest);
-    c->kernels->accumulate[c->layer->v_type](t->acc, plan->lane.acc_stride, t->factor, t->scores, t->num_q, v, now->n,
-                                             plan->v_dim,
-                                             (kvc_ahead){next->n ? k : NULL, (int)c->layout->k_row_bytes, c->level});
-}
-
-/* Asks for what will be read next. */
-static void prefetch(const void *p, size_t bytes) {
-#if defined(__GNUC__)
-    for (size_t i = 0; i < bytes; i += KVC_CACHE_LINE) __builtin_prefetch((const char *)p + i, 0, 2);
-#else
-    (void)p, (void)bytes;
-#endif
-}
-
-/* to = from * by, or to += it: [query rows][n], [query rows][k] and [k][n], rows so many floats apart. */
-typedef struct product {
-    kvc_matmul_fn *matmul;
-    float *to;
-    const float *from, *by;
-    int32_t to_stride, from_stride, by_stride, n, k, adds;
-    int32_t rows; /* at once */
-} product;
-
-/* Multiplies some query rows at a time, and between these asks for the rows of the next tile. */
-static void multiply(const kvc_task *t, const product *p, const void *const *next, int32_t num_next,
-                     size_t next_bytes) {
-    for (int32_t r = 0; r < t->num_q; r += p->rows) {
-        const int32_t rows = t->num_q - r < p->rows ? t->num_q - r : p->rows;
-        for (int32_t j = num_next * r / t->num_q; j < num_next * (r + rows) / t->num_q; j++)
-            prefetch(next[j], next_bytes);
-        p->matmul(p->to + (size_t)r * (size_t)p->to_stride, p->to_stride, p->from + (size_t)r * (size_t)p->from_stride,
-                  p->from_stride, p->by, p->by_stride, rows, p->n, p->k, p->adds);
-    }
-}
-
-/* A view of num_q query rows of a task, from row `first` on. */
-static kvc_task view_of(const kvc_task *t, int32_t first, int32_t num_q) {
+/* A view of some query rows of a task, from row `first` on. */
+static kvc_task view_of(const kvc_task *t, int32_t first, int32_t num_query_rows) {
     const kvc_plan *plan = t->call->plan;
     kvc_task view = *t;
-    view.num_q = num_q;
+    view.num_query_rows = num_query_rows;
     view.tokens += first / plan->heads_per_kv;
     view.q += (size_t)first * (size_t)plan->lane.q_stride;
     view.scores += (size_t)first * KVC_TILE;
@@ -249,37 +56,249 @@ static kvc_task view_of(const kvc_task *t, int32_t first, int32_t num_q) {
     return view;
 }
 
-/* The query rows from the first to the last that see anything of a tile: of the tile at the end of a prompt, or of a
- * window, that may be few. */
-static kvc_task seeing(const kvc_task *t, const kvc_tile *tile) {
-    const int32_t group = t->call->plan->heads_per_kv;
-    int32_t first = 0, end = t->num_q / group;
-    while (first < end && sees_none(t->call, tile, t->tokens[first])) first++;
-    while (first < end && sees_none(t->call, tile, t->tokens[end - 1])) end--;
-    return view_of(t, first * group, (end - first) * group);
+kvc_task kvc_member_of(const kvc_task *t, int32_t m, int32_t first) {
+    const kvc_plan *plan = t->call->plan;
+    const kvc_unit *unit = kvc_unit_of(plan, t->job, m);
+    kvc_task view = view_of(t, first, kvc_num_query_rows(plan, unit));
+    view.unit = unit;
+    return view;
 }
 
-/* Many query rows: the tile is decoded once, and multiplied.  k: as above. */
-static void multiply_tile(kvc_task *all, kvc_tile *now, kvc_tile *next, const void *k[KVC_TILE], kvc_cursor *rest) {
+/* ---- query rows and keys ----------------------------------------------------------------------------------------- */
+
+/* Copies the query rows to the lane, as f32. */
+static void load_query_rows(const kvc_task *t) {
+    const kvc_call *c = t->call;
+    const kvc_attend_args *a = c->args;
+    for (int32_t r = 0; r < t->num_query_rows; r++) {
+        const char *q = (const char *)a->q +
+                        kvc_token_offset(kvc_token_of(t, r) - c->plan->args.first, a->inner_tokens, a->q_token_stride,
+                                         a->q_batch_stride) +
+                        kvc_query_head_of(t, r) * a->q_head_stride;
+        c->kernels->convert[a->q_type][KVC_F32](t->q + (size_t)r * (size_t)c->plan->lane.q_stride, 0, q, 0, 1,
+                                                c->plan->k_dim);
+    }
+}
+
+/* The delta_index of a tile's keys; 0 where no rope rotates them. */
+static int32_t delta_index_of(const kvc_task *t, const kvc_tile *tile) { return t->call->rope ? tile->delta_index : 0; }
+
+/* The angles that rotate a query row to keys that are off by the delta with this index. */
+static const float *angles_of(const kvc_call *c, int32_t delta_index) {
+    return c->angles + (size_t)(delta_index - 1) * (size_t)c->plan->angles_stride;
+}
+
+static void rotate_query_rows(const kvc_task *t, int32_t delta_index) {
+    const kvc_call *c = t->call;
+    const kvc_plan *plan = c->plan;
+    const float *angles = angles_of(c, delta_index);
+    for (int32_t r = 0; r < t->num_query_rows; r++)
+        kvc_rope_rotate(c->rope, angles, t->q + (size_t)r * (size_t)plan->lane.q_stride);
+}
+
+/* The keys of a tile as the kernel is to read them: where they lie, or, where it is mixed, copies in the lane that are
+ * decoded and rotated.  rotated: where the pointers to such copies go. */
+static const void *const *keys_for(const kvc_task *t, const kvc_tile *tile, const void *rotated[KVC_TILE]) {
+    const kvc_call *c = t->call;
+    const int32_t dim = c->plan->k_dim, stride = c->plan->lane.q_stride;
+    if (delta_index_of(t, tile) != KVC_MIXED) return tile->k;
+    float *to = t->lane + c->plan->lane.rotated_keys;
+    const kvc_piece *piece = tile->piece;
+    for (int32_t i = 0, offset = tile->offset; i < tile->n; piece++, offset = 0) {
+        const int32_t end = i + (int32_t)kvc_smaller(piece->count - offset, tile->n - i);
+        for (; i < end; i++, to += stride) {
+            c->kernels->convert[c->layer->k_type][KVC_F32](to, 0, tile->k[i], 0, 1, dim);
+            if (piece->delta_index) kvc_rope_rotate_back(c->rope, angles_of(c, piece->delta_index), to);
+            rotated[i] = to;
+        }
+    }
+    for (int32_t i = tile->n; i < KVC_TILE; i++) rotated[i] = rotated[i - 1];
+    return rotated;
+}
+
+/* The type of what keys_for returns. */
+static int32_t key_type(const kvc_task *t, const kvc_tile *tile) {
+    return delta_index_of(t, tile) == KVC_MIXED ? KVC_F32 : t->call->layer->k_type;
+}
+
+/* The kernels that score a tile, for few query rows and for many. */
+static const kvc_scorer *scorer_of(const kvc_task *t, const kvc_tile *tile) {
+    const kvc_kernels *kernels = t->call->kernels;
+    const int type = key_type(t, tile);
+    const int is_bf16 = type == KVC_BF16 && t->call->args->q_type == KVC_BF16 && !delta_index_of(t, tile);
+    return is_bf16 && kernels->score_bf16.score ? &kernels->score_bf16 : &kernels->score[type];
+}
+static const kvc_tiler *key_tiler(const kvc_task *t, const kvc_tile *tile) {
+    return &t->call->kernels->tiler[key_type(t, tile)];
+}
+
+/* The query rows, rotated for the tile's delta and prepared for its kernel: those of the last tile mostly serve. */
+static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
+    const kvc_plan *plan = t->call->plan;
+    const int32_t delta_index = delta_index_of(t, tile);
+    if (delta_index == t->delta_index) return t->q;
+    load_query_rows(t);
+    if (delta_index > 0) rotate_query_rows(t, delta_index);
+    kvc_prepare_fn *prepare = t->unit->tiled ? key_tiler(t, tile)->prepare : scorer_of(t, tile)->prepare;
+    prepare(t->q, plan->lane.q_stride, t->num_query_rows, plan->k_dim, t->call->scale);
+    t->delta_index = delta_index;
+    return t->q;
+}
+
+/* ---- what a query sees ------------------------------------------------------------------------------------------- */
+
+/* The positions that a query token sees where their order alone decides: those below `sinks`, and [low, last]. */
+typedef struct visible {
+    int32_t token, low, sinks, last;
+} visible;
+
+static visible visible_to(const kvc_call *c, int32_t token) {
+    const int32_t position = c->plan->batch->positions[token];
+    return (visible){.token = token,
+                     .low = kvc_policy_lowest(c->policy, position),
+                     .sinks = kvc_policy_sinks(c->policy),
+                     .last = kvc_plan_sees_all(c->plan, token) ? INT32_MAX : position};
+}
+
+/* Whether the tile has rows that the batch's tree, not their order, may hide.  The batch's own rows come last. */
+static int has_branches(const kvc_call *c, const kvc_tile *tile) { return c->plan->batch->parents && tile->is_batch; }
+
+static int sees_whole_tile(const kvc_call *c, const kvc_tile *tile, const visible *v) {
+    return c->policy->kind == KVC_CROSS ||
+           (!has_branches(c, tile) && tile->max_position <= v->last && tile->min_position >= v->low);
+}
+
+static int sees_nothing_of(const kvc_call *c, const kvc_tile *tile, int32_t token) {
+    const visible v = visible_to(c, token);
+    return c->policy->kind != KVC_CROSS && !has_branches(c, tile) &&
+           (tile->min_position > v.last || (tile->max_position < v.low && tile->min_position >= v.sinks));
+}
+
+/* Sets the scores of rows that the query does not see to -inf. */
+static void hide_unseen(const kvc_call *c, kvc_tile *tile, float *scores, const visible *v) {
+    const kvc_batch *batch = c->plan->batch;
+    const int is_tree = has_branches(c, tile);
+    kvc_locate_rows(tile, batch->order);
+    for (int32_t j = 0; j < tile->n; j++) {
+        const int32_t p = tile->position[j];
+        const int in_order =
+            is_tree && tile->token[j] >= 0 ? kvc_descends(batch, v->token, tile->token[j]) : p <= v->last;
+        scores[j] = in_order && (p >= v->low || p < v->sinks) ? scores[j] : -INFINITY;
+    }
+}
+
+/* Applies softcap and ALiBi to the scores of one query row over a tile. */
+static void apply_softcap_and_alibi(const kvc_call *c, kvc_tile *tile, float *scores, int32_t token, int32_t head) {
+    const kvc_batch *batch = c->plan->batch;
+    if (c->args->softcap > 0)
+        for (int32_t j = 0; j < tile->n; j++) scores[j] = c->args->softcap * tanhf(scores[j] / c->args->softcap);
+    if (!c->args->alibi) return;
+    kvc_locate_rows(tile, batch->order);
+    for (int32_t j = 0; j < tile->n; j++)
+        scores[j] += c->args->alibi[head] * (float)(tile->position[j] - batch->positions[token]);
+}
+
+/* Turns the scores of a tile into weights, and updates max, sum and factor of each query row. */
+static void weigh(const kvc_task *t, kvc_tile *tile) {
+    const kvc_call *c = t->call;
+    const int32_t heads = c->plan->heads_per_kv;
+    for (int32_t r = 0; r < t->num_query_rows;) {
+        const visible v = visible_to(c, kvc_token_of(t, r));
+        const int hides = !sees_whole_tile(c, tile, &v);
+        for (int32_t h = 0; h < heads; h++, r++) {
+            float *scores = t->scores + (size_t)r * KVC_TILE;
+            apply_softcap_and_alibi(c, tile, scores, v.token, t->head * heads + h);
+            if (hides) hide_unseen(c, tile, scores, &v);
+        }
+    }
+    c->kernels->softmax(t->scores, t->num_query_rows, tile->n, t->max, t->sum, t->factor);
+}
+
+/* ---- one tile ---------------------------------------------------------------------------------------------------- */
+
+/* Attends to `current`, and takes `next` off `upcoming` on the way, whose keys are prefetched.  Not earlier than that,
+ * as pointers are best written just before they are followed: a tile's rows fill the L1 cache. */
+typedef void attend_tile_fn(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming);
+
+/* For few query rows: each row is read once for all of them. */
+static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
+    const kvc_call *c = t->call;
+    const kvc_plan *plan = c->plan;
+    const void *v[KVC_TILE], *rotated[KVC_TILE];
+    kvc_point_at_values(v, current);
+    const void *const *k = keys_for(t, current, rotated);
+    const kvc_ahead values_ahead = {v, (int)c->layout->v_stored, c->prefetch_level};
+    scorer_of(t, current)
+        ->score(t->scores, query_rows_for(t, current), plan->lane.q_stride, t->num_query_rows, k, current->n,
+                plan->k_dim, values_ahead);
+    weigh(t, current);
+    kvc_next_tile(next, upcoming);
+    const kvc_ahead keys_ahead = {next->n ? next->k : NULL, (int)c->layout->k_row_bytes, c->prefetch_level};
+    c->kernels->accumulate[c->layer->v_type](t->acc, plan->lane.acc_stride, t->factor, t->scores, t->num_query_rows, v,
+                                             current->n, plan->v_dim, keys_ahead);
+}
+
+static void prefetch(const void *p, size_t bytes) {
+#if defined(__GNUC__)
+    for (size_t i = 0; i < bytes; i += KVC_CACHE_LINE) __builtin_prefetch((const char *)p + i, 0, 2);
+#else
+    (void)p, (void)bytes;
+#endif
+}
+
+/* to = from * by, or to += from * by: [query rows][n], [query rows][k] and [k][n], with strides in floats. */
+typedef struct product {
+    kvc_matmul_fn *matmul;
+    float *to;
+    const float *from, *by;
+    int32_t to_stride, from_stride, by_stride, n, k, adds;
+    int32_t query_rows; /* that are best multiplied at once */
+} product;
+
+/* Multiplies some query rows at a time, and in between prefetches the first row_bytes bytes of num_ahead rows. */
+static void multiply(const kvc_task *t, const product *p, const void *const *ahead, int32_t num_ahead,
+                     size_t row_bytes) {
+    const int32_t num = t->num_query_rows;
+    for (int32_t r = 0; r < num; r += p->query_rows) {
+        const int32_t query_rows = (int32_t)kvc_smaller(num - r, p->query_rows);
+        for (int32_t j = num_ahead * r / num; j < num_ahead * (r + query_rows) / num; j++)
+            prefetch(ahead[j], row_bytes);
+        p->matmul(p->to + (size_t)r * (size_t)p->to_stride, p->to_stride, p->from + (size_t)r * (size_t)p->from_stride,
+                  p->from_stride, p->by, p->by_stride, query_rows, p->n, p->k, p->adds);
+    }
+}
+
+/* A view of the query rows from the first to the last that sees anything of a tile: few, where the tile is at the end
+ * of a prompt or of a window. */
+static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
+    const int32_t heads = t->call->plan->heads_per_kv;
+    int32_t first = 0, end = t->num_query_rows / heads;
+    while (first < end && sees_nothing_of(t->call, tile, t->tokens[first])) first++;
+    while (first < end && sees_nothing_of(t->call, tile, t->tokens[end - 1])) end--;
+    return view_of(t, first * heads, (end - first) * heads);
+}
+
+/* For many query rows: keys and values are packed into panels once, and multiplied. */
+static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
     const kvc_call *c = all->call;
     const kvc_plan *plan = c->plan;
     const kvc_lane_layout *lane = &plan->lane;
-    queries_for(all, now);
-    const kvc_task seen = seeing(all, now), *t = &seen;
-    const kvc_tiler *keys = key_tiler(t, now), *values = value_tiler(t);
-    const void *v[KVC_TILE], *turned[KVC_TILE];
+    query_rows_for(all, current);
+    const kvc_task view = view_that_sees(all, current), *t = &view;
+    const kvc_tiler *keys = key_tiler(t, current), *values = &c->kernels->tiler[c->layer->v_type];
+    const void *v[KVC_TILE], *rotated[KVC_TILE];
     const product scores = {.matmul = keys->score,
-                            .rows = keys->rows,
+                            .query_rows = keys->rows,
                             .to = t->scores,
                             .to_stride = KVC_TILE,
                             .from = t->q,
                             .from_stride = lane->q_stride,
                             .by = t->lane + lane->keys,
                             .by_stride = KVC_TILE,
-                            .n = now->n,
+                            .n = current->n,
                             .k = plan->k_dim};
     const product sums = {.matmul = values->accumulate,
-                          .rows = values->rows,
+                          .query_rows = values->rows,
                           .to = t->acc,
                           .to_stride = lane->acc_stride,
                           .from = t->scores,
@@ -287,124 +306,108 @@ static void multiply_tile(kvc_task *all, kvc_tile *now, kvc_tile *next, const vo
                           .by = t->lane + lane->values,
                           .by_stride = lane->acc_stride,
                           .n = plan->v_dim,
-                          .k = now->n,
+                          .k = current->n,
                           .adds = 1};
-    kvc_point_at_values(v, now, k);
-    keys->pack_keys(t->lane + lane->keys, keys_for(t, now, k, turned), now->n, plan->k_dim);
-    multiply(t, &scores, v, now->n, c->layout->v_stored);
-    weigh(t, now);
-    kvc_next_tile(next, k, rest);
-    for (int32_t r = 0; r < t->num_q; r++)
+    kvc_point_at_values(v, current);
+    keys->pack_keys(t->lane + lane->keys, keys_for(t, current, rotated), current->n, plan->k_dim);
+    multiply(t, &scores, v, current->n, c->layout->v_stored);
+    weigh(t, current);
+    kvc_next_tile(next, upcoming);
+    for (int32_t r = 0; r < t->num_query_rows; r++)
         if (t->factor[r] != 1)
             c->kernels->scale(t->acc + (size_t)r * (size_t)lane->acc_stride, 0, 1, plan->v_dim, t->factor[r]);
-    values->pack_values(t->lane + lane->values, lane->acc_stride, v, now->n, plan->v_dim);
-    multiply(t, &sums, k, next->n, c->layout->k_row_bytes);
+    values->pack_values(t->lane + lane->values, lane->acc_stride, v, current->n, plan->v_dim);
+    multiply(t, &sums, next->k, next->n, c->layout->k_row_bytes);
 }
 
 /* ---- the rows of a task ------------------------------------------------------------------------------------------ */
 
-/* `count` rows of a part of a unit, from its row `row` on. */
+/* A cursor over `count` rows of a part of a unit, from its row `row` on. */
 static kvc_cursor cursor_at(const kvc_call *c, const kvc_unit *unit, int32_t part, int32_t head, int64_t row,
                             int64_t count) {
     const kvc_plan *plan = c->plan;
-    const kvc_start *start = &plan->starts[unit->first_start + part];
+    const kvc_part_start *start = &plan->starts[unit->first_start + part];
     const kvc_piece *piece = plan->pieces + start->piece;
     int64_t offset = start->offset + row;
     while (count && offset >= piece->count) offset -= piece++->count;
-    const int32_t most_turns = !plan->num_deltas ? 0 : unit->tiled ? KVC_TILED_TURNS : KVC_STREAM_TURNS;
-    kvc_cursor at = {.at = c->layout,
-                     .piece = piece,
-                     .offset = (int32_t)offset,
-                     .head = head,
-                     .rest = count,
-                     .most_turns = most_turns};
-    if (unit->is_loose && count) at.at = &c->sheet->layout, at.rows = kvc_sheet_block(c->sheet)->rows;
+    kvc_cursor at = {.layout = c->layout, .piece = piece, .offset = (int32_t)offset, .head = head, .num_rows = count};
+    if (plan->num_deltas) at.changes_to_mix = unit->tiled ? KVC_TILED_DELTA_CHANGES : KVC_STREAM_DELTA_CHANGES;
+    if (unit->is_loose && count) at.layout = &c->sheet->layout, at.sheet_rows = kvc_sheet_block(c->sheet)->rows;
     return at;
 }
 
-/* What member m of a job has to itself. */
-static int64_t own_rows(const kvc_plan *plan, const kvc_job *job, int32_t m) {
+/* Rows of the part that member m does not share with all others. */
+static int64_t num_own_rows(const kvc_plan *plan, const kvc_job *job, int32_t m) {
     return kvc_part_rows(kvc_unit_of(plan, job, m), job->part) - job->shared;
 }
 
-/* The first rows of task i. */
+/* A cursor over the rows of task i that come first: those that its members share, or those of the only member.  None,
+ * where there is no such task. */
 static kvc_cursor first_rows(const kvc_call *c, int64_t i) {
     const kvc_plan *plan = c->plan;
-    if (i >= kvc_plan_num_tasks(plan)) return (kvc_cursor){.at = c->layout};
+    if (i >= kvc_plan_num_tasks(plan)) return (kvc_cursor){.layout = c->layout};
     const kvc_job *job = kvc_job_of(plan, i);
-    const int64_t rows = job->shared ? job->shared : own_rows(plan, job, 0);
+    const int64_t rows = job->shared ? job->shared : num_own_rows(plan, job, 0);
     return cursor_at(c, kvc_unit_of(plan, job, 0), job->part, kvc_head_of(plan, i), 0, rows);
 }
 
-/* What comes after the rows that all members of a task share, and those of its members before m: at its end, the task
- * that this thread will probably take next, as threads take turns. */
-static kvc_cursor rows_after(const kvc_task *t, int32_t m) {
+/* A cursor over the rows that members from m on have to themselves.  Behind the last member come the first rows of the
+ * task that this thread will probably run next. */
+static kvc_cursor rows_from_member(const kvc_task *t, int32_t m) {
     const kvc_plan *plan = t->call->plan;
     for (; m < t->job->num_members; m++) {
-        const int64_t rest = own_rows(plan, t->job, m);
-        if (rest) return cursor_at(t->call, kvc_unit_of(plan, t->job, m), t->part, t->head, t->job->shared, rest);
+        const int64_t rows = num_own_rows(plan, t->job, m);
+        if (rows) return cursor_at(t->call, kvc_unit_of(plan, t->job, m), t->part, t->head, t->job->shared, rows);
     }
     return first_rows(t->call, t->index + plan->args.num_threads);
 }
 
-/* Reads `cancel` atomically, as another thread may be setting it. */
 int kvc_is_cancelled(kvc_call *c) {
     const volatile int32_t *cancel = c->args->cancel;
     if (cancel && atomic_load_explicit((const volatile _Atomic int32_t *)cancel, memory_order_relaxed)) return 1;
     return kvc_watch_ask(&c->watch);
 }
 
-/* Whether it got to the end. */
-static int attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor after) {
-    void (*const attend_tile)(kvc_task *, kvc_tile *, kvc_tile *, const void *[KVC_TILE], kvc_cursor *) =
-        t->unit->tiled ? multiply_tile : stream_tile;
-    const void *k[KVC_TILE];
+/* Attends to the rows of a cursor, tile by tile.  ahead: rows that this thread will read after these, of which only the
+ * first tile is looked at, to be prefetched.  0: the call was cancelled. */
+static int attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
+    attend_tile_fn *const attend_tile = t->unit->tiled ? multiply_tile : stream_tile;
     kvc_tile tiles[2];
-    int now = 0;
-    kvc_next_tile(&tiles[now], k, &rows);
-    for (int is_last = 0; tiles[now].n && !is_last; now = !now) {
+    kvc_next_tile(&tiles[0], &rows);
+    for (int i = 0, is_last = !tiles[0].n; !is_last; i = !i) {
+        kvc_tile *current = &tiles[i], *next = &tiles[!i];
         if (t->unit->tiled && kvc_is_cancelled(t->call)) return 0; /* streamed tasks are short */
-        is_last = !rows.rest;
-        attend_tile(t, &tiles[now], &tiles[!now], k, is_last ? &after : &rows);
+        is_last = !rows.num_rows;
+        attend_tile(t, current, next, is_last ? &ahead : &rows);
     }
     return 1;
 }
 
-/* Asks for the first keys while the task is made ready, where no task before did so. */
+/* Prefetches the first keys of a task that no other task ran before, which would have done so. */
 static void prefetch_keys(const kvc_task *t) {
     const kvc_call *c = t->call;
     if (t->index >= c->plan->args.num_threads) return;
-    const void *k[KVC_TILE];
     kvc_cursor first = first_rows(c, t->index);
     kvc_tile tile;
-    kvc_next_tile(&tile, k, &first);
-    for (int32_t i = 0; i < tile.n; i++) prefetch(k[i], c->layout->k_row_bytes);
+    kvc_next_tile(&tile, &first);
+    for (int32_t i = 0; i < tile.n; i++) prefetch(tile.k[i], c->layout->k_row_bytes);
 }
 
-/* Member m's share of a task; its rows begin at `first`. */
-kvc_task kvc_member_of(const kvc_task *t, int32_t m, int32_t first) {
-    const kvc_plan *plan = t->call->plan;
-    const kvc_unit *unit = kvc_unit_of(plan, t->job, m);
-    kvc_task own = view_of(t, first, kvc_num_q(plan, unit));
-    own.unit = unit;
-    return own;
-}
-
-/* The rows that all members share, then what each has left.  Whether it got to the end. */
 int kvc_attend_part(kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
+    const kvc_job *job = t->job;
     int going = 1;
     prefetch_keys(t);
-    memset(t->acc, 0, (size_t)t->num_q * (size_t)plan->lane.acc_stride * sizeof(float));
-    for (int32_t r = 0; r < t->num_q; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
-    if (t->job->shared) going = attend_rows(t, first_rows(t->call, t->index), rows_after(t, 0));
-    for (int32_t m = 0, first = 0; going && m < t->job->num_members; m++) {
+    memset(t->acc, 0, (size_t)t->num_query_rows * (size_t)plan->lane.acc_stride * sizeof(float));
+    for (int32_t r = 0; r < t->num_query_rows; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
+    if (job->shared) going = attend_rows(t, first_rows(t->call, t->index), rows_from_member(t, 0));
+    for (int32_t m = 0, first = 0; going && m < job->num_members; m++) {
         kvc_task own = kvc_member_of(t, m, first);
-        first += own.num_q;
-        const int64_t rest = own_rows(plan, t->job, m);
-        if (rest)
-            going = attend_rows(&own, cursor_at(t->call, own.unit, t->part, t->head, t->job->shared, rest),
-                                rows_after(t, m + 1));
+        const int64_t rows = num_own_rows(plan, job, m);
+        first += own.num_query_rows;
+        if (rows)
+            going = attend_rows(&own, cursor_at(t->call, own.unit, t->part, t->head, job->shared, rows),
+                                rows_from_member(t, m + 1));
     }
     return going;
 }

@@ -1,48 +1,52 @@
-/* tiles.h: walks the rows of a task, KVC_TILE at a time. */
+/* tiles.h: walks the rows of a task in tiles of up to KVC_TILE rows.
+ *
+ * A tile is pointers to rows, so that blocks, holes, runs of one slot and shared rows take one path.
+ */
 #ifndef KVC_TILES_H
 #define KVC_TILES_H
 
 #include "attend/work.h"
 
-/* Walks some rows of a unit, from the beginning of a window on: those are KVC_TILE rows each, and no tile passes one.
- */
+/* A place in the rows of a unit's part.  The rows from where the walk began on are counted in windows of KVC_TILE, and
+ * no tile reaches past one, so that tiles do not depend on how rows are cut into pieces. */
 typedef struct kvc_cursor {
-    const kvc_layout *at;
-    const uint8_t *rows; /* of all pieces; NULL: each has its own */
+    const kvc_layout *layout;
+    const uint8_t *sheet_rows; /* that all pieces lie in; NULL: each piece has its own */
     const kvc_piece *piece;
-    int32_t offset, head; /* KV head */
-    int64_t rest;         /* rows */
-    int32_t most_turns;   /* with as many changes of turn, or more, a window is one tile; 0: there are none */
-    int32_t window;       /* rows that are left of the window */
-    int32_t is_mixed;     /* it is one tile, of several turns */
+    int32_t offset;         /* of the next row, in the piece */
+    int32_t head;           /* KV head */
+    int64_t num_rows;       /* that are left, */
+    int32_t window;         /* and of these in the window */
+    int32_t changes_to_mix; /* changes of delta that make a window mixed; 0: no key is off */
+    int32_t is_mixed;       /* the window is one tile, of several deltas */
 } kvc_cursor;
 
-enum { KVC_MIXED = -2 }; /* turns: keys are turned, not queries */
+enum { KVC_MIXED = -2 }; /* as a delta_index: keys of several deltas, which are rotated instead of the query rows */
 
-/* Rows that are worked on together: the first n from a place on. */
+/* The n rows from a place on, which are attended for together. */
 typedef struct kvc_tile {
-    const kvc_layout *at;
-    const uint8_t *rows;
+    const kvc_layout *layout;
+    const uint8_t *sheet_rows;
     const kvc_piece *piece;
     int32_t offset, head, n;
     int32_t min_position, max_position;
-    int32_t turn;     /* of all its rows, or MIXED */
-    int32_t is_batch; /* its last row, so perhaps others, is the batch's own */
-    int32_t is_known; /* what follows is filled in: only masks and ALiBi ask */
+    int32_t delta_index;     /* of all its rows, or KVC_MIXED */
+    int32_t is_batch;        /* the last row is the batch's own, so others may be */
+    int32_t is_located;      /* positions and tokens are filled in: kvc_locate_rows */
+    const void *k[KVC_TILE]; /* keys; past n, the last one again */
     int32_t position[KVC_TILE];
     int32_t token[KVC_TILE]; /* of the batch; -1: a stored row */
 } kvc_tile;
 
-static inline int32_t kvc_smaller(int64_t a, int32_t b) { return a < b ? (int32_t)a : b; }
+/* Takes the next tile off a cursor: up to the end of the window, or to where the delta changes in one that is not
+ * mixed.  n is 0 where no rows are left. */
+void kvc_next_tile(kvc_tile *t, kvc_cursor *c);
 
-/* The next rows, of which there may be none, up to a change of turn, if those are not too many.  k: their keys; past n,
- * as often as needed, the last. */
-void kvc_next_tile(kvc_tile *t, const void *k[KVC_TILE], kvc_cursor *c);
+/* Points v at the values of a tile; past n, at the last one again. */
+void kvc_point_at_values(const void *v[KVC_TILE], const kvc_tile *t);
 
-/* Its values, k being its keys. */
-void kvc_point_at_values(const void *v[KVC_TILE], const kvc_tile *t, const void *const k[KVC_TILE]);
-
-/* Fills in where its rows stand, and which tokens of the batch they are. */
+/* Fills in the positions of a tile's rows, and which tokens of the batch they are, unless that is done.  order:
+ * batch->order. */
 void kvc_locate_rows(kvc_tile *t, const int32_t *order);
 
 #endif

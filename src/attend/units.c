@@ -1,21 +1,78 @@
-/* units.c: what a query sees, cut by length.
+/* units.c: cuts the queries of a batch into units, and the rows that each sees into pieces and parts.
  *
- * The rule for units and parts.  It looks at a sequence's own lengths only, never at threads, blocks or the rest of the
- * batch, so that the same sequence is always added up in the same order:
- *   - up to KVC_STREAM_ROWS query rows per KV head are one unit, streamed: every stored row is read once for all of
- *     them.  The rows it can see are cut every KVC_PART_ROWS, however many they are: sequences that begin alike are cut
- *     alike;
- *   - more are tiled.  Up to KVC_TASK_QUERIES are one unit; more are cut into units of about KVC_TILE_QUERIES, or of
- *     half or a quarter as many where otherwise there were less than half of KVC_TILED_TASKS tasks.  The rows one can
- *     see are cut every KVC_PART_ROWS, or every 3/2, 2, 3, 4, 6 ... times as many, so that the sequence has at most
- *     KVC_TILED_TASKS tasks: enough for 64 threads to come out even, few enough that merging costs nothing, as the
- *     results of such parts are large.
+ * The rule for units and parts.  It looks at the lengths of the sequence alone, never at threads, blocks or the rest of
+ * the batch, so that the results of one sequence are always added up in the same order:
+ *   - Up to KVC_STREAM_QUERIES query rows per KV head are one unit, which is streamed: every stored row is read once
+ *     for all of them.  The rows in reach are cut every KVC_PART_ROWS, however many they are, so that sequences that
+ *     begin alike are cut alike.
+ *   - More query rows are tiled.  Up to KVC_TASK_QUERIES are one unit; more are cut into units of about
+ *     KVC_TILE_QUERIES, or of a half or a quarter as many where the sequence would otherwise have less than half of
+ *     KVC_TILED_TASKS tasks.  The rows in reach of a unit are cut every KVC_PART_ROWS, or every 3/2, 2, 3, 4, 6 ...
+ *     times as many, so that the sequence has at most KVC_TILED_TASKS tasks: enough to keep 64 threads equally busy,
+ *     few enough that merging costs nothing, as a part's result is large here.
+ *
+ * Arrays are allocated between two passes, of which the first counts and the second lists what the same function
+ * describes: cut_queries the units of a sequence (kvc_count_units, kvc_list_units), visit_own_rows the pieces of the
+ * batch's own rows (count_own_rows, kvc_list_pieces).
  */
 #include "attend/units.h"
 
 #include <string.h>
 
-static void find_reach(const kvc_plan *plan, const kvc_run_list *list, kvc_draft_unit *u) {
+/* ---- the queries of a unit --------------------------------------------------------------------------------------- */
+
+static int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+/* The query tokens order[first .. end) of a sequence, cut into units of `tokens` tokens, the last perhaps of fewer. */
+typedef struct query_cut {
+    int32_t sequence, first, end, tokens;
+    int32_t num_units; /* 0: the sequence has no query tokens */
+} query_cut;
+
+/* Query tokens of a unit, of a sequence that has num_tokens of them, which see num_rows rows at most. */
+static int32_t unit_tokens(const kvc_plan *plan, int32_t num_tokens, int64_t num_rows) {
+    const int64_t query_rows = (int64_t)num_tokens * plan->heads_per_kv;
+    if (query_rows <= KVC_TASK_QUERIES) return num_tokens;
+    const int64_t tasks_per_unit = divide_up(num_rows, KVC_PART_ROWS) * plan->num_kv_heads; /* at most */
+    int32_t most = KVC_TILE_QUERIES;
+    while (most > KVC_TILE_QUERIES / 4 && divide_up(query_rows, most) * tasks_per_unit < KVC_TILED_TASKS / 2) most /= 2;
+    return most > plan->heads_per_kv ? most / plan->heads_per_kv : 1;
+}
+
+static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
+    const kvc_batch *batch = plan->batch;
+    const kvc_batch_sequence *member = &batch->sequences[sequence];
+    const int32_t begin = plan->args.first, end = begin + plan->args.num_tokens;
+    query_cut cut = {.sequence = sequence, .first = member->first, .end = member->first + member->num_tokens};
+    /* Tokens of a sequence are listed in rising order, so those of the plan's range are side by side. */
+    while (cut.first < cut.end && batch->order[cut.first] < begin) cut.first++;
+    while (cut.first < cut.end && batch->order[cut.end - 1] >= end) cut.end--;
+    if (cut.first == cut.end) return cut;
+    const int32_t last = batch->positions[batch->order[cut.end - 1]];
+    cut.tokens = unit_tokens(plan, cut.end - cut.first, (int64_t)last + 1);
+    cut.num_units = (int32_t)divide_up(cut.end - cut.first, cut.tokens);
+    return cut;
+}
+
+int32_t kvc_count_units(const kvc_plan *plan) {
+    int32_t num = 0;
+    for (int32_t s = 0; s < plan->batch->num_sequences; s++) num += cut_queries(plan, s).num_units;
+    return num;
+}
+
+/* Unit i of a sequence, with its queries alone. */
+static kvc_new_unit unit_at(const kvc_plan *plan, const query_cut *cut, int32_t i) {
+    const int32_t first = cut->first + i * cut->tokens, rest = cut->end - first;
+    return (kvc_new_unit){.unit = {.sequence = cut->sequence,
+                                   .first = first,
+                                   .num_tokens = rest < cut->tokens ? rest : cut->tokens,
+                                   .tiled = (int64_t)(cut->end - cut->first) * plan->heads_per_kv > KVC_STREAM_QUERIES},
+                          .is_whole = cut->num_units == 1};
+}
+
+/* ---- the rows of a unit ------------------------------------------------------------------------------------------ */
+
+static void find_reach(const kvc_plan *plan, const kvc_run_list *list, kvc_new_unit *u) {
     const kvc_batch *batch = plan->batch;
     const kvc_policy *policy = &batch->cache->policies[plan->group];
     int32_t first = INT32_MAX, last = 0, all = policy->kind == KVC_CROSS;
@@ -25,26 +82,122 @@ static void find_reach(const kvc_plan *plan, const kvc_run_list *list, kvc_draft
         if (position > last) last = position;
         all |= kvc_plan_sees_all(plan, token);
     }
-    kvc_reach r = {kvc_policy_sinks(policy), kvc_policy_lowest(policy, first), all ? INT32_MAX : last + 1};
-    if (r.sinks > r.end) r.sinks = r.end;
-    if (r.sinks >= r.low) r.sinks = r.low = 0;
-    u->stored = u->own = r;
+    kvc_reach reach = {kvc_policy_sinks(policy), kvc_policy_lowest(policy, first), all ? INT32_MAX : last + 1};
+    if (reach.sinks > reach.end) reach.sinks = reach.end;
+    if (reach.sinks >= reach.low) reach.sinks = reach.low = 0;
+    u->stored = u->own = reach;
     if (batch->parents) u->own.end = INT32_MAX;
-    /* Bounds that hide nothing are dropped, so that units that see the same rows have the same reach. */
-    if (list->min_position >= r.low) u->stored.sinks = u->stored.low = 0;
-    if (list->max_position < r.end) u->stored.end = INT32_MAX;
+    /* Drop bounds that hide nothing, so that units that see the same rows have the same reach. */
+    if (list->min_position >= reach.low) u->stored.sinks = u->stored.low = 0;
+    if (list->max_position < reach.end) u->stored.end = INT32_MAX;
 }
 
-static int shows_all(const kvc_reach *r) { return r->low == 0 && r->end == INT32_MAX; }
+/* Called for each piece, a part of a run; token: of the batch, the piece's first one as an index into batch->order, or
+ * -1 for rows that are not tokens'. */
+typedef void visit_fn(void *context, const kvc_run *piece, int32_t token);
 
-/* Rows of a run in reach. */
-int32_t kvc_rows_in_reach(const kvc_reach *r, const kvc_run *run) {
-    if (shows_all(r)) return run->count;
-    return kvc_run_part(run, 0, r->sinks).count + kvc_run_part(run, r->low, r->end).count;
+static inline void visit_positions(const kvc_run *run, int32_t token, int32_t begin, int32_t end, visit_fn *visit,
+                                   void *context) {
+    const kvc_run piece = kvc_run_part(run, begin, end);
+    if (piece.count) visit(context, &piece, token < 0 ? -1 : token + piece.position - run->position);
 }
 
-/* Which of the plan's deltas it is, counted from 1; 0 for none. */
-static int32_t find_turn(const kvc_plan *plan, int32_t delta) {
+/* Visits what is in reach of a run whose first row is that of `token`. */
+static inline void visit_run(const kvc_reach *reach, const kvc_run *run, int32_t token, visit_fn *visit,
+                             void *context) {
+    if (reach->sinks) visit_positions(run, token, 0, reach->sinks, visit, context);
+    visit_positions(run, token, reach->low, reach->end, visit, context);
+}
+
+/* Of a batch with parents, visits the rows that tokens of the unit descend from, and no others: these may not have been
+ * put.  marks: as for kvc_list_units. */
+static void visit_ancestors(const kvc_batch *batch, const kvc_new_unit *u, const kvc_pending *pending, uint8_t *marks,
+                            visit_fn *visit, void *context) {
+    const kvc_batch_sequence *member = &batch->sequences[u->unit.sequence];
+    const int32_t *order = batch->order;
+    int32_t token = member->first; /* of the run's first row */
+    for (int32_t i = u->unit.first; i < u->unit.first + u->unit.num_tokens; i++)
+        for (int32_t t = order[i]; t >= 0 && !marks[t]; t = batch->parents[t]) marks[t] = 1;
+    for (int32_t r = 0; r < pending->num; token += pending->runs[r++].count)
+        for (int32_t from = 0, to; from < pending->runs[r].count; from = to + 1) {
+            kvc_run marked = pending->runs[r];
+            for (to = from; to < marked.count && marks[order[token + to]];) to++;
+            marked.slot += from;
+            marked.position += from;
+            marked.count = to - from;
+            if (marked.count) visit_run(&u->own, &marked, token + from, visit, context);
+        }
+    for (int32_t i = 0; i < member->num_tokens; i++) marks[order[member->first + i]] = 0;
+}
+
+/* Visits the batch's own rows, which come after the stored ones.  In a cross-attention layer they replace them. */
+static void visit_own_rows(const kvc_plan *plan, const kvc_new_unit *u, uint8_t *marks, visit_fn *visit,
+                           void *context) {
+    const kvc_batch *batch = plan->batch;
+    const int32_t g = plan->group, is_cross = g >= batch->cache->num_token_groups;
+    const kvc_pending *pending =
+        is_cross ? kvc_pending_of(batch, g, u->unit.sequence) : kvc_own_pending(batch, g, u->unit.sequence);
+    if (batch->parents && !is_cross) {
+        visit_ancestors(batch, u, pending, marks, visit, context);
+        return;
+    }
+    int32_t token = batch->sequences[u->unit.sequence].first;
+    for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
+        visit_run(&u->own, &pending->runs[i], is_cross ? -1 : token, visit, context);
+}
+
+/* A visit_fn whose context is the kvc_new_unit. */
+static void count_own_rows(void *context, const kvc_run *piece, int32_t token) {
+    kvc_new_unit *u = context;
+    (void)token;
+    u->own_pieces++;
+    u->unit.num_rows += piece->count;
+}
+
+/* Finds which rows a unit sees, and counts them. */
+static void find_rows(const kvc_plan *plan, kvc_new_unit *u, uint8_t *marks) {
+    const kvc_batch *batch = plan->batch;
+    const kvc_batch_sequence *member = &batch->sequences[u->unit.sequence];
+    const kvc_run_list *list = &member->sequence->runs[plan->group];
+    const int is_cross = plan->group >= batch->cache->num_token_groups;
+    find_reach(plan, list, u);
+    visit_own_rows(plan, u, marks, count_own_rows, u);
+    u->unit.is_loose = !is_cross && member->is_loose;
+    if (is_cross && u->unit.num_rows) return;
+    u->runs = kvc_runs_begin(list);
+    u->num_runs = list->num;
+    if (kvc_reach_is_all(&u->stored))
+        u->stored_rows = list->num_rows;
+    else
+        for (int32_t i = 0; i < u->num_runs; i++) u->stored_rows += kvc_rows_in_reach(&u->stored, &u->runs[i]);
+    u->unit.num_rows += u->stored_rows;
+}
+
+/* Cuts the rows of one of so many units of a sequence into parts. */
+static void cut_rows(const kvc_plan *plan, int32_t num_units, kvc_unit *unit) {
+    const int64_t most_parts = KVC_TILED_TASKS / ((int64_t)plan->num_kv_heads * num_units);
+    unit->part_rows = KVC_PART_ROWS;
+    while (unit->tiled && unit->part_rows < unit->num_rows && divide_up(unit->num_rows, unit->part_rows) > most_parts)
+        unit->part_rows += unit->part_rows / (unit->part_rows % 3 ? 2 : 3); /* 1, 3/2, 2, 3, 4, 6, 8 ... */
+    unit->num_parts = (int32_t)divide_up(unit->num_rows, unit->part_rows);
+    if (!unit->num_parts) unit->num_parts = 1; /* it sees nothing, but some task must write the zeros */
+}
+
+void kvc_list_units(const kvc_plan *plan, kvc_new_unit *units, uint8_t *marks) {
+    for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
+        const query_cut cut = cut_queries(plan, s);
+        for (int32_t i = 0; i < cut.num_units; i++, units++) {
+            *units = unit_at(plan, &cut, i);
+            find_rows(plan, units, marks);
+            cut_rows(plan, cut.num_units, &units->unit);
+        }
+    }
+}
+
+/* ---- pieces ------------------------------------------------------------------------------------------------------ */
+
+/* The index of a delta among the plan's, counted from 1; 0 for none. */
+static int32_t find_delta_index(const kvc_plan *plan, int32_t delta) {
     if (delta == 0) return 0;
     int32_t begin = 0, end = plan->num_deltas;
     while (begin < end) {
@@ -57,165 +210,29 @@ static int32_t find_turn(const kvc_plan *plan, int32_t delta) {
     return begin + 1;
 }
 
-/* Adds the part of a run at [begin, end) to the pieces; only counts it where there is no array yet.  token: of the
- * run's first row, -1 for stored ones. */
-static void add_piece(kvc_maker *m, const kvc_run *run, int32_t token, int32_t begin, int32_t end) {
-    const kvc_run part = kvc_run_part(run, begin, end);
-    if (!part.count) return;
-    if (m->plan->pieces)
-        m->plan->pieces[m->num_pieces] = (kvc_piece){.rows = part.block ? part.block->rows : NULL,
-                                                     .slot = part.slot,
-                                                     .count = part.count,
-                                                     .position = part.position,
-                                                     .turn = find_turn(m->plan, part.delta),
-                                                     .token = token < 0 ? -1 : token + part.position - run->position};
-    m->num_pieces++;
-    m->num_rows += part.count;
+/* A visit_fn whose context is the plan. */
+static void list_piece(void *context, const kvc_run *piece, int32_t token) {
+    kvc_plan *plan = context;
+    plan->pieces[plan->num_pieces++] = (kvc_piece){.rows = piece->block ? piece->block->rows : NULL,
+                                                   .slot = piece->slot,
+                                                   .count = piece->count,
+                                                   .position = piece->position,
+                                                   .delta_index = find_delta_index(plan, piece->delta),
+                                                   .token = token};
 }
 
-static void add_run(kvc_maker *m, const kvc_reach *r, const kvc_run *run, int32_t token) {
-    if (r->sinks) add_piece(m, run, token, 0, r->sinks);
-    add_piece(m, run, token, r->low, r->end);
-}
-
-/* The batch's own rows that tokens of the unit descend from, and no others: they may not have been put. */
-static void add_ancestors(kvc_maker *m, const kvc_draft_unit *u, const kvc_pending *pending) {
-    const kvc_batch *batch = m->plan->batch;
-    const kvc_batch_sequence *member = &batch->sequences[u->unit.sequence];
-    const int32_t *order = batch->order;
-    int32_t token = member->first; /* of the run's first row */
-    for (int32_t i = u->unit.first; i < u->unit.first + u->unit.num_tokens; i++)
-        for (int32_t t = order[i]; t >= 0 && !m->marks[t]; t = batch->parents[t]) m->marks[t] = 1;
-    for (int32_t r = 0; r < pending->num; token += pending->runs[r++].count)
-        for (int32_t from = 0, to; from < pending->runs[r].count; from = to + 1) {
-            kvc_run part = pending->runs[r];
-            for (to = from; to < part.count && m->marks[order[token + to]];) to++;
-            part.slot += from;
-            part.position += from;
-            part.count = to - from;
-            if (part.count) add_run(m, &u->own, &part, token + from);
-        }
-    for (int32_t i = 0; i < member->num_tokens; i++) m->marks[order[member->first + i]] = 0;
-}
-
-/* The batch's own rows, which come after the stored ones.  In a cross-attention layer they replace them. */
-static void add_own(kvc_maker *m, const kvc_draft_unit *u) {
-    const kvc_batch *batch = m->plan->batch;
-    const int32_t g = m->plan->group, is_cross = g >= batch->cache->num_token_groups;
-    const kvc_pending *pending =
-        is_cross ? kvc_pending_of(batch, g, u->unit.sequence) : kvc_own_pending(batch, g, u->unit.sequence);
-    if (batch->parents && !is_cross) {
-        add_ancestors(m, u, pending);
-        return;
-    }
-    int32_t token = batch->sequences[u->unit.sequence].first;
-    for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
-        add_run(m, &u->own, &pending->runs[i], is_cross ? -1 : token);
-}
-
-/* Which rows a unit goes over, and how many that are. */
-static void find_rows(kvc_maker *m, kvc_draft_unit *u) {
-    const kvc_batch *batch = m->plan->batch;
-    const int32_t g = m->plan->group;
-    const kvc_run_list *list = &batch->sequences[u->unit.sequence].sequence->runs[g];
-    find_reach(m->plan, list, u);
-    m->num_pieces = m->num_rows = 0;
-    add_own(m, u);
-    u->own_pieces = m->num_pieces;
-    u->unit.num_rows = m->num_rows;
-    u->unit.is_loose = g < batch->cache->num_token_groups && batch->sequences[u->unit.sequence].is_loose;
-    if (g >= batch->cache->num_token_groups && m->num_rows) return;
-    u->runs = kvc_runs_begin(list);
-    u->num_runs = list->num;
-    if (shows_all(&u->stored))
-        u->stored_rows = list->num_rows;
-    else
-        for (int32_t i = 0; i < u->num_runs; i++) u->stored_rows += kvc_rows_in_reach(&u->stored, &u->runs[i]);
-    u->unit.num_rows += u->stored_rows;
-}
-
-static int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
-
-/* num_units: of its sequence. */
-static void cut_rows(const kvc_plan *plan, int32_t num_units, kvc_unit *unit) {
-    const int64_t most = KVC_TILED_TASKS / ((int64_t)plan->num_kv_heads * num_units);
-    unit->part_rows = KVC_PART_ROWS;
-    while (unit->tiled && unit->part_rows < unit->num_rows && divide_up(unit->num_rows, unit->part_rows) > most)
-        unit->part_rows += unit->part_rows / (unit->part_rows % 3 ? 2 : 3); /* 1, 3/2, 2, 3, 4, 6, 8 ... */
-    unit->num_parts = (int32_t)divide_up(unit->num_rows, unit->part_rows);
-    if (!unit->num_parts) unit->num_parts = 1; /* nothing to see: somebody must write the zeros */
-}
-
-/* Query tokens of a unit, of a sequence that has num_tokens of them and not more rows than num_rows. */
-static int32_t unit_tokens(const kvc_plan *plan, int32_t num_tokens, int64_t num_rows) {
-    const int64_t num_q = (int64_t)num_tokens * plan->heads_per_kv;
-    if (num_q <= KVC_TASK_QUERIES) return num_tokens;
-    const int64_t tasks = divide_up(num_rows, KVC_PART_ROWS) * plan->num_kv_heads; /* of each unit, at most */
-    int32_t q = KVC_TILE_QUERIES;
-    while (q > KVC_TILE_QUERIES / 4 && divide_up(num_q, q) * tasks < KVC_TILED_TASKS / 2) q /= 2;
-    return q > plan->heads_per_kv ? q / plan->heads_per_kv : 1;
-}
-
-/* The units of the query tokens order[first .. end) of one sequence. */
-static void cut_queries(kvc_maker *m, int32_t sequence, int32_t first, int32_t end) {
-    kvc_plan *plan = m->plan;
-    const int32_t last = plan->batch->positions[plan->batch->order[end - 1]];
-    const int32_t tokens = unit_tokens(plan, end - first, (int64_t)last + 1);
-    const int32_t num_units = (int32_t)divide_up(end - first, tokens);
-    for (int32_t at = first; m->units && at < end; at += tokens) {
-        kvc_draft_unit *u = &m->units[plan->num_units + (at - first) / tokens];
-        *u = (kvc_draft_unit){.unit = {.sequence = sequence,
-                                       .first = at,
-                                       .num_tokens = end - at < tokens ? end - at : tokens,
-                                       .tiled = (int64_t)(end - first) * plan->heads_per_kv > KVC_STREAM_ROWS},
-                              .is_whole = num_units == 1};
-        find_rows(m, u);
-        cut_rows(plan, num_units, &u->unit);
-    }
-    plan->num_units += num_units;
-}
-
-/* Counts the units of the plan, and lists them where there is an array. */
-void kvc_cut_batch(kvc_maker *m) {
-    const kvc_batch *batch = m->plan->batch;
-    const int32_t begin = m->plan->args.first, end = begin + m->plan->args.num_tokens;
-    m->plan->num_units = 0;
-    for (int32_t s = 0; s < batch->num_sequences; s++) {
-        /* Tokens of a sequence are listed in rising order, so those of the range are side by side. */
-        const kvc_batch_sequence *member = &batch->sequences[s];
-        int32_t first = member->first, last = member->first + member->num_tokens;
-        while (first < last && batch->order[first] < begin) first++;
-        while (first < last && batch->order[last - 1] >= end) last--;
-        if (first < last) cut_queries(m, s, first, last);
-    }
-}
-
-/* Lists the pieces of a unit from its first own part on, and where each part begins. */
-static void fill_unit(kvc_maker *m, const kvc_neighbour *n) {
-    kvc_plan *plan = m->plan;
-    const kvc_draft_unit *u = &m->units[n->unit];
-    kvc_unit *unit = &plan->units[n->unit];
-    kvc_start *starts = plan->starts + unit->first_start;
-    int64_t piece = m->num_pieces, before = u->rows_before; /* rows in the pieces before this one */
-    if (u->first_part)
-        memcpy(starts, plan->starts + plan->units[n[-1].unit].first_start, (size_t)u->first_part * sizeof *starts);
-    for (int32_t i = u->first_run; i < u->num_runs; i++) add_run(m, &u->stored, &u->runs[i], -1);
-    unit->first_own_piece = m->num_pieces;
-    add_own(m, u);
-    unit->end_piece = m->num_pieces;
-    for (int32_t p = u->first_part; p < unit->num_parts; p++) {
+void kvc_list_pieces(kvc_plan *plan, const kvc_new_unit *from, kvc_unit *unit, const kvc_unit *before, uint8_t *marks) {
+    kvc_part_start *starts = plan->starts + unit->first_start;
+    int64_t piece = plan->num_pieces, rows_before = from->rows_before; /* rows in the pieces before this one */
+    if (from->first_part) memcpy(starts, plan->starts + before->first_start, (size_t)from->first_part * sizeof *starts);
+    for (int32_t i = from->first_run; i < from->num_runs; i++)
+        visit_run(&from->stored, &from->runs[i], -1, list_piece, plan);
+    unit->first_own_piece = plan->num_pieces;
+    visit_own_rows(plan, from, marks, list_piece, plan);
+    unit->end_piece = plan->num_pieces;
+    for (int32_t p = from->first_part; p < unit->num_parts; p++) {
         const int64_t row = p * unit->part_rows;
-        while (row && before + plan->pieces[piece].count <= row) before += plan->pieces[piece++].count;
-        starts[p] = (kvc_start){piece, (int32_t)(row - before)};
+        while (row && rows_before + plan->pieces[piece].count <= row) rows_before += plan->pieces[piece++].count;
+        starts[p] = (kvc_part_start){piece, (int32_t)(row - rows_before)};
     }
-}
-
-void kvc_fill_units(kvc_maker *m) {
-    const kvc_plan *plan = m->plan;
-    m->num_pieces = 0;
-    for (int32_t i = 0; i < plan->num_units; i++) {
-        kvc_unit *unit = &plan->units[i];
-        *unit = m->units[i].unit;
-    }
-    for (int32_t i = 0; i < plan->num_units; i++) fill_unit(m, &m->order[i]);
 }

@@ -1,4 +1,4 @@
-/* units.h: cuts a batch's queries, and the rows that they see, into units and parts. */
+/* units.h: cuts the queries of a batch into units, and the rows that each sees into pieces and parts. */
 #ifndef KVC_UNITS_H
 #define KVC_UNITS_H
 
@@ -9,51 +9,37 @@ typedef struct kvc_reach {
     int32_t sinks, low, end;
 } kvc_reach;
 
-/* A unit, while its plan is made. */
-typedef struct kvc_draft_unit {
+/* A unit while its plan is made. */
+typedef struct kvc_new_unit {
     kvc_unit unit;
     kvc_reach stored, own; /* of stored rows, and of the batch's own */
     const kvc_run *runs;   /* [num_runs] stored ones */
     int32_t num_runs;
-    int32_t is_whole;    /* all query tokens of its sequence */
+    int32_t is_whole;    /* it has all query tokens of its sequence */
     int64_t stored_rows; /* in reach */
-    int64_t own_pieces;  /* of the batch's own rows */
-    /* Parts below first_part are those of the unit before it in the order of rows.  The others begin in first_run,
-     * before which it has rows_before rows in reach. */
+    int64_t own_pieces;  /* pieces of the batch's own rows */
+    /* What jobs.c finds: parts below first_part are those of the unit before it in the order of rows.  The others begin
+     * in run first_run, before which the unit has rows_before rows in reach. */
     int32_t first_part, first_run;
     int64_t rows_before;
-} kvc_draft_unit;
+} kvc_new_unit;
 
-/* A unit's place in the order of rows, and what it has in common with the unit before it there. */
-typedef struct kvc_neighbour {
-    int32_t unit;
-    int32_t same_runs; /* that they begin with; -1: they are not worked off alike */
-    int64_t rows;      /* in reach, at the beginning */
-    int64_t tiled;     /* of these, up to where the last whole tile ends */
-    int64_t shared;    /* in the part that is made jobs of */
-} kvc_neighbour;
-
-/* What a plan is made with.  Units come first; then it is known how much memory the plan needs. */
-typedef struct kvc_maker {
-    kvc_plan *plan;
-    kvc_draft_unit *units;        /* [plan->num_units]; NULL: they are only counted */
-    kvc_neighbour *order, *spare; /* [plan->num_units] */
-    uint8_t *marks;               /* [batch->num_tokens], all 0, for a batch with parents */
-    int32_t num_whole;            /* units of a whole sequence: the first of `order` */
-    int64_t num_pieces, num_rows; /* added so far */
-    void *scratch;                /* that these are in; NULL where there is one unit, without marks */
-    uint64_t size;
-    kvc_draft_unit one_unit;
-    kvc_neighbour one_order;
-} kvc_maker;
+static inline int kvc_reach_is_all(const kvc_reach *reach) { return reach->low == 0 && reach->end == INT32_MAX; }
 
 /* Rows of a run in reach. */
-int32_t kvc_rows_in_reach(const kvc_reach *r, const kvc_run *run);
+static inline int32_t kvc_rows_in_reach(const kvc_reach *reach, const kvc_run *run) {
+    if (kvc_reach_is_all(reach)) return run->count;
+    return kvc_run_part(run, 0, reach->sinks).count + kvc_run_part(run, reach->low, reach->end).count;
+}
 
-/* Counts the units of the plan, and lists them where there is an array. */
-void kvc_cut_batch(kvc_maker *m);
+int32_t kvc_count_units(const kvc_plan *plan);
 
-/* Lists the pieces of all units, and where each part begins. */
-void kvc_fill_units(kvc_maker *m);
+/* Fills in `units`, as many as kvc_count_units says, with what each sees.  marks: [batch->num_tokens], all 0, for a
+ * batch with parents; they are 0 again afterwards. */
+void kvc_list_units(const kvc_plan *plan, kvc_new_unit *units, uint8_t *marks);
+
+/* Lists the pieces of one of the plan's units, and where each of its parts begins.  Parts below from->first_part are
+ * those of `before`, whose pieces are listed already. */
+void kvc_list_pieces(kvc_plan *plan, const kvc_new_unit *from, kvc_unit *unit, const kvc_unit *before, uint8_t *marks);
 
 #endif
