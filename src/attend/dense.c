@@ -1,4 +1,7 @@
-/* dense.c: the public functions for callers with an attention of their own: rows and mask, as plain arrays. */
+/* dense.c: rows and masks as plain arrays, for callers with an attention of their own.
+ *
+ * Rows are walked over twice, by visit_rows: counted, which tells how much memory a list of them takes, then listed.
+ */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -7,16 +10,16 @@
 #include "store/read.h"
 #include "store/sheet.h"
 
-/* One row on its way: rows are sorted by position, runs are copied as they lie. */
+/* A row that is to be written. */
 typedef struct dense_row {
     int32_t position;
     int32_t token;    /* of the batch; -1: stored */
     int32_t sequence; /* of the batch */
-    int64_t arrived;  /* in order of arrival: decides between equal positions */
+    int64_t arrived;  /* index in order of arrival, which decides between equal positions */
     kvc_run run;      /* of this row alone */
 } dense_row;
 
-/* Which of all rows are those of a sequence. */
+/* The rows of one sequence, in the list of all. */
 typedef struct slice {
     int64_t first, num;
 } slice;
@@ -26,7 +29,7 @@ typedef struct member {
     int32_t sequence; /* of the batch */
 } member;
 
-/* All that is to be written. */
+/* One call. */
 typedef struct dense {
     const kvc_batch *batch;
     int32_t layer, num_tasks;
@@ -34,34 +37,36 @@ typedef struct dense {
     kvc_rows_out out;
     const kvc_sheet *sheet; /* the layer's */
     kvc_status status;      /* KVC_ERR_GONE where rows are */
-    int64_t num;            /* rows so far */
-    dense_row *rows;        /* NULL: they are only counted */
-    slice *slices;          /* [batch->num_sequences] */
-    member *order;          /* [batch->num_sequences] in which they are written */
-    float *scratch;         /* [num_tasks] of a kvc_rotator, where keys may have to be turned */
+    int64_t num;            /* rows that were counted or listed so far */
+    dense_row *rows;
+    slice *slices;  /* [batch->num_sequences] */
+    member *order;  /* [batch->num_sequences] in which they are written */
+    float *scratch; /* [num_tasks] of a kvc_rotator, where keys may have to be rotated */
 } dense;
 
 /* ---- which rows -------------------------------------------------------------------------------------------------- */
 
-/* tokens: of the batch, whose rows these are; NULL: stored rows. */
-static void add_run(dense *d, int32_t s, const kvc_run *run, const int32_t *tokens) {
-    const uint8_t *written = kvc_written_in(d->batch, kvc_source_of(d->batch->cache, d->layer));
-    for (int32_t i = 0; i < run->count; i++) {
-        int has = !tokens || written[tokens[i]];
-        if (!run->block && d->status == KVC_OK)
-            d->status = kvc_sheet_has(d->batch, d->sheet, d->layer, tokens[i], run->slot + i, &has);
-        if (!has) continue;
-        if (d->rows) {
-            kvc_run row = kvc_run_part(run, run->position + i, run->position + i + 1);
-            if (!row.block) row.block = kvc_sheet_block(d->sheet);
-            d->rows[d->num] = (dense_row){row.position, tokens ? tokens[i] : -1, s, d->num, row};
-        }
-        d->num++;
+/* Called for rows side by side.  tokens: [run->count] of the batch, whose rows these are; NULL: stored rows. */
+typedef void visit_fn(dense *d, int32_t s, const kvc_run *run, const int32_t *tokens);
+
+/* Whether the row of a token was put, which is in a slot of the sheet unless it has a block. */
+static int is_put(dense *d, const kvc_block *block, int32_t slot, int32_t token) {
+    int has = kvc_written_in(d->batch, kvc_source_of(d->batch->cache, d->layer))[token];
+    if (!block && d->status == KVC_OK) d->status = kvc_sheet_has(d->batch, d->sheet, d->layer, token, slot, &has);
+    return has;
+}
+
+/* Visits those rows of a run of the batch's that were put. */
+static void visit_put_rows(dense *d, int32_t s, const kvc_run *run, const int32_t *tokens, visit_fn *visit) {
+    for (int32_t from = 0, to; from < run->count; from = to + 1) {
+        for (to = from; to < run->count && is_put(d, run->block, run->slot + to, tokens[to]);) to++;
+        const kvc_run part = {run->block, run->slot + from, to - from, run->position + from, run->delta};
+        if (part.count) visit(d, s, &part, tokens + from);
     }
 }
 
-/* All rows of sequence s that are stored, then those of the batch that were put. */
-static void add_sequence(dense *d, int32_t s) {
+/* Visits the stored rows of sequence s, then those of the batch that were put. */
+static void visit_rows(dense *d, int32_t s, visit_fn *visit) {
     const kvc_batch *batch = d->batch;
     const int32_t g = batch->cache->group_of[d->layer];
     const int is_cross = g >= batch->cache->num_token_groups;
@@ -69,9 +74,23 @@ static void add_sequence(dense *d, int32_t s) {
     const kvc_pending *pending = is_cross ? kvc_pending_of(batch, g, s) : kvc_own_pending(batch, g, s);
     const int32_t *tokens = batch->order + batch->sequences[s].first;
     if (!(is_cross && pending->num))
-        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) add_run(d, s, run, NULL);
+        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) visit(d, s, run, NULL);
     for (int32_t i = 0; i < pending->num; tokens += pending->runs[i++].count)
-        add_run(d, s, &pending->runs[i], is_cross ? NULL : tokens);
+        if (is_cross)
+            visit(d, s, &pending->runs[i], NULL);
+        else
+            visit_put_rows(d, s, &pending->runs[i], tokens, visit);
+}
+
+static void count_run(dense *d, int32_t s, const kvc_run *run, const int32_t *tokens) {
+    (void)s, (void)tokens;
+    d->num += run->count;
+}
+
+static void list_run(dense *d, int32_t s, const kvc_run *run, const int32_t *tokens) {
+    kvc_run row = {run->block ? run->block : kvc_sheet_block(d->sheet), run->slot, 1, run->position, run->delta};
+    for (int32_t i = 0; i < run->count; i++, d->num++, row.slot++, row.position++)
+        d->rows[d->num] = (dense_row){row.position, tokens ? tokens[i] : -1, s, d->num, row};
 }
 
 /* Counts the rows of all sequences, and those of the sequence that has most. */
@@ -81,7 +100,7 @@ static kvc_status count_rows(const kvc_batch *batch, int32_t layer, const kvc_sh
     *most = 0;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const int64_t before = d.num;
-        add_sequence(&d, s);
+        visit_rows(&d, s, count_run);
         if (d.num - before > *most) *most = d.num - before;
     }
     *num = d.num;
@@ -104,7 +123,7 @@ kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows) {
     return status == KVC_OK ? enter_and_count(batch, layer, num_rows, &most) : status;
 }
 
-/* The tokens of the batch come sequence after sequence, as many of each. */
+/* Checks that the batch has as many tokens of each sequence, one sequence after the other. */
 static kvc_status check_in_step(const kvc_batch *batch) {
     const kvc_batch_sequence *first = &batch->sequences[0];
     for (int32_t s = 1; s < batch->num_sequences; s++)
@@ -148,14 +167,14 @@ static int by_id(const void *a, const void *b) {
     return (x->id > y->id) - (x->id < y->id);
 }
 
-/* Usually true, and skips the sort. */
+/* Usually true, which skips the sort. */
 static int is_sorted(const dense_row *rows, int64_t num) {
     int64_t i = 1;
     while (i < num && rows[i - 1].position <= rows[i].position) i++;
     return i >= num;
 }
 
-/* Lists all rows, sequence after sequence. */
+/* Lists all rows, sequence after sequence, each in the order of positions. */
 static void list_rows(dense *d) {
     const kvc_batch *batch = d->batch;
     for (int32_t s = 0; s < batch->num_sequences; s++) d->order[s] = (member){batch->sequences[s].sequence->id, s};
@@ -164,7 +183,7 @@ static void list_rows(dense *d) {
         const int32_t s = d->order[i].sequence;
         dense_row *rows = d->rows + d->num;
         d->slices[s].first = d->num;
-        add_sequence(d, s);
+        visit_rows(d, s, list_run);
         d->slices[s].num = d->num - d->slices[s].first;
         if (!is_sorted(rows, d->slices[s].num)) qsort(rows, (size_t)d->slices[s].num, sizeof *rows, by_position);
     }
@@ -172,7 +191,7 @@ static void list_rows(dense *d) {
 
 /* ---- rows and masks ---------------------------------------------------------------------------------------------- */
 
-/* Says where the rows of sequence s go. */
+/* The caller's arrays, from where the rows of sequence s go. */
 static kvc_rows_out rows_of(const dense *d, int32_t s) {
     kvc_rows_out out = d->out;
     if (!d->args.by_sequence) return out;
@@ -182,7 +201,7 @@ static kvc_rows_out rows_of(const dense *d, int32_t s) {
     return out;
 }
 
-/* Copies the listed rows [i, end), those that lie side by side together. */
+/* Copies the listed rows [i, end), as many at once as lie side by side. */
 static void copy_rows(const dense *d, kvc_reader *reader, int64_t i, int64_t end) {
     for (int64_t n; i < end; i += n) {
         const dense_row *rows = d->rows + i;
@@ -198,7 +217,7 @@ static void copy_rows(const dense *d, kvc_reader *reader, int64_t i, int64_t end
     }
 }
 
-/* Fills with zeros what lies past the rows of a sequence that has fewer than others. */
+/* Fills the arrays past the rows of a sequence that has fewer than others with zeros. */
 static void pad_rows(const dense *d, int32_t s) {
     const kvc_layer *layer = &d->batch->cache->layers[d->layer];
     const int64_t begin = d->slices[s].num, end = d->args.num_rows;
@@ -225,7 +244,7 @@ static void hide(const masks *m, int64_t first, int64_t end) {
     if (m->seen) memset(m->seen + first, 0, (size_t)(end - first));
 }
 
-/* What a token sees of its sequence's rows, and nothing of the others'. */
+/* Writes what a token sees of its sequence's rows, and that it sees none of the others'. */
 static void fill_masks(const dense *d, int32_t t) {
     const kvc_batch *batch = d->batch;
     const kvc_dense_args *a = &d->args;
@@ -249,11 +268,12 @@ static void fill_masks(const dense *d, int32_t t) {
     }
 }
 
-/* Divides n things among tasks: the first one of a task. */
+/* The first of n items that a task has, where they are divided evenly. */
 static int64_t share_of(const dense *d, int64_t n, int64_t task) {
     return n / d->num_tasks * task + n % d->num_tasks * task / d->num_tasks;
 }
 
+/* Writes one task's share of the rows, the padding and the masks. */
 static void fill_share(void *context, int64_t task) {
     const dense *d = context;
     const kvc_batch *batch = d->batch;
@@ -267,7 +287,7 @@ static void fill_share(void *context, int64_t task) {
         if (d->args.mask || d->args.seen) fill_masks(d, (int32_t)t);
 }
 
-/* ---- the public function ----------------------------------------------------------------------------------------- */
+/* ---- kvc_dense --------------------------------------------------------------------------------------------------- */
 
 static kvc_status check_args(const kvc_batch *batch, int32_t layer, const kvc_dense_args *given, dense *d) {
     kvc_status status = KVC_READ(kvc_dense_args, &d->args, given, "args");
@@ -295,14 +315,14 @@ static kvc_status check_num_rows(const dense *d, int64_t *num) {
 
 /* Counts the tasks that the work is worth cutting into. */
 static int32_t num_tasks(const dense *d, int64_t num) {
-    static const double WORTH_THREADS = 1 << 16; /* elements; to write less takes less time than to wake a thread */
+    static const double WORTH_THREADS = 1 << 16; /* elements; writing fewer takes less time than waking a thread */
     const kvc_layer *layer = &d->batch->cache->layers[d->layer];
     const double rows = (double)num * layer->num_kv_heads * (layer->k_dim + layer->v_dim),
                  masks = d->args.mask || d->args.seen ? (double)d->args.num_rows * d->batch->num_tokens : 0;
     return rows + masks < WORTH_THREADS ? 1 : kvc_cache_threads(d->batch->cache);
 }
 
-/* Copies rows and makes masks; the layer's sheet is entered. */
+/* Copies rows and makes masks, while the layer's sheet is entered. */
 static kvc_status make_dense(dense *d) {
     const kvc_batch *batch = d->batch;
     kvc_cache *cache = batch->cache;
