@@ -1,5 +1,7 @@
-"""What pyproject.toml cannot say: the version, which stands in include/kvcache.h, how the extension is built, and what
-makes distributions of the same sources the same bytes, wherever and whenever they are built.
+"""Builds what pyproject.toml cannot describe.
+
+The version is read from include/kvcache.h. The core and the extension module are compiled. Distributions of the same
+sources are the same bytes, wherever and whenever they are built.
 """
 
 import gzip
@@ -27,11 +29,11 @@ from setuptools.errors import CompileError, LinkError
 header = Path("include/kvcache.h").read_text()
 version = ".".join(re.findall(r"^#define KVC_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+)", header, re.MULTILINE))
 
-# One extension for the CPython that requires-python begins with and every later one, but for those without a GIL.
+# With the limited API one build serves every CPython from 3.11 on, except those without a GIL.
 limited = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
-# With KVCACHE_SYSTEM_LIB=1 the module is linked to a libkvcache that is installed already, and there is no other core.
+# KVCACHE_SYSTEM_LIB=1 links the module to an installed libkvcache instead of compiling a core.
 system = os.environ.get("KVCACHE_SYSTEM_LIB") == "1"
 
 
@@ -47,10 +49,10 @@ def ask_pkg_config(*query):
 
 
 def installed_library():
-    """The folders of the header and of the library, if these are what the sources here can be linked to."""
+    """Return the folders of the installed header and library; exit unless their version fits these sources."""
     found = ask_pkg_config("--modversion")
-    (*series, patch), (*ours, least) = ([*map(int, each.split("."))] for each in (found, version))
-    if series != ours or patch < least:
+    (*series, patch), (*needed_series, least_patch) = ([*map(int, each.split("."))] for each in (found, version))
+    if series != needed_series or patch < least_patch:
         sys.exit(f"KVCACHE_SYSTEM_LIB=1: libkvcache {found} is installed, and these sources are for {version}.")
     return [str(Path(ask_pkg_config(f"--variable={name}")).resolve()) for name in ("includedir", "libdir")]
 
@@ -58,17 +60,17 @@ def installed_library():
 class BuildPy(build_py):
     def finalize_options(self):
         super().finalize_options()
-        if system:  # the header of the installed library holds
+        if system:  # programs use the header that is installed with the library
             self.packages = [package for package in self.packages if package != "kvcache.include"]
 
 
 class BuildExt(build_ext):
     def initialize_options(self):
         super().initialize_options()
-        self.cython_c_in_temp = True  # keeps the generated C out of the tree, and so out of the sdist
+        self.cython_c_in_temp = True  # keeps the generated C out of the source tree and of the sdist
 
     def get_ext_filename(self, name):
-        """Asked with and without the names of packages; the library is no module, and has no ending of one."""
+        """Name the library libkvcache.so, without the suffix of an extension module."""
         return f"{name.replace('.', '/')}.so" if name.endswith("libkvcache") else super().get_ext_filename(name)
 
     def build_extensions(self):
@@ -76,36 +78,37 @@ class BuildExt(build_ext):
             self.use_installed_library()
         else:
             self.configure_core()
-        compile_in_turn = self.compiler.compile
+        compile_serially = self.compiler.compile
 
         def compile_in_parallel(sources, **options):
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                return [*chain.from_iterable(pool.map(lambda source: compile_in_turn([source], **options), sources))]
+                return [*chain.from_iterable(pool.map(lambda source: compile_serially([source], **options), sources))]
 
         self.compiler.compile = compile_in_parallel
         super().build_extensions()
 
     def use_installed_library(self):
-        """Link to it, and leave word where it lies for kvcache.runtime."""
+        """Link to the installed library, and write down for kvcache.runtime where it lies."""
         if self.editable_mode:
             sys.exit("KVCACHE_SYSTEM_LIB=1 is not for an editable install.")
         include, folder = installed_library()
         module.include_dirs[0] = include
         module.library_dirs.append(folder)
         module.runtime_library_dirs[:] = [folder]
-        self.force = True  # what lies there may be linked to a core of its own
-        word = self.word()
-        word.parent.mkdir(parents=True, exist_ok=True)
-        word.write_text(f"{include}\n{folder}/libkvcache.so\n")
-        for left in ("include", "lib"):  # by a build with a core, in the same folder
-            shutil.rmtree(word.parent / left, ignore_errors=True)
+        self.force = True  # an earlier build may have linked the module to a core of its own
+        location = self.location_file()
+        location.parent.mkdir(parents=True, exist_ok=True)
+        location.write_text(f"{include}\n{folder}/libkvcache.so\n")
+        for leftover in ("include", "lib"):  # an earlier build with a core may have put these there
+            shutil.rmtree(location.parent / leftover, ignore_errors=True)
 
-    def word(self):
+    def location_file(self):
+        """Return the file that says where the installed library lies."""
         return Path(self.get_ext_fullpath(module.name)).parent / "system-library"
 
     def configure_core(self):
-        if self.word().exists():
-            self.word().unlink()
+        if self.location_file().exists():  # an earlier build was linked to an installed library
+            self.location_file().unlink()
             self.force = True
         if self.compiler.compiler_type == "msvc":  # never run
             core.extra_compile_args = ["/std:c11", "/experimental:c11atomics", "/O2"]
@@ -121,12 +124,12 @@ class BuildExt(build_ext):
         module.library_dirs.append(str(Path(self.get_ext_fullpath(core.name)).parent))
 
     def copy_extensions_to_source(self):
-        """For an editable install, where nothing else makes this folder."""
+        """Make the folder of the library, which nothing else does in an editable install."""
         Path("kvcache/lib").mkdir(exist_ok=True)
         super().copy_extensions_to_source()
 
     def builds(self, program, *flags):
-        """Whether the compiler and the linker take these flags."""
+        """Whether a program compiles and links with these flags."""
         source = Path(self.build_temp, "probe.c")
         source.parent.mkdir(parents=True, exist_ok=True)
         source.write_text(program)
@@ -140,7 +143,7 @@ class BuildExt(build_ext):
 
 class Sdist(sdist):
     def make_archive(self, base_name, format, root_dir=None, base_dir=None, owner=None, group=None):
-        """A .tar.gz that does not tell who made it; nor when, if SOURCE_DATE_EPOCH says what to write instead."""
+        """Write a .tar.gz without the names of its maker, and with SOURCE_DATE_EPOCH, if set, for all times."""
         if format != "gztar":
             return super().make_archive(base_name, format, root_dir, base_dir, owner, group)
         epoch = int(os.environ["SOURCE_DATE_EPOCH"]) if "SOURCE_DATE_EPOCH" in os.environ else None
@@ -160,46 +163,46 @@ class Sdist(sdist):
 
 class Wheel(bdist_wheel):
     def write_wheelfile(self, wheelfile_base, **options):
-        """The last of the files, after which they are packed with the modes they have here: those of one umask."""
+        """Add the bill of materials and set all modes, so that they do not depend on the umask; this runs last."""
         super().write_wheelfile(wheelfile_base, **options)
         self.write_bill_of_materials(Path(wheelfile_base, "sboms"))
         for path in Path(self.bdist_dir).rglob("*"):
             path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
 
     def write_bill_of_materials(self, folder):
-        """What the binaries say they link to, as CycloneDX (PEP 770); there is nothing in them that is not ours."""
+        """List the libraries that the binaries link to, as CycloneDX (PEP 770). No other code is compiled in."""
         binaries = sorted(Path(self.bdist_dir).rglob("*.so*"))
         if not binaries or not shutil.which("readelf"):
             return
         command = ["readelf", "--dynamic", "--wide", *binaries]
-        told = subprocess.run(command, env=os.environ | {"LC_ALL": "C"}, stdout=subprocess.PIPE, text=True, check=True)
-        linked = set(re.findall(r"\(NEEDED\).*\[(.+)\]", told.stdout)) - {binary.name for binary in binaries}
+        done = subprocess.run(command, env=os.environ | {"LC_ALL": "C"}, stdout=subprocess.PIPE, text=True, check=True)
+        linked = set(re.findall(r"\(NEEDED\).*\[(.+)\]", done.stdout)) - {binary.name for binary in binaries}
         name = self.distribution.get_name()
         purl = f"pkg:pypi/{name}@{version}"
         licenses = [{"expression": self.distribution.metadata.license_expression}]
-        us = {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl, "licenses": licenses}
-        others = [{"type": "library", "bom-ref": each, "name": each, "isExternal": True} for each in sorted(linked)]
+        package = {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+        package["licenses"] = licenses
+        libraries = [{"type": "library", "bom-ref": each, "name": each, "isExternal": True} for each in sorted(linked)]
         bill = {
             "bomFormat": "CycloneDX",
             "specVersion": "1.7",
             "version": 1,
-            "metadata": {"component": us},
-            "components": others,
+            "metadata": {"component": package},
+            "components": libraries,
             "dependencies": [{"ref": purl, "dependsOn": sorted(linked)}],
         }
         folder.mkdir()
         (folder / f"{name}.cdx.json").write_text(json.dumps(bill, indent=2) + "\n")
 
 
-# Without what Python's own flags have for debuggers, which is the folder it was built in, and most of the bytes. The
-# kernels are unrolled by hand: with -O3 they are a sixth larger and no faster. For other loops GCC is told to do what
-# Clang does at -O2 anyway.
+# -g0 drops what Python's own flags add for debuggers: most of the bytes, and the name of the build folder. The kernels
+# are unrolled by hand: -O3 makes them a sixth larger and no faster. `loops` makes GCC vectorise as Clang does at -O2.
 loops = ["-ftree-vectorize", "-fvect-cost-model=dynamic"]
 flags = ["-std=c11", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
 if os.environ.get("KVCACHE_WERROR") == "1":
     flags.append("-Werror")
 
-# The core is a library of its own, for whoever wants it (kvcache.get_library); the module is linked to it.
+# The core is a library of its own, which other programs can link to (kvcache.get_library), as the module does.
 core = Extension(
     "kvcache.lib.libkvcache",
     sources=sorted(glob("src/*/*.c")),
@@ -225,7 +228,7 @@ if limited:
 
 setup(
     version=version,
-    ext_modules=[module] if system else [core, module],  # in this order
+    ext_modules=[module] if system else [core, module],  # the core first, as the module is linked to it
     cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "bdist_wheel": Wheel, "sdist": Sdist},
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if limited else {},
 )

@@ -1,10 +1,12 @@
 """The batch: the tokens of a forward pass, whose rows are put and attended over layer by layer."""
 
+# What put() passes to C, and where its arrays lie.
 cdef struct PutRows:
     kvc_put_args args
     Array k
     Array v
 
+# What attend() passes to C beside the rows to put, and where its arrays lie.
 cdef struct Query:
     kvc_plan_args plan
     kvc_attend_args args
@@ -55,7 +57,7 @@ cdef class Batch(_CallCounter):
     cdef object read_tokens(self, object n, object positions, object seq_ids, object parents, kvc_begin_args *args):
         """Describe the new tokens; return what keeps the parents. The batch keeps the rest."""
         cdef cnp.npy_intp size
-        cdef cnp.ndarray trees = None
+        cdef cnp.ndarray parent_tokens = None
         memset(args, 0, sizeof(kvc_begin_args))
         args.struct_size = sizeof(kvc_begin_args)
         if n is not None:
@@ -75,12 +77,12 @@ cdef class Batch(_CallCounter):
                 raise ValueError(f"len(seq_ids)={len(self.seq_ids)}: must be len(positions), which is {size}")
             args.seq_ids = <const int64_t *>cnp.PyArray_DATA(self.seq_ids)
         if parents is not None:
-            trees = to_int_array(parents, "parents", cnp.NPY_INT32, -1, _INT32_MAX)
-            if cnp.PyArray_DIM(trees, 0) != size:
-                raise ValueError(f"len(parents)={len(trees)}: must be one for each token, and there are {size}")
-            args.parents = <const int32_t *>cnp.PyArray_DATA(trees)
+            parent_tokens = to_int_array(parents, "parents", cnp.NPY_INT32, -1, _INT32_MAX)
+            if cnp.PyArray_DIM(parent_tokens, 0) != size:
+                raise ValueError(f"len(parents)={len(parent_tokens)}: must be one for each token, and there are {size}")
+            args.parents = <const int32_t *>cnp.PyArray_DATA(parent_tokens)
         args.num_tokens = self.num_tokens = <int32_t>size
-        return trees
+        return parent_tokens
 
     def get_seq_ids(self):
         if self.seq_ids is None:
@@ -93,6 +95,7 @@ cdef class Batch(_CallCounter):
         return self.handle == NULL
 
     cdef int32_t to_first(self, object first, int64_t tokens) except -1:
+        """Convert the number of a token with which `tokens` tokens of the batch begin."""
         cdef int64_t number
         if is_plain(first, 0, self.num_tokens - tokens, &number):
             return <int32_t>number
@@ -102,6 +105,7 @@ cdef class Batch(_CallCounter):
         raise IndexError(f"first={show(first)} with {tokens} tokens: the batch has {self.num_tokens}")
 
     cdef int64_t only_sequence(self) except? -1:
+        """Return the sequence of the batch, or raise if there are several."""
         if self.seq_ids is None:
             return 0
         seq_ids = set(self.seq_ids.tolist())
@@ -237,7 +241,6 @@ cdef class Batch(_CallCounter):
         cdef kvc_attend_args *args = &query.args
         cdef int token = TOKEN_AXIS[layout], head = HEAD_AXIS[layout]
         cdef cnp.ndarray flags = None
-        cdef const uint8_t[::1] sees_all
         memset(query, 0, sizeof(Query))
         plan.struct_size, args.struct_size = sizeof(kvc_plan_args), sizeof(kvc_attend_args)
         q = read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, layout, &query.q)
@@ -262,8 +265,7 @@ cdef class Batch(_CallCounter):
         if non_causal is not None:
             flags = to_flags(non_causal, plan.first, plan.num_tokens, self.num_tokens)
             if flags is not None:
-                sees_all = flags
-                plan.non_causal = &sees_all[0]
+                plan.non_causal = <const uint8_t *>cnp.PyArray_DATA(flags)
         out = self.read_out(out, shape.v_dim, layout, &query.q, &query.out)
         args.out = query.out.data
         args.out_token_stride, args.out_head_stride = query.out.strides[token], query.out.strides[head]

@@ -117,7 +117,7 @@ cdef class Cache(_CallCounter):
     def closed(self):
         return self.handle == NULL
 
-    # -- looking at sequences
+    # ---- what is stored of sequences
 
     cdef int64_t count_rows(self, int64_t seq_id, int32_t layer) except -1:
         cdef int64_t rows
@@ -196,7 +196,7 @@ cdef class Cache(_CallCounter):
             self.leave()
         return found[:count]
 
-    # -- editing sequences
+    # ---- editing sequences
 
     def clear(self, seq_id):
         cdef bint every = seq_id is None
@@ -328,7 +328,7 @@ cdef class Cache(_CallCounter):
         check(status)
         return num_replaced
 
-    # -- memory
+    # ---- memory
 
     def stats(self):
         cdef kvc_stats s
@@ -412,7 +412,7 @@ cdef class Cache(_CallCounter):
         self.leave()
         check(status)
 
-    # -- reading rows
+    # ---- reading rows
 
     cdef tuple copy_rows(self, int32_t layer, int64_t seq_id, object first, int32_t type, bint want_k, bint want_v):
         """Copy the rows from `first` on, those that there are when they are copied: another thread may add some."""
@@ -530,7 +530,7 @@ cdef class Cache(_CallCounter):
             for i in range(hold.num_spans)
         ]
 
-    # -- a forward pass
+    # ---- a forward pass
 
     def begin(self, n, positions, seq_ids, parents, decide):
         """Begin a batch. `decide` returns for each token whether its sequence is unstored; None: all are stored."""
