@@ -114,6 +114,7 @@ def test_loss_and_logits_of_long_texts(model: runner.Llama, windows: list[list[i
     assert loss == pytest.approx(EXPECTED["eval_loss_windows_of_2048"], abs=2e-6)
 
 
+@pytest.mark.slow
 def test_types_stay_near_f32(model: runner.Llama, windows: list[list[int]]) -> None:
     found = dict(runner.compare_dtypes(model, options(), windows[:2]))
     assert list(found) == ["f32", "f16", "bf16", "q8_0", "q4_0"]
@@ -200,6 +201,7 @@ def follow(text: list[int], losses: list[float]) -> Callable[[F32], int]:
     return choose
 
 
+@pytest.mark.slow
 def test_a_shift_goes_on_beyond_the_context(model: runner.Llama, windows: list[list[int]]) -> None:
     text = windows[0] + windows[1]
     prompt, rest = text[:1800], text[1800:3400]
@@ -517,6 +519,7 @@ def test_a_tensor_of_another_type(folder: Path) -> None:
 # --- a whole run -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_run_streams_and_reports() -> None:
     out = io.StringIO()
     assert runner.run(MODEL, b"ROMEO:", options(max_new_tokens=30), out) == 0

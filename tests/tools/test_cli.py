@@ -28,7 +28,7 @@ def run(*arguments, **environment):
     """Without a terminal."""
     code = [sys.executable, "-m", "kvcache.tools.cli", *map(str, arguments)]
     keep = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
-    return subprocess.run(code, capture_output=True, text=True, env=keep | environment, timeout=120)
+    return subprocess.run(code, capture_output=True, text=True, env=keep | environment, timeout=600)
 
 
 def run_in_terminal(*arguments, **environment):
@@ -131,6 +131,7 @@ def test_plan_as_json():
     assert longest * cache.most_bytes(1) <= left < (longest + 1) * cache.most_bytes(1)
 
 
+@pytest.mark.slow
 def test_plan_measures():
     made = json.loads(run("plan", MODEL, "--json").stdout)
     assert all(row["tokens_per_second"] > 0 for row in made["rows"])
@@ -206,18 +207,25 @@ def test_hostile_files(tmp_path, command, name):
 # ---- bench and generate
 
 
+QUICK_BENCH = ["bench", "--seconds", 1, "--context", 64, "--no-peers", "--threads", 1]
+
+
+@pytest.mark.slow
 def test_bench(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "speed.png"
-    short = ["--seconds", 1, "--context", 64, "--no-peers", "--threads", 1]
-    record = json.loads(run("bench", MODEL, *short, "--json", "--plot", picture).stdout)
+    record = json.loads(run(*QUICK_BENCH, MODEL, "--json", "--plot", picture).stdout)
     assert {row["type"] for row in record["rows"]} == {"f32", "f16", "bf16", "q8_0", "q4_0"}
     assert {row["part"] for row in record["rows"]} == {"decode", "prefill", "append"}
     assert (record["shape"]["head_dim"], record["shape"]["context"]) == (64, 64)
     assert picture.read_bytes().startswith(b"\x89PNG")
     cli._print_bench(record)
     assert "memory is read at" in capsys.readouterr().out
-    check_refused(run("bench", *short, "--plot", tmp_path / "nowhere" / "a.png"), "nowhere")
+
+
+def test_bench_needs_a_folder_for_its_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    check_refused(run(*QUICK_BENCH, "--plot", tmp_path / "nowhere" / "a.png"), "nowhere")
 
 
 def test_generate():
