@@ -9,7 +9,8 @@
 #define TARGET __attribute__((target("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
 #define DOT 1
 #define DOT_BF16 1
-#include "kernels/avx512.h"
+#include "kernels/vector_avx512.h"
+#include "kernels/template.h"
 #endif
 
 #ifdef KVC_HAVE_AMX

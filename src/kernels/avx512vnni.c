@@ -6,5 +6,6 @@
 #define FLOATS avx512
 #define TARGET __attribute__((target("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
 #define DOT 1
-#include "kernels/avx512.h"
+#include "kernels/vector_avx512.h"
+#include "kernels/template.h"
 #endif

@@ -4,17 +4,14 @@
  * nothing and read no byte outside the rows they are given.  Element types here are kvc_type; f32 accumulators.  Where
  * a type is quantised, dim is a multiple of KVC_QUANT_ELEMENTS.
  *
- *   scalar.c       plain C, no vectors: what the others are tested against.  It stays for ever.
+ *   scalar.c         plain C, no vectors: what the others are tested against.  It stays for ever.
  *   template.h       the same loops once, over a small set of vector primitives
- *   quantised.h    its part that multiplies quantised rows as integers; bf16.h: that of queries and rows of bf16
- *   instantiate.h        the kernels of a set by name, and its table; scalar.c has it as well
- *   avx2.c         those primitives for AVX2 + FMA + F16C
- *   avx512.h       those for AVX-512: avx512.c and, with its dot products of integers, avx512vnni.c, and of bf16,
- *                  avx512bf16.c
- *   amx.h          products of tiles, with all else as in avx512bf16.c, which includes it
- *   x86.h          what these share
- *   neon.c         those for AArch64
- *   target.h       how functions of a set are declared
+ *   quantised.h      its part that multiplies quantised rows as integers; bf16.h: that of queries and rows of bf16
+ *   instantiate.h    the kernels of a set by name, and its table; scalar.c has it as well
+ *   avx2.c avx512.c avx512vnni.c avx512bf16.c neon.c      the sets: each fills in the template's parameters
+ *   vector_avx2.h vector_avx512.h vector_neon.h           their primitives; x86.h: what these share
+ *   amx.h            products of tiles, with all else as in avx512bf16.c, which includes it
+ *   target.h         how functions of a set are declared
  */
 #ifndef KVC_KERNELS_H
 #define KVC_KERNELS_H

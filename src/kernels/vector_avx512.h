@@ -1,8 +1,7 @@
-/* avx512.h: the vector kernels for AVX-512 (F, BW, DQ, VL).  A file that includes this defines
- *   ISA           name of the instruction set
+/* vector_avx512.h: the vector primitives of template.h for AVX-512 (F, BW, DQ, VL).  A file that includes this defines
  *   TARGET        attribute of every function
- *   DOT           whether there are dot products of integers (VNNI)
- *   DOT_BF16      whether there are dot products of bf16; else it may be left out
+ *   DOT           1 where there are dot products of integers (VNNI)
+ *   DOT_BF16      1 where there are dot products of bf16
  */
 #include "kernels/x86.h"
 
@@ -244,5 +243,3 @@ INLINE bvec b_load(const void *p, int count) {
 
 INLINE vec b_dot(vec sum, bvec x, bvec y) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y); }
 #endif
-
-#include "kernels/template.h"

@@ -1,0 +1,219 @@
+/* vector_avx2.h: the vector primitives of template.h for AVX2, FMA and F16C.  TARGET is defined before it is included.
+ */
+#include "kernels/x86.h"
+
+enum { LANES = 8, ACCUMULATORS = 12, MATMUL_ROWS = 6, MATMUL_VECTORS = 2 }; /* of 16 registers */
+
+typedef __m256 vec;
+
+INLINE vec v_zero(void) { return _mm256_setzero_ps(); }
+
+INLINE vec v_set(float x) { return _mm256_set1_ps(x); }
+
+INLINE vec v_load(const void *p) { return _mm256_loadu_ps(p); }
+
+INLINE vec v_keep(vec x) {
+    __asm__("" : "+x"(x));
+    return x;
+}
+
+INLINE void v_store(void *p, vec x) { _mm256_storeu_ps(p, x); }
+
+INLINE vec v_set_f16(const void *p) {
+    short bits;
+    memcpy(&bits, p, sizeof bits);
+    return _mm256_cvtph_ps(_mm_set1_epi16(bits));
+}
+
+INLINE vec v_load_f16(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
+
+INLINE void v_store_f16(void *p, vec x) { _mm_storeu_si128(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
+
+INLINE vec v_load_bf16(const void *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(p)), 16));
+}
+
+/* Adds just less than half of the last bit that stays, or half if that bit is set: ties to even. */
+INLINE void v_store_bf16(void *p, vec x) {
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256 quiet = _mm256_or_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x400000)));
+    __m256 y = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), quiet, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    __m256i upper_halves =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(2, 3, 6, 7, 10, 11, 14, 15, 2, 3, 6, 7, 10, 11, 14, 15));
+    __m256i halves = _mm256_shuffle_epi8(_mm256_castps_si256(y), upper_halves);
+    _mm_storeu_si128(p, _mm_unpacklo_epi64(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
+}
+
+INLINE vec v_load_i8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p))); }
+
+INLINE vec v_load_u4(const void *p, int shift) {
+    __m256i bytes = _mm256_srl_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p)), _mm_cvtsi32_si128(shift));
+    return _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(15)));
+}
+
+INLINE void v_store_8(void *p, vec x) {
+    __m256i low_bytes = _mm256_set1_epi32(0x0c080400);
+    __m256i bytes = _mm256_shuffle_epi8(_mm256_cvttps_epi32(x), low_bytes);
+    _mm_storel_epi64(p, _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
+}
+
+INLINE vec v_add(vec x, vec y) { return _mm256_add_ps(x, y); }
+
+INLINE vec v_mul(vec x, vec y) { return _mm256_mul_ps(x, y); }
+
+INLINE vec v_fma(vec x, vec y, vec z) { return _mm256_fmadd_ps(x, y, z); }
+
+INLINE vec v_max(vec x, vec y) { return _mm256_max_ps(x, y); }
+
+INLINE vec v_min(vec x, vec y) { return _mm256_min_ps(x, y); }
+
+INLINE vec v_abs(vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+
+INLINE vec v_number(vec x) { return _mm256_and_ps(x, _mm256_cmp_ps(x, x, _CMP_ORD_Q)); }
+
+INLINE uint32_t v_equal(vec x, vec y) { return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_EQ_OQ)); }
+
+INLINE vec v_truncate(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
+
+/* What is added is the float below a half: a half would take the float below it to 1. */
+INLINE vec v_round_away(vec x) {
+    vec sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f));
+    return v_truncate(_mm256_add_ps(x, _mm256_or_ps(_mm256_set1_ps(0x1.fffffep-2f), sign)));
+}
+
+INLINE vec v_round(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+/* Adds n to the exponent. */
+INLINE vec v_scale(vec x, vec n) {
+    __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+    vec y = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), exponent));
+    return _mm256_and_ps(y, _mm256_cmp_ps(n, _mm256_set1_ps(-125), _CMP_NLT_UQ));
+}
+
+INLINE float v_max_lane(vec x) {
+    __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+
+INLINE float v_sum_lanes(vec x) {
+    __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+
+/* In each half: x0+x2 x1+x3 y0+y2 y1+y3. */
+INLINE vec add_pairs(vec x, vec y) {
+    return _mm256_add_ps(_mm256_blend_ps(x, y, 0xcc), _mm256_shuffle_ps(x, y, _MM_SHUFFLE(1, 0, 3, 2)));
+}
+
+/* In each half: the sums of that half of a, b, c and d. */
+INLINE vec add_halves(vec a, vec b, vec c, vec d) {
+    vec x = add_pairs(a, b), y = add_pairs(c, d);
+    return _mm256_add_ps(_mm256_shuffle_ps(x, y, _MM_SHUFFLE(2, 0, 2, 0)),
+                         _mm256_shuffle_ps(x, y, _MM_SHUFFLE(3, 1, 3, 1)));
+}
+
+INLINE vec v_sums(const vec x[LANES]) {
+    vec y = add_halves(x[0], x[1], x[2], x[3]), z = add_halves(x[4], x[5], x[6], x[7]);
+    return _mm256_add_ps(_mm256_blend_ps(y, z, 0xf0), _mm256_permute2f128_ps(y, z, 0x21));
+}
+
+/* Transposes both halves of four vectors. */
+INLINE void transpose_halves(vec x[4]) {
+    vec a = _mm256_unpacklo_ps(x[0], x[1]), b = _mm256_unpackhi_ps(x[0], x[1]);
+    vec c = _mm256_unpacklo_ps(x[2], x[3]), d = _mm256_unpackhi_ps(x[2], x[3]);
+    x[0] = _mm256_shuffle_ps(a, c, _MM_SHUFFLE(1, 0, 1, 0));
+    x[1] = _mm256_shuffle_ps(a, c, _MM_SHUFFLE(3, 2, 3, 2));
+    x[2] = _mm256_shuffle_ps(b, d, _MM_SHUFFLE(1, 0, 1, 0));
+    x[3] = _mm256_shuffle_ps(b, d, _MM_SHUFFLE(3, 2, 3, 2));
+}
+
+INLINE void v_transpose(vec x[LANES]) {
+    transpose_halves(x);
+    transpose_halves(x + 4);
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        vec low = _mm256_permute2f128_ps(x[i], x[i + 4], 0x20), high = _mm256_permute2f128_ps(x[i], x[i + 4], 0x31);
+        x[i] = low;
+        x[i + 4] = high;
+    }
+}
+
+/* ---- integers --------------------------------------------------------------------------------------------------- */
+
+typedef __m256i ivec;
+
+INLINE ivec i_zero(void) { return _mm256_setzero_si256(); }
+
+INLINE ivec i_set_16(int16_t x) { return _mm256_set1_epi16(x); }
+
+INLINE ivec i_set_pair(const void *p) {
+    int pair;
+    memcpy(&pair, p, sizeof pair);
+    return _mm256_set1_epi32(pair);
+}
+
+INLINE ivec i_and(ivec x, ivec y) { return _mm256_and_si256(x, y); }
+
+INLINE ivec i_xor(ivec x, ivec y) { return _mm256_xor_si256(x, y); }
+
+INLINE ivec i_shift(ivec x, int n) {
+    return n == 4 ? _mm256_srli_epi16(x, 4) : n == 8 ? _mm256_srli_epi16(x, 8) : _mm256_srli_epi16(x, 12);
+}
+
+/* In the register of the sum: else GCC makes new ones, of which there are not enough. */
+INLINE ivec i_dot(ivec sum, ivec x, ivec y) {
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
+    __asm__("" : "+x"(sum));
+    return sum;
+}
+
+INLINE vec v_from_int(ivec x) { return _mm256_cvtepi32_ps(x); }
+
+INLINE void i_store_16(int16_t *p, vec x, vec y) {
+    __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(x), _mm256_cvtps_epi32(y)); /* of each half */
+    _mm256_storeu_si256((void *)p, _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)));
+}
+
+/* 16 bytes of each of two rows. */
+INLINE ivec load_two(const void *const *rows, size_t at, int i) {
+    return _mm256_set_m128i(_mm_loadu_si128((const void *)((const char *)rows[i + 4] + at)),
+                            _mm_loadu_si128((const void *)((const char *)rows[i] + at)));
+}
+
+INLINE void i_load_rows(ivec x[4], const void *const *rows, size_t at) {
+    ivec a = load_two(rows, at, 0), b = load_two(rows, at, 1), c = load_two(rows, at, 2), d = load_two(rows, at, 3);
+    ivec ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
+    x[0] = _mm256_unpacklo_epi64(ab, cd);
+    x[1] = _mm256_unpackhi_epi64(ab, cd);
+    ab = _mm256_unpackhi_epi32(a, b);
+    cd = _mm256_unpackhi_epi32(c, d);
+    x[2] = _mm256_unpacklo_epi64(ab, cd);
+    x[3] = _mm256_unpackhi_epi64(ab, cd);
+}
+
+INLINE vec v_load_scales(const void *const *rows, size_t at) { return _mm256_cvtph_ps(load_eight(rows, at)); }
+
+INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
+    __m128i low, high;
+    if (type == KVC_Q8_0) {
+        __m128i a = _mm_loadu_si128(p), b = _mm_loadu_si128(q);
+        low = _mm_unpacklo_epi8(a, b);
+        high = _mm_unpackhi_epi8(a, b);
+    } else {
+        __m128i both = _mm_unpacklo_epi8(_mm_loadl_epi64(p), _mm_loadl_epi64(q));
+        __m128i mask = _mm_set1_epi8((char)0xf0), sign = _mm_set1_epi8((char)0x80);
+        low = _mm_xor_si128(_mm_and_si128(_mm_slli_epi16(both, 4), mask), sign);
+        high = _mm_xor_si128(_mm_and_si128(both, mask), sign);
+    }
+    x[0] = _mm256_cvtepi8_epi16(low);
+    x[1] = _mm256_cvtepi8_epi16(high);
+}
+
+INLINE void i_order(int type, ivec x[2]) {
+    (void)type;
+    (void)x;
+}

@@ -1,0 +1,231 @@
+/* vector_neon.h: the vector primitives of template.h for AArch64, with what every such processor has (base ARMv8-A).
+ * TARGET is defined before it is included. */
+#include <arm_neon.h>
+#include <string.h>
+
+#include "kernels/target.h"
+
+enum { LANES = 4, ACCUMULATORS = 16, MATMUL_ROWS = 4, MATMUL_VECTORS = 4 }; /* of 32 registers */
+
+typedef float32x4_t vec;
+
+/* Memory is read and written through memcpy, one instruction here: what the intrinsics take has to be aligned to its
+ * elements, and to have their type. */
+
+INLINE vec v_zero(void) { return vdupq_n_f32(0); }
+
+INLINE vec v_set(float x) { return vdupq_n_f32(x); }
+
+INLINE vec v_load(const void *p) {
+    vec x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+INLINE vec v_keep(vec x) {
+    __asm__("" : "+w"(x));
+    return x;
+}
+
+INLINE void v_store(void *p, vec x) { memcpy(p, &x, sizeof x); }
+
+INLINE uint16x4_t load_halves(const void *p) {
+    uint16x4_t halves;
+    memcpy(&halves, p, sizeof halves);
+    return halves;
+}
+
+INLINE vec f32_from_f16(uint16x4_t bits) { return vcvt_f32_f16(vreinterpret_f16_u16(bits)); }
+
+INLINE uint16x4_t f16_from_f32(vec x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
+
+INLINE vec v_set_f16(const void *p) {
+    uint16_t bits;
+    memcpy(&bits, p, sizeof bits);
+    return f32_from_f16(vdup_n_u16(bits));
+}
+
+INLINE vec v_load_f16(const void *p) { return f32_from_f16(load_halves(p)); }
+
+INLINE void v_store_f16(void *p, vec x) {
+    uint16x4_t halves = f16_from_f32(x);
+    memcpy(p, &halves, sizeof halves);
+}
+
+INLINE void store_f16(void *p, float x) {
+    uint16_t bits = vget_lane_u16(f16_from_f32(v_set(x)), 0);
+    memcpy(p, &bits, sizeof bits);
+}
+
+INLINE vec v_load_bf16(const void *p) {
+    uint16x8_t halves = vcombine_u16(load_halves(p), vdup_n_u16(0));
+    return vreinterpretq_f32_u16(vzip1q_u16(vdupq_n_u16(0), halves)); /* 0 is the lower half of each */
+}
+
+/* Adds just less than half of the last bit that stays, or half if that bit is set: ties to even. */
+INLINE void v_store_bf16(void *p, vec x) {
+    uint32x4_t bits = vreinterpretq_u32_f32(x);
+    uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+    uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
+    uint16x4_t halves = vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), rounded, quiet), 16);
+    memcpy(p, &halves, sizeof halves);
+}
+
+/* LANES bytes, and as many zeros. */
+INLINE uint8x8_t load_bytes(const void *p) {
+    uint32_t bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return vreinterpret_u8_u32(vset_lane_u32(bytes, vdup_n_u32(0), 0));
+}
+
+INLINE vec v_load_i8(const void *p) {
+    int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(load_bytes(p)));
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+}
+
+INLINE vec v_load_u4(const void *p, int shift) {
+    uint8x8_t shifted = vshl_u8(load_bytes(p), vdup_n_s8((int8_t)-shift)); /* to the right */
+    uint16x8_t wide = vmovl_u8(vand_u8(shifted, vdup_n_u8(15)));
+    return vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide)));
+}
+
+INLINE void v_store_8(void *p, vec x) {
+    uint16x4_t narrow = vmovn_u32(vreinterpretq_u32_s32(vcvtq_s32_f32(x)));
+    uint8x8_t narrower = vmovn_u16(vcombine_u16(narrow, narrow));
+    uint32_t bytes = vget_lane_u32(vreinterpret_u32_u8(narrower), 0);
+    memcpy(p, &bytes, sizeof bytes);
+}
+
+INLINE vec v_add(vec x, vec y) { return vaddq_f32(x, y); }
+
+INLINE vec v_mul(vec x, vec y) { return vmulq_f32(x, y); }
+
+INLINE vec v_fma(vec x, vec y, vec z) { return vfmaq_f32(z, x, y); }
+
+/* x where the mask is set, else y.  Where y is no NaN, Clang would make one FMAXNM of a comparison and this, if it saw
+ * them together; that one yields NaN where x is a signalling one. */
+INLINE vec choose(uint32x4_t mask, vec x, vec y) {
+    __asm__("" : "+w"(mask));
+    return vbslq_f32(mask, x, y);
+}
+
+INLINE vec v_max(vec x, vec y) { return choose(vcgtq_f32(x, y), x, y); }
+
+INLINE vec v_min(vec x, vec y) { return choose(vcltq_f32(x, y), x, y); }
+
+INLINE vec v_abs(vec x) { return vabsq_f32(x); }
+
+INLINE vec v_number(vec x) { return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), vceqq_f32(x, x))); }
+
+INLINE uint32_t v_equal(vec x, vec y) {
+    const uint32x4_t bits = {1, 2, 4, 8};
+    return vaddvq_u32(vandq_u32(vceqq_f32(x, y), bits));
+}
+
+INLINE vec v_truncate(vec x) { return vrndq_f32(x); }
+
+INLINE vec v_round_away(vec x) { return vrndaq_f32(x); }
+
+INLINE vec v_round(vec x) { return vrndnq_f32(x); }
+
+/* Adds n to the exponent. */
+INLINE vec v_scale(vec x, vec n) {
+    uint32x4_t exponent = vshlq_n_u32(vreinterpretq_u32_s32(vcvtq_s32_f32(n)), 23);
+    uint32x4_t y = vaddq_u32(vreinterpretq_u32_f32(x), exponent); /* unsigned, as it may overflow where n is below */
+    return vreinterpretq_f32_u32(vbicq_u32(y, vcltq_f32(n, v_set(-125))));
+}
+
+INLINE float v_max_lane(vec x) { return vmaxvq_f32(x); }
+
+INLINE float v_sum_lanes(vec x) { return vaddvq_f32(x); }
+
+INLINE vec v_sums(const vec x[LANES]) { return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])); }
+
+/* The first halves of x and y. */
+INLINE vec low_halves(vec x, vec y) { return vcombine_f32(vget_low_f32(x), vget_low_f32(y)); }
+
+INLINE vec high_halves(vec x, vec y) { return vcombine_f32(vget_high_f32(x), vget_high_f32(y)); }
+
+INLINE void v_transpose(vec x[LANES]) {
+    vec even = vtrn1q_f32(x[0], x[1]), odd = vtrn2q_f32(x[0], x[1]); /* of x[0] and x[1], in turn */
+    vec even_below = vtrn1q_f32(x[2], x[3]), odd_below = vtrn2q_f32(x[2], x[3]);
+    x[0] = low_halves(even, even_below);
+    x[1] = low_halves(odd, odd_below);
+    x[2] = high_halves(even, even_below);
+    x[3] = high_halves(odd, odd_below);
+}
+
+INLINE void copy_row(void *dst, const void *src, size_t bytes) { memcpy(dst, src, bytes); }
+
+/* ---- integers --------------------------------------------------------------------------------------------------- */
+
+typedef int32x4_t ivec;
+
+INLINE int16x8_t halves_of(ivec x) { return vreinterpretq_s16_s32(x); }
+
+INLINE ivec i_zero(void) { return vdupq_n_s32(0); }
+
+INLINE ivec i_set_16(int16_t x) { return vreinterpretq_s32_s16(vdupq_n_s16(x)); }
+
+INLINE ivec i_set_pair(const void *p) {
+    int32_t pair;
+    memcpy(&pair, p, sizeof pair);
+    return vdupq_n_s32(pair);
+}
+
+INLINE ivec i_and(ivec x, ivec y) { return vandq_s32(x, y); }
+
+INLINE ivec i_xor(ivec x, ivec y) { return veorq_s32(x, y); }
+
+INLINE ivec i_shift(ivec x, int n) {
+    return vreinterpretq_s32_u16(vshlq_u16(vreinterpretq_u16_s32(x), vdupq_n_s16((int16_t)-n)));
+}
+
+INLINE ivec i_dot(ivec sum, ivec x, ivec y) {
+    const int32x4_t low = vmull_s16(vget_low_s16(halves_of(x)), vget_low_s16(halves_of(y)));
+    return vaddq_s32(sum, vpaddq_s32(low, vmull_high_s16(halves_of(x), halves_of(y))));
+}
+
+INLINE vec v_from_int(ivec x) { return vcvtq_f32_s32(x); }
+
+INLINE void i_store_16(int16_t *p, vec x, vec y) {
+    const int16x8_t packed = vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(x)), vqmovn_s32(vcvtnq_s32_f32(y)));
+    memcpy(p, &packed, sizeof packed);
+}
+
+INLINE void i_load_rows(ivec x[4], const void *const *rows, size_t at) {
+    vec y[LANES];
+    UNROLL
+    for (int i = 0; i < LANES; i++) y[i] = v_load((const char *)rows[i] + at);
+    v_transpose(y);
+    UNROLL
+    for (int i = 0; i < LANES; i++) x[i] = vreinterpretq_s32_f32(y[i]);
+}
+
+INLINE vec v_load_scales(const void *const *rows, size_t at) {
+    uint16_t bits[LANES];
+    UNROLL
+    for (int i = 0; i < LANES; i++) memcpy(&bits[i], (const char *)rows[i] + at, sizeof *bits);
+    return v_load_f16(bits);
+}
+
+INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
+    const size_t bytes = type == KVC_Q8_0 ? 8 : 4;
+    uint64_t one = 0, two = 0;
+    memcpy(&one, p, bytes);
+    memcpy(&two, q, bytes);
+    int8x8_t low, a = vcreate_s8(one), b = vcreate_s8(two), high = vzip2_s8(a, b);
+    low = vzip1_s8(a, b);
+    if (type != KVC_Q8_0) {
+        high = veor_s8(vand_s8(low, vdup_n_s8((int8_t)0xf0)), vdup_n_s8((int8_t)0x80));
+        low = veor_s8(vshl_n_s8(low, 4), vdup_n_s8((int8_t)0x80));
+    }
+    x[0] = vreinterpretq_s32_s16(vmovl_s8(low));
+    x[1] = vreinterpretq_s32_s16(vmovl_s8(high));
+}
+
+INLINE void i_order(int type, ivec x[2]) {
+    (void)type;
+    (void)x;
+}
