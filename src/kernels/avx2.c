@@ -1,9 +1,110 @@
-/* avx2.c: the kernels for AVX2, FMA and F16C. */
+/* avx2.c: the kernels for AVX2, FMA and F16C, and their table. */
 #include "kernels/kernels.h"
 
 #ifdef KVC_HAVE_AVX2
-#define ISA avx2
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #include "kernels/vector_avx2.h"
 #include "kernels/template.h"
+
+DEFINE_CONVERT(kvc_convert_f32_f32_avx2, KVC_F32, KVC_F32)
+DEFINE_CONVERT(kvc_convert_f32_f16_avx2, KVC_F32, KVC_F16)
+DEFINE_CONVERT(kvc_convert_f32_bf16_avx2, KVC_F32, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_f32_q8_0_avx2, KVC_F32, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_f32_q4_0_avx2, KVC_F32, KVC_Q4_0)
+DEFINE_CONVERT(kvc_convert_f16_f32_avx2, KVC_F16, KVC_F32)
+DEFINE_CONVERT(kvc_convert_f16_f16_avx2, KVC_F16, KVC_F16)
+DEFINE_CONVERT(kvc_convert_f16_bf16_avx2, KVC_F16, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_f16_q8_0_avx2, KVC_F16, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_f16_q4_0_avx2, KVC_F16, KVC_Q4_0)
+DEFINE_CONVERT(kvc_convert_bf16_f32_avx2, KVC_BF16, KVC_F32)
+DEFINE_CONVERT(kvc_convert_bf16_f16_avx2, KVC_BF16, KVC_F16)
+DEFINE_CONVERT(kvc_convert_bf16_bf16_avx2, KVC_BF16, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_bf16_q8_0_avx2, KVC_BF16, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_bf16_q4_0_avx2, KVC_BF16, KVC_Q4_0)
+DEFINE_CONVERT(kvc_convert_q8_0_f32_avx2, KVC_Q8_0, KVC_F32)
+DEFINE_CONVERT(kvc_convert_q8_0_f16_avx2, KVC_Q8_0, KVC_F16)
+DEFINE_CONVERT(kvc_convert_q8_0_bf16_avx2, KVC_Q8_0, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_q8_0_q8_0_avx2, KVC_Q8_0, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_q4_0_f32_avx2, KVC_Q4_0, KVC_F32)
+DEFINE_CONVERT(kvc_convert_q4_0_f16_avx2, KVC_Q4_0, KVC_F16)
+DEFINE_CONVERT(kvc_convert_q4_0_bf16_avx2, KVC_Q4_0, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_q4_0_q4_0_avx2, KVC_Q4_0, KVC_Q4_0)
+
+DEFINE_SCORE(kvc_score_f32_avx2, KVC_F32)
+DEFINE_SCORE(kvc_score_f16_avx2, KVC_F16)
+DEFINE_SCORE(kvc_score_bf16_avx2, KVC_BF16)
+DEFINE_ACCUMULATE(kvc_accumulate_f32_avx2, KVC_F32)
+DEFINE_ACCUMULATE(kvc_accumulate_f16_avx2, KVC_F16)
+DEFINE_ACCUMULATE(kvc_accumulate_bf16_avx2, KVC_BF16)
+
+DEFINE_PACK_KEYS(kvc_pack_keys_f32_avx2, KVC_F32)
+DEFINE_PACK_KEYS(kvc_pack_keys_f16_avx2, KVC_F16)
+DEFINE_PACK_KEYS(kvc_pack_keys_bf16_avx2, KVC_BF16)
+DEFINE_PACK_KEYS(kvc_pack_keys_q8_0_avx2, KVC_Q8_0)
+DEFINE_PACK_KEYS(kvc_pack_keys_q4_0_avx2, KVC_Q4_0)
+DEFINE_PACK_VALUES(kvc_pack_values_f32_avx2, KVC_F32)
+DEFINE_PACK_VALUES(kvc_pack_values_f16_avx2, KVC_F16)
+DEFINE_PACK_VALUES(kvc_pack_values_bf16_avx2, KVC_BF16)
+DEFINE_PACK_VALUES(kvc_pack_values_q8_0_avx2, KVC_Q8_0)
+DEFINE_PACK_VALUES(kvc_pack_values_q4_0_avx2, KVC_Q4_0)
+
+DEFINE_SCALE(kvc_scale_avx2)
+DEFINE_SOFTMAX(kvc_softmax_avx2)
+DEFINE_MATMUL(kvc_matmul_avx2)
+
+DEFINE_PREPARE(kvc_prepare_q8_0_avx2, KVC_Q8_0)
+DEFINE_PREPARE(kvc_prepare_q4_0_avx2, KVC_Q4_0)
+DEFINE_SCORE(kvc_score_q8_0_avx2, KVC_Q8_0)
+DEFINE_SCORE(kvc_score_q4_0_avx2, KVC_Q4_0)
+DEFINE_ACCUMULATE(kvc_accumulate_q8_0_avx2, KVC_Q8_0)
+DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx2, KVC_Q4_0)
+
+const kvc_kernels kvc_kernels_avx2 = {
+    .name = "avx2",
+    .convert[KVC_F32][KVC_F32] = kvc_convert_f32_f32_avx2,
+    .convert[KVC_F32][KVC_F16] = kvc_convert_f32_f16_avx2,
+    .convert[KVC_F32][KVC_BF16] = kvc_convert_f32_bf16_avx2,
+    .convert[KVC_F32][KVC_Q8_0] = kvc_convert_f32_q8_0_avx2,
+    .convert[KVC_F32][KVC_Q4_0] = kvc_convert_f32_q4_0_avx2,
+    .convert[KVC_F16][KVC_F32] = kvc_convert_f16_f32_avx2,
+    .convert[KVC_F16][KVC_F16] = kvc_convert_f16_f16_avx2,
+    .convert[KVC_F16][KVC_BF16] = kvc_convert_f16_bf16_avx2,
+    .convert[KVC_F16][KVC_Q8_0] = kvc_convert_f16_q8_0_avx2,
+    .convert[KVC_F16][KVC_Q4_0] = kvc_convert_f16_q4_0_avx2,
+    .convert[KVC_BF16][KVC_F32] = kvc_convert_bf16_f32_avx2,
+    .convert[KVC_BF16][KVC_F16] = kvc_convert_bf16_f16_avx2,
+    .convert[KVC_BF16][KVC_BF16] = kvc_convert_bf16_bf16_avx2,
+    .convert[KVC_BF16][KVC_Q8_0] = kvc_convert_bf16_q8_0_avx2,
+    .convert[KVC_BF16][KVC_Q4_0] = kvc_convert_bf16_q4_0_avx2,
+    .convert[KVC_Q8_0][KVC_F32] = kvc_convert_q8_0_f32_avx2,
+    .convert[KVC_Q8_0][KVC_F16] = kvc_convert_q8_0_f16_avx2,
+    .convert[KVC_Q8_0][KVC_BF16] = kvc_convert_q8_0_bf16_avx2,
+    .convert[KVC_Q8_0][KVC_Q8_0] = kvc_convert_q8_0_q8_0_avx2,
+    .convert[KVC_Q4_0][KVC_F32] = kvc_convert_q4_0_f32_avx2,
+    .convert[KVC_Q4_0][KVC_F16] = kvc_convert_q4_0_f16_avx2,
+    .convert[KVC_Q4_0][KVC_BF16] = kvc_convert_q4_0_bf16_avx2,
+    .convert[KVC_Q4_0][KVC_Q4_0] = kvc_convert_q4_0_q4_0_avx2,
+    .score[KVC_F32] = {kvc_scale_avx2, kvc_score_f32_avx2},
+    .score[KVC_F16] = {kvc_scale_avx2, kvc_score_f16_avx2},
+    .score[KVC_BF16] = {kvc_scale_avx2, kvc_score_bf16_avx2},
+    .accumulate[KVC_F32] = kvc_accumulate_f32_avx2,
+    .accumulate[KVC_F16] = kvc_accumulate_f16_avx2,
+    .accumulate[KVC_BF16] = kvc_accumulate_bf16_avx2,
+    .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx2, kvc_score_q8_0_avx2},
+    .score[KVC_Q4_0] = {kvc_prepare_q4_0_avx2, kvc_score_q4_0_avx2},
+    .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_avx2,
+    .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_avx2,
+    .tiler[KVC_F32] = {kvc_scale_avx2, kvc_pack_keys_f32_avx2, kvc_pack_values_f32_avx2, kvc_matmul_avx2,
+                       kvc_matmul_avx2, KVC_MATMUL_ROWS},
+    .tiler[KVC_F16] = {kvc_scale_avx2, kvc_pack_keys_f16_avx2, kvc_pack_values_f16_avx2, kvc_matmul_avx2,
+                       kvc_matmul_avx2, KVC_MATMUL_ROWS},
+    .tiler[KVC_BF16] = {kvc_scale_avx2, kvc_pack_keys_bf16_avx2, kvc_pack_values_bf16_avx2, kvc_matmul_avx2,
+                        kvc_matmul_avx2, KVC_MATMUL_ROWS},
+    .tiler[KVC_Q8_0] = {kvc_scale_avx2, kvc_pack_keys_q8_0_avx2, kvc_pack_values_q8_0_avx2, kvc_matmul_avx2,
+                        kvc_matmul_avx2, KVC_MATMUL_ROWS},
+    .tiler[KVC_Q4_0] = {kvc_scale_avx2, kvc_pack_keys_q4_0_avx2, kvc_pack_values_q4_0_avx2, kvc_matmul_avx2,
+                        kvc_matmul_avx2, KVC_MATMUL_ROWS},
+    .softmax = kvc_softmax_avx2,
+    .scale = kvc_scale_avx2,
+};
 #endif

@@ -1,10 +1,74 @@
-/* avx512.c: the vector kernels for AVX-512 (F, BW, DQ, VL). */
+/* avx512.c: the kernels for AVX-512 (F, BW, DQ, VL), and their table. */
 #include "kernels/kernels.h"
 
 #ifdef KVC_HAVE_AVX512
-#define ISA avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
-#define DOT 0
+#include "kernels/avx512.h"
+#define TARGET __attribute__((target(KVC_AVX512_TARGET)))
+#define HAS_VNNI 0
 #include "kernels/vector_avx512.h"
 #include "kernels/template.h"
+
+DEFINE_CONVERT(kvc_convert_f32_f32_avx512, KVC_F32, KVC_F32)
+DEFINE_CONVERT(kvc_convert_f32_f16_avx512, KVC_F32, KVC_F16)
+DEFINE_CONVERT(kvc_convert_f32_bf16_avx512, KVC_F32, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_f32_q8_0_avx512, KVC_F32, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_f32_q4_0_avx512, KVC_F32, KVC_Q4_0)
+DEFINE_CONVERT(kvc_convert_f16_f32_avx512, KVC_F16, KVC_F32)
+DEFINE_CONVERT(kvc_convert_f16_f16_avx512, KVC_F16, KVC_F16)
+DEFINE_CONVERT(kvc_convert_f16_bf16_avx512, KVC_F16, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_f16_q8_0_avx512, KVC_F16, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_f16_q4_0_avx512, KVC_F16, KVC_Q4_0)
+DEFINE_CONVERT(kvc_convert_bf16_f32_avx512, KVC_BF16, KVC_F32)
+DEFINE_CONVERT(kvc_convert_bf16_f16_avx512, KVC_BF16, KVC_F16)
+DEFINE_CONVERT(kvc_convert_bf16_bf16_avx512, KVC_BF16, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_bf16_q8_0_avx512, KVC_BF16, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_bf16_q4_0_avx512, KVC_BF16, KVC_Q4_0)
+DEFINE_CONVERT(kvc_convert_q8_0_f32_avx512, KVC_Q8_0, KVC_F32)
+DEFINE_CONVERT(kvc_convert_q8_0_f16_avx512, KVC_Q8_0, KVC_F16)
+DEFINE_CONVERT(kvc_convert_q8_0_bf16_avx512, KVC_Q8_0, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_q8_0_q8_0_avx512, KVC_Q8_0, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_q4_0_f32_avx512, KVC_Q4_0, KVC_F32)
+DEFINE_CONVERT(kvc_convert_q4_0_f16_avx512, KVC_Q4_0, KVC_F16)
+DEFINE_CONVERT(kvc_convert_q4_0_bf16_avx512, KVC_Q4_0, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_q4_0_q4_0_avx512, KVC_Q4_0, KVC_Q4_0)
+
+DEFINE_SCORE(kvc_score_f32_avx512, KVC_F32)
+DEFINE_SCORE(kvc_score_f16_avx512, KVC_F16)
+DEFINE_SCORE(kvc_score_bf16_avx512, KVC_BF16)
+DEFINE_ACCUMULATE(kvc_accumulate_f32_avx512, KVC_F32)
+DEFINE_ACCUMULATE(kvc_accumulate_f16_avx512, KVC_F16)
+DEFINE_ACCUMULATE(kvc_accumulate_bf16_avx512, KVC_BF16)
+
+DEFINE_PACK_KEYS(kvc_pack_keys_f32_avx512, KVC_F32)
+DEFINE_PACK_KEYS(kvc_pack_keys_f16_avx512, KVC_F16)
+DEFINE_PACK_KEYS(kvc_pack_keys_bf16_avx512, KVC_BF16)
+DEFINE_PACK_KEYS(kvc_pack_keys_q8_0_avx512, KVC_Q8_0)
+DEFINE_PACK_KEYS(kvc_pack_keys_q4_0_avx512, KVC_Q4_0)
+DEFINE_PACK_VALUES(kvc_pack_values_f32_avx512, KVC_F32)
+DEFINE_PACK_VALUES(kvc_pack_values_f16_avx512, KVC_F16)
+DEFINE_PACK_VALUES(kvc_pack_values_bf16_avx512, KVC_BF16)
+DEFINE_PACK_VALUES(kvc_pack_values_q8_0_avx512, KVC_Q8_0)
+DEFINE_PACK_VALUES(kvc_pack_values_q4_0_avx512, KVC_Q4_0)
+
+DEFINE_SCALE(kvc_scale_avx512)
+DEFINE_SOFTMAX(kvc_softmax_avx512)
+DEFINE_MATMUL(kvc_matmul_avx512)
+
+DEFINE_PREPARE(kvc_prepare_q8_0_avx512, KVC_Q8_0)
+DEFINE_PREPARE(kvc_prepare_q4_0_avx512, KVC_Q4_0)
+DEFINE_SCORE(kvc_score_q8_0_avx512, KVC_Q8_0)
+DEFINE_SCORE(kvc_score_q4_0_avx512, KVC_Q4_0)
+DEFINE_ACCUMULATE(kvc_accumulate_q8_0_avx512, KVC_Q8_0)
+DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx512, KVC_Q4_0)
+
+const kvc_kernels kvc_kernels_avx512 = {
+    .name = "avx512",
+    KVC_AVX512_FLOATS,
+    KVC_AVX512_TILER_F32,
+    KVC_AVX512_TILERS,
+    .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx512, kvc_score_q8_0_avx512},
+    .score[KVC_Q4_0] = {kvc_prepare_q4_0_avx512, kvc_score_q4_0_avx512},
+    .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_avx512,
+    .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_avx512,
+};
 #endif

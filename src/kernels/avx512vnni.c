@@ -1,11 +1,25 @@
-/* avx512vnni.c: the vector kernels for AVX-512 with dot products of integers. */
+/* avx512vnni.c: the kernels for AVX-512 with dot products of integers, and their table. */
 #include "kernels/kernels.h"
 
 #ifdef KVC_HAVE_AVX512
-#define ISA avx512vnni
-#define FLOATS avx512
-#define TARGET __attribute__((target("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
-#define DOT 1
+#include "kernels/avx512.h"
+#define TARGET __attribute__((target("avx512vnni," KVC_AVX512_TARGET)))
+#define HAS_VNNI 1
 #include "kernels/vector_avx512.h"
 #include "kernels/template.h"
+
+DEFINE_PREPARE(kvc_prepare_q8_0_avx512vnni, KVC_Q8_0)
+DEFINE_PREPARE(kvc_prepare_q4_0_avx512vnni, KVC_Q4_0)
+DEFINE_SCORE(kvc_score_q8_0_avx512vnni, KVC_Q8_0)
+DEFINE_SCORE(kvc_score_q4_0_avx512vnni, KVC_Q4_0)
+DEFINE_ACCUMULATE(kvc_accumulate_q8_0_avx512vnni, KVC_Q8_0)
+DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx512vnni, KVC_Q4_0)
+
+const kvc_kernels kvc_kernels_avx512vnni = {
+    .name = "avx512vnni",
+    KVC_AVX512_FLOATS,
+    KVC_AVX512_TILER_F32,
+    KVC_AVX512_TILERS,
+    KVC_AVX512VNNI_INTEGERS,
+};
 #endif

@@ -1,14 +1,14 @@
-/* dispatch.h: which kernels this machine can run. */
-#ifndef KVC_CPU_H
-#define KVC_CPU_H
+/* dispatch.h: which kernels this machine runs. */
+#ifndef KVC_DISPATCH_H
+#define KVC_DISPATCH_H
 
 #include "kernels/kernels.h"
 
-/* The best table for this machine, or the one that the environment variable KVCACHE_ISA names ("" names none).  NULL,
- * with *wanted the value of the variable, if that is not to be had here. */
+/* Chooses the best table for this machine, or the one that the environment variable KVCACHE_ISA names, if it is not
+ * empty.  NULL if that does not run here; *wanted becomes the variable's value then. */
 const kvc_kernels *kvc_cpu_kernels(const char **wanted);
 
-/* The level of the cache that rows are best asked for into, a tile ahead: 1 or 2. */
+/* Level of the cache, 1 or 2, into which rows are best prefetched a tile ahead. */
 int kvc_cpu_prefetch_level(void);
 
 #endif

@@ -4,14 +4,18 @@
  * nothing and read no byte outside the rows they are given.  Element types here are kvc_type; f32 accumulators.  Where
  * a type is quantised, dim is a multiple of KVC_QUANT_ELEMENTS.
  *
- *   scalar.c         plain C, no vectors: what the others are tested against.  It stays for ever.
- *   template.h       the same loops once, over a small set of vector primitives
- *   quantised.h      its part that multiplies quantised rows as integers; bf16.h: that of queries and rows of bf16
- *   instantiate.h    the kernels of a set by name, and its table; scalar.c has it as well
- *   avx2.c avx512.c avx512vnni.c avx512bf16.c neon.c      the sets: each fills in the template's parameters
- *   vector_avx2.h vector_avx512.h vector_neon.h           their primitives; x86.h: what these share
- *   amx.h            products of tiles, with all else as in avx512bf16.c, which includes it
- *   target.h         how functions of a set are declared
+ *   scalar.c          plain C, no vectors: what the others are tested against.  It stays for ever.
+ *   avx2.c avx512.c avx512vnni.c avx512bf16.c amx.c neon.c     a set each: its kernels by name, and its table
+ *   dispatch.c        chooses a table
+ *
+ * The sets but scalar share their loops:
+ *
+ *   template.h        the loops, over a small set of vector primitives; its parts are elements.h prefetch.h
+ *                     score_quantised.h score_bf16.h score.h accumulate_quantised.h accumulate.h softmax.h matmul.h
+ *   vector_avx2.h vector_avx512.h vector_neon.h                the primitives; x86.h: what two of them share
+ *   instantiate.h     macros that define a kernel of the template, or of scalar.c, under its name
+ *   avx512.h          the kernels that several sets of AVX-512 have in their tables
+ *   target.h          attributes of the functions of a set
  */
 #ifndef KVC_KERNELS_H
 #define KVC_KERNELS_H
@@ -24,8 +28,8 @@ enum {
     KVC_TILE = 64,        /* rows in a tile */
     KVC_FLOAT_TYPES = 3,  /* kvc_type below this are floating point: what callers hand in and get out */
     KVC_STORED_TYPES = 5, /* kvc_type below this can be stored; from KVC_FLOAT_TYPES on they are quantised */
-    KVC_LANES = 16,       /* query rows, scores and panels are padded to a multiple of this many floats ... */
-    KVC_CHUNK = 32        /* ... and those that tiles are multiplied with to so many elements along the sum */
+    KVC_LANES = 16,       /* query rows, scores and panels are padded to a multiple of this many floats; ... */
+    KVC_CHUNK = 32        /* ... what a kvc_tiler multiplies, to a multiple of so many elements along the sum */
 };
 
 /* Converts num_rows rows of dim elements; rows are src_stride and dst_stride bytes apart.  Round to nearest even;
@@ -40,15 +44,16 @@ enum {
 typedef void kvc_convert_fn(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, int64_t num_rows,
                             int dim);
 
-/* Turns num_q query rows of f32, in place, into what score wants, so that scores are multiplied by scale.  Rows are
- * padded to a multiple of KVC_LANES. */
+/* Converts num_q query rows of f32, in place, to the form that score takes, so that scores are multiplied by scale.
+ * Rows are padded to a multiple of KVC_LANES. */
 typedef void kvc_prepare_fn(float *q, int q_stride, int num_q, int dim, float scale);
 
-/* What will be read next, and is asked for while a kernel works on as many rows: the first `bytes` bytes of each. */
+/* Rows that will be read next.  A kernel that works on n rows prefetches n of these, the first `bytes` bytes of each.
+ */
 typedef struct kvc_ahead {
-    const void *const *rows; /* may be NULL */
+    const void *const *rows; /* NULL: prefetch nothing */
     int bytes;
-    int level; /* of the cache that they are brought to: 1 or 2 */
+    int level; /* of the cache to bring them into: 1 or 2 */
 } kvc_ahead;
 
 /* scores[r * KVC_TILE + j] = q[r] . rows[j] for r < num_q, j < n <= KVC_TILE.  q: prepared, rows q_stride floats apart.
@@ -87,40 +92,42 @@ typedef void kvc_pack_keys_fn(float *dst, const void *const *rows, int n, int di
  * (dst_stride in floats; what lies between dim and the next multiple of KVC_LANES becomes 0). */
 typedef void kvc_pack_values_fn(float *dst, int dst_stride, const void *const *rows, int n, int dim);
 
-/* How a tile of rows is multiplied by many query rows.  What prepared rows and panels look like is between these
- * functions, which may have a form of their own in the same place; there, k is rounded up to a multiple of KVC_CHUNK:
- * panels and query rows have room for it, and weights past n are 0. */
+/* How a tile of rows is multiplied by many query rows.  These functions may give prepared rows and panels a form of
+ * their own in the same place, with k rounded up to a multiple of KVC_CHUNK: panels and query rows have space for it,
+ * and weights past n are 0. */
 typedef struct kvc_tiler {
     kvc_prepare_fn *prepare;
     kvc_pack_keys_fn *pack_keys;
     kvc_pack_values_fn *pack_values;
     kvc_matmul_fn *score, *accumulate; /* a: prepared query rows; weights */
-    int rows;                          /* of a that they are best given at once */
+    int rows;                          /* of a, that these two are best given at once */
 } kvc_tiler;
+
+enum { KVC_MATMUL_ROWS = 12 }; /* what `rows` is for a set's matmul: a multiple of every MATMUL_ROWS */
 
 typedef struct kvc_kernels {
     const char *name;
-    kvc_convert_fn *convert[KVC_STORED_TYPES][KVC_STORED_TYPES]; /* [from][to]; NULL from one quantised type to another,
-                                                                    which nothing asks for */
+    kvc_convert_fn *convert[KVC_STORED_TYPES][KVC_STORED_TYPES]; /* [from][to]; NULL between two quantised types:
+                                                                    nothing needs that */
     kvc_scorer score[KVC_STORED_TYPES];
-    kvc_scorer score_bf16; /* of rows of bf16, for queries whose elements are bf16 as well; NULL: as other queries */
+    kvc_scorer score_bf16; /* of rows of bf16, for queries that were bf16, too; NULL: takes them as other queries */
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];
     kvc_tiler tiler[KVC_STORED_TYPES];
     kvc_softmax_fn *softmax;
-    kvc_prepare_fn *scale; /* rows of f32 by a number */
+    kvc_prepare_fn *scale; /* multiplies rows of f32 by a number */
 } kvc_kernels;
 
 extern const kvc_kernels kvc_kernels_scalar;
 #if defined(__x86_64__) && defined(__GNUC__)
 #define KVC_HAVE_AVX2 1
 #define KVC_HAVE_AVX512 1
-extern const kvc_kernels kvc_kernels_avx2; /* to be had through kvc_cpu_kernels */
+extern const kvc_kernels kvc_kernels_avx2; /* for dispatch.c, as what follows */
 extern const kvc_kernels kvc_kernels_avx512;
 extern const kvc_kernels kvc_kernels_avx512vnni;
-#if defined(__clang__) || __GNUC__ >= 11 /* older ones do not know of it */
+#if defined(__clang__) || __GNUC__ >= 11 /* older ones lack the instructions */
 #define KVC_HAVE_AVX512_BF16 1
 extern const kvc_kernels kvc_kernels_avx512bf16;
-#if defined(__linux__) /* which is asked for the registers */
+#if defined(__linux__) /* dispatch.c asks it for the registers */
 #define KVC_HAVE_AMX 1
 #define KVC_KERNEL_NAMES "scalar avx2 avx512 avx512vnni avx512bf16 amx" /* in this build */
 extern const kvc_kernels kvc_kernels_amx;

@@ -1,9 +1,110 @@
-/* neon.c: the kernels for AArch64, with what every such processor has (base ARMv8-A). */
+/* neon.c: the kernels for AArch64, with what every such processor has (base ARMv8-A), and their table. */
 #include "kernels/kernels.h"
 
 #ifdef KVC_HAVE_NEON
-#define ISA neon
 #define TARGET
 #include "kernels/vector_neon.h"
 #include "kernels/template.h"
+
+DEFINE_CONVERT(kvc_convert_f32_f32_neon, KVC_F32, KVC_F32)
+DEFINE_CONVERT(kvc_convert_f32_f16_neon, KVC_F32, KVC_F16)
+DEFINE_CONVERT(kvc_convert_f32_bf16_neon, KVC_F32, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_f32_q8_0_neon, KVC_F32, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_f32_q4_0_neon, KVC_F32, KVC_Q4_0)
+DEFINE_CONVERT(kvc_convert_f16_f32_neon, KVC_F16, KVC_F32)
+DEFINE_CONVERT(kvc_convert_f16_f16_neon, KVC_F16, KVC_F16)
+DEFINE_CONVERT(kvc_convert_f16_bf16_neon, KVC_F16, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_f16_q8_0_neon, KVC_F16, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_f16_q4_0_neon, KVC_F16, KVC_Q4_0)
+DEFINE_CONVERT(kvc_convert_bf16_f32_neon, KVC_BF16, KVC_F32)
+DEFINE_CONVERT(kvc_convert_bf16_f16_neon, KVC_BF16, KVC_F16)
+DEFINE_CONVERT(kvc_convert_bf16_bf16_neon, KVC_BF16, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_bf16_q8_0_neon, KVC_BF16, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_bf16_q4_0_neon, KVC_BF16, KVC_Q4_0)
+DEFINE_CONVERT(kvc_convert_q8_0_f32_neon, KVC_Q8_0, KVC_F32)
+DEFINE_CONVERT(kvc_convert_q8_0_f16_neon, KVC_Q8_0, KVC_F16)
+DEFINE_CONVERT(kvc_convert_q8_0_bf16_neon, KVC_Q8_0, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_q8_0_q8_0_neon, KVC_Q8_0, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_q4_0_f32_neon, KVC_Q4_0, KVC_F32)
+DEFINE_CONVERT(kvc_convert_q4_0_f16_neon, KVC_Q4_0, KVC_F16)
+DEFINE_CONVERT(kvc_convert_q4_0_bf16_neon, KVC_Q4_0, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_q4_0_q4_0_neon, KVC_Q4_0, KVC_Q4_0)
+
+DEFINE_SCORE(kvc_score_f32_neon, KVC_F32)
+DEFINE_SCORE(kvc_score_f16_neon, KVC_F16)
+DEFINE_SCORE(kvc_score_bf16_neon, KVC_BF16)
+DEFINE_ACCUMULATE(kvc_accumulate_f32_neon, KVC_F32)
+DEFINE_ACCUMULATE(kvc_accumulate_f16_neon, KVC_F16)
+DEFINE_ACCUMULATE(kvc_accumulate_bf16_neon, KVC_BF16)
+
+DEFINE_PACK_KEYS(kvc_pack_keys_f32_neon, KVC_F32)
+DEFINE_PACK_KEYS(kvc_pack_keys_f16_neon, KVC_F16)
+DEFINE_PACK_KEYS(kvc_pack_keys_bf16_neon, KVC_BF16)
+DEFINE_PACK_KEYS(kvc_pack_keys_q8_0_neon, KVC_Q8_0)
+DEFINE_PACK_KEYS(kvc_pack_keys_q4_0_neon, KVC_Q4_0)
+DEFINE_PACK_VALUES(kvc_pack_values_f32_neon, KVC_F32)
+DEFINE_PACK_VALUES(kvc_pack_values_f16_neon, KVC_F16)
+DEFINE_PACK_VALUES(kvc_pack_values_bf16_neon, KVC_BF16)
+DEFINE_PACK_VALUES(kvc_pack_values_q8_0_neon, KVC_Q8_0)
+DEFINE_PACK_VALUES(kvc_pack_values_q4_0_neon, KVC_Q4_0)
+
+DEFINE_SCALE(kvc_scale_neon)
+DEFINE_SOFTMAX(kvc_softmax_neon)
+DEFINE_MATMUL(kvc_matmul_neon)
+
+DEFINE_PREPARE(kvc_prepare_q8_0_neon, KVC_Q8_0)
+DEFINE_PREPARE(kvc_prepare_q4_0_neon, KVC_Q4_0)
+DEFINE_SCORE(kvc_score_q8_0_neon, KVC_Q8_0)
+DEFINE_SCORE(kvc_score_q4_0_neon, KVC_Q4_0)
+DEFINE_ACCUMULATE(kvc_accumulate_q8_0_neon, KVC_Q8_0)
+DEFINE_ACCUMULATE(kvc_accumulate_q4_0_neon, KVC_Q4_0)
+
+const kvc_kernels kvc_kernels_neon = {
+    .name = "neon",
+    .convert[KVC_F32][KVC_F32] = kvc_convert_f32_f32_neon,
+    .convert[KVC_F32][KVC_F16] = kvc_convert_f32_f16_neon,
+    .convert[KVC_F32][KVC_BF16] = kvc_convert_f32_bf16_neon,
+    .convert[KVC_F32][KVC_Q8_0] = kvc_convert_f32_q8_0_neon,
+    .convert[KVC_F32][KVC_Q4_0] = kvc_convert_f32_q4_0_neon,
+    .convert[KVC_F16][KVC_F32] = kvc_convert_f16_f32_neon,
+    .convert[KVC_F16][KVC_F16] = kvc_convert_f16_f16_neon,
+    .convert[KVC_F16][KVC_BF16] = kvc_convert_f16_bf16_neon,
+    .convert[KVC_F16][KVC_Q8_0] = kvc_convert_f16_q8_0_neon,
+    .convert[KVC_F16][KVC_Q4_0] = kvc_convert_f16_q4_0_neon,
+    .convert[KVC_BF16][KVC_F32] = kvc_convert_bf16_f32_neon,
+    .convert[KVC_BF16][KVC_F16] = kvc_convert_bf16_f16_neon,
+    .convert[KVC_BF16][KVC_BF16] = kvc_convert_bf16_bf16_neon,
+    .convert[KVC_BF16][KVC_Q8_0] = kvc_convert_bf16_q8_0_neon,
+    .convert[KVC_BF16][KVC_Q4_0] = kvc_convert_bf16_q4_0_neon,
+    .convert[KVC_Q8_0][KVC_F32] = kvc_convert_q8_0_f32_neon,
+    .convert[KVC_Q8_0][KVC_F16] = kvc_convert_q8_0_f16_neon,
+    .convert[KVC_Q8_0][KVC_BF16] = kvc_convert_q8_0_bf16_neon,
+    .convert[KVC_Q8_0][KVC_Q8_0] = kvc_convert_q8_0_q8_0_neon,
+    .convert[KVC_Q4_0][KVC_F32] = kvc_convert_q4_0_f32_neon,
+    .convert[KVC_Q4_0][KVC_F16] = kvc_convert_q4_0_f16_neon,
+    .convert[KVC_Q4_0][KVC_BF16] = kvc_convert_q4_0_bf16_neon,
+    .convert[KVC_Q4_0][KVC_Q4_0] = kvc_convert_q4_0_q4_0_neon,
+    .score[KVC_F32] = {kvc_scale_neon, kvc_score_f32_neon},
+    .score[KVC_F16] = {kvc_scale_neon, kvc_score_f16_neon},
+    .score[KVC_BF16] = {kvc_scale_neon, kvc_score_bf16_neon},
+    .accumulate[KVC_F32] = kvc_accumulate_f32_neon,
+    .accumulate[KVC_F16] = kvc_accumulate_f16_neon,
+    .accumulate[KVC_BF16] = kvc_accumulate_bf16_neon,
+    .score[KVC_Q8_0] = {kvc_prepare_q8_0_neon, kvc_score_q8_0_neon},
+    .score[KVC_Q4_0] = {kvc_prepare_q4_0_neon, kvc_score_q4_0_neon},
+    .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_neon,
+    .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_neon,
+    .tiler[KVC_F32] = {kvc_scale_neon, kvc_pack_keys_f32_neon, kvc_pack_values_f32_neon, kvc_matmul_neon,
+                       kvc_matmul_neon, KVC_MATMUL_ROWS},
+    .tiler[KVC_F16] = {kvc_scale_neon, kvc_pack_keys_f16_neon, kvc_pack_values_f16_neon, kvc_matmul_neon,
+                       kvc_matmul_neon, KVC_MATMUL_ROWS},
+    .tiler[KVC_BF16] = {kvc_scale_neon, kvc_pack_keys_bf16_neon, kvc_pack_values_bf16_neon, kvc_matmul_neon,
+                        kvc_matmul_neon, KVC_MATMUL_ROWS},
+    .tiler[KVC_Q8_0] = {kvc_scale_neon, kvc_pack_keys_q8_0_neon, kvc_pack_values_q8_0_neon, kvc_matmul_neon,
+                        kvc_matmul_neon, KVC_MATMUL_ROWS},
+    .tiler[KVC_Q4_0] = {kvc_scale_neon, kvc_pack_keys_q4_0_neon, kvc_pack_values_q4_0_neon, kvc_matmul_neon,
+                        kvc_matmul_neon, KVC_MATMUL_ROWS},
+    .softmax = kvc_softmax_neon,
+    .scale = kvc_scale_neon,
+};
 #endif

@@ -1,4 +1,4 @@
-/* scalar.c: the kernels in plain C, to be read.  What every other table is tested against. */
+/* scalar.c: the kernels in plain C, written to be read: what every other set is tested against. */
 #include <math.h>
 #include <stddef.h>
 #include <string.h>
@@ -20,7 +20,7 @@ static float float_of(uint32_t bits) {
     return x;
 }
 
-/* bits / 2^shift, rounded to nearest, ties to even. */
+/* Rounds bits / 2^shift to nearest, ties to even. */
 static uint32_t round_off(uint32_t bits, uint32_t shift) {
     uint32_t half = (uint32_t)1 << (shift - 1), odd = bits >> shift & 1;
     return (bits + half - 1 + odd) >> shift;
@@ -91,7 +91,7 @@ static float reciprocal(float d) {
     return isinf(x) ? 0 : x;
 }
 
-/* x * id, 0 for NaN.  It is rounded before anything is added to it: stored, so that no compiler makes an fma of it. */
+/* x * id, or 0 if that is NaN.  Storing the product rounds it before anything is added: no compiler fuses the two. */
 static float scaled(float x, float id) {
     volatile float product = x * id;
     float y = product;
@@ -99,7 +99,8 @@ static float scaled(float x, float id) {
 }
 
 static void store_q8_0(uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
-    uint32_t largest = 0; /* magnitude, as bits: of floats Clang makes a maximum, to which signalling NaN does count */
+    uint32_t largest =
+        0; /* magnitude, as bits: Clang would turn floats into a maximum, where a signalling NaN counts */
     for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) {
         uint32_t magnitude = bits_of(x[i]) & 0x7fffffff;
         if (largest < magnitude && magnitude <= 0x7f800000) largest = magnitude;
@@ -119,12 +120,12 @@ static uint8_t nibble(float x, float id) {
 
 static void store_q4_0(uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
     const int half = KVC_QUANT_ELEMENTS / 2;
-    float largest = 0; /* the first of those of largest magnitude */
+    float largest = 0; /* the first element of the largest magnitude */
     for (int i = 0; i < KVC_QUANT_ELEMENTS; i++)
         if (fabsf(largest) < fabsf(x[i])) largest = x[i];
     float d = largest / -8, id = reciprocal(d);
     store_scale(block, d);
-    if (d != 0 && id == 0 && isfinite(d)) { /* codes mean nothing then: those that ggml's casts yield on x86 */
+    if (d != 0 && id == 0 && isfinite(d)) { /* codes mean nothing then; these are what ggml's casts yield on x86 */
         memset(block + KVC_SCALE_BYTES, 0, (size_t)half);
         return;
     }
@@ -151,7 +152,7 @@ static void store(int type, void *row, int i, float x) {
         ((float *)row)[i] = x;
 }
 
-/* Elements [i, i + KVC_QUANT_ELEMENTS) of a row of a quantised type. */
+/* Stores elements [i, i + KVC_QUANT_ELEMENTS) of a row of a quantised type. */
 static void store_block(int type, void *row, int i, const float x[KVC_QUANT_ELEMENTS]) {
     uint8_t *block = (uint8_t *)row + kvc_row_bytes(type, i);
     if (type == KVC_Q8_0)
@@ -184,10 +185,10 @@ static void convert(int from, int to, void *dst, int64_t dst_stride, const void 
     }
 }
 
-/* Nothing is asked for ahead, and no queries are bf16. */
-static void score(int type, int dots, float *scores, const float *q, int q_stride, int num_q, const void *const *rows,
+/* Takes all queries as f32, and prefetches nothing. */
+static void score(int type, int q_type, float *scores, const float *q, int q_stride, int num_q, const void *const *rows,
                   int n, int dim, kvc_ahead next) {
-    (void)dots, (void)next;
+    (void)q_type, (void)next;
     for (int r = 0; r < num_q; r++) {
         for (int j = 0; j < n; j++) {
             float sum = 0;
@@ -262,12 +263,115 @@ static void scale_rows(float *q, int q_stride, int num_q, int dim, float by) {
         for (int d = 0; d < dim; d++) q[(ptrdiff_t)r * q_stride + d] *= by;
 }
 
-/* Queries are multiplied with rows of any type as they are. */
+/* Queries stay floats, whatever the type of rows. */
 static void prepare(int type, float *q, int q_stride, int num_q, int dim, float scale) {
     (void)type;
     scale_rows(q, q_stride, num_q, dim, scale);
 }
 
-#define ISA scalar
+/* ---- the kernels, by name ---------------------------------------------------------------------------------------- */
+
 #define TARGET
 #include "kernels/instantiate.h"
+
+DEFINE_CONVERT(kvc_convert_f32_f32_scalar, KVC_F32, KVC_F32)
+DEFINE_CONVERT(kvc_convert_f32_f16_scalar, KVC_F32, KVC_F16)
+DEFINE_CONVERT(kvc_convert_f32_bf16_scalar, KVC_F32, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_f32_q8_0_scalar, KVC_F32, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_f32_q4_0_scalar, KVC_F32, KVC_Q4_0)
+DEFINE_CONVERT(kvc_convert_f16_f32_scalar, KVC_F16, KVC_F32)
+DEFINE_CONVERT(kvc_convert_f16_f16_scalar, KVC_F16, KVC_F16)
+DEFINE_CONVERT(kvc_convert_f16_bf16_scalar, KVC_F16, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_f16_q8_0_scalar, KVC_F16, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_f16_q4_0_scalar, KVC_F16, KVC_Q4_0)
+DEFINE_CONVERT(kvc_convert_bf16_f32_scalar, KVC_BF16, KVC_F32)
+DEFINE_CONVERT(kvc_convert_bf16_f16_scalar, KVC_BF16, KVC_F16)
+DEFINE_CONVERT(kvc_convert_bf16_bf16_scalar, KVC_BF16, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_bf16_q8_0_scalar, KVC_BF16, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_bf16_q4_0_scalar, KVC_BF16, KVC_Q4_0)
+DEFINE_CONVERT(kvc_convert_q8_0_f32_scalar, KVC_Q8_0, KVC_F32)
+DEFINE_CONVERT(kvc_convert_q8_0_f16_scalar, KVC_Q8_0, KVC_F16)
+DEFINE_CONVERT(kvc_convert_q8_0_bf16_scalar, KVC_Q8_0, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_q8_0_q8_0_scalar, KVC_Q8_0, KVC_Q8_0)
+DEFINE_CONVERT(kvc_convert_q4_0_f32_scalar, KVC_Q4_0, KVC_F32)
+DEFINE_CONVERT(kvc_convert_q4_0_f16_scalar, KVC_Q4_0, KVC_F16)
+DEFINE_CONVERT(kvc_convert_q4_0_bf16_scalar, KVC_Q4_0, KVC_BF16)
+DEFINE_CONVERT(kvc_convert_q4_0_q4_0_scalar, KVC_Q4_0, KVC_Q4_0)
+
+DEFINE_SCORE(kvc_score_f32_scalar, KVC_F32)
+DEFINE_SCORE(kvc_score_f16_scalar, KVC_F16)
+DEFINE_SCORE(kvc_score_bf16_scalar, KVC_BF16)
+DEFINE_ACCUMULATE(kvc_accumulate_f32_scalar, KVC_F32)
+DEFINE_ACCUMULATE(kvc_accumulate_f16_scalar, KVC_F16)
+DEFINE_ACCUMULATE(kvc_accumulate_bf16_scalar, KVC_BF16)
+
+DEFINE_PACK_KEYS(kvc_pack_keys_f32_scalar, KVC_F32)
+DEFINE_PACK_KEYS(kvc_pack_keys_f16_scalar, KVC_F16)
+DEFINE_PACK_KEYS(kvc_pack_keys_bf16_scalar, KVC_BF16)
+DEFINE_PACK_KEYS(kvc_pack_keys_q8_0_scalar, KVC_Q8_0)
+DEFINE_PACK_KEYS(kvc_pack_keys_q4_0_scalar, KVC_Q4_0)
+DEFINE_PACK_VALUES(kvc_pack_values_f32_scalar, KVC_F32)
+DEFINE_PACK_VALUES(kvc_pack_values_f16_scalar, KVC_F16)
+DEFINE_PACK_VALUES(kvc_pack_values_bf16_scalar, KVC_BF16)
+DEFINE_PACK_VALUES(kvc_pack_values_q8_0_scalar, KVC_Q8_0)
+DEFINE_PACK_VALUES(kvc_pack_values_q4_0_scalar, KVC_Q4_0)
+
+DEFINE_SCALE(kvc_scale_scalar)
+DEFINE_SOFTMAX(kvc_softmax_scalar)
+DEFINE_MATMUL(kvc_matmul_scalar)
+
+DEFINE_PREPARE(kvc_prepare_q8_0_scalar, KVC_Q8_0)
+DEFINE_PREPARE(kvc_prepare_q4_0_scalar, KVC_Q4_0)
+DEFINE_SCORE(kvc_score_q8_0_scalar, KVC_Q8_0)
+DEFINE_SCORE(kvc_score_q4_0_scalar, KVC_Q4_0)
+DEFINE_ACCUMULATE(kvc_accumulate_q8_0_scalar, KVC_Q8_0)
+DEFINE_ACCUMULATE(kvc_accumulate_q4_0_scalar, KVC_Q4_0)
+
+const kvc_kernels kvc_kernels_scalar = {
+    .name = "scalar",
+    .convert[KVC_F32][KVC_F32] = kvc_convert_f32_f32_scalar,
+    .convert[KVC_F32][KVC_F16] = kvc_convert_f32_f16_scalar,
+    .convert[KVC_F32][KVC_BF16] = kvc_convert_f32_bf16_scalar,
+    .convert[KVC_F32][KVC_Q8_0] = kvc_convert_f32_q8_0_scalar,
+    .convert[KVC_F32][KVC_Q4_0] = kvc_convert_f32_q4_0_scalar,
+    .convert[KVC_F16][KVC_F32] = kvc_convert_f16_f32_scalar,
+    .convert[KVC_F16][KVC_F16] = kvc_convert_f16_f16_scalar,
+    .convert[KVC_F16][KVC_BF16] = kvc_convert_f16_bf16_scalar,
+    .convert[KVC_F16][KVC_Q8_0] = kvc_convert_f16_q8_0_scalar,
+    .convert[KVC_F16][KVC_Q4_0] = kvc_convert_f16_q4_0_scalar,
+    .convert[KVC_BF16][KVC_F32] = kvc_convert_bf16_f32_scalar,
+    .convert[KVC_BF16][KVC_F16] = kvc_convert_bf16_f16_scalar,
+    .convert[KVC_BF16][KVC_BF16] = kvc_convert_bf16_bf16_scalar,
+    .convert[KVC_BF16][KVC_Q8_0] = kvc_convert_bf16_q8_0_scalar,
+    .convert[KVC_BF16][KVC_Q4_0] = kvc_convert_bf16_q4_0_scalar,
+    .convert[KVC_Q8_0][KVC_F32] = kvc_convert_q8_0_f32_scalar,
+    .convert[KVC_Q8_0][KVC_F16] = kvc_convert_q8_0_f16_scalar,
+    .convert[KVC_Q8_0][KVC_BF16] = kvc_convert_q8_0_bf16_scalar,
+    .convert[KVC_Q8_0][KVC_Q8_0] = kvc_convert_q8_0_q8_0_scalar,
+    .convert[KVC_Q4_0][KVC_F32] = kvc_convert_q4_0_f32_scalar,
+    .convert[KVC_Q4_0][KVC_F16] = kvc_convert_q4_0_f16_scalar,
+    .convert[KVC_Q4_0][KVC_BF16] = kvc_convert_q4_0_bf16_scalar,
+    .convert[KVC_Q4_0][KVC_Q4_0] = kvc_convert_q4_0_q4_0_scalar,
+    .score[KVC_F32] = {kvc_scale_scalar, kvc_score_f32_scalar},
+    .score[KVC_F16] = {kvc_scale_scalar, kvc_score_f16_scalar},
+    .score[KVC_BF16] = {kvc_scale_scalar, kvc_score_bf16_scalar},
+    .accumulate[KVC_F32] = kvc_accumulate_f32_scalar,
+    .accumulate[KVC_F16] = kvc_accumulate_f16_scalar,
+    .accumulate[KVC_BF16] = kvc_accumulate_bf16_scalar,
+    .score[KVC_Q8_0] = {kvc_prepare_q8_0_scalar, kvc_score_q8_0_scalar},
+    .score[KVC_Q4_0] = {kvc_prepare_q4_0_scalar, kvc_score_q4_0_scalar},
+    .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_scalar,
+    .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_scalar,
+    .tiler[KVC_F32] = {kvc_scale_scalar, kvc_pack_keys_f32_scalar, kvc_pack_values_f32_scalar, kvc_matmul_scalar,
+                       kvc_matmul_scalar, KVC_MATMUL_ROWS},
+    .tiler[KVC_F16] = {kvc_scale_scalar, kvc_pack_keys_f16_scalar, kvc_pack_values_f16_scalar, kvc_matmul_scalar,
+                       kvc_matmul_scalar, KVC_MATMUL_ROWS},
+    .tiler[KVC_BF16] = {kvc_scale_scalar, kvc_pack_keys_bf16_scalar, kvc_pack_values_bf16_scalar, kvc_matmul_scalar,
+                        kvc_matmul_scalar, KVC_MATMUL_ROWS},
+    .tiler[KVC_Q8_0] = {kvc_scale_scalar, kvc_pack_keys_q8_0_scalar, kvc_pack_values_q8_0_scalar, kvc_matmul_scalar,
+                        kvc_matmul_scalar, KVC_MATMUL_ROWS},
+    .tiler[KVC_Q4_0] = {kvc_scale_scalar, kvc_pack_keys_q4_0_scalar, kvc_pack_values_q4_0_scalar, kvc_matmul_scalar,
+                        kvc_matmul_scalar, KVC_MATMUL_ROWS},
+    .softmax = kvc_softmax_scalar,
+    .scale = kvc_scale_scalar,
+};

@@ -1,5 +1,7 @@
-/* target.h: how the functions of an instruction set are declared.  TARGET is defined before it is included.  Sets that
- * take kernels from another one leave some unused, of which Clang warns where the core is one source. */
+/* target.h: attributes of the functions of an instruction set.  TARGET is defined before it is included.
+ *
+ * They may be unused: sets that take kernels from another one leave some so, of which Clang warns where the core is one
+ * source. */
 #if defined(__SANITIZE_ADDRESS__)
 #define HAVE_ADDRESS_SANITIZER 1
 #elif defined(__has_feature)
@@ -16,7 +18,7 @@
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
-#else /* for tests: a copy of each function for every use of it would take minutes to compile with sanitizers */
+#else /* for tests: with sanitizers, it would take minutes to compile a copy of each function for every use */
 #define INLINE static inline __attribute__((unused)) TARGET
 #define RARE static TARGET
 #define UNROLL

@@ -33,7 +33,7 @@ INLINE vec v_load_bf16(const void *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(p)), 16));
 }
 
-/* Adds just less than half of the last bit that stays, or half if that bit is set: ties to even. */
+/* Rounds ties to even: adds half of the last bit that stays if that bit is set, and just less than half if not. */
 INLINE void v_store_bf16(void *p, vec x) {
     __m256i bits = _mm256_castps_si256(x);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -77,7 +77,7 @@ INLINE uint32_t v_equal(vec x, vec y) { return (uint32_t)_mm256_movemask_ps(_mm2
 
 INLINE vec v_truncate(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
 
-/* What is added is the float below a half: a half would take the float below it to 1. */
+/* Adds the float below a half: a half would take the float below it to 1. */
 INLINE vec v_round_away(vec x) {
     vec sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f));
     return v_truncate(_mm256_add_ps(x, _mm256_or_ps(_mm256_set1_ps(0x1.fffffep-2f), sign)));
@@ -104,12 +104,12 @@ INLINE float v_sum_lanes(vec x) {
     return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
 }
 
-/* In each half: x0+x2 x1+x3 y0+y2 y1+y3. */
+/* Returns x0+x2 x1+x3 y0+y2 y1+y3 in each half. */
 INLINE vec add_pairs(vec x, vec y) {
     return _mm256_add_ps(_mm256_blend_ps(x, y, 0xcc), _mm256_shuffle_ps(x, y, _MM_SHUFFLE(1, 0, 3, 2)));
 }
 
-/* In each half: the sums of that half of a, b, c and d. */
+/* Returns the sums of a, b, c and d, half by half. */
 INLINE vec add_halves(vec a, vec b, vec c, vec d) {
     vec x = add_pairs(a, b), y = add_pairs(c, d);
     return _mm256_add_ps(_mm256_shuffle_ps(x, y, _MM_SHUFFLE(2, 0, 2, 0)),
@@ -164,7 +164,7 @@ INLINE ivec i_shift(ivec x, int n) {
     return n == 4 ? _mm256_srli_epi16(x, 4) : n == 8 ? _mm256_srli_epi16(x, 8) : _mm256_srli_epi16(x, 12);
 }
 
-/* In the register of the sum: else GCC makes new ones, of which there are not enough. */
+/* Keeps the sum in its register: otherwise GCC takes new ones, of which there are not enough. */
 INLINE ivec i_dot(ivec sum, ivec x, ivec y) {
     sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
     __asm__("" : "+x"(sum));
@@ -174,11 +174,11 @@ INLINE ivec i_dot(ivec sum, ivec x, ivec y) {
 INLINE vec v_from_int(ivec x) { return _mm256_cvtepi32_ps(x); }
 
 INLINE void i_store_16(int16_t *p, vec x, vec y) {
-    __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(x), _mm256_cvtps_epi32(y)); /* of each half */
+    __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(x), _mm256_cvtps_epi32(y)); /* half by half */
     _mm256_storeu_si256((void *)p, _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)));
 }
 
-/* 16 bytes of each of two rows. */
+/* Loads 16 bytes of rows i and i + 4. */
 INLINE ivec load_two(const void *const *rows, size_t at, int i) {
     return _mm256_set_m128i(_mm_loadu_si128((const void *)((const char *)rows[i + 4] + at)),
                             _mm_loadu_si128((const void *)((const char *)rows[i] + at)));

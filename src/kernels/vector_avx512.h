@@ -1,7 +1,7 @@
 /* vector_avx512.h: the vector primitives of template.h for AVX-512 (F, BW, DQ, VL).  A file that includes this defines
  *   TARGET        attribute of every function
- *   DOT           1 where there are dot products of integers (VNNI)
- *   DOT_BF16      1 where there are dot products of bf16
+ *   HAS_VNNI      1 if there are dot products of integers (VNNI), else 0
+ *   HAS_BF16_DOT  1 if there are dot products of bf16; else it may be left out
  */
 #include "kernels/x86.h"
 
@@ -36,7 +36,7 @@ INLINE vec v_load_bf16(const void *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p)), 16));
 }
 
-/* Adds just less than half of the last bit that stays, or half if that bit is set: ties to even. */
+/* Rounds ties to even: adds half of the last bit that stays if that bit is set, and just less than half if not. */
 INLINE void v_store_bf16(void *p, vec x) {
     __m512i bits = _mm512_castps_si512(x);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -73,7 +73,7 @@ INLINE uint32_t v_equal(vec x, vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_EQ_
 
 INLINE vec v_truncate(vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
 
-/* What is added is the float below a half: a half would take the float below it to 1. */
+/* Adds the float below a half: a half would take the float below it to 1. */
 INLINE vec v_round_away(vec x) {
     vec sign = _mm512_and_ps(x, _mm512_set1_ps(-0.0f));
     return v_truncate(_mm512_add_ps(x, _mm512_or_ps(_mm512_set1_ps(0x1.fffffep-2f), sign)));
@@ -99,10 +99,10 @@ INLINE float v_sum_lanes(vec x) {
     return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
 }
 
-/* In each quarter: x0+x2 y0+y2 x1+x3 y1+y3. */
+/* Returns x0+x2 y0+y2 x1+x3 y1+y3 in each quarter. */
 INLINE vec add_pairs(vec x, vec y) { return _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y)); }
 
-/* In each quarter: the sums of that quarter of a, b, c and d. */
+/* Returns the sums of a, b, c and d, quarter by quarter. */
 INLINE vec add_quarters(vec a, vec b, vec c, vec d) {
     __m512d x = _mm512_castps_pd(add_pairs(a, b)), y = _mm512_castps_pd(add_pairs(c, d));
     return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
@@ -170,16 +170,17 @@ INLINE ivec i_shift(ivec x, int n) {
 INLINE vec v_from_int(ivec x) { return _mm512_cvtepi32_ps(x); }
 
 INLINE void i_store_16(int16_t *p, vec x, vec y) {
-    __m512i packed = _mm512_packs_epi32(_mm512_cvtps_epi32(x), _mm512_cvtps_epi32(y)); /* of each quarter */
+    __m512i packed = _mm512_packs_epi32(_mm512_cvtps_epi32(x), _mm512_cvtps_epi32(y)); /* quarter by quarter */
     _mm512_storeu_si512(p, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed));
 }
 
-/* 16 bytes of each of four rows.  Halves are put together first: what works on 512 bits takes twice as long. */
+/* Loads 16 bytes of rows 0 and 4. */
 INLINE __m256i load_two(const void *const *rows, size_t at) {
     __m256i x = _mm256_castsi128_si256(_mm_loadu_si128((const void *)((const char *)rows[0] + at)));
     return _mm256_inserti128_si256(x, _mm_loadu_si128((const void *)((const char *)rows[4] + at)), 1);
 }
 
+/* Loads 16 bytes of rows 0, 4, 8 and 12.  Puts halves together first: instructions on 512 bits take twice as long. */
 INLINE ivec load_four(const void *const *rows, size_t at) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(load_two(rows, at)), load_two(rows + 8, at), 1);
 }
@@ -216,7 +217,7 @@ INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
     x[1] = _mm512_cvtepi8_epi16(high);
 }
 
-/* x[0] holds columns 0 .. 8 and 16 .. 24 of q8_0. */
+/* Of q8_0, i_load_pairs leaves columns [0, 8) and [16, 24) in x[0]. */
 INLINE void i_order(int type, ivec x[2]) {
     if (type != KVC_Q8_0) return;
     ivec low = _mm512_shuffle_i64x2(x[0], x[1], _MM_SHUFFLE(1, 0, 1, 0));
@@ -225,14 +226,14 @@ INLINE void i_order(int type, ivec x[2]) {
 }
 
 INLINE ivec i_dot(ivec sum, ivec x, ivec y) {
-#if DOT
+#if HAS_VNNI
     return _mm512_dpwssd_epi32(sum, x, y);
 #else
     return _mm512_add_epi32(sum, _mm512_madd_epi16(x, y));
 #endif
 }
 
-#if DOT_BF16
+#if HAS_BF16_DOT
 /* ---- bf16 ------------------------------------------------------------------------------------------------------- */
 
 typedef __m512i bvec;

@@ -9,8 +9,8 @@ enum { LANES = 4, ACCUMULATORS = 16, MATMUL_ROWS = 4, MATMUL_VECTORS = 4 }; /* o
 
 typedef float32x4_t vec;
 
-/* Memory is read and written through memcpy, one instruction here: what the intrinsics take has to be aligned to its
- * elements, and to have their type. */
+/* Memory is read and written through memcpy, which becomes one instruction: the intrinsics' arguments would have to be
+ * aligned to their elements and of their type. */
 
 INLINE vec v_zero(void) { return vdupq_n_f32(0); }
 
@@ -59,10 +59,10 @@ INLINE void store_f16(void *p, float x) {
 
 INLINE vec v_load_bf16(const void *p) {
     uint16x8_t halves = vcombine_u16(load_halves(p), vdup_n_u16(0));
-    return vreinterpretq_f32_u16(vzip1q_u16(vdupq_n_u16(0), halves)); /* 0 is the lower half of each */
+    return vreinterpretq_f32_u16(vzip1q_u16(vdupq_n_u16(0), halves)); /* lower halves are 0 */
 }
 
-/* Adds just less than half of the last bit that stays, or half if that bit is set: ties to even. */
+/* Rounds ties to even: adds half of the last bit that stays if that bit is set, and just less than half if not. */
 INLINE void v_store_bf16(void *p, vec x) {
     uint32x4_t bits = vreinterpretq_u32_f32(x);
     uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
@@ -72,7 +72,7 @@ INLINE void v_store_bf16(void *p, vec x) {
     memcpy(p, &halves, sizeof halves);
 }
 
-/* LANES bytes, and as many zeros. */
+/* Loads LANES bytes, and as many zeros. */
 INLINE uint8x8_t load_bytes(const void *p) {
     uint32_t bytes;
     memcpy(&bytes, p, sizeof bytes);
@@ -103,8 +103,8 @@ INLINE vec v_mul(vec x, vec y) { return vmulq_f32(x, y); }
 
 INLINE vec v_fma(vec x, vec y, vec z) { return vfmaq_f32(z, x, y); }
 
-/* x where the mask is set, else y.  Where y is no NaN, Clang would make one FMAXNM of a comparison and this, if it saw
- * them together; that one yields NaN where x is a signalling one. */
+/* Returns x where the mask is set, else y.  The mask is hidden from Clang, which would turn it and a comparison into
+ * FMAXNM where y is no NaN; that yields NaN where x is a signalling one. */
 INLINE vec choose(uint32x4_t mask, vec x, vec y) {
     __asm__("" : "+w"(mask));
     return vbslq_f32(mask, x, y);
@@ -132,7 +132,7 @@ INLINE vec v_round(vec x) { return vrndnq_f32(x); }
 /* Adds n to the exponent. */
 INLINE vec v_scale(vec x, vec n) {
     uint32x4_t exponent = vshlq_n_u32(vreinterpretq_u32_s32(vcvtq_s32_f32(n)), 23);
-    uint32x4_t y = vaddq_u32(vreinterpretq_u32_f32(x), exponent); /* unsigned, as it may overflow where n is below */
+    uint32x4_t y = vaddq_u32(vreinterpretq_u32_f32(x), exponent); /* unsigned, as it overflows for n below -125 */
     return vreinterpretq_f32_u32(vbicq_u32(y, vcltq_f32(n, v_set(-125))));
 }
 
@@ -142,13 +142,13 @@ INLINE float v_sum_lanes(vec x) { return vaddvq_f32(x); }
 
 INLINE vec v_sums(const vec x[LANES]) { return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])); }
 
-/* The first halves of x and y. */
+/* Puts the first halves of x and y together. */
 INLINE vec low_halves(vec x, vec y) { return vcombine_f32(vget_low_f32(x), vget_low_f32(y)); }
 
 INLINE vec high_halves(vec x, vec y) { return vcombine_f32(vget_high_f32(x), vget_high_f32(y)); }
 
 INLINE void v_transpose(vec x[LANES]) {
-    vec even = vtrn1q_f32(x[0], x[1]), odd = vtrn2q_f32(x[0], x[1]); /* of x[0] and x[1], in turn */
+    vec even = vtrn1q_f32(x[0], x[1]), odd = vtrn2q_f32(x[0], x[1]); /* lanes of x[0] and x[1], alternating */
     vec even_below = vtrn1q_f32(x[2], x[3]), odd_below = vtrn2q_f32(x[2], x[3]);
     x[0] = low_halves(even, even_below);
     x[1] = low_halves(odd, odd_below);

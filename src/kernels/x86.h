@@ -1,4 +1,4 @@
-/* x86.h: what the instruction sets of x86 have in common.  TARGET is defined before it is included. */
+/* x86.h: primitives that the instruction sets of x86 share.  TARGET is defined before it is included. */
 #include <immintrin.h>
 #include <string.h>
 
@@ -9,8 +9,8 @@ INLINE void store_f16(void *p, float x) {
     memcpy(p, &bits, sizeof bits);
 }
 
-/* The processor's own copy takes whole cache lines without reading first what it overwrites.  It is slow to begin, and
- * the address sanitizer does not see it. */
+/* Copies long rows by the processor's own instruction, which does not read the cache lines that it overwrites.  It is
+ * slow to begin, and the address sanitizer does not see it. */
 INLINE void copy_row(void *dst, const void *src, size_t bytes) {
 #ifndef HAVE_ADDRESS_SANITIZER
     if (bytes >= 256) {
@@ -21,7 +21,7 @@ INLINE void copy_row(void *dst, const void *src, size_t bytes) {
     memcpy(dst, src, bytes);
 }
 
-/* Two bytes of each of eight rows; some of what follows them is loaded as well. */
+/* Loads two bytes of each of eight rows; it reads two bytes more of each. */
 INLINE __m128i load_eight(const void *const *rows, size_t at) {
     __m128i x[8];
     UNROLL

@@ -1,0 +1,98 @@
+/* matmul.h: products of many query rows with a tile, and the panels that tiles are packed into; part of template.h. */
+
+/* c[num_rows][num_vectors * LANES] = (add ? c : 0) + a[num_rows][k] * b[k][...], rows ldc, lda and ldb floats apart; c
+ * in registers. */
+INLINE void matmul_block(int num_rows, int num_vectors, float *c, int ldc, const float *a, int lda, const float *b,
+                         int ldb, int k, int add) {
+    vec sums[MATMUL_ROWS * MATMUL_VECTORS], x[MATMUL_VECTORS];
+    UNROLL
+    for (int i = 0; i < num_rows; i++) UNROLL
+    for (int j = 0; j < num_vectors; j++)
+        sums[i * num_vectors + j] = add ? v_load(c + (ptrdiff_t)i * ldc + j * LANES) : v_zero();
+    /* Addresses rows of a from every fourth one, behind GCC's back: left to itself it keeps an address for each row,
+     * more than there are registers, and moves them there through the ports that the multiply-adds need. */
+    const float *fourth[(MATMUL_ROWS + 3) / 4];
+    UNROLL
+    for (int i = 0; i < num_rows; i += 4) {
+        fourth[i / 4] = a + (ptrdiff_t)i * lda;
+        __asm__("" : "+r"(fourth[i / 4]));
+    }
+    for (int p = 0; p < k; p++) {
+        UNROLL
+        for (int j = 0; j < num_vectors; j++) x[j] = v_load(b + (ptrdiff_t)p * ldb + j * LANES);
+        UNROLL
+        for (int i = 0; i < num_rows; i++) {
+            vec y = v_set(fourth[i / 4][(ptrdiff_t)(i % 4) * lda + p]);
+            UNROLL
+            for (int j = 0; j < num_vectors; j++) sums[i * num_vectors + j] = v_fma(y, x[j], sums[i * num_vectors + j]);
+        }
+    }
+    UNROLL
+    for (int i = 0; i < num_rows; i++) UNROLL
+    for (int j = 0; j < num_vectors; j++) v_store(c + (ptrdiff_t)i * ldc + j * LANES, sums[i * num_vectors + j]);
+}
+
+/* Multiplies blocks of so many rows as long as there are as many left. */
+#define MATMUL_ROWS_OF(rows)                                                                                       \
+    for (; rows <= MATMUL_ROWS && i + rows <= m; i += rows)                                                        \
+    matmul_block(rows <= MATMUL_ROWS ? rows : 1, num_vectors, c + (ptrdiff_t)i * ldc, ldc, a + (ptrdiff_t)i * lda, \
+                 lda, b, ldb, k, add)
+
+/* Multiplies num_vectors vectors of columns, for all rows while these columns of b stay in the L1 cache. */
+INLINE void matmul_columns(int num_vectors, float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m,
+                           int k, int add) {
+    int i = 0;
+    MATMUL_ROWS_OF(12);
+    MATMUL_ROWS_OF(8);
+    MATMUL_ROWS_OF(6);
+    MATMUL_ROWS_OF(4);
+    MATMUL_ROWS_OF(2);
+    MATMUL_ROWS_OF(1);
+}
+
+/* Is a kvc_matmul_fn. */
+INLINE void matmul_rows(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
+                        int add) {
+    const int step = MATMUL_VECTORS * LANES;
+    int j = 0;
+    for (; n - j > step - KVC_LANES; j += step)
+        matmul_columns(MATMUL_VECTORS, c + j, ldc, a, lda, b + j, ldb, m, k, add);
+    if (j < n) matmul_columns(KVC_LANES / LANES, c + j, ldc, a, lda, b + j, ldb, m, k, add);
+}
+
+/* Packs elements [d, d + LANES) of rows [j, j + LANES): transposes them. */
+INLINE void pack_keys_block(int type, float *dst, const void *const *rows, int j, int d) {
+    vec x[LANES];
+    UNROLL
+    for (int i = 0; i < LANES; i++) x[i] = load(type, rows[j + i], d, LANES);
+    v_transpose(x);
+    UNROLL
+    for (int i = 0; i < LANES; i++) v_store(dst + (d + i) * KVC_TILE + j, x[i]);
+}
+
+/* Packs a block that has only `count` elements, or rows past n: these become 0. */
+RARE void pack_keys_edge(int type, float *dst, const void *const *rows, int n, int j, int d, int count) {
+    vec x[LANES];
+    for (int i = 0; i < LANES; i++) x[i] = j + i < n ? load(type, rows[j + i], d, count) : v_zero();
+    v_transpose(x);
+    for (int i = 0; i < count; i++) v_store(dst + (d + i) * KVC_TILE + j, x[i]);
+}
+
+INLINE void pack_keys(int type, float *dst, const void *const *rows, int n, int dim) {
+    for (int j = 0; j < KVC_TILE; j += LANES)
+        for (int d = 0; d < dim; d += LANES)
+            if (j + LANES <= n && d + LANES <= dim)
+                pack_keys_block(type, dst, rows, j, d);
+            else
+                pack_keys_edge(type, dst, rows, n, j, d, smaller(LANES, dim - d));
+}
+
+INLINE void pack_values(int type, float *dst, int dst_stride, const void *const *rows, int n, int dim) {
+    int padded = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
+    for (int j = 0; j < n; j++) {
+        float *row = dst + (ptrdiff_t)j * dst_stride;
+        int d = 0;
+        for (; d + LANES <= dim; d += LANES) v_store(row + d, load(type, rows[j], d, LANES));
+        for (; d < padded; d += LANES) v_store(row + d, d < dim ? load(type, rows[j], d, dim - d) : v_zero());
+    }
+}

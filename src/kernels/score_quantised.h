@@ -1,0 +1,181 @@
+/* score_quantised.h: scores of quantised rows, in integers; part of template.h.
+ *
+ * Elements of rows are small integers; each block of KVC_QUANT_ELEMENTS shares a scale.  Queries are rounded to int16,
+ * so that one instruction multiplies and adds pairs of them, twice as many as of floats, and nothing is decoded to f32.
+ * Sums within a block are exact.  Compared with f32, scores of normal data change by some 3e-5 of their size, whatever
+ * the length.
+ *
+ * A prepared query row lies where its dim floats were:
+ *
+ *     bytes 2 dim             dim / 8               4          the rest
+ *     +-----------------------+---------------------+----------+--------+
+ *     | int16 elements[dim]   | int32 starts        | f32      | unused |
+ *     | block after block     | [one for a block]   | scale    |        |
+ *     +-----------------------+---------------------+----------+--------+
+ *
+ * elements  in units of the row's largest magnitude / INT16_MAX; within a block, pair by pair as element_at says
+ * starts    what score begins to count a block's products at: it takes elements of rows as unsigned integers, larger
+ *           than they are by offset_of(type), and the start takes that off again
+ * scale     what a sum over blocks is multiplied by to be a score
+ */
+
+enum {
+    PIECE_BYTES = 16,                                /* of a row's elements, loaded at once */
+    PAIRS = KVC_QUANT_ELEMENTS / 2,                  /* in a block */
+    GROUPS = ACCUMULATORS / QUERIES / 2 < 2 ? 1 : 2, /* of LANES rows, scored together */
+    GROUP_ROWS = GROUPS * LANES
+};
+
+/* What must be added to an element to make it unsigned. */
+INLINE int offset_of(int type) { return type == KVC_Q8_0 ? 128 : 8; }
+
+/* ---- prepared queries ------------------------------------------------------------------------------------------- */
+
+INLINE size_t elements_offset(int block) { return (size_t)block * KVC_QUANT_ELEMENTS * sizeof(int16_t); }
+
+INLINE size_t start_offset(int dim, int block) {
+    return (size_t)dim * sizeof(int16_t) + (size_t)block * sizeof(int32_t);
+}
+
+INLINE size_t scale_offset(int dim) { return start_offset(dim, dim / KVC_QUANT_ELEMENTS); }
+
+/* Four bytes of a row hold 2 pairs of elements of q8_0 or 4 of q4_0, which pair_of takes from them one by one:
+ *
+ *     q8_0   e e+1 e+2 e+3                                pairs (e, e+2) (e+1, e+3)
+ *     q4_0   the same in the low halves of the bytes,     pairs (e, e+2) (e+16, e+18) (e+1, e+3) (e+17, e+19)
+ *            e+16 .. e+19 in the high ones
+ */
+INLINE int pairs_in_four_bytes(int type) { return type == KVC_Q8_0 ? 2 : 4; }
+
+/* The element of a block that is the first or second of a pair of the block's bytes [4 * four, 4 * four + 4). */
+INLINE int element_at(int type, int four, int pair, int is_second) {
+    const int e = 4 * four + 2 * is_second;
+    return type == KVC_Q8_0 ? e + pair : e + pair / 2 + pair % 2 * (KVC_QUANT_ELEMENTS / 2);
+}
+
+/* Puts a block's elements in the order in which score takes those of rows; returns their sum. */
+INLINE int32_t order_block(int type, char *block) {
+    const int pairs = pairs_in_four_bytes(type);
+    int16_t x[KVC_QUANT_ELEMENTS];
+    int32_t sum = 0;
+    memcpy(x, block, sizeof x);
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) sum += x[i];
+    UNROLL
+    for (int four = 0; four < PAIRS / pairs; four++) UNROLL
+    for (int pair = 0; pair < pairs; pair++) UNROLL
+    for (int i = 0; i < 2; i++, block += sizeof *x) memcpy(block, &x[element_at(type, four, pair, i)], sizeof *x);
+    return sum;
+}
+
+/* Rounds the row's floats to int16, in place; returns the unit.  It is NaN if an element is NaN or infinite. */
+INLINE float round_row(float *row, int dim) {
+    vec largest = v_zero(), zero_or_nan = v_zero();
+    for (int d = 0; d < dim; d += LANES) {
+        largest = v_max(v_abs(v_load(row + d)), largest);
+        zero_or_nan = v_fma(v_load(row + d), v_zero(), zero_or_nan);
+    }
+    const float unit = v_max_lane(largest) / INT16_MAX + v_sum_lanes(zero_or_nan), inverse = reciprocal(unit);
+    for (int d = 0; d < dim; d += 2 * LANES)
+        i_store_16((int16_t *)(void *)row + d, v_mul(v_load(row + d), v_set(inverse)),
+                   v_mul(v_load(row + d + LANES), v_set(inverse)));
+    return unit;
+}
+
+INLINE void prepare_row(int type, float *row, int dim, float scale) {
+    const float product = round_row(row, dim) * scale;
+    char *q = (char *)row;
+    for (int b = 0; b < dim / KVC_QUANT_ELEMENTS; b++) {
+        const int32_t start = -offset_of(type) * order_block(type, q + elements_offset(b));
+        memcpy(q + start_offset(dim, b), &start, sizeof start);
+    }
+    memcpy(q + scale_offset(dim), &product, sizeof product);
+}
+
+INLINE void prepare(int type, float *q, int q_stride, int num_q, int dim, float scale) {
+    for (int r = 0; r < num_q; r++) prepare_row(type, q + (ptrdiff_t)r * q_stride, dim, scale);
+}
+
+/* ---- score ------------------------------------------------------------------------------------------------------ */
+
+/* Takes a pair of unsigned elements, as int16, from each four bytes. */
+INLINE ivec pair_of(int type, ivec x, int pair) {
+    if (type == KVC_Q8_0) return pair ? i_shift(x, 8) : i_and(x, i_set_16(255));
+    return pair == 3 ? i_shift(x, 12) : i_and(pair ? i_shift(x, 4 * pair) : x, i_set_16(15));
+}
+
+/* Adds the products of PIECE_BYTES bytes of GROUP_ROWS rows, `at` bytes into them, with the queries' elements `at_q`
+ * bytes into these, to counts[group][query]. */
+INLINE void score_piece(int type, int num_q, ivec counts[][QUERIES], const char *const *q, size_t at_q,
+                        const void *const *rows, size_t at, prefetcher *next) {
+    const int num_pairs = pairs_in_four_bytes(type);
+    ivec x[GROUPS][4]; /* x[g][i]: bytes [4 * i, 4 * i + 4) of the piece, of the rows of group g */
+    UNROLL
+    for (int g = 0; g < GROUPS; g++) i_load_rows(x[g], rows + g * LANES, at);
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        if (i % 2 == 0) prefetch_step(next);
+        UNROLL
+        for (int g = 0; g < GROUPS; g++)
+            if (type == KVC_Q8_0) x[g][i] = i_xor(x[g][i], i_set_16((int16_t)0x8080)); /* makes them unsigned */
+        UNROLL
+        for (int p = 0; p < num_pairs; p++) {
+            ivec y[GROUPS];
+            UNROLL
+            for (int g = 0; g < GROUPS; g++) y[g] = pair_of(type, x[g][i], p);
+            UNROLL
+            for (int r = 0; r < num_q; r++) {
+                const ivec z = i_set_pair(q[r] + at_q + (size_t)(i * num_pairs + p) * 2 * sizeof(int16_t));
+                UNROLL
+                for (int g = 0; g < GROUPS; g++) counts[g][r] = i_dot(counts[g][r], y[g], z);
+            }
+        }
+    }
+}
+
+/* Adds the products of block b of GROUP_ROWS rows, times the rows' scales, to sums[group][query]. */
+INLINE void score_quant_block(int type, int num_q, vec sums[][QUERIES], const char *const *q, const void *const *rows,
+                              int dim, int b, prefetcher *next) {
+    const size_t at = bytes_of(type, b * KVC_QUANT_ELEMENTS);
+    const int num_pieces = type == KVC_Q8_0 ? 2 : 1;
+    ivec counts[GROUPS][QUERIES];
+    UNROLL
+    for (int r = 0; r < num_q; r++) UNROLL
+    for (int g = 0; g < GROUPS; g++) counts[g][r] = i_set_pair(q[r] + start_offset(dim, b));
+    UNROLL
+    for (int i = 0; i < num_pieces; i++)
+        score_piece(type, num_q, counts, q, elements_offset(b) + (size_t)i * PAIRS * sizeof(int16_t), rows,
+                    at + KVC_SCALE_BYTES + (size_t)i * PIECE_BYTES, next);
+    UNROLL
+    for (int g = 0; g < GROUPS; g++) {
+        const vec scale = v_load_scales(rows + g * LANES, at);
+        UNROLL
+        for (int r = 0; r < num_q; r++) sums[g][r] = v_fma(v_from_int(counts[g][r]), scale, sums[g][r]);
+    }
+}
+
+/* Scores GROUP_ROWS rows. */
+INLINE void score_group(int type, int num_q, float *scores, const char *const *q, const void *const *rows, int dim,
+                        prefetcher *next) {
+    vec sums[GROUPS][QUERIES];
+    UNROLL
+    for (int r = 0; r < num_q; r++) UNROLL
+    for (int g = 0; g < GROUPS; g++) sums[g][r] = v_zero();
+    for (int b = 0; b < dim / KVC_QUANT_ELEMENTS; b++) score_quant_block(type, num_q, sums, q, rows, dim, b, next);
+    UNROLL
+    for (int r = 0; r < num_q; r++) {
+        float scale;
+        memcpy(&scale, q[r] + scale_offset(dim), sizeof scale);
+        UNROLL
+        for (int g = 0; g < GROUPS; g++) v_store(scores + r * KVC_TILE + g * LANES, v_mul(sums[g][r], v_set(scale)));
+    }
+}
+
+/* Scores all rows, padded by pad_rows, for num_q <= QUERIES queries. */
+INLINE void score_quantised(int type, int num_q, const score_args *a, kvc_ahead next) {
+    const char *q[QUERIES];
+    for (int r = 0; r < num_q; r++) q[r] = (const char *)(a->q + (ptrdiff_t)r * a->q_stride);
+    const int num_groups = (a->n + GROUP_ROWS - 1) / GROUP_ROWS;
+    const int num_pieces = a->dim / (type == KVC_Q8_0 ? PIECE_BYTES : 2 * PIECE_BYTES);
+    prefetcher p = prefetch_begin(next, a->n, num_groups * num_pieces * 2); /* two steps to a piece */
+    for (int j = 0; j < a->n; j += GROUP_ROWS) score_group(type, num_q, a->scores + j, q, a->rows + j, a->dim, &p);
+}
