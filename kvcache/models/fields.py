@@ -1,8 +1,8 @@
-"""What a model's files say, under one set of names: those of Hugging Face's ``config.json``.
+"""Fields of a model's configuration, under one set of names: those of Hugging Face's ``config.json``.
 
-`read_config` takes a Hugging Face folder or its ``config.json``, a GGUF, or what a program has at hand, and gathers the
-facts about the text decoder as `Fields`, so that what reads them is written once. Nothing in a file is believed before
-it is checked; the limits are those of `kvcache.models.reading`.
+`read_config` takes a Hugging Face folder or its ``config.json``, a GGUF, or a configuration in memory, and gathers the
+facts about the text decoder as `Fields`, so that each fact is read by one piece of code. Every value is checked before
+it is used, against the limits of `kvcache.models.reading`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvcache.models.reading import MAX_FIELDS, MAX_JSON, MAX_NAME, MAX_PARTS, MA
 
 __all__ = ["Fields", "read_config", "read_json", "read_safetensors_header"]
 
-INDEX = "model.safetensors.index.json"  # of weights in several files
+INDEX = "model.safetensors.index.json"  # lists the files of weights that are split
 
-# One name for each fact; of a model with an encoder, the decoder's, which come first.
+# Hugging Face's other names of each fact; for a model with an encoder, the decoder's names come first.
 NAMES = {
     "num_hidden_layers": (
         "decoder_layers",
@@ -76,9 +76,9 @@ NAMES = {
     "layer_types": ("layer_types", "layers_block_type"),
     "sliding_window": ("sliding_window", "sliding_window_size", "attention_window_size"),
 }
-# Where the text decoder of a model of several parts stands.
+# Where the text decoder's fields are nested in a model of several parts.
 PARTS = ("text_config", "thinker_config", "decoder", "decoder_config", "generator", "llm_config", "language_config")
-# What a part may leave out: files name only what differs from these.
+# Defaults by model type: files name only what differs from these.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {
         "num_hidden_layers": 28,
@@ -130,7 +130,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
     },
 }
-# What a GGUF calls them, after its architecture's name.
+# GGUF's names of the same facts, which follow the architecture's name.
 GGUF_NAMES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -159,7 +159,7 @@ GGUF_SCALING = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-# Where the names of architectures are not those of Hugging Face's models.
+# Hugging Face's model types of GGUF architectures with another name.
 GGUF_TYPES = {
     "command-r": "cohere",
     "deepseek2": "deepseek_v3",
@@ -175,12 +175,12 @@ GGUF_TYPES = {
     "qwen3next": "qwen3_next",
     "starcoder": "gpt_bigcode",
 }
-# What its readers know of an architecture.
+# Facts that readers of GGUF know of an architecture, and files leave out.
 GGUF_DEFAULTS = {"gemma2": {"sliding_window": 4096}, "llama4_text": {"attention_chunk_size": 8192}}
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a number above 0 that a float can hold."""
+    """Whether a value is a number above 0 that a float can hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
@@ -192,12 +192,12 @@ class Fields:
     values : mapping of str to anything
         The fields.
     source : str
-        What messages call it: a file's name, or an argument's.
+        The file or argument that they come from, for messages.
 
     Raises
     ------
     ModelFileError
-        If there are more than any model has.
+        If there are more fields than any model has.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
@@ -207,11 +207,11 @@ class Fields:
             raise self.error(f"it has {len(values):,} fields; {MAX_FIELDS:,} are the most that are read")
 
     def error(self, what: str) -> ModelFileError:
-        """Return an error that says what is wrong with it."""
+        """Return an error whose sentence begins with the source."""
         return ModelFileError(f"{self.source}: {what}")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a field as it is; one that is null is as one that is not there."""
+        """Return a field unchecked; null counts as absent."""
         value = self.values.get(name)
         return default if value is None else value
 
@@ -222,14 +222,14 @@ class Fields:
         return value
 
     def count(self, name: str, default: int | None = None, *, least: int = 1, most: int = INT32_MAX) -> int:
-        """Return a whole number."""
+        """Return a field that holds a whole number, from `least` to `most`."""
         value = self._needed(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self.error(f"{name} must be a whole number from {least} to {most}, not {shown(value)}")
         return value
 
     def positive(self, name: str, default: float | None = None, most: float = sys.float_info.max) -> float:
-        """Return a number above 0."""
+        """Return a field that holds a number above 0."""
         value = self._needed(name, default)
         if not is_positive(value) or value > most:
             limit = "" if most == sys.float_info.max else f" of at most {most:g}"
@@ -237,20 +237,20 @@ class Fields:
         return float(value)
 
     def expect(self, name: str, supported: str | bool) -> None:
-        """Refuse a field that is there and says something else."""
+        """Refuse a field that is present with another value."""
         value = self.get(name, supported)
         if value != supported:
             raise self.error(f"{name} {shown(value)} is not supported, only {supported!r} is")
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Return a string."""
+        """Return a field that holds a string."""
         value = self._needed(name, default)
         if not isinstance(value, str) or len(value) > MAX_NAME:
             raise self.error(f"{name} must be a string of at most {MAX_NAME} characters, not {shown(value)}")
         return value
 
     def part(self, name: str) -> Fields | None:
-        """Return a field that holds fields."""
+        """Return a field that holds an object, as `Fields`."""
         value = self.get(name)
         if value is None:
             return None
@@ -259,7 +259,7 @@ class Fields:
         return Fields(value, f"{self.source}, {name}")
 
     def sequence(self, name: str, length: int | None = None) -> list[Any] | None:
-        """Return a list, or the first so many of it, which it must have."""
+        """Return a field that holds a list; with `length`, its first entries, of which there must be as many."""
         value = self.get(name)
         if value is None:
             return None
@@ -272,7 +272,7 @@ class Fields:
         return list(value[:length])
 
     def by_layer(self, num_layers: int) -> list[Fields]:
-        """Return the fields as they are for each layer: where ``per_layer_config`` says so, some are its own."""
+        """Return the fields of each layer: its entry in ``per_layer_config`` replaces those of the model."""
         given = self.part("per_layer_config")
         own = {} if given is None else {_number(key): value for key, value in given.values.items()}
         return [
@@ -284,29 +284,29 @@ class Fields:
 
 
 def _number(key: object) -> int | None:
-    """Which layer a key names."""
+    """Return the layer that a key names."""
     text = str(key)[:9]
     return int(text) if text.isdecimal() else None
 
 
 def read_config(source: Any) -> Fields:
-    """Gather what a model's files say of its text decoder.
+    """Gather the fields of a model's text decoder.
 
     Parameters
     ----------
     source : path, mapping, or configuration of transformers
-        A folder with a ``config.json``, such a file, or safetensors beside it, or a GGUF; or what such a file holds,
-        as it is or as `Fields`.
+        A folder with a ``config.json``, that file, or safetensors beside it, or a GGUF; or the content of a
+        ``config.json``, as a mapping or as `Fields`.
 
     Returns
     -------
     Fields
-        With Hugging Face's names, whatever the source; ``model_type`` is the text decoder's.
+        Under Hugging Face's names, whatever the source; ``model_type`` is the text decoder's.
 
     Raises
     ------
     ModelFileError
-        If a file is missing, is not what it seems to be, or says what cannot be.
+        If a file is missing, is of another format, or holds impossible values.
     TypeError
         If `source` is none of these.
     """
@@ -329,7 +329,7 @@ def read_config(source: Any) -> Fields:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as a GGUF does, or is called one."""
+    """Whether a file begins with GGUF's magic bytes, or has its suffix."""
     with open_file(path) as file:
         return file.read(0, min(4, file.size)) == b"GGUF" or path.suffix == ".gguf"
 
@@ -340,18 +340,18 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises
     ------
     ModelFileError
-        If it is missing, too large, no JSON, or something else.
+        If it is missing, too large, no JSON, or holds no object.
     """
     return _parse(read_file(path, MAX_JSON, "a configuration"), path)
 
 
 def read_safetensors_header(file: File) -> tuple[dict[str, Any], int]:
-    """Read what stands before the tensors of a safetensors file: an entry for each of them, and where they begin.
+    """Read a safetensors file's header: an entry for each tensor, and the offset at which their data begins.
 
     Raises
     ------
     ModelFileError
-        If it is no safetensors file, or has a header that is larger than any.
+        If it is no safetensors file, or its header is larger than any real one.
     """
     length = int.from_bytes(file.read(0, min(8, file.size)), "little")
     if file.size < 8 or not length or length > min(MAX_JSON, file.size - 8):
@@ -362,7 +362,7 @@ def read_safetensors_header(file: File) -> tuple[dict[str, Any], int]:
 
 
 def find_weights(folder: Path, tensors: Iterable[str] | None = None) -> list[Path | None]:
-    """Find the safetensors of a folder, or those that have some tensors; None stands for what is no file of it."""
+    """Find a folder's safetensors files, or those with some tensors; None stands for a name that leaves the folder."""
     index = folder / INDEX
     if not os.path.lexists(index):
         return [folder / "model.safetensors"]
@@ -377,7 +377,7 @@ def find_weights(folder: Path, tensors: Iterable[str] | None = None) -> list[Pat
 
 
 def _is_in_folder(name: str) -> bool:
-    """Whether it is a file's name, and no way out of its folder."""
+    """Whether a name is that of a file in the folder, and no path out of it."""
     return name not in ("", ".", "..") and not {"/", os.sep, "\0"} & {*name}
 
 
@@ -396,12 +396,12 @@ def _parse(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def _text_decoder(values: Mapping[str, Any], source: str) -> Fields:
-    """Find the part that is the text decoder, and give its fields their names."""
+    """Find the text decoder's part of a configuration, and give its fields Hugging Face's usual names."""
     parts = [Fields(values, source).values]
     while (
         part := next((parts[-1][name] for name in PARTS if isinstance(parts[-1].get(name), Mapping)), None)
     ) is not None:
-        if len(parts) > MAX_PARTS:  # or it holds itself
+        if len(parts) > MAX_PARTS:  # also ends an object that holds itself
             raise ModelFileError(f"{source}: more than {MAX_PARTS} configurations are nested in each other")
         model_type = Fields(part, source).get("model_type")
         parts.append({**(DEFAULTS.get(model_type, {}) if isinstance(model_type, str) else {}), **part})
@@ -440,13 +440,13 @@ def _from_gguf(header: gguf.Header, source: str) -> Fields:
     if "kv_lora_rank" in values:
         values["qk_rope_head_dim"] = values.get("rotary_dim")
     _add_layers(values, of("attention.sliding_window_pattern"))
-    if "rope_freqs.weight" in header.tensors:  # how files of Llama 3 have its scaling
+    if "rope_freqs.weight" in header.tensors:  # Llama 3's scaling, as a tensor of factors
         values["rope_freqs"] = gguf.read_floats(header, "rope_freqs.weight")
     return Fields(values, source)
 
 
 def _add_layers(values: dict[str, Any], pattern: Any) -> None:
-    """What a GGUF says layer by layer: a list where others have one number."""
+    """Add what a GGUF says layer by layer: a list where other files have one number."""
     if isinstance(pattern, tuple):
         values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
     elif pattern is not None:
@@ -458,7 +458,7 @@ def _add_layers(values: dict[str, Any], pattern: Any) -> None:
     layers = [{name: value[i] for name, value in lists.items() if i < len(value)} for i in range(length)]
     values.update({name: next((x for x in value if x), 0) for name, value in lists.items()})
     values["per_layer_config"] = {str(i): layer for i, layer in enumerate(layers)}
-    if "num_key_value_heads" in lists and 0 in lists["num_key_value_heads"]:  # has a state of another kind
+    if "num_key_value_heads" in lists and 0 in lists["num_key_value_heads"]:  # such a layer has no rows
         kinds = values.get("layer_types") or ["full_attention"] * length
         heads = lists["num_key_value_heads"]
         values["layer_types"] = [kind if h else "linear_attention" for kind, h in zip(kinds, heads, strict=False)]

@@ -1,10 +1,10 @@
 """The header of a GGUF file: its metadata, and where its tensors are.
 
-It is read without believing it: every count and length is held against what is left of the file, and the limits of
-`kvcache.models.reading`, before anything is allocated or looped over. The arrays of a vocabulary are walked over, not
-decoded, so that a large one costs little; `read_array` decodes one. Nothing is mapped: a file that is cut while it is
-read is an error. Tensors are located, not read. Versions 2 and 3 are read, little-endian; the format is
-described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+Reading trusts no file: every count and length is checked against the rest of the file, and against the limits of
+`kvcache.models.reading`, before anything is allocated or looped over. The arrays of a vocabulary are skipped, not
+decoded, so that a large one costs little; `read_array` decodes one. The file is not mapped: one that is cut while it is
+read is an error. Tensors are located, not read. Versions 2 and 3 are supported, little-endian; the format is described
+at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 >>> import struct, tempfile
 >>> name = b"general.architecture"
@@ -45,10 +45,10 @@ from kvcache.models.reading import (
 
 __all__ = ["Header", "Skipped", "Tensor", "read_array", "read_floats", "read_header"]
 
-CHUNK = 1 << 16  # bytes that are read at first; then as many as there are already
-NESTED = 64  # elements that an array in an array counts as: these are walked in Python
+CHUNK = 1 << 16  # bytes of the first read; each later one doubles what is there
+NESTED = 64  # elements that an array within an array counts as: Python loops over these
 
-# number in the file: name here, struct's letter
+# GGUF's number of a type: our name, struct's format
 NUMBERS = {
     0: ("u8", "B"),
     1: ("i8", "b"),
@@ -63,11 +63,11 @@ NUMBERS = {
     12: ("f64", "d"),
 }
 STRING, ARRAY = 8, 9
-LENGTH = struct.Struct("<Q")  # of a string, which stands before its bytes
+LENGTH = struct.Struct("<Q")  # a string's length, which precedes its bytes
 TYPE_NAMES = {number: name for number, (name, _) in NUMBERS.items()} | {STRING: "str", ARRAY: "array"}
 TYPE_NUMBERS = {name: number for number, name in TYPE_NAMES.items()}
 
-# number in the file: name, elements of a block, bytes of a block
+# ggml's number of a type: name, elements per block, bytes per block
 TENSOR_TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -104,33 +104,33 @@ TENSOR_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """An array that was left in the file; `read_array` reads it."""
+    """An array that stays in the file until `read_array` reads it."""
 
-    type: str  # of its elements: "str", "f32", "i32", ..., "array"
+    type: str  # of an element: "str", "f32", "i32", ..., "array"
     count: int
-    offset: int  # of its first element, in bytes from the beginning of the file
+    offset: int  # of the first element, in bytes from the beginning of the file
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where a tensor lies, and how it is stored."""
+    """The place and type of a tensor's data."""
 
     name: str
-    shape: tuple[int, ...]  # outermost axis first, as NumPy has it: the reverse of what stands in the file
-    type: str | int  # "F32", "F16", "BF16", "Q8_0", "Q4_0", ...; a number that is not known stays one
+    shape: tuple[int, ...]  # outermost axis first, as in NumPy: the reverse of GGUF's order
+    type: str | int  # "F32", "F16", "BF16", "Q8_0", "Q4_0", ...; or the number of an unknown type
     offset: int  # in bytes from the beginning of the file
-    nbytes: int | None  # not known where the type is not
+    nbytes: int | None  # None where the type is unknown
 
 
 @dataclass(frozen=True)
 class Header:
-    """What stands before the tensors' data."""
+    """The part of a file before the tensors' data."""
 
     path: Path
     version: int
-    metadata: dict[str, Any]  # numbers, strings, tuples of numbers, and `Skipped` for all other arrays
+    metadata: dict[str, Any]  # numbers, strings, short arrays of numbers as tuples, others `Skipped`
     tensors: dict[str, Tensor]
-    stamp: Stamp  # of the file that they were read from
+    stamp: Stamp  # of the file
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -144,12 +144,12 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     Returns
     -------
     Header
-        Its metadata and tensors; each tensor of a known type lies within the file, and none within another.
+        Its metadata and tensors; each tensor of a known type lies within the file, and no two overlap.
 
     Raises
     ------
     ModelFileError
-        It is missing, no GGUF file, or one that is damaged, cut short, big-endian, or of a version that is not read.
+        The file is missing, no GGUF, damaged, cut short, big-endian, or of an unsupported version.
     """
     with _open(path) as source:
         version, num_tensors, num_entries = source.beginning()
@@ -164,24 +164,24 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def read_array(header: Header, key: str) -> tuple[Any, ...]:
-    """Read an array of the metadata, wherever it is: in the header, or still in the file.
+    """Read an array of the metadata, from the header or, if it was skipped, from the file.
 
     Parameters
     ----------
     header : Header
         From `read_header`.
     key : str
-        The name of an entry that is there.
+        The name of an entry of `Header.metadata`.
 
     Returns
     -------
     tuple
-        Its elements, strings or numbers.
+        Its strings or numbers.
 
     Raises
     ------
     ModelFileError
-        The entry is no array of strings or numbers, a string in it is not UTF-8, or the file was changed.
+        The entry is no array of strings or numbers, a string is not UTF-8, or the file has changed.
     """
     value = header.metadata[key]
     if isinstance(value, tuple):
@@ -195,14 +195,14 @@ def read_array(header: Header, key: str) -> tuple[Any, ...]:
 
 
 def read_floats(header: Header, name: str) -> tuple[float, ...]:
-    """Read a tensor that is a few numbers of F32, such as the factors of a rotation.
+    """Read a short F32 tensor, such as the factors of a rotation.
 
     Parameters
     ----------
     header : Header
         From `read_header`.
     name : str
-        The name of a tensor that is there.
+        The name of a tensor of `Header.tensors`.
 
     Returns
     -------
@@ -212,7 +212,7 @@ def read_floats(header: Header, name: str) -> tuple[float, ...]:
     Raises
     ------
     ModelFileError
-        It is of another type, has more than one axis or 4096 elements, or the file was changed.
+        It has another type, more than one axis or more than 4096 elements, or the file has changed.
     """
     tensor = header.tensors[name]
     if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_KEPT:
@@ -233,19 +233,19 @@ def _open(path: str | os.PathLike[str], stamp: Stamp | None = None, at: int = 0)
 
 
 class _Source:
-    """A part of a file, read as far as it is needed, and how far it has been decoded."""
+    """A file, read in growing pieces as decoding needs them, and the offset that decoding has reached."""
 
     def __init__(self, file: File, at: int) -> None:
         self.file, self.path, self.size = file, file.path, file.size
-        self.base, self.at = at, at  # bytes of the file: where `data` begins, what comes next
+        self.base, self.at = at, at  # offsets in the file: of `data`, and of the next byte to decode
         self.data = bytearray()
-        self.elements = self.kept = self.text = 0  # that were walked, and kept; bytes of strings
+        self.elements = self.kept = self.text = 0  # elements seen, elements decoded, bytes of strings
 
     def error(self, what: str) -> ModelFileError:
         return ModelFileError(f"{plain(self.path)}: {what}")
 
     def grow(self) -> bool:
-        """Read more of the file; whether there was more."""
+        """Read more of the file; return whether there was more."""
         begin = self.base + len(self.data)
         count = min(max(CHUNK, len(self.data)), self.size - begin)
         if count > 0 and len(self.data) + count > MAX_GGUF_HEADER:
@@ -254,7 +254,7 @@ class _Source:
         return count > 0
 
     def take(self, count: int, nbytes: int, what: str) -> int:
-        """Have so many things of so many bytes, and go past them; where they begin in `data`."""
+        """Step over `count` items of `nbytes` bytes each, reading as needed; return where they begin in `data`."""
         self.expect(count, nbytes, what)
         begin = self.at - self.base
         while len(self.data) < begin + count * nbytes:
@@ -263,7 +263,7 @@ class _Source:
         return begin
 
     def expect(self, count: int, nbytes: int, what: str) -> None:
-        """Refuse a count of things that take so many bytes each, at least, if they cannot be in the file."""
+        """Refuse a count of items, each of at least `nbytes` bytes, that cannot fit in the rest of the file."""
         left = self.size - self.at
         if count * nbytes > left:
             raise self.error(f"{count:,} {what} should follow byte {self.at:,}, and only {max(left, 0):,} bytes do")
@@ -276,7 +276,7 @@ class _Source:
     # --- what everything is made of ------------------------------------------------------------------------------
 
     def numbers(self, number: int, count: int) -> tuple[Any, ...]:
-        """So many numbers of a type; true and false are numbers here."""
+        """Decode numbers of a type; a bool is a number here."""
         name, letter = NUMBERS[number]
         packed = struct.calcsize(f"<{letter}")
         self.spend(count)
@@ -314,7 +314,7 @@ class _Source:
     # --- the parts of a header -----------------------------------------------------------------------------------
 
     def beginning(self) -> tuple[int, int, int]:
-        """Version, number of tensors, number of entries of metadata."""
+        """Decode the version, the number of tensors and the number of metadata entries."""
         self.grow()
         if self.data[:4] != b"GGUF":
             raise self.error(f"it is no GGUF file: it begins with {bytes(self.data[:4])!r}")
@@ -376,7 +376,7 @@ class _Source:
         self.expect(count, 8, "strings")
         self.spend(count)
         at, last, data, unpack = self.at - self.base, len(self.data) - 8, self.data, LENGTH.unpack_from
-        for _ in repeat(None, count):  # a vocabulary has hundreds of thousands, so each step is kept short
+        for _ in repeat(None, count):  # keep each step short: a vocabulary has hundreds of thousands
             if at > last:
                 last = self._reach(at + 8, key) - 8
             (length,) = unpack(data, at)
@@ -429,7 +429,7 @@ class _Source:
         return tensors
 
     def _tensor(self, i: int) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape, type, and offset from where the data begins."""
+        """Decode a tensor's name, shape, type, and offset within the data."""
         name = self.string(f"the name of tensor {i:,}")
         axes = self.u32()
         if axes > MAX_AXES:
@@ -440,7 +440,7 @@ class _Source:
         return name, shape, self.u32(), self.u64()
 
     def _stored(self, name: str, shape: tuple[int, ...], number: int) -> tuple[str | int, int | None]:
-        """The name of a type, and the bytes of a tensor of it."""
+        """Return the name of a type, and the bytes of a tensor of that type."""
         if number not in TENSOR_TYPES:
             return number, None
         known, elements, nbytes = TENSOR_TYPES[number]

@@ -1,7 +1,7 @@
 """The shape of a model's cache, from its files: a Hugging Face folder or ``config.json``, or a GGUF.
 
-`read` makes a `Shape`, and `KVCache.from_config` a cache of one. Files leave some things to who reads them; these stand
-in the tables of this module.
+`read` makes a `Shape`, of which `KVCache.from_config` makes a cache. The tables of this module hold the facts that
+files leave to their readers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kvcache.rope import Rope, RopeLike
 
 __all__ = ["Shape", "read"]
 
-PACKED = "quantization_config"  # where it is there, weights may be packed into other shapes
+PACKED = "quantization_config"  # with it, weights may be packed into other shapes
 
-# Every so manieth layer sees everything, the others a window.
+# One layer in this many sees every position; the others have a window.
 FULL_EVERY = {
     "afmoe": 4,
     "cohere2": 4,
@@ -39,15 +39,15 @@ FULL_EVERY = {
     "olmo3": 4,
     "vaultgemma": 2,
 }
-# The layers that see everything rotate nothing.
+# Layers that see every position rotate no keys.
 NO_ROPE_IN_FULL = {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe"}
-# Every so manieth layer rotates nothing.
+# One layer in this many rotates no keys.
 NO_ROPE_EVERY = {"llama4_text": 4, "smollm3": 4}
-# They rotate even if the file is too old to say so.
+# Keys are rotated even if an old file does not say so.
 ROTATING = {"falcon", "gemma", "gemma2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "phi", "phi3", "qwen2"}
-# Positions are added to the scores, and keys carry none.
+# Positions are added to the scores (ALiBi); keys carry none.
 ALIBI = {"bloom", "mpt"}
-# Neighbours are rotated together, not halves.
+# Neighbouring elements are rotated together, not halves.
 INTERLEAVED = {
     "codegen",
     "cohere",
@@ -68,21 +68,21 @@ INTERLEAVED = {
     "moonshine",
     "moonshine_streaming",
 }
-# What is refused whole.
+# Models that are refused.
 REFUSED = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "its state is not keys and values"),
     "reformer": "it sorts what it stores into buckets",
     "blt_local_decoder": "it is made of several decoders",
 }
-# Attention more than once in a layer.
+# Models with several attentions in a layer.
 ATTENTIONS = {"longcat_flash": 2}
-# Every layer has the window that the file names.
+# Models whose every layer has the window that the file names.
 SLIDING_EVERYWHERE = {"llama", "mistral", "mistral3", "phi3", "starcoder2"}
-# Layers whose state is neither keys nor values, and layers without one.
+# Layers whose state is neither keys nor values, and layers without a state.
 STATELESS = {"linear_attention", "conv", "mamba", "recurrent", "dummy", "moe", "mlp"}
-FULL = {"full_attention", "attention", "hybrid"}  # a hybrid layer has another state beside
+FULL = {"full_attention", "attention", "hybrid"}  # a hybrid layer has another state as well
 SLIDING = {"sliding_attention", "hybrid_sliding"}
-# Architectures of GGUF files whose rows are laid out so that neighbours are rotated together.
+# GGUF architectures whose rows are ordered so that neighbouring elements are rotated together.
 INTERLEAVED_GGUF = {
     "arcee",
     "arctic",
@@ -114,24 +114,24 @@ INTERLEAVED_GGUF = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What a cache has to know of a model; but for the first two, the arguments of `KVCache`, one value a layer.
+    """A model as its cache sees it: all but the first two fields are arguments of `KVCache`, one value per layer.
 
     Attributes
     ----------
     model_type : str
-        The text decoder's, as Hugging Face calls it.
+        Hugging Face's type of the text decoder.
     num_heads : tuple of int
         Query heads of each layer.
     num_kv_heads, head_dim, v_head_dim : tuple of int
-        What a token's keys and values are made of.
+        KV heads, and elements of a key and of a value of one head.
     value_in_key : tuple of bool
-        Whether they are latents, which hold both (MLA).
+        Whether keys hold the values, as latents do (MLA).
     policy : tuple of policies or None
-        What a query sees; None: a layer without keys and values.
+        Positions that a query sees; None: a layer without keys and values.
     share : tuple of int or None
-        Whose rows a layer reads.
+        The layer whose rows a layer reads; None: its own.
     rope : tuple of Rope, False, None or callable
-        How keys are rotated; None: the files do not say.
+        Rotation of the keys; None: the files do not say.
     max_seq_len : int or None
         The context the model was trained for.
     """
@@ -153,7 +153,7 @@ class Shape:
         return len(self.policy)
 
     def arguments(self) -> dict[str, Any]:
-        """Return what `KVCache` takes."""
+        """Return the arguments of `KVCache`."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         del own["model_type"], own["num_heads"]
         return {"num_layers": self.num_layers, **own}
@@ -165,21 +165,22 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     Parameters
     ----------
     source : path, mapping, or configuration of transformers
-        A folder with a ``config.json``, such a file, or a GGUF; or what such a file holds, as it is or as `Fields`.
+        A folder with a ``config.json``, that file, or a GGUF; or the content of a ``config.json``, as a mapping or as
+        `Fields`.
     max_source_len : int, optional
-        The most tokens, or frames, that an encoder is given, where there is one; by default what the files say.
+        The most tokens, or frames, that an encoder is given; by default as the files say. Ignored without an encoder.
 
     Returns
     -------
     Shape
-        Of a model with an encoder: the decoder's layers, then for each its attention over the encoder.
+        For a model with an encoder: the decoder's layers, then a cross-attention layer for each of them.
 
     Raises
     ------
     ModelFileError
-        If a file is missing, is not what it seems to be, or says what cannot be.
+        If a file is missing, is of another format, or holds impossible values.
     NotSupportedError
-        If a layer keeps something that this cache has no policy for; or none keeps keys and values.
+        If a layer keeps a state that no policy describes, or no layer keeps keys and values.
     TypeError
         If `source` is none of these.
 
@@ -215,9 +216,9 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
 
 
 def _check_weights(path: Path, shape: Shape) -> None:
-    """Refuse a folder whose weights make keys or values of another size than its configuration says."""
+    """Refuse a folder whose weights disagree with its configuration on the size of keys or values."""
     folder = path if os.path.isdir(path) else path.parent
-    prefix = "model.layers.0.self_attn"  # as most models call it
+    prefix = "model.layers.0.self_attn"  # the prefix in most models
     dims = {f"{prefix}.k_proj.weight": shape.head_dim[0], f"{prefix}.v_proj.weight": shape.v_head_dim[0]}
     for found in find_weights(folder, dims):
         if found is None or not os.path.isfile(found):
@@ -249,7 +250,7 @@ class _Layer(NamedTuple):
 
 
 def _kinds(config: Fields) -> list[str]:
-    """The type of each layer, as Hugging Face calls them."""
+    """Return Hugging Face's type of each layer."""
     listed = config.get("layer_types")
     default = len(listed) if isinstance(listed, list) else None
     num_layers = config.count("num_hidden_layers", default, most=MAX_LAYERS)
@@ -264,16 +265,16 @@ def _kinds(config: Fields) -> list[str]:
 
 
 def _kind(config: Fields, layer: int) -> str:
-    """The type of a layer where the file does not name it."""
+    """Return the type of a layer that the file does not name."""
     if config.get("attention_chunk_size") is not None:  # as in Llama 4
-        return "chunked_attention" if _rotates_in_turn(config, layer) else "full_attention"
+        return "chunked_attention" if _rotates_by_interval(config, layer) else "full_attention"
     if _has_rows(config, layer):
         return "sliding_attention" if _slides(config, layer) else "full_attention"
     return "linear_attention"
 
 
 def _has_rows(config: Fields, layer: int) -> bool:
-    """Whether it is a layer of attention, in a model that may have others."""
+    """Whether a layer has attention, in a model that may have layers without."""
     if config.get("attn_layer_period") is not None:
         return layer % config.count("attn_layer_period") == config.count("attn_layer_offset", 0, least=0)
     if config.get("full_attention_interval") is not None:
@@ -285,12 +286,12 @@ def _has_rows(config: Fields, layer: int) -> bool:
 
 
 def _slides(config: Fields, layer: int) -> bool:
-    """Whether a layer of attention has a window."""
+    """Whether a layer with attention has a window."""
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         return False
     model_type = config.text("model_type", "")
     pattern = config.get("sliding_window_pattern", FULL_EVERY.get(model_type))
-    if isinstance(pattern, str):  # such as "LLLG": three with a window, one without
+    if isinstance(pattern, str):  # such as "LLLG": three layers with a window, one without
         return not pattern or pattern[layer % len(pattern)] != "G"
     if pattern is not None:
         return (layer + 1) % config.count("sliding_window_pattern", pattern) != 0
@@ -303,7 +304,7 @@ def _slides(config: Fields, layer: int) -> bool:
 
 
 def _layer(config: Fields, layer: int, kind: str) -> _Layer:
-    """What a layer keeps, given its fields."""
+    """Make the description of a layer from its fields."""
     policy = _policy(config, kind)
     num_heads = config.count("num_attention_heads", most=MAX_HEADS) if policy is not None else 1
     if config.get("kv_lora_rank"):
@@ -313,7 +314,7 @@ def _layer(config: Fields, layer: int, kind: str) -> _Layer:
         rope = _rope(config, layer, kind, rank + rotated, rank)
         return _Layer(num_heads, 1, rank + rotated, rank, True, policy, rope)
     if policy is None:
-        return _Layer(1, 1, 32, 32, False, None, None)  # nothing is stored; these suit every type
+        return _Layer(1, 1, 32, 32, False, None, None)  # stores nothing: sizes that suit every element type
     own = "swa_" if kind in SLIDING and config.get("swa_head_dim") is not None else ""
     derived = config.get("hidden_size")
     derived = None if derived is None else config.count("hidden_size") // num_heads
@@ -350,7 +351,7 @@ def _policy(config: Fields, kind: str) -> Policy | None:
 
 
 def _cross(config: Fields, max_source_len: int | None) -> CrossAttention:
-    """Attention over what an encoder gives."""
+    """Make the description of a layer's cross-attention."""
     if max_source_len is None and config.get("max_source_positions") is None:
         raise NotSupportedError(
             f"{config.source}: it does not say what its encoder is given at most: give max_source_len"
@@ -359,7 +360,7 @@ def _cross(config: Fields, max_source_len: int | None) -> CrossAttention:
 
 
 def _share(config: Fields, kinds: list[str]) -> list[int | None]:
-    """Whose rows each layer reads: the last ones those of the last one of their type that has rows of its own."""
+    """Return the layer whose rows each layer reads; the last layers share those of an earlier one of their type."""
     num_shared = config.count("num_kv_shared_layers", 0, least=0, most=len(kinds) - 1)
     own = kinds[: len(kinds) - num_shared]
     last = {kind: i for i, kind in enumerate(own)}
@@ -375,7 +376,7 @@ def _share(config: Fields, kinds: list[str]) -> list[int | None]:
 
 
 def _rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) -> RopeLike:
-    """How a layer's keys are rotated, from `first_dim` on."""
+    """Return the rotation of a layer's keys, from element `first_dim` on."""
     model_type = config.text("model_type", "")
     if model_type in ALIBI or config.get("alibi") is True or not _rotates(config, layer, kind):
         return False
@@ -394,7 +395,7 @@ def _rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) 
     else:
         dim = config.count("rotary_dim", int((head_dim - first_dim) * fraction), least=2, most=head_dim - first_dim)
         num_rotated = dim // 2
-    with np.errstate(all="ignore"):  # what does not come out finite is refused
+    with np.errstate(all="ignore"):  # frequencies that are not finite are refused below
         inv_freq = np.float64(parameters.positive("rope_theta", 10000.0)) ** -(np.arange(0, 2 * num_rotated, 2) / dim)
         inv_freq = np.pad(scale(parameters, config, inv_freq, dim), (0, dim // 2 - num_rotated))
         inv_freq /= _factors(config, len(inv_freq))
@@ -405,12 +406,12 @@ def _rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) 
 
 @lru_cache(maxsize=16)
 def _shared_rope(inv_freq: bytes, interleaved: bool, first_dim: int) -> Rope:
-    """One object for all layers that are rotated alike."""
+    """Return one object for all layers with the same rotation."""
     return Rope(np.frombuffer(inv_freq), interleaved, first_dim)
 
 
 def _factors(config: Fields, count: int) -> Frequencies:
-    """What a file divides each frequency by, where it lists that."""
+    """Return the factors that divide each frequency, where a file lists them."""
     listed = config.get("rope_freqs")
     if listed is None:
         return np.ones(count)
@@ -420,7 +421,7 @@ def _factors(config: Fields, count: int) -> Frequencies:
 
 
 def _rotates(config: Fields, layer: int, kind: str) -> bool:
-    """Whether a layer's keys are rotated at all, in a model where some are."""
+    """Whether a layer's keys are rotated, in a model where some are."""
     if config.get("position_embedding_type") == "nope":
         return False
     if config.text("model_type", "") in NO_ROPE_IN_FULL and kind == "full_attention":
@@ -430,13 +431,13 @@ def _rotates(config: Fields, layer: int, kind: str) -> bool:
         or config.get("no_rope_layer_interval")
         or config.get("model_type") in NO_ROPE_EVERY
     ):
-        return _rotates_in_turn(config, layer)
+        return _rotates_by_interval(config, layer)
     thetas = config.get("layer_rope_theta")
     return not isinstance(thetas, list) or layer >= len(thetas) or thetas[layer] != 0
 
 
-def _rotates_in_turn(config: Fields, layer: int) -> bool:
-    """Whether a layer rotates, by a list with a 0 for those that do not, or every so manieth does not."""
+def _rotates_by_interval(config: Fields, layer: int) -> bool:
+    """Whether a layer rotates keys: by a list with 0 for those that do not, or by an interval between these."""
     listed = config.get("no_rope_layers")
     if listed:
         rotating = config.sequence("no_rope_layers", layer + 1)
@@ -453,10 +454,10 @@ def _interleaved(config: Fields, model_type: str) -> bool:
 
 
 def _rope_parameters(config: Fields, kind: str) -> Fields | None:
-    """Gather what a file says of the rotation of a type of layer; None: nothing."""
+    """Gather the parameters of the rotation of a type of layer; None: there are none."""
     given = config.part("rope_parameters")
     if given is not None:
-        if kind in given.values:  # by type of layer
+        if kind in given.values:  # the file has parameters by type of layer
             return given.part(kind)
         return Fields({"rope_theta": config.get("rope_theta"), **given.values}, given.source)
     local = config.get("rope_local_base_freq", config.get("local_rope_theta"))
@@ -471,7 +472,7 @@ def _rope_parameters(config: Fields, kind: str) -> Fields | None:
 
 @dataclass(frozen=True)
 class Unshiftable:
-    """Stands for a rotation that depends on more than the position, so that keys cannot be moved."""
+    """A rotation that depends on more than the position, so that keys cannot be moved."""
 
     rope_type: str
 
@@ -494,15 +495,16 @@ def _linear(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int)
 
 
 def _llama3(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int) -> Frequencies:
-    """Low frequencies are divided, high ones stay, and between them both are mixed."""
+    """Divide low frequencies, keep high ones, and interpolate between them, as Llama 3 does."""
     low, high = parameters.positive("low_freq_factor"), parameters.positive("high_freq_factor")
-    turns = parameters.positive("original_max_position_embeddings") * inv_freq / (2 * np.pi)  # in the old context
-    kept: Frequencies = np.clip((turns - low) / (high - low), 0, 1)
+    context = parameters.positive("original_max_position_embeddings")
+    rotations = context * inv_freq / (2 * np.pi)  # of each pair, within the original context
+    kept: Frequencies = np.clip((rotations - low) / (high - low), 0, 1)
     return kept * inv_freq + (1 - kept) * inv_freq / parameters.positive("factor")
 
 
 def _yarn(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int) -> Frequencies:
-    """As `_llama3`, but mixed by the index of the pair [1]_.
+    """Interpolate as `_llama3`, but by the index of the pair [1]_.
 
     .. [1] Bowen Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", ICLR 2024.
     """
@@ -512,21 +514,21 @@ def _yarn(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int) -
     if theta <= 1:
         raise parameters.error(f"rope_theta must be above 1 for yarn, not {theta:g}")
 
-    def pair(turns: float) -> Any:
-        """Which one turns so often in the old context."""
-        return dim * np.log(context / (turns * 2 * np.pi)) / (2 * np.log(theta))
+    def pair(rotations: float) -> Any:
+        """Return the index of the pair that makes so many rotations within the original context."""
+        return dim * np.log(context / (rotations * 2 * np.pi)) / (2 * np.log(theta))
 
     low, high = pair(parameters.positive("beta_fast", 32.0)), pair(parameters.positive("beta_slow", 1.0))
     if parameters.get("truncate", True):
         low, high = np.floor(low), np.ceil(high)
-    low, high = np.maximum(low, 0), np.minimum(high, dim - 1)  # which keep what is no number
+    low, high = np.maximum(low, 0), np.minimum(high, dim - 1)  # NumPy's minimum and maximum keep NaN
     divided: Frequencies = np.clip((np.arange(dim // 2) - low) / np.maximum(high - low, 0.001), 0, 1)
     return inv_freq * (1 - divided) + inv_freq / factor * divided
 
 
 SCALINGS: dict[str, Callable[[Fields, Fields, Frequencies, int], Frequencies]] = {
     "default": _plain,
-    "mrope": _plain,  # of text, all three positions are the same
+    "mrope": _plain,  # for text, all three positions are equal
     "proportional": _linear,
     "linear": _linear,
     "llama3": _llama3,

@@ -1,8 +1,7 @@
 """A model's tokenizer: text to tokens, and tokens to the bytes they stand for.
 
-There are three kinds: a Hugging Face folder's ``tokenizer.json``, what a GGUF file has in its metadata, and none at
-all, where the model's 256 tokens are the bytes themselves. The first two need the ``tokenizers`` package, which is
-imported only then.
+There are three kinds: that of a Hugging Face folder's ``tokenizer.json``, that of a GGUF file's metadata, and bytes,
+for a model with 256 tokens and neither. The first two import the package ``tokenizers``.
 """
 
 from __future__ import annotations
@@ -38,27 +37,27 @@ if TYPE_CHECKING:
 __all__ = ["ByteTokenizer", "ModelTokenizer", "Tokenizer", "load_tokenizer"]
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
-SPACE = "▁"  # how SentencePiece writes one
+SPACE = "▁"  # a space, as SentencePiece writes it
 
 
 class Tokenizer(Protocol):
-    """What turns text into a model's tokens, and tokens into bytes."""
+    """Turns text into a model's tokens, and tokens into bytes."""
 
     @property
     def bos(self) -> int | None:
-        """The token that `encode` puts in front, if any."""
+        """The token that `encode` puts first, if any."""
 
     @property
     def stop(self) -> frozenset[int]:
         """The tokens with which a model ends its text."""
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Turn a text into tokens; bytes that are not UTF-8 become replacement characters, if they must be text."""
+        """Turn a text into tokens; where tokens are text, bytes that are not UTF-8 become replacement characters."""
 
     def decode(self, tokens: Iterable[int]) -> bytes:
-        """Give the bytes that tokens stand for, wherever they are cut; control tokens stand for nothing.
+        """Return the bytes that tokens stand for; control tokens stand for none.
 
-        A token may end within a character: ``codecs.getincrementaldecoder("utf-8")`` makes text of a stream of them.
+        A token may end within a character: decode a stream of them with ``codecs.getincrementaldecoder("utf-8")``.
         """
 
 
@@ -73,14 +72,14 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     Returns
     -------
     Tokenizer
-        A `ByteTokenizer` where the model brings none and has 256 tokens.
+        A `ByteTokenizer` where the model has 256 tokens and no tokenizer.
 
     Raises
     ------
     ModelFileError
-        A file is missing or damaged, or the tokenizer is of a kind that is not read.
+        A file is missing or damaged, or the tokenizer is of an unsupported kind.
     ImportError
-        The ``tokenizers`` package is needed, and not installed.
+        The package ``tokenizers`` is needed and not installed.
     """
     path = Path(path)
     return _from_folder(path) if os.path.isdir(path) else _from_gguf(read_header(path))
@@ -111,20 +110,20 @@ class ByteTokenizer:
 
 
 class ModelTokenizer:
-    """A tokenizer of the ``tokenizers`` package.
+    """A tokenizer of the package ``tokenizers``.
 
     Parameters
     ----------
     model : tokenizers.Tokenizer
-        What encodes.
+        Encodes.
     byte_level : bool
-        Whether a token's characters stand for a byte each, as GPT-2 has it, or are text with SentencePiece's spaces.
+        Whether a token's characters stand for a byte each, as in GPT-2, or are text with SentencePiece's spaces.
     bos : int or None
-        Put in front of what is encoded.
+        The token before an encoded text.
     stop : frozenset of int
-        With which a text ends.
+        The tokens that end a text.
     source : str
-        What messages call it.
+        The file that it comes from, for messages.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class ModelTokenizer:
         self._added = {token: b"" if entry.special else entry.content.encode() for token, entry in added}
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Turn a text into tokens, those of control sequences in it included; `bos` comes first."""
+        """Turn a text into tokens, also control sequences in it; `bos` comes first."""
         if isinstance(text, bytes):
             text = text.decode(errors="replace")
         with _guarded(f"{self._source}: the tokenizer fails"):
@@ -145,7 +144,7 @@ class ModelTokenizer:
         return tokens if self.bos is None else [self.bos, *tokens]
 
     def decode(self, tokens: Iterable[int]) -> bytes:
-        """Give the bytes that tokens stand for; the space that SentencePiece puts before a text is there too."""
+        """Return the bytes that tokens stand for, with the space that SentencePiece puts before a text."""
         return b"".join(map(self._piece, tokens))
 
     def _piece(self, token: int) -> bytes:
@@ -160,7 +159,7 @@ class ModelTokenizer:
 
 
 def _byte_alphabet() -> dict[str, bytes]:
-    """The character by which GPT-2's tokenizer writes each byte: itself, or one past 255 where it would not show."""
+    """Return the character by which GPT-2 writes each byte: its own, or one past 255 if that is not printable."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     pairs = [*zip(shown, shown, strict=True), *zip(range(256, 256 + len(hidden)), hidden, strict=True)]
@@ -180,7 +179,7 @@ def import_package(name: str) -> Any:
 
 @contextmanager
 def _guarded(sentence: str) -> Iterator[None]:
-    """Make a `ModelFileError` of whatever the package raises; where it panics, that is no `Exception`."""
+    """Turn whatever the package raises into a `ModelFileError`; its panics are no `Exception`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, ModelFileError):
@@ -218,13 +217,13 @@ def _from_json(path: Path, bos: object, stop: frozenset[int]) -> ModelTokenizer:
         model = package.Tokenizer.from_buffer(data)
         model.no_truncation()
         model.no_padding()
-        first = next(iter(model.encode("").ids), None)  # what is put before every text
+        first = next(iter(model.encode("").ids), None)  # the token that the package puts before every text
         is_byte_level = _is_byte_level(path, model)
         return ModelTokenizer(model, is_byte_level, first if first == bos else None, stop, plain(path))
 
 
 def _is_byte_level(path: Path, model: tokenizers.Tokenizer) -> bool:
-    """Which of the two ways to write bytes as tokens a tokenizer has; refuses others."""
+    """Whether a tokenizer writes bytes as GPT-2 does, not as SentencePiece does; refuse others."""
     decoder = json.loads(model.decoder.__getstate__()) if model.decoder else {"type": None}
     kinds = {part["type"] for part in decoder.get("decoders", [decoder])}
     if kinds == {"ByteLevel"}:
@@ -235,7 +234,7 @@ def _is_byte_level(path: Path, model: tokenizers.Tokenizer) -> bool:
 
 
 def _token_ids(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """``eos_token_id``: absent, one, or several."""
+    """Return the tokens of ``eos_token_id``, which is absent, one, or several."""
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and token >= 0 for token in ids):
@@ -245,7 +244,7 @@ def _token_ids(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
 
 # --- GGUF files --------------------------------------------------------------------------------------------------
 
-# how texts are cut before pairs are merged, by tokenizer.ggml.pre; the names are llama.cpp's
+# patterns that cut a text before pairs are merged, by tokenizer.ggml.pre; the names are llama.cpp's
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -264,7 +263,13 @@ CUTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(["smollm", "starcoder", "refact"], (r"\p{N}", GPT2)),
     "tekken": (TEKKEN,),
 }
-WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # a word that is a token is not cut; BOS first
+WHOLE_WORDS = {
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "falcon3",
+    "tekken",
+}  # keep words that are tokens; BOS first
 
 
 def _from_gguf(header: Header) -> Tokenizer:
@@ -280,7 +285,7 @@ def _from_gguf(header: Header) -> Tokenizer:
 
 
 class _Vocabulary:
-    """The tokens of a GGUF file, and what its metadata says of them."""
+    """The tokens of a GGUF file, and the metadata on them."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -344,7 +349,7 @@ class _Vocabulary:
         return ModelTokenizer(model, byte_level, bos, ends, plain(self.header.path))
 
     def _byte_level(self, package: Any) -> tuple[Any, bool]:
-        """A tokenizer as GPT-2's, and whether such begin with BOS."""
+        """Return a tokenizer like GPT-2's, and whether a text begins with BOS by default."""
         pre = self.get("pre") or "default"
         if pre not in CUTS:
             raise self.error(f"pre {shown(pre)} is not supported, only {', '.join(CUTS)} are")
@@ -356,7 +361,7 @@ class _Vocabulary:
         return model, pre in WHOLE_WORDS
 
     def _sentence_piece(self, package: Any) -> tuple[Any, bool]:
-        """A tokenizer as Llama 2's, and whether such begin with BOS."""
+        """Return a tokenizer like Llama 2's, and whether a text begins with BOS by default."""
         unknown = self.token("unknown_token_id")
         unk_token = None if unknown is None else self.tokens[unknown]
         model = self._model(package, self._merges(), byte_fallback=True, fuse_unk=True, unk_token=unk_token)
@@ -366,7 +371,7 @@ class _Vocabulary:
         return model, True
 
     def _merges(self) -> list[tuple[str, str]]:
-        """Every pair of tokens that are a token together, as SentencePiece merges them: best score first."""
+        """Return every pair of tokens that joins to a token, in SentencePiece's order: best score first."""
         scores = self.array("scores", float, MAX_TOKENS)
         if len(scores) != len(self.tokens):
             raise self.error("scores must have one element for each token")
@@ -384,7 +389,7 @@ class _Vocabulary:
         return [(self.tokens[left], self.tokens[right]) for _, _, left, right in sorted(found)]
 
     def _pair(self, merge: str) -> tuple[str, str]:
-        """The two tokens that a merge makes one of: the objects that stand for them already, not copies."""
+        """Return the two tokens that a merge joins: the vocabulary's objects, not copies."""
         pieces = merge.split(" ")
         for piece in pieces:
             if piece not in self.ids:

@@ -1,8 +1,8 @@
 """A model's weights in float32, from safetensors or GGUF, under Hugging Face's names.
 
-Blocks of quantised GGUF files are decoded by the ``gguf`` package, which is imported when a file needs it. Safetensors
-are read here, each tensor when it is taken: their own package either maps a file, and a file that is cut while it is
-read then ends the process, or takes several times its size.
+The package ``gguf``, imported when a file needs it, decodes the blocks of quantised GGUF files. Safetensors are read
+here, each tensor when it is taken: the package ``safetensors`` either maps the file, so that cutting the file meanwhile
+kills the process, or takes several times its size in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["F32", "Tensors"]
 
 F32: TypeAlias = NDArray[np.float32]
 
-# Hugging Face's name: GGUF's
+# Hugging Face's name: GGUF's name
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -47,12 +47,12 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of an element, in safetensors
+BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # per element, by safetensors' name of the type
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor that is decoded when it is taken."""
+    """A tensor in a file, decoded when it is taken."""
 
     shape: tuple[int, ...]
     decode: Callable[[], F32]
@@ -69,9 +69,9 @@ class Tensors:
     Raises
     ------
     ModelFileError
-        If a file is missing or damaged, a tensor is of a type that is not read, or one lies within another.
+        If a file is missing or damaged, a tensor has an unsupported type, or two tensors overlap.
     ImportError
-        If a package is needed to read it, and not installed.
+        If a package that reads it is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +83,7 @@ class Tensors:
         return self._name(name) in self._stored
 
     def _name(self, name: str) -> str:
-        """What a tensor is called in the file."""
+        """Return a tensor's name in the file."""
         if self._in_folder:
             return name
         stem, _, kind = name.rpartition(".")
@@ -91,7 +91,7 @@ class Tensors:
         return f"blk.{layer[1]}.{NAMES[stem[layer.end() :]]}.{kind}" if layer else f"{NAMES[stem]}.{kind}"
 
     def take(self, name: str, *shape: int) -> F32:
-        """Decode a tensor and forget it here; refuses one that would make every logit NaN."""
+        """Decode a tensor and drop its entry; refuse one with NaN or infinity, which would make every logit NaN."""
         name = self._name(name)
         stored = self._stored.pop(name, None)
         if stored is None:
@@ -101,12 +101,12 @@ class Tensors:
                 f"{plain(self.path)}: tensor {name} has the shape {list(stored.shape)}, where {list(shape)} is needed"
             )
         values = stored.decode()
-        if not np.isfinite((values.min(), values.max())).all():  # both are NaN where an element is
+        if not np.isfinite((values.min(), values.max())).all():  # min and max are NaN if any element is
             raise ModelFileError(f"{plain(self.path)}: tensor {name} has an element that is no finite number")
         return values
 
     def finish(self, *unused: str) -> None:
-        """Refuse what was not taken: leaving out a bias or a norm gives text that is wrong and looks right."""
+        """Refuse tensors that were not taken: ignoring a bias or a norm gives text that is wrong and looks right."""
         names = {self._name(name) for name in unused}
         for name in self._stored:
             if name not in names and not name.endswith(".rotary_emb.inv_freq"):
@@ -136,7 +136,7 @@ def _from_safetensors(path: Path) -> dict[str, _Stored]:
         places = {name: _place(name, entry, path) for name, entry in entries.items()}
         end = begin
         for name, (_, _, offset, nbytes) in sorted(places.items(), key=lambda place: place[1][2:]):
-            if begin + offset != end:  # which the format allows neither
+            if begin + offset != end:  # the format allows neither gaps nor overlaps
                 what = "overlaps another" if begin + offset < end else "follows bytes that are of none"
                 raise file.error(f"is not a whole safetensors file: tensor {plain(name)} {what}")
             end += nbytes
@@ -149,7 +149,7 @@ def _from_safetensors(path: Path) -> dict[str, _Stored]:
 
 
 def _place(name: str, entry: Any, path: Path) -> tuple[str, tuple[int, ...], int, int]:
-    """Type, shape, offset behind the header, and bytes of a tensor."""
+    """Return a tensor's type, shape, offset behind the header, and bytes."""
     values = entry if isinstance(entry, dict) else {}
     dtype = values.get("dtype")
     if not isinstance(dtype, str) or dtype not in BYTES:
@@ -169,14 +169,14 @@ def _place(name: str, entry: Any, path: Path) -> tuple[str, tuple[int, ...], int
 
 
 def _counts(values: Any) -> tuple[int, ...] | None:
-    """A short list of whole numbers as a file's size may be, or None."""
+    """Return a short list of whole numbers no larger than a file may be; None for anything else."""
     if not isinstance(values, list) or len(values) > MAX_AXES:
         return None
     return tuple(values) if all(type(value) is int and 0 <= value < 2**63 for value in values) else None
 
 
 def _to_f32(path: Path, stamp: Stamp, dtype: str, shape: tuple[int, ...], offset: int, nbytes: int) -> F32:
-    """Read and decode a tensor; bf16 is the upper half of an f32, which NumPy has no type for."""
+    """Read and decode a tensor; NumPy has no bf16, which is the upper half of an f32."""
     with open_file(path, stamp) as file:
         data = file.read_array(offset, nbytes)
     if dtype == "BF16":

@@ -1,7 +1,7 @@
 """Runs a Llama-family model in NumPy through a `KVCache`: what the examples and the command line share.
 
-The parts are `Llama` (the model), `sample` and `generate` (the loop), `seconds_without_cache` and `compare_dtypes` (the
-measuring), and `run`, which ties them to a stream of text that ends with a table.
+`Llama` is the model, `generate` and `sample` are the loop over its tokens, `seconds_without_cache` and `compare_dtypes`
+measure, and `run` joins them: it streams a text and ends with a table.
 """
 
 from kvcache.runner.evaluate import Fidelity, Report, compare_dtypes, mean_loss, read_windows, seconds_without_cache

@@ -1,4 +1,4 @@
-"""Measures what a cache gains, and what each element type does to a model."""
+"""Measures decoding without a cache, and the effect of each element type on a model's loss and logits."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from kvcache.runner.llama import Llama, LlamaConfig
 
 __all__ = ["Fidelity", "Report", "compare_dtypes", "mean_loss", "read_windows", "seconds_without_cache"]
 
-EVAL_WINDOWS = 4  # how many texts from eval.txt the loss is taken over
-EVAL_TOKENS = 2048  # the most that each has, if the model's context has as many
-EVAL_BYTES = 16 * EVAL_WINDOWS * EVAL_TOKENS  # of eval.txt that are read: more than tokens usually stand for
+EVAL_WINDOWS = 4  # texts of eval.txt that the loss is averaged over
+EVAL_TOKENS = 2048  # of each text, or the model's context if that is shorter
+EVAL_BYTES = 16 * EVAL_WINDOWS * EVAL_TOKENS  # of eval.txt that are read: tokens usually stand for fewer
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """What an element type of the cache does to the model, on a given text."""
+    """The effect of a cache's element type on a model, for given texts."""
 
-    loss: float  # mean, nats per token
-    max_difference: float  # of any logit, from f32's
+    loss: float  # mean over the texts, in nats per token
+    max_difference: float  # of any logit from that with an f32 cache
     prefill: Speed
 
 
 def mean_loss(logits: F32, tokens: ArrayLike) -> float:
-    """Mean negative log-likelihood of a text, in nats per token.
+    """Return the mean negative log-likelihood of a text, in nats per token.
 
     Parameters
     ----------
     logits : ndarray of float32, shape [n, vocab_size]
-        What the model expected after each token.
+        The model's logits after each token.
     tokens : array_like of int, shape [n]
         The text; its first token is not predicted.
     """
@@ -50,12 +50,12 @@ def mean_loss(logits: F32, tokens: ArrayLike) -> float:
 
 
 def read_windows(path: Path, tokenizer: Tokenizer, length: int) -> list[list[int]]:
-    """Cut the beginning of a text file into texts of `length` tokens; none where there is no file."""
+    """Cut the beginning of a text file into texts of `length` tokens; return none if there is no file."""
     if not path.exists():
         return []
     with open_file(path) as file:
         tokens = tokenizer.encode(file.read(0, min(EVAL_BYTES, file.size)))
-    first = [] if tokenizer.bos is None else [tokenizer.bos]  # with which each of them begins
+    first = [] if tokenizer.bos is None else [tokenizer.bos]  # each text begins with it
     tokens, length = tokens[len(first) :], max(length - len(first), 1)
     windows = [first + tokens[i : i + length] for i in range(0, len(tokens), length)]
     return [window for window in windows if len(window) > 1][:EVAL_WINDOWS]
@@ -64,7 +64,7 @@ def read_windows(path: Path, tokenizer: Tokenizer, length: int) -> list[list[int
 def compare_dtypes(
     model: Llama, options: Options, windows: Sequence[Sequence[int]]
 ) -> Iterator[tuple[DType, Fidelity]]:
-    """Run texts, each on its own, through a cache of each element type, f32 first, and yield what it does to them."""
+    """Run each text through a cache of each element type, f32 first; yield the type and its effect."""
     exact: list[F32] = []
     for dtype in dtypes_for(model.config.head_dim):
         losses, differences, speed = [], [], Speed()
@@ -82,7 +82,7 @@ def compare_dtypes(
 
 
 def seconds_without_cache(model: Llama, options: Options, tokens: Sequence[int], lengths: Sequence[int]) -> list[float]:
-    """Time steps that keep nothing: for each length, the first so many tokens go through an emptied cache."""
+    """Return the seconds of decode steps without a cache: for each length, a pass over that many tokens."""
     seconds = []
     with new_cache(model.config, options) as cache:
         for length in lengths:
@@ -95,7 +95,7 @@ def seconds_without_cache(model: Llama, options: Options, tokens: Sequence[int],
 
 @dataclass
 class Report:
-    """What a run measured; what an interrupt left out is absent from the table."""
+    """The measurements of a run; the table leaves out those that an interrupt prevented."""
 
     config: LlamaConfig
     options: Options

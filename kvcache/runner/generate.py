@@ -17,41 +17,41 @@ from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
 
 __all__ = ["FIRST_TOKENS_KEPT", "Options", "Speed", "generate", "new_cache", "sample", "shift_context"]
 
-FIRST_TOKENS_KEPT = 4  # by a shift: models lean on them, whatever they are
+FIRST_TOKENS_KEPT = 4  # by a shift: models attend to the first tokens, whatever these are
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to generate; the defaults are those of the example and of the command line.
+    """Settings of a run; the defaults are those of the example and of the command line.
 
     Parameters
     ----------
     dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"}
         The element type of the cache.
     window : int, optional
-        Tokens that each token sees, itself included; all by default.
+        Tokens that each token sees, itself included; by default all.
     shift : bool
-        Go on when the model's context is full: drop the older half of it, and move the rest down.
+        Whether to go on when the model's context is full: drop its older half, and move the rest down.
     num_sink_tokens : int, optional
-        First tokens that stay, beside the window, or when the context shifts. By default none with a window, and a few
-        with a shift.
+        First tokens that stay visible beside a window, or stay when the context shifts. By default 0 with a window, and
+        `FIRST_TOKENS_KEPT` with a shift.
     max_new_tokens : int
-        When to stop.
+        The most tokens to generate.
     seed : int
-        Where the random numbers of the sampling begin.
+        Seed of the sampling.
     temperature : float
         Divides the logits; 0 always takes the likeliest token.
     top_p : float
         Sample among the likeliest tokens that together have this probability.
     compare : bool
-        Measure also the speed without the cache, and the element types against each other.
+        Whether to measure also the speed without the cache, and to compare the element types.
     quiet : bool
-        Write the text only.
+        Whether to write the text only.
 
     Raises
     ------
     LlamaError
-        A value is out of its range.
+        A value is out of range.
     """
 
     dtype: DType = "f16"
@@ -87,7 +87,7 @@ class Options:
 
     @property
     def first_tokens_kept(self) -> int:
-        """How many first tokens stay: `num_sink_tokens`, or what that is by default."""
+        """How many first tokens stay: `num_sink_tokens`, or its default."""
         return (FIRST_TOKENS_KEPT if self.shift else 0) if self.num_sink_tokens is None else self.num_sink_tokens
 
 
@@ -100,7 +100,7 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float:
-        """The rate; 0 where nothing was timed."""
+        """Tokens per second; 0 where nothing was timed."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
@@ -110,16 +110,16 @@ def new_cache(config: LlamaConfig, options: Options, dtype: DType | None = None)
     Parameters
     ----------
     config : LlamaConfig
-        The model's shape.
+        The model's configuration.
     options : Options
-        Its `window` and `num_sink_tokens` choose the policy, where the model's own is wider.
+        `window` and `num_sink_tokens` narrow the policies of layers that see more.
     dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"}, optional
         The element type, `options.dtype` by default.
 
     Returns
     -------
     KVCache
-        For the model's whole context, or with a window for the window, the sinks and one batch beside them.
+        For the model's whole context; with a window, for the window, the sink tokens and one batch.
     """
     policy, max_seq_len = config.policy, config.max_seq_len
     if options.window is not None:
@@ -137,7 +137,7 @@ def new_cache(config: LlamaConfig, options: Options, dtype: DType | None = None)
 
 
 def _narrowed(own: FullAttention | SlidingWindow, window: int, num_sink_tokens: int) -> SlidingWindow:
-    """A window for a layer that may have one of its own."""
+    """Return a window for a layer, or the layer's own if that is narrower."""
     if isinstance(own, SlidingWindow):
         window = min(window, own.window)
     return SlidingWindow(window, num_sink_tokens=num_sink_tokens)
@@ -149,13 +149,13 @@ def sample(logits: F32, rng: np.random.Generator, *, temperature: float = 1.0, t
     Parameters
     ----------
     logits : ndarray of float32, shape [vocab_size]
-        What the model expects.
+        The logits of the next token.
     rng : numpy.random.Generator
-        Drawn from once, or not at all at temperature 0.
+        Drawn from once; not at temperature 0.
     temperature : float
         Divides the logits; 0 takes the largest, the first of equals.
     top_p : float
-        Only the likeliest tokens that together have this probability are drawn from; at least one.
+        Draw from the likeliest tokens that together have this probability, at least one.
 
     Returns
     -------
@@ -165,7 +165,7 @@ def sample(logits: F32, rng: np.random.Generator, *, temperature: float = 1.0, t
     if temperature == 0:
         return int(logits.argmax())
     order = np.argsort(-logits, kind="stable")
-    with np.errstate(over="ignore"):  # a tiny temperature: exp(-inf) = 0 is right
+    with np.errstate(over="ignore"):  # tiny temperatures: exp(-inf) = 0, as it should
         weights = np.exp((logits[order].astype(np.float64) - float(logits[order[0]])) / temperature)
     cumulative = np.cumsum(weights)
     kept = cumulative[: np.searchsorted(cumulative, top_p * cumulative[-1]) + 1]
@@ -174,22 +174,23 @@ def sample(logits: F32, rng: np.random.Generator, *, temperature: float = 1.0, t
 
 
 def shift_context(cache: KVCache, num_tokens_kept: int) -> None:
-    """Drop the older half of a sequence, but not its first tokens, and move the rest down.
+    """Drop the older half of a sequence, except its first tokens, and move the rest down.
 
-    Nothing is computed again: what stays has seen what goes, and the cache turns its keys to where they stand now.
+    Nothing is computed again: the cache rotates the remaining keys to their new positions. These tokens have still
+    attended to the dropped ones.
 
     Parameters
     ----------
     cache : KVCache
-        It holds more than `num_tokens_kept` tokens.
+        A cache with more than `num_tokens_kept` tokens.
     num_tokens_kept : int
-        How many first tokens stay where they are.
+        How many first tokens stay in place.
     """
     cache.remove(num_tokens_kept, num_tokens_kept + num_dropped_by_shift(cache.next_position(), num_tokens_kept))
 
 
 def num_dropped_by_shift(num_tokens: int, num_tokens_kept: int) -> int:
-    """How many tokens a shift drops."""
+    """Return how many tokens a shift drops."""
     return (num_tokens - num_tokens_kept + 1) // 2
 
 
@@ -205,25 +206,25 @@ def generate(
     num_tokens_kept: int | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Iterator[int]:
-    """Yield new tokens after a prompt, one forward pass each.
+    """Yield tokens that follow a prompt, one forward pass for each.
 
     Parameters
     ----------
     model, cache
-        The model, and a cache for it, which the prompt is appended to.
+        The model, and a cache for it, to which the prompt is appended.
     prompt : sequence of int
         At least one token.
     max_new_tokens : int
-        When to stop.
+        The most tokens to yield.
     choose : callable
         Takes logits [vocab_size] in float32 and returns the next token.
     prefill, decode : Speed
-        What was computed and how long it took is added here, between two tokens; what the caller does is not timed.
+        Tokens and seconds of the forward passes are added here; the caller's time between two tokens is not counted.
     num_tokens_kept : int, optional
-        Where the model's context is full, `shift_context`, keeping that many; by default it is the caller who sees to
-        it that the tokens fit.
+        When the model's context is full, call `shift_context` with this number. By default the caller must see to it
+        that the tokens fit.
     on_prefill : callable, optional
-        Called after each batch of the prompt with the number of its tokens that are done, and that of all.
+        Called after each batch of the prompt with the number of its tokens done, and of all its tokens.
     """
     pending: Sequence[int] = prompt
     for i in range(max_new_tokens):

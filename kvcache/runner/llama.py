@@ -1,7 +1,6 @@
 """A Llama-family model in NumPy, which keeps keys and values in a `KVCache`.
 
-It reads a Hugging Face folder (``config.json``, safetensors, ``tokenizer.json``) or a GGUF file, with packages that are
-imported when a model needs them.
+The model is read from a Hugging Face folder (``config.json``, safetensors) or a GGUF file.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from kvcache.rope import RopeLike
 
 __all__ = ["PREFILL_TOKENS", "Llama", "LlamaConfig", "LlamaError"]
 
-PREFILL_TOKENS = 512  # tokens of one forward pass: enough for the matrix products, and scratch stays small
+PREFILL_TOKENS = 512  # tokens of a forward pass: enough for efficient matrix products, few enough for small scratch
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
 class LlamaError(ValueError):
-    """What was asked for cannot be run; the message says what is wrong with what, in one sentence."""
+    """A request that the runner cannot meet; the message is one sentence."""
 
 
 # --- the model's files -------------------------------------------------------------------------------------------
@@ -39,7 +38,7 @@ class LlamaError(ValueError):
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The numbers of a model's files that the runner needs, under this project's names."""
+    """The numbers that the runner needs of a model's configuration, under this project's names."""
 
     num_layers: int
     num_heads: int
@@ -55,7 +54,7 @@ class LlamaConfig:
     tie_word_embeddings: bool
 
     def check_tokens(self, tokens: ArrayLike) -> None:
-        """Refuse tokens that the model has not: a tokenizer may be another model's."""
+        """Refuse tokens outside the vocabulary: the tokenizer may be another model's."""
         for token in (np.min(tokens), np.max(tokens)):
             if not 0 <= token < self.vocab_size:
                 raise LlamaError(f"token {token:,} is none of the model's {self.vocab_size:,}")
@@ -67,9 +66,9 @@ class LlamaConfig:
         Raises
         ------
         ModelFileError
-            The file is missing, a field is missing or makes no sense, or the model is not of Llama's family.
+            The file is missing, a field is missing or impossible, or the model is not of Llama's family.
         NotSupportedError
-            What a layer sees is nothing that this cache has a policy for.
+            A layer keeps a state that no policy describes.
         """
         fields = read_config(path)
         _check_family(fields)
@@ -92,7 +91,7 @@ class LlamaConfig:
 
 
 def _check_family(fields: Fields) -> None:
-    """Refuse what the forward pass does not compute."""
+    """Refuse models that the forward pass does not compute."""
     model_type = fields.text("model_type")
     if model_type not in MODEL_TYPES:
         raise fields.error(f"model_type {shown(model_type)} is not supported, only {', '.join(MODEL_TYPES)} are")
@@ -106,7 +105,7 @@ def _check_family(fields: Fields) -> None:
 
 
 def _heads(fields: Fields, shape: shapes.Shape) -> tuple[int, int, int]:
-    """Query heads, key-value heads and their size, which all layers have in common."""
+    """Return query heads, KV heads and head size, which must be equal in all layers."""
     kinds = set(zip(shape.num_heads, shape.num_kv_heads, shape.head_dim, strict=True))
     if len(kinds) > 1 or shape.v_head_dim != shape.head_dim or any(shape.value_in_key):
         raise fields.error("its layers differ, or their keys and values do, which is not supported")
@@ -119,7 +118,7 @@ def _heads(fields: Fields, shape: shapes.Shape) -> tuple[int, int, int]:
 
 
 def _rope(fields: Fields, ropes: Sequence[RopeLike], head_dim: int) -> Rope:
-    """The rotation of all layers."""
+    """Return the rotation, which must be equal in all layers."""
     rope = ropes[0]
     if not isinstance(rope, Rope) or len({*ropes}) > 1 or 2 * len(rope.inv_freq) != head_dim:
         raise fields.error("only models whose heads are rotated as a whole, and all alike, are supported")
@@ -138,7 +137,7 @@ def _policy(fields: Fields, policies: Sequence[Policy | None]) -> tuple[FullAtte
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's weights; matrices are [out, in], those that read the same input are stacked into one."""
+    """One layer's weights; matrices are [out, in], and those with the same input are stacked."""
 
     attention_norm: F32  # [hidden]
     qkv: F32  # [(num_heads + 2 num_kv_heads) * head_dim, hidden]
@@ -154,10 +153,10 @@ class _Layer:
 class Llama:
     """A Llama model in float32: RMSNorm, rotary positions (half-split), grouped-query attention, SwiGLU.
 
-    Where there are such weights, queries, keys and values have biases (Qwen2), or queries and keys are normed (Qwen3).
+    With such weights, queries, keys and values have biases (Qwen2), or queries and keys are normalised (Qwen3).
 
-    It holds weights only. Keys and values, and so the sequence it is in, are the cache's that each call is given.
-    Use `load` to read one from a folder or a GGUF file.
+    A `Llama` holds weights only: keys and values lie in the cache that each call is given. `load` reads one from a
+    folder or a GGUF file.
     """
 
     def __init__(self, config: LlamaConfig, embedding: F32, layers: Sequence[_Layer], norm: F32, head: F32) -> None:
@@ -172,13 +171,13 @@ class Llama:
     def load(cls, path: str | Path) -> Llama:
         """Load a Hugging Face folder, ``config.json`` and ``model.safetensors`` or its shards, or a GGUF file.
 
-        Weights of safetensors may be F32, F16 or BF16, those of GGUF whatever the ``gguf`` package decodes: these
-        types, Q8_0, Q4_0, and more. All are decoded to float32. Embeddings may be tied or not.
+        Safetensors may hold F32, F16 or BF16; GGUF also Q8_0, Q4_0, and whatever else the package ``gguf`` decodes.
+        All weights become float32. Embeddings may be tied.
 
         Raises
         ------
         ModelFileError
-            A file, field or tensor is missing, of another shape, or of a kind that is not supported.
+            A file, field or tensor is missing, has another shape, or is of an unsupported kind.
         ImportError
             A package that reads the weights is not installed.
         """
@@ -189,8 +188,8 @@ class Llama:
         norm = tensors.take("model.norm.weight", config.hidden_size)
         tied = config.tie_word_embeddings
         head = embedding if tied else tensors.take("lm_head.weight", config.vocab_size, config.hidden_size)
-        tensors.finish("lm_head.weight", "rope_freqs.weight")  # the factors are in the configuration's frequencies
-        rope = Rope(config.rope.inv_freq)  # the rows of interleaved heads are in order now
+        tensors.finish("lm_head.weight", "rope_freqs.weight")  # rope_freqs: already in the configuration
+        rope = Rope(config.rope.inv_freq)  # interleaved heads are reordered to halves now
         return cls(replace(config, rope=rope), embedding, layers, norm, head)
 
     def forward(
@@ -201,18 +200,18 @@ class Llama:
         last_only: bool = False,
         on_batch: Callable[[int, int], None] | None = None,
     ) -> F32:
-        """Append tokens to sequence 0 of a cache and return what the model expects after each.
+        """Append tokens to sequence 0 of a cache and return the logits after each.
 
         Parameters
         ----------
         tokens : array_like of int, shape [n]
-            The tokens that follow those in the cache, at least one. Many are cut into several batches.
+            The tokens that follow those in the cache, at least one. Long inputs are cut into batches.
         cache : KVCache
             Made for this model's shape, as `new_cache` does.
         last_only : bool
             Compute the logits of the last token only.
         on_batch : callable, optional
-            Called after each batch with the number of tokens that are done, and with `n`.
+            Called after each batch with the number of tokens done, and with `n`.
 
         Returns
         -------
@@ -222,7 +221,7 @@ class Llama:
         Raises
         ------
         LlamaError
-            A token is none of the model's.
+            A token is outside the vocabulary.
         """
         ids = np.asarray(tokens, dtype=np.intp)
         if ids.ndim != 1 or not len(ids):
@@ -237,11 +236,11 @@ class Llama:
         return _rms_norm(x, self.norm, self.config.rms_norm_eps) @ self.head.T
 
     def _hidden(self, ids: NDArray[np.intp], cache: KVCache) -> F32:
-        """One batch through all layers: [n] -> [n, hidden]."""
+        """Run one batch through all layers: [n] -> [n, hidden]."""
         c, n = self.config, len(ids)
         rotated, all_heads = c.num_heads + c.num_kv_heads, c.num_heads + 2 * c.num_kv_heads
         first = cache.next_position()
-        angles = np.arange(first, first + n)[:, None, None] * self.inv_freq  # in float64: positions may be large
+        angles = np.arange(first, first + n)[:, None, None] * self.inv_freq  # float64: positions may be large
         cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         x = self.embedding[ids]
         with cache.batch(n) as batch:
@@ -296,7 +295,7 @@ def _take_layer(tensors: Tensors, config: LlamaConfig, prefix: str) -> _Layer:
 
 
 def _to_halves(rows: F32, head_dim: int) -> F32:
-    """Order the rows of heads so that halves are rotated together, where neighbours were: 0 2 4 ... 1 3 5 ..."""
+    """Reorder each head from rotated neighbours to rotated halves: 0 2 4 ... 1 3 5 ..."""
     return rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -307,7 +306,7 @@ def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
 
 
 def _rotate(heads: F32, cos: F32, sin: F32) -> None:
-    """Rotate [n, heads, head_dim] in place; component i pairs with i + head_dim / 2."""
+    """Rotate [n, heads, head_dim] in place; element i pairs with i + head_dim / 2."""
     half = heads.shape[-1] // 2
     a, b = heads[..., :half], heads[..., half:]
     rotated_a = a * cos - b * sin
@@ -317,9 +316,9 @@ def _rotate(heads: F32, cos: F32, sin: F32) -> None:
 
 
 def _swiglu(gate_up: F32) -> F32:
-    """silu(gate) * up: [n, 2 inner] -> [n, inner]."""
+    """Return silu(gate) * up: [n, 2 inner] -> [n, inner]."""
     inner = gate_up.shape[-1] // 2
     gate, up = gate_up[:, :inner], gate_up[:, inner:]
-    with np.errstate(over="ignore"):  # exp(-gate) = inf gives the right 0
+    with np.errstate(over="ignore"):  # exp(-gate) = inf gives 0, as it should
         out: F32 = gate / (1 + np.exp(-gate)) * up
     return out

@@ -1,4 +1,4 @@
-"""Streams the text that a model generates, and ends with a table of what was measured."""
+"""Streams the text that a model generates, and ends with a table of measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
 
 __all__ = ["run"]
 
-STEPS_WITHOUT_CACHE = 8  # how many decode steps are repeated without the cache to time them
+STEPS_WITHOUT_CACHE = 8  # decode steps that are repeated without the cache
 INTERRUPTED = 130  # exit status, as shells have it: 128 + SIGINT
 
 
@@ -33,31 +33,32 @@ def run(
 ) -> int:
     """Load a model, stream a continuation of the prompt, and end with a table.
 
-    An interrupt (Ctrl-C) ends the text, or the measuring after it, and the table shows what is known by then. Notices
-    go to stderr. The text ends where the model ends it; without a window or a shift, also when its context is full.
+    An interrupt (Ctrl-C) ends the text, or the measuring after it, and the table shows what was measured by then.
+    Notices go to stderr. The text ends where the model ends it; without a window or a shift, also when the model's
+    context is full.
 
-    With a window it goes on: positions keep growing, but rotary keys only tell distances, and within the window these
-    stay as trained. The distance to sink tokens grows, which a model bears for a few of them, not for many. With a
-    shift it goes on by dropping the older half of a full context and moving the rest down: positions stay as trained.
+    With a window the text goes on. Positions keep growing, but rotary attention depends on distances only, and within
+    the window these stay as trained. Distances to sink tokens grow, which a model tolerates for a few of them. With a
+    shift, a full context drops its older half and moves the rest down: positions stay as trained.
 
     Parameters
     ----------
     path : str or Path
-        A Hugging Face folder, or a GGUF file; where there is an ``eval.txt`` in the folder, or beside the file, the
-        element types are compared on that.
+        A Hugging Face folder or a GGUF file. The element types are compared on an ``eval.txt`` in the folder or beside
+        the file, if there is one.
     prompt : bytes
         At least one byte.
     options : Options
-        How to generate.
+        The settings.
     out : TextIO
-        Where the text and the table go.
+        Takes the text and the table.
     on_prefill : callable, optional
-        Called after each batch of the prompt with the number of its tokens that are done, and that of all.
+        Called after each batch of the prompt with the number of its tokens done, and of all its tokens.
 
     Returns
     -------
     int
-        An exit status: 0, or 130 after an interrupt.
+        The exit status: 0, or 130 after an interrupt.
 
     Raises
     ------
@@ -66,7 +67,7 @@ def run(
     LlamaError
         The prompt, the type, the window or the sink tokens do not fit the model.
     ImportError
-        A package that this model needs is not installed.
+        A package that reads this model is not installed.
     """
     if not prompt:
         raise LlamaError("the prompt is empty")
@@ -94,7 +95,7 @@ def run(
 
 
 def _room(config: LlamaConfig, prompt: Sequence[int], options: Options) -> int:
-    """How many tokens may be generated; refuses what does not fit the model."""
+    """Return how many tokens may be generated; refuse options that do not fit the model."""
     context = config.max_seq_len
     if not prompt:
         raise LlamaError("the prompt has no token")
@@ -115,7 +116,7 @@ def _room(config: LlamaConfig, prompt: Sequence[int], options: Options) -> int:
 
 
 class _Text:
-    """What people read of a stream of tokens."""
+    """Writes tokens as text that is safe for a terminal."""
 
     def __init__(self, out: TextIO, tokenizer: Tokenizer) -> None:
         self.out, self.tokenizer = out, tokenizer
@@ -123,14 +124,14 @@ class _Text:
         self.last = ""
 
     def write(self, data: bytes) -> None:
-        # a model may write any byte: what would steer a terminal is replaced
+        # Replace control characters: a model may write any byte.
         text = [c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in self.decoder.decode(data)]
         self.last = text[-1] if text else self.last
         self.out.write("".join(text))
         self.out.flush()
 
     def end(self) -> None:
-        """Begin a new line."""
+        """End the last line."""
         if self.last != "\n":
             self.out.write("\n")
 
@@ -143,7 +144,7 @@ def _stream(
     text: _Text,
     on_prefill: Callable[[int, int], None] | None,
 ) -> bool:
-    """Write what follows a prompt, token by token; `tokens` grows. Returns whether the model ended it."""
+    """Write the text that follows a prompt, and append its tokens; return whether the model ended it."""
     options = report.options
     rng = np.random.default_rng(options.seed)
 
@@ -170,7 +171,7 @@ def _stream(
 
 
 def _notice_limits(config: LlamaConfig, options: Options, num_tokens: int, *, full: bool) -> None:
-    """Say where a text came to the end of what the model was trained for."""
+    """Tell the reader where a text reached the limits of the model's training."""
     if full:
         _notice(f"stopped at {num_tokens:,} tokens, the model's whole context; with a window or a shift it would go on")
     elif options.window and options.first_tokens_kept and num_tokens > config.max_seq_len:
@@ -178,9 +179,9 @@ def _notice_limits(config: LlamaConfig, options: Options, num_tokens: int, *, fu
 
 
 def _measure(model: Llama, path: Path, tokenizer: Tokenizer, tokens: list[int], report: Report) -> None:
-    """Fill in what needs more runs of the model: no cache, and the element types."""
+    """Measure decoding without a cache, and the element types."""
     if report.decode.tokens:
-        # the lengths that the decode steps had, evenly spread over all of them
+        # Lengths of the sequence at some of the decode steps, evenly spread.
         spread = np.linspace(len(tokens) - report.decode.tokens, len(tokens) - 1, STEPS_WITHOUT_CACHE)
         lengths = [int(length) for length in np.unique(spread.astype(int))]
         if report.options.shift:
@@ -197,7 +198,7 @@ def _measure(model: Llama, path: Path, tokenizer: Tokenizer, tokens: list[int], 
 
 
 def _held(num_tokens: int, context: int, num_tokens_kept: int) -> int:
-    """How many of a text's tokens a context that shifts holds when the last of them has come."""
+    """Return how many of a text's tokens a shifting context holds after the last of them."""
     dropped = num_dropped_by_shift(context, num_tokens_kept)
     return num_tokens if num_tokens <= context else context - dropped + 1 + (num_tokens - context - 1) % dropped
 
