@@ -1,1 +1,1 @@
-"""What the command ``kvcache`` is made of: memory plans, benchmarks, and the peers that they time."""
+"""The parts of the command ``kvcache``: memory plans, benchmarks, and the peers that these time."""

@@ -1,8 +1,8 @@
-"""What this machine gives: read bandwidth, and decoding, prompts and appending by type, beside other people's code.
+"""Measures this machine: read bandwidth; decoding, prefill and appending by element type; and the same of peers.
 
-`measure` runs all of it in about a minute and says how far it is; `decode_rates` takes a second, for predictions.
-`draw` and `picture` need matplotlib. Nothing is printed, and nothing compiled: the figures are those of the installed
-package, called from Python.
+`measure` takes about a minute and reports its progress; `decode_rates` takes a second, for predictions. `draw` and
+`picture` need matplotlib. Nothing is printed or compiled: the figures are those of the installed package, called from
+Python.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "Result", "Shape", "decode_rates", "draw", "measure", "picture", "read_bandwidth"]
 
-READING = 1 / 60  # of the whole time
-PARTS = {"decode": 1 / 12, "prefill": 1 / 12, "append": 1 / 60}  # the same, for ours
-OF_A_PEER = 0.4  # of that, for each peer's turns with ours
-ALL_OF_OURS, ALL_OF_A_PEER = 0.3, 0.14  # of the whole time, for the bar: what they take with being set up
-CALL = 2 << 20  # bytes that each thread reads in a call: long beside what a call costs, and short beside a time slice
-PUT_TOKENS = 512  # that a cache is filled by
-PROMPT = 64 * 8192 * 32 * 256  # multiply-adds of what is timed of a prompt; a token among 512 takes 8 % less
+READING = 1 / 60  # fraction of the whole time
+PARTS = {"decode": 1 / 12, "prefill": 1 / 12, "append": 1 / 60}  # fractions for this cache
+OF_A_PEER = 0.4  # fraction of that, for each peer beside this cache
+ALL_OF_OURS, ALL_OF_A_PEER = 0.3, 0.14  # fractions of the whole time with setting up, for the bar
+CALL = 2 << 20  # bytes per thread and call: much longer than a call's overhead, much shorter than a time slice
+PUT_TOKENS = 512  # tokens of a batch that fills a cache
+PROMPT = 64 * 8192 * 32 * 256  # multiply-adds of a timed prompt; with 512 tokens, a token takes 8 % less
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The attention of a model over so many tokens.
+    """The attention of a model, over a context.
 
     Parameters
     ----------
     num_layers : int, default 32
-        How many layers a token passes; fewer are measured.
+        Layers of the model; fewer are measured.
     num_heads, num_kv_heads : int, default 32 and 8
         Query and KV heads.
     head_dim : int, default 128
@@ -62,9 +62,9 @@ class Shape:
     value_in_key : bool, default False
         Whether values are the first elements of their keys, as in multi-head latent attention.
     context : int, default 8192
-        How many tokens are stored.
+        Tokens that are stored.
     threads : int, optional
-        How many threads a call uses; by default `get_num_threads`.
+        Threads of a call; by default `get_num_threads`.
 
     Raises
     ------
@@ -101,7 +101,7 @@ class Shape:
         return bytes_of_token(self.num_kv_heads, self.head_dim, self.v_dim, dtype, dtype, self.value_in_key)
 
     def why_not(self, dtype: DType) -> str | None:
-        """Why rows of this shape cannot be of a type; None: they can."""
+        """Say why rows of this shape cannot have an element type; None: they can."""
         for name, dim in (("head_dim", self.head_dim), ("v_head_dim", self.v_dim)):
             if not suits(dtype, dim):
                 return f"{dtype} takes a {name} that is a multiple of 32, not {dim}"
@@ -112,10 +112,10 @@ class Shape:
 
 
 class _Reader:
-    """Memory that is read by reductions of NumPy's, which release the GIL, in so many threads.
+    """Reads memory with NumPy's reductions, which release the GIL, in several threads.
 
-    They ask for nothing ahead, and each reads one stream: on one thread they reach four fifths of what the best of the
-    kernels in bench/yardstick.c does, so attention may come to more than all of this bandwidth.
+    A reduction does not prefetch and reads one stream: on one thread it reaches four fifths of the bandwidth of the
+    best kernel in bench/yardstick.c, so attention may exceed the bandwidth measured here.
     """
 
     def __init__(self, nbytes: int, threads: int) -> None:
@@ -123,10 +123,10 @@ class _Reader:
         self._pool = ThreadPoolExecutor(threads)
         memory = mmap.mmap(-1, self.nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a system that has none
+            with contextlib.suppress(OSError):  # a system without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
         parts = np.split(np.frombuffer(memory, np.int64), threads)
-        list(self._pool.map(lambda part: part.fill(1), parts))  # by each thread its own, so that they lie near it
+        list(self._pool.map(lambda part: part.fill(1), parts))  # first touch by its thread places a part near it
         self._kernels: list[Callable[[], object]] = [
             lambda: list(self._pool.map(np.bitwise_or.reduce, parts)),
             lambda: list(self._pool.map(np.max, parts)),
@@ -134,7 +134,7 @@ class _Reader:
         ]
 
     def choose(self, seconds: float) -> float:
-        """Try all kernels and keep the fastest; return its best bytes/s."""
+        """Time all reductions and keep the fastest; return its best bytes per second."""
         timed = [lambda kernel=kernel: _seconds(kernel) for kernel in self._kernels]
         times: list[float] = [min(column) for column in zip(*rounds(*timed, seconds=seconds, least=4), strict=True)]
         self._kernels = [self._kernels[times.index(min(times))]]
@@ -147,7 +147,7 @@ class _Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kernels.clear()  # and with them the memory
+        self._kernels.clear()  # they hold the memory
         self._pool.shutdown()
 
 
@@ -163,16 +163,16 @@ def read_bandwidth(nbytes: int | None = None, threads: int | None = None, second
     Parameters
     ----------
     nbytes : int, optional
-        How much to read; by default four times the last-level cache.
+        Bytes to read; by default four times the last-level cache.
     threads : int, optional
-        By how many threads; by default `get_num_threads`.
+        Threads that read; by default `get_num_threads`.
     seconds : float, default 0.5
-        How long to go on.
+        How long to measure.
 
     Returns
     -------
     float
-        Bytes per second, at best.
+        The best bytes per second.
     """
     if threads is None:
         threads = get_num_threads()
@@ -181,20 +181,20 @@ def read_bandwidth(nbytes: int | None = None, threads: int | None = None, second
         return reader.choose(seconds)
 
 
-# ---- ours
+# ---- this cache
 
 
 class _Filled:
-    """A cache of one type with a shape's tokens, in as many layers as make a working set.
+    """A cache of one element type, filled with a shape's context, with as many layers as make a working set.
 
-    Queries are f32, whatever the type, and so are the rows that come in.
+    Queries and new rows are f32, whatever the type.
     """
 
     def __init__(self, shape: Shape, dtype: DType, working_set: int) -> None:
         self.shape, self.dtype = shape, dtype
-        self.nbytes = shape.context * shape.token_bytes(dtype)  # of one layer
+        self.nbytes = shape.context * shape.token_bytes(dtype)  # of the rows of one layer
         self.layers = layers_of(self.nbytes, working_set)
-        self._turn = 0
+        self._layer = 0
         rng = np.random.default_rng(0)
         self._k = rng.standard_normal((PUT_TOKENS, shape.num_kv_heads, shape.head_dim), np.float32)
         self._v = None if shape.value_in_key else np.resize(self._k[::-1], (*self._k.shape[:2], shape.v_dim))
@@ -208,7 +208,7 @@ class _Filled:
         return self._k[:num_tokens], None if self._v is None else self._v[:num_tokens]
 
     def _hold(self, length: int) -> None:
-        """Append or drop tokens until so many are stored."""
+        """Append or drop tokens until `length` are stored."""
         self._cache.truncate(length)
         while (stored := self._cache.seq_len()) < length:
             rows = self._rows(min(PUT_TOKENS, length - stored))
@@ -217,7 +217,7 @@ class _Filled:
                     batch.put(layer, *rows)
 
     def attending(self, num_tokens: int) -> Entrant:
-        """Attention of the last tokens, their store included: the seconds of a layer."""
+        """Measure attention of the last tokens, storing them included: seconds per layer."""
         shape, rows = self.shape, self._rows(num_tokens)
         q = np.random.default_rng(1).standard_normal((num_tokens, shape.num_heads, shape.head_dim), np.float32)
         scale = shape.head_dim**-0.5
@@ -229,9 +229,9 @@ class _Filled:
             try:
                 for _ in range(count):
                     start = time.perf_counter()
-                    batch.attend(self._turn, q, *rows, scale=scale)
+                    batch.attend(self._layer, q, *rows, scale=scale)
                     seconds.append(time.perf_counter() - start)
-                    self._turn = (self._turn + 1) % self.layers
+                    self._layer = (self._layer + 1) % self.layers
             finally:
                 batch.abort()
             return seconds
@@ -239,7 +239,7 @@ class _Filled:
         return Entrant("kvcache", run, self.layers, kind=self.dtype)
 
     def appending(self) -> Entrant:
-        """The store of one token: the seconds of a layer, and its share of the batch's begin and commit."""
+        """Measure storing one token: seconds per layer, with its share of the batch's begin and commit."""
         stored, rows = self.shape.context - 1, self._rows(1)
 
         def once() -> float:
@@ -273,23 +273,23 @@ def decode_rates(shape: Shape, dtypes: Sequence[DType] = DTYPES, seconds: float 
     Parameters
     ----------
     shape : Shape
-        Whose attention. Of a long context less is measured; what is read in a second is the same.
+        The attention to measure. A long context is cut short: the rate stays the same.
     dtypes : sequence of {"f32", "f16", "bf16", "q8_0", "q4_0"}, optional
-        Which types; those that the shape's rows cannot be of are left out.
+        The element types; those that the shape's rows cannot have are left out.
     seconds : float, default 1.0
-        About how long it may take.
+        Approximate duration.
 
     Returns
     -------
     dict
-        Bytes of rows per second: by the bytes that all layers hold of a sequence, that is the tokens per second that
-        attention takes.
+        Bytes of rows per second, by type. Divide them by the bytes that all layers hold of a sequence to get tokens per
+        second of attention.
     """
     end = time.perf_counter() + seconds
     known = [dtype for dtype in _check_dtypes(dtypes) if not shape.why_not(dtype)]
     if not known:
         return {}
-    # In turn, types drive each other's rows out of the cache: it takes all of them together to be more than fits.
+    # Interleaved, types evict each other's rows from the cache, so together they need to exceed it, not each alone.
     share = 4 * cache_size() // len(known)
     with contextlib.ExitStack() as stack:
         ours = []
@@ -314,7 +314,7 @@ def _check_dtypes(dtypes: Sequence[DType]) -> Sequence[DType]:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far it is: what it is doing, and how much of all is done, from 0 to 1."""
+    """The progress of a measurement: the current step, and the fraction done, from 0 to 1."""
 
     doing: str
     fraction: float
@@ -322,33 +322,33 @@ class Progress:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured, in plain types.
+    """The measurements, as a dict of plain types.
 
-    ``machine`` is what `show_config` says, ``shape`` what was given, ``bandwidth`` the bytes per second at which memory
-    is read, ``left_out`` sentences on what was not measured. ``rows`` has one for each part (decode, prefill, append),
-    name and type: ``seconds`` of one layer, ``tokens_per_second`` of all layers; of decoding ``bytes_per_second`` and
-    what part that is ``of_bandwidth``; and of a peer its seconds ``by_ours``. Quotients are medians of such as were
-    taken within one round.
+    ``machine`` is the report of `show_config`, ``shape`` the shape, ``bandwidth`` the bytes per second at which memory
+    is read, ``left_out`` sentences on what was not measured. ``rows`` has an entry for each part (decode, prefill,
+    append), name and type: ``seconds`` of one layer and ``tokens_per_second`` of all layers; for decoding also
+    ``bytes_per_second`` and their fraction ``of_bandwidth``; for a peer also its seconds ``by_ours``, divided by those
+    of this cache. Quotients are medians of quotients within a round.
     """
 
     record: dict[str, Any]
 
 
 class _Table:
-    """Samples by part, entrant and type, and the rows that they make."""
+    """Samples by part, entrant and type, and the table's rows made of them."""
 
     def __init__(self, shape: Shape, num_tokens: dict[str, int]) -> None:
         self._shape, self._num_tokens = shape, num_tokens
         self._samples: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
     def add(self, part: str, entrants: Sequence[Entrant], seconds: Sequence[float], read: float) -> None:
-        """Add one round; `read` is the seconds of a byte read in it."""
+        """Add a round's samples; `read` is its seconds per byte read."""
         ours = {e.kind: s for e, s in zip(entrants, seconds, strict=True) if e.name == "kvcache"}
         for entrant, taken in zip(entrants, seconds, strict=True):
             found = self._samples[part, entrant.name, entrant.kind]
             found["seconds"].append(taken)
             if entrant.name != "kvcache":
-                base = ours.get(_base(entrant.kind), ours["f16"])  # which every shape can have
+                base = ours.get(_base(entrant.kind), ours["f16"])  # every shape can have f16
                 found["by_ours"].append(taken / base)
             elif part == "decode":
                 found["of_bandwidth"].append(read * self._nbytes(entrant.kind) / taken)
@@ -357,7 +357,7 @@ class _Table:
         return self._shape.context * self._shape.token_bytes(dtype)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row each; of a peer that was asked in several modes, the best for each of our types it is beside."""
+        """Make the rows; of a peer's modes, keep the fastest for each type of this cache that it is compared with."""
         best: dict[tuple[str, str, str], dict[str, Any]] = {}
         for (part, name, kind), found in self._samples.items():
             row: dict[str, Any] = {"part": part, "name": name, "type": kind}
@@ -372,12 +372,12 @@ class _Table:
 
 
 def _base(kind: str) -> DType:
-    """Which of our types a peer's is compared with."""
+    """Return this cache's type that a peer's type is compared with."""
     return "f16" if BYTES[kind] == 2 else "q8_0"
 
 
 class _Run:
-    """One measurement: who has turns with whom, for how long, and what came of it."""
+    """One measurement: its peers, its time, and its table."""
 
     def __init__(self, shape: Shape, seconds: float, peers: bool) -> None:
         self.shape, self.seconds = shape, seconds
@@ -399,7 +399,7 @@ class _Run:
         return time.perf_counter() - self._start
 
     def tasks(self, key: str, part: str) -> Iterator[tuple[str, Task]]:
-        """Yield what a peer is asked for in a part: what it offers in 8 and in 16 bits."""
+        """Yield a peer's tasks for a part: its offers of 8 and 16 bits."""
         shape, offers = self.shape, getattr(self.peers.kinds[key], part)
         for task in tasks(
             (offer for offer in offers if 1 <= BYTES[offer[1]] <= 2), threads=shape.threads, num_heads=shape.num_heads,
@@ -408,10 +408,10 @@ class _Run:
         ):  # fmt: skip
             yield key, task
 
-    def contest(
+    def compare(
         self, part: str, reader: _Reader, ours: Sequence[_Filled], theirs: Sequence[Entrant] = ()
     ) -> Iterator[Progress]:
-        """Let them have their turns."""
+        """Measure caches and peers interleaved, and add the samples to the table."""
         entrants = [one.appending() if part == "append" else one.attending(self.num_tokens[part]) for one in ours]
         entrants += theirs
         seconds = self.seconds * PARTS[part] * (OF_A_PEER if theirs else 1)
@@ -421,27 +421,27 @@ class _Run:
 
 
 def measure(shape: Shape | None = None, *, seconds: float = 60.0, peers: bool = True) -> Iterator[Progress | Result]:
-    """Measure what this machine gives: bandwidth, and decoding, prompts and appending, by type and in other code.
+    """Measure this machine: read bandwidth; decoding, prefill and appending by element type; and the same of peers.
 
-    Everything takes turns, round by round, so that what else goes on slows all alike. Peers run in processes of their
-    own, one after the other, each in turn with our f16 and q8_0, and in 16 and 8 bits as far as it has them. Rows are
-    read from memory: layers take turns until they hold four times the last-level cache.
+    Measurements are interleaved, so that other load slows all alike. Each peer runs in a process of its own, with 16
+    and 8 bits as far as it has them, interleaved with this cache's f16 and q8_0. Rows are read from memory: the layers
+    together hold four times the last-level cache.
 
     Parameters
     ----------
     shape : Shape, optional
-        Of what; by default 32 layers of 32 query and 8 KV heads of 128, and 8,192 tokens.
+        The attention to measure; by default 32 layers of 32 query and 8 KV heads of 128, and 8,192 tokens.
     seconds : float, default 60
-        About how long it may take. It takes longer where three rounds of everything do; peers for which there is no
-        time left are left out.
+        Approximate duration. At least three rounds of each measurement are made; peers for which no time is left are
+        left out.
     peers : bool, default True
-        Whether to measure other people's code that is installed here.
+        Whether to measure installed peers.
 
     Yields
     ------
     Progress or Result
-        Many of the first, and at the end one of the second. To stop early, close the generator: memory is given back,
-        and the processes end.
+        Any number of `Progress`, then one `Result`. To stop early, close the generator: memory is freed, and the
+        peers' processes end.
     """
     shape = Shape() if shape is None else shape
     run = _Run(shape, seconds, peers)
@@ -454,7 +454,7 @@ def measure(shape: Shape | None = None, *, seconds: float = 60.0, peers: bool = 
             yield run.progress(f"filling a cache, {dtype}")
             ours.append(stack.enter_context(_Filled(shape, dtype, 4 * cache_size())))
         for part in PARTS:
-            yield from run.contest(part, reader, ours)
+            yield from run.compare(part, reader, ours)
         pair = [one for one in ours if one.dtype in ("f16", "q8_0")]
         for key, kind in run.peers.kinds.items():
             if run.elapsed() > seconds:
@@ -464,7 +464,7 @@ def measure(shape: Shape | None = None, *, seconds: float = 60.0, peers: bool = 
                 for part in PARTS:
                     yield run.progress(f"setting up {kind.name}")
                     if theirs := run.peers.set_up(run.tasks(key, part)):
-                        yield from run.contest(part, reader, pair, theirs)
+                        yield from run.compare(part, reader, pair, theirs)
     yield Result(
         {
             "machine": show_config("dicts"),
@@ -478,20 +478,20 @@ def measure(shape: Shape | None = None, *, seconds: float = 60.0, peers: bool = 
 
 # ---- pictures
 
-OURS, OTHERS = "#0072B2", "#E69F00"  # of Okabe and Ito's, which differ for the colour-blind too
+OURS, OTHERS = "#0072B2", "#E69F00"  # Okabe and Ito's, which the colour-blind can tell apart
 
 
 def draw(record: dict[str, Any], ax: _Axes, part: str = "decode") -> None:
-    """Draw tokens per second of one part as bars, by type and peer.
+    """Draw the tokens per second of one part as bars, by type and peer.
 
     Parameters
     ----------
     record : dict
-        Of a `Result`.
+        The record of a `Result`.
     ax : matplotlib.axes.Axes
-        Where to.
+        Where to draw.
     part : {"decode", "prefill", "append"}, default "decode"
-        Of what.
+        Which part.
     """
     rows = [row for row in record["rows"] if row["part"] == part]
     rows.sort(key=lambda row: (row["name"] != "kvcache", -row["tokens_per_second"]))
@@ -503,14 +503,14 @@ def draw(record: dict[str, Any], ax: _Axes, part: str = "decode") -> None:
     )
     ax.bar_label(bars, [f"{speed:,.3g}" if speed < 1000 else f"{speed:,.0f}" for speed in speeds], padding=3)
     ax.invert_yaxis()
-    ax.set_xlim(0, 1.25 * max(speeds))  # with room for the figure
+    ax.set_xlim(0, 1.25 * max(speeds))  # leaves space for the figure
     ax.spines[["top", "right", "bottom"]].set_visible(False)
     ax.xaxis.set_visible(False)
     ax.set_title(f"{part}, tokens/s", loc="left")
 
 
 def picture(record: dict[str, Any]) -> _Figure:
-    """Draw all parts, one beside the other; needs matplotlib."""
+    """Draw all parts side by side; needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4), layout="constrained")

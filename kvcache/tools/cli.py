@@ -1,4 +1,4 @@
-"""The command ``kvcache``: what a model's cache takes, how fast this machine is, text, and what this build is."""
+"""The command ``kvcache``: plans a model's cache, measures this machine, generates text, and describes the build."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-CONTEXT = 8192  # tokens, where nobody says
+CONTEXT = 8192  # tokens, where neither the user nor the model names a context
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -62,7 +62,7 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw 
 
 
 def _examples(*lines: str) -> str:
-    """What stands below a command's options, each example on a line of its own."""
+    """Format the examples below a command's options, one per line."""
     return "\b\n" + "\n".join(["Examples:" if len(lines) > 1 else "Example:", *(f"  {line}" for line in lines)])
 
 
@@ -71,7 +71,7 @@ def main() -> NoReturn:
     try:
         status = app(prog_name="kvcache", standalone_mode=False)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has had enough
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except (typer.Abort, KeyboardInterrupt):
@@ -158,7 +158,7 @@ def _rates(shape: shapes.Shape, dtypes: Sequence[DType], context: int, threads: 
 
 
 def _bench_shape(shape: shapes.Shape, context: int, threads: int | None) -> bench.Shape:
-    """The attention of a model, by the heads of the layers that store most."""
+    """Return the attention to measure for a model: that of the layers that store most."""
     from kvcache.tools import bench
 
     def nbytes(layer: int) -> int:
@@ -260,7 +260,7 @@ def bench_command(
 
 
 def _measure(shape: bench.Shape, seconds: float, peers: bool) -> dict[str, Any]:
-    """Measure, and show how far it is."""
+    """Measure, and show the progress."""
     from kvcache.tools import bench
 
     with _progress() as bar:
@@ -340,14 +340,14 @@ def generate(
         quiet=quiet,
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an ASCII terminal
+        sys.stdout.reconfigure(errors="replace")  # for an ASCII terminal
     with _prefill_bar() as on_prefill:
         return runner.run(model, text, options, sys.stdout, on_prefill=on_prefill)
 
 
 @contextmanager
 def _prefill_bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar for a prompt of several batches."""
+    """Show a progress bar for a prompt of several batches."""
     with _progress() as bar:
         tasks: list[Any] = []
 
@@ -380,7 +380,7 @@ def info(as_json: AsJson = False) -> None:
 
 
 def _instruction_sets() -> list[str]:
-    """Those of this build that the machine has: KVCACHE_ISA is asked for each."""
+    """Return the build's instruction sets that this machine has, by setting KVCACHE_ISA to each."""
     before = os.environ.get("KVCACHE_ISA")
     names = []
     for name in _core.build_info().split(", ")[2].split():
@@ -393,7 +393,7 @@ def _instruction_sets() -> list[str]:
 
 
 def _why_threads() -> str:
-    """How many threads there are, and why."""
+    """Say how many threads a call uses, and why."""
     number = _core.get_num_threads()
     if "no OpenMP" in _core.build_info():
         return f"{number}: this build has no OpenMP"
@@ -419,7 +419,7 @@ def _print_json(value: Any) -> None:
 
 
 def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns side by side, numbers to the right. Rich's tables take longer to import than a plan to make."""
+    """Print aligned columns. Importing rich's tables would take longer than making a plan."""
     columns = list(zip(headings, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     to_right = [all(cell[:1].isdigit() or cell in ("-", "any") for cell in column[1:]) for column in columns]
@@ -431,7 +431,7 @@ def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None
 
 
 def _progress() -> Any:
-    """A bar on stderr where there is a terminal; it is gone when it is done."""
+    """Show a progress bar on stderr if that is a terminal, and remove it at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

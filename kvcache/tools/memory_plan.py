@@ -1,6 +1,6 @@
-"""How much memory a model's cache takes, by type and policy, what of it fits here, and how fast it is read.
+"""Plans a model's cache: its memory by type and policy, what fits on this machine, and how fast decoding reads it.
 
-`make` does the arithmetic; nothing is allocated. What a decode step takes follows from the rate at which this machine
+`make` computes the plan without allocating anything. The speed of decoding follows from the rate at which this machine
 reads rows of each type, which `kvcache.tools.bench` measures.
 """
 
@@ -26,15 +26,15 @@ AS_IT_IS = "the model's own"
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a cache may take."""
+    """Free memory, and the weights that it must hold as well."""
 
     free: int
-    source: str  # who says so
-    weights: int  # of the model's files, which have to be there too
+    source: str  # the machine or a cgroup
+    weights: int  # bytes of the model's files
 
     @property
     def left(self) -> int:
-        """What is left for the cache."""
+        """Bytes that are left for the cache."""
         return max(0, self.free - self.weights)
 
 
@@ -47,30 +47,30 @@ class Group:
     head_dim: int
     v_head_dim: int
     policy: str
-    shares: bool  # these read the rows of others, and have none
+    shares: bool  # read other layers' rows, and store none
     bytes_per_token: dict[DType, int]
-    nbytes: dict[DType, int]  # of all sequences, when they are full
+    nbytes: dict[DType, int]  # of all sequences at full length
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one type comes to, under one policy."""
+    """The cost of one element type under one policy."""
 
     policy: str
     dtype: DType
-    bytes_per_token: int  # as long as nothing is evicted
-    nbytes: int  # of all sequences, when they are full
+    bytes_per_token: int  # before anything is evicted
+    nbytes: int  # of all sequences at full length
     fits: bool
-    longest_context: int | None  # of that many sequences, in the memory that is left; None: any
-    tokens_per_second: float | None  # of attention, decoding one sequence at the context; None: not measured
+    longest_context: int | None  # of each sequence, in the memory that is left; None: no limit
+    tokens_per_second: float | None  # of attention, decoding one sequence of full length; None: not measured
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model's cache, on this machine."""
+    """The plan of a model's cache on this machine."""
 
     model_type: str
-    model_context: int | None  # that it was trained for
+    model_context: int | None  # the context it was trained for
     context: int
     sequences: int
     memory: Memory
@@ -95,15 +95,15 @@ def make(
     shape : Shape
         The model's, from `kvcache.models.shapes.read`.
     memory : Memory
-        What there is, from `available_memory`.
+        Free memory, from `available_memory`.
     context : int
         Tokens of each sequence.
     sequences : int
-        How many there are.
+        How many sequences the cache holds.
     dtypes : sequence of {"f32", "f16", "bf16", "q8_0", "q4_0"}, optional
-        Which types; by default all that can store the model's heads.
+        The element types; by default all that can store the model's heads.
     window : policy, optional
-        Plan also for this one in place of every layer that sees everything.
+        Plan also with this policy in place of `FullAttention`.
     rates : mapping of type to float, optional
         Bytes per second that attention reads, from `kvcache.tools.bench`.
 
@@ -127,7 +127,7 @@ def make(
 
 
 def available_memory(model: Any = None) -> Memory:
-    """Return how many bytes are free, by the machine and by the cgroups of this process, and what the model takes.
+    """Return the free memory of the machine and of this process's cgroups, and the bytes of the model's weights.
 
     Raises
     ------
@@ -138,7 +138,7 @@ def available_memory(model: Any = None) -> Memory:
 
 
 def weight_bytes(model: Any) -> int:
-    """Return the size of a model's weights, a GGUF or the safetensors of a folder; 0 where there are none."""
+    """Return the bytes of a model's weights, a GGUF or the safetensors of a folder; 0 without any."""
     if not isinstance(model, str | Path):
         return 0
     path = Path(model)
@@ -147,7 +147,7 @@ def weight_bytes(model: Any) -> int:
 
 
 def _layers(shape: Shape, dtype: DType, instead: Policy | None) -> list[Layer]:
-    """The layers for a type; `instead` is the policy of those that would see everything."""
+    """Return the layers for a type; `instead` replaces `FullAttention`."""
     arguments = shape.arguments()
     del arguments["max_seq_len"]
     if instead is not None:
@@ -161,7 +161,7 @@ def _row(
     def nbytes(num_tokens: int) -> int:
         return sequences * sum(layer.most_bytes(num_tokens) for layer in layers)
 
-    read = sum(layer._replace(share=None).most_bytes(context) for layer in layers)  # shared rows are read again
+    read = sum(layer._replace(share=None).most_bytes(context) for layer in layers)  # shared rows: once per layer
     return Row(
         policy,
         dtype,
@@ -174,19 +174,19 @@ def _row(
 
 
 def _per_token(layers: Sequence[Layer]) -> int:
-    """Bytes of a token's rows; those of an encoder are another's."""
+    """Return the bytes of a token's rows, without an encoder's."""
     return sum(layer.most_bytes(1) for layer in layers if not isinstance(layer.policy, CrossAttention))
 
 
 def _longest(nbytes: Callable[[int], int], memory: int) -> int | None:
-    """The most tokens that take no more than the memory; None: any number."""
+    """Return the most tokens that fit in the memory; None: any number."""
     if nbytes(MOST_TOKENS) <= memory:
         return None
     return bisect.bisect_right(range(MOST_TOKENS), memory, key=nbytes) - 1 if nbytes(0) <= memory else 0
 
 
 def _groups(layers: Mapping[DType, list[Layer]], context: int, sequences: int) -> list[Group]:
-    """Layers that are alike, in the order in which they come."""
+    """Group equal layers, in the order of their first one."""
     members: dict[tuple[Any, ...], list[int]] = {}
     for i, layer in enumerate(next(iter(layers.values()))):
         key = layer.num_kv_heads, layer.head_dim, layer.v_head_dim, layer.policy, layer.share is not None

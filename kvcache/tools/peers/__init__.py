@@ -1,7 +1,7 @@
-"""The same work in other people's code, each in a process of its own: ``python -P -m kvcache.tools.peers.torch``, ...
+"""Peers: the same work in other packages, each in a process of its own: ``python -P -m kvcache.tools.peers.torch``, ...
 
-Here is the side that asks; `kvcache.tools.peers.serve` says how they are asked. ``-P`` keeps a program from being found
-where what it is named after is looked for. Importing this imports none of them.
+This module starts and asks them; `kvcache.tools.peers.serve` has the protocol. ``-P`` keeps the folder of a program off
+the import path, where it would hide the package of the same name. Importing this module imports no peer.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["BYTES", "KINDS", "Offer", "Peer", "PeerKind", "Peers", "tasks"]
 
 Offer: TypeAlias = tuple[str, str]  # mode and type
 
-BYTES = {  # of an element
+BYTES = {  # per element
     "f32": 4, "f16": 2, "bf16": 2, "fp8": 1, "int8": 1, "u8": 1, "q8_0": 34 / 32, "q4_0": 18 / 32, "int4": 0.5,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class PeerKind:
-    """What a peer can be asked for, and how it is installed; its program is named after the first thing it needs."""
+    """The tasks that a peer offers, and its packages; its program is named after the first of these."""
 
     name: str
     install: str
@@ -38,7 +38,7 @@ class PeerKind:
     needs: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
-        """What starts it; nothing where it is not installed."""
+        """The command that starts it; empty if it is not installed."""
         there = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {self.needs!r})))"
         found = subprocess.run([sys.executable, "-P", "-c", there], capture_output=True).returncode == 0
         return [sys.executable, "-P", "-m", f"kvcache.tools.peers.{self.needs[0]}"] if found else []
@@ -92,14 +92,14 @@ def tasks(
     offers: Iterable[Offer], *, threads: int, num_heads: int, num_kv_heads: int, head_dim: int, context: int,
     num_tokens: int, working_set: int,
 ) -> Iterator[Task]:  # fmt: skip
-    """Make a task of each offer, in as many layers as a working set takes; in two, of a prompt."""
+    """Make a task of each offer, with as many layers as make a working set; two for a prompt."""
     for mode, dtype in offers:
         layers = layers_of(2 * context * num_kv_heads * head_dim * BYTES[dtype], working_set) if num_tokens < 64 else 2
         yield Task(mode, dtype, threads, num_heads, num_kv_heads, head_dim, context, num_tokens, layers)
 
 
 class Peer:
-    """A process of its own, asked line by line."""
+    """The process of a peer, asked line by line."""
 
     def __init__(self, kind: PeerKind, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.kind = kind
@@ -110,7 +110,7 @@ class Peer:
         self._count = 0
 
     def ask(self, *words: object) -> str:
-        """Return the answer; RuntimeError with the reason if there is none."""
+        """Return the answer; raise RuntimeError with the peer's reason if there is none."""
         assert self._process.stdin
         assert self._process.stdout
         try:
@@ -123,7 +123,7 @@ class Peer:
         return answer.removeprefix("ok").strip()
 
     def set_up(self, task: Task) -> Entrant:
-        """Return what runs a task; of more than 16 the first is forgotten."""
+        """Return a function that runs a task; the oldest of more than 16 tasks is dropped."""
         key = self._count % 16
         self._count += 1
         self.ask("shape", key, *astuple(task))
@@ -131,18 +131,18 @@ class Peer:
         def run(count: int) -> list[float]:
             return [float(word) for word in self.ask("run", key, count).split()]
 
-        first = run(1)[0]  # what it cannot do shows here at the latest
+        first = run(1)[0]  # fails here at the latest for a task that it does not support
         name = self.kind.name + (f", {task.mode}" if task.mode not in ("dynamic", "paged", "append") else "")
         return Entrant(name, run, task.num_layers, lambda: float(self.ask("error", key)), task.type, first)
 
     def ended(self) -> bool:
-        """Whether the process has ended, or does so at this moment."""
+        """Whether the process has ended, or is about to."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.2)
         return self._process.returncode is not None
 
     def close(self) -> None:
-        """End the process, when it is done with what it was asked."""
+        """End the process once it has answered."""
         assert self._process.stdin
         assert self._process.stdout
         with contextlib.suppress(BrokenPipeError):
@@ -152,9 +152,9 @@ class Peer:
 
 
 class Peers:
-    """Those of some kinds that are installed; a process for each, started when it is first asked for.
+    """The installed peers of some kinds, each in a process that its first task starts.
 
-    As a context: when it ends, so do the processes, and their memory is free.
+    As a context manager: leaving it ends the processes and frees their memory.
     """
 
     def __init__(self, kinds: Mapping[str, PeerKind], say: Callable[[str], None]) -> None:
@@ -169,7 +169,7 @@ class Peers:
                 say(f"{kind.name} is not installed: {kind.install}")
 
     def set_up(self, wanted: Iterable[tuple[str, Task]]) -> list[Entrant]:
-        """Return entrants for those of the tasks, each with whose it is, that are there and can do it."""
+        """Return entrants for the tasks, each given with its peer's key, that installed peers support."""
         entrants: list[Entrant] = []
         for key, task in wanted:
             if key not in self.kinds:
@@ -188,7 +188,7 @@ class Peers:
 
     def _peer(self, key: str, threads: int) -> Peer:
         if (key, threads) not in self._running:
-            # An OpenMP runtime that spins for 200 ms by default is told to stop soon after a run.
+            # Some OpenMP runtimes spin for 200 ms after a run by default; make their threads sleep soon.
             environment = {"OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "1", "TOKENIZERS_PARALLELISM": "false"}
             self._running[key, threads] = Peer(self.kinds[key], self._commands[key], environment)
         return self._running[key, threads]

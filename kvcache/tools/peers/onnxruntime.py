@@ -1,7 +1,7 @@
 """ONNX Runtime's GroupQueryAttention over a shared buffer, with the append of its one token.
 
 Modes
-  flash   as it chooses
+  flash   the package's choice
   plain   with ORT_GQA_DISABLE_FLASH_ATTENTION=1
 Types: f32, f16, int8 and int4 with one scale for the tensor.
 """
@@ -20,7 +20,7 @@ TYPES = {"f32": TensorProto.FLOAT, "f16": TensorProto.FLOAT16, "int8": TensorPro
 
 
 def model(s: Task) -> bytes:
-    """The graph of one layer, serialised."""
+    """Return the graph of one layer, serialised."""
     value = helper.make_tensor_value_info
     own = TensorProto.FLOAT16 if s.type == "f16" else TensorProto.FLOAT
     stored = [1, s.num_kv_heads, s.context, s.head_dim // 2 if s.type == "int4" else s.head_dim]
@@ -45,7 +45,7 @@ def model(s: Task) -> bytes:
 
 
 def quantise(x: Floats, kind: str) -> tuple[npt.NDArray[Any], np.float32]:
-    """The stored form, and its scale."""
+    """Return values as they are stored, and their scale."""
     if kind in ("f32", "f16"):
         return x.astype(np.float32 if kind == "f32" else np.float16), np.float32(1)
     most = 127 if kind == "int8" else 7
@@ -58,13 +58,13 @@ def quantise(x: Floats, kind: str) -> tuple[npt.NDArray[Any], np.float32]:
 
 
 def set_up(s: Task) -> Work:
-    """Make what does a task."""
+    """Make the `Work` of a task."""
     if s.num_tokens > 1:
         raise NotImplementedError("one token")
     os.environ["ORT_GQA_DISABLE_FLASH_ATTENTION"] = "1" if s.mode == "plain" else "0"
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = s.threads, 1
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # between runs: others are measured then
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # others are measured between runs
     session = onnxruntime.InferenceSession(model(s), options, providers=["CPUExecutionProvider"])
     own = np.float16 if s.type == "f16" else np.float32
     k, v = s.rows(2), s.rows(3)

@@ -1,7 +1,7 @@
 """OpenVINO's stateful scaled dot product attention, with the append of its one token.
 
-Modes: f32 and f16, what it is hinted to compute in.  Types: f32, f16 and u8, scaled by token (it ends when states
-of u4 are set).  All layers are one model: the seconds of a layer are a share of those of a pass over all of them.
+Modes: f32 and f16, the hint for its arithmetic.  Types: f32, f16 and u8, scaled per token (setting states of u4 ends
+the process).  All layers are one model: the seconds of a layer are its share of a pass over all of them.
 """
 
 import time
@@ -16,11 +16,11 @@ from openvino.op.util import Variable, VariableInfo
 
 from kvcache.tools.peers.serve import Task, Work, serve
 
-STEPS = 16  # tokens that come in before the states are put back
+STEPS = 16  # tokens that are appended before the states are reset
 
 
 def model(s: Task) -> ov.Model:
-    """The graph of all layers."""
+    """Return the graph of all layers."""
     group = s.num_heads // s.num_kv_heads
     beam = ops.parameter(ov.PartialShape([-1]), ov.Type.i32, name="beam_idx")
     heads = {"q": s.num_heads, "k": s.num_kv_heads, "v": s.num_kv_heads}
@@ -58,7 +58,7 @@ def model(s: Task) -> ov.Model:
 
 
 def set_up(s: Task) -> Work:
-    """Make what does a task."""
+    """Make the `Work` of a task."""
     if s.num_tokens > 1:
         raise NotImplementedError("one token")
     options = {
@@ -71,7 +71,7 @@ def set_up(s: Task) -> Work:
     request.set_tensor("beam_idx", ov.Tensor(np.zeros(1, np.int32)))
     for name, x in rows.items():
         request.set_tensor(name, ov.Tensor(np.ascontiguousarray(x[:, :, -1:])))
-    grown = STEPS  # tokens since the states were set
+    grown = STEPS  # tokens appended since the states were set
     ready: list[float] = []
 
     def set_states(length: int) -> None:
@@ -83,7 +83,7 @@ def set_up(s: Task) -> Work:
         grown = 1
 
     def run(count: int) -> list[float]:
-        """What a pass took for a layer is handed out once for each of its layers."""
+        """Return seconds of layers: those of a pass, divided by its layers, once for each layer."""
         nonlocal grown
         while len(ready) < count:
             if grown >= STEPS:

@@ -1,13 +1,13 @@
-"""The protocol of a peer: a process that does the same work in other people's code, and times itself.
+"""The protocol of a peer: a process that does the same work in another package, and times itself.
 
 One line comes in, one goes out, beginning with "ok" or with "no: " and the reason:
 
     shape ID MODE TYPE THREADS NUM_HEADS NUM_KV_HEADS HEAD_DIM CONTEXT NUM_TOKENS NUM_LAYERS
-    run ID COUNT    the seconds of attention in each of the next COUNT layers, round and round
-    error ID        ||out - exact|| / ||exact|| of layer 0, in float64, for values as they were given
-    drop ID         forgets it
+    run ID COUNT    the seconds of attention in each of the next COUNT layers, cyclically
+    error ID        ||out - exact|| / ||exact|| of layer 0, in float64, for the values before quantisation
+    drop ID         forgets the task
 
-Between lines a peer waits for its input, so that others can be measured meanwhile.
+Between lines a peer blocks on its input, so that others can be measured meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked of a peer, in the order of the line."""
+    """A task for a peer, its fields in the order of the line."""
 
     mode: str
     type: str
@@ -38,34 +38,34 @@ class Task:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    context: int  # the tokens of the batch, which are the last of them, counted in
+    context: int  # with the tokens of the batch, which are the last of it
     num_tokens: int
     num_layers: int
 
     def random(self, *shape: int, seed: int) -> Floats:
-        """The same numbers for the same seed."""
+        """Return the same normal numbers for the same seed."""
         return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
     def queries(self) -> Floats:
-        """``[num_tokens, num_heads, head_dim]``."""
+        """Return queries, ``[num_tokens, num_heads, head_dim]``."""
         return self.random(self.num_tokens, self.num_heads, self.head_dim, seed=1)
 
     def rows(self, seed: int) -> Floats:
-        """Keys (seed 2) or values (3): ``[num_kv_heads, context, head_dim]``."""
+        """Return keys (seed 2) or values (3), ``[num_kv_heads, context, head_dim]``."""
         return self.random(self.num_kv_heads, self.context, self.head_dim, seed=seed)
 
 
 @dataclass
 class Work:
-    """What does a task."""
+    """The functions that do a task."""
 
-    run: Callable[[int], list[float]]  # seconds of each of so many layers
+    run: Callable[[int], list[float]]  # of a number of layers: the seconds of each
     out: Callable[[], npt.NDArray[Any]]  # attends in layer 0: [num_tokens, num_heads, head_dim]
-    kept: Any = None  # what must live as long
+    kept: Any = None  # objects that must live as long as the functions
 
 
 def error(task: Task, out: npt.NDArray[np.float64]) -> float:
-    """Of the last token and every third head."""
+    """Return the relative error of the last token's output, over every third head."""
     q, k, v = task.queries()[-1].astype(np.float64), task.rows(2), task.rows(3)
     group = task.num_heads // task.num_kv_heads
     difference = size = 0.0
@@ -79,7 +79,7 @@ def error(task: Task, out: npt.NDArray[np.float64]) -> float:
 
 
 def rotate(layers: int, call: Callable[[int], object]) -> Callable[[int], list[float]]:
-    """Make `Work.run` of a function that attends in one layer."""
+    """Make `Work.run` of a function that attends in one layer: cycle over the layers, and time each."""
     turn = 0
 
     def run(count: int) -> list[float]:
@@ -96,9 +96,9 @@ def rotate(layers: int, call: Callable[[int], object]) -> Callable[[int], list[f
 
 
 def serve(set_up: Callable[[Task], Work]) -> None:
-    """Answer until the input ends; set_up raises NotImplementedError for what the peer does not do."""
+    """Answer until the input ends; `set_up` raises NotImplementedError for tasks that the peer does not support."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # keeps a library's prints out of the answers
     works: dict[str, tuple[Task, Work]] = {}
     for line in sys.stdin:
         verb, key, *words = line.split()

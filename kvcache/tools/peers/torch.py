@@ -1,8 +1,8 @@
-"""PyTorch by hand, the best we could write: packed SDPA and packed matrix products.
+"""PyTorch, written by hand as fast as we could: packed SDPA and packed matrix products.
 
 Modes
-  sdpa     scaled_dot_product_attention; of one token, with the query heads of a KV head as if they were tokens
-  matmul   softmax(Q K^T) V with these query heads as the rows of Q; of one token only
+  sdpa     scaled_dot_product_attention; for one token, the query heads of a KV head take the place of tokens
+  matmul   softmax(Q K^T) V with these query heads as the rows of Q; for one token only
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def set_up(s: Task) -> Work:
-    """Make what does a task."""
+    """Make the `Work` of a task."""
     dtype = TYPES[s.type]
     torch.set_num_threads(s.threads)
     group = s.num_heads // s.num_kv_heads

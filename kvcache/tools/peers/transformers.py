@@ -1,8 +1,8 @@
-"""Hugging Face transformers as it runs: its cache, then its SDPA attention.
+"""Hugging Face transformers as its models run it: its cache, then its SDPA attention.
 
 Modes
   dynamic          DynamicCache.update of the batch's tokens, then attention
-  static           StaticCache.update, then attention over what is filled
+  static           StaticCache.update, then attention over the filled part
   append           DynamicCache.update alone
   append-static    StaticCache.update alone
 """
@@ -21,7 +21,7 @@ TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def set_up(s: Task) -> Work:
-    """Make what does a task."""
+    """Make the `Work` of a task."""
     dtype = TYPES[s.type]
     torch.set_num_threads(s.threads)
     config = LlamaConfig(

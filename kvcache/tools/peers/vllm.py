@@ -15,7 +15,7 @@ TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "fp
 
 
 def load() -> None:
-    """Make the operations known to torch."""
+    """Register vLLM's operations with torch."""
     found = importlib.util.find_spec("vllm")
     assert found
     assert found.origin
@@ -26,7 +26,7 @@ def load() -> None:
 
 
 def set_up(s: Task) -> Work:
-    """Make what does a task."""
+    """Make the `Work` of a task."""
     dtype, calls = TYPES[s.type], torch.ops._C
     torch.set_num_threads(s.threads)
     kind = "fp8_e4m3" if s.type == "fp8" else "auto"
