@@ -1,4 +1,4 @@
-"""The arrays that methods take: of which libraries and types, and in which layouts."""
+"""Types of the arrays that methods take, and of their layouts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Flags: TypeAlias = bool | Sequence[bool] | npt.NDArray[np.bool_]
 
 
 class SupportsDLPack(Protocol):
-    """An array of any library that can hand its memory over, as NumPy's and PyTorch's can."""
+    """An array of a library with DLPack, such as NumPy or PyTorch."""
 
     def __dlpack__(self) -> Any: ...
 
 
 class SupportsArray(Protocol):
-    """What NumPy can make an array of."""
+    """An object that converts itself to a NumPy array."""
 
     def __array__(self) -> npt.NDArray[Any]: ...
 

@@ -19,10 +19,10 @@ __all__ = ["Batch"]
 class Batch:
     """The tokens of one forward pass, of one sequence or many; `KVCache.batch` makes it.
 
-    It is a transaction: `commit`, or the end of a ``with``, makes its tokens part of their sequences; `abort`, or an
-    exception in the ``with``, and they never were. Before that, its rows are seen by its own queries only. The rows
-    of every layer have to be put before the commit: not of those that share another's rows, nor of those without
-    attention; and where the policy is `CrossAttention` they need not be, nor those of a sequence that is not stored.
+    A batch is a transaction. `commit`, or the end of a ``with``, makes its tokens part of their sequences; `abort`, or
+    an exception in the ``with``, discards them. Until then, only its own queries see its rows. Before the commit, put
+    the rows of every layer that has its own and attention. Rows for `CrossAttention`, and those of sequences that are
+    not stored, are optional.
 
     Examples
     --------
@@ -40,7 +40,7 @@ class Batch:
 
     def __init__(self, core: _core.Batch, done: Callable[[], None] | None = None) -> None:
         self._core = core
-        self._done = done  # to be called once it was committed
+        self._done = done  # called after the commit
 
     def __len__(self) -> int:
         return self._core.num_tokens
@@ -88,17 +88,17 @@ class Batch:
         Parameters
         ----------
         layer : int
-            Which layer; one that has rows of its own.
+            Which layer; it must have rows of its own.
         k, v : array
             ``[tokens, num_kv_heads, head_dim]`` and ``[tokens, num_kv_heads, v_head_dim]``, of f32, f16 or bf16: NumPy
-            arrays, or anything with DLPack on the CPU. They are read where they lie, with any strides over tokens and
-            heads, and converted to the stored type on the way. `v` is left out where values lie in the keys.
+            arrays, or anything with DLPack on the CPU. They are read in place, with any strides over tokens and
+            heads, and converted to the stored type. Leave out `v` if keys hold the values.
         first : int, default 0
             The token of the batch that the arrays begin with. Threads may put different tokens at once.
         seq_id : int, optional
-            Where the policy is `CrossAttention`: the sequence of the batch whose rows these are, any number of them,
-            which replace those it had; by default the only one of the batch. They may be ``[any, tokens, heads, dim]``
-            there, too, as of an image in tiles.
+            For `CrossAttention` only: the sequence of the batch whose rows are replaced, by any number of them; by
+            default the only sequence of the batch. Such rows may also be ``[any, tokens, heads, dim]``, as of an image
+            in tiles.
         layout : {"THD", "HTD", "BHTD"}, default "THD"
             The order of the axes: tokens, heads, dim; heads first; or, for sequences in lock step, ``[batch, heads,
             tokens, dim]``, where token `t` of sequence `b` is token ``b * tokens + t`` of the batch.
@@ -106,51 +106,50 @@ class Batch:
         Raises
         ------
         IndexError
-            If there is no such layer, or `first` and the tokens given pass the end of the batch.
+            If there is no such layer, or the tokens from `first` on exceed the batch.
         ValueError
-            If a shape is wrong, a token was put before, the layer shares another's rows or has no attention, `seq_id`
-            is wanted or is not, a tensor requires grad, or the batch has ended.
+            If a shape is wrong, a token was put before, the layer reads another's rows or has no attention, `seq_id` is
+            missing or superfluous, a tensor requires grad, or the batch has ended.
         TypeError
-            If something is no array, or one of another element type.
+            If something is no array, or has another element type.
         CacheFullError
-            If there are more than `max_len` rows for `CrossAttention`, or `max_bytes` would be passed.
+            If there are more than `max_len` rows for `CrossAttention`, or `max_bytes` would be exceeded.
         """
         self._core.put(layer, k, v, first, seq_id, layout)
 
     def slots(self, layer: SupportsIndex, *, first: SupportsIndex = 0) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return the memory of a token's rows, and of those after it that lie beside it, to be written to.
+        """Return writable views of the slots of a token, and of the following tokens that lie beside it.
 
-        That is for what computes rows where they are to lie, instead of `put`; call `written` when they are there.
+        Use it instead of `put` to compute rows in place; call `written` once they are complete.
 
         Parameters
         ----------
         layer : int
-            Which layer; one that has rows of its own, of tokens.
+            Which layer; it must have rows of its own, and not `CrossAttention`.
         first : int, default 0
             The token of the batch that the arrays begin with.
 
         Returns
         -------
         tuple of numpy.ndarray
-            ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]`` of the stored type; of a quantised one
-            the bytes of its blocks, as uint8. They can be written to until the batch ends. Where values lie in the
-            keys, the second is part of the first.
+            ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]`` of the stored type; for quantised
+            types the bytes of the blocks, as uint8. They are writable until the batch ends. If keys hold the values,
+            the second is part of the first.
 
         Raises
         ------
         IndexError
             If there is no such layer, or no such token.
         ValueError
-            If the token was put before, the layer shares another's rows or has no attention, or the batch has ended.
+            If the token was put before, the layer reads another's rows or has no attention, or the batch has ended.
         NotSupportedError
             If the policy of the layer is `CrossAttention`.
 
         Notes
         -----
-        Once the batch has ended, such an array is like a view that `KVCache.keys` returns: read-only, and while it is
-        there, `KVCache.compact` and `KVCache.close` raise ``BufferError``. Arrays made of it, such as slices, can still
-        be written to: let go of them with the batch. No other thread may put, or say that it wrote, tokens of the same
-        layer while this looks which of them lie side by side.
+        Once the batch has ended, the arrays are like views of `KVCache.keys`: read-only, and while they exist,
+        `KVCache.compact` and `KVCache.close` raise ``BufferError``. Arrays made of them, such as slices, stay writable:
+        drop these with the batch. No other thread may call `put` or `written` for the same layer during the call.
 
         Examples
         --------
@@ -167,7 +166,7 @@ class Batch:
         return self._core.slots(layer, first)
 
     def written(self, layer: SupportsIndex, first: SupportsIndex, num_tokens: SupportsIndex) -> None:
-        """Say that the rows of tokens ``[first, first + num_tokens)`` were written to where `slots` showed.
+        """Declare that the rows of tokens ``[first, first + num_tokens)`` were written to the views of `slots`.
 
         Raises
         ------
@@ -233,73 +232,72 @@ class Batch:
         out: AnyArray | None = None,
         return_lse: bool = False,
     ) -> npt.NDArray[Any] | tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
-        """Attend over all that each query may see: the stored rows of its sequence, and those of this batch.
+        """Compute attention over the rows that each query may see, in the cache and in this batch.
 
-        A query sees positions up to its own, as far as the policy of the layer shows them, and of a batch with parents
-        its ancestors. The rows of the batch that it can see must have been put in this layer; `k` and `v` put those of
-        the query tokens first. Of a sequence that the strategy does not store, they stay until this puts in another
-        layer; what `put` puts stays until the batch ends, and so do rows that other layers share, and an encoder's.
+        A query sees positions up to its own, as the policy of the layer allows; of a batch with parents, it sees
+        its ancestors only. The rows of the batch that it sees must have been put in this layer; `k` and `v`, if given,
+        are put first. For a sequence that the strategy does not store, rows put here stay until `attend` puts into
+        another layer; rows from `put`, rows that other layers share, and an encoder's stay until the batch ends.
 
         Parameters
         ----------
         layer : int
             Which layer.
         q : array
-            ``[tokens, num_heads, head_dim]`` of f32, f16 or bf16, where `num_heads` is a multiple of `num_kv_heads`;
-            the same arrays as in `put` will do.
+            ``[tokens, num_heads, head_dim]`` of f32, f16 or bf16, in arrays as for `put`; `num_heads` must be a
+            multiple of `num_kv_heads`.
         k, v : array, optional
-            As in `put`, of as many tokens as `q`; of any number where the policy is `CrossAttention`.
+            As in `put`, with as many tokens as `q`; with any number for `CrossAttention`.
         first : int, default 0
             The token of the batch that the arrays begin with.
         scale : float, optional
-            What scores are multiplied by; by default ``1 / sqrt(head_dim)``. Needed where values lie in the keys.
+            The factor of the scores; by default ``1 / sqrt(head_dim)``. Required if keys hold the values.
         softcap : float, optional
-            Scores become ``softcap * tanh(score / softcap)``, as in Gemma 2.
+            If given, scores become ``softcap * tanh(score / softcap)``, as in Gemma 2.
         sinks : array, optional
             ``[num_heads]`` of f32: a logit per head that joins the softmax and has no value, as in gpt-oss.
         alibi : array, optional
             ``[num_heads]`` of f32: ``slope * (key position - query position)`` is added to the score [1]_.
         non_causal : bool or array of bool, optional
-            Whether a query sees later positions of its sequence too: all of them, or those with True among as many as
-            there are queries, or tokens in the batch. Of a batch with parents it sees no more than its ancestors.
+            Whether a query also sees later positions of its sequence: one value for all queries, or one per query or
+            per token of the batch. With parents, a query sees its ancestors only.
         layout : {"THD", "HTD", "BHTD"}, default "THD"
-            The order of the axes of `q`, `k`, `v` and the result: tokens, heads, dim; heads first; or, for sequences in
-            lock step, ``[batch, heads, tokens, dim]`` as in `put`.
+            The order of the axes of `q`, `k`, `v` and the result, as in `put`.
         out : array, optional
-            Where the result goes: of the type of `q` and of the shape below, and overlapping no other argument.
+            An array for the result, of the type of `q` and the shape below, that overlaps no other argument.
         return_lse : bool, default False
-            Whether to return the log-sum-exp of the scores too.
+            Whether to return also the log-sum-exp of the scores.
 
         Returns
         -------
         out : numpy.ndarray
-            ``[tokens, num_heads, v_head_dim]`` of the type of `q`, or `out` itself; 0 where a query sees nothing. bf16
-            as ``ml_dtypes.bfloat16`` where that is installed, else as two bytes that go out through DLPack.
+            ``[tokens, num_heads, v_head_dim]`` of the type of `q`, or `out` itself; 0 if a query sees nothing. bf16 as
+            ``ml_dtypes.bfloat16`` if that is installed, else as a type of two bytes, which DLPack exports as bf16.
         lse : numpy.ndarray
-            Only with `return_lse`: ``[tokens, num_heads]`` (or as `layout` says) of f32, natural logarithms, sinks
-            included; minus infinity where a query sees nothing.
+            Only with `return_lse`: ``[tokens, num_heads]`` (or as `layout` says) of f32: natural logarithms, with
+            sinks; minus infinity if a query sees nothing.
 
         Raises
         ------
         IndexError
-            If there is no such layer, or `first` and the tokens given pass the end of the batch.
+            If there is no such layer, or the tokens from `first` on exceed the batch.
         ValueError
-            If a shape is wrong, a visible token of the batch was not put, a token was put before, `scale` is needed and
-            not given, a tensor requires grad, `out` cannot be written to or overlaps, or the batch has ended.
+            If a shape is wrong, a visible token of the batch was not put, a token was put before, a required `scale` is
+            missing, a tensor requires grad, `out` is read-only or overlaps, or the batch has ended.
         TypeError
-            If something is no array, or one of another element type.
+            If something is no array, or has another element type.
         RowsGoneError
-            If a token that is visible is of a sequence that is not stored, and its rows of the layer are gone.
+            If a visible token belongs to a sequence that is not stored, and its rows in the layer are gone.
         CacheFullError
-            If a cross-attention layer is given more rows than it may hold, or `max_bytes` would be passed.
+            If a cross-attention layer gets more rows than it may hold, or `max_bytes` would be exceeded.
         MemoryError
-            If there is not enough to work in.
+            If memory for the computation is short.
 
         Notes
         -----
-        Sums are kept in f32. The bits of a token's result depend on nothing but the rows it sees and which tokens of
-        its sequence are in the call: not on threads, on where rows lie, or on who else is in the batch. (Infinities
-        and NaN in rows may make NaN, for tokens of the call that do not see them, too.)
+        Sums are f32. The bits of a token's result depend only on the rows that it sees and on which tokens of its
+        sequence are in the call: not on threads, the place of rows, or other sequences of the batch. (Infinities and
+        NaN in rows may make NaN also for tokens of the call that do not see these rows.)
 
         References
         ----------
@@ -335,7 +333,7 @@ class Batch:
         mask: Literal["f32", "bool"] | None = "f32",
         out: Sequence[Any] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """Return all rows that the batch might see in a layer, and who sees which, for an attention of your own.
+        """Return all rows that the batch can see in a layer, and a mask, for your own attention.
 
         Parameters
         ----------
@@ -344,45 +342,44 @@ class Batch:
         non_causal : bool or array of bool, optional
             As in `attend`, for the tokens of the batch.
         dtype : {"f32", "f16", "bf16"}, optional
-            What the rows are converted to, f32 by default.
+            The type to convert rows to, f32 by default.
         layout : {"HTD", "THD", "BHTD"}, default "HTD"
-            How the rows lie: ``[num_kv_heads, n, dim]``, ``[n, num_kv_heads, dim]``, or each sequence by itself,
-            ``[sequences, num_kv_heads, n, dim]``, where `n` is that of the sequence with most rows, and zeros, which
-            nobody sees, come after those of the others. The tokens of the batch come sequence after sequence then, as
-            many of each.
+            The axes of the rows: ``[num_kv_heads, n, dim]``, ``[n, num_kv_heads, dim]``, or each sequence by itself,
+            ``[sequences, num_kv_heads, n, dim]``, where `n` is the number of rows of the longest sequence, and zeros
+            that no query sees pad the others. ``"BHTD"`` needs a batch with the same number of tokens of each sequence,
+            sequence after sequence.
         mask : {"f32", "bool"} or None, default "f32"
-            Which kind: to be added to the scores, 0 where the token sees the row, else minus infinity; or true where it
-            does. None: no mask, which for a batch of many sequences is the largest of the arrays.
+            The kind of mask: f32 to add to the scores, 0 if the token sees the row, else minus infinity; or bool, True
+            if it does. None: no mask, the largest of the arrays for a batch of many sequences.
         out : tuple of two or three arrays, optional
-            Where keys and values go, in place of new arrays, and, if there are three, the mask: in the shapes below.
-            Keys and values of any of these types, NumPy's or DLPack's, with any strides but that of the last axis; the
-            mask NumPy's, contiguous. None may lie within another.
+            Arrays for keys, values and, with three, the mask, in place of new ones, in the shapes below. Keys and
+            values may have any of these types, NumPy's or DLPack's, contiguous along the last axis; the mask is NumPy's
+            and contiguous. They must not overlap.
 
         Returns
         -------
         k, v : numpy.ndarray
             ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]``, or as `layout` says, decoded and
-            rotated: for each sequence of the batch, by rising id, its stored rows and those of the batch that were put,
-            in order of position. In the layout ``"BHTD"``, the sequences come in the order in which the batch names
-            them. The first two of `out` if that was given.
+            rotated: for each sequence of the batch, by rising id, its stored rows and the rows put in the batch, in
+            order of position. In the layout ``"BHTD"``, the sequences are in the batch's order. The first two of `out`
+            if that was given.
         mask : numpy.ndarray or None
-            ``[tokens, n]``; in the layout ``"BHTD"``, ``[sequences, tokens of each, n]``, over the rows of the
-            sequence.
+            ``[tokens, n]``; in the layout ``"BHTD"``, ``[sequences, tokens of each, n]``.
 
         Raises
         ------
         IndexError
             If there is no such layer.
         ValueError
-            If `non_causal` has not one entry per token; there is no such `dtype`, `layout` or `mask`, or `dtype` is
-            given beside `out`; `out` is of another shape, read-only, or overlaps; the layout is ``"BHTD"`` and the
-            sequences have not as many tokens each, side by side; or the batch has ended.
+            If `non_causal` does not have one entry per token; there is no such `dtype`, `layout` or `mask`, or `dtype`
+            is given with `out`; `out` has another shape, is read-only, or overlaps; the batch does not suit the layout
+            ``"BHTD"``; or the batch has ended.
         TypeError
-            If `non_causal` holds anything but booleans, or `out` anything but arrays of these types.
+            If `non_causal` holds other values than booleans, or `out` other things than arrays of these types.
         RowsGoneError
-            If rows are gone of a sequence that is not stored, as `attend` put them and then those of another layer.
+            If rows of a sequence that is not stored are gone, because `attend` has put those of another layer since.
         MemoryError
-            If there is not enough.
+            If memory is short.
 
         Examples
         --------
@@ -413,24 +410,24 @@ class Batch:
         return self._core.dense(layer, non_causal, chosen, layout, mask, out)
 
     def commit(self, keep: Iterable[SupportsIndex] | None = None) -> None:
-        """End the batch: its tokens are part of their sequences. Once it has ended, this does nothing.
+        """End the batch and make its tokens part of their sequences; do nothing if it has ended already.
 
         Parameters
         ----------
         keep : iterable of int, optional
-            The tokens that do become part of them, by their index in the batch, in any order: the accepted ones of
-            those that were speculated. By default all. Of what a strategy does not store nothing is kept.
+            The tokens to keep, by their index in the batch, in any order: the accepted ones of speculative decoding. By
+            default all. Nothing is kept of a sequence that the strategy does not store.
 
         Raises
         ------
         ValueError
-            If a token that is kept was not put in some layer, or is given twice; the batch is still open then.
+            If a token to keep was not put in some layer, or is given twice; the batch stays open then.
         IndexError
             If there is no such token.
         TypeError
             If something is no integer.
         CacheBusyError
-            If a call is using the batch in another thread.
+            If a call in another thread uses the batch.
 
         Examples
         --------
@@ -450,11 +447,11 @@ class Batch:
             self._done()
 
     def abort(self) -> None:
-        """End the batch: its tokens never were. Rows that it evicted as it began stay evicted.
+        """End the batch and discard its tokens. Rows that were evicted when it began stay evicted.
 
         Raises
         ------
         CacheBusyError
-            If a call is using the batch in another thread.
+            If a call in another thread uses the batch.
         """
         self._core.abort()

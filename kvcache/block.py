@@ -1,4 +1,4 @@
-"""Where rows lie: the blocks of a layer, which slots of them each sequence holds, and views of these."""
+"""Where rows lie: blocks, the runs of slots in them that sequences hold, and views of such rows."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["Block", "Run", "Span"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive slots of one block that a sequence holds; in `Block.holders`.
+    """Consecutive slots of a block that a sequence holds; an entry of `Block.holders`.
 
     Attributes
     ----------
     slot : int
-        The first.
+        The first slot.
     count : int
-        How many there are.
+        The number of slots.
     position : int
-        Where the token in the first slot stands in its sequence; the others follow one by one.
+        The position of the token in the first slot; the others follow one by one.
     delta : int
-        How far these positions are from those that the keys were rotated for.
+        The distance of these positions from those that the keys are rotated for.
     in_batch : bool
-        Whether the tokens are of the open batch, and no part of the sequence yet.
+        Whether the tokens belong to the open batch, not yet to the sequence.
     """
 
     slot: int
@@ -38,26 +38,26 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of a layer, as it was when `KVCache.blocks` looked.
+    """A block of a layer, at the moment of the call of `KVCache.blocks`.
 
     Attributes
     ----------
     index : int
-        Which of the layer's blocks it is. When blocks are given back, others take their numbers.
+        Its number among the layer's blocks. Other blocks take the numbers of blocks that are given back.
     num_slots : int
-        Tokens that it has room for.
+        The tokens that fit in it.
     filled : int
-        Slots below this were handed out; those past it belong to nobody yet.
+        Slots below this number were handed out; the others are unused.
     live : int
-        How many of these somebody holds. The others are wasted until a compaction moves rows together.
+        How many of these are held. The others are wasted until a compaction.
     references : int
-        How many hold the slot that most hold; above 1, rows are shared.
+        The holders of the slot with most holders; above 1, rows are shared.
     resident : int
-        Slots handed out since the block's memory was taken: what the operating system has given memory for.
+        Slots handed out since the block took its memory: those that the operating system has backed with memory.
     is_held : bool
-        Whether a view keeps the rows as they are, so that no slot is used again before it is gone.
+        Whether a view keeps the rows, so that no slot is reused before the view is gone.
     holders : dict of int to list of Run
-        What each sequence holds of it, in order of arrival, by sequence id.
+        The runs that each sequence holds in it, in order of arrival, by sequence id.
     """
 
     index: int
@@ -71,24 +71,24 @@ class Block:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody holds any of it: the memory is kept for reuse."""
+        """Whether nothing holds a slot of it: its memory is kept for reuse."""
         return not self.live and not self.is_held
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Span:
-    """Stored rows that follow each other in memory and in position; `KVCache.spans` makes it.
+    """Stored rows that are consecutive in memory and in position; `KVCache.spans` makes them.
 
     Attributes
     ----------
     k : numpy.ndarray
-        A read-only view, ``[num_kv_heads, rows, head_dim]``, of keys as they were stored.
+        A read-only view, ``[num_kv_heads, rows, head_dim]``, of keys as they are stored.
     v : numpy.ndarray
         A read-only view, ``[num_kv_heads, rows, v_head_dim]``.
     positions : numpy.ndarray
         The position of each row, int32.
     delta : int
-        How far these positions are from those that the keys were rotated for.
+        The distance of these positions from those that the keys are rotated for.
     """
 
     k: npt.NDArray[Any]

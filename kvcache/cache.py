@@ -1,4 +1,4 @@
-"""The cache: what it was made as, its sequences, and how they are read and edited."""
+"""The cache: begins batches; reads, edits and counts what sequences hold."""
 
 from __future__ import annotations
 
@@ -40,81 +40,81 @@ logger = logging.getLogger("kvcache")
 
 
 class KVCache:
-    """The keys and values of the tokens that a model has seen, for one sequence or many.
+    """The keys and values of a model's tokens, for one sequence or many.
 
     Parameters
     ----------
     num_layers : int
-        How many layers the model has.
+        Layers of the model.
     num_kv_heads : int or sequence of int
-        KV heads; this and whatever else says "or sequence" takes one value for all layers or one per layer.
+        KV heads. This and every argument marked "or sequence" takes one value for all layers, or one per layer.
     head_dim : int or sequence of int
         Elements of one key of one head.
     max_seq_len : int or None
-        How many rows one sequence may hold in one layer; None: no limit.
+        The most rows that a sequence may hold in a layer; None: no limit.
     v_head_dim : int or sequence of int, optional
         Elements of one value of one head; by default `head_dim`.
     value_in_key : bool or sequence of bool, default False
         Whether a value is the first `v_head_dim` elements of its key, and stored once, as in multi-head latent
         attention [1]_. `Batch.attend` must then be given a `scale`.
     dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"} or sequence of these, default "f16"
-        The type that rows are stored as. The last two are ggml's blocks of 32 elements, of 34 and of 18 bytes;
-        `head_dim` must be a multiple of 32.
+        The type of stored rows. q8_0 and q4_0 are ggml's blocks of 32 elements, in 34 and 18 bytes; they need a
+        `head_dim` that is a multiple of 32.
     k_dtype, v_dtype : as `dtype`, optional
-        The type of keys, or of values, where that is not `dtype`.
+        The type of keys, or of values, if not `dtype`.
     policy : FullAttention, SlidingWindow, ChunkedAttention, CrossAttention, None or sequence of these
-        Which positions a query may see, and so which rows are kept; by default `FullAttention`. None: there is no
-        attention in this layer, and it holds nothing.
+        Which positions a query may see, and so which rows are kept; by default `FullAttention`. None: the layer has no
+        attention, and holds nothing.
     share : sequence of int or None, optional
-        For each layer the index of the one whose rows it reads, which is like it in every other argument and has rows
-        of its own; None: its own.
+        For each layer, the index of the layer whose rows it reads; that one must be equal in every other argument and
+        have rows of its own. None: the layer reads its own rows.
     rope : Rope, False or callable, or sequence of these, optional
-        How keys carry their position. None, the default: not told, so that tokens cannot be moved. False: they carry no
-        rotation. A callable gets ``(layer, keys, delta)``, where `keys` are f32 ``[num_kv_heads, n, head_dim]``, and
-        returns them moved by `delta` positions.
+        How keys carry their position. None, the default: unknown, so tokens cannot be moved. False: keys carry no
+        rotation. A callable takes ``(layer, keys, delta)``, where `keys` are f32 ``[num_kv_heads, n, head_dim]``, and
+        returns the keys moved by `delta` positions.
     max_sequences : int or None, default 1
-        How many sequences may hold rows, in any layer; None: no limit. Batches are checked against it as they begin;
-        forks and edits are not.
+        The most sequences that may hold rows, in any layer; None: no limit. Checked when a batch begins, not by forks
+        and edits.
     capacity : int, optional
-        How many tokens all sequences together may hold in any layer, those that several share counted once. By default
-        ``max_seq_len * max_sequences``, and no limit where one of these is None.
+        The most tokens that all sequences together may hold in a layer, shared ones counted once. By default
+        ``max_seq_len * max_sequences``; no limit if one of these is None.
     max_bytes : int, optional
-        A hard limit of `nbytes`. By default there is none.
+        A hard limit of `nbytes`; by default none.
     block_size : int, optional
-        Tokens in a block, the unit of allocation and of sharing. By default `max_seq_len`, so that a sequence lies in
-        one piece, where that is given, there may be one sequence only, and every layer sees everything; else 64.
+        Tokens in a block, the unit of allocation and of sharing. By default 64; but `max_seq_len`, so that the sequence
+        lies in one piece, if that is given, `max_sequences` is 1 and every policy is `FullAttention`.
     strategy : {"always", "disabled"}, LongSequencesOnly or Adaptive, default "always"
-        Which sequences are stored. Of one that is not, `next_position` stays 0, the runner feeds all of it again, and
-        each batch attends over itself: in the memory of one layer, where `Batch.attend` puts the rows.
+        Which sequences are stored. If a sequence is not, its `next_position` stays 0, the runner feeds all of it again,
+        and each batch attends over itself; rows that `Batch.attend` puts take the memory of one layer.
     num_threads : int, optional
-        How many threads one call uses; by default `get_num_threads` at the time of the call.
+        Threads of a call; by default `get_num_threads` at the time of the call.
 
     Raises
     ------
     ValueError
-        If a number is too small or too large, a name is unknown, a sequence has not one entry per layer, or arguments
-        do not go together.
+        If a number is out of range, a name is unknown, a sequence does not have one entry per layer, or arguments
+        contradict each other.
     TypeError
-        If an argument is of the wrong type: an integer must be one, neither a float nor a bool.
+        If an argument has the wrong type: a float or a bool is no integer.
     MemoryError
-        If there is not enough for the bookkeeping. Rows take no memory before they are needed.
+        If memory for the bookkeeping is short. Rows take no memory before they are needed.
 
     Notes
     -----
-    Any thread may call any method. An open batch owns its sequences: to edit these, to compact or to close the cache
-    raises `CacheBusyError` until it is committed or aborted; other sequences may be edited freely. Every method that
+    Any thread may call any method. An open batch owns its sequences: editing these, compacting or closing the cache
+    raises `CacheBusyError` until the batch is committed or aborted; other sequences may be edited. Every method that
     may wait for another thread, and every one that stores, copies, moves or attends over rows, releases the GIL.
 
-    Destructors, weak references and arguments that convert themselves may call anything here, too: a cache that they
-    close, or a batch that they end, while a method runs is closed for what that method does next (``ValueError``), and
-    cannot be closed while the core is at work (`CacheBusyError`).
+    Destructors, weak references and arguments that convert themselves may call any method while another runs. A cache
+    that they close, or a batch that they end, is closed for the rest of that method (``ValueError``). While the core is
+    at work, closing raises `CacheBusyError`.
 
-    Handlers of signals run in the main thread while `Batch.attend` and `Batch.put` are at work there, at least every
-    40 ms or so. One that raises, as that of Ctrl-C does, ends the call, which then has put nothing: the batch is open,
-    and the call can be made again. Where the other methods take long, handlers run once they have returned.
+    Signal handlers run in the main thread during `Batch.attend` and `Batch.put`, at least every 40 ms or so. If one
+    raises, as that of Ctrl-C does, the call ends and has put nothing: the batch stays open, and the call can be
+    repeated. During other methods, handlers run once these return.
 
-    A sequence is named by any 64-bit integer. One that holds nothing is empty, not unknown: to look at it yields 0, -1
-    or no rows, to edit it does nothing. The other methods raise ``ValueError`` once the cache is closed.
+    A sequence is named by any 64-bit integer. A sequence that holds nothing is empty, not unknown: reading it yields 0,
+    -1 or no rows, and editing it does nothing. The other methods raise ``ValueError`` once the cache is closed.
 
     References
     ----------
@@ -183,11 +183,11 @@ class KVCache:
         self._layers = make_layers(
             num_layers, num_kv_heads, head_dim, v_head_dim, value_in_key, dtype, k_dtype, v_dtype, policy, share, rope
         )
-        self._kinds = Counter(layer._replace(rope=None) for layer in self._layers)  # a function may have no hash
+        self._kinds = Counter(layer._replace(rope=None) for layer in self._layers)  # a rope function may have no hash
         self._strategy = _check_strategy(strategy)
-        self._decisions: dict[int, Decision] = {}  # the latest of each sequence, the oldest first
+        self._decisions: dict[int, Decision] = {}  # the latest for each sequence, oldest first
         self._most_decisions = 64
-        self._dropped: set[int] = set()  # the sequences that were, and have not been fed again since
+        self._dropped: set[int] = set()  # sequences that were dropped, and not fed again since
         self._max_seq_len = _limit(max_seq_len, "max_seq_len", INT32_MAX - 1)
         self._max_sequences = _limit(max_sequences, "max_sequences", INT32_MAX)
         self._max_bytes = _limit(max_bytes, "max_bytes", INT64_MAX)
@@ -195,7 +195,7 @@ class KVCache:
         self._capacity = _limit(capacity, "capacity", INT64_MAX)
         self._block_size = _limit(block_size, "block_size", INT32_MAX - 1) or 0
         self._core = self._make_core(None)
-        self._capacity = self._core.capacity()  # where they were left to the core
+        self._capacity = self._core.capacity()  # read back the core's defaults
         self._block_size = self._core.block_size()
 
     def _make_core(self, original: _core.Cache | None) -> _core.Cache:
@@ -212,31 +212,31 @@ class KVCache:
 
     @classmethod
     def from_config(cls, config: Any, *, max_source_len: int | None = None, **overrides: Any) -> Self:
-        """Make a cache of the shape that a model's files say.
+        """Make a cache for a model, from its files.
 
         Parameters
         ----------
         config : path, mapping, or configuration of transformers
-            A Hugging Face folder, its ``config.json``, or a GGUF; or what such a file holds.
+            A Hugging Face folder, its ``config.json``, or a GGUF; or the content of a ``config.json``.
         max_source_len : int, optional
-            The most tokens, or frames, that an encoder is given, where there is one; by default what the files say.
+            The most tokens, or frames, that an encoder is given; by default as the files say. Ignored if there is none.
         **overrides
-            Arguments of `KVCache`, such as `dtype`, which go before what the files say.
+            Arguments of `KVCache`, such as `dtype`, that replace those from the files.
 
         Returns
         -------
         KVCache
-            Of the text decoder: its layers with their KV heads, policies (windows, chunks), shared rows, latents (MLA)
-            and RoPE, for the context it was trained for. Of a model with an encoder: the decoder's layers, then for
-            each its attention over the encoder.
+            For the text decoder: its layers with their KV heads, policies (windows, chunks), shared rows, latents (MLA)
+            and RoPE, and the context that it was trained for. For a model with an encoder: the decoder's layers, then a
+            cross-attention layer for each of them.
 
         Raises
         ------
         ModelFileError
-            If a file is missing, is not what it seems to be, or says what cannot be.
+            If a file is missing, is of another format, or holds impossible values.
         NotSupportedError
-            If a layer keeps something that there is no policy for. Keys with a rotation that depends on the length of
-            the sequence, as dynamic NTK and LongRoPE do, are taken; to move them raises this, with its name.
+            If a layer keeps a state that no policy describes. Rotations that depend on the length of the sequence, such
+            as dynamic NTK and LongRoPE, are accepted; moving such keys raises this error, which names the rotation.
         TypeError, ValueError
             If an override is wrong.
 
@@ -248,7 +248,7 @@ class KVCache:
         >>> kvcache.KVCache.from_config(config, dtype="q8_0").head_dim
         (64, 64)
         """
-        from kvcache.models import shapes  # which only who has files needs
+        from kvcache.models import shapes  # not loaded by `import kvcache`
 
         return cls(**{**shapes.read(config, max_source_len).arguments(), **overrides})
 
@@ -261,7 +261,7 @@ class KVCache:
         try:
             self.close()
         except (CacheBusyError, BufferError):
-            if kind is None:  # else what ended the block matters more: an interrupt may have left a batch open
+            if kind is None:  # else keep the exception of the block, which may have left a batch open
                 raise
 
     def __repr__(self) -> str:
@@ -274,18 +274,18 @@ class KVCache:
         return f"<KVCache: {layers}{limit}; {tokens} in {count(len(sequences), 'sequence')}, {readable(self.nbytes)}>"
 
     def __copy__(self) -> Self:
-        """Return an independent cache that holds the same.
+        """Return an independent cache with the same content.
 
-        Rows are copied block by block; those that sequences share are shared in the copy as well. Both have the
-        configuration, the strategy and the functions that move keys; `stats` begins anew, and views stay those of the
-        original. ``copy.deepcopy`` does the same.
+        Rows are copied block by block, and rows that sequences share stay shared in the copy. Configuration, strategy
+        and rope functions are those of the original; `stats` begins anew, and views stay the original's.
+        ``copy.deepcopy`` does the same.
 
         Raises
         ------
         CacheBusyError
             If a batch is open, or keys are being moved.
         MemoryError
-            If there is not enough.
+            If memory is short.
 
         Examples
         --------
@@ -316,11 +316,11 @@ class KVCache:
             "an independent cache in this process"
         )
 
-    # -- what it was made as
+    # -- configuration
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return len(self._layers)
 
     @property
@@ -340,22 +340,22 @@ class KVCache:
 
     @property
     def k_dtype(self) -> tuple[DType, ...]:
-        """The type that keys are stored as, in each layer."""
+        """The type of stored keys, in each layer."""
         return tuple(layer.k_dtype for layer in self._layers)
 
     @property
     def v_dtype(self) -> tuple[DType, ...]:
-        """The type that values are stored as, in each layer."""
+        """The type of stored values, in each layer."""
         return tuple(layer.v_dtype for layer in self._layers)
 
     @property
     def policy(self) -> tuple[Policy | None, ...]:
-        """The policy of each layer; None: no attention there."""
+        """The policy of each layer; None: no attention."""
         return tuple(layer.policy for layer in self._layers)
 
     @property
     def value_in_key(self) -> tuple[bool, ...]:
-        """Whether values lie in the keys, in each layer."""
+        """Whether keys hold the values, in each layer."""
         return tuple(layer.value_in_key for layer in self._layers)
 
     @property
@@ -365,7 +365,7 @@ class KVCache:
 
     @property
     def rope(self) -> tuple[RopeLike, ...]:
-        """How the keys of each layer carry their position; None: not told."""
+        """How the keys of each layer carry their position; None: unknown."""
         return tuple(layer.rope for layer in self._layers)
 
     @property
@@ -375,17 +375,17 @@ class KVCache:
 
     @property
     def max_seq_len(self) -> int | None:
-        """How many rows one sequence may hold in one layer; None: no limit."""
+        """The most rows that a sequence may hold in a layer; None: no limit."""
         return self._max_seq_len
 
     @property
     def max_sequences(self) -> int | None:
-        """How many sequences may hold rows; None: no limit."""
+        """The most sequences that may hold rows; None: no limit."""
         return self._max_sequences
 
     @property
     def capacity(self) -> int | None:
-        """How many tokens all sequences together may hold in any layer; None: no limit."""
+        """The most tokens that all sequences together may hold in a layer; None: no limit."""
         return self._capacity
 
     @property
@@ -400,7 +400,7 @@ class KVCache:
 
     @property
     def num_threads(self) -> int | None:
-        """How many threads one call uses; None: `get_num_threads` at the time of the call."""
+        """Threads of a call; None: `get_num_threads` at the time of the call."""
         return self._num_threads
 
     # -- a forward pass
@@ -413,43 +413,43 @@ class KVCache:
         seq_ids: Iterable[SupportsIndex] | None = None,
         parents: Iterable[SupportsIndex] | None = None,
     ) -> Batch:
-        """Begin a forward pass: make room for its tokens in every layer, and evict what no later query can see.
+        """Begin a forward pass: evict rows that no later query can see, and take slots for its tokens in every layer.
 
-        It does so wholly, or raises and changes nothing. Give exactly one of `n` and `positions`.
+        A call that raises changes nothing. Give exactly one of `n` and `positions`.
 
         Parameters
         ----------
         n : int, optional
-            The next `n` tokens of sequence 0: they stand at `next_position` and after it.
+            The number of tokens, which continue sequence 0 at `next_position`.
         positions : iterable of int, optional
             The position of each token in its sequence.
         seq_ids : iterable of int, optional
-            The sequence of each of the `positions`; by default they are all of sequence 0.
+            The sequence of each token; by default 0 for all.
         parents : iterable of int, optional
-            Makes trees of the tokens, as speculative decoding does [1]_: the index in the batch of an earlier token of
-            the same sequence that each one follows; -1: it follows what is stored. Of the batch a token then sees
-            itself and its ancestors, and nothing else. `Batch.commit` takes those that were accepted.
+            Makes trees of the tokens, for speculative decoding [1]_: the index in the batch of the earlier token of the
+            same sequence that each one follows; -1: it follows the stored tokens. Of the batch, a token then sees
+            itself and its ancestors only. `Batch.commit` takes the accepted tokens.
 
         Returns
         -------
         Batch
-            To be used in a ``with``, or ended by `Batch.commit` or `Batch.abort`.
+            Use it in a ``with``, or end it by `Batch.commit` or `Batch.abort`.
 
         Raises
         ------
         CacheFullError
-            If `max_seq_len`, `max_sequences`, `capacity` or `max_bytes` would be passed.
+            If `max_seq_len`, `max_sequences`, `capacity` or `max_bytes` would be exceeded.
         RowsGoneError
-            If a token would see rows that were evicted, or that went when `Adaptive` dropped the sequence.
+            If a token would see rows that were evicted, or that `Adaptive` dropped with the sequence.
         CacheBusyError
             While another batch is open, or keys are being rewritten in another thread.
         ValueError
-            If a position is negative, there is no token or more than 16,777,216 of them, `seq_ids` or `parents` has
-            not one entry per token, or a parent is no earlier token of the same sequence.
+            If a position is negative, there is no token or more than 16,777,216, `seq_ids` or `parents` does not have
+            one entry per token, or a parent is no earlier token of the same sequence.
         TypeError
-            If something is no integer, or `n` and `positions` are given both or neither.
+            If something is no integer, or both or neither of `n` and `positions` are given.
         MemoryError
-            If there is not enough.
+            If memory is short.
 
         References
         ----------
@@ -479,7 +479,7 @@ class KVCache:
     def _decide(
         self, found: dict[int, Decision], positions: npt.NDArray[np.int32], seq_ids: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_] | None:
-        """Decide on each sequence of a batch that is to begin; return which tokens are of those that are not stored."""
+        """Decide on each sequence of a new batch; return which tokens belong to sequences that are not stored."""
         ids, whose, num_tokens = np.unique(seq_ids, return_inverse=True, return_counts=True)
         first, last = np.full(len(ids), INT32_MAX), np.full(len(ids), -1)
         np.minimum.at(first, whose, positions)
@@ -505,14 +505,14 @@ class KVCache:
         return np.isin(seq_ids, unstored) if unstored else None
 
     def _free_memory(self) -> tuple[int, str]:
-        """Return how many bytes are free, with those that the cache keeps for reuse, and who says so."""
+        """Return how many bytes are free, with those that the cache keeps for reuse, and the source of the limit."""
         free, source = available_memory()
         stats = self._core.stats()
         kept, blocks = stats["blocks_free"], stats["blocks_free"] + stats["blocks_in_use"]
         return free + (self._core.nbytes() * kept // blocks if blocks else 0), source
 
     def _note(self, found: dict[int, Decision]) -> None:
-        """Keep what was decided, for `explain`, and log it."""
+        """Keep the decisions for `explain`, and log them."""
         for seq_id, decision in found.items():
             before = self._decisions.pop(seq_id, None)
             self._decisions[seq_id] = decision
@@ -523,16 +523,16 @@ class KVCache:
             self._forget_decisions()
 
     def _end(self, found: dict[int, Decision]) -> None:
-        """Give the memory back of sequences that a batch has dropped, now that it was committed."""
+        """Give back the memory of sequences that a committed batch has dropped."""
         dropped = {seq_id for seq_id, decision in found.items() if decision.outcome == "dropped"}
         self._dropped -= {seq_id for seq_id, decision in found.items() if decision.outcome == "stored"}
         self._dropped |= dropped
         if dropped:
-            with suppress(CacheBusyError, BufferError, MemoryError):  # then it is reused, or goes with the next
+            with suppress(CacheBusyError, BufferError, MemoryError):  # the memory stays for reuse
                 self._core.compact()
 
     def _forget_decisions(self) -> None:
-        """Keep those on sequences that there are, and the last few of what was not stored."""
+        """Forget decisions, except on sequences that hold rows and the latest 8 on others that were not stored."""
         alive = set(self.sequences)
         others = [seq_id for seq_id, (outcome, _) in self._decisions.items() if outcome != "stored"]
         kept = alive.union([seq_id for seq_id in others if seq_id not in alive][-8:])
@@ -540,12 +540,12 @@ class KVCache:
         self._most_decisions = 64 + 2 * len(self._decisions)
 
     def explain(self) -> str:
-        """Say what the strategy is, and what it decided and why: for each sequence there is, and the last not stored.
+        """Describe the strategy and its decisions: for each sequence that holds rows, and the latest not stored.
 
         Returns
         -------
         str
-            A few lines for people.
+            Lines for people.
 
         Examples
         --------
@@ -583,22 +583,21 @@ class KVCache:
         seq_id : int, default 0
             Which sequence.
         copy : bool, optional
-            False: a view without a copy. True: a copy. None, the default: a view where that is possible, else a copy.
-            Keys that were moved and have yet to be rotated have no view before `settle`.
+            False: a view. True: a copy. None, the default: a view if possible, else a copy. Keys that were moved have
+            no view before `settle` rotates them.
 
         Returns
         -------
         numpy.ndarray
-            Of shape ``[num_kv_heads, len, head_dim]`` and of the stored type; bf16 as ``ml_dtypes.bfloat16`` where
-            that is installed, else as two bytes that go out through DLPack. A view is read-only and keeps its rows as
-            they are, whatever becomes of the sequence; while it is there, `compact` and `close` raise ``BufferError``.
+            ``[num_kv_heads, len, head_dim]`` of the stored type; bf16 as ``ml_dtypes.bfloat16`` if that is installed,
+            else as a type of two bytes, which DLPack exports as bf16. A view is read-only and keeps its rows, whatever
+            becomes of the sequence; while it exists, `compact` and `close` raise ``BufferError``.
 
         Raises
         ------
         ValueError
-            If `copy` is False and the rows do not lie in one piece, where `spans` has a view of each, or were moved and
-            `settle` has not been called since; or if the type is a quantised one, which no array can show: `gather`
-            decodes.
+            If `copy` is False and the rows do not lie in one piece (`spans` has a view of each piece), or were moved
+            since the last `settle`; or if the type is quantised, which no array can show (`gather` decodes).
         IndexError
             If there is no such layer.
 
@@ -615,27 +614,27 @@ class KVCache:
         return self._core.rows(seq_id, layer, copy, False)
 
     def values(self, layer: SupportsIndex, *, seq_id: SupportsIndex = 0, copy: bool | None = None) -> npt.NDArray[Any]:
-        """Return the stored values, ``[num_kv_heads, len, v_head_dim]``; for the rest see `keys`."""
+        """Return the stored values, ``[num_kv_heads, len, v_head_dim]``; arguments and errors are those of `keys`."""
         return self._core.rows(seq_id, layer, copy, True)
 
     def get(
         self, layer: SupportsIndex, position: SupportsIndex, *, seq_id: SupportsIndex = 0
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None:
-        """Return the key, rotated for where it stands now, and the value of one token, as new f32 arrays.
+        """Return the key, rotated for its present position, and the value of a token, as new f32 arrays.
 
         Parameters
         ----------
         layer : int
             Which layer.
         position : int
-            Which token; of several at one position, the latest.
+            The token's position; of several tokens there, the latest.
         seq_id : int, default 0
             Which sequence.
 
         Returns
         -------
         tuple of numpy.ndarray or None
-            ``[num_kv_heads, head_dim]`` and ``[num_kv_heads, v_head_dim]``; None where the layer does not hold it.
+            ``[num_kv_heads, head_dim]`` and ``[num_kv_heads, v_head_dim]``; None if the layer does not hold it.
 
         Raises
         ------
@@ -666,25 +665,26 @@ class KVCache:
         first : int, default 0
             The first row to copy.
         dtype : {"f32", "f16", "bf16"}, optional
-            What the rows are converted to, f32 by default.
+            The type to convert rows to, f32 by default.
         out : tuple of two arrays, optional
-            Where they go, in place of new arrays: of any of these types, NumPy's or DLPack's, with any strides but that
-            of the last axis, neither within the other, for as many rows as are wanted.
+            Arrays for keys and values, in place of new ones, for as many rows as are wanted: of any of these types,
+            NumPy's or DLPack's, contiguous along the last axis, and not overlapping.
 
         Returns
         -------
         tuple of numpy.ndarray
-            ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]``; or `out`.
+            ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]``, keys rotated for their present
+            positions; or `out`.
 
         Raises
         ------
         IndexError
             If there is no such layer.
         ValueError
-            If there is no such `dtype`, or it is given beside `out`; if `first` is negative or past the last row, or
-            `out` is of another shape, longer than what there is, read-only, or overlaps.
+            If there is no such `dtype`, or it is given with `out`; if `first` is negative or past the last row; if
+            `out` has another shape, more rows than there are, is read-only, or overlaps.
         TypeError
-            If `out` is not a pair of arrays, or of other types.
+            If `out` is no pair of arrays, or has other types.
         """
         chosen = None if dtype is None else check_float_dtype(dtype, "dtype")
         result: tuple[Any, Any] = self._core.gather(seq_id, layer, first, chosen, out)
@@ -693,7 +693,7 @@ class KVCache:
     def extract(
         self, layer: SupportsIndex, begin: SupportsIndex, end: SupportsIndex, *, seq_id: SupportsIndex = 0
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Return copies of the keys and values at positions ``[begin, end)``, zeros where there are none.
+        """Return copies of the keys and values at positions ``[begin, end)``, and zeros where nothing is stored.
 
         Parameters
         ----------
@@ -708,7 +708,7 @@ class KVCache:
         -------
         tuple of numpy.ndarray
             ``[num_kv_heads, end - begin, head_dim]`` and ``[num_kv_heads, end - begin, v_head_dim]`` of f32: decoded,
-            and keys rotated for where they stand now.
+            and keys rotated for their present positions.
 
         Raises
         ------
@@ -741,9 +741,9 @@ class KVCache:
         seq_id: SupportsIndex = 0,
         skip_missing: bool = False,
     ) -> int:
-        """Replace keys and values that are stored at positions from `begin` on.
+        """Replace stored keys and values at positions from `begin` on.
 
-        Other sequences that share the rows, and views, keep what they had.
+        Views, and other sequences that share the rows, keep the former ones.
 
         Parameters
         ----------
@@ -753,33 +753,34 @@ class KVCache:
             The position of the first; of several rows at one position, the latest is replaced.
         k, v : array
             ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]``, of f32, f16 or bf16 as in
-            `Batch.put`; the keys rotated for the positions they go to. `v` is left out where values lie in the keys.
+            `Batch.put`; keys are rotated for these positions. Leave out `v` if keys hold the values.
         seq_id : int, default 0
             Which sequence.
         skip_missing : bool, default False
-            Whether rows are skipped for whose position nothing is stored; else that is an error.
+            Whether to skip positions where nothing is stored; else that is an error.
 
         Returns
         -------
         int
-            How many positions got other rows: all, unless some were skipped.
+            The number of replaced rows: all that were given, unless some were skipped.
 
         Raises
         ------
         IndexError
-            If there is no such layer, or nothing is stored at some of the positions: which, and nothing was replaced.
+            If there is no such layer, or nothing is stored at some positions, which the message names; nothing is
+            replaced then.
         ValueError
-            If a shape is wrong, `begin` is negative, or the layer shares another's rows or has no attention.
+            If a shape is wrong, `begin` is negative, or the layer reads another's rows or has no attention.
         TypeError
             If something is no array, or one of another element type.
         NotSupportedError
-            If the policy of the layer is `CrossAttention`: `Batch.put` replaces all rows there.
+            If the policy of the layer is `CrossAttention`, whose rows `Batch.put` replaces.
         CacheBusyError
-            If the sequence is part of an open batch, or its keys are being moved.
+            If the sequence is in an open batch, or its keys are being moved.
         CacheFullError
-            If shared rows had to be copied first, and `capacity` or `max_bytes` would be passed.
+            If shared rows have to be copied, and `capacity` or `max_bytes` would be exceeded.
         MemoryError
-            If there is not enough.
+            If memory is short.
 
         Examples
         --------
@@ -796,20 +797,19 @@ class KVCache:
         return self._core.inject(seq_id, layer, begin, k, v, skip_missing)
 
     def spans(self, layer: SupportsIndex, *, seq_id: SupportsIndex = 0) -> list[Span]:
-        """Return the stored rows of a sequence in a layer where they lie, in order of arrival.
+        """Return views of the stored rows of a sequence in a layer, in order of arrival.
 
         Returns
         -------
         list of Span
-            With views as `keys` returns them, but of keys as they were stored, whatever their `delta`; together they
-            are all rows.
+            All rows. The views are like those of `keys`, but show keys as they are stored, whatever their `delta`.
 
         Raises
         ------
         IndexError
             If there is no such layer.
         ValueError
-            If a type is a quantised one, which no array can show: `gather` decodes.
+            If a type is quantised, which no array can show (`gather` decodes).
 
         Examples
         --------
@@ -830,33 +830,33 @@ class KVCache:
         """Return the positions of a sequence's rows in a layer, in order of arrival."""
         return self._core.positions(seq_id, layer)
 
-    # -- looking at sequences
+    # -- inspecting sequences
 
     @property
     def sequences(self) -> list[int]:
-        """The ids of the sequences that hold tokens, ascending; not of those that only hold an encoder's rows."""
+        """The ids of the sequences that hold tokens, ascending; without those that hold only an encoder's rows."""
         return self._core.sequences()
 
     def seq_len(self, seq_id: SupportsIndex = 0, *, layer: SupportsIndex | None = None) -> int:
-        """Return how many rows a sequence holds in a layer, by default in the one that keeps most."""
+        """Return how many rows a sequence holds in a layer, by default in the layer with most."""
         return self._core.seq_len(seq_id, layer)
 
     def first_position(self, seq_id: SupportsIndex = 0) -> int:
-        """Return the smallest position of which some layer holds a row; -1 where nothing is stored."""
+        """Return the smallest position with a row in some layer; -1 if nothing is stored."""
         return self._core.first_position(seq_id)
 
     def last_position(self, seq_id: SupportsIndex = 0) -> int:
-        """Return the largest position of which some layer holds a row; -1 where nothing is stored."""
+        """Return the largest position with a row in some layer; -1 if nothing is stored."""
         return self._core.last_position(seq_id)
 
     def next_position(self, seq_id: SupportsIndex = 0) -> int:
-        """Return where the runner goes on from: `last_position` + 1, and so 0 where nothing is stored."""
+        """Return the position at which the runner continues: `last_position` + 1, so 0 if nothing is stored."""
         return self._core.next_position(seq_id)
 
     def can_resume(self, position: SupportsIndex, *, seq_id: SupportsIndex = 0) -> bool:
-        """Say whether a sequence can go on from a position.
+        """Return whether a sequence can continue from a position.
 
-        It can if that is at most `next_position`, and no row that a query there or later would see was evicted.
+        It can if the position is at most `next_position`, and no row that a query there or later sees was evicted.
 
         Examples
         --------
@@ -870,25 +870,25 @@ class KVCache:
     # -- editing sequences
 
     def copy_prefix(self, src: SupportsIndex, dst: SupportsIndex, length: SupportsIndex) -> None:
-        """Make `dst` the rows of `src` at positions below `length`, whatever it held before.
+        """Replace what `dst` holds by the rows of `src` at positions below `length`.
 
-        No row is copied: the two share them until one drops them, and each appends to its own. That needs no room: how
-        many sequences there may be is looked at when the next batch begins.
+        No row is copied: the two share the rows until one drops them, and each appends its own. `max_sequences` is
+        checked when the next batch begins, not here.
 
         Raises
         ------
         CacheBusyError
-            If one of the two is part of an open batch.
+            If one of the two is in an open batch.
         ValueError
             If `src` and `dst` are the same, or `length` is negative.
         MemoryError
-            If there is not enough for the bookkeeping.
+            If memory for the bookkeeping is short.
         """
         self._core.copy_prefix(src, dst, length)
         self._follow_drop(src, dst)
 
     def fork(self, src: SupportsIndex, dst: SupportsIndex) -> None:
-        """Make `dst` share all rows of `src`; for the rest, and what is raised, see `copy_prefix`.
+        """Make `dst` share all rows of `src`; errors are those of `copy_prefix`.
 
         Examples
         --------
@@ -905,7 +905,7 @@ class KVCache:
         self._follow_drop(src, dst)
 
     def _follow_drop(self, src: SupportsIndex, dst: SupportsIndex) -> None:
-        """Carry over to a copy that its original was dropped."""
+        """Mark a copy as dropped if its original was."""
         self._dropped.discard(operator.index(dst))
         if operator.index(src) in self._dropped:
             self._dropped.add(operator.index(dst))
@@ -916,7 +916,7 @@ class KVCache:
         Raises
         ------
         CacheBusyError
-            If one of the others is part of an open batch.
+            If one of the others is in an open batch.
         """
         self._core.keep(seq_id)
         self._dropped &= {operator.index(seq_id)}
@@ -927,7 +927,7 @@ class KVCache:
         Raises
         ------
         CacheBusyError
-            If one of them is part of an open batch.
+            If one of them is in an open batch.
         """
         self._core.clear(seq_id)
         if seq_id is None:
@@ -950,19 +950,19 @@ class KVCache:
         begin : int, default 0
             The first position to drop.
         end : int, optional
-            Where to stop; by default all after `begin` are dropped.
+            The end of the positions to drop; by default that of the sequence.
         seq_id : int, default 0
             Which sequence.
         shift : bool, default True
-            Whether later tokens move down by ``end - begin``, as by `shift`; if not, a gap stays. Each such removal
-            leaves tokens off by one distance more, which attention pays for once there are hundreds: see `settle`.
+            Whether later tokens move down by ``end - begin``, as by `shift`; else a gap stays. Each removal leaves
+            tokens with one more distance from their rotation; hundreds of these slow attention down: see `settle`.
 
         Raises
         ------
         NotSupportedError
-            If later tokens would have to move, and `rope` was not given.
+            If later tokens have to move, and `rope` was not given.
         CacheBusyError
-            If the sequence is part of an open batch.
+            If the sequence is in an open batch.
         ValueError
             If `begin` is negative or `end` is below it.
         CacheFullError, MemoryError
@@ -986,18 +986,18 @@ class KVCache:
     ) -> None:
         """Move the tokens of a sequence at positions ``[begin, end)`` by `delta`.
 
-        Those that would come below 0 are dropped. With a `Rope`, or without rotation, no row is touched, and none is
-        copied: queries are rotated instead, and what hands keys out rotates them on the way. With a function as `rope`
-        the moved keys are rewritten, those that sequences share after a copy.
+        Tokens that would move below 0 are dropped. With a `Rope`, or without rotation, no row is changed or copied:
+        attention rotates queries instead, and methods that return keys rotate these. With a function as `rope`, the
+        moved keys are rewritten, and keys that sequences share are copied first.
 
         Parameters
         ----------
         begin : int
             The first position to move.
         end : int or None
-            Where to stop; None: all from `begin` on move.
+            The end of the positions to move; None: that of the sequence.
         delta : int
-            By how much; may be negative.
+            The distance; may be negative.
         seq_id : int, default 0
             Which sequence.
 
@@ -1006,13 +1006,13 @@ class KVCache:
         NotSupportedError
             If `rope` was not given.
         CacheBusyError
-            If the sequence is part of an open batch.
+            If the sequence is in an open batch.
         ValueError
-            If `begin` is negative or `end` is below it, or a position would be too large.
+            If `begin` is negative, `end` is below it, or a position would be too large.
         CacheFullError
-            If rows would have to be copied, and `capacity` or `max_bytes` would be passed.
+            If rows have to be copied, and `capacity` or `max_bytes` would be exceeded.
         MemoryError
-            If there is not enough.
+            If memory is short.
 
         Examples
         --------
@@ -1032,15 +1032,15 @@ class KVCache:
     ) -> None:
         """Divide the positions ``[begin, end)`` of a sequence by `divisor`, rounding down, as self-extend does [1]_.
 
-        Several tokens then stand at one position. Keys that carry a rotation are rewritten, beside those that there
-        were: until all are, both take memory.
+        Several tokens then have the same position. Rotated keys are rewritten to new memory, and the former ones are
+        freed at the end.
 
         Parameters
         ----------
         begin : int
             The first position.
         end : int or None
-            Where to stop; None: all from `begin` on.
+            The end of the positions; None: that of the sequence.
         divisor : int
             At least 1.
         seq_id : int, default 0
@@ -1051,7 +1051,7 @@ class KVCache:
         NotSupportedError
             If `rope` was not given.
         CacheBusyError
-            If the sequence is part of an open batch.
+            If the sequence is in an open batch.
         ValueError
             If `begin` is negative, `end` is below it, or `divisor` below 1.
         CacheFullError, MemoryError
@@ -1075,37 +1075,37 @@ class KVCache:
         self._core.divide(seq_id, begin, end, divisor)
 
     def truncate(self, length: SupportsIndex, *, seq_id: SupportsIndex = 0) -> None:
-        """Drop the rows of a sequence at positions of `length` and more.
+        """Drop the rows of a sequence at positions from `length` on.
 
         Raises
         ------
         CacheBusyError
-            If the sequence is part of an open batch.
+            If the sequence is in an open batch.
         ValueError
             If `length` is negative.
         MemoryError
-            If there is not enough.
+            If memory is short.
         """
         self._core.truncate(seq_id, length)
 
     # -- memory
 
     def settle(self) -> None:
-        """Rotate the keys that were moved, of every sequence, so that they are stored as they stand.
+        """Rotate the stored keys of moved tokens, in every sequence, for their present positions.
 
-        They are rounded to their type once more. It makes views possible, and attention over tokens that were moved by
-        many different distances faster. Rows that sequences share and see at different positions are copied.
+        The keys are rounded to their type once more. Views of them become possible, and attention over tokens that were
+        moved by many different distances becomes faster. Rows that sequences share at different positions are copied.
 
         Raises
         ------
         CacheBusyError
             While a batch is open.
         BufferError
-            While a view of rows is there.
+            While a view of rows exists.
         CacheFullError
-            If rows would have to be copied, and `capacity` or `max_bytes` would be passed.
+            If rows have to be copied, and `capacity` or `max_bytes` would be exceeded.
         MemoryError
-            If there is not enough.
+            If memory is short.
 
         Examples
         --------
@@ -1122,56 +1122,56 @@ class KVCache:
         self._core.settle()
 
     def reserve(self, num_tokens: SupportsIndex, *, seq_id: SupportsIndex = 0) -> None:
-        """Take now the memory that so many more tokens of a sequence need.
+        """Allocate the memory for `num_tokens` more tokens of a sequence.
 
-        The next batches, of as many tokens together, then take none for rows or bookkeeping, and fault on no page of
-        the rows: these are resident. Memory that is free already counts, and other sequences may use what was reserved;
-        it stays until it is used, `compact` gives it back, or `max_bytes` leaves other rows no room. Rows are evicted
-        and moved together as by `batch`.
+        The next batches, up to that many tokens together, then allocate nothing for rows or bookkeeping, and cause no
+        page fault: the memory is resident. Free memory of the cache counts, and other sequences may use what was
+        reserved. It stays reserved until it is used, `compact` gives it back, or other rows need it under `max_bytes`.
+        Rows are evicted and compacted as by `batch`.
 
         Parameters
         ----------
         num_tokens : int
             At least 1.
         seq_id : int, default 0
-            The sequence that they are to go on with.
+            The sequence that the tokens will continue.
 
         Raises
         ------
         CacheFullError
-            If a batch of as many tokens would not fit: `max_seq_len`, `max_sequences`, `capacity` or `max_bytes`.
+            If a batch of as many tokens would exceed `max_seq_len`, `max_sequences`, `capacity` or `max_bytes`.
         CacheBusyError
             While a batch is open.
         ValueError
             If `num_tokens` is below 1.
         MemoryError
-            If there is not enough.
+            If memory is short.
         """
         self._core.reserve(num_tokens, seq_id)
 
     def room(self, seq_id: SupportsIndex = 0) -> int:
-        """Return how many tokens one batch could add to a sequence now, from `next_position` on.
+        """Return the most tokens that one batch could add to a sequence now, from `next_position` on.
 
-        That is what `max_seq_len`, `max_sequences`, `capacity` and `max_bytes` leave once rows are evicted for it, and
-        never more than a batch may have, 16,777,216.
+        It is what `max_seq_len`, `max_sequences`, `capacity` and `max_bytes` allow after the batch's evictions, and at
+        most 16,777,216, the limit of a batch.
 
         Parameters
         ----------
         seq_id : int, default 0
-            A sequence, which need not be there yet.
+            A sequence, which may be empty.
 
         Returns
         -------
         int
-            Under a `SlidingWindow` or `ChunkedAttention` there may be as much room again once these are committed: a
-            prompt that is longer is fed in pieces.
+            Tokens. Under a `SlidingWindow` or `ChunkedAttention` there may be room for more once these are committed:
+            feed a longer prompt in pieces.
 
         Raises
         ------
         CacheBusyError
             While a batch is open.
         MemoryError
-            If there is not enough to find out.
+            If memory for the computation is short.
 
         Examples
         --------
@@ -1192,28 +1192,28 @@ class KVCache:
         return self._core.room(seq_id)
 
     def compact(self) -> None:
-        """Move rows together so that no block has holes, and give the memory this frees back.
+        """Move rows together so that no block has holes, and give the freed memory back.
 
         Raises
         ------
         CacheBusyError
             While a batch is open.
         BufferError
-            While a view of rows is there.
+            While a view of rows exists.
         MemoryError
-            If there is not enough to move them.
+            If memory for moving them is short.
         """
         self._core.compact()
 
     def close(self) -> None:
-        """Free everything; a second time does nothing. The end of a ``with`` does it too.
+        """Free everything. A second call does nothing; the end of a ``with`` calls it.
 
         Raises
         ------
         CacheBusyError
             While a batch is open, or a call runs in another thread.
         BufferError
-            While a view of rows is there.
+            While a view of rows exists.
         """
         self._core.close()
 
@@ -1224,14 +1224,14 @@ class KVCache:
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Bytes of rows when `capacity` tokens are stored in every layer; None where there is no limit."""
+        """Bytes of rows with `capacity` tokens in every layer; None without a limit."""
         return self._core.capacity_bytes()
 
     def most_bytes(self, num_tokens: SupportsIndex) -> int:
-        """Return the bytes of rows that one sequence comes to hold, in all layers, with so many tokens.
+        """Return the most bytes of rows that a sequence of `num_tokens` tokens holds, over all layers.
 
-        Windows and chunks are counted full, an encoder's rows as `max_len`, and no layer holds more than `max_seq_len`.
-        Blocks that are not full, and bookkeeping, come on top; rows that sequences share are stored once.
+        Windows and chunks count as full, an encoder's rows as `max_len`, and no layer holds more than `max_seq_len`.
+        Partly filled blocks and bookkeeping come on top; rows that sequences share are stored once.
 
         Examples
         --------
@@ -1247,38 +1247,38 @@ class KVCache:
 
     @property
     def utilization(self) -> float:
-        """Tokens held as a fraction of `capacity`; where that has no limit, of what the blocks there are can hold."""
+        """Tokens held, as a fraction of `capacity`; without that limit, of the slots of the allocated blocks."""
         return self._core.utilization()
 
     def stats(self) -> dict[str, int]:
-        """Return counters since the cache was made, and what it holds now.
+        """Return counters since the cache was made, and present numbers of slots and blocks.
 
         Returns
         -------
         dict
             ``batches`` and ``tokens`` committed, batches ``aborted``; ``rows_evicted``; ``rows_moved`` by
-            ``compactions``, ``rows_copied`` to be changed (by `divide`, by `shift` where `rope` is a function, and by
-            `settle` and `inject` where sequences share them); blocks whose memory was taken, reused and given back:
-            ``blocks_opened``, ``blocks_reused``, ``blocks_returned``. Now: ``live_slots`` hold a token,
-            ``wasted_slots`` wait for a compaction, ``blocks_in_use`` and ``blocks_free``. Rows, slots and blocks are
-            summed over the layer groups (the layers of one policy), not over layers.
+            ``compactions``; ``rows_copied`` before a change (by `divide`, by `shift` if `rope` is a function, and by
+            `settle` and `inject` of shared rows); ``blocks_opened``, ``blocks_reused`` and ``blocks_returned``, whose
+            memory was allocated, reused and given back. At present: ``live_slots`` hold a token, ``wasted_slots`` wait
+            for a compaction; ``blocks_in_use`` and ``blocks_free``. Rows, slots and blocks are summed over layer groups
+            (the layers of one policy), not over layers.
         """
         return self._core.stats()
 
     def blocks(self, layer: SupportsIndex = 0) -> list[Block]:
-        """Return the blocks where the rows of a layer lie, and those of its group, all as they are at one moment.
+        """Return the blocks that hold the rows of a layer and its group, all at one moment.
 
-        `kvcache.plot.blocks` draws them. Rows of a batch that are not to be stored lie elsewhere.
+        `kvcache.plot.blocks` draws them. Rows of sequences that are not stored lie elsewhere.
 
         Parameters
         ----------
         layer : int, default 0
-            Which layer; those of one policy lie in the same blocks.
+            Which layer; the layers of one policy share blocks.
 
         Returns
         -------
         list of Block
-            Those in use, and those kept free for reuse, by index.
+            The blocks in use, and those kept for reuse, by index.
 
         Raises
         ------
@@ -1287,7 +1287,7 @@ class KVCache:
 
         Examples
         --------
-        Six tokens in blocks of four, and a fork; then both go on, each with a token of its own:
+        Six tokens in blocks of four, and a fork; then each of the two appends a token:
 
         >>> import numpy as np
         >>> import kvcache
@@ -1312,12 +1312,12 @@ class KVCache:
         return [Block(i, *fields, held) for i, (fields, held) in enumerate(zip(blocks, holders, strict=True))]
 
     def validate(self) -> None:
-        """Check every invariant of the bookkeeping; meant for tests.
+        """Check every invariant of the bookkeeping, for tests.
 
         Raises
         ------
         KVCacheError
-            If one does not hold: which, and why.
+            If one does not hold; the message says which, and why.
         """
         self._core.validate()
 

@@ -1,38 +1,38 @@
-"""What can go wrong with a cache and is not an ordinary Python error already.
+"""Errors that Python has no type for.
 
-Beside these, kvcache raises what Python itself would: ``ValueError`` for an argument with a value that will not do and
-for the use of a closed cache or an ended batch, ``TypeError``, ``IndexError``, ``MemoryError``, and ``BufferError``
-where an array still looks at memory that would go.
+kvcache also raises Python's own errors: ``ValueError`` for an unsuitable value and for the use of a closed cache or an
+ended batch, ``TypeError``, ``IndexError``, ``MemoryError``, and ``BufferError`` while an array still shows memory that
+would be freed.
 """
 
 import reprlib
 
 
 class KVCacheError(Exception):
-    """The base of the errors that are kvcache's own; by itself, that a cache is damaged."""
+    """The base of kvcache's errors; raised itself if a cache is damaged."""
 
 
 class CacheFullError(KVCacheError):
-    """The tokens do not fit: `max_seq_len`, `max_sequences`, `capacity` or `max_bytes` would be passed.
+    """The tokens do not fit: `max_seq_len`, `max_sequences`, `capacity` or `max_bytes` would be exceeded.
 
-    Not a ``MemoryError``: the limit is one that the cache was given.
+    Not a ``MemoryError``: the limit is an argument of the cache.
     """
 
 
 class CacheBusyError(KVCacheError):
-    """An open batch, or a call in another thread, is using what was to be changed."""
+    """An open batch, or a call in another thread, uses what the call would change."""
 
 
 class NotSupportedError(KVCacheError, NotImplementedError):
-    """The operation makes sense, but not with this cache."""
+    """The operation makes sense, but this cache does not support it."""
 
 
 class RowsGoneError(KVCacheError):
-    """A token would have to see rows that were evicted."""
+    """A token would see rows that were evicted."""
 
 
 class ModelFileError(KVCacheError, ValueError):
-    """A model's file cannot be used: it is damaged, or of a kind that is not read."""
+    """A model's file cannot be used: it is missing, damaged, or of an unsupported kind."""
 
 
 _SHORT = reprlib.Repr()
@@ -41,22 +41,22 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 def shown(value: object) -> str:
-    """Return a value from a file as a sentence has it: quoted, no control characters, and cut where it is long.
+    """Quote a value from a file for a message, without control characters, and cut if it is long.
 
-    It takes no more time or memory than what is shown, however large the value is.
+    Time and memory are those of the result, however large the value is.
     """
     if isinstance(value, str):
         text = repr(value[:80]) + ("..." if len(value) > 80 else "")
     else:
         try:
             text = _SHORT.repr(value)
-        except ValueError:  # thousands of digits
+        except ValueError:  # an integer of thousands of digits
             text = f"a {type(value).__name__} of very many digits"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def plain(text: object) -> str:
-    """Return a path or a name as it is, but quoted where it could steer a terminal, and cut where it could flood it."""
+    """Return a path or a name unchanged; quote it if it has control characters, and cut it if it is long."""
     text = str(text)
     if len(text) > 255:
         text = f"{text[:120]}...{text[-120:]}"

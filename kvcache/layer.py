@@ -1,4 +1,4 @@
-"""What each layer stores: one value for all or one per layer, checked, and made into what the core takes."""
+"""Layers: the arguments of `KVCache` that take one value for all layers or one per layer, checked, for the core."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ DType: TypeAlias = Literal[FloatDType, "q8_0", "q4_0"]
 DTYPES: tuple[DType, ...] = get_args(DType)
 T = TypeVar("T")
 
-MAX_LAYERS = 1 << 20  # the limits of the core, for messages that name the arguments as they are called here
+MAX_LAYERS = 1 << 20  # the core's limits, checked here so that messages name Python's arguments
 MAX_DIM = 1 << 20
 
 
 def suits(dtype: DType, dim: int) -> bool:
-    """Whether rows of so many elements can be of a type: the quantised ones take 32 at a time."""
+    """Whether rows of `dim` elements can have a type: quantised types store 32 elements at a time."""
     return dtype not in ("q8_0", "q4_0") or dim % 32 == 0
 
 
 def dtypes_for(*dims: int) -> list[DType]:
-    """Return the types that suit rows of all these sizes."""
+    """Return the types that rows of all these sizes can have."""
     return [dtype for dtype in DTYPES if all(suits(dtype, dim) for dim in dims)]
 
 
@@ -44,7 +44,7 @@ def bytes_of_token(
 
 
 class Layer(NamedTuple):
-    """What one layer stores."""
+    """The shape, types and policy of one layer."""
 
     num_kv_heads: int
     head_dim: int
@@ -72,7 +72,7 @@ class Layer(NamedTuple):
         return ", ".join(words)
 
     def most_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of rows that a sequence of so many tokens may come to hold."""
+        """Return the most bytes of rows that a sequence of `num_tokens` tokens can hold."""
         policy = self.policy
         if policy is None or self.share is not None:
             return 0
@@ -85,7 +85,7 @@ class Layer(NamedTuple):
         return num_tokens * bytes_of_token(*self[:5], self.value_in_key)
 
     def for_core(self) -> _core._LayerTuple:
-        """Return what the core makes its layer of."""
+        """Return the layer as the core takes it."""
         rope: Any = self.rope
         if isinstance(rope, Rope):
             rope = rope.inv_freq, rope.interleaved, rope.first_dim
@@ -112,7 +112,7 @@ def make_layers(
     share: Any,
     rope: Any,
 ) -> list[Layer]:
-    """Make the layers out of arguments that are called like this, or say what is wrong with them."""
+    """Make the layers of the arguments of `KVCache` with these names; raise an error that names a wrong one."""
     n = integer(num_layers, "num_layers", 1, MAX_LAYERS)
     k_dims = _per_layer(head_dim, "head_dim", n, _dim)
     dtypes = _per_layer(dtype, "dtype", n, _dtype)
@@ -144,7 +144,7 @@ def make_layers(
 
 
 def _per_layer(value: Any, name: str, num_layers: int, convert: Callable[[Any, str], T]) -> list[T]:
-    """One value for each layer, from one for all or a sequence of them."""
+    """Return one value per layer, from one for all or a sequence."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return [convert(value, name)] * num_layers
     if len(value) != num_layers:
@@ -217,7 +217,7 @@ def _check_rope(rope: Rope, layer: Layer, i: int) -> None:
 
 
 def _share(layers: list[Layer], share: Any) -> None:
-    """Enter whose rows each layer reads."""
+    """Set the layer whose rows each layer reads."""
     if isinstance(share, str) or not isinstance(share, Sequence):
         raise TypeError(f"share={share!r}: must be None, or a sequence of one layer or None for each layer")
     owners = _per_layer(share, "share", len(layers), lambda one, name: _index(one, name, len(layers)))
@@ -238,12 +238,12 @@ def _index(value: Any, name: str, num_layers: int) -> int | None:
 
 
 def _name(name: str, value: Any, layer: int) -> str:
-    """What to call the value for one layer."""
+    """Return the name of a layer's value in messages."""
     return name if isinstance(value, str) or not isinstance(value, Sequence) else f"{name}[{layer}]"
 
 
 def _core_policy(policy: Policy | None) -> tuple[int, int, int, int, int, int]:
-    """Kind, window, num_sink_tokens, attention_chunk_size, resume_window, max_len; 0 where it has none."""
+    """Return kind, window, num_sink_tokens, attention_chunk_size, resume_window and max_len; 0 for what it lacks."""
     match policy:
         case SlidingWindow(window, sinks, resume):
             return _core.POLICIES["sliding"], window, sinks, 0, resume or window, 0

@@ -1,4 +1,4 @@
-"""Which positions a query of a layer may see, and so which rows a layer may drop."""
+"""Policies: which positions a query of a layer may see, and so which rows the layer may drop."""
 
 from dataclasses import dataclass, fields
 from typing import TypeAlias
@@ -15,17 +15,17 @@ class FullAttention:
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """A query sees the latest positions up to its own, and the first tokens where these are to stay.
+    """A query sees the latest positions up to its own, and optionally the first tokens.
 
     Parameters
     ----------
     window : int
         How many positions a query sees, its own included, as Hugging Face and Mistral count it. At least 1.
     num_sink_tokens : int, optional
-        Positions below this number are always seen, beside the window, and stay [1]_. None by default.
+        Positions below this number stay, and are always seen beside the window [1]_. 0 by default.
     resume_window : int, optional
-        How many of the latest positions are kept, counted like `window` and at least that, its default. More means
-        that a sequence can go back further: to at least ``resume_window - window`` tokens before its end.
+        How many of the latest positions are kept, counted like `window`: at least `window`, the default. With more, a
+        sequence can go back further: to at least ``resume_window - window`` tokens before its end.
 
     Raises
     ------
@@ -57,15 +57,15 @@ class SlidingWindow:
 
 @dataclass(frozen=True)
 class ChunkedAttention:
-    """A query sees the positions of its own chunk up to its own, as in Llama 4: those from the multiple of the size.
+    """A query sees the positions of its own chunk up to its own, as in Llama 4; chunks begin at multiples of the size.
 
     Parameters
     ----------
     attention_chunk_size : int
         Positions in a chunk. At least 1.
     resume_window : int, optional
-        How many positions are kept at least beside those of the current chunk; by default none. More means that a
-        sequence can go back further: to any chunk that begins among these.
+        How many positions are kept, at least, before the current chunk; by default none. With more, a sequence can go
+        back further: to any chunk that begins among these.
 
     Raises
     ------
@@ -91,11 +91,11 @@ class ChunkedAttention:
 
 @dataclass(frozen=True)
 class CrossAttention:
-    """Every query sees all rows, which are put at once for a whole sequence, as those of an encoder are.
+    """Every query sees all rows; these come from an encoder, and are put at once for a whole sequence.
 
-    `Batch.put` takes any number of them, whatever the tokens of the batch, and replaces what the sequence had there.
-    They have no positions that could be removed or shifted: only `KVCache.clear`, and what forgets the whole sequence,
-    drops them.
+    `Batch.put` takes any number of rows, whatever the tokens of the batch, and replaces those of the sequence. The rows
+    have no positions to remove or shift: only `KVCache.clear` and other methods that forget the whole sequence drop
+    them.
 
     Parameters
     ----------
@@ -125,13 +125,13 @@ Policy: TypeAlias = FullAttention | SlidingWindow | ChunkedAttention | CrossAtte
 
 
 def written(policy: Policy) -> str:
-    """Return the policy as it would be written, without what is left at its default."""
+    """Return the expression that makes the policy, without arguments that have their default."""
     given = [f"{f.name}={getattr(policy, f.name)}" for f in fields(policy) if getattr(policy, f.name) != f.default]
     return f"{type(policy).__name__}({', '.join(given)})"
 
 
 def _set(policy: Policy, name: str, least: int) -> int:
-    """Make a field a plain integer, whatever was given."""
+    """Check a field and make it a plain integer."""
     number = integer(getattr(policy, name), name, least, INT32_MAX)
     object.__setattr__(policy, name, number)
     return number

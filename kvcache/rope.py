@@ -1,4 +1,4 @@
-"""How keys carry the position they stand at."""
+"""Rotary position embedding: how keys carry their positions."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["Rope", "RopeFunction", "RopeLike"]
 
 @dataclass(frozen=True, init=False, repr=False)
 class Rope:
-    """Rotary position embedding [1]_: pair `i` of a key's elements is turned by ``position * inv_freq[i]`` radians.
+    """Rotary position embedding [1]_: pair `i` of a key's elements is rotated by ``position * inv_freq[i]`` radians.
 
-    Knowing it, the cache can move tokens without touching their keys: it turns the queries back by as much instead.
+    With it, the cache can move tokens without touching their keys: it rotates the queries back by as much instead.
 
     Parameters
     ----------
     inv_freq : array_like of float
-        Radians per position of each pair, `n` of them: the model's own, scaled as it scales them.
+        Radians per position of each of `n` pairs, with the model's scaling.
     interleaved : bool, default False
-        Which elements are a pair: ``first_dim + i`` and ``first_dim + n + i``, as in Hugging Face's Llama and GPT-NeoX;
+        The elements of a pair: ``first_dim + i`` and ``first_dim + n + i``, as in Hugging Face's Llama and GPT-NeoX;
         or, interleaved, ``first_dim + 2 * i`` and ``first_dim + 2 * i + 1``, as in GPT-J and the paper.
     first_dim : int, default 0
-        Where in a key the rotated elements begin; there are ``2 * n`` of them, and the others carry no rotation.
+        The first of the ``2 * n`` rotated elements of a key; the others are not rotated.
 
     Raises
     ------
@@ -40,7 +40,7 @@ class Rope:
 
     Notes
     -----
-    What it does to keys at a position, in NumPy:
+    The rotation of keys at a position, in NumPy:
 
     >>> import numpy as np
     >>> def rotate(keys, position, rope):  # keys: [..., head_dim]
@@ -48,10 +48,10 @@ class Rope:
     ...     a = first + step * np.arange(n)
     ...     b = a + (1 if rope.interleaved else n)
     ...     angle = position * np.array(rope.inv_freq)
-    ...     turned = keys.copy()
-    ...     turned[..., a] = keys[..., a] * np.cos(angle) - keys[..., b] * np.sin(angle)
-    ...     turned[..., b] = keys[..., b] * np.cos(angle) + keys[..., a] * np.sin(angle)
-    ...     return turned
+    ...     rotated = keys.copy()
+    ...     rotated[..., a] = keys[..., a] * np.cos(angle) - keys[..., b] * np.sin(angle)
+    ...     rotated[..., b] = keys[..., b] * np.cos(angle) + keys[..., a] * np.sin(angle)
+    ...     return rotated
 
     References
     ----------
@@ -66,7 +66,7 @@ class Rope:
     >>> rope
     Rope(64 frequencies from 1 to 0.000115478, interleaved=False, first_dim=0)
 
-    A quarter of a turn for each position:
+    A rotation by 90 degrees per position:
 
     >>> rotate(np.array([1.0, 0.0]), 1, Rope([np.pi / 2])).round(3)
     array([0., 1.])
@@ -94,7 +94,7 @@ class Rope:
         return f"Rope({numbers}, interleaved={self.interleaved}, first_dim={self.first_dim})"
 
 
-# Moves keys of a layer, f32 [num_kv_heads, n, head_dim], by so many positions; returns the moved ones.
+# (layer, keys, delta) -> keys moved by delta positions; keys are f32 [num_kv_heads, n, head_dim]
 RopeFunction: TypeAlias = Callable[[int, npt.NDArray[np.float32], int], Any]
 RopeLike: TypeAlias = Rope | RopeFunction | Literal[False] | None
 
@@ -119,7 +119,7 @@ def _frequencies(inv_freq: Any) -> tuple[float, ...]:
 
 
 def _numbers(values: list[Any]) -> list[float]:
-    """Of what NumPy has no type for, such as fractions."""
+    """Convert numbers that NumPy has no type for, such as fractions."""
     try:
         return [float(x) for x in values]
     except (TypeError, ValueError, OverflowError) as error:

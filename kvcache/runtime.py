@@ -1,4 +1,4 @@
-"""The build at run time: its version, its threads, what it found here, where the C library and its header lie."""
+"""The library at run time: version, threads, a report on the machine, and the paths of the C library and header."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ __version__: Final = _version()
 
 
 def get_num_threads() -> int:
-    """How many threads a call uses where the cache was not told.
+    """Return how many threads a call uses if its cache was made without `num_threads`.
 
     Returns
     -------
     int
         The number given to `set_num_threads`, else ``OMP_NUM_THREADS``, else the physical cores that this process may
-        use, the limits of its cgroup counted in. Always 1 in a build without OpenMP, and in a child after ``os.fork``.
+        use within the limits of its cgroup. Always 1 in a build without OpenMP, and in a child after ``os.fork``.
     """
     return _core.get_num_threads()
 
 
 def set_num_threads(num_threads: SupportsIndex | None) -> None:
-    """Set how many threads a call uses where the cache was not told, for the whole process.
+    """Set how many threads a call uses if its cache was made without `num_threads`, for the whole process.
 
     Parameters
     ----------
     num_threads : int or None
-        From 1 to 4096; None: as if it had never been set.
+        From 1 to 4096; None: undo an earlier call.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def show_config(mode: Literal["dicts"]) -> dict[str, str | int | None]: ...
 
 
 def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | int | None] | None:
-    """Show what a report of an error should say about kvcache and the machine.
+    """Show what a bug report should say about kvcache and the machine.
 
     Parameters
     ----------
@@ -74,8 +74,8 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | 
     Returns
     -------
     dict or None
-        With ``mode="dicts"``. ``isa`` is the instruction set that a cache made now would use; None if the environment
-        variable ``KVCACHE_ISA`` names one that is not to be had.
+        The report, with ``mode="dicts"``. ``isa`` is the instruction set of a cache made now; None if the environment
+        variable ``KVCACHE_ISA`` names one that the build or the machine does not have.
 
     Raises
     ------
@@ -113,7 +113,7 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | 
 
 
 def print_values(found: Mapping[str, object]) -> None:
-    """Print values below each other, each after its name."""
+    """Print a table of names and values."""
     width = max(map(len, found))
     for name, value in found.items():
         print(f"{name:{width}}  {'-' if value is None else value}")
@@ -123,18 +123,18 @@ _PACKAGE = Path(_core.__file__).parent
 
 
 def _system() -> list[str]:
-    """Return the folder of the header and the path of the library, if the package was built on an installed one."""
+    """Return the header's folder and the library's path if the package uses an installed library; else nothing."""
     found = _PACKAGE / "system-library"
     return found.read_text().splitlines() if found.exists() else []
 
 
 def get_include() -> str:
-    """Return the folder that ``kvcache.h`` lies in.
+    """Return the folder of ``kvcache.h``.
 
     Returns
     -------
     str
-        For a compiler's ``-I``.
+        The argument of a compiler's ``-I``.
 
     Examples
     --------
@@ -145,19 +145,19 @@ def get_include() -> str:
     if system := _system():
         return system[0]
     installed = _PACKAGE / "include"
-    return str(installed if installed.is_dir() else _PACKAGE.parent / "include")  # the latter: installed in place
+    return str(installed if installed.is_dir() else _PACKAGE.parent / "include")  # an editable install
 
 
 def get_library() -> str:
-    """Return the path of the C library that this package itself uses.
+    """Return the path of the C library that this package uses.
 
-    It exports what ``kvcache.h`` declares, and nothing else, and knows nothing of Python: a C program may be linked to
-    it, and `ctypes.CDLL` or an extension module that loads it shares the one copy in the process.
+    It exports the functions of ``kvcache.h`` only, and does not depend on Python. Link a C program to it, or load it
+    with `ctypes.CDLL` or from an extension module: the process then has one copy of the library.
 
     Returns
     -------
     str
-        Path of ``libkvcache.so``: of the one in the package, or of the installed one that the package was built on.
+        Path of ``libkvcache.so``, in the package or where the library that the package was built on is installed.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Which sequences are stored at all."""
+"""Strategies: which sequences a cache stores at all."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Adaptive", "LongSequencesOnly", "Strategy"]
 
 @dataclass(frozen=True)
 class LongSequencesOnly:
-    """Store a sequence once it is longer than so many tokens: short ones are cheaper to compute again.
+    """Store a sequence once it is longer than a threshold: short ones are cheaper to compute again.
 
     Parameters
     ----------
     threshold : int
-        The most tokens that a sequence may have and still not be stored. At least 0.
+        The longest sequence that is not stored, in tokens. At least 0.
 
     Raises
     ------
@@ -32,7 +32,7 @@ class LongSequencesOnly:
 
     Examples
     --------
-    Until then `KVCache.next_position` is 0, and the runner feeds the whole sequence:
+    Until a sequence is stored, its `KVCache.next_position` is 0, and the runner feeds all of it again:
 
     >>> import numpy as np
     >>> import kvcache
@@ -57,21 +57,22 @@ class LongSequencesOnly:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Store a sequence while there is memory enough for all that it may come to, as each of its batches decides anew.
+    """Store a sequence while its largest size fits in free memory; each of its batches decides anew.
 
-    Free memory is what psutil says is available, or less where a cgroup of the process, of version 1 or 2, has less
-    left, and what the cache keeps for reuse. A sequence may come to `max_seq_len` rows in each layer, as far as its
-    policy keeps them; where there is no `max_seq_len`, to the tokens it has and those of the batch.
+    Free memory is the memory that psutil finds available, or the rest of a cgroup's limit (version 1 or 2) if that is
+    less, plus what the cache keeps for reuse. The largest size of a sequence is that of `max_seq_len` rows in each
+    layer, as far as its policy keeps them; without `max_seq_len`, that of its tokens and those of the batch.
 
-    A sequence that is stored is dropped where it may come to more than ``(1 + fraction) / 2`` of what would be free
-    without it, so that one does not come and go as memory does. The batch that decides so still sees all of it; once it
-    is committed the sequence holds nothing, its `KVCache.next_position` is 0, and its memory goes back to the system.
-    To go on from another position is a `RowsGoneError`.
+    A stored sequence is dropped when its largest size exceeds ``(1 + fraction) / 2`` of the memory that would be free
+    without it: the higher limit keeps a sequence from being dropped and stored in turn as free memory varies. The batch
+    that drops a sequence still sees all of it. Once the batch is committed, the sequence holds nothing, its
+    `KVCache.next_position` is 0, and its memory goes back to the system. To go on from another position is a
+    `RowsGoneError`.
 
     Parameters
     ----------
     fraction : float, default 0.5
-        How much of the memory that is free a sequence may take that is to be stored, above 0 and at most 1.
+        The fraction of free memory that a sequence to be stored may take, above 0 and at most 1.
 
     Raises
     ------
@@ -114,19 +115,19 @@ Outcome: TypeAlias = Literal["stored", "not stored", "dropped"]
 
 
 class Decision(NamedTuple):
-    """What becomes of a sequence when the batch is committed, and why."""
+    """The fate of a sequence when the batch is committed, and the reason."""
 
     outcome: Outcome
-    why: Callable[[], str]  # who asks is told; putting it into words takes longer than deciding
+    why: Callable[[], str]  # a function: putting the reason into words takes longer than deciding
 
 
 def decide_never() -> Decision:
-    """Decide as "disabled" does."""
+    """Decide under the strategy "disabled"."""
     return Decision("not stored", lambda: "the strategy is 'disabled'")
 
 
 def decide_by_length(strategy: LongSequencesOnly, num_tokens: int) -> Decision:
-    """Decide on a sequence that holds nothing, and has so many tokens."""
+    """Decide on a sequence of `num_tokens` tokens that holds nothing yet."""
     stored = num_tokens > strategy.threshold
 
     def why() -> str:
@@ -137,7 +138,7 @@ def decide_by_length(strategy: LongSequencesOnly, num_tokens: int) -> Decision:
 
 
 def decide_by_memory(strategy: Adaptive, needed: int, held: int, free: int, source: str) -> Decision:
-    """Decide on a sequence that may come to so many bytes and holds some of them, where so many others are free."""
+    """Decide on a sequence that may need `needed` bytes and holds `held`, while `free` others are free."""
     fraction = (1 + strategy.fraction) / 2 if held else strategy.fraction
     most = int((free + held) * fraction)
 

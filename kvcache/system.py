@@ -12,7 +12,7 @@ __all__ = ["available_memory", "free_memory", "import_psutil", "readable"]
 
 
 def available_memory() -> tuple[int, str]:
-    """Return how many bytes are free, and who says so.
+    """Return how many bytes are free, and the source of the limit: the machine, or a cgroup.
 
     Raises
     ------
@@ -25,22 +25,22 @@ def available_memory() -> tuple[int, str]:
 def free_memory(
     available: int, cgroups_of: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup"
 ) -> tuple[int, str]:
-    """Return how many bytes are free, and who says so: the machine, or a cgroup of the process that has less left.
+    """Return how many bytes are free, and the source of the limit: the machine, or a cgroup with less left.
 
     Parameters
     ----------
     available : int
-        What the machine has.
+        Bytes that the machine has available.
     cgroups_of : path
         The file that lists the cgroups of the process.
     root : path
-        Where cgroups are mounted.
+        The folder in which cgroups are mounted.
     """
     free = available, "of this machine"
     for directory, limit, usage, inactive in _memory_cgroups(os.fspath(cgroups_of), os.fspath(root)):
         most = _number(f"{directory}/{limit}")
         used = None if most is None else _number(f"{directory}/{usage}")
-        if most is None or used is None:  # no such level, or one without a limit: "max"
+        if most is None or used is None:  # this level does not exist, or has no limit ("max")
             continue
         left = max(0, most - used + (_number(f"{directory}/memory.stat", inactive) or 0))
         if left < free[0]:
@@ -49,7 +49,7 @@ def free_memory(
 
 
 def _memory_cgroups(cgroups_of: str, root: str) -> Iterator[tuple[str, str, str, str]]:
-    """Every directory that may limit the process, with the names of its limit, its usage and what can be dropped."""
+    """Yield each directory that may limit the process, with the names of its limit, usage and reclaimable bytes."""
     for line in _read(cgroups_of).splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -68,7 +68,7 @@ def _memory_cgroups(cgroups_of: str, root: str) -> Iterator[tuple[str, str, str,
 
 
 def _number(file: str, name: str | None = None) -> int | None:
-    """The number in a file, or in the line of it that begins with a name."""
+    """Return the number in a file, or the one that follows a name in it; None without one."""
     words = _read(file).split()
     try:
         return int(words[0 if name is None else words.index(name) + 1])
@@ -77,7 +77,7 @@ def _number(file: str, name: str | None = None) -> int | None:
 
 
 def _read(file: str) -> str:
-    """A file of the kernel's, which is read in one piece; "" where there is none."""
+    """Read a file of the kernel in one call; return "" if there is none."""
     try:
         descriptor = os.open(file, os.O_RDONLY)
     except OSError:
@@ -91,7 +91,7 @@ def _read(file: str) -> str:
 
 
 def readable(nbytes: float) -> str:
-    """Bytes for people: 1536 is 1.5 KiB."""
+    """Write a number of bytes for people: 1536 is 1.5 KiB."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while nbytes >= 1024 and len(units) > 1:
         nbytes /= 1024
