@@ -4,6 +4,7 @@ int kvc_keeps_tokens(const kvc_cache *cache, int32_t layer) {
     return !cache->layers[layer].share && kvc_policy_keeps_tokens(&cache->layers[layer].policy);
 }
 
+/* Counts the sequence among those that hold rows, or no longer. */
 static void count_holding(kvc_cache *cache, kvc_sequence *sequence, int32_t holds) {
     cache->num_holding += holds - sequence->holds;
     sequence->holds = holds;
@@ -38,7 +39,7 @@ void kvc_cache_forget_all(kvc_cache *cache, const kvc_sequence *kept) {
         if (cache->sequences.items[i] != kept) kvc_cache_forget(cache, cache->sequences.items[i]);
 }
 
-void kvc_cache_tidy(kvc_cache *cache, kvc_sequence *sequence) {
+void kvc_cache_forget_blank(kvc_cache *cache, kvc_sequence *sequence) {
     if (kvc_sequence_is_blank(sequence)) kvc_cache_forget(cache, sequence);
 }
 
@@ -46,7 +47,7 @@ void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence) {
     if (kvc_sequence_is_empty(sequence))
         for (int32_t g = 0; g < sequence->num_groups; g++) sequence->runs[g].lost_end = 0;
     kvc_cache_mark_changed(cache, sequence);
-    kvc_cache_tidy(cache, sequence);
+    kvc_cache_forget_blank(cache, sequence);
 }
 
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position) {

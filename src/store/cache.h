@@ -114,10 +114,12 @@ void kvc_cache_unmark_changed(kvc_sequence *sequence);
  * blank then, it leaves the table. */
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
 
-/* Take a sequence out of the table and free it; all but one (NULL: all); only if it is blank. */
+/* Takes a sequence out of the table and frees it. */
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Does the same if it is blank; with all sequences but one, or with all if that is NULL. */
+void kvc_cache_forget_blank(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_forget_all(kvc_cache *cache, const kvc_sequence *kept);
-void kvc_cache_tidy(kvc_cache *cache, kvc_sequence *sequence);
 
 /* Whether a query at this position would miss rows that were evicted. */
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);

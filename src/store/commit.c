@@ -19,7 +19,7 @@ static void release_batch(kvc_batch *batch) {
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         batch->sequences[s].sequence->in_batch = 0;
         kvc_cache_mark_changed(cache, batch->sequences[s].sequence);
-        kvc_cache_tidy(cache, batch->sequences[s].sequence);
+        kvc_cache_forget_blank(cache, batch->sequences[s].sequence);
     }
     for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].epoch++;
     cache->batch = NULL;

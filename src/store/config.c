@@ -24,7 +24,7 @@ static kvc_status check_type(int32_t type, int32_t dim, int32_t transform, int32
     return KVC_OK;
 }
 
-/* Values in the keys are the first elements of these. */
+/* KVC_ERR_INVALID if values are to be the first elements of the keys, and cannot be. */
 static kvc_status check_value_in_key(const kvc_layer *layer, int32_t index) {
     if (!layer->value_in_key) return KVC_OK;
     if (layer->v_dim > layer->k_dim)
@@ -36,7 +36,7 @@ static kvc_status check_value_in_key(const kvc_layer *layer, int32_t index) {
     return KVC_OK;
 }
 
-/* Reserved fields are 0 until a later version gives them a meaning. */
+/* KVC_ERR_UNSUPPORTED if a reserved field, to which a later version may give a meaning, is not 0. */
 static kvc_status check_reserved(const kvc_layer *layer, int32_t index) {
     const int32_t *policy = layer->policy.reserved;
     const int64_t *rope = layer->rope.reserved;
@@ -83,11 +83,11 @@ kvc_layer kvc_config_layer(const kvc_config *config, int32_t i) {
     kvc_layer layer;
     kvc_write_struct(&layer, sizeof layer, (const char *)config->layers + (size_t)i * config->layer_size,
                      config->layer_size);
-    if (layer.policy.kind == KVC_NONE) layer.rope = (kvc_rope){0}; /* it was not checked */
+    if (layer.policy.kind == KVC_NONE) layer.rope = (kvc_rope){0}; /* not checked in such a layer */
     return layer;
 }
 
-/* A layer shares rows of one that has rows of its own, and is like it. */
+/* KVC_ERR_INVALID if a layer shares rows of one that has none of its own, or that differs from it. */
 static kvc_status check_share(const kvc_config *config, int32_t index) {
     const kvc_layer layer = kvc_config_layer(config, index);
     if (!layer.share) return KVC_OK;

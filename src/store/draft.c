@@ -69,7 +69,7 @@ static void add_part(walk *w, const kvc_run *part, int changes, int copied) {
         kvc_runs_push(&w->draft->runs, &to);
 }
 
-/* The number of rows, from the first of a run on, that fare alike; *copied: whether they are copied. */
+/* Returns how many rows, from the first of a changing run on, fare alike; *copied: whether they are copied. */
 static int32_t count_alike(const kvc_change *change, const kvc_run *part, int *copied) {
     *copied = change->copies && change->copies(change->context, part, part->slot);
     if (change->divisor) return 1; /* positions may repeat from here on */
@@ -144,7 +144,7 @@ static void visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *con
     }
 }
 
-/* Drop slots for a trial, adding those that would be free to *slots; undo that. */
+/* These drop slots for a trial, adding those that nobody would hold to *slots, and undo that. */
 static void try_drop(void *slots, const kvc_run *part) {
     kvc_pool_try_drop(part->block, part->slot, part->count, slots);
 }

@@ -6,7 +6,7 @@
 #include "store/limits.h"
 #include "store/waiting.h"
 
-/* KVC_ERR_UNSUPPORTED unless it is known how keys move. */
+/* KVC_ERR_UNSUPPORTED if the rope of a layer is not known, so that its keys cannot move. */
 static kvc_status check_rope(const kvc_cache *cache) {
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (kvc_keeps_tokens(cache, i) && cache->layers[i].rope.kind == KVC_ROPE_UNKNOWN)
@@ -21,7 +21,8 @@ static kvc_status check_rope(const kvc_cache *cache) {
 
 typedef struct edit {
     kvc_change change;
-    int32_t removes, shift; /* a removal; tokens behind it move up */
+    int32_t removes; /* tokens are removed, */
+    int32_t shift;   /* and later ones move down */
 } edit;
 
 /* lost_end after the edit: evicted rows are removed, and move, like stored ones. */
@@ -193,6 +194,7 @@ kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t e
 
 /* ---- clearing ---------------------------------------------------------------------------------------------------- */
 
+/* Forgets every sequence but one, or all if that is NULL.  KVC_ERR_BUSY if one cannot be forgotten: then none is. */
 static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
     for (int32_t i = 0; i < cache->sequences.num; i++) {
         const kvc_status status =

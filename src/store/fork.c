@@ -23,8 +23,7 @@ static kvc_sequence *new_sharer(kvc_cache *cache, const kvc_sequence *src, int64
     return NULL;
 }
 
-/* Makes dst hold all rows that src holds of tokens below `length`, and all of cross-attention layers, instead of its
- * own. */
+/* Makes dst hold what src holds, less tokens at positions from `length` on, in place of what dst held. */
 static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t length) {
     const kvc_sequence *src;
     kvc_sequence *old, *dst = NULL;

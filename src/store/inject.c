@@ -134,7 +134,7 @@ static void write_unlocked(injection *x, kvc_sequence *sequence, int32_t group) 
     kvc_draft_unpin(cache, group, &x->draft);
 }
 
-/* ---- all of it, with the mutex held ------------------------------------------------------------------------------ */
+/* ---- the call, with the mutex held ------------------------------------------------------------------------------- */
 
 /* Whether another sequence, or a view, has the row as well, so that it must not be written. */
 static int is_shared(const void *context, const kvc_run *run, int32_t slot) {
@@ -163,7 +163,7 @@ static void free_memory(injection *x) {
     kvc_lanes_free(x->cache, &x->lanes);
 }
 
-/* Makes the draft, after whose copies rows are the sequence's alone, and accepts it. */
+/* Makes and accepts the draft; once its copies are made, all rows to write are the sequence's alone. */
 static kvc_status own_rows(injection *x, int32_t group, kvc_run_list *list) {
     const kvc_change change = {.begin = x->begin, .end = x->begin, .moved_end = x->end, .copies = is_shared};
     kvc_status status = kvc_draft_make(x->cache, group, list, &change, &x->draft);

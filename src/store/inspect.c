@@ -202,7 +202,7 @@ static kvc_status check_evicted(const kvc_cache *cache, const kvc_sequence *sequ
     return KVC_OK;
 }
 
-/* What is noted of sequences so that a batch need not look at all of them. */
+/* Checks what is noted of sequences so that a batch need not look at all of them. */
 static kvc_status check_notes(const kvc_cache *cache) {
     int64_t num_holding = 0;
     for (int32_t i = 0; i < cache->sequences.num; i++) {

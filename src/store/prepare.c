@@ -245,7 +245,7 @@ void kvc_discard_batch(kvc_batch *batch) {
             kvc_table_remove(&cache->sequences, sequence);
             cache->spare = sequence;
         } else {
-            kvc_cache_tidy(cache, sequence);
+            kvc_cache_forget_blank(cache, sequence);
         }
     }
     kvc_sheets_free(cache);

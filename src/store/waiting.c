@@ -38,7 +38,7 @@ void kvc_cache_end_reading(kvc_cache *cache) {
     if (--cache->num_readers == 0 && cache->num_waiting) kvc_signal_all(&cache->idle);
 }
 
-/* Ends: those it waits for wait for nothing but the mutex, and call no function of the caller. */
+/* Always returns: those it waits for wait for nothing but the mutex, and call no function of the caller. */
 void kvc_cache_wait(kvc_cache *cache) {
     cache->num_waiting++;
     while (cache->num_readers || cache->num_in_place) kvc_signal_wait(&cache->idle, &cache->mutex);
