@@ -8,13 +8,14 @@
 typedef struct kvc_batch_sequence {
     kvc_sequence *sequence;
     int32_t first, num_tokens; /* its tokens: order[first .. first + num_tokens) */
-    int32_t num_slots;         /* as many of them need in a pool: all, or none if they are loose */
+    int32_t num_slots;         /* that its tokens need in a pool: one each, or none if it is loose */
     int32_t is_unstored;       /* nothing of it stays once the batch is committed */
-    int32_t is_loose;          /* nor was anything stored before: its tokens' rows lie in sheets */
+    int32_t is_loose;          /* it is unstored and was empty before: its tokens' rows lie in sheets */
     int32_t num_stretches;     /* of consecutive positions among its tokens */
-    int32_t next;              /* position that would go on with the last stretch */
+    int32_t next;              /* position that would continue the last stretch */
 } kvc_batch_sequence;
 
+/* Where a token's rows lie; block NULL: in a slot of the sheets. */
 typedef struct kvc_place {
     kvc_block *block;
     int32_t slot;
@@ -26,14 +27,15 @@ typedef struct kvc_pending {
     int32_t num;
 } kvc_pending;
 
-/* A kvc_put to a cross-attention layer that is copying rows: slots that are taken and not yet pending.  Not on its
- * thread's stack: in the child of a fork() that may be gone. */
+/* A kvc_put to a cross-attention layer that is copying rows: its slots are taken and not yet pending.  It is allocated,
+ * as the stack of its thread may be gone in the child of a fork(). */
 typedef struct kvc_cross_put {
     struct kvc_cross_put *next;
     kvc_thread thread;     /* that called kvc_put */
     int32_t group, member; /* the sequence: index into batch->sequences */
     kvc_run run;
-    int32_t touched, num_opened; /* of its block before: kvc_pool_unopen; blocks whose memory was taken for it */
+    int32_t touched;    /* slots of its block, before the put: kvc_pool_unopen */
+    int32_t num_opened; /* blocks whose memory was taken for it */
 } kvc_cross_put;
 
 /* The beginning of a plan that attention made for a batch: all that the batch knows of it. */
@@ -47,21 +49,21 @@ typedef struct kvc_plan_link {
 struct kvc_batch {
     kvc_cache *cache;
     uint64_t size;          /* of this allocation */
-    int32_t is_fresh;       /* it was not scratch of earlier batches */
+    int32_t is_fresh;       /* not scratch of earlier batches: it is freed if the batch does not begin */
     kvc_table table_before; /* of sequences, while the batch begins */
-    kvc_sequence *spare;    /* the sequence that was the cache's spare one */
+    kvc_sequence *spare;    /* of its sequences, the one that was cache->spare */
     int32_t num_tokens, num_sequences;
     int32_t *positions;            /* [num_tokens] */
-    int32_t *parents;              /* [num_tokens] token, or -1.  NULL: no trees, and no */
-    int32_t *tree_number;          /* [num_tokens] in depth-first order, in which a token's descendants follow it */
-    int32_t *subtree_size;         /* [num_tokens] itself and its descendants */
+    int32_t *parents;              /* [num_tokens] of each token, or -1; NULL: no trees, and then */
+    int32_t *tree_number;          /* [num_tokens] number in depth-first order: descendants follow their ancestor */
+    int32_t *subtree_size;         /* [num_tokens] the token and its descendants */
     int32_t *sequence_of;          /* [num_tokens] index into sequences */
     int32_t *order;                /* [num_tokens] tokens, those of a sequence side by side, else in order */
     kvc_batch_sequence *sequences; /* [num_sequences] */
     kvc_place *places;             /* [num_groups][num_tokens] */
     kvc_pending *pending;          /* [num_groups][num_sequences], then, for all groups of tokens, of loose ones */
     kvc_run *runs;                 /* [num_groups + 1][num_tokens] what pending points into */
-    uint8_t *kept;                 /* [num_tokens] what is committed of them */
+    uint8_t *kept;                 /* [num_tokens] the token is committed */
     uint8_t *written;              /* [num_layers][num_tokens] the token's rows of the layer are there */
     int32_t num_loose;             /* tokens whose rows lie in sheets: in a place without a block */
     kvc_plan_link *plans;          /* made for this batch, freed with it */
@@ -75,7 +77,7 @@ static inline kvc_pending *kvc_pending_of(const kvc_batch *batch, int32_t g, int
     return &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
 }
 
-/* Its own tokens in a group of tokens, wherever their rows lie. */
+/* The same, in a group of tokens, also where sequence s is loose. */
 static inline kvc_pending *kvc_own_pending(const kvc_batch *batch, int32_t g, int32_t s) {
     return kvc_pending_of(batch, batch->sequences[s].is_loose ? batch->cache->num_groups : g, s);
 }

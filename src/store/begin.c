@@ -20,7 +20,7 @@ static kvc_status mark_unstored(kvc_batch *batch, kvc_batch_sequence *member, in
                     is_unstored, (long long)member->sequence->id, member->is_unstored);
 }
 
-/* Gives each token its sequence and position; with args->positions NULL, the positions that follow. */
+/* Gives each token its sequence and its position; where args->positions is NULL, the one after its sequence's last. */
 static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
     const int32_t *positions = args->positions;
     const int64_t *seq_ids = args->seq_ids;
@@ -67,7 +67,7 @@ static kvc_status check_not_gone(const kvc_cache *cache, int32_t num_tokens, con
     for (int32_t t = 0; t < num_tokens; t++) {
         if (seq_ids && t && seq_ids[t] != seq_ids[t - 1]) sequence = kvc_table_find(&cache->sequences, seq_ids[t]);
         if (!sequence || !kvc_cache_misses(cache, sequence, positions[t])) continue;
-        if (kvc_sequence_is_empty(sequence)) /* it ended where no later query saw any of its rows */
+        if (kvc_sequence_is_empty(sequence)) /* all its rows were evicted */
             return kvc_fail(KVC_ERR_GONE,
                             "a token at position %d of sequence %lld would see rows that were evicted, as all of it "
                             "were: give the position where it goes on, or clear it; a resume_window would keep its end",
@@ -82,7 +82,7 @@ static kvc_status check_not_gone(const kvc_cache *cache, int32_t num_tokens, con
 
 /* ---- slots ------------------------------------------------------------------------------------------------------- */
 
-/* Puts a token's slot at the end of its sequence's runs. */
+/* Adds a token's slot at the end of its sequence's runs. */
 static void add_slot(kvc_pending *pending, kvc_block *block, int32_t slot, int32_t position) {
     kvc_run *last = pending->num ? &pending->runs[pending->num - 1] : NULL;
     if (last && last->block == block && last->slot + last->count == slot && last->position + last->count == position)
@@ -91,7 +91,7 @@ static void add_slot(kvc_pending *pending, kvc_block *block, int32_t slot, int32
         pending->runs[pending->num++] = (kvc_run){block, slot, 1, position, 0};
 }
 
-/* Slots at the fill mark of the sequence's last block, then of new ones. */
+/* Takes slots at the fill mark of the sequence's last block, then of newly opened ones. */
 static void hand_out(kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
     const kvc_batch_sequence *member = &batch->sequences[s];
@@ -100,8 +100,8 @@ static void hand_out(kvc_batch *batch, int32_t g, int32_t s) {
     kvc_block *block = kvc_last_block(batch, member, g, &fill);
     for (int32_t done = 0; done < member->num_slots;) {
         if (!block || block->fill == pool->block_size) block = kvc_pool_open(pool);
-        const int32_t rest = member->num_slots - done, room = pool->block_size - block->fill;
-        const int32_t count = rest < room ? rest : room, slot = kvc_pool_take(pool, block, count);
+        const int32_t rest = member->num_slots - done, unfilled = pool->block_size - block->fill;
+        const int32_t count = rest < unfilled ? rest : unfilled, slot = kvc_pool_take(pool, block, count);
         for (int32_t i = 0; i < count; i++) {
             const int32_t t = batch->order[member->first + done + i];
             batch->places[(size_t)g * (size_t)batch->num_tokens + (size_t)t] = (kvc_place){block, slot + i};
@@ -111,7 +111,8 @@ static void hand_out(kvc_batch *batch, int32_t g, int32_t s) {
     }
 }
 
-/* Slots of the sheets that the batch's rows will pass through, from `slot` on, the same in every group. */
+/* Gives the tokens of a loose sequence slots of the sheets, from `slot` on, the same in every group.  Returns the slot
+ * after the last one. */
 static int32_t hand_out_loose(kvc_batch *batch, int32_t s, int32_t slot) {
     const kvc_batch_sequence *member = &batch->sequences[s];
     for (int32_t i = 0; i < member->num_tokens; i++, slot++) {

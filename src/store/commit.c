@@ -13,8 +13,8 @@ static void free_plans(kvc_batch *batch) {
     }
 }
 
-/* The batch no longer owns its sequences; those that hold nothing are forgotten. */
-static void release_batch(kvc_batch *batch) {
+/* Frees the batch and lets its sequences go; those that hold nothing leave the table. */
+static void close_batch(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         batch->sequences[s].sequence->in_batch = 0;
@@ -42,7 +42,8 @@ static kvc_status check_complete(const kvc_batch *batch) {
     return KVC_OK;
 }
 
-/* Calls visit for the longest stretches of a sequence's slots in a group whose tokens are kept, or not. */
+/* Calls visit for the longest stretches of a sequence's slots in group g whose tokens are kept, or are not.  Returns
+ * how many there are. */
 static int32_t visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept, kvc_part_fn *visit, void *context) {
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
     const int32_t *token = batch->order + batch->sequences[s].first;
@@ -63,7 +64,7 @@ static int32_t visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept
 
 static void append_part(void *list, const kvc_run *part) { kvc_runs_append(list, part); }
 
-/* Room for all the runs that sequences get. */
+/* Makes room for all the runs that sequences get. */
 static kvc_status reserve_kept(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     kvc_status status = KVC_OK;
@@ -84,7 +85,8 @@ static kvc_status reserve_kept(const kvc_batch *batch) {
     return status;
 }
 
-/* What the sequence was given in a cross-attention layer takes the place of what it had, if a token of it was kept. */
+/* Replaces the rows of a sequence in the group of a cross-attention layer by those it was given in this batch, if a
+ * token of it is kept; else drops the new ones. */
 static void commit_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
     kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
@@ -103,7 +105,7 @@ static void commit_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_runs_recount(list);
 }
 
-/* What is not stored leaves nothing: neither what it held before nor where that began. */
+/* Drops all that unstored sequences held before the batch, and where that began. */
 static void forget_unstored(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     for (int32_t s = 0; s < batch->num_sequences; s++)
@@ -125,7 +127,7 @@ static kvc_status commit(kvc_batch *batch, int32_t num_kept) {
     forget_unstored(batch);
     cache->stats.batches++;
     cache->stats.tokens += num_kept;
-    release_batch(batch);
+    close_batch(batch);
     return KVC_OK;
 }
 
@@ -174,6 +176,6 @@ void kvc_abort(kvc_batch *batch) {
                 for (int32_t i = pending->num - 1; i >= 0; i--) kvc_drop_part(&cache->pools[g], &pending->runs[i]);
         }
     cache->stats.aborted++;
-    release_batch(batch);
+    close_batch(batch);
     kvc_unlock(cache, KVC_OK);
 }

@@ -32,12 +32,15 @@ kvc_status kvc_policy_check(const kvc_policy *policy, int32_t layer) {
 }
 
 /* How many of the latest positions a window keeps. */
-static int32_t kept(const kvc_policy *policy) { return policy->resume_window ? policy->resume_window : policy->window; }
+static int32_t window_kept(const kvc_policy *policy) {
+    return policy->resume_window ? policy->resume_window : policy->window;
+}
 
 int kvc_policy_equal(const kvc_policy *a, const kvc_policy *b) {
     if (a->kind != b->kind) return 0;
     switch (a->kind) {
-    case KVC_SLIDING: return a->window == b->window && a->num_sink_tokens == b->num_sink_tokens && kept(a) == kept(b);
+    case KVC_SLIDING:
+        return a->window == b->window && a->num_sink_tokens == b->num_sink_tokens && window_kept(a) == window_kept(b);
     case KVC_CHUNKED: return a->attention_chunk_size == b->attention_chunk_size && a->resume_window == b->resume_window;
     case KVC_CROSS: return a->max_len == b->max_len;
     default: return 1;
@@ -61,7 +64,7 @@ int32_t kvc_policy_lowest(const kvc_policy *policy, int32_t position) {
 
 int32_t kvc_policy_retained(const kvc_policy *policy, int32_t low) {
     switch (policy->kind) {
-    case KVC_SLIDING: return first_of(kept(policy), low);
+    case KVC_SLIDING: return first_of(window_kept(policy), low);
     case KVC_CHUNKED: {
         const int32_t lowest = kvc_policy_lowest(policy, low);
         return lowest > policy->resume_window ? lowest - policy->resume_window : 0;

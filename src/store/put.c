@@ -11,18 +11,19 @@
 /* ---- put --------------------------------------------------------------------------------------------------------- */
 
 enum {
-    PUT_TOKENS = 64, /* in one task, at least: for fewer no thread is woken */
-    PUT_MOST = 512   /* converted before it asks whether it is to go on */
+    LEAST_TASK_TOKENS = 64, /* of a task: waking a thread for fewer costs more than it saves */
+    MOST_POLL_TOKENS = 512  /* converted between two questions whether the call was cancelled */
 };
 
-/* A put, split into one task for each thread: when it is repeated, a thread finds in its cache what it had there. */
+/* A put, split into one task for each thread.  A put of the same shape is split alike, so that each thread's cache
+ * still has the slots it wrote before. */
 typedef struct put_work {
     const kvc_cache *cache;
     const kvc_put_args *args;
     const kvc_layer *layer;
     const kvc_layout *layout;
     const kvc_sheet *sheet;  /* for places without a block */
-    const kvc_place *places; /* of the batch's tokens in the layer's group; NULL: one after the other from start on */
+    const kvc_place *places; /* of the batch's tokens in the layer's group; NULL: consecutive slots from start on */
     kvc_place start;
     int32_t task_tokens;
     kvc_watch watch;
@@ -37,7 +38,7 @@ typedef struct transfer {
     int32_t heads, dim;
 } transfer;
 
-/* Goes over the source in the order in which it lies in memory. */
+/* Converts all rows, reading the source in address order. */
 static void transfer_rows(const transfer *x, int32_t num_tokens) {
     if (x->from_head < x->from_token)
         for (int32_t t = 0; t < num_tokens; t++)
@@ -53,7 +54,7 @@ static kvc_place place_of(const put_work *work, int32_t i) {
     return (kvc_place){work->start.block, work->start.slot + i};
 }
 
-/* Stores tokens [i, i + count) of the arrays, which lie in consecutive slots. */
+/* Stores rows [i, i + count) of the arrays in consecutive slots. */
 static void put_rows(const put_work *work, int32_t i, int32_t count) {
     const kvc_put_args *a = work->args;
     const kvc_layer *layer = work->layer;
@@ -91,7 +92,7 @@ static void put_task(void *context, int64_t task) {
     while (i < last && !kvc_watch_ask(&work->watch)) {
         const kvc_place first = place_of(work, i);
         int32_t n = 1;
-        for (; i + n < last && n < PUT_MOST && !(inner && (i + n) % inner == 0); n++) {
+        for (; i + n < last && n < MOST_POLL_TOKENS && !(inner && (i + n) % inner == 0); n++) {
             const kvc_place next = place_of(work, i + n);
             if (next.block != first.block || next.slot != first.slot + n) break;
         }
@@ -102,7 +103,7 @@ static void put_task(void *context, int64_t task) {
 
 static kvc_status put_all(put_work *work) {
     const kvc_layer *layer = work->layer;
-    const int32_t num_tokens = work->args->num_tokens, most = (num_tokens + PUT_TOKENS - 1) / PUT_TOKENS;
+    const int32_t num_tokens = work->args->num_tokens, most = (num_tokens + LEAST_TASK_TOKENS - 1) / LEAST_TASK_TOKENS;
     const int32_t threads = most > 1 ? kvc_cache_threads(work->cache) : 1, tasks = threads < most ? threads : most;
     work->task_tokens = (num_tokens + tasks - 1) / tasks;
     kvc_cache_watch(work->cache, (double)num_tokens * layer->num_kv_heads * (layer->k_dim + layer->v_dim),
@@ -131,7 +132,7 @@ static kvc_status check_not_written(const kvc_batch *batch, int32_t layer, int32
     return KVC_OK;
 }
 
-/* Which of the open batch's sequences it is; -1: none.  With the mutex held. */
+/* Index of a sequence in the open batch; -1 if it has no token there.  With the mutex held. */
 static int32_t find_member(const kvc_cache *cache, int64_t seq_id) {
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
     return sequence ? sequence->in_batch - 1 : -1;
@@ -170,7 +171,6 @@ kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_ar
     return status == KVC_OK ? check_arrays(&batch->cache->layers[layer], args) : status;
 }
 
-/* Drops what the sequence was given in a cross-attention layer; where it is not stored, the memory goes back, too. */
 void kvc_drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
     const int32_t num_free = pool->num_free;
@@ -197,7 +197,7 @@ void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
     kvc_memory_free(&batch->cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
 }
 
-/* Slots for what a sequence is given in a cross-attention layer, all in one block. */
+/* Takes slots for all rows a sequence is given in a cross-attention layer, in one block, and lists the put. */
 static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_args *args, kvc_cross_put **out) {
     kvc_cache *cache = batch->cache;
     kvc_pool *pool = &cache->pools[group];
@@ -237,7 +237,7 @@ static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     return kvc_unlock(cache, status);
 }
 
-/* Where the batch's tokens from one on lie in a layer's group. */
+/* Where the rows of the batch's tokens lie in a layer's group, from token `first` on. */
 static const kvc_place *places_in(const kvc_batch *batch, int32_t layer, int32_t first) {
     return batch->places + (size_t)batch->cache->group_of[layer] * (size_t)batch->num_tokens + (size_t)first;
 }
@@ -250,7 +250,7 @@ int kvc_any_loose(const kvc_batch *batch, int32_t layer, int32_t first, int32_t 
     return 0;
 }
 
-/* The sheet for rows of a layer that stay until the batch ends, if some of these tokens need one. */
+/* Enters the sheet where rows of a layer stay until the batch ends, if some of these tokens need one; else NULL. */
 static kvc_status enter_sheet(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_sheet **sheet) {
     *sheet = NULL;
     if (!kvc_any_loose(batch, layer, first, num_tokens)) return KVC_OK;

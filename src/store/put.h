@@ -4,20 +4,21 @@
 
 #include "store/sheet.h"
 
-/* The two halves of kvc_put: copies and checks the arguments; stores the rows, which cannot fail but in cross-attention
- * layers. */
+/* The two halves of kvc_put.  The first copies and checks the arguments; the second stores the rows, which fails only
+ * in cross-attention layers, or where the call is cancelled. */
 kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_args *given, kvc_put_args *args);
 kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_sheet *sheet);
 
-/* Notes of tokens that their rows of a layer are there, or are not; sheet: where some of them lie. */
+/* Marks the rows of tokens in a layer as put, or as not put.  sheet: where rows of loose sequences lie; NULL: none do.
+ */
 void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_sheet *sheet,
                       int is_written);
 
 /* Whether rows of some of the tokens lie in sheets. */
 int kvc_any_loose(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
 
-/* Takes a put out of the batch's list and frees it.  With `all`, its rows become what the sequence has in the layer in
- * this batch, instead of what it was given before; else they are not all there, and nobody's. */
+/* Takes a put to a cross-attention layer out of the batch's list and frees it.  With `all`, its rows replace what the
+ * sequence was given in the layer before, in this batch; else they are incomplete, and their slots are dropped. */
 void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all);
 
 /* Drops what a sequence of the batch was given in the group of a cross-attention layer; where the sequence is not

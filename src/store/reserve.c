@@ -7,14 +7,16 @@
 #include "store/resident.h"
 #include "store/scratch.h"
 
+/* Sets for how many tokens of its one sequence a probe asks. */
 static void set_probe(kvc_batch *batch, int32_t num_tokens) {
     batch->num_tokens = batch->sequences->num_tokens = batch->sequences->num_slots = num_tokens;
 }
 
-/* A batch of tokens that go on with one sequence, which is not to be opened, in the memory of one of `room` tokens. */
-static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t room, int32_t num_tokens, kvc_batch **out) {
-    kvc_batch *batch = kvc_batch_new(cache, room, NULL);
-    if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", room);
+/* Makes a probe: a batch that is prepared but never opened, whose num_tokens tokens go on with one sequence.  Its
+ * arrays have array_len elements, as nothing is written to them. */
+static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len, int32_t num_tokens, kvc_batch **out) {
+    kvc_batch *batch = kvc_batch_new(cache, array_len, NULL);
+    if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", array_len);
     if (kvc_batch_add_sequence(batch, seq_id) < 0) {
         kvc_discard_batch(batch);
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)seq_id);
@@ -25,8 +27,8 @@ static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t room, int3
     return KVC_OK;
 }
 
-/* Before memory is taken for so many in one batch, as many as it may have. */
-static kvc_status fit_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
+/* Checks that the tokens fit before memory is taken for a batch of as many. */
+static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
     kvc_batch *batch;
     kvc_status status = kvc_check_num_tokens(cache, num_tokens);
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, (int32_t)num_tokens, &batch);
@@ -36,8 +38,8 @@ static kvc_status fit_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_toke
     return status;
 }
 
-/* Counts the memory of the slots that the batch would be handed out. */
-static void touch(const kvc_batch *batch, int32_t g) {
+/* Counts the memory of the slots that the batch would get in group g as touched. */
+static void touch_slots(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
     int32_t rest = batch->num_tokens, fill;
     kvc_block *block = kvc_last_block(batch, batch->sequences, g, &fill), *next = pool->free;
@@ -53,7 +55,7 @@ static void touch(const kvc_batch *batch, int32_t g) {
 static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
     kvc_batch *batch;
     kvc_status status = kvc_check_none_open(cache);
-    if (status == KVC_OK) status = fit_reserve(cache, seq_id, num_tokens);
+    if (status == KVC_OK) status = check_fits(cache, seq_id, num_tokens);
     if (status == KVC_OK)
         status = new_probe(cache, seq_id, num_tokens < KVC_MAX_BATCH ? (int32_t)num_tokens : KVC_MAX_BATCH,
                            (int32_t)num_tokens, &batch);
@@ -63,11 +65,11 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
         kvc_discard_batch(batch);
         return status;
     }
-    const int presses = cache->max_bytes && kvc_bytes_after(batch) > cache->max_bytes;
+    const int needs_free_memory = cache->max_bytes && kvc_bytes_after(batch) > cache->max_bytes;
     kvc_carry_out(batch);
-    if (presses) kvc_give_back(cache, 0);
+    if (needs_free_memory) kvc_give_back(cache, 0);
     kvc_forget_demands(cache);
-    for (int32_t g = 0; g < cache->num_token_groups; g++) touch(batch, g);
+    for (int32_t g = 0; g < cache->num_token_groups; g++) touch_slots(batch, g);
     kvc_sequence *sequence = batch->sequences->sequence;
     sequence->in_batch = 0;
     if (kvc_sequence_is_blank(sequence)) {
@@ -111,6 +113,8 @@ static int64_t count_room(const kvc_batch *batch) {
     return room;
 }
 
+/* Searches for the largest number of tokens that max_bytes leaves room for: whether some fit is only known by trying.
+ */
 static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens) {
     kvc_batch *batch;
     kvc_status status = kvc_check_none_open(cache);

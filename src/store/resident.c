@@ -1,17 +1,17 @@
-/* resident.c: OS pages that are taken, or made huge, step by step, each without the mutex.
+/* resident.c: takes OS pages, joins them into huge ones, or gives them back, in steps that do not hold the mutex.
  *
- * To the rest of the cache a step is a call that reads rows: what waits for those waits for a step at most, and what
- * does not passes by the memory that is worked on.  Between two steps anything may happen; so what is next is looked
- * for under the mutex.
+ * To the rest of the cache a step is a call that reads rows.  Who waits for readers waits for one step at most; who
+ * does not leaves the memory alone that is worked on.  Between two steps anything may change, so each step is chosen
+ * anew, with the mutex held.
  */
 #include "store/resident.h"
 
 #include "store/limits.h"
 #include "store/waiting.h"
 
-enum { RETURN_BYTES = 4 << 20 }; /* are given back before others may have the mutex */
+enum { RETURN_BYTES = 4 << 20 }; /* given back in one step, after which others may have the mutex */
 
-/* Between these, a work is listed; nothing is chosen for it before. */
+/* Bracket the steps of a work: while it is listed, its pages are neither freed nor purged. */
 static void begin_work(kvc_cache *cache, kvc_page_work *work) {
     *work = (kvc_page_work){.next = cache->memory.works};
     cache->memory.works = work;
@@ -26,7 +26,7 @@ static void end_work(kvc_cache *cache, kvc_page_work *work) {
     kvc_signal_all(&cache->idle); /* kvc_cache_free waits for it */
 }
 
-/* Does what was chosen, then lets those pass that wait; what act returned. */
+/* Does a step that was chosen, and lets calls that wait for readers pass.  Returns what act does. */
 static int step(kvc_cache *cache, kvc_page_work *work, int (*act)(void *p, size_t size)) {
     kvc_unlock(cache, KVC_OK);
     const int result = act(work->p, work->size);
@@ -49,19 +49,22 @@ void kvc_join_pages(kvc_cache *cache, int32_t num_tokens) {
     end_work(cache, &work);
 }
 
+/* Writes to each page once. */
 static void touch(const kvc_page_work *work) {
     const size_t page = kvc_os_page_size();
     volatile uint8_t *p = work->p;
     for (size_t i = 0; i < work->size; i += page - (uintptr_t)(p + i) % page) p[i] = 0;
 }
 
+/* A step that only lets other calls have the mutex. */
 static int let_pass(void *p, size_t size) {
     (void)p, (void)size;
     kvc_pause();
     return 1;
 }
 
-/* Where the system cannot do it, pages are touched with the mutex held, as others may get the slots afterwards. */
+/* Takes the memory of group g.  Where the system has no call for that, touches the pages by hand, with the mutex held:
+ * without it, others might get the slots meanwhile. */
 static void take(kvc_cache *cache, int32_t g, kvc_page_work *work) {
     kvc_taking taking = {0}, before = taking;
     for (int by_hand = 0; kvc_pool_next_touch(&cache->pools[g], &taking, work); before = taking) {

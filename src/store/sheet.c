@@ -64,7 +64,7 @@ void kvc_sheets_forked(kvc_cache *cache) {
     }
 }
 
-/* The batch's sheet with the rows of a layer; layer -1: one whose rows need not stay. */
+/* The batch's sheet with the rows of a layer; layer -1: one that nobody uses and whose rows need not stay. */
 static kvc_sheet *find(const kvc_cache *cache, int32_t layer) {
     kvc_sheet *sheet = cache->sheets;
     while (sheet && (sheet->left || (layer < 0 ? sheet->users || sheet->keeps : sheet->layer != layer)))
@@ -72,6 +72,7 @@ static kvc_sheet *find(const kvc_cache *cache, int32_t layer) {
     return sheet;
 }
 
+/* Gives a layer a sheet: one whose rows need not stay, or a new one. */
 static kvc_status assign(kvc_batch *batch, int32_t layer, kvc_sheet **out) {
     kvc_cache *cache = batch->cache;
     size_t bytes = 0;
