@@ -12,7 +12,7 @@
 #include "store/resident.h"
 #include "store/scratch.h"
 
-enum { WORTH_THREADS = 1 << 18 }; /* bytes; to move less takes less time than to wake a thread */
+enum { WORTH_THREADS = 1 << 18 }; /* bytes; moving fewer takes less time than waking a thread */
 
 static int is_movable(const kvc_block *block) { return !block->pins && block->live; }
 
@@ -21,8 +21,8 @@ int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
     int64_t waste = 0;
     for (int32_t i = 0; i < pool->num_blocks; i++)
         if (is_movable(pool->blocks[i])) waste += pool->blocks[i]->fill - pool->blocks[i]->live;
-    /* A window leaves holes behind its sinks and in the block it is moving out of, which is free soon: nothing is to be
-     * moved for these. */
+    /* Do not count the holes that a window leaves behind its sinks and in the block it moves out of, which is free
+     * soon. */
     if (kvc_policy_evicts(&cache->policies[group])) waste -= 2 * (int64_t)pool->block_size * cache->sequences.num;
     return waste;
 }
@@ -61,7 +61,7 @@ static int get_memory(kvc_compaction *c) {
         for (int32_t s = 0; s < block->fill; s++)
             c->max_moves += block->holders[s] && (s == 0 || !block->holders[s - 1]);
     }
-    /* A stretch of slots is cut where a block that it moves to ends, and so is one for each block at most. */
+    /* Where a block is full, a stretch is cut in two: at most once for each block. */
     c->max_moves += pool->num_blocks;
     c->order = get(c, blocks, sizeof *c->order);
     c->targets = get(c, blocks, sizeof *c->targets);
@@ -99,7 +99,7 @@ static void add_move(kvc_compaction *c, kvc_block *from, int32_t slot, kvc_block
         c->moves[c->num_moves++] = (kvc_move){from, to, slot, to_slot, 1};
 }
 
-/* Fills in targets and moves. */
+/* Numbers the new places of all live slots, and lists the moves that take. */
 static void plan_moves(kvc_compaction *c) {
     const int32_t size = c->pool->block_size;
     int32_t next = 0;

@@ -6,11 +6,11 @@
 #include "base/threads.h"
 
 enum {
-    WORTH_THREADS = 1 << 22, /* bytes; to give back less takes less time than to wake a thread */
-    JOIN_SLOTS = 512,        /* so seldom are pages looked at that may be made huge ones */
-    JOIN_TOKENS = 8,         /* for so many tokens of a batch, one more is, and one more block looked at */
-    JOIN_BLOCKS = 8,         /* so many are looked at in any case */
-    TOUCH_BYTES = 256 << 10  /* are taken at a time */
+    WORTH_THREADS = 1 << 22, /* bytes; giving back fewer takes less time than waking a thread */
+    JOIN_SLOTS = 512,        /* filled since a block's pages were last looked at, before they are looked at again */
+    JOIN_TOKENS = 8,         /* of a batch, for which one more step is made, and one more block looked at */
+    JOIN_BLOCKS = 8,         /* looked at after a batch of few tokens */
+    TOUCH_BYTES = 256 << 10  /* whose memory is taken in one step */
 };
 
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
@@ -78,18 +78,18 @@ static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
     return KVC_OK;
 }
 
-/* How many blocks the list has room for once it has room for `count`. */
-static int32_t list_room(const kvc_pool *pool, int32_t count) {
+/* How many blocks the list holds once it has grown for `count`. */
+static int32_t list_capacity(const kvc_pool *pool, int32_t count) {
     if (count <= pool->max_blocks) return pool->max_blocks;
     return count < pool->max_blocks * 2 ? pool->max_blocks * 2 : count < 8 ? 8 : count;
 }
 
 int64_t kvc_pool_list_growth(const kvc_pool *pool, int32_t new_blocks) {
-    return (list_room(pool, pool->num_blocks + new_blocks) - pool->max_blocks) * (int64_t)sizeof *pool->blocks;
+    return (list_capacity(pool, pool->num_blocks + new_blocks) - pool->max_blocks) * (int64_t)sizeof *pool->blocks;
 }
 
 static kvc_status reserve_list(kvc_pool *pool, int32_t count) {
-    const int32_t max = list_room(pool, count);
+    const int32_t max = list_capacity(pool, count);
     if (max == pool->max_blocks) return KVC_OK;
     const size_t item = sizeof *pool->blocks;
     kvc_block **blocks = kvc_memory_alloc(pool->memory, (uint64_t)max * item, KVC_MEMORY_BOOKKEEPING, -1);
@@ -106,7 +106,7 @@ void kvc_pool_accept(kvc_pool *pool) {
     pool->max_before = pool->max_blocks;
 }
 
-/* What ends the free list after so many blocks. */
+/* The link behind the first num_free blocks of the free list. */
 static kvc_block **list_end(kvc_pool *pool, int32_t num_free) {
     kvc_block **end = &pool->free;
     while (num_free--) end = &(*end)->next;
@@ -115,7 +115,7 @@ static kvc_block **list_end(kvc_pool *pool, int32_t num_free) {
 
 void kvc_pool_unprepare(kvc_pool *pool) {
     kvc_block **end = list_end(pool, pool->free_before);
-    while (*end) { /* the new ones are the last of the list and of the array */
+    while (*end) { /* the new blocks are the last of the list and of the array */
         kvc_block *block = *end;
         *end = block->next;
         pool->num_free--;
@@ -134,7 +134,7 @@ kvc_status kvc_pool_prepare(kvc_pool *pool, int32_t count) {
     const int32_t before = pool->free_before = pool->num_free;
     if (count <= before) return KVC_OK;
     kvc_status status = reserve_list(pool, pool->num_blocks + count - before);
-    /* Those that have been used are taken first: their rows are resident already. */
+    /* New blocks go to the end: those that have been used are resident, and used first. */
     kvc_block **end = list_end(pool, before);
     while (status == KVC_OK && pool->num_free < count) status = new_block(pool, &end);
     if (status != KVC_OK) kvc_pool_unprepare(pool);
@@ -172,7 +172,7 @@ int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count) {
 
 void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t touched) {
     pool->reused -= touched != 0;
-    block->fill = touched; /* what was there before stays */
+    block->fill = touched; /* keeps what was touched before */
     kvc_pool_purge(pool, block, 1);
     block->fill = 0;
     if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) block->touched = touched;
@@ -239,8 +239,8 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {
 
 /* ---- huge pages -------------------------------------------------------------------------------------------------- */
 
-/* The huge pages that slots [from, to) have filled in one head's rows; whether there is one.  The first may begin a
- * little before these, with padding. */
+/* Finds the huge pages that slots [from, to) have filled in one head's rows; whether there is one.  The first may begin
+ * a little before the rows, with padding. */
 static int join_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, int32_t from, int32_t to,
                      kvc_page_work *work) {
     const uintptr_t start = (uintptr_t)rows;
@@ -250,8 +250,8 @@ static int join_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, int3
     return begin < end && kvc_memory_mark_written(pool->memory, (uint8_t *)begin, end - begin, work);
 }
 
-/* The steps in which the pages of a block are joined up to join_to: of a full one, page by page; else region by region,
- * as what lies between those is not filled. */
+/* Steps in which the pages of a block are joined up to join_to: page by page where the block is full; else region by
+ * region, as the ends of regions are not filled. */
 static int64_t num_join_steps(const kvc_pool *pool, const kvc_block *block) {
     if (block->join_to < pool->block_size) return kvc_pool_num_regions(pool);
     return pool->block_bytes < KVC_HUGE_PAGE ? 1 : (int64_t)(pool->block_bytes / KVC_HUGE_PAGE);
@@ -270,11 +270,11 @@ static int next_in_block(const kvc_pool *pool, kvc_block *block, kvc_page_work *
     for (;;) {
         if (block->join_next == 0) {
             const int is_ahead = block->resident > block->fill;
-            const int32_t there = is_ahead ? block->resident : block->fill;
-            const int is_full = there == pool->block_size;
-            if (block->epoch == pool->epoch || there - block->joined < (is_full || is_ahead ? 1 : JOIN_SLOTS)) return 0;
-            if (pool->block_bytes < KVC_HUGE_PAGE && !is_full) return 0; /* it shares its pages with others */
-            block->join_to = there;
+            const int32_t to = is_ahead ? block->resident : block->fill;
+            const int is_full = to == pool->block_size;
+            if (block->epoch == pool->epoch || to - block->joined < (is_full || is_ahead ? 1 : JOIN_SLOTS)) return 0;
+            if (pool->block_bytes < KVC_HUGE_PAGE && !is_full) return 0; /* it shares its huge page with other blocks */
+            block->join_to = to;
         }
         while (block->join_next < num_join_steps(pool, block))
             if (join_step(pool, block, block->join_next++, work)) return 1;
@@ -305,7 +305,7 @@ int kvc_pool_next_join(kvc_pool *pool, kvc_joining *joining, kvc_page_work *work
 
 /* ---- taking memory beforehand ------------------------------------------------------------------------------------ */
 
-/* Goes on with the slots of the block that belong to nobody; 0: nothing is left. */
+/* Finds the next piece in the slots of a block that belong to nobody; 0: nothing is left. */
 static int touch_in_block(const kvc_pool *pool, const kvc_block *block, kvc_taking *taking, kvc_page_work *work) {
     const size_t from = (size_t)(block->fill > block->resident ? block->fill : block->resident);
     for (; taking->region < kvc_pool_num_regions(pool); taking->region++, taking->done = 0) {
@@ -384,7 +384,7 @@ int32_t kvc_pool_fill_after(const kvc_block *block) {
 }
 
 /* Lets the fill mark fall to the last slot that is held, and frees the block if there is none. */
-static void settle_fill(kvc_pool *pool, kvc_block *block) {
+static void lower_fill(kvc_pool *pool, kvc_block *block) {
     if (block->pins) return;
     const int32_t before = block->fill;
     block->fill = kvc_pool_fill_after(block);
@@ -411,13 +411,13 @@ void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count
     for (int32_t i = 0; i < count; i++) dead += --block->holders[slot + i] == 0;
     block->live -= dead;
     pool->live -= dead;
-    if (block->live == 0 || slot + count == block->fill) settle_fill(pool, block);
+    if (block->live == 0 || slot + count == block->fill) lower_fill(pool, block);
 }
 
 void kvc_pool_pin(kvc_block *block) { block->pins++; }
 
 void kvc_pool_unpin(kvc_pool *pool, kvc_block *block) {
-    if (--block->pins == 0) settle_fill(pool, block);
+    if (--block->pins == 0) lower_fill(pool, block);
 }
 
 int kvc_pool_try_drop(kvc_block *block, int32_t slot, int32_t count, int64_t *slots) {
