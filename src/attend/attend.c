@@ -152,7 +152,7 @@ static kvc_status check_plan_layer(const kvc_plan *plan, int32_t layer) {
 
 /* Checks that the batch's own rows that a unit sees were put, or are among those of `put`, which are about to be. */
 static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t layer, const kvc_put_args *put,
-                             const kvc_sheet *sheet) {
+                             const kvc_row_buffer *buffer) {
     const kvc_batch *batch = plan->batch;
     if (plan->group >= batch->cache->num_token_groups && !unit->num_rows)
         return kvc_fail(KVC_ERR_INVALID, "sequence %lld has no rows in cross-attention layer %d: put k and v first",
@@ -164,8 +164,8 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t
             const int32_t t = batch->order[piece->token + i];
             int has = written[t];
             if (put && t >= put->first && t < put->first + put->num_tokens) continue;
-            if (unit->is_loose) {
-                const kvc_status status = kvc_sheet_has(batch, sheet, layer, t, piece->slot + i, &has);
+            if (unit->is_buffered) {
+                const kvc_status status = kvc_row_buffer_has(batch, buffer, layer, t, piece->slot + i, &has);
                 if (status != KVC_OK) return status;
             }
             if (!has)
@@ -178,15 +178,16 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t
 }
 
 /* Checks what the members of one task see. */
-static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, const kvc_sheet *sheet) {
+static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, const kvc_row_buffer *buffer) {
     const kvc_job *job = kvc_job_of(plan, task);
     kvc_status status = KVC_OK;
     for (int32_t m = 0; status == KVC_OK && m < job->num_members; m++)
-        status = check_seen(plan, kvc_unit_of(plan, job, m), layer, NULL, sheet);
+        status = check_seen(plan, kvc_unit_of(plan, job, m), layer, NULL, buffer);
     return status;
 }
 
-static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_sheet *sheet) {
+static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args,
+                      const kvc_row_buffer *buffer) {
     const kvc_cache *cache = plan->batch->cache;
     c->plan = plan;
     c->is_rerun = c->was_done = 0;
@@ -195,7 +196,7 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
     c->prefetch_level = cache->prefetch_level;
     c->layer = &cache->layers[layer];
     c->layout = &cache->layouts[cache->layout_of[layer]];
-    c->sheet = sheet;
+    c->buffer = buffer;
     c->policy = &cache->policies[plan->group];
     c->rope = kvc_rope_of(cache, layer);
     c->angles = plan->angles;
@@ -217,18 +218,18 @@ static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_ar
     const int64_t num_tasks = kvc_plan_num_tasks(plan);
     if (status == KVC_OK && (task < 0 || task >= num_tasks))
         status = kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)num_tasks);
-    kvc_sheet *sheet = NULL;
-    if (status == KVC_OK) status = kvc_sheet_enter(plan->batch, layer, KVC_SHEET_READ, &sheet);
-    if (status == KVC_OK) status = check_task(plan, layer, task, sheet);
+    kvc_row_buffer *buffer = NULL;
+    if (status == KVC_OK) status = kvc_row_buffer_enter(plan->batch, layer, KVC_ROW_BUFFER_READ, &buffer);
+    if (status == KVC_OK) status = check_task(plan, layer, task, buffer);
     if (status == KVC_OK) {
-        make_call(&c, plan, layer, &args, sheet);
+        make_call(&c, plan, layer, &args, buffer);
         status = begin_task(&c, layer, &args, task);
         if (status == KVC_OK) {
             status = run_task(&c, task);
             end_task(&c, task, status == KVC_OK);
         }
     }
-    kvc_sheet_leave(plan->batch->cache, sheet);
+    kvc_row_buffer_leave(plan->batch->cache, buffer);
     return status;
 }
 
@@ -258,22 +259,22 @@ static kvc_status run_all(kvc_call *c) {
     return status == KVC_OK ? KVC_OK : kvc_fail(status, "the attention was cancelled");
 }
 
-/* Puts rows, where `put` is not NULL, and runs all tasks.  *sheet: the layer's, if it has one; set to it, if it gets
- * one here. */
+/* Puts rows, where `put` is not NULL, and runs all tasks.  *buffer: the layer's row buffer, if it has one; set to it,
+ * if it gets one here. */
 static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_put_args *put,
-                         kvc_sheet **sheet) {
+                         kvc_row_buffer **buffer) {
     kvc_call c;
     kvc_batch *batch = plan->batch;
     kvc_status status = KVC_OK;
     for (int32_t u = 0; status == KVC_OK && u < plan->num_units; u++)
-        status = check_seen(plan, &plan->units[u], layer, put, *sheet);
-    if (status == KVC_OK && put && !*sheet && kvc_any_loose(batch, layer, put->first, put->num_tokens))
-        status = kvc_sheet_enter(batch, layer, KVC_SHEET_PASS, sheet);
-    if (status == KVC_OK && put) status = kvc_put_rows(batch, layer, put, *sheet);
+        status = check_seen(plan, &plan->units[u], layer, put, *buffer);
+    if (status == KVC_OK && put && !*buffer && kvc_any_buffered(batch, layer, put->first, put->num_tokens))
+        status = kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_PASS, buffer);
+    if (status == KVC_OK && put) status = kvc_put_rows(batch, layer, put, *buffer);
     if (status != KVC_OK) return status;
-    make_call(&c, plan, layer, args, *sheet);
+    make_call(&c, plan, layer, args, *buffer);
     status = run_all(&c);
-    if (status != KVC_OK && put) kvc_mark_written(batch, layer, put->first, put->num_tokens, *sheet, 0);
+    if (status != KVC_OK && put) kvc_mark_written(batch, layer, put->first, put->num_tokens, *buffer, 0);
     return status;
 }
 
@@ -293,12 +294,12 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
         status = kvc_put_rows(batch, layer, &put, NULL);
         puts = 0;
     }
-    kvc_sheet *sheet = NULL;
+    kvc_row_buffer *buffer = NULL;
     if (status == KVC_OK) status = kvc_plan_new(batch, &plan_args, &plan);
     if (status != KVC_OK) return status;
-    status = kvc_sheet_enter(batch, layer, KVC_SHEET_READ, &sheet);
-    if (status == KVC_OK) status = attend(plan, layer, &args, puts ? &put : NULL, &sheet);
-    kvc_sheet_leave(batch->cache, sheet);
+    status = kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer);
+    if (status == KVC_OK) status = attend(plan, layer, &args, puts ? &put : NULL, &buffer);
+    kvc_row_buffer_leave(batch->cache, buffer);
     kvc_plan_free(plan);
     return status;
 }

@@ -8,7 +8,7 @@
 
 #include "store/check.h"
 #include "store/read.h"
-#include "store/sheet.h"
+#include "store/row_buffer.h"
 
 /* A row that is to be written. */
 typedef struct dense_row {
@@ -35,9 +35,9 @@ typedef struct dense {
     int32_t layer, num_tasks;
     kvc_dense_args args;
     kvc_rows_out out;
-    const kvc_sheet *sheet; /* the layer's */
-    kvc_status status;      /* KVC_ERR_GONE where rows are */
-    int64_t num;            /* rows that were counted or listed so far */
+    const kvc_row_buffer *buffer; /* the layer's */
+    kvc_status status;            /* KVC_ERR_GONE where rows are */
+    int64_t num;                  /* rows that were counted or listed so far */
     dense_row *rows;
     slice *slices;  /* [batch->num_sequences] */
     member *order;  /* [batch->num_sequences] in which they are written */
@@ -49,10 +49,10 @@ typedef struct dense {
 /* Called for rows side by side.  tokens: [run->count] of the batch, whose rows these are; NULL: stored rows. */
 typedef void visit_fn(dense *d, int32_t s, const kvc_run *run, const int32_t *tokens);
 
-/* Whether the row of a token was put, which is in a slot of the sheet unless it has a block. */
+/* Whether the row of a token was put, which is in a slot of the row buffer unless it has a block. */
 static int is_put(dense *d, const kvc_block *block, int32_t slot, int32_t token) {
     int has = kvc_written_in(d->batch, kvc_source_of(d->batch->cache, d->layer))[token];
-    if (!block && d->status == KVC_OK) d->status = kvc_sheet_has(d->batch, d->sheet, d->layer, token, slot, &has);
+    if (!block && d->status == KVC_OK) d->status = kvc_row_buffer_has(d->batch, d->buffer, d->layer, token, slot, &has);
     return has;
 }
 
@@ -88,15 +88,15 @@ static void count_run(dense *d, int32_t s, const kvc_run *run, const int32_t *to
 }
 
 static void list_run(dense *d, int32_t s, const kvc_run *run, const int32_t *tokens) {
-    kvc_run row = {run->block ? run->block : kvc_sheet_block(d->sheet), run->slot, 1, run->position, run->delta};
+    kvc_run row = {run->block ? run->block : kvc_row_buffer_block(d->buffer), run->slot, 1, run->position, run->delta};
     for (int32_t i = 0; i < run->count; i++, d->num++, row.slot++, row.position++)
         d->rows[d->num] = (dense_row){row.position, tokens ? tokens[i] : -1, s, d->num, row};
 }
 
 /* Counts the rows of all sequences, and those of the sequence that has most. */
-static kvc_status count_rows(const kvc_batch *batch, int32_t layer, const kvc_sheet *sheet, int64_t *num,
+static kvc_status count_rows(const kvc_batch *batch, int32_t layer, const kvc_row_buffer *buffer, int64_t *num,
                              int64_t *most) {
-    dense d = {.batch = batch, .layer = layer, .sheet = sheet};
+    dense d = {.batch = batch, .layer = layer, .buffer = buffer};
     *most = 0;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const int64_t before = d.num;
@@ -107,12 +107,12 @@ static kvc_status count_rows(const kvc_batch *batch, int32_t layer, const kvc_sh
     return d.status;
 }
 
-/* Counts the rows while the layer's sheet is entered. */
+/* Counts the rows while the layer's row buffer is entered. */
 static kvc_status enter_and_count(kvc_batch *batch, int32_t layer, int64_t *num, int64_t *most) {
-    kvc_sheet *sheet = NULL;
-    kvc_status status = kvc_sheet_enter(batch, layer, KVC_SHEET_READ, &sheet);
-    if (status == KVC_OK) status = count_rows(batch, layer, sheet, num, most);
-    kvc_sheet_leave(batch->cache, sheet);
+    kvc_row_buffer *buffer = NULL;
+    kvc_status status = kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer);
+    if (status == KVC_OK) status = count_rows(batch, layer, buffer, num, most);
+    kvc_row_buffer_leave(batch->cache, buffer);
     return status;
 }
 
@@ -301,7 +301,7 @@ static kvc_status check_args(const kvc_batch *batch, int32_t layer, const kvc_de
 
 static kvc_status check_num_rows(const dense *d, int64_t *num) {
     int64_t most;
-    const kvc_status status = count_rows(d->batch, d->layer, d->sheet, num, &most);
+    const kvc_status status = count_rows(d->batch, d->layer, d->buffer, num, &most);
     if (status != KVC_OK) return status;
     if (d->out.num_stored) *d->out.num_stored = *num;
     if (d->args.by_sequence && d->args.num_rows != most)
@@ -322,7 +322,7 @@ static int32_t num_tasks(const dense *d, int64_t num) {
     return rows + masks < WORTH_THREADS ? 1 : kvc_cache_threads(d->batch->cache);
 }
 
-/* Copies rows and makes masks, while the layer's sheet is entered. */
+/* Copies rows and makes masks, while the layer's row buffer is entered. */
 static kvc_status make_dense(dense *d) {
     const kvc_batch *batch = d->batch;
     kvc_cache *cache = batch->cache;
@@ -353,12 +353,12 @@ static kvc_status make_dense(dense *d) {
 
 kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *given) {
     dense d = {.batch = batch, .layer = layer};
-    kvc_sheet *sheet = NULL;
+    kvc_row_buffer *buffer = NULL;
     kvc_status status = check_args(batch, layer, given, &d);
-    if (status == KVC_OK) status = kvc_sheet_enter(batch, layer, KVC_SHEET_READ, &sheet);
+    if (status == KVC_OK) status = kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer);
     if (status != KVC_OK) return status;
-    d.sheet = sheet;
+    d.buffer = buffer;
     status = make_dense(&d);
-    kvc_sheet_leave(batch->cache, sheet);
+    kvc_row_buffer_leave(batch->cache, buffer);
     return status;
 }

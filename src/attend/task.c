@@ -332,7 +332,8 @@ static kvc_cursor cursor_at(const kvc_call *c, const kvc_unit *unit, int32_t par
     while (count && offset >= piece->count) offset -= piece++->count;
     kvc_cursor at = {.layout = c->layout, .piece = piece, .offset = (int32_t)offset, .head = head, .num_rows = count};
     if (plan->num_deltas) at.changes_to_mix = unit->tiled ? KVC_TILED_DELTA_CHANGES : KVC_STREAM_DELTA_CHANGES;
-    if (unit->is_loose && count) at.layout = &c->sheet->layout, at.sheet_rows = kvc_sheet_block(c->sheet)->rows;
+    if (unit->is_buffered && count)
+        at.layout = &c->buffer->layout, at.buffer_rows = kvc_row_buffer_block(c->buffer)->rows;
     return at;
 }
 

@@ -3,7 +3,7 @@
 #define KVC_TASK_H
 
 #include "attend/tiles.h"
-#include "store/sheet.h"
+#include "store/row_buffer.h"
 
 /* What all tasks of one kvc_attend, or one kvc_plan_run, share. */
 typedef struct kvc_call {
@@ -12,7 +12,7 @@ typedef struct kvc_call {
     const kvc_kernels *kernels;
     const kvc_layer *layer;
     const kvc_layout *layout;
-    const kvc_sheet *sheet; /* that loose units have their rows in */
+    const kvc_row_buffer *buffer; /* that buffered units have their rows in */
     const kvc_policy *policy;
     const kvc_rope *rope;   /* by which keys with a delta are rotated; NULL: they are not */
     const float *angles;    /* [plan->num_deltas][plan->angles_stride] of that rope */

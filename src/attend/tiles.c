@@ -27,7 +27,7 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     int32_t offset = c->offset, n = 0, min_position = INT32_MAX, max_position = -1, is_batch = 0;
     while (n < most && (is_mixed || piece->delta_index == delta_index)) {
         const int32_t end = n + min32(piece->count - offset, most - n), position = piece->position + offset;
-        const uint8_t *row = (c->sheet_rows ? c->sheet_rows : piece->rows) + begin +
+        const uint8_t *row = (c->buffer_rows ? c->buffer_rows : piece->rows) + begin +
                              (size_t)(piece->slot + offset) * layout->k_row_bytes;
         if (position < min_position) min_position = position;
         if (position + (end - n) > max_position) max_position = position + (end - n) - 1;
@@ -39,7 +39,7 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     const void *const last = n ? t->k[n - 1] : NULL;
     for (int32_t i = n; i < KVC_TILE; i++) t->k[i] = last;
     t->layout = layout;
-    t->sheet_rows = c->sheet_rows;
+    t->buffer_rows = c->buffer_rows;
     t->piece = c->piece;
     t->offset = c->offset;
     t->head = c->head;
@@ -65,7 +65,7 @@ void kvc_point_at_values(const void *v[KVC_TILE], const kvc_tile *t) {
     const kvc_piece *piece = t->piece;
     for (int32_t i = 0, offset = t->offset; i < t->n; piece++, offset = 0) {
         const int32_t end = i + min32(piece->count - offset, t->n - i);
-        const uint8_t *row = (t->sheet_rows ? t->sheet_rows : piece->rows) + begin +
+        const uint8_t *row = (t->buffer_rows ? t->buffer_rows : piece->rows) + begin +
                              (size_t)(piece->slot + offset) * layout->v_row_bytes;
         for (; i < end; i++, row += layout->v_row_bytes) v[i] = row;
     }

@@ -11,7 +11,7 @@
  * no tile reaches past one, so that tiles do not depend on how rows are cut into pieces. */
 typedef struct kvc_cursor {
     const kvc_layout *layout;
-    const uint8_t *sheet_rows; /* that all pieces lie in; NULL: each piece has its own */
+    const uint8_t *buffer_rows; /* that all pieces lie in; NULL: each piece has its own */
     const kvc_piece *piece;
     int32_t offset;         /* of the next row, in the piece */
     int32_t head;           /* KV head */
@@ -26,7 +26,7 @@ enum { KVC_MIXED = -2 }; /* as a delta_index: keys of several deltas, which are 
 /* The n rows from a place on, which are attended for together. */
 typedef struct kvc_tile {
     const kvc_layout *layout;
-    const uint8_t *sheet_rows;
+    const uint8_t *buffer_rows;
     const kvc_piece *piece;
     int32_t offset, head, n;
     int32_t min_position, max_position;

@@ -162,7 +162,7 @@ static void find_rows(const kvc_plan *plan, kvc_new_unit *u, uint8_t *marks) {
     const int is_cross = plan->group >= batch->cache->num_token_groups;
     find_reach(plan, list, u);
     visit_own_rows(plan, u, marks, count_own_rows, u);
-    u->unit.is_loose = !is_cross && member->is_loose;
+    u->unit.is_buffered = !is_cross && member->is_buffered;
     if (is_cross && u->unit.num_rows) return;
     u->runs = kvc_runs_begin(list);
     u->num_runs = list->num;

@@ -38,7 +38,7 @@ enum {
 
 /* Rows of one run that some query of the unit may see. */
 typedef struct kvc_piece {
-    const uint8_t *rows; /* of the block; NULL: of the layer's sheet */
+    const uint8_t *rows; /* of the block; NULL: of the layer's row buffer */
     int32_t slot, count, position;
     int32_t delta_index; /* n: the keys are off by plan->deltas[n - 1]; 0: by nothing */
     int32_t token;       /* of the batch, the first one: index into batch->order; -1: stored rows */
@@ -55,7 +55,7 @@ typedef struct kvc_unit {
     int32_t sequence;          /* of the batch */
     int32_t first, num_tokens; /* query tokens: batch->order[first .. first + num_tokens) */
     int32_t tiled;             /* many query rows: tiles of rows are decoded and multiplied; few: rows are streamed */
-    int32_t is_loose;          /* its rows lie in sheets */
+    int32_t is_buffered;       /* its rows lie in row buffers */
     int32_t num_parts;
     int64_t num_rows, part_rows;        /* in reach; in each part, the last of which may have fewer */
     int64_t first_start, first_counter; /* in plan->starts, one for each part; in plan->remaining, one per KV head */

@@ -9,7 +9,7 @@
 
 #include "store/draft.h"
 #include "store/put.h"
-#include "store/sheet.h"
+#include "store/row_buffer.h"
 #include "store/waiting.h"
 
 #if defined(_WIN32)
@@ -60,7 +60,7 @@ static void in_child(void) {
         cache->num_waiting = 0;
         cache->memory.works = NULL; /* all are between two steps */
         if (cache->batch) end_work(cache->batch);
-        kvc_sheets_forked(cache);
+        kvc_row_buffers_forked(cache);
         for (int32_t i = 0; i < cache->sequences.num; i++) {
             kvc_sequence *sequence = cache->sequences.items[i];
             if (sequence->in_rewrite && !pthread_equal(sequence->rewriter, kvc_thread_self()))

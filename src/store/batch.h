@@ -8,14 +8,14 @@
 typedef struct kvc_batch_sequence {
     kvc_sequence *sequence;
     int32_t first, num_tokens; /* its tokens: order[first .. first + num_tokens) */
-    int32_t num_slots;         /* that its tokens need in a pool: one each, or none if it is loose */
+    int32_t num_slots;         /* that its tokens need in a pool: one each, or none if it is buffered */
     int32_t is_unstored;       /* nothing of it stays once the batch is committed */
-    int32_t is_loose;          /* it is unstored and was empty before: its tokens' rows lie in sheets */
+    int32_t is_buffered;       /* it is unstored and was empty before: its tokens' rows lie in row buffers */
     int32_t num_stretches;     /* of consecutive positions among its tokens */
     int32_t next;              /* position that would continue the last stretch */
 } kvc_batch_sequence;
 
-/* Where a token's rows lie; block NULL: in a slot of the sheets. */
+/* Where a token's rows lie; block NULL: in a slot of the row buffers. */
 typedef struct kvc_place {
     kvc_block *block;
     int32_t slot;
@@ -61,11 +61,11 @@ struct kvc_batch {
     int32_t *order;                /* [num_tokens] tokens, those of a sequence side by side, else in order */
     kvc_batch_sequence *sequences; /* [num_sequences] */
     kvc_place *places;             /* [num_groups][num_tokens] */
-    kvc_pending *pending;          /* [num_groups][num_sequences], then, for all groups of tokens, of loose ones */
+    kvc_pending *pending;          /* [num_groups][num_sequences], then, for all groups of tokens, of buffered ones */
     kvc_run *runs;                 /* [num_groups + 1][num_tokens] what pending points into */
     uint8_t *kept;                 /* [num_tokens] the token is committed */
     uint8_t *written;              /* [num_layers][num_tokens] the token's rows of the layer are there */
-    int32_t num_loose;             /* tokens whose rows lie in sheets: in a place without a block */
+    int32_t num_buffered;          /* tokens whose rows lie in row buffers: in a place without a block */
     kvc_plan_link *plans;          /* made for this batch, freed with it */
     kvc_cross_put *cross_puts;     /* in progress; guarded by the mutex */
     atomic_int *num_cross_puts;    /* [num_groups - num_token_groups] done; a plan of the group is out of date after the
@@ -77,9 +77,9 @@ static inline kvc_pending *kvc_pending_of(const kvc_batch *batch, int32_t g, int
     return &batch->pending[(size_t)g * (size_t)batch->num_sequences + (size_t)s];
 }
 
-/* The same, in a group of tokens, also where sequence s is loose. */
+/* The same, in a group of tokens, also where sequence s is buffered. */
 static inline kvc_pending *kvc_own_pending(const kvc_batch *batch, int32_t g, int32_t s) {
-    return kvc_pending_of(batch, batch->sequences[s].is_loose ? batch->cache->num_groups : g, s);
+    return kvc_pending_of(batch, batch->sequences[s].is_buffered ? batch->cache->num_groups : g, s);
 }
 
 /* Whether a token of a batch with parents is another, or one of its descendants. */

@@ -12,9 +12,9 @@
 static kvc_status mark_unstored(kvc_batch *batch, kvc_batch_sequence *member, int32_t t, int is_unstored) {
     if (!member->num_tokens) {
         member->is_unstored = is_unstored;
-        member->is_loose = is_unstored && kvc_sequence_is_empty(member->sequence);
+        member->is_buffered = is_unstored && kvc_sequence_is_empty(member->sequence);
     }
-    batch->num_loose += member->is_loose;
+    batch->num_buffered += member->is_buffered;
     if (member->is_unstored == is_unstored) return KVC_OK;
     return kvc_fail(KVC_ERR_INVALID, "unstored[%d] is %d: for the tokens of sequence %lld before it, it is %d", t,
                     is_unstored, (long long)member->sequence->id, member->is_unstored);
@@ -57,7 +57,7 @@ static void sort_tokens(kvc_batch *batch) {
     for (int32_t t = 0; t < batch->num_tokens; t++) {
         kvc_batch_sequence *member = &batch->sequences[batch->sequence_of[t]];
         batch->order[member->first + member->num_tokens++] = t;
-        member->num_slots += !member->is_loose;
+        member->num_slots += !member->is_buffered;
     }
 }
 
@@ -111,9 +111,9 @@ static void hand_out(kvc_batch *batch, int32_t g, int32_t s) {
     }
 }
 
-/* Gives the tokens of a loose sequence slots of the sheets, from `slot` on, the same in every group.  Returns the slot
- * after the last one. */
-static int32_t hand_out_loose(kvc_batch *batch, int32_t s, int32_t slot) {
+/* Gives the tokens of a buffered sequence slots of the row buffers, from `slot` on, the same in every group.  Returns
+ * the slot after the last one. */
+static int32_t hand_out_buffered(kvc_batch *batch, int32_t s, int32_t slot) {
     const kvc_batch_sequence *member = &batch->sequences[s];
     for (int32_t i = 0; i < member->num_tokens; i++, slot++) {
         const int32_t t = batch->order[member->first + i];
@@ -133,7 +133,7 @@ static void open_batch(kvc_batch *batch) {
             if (g < cache->num_token_groups) hand_out(batch, g, s);
         }
     for (int32_t s = 0, slot = 0; s < batch->num_sequences; s++)
-        if (batch->sequences[s].is_loose) slot = hand_out_loose(batch, s, slot);
+        if (batch->sequences[s].is_buffered) slot = hand_out_buffered(batch, s, slot);
     kvc_forget_demands(cache);
     if (cache->max_bytes) kvc_give_back(cache, cache->max_bytes);
     cache->batch = batch;

@@ -43,16 +43,16 @@ struct kvc_cache {
     kvc_sequence *spare;   /* made by kvc_reserve for the next new sequence; NULL: none */
     int64_t num_holding;   /* sequences that hold rows */
     kvc_batch *batch;      /* the open one; NULL: none */
-    struct kvc_sheet *sheets;
-    int64_t sheet_bytes;     /* of the rows of all sheets */
-    int64_t num_holds;       /* kvc_hold that callers have not freed */
-    int64_t num_rewrites;    /* calls that copy rows to new slots without the mutex */
-    int64_t num_readers;     /* calls that read rows, of pinned blocks, without the mutex */
-    int64_t num_in_place;    /* sequences whose rows are written where they lie without the mutex */
-    int64_t num_waiting;     /* calls that wait for these; no reader begins until they are done */
-    kvc_signal idle;         /* sent when there are fewer of any of these */
-    kvc_cache *next, **link; /* in the list of all caches of the process: atfork.c */
-    kvc_stats stats;         /* counters; kvc_get_stats adds what pools count */
+    struct kvc_row_buffer *row_buffers;
+    int64_t row_buffer_bytes; /* of the rows of all row buffers */
+    int64_t num_holds;        /* kvc_hold that callers have not freed */
+    int64_t num_rewrites;     /* calls that copy rows to new slots without the mutex */
+    int64_t num_readers;      /* calls that read rows, of pinned blocks, without the mutex */
+    int64_t num_in_place;     /* sequences whose rows are written where they lie without the mutex */
+    int64_t num_waiting;      /* calls that wait for these; no reader begins until they are done */
+    kvc_signal idle;          /* sent when there are fewer of any of these */
+    kvc_cache *next, **link;  /* in the list of all caches of the process: atfork.c */
+    kvc_stats stats;          /* counters; kvc_get_stats adds what pools count */
     struct {
         void *memory;
         uint64_t size;

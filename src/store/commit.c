@@ -24,7 +24,7 @@ static void close_batch(kvc_batch *batch) {
     for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].epoch++;
     cache->batch = NULL;
     free_plans(batch);
-    kvc_sheets_free(cache);
+    kvc_row_buffers_free(cache);
     kvc_scratch_give(cache, batch, batch->size);
 }
 

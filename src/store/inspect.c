@@ -1,5 +1,5 @@
 /* inspect.c: looks at the bookkeeping without changing it: kvc_blocks shows it, kvc_validate checks its invariants. */
-#include "store/sheet.h"
+#include "store/row_buffer.h"
 #include "store/check.h"
 
 /* Called for runs of a sequence; in_batch: of its tokens in the open batch, else stored ones. */
@@ -177,15 +177,15 @@ static kvc_status check_holders(const kvc_cache *cache, int32_t g) {
     return KVC_OK;
 }
 
-static kvc_status check_sheets(const kvc_cache *cache) {
+static kvc_status check_row_buffers(const kvc_cache *cache) {
     int64_t bytes = 0;
-    for (const kvc_sheet *sheet = cache->sheets; sheet; sheet = sheet->next) {
-        REQUIRE(cache->batch ? !sheet->left || sheet->users : sheet->left && sheet->users,
-                "a sheet of %d slots with %d users is there after its batch", sheet->num_slots, sheet->users);
-        bytes += (int64_t)sheet->row_bytes;
+    for (const kvc_row_buffer *buffer = cache->row_buffers; buffer; buffer = buffer->next) {
+        REQUIRE(cache->batch ? !buffer->left || buffer->users : buffer->left && buffer->users,
+                "a buffer of %d slots with %d users is there after its batch", buffer->num_slots, buffer->users);
+        bytes += (int64_t)buffer->row_bytes;
     }
-    REQUIRE(bytes == cache->sheet_bytes, "%lld bytes of sheets are noted, there are %lld",
-            (long long)cache->sheet_bytes, (long long)bytes);
+    REQUIRE(bytes == cache->row_buffer_bytes, "%lld bytes of row buffers are noted, there are %lld",
+            (long long)cache->row_buffer_bytes, (long long)bytes);
     return KVC_OK;
 }
 
@@ -244,7 +244,7 @@ static kvc_status check_group(const kvc_cache *cache, int32_t g) {
 kvc_status kvc_validate(kvc_cache *cache) {
     kvc_lock(cache);
     kvc_status status = check_notes(cache);
-    if (status == KVC_OK) status = check_sheets(cache);
+    if (status == KVC_OK) status = check_row_buffers(cache);
     if (status == KVC_OK) status = check_table(cache);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = check_group(cache, g);
     return kvc_unlock(cache, status);

@@ -1,7 +1,7 @@
 #include "store/limits.h"
 
 int64_t kvc_cache_bytes(const kvc_cache *cache) {
-    int64_t bytes = cache->memory.bookkeeping + cache->sheet_bytes;
+    int64_t bytes = cache->memory.bookkeeping + cache->row_buffer_bytes;
     for (int32_t g = 0; g < cache->num_groups; g++) bytes += cache->pools[g].row_bytes;
     return bytes;
 }

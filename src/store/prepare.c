@@ -5,7 +5,7 @@
 #include "store/evict.h"
 #include "store/limits.h"
 #include "store/scratch.h"
-#include "store/sheet.h"
+#include "store/row_buffer.h"
 #include "store/waiting.h"
 
 /* Whether another call writes rows of one of these sequences in place, or works on pages; waits for its end. */
@@ -43,7 +43,7 @@ int64_t kvc_count_holding(const kvc_batch *batch) {
     int64_t num = batch->cache->num_holding;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
-        num += !member->sequence->holds && !member->is_loose;
+        num += !member->sequence->holds && !member->is_buffered;
     }
     return num;
 }
@@ -74,7 +74,7 @@ static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
 
 static kvc_status check_capacity(const kvc_batch *batch, int32_t g) {
     kvc_cache *cache = batch->cache;
-    const int32_t num_slots = batch->num_tokens - batch->num_loose;
+    const int32_t num_slots = batch->num_tokens - batch->num_buffered;
     if (!cache->capacity) return KVC_OK;
     const int64_t live = cache->pools[g].live - kvc_count_evictable_slots(cache, g);
     if (live + num_slots <= cache->capacity) return KVC_OK;
@@ -118,9 +118,10 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
 /* Bytes besides the blocks there are. */
 static int64_t other_bytes_after(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
-    int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->sheet_bytes;
-    if (batch->num_loose)
-        bytes += (int64_t)(kvc_sheet_bytes(cache, batch->num_loose) + kvc_sheet_header_bytes(batch->num_loose));
+    int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->row_buffer_bytes;
+    if (batch->num_buffered)
+        bytes += (int64_t)(kvc_row_buffer_bytes(cache, batch->num_buffered) +
+                           kvc_row_buffer_header_bytes(batch->num_buffered));
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
         const kvc_demand *d = &pool->demand;
@@ -230,7 +231,7 @@ static kvc_status prepare_blocks(const kvc_batch *batch) {
 
 kvc_status kvc_prepare(kvc_batch *batch) {
     kvc_status status = kvc_fit(batch);
-    if (status == KVC_OK && batch->num_loose) status = kvc_sheet_add(batch);
+    if (status == KVC_OK && batch->num_buffered) status = kvc_row_buffer_add(batch);
     return status == KVC_OK ? prepare_blocks(batch) : status;
 }
 
@@ -248,7 +249,7 @@ void kvc_discard_batch(kvc_batch *batch) {
             kvc_cache_forget_blank(cache, sequence);
         }
     }
-    kvc_sheets_free(cache);
+    kvc_row_buffers_free(cache);
     kvc_table_restore(&cache->sequences, &batch->table_before, &cache->memory);
     if (batch->is_fresh)
         kvc_memory_free(&cache->memory, batch, batch->size, KVC_MEMORY_SCRATCH, -1);

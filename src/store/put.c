@@ -22,7 +22,7 @@ typedef struct put_work {
     const kvc_put_args *args;
     const kvc_layer *layer;
     const kvc_layout *layout;
-    const kvc_sheet *sheet;  /* for places without a block */
+    const kvc_row_buffer *buffer; /* for places without a block */
     const kvc_place *places; /* of the batch's tokens in the layer's group; NULL: consecutive slots from start on */
     kvc_place start;
     int32_t task_tokens;
@@ -59,8 +59,8 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
     const kvc_put_args *a = work->args;
     const kvc_layer *layer = work->layer;
     const kvc_place to = place_of(work, i);
-    const kvc_layout *at = to.block ? work->layout : &work->sheet->layout;
-    const kvc_place place = {to.block ? to.block : kvc_sheet_block(work->sheet), to.slot};
+    const kvc_layout *at = to.block ? work->layout : &work->buffer->layout;
+    const kvc_place place = {to.block ? to.block : kvc_row_buffer_block(work->buffer), to.slot};
     const transfer k = {work->cache->kernels->convert[a->k_type][layer->k_type],
                         (char *)kvc_key_at(at, place.block, place.slot, 0),
                         (const char *)a->k + kvc_token_offset(i, a->inner_tokens, a->k_token_stride, a->k_batch_stride),
@@ -175,7 +175,7 @@ void kvc_drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
     const int32_t num_free = pool->num_free;
     kvc_drop_part(pool, kvc_pending_of(batch, g, s)->runs);
-    if (batch->sequences[s].is_loose) kvc_pool_shrink(pool, 0, pool->num_free - num_free);
+    if (batch->sequences[s].is_buffered) kvc_pool_shrink(pool, 0, pool->num_free - num_free);
 }
 
 void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
@@ -242,52 +242,54 @@ static const kvc_place *places_in(const kvc_batch *batch, int32_t layer, int32_t
     return batch->places + (size_t)batch->cache->group_of[layer] * (size_t)batch->num_tokens + (size_t)first;
 }
 
-int kvc_any_loose(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
+int kvc_any_buffered(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
     const kvc_place *place = places_in(batch, layer, first);
-    if (!batch->num_loose || !kvc_keeps_tokens(batch->cache, layer)) return 0;
+    if (!batch->num_buffered || !kvc_keeps_tokens(batch->cache, layer)) return 0;
     for (int32_t i = 0; i < num_tokens; i++)
         if (!place[i].block) return 1;
     return 0;
 }
 
-/* Enters the sheet where rows of a layer stay until the batch ends, if some of these tokens need one; else NULL. */
-static kvc_status enter_sheet(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_sheet **sheet) {
-    *sheet = NULL;
-    if (!kvc_any_loose(batch, layer, first, num_tokens)) return KVC_OK;
-    return kvc_sheet_enter(batch, layer, KVC_SHEET_KEEP, sheet);
+/* Enters the row buffer where rows of a layer stay until the batch ends, if some of these tokens need one; else NULL.
+ */
+static kvc_status enter_buffer(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens,
+                               kvc_row_buffer **buffer) {
+    *buffer = NULL;
+    if (!kvc_any_buffered(batch, layer, first, num_tokens)) return KVC_OK;
+    return kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_KEEP, buffer);
 }
 
-void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_sheet *sheet,
+void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_row_buffer *buffer,
                       int is_written) {
     const kvc_place *place = places_in(batch, layer, first);
     memset(kvc_written_in(batch, layer) + first, is_written, (size_t)num_tokens);
-    for (int32_t i = 0; sheet && i < num_tokens; i++)
-        if (!place[i].block) kvc_sheet_written(sheet)[place[i].slot] = (uint8_t)is_written;
+    for (int32_t i = 0; buffer && i < num_tokens; i++)
+        if (!place[i].block) kvc_row_buffer_written(buffer)[place[i].slot] = (uint8_t)is_written;
 }
 
-kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_sheet *sheet) {
+kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_row_buffer *buffer) {
     const kvc_cache *cache = batch->cache;
     const int32_t g = cache->group_of[layer];
     put_work work = {.cache = cache,
                      .args = args,
                      .layer = &cache->layers[layer],
                      .layout = &cache->layouts[cache->layout_of[layer]],
-                     .sheet = sheet};
+                     .buffer = buffer};
     if (!kvc_keeps_tokens(cache, layer)) return put_cross(batch, &work, g);
     work.places = places_in(batch, layer, 0);
     const kvc_status status = put_all(&work);
-    if (status == KVC_OK) kvc_mark_written(batch, layer, args->first, args->num_tokens, sheet, 1);
+    if (status == KVC_OK) kvc_mark_written(batch, layer, args->first, args->num_tokens, buffer, 1);
     return status;
 }
 
 kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
     kvc_put_args args;
-    kvc_sheet *sheet = NULL;
+    kvc_row_buffer *buffer = NULL;
     kvc_status status = kvc_put_check(batch, layer, given, &args);
-    if (status == KVC_OK) status = enter_sheet(batch, layer, args.first, args.num_tokens, &sheet);
+    if (status == KVC_OK) status = enter_buffer(batch, layer, args.first, args.num_tokens, &buffer);
     if (status != KVC_OK) return status;
-    status = kvc_put_rows(batch, layer, &args, sheet);
-    kvc_sheet_leave(batch->cache, sheet);
+    status = kvc_put_rows(batch, layer, &args, buffer);
+    kvc_row_buffer_leave(batch->cache, buffer);
     return status;
 }
 
@@ -310,8 +312,8 @@ kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *s
     if (status == KVC_OK) status = kvc_check_size(span_size, kvc_span_least_size, sizeof *span, "span");
     if (status != KVC_OK) return status;
     kvc_cache *cache = batch->cache;
-    kvc_sheet *sheet;
-    status = enter_sheet(batch, layer, first, 1, &sheet);
+    kvc_row_buffer *buffer;
+    status = enter_buffer(batch, layer, first, 1, &buffer);
     if (status != KVC_OK) return status;
     const kvc_place *place = places_in(batch, layer, first);
     const uint8_t *written = kvc_written_in(batch, layer) + first;
@@ -319,7 +321,7 @@ kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *s
     while (run.count < rest && place[run.count].block == run.block && place[run.count].slot == run.slot + run.count &&
            !written[run.count])
         run.count++;
-    if (!run.block) run.block = kvc_sheet_block(sheet);
+    if (!run.block) run.block = kvc_row_buffer_block(buffer);
     if (hold) {
         kvc_lock(cache);
         status = kvc_unlock(cache, kvc_hold_runs(cache, &run, 1, cache->group_of[layer], hold));
@@ -328,17 +330,17 @@ kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *s
         const kvc_span found = kvc_span_of(&run, kvc_layout_in(cache, layer, run.block));
         kvc_write_struct(span, span_size, &found, sizeof found);
     }
-    kvc_sheet_leave(cache, sheet);
+    kvc_row_buffer_leave(cache, buffer);
     return status;
 }
 
 kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
     kvc_status status = check_in_place(batch, layer, first, &num_tokens);
-    kvc_sheet *sheet;
+    kvc_row_buffer *buffer;
     if (status == KVC_OK) status = check_not_written(batch, layer, first, num_tokens);
-    if (status == KVC_OK) status = enter_sheet(batch, layer, first, num_tokens, &sheet);
+    if (status == KVC_OK) status = enter_buffer(batch, layer, first, num_tokens, &buffer);
     if (status != KVC_OK) return status;
-    kvc_mark_written(batch, layer, first, num_tokens, sheet, 1);
-    kvc_sheet_leave(batch->cache, sheet);
+    kvc_mark_written(batch, layer, first, num_tokens, buffer, 1);
+    kvc_row_buffer_leave(batch->cache, buffer);
     return KVC_OK;
 }

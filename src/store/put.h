@@ -2,20 +2,21 @@
 #ifndef KVC_PUT_H
 #define KVC_PUT_H
 
-#include "store/sheet.h"
+#include "store/row_buffer.h"
 
 /* The two halves of kvc_put.  The first copies and checks the arguments; the second stores the rows, which fails only
  * in cross-attention layers, or where the call is cancelled. */
 kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_args *given, kvc_put_args *args);
-kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_sheet *sheet);
+kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_row_buffer *buffer);
 
-/* Marks the rows of tokens in a layer as put, or as not put.  sheet: where rows of loose sequences lie; NULL: none do.
+/* Marks the rows of tokens in a layer as put, or as not put.  buffer: where rows of buffered sequences lie; NULL: none
+ * do.
  */
-void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_sheet *sheet,
+void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_row_buffer *buffer,
                       int is_written);
 
-/* Whether rows of some of the tokens lie in sheets. */
-int kvc_any_loose(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
+/* Whether rows of some of the tokens lie in row buffers. */
+int kvc_any_buffered(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
 
 /* Takes a put to a cross-attention layer out of the batch's list and frees it.  With `all`, its rows replace what the
  * sequence was given in the layer before, in this batch; else they are incomplete, and their slots are dropped. */

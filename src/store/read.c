@@ -5,7 +5,7 @@
 
 #include "base/dtype.h"
 #include "base/threads.h"
-#include "store/sheet.h"
+#include "store/row_buffer.h"
 #include "store/span.h"
 #include "store/check.h"
 #include "store/waiting.h"

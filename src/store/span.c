@@ -2,7 +2,7 @@
 #include "store/span.h"
 
 #include "base/status.h"
-#include "store/sheet.h"
+#include "store/row_buffer.h"
 #include "store/check.h"
 #include "store/waiting.h"
 
@@ -20,10 +20,10 @@ kvc_status kvc_hold_runs(kvc_cache *cache, const kvc_run *runs, int32_t num_runs
     if (!hold) return kvc_fail(KVC_ERR_NOMEM, "out of memory to hold %d runs", num_runs);
     *hold = (kvc_hold){.cache = cache, .pool = &cache->pools[group], .size = size, .num_blocks = num_runs};
     for (int32_t i = 0; i < num_runs; i++) {
-        kvc_sheet *sheet = kvc_sheet_of(runs[i].block);
+        kvc_row_buffer *buffer = kvc_row_buffer_of(runs[i].block);
         hold->blocks[i] = runs[i].block;
-        if (sheet)
-            sheet->users++, sheet->holds++;
+        if (buffer)
+            buffer->users++, buffer->holds++;
         else
             kvc_pool_pin(hold->blocks[i]);
     }
@@ -37,9 +37,9 @@ void kvc_hold_free(kvc_hold *hold) {
     kvc_cache *cache = hold->cache;
     kvc_lock(cache);
     for (int64_t i = 0; i < hold->num_blocks; i++) {
-        kvc_sheet *sheet = kvc_sheet_of(hold->blocks[i]);
-        if (sheet)
-            sheet->holds--, kvc_sheet_let_go(cache, sheet);
+        kvc_row_buffer *buffer = kvc_row_buffer_of(hold->blocks[i]);
+        if (buffer)
+            buffer->holds--, kvc_row_buffer_let_go(cache, buffer);
         else
             kvc_pool_unpin(hold->pool, hold->blocks[i]);
     }

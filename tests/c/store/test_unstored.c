@@ -331,7 +331,7 @@ static void test_what_stays(void)
     free_cache(cache);
 }
 
-/* What attend puts stays in a sheet of its own where that is called for two layers at once; see test_two_threads. */
+/* What attend puts stays in a row buffer of its own where that is called for two layers at once; see test_two_threads. */
 
 static void test_a_hold_outlives_the_batch(void)
 {
@@ -346,7 +346,7 @@ static void test_a_hold_outlives_the_batch(void)
     memset((void *)span.k, 1, (size_t)span.num_rows * (size_t)span.k_row_stride);
     CHECK(nbytes(cache) > before);
     CHECK_FAILS(kvc_cache_free(cache), KVC_ERR_HELD, "views of the rows are held (1)", "");
-    batch = begin_unstored(cache, 2); /* which gets a sheet of its own */
+    batch = begin_unstored(cache, 2); /* which gets a row buffer of its own */
     kvc_hold_free(hold);
     CHECK(put(batch, 0, 0, 2) == KVC_OK);
     kvc_abort(batch);
@@ -513,7 +513,7 @@ static void *look(void *context)
     return NULL;
 }
 
-/* Two layers at once, while a third thread looks: each has a sheet for as long as it is at it. */
+/* Two layers at once, while a third thread looks: each has a row buffer for as long as it is at it. */
 static void test_two_threads(void)
 {
     static result one, both;
