@@ -29,11 +29,11 @@ enum {
     KVC_STREAM_QUERIES = 32, /* most query rows of a unit that is streamed */
     KVC_TASK_QUERIES = 128,  /* most query rows that stay one unit, and most of a streamed task */
     KVC_TILE_QUERIES = 256,  /* most query rows of a tiled task, unless one token has more */
-    KVC_STREAM_DELTA_CHANGES =
-        4,                       /* with so many changes of delta in KVC_TILE rows, their keys are rotated instead of */
-    KVC_TILED_DELTA_CHANGES = 1, /* the query rows: in a unit that is streamed, and in one that is tiled */
-    KVC_PART_ROWS = 512,         /* least rows of a part, the last one aside */
-    KVC_TILED_TASKS = 256        /* most tasks that a tiled sequence is cut into, about */
+    /* Changes of delta in KVC_TILE rows from which on the keys are rotated, not the query rows. */
+    KVC_STREAM_DELTA_CHANGES = 4, /* in a unit that is streamed */
+    KVC_TILED_DELTA_CHANGES = 1,  /* in one that is tiled */
+    KVC_PART_ROWS = 512,          /* least rows of a part, the last one aside */
+    KVC_TILED_TASKS = 256         /* most tasks that a tiled sequence is cut into, about */
 };
 
 /* Rows of one run that some query of the unit may see. */
