@@ -1,4 +1,4 @@
-"""Pictures of a cache: `memory` that a sequence takes, `visibility` of a policy, where the `blocks` are.
+"""Pictures of a cache: the `memory` of a sequence, the `visibility` under a policy, and the `blocks` of a layer.
 
 ::
 
@@ -7,8 +7,8 @@
     axes = kvcache.plot.visibility(kvcache.SlidingWindow(8, num_sink_tokens=2), 32)
     axes.figure.savefig("window.png")
 
-Each function draws into the matplotlib axes it is given, or into those of a new figure, and returns them. None of them
-touches pyplot: they work without a display, and change nobody's settings.
+Each function draws into the given matplotlib axes, or into those of a new figure, and returns them. None uses pyplot:
+they work without a display, and change no global settings.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ except ModuleNotFoundError:
 
 __all__ = ["blocks", "memory", "visibility"]
 
-# Okabe and Ito's colours, which differ for the colour-blind too, those of like lightness apart.
+# Okabe and Ito's colours, which the colour-blind can tell apart, ordered so that neighbours differ in lightness.
 HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 DASHES = ("-", "--", "-.", ":")
 DARK, MIDDLE, LIGHT, WHITE = "#3B3B3B", "#8C8C8C", "#E4E4E4", "#FFFFFF"
-SIZE = 8.5  # points, of all text: legible in a column of a page, and no larger in a large picture
+SIZE = 8.5  # points, of all text: legible in a page's column, and the same in a large picture
 LEGEND: dict[str, Any] = {
     "fontsize": SIZE, "frameon": False, "handlelength": 1.5, "handletextpad": 0.5, "labelspacing": 0.3,
     "borderaxespad": 0.4, "columnspacing": 1.2, "alignment": "left",
 }  # fmt: skip
-EM = 0.6  # how wide a character is, in its size
+EM = 0.6  # mean width of a character, relative to the text size
 
-# What `visibility` says of a position, and its colour: the lighter the less it is seen.
+# The states of a position in `visibility`, and their colours: lighter where less is seen.
 LATER, DROPPED, KEPT, SEEN = range(4)
 VISIBILITY = {LATER: ("", WHITE), DROPPED: ("dropped", LIGHT), KEPT: ("only kept", HUES[5]), SEEN: ("seen", HUES[0])}
 
-# What `blocks` says of a slot; from HELD on: the sequence, counted by rising id, that alone holds it.
+# The states of a slot in `blocks`; from HELD on: the index, by rising id, of the only sequence that holds it.
 FREE, UNFILLED, WASTED, SHARED, HELD = range(5)
 STATES = {SHARED: "shared", WASTED: "wasted", UNFILLED: "not filled", FREE: "free"}
 COLOURS = {FREE: WHITE, UNFILLED: LIGHT, WASTED: WHITE, SHARED: DARK}
 
 
 def check_file(file: Path) -> None:
-    """Refuse a file that no picture can be written to, before there is anything to draw."""
+    """Refuse a file that no picture can be written to, before anything is computed."""
     kinds = Figure().canvas.get_supported_filetypes()
     if file.suffix.lstrip(".") not in kinds:
         raise ValueError(f"{file} is of none of the kinds that can be drawn: {', '.join(kinds)}")
@@ -71,29 +71,29 @@ def check_file(file: Path) -> None:
 
 
 def memory(caches: Mapping[str, KVCache], max_tokens: SupportsIndex, ax: Axes | None = None) -> Axes:
-    """Draw how many bytes of rows a sequence takes, against its tokens: a line for each cache.
+    """Draw the bytes of rows of a sequence against its tokens: a line for each cache.
 
     Parameters
     ----------
     caches : mapping of str to KVCache
-        What to call each cache, and the cache: they take no memory before rows are stored, so that one can be made for
-        each type or policy that is thought of. See `KVCache.most_bytes`.
+        The label of each cache, and the cache. An empty cache takes no memory for rows, so make one for each type or
+        policy to compare. See `KVCache.most_bytes`.
     max_tokens : int
-        Where the lines end. At least 2.
+        The end of the lines. At least 2.
     ax : matplotlib.axes.Axes, optional
         Where to draw; by default in a new figure.
 
     Returns
     -------
     matplotlib.axes.Axes
-        With both axes logarithmic: what halves the bytes is a line as much lower everywhere.
+        The axes, both logarithmic: half the bytes is the same distance everywhere.
 
     Raises
     ------
     ValueError
-        If there is no cache, one has no layer that stores anything, or `max_tokens` is too small or too large.
+        If there is no cache, a cache has no layer that stores rows, or `max_tokens` is out of range.
     TypeError
-        If an argument is of the wrong type.
+        If an argument has the wrong type.
 
     Examples
     --------
@@ -123,36 +123,35 @@ def memory(caches: Mapping[str, KVCache], max_tokens: SupportsIndex, ax: Axes | 
         _name_lines(ax, lines)
     else:
         style = LEGEND | {"title": "Memory of one sequence", "title_fontsize": SIZE + 0.5, "handlelength": 3}
-        labels = [textwrap.fill(str(name), max(1, room - 6)) for name in caches]  # a line takes six, beside them
+        labels = [textwrap.fill(str(name), max(1, room - 6)) for name in caches]  # the line and its margin take six
         ax.legend(lines, labels, loc="lower left", bbox_to_anchor=(0, 1), **style)
     return ax
 
 
 def visibility(policy: Policy, num_tokens: SupportsIndex, ax: Axes | None = None) -> Axes:
-    """Draw what each query sees, and which rows are there for it, as tokens come one at a time.
+    """Draw which rows each query sees, and which are kept, as tokens arrive one at a time.
 
     Parameters
     ----------
     policy : FullAttention, SlidingWindow, ChunkedAttention or CrossAttention
         The policy.
     num_tokens : int
-        How many tokens there are, each with its query. At least 1.
+        The number of tokens, each with its query. At least 1.
     ax : matplotlib.axes.Axes, optional
         Where to draw; by default in a new figure.
 
     Returns
     -------
     matplotlib.axes.Axes
-        With an image: a row for each query, a column for each position (of `CrossAttention`: for each of `max_len`
-        rows), 0 where no token has come yet, 1 where its row was dropped, 2 where it is kept and not seen, 3 where it
-        is seen.
+        The axes, with an image: a row for each query, a column for each position (for `CrossAttention`, each of
+        `max_len` rows). 0: no token yet; 1: its row was dropped; 2: kept, not seen; 3: seen.
 
     Raises
     ------
     ValueError
-        If `num_tokens` is too small or too large.
+        If `num_tokens` is out of range.
     TypeError
-        If an argument is of the wrong type.
+        If an argument has the wrong type.
 
     Examples
     --------
@@ -180,30 +179,30 @@ def visibility(policy: Policy, num_tokens: SupportsIndex, ax: Axes | None = None
 
 
 def blocks(cache: KVCache, layer: SupportsIndex = 0, ax: Axes | None = None) -> Axes:
-    """Draw where the rows of a layer lie: a row for each block, and who holds each of its slots.
+    """Draw where the rows of a layer lie: a row of the picture for each block, with the holders of its slots.
 
     Parameters
     ----------
     cache : KVCache
         The cache. See `KVCache.blocks`.
     layer : int, default 0
-        Which layer; those of one policy lie in the same blocks.
+        Which layer; the layers of one policy share blocks.
     ax : matplotlib.axes.Axes, optional
         Where to draw; by default in a new figure.
 
     Returns
     -------
     matplotlib.axes.Axes
-        With an image: a row for each block, a column for each slot, 0 where the block is free, 1 where the slot is not
-        yet filled, 2 where it is wasted, 3 where several sequences hold it, and 4 and more for the sequence, counted by
-        rising id, that alone does. The ids stand in the cells where there is room.
+        The axes, with an image: a row for each block, a column for each slot. 0: the block is free; 1: not yet filled;
+        2: wasted; 3: held by several sequences; from 4 on: the index, by rising id, of the only sequence that holds it.
+        Ids are written into the cells if they fit.
 
     Raises
     ------
     IndexError
         If there is no such layer.
     TypeError
-        If an argument is of the wrong type.
+        If an argument has the wrong type.
 
     Examples
     --------
@@ -232,7 +231,7 @@ def blocks(cache: KVCache, layer: SupportsIndex = 0, ax: Axes | None = None) -> 
     _finish(ax, "slot", f"block of layer {int(layer)}")
     handles = _legend(cells, seq_ids)
     longest = max(len(str(handle.get_label())) for handle in handles)
-    columns = max(1, int(_size(ax)[0] / EM / SIZE / (longest + 4)))  # a patch, and the room beside it, take four more
+    columns = max(1, int(_size(ax)[0] / EM / SIZE / (longest + 4)))  # a patch and its margin take four more
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 0), ncols=columns, **LEGEND)
     _rule(ax, *cells.shape)
     _frame_white(ax, cells)
@@ -244,7 +243,7 @@ def blocks(cache: KVCache, layer: SupportsIndex = 0, ax: Axes | None = None) -> 
 
 
 def _visible(policy: Policy, num_tokens: int) -> npt.NDArray[np.uint8]:
-    """What a cache of this policy has and shows, query by query."""
+    """Return the state of each position for each query, from a cache with this policy."""
     if isinstance(policy, CrossAttention):
         return np.full((num_tokens, policy.max_len), SEEN, np.uint8)
     cells = np.full((num_tokens, num_tokens), LATER, np.uint8)
@@ -260,7 +259,7 @@ def _visible(policy: Policy, num_tokens: int) -> npt.NDArray[np.uint8]:
 
 
 def _slots(found: Sequence[Block], seq_ids: Sequence[int]) -> npt.NDArray[np.int64]:
-    """The state of each slot of each block."""
+    """Return the state of each slot of each block."""
     cells = np.full((len(found), found[0].num_slots), FREE)
     for block in found:
         if block.is_free:
@@ -275,7 +274,7 @@ def _slots(found: Sequence[Block], seq_ids: Sequence[int]) -> npt.NDArray[np.int
 
 
 def _holders(block: Block) -> list[str]:
-    """For each slot below the fill mark, the ids of those who hold it."""
+    """Return, for each filled slot, the ids of the sequences that hold it."""
     names: list[list[str]] = [[] for _ in range(block.filled)]
     for seq_id, runs in block.holders.items():
         for run in runs:
@@ -285,7 +284,7 @@ def _holders(block: Block) -> list[str]:
 
 
 def _stretches(values: Sequence[Any]) -> list[tuple[Any, int, int]]:
-    """Equal values side by side: which, where they begin, how many."""
+    """Yield each stretch of equal values: the value, its begin, its length."""
     found, first = [], 0
     for value, group in groupby(values):
         found.append((value, first, len(list(group))))
@@ -297,7 +296,7 @@ def _stretches(values: Sequence[Any]) -> list[tuple[Any, int, int]]:
 
 
 def _axes(ax: Axes | None, width: float, height: float) -> Axes:
-    """Those that were given, or those of a new figure of so many inches."""
+    """Return the given axes, or those of a new figure of `width` by `height` inches."""
     if ax is None:
         return Figure(figsize=(width, height), layout="constrained").add_subplot()
     _check_type(ax, "ax", Axes)
@@ -328,7 +327,7 @@ def _finish(ax: Axes, x: str, y: str) -> None:
 
 
 def _size(ax: Axes) -> tuple[float, float]:
-    """Width and height in points, as they are beside all that was drawn so far."""
+    """Return width and height in points, after layout around what was drawn so far."""
     root = ax.figure.canvas.figure
     root.draw_without_rendering()
     box = ax.get_window_extent()
@@ -336,7 +335,7 @@ def _size(ax: Axes) -> tuple[float, float]:
 
 
 def _title(policy: Policy) -> str:
-    """The policy, with its numbers below its name."""
+    """Format a policy as a title: its name, and its numbers below."""
     name, _, given = written(policy).rstrip(")").partition("(")
     return "\n".join([name, *textwrap.wrap(given, 30)])
 
@@ -352,7 +351,7 @@ def _image(ax: Axes, cells: npt.NDArray[Any], colours: Sequence[str]) -> None:
 
 
 def _rule(ax: Axes, rows: int, columns: int) -> None:
-    """Thin lines between cells, where these are large enough for it."""
+    """Draw thin lines between cells if these are large enough."""
     width, height = _size(ax)
     for draw, points, n, across in (
         (ax.hlines, height / rows, rows, columns),
@@ -363,7 +362,7 @@ def _rule(ax: Axes, rows: int, columns: int) -> None:
 
 
 def _frame_white(ax: Axes, cells: npt.NDArray[np.int64]) -> None:
-    """Hatch what is wasted, and frame what is free: both are white else."""
+    """Hatch wasted slots and frame free blocks, which are both white."""
     width = 0.05 * min(_size(ax)[1] / len(cells), 12)
     for row, states in enumerate(cells):
         for state, first, count in _stretches(states.tolist()):
@@ -378,7 +377,7 @@ def _frame(state: int, width: float) -> dict[str, Any]:
 
 
 def _legend(cells: npt.NDArray[np.int64], seq_ids: Sequence[int]) -> list[Patch]:
-    """In words, the states that there are."""
+    """Draw a legend of the states that occur."""
     handles = []
     for i, hue in enumerate(HUES[: len(seq_ids)]):
         same = [str(seq_id) for seq_id in seq_ids[i :: len(HUES)]]
@@ -392,7 +391,7 @@ def _legend(cells: npt.NDArray[np.int64], seq_ids: Sequence[int]) -> list[Patch]
 
 
 def _name_holders(ax: Axes, found: Sequence[Block], colours: Sequence[str], cells: npt.NDArray[np.int64]) -> None:
-    """Write whose slots they are where there is room."""
+    """Write the ids of holders where they fit."""
     width, height = _size(ax)
     for block in found if height / len(found) >= 1.2 * SIZE else []:
         for name, first, count in _stretches(_holders(block)):
@@ -407,7 +406,7 @@ def _name_holders(ax: Axes, found: Sequence[Block], colours: Sequence[str], cell
 
 
 def _use_logarithms(ax: Axes) -> None:
-    """Of tokens and bytes, with ticks that are whole KiB, MiB, GiB."""
+    """Make axes of tokens and bytes logarithmic, with ticks at whole KiB, MiB and GiB."""
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
     for axis in (ax.xaxis, ax.yaxis):
@@ -424,7 +423,7 @@ def _lightness(colour: str) -> float:
 
 
 def _name_lines(ax: Axes, lines: Sequence[Line2D]) -> None:
-    """A line's name at its end, with a thin line to it where names would overlap."""
+    """Write each line's label at its end, moved along a thin line where labels would overlap."""
     to_axes = ax.transData + ax.transAxes.inverted()
     ends = [(float(to_axes.transform((1, np.asarray(line.get_ydata(), float)[-1]))[1]), line) for line in lines]
     ends.sort(key=lambda end: end[0])
@@ -438,7 +437,7 @@ def _name_lines(ax: Axes, lines: Sequence[Line2D]) -> None:
 
 
 def _apart(heights: Sequence[float], least: float) -> list[float]:
-    """The same heights, ascending, moved so that neighbours are `least` apart."""
+    """Move ascending heights so that neighbours are at least `least` apart."""
     moved: list[float] = []
     for height in heights:
         moved.append(max(height, moved[-1] + least) if moved else height)

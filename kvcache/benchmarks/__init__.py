@@ -1,4 +1,4 @@
-"""Benchmarks that are installed with the package: of this cache, of installed peers, and of a cache of yours.
+"""Benchmarks that are installed with the package: of this cache, of installed peers, and of your own cache.
 
 ``pytest --pyargs kvcache.benchmarks`` runs them. With ``-p kvcache.benchmarks``, pytest has options for other
 implementations and sizes, which ``pytest -p kvcache.benchmarks --help`` lists. They need pytest and pytest-benchmark;
@@ -25,27 +25,27 @@ __all__ = ["OPTIONS", "Case", "Implementation", "pytest_addoption"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a cache is made for.
+    """The sizes, type and window that a cache is made for.
 
     Parameters
     ----------
     num_layers : int
-        How many layers it has.
+        Layers.
     num_heads, num_kv_heads : int
-        Query and KV heads; the first is a multiple of the second.
+        Query and KV heads; query heads are a multiple of KV heads.
     head_dim : int
         Elements of a key, and of a value, of one head.
     max_seq_len : int
-        How many tokens a sequence is given at most.
+        The most tokens of a sequence.
     dtype : str
-        What rows are stored as: ``"f32"``, ``"f16"``, ``"bf16"``, ``"q8_0"``, ``"q4_0"``, or any other name that
-        ``--dtype`` was given.
+        The type of stored rows: ``"f32"``, ``"f16"``, ``"bf16"``, ``"q8_0"``, ``"q4_0"``, or any other name given to
+        ``--dtype``.
     window : int, optional
-        How many tokens a query sees, itself included; None: all.
+        Tokens that a query sees, itself included; None: all.
     max_sequences : int, default 1
-        How many sequences there are at once: 2 where one is forked.
+        Sequences at once: 2 if one is forked.
     threads : int, default 1
-        How many threads a call may use.
+        Threads that a call may use.
 
     Raises
     ------
@@ -75,23 +75,23 @@ class Case:
 
 
 class Implementation(Protocol):
-    """What a cache does to be timed beside ours: a class with these methods, made with a `Case` as its only argument.
+    """The methods of a cache that is timed beside ours: a class whose constructor takes a `Case` only.
 
-    It raises `NotImplementedError`, with a reason, for a case that it does not have (a type, a window), which is then
-    skipped. It may have more methods, each of which is skipped where it is missing:
+    It raises `NotImplementedError`, with a reason, for an unsupported case (a type, a window), which is then skipped.
+    It may have more methods; the benchmarks of a missing one are skipped:
 
     ``fork(src, dst)``
-        Sequence `dst`, which held nothing, gets all that `src` holds.
+        The empty sequence `dst` gets all tokens of `src`.
     ``remove(begin, end)``
         Sequence 0 forgets the tokens at ``[begin, end)``, and later ones move down. Keys carry no rotation.
     ``compact()``
-        Give back, or make whole, the room that removed tokens leave.
+        Give back, or close, the holes that removed tokens leave.
     ``gather(layer)``
         The keys and the values of sequence 0, as two f32 arrays ``[num_kv_heads, n, head_dim]``, in order.
     """
 
     def begin(self, num_tokens: int, seq_id: int = 0) -> None:
-        """Begin a batch of the next tokens of a sequence; one is open at a time."""
+        """Begin a batch of the next tokens of a sequence; one batch is open at a time."""
 
     def put(self, layer: int, k: npt.NDArray[np.float32], v: npt.NDArray[np.float32]) -> None:
         """Store the batch's keys and values in a layer: ``[num_tokens, num_kv_heads, head_dim]``."""
@@ -100,7 +100,7 @@ class Implementation(Protocol):
         """Return causal attention of the batch's queries over all stored tokens, the batch's own included.
 
         Queries and what is returned are ``[num_tokens, num_heads, head_dim]``. Scores are scaled by
-        ``head_dim ** -0.5``. It may be asked more than once for a layer; in a window the batch is of one token.
+        ``head_dim ** -0.5``. It may be called more than once for a layer; with a window the batch has one token.
         """
 
     def commit(self) -> None:

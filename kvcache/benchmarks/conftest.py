@@ -1,4 +1,4 @@
-"""Fixtures and parameters: which implementations are timed, at which contexts and types, and how."""
+"""Fixtures and parameters: the implementations that are timed, their contexts and types, and the clock."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvcache.benchmarks.ours import Ours
 from kvcache.tools.peers import KINDS, serve
 
 ROUNDS = 256  # the most rounds of one benchmark, and so the most tokens that one appends
-STEPS = 4  # tokens of a filled cache that came in one by one, after all others
-MORE = ROUNDS + 2 * STEPS  # tokens that a cache has room for beyond its context
-LEAST = 32  # tokens of a context, so that some can be removed
-ALIKE = {"q8_0": ("int8", "u8", "fp8"), "q4_0": ("int4",)}  # types of peers that are timed beside one of ours
+STEPS = 4  # last tokens of a filled cache, appended one by one
+MORE = ROUNDS + 2 * STEPS  # tokens that a cache can take beyond its context
+LEAST = 32  # the smallest context, of which some tokens can be removed
+ALIKE = {"q8_0": ("int8", "u8", "fp8"), "q4_0": ("int4",)}  # peers' types that are timed beside one of ours
 
 
 def chosen(config: pytest.Config, name: str) -> Any:
-    """Return what an option says; its default where pytest runs without ``-p kvcache.benchmarks``."""
+    """Return the value of an option; its default if pytest runs without ``-p kvcache.benchmarks``."""
     return config.getoption(f"kvcache_{name}", OPTIONS[name].default)
 
 
@@ -45,7 +45,7 @@ class Clock:
         self.case = Case(max_seq_len=context + MORE, dtype=dtype, **sizes)
 
     def time(self, what: str, prepare: Callable[[], tuple[Any, ...]], call: Callable[..., object]) -> None:
-        """Time a call as often as there is time for, each time with what was prepared for it."""
+        """Time a call as often as time allows, each time on a fresh preparation."""
         case = self.case
         sizes = f"{case.num_layers} layers of {case.num_heads}/{case.num_kv_heads} heads x {case.head_dim}"
         self._benchmark.group = f"{what}, {self.context:,} tokens, {sizes}, {case.dtype}"
@@ -71,7 +71,7 @@ class Subject:
             pytest.skip(f"it has no {' and no '.join(lacking)}")
 
     def filled(self, tokens: int | None = None, **changes: Any) -> Known:
-        """Return one that holds so many tokens, by default the context, made for the case with these changes."""
+        """Return one that holds `num_tokens`, by default the context, made for the case with these changes."""
         tokens = tokens or self.context
         known = Known(self._make, replace(self._case, **changes))
         steps = min(STEPS, tokens - 1)
@@ -83,11 +83,11 @@ class Subject:
     def time_edit(
         self, what: str, ready: Callable[[Known], object], edit: Callable[[Any], object], **changes: Any
     ) -> None:
-        """Time a call that edits a cache: each time a fresh one that was made ready for it."""
+        """Time a call that edits a cache, each time on a fresh one."""
         held: list[Known] = []
 
         def prepare() -> tuple[Any]:
-            held.clear()  # before there is another
+            held.clear()  # frees the last one first
             held.append(self.filled(**changes))
             ready(held[0])
             return (held[0].cache,)
@@ -100,7 +100,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Offered:
-    """What a peer can do, and the type of ours that it is timed beside."""
+    """A task that a peer offers, and the type of ours that it is timed beside."""
 
     what: str
     key: str
@@ -110,7 +110,7 @@ class Offered:
 
 
 class Peer:
-    """Other people's code, in this process."""
+    """A peer, in this process."""
 
     def __init__(self, clock: Clock, offered: Offered) -> None:
         case, self.time, self.what = clock.case, clock.time, offered.what
@@ -123,7 +123,7 @@ class Peer:
         self.run = self._work.run
 
     def check(self) -> None:
-        """Compare what its attention returns."""
+        """Compare the result of its attention."""
         check("attention", serve.error(self._task, self._work.out().astype(np.float64)), self._task.type)
 
 
@@ -150,7 +150,7 @@ def _implementations(config: pytest.Config) -> Iterator[Any]:
 
 
 def _offers(dtypes: tuple[str, ...]) -> Iterator[Any]:
-    """Yield what peers can do of these types; of one that is not installed, how to install it."""
+    """Yield the offers of peers for these types; for a missing peer, how to install it."""
     for key, kind in KINDS.items():
         if not kind.command():
             missing = pytest.mark.skip(reason=f"{kind.name} is not installed: {kind.install}")
@@ -177,7 +177,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Cross contexts and types with the implementations there are."""
+    """Parametrise by contexts, types and implementations."""
     config = metafunc.config
     metafunc.parametrize("context", chosen(config, "context"))
     if "peer" in metafunc.fixturenames:
@@ -198,7 +198,7 @@ def subject(request: pytest.FixtureRequest, benchmark: Any, implementation: Any,
 
 @pytest.fixture
 def peer(request: pytest.FixtureRequest, benchmark: Any, context: int, offered: Offered) -> Peer:
-    """What an installed peer can do."""
+    """An offer of an installed peer."""
     return Peer(Clock(request.config, benchmark, context, offered.dtype), offered)
 
 
@@ -211,7 +211,7 @@ def pytest_runtest_call() -> Iterator[None]:
         pytest.skip(str(reason) or "it does not do that")
 
 
-@pytest.hookimpl(optionalhook=True)  # without pytest-benchmark, which pytest_configure asks for
+@pytest.hookimpl(optionalhook=True)  # for pytest without pytest-benchmark, which pytest_configure reports
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
-    """Add the version of kvcache and what it found here to figures that are kept."""
+    """Add the version and the report of kvcache to saved figures."""
     machine_info["kvcache"] = kvcache.show_config("dicts")

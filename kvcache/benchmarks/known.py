@@ -1,4 +1,4 @@
-"""Checks an implementation before it is timed: compares what it returns with a float64 softmax."""
+"""Checks an implementation before it is timed: compares its results with a float64 softmax."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ __all__ = ["Floats", "Known", "check", "limit"]
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
-CHECKED_HEADS, CHECKED_TOKENS = 8, 3  # how many of a call are compared, at most
-SHARP = 20.0  # the score of a key that a query aims at
+CHECKED_HEADS, CHECKED_TOKENS = 8, 3  # the most of a call that are compared
+SHARP = 20.0  # the score of a key that a query is made for
 LIMITS = {"f32": 1e-3, "f16": 2e-2, "q4_0": 0.5, "int4": 0.5}  # of the relative error; 0.15 of all other types
 
 
 def limit(dtype: str) -> float:
-    """Return how far off, in relation to its size, a row of attention may be."""
+    """Return the largest relative error of a row of attention."""
     return LIMITS.get(dtype, 0.15)
 
 
 def check(name: str, error: float, dtype: str) -> None:
-    """Fail where a result is not right.
+    """Fail if a result is wrong.
 
     Parameters
     ----------
     name : str
-        Of what.
+        The name of the result.
     error : float
-        How far off it is, in relation to its size.
+        Its relative error.
     dtype : str
-        What rows are stored as.
+        The type of stored rows.
 
     Raises
     ------
     AssertionError
-        If it is off by more than that type can be; NaN is.
+        If the error exceeds the limit of the type, or is NaN.
     """
     if not error <= limit(dtype):
         raise AssertionError(f"not timed: {name} is off by {error:.3g}, where {dtype} may be by {limit(dtype):.3g}")
@@ -53,14 +53,14 @@ def _pool(tokens: int, num_kv_heads: int, head_dim: int) -> tuple[Floats, Floats
 
 
 class Known:
-    """An implementation, and the tokens that each of its sequences holds: a token is a number, and has its own rows.
+    """An implementation, and the tokens of its sequences: a token is a number, and has rows of its own.
 
     Parameters
     ----------
     make : callable
         Makes the implementation of a case.
     case : Case
-        What for.
+        The case.
     """
 
     def __init__(self, make: Callable[[Case], Implementation], case: Case) -> None:
@@ -71,12 +71,12 @@ class Known:
         self._pool = _pool(case.max_seq_len + case.max_sequences, case.num_kv_heads, case.head_dim)
 
     def rows(self, layer: int, tokens: list[int]) -> tuple[Floats, Floats]:
-        """Return the keys and values of tokens, which differ from layer to layer."""
+        """Return the keys and values of tokens in a layer; every layer has others."""
         numbers = (np.array(tokens) + 17 * layer) % len(self._pool[0])
         return self._pool[0][numbers], self._pool[1][numbers]
 
     def next_rows(self, num_tokens: int = 1, seq_id: int = 0) -> list[tuple[Floats, Floats]]:
-        """Return the rows of a sequence's next tokens, by layer; they count as stored from now on."""
+        """Return the rows of a sequence's next tokens, by layer, and count them as stored."""
         tokens = [*range(self._next, self._next + num_tokens)]
         self._next += num_tokens
         self.tokens[seq_id] += tokens
@@ -105,13 +105,13 @@ class Known:
         del self.tokens[0][begin:end]
 
     def check(self, seq_id: int = 0) -> None:
-        """Append a token, and compare what its attention returns."""
+        """Append a token, and compare the result of its attention."""
         self.open(1, seq_id)
         self.check_batch(1, seq_id)
         self.cache.commit()
 
     def check_batch(self, num_tokens: int, seq_id: int = 0) -> None:
-        """Compare what attention of the open batch returns in the first and in the last layer."""
+        """Compare attention of the open batch in the first and in the last layer."""
         for layer in {0, self.case.num_layers - 1}:
             targets, q = self._queries(layer, num_tokens, seq_id)
             out = np.asarray(self.cache.attend(layer, q), np.float64)
@@ -125,7 +125,7 @@ class Known:
                     check(what, error, self.case.dtype)
 
     def check_gathered(self, layer: int) -> None:
-        """Compare the rows of sequence 0 that are gathered."""
+        """Compare the gathered rows of sequence 0."""
         for name, rows, exact in zip(
             ("keys", "values"), self.cache.gather(layer), self.rows(layer, self.tokens[0]), strict=True
         ):
@@ -136,17 +136,17 @@ class Known:
             check(f"one of the gathered {name} in layer {layer}", error, self.case.dtype)
 
     def queries(self, num_tokens: int) -> Floats:
-        """Return queries of the open batch, which is of sequence 0."""
+        """Return queries of the open batch, whose tokens are of sequence 0."""
         return self._queries(0, num_tokens, 0)[1]
 
     def _heads(self) -> range:
         return range(0, self.case.num_heads, -(-self.case.num_heads // CHECKED_HEADS))
 
     def _queries(self, layer: int, num_tokens: int, seq_id: int) -> tuple[npt.NDArray[np.int64], Floats]:
-        """Return tokens, and queries that aim at their keys.
+        """Return tokens, and queries that score high for their keys.
 
-        They aim at any token that was ever stored, so that it shows where one is seen that is gone or comes later. The
-        first heads aim at the latest and the first that are stored, and at the latest that is gone.
+        The tokens are any that were ever stored, so that seeing a removed or a later token shows. The first heads aim
+        at the latest and the first stored token, and at the latest removed one.
         """
         case, held = self.case, self.tokens[seq_id]
         targets = np.random.default_rng(layer).integers(0, self._next, (num_tokens, case.num_heads))
@@ -162,7 +162,7 @@ class Known:
         return targets, np.ascontiguousarray(q)
 
     def _exact(self, layer: int, seq_id: int, later: int, head: int, q: Floats) -> npt.NDArray[np.float64]:
-        """Return attention of a query with so many later tokens in its sequence."""
+        """Return attention of a query that has `later` tokens after it in its sequence."""
         case = self.case
         held = self.tokens[seq_id][: len(self.tokens[seq_id]) - later]
         seen = held[-case.window :] if case.window else held

@@ -1,4 +1,4 @@
-"""`KVCache`, as the benchmarks ask for it."""
+"""`KVCache` with the methods that the benchmarks call."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Ours:
         self._cache.fork(src, dst)
 
     def remove(self, begin: int, end: int) -> None:
-        """Drop tokens."""
+        """Remove tokens."""
         self._cache.remove(begin, end)
 
     def compact(self) -> None:

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from kvcache.benchmarks.conftest import Peer, Subject
     from kvcache.benchmarks.known import Floats, Known
 
-REMOVED = 10  # tokens that one call removes
+REMOVED = 10  # tokens that a call removes
 
-# Let no warning of other people's code end a benchmark, whatever the folder's configuration makes of warnings; ignore
-# the one about a fixture that was not used, as where a case is refused before it is timed.
+# Do not let warnings of other packages fail a benchmark, whatever the configuration of the folder. Ignore the warning
+# about an unused fixture: a case may be refused before it is timed.
 pytestmark = [
     pytest.mark.filterwarnings("default"),
     pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"),
@@ -30,14 +30,14 @@ def step(cache: Any, rows: list[tuple[Floats, Floats]]) -> None:
 
 
 def test_append(subject: Subject) -> None:
-    """A token in all layers, begin and commit included."""
+    """Time storing a token in all layers, with begin and commit."""
     known = subject.filled()
     known.check()
     subject.time("append", lambda: (known.cache, known.next_rows()), step)
 
 
 def test_window_step(subject: Subject) -> None:
-    """The same where each token pushes another out of a window as long as the context."""
+    """Time storing a token that pushes another out of a window as long as the context."""
     window = subject.context
     known = subject.filled(2 * window, window=window, max_seq_len=3 * window + 1000)
     known.check()
@@ -45,18 +45,18 @@ def test_window_step(subject: Subject) -> None:
 
 
 def test_fork(subject: Subject) -> None:
-    """A second sequence that holds what the first does."""
+    """Time forking a sequence."""
     subject.needs("fork")
     known = subject.filled(max_sequences=2)
     known.fork()
-    for seq_id in (0, 1, 0):  # both go on
+    for seq_id in (0, 1, 0):  # append to both
         known.check(seq_id)
     del known
     subject.time_edit("fork", lambda _: None, lambda cache: cache.fork(0, 1), max_sequences=2)
 
 
 def test_remove(subject: Subject) -> None:
-    """Ten tokens near the front; all others move down."""
+    """Time removing ten tokens near the front; all later ones move down."""
     subject.needs("remove")
     known = subject.filled()
     begin = min(5, subject.context // 2)
@@ -67,7 +67,7 @@ def test_remove(subject: Subject) -> None:
 
 
 def test_compact(subject: Subject) -> None:
-    """After every other ten tokens were removed."""
+    """Time compacting a cache whose every other ten tokens were removed."""
     subject.needs("remove", "compact")
 
     def punch(known: Known) -> None:
@@ -83,7 +83,7 @@ def test_compact(subject: Subject) -> None:
 
 
 def test_gather(subject: Subject) -> None:
-    """The rows of a layer, as f32."""
+    """Time copying the rows of a layer to f32."""
     subject.needs("gather")
     known = subject.filled()
     for layer in subject.layers:
@@ -93,7 +93,7 @@ def test_gather(subject: Subject) -> None:
 
 
 def test_decode(subject: Subject) -> None:
-    """Attention of one token, in all layers."""
+    """Time attention of one token, in all layers."""
     known = subject.filled(subject.context - 1)
     known.open()
     known.check_batch(1)
@@ -107,7 +107,7 @@ def test_decode(subject: Subject) -> None:
 
 
 def test_prompt(subject: Subject) -> None:
-    """Attention of a prompt, the last tokens of the context, in one layer."""
+    """Time attention of a prompt, the last tokens of the context, in one layer."""
     known = subject.filled(subject.context - subject.prompt)
     known.open(subject.prompt)
     known.check_batch(subject.prompt)
@@ -116,7 +116,7 @@ def test_prompt(subject: Subject) -> None:
 
 
 def test_peer(peer: Peer) -> None:
-    """The same in other people's code; where it stores tokens as it attends over them, that is timed as well."""
+    """Time attention in a peer, with storing tokens where the peer does both at once."""
     if peer.what != "append":
         peer.check()
     peer.time(peer.what, lambda: (peer.calls,), peer.run)
