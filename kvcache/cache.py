@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -35,8 +34,6 @@ from kvcache.strategy import (
 from kvcache.system import available_memory, readable
 
 __all__ = ["Batch", "KVCache", "Span"]
-
-logger = logging.getLogger("kvcache")
 
 
 class KVCache:
@@ -513,6 +510,9 @@ class KVCache:
 
     def _note(self, found: dict[int, Decision]) -> None:
         """Keep the decisions for `explain`, and log them."""
+        import logging  # only strategies need it, and it slows `import kvcache` down
+
+        logger = logging.getLogger("kvcache")
         for seq_id, decision in found.items():
             before = self._decisions.pop(seq_id, None)
             self._decisions[seq_id] = decision
