@@ -275,7 +275,7 @@ def pass_of(model, inputs, cache, attention, tokens):
 
 @pytest.mark.parametrize("attention", ["kvcache", "eager"])
 def test_an_encoder_after_an_error(attention, monkeypatch):
-    """What was stored of it in a pass that failed is not taken for there."""
+    """An encoder's rows that a failed pass put are put again by the next."""
     model, inputs = two_sided("whisper")
     tokens = inputs["decoder_input_ids"]
     want = pass_of(model, inputs, their_two(model), "eager", tokens)
@@ -290,7 +290,7 @@ def test_an_encoder_after_an_error(attention, monkeypatch):
 
 
 def test_attention_changed_between_passes():
-    """What was stored without its padding is of no use to others, and the other way round."""
+    """Rows stored for kvcache's attention, without padding, are of no use to another, and the other way round."""
     for first, then, error in (("kvcache", "eager", kvcache.NotSupportedError), ("eager", "kvcache", ValueError)):
         model, inputs = two_sided("bart")
         cache = HFEncoderDecoderCache(model.config, dtype="f32")
@@ -307,7 +307,7 @@ def test_attention_changed_between_passes():
 
 
 def test_a_decoder_that_is_a_part():
-    """Its own configuration is read, and not changed."""
+    """The model's own configuration is read, and not changed."""
     decoder = transformers.MBartConfig(**SPEECH)
     encoder = transformers.ViTConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
     config = transformers.VisionEncoderDecoderConfig(encoder=encoder.to_dict(), decoder=decoder.to_dict())
@@ -320,7 +320,7 @@ def test_a_decoder_that_is_a_part():
 
 
 def test_a_small_change_is_noticed(models, monkeypatch):
-    """What the comparisons above can see."""
+    """The comparisons above can tell right from wrong."""
     model, tokens = models("llama"), prompt()[0]
     want = generate(model, theirs(model), "eager", tokens)
     run = kvcache.Batch.attend
@@ -427,7 +427,7 @@ def test_a_policy_of_ones_own(models):
 
 
 def test_after_an_error(models, monkeypatch):
-    """What a forward pass left behind half way is dropped."""
+    """A forward pass drops what one before it left unfinished."""
     model, tokens = models("llama"), prompt()[0]
     want = generate(model, theirs(model), "eager", tokens)
     cache = HFCache(model.config, dtype="f32")

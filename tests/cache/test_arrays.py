@@ -227,7 +227,12 @@ def test_strides_of_any_sign():
     q, (k, v) = queries(), rows()
     v = np.broadcast_to(v[:1], v.shape)
     out = np.empty((TOKENS, HEADS, V_DIM), np.float32)
-    with new_cache() as straight, new_cache() as turned, straight.batch(TOKENS) as batch, turned.batch(TOKENS) as other:
+    with (
+        new_cache() as straight,
+        new_cache() as transposed,
+        straight.batch(TOKENS) as batch,
+        transposed.batch(TOKENS) as other,
+    ):
         expected = batch.attend(0, q, k, v.copy())
         other.attend(0, q[::-1].copy()[::-1], k[::-1].copy()[::-1], v, out=out[::-1])
     assert np.array_equal(out[::-1], expected)

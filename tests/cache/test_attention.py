@@ -223,7 +223,7 @@ EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1023, 1024, 1025, 2048,
 
 @pytest.mark.parametrize("length", EDGES)
 def test_lengths(isa, rng, length):
-    """Of the rows that a query sees: around every tile and every part."""
+    """Lengths that a query sees, around the edges of tiles and parts."""
     cache = kvcache.KVCache(1, 2, 24, None, v_head_dim=16, dtype="f16", block_size=48)
     if length > 1:
         with cache.batch(length - 1) as batch:
@@ -353,7 +353,7 @@ def test_equal_huge_scores(isa, dtype):
 
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_nothing_to_see(isa, rng, dtype, tokens):
-    """Where every score is minus infinity nothing is visible: 0, and the log of no sum. Scores can also overflow."""
+    """A query whose scores are all minus infinity sees nothing: 0, and the log of no sum. Scores can also overflow."""
     n, key = 600, -np.inf if dtype == "f32" else -(2.0**14)
     with kvcache.KVCache(1, 1, 32, None, dtype=dtype).batch(n) as batch:
         batch.put(0, np.full((n, 1, 32), key, np.float32), random(rng, n, 1, 32))
@@ -508,7 +508,7 @@ def now_and_then(draw, usual, other):
 
 @st.composite
 def stored_rows(draw):
-    """Their type, and how many elements they have; now and then as many as in models."""
+    """Draw a type of rows and their number of elements; now and then as many as in models."""
     dtype = draw(st.sampled_from([*DTYPES, *QUANTISED]))
     dims = st.integers(1, 3).map(lambda blocks: 32 * blocks) if dtype in QUANTISED else st.integers(1, 90)
     return dtype, now_and_then(draw, dims, st.sampled_from([128, 256]))

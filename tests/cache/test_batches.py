@@ -316,7 +316,7 @@ def test_lock_step(dtype):
 def test_lock_step_of_any_strides():
     q, k, v = map(lock_step, rows(6))
     expected = None
-    for turn in (
+    for transpose in (
         lambda x: x,
         lambda x: x[::-1].copy()[::-1],
         lambda x: np.ascontiguousarray(x.transpose(2, 1, 0, 3)).transpose(2, 1, 0, 3),
@@ -324,8 +324,8 @@ def test_lock_step_of_any_strides():
         lambda x: np.repeat(x, 2, axis=0)[::2],
     ):
         with new_cache().batch(positions=[0, 1] * 3, seq_ids=[0, 0, 1, 1, 2, 2]) as batch:
-            batch.put(0, turn(k), turn(v), layout="BHTD")
-            out = batch.attend(0, turn(q), layout="BHTD")
+            batch.put(0, transpose(k), transpose(v), layout="BHTD")
+            out = batch.attend(0, transpose(q), layout="BHTD")
         expected = out if expected is None else expected
         np.testing.assert_array_equal(out, expected)
 

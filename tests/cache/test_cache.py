@@ -16,7 +16,7 @@ import kvcache
 
 
 def row(position, seq_id=0, layer=0):
-    """What a token's key is filled with, here; its value is one more."""
+    """The number that fills a token's key; one more fills its value."""
     return position + 100 * seq_id + 1000 * layer
 
 
@@ -363,7 +363,7 @@ def test_gather_decodes(cache):
 
 @pytest.mark.parametrize("block_size", [16, 1024])
 def test_gather_into_arrays(block_size):
-    """From a row on, into parts of larger arrays: what is not meant stays as it is."""
+    """Gathering from a row on writes the given parts of larger arrays, and nothing else of them."""
     cache = kvcache.KVCache(2, 2, 48, 1024, block_size=block_size, dtype="bf16")
     x = np.random.default_rng(0).standard_normal((700, 2, 48), dtype=np.float32)
     with cache.batch(700) as batch:
@@ -509,7 +509,7 @@ def test_no_pickles_of_a_cache(cache):
 
 
 def everything(cache):
-    """What can be seen of a cache, but for statistics."""
+    """All that can be seen of a cache, statistics aside."""
     return [
         (seq_id, layer, cache.positions(layer=layer, seq_id=seq_id), *cache.gather(layer, seq_id=seq_id))
         for seq_id in [*cache.sequences, 99]

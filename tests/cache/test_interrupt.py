@@ -76,7 +76,7 @@ def run(code, threads):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_attend(threads):
-    """What it put is not put, and can be put again; the result was not finished."""
+    """An interrupted attend has put nothing, and can be called again; its result is unfinished."""
     code = """
 out = np.full_like(q, np.nan)
 assert interrupted(lambda: attend(0, q, k[:QUERIES], k[:QUERIES], out=out))
@@ -116,7 +116,7 @@ cache.close()
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_handler_that_does_not_raise(threads):
-    """It runs in the middle of the call, may use the cache but not end it, and the result is what it is without."""
+    """A handler runs in the middle of the call, may use the cache but not end it, and changes no result."""
     code = """
 QUERIES //= 8
 batch.abort()

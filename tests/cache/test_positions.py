@@ -496,7 +496,7 @@ def queries(count, heads=8, dim=64):
 
 
 def attended(cache, q, seq_ids=(0,)):
-    """What tokens of these sequences see, as many of each."""
+    """Attend with tokens of these sequences, as many of each."""
     count = len(q) // len(seq_ids)
     positions = [cache.next_position(s) + i for s in seq_ids for i in range(count)]
     with cache.batch(positions=positions, seq_ids=[s for s in seq_ids for _ in range(count)]) as batch:
@@ -510,7 +510,7 @@ def attended(cache, q, seq_ids=(0,)):
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
 @pytest.mark.parametrize("changes", [1, 3, 20, 199])
 def test_attention_over_many_deltas(changes, dtype, interleaved):
-    """As over keys that were rotated at once, for few query rows and for many."""
+    """The result is that over keys that were rotated at once, for few query rows and for many."""
     rope = kvcache.Rope(1 / 100 ** np.linspace(0, 1, 20), interleaved=interleaved, first_dim=8)
     cache = scattered({"rope": rope, "dtype": dtype}, changes)
     keys, values = cache.gather(0)

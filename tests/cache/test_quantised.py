@@ -14,7 +14,7 @@ HEADS, DIM = 2, 64
 
 
 def blocks(x, name):
-    """What ggml's reference C makes of [..., dim], in f32 as it calculates."""
+    """Quantise [..., dim] as ggml's reference C does, in f32."""
     x = np.asarray(x, np.float32).reshape(*x.shape[:-1], -1, 32)
     if name == "q8_0":
         d = np.abs(x).max(-1, keepdims=True) / np.float32(127)
@@ -160,7 +160,7 @@ def test_bytes_counted(name):
 
 
 def error(out, q, keys, values):
-    """Of attention over all rows: out, q [heads, dim], keys, values [dim] of as many rows, one KV head."""
+    """The error of attention over all rows of one KV head: out, q [heads, dim], keys and values [rows, dim]."""
     scores = np.einsum("hd,nd->hn", q.astype(np.float64), keys) * q.shape[1] ** -0.5
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = weights / weights.sum(-1, keepdims=True) @ values.astype(np.float64)

@@ -74,7 +74,7 @@ def test_nothing_freed_is_used_and_nobody_waits_with_the_gil(watched, how):
 
 
 def test_a_function_that_closes_the_cache():
-    """It runs inside the call that moves keys, which goes on with the cache."""
+    """The function runs inside the call that moves keys, which goes on with the cache."""
     raised = []
 
     def move(layer, keys, delta):
@@ -127,7 +127,7 @@ def test_a_child_does_not_wait_for_calls_of_threads_that_it_has_not():
 
 
 def test_parts_that_are_made_without_a_cache():
-    """They are nobody's business, but a crash is nobody's wish."""
+    """Parts that are made without a cache need not work, but must not crash."""
     with pytest.raises(TypeError):
         kvcache._core.Hold(None, 0, 0)
     kvcache._core.Slots()

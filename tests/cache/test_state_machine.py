@@ -40,7 +40,7 @@ def policies(draw):
 
 @st.composite
 def shares(draw, policies):
-    """Whose rows each layer reads, among those of the same policy; None: its own."""
+    """Draw the layer, of the same policy, whose rows each layer reads; None: its own."""
     share = []
     for layer, policy in enumerate(policies):
         sources = [i for i in range(layer) if share[i] is None and policies[i] == policy]
@@ -84,7 +84,7 @@ def ropes(kind, head_dim):
 
 
 def outcome(call):
-    """What a call returns, and the name of what it raises."""
+    """Return what a call returns, and the name of what it raises."""
     try:
         return call(), None
     except Exception as error:
@@ -148,7 +148,7 @@ class Machine(RuleBasedStateMachine):
     # ---- batches
 
     def positions(self, data, seq_id, count, low):
-        """Where the next tokens of a sequence stand: where it goes on, or nearly anywhere else."""
+        """Draw positions of a sequence's next tokens: its next position, or nearly anywhere else."""
         start = max(self.oracle.next_position(seq_id), low)
         if start > LAST - 50:
             return list(range(LAST + 1 - count, LAST + 1))
@@ -188,7 +188,7 @@ class Machine(RuleBasedStateMachine):
         return self.begin_both(lambda c: c.batch(positions=positions, seq_ids=seq_ids, parents=parents))
 
     def places(self):
-        """Where every row lies, and how much memory there is: what a call that is refused leaves as it was."""
+        """Return where every row lies, and how much memory there is: a call that is refused must not change it."""
         layers = [layer for layer, policy in enumerate(self.oracle.policy) if policy is not None]
         return repr([self.real.blocks(layer) for layer in layers]), self.real.stats(), self.real.nbytes
 
@@ -247,7 +247,7 @@ class Machine(RuleBasedStateMachine):
         assert_close(out, self.oracle_batch.attend(layer, q, **options), self.oracle_batch.dense(layer)[1])
 
     def attend_all(self, layer):
-        """Where it is no layer without attention, over all that there is, and once more with tokens that see ahead."""
+        """Attend over all rows, and once more with tokens that see ahead, unless it is a layer without attention."""
         if self.oracle.policy[layer] is None:
             assert outcome(lambda: self.batch.attend(layer, np.ones((1, self.heads, self.dims[0]), "f4"), scale=1))[1]
             return
@@ -321,7 +321,7 @@ class Machine(RuleBasedStateMachine):
     @rule(n=st.integers(1, 12))
     @precondition(lambda self: not self.batch)
     def next_tokens(self, n):
-        """As a runner does it with its only sequence."""
+        """Decode as a runner does with its only sequence."""
         if self.begin_both(lambda c: c.batch(n)):
             self.put_rest(100, True)
             self.finish(True)
@@ -550,7 +550,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.oracle.sequences)
     def take_views(self, data):
-        """Of all that a sequence holds."""
+        """Take views of all rows that a sequence holds."""
         seq_id = data.draw(st.sampled_from(self.oracle.sequences), label="seq_id")
         views = []
         for layer in range(self.num_layers):
@@ -611,8 +611,8 @@ class Machine(RuleBasedStateMachine):
         np.testing.assert_array_equal(self.real.values(layer, seq_id=seq_id), v)
         spans = self.real.spans(layer, seq_id=seq_id)
         assert np.concatenate([span.positions for span in spans]).tolist() == positions
-        turned = [self.rope(layer, span.k, span.delta) if span.delta else span.k for span in spans]
-        self.assert_rows(np.concatenate(turned, 1), k)
+        rotated = [self.rope(layer, span.k, span.delta) if span.delta else span.k for span in spans]
+        self.assert_rows(np.concatenate(rotated, 1), k)
         np.testing.assert_array_equal(np.concatenate([span.v for span in spans], 1), v)
         for position in {positions[0], positions[len(positions) // 2], max(positions) + 1}:
             if position <= LAST:

@@ -33,7 +33,7 @@ def run(cache, tokens, seq_id=0, **commit):
 
 
 def steps(cache, lengths, seq_id=0):
-    """Where each step begins, of a sequence that grows; every output is that of a cache that stores all."""
+    """Return where each step of a growing sequence begins; check that outputs are those of a cache that stores all."""
     always, firsts = new_cache("always"), []
     for length in lengths:
         first, out = run(cache, list(range(length)), seq_id)
@@ -43,7 +43,7 @@ def steps(cache, lengths, seq_id=0):
 
 
 class Machine:
-    """What psutil would say."""
+    """Stands for psutil, and says how much memory is free."""
 
     def __init__(self, monkeypatch, *cgroups):
         self.available = 8 * GIB
@@ -224,7 +224,7 @@ def test_what_is_not_stored_need_not_be_put_everywhere():
 
 
 def test_rows_that_a_batch_evicts_are_held_before_it():
-    """At the beginning of a chunk nothing of the one before is left, but the sequence is no new one."""
+    """A sequence at the beginning of a chunk has no rows left of the chunk before, and is not a new one."""
     cache = new_cache(kvcache.LongSequencesOnly(3), policy=kvcache.ChunkedAttention(4))
     run(cache, [0, 1, 2, 3])
     with cache.batch(1) as batch:

@@ -296,7 +296,7 @@ def test_tensors_twice_missing_and_too_many(refused):
 
 
 def test_tensors_within_each_other(refused):
-    """As often as there are layers, they would take many times the file's size."""
+    """Tensors that lie within each other would take many times the file's size if each layer read its own."""
     entries = {name: HEADER[name] for name in HEADER if not name.startswith("model.layers.")}
     layer = {name: HEADER[name] for name in HEADER if name.startswith("model.layers.0.")}
     for i in range(500):

@@ -169,7 +169,7 @@ def start(*arguments: str, stdin: int | None = None, stdout: int, stderr: int) -
 
 
 def read_until(descriptor: int, enough: Callable[[bytes], bool]) -> bytes:
-    """What can be read until it is enough, or the end: of a terminal, that is an error on Linux."""
+    """Read until there is enough, or until the end, which is an error for a terminal on Linux."""
     data, deadline = b"", time.monotonic() + TIMEOUT
     while not enough(data):
         assert select.select([descriptor], [], [], deadline - time.monotonic())[0], f"nothing came after {data!r}"

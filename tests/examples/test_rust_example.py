@@ -127,7 +127,7 @@ def test_the_text_that_python_writes(run: Run, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0"])
 def test_quantised_rows(run: Run, dtype: str) -> None:
-    """Their rounding makes another text sooner or later, but not one that depends on threads."""
+    """Rounding makes the text differ sooner or later; the number of threads must not."""
     texts = [run("ROMEO:", "--tokens", "250", "--dtype", dtype, "--threads", threads).stdout for threads in "12"]
     assert texts[0].startswith("ROMEO:\nThe ")
     assert texts[0] == texts[1] != EXPECTED["greedy"] + "\n"

@@ -67,7 +67,7 @@ except ModelFileError as error:
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_file_that_is_cut_before_a_tensor_is_taken(tmp_path: Path, kind: str) -> None:
-    """In a process of its own: where it is mapped, that ends it."""
+    """Read in a process of its own, which ends where the file is mapped."""
     path = write_gguf(tmp_path / "a.gguf") if kind == "file" else write_folder(tmp_path)
     command = [sys.executable, "-c", CUT, path, path if kind == "file" else path / "model.safetensors"]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60)

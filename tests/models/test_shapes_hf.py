@@ -70,7 +70,7 @@ def window(policy):
 
 
 def theirs(config):
-    """Of each layer that has rows of its own: window, KV heads, head_dim; None for the others."""
+    """Window, KV heads and head_dim of each layer that has rows of its own; None for the others."""
     text = config.get_text_config(decoder=True)
     kinds, options = get_layer_types_and_kwargs(text)
     heads, dims = (shape if isinstance(shape, list) else [shape] * len(kinds) for shape in get_head_shapes(text))
@@ -195,7 +195,7 @@ def test_keys_are_shaped_and_rotated_as_the_shape_says(name):
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
     def rows_at(position):
-        """Of a single token, so that all layers see the same wherever it stands."""
+        """Run a single token, so that all layers see the same wherever it stands."""
         cache = transformers.DynamicCache(config=config)
         options = {} if name == "bloom" else {"position_ids": torch.tensor([[position]])}
         with torch.inference_mode():

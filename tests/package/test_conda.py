@@ -31,7 +31,7 @@ def test_version():
 
 
 def spelt(requirements):
-    """As the recipe writes them."""
+    """Requirements as the recipe writes them."""
     return {re.sub(" ?([<>=]+)", r" \1", requirement.lower()) for requirement in requirements}
 
 

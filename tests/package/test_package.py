@@ -162,7 +162,7 @@ print(found == {os.path.realpath(kvcache.get_library())})
 
 
 def test_a_c_program_is_built_on_what_the_package_names(tmp_path):
-    """With the header and the library that it says, be they its own or installed ones that it was built on."""
+    """Programs build with the header and the library it names, be they its own or those it was built on."""
     compiler = os.environ.get("CC") or shutil.which("cc") or pytest.skip("no C compiler")
     folder = os.path.dirname(kvcache.get_library())
     (tmp_path / "main.c").write_text(

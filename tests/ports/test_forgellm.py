@@ -111,7 +111,7 @@ def test_clone(run, cache):
 
 
 class Ported:
-    """Its methods, each the line of its row."""
+    """ForgeLLM's methods, each with the line of its row."""
 
     def __init__(self, *shape):
         self.shape = shape

@@ -29,14 +29,14 @@ def cache():
 
 
 def rotated(keys, by):
-    """[heads, tokens, dim], each token turned by a number of positions; element i pairs with i + dim / 2."""
+    """[heads, tokens, dim], each token rotated by a number of positions; element i pairs with i + dim / 2."""
     angles = np.asarray(by)[:, None] * INV_FREQ
     a, b = keys[..., :4], keys[..., 4:]
     return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1)
 
 
 def check_keys(cache, rows, by, seq_id=0):
-    """The stored keys are these rows, [tokens, heads, dim], turned."""
+    """The stored keys are these rows, [tokens, heads, dim], rotated."""
     keys = cache.gather(1, seq_id=seq_id)[0]
     np.testing.assert_allclose(keys, rotated(rows.swapaxes(0, 1), by), atol=1e-5)
 

@@ -319,7 +319,7 @@ Tensors = dict[str, NDArray[np.float32]]
 
 
 def bf16_bits(x: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """To nearest, ties to even."""
+    """Round to nearest, ties to even."""
     bits = x.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 

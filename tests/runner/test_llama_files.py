@@ -95,7 +95,7 @@ def name_in_gguf(name: str) -> str:
 
 
 def neighbours(rows: F32, head_dim: int) -> F32:
-    """As converters to llama.cpp order the rows of queries and keys."""
+    """The rows of queries and keys in the order that converters to llama.cpp give them."""
     ordered: F32 = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
     return ordered
 
@@ -149,15 +149,15 @@ def logits(model: runner.Llama, tokens: list[int] = TOKENS, **changes: Any) -> F
 def expected(
     weights: Weights, rope: NDArray[np.float64], tokens: list[int] = TOKENS, window: int = 2**31
 ) -> NDArray[np.float64]:
-    """The whole model in float64, head by head, with pairs turned as complex numbers."""
+    """The whole model in float64, head by head, with pairs rotated as complex numbers."""
 
     def norm(x: NDArray[Any], name: str) -> NDArray[Any]:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weights[name] if name in weights else x
 
-    def heads(x: NDArray[Any], p: str, turned: bool) -> NDArray[Any]:
+    def heads(x: NDArray[Any], p: str, rotated: bool) -> NDArray[Any]:
         rows = x @ weights[f"{p}_proj.weight"].T + weights.get(f"{p}_proj.bias", np.zeros(1))
         rows = norm(rows.reshape(len(x), -1, DIM), f"{p}_norm.weight")
-        if turned:
+        if rotated:
             pairs = (rows[..., : DIM // 2] + 1j * rows[..., DIM // 2 :]) * np.exp(
                 1j * np.outer(np.arange(len(x)), rope)
             )[:, None]
@@ -228,7 +228,7 @@ def test_every_architecture(tmp_path: Path, model_type: str) -> None:
 
 
 def test_a_shift_is_of_the_keys_as_they_are_stored(tmp_path: Path) -> None:
-    """The cache turns queries as the model does, whatever the order of rows in the file."""
+    """The cache rotates queries as the model does, whatever the order of rows in the file."""
     file = runner.Llama.load(write_gguf(tmp_path / "model.gguf", random_weights())[0])
     assert file.config.rope == Rope(PLAIN)
     with runner.new_cache(file.config, runner.Options(dtype="f32", shift=True)) as cache:

@@ -288,7 +288,7 @@ class Strategy(kvcache.LongSequencesOnly):
 
 
 def intruders(scene, value):
-    """What stands for an argument, and ends everything as it is converted."""
+    """Objects to pass in place of an argument, which end the cache or batch as they are converted."""
     if isinstance(value, tuple):
         return [(kind(scene, value[0]), value[1]) for kind in (Array, Tensor)]
     if isinstance(value, np.ndarray):

@@ -386,7 +386,7 @@ class KVCache:
         self.evict(self.fit(range(first, first + num_tokens), [seq_id] * num_tokens))
 
     def room(self, seq_id=0, most=200):
-        """At most `most`: one after the other is tried."""
+        """How many tokens fit, at most `most`: try one after the other."""
         if self.open_batch:
             raise CacheBusyError("a batch is open")
         first = self.next_position(seq_id)

@@ -1,10 +1,10 @@
-"""What it is to rotate a key."""
+"""Rotates keys in plain NumPy, to compare with."""
 
 import numpy as np
 
 
 def rotated(keys, by, rope):
-    """Keys [..., dim] turned by so many positions [...], in float64."""
+    """Rotate keys [..., dim] by a number of positions each, [...], in float64."""
     n, first = len(rope.inv_freq), rope.first_dim
     a = first + (2 * np.arange(n) if rope.interleaved else np.arange(n))
     b = a + (1 if rope.interleaved else n)

@@ -123,7 +123,7 @@ def test_a_wrong_implementation_is_refused(run, tmp_path):
 
 
 def test_without_options_and_times(run):
-    """What they are collected as where pytest knows no option of theirs."""
+    """Benchmarks are collected, with default sizes, by a pytest that knows none of their options."""
     printed, status = run("--collect-only", "-q", plugin=())
     assert status == 0, printed
     assert "test_decode[8192-q8_0-kvcache]" in printed

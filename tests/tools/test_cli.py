@@ -32,7 +32,7 @@ def run(*arguments, **environment):
 
 
 def run_in_terminal(*arguments, **environment):
-    """What a terminal of 100 columns is sent, and the exit status."""
+    """Run in a terminal of 100 columns; return what it is sent, and the exit status."""
     ours, theirs = pty.openpty()
     code = [sys.executable, "-m", "kvcache.tools.cli", *map(str, arguments)]
     keep = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}

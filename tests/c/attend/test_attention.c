@@ -522,7 +522,7 @@ static void check_same_bits(const scene *alone)
     }
 }
 
-/* So much work that threads are worth it: streamed, in parts. */
+/* Enough work for several threads: streamed, in parts. */
 static scene long_scene(void)
 {
     scene s = plain_scene(2, 4, 32, 1100, 1);

@@ -29,7 +29,7 @@ typedef struct setting {
     int block_size, num_threads;
     int pass;      /* tokens in a pass before the batch; 0: 100 */
     int scattered; /* slots of another sequence, which is gone, between all of them */
-    int settled;   /* keys are turned where they lie */
+    int settled;   /* keys are rotated where they lie */
     const kvc_allocator *allocator;
 } setting;
 
@@ -343,7 +343,7 @@ static void test_types(void)
     }
 }
 
-/* So many deltas that hardly a tile is full. */
+/* Deltas that change so often that hardly a tile is full. */
 static void test_many_deltas(void)
 {
     for (int i = 0; i < 4; i++) {
@@ -383,7 +383,7 @@ static void test_value_in_key(void)
 
 /* ---- memory that ends where reading faults ----------------------------------------------------------------------- */
 
-/* Where allocations end at a guard, or as near to it as their alignment allows: those of blocks with their last row. */
+/* An allocator whose allocations end at a guard, or as near to it as their alignment allows; a block's last row does. */
 typedef struct guard {
     size_t behind;     /* bytes of a block behind its last row */
     char *first_block; /* NULL: none yet */
@@ -414,7 +414,7 @@ static void guard_free(void *user, void *memory, size_t size, const kvc_memory_h
     guarded_free((char *)end, (size_t)(end - (uintptr_t)memory));
 }
 
-/* Of the first block of sequence 0, whose slots it fills one by one. */
+/* Bytes behind the last row of the first block of sequence 0, which fills its slots one by one. */
 static size_t bytes_behind(const stage *st, const guard *g, int block_size)
 {
     const kvc_layer *layer = &st->scene->layer;

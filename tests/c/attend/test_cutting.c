@@ -1,4 +1,5 @@
-/* Who works off what: the same bits alone and in any company, shared rows read once, and threads that come out even. */
+/* Cutting a batch into tasks: a sequence gives the same bits alone and in any company, shared rows are read once, and
+ * threads finish together. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include <stdlib.h>
 
@@ -27,7 +28,7 @@ typedef struct grove {
 
 /* ---- storing it ------------------------------------------------------------------------------------------------- */
 
-/* Of [-1, 1). */
+/* A number of [-1, 1). */
 static float element(int what, int branch, int row, int head, int d)
 {
     uint32_t x = (uint32_t)row * 0x9e3779b1u + (uint32_t)(branch * 4 + what) * 0x7feb352du +
@@ -326,7 +327,7 @@ static void check_again(stage *st, const answers *a, int trial)
     kvc_plan_free(plan);
 }
 
-/* By threads of the library's, and by our own, in two orders; in the last as if there were 64. */
+/* Attend with the library's threads, and with threads of the test in two orders; then with a plan for 64 threads. */
 static void check_grove(const grove *g)
 {
     static const int32_t threads[] = {1, 2, 5};
@@ -583,7 +584,7 @@ static void check_cross(int32_t length)
 
 enum { TANGLED = 12, TANGLE_STEPS = 60, TANGLE_NEW = 40 };
 
-/* So many tokens at the end of sequences; of what is in the rows, each has its own. */
+/* Put counts[i] tokens at the end of each sequence i; no two rows hold the same. */
 static kvc_batch *put_any(kvc_cache *cache, int num_ids, const int32_t *counts)
 {
     static int32_t positions[TANGLED * 2 * PART];

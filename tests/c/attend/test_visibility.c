@@ -438,7 +438,7 @@ static void look(pair *p)
     }
 }
 
-/* roundings: of keys in f32, which are turned by any angles; 0: by right ones, of any type. */
+/* roundings: how often f32 keys may be rounded, as they are rotated by any angles; 0: keys of any type, by right angles. */
 static void test_random(int block_size, int num_steps, int roundings)
 {
     static pair p;

@@ -73,8 +73,8 @@ static void run_scenario(const scenario *s)
 
 /* ---- what is there before --------------------------------------------------------------------------------------- */
 
-/* Keys of which two elements are turned by right angles. */
-static kvc_rope turned(int first_dim)
+/* A rope that rotates two elements of a key by right angles. */
+static kvc_rope right_rope(int first_dim)
 {
     return (kvc_rope){
         .kind = KVC_ROPE_FREQUENCIES, .first_dim = first_dim, .num_freqs = 1, .inv_freq = right_angles};
@@ -83,14 +83,14 @@ static kvc_rope turned(int first_dim)
 static void prepare_empty(pair *p)
 {
     const kvc_layer layers[] = {
-        {.num_kv_heads = 2, .k_dim = 3, .v_dim = 5, .k_type = KVC_F32, .v_type = KVC_F16, .rope = turned(1)},
+        {.num_kv_heads = 2, .k_dim = 3, .v_dim = 5, .k_type = KVC_F32, .v_type = KVC_F16, .rope = right_rope(1)},
         {.num_kv_heads = 1,
          .k_dim = 8,
          .v_dim = 1,
          .k_type = KVC_BF16,
          .policy = sliding_policy(5, 2, 0),
          .rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_keys}},
-        {.num_kv_heads = 1, .k_dim = 2, .v_dim = 2, .policy = sliding_policy(3, 0, 9), .rope = turned(0)},
+        {.num_kv_heads = 1, .k_dim = 2, .v_dim = 2, .policy = sliding_policy(3, 0, 9), .rope = right_rope(0)},
         {.num_kv_heads = 1, .k_dim = 3, .v_dim = 2, .policy = {.kind = KVC_CROSS, .max_len = 6}},
     };
     p->config.block_size = p->config.block_size ? p->config.block_size : 4;
@@ -104,7 +104,7 @@ static void prepare_one(pair *p)
     pair_feed(p, 0, 0, 21);
 }
 
-/* As many sequences as their table first has room for, of which two share. */
+/* Prepare as many sequences as their table first has room for; two of them share rows. */
 static void prepare_four(pair *p)
 {
     prepare_one(p);
@@ -128,7 +128,7 @@ static void prepare_compacted(pair *p)
     pair_compact(p);
 }
 
-/* So many runs that the list has no room for an edit that splits them. */
+/* Prepare so many runs that their list has no room for an edit that splits them. */
 static void prepare_runs(pair *p)
 {
     prepare_empty(p);
@@ -146,7 +146,7 @@ static void prepare_holes(pair *p)
     }
 }
 
-/* So few bytes that five tokens more only fit once the holes are closed. */
+/* Prepare so few bytes that five tokens more fit only once the holes are closed. */
 static void prepare_few_bytes(pair *p)
 {
     prepare_empty(p);

@@ -272,7 +272,7 @@ static void test_rewrite(void)
     do_everything(cache, "in the parent");
 }
 
-/* That of the thread that forks goes on in both. */
+/* A function that moves keys forks: its call goes on in the parent and in the child. */
 static void test_rewrite_that_forks(void)
 {
     const kvc_rope rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_and_fork};
@@ -327,7 +327,7 @@ static void test_cross_put(void)
     do_everything(cache, "in the parent");
 }
 
-/* Of a batch that is not to be stored, until one takes long enough to poll; that batch stays open. */
+/* Put rows of batches that are not stored, until one takes long enough to poll; leave that batch open. */
 static void *put_unstored_in_thread(void *cache)
 {
     static const float row[64] = {1};

@@ -70,7 +70,7 @@ static void test_reserve(void)
     check_empty(cache);
 }
 
-/* For each of 2^20 tokens a byte for each of 2^12 layers, all but one of which hold nothing. */
+/* A batch notes one byte for each of 2^20 tokens and 2^12 layers, all but one of which hold nothing. */
 static void test_batch(void)
 {
     enum { LAYERS = 1 << 12 };

@@ -46,7 +46,7 @@ static void put_one(kvc_batch *batch)
     CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
 }
 
-/* With one token stored. */
+/* A cache with one token stored. */
 static kvc_cache *filled_cache(void)
 {
     kvc_cache *cache = new_cache();

@@ -180,7 +180,7 @@ static int32_t decode(kvc_cache *cache, outputs *results, int num_helpers)
 
 /* ---- what others do meanwhile ----------------------------------------------------------------------------------- */
 
-/* To sequences 10 to 13, which hold rows of sequence 1; that stays as it is. */
+/* Other threads edit sequences 10 to 13, which share rows with sequence 1; that one stays as it is. */
 
 typedef struct other {
     kvc_cache *cache;
@@ -758,7 +758,7 @@ static void test_writing_in_place(void)
 
 /* ---- compacting beside copies ------------------------------------------------------------------------------------ */
 
-/* Who compacts and settles waits for those who copy rows, however many there are, and for nobody who holds them. */
+/* kvc_compact and kvc_settle wait for all calls that copy rows out, and for no view. */
 static void test_compacting_beside_copies(void)
 {
     enum { READERS = 3, ROUNDS = 200 };

@@ -460,7 +460,7 @@ static void test_score(const kvc_kernels *kernels, int type, int is_bf16, int di
     }
 }
 
-/* Of a row's weight and an element of the block that begins with column d. */
+/* The largest product of a row's weight and an element of the block that begins with column d. */
 static double largest_product(const float *weights, const tile *t, int n, int d)
 {
     double largest = 0;
@@ -525,7 +525,7 @@ static void test_same_scores(const kvc_kernels *kernels, int type, int is_bf16, 
     }
 }
 
-/* Nor a column of accumulate. */
+/* A column that accumulate sums must not depend on the columns beside it. */
 static void test_same_sums(const kvc_kernels *kernels, int type, int dim)
 {
     enum { N = 13, Q = 7 };
@@ -820,8 +820,8 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim)
             test_convert_rows(kernels, type, to, dim);
 }
 
-/* None is taken as 0.  By definition the processor's own products of bf16 do that, in score_bf16 and where bf16 has a
- * tiler of its own. */
+/* No denormal number is taken as 0.  By definition the processor's own products of bf16 do that, in
+ * score_bf16 and where bf16 has a tiler of its own. */
 static void test_denormals(const kvc_kernels *kernels, int type, int dim)
 {
     static const int some_n[] = {1, 5, 16, 27, 64};

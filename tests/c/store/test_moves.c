@@ -5,7 +5,7 @@
 
 #include "support/random_steps.h"
 
-/* The rope of a layer whose keys are turned by right angles. */
+/* The rope of a layer whose keys are rotated by right angles. */
 static kvc_rope right_rope(int interleaved, int first_dim, int num_freqs)
 {
     return (kvc_rope){.kind = KVC_ROPE_FREQUENCIES,
@@ -101,7 +101,7 @@ static void test_remove(int block_size)
     }
 }
 
-/* Where nothing is removed, nothing moves either, and no row is copied for that. */
+/* An edit that removes nothing moves nothing, and copies no row. */
 static void test_remove_nothing(void)
 {
     pair *p = pair_with(by_function, full_policy, 4);
@@ -400,7 +400,7 @@ static void test_settle(int block_size)
     pair_free(p);
 }
 
-/* Where all who hold a slot agree, it is turned where it lies. */
+/* A key is rotated where it lies when all sequences that hold its slot need the same delta. */
 static void test_settle_in_place(void)
 {
     pair *p = pair_with(right_rope(0, 0, 3), full_policy, 8);
@@ -487,7 +487,7 @@ static void test_inject(int block_size)
     CHECK(pair_inject(p, 1, 3, 2, 6) == KVC_OK);
     view_check(&v, p);
     pair_check(p);
-    pair_shift(p, 1, 3, KVC_END, 7); /* keys are turned back to where they were rotated for */
+    pair_shift(p, 1, 3, KVC_END, 7); /* keys are rotated back to the position they were stored for */
     for (int l = 0; l < 5; l++)
         CHECK(pair_inject(p, 1, l, 0, 15) == KVC_OK);
     view_check(&v, p);
@@ -581,7 +581,7 @@ static void test_clone(int block_size)
     pair_shift(p, 2, 20, KVC_END, 7);
     pair_feed(p, 7, 0, 11);
     CHECK(pair_clone(p) == KVC_OK);
-    model_copy(&copy, p);
+    oracle_copy(&copy, p);
     copy.num_holds = 0;
     CHECK(kvc_cache_clone(p->cache, &copy.cache) == KVC_OK);
     kvc_stats stats = stats_of(&copy);
@@ -943,7 +943,7 @@ static void inject_shared(pair *p)
     CHECK_FAILS(pair_inject(p, 1, 0, 0, 40), KVC_ERR_FULL, "copying", "max_bytes is ");
 }
 
-/* Where copies of rows would pass max_bytes, everything stays as it was. */
+/* An edit whose copies of rows would pass max_bytes changes nothing. */
 static void test_max_bytes(void)
 {
     void (*const edits[])(pair *) = {rewrite_by_function, settle_disputed, inject_shared};
@@ -1245,7 +1245,7 @@ static void test_bad_shares(void)
     }
 }
 
-/* Of a layer without attention nothing is looked at but its policy. */
+/* Nothing of a layer without attention is checked but its policy. */
 static void test_no_attention(void)
 {
     const kvc_rope wild = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 1};

@@ -211,7 +211,7 @@ static void random_step(kvc_cache *cache)
     CHECK(kvc_commit(batch) == KVC_OK);
 }
 
-/* As many tokens as there is room for are reserved and begun; they take nothing more. */
+/* kvc_reserve and kvc_begin of as many tokens as there is room for take no more memory. */
 static void check_reserved(kvc_cache *cache, int64_t id, int64_t max_bytes)
 {
     static int64_t ids[1 << 12];

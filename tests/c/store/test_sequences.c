@@ -339,7 +339,7 @@ static void test_lost_rows(void)
     pair_free(p);
 }
 
-/* With a window of one, a sequence can lose all it had, and remembers that. */
+/* A sequence with a window of one can lose all its rows, and remembers that. */
 static void test_all_evicted(void)
 {
     pair *p = pair_with(sliding_policy(1, 0, 0), 4);
@@ -356,7 +356,7 @@ static void test_all_evicted(void)
     pair_free(p);
 }
 
-/* Where the last rows that arrived are evicted and earlier ones stay, the batch goes on in the block of these. */
+/* When the last rows to arrive are evicted and earlier ones stay, the batch goes on in the block of the earlier ones. */
 static void test_evicting_the_last_run(void)
 {
     pair *p = pair_with(sliding_policy(4, 0, 0), 3);

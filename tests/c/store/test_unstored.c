@@ -50,7 +50,7 @@ static void free_cache(kvc_cache *cache)
     CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
 }
 
-/* Which tokens a batch has: those of three sequences mixed, of which 7 was stored before. */
+/* The tokens of a batch: of three sequences, mixed; sequence 7 was stored before. */
 typedef struct pass {
     int n;
     int32_t positions[TOKENS], parents[TOKENS];
@@ -160,7 +160,7 @@ static void store_seven(kvc_cache *cache)
     CHECK(kvc_commit(batch) == KVC_OK);
 }
 
-/* How the rows of a layer come to be there. */
+/* How a layer's rows are put. */
 enum { BY_ATTEND, BY_PUT, BY_HALVES, IN_PLACE, BY_PLAN, WAYS };
 
 static void write_in_place(kvc_batch *batch, int layer, int n)

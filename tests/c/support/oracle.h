@@ -119,7 +119,7 @@ static inline void pair_free(pair *p)
 
 /* ---- what rows hold --------------------------------------------------------------------------------------------- */
 
-/* An element of a token's K (or V) row: a small odd integer, so that every type holds it, also where it was turned by
+/* An element of a token's K (or V) row: a small odd integer, so that every type holds it, also where it was rotated by
  * right angles, the cosines of which are not quite 0. */
 static inline float element(int32_t tag, int32_t layer, int is_v, int32_t head, int32_t d)
 {
@@ -134,7 +134,7 @@ static inline float moved_element(float x, int32_t layer, int32_t moved)
     return (float)(((uint32_t)(int32_t)x + 128 + (uint32_t)moved * (uint32_t)(2 * layer + 1)) & 255) - 128;
 }
 
-/* Angles that turn a key to one of four, for which no element is rounded. */
+/* Right angles rotate a key to one of four, for which no element is rounded. */
 #define RIGHT_ANGLE 1.57079632679489661923
 static const double any_angles[] = {1, -0.31, 0.017, 1.7, 100};
 static const double right_angles[] = {RIGHT_ANGLE, -RIGHT_ANGLE, 2 * RIGHT_ANGLE, 5 * RIGHT_ANGLE, -3 * RIGHT_ANGLE};
@@ -400,7 +400,7 @@ static inline int32_t live_rows(const pair *p, int l)
     return num;
 }
 
-/* Of the positions in a batch, the smallest of one sequence, or where it goes on. */
+/* The smallest position that one sequence has in a batch, or, if it has none, its next. */
 static inline int32_t lowest_query(const pair *p, const sequence *s, int n, const int32_t *positions,
                                    const int64_t *ids)
 {
@@ -460,8 +460,8 @@ static inline int fits(const pair *p, int64_t num_sequences, int n, const int64_
     return 1;
 }
 
-/* Only what there is: the struct is large. */
-static inline void model_copy(pair *to, const pair *from)
+/* Copy the sequences that exist, and no more: the struct is large. */
+static inline void oracle_copy(pair *to, const pair *from)
 {
     memcpy(to, from, offsetof(pair, sequences));
     for (int s = 0; s < from->num_sequences; s++) {
@@ -474,7 +474,7 @@ static inline void model_copy(pair *to, const pair *from)
 }
 
 /* What kvc_begin should answer (max_bytes aside); on KVC_OK, *after is the oracle once it has evicted. */
-static inline kvc_status model_begin(const pair *p, int n, const int32_t *positions, const int64_t *ids, pair *after)
+static inline kvc_status oracle_begin(const pair *p, int n, const int32_t *positions, const int64_t *ids, pair *after)
 {
     int64_t num_sequences = 0;
     for (int t = 0; t < n; t++)
@@ -484,13 +484,13 @@ static inline kvc_status model_begin(const pair *p, int n, const int32_t *positi
         num_sequences += holds_rows(p, &p->sequences[s]);
     for (int t = 0; t < n; t++)
         num_sequences += !holds_rows(p, find_sequence(p, ids[t])) && !count_id(ids[t], t, ids);
-    model_copy(after, p);
+    oracle_copy(after, p);
     evict(after, n, positions, ids);
     return fits(after, num_sequences, n, ids) ? KVC_OK : KVC_ERR_FULL;
 }
 
 /* kept: of each token, whether it stays. */
-static inline void model_commit(pair *p, const char *kept)
+static inline void oracle_commit(pair *p, const char *kept)
 {
     for (int t = 0; t < p->num_tokens; t++) {
         if (!kept[t])
@@ -515,7 +515,7 @@ static inline void model_commit(pair *p, const char *kept)
     }
 }
 
-static inline void model_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t length)
+static inline void oracle_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t length)
 {
     forget_sequence(p, dst);
     if (!find_sequence(p, src))
@@ -533,19 +533,19 @@ static inline void model_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t 
 }
 
 /* Positions [begin, end) become their quotient, or are moved; moves_lost: rows that were evicted as well. */
-static inline void model_move_layer(pair *p, sequence *s, int l, int32_t begin, int32_t end, int32_t delta,
+static inline void oracle_move_layer(pair *p, sequence *s, int l, int32_t begin, int32_t end, int32_t delta,
                                     int32_t divisor, int moves_lost)
 {
     row_list *list = &s->layers[l];
-    int turns = group_has(p, l, KVC_ROPE_FREQUENCIES), num = 0;
-    int copied = group_has(p, l, KVC_ROPE_FUNCTION) || (turns && divisor);
+    int rotates = group_has(p, l, KVC_ROPE_FREQUENCIES), num = 0;
+    int copied = group_has(p, l, KVC_ROPE_FUNCTION) || (rotates && divisor);
     for (int i = 0; i < list->num; i++) {
         row r = list->rows[i];
         if (r.position >= begin && r.position < end) {
             int64_t to = divisor ? r.position / divisor : (int64_t)r.position + delta;
             if (to < 0)
                 continue;
-            r.delta = copied ? 0 : turns ? r.delta + (int32_t)to - r.position : 0;
+            r.delta = copied ? 0 : rotates ? r.delta + (int32_t)to - r.position : 0;
             r.slot = copied ? new_slot(p) : r.slot;
             r.position = (int32_t)to;
         }
@@ -557,7 +557,7 @@ static inline void model_move_layer(pair *p, sequence *s, int l, int32_t begin, 
         list->lost_end = divisor ? last / divisor + 1 : (int32_t)fmax(0, (double)last + delta + 1);
 }
 
-static inline void model_move(pair *p, int64_t id, int32_t begin, int32_t end, int32_t delta, int32_t divisor,
+static inline void oracle_move(pair *p, int64_t id, int32_t begin, int32_t end, int32_t delta, int32_t divisor,
                               int moves_lost)
 {
     sequence *s = find_sequence(p, id);
@@ -565,11 +565,11 @@ static inline void model_move(pair *p, int64_t id, int32_t begin, int32_t end, i
         return;
     for (int l = 0; l < p->config.num_layers; l++)
         if (keeps_tokens(p, l))
-            model_move_layer(p, s, l, begin, end, delta, divisor, moves_lost);
+            oracle_move_layer(p, s, l, begin, end, delta, divisor, moves_lost);
     tidy(p, s);
 }
 
-static inline void model_remove(pair *p, int64_t id, int32_t begin, int32_t end, int shift)
+static inline void oracle_remove(pair *p, int64_t id, int32_t begin, int32_t end, int shift)
 {
     sequence *s = find_sequence(p, id);
     int moves = shift && next_of(p, s) > end;
@@ -590,11 +590,11 @@ static inline void model_remove(pair *p, int64_t id, int32_t begin, int32_t end,
     if (s)
         tidy(p, s);
     if (moves)
-        model_move(p, id, end, KVC_END, begin - end, 0, 0);
+        oracle_move(p, id, end, KVC_END, begin - end, 0, 0);
 }
 
 /* Slots that sequences see at different deltas are copied for those that see them off. */
-static inline void model_settle(pair *p)
+static inline void oracle_settle(pair *p)
 {
     static int32_t deltas[MAX_TAGS], seen[MAX_TAGS], round;
     for (int l = 0; l < p->config.num_layers; l++) {
@@ -639,7 +639,7 @@ static inline row *find_row(const row_list *list, int32_t position)
 }
 
 /* Rows that are tagged from `tag` on take the place of those at [begin, end). */
-static inline void model_inject(pair *p, int64_t id, int layer, int32_t begin, int32_t end, int32_t tag)
+static inline void oracle_inject(pair *p, int64_t id, int layer, int32_t begin, int32_t end, int32_t tag)
 {
     sequence *s = find_sequence(p, id);
     for (int l = 0; s && l < p->config.num_layers; l++)
@@ -1006,7 +1006,7 @@ static inline const int32_t *random_parents(int n, const int64_t *ids)
 static inline kvc_status pair_begin(pair *p, int n, const int32_t *positions, const int64_t *ids)
 {
     static pair after; /* large */
-    kvc_status right = model_begin(p, n, positions, ids, &after);
+    kvc_status right = oracle_begin(p, n, positions, ids, &after);
     const int32_t *parents = random_parents(n, ids);
     kvc_status status = kvc_begin(p->cache, n, positions, ids, parents, &p->batch);
     if (status != KVC_ERR_FULL || !p->config.max_bytes) /* how many bytes there are is not modelled */
@@ -1014,7 +1014,7 @@ static inline kvc_status pair_begin(pair *p, int n, const int32_t *positions, co
     if (status != KVC_OK)
         return status;
     after.batch = p->batch;
-    model_copy(p, &after);
+    oracle_copy(p, &after);
     p->num_tokens = n;
     p->parents = parents;
     memset(p->written, 0, sizeof p->written);
@@ -1174,7 +1174,7 @@ static inline kvc_status pair_commit_kept(pair *p, const int32_t *kept, int32_t 
     kvc_status status = kept ? kvc_commit_kept(p->batch, kept, num_kept) : kvc_commit(p->batch);
     if (agree(p, "commit", status, KVC_OK) == KVC_OK) {
         p->batch = NULL;
-        model_commit(p, stays);
+        oracle_commit(p, stays);
     }
     return status;
 }
@@ -1227,7 +1227,7 @@ static inline kvc_status pair_copy_prefix(pair *p, int64_t src, int64_t dst, int
     kvc_status right = in_batch(p, src) || in_batch(p, dst) ? KVC_ERR_BUSY : KVC_OK;
     kvc_status status = agree(p, "copy_prefix", kvc_copy_prefix(p->cache, src, dst, length), right);
     if (status == KVC_OK)
-        model_copy_prefix(p, src, dst, length);
+        oracle_copy_prefix(p, src, dst, length);
     return status;
 }
 
@@ -1236,7 +1236,7 @@ static inline kvc_status pair_fork(pair *p, int64_t src, int64_t dst)
     kvc_status right = in_batch(p, src) || in_batch(p, dst) ? KVC_ERR_BUSY : KVC_OK;
     kvc_status status = agree(p, "fork", kvc_fork(p->cache, src, dst), right);
     if (status == KVC_OK)
-        model_copy_prefix(p, src, dst, KVC_END);
+        oracle_copy_prefix(p, src, dst, KVC_END);
     return status;
 }
 
@@ -1263,7 +1263,7 @@ static inline kvc_status fits_capacity(const pair *after)
 static inline pair *copy_of(const pair *p)
 {
     static pair copy;
-    model_copy(&copy, p);
+    oracle_copy(&copy, p);
     return &copy;
 }
 
@@ -1275,13 +1275,13 @@ static inline kvc_status pair_remove(pair *p, int64_t id, int32_t begin, int32_t
                                                      : KVC_OK;
     if (right == KVC_OK) {
         pair *after = copy_of(p);
-        model_remove(after, id, begin, end, shift);
+        oracle_remove(after, id, begin, end, shift);
         right = fits_capacity(after);
     }
     p->moving = id;
     kvc_status status = agree_moved(p, "remove", kvc_remove(p->cache, id, begin, end, shift), right);
     if (status == KVC_OK)
-        model_remove(p, id, begin, end, shift);
+        oracle_remove(p, id, begin, end, shift);
     return status;
 }
 
@@ -1290,7 +1290,7 @@ static inline kvc_status pair_truncate(pair *p, int64_t id, int32_t length)
     kvc_status right = in_batch(p, id) ? KVC_ERR_BUSY : KVC_OK;
     kvc_status status = agree(p, "truncate", kvc_truncate(p->cache, id, length), right);
     if (status == KVC_OK)
-        model_remove(p, id, length, KVC_END, 0);
+        oracle_remove(p, id, length, KVC_END, 0);
     return status;
 }
 
@@ -1315,13 +1315,13 @@ static inline kvc_status pair_shift(pair *p, int64_t id, int32_t begin, int32_t 
                                                                             : KVC_OK;
     if (right == KVC_OK) {
         pair *after = copy_of(p);
-        model_move(after, id, begin, end, delta, 0, 1);
+        oracle_move(after, id, begin, end, delta, 0, 1);
         right = fits_capacity(after);
     }
     p->moving = id;
     kvc_status status = agree_moved(p, "shift", kvc_shift(p->cache, id, begin, end, delta), right);
     if (status == KVC_OK)
-        model_move(p, id, begin, end, delta, 0, 1);
+        oracle_move(p, id, begin, end, delta, 0, 1);
     return status;
 }
 
@@ -1330,13 +1330,13 @@ static inline kvc_status pair_divide(pair *p, int64_t id, int32_t begin, int32_t
     kvc_status right = rope_is_unknown(p) ? KVC_ERR_UNSUPPORTED : in_batch(p, id) ? KVC_ERR_BUSY : KVC_OK;
     if (right == KVC_OK) {
         pair *after = copy_of(p);
-        model_move(after, id, begin, end, 0, divisor, 1);
+        oracle_move(after, id, begin, end, 0, divisor, 1);
         right = fits_capacity(after);
     }
     p->moving = id;
     kvc_status status = agree_moved(p, "divide", kvc_divide(p->cache, id, begin, end, divisor), right);
     if (status == KVC_OK)
-        model_move(p, id, begin, end, 0, divisor, 1);
+        oracle_move(p, id, begin, end, 0, divisor, 1);
     return status;
 }
 
@@ -1345,16 +1345,16 @@ static inline kvc_status pair_settle(pair *p)
     kvc_status right = p->batch ? KVC_ERR_BUSY : p->num_holds ? KVC_ERR_HELD : KVC_OK;
     if (right == KVC_OK) {
         pair *after = copy_of(p);
-        model_settle(after);
+        oracle_settle(after);
         right = fits_capacity(after);
     }
     kvc_status status = agree_moved(p, "settle", kvc_settle(p->cache), right);
     if (status == KVC_OK)
-        model_settle(p);
+        oracle_settle(p);
     return status;
 }
 
-/* At how many of the positions [begin, end) a sequence holds a row of a layer. */
+/* The number of positions of [begin, end) at which a sequence holds a row of a layer. */
 static inline int32_t count_positions(const pair *p, int64_t id, int l, int32_t begin, int32_t end)
 {
     const sequence *s = find_sequence(p, id);
@@ -1391,14 +1391,14 @@ static inline kvc_status pair_inject_rows(pair *p, int64_t id, int l, int32_t be
                                                                : KVC_OK;
     if (right == KVC_OK) {
         pair *after = copy_of(p);
-        model_inject(after, id, l, begin, end, p->next_tag);
+        oracle_inject(after, id, l, begin, end, p->next_tag);
         right = fits_capacity(after);
     }
     kvc_status status = agree_moved(p, "inject", kvc_inject(p->cache, id, l, begin, end, &in), right);
     int32_t tag = p->next_tag;
     p->next_tag += end - begin;
     if (status == KVC_OK)
-        model_inject(p, id, l, begin, end, tag);
+        oracle_inject(p, id, l, begin, end, tag);
     CHECKF(!in.num_replaced || num == (status == KVC_OK ? stored : -1), "%d rows replaced, not %d", (int)num, stored);
     return status;
 }
@@ -1409,7 +1409,7 @@ static inline kvc_status pair_inject(pair *p, int64_t id, int l, int32_t begin, 
 }
 
 /* What kvc_begin should answer to so many tokens that go on with a sequence; *after is the oracle once it has evicted. */
-static inline kvc_status model_go_on(const pair *p, int64_t id, int n, pair *after)
+static inline kvc_status oracle_go_on(const pair *p, int64_t id, int n, pair *after)
 {
     static int32_t positions[MAX_BATCH];
     static int64_t ids[MAX_BATCH];
@@ -1421,7 +1421,7 @@ static inline kvc_status model_go_on(const pair *p, int64_t id, int n, pair *aft
     for (int s = 0; s < q->num_sequences; s++) /* rows that are gone are no question of room */
         for (int l = 0; l < MAX_LAYERS; l++)
             q->sequences[s].layers[l].lost_end = 0;
-    kvc_status right = model_begin(q, n, positions, ids, after);
+    kvc_status right = oracle_begin(q, n, positions, ids, after);
     for (int s = 0; s < after->num_sequences; s++)
         for (int l = 0; l < MAX_LAYERS; l++) {
             row_list *list = &after->sequences[s].layers[l];
@@ -1434,14 +1434,14 @@ static inline kvc_status model_go_on(const pair *p, int64_t id, int n, pair *aft
 static inline kvc_status pair_reserve(pair *p, int64_t id, int num_tokens)
 {
     static pair after;
-    kvc_status right = p->batch ? KVC_ERR_BUSY : model_go_on(p, id, num_tokens, &after);
+    kvc_status right = p->batch ? KVC_ERR_BUSY : oracle_go_on(p, id, num_tokens, &after);
     kvc_status status = agree_moved(p, "reserve", kvc_reserve(p->cache, id, num_tokens), right);
     if (status == KVC_OK)
-        model_copy(p, &after);
+        oracle_copy(p, &after);
     return status;
 }
 
-/* Of what kvc_room answers, a batch of as many tokens is one that fits, and of one more is one that does not. */
+/* Check kvc_room: a batch of as many tokens as it answers fits, one of a token more does not. */
 static inline kvc_status pair_room(pair *p, int64_t id)
 {
     static pair after;
@@ -1450,9 +1450,9 @@ static inline kvc_status pair_room(pair *p, int64_t id)
     if (status != KVC_OK || p->config.max_bytes)
         return status;
     if (num > 0 && num <= MAX_BATCH)
-        CHECK(model_go_on(p, id, (int)num, &after) == KVC_OK);
+        CHECK(oracle_go_on(p, id, (int)num, &after) == KVC_OK);
     if (num < MAX_BATCH)
-        CHECK(model_go_on(p, id, (int)num + 1, &after) == KVC_ERR_FULL);
+        CHECK(oracle_go_on(p, id, (int)num + 1, &after) == KVC_ERR_FULL);
     return status;
 }
 
@@ -1467,7 +1467,7 @@ static inline kvc_status pair_clone(pair *p)
         return status;
     if (p->memory)
         p->memory->fail_after = -1; /* what reads the copy is not to fail */
-    model_copy(&copy, p);
+    oracle_copy(&copy, p);
     copy.cache = clone;
     copy.memory = NULL;
     copy.num_holds = 0;

@@ -308,8 +308,8 @@ static inline void random_step(pair *p, view *v)
         view_new(v, p, random_id(), random_int(0, p->config.num_layers));
 }
 
-/* Random steps on a new cache.  roundings: of keys that are turned by any angles, each time they are settled, divided or
- * replaced; 0: by right ones, which rounds none. */
+/* Random steps on a new cache.  roundings: how often keys may be rounded, as they are rotated by any angles when they are
+ * settled, divided or replaced; 0: by right angles, which rounds none. */
 static inline void random_test(int block_size, int roundings, int num_steps)
 {
     static pair p;

@@ -37,7 +37,7 @@ typedef struct scene {
     member members[MAX_MEMBERS];
 } scene;
 
-/* How it is stored and computed; zeros for the defaults. */
+/* How a scene is stored and computed; zeros for the defaults. */
 typedef struct setting {
     int block_size, num_threads;
     int pass;      /* tokens in a pass before the batch; 0: MAX_NEW */
