@@ -42,7 +42,7 @@ INLINE void accumulate_step_of_weights(int type, int num_q, int num_vecs, vec *s
 
 /* Sums num_vecs vectors of columns, from d on, over all rows. */
 INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args *a, int d) {
-    prefetcher p = a->next; /* in registers */
+    prefetcher p = a->next; /* in registers, unlike *a */
     vec sums[ACCUMULATORS];
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL

@@ -65,7 +65,7 @@ INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, int d, i
     ivec sums[2 * QUERIES];
     const int byte = type == KVC_Q8_0 ? c : c / 2, second = type == KVC_Q8_0 ? LANES : KVC_QUANT_ELEMENTS / 2;
     const size_t at = bytes_of(type, d) + KVC_SCALE_BYTES + (size_t)byte;
-    prefetcher p = a->next; /* in registers */
+    prefetcher p = a->next; /* in registers, unlike *a */
     UNROLL
     for (int r = 0; r < 2 * num_q; r++) sums[r] = i_zero();
     for (int j = 0; j < a->n; j += 2) {

@@ -108,6 +108,7 @@ RARE void pack_chunk_edge(int type, float *dst, const void *const *rows, int n, 
     store_transposed(to + TILE_ROWS * KVC_TILE, lower);
 }
 
+/* Is a kvc_pack_keys_fn once the type is a constant. */
 INLINE void pack_keys_in_parts(int type, float *dst, const void *const *rows, int n, int dim) {
     for (int j = 0; j < KVC_TILE; j += LANES)
         for (int c = 0; c < chunks_of(dim); c++)
@@ -117,6 +118,7 @@ INLINE void pack_keys_in_parts(int type, float *dst, const void *const *rows, in
                 pack_chunk_edge(type, dst, rows, n, j, c, dim);
 }
 
+/* Is a kvc_pack_values_fn once the type is a constant. */
 INLINE void pack_values_in_parts(int type, float *dst, int dst_stride, const void *const *rows, int n, int dim) {
     for (int j = 0; j < chunks_of(n) * CHUNK; j += 2) {
         float *to = dst + (ptrdiff_t)(j / CHUNK * CHUNK + j % CHUNK / 2) * dst_stride;

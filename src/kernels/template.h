@@ -77,9 +77,10 @@ enum { QUERIES = 4 }; /* most query rows that score and accumulate work on at on
 #include "kernels/elements.h"
 #include "kernels/prefetch.h"
 
-/* ---- what score and accumulate work on: num_q <= QUERIES queries and a tile of rows --------------------------------
+/* ---- what score and accumulate work on ----------------------------------------------------------------------------
  */
 
+/* Arguments for num_q <= QUERIES queries. */
 typedef struct score_args {
     float *scores;           /* [num_q][KVC_TILE] */
     const float *q;          /* [num_q][q_stride], prepared */
@@ -113,10 +114,11 @@ typedef struct accumulate_args {
     const float *weights;    /* [num_q][KVC_TILE] */
     const void *const *rows; /* [n], each of dim elements */
     int acc_stride, n, dim;
-    prefetcher next; /* of the rows that are read after these */
+    prefetcher next; /* copied into registers by each loop over rows */
 } accumulate_args;
 
-enum { ROW_MULTIPLE = 32 }; /* quantised rows are read in groups of up to this many */
+/* Quantised rows are read in groups of up to ROW_MULTIPLE. */
+enum { ROW_MULTIPLE = 32 };
 
 INLINE int padded_rows(int n) { return (n + ROW_MULTIPLE - 1) / ROW_MULTIPLE * ROW_MULTIPLE; }
 
