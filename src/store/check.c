@@ -92,7 +92,7 @@ kvc_status kvc_check_closed(kvc_cache *cache, const char *what) {
     kvc_status status = check_closed(cache, what);
     while (status == KVC_OK && (cache->num_readers || cache->num_in_place)) {
         kvc_cache_wait(cache);
-        status = check_closed(cache, what); /* the mutex was free meanwhile */
+        status = check_closed(cache, what); /* waiting let the mutex go */
     }
     return status;
 }

@@ -68,13 +68,13 @@ static int get_memory(kvc_compaction *c) {
     c->slots = get(c, (uint64_t)c->num_slots, sizeof *c->slots);
     c->moves = get(c, (uint64_t)c->max_moves, sizeof *c->moves);
     if (!c->order || !c->targets || !c->slots || !c->moves) return 0;
-    for (int32_t i = 0; i < c->cache->sequences.num; i++) /* an eviction may cut a run in two before */
+    for (int32_t i = 0; i < c->cache->sequences.num; i++) /* the eviction before it may cut a run in two */
         if (kvc_runs_prepare_edit(&c->cache->sequences.items[i]->runs[c->group], &c->cache->memory, 2) != KVC_OK)
             return 0;
     return 1;
 }
 
-/* ---- where everything goes --------------------------------------------------------------------------------------- */
+/* ---- planning the moves ------------------------------------------------------------------------------------------ */
 
 static void order_blocks(kvc_compaction *c) {
     int32_t *slots = c->slots;
@@ -141,7 +141,7 @@ kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group) {
     order_blocks(c);
     plan_moves(c);
     pool->compaction = c;
-    if (!c->num_moves) kvc_compaction_drop(cache, group); /* what looked like holes lies past the last live slot */
+    if (!c->num_moves) kvc_compaction_drop(cache, group); /* the holes lie past the last slot that is held */
     return KVC_OK;
 }
 
@@ -176,7 +176,7 @@ static void move_rows(kvc_compaction *c) {
                  c);
 }
 
-/* Runs follow their slots; where the new place is cut by the end of a block, a run becomes two. */
+/* Gives the runs of a list the new places of their slots; a run that would cross the end of a block becomes two. */
 static void follow(const kvc_compaction *c, kvc_run_list *list) {
     const int32_t num = list->num, from = list->capacity - num, lost_end = list->lost_end, size = c->pool->block_size;
     if (!num) return;

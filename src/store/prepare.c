@@ -8,7 +8,7 @@
 #include "store/row_buffer.h"
 #include "store/waiting.h"
 
-/* Whether another call writes rows of one of these sequences in place, or works on pages; waits for its end. */
+/* Waits for one other call that is in the way, as kvc_wait_for_writers says; whether there was one. */
 static int wait_once(kvc_cache *cache, int32_t num_tokens, const int64_t *seq_ids) {
     if (cache->max_bytes) kvc_cache_find_all(cache);
     if (cache->max_bytes && kvc_cache_wait_pages(cache)) return 1;
@@ -84,7 +84,7 @@ static kvc_status check_capacity(const kvc_batch *batch, int32_t g) {
                     num_slots, (long long)live, (long long)cache->capacity, (long long)(cache->capacity - live));
 }
 
-/* ---- what there will be ------------------------------------------------------------------------------------------ */
+/* ---- what the batch needs ---------------------------------------------------------------------------------------- */
 
 /* Compacts a group first that would open a block while more than a quarter of what was handed out is waste.  Without
  * memory for it, the group stays as it is: that costs memory, not room. */
@@ -115,7 +115,7 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
     return status;
 }
 
-/* Bytes besides the blocks there are. */
+/* Bytes once the batch has begun, without those of the blocks there are. */
 static int64_t other_bytes_after(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->row_buffer_bytes;

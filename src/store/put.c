@@ -29,7 +29,7 @@ typedef struct put_work {
     kvc_watch watch;
 } put_work;
 
-/* Rows of K or of V on their way into a block: [token][head][dim] on one side, [head][slot][dim] on the other. */
+/* A copy of keys, or of values, into a block: from [token][head][dim] to [head][slot][dim]. */
 typedef struct transfer {
     kvc_convert_fn *convert;
     char *to;

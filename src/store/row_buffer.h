@@ -44,7 +44,7 @@ static inline const kvc_layout *kvc_layout_in(const kvc_cache *cache, int32_t la
 uint64_t kvc_row_buffer_bytes(const kvc_cache *cache, int32_t num_slots);
 uint64_t kvc_row_buffer_header_bytes(int32_t num_slots);
 
-/* Makes one more buffer for the batch, as yet of no layer; with the mutex held. */
+/* Makes one more row buffer for the batch, as yet of no layer; with the mutex held. */
 kvc_status kvc_row_buffer_add(const kvc_batch *batch);
 
 typedef enum kvc_row_buffer_use {
