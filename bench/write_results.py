@@ -132,7 +132,7 @@ SPEEDUPS = (
     ("ggml, q8_0", "peers", "speedup over ggml's fastest path", "q8_0", 8192),
     ("fastest with 16 bits, f16", "peers", "speedup over the fastest peer", "f16", 8192),
     ("fastest with 8 bits, q8_0", "peers", "speedup over the fastest peer", "q8_0", 8192),
-    ("own f16, q8_0", "peers", "speedup over kvcache f16", "q8_0", 8192),
+    ("kvcache's f16, q8_0", "peers", "speedup over kvcache f16", "q8_0", 8192),
     ("torch's prompts, bf16", "prefill", "speedup over torch's SDPA", "bf16", 4096),
 )
 

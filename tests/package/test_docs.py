@@ -70,6 +70,14 @@ def test_links(page):
         assert not anchor or anchor in anchors_of(file), f"{path or page.name} has no heading #{anchor}"
 
 
+def test_the_map_names_files_that_exist():
+    text = (ROOT / "docs/design/architecture.md").read_text()
+    files = [path for folder in ("src", "kvcache", "tests", "include") for path in (ROOT / folder).rglob("*.*")]
+    names = {str(path) for path in files}
+    for name in re.findall(r"`([\w/]+\.(?:c|h|py|pyx|pxi|pxd))`", text):
+        assert any(path.endswith(f"/{name}") for path in names), f"{name} is not there"
+
+
 def test_reference_is_complete():
     page = (ROOT / "docs/api.md").read_text()
     assert set(kvcache.__all__) == set(re.findall(r"^\.\. auto(?:class|function|data|exception):: (\w+)$", page, re.M))
