@@ -23,15 +23,15 @@ static int has_avx2(void) {
 
 #ifdef KVC_HAVE_AVX512
 static int has_avx512(void) {
-    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-static int has_avx512vnni(void) { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+static int has_avx512vnni(void) { return __builtin_cpu_supports("avx512vnni") != 0; }
 #endif
 
 #ifdef KVC_HAVE_AVX512_BF16
-static int has_avx512bf16(void) { return has_avx512vnni() && __builtin_cpu_supports("avx512bf16"); }
+static int has_avx512bf16(void) { return __builtin_cpu_supports("avx512bf16") != 0; }
 #endif
 
 #ifdef KVC_HAVE_AMX
@@ -42,14 +42,14 @@ static int has_avx512bf16(void) { return has_avx512vnni() && __builtin_cpu_suppo
 static int has_amx(void) {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18, AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 };
     unsigned eax, ebx, ecx, edx;
-    return has_avx512bf16() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && edx & AMX_BF16 && edx & AMX_TILE &&
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && edx & AMX_BF16 && edx & AMX_TILE &&
            !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
 }
 #endif
 
 static int always(void) { return 1; }
 
-/* The sets of this build and whether they run here, best last. */
+/* The sets of this build, best last, and whether this machine runs them if it runs those before. */
 static const struct {
     const kvc_kernels *kernels;
     int (*runs)(void);
@@ -75,9 +75,12 @@ static const struct {
 
 const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
     const char *name = getenv("KVCACHE_ISA");
-    const int any = !name || !*name;
-    for (size_t i = sizeof SETS / sizeof *SETS; i-- > 0;)
-        if ((any || !strcmp(name, SETS[i].kernels->name)) && SETS[i].runs()) return SETS[i].kernels;
+    const kvc_kernels *best = NULL;
+    for (size_t i = 0; i < sizeof SETS / sizeof *SETS && SETS[i].runs(); i++) {
+        best = SETS[i].kernels;
+        if (name && !strcmp(name, best->name)) return best;
+    }
+    if (!name || !*name) return best;
     *wanted = name;
     return NULL;
 }
