@@ -2,7 +2,7 @@
 #ifndef KVC_JOBS_H
 #define KVC_JOBS_H
 
-#include "attend/units.h"
+#include "attend/cutting.h"
 
 /* A unit's place in the order of rows, and what it has in common with the unit before it there. */
 typedef struct kvc_neighbour {

@@ -1,10 +1,10 @@
 /* plan.c: makes plans: memory, deltas, the public functions.
  *
  * A plan is one allocation, whose size is known only once its units are.  So it is made in this order (new_plan,
- * make_plan): count the units and take scratch for them; list them, with what each sees (units.c); sort those of whole
- * sequences by their stored runs, each knowing what it has in common with the one before it (jobs.c); size the plan's
- * arrays and allocate them; list the deltas and their angles, then the pieces, those of a part that neighbours have in
- * common once (units.c); join neighbours into jobs, part by part (jobs.c).
+ * make_plan): count the units and take scratch for them; list them, with what each sees (cutting.c); sort those of
+ * whole sequences by their stored runs, each knowing what it has in common with the one before it (jobs.c); size the
+ * plan's arrays and allocate them; list the deltas and their angles, then the pieces, those of a part that neighbours
+ * have in common once (cutting.c); join neighbours into jobs, part by part (jobs.c).
  */
 #include "attend/plan.h"
 

@@ -9,7 +9,7 @@
  * The files of attend/ stack in this order; each calls only those above it in this list:
  *
  *   work.h     the plan: its units, pieces, parts, jobs and tasks
- *   units.c    what a query sees, cut by length
+ *   cutting.c  cuts queries into units, and the rows that each sees into pieces and parts
  *   jobs.c     which units share rows, and in which order tasks are run
  *   plan.c     makes plans: memory, deltas, the public functions
  *   tiles.c    walks the rows of a task, KVC_TILE at a time
@@ -24,7 +24,7 @@
 
 #include "store/batch.h"
 
-/* The sizes that the rules at the top of units.c and jobs.c name. */
+/* The sizes that the rules at the top of cutting.c and jobs.c name. */
 enum {
     KVC_STREAM_QUERIES = 32, /* most query rows of a unit that is streamed */
     KVC_TASK_QUERIES = 128,  /* most query rows that stay one unit, and most of a streamed task */

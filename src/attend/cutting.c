@@ -1,4 +1,4 @@
-/* units.c: cuts the queries of a batch into units, and the rows that each sees into pieces and parts.
+/* cutting.c: cuts the queries of a batch into units, and the rows that each sees into pieces and parts.
  *
  * The rule for units and parts.  It looks at the lengths of the sequence alone, never at threads, blocks or the rest of
  * the batch, so that the results of one sequence are always added up in the same order:
@@ -15,7 +15,7 @@
  * describes: cut_queries the units of a sequence (kvc_count_units, kvc_list_units), visit_own_rows the pieces of the
  * batch's own rows (count_own_rows, kvc_list_pieces).
  */
-#include "attend/units.h"
+#include "attend/cutting.h"
 
 #include <string.h>
 

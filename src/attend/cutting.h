@@ -1,6 +1,6 @@
-/* units.h: cuts the queries of a batch into units, and the rows that each sees into pieces and parts. */
-#ifndef KVC_UNITS_H
-#define KVC_UNITS_H
+/* cutting.h: cuts the queries of a batch into units, and the rows that each sees into pieces and parts. */
+#ifndef KVC_CUTTING_H
+#define KVC_CUTTING_H
 
 #include "attend/work.h"
 
