@@ -37,6 +37,7 @@ def table_of(output: str) -> list[str]:
     return [line for line in lines[heading + 1 :] if line]
 
 
+@pytest.mark.slow
 def test_greedy_text_and_table() -> None:
     done = run("ROMEO:", "--temperature", "0", "--tokens", "250", "--dtype", "f32")
     assert done.returncode == 0

@@ -146,12 +146,12 @@ def test_memory_is_given_back(quick, fake, rounds):
     quick.setattr(bench, "cache_size", lambda: 8 << 20)
     quick.setattr(bench, "KINDS", {"fake": fake(("fast", "f16"))})
     process = psutil.Process()
-    before = process.memory_info().rss
+    before, children = process.memory_info().rss, process.children()  # which may build programs in C
     running = bench.measure(SMALL, seconds=3600)
     for _ in range(rounds):
         next(running)
     running.close()
-    assert process.children() == []
+    assert not {*process.children()} - {*children}
     assert process.memory_info().rss - before < 24 << 20  # less than any of what it filled
 
 
