@@ -280,7 +280,10 @@ def documented():
     """The commands that docs/cli.md shows, but for the one that takes a minute."""
     page = Path(MODEL).parents[1] / "docs/cli.md"
     lines = [line for line in page.read_text().splitlines() if line.startswith(("kvcache plan", "kvcache generate"))]
-    return [shlex.split(line)[1:] for line in lines]
+    slow = "kvcache plan"  # it measures
+    return [
+        pytest.param(shlex.split(line)[1:], marks=[pytest.mark.slow] if line.startswith(slow) else []) for line in lines
+    ]
 
 
 @pytest.mark.parametrize("arguments", documented(), ids=" ".join)

@@ -24,7 +24,7 @@ static inline void for_each_isa(void (*test)(void))
     unsetenv("KVCACHE_ISA");
 }
 
-/* The same of a test that asks little of the kernels: if it is to be quick, with the set that is chosen here alone. */
+/* The same; in a quick run only with the best set of this machine. */
 static inline void for_some_isas(void (*test)(void))
 {
     if (is_quick())
