@@ -1,4 +1,4 @@
-/* apply_deltas.c: kvc_settle: rotates stored keys by the deltas that moves have left, so that these become 0.
+/* apply_deltas.c: kvc_settle: rotates stored keys by the deltas that moves have left; the deltas become 0.
  *
  * The keys of a slot are rotated where they lie if all sequences that hold it have the same delta there.  Otherwise the
  * slot stays as it is, and each sequence whose delta is not 0 gets a rotated copy.
@@ -10,23 +10,23 @@
 #include "store/limits.h"
 #include "store/waiting.h"
 
-/* What is noted of a slot: the delta of all sequences that hold it, or one of these. */
+/* What is noted of a slot instead of a delta: no sequence holds it, or its holders have different deltas there. */
 enum { UNHELD = INT32_MIN, DISPUTED = INT32_MIN + 1 };
 
 /* The work on one group. */
 typedef struct group_work {
     kvc_cache *cache;
     int32_t group, num_blocks, num_sequences;
-    int32_t num_drafts;   /* that are made */
-    kvc_block **blocks;   /* [num_blocks] of the pool, before anything is opened for copies */
-    int32_t **deltas;     /* [num_blocks + 1] where each block's slots begin in slot_deltas */
-    int32_t *slot_deltas; /* [num_slots] over all blocks */
-    kvc_draft *drafts;    /* [num_sequences] */
-    size_t num_slots;
+    int32_t num_drafts; /* number of drafts made */
+    kvc_block **blocks; /* [num_blocks] the pool's blocks before any is opened for copies */
+    int32_t **deltas; /* [num_blocks + 1] where each block's slots begin in slot_deltas, and where the last one's end */
+    int32_t *slot_deltas; /* [num_slots] the delta of each slot, over all blocks, or UNHELD or DISPUTED */
+    kvc_draft *drafts;    /* [num_sequences] copies of disputed rows */
+    size_t num_slots;     /* number of slots below fill marks */
     const kvc_lanes *lanes;
 } group_work;
 
-/* Whether a changing row is copied. */
+/* Returns whether a row is copied, as kvc_change asks. */
 static int is_disputed(const void *context, const kvc_run *run, int32_t slot) {
     const group_work *w = context;
     return run->delta != 0 && w->deltas[run->block->index][slot] == DISPUTED;
@@ -58,7 +58,7 @@ static void note_deltas(const group_work *w) {
     }
 }
 
-/* Gets all memory, notes deltas and makes drafts: all that can fail. */
+/* Gets all memory, notes deltas and makes drafts: everything that can fail. */
 static kvc_status prepare(group_work *w) {
     const kvc_pool *pool = &w->cache->pools[w->group];
     for (int32_t b = 0; b < w->num_blocks; b++) w->num_slots += (size_t)pool->blocks[b]->fill;
@@ -89,7 +89,7 @@ static void accept(group_work *w) {
         if (w->deltas[b] < w->deltas[b + 1]) kvc_pool_pin(w->blocks[b]);
 }
 
-/* Rotates the keys in one lane's share of the slots. */
+/* Rotates the keys in one lane's share of the slots, where they lie. */
 static void rotate_slots(void *context, int64_t lane) {
     const group_work *w = context;
     kvc_rotator rotator = {.kernels = w->cache->kernels,
@@ -109,11 +109,11 @@ static void write_rows(group_work *w) {
     kvc_parallel(w->lanes->num, w->lanes->num, rotate_slots, w);
 }
 
-/* Unpins blocks and frees memory.  status: whether the drafts were accepted, or are to be discarded. */
+/* Unpins blocks and frees memory.  If status is not KVC_OK, the drafts were not accepted: discards them. */
 static void end(group_work *w, kvc_status status) {
     for (int32_t b = 0; status == KVC_OK && b < w->num_blocks; b++)
         if (w->deltas[b] < w->deltas[b + 1]) kvc_pool_unpin(&w->cache->pools[w->group], w->blocks[b]);
-    for (int32_t i = w->num_drafts - 1; i >= 0; i--) /* last made, first discarded */
+    for (int32_t i = w->num_drafts - 1; i >= 0; i--) /* backwards: the draft made last is discarded first */
         if (status == KVC_OK) {
             kvc_draft_unpin(w->cache, w->group, &w->drafts[i]);
             kvc_draft_free(w->cache, &w->drafts[i]);
@@ -126,6 +126,7 @@ static void end(group_work *w, kvc_status status) {
     put_back(w, w->drafts, (size_t)w->num_sequences, sizeof *w->drafts);
 }
 
+/* Returns whether a run of the list has a delta to apply. */
 static int has_deltas(const kvc_run_list *list) {
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
         if (run->delta) return 1;
@@ -134,9 +135,10 @@ static int has_deltas(const kvc_run_list *list) {
 
 /* ---- all groups -------------------------------------------------------------------------------------------------- */
 
-/* The value of in_place of sequences whose deltas are applied, which tells them from those of kvc_inject. */
+/* Value of in_place in sequences whose deltas are applied; in kvc_inject it is 1. */
 enum { APPLIES_DELTAS = 2 };
 
+/* Marks the sequences that have deltas as written in place. */
 static void mark_sequences(kvc_cache *cache) {
     for (int32_t i = 0; i < cache->sequences.num; i++) {
         kvc_sequence *sequence = cache->sequences.items[i];
@@ -163,7 +165,7 @@ static void write_unlocked(kvc_cache *cache, group_work *groups, int32_t num) {
     unmark_sequences(cache);
 }
 
-/* Prepares every group with deltas, counts these in *num, and makes the lanes. */
+/* Prepares every group that has deltas, counts such groups in *num, and makes the lanes. */
 static kvc_status prepare_all(kvc_cache *cache, group_work *groups, int32_t *num, kvc_lanes *lanes) {
     kvc_status status = KVC_OK;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {

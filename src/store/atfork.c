@@ -1,8 +1,8 @@
-/* atfork.c: keeps caches usable in the child of a process that forks while other threads use them.
+/* atfork.c: handles the process's fork(): keeps caches usable in the child, whatever other threads were doing.
  *
- * fork() first takes the mutex of every cache, and waits for all calls that read or write rows without it: so in the
- * child nothing is half done, and no mutex belongs to a thread that is not there.  Only here is the mutex of a cache
- * held while that of another, or of the list of caches, is taken.  Rewrites by a function of the caller, which may do
+ * fork() first locks every cache, and waits for all calls that read or write rows without the mutex: so in the child
+ * nothing is half done, and no mutex belongs to a thread that is not there.  Only here is a cache locked while
+ * another cache, or the list of caches, is locked.  Rewrites of keys by a function of the caller, which may do
  * anything, are not waited for: the child undoes them.
  */
 #include "store/atfork.h"
@@ -21,9 +21,10 @@ void kvc_atfork_unwatch(kvc_cache *cache) { (void)cache; }
 #else
 
 static pthread_mutex_t list_mutex = PTHREAD_MUTEX_INITIALIZER;
-static kvc_cache *caches, **end_of_caches = &caches; /* in the order in which they were made; locked in that order */
+static kvc_cache *caches, **end_of_caches = &caches; /* in order of creation, in which they are locked */
 
-static void before(void) {
+/* Runs before fork(): locks the list and all caches, and waits for calls that work on rows without the mutex. */
+static void lock_all(void) {
     kvc_mutex_lock(&list_mutex);
     for (kvc_cache *cache = caches; cache; cache = cache->next) {
         kvc_lock(cache);
@@ -31,12 +32,13 @@ static void before(void) {
     }
 }
 
+/* Unlocks the list and all caches.  Runs after fork() in the parent; in the child, in_child calls it. */
 static void unlock_all(void) {
     for (kvc_cache *cache = caches; cache; cache = cache->next) kvc_unlock(cache, KVC_OK);
     kvc_mutex_unlock(&list_mutex);
 }
 
-/* Undoes a rewrite of keys that another thread of the parent had begun. */
+/* Undoes the rewrite of a sequence's keys that another thread of the parent had begun. */
 static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) kvc_draft_discard(cache, g, &sequence->drafts[g]);
     kvc_memory_free(&cache->memory, sequence->drafts, kvc_drafts_size(cache), KVC_MEMORY_SCRATCH, -1);
@@ -44,7 +46,7 @@ static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
     cache->num_rewrites--;
 }
 
-/* Ends what other threads of the parent were doing with the batch: making plans, running tasks, putting rows. */
+/* Ends the work of the parent's other threads on the batch: making plans, running tasks, putting rows. */
 static void end_work(kvc_batch *batch) {
     for (kvc_plan_link *plan = batch->plans; plan; plan = plan->next) plan->after_fork(plan);
     for (kvc_cross_put *put = batch->cross_puts, *next; put; put = next) {
@@ -53,12 +55,13 @@ static void end_work(kvc_batch *batch) {
     }
 }
 
+/* Runs after fork() in the child: ends the work of threads that only the parent has, and unlocks all. */
 static void in_child(void) {
     kvc_threads_forked();
     for (kvc_cache *cache = caches; cache; cache = cache->next) {
-        kvc_signal_init(&cache->idle); /* it may count threads of the parent that wait */
+        kvc_signal_init(&cache->idle); /* it may count waiting threads of the parent */
         cache->num_waiting = 0;
-        cache->memory.works = NULL; /* all are between two steps */
+        cache->memory.works = NULL; /* done by threads of the parent, which were between two steps */
         if (cache->batch) end_work(cache->batch);
         kvc_row_buffers_forked(cache);
         for (int32_t i = 0; i < cache->sequences.num; i++) {
@@ -71,7 +74,7 @@ static void in_child(void) {
 }
 
 static int init_result;
-static void init(void) { init_result = pthread_atfork(before, unlock_all, in_child); }
+static void init(void) { init_result = pthread_atfork(lock_all, unlock_all, in_child); }
 
 int kvc_atfork_init(void) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;

@@ -1,4 +1,4 @@
-/* batch.c: makes a batch: its arrays, its trees, the sequences it has tokens of. */
+/* batch.c: makes a batch: its arrays, its trees, its sequences. */
 #include "store/batch.h"
 
 #include "store/scratch.h"
@@ -72,7 +72,7 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
     return batch;
 }
 
-/* A sequence that the table lacks: the spare one, or another; NULL if there is no memory. */
+/* Adds a sequence to the table: the spare one, or a new one; returns NULL if out of memory. */
 static kvc_sequence *new_sequence(kvc_batch *batch, int64_t seq_id) {
     kvc_cache *cache = batch->cache;
     kvc_sequence *sequence = cache->spare;

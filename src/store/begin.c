@@ -1,4 +1,4 @@
-/* begin.c: kvc_begin and kvc_begin_with: whose tokens a batch has, and the slots they get. */
+/* begin.c: kvc_begin and kvc_begin_with: give the tokens of a batch their sequences, positions and slots. */
 #include <string.h>
 
 #include "store/check.h"
@@ -6,9 +6,9 @@
 #include "store/limits.h"
 #include "store/prepare.h"
 
-/* ---- whose tokens ------------------------------------------------------------------------------------------------ */
+/* ---- tokens and positions ---------------------------------------------------------------------------------------- */
 
-/* Marks a sequence of the batch as stored or not, as its first token says; its other tokens must say the same. */
+/* Marks a sequence as unstored or not, as its first token says.  KVC_ERR_INVALID if another token differs. */
 static kvc_status mark_unstored(kvc_batch *batch, kvc_batch_sequence *member, int32_t t, int is_unstored) {
     if (!member->num_tokens) {
         member->is_unstored = is_unstored;
@@ -20,7 +20,7 @@ static kvc_status mark_unstored(kvc_batch *batch, kvc_batch_sequence *member, in
                     is_unstored, (long long)member->sequence->id, member->is_unstored);
 }
 
-/* Gives each token its sequence and its position; where args->positions is NULL, the one after its sequence's last. */
+/* Sets each token's sequence and position; if args->positions is NULL, the position after its sequence's last. */
 static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
     const int32_t *positions = args->positions;
     const int64_t *seq_ids = args->seq_ids;
@@ -46,7 +46,7 @@ static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
     return KVC_OK;
 }
 
-/* Lists the tokens of each sequence side by side, in the order they were given. */
+/* Lists the tokens of each sequence side by side, in the order in which they were given. */
 static void sort_tokens(kvc_batch *batch) {
     int32_t next = 0;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
@@ -61,6 +61,7 @@ static void sort_tokens(kvc_batch *batch) {
     }
 }
 
+/* Returns KVC_ERR_GONE if a token would see rows that were evicted. */
 static kvc_status check_not_gone(const kvc_cache *cache, int32_t num_tokens, const int32_t *positions,
                                  const int64_t *seq_ids) {
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_ids ? seq_ids[0] : 0);
@@ -91,7 +92,7 @@ static void add_slot(kvc_pending *pending, kvc_block *block, int32_t slot, int32
         pending->runs[pending->num++] = (kvc_run){block, slot, 1, position, 0};
 }
 
-/* Takes slots at the fill mark of the sequence's last block, then of newly opened ones. */
+/* Gives the tokens of sequence s slots from the fill mark of its last block on, then in newly opened blocks. */
 static void hand_out(kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
     const kvc_batch_sequence *member = &batch->sequences[s];
@@ -112,7 +113,7 @@ static void hand_out(kvc_batch *batch, int32_t g, int32_t s) {
 }
 
 /* Gives the tokens of a buffered sequence slots of the row buffers, from `slot` on, the same in every group.  Returns
- * the slot after the last one. */
+ * the next free slot. */
 static int32_t hand_out_buffered(kvc_batch *batch, int32_t s, int32_t slot) {
     const kvc_batch_sequence *member = &batch->sequences[s];
     for (int32_t i = 0; i < member->num_tokens; i++, slot++) {
@@ -124,6 +125,7 @@ static int32_t hand_out_buffered(kvc_batch *batch, int32_t s, int32_t slot) {
     return slot;
 }
 
+/* Hands out slots to all tokens, and makes the batch the open one. */
 static void open_batch(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     for (int32_t g = 0; g <= cache->num_groups; g++)

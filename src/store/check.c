@@ -1,3 +1,4 @@
+/* check.c: checks that several public functions make: see check.h. */
 #include "store/check.h"
 
 #include "base/dtype.h"
@@ -92,7 +93,7 @@ kvc_status kvc_check_closed(kvc_cache *cache, const char *what) {
     kvc_status status = check_closed(cache, what);
     while (status == KVC_OK && (cache->num_readers || cache->num_in_place)) {
         kvc_cache_wait(cache);
-        status = check_closed(cache, what); /* waiting let the mutex go */
+        status = check_closed(cache, what); /* waiting released the mutex */
     }
     return status;
 }

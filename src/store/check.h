@@ -1,41 +1,41 @@
-/* check.h: checks that several public functions make before anything is changed. */
+/* check.h: checks that several public functions make before they change anything. */
 #ifndef KVC_CHECK_H
 #define KVC_CHECK_H
 
 #include "store/batch.h"
 
-/* KVC_ERR_INDEX unless the cache has the layer. */
+/* Returns KVC_ERR_INDEX unless the cache has the layer. */
 kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer);
 
-/* KVC_ERR_INDEX, or KVC_ERR_INVALID if the layer is KVC_NONE. */
+/* Returns KVC_ERR_INDEX unless the cache has the layer, KVC_ERR_INVALID if the layer is KVC_NONE. */
 kvc_status kvc_check_attention(const kvc_cache *cache, int32_t layer);
 
-/* KVC_ERR_INVALID if the layer shares another's rows or has none. */
+/* Returns KVC_ERR_INVALID if the layer shares another's rows or has none. */
 kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer);
 
-/* KVC_ERR_INVALID unless k is given, and v where the layer stores values apart from its keys. */
+/* Returns KVC_ERR_INVALID unless k is given, and v exactly where the layer stores values apart from its keys. */
 kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v);
 
-/* KVC_ERR_INVALID unless callers may hand in arrays of the type, at strides of whole elements. */
+/* Returns KVC_ERR_INVALID unless callers' arrays may have this type, and both strides are whole elements. */
 kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name);
 
-/* KVC_ERR_INVALID unless tokens can be cut into groups of so many. */
+/* Returns KVC_ERR_INVALID unless inner_tokens divides num_tokens, or is 0. */
 kvc_status kvc_check_inner(int32_t inner_tokens, int32_t num_tokens);
 
-/* KVC_ERR_INVALID unless [begin, end) is a range of positions. */
+/* Returns KVC_ERR_INVALID unless [begin, end) is a range of positions. */
 kvc_status kvc_check_positions(int32_t begin, int32_t end);
 
-/* KVC_ERR_INDEX unless the batch has tokens [first, first + *num_tokens); 0 becomes all from first on. */
+/* Returns KVC_ERR_INDEX unless the batch has tokens [first, first + *num_tokens); 0 becomes all from first on. */
 kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens);
 
-/* KVC_ERR_BUSY if a batch, or a rewrite, has the sequence; NULL: nobody has. */
+/* Returns KVC_ERR_BUSY if a batch or a rewrite has the sequence, which may be NULL. */
 kvc_status kvc_check_idle(const kvc_sequence *sequence);
 
-/* KVC_ERR_BUSY if a batch is open or keys are being rewritten: `what` cannot be done then. */
+/* Returns KVC_ERR_BUSY if a batch is open or keys are being rewritten; `what`, for the message, cannot be done then. */
 kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what);
 
-/* The same, and KVC_ERR_HELD while views are held, as rows must not move then.  Waits for calls that read or write rows
- * without the mutex. */
+/* Checks the same, and returns KVC_ERR_HELD while views are held, as their rows must not move.  Waits for calls that
+ * read or write rows without the mutex. */
 kvc_status kvc_check_closed(kvc_cache *cache, const char *what);
 
 #endif

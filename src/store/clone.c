@@ -1,4 +1,4 @@
-/* clone.c: kvc_cache_clone: makes an independent cache that holds the same. */
+/* clone.c: kvc_cache_clone: makes an independent cache with the same contents. */
 #include <string.h>
 
 #include "store/cache.h"
@@ -7,7 +7,7 @@
 
 enum { WORTH_THREADS = 1 << 18 }; /* bytes; copying fewer takes less time than waking a thread */
 
-/* A block and its copy; both NULL for a block that no sequence holds slots of. */
+/* A block and its copy; both NULL if no sequence holds slots of the block. */
 typedef struct twin {
     kvc_block *from, *to;
     int32_t group;
@@ -15,8 +15,8 @@ typedef struct twin {
 
 typedef struct cloning {
     kvc_cache *from, *to;
-    twin *twins;                    /* [num_twins] of all groups, one after the other, the blocks of each by index */
-    int64_t num_twins, num_regions; /* num_regions: of the group that has most */
+    twin *twins;                    /* [num_twins] for each group, one for each of its blocks, by index */
+    int64_t num_twins, num_regions; /* num_regions: the most in a group */
 } cloning;
 
 /* Makes an empty cache of the same configuration. */
@@ -41,6 +41,7 @@ static kvc_status new_like(const kvc_cache *from, kvc_cache **out) {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
+/* Allocates the list of twins, and the blocks of the clone. */
 static kvc_status reserve_blocks(cloning *c) {
     for (int32_t g = 0; g < c->from->num_groups; g++) c->num_twins += c->from->pools[g].num_blocks;
     if (!c->num_twins) return KVC_OK;
@@ -76,7 +77,7 @@ static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
     return KVC_OK;
 }
 
-/* Gets all memory: all that can fail. */
+/* Gets all memory: everything that can fail. */
 static kvc_status reserve(cloning *c) {
     kvc_status status = reserve_blocks(c);
     for (int32_t i = 0; status == KVC_OK && i < c->from->sequences.num; i++)
@@ -86,9 +87,7 @@ static kvc_status reserve(cloning *c) {
 
 /* ---- bookkeeping ------------------------------------------------------------------------------------------------- */
 
-/* Copies the bookkeeping of a block up to the last slot that a sequence holds: rows that only a view keeps are left
- * out.
- */
+/* Copies the bookkeeping of a block up to the last slot that a sequence holds, without rows that only a view keeps. */
 static kvc_block *copy_block(kvc_pool *pool, const kvc_block *from) {
     kvc_block *to = kvc_pool_open(pool);
     int32_t fill = from->fill;
@@ -100,7 +99,7 @@ static kvc_block *copy_block(kvc_pool *pool, const kvc_block *from) {
     return to;
 }
 
-/* Copies the bookkeeping of a group's blocks, and pins these, so that their rows stay while they are copied. */
+/* Copies the bookkeeping of a group's blocks, and pins them, so that their rows stay while they are copied. */
 static void copy_blocks(cloning *c, int32_t g, twin *twins) {
     const kvc_pool *pool = &c->from->pools[g];
     for (int32_t i = 0; i < pool->num_blocks; i++) {
@@ -112,6 +111,7 @@ static void copy_blocks(cloning *c, int32_t g, twin *twins) {
     }
 }
 
+/* Copies a list of runs; blocks are replaced by their twins. */
 static void copy_runs(kvc_run_list *to, const kvc_run_list *from, const twin *twins) {
     const kvc_run_list own = *to;
     *to = *from;
@@ -136,6 +136,7 @@ static void copy_bookkeeping(cloning *c) {
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
 
+/* Copies region i % num_regions of the block of twin i / num_regions. */
 static void copy_region(void *context, int64_t i) {
     const cloning *c = context;
     const twin *pair = &c->twins[i / c->num_regions];
@@ -155,7 +156,7 @@ static void copy_rows(cloning *c) {
     kvc_parallel(bytes < WORTH_THREADS ? 1 : kvc_cache_threads(c->to), c->num_twins * c->num_regions, copy_region, c);
 }
 
-/* Copies everything, with the mutex held but while rows are copied. */
+/* Copies everything; releases the mutex while it copies rows. */
 static void copy(cloning *c) {
     kvc_cache *from = c->from;
     copy_bookkeeping(c);

@@ -1,4 +1,4 @@
-/* commit.c: kvc_commit, kvc_commit_kept and kvc_abort: how a batch ends. */
+/* commit.c: kvc_commit, kvc_commit_kept and kvc_abort: end a batch. */
 #include <string.h>
 
 #include "store/put.h"
@@ -13,7 +13,7 @@ static void free_plans(kvc_batch *batch) {
     }
 }
 
-/* Frees the batch and lets its sequences go; those that hold nothing leave the table. */
+/* Frees the batch, takes its sequences out of it, and frees the blank ones. */
 static void close_batch(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
@@ -28,6 +28,7 @@ static void close_batch(kvc_batch *batch) {
     kvc_scratch_give(cache, batch, batch->size);
 }
 
+/* Returns KVC_ERR_INVALID if a token to keep was not put in every layer. */
 static kvc_status check_complete(const kvc_batch *batch) {
     for (int32_t layer = 0; layer < batch->cache->num_layers; layer++) {
         if (!kvc_keeps_tokens(batch->cache, layer)) continue;
@@ -42,8 +43,8 @@ static kvc_status check_complete(const kvc_batch *batch) {
     return KVC_OK;
 }
 
-/* Calls visit for the longest stretches of a sequence's slots in group g whose tokens are kept, or are not.  Returns
- * how many there are. */
+/* Calls visit, unless it is NULL, for each longest stretch of a sequence's slots in group g whose tokens all have
+ * batch->kept equal to `kept`.  Returns the number of stretches. */
 static int32_t visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept, kvc_part_fn *visit, void *context) {
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
     const int32_t *token = batch->order + batch->sequences[s].first;
@@ -64,7 +65,7 @@ static int32_t visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept
 
 static void append_part(void *list, const kvc_run *part) { kvc_runs_append(list, part); }
 
-/* Makes room for all the runs that sequences get. */
+/* Gets memory for all runs that the sequences will get. */
 static kvc_status reserve_kept(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     kvc_status status = KVC_OK;
@@ -85,8 +86,8 @@ static kvc_status reserve_kept(const kvc_batch *batch) {
     return status;
 }
 
-/* Replaces the rows of a sequence in the group of a cross-attention layer by those it was given in this batch, if a
- * token of it is kept; else drops the new ones. */
+/* Replaces the rows of a sequence in the group of a cross-attention layer by the rows put in this batch, if one of the
+ * sequence's tokens is kept; else drops the new rows. */
 static void commit_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
     kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
@@ -105,7 +106,7 @@ static void commit_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_runs_recount(list);
 }
 
-/* Drops all that unstored sequences held before the batch, and where that began. */
+/* Drops all rows of unstored sequences, also those from before the batch, and forgets what was evicted of them. */
 static void forget_unstored(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     for (int32_t s = 0; s < batch->num_sequences; s++)
@@ -131,6 +132,7 @@ static kvc_status commit(kvc_batch *batch, int32_t num_kept) {
     return KVC_OK;
 }
 
+/* Ends the batch, keeping the tokens marked in batch->kept, but none of an unstored sequence. */
 static kvc_status finish(kvc_batch *batch) {
     int32_t num_kept = 0;
     for (int32_t t = 0; t < batch->num_tokens; t++)
@@ -168,7 +170,8 @@ void kvc_abort(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_groups; g++)
-        for (int32_t s = batch->num_sequences - 1; s >= 0; s--) { /* last handed out, first given back */
+        for (int32_t s = batch->num_sequences - 1; s >= 0;
+             s--) { /* backwards: slots handed out last are given back first */
             const kvc_pending *pending = kvc_pending_of(batch, g, s);
             if (g >= cache->num_token_groups && pending->num)
                 kvc_drop_cross(batch, g, s);

@@ -1,8 +1,8 @@
 /* compact.c: moves the rows of a group together.
  *
- * The blocks are put in the order in which sequences meet them, and every live slot slides down to the first place that
- * is free in that order.  A row never moves up, so that one pass over the rows of each head does it in place; slots
- * that several sequences share move once; and as the order is kept, runs stay runs.
+ * Blocks are ordered as the runs of the sequences come to them, and every live slot moves down to the first free place
+ * in that order.  No row moves up, so that one pass over the rows of each head works in place.  Slots that several
+ * sequences share move once.  As slots keep their order, runs stay runs.
  */
 #include <string.h>
 
@@ -14,6 +14,7 @@
 
 enum { WORTH_THREADS = 1 << 18 }; /* bytes; moving fewer takes less time than waking a thread */
 
+/* Returns whether a block takes part in compactions. */
 static int is_movable(const kvc_block *block) { return !block->pins && block->live; }
 
 int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
@@ -21,8 +22,7 @@ int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
     int64_t waste = 0;
     for (int32_t i = 0; i < pool->num_blocks; i++)
         if (is_movable(pool->blocks[i])) waste += pool->blocks[i]->fill - pool->blocks[i]->live;
-    /* Do not count the holes that a window leaves behind its sinks and in the block it moves out of, which is free
-     * soon. */
+    /* Do not count the holes that a window leaves behind its sinks, and in the block it moves out of, soon free. */
     if (kvc_policy_evicts(&cache->policies[group])) waste -= 2 * (int64_t)pool->block_size * cache->sequences.num;
     return waste;
 }
@@ -46,11 +46,13 @@ static void free_memory(kvc_compaction *c) {
     put_back(c, c, 1, sizeof *c);
 }
 
+/* Drops the spare lists of runs that get_memory made ready. */
 static void discard_lists(kvc_cache *cache, int32_t group) {
     for (int32_t i = 0; i < cache->sequences.num; i++)
         kvc_runs_discard(&cache->sequences.items[i]->runs[group], &cache->memory);
 }
 
+/* Gets all memory of the compaction; returns 0 if there is not enough. */
 static int get_memory(kvc_compaction *c) {
     const kvc_pool *pool = c->pool;
     const size_t blocks = (size_t)c->max_blocks;
@@ -61,14 +63,14 @@ static int get_memory(kvc_compaction *c) {
         for (int32_t s = 0; s < block->fill; s++)
             c->max_moves += block->holders[s] && (s == 0 || !block->holders[s - 1]);
     }
-    /* Where a block is full, a stretch is cut in two: at most once for each block. */
+    /* A stretch of live slots is cut in two where it would pass the end of a block: at most once per block. */
     c->max_moves += pool->num_blocks;
     c->order = get(c, blocks, sizeof *c->order);
     c->targets = get(c, blocks, sizeof *c->targets);
     c->slots = get(c, (uint64_t)c->num_slots, sizeof *c->slots);
     c->moves = get(c, (uint64_t)c->max_moves, sizeof *c->moves);
     if (!c->order || !c->targets || !c->slots || !c->moves) return 0;
-    for (int32_t i = 0; i < c->cache->sequences.num; i++) /* the eviction before it may cut a run in two */
+    for (int32_t i = 0; i < c->cache->sequences.num; i++) /* 2 more: the eviction before may cut a run in two */
         if (kvc_runs_prepare_edit(&c->cache->sequences.items[i]->runs[c->group], &c->cache->memory, 2) != KVC_OK)
             return 0;
     return 1;
@@ -76,6 +78,7 @@ static int get_memory(kvc_compaction *c) {
 
 /* ---- planning the moves ------------------------------------------------------------------------------------------ */
 
+/* Lists the blocks in the order in which runs come to them, and points targets at their places. */
 static void order_blocks(kvc_compaction *c) {
     int32_t *slots = c->slots;
     memset(c->targets, 0, (size_t)c->pool->num_blocks * sizeof *c->targets);
@@ -90,6 +93,7 @@ static void order_blocks(kvc_compaction *c) {
     }
 }
 
+/* Adds the move of one slot, by lengthening the last move where it continues that. */
 static void add_move(kvc_compaction *c, kvc_block *from, int32_t slot, kvc_block *to, int32_t to_slot) {
     kvc_move *last = c->num_moves ? &c->moves[c->num_moves - 1] : NULL;
     if (last && last->from == from && last->to == to && last->from_slot + last->count == slot &&
@@ -99,7 +103,7 @@ static void add_move(kvc_compaction *c, kvc_block *from, int32_t slot, kvc_block
         c->moves[c->num_moves++] = (kvc_move){from, to, slot, to_slot, 1};
 }
 
-/* Numbers the new places of all live slots, and lists the moves that take. */
+/* Numbers the new places of all live slots, and lists the moves to them. */
 static void plan_moves(kvc_compaction *c) {
     const int32_t size = c->pool->block_size;
     int32_t next = 0;
@@ -115,7 +119,7 @@ static void plan_moves(kvc_compaction *c) {
     c->live = next;
 }
 
-/* Whether blocks have holes, or several are not full. */
+/* Returns whether a block has holes, or several are not full. */
 static int is_scattered(const kvc_pool *pool) {
     int32_t partial = 0, holes = 0;
     for (int32_t i = 0; i < pool->num_blocks; i++) {
@@ -141,7 +145,7 @@ kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group) {
     order_blocks(c);
     plan_moves(c);
     pool->compaction = c;
-    if (!c->num_moves) kvc_compaction_drop(cache, group); /* the holes lie past the last slot that is held */
+    if (!c->num_moves) kvc_compaction_drop(cache, group); /* all holes lie past the last slot that is held */
     return KVC_OK;
 }
 
@@ -162,6 +166,7 @@ static void move_region(void *context, int64_t i) {
     }
 }
 
+/* Moves holders, then rows. */
 static void move_rows(kvc_compaction *c) {
     int64_t moved = 0;
     for (int64_t m = 0; m < c->num_moves; m++) {

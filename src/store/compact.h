@@ -8,7 +8,7 @@
 
 #include "store/cache.h"
 
-/* Live slots that move together. */
+/* Consecutive live slots that move to consecutive slots. */
 typedef struct kvc_move {
     kvc_block *from, *to;
     int32_t from_slot, to_slot, count;
@@ -18,27 +18,27 @@ typedef struct kvc_compaction {
     kvc_cache *cache;
     kvc_pool *pool;
     int32_t group;
-    kvc_block **order; /* [max_blocks] the blocks that take part, in the order they are filled */
+    kvc_block **order; /* [max_blocks] the blocks that take part, in the order in which they are filled */
     int32_t num_blocks, max_blocks;
-    int32_t **targets; /* [block->index][slot] new place, counted over all blocks of the order; NULL: does not move */
-    int32_t *slots;    /* [num_slots] what targets points into */
+    int32_t **targets; /* [block->index][slot] new place, counted over the blocks of `order`; NULL: not in `order` */
+    int32_t *slots;    /* [num_slots] the places that targets points into */
     kvc_move *moves;
     int64_t num_moves, max_moves, num_slots;
-    int32_t live; /* slots that somebody holds, in all blocks of the order */
+    int32_t live; /* slots that sequences hold, in all blocks of `order` */
 } kvc_compaction;
 
-/* Plans to move together the rows of a group's blocks that are not pinned, as pool->compaction, which stays NULL where
- * nothing is to be gained.  KVC_ERR_NOMEM. */
+/* Plans to move together the rows of a group's blocks that are not pinned.  pool->compaction becomes the plan, or stays
+ * NULL where nothing is to be gained.  Can fail with KVC_ERR_NOMEM. */
 kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group);
 
-/* Carry out what is planned, or drop it; pool->compaction is NULL then. */
+/* Carries out the planned compaction, or drops it; pool->compaction becomes NULL.  Does nothing if none is planned. */
 void kvc_compaction_run(kvc_cache *cache, int32_t group);
 void kvc_compaction_drop(kvc_cache *cache, int32_t group);
 
-/* The fill mark of block i of the order after the compaction. */
+/* Returns the fill mark of block order[i] after the compaction. */
 int32_t kvc_compaction_fill(const kvc_compaction *c, int32_t i);
 
-/* Slots that a compaction would gain, without those that come back as windows move on. */
+/* Estimates the slots that a compaction would gain, without those that become free as windows move on. */
 int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group);
 
 #endif

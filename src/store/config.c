@@ -1,3 +1,4 @@
+/* config.c: checks a caller's kvc_config: see config.h. */
 #include "store/config.h"
 
 #include "base/dtype.h"
@@ -24,7 +25,7 @@ static kvc_status check_type(int32_t type, int32_t dim, int32_t transform, int32
     return KVC_OK;
 }
 
-/* KVC_ERR_INVALID if values are to be the first elements of the keys, and cannot be. */
+/* Returns KVC_ERR_INVALID if values are to be the first elements of the keys, and cannot be. */
 static kvc_status check_value_in_key(const kvc_layer *layer, int32_t index) {
     if (!layer->value_in_key) return KVC_OK;
     if (layer->v_dim > layer->k_dim)
@@ -36,7 +37,7 @@ static kvc_status check_value_in_key(const kvc_layer *layer, int32_t index) {
     return KVC_OK;
 }
 
-/* KVC_ERR_UNSUPPORTED if a reserved field, to which a later version may give a meaning, is not 0. */
+/* Returns KVC_ERR_UNSUPPORTED if a reserved field, to which a later version may give a meaning, is not 0. */
 static kvc_status check_reserved(const kvc_layer *layer, int32_t index) {
     const int32_t *policy = layer->policy.reserved;
     const int64_t *rope = layer->rope.reserved;
@@ -87,7 +88,7 @@ kvc_layer kvc_config_layer(const kvc_config *config, int32_t i) {
     return layer;
 }
 
-/* KVC_ERR_INVALID if a layer shares rows of one that has none of its own, or that differs from it. */
+/* Returns KVC_ERR_INVALID if a layer shares the rows of a layer that has none of its own, or differs from it. */
 static kvc_status check_share(const kvc_config *config, int32_t index) {
     const kvc_layer layer = kvc_config_layer(config, index);
     if (!layer.share) return KVC_OK;

@@ -1,4 +1,4 @@
-/* create.c: the public functions that create and free a cache. */
+/* create.c: kvc_cache_new and kvc_cache_free. */
 #include <string.h>
 
 #include "kernels/dispatch.h"
@@ -16,9 +16,9 @@ static int32_t add_group(kvc_cache *cache, const kvc_policy *policy) {
     return cache->num_groups++;
 }
 
-/* Assigns a group to every layer.  Layers that keep tokens share one if their policies are equal; these groups come
- * first, by their first layer.  Each cross-attention layer has a group of its own, as its rows are put and replaced
- * alone; layers without attention share the last one. */
+/* Assigns a group to every layer.  Layers that keep tokens share a group if their policies are equal; these groups come
+ * first, in the order of their first layers.  Each cross-attention layer has a group of its own, as its rows are put
+ * and replaced separately; layers without attention share one group. */
 static void find_groups(kvc_cache *cache) {
     for (int32_t i = 0; i < cache->num_layers; i++) {
         const kvc_policy *policy = &cache->layers[i].policy;
@@ -62,7 +62,7 @@ static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
 
 /* ---- ropes ------------------------------------------------------------------------------------------------------- */
 
-/* Copies every rope of frequencies once, so that layers with equal ones have the same index. */
+/* Copies each distinct rope of kind KVC_ROPE_FREQUENCIES once: layers with equal ropes get the same index. */
 static void find_ropes(kvc_cache *cache) {
     double *inv_freq = cache->inv_freqs;
     for (int32_t i = 0; i < cache->num_layers; i++) {
@@ -87,8 +87,8 @@ static void find_ropes(kvc_cache *cache) {
     }
 }
 
-/* The number of frequencies to allocate for these copies: not less than needed, and no more if layers with the same
- * rope follow each other. */
+/* Returns the number of frequencies to allocate for the copies: at least as many as needed, and exactly as many if
+ * layers with the same rope follow each other. */
 static uint64_t count_frequencies(const kvc_config *config) {
     uint64_t num = 0;
     kvc_layer before = {0};

@@ -1,3 +1,4 @@
+/* demand.c: computes the blocks and bytes that a batch needs: see demand.h. */
 #include "store/demand.h"
 
 #include "store/compact.h"
@@ -9,7 +10,7 @@ kvc_block *kvc_last_block(const kvc_batch *batch, const kvc_batch_sequence *memb
     const kvc_position_range gone = kvc_evictable(batch->cache, member->sequence, g);
     for (int32_t i = list->num - 1; i >= 0; i--) {
         const kvc_run *run = kvc_runs_begin(list) + i;
-        /* The run's last row that stays is the one before this. */
+        /* Index in the run of its last row that stays, plus 1. */
         int32_t kept_end = run->position + run->count > gone.end ? run->count : gone.begin - run->position;
         if (kept_end <= 0) continue;
         if (kept_end > run->count) kept_end = run->count;
@@ -25,14 +26,13 @@ kvc_block *kvc_last_block(const kvc_batch *batch, const kvc_batch_sequence *memb
     return NULL;
 }
 
-/* Adds the memory of slots of a block that were never touched: those below `to`, but for those below `from`, which are
- * counted elsewhere. */
+/* Adds the memory of slots [from, to) of a block that were never touched; slots below `from` are counted elsewhere. */
 static void add_touched(kvc_pool *pool, const kvc_block *block, int32_t from, int32_t to) {
     if (from < block->touched) from = block->touched;
     if (from < to) pool->demand.more_bytes += kvc_pool_block_bytes(pool, to) - kvc_pool_block_bytes(pool, from);
 }
 
-/* Adds new blocks for so many slots. */
+/* Adds new blocks for num_slots slots. */
 static void add_new_blocks(kvc_pool *pool, int32_t num_slots) {
     const int32_t size = pool->block_size;
     const int64_t full = num_slots / size, all = full + (num_slots % size != 0);
@@ -41,9 +41,9 @@ static void add_new_blocks(kvc_pool *pool, int32_t num_slots) {
     if (num_slots % size) pool->demand.new_bytes += kvc_pool_block_bytes(pool, num_slots % size);
 }
 
-/* Adds the blocks that one sequence of the batch will fill in group g: its last one, free ones from *next on, which
- * becomes the first that is left, and new ones.  A block may be the last of several sequences, so what one will take of
- * it is noted there for the next. */
+/* Adds the blocks that a sequence of the batch will fill in group g: its last block, then free ones from *next on, then
+ * new ones.  *next becomes the first free block that is left.  Several sequences may share their last block, so the
+ * slots that one will take are noted in block->planned. */
 static void add_sequence(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, kvc_block **next) {
     kvc_pool *pool = &batch->cache->pools[g];
     int32_t rest = member->num_slots, fill = 0;
@@ -63,7 +63,7 @@ static void add_sequence(const kvc_batch *batch, const kvc_batch_sequence *membe
     add_new_blocks(pool, rest);
 }
 
-/* Bytes that the blocks there are will take with the batch's slots, once what is free was given back. */
+/* Returns the bytes of existing blocks with the batch's slots, if all free memory is given back. */
 static int64_t least_bytes(const kvc_pool *pool) {
     const kvc_compaction *c = pool->compaction;
     const int64_t header = kvc_pool_header_bytes(pool);
@@ -80,7 +80,7 @@ static int64_t least_bytes(const kvc_pool *pool) {
     return bytes;
 }
 
-/* Adds what the blocks of a planned compaction will take, and lists those that it empties. */
+/* Adds the memory that the blocks of a planned compaction will touch, and lists the blocks that it empties as free. */
 static void add_compaction(kvc_pool *pool, kvc_preview *preview) {
     const kvc_compaction *c = pool->compaction;
     for (int32_t i = 0; c && i < c->num_blocks; i++) {
@@ -90,7 +90,7 @@ static void add_compaction(kvc_pool *pool, kvc_preview *preview) {
     }
 }
 
-/* Forgets which slots sequences of the batch will take; next: the first block of the preview that none will use. */
+/* Sets block->planned back to 0.  next: the first free block of the preview that no sequence will use. */
 static void forget_planned(const kvc_batch *batch, int32_t g, int32_t num_members, const kvc_preview *preview,
                            const kvc_block *next) {
     int32_t fill;
@@ -101,7 +101,8 @@ static void forget_planned(const kvc_batch *batch, int32_t g, int32_t num_member
     for (kvc_block *block = preview->free; block != next; block = block->next) block->planned = 0;
 }
 
-static void add_up(const kvc_batch *batch, int32_t g, kvc_preview *preview) {
+/* Computes pool->demand of group g within a preview. */
+static void compute_demand(const kvc_batch *batch, int32_t g, kvc_preview *preview) {
     kvc_pool *pool = &batch->cache->pools[g];
     const int32_t num_members = g < batch->cache->num_token_groups ? batch->num_sequences : 0;
     pool->demand = (kvc_demand){0};
@@ -116,7 +117,7 @@ static void add_up(const kvc_batch *batch, int32_t g, kvc_preview *preview) {
 kvc_status kvc_find_demand(const kvc_batch *batch, int32_t g, int compacts) {
     kvc_preview preview = kvc_preview_open(batch->cache, g);
     const kvc_status status = compacts ? kvc_compaction_plan(batch->cache, g) : KVC_OK;
-    if (status == KVC_OK) add_up(batch, g, &preview);
+    if (status == KVC_OK) compute_demand(batch, g, &preview);
     kvc_preview_close(&preview);
     return status;
 }

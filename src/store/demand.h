@@ -4,15 +4,15 @@
 
 #include "store/batch.h"
 
-/* Finds pool->demand of group g, as the group will be once it has evicted and, where that is planned, was compacted.
- * compacts: plans to compact it first, unless nothing is to be gained.  KVC_ERR_NOMEM, for a compaction only. */
+/* Computes pool->demand of group g for after its eviction and, where one is planned, its compaction.  compacts: plans a
+ * compaction first, unless nothing is to be gained; only that can fail, with KVC_ERR_NOMEM. */
 kvc_status kvc_find_demand(const kvc_batch *batch, int32_t g, int compacts);
 
-/* Sets the demand of all groups to nothing. */
+/* Sets the demand of all groups to zero. */
 void kvc_forget_demands(kvc_cache *cache);
 
-/* The block that the next token of a sequence of the batch goes to in group g while there is room, and its fill mark,
- * once the group has evicted and was compacted: that of the last row that stays.  NULL: a new one. */
+/* Returns the block that holds a sequence's last row in group g after eviction and compaction, and its fill mark then:
+ * the sequence's next tokens go there while it is not full.  NULL if no row stays. */
 kvc_block *kvc_last_block(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t *fill);
 
 #endif

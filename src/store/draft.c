@@ -1,3 +1,4 @@
+/* draft.c: makes, checks, copies and accepts drafts: see draft.h. */
 #include "store/draft.h"
 
 #include <string.h>
@@ -6,26 +7,26 @@
 
 enum {
     WORTH_THREADS = 1 << 16, /* bytes; copying fewer takes less time than waking a thread */
-    FUNCTION_ROWS = 512,     /* most rows that are decoded for the caller's function at a time, ... */
-    FUNCTION_PIECES = 128    /* ... and most pieces of these */
+    FUNCTION_ROWS = 512,     /* most rows decoded at a time for a KVC_ROPE_FUNCTION */
+    FUNCTION_PIECES = 128    /* most pieces that these rows may be in */
 };
 
 /* ---- the draft --------------------------------------------------------------------------------------------------- */
 
-/* The position after the change. */
+/* Returns the position after the change. */
 static int32_t target(const kvc_change *change, int32_t position) {
     return change->divisor ? position / change->divisor : position + change->move;
 }
 
-/* A pass over the rows as they will be: the first counts them, and the second fills in the draft. */
+/* A pass over the rows of the list: the first pass counts, the second fills in the draft. */
 typedef struct walk {
     const kvc_change *change;
     kvc_pool *pool;
-    kvc_draft *draft; /* NULL: parts are only counted */
-    kvc_block *block; /* that copies go to */
-    int64_t parts;    /* of runs whose rows fare alike */
-    int64_t copies;   /* of these, parts that are copied */
-    int64_t copied;   /* rows of those */
+    kvc_draft *draft; /* NULL: only count */
+    kvc_block *block; /* the block to which rows are copied */
+    int64_t parts;    /* number of parts of runs whose rows are all treated alike */
+    int64_t copies;   /* number of parts that are copied */
+    int64_t copied;   /* number of rows in copied parts */
 } walk;
 
 /* Adds a copied part to the draft, cut where blocks are full.  to: a run with the part's new position and delta. */
@@ -51,6 +52,7 @@ static void add_copies(walk *w, const kvc_run *part, kvc_run to) {
     }
 }
 
+/* Counts a part of a run, or adds it to the draft.  changes, copied: how its rows are treated. */
 static void add_part(walk *w, const kvc_run *part, int changes, int copied) {
     const kvc_change *change = w->change;
     w->parts++;
@@ -69,7 +71,8 @@ static void add_part(walk *w, const kvc_run *part, int changes, int copied) {
         kvc_runs_push(&w->draft->runs, &to);
 }
 
-/* Returns how many rows, from the first of a changing run on, fare alike; *copied: whether they are copied. */
+/* Returns the number of rows, from the first of a changing part on, that are treated alike; *copied: whether they are
+ * copied. */
 static int32_t count_alike(const kvc_change *change, const kvc_run *part, int *copied) {
     *copied = change->copies && change->copies(change->context, part, part->slot);
     if (change->divisor) return 1; /* positions may repeat from here on */
@@ -79,6 +82,7 @@ static int32_t count_alike(const kvc_change *change, const kvc_run *part, int *c
     return n;
 }
 
+/* Calls add_part for all rows of the list but the dropped ones. */
 static void walk_rows(walk *w, const kvc_run_list *list) {
     const kvc_change *change = w->change;
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
@@ -99,10 +103,10 @@ static void walk_rows(walk *w, const kvc_run_list *list) {
     }
 }
 
-/* Gets all memory for what was counted. */
+/* Gets all memory for the parts and rows that the first pass counted. */
 static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted, kvc_draft *draft) {
     const int64_t blocks = (counted->copied + pool->block_size - 1) / pool->block_size;
-    const int64_t runs = counted->parts + blocks; /* those that are copied are cut where blocks end */
+    const int64_t runs = counted->parts + blocks; /* copied parts are cut where blocks end */
     const int64_t copies = counted->copies + blocks + counted->copied / KVC_COPY_ROWS;
     if (runs > INT32_MAX / 2) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)runs);
     kvc_status status = kvc_runs_reserve(&draft->runs, &cache->memory, (int32_t)runs);
@@ -135,7 +139,7 @@ kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_run_list *l
     return KVC_OK;
 }
 
-/* Visits all that a draft takes the place of: what is dropped, and what is copied. */
+/* Visits the slots that a draft lets go: of dropped rows, and of rows that are copied elsewhere. */
 static void visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *context) {
     kvc_runs_visit(draft->from, draft->change.begin, draft->change.end, visit, context);
     for (int32_t i = 0; i < draft->num_copies; i++) {
@@ -144,7 +148,7 @@ static void visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *con
     }
 }
 
-/* These drop slots for a trial, adding those that nobody would hold to *slots, and undo that. */
+/* Drops slots on trial, and adds the number that no sequence would hold to *slots.  restore undoes it. */
 static void try_drop(void *slots, const kvc_run *part) {
     kvc_pool_try_drop(part->block, part->slot, part->count, slots);
 }
@@ -187,7 +191,7 @@ void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_run_list *list, kvc_d
 void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft) {
     kvc_pool *pool = &cache->pools[group];
     int32_t num_blocks = 0;
-    for (int32_t i = draft->num_copies - 1; i >= 0; i--) { /* blocks become free in the order in which they were */
+    for (int32_t i = draft->num_copies - 1; i >= 0; i--) { /* backwards, so that the free list gets its order back */
         const kvc_copy *copy = &draft->copies[i];
         kvc_pool_drop(pool, copy->to, copy->to_slot, copy->count);
         if (copy->to_slot) continue;
@@ -241,7 +245,7 @@ void kvc_draft_size_lanes(const kvc_cache *cache, int32_t group, const kvc_draft
     }
 }
 
-/* Copies the rows of one layer. */
+/* Copies the rows of one layer, all heads. */
 static void copy_rows(const kvc_layout *at, const kvc_copy *copy) {
     for (int32_t h = 0; h < at->num_kv_heads; h++) {
         memcpy(kvc_key_at(at, copy->to, copy->to_slot, h), kvc_key_at(at, copy->from, copy->from_slot, h),
@@ -266,7 +270,7 @@ void kvc_rotate_keys(const kvc_cache *cache, int32_t group, kvc_block *block, in
     }
 }
 
-/* One call of kvc_draft_copy: the list of copies is cut into a part for each lane. */
+/* One call of kvc_draft_copy: each lane copies a part of the list of copies. */
 typedef struct copying {
     const kvc_cache *cache;
     const kvc_draft *draft;
@@ -293,7 +297,7 @@ static void copy_part(void *context, int64_t part) {
 
 /* ---- the caller's function --------------------------------------------------------------------------------------- */
 
-/* Copied rows whose keys the function moves in one call. */
+/* Copied rows whose keys the caller's function moves in one call. */
 typedef struct piece {
     const kvc_copy *copy;
     int32_t first, count, delta;
@@ -306,12 +310,12 @@ typedef struct moving {
     const kvc_layer *layer;
     const kvc_layout *at;
     const kvc_lanes *lanes;
-    int32_t index; /* of the layer */
+    int32_t index; /* index of the layer */
     int32_t num_pieces, num_rows, encodes;
     piece pieces[FUNCTION_PIECES];
 } moving;
 
-/* Decodes the stored keys of a piece to f32, or encodes these. */
+/* Decodes the stored keys of a piece to f32, or encodes them from f32. */
 static void convert_piece(void *context, int64_t i) {
     const moving *m = context;
     const piece *p = &m->pieces[i];
@@ -327,6 +331,7 @@ static void convert_piece(void *context, int64_t i) {
     }
 }
 
+/* Moves the keys of all pieces by the caller's function, and empties the list of pieces. */
 static kvc_status move_pieces(moving *m) {
     const kvc_rope *rope = &m->layer->rope;
     const int64_t bytes = (int64_t)m->num_rows * m->at->num_kv_heads * (int64_t)m->at->k_row_bytes;
@@ -343,7 +348,7 @@ static kvc_status move_pieces(moving *m) {
     return KVC_OK;
 }
 
-/* Adds a piece, after moving those before where there is no space left for it. */
+/* Adds a piece; if there is no space for it, first moves the pieces before it. */
 static kvc_status add_piece(moving *m, piece p) {
     const size_t row = (size_t)m->layer->num_kv_heads * (size_t)m->layer->k_dim;
     if (m->num_pieces == FUNCTION_PIECES || m->num_rows + p.count > FUNCTION_ROWS) {
@@ -356,6 +361,7 @@ static kvc_status add_piece(moving *m, piece p) {
     return KVC_OK;
 }
 
+/* Moves all copied keys of a layer by the caller's function. */
 static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const kvc_draft *draft,
                                    const kvc_lanes *lanes) {
     const kvc_change *change = &draft->change;

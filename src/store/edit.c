@@ -1,4 +1,4 @@
-/* edit.c: the public functions that remove and move tokens of a sequence, and clear sequences. */
+/* edit.c: the public functions that remove or move tokens of a sequence, and clear sequences. */
 #include <string.h>
 
 #include "store/check.h"
@@ -6,7 +6,7 @@
 #include "store/limits.h"
 #include "store/waiting.h"
 
-/* KVC_ERR_UNSUPPORTED if the rope of a layer is not known, so that its keys cannot move. */
+/* Returns KVC_ERR_UNSUPPORTED if the rope of a layer is not known, so that its keys cannot move. */
 static kvc_status check_rope(const kvc_cache *cache) {
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (kvc_keeps_tokens(cache, i) && cache->layers[i].rope.kind == KVC_ROPE_UNKNOWN)
@@ -21,11 +21,11 @@ static kvc_status check_rope(const kvc_cache *cache) {
 
 typedef struct edit {
     kvc_change change;
-    int32_t removes; /* tokens are removed, */
-    int32_t shift;   /* and later ones move down */
+    int32_t removes; /* not 0: tokens are removed; 0: they move */
+    int32_t shift;   /* not 0: tokens behind removed ones move down */
 } edit;
 
-/* lost_end after the edit: evicted rows are removed, and move, like stored ones. */
+/* Returns lost_end after the edit: evicted rows are removed and moved like stored ones. */
 static int32_t lost_after(const edit *e, int32_t lost_end) {
     const kvc_change *c = &e->change;
     if (e->removes) {
@@ -39,13 +39,14 @@ static int32_t lost_after(const edit *e, int32_t lost_end) {
     return moved < 0 ? 0 : moved < INT32_MAX ? (int32_t)moved : INT32_MAX - 1;
 }
 
+/* Returns 1: every changing row is copied. */
 static int always(const void *context, const kvc_run *run, int32_t slot) {
     (void)context, (void)run, (void)slot;
     return 1;
 }
 
-/* The change in one group.  Rows are rewritten where only a function knows how keys move, and where positions are
- * divided: keys would be off by as many deltas as there are rows. */
+/* Returns the change in one group.  Rows are rewritten where only the caller's function knows how keys move, and where
+ * positions are divided, as almost every row would need a delta of its own. */
 static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_change *change) {
     kvc_change own = *change;
     for (int32_t i = 0; i < cache->num_layers; i++) {
@@ -58,7 +59,7 @@ static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_cha
     return own;
 }
 
-/* Copies rows to their new slots, perhaps by a function of the caller, without the mutex. */
+/* Copies rows to their new slots, perhaps by the caller's function, without the mutex. */
 static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_draft *drafts) {
     kvc_lanes lanes = {0};
     for (int32_t g = 0; g < cache->num_token_groups; g++)
@@ -99,7 +100,7 @@ static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_
     }
 }
 
-/* Makes an edit of a sequence in all groups of tokens. */
+/* Edits a sequence in all groups of tokens. */
 static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
     const size_t size = kvc_drafts_size(cache);
     if (!size) return KVC_OK;
@@ -148,12 +149,13 @@ kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length) {
 
 /* ---- moving ------------------------------------------------------------------------------------------------------ */
 
+/* Raises *last to the last position of a part. */
 static void find_last(void *context, const kvc_run *part) {
     int32_t *last = context;
     if (part->position + part->count - 1 > *last) *last = part->position + part->count - 1;
 }
 
-/* KVC_ERR_INVALID if rows would move past the largest position. */
+/* Returns KVC_ERR_INVALID if rows would move past the largest position. */
 static kvc_status check_target(const kvc_cache *cache, const kvc_sequence *sequence, int32_t begin, int32_t end,
                                int32_t delta) {
     int32_t last = -1;
@@ -177,7 +179,7 @@ kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t en
     const kvc_status status = kvc_check_positions(begin, end);
     if (status != KVC_OK) return status;
     edit e = {.change = {.begin = begin, .end = begin, .moved_end = end, .move = delta}};
-    if (begin + (int64_t)delta < 0) /* rows below this would come below 0: they are removed */
+    if (begin + (int64_t)delta < 0) /* rows that would come below position 0 are removed */
         e.change.end = -(int64_t)delta < end ? -delta : end;
     kvc_lock(cache);
     return kvc_unlock(cache, move_range(cache, seq_id, &e));
@@ -194,7 +196,7 @@ kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t e
 
 /* ---- clearing ---------------------------------------------------------------------------------------------------- */
 
-/* Forgets every sequence but one, or all if that is NULL.  KVC_ERR_BUSY if one cannot be forgotten: then none is. */
+/* Forgets every sequence but `kept` (NULL: all).  If one of them is busy, returns KVC_ERR_BUSY and forgets none. */
 static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
     for (int32_t i = 0; i < cache->sequences.num; i++) {
         const kvc_status status =

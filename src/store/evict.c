@@ -1,3 +1,4 @@
+/* evict.c: evicts rows, and previews it: see evict.h. */
 #include "store/evict.h"
 
 void kvc_set_lows(kvc_cache *cache) {
@@ -17,7 +18,7 @@ int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int
 
 /* ---- previews ---------------------------------------------------------------------------------------------------- */
 
-/* Calls visit for every part of a run that group g evicts. */
+/* Calls visit for every part of a run that group g can evict. */
 static void visit_evictable(const kvc_cache *cache, int32_t g, kvc_part_fn *visit, void *context) {
     if (!kvc_policy_evicts(&cache->policies[g])) return;
     for (const kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed) {
@@ -26,6 +27,7 @@ static void visit_evictable(const kvc_cache *cache, int32_t g, kvc_part_fn *visi
     }
 }
 
+/* Takes the slots of a part out of the counts of their block. */
 static void uncount_part(void *preview, const kvc_run *part) {
     kvc_preview *p = preview;
     if (kvc_pool_try_drop(part->block, part->slot, part->count, &p->slots)) kvc_preview_add_free(p, part->block);

@@ -1,8 +1,8 @@
 /* evict.h: forgets rows that no query will see any more, when a batch begins.
  *
- * A group's policy decides how far: kvc_evictable says it of one sequence.  What a group gains is looked at in a
- * preview before anything is evicted.  Only sequences that changed since they last had nothing to evict are gone over,
- * so that idle ones cost nothing.
+ * kvc_evictable says which rows of a sequence a group's policy lets go.  A preview shows what a group gains before
+ * anything is evicted.  Sequences with nothing to evict and no change since are skipped, so that idle ones cost
+ * nothing.
  */
 #ifndef KVC_EVICT_H
 #define KVC_EVICT_H
@@ -17,34 +17,34 @@ typedef struct kvc_position_range {
 /* Set `low` for sequences outside the batch.  Call before evicting: one group's eviction changes the next one's. */
 void kvc_set_lows(kvc_cache *cache);
 
-/* What group g forgets of a sequence, as its `low` says. */
+/* Returns the positions that group g can evict of a sequence, given sequence->low. */
 kvc_position_range kvc_evictable(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);
 
-/* Rows that a sequence keeps in group g. */
+/* Counts the rows that a sequence keeps in group g when that evicts. */
 int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);
 
-/* Group g as it will be once it has evicted.
+/* A group as it will be after its eviction.
  *
- * Opening a preview takes the evicted rows out of the counts of the group's blocks (holders, live); closing it puts
- * them back, so that nothing has changed.  In between, nothing but kvc_pool_fill_after and kvc_compaction_plan looks at
- * those counts, and the mutex is held. */
+ * Opening a preview takes the rows to evict out of the counts of the group's blocks (holders, live); closing it puts
+ * them back, so that nothing has changed.  In between, only kvc_pool_fill_after and kvc_compaction_plan read the
+ * counts, and the mutex is held. */
 typedef struct kvc_preview {
     kvc_pool *pool;
     const kvc_cache *cache;
-    kvc_block *free; /* blocks that will be free, in the order of their use: those it frees, then the pool's */
-    int64_t slots;   /* that nobody will hold any more */
+    kvc_block *free; /* blocks that will be free, in order of use: those that the eviction frees, then pool->free */
+    int64_t slots;   /* slots that no sequence will hold after the eviction */
 } kvc_preview;
 
 kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g);
 void kvc_preview_close(kvc_preview *preview);
 
-/* Lists one more block as one that will be free, and used before those listed so far. */
+/* Adds a block that will be free, to be used before the blocks listed so far. */
 void kvc_preview_add_free(kvc_preview *preview, kvc_block *block);
 
-/* Slots of group g that nobody will hold once it has evicted. */
+/* Counts the slots of group g that no sequence will hold after its eviction. */
 int64_t kvc_count_evictable_slots(kvc_cache *cache, int32_t g);
 
-/* Evicts.  Cannot fail after kvc_runs_prepare_evict of all sequences that changed. */
+/* Evicts from group g, in all sequences of cache->changed, after kvc_runs_prepare_evict of each.  Cannot fail. */
 void kvc_evict(kvc_cache *cache, int32_t g);
 
 #endif

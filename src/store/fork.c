@@ -23,11 +23,11 @@ static kvc_sequence *new_sharer(kvc_cache *cache, const kvc_sequence *src, int64
     return NULL;
 }
 
-/* Makes dst hold what src holds, less tokens at positions from `length` on, in place of what dst held. */
+/* Replaces the rows of dst by those of src, without tokens at positions from `length` on. */
 static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t length) {
     const kvc_sequence *src;
     kvc_sequence *old, *dst = NULL;
-    do { /* while the call waits for one, another call may begin to write the other */
+    do { /* while this waits for one, a call may begin to write the other */
         kvc_cache_find(cache, dst_id);
         src = kvc_cache_find(cache, src_id);
         old = kvc_table_find(&cache->sequences, dst_id);

@@ -1,7 +1,7 @@
 /* inject.c: kvc_inject: replaces stored rows.
  *
- * First every slot to write becomes this sequence's alone: rows that others hold too are copied to new slots.  Then
- * rows are written where they lie, without the mutex.
+ * First, rows to write that another sequence or a view holds too are copied to new slots, so that the sequence has each
+ * slot to itself.  Then rows are written where they lie, without the mutex.
  */
 #include <stdio.h>
 #include <string.h>
@@ -19,13 +19,13 @@ typedef struct injection {
     kvc_cache *cache;
     const kvc_rows_in *in;
     int32_t layer, begin, end;
-    int32_t low, high;            /* positions in [begin, end) that may hold a row */
-    uint8_t *found;               /* [(high - low) / 8 + 1] a bit for each position that holds one */
-    kvc_run *parts;               /* [num_rows] runs of KVC_COPY_ROWS rows at most: the latest row of each position */
-    int64_t num_rows;             /* at these positions, whether the latest or not */
-    int64_t num_parts, num_found; /* parts, and rows in them */
+    int32_t low, high; /* positions [low, high) of [begin, end) may hold a row */
+    uint8_t *found;    /* [(high - low) / 8 + 1] a bit per position: whether it holds a row */
+    kvc_run *parts;    /* [num_rows] the latest row of each position, in runs of at most KVC_COPY_ROWS rows */
+    int64_t num_rows;  /* number of rows at positions [begin, end), not only the latest */
+    int64_t num_parts, num_found; /* number of parts, and of rows in them */
     kvc_lanes lanes;
-    kvc_draft draft; /* copies rows that others hold too */
+    kvc_draft draft; /* copies rows that another sequence or a view holds too */
 } injection;
 
 /* ---- which rows -------------------------------------------------------------------------------------------------- */
@@ -37,7 +37,7 @@ static int is_found(const injection *x, int32_t position) {
     return position >= x->low && position < x->high && x->found[i / 8] >> i % 8 & 1;
 }
 
-/* Adds the parts of a run whose positions hold no later row. */
+/* Adds the parts of a run at positions where no later row was found. */
 static void find_in_run(injection *x, const kvc_run *run) {
     const kvc_run all = kvc_run_part(run, x->begin, x->end);
     for (int32_t to = all.position + all.count, from; to > all.position; to = from) {
@@ -60,7 +60,7 @@ static void find_parts(injection *x, const kvc_run_list *list) {
     for (int64_t i = 0; i < x->num_parts; i++) x->num_found += x->parts[i].count;
 }
 
-/* KVC_ERR_INDEX, with a message that names the first few stretches of positions without a row. */
+/* Returns KVC_ERR_INDEX, with a message that names the first few stretches of positions without a row. */
 static kvc_status fail_missing(const injection *x, int64_t seq_id) {
     char ranges[128] = "";
     int32_t position = x->begin;
@@ -83,8 +83,7 @@ static kvc_status fail_missing(const injection *x, int64_t seq_id) {
 
 /* ---- writing ----------------------------------------------------------------------------------------------------- */
 
-/* Writes the rows of a part, of all heads; keys are rotated back to the positions those in the slots are rotated for.
- */
+/* Writes the rows of a part, of all heads; rotates keys back by the part's delta, as stored keys lack that rotation. */
 static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *part) {
     const kvc_cache *cache = x->cache;
     const kvc_rows_in *in = x->in;
@@ -117,7 +116,7 @@ static void write_lane(void *context, int64_t lane) {
     for (int64_t i = first; i < end; i++) write_part(x, &rotator, &x->parts[i]);
 }
 
-/* Copies and writes rows without the mutex: they are the sequence's alone, and pins keep their blocks in place. */
+/* Copies and writes rows without the mutex: no other sequence has them, and pins keep their blocks in place. */
 static void write_unlocked(injection *x, kvc_sequence *sequence, int32_t group) {
     kvc_cache *cache = x->cache;
     const kvc_layer *config = &cache->layers[x->layer];
@@ -136,7 +135,7 @@ static void write_unlocked(injection *x, kvc_sequence *sequence, int32_t group) 
 
 /* ---- the call, with the mutex held ------------------------------------------------------------------------------- */
 
-/* Whether another sequence, or a view, has the row as well, so that it must not be written. */
+/* Returns whether another sequence or a view has the row too, so that it must not be written. */
 static int is_shared(const void *context, const kvc_run *run, int32_t slot) {
     (void)context;
     return run->block->holders[slot] > 1 || run->block->pins;
@@ -163,7 +162,7 @@ static void free_memory(injection *x) {
     kvc_lanes_free(x->cache, &x->lanes);
 }
 
-/* Makes and accepts the draft; once its copies are made, all rows to write are the sequence's alone. */
+/* Makes and accepts the draft; once its copies are made, no other sequence or view has the rows to write. */
 static kvc_status own_rows(injection *x, int32_t group, kvc_run_list *list) {
     const kvc_change change = {.begin = x->begin, .end = x->begin, .moved_end = x->end, .copies = is_shared};
     kvc_status status = kvc_draft_make(x->cache, group, list, &change, &x->draft);

@@ -1,8 +1,8 @@
-/* inspect.c: looks at the bookkeeping without changing it: kvc_blocks shows it, kvc_validate checks its invariants. */
+/* inspect.c: kvc_blocks and kvc_validate: list the blocks and runs of a cache, and check its invariants. */
 #include "store/row_buffer.h"
 #include "store/check.h"
 
-/* Called for runs of a sequence; in_batch: of its tokens in the open batch, else stored ones. */
+/* Gets runs of a sequence: of its tokens in the open batch if in_batch is not 0, else of stored rows. */
 typedef void runs_fn(void *context, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch);
 
 /* Visits all runs of a layer group: stored ones, those of the open batch, and those that a kvc_put to a cross-attention
@@ -23,7 +23,7 @@ static void visit_runs(const kvc_cache *cache, int32_t g, runs_fn *visit, void *
 
 /* ---- blocks and runs --------------------------------------------------------------------------------------------- */
 
-/* A caller's array of at most `max` items, and the number of items there are, which may be larger. */
+/* A caller's array of at most `max` items; num: the number of items found, which may be larger. */
 typedef struct list {
     char *items;
     size_t item_size;
@@ -157,14 +157,14 @@ static kvc_status check_pool(const kvc_pool *pool) {
     return KVC_OK;
 }
 
-/* Takes away the holds of runs on their slots (*by is 1), or gives them back (-1). */
+/* Subtracts *by from the holders of every slot of the runs: 1 takes the runs' holds away, -1 gives them back. */
 static void remove_holds(void *by, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch) {
     (void)sequence, (void)in_batch;
     for (const kvc_run *run = runs; run < runs + num; run++)
         for (int32_t s = 0; s < run->count; s++) run->block->holders[run->slot + s] -= *(const uint32_t *)by;
 }
 
-/* Takes away every hold that a run explains: none may be left. */
+/* Returns KVC_ERR_CORRUPT unless every holder of a slot is a run: with those taken away, none may be left. */
 static kvc_status check_holders(const kvc_cache *cache, int32_t g) {
     const kvc_pool *pool = &cache->pools[g];
     int32_t bad = -1;
@@ -189,7 +189,7 @@ static kvc_status check_row_buffers(const kvc_cache *cache) {
     return KVC_OK;
 }
 
-/* KVC_ERR_CORRUPT if a sequence that no batch would look at holds rows that may be evicted. */
+/* Returns KVC_ERR_CORRUPT if a sequence that the next batch will skip holds rows that may be evicted. */
 static kvc_status check_evicted(const kvc_cache *cache, const kvc_sequence *sequence) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_policy *policy = &cache->policies[g];
@@ -202,7 +202,7 @@ static kvc_status check_evicted(const kvc_cache *cache, const kvc_sequence *sequ
     return KVC_OK;
 }
 
-/* Checks what is noted of sequences so that a batch need not look at all of them. */
+/* Checks the counts and lists that spare a batch looking at all sequences. */
 static kvc_status check_notes(const kvc_cache *cache) {
     int64_t num_holding = 0;
     for (int32_t i = 0; i < cache->sequences.num; i++) {

@@ -1,10 +1,11 @@
+/* layout.c: places rows in blocks: see layout.h. */
 #include "store/layout.h"
 
 #include "base/dtype.h"
 #include "base/status.h"
 
-/* Bytes of one head's keys, or values: whole cache lines; whole huge pages where they fill one, and memory is taken
- * only as it is touched.  SIZE_MAX: too many. */
+/* Returns the bytes of one head's keys, or values, in whole cache lines; in whole huge pages if they fill one and pages
+ * are taken as they are touched.  SIZE_MAX: too many. */
 static size_t head_bytes(const kvc_memory *memory, int32_t block_size, size_t row_bytes) {
     if (row_bytes > SIZE_MAX / 8 / (size_t)block_size) return SIZE_MAX;
     const size_t bytes = (size_t)block_size * row_bytes;
@@ -12,9 +13,9 @@ static size_t head_bytes(const kvc_memory *memory, int32_t block_size, size_t ro
     return (size_t)kvc_align_up(bytes, fills_pages ? KVC_HUGE_PAGE : KVC_CACHE_LINE);
 }
 
-/* A head's values lie behind its keys, after which they are read: so what the processor prefetches past the end of the
- * keys is used.  Heads are an odd number of cache lines apart, so that the same slot of several heads does not fall
- * into the same set of a cache. */
+/* Places a head's values behind its keys: they are read next, so that hardware prefetching past the end of the keys is
+ * of use.  Places heads an odd number of cache lines apart, so that the same slot of several heads does not fall into
+ * the same set of a CPU cache. */
 kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kvc_layer *layer, int32_t num_slots,
                           size_t *block_bytes) {
     layout->num_kv_heads = layer->num_kv_heads;

@@ -1,3 +1,4 @@
+/* limits.c: counts and limits a cache's memory: see limits.h. */
 #include "store/limits.h"
 
 int64_t kvc_cache_bytes(const kvc_cache *cache) {
@@ -21,7 +22,7 @@ void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
             kvc_pool_purge(&cache->pools[g], cache->pools[g].blocks[i], kvc_cache_threads(cache));
 }
 
-/* Bytes that kvc_give_back gives of a pool at most. */
+/* Returns the most bytes of a pool that kvc_give_back can give back. */
 static int64_t unused_bytes(const kvc_pool *pool) {
     int64_t bytes = 0;
     for (int32_t i = 0; i < pool->num_blocks; i++) {

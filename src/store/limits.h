@@ -5,15 +5,15 @@
 
 #include "store/cache.h"
 
-/* What kvc_nbytes returns. */
+/* Returns the bytes of the cache's rows and bookkeeping: kvc_nbytes, with the mutex held. */
 int64_t kvc_cache_bytes(const kvc_cache *cache);
 
-/* Gives memory back until kvc_cache_bytes is at most most_bytes, or nothing more can be given: the spare sequence, free
- * blocks, but for the next pool->demand.num_blocks to be used, and the pages past fill marks. */
+/* Gives memory back until kvc_cache_bytes is at most most_bytes, or nothing more can be given: the spare sequence; free
+ * blocks, except the next pool->demand.num_blocks to be used; pages past fill marks. */
 void kvc_give_back(kvc_cache *cache, int64_t most_bytes);
 
-/* Gives back what is needed to stay within max_bytes.  KVC_ERR_FULL if all would not be enough: then nothing is given
- * back, and `what` begins the message. */
+/* Gives back enough memory to stay within max_bytes.  If there is not enough, gives nothing back and returns
+ * KVC_ERR_FULL; `what` begins the message. */
 kvc_status kvc_check_max_bytes(kvc_cache *cache, const char *what);
 
 /* Frees the spare sequence. */

@@ -1,3 +1,4 @@
+/* policy.c: what each kind of policy sees and keeps: see policy.h. */
 #include "store/policy.h"
 
 #include "base/status.h"
@@ -31,7 +32,7 @@ kvc_status kvc_policy_check(const kvc_policy *policy, int32_t layer) {
     }
 }
 
-/* How many of the latest positions a window keeps. */
+/* Returns the number of latest positions that a sliding window keeps. */
 static int32_t window_kept(const kvc_policy *policy) {
     return policy->resume_window ? policy->resume_window : policy->window;
 }
@@ -51,7 +52,7 @@ int kvc_policy_keeps_tokens(const kvc_policy *policy) { return policy->kind != K
 
 int kvc_policy_evicts(const kvc_policy *policy) { return policy->kind == KVC_SLIDING || policy->kind == KVC_CHUNKED; }
 
-/* The first of the `count` positions that end with `last`. */
+/* Returns the first of the `count` positions that end with `last`, at least 0. */
 static int32_t first_of(int32_t count, int32_t last) { return last >= count ? last - count + 1 : 0; }
 
 int32_t kvc_policy_lowest(const kvc_policy *policy, int32_t position) {

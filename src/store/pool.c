@@ -1,3 +1,4 @@
+/* pool.c: the blocks of one layer group: see pool.h. */
 #include "store/pool.h"
 
 #include <string.h>
@@ -7,10 +8,10 @@
 
 enum {
     WORTH_THREADS = 1 << 22, /* bytes; giving back fewer takes less time than waking a thread */
-    JOIN_SLOTS = 512,        /* filled since a block's pages were last looked at, before they are looked at again */
-    JOIN_TOKENS = 8,         /* of a batch, for which one more step is made, and one more block looked at */
-    JOIN_BLOCKS = 8,         /* looked at after a batch of few tokens */
-    TOUCH_BYTES = 256 << 10  /* whose memory is taken in one step */
+    JOIN_SLOTS = 512,        /* slots filled in a block before its pages are looked at again */
+    JOIN_TOKENS = 8,         /* tokens of a batch per step made, and per block looked at, beyond the first ones */
+    JOIN_BLOCKS = 8,         /* blocks looked at after a batch of few tokens */
+    TOUCH_BYTES = 256 << 10  /* most bytes of memory taken in one step */
 };
 
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
@@ -59,7 +60,7 @@ void kvc_pool_destroy(kvc_pool *pool) {
     free_list(pool, pool->blocks, pool->max_blocks);
 }
 
-/* Puts a new block at the end of the free list, at **end, and moves that on. */
+/* Adds a new block to the end of the free list: at **end, which becomes the new end. */
 static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
     kvc_block *block = kvc_memory_alloc(pool->memory, header_bytes(pool), KVC_MEMORY_BOOKKEEPING, -1);
     uint8_t *rows = block ? kvc_memory_alloc(pool->memory, pool->block_bytes, KVC_MEMORY_ROWS, pool->group) : NULL;
@@ -78,7 +79,7 @@ static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
     return KVC_OK;
 }
 
-/* How many blocks the list holds once it has grown for `count`. */
+/* Returns the capacity of the list of blocks after it has grown to hold at least `count`. */
 static int32_t list_capacity(const kvc_pool *pool, int32_t count) {
     if (count <= pool->max_blocks) return pool->max_blocks;
     return count < pool->max_blocks * 2 ? pool->max_blocks * 2 : count < 8 ? 8 : count;
@@ -88,6 +89,7 @@ int64_t kvc_pool_list_growth(const kvc_pool *pool, int32_t new_blocks) {
     return (list_capacity(pool, pool->num_blocks + new_blocks) - pool->max_blocks) * (int64_t)sizeof *pool->blocks;
 }
 
+/* Lengthens the list of blocks to hold at least `count`; the old array is kept as pool->blocks_before. */
 static kvc_status reserve_list(kvc_pool *pool, int32_t count) {
     const int32_t max = list_capacity(pool, count);
     if (max == pool->max_blocks) return KVC_OK;
@@ -106,7 +108,7 @@ void kvc_pool_accept(kvc_pool *pool) {
     pool->max_before = pool->max_blocks;
 }
 
-/* The link behind the first num_free blocks of the free list. */
+/* Returns the link behind the first num_free blocks of the free list. */
 static kvc_block **list_end(kvc_pool *pool, int32_t num_free) {
     kvc_block **end = &pool->free;
     while (num_free--) end = &(*end)->next;
@@ -134,7 +136,7 @@ kvc_status kvc_pool_prepare(kvc_pool *pool, int32_t count) {
     const int32_t before = pool->free_before = pool->num_free;
     if (count <= before) return KVC_OK;
     kvc_status status = reserve_list(pool, pool->num_blocks + count - before);
-    /* New blocks go to the end: those that have been used are resident, and used first. */
+    /* New blocks go to the end of the list: blocks that were used before are resident, and are to be used first. */
     kvc_block **end = list_end(pool, before);
     while (status == KVC_OK && pool->num_free < count) status = new_block(pool, &end);
     if (status != KVC_OK) kvc_pool_unprepare(pool);
@@ -172,7 +174,7 @@ int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count) {
 
 void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t touched) {
     pool->reused -= touched != 0;
-    block->fill = touched; /* keeps what was touched before */
+    block->fill = touched; /* keeps the memory that was touched before */
     kvc_pool_purge(pool, block, 1);
     block->fill = 0;
     if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) block->touched = touched;
@@ -204,7 +206,7 @@ typedef struct purge {
     const kvc_block *block;
 } purge;
 
-/* Gives back the pages past the fill mark. */
+/* Gives back the pages of a region past the fill mark. */
 static void purge_region(void *context, int64_t index) {
     const kvc_pool *pool = ((const purge *)context)->pool;
     const kvc_block *block = ((const purge *)context)->block;
@@ -239,8 +241,8 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {
 
 /* ---- huge pages -------------------------------------------------------------------------------------------------- */
 
-/* Finds the huge pages that slots [from, to) have filled in one head's rows; whether there is one.  The first may begin
- * a little before the rows, with padding. */
+/* Finds the huge pages that slots [from, to) fill in the rows of a region; returns whether there is one.  The first
+ * page may begin a little before the rows, in padding. */
 static int join_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, int32_t from, int32_t to,
                      kvc_page_work *work) {
     const uintptr_t start = (uintptr_t)rows;
@@ -250,13 +252,14 @@ static int join_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, int3
     return begin < end && kvc_memory_mark_written(pool->memory, (uint8_t *)begin, end - begin, work);
 }
 
-/* Steps in which the pages of a block are joined up to join_to: page by page where the block is full; else region by
- * region, as the ends of regions are not filled. */
+/* Returns the number of steps in which the pages of a block are joined up to join_to: a step per page if the block is
+ * full; else a step per region, as the ends of regions are not filled. */
 static int64_t num_join_steps(const kvc_pool *pool, const kvc_block *block) {
     if (block->join_to < pool->block_size) return kvc_pool_num_regions(pool);
     return pool->block_bytes < KVC_HUGE_PAGE ? 1 : (int64_t)(pool->block_bytes / KVC_HUGE_PAGE);
 }
 
+/* Finds the pages of one step; returns whether there are any. */
 static int join_step(const kvc_pool *pool, const kvc_block *block, int64_t step, kvc_page_work *work) {
     if (block->join_to == pool->block_size) /* blocks that have a huge page are aligned to it */
         return kvc_memory_mark_written(pool->memory, block->rows + step * KVC_HUGE_PAGE, KVC_HUGE_PAGE, work);
@@ -264,8 +267,8 @@ static int join_step(const kvc_pool *pool, const kvc_block *block, int64_t step,
     return join_rows(pool, block->rows + at.offset, at.row_bytes, block->joined, block->join_to, work);
 }
 
-/* Goes on with joining the pages of a block: the system takes a millisecond or more for each, so it is spread over as
- * many batches.  0: there is nothing to do. */
+/* Finds the next pages to join in a block; returns 0 if there are none.  A step takes the system a millisecond or more,
+ * so the steps of a block are spread over many batches. */
 static int next_in_block(const kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
     for (;;) {
         if (block->join_next == 0) {
@@ -305,7 +308,7 @@ int kvc_pool_next_join(kvc_pool *pool, kvc_joining *joining, kvc_page_work *work
 
 /* ---- taking memory beforehand ------------------------------------------------------------------------------------ */
 
-/* Finds the next piece in the slots of a block that belong to nobody; 0: nothing is left. */
+/* Finds the next piece of memory in a block's slots past the fill mark; returns 0 if nothing is left. */
 static int touch_in_block(const kvc_pool *pool, const kvc_block *block, kvc_taking *taking, kvc_page_work *work) {
     const size_t from = (size_t)(block->fill > block->resident ? block->fill : block->resident);
     for (; taking->region < kvc_pool_num_regions(pool); taking->region++, taking->done = 0) {
@@ -383,7 +386,7 @@ int32_t kvc_pool_fill_after(const kvc_block *block) {
     return fill;
 }
 
-/* Lets the fill mark fall to the last slot that is held, and frees the block if there is none. */
+/* Lowers the fill mark to the end of the last slot that is held; frees the block if no slot is. */
 static void lower_fill(kvc_pool *pool, kvc_block *block) {
     if (block->pins) return;
     const int32_t before = block->fill;

@@ -1,8 +1,8 @@
 /* pool.h: the blocks of one layer group: opened when first needed, reused, given back.
  *
  * A block counts, for every slot, how many sequences hold it.  Slots are handed out in order, at the fill mark.  A slot
- * that nobody holds any more is waste until the fill mark falls below it, as slots at the end are dropped, or the whole
- * block is free.  A block that a view pins is not handed out anew, and its fill mark does not fall.
+ * that no sequence holds any more is wasted until the fill mark falls to it, as all slots behind it are dropped too, or
+ * the whole block is free.  A pinned block does not become free, and its fill mark does not fall.
  */
 #ifndef KVC_POOL_H
 #define KVC_POOL_H
@@ -11,35 +11,35 @@
 #include "base/memory.h"
 
 typedef struct kvc_block {
-    uint8_t *rows;          /* per layer of the group: K [head][slot][k_dim], then V [head][slot][v_dim], if stored */
-    struct kvc_block *next; /* in the list of free blocks */
-    int32_t index;          /* in pool->blocks */
-    int32_t fill;           /* slots below this were handed out; those past it belong to nobody */
-    int32_t live;           /* slots that somebody holds */
-    int32_t touched;        /* slots that were ever handed out since the memory was taken: it counts as resident */
-    int32_t resident;       /* slots whose memory kvc_pool_next_touch has taken beforehand */
-    int32_t joined;         /* slots whose OS pages were made huge, where they fill one */
-    int32_t join_to;        /* what `joined` becomes after the steps from join_next on */
-    int64_t join_next;      /* the next step; 0: none has been made */
-    uint32_t epoch;         /* of the pool, when slots were last handed out */
-    int32_t pins;           /* holds that keep the rows as they are */
-    int32_t planned;        /* slots past fill that a batch about to begin will take */
-    int8_t is_free;         /* in the list of free blocks */
+    uint8_t *rows;          /* per layer and head of the group: K [slot][k_dim], then V [slot][v_dim], if stored */
+    struct kvc_block *next; /* next block in the list of free blocks */
+    int32_t index;          /* index in pool->blocks; -1: the block of a row buffer */
+    int32_t fill;           /* the fill mark: slots below it were handed out */
+    int32_t live;           /* number of slots that sequences hold */
+    int32_t touched;        /* slots below this count as resident: handed out, or reserved, since memory was taken */
+    int32_t resident;       /* slots below this have memory that kvc_pool_next_touch took beforehand */
+    int32_t joined;         /* OS pages of slots below this were made huge, where rows fill a huge page */
+    int32_t join_to;        /* value of `joined` after the steps from join_next on */
+    int64_t join_next;      /* index of the next step of joining; 0: none has been made */
+    uint32_t epoch;         /* pool->epoch when slots were last handed out */
+    int32_t pins;           /* number of views and calls that keep the rows in place */
+    int32_t planned;        /* number of slots past fill that a batch about to begin will take */
+    int8_t is_free;         /* it is in the list of free blocks */
     int8_t has_key;         /* the block is full and `key` names its contents, for prefix sharing */
     uint8_t key[32];
-    uint32_t holders[]; /* [block_size] sequences that hold the slot, for slots below fill */
+    uint32_t holders[]; /* [block_size] number of sequences that hold each slot, for slots below fill */
 } kvc_block;
 
-/* Where a layer's rows are in a block. */
+/* Where a layer's rows lie in a block. */
 typedef struct kvc_layout {
-    size_t k_offset, v_offset; /* of head 0, slot 0 */
+    size_t k_offset, v_offset; /* offsets of head 0, slot 0 */
     size_t head_stride;
-    size_t k_row_bytes, v_row_bytes; /* from slot to slot; for values that lie in the keys, the keys' */
-    size_t v_stored;                 /* bytes of a row of values: v_row_bytes, or 0 where they lie in the keys */
+    size_t k_row_bytes, v_row_bytes; /* strides from slot to slot; the same if values lie in the keys */
+    size_t v_stored;                 /* bytes stored for a row of values: v_row_bytes, or 0 if values lie in the keys */
     int32_t num_kv_heads;
 } kvc_layout;
 
-/* Where the row of one head lies. */
+/* Return where the key, or the value, of one slot and head lies. */
 static inline uint8_t *kvc_key_at(const kvc_layout *at, const kvc_block *block, int32_t slot, int32_t head) {
     return block->rows + at->k_offset + (size_t)head * at->head_stride + (size_t)slot * at->k_row_bytes;
 }
@@ -50,10 +50,10 @@ static inline uint8_t *kvc_value_at(const kvc_layout *at, const kvc_block *block
 /* What a batch that is about to begin needs of a group. */
 typedef struct kvc_demand {
     int64_t new_blocks;
-    int32_t num_blocks;  /* new blocks, and free ones that it will use */
-    int64_t new_bytes;   /* rows and bookkeeping of the new blocks */
-    int64_t more_bytes;  /* rows that it will touch in the other blocks */
-    int64_t least_bytes; /* rows and bookkeeping of the other blocks, once what is free was given back */
+    int32_t num_blocks;  /* number of blocks it will take: new ones, and free ones */
+    int64_t new_bytes;   /* bytes of rows and bookkeeping of the new blocks */
+    int64_t more_bytes;  /* bytes of rows that it will touch in existing blocks for the first time */
+    int64_t least_bytes; /* bytes of rows and bookkeeping of existing blocks, if all free memory is given back */
 } kvc_demand;
 
 typedef struct kvc_pool {
@@ -61,49 +61,51 @@ typedef struct kvc_pool {
     int32_t group;
     int32_t block_size;
     size_t block_bytes;
-    const kvc_layout *layouts; /* of the group's layers */
+    const kvc_layout *layouts; /* [num_layers] of the group's layers */
     int32_t num_layers;
-    kvc_block **blocks; /* all that have memory */
+    kvc_block **blocks; /* [num_blocks] all blocks that have memory */
     int32_t num_blocks, max_blocks;
-    kvc_block *free; /* last freed first: its rows may still be in cache */
+    kvc_block *free; /* list of free blocks, last freed first: its rows may still be in the CPU's caches */
     int32_t num_free;
-    int32_t free_before; /* num_free, and the list of blocks, before kvc_pool_prepare */
+    /* num_free, blocks and max_blocks before kvc_pool_prepare. */
+    int32_t free_before;
     kvc_block **blocks_before;
     int32_t max_before;
     kvc_demand demand;
-    struct kvc_compaction *compaction; /* the planned one; NULL: none */
-    int32_t join_block;                /* index of the block whose pages are looked at next */
-    uint32_t epoch;                    /* batches that ended: slots handed out since may not have their rows yet */
-    int64_t live;                      /* slots that somebody holds, over all blocks */
-    int64_t drafted;                   /* of these, slots of copies whose edit is not done */
-    int64_t filled;                    /* slots below fill marks */
-    int64_t row_bytes;                 /* resident */
-    int64_t opened, reused, returned;
+    struct kvc_compaction *compaction; /* the planned compaction; NULL: none */
+    int32_t join_block;                /* index of the next block to look at for pages to join */
+    uint32_t epoch;                    /* number of batches ended, plus 1: slots handed out since may lack their rows */
+    int64_t live;                      /* number of slots that sequences hold, over all blocks */
+    int64_t drafted;                   /* how many of them are slots of drafts not yet accepted */
+    int64_t filled;                    /* number of slots below fill marks, over all blocks */
+    int64_t row_bytes;                 /* resident bytes of all blocks' rows */
+    int64_t opened, reused, returned;  /* counters of blocks: kvc_stats */
 } kvc_pool;
 
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,
                    int32_t num_layers, size_t block_bytes);
 void kvc_pool_destroy(kvc_pool *pool);
 
-/* Resident bytes of a block with so many slots touched. */
+/* Returns the resident bytes of the rows of a block of which `touched` slots were touched. */
 int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t touched);
 
-/* The keys, or the values, of one head of one layer: where they begin in a block, and how far apart rows are; 0: they
- * are not stored.  The regions of a group are numbered. */
+/* The keys, or the values, of one head of one layer: where they begin in a block, and the bytes of a row; 0: they are
+ * not stored. */
 typedef struct kvc_region {
     size_t offset, row_bytes;
 } kvc_region;
 
+/* Return the number of regions of a block, and region `index` of them. */
 int64_t kvc_pool_num_regions(const kvc_pool *pool);
 kvc_region kvc_pool_region(const kvc_pool *pool, int64_t index);
 
-/* Makes sure that at least `count` blocks are free; on failure nothing has changed.  Prepare all pools first; then let
- * all accept, or undo it in all. */
+/* Makes sure that at least `count` blocks are free; on failure nothing has changed.  The caller prepares all pools
+ * first, then accepts what was prepared in all of them, or undoes it in all. */
 kvc_status kvc_pool_prepare(kvc_pool *pool, int32_t count);
 void kvc_pool_accept(kvc_pool *pool);
 void kvc_pool_unprepare(kvc_pool *pool);
 
-/* kvc_pool_prepare and kvc_pool_accept. */
+/* Combines kvc_pool_prepare and kvc_pool_accept. */
 kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count);
 
 /* Takes a free block into use; there must be one. */
@@ -112,37 +114,39 @@ kvc_block *kvc_pool_open(kvc_pool *pool);
 /* Hands out `count` slots at the fill mark, held once; there must be room.  Returns the first. */
 int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count);
 
-/* Count one sequence more, or one less, that holds slots [slot, slot + count). */
+/* Adds, or takes away, one holder of each of the slots [slot, slot + count). */
 void kvc_pool_hold(kvc_block *block, int32_t slot, int32_t count);
 void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count);
 
+/* Keeps a block's rows in place until kvc_pool_unpin takes this pin away. */
 void kvc_pool_pin(kvc_block *block);
 void kvc_pool_unpin(kvc_pool *pool, kvc_block *block);
 
-/* The fill mark that the holders of the block's slots call for: kvc_pool_drop lets it fall to that. */
+/* Returns the fill mark to which kvc_pool_drop lowers it: the end of the last slot that is held. */
 int32_t kvc_pool_fill_after(const kvc_block *block);
 
-/* Takes one holder of each slot out of the counts, until kvc_pool_restore, to see what dropping would give: adds the
- * slots that nobody would hold to *slots; returns whether the block would be free. */
+/* Takes one holder of each slot out of the counts until kvc_pool_restore, to see what dropping it would free: adds the
+ * number of slots that no sequence would hold to *slots, and returns whether the block would become free. */
 int kvc_pool_try_drop(kvc_block *block, int32_t slot, int32_t count, int64_t *slots);
 void kvc_pool_restore(kvc_block *block, int32_t slot, int32_t count);
 
-/* Sets the fill marks after a compaction: the blocks hold `live` slots, one block after the other, whose holders are in
- * place. */
+/* Sets the fill marks after a compaction, which moved `live` slots and their holders to the front of `blocks`, filling
+ * one block after the other. */
 void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_blocks, int32_t live);
 
-/* Which pages are still to be made huge: in how many steps, and in how many blocks. */
+/* A round of joining pages into huge ones: number of steps still to make, and of blocks still to look at. */
 typedef struct kvc_joining {
     int64_t steps, blocks;
-    int32_t is_ahead; /* only in blocks with slots whose memory was taken beforehand */
+    int32_t is_ahead; /* looks only at blocks with memory taken beforehand */
 } kvc_joining;
 
-/* A few of the pages that are written, after a batch of so many tokens; all that were taken beforehand.  While a batch
- * is open the rows of its slots may be missing, and pages that nothing has touched cannot be joined. */
+/* Return a round of joining after a batch of num_tokens tokens, for a few of the pages that are written; and a round
+ * for all pages whose memory was taken beforehand.  Pages that nothing has touched cannot be joined, so blocks
+ * with slots of the open batch, whose rows may be missing, are skipped. */
 kvc_joining kvc_pool_join_for(int32_t num_tokens);
 kvc_joining kvc_pool_join_ahead(const kvc_pool *pool);
 
-/* Finds the next pages for kvc_pages_join, for which the system takes a millisecond or more; 0: those were all. */
+/* Finds the next pages for kvc_pages_join, which takes a millisecond or more for each; returns 0 if there are none. */
 int kvc_pool_next_join(kvc_pool *pool, kvc_joining *joining, kvc_page_work *work);
 
 /* How far kvc_pool_next_touch has come; all 0 at first. */
@@ -150,33 +154,33 @@ typedef struct kvc_taking {
     const kvc_block *block;
     int32_t index, to;
     int64_t region;
-    size_t done; /* bytes of the region */
+    size_t done; /* bytes of the region that are done */
 } kvc_taking;
 
-/* Finds the next piece of memory that counts as touched, in slots that belong to nobody; 0: that was all.  Other calls
- * may take or return blocks between two calls. */
+/* Finds the next piece of memory that counts as touched, in slots past fill marks; returns 0 if there is none.  Between
+ * two calls, others may take blocks or give them back. */
 int kvc_pool_next_touch(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work);
 
-/* Bookkeeping of one block, and what the list of blocks grows by for so many new ones. */
+/* Return the bytes of one block's bookkeeping, and the bytes by which the list of blocks grows for new_blocks. */
 int64_t kvc_pool_header_bytes(const kvc_pool *pool);
 int64_t kvc_pool_list_growth(const kvc_pool *pool, int32_t new_blocks);
 
-/* Bytes of the rows in one slot. */
+/* Returns the bytes of the rows in one slot. */
 int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 
-/* Gives at most `count` free blocks back, but for the next `kept` to be used; returns how many. */
+/* Frees at most `count` free blocks, but not the next `kept` to be used; returns the number freed. */
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count);
 
-/* The same, and counts the blocks as never opened. */
+/* Does the same, and counts the blocks as never opened. */
 void kvc_pool_unreserve(kvc_pool *pool, int32_t kept, int32_t count);
 
-/* Undoes kvc_pool_open of a block that is free again, and had so many slots touched before. */
+/* Undoes kvc_pool_open of a block that is free again and had `touched` touched slots before. */
 void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t touched);
 
 /* Gives back the pages past the fill mark of a block. */
 void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads);
 
-/* Counts the memory of slots below `count` as taken. */
+/* Counts slots below `count` as touched. */
 void kvc_pool_touch(kvc_pool *pool, kvc_block *block, int32_t count);
 
 #endif

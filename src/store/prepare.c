@@ -1,3 +1,4 @@
+/* prepare.c: makes sure that a batch fits: see prepare.h. */
 #include "store/prepare.h"
 
 #include "store/compact.h"
@@ -8,7 +9,7 @@
 #include "store/row_buffer.h"
 #include "store/waiting.h"
 
-/* Waits for one other call that is in the way, as kvc_wait_for_writers says; whether there was one. */
+/* Waits for one of the calls that kvc_wait_for_writers waits for; returns whether there was one. */
 static int wait_once(kvc_cache *cache, int32_t num_tokens, const int64_t *seq_ids) {
     if (cache->max_bytes) kvc_cache_find_all(cache);
     if (cache->max_bytes && kvc_cache_wait_pages(cache)) return 1;
@@ -48,6 +49,7 @@ int64_t kvc_count_holding(const kvc_batch *batch) {
     return num;
 }
 
+/* Returns KVC_ERR_FULL if more sequences than max_sequences would hold rows. */
 static kvc_status check_num_sequences(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     const int64_t num = kvc_count_holding(batch);
@@ -56,6 +58,7 @@ static kvc_status check_num_sequences(const kvc_batch *batch) {
                     (long long)num, (long long)cache->max_sequences);
 }
 
+/* Returns KVC_ERR_FULL if a sequence would hold more rows of group g than max_seq_len. */
 static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
     const kvc_cache *cache = batch->cache;
     for (int32_t s = 0; cache->max_seq_len && s < batch->num_sequences; s++) {
@@ -72,6 +75,7 @@ static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
     return KVC_OK;
 }
 
+/* Returns KVC_ERR_FULL if more slots of group g than the capacity would be live. */
 static kvc_status check_capacity(const kvc_batch *batch, int32_t g) {
     kvc_cache *cache = batch->cache;
     const int32_t num_slots = batch->num_tokens - batch->num_buffered;
@@ -84,10 +88,10 @@ static kvc_status check_capacity(const kvc_batch *batch, int32_t g) {
                     num_slots, (long long)live, (long long)cache->capacity, (long long)(cache->capacity - live));
 }
 
-/* ---- what the batch needs ---------------------------------------------------------------------------------------- */
+/* ---- memory that the batch needs --------------------------------------------------------------------------------- */
 
-/* Compacts a group first that would open a block while more than a quarter of what was handed out is waste.  Without
- * memory for it, the group stays as it is: that costs memory, not room. */
+/* Plans to compact group g first if the batch would open a block there while more than a quarter of the slots handed
+ * out are waste.  If there is no memory for a compaction, does without: then the batch takes more memory. */
 static void compact_if_scattered(const kvc_batch *batch, int32_t g) {
     const kvc_pool *pool = &batch->cache->pools[g];
     if ((pool->filled - pool->live) * 4 > pool->filled && pool->demand.new_blocks &&
@@ -95,8 +99,8 @@ static void compact_if_scattered(const kvc_batch *batch, int32_t g) {
         kvc_find_demand(batch, g, 1);
 }
 
-/* Readies lists for the runs that each sequence may get, and for those that eviction may split.  A sequence gets one
- * run for each stretch of consecutive positions, and one more for each block it goes on in. */
+/* Gets memory in lists for the runs that each sequence may get, and that evictions may split.  A sequence gets a run
+ * for each stretch of consecutive positions, and one more for each further block that it goes on in. */
 static kvc_status prepare_runs(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     kvc_status status = KVC_OK;
@@ -115,7 +119,7 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
     return status;
 }
 
-/* Bytes once the batch has begun, without those of the blocks there are. */
+/* Returns the bytes after the batch has begun, without the rows of existing blocks. */
 static int64_t other_bytes_after(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->row_buffer_bytes;
@@ -139,7 +143,7 @@ int64_t kvc_bytes_after(const kvc_batch *batch) {
     return bytes;
 }
 
-/* kvc_nbytes once the batch has begun, if all that is free was given back before. */
+/* Returns kvc_nbytes after the batch has begun, if all free memory is given back before. */
 static int64_t least_bytes_after(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     int64_t bytes = other_bytes_after(batch);
@@ -151,7 +155,7 @@ static int64_t least_bytes_after(const kvc_batch *batch) {
     return bytes;
 }
 
-/* Forgets what the batch was found to need, and lists of runs that were made ready. */
+/* Forgets demands and planned compactions, and drops spare lists of runs. */
 static void forget_needs(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     kvc_forget_demands(cache);
@@ -162,9 +166,14 @@ static void forget_needs(const kvc_batch *batch) {
     }
 }
 
-/* Which groups are compacted before a batch: those where that is worth it, none, all. */
-enum { COMPACT_SCATTERED, COMPACT_NONE, COMPACT_ALL };
+/* Which groups are compacted before a batch. */
+enum {
+    COMPACT_SCATTERED, /* groups where compact_if_scattered finds it worth its time */
+    COMPACT_NONE,      /* none */
+    COMPACT_ALL        /* all groups with scattered rows */
+};
 
+/* Computes the demand of all groups, with the compactions of a choice from above, and gets memory for runs. */
 static kvc_status find_needs(const kvc_batch *batch, int compacts) {
     const kvc_cache *cache = batch->cache;
     kvc_status status = KVC_OK;
@@ -211,7 +220,7 @@ kvc_status kvc_fit(const kvc_batch *batch) {
     return status == KVC_OK ? check_bytes(batch) : status;
 }
 
-/* ---- what can fail, and what cannot ------------------------------------------------------------------------------ */
+/* ---- prepare (may fail) and carry out (cannot) ------------------------------------------------------------------- */
 
 static kvc_status prepare_blocks(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;

@@ -1,4 +1,4 @@
-/* put.c: kvc_put, and kvc_slots and kvc_written, with which callers write rows in place. */
+/* put.c: kvc_put; and kvc_slots and kvc_written, with which callers write rows in place. */
 #include <string.h>
 
 #include "store/put.h"
@@ -11,8 +11,8 @@
 /* ---- put --------------------------------------------------------------------------------------------------------- */
 
 enum {
-    LEAST_TASK_TOKENS = 64, /* of a task: waking a thread for fewer costs more than it saves */
-    MOST_POLL_TOKENS = 512  /* converted between two questions whether the call was cancelled */
+    LEAST_TASK_TOKENS = 64, /* least tokens of a task: waking a thread for fewer costs more than it saves */
+    MOST_POLL_TOKENS = 512  /* most tokens converted before asking again whether the call was cancelled */
 };
 
 /* A put, split into one task for each thread.  A put of the same shape is split alike, so that each thread's cache
@@ -22,8 +22,9 @@ typedef struct put_work {
     const kvc_put_args *args;
     const kvc_layer *layer;
     const kvc_layout *layout;
-    const kvc_row_buffer *buffer; /* for places without a block */
-    const kvc_place *places; /* of the batch's tokens in the layer's group; NULL: consecutive slots from start on */
+    const kvc_row_buffer *buffer; /* the row buffer, for places without a block */
+    /* Places of the batch's tokens in the layer's group; NULL: consecutive slots from `start` on. */
+    const kvc_place *places;
     kvc_place start;
     int32_t task_tokens;
     kvc_watch watch;
@@ -49,6 +50,7 @@ static void transfer_rows(const transfer *x, int32_t num_tokens) {
                        x->dim);
 }
 
+/* Returns the place of token i of the put. */
 static kvc_place place_of(const put_work *work, int32_t i) {
     if (work->places) return work->places[work->args->first + i];
     return (kvc_place){work->start.block, work->start.slot + i};
@@ -132,7 +134,7 @@ static kvc_status check_not_written(const kvc_batch *batch, int32_t layer, int32
     return KVC_OK;
 }
 
-/* Index of a sequence in the open batch; -1 if it has no token there.  With the mutex held. */
+/* Returns the index of a sequence in the open batch; -1 if it has no token there.  Call with the mutex held. */
 static int32_t find_member(const kvc_cache *cache, int64_t seq_id) {
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
     return sequence ? sequence->in_batch - 1 : -1;
@@ -197,7 +199,7 @@ void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
     kvc_memory_free(&batch->cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
 }
 
-/* Takes slots for all rows a sequence is given in a cross-attention layer, in one block, and lists the put. */
+/* Takes slots for all rows of a put to a cross-attention layer, in one block, and adds the put to the batch's list. */
 static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_args *args, kvc_cross_put **out) {
     kvc_cache *cache = batch->cache;
     kvc_pool *pool = &cache->pools[group];
@@ -237,7 +239,7 @@ static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     return kvc_unlock(cache, status);
 }
 
-/* Where the rows of the batch's tokens lie in a layer's group, from token `first` on. */
+/* Returns the places of the batch's tokens in a layer's group, from token `first` on. */
 static const kvc_place *places_in(const kvc_batch *batch, int32_t layer, int32_t first) {
     return batch->places + (size_t)batch->cache->group_of[layer] * (size_t)batch->num_tokens + (size_t)first;
 }
@@ -250,8 +252,8 @@ int kvc_any_buffered(const kvc_batch *batch, int32_t layer, int32_t first, int32
     return 0;
 }
 
-/* Enters the row buffer where rows of a layer stay until the batch ends, if some of these tokens need one; else NULL.
- */
+/* Enters the row buffer of a layer, for rows that stay until the batch ends; *buffer becomes NULL if no token of the
+ * range is buffered. */
 static kvc_status enter_buffer(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens,
                                kvc_row_buffer **buffer) {
     *buffer = NULL;

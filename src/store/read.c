@@ -1,4 +1,4 @@
-/* read.c: the public functions that read rows: which there are, and copies of them. */
+/* read.c: the public functions that list the positions of rows, and copy rows. */
 #include "store/read.h"
 
 #include <string.h>
@@ -12,9 +12,9 @@
 
 enum { WORTH_THREADS = 1 << 16 }; /* elements; copying fewer takes less time than waking a thread */
 
-/* ---- which rows -------------------------------------------------------------------------------------------------- */
+/* ---- positions --------------------------------------------------------------------------------------------------- */
 
-/* Lists the positions of rows [first, first + num), or of those there are, in order of arrival. */
+/* Lists the positions of rows [first, first + num), in order of arrival, or of as far as there are rows. */
 static void list_positions(const kvc_run *runs, int32_t num_runs, int64_t first, int64_t num, int32_t *positions) {
     int64_t row = 0;
     for (const kvc_run *run = runs; run < runs + num_runs && row - first < num; run++)
@@ -43,7 +43,7 @@ int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t po
 
 /* ---- copies ------------------------------------------------------------------------------------------------------ */
 
-/* Decodes the keys of one head of a run, rotated for the positions they have now. */
+/* Decodes the keys of one head of a span, rotated for their present positions. */
 static void decode_keys(kvc_reader *reader, const kvc_span *span, int64_t head, const kvc_rows_out *out, char *to) {
     const kvc_cache *cache = reader->cache;
     const kvc_layer *config = &cache->layers[reader->layer];
@@ -82,13 +82,13 @@ void kvc_clear_rows(char *head, int64_t row_stride, int64_t begin, int64_t end, 
 
 /* ---- snapshots --------------------------------------------------------------------------------------------------- */
 
-/* What is read without the mutex: a copy of the runs, whose blocks are pinned. */
+/* A copy of a sequence's runs, whose blocks are pinned, to read rows without the mutex. */
 typedef struct snapshot {
     kvc_cache *cache;
     int32_t layer, num_runs; /* num_runs 0: there is nothing to read, nor to free */
     kvc_run *runs;
-    float *scratch; /* [num_tasks][kvc_rotator_floats]; NULL: keys need not be rotated */
-    uint64_t size;  /* of runs and scratch, one allocation */
+    float *scratch; /* [num_tasks][kvc_rotator_floats]; NULL: keys are not rotated */
+    uint64_t size;  /* bytes of runs and scratch, one allocation */
 } snapshot;
 
 static kvc_status take_snapshot(kvc_cache *cache, const kvc_run_list *list, int32_t layer, int32_t num_tasks,
@@ -108,8 +108,9 @@ static kvc_status take_snapshot(kvc_cache *cache, const kvc_run_list *list, int3
     return KVC_OK;
 }
 
-/* Takes a snapshot of a sequence in a layer, for tasks that copy its rows, and begins reading.  KVC_ERR_INDEX if it
- * holds fewer than `least` rows.  *num_stored, unless num_stored is NULL, becomes the number it holds. */
+/* Takes a snapshot of a sequence in a layer, for num_tasks tasks that copy its rows, and begins reading.  KVC_ERR_INDEX
+ * if the sequence holds fewer than `least` rows.  Sets *num_stored, unless num_stored is NULL, to the number of rows.
+ */
 static kvc_status open_snapshot(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t least, int32_t num_tasks,
                                 int64_t *num_stored, snapshot *s) {
     *s = (snapshot){0};
@@ -154,8 +155,8 @@ typedef struct copying {
     int32_t layer, num_tasks;
     snapshot from;
     kvc_rows_out out;
-    int64_t first, num_rows; /* rows [first, first + num_rows) in order of arrival, */
-    int by_position; /* or, if set, by position: zeros where there is no row, the latest one where there are more */
+    int64_t first, num_rows; /* rows [first, first + num_rows) in order of arrival; or positions, if by_position */
+    int by_position;         /* gives zeros at a position without a row, the latest row of several */
 } copying;
 
 /* Copies rows [first + begin, first + end) of one head. */
@@ -171,7 +172,7 @@ static void copy_range(const copying *c, kvc_reader *reader, int64_t head, int64
     int64_t row = 0; /* index of the run's first row, in order of arrival */
     for (int32_t i = 0; i < c->from.num_runs; row += c->from.runs[i++].count) {
         const kvc_run *run = &c->from.runs[i];
-        const int64_t from = c->first - (c->by_position ? run->position : row); /* row `first`, counted in the run */
+        const int64_t from = c->first - (c->by_position ? run->position : row); /* row `first`, relative to the run */
         const int64_t low = from + begin > 0 ? from + begin : 0,
                       high = from + end < run->count ? from + end : run->count;
         if (low >= high) continue;
@@ -196,7 +197,7 @@ static void copy_task(void *context, int64_t task) {
     }
 }
 
-/* The number of tasks, a thread each, that a copy is worth. */
+/* Returns the number of tasks, one for each thread, that a copy of num_rows rows is worth. */
 static int32_t count_tasks(const kvc_cache *cache, int32_t layer, int64_t num_rows) {
     const kvc_layer *config = &cache->layers[layer];
     const double rows = (double)num_rows * config->num_kv_heads;
@@ -205,7 +206,7 @@ static int32_t count_tasks(const kvc_cache *cache, int32_t layer, int64_t num_ro
     return rows < threads ? (int32_t)rows : threads;
 }
 
-/* positions[i] becomes begin + i where a row stands, else -1. */
+/* Sets positions[i] to begin + i if there is a row at that position, else to -1. */
 static void find_positions(const snapshot *s, int32_t begin, int32_t end, int32_t *positions) {
     for (int32_t i = 0; i < end - begin; i++) positions[i] = -1;
     for (int32_t r = 0; r < s->num_runs; r++) {

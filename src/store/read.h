@@ -1,10 +1,10 @@
-/* read.h: copies of rows, decoded. */
+/* read.h: copies stored rows to callers' arrays, decoded. */
 #ifndef KVC_READ_H
 #define KVC_READ_H
 
 #include "store/cache.h"
 
-/* What one thread needs to decode rows of a layer. */
+/* What one thread uses to decode the rows of a layer. */
 typedef struct kvc_reader {
     kvc_cache *cache;
     int32_t layer;

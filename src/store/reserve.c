@@ -1,4 +1,4 @@
-/* reserve.c: kvc_reserve and kvc_room: takes memory for tokens to come, and says how many fit. */
+/* reserve.c: kvc_reserve and kvc_room: take memory for tokens to come, and say how many tokens fit. */
 #include "store/check.h"
 #include "store/demand.h"
 #include "store/evict.h"
@@ -7,13 +7,13 @@
 #include "store/resident.h"
 #include "store/scratch.h"
 
-/* Sets for how many tokens of its one sequence a probe asks. */
+/* Sets the number of tokens of a probe, all of one sequence. */
 static void set_probe(kvc_batch *batch, int32_t num_tokens) {
     batch->num_tokens = batch->sequences->num_tokens = batch->sequences->num_slots = num_tokens;
 }
 
-/* Makes a probe: a batch that is prepared but never opened, whose num_tokens tokens go on with one sequence.  Its
- * arrays have array_len elements, as nothing is written to them. */
+/* Makes a probe: a batch that is prepared but never opened, to ask what num_tokens more tokens of a sequence would
+ * need. Its arrays have only array_len elements, as nothing is written to them. */
 static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len, int32_t num_tokens, kvc_batch **out) {
     kvc_batch *batch = kvc_batch_new(cache, array_len, NULL);
     if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", array_len);
@@ -27,7 +27,7 @@ static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len,
     return KVC_OK;
 }
 
-/* Checks that the tokens fit before memory is taken for a batch of as many. */
+/* Checks that num_tokens fit, with a probe of one element, before arrays for up to KVC_MAX_BATCH are allocated. */
 static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
     kvc_batch *batch;
     kvc_status status = kvc_check_num_tokens(cache, num_tokens);
@@ -38,7 +38,7 @@ static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_token
     return status;
 }
 
-/* Counts the memory of the slots that the batch would get in group g as touched. */
+/* Marks the slots that the probe's tokens would get in group g as touched. */
 static void touch_slots(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
     int32_t rest = batch->num_tokens, fill;
@@ -113,15 +113,15 @@ static int64_t count_room(const kvc_batch *batch) {
     return room;
 }
 
-/* Searches for the largest number of tokens that max_bytes leaves room for: whether some fit is only known by trying.
- */
+/* Finds the largest number of tokens that fit; within max_bytes by bisection, as only a trial shows it. */
 static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens) {
     kvc_batch *batch;
     kvc_status status = kvc_check_none_open(cache);
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, 1, &batch);
     if (status != KVC_OK) return status;
     kvc_set_lows(cache);
-    int64_t room = 0, most = count_room(batch), bytes; /* so many fit; more than so many do not */
+    /* room: known to fit; more than `most` are known not to. */
+    int64_t room = 0, most = count_room(batch), bytes;
     if (!cache->max_bytes) room = most;
     while (status == KVC_OK && room < most) {
         const int64_t middle = most - (most - room) / 2;

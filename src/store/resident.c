@@ -1,17 +1,17 @@
 /* resident.c: takes OS pages, joins them into huge ones, or gives them back, in steps that do not hold the mutex.
  *
- * To the rest of the cache a step is a call that reads rows.  Who waits for readers waits for one step at most; who
- * does not leaves the memory alone that is worked on.  Between two steps anything may change, so each step is chosen
- * anew, with the mutex held.
+ * A step counts as a call that reads rows: calls that wait for readers wait for one step at most; other calls leave the
+ * memory of the step alone (kvc_memory_is_busy).  Between two steps anything may change, so each step is chosen anew,
+ * with the mutex held.
  */
 #include "store/resident.h"
 
 #include "store/limits.h"
 #include "store/waiting.h"
 
-enum { RETURN_BYTES = 4 << 20 }; /* given back in one step, after which others may have the mutex */
+enum { RETURN_BYTES = 4 << 20 }; /* most bytes given back in one step, after which other calls may have the mutex */
 
-/* Bracket the steps of a work: while it is listed, its pages are neither freed nor purged. */
+/* Bracket the steps of a page work: while it is listed, its pages are neither freed nor purged. */
 static void begin_work(kvc_cache *cache, kvc_page_work *work) {
     *work = (kvc_page_work){.next = cache->memory.works};
     cache->memory.works = work;
@@ -23,10 +23,10 @@ static void end_work(kvc_cache *cache, kvc_page_work *work) {
     while (*at != work) at = &(*at)->next;
     *at = work->next;
     kvc_cache_end_reading(cache);
-    kvc_signal_all(&cache->idle); /* kvc_cache_free waits for it */
+    kvc_signal_all(&cache->idle); /* kvc_cache_free waits for the work to end */
 }
 
-/* Does a step that was chosen, and lets calls that wait for readers pass.  Returns what act does. */
+/* Does the step noted in `work` by calling `act`, and lets calls that wait for readers pass.  Returns act's result. */
 static int step(kvc_cache *cache, kvc_page_work *work, int (*act)(void *p, size_t size)) {
     kvc_unlock(cache, KVC_OK);
     const int result = act(work->p, work->size);
@@ -38,6 +38,7 @@ static int step(kvc_cache *cache, kvc_page_work *work, int (*act)(void *p, size_
     return result;
 }
 
+/* Joins the pages of group g, as far as `joining` goes. */
 static void join(kvc_cache *cache, int32_t g, kvc_joining joining, kvc_page_work *work) {
     while (kvc_pool_next_join(&cache->pools[g], &joining, work)) step(cache, work, kvc_pages_join);
 }
@@ -56,15 +57,15 @@ static void touch(const kvc_page_work *work) {
     for (size_t i = 0; i < work->size; i += page - (uintptr_t)(p + i) % page) p[i] = 0;
 }
 
-/* A step that only lets other calls have the mutex. */
+/* Does nothing in a step but let other calls have the mutex. */
 static int let_pass(void *p, size_t size) {
     (void)p, (void)size;
     kvc_pause();
     return 1;
 }
 
-/* Takes the memory of group g.  Where the system has no call for that, touches the pages by hand, with the mutex held:
- * without it, others might get the slots meanwhile. */
+/* Takes the memory of group g.  Where the system has no call for it, touches the pages by hand, with the mutex held:
+ * without it, another call might take the slots meanwhile. */
 static void take(kvc_cache *cache, int32_t g, kvc_page_work *work) {
     kvc_taking taking = {0}, before = taking;
     for (int by_hand = 0; kvc_pool_next_touch(&cache->pools[g], &taking, work); before = taking) {

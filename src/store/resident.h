@@ -1,19 +1,19 @@
-/* resident.h: OS pages that are taken, or made huge, or given back, in steps between which other calls go on.
+/* resident.h: takes OS pages, joins them into huge ones, or gives them back, in steps between which other calls go on.
  *
- * All are called with the mutex held, which is let go meanwhile: what the call is for is done before.
+ * All functions are called with the mutex held, and release it meanwhile: call them last, when all else is done.
  */
 #ifndef KVC_RESIDENT_H
 #define KVC_RESIDENT_H
 
 #include "store/cache.h"
 
-/* Joins pages into huge ones, after a batch of so many tokens. */
+/* Joins a few pages into huge ones, after a batch of num_tokens tokens. */
 void kvc_join_pages(kvc_cache *cache, int32_t num_tokens);
 
-/* Takes the memory of all slots that are counted as touched, and joins their pages. */
+/* Takes the memory of all slots that count as touched, and joins their pages. */
 void kvc_take_pages(kvc_cache *cache);
 
-/* kvc_give_back, of all. */
+/* Gives back all free memory: kvc_give_back to 0 bytes, in steps. */
 void kvc_return_pages(kvc_cache *cache);
 
 #endif

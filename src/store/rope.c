@@ -1,3 +1,4 @@
+/* rope.c: rotary position embeddings: see rope.h. */
 #include "store/rope.h"
 
 #include <math.h>
@@ -53,13 +54,13 @@ int kvc_rope_equal(const kvc_rope *a, const kvc_rope *b) {
 
 void kvc_rope_angles(const kvc_rope *rope, int32_t delta, float *angles) {
     for (int32_t i = 0; i < rope->num_freqs; i++) {
-        const double angle = delta * rope->inv_freq[i]; /* perhaps of many turns: too large for f32 */
+        const double angle = delta * rope->inv_freq[i]; /* may be many full rotations: too large for f32 */
         angles[i] = (float)cos(angle);
         angles[rope->num_freqs + i] = (float)sin(angle);
     }
 }
 
-/* Like kvc_rope_angles, in f64. */
+/* Does the same as kvc_rope_angles, in f64. */
 static void compute_angles(const kvc_rope *rope, int32_t distance, double *angles) {
     for (int32_t i = 0; i < rope->num_freqs; i++) {
         angles[i] = cos(distance * rope->inv_freq[i]);
@@ -80,7 +81,7 @@ void kvc_rope_angles_from(kvc_rope_table *table, const kvc_rope *rope, int32_t d
     }
 }
 
-/* Rotates pairs (x[i], y[i]), which are `stride` floats apart; sign -1: back.  restrict lets compilers vectorise. */
+/* Rotates pairs (x[i], y[i]), `stride` floats apart; back if sign is -1.  restrict lets compilers vectorise. */
 static inline void rotate_pairs(float *restrict x, float *restrict y, int32_t stride, const float *restrict cosines,
                                 const float *restrict sines, int32_t n, float sign) {
     for (int32_t i = 0; i < n; i++) {

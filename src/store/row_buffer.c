@@ -1,3 +1,4 @@
+/* row_buffer.c: rows of unstored tokens: see row_buffer.h. */
 #include "store/row_buffer.h"
 
 #include "store/layout.h"
@@ -65,7 +66,7 @@ void kvc_row_buffers_forked(kvc_cache *cache) {
     }
 }
 
-/* The batch's buffer with the rows of a layer; layer -1: one that nobody uses and whose rows need not stay. */
+/* Finds the batch's buffer with the rows of a layer; for layer -1, a buffer without users whose rows need not stay. */
 static kvc_row_buffer *find(const kvc_cache *cache, int32_t layer) {
     kvc_row_buffer *buffer = cache->row_buffers;
     while (buffer && (buffer->left || (layer < 0 ? buffer->users || buffer->keeps : buffer->layer != layer)))
@@ -73,7 +74,7 @@ static kvc_row_buffer *find(const kvc_cache *cache, int32_t layer) {
     return buffer;
 }
 
-/* Gives a layer a buffer: one whose rows need not stay, or a new one. */
+/* Gives a layer a buffer: an existing one whose rows need not stay, or a new one. */
 static kvc_status assign(kvc_batch *batch, int32_t layer, kvc_row_buffer **out) {
     kvc_cache *cache = batch->cache;
     size_t bytes = 0;
@@ -91,6 +92,7 @@ static kvc_status assign(kvc_batch *batch, int32_t layer, kvc_row_buffer **out) 
     return kvc_layout_add(NULL, &buffer->layout, &cache->layers[layer], buffer->num_slots, &bytes);
 }
 
+/* Returns whether another layer shares the rows of a layer. */
 static int is_shared(const kvc_cache *cache, int32_t layer) {
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (cache->layers[i].share == layer + 1) return 1;

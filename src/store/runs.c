@@ -1,3 +1,4 @@
+/* runs.c: lists of runs: see runs.h. */
 #include "store/runs.h"
 
 #include <string.h>
@@ -47,7 +48,7 @@ void kvc_runs_destroy(kvc_run_list *list, kvc_pool *pool) {
     kvc_runs_init(list);
 }
 
-/* Gets a spare array for so many runs. */
+/* Gets a spare array for num runs. */
 static kvc_status get_spare(kvc_run_list *list, kvc_memory *memory, int64_t num) {
     if (num <= list->spare_capacity) return KVC_OK;
     if (num > INT32_MAX / 2) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)num);
@@ -77,7 +78,7 @@ void kvc_runs_install(kvc_run_list *list, kvc_memory *memory) {
 kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
     const int64_t needed = (int64_t)list->num + extra;
     if (!list->spare && list->first + needed <= list->capacity) return KVC_OK;
-    if (!list->spare && needed <= list->capacity / 2) { /* half of the array is free: moving costs little per run */
+    if (!list->spare && needed <= list->capacity / 2) { /* at least half of the array is free, so that moving is rare */
         memmove(list->runs, kvc_runs_begin(list), (size_t)list->num * sizeof *list->runs);
         list->first = 0;
         return KVC_OK;
@@ -107,7 +108,7 @@ void kvc_runs_push(kvc_run_list *list, const kvc_run *run) {
         list->runs[list->first + list->num++] = *run;
 }
 
-/* Counts the rows of a run that was added at the end. */
+/* Counts the rows and positions of a run that was added at the end. */
 static void count_run(kvc_run_list *list, const kvc_run *run) {
     if (run->position <= list->max_position) list->ascending = 0;
     if (list->num_rows == 0 || run->position < list->min_position) list->min_position = run->position;
@@ -143,8 +144,8 @@ int64_t kvc_runs_visit(const kvc_run_list *list, int32_t begin, int32_t end, kvc
 void kvc_drop_part(void *pool, const kvc_run *part) { kvc_pool_drop(pool, part->block, part->slot, part->count); }
 
 int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
-    /* Move the runs to the far end of the array, and write what stays of them from its beginning: the array has twice
-     * as many places as there were runs, so that writing never overtakes reading. */
+    /* Move the runs to the far end of the array, then write the parts that stay from its beginning.  Each run leaves at
+     * most two parts and the array has room for twice the runs, so that writing never overtakes reading. */
     const int32_t num = list->num, from = list->capacity - num;
     int64_t removed = 0;
     if (num) memmove(list->runs + from, kvc_runs_begin(list), (size_t)num * sizeof *list->runs);
@@ -162,8 +163,8 @@ int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32
     return removed;
 }
 
-/* The number of runs below `begin` if rows from there on can go by trimming the runs behind these, as in a window
- * behind its sinks; -1: they are to be cut out of the middle of a run, or positions do not ascend. */
+/* Returns the number of runs below `begin`, if rows from `begin` on can be dropped by trimming the runs behind them, as
+ * in a window behind its sinks.  Returns -1 if they must be cut out of a run, or positions do not ascend. */
 static int32_t runs_before(const kvc_run_list *list, int32_t begin) {
     if (!list->ascending) return -1;
     int32_t n = 0;
@@ -177,6 +178,7 @@ kvc_status kvc_runs_prepare_evict(kvc_run_list *list, kvc_memory *memory, int32_
     return kvc_runs_prepare_edit(list, memory, extra);
 }
 
+/* Raises *lost_end to the end of an evicted part. */
 static void note_lost(void *context, const kvc_run *part) {
     int32_t *lost_end = context;
     if (run_end(part) > *lost_end) *lost_end = run_end(part);

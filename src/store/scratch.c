@@ -1,6 +1,7 @@
+/* scratch.c: memory kept from one batch to the next: see scratch.h. */
 #include "store/scratch.h"
 
-/* Index of the smallest spare that is large enough; -1: none is. */
+/* Returns the index of the smallest spare that is large enough; -1 if none is. */
 static int find_spare(const kvc_cache *cache, uint64_t size) {
     int best = -1;
     for (int i = 0; i < KVC_NUM_SPARES; i++)
@@ -13,7 +14,8 @@ int kvc_scratch_has(const kvc_cache *cache, uint64_t size) { return find_spare(c
 void *kvc_scratch_take(kvc_cache *cache, uint64_t *size) {
     const int best = find_spare(cache, *size);
     if (best < 0) {
-        *size = kvc_align_up(*size + *size / 4, 4096); /* so that it serves the next batch, which is a little longer */
+        *size =
+            kvc_align_up(*size + *size / 4, 4096); /* larger, to serve the next batch, which may need a little more */
         return kvc_memory_alloc(&cache->memory, *size, KVC_MEMORY_SCRATCH, -1);
     }
     void *memory = cache->spares[best].memory;
@@ -27,7 +29,7 @@ void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size) {
     int smallest = 0;
     for (int i = 1; i < KVC_NUM_SPARES; i++)
         if (cache->spares[i].size < cache->spares[smallest].size) smallest = i;
-    if (cache->spares[smallest].size < size) { /* keep the larger one; an empty place has size 0 */
+    if (cache->spares[smallest].size < size) { /* keep the larger of the two; an empty place has size 0 */
         void *other = cache->spares[smallest].memory;
         const uint64_t other_size = cache->spares[smallest].size;
         cache->spares[smallest].memory = memory;

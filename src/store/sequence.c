@@ -1,3 +1,4 @@
+/* sequence.c: a sequence, and the table of all sequences: see sequence.h. */
 #include "store/sequence.h"
 
 #include <string.h>
@@ -63,7 +64,7 @@ int32_t kvc_sequence_last(const kvc_sequence *sequence) {
 
 /* ---- the table of sequences -------------------------------------------------------------------------------------- */
 
-/* Index of the first item whose id is not below `id`. */
+/* Returns the index of the first item whose id is not below `id`. */
 static int32_t lower_bound(const kvc_table *table, int64_t id) {
     int32_t begin = 0, end = table->num;
     while (begin < end) {

@@ -7,38 +7,38 @@
 
 typedef struct kvc_sequence {
     int64_t id;
-    int32_t in_batch;         /* the open batch owns it */
-    int32_t low;              /* while a batch begins: no query will come below this position */
-    int32_t in_rewrite;       /* its rows are being copied to new slots, without the mutex, */
-    kvc_thread rewriter;      /* by this thread, */
-    struct kvc_draft *drafts; /* [num_token_groups] to become what these say */
-    int32_t in_place;         /* its rows are being written where they lie, without the mutex: kvc_cache_find waits */
-    int32_t holds;            /* it is counted among those that hold rows */
+    int32_t in_batch;         /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
+    int32_t low;              /* lowest position at which a query may still come; set while a batch begins */
+    int32_t in_rewrite;       /* a call copies its rows to new slots without the mutex */
+    kvc_thread rewriter;      /* the thread of that call */
+    struct kvc_draft *drafts; /* [num_token_groups] the drafts of that call */
+    int32_t in_place;         /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
+    int32_t holds;            /* it is counted in cache->num_holding */
     int32_t num_groups;
-    int32_t num_token_groups; /* the first ones hold rows of tokens, the others those put in cross-attention layers */
-    struct kvc_sequence *next_changed, **changed_at; /* place in the cache's list of changed ones; NULL: not in it */
+    int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
+    struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */
     kvc_run_list runs[];                             /* [num_groups] */
 } kvc_sequence;
 
-/* Returns an empty sequence; NULL if there is no memory. */
+/* Makes an empty sequence; returns NULL if out of memory. */
 kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_groups, int32_t num_token_groups);
 
-/* Frees the sequence and drops what it holds. */
+/* Frees the sequence and drops the slots that it holds. */
 void kvc_sequence_free(kvc_sequence *sequence, kvc_memory *memory, kvc_pool *pools);
 
-/* Bytes of the sequence and its lists. */
+/* Returns the bytes of the sequence and its lists. */
 int64_t kvc_sequence_bytes(const kvc_sequence *sequence);
 
-/* Whether it holds rows, of tokens or in a cross-attention layer. */
+/* Returns whether the sequence holds rows, of tokens or in a cross-attention layer. */
 int kvc_sequence_holds(const kvc_sequence *sequence);
 
-/* Whether it holds no token's rows. */
+/* Returns whether the sequence holds no token's rows. */
 int kvc_sequence_is_empty(const kvc_sequence *sequence);
 
-/* Whether it holds nothing and nothing of it was evicted: such a sequence leaves the table. */
+/* Returns whether the sequence holds no rows and none of its rows were evicted: it then leaves the table. */
 int kvc_sequence_is_blank(const kvc_sequence *sequence);
 
-/* Smallest and largest position of a token in any group; -1 if there is none. */
+/* Return the smallest and the largest position of a token in any group; -1 if there is none. */
 int32_t kvc_sequence_first(const kvc_sequence *sequence);
 int32_t kvc_sequence_last(const kvc_sequence *sequence);
 
@@ -49,11 +49,12 @@ typedef struct kvc_table {
     int32_t num, capacity;
 } kvc_table;
 
+/* Returns the sequence with an id; NULL if there is none. */
 kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id);
 
-/* Gets memory for one more sequence; inserting it cannot fail afterwards.  `before` is a copy of the table from before
- * the first of several calls.  Its array stays until kvc_table_keep frees it, or until kvc_table_restore, once all that
- * was inserted was removed again, makes it the table's. */
+/* Gets memory for one more sequence, so that inserting it cannot fail.  `before` is a copy of the table from before the
+ * first of several calls, whose array is kept: kvc_table_keep frees it, or kvc_table_restore, after all that was
+ * inserted was removed again, makes it the table's array again. */
 kvc_status kvc_table_reserve(kvc_table *table, const kvc_table *before, kvc_memory *memory);
 void kvc_table_keep(const kvc_table *table, const kvc_table *before, kvc_memory *memory);
 void kvc_table_restore(kvc_table *table, const kvc_table *before, kvc_memory *memory);

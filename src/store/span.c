@@ -1,4 +1,4 @@
-/* span.c: rows where they lie: kvc_spans, and the holds that keep them there. */
+/* span.c: kvc_spans and kvc_hold_free: describe rows in place, and keep them from being moved. */
 #include "store/span.h"
 
 #include "base/status.h"
@@ -9,7 +9,7 @@
 struct kvc_hold {
     kvc_cache *cache;
     kvc_pool *pool;
-    size_t size; /* of this allocation */
+    size_t size; /* bytes of this allocation */
     int64_t num_blocks;
     kvc_block *blocks[];
 };

@@ -1,4 +1,4 @@
-/* stats.c: the public functions that tell how much memory a cache has and how well it is used. */
+/* stats.c: the public functions that say how much memory a cache has and how well it is used. */
 #include "store/limits.h"
 
 int64_t kvc_nbytes(kvc_cache *cache) {
@@ -18,7 +18,7 @@ int64_t kvc_capacity_bytes(kvc_cache *cache) {
         const kvc_pool *pool = &cache->pools[g];
         const int64_t slot = kvc_pool_slot_bytes(pool);
         if (!slot) continue;
-        /* The rows of a cross-attention layer lie in one block for each sequence. */
+        /* A sequence has one block in the group of a cross-attention layer. */
         const int64_t most = (INT64_MAX - bytes) / slot,
                       slots = g < cache->num_token_groups ? cache->capacity : cache->max_sequences * pool->block_size;
         if (!slots) return -1;

@@ -1,4 +1,4 @@
-/* version.c: the public functions that tell what this library is: its version, build and instruction set. */
+/* version.c: the public functions that say what this library is: its version, build and instruction set. */
 #include "kernels/dispatch.h"
 #include "kvcache.h"
 

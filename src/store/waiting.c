@@ -1,3 +1,4 @@
+/* waiting.c: calls that wait for each other: see waiting.h. */
 #include "store/waiting.h"
 
 kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id) {
@@ -38,7 +39,7 @@ void kvc_cache_end_reading(kvc_cache *cache) {
     if (--cache->num_readers == 0 && cache->num_waiting) kvc_signal_all(&cache->idle);
 }
 
-/* Always returns: those it waits for wait for nothing but the mutex, and call no function of the caller. */
+/* Cannot deadlock: the calls it waits for need nothing but the mutex, and call no function of the caller. */
 void kvc_cache_wait(kvc_cache *cache) {
     cache->num_waiting++;
     while (cache->num_readers || cache->num_in_place) kvc_signal_wait(&cache->idle, &cache->mutex);
