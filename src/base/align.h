@@ -1,11 +1,11 @@
-/* align.h: rounding sizes up, and laying several arrays in one allocation. */
+/* align.h: rounds sizes up, and lays out several arrays in one allocation. */
 #ifndef KVC_ALIGN_H
 #define KVC_ALIGN_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-enum { KVC_CACHE_LINE = 64 };
+enum { KVC_CACHE_LINE = 64 }; /* bytes */
 
 static inline uint64_t kvc_align_up(uint64_t size, size_t alignment) {
     return (size + alignment - 1) / alignment * alignment;

@@ -1,4 +1,4 @@
-/* compiler.h: what compilers spell differently. */
+/* compiler.h: macros for what compilers spell differently. */
 #ifndef KVC_COMPILER_H
 #define KVC_COMPILER_H
 
@@ -8,7 +8,7 @@
 #define KVC_THREAD_LOCAL _Thread_local
 #endif
 
-/* Has the compiler check the arguments of a function that takes a format, as its argument number `string`. */
+/* Has the compiler check the arguments from number `first` on against the format, which is argument number `string`. */
 #if defined(__GNUC__)
 #define KVC_PRINTF(string, first) __attribute__((format(printf, string, first)))
 #else

@@ -1,6 +1,7 @@
+/* dtype.c: see dtype.h. */
 #include "base/dtype.h"
 
-/* Size of a block of each type, in the order of kvc_type. */
+/* Name of each type, and elements and bytes of a block of it, in the order of kvc_type. */
 static const struct {
     const char *name;
     int32_t elements, bytes;

@@ -1,3 +1,4 @@
+/* memory.c: see memory.h; and the default allocator. */
 #include "base/memory.h"
 
 #include <stddef.h>
@@ -13,6 +14,7 @@
  * return pages: those smaller than a huge page side by side in slabs, larger ones in mappings of their own. */
 static const size_t LAZY_SIZE = (size_t)256 << 10;
 
+/* Whether the default allocator gives a block a mapping of its own. */
 static int is_mapped(size_t size, int32_t kind) {
     return KVC_HAS_PAGES && kind == KVC_MEMORY_ROWS && size >= KVC_HUGE_PAGE;
 }
@@ -23,7 +25,7 @@ static void *default_alloc(void *user, size_t size, size_t alignment, const kvc_
 #if defined(_WIN32)
     return _aligned_malloc(size, alignment);
 #else
-    if (alignment <= _Alignof(max_align_t)) return malloc(size); /* aligned_alloc has overhead that is not counted */
+    if (alignment <= _Alignof(max_align_t)) return malloc(size); /* aligned_alloc takes more memory than is counted */
     return aligned_alloc(alignment, (size_t)kvc_align_up(size, alignment));
 #endif
 }
@@ -60,6 +62,7 @@ kvc_status kvc_memory_init(kvc_memory *memory, const kvc_allocator *allocator) {
 
 static int is_default(const kvc_memory *memory) { return memory->allocator.alloc == default_alloc; }
 
+/* Whether a block of this size lies in a slab. */
 static int is_in_slab(const kvc_memory *memory, uint64_t size, kvc_memory_kind kind) {
     return KVC_HAS_PAGES && is_default(memory) && kind == KVC_MEMORY_ROWS && size >= LAZY_SIZE && size < KVC_HUGE_PAGE;
 }

@@ -1,4 +1,4 @@
-/* memory.h: every allocation of a cache: through the caller's allocator or the default one, and counted. */
+/* memory.h: makes every allocation of a cache, through the caller's allocator or the default one, and counts it. */
 #ifndef KVC_MEMORY_H
 #define KVC_MEMORY_H
 
@@ -12,18 +12,18 @@
 typedef struct kvc_page_work {
     struct kvc_page_work *next;
     uint8_t *p;
-    size_t size; /* 0 between two steps */
+    size_t size; /* 0 while the call is between two steps */
 } kvc_page_work;
 
 typedef struct kvc_memory {
     kvc_allocator allocator;
-    int64_t bookkeeping; /* bytes allocated for it */
-    int64_t replaced;    /* of these, bytes of lists that a longer copy is about to replace */
-    kvc_slab *slabs;     /* of the default allocator */
-    kvc_page_work *works;
+    int64_t bookkeeping;  /* bytes allocated as KVC_MEMORY_BOOKKEEPING */
+    int64_t replaced;     /* bytes of bookkeeping in lists that a longer copy is about to replace */
+    kvc_slab *slabs;      /* slabs of the default allocator */
+    kvc_page_work *works; /* list of the work on pages that is going on */
 } kvc_memory;
 
-/* allocator NULL: the default one, which uses the C library, and OS pages for large blocks. */
+/* Sets the allocator.  NULL: the default one, which uses the C library, and OS pages for large blocks. */
 kvc_status kvc_memory_init(kvc_memory *memory, const kvc_allocator *allocator);
 
 /* Allocates without clearing, aligned to a cache line unless it is bookkeeping; NULL if memory is exhausted.  Callers
@@ -42,8 +42,10 @@ int kvc_memory_mark_written(kvc_memory *memory, uint8_t *p, size_t size, kvc_pag
 /* Forgets that the block at p is written.  Call before purging a part of it. */
 void kvc_memory_clear_written(kvc_memory *memory, void *p);
 
-/* Whether some call works on pages of [p, p + size); on any page at all. */
+/* Whether some call works on pages of [p, p + size). */
 int kvc_memory_is_busy(const kvc_memory *memory, const uint8_t *p, size_t size);
+
+/* Whether some call works on any pages. */
 int kvc_memory_any_busy(const kvc_memory *memory);
 
 /* Whether a block of this size takes memory only as it is touched, and can return it page by page. */

@@ -1,5 +1,6 @@
+/* pages.c: see pages.h. */
 #if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE /* MAP_ANONYMOUS, madvise */
+#define _GNU_SOURCE /* declares MAP_ANONYMOUS and madvise */
 #endif
 #include "base/pages.h"
 
@@ -43,7 +44,7 @@ void *kvc_pages_map(size_t size) {
     char *p = mmap(NULL, used + slack, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (p == MAP_FAILED) return NULL;
     const size_t before = slack ? (size_t)kvc_align_up((uintptr_t)p, KVC_HUGE_PAGE) - (uintptr_t)p : 0;
-    if (before) munmap(p, before); /* trims both sides */
+    if (before) munmap(p, before); /* cuts off both ends */
     if (slack - before) munmap(p + before + used, slack - before);
     return p + before;
 }

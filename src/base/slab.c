@@ -1,3 +1,4 @@
+/* slab.c: see slab.h. */
 #include "base/slab.h"
 
 #include <stdlib.h>
@@ -5,15 +6,15 @@
 #include "base/align.h"
 #include "base/pages.h"
 
-enum { ITEMS = 32 };
+enum { ITEMS = 32 }; /* items in a slab, unless addresses are scarce: one bit each of a uint32_t */
 
-/* One mapping, divided into blocks of equal size. */
+/* One mapping, divided into items of equal size. */
 struct kvc_slab {
     kvc_slab *next;
     uint8_t *begin;
-    size_t item_bytes;       /* from block to block */
+    size_t item_bytes;       /* from item to item */
     uint32_t num_items;      /* ITEMS or 1 */
-    uint32_t taken, written; /* bit i: block i is */
+    uint32_t taken, written; /* bit i: whether item i is */
 };
 
 static size_t size_of(const kvc_slab *slab) { return slab->num_items * slab->item_bytes; }
@@ -43,7 +44,7 @@ static kvc_slab *add_slab(kvc_slab **slabs, size_t item_bytes) {
     if (!slab) return NULL;
     *slab = (kvc_slab){.next = *slabs, .item_bytes = item_bytes, .num_items = ITEMS};
     slab->begin = kvc_pages_map(size_of(slab));
-    if (!slab->begin) { /* where addresses are scarce, one block may still fit */
+    if (!slab->begin) { /* addresses are scarce, but one item may still fit */
         slab->num_items = 1;
         slab->begin = kvc_pages_map(size_of(slab));
     }
@@ -69,12 +70,12 @@ void *kvc_slab_take(kvc_slab **slabs, size_t size) {
     return slab->begin + (size_t)i * item_bytes;
 }
 
-void kvc_slab_give(kvc_slab **slabs, void *block) {
-    kvc_slab *slab = find(slabs, block, 0);
-    slab->taken &= ~bit_of(slab, block);
-    slab->written &= ~bit_of(slab, block);
+void kvc_slab_give(kvc_slab **slabs, void *item) {
+    kvc_slab *slab = find(slabs, item, 0);
+    slab->taken &= ~bit_of(slab, item);
+    slab->written &= ~bit_of(slab, item);
     if (slab->taken) {
-        kvc_pages_drop(block, slab->item_bytes);
+        kvc_pages_drop(item, slab->item_bytes);
         return;
     }
     *slabs = slab->next;
@@ -82,7 +83,7 @@ void kvc_slab_give(kvc_slab **slabs, void *block) {
     free(slab);
 }
 
-/* Whether written items fill the huge page. */
+/* Whether written items fill huge page number `page` of the slab. */
 static int is_written(const kvc_slab *slab, size_t page) {
     const size_t first = page * KVC_HUGE_PAGE / slab->item_bytes;
     const size_t last = ((page + 1) * KVC_HUGE_PAGE - 1) / slab->item_bytes;

@@ -1,4 +1,4 @@
-/* slab.h: blocks smaller than a huge page, side by side, so that several share one. */
+/* slab.h: items of memory smaller than a huge page, side by side in a slab, so that several share a huge page. */
 #ifndef KVC_SLAB_H
 #define KVC_SLAB_H
 
@@ -7,19 +7,18 @@
 
 typedef struct kvc_slab kvc_slab;
 
-/* Takes a block of `size` bytes from one of *slabs or from a new one; its memory is taken from the system as it is
+/* Takes an item of `size` bytes from one of *slabs or from a new one; its memory is taken from the system as it is
  * touched.  NULL if memory is exhausted. */
 void *kvc_slab_take(kvc_slab **slabs, size_t size);
 
-/* Gives a block back. */
-void kvc_slab_give(kvc_slab **slabs, void *block);
+/* Gives an item back. */
+void kvc_slab_give(kvc_slab **slabs, void *item);
 
-/* Records that the block at *p is written as a whole.  Sets *p and *size to the huge pages, or none, that it fills
- * together with written blocks beside it.  Returns 0, and changes nothing, if the block is not from one of these slabs.
- */
+/* Records that the item at *p is written as a whole.  Sets *p and *size to the huge pages, or none, that it fills
+ * together with written items beside it.  Returns 0, and changes nothing, if no slab holds the item. */
 int kvc_slab_mark_written(kvc_slab **slabs, uint8_t **p, size_t *size);
 
-/* Forgets that the block at p, if it is from one of these slabs, is written. */
+/* Forgets that the item at p, if it is from one of these slabs, is written. */
 void kvc_slab_clear_written(kvc_slab **slabs, void *p);
 
 #endif

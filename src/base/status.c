@@ -1,3 +1,4 @@
+/* status.c: see status.h; and the texts of errors. */
 #include "base/status.h"
 
 #include <stdarg.h>

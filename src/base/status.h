@@ -1,11 +1,11 @@
-/* status.h: how a function reports an error. */
+/* status.h: reports errors. */
 #ifndef KVC_STATUS_H
 #define KVC_STATUS_H
 
 #include "base/compiler.h"
 #include "kvcache.h"
 
-/* Keeps the sentence for kvc_last_error() on this thread; returns status. */
+/* Keeps the formatted sentence for kvc_last_error() on this thread; returns status. */
 kvc_status kvc_fail(kvc_status status, const char *format, ...) KVC_PRINTF(2, 3);
 
 #endif

@@ -1,3 +1,4 @@
+/* structs.c: see structs.h. */
 #include "base/structs.h"
 
 #include <stdint.h>

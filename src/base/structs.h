@@ -1,4 +1,5 @@
-/* structs.h: structs passed by callers, who may have been compiled with an older or a newer version of the header. */
+/* structs.h: copies structs from and to callers, who may have been compiled with an older or a newer version of the
+ * header. */
 #ifndef KVC_STRUCTS_H
 #define KVC_STRUCTS_H
 
@@ -6,8 +7,8 @@
 
 #include "base/status.h"
 
-/* Each public struct with the last field of its first version.  Later versions add fields behind it; these lines never
- * change. */
+/* Lists each public struct with the last field of its first version.  Later versions add fields behind it; never change
+ * these lines. */
 #define KVC_STRUCT_LIST(X)               \
     X(kvc_layer, rope)                   \
     X(kvc_allocator, purge)              \
@@ -29,11 +30,12 @@ enum {
 #undef KVC_LEAST_SIZE
 };
 
-/* KVC_ERR_INVALID if the size a caller gives is below that of the struct's first version, `least`. */
+/* Returns KVC_ERR_INVALID if the size that a caller gives is below `least`, that of the struct's first version. `right`
+ * is today's size, for the message. */
 kvc_status kvc_check_size(size_t size, size_t least, size_t right, const char *name);
 
-/* Copies a caller's struct of from_size bytes; fields it lacks become 0.  KVC_ERR_INVALID if it is NULL or too small,
- * KVC_ERR_UNSUPPORTED if it sets a field that this version does not know. */
+/* Copies a caller's struct of from_size bytes; fields it lacks become 0.  Returns KVC_ERR_INVALID if it is NULL or too
+ * small, KVC_ERR_UNSUPPORTED if it sets a field that this version does not know. */
 kvc_status kvc_read_struct(void *to, size_t to_size, size_t least, const void *from, size_t from_size,
                            const char *name);
 

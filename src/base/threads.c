@@ -1,5 +1,6 @@
+/* threads.c: see threads.h. */
 #if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE /* sched_getaffinity */
+#define _GNU_SOURCE /* declares sched_getaffinity */
 #endif
 #include "base/threads.h"
 
@@ -16,14 +17,22 @@
 #include <omp.h>
 #endif
 
+/* ---- the number of threads: OMP_NUM_THREADS, or the physical cores this process may use -------------------------- */
+
 static atomic_int chosen_threads; /* by kvc_set_num_threads; 0: none */
+
+kvc_status kvc_set_num_threads(int32_t num_threads) {
+    if (num_threads < 0 || num_threads > KVC_MOST_THREADS)
+        return kvc_fail(KVC_ERR_INVALID, "num_threads is %d: it must be between 1 and %d, or 0 for the default",
+                        num_threads, KVC_MOST_THREADS);
+    atomic_store(&chosen_threads, num_threads);
+    return KVC_OK;
+}
 
 #if defined(_OPENMP)
 
-/* ---- the number of threads: OMP_NUM_THREADS, or the physical cores this process may use -------------------------- */
-
 #if defined(__linux__)
-/* The first number in a file, or -1. */
+/* Returns the first number in a file, or -1. */
 static long read_number(const char *path) {
     long number = -1;
     FILE *file = fopen(path, "r");
@@ -48,7 +57,7 @@ static int allowed_cores(void) {
     return cores;
 }
 
-/* Processors' worth of time the control group grants, rounded up; 0: no limit. */
+/* Returns how many processors' time the control group grants, rounded up; 0: no limit. */
 static int quota_cores(void) {
     long quota = -1, period = 0;
     FILE *file = fopen("/sys/fs/cgroup/cpu.max", "r"); /* version 2 */
@@ -82,10 +91,8 @@ static int32_t default_threads(void) {
     return known;
 }
 
-/* ---- fork -------------------------------------------------------------------------------------------------------- */
-
-/* A child after fork() lacks the threads of its parent's OpenMP pool, and would wait for them for ever. */
-
+/* Whether this process is the child of a fork().  It lacks the threads of its parent's OpenMP pool, and would wait for
+ * them for ever. */
 static atomic_int forked;
 
 void kvc_threads_forked(void) { atomic_store(&forked, 1); }
@@ -95,6 +102,8 @@ int32_t kvc_num_threads(void) {
     const int32_t chosen = atomic_load(&chosen_threads);
     return chosen ? chosen : default_threads();
 }
+
+/* ---- parallel loops ---------------------------------------------------------------------------------------------- */
 
 void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *context, int64_t i), void *context) {
     if (num_threads > num_tasks) num_threads = (int32_t)num_tasks;
@@ -121,7 +130,7 @@ void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *con
 
 /* ---- calls that end early ---------------------------------------------------------------------------------------- */
 
-static KVC_THREAD_LOCAL char thread_mark; /* its address names the thread */
+static KVC_THREAD_LOCAL char thread_mark; /* its address identifies the thread */
 
 static int64_t now(void) {
 #if defined(_WIN32)
@@ -133,7 +142,7 @@ static int64_t now(void) {
 #endif
 }
 
-enum { POLL_NS = 40000000 };
+enum { POLL_NS = 40000000 }; /* between two polls */
 
 void kvc_watch_init(kvc_watch *watch, kvc_poll_fn *poll, void *user) {
     watch->poll = poll;
@@ -151,12 +160,4 @@ int kvc_watch_ask(kvc_watch *watch) {
     if (stop) atomic_store_explicit(&watch->stopped, 1, memory_order_relaxed);
     watch->next = now() + POLL_NS;
     return stop;
-}
-
-kvc_status kvc_set_num_threads(int32_t num_threads) {
-    if (num_threads < 0 || num_threads > KVC_MOST_THREADS)
-        return kvc_fail(KVC_ERR_INVALID, "num_threads is %d: it must be between 1 and %d, or 0 for the default",
-                        num_threads, KVC_MOST_THREADS);
-    atomic_store(&chosen_threads, num_threads);
-    return KVC_OK;
 }

@@ -7,6 +7,7 @@
 
 #include "kvcache.h"
 
+/* The system's mutex, condition variable (kvc_signal) and thread id under one name each. */
 #if defined(_WIN32)
 #include <windows.h>
 typedef SRWLOCK kvc_mutex;
@@ -48,7 +49,7 @@ static inline void kvc_signal_all(kvc_signal *s) { pthread_cond_broadcast(s); }
 
 enum { KVC_MOST_THREADS = 4096 }; /* the largest number a caller may set */
 
-/* Call in the child after a fork(): it has one thread from then on. */
+/* Call in the child of the process's fork(): calls run on one thread from then on. */
 void kvc_threads_forked(void);
 
 /* Runs task(context, i) for every i in [0, num_tasks), on at most num_threads threads, in any order.  Runs serially
@@ -59,18 +60,18 @@ void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *con
 typedef struct kvc_watch {
     kvc_poll_fn *poll;
     void *user;
-    const char *caller; /* names the thread that made the call; it alone polls */
+    const char *caller; /* identifies the thread that made the call; only that one polls */
     int64_t next;       /* time of its next poll, in nanoseconds */
     atomic_int stopped;
 } kvc_watch;
 
-/* Begins watching; poll NULL: the call is never ended. */
+/* Begins watching; poll NULL: the call never ends early. */
 void kvc_watch_init(kvc_watch *watch, kvc_poll_fn *poll, void *user);
 
-/* Whether the call is to end.  Polls if this thread made the call and the last poll is a while ago. */
+/* Whether the call is to end early.  Polls if this thread made the call and its next poll is due. */
 int kvc_watch_ask(kvc_watch *watch);
 
-/* What the tasks were told.  Call once they have ended. */
+/* Whether the tasks were told to end early.  Call once they have ended. */
 static inline int kvc_watch_stopped(const kvc_watch *watch) { return atomic_load(&watch->stopped); }
 
 #endif
