@@ -9,7 +9,7 @@
 
 /* ---- running tasks ----------------------------------------------------------------------------------------------- */
 
-/* Takes a lane that no task uses.  There is one for each thread of the plan; further ones wait. */
+/* Takes a lane that no task uses.  There is one for each thread of the plan; further threads wait. */
 static int32_t take_lane(kvc_plan *plan) {
     for (;;) {
         for (int32_t i = 0; i < plan->num_lanes; i++)
@@ -39,7 +39,7 @@ static kvc_status run_task(kvc_call *c, int64_t i) {
 
 /* ---- rounds ------------------------------------------------------------------------------------------------------ */
 
-/* Begins a round where the layer or the arrays are others than before, and forgets what was run in the last one. */
+/* Begins a new round if the layer or the arrays are not those of the last one, whose tasks are then forgotten. */
 static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
     kvc_round *round = &plan->round;
     if (round->layer == layer && round->q == args->q && round->out == args->out && round->lse == args->lse)
@@ -56,18 +56,18 @@ static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_arg
     return KVC_OK;
 }
 
-/* Whether this task is the one that makes the round a rerun. */
+/* Whether running this task makes the round a rerun. */
 static int begins_rerun(const kvc_round *round, int64_t task) {
     return !round->is_rerun && (round->has_failed || round->states[task] == KVC_TASK_DONE);
 }
 
-/* Begins a task of the round; sets c->is_rerun and c->was_done.  A rerun begins once no task of the round runs. */
+/* Begins a task of the round; sets c->is_rerun and c->was_done.  Before a rerun, waits until no task is running. */
 static kvc_status begin_task(kvc_call *c, int32_t layer, const kvc_attend_args *args, int64_t task) {
     kvc_plan *plan = c->plan;
     kvc_round *round = &plan->round;
     lock_round(round);
     kvc_status status = join_round(plan, layer, args);
-    /* Running tasks wait for nothing, so they end. */
+    /* This loop ends, as running tasks wait for nothing. */
     while (status == KVC_OK && begins_rerun(round, task) && round->num_running) {
         unlock_round(round);
         kvc_pause();
@@ -91,7 +91,7 @@ static kvc_status begin_task(kvc_call *c, int32_t layer, const kvc_attend_args *
     return status;
 }
 
-/* Ends a task of the round.  Where it was done before and is cancelled now, the part that it left stays. */
+/* Ends a task of the round.  One that was done before and is cancelled now stays done, with its earlier result. */
 static void end_task(const kvc_call *c, int64_t task, int is_done) {
     const int64_t num_tasks = kvc_plan_num_tasks(c->plan);
     kvc_round *round = &c->plan->round;
@@ -150,7 +150,7 @@ static kvc_status check_plan_layer(const kvc_plan *plan, int32_t layer) {
     return KVC_OK;
 }
 
-/* Checks that the batch's own rows that a unit sees were put, or are among those of `put`, which are about to be. */
+/* Checks that the batch's own rows that a unit sees were put, or are about to be, by `put`. */
 static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t layer, const kvc_put_args *put,
                              const kvc_row_buffer *buffer) {
     const kvc_batch *batch = plan->batch;
@@ -162,13 +162,13 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t
         const kvc_piece *piece = &plan->pieces[p];
         for (int32_t i = 0; piece->token >= 0 && i < piece->count; i++) {
             const int32_t t = batch->order[piece->token + i];
-            int has = written[t];
+            int was_put = written[t];
             if (put && t >= put->first && t < put->first + put->num_tokens) continue;
             if (unit->is_buffered) {
-                const kvc_status status = kvc_row_buffer_has(batch, buffer, layer, t, piece->slot + i, &has);
+                const kvc_status status = kvc_row_buffer_has(batch, buffer, layer, t, piece->slot + i, &was_put);
                 if (status != KVC_OK) return status;
             }
-            if (!has)
+            if (!was_put)
                 return kvc_fail(KVC_ERR_INVALID,
                                 "token %d of the batch is seen but was not put in layer %d: put k and v first", t,
                                 layer);
@@ -177,7 +177,7 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t
     return KVC_OK;
 }
 
-/* Checks what the members of one task see. */
+/* Checks that the rows that the members of a task see were put. */
 static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, const kvc_row_buffer *buffer) {
     const kvc_job *job = kvc_job_of(plan, task);
     kvc_status status = KVC_OK;
@@ -186,6 +186,7 @@ static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, 
     return status;
 }
 
+/* Fills in what the tasks of a call share. */
 static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args,
                       const kvc_row_buffer *buffer) {
     const kvc_cache *cache = plan->batch->cache;
@@ -242,12 +243,14 @@ kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *ar
     return status;
 }
 
+/* Runs task i, for kvc_parallel; context: the kvc_call. */
 static void run_one(void *context, int64_t i) {
     kvc_call *c = context;
     const kvc_status status = run_task(c, i);
     if (status != KVC_OK) atomic_store(&c->status, status);
 }
 
+/* Runs all tasks, on several threads if that is worth it. */
 static kvc_status run_all(kvc_call *c) {
     /* Below this many multiply-adds, about 20 microseconds, waking threads costs more than they save. */
     static const double WORTH_THREADS = 1 << 19;
@@ -259,8 +262,8 @@ static kvc_status run_all(kvc_call *c) {
     return status == KVC_OK ? KVC_OK : kvc_fail(status, "the attention was cancelled");
 }
 
-/* Puts rows, where `put` is not NULL, and runs all tasks.  *buffer: the layer's row buffer, if it has one; set to it,
- * if it gets one here. */
+/* Puts rows, if `put` is not NULL, and runs all tasks.  *buffer: the layer's row buffer, or NULL if it has none; set if
+ * putting rows makes one. */
 static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_put_args *put,
                          kvc_row_buffer **buffer) {
     kvc_call c;
@@ -289,16 +292,17 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     if (status == KVC_OK && args.put) status = kvc_put_check(batch, plan_args.layer, args.put, &put);
     if (status != KVC_OK) return status;
     const int32_t layer = plan_args.layer;
-    int puts = args.put != NULL;
-    if (puts && !kvc_keeps_tokens(batch->cache, layer)) { /* in such a layer, a plan is made of rows that are there */
+    int must_put = args.put != NULL;
+    /* A plan for cross-attention is made of the rows that were put before. */
+    if (must_put && !kvc_keeps_tokens(batch->cache, layer)) {
         status = kvc_put_rows(batch, layer, &put, NULL);
-        puts = 0;
+        must_put = 0;
     }
     kvc_row_buffer *buffer = NULL;
     if (status == KVC_OK) status = kvc_plan_new(batch, &plan_args, &plan);
     if (status != KVC_OK) return status;
     status = kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer);
-    if (status == KVC_OK) status = attend(plan, layer, &args, puts ? &put : NULL, &buffer);
+    if (status == KVC_OK) status = attend(plan, layer, &args, must_put ? &put : NULL, &buffer);
     kvc_row_buffer_leave(batch->cache, buffer);
     kvc_plan_free(plan);
     return status;

@@ -1,7 +1,7 @@
 /* cutting.c: cuts the queries of a batch into units, and the rows that each sees into pieces and parts.
  *
- * The rule for units and parts.  It looks at the lengths of the sequence alone, never at threads, blocks or the rest of
- * the batch, so that the results of one sequence are always added up in the same order:
+ * The rule for units and parts.  It depends on the lengths of the sequence alone, never on threads, blocks or the rest
+ * of the batch, so that the results of one sequence are always added up in the same order:
  *   - Up to KVC_STREAM_QUERIES query rows per KV head are one unit, which is streamed: every stored row is read once
  *     for all of them.  The rows in reach are cut every KVC_PART_ROWS, however many they are, so that sequences that
  *     begin alike are cut alike.
@@ -11,9 +11,9 @@
  *     times as many, so that the sequence has at most KVC_TILED_TASKS tasks: enough to keep 64 threads equally busy,
  *     few enough that merging costs nothing, as a part's result is large here.
  *
- * Arrays are allocated between two passes, of which the first counts and the second lists what the same function
- * describes: cut_queries the units of a sequence (kvc_count_units, kvc_list_units), visit_own_rows the pieces of the
- * batch's own rows (count_own_rows, kvc_list_pieces).
+ * Arrays are allocated between two passes over the same function, one that counts and one that lists: cut_queries
+ * gives the units of a sequence (kvc_count_units, kvc_list_units), visit_own_rows the pieces of the batch's own rows
+ * (count_own_rows, kvc_list_pieces).
  */
 #include "attend/cutting.h"
 
@@ -23,22 +23,24 @@
 
 static int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
-/* The query tokens order[first .. end) of a sequence, cut into units of `tokens` tokens, the last perhaps of fewer. */
+/* The query tokens order[first .. end) of a sequence, cut into units of `tokens` tokens; the last may have fewer. */
 typedef struct query_cut {
     int32_t sequence, first, end, tokens;
     int32_t num_units; /* 0: the sequence has no query tokens */
 } query_cut;
 
-/* Query tokens of a unit, of a sequence that has num_tokens of them, which see num_rows rows at most. */
+/* Returns the number of query tokens per unit, for a sequence of num_tokens query tokens that see at most num_rows
+ * rows. */
 static int32_t unit_tokens(const kvc_plan *plan, int32_t num_tokens, int64_t num_rows) {
     const int64_t query_rows = (int64_t)num_tokens * plan->heads_per_kv;
     if (query_rows <= KVC_TASK_QUERIES) return num_tokens;
-    const int64_t tasks_per_unit = divide_up(num_rows, KVC_PART_ROWS) * plan->num_kv_heads; /* at most */
+    const int64_t tasks_per_unit = divide_up(num_rows, KVC_PART_ROWS) * plan->num_kv_heads; /* upper bound */
     int32_t most = KVC_TILE_QUERIES;
     while (most > KVC_TILE_QUERIES / 4 && divide_up(query_rows, most) * tasks_per_unit < KVC_TILED_TASKS / 2) most /= 2;
     return most > plan->heads_per_kv ? most / plan->heads_per_kv : 1;
 }
 
+/* Cuts the query tokens of a sequence that are in the plan's range into units. */
 static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
     const kvc_batch *batch = plan->batch;
     const kvc_batch_sequence *member = &batch->sequences[sequence];
@@ -60,7 +62,7 @@ int32_t kvc_count_units(const kvc_plan *plan) {
     return num;
 }
 
-/* Unit i of a sequence, with its queries alone. */
+/* Makes unit i of a sequence, without its rows: see find_rows and cut_rows. */
 static kvc_new_unit unit_at(const kvc_plan *plan, const query_cut *cut, int32_t i) {
     const int32_t first = cut->first + i * cut->tokens, rest = cut->end - first;
     return (kvc_new_unit){.unit = {.sequence = cut->sequence,
@@ -72,6 +74,7 @@ static kvc_new_unit unit_at(const kvc_plan *plan, const query_cut *cut, int32_t 
 
 /* ---- the rows of a unit ------------------------------------------------------------------------------------------ */
 
+/* Finds the positions that the queries of a unit see. */
 static void find_reach(const kvc_plan *plan, const kvc_run_list *list, kvc_new_unit *u) {
     const kvc_batch *batch = plan->batch;
     const kvc_policy *policy = &batch->cache->policies[plan->group];
@@ -92,30 +95,31 @@ static void find_reach(const kvc_plan *plan, const kvc_run_list *list, kvc_new_u
     if (list->max_position < reach.end) u->stored.end = INT32_MAX;
 }
 
-/* Called for each piece, a part of a run; token: of the batch, the piece's first one as an index into batch->order, or
- * -1 for rows that are not tokens'. */
+/* Called for each piece, a part of a run.  token: index into batch->order of the token of the piece's first row; -1 for
+ * stored rows and those of cross-attention. */
 typedef void visit_fn(void *context, const kvc_run *piece, int32_t token);
 
+/* Visits the rows of a run at positions [begin, end).  token: as in visit_fn, for the run's first row. */
 static inline void visit_positions(const kvc_run *run, int32_t token, int32_t begin, int32_t end, visit_fn *visit,
                                    void *context) {
     const kvc_run piece = kvc_run_part(run, begin, end);
     if (piece.count) visit(context, &piece, token < 0 ? -1 : token + piece.position - run->position);
 }
 
-/* Visits what is in reach of a run whose first row is that of `token`. */
+/* Visits the rows of a run that are in reach.  token: as in visit_positions. */
 static inline void visit_run(const kvc_reach *reach, const kvc_run *run, int32_t token, visit_fn *visit,
                              void *context) {
     if (reach->sinks) visit_positions(run, token, 0, reach->sinks, visit, context);
     visit_positions(run, token, reach->low, reach->end, visit, context);
 }
 
-/* Of a batch with parents, visits the rows that tokens of the unit descend from, and no others: these may not have been
- * put.  marks: as for kvc_list_units. */
+/* Visits, in a batch with parents, the rows of the unit's tokens and of those that they descend from.  Others may not
+ * have been put.  marks: as for kvc_list_units. */
 static void visit_ancestors(const kvc_batch *batch, const kvc_new_unit *u, const kvc_pending *pending, uint8_t *marks,
                             visit_fn *visit, void *context) {
     const kvc_batch_sequence *member = &batch->sequences[u->unit.sequence];
     const int32_t *order = batch->order;
-    int32_t token = member->first; /* of the run's first row */
+    int32_t token = member->first; /* index into batch->order, for the run's first row */
     for (int32_t i = u->unit.first; i < u->unit.first + u->unit.num_tokens; i++)
         for (int32_t t = order[i]; t >= 0 && !marks[t]; t = batch->parents[t]) marks[t] = 1;
     for (int32_t r = 0; r < pending->num; token += pending->runs[r++].count)
@@ -130,7 +134,8 @@ static void visit_ancestors(const kvc_batch *batch, const kvc_new_unit *u, const
     for (int32_t i = 0; i < member->num_tokens; i++) marks[order[member->first + i]] = 0;
 }
 
-/* Visits the batch's own rows, which come after the stored ones.  In a cross-attention layer they replace them. */
+/* Visits the batch's own rows in reach, which come after the stored ones; in a cross-attention layer they replace them.
+ * marks: as for kvc_list_units. */
 static void visit_own_rows(const kvc_plan *plan, const kvc_new_unit *u, uint8_t *marks, visit_fn *visit,
                            void *context) {
     const kvc_batch *batch = plan->batch;
@@ -146,7 +151,7 @@ static void visit_own_rows(const kvc_plan *plan, const kvc_new_unit *u, uint8_t 
         visit_run(&u->own, &pending->runs[i], is_cross ? -1 : token, visit, context);
 }
 
-/* A visit_fn whose context is the kvc_new_unit. */
+/* Counts a piece of the batch's own rows; context: the kvc_new_unit. */
 static void count_own_rows(void *context, const kvc_run *piece, int32_t token) {
     kvc_new_unit *u = context;
     (void)token;
@@ -173,14 +178,14 @@ static void find_rows(const kvc_plan *plan, kvc_new_unit *u, uint8_t *marks) {
     u->unit.num_rows += u->stored_rows;
 }
 
-/* Cuts the rows of one of so many units of a sequence into parts. */
+/* Cuts the rows of a unit, one of num_units of its sequence, into parts. */
 static void cut_rows(const kvc_plan *plan, int32_t num_units, kvc_unit *unit) {
     const int64_t most_parts = KVC_TILED_TASKS / ((int64_t)plan->num_kv_heads * num_units);
     unit->part_rows = KVC_PART_ROWS;
     while (unit->tiled && unit->part_rows < unit->num_rows && divide_up(unit->num_rows, unit->part_rows) > most_parts)
         unit->part_rows += unit->part_rows / (unit->part_rows % 3 ? 2 : 3); /* 1, 3/2, 2, 3, 4, 6, 8 ... */
     unit->num_parts = (int32_t)divide_up(unit->num_rows, unit->part_rows);
-    if (!unit->num_parts) unit->num_parts = 1; /* it sees nothing, but some task must write the zeros */
+    if (!unit->num_parts) unit->num_parts = 1; /* a unit that sees nothing needs a task too, which writes zeros */
 }
 
 void kvc_list_units(const kvc_plan *plan, kvc_new_unit *units, uint8_t *marks) {
@@ -196,7 +201,7 @@ void kvc_list_units(const kvc_plan *plan, kvc_new_unit *units, uint8_t *marks) {
 
 /* ---- pieces ------------------------------------------------------------------------------------------------------ */
 
-/* The index of a delta among the plan's, counted from 1; 0 for none. */
+/* Returns the index of a delta among the plan's, counted from 1; 0 for delta 0. */
 static int32_t find_delta_index(const kvc_plan *plan, int32_t delta) {
     if (delta == 0) return 0;
     int32_t begin = 0, end = plan->num_deltas;
@@ -210,7 +215,7 @@ static int32_t find_delta_index(const kvc_plan *plan, int32_t delta) {
     return begin + 1;
 }
 
-/* A visit_fn whose context is the plan. */
+/* Adds a piece to the plan; context: the kvc_plan. */
 static void list_piece(void *context, const kvc_run *piece, int32_t token) {
     kvc_plan *plan = context;
     plan->pieces[plan->num_pieces++] = (kvc_piece){.rows = piece->block ? piece->block->rows : NULL,
@@ -223,7 +228,7 @@ static void list_piece(void *context, const kvc_run *piece, int32_t token) {
 
 void kvc_list_pieces(kvc_plan *plan, const kvc_new_unit *from, kvc_unit *unit, const kvc_unit *before, uint8_t *marks) {
     kvc_part_start *starts = plan->starts + unit->first_start;
-    int64_t piece = plan->num_pieces, rows_before = from->rows_before; /* rows in the pieces before this one */
+    int64_t piece = plan->num_pieces, rows_before = from->rows_before; /* rows in reach before `piece` */
     if (from->first_part) memcpy(starts, plan->starts + before->first_start, (size_t)from->first_part * sizeof *starts);
     for (int32_t i = from->first_run; i < from->num_runs; i++)
         visit_run(&from->stored, &from->runs[i], -1, list_piece, plan);

@@ -1,6 +1,6 @@
-/* dense.c: rows and masks as plain arrays, for callers with an attention of their own.
+/* dense.c: copies rows to plain arrays and makes masks, for callers with an attention of their own.
  *
- * Rows are walked over twice, by visit_rows: counted, which tells how much memory a list of them takes, then listed.
+ * Rows are walked over twice, by visit_rows: once to count them, and so size a list of them, and once to list them.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -10,53 +10,53 @@
 #include "store/read.h"
 #include "store/row_buffer.h"
 
-/* A row that is to be written. */
+/* A row to be copied out. */
 typedef struct dense_row {
     int32_t position;
-    int32_t token;    /* of the batch; -1: stored */
-    int32_t sequence; /* of the batch */
+    int32_t token;    /* token of the batch; -1: a stored row */
+    int32_t sequence; /* index into batch->sequences */
     int64_t arrived;  /* index in order of arrival, which decides between equal positions */
-    kvc_run run;      /* of this row alone */
+    kvc_run run;      /* a run of this row alone */
 } dense_row;
 
-/* The rows of one sequence, in the list of all. */
+/* The rows of one sequence: dense->rows[first .. first + num). */
 typedef struct slice {
     int64_t first, num;
 } slice;
 
 typedef struct member {
     int64_t id;
-    int32_t sequence; /* of the batch */
+    int32_t sequence; /* index into batch->sequences */
 } member;
 
-/* One call. */
+/* What the functions of one call share. */
 typedef struct dense {
     const kvc_batch *batch;
     int32_t layer, num_tasks;
     kvc_dense_args args;
     kvc_rows_out out;
-    const kvc_row_buffer *buffer; /* the layer's */
-    kvc_status status;            /* KVC_ERR_GONE where rows are */
-    int64_t num;                  /* rows that were counted or listed so far */
+    const kvc_row_buffer *buffer; /* the layer's row buffer */
+    kvc_status status;            /* KVC_ERR_GONE if rows are gone from the row buffer */
+    int64_t num;                  /* rows counted or listed so far */
     dense_row *rows;
     slice *slices;  /* [batch->num_sequences] */
-    member *order;  /* [batch->num_sequences] in which they are written */
-    float *scratch; /* [num_tasks] of a kvc_rotator, where keys may have to be rotated */
+    member *order;  /* [batch->num_sequences] sequences in the order in which they are written */
+    float *scratch; /* for one kvc_rotator per task, where keys may have to be rotated */
 } dense;
 
-/* ---- which rows -------------------------------------------------------------------------------------------------- */
+/* ---- visiting rows ----------------------------------------------------------------------------------------------- */
 
-/* Called for rows side by side.  tokens: [run->count] of the batch, whose rows these are; NULL: stored rows. */
+/* Called for the rows of a run.  tokens: [run->count] tokens of the batch whose rows these are; NULL: stored rows. */
 typedef void visit_fn(dense *d, int32_t s, const kvc_run *run, const int32_t *tokens);
 
-/* Whether the row of a token was put, which is in a slot of the row buffer unless it has a block. */
+/* Whether the row of a token was put.  block NULL: its slot is one of the row buffer. */
 static int is_put(dense *d, const kvc_block *block, int32_t slot, int32_t token) {
     int has = kvc_written_in(d->batch, kvc_source_of(d->batch->cache, d->layer))[token];
     if (!block && d->status == KVC_OK) d->status = kvc_row_buffer_has(d->batch, d->buffer, d->layer, token, slot, &has);
     return has;
 }
 
-/* Visits those rows of a run of the batch's that were put. */
+/* Visits the rows of one of the batch's runs that were put. */
 static void visit_put_rows(dense *d, int32_t s, const kvc_run *run, const int32_t *tokens, visit_fn *visit) {
     for (int32_t from = 0, to; from < run->count; from = to + 1) {
         for (to = from; to < run->count && is_put(d, run->block, run->slot + to, tokens[to]);) to++;
@@ -107,7 +107,7 @@ static kvc_status count_rows(const kvc_batch *batch, int32_t layer, const kvc_ro
     return d.status;
 }
 
-/* Counts the rows while the layer's row buffer is entered. */
+/* Enters the layer's row buffer, counts the rows, and leaves it. */
 static kvc_status enter_and_count(kvc_batch *batch, int32_t layer, int64_t *num, int64_t *most) {
     kvc_row_buffer *buffer = NULL;
     kvc_status status = kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer);
@@ -123,7 +123,7 @@ kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows) {
     return status == KVC_OK ? enter_and_count(batch, layer, num_rows, &most) : status;
 }
 
-/* Checks that the batch has as many tokens of each sequence, one sequence after the other. */
+/* Checks that all sequences have equally many tokens in the batch, one sequence after the other. */
 static kvc_status check_in_step(const kvc_batch *batch) {
     const kvc_batch_sequence *first = &batch->sequences[0];
     for (int32_t s = 1; s < batch->num_sequences; s++)
@@ -154,7 +154,7 @@ kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_seq
     return status;
 }
 
-/* ---- in which order ---------------------------------------------------------------------------------------------- */
+/* ---- the order of rows ------------------------------------------------------------------------------------------- */
 
 static int by_position(const void *a, const void *b) {
     const dense_row *x = a, *y = b;
@@ -167,7 +167,7 @@ static int by_id(const void *a, const void *b) {
     return (x->id > y->id) - (x->id < y->id);
 }
 
-/* Usually true, which skips the sort. */
+/* Whether rows are in the order of positions.  Usually true, and skips the sort. */
 static int is_sorted(const dense_row *rows, int64_t num) {
     int64_t i = 1;
     while (i < num && rows[i - 1].position <= rows[i].position) i++;
@@ -191,7 +191,7 @@ static void list_rows(dense *d) {
 
 /* ---- rows and masks ---------------------------------------------------------------------------------------------- */
 
-/* The caller's arrays, from where the rows of sequence s go. */
+/* Returns the caller's arrays, from where the rows of sequence s go. */
 static kvc_rows_out rows_of(const dense *d, int32_t s) {
     kvc_rows_out out = d->out;
     if (!d->args.by_sequence) return out;
@@ -201,7 +201,7 @@ static kvc_rows_out rows_of(const dense *d, int32_t s) {
     return out;
 }
 
-/* Copies the listed rows [i, end), as many at once as lie side by side. */
+/* Copies the listed rows [i, end); those that lie side by side are copied at once. */
 static void copy_rows(const dense *d, kvc_reader *reader, int64_t i, int64_t end) {
     for (int64_t n; i < end; i += n) {
         const dense_row *rows = d->rows + i;
@@ -217,7 +217,7 @@ static void copy_rows(const dense *d, kvc_reader *reader, int64_t i, int64_t end
     }
 }
 
-/* Fills the arrays past the rows of a sequence that has fewer than others with zeros. */
+/* Fills the arrays past the rows of sequence s, which may have fewer than others: with 0, positions with -1. */
 static void pad_rows(const dense *d, int32_t s) {
     const kvc_layer *layer = &d->batch->cache->layers[d->layer];
     const int64_t begin = d->slices[s].num, end = d->args.num_rows;
@@ -233,18 +233,19 @@ static void pad_rows(const dense *d, int32_t s) {
     for (int64_t i = begin; out.positions && i < end; i++) out.positions[i] = -1;
 }
 
-/* The masks of one token, each NULL where it is not wanted. */
+/* The masks of one token; those that the caller does not want are NULL. */
 typedef struct masks {
     float *mask;
     uint8_t *seen;
 } masks;
 
+/* Writes that the token does not see rows [first, end). */
 static void hide(const masks *m, int64_t first, int64_t end) {
     for (int64_t i = first; m->mask && i < end; i++) m->mask[i] = -INFINITY;
     if (m->seen) memset(m->seen + first, 0, (size_t)(end - first));
 }
 
-/* Writes what a token sees of its sequence's rows, and that it sees none of the others'. */
+/* Writes the masks of a token, which sees rows of its own sequence only. */
 static void fill_masks(const dense *d, int32_t t) {
     const kvc_batch *batch = d->batch;
     const kvc_dense_args *a = &d->args;
@@ -268,7 +269,7 @@ static void fill_masks(const dense *d, int32_t t) {
     }
 }
 
-/* The first of n items that a task has, where they are divided evenly. */
+/* Returns the first item of a task's share, where n items are divided evenly. */
 static int64_t share_of(const dense *d, int64_t n, int64_t task) {
     return n / d->num_tasks * task + n % d->num_tasks * task / d->num_tasks;
 }
@@ -313,7 +314,7 @@ static kvc_status check_num_rows(const dense *d, int64_t *num) {
     return KVC_OK;
 }
 
-/* Counts the tasks that the work is worth cutting into. */
+/* Returns the number of tasks that are worth cutting the work into. */
 static int32_t num_tasks(const dense *d, int64_t num) {
     static const double WORTH_THREADS = 1 << 16; /* elements; writing fewer takes less time than waking a thread */
     const kvc_layer *layer = &d->batch->cache->layers[d->layer];
@@ -322,7 +323,7 @@ static int32_t num_tasks(const dense *d, int64_t num) {
     return rows + masks < WORTH_THREADS ? 1 : kvc_cache_threads(d->batch->cache);
 }
 
-/* Copies rows and makes masks, while the layer's row buffer is entered. */
+/* Copies rows and makes masks.  Call with the layer's row buffer entered. */
 static kvc_status make_dense(dense *d) {
     const kvc_batch *batch = d->batch;
     kvc_cache *cache = batch->cache;

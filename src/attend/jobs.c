@@ -38,7 +38,7 @@ static int compare_kinds(const kvc_new_unit *a, const kvc_new_unit *b) {
     return order ? order : compare(a->stored.end, b->stored.end);
 }
 
-/* The lists of runs that two units of one kind have, from the first run in which they differ. */
+/* Orders two units of one kind by the first run in which they differ: run same_runs. */
 static int compare_runs(const kvc_new_unit *a, const kvc_new_unit *b, int32_t same_runs) {
     if (same_runs == a->num_runs || same_runs == b->num_runs) return compare(a->num_runs, b->num_runs);
     const kvc_run *x = a->runs + same_runs, *y = b->runs + same_runs;
@@ -53,9 +53,9 @@ static int compare_units(const kvc_new_unit *units, int32_t a, int32_t b, int32_
     return order ? order : compare(a, b);
 }
 
-/* kvc_neighbour's same_runs of two units, which is known to be `known` or more. */
+/* Returns same_runs (see kvc_neighbour) of two units; it is known to be at least `known`. */
 static int32_t count_same_runs(const kvc_new_unit *a, const kvc_new_unit *b, int32_t known) {
-    enum { STEP = 64 }; /* runs that are compared at once, as bytes: long lists are compared a few times as fast */
+    enum { STEP = 64 }; /* runs compared at once, as bytes: makes comparing long lists several times as fast */
     _Static_assert(sizeof(kvc_run) == sizeof(kvc_block *) + 4 * sizeof(int32_t), "runs have no padding");
     if (known < 0 && compare_kinds(a, b) != 0) return -1;
     const int32_t num = a->num_runs < b->num_runs ? a->num_runs : b->num_runs;
@@ -65,12 +65,12 @@ static int32_t count_same_runs(const kvc_new_unit *a, const kvc_new_unit *b, int
     return same;
 }
 
-/* Merges two sorted lists.  Of their first units that one comes next which has more runs in common with the unit that
- * came last; only where both have as many are they compared, from there on (Ng and Kakehi 2008).  So sorting costs no
- * more than to walk once over the runs that units have in common. */
+/* Merges two sorted lists.  Picks, of their first units, the one that has more runs in common with the unit picked
+ * last; compares them only at a tie, and only from there on (Ng and Kakehi 2008).  So sorting costs no more than one
+ * walk over the runs that units have in common. */
 static void merge(const kvc_new_unit *units, kvc_neighbour *to, const kvc_neighbour *a, int32_t num_a,
                   const kvc_neighbour *b, int32_t num_b) {
-    /* runs that the first of a, and of b, has in common with the unit that came last */
+    /* leading runs that the first unit of a, and of b, has in common with the unit picked last */
     int32_t same_a = -1, same_b = -1;
     for (; num_a || num_b; to++) {
         const int is_tie = num_a && num_b && same_a == same_b;
@@ -87,7 +87,7 @@ static void merge(const kvc_new_unit *units, kvc_neighbour *to, const kvc_neighb
     }
 }
 
-/* Sorts lists of one unit, of two, of four ... */
+/* Sorts the units of whole sequences: merges lists of one unit, then of two, of four ... */
 static void sort_whole(const kvc_new_unit *units, const kvc_unit_order *order) {
     const int64_t num = order->num_whole;
     for (int64_t width = 1; width < num; width *= 2) {
@@ -101,19 +101,19 @@ static void sort_whole(const kvc_new_unit *units, const kvc_unit_order *order) {
     }
 }
 
-/* Rows in reach that the run in which two units first differ begins with in both. */
+/* Counts the leading rows in reach that two units both have of run `run`, the first in which they differ. */
 static int32_t same_rows_of_run(const kvc_new_unit *a, const kvc_new_unit *b, int32_t run) {
     if (run >= a->num_runs || run >= b->num_runs || compare_starts(&a->runs[run], &b->runs[run]) != 0) return 0;
     return kvc_rows_in_reach(&a->stored, a->runs[run].count < b->runs[run].count ? &a->runs[run] : &b->runs[run]);
 }
 
-/* Finds which rows and parts a unit has in common with the one before it, and with which run its own parts begin. */
+/* Finds which rows and parts a unit has in common with the one before it, and in which run its own parts begin. */
 static void find_common_rows(kvc_new_unit *units, kvc_neighbour *n) {
     kvc_new_unit *u = &units[n->unit];
     const kvc_reach *reach = &u->stored;
     if (n->same_runs < 0) return;
     int32_t run = n->same_runs;
-    int64_t rows_before = u->stored_rows; /* before `run` */
+    int64_t rows_before = u->stored_rows; /* rows in reach before run `run` */
     for (int32_t i = run; i < u->num_runs; i++) rows_before -= kvc_rows_in_reach(reach, &u->runs[i]);
     n->same_rows = rows_before + same_rows_of_run(&units[n[-1].unit], u, run);
     const int64_t part = n->same_rows / u->unit.part_rows, begin = part * u->unit.part_rows;
@@ -136,13 +136,13 @@ void kvc_order_units(kvc_new_unit *units, int32_t num_units, kvc_unit_order *ord
 
 /* ---- jobs -------------------------------------------------------------------------------------------------------- */
 
-/* Adds a job: one part of these units, whose first `shared` rows are read once for all. */
+/* Adds a job: one part of the units n[0 .. num), whose first `shared` rows are read once for all. */
 static void add_job(kvc_plan *plan, int32_t part, const kvc_neighbour *n, int32_t num, int64_t shared) {
     const kvc_job *last = plan->num_jobs ? &plan->jobs[plan->num_jobs - 1] : NULL;
     kvc_job job = {.first_member = last ? last->first_member + last->num_members : 0,
                    .num_members = num,
                    .part = part,
-                   .shared = shared,
+                   .shared_rows = shared,
                    .rows = shared};
     for (int32_t m = 0; m < num; m++) {
         const kvc_unit *unit = &plan->units[n[m].unit];
@@ -154,14 +154,14 @@ static void add_job(kvc_plan *plan, int32_t part, const kvc_neighbour *n, int32_
     plan->jobs[plan->num_jobs++] = job;
 }
 
-/* Adds a job for each part of a unit from `part` on. */
+/* Adds a job of its own for each part of a unit from `part` on. */
 static void add_jobs_alone(kvc_plan *plan, int32_t unit, int32_t part) {
     const kvc_neighbour alone = {.unit = unit};
     for (; part < plan->units[unit].num_parts; part++)
         add_job(plan, part, &alone, 1, kvc_part_rows(&plan->units[unit], part));
 }
 
-/* Rows at the beginning of a part that a unit has in common with the one before it: all, or whole tiles of them. */
+/* Counts the leading rows of a part that a unit has in common with the one before it: whole tiles, or all it has. */
 static int64_t shared_in_part(const kvc_plan *plan, const kvc_neighbour *n, int32_t part) {
     const kvc_unit *unit = &plan->units[n->unit];
     const int64_t begin = part * unit->part_rows;
@@ -171,70 +171,71 @@ static int64_t shared_in_part(const kvc_plan *plan, const kvc_neighbour *n, int3
     return (is_all ? n->same_rows : n->same_tile_rows) - begin;
 }
 
-/* Neighbours that are one job: items[0 .. num_units). */
+/* Neighbours that become one job: items[0 .. num_units). */
 typedef struct job_group {
     int32_t num_units;
-    int64_t shared; /* rows that they have in common */
+    int64_t shared_rows; /* leading rows of the part that they have in common */
     int64_t query_rows, work;
 } job_group;
 
+/* Adds a unit to a group, which then has `shared` rows in common. */
 static void join(job_group *g, const kvc_plan *plan, const kvc_unit *unit, int32_t part, int64_t shared) {
     g->num_units++;
-    g->shared = shared;
+    g->shared_rows = shared;
     g->query_rows += kvc_num_query_rows(plan, unit);
     g->work += kvc_num_query_rows(plan, unit) * kvc_part_rows(unit, part);
 }
 
+/* Whether a unit can join a group within the limits on query rows and work. */
 static int has_room(const job_group *g, const kvc_plan *plan, const kvc_unit *unit, int32_t part, int64_t most_work) {
     const int32_t query_rows = kvc_num_query_rows(plan, unit);
     return g->query_rows + query_rows <= (unit->tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES) &&
            g->work + query_rows * kvc_part_rows(unit, part) <= most_work;
 }
 
-/* The cost of a job is the number of rows that it reads.  M units, of which unit m has R(m) rows in the part and all
- * have the first S of them in common, cost
+/* Returns how many rows fewer are read if units become one job.  A job of M units, of which unit m has R(m) rows in the
+ * part and all have the first S of them in common, reads
  *
  *     S + sum of (R(m) - S) over m  =  sum of R(m) over m - S * (M - 1)
  *
- * so that joining them saves S * (M - 1) rows, which is what this returns.  S is the least that any two neighbours
- * among them share. */
+ * rows, so joining them saves S * (M - 1).  S is the least that any two neighbours among them share. */
 static int64_t rows_saved(int64_t shared, int64_t num_units) { return shared * (num_units - 1); }
 
-/* Whether more is saved if the unit after a group begins the next group, together with the unit after it, than if it
- * joins this one, with or without the other.  shared: of the unit with the last one of the group; next_shared: of the
- * unit with the one after it.  With M units that share S rows in the group, T for next_shared, and S1 and S2 for what
- * is shared once one and once both have joined: S1 * M and S2 * (M + 1) are less than S * (M - 1) + T. */
+/* Whether the unit after a group had better begin the next group, with the unit after it, than join this one, be it
+ * alone or with that unit.  shared: rows that it has in common with the group's last unit; next_shared: with the unit
+ * after it.  For a group of M units that share S rows, of which S1 are left once one has joined and S2 once both have,
+ * and with T for next_shared: S1 * M and S2 * (M + 1) are less than S * (M - 1) + T. */
 static int is_better_apart(const job_group *g, int64_t shared, int64_t next_shared) {
-    const int64_t joined = kvc_smaller(g->shared, shared), both_joined = kvc_smaller(joined, next_shared);
-    const int64_t apart = rows_saved(g->shared, g->num_units) + rows_saved(next_shared, 2);
+    const int64_t joined = kvc_smaller(g->shared_rows, shared), both_joined = kvc_smaller(joined, next_shared);
+    const int64_t apart = rows_saved(g->shared_rows, g->num_units) + rows_saved(next_shared, 2);
     return rows_saved(joined, g->num_units + 1) < apart && rows_saved(both_joined, g->num_units + 2) < apart;
 }
 
-/* Groups items[0] with as many of the units after it as are best one job.  The whole list is to be cut so that most is
- * saved: greedily, looking one unit ahead, the next unit joins as long as it shares rows, has room and is not better
- * off apart. */
+/* Groups items[0] with those units after it that become one job with it.  To save as many rows as possible over the
+ * whole list, it is cut greedily, looking one unit ahead: the next unit joins as long as it shares rows, has room and
+ * is not better apart. */
 static job_group group_neighbours(const kvc_plan *plan, const kvc_neighbour *items, int32_t num, int32_t part,
                                   int64_t most_work) {
     const kvc_unit *unit = &plan->units[items->unit];
     job_group g = {0};
     join(&g, plan, unit, part, kvc_part_rows(unit, part));
-    for (int32_t i = 1; i < num && items[i].shared; i++) {
+    for (int32_t i = 1; i < num && items[i].shared_rows; i++) {
         unit = &plan->units[items[i].unit];
         if (!has_room(&g, plan, unit, part, most_work)) break;
-        if (is_better_apart(&g, items[i].shared, i + 1 < num ? items[i + 1].shared : 0)) break;
-        join(&g, plan, unit, part, kvc_smaller(g.shared, items[i].shared));
+        if (is_better_apart(&g, items[i].shared_rows, i + 1 < num ? items[i + 1].shared_rows : 0)) break;
+        join(&g, plan, unit, part, kvc_smaller(g.shared_rows, items[i].shared_rows));
     }
     return g;
 }
 
-/* Adds the jobs of one part of the first `num` units.  Keeps those of them in `items` that share rows of the next part
- * with a neighbour, and returns how many these are; adds jobs for all parts that the others have left. */
+/* Adds the jobs of one part of items[0 .. num).  Keeps in `items` the units that share rows of the next part with a
+ * neighbour, and returns their number; adds jobs for all further parts of the others. */
 static int32_t add_jobs_of_part(kvc_plan *plan, kvc_neighbour *items, int32_t num, int32_t part, int64_t most_work) {
     int32_t kept = 0;
-    for (int32_t i = 0; i < num; i++) items[i].shared = i ? shared_in_part(plan, &items[i], part) : 0;
+    for (int32_t i = 0; i < num; i++) items[i].shared_rows = i ? shared_in_part(plan, &items[i], part) : 0;
     for (int32_t i = 0; i < num;) {
         const job_group g = group_neighbours(plan, items + i, num - i, part, most_work);
-        add_job(plan, part, items + i, g.num_units, g.shared);
+        add_job(plan, part, items + i, g.num_units, g.shared_rows);
         i += g.num_units;
     }
     for (int32_t i = 0; i < num; i++) {
@@ -262,7 +263,7 @@ static void sort_jobs(kvc_plan *plan) {
 void kvc_find_jobs(kvc_plan *plan, const kvc_new_unit *units, const kvc_unit_order *order) {
     const int64_t enough_jobs = TASKS_PER_THREAD * (int64_t)plan->args.num_threads;
     int64_t work = 0, most_work = INT64_MAX;
-    int32_t num = order->num_whole > 1 ? order->num_whole : 0; /* units that may share rows of a part */
+    int32_t num = order->num_whole > 1 ? order->num_whole : 0; /* units that may share rows of the next part */
     plan->num_jobs = 0;
     for (int32_t u = 0; u < plan->num_units; u++) {
         work += plan->units[u].num_rows * kvc_num_query_rows(plan, &plan->units[u]);

@@ -4,13 +4,13 @@
 #include <math.h>
 #include <string.h>
 
-/* The results of a unit's parts, for one KV head: in plan->partials, or, of a single part, in the lane. */
+/* The results of a unit's parts for one KV head: in plan->partials or, if there is a single part, in the lane. */
 typedef struct results {
-    const float *max, *sum, *acc; /* of part 0 */
+    const float *max, *sum, *acc; /* those of part 0 */
     uint64_t stride;              /* from part to part, in floats */
 } results;
 
-/* The factor that takes a sum of exp(score - own_max) to one of exp(score - max). */
+/* Returns the factor that turns a sum of exp(score - own_max) into one of exp(score - max). */
 static float rescale_factor(float own_max, float max) { return own_max == -INFINITY ? 0 : expf(own_max - max); }
 
 /* Adds up the parts of query row r, in their order, each rescaled to the maximum of all.  Writes the accumulated values
@@ -22,7 +22,7 @@ static float add_parts(const kvc_task *t, const results *all, int32_t r, float m
     if (t->unit->num_parts == 1 && factor == 1) return sum;
     if (t->unit->num_parts > 1) memcpy(out, all->acc + row, stride * sizeof *out);
     int32_t p = 1, n;
-    do { /* once even where there is one part, as `out` is to be multiplied by the factor */
+    do { /* runs once even for a single part, as `out` must be multiplied by the factor */
         float weights[KVC_TILE];
         const void *rows[KVC_TILE];
         for (n = 0; n < KVC_TILE && p < t->unit->num_parts; n++, p++) {
@@ -47,8 +47,8 @@ static float *merge_row(const kvc_task *t, const results *all, int32_t r, float 
     float *out = t->acc + (size_t)r * (size_t)plan->lane.acc_stride, max = sink;
     for (int32_t p = 0; p < t->unit->num_parts; p++) max = fmaxf(max, all->max[(size_t)p * all->stride + (size_t)r]);
     const float sum = add_parts(t, all, r, max, out) + rescale_factor(sink, max);
-    t->call->kernels->scale(out, 0, 1, plan->v_dim,
-                            sum == 0 ? 1 : 1 / sum); /* 0: the query saw nothing, and `out` is 0 */
+    /* If the sum is 0, the query saw nothing, and `out` is 0. */
+    t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / sum);
     *lse = sum == 0 ? -INFINITY : max + logf(sum);
     return out;
 }
@@ -72,13 +72,14 @@ static void write_out(const kvc_task *t, const results *all) {
     }
 }
 
-/* Where the result of part p of the task's unit and KV head is kept. */
+/* Returns where the result of part p of the task's unit and KV head is kept. */
 static float *partial_of(const kvc_task *t, int32_t p) {
     const kvc_plan *plan = t->call->plan;
     const uint64_t size = kvc_partial_size(t->num_query_rows, plan->lane.acc_stride);
     return plan->partials + t->unit->partials + ((size_t)t->head * (size_t)t->unit->num_parts + (size_t)p) * size;
 }
 
+/* Copies the result of the task's part from the lane to plan->partials. */
 static void keep_partial(const kvc_task *t) {
     float *partial = partial_of(t, t->part);
     const size_t q = (size_t)t->num_query_rows;
@@ -96,8 +97,8 @@ static results results_of(const kvc_task *t) {
                      kvc_partial_size(t->num_query_rows, t->call->plan->lane.acc_stride)};
 }
 
-/* Keeps the result of a member's part.  The last task of the unit and KV head to end merges the parts and writes the
- * output; in a rerun each does that has all parts there. */
+/* Keeps the result of a member's part.  The last task to end of the unit and KV head merges the parts and writes the
+ * output; in a rerun, each task that finds all parts there does. */
 static void end_part(const kvc_task *t) {
     const kvc_call *c = t->call;
     const kvc_unit *unit = t->unit;

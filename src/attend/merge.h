@@ -4,8 +4,8 @@
 
 #include "attend/task.h"
 
-/* Ends a task whose rows were attended to: keeps the parts of its members, and writes the output of units whose last
- * part it was. */
+/* Ends a task whose rows were attended to: keeps the results of its members' parts, and writes the output of units
+ * whose last part it was. */
 void kvc_end_parts(const kvc_task *t);
 
 #endif

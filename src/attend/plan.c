@@ -1,10 +1,13 @@
 /* plan.c: makes plans: memory, deltas, the public functions.
  *
- * A plan is one allocation, whose size is known only once its units are.  So it is made in this order (new_plan,
- * make_plan): count the units and take scratch for them; list them, with what each sees (cutting.c); sort those of
- * whole sequences by their stored runs, each knowing what it has in common with the one before it (jobs.c); size the
- * plan's arrays and allocate them; list the deltas and their angles, then the pieces, those of a part that neighbours
- * have in common once (cutting.c); join neighbours into jobs, part by part (jobs.c).
+ * A plan is one allocation, whose size is known only once its units are.  So new_plan and make_plan go this way:
+ *   1. Count the units, and take scratch for them.
+ *   2. List them, with what each sees (cutting.c).
+ *   3. Sort those of whole sequences by their stored runs, and find what neighbours have in common (jobs.c).
+ *   4. Size the plan's arrays, and allocate them.
+ *   5. List the deltas, and compute their angles.
+ *   6. List the pieces; those of parts that neighbours have in common are listed once (cutting.c).
+ *   7. Join neighbours into jobs, part by part (jobs.c).
  */
 #include "attend/plan.h"
 
@@ -17,19 +20,20 @@
 
 /* What a plan is made from, in scratch that is given back once the plan is made. */
 typedef struct maker {
-    kvc_plan *plan;      /* a struct on the stack, then the allocation that it is copied to */
+    kvc_plan *plan;      /* a struct on the stack, until allocate_plan copies it to its allocation */
     kvc_new_unit *units; /* [plan->num_units] */
     kvc_unit_order order;
-    uint8_t *marks; /* of kvc_list_units */
-    void *scratch;  /* that these are in; NULL where there is one unit, without marks */
-    uint64_t size;
+    uint8_t *marks; /* marks for kvc_list_units */
+    void *scratch;  /* allocation that holds units, order and marks; NULL if a single unit needs none */
+    uint64_t size;  /* bytes of scratch */
+    /* What units and order.items point at where there is no scratch. */
     kvc_new_unit one_unit;
     kvc_neighbour one_item;
 } maker;
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-/* Takes memory for the units that were counted, and for marks; 0 if there is none. */
+/* Takes memory for the units that were counted, and for marks.  Returns 0 if memory is exhausted. */
 static int take_scratch(maker *m) {
     const uint64_t num = (uint64_t)m->plan->num_units;
     kvc_batch *batch = m->plan->batch;
@@ -61,11 +65,12 @@ static void give_scratch(const maker *m, kvc_cache *cache) {
 
 /* What the units of a plan add up to. */
 typedef struct totals {
-    int64_t pieces; /* at most */
-    int64_t parts, counters;
-    int64_t whole_query_rows; /* of units of a whole sequence */
-    uint64_t partials;        /* floats */
-    int32_t most_query_rows, any_tiled;
+    int64_t pieces;           /* upper bound of the number of pieces */
+    int64_t parts, counters;  /* lengths of plan->starts and plan->remaining */
+    int64_t whole_query_rows; /* query rows of the units of whole sequences */
+    uint64_t partials;        /* floats in plan->partials */
+    int32_t most_query_rows;  /* most query rows of one unit */
+    int32_t any_tiled;
     double multiply_adds;
 } totals;
 
@@ -93,12 +98,14 @@ static totals lay_out_units(const maker *m) {
     return t;
 }
 
+/* Appends an array of floats to a lane that has *size so far; returns the array's offset. */
 static uint64_t add_floats(uint64_t *size, uint64_t count) {
     const uint64_t at = *size;
     *size += kvc_align_up(count, KVC_LANES);
     return at;
 }
 
+/* Lays out a lane that is large enough for every task. */
 static void lay_out_lane(kvc_plan *plan, const totals *t) {
     kvc_lane_layout *lane = &plan->lane;
     const int64_t most_of_job = kvc_smaller(t->whole_query_rows, t->any_tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES);
@@ -116,7 +123,7 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     lane->rotated_keys = add_floats(&lane->size, plan->num_deltas ? (uint64_t)lane->q_stride * KVC_TILE : 0);
 }
 
-/* Where the arrays of a plan lie behind its struct, in bytes. */
+/* Offsets of a plan's arrays from the beginning of its struct, and the size of the whole, in bytes. */
 typedef struct plan_layout {
     uint64_t units, pieces, starts, jobs, members, counters, states, flags, deltas, angles, rope_table, non_causal,
         partials, lanes, size;
@@ -129,7 +136,7 @@ static plan_layout lay_out_arrays(const kvc_plan *plan, const totals *t) {
     at.units = kvc_add_array(&at.size, (uint64_t)plan->num_units * sizeof(kvc_unit));
     at.pieces = kvc_add_array(&at.size, (uint64_t)t->pieces * sizeof(kvc_piece));
     at.starts = kvc_add_array(&at.size, parts * sizeof(kvc_part_start));
-    at.jobs = kvc_add_array(&at.size, parts * sizeof(kvc_job)); /* at most: none is shared */
+    at.jobs = kvc_add_array(&at.size, parts * sizeof(kvc_job)); /* upper bound: no part is shared */
     at.members = kvc_add_array(&at.size, parts * sizeof(int32_t));
     at.counters = kvc_add_array(&at.size, (uint64_t)t->counters * sizeof(atomic_int));
     at.states = kvc_add_array(&at.size, parts * (uint64_t)plan->num_kv_heads);
@@ -169,12 +176,12 @@ static kvc_plan *place_plan(const kvc_plan *draft, const plan_layout *at, char *
 
 /* ---- deltas ------------------------------------------------------------------------------------------------------ */
 
-/* Calls visit for each stored run whose keys are off, unless by as much as those of the run before it. */
+/* Calls visit for each stored run with a delta that is neither 0 nor that of the run before it. */
 static void visit_deltas(const maker *m, void (*visit)(kvc_plan *plan, int32_t delta)) {
     int32_t last = 0;
     for (int32_t i = 0; i < m->plan->num_units; i++) {
         const kvc_new_unit *u = &m->units[i];
-        if (i && u[-1].unit.sequence == u->unit.sequence) continue; /* the same runs */
+        if (i && u[-1].unit.sequence == u->unit.sequence) continue; /* it has the same runs */
         for (int32_t r = u->first_run; r < u->num_runs; last = u->runs[r++].delta)
             if (u->runs[r].delta && u->runs[r].delta != last) visit(m->plan, u->runs[r].delta);
     }
@@ -187,7 +194,7 @@ static void count_delta(kvc_plan *plan, int32_t delta) {
 
 static void list_delta(kvc_plan *plan, int32_t delta) { plan->deltas[plan->num_deltas++] = delta; }
 
-/* Counts the deltas, equal ones perhaps several times, and finds how long the angles of one are. */
+/* Counts the deltas, equal ones perhaps several times, and finds how many floats the angles of one take. */
 static void count_deltas(const maker *m) {
     kvc_plan *plan = m->plan;
     const kvc_cache *cache = plan->batch->cache;
@@ -202,7 +209,7 @@ static int by_value(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Lists the deltas, sorted and each once. */
+/* Lists the deltas in ascending order, each once. */
 static void list_deltas(const maker *m) {
     kvc_plan *plan = m->plan;
     const int32_t num = plan->num_deltas;
@@ -215,7 +222,7 @@ static void list_deltas(const maker *m) {
             plan->deltas[plan->num_deltas++] = plan->deltas[i];
 }
 
-/* Computes the angles that rotate query rows by -delta, which is what a key that is off by delta lacks:
+/* Computes the angles that rotate query rows by -delta, which gives the same scores as rotating keys by delta:
  * q . R(delta) k = R(-delta) q . k. */
 static void compute_angles(kvc_plan *plan) {
     const kvc_cache *cache = plan->batch->cache;
@@ -233,7 +240,8 @@ static void compute_angles(kvc_plan *plan) {
 
 /* ---- making a plan ----------------------------------------------------------------------------------------------- */
 
-/* Drops what threads of the parent were doing: making the plan, or running a task of it. */
+/* Drops, in the child of the process's fork(), what threads of the parent were doing: making the plan, or running a
+ * task of it. */
 static void after_fork(kvc_plan_link *link) {
     kvc_plan *plan = (kvc_plan *)link;
     if (!plan->is_made) return;
@@ -242,7 +250,7 @@ static void after_fork(kvc_plan_link *link) {
     kvc_plan_reset(plan);
 }
 
-/* Moves the plan to an allocation with room for its arrays, and has the batch list it; NULL: there is no memory. */
+/* Moves the plan to an allocation with room for its arrays, and adds it to batch->plans; NULL on failure. */
 static kvc_plan *allocate_plan(const kvc_plan *draft, const totals *t) {
     kvc_batch *batch = draft->batch;
     plan_layout at = lay_out_arrays(draft, t);
@@ -272,8 +280,8 @@ static void list_pieces(const maker *m) {
     }
 }
 
-/* Makes the plan of the units that were counted.  Blocks and sequences of the batch are its own, so only scratch needs
- * the mutex. */
+/* Makes the plan of the units that were counted.  Nobody else changes blocks and sequences of an open batch, so they
+ * are read without the mutex. */
 static kvc_plan *make_plan(maker *m) {
     kvc_plan *draft = m->plan;
     kvc_cache *cache = draft->batch->cache;
@@ -298,6 +306,7 @@ static kvc_plan *make_plan(maker *m) {
     return plan;
 }
 
+/* Makes a plan from arguments that were checked. */
 static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **out) {
     const kvc_layer *layer = &batch->cache->layers[args->layer];
     const int32_t group = batch->cache->group_of[args->layer];
@@ -336,8 +345,8 @@ kvc_status kvc_plan_check(const kvc_batch *batch, const kvc_plan_args *given, kv
     return KVC_OK;
 }
 
-/* Whether a plan for these arguments would be the same. */
-static int serves(const kvc_plan *plan, const kvc_plan_args *args) {
+/* Whether a new plan for these arguments would be the same as this one. */
+static int plan_serves(const kvc_plan *plan, const kvc_plan_args *args) {
     const uint8_t *given = args->non_causal, *own = plan->args.non_causal;
     if (!given != !own || plan->args.num_tokens != args->num_tokens) return 0;
     if (own && memcmp(own, given, (size_t)args->num_tokens) != 0) return 0;
@@ -356,7 +365,7 @@ kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan *
     if (status != KVC_OK) return status;
     kvc_lock(batch->cache);
     kvc_plan *plan = (kvc_plan *)batch->plans;
-    while (plan && !(serves(plan, &args) && !atomic_flag_test_and_set(&plan->taken)))
+    while (plan && !(plan_serves(plan, &args) && !atomic_flag_test_and_set(&plan->taken)))
         plan = (kvc_plan *)plan->link.next;
     kvc_unlock(batch->cache, KVC_OK);
     if (!plan) return new_plan(batch, &args, out);
@@ -387,7 +396,7 @@ void kvc_plan_reset(kvc_plan *plan) {
 
 void kvc_plan_free(kvc_plan *plan) {
     if (!plan) return;
-    kvc_plan_reset(plan); /* not all tasks may have been run */
+    kvc_plan_reset(plan); /* perhaps only some tasks were run */
     atomic_flag_clear(&plan->taken);
 }
 

@@ -1,4 +1,4 @@
-/* plan.h: checks the arguments of plans, and resets what was run of them. */
+/* plan.h: checks the arguments of a plan, and resets which of its tasks were run. */
 #ifndef KVC_PLAN_H
 #define KVC_PLAN_H
 
@@ -7,7 +7,7 @@
 /* Forgets which tasks were run. */
 void kvc_plan_reset(kvc_plan *plan);
 
-/* Counts anew, from the tasks that are done, the parts of each unit that are yet to be run. */
+/* Recounts plan->remaining from the states of the tasks. */
 void kvc_plan_recount(kvc_plan *plan);
 
 /* Copies and checks the caller's arguments, and fills in the defaults. */

@@ -41,7 +41,7 @@ kvc_task kvc_make_task(kvc_call *c, int64_t i, float *lane) {
     return t;
 }
 
-/* A view of some query rows of a task, from row `first` on. */
+/* Returns a view of num_query_rows query rows of a task, from row `first` on. */
 static kvc_task view_of(const kvc_task *t, int32_t first, int32_t num_query_rows) {
     const kvc_plan *plan = t->call->plan;
     kvc_task view = *t;
@@ -80,10 +80,10 @@ static void load_query_rows(const kvc_task *t) {
     }
 }
 
-/* The delta_index of a tile's keys; 0 where no rope rotates them. */
+/* Returns the delta_index of a tile's keys; 0 where no rope rotates them. */
 static int32_t delta_index_of(const kvc_task *t, const kvc_tile *tile) { return t->call->rope ? tile->delta_index : 0; }
 
-/* The angles that rotate a query row to keys that are off by the delta with this index. */
+/* Returns the angles that rotate a query row for keys that are off by the delta with this index. */
 static const float *angles_of(const kvc_call *c, int32_t delta_index) {
     return c->angles + (size_t)(delta_index - 1) * (size_t)c->plan->angles_stride;
 }
@@ -96,8 +96,8 @@ static void rotate_query_rows(const kvc_task *t, int32_t delta_index) {
         kvc_rope_rotate(c->rope, angles, t->q + (size_t)r * (size_t)plan->lane.q_stride);
 }
 
-/* The keys of a tile as the kernel is to read them: where they lie, or, where it is mixed, copies in the lane that are
- * decoded and rotated.  rotated: where the pointers to such copies go. */
+/* Returns the keys of a tile as the kernel is to read them: where they lie or, in a mixed tile, copies in the lane that
+ * are decoded and rotated.  rotated: memory for pointers to the copies. */
 static const void *const *keys_for(const kvc_task *t, const kvc_tile *tile, const void *rotated[KVC_TILE]) {
     const kvc_call *c = t->call;
     const int32_t dim = c->plan->k_dim, stride = c->plan->lane.q_stride;
@@ -116,23 +116,25 @@ static const void *const *keys_for(const kvc_task *t, const kvc_tile *tile, cons
     return rotated;
 }
 
-/* The type of what keys_for returns. */
+/* Returns the type of the keys that keys_for returns. */
 static int32_t key_type(const kvc_task *t, const kvc_tile *tile) {
     return delta_index_of(t, tile) == KVC_MIXED ? KVC_F32 : t->call->layer->k_type;
 }
 
-/* The kernels that score a tile, for few query rows and for many. */
+/* Returns the kernels that score a tile for few query rows. */
 static const kvc_scorer *scorer_of(const kvc_task *t, const kvc_tile *tile) {
     const kvc_kernels *kernels = t->call->kernels;
     const int type = key_type(t, tile);
     const int is_bf16 = type == KVC_BF16 && t->call->args->q_type == KVC_BF16 && !delta_index_of(t, tile);
     return is_bf16 && kernels->score_bf16.score ? &kernels->score_bf16 : &kernels->score[type];
 }
+
+/* Returns the kernels that score a tile for many query rows. */
 static const kvc_tiler *key_tiler(const kvc_task *t, const kvc_tile *tile) {
     return &t->call->kernels->tiler[key_type(t, tile)];
 }
 
-/* The query rows, rotated for the tile's delta and prepared for its kernel: those of the last tile mostly serve. */
+/* Returns the query rows, rotated for the tile's delta and prepared for its kernel.  Usually the last tile's serve. */
 static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     const kvc_plan *plan = t->call->plan;
     const int32_t delta_index = delta_index_of(t, tile);
@@ -147,7 +149,7 @@ static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
 
 /* ---- what a query sees ------------------------------------------------------------------------------------------- */
 
-/* The positions that a query token sees where their order alone decides: those below `sinks`, and [low, last]. */
+/* The positions that a query token sees unless a tree decides: those below `sinks`, and [low, last]. */
 typedef struct visible {
     int32_t token, low, sinks, last;
 } visible;
@@ -160,7 +162,8 @@ static visible visible_to(const kvc_call *c, int32_t token) {
                      .last = kvc_plan_sees_all(c->plan, token) ? INT32_MAX : position};
 }
 
-/* Whether the tile has rows that the batch's tree, not their order, may hide.  The batch's own rows come last. */
+/* Whether the batch's tree, not the order of positions, decides which rows of the tile are seen.  The batch's own rows
+ * come last, so the tile's last row tells. */
 static int has_branches(const kvc_call *c, const kvc_tile *tile) { return c->plan->batch->parents && tile->is_batch; }
 
 static int sees_whole_tile(const kvc_call *c, const kvc_tile *tile, const visible *v) {
@@ -199,7 +202,7 @@ static void apply_softcap_and_alibi(const kvc_call *c, kvc_tile *tile, float *sc
 }
 
 /* Turns the scores of a tile into weights, and updates max, sum and factor of each query row. */
-static void weigh(const kvc_task *t, kvc_tile *tile) {
+static void compute_weights(const kvc_task *t, kvc_tile *tile) {
     const kvc_call *c = t->call;
     const int32_t heads = c->plan->heads_per_kv;
     for (int32_t r = 0; r < t->num_query_rows;) {
@@ -216,11 +219,11 @@ static void weigh(const kvc_task *t, kvc_tile *tile) {
 
 /* ---- one tile ---------------------------------------------------------------------------------------------------- */
 
-/* Attends to `current`, and takes `next` off `upcoming` on the way, whose keys are prefetched.  Not earlier than that,
- * as pointers are best written just before they are followed: a tile's rows fill the L1 cache. */
+/* Attends to the tile `current`.  On the way, takes the tile `next` off the cursor `upcoming`, and prefetches its keys:
+ * not earlier, as pointers are best written just before they are followed, because a tile's rows fill the L1 cache. */
 typedef void attend_tile_fn(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming);
 
-/* For few query rows: each row is read once for all of them. */
+/* Attends to a tile for few query rows: each row is read once for all of them. */
 static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
     const kvc_call *c = t->call;
     const kvc_plan *plan = c->plan;
@@ -231,7 +234,7 @@ static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_curs
     scorer_of(t, current)
         ->score(t->scores, query_rows_for(t, current), plan->lane.q_stride, t->num_query_rows, k, current->n,
                 plan->k_dim, values_ahead);
-    weigh(t, current);
+    compute_weights(t, current);
     kvc_next_tile(next, upcoming);
     const kvc_ahead keys_ahead = {next->n ? next->k : NULL, (int)c->layout->k_row_bytes, c->prefetch_level};
     c->kernels->accumulate[c->layer->v_type](t->acc, plan->lane.acc_stride, t->factor, t->scores, t->num_query_rows, v,
@@ -246,16 +249,17 @@ static void prefetch(const void *p, size_t bytes) {
 #endif
 }
 
-/* to = from * by, or to += from * by: [query rows][n], [query rows][k] and [k][n], with strides in floats. */
+/* A product of matrices: to = from * by or, if adds, to += from * by.  `to` is [query rows][n], `from` [query rows][k],
+ * `by` [k][n]; strides are in floats. */
 typedef struct product {
     kvc_matmul_fn *matmul;
     float *to;
     const float *from, *by;
     int32_t to_stride, from_stride, by_stride, n, k, adds;
-    int32_t query_rows; /* that are best multiplied at once */
+    int32_t query_rows; /* how many are best multiplied at once */
 } product;
 
-/* Multiplies some query rows at a time, and in between prefetches the first row_bytes bytes of num_ahead rows. */
+/* Multiplies p->query_rows query rows at a time, and in between prefetches row_bytes bytes of each row of `ahead`. */
 static void multiply(const kvc_task *t, const product *p, const void *const *ahead, int32_t num_ahead,
                      size_t row_bytes) {
     const int32_t num = t->num_query_rows;
@@ -268,8 +272,8 @@ static void multiply(const kvc_task *t, const product *p, const void *const *ahe
     }
 }
 
-/* A view of the query rows from the first to the last that sees anything of a tile: few, where the tile is at the end
- * of a prompt or of a window. */
+/* Returns a view of the query rows from the first to the last that sees anything of a tile: few, where the tile is at
+ * the end of a prompt or of a window. */
 static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
     const int32_t heads = t->call->plan->heads_per_kv;
     int32_t first = 0, end = t->num_query_rows / heads;
@@ -278,7 +282,7 @@ static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
     return view_of(t, first * heads, (end - first) * heads);
 }
 
-/* For many query rows: keys and values are packed into panels once, and multiplied. */
+/* Attends to a tile for many query rows: keys and values are packed into panels once, and multiplied. */
 static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
     const kvc_call *c = all->call;
     const kvc_plan *plan = c->plan;
@@ -311,7 +315,7 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     kvc_point_at_values(v, current);
     keys->pack_keys(t->lane + lane->keys, keys_for(t, current, rotated), current->n, plan->k_dim);
     multiply(t, &scores, v, current->n, c->layout->v_stored);
-    weigh(t, current);
+    compute_weights(t, current);
     kvc_next_tile(next, upcoming);
     for (int32_t r = 0; r < t->num_query_rows; r++)
         if (t->factor[r] != 1)
@@ -322,7 +326,7 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
 
 /* ---- the rows of a task ------------------------------------------------------------------------------------------ */
 
-/* A cursor over `count` rows of a part of a unit, from its row `row` on. */
+/* Returns a cursor over `count` rows of a part of a unit, from its row `row` on. */
 static kvc_cursor cursor_at(const kvc_call *c, const kvc_unit *unit, int32_t part, int32_t head, int64_t row,
                             int64_t count) {
     const kvc_plan *plan = c->plan;
@@ -337,28 +341,28 @@ static kvc_cursor cursor_at(const kvc_call *c, const kvc_unit *unit, int32_t par
     return at;
 }
 
-/* Rows of the part that member m does not share with all others. */
+/* Counts the rows of the part that member m does not share with all others. */
 static int64_t num_own_rows(const kvc_plan *plan, const kvc_job *job, int32_t m) {
-    return kvc_part_rows(kvc_unit_of(plan, job, m), job->part) - job->shared;
+    return kvc_part_rows(kvc_unit_of(plan, job, m), job->part) - job->shared_rows;
 }
 
-/* A cursor over the rows of task i that come first: those that its members share, or those of the only member.  None,
- * where there is no such task. */
+/* Returns a cursor over the rows of task i that come first: those that its members share, or those of the only member.
+ * It is empty if there is no task i. */
 static kvc_cursor first_rows(const kvc_call *c, int64_t i) {
     const kvc_plan *plan = c->plan;
     if (i >= kvc_plan_num_tasks(plan)) return (kvc_cursor){.layout = c->layout};
     const kvc_job *job = kvc_job_of(plan, i);
-    const int64_t rows = job->shared ? job->shared : num_own_rows(plan, job, 0);
+    const int64_t rows = job->shared_rows ? job->shared_rows : num_own_rows(plan, job, 0);
     return cursor_at(c, kvc_unit_of(plan, job, 0), job->part, kvc_head_of(plan, i), 0, rows);
 }
 
-/* A cursor over the rows that members from m on have to themselves.  Behind the last member come the first rows of the
- * task that this thread will probably run next. */
+/* Returns a cursor over the own rows of member m, or of the next one that has any; behind the last member, over the
+ * first rows of the task that this thread will probably run next. */
 static kvc_cursor rows_from_member(const kvc_task *t, int32_t m) {
     const kvc_plan *plan = t->call->plan;
     for (; m < t->job->num_members; m++) {
         const int64_t rows = num_own_rows(plan, t->job, m);
-        if (rows) return cursor_at(t->call, kvc_unit_of(plan, t->job, m), t->part, t->head, t->job->shared, rows);
+        if (rows) return cursor_at(t->call, kvc_unit_of(plan, t->job, m), t->part, t->head, t->job->shared_rows, rows);
     }
     return first_rows(t->call, t->index + plan->args.num_threads);
 }
@@ -369,8 +373,8 @@ int kvc_is_cancelled(kvc_call *c) {
     return kvc_watch_ask(&c->watch);
 }
 
-/* Attends to the rows of a cursor, tile by tile.  ahead: rows that this thread will read after these, of which only the
- * first tile is looked at, to be prefetched.  0: the call was cancelled. */
+/* Attends to the rows of a cursor, tile by tile.  ahead: rows that this thread will read next, of which the first tile
+ * is prefetched.  Returns 0 if the call was cancelled. */
 static int attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
     attend_tile_fn *const attend_tile = t->unit->tiled ? multiply_tile : stream_tile;
     kvc_tile tiles[2];
@@ -384,7 +388,7 @@ static int attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
     return 1;
 }
 
-/* Prefetches the first keys of a task that no other task ran before, which would have done so. */
+/* Prefetches the first keys of a thread's first task.  For each later task, the one before it has done so. */
 static void prefetch_keys(const kvc_task *t) {
     const kvc_call *c = t->call;
     if (t->index >= c->plan->args.num_threads) return;
@@ -397,18 +401,18 @@ static void prefetch_keys(const kvc_task *t) {
 int kvc_attend_part(kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
     const kvc_job *job = t->job;
-    int going = 1;
+    int goes_on = 1; /* until the call is cancelled */
     prefetch_keys(t);
     memset(t->acc, 0, (size_t)t->num_query_rows * (size_t)plan->lane.acc_stride * sizeof(float));
     for (int32_t r = 0; r < t->num_query_rows; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
-    if (job->shared) going = attend_rows(t, first_rows(t->call, t->index), rows_from_member(t, 0));
-    for (int32_t m = 0, first = 0; going && m < job->num_members; m++) {
+    if (job->shared_rows) goes_on = attend_rows(t, first_rows(t->call, t->index), rows_from_member(t, 0));
+    for (int32_t m = 0, first = 0; goes_on && m < job->num_members; m++) {
         kvc_task own = kvc_member_of(t, m, first);
         const int64_t rows = num_own_rows(plan, job, m);
         first += own.num_query_rows;
         if (rows)
-            going = attend_rows(&own, cursor_at(t->call, own.unit, t->part, t->head, job->shared, rows),
-                                rows_from_member(t, m + 1));
+            goes_on = attend_rows(&own, cursor_at(t->call, own.unit, t->part, t->head, job->shared_rows, rows),
+                                  rows_from_member(t, m + 1));
     }
-    return going;
+    return goes_on;
 }

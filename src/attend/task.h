@@ -12,33 +12,34 @@ typedef struct kvc_call {
     const kvc_kernels *kernels;
     const kvc_layer *layer;
     const kvc_layout *layout;
-    const kvc_row_buffer *buffer; /* that buffered units have their rows in */
+    const kvc_row_buffer *buffer; /* the layer's row buffer, where buffered units have their rows */
     const kvc_policy *policy;
-    const kvc_rope *rope;   /* by which keys with a delta are rotated; NULL: they are not */
+    const kvc_rope *rope;   /* rotates keys with a delta; NULL: the layer's keys are not rotated */
     const float *angles;    /* [plan->num_deltas][plan->angles_stride] of that rope */
-    int prefetch_level;     /* kvc_ahead */
-    int is_rerun, was_done; /* of a task of kvc_plan_run: the round is a rerun; the task was done before in the round */
+    int prefetch_level;     /* for kvc_ahead */
+    int is_rerun, was_done; /* for kvc_plan_run: the round is a rerun; the task was done before in this round */
     float scale;
-    kvc_watch watch;   /* whether to end early: asked as tasks begin, and between the tiles of long ones */
-    atomic_int status; /* of the first task that did not succeed */
+    kvc_watch watch;   /* asked whether to end early, as tasks begin and between the tiles of long ones */
+    atomic_int status; /* KVC_OK, or that of a task that failed */
 } kvc_call;
 
-/* A task, with the query rows of its job's members one member after the other; or a view of some of these rows. */
+/* A task, whose query rows are those of its job's members, one member after the other; or a view of some of these. */
 typedef struct kvc_task {
     kvc_call *call;
     const kvc_job *job;
-    const kvc_unit *unit; /* the member, or the first one */
+    const kvc_unit *unit; /* the member; the first one if there are several */
     int64_t index;
-    int32_t head, part;     /* KV head */
-    int32_t num_query_rows; /* query row r is token r / heads_per_kv, and head r % heads_per_kv of the KV head's */
+    int32_t head, part;     /* KV head; part of each member */
+    int32_t num_query_rows; /* query row r is token r / heads_per_kv, and query head r % heads_per_kv of the KV head */
     float *lane;
     float *scores, *acc, *max, *sum, *factor; /* in the lane, by query row; strides are in plan->lane */
-    float *q;                                 /* query rows, prepared for the kernel that scores keys of ... */
-    int32_t delta_index;                      /* ... this delta_index; KVC_UNPREPARED: not yet */
-    int32_t *tokens;                          /* of the batch */
+    /* Query rows, prepared for the kernel that scores keys of delta_index; KVC_UNPREPARED: not loaded yet. */
+    float *q;
+    int32_t delta_index;
+    int32_t *tokens; /* tokens of the batch that the query rows belong to */
 } kvc_task;
 
-enum { KVC_UNPREPARED = -1 }; /* as a delta_index */
+enum { KVC_UNPREPARED = -1 }; /* a delta_index */
 
 static inline int32_t kvc_token_of(const kvc_task *t, int32_t r) { return t->tokens[r / t->call->plan->heads_per_kv]; }
 
@@ -47,17 +48,17 @@ static inline int32_t kvc_query_head_of(const kvc_task *t, int32_t r) {
     return t->head * heads + r % heads;
 }
 
-/* Task i of the plan, in a lane. */
+/* Makes task i of the plan, which works in `lane`. */
 kvc_task kvc_make_task(kvc_call *c, int64_t i, float *lane);
 
-/* A view of the query rows of member m, the first of which is row `first`. */
+/* Returns a view of the query rows of member m, the first of which is row `first`. */
 kvc_task kvc_member_of(const kvc_task *t, int32_t m, int32_t first);
 
 /* Whether the call is to end early. */
 int kvc_is_cancelled(kvc_call *c);
 
 /* Attends to the rows that all members share, then to those that each has left: acc, max and sum become the results of
- * the members' parts.  0: the call was cancelled. */
+ * the members' parts.  Returns 0 if the call was cancelled. */
 int kvc_attend_part(kvc_task *t);
 
 #endif

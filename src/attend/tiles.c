@@ -3,6 +3,7 @@
 
 static int32_t min32(int64_t a, int64_t b) { return (int32_t)kvc_smaller(a, b); }
 
+/* Begins the next window, and decides whether it is mixed. */
 static void open_window(kvc_cursor *c) {
     c->window = min32(c->num_rows, KVC_TILE);
     c->is_mixed = 0;
@@ -16,7 +17,7 @@ static void open_window(kvc_cursor *c) {
     c->is_mixed = changes >= c->changes_to_mix;
 }
 
-/* One walk over the pieces, with all that it changes in registers: in a cache full of holes each row is a piece. */
+/* Walks over the pieces once, with all that changes in registers: in a cache full of holes, each row is a piece. */
 void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     const kvc_layout *layout = c->layout;
     if (!c->window) open_window(c);
@@ -57,7 +58,7 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
 
 void kvc_point_at_values(const void *v[KVC_TILE], const kvc_tile *t) {
     const kvc_layout *layout = t->layout;
-    if (layout->k_row_bytes == layout->v_row_bytes) { /* values are as far from their keys everywhere */
+    if (layout->k_row_bytes == layout->v_row_bytes) { /* the distance from key to value is the same for every row */
         for (int32_t i = 0; i < KVC_TILE; i++) v[i] = (const uint8_t *)t->k[i] + (layout->v_offset - layout->k_offset);
         return;
     }

@@ -1,10 +1,10 @@
 /* work.h: a plan: one attention, cut into tasks.
  *
  * Rows are keys and values; query rows are one query head of one token each.  A unit is the query rows of one sequence
- * that are attended for together, and the pieces of runs whose rows they may see.  It is done for each KV head apart,
- * and its rows may be cut into parts, whose results are merged by log-sum-exp.  A job is one part of one unit, or of
- * several units whose rows begin alike: these rows are then read once for all of them.  A task is a job for one KV
- * head.
+ * that are attended for together, and the pieces of runs whose rows they may see.  It is computed for each KV head
+ * apart, and its rows may be cut into parts, whose results are merged by log-sum-exp.  A job is one part of one unit,
+ * or of several units that begin with the same rows, which are then read once for all of them.  A task is a job for
+ * one KV head.
  *
  * The files of attend/ stack in this order; each calls only those above it in this list:
  *
@@ -24,72 +24,73 @@
 
 #include "store/batch.h"
 
-/* The sizes that the rules at the top of cutting.c and jobs.c name. */
+/* The sizes that the rules at the top of cutting.c and jobs.c name.  Query rows are counted for one KV head. */
 enum {
     KVC_STREAM_QUERIES = 32, /* most query rows of a unit that is streamed */
-    KVC_TASK_QUERIES = 128,  /* most query rows that stay one unit, and most of a streamed task */
+    KVC_TASK_QUERIES = 128,  /* most query rows of a sequence that is never cut into units, and of a streamed task */
     KVC_TILE_QUERIES = 256,  /* most query rows of a tiled task, unless one token has more */
-    /* Changes of delta in KVC_TILE rows from which on the keys are rotated, not the query rows. */
-    KVC_STREAM_DELTA_CHANGES = 4, /* in a unit that is streamed */
-    KVC_TILED_DELTA_CHANGES = 1,  /* in one that is tiled */
-    KVC_PART_ROWS = 512,          /* least rows of a part, the last one aside */
-    KVC_TILED_TASKS = 256         /* most tasks that a tiled sequence is cut into, about */
+    KVC_PART_ROWS = 512,     /* fewest rows of a part, except a unit's last one */
+    KVC_TILED_TASKS = 256,   /* most tasks that a tiled sequence is cut into, about */
+    /* From this many changes of delta in a tile on, keys are rotated instead of query rows. */
+    KVC_STREAM_DELTA_CHANGES = 4, /* in units that are streamed */
+    KVC_TILED_DELTA_CHANGES = 1   /* in units that are tiled */
 };
 
-/* Rows of one run that some query of the unit may see. */
+/* Rows of one run that queries of a unit may see. */
 typedef struct kvc_piece {
-    const uint8_t *rows; /* of the block; NULL: of the layer's row buffer */
-    int32_t slot, count, position;
-    int32_t delta_index; /* n: the keys are off by plan->deltas[n - 1]; 0: by nothing */
-    int32_t token;       /* of the batch, the first one: index into batch->order; -1: stored rows */
+    const uint8_t *rows;           /* the block's rows; NULL: they lie in the layer's row buffer */
+    int32_t slot, count, position; /* slot of the first row, number of rows, position of the first row */
+    int32_t delta_index;           /* n: the keys are off by plan->deltas[n - 1]; 0: they are not off */
+    int32_t token;                 /* index into batch->order of the first row's token; -1: stored rows */
 } kvc_piece;
 
-/* Where a part begins: at a row of a piece.  The pieces of one part follow each other; those of the unit's next part
- * may be elsewhere, as parts that units have in common are listed once. */
+/* Where a part begins: at row `offset` of a piece.  The pieces of one part follow each other; those of the unit's next
+ * part may be elsewhere, as parts that units have in common are listed once. */
 typedef struct kvc_part_start {
     int64_t piece;
     int32_t offset;
 } kvc_part_start;
 
 typedef struct kvc_unit {
-    int32_t sequence;          /* of the batch */
+    int32_t sequence;          /* index into batch->sequences */
     int32_t first, num_tokens; /* query tokens: batch->order[first .. first + num_tokens) */
-    int32_t tiled;             /* many query rows: tiles of rows are decoded and multiplied; few: rows are streamed */
-    int32_t is_buffered;       /* its rows lie in row buffers */
+    int32_t tiled;       /* 1, for many query rows: tiles of rows are decoded and multiplied; 0: rows are streamed */
+    int32_t is_buffered; /* whether its rows lie in row buffers */
     int32_t num_parts;
-    int64_t num_rows, part_rows;        /* in reach; in each part, the last of which may have fewer */
-    int64_t first_start, first_counter; /* in plan->starts, one for each part; in plan->remaining, one per KV head */
+    int64_t num_rows, part_rows;        /* rows in reach; rows of each part, of which the last may have fewer */
+    int64_t first_start;                /* plan->starts[first_start + p]: where part p begins */
+    int64_t first_counter;              /* plan->remaining[first_counter + h]: counter of KV head h */
     int64_t first_own_piece, end_piece; /* pieces of the batch's own rows */
-    uint64_t partials;                  /* offset in plan->partials, in floats */
+    uint64_t partials;                  /* where its results begin in plan->partials, in floats */
 } kvc_unit;
 
 typedef struct kvc_job {
     int64_t first_member; /* units: plan->members[first_member .. first_member + num_members) */
     int32_t num_members;
-    int32_t part;   /* of each of them */
-    int64_t shared; /* rows at the part's beginning that all members have in common; each goes on with its own */
-    int64_t rows;   /* that are read: the shared ones once */
-    int64_t work;   /* rows times query rows */
+    int32_t part;        /* which part of each member */
+    int64_t shared_rows; /* leading rows of the part that all members have in common; each goes on with its own */
+    int64_t rows;        /* rows to read, the shared ones counted once */
+    int64_t work;        /* rows times query rows, summed over the members */
 } kvc_job;
 
 /* States of a task, in a round of kvc_plan_run. */
 enum { KVC_TASK_OPEN, KVC_TASK_RUNNING, KVC_TASK_DONE };
 
 /* A round of kvc_plan_run: each task is run once, for one layer and its arrays.  Once a task has failed or is run a
- * second time, the round becomes a rerun: each task then merges anew what there is of its units, so that the last one
- * to end leaves the right result, in whatever order they are run. */
+ * second time, the round becomes a rerun: each task then merges again its units that have all parts there, so that the
+ * last task to end leaves the right result, in whatever order they are run. */
 typedef struct kvc_round {
     atomic_flag lock;
     int32_t layer;
-    int32_t is_rerun; /* until another layer or other arrays begin a round; parts are kept and merged under the lock */
+    int32_t is_rerun; /* until a round for another layer or other arrays; parts are kept and merged under the lock */
     int32_t has_failed;
-    const void *q, *out, *lse;
+    const void *q, *out, *lse; /* the caller's arrays: others begin another round */
     int64_t num_running, num_done;
     uint8_t *states; /* [num_tasks] */
 } kvc_round;
 
-/* A lane is what one running task works in.  Offsets in floats from its beginning; keys and values are the panels that
- * a tile is packed into. */
+/* Where arrays lie in a lane, which is the memory that one running task works in: offsets in floats from its beginning.
+ * keys and values are the panels that a tile is packed into. */
 typedef struct kvc_lane_layout {
     uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rotated_keys, size;
     int32_t q_stride, acc_stride;
@@ -99,33 +100,33 @@ struct kvc_plan {
     kvc_plan_link link; /* the first member: what batch->plans lists */
     kvc_batch *batch;
     kvc_plan_args args;
-    atomic_flag taken; /* until kvc_plan_free: then the plan may serve another call */
-    int32_t is_made;   /* what follows is filled in; set with the mutex held, as fork() holds it */
+    atomic_flag taken; /* a caller has the plan; cleared by kvc_plan_free, so that it may serve another call */
+    int32_t is_made;   /* the fields below are filled in; set with the mutex held, which fork() waits for */
     int32_t group;
-    int32_t num_kv_heads, k_dim, v_dim; /* of the layers that the plan serves */
-    int32_t heads_per_kv;
+    int32_t num_kv_heads, k_dim, v_dim; /* shape of the layers that the plan serves */
+    int32_t heads_per_kv;               /* query heads per KV head */
     int32_t num_units, num_lanes;
     int64_t num_pieces;
-    int64_t num_jobs; /* a job is as many tasks as there are KV heads */
-    int32_t by_head;  /* tasks of a KV head follow each other; 0: those of a job do */
+    int64_t num_jobs; /* each is num_kv_heads tasks */
+    int32_t by_head;  /* order of tasks: 1: all jobs of one KV head, then of the next; 0: all KV heads of one job */
     double multiply_adds;
-    int32_t num_cross_puts;            /* of the group, when the plan was made */
-    int32_t num_deltas, angles_stride; /* in floats */
-    int32_t *deltas;                   /* that keys are off by, ascending, all different and none 0 */
+    int32_t num_cross_puts;            /* kvc_num_cross_puts of the group when the plan was made */
+    int32_t num_deltas, angles_stride; /* stride in floats */
+    int32_t *deltas;                   /* [num_deltas] that keys are off by: ascending, all different, none 0 */
     float *angles;                     /* [cache->num_ropes][num_deltas][angles_stride] that rotate query rows back */
-    double *rope_table;                /* of a kvc_rope_table, while the plan is made */
-    uint8_t *non_causal;               /* what args points at */
+    double *rope_table;                /* scratch of a kvc_rope_table, while the plan is made */
+    uint8_t *non_causal;               /* [args.num_tokens] copied from the caller; args.non_causal points at it */
     kvc_unit *units;
     kvc_piece *pieces;
     kvc_part_start *starts;
     kvc_job *jobs;
-    int32_t *members;      /* of the jobs: indices of units */
-    atomic_int *remaining; /* for each unit and KV head: parts that are yet to be run */
+    int32_t *members;      /* units of the jobs, as indices into `units` */
+    atomic_int *remaining; /* parts that are yet to be run, for each unit and KV head */
     kvc_round round;
     kvc_lane_layout lane;
-    float *partials;
-    float *lanes;
-    atomic_flag *lane_taken;
+    float *partials;         /* results of parts, for units that have several */
+    float *lanes;            /* [num_lanes][lane.size] */
+    atomic_flag *lane_taken; /* [num_lanes] */
 };
 
 static inline int64_t kvc_smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -135,7 +136,7 @@ static inline int kvc_plan_sees_all(const kvc_plan *plan, int32_t token) {
     return plan->args.non_causal && plan->args.non_causal[token - plan->args.first];
 }
 
-/* How often rows were put in a cross-attention group since the batch began; 0 in other groups. */
+/* Returns how often rows of a cross-attention group were put since the batch began; 0 for other groups. */
 static inline int32_t kvc_num_cross_puts(const kvc_batch *batch, int32_t group) {
     const int32_t first = batch->cache->num_token_groups;
     return group < first ? 0 : atomic_load(&batch->num_cross_puts[group - first]);
@@ -146,10 +147,12 @@ static inline int kvc_plan_is_current(const kvc_plan *plan) {
     return plan->num_cross_puts == kvc_num_cross_puts(plan->batch, plan->group);
 }
 
-/* The job and the KV head of task i. */
+/* Returns the job of task i. */
 static inline const kvc_job *kvc_job_of(const kvc_plan *plan, int64_t i) {
     return &plan->jobs[plan->by_head ? i % plan->num_jobs : i / plan->num_kv_heads];
 }
+
+/* Returns the KV head of task i. */
 static inline int32_t kvc_head_of(const kvc_plan *plan, int64_t i) {
     return (int32_t)(plan->by_head ? i / plan->num_jobs : i % plan->num_kv_heads);
 }
@@ -158,18 +161,19 @@ static inline const kvc_unit *kvc_unit_of(const kvc_plan *plan, const kvc_job *j
     return &plan->units[plan->members[job->first_member + member]];
 }
 
-/* Query rows of a unit, for one KV head. */
+/* Counts the query rows of a unit for one KV head. */
 static inline int32_t kvc_num_query_rows(const kvc_plan *plan, const kvc_unit *unit) {
     return unit->num_tokens * plan->heads_per_kv;
 }
 
-/* Rows of part p. */
+/* Counts the rows of part p. */
 static inline int64_t kvc_part_rows(const kvc_unit *unit, int32_t p) {
     const int64_t rest = unit->num_rows - p * unit->part_rows;
     return rest < unit->part_rows ? rest : unit->part_rows;
 }
 
-/* Floats of one part's result: max and sum of each query row, then its accumulated values, acc_stride floats. */
+/* Returns the size of one part's result in floats: max and sum of each query row, then acc_stride accumulated values
+ * of each. */
 static inline uint64_t kvc_partial_size(int32_t num_query_rows, int32_t acc_stride) {
     return kvc_align_up(2 * (uint64_t)num_query_rows, KVC_LANES) + (uint64_t)num_query_rows * (uint64_t)acc_stride;
 }
