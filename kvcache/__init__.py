@@ -4,7 +4,7 @@ import sys as _sys
 from importlib.util import find_spec as _find_spec
 
 if _find_spec("kvcache._core") is None:
-    # The sources in the current folder come before what is installed.
+    # Python found the sources in the current folder before the installed package.
     raise ImportError(
         f"{__path__[0]} holds the sources of kvcache without the compiled module: run Python from another folder, or "
         "build in place with: pip install -e ."

@@ -1,19 +1,19 @@
 # cython: language_level=3
-"""The C core as Python sees it: arguments in, arrays out; no logic of its own.
+"""The C core for Python: arguments in, arrays out; no logic of its own.
 
-include/kvcache.h says what the functions do, and cache.py what users see of them. The module is one translation unit,
+include/kvcache.h documents the functions, and cache.py the classes that users see. The module is one translation unit,
 divided by subject: _core.pxd declares the C header, and the parts in binding/ are included below. Three rules hold
 throughout:
 
 - A handle is used between enter() and leave(), which count the calls in progress, so that no other thread frees it.
-  Only C runs there: nothing that can fail, make an object (which may start the garbage collector), or run code of
-  others. Arguments are converted before enter(), results are made after leave().
+  Only C runs there: nothing that can fail, make an object (which may start the garbage collector), or run other code.
+  Arguments are converted before enter(), results are made after leave().
 - A call that may wait for the cache's mutex, or takes more than a microsecond, runs without the GIL.
-- What a call has found out about a sequence may be wrong after leave(): another thread may have edited it.
+- An answer about a sequence may be out of date after leave(): another thread may have edited the sequence.
 
-Arrays that are contiguous and of one type are typed memoryviews. Pointers and strides are for arrays that views cannot
-describe (bf16, DLPack, any strides), and for what batch(), put() and attend() need at each step: taking a view of an
-array costs half as much as all of batch().
+Typed memoryviews are used for contiguous arrays of one type. Pointers and strides are used for arrays that memoryviews
+cannot describe (bf16, DLPack, any strides), and for the arguments of batch(), put() and attend(), which are called at
+each step: taking a memoryview of an array costs half as much as all of batch().
 """
 
 import operator
@@ -61,11 +61,11 @@ POLICIES = {
 cdef int64_t _INT32_MAX = 0x7fffffff
 cdef int64_t _INT64_MAX = 0x7fffffffffffffff
 cdef int64_t _INT64_MIN = -_INT64_MAX - 1
-# The largest int32 is no position: as the end of a range it means "to the last one".
+# The largest int32 is no position: as the end of a range it means "to the last position".
 cdef int32_t _MAX_POSITION = 0x7ffffffe
 
-cdef int64_t[3] ITEM_SIZE = [4, 2, 2]  # by kvc_type
-cdef int64_t[2] BLOCK_SIZE = [34, 18]  # of 32 elements, by kvc_type less KVC_Q8_0
+cdef int64_t[3] ITEM_SIZE = [4, 2, 2]  # bytes of an element, by kvc_type
+cdef int64_t[2] BLOCK_SIZE = [34, 18]  # bytes of a block of 32 elements, by kvc_type less KVC_Q8_0
 
 include "binding/errors.pxi"
 include "binding/numbers.pxi"
@@ -90,7 +90,7 @@ def build_info():
 
 
 def isa():
-    """The instruction set that is used; None: KVCACHE_ISA names one that this machine or build lacks."""
+    """Return the instruction set in use; None: KVCACHE_ISA names a set that this machine or build lacks."""
     cdef const char *name = kvc_isa()
     return None if name == NULL else name.decode()
 

@@ -1,6 +1,6 @@
-"""Imports modules under their former names, with a warning.
+"""Import modules by their former names, with a warning.
 
-A former name yields the module itself, not a copy of it: objects are the same under both names.
+A former name yields the module itself, not a copy: objects are the same under both names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import CodeType, ModuleType
 
 __all__ = ["MOVED", "Finder"]
 
-# Former names in `kvcache`, and the present ones. Remove the former names, and this file, in 0.3.
+# Former names of modules in `kvcache`, and their present names. Remove this file in 0.3.
 MOVED = {
     "bench": "tools.bench",
     "cli": "tools.cli",
@@ -33,11 +33,11 @@ MOVED = {
 
 
 class Finder:
-    """Finds modules by their former names; comes before other finders, which would load a second copy of a peer."""
+    """Finds modules by their former names. It precedes other finders, which would load a second copy of a peer."""
 
     @classmethod
     def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return a spec for a former name, or for a module in what was a package; None for any other."""
+        """Return a spec for a former name, or for a module in a package of a former name; None for any other name."""
         if not name.startswith("kvcache."):
             return None
         former, dot, rest = name.removeprefix("kvcache.").partition(".")
@@ -49,7 +49,7 @@ class Finder:
         """Let the import system make an empty module, which `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Replace a module of a former name by that of the present one."""
+        """Replace the empty module of a former name by the module of the present name."""
         former, present = _names(module.__spec__)
         warnings.warn(_sentence(former, present), DeprecationWarning, stacklevel=2)
         sys.modules[former] = importlib.import_module(present)

@@ -1,4 +1,4 @@
-"""Types of the arrays that methods take, and of their layouts."""
+"""Types for annotations: the arrays that methods take, and their layouts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AnyArray: TypeAlias = npt.NDArray[Any] | SupportsDLPack | SupportsArray
 
 
 def check_float_dtype(value: Any, name: str) -> FloatDType:
-    """Return the argument `name` if it is a type that rows can be converted to; else raise ``ValueError``."""
+    """Return `value` if it names a type that rows can be converted to; else raise ``ValueError``, which says `name`."""
     if isinstance(value, str) and value in ("f32", "f16", "bf16"):
         return cast(FloatDType, value)
     raise ValueError(f"{name}={value!r}: must be 'f32', 'f16' or 'bf16'")

@@ -20,9 +20,9 @@ class Batch:
     """The tokens of one forward pass, of one sequence or many; `KVCache.batch` makes it.
 
     A batch is a transaction. `commit`, or the end of a ``with``, makes its tokens part of their sequences; `abort`, or
-    an exception in the ``with``, discards them. Until then, only its own queries see its rows. Before the commit, put
-    the rows of every layer that has its own and attention. Rows for `CrossAttention`, and those of sequences that are
-    not stored, are optional.
+    an exception in the ``with``, discards them. Until then, only the batch's own queries see its rows. Before the
+    commit, put rows in every layer that has attention and rows of its own. Rows for `CrossAttention`, and rows of
+    sequences that are not stored, are optional.
 
     Examples
     --------
@@ -40,7 +40,7 @@ class Batch:
 
     def __init__(self, core: _core.Batch, done: Callable[[], None] | None = None) -> None:
         self._core = core
-        self._done = done  # called after the commit
+        self._done = done  # called after the commit; None: nothing is
 
     def __len__(self) -> int:
         return self._core.num_tokens
@@ -88,15 +88,15 @@ class Batch:
         Parameters
         ----------
         layer : int
-            Which layer; it must have rows of its own.
+            The layer's index; the layer must have rows of its own.
         k, v : array
-            ``[tokens, num_kv_heads, head_dim]`` and ``[tokens, num_kv_heads, v_head_dim]``, of f32, f16 or bf16: NumPy
-            arrays, or anything with DLPack on the CPU. They are read in place, with any strides over tokens and
-            heads, and converted to the stored type. Leave out `v` if keys hold the values.
+            The rows, ``[tokens, num_kv_heads, head_dim]`` and ``[tokens, num_kv_heads, v_head_dim]``, of f32, f16 or
+            bf16: NumPy arrays, or anything with DLPack on the CPU. They are read in place, with any strides over tokens
+            and heads, and converted to the stored type. Leave out `v` if keys hold the values.
         first : int, default 0
-            The token of the batch that the arrays begin with. Threads may put different tokens at once.
+            The index in the batch of the arrays' first token. Threads may put different tokens at once.
         seq_id : int, optional
-            For `CrossAttention` only: the sequence of the batch whose rows are replaced, by any number of them; by
+            For `CrossAttention` only: the sequence of the batch whose rows are replaced, by any number of rows; by
             default the only sequence of the batch. Such rows may also be ``[any, tokens, heads, dim]``, as of an image
             in tiles.
         layout : {"THD", "HTD", "BHTD"}, default "THD"
@@ -111,7 +111,7 @@ class Batch:
             If a shape is wrong, a token was put before, the layer reads another's rows or has no attention, `seq_id` is
             missing or superfluous, a tensor requires grad, or the batch has ended.
         TypeError
-            If something is no array, or has another element type.
+            If `k` or `v` is no array, or has another element type.
         CacheFullError
             If there are more than `max_len` rows for `CrossAttention`, or `max_bytes` would be exceeded.
         """
@@ -120,21 +120,21 @@ class Batch:
     def slots(self, layer: SupportsIndex, *, first: SupportsIndex = 0) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Return writable views of the slots of a token, and of the following tokens that lie beside it.
 
-        Use it instead of `put` to compute rows in place; call `written` once they are complete.
+        Use `slots` instead of `put` to compute rows in place; call `written` once the rows are complete.
 
         Parameters
         ----------
         layer : int
-            Which layer; it must have rows of its own, and not `CrossAttention`.
+            The layer's index; the layer must have rows of its own, and not `CrossAttention`.
         first : int, default 0
-            The token of the batch that the arrays begin with.
+            The index in the batch of the views' first token.
 
         Returns
         -------
         tuple of numpy.ndarray
-            ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]`` of the stored type; for quantised
-            types the bytes of the blocks, as uint8. They are writable until the batch ends. If keys hold the values,
-            the second is part of the first.
+            Views of keys and values, ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]`` of the
+            stored type; for quantised types the bytes of the blocks, as uint8. They are writable until the batch ends.
+            If keys hold the values, the second is part of the first.
 
         Raises
         ------
@@ -237,27 +237,28 @@ class Batch:
         A query sees positions up to its own, as the policy of the layer allows; of a batch with parents, it sees
         its ancestors only. The rows of the batch that it sees must have been put in this layer; `k` and `v`, if given,
         are put first. For a sequence that the strategy does not store, rows put here stay until `attend` puts into
-        another layer; rows from `put`, rows that other layers share, and an encoder's stay until the batch ends.
+        another layer; rows from `put`, rows that other layers share, and an encoder's rows stay until the batch ends.
 
         Parameters
         ----------
         layer : int
-            Which layer.
+            The layer's index.
         q : array
-            ``[tokens, num_heads, head_dim]`` of f32, f16 or bf16, in arrays as for `put`; `num_heads` must be a
-            multiple of `num_kv_heads`.
+            The queries, ``[tokens, num_heads, head_dim]`` of f32, f16 or bf16, in arrays as for `put`; `num_heads` must
+            be a multiple of `num_kv_heads`.
         k, v : array, optional
-            As in `put`, with as many tokens as `q`; with any number for `CrossAttention`.
+            The rows to put, as for `put`, with the tokens of `q`; with any number of rows for `CrossAttention`.
         first : int, default 0
-            The token of the batch that the arrays begin with.
+            The index in the batch of the arrays' first token.
         scale : float, optional
             The factor of the scores; by default ``1 / sqrt(head_dim)``. Required if keys hold the values.
         softcap : float, optional
-            If given, scores become ``softcap * tanh(score / softcap)``, as in Gemma 2.
+            The bound of the scores, which become ``softcap * tanh(score / softcap)``, as in Gemma 2.
         sinks : array, optional
-            ``[num_heads]`` of f32: a logit per head that joins the softmax and has no value, as in gpt-oss.
+            A logit per head, ``[num_heads]`` of f32, that joins the softmax and has no value, as in gpt-oss.
         alibi : array, optional
-            ``[num_heads]`` of f32: ``slope * (key position - query position)`` is added to the score [1]_.
+            A slope per head, ``[num_heads]`` of f32: ``slope * (key position - query position)`` is added to the
+            score [1]_.
         non_causal : bool or array of bool, optional
             Whether a query also sees later positions of its sequence: one value for all queries, or one per query or
             per token of the batch. With parents, a query sees its ancestors only.
@@ -271,11 +272,12 @@ class Batch:
         Returns
         -------
         out : numpy.ndarray
-            ``[tokens, num_heads, v_head_dim]`` of the type of `q`, or `out` itself; 0 if a query sees nothing. bf16 as
-            ``ml_dtypes.bfloat16`` if that is installed, else as a type of two bytes, which DLPack exports as bf16.
+            The result, ``[tokens, num_heads, v_head_dim]`` of the type of `q`, or `out` itself; 0 if a query sees
+            nothing. bf16 is ``ml_dtypes.bfloat16`` if that is installed, else a type of two bytes, which DLPack exports
+            as bf16.
         lse : numpy.ndarray
-            Only with `return_lse`: ``[tokens, num_heads]`` (or as `layout` says) of f32: natural logarithms, with
-            sinks; minus infinity if a query sees nothing.
+            Only with `return_lse`: the log-sum-exp, ``[tokens, num_heads]`` (or as `layout` says) of f32, a natural
+            logarithm that includes sinks; minus infinity if a query sees nothing.
 
         Raises
         ------
@@ -285,7 +287,7 @@ class Batch:
             If a shape is wrong, a visible token of the batch was not put, a token was put before, a required `scale` is
             missing, a tensor requires grad, `out` is read-only or overlaps, or the batch has ended.
         TypeError
-            If something is no array, or has another element type.
+            If an argument is no array, or has another element type.
         RowsGoneError
             If a visible token belongs to a sequence that is not stored, and its rows in the layer are gone.
         CacheFullError
@@ -338,19 +340,19 @@ class Batch:
         Parameters
         ----------
         layer : int
-            Which layer.
+            The layer's index.
         non_causal : bool or array of bool, optional
-            As in `attend`, for the tokens of the batch.
+            Whether a token also sees later positions of its sequence, as in `attend`, for the tokens of the batch.
         dtype : {"f32", "f16", "bf16"}, optional
             The type to convert rows to, f32 by default.
         layout : {"HTD", "THD", "BHTD"}, default "HTD"
-            The axes of the rows: ``[num_kv_heads, n, dim]``, ``[n, num_kv_heads, dim]``, or each sequence by itself,
+            The order of the axes: ``[num_kv_heads, n, dim]``, ``[n, num_kv_heads, dim]``, or each sequence by itself,
             ``[sequences, num_kv_heads, n, dim]``, where `n` is the number of rows of the longest sequence, and zeros
             that no query sees pad the others. ``"BHTD"`` needs a batch with the same number of tokens of each sequence,
             sequence after sequence.
         mask : {"f32", "bool"} or None, default "f32"
             The kind of mask: f32 to add to the scores, 0 if the token sees the row, else minus infinity; or bool, True
-            if it does. None: no mask, the largest of the arrays for a batch of many sequences.
+            if it does. None: no mask; for a batch of many sequences it is the largest of the arrays.
         out : tuple of two or three arrays, optional
             Arrays for keys, values and, with three, the mask, in place of new ones, in the shapes below. Keys and
             values may have any of these types, NumPy's or DLPack's, contiguous along the last axis; the mask is NumPy's
@@ -377,7 +379,7 @@ class Batch:
         TypeError
             If `non_causal` holds other values than booleans, or `out` other things than arrays of these types.
         RowsGoneError
-            If rows of a sequence that is not stored are gone, because `attend` has put those of another layer since.
+            If rows of a sequence that is not stored are gone, because `attend` has put rows of another layer since.
         MemoryError
             If memory is short.
 
@@ -415,8 +417,8 @@ class Batch:
         Parameters
         ----------
         keep : iterable of int, optional
-            The tokens to keep, by their index in the batch, in any order: the accepted ones of speculative decoding. By
-            default all. Nothing is kept of a sequence that the strategy does not store.
+            The indices in the batch of the tokens to keep, in any order: the accepted tokens of speculative decoding.
+            By default all. Nothing is kept of a sequence that the strategy does not store.
 
         Raises
         ------
@@ -425,7 +427,7 @@ class Batch:
         IndexError
             If there is no such token.
         TypeError
-            If something is no integer.
+            If an index is no integer.
         CacheBusyError
             If a call in another thread uses the batch.
 

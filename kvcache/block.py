@@ -1,4 +1,4 @@
-"""Where rows lie: blocks, the runs of slots in them that sequences hold, and views of such rows."""
+"""The places of rows: blocks, the runs of slots in them that sequences hold, and views of consecutive rows."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Run:
     count : int
         The number of slots.
     position : int
-        The position of the token in the first slot; the others follow one by one.
+        The position of the token in the first slot; each later slot has the next position.
     delta : int
-        The distance of these positions from those that the keys are rotated for.
+        How far the tokens have moved since their keys were rotated.
     in_batch : bool
         Whether the tokens belong to the open batch, not yet to the sequence.
     """
@@ -43,21 +43,21 @@ class Block:
     Attributes
     ----------
     index : int
-        Its number among the layer's blocks. Other blocks take the numbers of blocks that are given back.
+        The block's index in the layer. New blocks take the indices of blocks that were given back.
     num_slots : int
-        The tokens that fit in it.
+        The number of slots, each for one token.
     filled : int
-        Slots below this number were handed out; the others are unused.
+        The number of slots handed out; they come first, and the slots from this index on are unused.
     live : int
-        How many of these are held. The others are wasted until a compaction.
+        The number of slots that a sequence holds. The other filled slots are wasted until a compaction.
     references : int
-        The holders of the slot with most holders; above 1, rows are shared.
+        The number of holders of the slot with most holders; above 1, rows are shared.
     resident : int
-        Slots handed out since the block took its memory: those that the operating system has backed with memory.
+        The number of slots handed out since the block took its memory, which the operating system has backed.
     is_held : bool
         Whether a view keeps the rows, so that no slot is reused before the view is gone.
     holders : dict of int to list of Run
-        The runs that each sequence holds in it, in order of arrival, by sequence id.
+        The runs that each sequence holds in the block, in order of arrival, by sequence id.
     """
 
     index: int
@@ -71,7 +71,7 @@ class Block:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing holds a slot of it: its memory is kept for reuse."""
+        """Whether nothing holds a slot, so that the block's memory is only kept for reuse."""
         return not self.live and not self.is_held
 
 
@@ -82,13 +82,13 @@ class Span:
     Attributes
     ----------
     k : numpy.ndarray
-        A read-only view, ``[num_kv_heads, rows, head_dim]``, of keys as they are stored.
+        A read-only view, ``[num_kv_heads, rows, head_dim]``, of the stored keys, not rotated by `delta`.
     v : numpy.ndarray
-        A read-only view, ``[num_kv_heads, rows, v_head_dim]``.
+        A read-only view, ``[num_kv_heads, rows, v_head_dim]``, of the stored values.
     positions : numpy.ndarray
         The position of each row, int32.
     delta : int
-        The distance of these positions from those that the keys are rotated for.
+        How far the tokens have moved since their keys were rotated.
     """
 
     k: npt.NDArray[Any]

@@ -1,4 +1,4 @@
-"""The cache: begins batches; reads, edits and counts what sequences hold."""
+"""`KVCache`: begins batches; reads, edits and counts the rows that sequences hold."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ class KVCache:
     Parameters
     ----------
     num_layers : int
-        Layers of the model.
+        The number of layers of the model.
     num_kv_heads : int or sequence of int
-        KV heads. This and every argument marked "or sequence" takes one value for all layers, or one per layer.
+        The number of KV heads. This and every argument marked "or sequence" takes one value for all layers, or one per
+        layer.
     head_dim : int or sequence of int
-        Elements of one key of one head.
+        The number of elements of one key of one head.
     max_seq_len : int or None
         The most rows that a sequence may hold in a layer; None: no limit.
     v_head_dim : int or sequence of int, optional
-        Elements of one value of one head; by default `head_dim`.
+        The number of elements of one value of one head; by default `head_dim`.
     value_in_key : bool or sequence of bool, default False
         Whether a value is the first `v_head_dim` elements of its key, and stored once, as in multi-head latent
         attention [1]_. `Batch.attend` must then be given a `scale`.
@@ -60,31 +61,32 @@ class KVCache:
     k_dtype, v_dtype : as `dtype`, optional
         The type of keys, or of values, if not `dtype`.
     policy : FullAttention, SlidingWindow, ChunkedAttention, CrossAttention, None or sequence of these
-        Which positions a query may see, and so which rows are kept; by default `FullAttention`. None: the layer has no
-        attention, and holds nothing.
+        The positions that a query may see, and so the rows that are kept; by default `FullAttention`. None: the layer
+        has no attention, and holds nothing.
     share : sequence of int or None, optional
-        For each layer, the index of the layer whose rows it reads; that one must be equal in every other argument and
-        have rows of its own. None: the layer reads its own rows.
+        For each layer, the index of the layer whose rows it reads, which must be equal in every other argument and have
+        rows of its own; None: the layer reads its own rows.
     rope : Rope, False or callable, or sequence of these, optional
-        How keys carry their position. None, the default: unknown, so tokens cannot be moved. False: keys carry no
-        rotation. A callable takes ``(layer, keys, delta)``, where `keys` are f32 ``[num_kv_heads, n, head_dim]``, and
-        returns the keys moved by `delta` positions.
+        The rotation of keys by their position. None, the default: unknown, so tokens cannot be moved. False: keys carry
+        no rotation. A callable takes ``(layer, keys, delta)``, where `keys` are f32 ``[num_kv_heads, n, head_dim]``,
+        and returns the keys moved by `delta` positions.
     max_sequences : int or None, default 1
         The most sequences that may hold rows, in any layer; None: no limit. Checked when a batch begins, not by forks
         and edits.
     capacity : int, optional
-        The most tokens that all sequences together may hold in a layer, shared ones counted once. By default
+        The most tokens that all sequences together may hold in a layer, shared tokens counted once. By default
         ``max_seq_len * max_sequences``; no limit if one of these is None.
     max_bytes : int, optional
         A hard limit of `nbytes`; by default none.
     block_size : int, optional
-        Tokens in a block, the unit of allocation and of sharing. By default 64; but `max_seq_len`, so that the sequence
-        lies in one piece, if that is given, `max_sequences` is 1 and every policy is `FullAttention`.
+        The number of tokens in a block, the unit of allocation and of sharing. By default 64; but `max_seq_len`, so
+        that the sequence lies in one piece, if that is given, `max_sequences` is 1 and every policy is `FullAttention`.
     strategy : {"always", "disabled"}, LongSequencesOnly or Adaptive, default "always"
-        Which sequences are stored. If a sequence is not, its `next_position` stays 0, the runner feeds all of it again,
-        and each batch attends over itself; rows that `Batch.attend` puts take the memory of one layer.
+        The rule for which sequences are stored. If a sequence is not stored, its `next_position` stays 0, the runner
+        feeds all of it again, and each batch attends over itself; rows that `Batch.attend` puts take the memory of one
+        layer.
     num_threads : int, optional
-        Threads of a call; by default `get_num_threads` at the time of the call.
+        The number of threads of a call; by default `get_num_threads` at the time of the call.
 
     Raises
     ------
@@ -100,18 +102,18 @@ class KVCache:
     -----
     Any thread may call any method. An open batch owns its sequences: editing these, compacting or closing the cache
     raises `CacheBusyError` until the batch is committed or aborted; other sequences may be edited. Every method that
-    may wait for another thread, and every one that stores, copies, moves or attends over rows, releases the GIL.
+    may wait for another thread, or that stores, copies, moves or attends over rows, releases the GIL.
 
     Destructors, weak references and arguments that convert themselves may call any method while another runs. A cache
     that they close, or a batch that they end, is closed for the rest of that method (``ValueError``). While the core is
     at work, closing raises `CacheBusyError`.
 
-    Signal handlers run in the main thread during `Batch.attend` and `Batch.put`, at least every 40 ms or so. If one
-    raises, as that of Ctrl-C does, the call ends and has put nothing: the batch stays open, and the call can be
-    repeated. During other methods, handlers run once these return.
+    Signal handlers run in the main thread during `Batch.attend` and `Batch.put`, about every 40 ms. If a handler
+    raises, as Python's handler of Ctrl-C does, the call ends and has put nothing: the batch stays open, and the call
+    can be repeated. During other methods, handlers run once these return.
 
     A sequence is named by any 64-bit integer. A sequence that holds nothing is empty, not unknown: reading it yields 0,
-    -1 or no rows, and editing it does nothing. The other methods raise ``ValueError`` once the cache is closed.
+    -1 or no rows, and editing it does nothing. Methods raise ``ValueError`` once the cache is closed.
 
     References
     ----------
@@ -182,9 +184,9 @@ class KVCache:
         )
         self._kinds = Counter(layer._replace(rope=None) for layer in self._layers)  # a rope function may have no hash
         self._strategy = _check_strategy(strategy)
-        self._decisions: dict[int, Decision] = {}  # the latest for each sequence, oldest first
+        self._decisions: dict[int, Decision] = {}  # the latest decision on each sequence, oldest first
         self._most_decisions = 64
-        self._dropped: set[int] = set()  # sequences that were dropped, and not fed again since
+        self._dropped: set[int] = set()  # sequences that were dropped, and have not been fed again
         self._max_seq_len = _limit(max_seq_len, "max_seq_len", INT32_MAX - 1)
         self._max_sequences = _limit(max_sequences, "max_sequences", INT32_MAX)
         self._max_bytes = _limit(max_bytes, "max_bytes", INT64_MAX)
@@ -216,15 +218,16 @@ class KVCache:
         config : path, mapping, or configuration of transformers
             A Hugging Face folder, its ``config.json``, or a GGUF; or the content of a ``config.json``.
         max_source_len : int, optional
-            The most tokens, or frames, that an encoder is given; by default as the files say. Ignored if there is none.
+            The most tokens, or frames, that an encoder is given; by default the files' number. Ignored without an
+            encoder.
         **overrides
             Arguments of `KVCache`, such as `dtype`, that replace those from the files.
 
         Returns
         -------
         KVCache
-            For the text decoder: its layers with their KV heads, policies (windows, chunks), shared rows, latents (MLA)
-            and RoPE, and the context that it was trained for. For a model with an encoder: the decoder's layers, then a
+            A cache for the text decoder: its layers with their KV heads, policies (windows, chunks), shared rows,
+            latents (MLA) and RoPE, and its context length. For a model with an encoder: the decoder's layers, then a
             cross-attention layer for each of them.
 
         Raises
@@ -233,7 +236,7 @@ class KVCache:
             If a file is missing, is of another format, or holds impossible values.
         NotSupportedError
             If a layer keeps a state that no policy describes. Rotations that depend on the length of the sequence, such
-            as dynamic NTK and LongRoPE, are accepted; moving such keys raises this error, which names the rotation.
+            as dynamic NTK and LongRoPE, are accepted; moving such keys raises this error, and it names the rotation.
         TypeError, ValueError
             If an override is wrong.
 
@@ -258,7 +261,7 @@ class KVCache:
         try:
             self.close()
         except (CacheBusyError, BufferError):
-            if kind is None:  # else keep the exception of the block, which may have left a batch open
+            if kind is None:  # else raise the exception of the `with` block, which may have left a batch open
                 raise
 
     def __repr__(self) -> str:
@@ -273,8 +276,8 @@ class KVCache:
     def __copy__(self) -> Self:
         """Return an independent cache with the same content.
 
-        Rows are copied block by block, and rows that sequences share stay shared in the copy. Configuration, strategy
-        and rope functions are those of the original; `stats` begins anew, and views stay the original's.
+        Rows are copied block by block, and rows that sequences share stay shared in the copy. The copy has the
+        original's configuration, strategy and rope functions; its `stats` begin at 0, and views stay the original's.
         ``copy.deepcopy`` does the same.
 
         Raises
@@ -322,17 +325,17 @@ class KVCache:
 
     @property
     def num_kv_heads(self) -> tuple[int, ...]:
-        """KV heads of each layer."""
+        """The number of KV heads of each layer."""
         return tuple(layer.num_kv_heads for layer in self._layers)
 
     @property
     def head_dim(self) -> tuple[int, ...]:
-        """Elements of a key of one head, in each layer."""
+        """The number of elements of a key of one head, in each layer."""
         return tuple(layer.head_dim for layer in self._layers)
 
     @property
     def v_head_dim(self) -> tuple[int, ...]:
-        """Elements of a value of one head, in each layer."""
+        """The number of elements of a value of one head, in each layer."""
         return tuple(layer.v_head_dim for layer in self._layers)
 
     @property
@@ -357,17 +360,17 @@ class KVCache:
 
     @property
     def share(self) -> tuple[int | None, ...]:
-        """The layer whose rows each layer reads; None: its own."""
+        """The index of the layer whose rows each layer reads; None: its own rows."""
         return tuple(layer.share for layer in self._layers)
 
     @property
     def rope(self) -> tuple[RopeLike, ...]:
-        """How the keys of each layer carry their position; None: unknown."""
+        """The rotation of each layer's keys by their position; None: unknown."""
         return tuple(layer.rope for layer in self._layers)
 
     @property
     def strategy(self) -> Strategy:
-        """Which sequences are stored."""
+        """The rule for which sequences are stored."""
         return self._strategy
 
     @property
@@ -392,12 +395,12 @@ class KVCache:
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
+        """The number of tokens in a block."""
         return self._block_size
 
     @property
     def num_threads(self) -> int | None:
-        """Threads of a call; None: `get_num_threads` at the time of the call."""
+        """The number of threads of a call; None: `get_num_threads` at the time of the call."""
         return self._num_threads
 
     # -- a forward pass
@@ -410,7 +413,7 @@ class KVCache:
         seq_ids: Iterable[SupportsIndex] | None = None,
         parents: Iterable[SupportsIndex] | None = None,
     ) -> Batch:
-        """Begin a forward pass: evict rows that no later query can see, and take slots for its tokens in every layer.
+        """Begin a forward pass: evict rows that no later query can see, and take slots for the tokens in every layer.
 
         A call that raises changes nothing. Give exactly one of `n` and `positions`.
 
@@ -423,14 +426,14 @@ class KVCache:
         seq_ids : iterable of int, optional
             The sequence of each token; by default 0 for all.
         parents : iterable of int, optional
-            Makes trees of the tokens, for speculative decoding [1]_: the index in the batch of the earlier token of the
-            same sequence that each one follows; -1: it follows the stored tokens. Of the batch, a token then sees
+            The parent of each token, for trees of tokens in speculative decoding [1]_: the index in the batch of an
+            earlier token of the same sequence; -1: the token follows the stored tokens. Of the batch, a token then sees
             itself and its ancestors only. `Batch.commit` takes the accepted tokens.
 
         Returns
         -------
         Batch
-            Use it in a ``with``, or end it by `Batch.commit` or `Batch.abort`.
+            The open batch. Use it in a ``with``, or end it by `Batch.commit` or `Batch.abort`.
 
         Raises
         ------
@@ -444,7 +447,7 @@ class KVCache:
             If a position is negative, there is no token or more than 16,777,216, `seq_ids` or `parents` does not have
             one entry per token, or a parent is no earlier token of the same sequence.
         TypeError
-            If something is no integer, or both or neither of `n` and `positions` are given.
+            If a number is no integer, or both or neither of `n` and `positions` are given.
         MemoryError
             If memory is short.
 
@@ -476,7 +479,10 @@ class KVCache:
     def _decide(
         self, found: dict[int, Decision], positions: npt.NDArray[np.int32], seq_ids: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_] | None:
-        """Decide on each sequence of a new batch; return which tokens belong to sequences that are not stored."""
+        """Decide on each sequence of a new batch, and add the decisions to `found`.
+
+        Return for each token whether its sequence is not stored; None: all are stored.
+        """
         ids, whose, num_tokens = np.unique(seq_ids, return_inverse=True, return_counts=True)
         first, last = np.full(len(ids), INT32_MAX), np.full(len(ids), -1)
         np.minimum.at(first, whose, positions)
@@ -502,7 +508,7 @@ class KVCache:
         return np.isin(seq_ids, unstored) if unstored else None
 
     def _free_memory(self) -> tuple[int, str]:
-        """Return how many bytes are free, with those that the cache keeps for reuse, and the source of the limit."""
+        """Return the number of free bytes, the cache's own free blocks included, and the source of the limit."""
         free, source = available_memory()
         stats = self._core.stats()
         kept, blocks = stats["blocks_free"], stats["blocks_free"] + stats["blocks_in_use"]
@@ -510,7 +516,7 @@ class KVCache:
 
     def _note(self, found: dict[int, Decision]) -> None:
         """Keep the decisions for `explain`, and log them."""
-        import logging  # only strategies need it, and it slows `import kvcache` down
+        import logging  # here, because it would slow `import kvcache` down, and only strategies need it
 
         logger = logging.getLogger("kvcache")
         for seq_id, decision in found.items():
@@ -532,7 +538,7 @@ class KVCache:
                 self._core.compact()
 
     def _forget_decisions(self) -> None:
-        """Forget decisions, except on sequences that hold rows and the latest 8 on others that were not stored."""
+        """Forget decisions, except on sequences that hold rows, and the latest 8 on other sequences, not stored."""
         alive = set(self.sequences)
         others = [seq_id for seq_id, (outcome, _) in self._decisions.items() if outcome != "stored"]
         kept = alive.union([seq_id for seq_id in others if seq_id not in alive][-8:])
@@ -540,12 +546,12 @@ class KVCache:
         self._most_decisions = 64 + 2 * len(self._decisions)
 
     def explain(self) -> str:
-        """Describe the strategy and its decisions: for each sequence that holds rows, and the latest not stored.
+        """Describe the strategy and its decisions on sequences that hold rows, and on the latest that were not stored.
 
         Returns
         -------
         str
-            Lines for people.
+            Lines of text for people.
 
         Examples
         --------
@@ -574,24 +580,24 @@ class KVCache:
     # -- reading rows
 
     def keys(self, layer: SupportsIndex, *, seq_id: SupportsIndex = 0, copy: bool | None = None) -> npt.NDArray[Any]:
-        """Return the stored keys of a sequence in a layer, in order of arrival, rotated for where they stand now.
+        """Return the stored keys of a sequence in a layer, in order of arrival, rotated for their present positions.
 
         Parameters
         ----------
         layer : int
-            Which layer.
+            The layer's index.
         seq_id : int, default 0
-            Which sequence.
+            The sequence's id.
         copy : bool, optional
-            False: a view. True: a copy. None, the default: a view if possible, else a copy. Keys that were moved have
-            no view before `settle` rotates them.
+            Whether to copy. False: return a view. True: return a copy. None, the default: a view if possible, else a
+            copy. Keys that were moved have no view before `settle` rotates them.
 
         Returns
         -------
         numpy.ndarray
-            ``[num_kv_heads, len, head_dim]`` of the stored type; bf16 as ``ml_dtypes.bfloat16`` if that is installed,
-            else as a type of two bytes, which DLPack exports as bf16. A view is read-only and keeps its rows, whatever
-            becomes of the sequence; while it exists, `compact` and `close` raise ``BufferError``.
+            The keys, ``[num_kv_heads, len, head_dim]`` of the stored type; bf16 is ``ml_dtypes.bfloat16`` if that is
+            installed, else a type of two bytes, which DLPack exports as bf16. A view is read-only and keeps its rows,
+            whatever becomes of the sequence; while it exists, `compact` and `close` raise ``BufferError``.
 
         Raises
         ------
@@ -625,16 +631,17 @@ class KVCache:
         Parameters
         ----------
         layer : int
-            Which layer.
+            The layer's index.
         position : int
-            The token's position; of several tokens there, the latest.
+            The token's position; if several tokens have it, the latest counts.
         seq_id : int, default 0
-            Which sequence.
+            The sequence's id.
 
         Returns
         -------
         tuple of numpy.ndarray or None
-            ``[num_kv_heads, head_dim]`` and ``[num_kv_heads, v_head_dim]``; None if the layer does not hold it.
+            The key ``[num_kv_heads, head_dim]`` and the value ``[num_kv_heads, v_head_dim]``; None if the layer does
+            not hold the token.
 
         Raises
         ------
@@ -659,22 +666,22 @@ class KVCache:
         Parameters
         ----------
         layer : int
-            Which layer.
+            The layer's index.
         seq_id : int, default 0
-            Which sequence.
+            The sequence's id.
         first : int, default 0
-            The first row to copy.
+            The index of the first row to copy.
         dtype : {"f32", "f16", "bf16"}, optional
             The type to convert rows to, f32 by default.
         out : tuple of two arrays, optional
-            Arrays for keys and values, in place of new ones, for as many rows as are wanted: of any of these types,
-            NumPy's or DLPack's, contiguous along the last axis, and not overlapping.
+            Arrays for keys and values, in place of new ones, whose length is the number of rows to copy: of any of
+            these types, NumPy's or DLPack's, contiguous along the last axis, and not overlapping.
 
         Returns
         -------
         tuple of numpy.ndarray
-            ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]``, keys rotated for their present
-            positions; or `out`.
+            The keys ``[num_kv_heads, n, head_dim]``, rotated for their present positions, and the values
+            ``[num_kv_heads, n, v_head_dim]``; or `out`.
 
         Raises
         ------
@@ -698,17 +705,17 @@ class KVCache:
         Parameters
         ----------
         layer : int
-            Which layer.
+            The layer's index.
         begin, end : int
-            The positions; of several rows at one position, the latest counts.
+            The first position, and the end of the positions; of several rows at one position, the latest counts.
         seq_id : int, default 0
-            Which sequence.
+            The sequence's id.
 
         Returns
         -------
         tuple of numpy.ndarray
-            ``[num_kv_heads, end - begin, head_dim]`` and ``[num_kv_heads, end - begin, v_head_dim]`` of f32: decoded,
-            and keys rotated for their present positions.
+            The keys ``[num_kv_heads, end - begin, head_dim]``, rotated for their present positions, and the values
+            ``[num_kv_heads, end - begin, v_head_dim]``, as f32.
 
         Raises
         ------
@@ -743,26 +750,26 @@ class KVCache:
     ) -> int:
         """Replace stored keys and values at positions from `begin` on.
 
-        Views, and other sequences that share the rows, keep the former ones.
+        Views, and other sequences that share the rows, keep the former rows.
 
         Parameters
         ----------
         layer : int
-            Which layer.
+            The layer's index.
         begin : int
-            The position of the first; of several rows at one position, the latest is replaced.
+            The position of the first row; of several rows at one position, the latest is replaced.
         k, v : array
-            ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]``, of f32, f16 or bf16 as in
-            `Batch.put`; keys are rotated for these positions. Leave out `v` if keys hold the values.
+            The new rows, ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]``, of f32, f16 or bf16 as
+            in `Batch.put`; keys are rotated for these positions. Leave out `v` if keys hold the values.
         seq_id : int, default 0
-            Which sequence.
+            The sequence's id.
         skip_missing : bool, default False
-            Whether to skip positions where nothing is stored; else that is an error.
+            Whether to skip positions where nothing is stored, instead of raising.
 
         Returns
         -------
         int
-            The number of replaced rows: all that were given, unless some were skipped.
+            The number of replaced rows: the number of given rows, less those that were skipped.
 
         Raises
         ------
@@ -772,7 +779,7 @@ class KVCache:
         ValueError
             If a shape is wrong, `begin` is negative, or the layer reads another's rows or has no attention.
         TypeError
-            If something is no array, or one of another element type.
+            If `k` or `v` is no array, or has another element type.
         NotSupportedError
             If the policy of the layer is `CrossAttention`, whose rows `Batch.put` replaces.
         CacheBusyError
@@ -802,7 +809,8 @@ class KVCache:
         Returns
         -------
         list of Span
-            All rows. The views are like those of `keys`, but show keys as they are stored, whatever their `delta`.
+            The spans, which together have all rows. Their views are like those of `keys`, but show the stored keys, not
+            rotated by `delta`.
 
         Raises
         ------
@@ -834,11 +842,11 @@ class KVCache:
 
     @property
     def sequences(self) -> list[int]:
-        """The ids of the sequences that hold tokens, ascending; without those that hold only an encoder's rows."""
+        """The ids of the sequences that hold tokens, ascending; sequences with an encoder's rows only are left out."""
         return self._core.sequences()
 
     def seq_len(self, seq_id: SupportsIndex = 0, *, layer: SupportsIndex | None = None) -> int:
-        """Return how many rows a sequence holds in a layer, by default in the layer with most."""
+        """Return the number of rows that a sequence holds in a layer, by default in the layer with most."""
         return self._core.seq_len(seq_id, layer)
 
     def first_position(self, seq_id: SupportsIndex = 0) -> int:
@@ -856,7 +864,7 @@ class KVCache:
     def can_resume(self, position: SupportsIndex, *, seq_id: SupportsIndex = 0) -> bool:
         """Return whether a sequence can continue from a position.
 
-        It can if the position is at most `next_position`, and no row that a query there or later sees was evicted.
+        It can if the position is at most `next_position`, and no row that a query from there on sees was evicted.
 
         Examples
         --------
@@ -872,13 +880,13 @@ class KVCache:
     def copy_prefix(self, src: SupportsIndex, dst: SupportsIndex, length: SupportsIndex) -> None:
         """Replace what `dst` holds by the rows of `src` at positions below `length`.
 
-        No row is copied: the two share the rows until one drops them, and each appends its own. `max_sequences` is
-        checked when the next batch begins, not here.
+        No row is copied: the two sequences share the rows until one drops them, and each appends rows of its own.
+        `max_sequences` is checked when the next batch begins, not here.
 
         Raises
         ------
         CacheBusyError
-            If one of the two is in an open batch.
+            If one of the two sequences is in an open batch.
         ValueError
             If `src` and `dst` are the same, or `length` is negative.
         MemoryError
@@ -927,7 +935,7 @@ class KVCache:
         Raises
         ------
         CacheBusyError
-            If one of them is in an open batch.
+            If the sequence, or any of all, is in an open batch.
         """
         self._core.clear(seq_id)
         if seq_id is None:
@@ -950,12 +958,13 @@ class KVCache:
         begin : int, default 0
             The first position to drop.
         end : int, optional
-            The end of the positions to drop; by default that of the sequence.
+            The end of the positions to drop; by default the end of the sequence.
         seq_id : int, default 0
-            Which sequence.
+            The sequence's id.
         shift : bool, default True
-            Whether later tokens move down by ``end - begin``, as by `shift`; else a gap stays. Each removal leaves
-            tokens with one more distance from their rotation; hundreds of these slow attention down: see `settle`.
+            Whether later tokens move down by ``end - begin``, as by `shift`; else a gap stays. After each removal,
+            stored keys have one more distance from their rotation; hundreds of different distances slow attention
+            down: see `settle`.
 
         Raises
         ------
@@ -995,11 +1004,11 @@ class KVCache:
         begin : int
             The first position to move.
         end : int or None
-            The end of the positions to move; None: that of the sequence.
+            The end of the positions to move; None: the end of the sequence.
         delta : int
-            The distance; may be negative.
+            The distance, which may be negative.
         seq_id : int, default 0
-            Which sequence.
+            The sequence's id.
 
         Raises
         ------
@@ -1032,7 +1041,7 @@ class KVCache:
     ) -> None:
         """Divide the positions ``[begin, end)`` of a sequence by `divisor`, rounding down, as self-extend does [1]_.
 
-        Several tokens then have the same position. Rotated keys are rewritten to new memory, and the former ones are
+        Several tokens then have the same position. Rotated keys are rewritten to new memory, and their former memory is
         freed at the end.
 
         Parameters
@@ -1040,11 +1049,11 @@ class KVCache:
         begin : int
             The first position.
         end : int or None
-            The end of the positions; None: that of the sequence.
+            The end of the positions; None: the end of the sequence.
         divisor : int
-            At least 1.
+            The divisor of the positions. At least 1.
         seq_id : int, default 0
-            Which sequence.
+            The sequence's id.
 
         Raises
         ------
@@ -1124,22 +1133,22 @@ class KVCache:
     def reserve(self, num_tokens: SupportsIndex, *, seq_id: SupportsIndex = 0) -> None:
         """Allocate the memory for `num_tokens` more tokens of a sequence.
 
-        The next batches, up to that many tokens together, then allocate nothing for rows or bookkeeping, and cause no
-        page fault: the memory is resident. Free memory of the cache counts, and other sequences may use what was
-        reserved. It stays reserved until it is used, `compact` gives it back, or other rows need it under `max_bytes`.
+        The next batches, up to `num_tokens` tokens together, then allocate nothing for rows or bookkeeping, and cause
+        no page fault: the memory is resident. Free memory of the cache counts, and other sequences may use the reserved
+        memory. It stays reserved until it is used, `compact` gives it back, or other rows need it under `max_bytes`.
         Rows are evicted and compacted as by `batch`.
 
         Parameters
         ----------
         num_tokens : int
-            At least 1.
+            The number of tokens. At least 1.
         seq_id : int, default 0
             The sequence that the tokens will continue.
 
         Raises
         ------
         CacheFullError
-            If a batch of as many tokens would exceed `max_seq_len`, `max_sequences`, `capacity` or `max_bytes`.
+            If a batch of `num_tokens` tokens would exceed `max_seq_len`, `max_sequences`, `capacity` or `max_bytes`.
         CacheBusyError
             While a batch is open.
         ValueError
@@ -1152,19 +1161,19 @@ class KVCache:
     def room(self, seq_id: SupportsIndex = 0) -> int:
         """Return the most tokens that one batch could add to a sequence now, from `next_position` on.
 
-        It is what `max_seq_len`, `max_sequences`, `capacity` and `max_bytes` allow after the batch's evictions, and at
-        most 16,777,216, the limit of a batch.
+        The limits are `max_seq_len`, `max_sequences`, `capacity` and `max_bytes`, after the batch's evictions, and
+        16,777,216 tokens, the limit of any batch.
 
         Parameters
         ----------
         seq_id : int, default 0
-            A sequence, which may be empty.
+            The sequence's id; the sequence may be empty.
 
         Returns
         -------
         int
-            Tokens. Under a `SlidingWindow` or `ChunkedAttention` there may be room for more once these are committed:
-            feed a longer prompt in pieces.
+            The number of tokens. Under a `SlidingWindow` or `ChunkedAttention` there may be room for more once these
+            are committed: feed a longer prompt in pieces.
 
         Raises
         ------
@@ -1201,7 +1210,7 @@ class KVCache:
         BufferError
             While a view of rows exists.
         MemoryError
-            If memory for moving them is short.
+            If memory for moving rows is short.
         """
         self._core.compact()
 
@@ -1219,12 +1228,12 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the cache holds, bookkeeping included."""
+        """The bytes of memory that the cache holds, bookkeeping included."""
         return self._core.nbytes()
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Bytes of rows with `capacity` tokens in every layer; None without a limit."""
+        """The bytes of the rows of `capacity` tokens in every layer; None without that limit."""
         return self._core.capacity_bytes()
 
     def most_bytes(self, num_tokens: SupportsIndex) -> int:
@@ -1247,21 +1256,21 @@ class KVCache:
 
     @property
     def utilization(self) -> float:
-        """Tokens held, as a fraction of `capacity`; without that limit, of the slots of the allocated blocks."""
+        """The tokens held, as a fraction of `capacity`; without that limit, of the slots of the allocated blocks."""
         return self._core.utilization()
 
     def stats(self) -> dict[str, int]:
-        """Return counters since the cache was made, and present numbers of slots and blocks.
+        """Return counters since the cache was made, and the present numbers of slots and blocks.
 
         Returns
         -------
         dict
-            ``batches`` and ``tokens`` committed, batches ``aborted``; ``rows_evicted``; ``rows_moved`` by
+            Counters: ``batches`` and ``tokens`` committed, batches ``aborted``; ``rows_evicted``; ``rows_moved`` by
             ``compactions``; ``rows_copied`` before a change (by `divide`, by `shift` if `rope` is a function, and by
             `settle` and `inject` of shared rows); ``blocks_opened``, ``blocks_reused`` and ``blocks_returned``, whose
-            memory was allocated, reused and given back. At present: ``live_slots`` hold a token, ``wasted_slots`` wait
-            for a compaction; ``blocks_in_use`` and ``blocks_free``. Rows, slots and blocks are summed over layer groups
-            (the layers of one policy), not over layers.
+            memory was allocated, reused and given back. Present numbers: ``live_slots``, which hold a token;
+            ``wasted_slots``, which wait for a compaction; ``blocks_in_use`` and ``blocks_free``. Rows, slots and blocks
+            are summed over layer groups (the layers of one policy), not over layers.
         """
         return self._core.stats()
 
@@ -1273,12 +1282,12 @@ class KVCache:
         Parameters
         ----------
         layer : int, default 0
-            Which layer; the layers of one policy share blocks.
+            The layer's index; the layers of one policy share blocks.
 
         Returns
         -------
         list of Block
-            The blocks in use, and those kept for reuse, by index.
+            The blocks in use and the blocks kept for reuse, by index.
 
         Raises
         ------
@@ -1317,7 +1326,7 @@ class KVCache:
         Raises
         ------
         KVCacheError
-            If one does not hold; the message says which, and why.
+            If an invariant does not hold; the message says which, and why.
         """
         self._core.validate()
 

@@ -1,4 +1,4 @@
-"""Errors that Python has no type for.
+"""Exception types of kvcache, for errors that Python has no type for.
 
 kvcache also raises Python's own errors: ``ValueError`` for an unsuitable value and for the use of a closed cache or an
 ended batch, ``TypeError``, ``IndexError``, ``MemoryError``, and ``BufferError`` while an array still shows memory that
@@ -20,7 +20,7 @@ class CacheFullError(KVCacheError):
 
 
 class CacheBusyError(KVCacheError):
-    """An open batch, or a call in another thread, uses what the call would change."""
+    """An open batch, or a call in another thread, uses the object that the call would change."""
 
 
 class NotSupportedError(KVCacheError, NotImplementedError):
@@ -41,9 +41,9 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 def shown(value: object) -> str:
-    """Quote a value from a file for a message, without control characters, and cut if it is long.
+    """Quote a value from a file for a message, without control characters, and cut it if it is long.
 
-    Time and memory are those of the result, however large the value is.
+    The cost depends on the length of the result, not on the size of the value.
     """
     if isinstance(value, str):
         text = repr(value[:80]) + ("..." if len(value) > 80 else "")

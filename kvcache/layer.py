@@ -1,4 +1,4 @@
-"""Layers: the arguments of `KVCache` that take one value for all layers or one per layer, checked, for the core."""
+"""Check the arguments of `KVCache` that take one value for all layers or one per layer, and make `Layer` of them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ DType: TypeAlias = Literal[FloatDType, "q8_0", "q4_0"]
 DTYPES: tuple[DType, ...] = get_args(DType)
 T = TypeVar("T")
 
-MAX_LAYERS = 1 << 20  # the core's limits, checked here so that messages name Python's arguments
+# The core's limits, checked here so that messages name Python's arguments.
+MAX_LAYERS = 1 << 20
 MAX_DIM = 1 << 20
 
 
 def suits(dtype: DType, dim: int) -> bool:
-    """Whether rows of `dim` elements can have a type: quantised types store 32 elements at a time."""
+    """Whether rows of `dim` elements can be stored in a type: quantised types store 32 elements at a time."""
     return dtype not in ("q8_0", "q4_0") or dim % 32 == 0
 
 
 def dtypes_for(*dims: int) -> list[DType]:
-    """Return the types that rows of all these sizes can have."""
+    """Return the types that can store rows of every one of these sizes."""
     return [dtype for dtype in DTYPES if all(suits(dtype, dim) for dim in dims)]
 
 
@@ -112,7 +113,7 @@ def make_layers(
     share: Any,
     rope: Any,
 ) -> list[Layer]:
-    """Make the layers of the arguments of `KVCache` with these names; raise an error that names a wrong one."""
+    """Make the layers from the arguments of `KVCache` with these names; raise an error that names a wrong argument."""
     n = integer(num_layers, "num_layers", 1, MAX_LAYERS)
     k_dims = _per_layer(head_dim, "head_dim", n, _dim)
     dtypes = _per_layer(dtype, "dtype", n, _dtype)
@@ -144,7 +145,7 @@ def make_layers(
 
 
 def _per_layer(value: Any, name: str, num_layers: int, convert: Callable[[Any, str], T]) -> list[T]:
-    """Return one value per layer, from one for all or a sequence."""
+    """Return a list of one value per layer, from one value for all layers or a sequence."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return [convert(value, name)] * num_layers
     if len(value) != num_layers:
@@ -238,12 +239,12 @@ def _index(value: Any, name: str, num_layers: int) -> int | None:
 
 
 def _name(name: str, value: Any, layer: int) -> str:
-    """Return the name of a layer's value in messages."""
+    """Return what messages call a layer's value: the argument's name, with an index if it is a sequence."""
     return name if isinstance(value, str) or not isinstance(value, Sequence) else f"{name}[{layer}]"
 
 
 def _core_policy(policy: Policy | None) -> tuple[int, int, int, int, int, int]:
-    """Return kind, window, num_sink_tokens, attention_chunk_size, resume_window and max_len; 0 for what it lacks."""
+    """Return kind, window, num_sink_tokens, attention_chunk_size, resume_window, max_len; 0 if the kind has none."""
     match policy:
         case SlidingWindow(window, sinks, resume):
             return _core.POLICIES["sliding"], window, sinks, 0, resume or window, 0

@@ -186,7 +186,7 @@ def blocks(cache: KVCache, layer: SupportsIndex = 0, ax: Axes | None = None) -> 
     cache : KVCache
         The cache. See `KVCache.blocks`.
     layer : int, default 0
-        Which layer; the layers of one policy share blocks.
+        The layer's index; the layers of one policy share blocks.
     ax : matplotlib.axes.Axes, optional
         Where to draw; by default in a new figure.
 

@@ -1,4 +1,4 @@
-"""Policies: which positions a query of a layer may see, and so which rows the layer may drop."""
+"""Policies, which say what positions a layer's queries may see, and so which rows the layer may drop."""
 
 from dataclasses import dataclass, fields
 from typing import TypeAlias
@@ -20,12 +20,12 @@ class SlidingWindow:
     Parameters
     ----------
     window : int
-        How many positions a query sees, its own included, as Hugging Face and Mistral count it. At least 1.
+        The number of positions that a query sees, its own included, as Hugging Face and Mistral count it. At least 1.
     num_sink_tokens : int, optional
-        Positions below this number stay, and are always seen beside the window [1]_. 0 by default.
+        The number of first positions that stay, and are always seen beside the window [1]_. 0 by default.
     resume_window : int, optional
-        How many of the latest positions are kept, counted like `window`: at least `window`, the default. With more, a
-        sequence can go back further: to at least ``resume_window - window`` tokens before its end.
+        The number of latest positions that are kept, counted like `window`: at least `window`, the default. With more,
+        a sequence can go back further: to at least ``resume_window - window`` tokens before its end.
 
     Raises
     ------
@@ -62,10 +62,10 @@ class ChunkedAttention:
     Parameters
     ----------
     attention_chunk_size : int
-        Positions in a chunk. At least 1.
+        The number of positions in a chunk. At least 1.
     resume_window : int, optional
-        How many positions are kept, at least, before the current chunk; by default none. With more, a sequence can go
-        back further: to any chunk that begins among these.
+        The least number of positions that are kept before the current chunk; by default 0. With more, a sequence can go
+        back further: to any chunk that begins at a kept position.
 
     Raises
     ------
@@ -100,7 +100,7 @@ class CrossAttention:
     Parameters
     ----------
     max_len : int
-        The most rows that one sequence may have. At least 1.
+        The most rows of one sequence. At least 1.
 
     Raises
     ------
@@ -125,7 +125,7 @@ Policy: TypeAlias = FullAttention | SlidingWindow | ChunkedAttention | CrossAtte
 
 
 def written(policy: Policy) -> str:
-    """Return the expression that makes the policy, without arguments that have their default."""
+    """Return the Python expression that makes a policy, without arguments that have their default."""
     given = [f"{f.name}={getattr(policy, f.name)}" for f in fields(policy) if getattr(policy, f.name) != f.default]
     return f"{type(policy).__name__}({', '.join(given)})"
 

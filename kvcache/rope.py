@@ -1,4 +1,4 @@
-"""Rotary position embedding: how keys carry their positions."""
+"""Rotary position embedding: the description of how a model rotates keys by their positions."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["Rope", "RopeFunction", "RopeLike"]
 class Rope:
     """Rotary position embedding [1]_: pair `i` of a key's elements is rotated by ``position * inv_freq[i]`` radians.
 
-    With it, the cache can move tokens without touching their keys: it rotates the queries back by as much instead.
+    With it, the cache can move tokens without touching their keys: it rotates the queries back by the same distance.
 
     Parameters
     ----------
     inv_freq : array_like of float
-        Radians per position of each of `n` pairs, with the model's scaling.
+        The radians per position of each of `n` pairs, with the model's scaling.
     interleaved : bool, default False
-        The elements of a pair: ``first_dim + i`` and ``first_dim + n + i``, as in Hugging Face's Llama and GPT-NeoX;
-        or, interleaved, ``first_dim + 2 * i`` and ``first_dim + 2 * i + 1``, as in GPT-J and the paper.
+        Which elements form pair `i`. False: ``first_dim + i`` and ``first_dim + n + i``, as in Hugging Face's Llama and
+        GPT-NeoX. True: ``first_dim + 2 * i`` and ``first_dim + 2 * i + 1``, as in GPT-J and the paper.
     first_dim : int, default 0
         The first of the ``2 * n`` rotated elements of a key; the others are not rotated.
 
@@ -36,7 +36,7 @@ class Rope:
     ValueError
         If there is no frequency or one is not finite, there is more than one axis, or `first_dim` is negative.
     TypeError
-        If something is of the wrong type.
+        If an argument has the wrong type.
 
     Notes
     -----
@@ -94,7 +94,7 @@ class Rope:
         return f"Rope({numbers}, interleaved={self.interleaved}, first_dim={self.first_dim})"
 
 
-# (layer, keys, delta) -> keys moved by delta positions; keys are f32 [num_kv_heads, n, head_dim]
+# Takes (layer, keys, delta), returns the keys moved by delta positions; keys are f32 [num_kv_heads, n, head_dim].
 RopeFunction: TypeAlias = Callable[[int, npt.NDArray[np.float32], int], Any]
 RopeLike: TypeAlias = Rope | RopeFunction | Literal[False] | None
 

@@ -20,7 +20,7 @@ __version__: Final = _version()
 
 
 def get_num_threads() -> int:
-    """Return how many threads a call uses if its cache was made without `num_threads`.
+    """Return the number of threads of a call, for caches made without `num_threads`.
 
     Returns
     -------
@@ -32,17 +32,17 @@ def get_num_threads() -> int:
 
 
 def set_num_threads(num_threads: SupportsIndex | None) -> None:
-    """Set how many threads a call uses if its cache was made without `num_threads`, for the whole process.
+    """Set the number of threads of a call, for caches made without `num_threads`, in the whole process.
 
     Parameters
     ----------
     num_threads : int or None
-        From 1 to 4096; None: undo an earlier call.
+        The number of threads, from 1 to 4096; None undoes an earlier call.
 
     Raises
     ------
     ValueError
-        If it is out of range.
+        If the number is out of range.
     TypeError
         If it is no integer.
 
@@ -64,18 +64,18 @@ def show_config(mode: Literal["dicts"]) -> dict[str, str | int | None]: ...
 
 
 def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | int | None] | None:
-    """Show what a bug report should say about kvcache and the machine.
+    """Show the facts about kvcache and the machine that belong in a bug report.
 
     Parameters
     ----------
     mode : {"stdout", "dicts"}, default "stdout"
-        Whether to print it or to return it, as `numpy.show_config` does.
+        Whether to print the report or to return it, as `numpy.show_config` does.
 
     Returns
     -------
     dict or None
         The report, with ``mode="dicts"``. ``isa`` is the instruction set of a cache made now; None if the environment
-        variable ``KVCACHE_ISA`` names one that the build or the machine does not have.
+        variable ``KVCACHE_ISA`` names a set that the build or the machine does not have.
 
     Raises
     ------
@@ -134,7 +134,7 @@ def get_include() -> str:
     Returns
     -------
     str
-        The argument of a compiler's ``-I``.
+        The folder's path, for a compiler's ``-I``.
 
     Examples
     --------
@@ -145,7 +145,7 @@ def get_include() -> str:
     if system := _system():
         return system[0]
     installed = _PACKAGE / "include"
-    return str(installed if installed.is_dir() else _PACKAGE.parent / "include")  # an editable install
+    return str(installed if installed.is_dir() else _PACKAGE.parent / "include")  # else it is an editable install
 
 
 def get_library() -> str:
@@ -157,7 +157,7 @@ def get_library() -> str:
     Returns
     -------
     str
-        Path of ``libkvcache.so``, in the package or where the library that the package was built on is installed.
+        The path of ``libkvcache.so``: in the package, or of the installed library that the package was built on.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Strategies: which sequences a cache stores at all."""
+"""Strategies, which say what sequences are stored: the values, and the rules that `KVCache._decide` asks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Adaptive", "LongSequencesOnly", "Strategy"]
 
 @dataclass(frozen=True)
 class LongSequencesOnly:
-    """Store a sequence once it is longer than a threshold: short ones are cheaper to compute again.
+    """Store a sequence once it is longer than a threshold: short sequences are cheaper to compute again.
 
     Parameters
     ----------
     threshold : int
-        The longest sequence that is not stored, in tokens. At least 0.
+        The tokens of the longest sequence that is not stored. At least 0.
 
     Raises
     ------
@@ -57,11 +57,11 @@ class LongSequencesOnly:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Store a sequence while its largest size fits in free memory; each of its batches decides anew.
+    """Store a sequence while its largest size fits in free memory; each batch with the sequence decides anew.
 
     Free memory is the memory that psutil finds available, or the rest of a cgroup's limit (version 1 or 2) if that is
-    less, plus what the cache keeps for reuse. The largest size of a sequence is that of `max_seq_len` rows in each
-    layer, as far as its policy keeps them; without `max_seq_len`, that of its tokens and those of the batch.
+    less, plus the memory that the cache keeps for reuse. The largest size of a sequence is the bytes of the rows that
+    each layer's policy keeps of `max_seq_len` tokens; without `max_seq_len`, of its stored tokens and the batch's.
 
     A stored sequence is dropped when its largest size exceeds ``(1 + fraction) / 2`` of the memory that would be free
     without it: the higher limit keeps a sequence from being dropped and stored in turn as free memory varies. The batch
@@ -77,9 +77,9 @@ class Adaptive:
     Raises
     ------
     ValueError
-        If it is out of range.
+        If `fraction` is out of range.
     TypeError
-        If it is no number.
+        If `fraction` is no number.
     ImportError
         If psutil is not installed.
 
@@ -115,10 +115,10 @@ Outcome: TypeAlias = Literal["stored", "not stored", "dropped"]
 
 
 class Decision(NamedTuple):
-    """The fate of a sequence when the batch is committed, and the reason."""
+    """What happens to a sequence when the batch is committed, and the reason."""
 
     outcome: Outcome
-    why: Callable[[], str]  # a function: putting the reason into words takes longer than deciding
+    why: Callable[[], str]  # a function, because putting the reason into words takes longer than deciding
 
 
 def decide_never() -> Decision:
@@ -138,7 +138,10 @@ def decide_by_length(strategy: LongSequencesOnly, num_tokens: int) -> Decision:
 
 
 def decide_by_memory(strategy: Adaptive, needed: int, held: int, free: int, source: str) -> Decision:
-    """Decide on a sequence that may need `needed` bytes and holds `held`, while `free` others are free."""
+    """Decide on a sequence that may need `needed` bytes and holds `held`, while `free` other bytes are free.
+
+    `source` names the limit: the machine's or a cgroup's.
+    """
     fraction = (1 + strategy.fraction) / 2 if held else strategy.fraction
     most = int((free + held) * fraction)
 

@@ -1,4 +1,4 @@
-"""How much memory is free, by the machine and by the cgroups of this process."""
+"""Find the free memory, by the machine and by the cgroups of this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["available_memory", "free_memory", "import_psutil", "readable"]
 
 
 def available_memory() -> tuple[int, str]:
-    """Return how many bytes are free, and the source of the limit: the machine, or a cgroup.
+    """Return the number of free bytes, and the source of the limit: the machine, or a cgroup.
 
     Raises
     ------
@@ -25,12 +25,12 @@ def available_memory() -> tuple[int, str]:
 def free_memory(
     available: int, cgroups_of: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup"
 ) -> tuple[int, str]:
-    """Return how many bytes are free, and the source of the limit: the machine, or a cgroup with less left.
+    """Return the number of free bytes, and the source of the limit: the machine, or a cgroup with less left.
 
     Parameters
     ----------
     available : int
-        Bytes that the machine has available.
+        The bytes that the machine has available.
     cgroups_of : path
         The file that lists the cgroups of the process.
     root : path
@@ -68,7 +68,7 @@ def _memory_cgroups(cgroups_of: str, root: str) -> Iterator[tuple[str, str, str,
 
 
 def _number(file: str, name: str | None = None) -> int | None:
-    """Return the number in a file, or the one that follows a name in it; None without one."""
+    """Return the first number in a file, or the number that follows a name in it; None if there is none."""
     words = _read(file).split()
     try:
         return int(words[0 if name is None else words.index(name) + 1])
@@ -105,7 +105,7 @@ def import_psutil() -> Any:
     Raises
     ------
     ImportError
-        If it is not installed.
+        If psutil is not installed.
     """
     try:
         return importlib.import_module("psutil")

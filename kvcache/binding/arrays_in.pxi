@@ -1,4 +1,4 @@
-"""Describes arrays that come in, of NumPy or DLPack, for C: address, type, shape and strides."""
+"""Describe argument arrays, NumPy's or DLPack's, for C: address, type, shape and strides."""
 
 cdef struct Array:
     char *data
@@ -44,7 +44,7 @@ cdef int read_numpy(cnp.ndarray x, str name, int ndim, Array *a) except -1:
 
 
 cdef object read_array(object x, str name, int ndim, Array *a, bint write=False):
-    """Describe an array; return the object that keeps its memory."""
+    """Describe an array; return the object that keeps the array's memory."""
     if cnp.PyArray_Check(x):
         read_numpy(<cnp.ndarray>x, name, ndim, a)
         return x
@@ -83,14 +83,14 @@ cdef bint is_readable(Array *a) noexcept:
         return False
     for i in range(last):
         if a.shape[i] == 1:
-            a.strides[i] = 0  # not used, and producers may write anything there
+            a.strides[i] = 0  # never used; producers may have put anything there
         elif a.strides[i] % size:
             return False
     return True
 
 
 cdef object make_readable(Array *a, object owner):
-    """Copy an array if C cannot read it in place; return the object that keeps its memory."""
+    """Copy an array if C cannot read it in place; return the object that keeps the memory to read."""
     cdef cnp.ndarray copied
     cdef int i
     if is_readable(a):
@@ -103,8 +103,8 @@ cdef object make_readable(Array *a, object owner):
 
 
 cdef bint rows_overlap(Array *a) noexcept:
-    """Whether rows of a readable array, along its last axis, share bytes with each other."""
-    cdef int64_t extent = a.shape[a.ndim - 1] * ITEM_SIZE[a.type]
+    """Whether any two rows of a readable array (a row is its last axis) share bytes."""
+    cdef int64_t extent = a.shape[a.ndim - 1] * ITEM_SIZE[a.type]  # bytes that the axes done so far reach over
     cdef int64_t step
     cdef int axis, nearest, done = 0  # done: a bit for each axis
     for _ in range(a.ndim - 1):
@@ -121,6 +121,7 @@ cdef bint rows_overlap(Array *a) noexcept:
 
 
 cdef char *begin_of(Array *a) noexcept:
+    """Return the lowest address of an array, whose strides may be negative."""
     cdef char *begin = a.data
     cdef int i
     for i in range(a.ndim):
@@ -129,6 +130,7 @@ cdef char *begin_of(Array *a) noexcept:
 
 
 cdef char *end_of(Array *a) noexcept:
+    """Return the address behind the highest element of an array."""
     cdef char *end = a.data + ITEM_SIZE[a.type]
     cdef int i
     for i in range(a.ndim):
@@ -137,7 +139,7 @@ cdef char *end_of(Array *a) noexcept:
 
 
 cdef int check_apart(Array *out, Array *other, str name) except -1:
-    """Raise if the bytes of a result, from the first to the last, overlap those of an argument."""
+    """Raise if the addresses of a result, from its first byte to its last, overlap those of another argument."""
     if other.data != NULL and begin_of(out) < end_of(other) and begin_of(other) < end_of(out):
         raise ValueError(f"out: overlaps {name}; give it memory of its own")
     return 0
@@ -152,7 +154,10 @@ cdef int check_writable(Array *a, str name) except -1:
 
 
 cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t dim, int layout, Array *a):
-    """Describe an array of rows of `heads` heads, or a multiple; return the object that keeps its memory."""
+    """Describe an array of rows of `heads` heads, or of a multiple of it if `multiple`.
+
+    Return the object that keeps the array's memory.
+    """
     cdef int64_t given
     owner = read_array(x, name, NUM_AXES[layout], a)
     given = a.shape[HEAD_AXIS[layout]]
@@ -166,6 +171,7 @@ cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t 
 
 
 cdef object to_f32(Array *a, object owner):
+    """Copy an array to f32."""
     array = wrap(a, owner)
     if a.type == KVC_BF16:
         return (array.astype(np.uint32) << 16).view(np.float32)
@@ -173,7 +179,10 @@ cdef object to_f32(Array *a, object owner):
 
 
 cdef tuple read_pair(kvc_layer *shape, object k, object v, int layout, Array *a, Array *b):
-    """Describe keys and values of as many tokens. A layer whose values lie in its keys may leave `v` out."""
+    """Describe keys and values, and check that they have the same tokens; return the objects that keep their memory.
+
+    For a layer whose values lie in its keys, `v` may be None.
+    """
     if k is None or (v is None and not shape.value_in_key):
         raise TypeError(f"{'k' if k is None else 'v'}=None: k and v go together")
     k = read_rows(k, "k", shape.num_kv_heads, False, shape.k_dim, layout, a)
@@ -191,7 +200,7 @@ cdef tuple read_pair(kvc_layer *shape, object k, object v, int layout, Array *a,
 
 
 cdef tuple read_replacement(kvc_layer *shape, object k, object v, int32_t begin, kvc_rows_in *rows, int32_t *end):
-    """Describe rows that replace those of positions [begin, end); return what keeps their memory."""
+    """Describe new rows for positions [begin, end), and set `end`; return the objects that keep their memory."""
     cdef Array keys, values
     owners = read_pair(shape, k, v, HTD, &keys, &values)
     if count_tokens(&keys, HTD) > _INT32_MAX - begin:
@@ -208,7 +217,10 @@ cdef tuple read_replacement(kvc_layer *shape, object k, object v, int32_t begin,
 
 
 cdef cnp.ndarray to_flags(object value, int64_t first, int64_t tokens, int64_t batch_tokens):
-    """Convert `non_causal` to a byte per token of [first, first + tokens), 1: sees later tokens; None: none does."""
+    """Convert `non_causal` to a byte for each of the batch's tokens [first, first + tokens).
+
+    1: the token sees later ones. None instead of an array: no token does.
+    """
     cdef cnp.ndarray flags
     if value is None or value is False:
         return None

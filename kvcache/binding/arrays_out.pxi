@@ -1,8 +1,8 @@
-"""Makes arrays for results, and describes those of the caller that results are written to."""
+"""Make arrays for results, and describe the caller's arrays that results are written to."""
 
 cdef object make_array(object subtype, cnp.dtype descr, int ndim, cnp.npy_intp *shape, cnp.npy_intp *strides,
                        void *data, int flags=0):
-    """Return an array over `data`, read-only unless the flags say otherwise, or of new memory where that is NULL."""
+    """Return an array over `data`, read-only unless the flags say otherwise; over new memory if `data` is NULL."""
     Py_INCREF(descr)  # the next call steals a reference
     return PyArray_NewFromDescr(<PyTypeObject *>subtype, descr, ndim, shape, strides, data, flags, NULL)
 
@@ -14,6 +14,7 @@ cdef cnp.dtype dtype_of(int32_t type):
 
 
 cpdef int64_t bytes_of_row(int32_t type, int64_t dim) noexcept:
+    """Return the bytes of `dim` elements of a kvc_type."""
     return dim // 32 * BLOCK_SIZE[type - KVC_Q8_0] if type >= KVC_Q8_0 else dim * ITEM_SIZE[type]
 
 
@@ -27,7 +28,7 @@ cdef cnp.ndarray new_array(int32_t type, int ndim, int64_t a, int64_t b, int64_t
 
 
 cdef tuple new_rows(kvc_layer *shape, int64_t rows, int32_t type, bint want_k, bint want_v, kvc_rows_out *to):
-    """Return new arrays for keys and values, [num_kv_heads, rows, dim], None for those not wanted; describe them."""
+    """Make arrays for keys and values, [num_kv_heads, rows, dim], where wanted; describe and return them."""
     cdef cnp.ndarray k = None, v = None
     memset(to, 0, sizeof(kvc_rows_out))
     to.struct_size = sizeof(kvc_rows_out)
@@ -55,7 +56,10 @@ cdef void fill_rows_out(kvc_rows_out *to, Array *k, Array *v, int layout) noexce
 
 
 cdef object read_rows_out(kvc_layer *shape, object out, int64_t most, int64_t *rows, kvc_rows_out *to):
-    """Describe the caller's arrays for keys and values, of at most `most` rows; return what keeps their memory."""
+    """Describe the caller's arrays for at most `most` rows of keys and values, and set `rows` to their number.
+
+    Return the objects that keep the arrays' memory.
+    """
     cdef Array k, v
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise TypeError(f"out: a pair of arrays is needed, for keys and values, not {type(out).__name__}")

@@ -1,12 +1,12 @@
 """The batch: the tokens of a forward pass, whose rows are put and attended over layer by layer."""
 
-# What put() passes to C, and where its arrays lie.
+# The arguments that put() passes to C, and descriptions of its arrays.
 cdef struct PutRows:
     kvc_put_args args
     Array k
     Array v
 
-# What attend() passes to C beside the rows to put, and where its arrays lie.
+# The arguments that attend() passes to C beside the rows to put, and descriptions of its arrays.
 cdef struct Query:
     kvc_plan_args plan
     kvc_attend_args args
@@ -20,21 +20,22 @@ cdef struct Query:
 @cython.no_gc_clear  # __dealloc__ needs the cache
 cdef class Batch(_CallCounter):
     cdef Cache cache
-    cdef kvc_batch *handle  # NULL: ended
+    cdef kvc_batch *handle  # NULL: the batch has ended
     cdef readonly int32_t num_tokens
     cdef readonly cnp.ndarray positions
     cdef cnp.ndarray seq_ids  # None: all tokens are of sequence 0
-    cdef list writable  # weak references to views of the batch's slots; None: slots() was never called
+    cdef list writable  # weak references to writable views of the batch's slots; None: slots() was never called
 
     def __dealloc__(self):
-        if self.handle != NULL and not self.ending:  # ending: a fork left the thread behind; the handle may be free
+        # `ending` here means that the process forked while another thread was ending the batch: the handle may be free.
+        if self.handle != NULL and not self.ending:
             self.cache.count_call()
             with nogil:
                 kvc_abort(self.handle)
             self.cache.leave()
 
     cdef int check_open(self) except -1:
-        """Raise if the batch has ended. Before arguments are read, this comes before errors about them."""
+        """Raise if the batch has ended. Call it before arguments are read, so that its error comes first."""
         if self.handle == NULL:
             raise ValueError("the batch has ended: it was committed or aborted")
         if self.ending:
@@ -55,7 +56,7 @@ cdef class Batch(_CallCounter):
         return 0
 
     cdef object read_tokens(self, object n, object positions, object seq_ids, object parents, kvc_begin_args *args):
-        """Describe the new tokens; return what keeps the parents. The batch keeps the rest."""
+        """Describe the new tokens; return the array of parents, which C reads. The batch keeps the other arrays."""
         cdef cnp.npy_intp size
         cdef cnp.ndarray parent_tokens = None
         memset(args, 0, sizeof(kvc_begin_args))
@@ -95,7 +96,7 @@ cdef class Batch(_CallCounter):
         return self.handle == NULL
 
     cdef int32_t to_first(self, object first, int64_t tokens) except -1:
-        """Convert the number of a token with which `tokens` tokens of the batch begin."""
+        """Convert the index of the first of `tokens` tokens of the batch, and check that the batch has them."""
         cdef int64_t number
         if is_plain(first, 0, self.num_tokens - tokens, &number):
             return <int32_t>number
@@ -130,7 +131,7 @@ cdef class Batch(_CallCounter):
 
     cdef tuple read_put(self, int32_t layer, object k, object v, object first, object seq_id, int layout,
                         PutRows *rows):
-        """Describe new rows; return what keeps their memory."""
+        """Describe new rows; return the objects that keep their memory."""
         cdef kvc_layer *shape = &self.cache.layers[layer]
         cdef kvc_put_args *args = &rows.args
         if shape.policy.kind == KVC_CROSS and layout == THD and getattr(k, "ndim", 3) == 4:
@@ -207,7 +208,7 @@ cdef class Batch(_CallCounter):
         check(status)
 
     cdef object read_factors(self, object x, str name, int64_t heads, Array *a):
-        """Describe an array of one f32 number per query head; return what keeps its memory."""
+        """Describe an array of one f32 number per query head; return the object that keeps the array's memory."""
         owner = read_array(x, name, 1, a)
         if a.type != KVC_F32:
             raise TypeError(f"{name}: one float32 number per query head is needed; convert {name} to float32")
@@ -216,7 +217,7 @@ cdef class Batch(_CallCounter):
         return make_readable(a, owner)
 
     cdef object read_out(self, object out, int64_t dim, int layout, Array *q, Array *a):
-        """Describe the array for the result, a new one if `out` is None; return what keeps its memory."""
+        """Describe `out`, or a new array if that is None, for the result; return the object that keeps its memory."""
         cdef int head = HEAD_AXIS[layout]
         if out is None:
             if layout == BHTD:
@@ -235,7 +236,7 @@ cdef class Batch(_CallCounter):
 
     cdef tuple read_query(self, int32_t layer, object q, object first, object scale, object softcap, object sinks,
                           object alibi, object non_causal, int layout, object out, Query *query):
-        """Describe a query; return what keeps the memory it points to, the result last."""
+        """Describe a query; return the objects that keep the memory it points to, the result's last."""
         cdef kvc_layer *shape = &self.cache.layers[layer]
         cdef kvc_plan_args *plan = &query.plan
         cdef kvc_attend_args *args = &query.args
@@ -319,7 +320,10 @@ cdef class Batch(_CallCounter):
 
     cdef object dense_rows(self, object out, str name, int32_t type, int layout, int64_t heads, int64_t dim,
                            Array *like, Array *a):
-        """Describe an array for the sequences and rows of `like`, a new one if `out` is None; return what keeps it."""
+        """Describe `out`, or a new array if that is None, for the sequences and rows of `like`.
+
+        Return the object that keeps the array's memory.
+        """
         cdef int64_t sequences = like.shape[0], rows = like.shape[TOKEN_AXIS[layout]]
         if out is None:
             if layout == BHTD:
@@ -337,7 +341,7 @@ cdef class Batch(_CallCounter):
         return owner
 
     cdef cnp.ndarray dense_mask(self, object out, str kind, tuple shape, Array *k, Array *v):
-        """Return an array for the mask: `out`, checked, or a new one."""
+        """Return an array for the mask: `out` after checks, or a new array."""
         cdef cnp.ndarray mask
         cdef char *end
         dtype = np.dtype(np.float32 if kind == "f32" else np.bool_)
@@ -358,7 +362,7 @@ cdef class Batch(_CallCounter):
         return mask
 
     cdef tuple read_dense_out(self, object out, bint want_mask):
-        """Return the caller's arrays for keys, values and, where there is one, the mask; None for new ones."""
+        """Return the caller's arrays for keys, values and mask; None in the place of an array that was not given."""
         if out is None:
             return None, None, None
         given = tuple(out) if isinstance(out, (tuple, list)) else ()
@@ -367,7 +371,7 @@ cdef class Batch(_CallCounter):
         return given if len(given) == 3 else (*given, None)
 
     cdef int32_t count_dense(self, int32_t layer, kvc_dense_args *args) except -1:
-        """Ask how many rows the dense arrays of a layer have; return for how many sequences they are."""
+        """Set `args.num_rows` to the rows of a layer's dense arrays; return the number of sequences in them."""
         cdef int32_t sequences = 1
         cdef kvc_status status
         cdef kvc_batch *batch = self.enter()
@@ -441,7 +445,7 @@ cdef class Batch(_CallCounter):
         return kept
 
     def commit(self, keep):
-        """Commit the tokens to keep, None: all. Return False if the batch had ended before."""
+        """Commit the tokens to keep (None: all). Return False if the batch had ended before."""
         cdef const int32_t[::1] kept
         cdef const int32_t *tokens = NULL
         cdef bint every = keep is None

@@ -1,11 +1,11 @@
-"""bf16, a type that NumPy does not have."""
+"""Arrays of bf16, a type that NumPy does not have."""
 
 cdef cnp.dtype bf16_dtype = None
-cdef int bf16_typenum = -1  # of ml_dtypes.bfloat16, once it was imported
+cdef int bf16_typenum = -1  # NumPy's number for ml_dtypes.bfloat16, once that was imported
 
 
 cdef cnp.dtype find_bf16():
-    """Return ml_dtypes.bfloat16 if it is installed, else two bytes, with which NumPy does not calculate."""
+    """Return ml_dtypes.bfloat16 if that is installed, else a type of two bytes, which NumPy cannot calculate with."""
     global bf16_dtype, bf16_typenum
     if bf16_dtype is None:
         try:
@@ -30,9 +30,9 @@ class BFloat16Array(np.ndarray):
     """
 
     def __dlpack__(self, **options):
-        if self.dtype != bf16_dtype:  # what NumPy computes from such an array has the same class
+        if self.dtype != bf16_dtype:  # results that NumPy computes from a BFloat16Array have this class too
             return super().__dlpack__(**options)
-        # NumPy exports the bits as uint16. Nobody else has seen the new capsule yet, so its type may be changed.
+        # NumPy exports the bits as uint16. No consumer has seen the new capsule yet, so its type may be changed.
         capsule = self.view(np.ndarray).view(np.uint16).__dlpack__(**options)
         dltensor(capsule, "self", NULL).code = DL_BFLOAT
         return capsule

@@ -2,12 +2,12 @@
 
 
 @cython.final
-@cython.no_gc_clear  # as for Callbacks
+@cython.no_gc_clear  # __dealloc__ frees the core's cache, which may call `callbacks` until then
 cdef class Cache(_CallCounter):
-    cdef kvc_cache *handle  # NULL: closed
+    cdef kvc_cache *handle  # NULL: the cache is closed
     cdef kvc_layer *layers
     cdef readonly int32_t num_layers
-    cdef int64_t max_tokens  # the most that fit at once, whatever is evicted
+    cdef int64_t max_tokens  # the most tokens that a batch may have, whatever is evicted
     cdef Callbacks callbacks
 
     def __cinit__(self, list layers, int64_t max_seq_len, int64_t max_sequences, int64_t capacity, int64_t max_bytes,
@@ -49,7 +49,7 @@ cdef class Cache(_CallCounter):
         self.max_tokens = min(max_seq_len or _INT64_MAX, capacity or _INT64_MAX)
 
     cdef object read_layer(self, int32_t i, tuple description):
-        """Fill in a layer from its tuple, see _core.pyi; return what keeps its frequencies."""
+        """Fill in a layer from its tuple (see _core.pyi); return the object that keeps the rope's frequencies."""
         cdef kvc_layer *layer = &self.layers[i]
         cdef double[::1] frequencies
         shapes, types, layer.value_in_key, layer.share, policy, rope = description
@@ -75,11 +75,11 @@ cdef class Cache(_CallCounter):
 
     def __dealloc__(self):
         with nogil:
-            kvc_cache_free(self.handle)  # no batch and no hold is left: these would have kept the cache alive
+            kvc_cache_free(self.handle)  # no batch or hold is left: it would have kept this object alive
         PyMem_Free(self.layers)
 
     cdef int check_open(self) except -1:
-        """Raise if the cache is closed. Before arguments are read, this comes before errors about them."""
+        """Raise if the cache is closed. Call it before arguments are read, so that its error comes first."""
         if self.handle == NULL:
             raise ValueError("the cache is closed")
         if self.ending:
@@ -117,7 +117,7 @@ cdef class Cache(_CallCounter):
     def closed(self):
         return self.handle == NULL
 
-    # ---- what is stored of sequences
+    # ---- inspecting sequences
 
     cdef int64_t count_rows(self, int64_t seq_id, int32_t layer) except -1:
         cdef int64_t rows
@@ -347,7 +347,7 @@ cdef class Cache(_CallCounter):
         }
 
     def blocks(self, layer):
-        """Return the blocks and the runs, two lists of tuples; a run begins with its block and its sequence."""
+        """Return a list of blocks and a list of runs, as tuples; a run's begins with its block and its sequence."""
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef int64_t num_blocks = 0, num_runs = 0, max_blocks = -1, max_runs = -1, i
         cdef cnp.ndarray block_bytes = None, run_bytes = None
@@ -415,7 +415,7 @@ cdef class Cache(_CallCounter):
     # ---- reading rows
 
     cdef tuple copy_rows(self, int32_t layer, int64_t seq_id, object first, int32_t type, bint want_k, bint want_v):
-        """Copy the rows from `first` on, those that there are when they are copied: another thread may add some."""
+        """Copy the rows from `first` on; again if another thread changed their number meanwhile."""
         cdef kvc_status status = KVC_OK
         cdef kvc_rows_out out
         cdef int64_t stored = self.count_rows(seq_id, layer), rows = -1, begin = 0
@@ -490,7 +490,7 @@ cdef class Cache(_CallCounter):
         return 0
 
     def rows(self, seq_id, layer, copy, bint values):
-        """Return keys or values as they are stored: a view or a copy, see `KVCache.keys`."""
+        """Return keys or values in their stored type: a view or a copy, see `KVCache.keys`."""
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef kvc_layer *shape = &self.layers[at]
@@ -544,7 +544,7 @@ cdef class Cache(_CallCounter):
         batch.cache = self
         _owner = batch.read_tokens(n, positions, seq_ids, parents, &args)
         if decide is not None:
-            if n is not None:  # at their probable positions: edits by another thread may still shift them
+            if n is not None:  # decide with the probable positions: another thread may still edit sequence 0
                 batch.positions[:] = np.arange(batch.num_tokens) + self.find_next(0)
             unstored = decide(batch.positions, batch.get_seq_ids())
         if unstored is not None:

@@ -1,24 +1,24 @@
-"""What the core calls back: functions that rotate keys, and handlers of signals."""
+"""Callbacks of the core: functions that rotate keys, and signal handlers."""
 
 
 @cython.final
-@cython.no_gc_clear  # the core may call until the cache is freed; other objects break a cycle through a function
+@cython.no_gc_clear  # the core may call back until the cache is freed; a cycle through a function breaks elsewhere
 cdef class Callbacks:
-    """The functions that rotate keys, and what they raised. A cache and its copies share them."""
+    """The functions that rotate keys, and the exceptions of callbacks. A cache and its copies share one object."""
     cdef list by_layer
-    cdef dict raised  # by thread: an exception of such a function, or of a handler of signals
+    cdef dict raised  # the exception of a rotation or a signal handler, by thread
 
     def __cinit__(self, int32_t num_layers):
         self.by_layer = [None] * num_layers
         self.raised = {}
 
     cdef void keep_error(self, object error) noexcept:
-        """Keep an exception for the call that this thread is in to raise, see Cache.check_call."""
+        """Keep an exception that this thread's present call raises when C returns (Cache.check_call)."""
         self.raised[get_ident()] = error
 
     cdef int rotate_keys(self, int32_t layer, float *keys, int32_t heads, int64_t rows, int32_t dim,
                          int32_t delta) except -1:
-        """Rotate keys with the layer's function. It gets a copy, which it may keep."""
+        """Rotate keys with the layer's function, which gets a copy and may keep it."""
         cdef float[:, :, ::1] given = new_array(KVC_F32, 3, heads, rows, dim)
         cdef const float[:, :, ::1] taken
         cdef cnp.ndarray rotated
@@ -48,7 +48,7 @@ cdef int32_t shift_keys(void *user, int32_t layer, float *keys, int32_t heads, i
 
 
 cdef int32_t handle_signals(void *user) noexcept with gil:
-    """Cancel a long call if a handler of signals raises, as that of Ctrl-C does."""
+    """Cancel a long call if a signal handler raises, as Python's handler of Ctrl-C does."""
     try:
         PyErr_CheckSignals()  # runs handlers in the main thread only
         return 0

@@ -1,9 +1,10 @@
-"""Counts the calls that use a handle of the core, so that no other thread frees it meanwhile."""
+"""Count the calls that use a handle of the core, so that no other thread frees it meanwhile."""
 
-cdef int32_t num_forks = 0  # forks between this process and the one that imported the module
+cdef int32_t num_forks = 0  # how many times fork() was called between the process that imported the module and this one
 
 
 def _count_fork():
+    """Count the fork() of the process that made this child."""
     global num_forks
     num_forks += 1
 
@@ -14,11 +15,11 @@ if hasattr(os, "register_at_fork"):
 
 @cython.auto_pickle(False)
 cdef class _CallCounter:
-    """The calls that use the handle of a cache or a batch. enter() of these begins one."""
+    """The number of calls that use the handle of a cache or a batch; enter() of either begins a call."""
 
-    cdef int32_t calls  # that have not reached leave()
-    cdef int32_t forks  # num_forks when these began: in a child, calls of the parent's other threads never return
-    cdef bint ending  # a thread is about to free the handle
+    cdef int32_t calls  # calls that have not reached leave()
+    cdef int32_t forks  # num_forks when they began: in a child, calls of the parent's other threads never return
+    cdef bint ending  # whether a thread is about to free the handle
 
     @cython.final
     cdef void count_call(self) noexcept:

@@ -1,4 +1,4 @@
-"""Reads arrays of other libraries through DLPack, https://dmlc.github.io/dlpack/latest/c_api.html."""
+"""Read arrays of other libraries through DLPack, https://dmlc.github.io/dlpack/latest/c_api.html."""
 
 cdef struct DLTensor:
     void *data
@@ -43,7 +43,7 @@ cdef enum:
 
 
 cdef DLTensor *dltensor(object capsule, str name, uint64_t *flags) except NULL:
-    """Return the tensor in a capsule of either kind, for as long as the capsule lives."""
+    """Return the tensor in a capsule of either version; the capsule owns it. Set `flags` if the capsule has any."""
     cdef DLManagedTensorVersioned *versioned
     if PyCapsule_IsValid(capsule, "dltensor"):
         return &(<DLManagedTensor *>PyCapsule_GetPointer(capsule, "dltensor")).tensor
@@ -65,7 +65,10 @@ cdef void free_tensor(object capsule) noexcept:
 
 
 cdef object to_capsule(object x, bint write):
-    """Export an array to a capsule; through its type's C function if there is one, five times as fast with PyTorch."""
+    """Export an array to a capsule.
+
+    A C function of the array's type is used if there is one: five times as fast with PyTorch.
+    """
     cdef DLManagedTensorVersioned *managed = NULL
     cdef DLExchangeAPI *api
     table = getattr(type(x), "__dlpack_c_exchange_api__", None)
@@ -78,12 +81,12 @@ cdef object to_capsule(object x, bint write):
         try:
             return x.__dlpack__(max_version=(1, 0))
         except TypeError:
-            pass  # a library of before versions, such as an old PyTorch: the memory may be written
+            pass  # a library older than versions, such as an old PyTorch: the memory may be written
     return x.__dlpack__()
 
 
 cdef object read_dlpack(object x, str name, int ndim, bint write, Array *a):
-    """Describe an array that exports DLPack; return the capsule, which keeps its memory."""
+    """Describe an array that exports DLPack; return the capsule, which keeps the array's memory."""
     cdef uint64_t flags = 0
     cdef int64_t step
     cdef int i

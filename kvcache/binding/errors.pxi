@@ -1,4 +1,4 @@
-"""Raises the statuses of the C core as exceptions."""
+"""Raise the C core's statuses as exceptions."""
 
 cdef dict ERRORS = {
     KVC_ERR_INVALID: ValueError,
@@ -13,7 +13,8 @@ cdef dict ERRORS = {
 
 
 cdef int check(kvc_status status) except -1:
+    """Raise the exception of a status, unless that is KVC_OK."""
     if status != KVC_OK:
-        message = kvc_last_error().decode()  # first of all: the next call that fails in this thread replaces it
+        message = kvc_last_error().decode()  # read at once: the next call that fails in this thread replaces it
         raise ERRORS.get(status, KVCacheError)(message)
     return 0

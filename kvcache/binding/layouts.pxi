@@ -1,12 +1,13 @@
-"""Layouts of arrays of rows: the axis of the tokens and that of the heads."""
+"""Layouts of arrays of rows: which axis the tokens are on, and which the heads."""
 
 cdef enum:
     THD = 0
     HTD = 1
-    BHTD = 2  # sequences of as many tokens each: token t of sequence b is token b * T + t of the batch
-    BTHD = 3  # the same with tokens before heads: how rows for a cross-attention layer may be given
+    BHTD = 2  # B sequences of T tokens each: token t of sequence b is token b * T + t of the batch
+    BTHD = 3  # the same with tokens before heads; for a cross-attention layer's rows only
 
-cdef int[4] NUM_AXES = [3, 3, 4, 4]  # this and the next two: by layout
+# These three are indexed by layout.
+cdef int[4] NUM_AXES = [3, 3, 4, 4]
 cdef int[4] TOKEN_AXIS = [0, 1, 2, 1]
 cdef int[4] HEAD_AXIS = [1, 0, 1, 2]
 
@@ -22,13 +23,13 @@ cdef int to_layout(str layout) except -1:
 
 
 cdef inline int64_t count_tokens(Array *a, int layout) noexcept:
-    """Count the tokens in an array of rows; a number above the int32 range stays above it, without overflow."""
+    """Count the tokens in an array of rows; a count beyond int32 stays beyond it, and the product cannot overflow."""
     cdef int64_t tokens = a.shape[TOKEN_AXIS[layout]]
     return min(a.shape[0], _INT32_MAX + 1) * min(tokens, _INT32_MAX + 1) if layout >= BHTD else tokens
 
 
 cdef inline bint same_tokens(Array *a, Array *b, int layout) noexcept:
-    """Whether two arrays of one layout are of as many tokens, and sequences."""
+    """Whether two arrays of one layout have the same number of tokens, and of sequences."""
     cdef int axis = TOKEN_AXIS[layout]
     return a.shape[axis] == b.shape[axis] and (layout < BHTD or a.shape[0] == b.shape[0])
 
@@ -39,7 +40,7 @@ cdef str show_tokens(Array *a, int layout):
 
 
 cdef int wrong_shape(str name, Array *a, int layout, object heads, int64_t dim, Array *like=NULL) except -1:
-    """Raise for an array of the wrong shape; `like`: an array with the tokens that it should have had."""
+    """Raise for an array of the wrong shape; `like` is an array with the right tokens, NULL if any number is right."""
     shape = ", ".join([str(a.shape[i]) for i in range(a.ndim)])
     tokens = "tokens" if like == NULL else f"{like.shape[TOKEN_AXIS[layout]]}"
     wanted = f"{tokens}, {heads}, {dim}" if layout in (THD, BTHD) else f"{heads}, {tokens}, {dim}"

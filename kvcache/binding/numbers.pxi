@@ -1,7 +1,7 @@
-"""Converts numbers that come in, or raises an error that names the argument."""
+"""Convert argument numbers, or raise an error that names the argument."""
 
 cdef str show(object value):
-    """Return the value for an error message: repr() may fail, and may fill the screen."""
+    """Quote a value for an error message: repr() may fail, and may fill the screen."""
     try:
         text = repr(value)
     except Exception:  # for example of an int of thousands of digits
@@ -19,7 +19,7 @@ cdef object to_index(object value, str name):
 
 
 cdef bint is_plain(object value, int64_t low, int64_t high, int64_t *number) noexcept:
-    """Convert an int of [low, high], which is the usual argument; return False for anything else."""
+    """Convert an int in [low, high], the usual argument, quickly; return False for anything else."""
     cdef int overflow = 0
     if not PyLong_CheckExact(value):
         return False
@@ -58,12 +58,12 @@ cdef inline int32_t to_position(object value, str name, int32_t least=0) except 
 
 
 cdef inline int32_t to_end(object value, int32_t begin) except -1:
-    """Convert the end of a range of positions; None: up to the last one."""
+    """Convert the end of a range of positions; None: behind the last position."""
     return KVC_END if value is None else to_position(value, "end", begin)
 
 
 cdef float to_factor(object value, str name, bint positive) except? -1:
-    """Convert a number for an argument of C where 0 asks for the default."""
+    """Convert a number for an argument of which C takes 0 as "the default"."""
     cdef float number
     try:
         if isinstance(value, (bool, np.bool_)):
@@ -78,7 +78,7 @@ cdef float to_factor(object value, str name, bint positive) except? -1:
 
 
 cdef cnp.ndarray to_int_array(object values, str name, int typenum, int64_t low, int64_t high, int64_t least=1):
-    """Copy an iterable of integers, `least` or more, to a new, read-only array."""
+    """Copy an iterable of at least `least` integers in [low, high] to a new, read-only array."""
     cdef cnp.npy_intp size, i
     cdef int64_t number
     cdef cnp.ndarray array
@@ -103,5 +103,5 @@ cdef cnp.ndarray to_int_array(object values, str name, int typenum, int64_t low,
 
 
 def integer(value, str name, int64_t low, int64_t high):
-    """Return `value` as an int of [low, high], or raise a TypeError or ValueError that names it."""
+    """Return `value` as an int in [low, high], or raise a TypeError or ValueError that says `name`."""
     return to_int(value, name, low, high)

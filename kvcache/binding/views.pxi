@@ -1,7 +1,7 @@
-"""Views of rows where the cache stores them, and the objects that keep the rows there."""
+"""Views of rows in the cache's memory, and the objects that keep the rows in place."""
 
 cdef int free_hold(Cache cache, kvc_hold *hold) noexcept:
-    """Free a hold, counted as a call: no other thread may close the cache meanwhile."""
+    """Free a hold. This counts as a call, so that no other thread closes the cache meanwhile."""
     if hold != NULL:
         cache.count_call()
         with nogil:
@@ -13,7 +13,7 @@ cdef int free_hold(Cache cache, kvc_hold *hold) noexcept:
 @cython.final
 @cython.no_gc_clear  # __dealloc__ needs the cache
 cdef class Hold:
-    """Keeps the rows of a sequence in a layer as they are, for as long as it lives; the base of views of them."""
+    """Keeps the rows of a sequence in a layer unchanged while it lives; views of the rows have it as their base."""
 
     cdef Cache cache
     cdef kvc_hold *handle
@@ -45,7 +45,7 @@ cdef class Hold:
         PyMem_Free(self.spans)
 
     cdef bint in_one_piece(self) noexcept:
-        """Whether each span begins where the one before ends."""
+        """Whether each span begins where the span before ends."""
         cdef kvc_span *a
         cdef kvc_span *b
         cdef int64_t i
@@ -58,7 +58,7 @@ cdef class Hold:
         return True
 
     cdef int32_t pending_delta(self) noexcept:
-        """Return a delta that keys are yet to be rotated by; 0: there are none."""
+        """Return the first delta that keys are yet to be rotated by; 0: every key is rotated for its position."""
         cdef int64_t i
         for i in range(self.num_spans):
             if self.spans[i].delta:
@@ -85,7 +85,7 @@ cdef class Hold:
 @cython.final
 @cython.no_gc_clear  # __dealloc__ needs the cache
 cdef class Slots:
-    """Keeps the slots of a batch's tokens for their rows to be written to; the base of writable views."""
+    """Keeps the slots of a batch's tokens while it lives; writable views of the slots have it as their base."""
 
     cdef Cache cache
     cdef kvc_hold *handle

@@ -16,30 +16,30 @@ if TYPE_CHECKING:
 
 NAME = "kvcache"
 
-# An attribute of the keys that `HFCache.update` returns: their `Layer`. transformers passes an attention function the
-# tensors, and neither the cache nor, where layers share keys, the layer that stored them. What a model computes from
-# such keys lacks the attribute, which tells `ForwardPass.check_received` that it changed them.
+# The attribute that holds the `Layer` of keys that `HFCache.store` returns. transformers passes an attention function
+# the tensors, but neither the cache nor, where layers share keys, the layer that stored them. Tensors that a model
+# computes from such keys lack the attribute, by which `ForwardPass.check_received` notices that it changed them.
 ATTRIBUTE = "_kvcache_layer"
 
 
 def label(keys: torch.Tensor, layer: Layer) -> torch.Tensor:
-    """Note on keys the layer of the cache that they belong to, for `attention`; return them."""
+    """Attach to keys the layer of the cache that they belong to, for `attention`; return the keys."""
     setattr(keys, ATTRIBUTE, layer)
     return keys
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What a mask would be made of. The kernels need only the padding: order and window they know."""
+    """The facts that a mask follows from. The kernels need only the padding: they know order and window."""
 
     padding: torch.Tensor | None  # [batch, tokens so far] of bool, True: a token
-    is_plain: bool  # hides by order, window and padding alone
-    sees_all: bool  # does not hide by order, as in an encoder, or in attention over one
-    arguments: dict[str, Any]  # of sdpa_mask
-    queries: slice | None = None  # the queries it is for; None: all
+    is_plain: bool  # whether order, window and padding alone hide keys
+    sees_all: bool  # whether a query sees later keys, as in an encoder and in attention over one
+    arguments: dict[str, Any]  # arguments of sdpa_mask
+    queries: slice | None = None  # the queries that the mask is for; None: all
 
     def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Mask:
-        """Select some of the queries: in its last layers, Gemma 4 goes on with the last ones only."""
+        """Select some of the queries: the last layers of Gemma 4 compute the last queries only."""
         return replace(self, queries=index[2])
 
     def dense(self) -> torch.Tensor | None:
@@ -58,7 +58,7 @@ def make_mask(
 ) -> Mask:
     """Describe a mask; transformers calls this where other attention implementations make a tensor."""
     padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
-    # transformers takes both permissions back, or sets use_vmap, where a model adds mask functions of its own.
+    # transformers sets both permissions to False, or sets use_vmap, for a model with mask functions of its own.
     is_plain = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap
     arguments |= {"allow_is_bidirectional_skip": allow_is_bidirectional_skip, "use_vmap": use_vmap}
     return Mask(padding, is_plain, allow_is_bidirectional_skip, {**arguments, "attention_mask": attention_mask})
@@ -75,9 +75,9 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers asks for: query ``[batch, heads, tokens, dim]``, out ``[batch, tokens, heads, dim]``."""
+    """Attend, for transformers: query ``[batch, heads, tokens, dim]``, result ``[batch, tokens, heads, dim]``."""
     layer: Layer | None = getattr(key, ATTRIBUTE, None)
-    if layer is not None:  # None: there is no cache, or one of another kind
+    if layer is not None:  # None: there is no cache, or it is no HFCache
         if options.get("position_bias") is not None:
             raise NotSupportedError("a position bias is added to the scores of this model: use its eager attention")
         is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False

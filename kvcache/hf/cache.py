@@ -23,15 +23,15 @@ from kvcache.hf.policies import CacheLayer, policy_of, shape_of
 from kvcache.layer import DType
 from kvcache.policy import CrossAttention, Policy
 
-BLOCK_SIZE = 256  # tokens that are decoded in one go for the model's own attention; unused slots take no memory
+BLOCK_SIZE = 256  # also the tokens decoded at once for the model's own attention; unused slots take no memory
 
 
 class Shared:
-    """What an `HFCache` and its copies share beside their `KVCache`."""
+    """The state that an `HFCache` and its copies share beside their `KVCache`."""
 
     def __init__(self) -> None:
-        self.seq_ids = itertools.count()  # not used yet
-        self.owner: Callable[[], HFCache | None] = lambda: None  # the one whose batch is open, if any is
+        self.seq_ids = itertools.count()  # ids that no sequence has had yet
+        self.owner: Callable[[], HFCache | None] = lambda: None  # returns the cache whose batch is open, if any
 
 
 class HFCache(Cache):
@@ -44,7 +44,7 @@ class HFCache(Cache):
     dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"}, default "f16"
         The type that rows are stored in.
     policy : policy or list of policies, optional
-        Which tokens stay, for all layers or for each; by default what `config` says.
+        The policy of all layers or of each layer of attention; by default from `config`.
 
     Raises
     ------
@@ -59,7 +59,7 @@ class HFCache(Cache):
     Notes
     -----
     Padding is not stored: a token that the attention mask hides when it comes in has no row, and the positions of a
-    sequence count its other tokens. Layers of linear attention keep the state that transformers made for them.
+    sequence count its other tokens. Layers of linear attention keep transformers' own state.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class HFCache(Cache):
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config is {config!r}: give the model's, of transformers")
-        self._config = config.get_text_config(decoder=True)  # the model's own: knows the attention it has at present
+        self._config = config.get_text_config(decoder=True)  # the model's object, which follows set_attn_implementation
         if config.is_encoder_decoder or self._config.is_encoder_decoder:
             raise NotSupportedError(f"a {type(config).__name__} has an encoder too: use HFEncoderDecoderCache")
         types, options = get_layer_types_and_kwargs(self._config)
@@ -97,29 +97,29 @@ class HFCache(Cache):
     def _forget(self) -> None:
         self._seq_ids: list[int] = []  # the sequence of each batch index
         self._seen = 0  # tokens of each sequence, padding included
-        self._pass: ForwardPass | None = None  # the one that runs, or ran last
-        self._has_gaps = False  # padding between tokens was not stored
-        self._source_is_packed = False  # an encoder's padding was not stored
+        self._pass: ForwardPass | None = None  # the pass that runs, or ran last
+        self._has_gaps = False  # whether padding between tokens was left out
+        self._source_is_packed = False  # whether an encoder's padding was left out
 
     def _make_layer(self, index: int) -> Layer:
         return (CrossLayer if isinstance(self.policy[index], CrossAttention) else Layer)(self, index)
 
     @property
     def policy(self) -> tuple[Policy | None, ...]:
-        """What each layer of attention keeps."""
+        """The policy of each layer of attention."""
         return self._cache.policy
 
     @property
     def _others(self) -> list[Any]:
-        """The layers that are transformers' own."""
+        """The layers whose state is transformers' own."""
         return [layer for layer in self.layers if not isinstance(layer, Layer)]
 
-    # ---- what the layers and the attention ask for
+    # ---- called by the layers and the attention
 
     def store(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the new tokens' keys and values ``[batch, heads, tokens, dim]``; return what the attention is given.
+        """Take the new tokens' keys and values ``[batch, heads, tokens, dim]``; return the attention's arguments.
 
-        For the kernels these are the same tensors, which `attend` stores; for another attention, all rows, decoded.
+        For the kernels, return the same tensors, which `attend` stores; for another attention, all rows, decoded.
         """
         if not k.is_cpu:
             raise NotSupportedError(f"the keys are on {k.device}: this cache is for models on the CPU")
@@ -133,7 +133,7 @@ class HFCache(Cache):
         return self._store_dense(this_pass, layer, k, v)
 
     def fetch(self, layer: CrossLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the attention over an encoder is given from the second pass on; empty for the kernels."""
+        """Return the keys and values of the attention over an encoder from the second pass on; empty for kernels."""
         if not self._seq_ids:
             raise RuntimeError("nothing was stored of an encoder: run the decoder with what the encoder made first")
         if self._uses_kernels():
@@ -150,7 +150,7 @@ class HFCache(Cache):
         padding: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Attend with the kernels; store the new tokens of the layer first, if it has not yet."""
+        """Attend with the kernels; first store the new tokens of the layer, unless they are stored."""
         storing = self._receive(layer)
         if isinstance(layer, CrossLayer):
             return self._attend_source(storing, layer, q, k, v, padding, options)
@@ -162,7 +162,7 @@ class HFCache(Cache):
         return self._run_kernel(self._pass, layer, q, (), options)  # another layer of the model reads these rows
 
     def make_dense(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new tokens of a layer; return all its rows, for an attention that the kernels cannot do."""
+        """Store the new tokens of a layer; return all the layer's rows, for an attention that the kernels lack."""
         if not self._calls["fallback"]:
             warnings.warn(
                 "kvcache: a mask or an option that the kernels do not know; using dense tensors", stacklevel=2
@@ -174,21 +174,21 @@ class HFCache(Cache):
         return self._decode_source(layer) if isinstance(layer, CrossLayer) else self._decode(layer, k, v)
 
     def has_source(self, index: int) -> bool:
-        """Whether a layer has what an encoder made: false after a pass that failed."""
+        """Whether a layer has an encoder's rows: not after a pass that failed."""
         self._finish_pass()
         return bool(self._seq_ids) and self._cache.seq_len(self._seq_ids[0], layer=index) > 0
 
     # ---- the forward pass
 
     def _uses_kernels(self) -> bool:
-        """Whether the model's attention is that of this package now."""
+        """Whether the model's attention is this package's now."""
         return bool(self._config._attn_implementation == NAME)
 
     def _pass_of(self, layer: Layer) -> ForwardPass:
         """Return the pass in which a layer brings keys.
 
-        transformers does not say where a pass begins. A new one does with layer 0, and with a layer that the last pass
-        has been through, whether that was complete or ended in an error.
+        transformers does not say where a pass begins. A new pass begins with layer 0, and with a layer that the last
+        pass has been through, whether that pass was complete or ended in an error.
         """
         if self._pass is None or layer.index == 0 or layer.index in self._pass.done:
             self._end_pass()
@@ -196,11 +196,11 @@ class HFCache(Cache):
         return self._pass
 
     def _receive(self, layer: Layer) -> ForwardPass | None:
-        """Return the pass whose new keys of a layer reached the attention; None: its rows are stored already."""
+        """Return the pass whose new keys of a layer reached the attention; None: the layer's rows are stored."""
         return self._pass if self._pass is not None and self._pass.receive(layer) else None
 
     def _open(self, this_pass: ForwardPass, new: torch.Tensor, padding: torch.Tensor | None) -> None:
-        """Begin the batch of a pass, for new tokens ``[batch, heads, tokens, dim]``, unless it has one."""
+        """Begin the batch of a pass for new tokens ``[batch, heads, tokens, dim]``, unless the pass has a batch."""
         if this_pass.is_open:
             return
         batch_size, num_tokens = len(new), new.shape[2]
@@ -230,7 +230,7 @@ class HFCache(Cache):
         this_pass.open(batch, num_tokens, real, has_gaps)
 
     def _find_real(self, padding: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
-        """Tell the new tokens from padding: ``[batch, tokens]`` of bool; None: there is no padding."""
+        """Return which new tokens are no padding, ``[batch, tokens]`` of bool; None: there is no padding."""
         end = self._seen + num_tokens
         stored = [self._cache.next_position(seq_id) for seq_id in self._seq_ids]
         if padding.shape[1] < end:
@@ -244,14 +244,14 @@ class HFCache(Cache):
         return None if real.all() else real
 
     def _end_pass(self) -> None:
-        """Keep the tokens of the last pass if it is complete, else drop them."""
+        """End the last pass: keep its tokens if it is complete, else drop them."""
         ended, self._pass = self._pass, None
         if ended is not None and ended.end():
             self._seen += ended.num_tokens
             self._has_gaps |= ended.has_gaps
 
     def _finish_pass(self) -> None:
-        """End the last pass if it is complete; leave one that still runs."""
+        """End the last pass if it is complete; leave a pass that still runs."""
         if self._pass is not None and self._pass.is_complete:
             self._end_pass()
 
@@ -265,9 +265,9 @@ class HFCache(Cache):
         new_rows: tuple[torch.Tensor, ...],
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Attend, and store new rows of k and v first, if there are any."""
+        """Store `new_rows`, k and v, if there are any; then attend."""
         batch_size, num_heads, num_tokens, head_dim = q.shape
-        if num_tokens < this_pass.num_tokens:  # queries of the last tokens only: add zeros, and drop what they give
+        if num_tokens < this_pass.num_tokens:  # queries of the last tokens only: pad with zeros, and cut the result
             wide = q.new_zeros(batch_size, num_heads, this_pass.num_tokens, head_dim)
             wide[:, :, -num_tokens:] = q
             return self._run_kernel(this_pass, layer, wide, new_rows, options)[:, -num_tokens:].contiguous()
@@ -294,7 +294,7 @@ class HFCache(Cache):
         padding: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Attend over an encoder; in the first pass, which is `storing`, store what it made."""
+        """Attend over an encoder. In the first pass, `storing`, first store the encoder's rows."""
         if storing is None and layer.index == 0:
             self._check_source(padding)
         this_pass = self._pass_of(layer) if storing is None else storing
@@ -306,7 +306,7 @@ class HFCache(Cache):
     def _put_source(
         self, this_pass: ForwardPass, layer: CrossLayer, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None
     ) -> None:
-        """Store what an encoder made, without its padding."""
+        """Store an encoder's rows, without its padding."""
         self._source_is_packed = padding is not None
         for batch_index, seq_id in enumerate(self._seq_ids):
             real = slice(None) if padding is None else padding[batch_index].bool()
@@ -314,7 +314,7 @@ class HFCache(Cache):
             this_pass.batch.put(layer.index, *rows, seq_id=seq_id, layout="HTD")
 
     def _check_source(self, padding: torch.Tensor | None) -> None:
-        """Raise if a mask hides other tokens of an encoder than those that were left out when it was stored."""
+        """Raise if a mask hides other tokens of an encoder than were left out when its rows were stored."""
         if padding is None:
             return
         if padding.sum(1).tolist() != [self._cache.seq_len(seq_id, layer=0) for seq_id in self._seq_ids]:
@@ -328,7 +328,7 @@ class HFCache(Cache):
     def _store_dense(
         self, this_pass: ForwardPass, layer: Layer, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new tokens of a layer; return a row for each column of its mask, ``[batch, heads, n, dim]``."""
+        """Store the new tokens of a layer; return a row for each column of the mask, ``[batch, heads, n, dim]``."""
         self._open(this_pass, k, None)
         if isinstance(layer, CrossLayer):
             self._put_source(this_pass, layer, k, v, None)
@@ -340,7 +340,7 @@ class HFCache(Cache):
         return dense
 
     def _decode(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode the rows of earlier passes, and append the new ones as they came."""
+        """Decode the rows of earlier passes, and append the new rows unchanged."""
         if self._has_gaps:
             raise NotSupportedError(
                 "padding between tokens was not stored: go on with the attention 'kvcache', and its masks"
@@ -352,7 +352,7 @@ class HFCache(Cache):
         return dense
 
     def _decode_source(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode what an earlier pass stored of an encoder."""
+        """Decode the encoder's rows that an earlier pass stored."""
         if self._source_is_packed:
             raise NotSupportedError(
                 "the encoder's padding was not stored: go on with the attention 'kvcache', and its masks"
@@ -361,16 +361,16 @@ class HFCache(Cache):
         columns = self._cache.seq_len(self._seq_ids[0], layer=layer.index)
         return decode_rows(self._cache, layer.index, self._seq_ids, columns, 0, self._dtype)
 
-    # ---- what transformers asks of a cache
+    # ---- the interface of transformers' caches
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, padding included."""
+        """Return the number of tokens seen, padding included."""
         self._finish_pass()
         return self._seen
 
     @property
     def batch_size(self) -> int:
-        """Sequences in the batch; -1 before the first pass."""
+        """The number of sequences in the batch; -1 before the first pass."""
         return len(self._seq_ids) or -1
 
     def reset(self) -> None:
@@ -383,7 +383,7 @@ class HFCache(Cache):
             layer.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens: `tokens_to_remove` is minus their number."""
+        """Remove the last tokens: `tokens_to_remove` is minus their number."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}: give minus the number of tokens to take back")
         self._end_pass()
@@ -395,7 +395,7 @@ class HFCache(Cache):
             layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let batch index i go on from what index ``beam_idx[i]`` has; no row of keys or values is copied."""
+        """Continue batch index i from the tokens of index ``beam_idx[i]``; no row of keys or values is copied."""
         self._select(beam_idx.tolist())
         for layer in self._others:
             layer.reorder_cache(beam_idx)
@@ -413,7 +413,7 @@ class HFCache(Cache):
             layer.batch_repeat_interleave(repeats)
 
     def _select(self, batch_indices: list[int]) -> None:
-        """Make a batch of the sequences at these indices; fork those that occur more than once."""
+        """Make a batch of the sequences at these indices; fork a sequence whose index occurs more than once."""
         self._end_pass()
         selected: list[int] = []
         for source in (self._seq_ids[i] for i in batch_indices):
@@ -431,7 +431,7 @@ class HFCache(Cache):
         return list(itertools.islice(self._shared.seq_ids, count))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HFCache:
-        """Return a cache that goes on from the same tokens; their rows are shared, none is copied."""
+        """Return a cache that continues from the same tokens; it shares their rows, and copies none."""
         self._end_pass()
         other = copy.copy(self)
         other._seq_ids, other._calls = self._new_ids(len(self._seq_ids)), dict(self._calls)
@@ -446,14 +446,14 @@ class HFCache(Cache):
     def __del__(self) -> None:
         if "layers" in vars(self):  # else __init__ failed
             self._end_pass()
-            for seq_id in self._seq_ids:  # copies may go on with the same KVCache
+            for seq_id in self._seq_ids:  # clear instead of closing: copies may still use the KVCache
                 self._cache.clear(seq_id)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the rows take, with their bookkeeping and the rows of copies."""
+        """The bytes of memory of the rows, with their bookkeeping and the rows of copies."""
         return self._cache.nbytes
 
     def stats(self) -> dict[str, Any]:
-        """What `kvcache.KVCache.stats` returns; ``"calls"`` counts the layers attended over by each means."""
+        """Return `kvcache.KVCache.stats`, and in ``"calls"`` how many times a layer was attended over by each means."""
         return {**self._cache.stats(), "calls": dict(self._calls)}

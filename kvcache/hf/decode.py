@@ -1,4 +1,4 @@
-"""Decoding stored rows to dense tensors, for a model whose own attention reads them."""
+"""Decode stored rows to dense tensors, for a model with an attention of its own."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from kvcache.cache import KVCache
 def decode_rows(
     cache: KVCache, layer: int, seq_ids: Sequence[int], num_columns: int, num_new: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode the last rows of several sequences in a layer, whatever type they are stored in.
+    """Decode the last rows of several sequences in a layer, from whatever type they are stored in.
 
     Parameters
     ----------
     cache : KVCache
-        Where the rows are stored.
+        The cache that stores the rows.
     layer : int
-        Of the cache.
+        The layer's index in the cache.
     seq_ids : sequence of int
         The sequence of each batch index.
     num_columns : int
-        How many rows of each; a sequence with fewer has zeros before them, where its padding was.
+        The number of rows of each sequence; a sequence with fewer gets zeros before them, where its padding was.
     num_new : int
-        How many columns to leave after them, uninitialised, for the rows of new tokens.
+        The number of columns to leave after these rows, uninitialised, for the rows of new tokens.
     dtype : torch.dtype
-        Of the result.
+        The result's element type.
 
     Returns
     -------

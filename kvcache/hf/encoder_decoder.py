@@ -1,4 +1,4 @@
-"""`HFEncoderDecoderCache`: two `HFCache`, for models that have an encoder too."""
+"""`HFEncoderDecoderCache`: two `HFCache`, for models with an encoder and a decoder."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvcache.policy import CrossAttention, Policy
 
 
 class Updated(dict[int, bool]):
-    """Says which layers have stored what the encoder made.
+    """Says for each layer whether it has stored the encoder's rows.
 
-    Models set an entry when they store a layer. That is not relied on, as their pass may fail afterwards: the cache is
-    asked.
+    Models set an entry when they store a layer. `get` ignores the entries and asks the cache, because the models' pass
+    may fail after they set one.
     """
 
     def __init__(self, cache: HFCache) -> None:
@@ -27,7 +27,7 @@ class Updated(dict[int, bool]):
         self.cache = cache
 
     def get(self, index: int, default: Any = None) -> Any:
-        """Whether a layer has stored what the encoder made."""
+        """Return whether a layer has stored the encoder's rows."""
         return self.cache.has_source(index)
 
 
@@ -37,9 +37,9 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
     Parameters
     ----------
     config, dtype, policy
-        As for `HFCache`; the policy is for the decoder's attention over its own tokens.
+        The arguments of `HFCache`; the policy is for the decoder's attention over its own tokens.
     max_source_len : int, optional
-        The most rows that the encoder makes; by default what `config` says.
+        The most rows that the encoder makes; by default from `config`.
 
     Raises
     ------
@@ -86,10 +86,10 @@ def _find_decoder(config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTraine
     """Return the configuration that follows the model's attention, and one for a cache of its decoder alone."""
     part = config.get_text_config(decoder=True)
     is_part = any(getattr(config, name, None) is part for name in config.sub_configs)
-    followed = part if is_part else config  # where encoder and decoder have one configuration, `part` is a copy
+    followed = part if is_part else config  # `part` is a copy if encoder and decoder have one configuration
     decoder = followed.get_text_config(decoder=True)
-    if decoder.is_encoder_decoder:  # then it is a copy, which may be changed
+    if decoder.is_encoder_decoder:  # then `decoder` is a copy, which may be changed
         decoder.is_encoder_decoder = False
-    if num_layers := getattr(decoder, "num_decoder_layers", None):  # T5's name for it
+    if num_layers := getattr(decoder, "num_decoder_layers", None):  # T5's name of num_hidden_layers
         decoder.num_hidden_layers = num_layers
     return followed, decoder

@@ -14,24 +14,25 @@ if TYPE_CHECKING:
 
 
 class ForwardPass:
-    """What belongs to one forward pass: its batch, its padding, and the layers it has been through.
+    """The state of one forward pass: its batch, its padding, and the layers it has been through.
 
     A pass begins when its first layer brings keys (`HFCache._pass_of`). Its batch is opened by the first attention,
-    whose mask says which tokens are padding (`open`). It ends when the next pass begins, or when something asks what is
-    stored (`HFCache._end_pass`, `HFCache._finish_pass`). Its tokens stay if it has been through every layer (`end`).
+    whose mask says which tokens are padding (`open`). It ends when the next pass begins, or when stored tokens are
+    asked for (`HFCache._end_pass`, `HFCache._finish_pass`). Its tokens stay if it has been through every layer (`end`).
     """
 
-    batch: Batch  # as the next three, set by `open`
-    num_tokens: int  # of each sequence, padding included
+    # Set by `open`.
+    batch: Batch
+    num_tokens: int  # tokens of each sequence, padding included
     real: torch.Tensor | None  # [batch, tokens] of bool, False: padding; None: there is no padding
-    has_gaps: bool  # a token comes before padding
+    has_gaps: bool  # whether a token comes before padding
 
     def __init__(self, num_layers: int, uses_kernels: bool) -> None:
         self.num_layers = num_layers
-        self.uses_kernels = uses_kernels  # the model's attention is `kvcache.hf.attention.attention`
+        self.uses_kernels = uses_kernels  # whether the model's attention is `kvcache.hf.attention.attention`
         self.is_open = False
         self.done: set[int] = set()  # layers that have stored the new tokens, or attended
-        self.awaited: Layer | None = None  # its new keys are on their way from `HFCache.store` to the attention
+        self.awaited: Layer | None = None  # the layer whose keys `HFCache.store` returned, and the attention expects
 
     def check_received(self, layer: Layer) -> None:
         """Raise if the new keys of a layer before this one never reached the attention."""
@@ -40,7 +41,7 @@ class ForwardPass:
             raise RuntimeError(f"the keys of layer {index} did not reach the attention: this model changes them first")
 
     def receive(self, layer: Layer) -> bool:
-        """Whether the keys that reached the attention are new ones of this layer, yet to be stored."""
+        """Return whether the keys that reached the attention are this layer's new keys, yet to be stored."""
         is_new, self.awaited = self.awaited is layer, None
         return is_new
 
@@ -50,14 +51,14 @@ class ForwardPass:
         self.is_open = True
 
     def drop_padding(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Pack tensors ``[batch, heads, tokens, dim]`` to ``[tokens, heads, dim]``; as they are without padding."""
+        """Pack tensors ``[batch, heads, tokens, dim]`` to ``[tokens, heads, dim]`` if there is padding to drop."""
         if self.real is None:
             return tensors
         return tuple(x.transpose(1, 2)[self.real] for x in tensors)
 
     @property
     def layout(self) -> Layout:
-        """The layout of what `drop_padding` returns."""
+        """The layout of the tensors that `drop_padding` returns."""
         return "BHTD" if self.real is None else "THD"
 
     @property
@@ -66,7 +67,7 @@ class ForwardPass:
         return len(self.done) == self.num_layers
 
     def end(self) -> bool:
-        """Commit the tokens of a complete pass, drop those of another; return whether it was complete."""
+        """Commit the tokens if the pass is complete, else drop them; return whether it was complete."""
         if self.is_complete:
             self.batch.commit()
             return True

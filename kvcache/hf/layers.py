@@ -1,4 +1,4 @@
-"""The layers of an `HFCache` as transformers sees them. They hold no rows: the cache does, for all of them."""
+"""The layers of an `HFCache`, for transformers. They hold no rows: the cache holds the rows of all layers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ if TYPE_CHECKING:
 
 
 class Layer(CacheLayerMixin):
-    """One layer of attention of a model over its own tokens."""
+    """One layer of a model's attention over its own tokens."""
 
     is_croppable = True
     is_initialized = True  # the KVCache takes rows from the start
     supports_early_init = False
-    keys: torch.Tensor | None = None  # transformers reads these two of a cross-attention layer only
+    # transformers reads keys and values of a cross-attention layer only.
+    keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
 
     def __init__(self, cache: HFCache, index: int) -> None:
-        self.cache, self.index = cache, index  # index: among the layers of the KVCache
+        self.cache, self.index = cache, index  # index: the layer's in the KVCache
         self.window = window_of(cache.policy[index])  # the most tokens that a query sees; 0: all
         self.is_sliding = self.window > 0
 
@@ -35,25 +36,25 @@ class Layer(CacheLayerMixin):
         return is_causal and mask is None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing."""
+        """Do nothing: there is nothing to initialise."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the new tokens' keys and values; return what the model passes to its attention."""
+        """Take the new tokens' keys and values; return the keys and values that the model passes to its attention."""
         return self.cache.store(self, key_states, value_states)
 
     def past_columns(self, seen: int) -> int:
-        """How many of the `seen` tokens before a pass have columns in its mask."""
+        """Return how many of the `seen` tokens before a pass have columns in the pass's mask."""
         return min(seen, self.window - 1) if self.window else seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns in the mask of a pass, and the token that the first column is for."""
+        """Return the number of columns in the mask of a pass, and the index of the first column's token."""
         seen = self.cache.get_seq_length()
         return self.past_columns(seen) + query_length, seen - self.past_columns(seen)
 
     def get_seq_length(self) -> int:
-        """Tokens seen, padding included."""
+        """Return the number of tokens seen, padding included."""
         return self.cache.get_seq_length()
 
     def get_max_length(self) -> int:
@@ -62,14 +63,14 @@ class Layer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """Sequences in the batch; -1 before the first pass."""
+        """The number of sequences in the batch; -1 before the first pass."""
         return self.cache.batch_size
 
 
 class CrossLayer(Layer):
     """One layer of attention over an encoder. Its rows are stored in the first pass, and only read from then on."""
 
-    _values: torch.Tensor | None = None  # fetched with the keys: transformers asks for keys, then for values
+    _values: torch.Tensor | None = None  # values fetched with the keys: transformers reads `keys`, then `values`
 
     def kernels_know(self, mask: Mask | torch.Tensor | None, is_causal: bool) -> bool:
         """Whether the kernels can attend with this mask."""
@@ -83,6 +84,6 @@ class CrossLayer(Layer):
 
     @property
     def values(self) -> torch.Tensor:  # type: ignore[override] # as above
-        """The values that go with the keys asked for last."""
+        """The values for the keys that were read last."""
         values, self._values = self._values, None
         return self.cache.fetch(self)[1] if values is None else values

@@ -1,4 +1,4 @@
-"""Reads from a configuration of transformers which tokens each layer keeps, and the shape of its rows."""
+"""Read each layer's policy and the shape of its rows from a configuration of transformers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transformers.cache_utils import (
 from kvcache.errors import NotSupportedError
 from kvcache.policy import ChunkedAttention, FullAttention, Policy, SlidingWindow
 
-# Layers without keys and values: they stay those of transformers.
+# Layers without keys and values, for which transformers' own cache layers are used.
 CacheLayer: TypeAlias = LinearAttentionCacheLayerMixin | DummyLayer
-RESUME = 64  # tokens that a window can be cropped by: assisted decoding takes wrong guesses back
+RESUME = 64  # tokens by which a window can be cropped: assisted decoding removes wrong guesses
 
 
 def shape_of(config: PreTrainedConfig) -> tuple[int, int]:
@@ -30,7 +30,7 @@ def shape_of(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def policy_of(index: int, layer_type: str, options: dict[str, Any]) -> Policy | CacheLayer:
-    """Return the policy of a layer with keys and values; of another layer, the one that transformers makes."""
+    """Return the policy of a layer with keys and values; for another layer, make transformers' own cache layer."""
     window = options.get("sliding_window")
     if layer_type == "full_attention":
         return FullAttention()
@@ -45,7 +45,7 @@ def policy_of(index: int, layer_type: str, options: dict[str, Any]) -> Policy | 
 
 
 def window_of(policy: Policy | None) -> int:
-    """Return the most tokens that a query sees; 0: all."""
+    """Return the most tokens that a query sees under a policy; 0: all."""
     if isinstance(policy, SlidingWindow):
         return policy.window
     return policy.attention_chunk_size if isinstance(policy, ChunkedAttention) else 0

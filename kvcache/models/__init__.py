@@ -1,1 +1,1 @@
-"""Reads model files: configurations, weights and tokenizers, from Hugging Face folders and GGUF."""
+"""Read model files: configurations, weights and tokenizers, from Hugging Face folders and GGUF."""

@@ -1,8 +1,9 @@
-"""Fields of a model's configuration, under one set of names: those of Hugging Face's ``config.json``.
+"""The fields of a model's configuration, under Hugging Face's names whatever the file's format.
 
 `read_config` takes a Hugging Face folder or its ``config.json``, a GGUF, or a configuration in memory, and gathers the
-facts about the text decoder as `Fields`, so that each fact is read by one piece of code. Every value is checked before
-it is used, against the limits of `kvcache.models.reading`.
+facts about the text decoder as `Fields`. A GGUF's metadata gets Hugging Face's names here; `kvcache.models.gguf`
+decodes it, and `kvcache.models.shapes` derives the layers' shapes from the fields. Every value is checked before it is
+used, against the limits of `kvcache.models.reading`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from kvcache.models.reading import MAX_FIELDS, MAX_JSON, MAX_NAME, MAX_PARTS, MA
 
 __all__ = ["Fields", "read_config", "read_json", "read_safetensors_header"]
 
-INDEX = "model.safetensors.index.json"  # lists the files of weights that are split
+INDEX = "model.safetensors.index.json"  # names the file of each tensor, where weights are split into several files
 
-# Hugging Face's other names of each fact; for a model with an encoder, the decoder's names come first.
+# Every name that Hugging Face's configurations use for a fact. The first one present counts: the decoder's come first.
 NAMES = {
     "num_hidden_layers": (
         "decoder_layers",
@@ -76,7 +77,7 @@ NAMES = {
     "layer_types": ("layer_types", "layers_block_type"),
     "sliding_window": ("sliding_window", "sliding_window_size", "attention_window_size"),
 }
-# Where the text decoder's fields are nested in a model of several parts.
+# Fields under which a model of several parts nests the configuration of its text decoder.
 PARTS = ("text_config", "thinker_config", "decoder", "decoder_config", "generator", "llm_config", "language_config")
 # Defaults by model type: files name only what differs from these.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -130,7 +131,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
     },
 }
-# GGUF's names of the same facts, which follow the architecture's name.
+# GGUF's keys, less the architecture's name that precedes them, and Hugging Face's names of the same facts.
 GGUF_NAMES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -159,7 +160,7 @@ GGUF_SCALING = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-# Hugging Face's model types of GGUF architectures with another name.
+# GGUF architectures whose name differs from Hugging Face's model type.
 GGUF_TYPES = {
     "command-r": "cohere",
     "deepseek2": "deepseek_v3",
@@ -175,7 +176,7 @@ GGUF_TYPES = {
     "qwen3next": "qwen3_next",
     "starcoder": "gpt_bigcode",
 }
-# Facts that readers of GGUF know of an architecture, and files leave out.
+# Fields that GGUF files leave out, because every reader of GGUF has them built in, by model type.
 GGUF_DEFAULTS = {"gemma2": {"sliding_window": 4096}, "llama4_text": {"attention_chunk_size": 8192}}
 
 
@@ -192,7 +193,7 @@ class Fields:
     values : mapping of str to anything
         The fields.
     source : str
-        The file or argument that they come from, for messages.
+        The name of the file or argument, for messages.
 
     Raises
     ------
@@ -259,7 +260,7 @@ class Fields:
         return Fields(value, f"{self.source}, {name}")
 
     def sequence(self, name: str, length: int | None = None) -> list[Any] | None:
-        """Return a field that holds a list; with `length`, its first entries, of which there must be as many."""
+        """Return a field that holds a list; with `length`, its first `length` entries, or raise if it has fewer."""
         value = self.get(name)
         if value is None:
             return None
@@ -272,7 +273,7 @@ class Fields:
         return list(value[:length])
 
     def by_layer(self, num_layers: int) -> list[Fields]:
-        """Return the fields of each layer: its entry in ``per_layer_config`` replaces those of the model."""
+        """Return the fields of each layer: the model's, overridden by the layer's entry in ``per_layer_config``."""
         given = self.part("per_layer_config")
         own = {} if given is None else {_number(key): value for key, value in given.values.items()}
         return [
@@ -284,7 +285,7 @@ class Fields:
 
 
 def _number(key: object) -> int | None:
-    """Return the layer that a key names."""
+    """Return the layer's index that a key of ``per_layer_config`` is; None for any other key."""
     text = str(key)[:9]
     return int(text) if text.isdecimal() else None
 
@@ -301,7 +302,7 @@ def read_config(source: Any) -> Fields:
     Returns
     -------
     Fields
-        Under Hugging Face's names, whatever the source; ``model_type`` is the text decoder's.
+        The fields under Hugging Face's names, whatever the source; ``model_type`` is the text decoder's.
 
     Raises
     ------
@@ -346,7 +347,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_safetensors_header(file: File) -> tuple[dict[str, Any], int]:
-    """Read a safetensors file's header: an entry for each tensor, and the offset at which their data begins.
+    """Read a safetensors file's header: an entry for each tensor, and the offset at which the tensors' data begins.
 
     Raises
     ------
@@ -362,7 +363,10 @@ def read_safetensors_header(file: File) -> tuple[dict[str, Any], int]:
 
 
 def find_weights(folder: Path, tensors: Iterable[str] | None = None) -> list[Path | None]:
-    """Find a folder's safetensors files, or those with some tensors; None stands for a name that leaves the folder."""
+    """Find a folder's safetensors files, or only the files that hold `tensors`.
+
+    None in the result stands for a file name of the index that leaves the folder.
+    """
     index = folder / INDEX
     if not os.path.lexists(index):
         return [folder / "model.safetensors"]
@@ -377,7 +381,7 @@ def find_weights(folder: Path, tensors: Iterable[str] | None = None) -> list[Pat
 
 
 def _is_in_folder(name: str) -> bool:
-    """Whether a name is that of a file in the folder, and no path out of it."""
+    """Whether a file name has no part that could lead out of the folder."""
     return name not in ("", ".", "..") and not {"/", os.sep, "\0"} & {*name}
 
 
@@ -396,12 +400,12 @@ def _parse(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def _text_decoder(values: Mapping[str, Any], source: str) -> Fields:
-    """Find the text decoder's part of a configuration, and give its fields Hugging Face's usual names."""
+    """Find the text decoder's part of a configuration, and rename its fields to the keys of `NAMES`."""
     parts = [Fields(values, source).values]
     while (
         part := next((parts[-1][name] for name in PARTS if isinstance(parts[-1].get(name), Mapping)), None)
     ) is not None:
-        if len(parts) > MAX_PARTS:  # also ends an object that holds itself
+        if len(parts) > MAX_PARTS:  # also stops at an object that holds itself
             raise ModelFileError(f"{source}: more than {MAX_PARTS} configurations are nested in each other")
         model_type = Fields(part, source).get("model_type")
         parts.append({**(DEFAULTS.get(model_type, {}) if isinstance(model_type, str) else {}), **part})
@@ -415,6 +419,7 @@ def _text_decoder(values: Mapping[str, Any], source: str) -> Fields:
 
 
 def _from_gguf(header: gguf.Header, source: str) -> Fields:
+    """Give a GGUF's metadata Hugging Face's names."""
     metadata = header.metadata
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
@@ -422,15 +427,15 @@ def _from_gguf(header: gguf.Header, source: str) -> Fields:
     if len(architecture) > MAX_NAME:
         raise ModelFileError(f"{source}: general.architecture {shown(architecture)} is no name")
 
-    def of(name: str) -> Any:
+    def entry(name: str) -> Any:
         value = metadata.get(f"{architecture}.{name}")
         return None if isinstance(value, gguf.Skipped) else value
 
-    values = {name: value for key, name in GGUF_NAMES.items() if (value := of(key)) is not None}
+    values = {name: value for key, name in GGUF_NAMES.items() if (value := entry(key)) is not None}
     model_type = GGUF_TYPES.get(architecture, architecture)
     values = {**GGUF_DEFAULTS.get(model_type, {}), **values, "model_type": model_type}
     values["gguf_architecture"] = architecture
-    scaling = {name: value for key, name in GGUF_SCALING.items() if (value := of(f"rope.scaling.{key}")) is not None}
+    scaling = {name: value for key, name in GGUF_SCALING.items() if (value := entry(f"rope.scaling.{key}")) is not None}
     if scaling.get("rope_type", "none") != "none":
         values["rope_scaling"] = scaling
     tokens = metadata.get("tokenizer.ggml.tokens")
@@ -439,14 +444,14 @@ def _from_gguf(header: gguf.Header, source: str) -> Fields:
     values["tie_word_embeddings"] = "output.weight" not in header.tensors
     if "kv_lora_rank" in values:
         values["qk_rope_head_dim"] = values.get("rotary_dim")
-    _add_layers(values, of("attention.sliding_window_pattern"))
+    _add_layers(values, entry("attention.sliding_window_pattern"))
     if "rope_freqs.weight" in header.tensors:  # Llama 3's scaling, as a tensor of factors
         values["rope_freqs"] = gguf.read_floats(header, "rope_freqs.weight")
     return Fields(values, source)
 
 
 def _add_layers(values: dict[str, Any], pattern: Any) -> None:
-    """Add what a GGUF says layer by layer: a list where other files have one number."""
+    """Add the layers' own fields: GGUF has a list where Hugging Face has one number and ``per_layer_config``."""
     if isinstance(pattern, tuple):
         values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
     elif pattern is not None:

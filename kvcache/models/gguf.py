@@ -1,10 +1,13 @@
-"""The header of a GGUF file: its metadata, and where its tensors are.
+"""The header of a GGUF file: its metadata, as the file has it, and the places of its tensors.
+
+What the metadata means for a cache is elsewhere: `kvcache.models.fields` gives it Hugging Face's names,
+`kvcache.models.shapes` derives the layers' shapes.
 
 Reading trusts no file: every count and length is checked against the rest of the file, and against the limits of
 `kvcache.models.reading`, before anything is allocated or looped over. The arrays of a vocabulary are skipped, not
-decoded, so that a large one costs little; `read_array` decodes one. The file is not mapped: one that is cut while it is
-read is an error. Tensors are located, not read. Versions 2 and 3 are supported, little-endian; the format is described
-at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+decoded, so that a large one costs little; `read_array` decodes one. The file is not mapped, so a file that is cut while
+it is read raises an error. Tensors are located, not read. Versions 2 and 3 are supported, little-endian; the format is
+described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 >>> import struct, tempfile
 >>> name = b"general.architecture"
@@ -45,10 +48,10 @@ from kvcache.models.reading import (
 
 __all__ = ["Header", "Skipped", "Tensor", "read_array", "read_floats", "read_header"]
 
-CHUNK = 1 << 16  # bytes of the first read; each later one doubles what is there
-NESTED = 64  # elements that an array within an array counts as: Python loops over these
+CHUNK = 1 << 16  # bytes of the first read; each later one doubles the bytes in memory
+NESTED = 64  # elements that an array within an array counts as, because Python loops over such arrays
 
-# GGUF's number of a type: our name, struct's format
+# GGUF's number of a type: this module's name, struct's format
 NUMBERS = {
     0: ("u8", "B"),
     1: ("i8", "b"),
@@ -106,9 +109,9 @@ TENSOR_TYPES = {
 class Skipped:
     """An array that stays in the file until `read_array` reads it."""
 
-    type: str  # of an element: "str", "f32", "i32", ..., "array"
+    type: str  # the elements' type: "str", "f32", "i32", ..., "array"
     count: int
-    offset: int  # of the first element, in bytes from the beginning of the file
+    offset: int  # bytes from the beginning of the file to the first element
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +121,8 @@ class Tensor:
     name: str
     shape: tuple[int, ...]  # outermost axis first, as in NumPy: the reverse of GGUF's order
     type: str | int  # "F32", "F16", "BF16", "Q8_0", "Q4_0", ...; or the number of an unknown type
-    offset: int  # in bytes from the beginning of the file
-    nbytes: int | None  # None where the type is unknown
+    offset: int  # bytes from the beginning of the file
+    nbytes: int | None  # None: the type is unknown
 
 
 @dataclass(frozen=True)
@@ -128,9 +131,9 @@ class Header:
 
     path: Path
     version: int
-    metadata: dict[str, Any]  # numbers, strings, short arrays of numbers as tuples, others `Skipped`
+    metadata: dict[str, Any]  # numbers and strings; short arrays of numbers as tuples, other arrays as `Skipped`
     tensors: dict[str, Tensor]
-    stamp: Stamp  # of the file
+    stamp: Stamp  # identifies the file's content
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -144,7 +147,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     Returns
     -------
     Header
-        Its metadata and tensors; each tensor of a known type lies within the file, and no two overlap.
+        The metadata and the tensors; each tensor of a known type lies within the file, and no two overlap.
 
     Raises
     ------
@@ -169,14 +172,14 @@ def read_array(header: Header, key: str) -> tuple[Any, ...]:
     Parameters
     ----------
     header : Header
-        From `read_header`.
+        The header that `read_header` returned.
     key : str
         The name of an entry of `Header.metadata`.
 
     Returns
     -------
     tuple
-        Its strings or numbers.
+        The array's strings or numbers.
 
     Raises
     ------
@@ -200,19 +203,19 @@ def read_floats(header: Header, name: str) -> tuple[float, ...]:
     Parameters
     ----------
     header : Header
-        From `read_header`.
+        The header that `read_header` returned.
     name : str
         The name of a tensor of `Header.tensors`.
 
     Returns
     -------
     tuple of float
-        Its elements.
+        The tensor's elements.
 
     Raises
     ------
     ModelFileError
-        It has another type, more than one axis or more than 4096 elements, or the file has changed.
+        The tensor has another type, more than one axis or more than 4096 elements, or the file has changed.
     """
     tensor = header.tensors[name]
     if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_KEPT:
@@ -233,13 +236,14 @@ def _open(path: str | os.PathLike[str], stamp: Stamp | None = None, at: int = 0)
 
 
 class _Source:
-    """A file, read in growing pieces as decoding needs them, and the offset that decoding has reached."""
+    """A file that is read in growing pieces as decoding needs them, and the offset that decoding has reached."""
 
     def __init__(self, file: File, at: int) -> None:
         self.file, self.path, self.size = file, file.path, file.size
-        self.base, self.at = at, at  # offsets in the file: of `data`, and of the next byte to decode
+        self.base, self.at = at, at  # offsets in the file: where `data` begins, and the next byte to decode
         self.data = bytearray()
-        self.elements = self.kept = self.text = 0  # elements seen, elements decoded, bytes of strings
+        # Counts that are checked against the limits: elements walked, elements kept, bytes of strings.
+        self.elements = self.kept = self.string_bytes = 0
 
     def error(self, what: str) -> ModelFileError:
         return ModelFileError(f"{plain(self.path)}: {what}")
@@ -254,7 +258,7 @@ class _Source:
         return count > 0
 
     def take(self, count: int, nbytes: int, what: str) -> int:
-        """Step over `count` items of `nbytes` bytes each, reading as needed; return where they begin in `data`."""
+        """Read `count` items of `nbytes` bytes each, and advance; return where they begin in `data`."""
         self.expect(count, nbytes, what)
         begin = self.at - self.base
         while len(self.data) < begin + count * nbytes:
@@ -268,18 +272,19 @@ class _Source:
         if count * nbytes > left:
             raise self.error(f"{count:,} {what} should follow byte {self.at:,}, and only {max(left, 0):,} bytes do")
 
-    def spend(self, count: int) -> None:
+    def count_elements(self, count: int) -> None:
+        """Count elements that are walked, and refuse more than the limit."""
         self.elements += count
         if self.elements > MAX_ELEMENTS:
             raise self.error(f"its arrays have more than {MAX_ELEMENTS:,} elements")
 
-    # --- what everything is made of ------------------------------------------------------------------------------
+    # --- numbers and strings -------------------------------------------------------------------------------------
 
     def numbers(self, number: int, count: int) -> tuple[Any, ...]:
-        """Decode numbers of a type; a bool is a number here."""
+        """Decode `count` numbers of the type with GGUF's number `number`; a bool is a number here."""
         name, letter = NUMBERS[number]
         packed = struct.calcsize(f"<{letter}")
-        self.spend(count)
+        self.count_elements(count)
         begin = self.take(count, packed, f"elements of {packed} bytes")
         values = struct.unpack_from(f"<{count}{letter}", self.data, begin)
         if name == "bool":
@@ -302,8 +307,8 @@ class _Source:
         if length > MAX_STRING:
             raise self.error(f"{what} is said to have {length:,} bytes; {MAX_STRING:,} are the most that are read")
         self.expect(length, 1, f"bytes of {what}")
-        self.text += length
-        if self.text > MAX_STRING:
+        self.string_bytes += length
+        if self.string_bytes > MAX_STRING:
             raise self.error(f"its names and strings have more than {MAX_STRING:,} bytes")
         begin = self.take(length, 1, f"bytes of {what}")
         try:
@@ -368,13 +373,13 @@ class _Source:
             raise self.error(f"{shown(key)} nests arrays deeper than {MAX_DEPTH} levels")
         else:
             self.expect(count, 12, "arrays")
-            self.spend(count * NESTED)
+            self.count_elements(count * NESTED)
             for _ in range(count):
                 self._skip(key, self._type(key), self.u64(), depth + 1)
 
     def _skip_strings(self, key: str, count: int) -> None:
         self.expect(count, 8, "strings")
-        self.spend(count)
+        self.count_elements(count)
         at, last, data, unpack = self.at - self.base, len(self.data) - 8, self.data, LENGTH.unpack_from
         for _ in repeat(None, count):  # keep each step short: a vocabulary has hundreds of thousands
             if at > last:
@@ -385,7 +390,7 @@ class _Source:
         self.at = self.base + at
 
     def _reach(self, end: int, key: str) -> int:
-        """Read the strings of an array up to `end` of `data`; return where `data` ends then."""
+        """Read an array's strings until `data` has `end` bytes; return how many it has."""
         while len(self.data) < end:
             if not self.grow():
                 raise self.error(f"the strings of {shown(key)} go past the end of the file")
@@ -429,7 +434,7 @@ class _Source:
         return tensors
 
     def _tensor(self, i: int) -> tuple[str, tuple[int, ...], int, int]:
-        """Decode a tensor's name, shape, type, and offset within the data."""
+        """Decode a tensor's name, shape, type, and offset from the first tensor's data."""
         name = self.string(f"the name of tensor {i:,}")
         axes = self.u32()
         if axes > MAX_AXES:
@@ -440,7 +445,7 @@ class _Source:
         return name, shape, self.u32(), self.u64()
 
     def _stored(self, name: str, shape: tuple[int, ...], number: int) -> tuple[str | int, int | None]:
-        """Return the name of a type, and the bytes of a tensor of that type."""
+        """Return the name of a tensor's type and the tensor's bytes; the number and None for an unknown type."""
         if number not in TENSOR_TYPES:
             return number, None
         known, elements, nbytes = TENSOR_TYPES[number]

@@ -1,9 +1,9 @@
-"""Opens untrusted files, and bounds what they may say.
+"""Open untrusted files, and limit the sizes that they may claim.
 
 Every model file and text goes through `open_file`, which takes regular files only and maps none: reading never waits
 for a pipe or a device, and a file that shrinks while it is read is an error, not a crash. Every reader keeps the limits
-below. Together they bound what a refused file costs to 200 MB of memory and two seconds, for files of up to 10 MB and
-sparse ones of any size.
+below. Together they limit the cost of a refused file to 200 MB of memory and two seconds, for files of up to 10 MB and
+sparse files of any size.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from kvcache.errors import ModelFileError, plain
 
 __all__ = ["File", "Stamp", "open_file", "read_file", "read_prompt"]
 
-# Models. The largest published ones have 126 layers, 232 heads, heads of 576 elements, and queries of 73,728 elements
+# Models. The largest published models have 126 layers, 232 heads, heads of 576 elements, and queries of 73,728 elements
 # per token.
 MAX_LAYERS = 1 << 10
 MAX_HEADS = 1 << 10
 MAX_HEAD_DIM = 1 << 13
 MAX_WIDTH = 1 << 18  # elements per token, over all heads
-MAX_CONTEXT = 1 << 30  # tokens; leaves positions for a window and a batch beyond it
+MAX_CONTEXT = 1 << 30  # tokens; a window and a batch beyond it still have positions below 2^31
 
 # JSON. An object takes about 200 bytes of memory, and at least 6 bytes of the file.
 MAX_JSON = 1 << 24  # bytes; the largest weight indices have 14 MB
-MAX_VALUES = 1 << 19  # values in a file; the largest weight indices name 140,000 tensors
+MAX_VALUES = 1 << 19  # values in one file; the largest weight indices name 140,000 tensors
 MAX_FIELDS = 1 << 12  # entries of an object or list that is searched once per layer
 MAX_NAME = 256  # characters of a field that holds a name
 MAX_PARTS = 8  # depth of nested configurations; real ones nest twice
 
 # GGUF. Real headers have a few thousand entries and tensors, and a vocabulary of at most 15 MB.
 MAX_GGUF_HEADER = 1 << 26  # bytes
-MAX_ENTRIES = 1 << 17  # entries of metadata, and as many tensors
+MAX_ENTRIES = 1 << 17  # entries of metadata; also the limit for tensors
 MAX_ELEMENTS = 1 << 22  # elements of all arrays together; an array within an array counts as 64
-MAX_STRING = 1 << 24  # bytes of all strings that are decoded: chat templates, names
-MAX_KEPT = 1 << 12  # elements of an array of numbers that is decoded; longer ones stay in the file
-MAX_ALL_KEPT = 1 << 18  # elements of all such arrays together
-MAX_DEPTH = 4  # of arrays within arrays
-MAX_AXES = 4  # of a tensor, as in ggml
+MAX_STRING = 1 << 24  # bytes of all decoded strings together: chat templates, names
+MAX_KEPT = 1 << 12  # elements of an array of numbers that is decoded; longer arrays stay in the file
+MAX_ALL_KEPT = 1 << 18  # elements of all decoded arrays of numbers together
+MAX_DEPTH = 4  # levels of arrays within arrays
+MAX_AXES = 4  # axes of a tensor, as in ggml
 
 # Tokenizers. The largest vocabularies have 262,144 tokens, in files of 33 MB. The package tokenizers takes 800 bytes of
 # memory for an object of tokenizer.json, and 32 bytes for any other value.
 MAX_TOKENIZER = 1 << 26  # bytes of tokenizer.json
-MAX_OBJECTS = 1 << 16  # objects in it; each added token is one
-MAX_LISTS = 3 << 18  # lists in it; each merge is one, and real files have up to 515,000
-MAX_ITEMS = 3 << 19  # commas in it; real files have up to 1,300,000
-MAX_TOKENS = 1 << 19
+MAX_OBJECTS = 1 << 16  # objects in tokenizer.json; each added token is one
+MAX_LISTS = 3 << 18  # lists in tokenizer.json; each merge is one, and real files have up to 515,000
+MAX_ITEMS = 3 << 19  # commas in tokenizer.json; real files have up to 1,300,000
+MAX_TOKENS = 1 << 19  # tokens of a vocabulary
 MAX_ADDED = 1 << 14  # control and user-defined tokens; real files have up to 6,000
-MAX_TOKEN = 1 << 10  # characters; the longest real ones are runs of spaces
+MAX_TOKEN = 1 << 10  # characters of a token; the longest real tokens are runs of spaces
 MAX_CUTS = 1 << 22  # characters of all tokens, where merges are derived from them; real files have up to 2,000,000
 MAX_MERGES = 16  # merges per token; real files have up to 3
 
@@ -71,9 +71,9 @@ class File:
     Parameters
     ----------
     path : Path
-        Its name in messages.
+        The file's name, for messages.
     descriptor : int
-        Its file descriptor, which whoever opened the file closes.
+        The file's descriptor. `File` does not close it.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -89,7 +89,7 @@ class File:
         return ModelFileError(f"{plain(self.path)} {what}")
 
     def read(self, at: int, nbytes: int) -> bytes:
-        """Return `nbytes` bytes from offset `at`; raise `ModelFileError` if the file ends before."""
+        """Return the `nbytes` bytes at offset `at`; raise `ModelFileError` if the file has fewer."""
         self._seek(at, nbytes)
         data = os.read(self._descriptor, nbytes)
         if len(data) < nbytes:
@@ -97,7 +97,7 @@ class File:
         return data
 
     def read_array(self, at: int, nbytes: int) -> NDArray[np.uint8]:
-        """Return `nbytes` bytes from offset `at` as a new array; raise `ModelFileError` if the file ends before."""
+        """Return the `nbytes` bytes at offset `at` as a new array; raise `ModelFileError` if the file has fewer."""
         self._seek(at, nbytes)
         data = np.empty(nbytes, np.uint8)
         view, done = data.data, 0
@@ -123,7 +123,7 @@ def open_file(path: str | os.PathLike[str], stamp: Stamp | None = None) -> Itera
     path : str or path-like
         The file.
     stamp : tuple, optional
-        `File.stamp` of an earlier opening: the file must not have changed since.
+        The `File.stamp` of an earlier opening, since which the file must not have changed.
 
     Raises
     ------
@@ -153,7 +153,10 @@ def open_file(path: str | os.PathLike[str], stamp: Stamp | None = None) -> Itera
 
 
 def read_file(path: str | os.PathLike[str], most: int, what: str) -> bytes:
-    """Return the content of a file; raise `ModelFileError` if it has more than `most` bytes. `what` names it there."""
+    """Return the content of a file; raise `ModelFileError` if it has more than `most` bytes.
+
+    The error's message calls the file `what`.
+    """
     with open_file(path) as file:
         if file.size > most:
             raise file.error(f"is larger than the {most >> 20} MiB that {what} may have")

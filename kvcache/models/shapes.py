@@ -1,7 +1,8 @@
-"""The shape of a model's cache, from its files: a Hugging Face folder or ``config.json``, or a GGUF.
+"""The layers' shapes of a model's cache, from a Hugging Face folder, a ``config.json`` or a GGUF.
 
-`read` makes a `Shape`, of which `KVCache.from_config` makes a cache. The tables of this module hold the facts that
-files leave to their readers.
+`read` derives a `Shape` from the fields that `kvcache.models.fields` gathers from either format; `KVCache.from_config`
+makes a cache of it. The tables of this module hold the facts that files leave to their readers; most are keyed by model
+type.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from kvcache.rope import Rope, RopeLike
 
 __all__ = ["Shape", "read"]
 
-PACKED = "quantization_config"  # with it, weights may be packed into other shapes
+PACKED = "quantization_config"  # a field with which weights may be packed into other shapes
 
-# One layer in this many sees every position; the others have a window.
+# Every n-th layer uses full attention, the others a window (model type: n).
 FULL_EVERY = {
     "afmoe": 4,
     "cohere2": 4,
@@ -39,15 +40,15 @@ FULL_EVERY = {
     "olmo3": 4,
     "vaultgemma": 2,
 }
-# Layers that see every position rotate no keys.
+# Types whose layers with full attention rotate no keys; their layers with a window do.
 NO_ROPE_IN_FULL = {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe"}
-# One layer in this many rotates no keys.
+# Every n-th layer rotates no keys (model type: n).
 NO_ROPE_EVERY = {"llama4_text": 4, "smollm3": 4}
-# Keys are rotated even if an old file does not say so.
+# Types that use RoPE even if an old config.json does not say so.
 ROTATING = {"falcon", "gemma", "gemma2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "phi", "phi3", "qwen2"}
-# Positions are added to the scores (ALiBi); keys carry none.
+# Types that add positions to the scores (ALiBi), and rotate no keys.
 ALIBI = {"bloom", "mpt"}
-# Neighbouring elements are rotated together, not halves.
+# Types whose pairs of rotated elements are neighbours (i, i + 1), not halves (i, i + n).
 INTERLEAVED = {
     "codegen",
     "cohere",
@@ -68,21 +69,21 @@ INTERLEAVED = {
     "moonshine",
     "moonshine_streaming",
 }
-# Models that are refused.
+# Types that are refused, and the reason.
 REFUSED = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "its state is not keys and values"),
     "reformer": "it sorts what it stores into buckets",
     "blt_local_decoder": "it is made of several decoders",
 }
-# Models with several attentions in a layer.
+# Attentions per layer, where there are several; each is a layer of the cache.
 ATTENTIONS = {"longcat_flash": 2}
-# Models whose every layer has the window that the file names.
+# Types for which every layer has the window that a GGUF names.
 SLIDING_EVERYWHERE = {"llama", "mistral", "mistral3", "phi3", "starcoder2"}
-# Layers whose state is neither keys nor values, and layers without a state.
+# Types of layers that store no keys and values.
 STATELESS = {"linear_attention", "conv", "mamba", "recurrent", "dummy", "moe", "mlp"}
 FULL = {"full_attention", "attention", "hybrid"}  # a hybrid layer has another state as well
 SLIDING = {"sliding_attention", "hybrid_sliding"}
-# GGUF architectures whose rows are ordered so that neighbouring elements are rotated together.
+# GGUF architectures whose pairs of rotated elements are neighbours: converters reorder some models' weights.
 INTERLEAVED_GGUF = {
     "arcee",
     "arctic",
@@ -114,26 +115,28 @@ INTERLEAVED_GGUF = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A model as its cache sees it: all but the first two fields are arguments of `KVCache`, one value per layer.
+    """A model as its cache sees it: all but the first two fields are arguments of `KVCache`.
+
+    Each tuple has one value per layer.
 
     Attributes
     ----------
     model_type : str
         Hugging Face's type of the text decoder.
     num_heads : tuple of int
-        Query heads of each layer.
+        The number of query heads.
     num_kv_heads, head_dim, v_head_dim : tuple of int
-        KV heads, and elements of a key and of a value of one head.
+        The number of KV heads, and the elements of a key and of a value of one head.
     value_in_key : tuple of bool
         Whether keys hold the values, as latents do (MLA).
     policy : tuple of policies or None
-        Positions that a query sees; None: a layer without keys and values.
+        The positions that a query sees; None: a layer without keys and values.
     share : tuple of int or None
-        The layer whose rows a layer reads; None: its own.
+        The index of the layer whose rows the layer reads; None: the layer's own rows.
     rope : tuple of Rope, False, None or callable
-        Rotation of the keys; None: the files do not say.
+        The rotation of the keys; None: the files do not say.
     max_seq_len : int or None
-        The context the model was trained for.
+        The context length of the model's training.
     """
 
     model_type: str
@@ -149,7 +152,7 @@ class Shape:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return len(self.policy)
 
     def arguments(self) -> dict[str, Any]:
@@ -168,12 +171,12 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
         A folder with a ``config.json``, that file, or a GGUF; or the content of a ``config.json``, as a mapping or as
         `Fields`.
     max_source_len : int, optional
-        The most tokens, or frames, that an encoder is given; by default as the files say. Ignored without an encoder.
+        The most tokens, or frames, that an encoder is given; by default the files' number. Ignored without an encoder.
 
     Returns
     -------
     Shape
-        For a model with an encoder: the decoder's layers, then a cross-attention layer for each of them.
+        The shape. A model with an encoder has the decoder's layers, then a cross-attention layer for each of them.
 
     Raises
     ------
@@ -218,7 +221,7 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
 def _check_weights(path: Path, shape: Shape) -> None:
     """Refuse a folder whose weights disagree with its configuration on the size of keys or values."""
     folder = path if os.path.isdir(path) else path.parent
-    prefix = "model.layers.0.self_attn"  # the prefix in most models
+    prefix = "model.layers.0.self_attn"  # what most models call layer 0's attention
     dims = {f"{prefix}.k_proj.weight": shape.head_dim[0], f"{prefix}.v_proj.weight": shape.v_head_dim[0]}
     for found in find_weights(folder, dims):
         if found is None or not os.path.isfile(found):
@@ -236,7 +239,7 @@ def _check_weights(path: Path, shape: Shape) -> None:
                 )
 
 
-# ---- what each layer keeps
+# ---- heads, sizes and policy of each layer
 
 
 class _Layer(NamedTuple):
@@ -265,7 +268,7 @@ def _kinds(config: Fields) -> list[str]:
 
 
 def _kind(config: Fields, layer: int) -> str:
-    """Return the type of a layer that the file does not name."""
+    """Derive the type of a layer whose type the file does not name."""
     if config.get("attention_chunk_size") is not None:  # as in Llama 4
         return "chunked_attention" if _rotates_by_interval(config, layer) else "full_attention"
     if _has_rows(config, layer):
@@ -274,7 +277,7 @@ def _kind(config: Fields, layer: int) -> str:
 
 
 def _has_rows(config: Fields, layer: int) -> bool:
-    """Whether a layer has attention, in a model that may have layers without."""
+    """Whether a layer has attention: some models have layers without it."""
     if config.get("attn_layer_period") is not None:
         return layer % config.count("attn_layer_period") == config.count("attn_layer_offset", 0, least=0)
     if config.get("full_attention_interval") is not None:
@@ -304,7 +307,7 @@ def _slides(config: Fields, layer: int) -> bool:
 
 
 def _layer(config: Fields, layer: int, kind: str) -> _Layer:
-    """Make the description of a layer from its fields."""
+    """Describe a layer from its fields."""
     policy = _policy(config, kind)
     num_heads = config.count("num_attention_heads", most=MAX_HEADS) if policy is not None else 1
     if config.get("kv_lora_rank"):
@@ -315,12 +318,12 @@ def _layer(config: Fields, layer: int, kind: str) -> _Layer:
         return _Layer(num_heads, 1, rank + rotated, rank, True, policy, rope)
     if policy is None:
         return _Layer(1, 1, 32, 32, False, None, None)  # stores nothing: sizes that suit every element type
-    own = "swa_" if kind in SLIDING and config.get("swa_head_dim") is not None else ""
+    prefix = "swa_" if kind in SLIDING and config.get("swa_head_dim") is not None else ""
     derived = config.get("hidden_size")
     derived = None if derived is None else config.count("hidden_size") // num_heads
-    head_dim = config.count(own + "head_dim", derived or None, most=MAX_HEAD_DIM)
-    v_head_dim = config.count(own + "v_head_dim", head_dim, most=MAX_HEAD_DIM)
-    num_kv_heads = _num_kv_heads(config, own, num_heads)
+    head_dim = config.count(prefix + "head_dim", derived or None, most=MAX_HEAD_DIM)
+    v_head_dim = config.count(prefix + "v_head_dim", head_dim, most=MAX_HEAD_DIM)
+    num_kv_heads = _num_kv_heads(config, prefix, num_heads)
     if num_heads % num_kv_heads:
         raise config.error(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
     _check_width(config, num_heads, max(head_dim, v_head_dim))
@@ -332,14 +335,14 @@ def _check_width(config: Fields, num_heads: int, head_dim: int) -> None:
         raise config.error(f"{num_heads} heads of {head_dim} elements are more than any model's")
 
 
-def _num_kv_heads(config: Fields, own: str, num_heads: int) -> int:
+def _num_kv_heads(config: Fields, prefix: str, num_heads: int) -> int:
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
     attention = config.part("attn_config")
     if attention is not None and attention.get("kv_n_heads") is not None:
         return attention.count("kv_n_heads", most=MAX_HEADS)
     default = config.get("num_key_value_heads", num_heads)
-    return config.count(own + "num_key_value_heads", default, most=MAX_HEADS)
+    return config.count(prefix + "num_key_value_heads", default, most=MAX_HEADS)
 
 
 def _policy(config: Fields, kind: str) -> Policy | None:
@@ -351,7 +354,7 @@ def _policy(config: Fields, kind: str) -> Policy | None:
 
 
 def _cross(config: Fields, max_source_len: int | None) -> CrossAttention:
-    """Make the description of a layer's cross-attention."""
+    """Return the policy of a cross-attention layer."""
     if max_source_len is None and config.get("max_source_positions") is None:
         raise NotSupportedError(
             f"{config.source}: it does not say what its encoder is given at most: give max_source_len"
@@ -360,7 +363,10 @@ def _cross(config: Fields, max_source_len: int | None) -> CrossAttention:
 
 
 def _share(config: Fields, kinds: list[str]) -> list[int | None]:
-    """Return the layer whose rows each layer reads; the last layers share those of an earlier one of their type."""
+    """Return the index of the layer whose rows each layer reads; None: its own.
+
+    The last ``num_kv_shared_layers`` layers read the rows of the last layer of their type before them.
+    """
     num_shared = config.count("num_kv_shared_layers", 0, least=0, most=len(kinds) - 1)
     own = kinds[: len(kinds) - num_shared]
     last = {kind: i for i, kind in enumerate(own)}
@@ -372,11 +378,11 @@ def _share(config: Fields, kinds: list[str]) -> list[int | None]:
     return [None] * len(own) + [None if kind in STATELESS else last[kind] for kind in kinds[len(own) :]]
 
 
-# ---- how keys are rotated
+# ---- rotation of keys
 
 
 def _rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) -> RopeLike:
-    """Return the rotation of a layer's keys, from element `first_dim` on."""
+    """Return the rotation of a layer's keys, whose rotated elements begin at `first_dim`."""
     model_type = config.text("model_type", "")
     if model_type in ALIBI or config.get("alibi") is True or not _rotates(config, layer, kind):
         return False
@@ -406,12 +412,12 @@ def _rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) 
 
 @lru_cache(maxsize=16)
 def _shared_rope(inv_freq: bytes, interleaved: bool, first_dim: int) -> Rope:
-    """Return one object for all layers with the same rotation."""
+    """Make a `Rope`, one object for all layers with the same rotation."""
     return Rope(np.frombuffer(inv_freq), interleaved, first_dim)
 
 
 def _factors(config: Fields, count: int) -> Frequencies:
-    """Return the factors that divide each frequency, where a file lists them."""
+    """Return the factor that divides each frequency: 1, unless the file lists factors."""
     listed = config.get("rope_freqs")
     if listed is None:
         return np.ones(count)
@@ -421,7 +427,7 @@ def _factors(config: Fields, count: int) -> Frequencies:
 
 
 def _rotates(config: Fields, layer: int, kind: str) -> bool:
-    """Whether a layer's keys are rotated, in a model where some are."""
+    """Whether a layer's keys are rotated, in a model that rotates some layers' keys."""
     if config.get("position_embedding_type") == "nope":
         return False
     if config.text("model_type", "") in NO_ROPE_IN_FULL and kind == "full_attention":
@@ -437,7 +443,7 @@ def _rotates(config: Fields, layer: int, kind: str) -> bool:
 
 
 def _rotates_by_interval(config: Fields, layer: int) -> bool:
-    """Whether a layer rotates keys: by a list with 0 for those that do not, or by an interval between these."""
+    """Whether a layer rotates keys, by ``no_rope_layers`` (0: it does not), else by ``no_rope_layer_interval``."""
     listed = config.get("no_rope_layers")
     if listed:
         rotating = config.sequence("no_rope_layers", layer + 1)
@@ -454,10 +460,10 @@ def _interleaved(config: Fields, model_type: str) -> bool:
 
 
 def _rope_parameters(config: Fields, kind: str) -> Fields | None:
-    """Gather the parameters of the rotation of a type of layer; None: there are none."""
+    """Gather the rotation's parameters for a type of layer; None: the file has none."""
     given = config.part("rope_parameters")
     if given is not None:
-        if kind in given.values:  # the file has parameters by type of layer
+        if kind in given.values:  # the file has parameters for each type of layer
             return given.part(kind)
         return Fields({"rope_theta": config.get("rope_theta"), **given.values}, given.source)
     local = config.get("rope_local_base_freq", config.get("local_rope_theta"))
@@ -472,7 +478,7 @@ def _rope_parameters(config: Fields, kind: str) -> Fields | None:
 
 @dataclass(frozen=True)
 class Unshiftable:
-    """A rotation that depends on more than the position, so that keys cannot be moved."""
+    """A rotation that depends on more than the position, so that keys cannot be moved: calling it raises."""
 
     rope_type: str
 
@@ -498,13 +504,13 @@ def _llama3(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int)
     """Divide low frequencies, keep high ones, and interpolate between them, as Llama 3 does."""
     low, high = parameters.positive("low_freq_factor"), parameters.positive("high_freq_factor")
     context = parameters.positive("original_max_position_embeddings")
-    rotations = context * inv_freq / (2 * np.pi)  # of each pair, within the original context
+    rotations = context * inv_freq / (2 * np.pi)  # full turns of each pair within the original context
     kept: Frequencies = np.clip((rotations - low) / (high - low), 0, 1)
     return kept * inv_freq + (1 - kept) * inv_freq / parameters.positive("factor")
 
 
 def _yarn(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int) -> Frequencies:
-    """Interpolate as `_llama3`, but by the index of the pair [1]_.
+    """Interpolate like `_llama3`, but by the index of the pair [1]_.
 
     .. [1] Bowen Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", ICLR 2024.
     """
@@ -515,7 +521,7 @@ def _yarn(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int) -
         raise parameters.error(f"rope_theta must be above 1 for yarn, not {theta:g}")
 
     def pair(rotations: float) -> Any:
-        """Return the index of the pair that makes so many rotations within the original context."""
+        """Return the index of the pair that makes `rotations` rotations within the original context."""
         return dim * np.log(context / (rotations * 2 * np.pi)) / (2 * np.log(theta))
 
     low, high = pair(parameters.positive("beta_fast", 32.0)), pair(parameters.positive("beta_slow", 1.0))

@@ -1,7 +1,7 @@
-"""A model's tokenizer: text to tokens, and tokens to the bytes they stand for.
+"""Load a model's tokenizer, which turns text into tokens, and tokens into the bytes that they stand for.
 
-There are three kinds: that of a Hugging Face folder's ``tokenizer.json``, that of a GGUF file's metadata, and bytes,
-for a model with 256 tokens and neither. The first two import the package ``tokenizers``.
+It is read from a Hugging Face folder's ``tokenizer.json`` or from a GGUF file's metadata, both with the package
+``tokenizers``. A model of 256 tokens without either takes bytes as tokens.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 __all__ = ["ByteTokenizer", "ModelTokenizer", "Tokenizer", "load_tokenizer"]
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
-SPACE = "▁"  # a space, as SentencePiece writes it
+SPACE = "▁"  # how SentencePiece writes a space
 
 
 class Tokenizer(Protocol):
-    """Turns text into a model's tokens, and tokens into bytes."""
+    """Turn text into a model's tokens, and tokens into bytes."""
 
     @property
     def bos(self) -> int | None:
@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
 
     @property
     def stop(self) -> frozenset[int]:
-        """The tokens with which a model ends its text."""
+        """The tokens by which a model ends its text."""
 
     def encode(self, text: str | bytes) -> list[int]:
         """Turn a text into tokens; where tokens are text, bytes that are not UTF-8 become replacement characters."""
@@ -105,7 +105,7 @@ class ByteTokenizer:
         return list(text.encode() if isinstance(text, str) else text)
 
     def decode(self, tokens: Iterable[int]) -> bytes:
-        """Give the bytes that tokens stand for."""
+        """Return the bytes that tokens stand for."""
         return bytes(tokens)
 
 
@@ -115,7 +115,7 @@ class ModelTokenizer:
     Parameters
     ----------
     model : tokenizers.Tokenizer
-        Encodes.
+        The package's tokenizer.
     byte_level : bool
         Whether a token's characters stand for a byte each, as in GPT-2, or are text with SentencePiece's spaces.
     bos : int or None
@@ -123,7 +123,7 @@ class ModelTokenizer:
     stop : frozenset of int
         The tokens that end a text.
     source : str
-        The file that it comes from, for messages.
+        The name of the tokenizer's file, for messages.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ModelTokenizer:
         self._added = {token: b"" if entry.special else entry.content.encode() for token, entry in added}
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Turn a text into tokens, also control sequences in it; `bos` comes first."""
+        """Turn a text into tokens, control sequences in it too; `bos` comes first."""
         if isinstance(text, bytes):
             text = text.decode(errors="replace")
         with _guarded(f"{self._source}: the tokenizer fails"):
@@ -159,7 +159,10 @@ class ModelTokenizer:
 
 
 def _byte_alphabet() -> dict[str, bytes]:
-    """Return the character by which GPT-2 writes each byte: its own, or one past 255 if that is not printable."""
+    """Return the byte of each character of GPT-2's alphabet.
+
+    Printable bytes are written as themselves, the others as characters from 256 on.
+    """
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     pairs = [*zip(shown, shown, strict=True), *zip(range(256, 256 + len(hidden)), hidden, strict=True)]
@@ -179,7 +182,7 @@ def import_package(name: str) -> Any:
 
 @contextmanager
 def _guarded(sentence: str) -> Iterator[None]:
-    """Turn whatever the package raises into a `ModelFileError`; its panics are no `Exception`."""
+    """Turn any error of the package into a `ModelFileError`; its panics derive from `BaseException` only."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, ModelFileError):
@@ -223,7 +226,7 @@ def _from_json(path: Path, bos: object, stop: frozenset[int]) -> ModelTokenizer:
 
 
 def _is_byte_level(path: Path, model: tokenizers.Tokenizer) -> bool:
-    """Whether a tokenizer writes bytes as GPT-2 does, not as SentencePiece does; refuse others."""
+    """Return True for a tokenizer that writes bytes as GPT-2 does, False for SentencePiece's way; refuse others."""
     decoder = json.loads(model.decoder.__getstate__()) if model.decoder else {"type": None}
     kinds = {part["type"] for part in decoder.get("decoders", [decoder])}
     if kinds == {"ByteLevel"}:
@@ -244,7 +247,7 @@ def _token_ids(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
 
 # --- GGUF files --------------------------------------------------------------------------------------------------
 
-# patterns that cut a text before pairs are merged, by tokenizer.ggml.pre; the names are llama.cpp's
+# Patterns that cut a text before pairs are merged. CUTS has them by tokenizer.ggml.pre, whose values are llama.cpp's.
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -263,13 +266,8 @@ CUTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(["smollm", "starcoder", "refact"], (r"\p{N}", GPT2)),
     "tekken": (TEKKEN,),
 }
-WHOLE_WORDS = {
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "falcon3",
-    "tekken",
-}  # keep words that are tokens; BOS first
+# Values of tokenizer.ggml.pre with which words that are tokens are not cut further, and a text begins with BOS.
+WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}
 
 
 def _from_gguf(header: Header) -> Tokenizer:
@@ -285,7 +283,7 @@ def _from_gguf(header: Header) -> Tokenizer:
 
 
 class _Vocabulary:
-    """The tokens of a GGUF file, and the metadata on them."""
+    """The tokens of a GGUF file, and the metadata about them."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -332,7 +330,7 @@ class _Vocabulary:
     def of_type(self, *types: int) -> list[str]:
         return [token for token, found in zip(self.tokens, self.types, strict=True) if found in types]
 
-    # --- what the package makes of them --------------------------------------------------------------------------
+    # --- building the package's tokenizer ------------------------------------------------------------------------
 
     def tokenizer(self, byte_level: bool) -> ModelTokenizer:
         package = import_package("tokenizers")
@@ -349,7 +347,7 @@ class _Vocabulary:
         return ModelTokenizer(model, byte_level, bos, ends, plain(self.header.path))
 
     def _byte_level(self, package: Any) -> tuple[Any, bool]:
-        """Return a tokenizer like GPT-2's, and whether a text begins with BOS by default."""
+        """Make a tokenizer like GPT-2's; return it, and whether a text begins with BOS by default."""
         pre = self.get("pre") or "default"
         if pre not in CUTS:
             raise self.error(f"pre {shown(pre)} is not supported, only {', '.join(CUTS)} are")
@@ -361,7 +359,7 @@ class _Vocabulary:
         return model, pre in WHOLE_WORDS
 
     def _sentence_piece(self, package: Any) -> tuple[Any, bool]:
-        """Return a tokenizer like Llama 2's, and whether a text begins with BOS by default."""
+        """Make a tokenizer like Llama 2's; return it, and whether a text begins with BOS by default."""
         unknown = self.token("unknown_token_id")
         unk_token = None if unknown is None else self.tokens[unknown]
         model = self._model(package, self._merges(), byte_fallback=True, fuse_unk=True, unk_token=unk_token)

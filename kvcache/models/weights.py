@@ -1,8 +1,8 @@
-"""A model's weights in float32, from safetensors or GGUF, under Hugging Face's names.
+"""Read a model's weights as float32, from safetensors or GGUF, under Hugging Face's names.
 
-The package ``gguf``, imported when a file needs it, decodes the blocks of quantised GGUF files. Safetensors are read
+The package ``gguf``, imported when a file needs it, decodes the blocks of quantised GGUF files. Safetensors are decoded
 here, each tensor when it is taken: the package ``safetensors`` either maps the file, so that cutting the file meanwhile
-kills the process, or takes several times its size in memory.
+kills the process, or takes several times the file's size in memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # per element, by safetensors' name of the type
+BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, by safetensors' name of the type
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Tensors:
     ModelFileError
         If a file is missing or damaged, a tensor has an unsupported type, or two tensors overlap.
     ImportError
-        If a package that reads it is not installed.
+        If a package that reads the file is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,7 +106,10 @@ class Tensors:
         return values
 
     def finish(self, *unused: str) -> None:
-        """Refuse tensors that were not taken: ignoring a bias or a norm gives text that is wrong and looks right."""
+        """Refuse tensors that were neither taken nor named `unused`.
+
+        A model without one of its biases or norms gives text that is wrong and looks right.
+        """
         names = {self._name(name) for name in unused}
         for name in self._stored:
             if name not in names and not name.endswith(".rotary_emb.inv_freq"):
@@ -149,7 +152,7 @@ def _from_safetensors(path: Path) -> dict[str, _Stored]:
 
 
 def _place(name: str, entry: Any, path: Path) -> tuple[str, tuple[int, ...], int, int]:
-    """Return a tensor's type, shape, offset behind the header, and bytes."""
+    """Return a tensor's type, shape, offset from the end of the header, and bytes."""
     values = entry if isinstance(entry, dict) else {}
     dtype = values.get("dtype")
     if not isinstance(dtype, str) or dtype not in BYTES:
@@ -169,7 +172,7 @@ def _place(name: str, entry: Any, path: Path) -> tuple[str, tuple[int, ...], int
 
 
 def _counts(values: Any) -> tuple[int, ...] | None:
-    """Return a short list of whole numbers no larger than a file may be; None for anything else."""
+    """Return at most `MAX_AXES` whole numbers below 2^63 as a tuple; None for anything else."""
     if not isinstance(values, list) or len(values) > MAX_AXES:
         return None
     return tuple(values) if all(type(value) is int and 0 <= value < 2**63 for value in values) else None

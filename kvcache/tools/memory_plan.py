@@ -1,7 +1,7 @@
-"""Plans a model's cache: its memory by type and policy, what fits on this machine, and how fast decoding reads it.
+"""Plan a model's cache: its memory by type and policy, what fits on this machine, and how fast decoding reads it.
 
-`make` computes the plan without allocating anything. The speed of decoding follows from the rate at which this machine
-reads rows of each type, which `kvcache.tools.bench` measures.
+`make` computes the plan without allocating a cache, by `Layer.most_bytes`. The speed of decoding follows from the rate
+at which this machine reads rows of each type, which `kvcache.tools.bench` measures.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ class Memory:
     """Free memory, and the weights that it must hold as well."""
 
     free: int
-    source: str  # the machine or a cgroup
+    source: str  # where the figure comes from: the machine or a cgroup
     weights: int  # bytes of the model's files
 
     @property
     def left(self) -> int:
-        """Bytes that are left for the cache."""
+        """The bytes that are left for the cache."""
         return max(0, self.free - self.weights)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers of one kind."""
+    """Layers with the same heads, sizes and policy."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
     policy: str
-    shares: bool  # read other layers' rows, and store none
+    shares: bool  # whether the layers read other layers' rows, and store none
     bytes_per_token: dict[DType, int]
-    nbytes: dict[DType, int]  # of all sequences at full length
+    nbytes: dict[DType, int]  # bytes of all sequences at full length
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class Row:
     policy: str
     dtype: DType
     bytes_per_token: int  # before anything is evicted
-    nbytes: int  # of all sequences at full length
+    nbytes: int  # bytes of all sequences at full length
     fits: bool
-    longest_context: int | None  # of each sequence, in the memory that is left; None: no limit
-    tokens_per_second: float | None  # of attention, decoding one sequence of full length; None: not measured
+    longest_context: int | None  # most tokens of each sequence, in the memory that is left; None: no limit
+    tokens_per_second: float | None  # attention alone, decoding one sequence of full length; None: not measured
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Plan:
     """The plan of a model's cache on this machine."""
 
     model_type: str
-    model_context: int | None  # the context it was trained for
+    model_context: int | None  # context length of the training
     context: int
     sequences: int
     memory: Memory
@@ -93,24 +93,24 @@ def make(
     Parameters
     ----------
     shape : Shape
-        The model's, from `kvcache.models.shapes.read`.
+        The model's shape, which `kvcache.models.shapes.read` returns.
     memory : Memory
-        Free memory, from `available_memory`.
+        The free memory, which `available_memory` returns.
     context : int
-        Tokens of each sequence.
+        The number of tokens of each sequence.
     sequences : int
-        How many sequences the cache holds.
+        The number of sequences in the cache.
     dtypes : sequence of {"f32", "f16", "bf16", "q8_0", "q4_0"}, optional
-        The element types; by default all that can store the model's heads.
+        The element types; by default every type that can store the model's heads.
     window : policy, optional
-        Plan also with this policy in place of `FullAttention`.
+        A policy to plan with as well, in place of `FullAttention`.
     rates : mapping of type to float, optional
-        Bytes per second that attention reads, from `kvcache.tools.bench`.
+        The bytes per second that attention reads, which `kvcache.tools.bench.decode_rates` measures.
 
     Returns
     -------
     Plan
-        A row for each policy and type.
+        The plan, with a row for each policy and type.
     """
     dtypes = dtypes or dtypes_for(*shape.head_dim, *shape.v_head_dim)
     own = {dtype: _layers(shape, dtype, None) for dtype in dtypes}
@@ -138,7 +138,7 @@ def available_memory(model: Any = None) -> Memory:
 
 
 def weight_bytes(model: Any) -> int:
-    """Return the bytes of a model's weights, a GGUF or the safetensors of a folder; 0 without any."""
+    """Return the bytes of a GGUF or of a folder's safetensors; 0 for a model without such files."""
     if not isinstance(model, str | Path):
         return 0
     path = Path(model)
@@ -147,7 +147,7 @@ def weight_bytes(model: Any) -> int:
 
 
 def _layers(shape: Shape, dtype: DType, instead: Policy | None) -> list[Layer]:
-    """Return the layers for a type; `instead` replaces `FullAttention`."""
+    """Return the model's layers with an element type; `instead` replaces `FullAttention`."""
     arguments = shape.arguments()
     del arguments["max_seq_len"]
     if instead is not None:
@@ -161,7 +161,8 @@ def _row(
     def nbytes(num_tokens: int) -> int:
         return sequences * sum(layer.most_bytes(num_tokens) for layer in layers)
 
-    read = sum(layer._replace(share=None).most_bytes(context) for layer in layers)  # shared rows: once per layer
+    # Bytes read per token: shared rows are stored once, and read by each layer that shares them.
+    read = sum(layer._replace(share=None).most_bytes(context) for layer in layers)
     return Row(
         policy,
         dtype,
@@ -174,19 +175,19 @@ def _row(
 
 
 def _per_token(layers: Sequence[Layer]) -> int:
-    """Return the bytes of a token's rows, without an encoder's."""
+    """Return the bytes of a token's rows, without cross-attention layers."""
     return sum(layer.most_bytes(1) for layer in layers if not isinstance(layer.policy, CrossAttention))
 
 
 def _longest(nbytes: Callable[[int], int], memory: int) -> int | None:
-    """Return the most tokens that fit in the memory; None: any number."""
+    """Return the most tokens of a sequence whose bytes, by `nbytes`, fit in the memory; None: any number."""
     if nbytes(MOST_TOKENS) <= memory:
         return None
     return bisect.bisect_right(range(MOST_TOKENS), memory, key=nbytes) - 1 if nbytes(0) <= memory else 0
 
 
 def _groups(layers: Mapping[DType, list[Layer]], context: int, sequences: int) -> list[Group]:
-    """Group equal layers, in the order of their first one."""
+    """Group equal layers, in the order of the groups' first layers."""
     members: dict[tuple[Any, ...], list[int]] = {}
     for i, layer in enumerate(next(iter(layers.values()))):
         key = layer.num_kv_heads, layer.head_dim, layer.v_head_dim, layer.policy, layer.share is not None

@@ -1,7 +1,7 @@
-"""OpenVINO's stateful scaled dot product attention, with the append of its one token.
+"""OpenVINO's stateful scaled dot product attention, which appends the one token too.
 
-Modes: f32 and f16, the hint for its arithmetic.  Types: f32, f16 and u8, scaled per token (setting states of u4 ends
-the process).  All layers are one model: the seconds of a layer are its share of a pass over all of them.
+Mode f32 or f16 is the precision hint. Types: f32, f16 and u8, scaled per token; OpenVINO aborts on u4 states. All
+layers are one model, so a layer's time is a pass's time divided by the layers.
 """
 
 import time
@@ -16,7 +16,7 @@ from openvino.op.util import Variable, VariableInfo
 
 from kvcache.tools.peers.serve import Task, Work, serve
 
-STEPS = 16  # tokens that are appended before the states are reset
+STEPS = 16  # steps timed before the states are reset
 
 
 def model(s: Task) -> ov.Model:
@@ -60,7 +60,7 @@ def model(s: Task) -> ov.Model:
 def set_up(s: Task) -> Work:
     """Make the `Work` of a task."""
     if s.num_tokens > 1:
-        raise NotImplementedError("one token")
+        raise NotImplementedError("only single-token decoding is measured")
     options = {
         "INFERENCE_PRECISION_HINT": s.mode, "KV_CACHE_PRECISION": s.type,
         "INFERENCE_NUM_THREADS": s.threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY",
@@ -83,7 +83,7 @@ def set_up(s: Task) -> Work:
         grown = 1
 
     def run(count: int) -> list[float]:
-        """Return seconds of layers: those of a pass, divided by its layers, once for each layer."""
+        """Return per-layer times: each pass yields one equal share per layer."""
         nonlocal grown
         while len(ready) < count:
             if grown >= STEPS:
