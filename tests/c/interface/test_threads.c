@@ -360,7 +360,7 @@ static void test_putting_together(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* ---- cross-attention layers --------------------------------------------------------------------------------------- */
+/* ---- cross-attention layers ------------------------------------------------------------------------------------- */
 
 enum { CROSS_ROWS = 6, CROSS_STEPS = 300 };
 
@@ -494,7 +494,7 @@ static void test_cross_layers_side_by_side(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* ---- a slow function that moves keys ----------------------------------------------------------------------------- */
+/* ---- a slow function that moves keys ---------------------------------------------------------------------------- */
 
 /* What the thread that moves keys and the others know of each other. */
 typedef struct slow {
@@ -585,7 +585,7 @@ static void test_slow_function(void)
     CHECK(kvc_validate(s.cache) == KVC_OK && kvc_cache_free(s.cache) == KVC_OK);
 }
 
-/* ---- rows that are written where they lie ------------------------------------------------------------------------ */
+/* ---- rows that are written where they lie ----------------------------------------------------------------------- */
 
 /* Replaces rows of a sequence of BASE tokens by what they are. */
 static kvc_status inject_again(kvc_cache *cache, int64_t id, int layer, int32_t begin, int32_t end, float *k, float *v)
@@ -756,7 +756,7 @@ static void test_writing_in_place(void)
     CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
 }
 
-/* ---- compacting beside copies ------------------------------------------------------------------------------------ */
+/* ---- compacting beside copies ----------------------------------------------------------------------------------- */
 
 /* kvc_compact and kvc_settle wait for all calls that copy rows out, and for no view. */
 static void test_compacting_beside_copies(void)

@@ -1,6 +1,6 @@
-/* Calls that are refused or cancelled leave memory as it was: reservations, what is counted, and max_bytes kept to. */
-#include "kvcache.h"
-#include "support/test.h"
+/* Calls that are refused or cancelled leave memory as it was: rows, reservations, counters; max_bytes is not exceeded. */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "support/pairs.h"
 
 enum { DIM = 1024, BLOCK = 64, ROWS = 256 };
 
@@ -31,7 +31,7 @@ static kvc_put_args put_of(int32_t num_tokens)
                           .v_token_stride = DIM * 4};
 }
 
-/* Tokens of sequence 0, in all layers of tokens. */
+/* Appends tokens to sequence 0, and puts their rows in layers [0, num_layers). */
 static void feed(kvc_cache *cache, int32_t num_tokens, int num_layers)
 {
     const kvc_put_args args = put_of(num_tokens);
@@ -62,14 +62,14 @@ static void check_state(kvc_cache *cache, const state *before)
     CHECK(!memcmp(&after.stats, &before->stats, sizeof after.stats));
 }
 
-static int32_t fail_to_move(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows, int32_t k_dim,
-                    int32_t delta)
+static int32_t fail_to_move(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
+                            int32_t k_dim, int32_t delta)
 {
     (void)user, (void)layer, (void)keys, (void)num_kv_heads, (void)num_rows, (void)k_dim, (void)delta;
     return 1;
 }
 
-/* Blocks that are there are used first, and one more is taken; those that were there stay, as far as they were. */
+/* A failed shift frees the block it opened, and leaves reserved blocks as they were. */
 static void test_shift_keeps_a_reservation(void)
 {
     const kvc_layer layer = {
@@ -78,7 +78,8 @@ static void test_shift_keeps_a_reservation(void)
         kvc_cache *cache = new_cache(&layer, 1, 0, 0);
         feed(cache, 3 * BLOCK - 9, 1);
         CHECK(!reserved || kvc_reserve(cache, 0, reserved) == KVC_OK);
-        CHECK_FAILS(kvc_shift(cache, 0, 0, KVC_END, 3), KVC_ERR_CALLBACK, "function", "failed"); /* makes the list of blocks long */
+        /* Lengthens the list of blocks, so that the shifts below take no more memory for it. */
+        CHECK_FAILS(kvc_shift(cache, 0, 0, KVC_END, 3), KVC_ERR_CALLBACK, "function", "failed");
         const state before = state_of(cache);
         for (int32_t end = 1; end < 3 * BLOCK; end += 61) {
             CHECK_FAILS(kvc_shift(cache, 0, 0, end, 3), KVC_ERR_CALLBACK, "function", "failed");
@@ -94,7 +95,7 @@ static void test_shift_keeps_a_reservation(void)
     }
 }
 
-/* Two sequences that share rows of a layer; in that of another group, most blocks are free. */
+/* Makes a cache of two sequences that share all rows; most blocks of the sliding layer's group are free. */
 static kvc_cache *new_shared(int64_t max_bytes)
 {
     const kvc_layer layers[] = {
@@ -107,7 +108,7 @@ static kvc_cache *new_shared(int64_t max_bytes)
     return cache;
 }
 
-/* What is free in other groups stays where a call is refused anyway. */
+/* A refused inject does not give back free blocks of other groups. */
 static void test_inject_gives_nothing_back(void)
 {
     const kvc_rows_in in = {
@@ -122,12 +123,12 @@ static void test_inject_gives_nothing_back(void)
     const state after = state_of(cache);
     CHECK(!memcmp(&after.stats, &before.stats, sizeof after.stats));
     CHECK(after.bytes <= bytes + 4096);
-    CHECK(kvc_inject(cache, 0, 0, 0, BLOCK, &in) == KVC_OK); /* for which these are given back */
+    CHECK(kvc_inject(cache, 0, 0, 0, BLOCK, &in) == KVC_OK); /* fits once those free blocks are given back */
     CHECK(state_of(cache).stats.blocks_returned > 0 && kvc_nbytes(cache) <= bytes + 4096);
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* Rows for a cross-attention layer that do not fit take no memory, although there is a block for them. */
+/* A cross-attention put that does not fit takes no memory, although one of its blocks is free. */
 static void test_cross_put_that_does_not_fit(void)
 {
     const kvc_layer layers[] = {
@@ -140,7 +141,7 @@ static void test_cross_put_that_does_not_fit(void)
     feed(cache, 1, 1);
     CHECK(kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
     CHECK_FAILS(kvc_put(batch, 1, &all), KVC_ERR_FULL, "max_bytes", "bytes");
-    CHECK(kvc_put(batch, 1, &one) == KVC_OK && kvc_put(batch, 1, &one) == KVC_OK); /* of two blocks one is free */
+    CHECK(kvc_put(batch, 1, &one) == KVC_OK && kvc_put(batch, 1, &one) == KVC_OK); /* two blocks, one of them free */
     const state before = state_of(cache);
     CHECK_FAILS(kvc_put(batch, 1, &all), KVC_ERR_FULL, "max_bytes", "bytes");
     check_state(cache, &before);
@@ -149,7 +150,7 @@ static void test_cross_put_that_does_not_fit(void)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* Limits are looked at before memory is taken for so many tokens. */
+/* kvc_reserve checks limits before it takes memory for its tokens. */
 static void test_reserve_of_too_many(void)
 {
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
@@ -162,7 +163,7 @@ static void test_reserve_of_too_many(void)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* max_bytes covers all that a batch takes whose tokens are not stored. */
+/* max_bytes covers all memory of a batch of unstored tokens. */
 static void test_unstored_keeps_to_max_bytes(void)
 {
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 1, .v_dim = 1};
@@ -184,9 +185,67 @@ static void test_unstored_keeps_to_max_bytes(void)
     CHECK(begun);
 }
 
-/* ---- random steps ------------------------------------------------------------------------------------------------ */
+/* ---- batches ---------------------------------------------------------------------------------------------------- */
 
-/* Runs with gaps, of several sequences, some of them cut short, under max_bytes. */
+/* A long batch of many sequences that fails near its end leaves nothing behind. */
+static void test_full_in_the_middle(void)
+{
+    pair *p = limited_pair(40, 8, 160, 0);
+    int32_t positions[170];
+    int64_t ids[170];
+    pair_feed(p, 0, 0, 12);
+    for (int t = 0; t < 170; t++) {
+        ids[t] = 2 * (t % 5); /* 34 of each */
+        positions[t] = t / 5 + (ids[t] ? 0 : 12);
+    }
+    CHECK_FAILS(pair_pass(p, 170, positions, ids), KVC_ERR_FULL, "170 tokens", "capacity is 160");
+    pair_check(p);
+    CHECK_FAILS(pair_pass(p, 145, positions, ids), KVC_ERR_FULL, "sequence 0 holds 12", "max_seq_len 40");
+    pair_check(p);
+    CHECK(p->num_sequences == 1 && stats_of(p).batches == 1);
+    CHECK(pair_pass(p, 140, positions, ids) == KVC_OK);
+    pair_check(p);
+    pair_free(p);
+}
+
+/* A refused batch moves no row and gives nothing back, not even reserved blocks. */
+static void test_refused_batch_changes_nothing(void)
+{
+    static memory heap;
+    static pair p;
+    static kvc_span before[4], after[4];
+    int32_t positions[200];
+    int64_t ids[200], num;
+    memory_init(&heap);
+    p = (pair){.memory = &heap, .config = {.block_size = 16, .num_threads = 1, .max_bytes = 12000}};
+    pair_new(&p, 2, (const kvc_layer[]){plain_layer, layer_with(sliding_policy(4, 1, 0))});
+    for (int64_t id = 0; id < 6; id++) {
+        pair_feed(&p, id, 0, 4);
+        pair_remove(&p, id, 0, 3, 0);
+    }
+    CHECK(pair_reserve(&p, 0, 60) == KVC_OK && stats_of(&p).blocks_free > 3);
+    const kvc_stats stats = stats_of(&p);
+    CHECK(kvc_spans(p.cache, 0, 0, before, sizeof *before, 4, &num, NULL) == KVC_OK && num == 1);
+    int64_t bytes = kvc_nbytes(p.cache);
+    int allocations = heap.num;
+    for (int t = 0; t < 200; t++) {
+        positions[t] = 4 + t / 7;
+        ids[t] = 6 - t % 7; /* the six above, and a new one */
+    }
+    CHECK_FAILS(pair_begin(&p, 200, positions, ids), KVC_ERR_FULL, "200 more tokens", "max_bytes");
+    const kvc_stats stats_after = stats_of(&p);
+    CHECK(!memcmp(&stats, &stats_after, sizeof stats));
+    CHECK(kvc_nbytes(p.cache) == bytes && heap.num == allocations);
+    CHECK(kvc_spans(p.cache, 0, 0, after, sizeof *after, 4, &num, NULL) == KVC_OK && num == 1);
+    CHECK(after->k == before->k && memcmp(after->k, before->k, 4) == 0);
+    pair_check(&p);
+    pair_free(&p);
+    CHECK(heap.num == 0);
+}
+
+/* ---- random steps ----------------------------------------------------------------------------------------------- */
+
+/* Forks, truncates or cuts a random sequence, or appends tokens with gaps between their positions. */
 static void random_step(kvc_cache *cache)
 {
     const int64_t id = random_int(0, 4);
@@ -211,7 +270,7 @@ static void random_step(kvc_cache *cache)
     CHECK(kvc_commit(batch) == KVC_OK);
 }
 
-/* kvc_reserve and kvc_begin of as many tokens as there is room for take no more memory. */
+/* Reserves all tokens that kvc_room counts, and checks that their batch takes no memory beyond that. */
 static void check_reserved(kvc_cache *cache, int64_t id, int64_t max_bytes)
 {
     static int64_t ids[1 << 12];
@@ -231,11 +290,15 @@ static void check_reserved(kvc_cache *cache, int64_t id, int64_t max_bytes)
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
 }
 
+/* Whatever is stored, a reservation suffices for its batch. */
 static void test_what_is_reserved_is_all_there(int seed)
 {
     const kvc_layer layers[] = {
         {.num_kv_heads = 1, .k_dim = DIM / 8, .v_dim = DIM / 8},
-        {.num_kv_heads = 1, .k_dim = DIM / 8, .v_dim = DIM / 8, .policy = {.kind = KVC_SLIDING, .window = 1 + seed % 40}},
+        {.num_kv_heads = 1,
+         .k_dim = DIM / 8,
+         .v_dim = DIM / 8,
+         .policy = {.kind = KVC_SLIDING, .window = 1 + seed % 40}},
         {.num_kv_heads = 1,
          .k_dim = DIM / 8,
          .v_dim = DIM / 8,
@@ -257,6 +320,8 @@ int main(void)
     test_cross_put_that_does_not_fit();
     test_reserve_of_too_many();
     test_unstored_keeps_to_max_bytes();
+    test_full_in_the_middle();
+    test_refused_batch_changes_nothing();
     for (int seed = 0; seed < 100; seed++)
         test_what_is_reserved_is_all_there(seed);
     return test_result();

@@ -467,7 +467,7 @@ def test_padding_between_tokens(models):
 
 
 def run_example(*arguments):
-    script = Path(__file__).parents[1] / "examples/hf_generate.py"
+    script = Path(__file__).parents[2] / "examples/hf_generate.py"
     return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=300)
 
 

@@ -1,0 +1,378 @@
+/* Bad arguments: each is refused by its name and value, and nothing changes. Structs may be smaller or larger than the
+ * library's. */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
+#include <stdlib.h>
+
+#include "support/pairs.h"
+
+/* ---- structs that are smaller or larger than the library's ------------------------------------------------------ */
+
+typedef struct future_layer {
+    kvc_layer layer;
+    int64_t new_field; /* a full eight bytes, as padding may hold anything */
+} future_layer;
+
+/* A larger kvc_layer is taken if the part unknown to the library is zero; a smaller one is refused. */
+static void test_layer_sizes(void)
+{
+    future_layer layers[2] = {{.layer = plain_layer}, {.layer = plain_layer}};
+    kvc_config config = {.struct_size = sizeof config,
+                         .layers = &layers[0].layer,
+                         .layer_size = sizeof *layers,
+                         .num_layers = 2};
+    kvc_cache *cache = NULL;
+    layers[1].layer.num_kv_heads = 3;
+    CHECK(kvc_cache_new(&config, &cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+    cache = NULL;
+    layers[1].new_field = 1;
+    CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_UNSUPPORTED, "layers", "does not know");
+    config.layer_size = sizeof(kvc_layer) - 4;
+    CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_INVALID, "layers", "must be sizeof");
+    CHECK(!cache);
+}
+
+/* The same holds for kvc_config. */
+static void test_config_sizes(void)
+{
+    struct {
+        kvc_config config;
+        int64_t new_field;
+    } future = {.config = {.struct_size = sizeof future,
+                           .layers = &plain_layer,
+                           .layer_size = sizeof plain_layer,
+                           .num_layers = 1}};
+    kvc_cache *cache = NULL;
+    CHECK(kvc_cache_new(&future.config, &cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+    cache = NULL;
+    future.new_field = -1;
+    CHECK_FAILS(kvc_cache_new(&future.config, &cache), KVC_ERR_UNSUPPORTED, "config", "does not know");
+    future.config.struct_size = 8;
+    CHECK_FAILS(kvc_cache_new(&future.config, &cache), KVC_ERR_INVALID, "config", "given as 8");
+    future.config.struct_size = 0;
+    CHECK_FAILS(kvc_cache_new(&future.config, &cache), KVC_ERR_INVALID, "config", "given as 0");
+    CHECK(!cache);
+}
+
+/* The same holds for argument structs; spans and statistics are filled to the size given. */
+static void test_argument_sizes(void)
+{
+    pair *p = pair_with(full_policy, 4);
+    const float rows[4] = {1, 2, 3, 4};
+    float k[4] = {0};
+    struct {
+        kvc_put_args args;
+        int64_t new_field;
+    } put = {{.struct_size = sizeof put, .k = rows, .v = rows}, 1};
+    struct {
+        kvc_rows_out out;
+        int64_t new_field;
+    } out = {{.struct_size = sizeof out, .k = k}, 1};
+    CHECK(pair_begin(p, 1, (int32_t[]){0}, (int64_t[]){0}) == KVC_OK);
+    CHECK_FAILS(kvc_put(p->batch, 0, &put.args), KVC_ERR_UNSUPPORTED, "args", "does not know");
+    put.args.struct_size = sizeof put.args - 8;
+    CHECK_FAILS(kvc_put(p->batch, 0, &put.args), KVC_ERR_INVALID, "args", "must be sizeof");
+    put.args.struct_size = sizeof put;
+    put.new_field = 0;
+    CHECK(kvc_put(p->batch, 0, &put.args) == KVC_OK && kvc_commit(p->batch) == KVC_OK);
+
+    CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 1, &out.out), KVC_ERR_UNSUPPORTED, "out", "does not know");
+    out.out.struct_size = 1;
+    CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 1, &out.out), KVC_ERR_INVALID, "out", "given as 1");
+    CHECK(k[0] == 0);
+    out.out.struct_size = sizeof out;
+    out.new_field = 0;
+    CHECK(kvc_gather(p->cache, 0, 0, 0, 1, &out.out) == KVC_OK && k[3] == 4);
+
+    struct {
+        kvc_span span;
+        int64_t new_field;
+    } spans[2] = {{.new_field = 5}, {.new_field = 6}};
+    int64_t num;
+    CHECK(kvc_spans(p->cache, 0, 0, &spans[0].span, sizeof *spans, 2, &num, NULL) == KVC_OK);
+    CHECK(num == 1 && spans[0].span.num_rows == 1 && spans[0].new_field == 0 && spans[1].span.num_rows == 0);
+    int64_t batches[2] = {-1, -1};
+    kvc_get_stats(p->cache, (kvc_stats *)(void *)batches, sizeof *batches);
+    CHECK(batches[0] == 1 && batches[1] == -1);
+    kvc_clear(p->cache);
+    pair_free(p);
+}
+
+/* ---- bad arguments ---------------------------------------------------------------------------------------------- */
+
+/* Each limit of kvc_config outside its range is refused by name and value. */
+static void test_bad_limits(void)
+{
+    static const struct {
+        kvc_config config;
+        kvc_status status;
+        const char *name, *value;
+    } bad[] = {
+        {{.num_layers = 0}, KVC_ERR_INVALID, "num_layers", "is 0:"},
+        {{.num_layers = -1}, KVC_ERR_INVALID, "num_layers", "is -1:"},
+        {{.num_layers = INT32_MAX}, KVC_ERR_INVALID, "num_layers", "is 2147483647:"},
+        {{.num_layers = 1, .block_size = -1}, KVC_ERR_INVALID, "block_size", "is -1:"},
+        {{.num_layers = 1, .block_size = INT32_MAX}, KVC_ERR_INVALID, "block_size", "is 2147483647:"},
+        {{.num_layers = 1, .max_seq_len = -5}, KVC_ERR_INVALID, "max_seq_len", "is -5:"},
+        {{.num_layers = 1, .max_seq_len = INT32_MAX}, KVC_ERR_INVALID, "max_seq_len", "is 2147483647:"},
+        {{.num_layers = 1, .max_seq_len = INT64_MAX}, KVC_ERR_INVALID, "max_seq_len", "is 9223372036854775807:"},
+        {{.num_layers = 1, .max_sequences = -2}, KVC_ERR_INVALID, "max_sequences", "is -2:"},
+        {{.num_layers = 1, .max_sequences = INT64_MAX}, KVC_ERR_INVALID, "max_sequences", "is 9223372036854775807:"},
+        {{.num_layers = 1, .capacity = -3}, KVC_ERR_INVALID, "capacity", "is -3:"},
+        {{.num_layers = 1, .max_bytes = -4}, KVC_ERR_INVALID, "max_bytes", "is -4:"},
+        {{.num_layers = 1, .num_threads = -1}, KVC_ERR_INVALID, "num_threads", "is -1:"},
+        {{.num_layers = 1, .num_threads = 1 << 20}, KVC_ERR_INVALID, "num_threads", "is 1048576:"},
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        kvc_config config = bad[i].config;
+        kvc_cache *cache = NULL;
+        config.struct_size = sizeof config;
+        config.layers = &plain_layer;
+        config.layer_size = sizeof plain_layer;
+        CHECK_FAILS(kvc_cache_new(&config, &cache), bad[i].status, bad[i].name, bad[i].value);
+        CHECK(!cache);
+    }
+}
+
+/* Each field of kvc_layer outside its range is refused by name and value. */
+static void test_bad_layers(void)
+{
+#define GOOD .num_kv_heads = 1, .k_dim = 4, .v_dim = 4
+    static const struct {
+        kvc_layer layer;
+        kvc_status status;
+        const char *name, *value;
+    } bad[] = {
+        {{.k_dim = 4, .v_dim = 4}, KVC_ERR_INVALID, "layers[1].num_kv_heads", "is 0:"},
+        {{.num_kv_heads = -1, .k_dim = 4, .v_dim = 4}, KVC_ERR_INVALID, "layers[1].num_kv_heads", "is -1:"},
+        {{.num_kv_heads = INT32_MAX, .k_dim = 4, .v_dim = 4},
+         KVC_ERR_INVALID, "layers[1].num_kv_heads", "is 2147483647:"},
+        {{.num_kv_heads = 1, .v_dim = 4}, KVC_ERR_INVALID, "layers[1].k_dim", "is 0:"},
+        {{.num_kv_heads = 1, .k_dim = 4, .v_dim = -4}, KVC_ERR_INVALID, "layers[1].v_dim", "is -4:"},
+        {{GOOD, .k_type = 5}, KVC_ERR_INVALID, "layers[1].k_type", "is 5:"},
+        {{GOOD, .v_type = -1}, KVC_ERR_INVALID, "layers[1].v_type", "is -1:"},
+        {{GOOD, .k_type = KVC_Q8_0}, KVC_ERR_INVALID, "layers[1].k_dim", "is 4: for q8_0"},
+        {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 40, .v_type = KVC_Q4_0},
+         KVC_ERR_INVALID, "layers[1].v_dim", "is 40: for q4_0"},
+        {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 5, .value_in_key = 1}, KVC_ERR_INVALID, "layers[1].v_dim", "is 5:"},
+        {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 3, .v_type = 1, .value_in_key = 1},
+         KVC_ERR_INVALID, "layers[1].v_type", "is f16:"},
+        {{GOOD, .share = 2}, KVC_ERR_INVALID, "layers[1].share", "is 2:"},
+        {{GOOD, .share = 9}, KVC_ERR_INVALID, "layers[1].share", "is 9:"},
+        {{GOOD, .share = -1}, KVC_ERR_INVALID, "layers[1].share", "is -1:"},
+        {{.num_kv_heads = 3, .k_dim = 4, .v_dim = 4, .share = 1},
+         KVC_ERR_INVALID, "layers[1] shares", "the same heads"},
+        {{GOOD, .k_transform = 1}, KVC_ERR_UNSUPPORTED, "layers[1].k_transform", "is 1:"},
+        {{GOOD, .v_transform = 2}, KVC_ERR_UNSUPPORTED, "layers[1].v_transform", "is 2:"},
+        {{GOOD, .policy = {.kind = KVC_CHUNKED, .window = 4, .attention_chunk_size = 0}},
+         KVC_ERR_INVALID, "attention_chunk_size", "is 0:"},
+        {{GOOD, .policy = {.kind = KVC_CHUNKED, .window = 4, .resume_window = -1, .attention_chunk_size = 8}},
+         KVC_ERR_INVALID, "resume_window", "is -1:"},
+        {{GOOD, .policy = {.kind = KVC_CROSS, .window = 4, .max_len = 0}},
+         KVC_ERR_INVALID, "max_len", "is 0:"},
+        {{GOOD, .policy = {.kind = 5, .window = 4}},
+         KVC_ERR_INVALID, "layers[1].policy.kind", "is 5:"},
+        {{GOOD, .policy = {.kind = -1, .window = 4}},
+         KVC_ERR_INVALID, "layers[1].policy.kind", "is -1:"},
+        {{GOOD, .policy = {.kind = KVC_SLIDING, .window = 0}},
+         KVC_ERR_INVALID, "layers[1]: window", "is 0:"},
+        {{GOOD, .policy = {.kind = KVC_SLIDING, .window = 4, .num_sink_tokens = -1}},
+         KVC_ERR_INVALID, "layers[1]: num_sink_tokens", "is -1:"},
+        {{GOOD, .policy = {.kind = KVC_SLIDING, .window = 4, .resume_window = 3}},
+         KVC_ERR_INVALID, "layers[1]: resume_window", "is 3:"},
+        {{GOOD, .policy = {.kind = KVC_SLIDING, .window = 4, .resume_window = -9}},
+         KVC_ERR_INVALID, "layers[1]: resume_window", "is -9:"},
+    };
+#undef GOOD
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        const kvc_layer layers[] = {plain_layer, bad[i].layer};
+        const kvc_config config = {.struct_size = sizeof config,
+                                   .layers = layers,
+                                   .layer_size = sizeof *layers,
+                                   .num_layers = 2};
+        kvc_cache *cache = NULL;
+        CHECK_FAILS(kvc_cache_new(&config, &cache), bad[i].status, bad[i].name, bad[i].value);
+        CHECK(!cache);
+    }
+}
+
+/* NULL pointers, sizes that overflow and an unknown KVCACHE_ISA are refused. */
+static void test_bad_creation(void)
+{
+    kvc_layer huge = {.num_kv_heads = 1 << 20, .k_dim = 1 << 20, .v_dim = 1 << 20};
+    kvc_config config = {.struct_size = sizeof config,
+                         .layers = &huge,
+                         .layer_size = sizeof huge,
+                         .num_layers = 1,
+                         .block_size = INT32_MAX - 1};
+    kvc_allocator allocator = {.struct_size = 8};
+    kvc_cache *cache = NULL;
+    CHECK_FAILS(kvc_cache_new(NULL, &cache), KVC_ERR_INVALID, "config", "NULL");
+    CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_INVALID, "block_size", "2147483646");
+    config.layers = NULL;
+    CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_INVALID, "layers", "NULL");
+    config.layers = &plain_layer;
+    CHECK_FAILS(kvc_cache_new(&config, NULL), KVC_ERR_INVALID, "cache", "NULL");
+    config.allocator = &allocator;
+    CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_INVALID, "allocator", "as 8:");
+    allocator.struct_size = sizeof allocator;
+    CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_INVALID, "allocator->alloc", "NULL");
+    config.allocator = NULL;
+    setenv("KVCACHE_ISA", "pdp11", 1);
+    CHECK(!kvc_isa());
+    CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_UNSUPPORTED, "KVCACHE_ISA", "pdp11");
+    unsetenv("KVCACHE_ISA");
+    CHECK(!cache && kvc_cache_free(NULL) == KVC_OK);
+    CHECK_FAILS(kvc_set_num_threads(-1), KVC_ERR_INVALID, "num_threads", "is -1:");
+    CHECK_FAILS(kvc_set_num_threads(4097), KVC_ERR_INVALID, "num_threads", "is 4097:");
+    CHECK(strcmp(kvc_strerror((kvc_status)99), "unknown status") == 0);
+    CHECK(strcmp(kvc_strerror(KVC_ERR_FULL), "the tokens do not fit") == 0);
+}
+
+/* Edits with bad arguments are refused and change nothing. */
+static void test_bad_edits(void)
+{
+    pair *p = mixed_pair(4);
+    pair_feed(p, 3, 0, 9);
+    CHECK_FAILS(kvc_fork(p->cache, 3, 3), KVC_ERR_INVALID, "src and dst", "sequence 3");
+    CHECK_FAILS(kvc_copy_prefix(p->cache, 3, 3, 1), KVC_ERR_INVALID, "src and dst", "sequence 3");
+    CHECK_FAILS(kvc_copy_prefix(p->cache, 3, 4, -1), KVC_ERR_INVALID, "length", "is -1:");
+    CHECK_FAILS(kvc_truncate(p->cache, 3, -2), KVC_ERR_INVALID, "length", "is -2:");
+    CHECK_FAILS(kvc_remove(p->cache, 3, -3, 2, 0), KVC_ERR_INVALID, "begin", "is -3:");
+    CHECK_FAILS(kvc_remove(p->cache, 3, 3, 2, 0), KVC_ERR_INVALID, "end", "is 2:");
+    CHECK_FAILS(kvc_remove(p->cache, 3, 3, 5, 1), KVC_ERR_UNSUPPORTED, "layer 0", "rope");
+    pair_check(p);
+    pair_free(p);
+}
+
+/* kvc_begin with bad arguments is refused and opens no batch. */
+static void test_bad_begin(void)
+{
+    pair *p = mixed_pair(4);
+    const int32_t positions[] = {4, 5, -3, INT32_MAX};
+    kvc_batch *batch = NULL;
+    pair_feed(p, 0, 0, 4);
+    CHECK_FAILS(kvc_begin(p->cache, 0, positions, NULL, NULL, &batch), KVC_ERR_INVALID, "num_tokens", "is 0:");
+    CHECK_FAILS(kvc_begin(p->cache, KVC_MAX_BATCH + 1, NULL, NULL, NULL, &batch), KVC_ERR_INVALID,
+                "num_tokens is 16777217", "16777216");
+    CHECK_FAILS(kvc_begin(p->cache, -7, positions, NULL, NULL, &batch), KVC_ERR_INVALID, "num_tokens", "is -7:");
+    CHECK_FAILS(kvc_begin(p->cache, 3, positions, NULL, NULL, &batch), KVC_ERR_INVALID, "positions[2]", "is -3:");
+    CHECK_FAILS(kvc_begin(p->cache, 1, positions + 3, NULL, NULL, &batch), KVC_ERR_INVALID, "positions[0]",
+                "is 2147483647:");
+    CHECK_FAILS(kvc_begin(p->cache, 1, positions, NULL, NULL, NULL), KVC_ERR_INVALID, "batch", "NULL");
+    CHECK(!batch);
+    pair_check(p);
+    CHECK(kvc_begin(p->cache, 2, positions, NULL, NULL, &batch) == KVC_OK); /* seq_ids NULL: sequence 0 */
+    kvc_abort(batch);
+    pair_check(p);
+    pair_free(p);
+}
+
+/* kvc_put with bad arguments is refused and writes nothing, and commit names the rows that miss. */
+static void test_bad_put(void)
+{
+    pair *p = mixed_pair(4);
+    const float rows[64] = {0};
+    const kvc_put_args good = {.struct_size = sizeof good, .num_tokens = 1, .k = rows, .v = rows};
+    CHECK(pair_begin(p, 4, (int32_t[]){0, 1, 2, 3}, (int64_t[]){0, 0, 0, 0}) == KVC_OK);
+    CHECK_FAILS(kvc_commit(p->batch), KVC_ERR_INVALID, "token 0", "layer 0");
+#define BAD(status, name, value, ...)                                                                                  \
+    do {                                                                                                               \
+        kvc_put_args args = good;                                                                                      \
+        __VA_ARGS__;                                                                                                   \
+        CHECK_FAILS(kvc_put(p->batch, 0, &args), status, name, value);                                                 \
+    } while (0)
+    CHECK_FAILS(kvc_put(p->batch, 0, NULL), KVC_ERR_INVALID, "args", "NULL");
+    CHECK_FAILS(kvc_put(p->batch, -1, &good), KVC_ERR_INDEX, "layer", "is -1:");
+    CHECK_FAILS(kvc_put(p->batch, 4, &good), KVC_ERR_INDEX, "layer", "is 4:");
+    BAD(KVC_ERR_INDEX, "first", "is -1:", args.first = -1);
+    BAD(KVC_ERR_INDEX, "first", "is 4:", args.first = 4);
+    BAD(KVC_ERR_INDEX, "num_tokens", "is -1:", args.num_tokens = -1);
+    BAD(KVC_ERR_INDEX, "num_tokens", "is 4:", args.first = 1, args.num_tokens = 4);
+    BAD(KVC_ERR_INDEX, "num_tokens", "is 2147483647:", args.first = 3, args.num_tokens = INT32_MAX);
+    BAD(KVC_ERR_INVALID, "k", "NULL", args.k = NULL);
+    BAD(KVC_ERR_INVALID, "v", "NULL", args.v = NULL);
+    BAD(KVC_ERR_INVALID, "k_type", "is 3:", args.k_type = KVC_Q8_0);
+    BAD(KVC_ERR_INVALID, "v_type", "is -1:", args.v_type = -1);
+    BAD(KVC_ERR_INVALID, "k: strides", "6 and 0", args.k_token_stride = 6);
+    BAD(KVC_ERR_INVALID, "k: strides", "0 and -3", args.k_head_stride = -3);
+    BAD(KVC_ERR_INVALID, "v: strides", "1 and 0", args.v_type = KVC_F16, args.v_token_stride = 1);
+#undef BAD
+    pair_check(p);
+    pair_put(p, 0, 1, 1);
+    kvc_put_args args = good;
+    args.num_tokens = 0;
+    CHECK_FAILS(kvc_put(p->batch, 0, &args), KVC_ERR_INVALID, "token 1", "layer 0 before");
+    for (int l = 1; l < 4; l++)
+        pair_put(p, l, 0, 4);
+    pair_put(p, 0, 0, 1);
+    CHECK_FAILS(kvc_commit(p->batch), KVC_ERR_INVALID, "token 2", "layer 0");
+    pair_put(p, 0, 2, 2);
+    CHECK(pair_commit(p) == KVC_OK); /* none of the refused calls wrote */
+    pair_check(p);
+    pair_free(p);
+}
+
+/* Reads with bad arguments are refused and write nothing. */
+static void test_bad_reads(void)
+{
+    pair *p = mixed_pair(4);
+    float k[64];
+    int32_t position = -5;
+    int64_t num = -5, num_runs = -5;
+    kvc_span span = {.num_rows = -5};
+    kvc_block_info block = {.live = -5};
+    kvc_run_info run = {.count = -5};
+    kvc_hold *hold = NULL;
+    const kvc_rows_out good = {.struct_size = sizeof good, .k = k};
+    kvc_rows_out bad = good;
+    pair_feed(p, 0, 0, 4);
+    for (int32_t layer = -2; layer < 5; layer += layer == -2 ? 1 : 5) { /* -2, -1, 4 */
+        char value[16];
+        snprintf(value, sizeof value, "is %d:", layer);
+        CHECK(layer == -1 || kvc_seq_len(p->cache, 0, layer) == -1);
+        CHECK(kvc_positions(p->cache, 0, layer, &position, 1) == -1 && position == -5);
+        CHECK(kvc_find_row(p->cache, 0, layer, 0) == -1);
+        CHECK_FAILS(kvc_gather(p->cache, 0, layer, 0, 1, &good), KVC_ERR_INDEX, "layer", value);
+        CHECK_FAILS(kvc_spans(p->cache, 0, layer, &span, sizeof span, 1, &num, &hold), KVC_ERR_INDEX, "layer", value);
+        CHECK_FAILS(kvc_blocks(p->cache, layer, &block, sizeof block, 1, &num, &run, sizeof run, 1, &num_runs),
+                    KVC_ERR_INDEX, "layer", value);
+    }
+    CHECK_FAILS(kvc_blocks(p->cache, 0, &block, 4, 1, &num, &run, sizeof run, 1, &num_runs), KVC_ERR_INVALID,
+                "blocks", "as 4:");
+    CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, &num, &run, 8, 1, &num_runs), KVC_ERR_INVALID,
+                "runs", "as 8:");
+    CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, NULL, &run, sizeof run, 1, &num_runs), KVC_ERR_INVALID,
+                "num_blocks", "NULL");
+    CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, &num, &run, sizeof run, 1, NULL), KVC_ERR_INVALID,
+                "num_runs", "NULL");
+    CHECK(num == -5 && num_runs == -5 && block.live == -5 && run.count == -5);
+    CHECK_FAILS(kvc_spans(p->cache, 0, 0, &span, 8, 1, &num, &hold), KVC_ERR_INVALID, "spans", "as 8:");
+    CHECK(num == -5 && span.num_rows == -5 && !hold);
+    CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 1, NULL), KVC_ERR_INVALID, "out", "NULL");
+    CHECK_FAILS(kvc_gather(p->cache, 0, 0, -1, 1, &good), KVC_ERR_INVALID, "first_row", "is -1");
+    CHECK_FAILS(kvc_gather(p->cache, 0, 0, 1, -2, &good), KVC_ERR_INVALID, "num_rows", "-2");
+    CHECK_FAILS(kvc_gather(p->cache, 0, 0, INT64_MAX, 2, &good), KVC_ERR_INVALID, "first_row", "9223372036854775807");
+    CHECK_FAILS(kvc_gather(p->cache, 0, 0, 3, 2, &good), KVC_ERR_INDEX, "up to 5", "holds 4");
+    CHECK_FAILS(kvc_gather(p->cache, 8, 0, 0, 1, &good), KVC_ERR_INDEX, "sequence 8", "holds 0");
+    bad.type = KVC_Q4_0;
+    CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 1, &bad), KVC_ERR_INVALID, "out_type", "is 4:");
+    CHECK(kvc_gather(p->cache, 0, 0, 4, 0, &good) == KVC_OK && kvc_gather(p->cache, 8, 0, 0, 0, &good) == KVC_OK);
+    CHECK(kvc_can_resume(p->cache, 0, -1) == 0 && kvc_find_row(p->cache, 0, 0, -1) == -1);
+    pair_check(p);
+    pair_free(p);
+}
+
+int main(void)
+{
+    test_layer_sizes();
+    test_config_sizes();
+    test_argument_sizes();
+    test_bad_limits();
+    test_bad_layers();
+    test_bad_creation();
+    test_bad_edits();
+    test_bad_begin();
+    test_bad_put();
+    test_bad_reads();
+    return test_result();
+}

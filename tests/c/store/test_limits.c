@@ -1,0 +1,206 @@
+/* Limits: max_seq_len, max_sequences, capacity and max_bytes, and the default block size. */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "support/pairs.h"
+
+/* By default a block holds max_seq_len tokens if max_sequences is 1 and no layer evicts, otherwise 64. */
+static void test_default_block_size(void)
+{
+    pair *p = limited_pair(0, 0, 0, 0);
+    static const struct {
+        kvc_config config;
+        int windowed, num_spans;
+    } cases[] = {
+        {{.max_seq_len = 100, .max_sequences = 1}, 0, 1},
+        {{.max_seq_len = 100, .max_sequences = 1}, 1, 2},
+        {{.max_seq_len = 100, .max_sequences = 2}, 0, 2},
+        {{.max_seq_len = 100}, 0, 2},
+        {{.max_sequences = 1}, 0, 2},
+        {{.capacity = 100, .max_sequences = 1}, 0, 2},
+    };
+    pair_free(p);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const kvc_layer layer = layer_with(cases[i].windowed ? sliding_policy(200, 0, 0) : full_policy);
+        *p = (pair){.config = cases[i].config};
+        pair_new(p, 1, &layer);
+        pair_feed(p, 0, 0, 100);
+        CHECKF(num_spans(p, 0, 0) == cases[i].num_spans, "case %zu", i);
+        CHECK(kvc_block_size(p->cache) == (cases[i].num_spans == 1 ? 100 : 64));
+        pair_check(p);
+        pair_free(p);
+    }
+}
+
+/* max_seq_len counts the rows that a sequence holds: evicted ones make room for more. */
+static void test_max_seq_len(void)
+{
+    pair *p = limited_pair(10, 0, 0, 0);
+    CHECK_FAILS(pair_feed(p, 0, 0, 11), KVC_ERR_FULL, "max_seq_len 10", "11 more tokens");
+    pair_check(p);
+    pair_feed(p, 0, 0, 8);
+    CHECK_FAILS(pair_feed(p, 0, 8, 11), KVC_ERR_FULL, "sequence 0 holds 8", "max_seq_len 10");
+    pair_check(p);
+    CHECK(pair_feed(p, 0, 8, 10) == KVC_OK);
+    pair_check(p);
+    pair_free(p);
+
+    p = pair_with(sliding_policy(4, 0, 0), 4);
+    p->config.max_seq_len = 10;
+    pair_free(p);
+    pair_new(p, 1, p->layers);
+    for (int32_t at = 0; at < 50; at += 7)
+        CHECK(pair_feed(p, 0, at, at + 7) == KVC_OK); /* 3 stay */
+    pair_check(p);
+    CHECK_FAILS(pair_feed(p, 0, 56, 64), KVC_ERR_FULL, "max_seq_len 10", "8 more tokens");
+    pair_check(p);
+    pair_free(p);
+}
+
+/* max_sequences counts sequences with rows; clearing one makes room for another. */
+static void test_max_sequences(void)
+{
+    pair *p = limited_pair(0, 2, 0, 0);
+    pair_feed(p, 0, 0, 3);
+    CHECK_FAILS(pair_pass(p, 2, (int32_t[]){0, 0}, (int64_t[]){1, 2}), KVC_ERR_FULL, "3 sequences",
+                "max_sequences is 2");
+    pair_check(p);
+    CHECK(pair_pass(p, 3, (int32_t[]){3, 0, 4}, (int64_t[]){0, 1, 0}) == KVC_OK);
+    CHECK_FAILS(pair_feed(p, 2, 0, 1), KVC_ERR_FULL, "3 sequences", "max_sequences is 2");
+    pair_clear_sequence(p, 0);
+    CHECK(pair_feed(p, 2, 0, 1) == KVC_OK);
+    pair_check(p);
+    pair_free(p);
+}
+
+/* capacity counts shared slots once and evicted ones not at all; holes between them do not matter. */
+static void test_capacity(void)
+{
+    pair *p = limited_pair(0, 0, 20, 0);
+    CHECK(kvc_capacity(p->cache) == 20 && kvc_capacity_bytes(p->cache) == 20 * 2 * 24);
+    pair_feed(p, 0, 0, 16);
+    pair_fork(p, 0, 1);
+    CHECK(fabs(kvc_utilization(p->cache) - 0.8) < 1e-15);
+    CHECK(pair_pass(p, 4, (int32_t[]){16, 16, 17, 17}, (int64_t[]){0, 1, 0, 1}) == KVC_OK);
+    pair_check(p);
+    CHECK_FAILS(pair_feed(p, 2, 0, 1), KVC_ERR_FULL, "1 more tokens", "20 of capacity 20");
+    pair_check(p);
+    for (int32_t at = 0; at < 12; at += 3) {
+        pair_remove(p, 0, at, at + 1, 0);
+        pair_remove(p, 1, at, at + 1, 0);
+    }
+    CHECK(pair_feed(p, 2, 0, 4) == KVC_OK);
+    pair_check(p);
+    CHECK_FAILS(pair_feed(p, 2, 4, 5), KVC_ERR_FULL, "1 more tokens", "20 of capacity 20");
+    pair_clear_sequence(p, 1);
+    CHECK(pair_feed(p, 2, 4, 6) == KVC_OK);
+    pair_check(p);
+    pair_free(p);
+
+    p = limited_pair(5, 4, 0, 0); /* capacity is their product by default */
+    CHECK(kvc_capacity(p->cache) == 20 && kvc_capacity_bytes(p->cache) == 20 * 2 * 24);
+    pair_free(p);
+    p = limited_pair(5, 0, 0, 0);
+    CHECK(kvc_capacity(p->cache) == -1 && kvc_capacity_bytes(p->cache) == -1);
+    pair_feed(p, 0, 0, 2);
+    CHECK(kvc_utilization(p->cache) == 0.5); /* without a capacity: the share of the slots in blocks */
+    pair_free(p);
+}
+
+/* A cache may use all of max_bytes, and compacts before it refuses a batch, unless a view holds the rows. */
+static void test_max_bytes(void)
+{
+    static pair both[2];
+    const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 32, .v_dim = 32};
+    pair *p = &both[0];
+    *p = (pair){.config = {.block_size = 4, .num_threads = 1}};
+    pair_new(p, 1, &layer);
+    pair_feed(p, 0, 0, 64);
+    int64_t free_bytes = kvc_nbytes(p->cache);
+    pair_free(p);
+
+    p = &both[1];
+    *p = (pair){.config = {.block_size = 4, .num_threads = 1, .max_bytes = free_bytes}};
+    pair_new(p, 1, &layer);
+    CHECK(pair_feed(p, 0, 0, 64) == KVC_OK);
+    CHECK(kvc_nbytes(p->cache) == free_bytes);
+    CHECK_FAILS(pair_feed(p, 1, 0, 1), KVC_ERR_FULL, "1 more tokens", "max_bytes is");
+    CHECK(!strstr(kvc_last_error(), "views"));
+    pair_check(p);
+    for (int32_t at = 1; at < 40; at += 8) /* less than a quarter */
+        pair_remove(p, 0, at, at + 1, 0);
+    CHECK(stats_of(p).compactions == 0);
+    kvc_hold *hold;
+    kvc_span spans[64];
+    int64_t num;
+    CHECK(kvc_spans(p->cache, 0, 0, spans, sizeof *spans, 64, &num, &hold) == KVC_OK);
+    CHECK_FAILS(pair_feed(p, 0, 64, 69), KVC_ERR_FULL, "5 more tokens", "views");
+    pair_check(p);
+    kvc_hold_free(hold);
+    CHECK(pair_feed(p, 0, 64, 65) == KVC_OK);
+    CHECK(stats_of(p).compactions > 0 && kvc_nbytes(p->cache) <= free_bytes);
+    pair_check(p);
+    pair_free(p);
+}
+
+/* No batch exceeds max_bytes, tried in steps small enough to show a miscounted structure. */
+static void test_max_bytes_is_hard(int block_size)
+{
+    static pair p;
+    int full = 0;
+    for (int64_t most = 1500; most < 5000; most += 52) {
+        p = (pair){.config = {.block_size = block_size, .max_bytes = most, .num_threads = 1}};
+        pair_new(&p, 1, &plain_layer);
+        for (int i = 0; i < 30; i++) {
+            int64_t id = random_int(0, 6);
+            int32_t next = kvc_next_position(p.cache, id);
+            if (pair_feed(&p, id, next, next + 3) == KVC_OK) {
+                CHECKF(kvc_nbytes(p.cache) <= most, "%lld of %lld", (long long)kvc_nbytes(p.cache), (long long)most);
+            } else {
+                full++;
+                pair_truncate(&p, id, next / 2);
+            }
+        }
+        pair_check(&p);
+        pair_free(&p);
+    }
+    CHECK(full);
+}
+
+/* Of a large block, kvc_nbytes counts the slots written so far; those are used first. */
+static void test_max_bytes_of_large_blocks(void)
+{
+    enum { DIM = 1024, ROW = 2 * DIM * 4 };
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = &layer,
+                               .layer_size = sizeof layer,
+                               .num_layers = 1,
+                               .max_bytes = 68 * ROW};
+    kvc_cache *cache;
+    kvc_batch *batch;
+    int32_t positions[65];
+    for (int t = 0; t < 65; t++)
+        positions[t] = t;
+    CHECK(kvc_cache_new(&config, &cache) == KVC_OK);
+    CHECK(kvc_begin(cache, 64, positions, NULL, NULL, &batch) == KVC_OK);
+    kvc_abort(batch);
+    int64_t bytes = kvc_nbytes(cache);
+    CHECK(kvc_begin(cache, 65, positions, NULL, NULL, &batch) == KVC_OK);
+    CHECKF(kvc_nbytes(cache) < bytes + 3 * ROW, "%lld bytes more", (long long)(kvc_nbytes(cache) - bytes));
+    kvc_abort(batch);
+    CHECK(kvc_compact(cache) == KVC_OK && kvc_nbytes(cache) < ROW * 4);
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+}
+
+int main(void)
+{
+    static const int block_sizes[] = {1, 3, 16, 64};
+    test_default_block_size();
+    test_max_seq_len();
+    test_max_sequences();
+    test_capacity();
+    test_max_bytes();
+    test_max_bytes_of_large_blocks();
+    for (int i = 0; i < 4; i++)
+        test_max_bytes_is_hard(block_sizes[i]);
+    return test_result();
+}

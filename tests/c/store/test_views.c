@@ -1,0 +1,257 @@
+/* What a cache shows: holds on rows in place, copies of rows and their positions, blocks and runs. */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "support/random_steps.h"
+#include "support/pairs.h"
+
+/* ---- holds ------------------------------------------------------------------------------------------------------ */
+
+/* Held rows stay as they are whatever becomes of their sequence: their blocks are not used again. */
+static void test_hold(int block_size)
+{
+    static view sliding, full, again;
+    pair *p = mixed_pair(block_size);
+    pair_feed(p, 0, 0, 30);
+    CHECK(view_new(&full, p, 0, 0) == KVC_OK && view_new(&sliding, p, 0, 1) == KVC_OK);
+    pair_feed(p, 0, 30, 40); /* evicts */
+    pair_remove(p, 0, 3, 7, 0);
+    pair_fork(p, 0, 1);
+    CHECK(view_new(&again, p, 1, 0) == KVC_OK);
+    CHECK_FAILS(pair_compact(p), KVC_ERR_HELD, "compact", "held (3)");
+    CHECK_FAILS(kvc_cache_free(p->cache), KVC_ERR_HELD, "free the cache", "held (3)");
+    pair_check(p);
+    pair_clear(p);
+    pair_check(p);
+    for (int64_t id = 2; id < 8; id++)
+        pair_feed(p, id, 0, 40);
+    pair_check(p);
+    view_check(&full, p);
+    view_check(&sliding, p);
+    view_check(&again, p);
+    int64_t in_use = stats_of(p).blocks_in_use;
+    view_free(&again, p);
+    view_free(&full, p);
+    CHECK_FAILS(pair_compact(p), KVC_ERR_HELD, "compact", "held (1)");
+    view_free(&sliding, p);
+    pair_check(p);
+    CHECK(stats_of(p).blocks_in_use < in_use && stats_of(p).blocks_free > 0);
+    CHECK(pair_compact(p) == KVC_OK);
+    pair_check(p);
+    pair_free(p);
+}
+
+/* A hold is given only if all spans fit the array, and there are any. */
+static void test_hold_of_some(void)
+{
+    pair *p = mixed_pair(4);
+    kvc_span spans[3];
+    kvc_hold *hold = (kvc_hold *)(void *)spans;
+    int64_t num;
+    kvc_hold_free(NULL);
+    pair_feed(p, 0, 0, 10);
+    CHECK(kvc_spans(p->cache, 0, 0, spans, sizeof *spans, 2, &num, &hold) == KVC_OK && num == 3 && !hold);
+    CHECK(kvc_spans(p->cache, 1, 0, spans, sizeof *spans, 3, &num, &hold) == KVC_OK && num == 0 && !hold);
+    CHECK(pair_compact(p) == KVC_OK);
+    CHECK(kvc_spans(p->cache, 0, 0, spans, sizeof *spans, 3, &num, &hold) == KVC_OK && num == 3 && hold);
+    CHECK(kvc_compact(p->cache) == KVC_ERR_HELD);
+    kvc_hold_free(hold);
+    pair_check(p);
+    pair_free(p);
+}
+
+/* A batch may write, and be aborted, behind held rows in the same block. */
+static void test_hold_of_a_block_that_grows(void)
+{
+    static view v;
+    pair *p = mixed_pair(16);
+    pair_feed(p, 0, 0, 6);
+    CHECK(view_new(&v, p, 0, 2) == KVC_OK);
+    CHECK(pair_begin(p, 2, (int32_t[]){6, 7}, (int64_t[]){0, 0}) == KVC_OK);
+    pair_put_all(p);
+    pair_check(p);
+    view_check(&v, p);
+    pair_abort(p);
+    pair_check(p);
+    pair_feed(p, 0, 6, 9);
+    view_check(&v, p);
+    pair_clear_sequence(p, 0);
+    pair_feed(p, 0, 0, 3);
+    pair_check(p);
+    view_free(&v, p);
+    pair_check(p);
+    pair_free(p);
+}
+
+/* ---- copies of rows --------------------------------------------------------------------------------------------- */
+
+/* kvc_gather reads rows from the middle of runs, converted, with strides, and K alone. */
+static void test_gather_parts(void)
+{
+    pair *p = mixed_pair(4);
+    uint16_t k[3 * 10 * 2];
+    pair_feed(p, 0, 0, 10);
+    for (int64_t first = 0; first < 10; first++) {
+        for (int64_t n = 1; first + n <= 10; n++) {
+            const kvc_rows_out out = {
+                .struct_size = sizeof out, .type = KVC_BF16, .k = k, .k_head_stride = 40, .k_row_stride = 4};
+            memset(k, 1, sizeof k);
+            CHECK(kvc_gather(p->cache, 0, 2, first, n, &out) == KVC_OK);
+            for (int h = 0; h < 3; h++)
+                for (int i = 0; i < 10; i++) {
+                    const uint16_t *got = &k[h * 20 + i * 2];
+                    if (i < n)
+                        check_element(&p->sequences[0].layers[2].rows[first + i], 2, 0, h, 0,
+                                      read_element(got, KVC_BF16));
+                    CHECK(got[1] == 0x0101 && (i < n || got[0] == 0x0101));
+                }
+        }
+    }
+    pair_free(p);
+}
+
+/* Gathered and extracted rows come with their positions and the number stored. */
+static void test_positions_of_copies(void)
+{
+    pair *p = pair_with(full_policy, 4);
+    float k[8 * 4];
+    int32_t at[8] = {0};
+    int64_t stored = -5;
+    kvc_rows_out out = {
+        .struct_size = sizeof out, .k = k, .k_row_stride = 4 * sizeof *k, .positions = at, .num_stored = &stored};
+    CHECK(pair_pass(p, 5, (int32_t[]){2, 3, 4, 7, 3}, (int64_t[]){0, 0, 0, 0, 0}) == KVC_OK);
+    CHECK(kvc_gather(p->cache, 0, 0, 1, 4, &out) == KVC_OK && stored == 5);
+    CHECK(at[0] == 3 && at[1] == 4 && at[2] == 7 && at[3] == 3 && at[4] == 0);
+    CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 6, &out), KVC_ERR_INDEX, "up to 6", "holds 5");
+    CHECK(stored == 5 && at[0] == 3);
+    CHECK(kvc_extract(p->cache, 0, 0, 1, 8, &out) == KVC_OK && stored == 5);
+    const int32_t found[] = {-1, 2, 3, 4, -1, -1, 7, 0};
+    CHECK(!memcmp(at, found, sizeof at));
+    CHECK(kvc_extract(p->cache, 9, 0, 3, 4, &out) == KVC_OK && at[0] == -1 && at[1] == 2 && stored == 0);
+    pair_free(p);
+}
+
+/* A batch without positions continues each sequence, and kvc_dense gives the stored rows' positions. */
+static void test_next_positions(void)
+{
+    pair *p = pair_with(full_policy, 4);
+    kvc_batch *batch = NULL;
+    int64_t stored = -5;
+    int32_t at[8];
+    float k[8 * 4];
+    const kvc_rows_out out = {
+        .struct_size = sizeof out, .k = k, .k_row_stride = 4 * sizeof *k, .positions = at, .num_stored = &stored};
+    kvc_dense_args dense = {.struct_size = sizeof dense, .rows = &out};
+    CHECK(pair_pass(p, 3, (int32_t[]){4, 0, 9}, (int64_t[]){0, 0, 5}) == KVC_OK);
+    CHECK(kvc_begin(p->cache, 5, NULL, (int64_t[]){5, 0, 0, 7, 5}, NULL, &batch) == KVC_OK);
+    CHECK(!memcmp(kvc_batch_positions(batch), (int32_t[]){10, 5, 6, 0, 11}, 5 * sizeof(int32_t)));
+    CHECK_FAILS(kvc_dense(batch, 0, &dense), KVC_ERR_INVALID, "num_rows", "there are 3");
+    dense.num_rows = stored;
+    CHECK(stored == 3 && kvc_dense(batch, 0, &dense) == KVC_OK);
+    CHECK(at[0] == 0 && at[1] == 4 && at[2] == 9);
+    kvc_abort(batch);
+    CHECK(kvc_begin(p->cache, 2, NULL, NULL, NULL, &batch) == KVC_OK && kvc_batch_positions(batch)[1] == 6);
+    kvc_abort(batch);
+    CHECK(pair_pass(p, 1, (int32_t[]){INT32_MAX - 2}, (int64_t[]){5}) == KVC_OK);
+    CHECK_FAILS(kvc_begin(p->cache, 2, NULL, (int64_t[]){5, 5}, NULL, &batch), KVC_ERR_INVALID, "num_tokens is 2",
+                "2147483646");
+    pair_check(p);
+    pair_free(p);
+}
+
+/* ---- blocks ----------------------------------------------------------------------------------------------------- */
+
+static void check_run(const kvc_run_info *run, int64_t seq_id, int32_t block, int32_t slot, int32_t count,
+                      int32_t position, int32_t in_batch)
+{
+    CHECKF(run->seq_id == seq_id && run->block == block && run->slot == slot && run->count == count &&
+               run->position == position && run->delta == 0 && run->in_batch == in_batch,
+           "sequence %lld: block %d, slots %d + %d, position %d, in_batch %d", (long long)run->seq_id, run->block,
+           run->slot, run->count, run->position, run->in_batch);
+}
+
+static void check_info(const kvc_block_info *block, int32_t filled, int32_t live, int32_t references, int32_t is_held,
+                       int32_t resident)
+{
+    CHECKF(block->num_slots == 4 && block->filled == filled && block->live == live &&
+               block->references == references && block->is_held == is_held && block->resident == resident &&
+               block->is_free == (!live && !is_held),
+           "%d filled, %d live, %d references, is_held %d, %d resident, is_free %d", block->filled, block->live,
+           block->references, block->is_held, block->resident, block->is_free);
+}
+
+/* kvc_blocks tells which blocks are shared, held, freed and compacted. pair_check compares the rest. */
+static void test_blocks(void)
+{
+    pair *p = pair_with(full_policy, 4);
+    kvc_block_info blocks[3] = {{0}};
+    kvc_run_info runs[8];
+    int64_t num_blocks, num_runs;
+    view v;
+#define LOOK()                                                                                                         \
+    CHECK(kvc_blocks(p->cache, 0, blocks, sizeof *blocks, 3, &num_blocks, runs, sizeof *runs, 8, &num_runs) == KVC_OK)
+    LOOK();
+    CHECK(num_blocks == 0 && num_runs == 0);
+    pair_feed(p, 7, 0, 6);
+    pair_fork(p, 7, -2);
+    pair_begin(p, 3, (int32_t[]){6, 7, 8}, (int64_t[]){7, 7, 7});
+    LOOK();
+    CHECK(num_blocks == 3 && num_runs == 6);
+    check_info(&blocks[0], 4, 4, 2, 0, 4);
+    check_info(&blocks[1], 4, 4, 2, 0, 4);
+    check_info(&blocks[2], 1, 1, 1, 0, 1);
+    check_run(&runs[0], -2, 0, 0, 4, 0, 0);
+    check_run(&runs[1], -2, 1, 0, 2, 4, 0);
+    check_run(&runs[2], 7, 0, 0, 4, 0, 0);
+    check_run(&runs[4], 7, 1, 2, 2, 6, 1);
+    check_run(&runs[5], 7, 2, 0, 1, 8, 1);
+    pair_abort(p);
+    pair_remove(p, 7, 1, 3, 0);
+    pair_truncate(p, -2, 1);
+    LOOK();
+    CHECK(num_blocks == 3 && num_runs == 4);
+    check_info(&blocks[0], 4, 2, 2, 0, 4);
+    check_info(&blocks[1], 2, 2, 1, 0, 4);
+    check_info(&blocks[2], 0, 0, 0, 0, 1);
+    CHECK(view_new(&v, p, 7, 0) == KVC_OK);
+    pair_clear(p);
+    LOOK();
+    CHECK(num_blocks == 3 && num_runs == 0);
+    check_info(&blocks[0], 4, 0, 0, 1, 4);
+    view_free(&v, p);
+    pair_compact(p);
+    LOOK();
+    CHECK(num_blocks == 0 && num_runs == 0);
+#undef LOOK
+    pair_free(p);
+}
+
+/* kvc_blocks counts all blocks and runs, and writes no more than the arrays hold. */
+static void test_few_blocks(void)
+{
+    pair *p = pair_with(full_policy, 4);
+    kvc_block_info blocks[2] = {{0}};
+    kvc_run_info runs[2] = {{0}};
+    int64_t num_blocks, num_runs;
+    pair_feed(p, 0, 0, 10);
+    CHECK(kvc_blocks(p->cache, 0, NULL, sizeof *blocks, 0, &num_blocks, NULL, sizeof *runs, 0, &num_runs) == KVC_OK);
+    CHECK(num_blocks == 3 && num_runs == 3);
+    CHECK(kvc_blocks(p->cache, 0, blocks, sizeof *blocks, 1, &num_blocks, runs, 2 * sizeof *runs, 1, &num_runs) ==
+          KVC_OK);
+    CHECK(num_blocks == 3 && num_runs == 3 && blocks[0].filled == 4 && runs[0].count == 4);
+    CHECK(blocks[1].num_slots == 0 && runs[1].count == 0);
+    pair_free(p);
+}
+
+int main(void)
+{
+    static const int block_sizes[] = {1, 3, 16, 64};
+    test_hold_of_some();
+    test_hold_of_a_block_that_grows();
+    test_gather_parts();
+    test_positions_of_copies();
+    test_next_positions();
+    test_blocks();
+    test_few_blocks();
+    for (int i = 0; i < 4; i++)
+        test_hold(block_sizes[i]);
+    return test_result();
+}
