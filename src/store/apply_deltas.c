@@ -34,11 +34,11 @@ static int is_disputed(const void *context, const kvc_run *run, int32_t slot) {
 
 static kvc_run_list *list_of(const group_work *w, int32_t i) { return &w->cache->sequences.items[i]->runs[w->group]; }
 
-static void *get(const group_work *w, uint64_t count, size_t item) {
+static void *alloc_array(const group_work *w, uint64_t count, size_t item) {
     return kvc_memory_alloc(&w->cache->memory, (count + 1) * item, KVC_MEMORY_SCRATCH, -1);
 }
 
-static void put_back(const group_work *w, void *p, uint64_t count, size_t item) {
+static void free_array(const group_work *w, void *p, uint64_t count, size_t item) {
     kvc_memory_free(&w->cache->memory, p, (count + 1) * item, KVC_MEMORY_SCRATCH, -1);
 }
 
@@ -59,13 +59,13 @@ static void note_deltas(const group_work *w) {
 }
 
 /* Gets all memory, notes deltas and makes drafts: everything that can fail. */
-static kvc_status prepare(group_work *w) {
+static kvc_status prepare_group(group_work *w) {
     const kvc_pool *pool = &w->cache->pools[w->group];
     for (int32_t b = 0; b < w->num_blocks; b++) w->num_slots += (size_t)pool->blocks[b]->fill;
-    w->blocks = get(w, (size_t)w->num_blocks, sizeof *w->blocks);
-    w->deltas = get(w, (size_t)w->num_blocks, sizeof *w->deltas);
-    w->slot_deltas = get(w, w->num_slots, sizeof *w->slot_deltas);
-    w->drafts = get(w, (size_t)w->num_sequences, sizeof *w->drafts);
+    w->blocks = alloc_array(w, (size_t)w->num_blocks, sizeof *w->blocks);
+    w->deltas = alloc_array(w, (size_t)w->num_blocks, sizeof *w->deltas);
+    w->slot_deltas = alloc_array(w, w->num_slots, sizeof *w->slot_deltas);
+    w->drafts = alloc_array(w, (size_t)w->num_sequences, sizeof *w->drafts);
     if (!w->blocks || !w->deltas || !w->slot_deltas || !w->drafts)
         return kvc_fail(KVC_ERR_NOMEM, "out of memory to settle the keys of %zu slots", w->num_slots);
     memcpy(w->blocks, pool->blocks, (size_t)w->num_blocks * sizeof *w->blocks);
@@ -80,7 +80,7 @@ static kvc_status prepare(group_work *w) {
 }
 
 /* Accepts the drafts before their rows are written, which needs no mutex while all blocks of the group are pinned. */
-static void accept(group_work *w) {
+static void accept_drafts(group_work *w) {
     for (int32_t i = 0; i < w->num_drafts; i++) {
         kvc_draft_pin(&w->drafts[i]);
         kvc_draft_accept(w->cache, w->group, list_of(w, i), &w->drafts[i]);
@@ -110,7 +110,7 @@ static void write_rows(group_work *w) {
 }
 
 /* Unpins blocks and frees memory.  If status is not KVC_OK, the drafts were not accepted: discards them. */
-static void end(group_work *w, kvc_status status) {
+static void end_group(group_work *w, kvc_status status) {
     for (int32_t b = 0; status == KVC_OK && b < w->num_blocks; b++)
         if (w->deltas[b] < w->deltas[b + 1]) kvc_pool_unpin(&w->cache->pools[w->group], w->blocks[b]);
     for (int32_t i = w->num_drafts - 1; i >= 0; i--) /* backwards: the draft made last is discarded first */
@@ -120,10 +120,10 @@ static void end(group_work *w, kvc_status status) {
         } else {
             kvc_draft_discard(w->cache, w->group, &w->drafts[i]);
         }
-    put_back(w, w->blocks, (size_t)w->num_blocks, sizeof *w->blocks);
-    put_back(w, w->deltas, (size_t)w->num_blocks, sizeof *w->deltas);
-    put_back(w, w->slot_deltas, w->num_slots, sizeof *w->slot_deltas);
-    put_back(w, w->drafts, (size_t)w->num_sequences, sizeof *w->drafts);
+    free_array(w, w->blocks, (size_t)w->num_blocks, sizeof *w->blocks);
+    free_array(w, w->deltas, (size_t)w->num_blocks, sizeof *w->deltas);
+    free_array(w, w->slot_deltas, w->num_slots, sizeof *w->slot_deltas);
+    free_array(w, w->drafts, (size_t)w->num_sequences, sizeof *w->drafts);
 }
 
 /* Returns whether a run of the list has a delta to apply. */
@@ -158,7 +158,7 @@ static void unmark_sequences(kvc_cache *cache) {
 
 static void write_unlocked(kvc_cache *cache, group_work *groups, int32_t num) {
     mark_sequences(cache);
-    for (int32_t i = 0; i < num; i++) accept(&groups[i]);
+    for (int32_t i = 0; i < num; i++) accept_drafts(&groups[i]);
     kvc_unlock(cache, KVC_OK);
     for (int32_t i = 0; i < num; i++) write_rows(&groups[i]);
     kvc_lock(cache);
@@ -178,7 +178,7 @@ static kvc_status prepare_all(kvc_cache *cache, group_work *groups, int32_t *num
                           .num_blocks = cache->pools[g].num_blocks,
                           .num_sequences = cache->sequences.num,
                           .lanes = lanes};
-        status = prepare(w);
+        status = prepare_group(w);
         for (i = 0; status == KVC_OK && i < w->num_drafts; i++) kvc_draft_size_lanes(cache, g, &w->drafts[i], lanes);
     }
     static const char what[] = "settling keys";
@@ -198,7 +198,7 @@ static kvc_status apply_deltas(kvc_cache *cache) {
     int32_t num = 0;
     status = prepare_all(cache, groups, &num, &lanes);
     if (status == KVC_OK && num) write_unlocked(cache, groups, num);
-    for (int32_t i = 0; i < num; i++) end(&groups[i], status);
+    for (int32_t i = 0; i < num; i++) end_group(&groups[i], status);
     kvc_lanes_free(cache, &lanes);
     kvc_memory_free(&cache->memory, groups, size, KVC_MEMORY_SCRATCH, -1);
     return status;

@@ -62,8 +62,8 @@ static void sort_tokens(kvc_batch *batch) {
 }
 
 /* Returns KVC_ERR_GONE if a token would see rows that were evicted. */
-static kvc_status check_not_gone(const kvc_cache *cache, int32_t num_tokens, const int32_t *positions,
-                                 const int64_t *seq_ids) {
+static kvc_status check_not_evicted(const kvc_cache *cache, int32_t num_tokens, const int32_t *positions,
+                                    const int64_t *seq_ids) {
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_ids ? seq_ids[0] : 0);
     for (int32_t t = 0; t < num_tokens; t++) {
         if (seq_ids && t && seq_ids[t] != seq_ids[t - 1]) sequence = kvc_table_find(&cache->sequences, seq_ids[t]);
@@ -93,7 +93,7 @@ static void add_slot(kvc_pending *pending, kvc_block *block, int32_t slot, int32
 }
 
 /* Gives the tokens of sequence s slots from the fill mark of its last block on, then in newly opened blocks. */
-static void hand_out(kvc_batch *batch, int32_t g, int32_t s) {
+static void take_slots(kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
     const kvc_batch_sequence *member = &batch->sequences[s];
     kvc_pending *pending = kvc_pending_of(batch, g, s);
@@ -114,7 +114,7 @@ static void hand_out(kvc_batch *batch, int32_t g, int32_t s) {
 
 /* Gives the tokens of a buffered sequence slots of the row buffers, from `slot` on, the same in every group.  Returns
  * the next free slot. */
-static int32_t hand_out_buffered(kvc_batch *batch, int32_t s, int32_t slot) {
+static int32_t take_buffer_slots(kvc_batch *batch, int32_t s, int32_t slot) {
     const kvc_batch_sequence *member = &batch->sequences[s];
     for (int32_t i = 0; i < member->num_tokens; i++, slot++) {
         const int32_t t = batch->order[member->first + i];
@@ -132,10 +132,10 @@ static void open_batch(kvc_batch *batch) {
         for (int32_t s = 0; s < batch->num_sequences; s++) {
             *kvc_pending_of(batch, g, s) = (kvc_pending){
                 batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)batch->sequences[s].first, 0};
-            if (g < cache->num_token_groups) hand_out(batch, g, s);
+            if (g < cache->num_token_groups) take_slots(batch, g, s);
         }
     for (int32_t s = 0, slot = 0; s < batch->num_sequences; s++)
-        if (batch->sequences[s].is_buffered) slot = hand_out_buffered(batch, s, slot);
+        if (batch->sequences[s].is_buffered) slot = take_buffer_slots(batch, s, slot);
     kvc_forget_demands(cache);
     if (cache->max_bytes) kvc_give_back(cache, cache->max_bytes);
     cache->batch = batch;
@@ -171,14 +171,14 @@ static int32_t count_stored(const kvc_begin_args *args) {
 static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
     kvc_status status = kvc_check_none_open(cache);
     if (status == KVC_OK && args->positions)
-        status = check_not_gone(cache, args->num_tokens, args->positions, args->seq_ids);
+        status = check_not_evicted(cache, args->num_tokens, args->positions, args->seq_ids);
     if (status == KVC_OK) status = kvc_check_num_tokens(cache, count_stored(args));
     if (status != KVC_OK) return status;
     kvc_batch *batch = kvc_batch_new(cache, args->num_tokens, args->parents);
     if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", args->num_tokens);
     status = add_tokens(batch, args);
     if (status == KVC_OK && !args->positions)
-        status = check_not_gone(cache, args->num_tokens, batch->positions, args->seq_ids);
+        status = check_not_evicted(cache, args->num_tokens, batch->positions, args->seq_ids);
     if (status == KVC_OK) {
         sort_tokens(batch);
         status = kvc_prepare(batch);

@@ -29,21 +29,21 @@ int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-static void *get(kvc_compaction *c, uint64_t count, size_t item) {
+static void *alloc_array(kvc_compaction *c, uint64_t count, size_t item) {
     return kvc_memory_alloc(&c->cache->memory, (count ? count : 1) * item, KVC_MEMORY_SCRATCH, -1);
 }
 
-static void put_back(kvc_compaction *c, void *p, uint64_t count, size_t item) {
+static void free_array(kvc_compaction *c, void *p, uint64_t count, size_t item) {
     kvc_memory_free(&c->cache->memory, p, (count ? count : 1) * item, KVC_MEMORY_SCRATCH, -1);
 }
 
 static void free_memory(kvc_compaction *c) {
     const size_t blocks = (size_t)c->max_blocks;
-    put_back(c, c->order, blocks, sizeof *c->order);
-    put_back(c, c->targets, blocks, sizeof *c->targets);
-    put_back(c, c->slots, (uint64_t)c->num_slots, sizeof *c->slots);
-    put_back(c, c->moves, (uint64_t)c->max_moves, sizeof *c->moves);
-    put_back(c, c, 1, sizeof *c);
+    free_array(c, c->order, blocks, sizeof *c->order);
+    free_array(c, c->targets, blocks, sizeof *c->targets);
+    free_array(c, c->slots, (uint64_t)c->num_slots, sizeof *c->slots);
+    free_array(c, c->moves, (uint64_t)c->max_moves, sizeof *c->moves);
+    free_array(c, c, 1, sizeof *c);
 }
 
 /* Drops the spare lists of runs that get_memory made ready. */
@@ -65,10 +65,10 @@ static int get_memory(kvc_compaction *c) {
     }
     /* A stretch of live slots is cut in two where it would pass the end of a block: at most once per block. */
     c->max_moves += pool->num_blocks;
-    c->order = get(c, blocks, sizeof *c->order);
-    c->targets = get(c, blocks, sizeof *c->targets);
-    c->slots = get(c, (uint64_t)c->num_slots, sizeof *c->slots);
-    c->moves = get(c, (uint64_t)c->max_moves, sizeof *c->moves);
+    c->order = alloc_array(c, blocks, sizeof *c->order);
+    c->targets = alloc_array(c, blocks, sizeof *c->targets);
+    c->slots = alloc_array(c, (uint64_t)c->num_slots, sizeof *c->slots);
+    c->moves = alloc_array(c, (uint64_t)c->max_moves, sizeof *c->moves);
     if (!c->order || !c->targets || !c->slots || !c->moves) return 0;
     for (int32_t i = 0; i < c->cache->sequences.num; i++) /* 2 more: the eviction before may cut a run in two */
         if (kvc_runs_prepare_edit(&c->cache->sequences.items[i]->runs[c->group], &c->cache->memory, 2) != KVC_OK)
@@ -134,7 +134,7 @@ kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group) {
     kvc_pool *pool = &cache->pools[group];
     kvc_compaction draft = {.cache = cache, .pool = pool, .group = group, .max_blocks = pool->num_blocks};
     if (pool->compaction || !is_scattered(pool)) return KVC_OK;
-    kvc_compaction *c = get(&draft, 1, sizeof *c);
+    kvc_compaction *c = alloc_array(&draft, 1, sizeof *c);
     if (c) *c = draft;
     if (!c || !get_memory(c)) {
         const long long num_slots = c ? c->num_slots : 0;
@@ -182,7 +182,7 @@ static void move_rows(kvc_compaction *c) {
 }
 
 /* Gives the runs of a list the new places of their slots; a run that would cross the end of a block becomes two. */
-static void follow(const kvc_compaction *c, kvc_run_list *list) {
+static void move_runs(const kvc_compaction *c, kvc_run_list *list) {
     const int32_t num = list->num, from = list->capacity - num, lost_end = list->lost_end, size = c->pool->block_size;
     if (!num) return;
     memmove(list->runs + from, kvc_runs_begin(list), (size_t)num * sizeof *list->runs);
@@ -213,7 +213,7 @@ void kvc_compaction_run(kvc_cache *cache, int32_t group) {
     for (int32_t i = 0; i < cache->sequences.num; i++)
         kvc_runs_install(&cache->sequences.items[i]->runs[group], &cache->memory);
     move_rows(c);
-    for (int32_t i = 0; i < cache->sequences.num; i++) follow(c, &cache->sequences.items[i]->runs[group]);
+    for (int32_t i = 0; i < cache->sequences.num; i++) move_runs(c, &cache->sequences.items[i]->runs[group]);
     kvc_pool_refill(pool, c->order, c->num_blocks, c->live);
     cache->stats.compactions++;
     pool->compaction = NULL;

@@ -40,7 +40,7 @@ static int32_t lost_after(const edit *e, int32_t lost_end) {
 }
 
 /* Returns 1: every changing row is copied. */
-static int always(const void *context, const kvc_run *run, int32_t slot) {
+static int copies_every_row(const void *context, const kvc_run *run, int32_t slot) {
     (void)context, (void)run, (void)slot;
     return 1;
 }
@@ -55,7 +55,7 @@ static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_cha
         if (cache->layers[i].rope.kind == KVC_ROPE_FUNCTION) own.applies_delta = 1;
     }
     if (own.adds_delta && own.divisor) own.applies_delta = 1;
-    if (own.applies_delta) own.copies = always;
+    if (own.applies_delta) own.copies = copies_every_row;
     return own;
 }
 

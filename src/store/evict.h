@@ -14,7 +14,7 @@ typedef struct kvc_position_range {
     int32_t begin, end;
 } kvc_position_range;
 
-/* Set `low` for sequences outside the batch.  Call before evicting: one group's eviction changes the next one's. */
+/* Sets `low` of sequences outside the batch.  Call before evicting: one group's eviction changes the next one's. */
 void kvc_set_lows(kvc_cache *cache);
 
 /* Returns the positions that group g can evict of a sequence, given sequence->low. */

@@ -7,7 +7,7 @@ static kvc_status check_position(int32_t value, const char *name) {
     return kvc_fail(KVC_ERR_INVALID, "%s is %d: a position must not be negative", name, value);
 }
 
-/* Returns a sequence that is not in the table yet, with memory for all runs of src; NULL if there is none. */
+/* Makes a sequence, not in the table yet, with memory for all runs of src; returns NULL if out of memory. */
 static kvc_sequence *new_sharer(kvc_cache *cache, const kvc_sequence *src, int64_t id) {
     kvc_sequence *dst = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     const kvc_table before = cache->sequences;

@@ -163,7 +163,7 @@ static void free_memory(injection *x) {
 }
 
 /* Makes and accepts the draft; once its copies are made, no other sequence or view has the rows to write. */
-static kvc_status own_rows(injection *x, int32_t group, kvc_run_list *list) {
+static kvc_status unshare_rows(injection *x, int32_t group, kvc_run_list *list) {
     const kvc_change change = {.begin = x->begin, .end = x->begin, .moved_end = x->end, .copies = is_shared};
     kvc_status status = kvc_draft_make(x->cache, group, list, &change, &x->draft);
     if (status != KVC_OK) return status;
@@ -187,7 +187,7 @@ static kvc_status inject(injection *x, int64_t seq_id) {
     status = get_memory(x, list ? list : &none);
     if (status == KVC_OK) find_parts(x, list ? list : &none);
     if (status == KVC_OK && !x->in->skip_missing && x->num_found < x->end - x->begin) status = fail_missing(x, seq_id);
-    if (status == KVC_OK && x->num_found) status = own_rows(x, g, list);
+    if (status == KVC_OK && x->num_found) status = unshare_rows(x, g, list);
     if (status == KVC_OK && x->num_found) {
         if (x->draft.num_copies) find_parts(x, list); /* copied rows have other slots now */
         write_unlocked(x, sequence, g);

@@ -39,14 +39,14 @@ static int step(kvc_cache *cache, kvc_page_work *work, int (*act)(void *p, size_
 }
 
 /* Joins the pages of group g, as far as `joining` goes. */
-static void join(kvc_cache *cache, int32_t g, kvc_joining joining, kvc_page_work *work) {
+static void join_pages(kvc_cache *cache, int32_t g, kvc_joining joining, kvc_page_work *work) {
     while (kvc_pool_next_join(&cache->pools[g], &joining, work)) step(cache, work, kvc_pages_join);
 }
 
 void kvc_join_pages(kvc_cache *cache, int32_t num_tokens) {
     kvc_page_work work;
     begin_work(cache, &work);
-    for (int32_t g = 0; g < cache->num_groups; g++) join(cache, g, kvc_pool_join_for(num_tokens), &work);
+    for (int32_t g = 0; g < cache->num_groups; g++) join_pages(cache, g, kvc_pool_join_for(num_tokens), &work);
     end_work(cache, &work);
 }
 
@@ -66,7 +66,7 @@ static int let_pass(void *p, size_t size) {
 
 /* Takes the memory of group g.  Where the system has no call for it, touches the pages by hand, with the mutex held:
  * without it, another call might take the slots meanwhile. */
-static void take(kvc_cache *cache, int32_t g, kvc_page_work *work) {
+static void take_pages(kvc_cache *cache, int32_t g, kvc_page_work *work) {
     kvc_taking taking = {0}, before = taking;
     for (int by_hand = 0; kvc_pool_next_touch(&cache->pools[g], &taking, work); before = taking) {
         if (by_hand) touch(work);
@@ -80,8 +80,8 @@ void kvc_take_pages(kvc_cache *cache) {
     kvc_page_work work;
     begin_work(cache, &work);
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        take(cache, g, &work);
-        join(cache, g, kvc_pool_join_ahead(&cache->pools[g]), &work);
+        take_pages(cache, g, &work);
+        join_pages(cache, g, kvc_pool_join_ahead(&cache->pools[g]), &work);
     }
     end_work(cache, &work);
 }

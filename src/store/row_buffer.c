@@ -67,7 +67,7 @@ void kvc_row_buffers_forked(kvc_cache *cache) {
 }
 
 /* Finds the batch's buffer with the rows of a layer; for layer -1, a buffer without users whose rows need not stay. */
-static kvc_row_buffer *find(const kvc_cache *cache, int32_t layer) {
+static kvc_row_buffer *find_buffer(const kvc_cache *cache, int32_t layer) {
     kvc_row_buffer *buffer = cache->row_buffers;
     while (buffer && (buffer->left || (layer < 0 ? buffer->users || buffer->keeps : buffer->layer != layer)))
         buffer = buffer->next;
@@ -75,10 +75,10 @@ static kvc_row_buffer *find(const kvc_cache *cache, int32_t layer) {
 }
 
 /* Gives a layer a buffer: an existing one whose rows need not stay, or a new one. */
-static kvc_status assign(kvc_batch *batch, int32_t layer, kvc_row_buffer **out) {
+static kvc_status assign_buffer(kvc_batch *batch, int32_t layer, kvc_row_buffer **out) {
     kvc_cache *cache = batch->cache;
     size_t bytes = 0;
-    if (!(*out = find(cache, -1))) {
+    if (!(*out = find_buffer(cache, -1))) {
         kvc_status status = kvc_row_buffer_add(batch);
         if (status != KVC_OK) return status;
         status = kvc_check_max_bytes(cache, "putting rows of a sequence that is not stored");
@@ -107,8 +107,8 @@ kvc_status kvc_row_buffer_enter(kvc_batch *batch, int32_t layer, kvc_row_buffer_
     if (!batch->num_buffered || !kvc_keeps_tokens(cache, source)) return KVC_OK;
     kvc_lock(cache);
     if (cache->max_bytes) kvc_cache_wait_pages(cache);
-    *out = find(cache, source);
-    if (!*out && use != KVC_ROW_BUFFER_READ) status = assign(batch, source, out);
+    *out = find_buffer(cache, source);
+    if (!*out && use != KVC_ROW_BUFFER_READ) status = assign_buffer(batch, source, out);
     if (status == KVC_OK && *out) {
         (*out)->users++;
         if (use == KVC_ROW_BUFFER_KEEP || is_shared(cache, source)) (*out)->keeps = 1;
