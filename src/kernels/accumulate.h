@@ -74,8 +74,8 @@ RARE void accumulate_tail(int type, int num_q, const accumulate_args *a, int d, 
     }
 }
 
-/* Vectors of columns of the next block, of num_vecs that are left: WIDE_VECS where there are registers for their sums,
- * as longer parts of a row are read faster; else so many that the blocks are about equally wide. */
+/* Returns the vectors of columns in the next block, of num_vecs that are left: WIDE_VECS where there are registers for
+ * their sums, as longer parts of a row are read faster; else a number that makes the blocks about equally wide. */
 INLINE int block_width(int num_q, int num_vecs) {
     const int most = ACCUMULATORS / num_q;
     if (num_vecs >= WIDE_VECS && most >= WIDE_VECS) return WIDE_VECS;

@@ -144,11 +144,10 @@ typedef struct tiles {
     float *c;
     const float *a, *b;
     int ldc, lda, ldb;
-    int two_rows, two_columns; /* of tiles, or one */
+    int two_rows, two_columns; /* whether the block has two rows of tiles, two columns */
 } tiles;
 
-/* Has the compiler write memory before tiles are loaded, and read it after they are stored: not all know that they are.
- */
+/* Has the compiler write memory before tiles are loaded, and read it after they are stored, as not all do. */
 INLINE void memory_barrier(void) { __asm__ volatile("" ::: "memory"); }
 
 /* Gives the registers their shapes, for `rows` rows of a and c. */
@@ -196,7 +195,7 @@ INLINE void configure_tiles(int rows) {
         if ((t)->two_rows && (t)->two_columns) what(3, (t)->c + TILE_ROWS * (t)->ldc + LANES, (t)->ldc * 4); \
     } while (0)
 
-/* num_parts: of the elements of b, which have no lower parts where it is 1. */
+/* Computes c = a * b or, if add, c += a * b.  num_parts: parts of the elements of b; 1: they have no lower parts. */
 INLINE void multiply_tiles(const tiles *t, int num_chunks, int num_parts, int add) {
     memory_barrier();
     if (add) {

@@ -49,7 +49,8 @@ static int has_amx(void) {
 
 static int always(void) { return 1; }
 
-/* The sets of this build, best last, and whether this machine runs them if it runs those before. */
+/* Lists the sets of this build, of which later ones are preferred, each with a test whether this machine runs it if it
+ * runs those before. */
 static const struct {
     const kvc_kernels *kernels;
     int (*runs)(void);

@@ -8,7 +8,7 @@
  * empty.  NULL if that does not run here; *wanted becomes the variable's value then. */
 const kvc_kernels *kvc_cpu_kernels(const char **wanted);
 
-/* Level of the cache, 1 or 2, into which rows are best prefetched a tile ahead. */
+/* Returns the level of the cache, 1 or 2, into which rows are best prefetched a tile ahead. */
 int kvc_cpu_prefetch_level(void);
 
 #endif

@@ -6,20 +6,20 @@ INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
 /* ---- quantised blocks ------------------------------------------------------------------------------------------- */
 
-/* Loads elements [i, i + LANES) of a block. */
+/* Loads elements [i, i + LANES) of a block of q8_0. */
 INLINE vec load_q8_0(const char *block, int i) {
     return v_mul(v_set_f16(block), v_load_i8(block + KVC_SCALE_BYTES + i));
 }
 
-/* Loads the same of q4_0.  The low four bits of the bytes are the first half of the elements, the high ones the second.
- */
+/* Loads elements [i, i + LANES) of a block of q4_0: its bytes' low halves are the first half of the elements, the high
+ * ones the second. */
 INLINE vec load_q4_0(const char *block, int i) {
     const int half = KVC_QUANT_ELEMENTS / 2;
     vec q = v_load_u4(block + KVC_SCALE_BYTES + i % half, i / half * 4);
     return v_mul(v_set_f16(block), v_add(q, v_set(-8)));
 }
 
-/* 1 / d, or 0 where that is infinite. */
+/* Returns 1 / d, or 0 if that is infinite. */
 INLINE float reciprocal(float d) {
     float x = d != 0 ? 1 / d : 0;
     return isinf(x) ? 0 : x;
@@ -74,7 +74,7 @@ INLINE void store_q4_0(char *block, const vec x[QUANT_VECTORS]) {
 
 /* ---- rows ------------------------------------------------------------------------------------------------------- */
 
-/* Bytes of the first i elements of a row; where it is quantised, of the blocks before that of element i. */
+/* Counts the bytes of the first i elements of a row; if it is quantised, of the blocks before that of element i. */
 INLINE size_t bytes_of(int type, int i) {
     if (type == KVC_Q8_0) return (size_t)i / KVC_QUANT_ELEMENTS * KVC_Q8_0_BYTES;
     if (type == KVC_Q4_0) return (size_t)i / KVC_QUANT_ELEMENTS * KVC_Q4_0_BYTES;
@@ -119,7 +119,7 @@ INLINE vec load(int type, const void *row, int i, int count) {
     return count == LANES ? load_full(type, p) : load_part(type, p, count);
 }
 
-/* Stores them and writes nothing else.  The type is not quantised. */
+/* Stores elements [i, i + count) of a row and writes nothing else.  The type is not quantised. */
 INLINE void store(int type, void *row, int i, int count, vec x) {
     char *p = (char *)row + bytes_of(type, i);
     if (count == LANES)

@@ -4,7 +4,7 @@
  * nothing and read no byte outside the rows they are given.  Element types here are kvc_type; f32 accumulators.  Where
  * a type is quantised, dim is a multiple of KVC_QUANT_ELEMENTS.
  *
- *   scalar.c          plain C, no vectors: what the others are tested against.  It stays for ever.
+ *   scalar.c          plain C, no vectors: what the others are tested against.  Keep it.
  *   avx2.c avx512.c avx512vnni.c avx512bf16.c amx.c neon.c     a set each: its kernels by name, and its table
  *   dispatch.c        chooses a table
  *
@@ -28,8 +28,8 @@ enum {
     KVC_TILE = 64,        /* rows in a tile */
     KVC_FLOAT_TYPES = 3,  /* kvc_type below this are floating point: what callers hand in and get out */
     KVC_STORED_TYPES = 5, /* kvc_type below this can be stored; from KVC_FLOAT_TYPES on they are quantised */
-    KVC_LANES = 16,       /* query rows, scores and panels are padded to a multiple of this many floats; ... */
-    KVC_CHUNK = 32        /* ... what a kvc_tiler multiplies, to a multiple of so many elements along the sum */
+    KVC_LANES = 16,       /* query rows, scores and panels are padded to a multiple of this many floats */
+    KVC_CHUNK = 32        /* what a kvc_tiler multiplies is padded to a multiple of this many elements along the sum */
 };
 
 /* Converts num_rows rows of dim elements; rows are src_stride and dst_stride bytes apart.  Round to nearest even;
@@ -48,12 +48,11 @@ typedef void kvc_convert_fn(void *dst, int64_t dst_stride, const void *src, int6
  * Rows are padded to a multiple of KVC_LANES. */
 typedef void kvc_prepare_fn(float *q, int q_stride, int num_q, int dim, float scale);
 
-/* Rows that will be read next.  A kernel that works on n rows prefetches n of these, the first `bytes` bytes of each.
- */
+/* Rows that will be read next.  A kernel that works on n rows prefetches n of them, `bytes` bytes of each. */
 typedef struct kvc_ahead {
     const void *const *rows; /* NULL: prefetch nothing */
     int bytes;
-    int level; /* of the cache to bring them into: 1 or 2 */
+    int level; /* level of the cache to bring them into: 1 or 2 */
 } kvc_ahead;
 
 /* scores[r * KVC_TILE + j] = q[r] . rows[j] for r < num_q, j < n <= KVC_TILE.  q: prepared, rows q_stride floats apart.
@@ -100,17 +99,17 @@ typedef struct kvc_tiler {
     kvc_pack_keys_fn *pack_keys;
     kvc_pack_values_fn *pack_values;
     kvc_matmul_fn *score, *accumulate; /* a: prepared query rows; weights */
-    int rows;                          /* of a, that these two are best given at once */
+    int rows;                          /* how many rows of a these two are best given at once */
 } kvc_tiler;
 
 enum { KVC_MATMUL_ROWS = 12 }; /* what `rows` is for a set's matmul: a multiple of every MATMUL_ROWS */
 
 typedef struct kvc_kernels {
     const char *name;
-    kvc_convert_fn *convert[KVC_STORED_TYPES][KVC_STORED_TYPES]; /* [from][to]; NULL between two quantised types:
-                                                                    nothing needs that */
+    /* [from][to]; NULL between two different quantised types, which nothing needs. */
+    kvc_convert_fn *convert[KVC_STORED_TYPES][KVC_STORED_TYPES];
     kvc_scorer score[KVC_STORED_TYPES];
-    kvc_scorer score_bf16; /* of rows of bf16, for queries that were bf16, too; NULL: takes them as other queries */
+    kvc_scorer score_bf16; /* for rows and queries of bf16; NULL: such queries are scored as others */
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];
     kvc_tiler tiler[KVC_STORED_TYPES];
     kvc_softmax_fn *softmax;

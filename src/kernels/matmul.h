@@ -32,7 +32,7 @@ INLINE void matmul_block(int num_rows, int num_vectors, float *c, int ldc, const
     for (int j = 0; j < num_vectors; j++) v_store(c + (ptrdiff_t)i * ldc + j * LANES, sums[i * num_vectors + j]);
 }
 
-/* Multiplies blocks of so many rows as long as there are as many left. */
+/* Multiplies blocks of `rows` rows as long as that many are left. */
 #define MATMUL_ROWS_OF(rows)                                                                                       \
     for (; rows <= MATMUL_ROWS && i + rows <= m; i += rows)                                                        \
     matmul_block(rows <= MATMUL_ROWS ? rows : 1, num_vectors, c + (ptrdiff_t)i * ldc, ldc, a + (ptrdiff_t)i * lda, \

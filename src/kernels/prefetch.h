@@ -10,7 +10,7 @@ typedef struct prefetcher {
     const void *const *row; /* the next row to begin */
     const char *at, *end;   /* what is left of the row before it */
     int bytes, level;       /* as in kvc_ahead */
-    int lines, steps;       /* to prefetch so many lines in so many steps */
+    int lines, steps;       /* lines to prefetch, and steps to do it in */
     int due;                /* lines that are due, times steps: a fraction is carried over */
 } prefetcher;
 

@@ -85,13 +85,14 @@ static float load_q4_0(const uint8_t *row, int i) {
     return scale_of(block) * (float)(q - 8);
 }
 
-/* 1 / d; 0 where that is infinite. */
+/* Returns 1 / d, or 0 if that is infinite. */
 static float reciprocal(float d) {
     float x = d != 0 ? 1 / d : 0;
     return isinf(x) ? 0 : x;
 }
 
-/* x * id, or 0 if that is NaN.  Storing the product rounds it before anything is added: no compiler fuses the two. */
+/* Returns x * id, or 0 if that is NaN.  Storing the product rounds it before anything is added: no compiler fuses the
+ * two. */
 static float scaled(float x, float id) {
     volatile float product = x * id;
     float y = product;

@@ -14,19 +14,19 @@
  *     +-----------------------+---------------------+----------+--------+
  *
  * elements  in units of the row's largest magnitude / INT16_MAX; within a block, pair by pair as element_at says
- * starts    what score begins to count a block's products at: it takes elements of rows as unsigned integers, larger
- *           than they are by offset_of(type), and the start takes that off again
- * scale     what a sum over blocks is multiplied by to be a score
+ * starts    initial value of a block's sum of products; cancels the offset_of(type) that score adds to elements of rows
+ *           to make them unsigned
+ * scale     factor that turns a sum over blocks into a score
  */
 
 enum {
-    PIECE_BYTES = 16,                                /* of a row's elements, loaded at once */
-    PAIRS = KVC_QUANT_ELEMENTS / 2,                  /* in a block */
-    GROUPS = ACCUMULATORS / QUERIES / 2 < 2 ? 1 : 2, /* of LANES rows, scored together */
+    PIECE_BYTES = 16,                                /* bytes of a row loaded at once */
+    PAIRS = KVC_QUANT_ELEMENTS / 2,                  /* pairs in a block */
+    GROUPS = ACCUMULATORS / QUERIES / 2 < 2 ? 1 : 2, /* groups of LANES rows scored together */
     GROUP_ROWS = GROUPS * LANES
 };
 
-/* What must be added to an element to make it unsigned. */
+/* Returns what must be added to an element to make it unsigned. */
 INLINE int offset_of(int type) { return type == KVC_Q8_0 ? 128 : 8; }
 
 /* ---- prepared queries ------------------------------------------------------------------------------------------- */
@@ -47,7 +47,7 @@ INLINE size_t scale_offset(int dim) { return start_offset(dim, dim / KVC_QUANT_E
  */
 INLINE int pairs_in_four_bytes(int type) { return type == KVC_Q8_0 ? 2 : 4; }
 
-/* The element of a block that is the first or second of a pair of the block's bytes [4 * four, 4 * four + 4). */
+/* Returns which element of a block is the first or second of a pair in its bytes [4 * four, 4 * four + 4). */
 INLINE int element_at(int type, int four, int pair, int is_second) {
     const int e = 4 * four + 2 * is_second;
     return type == KVC_Q8_0 ? e + pair : e + pair / 2 + pair % 2 * (KVC_QUANT_ELEMENTS / 2);

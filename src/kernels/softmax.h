@@ -26,8 +26,7 @@ INLINE void exp_negative(int count, vec *x) {
     for (int i = 0; i < count; i++) x[i] = v_scale(v_add(p[i], v_set(1.0f)), n[i]);
 }
 
-/* Finds all rows' largest scores first and computes their weights then, as the steps for one row wait for each other.
- */
+/* Finds all rows' largest scores first, then computes their weights, as the steps for one row wait for each other. */
 INLINE void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor) {
     const int step = EXPS * LANES, padded = (n + step - 1) / step * step;
     for (int r = 0; r < num_q; r++) {

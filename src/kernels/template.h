@@ -51,11 +51,11 @@
  *   i_store_16(p, x, y)        rounds two vectors of floats to 2 * LANES int16, which saturate
  *   i_load_rows(x, rows, at)   loads 16 bytes, `at` bytes into each of LANES rows: lane j of x[i] is int32 i of rows[j]
  *   v_load_scales(rows, at)    loads the f16 `at` bytes into each of LANES rows; may read two bytes more of each
- *   i_load_pairs(type, x, p, q)       pairs, as int16, of the elements of two rows in the same columns, at p and q: of
- *                              q8_0, 2 * LANES columns in x[0 .. 2), in any order; of q4_0, LANES bytes, their low
- *                              halves in x[0] and their high ones in x[1], 16 times as large as the elements: where
- * they lie in the byte, they need only another sign i_order(type, x)           puts sums over what i_load_pairs loaded
- * in the order of columns
+ *   i_load_pairs(type, x, p, q)
+ *                              pairs, as int16, of the elements of two rows in the same columns, at p and q.  q8_0:
+ *                              2 * LANES columns in x[0 .. 2), in any order.  q4_0: LANES bytes, low halves in x[0],
+ *                              high halves in x[1], left in place and so 16 times too large
+ *   i_order(type, x)           puts sums over what i_load_pairs loaded in the order of columns
  *
  *   bvec                       a vector of 2 * LANES bf16, where HAS_BF16_DOT is 1
  *   b_load(p, count)           loads the first `count` of them at p and reads nothing else; the others become 0
@@ -77,19 +77,18 @@ enum { QUERIES = 4 }; /* most query rows that score and accumulate work on at on
 #include "kernels/elements.h"
 #include "kernels/prefetch.h"
 
-/* ---- what score and accumulate work on ----------------------------------------------------------------------------
- */
+/* ---- what score and accumulate work on --------------------------------------------------------------------------- */
 
 /* Arguments for num_q <= QUERIES queries. */
 typedef struct score_args {
     float *scores;           /* [num_q][KVC_TILE] */
     const float *q;          /* [num_q][q_stride], prepared */
-    int q_stride;            /* in floats */
+    int q_stride;            /* floats from row to row */
     const void *const *rows; /* [n], each of dim elements */
     int n, dim;
 } score_args;
 
-/* A block of score is num_q queries by so many rows.  Each query and row has a vector in which its products are added
+/* A block of score is num_q queries by num_rows rows.  Each query and row has a vector in which its products are added
  * up:
  *
  *     sums[r * stride + j]     query r, row j; stride = sums_stride(num_rows)

@@ -1,5 +1,4 @@
-/* vector_avx2.h: the vector primitives of template.h for AVX2, FMA and F16C.  TARGET is defined before it is included.
- */
+/* vector_avx2.h: the vector primitives of template.h for AVX2, FMA and F16C.  Define TARGET before including it. */
 #include "kernels/x86.h"
 
 enum { LANES = 8, ACCUMULATORS = 12, MATMUL_ROWS = 6, MATMUL_VECTORS = 2 }; /* of 16 registers */

@@ -217,7 +217,7 @@ INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
     x[1] = _mm512_cvtepi8_epi16(high);
 }
 
-/* Of q8_0, i_load_pairs leaves columns [0, 8) and [16, 24) in x[0]. */
+/* Puts the columns of q8_0 in order: i_load_pairs leaves [0, 8) and [16, 24) in x[0]. */
 INLINE void i_order(int type, ivec x[2]) {
     if (type != KVC_Q8_0) return;
     ivec low = _mm512_shuffle_i64x2(x[0], x[1], _MM_SHUFFLE(1, 0, 1, 0));

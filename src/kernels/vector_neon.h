@@ -72,7 +72,7 @@ INLINE void v_store_bf16(void *p, vec x) {
     memcpy(p, &halves, sizeof halves);
 }
 
-/* Loads LANES bytes, and as many zeros. */
+/* Loads LANES bytes, and LANES zeros behind them. */
 INLINE uint8x8_t load_bytes(const void *p) {
     uint32_t bytes;
     memcpy(&bytes, p, sizeof bytes);
