@@ -1,4 +1,4 @@
-"""Builds what pyproject.toml cannot describe.
+"""Build the parts of the package that pyproject.toml cannot describe.
 
 The version is read from include/kvcache.h. The core and the extension module are compiled. Distributions of the same
 sources are the same bytes, wherever and whenever they are built.
@@ -88,7 +88,7 @@ class BuildExt(build_ext):
         super().build_extensions()
 
     def use_installed_library(self):
-        """Link to the installed library, and write down for kvcache.runtime where it lies."""
+        """Link to the installed library, and write its place to a file for kvcache.runtime."""
         if self.editable_mode:
             sys.exit("KVCACHE_SYSTEM_LIB=1 is not for an editable install.")
         include, folder = installed_library()
@@ -103,14 +103,14 @@ class BuildExt(build_ext):
             shutil.rmtree(location.parent / leftover, ignore_errors=True)
 
     def location_file(self):
-        """Return the file that says where the installed library lies."""
+        """Return the path of the file that says where the installed library is."""
         return Path(self.get_ext_fullpath(module.name)).parent / "system-library"
 
     def configure_core(self):
-        if self.location_file().exists():  # an earlier build was linked to an installed library
+        if self.location_file().exists():  # an earlier build linked the module to an installed library
             self.location_file().unlink()
             self.force = True
-        if self.compiler.compiler_type == "msvc":  # never run
+        if self.compiler.compiler_type == "msvc":  # untested
             core.extra_compile_args = ["/std:c11", "/experimental:c11atomics", "/O2"]
             core.libraries = []
         elif self.builds("int main(void) { return 0; }\n", *loops):
@@ -124,7 +124,7 @@ class BuildExt(build_ext):
         module.library_dirs.append(str(Path(self.get_ext_fullpath(core.name)).parent))
 
     def copy_extensions_to_source(self):
-        """Make the folder of the library, which nothing else does in an editable install."""
+        """Make the library's folder first, which is missing in an editable install."""
         Path("kvcache/lib").mkdir(exist_ok=True)
         super().copy_extensions_to_source()
 
@@ -143,7 +143,7 @@ class BuildExt(build_ext):
 
 class Sdist(sdist):
     def make_archive(self, base_name, format, root_dir=None, base_dir=None, owner=None, group=None):
-        """Write a .tar.gz without the names of its maker, and with SOURCE_DATE_EPOCH, if set, for all times."""
+        """Write a .tar.gz without user and group names, and with SOURCE_DATE_EPOCH, if set, as every file's time."""
         if format != "gztar":
             return super().make_archive(base_name, format, root_dir, base_dir, owner, group)
         epoch = int(os.environ["SOURCE_DATE_EPOCH"]) if "SOURCE_DATE_EPOCH" in os.environ else None
@@ -163,7 +163,7 @@ class Sdist(sdist):
 
 class Wheel(bdist_wheel):
     def write_wheelfile(self, wheelfile_base, **options):
-        """Add the bill of materials and set all modes, so that they do not depend on the umask; this runs last."""
+        """Add the bill of materials, and set all modes, which depend on the umask otherwise; this runs last."""
         super().write_wheelfile(wheelfile_base, **options)
         self.write_bill_of_materials(Path(wheelfile_base, "sboms"))
         for path in Path(self.bdist_dir).rglob("*"):
@@ -202,7 +202,7 @@ flags = ["-std=c11", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
 if os.environ.get("KVCACHE_WERROR") == "1":
     flags.append("-Werror")
 
-# The core is a library of its own, which other programs can link to (kvcache.get_library), as the module does.
+# The core is a library of its own, to which the module links, and other programs can (kvcache.get_library).
 core = Extension(
     "kvcache.lib.libkvcache",
     sources=sorted(glob("src/*/*.c")),
@@ -228,7 +228,7 @@ if limited:
 
 setup(
     version=version,
-    ext_modules=[module] if system else [core, module],  # the core first, as the module is linked to it
+    ext_modules=[module] if system else [core, module],  # the core first: the module links to it
     cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "bdist_wheel": Wheel, "sdist": Sdist},
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if limited else {},
 )

@@ -1,5 +1,5 @@
-# What .ci/run and .ci/full are made of: first the machinery, then the steps. All of it happens in a temporary copy of
-# the checkout, so that nothing built or installed by hand counts, and nothing is left behind.
+# Functions of .ci/run and .ci/full: first to run steps, then the steps. Everything happens in a temporary copy of the
+# checkout, so that nothing built or installed by hand counts, and nothing is left behind.
 
 set -u
 export LC_ALL=C PYTHONNOUSERSITE=1
@@ -13,7 +13,7 @@ trap 'rm -rf "$tmp"' EXIT
 tree=$tmp/tree venv=$tmp/venv tools=$tmp/tools empty=$tmp/empty
 mkdir "$tree" "$empty"
 touch "$tmp/skipped" "$tmp/failed"
-# What git tracks, and what it would; in an unpacked archive, everything.
+# Copies the files that git tracks or would track; in an unpacked archive, all files.
 git ls-files -z --cached --others --exclude-standard 2>/dev/null >"$tmp/files" || find * -type f -print0 >"$tmp/files"
 tar --create --null --files-from="$tmp/files" --ignore-failed-read 2>/dev/null | tar --extract --directory="$tree"
 cd "$tree" || exit 1
@@ -34,7 +34,7 @@ step() {
 
 skip() { echo "skipped: $*" >>"$tmp/skipped"; }
 
-# has "check" command...: whether these commands exist; if one does not, the check is noted as skipped.
+# has "check" command...: whether these commands exist; if one is missing, notes the check as skipped.
 has() {
     local check=$1 command
     shift
@@ -43,7 +43,7 @@ has() {
     done
 }
 
-# links "check" compiler flags...: whether a program built like this runs; if not, the check is noted as skipped.
+# links "check" compiler flags...: whether a program built with these runs; if not, notes the check as skipped.
 links() {
     local check=$1
     shift
@@ -53,7 +53,7 @@ links() {
     return 1
 }
 
-# Fails if any of its input matches the pattern.
+# without pattern: fails if a line of its input matches the pattern, and shows it
 without() { if grep -nE "$1"; then return 1; fi; }
 
 finish() {
@@ -68,29 +68,28 @@ finish() {
 
 wheel() { echo "$tmp"/dist/*.whl; }
 
-# oldest package: the oldest release that pyproject.toml allows, as a requirement
+# oldest package: prints the requirement of the oldest release that pyproject.toml allows
 oldest() { sed -n "s/.*\"$1>=\([0-9.]*\)\".*/$1==\1.*/p" pyproject.toml | sort -u; }
 
-# fresh folder requirement...: a virtual environment with these
+# fresh folder requirement...: makes a virtual environment with these requirements
 fresh() {
     "$python" -m venv "$1"
     "$1/bin/pip" install -qq "${@:2}"
 }
 
-# The wheel, so that the core is compiled once.
+# Installs the wheel, not the sources, so that the core is compiled once.
 install() { fresh "$venv" "$(wheel)[test]"; }
 
-# task environment target...: a task of the Makefile, with the Python of this virtual environment
+# task environment target...: runs a task of the Makefile with the Python of this virtual environment
 task() { make --silent PYTHON="$1/bin/python" "${@:2}"; }
 
-# The tests, slow ones too, on what pip installed.
+# Runs the tests, slow ones too, on the installed package.
 tests() { KVCACHE_TEST_INSTALLED=1 task "$venv" test ARGS="--color=no --slow" | tee "$tmp/pytest"; }
 
-# build folder: the sdist of this tree, and the wheel of that
+# build folder: builds the sdist of this tree, and the wheel of the sdist
 build() { KVCACHE_WERROR=1 SOURCE_DATE_EPOCH=1000000000 "$tools/bin/python" -m build --outdir "$1"; }
 
-# The sdist holds every file but hidden ones, and nothing generated; the wheel is built from it, and is what the tools
-# look at.
+# Checks that the sdist holds every file but hidden ones, and nothing generated; installs its wheel for the tools.
 distributions() {
     fresh "$tools" build
     build "$tmp/dist"
@@ -102,7 +101,7 @@ distributions() {
     "$tools/bin/python" -c 'import kvcache; kvcache.show_config()'
 }
 
-# torch_tests folder: what needs torch and transformers, which the wheel can do without, in this virtual environment
+# torch_tests folder: runs the tests that need torch and transformers, with this virtual environment
 torch_tests() {
     "$1/bin/pytest" --color=no --slow $(grep -rl --include='test_*.py' '^torch = ' tests) tests/package/test_docs.py
     "$1/bin/pytest" --color=no --slow -k torch tests/cache/test_arrays.py tests/cache/test_bad_input.py
@@ -113,14 +112,14 @@ with_torch() {
     torch_tests "$tools"
 }
 
-# The suite that is installed, from a folder that knows nothing of it.
+# Runs the installed benchmarks from an empty folder.
 installed_benchmarks() {
     cd "$empty"
     "$venv/bin/pytest" --color=no -q -p no:cacheprovider -p kvcache.benchmarks --pyargs kvcache.benchmarks \
         --benchmark-disable --context 128
 }
 
-# Paths of somebody's machine, promises of later work, and marks of a merge.
+# Fails on paths of somebody's machine, promises of later work, and marks of a merge.
 leftovers() {
     if grep -rnIE '^[<>]{7} |/(home|root|work|tmp|Users)/[a-z]|\b(TO[D]O|FIX[M]E|XX[X])\b' .; then return 1; fi
 }
@@ -129,34 +128,34 @@ leftovers() {
 
 strict=(-Wall -Wextra -Wpedantic -Wconversion -Werror)
 
-# headers cc c++: the public header alone
+# headers cc c++: compiles the public header alone
 headers() {
     echo '#include <kvcache.h>' | "$1" -std=c11 "${strict[@]}" -Iinclude -fsyntax-only -x c -
     echo '#include <kvcache.h>' | "$2" -std=c++17 "${strict[@]}" -Iinclude -fsyntax-only -x c++ -
 }
 
-# compile cc flags...: strictly, for the warnings
+# compile cc flags...: compiles with strict warnings, and keeps nothing
 compile() { "$@" -std=c11 -O2 "${strict[@]}" -Iinclude -Isrc -o /dev/null; }
 
-# core cc flags...: the core, and the example on it, compile without a warning
+# core cc flags...: compiles the core and the C example without a warning
 core() {
     printf '%s\0' src/*/*.c examples/c/*.c |
         xargs -0 -n 1 -P "$jobs" "$@" -std=c11 -O1 "${strict[@]}" -Iinclude -Isrc -o /dev/null -c
 }
 
-# c_tests cc flags...: the C tests and the example, built like this and no other way
+# c_tests cc flags...: runs the tests of the core and of the C example, built with these flags only
 c_tests() {
     CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no --slow tests/c tests/examples/test_c_example.py
 }
 
-# sanitizers cc flags...: the C tests under those for addresses and undefined behaviour
+# sanitizers cc flags...: runs the C tests under the address and undefined-behaviour sanitizers
 sanitizers() {
     local name="C tests under address and undefined sanitizers, $*"
     set -- "$@" -O0 -fsanitize=address,undefined -fno-sanitize-recover=all # at -O1 Clang takes minutes over vector code
     if links "$name" "$@"; then step "$name" c_tests "$@"; fi
 }
 
-# The CMake build, its tests, and a program that finds the installed library through CMake and pkg-config.
+# Builds, tests and installs with CMake; then builds a program that finds the library through CMake and pkg-config.
 cmake_build() {
     local prefix=$tmp/prefix
     cmake -S . -B "$tmp/cmake" -DKVCACHE_WERROR=ON -DCMAKE_INSTALL_PREFIX="$prefix" -DCMAKE_INSTALL_LIBDIR=lib
@@ -191,7 +190,7 @@ END
     cc main.c -o static $(pkg-config --cflags kvcache) "$prefix/lib/libkvcache.a" $(pkg-config --static --libs kvcache |
         sed 's/-lkvcache//')
     ./static
-    # Only the public names leave the shared library, it wants no library but these, and it is small.
+    # The shared library exports public names only, needs only these libraries, and is small.
     without ' [A-Z] ([^k]|k[^v]|kv[^c]|kvc[^_])' < <(nm --dynamic --defined-only "$prefix/lib/libkvcache.so")
     without . < <(readelf --dynamic "$prefix/lib/libkvcache.so" | grep NEEDED |
         grep -vE '\[(lib(c|m|pthread|gomp|omp)\.|ld-)')
@@ -199,7 +198,7 @@ END
     [ "$(stat --format %s stripped.so)" -lt 550000 ]
 }
 
-# The same as a part of another project's build.
+# Builds the library as a part of another project's CMake build.
 cmake_part() {
     mkdir "$tmp/part"
     cd "$tmp/part"
@@ -221,7 +220,7 @@ END
     without . < <(cd prefix && find . -type f | grep -v '^./bin/whole$')
 }
 
-# ---- what every change must pass
+# ---- the checks that every change must pass
 
 usual() {
     step "no leftovers" leftovers
@@ -244,7 +243,7 @@ usual() {
             step "core without a warning, $cc, OpenMP" compile "$cc" -fopenmp -c src/base/threads.c
         fi
     done
-    # pytest has them under the sanitizers, where these work; .ci/full without optimisation, too.
+    # pytest runs the C tests under the sanitizers, where they work; .ci/full also without optimisation.
     links "C tests under address and undefined sanitizers" "${CC:-cc}" -fsanitize=address,undefined
     has "CMake build" cmake pkg-config && step "CMake build, install, use" cmake_build &&
         step "CMake build as a part of another" cmake_part

@@ -1,4 +1,4 @@
-"""The section batches of bench_attention.py: batches, and how rows lie, each as a cost over the plain case."""
+"""The section "batches" of bench_attention.py: batches and layouts of rows, each as a cost over the plain case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from yardstick import Memory
 
 
 def cost(report: Report, name: str, shape: Shape, one: Entrant, plain: Entrant, want: str, note: str = "") -> None:
-    """Add a line for the time of one entrant over that of the plain case."""
+    """Add a line for the time of an entrant, divided by the time of the plain case."""
     one_s, plain_s = report.compete([one, plain], shape.threads)
     note = f"{1e6 * statistics.median(plain_s):,.1f} µs" + (note and f"; {note}")
     report.line(name, shape, one_s, (one_s, plain_s), want, note)
@@ -71,9 +71,9 @@ def blocks_of_64(report: Report, shape: Shape) -> None:
 
 
 def every_second_row(report: Report, shape: Shape) -> None:
-    """Add a line for a cache full of holes, and in its note what only reading such rows costs.
+    """Add a line for a cache full of holes, with the cost of only reading such rows in the line's note.
 
-    The processor fetches the lines beside those it is asked for, holes included.
+    Reading costs more because the processor also fetches neighbouring cache lines, which are holes.
     """
     contiguous, holes = filled(shape), filled(replace(shape, context=2 * shape.context), shape.layers)
     holes.drop_every_second()
@@ -108,16 +108,16 @@ def window(report: Report, shape: Shape, sinks: int = 4) -> None:
 
 
 def prompt_in_a_window(report: Report, shape: Shape) -> None:
-    """Add lines for prompts in a window, over the share of the plain time that the window leaves of its products.
+    """Add lines for prompts in a window, divided by the plain time's share for products that the window shows.
 
-    Above 1 is what computes products that the window hides.
+    A cost above 1 means that hidden products are computed too.
     """
     tokens, context = report.options.prefill
     sizes = [size for size in (64, 1024) if size <= context - tokens]
     for num_heads in (8, 32):
         plain = replace(shape, context=context, num_tokens=tokens, num_heads=num_heads)
         drivers = []
-        for size in (0, *sizes):  # 0: no window, in a cache made alike, so that its rows lie in the same kind of pages
+        for size in (0, *sizes):  # 0: no window, in a cache made alike, so that rows lie in the same kind of pages
             drivers.append(Driver(plain.layers, 8, 128, 0, shape.dtype, window=size, num_threads=shape.threads))
             drivers[-1].append(context - tokens)
         with closing(*drivers):
@@ -131,7 +131,7 @@ def prompt_in_a_window(report: Report, shape: Shape) -> None:
 
 
 def lengths(report: Report, shape: Shape) -> None:
-    """Add lines for the time of a token by context, which would be the same at any, and its distance from a line."""
+    """Add lines for the time per stored token by context, ideally constant, and the distance from a straight line."""
     chosen = sorted(report.options.context)
     with contextlib.ExitStack() as stack:
         each = [stack.enter_context(core(replace(shape, context=context))) for context in chosen]
@@ -144,14 +144,14 @@ def lengths(report: Report, shape: Shape) -> None:
 
 
 def off_the_line(contexts: Sequence[int], samples: Sequence[Samples]) -> list[float]:
-    """How far medians lie above the straight line that fits them best, as shares of it; it may start above 0."""
+    """Return how far medians lie above the straight line that fits them best, divided by the line's values."""
     medians = np.array([statistics.median(seconds) for seconds in samples])
     line = np.polyval(np.polyfit(contexts, medians, min(1, len(contexts) - 1), w=1 / medians), contexts)
     return (medians / line - 1).tolist()
 
 
 def append(report: Report, shape: Shape) -> None:
-    """Add lines for storing one token in C: its put, and its layer's share of begin and commit."""
+    """Add lines for storing one token in C: the put in one layer, and the layer's share of begin and commit."""
     layers, steps = 32, 16
     driver = Driver(layers, 8, 128, shape.context + 1024, shape.dtype, num_threads=shape.threads)
     driver.append(shape.context)

@@ -1,4 +1,4 @@
-"""The section error of bench_attention.py: the distance between attention and what float64 computes."""
+"""The section "error" of bench_attention.py: the distance between attention and the same in float64."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def round_to_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def error_of(driver: Driver, shape: Shape, q_type: str) -> float:
-    """Measure the error of one token with queries of a type.
+    """Measure the relative error of one token's output with queries of a type.
 
-    The rounding of a bf16 output would hide every other error. So the exact output is rounded as well: two roundings
-    differ by a whole step or not at all, on average by as much as the numbers themselves.
+    The rounding of a bf16 output would hide every other error, so the exact output is rounded as well. Two rounded
+    numbers differ by a whole step or not at all, but on average by as much as the numbers before rounding.
     """
     q, out, k, v = driver.attend_and_show(shape.num_heads, shape.threads, shape.context, q_type)
     right = exact(q, k, v)

@@ -1,4 +1,4 @@
-"""The table of attention's speed: its lines as they are printed and kept, and what is wanted of them."""
+"""The table of attention's speed: it prints and keeps lines, and knows the figures that are wanted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from figures import quartiles, quiet_quotient, quotients
 
 BLOCKED = ("q8_0", "q4_0")  # types whose rows are blocks of 32 elements
 
-# What is wanted of a figure, or of a figure and type. Two numbers: with one thread, and with two.
+# The wanted values of figures, by name, or by name and type. Two numbers: with one thread, and with two.
 WANTED = {
     "share of the limit f32": "- >= 0.9",
     "share of the limit f16": ">= 0.8 0.9",
@@ -52,7 +52,7 @@ def wanted(figure: str, dtype: str = "") -> str:
 
 @dataclass
 class Report:
-    """Print lines as they come, and keep the rows behind them."""
+    """Prints lines at once, and keeps the data of each line as a row."""
 
     options: argparse.Namespace
     peers: Peers
@@ -72,9 +72,9 @@ class Report:
         self, name: str, shape: Shape, seconds: Samples = (), quotient: tuple[Samples, Samples] | float | None = None,
         want: str = "", note: str = "", **data: object,
     ) -> None:  # fmt: skip
-        """Add the median seconds of a call, and a quotient of two interleaved samples.
+        """Add a line with the median seconds of a call, and a quotient of two interleaved samples.
 
-        Of the quotient: the median over the rounds, its quartiles, and that of the fastest tenths.
+        The quotient is shown as its median over the rounds, its quartiles, and the quotient of the fastest tenths.
         """
         row: dict[str, object] = {"section": self.section, "name": name.strip(), "context": shape.context}
         row |= {"type": shape.type, "threads": shape.threads, "wanted": want, "note": note, **data}
@@ -93,6 +93,6 @@ class Report:
         self._print((name, f"{shape.context:,}", shape.type, str(shape.threads), *numbers, want, note))
 
     def compete(self, some: Sequence[Entrant], threads: int, least: int = 5) -> list[list[float]]:
-        """Interleave entrants for as long as --seconds says; return their samples."""
+        """Interleave entrants, for the time that --seconds asks for; return their samples."""
         seconds = self.options.seconds * max(1, len(some) / 2)
         return compete(some, seconds, threads, least)

@@ -1,4 +1,4 @@
-"""Sections of bench_attention.py: decoding and prompts, against the machine's limits and other people's code."""
+"""Sections of bench_attention.py: decoding, shapes, peers, prompts and calls from Python."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OVER_HUGGING_FACE = "speedup over Hugging Face"
 
 
 def against_the_machine(report: Report, shape: Shape, name: str, want: str = "") -> None:
-    """Add a line for attention against what bounds it."""
+    """Add a line for attention against the machine's limit: memory bandwidth or multiply-adds."""
     with own_pages() as are_huge, core(shape) as ours:
         readers = reading(shape.nbytes, shape.threads, are_huge(shape.nbytes * shape.layers))
         ours_s, *readers_s, multiply_s, cached_s = report.compete(
@@ -105,12 +105,12 @@ def shapes(report: Report) -> None:
 
 # ---- peers
 
-# The type of kvcache that a peer's type is compared with, where kvcache has none of the same name.
+# The type of kvcache to compare with a peer's type, where kvcache has no type of the same name.
 COMPARED = {"int8": "q8_0", "u8": "q8_0", "fp8": "q8_0", "int4": "q4_0", "u4": "q4_0"}
 
 
 def peers_group(report: Report, context: int, threads: int, dtypes: Sequence[str], offers: Offers) -> None:
-    """Add lines for some types of kvcache and for the peers that are compared with them."""
+    """Add lines for some types of kvcache, and for the peers to compare with them."""
     shape = Shape(context, dtypes[0], threads)
     with contextlib.ExitStack() as stack:
         ours = [stack.enter_context(core(replace(shape, dtype=dtype))) for dtype in dtypes]
@@ -139,7 +139,7 @@ def summary(report: Report, shape: Shape, found: dict[Entrant, list[float]], our
     """Add a line for the speedup over the fastest of some peers, for each type of kvcache."""
 
     def over(name: str, base: str, *starts: str, kinds: Sequence[str] = ()) -> None:
-        """Compare with peers whose names start like this, and that are of these types, if any are given."""
+        """Add a line over the fastest peer whose name starts with one of `starts`, of any type or of `kinds`."""
         some = {p: s for p, s in found.items() if p.name.startswith(starts) and (not kinds or p.kind in kinds)}
         if some and base in ours_s:
             peer = min(some, key=lambda peer: statistics.median(some[peer]))
@@ -211,7 +211,7 @@ def prefill_of_type(report: Report, shape: Shape) -> None:
 
 
 def prefill_by_type(report: Report, shape: Shape) -> None:
-    """Add lines for each type over f16; interleaved, as lines of different runs are not to be divided."""
+    """Add lines for each type over f16, interleaved: times of different runs cannot be divided."""
     dtypes = [dtype for dtype in report.options.dtype if dtype != shape.dtype]
     if not dtypes or shape.dtype not in report.options.dtype:
         return

@@ -1,7 +1,7 @@
 """Measure the speed of attention, as one table: python bench/bench_attention.py --help.
 
-Everything on a line was interleaved in one run: kvcache, the yardsticks, the peers, and again from the start. A
-quotient is the median of those of the single rounds.
+All measurements of a line are interleaved in rounds: kvcache, the yardsticks, the peers, and again from the start. A
+quotient is the median of the rounds' quotients.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(_variable, "1")  # keeps NumPy's threads from competing with what is measured
+    os.environ.setdefault(_variable, "1")  # keeps NumPy's threads from competing with the measured code
 
-# Imports stand below this (E402), as NumPy reads those variables when it is imported.
+# The imports stand below (E402), because NumPy reads these variables when it is imported.
 
 import entrants  # noqa: E402
 from attention_batches import batches  # noqa: E402
@@ -41,7 +41,7 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
 
 
 def listed(kind: Callable[[str], object], known: Sequence[object] = ()) -> Callable[[str], list]:
-    """A comma-separated list, as the type of an option."""
+    """Return a parser of a comma-separated list, for the type of an option."""
 
     def parse(text: str) -> list:
         values = [kind(word.replace("_", "") if kind is int else word) for word in text.split(",")]

@@ -1,4 +1,4 @@
-"""Compare a step of the C example with the same step with llama2.c's attention over plain f32 arrays.
+"""Compare a step of the C example with the same step through llama2.c's attention over plain f32 arrays.
 
 python bench/bench_c_example.py                # the whole table, in about a minute
 python bench/bench_c_example.py --threads 1 --dtype f16 --seconds 10
@@ -20,10 +20,10 @@ from figures import Figures, Line, quiet_quotient, quotients, table
 from kvcache.tools.interleave import rounds
 
 MODEL = ROOT / "examples/model"
-KVCACHE, PLAIN, DOT = range(3)  # whose attention, as c_example.c numbers them
+KVCACHE, PLAIN, DOT = range(3)  # attentions, as c_example.c numbers them
 OTHERS = {PLAIN: "llama2.c", DOT: "llama2.c with the example's dot product"}
 WANTED = {64: ">= 1", 2000: ">= 3"}  # by context
-STEPS = 20  # in one round
+STEPS = 20  # steps timed in one round
 
 
 @functools.cache
@@ -67,7 +67,7 @@ class Runner:
 
 
 def measure(figures: Figures, runner: Runner, token: int, name: str, wanted: str, seconds: float) -> None:
-    """Add a line for the speedup over each other attention, with that of the whole step and the distance of logits."""
+    """Add a line for the speedup over each other attention, with the step's speedup and the distance of logits."""
     steps = [functools.partial(runner.steps, whose, token) for whose in (KVCACHE, *OTHERS)]
     found = np.array(list(rounds(*steps, seconds=seconds, least=15)))  # [rounds, whose, attention or the whole step]
     attention, whole = found[:, KVCACHE].T

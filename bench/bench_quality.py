@@ -1,4 +1,4 @@
-"""Measure what a type or a policy costs in quality: the loss of the repository's model over its text.
+"""Measure the quality that a type or a policy costs: the loss of the repository's model over its text.
 
 python bench/bench_quality.py             # a minute or two
 """

@@ -51,7 +51,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture
 def interleave():
-    """Return a function that calls others in rounds, as often as fits, and returns each one's results."""
+    """Return a function that calls functions in rounds, as often as time allows, and returns each one's results."""
     from kvcache.tools.interleave import rounds
 
     def call(*functions, seconds=2.0, least=15):

@@ -1,4 +1,4 @@
-"""Call the core from C and time it there (driver.c): a core compiled from the sources of this checkout."""
+"""Call the core, compiled from the sources of this checkout, from C, and time it there (driver.c)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache.tools import peers
 
 FLOATS = {"f32": 0, "f16": 1, "bf16": 2}  # kvc_type
 TYPES = FLOATS | {"q8_0": 3, "q4_0": 4}
-BYTES = {dtype: peers.BYTES[dtype] for dtype in TYPES}  # of an element
+BYTES = {dtype: peers.BYTES[dtype] for dtype in TYPES}  # bytes of an element
 
 I32, I64, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
@@ -150,13 +150,13 @@ class Driver:
         return seconds[0], seconds[1], seconds[2]
 
     def put(self, num_tokens: int, rows: int, step: int) -> Seconds:
-        """Time putting f32 rows into each layer, from an address plus `step` bytes for each layer; then abort."""
+        """Time putting f32 rows into each layer, from address `rows`, plus `step` bytes for each layer; then abort."""
         seconds = np.empty(self.num_layers)
         self._check(self._calls["put"](self._handle, rows, step // 4, num_tokens, seconds.ctypes.data))
         return seconds
 
     def _pass(self, *numbers: int) -> tuple[DriverPass, Floats, Floats]:
-        """Make a forward pass with its queries and output; numbers: tokens, sequences, query heads, threads, type.
+        """Make a forward pass, its queries and its output; numbers: tokens, sequences, query heads, threads, type.
 
         The arrays hold f32; where the type is bf16, the C side reads and writes the first half of their bytes.
         """
@@ -177,7 +177,7 @@ class Driver:
     ) -> Seconds:
         """Time attention of further tokens `count` times, going round the layers; the tokens are not kept.
 
-        Queries and output are f32, or bf16 where keys are, as in models of that type.
+        Queries and output are f32, or bf16 if keys are bf16, as in models of that type.
         """
         seconds = np.empty(count)
         forward, _, _ = self._pass(num_tokens, num_seqs, num_heads, num_threads, self._q_type)

@@ -1,6 +1,6 @@
-"""The entrants that benchmarks interleave: attention of the core, reading, multiply-adds, and peers.
+"""Make the entrants that benchmarks interleave: attention of the core, reading, multiply-adds, and peers.
 
-An entrant has a name and runs its work a number of times. Peers run in processes of their own.
+An entrant has a name, and a function that runs its work a number of times. Peers run in processes of their own.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Shape:
 
     @property
     def row_bytes(self) -> float:
-        """Bytes of the key and the value of one token in one KV head."""
+        """The bytes of the key and the value of one token in one KV head."""
         v = 0 if self.value_in_key else (self.v_dim or self.head_dim) * BYTES[self.v_type or self.dtype]
         return self.head_dim * BYTES[self.dtype] + v
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are stored, and read at least once."""
+        """The bytes that are stored, and read at least once."""
         return int(self.context * self.num_kv_heads * self.row_bytes)
 
     @property
@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def layers(self) -> int:
-        """Layers that make up a working set; two for a prompt, which is not bound by memory."""
+        """The number of layers that make up a working set; two for a prompt, which memory does not bound."""
         return layers_of(self.nbytes) if self.num_tokens < 64 else 2
 
     @property
@@ -70,15 +70,15 @@ class Shape:
 
 
 def layers_of(nbytes: float) -> int:
-    """The number of layers of nbytes that make up a working set."""
+    """Return the number of layers of `nbytes` that make up a working set."""
     return interleave.layers_of(nbytes, working_set or 4 * cache_size())
 
 
-working_set = 0  # bytes; 0: four times the last-level cache
+working_set = 0  # bytes that a measurement goes round in; 0: four times the last-level cache
 
 
 def compete(entrants: Sequence[Entrant], seconds: float, threads: int, least: int = 5) -> list[list[float]]:
-    """Interleave entrants; return, for each, the median of the calls of each round."""
+    """Interleave entrants; return for each entrant the median seconds of its calls in each round."""
     return [
         list(each) for each in zip(*interleave.compete(entrants, seconds, threads=threads, least=least), strict=True)
     ]
@@ -88,7 +88,7 @@ def compete(entrants: Sequence[Entrant], seconds: float, threads: int, least: in
 
 
 def filled(shape: Shape, layers: int = 0, **options: int) -> Driver:
-    """Fill a driver with all of the shape's tokens but those of the batch, and make the steps that join OS pages."""
+    """Fill a driver with the shape's tokens before the batch, after the steps that make huge pages of small ones."""
     layers = layers or shape.layers
     steps = 2 * layers * shape.num_kv_heads  # a step joins the pages of one head's rows
     driver = Driver(
@@ -104,7 +104,7 @@ def filled(shape: Shape, layers: int = 0, **options: int) -> Driver:
 
 
 def attending(shape: Shape, driver: Driver, name: str = "", num_seqs: int = 1) -> Entrant:
-    """Attend over what a driver holds."""
+    """Attend over the tokens that a driver holds."""
 
     def run(count: int) -> Seconds:
         return driver.attend(shape.num_heads, shape.threads, count, num_tokens=shape.num_tokens, num_seqs=num_seqs)
@@ -114,7 +114,7 @@ def attending(shape: Shape, driver: Driver, name: str = "", num_seqs: int = 1) -
 
 @contextlib.contextmanager
 def core(shape: Shape, name: str = "", layers: int = 0, **options: int) -> Iterator[Entrant]:
-    """Attend over a driver of its own, which is closed at the end."""
+    """Attend over a new driver, which is closed at the end."""
     driver = filled(shape, layers, **options)
     try:
         yield attending(shape, driver, name)
@@ -123,7 +123,7 @@ def core(shape: Shape, name: str = "", layers: int = 0, **options: int) -> Itera
 
 
 def in_cache(shape: Shape, tokens: int = 128) -> Entrant:
-    """Attend with one thread over rows that stay in the core's cache; seconds are those of one stored token."""
+    """Attend with one thread over rows that stay in the processor core's cache; time it per stored token."""
     return _in_cache(replace(shape, context=max(tokens, 2 * shape.num_tokens), threads=1))
 
 
@@ -144,7 +144,7 @@ TINY_LAYERS = 16
 
 
 def _tiny_cache(layers: int) -> tuple[kvcache.KVCache, np.ndarray]:
-    """Make a cache that holds all but the token of the step, and a row for that token's query, key and value."""
+    """Make a cache that holds all tokens but the step's, and a row for the step's query, key and value."""
     row = np.ones((1, 1, TINY.head_dim), np.float32)
     cache = kvcache.KVCache(layers, 1, TINY.head_dim, 64, dtype=TINY.dtype, num_threads=1)
     with cache.batch(TINY.context - 1) as batch:
@@ -173,7 +173,7 @@ def tiny_attend() -> Entrant:
 
 
 def tiny_step() -> Entrant:
-    """Make a whole step of one layer from Python: batch, plan, attend with its put, and commit."""
+    """Make a whole step of one layer from Python: batch, plan, put and attend in one call, and commit."""
     cache, row = _tiny_cache(1)
 
     def run(_: int) -> list[float]:
@@ -191,7 +191,7 @@ def tiny_step() -> Entrant:
 
 
 def over_pieces(name: str, memory: Memory, piece: int, read: Callable[[int], float]) -> Entrant:
-    """Time `read` at the address of one piece of the memory after the other, going round."""
+    """Time `read` at the address of each piece of the memory in turn, cyclically."""
     pieces = memory.nbytes // piece
     numbers = itertools.cycle(range(pieces))
 
@@ -216,7 +216,7 @@ def reading(nbytes: int, threads: int, huge: bool) -> list[Entrant]:
 
 
 def reading_rows(shape: Shape, memory: Memory, step: int) -> Entrant:
-    """Read every `step`th of consecutive keys, as many as a head of the shape has, with one thread."""
+    """Read every `step`th of consecutive keys, one for each token of the shape, with one thread."""
     row_bytes = int(shape.head_dim * BYTES[shape.dtype])
     stride = row_bytes * step
 
@@ -227,7 +227,7 @@ def reading_rows(shape: Shape, memory: Memory, step: int) -> Entrant:
 
 
 def multiplying(threads: int) -> Entrant:
-    """Multiply and add with all lanes of all threads; seconds are those of one multiply-add."""
+    """Multiply and add with all lanes of all threads; time it per multiply-add."""
     m: Machine = machine()
 
     def run(_: int) -> list[float]:
@@ -239,7 +239,7 @@ def multiplying(threads: int) -> Entrant:
 
 @contextlib.contextmanager
 def own_pages() -> Iterator[Callable[[int], bool]]:
-    """Yield a function that says whether most of nbytes, filled since, lie in huge OS pages."""
+    """Yield a function that says whether most of the `nbytes` bytes filled since then lie in huge OS pages."""
     before = huge_bytes()
     yield lambda nbytes: huge_bytes() - before > nbytes / 2
 
@@ -250,7 +250,7 @@ Offers: TypeAlias = Sequence[tuple[str, peers.Offer]]
 
 
 class Ggml(PeerKind):
-    """The peer that is a program in C."""
+    """The peer ggml, whose program is written in C."""
 
     def command(self) -> list[str]:
         program = build_ggml.program()
@@ -274,18 +274,18 @@ KINDS: dict[str, PeerKind] = {
 
 
 def decoding(*types: str) -> Offers:
-    """List what peers offer of these types, each with the peer's key."""
+    """List the decoding offers of peers for these types, each with the peer's key."""
     return [(key, offer) for key, kind in KINDS.items() for offer in kind.decode if offer[1] in types]
 
 
-# Offers, by the types of kvcache that they are compared with.
+# Offers to compare with f32, with types of 16 bits, and with quantised types.
 SINGLES = decoding("f32")
 SIXTEEN_BITS = decoding("f16", "bf16")
 QUANTISED = decoding(*(kind for kind, size in peers.BYTES.items() if size < 2))
 
 
 def set_up(installed: Peers, offers: Offers, shape: Shape) -> list[Entrant]:
-    """Make entrants of those offers whose peers are installed and can do the shape."""
+    """Make entrants of the offers whose peers are installed and support the shape."""
     keys = [key for key, _ in offers]
     asked = peers.tasks(
         (offer for _, offer in offers), threads=shape.threads, num_heads=shape.num_heads,

@@ -27,7 +27,7 @@ def quotients(numerator: Sequence[float], denominator: Sequence[float]) -> list[
 
 
 def quiet_quotient(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """Divide the fastest tenths: what the quotient would be if nobody else used the machine."""
+    """Divide the fastest tenths, to estimate the quotient on a machine without other load."""
     if len(numerator) == 1:
         return numerator[0] / denominator[0]
     fast, other = (statistics.quantiles(samples, n=10, method="inclusive")[0] for samples in (numerator, denominator))
@@ -46,7 +46,7 @@ class Figures:
     def samples(
         self, name: str, samples: Sequence[float], unit: str = "", wanted: str = "", note: str = "", quiet: str = ""
     ) -> None:
-        """Add the median of samples, with the quartiles, which say how noisy the machine was."""
+        """Add the median of samples, and their quartiles, which show how noisy the machine was."""
         low, median, high = quartiles(samples)
         self.lines.append((name, f"{median:.2f}{unit and ' ' + unit}", f"{low:.2f} .. {high:.2f}", quiet, wanted, note))
 
@@ -59,7 +59,7 @@ class Figures:
 
 
 def table(lines: Sequence[Line], header: Line = HEADER, widths: Sequence[int] = ()) -> list[str]:
-    """Format columns as wide as their longest cell, or as `widths` where that is more."""
+    """Format lines as columns, each as wide as its longest cell, or as `widths` asks if that is more."""
     wide = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header))]
     wide = [max(pair) for pair in zip(wide, widths or wide, strict=True)]
     printed = []
@@ -85,7 +85,7 @@ def describe_machine() -> str:
 
 
 def checked_out() -> str:
-    """Return the commit that is measured, marked where files differ from it."""
+    """Return the commit that is measured, marked as dirty if files differ from it."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 

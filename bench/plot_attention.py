@@ -17,10 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-LAYERS = 32  # of the model whose decode attention is drawn: 32 query heads, 8 KV heads of 128 (Llama 3.1 8B)
+LAYERS = 32  # layers of the model that is drawn: 32 query heads, 8 KV heads of 128 (Llama 3.1 8B)
 SETTINGS = {"svg.hashsalt": "kvcache", "svg.fonttype": "none", "font.family": "sans-serif"}
 
-# Okabe and Ito's colours, which differ for the colour-blind too; markers and dashes tell lines apart without them.
+# Okabe and Ito's colours, which differ for the colour-blind too; markers and dashes differ as well.
 STYLES = {
     "kvcache": ("#0072B2", "-", 2.6),
     "ggml": ("#E69F00", "--", 1.5),
@@ -42,7 +42,7 @@ Curves = dict[tuple[str, str], dict[int, float]]
 
 
 def curves(rows: Sequence[dict[str, Any]], threads: int) -> Curves:
-    """Tokens/s by context, of the fastest mode of each peer and type."""
+    """Return tokens/s by context, of the fastest mode of each peer and type."""
     found: Curves = defaultdict(dict)
     for row in rows:
         key = row["name"].split(",")[0], row["type"]
@@ -64,7 +64,7 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def figure(rows: Sequence[dict[str, Any]], processor: str = "") -> Figure:
-    """Draw the rows of the largest number of threads that has times."""
+    """Draw the rows with the largest number of threads."""
     threads = max(row["threads"] for row in rows if row["section"] == "peers" and "seconds" in row)
     found = curves(rows, threads)
     picture = Figure(figsize=(9, 5.5))
@@ -94,7 +94,7 @@ def figure(rows: Sequence[dict[str, Any]], processor: str = "") -> Figure:
 
 
 def _label(axes: Axes, found: Curves, last: int) -> None:
-    """Write each line's name at its end, with a thin line to it where names would overlap."""
+    """Write each line's name at its end, moved along a thin line where names would overlap."""
     ends = sorted((speeds[last], key) for key, speeds in found.items() if last in speeds)
     to_pixels = axes.transData.transform
     low, high = (axes.transAxes.transform((0, y))[1] for y in (0, 1))
@@ -116,7 +116,7 @@ def save(picture: Figure, path: Path) -> None:
 
 
 def kept(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """Read rows, and whose they are, from a run (--json of a benchmark) or from all runs of a processor."""
+    """Read rows, and the processor's name, from a run (--json of a benchmark) or from all runs of a processor."""
     record = json.loads(path.read_text())
     runs = record.get("runs", [record])
     return [row for run in runs for row in run["rows"]], record.get("processor", "")

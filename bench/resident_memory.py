@@ -30,7 +30,7 @@ result = []
 
 
 def measure_in_child(code):
-    """Run code that appends to `result`, and may use `resident()`, np and kvcache; return result."""
+    """Run code that appends to `result`, and may use `resident()`, np and kvcache; return `result`."""
     script = PROLOGUE + textwrap.dedent(code) + "\nprint(json.dumps(result))\n"
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Decode attention against read bandwidth and multiply-adds, and what a call costs from Python."""
+"""Measure decode attention against read bandwidth and multiply-adds, and the cost of a call from Python."""
 
 import json
 import time
@@ -57,7 +57,7 @@ def test_the_whole_table(tmp_path, monkeypatch):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_decode_from_memory(figures, interleave, dtype, threads):
-    """8,192 tokens, 32 heads over 8 KV heads x 128, in layers that make up four times the last-level cache."""
+    """Decode at 8,192 tokens, 32 heads over 8 KV heads x 128, in layers of four times the last-level cache."""
     shape = Shape(8192, dtype, threads)
     with own_pages() as are_huge, core(shape) as attention:
         reader = reading(shape.nbytes, threads, are_huge(shape.nbytes * attention.layers))[0]
@@ -74,7 +74,7 @@ def test_decode_from_memory(figures, interleave, dtype, threads):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_decode_with_two_deltas(figures, interleave, dtype, threads):
-    """8,192 tokens of which half moved down when others were removed, against as many that never moved."""
+    """Decode over 8,192 tokens of which half moved down when others were removed, against 8,192 that never moved."""
     tokens, removed = 8192, 10
     cache = kvcache.KVCache(
         1, HEADS, DIM, None, dtype=dtype, max_sequences=2, block_size=tokens + 64, num_threads=threads,
@@ -105,12 +105,11 @@ def test_decode_with_two_deltas(figures, interleave, dtype, threads):
 @pytest.mark.parametrize("tokens", [128, 512])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_decode_from_cache(figures, interleave, dtype, tokens):
-    """One layer again and again with one thread, against the machine's multiply-adds."""
+    """Decode in one layer again and again with one thread, against the machine's multiply-adds."""
     shape = Shape(tokens, dtype)
     attention, machine = in_cache(shape, tokens), multiplying(1)
-    ours, products = interleave(
-        lambda: attention.run(1)[0], lambda: machine.run(1)[0], seconds=1
-    )  # of a token, and of one
+    # Seconds per stored token, and per multiply-add.
+    ours, products = interleave(lambda: attention.run(1)[0], lambda: machine.run(1)[0], seconds=1)
     figures.samples(f"decode, {tokens} tokens in cache, {dtype}", [HEADS / s / 1e6 for s in ours], "rows/µs")
     work = shape.multiply_adds / tokens
     share = [work * b / a for a, b in zip(ours, products, strict=True)]
@@ -119,7 +118,7 @@ def test_decode_from_cache(figures, interleave, dtype, tokens):
 
 
 def test_tiny_attend_from_python(figures, interleave):
-    """1 token over 16 stored ones, 1 head x 16, put included, beside the C call."""
+    """Attend for 1 token over 16 stored tokens, 1 head x 16, put included, beside the C call."""
     attention, step = tiny_attend(), tiny_step()
     with core(TINY, layers=TINY_LAYERS) as bare:
         python, whole, c = interleave(

@@ -1,4 +1,4 @@
-"""The comparison of the C example with llama2.c's attention runs, and both compute the same logits."""
+"""Test that the C example is compared with llama2.c's attention, and that both compute the same logits."""
 
 import bench_c_example
 import numpy as np

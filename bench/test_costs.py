@@ -1,4 +1,4 @@
-"""How costs grow with size, as exponents: 0 for a constant cost, 1 where twice as much takes twice as long."""
+"""Measure how costs grow with size, as exponents: 0 for a constant cost, 1 for a cost proportional to size."""
 
 import copy
 import math
@@ -9,7 +9,7 @@ import pytest
 
 import kvcache
 
-DIM = 8  # elements of a row: few, as bookkeeping is measured
+DIM = 8  # elements of a row: few, because bookkeeping is measured
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_feeding_sequences_one_by_one(slope):
 
 @pytest.mark.parametrize("forks", [64, 1024])
 def test_plan_of_forks(figures, interleave, forks):
-    """Forks of a sequence whose every second token was removed; the second layer reuses the first one's plan."""
+    """Attend over forks of a sequence with every second token removed; the second layer reuses the first's plan."""
     runs = 1024
     cache = kvcache.KVCache(2, 1, DIM, None, max_sequences=None, num_threads=1, block_size=64)
     append(cache, range(2 * runs), [0] * (2 * runs))
@@ -112,7 +112,7 @@ def test_plan_of_forks(figures, interleave, forks):
 
 
 def test_inject_after_divide(slope):
-    """Inject all rows of a cache that has two at each position."""
+    """Inject rows at all positions of a cache that has two rows at each position."""
 
     def inject(size):
         cache = kvcache.KVCache(1, 1, DIM, size, rope=False, num_threads=1)
@@ -161,7 +161,7 @@ def test_dense_of_many_sequences(figures, interleave):
 
 @pytest.mark.parametrize("deltas", [64, 512, 4096])
 def test_decoding_over_many_deltas(figures, interleave, deltas):
-    """Attend for a token over 4,096 rows of so many deltas, against the same rows with deltas applied."""
+    """Attend for a token over 4,096 rows of `deltas` deltas, against the same rows with deltas applied."""
     rows, heads, dim, layers = 4096, 8, 128, 2
     rope = kvcache.Rope(10_000.0 ** -(np.arange(dim // 2) / (dim // 2)))
     moved = kvcache.KVCache(layers, heads, dim, None, num_threads=1, block_size=64, rope=rope)

@@ -1,4 +1,4 @@
-"""Sharing rows and compacting."""
+"""Measure sharing rows and compacting."""
 
 import time
 

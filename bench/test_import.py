@@ -1,4 +1,4 @@
-"""The cost of `import kvcache` beside that of `import numpy`."""
+"""Measure the cost of `import kvcache` beside the cost of `import numpy`."""
 
 import json
 import os
@@ -31,9 +31,7 @@ def test_import(figures, interleave):
         return json.loads(done.stdout)
 
     (found,) = interleave(load)
-    times = 1e3 * np.diff(
-        [times for times, _ in found], axis=1
-    )  # [run, numpy or kvcache, of the processor or the clock]
+    times = 1e3 * np.diff([times for times, _ in found], axis=1)  # [run, numpy or kvcache, processor or wall time]
     (numpy, ours), wall = times[..., 0].T, times[:, 1, 1]
     note = f"of the processor; by the clock {np.median(wall):.1f}, at best {wall.min():.1f}"
     figures.samples("import kvcache after import numpy", ours, "ms", "<= 10", note)

@@ -1,4 +1,4 @@
-"""Resident memory, each figure in a process of its own."""
+"""Measure resident memory, each figure in a process of its own."""
 
 from resident_memory import measure_in_child
 
@@ -6,7 +6,7 @@ MIB, KIB = 1 << 20, 1 << 10
 
 
 def test_memory_of_an_empty_cache(figures):
-    """Of 32 layers x 8 heads x 128 x 131,072 tokens, 16 GiB once it is full."""
+    """Measure a cache for 32 layers x 8 heads x 128 x 131,072 tokens, which is 16 GiB once full."""
     found = measure_in_child(
         """
         x = np.ones((1, 8, 128), np.float32)

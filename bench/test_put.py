@@ -1,4 +1,4 @@
-"""Storing tokens: many against memcpy, and one from Python against the C call."""
+"""Measure storing tokens: many against memcpy, and one from Python against the C call."""
 
 import time
 
@@ -14,8 +14,8 @@ LAYERS, HEADS, DIM = 32, 8, 128
 
 
 def test_put_of_one_token_from_python(figures, interleave):
-    """What a put from Python costs above the C call, which is timed in C."""
-    steps = 16  # in one round; the memory of their rows has been touched before
+    """Measure the cost of a put from Python above the C call, which is timed in C."""
+    steps = 16  # steps of one round; the memory of their rows has been touched before
     driver = Driver(LAYERS, HEADS, DIM, 4096, num_threads=1)
     driver.append(1024)
     driver.truncate(512)
@@ -56,7 +56,7 @@ def test_put_of_one_token_from_python(figures, interleave):
 @pytest.mark.parametrize("where", ["memory", "cache"])
 @pytest.mark.parametrize(("dtype", "wanted"), [("f32", 0.8), ("f16", 0.5), ("bf16", 0.5)])
 def test_put_of_512_tokens(figures, interleave, dtype, wanted, where, threads):
-    """Put f32 rows, against memcpy of the bytes read; from memory, this goes round many sources and layers."""
+    """Put f32 rows, against memcpy of the bytes read; from memory, go round many sources and layers."""
     tokens = 512
     nbytes = 2 * tokens * HEADS * DIM * 4
     layers = max(8, -(-4 * cache_size() // nbytes)) if where == "memory" else 1

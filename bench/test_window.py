@@ -1,4 +1,4 @@
-"""Sliding windows: a step costs the same in a long window, no row moves, memory stays flat."""
+"""Test that a step costs the same in a long sliding window, that no row moves, and that memory stays flat."""
 
 import numpy as np
 from driver import Driver
@@ -10,7 +10,7 @@ SMALL, LARGE = 1024, 65536
 
 def test_step_of_a_window(figures, interleave):
     """Time begin, put and commit of one token in one layer, once the window is full."""
-    steps = 64  # in one round: the slots of a block
+    steps = 64  # steps of one round: the slots of a block
     drivers = {window: Driver(1, HEADS, DIM, 0, window=window) for window in (SMALL, LARGE)}
     for window, driver in drivers.items():
         driver.append(window + window // 2)

@@ -3,9 +3,9 @@
 python bench/write_results.py                                     # write every table again
 python bench/write_results.py --keep run.json --as epyc-zen5      # add a run first: what --json of a benchmark wrote
 
-A file of bench/results/ belongs to one kind of processor and holds runs. A run is a command, the day it was made, the
-commit it was made at, and its rows. A row has a name and either a quotient or seconds, for a type, a context and a
-number of threads, or a value to be printed as it is.
+A file of bench/results/ belongs to one kind of processor and holds runs. A run is a command, its day, the commit that
+it measured, and its rows. A row has a name and either a quotient or seconds, for a type, a context and a number of
+threads, or a value to print unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 Run = dict[str, Any]
 Record = dict[str, Any]
 
-# What the rows of a section are, as the heading and the first line of its table.
+# The heading of each section's table, and the explanation below it.
 SECTIONS = {
     "peers": (
         "Decoding, beside other people's code",
@@ -61,7 +61,7 @@ SECTIONS = {
 
 
 def number(value: float) -> str:
-    """Three digits at most; 2.0 for a 2."""
+    """Format a number with at most three significant digits; 2 as 2.0."""
     if 0 < abs(value) < 1e-3:
         return f"{value:.2g}".replace("e-0", "e-")
     if abs(value) >= 1000:
@@ -83,7 +83,7 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]
 
 
 def by_type(rows: Sequence[Row], cell: Callable[[Row], str]) -> list[str]:
-    """A line for each name, context and number of threads, a column for each type."""
+    """Make a table with a line for each name, context and number of threads, and a column for each type."""
     types = [dtype for dtype in TYPES if any(row.get("type") == dtype for row in rows)]
     others = sorted({row.get("type", "") for row in rows} - {*types, ""})
     columns = [*types, *others] or [""]
@@ -96,7 +96,7 @@ def by_type(rows: Sequence[Row], cell: Callable[[Row], str]) -> list[str]:
 
 
 def tables(rows: Sequence[Row]) -> list[list[str]]:
-    """The tables of a run: quotients, seconds, and values as they are."""
+    """Make the tables of a run: quotients, seconds, and values."""
     found = []
     if quotients := [row for row in rows if "quotient" in row]:
         found.append(by_type(quotients, quotient))
@@ -108,7 +108,7 @@ def tables(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def page(record: Record) -> str:
-    """The Markdown page of one kind of processor."""
+    """Make the Markdown page of one kind of processor."""
     lines = [f"# {record['processor']}", "", record["machine"], ""]
     lines += [line for note in record["notes"] for line in (note, "")]
     for run in record["runs"]:
@@ -124,7 +124,7 @@ def page(record: Record) -> str:
 
 # ---- the table of speedups
 
-# Heading, section, name, type and context of its columns.
+# The columns of the table: heading, section, name, type and context.
 SPEEDUPS = (
     ("transformers' `DynamicCache`, bf16", "peers", "speedup over Hugging Face", "bf16", 8192),
     ("torch by hand, bf16", "peers", "speedup over torch by hand", "bf16", 8192),
@@ -138,7 +138,7 @@ SPEEDUPS = (
 
 
 def speedups(records: dict[str, Record]) -> list[str]:
-    """A line for each kind of processor and number of threads; of several runs, the last one's figure."""
+    """Make a table with a line for each kind of processor and number of threads; the last run's figure counts."""
     lines = []
     for name, record in records.items():
         rows = [row for run in record["runs"] for row in run["rows"] if "quotient" in row]
@@ -153,7 +153,7 @@ def speedups(records: dict[str, Record]) -> list[str]:
 
 
 def with_speedups(text: str, records: dict[str, Record]) -> str:
-    """Put the table between its two marks."""
+    """Put the table of speedups between its two marks in a page."""
     table = "\n".join(["", "", *speedups(records), "", ""])
     return re.sub(r"(?<=<!-- speedups -->).*?(?=<!-- end of speedups -->)", lambda _: table, text, count=1, flags=re.S)
 
@@ -166,7 +166,7 @@ def load() -> dict[str, Record]:
 
 
 def text_of(record: Record) -> str:
-    """The record as JSON, a row on a line, so that a change of one shows as such."""
+    """Format a record as JSON with a row on each line, so that a diff shows the rows that changed."""
     rows = [row for run in record["runs"] for row in run["rows"]]
     marked = {**record, "runs": [{**run, "rows": [f"<{id(row)}>" for row in run["rows"]]} for run in record["runs"]]}
     text = json.dumps(marked, indent=1, ensure_ascii=False)
@@ -176,14 +176,14 @@ def text_of(record: Record) -> str:
 
 
 def files() -> dict[Path, str]:
-    """What every file that is made should hold."""
+    """Return the text of every generated file, by path."""
     records = load()
     pages = {RESULTS / f"{name}.md": page(record) for name, record in records.items()}
     return pages | {PERFORMANCE: with_speedups(PERFORMANCE.read_text(), records)}
 
 
 def keep(source: Path, name: str) -> None:
-    """Add the run that a benchmark's --json wrote to a processor's file, which may be new."""
+    """Add the run that a benchmark's --json wrote to a processor's file, or make that file."""
     run = json.loads(source.read_text())
     path = RESULTS / f"{name}.json"
     record = {"processor": run["machine"], "machine": run["machine"], "notes": [], "runs": []}

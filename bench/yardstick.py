@@ -1,4 +1,4 @@
-"""Measure what this machine reaches at best when it copies, reads, multiplies and adds (yardstick.c)."""
+"""Measure the best speed at which this machine copies, reads, multiplies and adds (yardstick.c)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ I32, SIZE, POINTER, DOUBLE = ctypes.c_int32, ctypes.c_size_t, ctypes.c_void_p, c
 
 
 class Memory:
-    """Memory whose pages are all touched: small ones, or huge ones where the system has them."""
+    """Memory whose OS pages are all touched: small pages, or huge pages if the system has them."""
 
     def __init__(self, nbytes: int, huge: bool = False) -> None:
         self._unmap = machine().unmap
@@ -80,7 +80,7 @@ class Machine:
         return seconds
 
     def best_readers(self, memory: Memory, nbytes: int, threads: int, rounds: int = 7) -> list[int]:
-        """Sort the reading loops by their median over interleaved pieces of nbytes, fastest first."""
+        """Sort the reading loops by their median time over interleaved pieces of `nbytes`, fastest first."""
         piece = self.read_size(nbytes, threads)
         pieces = max(1, memory.nbytes // piece)
         at = 0

@@ -1,4 +1,4 @@
-"""Sphinx: sphinx-build -W docs docs/_build (the package must be installed)."""
+"""Configuration of Sphinx: sphinx-build -W docs docs/_build (the package must be installed)."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ html_css_files = ["tables.css"]
 
 
 def link_sources(app, docname, source):
-    """Make links to the repository's files outside docs/ downloads of them, which Markdown alone does not for pages."""
+    """Turn links to the repository's files outside docs/ into downloads, as MyST does not with Markdown pages."""
     folder = Path(app.env.doc2path(docname)).parent
 
     def download(link):

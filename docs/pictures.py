@@ -1,6 +1,6 @@
 """Draw the pictures of the documentation: python docs/pictures.py.
 
-Those of concepts.md show caches that are made here; the one of performance.md shows kept figures.
+The pictures of concepts.md show caches made here; the picture of performance.md shows figures kept in bench/results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def visibility() -> Figure:
 
 
 def blocks() -> Figure:
-    """Draw a sequence and its fork, both extended since; one with tokens removed; and blocks of a cleared one."""
+    """Draw a sequence and its fork, both extended; a sequence with tokens removed; and a cleared sequence's blocks."""
     policy = kvcache.SlidingWindow(40, num_sink_tokens=4)
     cache = kvcache.KVCache(1, 1, 1, None, policy=policy, rope=False, max_sequences=None, block_size=16)
     append(cache, 0, 30)
@@ -81,7 +81,7 @@ def draw(folder: Path) -> None:
     for picture in (visibility, blocks, memory):
         with mpl.rc_context(plot_attention.SETTINGS):
             path = folder / f"{picture.__name__}.svg"
-            picture().savefig(path, metadata={"Date": None, "Creator": None}, dpi=288)  # dpi: of the images in them
+            picture().savefig(path, metadata={"Date": None, "Creator": None}, dpi=288)  # dpi of images within the SVG
     with mpl.rc_context(plot_attention.SETTINGS):
         plot_attention.save(attention(), folder / "attention.svg")
 

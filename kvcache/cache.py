@@ -620,7 +620,7 @@ class KVCache:
         return self._core.rows(seq_id, layer, copy, False)
 
     def values(self, layer: SupportsIndex, *, seq_id: SupportsIndex = 0, copy: bool | None = None) -> npt.NDArray[Any]:
-        """Return the stored values, ``[num_kv_heads, len, v_head_dim]``; arguments and errors are those of `keys`."""
+        """Return the stored values, ``[num_kv_heads, len, v_head_dim]``; arguments and errors are as for `keys`."""
         return self._core.rows(seq_id, layer, copy, True)
 
     def get(
@@ -809,7 +809,7 @@ class KVCache:
         Returns
         -------
         list of Span
-            The spans, which together have all rows. Their views are like those of `keys`, but show the stored keys, not
+            The spans, which together have all rows. Their views are like views of `keys`, but show the stored keys, not
             rotated by `delta`.
 
         Raises
@@ -896,7 +896,7 @@ class KVCache:
         self._follow_drop(src, dst)
 
     def fork(self, src: SupportsIndex, dst: SupportsIndex) -> None:
-        """Make `dst` share all rows of `src`; errors are those of `copy_prefix`.
+        """Make `dst` share all rows of `src`; errors are as for `copy_prefix`.
 
         Examples
         --------

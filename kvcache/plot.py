@@ -1,4 +1,4 @@
-"""Pictures of a cache: the `memory` of a sequence, the `visibility` under a policy, and the `blocks` of a layer.
+"""Draw pictures of a cache: the `memory` of a sequence, the `visibility` under a policy, the `blocks` of a layer.
 
 ::
 
@@ -7,8 +7,8 @@
     axes = kvcache.plot.visibility(kvcache.SlidingWindow(8, num_sink_tokens=2), 32)
     axes.figure.savefig("window.png")
 
-Each function draws into the given matplotlib axes, or into those of a new figure, and returns them. None uses pyplot:
-they work without a display, and change no global settings.
+Each function draws into the given matplotlib axes, or into the axes of a new figure, and returns the axes. No function
+uses pyplot: they work without a display, and change no global settings.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["blocks", "memory", "visibility"]
 HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 DASHES = ("-", "--", "-.", ":")
 DARK, MIDDLE, LIGHT, WHITE = "#3B3B3B", "#8C8C8C", "#E4E4E4", "#FFFFFF"
-SIZE = 8.5  # points, of all text: legible in a page's column, and the same in a large picture
+SIZE = 8.5  # size of all text in points: legible in a page's column, and in a large picture
 LEGEND: dict[str, Any] = {
     "fontsize": SIZE, "frameon": False, "handlelength": 1.5, "handletextpad": 0.5, "labelspacing": 0.3,
     "borderaxespad": 0.4, "columnspacing": 1.2, "alignment": "left",
@@ -55,7 +55,7 @@ EM = 0.6  # mean width of a character, relative to the text size
 LATER, DROPPED, KEPT, SEEN = range(4)
 VISIBILITY = {LATER: ("", WHITE), DROPPED: ("dropped", LIGHT), KEPT: ("only kept", HUES[5]), SEEN: ("seen", HUES[0])}
 
-# The states of a slot in `blocks`; from HELD on: the index, by rising id, of the only sequence that holds it.
+# The states of a slot in `blocks`. HELD + i: only sequence i holds it, counted by rising id.
 FREE, UNFILLED, WASTED, SHARED, HELD = range(5)
 STATES = {SHARED: "shared", WASTED: "wasted", UNFILLED: "not filled", FREE: "free"}
 COLOURS = {FREE: WHITE, UNFILLED: LIGHT, WASTED: WHITE, SHARED: DARK}
@@ -76,10 +76,10 @@ def memory(caches: Mapping[str, KVCache], max_tokens: SupportsIndex, ax: Axes | 
     Parameters
     ----------
     caches : mapping of str to KVCache
-        The label of each cache, and the cache. An empty cache takes no memory for rows, so make one for each type or
-        policy to compare. See `KVCache.most_bytes`.
+        The caches to compare, by label. An empty cache takes no memory for rows, so make a cache for each type or
+        policy. See `KVCache.most_bytes`.
     max_tokens : int
-        The end of the lines. At least 2.
+        The number of tokens at the end of the lines. At least 2.
     ax : matplotlib.axes.Axes, optional
         Where to draw; by default in a new figure.
 
@@ -144,7 +144,7 @@ def visibility(policy: Policy, num_tokens: SupportsIndex, ax: Axes | None = None
     -------
     matplotlib.axes.Axes
         The axes, with an image: a row for each query, a column for each position (for `CrossAttention`, each of
-        `max_len` rows). 0: no token yet; 1: its row was dropped; 2: kept, not seen; 3: seen.
+        `max_len` rows). 0: no token yet; 1: row was dropped; 2: row is kept, not seen; 3: row is seen.
 
     Raises
     ------
@@ -239,11 +239,11 @@ def blocks(cache: KVCache, layer: SupportsIndex = 0, ax: Axes | None = None) -> 
     return ax
 
 
-# ---- what is drawn
+# ---- the cells of the images
 
 
 def _visible(policy: Policy, num_tokens: int) -> npt.NDArray[np.uint8]:
-    """Return the state of each position for each query, from a cache with this policy."""
+    """Return the state of each position for each query; ask a cache with this policy."""
     if isinstance(policy, CrossAttention):
         return np.full((num_tokens, policy.max_len), SEEN, np.uint8)
     cells = np.full((num_tokens, num_tokens), LATER, np.uint8)
@@ -284,7 +284,7 @@ def _holders(block: Block) -> list[str]:
 
 
 def _stretches(values: Sequence[Any]) -> list[tuple[Any, int, int]]:
-    """Yield each stretch of equal values: the value, its begin, its length."""
+    """Return each stretch of equal values: the value, the stretch's begin, its length."""
     found, first = [], 0
     for value, group in groupby(values):
         found.append((value, first, len(list(group))))
@@ -292,11 +292,11 @@ def _stretches(values: Sequence[Any]) -> list[tuple[Any, int, int]]:
     return found
 
 
-# ---- how it is drawn
+# ---- drawing
 
 
 def _axes(ax: Axes | None, width: float, height: float) -> Axes:
-    """Return the given axes, or those of a new figure of `width` by `height` inches."""
+    """Return the given axes, or the axes of a new figure of `width` by `height` inches."""
     if ax is None:
         return Figure(figsize=(width, height), layout="constrained").add_subplot()
     _check_type(ax, "ax", Axes)
@@ -327,7 +327,7 @@ def _finish(ax: Axes, x: str, y: str) -> None:
 
 
 def _size(ax: Axes) -> tuple[float, float]:
-    """Return width and height in points, after layout around what was drawn so far."""
+    """Lay out the figure as drawn so far; return the axes' width and height in points."""
     root = ax.figure.canvas.figure
     root.draw_without_rendering()
     box = ax.get_window_extent()
@@ -351,7 +351,7 @@ def _image(ax: Axes, cells: npt.NDArray[Any], colours: Sequence[str]) -> None:
 
 
 def _rule(ax: Axes, rows: int, columns: int) -> None:
-    """Draw thin lines between cells if these are large enough."""
+    """Draw thin lines between cells if the cells are large enough."""
     width, height = _size(ax)
     for draw, points, n, across in (
         (ax.hlines, height / rows, rows, columns),
@@ -377,7 +377,7 @@ def _frame(state: int, width: float) -> dict[str, Any]:
 
 
 def _legend(cells: npt.NDArray[np.int64], seq_ids: Sequence[int]) -> list[Patch]:
-    """Draw a legend of the states that occur."""
+    """Return the entries of a legend: the sequences, and the states that occur."""
     handles = []
     for i, hue in enumerate(HUES[: len(seq_ids)]):
         same = [str(seq_id) for seq_id in seq_ids[i :: len(HUES)]]

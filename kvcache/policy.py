@@ -93,9 +93,9 @@ class ChunkedAttention:
 class CrossAttention:
     """Every query sees all rows; these come from an encoder, and are put at once for a whole sequence.
 
-    `Batch.put` takes any number of rows, whatever the tokens of the batch, and replaces those of the sequence. The rows
-    have no positions to remove or shift: only `KVCache.clear` and other methods that forget the whole sequence drop
-    them.
+    `Batch.put` takes any number of rows, whatever the tokens of the batch, and replaces the sequence's former rows. The
+    rows have no positions to remove or shift: only `KVCache.clear` and other methods that forget the whole sequence
+    drop them.
 
     Parameters
     ----------

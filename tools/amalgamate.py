@@ -1,8 +1,8 @@
-"""Writes the core as one source and one header: python tools/amalgamate.py FOLDER; then cc -O2 -c FOLDER/kvcache.c.
+"""Write the core as one source and one header: python tools/amalgamate.py FOLDER; then cc -O2 -c FOLDER/kvcache.c.
 
-Headers come first, each once; then every source is a part, with its templates (the headers without a guard) in their
-places. C knows no scope between a file and a function, so what several parts call the same gets the part's name before
-it, and every part ends by undefining its macros.
+Headers come first, each once. Then every source is a part, with its templates (the headers without a guard) in their
+places. C has no scope between a file and a function, so a name that several parts define gets the part's name as a
+prefix, and every part ends by undefining its macros.
 """
 
 import re
@@ -43,7 +43,7 @@ TOKEN = re.compile(
 
 
 def files_included(path):
-    """The project's files that a file includes, in order."""
+    """Yield the project's files that a file includes, in order."""
     for name in INCLUDE.findall(path.read_text()):
         folders = (path.parent, ROOT / "src", HEADER.parent)
         yield next(folder / name for folder in folders if (folder / name).exists()).resolve()
@@ -54,7 +54,7 @@ def is_template(path):
 
 
 def headers_of(paths):
-    """The headers that these files need, each after those that it needs itself."""
+    """Return the headers that these files need, each after the headers that it includes."""
     found = {}
     for path in paths:
         files = [*files_included(path)]
@@ -63,13 +63,13 @@ def headers_of(paths):
 
 
 def splice(path):
-    """A file's text, with its templates in their places and without its headers."""
+    """Return a file's text, with templates in the place of their #include, and without the #include of headers."""
     files = files_included(path)
     return INCLUDE.sub(lambda _: splice(file) if is_template(file := next(files)) else "", path.read_text())
 
 
 def scan(text):
-    """Each token with those beside it and the brackets that it stands in: `{` as struct, union, enum or body."""
+    """Yield each token, its neighbours, and the brackets around it: `{` as struct, union, enum or body."""
     blank = COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), text)
     tokens = [*TOKEN.finditer(blank)]
     words = ["", "", *(token[0] for token in tokens), ""]
@@ -84,7 +84,7 @@ def scan(text):
 
 
 def names_of(text):
-    """What stands at file scope, macros aside."""
+    """Return the names that a text defines at file scope, macros aside."""
     names = set()
     for token, before, after, inside in scan(DIRECTIVE.sub("", text)):
         declared = not inside and after in ("(", ";", "=", "[", ",")
@@ -96,7 +96,7 @@ def names_of(text):
 
 
 def rename(text, names, prefix):
-    """The text with a prefix to these names, wherever they do not name a field."""
+    """Return the text with a prefix to these names, except where they name a field."""
     done, at = [], 0
     for token, before, after, inside in scan(text):
         is_field = before in (".", "->") or ("struct" in inside and after in (";", ",", ":", "[", ")"))
@@ -107,7 +107,7 @@ def rename(text, names, prefix):
 
 
 def source():
-    """The text of kvcache.c, less its head."""
+    """Return the text of kvcache.c, without the comment at its top."""
     parts = {path: splice(path) for path in SOURCES}
     counts = Counter(name for text in parts.values() for name in names_of(text))
     shared = {name for name, count in counts.items() if count > 1}
@@ -119,7 +119,7 @@ def source():
 
 
 def head(what):
-    """The comment at the top of a file that says `what` it is."""
+    """Return the comment at the top of a file, in which `what` describes the file."""
     version = ".".join(re.findall(r"^#define KVC_VERSION_\w+ +(\d+)", HEADER.read_text(), re.M))
     licence = "\n".join(f" * {line}".rstrip() for line in (ROOT / "LICENSE").read_text().splitlines())
     return HEAD.format(version=version, what=what, licence=licence)

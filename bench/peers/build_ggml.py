@@ -1,6 +1,6 @@
 """Build ggml and the program that measures it, from the source archive of llama-cpp-python: python build_ggml.py.
 
-This takes a few minutes, CMake and a C++ compiler. bench_attention.py finds the result where this leaves it.
+This takes a few minutes, and needs CMake and a C++ compiler. bench_attention.py uses the program that it leaves.
 """
 
 from __future__ import annotations

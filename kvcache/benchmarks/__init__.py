@@ -1,8 +1,8 @@
-"""Benchmarks that are installed with the package: of this cache, of installed peers, and of your own cache.
+"""Benchmarks that are installed with the package, of this cache, of installed peers, and of your own cache.
 
 ``pytest --pyargs kvcache.benchmarks`` runs them. With ``-p kvcache.benchmarks``, pytest has options for other
-implementations and sizes, which ``pytest -p kvcache.benchmarks --help`` lists. They need pytest and pytest-benchmark;
-importing this module needs neither.
+implementations and sizes, which ``pytest -p kvcache.benchmarks --help`` lists. The benchmarks need pytest and
+pytest-benchmark; importing this module needs neither.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class Case:
     Parameters
     ----------
     num_layers : int
-        Layers.
+        The number of layers.
     num_heads, num_kv_heads : int
-        Query and KV heads; query heads are a multiple of KV heads.
+        The number of query heads and of KV heads, which divides it.
     head_dim : int
-        Elements of a key, and of a value, of one head.
+        The number of elements of a key, and of a value, of one head.
     max_seq_len : int
         The most tokens of a sequence.
     dtype : str
         The type of stored rows: ``"f32"``, ``"f16"``, ``"bf16"``, ``"q8_0"``, ``"q4_0"``, or any other name given to
         ``--dtype``.
     window : int, optional
-        Tokens that a query sees, itself included; None: all.
+        The number of tokens that a query sees, itself included; None: all.
     max_sequences : int, default 1
-        Sequences at once: 2 if one is forked.
+        The most sequences at once: 2 if a sequence is forked.
     threads : int, default 1
-        Threads that a call may use.
+        The number of threads that a call may use.
 
     Raises
     ------
@@ -77,17 +77,17 @@ class Case:
 class Implementation(Protocol):
     """The methods of a cache that is timed beside ours: a class whose constructor takes a `Case` only.
 
-    It raises `NotImplementedError`, with a reason, for an unsupported case (a type, a window), which is then skipped.
-    It may have more methods; the benchmarks of a missing one are skipped:
+    The constructor raises `NotImplementedError`, with a reason, for an unsupported case (a type, a window), which is
+    then skipped. The class may have more methods; the benchmarks of a missing method are skipped:
 
     ``fork(src, dst)``
-        The empty sequence `dst` gets all tokens of `src`.
+        Give the empty sequence `dst` all tokens of `src`.
     ``remove(begin, end)``
-        Sequence 0 forgets the tokens at ``[begin, end)``, and later ones move down. Keys carry no rotation.
+        Remove the tokens at ``[begin, end)`` of sequence 0, and move later tokens down. Keys carry no rotation.
     ``compact()``
         Give back, or close, the holes that removed tokens leave.
     ``gather(layer)``
-        The keys and the values of sequence 0, as two f32 arrays ``[num_kv_heads, n, head_dim]``, in order.
+        Return the keys and the values of sequence 0, as two f32 arrays ``[num_kv_heads, n, head_dim]``, in order.
     """
 
     def begin(self, num_tokens: int, seq_id: int = 0) -> None:
@@ -99,19 +99,19 @@ class Implementation(Protocol):
     def attend(self, layer: int, q: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
         """Return causal attention of the batch's queries over all stored tokens, the batch's own included.
 
-        Queries and what is returned are ``[num_tokens, num_heads, head_dim]``. Scores are scaled by
-        ``head_dim ** -0.5``. It may be called more than once for a layer; with a window the batch has one token.
+        Queries and the result are ``[num_tokens, num_heads, head_dim]``. Scores are scaled by ``head_dim ** -0.5``. A
+        layer may be attended over more than once; with a window the batch has one token.
         """
 
     def commit(self) -> None:
         """End the batch, and keep its tokens."""
 
 
-# ---- options, which pytest has with -p kvcache.benchmarks
+# ---- options of pytest, with -p kvcache.benchmarks
 
 
 class Option(NamedTuple):
-    """How to parse an option, and its default."""
+    """The parser, default and help of an option."""
 
     read: Callable[[str], Any]
     default: Any

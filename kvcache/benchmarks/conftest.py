@@ -1,4 +1,4 @@
-"""Fixtures and parameters: the implementations that are timed, their contexts and types, and the clock."""
+"""Fixtures and parameters of the benchmarks: implementations, contexts, types, and the clock."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvcache.benchmarks.known import Known, check
 from kvcache.benchmarks.ours import Ours
 from kvcache.tools.peers import KINDS, serve
 
-ROUNDS = 256  # the most rounds of one benchmark, and so the most tokens that one appends
-STEPS = 4  # last tokens of a filled cache, appended one by one
+ROUNDS = 256  # the most rounds of one benchmark, and so the most tokens that it appends
+STEPS = 4  # last tokens of a filled cache, which are appended one by one
 MORE = ROUNDS + 2 * STEPS  # tokens that a cache can take beyond its context
-LEAST = 32  # the smallest context, of which some tokens can be removed
-ALIKE = {"q8_0": ("int8", "u8", "fp8"), "q4_0": ("int4",)}  # peers' types that are timed beside one of ours
+LEAST = 32  # the smallest context, large enough for removing tokens
+ALIKE = {"q8_0": ("int8", "u8", "fp8"), "q4_0": ("int4",)}  # peers' types that are timed beside a type of ours
 
 
 def chosen(config: pytest.Config, name: str) -> Any:
@@ -30,7 +30,7 @@ def chosen(config: pytest.Config, name: str) -> Any:
     return config.getoption(f"kvcache_{name}", OPTIONS[name].default)
 
 
-# ---- how
+# ---- timing
 
 
 class Clock:
@@ -45,7 +45,7 @@ class Clock:
         self.case = Case(max_seq_len=context + MORE, dtype=dtype, **sizes)
 
     def time(self, what: str, prepare: Callable[[], tuple[Any, ...]], call: Callable[..., object]) -> None:
-        """Time a call as often as time allows, each time on a fresh preparation."""
+        """Time a call as often as time allows; before each call, `prepare` makes its arguments."""
         case = self.case
         sizes = f"{case.num_layers} layers of {case.num_heads}/{case.num_kv_heads} heads x {case.head_dim}"
         self._benchmark.group = f"{what}, {self.context:,} tokens, {sizes}, {case.dtype}"
@@ -66,12 +66,12 @@ class Subject:
         self._case, self._make = clock.case, make
 
     def needs(self, *methods: str) -> None:
-        """Skip benchmarks that need methods which the implementation lacks."""
+        """Skip the benchmark if the implementation lacks one of these methods."""
         if lacking := [name for name in methods if not hasattr(self._make, name)]:
             pytest.skip(f"it has no {' and no '.join(lacking)}")
 
     def filled(self, tokens: int | None = None, **changes: Any) -> Known:
-        """Return one that holds `num_tokens`, by default the context, made for the case with these changes."""
+        """Make a cache for the case with these changes; fill it with `tokens` tokens, by default the context."""
         tokens = tokens or self.context
         known = Known(self._make, replace(self._case, **changes))
         steps = min(STEPS, tokens - 1)
@@ -83,11 +83,11 @@ class Subject:
     def time_edit(
         self, what: str, ready: Callable[[Known], object], edit: Callable[[Any], object], **changes: Any
     ) -> None:
-        """Time a call that edits a cache, each time on a fresh one."""
+        """Time a call that edits a cache, each time on a fresh cache that `ready` has prepared."""
         held: list[Known] = []
 
         def prepare() -> tuple[Any]:
-            held.clear()  # frees the last one first
+            held.clear()  # free the last cache before making the next
             held.append(self.filled(**changes))
             ready(held[0])
             return (held[0].cache,)
@@ -95,12 +95,12 @@ class Subject:
         self.time(what, prepare, edit)
 
 
-# ---- who
+# ---- the implementations and peers
 
 
 @dataclass(frozen=True)
 class Offered:
-    """A task that a peer offers, and the type of ours that it is timed beside."""
+    """A task that a peer offers, and the type of ours to time beside it."""
 
     what: str
     key: str
@@ -123,7 +123,7 @@ class Peer:
         self.run = self._work.run
 
     def check(self) -> None:
-        """Compare the result of its attention."""
+        """Compare the result of the peer's attention with the exact one."""
         check("attention", serve.error(self._task, self._work.out().astype(np.float64)), self._task.type)
 
 
@@ -150,7 +150,7 @@ def _implementations(config: pytest.Config) -> Iterator[Any]:
 
 
 def _offers(dtypes: tuple[str, ...]) -> Iterator[Any]:
-    """Yield the offers of peers for these types; for a missing peer, how to install it."""
+    """Yield the offers of peers for these types; for a missing peer, a skipped one that says how to install it."""
     for key, kind in KINDS.items():
         if not kind.command():
             missing = pytest.mark.skip(reason=f"{kind.name} is not installed: {kind.install}")
@@ -166,7 +166,7 @@ def _offers(dtypes: tuple[str, ...]) -> Iterator[Any]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse options that do not go together, and name packages that are missing."""
+    """Refuse options that contradict each other, and say if pytest-benchmark is missing."""
     if not config.pluginmanager.hasplugin("benchmark"):
         raise pytest.UsageError("kvcache.benchmarks needs pytest-benchmark: pip install pytest-benchmark")
     heads, kv_heads = chosen(config, "num-heads"), chosen(config, "num-kv-heads")

@@ -1,4 +1,4 @@
-"""Checks an implementation before it is timed: compares its results with a float64 softmax."""
+"""Check an implementation before it is timed: compare its results with a float64 softmax."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["Floats", "Known", "check", "limit"]
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
-CHECKED_HEADS, CHECKED_TOKENS = 8, 3  # the most of a call that are compared
-SHARP = 20.0  # the score of a key that a query is made for
-LIMITS = {"f32": 1e-3, "f16": 2e-2, "q4_0": 0.5, "int4": 0.5}  # of the relative error; 0.15 of all other types
+CHECKED_HEADS, CHECKED_TOKENS = 8, 3  # the most heads and tokens of a call that are compared
+SHARP = 20.0  # the score that a query aims at with its key
+LIMITS = {"f32": 1e-3, "f16": 2e-2, "q4_0": 0.5, "int4": 0.5}  # largest relative error; 0.15 for all other types
 
 
 def limit(dtype: str) -> float:
@@ -33,7 +33,7 @@ def check(name: str, error: float, dtype: str) -> None:
     name : str
         The name of the result.
     error : float
-        Its relative error.
+        The result's relative error.
     dtype : str
         The type of stored rows.
 
@@ -53,12 +53,14 @@ def _pool(tokens: int, num_kv_heads: int, head_dim: int) -> tuple[Floats, Floats
 
 
 class Known:
-    """An implementation, and the tokens of its sequences: a token is a number, and has rows of its own.
+    """An implementation, and the tokens of its sequences, so that the exact results are known.
+
+    A token is a number, which says its rows.
 
     Parameters
     ----------
     make : callable
-        Makes the implementation of a case.
+        The function or class that makes the implementation of a case.
     case : Case
         The case.
     """
@@ -71,7 +73,7 @@ class Known:
         self._pool = _pool(case.max_seq_len + case.max_sequences, case.num_kv_heads, case.head_dim)
 
     def rows(self, layer: int, tokens: list[int]) -> tuple[Floats, Floats]:
-        """Return the keys and values of tokens in a layer; every layer has others."""
+        """Return the keys and values of tokens in a layer; they differ from layer to layer."""
         numbers = (np.array(tokens) + 17 * layer) % len(self._pool[0])
         return self._pool[0][numbers], self._pool[1][numbers]
 
@@ -105,13 +107,13 @@ class Known:
         del self.tokens[0][begin:end]
 
     def check(self, seq_id: int = 0) -> None:
-        """Append a token, and compare the result of its attention."""
+        """Append a token, and compare the result of its attention with the exact one."""
         self.open(1, seq_id)
         self.check_batch(1, seq_id)
         self.cache.commit()
 
     def check_batch(self, num_tokens: int, seq_id: int = 0) -> None:
-        """Compare attention of the open batch in the first and in the last layer."""
+        """Compare attention of the open batch with the exact one, in the first and in the last layer."""
         for layer in {0, self.case.num_layers - 1}:
             targets, q = self._queries(layer, num_tokens, seq_id)
             out = np.asarray(self.cache.attend(layer, q), np.float64)
@@ -143,10 +145,10 @@ class Known:
         return range(0, self.case.num_heads, -(-self.case.num_heads // CHECKED_HEADS))
 
     def _queries(self, layer: int, num_tokens: int, seq_id: int) -> tuple[npt.NDArray[np.int64], Floats]:
-        """Return tokens, and queries that score high for their keys.
+        """Return a target token for each query, and queries that score high for the targets' keys.
 
-        The tokens are any that were ever stored, so that seeing a removed or a later token shows. The first heads aim
-        at the latest and the first stored token, and at the latest removed one.
+        Any token that was ever stored may be a target, so that a result changes if a removed or a later token is seen.
+        The first heads aim at the latest and the first stored token, and at the latest removed token.
         """
         case, held = self.case, self.tokens[seq_id]
         targets = np.random.default_rng(layer).integers(0, self._next, (num_tokens, case.num_heads))
@@ -162,7 +164,7 @@ class Known:
         return targets, np.ascontiguousarray(q)
 
     def _exact(self, layer: int, seq_id: int, later: int, head: int, q: Floats) -> npt.NDArray[np.float64]:
-        """Return attention of a query that has `later` tokens after it in its sequence."""
+        """Compute exact attention of a query that has `later` tokens after it in its sequence."""
         case = self.case
         held = self.tokens[seq_id][: len(self.tokens[seq_id]) - later]
         seen = held[-case.window :] if case.window else held

@@ -43,7 +43,7 @@ class Ours:
         self._batch.put(layer, k, v)
 
     def attend(self, layer: int, q: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-        """Attend over them."""
+        """Attend over the stored rows."""
         return self._batch.attend(layer, q)
 
     def commit(self) -> None:
@@ -51,7 +51,7 @@ class Ours:
         self._batch.commit()
 
     def fork(self, src: int, dst: int) -> None:
-        """Share a sequence's rows."""
+        """Share a sequence's rows with another."""
         self._cache.fork(src, dst)
 
     def remove(self, begin: int, end: int) -> None:
@@ -59,7 +59,7 @@ class Ours:
         self._cache.remove(begin, end)
 
     def compact(self) -> None:
-        """Close the holes."""
+        """Close the holes that removed tokens left."""
         self._cache.compact()
 
     def gather(self, layer: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

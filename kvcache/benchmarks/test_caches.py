@@ -1,4 +1,4 @@
-"""The benchmarks; every implementation is compared with a float64 softmax first."""
+"""The benchmarks. Every implementation is compared with a float64 softmax before it is timed."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Mask:
 
     padding: torch.Tensor | None  # [batch, tokens so far] of bool, True: a token
     is_plain: bool  # whether order, window and padding alone hide keys
-    sees_all: bool  # whether a query sees later keys, as in an encoder and in attention over one
+    sees_all: bool  # whether a query sees later keys, as within and over an encoder
     arguments: dict[str, Any]  # arguments of sdpa_mask
     queries: slice | None = None  # the queries that the mask is for; None: all
 

@@ -1,7 +1,7 @@
-"""Runs a Llama-family model in NumPy through a `KVCache`: what the examples and the command line share.
+"""Run a Llama-family model in NumPy through a `KVCache`, for the examples and the command line.
 
-`Llama` is the model, `generate` and `sample` are the loop over its tokens, `seconds_without_cache` and `compare_dtypes`
-measure, and `run` joins them: it streams a text and ends with a table.
+`Llama` is the model, `generate` is the loop over its tokens, `sample` draws each token, `seconds_without_cache` and
+`compare_dtypes` measure, and `run` uses them all: it streams a text and ends with a table.
 """
 
 from kvcache.runner.evaluate import Fidelity, Report, compare_dtypes, mean_loss, read_windows, seconds_without_cache

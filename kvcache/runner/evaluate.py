@@ -1,4 +1,4 @@
-"""Measures decoding without a cache, and the effect of each element type on a model's loss and logits."""
+"""Measure decoding without a cache, and the effect of each element type on a model's loss and logits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvcache.runner.llama import Llama, LlamaConfig
 __all__ = ["Fidelity", "Report", "compare_dtypes", "mean_loss", "read_windows", "seconds_without_cache"]
 
 EVAL_WINDOWS = 4  # texts of eval.txt that the loss is averaged over
-EVAL_TOKENS = 2048  # of each text, or the model's context if that is shorter
-EVAL_BYTES = 16 * EVAL_WINDOWS * EVAL_TOKENS  # of eval.txt that are read: tokens usually stand for fewer
+EVAL_TOKENS = 2048  # tokens of each text, unless the model's context is shorter
+EVAL_BYTES = 16 * EVAL_WINDOWS * EVAL_TOKENS  # bytes read of eval.txt: a token usually stands for fewer than 16
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Fidelity:
     """The effect of a cache's element type on a model, for given texts."""
 
     loss: float  # mean over the texts, in nats per token
-    max_difference: float  # of any logit from that with an f32 cache
+    max_difference: float  # largest difference of a logit from the same logit with an f32 cache
     prefill: Speed
 
 
@@ -55,7 +55,7 @@ def read_windows(path: Path, tokenizer: Tokenizer, length: int) -> list[list[int
         return []
     with open_file(path) as file:
         tokens = tokenizer.encode(file.read(0, min(EVAL_BYTES, file.size)))
-    first = [] if tokenizer.bos is None else [tokenizer.bos]  # each text begins with it
+    first = [] if tokenizer.bos is None else [tokenizer.bos]  # the token that each text begins with
     tokens, length = tokens[len(first) :], max(length - len(first), 1)
     windows = [first + tokens[i : i + length] for i in range(0, len(tokens), length)]
     return [window for window in windows if len(window) > 1][:EVAL_WINDOWS]
@@ -82,7 +82,7 @@ def compare_dtypes(
 
 
 def seconds_without_cache(model: Llama, options: Options, tokens: Sequence[int], lengths: Sequence[int]) -> list[float]:
-    """Return the seconds of decode steps without a cache: for each length, a pass over that many tokens."""
+    """Return the seconds of a decode step without a cache, a pass over all tokens, for each length of a sequence."""
     seconds = []
     with new_cache(model.config, options) as cache:
         for length in lengths:
@@ -95,7 +95,7 @@ def seconds_without_cache(model: Llama, options: Options, tokens: Sequence[int],
 
 @dataclass
 class Report:
-    """The measurements of a run; the table leaves out those that an interrupt prevented."""
+    """The measurements of a run; the table leaves out measurements that an interrupt prevented."""
 
     config: LlamaConfig
     options: Options

@@ -1,4 +1,4 @@
-"""Generates tokens with a `Llama`: `new_cache`, `sample`, `shift_context`, and `generate`, the loop over them."""
+"""Generate tokens with a `Llama`: `generate` is the loop, over `new_cache`, `sample` and `shift_context`."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
 
 __all__ = ["FIRST_TOKENS_KEPT", "Options", "Speed", "generate", "new_cache", "sample", "shift_context"]
 
-FIRST_TOKENS_KEPT = 4  # by a shift: models attend to the first tokens, whatever these are
+FIRST_TOKENS_KEPT = 4  # first tokens that a shift keeps: models attend to them, whatever they are
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of a run; the defaults are those of the example and of the command line.
+    """Settings of a run, with the defaults of the example and of the command line.
 
     Parameters
     ----------
     dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"}
         The element type of the cache.
     window : int, optional
-        Tokens that each token sees, itself included; by default all.
+        The number of tokens that each token sees, itself included; by default all.
     shift : bool
         Whether to go on when the model's context is full: drop its older half, and move the rest down.
     num_sink_tokens : int, optional
-        First tokens that stay visible beside a window, or stay when the context shifts. By default 0 with a window, and
-        `FIRST_TOKENS_KEPT` with a shift.
+        The number of first tokens that stay visible beside a window, or stay when the context shifts. By default 0 with
+        a window, and `FIRST_TOKENS_KEPT` with a shift.
     max_new_tokens : int
         The most tokens to generate.
     seed : int
-        Seed of the sampling.
+        The seed of the sampling.
     temperature : float
-        Divides the logits; 0 always takes the likeliest token.
+        The divisor of the logits; 0 always takes the likeliest token.
     top_p : float
-        Sample among the likeliest tokens that together have this probability.
+        The probability that the likeliest tokens, from which one is drawn, have together.
     compare : bool
         Whether to measure also the speed without the cache, and to compare the element types.
     quiet : bool
@@ -87,7 +87,7 @@ class Options:
 
     @property
     def first_tokens_kept(self) -> int:
-        """How many first tokens stay: `num_sink_tokens`, or its default."""
+        """The number of first tokens that stay: `num_sink_tokens`, or its default."""
         return (FIRST_TOKENS_KEPT if self.shift else 0) if self.num_sink_tokens is None else self.num_sink_tokens
 
 
@@ -112,14 +112,14 @@ def new_cache(config: LlamaConfig, options: Options, dtype: DType | None = None)
     config : LlamaConfig
         The model's configuration.
     options : Options
-        `window` and `num_sink_tokens` narrow the policies of layers that see more.
+        The settings. `window` and `num_sink_tokens` narrow the policies of layers that see more.
     dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"}, optional
         The element type, `options.dtype` by default.
 
     Returns
     -------
     KVCache
-        For the model's whole context; with a window, for the window, the sink tokens and one batch.
+        A cache for the model's whole context; with a window, for the window, the sink tokens and one batch.
     """
     policy, max_seq_len = config.policy, config.max_seq_len
     if options.window is not None:
@@ -137,7 +137,7 @@ def new_cache(config: LlamaConfig, options: Options, dtype: DType | None = None)
 
 
 def _narrowed(own: FullAttention | SlidingWindow, window: int, num_sink_tokens: int) -> SlidingWindow:
-    """Return a window for a layer, or the layer's own if that is narrower."""
+    """Return a window for a layer whose own policy is `own`; a narrower window of its own stays."""
     if isinstance(own, SlidingWindow):
         window = min(window, own.window)
     return SlidingWindow(window, num_sink_tokens=num_sink_tokens)
@@ -151,11 +151,11 @@ def sample(logits: F32, rng: np.random.Generator, *, temperature: float = 1.0, t
     logits : ndarray of float32, shape [vocab_size]
         The logits of the next token.
     rng : numpy.random.Generator
-        Drawn from once; not at temperature 0.
+        The generator, which is used once; not at temperature 0.
     temperature : float
-        Divides the logits; 0 takes the largest, the first of equals.
+        The divisor of the logits; 0 takes the largest logit, the first of equals.
     top_p : float
-        Draw from the likeliest tokens that together have this probability, at least one.
+        The probability that the likeliest tokens, from which one is drawn, have together.
 
     Returns
     -------
@@ -176,21 +176,21 @@ def sample(logits: F32, rng: np.random.Generator, *, temperature: float = 1.0, t
 def shift_context(cache: KVCache, num_tokens_kept: int) -> None:
     """Drop the older half of a sequence, except its first tokens, and move the rest down.
 
-    Nothing is computed again: the cache rotates the remaining keys to their new positions. These tokens have still
-    attended to the dropped ones.
+    Nothing is computed again: the cache rotates the remaining keys to their new positions. The remaining tokens'
+    keys and values still depend on the dropped tokens, to which they attended.
 
     Parameters
     ----------
     cache : KVCache
         A cache with more than `num_tokens_kept` tokens.
     num_tokens_kept : int
-        How many first tokens stay in place.
+        The number of first tokens that stay in place.
     """
     cache.remove(num_tokens_kept, num_tokens_kept + num_dropped_by_shift(cache.next_position(), num_tokens_kept))
 
 
 def num_dropped_by_shift(num_tokens: int, num_tokens_kept: int) -> int:
-    """Return how many tokens a shift drops."""
+    """Return how many of `num_tokens` tokens a shift drops."""
     return (num_tokens - num_tokens_kept + 1) // 2
 
 
@@ -213,18 +213,18 @@ def generate(
     model, cache
         The model, and a cache for it, to which the prompt is appended.
     prompt : sequence of int
-        At least one token.
+        The prompt's tokens, at least one.
     max_new_tokens : int
         The most tokens to yield.
     choose : callable
-        Takes logits [vocab_size] in float32 and returns the next token.
+        A function that takes logits [vocab_size] in float32 and returns the next token.
     prefill, decode : Speed
-        Tokens and seconds of the forward passes are added here; the caller's time between two tokens is not counted.
+        The sums to which tokens and seconds of forward passes are added, without the caller's time between two tokens.
     num_tokens_kept : int, optional
-        When the model's context is full, call `shift_context` with this number. By default the caller must see to it
-        that the tokens fit.
+        The argument of `shift_context`, which is called when the model's context is full. By default it is not called,
+        and the tokens must fit.
     on_prefill : callable, optional
-        Called after each batch of the prompt with the number of its tokens done, and of all its tokens.
+        A function called after each batch of the prompt with the number of tokens done, and of the prompt's tokens.
     """
     pending: Sequence[int] = prompt
     for i in range(max_new_tokens):

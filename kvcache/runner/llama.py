@@ -1,4 +1,4 @@
-"""A Llama-family model in NumPy, which keeps keys and values in a `KVCache`.
+"""`Llama`, a Llama-family model in NumPy that keeps keys and values in a `KVCache`.
 
 The model is read from a Hugging Face folder (``config.json``, safetensors) or a GGUF file.
 """
@@ -38,7 +38,7 @@ class LlamaError(ValueError):
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The numbers that the runner needs of a model's configuration, under this project's names."""
+    """The parts of a model's configuration that the runner needs, under this project's names."""
 
     num_layers: int
     num_heads: int
@@ -50,7 +50,7 @@ class LlamaConfig:
     max_seq_len: int
     rms_norm_eps: float
     rope: Rope
-    policy: tuple[FullAttention | SlidingWindow, ...]  # of each layer
+    policy: tuple[FullAttention | SlidingWindow, ...]  # one policy per layer
     tie_word_embeddings: bool
 
     def check_tokens(self, tokens: ArrayLike) -> None:
@@ -137,7 +137,7 @@ def _policy(fields: Fields, policies: Sequence[Policy | None]) -> tuple[FullAtte
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's weights; matrices are [out, in], and those with the same input are stacked."""
+    """One layer's weights; matrices are [out, in], and matrices with the same input are stacked."""
 
     attention_norm: F32  # [hidden]
     qkv: F32  # [(num_heads + 2 num_kv_heads) * head_dim, hidden]
@@ -153,9 +153,10 @@ class _Layer:
 class Llama:
     """A Llama model in float32: RMSNorm, rotary positions (half-split), grouped-query attention, SwiGLU.
 
-    With such weights, queries, keys and values have biases (Qwen2), or queries and keys are normalised (Qwen3).
+    If the weights have biases of queries, keys and values (Qwen2), or norms of queries and keys (Qwen3), these are
+    applied.
 
-    A `Llama` holds weights only: keys and values lie in the cache that each call is given. `load` reads one from a
+    A `Llama` holds weights only: keys and values lie in the cache that each call is given. `load` reads a model from a
     folder or a GGUF file.
     """
 
@@ -171,8 +172,8 @@ class Llama:
     def load(cls, path: str | Path) -> Llama:
         """Load a Hugging Face folder, ``config.json`` and ``model.safetensors`` or its shards, or a GGUF file.
 
-        Safetensors may hold F32, F16 or BF16; GGUF also Q8_0, Q4_0, and whatever else the package ``gguf`` decodes.
-        All weights become float32. Embeddings may be tied.
+        Safetensors may hold F32, F16 or BF16; GGUF also Q8_0, Q4_0, and every other type that the package ``gguf``
+        decodes. All weights become float32. Embeddings may be tied.
 
         Raises
         ------
@@ -189,7 +190,7 @@ class Llama:
         tied = config.tie_word_embeddings
         head = embedding if tied else tensors.take("lm_head.weight", config.vocab_size, config.hidden_size)
         tensors.finish("lm_head.weight", "rope_freqs.weight")  # rope_freqs: already in the configuration
-        rope = Rope(config.rope.inv_freq)  # interleaved heads are reordered to halves now
+        rope = Rope(config.rope.inv_freq)  # _take_layer has reordered interleaved heads to halves
         return cls(replace(config, rope=rope), embedding, layers, norm, head)
 
     def forward(
@@ -200,18 +201,18 @@ class Llama:
         last_only: bool = False,
         on_batch: Callable[[int, int], None] | None = None,
     ) -> F32:
-        """Append tokens to sequence 0 of a cache and return the logits after each.
+        """Append tokens to sequence 0 of a cache, and return the logits after each token.
 
         Parameters
         ----------
         tokens : array_like of int, shape [n]
             The tokens that follow those in the cache, at least one. Long inputs are cut into batches.
         cache : KVCache
-            Made for this model's shape, as `new_cache` does.
+            A cache for this model's shape, as `new_cache` makes.
         last_only : bool
-            Compute the logits of the last token only.
+            Whether to compute the logits of the last token only.
         on_batch : callable, optional
-            Called after each batch with the number of tokens done, and with `n`.
+            A function called after each batch with the number of tokens done, and with `n`.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""Streams the text that a model generates, and ends with a table of measurements."""
+"""Stream the text that a model generates, and end with a table of measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
 __all__ = ["run"]
 
 STEPS_WITHOUT_CACHE = 8  # decode steps that are repeated without the cache
-INTERRUPTED = 130  # exit status, as shells have it: 128 + SIGINT
+INTERRUPTED = 130  # the exit status that shells use: 128 + SIGINT
 
 
 def run(
@@ -33,13 +33,14 @@ def run(
 ) -> int:
     """Load a model, stream a continuation of the prompt, and end with a table.
 
-    An interrupt (Ctrl-C) ends the text, or the measuring after it, and the table shows what was measured by then.
+    An interrupt (Ctrl-C) ends the text, or the measuring after it, and the table shows the measurements made by then.
     Notices go to stderr. The text ends where the model ends it; without a window or a shift, also when the model's
     context is full.
 
-    With a window the text goes on. Positions keep growing, but rotary attention depends on distances only, and within
-    the window these stay as trained. Distances to sink tokens grow, which a model tolerates for a few of them. With a
-    shift, a full context drops its older half and moves the rest down: positions stay as trained.
+    With a window the text continues beyond the context. Positions keep growing, but rotary attention depends on
+    distances only, and within the window distances stay in the range of the training. Distances to sink tokens grow,
+    which a model tolerates for a few of them. With a shift, a full context drops its older half and moves the rest
+    down: positions stay in the range of the training.
 
     Parameters
     ----------
@@ -47,13 +48,13 @@ def run(
         A Hugging Face folder or a GGUF file. The element types are compared on an ``eval.txt`` in the folder or beside
         the file, if there is one.
     prompt : bytes
-        At least one byte.
+        The text to continue, at least one byte.
     options : Options
         The settings.
     out : TextIO
-        Takes the text and the table.
+        The stream that the text and the table are written to.
     on_prefill : callable, optional
-        Called after each batch of the prompt with the number of its tokens done, and of all its tokens.
+        A function called after each batch of the prompt with the number of tokens done, and of the prompt's tokens.
 
     Returns
     -------
@@ -95,7 +96,7 @@ def run(
 
 
 def _room(config: LlamaConfig, prompt: Sequence[int], options: Options) -> int:
-    """Return how many tokens may be generated; refuse options that do not fit the model."""
+    """Return the most tokens that may be generated; refuse options that do not fit the model."""
     context = config.max_seq_len
     if not prompt:
         raise LlamaError("the prompt has no token")
@@ -116,7 +117,7 @@ def _room(config: LlamaConfig, prompt: Sequence[int], options: Options) -> int:
 
 
 class _Text:
-    """Writes tokens as text that is safe for a terminal."""
+    """Write tokens as text that is safe for a terminal."""
 
     def __init__(self, out: TextIO, tokenizer: Tokenizer) -> None:
         self.out, self.tokenizer = out, tokenizer
@@ -171,7 +172,7 @@ def _stream(
 
 
 def _notice_limits(config: LlamaConfig, options: Options, num_tokens: int, *, full: bool) -> None:
-    """Tell the reader where a text reached the limits of the model's training."""
+    """Print a notice if a text reached the limits of the model's training."""
     if full:
         _notice(f"stopped at {num_tokens:,} tokens, the model's whole context; with a window or a shift it would go on")
     elif options.window and options.first_tokens_kept and num_tokens > config.max_seq_len:
@@ -181,7 +182,7 @@ def _notice_limits(config: LlamaConfig, options: Options, num_tokens: int, *, fu
 def _measure(model: Llama, path: Path, tokenizer: Tokenizer, tokens: list[int], report: Report) -> None:
     """Measure decoding without a cache, and the element types."""
     if report.decode.tokens:
-        # Lengths of the sequence at some of the decode steps, evenly spread.
+        # The sequence's lengths at evenly spread decode steps.
         spread = np.linspace(len(tokens) - report.decode.tokens, len(tokens) - 1, STEPS_WITHOUT_CACHE)
         lengths = [int(length) for length in np.unique(spread.astype(int))]
         if report.options.shift:
@@ -198,7 +199,7 @@ def _measure(model: Llama, path: Path, tokenizer: Tokenizer, tokens: list[int], 
 
 
 def _held(num_tokens: int, context: int, num_tokens_kept: int) -> int:
-    """Return how many of a text's tokens a shifting context holds after the last of them."""
+    """Return how many tokens a shifting context holds once a text has `num_tokens` tokens."""
     dropped = num_dropped_by_shift(context, num_tokens_kept)
     return num_tokens if num_tokens <= context else context - dropped + 1 + (num_tokens - context - 1) % dropped
 

@@ -1,1 +1,1 @@
-"""The parts of the command ``kvcache``: memory plans, benchmarks, and the peers that these time."""
+"""The parts of the command ``kvcache``: memory plans, benchmarks, and the peers that the benchmarks time."""

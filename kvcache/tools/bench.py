@@ -1,8 +1,7 @@
-"""Measures this machine: read bandwidth; decoding, prefill and appending by element type; and the same of peers.
+"""Measure this machine: read bandwidth; decoding, prefill and appending by element type; and the same of peers.
 
 `measure` takes about a minute and reports its progress; `decode_rates` takes a second, for predictions. `draw` and
-`picture` need matplotlib. Nothing is printed or compiled: the figures are those of the installed package, called from
-Python.
+`picture` need matplotlib. Nothing is printed or compiled: the installed package is measured, called from Python.
 """
 
 from __future__ import annotations
@@ -34,13 +33,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "Result", "Shape", "decode_rates", "draw", "measure", "picture", "read_bandwidth"]
 
-READING = 1 / 60  # fraction of the whole time
-PARTS = {"decode": 1 / 12, "prefill": 1 / 12, "append": 1 / 60}  # fractions for this cache
-OF_A_PEER = 0.4  # fraction of that, for each peer beside this cache
-ALL_OF_OURS, ALL_OF_A_PEER = 0.3, 0.14  # fractions of the whole time with setting up, for the bar
+READING = 1 / 60  # fraction of the whole time in which read bandwidth is measured
+PARTS = {"decode": 1 / 12, "prefill": 1 / 12, "append": 1 / 60}  # fractions of the whole time, for this cache's parts
+PEER_FRACTION = 0.4  # time of a part with one peer beside this cache, as a fraction of the part's time
+# Fractions of the whole time for this cache and for each peer, setting up included, from which progress is estimated.
+OURS_IN_ALL, PEER_IN_ALL = 0.3, 0.14
 CALL = 2 << 20  # bytes per thread and call: much longer than a call's overhead, much shorter than a time slice
 PUT_TOKENS = 512  # tokens of a batch that fills a cache
-PROMPT = 64 * 8192 * 32 * 256  # multiply-adds of a timed prompt; with 512 tokens, a token takes 8 % less
+PROMPT = 64 * 8192 * 32 * 256  # multiply-adds of a timed prompt, 64 tokens of the default shape; 512 take 8 % less each
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -52,19 +52,19 @@ class Shape:
     Parameters
     ----------
     num_layers : int, default 32
-        Layers of the model; fewer are measured.
+        The number of layers of the model; fewer are measured.
     num_heads, num_kv_heads : int, default 32 and 8
-        Query and KV heads.
+        The number of query heads and of KV heads.
     head_dim : int, default 128
-        Elements of a key of one head.
+        The number of elements of a key of one head.
     v_head_dim : int, optional
-        Elements of a value; by default `head_dim`.
+        The number of elements of a value of one head; by default `head_dim`.
     value_in_key : bool, default False
         Whether values are the first elements of their keys, as in multi-head latent attention.
     context : int, default 8192
-        Tokens that are stored.
+        The number of stored tokens.
     threads : int, optional
-        Threads of a call; by default `get_num_threads`.
+        The number of threads of a call; by default `get_num_threads`.
 
     Raises
     ------
@@ -93,15 +93,15 @@ class Shape:
 
     @property
     def v_dim(self) -> int:
-        """Elements of a value of one head."""
+        """The number of elements of a value of one head."""
         return self.v_head_dim or self.head_dim
 
     def token_bytes(self, dtype: DType) -> int:
-        """Bytes of the rows of a token in one layer."""
+        """Return the bytes of the rows of a token in one layer."""
         return bytes_of_token(self.num_kv_heads, self.head_dim, self.v_dim, dtype, dtype, self.value_in_key)
 
     def why_not(self, dtype: DType) -> str | None:
-        """Say why rows of this shape cannot have an element type; None: they can."""
+        """Return the reason why rows of this shape cannot have an element type; None: they can."""
         for name, dim in (("head_dim", self.head_dim), ("v_head_dim", self.v_dim)):
             if not suits(dtype, dim):
                 return f"{dtype} takes a {name} that is a multiple of 32, not {dim}"
@@ -115,7 +115,7 @@ class _Reader:
     """Reads memory with NumPy's reductions, which release the GIL, in several threads.
 
     A reduction does not prefetch and reads one stream: on one thread it reaches four fifths of the bandwidth of the
-    best kernel in bench/yardstick.c, so attention may exceed the bandwidth measured here.
+    best loop in bench/yardstick.c, so attention may exceed the bandwidth measured here.
     """
 
     def __init__(self, nbytes: int, threads: int) -> None:
@@ -126,7 +126,7 @@ class _Reader:
             with contextlib.suppress(OSError):  # a system without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
         parts = np.split(np.frombuffer(memory, np.int64), threads)
-        list(self._pool.map(lambda part: part.fill(1), parts))  # first touch by its thread places a part near it
+        list(self._pool.map(lambda part: part.fill(1), parts))  # first touch places a part near the thread's core
         self._kernels: list[Callable[[], object]] = [
             lambda: list(self._pool.map(np.bitwise_or.reduce, parts)),
             lambda: list(self._pool.map(np.max, parts)),
@@ -147,7 +147,7 @@ class _Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kernels.clear()  # they hold the memory
+        self._kernels.clear()  # these functions hold the memory
         self._pool.shutdown()
 
 
@@ -163,11 +163,11 @@ def read_bandwidth(nbytes: int | None = None, threads: int | None = None, second
     Parameters
     ----------
     nbytes : int, optional
-        Bytes to read; by default four times the last-level cache.
+        The number of bytes to read; by default four times the last-level cache.
     threads : int, optional
-        Threads that read; by default `get_num_threads`.
+        The number of threads that read; by default `get_num_threads`.
     seconds : float, default 0.5
-        How long to measure.
+        The duration of the measurement.
 
     Returns
     -------
@@ -185,14 +185,14 @@ def read_bandwidth(nbytes: int | None = None, threads: int | None = None, second
 
 
 class _Filled:
-    """A cache of one element type, filled with a shape's context, with as many layers as make a working set.
+    """A cache of one element type, filled with a shape's context, with enough layers for a working set.
 
     Queries and new rows are f32, whatever the type.
     """
 
     def __init__(self, shape: Shape, dtype: DType, working_set: int) -> None:
         self.shape, self.dtype = shape, dtype
-        self.nbytes = shape.context * shape.token_bytes(dtype)  # of the rows of one layer
+        self.nbytes = shape.context * shape.token_bytes(dtype)  # bytes of the rows of one layer
         self.layers = layers_of(self.nbytes, working_set)
         self._layer = 0
         rng = np.random.default_rng(0)
@@ -217,7 +217,7 @@ class _Filled:
                     batch.put(layer, *rows)
 
     def attending(self, num_tokens: int) -> Entrant:
-        """Measure attention of the last tokens, storing them included: seconds per layer."""
+        """Return an entrant that times attention of the last tokens, storing them included, per layer."""
         shape, rows = self.shape, self._rows(num_tokens)
         q = np.random.default_rng(1).standard_normal((num_tokens, shape.num_heads, shape.head_dim), np.float32)
         scale = shape.head_dim**-0.5
@@ -239,7 +239,7 @@ class _Filled:
         return Entrant("kvcache", run, self.layers, kind=self.dtype)
 
     def appending(self) -> Entrant:
-        """Measure storing one token: seconds per layer, with its share of the batch's begin and commit."""
+        """Return an entrant that times storing one token, per layer, with its share of the batch's begin and commit."""
         stored, rows = self.shape.context - 1, self._rows(1)
 
         def once() -> float:
@@ -275,21 +275,21 @@ def decode_rates(shape: Shape, dtypes: Sequence[DType] = DTYPES, seconds: float 
     shape : Shape
         The attention to measure. A long context is cut short: the rate stays the same.
     dtypes : sequence of {"f32", "f16", "bf16", "q8_0", "q4_0"}, optional
-        The element types; those that the shape's rows cannot have are left out.
+        The element types; types that the shape's rows cannot have are left out.
     seconds : float, default 1.0
-        Approximate duration.
+        The approximate duration.
 
     Returns
     -------
     dict
-        Bytes of rows per second, by type. Divide them by the bytes that all layers hold of a sequence to get tokens per
-        second of attention.
+        The bytes of rows per second, by type. Divided by the bytes that all layers hold of a sequence, they are the
+        tokens per second of attention.
     """
     end = time.perf_counter() + seconds
     known = [dtype for dtype in _check_dtypes(dtypes) if not shape.why_not(dtype)]
     if not known:
         return {}
-    # Interleaved, types evict each other's rows from the cache, so together they need to exceed it, not each alone.
+    # Interleaved types evict each other's rows from the processor's cache: only together must they exceed it.
     share = 4 * cache_size() // len(known)
     with contextlib.ExitStack() as stack:
         ours = []
@@ -325,10 +325,10 @@ class Result:
     """The measurements, as a dict of plain types.
 
     ``machine`` is the report of `show_config`, ``shape`` the shape, ``bandwidth`` the bytes per second at which memory
-    is read, ``left_out`` sentences on what was not measured. ``rows`` has an entry for each part (decode, prefill,
-    append), name and type: ``seconds`` of one layer and ``tokens_per_second`` of all layers; for decoding also
-    ``bytes_per_second`` and their fraction ``of_bandwidth``; for a peer also its seconds ``by_ours``, divided by those
-    of this cache. Quotients are medians of quotients within a round.
+    is read, ``left_out`` a list of sentences on what was not measured. ``rows`` has an entry for each part (decode,
+    prefill, append), name and type: ``seconds`` of one layer and ``tokens_per_second`` of all layers; for decoding also
+    ``bytes_per_second``, and ``of_bandwidth``, their fraction of the bandwidth; for a peer also ``by_ours``, its
+    seconds divided by this cache's. Quotients are medians of quotients within a round.
     """
 
     record: dict[str, Any]
@@ -342,7 +342,7 @@ class _Table:
         self._samples: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
     def add(self, part: str, entrants: Sequence[Entrant], seconds: Sequence[float], read: float) -> None:
-        """Add a round's samples; `read` is its seconds per byte read."""
+        """Add a round's samples; `read` is the round's seconds per byte of reading memory."""
         ours = {e.kind: s for e, s in zip(entrants, seconds, strict=True) if e.name == "kvcache"}
         for entrant, taken in zip(entrants, seconds, strict=True):
             found = self._samples[part, entrant.name, entrant.kind]
@@ -357,7 +357,7 @@ class _Table:
         return self._shape.context * self._shape.token_bytes(dtype)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Make the rows; of a peer's modes, keep the fastest for each type of this cache that it is compared with."""
+        """Make the rows; of a peer's modes, keep the fastest for each type of this cache compared with it."""
         best: dict[tuple[str, str, str], dict[str, Any]] = {}
         for (part, name, kind), found in self._samples.items():
             row: dict[str, Any] = {"part": part, "name": name, "type": kind}
@@ -372,7 +372,7 @@ class _Table:
 
 
 def _base(kind: str) -> DType:
-    """Return this cache's type that a peer's type is compared with."""
+    """Return the type of this cache that is compared with a peer's type."""
     return "f16" if BYTES[kind] == 2 else "q8_0"
 
 
@@ -392,14 +392,14 @@ class _Run:
         self._start = time.perf_counter()
 
     def progress(self, doing: str) -> Progress:
-        expected = self.seconds * (ALL_OF_OURS + ALL_OF_A_PEER * len(self.peers.kinds))
+        expected = self.seconds * (OURS_IN_ALL + PEER_IN_ALL * len(self.peers.kinds))
         return Progress(doing, min(0.99, self.elapsed() / max(1e-9, expected)))
 
     def elapsed(self) -> float:
         return time.perf_counter() - self._start
 
     def tasks(self, key: str, part: str) -> Iterator[tuple[str, Task]]:
-        """Yield a peer's tasks for a part: its offers of 8 and 16 bits."""
+        """Yield a peer's tasks for a part: its offers with 8 and 16 bits per element."""
         shape, offers = self.shape, getattr(self.peers.kinds[key], part)
         for task in tasks(
             (offer for offer in offers if 1 <= BYTES[offer[1]] <= 2), threads=shape.threads, num_heads=shape.num_heads,
@@ -414,7 +414,7 @@ class _Run:
         """Measure caches and peers interleaved, and add the samples to the table."""
         entrants = [one.appending() if part == "append" else one.attending(self.num_tokens[part]) for one in ours]
         entrants += theirs
-        seconds = self.seconds * PARTS[part] * (OF_A_PEER if theirs else 1)
+        seconds = self.seconds * PARTS[part] * (PEER_FRACTION if theirs else 1)
         for taken in compete([reader.entrant(), *entrants], seconds, threads=self.shape.threads, least=3):
             self.table.add(part, entrants, taken[1:], taken[0] / reader.nbytes)
             yield self.progress(f"{part}, {entrants[-1].name if theirs else 'kvcache'}")
@@ -423,8 +423,8 @@ class _Run:
 def measure(shape: Shape | None = None, *, seconds: float = 60.0, peers: bool = True) -> Iterator[Progress | Result]:
     """Measure this machine: read bandwidth; decoding, prefill and appending by element type; and the same of peers.
 
-    Measurements are interleaved, so that other load slows all alike. Each peer runs in a process of its own, with 16
-    and 8 bits as far as it has them, interleaved with this cache's f16 and q8_0. Rows are read from memory: the layers
+    Measurements are interleaved, so that other load slows all alike. Each peer runs in a process of its own, with types
+    of 16 and 8 bits if it has them, interleaved with this cache's f16 and q8_0. Rows are read from memory: the layers
     together hold four times the last-level cache.
 
     Parameters
@@ -432,8 +432,8 @@ def measure(shape: Shape | None = None, *, seconds: float = 60.0, peers: bool = 
     shape : Shape, optional
         The attention to measure; by default 32 layers of 32 query and 8 KV heads of 128, and 8,192 tokens.
     seconds : float, default 60
-        Approximate duration. At least three rounds of each measurement are made; peers for which no time is left are
-        left out.
+        The approximate duration. At least three rounds of each measurement are made; peers for which no time remains
+        are left out.
     peers : bool, default True
         Whether to measure installed peers.
 
@@ -478,7 +478,7 @@ def measure(shape: Shape | None = None, *, seconds: float = 60.0, peers: bool = 
 
 # ---- pictures
 
-OURS, OTHERS = "#0072B2", "#E69F00"  # Okabe and Ito's, which the colour-blind can tell apart
+OURS, OTHERS = "#0072B2", "#E69F00"  # of Okabe and Ito's palette, which the colour-blind can tell apart
 
 
 def draw(record: dict[str, Any], ax: _Axes, part: str = "decode") -> None:
@@ -489,9 +489,9 @@ def draw(record: dict[str, Any], ax: _Axes, part: str = "decode") -> None:
     record : dict
         The record of a `Result`.
     ax : matplotlib.axes.Axes
-        Where to draw.
+        The axes to draw into.
     part : {"decode", "prefill", "append"}, default "decode"
-        Which part.
+        The part to draw.
     """
     rows = [row for row in record["rows"] if row["part"] == part]
     rows.sort(key=lambda row: (row["name"] != "kvcache", -row["tokens_per_second"]))
@@ -503,7 +503,7 @@ def draw(record: dict[str, Any], ax: _Axes, part: str = "decode") -> None:
     )
     ax.bar_label(bars, [f"{speed:,.3g}" if speed < 1000 else f"{speed:,.0f}" for speed in speeds], padding=3)
     ax.invert_yaxis()
-    ax.set_xlim(0, 1.25 * max(speeds))  # leaves space for the figure
+    ax.set_xlim(0, 1.25 * max(speeds))  # leaves space for the number behind a bar
     ax.spines[["top", "right", "bottom"]].set_visible(False)
     ax.xaxis.set_visible(False)
     ax.set_title(f"{part}, tokens/s", loc="left")

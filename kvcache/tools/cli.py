@@ -1,4 +1,4 @@
-"""The command ``kvcache``: plans a model's cache, measures this machine, generates text, and describes the build."""
+"""The command ``kvcache``, which plans a model's cache, measures this machine, generates text, describes the build."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-CONTEXT = 8192  # tokens, where neither the user nor the model names a context
+CONTEXT = 8192  # tokens of a sequence, if neither the user nor the model says
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -158,7 +158,7 @@ def _rates(shape: shapes.Shape, dtypes: Sequence[DType], context: int, threads: 
 
 
 def _bench_shape(shape: shapes.Shape, context: int, threads: int | None) -> bench.Shape:
-    """Return the attention to measure for a model: that of the layers that store most."""
+    """Return the shape of attention to measure for a model: the shape of the layer that stores most."""
     from kvcache.tools import bench
 
     def nbytes(layer: int) -> int:
@@ -260,7 +260,7 @@ def bench_command(
 
 
 def _measure(shape: bench.Shape, seconds: float, peers: bool) -> dict[str, Any]:
-    """Measure, and show the progress."""
+    """Run the benchmark with a progress bar; return its record."""
     from kvcache.tools import bench
 
     with _progress() as bar:
@@ -380,7 +380,7 @@ def info(as_json: AsJson = False) -> None:
 
 
 def _instruction_sets() -> list[str]:
-    """Return the build's instruction sets that this machine has, by setting KVCACHE_ISA to each."""
+    """Return the build's instruction sets that this machine has; try each as KVCACHE_ISA."""
     before = os.environ.get("KVCACHE_ISA")
     names = []
     for name in _core.build_info().split(", ")[2].split():
@@ -419,7 +419,7 @@ def _print_json(value: Any) -> None:
 
 
 def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns. Importing rich's tables would take longer than making a plan."""
+    """Print aligned columns, without rich's tables: importing them takes longer than making a plan."""
     columns = list(zip(headings, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     to_right = [all(cell[:1].isdigit() or cell in ("-", "any") for cell in column[1:]) for column in columns]
@@ -431,7 +431,7 @@ def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None
 
 
 def _progress() -> Any:
-    """Show a progress bar on stderr if that is a terminal, and remove it at the end."""
+    """Make a progress bar, shown on stderr if that is a terminal, and removed at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""Interleaves measurements, so that whatever else the machine does slows everything that is compared alike."""
+"""Interleave measurements, so that other load on the machine slows all that is compared alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache.runtime import get_num_threads
 
 __all__ = ["Entrant", "cache_size", "compete", "layers_of", "rounds"]
 
-ROUND = 0.02  # seconds of one entrant before the next runs, unless one call takes longer
+ROUND = 0.02  # seconds that an entrant runs in a round, unless one call takes longer
 PAUSE = 0.01  # seconds in which the previous entrant's threads stop spinning
 MOST_ROUNDS = 10_000
 
@@ -29,11 +29,11 @@ class Entrant:
     layers: int = 1
     error: Callable[[], float] | None = None
     kind: str = ""  # the element type
-    first: float = 0.0  # seconds of a first call; 0: none was made
+    first: float = 0.0  # seconds of a call made before; 0: none was made
 
 
 def rounds(*functions: Callable[[], T], seconds: float, least: int) -> Iterator[list[T]]:
-    """Call functions one after the other, `least` rounds or as many as fit; yield the results of each round."""
+    """Call functions one after the other, at least `least` rounds and `seconds` long; yield each round's results."""
     end = time.perf_counter() + seconds
     for done in range(MOST_ROUNDS):
         if done >= least and time.perf_counter() >= end:
@@ -45,7 +45,7 @@ def compete(entrants: Sequence[Entrant], seconds: float, *, threads: int, least:
     """Run entrants one after the other; yield, for each round, the median seconds of each one's calls."""
 
     def calibrate(entrant: Entrant) -> Callable[[], float]:
-        first = entrant.first or entrant.run(1)[0]  # includes what happens only once
+        first = entrant.first or entrant.run(1)[0]  # includes work done once only
         if first < 10 * ROUND:
             first = statistics.median(entrant.run(min(2, entrant.layers)))
         calls = max(1, min(entrant.layers, round(ROUND / first)))
@@ -60,12 +60,12 @@ def compete(entrants: Sequence[Entrant], seconds: float, *, threads: int, least:
 
 
 def cache_size() -> int:
-    """Return the bytes of last-level cache that a call can use: one cache per thread, as far as there are any."""
+    """Return the bytes of last-level cache that a call can use: of at most one cache per thread, the largest first."""
     caches: dict[tuple[int, str], int] = {}
     for cache in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index*"):
         try:
             level, cpus, size = ((cache / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
-        except OSError:  # not every system has all three files
+        except OSError:  # some systems lack one of the three files
             continue
         caches[int(level), cpus] = int(size.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(size[-1], 0)
     last = max((level for level, _ in caches), default=0)
@@ -74,5 +74,5 @@ def cache_size() -> int:
 
 
 def layers_of(nbytes: float, working_set: int) -> int:
-    """Return how many layers of `nbytes` exceed a working set, so that each is read from memory, not from cache."""
+    """Return how many layers of `nbytes` fill a working set, so that each is read from memory, not from cache."""
     return max(1, -(-working_set // int(nbytes)))

@@ -1,7 +1,8 @@
-"""Peers: the same work in other packages, each in a process of its own: ``python -P -m kvcache.tools.peers.torch``, ...
+"""Peers, which do the same work with other packages, each in a process of its own.
 
-This module starts and asks them; `kvcache.tools.peers.serve` has the protocol. ``-P`` keeps the folder of a program off
-the import path, where it would hide the package of the same name. Importing this module imports no peer.
+This module starts them, by ``python -P -m kvcache.tools.peers.torch`` and so on, and sends them tasks, by the protocol
+in `kvcache.tools.peers.serve`. ``-P`` keeps the folder of a peer's program off the import path, where the program would
+hide the package of the same name. Importing this module imports no peer.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ __all__ = ["BYTES", "KINDS", "Offer", "Peer", "PeerKind", "Peers", "tasks"]
 
 Offer: TypeAlias = tuple[str, str]  # mode and type
 
-BYTES = {  # per element
+BYTES = {  # bytes of an element
     "f32": 4, "f16": 2, "bf16": 2, "fp8": 1, "int8": 1, "u8": 1, "q8_0": 34 / 32, "q4_0": 18 / 32, "int4": 0.5,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class PeerKind:
-    """The tasks that a peer offers, and its packages; its program is named after the first of these."""
+    """The tasks that a peer offers, and the packages that it needs; its program is named after the first package."""
 
     name: str
     install: str
@@ -38,7 +39,7 @@ class PeerKind:
     needs: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
-        """The command that starts it; empty if it is not installed."""
+        """Return the command that starts the peer; an empty one if a package is not installed."""
         there = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {self.needs!r})))"
         found = subprocess.run([sys.executable, "-P", "-c", there], capture_output=True).returncode == 0
         return [sys.executable, "-P", "-m", f"kvcache.tools.peers.{self.needs[0]}"] if found else []
@@ -92,7 +93,7 @@ def tasks(
     offers: Iterable[Offer], *, threads: int, num_heads: int, num_kv_heads: int, head_dim: int, context: int,
     num_tokens: int, working_set: int,
 ) -> Iterator[Task]:  # fmt: skip
-    """Make a task of each offer, with as many layers as make a working set; two for a prompt."""
+    """Make a task of each offer, with enough layers for a working set; with two layers for a prompt."""
     for mode, dtype in offers:
         layers = layers_of(2 * context * num_kv_heads * head_dim * BYTES[dtype], working_set) if num_tokens < 64 else 2
         yield Task(mode, dtype, threads, num_heads, num_kv_heads, head_dim, context, num_tokens, layers)
@@ -110,7 +111,7 @@ class Peer:
         self._count = 0
 
     def ask(self, *words: object) -> str:
-        """Return the answer; raise RuntimeError with the peer's reason if there is none."""
+        """Send words and return the answer; raise RuntimeError with the peer's reason if it refuses or has ended."""
         assert self._process.stdin
         assert self._process.stdout
         try:
@@ -123,7 +124,7 @@ class Peer:
         return answer.removeprefix("ok").strip()
 
     def set_up(self, task: Task) -> Entrant:
-        """Return a function that runs a task; the oldest of more than 16 tasks is dropped."""
+        """Set up a task in the peer, and return its entrant; the oldest of more than 16 tasks is dropped."""
         key = self._count % 16
         self._count += 1
         self.ask("shape", key, *astuple(task))
@@ -131,7 +132,7 @@ class Peer:
         def run(count: int) -> list[float]:
             return [float(word) for word in self.ask("run", key, count).split()]
 
-        first = run(1)[0]  # fails here at the latest for a task that it does not support
+        first = run(1)[0]  # a task that the peer does not support fails here at the latest
         name = self.kind.name + (f", {task.mode}" if task.mode not in ("dynamic", "paged", "append") else "")
         return Entrant(name, run, task.num_layers, lambda: float(self.ask("error", key)), task.type, first)
 
@@ -154,7 +155,7 @@ class Peer:
 class Peers:
     """The installed peers of some kinds, each in a process that its first task starts.
 
-    As a context manager: leaving it ends the processes and frees their memory.
+    `Peers` is a context manager, which ends the processes, and so frees their memory.
     """
 
     def __init__(self, kinds: Mapping[str, PeerKind], say: Callable[[str], None]) -> None:
@@ -169,7 +170,7 @@ class Peers:
                 say(f"{kind.name} is not installed: {kind.install}")
 
     def set_up(self, wanted: Iterable[tuple[str, Task]]) -> list[Entrant]:
-        """Return entrants for the tasks, each given with its peer's key, that installed peers support."""
+        """Return entrants for the tasks that installed peers support; each task comes with its peer's key."""
         entrants: list[Entrant] = []
         for key, task in wanted:
             if key not in self.kinds:

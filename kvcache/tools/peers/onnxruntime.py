@@ -1,9 +1,9 @@
-"""ONNX Runtime's GroupQueryAttention over a shared buffer, with the append of its one token.
+"""ONNX Runtime's GroupQueryAttention over a shared buffer, which appends the one token too.
 
 Modes
-  flash   the package's choice
+  flash   the package's default, flash attention
   plain   with ORT_GQA_DISABLE_FLASH_ATTENTION=1
-Types: f32, f16, int8 and int4 with one scale for the tensor.
+Types: f32 and f16; int8 and int4, with one scale for the tensor.
 """
 
 import os
@@ -45,7 +45,7 @@ def model(s: Task) -> bytes:
 
 
 def quantise(x: Floats, kind: str) -> tuple[npt.NDArray[Any], np.float32]:
-    """Return values as they are stored, and their scale."""
+    """Convert values to the stored type; return them, and their scale."""
     if kind in ("f32", "f16"):
         return x.astype(np.float32 if kind == "f32" else np.float16), np.float32(1)
     most = 127 if kind == "int8" else 7
@@ -60,11 +60,11 @@ def quantise(x: Floats, kind: str) -> tuple[npt.NDArray[Any], np.float32]:
 def set_up(s: Task) -> Work:
     """Make the `Work` of a task."""
     if s.num_tokens > 1:
-        raise NotImplementedError("one token")
+        raise NotImplementedError("only single-token decoding is measured")
     os.environ["ORT_GQA_DISABLE_FLASH_ATTENTION"] = "1" if s.mode == "plain" else "0"
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = s.threads, 1
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # others are measured between runs
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # other entrants run between two runs
     session = onnxruntime.InferenceSession(model(s), options, providers=["CPUExecutionProvider"])
     own = np.float16 if s.type == "f16" else np.float32
     k, v = s.rows(2), s.rows(3)

@@ -1,13 +1,14 @@
-"""The protocol of a peer: a process that does the same work in another package, and times itself.
+"""The protocol of a peer, a process that does the same work with another package, and times itself.
 
-One line comes in, one goes out, beginning with "ok" or with "no: " and the reason:
+The peer reads a line and answers with a line, which begins with "ok", or with "no: " and the reason:
 
     shape ID MODE TYPE THREADS NUM_HEADS NUM_KV_HEADS HEAD_DIM CONTEXT NUM_TOKENS NUM_LAYERS
-    run ID COUNT    the seconds of attention in each of the next COUNT layers, cyclically
-    error ID        ||out - exact|| / ||exact|| of layer 0, in float64, for the values before quantisation
-    drop ID         forgets the task
+                    set up a task
+    run ID COUNT    answer the seconds of attention in each of the next COUNT layers, cyclically
+    error ID        answer ||out - exact|| / ||exact|| of layer 0, in float64, for the values before quantisation
+    drop ID         forget the task
 
-Between lines a peer blocks on its input, so that others can be measured meanwhile.
+Between lines a peer waits for input, so that others can be measured meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Task:
-    """A task for a peer, its fields in the order of the line."""
+    """A task for a peer; its fields have the order of a line ``shape``."""
 
     mode: str
     type: str
@@ -38,12 +39,12 @@ class Task:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    context: int  # with the tokens of the batch, which are the last of it
+    context: int  # tokens that are attended over; the last num_tokens are the batch's
     num_tokens: int
     num_layers: int
 
     def random(self, *shape: int, seed: int) -> Floats:
-        """Return the same normal numbers for the same seed."""
+        """Return normal numbers, the same for the same seed and shape."""
         return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
     def queries(self) -> Floats:
@@ -59,8 +60,8 @@ class Task:
 class Work:
     """The functions that do a task."""
 
-    run: Callable[[int], list[float]]  # of a number of layers: the seconds of each
-    out: Callable[[], npt.NDArray[Any]]  # attends in layer 0: [num_tokens, num_heads, head_dim]
+    run: Callable[[int], list[float]]  # attends in the next n layers, and returns the seconds of each
+    out: Callable[[], npt.NDArray[Any]]  # attends in layer 0, and returns [num_tokens, num_heads, head_dim]
     kept: Any = None  # objects that must live as long as the functions
 
 
@@ -80,23 +81,23 @@ def error(task: Task, out: npt.NDArray[np.float64]) -> float:
 
 def rotate(layers: int, call: Callable[[int], object]) -> Callable[[int], list[float]]:
     """Make `Work.run` of a function that attends in one layer: cycle over the layers, and time each."""
-    turn = 0
+    next_layer = 0
 
     def run(count: int) -> list[float]:
-        nonlocal turn
+        nonlocal next_layer
         seconds = []
         for _ in range(count):
             start = time.perf_counter()
-            call(turn)
+            call(next_layer)
             seconds.append(time.perf_counter() - start)
-            turn = (turn + 1) % layers
+            next_layer = (next_layer + 1) % layers
         return seconds
 
     return run
 
 
 def serve(set_up: Callable[[Task], Work]) -> None:
-    """Answer until the input ends; `set_up` raises NotImplementedError for tasks that the peer does not support."""
+    """Answer lines until the input ends; `set_up` raises NotImplementedError for a task that is not supported."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # keeps a library's prints out of the answers
     works: dict[str, tuple[Task, Work]] = {}

@@ -1,8 +1,8 @@
-"""PyTorch, written by hand as fast as we could: packed SDPA and packed matrix products.
+"""PyTorch, called by hand-written code in the fastest ways found: packed SDPA and packed matrix products.
 
 Modes
   sdpa     scaled_dot_product_attention; for one token, the query heads of a KV head take the place of tokens
-  matmul   softmax(Q K^T) V with these query heads as the rows of Q; for one token only
+  matmul   softmax(Q K^T) V, where the query heads of a KV head are the rows of Q; for one token only
 """
 
 from typing import Any

