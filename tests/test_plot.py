@@ -1,4 +1,4 @@
-"""kvcache.plot: what is drawn is what there is; how it looks, somebody has to look at."""
+"""kvcache.plot draws what the cache holds; how a figure looks is not tested."""
 
 import os
 import subprocess
@@ -110,7 +110,7 @@ def test_memory_refuses(caches, max_tokens, error, words):
 
 
 def states(policy, query, position):
-    """What the policies' docstrings say."""
+    """Return how the policies' docstrings class a position for a query."""
     if position > query:
         return LATER
     match policy:

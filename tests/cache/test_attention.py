@@ -13,11 +13,11 @@ A being the softcap and the largest ALiBi term that counts. That is 5e-7 to 4e-6
 below. What is stored as another type is exact in f32, so the same holds for it. An output that is returned as f16 or
 bf16 is rounded once more, by at most half a unit in its last place.
 
-That says little of an output that is much smaller than the values. One is about as large as the norm of p |v|, p being
-the weights: of many rows no more comes out, as the signs of normal data are random. So are those of the errors, and the
-norm of an output's error is at most RELATIVE of it. Where products are made in 16 bits, that is what is asked: a query
-that is rounded to so many has scores that are off by some 3e-5, and a sum of weights that are is off by up to 1e-4 of
-the largest. With 8 bits scores would be off by 5e-3.
+That bound is loose for an output much smaller than the values. As the signs of normal data are random, an output over
+many rows is about as large as the norm of p |v|, p being the weights. The signs of the errors are random as well, and
+the norm of an output's error is at most RELATIVE of that. Where products are made in 16 bits, this is the bound
+checked: rounding a query to 16 bits moves scores by some 3e-5, rounding weights moves their sum by up to 1e-4 of the
+largest. With 8 bits scores would be off by 5e-3.
 """
 
 import math
@@ -92,7 +92,7 @@ def softmax(q, k, v, sees, distance, *, scale=None, softcap=None, sinks=None, al
     top = np.maximum(s.max(-1), sink)
     top = np.where(np.isfinite(top), top, 0)
     p = np.exp(s - top[..., None])
-    bound += np.abs(bias * (p > 1e-9)).max()  # of those that weigh anything
+    bound += np.abs(bias * (p > 1e-9)).max()  # only rows with a weight count
     total = p.sum(-1) + np.exp(sink - top)
     with np.errstate(divide="ignore"):
         lse = np.log(total) + top
@@ -415,7 +415,7 @@ def test_windows(isa, rng, window, sinks):
 
 
 def ragged(rng, cache, lengths, heads):
-    """Feeds sequences of these lengths, and checks one batch of some more tokens of each."""
+    """Feed sequences of these lengths, and check a batch that continues each by a few tokens."""
     for seq_id, length in enumerate(lengths):
         if length:
             run(cache, rng, range(length), heads, seq_ids=[seq_id] * length)
@@ -493,7 +493,7 @@ def test_many_tokens_per_range_of_one_sequence_among_others(isa, rng):
 
 @st.composite
 def policies(draw):
-    """Those that keep the last token of a sequence, so that it can go on after others were fed."""
+    """Draw a policy that keeps a sequence's last token, so that it can resume after others were fed."""
     kind = draw(st.sampled_from(["full", "window", "chunks"]))
     if kind == "full":
         return kvcache.FullAttention()
@@ -508,7 +508,7 @@ def now_and_then(draw, usual, other):
 
 @st.composite
 def stored_rows(draw):
-    """Draw a type of rows and their number of elements; now and then as many as in models."""
+    """Draw the type of rows and their number of elements, now and then a size that models have."""
     dtype = draw(st.sampled_from([*DTYPES, *QUANTISED]))
     dims = st.integers(1, 3).map(lambda blocks: 32 * blocks) if dtype in QUANTISED else st.integers(1, 90)
     return dtype, now_and_then(draw, dims, st.sampled_from([128, 256]))
@@ -541,7 +541,7 @@ def random_options(draw, rng, cache, heads):
 
 
 def run_random(draw, rng, cache, heads, most):
-    """Batches of up to so many tokens of each of some sequences."""
+    """Run batches of up to `most` tokens of each of some sequences."""
     options = random_options(draw, rng, cache, heads)
     q_dtype = draw(st.sampled_from(["f32", "f32", "f16", "bf16"]), "q_dtype")
     for _ in range(draw(st.integers(1, 3), "batches")):

@@ -1,4 +1,4 @@
-"""What is refused: with which error, which words, and nothing changed."""
+"""Bad input is refused with the right error and message, and changes nothing."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What a batch can do beside put and attend in a row: trees, directions, sequences in lock step, rows in place."""
+"""Batches beyond put and attend: trees, attention in both directions, sequences in lock step, rows in place."""
 
 import gc
 import os
@@ -165,7 +165,7 @@ def test_dense_before_anything_is_put():
 
 
 def several(new, **options):
-    """A batch of so many tokens of each of three sequences, of which two hold rows, and what is to be put."""
+    """Begin a batch of three sequences, two of which hold rows; return it with the rows to put."""
     cache = new_cache(**options)
     feed(cache, 5, seq_id=9)
     feed(cache, 2, seq_id=4, seed=1)

@@ -1,4 +1,4 @@
-"""KVCache.blocks: where rows lie, against what the rest of the cache says of them."""
+"""KVCache.blocks agrees with what the rest of the cache says of where rows lie."""
 
 import dataclasses
 import threading

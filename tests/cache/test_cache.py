@@ -1,4 +1,4 @@
-"""KVCache as Python sees it: sequences, edits, views, memory, the end."""
+"""KVCache from Python: sequences, edits, views, memory, closing."""
 
 import contextlib
 import copy

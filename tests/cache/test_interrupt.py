@@ -1,4 +1,4 @@
-"""Signals that arrive while a call is at work: Ctrl-C ends it, and everything is as it was."""
+"""Ctrl-C during a call ends it and leaves everything as it was."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A few facts about the oracle itself: what support/oracle.py says must be right before it is worth comparing with."""
+"""The oracle of support/oracle.py gives known answers, so that it is worth comparing with."""
 
 import numpy as np
 import pytest

@@ -41,7 +41,7 @@ def feed(cache, keys, values, positions, rope=None, seq_id=0):
 
 
 def check_rows(cache, keys, values, rope=None, seq_id=0, atol=2e-6):
-    """Whether each row is that of the key, rotated for where it stands."""
+    """Return whether each row is its key, rotated for its position."""
     positions = cache.positions(seq_id=seq_id)
     if rope is not None:
         keys = rotated(keys, positions[:, None], rope)
@@ -476,7 +476,7 @@ def test_settle_of_nothing():
 
 
 def scattered(options, changes, rows=300, heads=2, dim=64):
-    """A cache whose sequence 0 has so many changes of delta in its first 200 rows."""
+    """Make a cache whose sequence 0 changes delta `changes` times in its first 200 rows."""
     rng = np.random.default_rng(9)
     cache = kvcache.KVCache(1, heads, dim, None, max_sequences=None, **options)
     x = rng.standard_normal((rows, heads, dim)).astype(np.float32)
@@ -496,7 +496,7 @@ def queries(count, heads=8, dim=64):
 
 
 def attended(cache, q, seq_ids=(0,)):
-    """Attend with tokens of these sequences, as many of each."""
+    """Attend with the same number of tokens of each of these sequences."""
     count = len(q) // len(seq_ids)
     positions = [cache.next_position(s) + i for s in seq_ids for i in range(count)]
     with cache.batch(positions=positions, seq_ids=[s for s in seq_ids for _ in range(count)]) as batch:

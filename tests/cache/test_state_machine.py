@@ -76,7 +76,7 @@ def roll(layer, keys, delta):
 
 
 def ropes(kind, head_dim):
-    """What the cache and the oracle are given."""
+    """Return a rope of this kind for the cache, and its counterpart for the oracle."""
     inv_freq = np.array([1.0, 0.1])[: head_dim // 2]
     if kind == "frequencies" and len(inv_freq):
         return kvcache.Rope(inv_freq), rotation(inv_freq)
@@ -222,7 +222,7 @@ class Machine(RuleBasedStateMachine):
         self.oracle_batch.put(layer, *rows, first=first)
 
     def is_ready(self, layer, first, end):
-        """Whether all is put that these tokens descend from, or that stands in their sequence up to the last one."""
+        """Return whether all rows are put that these tokens descend from, or that precede the last in its sequence."""
         layer = self.oracle.source[layer]
         if self.oracle_batch.parents is not None:
             return not self.sees_but_missing(layer, first, end)
@@ -329,7 +329,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), steps=st.integers(1, 12))
     @precondition(lambda self: not self.batch)
     def decode(self, data, steps):
-        """One token after the other, of a few sequences together."""
+        """Feed a few sequences together, a token of each at a time."""
         seq_ids = data.draw(st.lists(st.sampled_from(self.oracle.sequences or [0]), unique=True, min_size=1))
         for _ in range(steps):
             positions = [self.oracle.next_position(s) for s in seq_ids]

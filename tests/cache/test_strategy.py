@@ -20,7 +20,7 @@ def new_cache(strategy, **options):
 
 
 def run(cache, tokens, seq_id=0, **commit):
-    """One step of a runner: feeds what is not stored of a sequence; returns from where on, and the last output."""
+    """Feed the tokens of a sequence that are not stored; return the first one's index, and the last output."""
     first = cache.next_position(seq_id)
     n = len(tokens) - first
     rows = np.random.default_rng(0).standard_normal((1000, 2, 8)).astype(np.float32)[tokens[first:]]

@@ -1,4 +1,4 @@
-"""The runner in C, examples/c: the text of the one in Python, from threads of its own and OpenMP's; and bad files."""
+"""Test that the C runner writes the Python one's text, with its own threads and OpenMP's, and refuses bad files."""
 
 import io
 import json
@@ -38,7 +38,7 @@ def program(build):
 
 @pytest.fixture
 def generate(program):
-    """A function that runs it; threads that wait do not spin, as the tests' machine may be busy."""
+    """Return a function that runs the program with passive waiting: spinning threads are slow on a busy machine."""
 
     def run(*arguments):
         command = [*EMULATOR, program, "--model", MODEL, *map(str, arguments)]
@@ -87,7 +87,7 @@ def test_openmp(generate, threads):
 
 @pytest.mark.parametrize(("dtype", "window"), TYPES_AND_WINDOWS)
 def test_types(generate, dtype, window):
-    """A prompt of two batches, and with a window of several blocks."""
+    """Test a prompt that takes two batches, and a window that spans several blocks."""
     prompt = EVAL[:150]
     limit = ["--window", window] if window else []
     text = text_of(generate(prompt, "--dtype", dtype, "--tokens", 20, "--threads", 2, *limit))
@@ -148,7 +148,7 @@ def test_bad_arguments(generate, arguments, sentence):
 
 @pytest.fixture
 def refused(generate, tmp_path):
-    """A function that checks what is said of a model whose files are these."""
+    """Return a function that checks the error for a model with these files."""
 
     def check(sentence, *, config=CONFIG, weights=WEIGHTS):
         (tmp_path / "config.json").write_bytes(config if isinstance(config, bytes) else json.dumps(config).encode())
@@ -296,7 +296,7 @@ def test_tensors_twice_missing_and_too_many(refused):
 
 
 def test_tensors_within_each_other(refused):
-    """Tensors that lie within each other would take many times the file's size if each layer read its own."""
+    """500 layers share the bytes of one, so loading them would need many times the file's size; it is refused."""
     entries = {name: HEADER[name] for name in HEADER if not name.startswith("model.layers.")}
     layer = {name: HEADER[name] for name in HEADER if name.startswith("model.layers.0.")}
     for i in range(500):
@@ -342,7 +342,7 @@ def test_missing_files(generate, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 def test_types_of_weights(generate, tmp_path, dtype):
-    """Every tensor in another type, and a head of its own."""
+    """Store every tensor as `dtype`, with a separate output head."""
     header, data = {}, b""
     tensors = {name: entry["data_offsets"] for name, entry in HEADER.items() if name != "__metadata__"}
     for name, (begin, end) in (tensors | {"lm_head.weight": tensors[EMBEDDING]}).items():

@@ -22,7 +22,7 @@ TIMEOUT = 1200
 
 
 def runs(*command: str) -> bool:
-    """Whether there is such a command, and not a stub that asks for it to be installed."""
+    """Return whether a command exists, and is no stub that asks to install it."""
     return shutil.which(command[0]) is not None and subprocess.run(command, capture_output=True).returncode == 0
 
 
@@ -93,7 +93,7 @@ def in_python(*arguments: str | Path) -> str:
 
 
 def test_binding(tmp_path: Path, installed: dict[str, str]) -> None:
-    """What cargo runs: the declarations against the header, the safe layer, the readers. Overflows panic here."""
+    """cargo test passes: declarations match the header, the safe layer and the readers work; overflows panic."""
     cargo(tmp_path, "test", "--locked", **installed)
 
 

@@ -1,4 +1,4 @@
-"""Generating with `HFCache` and with transformers' own cache: the same tokens, whatever the model and the way."""
+"""`HFCache` generates the same tokens as transformers' own cache, for every model and generation mode."""
 
 import copy
 import subprocess
@@ -104,7 +104,7 @@ def theirs(model):
 
 def check_calls(cache, kind):
     calls = cache.stats()["calls"]
-    layers = len(cache.layers) if kind == "kernel" else len(cache.policy)  # dense rows of others are not asked for
+    layers = len(cache.layers) if kind == "kernel" else len(cache.policy)  # others have no dense rows
     passes = calls.pop(kind) / layers
     assert passes == int(passes)
     assert 2 <= passes <= NEW + 4  # guessing takes fewer, a prompt in chunks more

@@ -1,4 +1,4 @@
-"""Model files that were made to harm: they are read or refused, in one sentence, and cost little."""
+"""Hostile model files are read, or refused in one sentence, at little cost."""
 
 import contextlib
 import json

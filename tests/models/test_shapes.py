@@ -1,4 +1,4 @@
-"""Shapes of caches from model files: what older and newer files say, what is refused, and what transformers makes."""
+"""Test the shapes read from model files, the files that are refused, and that transformers' configurations agree."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ LLAMA = {
 
 
 def windows(shape):
-    """0: all, None: no keys and values."""
+    """Return each layer's window or chunk size; 0 if it sees everything, None if it stores nothing."""
     sizes = {SlidingWindow: "window", ChunkedAttention: "attention_chunk_size", FullAttention: "__len__"}
     return [policy and getattr(policy, sizes[type(policy)], 0) for policy in shape.policy]
 
@@ -369,7 +369,7 @@ def test_weights_of_another_shape(tmp_path):
         kvcache.ModelFileError, match=r"4096 elements for a token, and config\.json says 8 KV heads of 128"
     ):
         shapes.read(tmp_path)
-    write_folder(tmp_path, 4096, quantization_config={"load_in_4bit": True})  # packed
+    write_folder(tmp_path, 4096, quantization_config={"load_in_4bit": True})  # packed weights are not checked
     assert shapes.read(tmp_path) == shapes.read(LLAMA)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: folders and GGUF files of the same vocabulary against each other, and files that will not do."""
+"""Tokenizers: folders and GGUF files of one vocabulary agree, and unusable files are refused."""
 
 import codecs
 import itertools
@@ -63,7 +63,7 @@ def write_folder(folder: Path, model: Package | None, **config: Any) -> Path:
 
 
 def write_gguf(path: Path, kind: str | None, entries: Mapping[str, Any], rows: int = 0) -> Path:
-    """Entries of tokenizer.ggml, and an embedding of so many rows."""
+    """Write a GGUF file with these entries of tokenizer.ggml, and an embedding of `rows` rows."""
     entries = entries if kind is None else {"model": kind, **entries}
     metadata = {f"tokenizer.ggml.{name}": value for name, value in entries.items()}
     tensors = [("token_embd.weight", np.zeros((rows, 4), np.float32), None)] if rows else []
@@ -71,7 +71,7 @@ def write_gguf(path: Path, kind: str | None, entries: Mapping[str, Any], rows: i
 
 
 def entries_of(model: Package) -> dict[str, Any]:
-    """What a GGUF file says of a tokenizer of `train`."""
+    """Return the GGUF fields of a tokenizer made by `train`."""
     found = vocabulary(model)
     types = [3 if token in CONTROL else 4 if token == "<|name|>" else 1 for token in found]
     merges = [" ".join(pair) for pair in json.loads(model.to_str())["model"]["merges"]]

@@ -50,7 +50,7 @@ def facts():
 
 
 def found():
-    """What abi.txt should say, of the library and the header that are installed."""
+    """Return what abi.txt should say of the installed library and header."""
     prints = "".join(f'printf("{fact} %lld\\n", (long long)({number}));\n' for fact, number in facts())
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder, "abi.c"), Path(folder, "abi")

@@ -13,7 +13,7 @@ RECIPE = ROOT / "conda/recipe.yaml"
 
 
 def outputs(platform):
-    """What rattler-build makes of the recipe: for every name of a package, its variants, each as a dictionary."""
+    """Return what rattler-build renders: for each package name its variants, each as a dictionary."""
     rattler_build = pytest.importorskip("rattler_build")
     target = rattler_build.PlatformConfig(target_platform=platform)
     variants = rattler_build.VariantConfig.from_file_with_context(

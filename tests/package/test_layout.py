@@ -1,4 +1,4 @@
-"""The rules of the layout: who may include, call and import whom, and how long functions and files may be.
+"""The rules of the layout: which files include, call and import which, and how long functions and files are.
 
 The core has four layers, src/base < src/kernels < src/store < src/attend; a file (x.c and x.h are one) uses its own
 layer and those below. An offender stands in one of the sets of what is yet to be mended, and is struck from it as soon
@@ -55,7 +55,7 @@ def is_above(other, folder):
 
 
 def test_the_core_is_understood():
-    """What the rules stand on: definitions, calls and circles, in a text with each kind of them."""
+    """The rules' helpers find definitions, calls and circles in a text with each kind of them."""
     text = """
 #define TWICE(x) \\
     inner(x)
@@ -132,7 +132,7 @@ def test_no_files_call_each_other_in_a_circle(calls):
 
 @pytest.fixture(scope="module")
 def lengths(sources):
-    """Of each file: its path, its lines, and name and lines of each function."""
+    """Return for each file its path, its lines, and each function's name and lines."""
     core = [(source.path, source.num_lines, [(f.name, f.num_lines) for f in source.functions]) for source in sources]
     package = [
         path for path in sorted(python_sources.PACKAGE.rglob("*")) if path.suffix in (".py", ".pyx", ".pxi", ".pxd")

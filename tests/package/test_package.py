@@ -41,7 +41,7 @@ NAMES = {
 
 
 def run(code, **environment):
-    """What a fresh interpreter with this one's path prints."""
+    """Return what a fresh interpreter with this one's path prints."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{code}"],
         env=os.environ | environment,
@@ -175,7 +175,7 @@ def test_a_c_program_is_built_on_what_the_package_names(tmp_path):
 
 
 def bills_of_materials():
-    """What the wheel says of the libraries it links to: ours, and auditwheel's of those it brings along."""
+    """Return the wheel's bills of materials: ours, and auditwheel's of the libraries that it copied in."""
     found = [path.read_text() for path in files("kvcache") if path.match("*.dist-info/sboms/*.cdx.json")]
     return found or pytest.skip("there is none: installed in place, or built where there was no readelf")
 

@@ -37,7 +37,7 @@ def update_all(cache, tokens, seed=0):
 
 
 def attention_in_numpy(q, k, v):
-    """What a cached attention of Edifice computes: softmax(q k / sqrt(d)) v, all of it visible."""
+    """Compute softmax(q k / sqrt(d)) v over all rows, as Edifice's cached attention does."""
     k, v = (np.repeat(x, q.shape[1] // H, axis=1).astype(float) for x in (k, v))
     scores = np.einsum("bhtd,bhnd->bhtn", q, k) / np.sqrt(D)
     p = np.exp(scores - scores.max(-1, keepdims=True))

@@ -53,7 +53,7 @@ class Runner:
         self.count = 0
 
     def forward(self, *tokens, non_causal=None):
-        """One pass of (sequence, position) tokens; for each, the rows it sees (a list of these, of several layers)."""
+        """Run a pass of (sequence, position) tokens; return the rows that each sees, per layer if there are several."""
         n = len(tokens)
         seq_ids, positions = zip(*tokens, strict=True)
         names = self.count + 1 + np.arange(n)

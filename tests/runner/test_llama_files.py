@@ -109,7 +109,7 @@ def write_gguf(
     head_dim: int = DIM,
     rope_freqs: NDArray[Any] | None = None,
 ) -> tuple[Path, Weights]:
-    """A file of these weights, and what they are once they have been through their type.
+    """Write a file of these weights; return its path, and the weights as rounded by their type.
 
     Converters write the scaling of Llama 3 among the weights, as `rope_freqs`.
     """

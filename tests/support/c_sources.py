@@ -1,4 +1,4 @@
-"""What the core's sources define, include and use, read with the tokeniser of tools/amalgamate.py."""
+"""Read what the core's sources define, include and use, with the tokeniser of tools/amalgamate.py."""
 
 import importlib.util
 import re

@@ -52,7 +52,7 @@ def run(*command, timeout=TIMEOUT):
 
 
 def works(cc, flags, folder):
-    """Whether a program built with these flags runs."""
+    """Return whether a program built with these flags runs."""
     source, program = folder / "probe.c", folder / "probe"
     source.write_text("int main(void) { return 0; }\n")
     build = subprocess.run([*cc, *flags, source, "-o", program], capture_output=True)
@@ -95,17 +95,17 @@ def link(core, folder, *sources):
 
 
 class Workshop:
-    """The process that compiles the core, then builds and runs these programs, and leaves word of each in a folder."""
+    """The process that compiles the core, builds and runs these programs, and writes each outcome into a folder."""
 
     def __init__(self, folder, sources=()):
         self.folder = folder
-        by_size = sorted(sources, key=lambda source: -source.stat().st_size)  # so that none that is long comes last
+        by_size = sorted(sources, key=lambda source: -source.stat().st_size)  # a long one must not come last
         self.process = subprocess.Popen(
             [sys.executable, __file__, folder, *by_size], env=ENVIRONMENT, start_new_session=True
         )
 
     def result(self, name):
-        """Wait until this is done; return what came of it, or skip or fail as it did."""
+        """Wait for the job of this name; return its result, or skip or fail as it did."""
         path = self.folder / f"{name}.json"
         while not path.exists() and self.process.poll() is None:
             time.sleep(0.05)
@@ -117,7 +117,7 @@ class Workshop:
         return value
 
     def build(self, *sources):
-        """A program of these C sources and the core."""
+        """Build a program of these C sources and the core; return its path."""
         return link(self.result("core"), self.folder, *sources)
 
     def finish(self, source):
@@ -133,7 +133,7 @@ class Workshop:
 
 
 def leave_word(folder, name, function):
-    """Write down what comes of a function."""
+    """Run a function, and write what it returned, or how it ended, to a file."""
     try:
         word = ["return", function()]
     except pytest.skip.Exception as skipped:

@@ -41,7 +41,7 @@ print(ascii(result))
 
 
 def read(kind: str, path: Path, allowed: int = 200 * 1000 * 1000) -> str:
-    """What comes of reading a file as a shape, a tokenizer or a whole model: "read", an error, or too much memory."""
+    """Read a file as a shape, tokenizer or model; return "read", the error, or that it took too much memory."""
     command = [sys.executable, "-c", READ, kind, str(path), str(allowed)]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
     assert done.returncode == 0, (done.returncode, done.stderr)
@@ -72,7 +72,7 @@ def config(path: Path, **changes: Any) -> Path:
 
 
 def repeated(text: bytes, size: int = SIZE) -> bytes:
-    """A JSON list of this value, of so many bytes."""
+    """Return a JSON list of about `size` bytes that repeats this value."""
     return b"[" + (text + b",") * (size // (len(text) + 1)) + b"0]"
 
 

@@ -33,7 +33,7 @@ class FullAttention:
         return 0
 
     def retained(self, low):
-        """The first position that is kept when nothing below `low` will be asked for, sinks aside."""
+        """Return the first position that is kept, sinks aside, if no query will stand below `low`."""
         return 0
 
     def is_sink(self, p):
@@ -150,7 +150,7 @@ class KVCache:
         return self.last_position(seq_id) + 1
 
     def misses(self, position, seq_id):
-        """Whether a query there would miss rows that were evicted."""
+        """Return whether a query at this position would miss evicted rows."""
         return any(self.policy[i].lowest(position) < self.lost_end[i].get(seq_id, 0) for i in self.layers)
 
     def can_resume(self, position, *, seq_id=0):
@@ -351,7 +351,7 @@ class KVCache:
                 self.rows[i].pop(seq_id, None), self.lost_end[i].pop(seq_id, None)
 
     def fit(self, positions, seq_ids):
-        """What every sequence keeps in each layer if a batch of these tokens begins, which must fit then."""
+        """Return what every sequence keeps in each layer once these tokens begin; raise if they do not fit."""
         holding = {s for layer in self.rows for s, rows in layer.items() if rows}
         if self.max_sequences is not None and len(holding | set(seq_ids)) > self.max_sequences:
             raise CacheFullError("max_sequences")
@@ -460,7 +460,7 @@ class Batch:
         self.encoded[layer][seq_id] = [Row(i, np.array(k[i]), np.array(v[i])) for i in range(len(k))]
 
     def rows_of(self, layer, seq_id):
-        """What a sequence has in a layer, in order of arrival: rows, and their tokens in the batch, None: stored."""
+        """Return a sequence's rows in a layer, in order of arrival, with their batch tokens (None: stored)."""
         layer = self.cache.source[layer]
         if seq_id in self.encoded[layer]:
             return [(r, None) for r in self.encoded[layer][seq_id]]

@@ -1,4 +1,4 @@
-"""How long the functions and files of the package are, and what its modules import."""
+"""Read how long the package's functions and files are, and what its modules import."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""What the benchmarks of the installed package return; how fast anything is, nobody asks."""
+"""The benchmarks of the installed package return what they say; no test asserts a time."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The benchmarks that are installed with the package: what they time, what they skip, and whom they refuse."""
+"""The benchmarks installed with the package: what they time, what they skip, and which input they refuse."""
 
 import json
 import os

@@ -50,7 +50,7 @@ def run_in_terminal(*arguments, **environment):
 
 
 def check_refused(done, *words):
-    """One sentence, no traceback, and nothing on stdout."""
+    """Check that the error is one sentence, without traceback, and stdout is empty."""
     assert done.returncode == 2, done.stderr
     assert not done.stdout
     assert done.stderr.startswith("kvcache: ")

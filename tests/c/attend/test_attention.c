@@ -276,7 +276,7 @@ static void test_chunks(void)
     }
 }
 
-/* Positions with gaps, repeated and falling: who stands at or below a query is seen, whenever it came. */
+/* With gaps, repeated and falling positions, a query sees every row at or below its own position. */
 static void test_positions(void)
 {
     for (int windowed = 0; windowed < 2; windowed++) {
@@ -334,7 +334,7 @@ static void test_options(void)
     }
 }
 
-/* Scores so far apart that the largest takes it all. */
+/* Scores so far apart that the largest has all the weight. */
 static void test_huge_scores(void)
 {
     for (int num_new = 1; num_new < 30; num_new += 25) {
@@ -417,7 +417,7 @@ static void test_nothing_visible(void)
 
 /* ---- rows stored on the way -------------------------------------------------------------------------------------- */
 
-/* What attend refuses, it has not stored either. */
+/* An attend that is refused has stored nothing. */
 static void check_put_without_a_trace(const stage *st, question *a, const source *src)
 {
     kvc_put_args put = src->args;
@@ -530,7 +530,7 @@ static scene long_scene(void)
     return s;
 }
 
-/* The same in tiles. */
+/* Enough work for several threads: tiled. */
 static scene wide_scene(void)
 {
     return plain_scene(2, 4, 16, 600, 75);
@@ -626,7 +626,7 @@ static void check_cancel_in_the_middle(stage *st, question *a, const bits *right
     CHECK(kvc_plan_new(st->batch, &a->plan, &plan) == KVC_OK);
     int64_t num_tasks = kvc_plan_num_tasks(plan), half = num_tasks / 2 + 1;
     CHECK(half < num_tasks);
-    for (int64_t i = 0; i < num_tasks; i++) /* what is found, if anything is, is of this */
+    for (int64_t i = 0; i < num_tasks; i++) /* leftovers, if any, come from these tasks */
         CHECK(kvc_plan_run(plan, 0, &begun, i) == KVC_OK);
     for (int64_t i = 0; i < half; i++)
         CHECK(kvc_plan_run(plan, 0, &begun, i) == KVC_OK);
@@ -685,7 +685,7 @@ static void test_fork(void)
     scene s = long_scene();
     stage st = stage_new(&s, &(setting){.block_size = 16, .num_threads = 4});
     question a = question_new(&st, 0, 0, st.num_tokens);
-    CHECK(kvc_attend(st.batch, &a.plan, &a.args) == KVC_OK); /* with threads, which the child has not */
+    CHECK(kvc_attend(st.batch, &a.plan, &a.args) == KVC_OK); /* with threads, which the child does not inherit */
     read_bits(&st, &a, &right);
     fflush(stdout);
     pid_t pid = fork();

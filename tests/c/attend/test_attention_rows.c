@@ -18,7 +18,7 @@ enum { MAX_STORED = 700, MAX_NEW = 40, MAX_TOKENS = 400, MAX_DIM = 576, MAX_HEAD
 typedef struct scene {
     kvc_layer layer;
     int num_heads;
-    int num_stored[MAX_MEMBERS], num_new[MAX_MEMBERS]; /* of each sequence */
+    int num_stored[MAX_MEMBERS], num_new[MAX_MEMBERS]; /* per sequence */
     int num_members;
     int moves; /* how many pieces of each sequence are moved apart, before the batch */
     int trees;
@@ -201,7 +201,7 @@ static kvc_status attend(const stage *st, const uint8_t *non_causal, answers *a)
 typedef struct rows {
     int num;
     int32_t positions[MAX_STORED + MAX_NEW];
-    int tokens[MAX_STORED + MAX_NEW]; /* of the batch; -1: stored */
+    int tokens[MAX_STORED + MAX_NEW]; /* index in the batch; -1: stored */
     float k[MAX_STORED + MAX_NEW][2][MAX_DIM], v[MAX_STORED + MAX_NEW][2][MAX_DIM];
 } rows;
 
@@ -383,7 +383,7 @@ static void test_value_in_key(void)
 
 /* ---- memory that ends where reading faults ----------------------------------------------------------------------- */
 
-/* An allocator whose allocations end at a guard, or as near to it as their alignment allows; a block's last row does. */
+/* An allocator whose memory ends at a guard page, or as near as alignment allows; a block's last row ends there. */
 typedef struct guard {
     size_t behind;     /* bytes of a block behind its last row */
     char *first_block; /* NULL: none yet */
@@ -467,7 +467,7 @@ static void test_guarded(void)
 
 /* ---- the same bits ----------------------------------------------------------------------------------------------- */
 
-/* What came out for sequence 0. */
+/* The output of sequence 0. */
 static void attend_alone(const scene *s, const setting *how, answers *of_first)
 {
     static answers a;
@@ -562,7 +562,7 @@ static void test_partial_tree(void)
 
 /* ---- plans ------------------------------------------------------------------------------------------------------- */
 
-/* A plan that was freed serves the next that is alike, and no other. */
+/* A freed plan is reused only for one like it. */
 static void test_plans_of_non_causal(void)
 {
     static answers causal, some, again;

@@ -213,7 +213,7 @@ static void forget(stage *st)
     memset(st->lse, 0x7f, (size_t)(st->tokens.n * st->args.lse_token_stride));
 }
 
-/* What every branch gives alone. */
+/* The outputs of every branch computed alone. */
 typedef struct answers {
     stage *alone[MAX_BRANCHES];
 } answers;
@@ -423,7 +423,7 @@ static grove speculated(void)
     return g;
 }
 
-/* Some have so many tokens in the batch that they are worked off in tiles. */
+/* Sequences with many tokens in the batch are tiled. */
 static grove prompted(void)
 {
     grove g = one_prefix();
@@ -474,7 +474,7 @@ static int64_t rows_read(const grove *g, int32_t num_threads)
     return rows;
 }
 
-/* A prefix, and num sequences that go on from it with as many rows of their own, and one in the batch. */
+/* A prefix, and num forks of it, each with the same number of rows of its own and one token in the batch. */
 static grove forks(int32_t prefix, int num, int32_t own)
 {
     grove g = {.group = 4, .num = num + 1, .branches = {{-1, 0, prefix, 0, 0}}};
@@ -510,7 +510,7 @@ static void test_read_once(void)
         g.branches[i].num_new = 3; /* 48 query rows: tiled, 5 sequences in a task */
     check_read(&g, 1, 2 * 2 * PART + 8 * (5 + 3));
     g = forks(2 * PART, 32, 0);
-    CHECK(rows_read(&g, 64) > 4 * PART); /* read again rather than left to a few of the threads */
+    CHECK(rows_read(&g, 64) > 4 * PART); /* with 64 threads, shared rows are read more than once */
 }
 
 /* Forks of forks: every stretch once, but where one ends in the middle of a part. */
@@ -536,7 +536,7 @@ static void test_not_shared(void)
     g.num = 3; /* the third is 30 rows further: it sees others first */
     check_read(&g, 1, 512 + 2 * 28 + 540);
     g = moved();
-    g.num = 4; /* in the last one positions from 300 on differ */
+    g.num = 4; /* the fourth has other positions from 300 on */
     g.branches[1].num_new = g.branches[2].num_new = 0;
     check_read(&g, 1, (693 + 1) + (753 + 1) - 300 / 64 * 64);
 }
@@ -635,11 +635,11 @@ static kvc_cache *tangle(kvc_policy policy)
         } else if (what < 5)
             CHECK(kvc_copy_prefix(cache, s, other, random_int(0, 3) ? KVC_END : at) == KVC_OK);
         else if (what == 5)
-            for (int32_t p = at; p < at + 100; p += 2) /* runs of one row */
+            for (int32_t p = at; p < at + 100; p += 2) /* leaves runs of one row */
                 CHECK(kvc_remove(cache, s, p, p + 1, 0) == KVC_OK);
         else
             CHECK(kvc_remove(cache, s, at, at + random_int(1, 30), policy.kind == KVC_FULL) == KVC_OK);
-        for (int c = 0; c < TANGLED; c++) /* what ended before the window of its next token starts anew */
+        for (int c = 0; c < TANGLED; c++) /* a sequence whose window was evicted starts anew */
             if (!kvc_can_resume(cache, c, kvc_next_position(cache, c)))
                 CHECK(kvc_clear_sequence(cache, c) == KVC_OK);
     }
@@ -693,8 +693,8 @@ static void check_tangle(kvc_policy policy)
         args.q = q[first];
         args.out = out[1][first];
         CHECKF(kvc_attend(batch, &plan_args, &args) == KVC_OK, "%s", kvc_last_error());
-        CHECKF(!memcmp(out[0][first], out[1][first], (size_t)counts[s] * sizeof *out[0]), "policy %d, sequence %d of %d",
-               policy.kind, s, counts[s]);
+        CHECKF(!memcmp(out[0][first], out[1][first], (size_t)counts[s] * sizeof *out[0]),
+               "policy %d, sequence %d of %d", policy.kind, s, counts[s]);
     }
     kvc_abort(batch);
     CHECKF(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
@@ -818,8 +818,8 @@ static void check_even(const shape *s)
         CHECK(kvc_plan_new(batch, &args, &plan) == KVC_OK);
         int64_t total, last = last_of(plan, threads, &total);
         if (total >= threads * worth)
-            CHECKF(4 * threads * last <= (threads <= 32 ? 5 : 6) * total, "%s, %d new, %d threads: %.3f", s->name, s->num_new, threads,
-                   (double)last * threads / (double)total);
+            CHECKF(4 * threads * last <= (threads <= 32 ? 5 : 6) * total, "%s, %d new, %d threads: %.3f", s->name,
+                   s->num_new, threads, (double)last * threads / (double)total);
         kvc_plan_free(plan);
     }
     kvc_abort(batch);

@@ -10,7 +10,7 @@ enum { MOST_ENTRIES = MAX_ROWS + MAX_BATCH, MOST_HEADS = 9 };
 
 /* A row that a layer has for a sequence of the batch. */
 typedef struct entry {
-    int32_t position, token; /* of the batch; -1: stored */
+    int32_t position, token; /* token: its index in the batch; -1: stored */
     int arrived;
     double k[MAX_ROW], v[MAX_ROW]; /* [num_kv_heads][dim] */
 } entry;
@@ -112,7 +112,7 @@ static int members_of(const pair *p, int64_t *ids)
     return num;
 }
 
-/* What kvc_dense wrote. */
+/* The arrays that kvc_dense wrote. */
 typedef struct dense {
     int64_t num;
     float k[MAX_SEQUENCES * MOST_ENTRIES * 16], v[MAX_SEQUENCES * MOST_ENTRIES * 16];
@@ -242,7 +242,7 @@ static void check_dense(pair *p, int l, const uint8_t *non_causal)
 /* Some tokens of the batch in a layer. */
 typedef struct query {
     int l, first, n, num_heads, inner;
-    const uint8_t *non_causal; /* of the range */
+    const uint8_t *non_causal; /* one byte per token of the range */
     float scale, *alibi;
     float *q, *out, *lse;
 } query;
@@ -390,7 +390,7 @@ static void find_missing(const pair *p, const query *a, int *seen, int *any)
     }
 }
 
-/* The same bits by one thread and by several. */
+/* One thread and several give the same bits. */
 static void check_threads(const pair *p, const query *a)
 {
     size_t size = (size_t)(a->n * a->num_heads * p->layers[a->l].v_dim) * sizeof *a->out;
@@ -412,7 +412,7 @@ static void check_attend(pair *p, int l, int first, int n, const uint8_t *non_ca
         check_answers(p, &a);
         check_threads(p, &a);
         num_attends++;
-    } else { /* some may be asked for that are seen by none, as they lie between others */
+    } else { /* rows between others may be required though no query sees them */
         CHECKF(any_missing && status == KVC_ERR_INVALID, "layer %d: %s", l, kvc_last_error());
         num_refused++;
     }
@@ -438,7 +438,7 @@ static void look(pair *p)
     }
 }
 
-/* roundings: how often f32 keys may be rounded, as they are rotated by any angles; 0: keys of any type, by right angles. */
+/* roundings: how often f32 keys, rotated by any angles, may be rounded; 0: keys of any type, by right angles. */
 static void test_random(int block_size, int num_steps, int roundings)
 {
     static pair p;

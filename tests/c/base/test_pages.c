@@ -20,7 +20,7 @@
 
 enum { COLLAPSE = 25, POPULATE_WRITE = 23, TOKENS = 4096, DIM = 128, HEADS = 4, HUGE = 2 << 20 };
 
-static kvc_cache *watched; /* whose mutex is to be free at each step */
+static kvc_cache *watched; /* its mutex must be free at each step */
 typedef void act(void);
 static _Atomic(act *) meanwhile; /* done in the next step, once */
 static atomic_int num_joined, num_taken;
@@ -52,8 +52,9 @@ int madvise(void *p, size_t size, int advice)
 
 static kvc_cache *new_cache(int32_t block_size, int64_t max_bytes)
 {
-    const kvc_layer layers[2] = {{.num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16},
-                                 {.num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16}};
+    const kvc_layer layer = {
+        .num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16};
+    const kvc_layer layers[2] = {layer, layer};
     const kvc_config config = {.struct_size = sizeof config,
                                .layers = layers,
                                .layer_size = sizeof *layers,
@@ -214,7 +215,7 @@ static void test_open_batch(int32_t block_size)
     CHECK(num_new > 0);
     num_joined = 0;
     put(another, 1024, 0);
-    CHECK(kvc_commit(another) == KVC_OK && (num_joined > 0 || block_size > 1024)); /* which fill a page, or none */
+    CHECK(kvc_commit(another) == KVC_OK && (num_joined > 0 || block_size > 1024)); /* the rows fill a page, or none */
     free_cache(cache);
 }
 

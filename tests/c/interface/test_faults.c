@@ -29,7 +29,7 @@ static void close_pair(pair *p)
     CHECKF(heap.num == 0, "%d allocations are left", heap.num);
 }
 
-/* The scenario with the allocation failing that follows so many; whether there was one. */
+/* Runs the scenario with the allocation after `fail_after` others failing; returns whether one failed. */
 static int run_once(const scenario *s, int fail_after)
 {
     static pair p;
@@ -46,11 +46,11 @@ static int run_once(const scenario *s, int fail_after)
     kvc_stats after = stats_of(&p);
     pair_check(&p);
     if (status != KVC_OK)
-        CHECKF(!memcmp(&after, &before, sizeof after), "after %d", fail_after); /* no block is left over either */
+        CHECKF(!memcmp(&after, &before, sizeof after), "after %d", fail_after); /* no block is left over */
     if (status != KVC_OK && !s->lists_blocks)
         CHECKF(kvc_nbytes(p.cache) == bytes, "after %d", fail_after);
     if (status != KVC_OK && (!strncmp(s->name, "begin", 5) || s->run == reserve || s->run == pair_compact))
-        CHECKF(heap.num == allocations, "after %d", fail_after); /* nor is there more scratch */
+        CHECKF(heap.num == allocations, "after %d", fail_after); /* and no scratch */
     CHECKF(status == KVC_OK || strstr(kvc_last_error(), "memory"), "%s", kvc_last_error());
     memory_fail_after(&heap, -1);
     if (status != KVC_OK) {
@@ -104,7 +104,7 @@ static void prepare_one(pair *p)
     pair_feed(p, 0, 0, 21);
 }
 
-/* Prepare as many sequences as their table first has room for; two of them share rows. */
+/* Fills the first table of sequences; two of them share rows. */
 static void prepare_four(pair *p)
 {
     prepare_one(p);
@@ -128,7 +128,7 @@ static void prepare_compacted(pair *p)
     pair_compact(p);
 }
 
-/* Prepare so many runs that their list has no room for an edit that splits them. */
+/* Fills a list of runs, so that an edit that splits one must lengthen it. */
 static void prepare_runs(pair *p)
 {
     prepare_empty(p);
@@ -154,7 +154,7 @@ static void prepare_few_bytes(pair *p)
     int64_t bytes = kvc_nbytes(p->cache);
     pair_free(p);
     p->num_sequences = 0;
-    p->config.max_bytes = bytes + 200; /* of lists of runs */
+    p->config.max_bytes = bytes + 200; /* 200 for lists of runs */
     prepare_empty(p);
     pair_feed(p, 0, 0, 40);
     for (int32_t at = 1; at < 36; at += 6)

@@ -22,7 +22,14 @@ const char *__tsan_default_options(void)
     return "report_thread_leaks=0";
 }
 
-enum { DIM = 8, ROWS = 40, MAX_LEN = 1 << 20, MANY = 20000 /* tokens */, LOOSE = 1 << 18 /* tokens */, LIMIT = 60 /* seconds */ };
+enum {
+    DIM = 8,
+    ROWS = 40,
+    MAX_LEN = 1 << 20,
+    MANY = 20000,    /* tokens */
+    LOOSE = 1 << 18, /* tokens */
+    LIMIT = 60       /* seconds */
+};
 
 static atomic_int is_inside; /* the function of the caller that is waited for was entered */
 static atomic_int go_on;
@@ -133,7 +140,7 @@ static kvc_cache *new_cache(kvc_rope rope, const kvc_allocator *allocator)
     return new_layers(&layer, 1, allocator);
 }
 
-/* ROWS more tokens; what kvc_begin answers. */
+/* Appends ROWS tokens; returns the status of kvc_begin. */
 static kvc_status feed(kvc_cache *cache, int64_t id)
 {
     float rows[ROWS * 2 * DIM];
@@ -162,8 +169,10 @@ static kvc_status gather(kvc_cache *cache, int64_t id)
 {
     static _Thread_local float k[2 * 2 * ROWS * DIM];
     int64_t stored = 0;
-    kvc_rows_out out = {
-        .struct_size = sizeof out, .k = k, .k_head_stride = 2 * ROWS * DIM * sizeof *k, .k_row_stride = DIM * sizeof *k};
+    kvc_rows_out out = {.struct_size = sizeof out,
+                        .k = k,
+                        .k_head_stride = 2 * ROWS * DIM * sizeof *k,
+                        .k_row_stride = DIM * sizeof *k};
     out.num_stored = &stored;
     CHECK(kvc_gather(cache, id, 0, 0, 0, &out) == KVC_OK);
     return kvc_gather(cache, id, 0, 0, stored < 2 * ROWS ? stored : 2 * ROWS, &out);
@@ -203,7 +212,7 @@ static void check_child(pid_t child, const char *when)
     CHECKF(WIFEXITED(status) && WEXITSTATUS(status) == 0, "%s: the child ended with %d", when, status);
 }
 
-/* The child does everything and ends; the parent goes on. */
+/* The child makes every kind of call and ends; the parent continues. */
 static void fork_and_check(kvc_cache *cache, const char *when)
 {
     const pid_t child = fork();
@@ -343,7 +352,7 @@ static void *put_unstored_in_thread(void *cache)
     return NULL;
 }
 
-/* What its rows lie in goes with the batch. */
+/* The memory of unstored rows is freed with their batch. */
 static void test_unstored_put(void)
 {
     const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 64, .v_dim = 64, .k_type = KVC_Q4_0, .v_type = KVC_Q4_0};
@@ -391,7 +400,7 @@ static void test_plan(void)
     CHECK(feed(cache, 0) == KVC_OK);
     CHECK(kvc_begin(cache, MANY, NULL, ids, NULL, &open_batch) == KVC_OK);
     begin_watching();
-    num_passing = 1; /* what the plan is made in */
+    num_passing = 1; /* the memory of the plan */
     CHECK(pthread_create(&thread, NULL, plan_in_thread, open_batch) == 0);
     wait_for(&is_inside);
     fork_and_check(cache, "while a plan is made");

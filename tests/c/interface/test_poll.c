@@ -1,5 +1,5 @@
-/* A call that takes long asks whether it is to go on: on the thread that made it, without the mutex; and when it is not,
- * nothing was put. */
+/* A long call polls whether to continue, on the calling thread and without the mutex; when it is cancelled, nothing was
+ * put. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include <pthread.h>
 #include <stdlib.h>
@@ -112,7 +112,7 @@ static void test_attend(int num_threads)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* What another thread sets while the call is at work ends it too. */
+/* A flag that another thread sets during the call cancels it as well. */
 static volatile int32_t cancel;
 
 static int32_t set_cancel(void *user)
@@ -140,7 +140,7 @@ static void test_cancel_ends_tasks(void)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* Tokens that were cancelled on their way in can be put again. */
+/* Tokens whose put was cancelled can be put again. */
 static void test_put(int num_threads)
 {
     enum { TOKENS = 1 << 17 };
@@ -165,7 +165,7 @@ static void test_put(int num_threads)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* Rows of a cross-attention layer that were cancelled are nobody's: what was there before stays. */
+/* A cancelled cross-attention put leaves the sequence the rows it had. */
 static void test_cross_put(void)
 {
     enum { MAX_LEN = 1 << 18 };

@@ -1,5 +1,5 @@
-/* What no memory is large enough for is refused, with nothing changed, also where size_t has 32 bits: the numbers here
- * are such that the bytes they come to are 0, or few, modulo 2^32. */
+/* Calls that need more memory than can exist are refused and change nothing, also where size_t has 32 bits: the bytes
+ * needed here are 0, or few, modulo 2^32. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include <stdlib.h>
 
@@ -51,7 +51,7 @@ static kvc_status begin(kvc_cache *cache, int32_t num_tokens, kvc_batch **batch)
     return status;
 }
 
-/* Nothing is there, and nothing is wrong. */
+/* Checks that the cache is valid and empty, and frees it. */
 static void check_empty(kvc_cache *cache)
 {
     kvc_stats stats;

@@ -103,7 +103,7 @@ static void feed(kvc_cache *cache, int64_t id, int n)
 
 /* ---- decoding --------------------------------------------------------------------------------------------------- */
 
-/* What attention gave, of every step and layer. */
+/* The outputs of attention of every step and layer. */
 typedef struct outputs {
     float out[STEPS][NUM_LAYERS][PROMPT][HEADS][V_DIM];
 } outputs;
@@ -116,7 +116,7 @@ static void run_plan(kvc_batch *batch, const kvc_plan_args *plan_args, const kvc
     kvc_plan_free(plan);
 }
 
-/* Attends over all n tokens of a batch in a layer; the queries are the keys of these tokens, a little smaller. */
+/* Attends with all n tokens of a batch in a layer; queries are the tokens' keys, scaled down. */
 static void attend(kvc_batch *batch, int layer, int n, int32_t position, float *out, int num_helpers)
 {
     static float q[PROMPT][HEADS][K_DIM];
@@ -289,7 +289,7 @@ static void *ask(void *context)
     return NULL;
 }
 
-/* The one that decodes finds what it finds alone. */
+/* Decoding gives the same outputs as without other threads. */
 static void test_decoding_among_others(void)
 {
     static outputs alone, among;

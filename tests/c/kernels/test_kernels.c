@@ -25,7 +25,7 @@ static float float_of(uint32_t bits)
 
 /* ---- what rows hold --------------------------------------------------------------------------------------------- */
 
-static char *guarded_end; /* of memory that rows lie in */
+static char *guarded_end; /* end of the memory of rows; reading beyond it faults */
 
 /* The largest elements of rows, and of what they are multiplied by; over a tile, those of rows grow by 2^growth, and
  * what they are multiplied by gets smaller. */
@@ -187,7 +187,7 @@ static void test_convert_bits(const kvc_kernels *kernels)
     for (int pass = 0; pass < 32; pass++) {
         for (int i = 0; i < 1 << 16; i++) {
             uint32_t bits = (uint32_t)random_bits();
-            if (pass % 2) /* where f16 has values, and beyond by a little */
+            if (pass % 2) /* within the range of f16, and a little beyond */
                 bits = (bits & 0x807fffff) | (uint32_t)random_int(127 - 27, 127 + 18) << 23;
             x[i] = float_of(bits);
         }
@@ -454,8 +454,9 @@ static void test_score(const kvc_kernels *kernels, int type, int is_bf16, int di
                 size += fabs(term) + off * fabs(t->values[j][d]) / ((dim + 2) * 0.5 * FLT_EPSILON);
             }
             float got = scores[r * KVC_TILE + j];
-            CHECKF(r >= num_q ? got == UNTOUCHED : j >= n || is_close(got, sum, size, dim), "%s %s%s dim %d, query %d of %d, row %d of %d: %g, not %g",
-                   kernels->name, kvc_type_name(type), is_bf16 ? " queries" : "", dim, r, num_q, j, n, (double)got, sum);
+            CHECKF(r >= num_q ? got == UNTOUCHED : j >= n || is_close(got, sum, size, dim),
+                   "%s %s%s dim %d, query %d of %d, row %d of %d: %g, not %g", kernels->name,
+                   kvc_type_name(type), is_bf16 ? " queries" : "", dim, r, num_q, j, n, (double)got, sum);
         }
     }
 }
@@ -486,7 +487,7 @@ static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int n
     kernels->accumulate[type](&acc[0][0], STRIDE, factor, weights, num_q, t->rows, n, dim,
                               ahead_of(n % 2 ? t : NULL, type, dim));
     for (int r = 0; r < MAX_Q; r++) {
-        double off = 0; /* by as much as n products that are rounded */
+        double off = 0; /* the rounding of n products */
         for (int d = 0; d < STRIDE; d++) {
             double sum = (double)old[r][d] * factor[r], size = fabs(sum);
             if (type >= KVC_FLOAT_TYPES && r < num_q && d < dim && d % BLOCK == 0)
@@ -585,7 +586,7 @@ static void test_exp(const kvc_kernels *kernels)
         double right = exp((double)x);
         int exponent;
         frexp(right, &exponent);
-        double error = fabs(scores[0] - right) / ldexp(1, exponent - 24); /* in the last place of a float */
+        double error = fabs(scores[0] - right) / ldexp(1, exponent - 24); /* in units in the last place of a float */
         if (x > -86.9f && error > worst)
             worst = error;
         CHECKF(scores[0] <= 1.7e-38f || x > -87, "%s: exp(%g) is %g", kernels->name, (double)x, (double)scores[0]);
@@ -735,11 +736,14 @@ static void test_tiler(const kvc_kernels *kernels, int type, int dim, int m, int
 {
     enum { MAX_M = 72, MAX_PADDED = (MAX_DIM + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK };
     static _Alignas(64) float panel[MAX_PADDED * KVC_TILE], scores[MAX_M * KVC_TILE], sums[MAX_M * MAX_PADDED];
-    static float q[MAX_M * MAX_PADDED], prepared[MAX_M * MAX_PADDED], weights[MAX_M * KVC_TILE], old[MAX_M * MAX_PADDED];
+    static float q[MAX_M * MAX_PADDED], prepared[MAX_M * MAX_PADDED], weights[MAX_M * KVC_TILE];
+    static float old[MAX_M * MAX_PADDED];
     const kvc_tiler *tiler = &kernels->tiler[type];
     const int is_plain = tiler->score == kernels->tiler[KVC_F32].score;
-    const int stride = (dim + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK, values = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
-    const double scale = 0.3f, most = is_plain ? FLT_EPSILON : 0x1p-15; /* of the sum of magnitudes; plain: a term */
+    const int stride = (dim + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK;
+    const int values = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
+    /* Allowed error, relative to the sum of magnitudes; for plain f32, of each term. */
+    const double scale = 0.3f, most = is_plain ? FLT_EPSILON : 0x1p-15;
     const tile *t = tile_new(type, n, dim, largest);
     fill_to(q, MAX_M * MAX_PADDED, largest.factors);
     fill_to(weights, MAX_M * KVC_TILE, largest.factors);
@@ -747,7 +751,7 @@ static void test_tiler(const kvc_kernels *kernels, int type, int dim, int m, int
         for (int j = n; j < KVC_TILE; j++)
             weights[i * KVC_TILE + j] = 0;
     for (int i = 0; i < MAX_PADDED * KVC_TILE; i++)
-        panel[i] = NAN; /* what is packed is all that is read */
+        panel[i] = NAN; /* the tiler reads only what was packed */
     memcpy(prepared, q, sizeof q);
     tiler->prepare(prepared, stride, m, dim, (float)scale);
     tiler->pack_keys(panel, t->rows, n, dim);
@@ -761,8 +765,9 @@ static void test_tiler(const kvc_kernels *kernels, int type, int dim, int m, int
                 size += fabs(term);
             }
             const float got = scores[i * KVC_TILE + j];
-            CHECKF(fabs(got - sum) <= size * most * (is_plain ? dim + 2 : 1), "%s %s: dim %d, score [%d, %d] of [%d, %d]: %g, not %g",
-                   kernels->name, kvc_type_name(type), dim, i, j, m, n, (double)got, sum);
+            CHECKF(fabs(got - sum) <= size * most * (is_plain ? dim + 2 : 1),
+                   "%s %s: dim %d, score [%d, %d] of [%d, %d]: %g, not %g", kernels->name, kvc_type_name(type), dim, i,
+                   j, m, n, (double)got, sum);
         }
     }
     for (int i = 0; i < MAX_PADDED * KVC_TILE; i++)
@@ -780,7 +785,9 @@ static void test_tiler(const kvc_kernels *kernels, int type, int dim, int m, int
                 size += fabs(term);
             }
             const float got = sums[i * values + d];
-            CHECKF(i < m && d >= dim ? 1 : i >= m ? got == old[i * values + d] : fabs(got - sum) <= size * most * (is_plain ? n + 2 : 1),
+            CHECKF(i < m && d >= dim ? 1
+                   : i >= m          ? got == old[i * values + d]
+                                     : fabs(got - sum) <= size * most * (is_plain ? n + 2 : 1),
                    "%s %s: dim %d, sum [%d, %d] of [%d, %d]: %g, not %g", kernels->name, kvc_type_name(type), dim, i, d,
                    m, n, (double)got, sum);
         }

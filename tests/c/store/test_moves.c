@@ -181,8 +181,9 @@ static void test_there_and_back(void)
     pair_check(p);
     CHECK(spans_of(p, 0, 0, &span, 1) == 1 && span.delta == 1000000 && span.position == 1000000);
     CHECK(pair_shift(p, 0, 1000003, KVC_END, -1000000) == KVC_OK);
-    CHECK(pair_shift(p, 0, 0, 2, 9) == KVC_OK && pair_shift(p, 0, 50, 60, 9) == KVC_OK); /* of nothing, */
-    CHECK(pair_shift(p, 5, 0, KVC_END, 9) == KVC_OK && pair_shift(p, 0, 0, KVC_END, 0) == KVC_OK); /* nobody, by 0 */
+    CHECK(pair_shift(p, 0, 0, 2, 9) == KVC_OK && pair_shift(p, 0, 50, 60, 9) == KVC_OK); /* no rows */
+    CHECK(pair_shift(p, 5, 0, KVC_END, 9) == KVC_OK); /* an empty sequence */
+    CHECK(pair_shift(p, 0, 0, KVC_END, 0) == KVC_OK); /* a delta of 0 */
     pair_check(p);
     CHECK(pair_shift(p, 0, 1000000, 1000003, -1000000) == KVC_OK);
     pair_check(p);
@@ -199,7 +200,7 @@ static void test_divide(int block_size)
         CHECK(pair_divide(p, 0, 5, 23, divisor) == KVC_OK); /* positions repeat, and come again behind */
         pair_check(p);
         CHECK(pair_shift(p, 0, 2, KVC_END, 3) == KVC_OK);
-        CHECK(pair_divide(p, 0, 0, KVC_END, 2) == KVC_OK); /* of keys that are off */
+        CHECK(pair_divide(p, 0, 0, KVC_END, 2) == KVC_OK); /* keys with deltas to apply */
         pair_check(p);
         pair_feed(p, 0, next_of(p, find_sequence(p, 0)), 40);
         pair_check(p);
@@ -428,7 +429,7 @@ static void test_settle_refused(void)
     CHECK(view_new(&v, p, 1, 0) == KVC_OK);
     CHECK_FAILS(pair_settle(p), KVC_ERR_HELD, "settle", "views of the rows are held (1)");
     pair_check(p);
-    CHECK(pair_shift(p, 1, 0, KVC_END, 3) == KVC_OK && pair_divide(p, 1, 0, 50, 2) == KVC_OK); /* these are not */
+    CHECK(pair_shift(p, 1, 0, KVC_END, 3) == KVC_OK && pair_divide(p, 1, 0, 50, 2) == KVC_OK); /* allowed under views */
     pair_check(p);
     view_free(&v, p);
     CHECK(pair_settle(p) == KVC_OK);
@@ -494,7 +495,8 @@ static void test_inject(int block_size)
     pair_check(p);
     view_free(&v, p);
     pair_check(p);
-    CHECK(pair_inject(p, 9, 0, 0, 15) == KVC_OK && pair_inject(p, 0, 0, 4, 4) == KVC_OK); /* nobody, nothing */
+    CHECK(pair_inject(p, 9, 0, 0, 15) == KVC_OK); /* an empty sequence */
+    CHECK(pair_inject(p, 0, 0, 4, 4) == KVC_OK);  /* an empty range */
     pair_check(p);
     pair_free(p);
 }
@@ -513,7 +515,7 @@ static void test_inject_missing(void)
     MISSING(0, 3, 5, "2 of 2", "3 to 4");
     MISSING(0, 12, 20, "8 of 8", "12 to 19");
     MISSING(0, 0, 30, "22 of 30", "3 to 4, 8, 10, 12 to 29");
-    MISSING(9, 0, 3, "3 of 3", "0 to 2"); /* nobody */
+    MISSING(9, 0, 3, "3 of 3", "0 to 2"); /* an empty sequence */
     pair_shift(p, 0, 2, KVC_END, 20); /* now 0, 1, 22, 25, ... */
     pair_shift(p, 0, 0, 1, 4);
     pair_shift(p, 0, 29, 30, 2);
@@ -565,7 +567,7 @@ static void test_clone(int block_size)
     pair *p = &original;
     *p = (pair){.config = {.block_size = block_size, .num_threads = 2, .max_sequences = 5, .capacity = 90}};
     pair_new(p, 4, layers);
-    CHECK(pair_clone(p) == KVC_OK); /* of nothing */
+    CHECK(pair_clone(p) == KVC_OK); /* an empty cache */
     pair_feed(p, 0, 0, 30);
     CHECK(pair_begin(p, 1, (int32_t[]){30}, (int64_t[]){0}) == KVC_OK);
     CHECK(pair_put_cross(p, 3, 0, 4) == KVC_OK);
@@ -595,7 +597,7 @@ static void test_clone(int block_size)
     view_check(&v, p);
     pair_clear_sequence(p, 0);
     pair_clear_sequence(p, 2);
-    pair_feed(p, 2, 0, 25); /* in blocks that the copy's rows came from */
+    pair_feed(p, 2, 0, 25); /* reuses blocks that the copied rows came from */
     pair_check(p);
     pair_check(&copy);
     view_free(&v, p);
@@ -627,7 +629,7 @@ static void test_extract(void)
     uint16_t k[2 * 6] = {0};
     const kvc_rows_out out = {
         .struct_size = sizeof out, .type = KVC_BF16, .k = k, .k_head_stride = 12, .k_row_stride = 12};
-    CHECK(kvc_extract(p->cache, 0, 0, 20, 21, &out) == KVC_OK); /* values are not wanted */
+    CHECK(kvc_extract(p->cache, 0, 0, 20, 21, &out) == KVC_OK); /* keys alone */
     for (int i = 0; i < 12; i++)
         CHECK(read_element(&k[i], KVC_BF16) == element(p->sequences[0].layers[0].rows[5].tag, 0, 0, i / 6, i % 6));
     pair_free(p);
@@ -649,7 +651,7 @@ static pair *cross_pair(int64_t max_bytes)
     return &p;
 }
 
-/* A pass of one token of a sequence, with so many rows for cross-attention layer 1, and one less for layer 2. */
+/* Runs a pass of one token, with n rows for cross-attention layer 1 and n - 1 for layer 2. */
 static void feed_cross(pair *p, int64_t id, int n)
 {
     int32_t next = next_of(p, find_sequence(p, id));
@@ -691,7 +693,7 @@ static void test_cross(void)
     pair_keep(p, 2);
     pair_check(p);
     CHECK(kvc_seq_len(p->cache, 2, 1) == 5 && kvc_seq_len(p->cache, 1, 1) == 0);
-    pair_copy_prefix(p, 2, 3, 0); /* no token of it, but these */
+    pair_copy_prefix(p, 2, 3, 0); /* no tokens, but cross-attention rows */
     pair_check(p);
     pair_clear(p);
     pair_check(p);
@@ -826,7 +828,7 @@ static int64_t num_blocks(const memory *m)
     return num;
 }
 
-/* Once there is room, the tokens take no further memory for rows. */
+/* Tokens for which memory was reserved take no further memory for rows. */
 static void test_reserve(int block_size)
 {
     static pair p;
@@ -1058,7 +1060,7 @@ static void test_bad_extract(void)
     out.k_row_stride = 2;
     CHECK_FAILS(kvc_extract(p->cache, 0, 0, 0, 1, &out), KVC_ERR_INVALID, "strides", "2");
     CHECK(k[0] == 5);
-    CHECK(kvc_extract(p->cache, 0, 2, 0, 1, &good) == KVC_OK && k[0] == 0); /* of a layer that has no rows */
+    CHECK(kvc_extract(p->cache, 0, 2, 0, 1, &good) == KVC_OK && k[0] == 0); /* layer 2 has no rows */
     pair_free(p);
 }
 
@@ -1175,7 +1177,7 @@ static void test_bad_parents(void)
     pair_free(p);
 }
 
-/* Ropes that a layer cannot have. */
+/* A rope that does not fit its layer is refused. */
 static void test_bad_ropes(void)
 {
     static const double freqs[] = {1, 0.5, 0.25}, infinite[] = {1, HUGE_VAL, 1}, none[] = {NAN, 1, 1};
@@ -1235,7 +1237,7 @@ static void test_bad_shares(void)
         case 7: l->rope.interleaved = 1; break;
         case 8: l->rope.inv_freq = any_angles; break;
         case 9: l->value_in_key = 1, l->rope.first_dim = 2; break;
-        default: layers[2].share = 2; /* of a layer that shares */
+        default: layers[2].share = 2; /* layer 1 shares, too */
         }
         const kvc_config config = {
             .struct_size = sizeof config, .layers = layers, .layer_size = sizeof *layers, .num_layers = 3};
@@ -1245,7 +1247,7 @@ static void test_bad_shares(void)
     }
 }
 
-/* Nothing of a layer without attention is checked but its policy. */
+/* Of a layer without attention, only the policy is checked. */
 static void test_no_attention(void)
 {
     const kvc_rope wild = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 1};

@@ -1,4 +1,4 @@
-/* Calls that are refused or cancelled leave memory as it was: rows, reservations, counters; max_bytes is not exceeded. */
+/* Calls that are refused or cancelled change nothing: rows, reservations and counters stay, and max_bytes is kept to. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/pairs.h"
 

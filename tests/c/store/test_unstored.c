@@ -104,7 +104,7 @@ static kvc_status put(kvc_batch *batch, int layer, int first, int n)
     return kvc_put(batch, layer, &args);
 }
 
-/* What comes out of every layer. */
+/* The output of every layer. */
 typedef struct result {
     float out[NUM_LAYERS][TOKENS][HEADS][DIM], lse[NUM_LAYERS][TOKENS][HEADS];
 } result;
@@ -148,7 +148,7 @@ static kvc_stats stats_of(kvc_cache *cache)
 
 /* ---- same bits -------------------------------------------------------------------------------------------------- */
 
-/* Five tokens of sequence 7. */
+/* Appends five tokens to sequence 7. */
 static void store_seven(kvc_cache *cache)
 {
     const int32_t positions[] = {0, 1, 2, 3, 4};
@@ -291,10 +291,10 @@ static void test_one_layer_at_a_time(void)
             CHECKF(bytes >= rows && bytes < rows + rows / 4, "%lld bytes, of rows %lld", (long long)bytes,
                    (long long)rows);
         }
-    CHECK(attend(batch, 2, 0, 8, 0, &r) == KVC_OK);                                     /* it is still there */
-    CHECK(attend(batch, 2, TOKENS / 2, TOKENS / 2, 1, &r) == KVC_OK);                   /* after an error as well */
-    CHECK_FAILS(attend(batch, 0, 0, 8, 0, &r), KVC_ERR_GONE, "token 0", "layer 0");     /* that is gone */
-    CHECK_FAILS(attend(batch, 0, 0, 8, 1, &r), KVC_ERR_INVALID, "token 0", "put once"); /* and was put */
+    CHECK(attend(batch, 2, 0, 8, 0, &r) == KVC_OK);                                     /* its rows are there */
+    CHECK(attend(batch, 2, TOKENS / 2, TOKENS / 2, 1, &r) == KVC_OK);                   /* also after an error */
+    CHECK_FAILS(attend(batch, 0, 0, 8, 0, &r), KVC_ERR_GONE, "token 0", "layer 0");     /* its rows are gone */
+    CHECK_FAILS(attend(batch, 0, 0, 8, 1, &r), KVC_ERR_INVALID, "token 0", "put once"); /* put twice */
     CHECK_FAILS(attend(batch, 1, 0, 8, 0, &r), KVC_ERR_INVALID, "token 0", "not put in layer 1");
     int64_t num = -1;
     CHECK_FAILS(kvc_dense_rows(batch, 0, &num), KVC_ERR_GONE, "token 0", "layer 0");
@@ -313,7 +313,7 @@ static void test_one_layer_at_a_time(void)
     free_cache(cache);
 }
 
-/* What is put stays until the batch ends, and so do the rows of a layer that another one shares. */
+/* Rows put by kvc_put stay until the batch ends, as do those of a layer that another shares. */
 static void test_what_stays(void)
 {
     static result r, again;
@@ -331,7 +331,7 @@ static void test_what_stays(void)
     free_cache(cache);
 }
 
-/* What attend puts stays in a row buffer of its own where that is called for two layers at once; see test_two_threads. */
+/* Rows that attend puts keep a row buffer of their own while two layers attend at once; see test_two_threads. */
 
 static void test_a_hold_outlives_the_batch(void)
 {
@@ -354,7 +354,7 @@ static void test_a_hold_outlives_the_batch(void)
     free_cache(cache);
 }
 
-/* A sequence that held rows before: this batch sees them, and then they go. */
+/* An unstored batch sees the rows its sequence held before; committing drops them. */
 static void test_what_was_stored_is_dropped(void)
 {
     static result stored, dropped;
@@ -440,7 +440,7 @@ static void test_max_bytes(void)
     free_cache(cache);
 }
 
-/* Each allocation fails in turn: nothing has changed, and the same again succeeds. */
+/* Whichever allocation fails, nothing has changed, and the call succeeds when repeated. */
 static kvc_status try_pass(kvc_cache *cache, const pass *p, int fail_after, memory *heap, result *r)
 {
     kvc_batch *batch = NULL;

@@ -16,7 +16,7 @@ typedef struct crew {
     kvc_plan *plan;
     int32_t layer;
     const kvc_attend_args *args;
-    const int64_t *order; /* of the tasks; NULL: as they are numbered */
+    const int64_t *order; /* in which tasks are run; NULL: by number */
     atomic_int next;
 } crew;
 
@@ -29,7 +29,7 @@ static inline void *crew_work(void *context)
     return NULL;
 }
 
-/* All tasks, by so many threads, of which the caller's is one. */
+/* Runs all tasks on this number of threads, the caller's included. */
 static inline void crew_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const int64_t *order,
                             int num_threads)
 {
@@ -42,7 +42,7 @@ static inline void crew_run(kvc_plan *plan, int32_t layer, const kvc_attend_args
         CHECK(pthread_join(threads[i], NULL) == 0);
 }
 
-/* 0 to n - 1 in any order; to be freed. */
+/* Returns 0 to n - 1 in random order; the caller frees it. */
 static inline int64_t *shuffled(int64_t n)
 {
     int64_t *order = malloc((size_t)n * sizeof *order);

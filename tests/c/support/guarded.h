@@ -13,13 +13,13 @@ static inline size_t page_size(void)
     return (size_t)sysconf(_SC_PAGESIZE);
 }
 
-/* `size` rounded up to pages. */
+/* Rounds `size` up to whole pages. */
 static inline size_t in_pages(size_t size)
 {
     return (size + page_size() - 1) / page_size() * page_size();
 }
 
-/* The end of at least `size` bytes. */
+/* Returns the end of at least `size` bytes. */
 static inline char *guarded_new(size_t size)
 {
     size_t page = page_size(), used = in_pages(size);

@@ -72,7 +72,7 @@ static inline void memory_fail_after(memory *m, int fail_after)
     m->failed = 0;
 }
 
-/* Bytes handed out, but for scratch: what kvc_nbytes should answer. */
+/* Returns the bytes handed out, without scratch: what kvc_nbytes should answer. */
 static inline int64_t memory_bytes(const memory *m)
 {
     int64_t bytes = 0;

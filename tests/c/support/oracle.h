@@ -28,10 +28,10 @@ enum {
 
 typedef struct row {
     int32_t position;
-    int32_t tag;   /* what it holds */
-    int32_t slot;  /* where: rows of several sequences that have the same one count once */
-    int32_t base;  /* the position it was put at: its keys have moved since by position - base */
-    int32_t delta; /* what of this its stored keys lack */
+    int32_t tag;   /* number of its token, from which its contents follow */
+    int32_t slot;  /* shared rows have the same slot, and count once */
+    int32_t base;  /* position it was put at; its key has moved by position - base */
+    int32_t delta; /* part of position - base not yet applied to the stored key */
 } row;
 
 typedef struct row_list {
@@ -41,14 +41,14 @@ typedef struct row_list {
 
 typedef struct sequence {
     int64_t id;
-    row_list layers[MAX_LAYERS]; /* empty for those that share */
+    row_list layers[MAX_LAYERS]; /* empty for layers that share rows */
 } sequence;
 
 /* What the open batch was given for a sequence in a cross-attention layer. */
 typedef struct cross_put {
     int layer, n;
     int64_t id;
-    int32_t tag; /* of the first row */
+    int32_t tag; /* tag of the first row */
 } cross_put;
 
 typedef struct pair {
@@ -56,25 +56,25 @@ typedef struct pair {
     kvc_config config;
     kvc_layer layers[MAX_LAYERS];
     int roundings; /* how often a key may be rounded to its type; 0: never, as all angles are right ones */
-    int32_t next_tag; /* of rows, and of slots */
+    int32_t next_tag; /* next unused tag, and slot */
     int num_holds;
     memory *memory; /* not NULL: where the cache's memory comes from, which may be told to fail */
     kvc_batch *batch; /* the open one, its tokens are tagged from batch_tag on */
     int32_t num_tokens, batch_tag;
     int32_t positions[MAX_BATCH];
     int64_t ids[MAX_BATCH];
-    const int32_t *parents;               /* of its tokens, or NULL */
-    char written[MAX_LAYERS][MAX_BATCH]; /* they were put */
+    const int32_t *parents;               /* parents of its tokens, or NULL */
+    char written[MAX_LAYERS][MAX_BATCH]; /* whether token was put in layer */
     void (*look)(struct pair *p);        /* not NULL: called when random tokens were put */
     int num_cross_puts;
     cross_put cross_puts[MAX_SEQUENCES * MAX_LAYERS];
     int64_t moving;           /* the sequence that is edited while move_keys is called */
     int calls_left, call_failed, num_calls; /* of move_keys, before one fails (-1: none does) */
-    int32_t num_sequences; /* those with rows, and those that lost all they had */
+    int32_t num_sequences; /* with rows, or whose rows were all evicted */
     sequence sequences[MAX_SEQUENCES];
 } pair;
 
-static const size_t element_sizes[] = {4, 2, 2}; /* of KVC_F32, KVC_F16, KVC_BF16 */
+static const size_t element_sizes[] = {4, 2, 2}; /* by KVC_F32, KVC_F16, KVC_BF16 */
 
 static const kvc_policy full_policy = {.kind = KVC_FULL};
 
@@ -93,7 +93,7 @@ static inline kvc_policy sliding_policy(int32_t window, int32_t num_sink_tokens,
                         .resume_window = resume_window};
 }
 
-/* A new cache of these layers; the other fields of p->config may be set before. */
+/* Makes a cache of these layers; set the other fields of p->config before. */
 static inline void pair_new(pair *p, int num_layers, const kvc_layer *layers)
 {
     memcpy(p->layers, layers, (size_t)num_layers * sizeof *layers);
@@ -139,7 +139,7 @@ static inline float moved_element(float x, int32_t layer, int32_t moved)
 static const double any_angles[] = {1, -0.31, 0.017, 1.7, 100};
 static const double right_angles[] = {RIGHT_ANGLE, -RIGHT_ANGLE, 2 * RIGHT_ANGLE, 5 * RIGHT_ANGLE, -3 * RIGHT_ANGLE};
 
-/* Turns a key by moved * inv_freq, in double. */
+/* Rotates a key by moved * inv_freq, in double. */
 static inline void rotate(const kvc_rope *rope, int32_t moved, double *k)
 {
     for (int32_t i = 0; i < rope->num_freqs; i++) {
@@ -151,7 +151,7 @@ static inline void rotate(const kvc_rope *rope, int32_t moved, double *k)
     }
 }
 
-/* A head of a token's K row that was moved by so much since it was put. */
+/* Computes head h of a token's K row after it moved by `moved`. */
 static inline void moved_key(const pair *p, int l, int32_t tag, int32_t moved, int32_t h, double *k)
 {
     const kvc_layer *layer = &p->layers[l];
@@ -328,7 +328,7 @@ static inline int is_kept(const kvc_policy *policy, int32_t position, int32_t lo
            position >= not_negative(low - num_kept(policy) + 1);
 }
 
-/* Whether a query there would miss rows that were evicted. */
+/* Whether a query at this position would miss evicted rows. */
 static inline int misses(const pair *p, const sequence *s, int32_t position)
 {
     for (int l = 0; s && l < p->config.num_layers; l++)
@@ -593,7 +593,7 @@ static inline void oracle_remove(pair *p, int64_t id, int32_t begin, int32_t end
         oracle_move(p, id, end, KVC_END, begin - end, 0, 0);
 }
 
-/* Slots that sequences see at different deltas are copied for those that see them off. */
+/* Applies all deltas; slots that sequences need at different deltas are copied. */
 static inline void oracle_settle(pair *p)
 {
     static int32_t deltas[MAX_TAGS], seen[MAX_TAGS], round;
@@ -629,7 +629,7 @@ static inline int is_shared(const pair *p, const sequence *own, int l, int32_t s
     return 0;
 }
 
-/* The row that was put last of those at a position; NULL: none. */
+/* Returns the row put last at a position; NULL: none. */
 static inline row *find_row(const row_list *list, int32_t position)
 {
     for (int i = list->num - 1; i >= 0; i--)
@@ -638,7 +638,7 @@ static inline row *find_row(const row_list *list, int32_t position)
     return NULL;
 }
 
-/* Rows that are tagged from `tag` on take the place of those at [begin, end). */
+/* Replaces the rows at positions [begin, end) by rows tagged from `tag` on. */
 static inline void oracle_inject(pair *p, int64_t id, int layer, int32_t begin, int32_t end, int32_t tag)
 {
     sequence *s = find_sequence(p, id);
@@ -665,10 +665,10 @@ static inline void check_element(const row *r, int l, int is_v, int32_t h, int32
            r->position, h, is_v ? 'v' : 'k', d, (double)got, (double)element(r->tag, l, is_v, h, d));
 }
 
-/* A head of a key that was moved by so much. */
+/* Checks head h of a key that moved by `moved`. */
 static inline void check_key_row(const pair *p, int l, const row *r, int32_t moved, int32_t h, const float *got)
 {
-    static const double half_steps[] = {0x1p-24, 0x1p-11, 0x1p-8}; /* of KVC_F32, KVC_F16 and KVC_BF16, at 1 */
+    static const double half_steps[] = {0x1p-24, 0x1p-11, 0x1p-8}; /* of f32, f16 and bf16 numbers near 1 */
     double right[MAX_ROW], error = p->roundings * half_steps[p->layers[l].k_type] * 256;
     moved_key(p, l, r->tag, moved, h, right);
     for (int d = 0; d < p->layers[l].k_dim; d++)
@@ -677,14 +677,14 @@ static inline void check_key_row(const pair *p, int l, const row *r, int32_t mov
                (double)got[d], right[d]);
 }
 
-/* A head of a row of values. */
+/* Checks head h of a row of values. */
 static inline void check_value_row(const pair *p, int l, const row *r, int32_t h, const float *got)
 {
     for (int d = 0; d < p->layers[l].v_dim; d++)
         check_element(r, l, !p->layers[l].value_in_key, h, d, got[d]);
 }
 
-/* Room for n rows of a layer in f32, keys and values, all heads of them. */
+/* Describes arrays for the f32 keys and values of n rows of a layer, all heads. */
 static inline kvc_rows_out room_for(const pair *p, int l, int32_t n, float *k, float *v)
 {
     const kvc_layer *layer = &p->layers[l];
@@ -714,7 +714,7 @@ static inline void check_gather(const pair *p, const sequence *s, int l)
     }
 }
 
-/* The rows at some positions, and zeros where there is none. */
+/* Checks kvc_extract: rows by position, zeros where there is none. */
 static inline void check_extract(const pair *p, const sequence *s, int l, int32_t begin, int32_t end)
 {
     static float k[MAX_ROWS * MAX_ROW], v[MAX_ROWS * MAX_ROW];
@@ -745,7 +745,7 @@ static inline void read_row(const void *from, int32_t type, int32_t dim, float *
     kvc_kernels_scalar.convert[type][KVC_F32](to, 0, from, 0, 1, dim);
 }
 
-/* The rows of one span, which should be these of the list; keys lack what the span says. */
+/* Checks a span's rows against those of the list; keys lack the span's delta. */
 static inline void check_span(const pair *p, int l, const kvc_span *span, const row *rows)
 {
     const kvc_layer *layer = &p->layers[l];
@@ -850,7 +850,7 @@ static inline kvc_stats stats_of(const pair *p)
     return stats;
 }
 
-/* Rows that the open batch has in a layer. */
+/* Counts the rows of the open batch in a layer. */
 static inline int64_t batch_rows(const pair *p, int l)
 {
     int64_t num = 0;
@@ -904,7 +904,7 @@ static inline void check_all_runs(const pair *p, int l, const kvc_run_info *runs
     CHECK(pending == batch_rows(p, source_of(p, l)));
 }
 
-/* A block whose slots below the fill mark have so many holders. */
+/* Checks a block, given the number of holders of each slot below its fill mark. */
 static inline void check_block(const kvc_block_info *block, const int32_t *holders, kvc_stats *sums)
 {
     int32_t live = 0, most = 0;
@@ -923,7 +923,7 @@ static inline void check_block(const kvc_block_info *block, const int32_t *holde
     sums->blocks_free += block->is_free;
 }
 
-/* The blocks of a layer are what the runs in them say. */
+/* Checks a layer's blocks against the runs in them. */
 static inline void check_layer_blocks(const pair *p, int l, kvc_stats *sums)
 {
     static kvc_block_info blocks[MAX_PLACES];
@@ -958,7 +958,7 @@ static inline void check_blocks(const pair *p)
           sums.blocks_in_use == stats.blocks_in_use && sums.blocks_free == stats.blocks_free);
 }
 
-/* Everything that can be seen is as in the oracle, and the library finds no fault with itself. */
+/* Compares all that can be seen with the oracle, and runs kvc_validate. */
 static inline void pair_check(const pair *p)
 {
     static const sequence unknown = {.id = INT64_MIN + 1};
@@ -981,7 +981,7 @@ static inline void pair_check(const pair *p)
 
 /* ---- a forward pass --------------------------------------------------------------------------------------------- */
 
-/* Whether the library answered as it should: as the oracle, or that there is no memory where that is so. */
+/* Checks that the library answered as the oracle, or KVC_ERR_NOMEM after an allocation failed. */
 static inline kvc_status agree(const pair *p, const char *what, kvc_status status, kvc_status right)
 {
     int nomem = p->memory && p->memory->failed && status == KVC_ERR_NOMEM;
@@ -990,7 +990,7 @@ static inline kvc_status agree(const pair *p, const char *what, kvc_status statu
     return status;
 }
 
-/* Trees of the tokens, or NULL: which rows a token sees is no matter of where they are. */
+/* Returns random parents of the tokens, or NULL: trees do not change where rows are stored. */
 static inline const int32_t *random_parents(int n, const int64_t *ids)
 {
     static int32_t parents[MAX_BATCH];
@@ -1030,12 +1030,12 @@ static inline kvc_status pair_begin(pair *p, int n, const int32_t *positions, co
 /* K or V rows of n tokens on their way to kvc_put, in some layout. */
 typedef struct source {
     char bytes[MAX_BATCH * MAX_ROW * 4];
-    const void *start; /* of token 0, head 0 */
+    const void *start; /* element 0 of token 0, head 0 */
     int64_t token_stride, head_stride, batch_stride;
     int32_t type;
 } source;
 
-/* Token or head major, tokens backwards or not, in groups of so many tokens (0: one), of any type. */
+/* Makes K or V rows of a random type, token or head major, backwards or not, in groups of `inner` tokens (0: one). */
 static inline void fill_source(source *src, const pair *p, int l, int is_v, int32_t tag, int n, int inner)
 {
     int32_t heads = p->layers[l].num_kv_heads, dim = is_v ? p->layers[l].v_dim : p->layers[l].k_dim;
@@ -1062,7 +1062,7 @@ static inline void fill_source(source *src, const pair *p, int l, int is_v, int3
     }
 }
 
-/* What kvc_put is to be given for n rows that are tagged from `tag` on. */
+/* Returns arguments for kvc_put of n rows tagged from `tag` on. */
 static inline kvc_put_args fill_put(const pair *p, int l, int32_t tag, int n)
 {
     static source k, v;
@@ -1144,7 +1144,7 @@ static inline void pair_put_all(pair *p)
     }
 }
 
-/* n rows of a sequence for a cross-attention layer, in place of those that the batch was given before. */
+/* Puts n rows of a sequence in a cross-attention layer; they replace those put earlier in the batch. */
 static inline kvc_status pair_put_cross(pair *p, int l, int64_t id, int n)
 {
     kvc_put_args args = fill_put(p, l, p->next_tag, n);
@@ -1164,7 +1164,7 @@ static inline kvc_status pair_put_cross(pair *p, int l, int64_t id, int n)
     return status;
 }
 
-/* Ends the batch with these of its tokens; NULL: all. */
+/* Commits these tokens of the batch; NULL: all. */
 static inline kvc_status pair_commit_kept(pair *p, const int32_t *kept, int32_t num_kept)
 {
     char stays[MAX_BATCH];
@@ -1190,7 +1190,7 @@ static inline void pair_abort(pair *p)
     p->batch = NULL;
 }
 
-/* A whole pass of tokens; what begin answers. */
+/* Begins, puts and commits a batch; returns the status of begin. */
 static inline kvc_status pair_pass(pair *p, int n, const int32_t *positions, const int64_t *ids)
 {
     kvc_status status = pair_begin(p, n, positions, ids);
@@ -1203,7 +1203,7 @@ static inline kvc_status pair_pass(pair *p, int n, const int32_t *positions, con
     return status;
 }
 
-/* A pass of positions [begin, end) of one sequence. */
+/* Runs a pass of positions [begin, end) of one sequence. */
 static inline kvc_status pair_feed(pair *p, int64_t id, int32_t begin, int32_t end)
 {
     int32_t positions[MAX_BATCH];
@@ -1259,7 +1259,7 @@ static inline kvc_status fits_capacity(const pair *after)
     return KVC_OK;
 }
 
-/* An oracle to try an edit on; large. */
+/* Returns a copy of the oracle to try an edit on; large. */
 static inline pair *copy_of(const pair *p)
 {
     static pair copy;
@@ -1364,7 +1364,7 @@ static inline int32_t count_positions(const pair *p, int64_t id, int l, int32_t 
     return num;
 }
 
-/* Other rows at positions [begin, end) of a layer, or at those that hold one. */
+/* Replaces a layer's rows at positions [begin, end); skip_missing: only at those that hold one. */
 static inline kvc_status pair_inject_rows(pair *p, int64_t id, int l, int32_t begin, int32_t end, int skip_missing)
 {
     static source k, v;
@@ -1408,7 +1408,7 @@ static inline kvc_status pair_inject(pair *p, int64_t id, int l, int32_t begin, 
     return pair_inject_rows(p, id, l, begin, end, 1);
 }
 
-/* What kvc_begin should answer to so many tokens that go on with a sequence; *after is the oracle once it has evicted. */
+/* Returns what kvc_begin of n more tokens of a sequence should answer; *after is the oracle after eviction. */
 static inline kvc_status oracle_go_on(const pair *p, int64_t id, int n, pair *after)
 {
     static int32_t positions[MAX_BATCH];
@@ -1418,7 +1418,7 @@ static inline kvc_status oracle_go_on(const pair *p, int64_t id, int n, pair *af
         positions[t] = next_of(p, find_sequence(p, id)) + t;
         ids[t] = id;
     }
-    for (int s = 0; s < q->num_sequences; s++) /* rows that are gone are no question of room */
+    for (int s = 0; s < q->num_sequences; s++) /* whether rows were evicted does not matter here */
         for (int l = 0; l < MAX_LAYERS; l++)
             q->sequences[s].layers[l].lost_end = 0;
     kvc_status right = oracle_begin(q, n, positions, ids, after);
@@ -1441,7 +1441,7 @@ static inline kvc_status pair_reserve(pair *p, int64_t id, int num_tokens)
     return status;
 }
 
-/* Check kvc_room: a batch of as many tokens as it answers fits, one of a token more does not. */
+/* Checks kvc_room: a batch of that many tokens fits, one of a token more does not. */
 static inline kvc_status pair_room(pair *p, int64_t id)
 {
     static pair after;
@@ -1456,7 +1456,7 @@ static inline kvc_status pair_room(pair *p, int64_t id)
     return status;
 }
 
-/* A copy of the cache, which holds what the cache does and is then freed. */
+/* Copies the cache, compares the copy with the oracle and frees it. */
 static inline kvc_status pair_clone(pair *p)
 {
     static pair copy;
@@ -1466,7 +1466,7 @@ static inline kvc_status pair_clone(pair *p)
     if (status != KVC_OK)
         return status;
     if (p->memory)
-        p->memory->fail_after = -1; /* what reads the copy is not to fail */
+        p->memory->fail_after = -1; /* checking the copy must not fail */
     oracle_copy(&copy, p);
     copy.cache = clone;
     copy.memory = NULL;

@@ -63,7 +63,7 @@ static inline int32_t random_position(const pair *p, int64_t id)
     return random_int(0, next_of(p, find_sequence(p, id)) + 3);
 }
 
-/* Positions [begin, end) of a sequence are moved, or their tokens replaced, which may be more than once. */
+/* Moves positions [begin, end) of a sequence or replaces their rows; or applies deltas, reserves, or asks for room. */
 static inline void random_move(pair *p, int64_t id, int32_t begin, int32_t end)
 {
     int choice = random_int(0, 12);
@@ -83,7 +83,7 @@ static inline void random_move(pair *p, int64_t id, int32_t begin, int32_t end)
     p->calls_left = -1;
 }
 
-/* An edit of any sequence, also of those of an open batch, which is refused. */
+/* Edits a random sequence; if it is in the open batch, the edit must be refused. */
 static inline void random_edit(pair *p)
 {
     int64_t id = random_id(), other = random_id();
@@ -133,7 +133,7 @@ static inline int random_tokens(const pair *p, int32_t *positions, int64_t *ids)
     return n;
 }
 
-/* What the open batch's sequences are given in cross-attention layers, now and then. */
+/* Now and then puts cross-attention rows for sequences of the open batch. */
 static inline void random_cross_puts(pair *p)
 {
     for (int l = 0; l < p->config.num_layers; l++)
@@ -142,7 +142,7 @@ static inline void random_cross_puts(pair *p)
                            random_int(1, p->layers[l].policy.max_len + 2));
 }
 
-/* Ends the open batch with some of its tokens, for which alone all layers need have rows. */
+/* Commits some of the open batch's tokens; only these need rows in all layers. */
 static inline void random_commit_kept(pair *p)
 {
     int32_t kept[MAX_BATCH];
@@ -219,7 +219,7 @@ static inline kvc_policy random_policy(void)
     }
 }
 
-/* A rope that the layer's dims allow. */
+/* Returns a random rope that the layer's dims allow. */
 static inline kvc_rope random_rope(const kvc_layer *layer, const double *angles)
 {
     int first = layer->value_in_key ? layer->v_dim : 0, choice = random_int(0, 20);
@@ -250,7 +250,7 @@ static inline kvc_layer random_layer(const double *angles)
     return layer;
 }
 
-/* At least one layer, the first, has tokens; others may follow its policy, be like one, or share its rows. */
+/* Fills in random layers: the first stores tokens; others may have its policy, copy a layer, or share rows. */
 static inline int random_layers(kvc_layer *layers, const double *angles)
 {
     int num_layers = random_int(1, MAX_LAYERS), lazy = random_int(0, 3);
@@ -276,7 +276,7 @@ static inline int random_layers(kvc_layer *layers, const double *angles)
     return num_layers;
 }
 
-/* A new cache of random layers and limits; its block size, and how often keys may be rounded, are set before. */
+/* Makes a cache of random layers and limits; set the block size and p->roundings before. */
 static inline void random_pair(pair *p)
 {
     kvc_layer layers[MAX_LAYERS];
@@ -293,7 +293,7 @@ static inline void random_pair(pair *p)
     pair_new(p, num_layers, layers);
 }
 
-/* An edit, a pass, or a view taken and let go. */
+/* Runs an edit or a pass, and now and then frees the view and takes another. */
 static inline void random_step(pair *p, view *v)
 {
     if (random_int(0, 2))
@@ -308,8 +308,8 @@ static inline void random_step(pair *p, view *v)
         view_new(v, p, random_id(), random_int(0, p->config.num_layers));
 }
 
-/* Random steps on a new cache.  roundings: how often keys may be rounded, as they are rotated by any angles when they are
- * settled, divided or replaced; 0: by right angles, which rounds none. */
+/* Takes random steps on a new cache.  roundings: how often a key may be rounded, as settling, dividing and replacing
+ * rotate it by any angle; 0: angles are right ones, which round nothing. */
 static inline void random_test(int block_size, int roundings, int num_steps)
 {
     static pair p;

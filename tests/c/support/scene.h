@@ -17,18 +17,18 @@ enum {
     MAX_DIM = 128,
     MAX_KV_HEADS = 2,
     MAX_HEADS = 32,
-    FILLER = 1000 /* the sequence between */
+    FILLER = 1000 /* id of the sequence whose slots lie between */
 };
 
 /* A sequence: what is stored before the batch, and its tokens of the batch. */
 typedef struct member {
     int32_t num_stored, num_new;
-    int32_t positions[MAX_POSITIONS]; /* of the stored rows, then of the new ones */
+    int32_t positions[MAX_POSITIONS]; /* the stored rows', then the new ones' */
 } member;
 
 typedef struct scene {
     kvc_layer layer;
-    int num_layers; /* alike; 0: one */
+    int num_layers; /* all alike; 0: one */
     int num_heads, q_type;
     float scale, softcap;
     const float *sinks, *alibi;
@@ -41,8 +41,8 @@ typedef struct scene {
 typedef struct setting {
     int block_size, num_threads;
     int pass;      /* tokens in a pass before the batch; 0: MAX_NEW */
-    int scattered; /* slots of another sequence, which is gone, between all of them */
-    int compacted; /* and these holes closed */
+    int scattered; /* slots of a cleared sequence lie between all others */
+    int compacted; /* the holes were closed */
 } setting;
 
 /* A cache with the scene in it, and its batch open. */
@@ -50,9 +50,9 @@ typedef struct stage {
     const scene *scene;
     kvc_cache *cache;
     kvc_batch *batch;
-    int num_tokens; /* of the batch */
+    int num_tokens; /* in the batch */
     int member_of[MAX_MEMBERS * MAX_NEW];
-    int row_of[MAX_MEMBERS * MAX_NEW]; /* in its member */
+    int row_of[MAX_MEMBERS * MAX_NEW]; /* its row in its member */
 } stage;
 
 /* Positions 0 .. num_stored - 1, and num_new more. */
