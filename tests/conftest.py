@@ -17,6 +17,7 @@ if not any((ROOT / "kvcache").glob("_core.*.so")):
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
 
 hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=40)
 hypothesis.settings.register_profile("full", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
@@ -24,7 +25,9 @@ WORKSHOP = pytest.StashKey[compiling.Workshop]()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run tests marked slow, and all of the programs in C")
+    parser.addoption(
+        "--slow", action="store_true", help="run tests marked slow, and the programs in C under sanitizers"
+    )
 
 
 def pytest_configure(config):
@@ -37,6 +40,8 @@ def pytest_configure(config):
             raise pytest.UsageError(f"kvcache comes from {kvcache.__file__}, not from {installed}")
     if not config.option.slow:
         compiling.ENVIRONMENT["KVCACHE_TEST_QUICK"] = "1"  # for tests/c/support/test.h
+        if "HYPOTHESIS_PROFILE" not in os.environ:
+            hypothesis.settings.load_profile("quick")
 
 
 def pytest_report_header(config):

@@ -318,6 +318,7 @@ def test_without_matplotlib():
     )
 
 
+@pytest.mark.slow
 def test_pictures_of_the_documentation(tmp_path):
     path = Path(__file__).resolve().parents[1] / "docs/pictures.py"
     spec = spec_from_file_location("pictures", path)

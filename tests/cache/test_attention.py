@@ -31,7 +31,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.isas import ISAS, using
+from support.isas import ISA_PARAMS, ISAS, using
 
 import kvcache
 
@@ -42,7 +42,7 @@ QUANTISED = ["q8_0", "q4_0"]
 SLIDING = kvcache.SlidingWindow
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=ISA_PARAMS)
 def isa(request, monkeypatch):
     """The instruction set of the caches that the test makes."""
     monkeypatch.setenv("KVCACHE_ISA", request.param)

@@ -625,7 +625,11 @@ def test_no_batch_of_what_is_no_number(cache, n):
 
 
 @pytest.mark.parametrize("n", [2**24 + 1, 2**31 - 1])
-@pytest.mark.parametrize("options", [{}, {"max_bytes": 10**6}, {"strategy": kvcache.LongSequencesOnly(8)}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_bytes": 10**6}, pytest.param({"strategy": kvcache.LongSequencesOnly(8)}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_more_tokens_than_a_batch_has(n, options):
     """Refused before memory is taken for what is noted down of each."""
     cache = make(max_seq_len=None, **options)

@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf.quants import dequantize, quantize
-from support.isas import ISAS
+from support.isas import ISA_PARAMS
 
 import kvcache
 
@@ -167,7 +167,7 @@ def error(out, q, keys, values):
     return np.linalg.norm(out - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", ISA_PARAMS)
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [("f32", 1e-5), ("f16", 5e-4), ("q8_0", 5e-4), ("q4_0", 5e-4)])
 def test_error_against_float64(monkeypatch, isa, dtype, bound, sink):

@@ -41,7 +41,7 @@ def intrude(how, **environment):
     return dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
 
 
-@pytest.mark.parametrize("how", ["collector", "arguments"])
+@pytest.mark.parametrize("how", [pytest.param("collector", marks=pytest.mark.slow), "arguments"])
 def test_nothing_ends_in_the_middle(how):
     """Memory that is freed is overwritten, so that to use it shows."""
     times = intrude(how, PYTHONMALLOC="malloc", MALLOC_PERTURB_="165")

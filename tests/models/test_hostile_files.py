@@ -29,7 +29,9 @@ MODEL = Path(__file__).parents[2] / "examples" / "model"
 # --- memory and work ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", hostile.LARGE)
+@pytest.mark.parametrize(
+    "name", [name if i % 5 == 0 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(hostile.LARGE)]
+)
 def test_files_that_are_refused_take_little(tmp_path: Path, name: str) -> None:
     kind, make = hostile.LARGE[name]
     assert hostile.read(kind, make(tmp_path)).startswith("ModelFileError: ")

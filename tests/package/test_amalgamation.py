@@ -28,12 +28,14 @@ def test_it_is_two_files_that_include_none_of_ours(folder):
         assert (ROOT / "LICENSE").read_text().splitlines()[0] in text
 
 
+@pytest.mark.slow
 def test_it_is_the_same_every_time(folder, tmp_path):
     run(sys.executable, SCRIPT, tmp_path)
     for name in ("kvcache.c", "kvcache.h"):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["-std=c11"], ["-fopenmp"]], ids=["bare", "c11", "openmp"])
 def test_it_compiles_without_a_warning(folder, flags):
     """Without code, which takes long where it is optimised."""

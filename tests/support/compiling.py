@@ -1,6 +1,7 @@
 """Builds the core with the system's C compiler, and programs with it.
 
-With OpenMP and under the address and undefined sanitizers, where they work here; or as $CC and $KVCACHE_C_FLAGS say.
+With OpenMP and, if pytest runs the slow tests too, under the address and undefined sanitizers, where these work; or as
+$CC and $KVCACHE_C_FLAGS say.
 $KVCACHE_C_EMULATOR is the command that runs what $CC builds for another processor.
 """
 
@@ -78,7 +79,8 @@ def build_core(folder):
     if "KVCACHE_C_FLAGS" in os.environ:
         extra = shlex.split(os.environ["KVCACHE_C_FLAGS"])
     else:
-        extra = [flag for flags in (SANITIZERS, ["-fopenmp"]) if works(cc, flags, folder) for flag in flags]
+        wanted = [["-fopenmp"]] if "KVCACHE_TEST_QUICK" in os.environ else [SANITIZERS, ["-fopenmp"]]
+        extra = [flag for flags in wanted if works(cc, flags, folder) for flag in flags]
     command = [*cc, *FLAGS, *extra]
     return command, [str(path) for path in compile_core(folder, command)]
 

@@ -21,3 +21,5 @@ def has_isa(name):
 
 
 ISAS = [name for name in ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx", "neon") if has_isa(name)]
+# For tests: without --slow only the oracle and the best set; a test in C covers the kernels of all.
+ISA_PARAMS = [name if name in ("scalar", ISAS[-1]) else pytest.param(name, marks=pytest.mark.slow) for name in ISAS]

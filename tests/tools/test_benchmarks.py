@@ -72,6 +72,7 @@ def run(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_groups_in_json(run, tmp_path):
     printed, status = run(
         *TINY, "--dtype=f32,q8_0", "--implementation=numpy_cache:NumPyCache", "--benchmark-max-time=0",
@@ -122,6 +123,7 @@ def test_a_wrong_implementation_is_refused(run, tmp_path):
     assert "test_append[40-f32-wrong:Keeps]" in names
 
 
+@pytest.mark.slow
 def test_without_options_and_times(run):
     """Benchmarks are collected, with default sizes, by a pytest that knows none of their options."""
     printed, status = run("--collect-only", "-q", plugin=())
@@ -130,16 +132,20 @@ def test_without_options_and_times(run):
     assert "test_decode[1024-f32-kvcache]" in printed
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (["--implementation=numpy_cache"], "give a module and a class"),
-        (["--implementation=numpy_cache:Other"], "no attribute 'Other'"),
-        (["--implementation=no_such_module:Cache"], "No module named 'no_such_module'"),
-        (["--implementation=wrong:OnlyBegins"], "it has no put, attend, commit"),
-        (["--context=0"], "'0' is no number from 1 to"),
+        slow(["--implementation=numpy_cache:Other"], "no attribute 'Other'"),
+        slow(["--implementation=no_such_module:Cache"], "No module named 'no_such_module'"),
+        slow(["--implementation=wrong:OnlyBegins"], "it has no put, attend, commit"),
+        slow(["--context=0"], "'0' is no number from 1 to"),
         (["--context=16"], "--context 16: must be 32 at least"),
-        (["--num-heads=6", "--num-kv-heads=4"], "--num-heads 6: must be a multiple of --num-kv-heads, 4"),
+        slow(["--num-heads=6", "--num-kv-heads=4"], "--num-heads 6: must be a multiple of --num-kv-heads, 4"),
         (["-p", "no:benchmark"], "pip install pytest-benchmark"),
     ],
 )
