@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from itertools import chain
@@ -130,14 +131,14 @@ class BuildExt(build_ext):
 
     def builds(self, program, *flags):
         """Whether a program compiles and links with these flags."""
-        source = Path(self.build_temp, "probe.c")
-        source.parent.mkdir(parents=True, exist_ok=True)
-        source.write_text(program)
-        try:
-            objects = self.compiler.compile([str(source)], extra_postargs=[*flags])
-            self.compiler.link_executable(objects, str(source.with_suffix("")), extra_postargs=[*flags])
-        except (CompileError, LinkError):
-            return False
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "probe.c")
+            source.write_text(program)
+            try:  # without output_dir, the object would lie under tmp/ in the sources
+                objects = self.compiler.compile([str(source)], output_dir=folder, extra_postargs=[*flags])
+                self.compiler.link_executable(objects, "probe", output_dir=folder, extra_postargs=[*flags])
+            except (CompileError, LinkError):
+                return False
         return True
 
 

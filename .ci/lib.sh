@@ -105,6 +105,7 @@ distributions() {
 torch_tests() {
     "$1/bin/pytest" --color=no --slow $(grep -rl --include='test_*.py' '^torch = ' tests) tests/package/test_docs.py
     "$1/bin/pytest" --color=no --slow -k torch tests/cache/test_arrays.py tests/cache/test_bad_input.py
+    "$1/bin/pytest" --color=no --slow -k transformers tests/package/test_readme.py
 }
 
 with_torch() {

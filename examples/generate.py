@@ -12,7 +12,7 @@ try:
     from kvcache.layer import DTYPES
     from kvcache.models.reading import read_prompt
 except ModuleNotFoundError as error:
-    sys.exit(f"generate.py: there is no module {error.name}; run: pip install .")
+    sys.exit(f"generate.py: there is no module {error.name}; run: pip install -e .")
 except KeyboardInterrupt:
     sys.exit(130)
 

@@ -13,7 +13,7 @@ try:
     from kvcache.hf import HFCache
     from kvcache.layer import DTYPES
 except ModuleNotFoundError as error:
-    sys.exit(f"hf_generate.py: there is no module {error.name}; run: pip install '.[hf]'")
+    sys.exit(f"hf_generate.py: there is no module {error.name}; run: pip install -e '.[hf]'")
 
 MODEL = Path(__file__).parent / "model"  # its tokens are bytes
 

@@ -1,13 +1,14 @@
 """The KV cache for CPU inference: stores keys and values, decides which tokens stay, attends over them."""
 
 import sys as _sys
-from importlib.util import find_spec as _find_spec
+from importlib.machinery import PathFinder as _PathFinder
 
-if _find_spec("kvcache._core") is None:
+if _PathFinder.find_spec("kvcache._core", __path__) is None:
     # Python found the sources in the current folder before the installed package.
     raise ImportError(
-        f"{__path__[0]} holds the sources of kvcache without the compiled module: run Python from another folder, or "
-        "build in place with: pip install -e ."
+        f"{__path__[0]} holds the sources of kvcache without the compiled module, and hides a kvcache that is "
+        f"installed elsewhere. Run `pip install -e .` in {__path__[0].removesuffix('kvcache')}, or run Python from "
+        "another folder."
     )
 
 from kvcache import _moved
