@@ -612,6 +612,11 @@ typedef struct kvc_attend_args {
     int64_t q_batch_stride, out_batch_stride, lse_batch_stride;
 } kvc_attend_args;
 
+typedef struct kvc_hidden { /* rows at positions [begin, end) of a sequence of the batch, which no query is to see */
+    int64_t seq_id;
+    int32_t begin, end; /* end may be past all there is, up to KVC_END */
+} kvc_hidden;
+
 typedef struct kvc_plan_args {
     size_t struct_size;
     int32_t layer;      /* any layer of the group, with the shapes that count */
@@ -622,6 +627,10 @@ typedef struct kvc_plan_args {
                             threads */
     const uint8_t *non_causal; /* [num_tokens] not 0: the token sees later positions of its sequence too (of a batch
                                   with parents, no more than its ancestors); NULL: none does.  Copied */
+    const kvc_hidden *hidden;  /* [num_hidden] what no query of the plan sees, such as padding, in any order; ranges may
+                                  overlap.  Copied */
+    size_t hidden_size;        /* sizeof(kvc_hidden) */
+    int32_t num_hidden;        /* 0: nothing is hidden */
 } kvc_plan_args;
 
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
@@ -680,6 +689,9 @@ typedef struct kvc_dense_args {
                             fewer, the rest is zeros (position -1) that no token sees.  Masks are over the rows of the
                             token's sequence */
     int64_t k_batch_stride, v_batch_stride;
+    const kvc_hidden *hidden; /* [num_hidden] what no token sees, as in kvc_plan_args: rows are copied, masks hide them */
+    size_t hidden_size;       /* sizeof(kvc_hidden) */
+    int32_t num_hidden;
 } kvc_dense_args;
 
 /* Copies these rows, decoded and rotated for the positions they have now, and says which token sees which, with all

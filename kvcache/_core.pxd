@@ -197,10 +197,17 @@ cdef extern from "kvcache.h" nogil:
         int32_t inner_tokens
         int64_t q_batch_stride, out_batch_stride, lse_batch_stride
 
+    ctypedef struct kvc_hidden:
+        int64_t seq_id
+        int32_t begin, end
+
     ctypedef struct kvc_plan_args:
         size_t struct_size
         int32_t layer, first, num_tokens, num_heads
         const uint8_t *non_causal
+        const kvc_hidden *hidden
+        size_t hidden_size
+        int32_t num_hidden
 
     kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args)
     kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows)
@@ -216,6 +223,9 @@ cdef extern from "kvcache.h" nogil:
         int64_t seen_token_stride
         int32_t by_sequence
         int64_t k_batch_stride, v_batch_stride
+        const kvc_hidden *hidden
+        size_t hidden_size
+        int32_t num_hidden
 
     kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args)
     kvc_status kvc_commit(kvc_batch *batch)

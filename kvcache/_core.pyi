@@ -150,12 +150,20 @@ class Batch:
         sinks: object,
         alibi: object,
         non_causal: object,
+        hidden: object,
         layout: str,
         out: object,
         return_lse: bool,
     ) -> Any: ...
     def dense(
-        self, layer: SupportsIndex, non_causal: object, dtype: str | None, layout: str, mask: str | None, out: object
+        self,
+        layer: SupportsIndex,
+        non_causal: object,
+        hidden: object,
+        dtype: str | None,
+        layout: str,
+        mask: str | None,
+        out: object,
     ) -> tuple[Any, Any, Any]: ...
     def commit(self, keep: Iterable[SupportsIndex] | None) -> bool: ...
     def abort(self) -> None: ...

@@ -10,10 +10,20 @@ import numpy.typing as npt
 
 from kvcache.layer import FloatDType
 
-__all__ = ["AnyArray", "Flags", "FloatDType", "Layout", "SupportsArray", "SupportsDLPack", "check_float_dtype"]
+__all__ = [
+    "AnyArray",
+    "Flags",
+    "FloatDType",
+    "Layout",
+    "Ranges",
+    "SupportsArray",
+    "SupportsDLPack",
+    "check_float_dtype",
+]
 
 Layout: TypeAlias = Literal["THD", "HTD", "BHTD"]
 Flags: TypeAlias = bool | Sequence[bool] | npt.NDArray[np.bool_]
+Ranges: TypeAlias = Sequence[Sequence[int]] | npt.NDArray[np.integer[Any]]
 
 
 class SupportsDLPack(Protocol):

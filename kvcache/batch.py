@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache import _core
-from kvcache.arrays import AnyArray, Flags, FloatDType, Layout, check_float_dtype
+from kvcache.arrays import AnyArray, Flags, FloatDType, Layout, Ranges, check_float_dtype
 from kvcache.layer import count
 
 __all__ = ["Batch"]
@@ -191,6 +191,7 @@ class Batch:
         sinks: AnyArray | None = None,
         alibi: AnyArray | None = None,
         non_causal: Flags | None = None,
+        hidden: Ranges | None = None,
         layout: Layout = "THD",
         out: AnyArray | None = None,
         return_lse: Literal[False] = False,
@@ -210,6 +211,7 @@ class Batch:
         sinks: AnyArray | None = None,
         alibi: AnyArray | None = None,
         non_causal: Flags | None = None,
+        hidden: Ranges | None = None,
         layout: Layout = "THD",
         out: AnyArray | None = None,
         return_lse: Literal[True],
@@ -228,6 +230,7 @@ class Batch:
         sinks: AnyArray | None = None,
         alibi: AnyArray | None = None,
         non_causal: Flags | None = None,
+        hidden: Ranges | None = None,
         layout: Layout = "THD",
         out: AnyArray | None = None,
         return_lse: bool = False,
@@ -262,6 +265,10 @@ class Batch:
         non_causal : bool or array of bool, optional
             Whether a query also sees later positions of its sequence: one value for all queries, or one per query or
             per token of the batch. With parents, a query sees its ancestors only.
+        hidden : array_like of int, optional
+            Positions that no query of the call sees, such as padding: rows ``(seq_id, begin, end)``, in any order, for
+            sequences of the batch. An `end` may exceed all positions. Tokens of the batch that are hidden need not have
+            been put.
         layout : {"THD", "HTD", "BHTD"}, default "THD"
             The order of the axes of `q`, `k`, `v` and the result, as in `put`.
         out : array, optional
@@ -321,7 +328,7 @@ class Batch:
         """
         result: npt.NDArray[Any] | tuple[npt.NDArray[Any], npt.NDArray[np.float32]]
         result = self._core.attend(
-            layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, layout, out, return_lse
+            layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, hidden, layout, out, return_lse
         )
         return result
 
@@ -330,6 +337,7 @@ class Batch:
         layer: SupportsIndex,
         *,
         non_causal: Flags | None = None,
+        hidden: Ranges | None = None,
         dtype: FloatDType | None = None,
         layout: Layout = "HTD",
         mask: Literal["f32", "bool"] | None = "f32",
@@ -343,6 +351,8 @@ class Batch:
             The layer's index.
         non_causal : bool or array of bool, optional
             Whether a token also sees later positions of its sequence, as in `attend`, for the tokens of the batch.
+        hidden : array_like of int, optional
+            Positions that the mask hides from every token, as in `attend`; their rows are returned all the same.
         dtype : {"f32", "f16", "bf16"}, optional
             The type to convert rows to, f32 by default.
         layout : {"HTD", "THD", "BHTD"}, default "HTD"
@@ -409,7 +419,7 @@ class Batch:
             raise ValueError(f"dtype={dtype!r}: rows are converted to the type of out; leave it out")
         if mask is not None and mask not in ("f32", "bool"):
             raise ValueError(f"mask={mask!r}: must be 'f32', 'bool' or None")
-        return self._core.dense(layer, non_causal, chosen, layout, mask, out)
+        return self._core.dense(layer, non_causal, hidden, chosen, layout, mask, out)
 
     def commit(self, keep: Iterable[SupportsIndex] | None = None) -> None:
         """End the batch and make its tokens part of their sequences; do nothing if it has ended already.

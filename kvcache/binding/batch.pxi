@@ -235,13 +235,13 @@ cdef class Batch(_CallCounter):
         return owner
 
     cdef tuple read_query(self, int32_t layer, object q, object first, object scale, object softcap, object sinks,
-                          object alibi, object non_causal, int layout, object out, Query *query):
+                          object alibi, object non_causal, object hidden, int layout, object out, Query *query):
         """Describe a query; return the objects that keep the memory it points to, the result's last."""
         cdef kvc_layer *shape = &self.cache.layers[layer]
         cdef kvc_plan_args *plan = &query.plan
         cdef kvc_attend_args *args = &query.args
         cdef int token = TOKEN_AXIS[layout], head = HEAD_AXIS[layout]
-        cdef cnp.ndarray flags = None
+        cdef cnp.ndarray flags = None, ranges
         memset(query, 0, sizeof(Query))
         plan.struct_size, args.struct_size = sizeof(kvc_plan_args), sizeof(kvc_attend_args)
         q = read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, layout, &query.q)
@@ -267,15 +267,16 @@ cdef class Batch(_CallCounter):
             flags = to_flags(non_causal, plan.first, plan.num_tokens, self.num_tokens)
             if flags is not None:
                 plan.non_causal = <const uint8_t *>cnp.PyArray_DATA(flags)
+        ranges = to_hidden(hidden, &plan.hidden, &plan.hidden_size, &plan.num_hidden)
         out = self.read_out(out, shape.v_dim, layout, &query.q, &query.out)
         args.out = query.out.data
         args.out_token_stride, args.out_head_stride = query.out.strides[token], query.out.strides[head]
         if layout == BHTD:
             args.inner_tokens = <int32_t>query.q.shape[2]
             args.q_batch_stride, args.out_batch_stride = query.q.strides[0], query.out.strides[0]
-        return q, sinks, alibi, flags, out
+        return q, sinks, alibi, flags, ranges, out
 
-    def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, str layout, out,
+    def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, hidden, str layout, out,
                bint return_lse):
         self.check_open()
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
@@ -287,7 +288,8 @@ cdef class Batch(_CallCounter):
         cdef cnp.ndarray lse = None
         cdef PutRows rows
         cdef Query query
-        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, axes, out, &query)
+        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, hidden, axes, out,
+                                       &query)
         if store:
             # Rows for a cross-attention layer are no tokens of the batch: `first` is for the queries only.
             _put_owners = self.read_put(at, k, v, 0 if cross else first, None, axes, &rows)
@@ -295,7 +297,7 @@ cdef class Batch(_CallCounter):
                 raise ValueError(f"q and k: of {show_tokens(&query.q, axes)} and {show_tokens(&rows.k, axes)} tokens, "
                                  "where they must match")
         if out is None:
-            out = query_owners[4]
+            out = query_owners[-1]
         else:
             check_apart(&query.out, &query.q, "q")
             check_apart(&query.out, &query.sinks, "sinks")
@@ -384,7 +386,7 @@ cdef class Batch(_CallCounter):
         check(status)
         return sequences
 
-    def dense(self, layer, non_causal, dtype, str layout, mask, out):
+    def dense(self, layer, non_causal, hidden, dtype, str layout, mask, out):
         self.check_open()
         cdef int32_t at = to_layer(layer, self.cache.num_layers), sequences, type
         cdef int axes = to_layout(layout)
@@ -398,6 +400,7 @@ cdef class Batch(_CallCounter):
         k_out, v_out, mask_out = self.read_dense_out(out, mask is not None)
         memset(&args, 0, sizeof(args))
         args.struct_size = sizeof(args)
+        _ranges = to_hidden(hidden, &args.hidden, &args.hidden_size, &args.num_hidden)
         args.by_sequence = axes == BHTD
         sequences = self.count_dense(at, &args)
         type = TYPES["f32" if dtype is None else dtype]

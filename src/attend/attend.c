@@ -154,7 +154,7 @@ static kvc_status check_plan_layer(const kvc_plan *plan, int32_t layer) {
 static kvc_status check_seen(const kvc_plan *plan, const kvc_unit *unit, int32_t layer, const kvc_put_args *put,
                              const kvc_row_buffer *buffer) {
     const kvc_batch *batch = plan->batch;
-    if (plan->group >= batch->cache->num_token_groups && !unit->num_rows)
+    if (unit->lacks_rows)
         return kvc_fail(KVC_ERR_INVALID, "sequence %lld has no rows in cross-attention layer %d: put k and v first",
                         (long long)batch->sequences[unit->sequence].sequence->id, layer);
     const uint8_t *written = kvc_written_in(batch, kvc_source_of(batch->cache, layer));

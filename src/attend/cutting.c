@@ -72,9 +72,35 @@ static kvc_new_unit unit_at(const kvc_plan *plan, const query_cut *cut, int32_t 
                           .is_whole = cut->num_units == 1};
 }
 
+/* ---- hidden rows ------------------------------------------------------------------------------------------------- */
+
+int64_t kvc_most_shown_runs(const kvc_plan *plan) {
+    int64_t most = plan->args.num_hidden; /* each cuts one run in two, if positions ascend */
+    for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
+        const kvc_run_list *list = &plan->batch->sequences[s].sequence->runs[plan->group];
+        most += list->ascending ? list->num : list->num_rows;
+    }
+    return most;
+}
+
+void kvc_cut_hidden(const kvc_plan *plan, const kvc_view *view, kvc_run *runs) {
+    for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
+        const kvc_run_list *from = &plan->batch->sequences[s].sequence->runs[plan->group];
+        kvc_run_list *to = &view->stored[s];
+        kvc_runs_init(to);
+        to->runs = runs;
+        for (const kvc_run *run = kvc_runs_begin(from); run < kvc_runs_end(from); run++) {
+            int32_t next = 0;
+            for (kvc_run part; (part = kvc_hidden_next(&view->hidden[s], run, &next)).count;)
+                kvc_runs_append(to, &part);
+        }
+        runs += to->num;
+    }
+}
+
 /* ---- the rows of a unit ------------------------------------------------------------------------------------------ */
 
-/* Finds the positions that the queries of a unit see. */
+/* Finds the positions that the queries of a unit see, unless they are hidden. */
 static void find_reach(const kvc_plan *plan, const kvc_run_list *list, kvc_new_unit *u) {
     const kvc_batch *batch = plan->batch;
     const kvc_policy *policy = &batch->cache->policies[plan->group];
@@ -106,11 +132,22 @@ static inline void visit_positions(const kvc_run *run, int32_t token, int32_t be
     if (piece.count) visit(context, &piece, token < 0 ? -1 : token + piece.position - run->position);
 }
 
-/* Visits the rows of a run that are in reach.  token: as in visit_positions. */
+/* Visits the rows of a run that are in reach, hidden or not.  token: as in visit_positions. */
 static inline void visit_run(const kvc_reach *reach, const kvc_run *run, int32_t token, visit_fn *visit,
                              void *context) {
     if (reach->sinks) visit_positions(run, token, 0, reach->sinks, visit, context);
     visit_positions(run, token, reach->low, reach->end, visit, context);
+}
+
+/* Visits the rows of one of the batch's own runs that are in reach and not hidden.  token: as in visit_positions. */
+static void visit_own_run(const kvc_new_unit *u, const kvc_run *run, int32_t token, visit_fn *visit, void *context) {
+    int32_t next = 0;
+    if (!u->hidden) {
+        visit_run(&u->own, run, token, visit, context);
+        return;
+    }
+    for (kvc_run part; (part = kvc_hidden_next(u->hidden, run, &next)).count;)
+        visit_run(&u->own, &part, token < 0 ? -1 : token + part.position - run->position, visit, context);
 }
 
 /* Visits, in a batch with parents, the rows of the unit's tokens and of those that they descend from.  Others may not
@@ -129,7 +166,7 @@ static void visit_ancestors(const kvc_batch *batch, const kvc_new_unit *u, const
             marked.slot += from;
             marked.position += from;
             marked.count = to - from;
-            if (marked.count) visit_run(&u->own, &marked, token + from, visit, context);
+            if (marked.count) visit_own_run(u, &marked, token + from, visit, context);
         }
     for (int32_t i = 0; i < member->num_tokens; i++) marks[order[member->first + i]] = 0;
 }
@@ -148,7 +185,7 @@ static void visit_own_rows(const kvc_plan *plan, const kvc_new_unit *u, uint8_t 
     }
     int32_t token = batch->sequences[u->unit.sequence].first;
     for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
-        visit_run(&u->own, &pending->runs[i], is_cross ? -1 : token, visit, context);
+        visit_own_run(u, &pending->runs[i], is_cross ? -1 : token, visit, context);
 }
 
 /* Counts a piece of the batch's own rows; context: the kvc_new_unit. */
@@ -160,15 +197,19 @@ static void count_own_rows(void *context, const kvc_run *piece, int32_t token) {
 }
 
 /* Finds which rows a unit sees, and counts them. */
-static void find_rows(const kvc_plan *plan, kvc_new_unit *u, uint8_t *marks) {
+static void find_rows(const kvc_plan *plan, const kvc_view *view, kvc_new_unit *u, uint8_t *marks) {
     const kvc_batch *batch = plan->batch;
-    const kvc_batch_sequence *member = &batch->sequences[u->unit.sequence];
-    const kvc_run_list *list = &member->sequence->runs[plan->group];
-    const int is_cross = plan->group >= batch->cache->num_token_groups;
+    const int32_t g = plan->group, s = u->unit.sequence;
+    const kvc_run_list *stored = &batch->sequences[s].sequence->runs[g];
+    const kvc_run_list *list = view->stored ? &view->stored[s] : stored;
+    const int is_cross = g >= batch->cache->num_token_groups;
+    const int is_replaced = is_cross && kvc_pending_of(batch, g, s)->num;
+    if (view->hidden) u->hidden = &view->hidden[s];
     find_reach(plan, list, u);
     visit_own_rows(plan, u, marks, count_own_rows, u);
-    u->unit.is_buffered = !is_cross && member->is_buffered;
-    if (is_cross && u->unit.num_rows) return;
+    u->unit.is_buffered = !is_cross && batch->sequences[s].is_buffered;
+    u->unit.lacks_rows = is_cross && !is_replaced && !stored->num;
+    if (is_replaced) return;
     u->runs = kvc_runs_begin(list);
     u->num_runs = list->num;
     if (kvc_reach_is_all(&u->stored))
@@ -188,12 +229,12 @@ static void cut_rows(const kvc_plan *plan, int32_t num_units, kvc_unit *unit) {
     if (!unit->num_parts) unit->num_parts = 1; /* a unit that sees nothing needs a task too, which writes zeros */
 }
 
-void kvc_list_units(const kvc_plan *plan, kvc_new_unit *units, uint8_t *marks) {
+void kvc_list_units(const kvc_plan *plan, const kvc_view *view, kvc_new_unit *units, uint8_t *marks) {
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
         const query_cut cut = cut_queries(plan, s);
         for (int32_t i = 0; i < cut.num_units; i++, units++) {
             *units = unit_at(plan, &cut, i);
-            find_rows(plan, units, marks);
+            find_rows(plan, view, units, marks);
             cut_rows(plan, cut.num_units, &units->unit);
         }
     }

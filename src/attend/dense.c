@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "store/check.h"
+#include "store/hidden.h"
 #include "store/read.h"
 #include "store/row_buffer.h"
 
@@ -39,9 +40,10 @@ typedef struct dense {
     kvc_status status;            /* KVC_ERR_GONE if rows are gone from the row buffer */
     int64_t num;                  /* rows counted or listed so far */
     dense_row *rows;
-    slice *slices;  /* [batch->num_sequences] */
-    member *order;  /* [batch->num_sequences] sequences in the order in which they are written */
-    float *scratch; /* for one kvc_rotator per task, where keys may have to be rotated */
+    slice *slices;             /* [batch->num_sequences] */
+    member *order;             /* [batch->num_sequences] sequences in the order in which they are written */
+    kvc_hidden_ranges *hidden; /* [batch->num_sequences]; NULL: nothing is hidden */
+    float *scratch;            /* for one kvc_rotator per task, where keys may have to be rotated */
 } dense;
 
 /* ---- visiting rows ----------------------------------------------------------------------------------------------- */
@@ -245,6 +247,12 @@ static void hide(const masks *m, int64_t first, int64_t end) {
     if (m->seen) memset(m->seen + first, 0, (size_t)(end - first));
 }
 
+/* Whether the caller hides a row from all tokens. */
+static int is_hidden(const dense *d, const dense_row *row) {
+    int32_t from = 0;
+    return d->hidden && !kvc_hidden_next(&d->hidden[row->sequence], &row->run, &from).count;
+}
+
 /* Writes the masks of a token, which sees rows of its own sequence only. */
 static void fill_masks(const dense *d, int32_t t) {
     const kvc_batch *batch = d->batch;
@@ -263,7 +271,8 @@ static void fill_masks(const dense *d, int32_t t) {
         const dense_row *row = &d->rows[own.first + i];
         const int is_tree = batch->parents && row->token >= 0;
         const int in_order = is_tree ? kvc_descends(batch, t, row->token) : sees_later || row->position <= position;
-        const int sees = sees_all || (in_order && (row->position >= low || row->position < sinks));
+        const int in_reach = sees_all || (in_order && (row->position >= low || row->position < sinks));
+        const int sees = in_reach && !is_hidden(d, row);
         if (m.mask) m.mask[at + i] = sees ? 0 : -INFINITY;
         if (m.seen) m.seen[at + i] = (uint8_t)sees;
     }
@@ -295,6 +304,7 @@ static kvc_status check_args(const kvc_batch *batch, int32_t layer, const kvc_de
     if (status == KVC_OK) status = kvc_check_attention(batch->cache, layer);
     if (status == KVC_OK) status = kvc_check_rows_out(d->args.rows, &d->out, "rows");
     if (status == KVC_OK) status = kvc_check_array(KVC_F32, d->args.mask_token_stride, 0, "mask");
+    if (status == KVC_OK) status = kvc_hidden_check(batch, d->args.hidden, d->args.hidden_size, d->args.num_hidden);
     if (status != KVC_OK || !d->args.by_sequence) return status;
     status = kvc_check_array(d->out.type, d->args.k_batch_stride, d->args.v_batch_stride, "rows");
     return status == KVC_OK ? check_in_step(batch) : status;
@@ -337,6 +347,9 @@ static kvc_status make_dense(dense *d) {
     const uint64_t slices = kvc_add_array(&size, (uint64_t)batch->num_sequences * sizeof *d->slices);
     const uint64_t order = kvc_add_array(&size, (uint64_t)batch->num_sequences * sizeof *d->order);
     const uint64_t scratch = kvc_add_array(&size, (uint64_t)d->num_tasks * floats * sizeof(float));
+    const uint64_t ranges = kvc_add_array(&size, (uint64_t)d->args.num_hidden * sizeof(kvc_hidden_range));
+    const uint64_t hidden =
+        kvc_add_array(&size, d->args.num_hidden ? (uint64_t)batch->num_sequences * sizeof *d->hidden : 0);
     kvc_lock(cache);
     char *start = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     kvc_unlock(cache, KVC_OK);
@@ -345,6 +358,11 @@ static kvc_status make_dense(dense *d) {
     d->slices = (void *)(start + slices);
     d->order = (void *)(start + order);
     if (floats) d->scratch = (void *)(start + scratch);
+    if (d->args.num_hidden) {
+        d->hidden = (void *)(start + hidden);
+        kvc_hidden_sort(batch, d->args.hidden, d->args.hidden_size, d->args.num_hidden, (void *)(start + ranges),
+                        d->hidden);
+    }
     list_rows(d);
     kvc_parallel(d->num_tasks, d->num_tasks, fill_share, d);
     kvc_lock(cache);

@@ -23,8 +23,9 @@ typedef struct maker {
     kvc_plan *plan;      /* a struct on the stack, until allocate_plan copies it to its allocation */
     kvc_new_unit *units; /* [plan->num_units] */
     kvc_unit_order order;
+    kvc_view view;
     uint8_t *marks; /* marks for kvc_list_units */
-    void *scratch;  /* allocation that holds units, order and marks; NULL if a single unit needs none */
+    void *scratch;  /* allocation that holds units, order, view and marks; NULL if a single unit needs none */
     uint64_t size;  /* bytes of scratch */
     /* What units and order.items point at where there is no scratch. */
     kvc_new_unit one_unit;
@@ -33,17 +34,25 @@ typedef struct maker {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-/* Takes memory for the units that were counted, and for marks.  Returns 0 if memory is exhausted. */
+/* Takes memory for the units that were counted, for marks and, where ranges are hidden, for a view.  Returns 0 if
+ * memory is exhausted. */
 static int take_scratch(maker *m) {
     const uint64_t num = (uint64_t)m->plan->num_units;
     kvc_batch *batch = m->plan->batch;
+    const uint64_t num_hidden = (uint64_t)m->plan->args.num_hidden;
+    const uint64_t num_views = num_hidden ? (uint64_t)batch->num_sequences : 0;
     m->units = &m->one_unit;
     m->order.items = &m->one_item;
-    if (num == 1 && !batch->parents) return 1;
+    if (num == 1 && !batch->parents && !num_hidden) return 1;
     const uint64_t units = kvc_add_array(&m->size, num * sizeof *m->units);
     const uint64_t items = kvc_add_array(&m->size, num * sizeof *m->order.items);
     const uint64_t spare = kvc_add_array(&m->size, num * sizeof *m->order.spare);
     const uint64_t marks = kvc_add_array(&m->size, batch->parents ? (uint64_t)batch->num_tokens : 0);
+    const uint64_t ranges = kvc_add_array(&m->size, num_hidden * sizeof(kvc_hidden_range));
+    const uint64_t hidden = kvc_add_array(&m->size, num_views * sizeof *m->view.hidden);
+    const uint64_t stored = kvc_add_array(&m->size, num_views * sizeof *m->view.stored);
+    const uint64_t runs =
+        kvc_add_array(&m->size, num_hidden ? (uint64_t)kvc_most_shown_runs(m->plan) * sizeof(kvc_run) : 0);
     kvc_lock(batch->cache);
     char *start = m->scratch = kvc_scratch_take(batch->cache, &m->size);
     kvc_unlock(batch->cache, KVC_OK);
@@ -53,6 +62,13 @@ static int take_scratch(maker *m) {
     m->order.spare = (void *)(start + spare);
     m->marks = (void *)(start + marks);
     if (batch->parents) memset(m->marks, 0, (size_t)batch->num_tokens);
+    if (num_hidden) {
+        const kvc_plan_args *args = &m->plan->args;
+        m->view = (kvc_view){(void *)(start + hidden), (void *)(start + stored)};
+        kvc_hidden_sort(batch, args->hidden, args->hidden_size, args->num_hidden, (void *)(start + ranges),
+                        m->view.hidden);
+        kvc_cut_hidden(m->plan, &m->view, (void *)(start + runs));
+    }
     return 1;
 }
 
@@ -126,7 +142,7 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
 /* Offsets of a plan's arrays from the beginning of its struct, and the size of the whole, in bytes. */
 typedef struct plan_layout {
     uint64_t units, pieces, starts, jobs, members, counters, states, flags, deltas, angles, rope_table, non_causal,
-        partials, lanes, size;
+        hidden, partials, lanes, size;
 } plan_layout;
 
 static plan_layout lay_out_arrays(const kvc_plan *plan, const totals *t) {
@@ -146,9 +162,21 @@ static plan_layout lay_out_arrays(const kvc_plan *plan, const totals *t) {
     at.rope_table =
         kvc_add_array(&at.size, deltas ? (1 + KVC_NEAR) * (uint64_t)plan->angles_stride * sizeof(double) : 0);
     at.non_causal = kvc_add_array(&at.size, plan->args.non_causal ? (uint64_t)plan->args.num_tokens : 0);
+    at.hidden = kvc_add_array(&at.size, (uint64_t)plan->args.num_hidden * sizeof(kvc_hidden));
     at.partials = kvc_add_array(&at.size, t->partials * sizeof(float));
     at.lanes = kvc_add_array(&at.size, lanes * plan->lane.size * sizeof(float));
     return at;
+}
+
+/* Copies the caller's arrays to the plan's own. */
+static void copy_given(kvc_plan *plan) {
+    kvc_plan_args *args = &plan->args;
+    for (int32_t i = 0; i < args->num_hidden; i++) plan->hidden[i] = kvc_hidden_at(args->hidden, args->hidden_size, i);
+    args->hidden = plan->hidden;
+    args->hidden_size = sizeof *plan->hidden;
+    if (!args->non_causal) return;
+    memcpy(plan->non_causal, args->non_causal, (size_t)args->num_tokens);
+    args->non_causal = plan->non_causal;
 }
 
 /* Copies a plan from the stack to the beginning of its allocation, and points it at the arrays there. */
@@ -166,11 +194,10 @@ static kvc_plan *place_plan(const kvc_plan *draft, const plan_layout *at, char *
     plan->angles = (void *)(start + at->angles);
     plan->rope_table = (void *)(start + at->rope_table);
     plan->non_causal = (void *)(start + at->non_causal);
+    plan->hidden = (void *)(start + at->hidden);
     plan->partials = (void *)(start + at->partials);
     plan->lanes = (void *)(start + at->lanes);
-    if (!draft->args.non_causal) return plan;
-    memcpy(plan->non_causal, draft->args.non_causal, (size_t)draft->args.num_tokens);
-    plan->args.non_causal = plan->non_causal;
+    copy_given(plan);
     return plan;
 }
 
@@ -285,7 +312,7 @@ static void list_pieces(const maker *m) {
 static kvc_plan *make_plan(maker *m) {
     kvc_plan *draft = m->plan;
     kvc_cache *cache = draft->batch->cache;
-    kvc_list_units(draft, m->units, m->marks);
+    kvc_list_units(draft, &m->view, m->units, m->marks);
     kvc_order_units(m->units, draft->num_units, &m->order);
     count_deltas(m);
     const totals t = lay_out_units(m);
@@ -342,13 +369,23 @@ kvc_status kvc_plan_check(const kvc_batch *batch, const kvc_plan_args *given, kv
         return kvc_fail(KVC_ERR_INVALID, "num_threads is %d: it must be between 1 and %d, or 0 for the cache's",
                         args->num_threads, KVC_MOST_THREADS);
     if (!args->num_threads) args->num_threads = kvc_cache_threads(batch->cache);
-    return KVC_OK;
+    return kvc_hidden_check(batch, args->hidden, args->hidden_size, args->num_hidden);
+}
+
+/* Whether a plan hides these ranges, given in the same order. */
+static int hides(const kvc_plan *plan, const kvc_plan_args *args) {
+    if (plan->args.num_hidden != args->num_hidden) return 0;
+    for (int32_t i = 0; i < args->num_hidden; i++) {
+        const kvc_hidden own = plan->hidden[i], given = kvc_hidden_at(args->hidden, args->hidden_size, i);
+        if (own.seq_id != given.seq_id || own.begin != given.begin || own.end != given.end) return 0;
+    }
+    return 1;
 }
 
 /* Whether a new plan for these arguments would be the same as this one. */
 static int plan_serves(const kvc_plan *plan, const kvc_plan_args *args) {
     const uint8_t *given = args->non_causal, *own = plan->args.non_causal;
-    if (!given != !own || plan->args.num_tokens != args->num_tokens) return 0;
+    if (!given != !own || plan->args.num_tokens != args->num_tokens || !hides(plan, args)) return 0;
     if (own && memcmp(own, given, (size_t)args->num_tokens) != 0) return 0;
     const kvc_cache *cache = plan->batch->cache;
     const kvc_layer *layer = &cache->layers[args->layer];

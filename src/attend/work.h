@@ -22,7 +22,7 @@
 #ifndef KVC_WORK_H
 #define KVC_WORK_H
 
-#include "store/batch.h"
+#include "store/hidden.h"
 
 /* The sizes that the rules at the top of cutting.c and jobs.c name.  Query rows are counted for one KV head. */
 enum {
@@ -56,6 +56,7 @@ typedef struct kvc_unit {
     int32_t first, num_tokens; /* query tokens: batch->order[first .. first + num_tokens) */
     int32_t tiled;       /* 1, for many query rows: tiles of rows are decoded and multiplied; 0: rows are streamed */
     int32_t is_buffered; /* whether its rows lie in row buffers */
+    int32_t lacks_rows;  /* its sequence has none in a cross-attention layer, hidden or not */
     int32_t num_parts;
     int64_t num_rows, part_rows;        /* rows in reach; rows of each part, of which the last may have fewer */
     int64_t first_start;                /* plan->starts[first_start + p]: where part p begins */
@@ -116,6 +117,7 @@ struct kvc_plan {
     float *angles;                     /* [cache->num_ropes][num_deltas][angles_stride] that rotate query rows back */
     double *rope_table;                /* scratch of a kvc_rope_table, while the plan is made */
     uint8_t *non_causal;               /* [args.num_tokens] copied from the caller; args.non_causal points at it */
+    kvc_hidden *hidden;                /* [args.num_hidden] copied from the caller; args.hidden points at it */
     kvc_unit *units;
     kvc_piece *pieces;
     kvc_part_start *starts;

@@ -86,6 +86,11 @@ static kvc_sequence *new_sequence(kvc_batch *batch, int64_t seq_id) {
     return sequence;
 }
 
+int32_t kvc_batch_find(const kvc_batch *batch, int64_t seq_id) {
+    const kvc_sequence *sequence = kvc_table_find(&batch->cache->sequences, seq_id);
+    return sequence ? sequence->in_batch - 1 : -1;
+}
+
 int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id) {
     kvc_sequence *sequence = kvc_table_find(&batch->cache->sequences, seq_id);
     if (!sequence && !(sequence = new_sequence(batch, seq_id))) return -1;

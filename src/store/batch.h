@@ -98,6 +98,9 @@ static inline uint8_t *kvc_written_in(const kvc_batch *batch, int32_t layer) {
  * parents: the parent of each token, or NULL; numbers the trees. */
 kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *parents);
 
+/* Returns the index of a sequence in the batch; -1 if it has no token there.  Call with the mutex held. */
+int32_t kvc_batch_find(const kvc_batch *batch, int64_t seq_id);
+
 /* Returns the index of a sequence in the batch; -1 if out of memory.  Adds the sequence to the batch, and to the table,
  * where it is not there yet. */
 int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id);

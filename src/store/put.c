@@ -134,16 +134,10 @@ static kvc_status check_not_written(const kvc_batch *batch, int32_t layer, int32
     return KVC_OK;
 }
 
-/* Returns the index of a sequence in the open batch; -1 if it has no token there.  Call with the mutex held. */
-static int32_t find_member(const kvc_cache *cache, int64_t seq_id) {
-    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    return sequence ? sequence->in_batch - 1 : -1;
-}
-
 static kvc_status check_cross_put(const kvc_batch *batch, int32_t layer, const kvc_put_args *args) {
     const int32_t max_len = batch->cache->layers[layer].policy.max_len;
     kvc_lock(batch->cache);
-    const int32_t member = find_member(batch->cache, args->seq_id);
+    const int32_t member = kvc_batch_find(batch, args->seq_id);
     kvc_unlock(batch->cache, KVC_OK);
     if (member < 0)
         return kvc_fail(KVC_ERR_INVALID, "seq_id is %lld: the batch has no token of that sequence",
@@ -214,7 +208,7 @@ static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_arg
     kvc_block *block = kvc_pool_open(pool);
     *put = (kvc_cross_put){.next = batch->cross_puts,
                            .group = group,
-                           .member = find_member(cache, args->seq_id),
+                           .member = kvc_batch_find(batch, args->seq_id),
                            .touched = block->touched,
                            .num_opened = pool->num_blocks - num_blocks,
                            .thread = kvc_thread_self()};

@@ -975,6 +975,30 @@ def test_non_causal(cache, batch, value, error, words):
         batch.dense(0, non_causal=value)
 
 
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        ([(0, 0, 1), (5, 0, 1)], ValueError, ("hidden[1]", "5", "batch")),
+        ([(0, -1, 3)], ValueError, ("hidden[0]=(0, -1, 3)", "at least 0")),
+        ([(0, 3, 2)], ValueError, ("hidden[0]=(0, 3, 2)", "at least begin")),
+        ([(0, 1)], ValueError, ("(1, 2)", "(seq_id, begin, end)")),
+        ((0, 1, 2), ValueError, ("(3,)", "(seq_id, begin, end)")),
+        (5, ValueError, ("()", "(seq_id, begin, end)")),
+        ([(0.0, 1, 2)], TypeError, ("integers", "float64")),
+        ([(False, True, True)], TypeError, ("integers", "bool")),
+        ([(0, 1, 2**70)], TypeError, ("integers",)),
+        ([(0, 1, 2), (0, 1)], TypeError, ("integers",)),
+        ("yes", TypeError, ("'yes'", "integers")),
+    ],
+)
+def test_hidden(cache, batch, value, error, words):
+    batch.put(0, ones(4), ones(4))
+    with refused(error, "hidden", *words, unchanged=cache):
+        batch.attend(0, ones(2), hidden=value)
+    with refused(error, "hidden", unchanged=cache):
+        batch.dense(0, hidden=value)
+
+
 # ---- out
 
 

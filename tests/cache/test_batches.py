@@ -130,6 +130,54 @@ def test_non_causal_of_a_range():
     assert (whole != causal).any()
 
 
+# ---- hidden ranges
+
+
+def test_hidden():
+    """What queries get is what they get from a cache without these rows, at the same positions."""
+    q, k, v = rows(12, seed=2)
+    kept = [0, 1, 5, 6, 8]
+    cache, without = new_cache(), new_cache()
+    with cache.batch(9) as batch:
+        batch.put(0, k[:9], v[:9])
+    with without.batch(positions=kept) as batch:
+        batch.put(0, k[kept], v[kept])
+    with cache.batch(3) as batch, without.batch(positions=[9, 10, 11]) as right:
+        expected = right.attend(0, q[9:], k[9:], v[9:])
+        out = batch.attend(0, q[9:], k[9:], v[9:], hidden=[(0, 7, 8), (0, 3, 5), (0, 2, 4)])
+        np.testing.assert_array_equal(out, expected)
+        array = np.array([[0, 2, 5], [0, 7, 8]], np.int32)
+        np.testing.assert_array_equal(batch.attend(0, q[9:], hidden=array), expected)
+        k_dense, v_dense, mask = batch.dense(0, hidden=array)
+        assert k_dense.shape[1] == 12
+        np.testing.assert_allclose(by_hand(q[9:], (k_dense, v_dense, mask)), expected, atol=1e-5)
+        for nothing in (None, [], np.empty((0, 3), int), [(0, 5, 5)], [(0, 500, 2**60)]):
+            np.testing.assert_array_equal(batch.attend(0, q[9:], hidden=nothing), batch.attend(0, q[9:]))
+        out, lse = batch.attend(0, q[9:], hidden=[(0, 0, 2**60)], return_lse=True)
+        assert not out.any()
+        assert np.isneginf(lse).all()
+
+
+def test_hidden_tokens_need_not_be_put():
+    """Padding between prompts of unequal length: each sequence hides its own."""
+    cache = new_cache(max_sequences=2)
+    q, k, v = rows(8, seed=3)
+    with cache.batch(positions=[0, 1, 2, 3] * 2, seq_ids=[4] * 4 + [7] * 4) as batch:
+        batch.put(0, k[:4], v[:4])
+        batch.put(0, k[6:], v[6:], first=6)
+        out = batch.attend(0, q, hidden=[(7, 0, 2)])
+        with pytest.raises(ValueError, match="token 4 of the batch is seen but was not put"):
+            batch.attend(0, q)
+        batch.put(0, k[4:6], v[4:6], first=4)
+        whole = batch.attend(0, q)
+    assert not out[4:6].any()  # they see nothing: not even themselves
+    np.testing.assert_array_equal(out[:4], whole[:4])
+    np.testing.assert_allclose(out[6], np.repeat(v[6], 2, 0), atol=1e-6)
+
+
+# ---- windows
+
+
 def test_windows_stay_when_later_tokens_are_seen():
     cache = new_cache(policy=kvcache.SlidingWindow(2))
     with cache.batch(4) as batch:

@@ -233,17 +233,18 @@ class Machine(RuleBasedStateMachine):
             self.oracle_batch.positions[t] <= last.get(self.oracle_batch.seq_ids[t], -1) for t in self.missing(layer)
         )
 
-    def attend(self, layer, first, count, with_rows, non_causal=None):
+    def attend(self, layer, first, count, with_rows, **hides_or_shows):
         group = int(self.rng.integers(1, 4))
         q = self.random(count, self.heads * group, self.dims[0])
         rows = []
         if with_rows:
             rows = self.random_rows(count)
             self.oracle_batch.put(layer, *rows, first=first)
-        options = {"first": first, "scale": 0.5, "non_causal": non_causal}
+        options = {"first": first, "scale": 0.5, **hides_or_shows}
         out, lse = self.batch.attend(layer, q, *rows, **options, return_lse=True)
         assert out.shape == (count, self.heads * group, self.dims[1])
-        assert np.isfinite(lse).all()  # a token sees at least itself
+        mask = self.oracle_batch.dense(layer, **hides_or_shows)[2][first : first + count]
+        np.testing.assert_array_equal(np.isfinite(lse), np.isfinite(mask).any(1)[:, None].repeat(lse.shape[1], 1))
         assert_close(out, self.oracle_batch.attend(layer, q, **options), self.oracle_batch.dense(layer)[1])
 
     def attend_all(self, layer):
@@ -260,11 +261,20 @@ class Machine(RuleBasedStateMachine):
         count = len(self.batch)
         self.attend(layer, 0, count, with_rows=False)
         ahead = [None, True, self.rng.integers(0, 2, count).astype(bool).tolist()][self.rng.integers(3)]
-        self.attend(layer, 0, count, with_rows=False, non_causal=ahead)
-        self.compare_dense(layer, ahead)
+        hidden = self.some_ranges()
+        self.attend(layer, 0, count, with_rows=False, non_causal=ahead, hidden=hidden)
+        self.compare_dense(layer, non_causal=ahead, hidden=hidden)
 
-    def compare_dense(self, layer, non_causal=None):
-        found, expected = (b.dense(layer, non_causal=non_causal) for b in (self.batch, self.oracle_batch))
+    def some_ranges(self):
+        """Ranges of positions, near those of the batch, that queries are not to see."""
+        near = [int(self.rng.integers(len(self.batch))) for _ in range(self.rng.integers(4))]
+        starts = [max(0, self.oracle_batch.positions[t] - int(self.rng.integers(-2, 12))) for t in near]
+        return [
+            (self.oracle_batch.seq_ids[t], p, p + int(self.rng.integers(9))) for t, p in zip(near, starts, strict=True)
+        ]
+
+    def compare_dense(self, layer, **hides_or_shows):
+        found, expected = (b.dense(layer, **hides_or_shows) for b in (self.batch, self.oracle_batch))
         self.assert_rows(found[0], expected[0])
         np.testing.assert_array_equal(found[1], expected[1])
         np.testing.assert_array_equal(found[2], expected[2])

@@ -468,9 +468,11 @@ class Batch:
         own = enumerate(self.rows[layer])
         return rows + [(r, j) for j, r in own if r is not None and self.seq_ids[j] == seq_id]
 
-    def sees(self, layer, i, j, position, causal):
+    def sees(self, layer, i, j, position, causal, hidden=()):
         """Whether token i of the batch sees a position, where token j of the batch stands, or None: a stored one."""
         policy, q = self.cache.policy[layer], self.positions[i]
+        if any(s == self.seq_ids[i] and begin <= position < end for s, begin, end in hidden):
+            return False
         if isinstance(policy, CrossAttention):
             return True
         if j is not None and self.parents is not None:
@@ -483,7 +485,7 @@ class Batch:
             return False
         return position >= policy.lowest(q) or policy.is_sink(position)
 
-    def dense(self, layer, *, non_causal=None):
+    def dense(self, layer, *, non_causal=None, hidden=None):
         """k, v [num_kv_heads, n, dim], mask [tokens, n]; the rows of each sequence in order of position."""
         if not self.open:
             raise ValueError("the batch has ended")
@@ -495,15 +497,15 @@ class Batch:
         mask = np.full((n, len(all_rows)), -np.inf)
         for i in range(n):
             for m, (r, j, s) in enumerate(all_rows):
-                if s == self.seq_ids[i] and self.sees(layer, i, j, r.position, not non_causal[i]):
+                if s == self.seq_ids[i] and self.sees(layer, i, j, r.position, not non_causal[i], hidden or ()):
                     mask[i, m] = 0
         return *self.cache.stacked(layer, [r for r, _, _ in all_rows]), mask
 
-    def attend(self, layer, q, k=None, v=None, *, first=0, scale=None, non_causal=None):
+    def attend(self, layer, q, k=None, v=None, *, first=0, scale=None, non_causal=None, hidden=None):
         """q [tokens, num_heads, k_dim] -> [tokens, num_heads, v_dim]; the plain softmax, in float64"""
         if k is not None:
             self.put(layer, k, v, first=first)
-        k, v, mask = self.dense(layer, non_causal=non_causal)
+        k, v, mask = self.dense(layer, non_causal=non_causal, hidden=hidden)
         mask = mask[first : first + len(q)]
         group = q.shape[1] // k.shape[0]
         k, v = np.repeat(k, group, 0).astype(float), np.repeat(v, group, 0).astype(float)

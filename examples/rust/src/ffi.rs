@@ -181,6 +181,12 @@ abi! {
         lse_batch_stride: i64,
     }
 
+    struct kvc_hidden {
+        seq_id: i64,
+        begin: i32,
+        end: i32,
+    }
+
     struct kvc_plan_args {
         struct_size: usize,
         layer: i32,
@@ -189,6 +195,9 @@ abi! {
         num_heads: i32,
         num_threads: i32,
         non_causal: *const u8,
+        hidden: *const kvc_hidden,
+        hidden_size: usize,
+        num_hidden: i32,
     }
 
     fn kvc_last_error() -> *const c_char;

@@ -6,7 +6,7 @@
 
 #include "support/random_steps.h"
 
-enum { MOST_ENTRIES = MAX_ROWS + MAX_BATCH, MOST_HEADS = 9 };
+enum { MOST_ENTRIES = MAX_ROWS + MAX_BATCH, MOST_HEADS = 9, MOST_HIDDEN = 9 };
 
 /* A row that a layer has for a sequence of the batch. */
 typedef struct entry {
@@ -19,6 +19,10 @@ typedef struct entry_list {
     int num;
     entry entries[MOST_ENTRIES];
 } entry_list;
+
+/* What is hidden from the batch's queries. */
+static kvc_hidden hidden[MOST_HIDDEN];
+static int num_hidden;
 
 static int num_looks, num_attends, num_refused;
 
@@ -74,10 +78,21 @@ static int descends(const pair *p, int32_t token, int32_t ancestor)
     return token == ancestor;
 }
 
+static int is_hidden(int64_t id, int32_t position)
+{
+    for (int i = 0; i < num_hidden; i++)
+        if (hidden[i].seq_id == id && position >= hidden[i].begin && position < hidden[i].end)
+            return 1;
+    return 0;
+}
+
+/* Whether a token sees a row of its sequence. */
 static int sees(const pair *p, int l, int32_t token, const entry *e, int sees_all)
 {
     const kvc_policy *policy = &p->layers[l].policy;
     int32_t position = p->positions[token];
+    if (is_hidden(p->ids[token], e->position))
+        return 0;
     if (policy->kind == KVC_CROSS)
         return 1;
     if (p->parents && e->token >= 0 ? !descends(p, token, e->token) : !sees_all && e->position > position)
@@ -132,7 +147,10 @@ static void get_dense(pair *p, int l, const uint8_t *non_causal, dense *out)
                            .num_rows = out->num,
                            .non_causal = non_causal,
                            .seen = out->seen,
-                           .seen_token_stride = out->num};
+                           .seen_token_stride = out->num,
+                           .hidden = hidden,
+                           .hidden_size = sizeof *hidden,
+                           .num_hidden = num_hidden};
     CHECKF(kvc_dense(p->batch, l, &args) == KVC_OK, "%s", kvc_last_error());
     for (int64_t i = 0; i < p->num_tokens * out->num; i++)
         CHECK(out->seen[i] == (out->mask[i] == 0));
@@ -195,7 +213,10 @@ static void check_apart(pair *p, int l, const uint8_t *non_causal, const dense *
                                  .seen_token_stride = got.num,
                                  .by_sequence = 1,
                                  .k_batch_stride = layer->num_kv_heads * rows.k_head_stride,
-                                 .v_batch_stride = layer->num_kv_heads * rows.v_head_stride};
+                                 .v_batch_stride = layer->num_kv_heads * rows.v_head_stride,
+                                 .hidden = hidden,
+                                 .hidden_size = sizeof *hidden,
+                                 .num_hidden = num_hidden};
     CHECKF(kvc_dense(p->batch, l, &args) == KVC_OK, "%s", kvc_last_error());
     for (int m = 0; m < num_sequences; m++) { /* by rising id; s: as the batch names them */
         const int tokens = p->num_tokens / num_sequences, num = list_entries(p, l, ids[m])->num;
@@ -297,7 +318,10 @@ static kvc_status run_query(const pair *p, const query *a, int num_threads)
                                 .num_tokens = a->n,
                                 .num_heads = a->num_heads,
                                 .num_threads = num_threads,
-                                .non_causal = a->non_causal};
+                                .non_causal = a->non_causal,
+                                .hidden = hidden,
+                                .hidden_size = sizeof *hidden,
+                                .num_hidden = num_hidden};
     const kvc_attend_args args = {.struct_size = sizeof args,
                                   .q = a->q,
                                   .out = a->out,
@@ -384,7 +408,7 @@ static void find_missing(const pair *p, const query *a, int *seen, int *any)
             const entry e = {.position = p->positions[i], .token = i};
             if (p->ids[i] != p->ids[t] || p->written[l][i])
                 continue;
-            *any |= !p->parents || descends(p, t, i);
+            *any |= !is_hidden(p->ids[t], e.position) && (!p->parents || descends(p, t, i));
             *seen |= sees(p, l, t, &e, a->non_causal && a->non_causal[t - a->first]);
         }
     }
@@ -421,11 +445,23 @@ static void check_attend(pair *p, int l, int first, int n, const uint8_t *non_ca
 
 /* ---- random operations ------------------------------------------------------------------------------------------- */
 
+/* Hides ranges of some of the batch's sequences, or nothing. */
+static void hide_some(const pair *p)
+{
+    num_hidden = random_int(0, 2) ? random_int(1, MOST_HIDDEN + 1) : 0;
+    for (int i = 0; i < num_hidden; i++) {
+        int t = random_int(0, p->num_tokens), all = !random_int(0, 12);
+        int32_t near = p->positions[t] - random_int(-3, 60), begin = all ? 0 : not_negative(near);
+        hidden[i] = (kvc_hidden){p->ids[t], begin, all || !random_int(0, 12) ? KVC_END : begin + random_int(0, 20)};
+    }
+}
+
 static void look(pair *p)
 {
     uint8_t non_causal[MAX_BATCH];
     int some = random_int(0, 4);
     num_looks++;
+    hide_some(p);
     for (int t = 0; t < p->num_tokens; t++)
         non_causal[t] = some == 0 ? 1 : (uint8_t)random_int(0, 2);
     for (int l = 0; l < p->config.num_layers; l++) {
@@ -435,6 +471,8 @@ static void look(pair *p)
         check_attend(p, l, 0, p->num_tokens, given);
         check_attend(p, l, first, n, given);
         check_attend(p, l, first, n, NULL); /* a plan for the other is not taken */
+        hide_some(p);
+        check_attend(p, l, first, n, NULL);
     }
 }
 

@@ -155,6 +155,32 @@ static kvc_status plan(const void *given, size_t size)
     return attend_with(given, &args);
 }
 
+/* Hides the one row there is: by attention, and by masks. */
+static kvc_status hide(const void *given, size_t size)
+{
+    const kvc_rows_out out = {.struct_size = sizeof out, .k = k, .v = v};
+    const kvc_attend_args args = {.struct_size = sizeof args, .q = rows, .out = v};
+    const kvc_plan_args plan_args = {
+        .struct_size = sizeof plan_args, .num_heads = 1, .hidden = given, .hidden_size = size, .num_hidden = 1};
+    uint8_t seen = 7;
+    const kvc_dense_args dense_args = {.struct_size = sizeof dense_args,
+                                       .rows = &out,
+                                       .seen = &seen,
+                                       .num_rows = 1,
+                                       .hidden = given,
+                                       .hidden_size = size,
+                                       .num_hidden = 1};
+    kvc_cache *cache = new_cache();
+    kvc_batch *batch = begin(cache, 0);
+    put_one(batch);
+    const kvc_status status = kvc_attend(batch, &plan_args, &args);
+    CHECK(status != KVC_OK || (v[0] == 0 && v[1] == 0));
+    CHECK(kvc_dense(batch, 0, &dense_args) == status && (status != KVC_OK || seen == 0));
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return status;
+}
+
 static kvc_status dense(const void *given, size_t size)
 {
     kvc_cache *cache = filled_cache();
@@ -211,6 +237,7 @@ static void test_given(void)
     const kvc_attend_args attend_args = {.struct_size = sizeof attend_args, .q = rows, .out = v};
     const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1};
     const kvc_dense_args dense_args = {.struct_size = sizeof dense_args, .rows = &out, .num_rows = 1};
+    const kvc_hidden hidden = {.begin = 0, .end = 1};
     check_sizes(make_layer, &plain_layer, sizeof plain_layer, kvc_layer_least_size, "layers", 0);
     check_sizes(make_with_allocator, &allocator, sizeof allocator, kvc_allocator_least_size, "allocator", 1);
     check_sizes(make_cache, &config, sizeof config, kvc_config_least_size, "config", 1);
@@ -220,6 +247,7 @@ static void test_given(void)
     check_sizes(put, &put_args, sizeof put_args, kvc_put_args_least_size, "args", 1);
     check_sizes(attend, &attend_args, sizeof attend_args, kvc_attend_args_least_size, "args", 1);
     check_sizes(plan, &plan_args, sizeof plan_args, kvc_plan_args_least_size, "plan", 1);
+    check_sizes(hide, &hidden, sizeof hidden, kvc_hidden_least_size, "hidden", 0);
     check_sizes(dense, &dense_args, sizeof dense_args, kvc_dense_args_least_size, "args", 1);
 }
 
@@ -230,7 +258,7 @@ static void test_missing_fields(void)
     kvc_plan_args args;
     memset(&args, 0xff, sizeof args);
     CHECK(kvc_read_sized(&args, sizeof args, older.struct_size, &older, "plan") == KVC_OK);
-    CHECK(args.struct_size == sizeof args && args.layer == 7 && args.num_heads == 0 && !args.non_causal);
+    CHECK(args.struct_size == sizeof args && args.layer == 7 && args.num_heads == 0 && !args.non_causal && !args.num_hidden);
     CHECK_FAILS(kvc_read_sized(&args, sizeof args, older.struct_size + 1, &older, "plan"), KVC_ERR_INVALID, "plan",
                 "given as ");
 }
