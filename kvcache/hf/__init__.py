@@ -10,15 +10,19 @@
 Importing this package registers an attention and a mask function under that name. With them, keys and values go from
 the model into the cache and are attended over where they lie. With the model's own attention (``"sdpa"``, ``"eager"``)
 the cache returns dense tensors, as any other does. `HFEncoderDecoderCache` is for models that have an encoder too.
+``generate(..., cache_implementation="kvcache")`` makes the cache by itself.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvcache.hf.attention import NAME, attention, make_mask
+from kvcache.hf.attention import NAME, attention
 from kvcache.hf.cache import HFCache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
+from kvcache.hf.generation import register
+from kvcache.hf.masks import make_mask
 
 __all__ = ["NAME", "HFCache", "HFEncoderDecoderCache"]
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, make_mask)
+register()

@@ -7,7 +7,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedConfig
@@ -15,15 +15,26 @@ from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
 from kvcache.cache import KVCache
 from kvcache.errors import NotSupportedError
-from kvcache.hf.attention import NAME, label
+from kvcache.hf.attention import NAME
 from kvcache.hf.decode import decode_rows
 from kvcache.hf.forward_pass import ForwardPass
 from kvcache.hf.layers import CrossLayer, Layer
+from kvcache.hf.padding import count_leading, hidden_ranges, shown_columns
 from kvcache.hf.policies import CacheLayer, policy_of, shape_of
-from kvcache.layer import DType
-from kvcache.policy import CrossAttention, Policy
+from kvcache.hf.rows import LayerRows
+from kvcache.layer import DType, count
+from kvcache.policy import ChunkedAttention, CrossAttention, Policy
+from kvcache.system import readable
 
 BLOCK_SIZE = 256  # also the tokens decoded at once for the model's own attention; unused slots take no memory
+
+
+def check_config(config: Any) -> None:
+    """Raise TypeError if a model's configuration is none."""
+    if isinstance(config, torch.nn.Module):
+        raise TypeError(f"config is a model, a {type(config).__name__}: give its configuration, model.config")
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"config is {config!r}: give the model's, model.config")
 
 
 class Shared:
@@ -58,15 +69,13 @@ class HFCache(Cache):
 
     Notes
     -----
-    Padding is not stored: a token that the attention mask hides when it comes in has no row, and the positions of a
-    sequence count its other tokens. Layers of linear attention keep transformers' own state.
+    The padding before the first token of a row is not stored. Layers of linear attention keep transformers' own state.
     """
 
     def __init__(
         self, config: PreTrainedConfig, dtype: DType = "f16", policy: Policy | Sequence[Policy] | None = None
     ) -> None:
-        if not isinstance(config, PreTrainedConfig):
-            raise TypeError(f"config is {config!r}: give the model's, of transformers")
+        check_config(config)
         self._config = config.get_text_config(decoder=True)  # the model's object, which follows set_attn_implementation
         if config.is_encoder_decoder or self._config.is_encoder_decoder:
             raise NotSupportedError(f"a {type(config).__name__} has an encoder too: use HFEncoderDecoderCache")
@@ -96,10 +105,9 @@ class HFCache(Cache):
 
     def _forget(self) -> None:
         self._seq_ids: list[int] = []  # the sequence of each batch index
-        self._seen = 0  # tokens of each sequence, padding included
+        self._seen = 0  # tokens of each sequence, padding included: the columns of a mask
+        self._offsets: list[int] = []  # the column of each sequence's position 0: its leading padding is not stored
         self._pass: ForwardPass | None = None  # the pass that runs, or ran last
-        self._has_gaps = False  # whether padding between tokens was left out
-        self._source_is_packed = False  # whether an encoder's padding was left out
 
     def _make_layer(self, index: int) -> Layer:
         return (CrossLayer if isinstance(self.policy[index], CrossAttention) else Layer)(self, index)
@@ -119,64 +127,68 @@ class HFCache(Cache):
     def store(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Take the new tokens' keys and values ``[batch, heads, tokens, dim]``; return the attention's arguments.
 
-        For the kernels, return the same tensors, which `attend` stores; for another attention, all rows, decoded.
+        For the kernels, return lazy tensors that stand for all rows of the layer; for another attention, all rows,
+        decoded.
         """
         if not k.is_cpu:
             raise NotSupportedError(f"the keys are on {k.device}: this cache is for models on the CPU")
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise ValueError("the keys require grad: call the model under torch.inference_mode(), or no_grad()")
         this_pass = self._pass_of(layer)
-        this_pass.check_received(layer)
         self._dtype = k.dtype
+        rows = LayerRows(layer, this_pass, (k, v), self._shapes(layer, k, v), k.dtype)
+        this_pass.pending[layer.index] = rows
         if this_pass.uses_kernels:
-            this_pass.awaited = layer
-            return label(k, layer), v
+            return rows.tensors
         self._calls["dense"] += 1
-        return self._store_dense(this_pass, layer, k, v)
+        return self._make_dense(rows)
 
     def fetch(self, layer: CrossLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of the attention over an encoder from the second pass on; empty for kernels."""
+        """Return the keys and values of the attention over an encoder from the second pass on."""
         if not self._seq_ids:
             raise RuntimeError("nothing was stored of an encoder: run the decoder with what the encoder made first")
         if self._uses_kernels():
-            return label(torch.empty(0), layer), torch.empty(0)
+            return LayerRows(layer, None, None, self._source_shapes(layer), self._dtype).tensors
         self._calls["dense"] += 1
         return self._decode_source(layer)
 
     def attend(
-        self,
-        layer: Layer,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        padding: torch.Tensor | None,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
-        """Attend with the kernels; first store the new tokens of the layer, unless they are stored."""
-        storing = self._receive(layer)
-        if isinstance(layer, CrossLayer):
-            return self._attend_source(storing, layer, q, k, v, padding, options)
-        if storing is not None:
-            self._open(storing, k, padding)
-            return self._run_kernel(storing, layer, q, (k, v), options)
-        if self._pass is None or layer.index not in self._pass.done:
-            raise RuntimeError(f"layer {layer.index} is read by another before it was written")
-        return self._run_kernel(self._pass, layer, q, (), options)  # another layer of the model reads these rows
+        self, rows: LayerRows, q: torch.Tensor, padding: torch.Tensor | None, options: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Attend with the kernels; first store the layer's new rows. None: the kernels do not know this mask."""
+        if isinstance(rows.layer, CrossLayer):
+            return self._attend_source(rows, rows.layer, q, padding, options)
+        this_pass = self._current(rows)
+        self._open(this_pass, rows, padding)
+        if not self._chunks_agree(this_pass, rows.layer, padding):
+            return None
+        hidden = self._hidden(this_pass, padding, this_pass.offsets)
+        new = this_pass.pending.pop(rows.layer.index, None)
+        new_rows = () if new is None or new.new is None else new.new
+        return self._run_kernel(this_pass, rows.layer, q, new_rows, hidden, options)
 
-    def make_dense(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new tokens of a layer; return all the layer's rows, for an attention that the kernels lack."""
+    def make_dense(self, rows: LayerRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's rows as dense tensors, for what the kernels lack; store those that are new."""
+        dense = self._make_dense(rows)
         if not self._calls["fallback"]:
             warnings.warn(
-                "kvcache: a mask or an option that the kernels do not know; using dense tensors", stacklevel=2
+                "kvcache: a mask or an operation that the kernels do not know; using dense tensors", stacklevel=2
             )
         self._calls["fallback"] += 1
-        storing = self._receive(layer)
-        if storing is not None:
-            return self._store_dense(storing, layer, k, v)
-        return self._decode_source(layer) if isinstance(layer, CrossLayer) else self._decode(layer, k, v)
+        return dense
 
     def has_source(self, index: int) -> bool:
         """Whether a layer has an encoder's rows: not after a pass that failed."""
         self._finish_pass()
         return bool(self._seq_ids) and self._cache.seq_len(self._seq_ids[0], layer=index) > 0
+
+    def dense_rows(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return a layer's stored rows, ``[batch, heads, tokens, dim]``; None: there are none."""
+        self._finish_pass()
+        if not self._seq_ids:
+            return None
+        columns = layer.past_columns(self._seen)
+        return decode_rows(self._cache, layer.index, self._seq_ids, columns, 0, self._dtype)
 
     # ---- the forward pass
 
@@ -188,22 +200,44 @@ class HFCache(Cache):
         """Return the pass in which a layer brings keys.
 
         transformers does not say where a pass begins. A new pass begins with layer 0, and with a layer that the last
-        pass has been through, whether that pass was complete or ended in an error.
+        pass has been at, whether that pass was complete or ended in an error.
         """
-        if self._pass is None or layer.index == 0 or layer.index in self._pass.done:
+        if self._pass is None or layer.index == 0 or self._pass.has_begun(layer.index):
+            self._drop_unfinished()
             self._end_pass()
             self._pass = ForwardPass(self._cache.num_layers, self._uses_kernels())
+        elif self._pass.pending:  # the model attended to other keys than those it was given
+            self._pass.leaves_rows = True
+            self._put_pending(self._pass)
         return self._pass
 
-    def _receive(self, layer: Layer) -> ForwardPass | None:
-        """Return the pass whose new keys of a layer reached the attention; None: the layer's rows are stored."""
-        return self._pass if self._pass is not None and self._pass.receive(layer) else None
+    def _drop_unfinished(self) -> None:
+        """Warn if the last pass left layers out, so that its tokens are dropped."""
+        if self._pass is not None and not self._pass.is_complete:
+            warnings.warn(
+                f"kvcache: the last forward pass went through {len(self._pass.done)} of {self._pass.num_layers} layers,"
+                " and its tokens were dropped: it failed, or the cache was made from another model's config",
+                stacklevel=2,
+            )
 
-    def _open(self, this_pass: ForwardPass, new: torch.Tensor, padding: torch.Tensor | None) -> None:
-        """Begin the batch of a pass for new tokens ``[batch, heads, tokens, dim]``, unless the pass has a batch."""
+    def _current(self, rows: LayerRows) -> ForwardPass:
+        """Return the pass that rows belong to; raise if it has ended."""
+        if rows.this_pass is None or rows.this_pass is not self._pass:
+            raise RuntimeError(
+                f"these keys and values of layer {rows.layer.index} were those of a forward pass that has ended: read"
+                " cache.layers[i].keys and .values"
+            )
+        return rows.this_pass
+
+    def _open(self, this_pass: ForwardPass, rows: LayerRows, padding: torch.Tensor | None) -> None:
+        """Begin the batch of a pass for the new tokens of a layer, unless the pass has begun it."""
         if this_pass.is_open:
             return
-        batch_size, num_tokens = len(new), new.shape[2]
+        assert rows.new is not None
+        self._begin(this_pass, len(rows.new[0]), rows.new[0].shape[2], padding)
+
+    def _begin(self, this_pass: ForwardPass, batch_size: int, num_tokens: int, padding: torch.Tensor | None) -> None:
+        """Begin the batch of a pass; leave out the padding before a row's first token."""
         if self._seq_ids and len(self._seq_ids) != batch_size:
             raise ValueError(
                 f"the batch has {batch_size} rows: the cache was filled with {len(self._seq_ids)}; reset it"
@@ -213,47 +247,86 @@ class HFCache(Cache):
             owner._end_pass()
         self._shared.owner = weakref.ref(self)
         if not self._seq_ids:
-            self._seq_ids = self._new_ids(batch_size)
-        real = None if padding is None else self._find_real(padding, num_tokens)
-        counts = [num_tokens] * batch_size if real is None else real.sum(1).tolist()
+            self._seq_ids, self._offsets = self._new_ids(batch_size), [0] * batch_size
+        leading = [0] * batch_size
+        if padding is not None:
+            new = shown_columns(padding, self._seen + num_tokens)[:, self._seen :]
+            counts = zip(count_leading(new), self._offsets, strict=True)
+            leading = [count if offset == self._seen else 0 for count, offset in counts]
         positions: list[int] = []
         seq_ids: list[int] = []
-        for seq_id, count in zip(self._seq_ids, counts, strict=True):
-            begin = self._cache.next_position(seq_id)
-            positions.extend(range(begin, begin + count))
-            seq_ids.extend([seq_id] * count)
-        batch = self._cache.batch(positions=positions, seq_ids=seq_ids)
-        has_gaps = False
-        if padding is not None and real is not None:  # without new padding there is no new gap
-            is_token = padding[:, : self._seen + num_tokens].bool()
-            has_gaps = bool((is_token.cummax(1).values & ~is_token).any())
-        this_pass.open(batch, num_tokens, real, has_gaps)
+        for seq_id, offset, left_out in zip(self._seq_ids, self._offsets, leading, strict=True):
+            begin = self._seen - offset
+            positions.extend(range(begin, begin + num_tokens - left_out))
+            seq_ids.extend([seq_id] * (num_tokens - left_out))
+        batch = self._cache.batch(positions=positions, seq_ids=seq_ids) if positions else None
+        stored = torch.arange(num_tokens) >= torch.tensor(leading)[:, None] if any(leading) else None
+        offsets = [offset + left_out for offset, left_out in zip(self._offsets, leading, strict=True)]
+        this_pass.open(batch, num_tokens, stored, offsets)
 
-    def _find_real(self, padding: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
-        """Return which new tokens are no padding, ``[batch, tokens]`` of bool; None: there is no padding."""
-        end = self._seen + num_tokens
-        stored = [self._cache.next_position(seq_id) for seq_id in self._seq_ids]
-        if padding.shape[1] < end:
-            raise ValueError(f"attention_mask has {padding.shape[1]} columns, where there are {end} tokens")
-        if padding[:, : self._seen].sum(1).tolist() != stored:
-            raise ValueError(
-                "attention_mask must hide those of the stored tokens that it hid when they came; the model's own "
-                "attention has all of them stored: go on with that, or reset the cache"
-            )
-        real = padding[:, self._seen : end].bool()
-        return None if real.all() else real
+    def _hidden(
+        self, this_pass: ForwardPass, padding: torch.Tensor | None, offsets: Sequence[int]
+    ) -> list[tuple[int, int, int]]:
+        """Return the positions that a mask hides; raise if it shows padding that was not stored."""
+        num_columns = self._seen + this_pass.num_tokens
+        if padding is None and not any(offsets):
+            return []
+        if padding is None:
+            padding = torch.ones(len(offsets), num_columns, dtype=torch.bool)
+        known = this_pass.hidden.get(id(padding))
+        if known is not None:
+            return known[1]
+        shown = shown_columns(padding, num_columns)
+        for row, (columns, offset) in enumerate(zip(shown, offsets, strict=True)):
+            if columns[:offset].any():
+                raise ValueError(
+                    f"attention_mask shows the first {offset} tokens of row {row}, which it hid as padding when they"
+                    " came, so that they were not stored: hide them again, or reset the cache"
+                )
+        this_pass.hidden[id(padding)] = padding, hidden_ranges(shown, self._seq_ids, offsets)
+        return this_pass.hidden[id(padding)][1]
+
+    def _chunks_agree(self, this_pass: ForwardPass, layer: Layer, padding: torch.Tensor | None) -> bool:
+        """Whether a layer's chunks begin where the mask's do, which is after the padding that the mask hides."""
+        if padding is None or not isinstance(self.policy[layer.index], ChunkedAttention):
+            return True
+        leading = count_leading(shown_columns(padding, self._seen + this_pass.num_tokens))
+        return leading == this_pass.offsets
 
     def _end_pass(self) -> None:
         """End the last pass: keep its tokens if it is complete, else drop them."""
         ended, self._pass = self._pass, None
-        if ended is not None and ended.end():
+        if ended is None:
+            return
+        is_complete = ended.is_complete
+        if is_complete:
+            self._put_pending(ended)
+        ended.end()
+        if is_complete:
             self._seen += ended.num_tokens
-            self._has_gaps |= ended.has_gaps
+            self._offsets = ended.offsets
 
     def _finish_pass(self) -> None:
         """End the last pass if it is complete; leave a pass that still runs."""
         if self._pass is not None and self._pass.is_complete:
             self._end_pass()
+
+    def _put_pending(self, this_pass: ForwardPass) -> None:
+        """Store the new rows of layers that the pass has been at."""
+        for rows in [*this_pass.pending.values()]:
+            self._put(this_pass, rows)
+
+    def _put(self, this_pass: ForwardPass, rows: LayerRows) -> None:
+        """Store the new rows of a layer, without attending."""
+        self._open(this_pass, rows, None)
+        index = rows.layer.index
+        assert rows.new is not None
+        if isinstance(rows.layer, CrossLayer):
+            self._put_source(this_pass, index, *rows.new)
+        elif this_pass.batch is not None:
+            this_pass.batch.put(index, *this_pass.drop_padding(*rows.new), layout=this_pass.layout)
+        del this_pass.pending[index]
+        this_pass.done.add(index)
 
     # ---- with the kernels
 
@@ -263,6 +336,7 @@ class HFCache(Cache):
         layer: Layer,
         q: torch.Tensor,
         new_rows: tuple[torch.Tensor, ...],
+        hidden: list[tuple[int, int, int]],
         options: dict[str, Any],
     ) -> torch.Tensor:
         """Store `new_rows`, k and v, if there are any; then attend."""
@@ -270,81 +344,78 @@ class HFCache(Cache):
         if num_tokens < this_pass.num_tokens:  # queries of the last tokens only: pad with zeros, and cut the result
             wide = q.new_zeros(batch_size, num_heads, this_pass.num_tokens, head_dim)
             wide[:, :, -num_tokens:] = q
-            return self._run_kernel(this_pass, layer, wide, new_rows, options)[:, -num_tokens:].contiguous()
+            return self._run_kernel(this_pass, layer, wide, new_rows, hidden, options)[:, -num_tokens:].contiguous()
         self._calls["kernel"] += 1
         out = q.new_empty(batch_size, num_tokens, num_heads, self._v_dims[layer.index])
-        if this_pass.real is None:
+        options = {**options, "hidden": hidden or None}
+        if this_pass.batch is None:
+            out.zero_()
+        elif this_pass.stored is None:
             this_pass.batch.attend(layer.index, q, *new_rows, layout="BHTD", out=out.transpose(1, 2), **options)
         else:
             packed_q, *packed_rows = this_pass.drop_padding(q, *new_rows)
             result = q.new_empty(len(packed_q), *out.shape[2:])
             this_pass.batch.attend(layer.index, packed_q, *packed_rows, out=result, **options)
             out.zero_()
-            out[this_pass.real] = result
+            out[this_pass.stored] = result
         this_pass.done.add(layer.index)
         return out
 
     def _attend_source(
         self,
-        storing: ForwardPass | None,
+        rows: LayerRows,
         layer: CrossLayer,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
         padding: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Attend over an encoder. In the first pass, `storing`, first store the encoder's rows."""
-        if storing is None and layer.index == 0:
-            self._check_source(padding)
-        this_pass = self._pass_of(layer) if storing is None else storing
-        self._open(this_pass, q, None)
-        if storing is not None:
-            self._put_source(storing, layer, k, v, padding)
-        return self._run_kernel(this_pass, layer, q, (), options)
+        """Attend over an encoder. In the first pass, first store the encoder's rows."""
+        this_pass = self._pass_of(layer) if rows.this_pass is None else self._current(rows)
+        if not this_pass.is_open:
+            self._begin(this_pass, len(q), q.shape[2], None)
+        new = this_pass.pending.pop(layer.index, None)
+        if new is not None and new.new is not None:
+            self._put_source(this_pass, layer.index, *new.new)
+        hidden: list[tuple[int, int, int]] = []
+        if padding is not None:
+            shown = shown_columns(padding, rows.shapes[0][2])
+            hidden = hidden_ranges(shown, self._seq_ids, [0] * len(self._seq_ids))
+        return self._run_kernel(this_pass, layer, q, (), hidden, options)
 
-    def _put_source(
-        self, this_pass: ForwardPass, layer: CrossLayer, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None
-    ) -> None:
-        """Store an encoder's rows, without its padding."""
-        self._source_is_packed = padding is not None
+    def _put_source(self, this_pass: ForwardPass, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store an encoder's rows."""
+        assert this_pass.batch is not None
         for batch_index, seq_id in enumerate(self._seq_ids):
-            real = slice(None) if padding is None else padding[batch_index].bool()
-            rows = k[batch_index][:, real], v[batch_index][:, real]
-            this_pass.batch.put(layer.index, *rows, seq_id=seq_id, layout="HTD")
-
-    def _check_source(self, padding: torch.Tensor | None) -> None:
-        """Raise if a mask hides other tokens of an encoder than were left out when its rows were stored."""
-        if padding is None:
-            return
-        if padding.sum(1).tolist() != [self._cache.seq_len(seq_id, layer=0) for seq_id in self._seq_ids]:
-            raise ValueError(
-                "the encoder's attention_mask must hide what it hid when that was stored; the model's own attention "
-                "has all of it stored: go on with that, or reset the cache"
-            )
+            this_pass.batch.put(index, k[batch_index], v[batch_index], seq_id=seq_id, layout="HTD")
 
     # ---- with dense tensors
 
-    def _store_dense(
-        self, this_pass: ForwardPass, layer: Layer, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new tokens of a layer; return a row for each column of the mask, ``[batch, heads, n, dim]``."""
-        self._open(this_pass, k, None)
-        if isinstance(layer, CrossLayer):
-            self._put_source(this_pass, layer, k, v, None)
-            dense = k, v
-        else:
-            this_pass.batch.put(layer.index, *this_pass.drop_padding(k, v), layout=this_pass.layout)
-            dense = self._decode(layer, k, v)
-        this_pass.done.add(layer.index)
-        return dense
+    def _shapes(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Size, torch.Size]:
+        """Return the shapes of a layer's keys and values, stored and new."""
+        past = 0 if isinstance(layer, CrossLayer) else layer.past_columns(self._seen)
+        k_shape, v_shape = (torch.Size((*x.shape[:2], past + x.shape[2], x.shape[3])) for x in (k, v))
+        return k_shape, v_shape
+
+    def _source_shapes(self, layer: CrossLayer) -> tuple[torch.Size, torch.Size]:
+        """Return the shapes of the keys and values that an encoder made."""
+        index = layer.index
+        shape = len(self._seq_ids), self._cache.num_kv_heads[index], self._cache.seq_len(self._seq_ids[0], layer=index)
+        return torch.Size((*shape, self._cache.head_dim[index])), torch.Size((*shape, self._v_dims[index]))
+
+    def _make_dense(self, rows: LayerRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the new rows of a layer; return a row for each column of the mask, ``[batch, heads, n, dim]``."""
+        if rows.new is None:
+            assert isinstance(rows.layer, CrossLayer)
+            return self._decode_source(rows.layer)
+        this_pass = self._current(rows)
+        if rows.layer.index in this_pass.pending:
+            self._put(this_pass, rows)
+        return rows.new if isinstance(rows.layer, CrossLayer) else self._decode(rows.layer, *rows.new)
 
     def _decode(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode the rows of earlier passes, and append the new rows unchanged."""
-        if self._has_gaps:
-            raise NotSupportedError(
-                "padding between tokens was not stored: go on with the attention 'kvcache', and its masks"
-            )
+        if layer.num_sink_tokens and self._seen + k.shape[2] > layer.window:
+            raise NotSupportedError("sink tokens lie apart from the window: only the attention 'kvcache' sees both")
         columns = layer.past_columns(self._seen)
         dense = decode_rows(self._cache, layer.index, self._seq_ids, columns, k.shape[2], self._dtype)
         for wide, new in zip(dense, (k, v), strict=True):
@@ -353,15 +424,23 @@ class HFCache(Cache):
 
     def _decode_source(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode the encoder's rows that an earlier pass stored."""
-        if self._source_is_packed:
-            raise NotSupportedError(
-                "the encoder's padding was not stored: go on with the attention 'kvcache', and its masks"
-            )
         self._finish_pass()
         columns = self._cache.seq_len(self._seq_ids[0], layer=layer.index)
         return decode_rows(self._cache, layer.index, self._seq_ids, columns, 0, self._dtype)
 
     # ---- the interface of transformers' caches
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the new tokens' keys and values of a layer; return the keys and values for the model's attention."""
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"the model has {layer_idx + 1} layers or more, the config that this cache was made from has"
+                f" {len(self.layers)}: give HFCache model.config"
+            )
+        new: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return new
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens seen, padding included."""
@@ -387,10 +466,10 @@ class HFCache(Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}: give minus the number of tokens to take back")
         self._end_pass()
-        for seq_id in self._seq_ids:
-            self._cache.truncate(max(0, self._cache.next_position(seq_id) + tokens_to_remove), seq_id=seq_id)
-        self._seen = max(0, self._seen + tokens_to_remove)
-        self._has_gaps &= self._seen > 0
+        seen = max(0, self._seen + tokens_to_remove)
+        for seq_id, offset in zip(self._seq_ids, self._offsets, strict=True):
+            self._cache.truncate(max(0, seen - offset), seq_id=seq_id)
+        self._seen, self._offsets = seen, [min(offset, seen) for offset in self._offsets]
         for layer in self._others:
             layer.crop(tokens_to_remove)
 
@@ -400,8 +479,9 @@ class HFCache(Cache):
         for layer in self._others:
             layer.reorder_cache(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep the sequences at some batch indices, and drop the others."""
+        indices = torch.as_tensor(indices)
         self._select(torch.arange(len(self._seq_ids))[indices].tolist())
         for layer in self._others:
             layer.batch_select_indices(indices)
@@ -425,7 +505,7 @@ class HFCache(Cache):
                 selected.append(source)
         for seq_id in set(self._seq_ids) - set(selected):
             self._cache.clear(seq_id)
-        self._seq_ids = selected
+        self._seq_ids, self._offsets = selected, [self._offsets[i] for i in batch_indices]
 
     def _new_ids(self, count: int) -> list[int]:
         return list(itertools.islice(self._shared.seq_ids, count))
@@ -433,7 +513,8 @@ class HFCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> HFCache:
         """Return a cache that continues from the same tokens; it shares their rows, and copies none."""
         self._end_pass()
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
         other._seq_ids, other._calls = self._new_ids(len(self._seq_ids)), dict(self._calls)
         for source, seq_id in zip(self._seq_ids, other._seq_ids, strict=True):
             self._cache.fork(source, seq_id)
@@ -442,6 +523,21 @@ class HFCache(Cache):
             for layer in self.layers
         ]
         return other
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotSupportedError(
+            "an HFCache cannot be pickled or saved yet: keep the token ids, and give them to the model again;"
+            " copy.deepcopy makes a copy in this process"
+        )
+
+    def __repr__(self) -> str:
+        self._finish_pass()
+        tokens = f"{count(len(self._seq_ids), 'sequence')} of {count(self._seen, 'token')}"
+        calls = "{kernel} by the kernels, {dense} with dense tensors, {fallback} by fallback".format(**self._calls)
+        return (
+            f"<HFCache: {tokens}, {count(self._cache.num_layers, 'layer')} of {self._cache.k_dtype[0]},"
+            f" {readable(self.nbytes)}; layers attended: {calls}>"
+        )
 
     def __del__(self) -> None:
         if "layers" in vars(self):  # else __init__ failed

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import EncoderDecoderCache
 
 from kvcache.errors import NotSupportedError
-from kvcache.hf.cache import HFCache
+from kvcache.hf.cache import HFCache, check_config
 from kvcache.layer import DType
 from kvcache.models.fields import NAMES
 from kvcache.policy import CrossAttention, Policy
@@ -62,8 +62,7 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
         policy: Policy | Sequence[Policy] | None = None,
         max_source_len: int | None = None,
     ) -> None:
-        if not isinstance(config, PreTrainedConfig):
-            raise TypeError(f"config is {config!r}: give the model's, of transformers")
+        check_config(config)
         if config.model_type.startswith("t5gemma"):
             raise NotSupportedError(f"a {type(config).__name__}'s model makes its own cache for what its encoder made")
         followed, decoder = _find_decoder(config)

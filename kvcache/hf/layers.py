@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcache.hf.attention import Mask
+from kvcache.hf.masks import Mask
 from kvcache.hf.policies import window_of
 
 if TYPE_CHECKING:
@@ -18,21 +18,35 @@ class Layer(CacheLayerMixin):
     """One layer of a model's attention over its own tokens."""
 
     is_croppable = True
-    is_initialized = True  # the KVCache takes rows from the start
-    supports_early_init = False
-    # transformers reads keys and values of a cross-attention layer only.
-    keys: torch.Tensor | None = None
-    values: torch.Tensor | None = None
+    supports_early_init = True
 
     def __init__(self, cache: HFCache, index: int) -> None:
         self.cache, self.index = cache, index  # index: the layer's in the KVCache
         self.window = window_of(cache.policy[index])  # the most tokens that a query sees; 0: all
         self.is_sliding = self.window > 0
+        self.num_sink_tokens = getattr(cache.policy[index], "num_sink_tokens", 0)
 
-    def kernels_know(self, mask: Mask | torch.Tensor | None, is_causal: bool) -> bool:
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override] # the base has an attribute, which nothing sets
+        """Whether the cache holds tokens."""
+        return self.cache.get_seq_length() > 0
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override] # as above
+        """The stored keys, decoded, ``[batch, heads, tokens, dim]``; None: there are none."""
+        rows = self.cache.dense_rows(self)
+        return None if rows is None else rows[0]
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override] # as above
+        """The stored values, decoded, ``[batch, heads, tokens, dim]``; None: there are none."""
+        rows = self.cache.dense_rows(self)
+        return None if rows is None else rows[1]
+
+    def kernels_know(self, mask: torch.Tensor | None, is_causal: bool) -> bool:
         """Whether the kernels can attend with this mask."""
         if isinstance(mask, Mask):
-            return is_causal and mask.is_plain and not mask.sees_all
+            return is_causal and mask.is_plain and not mask.sees_all and not mask.is_made
         return is_causal and mask is None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -72,9 +86,11 @@ class CrossLayer(Layer):
 
     _values: torch.Tensor | None = None  # values fetched with the keys: transformers reads `keys`, then `values`
 
-    def kernels_know(self, mask: Mask | torch.Tensor | None, is_causal: bool) -> bool:
+    def kernels_know(self, mask: torch.Tensor | None, is_causal: bool) -> bool:
         """Whether the kernels can attend with this mask."""
-        return mask.is_plain and mask.sees_all if isinstance(mask, Mask) else mask is None
+        if isinstance(mask, Mask):
+            return mask.is_plain and mask.sees_all and not mask.is_made
+        return mask is None
 
     @property
     def keys(self) -> torch.Tensor:  # type: ignore[override] # the base has an attribute, which nothing sets

@@ -1,0 +1,67 @@
+"""The mask of the attention ``"kvcache"``: the facts that it follows from, and a tensor for models that touch it."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from transformers.masking_utils import sdpa_mask
+
+from kvcache.hf.lazy import LazyTensor
+
+EVERYTHING = slice(None)
+
+
+class Mask(LazyTensor):
+    """A mask, ``[batch, 1, queries, keys]`` of bool. The kernels need only its padding: they know order and window."""
+
+    padding: torch.Tensor | None  # [batch, tokens so far] of bool, True: a token
+    is_plain: bool  # whether order, window and padding alone hide keys
+    sees_all: bool  # whether a query sees later keys, as within and over an encoder
+    arguments: dict[str, Any]  # arguments of sdpa_mask
+    queries: slice  # the queries that the mask is for
+
+    @classmethod
+    def of(
+        cls, padding: torch.Tensor | None, is_plain: bool, sees_all: bool, arguments: dict[str, Any], queries: slice
+    ) -> Self:
+        """Return a mask with these attributes."""
+        num_queries = len(range(arguments["q_length"])[queries])
+        mask = cls.of_shape((arguments["batch_size"], 1, num_queries, arguments["kv_length"]), torch.bool)
+        mask.padding, mask.is_plain, mask.sees_all = padding, is_plain, sees_all
+        mask.arguments, mask.queries = arguments, queries
+        return mask
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Select queries, as the last layers of Gemma 4 do, or any elements."""
+        if not self.is_made and isinstance(index, tuple) and len(index) == 4:
+            batch, heads, queries, keys = index
+            all_keys = isinstance(keys, slice) and len(range(self.shape[3])[keys]) == self.shape[3]
+            if batch == heads == EVERYTHING and isinstance(queries, slice) and all_keys and queries.step is None:
+                begin, end, _ = queries.indices(self.shape[2])
+                first = self.queries.indices(self.arguments["q_length"])[0]
+                selected = slice(first + begin, first + max(begin, end))
+                return self.of(self.padding, self.is_plain, self.sees_all, self.arguments, selected)
+        return self.elements()[index]
+
+    def make(self) -> torch.Tensor:
+        """Make the mask as transformers does for torch's attention."""
+        mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+        assert mask is not None  # it is None only where one of these is allowed
+        return mask[:, :, self.queries]
+
+
+def make_mask(
+    *,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    **arguments: Any,
+) -> Mask:
+    """Describe a mask; transformers calls this where other attention implementations make a tensor."""
+    padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+    # transformers sets both permissions to False, or sets use_vmap, for a model with mask functions of its own.
+    is_plain = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap
+    arguments |= {"attention_mask": attention_mask, "use_vmap": use_vmap}
+    return Mask.of(padding, is_plain, allow_is_bidirectional_skip, arguments, EVERYTHING)

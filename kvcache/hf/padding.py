@@ -1,0 +1,51 @@
+"""Where the padding of a batch is: what of it is not stored, and which stored positions a mask hides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def shown_columns(padding: torch.Tensor, num_columns: int) -> npt.NDArray[np.bool_]:
+    """Return which columns a mask shows, ``[batch, num_columns]``; it hides columns that it does not have."""
+    shown = np.zeros((len(padding), num_columns), np.bool_)
+    given = padding[:, :num_columns].bool().numpy(force=True)
+    shown[:, : given.shape[1]] = given
+    return shown
+
+
+def count_leading(shown: npt.NDArray[np.bool_]) -> list[int]:
+    """Count the hidden columns before the first one that is shown, for each row."""
+    counts: list[int] = np.where(shown.any(1), shown.argmax(1), shown.shape[1]).tolist()
+    return counts
+
+
+def hidden_ranges(
+    shown: npt.NDArray[np.bool_], seq_ids: Sequence[int], offsets: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Return the positions that a mask hides, as ranges ``(seq_id, begin, end)``.
+
+    Parameters
+    ----------
+    shown : numpy.ndarray
+        Which columns the mask shows, ``[batch, columns]`` of bool.
+    seq_ids : sequence of int
+        The sequence of each row.
+    offsets : sequence of int
+        The column of each row's position 0.
+
+    Returns
+    -------
+    list of tuple
+        The ranges of each row, by rising position.
+    """
+    ranges: list[tuple[int, int, int]] = []
+    for row, seq_id, offset in zip(shown, seq_ids, offsets, strict=True):
+        if row[offset:].all():
+            continue
+        edges = np.flatnonzero(np.diff(~row[offset:], prepend=False, append=False)).tolist()
+        ranges += [(seq_id, begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+    return ranges

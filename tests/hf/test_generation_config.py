@@ -1,0 +1,94 @@
+"""A generation config asks for the cache, so that pipelines and `generate` need no code."""
+
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - torch may be missing
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
+
+BASE = {
+    "hidden_size": 128,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+PROMPT = torch.arange(3, 20)[None]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model saved with a generation config that names the cache."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**BASE))
+    model.generation_config.cache_implementation = "kvcache"
+    model.generation_config.cache_config = {"dtype": "q8_0"}
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_saved_generation_config(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="kvcache")
+    made = model.generate(PROMPT, max_new_tokens=4, return_dict_in_generate=True)
+    assert isinstance(made.past_key_values, HFCache)
+    assert "2 layers of q8_0" in repr(made.past_key_values)
+    assert made.past_key_values.stats()["calls"] == {"kernel": 8, "dense": 0, "fallback": 0}
+
+
+def test_an_argument_of_generate(folder):
+    """Arguments win over the model's generation config; without a cache none is made."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="kvcache")
+    options = {"max_new_tokens": 4, "return_dict_in_generate": True}
+    made = model.generate(PROMPT, cache_implementation="kvcache", cache_config={"dtype": "f32"}, **options)
+    assert "of f32" in repr(made.past_key_values)
+    assert model.generate(PROMPT, use_cache=False, **options).past_key_values is None
+    made = model.generate(PROMPT, cache_implementation="dynamic", **options)
+    assert isinstance(made.past_key_values, transformers.DynamicCache)
+
+
+def test_a_model_with_an_encoder():
+    config = transformers.BartConfig(
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        vocab_size=97,
+        forced_eos_token_id=None,
+    )
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="kvcache").eval()
+    made = model.generate(PROMPT, cache_implementation="kvcache", max_new_tokens=4, return_dict_in_generate=True)
+    assert isinstance(made.past_key_values, HFEncoderDecoderCache)
+
+
+def test_a_static_cache_is_refused_by_name(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="kvcache")
+    with pytest.raises(ValueError, match="cache_implementation='static' does not go with the attention 'kvcache'"):
+        model.generate(PROMPT, cache_implementation="static", max_new_tokens=4)
+    model.set_attn_implementation("sdpa")
+    model.generate(PROMPT, cache_implementation="static", max_new_tokens=4)
+
+
+def test_a_wrong_argument_of_the_cache(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="kvcache")
+    with pytest.raises(ValueError, match="dtype='f8'"):
+        model.generate(PROMPT, cache_implementation="kvcache", cache_config={"dtype": "f8"})
+
+
+def test_the_import_registers_the_attention(folder):
+    script = (
+        "import sys, transformers\n"
+        "if sys.argv[2] == 'yes': import kvcache.hf\n"
+        "transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation='kvcache')\n"
+    )
+    for answer, status in (("yes", 0), ("no", 1)):
+        done = subprocess.run([sys.executable, "-c", script, folder, answer], capture_output=True, text=True)
+        assert done.returncode == status, done.stderr

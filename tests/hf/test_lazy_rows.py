@@ -1,0 +1,198 @@
+"""What a model, or a user, does with the keys, values and masks that the attention "kvcache" gives it."""
+
+import copy
+import pickle
+
+import pytest
+
+import kvcache
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from transformers.models.llama import modeling_llama  # noqa: E402 - torch may be missing
+
+from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
+
+LAYERS = 3
+BASE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "initializer_range": 0.5,
+}
+TOKENS = torch.randint(2, 97, (2, 11), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**BASE)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="kvcache").eval()
+
+
+@pytest.fixture
+def passed(model):
+    """A cache that a model has been through with two rows of ten tokens, and its rows in transformers' own cache."""
+    ours, theirs = HFCache(model.config, dtype="f32"), transformers.DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(TOKENS[:, :10], past_key_values=ours)
+        model(TOKENS[:, :10], past_key_values=theirs)
+    return ours, theirs
+
+
+def logits(model, cache, parts=((0, 6), (6, 10), (10, 11))):
+    with torch.inference_mode():
+        return torch.cat([model(TOKENS[:, begin:end], past_key_values=cache).logits for begin, end in parts], 1)
+
+
+def test_stored_rows_are_there_for_who_asks(passed):
+    ours, theirs = passed
+    for mine, their in zip(ours.layers, theirs.layers, strict=True):
+        torch.testing.assert_close(mine.keys, their.keys)
+        torch.testing.assert_close(mine.values, their.values)
+    assert ours.stats()["calls"] == {"kernel": LAYERS, "dense": 0, "fallback": 0}
+
+
+def test_an_empty_cache_has_no_rows(model):
+    cache = HFCache(model.config)
+    assert (cache.layers[0].keys, cache.layers[0].values, cache.is_initialized) == (None, None, False)
+    logits(model, cache)
+    assert cache.is_initialized
+    cache.reset()
+    assert not cache.is_initialized
+
+
+CHANGES = {
+    "values": lambda k, v: (k, v * 2),
+    "keys": lambda k, v: (k * 0.5, v),
+    "both, in other shapes": lambda k, v: (
+        torch.cat([k, k], 1)[:, :2].flip(-1).flip(-1),
+        v.transpose(1, 2).transpose(1, 2),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:kvcache. a mask or an operation")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_changes_rows_after_the_cache(model, monkeypatch, change):
+    """An operation on keys or values works on all rows, those of earlier passes too."""
+
+    def changed(cache):
+        update = type(cache).update
+        monkeypatch.setattr(type(cache), "update", lambda self, *args: CHANGES[change](*update(self, *args)))
+        return cache
+
+    with monkeypatch.context():
+        want = logits(model, changed(transformers.DynamicCache(config=model.config)))
+    ours = HFCache(model.config, dtype="f32")
+    got = logits(model, changed(ours))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+    assert ours.stats()["calls"] == {"kernel": 0, "dense": 0, "fallback": 3 * LAYERS}
+
+
+@pytest.mark.filterwarnings("ignore:kvcache. a mask or an operation")
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda mask: mask.contiguous(),
+        lambda mask: mask & torch.ones(1, dtype=torch.bool),
+        lambda mask: mask[:, :, :, : mask.shape[-1] // 1].clone(),
+        lambda mask: torch.where(mask, 0.0, float("-inf")),
+    ],
+)
+def test_a_model_that_changes_the_mask(model, monkeypatch, touch):
+    want = logits(model, transformers.DynamicCache(config=model.config))
+    make = modeling_llama.create_causal_mask
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **options: touch(make(**options)))
+    cache = HFCache(model.config, dtype="f32")
+    torch.testing.assert_close(logits(model, cache), want, rtol=1e-4, atol=1e-3)
+    assert cache.stats()["calls"] == {"kernel": 0, "dense": 0, "fallback": 3 * LAYERS}
+
+
+def test_what_a_mask_says_without_being_made(model, monkeypatch):
+    """Shape and type are no reason to leave the kernels."""
+
+    def look(**options):
+        mask = make(**options)
+        assert isinstance(mask, torch.Tensor)
+        assert (mask.dtype, mask.ndim, mask.device.type, len(mask)) == (torch.bool, 4, "cpu", 2)
+        assert mask.shape == mask.size() == (2, 1, mask.shape[2], mask.size(-1))
+        return mask[:, :, :, : mask.shape[-1]]
+
+    make = modeling_llama.create_causal_mask
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", look)
+    cache = HFCache(model.config, dtype="f32")
+    logits(model, cache)
+    assert cache.stats()["calls"] == {"kernel": 3 * LAYERS, "dense": 0, "fallback": 0}
+
+
+def test_a_model_that_attends_to_its_own_keys(model, monkeypatch):
+    """Rows that the model leaves unused are stored all the same."""
+    update = HFCache.update
+    keep = HFCache(model.config, dtype="f32")
+
+    def ignore(self, key, value, layer, *args):
+        update(self, key, value, layer, *args)
+        return key, value
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HFCache, "update", ignore)
+        first = logits(model, keep, [(0, 10)])
+    want = transformers.DynamicCache(config=model.config)
+    torch.testing.assert_close(first, logits(model, want, [(0, 10)]), rtol=1e-4, atol=1e-3)
+    assert keep.get_seq_length() == 10
+    torch.testing.assert_close(logits(model, keep, [(10, 11)]), logits(model, want, [(10, 11)]), rtol=1e-4, atol=1e-3)
+
+
+def test_rows_of_a_pass_that_has_ended(model):
+    cache = HFCache(model.config)
+    keys, _ = cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
+    cache.reset()
+    with pytest.raises(RuntimeError, match=r"of a forward pass that has ended: read cache\.layers\[i\]\.keys"):
+        keys.sum()
+
+
+def test_print(passed):
+    ours, _ = passed
+    said = repr(ours)
+    assert said.startswith("<HFCache: 2 sequences of 10 tokens, 3 layers of f32, "), said
+    assert said.endswith("KiB; layers attended: 3 by the kernels, 0 with dense tensors, 0 by fallback>"), said
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, lambda cache: torch.save(cache, "never.pt"), copy.copy])
+def test_saving_says_what_to_do(passed, save, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(kvcache.NotSupportedError, match="keep the token ids, and give them to the model again"):
+        save(passed[0])
+
+
+def test_saving_both_caches_says_what_to_do():
+    config = transformers.BartConfig(d_model=16, encoder_attention_heads=2, decoder_attention_heads=2)
+    with pytest.raises(kvcache.NotSupportedError, match="keep the token ids"):
+        pickle.dumps(HFEncoderDecoderCache(config))
+
+
+def test_a_config_with_fewer_layers(model):
+    cache = HFCache(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 2}))
+    with (
+        torch.inference_mode(),
+        pytest.raises(ValueError, match=r"the model has 3 layers or more, .* has 2: give HFCache"),
+    ):
+        model(TOKENS, past_key_values=cache)
+
+
+def test_a_config_with_more_layers(model):
+    cache = HFCache(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 5}))
+    with (
+        torch.inference_mode(),
+        pytest.warns(UserWarning, match="went through 3 of 5 layers, and its tokens were dropped"),
+    ):
+        [model(TOKENS, past_key_values=cache) for _ in range(2)]
