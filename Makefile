@@ -29,7 +29,7 @@ style:
 	ruff check
 	ruff format --check
 	cython-lint kvcache
-	clang-format --dry-run -Werror src/*/*.[ch] examples/c/*.[ch]
+	clang-format --dry-run -Werror src/*/*.[ch] examples/c/*.[ch] examples/cpp/*.[ch]pp
 
 types:
 	mypy --strict kvcache

@@ -129,10 +129,11 @@ leftovers() {
 
 strict=(-Wall -Wextra -Wpedantic -Wconversion -Werror)
 
-# headers cc c++: compiles the public header alone
+# headers cc c++: compiles the public header alone, and the example in C++
 headers() {
     echo '#include <kvcache.h>' | "$1" -std=c11 "${strict[@]}" -Iinclude -fsyntax-only -x c -
     echo '#include <kvcache.h>' | "$2" -std=c++17 "${strict[@]}" -Iinclude -fsyntax-only -x c++ -
+    "$2" -std=c++17 "${strict[@]}" -Iinclude -fsyntax-only examples/cpp/decode.cpp
 }
 
 # compile cc flags...: compiles with strict warnings, and keeps nothing
@@ -238,7 +239,7 @@ usual() {
     for cc in gcc clang; do
         cxx=${cc/gcc/g++} cxx=${cxx/clang/clang++}
         has "$cc" "$cc" || continue
-        has "header as C++, $cxx" "$cxx" && step "header as C11 and C++17, $cc" headers "$cc" "$cxx"
+        has "header as C++, $cxx" "$cxx" && step "header as C11 and C++17, example in C++, $cc" headers "$cc" "$cxx"
         step "core without a warning, $cc" core "$cc"
         if links "core with OpenMP, $cc" "$cc" -fopenmp; then
             step "core without a warning, $cc, OpenMP" compile "$cc" -fopenmp -c src/base/threads.c

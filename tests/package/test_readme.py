@@ -12,8 +12,14 @@ from pathlib import Path
 import pytest
 from support.compiling import ROOT
 
+
+def commands_of(page):
+    return re.findall(r"^```sh\n(.*?)\n```$", (ROOT / page).read_text(), re.M | re.S)
+
+
 README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"^```sh\n(.*)\n```$", README, re.M)
+INSTALL, TEST, C_SOURCES, C_LIBRARY = commands_of("README.md")
+(C_PROGRAM,) = re.findall(r"^```c\n(.*?)^```$", README, re.M | re.S)
 PROGRAMS = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
 IGNORED = [line.rstrip("/").rpartition("/")[2] for line in (ROOT / ".gitignore").read_text().split()]
 
@@ -57,14 +63,11 @@ class Reader:
 def reader(tmp_path_factory):
     if not shutil.which("git"):
         pytest.skip("there is no git here")
-    reader = Reader(tmp_path_factory.mktemp("reader"))
-    done = reader.run("python3 -m venv .venv && .venv/bin/pip download --no-deps --dest .venv/probe 'setuptools>=77'")
-    if done.returncode:
-        pytest.skip(f"no package index can be reached: {done.stdout}")
-    return reader
+    return Reader(tmp_path_factory.mktemp("reader"))
 
 
 def test_before_the_first_command_python_says_what_to_do(reader):
+    reader.succeeds("python3 -m venv .venv")
     done = reader.run(".venv/bin/python -c 'import kvcache'")
     assert done.returncode == 1
     assert f"Run `pip install -e .` in {reader.clone}/, or run Python from another folder." in done.stdout
@@ -73,7 +76,10 @@ def test_before_the_first_command_python_says_what_to_do(reader):
 @pytest.fixture(scope="module")
 def installed(reader):
     """The reader after README's first command."""
-    text = reader.succeeds(COMMANDS[0])
+    done = reader.run("python3 -m venv .venv && .venv/bin/pip download --no-deps --dest .venv/probe 'setuptools>=77'")
+    if done.returncode:
+        pytest.skip(f"no package index can be reached: {done.stdout}")
+    text = reader.succeeds(INSTALL)
     assert "ROMEO:" in text
     return reader
 
@@ -96,5 +102,28 @@ def test_the_programs_run_where_the_reader_stands(installed, library):
 
 
 def test_the_second_command_tests_what_the_first_installed(installed):
-    text = installed.succeeds(f"{COMMANDS[1]} tests/package/test_package.py tests/package/test_docs.py")
+    text = installed.succeeds(f"{TEST} tests/package/test_package.py tests/package/test_docs.py")
     assert f"kvcache: {installed.clone}/kvcache/__init__.py" in text
+
+
+def test_the_program_in_c_is_built_with_the_sources(reader):
+    (reader.clone / "app.c").write_text(C_PROGRAM)
+    assert reader.succeeds(C_SOURCES) == "tokens stored: 1\n"
+
+
+def test_the_programs_in_c_and_cpp_are_built_on_the_installed_library(reader, tmp_path, monkeypatch):
+    for command in ("cmake", "pkg-config", "c++"):
+        if not shutil.which(command):
+            pytest.skip(f"there is no {command} here")
+    (reader.clone / "app.c").write_text(C_PROGRAM)
+    (reader.clone / "app.cpp").write_text(C_PROGRAM)
+    monkeypatch.setitem(reader.environment, "HOME", str(tmp_path))
+    assert reader.succeeds(C_LIBRARY).splitlines()[-1] == "tokens stored: 1"
+    export, build = C_LIBRARY.splitlines()[1:]
+    assert reader.succeeds(f"{export}; {build.replace('cc app.c', 'c++ app.cpp')}") == "tokens stored: 1\n"
+    (example,) = commands_of("examples/cpp/README.md")
+    assert "a fork, and a token for it" in reader.succeeds(f"{export}; {example}")
+    shared, static = commands_of("docs/c.md")
+    shared = "\n".join(line for line in shared.splitlines() if not line.startswith(("cmake -B", "ctest")))
+    assert reader.succeeds(shared).splitlines()[-1] == "tokens stored: 1"
+    assert reader.succeeds(f"{export}; {static}") == "tokens stored: 1\n"

@@ -8,6 +8,7 @@ $KVCACHE_C_EMULATOR is the command that runs what $CC builds for another process
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -43,13 +44,23 @@ def compiler():
     pytest.skip("there is no C compiler here")
 
 
+def in_cpp(command):
+    """The same command for C++: g++ for gcc, clang++ for clang, c++ for cc, with -std=c++17 for -std=c11."""
+    names = {"gcc": "g++", "clang": "clang++", "cc": "c++"}
+    command = [re.sub(r"(?<![a-z])(gcc|clang|cc)(?![a-z])", lambda found: names[found[1]], word) for word in command]
+    if not shutil.which(command[0]):
+        pytest.skip(f"there is no {command[0]} here")
+    return ["-std=c++17" if word == "-std=c11" else word for word in command]
+
+
 def run(*command, timeout=TIMEOUT):
-    """Run a command that must succeed."""
+    """Run a command that must succeed; return what it prints."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, timeout=timeout
     )
     if done.returncode:
         pytest.fail(f"{shlex.join(map(str, command))}\nreturned {done.returncode}\n{done.stdout}", pytrace=False)
+    return done.stdout
 
 
 def works(cc, flags, folder):
@@ -86,8 +97,10 @@ def build_core(folder):
 
 
 def link(core, folder, *sources):
-    """Build a program of C sources and the core; return its path."""
+    """Build a program of C or C++ sources and the core; return its path."""
     command, objects = core
+    if sources[0].suffix == ".cpp":
+        command = in_cpp(command)
     program = folder / sources[0].stem
     run(*command, *sources, *objects, "-o", program, *LIBRARIES)
     return program
