@@ -525,9 +525,9 @@ class HFCache(Cache):
         return other
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise NotSupportedError(
-            "an HFCache cannot be pickled or saved yet: keep the token ids, and give them to the model again;"
-            " copy.deepcopy makes a copy in this process"
+        raise TypeError(
+            "an HFCache cannot be pickled or saved yet: keep the token ids and give them to the model again;"
+            " copy.deepcopy() makes a cache that shares its rows, in this process"
         )
 
     def __repr__(self) -> str:

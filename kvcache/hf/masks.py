@@ -34,10 +34,10 @@ class Mask(LazyTensor):
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Select queries, as the last layers of Gemma 4 do, or any elements."""
-        if not self.is_made and isinstance(index, tuple) and len(index) == 4:
+        if not self.is_made and isinstance(index, tuple) and len(index) == 4 and all(type(i) is slice for i in index):
             batch, heads, queries, keys = index
-            all_keys = isinstance(keys, slice) and len(range(self.shape[3])[keys]) == self.shape[3]
-            if batch == heads == EVERYTHING and isinstance(queries, slice) and all_keys and queries.step is None:
+            all_keys = keys.indices(self.shape[3]) == (0, self.shape[3], 1)
+            if batch == heads == EVERYTHING and all_keys and queries.step is None:
                 begin, end, _ = queries.indices(self.shape[2])
                 first = self.queries.indices(self.arguments["q_length"])[0]
                 selected = slice(first + begin, first + max(begin, end))
