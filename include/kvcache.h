@@ -12,7 +12,7 @@
  *   run           consecutive slots of one block that one sequence holds, at consecutive positions.
  *   sequence      a list of runs, in order of arrival.  Named by any int64; one that holds nothing is empty, not
  *                 unknown: queries answer 0 or -1, edits do nothing.
- *   batch         the tokens of one forward pass, of one or many sequences.
+ *   batch         the tokens of one forward pass, of one or many sequences.  A cache has one open batch at a time.
  *   delta         of a run: its positions now, less the positions its keys were rotated for (RoPE).
  *   span          a run as memory: pointers, strides, number of rows, first position, delta.
  *
@@ -37,14 +37,15 @@
  *           Some calls fail with KVC_ERR_BUSY.  While a batch is open, these are: to begin another, to edit one of its
  *           sequences, and kvc_reserve, kvc_room, kvc_settle, kvc_compact, kvc_cache_clone and kvc_cache_free; other
  *           sequences may be edited.  The same while kvc_shift, kvc_remove or kvc_divide rewrites the keys of a
- *           sequence.
+ *           sequence.  So threads that serve one request each put their tokens in one batch, of many sequences, or take
+ *           turns: kvc_begin_with waits for the open batch to end if it is given timeout_ms.
  *           Some calls wait.  Calls that read the rows of a sequence, edit it or begin a batch of it wait while
  *           kvc_inject or kvc_settle writes its rows.  kvc_compact, kvc_settle and kvc_cache_free wait for calls that
  *           copy rows out.
  *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.
  * fork()    The child has one thread, and every cache as it was.  fork() waits for what other threads do in the
- *           library, with two exceptions.  It does not wait for their work on a batch: in the child the batch is open,
- *           without what they were doing.  Nor does it wait for functions of the caller: a sequence whose keys one of
+ *           library, with two exceptions.  It does not wait for their work on a batch, nor for those that wait to begin
+ *           one: in the child the batch is open, without what they were doing, and nobody waits.  Nor does it wait for functions of the caller: a sequence whose keys one of
  *           these was moving is, in the child, as it was before.
  * Limits    max_seq_len, max_sequences and capacity are checked when a batch begins, capacity also by edits that copy
  *           rows, max_bytes whenever memory is taken for rows.
@@ -243,8 +244,9 @@ typedef struct kvc_allocator {
 } kvc_allocator;
 
 /* Returns whether a call that takes long is to end: not 0 ends it with KVC_ERR_CANCELLED.  kvc_put and kvc_attend call
- * this about every 40 ms, from the thread that called them and without the cache's mutex; short calls never do.  It
- * may call into the library, but must not end the batch, nor return in the child of a fork(). */
+ * this about every 40 ms, and kvc_begin_with while it waits, from the thread that called them and without the cache's
+ * mutex; short calls never do.  It may call into the library, but must not end the batch that is put in or attended
+ * over, nor return in the child of a fork(). */
 typedef int32_t kvc_poll_fn(void *user);
 
 typedef struct kvc_config {
@@ -281,8 +283,8 @@ KVC_API kvc_status kvc_cache_new(const kvc_config *config, kvc_cache **cache);
  * kvc_nbytes is no larger.  KVC_ERR_BUSY; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
 
-/* Frees the cache, after waiting for calls that copy rows out; ignores NULL.  KVC_ERR_BUSY; KVC_ERR_HELD while there
- * is a kvc_hold. */
+/* Frees the cache, after waiting for calls that copy rows out; ignores NULL.  KVC_ERR_BUSY, also while a call waits in
+ * kvc_begin_with; KVC_ERR_HELD while there is a kvc_hold. */
 KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
 
 /* ---- looking at sequences --------------------------------------------------------------------------------------- */
@@ -521,11 +523,11 @@ KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, in
 
 #define KVC_MAX_BATCH (1 << 24) /* tokens of a batch, for each of which it takes some 200 bytes while it is open */
 
-/* Opens a batch: makes room in every layer for num_tokens tokens, from 1 to KVC_MAX_BATCH, at these positions of these
- * sequences.  seq_ids NULL: all of sequence 0.  positions NULL: those that follow what each sequence holds at that
- * moment, from kvc_next_position on.  Evicts rows that no later query can see and the policies do not keep, taking it
- * that none comes below the smallest position that a sequence has in the batch, or, in other sequences, below their
- * next one.
+/* Opens a batch, of which a cache has one at a time: makes room in every layer for num_tokens tokens, from 1 to
+ * KVC_MAX_BATCH, at these positions of these sequences.  seq_ids NULL: all of sequence 0.  positions NULL: those that
+ * follow what each sequence holds at that moment, from kvc_next_position on.  Evicts rows that no later query can see
+ * and the policies do not keep, taking it that none comes below the smallest position that a sequence has in the batch,
+ * or, in other sequences, below their next one.
  * parents, where it is not NULL, makes trees of the tokens (speculated ones, to be verified together): parents[i] is an
  * earlier token of the same sequence, or -1, and of the batch a token sees itself and its ancestors, whatever their
  * positions, and nothing else.
@@ -542,6 +544,8 @@ typedef struct kvc_begin_args {
     const int32_t *parents;   /* NULL: no trees */
     const uint8_t *unstored;  /* not 0: the token's sequence is not stored, and holds nothing once the batch is
                                  committed; the same for all tokens of a sequence.  NULL: all sequences are stored */
+    int64_t timeout_ms;       /* milliseconds to wait while another batch is open or keys are rewritten: 0, not at all;
+                                 -1, as long as it takes */
 } kvc_begin_args;
 
 /* Does what kvc_begin does for batches with sequences that are not to be stored, for example to score a text, or where
@@ -550,7 +554,10 @@ typedef struct kvc_begin_args {
  * in another layer, be it cancelled; to attend to them after that, or to ask for them by kvc_dense, is KVC_ERR_GONE.
  * Rows that kvc_put puts or kvc_slots shows stay until the batch ends, in memory of their own (KVC_ERR_FULL for
  * max_bytes, KVC_ERR_NOMEM); so do those of layers that others share, and of cross-attention layers.  capacity and
- * max_sequences do not count such tokens, and kvc_blocks does not show their rows. */
+ * max_sequences do not count such tokens, and kvc_blocks does not show their rows.
+ * With timeout_ms, calls wait for the batch in order of arrival, and find the sequences as they are then; a call
+ * without it is KVC_ERR_BUSY while others wait.  Any thread may end the batch, so a thread that waits for a batch that
+ * it was to end itself waits in vain.  KVC_ERR_BUSY once timeout_ms have passed; KVC_ERR_CANCELLED (poll). */
 KVC_API kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch);
 
 /* Returns the positions of the batch's tokens, [num_tokens]; valid until the batch ends. */

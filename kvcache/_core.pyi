@@ -112,6 +112,7 @@ class Cache:
         positions: Iterable[SupportsIndex] | None,
         seq_ids: Iterable[SupportsIndex] | None,
         parents: Iterable[SupportsIndex] | None,
+        timeout: SupportsFloat | None,
         decide: Callable[[npt.NDArray[np.int32], npt.NDArray[np.int64]], npt.NDArray[np.bool_] | None] | None,
     ) -> Batch: ...
 

@@ -19,10 +19,11 @@ __all__ = ["Batch"]
 class Batch:
     """The tokens of one forward pass, of one sequence or many; `KVCache.batch` makes it.
 
-    A batch is a transaction. `commit`, or the end of a ``with``, makes its tokens part of their sequences; `abort`, or
-    an exception in the ``with``, discards them. Until then, only the batch's own queries see its rows. Before the
-    commit, put rows in every layer that has attention and rows of its own. Rows for `CrossAttention`, and rows of
-    sequences that are not stored, are optional.
+    A cache has one open batch at a time: until it has ended, `KVCache.batch` raises `CacheBusyError`, or waits if it is
+    given a `timeout`. A batch is a transaction. `commit`, or the end of a ``with``, makes its tokens part of their
+    sequences; `abort`, or an exception in the ``with``, discards them. Until then, only the batch's own queries see its
+    rows. Before the commit, put rows in every layer that has attention and rows of its own. Rows for `CrossAttention`,
+    and rows of sequences that are not stored, are optional.
 
     Examples
     --------

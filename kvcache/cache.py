@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self, SupportsIndex, cast
+from typing import Any, NoReturn, Self, SupportsFloat, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -100,17 +100,19 @@ class KVCache:
 
     Notes
     -----
-    Any thread may call any method. An open batch owns its sequences: editing these, compacting or closing the cache
-    raises `CacheBusyError` until the batch is committed or aborted; other sequences may be edited. Every method that
+    A cache has one open batch at a time, which may have tokens of many sequences. Any thread may call any method.
+    Threads that serve a request each need no lock of their own: ``batch(..., timeout=None)`` waits until the open batch
+    has ended. An open batch owns its sequences: editing these, compacting or closing the cache raises `CacheBusyError`
+    until the batch is committed or aborted; other sequences may be edited. Every method that
     may wait for another thread, or that stores, copies, moves or attends over rows, releases the GIL.
 
     Destructors, weak references and arguments that convert themselves may call any method while another runs. A cache
     that they close, or a batch that they end, is closed for the rest of that method (``ValueError``). While the core is
     at work, closing raises `CacheBusyError`.
 
-    Signal handlers run in the main thread during `Batch.attend` and `Batch.put`, about every 40 ms. If a handler
-    raises, as Python's handler of Ctrl-C does, the call ends and has put nothing: the batch stays open, and the call
-    can be repeated. During other methods, handlers run once these return.
+    Signal handlers run in the main thread during `Batch.attend` and `Batch.put`, and while `batch` waits, about every
+    40 ms. If a handler raises, as Python's handler of Ctrl-C does, the call ends and has put, or begun, nothing: an
+    open batch stays open, and the call can be repeated. During other methods, handlers run once these return.
 
     A sequence is named by any 64-bit integer. A sequence that holds nothing is empty, not unknown: reading it yields 0,
     -1 or no rows, and editing it does nothing. Methods raise ``ValueError`` once the cache is closed.
@@ -412,15 +414,18 @@ class KVCache:
         positions: Iterable[SupportsIndex] | None = None,
         seq_ids: Iterable[SupportsIndex] | None = None,
         parents: Iterable[SupportsIndex] | None = None,
+        timeout: SupportsFloat | None = 0,
     ) -> Batch:
         """Begin a forward pass: evict rows that no later query can see, and take slots for the tokens in every layer.
 
-        A call that raises changes nothing. Give exactly one of `n` and `positions`.
+        A cache has one open batch at a time, which may have tokens of many sequences. Threads that each begin batches
+        of their own take turns if they give `timeout`. A call that raises changes nothing. Give exactly one of `n` and
+        `positions`.
 
         Parameters
         ----------
         n : int, optional
-            The number of tokens, which continue sequence 0 at `next_position`.
+            The number of tokens, which continue their sequences, each at its `next_position`.
         positions : iterable of int, optional
             The position of each token in its sequence.
         seq_ids : iterable of int, optional
@@ -429,6 +434,11 @@ class KVCache:
             The parent of each token, for trees of tokens in speculative decoding [1]_: the index in the batch of an
             earlier token of the same sequence; -1: the token follows the stored tokens. Of the batch, a token then sees
             itself and its ancestors only. `Batch.commit` takes the accepted tokens.
+        timeout : float or None, default 0
+            The most seconds to wait while another batch is open, or keys are being rewritten: 0 raises
+            `CacheBusyError` at once, None waits for as long as it takes. Calls that wait begin in the order in which
+            they came, and continue sequences as they are then; Ctrl-C ends the wait. A thread that waits for a batch
+            that it would have to end itself waits in vain. A strategy decides before the call waits.
 
         Returns
         -------
@@ -442,10 +452,11 @@ class KVCache:
         RowsGoneError
             If a token would see rows that were evicted, or that `Adaptive` dropped with the sequence.
         CacheBusyError
-            While another batch is open, or keys are being rewritten in another thread.
+            If another batch is open, keys are being rewritten in another thread, or other threads wait to begin, and
+            `timeout` is 0 or has passed.
         ValueError
-            If a position is negative, there is no token or more than 16,777,216, `seq_ids` or `parents` does not have
-            one entry per token, or a parent is no earlier token of the same sequence.
+            If a position or `timeout` is negative, there is no token or more than 16,777,216, `seq_ids` or `parents`
+            does not have one entry per token, or a parent is no earlier token of the same sequence.
         TypeError
             If a number is no integer, or both or neither of `n` and `positions` are given.
         MemoryError
@@ -464,15 +475,27 @@ class KVCache:
         >>> len(batch), batch.positions, batch.seq_ids
         (3, array([0, 1, 0], dtype=int32), array([7, 7, 8]))
         >>> batch.abort()
+
+        Four threads, each with a sequence of its own:
+
+        >>> import numpy as np
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> x = np.ones((1, 2, 8), np.float32)
+        >>> def generate(seq_id):
+        ...     for _ in range(10):
+        ...         with cache.batch(1, seq_ids=[seq_id], timeout=None) as batch:
+        ...             out = batch.attend(0, x, x, x)
+        >>> with ThreadPoolExecutor(4) as pool:
+        ...     done = list(pool.map(generate, range(4)))
+        >>> [cache.seq_len(seq_id) for seq_id in range(4)]
+        [10, 10, 10, 10]
         """
         if (n is None) == (positions is None):
-            raise TypeError("batch() takes exactly one of n, the number of next tokens of sequence 0, and positions")
-        if n is not None and seq_ids is not None:
-            raise TypeError("seq_ids goes with positions: n is the number of next tokens of sequence 0")
+            raise TypeError("batch() takes exactly one of n, the number of next tokens, and positions")
         if self._strategy == "always":
-            return Batch(self._core.begin(n, positions, seq_ids, parents, None))
+            return Batch(self._core.begin(n, positions, seq_ids, parents, timeout, None))
         found: dict[int, Decision] = {}
-        core = self._core.begin(n, positions, seq_ids, parents, partial(self._decide, found))
+        core = self._core.begin(n, positions, seq_ids, parents, timeout, partial(self._decide, found))
         self._note(found)
         return Batch(core, partial(self._end, found))
 
@@ -540,9 +563,10 @@ class KVCache:
     def _forget_decisions(self) -> None:
         """Forget decisions, except on sequences that hold rows, and the latest 8 on other sequences, not stored."""
         alive = set(self.sequences)
-        others = [seq_id for seq_id, (outcome, _) in self._decisions.items() if outcome != "stored"]
+        decisions = list(self._decisions.items())  # a copy: other threads may add some
+        others = [seq_id for seq_id, (outcome, _) in decisions if outcome != "stored"]
         kept = alive.union([seq_id for seq_id in others if seq_id not in alive][-8:])
-        self._decisions = {seq_id: it for seq_id, it in self._decisions.items() if seq_id in kept}
+        self._decisions = {seq_id: it for seq_id, it in decisions if seq_id in kept}
         self._most_decisions = 64 + 2 * len(self._decisions)
 
     def explain(self) -> str:
@@ -572,7 +596,7 @@ class KVCache:
                 f"a sequence of {self._max_seq_len} tokens takes {readable(self.most_bytes(self._max_seq_len))}"
             )
         self._forget_decisions()
-        for seq_id, (outcome, why) in self._decisions.items():
+        for seq_id, (outcome, why) in list(self._decisions.items()):
             verb = "was" if outcome == "dropped" and seq_id in self._dropped else "is"
             lines.append(f"sequence {seq_id} {verb} {outcome}: {why()}")
         return "\n".join(lines)

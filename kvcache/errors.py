@@ -20,7 +20,10 @@ class CacheFullError(KVCacheError):
 
 
 class CacheBusyError(KVCacheError):
-    """An open batch, or a call in another thread, uses the object that the call would change."""
+    """An open batch, of which a cache has one at a time, or a call in another thread uses what the call would change.
+
+    End the batch first, or give `KVCache.batch` a `timeout`, with which it waits.
+    """
 
 
 class NotSupportedError(KVCacheError, NotImplementedError):

@@ -39,7 +39,7 @@ cdef class Batch(_CallCounter):
         if self.handle == NULL:
             raise ValueError("the batch has ended: it was committed or aborted")
         if self.ending:
-            raise CacheBusyError("another thread is ending the batch")
+            raise CacheBusyError("another thread is ending the batch: end it when its other calls have returned")
         return 0
 
     cdef kvc_batch *enter(self) except NULL:
@@ -61,9 +61,14 @@ cdef class Batch(_CallCounter):
         cdef cnp.ndarray parent_tokens = None
         memset(args, 0, sizeof(kvc_begin_args))
         args.struct_size = sizeof(kvc_begin_args)
+        if seq_ids is not None:
+            self.seq_ids = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX)
+            args.seq_ids = <const int64_t *>cnp.PyArray_DATA(self.seq_ids)
         if n is not None:
             size = to_int(n, "n", 1, _INT32_MAX)
-            if size > self.cache.max_tokens:  # before memory is taken for their positions
+            if seq_ids is not None and cnp.PyArray_DIM(self.seq_ids, 0) != size:
+                raise ValueError(f"len(seq_ids)={len(self.seq_ids)}: must be n, which is {size}")
+            if seq_ids is None and size > self.cache.max_tokens:  # before memory is taken for their positions
                 raise CacheFullError(f"n={size}: at most {self.cache.max_tokens} tokens fit at once; room() says how "
                                      "many")
             to_int(size, "n", 1, KVC_MAX_BATCH)
@@ -72,11 +77,8 @@ cdef class Batch(_CallCounter):
             self.positions = to_int_array(positions, "positions", cnp.NPY_INT32, 0, _MAX_POSITION)
             args.positions = <const int32_t *>cnp.PyArray_DATA(self.positions)
         size = cnp.PyArray_DIM(self.positions, 0)
-        if seq_ids is not None:
-            self.seq_ids = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX)
-            if cnp.PyArray_DIM(self.seq_ids, 0) != size:
-                raise ValueError(f"len(seq_ids)={len(self.seq_ids)}: must be len(positions), which is {size}")
-            args.seq_ids = <const int64_t *>cnp.PyArray_DATA(self.seq_ids)
+        if seq_ids is not None and cnp.PyArray_DIM(self.seq_ids, 0) != size:
+            raise ValueError(f"len(seq_ids)={len(self.seq_ids)}: must be len(positions), which is {size}")
         if parents is not None:
             parent_tokens = to_int_array(parents, "parents", cnp.NPY_INT32, -1, _INT32_MAX)
             if cnp.PyArray_DIM(parent_tokens, 0) != size:

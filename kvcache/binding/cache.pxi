@@ -83,7 +83,7 @@ cdef class Cache(_CallCounter):
         if self.handle == NULL:
             raise ValueError("the cache is closed")
         if self.ending:
-            raise CacheBusyError("another thread is closing the cache")
+            raise CacheBusyError("another thread is closing the cache: close it when its other calls have returned")
         return 0
 
     cdef kvc_cache *enter(self) except NULL:
@@ -532,7 +532,15 @@ cdef class Cache(_CallCounter):
 
     # ---- a forward pass
 
-    def begin(self, n, positions, seq_ids, parents, decide):
+    cdef cnp.ndarray find_positions(self, cnp.ndarray seq_ids):
+        """Return the positions at which tokens of these sequences would go on now."""
+        positions = np.empty(len(seq_ids), np.int32)
+        for seq_id in set(seq_ids.tolist()):
+            tokens = np.flatnonzero(seq_ids == seq_id)
+            positions[tokens] = self.find_next(seq_id) + np.arange(len(tokens))
+        return positions
+
+    def begin(self, n, positions, seq_ids, parents, timeout, decide):
         """Begin a batch. `decide` returns for each token whether its sequence is unstored; None: all are stored."""
         cdef Batch batch = Batch.__new__(Batch)
         cdef kvc_begin_args args
@@ -543,9 +551,10 @@ cdef class Cache(_CallCounter):
         self.check_open()
         batch.cache = self
         _owner = batch.read_tokens(n, positions, seq_ids, parents, &args)
+        args.timeout_ms = to_timeout(timeout)
         if decide is not None:
-            if n is not None:  # decide with the probable positions: another thread may still edit sequence 0
-                batch.positions[:] = np.arange(batch.num_tokens) + self.find_next(0)
+            if n is not None:  # decide with the probable positions: other threads may still edit the sequences
+                batch.positions[:] = self.find_positions(batch.get_seq_ids())
             unstored = decide(batch.positions, batch.get_seq_ids())
         if unstored is not None:
             args.unstored = <const uint8_t *>cnp.PyArray_DATA(unstored)
@@ -556,6 +565,6 @@ cdef class Cache(_CallCounter):
             if status == KVC_OK and args.positions == NULL:
                 memcpy(found, kvc_batch_positions(batch.handle), args.num_tokens * sizeof(int32_t))
         self.leave()
-        check(status)
+        self.check_call(status)
         cnp.PyArray_CLEARFLAGS(batch.positions, cnp.NPY_ARRAY_WRITEABLE)
         return batch

@@ -77,6 +77,26 @@ cdef float to_factor(object value, str name, bint positive) except? -1:
     return number
 
 
+cdef int64_t to_timeout(object value) except? -2:
+    """Convert seconds to milliseconds, rounded up; None: -1, which is without end."""
+    cdef int64_t number
+    cdef double seconds
+    if value is None:
+        return -1
+    if is_plain(value, 0, _INT32_MAX, &number):
+        return number * 1000
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        seconds = PyFloat_AsDouble(value)
+    except TypeError:
+        what = type(value).__name__
+        raise TypeError(f"timeout={show(value)}: a number of seconds or None is needed, not {what}") from None
+    if not seconds >= 0:
+        raise ValueError(f"timeout={show(value)}: must be a number of seconds of at least 0; None waits without end")
+    return <int64_t>ceil(seconds * 1000) if seconds < 1e15 else -1
+
+
 cdef cnp.ndarray to_int_array(object values, str name, int typenum, int64_t low, int64_t high, int64_t least=1):
     """Copy an iterable of at least `least` integers in [low, high] to a new, read-only array."""
     cdef cnp.npy_intp size, i

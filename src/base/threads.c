@@ -128,19 +128,50 @@ void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *con
 
 #endif
 
-/* ---- calls that end early ---------------------------------------------------------------------------------------- */
+/* ---- waiting for a time ------------------------------------------------------------------------------------------ */
 
-static KVC_THREAD_LOCAL char thread_mark; /* its address identifies the thread */
+static const int64_t SECOND = 1000000000; /* in nanoseconds */
 
-static int64_t now(void) {
+int64_t kvc_now(void) {
 #if defined(_WIN32)
     return (int64_t)GetTickCount64() * 1000000;
 #else
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
-    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+    return (int64_t)time.tv_sec * SECOND + time.tv_nsec;
 #endif
 }
+
+#if defined(__APPLE__)
+int kvc_signal_init(kvc_signal *s) { return pthread_cond_init(s, NULL); }
+#elif !defined(_WIN32)
+int kvc_signal_init(kvc_signal *s) {
+    pthread_condattr_t clock;
+    int failed = pthread_condattr_init(&clock);
+    if (failed) return failed;
+    failed = pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    if (!failed) failed = pthread_cond_init(s, &clock);
+    pthread_condattr_destroy(&clock);
+    return failed;
+}
+#endif
+
+void kvc_signal_wait_until(kvc_signal *s, kvc_mutex *m, int64_t time) {
+    const int64_t start = kvc_now(), longest = 3600 * SECOND;
+    const int64_t wait = time - start < longest ? time - start : longest;
+    if (wait <= 0) return;
+#if defined(_WIN32)
+    SleepConditionVariableSRW(s, m, (DWORD)((wait + 999999) / 1000000), 0);
+#elif defined(__APPLE__)
+    pthread_cond_timedwait_relative_np(s, m, &(struct timespec){wait / SECOND, wait % SECOND});
+#else
+    pthread_cond_timedwait(s, m, &(struct timespec){(start + wait) / SECOND, (start + wait) % SECOND});
+#endif
+}
+
+/* ---- calls that end early ---------------------------------------------------------------------------------------- */
+
+static KVC_THREAD_LOCAL char thread_mark; /* its address identifies the thread */
 
 enum { POLL_NS = 40000000 }; /* between two polls */
 
@@ -148,16 +179,16 @@ void kvc_watch_init(kvc_watch *watch, kvc_poll_fn *poll, void *user) {
     watch->poll = poll;
     watch->user = user;
     watch->caller = &thread_mark;
-    watch->next = poll ? now() + POLL_NS : 0;
+    watch->next = poll ? kvc_now() + POLL_NS : 0;
     atomic_init(&watch->stopped, 0);
 }
 
 int kvc_watch_ask(kvc_watch *watch) {
     if (!watch->poll) return 0;
     if (atomic_load_explicit(&watch->stopped, memory_order_relaxed)) return 1;
-    if (watch->caller != &thread_mark || now() < watch->next) return 0;
+    if (watch->caller != &thread_mark || kvc_now() < watch->next) return 0;
     const int stop = watch->poll(watch->user) != 0;
     if (stop) atomic_store_explicit(&watch->stopped, 1, memory_order_relaxed);
-    watch->next = now() + POLL_NS;
+    watch->next = kvc_now() + POLL_NS;
     return stop;
 }

@@ -41,11 +41,17 @@ static inline void kvc_pause(void) { sched_yield(); }
 typedef pthread_t kvc_thread;
 static inline kvc_thread kvc_thread_self(void) { return pthread_self(); }
 typedef pthread_cond_t kvc_signal;
-static inline int kvc_signal_init(kvc_signal *s) { return pthread_cond_init(s, NULL); }
+int kvc_signal_init(kvc_signal *s);
 static inline void kvc_signal_destroy(kvc_signal *s) { pthread_cond_destroy(s); }
 static inline void kvc_signal_wait(kvc_signal *s, kvc_mutex *m) { pthread_cond_wait(s, m); }
 static inline void kvc_signal_all(kvc_signal *s) { pthread_cond_broadcast(s); }
 #endif
+
+/* Returns the time in nanoseconds, by a clock that never goes back. */
+int64_t kvc_now(void);
+
+/* Waits like kvc_signal_wait, but no longer than until kvc_now() is `time`, nor than an hour. */
+void kvc_signal_wait_until(kvc_signal *s, kvc_mutex *m, int64_t time);
 
 enum { KVC_MOST_THREADS = 4096 }; /* the largest number a caller may set */
 

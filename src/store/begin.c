@@ -5,6 +5,7 @@
 #include "store/demand.h"
 #include "store/limits.h"
 #include "store/prepare.h"
+#include "store/waiting.h"
 
 /* ---- tokens and positions ---------------------------------------------------------------------------------------- */
 
@@ -169,9 +170,8 @@ static int32_t count_stored(const kvc_begin_args *args) {
 }
 
 static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
-    kvc_status status = kvc_check_none_open(cache);
-    if (status == KVC_OK && args->positions)
-        status = check_not_evicted(cache, args->num_tokens, args->positions, args->seq_ids);
+    kvc_status status = KVC_OK;
+    if (args->positions) status = check_not_evicted(cache, args->num_tokens, args->positions, args->seq_ids);
     if (status == KVC_OK) status = kvc_check_num_tokens(cache, count_stored(args));
     if (status != KVC_OK) return status;
     kvc_batch *batch = kvc_batch_new(cache, args->num_tokens, args->parents);
@@ -193,18 +193,41 @@ static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch 
     return KVC_OK;
 }
 
+/* Begins a batch once those that came before have ended, or fails after args->timeout_ms. */
+static kvc_status begin_in_turn(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
+    kvc_waiter waiter;
+    kvc_status status = kvc_waiter_join(cache, &waiter, args->timeout_ms);
+    if (status != KVC_OK) return status;
+    do {
+        status = kvc_waiter_wait(cache, &waiter);
+        if (status != KVC_OK) break;
+        kvc_wait_for_writers(cache, args->num_tokens, args->seq_ids); /* keys may be rewritten when this returns */
+    } while (!kvc_may_begin(cache, &waiter));
+    if (status == KVC_OK) status = begin(cache, args, out);
+    kvc_waiter_leave(cache, &waiter);
+    return status;
+}
+
+static kvc_status begin_now(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
+    kvc_wait_for_writers(cache, args->num_tokens, args->seq_ids);
+    const kvc_status status = kvc_check_may_begin(cache, NULL);
+    return status == KVC_OK ? begin(cache, args, out) : status;
+}
+
 kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *given, kvc_batch **out) {
     kvc_begin_args args;
     kvc_status status = KVC_READ(kvc_begin_args, &args, given, "args");
     if (status != KVC_OK) return status;
     if (args.num_tokens < 1 || args.num_tokens > KVC_MAX_BATCH)
         return kvc_fail(KVC_ERR_INVALID, "num_tokens is %d: a batch has from 1 to %d", args.num_tokens, KVC_MAX_BATCH);
+    if (args.timeout_ms < -1)
+        return kvc_fail(KVC_ERR_INVALID, "timeout_ms is %lld: it must be at least 0, or -1 for no limit",
+                        (long long)args.timeout_ms);
     if (!out) return kvc_fail(KVC_ERR_INVALID, "batch is NULL");
     status = check_tokens(&args);
     if (status != KVC_OK) return status;
     kvc_lock(cache);
-    kvc_wait_for_writers(cache, args.num_tokens, args.seq_ids);
-    return kvc_unlock(cache, begin(cache, &args, out));
+    return kvc_unlock(cache, args.timeout_ms ? begin_in_turn(cache, &args, out) : begin_now(cache, &args, out));
 }
 
 kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,

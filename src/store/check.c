@@ -67,15 +67,19 @@ kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_t
 kvc_status kvc_check_idle(const kvc_sequence *sequence) {
     if (!sequence || !(sequence->in_batch || sequence->in_rewrite)) return KVC_OK;
     if (sequence->in_rewrite)
-        return kvc_fail(KVC_ERR_BUSY, "the keys of sequence %lld are being rewritten by another call",
-                        (long long)sequence->id);
+        return kvc_fail(
+            KVC_ERR_BUSY,
+            "the keys of sequence %lld are being rewritten by another call: call again when it has returned",
+            (long long)sequence->id);
     return kvc_fail(KVC_ERR_BUSY, "sequence %lld belongs to the open batch: commit or abort it first",
                     (long long)sequence->id);
 }
 
 kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what) {
     if (cache->num_rewrites)
-        return kvc_fail(KVC_ERR_BUSY, "cannot %s while another call rewrites the keys of a sequence", what);
+        return kvc_fail(KVC_ERR_BUSY,
+                        "cannot %s while another call rewrites the keys of a sequence: call again when it has returned",
+                        what);
     if (cache->batch) return kvc_fail(KVC_ERR_BUSY, "cannot %s while a batch is open: commit or abort it first", what);
     return KVC_OK;
 }

@@ -4,6 +4,7 @@
 #include "store/put.h"
 #include "store/resident.h"
 #include "store/scratch.h"
+#include "store/waiting.h"
 
 static void free_plans(kvc_batch *batch) {
     while (batch->plans) {
@@ -23,6 +24,7 @@ static void close_batch(kvc_batch *batch) {
     }
     for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].epoch++;
     cache->batch = NULL;
+    kvc_wake_waiter(cache);
     free_plans(batch);
     kvc_row_buffers_free(cache);
     kvc_scratch_give(cache, batch, batch->size);

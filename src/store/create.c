@@ -206,6 +206,9 @@ kvc_status kvc_cache_free(kvc_cache *cache) {
         kvc_signal_wait(&cache->idle, &cache->mutex);
         status = kvc_check_closed(cache, "free the cache");
     }
+    if (status == KVC_OK && cache->waiters)
+        status =
+            kvc_fail(KVC_ERR_BUSY, "cannot free the cache while other calls wait to begin a batch: let them return");
     if (status == KVC_OK) kvc_cache_forget_all(cache, NULL);
     kvc_unlock(cache, status);
     if (status != KVC_OK) return status;

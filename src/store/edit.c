@@ -81,6 +81,7 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_dr
         status = kvc_draft_copy(cache, g, &drafts[g], &lanes);
     kvc_lock(cache);
     cache->num_rewrites--;
+    kvc_wake_waiter(cache);
     sequence->in_rewrite = 0;
     kvc_lanes_free(cache, &lanes);
     return status;

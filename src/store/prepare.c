@@ -26,12 +26,6 @@ void kvc_wait_for_writers(kvc_cache *cache, int32_t num_tokens, const int64_t *s
 
 /* ---- limits other than max_bytes --------------------------------------------------------------------------------- */
 
-kvc_status kvc_check_none_open(const kvc_cache *cache) {
-    if (cache->batch) return kvc_fail(KVC_ERR_BUSY, "a batch is open already: commit or abort it first");
-    if (cache->num_rewrites) return kvc_fail(KVC_ERR_BUSY, "another call rewrites the keys of a sequence");
-    return KVC_OK;
-}
-
 kvc_status kvc_check_num_tokens(const kvc_cache *cache, int64_t num_tokens) {
     if (cache->num_token_groups && cache->capacity && num_tokens > cache->capacity)
         return kvc_fail(KVC_ERR_FULL, "%lld tokens do not fit: capacity is %lld, so that at most %lld fit at once",

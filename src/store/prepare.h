@@ -14,9 +14,6 @@
  * given back. */
 void kvc_wait_for_writers(kvc_cache *cache, int32_t num_tokens, const int64_t *seq_ids);
 
-/* Returns KVC_ERR_BUSY if a batch is open or keys are being rewritten. */
-kvc_status kvc_check_none_open(const kvc_cache *cache);
-
 /* Checks num_tokens against the limits, before memory is taken for a batch. */
 kvc_status kvc_check_num_tokens(const kvc_cache *cache, int64_t num_tokens);
 

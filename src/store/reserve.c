@@ -54,7 +54,7 @@ static void touch_slots(const kvc_batch *batch, int32_t g) {
 
 static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
     kvc_batch *batch;
-    kvc_status status = kvc_check_none_open(cache);
+    kvc_status status = kvc_check_no_batch(cache, "reserve memory");
     if (status == KVC_OK) status = check_fits(cache, seq_id, num_tokens);
     if (status == KVC_OK)
         status = new_probe(cache, seq_id, num_tokens < KVC_MAX_BATCH ? (int32_t)num_tokens : KVC_MAX_BATCH,
@@ -116,7 +116,7 @@ static int64_t count_room(const kvc_batch *batch) {
 /* Finds the largest number of tokens that fit; within max_bytes by bisection, as only a trial shows it. */
 static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens) {
     kvc_batch *batch;
-    kvc_status status = kvc_check_none_open(cache);
+    kvc_status status = kvc_check_no_batch(cache, "count the room");
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, 1, &batch);
     if (status != KVC_OK) return status;
     kvc_set_lows(cache);

@@ -33,4 +33,31 @@ void kvc_cache_wait(kvc_cache *cache);
 /* Waits until no call works on pages.  Returns whether it had to wait, and so released the mutex meanwhile. */
 int kvc_cache_wait_pages(kvc_cache *cache);
 
+/* ---- waiting to begin a batch ------------------------------------------------------------------------------------ */
+
+/* A call that waits to begin a batch; on the stack of its thread. */
+typedef struct kvc_waiter {
+    struct kvc_waiter *next;
+    kvc_signal signal;  /* sent when the call may begin a batch */
+    int64_t deadline;   /* kvc_now() when it stops waiting */
+    int64_t timeout_ms; /* for the message */
+    int32_t is_polling; /* asks kvc_config.poll, without the mutex; those behind it go first meanwhile */
+} kvc_waiter;
+
+/* Adds a call at the end of cache->waiters, or removes it.  timeout_ms is as in kvc_begin_args.  Can fail with
+ * KVC_ERR_NOMEM. */
+kvc_status kvc_waiter_join(kvc_cache *cache, kvc_waiter *waiter, int64_t timeout_ms);
+void kvc_waiter_leave(kvc_cache *cache, kvc_waiter *waiter);
+
+/* Waits until the call may begin a batch.  Returns KVC_ERR_BUSY at the deadline, KVC_ERR_CANCELLED if poll says so. */
+kvc_status kvc_waiter_wait(kvc_cache *cache, kvc_waiter *waiter);
+
+/* Returns whether a call may begin a batch: none is open, no keys are being rewritten, and no call that came before
+ * waits.  waiter NULL: the call does not wait.  kvc_check_may_begin returns KVC_ERR_BUSY if not. */
+int kvc_may_begin(const kvc_cache *cache, const kvc_waiter *waiter);
+kvc_status kvc_check_may_begin(const kvc_cache *cache, const kvc_waiter *waiter);
+
+/* Wakes the first waiter if it may begin a batch.  Call when a batch, or the rewriting of keys, has ended. */
+void kvc_wake_waiter(kvc_cache *cache);
+
 #endif

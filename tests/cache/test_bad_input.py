@@ -549,8 +549,10 @@ def test_arguments_of_batch_that_do_not_go_together(cache):
         cache.batch()
     with refused(TypeError, "exactly one", unchanged=cache):
         cache.batch(1, positions=[3])
-    with refused(TypeError, "seq_ids", unchanged=cache):
-        cache.batch(1, seq_ids=[0])
+    with refused(TypeError, "exactly one", unchanged=cache):
+        cache.batch(seq_ids=[0])
+    with refused(ValueError, "len(seq_ids)=1", "n, which is 2", unchanged=cache):
+        cache.batch(2, seq_ids=[0])
     with refused(ValueError, "len(seq_ids)=1", "len(positions)", 2, unchanged=cache):
         cache.batch(positions=[3, 4], seq_ids=[0])
     for options in ({"n": 2}, {"positions": [3, 4]}):
