@@ -619,7 +619,10 @@ typedef struct kvc_attend_args {
     int64_t q_batch_stride, out_batch_stride, lse_batch_stride;
 } kvc_attend_args;
 
-typedef struct kvc_hidden { /* rows at positions [begin, end) of a sequence of the batch, which no query is to see */
+/* Rows at positions [begin, end) of a sequence of the batch, stored or the batch's own, which no query of a call sees,
+ * whatever the policy: padding, for example.  Results have the bits of a cache in which these rows were never put.
+ * Attention does not read them: they may hold anything, and tokens of the batch among them need not have been put. */
+typedef struct kvc_hidden {
     int64_t seq_id;
     int32_t begin, end; /* end may be past all there is, up to KVC_END */
 } kvc_hidden;
@@ -634,19 +637,19 @@ typedef struct kvc_plan_args {
                             threads */
     const uint8_t *non_causal; /* [num_tokens] not 0: the token sees later positions of its sequence too (of a batch
                                   with parents, no more than its ancestors); NULL: none does.  Copied */
-    const kvc_hidden *hidden;  /* [num_hidden] what no query of the plan sees, such as padding, in any order; ranges may
-                                  overlap.  Copied */
+    const kvc_hidden *hidden;  /* [num_hidden] what no query of the plan sees, in any order, overlapping or not.
+                                  Copied */
     size_t hidden_size;        /* sizeof(kvc_hidden) */
     int32_t num_hidden;        /* 0: nothing is hidden */
 } kvc_plan_args;
 
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
  * plan's range in the layer plan->layer, with all threads of the cache.  A token sees the stored rows of its sequence
- * and the batch's own, at positions up to its own, that the policy shows; those of the batch must have been put in this
- * layer.  Where nothing is visible, out is 0 and lse -inf.  Sums are kept in f32.  The bits of a token's result depend
- * on nothing but the rows it sees and which tokens of its sequence are in the call: not on threads, on where rows lie,
- * or on who else is in the batch.  (Infinities and NaN in rows may make NaN for tokens of the call that do not see
- * them, too.)
+ * and the batch's own, at positions up to its own, that the policy shows and the plan does not hide; those of the batch
+ * must have been put in this layer.  Where nothing is visible, out is 0 and lse -inf.  Sums are kept in f32.  The bits
+ * of a token's result depend on nothing but the rows it sees and which tokens of its sequence are in the call: not on
+ * threads, on where rows lie, or on who else is in the batch.  (Infinities and NaN in rows may make NaN for tokens of
+ * the call that do not see them, too.)
  * KVC_ERR_INVALID also where a visible token was not put, or a sequence has no rows in a cross-attention layer;
  * KVC_ERR_INDEX; KVC_ERR_GONE (kvc_begin_with); KVC_ERR_NOMEM; KVC_ERR_FULL as in kvc_put; KVC_ERR_CANCELLED (cancel,
  * or the cache's poll).  After an error nothing was put, and the call can be made again; but in a cross-attention layer
@@ -696,7 +699,8 @@ typedef struct kvc_dense_args {
                             fewer, the rest is zeros (position -1) that no token sees.  Masks are over the rows of the
                             token's sequence */
     int64_t k_batch_stride, v_batch_stride;
-    const kvc_hidden *hidden; /* [num_hidden] what no token sees, as in kvc_plan_args: rows are copied, masks hide them */
+    const kvc_hidden *hidden; /* [num_hidden] what the masks hide from all tokens, as in kvc_plan_args; these rows are
+                                 copied, too */
     size_t hidden_size;       /* sizeof(kvc_hidden) */
     int32_t num_hidden;
 } kvc_dense_args;

@@ -299,7 +299,7 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
         must_put = 0;
     }
     kvc_row_buffer *buffer = NULL;
-    if (status == KVC_OK) status = kvc_plan_new(batch, &plan_args, &plan);
+    if (status == KVC_OK) status = kvc_plan_get(batch, &plan_args, &plan);
     if (status != KVC_OK) return status;
     status = kvc_row_buffer_enter(batch, layer, KVC_ROW_BUFFER_READ, &buffer);
     if (status == KVC_OK) status = attend(plan, layer, &args, must_put ? &put : NULL, &buffer);

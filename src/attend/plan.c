@@ -1,7 +1,7 @@
 /* plan.c: makes plans: memory, deltas, the public functions.
  *
  * A plan is one allocation, whose size is known only once its units are.  So new_plan and make_plan go this way:
- *   1. Count the units, and take scratch for them.
+ *   1. Count the units, and take scratch for them; cut what is hidden out of the stored runs.
  *   2. List them, with what each sees (cutting.c).
  *   3. Sort those of whole sequences by their stored runs, and find what neighbours have in common (jobs.c).
  *   4. Size the plan's arrays, and allocate them.
@@ -34,13 +34,14 @@ typedef struct maker {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-/* Takes memory for the units that were counted, for marks and, where ranges are hidden, for a view.  Returns 0 if
- * memory is exhausted. */
+/* Takes memory for the units that were counted, for marks and, where ranges are hidden, for a view, which it fills in.
+ * Returns 0 if memory is exhausted. */
 static int take_scratch(maker *m) {
-    const uint64_t num = (uint64_t)m->plan->num_units;
+    const kvc_plan_args *args = &m->plan->args;
     kvc_batch *batch = m->plan->batch;
-    const uint64_t num_hidden = (uint64_t)m->plan->args.num_hidden;
-    const uint64_t num_views = num_hidden ? (uint64_t)batch->num_sequences : 0;
+    const uint64_t num = (uint64_t)m->plan->num_units, num_hidden = (uint64_t)args->num_hidden;
+    const uint64_t sequences = num_hidden ? (uint64_t)batch->num_sequences : 0;
+    const uint64_t shown = num_hidden ? (uint64_t)kvc_most_shown_runs(m->plan) : 0;
     m->units = &m->one_unit;
     m->order.items = &m->one_item;
     if (num == 1 && !batch->parents && !num_hidden) return 1;
@@ -49,10 +50,9 @@ static int take_scratch(maker *m) {
     const uint64_t spare = kvc_add_array(&m->size, num * sizeof *m->order.spare);
     const uint64_t marks = kvc_add_array(&m->size, batch->parents ? (uint64_t)batch->num_tokens : 0);
     const uint64_t ranges = kvc_add_array(&m->size, num_hidden * sizeof(kvc_hidden_range));
-    const uint64_t hidden = kvc_add_array(&m->size, num_views * sizeof *m->view.hidden);
-    const uint64_t stored = kvc_add_array(&m->size, num_views * sizeof *m->view.stored);
-    const uint64_t runs =
-        kvc_add_array(&m->size, num_hidden ? (uint64_t)kvc_most_shown_runs(m->plan) * sizeof(kvc_run) : 0);
+    const uint64_t hidden = kvc_add_array(&m->size, sequences * sizeof *m->view.hidden);
+    const uint64_t stored = kvc_add_array(&m->size, sequences * sizeof *m->view.stored);
+    const uint64_t runs = kvc_add_array(&m->size, shown * sizeof(kvc_run));
     kvc_lock(batch->cache);
     char *start = m->scratch = kvc_scratch_take(batch->cache, &m->size);
     kvc_unlock(batch->cache, KVC_OK);
@@ -63,7 +63,6 @@ static int take_scratch(maker *m) {
     m->marks = (void *)(start + marks);
     if (batch->parents) memset(m->marks, 0, (size_t)batch->num_tokens);
     if (num_hidden) {
-        const kvc_plan_args *args = &m->plan->args;
         m->view = (kvc_view){(void *)(start + hidden), (void *)(start + stored)};
         kvc_hidden_sort(batch, args->hidden, args->hidden_size, args->num_hidden, (void *)(start + ranges),
                         m->view.hidden);
@@ -395,19 +394,22 @@ static int plan_serves(const kvc_plan *plan, const kvc_plan_args *args) {
            kvc_plan_is_current(plan);
 }
 
+kvc_status kvc_plan_get(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **out) {
+    kvc_lock(batch->cache);
+    kvc_plan *plan = (kvc_plan *)batch->plans;
+    while (plan && !(plan_serves(plan, args) && !atomic_flag_test_and_set(&plan->taken)))
+        plan = (kvc_plan *)plan->link.next;
+    kvc_unlock(batch->cache, KVC_OK);
+    if (!plan) return new_plan(batch, args, out);
+    *out = plan;
+    return KVC_OK;
+}
+
 kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan **out) {
     kvc_plan_args args;
     if (!out) return kvc_fail(KVC_ERR_INVALID, "plan is NULL: it is where the plan goes");
     const kvc_status status = kvc_plan_check(batch, given, &args);
-    if (status != KVC_OK) return status;
-    kvc_lock(batch->cache);
-    kvc_plan *plan = (kvc_plan *)batch->plans;
-    while (plan && !(plan_serves(plan, &args) && !atomic_flag_test_and_set(&plan->taken)))
-        plan = (kvc_plan *)plan->link.next;
-    kvc_unlock(batch->cache, KVC_OK);
-    if (!plan) return new_plan(batch, &args, out);
-    *out = plan;
-    return KVC_OK;
+    return status == KVC_OK ? kvc_plan_get(batch, &args, out) : status;
 }
 
 void kvc_plan_recount(kvc_plan *plan) {

@@ -1,4 +1,4 @@
-/* plan.h: checks the arguments of a plan, and resets which of its tasks were run. */
+/* plan.h: checks the arguments of a plan, gets one, and resets which of its tasks were run. */
 #ifndef KVC_PLAN_H
 #define KVC_PLAN_H
 
@@ -12,5 +12,8 @@ void kvc_plan_recount(kvc_plan *plan);
 
 /* Copies and checks the caller's arguments, and fills in the defaults. */
 kvc_status kvc_plan_check(const kvc_batch *batch, const kvc_plan_args *given, kvc_plan_args *args);
+
+/* Sets *plan to a plan for arguments that were checked: one of the batch's that nobody uses, or a new one. */
+kvc_status kvc_plan_get(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **plan);
 
 #endif
