@@ -17,7 +17,7 @@ import kvcache.plot
 
 DOCS = Path(__file__).resolve().parent
 sys.path.append(str(DOCS.parent / "bench"))
-import plot_attention  # noqa: E402
+import plot_attention  # noqa: E402 - the path is set above
 
 FULL, LOCAL = kvcache.FullAttention(), kvcache.SlidingWindow(1024)
 POLICIES = (

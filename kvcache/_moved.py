@@ -43,7 +43,8 @@ class Finder:
         former, dot, rest = name.removeprefix("kvcache.").partition(".")
         if former not in MOVED:
             return None
-        return ModuleSpec(name, cls(), loader_state=f"kvcache.{MOVED[former]}{dot}{rest}")  # type: ignore[arg-type]
+        present = f"kvcache.{MOVED[former]}{dot}{rest}"
+        return ModuleSpec(name, cls(), loader_state=present)  # type: ignore[arg-type] # it has a loader's methods
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Let the import system make an empty module, which `exec_module` replaces."""

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.models.llama import modeling_llama  # noqa: E402 - torch may be missing
 
-from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402
+from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 

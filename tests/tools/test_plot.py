@@ -320,7 +320,7 @@ def test_without_matplotlib():
 
 @pytest.mark.slow
 def test_pictures_of_the_documentation(tmp_path):
-    path = Path(__file__).resolve().parents[1] / "docs/pictures.py"
+    path = Path(__file__).resolve().parents[2] / "docs/pictures.py"
     spec = spec_from_file_location("pictures", path)
     pictures = module_from_spec(spec)
     spec.loader.exec_module(pictures)
