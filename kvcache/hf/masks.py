@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, Self
 
 import torch
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedConfig
+from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from kvcache.hf.lazy import LazyTensor
 
@@ -13,7 +15,10 @@ EVERYTHING = slice(None)
 
 
 class Mask(LazyTensor):
-    """A mask, ``[batch, 1, queries, keys]`` of bool. The kernels need only its padding: they know order and window."""
+    """A mask, ``[batch, 1, queries, keys]``. The kernels need only its padding: they know order and window.
+
+    Its elements are of bool, True where a query sees a key; for a model that adds masks to scores, they are numbers.
+    """
 
     padding: torch.Tensor | None  # [batch, tokens so far] of bool, True: a token
     is_plain: bool  # whether order, window and padding alone hide keys
@@ -27,7 +32,8 @@ class Mask(LazyTensor):
     ) -> Self:
         """Return a mask with these attributes."""
         num_queries = len(range(arguments["q_length"])[queries])
-        mask = cls.of_shape((arguments["batch_size"], 1, num_queries, arguments["kv_length"]), torch.bool)
+        dtype = arguments["dtype"] if adds_masks(arguments.get("config")) else torch.bool
+        mask = cls.of_shape((arguments["batch_size"], 1, num_queries, arguments["kv_length"]), dtype)
         mask.padding, mask.is_plain, mask.sees_all = padding, is_plain, sees_all
         mask.arguments, mask.queries = arguments, queries
         return mask
@@ -45,10 +51,22 @@ class Mask(LazyTensor):
         return self.elements()[index]
 
     def make(self) -> torch.Tensor:
-        """Make the mask as transformers does for torch's attention."""
-        mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+        """Make the mask as transformers does for torch's attention, or for the model's own."""
+        make = sdpa_mask if self.dtype == torch.bool else eager_mask
+        mask = make(**{**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
         assert mask is not None  # it is None only where one of these is allowed
         return mask[:, :, self.queries]
+
+
+def adds_masks(config: PreTrainedConfig | None) -> bool:
+    """Whether a model, or its part with this configuration, adds masks to scores: it does not know torch's attention.
+
+    Such a model may compute the scores itself, whichever attention is chosen. Added to scores, a mask of bool would
+    hide nothing.
+    """
+    kinds: Any = MODEL_MAPPING
+    kind = kinds.get(type(config), None)  # a class, or several; None: the model is not one of transformers
+    return kind is not None and not (kind[0] if isinstance(kind, tuple) else kind)._supports_sdpa
 
 
 def make_mask(
