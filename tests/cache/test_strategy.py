@@ -96,6 +96,19 @@ def test_what_is_not_stored_takes_the_memory_of_one_layer():
         assert cache.nbytes == before
 
 
+@pytest.mark.parametrize("tokens", [9, 120])
+def test_hidden_ranges_of_what_is_not_stored(tokens):
+    caches = new_cache("disabled", max_seq_len=128), new_cache("always", max_seq_len=128)
+    x, hidden = rows_of(tokens), [(0, 4, 6), (0, tokens - 2, 2**31)]
+    with caches[0].batch(tokens) as passing, caches[1].batch(tokens) as stored:
+        for layer in range(2):
+            expected = stored.attend(layer, x, x, x, hidden=hidden)
+            np.testing.assert_array_equal(passing.attend(layer, x, x, x, hidden=hidden), expected)
+            mask = passing.dense(layer, hidden=hidden)[2]
+            np.testing.assert_array_equal(mask, stored.dense(layer, hidden=hidden)[2])
+            assert (expected[-1] != stored.attend(layer, x)[-1]).any()
+
+
 def test_what_is_put_and_not_stored_stays_until_the_batch_ends():
     cache = kvcache.KVCache(4, 2, 8, 512, dtype="f32", strategy="disabled")
     x, rows = rows_of(512), 2 * 512 * 2 * 8 * 4
