@@ -1,10 +1,11 @@
 /* Hidden ranges: attention gives the bits of a cache in which the hidden rows were never put, whatever these hold,
  * while sequences that share rows hide different ones; and ranges that cannot be are refused. */
-#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
 #include <math.h>
 #include <stdlib.h>
 
 #include "attend/work.h"
+#include "support/isas.h"
 #include "support/memory.h"
 #include "support/test.h"
 
@@ -625,7 +626,7 @@ static void test_bad_ranges(void)
     stage_free(&st);
 }
 
-int main(void)
+static void test_bits(void)
 {
     test_types();
     test_lengths();
@@ -634,11 +635,16 @@ int main(void)
     test_batch_tokens();
     test_deltas();
     test_forks();
+}
+
+int main(void)
+{
     test_shared();
     test_all_hidden();
     test_other_ranges();
     test_cross();
     test_allocation();
     test_bad_ranges();
+    for_some_isas(test_bits);
     return test_result();
 }
