@@ -1,7 +1,13 @@
 """Configuration of Sphinx: sphinx-build -W docs docs/_build (the package must be installed)."""
 
+import os
 import re
 from pathlib import Path
+
+from docutils import nodes
+from sphinx.ext.autodoc.mock import _MockObject
+from sphinx.util import inspect
+from sphinx.util.inspect import stringify_signature
 
 import kvcache
 
@@ -13,29 +19,68 @@ version = release = kvcache.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "numpydoc"]
 exclude_patterns = ["_build"]
 nitpicky = False
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 2
 autodoc_member_order = "bysource"
+default_role = "py:obj"  # `KVCache.fork` in a docstring is a link
 autodoc_typehints = "none"  # the docstrings name the types
 numpydoc_show_class_members = False  # autodoc lists them
+
+# kvcache.hf is described without torch and transformers, which take gigabytes. Where it joins their types (A | B) and
+# tuples, one of the two stands for both.
+autodoc_mock_imports = ["torch", "transformers"]
+for operation in ("__or__", "__ror__", "__add__"):
+    setattr(_MockObject, operation, lambda self, other: self)
 
 html_theme = "furo"
 html_title = f"kvcache {version}"
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]
+html_css_files = ["site.css"]
 
 
-def link_sources(app, docname, source):
-    """Turn links to the repository's files outside docs/ into downloads, as MyST does not with Markdown pages."""
-    folder = Path(app.env.doc2path(docname)).parent
+def link_files(app, file, text, page):
+    """Make links of a file right on the page that it is shown on: to other pages, or to download what is no page."""
 
-    def download(link):
-        text, path = link[1].replace("`", ""), (folder / link[2]).resolve()
+    def link(found):
+        label, target, anchor = found.groups(default="")
+        path = (file.parent / target).resolve()
+        if not path.exists():
+            return found[0]
         if path.is_relative_to(app.srcdir):
-            return link[0]
-        return f"{{download}}`{text} <{link[2]}/README.md>`" if path.is_dir() else f"{{download}}`{text} <{link[2]}>`"
+            return f"[{label}]({os.path.relpath(path, page.parent)}{anchor})"
+        path = path / "README.md" if path.is_dir() else path
+        return f"{{download}}`{label.replace('`', '')} <{os.path.relpath(path, page.parent)}>`"
 
-    source[0] = re.sub(r"(?<!!)\[([^]]+)\]\(((?:\.\./)+[^)#\s]+?)/?(?:#[^)]*)?\)", download, source[0])
+    return re.sub(r"(?<!!)\[([^]]+)\]\(([^)#\s]+)(#[^)]*)?\)", link, text)
+
+
+def link_page(app, docname, source):
+    page = Path(app.env.doc2path(docname))
+    source[0] = link_files(app, page, source[0], page)
+
+
+def link_included(app, file, docname, source):
+    """Include README without losing its links, which are relative to its own folder."""
+    if file.name == "README.md":
+        source[0] = link_files(app, app.srcdir / file, source[0], app.srcdir / docname)
+
+
+def show_arguments(app, what, name, thing, options, signature, returns):
+    """Show the arguments of a class whose base is mocked, and hides them."""
+    if signature == "(*args, **kwargs)" and what == "class":
+        signature = stringify_signature(inspect.signature(thing.__init__, bound_method=True), show_annotation=False)
+    return signature, returns
+
+
+def number_citations(app, doctree, docname):
+    """Show [1] for what numpydoc names [R0123456789ab-1], to keep the citations of different docstrings apart."""
+    for text in list(doctree.findall(nodes.Text)):
+        if re.fullmatch(r"\[R[0-9a-f]{12}-\d+\]", text):
+            text.parent.replace(text, nodes.Text(f"[{text.partition('-')[2]}"))
 
 
 def setup(app):
-    app.connect("source-read", link_sources)
+    app.connect("source-read", link_page)
+    app.connect("include-read", link_included)
+    app.connect("autodoc-process-signature", show_arguments)
+    app.connect("doctree-resolved", number_citations)

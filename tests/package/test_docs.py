@@ -81,3 +81,6 @@ def test_the_map_names_files_that_exist():
 def test_reference_is_complete():
     page = (ROOT / "docs/api.md").read_text()
     assert set(kvcache.__all__) == set(re.findall(r"^\.\. auto(?:class|function|data|exception):: (\w+)$", page, re.M))
+    package = (ROOT / "kvcache/hf/__init__.py").read_text()  # importing it would take torch
+    (names,) = re.findall(r"^__all__ = \[(.*)\]$", package, re.M)
+    assert set(re.findall(r'"(HF\w+)"', names)) == set(re.findall(r"^\.\. autoclass:: kvcache\.hf\.(\w+)$", page, re.M))

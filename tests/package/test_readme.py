@@ -106,6 +106,18 @@ def test_the_second_command_tests_what_the_first_installed(installed):
     assert f"kvcache: {installed.clone}/kvcache/__init__.py" in text
 
 
+def test_the_documentation_is_built_without_a_warning(installed):
+    (command,) = re.findall(r"^`(pip install .* && sphinx-build .*)` makes a web site", README, re.M)
+    installed.succeeds(f". .venv/bin/activate && {command} -W --keep-going")
+    index, guide, api = (
+        (installed.clone / f"docs/_build/{page}.html").read_text() for page in ("index", "huggingface", "api")
+    )
+    assert 'href="huggingface.html"' in index[index.index("What do you want to do?") :]
+    assert re.search(r"<dl.*?<dt><code[^>]*><span class=\"pre\">policy</span>", guide, re.S), "its lists of definitions"
+    for name in ("hf.HFCache", "hf.HFEncoderDecoderCache", "runner.Llama", "plot.blocks"):
+        assert f'id="kvcache.{name}"' in api
+
+
 def test_the_program_in_c_is_built_with_the_sources(reader):
     (reader.clone / "app.c").write_text(C_PROGRAM)
     assert reader.succeeds(C_SOURCES) == "tokens stored: 1\n"
