@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 from kvcache.cache import KVCache
 from kvcache.errors import NotSupportedError
 from kvcache.hf.attention import NAME
-from kvcache.hf.decode import decode_rows
+from kvcache.hf.decode import Decoder
 from kvcache.hf.forward_pass import ForwardPass
 from kvcache.hf.layers import CrossLayer, Layer
 from kvcache.hf.padding import count_leading, hidden_ranges, shown_columns
@@ -108,6 +108,7 @@ class HFCache(Cache):
         self._seen = 0  # tokens of each sequence, padding included: the columns of a mask
         self._offsets: list[int] = []  # the column of each sequence's position 0: its leading padding is not stored
         self._pass: ForwardPass | None = None  # the pass that runs, or ran last
+        self._decoder = Decoder(self._cache)
 
     def _make_layer(self, index: int) -> Layer:
         return (CrossLayer if isinstance(self.policy[index], CrossAttention) else Layer)(self, index)
@@ -188,7 +189,7 @@ class HFCache(Cache):
         if not self._seq_ids:
             return None
         columns = layer.past_columns(self._seen)
-        return decode_rows(self._cache, layer.index, self._seq_ids, columns, 0, self._dtype)
+        return self._decoder.decode_rows(layer.index, self._seq_ids, columns, 0, self._dtype)
 
     # ---- the forward pass
 
@@ -417,7 +418,7 @@ class HFCache(Cache):
         if layer.num_sink_tokens and self._seen + k.shape[2] > layer.window:
             raise NotSupportedError("sink tokens lie apart from the window: only the attention 'kvcache' sees both")
         columns = layer.past_columns(self._seen)
-        dense = decode_rows(self._cache, layer.index, self._seq_ids, columns, k.shape[2], self._dtype)
+        dense = self._decoder.decode_rows(layer.index, self._seq_ids, columns, k.shape[2], self._dtype)
         for wide, new in zip(dense, (k, v), strict=True):
             wide[:, :, columns:] = new
         return dense
@@ -426,7 +427,7 @@ class HFCache(Cache):
         """Decode the encoder's rows that an earlier pass stored."""
         self._finish_pass()
         columns = self._cache.seq_len(self._seq_ids[0], layer=layer.index)
-        return decode_rows(self._cache, layer.index, self._seq_ids, columns, 0, self._dtype)
+        return self._decoder.decode_rows(layer.index, self._seq_ids, columns, 0, self._dtype)
 
     # ---- the interface of transformers' caches
 
@@ -516,6 +517,7 @@ class HFCache(Cache):
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other._seq_ids, other._calls = self._new_ids(len(self._seq_ids)), dict(self._calls)
+        other._decoder = Decoder(self._cache)
         for source, seq_id in zip(self._seq_ids, other._seq_ids, strict=True):
             self._cache.fork(source, seq_id)
         other.layers = [

@@ -2,46 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import weakref
+from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvcache.cache import KVCache
 
+LINE = 64  # bytes of a cache line, to which torch aligns its tensors too
+WORTH_KEEPING = 1 << 21  # bytes; less is allocated anew in less time
 
-def decode_rows(
-    cache: KVCache, layer: int, seq_ids: Sequence[int], num_columns: int, num_new: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode the last rows of several sequences in a layer, from whatever type they are stored in.
 
-    Parameters
-    ----------
-    cache : KVCache
-        The cache that stores the rows.
-    layer : int
-        The layer's index in the cache.
-    seq_ids : sequence of int
-        The sequence of each batch index.
-    num_columns : int
-        The number of rows of each sequence; a sequence with fewer gets zeros before them, where its padding was.
-    num_new : int
-        The number of columns to leave after these rows, uninitialised, for the rows of new tokens.
-    dtype : torch.dtype
-        The result's element type.
+class Scratch:
+    """Memory for one tensor after another, each of which takes it once nothing uses the one before.
 
-    Returns
-    -------
-    tuple of torch.Tensor
-        Keys and values, ``[batch, heads, num_columns + num_new, dim]``.
+    A model drops the keys of a layer before the cache makes those of the next layer. Memory that is used again is
+    still in the processor's caches, and takes no new pages from the system. Where the tensor before is still used (by a
+    model whose layers share keys, or by its user), it keeps its memory, and the next one gets new memory.
     """
-    k, v = (
-        torch.empty(len(seq_ids), cache.num_kv_heads[layer], num_columns + num_new, dim[layer], dtype=dtype)
-        for dim in (cache.head_dim, cache.v_head_dim)
-    )
-    for batch_index, seq_id in enumerate(seq_ids):
-        stored = cache.seq_len(seq_id, layer=layer)
-        begin = max(0, num_columns - stored)
-        k[batch_index, :, :begin] = v[batch_index, :, :begin] = 0
-        out = k[batch_index, :, begin:num_columns], v[batch_index, :, begin:num_columns]
-        cache.gather(layer, seq_id=seq_id, first=stored - num_columns + begin, out=out)
-    return k, v
+
+    def __init__(self) -> None:
+        self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._user: Callable[[], object] = lambda: None  # returns what the last tensor's storage refers to, while it is
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised tensor."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes < WORTH_KEEPING:
+            return torch.empty(shape, dtype=dtype)
+        if self._memory.size < num_bytes or self._user() is not None:
+            self._memory = np.empty(0, np.uint8)  # frees it before there is more
+            memory = np.empty(num_bytes + num_bytes // 8 + LINE, np.uint8)  # more than now, for the rows of later steps
+            self._memory = memory[-memory.ctypes.data % LINE :]
+        lent = self._memory[:num_bytes]
+        self._user = weakref.ref(lent)
+        return torch.from_numpy(lent).view(dtype).view(shape)
+
+
+class Decoder:
+    """Decodes rows of a `KVCache` to dense tensors."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._shapes = list(zip(cache.num_kv_heads, cache.head_dim, cache.v_head_dim, strict=True))
+        self._k, self._v = Scratch(), Scratch()
+
+    def decode_rows(
+        self, layer: int, seq_ids: Sequence[int], num_columns: int, num_new: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode the last rows of several sequences in a layer, from whatever type they are stored in.
+
+        Parameters
+        ----------
+        layer : int
+            The layer's index in the cache.
+        seq_ids : sequence of int
+            The sequence of each batch index.
+        num_columns : int
+            The number of rows of each sequence; a sequence with fewer gets zeros before them, where its padding was.
+        num_new : int
+            The number of columns to leave after these rows, uninitialised, for the rows of new tokens.
+        dtype : torch.dtype
+            The result's element type.
+
+        Returns
+        -------
+        tuple of torch.Tensor
+            Keys and values, ``[batch, heads, num_columns + num_new, dim]``.
+        """
+        heads, k_dim, v_dim = self._shapes[layer]
+        shape = len(seq_ids), heads, num_columns + num_new
+        k, v = self._k.empty((*shape, k_dim), dtype), self._v.empty((*shape, v_dim), dtype)
+        for batch_index, seq_id in enumerate(seq_ids):
+            stored = self._cache.seq_len(seq_id, layer=layer)
+            begin = max(0, num_columns - stored)
+            if begin:
+                k[batch_index, :, :begin] = v[batch_index, :, :begin] = 0
+            out = k[batch_index, :, begin:num_columns], v[batch_index, :, begin:num_columns]
+            self._cache.gather(layer, seq_id=seq_id, first=stored - num_columns + begin, out=out)
+        return k, v
