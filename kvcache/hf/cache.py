@@ -18,9 +18,9 @@ from kvcache.errors import NotSupportedError
 from kvcache.hf.attention import NAME
 from kvcache.hf.decode import Decoder
 from kvcache.hf.forward_pass import ForwardPass
-from kvcache.hf.layers import CrossLayer, Layer
+from kvcache.hf.layers import CrossLayer, LatentLayer, Layer
 from kvcache.hf.padding import count_leading, hidden_ranges, shown_columns
-from kvcache.hf.policies import CacheLayer, policy_of, shape_of
+from kvcache.hf.policies import CacheLayer, check_model, policy_of, shape_of
 from kvcache.hf.rows import LayerRows
 from kvcache.layer import DType, count
 from kvcache.policy import ChunkedAttention, CrossAttention, Policy
@@ -61,7 +61,7 @@ class HFCache(Cache):
     ------
     NotSupportedError
         If the model has an encoder, no layer of attention, or a layer whose state is neither keys and values nor that
-        of linear attention.
+        of linear attention; or if it makes no use of a cache that it is given.
     ValueError
         If `config` does not say how many heads there are, or `kvcache.KVCache` refuses an argument.
     TypeError
@@ -79,22 +79,30 @@ class HFCache(Cache):
         self._config = config.get_text_config(decoder=True)  # the model's object, which follows set_attn_implementation
         if config.is_encoder_decoder or self._config.is_encoder_decoder:
             raise NotSupportedError(f"a {type(config).__name__} has an encoder too: use HFEncoderDecoderCache")
+        for part in (config, self._config):
+            check_model(part)
         types, options = get_layer_types_and_kwargs(self._config)
-        layers: list[Any] = [policy_of(i, *layer) for i, layer in enumerate(zip(types, options, strict=True))]
+        layers: list[Any] = [
+            policy_of(self._config, i, *layer) for i, layer in enumerate(zip(types, options, strict=True))
+        ]
         policies = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, CacheLayer)}
         if not policies:
             raise NotSupportedError(f"a {type(config).__name__} has no layer with keys and values")
-        num_kv_heads, head_dim = zip(*(shape_of(self._config.per_layer_config[i]) for i in policies), strict=True)
+        shapes = [shape_of(self._config.per_layer_config[i], types[i]) for i in policies]
+        num_kv_heads, head_dim, v_head_dim, value_in_key = map(list, zip(*shapes, strict=True))
         self._cache = KVCache(
             len(policies),
             num_kv_heads,
             head_dim,
             None,
+            v_head_dim=v_head_dim,
+            value_in_key=value_in_key,
             dtype=dtype,
             policy=[*policies.values()] if policy is None else policy,
             max_sequences=None,
             block_size=BLOCK_SIZE,
         )
+        self.follows_config = policy is None  # whether a layer's window is the model's
         self._v_dims = self._cache.v_head_dim
         self._calls = {"kernel": 0, "dense": 0, "fallback": 0}
         self._shared = Shared()
@@ -111,6 +119,8 @@ class HFCache(Cache):
         self._decoder = Decoder(self._cache)
 
     def _make_layer(self, index: int) -> Layer:
+        if self._cache.value_in_key[index]:
+            return LatentLayer(self, index)
         return (CrossLayer if isinstance(self.policy[index], CrossAttention) else Layer)(self, index)
 
     @property
@@ -165,7 +175,7 @@ class HFCache(Cache):
             return None
         hidden = self._hidden(this_pass, padding, this_pass.offsets)
         new = this_pass.pending.pop(rows.layer.index, None)
-        new_rows = () if new is None or new.new is None else new.new
+        new_rows = () if new is None or new.new is None else rows.layer.pack(*new.new)
         return self._run_kernel(this_pass, rows.layer, q, new_rows, hidden, options)
 
     def make_dense(self, rows: LayerRows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +199,7 @@ class HFCache(Cache):
         if not self._seq_ids:
             return None
         columns = layer.past_columns(self._seen)
-        return self._decoder.decode_rows(layer.index, self._seq_ids, columns, 0, self._dtype)
+        return layer.unpack(*self._decoder.decode_rows(layer.index, self._seq_ids, columns, 0, self._dtype))
 
     # ---- the forward pass
 
@@ -325,7 +335,8 @@ class HFCache(Cache):
         if isinstance(rows.layer, CrossLayer):
             self._put_source(this_pass, index, *rows.new)
         elif this_pass.batch is not None:
-            this_pass.batch.put(index, *this_pass.drop_padding(*rows.new), layout=this_pass.layout)
+            packed = this_pass.drop_padding(*rows.layer.pack(*rows.new))
+            this_pass.batch.put(index, *packed, layout=this_pass.layout)
         del this_pass.pending[index]
         this_pass.done.add(index)
 
@@ -419,6 +430,7 @@ class HFCache(Cache):
             raise NotSupportedError("sink tokens lie apart from the window: only the attention 'kvcache' sees both")
         columns = layer.past_columns(self._seen)
         dense = self._decoder.decode_rows(layer.index, self._seq_ids, columns, k.shape[2], self._dtype)
+        dense = layer.unpack(*dense)
         for wide, new in zip(dense, (k, v), strict=True):
             wide[:, :, columns:] = new
         return dense

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.cache_utils import EncoderDecoderCache
 
-from kvcache.errors import NotSupportedError
 from kvcache.hf.cache import HFCache, check_config
+from kvcache.hf.policies import check_model
 from kvcache.layer import DType
 from kvcache.models.fields import NAMES
 from kvcache.policy import CrossAttention, Policy
@@ -63,8 +63,7 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
         max_source_len: int | None = None,
     ) -> None:
         check_config(config)
-        if config.model_type.startswith("t5gemma"):
-            raise NotSupportedError(f"a {type(config).__name__}'s model makes its own cache for what its encoder made")
+        check_model(config)
         followed, decoder = _find_decoder(config)
         if max_source_len is None:
             lengths = (getattr(config, name, None) for name in NAMES["max_source_positions"])
@@ -89,6 +88,7 @@ def _find_decoder(config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTraine
     decoder = followed.get_text_config(decoder=True)
     if decoder.is_encoder_decoder:  # then `decoder` is a copy, which may be changed
         decoder.is_encoder_decoder = False
-    if num_layers := getattr(decoder, "num_decoder_layers", None):  # T5's name of num_hidden_layers
+    num_layers = getattr(decoder, "num_decoder_layers", None)  # T5's name of num_hidden_layers
+    if num_layers and num_layers != decoder.num_hidden_layers:
         decoder.num_hidden_layers = num_layers
     return followed, decoder

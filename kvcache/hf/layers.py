@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from kvcache.hf.latents import Latents
 from kvcache.hf.masks import Mask
 from kvcache.hf.policies import window_of
+from kvcache.hf.rows import Rows
 
 if TYPE_CHECKING:
     from kvcache.hf.cache import HFCache
@@ -19,6 +21,7 @@ class Layer(CacheLayerMixin):
 
     is_croppable = True
     supports_early_init = True
+    tensor_type: type[Rows] = Rows  # what stands for its rows
 
     def __init__(self, cache: HFCache, index: int) -> None:
         self.cache, self.index = cache, index  # index: the layer's in the KVCache
@@ -46,8 +49,17 @@ class Layer(CacheLayerMixin):
     def kernels_know(self, mask: torch.Tensor | None, is_causal: bool) -> bool:
         """Whether the kernels can attend with this mask."""
         if isinstance(mask, Mask):
-            return is_causal and mask.is_plain and not mask.sees_all and not mask.is_made
+            is_plain = mask.is_plain and not mask.sees_all and not mask.is_made
+            return is_causal and is_plain and (mask.window == self.window or not self.cache.follows_config)
         return is_causal and mask is None
+
+    def pack(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Make rows as the cache takes them of the keys and values that the model gives."""
+        return k, v
+
+    def unpack(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make keys and values as the model takes them of rows."""
+        return k, v
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: there is nothing to initialise."""
@@ -79,6 +91,20 @@ class Layer(CacheLayerMixin):
     def batch_size(self) -> int:
         """The number of sequences in the batch; -1 before the first pass."""
         return self.cache.batch_size
+
+
+class LatentLayer(Layer):
+    """One layer of latent attention. The model gives latents as keys and rotated elements as values; a row has both."""
+
+    tensor_type = Latents
+
+    def pack(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Append the rotated elements to the latents."""
+        return (torch.cat((k, v), -1),)
+
+    def unpack(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return latents and rotated elements."""
+        return v, k[..., v.shape[-1] :]
 
 
 class CrossLayer(Layer):

@@ -26,6 +26,11 @@ class Mask(LazyTensor):
     arguments: dict[str, Any]  # arguments of sdpa_mask
     queries: slice  # the queries that the mask is for
 
+    @property
+    def window(self) -> int:
+        """The most tokens that a query sees, or the length of a chunk; 0: all."""
+        return self.arguments.get("local_size") or 0
+
     @classmethod
     def of(
         cls, padding: torch.Tensor | None, is_plain: bool, sees_all: bool, arguments: dict[str, Any], queries: slice

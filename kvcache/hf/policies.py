@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
@@ -13,23 +13,82 @@ from transformers.cache_utils import (
 )
 
 from kvcache.errors import NotSupportedError
+from kvcache.models.fields import NAMES
+from kvcache.models.shapes import MORE_KV_HEADS, REFUSED, SLIDING
 from kvcache.policy import ChunkedAttention, FullAttention, Policy, SlidingWindow
 
 # Layers without keys and values, for which transformers' own cache layers are used.
 CacheLayer: TypeAlias = LinearAttentionCacheLayerMixin | DummyLayer
 RESUME = 64  # tokens by which a window can be cropped: assisted decoding removes wrong guesses
 
+# Types of models that make no use of the cache that they are given, or take only one of their own, and the reason.
+UNSERVED = {
+    **REFUSED,
+    "blt": REFUSED["blt_local_decoder"],
+    "flaubert": "it takes a cache as another argument",
+    "minimax": "it takes a cache of its own class only",
+    "mllama": "some of its layers keep rows of an image",
+    "mllama_text_model": "some of its layers keep rows of an image",
+    "openai-gpt": "it keeps nothing between passes",
+    "pi0": "it makes actions of a robot, no text",
+    "t5gemma": "it makes its own cache for what its encoder made",
+    "t5gemma2": "it makes its own cache for what its encoder made",
+    "xlm": "it takes a cache as another argument",
+    "xlnet": "it keeps hidden states, not keys and values",
+}
+# Types of layers that this cache does not serve, and the reason.
+OTHER_LAYERS = {
+    "compressed_sparse_attention": "it compresses what it keeps",
+    "heavily_compressed_attention": "it compresses what it keeps",
+    "hybrid": "it has another state beside keys and values",
+    "hybrid_sliding": "it has another state beside keys and values",
+    "indexed_attention": "it keeps an indexer's keys beside its own",
+    "reference_sliding_attention": "it has a window that some tokens never leave",
+}
 
-def shape_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the number of KV heads and the elements of a head."""
+
+class RowShape(NamedTuple):
+    """The shape of a layer's rows, as `KVCache` takes it."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    value_in_key: bool
+
+
+def check_model(config: PreTrainedConfig) -> None:
+    """Raise if a model cannot use this cache, whatever its layers are."""
+    if config.model_type in UNSERVED:
+        raise NotSupportedError(f"a {type(config).__name__} is not served: {UNSERVED[config.model_type]}")
+
+
+def shape_of(config: PreTrainedConfig, layer_type: str) -> RowShape:
+    """Return the shape of the rows that a layer's attention gives the cache.
+
+    An attention with latents (MLA) gives the latents as keys, and the rotated elements, which all heads share, as
+    values. Its rows hold both, the latents first.
+    """
     num_heads = getattr(config, "num_attention_heads", None)
     if not num_heads:
         raise ValueError(f"config is a {type(config).__name__} without num_attention_heads: give a decoder's")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return getattr(config, "num_key_value_heads", None) or num_heads, head_dim
+    rank = getattr(config, "kv_lora_rank", None)
+    if rank:
+        return RowShape(1, rank + config.qk_rope_head_dim, rank, True)
+    head_dim = next((dim for name in NAMES["head_dim"] if (dim := getattr(config, name, None))), None)
+    head_dim = head_dim or config.hidden_size // num_heads
+    v_head_dim = getattr(config, "v_head_dim", None) or head_dim
+    return RowShape(_num_kv_heads(config, layer_type, num_heads), head_dim, v_head_dim, False)
 
 
-def policy_of(index: int, layer_type: str, options: dict[str, Any]) -> Policy | CacheLayer:
+def _num_kv_heads(config: PreTrainedConfig, layer_type: str, num_heads: int) -> int:
+    """Return the number of KV heads of a layer without latents."""
+    if config.model_type == "falcon":  # with the new architecture, a KV head is repeated for its query heads first
+        return 1 if config.multi_query and not config.new_decoder_architecture else num_heads
+    more = MORE_KV_HEADS.get(config.model_type, 1) if layer_type in SLIDING else 1
+    return more * (getattr(config, "num_key_value_heads", None) or num_heads)
+
+
+def policy_of(config: PreTrainedConfig, index: int, layer_type: str, options: dict[str, Any]) -> Policy | CacheLayer:
     """Return the policy of a layer with keys and values; for another layer, make transformers' own cache layer."""
     window = options.get("sliding_window")
     if layer_type == "full_attention":
@@ -41,7 +100,10 @@ def policy_of(index: int, layer_type: str, options: dict[str, Any]) -> Policy | 
     kind = DYNAMIC_LAYER_TYPE_MAPPING.get(layer_type)
     if kind is not None and issubclass(kind, CacheLayer) and not issubclass(kind, CacheLayerMixin):
         return kind(**options)
-    raise NotSupportedError(f"layer {index} is of type {layer_type!r}, which this cache does not serve")
+    reason = OTHER_LAYERS.get(layer_type, "this cache does not know it")
+    raise NotSupportedError(
+        f"a {type(config).__name__} is not served: layer {index} is of type {layer_type!r}: {reason}"
+    )
 
 
 def window_of(policy: Policy | None) -> int:

@@ -49,7 +49,7 @@ class LayerRows:
     @property
     def tensors(self) -> tuple[Rows, Rows]:
         """The lazy tensors."""
-        keys, values = (Rows.of_shape(shape, self.dtype) for shape in self.shapes)
+        keys, values = (self.layer.tensor_type.of_shape(shape, self.dtype) for shape in self.shapes)
         keys.source = values.source = self
         keys.part, values.part = 0, 1
         return keys, values
@@ -63,6 +63,6 @@ class LayerRows:
 
 def untouched(key: torch.Tensor, value: torch.Tensor) -> LayerRows | None:
     """Return the rows that two tensors stand for; None: they are no lazy tensors of one layer, or were touched."""
-    if not (isinstance(key, Rows) and isinstance(value, Rows)) or key.is_made or value.is_made:
+    if type(key) is not Rows or type(value) is not Rows or key.is_made or value.is_made:
         return None
     return key.source if key.source is value.source and (key.part, value.part) == (0, 1) else None

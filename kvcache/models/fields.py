@@ -55,7 +55,7 @@ NAMES = {
         "multi_query_group_num",
     ),
     "hidden_size": ("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "dim"),
-    "head_dim": ("head_dim", "d_kv", "attention_head_dim", "kv_channels"),
+    "head_dim": ("head_dim", "d_kv", "attention_head_dim", "kv_channels", "dim_head"),
     "max_position_embeddings": (
         "max_target_positions",
         "max_decoder_position_embeddings",

@@ -77,6 +77,8 @@ REFUSED = {
 }
 # Attentions per layer, where there are several; each is a layer of the cache.
 ATTENTIONS = {"longcat_flash": 2}
+# Types whose layers with a window have more KV heads than their other layers (model type: how many times as many).
+MORE_KV_HEADS = {"mimo_v2_flash": 2}
 # Types for which every layer has the window that a GGUF names.
 SLIDING_EVERYWHERE = {"llama", "mistral", "mistral3", "phi3", "starcoder2"}
 # Types of layers that store no keys and values.
@@ -323,7 +325,7 @@ def _layer(config: Fields, layer: int, kind: str) -> _Layer:
     derived = None if derived is None else config.count("hidden_size") // num_heads
     head_dim = config.count(prefix + "head_dim", derived or None, most=MAX_HEAD_DIM)
     v_head_dim = config.count(prefix + "v_head_dim", head_dim, most=MAX_HEAD_DIM)
-    num_kv_heads = _num_kv_heads(config, prefix, num_heads)
+    num_kv_heads = _num_kv_heads(config, prefix, kind, num_heads)
     if num_heads % num_kv_heads:
         raise config.error(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
     _check_width(config, num_heads, max(head_dim, v_head_dim))
@@ -335,13 +337,16 @@ def _check_width(config: Fields, num_heads: int, head_dim: int) -> None:
         raise config.error(f"{num_heads} heads of {head_dim} elements are more than any model's")
 
 
-def _num_kv_heads(config: Fields, prefix: str, num_heads: int) -> int:
+def _num_kv_heads(config: Fields, prefix: str, kind: str, num_heads: int) -> int:
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
     attention = config.part("attn_config")
     if attention is not None and attention.get("kv_n_heads") is not None:
         return attention.count("kv_n_heads", most=MAX_HEADS)
     default = config.get("num_key_value_heads", num_heads)
+    if not prefix and kind in SLIDING:
+        more = MORE_KV_HEADS.get(config.text("model_type", ""), 1)
+        return more * config.count("num_key_value_heads", default, most=MAX_HEADS // more)
     return config.count(prefix + "num_key_value_heads", default, most=MAX_HEADS)
 
 

@@ -307,7 +307,7 @@ def test_a_decoder_that_is_a_part():
     cache = HFEncoderDecoderCache(config, max_source_len=9)
     assert config.to_dict() == before
     assert len(cache) == LAYERS
-    with pytest.raises(kvcache.NotSupportedError, match="T5GemmaConfig's model makes its own cache"):
+    with pytest.raises(kvcache.NotSupportedError, match="T5GemmaConfig is not served: it makes its own cache"):
         HFEncoderDecoderCache(transformers.T5GemmaConfig())
 
 
@@ -501,7 +501,9 @@ class TestBadInput:
             HFEncoderDecoderCache(transformers.BartConfig(), max_source_len=0)
         with pytest.raises(ValueError, match="without num_attention_heads"):
             HFCache(transformers.PreTrainedConfig(num_hidden_layers=2))
-        with pytest.raises(kvcache.NotSupportedError, match="MambaConfig has no layer with keys and values"):
+        with pytest.raises(
+            kvcache.NotSupportedError, match="MambaConfig is not served: its state is not keys and values"
+        ):
             HFCache(transformers.MambaConfig())
         with pytest.raises(kvcache.NotSupportedError, match="layer 0 is of type 'hybrid'"):
             HFCache(transformers.FalconH1Config())
