@@ -79,6 +79,25 @@ NAMES = {
 }
 # Fields under which a model of several parts nests the configuration of its text decoder.
 PARTS = ("text_config", "thinker_config", "decoder", "decoder_config", "generator", "llm_config", "language_config")
+# Fields of a model of several parts that count before those of its text decoder, by each name that they have.
+OF_THE_WHOLE = {
+    "dtype": ("dtype", "torch_dtype"),
+    "tie_word_embeddings": ("tie_word_embeddings",),
+    "quantization_config": ("quantization_config",),
+}
+# Fields under which a model of several parts nests the configurations of parts beside its text decoder.
+OTHER_PARTS = {
+    "audio_config",
+    "audio_encoder_config",
+    "encoder_config",
+    "projector_config",
+    "qformer_config",
+    "sam_config",
+    "talker_config",
+    "token2wav_config",
+    "vision_config",
+    "vq_config",
+}
 # Defaults by model type: files name only what differs from these.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {
@@ -415,6 +434,10 @@ def _text_decoder(values: Mapping[str, Any], source: str) -> Fields:
         if given is not None:
             fields[name] = given
     fields["is_encoder_decoder"] = any(part.get("is_encoder_decoder") is True for part in parts)
+    whole = ChainMap(*({name: value for name, value in part.items() if value is not None} for part in parts))
+    for name, others in OF_THE_WHOLE.items():
+        fields[name] = next((whole[other] for other in others if other in whole), None)
+    fields["other_parts"] = [name for name in whole if name in OTHER_PARTS and isinstance(whole[name], Mapping)]
     return Fields(fields, source)
 
 
