@@ -27,6 +27,8 @@ from driver import TYPES  # noqa: E402
 from entrants import KINDS, Peers  # noqa: E402
 from figures import describe_machine, keep  # noqa: E402
 
+from kvcache.tools.arguments import parse_tokens  # noqa: E402
+
 CONTEXTS = [1024, 8192, 32_768, 131_072]
 
 SECTIONS: dict[str, Callable[[Report], None]] = {
@@ -44,7 +46,7 @@ def listed(kind: Callable[[str], object], known: Sequence[object] = ()) -> Calla
     """Return a parser of a comma-separated list, for the type of an option."""
 
     def parse(text: str) -> list:
-        values = [kind(word.replace("_", "") if kind is int else word) for word in text.split(",")]
+        values = [kind(word) for word in text.split(",")]
         for value in values:
             if known and value not in known:
                 raise argparse.ArgumentTypeError(f"{value}: not one of {', '.join(map(str, known))}")
@@ -58,9 +60,11 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=listed(str, list(SECTIONS)), default=list(SECTIONS), metavar="SECTIONS",
                         help=f"of {', '.join(SECTIONS)}")  # fmt: skip
     parser.add_argument("--dtype", type=listed(str, list(TYPES)), metavar="TYPES", help=f"of {', '.join(TYPES)}")
-    parser.add_argument("--context", type=listed(int), default=CONTEXTS, metavar="TOKENS", help="numbers of tokens")
+    parser.add_argument("--context", type=listed(parse_tokens), default=CONTEXTS, metavar="TOKENS",
+                        help="numbers of tokens, such as 8k,32k")  # fmt: skip
     parser.add_argument("--threads", type=listed(int), default=[1, 2], metavar="NUMBERS")
-    parser.add_argument("--prefill", type=listed(int), default=[512, 4096], metavar="N,CONTEXT", help="of a prompt")
+    parser.add_argument("--prefill", type=listed(parse_tokens), default=[512, 4096], metavar="N,CONTEXT",
+                        help="of a prompt")  # fmt: skip
     parser.add_argument(
         "--memory", type=int, default=0, metavar="MIB", help="that layers take turns in; four times the cache"
     )

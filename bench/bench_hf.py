@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from kvcache import SlidingWindow
 from kvcache.hf import HFCache
+from kvcache.tools.arguments import parse_tokens
 
 CHUNK = 512
 CONFIG = LlamaConfig(
@@ -132,7 +133,9 @@ def quality(args):
 def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--only", choices=("speed", "memory", "quality"), default="speed", help="default: speed")
-    p.add_argument("--context", type=int, nargs="+", default=[512, 8192], metavar="N", help="tokens; default: 512 8192")
+    p.add_argument(
+        "--context", type=parse_tokens, nargs="+", default=[512, 8192], metavar="N", help="tokens; default: 512 8192"
+    )
     p.add_argument("--dtype", choices=BYTES, nargs="+", default=["bf16", "q8_0"], help="of rows; default: bf16 q8_0")
     p.add_argument("--threads", type=int, default=2, metavar="N", help="of torch and of ours; default: 2")
     p.add_argument("--steps", type=int, default=20, metavar="N", help="of each, interleaved; default: 20")

@@ -12,6 +12,7 @@ try:
     from kvcache import KVCacheError
     from kvcache.hf import HFCache
     from kvcache.layer import DTYPES
+    from kvcache.tools.arguments import parse_tokens
 except ModuleNotFoundError as error:
     sys.exit(f"hf_generate.py: there is no module {error.name}; run: pip install -e '.[hf]'")
 
@@ -19,7 +20,7 @@ MODEL = Path(__file__).parent / "model"  # its tokens are bytes
 
 
 def count(text):
-    number = int(text)
+    number = parse_tokens(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return number

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache._core import INT32_MAX, integer
+from kvcache.tools.arguments import parse_tokens
 
 if TYPE_CHECKING:
     from pytest import Parser as _Parser  # noqa: PT013
@@ -124,8 +125,15 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(_number, text.split(",")))
+def _tokens(text: str) -> int:
+    number = parse_tokens(text)
+    if not 1 <= number <= INT32_MAX:
+        raise ArgumentTypeError(f"{text!r} is no number from 1 to {INT32_MAX}")
+    return number
+
+
+def _contexts(text: str) -> tuple[int, ...]:
+    return tuple(map(_tokens, text.split(",")))
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -133,9 +141,9 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 OPTIONS = {
-    "context": Option(_numbers, (1024, 8192), "tokens that are stored, such as 1024,8192"),
+    "context": Option(_contexts, (1024, 8192), "tokens that are stored, such as 1k,8k"),
     "dtype": Option(_names, ("f32", "f16", "q8_0"), "types that rows are stored as, such as f32,f16,q8_0"),
-    "prompt": Option(_number, 512, "tokens of a prompt, or half of the context if that is less"),
+    "prompt": Option(_tokens, 512, "tokens of a prompt, or half of the context if that is less"),
     "num-layers": Option(_number, 4, "layers that take turns"),
     "num-heads": Option(_number, 32, "query heads"),
     "num-kv-heads": Option(_number, 8, "KV heads"),
@@ -152,8 +160,9 @@ def pytest_addoption(parser: _Parser) -> None:
         help="a cache of yours to time beside ours, see kvcache.benchmarks.Implementation; may be repeated",
     )  # fmt: skip
     for name, option in OPTIONS.items():
-        default = option.default if isinstance(option.default, int) else ",".join(map(str, option.default))
+        single = isinstance(option.default, int)
+        default = option.default if single else ",".join(map(str, option.default))
         group.addoption(
-            f"--{name}", dest=f"kvcache_{name}", metavar="N" if option.read is _number else "LIST", type=option.read,
+            f"--{name}", dest=f"kvcache_{name}", metavar="N" if single else "LIST", type=option.read,
             default=option.default, help=f"{option.help}; by default {default}",
         )  # fmt: skip

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import ModelFileError, plain
 
-__all__ = ["File", "Stamp", "open_file", "read_file", "read_prompt"]
+__all__ = ["File", "Stamp", "open_file", "read_file", "read_prompt", "read_stdin"]
 
 # Models. The largest published models have 126 layers, 232 heads, heads of 576 elements, and queries of 73,728 elements
 # per token.
@@ -165,9 +165,19 @@ def read_file(path: str | os.PathLike[str], most: int, what: str) -> bytes:
 
 def read_prompt(path: str | os.PathLike[str]) -> bytes:
     """Return the content of a prompt file; ``/dev/stdin`` may be a pipe or a terminal."""
-    if os.fspath(path) != "/dev/stdin":
-        return read_file(path, MAX_PROMPT, "a prompt")
-    data = sys.stdin.buffer.read(MAX_PROMPT + 1)
+    if os.fspath(path) == "/dev/stdin":
+        return read_stdin()
+    return read_file(path, MAX_PROMPT, "a prompt")
+
+
+def read_stdin() -> bytes:
+    """Return all of standard input; raise `ModelFileError` if it is closed, or has more than `MAX_PROMPT` bytes."""
+    if sys.stdin is None:
+        raise ModelFileError("standard input is closed: give the prompt as an argument, or as a file")
+    try:
+        data = sys.stdin.buffer.read(MAX_PROMPT + 1)
+    except OSError as error:  # a folder, for example
+        raise ModelFileError(f"standard input cannot be read: {error.strerror or error}") from None
     if len(data) > MAX_PROMPT:
         raise ModelFileError(f"standard input gives more than the {MAX_PROMPT >> 20} MiB that a prompt may have")
     return data

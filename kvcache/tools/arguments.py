@@ -1,0 +1,74 @@
+"""Read numbers and prompts as people type them: 8k tokens, 4.7GB, ``-`` for standard input.
+
+The parsers raise `argparse.ArgumentTypeError`, whose message `argparse` and the command line show as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+from kvcache.models.reading import read_prompt, read_stdin
+
+__all__ = ["parse_size", "parse_tokens", "prompt_bytes"]
+
+TOKENS = re.compile(r"([+-]?)(\d{1,3}(?:[_,]\d{3})+|\d{1,40})([km]?)", re.ASCII | re.IGNORECASE)
+SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?) ?(?:([kmgt])(i?b)?|b)?", re.ASCII | re.IGNORECASE)
+BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+def parse_tokens(text: str) -> int:
+    """Read a number of tokens.
+
+    >>> parse_tokens("8192"), parse_tokens("8k"), parse_tokens("8_192"), parse_tokens("8,192"), parse_tokens("1M")
+    (8192, 8192, 8192, 8192, 1048576)
+    """
+    found = TOKENS.fullmatch(text.strip())
+    if found is None:
+        raise ArgumentTypeError(f"{text!r} is no number of tokens, such as 8192, 8k or 1M")
+    sign, digits, unit = found.groups()
+    return int(sign + re.sub("[_,]", "", digits)) * BINARY[unit.lower()]
+
+
+def parse_size(text: str) -> int:
+    """Read a number of bytes: GiB and G are 2^30 of them, GB is 10^9.
+
+    >>> parse_size("4.7GB"), parse_size("4.5GiB"), parse_size("800M"), parse_size("0")
+    (4700000000, 4831838208, 838860800, 0)
+    """
+    found = SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ArgumentTypeError(f"{text!r} is no number of bytes, such as 4.7GB, 4.4GiB or 800M")
+    number, unit, kind = (part or "" for part in found.groups())
+    return int(float(number) * (DECIMAL if kind.lower() == "b" else BINARY)[unit.lower()])
+
+
+def prompt_bytes(prompt: str | None, file: Path | None, default: str) -> bytes:
+    """Return a prompt: the argument, a file's content, standard input, or the default.
+
+    Parameters
+    ----------
+    prompt : str, optional
+        The argument; ``-`` stands for standard input.
+    file : Path, optional
+        A file with the prompt; ``-`` stands for standard input.
+    default : str
+        The prompt if there is neither, and nothing is piped into standard input.
+
+    Raises
+    ------
+    ModelFileError
+        If a file or standard input cannot be read, or holds too much.
+    """
+    if file is not None and str(file) != "-":
+        return read_prompt(file)
+    if file is not None or prompt == "-":
+        return read_stdin()
+    if prompt is not None:
+        return os.fsencode(prompt)
+    piped = b"" if sys.stdin is None or sys.stdin.isatty() else read_stdin()
+    return piped or os.fsencode(default)
