@@ -5,6 +5,7 @@ ended batch, ``TypeError``, ``IndexError``, ``MemoryError``, and ``BufferError``
 would be freed.
 """
 
+import os
 import reprlib
 
 
@@ -64,3 +65,11 @@ def plain(text: object) -> str:
     if len(text) > 255:
         text = f"{text[:120]}...{text[-120:]}"
     return text if text.isprintable() else shown(text)
+
+
+def sentence(error: BaseException) -> str:
+    """Return an error's message for the command line: a file that cannot be used is named, without a number."""
+    if isinstance(error, OSError) and error.strerror:
+        name = "" if error.filename is None else f"{plain(os.fsdecode(error.filename))}: "
+        return f"{name}{error.strerror}"
+    return str(error) or ("there is not enough memory" if isinstance(error, MemoryError) else type(error).__name__)

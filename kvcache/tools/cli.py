@@ -6,7 +6,9 @@ import dataclasses
 import io
 import json
 import os
+import re
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -20,7 +22,7 @@ except ModuleNotFoundError as error:
 
 from kvcache import _core
 from kvcache._core import INT32_MAX, MAX_THREADS
-from kvcache.errors import KVCacheError, plain
+from kvcache.errors import KVCacheError, ModelFileError, plain, sentence
 from kvcache.layer import DType, count, dtypes_for
 from kvcache.models import shapes
 from kvcache.models.reading import read_prompt
@@ -28,6 +30,7 @@ from kvcache.policy import SlidingWindow
 from kvcache.runtime import __version__, get_num_threads, print_values, show_config
 from kvcache.system import available_memory, readable
 from kvcache.tools import memory_plan
+from kvcache.tools.arguments import parse_size, parse_tokens
 
 if TYPE_CHECKING:
     from kvcache.tools import bench
@@ -53,9 +56,37 @@ class Type(StrEnum):
     q4_0 = "q4_0"
 
 
-Model = Annotated[Path, typer.Argument(help="A Hugging Face folder, its config.json, or a GGUF.", show_default=False)]
+def _tokens(text: str, least: int | None = None) -> Any:
+    """Make an option that takes a number of tokens; `least`: checked here, and not where the number is used."""
+
+    def parse(value: object) -> int:
+        try:
+            number = parse_tokens(str(value))
+        except ArgumentTypeError as error:
+            raise typer.BadParameter(str(error)) from None
+        if least is not None and not least <= number <= memory_plan.MOST_TOKENS:
+            raise typer.BadParameter(f"{value} is not in the range from {least} to {memory_plan.MOST_TOKENS}")
+        return number
+
+    return typer.Option(parser=parse, metavar="N", help=text)
+
+
+def _weights(text: str) -> str | int:
+    """Return the type of weights that a text names, or the number of bytes."""
+    if text.lower() in memory_plan.WEIGHT_TYPES:
+        return text.lower()
+    try:
+        return 0 if text.lower() == "none" else parse_size(text)
+    except ArgumentTypeError:
+        types = ", ".join(memory_plan.WEIGHT_TYPES)
+        raise typer.BadParameter(f"{text!r} is no size, such as 4.7GB or none, and no type: {types}") from None
+
+
+Model = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, its config.json, or a GGUF.", show_default=False)
+]
 Types = Annotated[list[Type], typer.Option("--dtype", help="Only this type; may be given several times.")]
-CONTEXT_OPTION = typer.Option(min=1, max=memory_plan.MOST_TOKENS, help="Tokens of a sequence.")
+CONTEXT_OPTION = _tokens("Tokens of a sequence, such as 8192 or 8k.", 1)
 Threads = Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="How many; else as `kvcache info` says.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too: a .png, .svg or .pdf file.")]
@@ -77,7 +108,7 @@ def main() -> NoReturn:
     except (typer.Abort, KeyboardInterrupt):
         status = 130
     except (typer.TyperException, KVCacheError, OSError, ImportError, ValueError, MemoryError) as error:
-        said = getattr(error, "format_message", error.__str__)() or "there is not enough memory"
+        said = error.format_message() if isinstance(error, typer.TyperException) else sentence(error)
         print(f"kvcache: {said}", file=sys.stderr)
         status = 2
     sys.exit(status)
@@ -101,8 +132,8 @@ def top(
 @app.command(
     "plan",
     epilog=_examples(
-        "kvcache plan llama-3.1-8b --context 131072 --dtype q8_0 --sequences 4",
-        "kvcache plan gemma-3-4b.gguf --window 4096 --sink-tokens 4 --plot memory.svg",
+        "kvcache plan Llama-3.1-8B/config.json --weights q4_0 --context 128k",
+        "kvcache plan gemma-3-4b-Q4_0.gguf --dtype q8_0 --window 4k --sink-tokens 4",
     ),
 )
 def plan_command(
@@ -110,11 +141,15 @@ def plan_command(
     context: Annotated[int | None, CONTEXT_OPTION] = None,
     sequences: Annotated[int, typer.Option(min=1, max=INT32_MAX, help="How many there are.")] = 1,
     dtype: Types = [],  # noqa: B006 (typer copies it)
-    window: Annotated[int | None, typer.Option(min=1, help="Plan also for a window of N tokens.", metavar="N")] = None,
-    sink_tokens: Annotated[int, typer.Option(min=0, help="The first N tokens stay beside it.", metavar="N")] = 0,
-    max_source_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens or frames that an encoder is given.")
+    weights: Annotated[
+        Any,
+        typer.Option(
+            parser=_weights, metavar="TYPE|SIZE", help="Count the weights in a type (q4_0, f16, ...), or as 4.7GB."
+        ),
     ] = None,
+    window: Annotated[int | None, _tokens("Plan also for a window of N tokens.", 1)] = None,
+    sink_tokens: Annotated[int, _tokens("The first N tokens stay beside it.", 0)] = 0,
+    max_source_len: Annotated[int | None, _tokens("Tokens or frames that an encoder is given.", 1)] = None,
     threads: Threads = None,
     measure: Annotated[bool, typer.Option(help="Measure how fast this machine reads rows: a second or two.")] = True,
     as_json: AsJson = False,
@@ -126,7 +161,8 @@ def plan_command(
         raise typer.BadParameter(
             "it needs --window: without one every token is seen anyway", param_hint="--sink-tokens"
         )
-    shape = shapes.read(model, max_source_len)
+    with _explained(model):
+        shape = shapes.read(model, max_source_len)
     context = context or shape.max_seq_len or CONTEXT
     possible = dtypes_for(*shape.head_dim, *shape.v_head_dim)
     for wanted in dtype:
@@ -136,7 +172,7 @@ def plan_command(
     policy = None if window is None else SlidingWindow(window, sink_tokens)
     made = memory_plan.make(
         shape,
-        memory_plan.available_memory(model),
+        _memory(model, weights),
         context=context,
         sequences=sequences,
         dtypes=possible,
@@ -149,6 +185,15 @@ def plan_command(
         _print_json(made)
     else:
         _print_plan(made, possible)
+
+
+def _memory(model: Path, weights: str | int | None) -> memory_plan.Memory:
+    try:
+        return memory_plan.available_memory(model, weights)
+    except KVCacheError as error:
+        if not isinstance(weights, str):
+            raise
+        raise typer.BadParameter(f"{error}: give a size, such as 4.7GB", param_hint="--weights") from None
 
 
 def _rates(shape: shapes.Shape, dtypes: Sequence[DType], context: int, threads: int | None) -> dict[DType, float]:
@@ -177,12 +222,37 @@ def _bench_shape(shape: shapes.Shape, context: int, threads: int | None) -> benc
     )
 
 
+HUB = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]*\d[\w.-]*b\b[\w.-]*", re.ASCII | re.IGNORECASE)
+
+
+@contextmanager
+def _explained(model: Path) -> Iterator[None]:
+    """Add to the error for a missing file what to do, if its name looks like one of a model on the Hub."""
+    try:
+        yield
+    except ModelFileError as error:
+        name = str(model)
+        if os.path.lexists(name) or model.suffix in (".gguf", ".json", ".safetensors") or not HUB.fullmatch(name):
+            raise
+        repository = name if "/" in name else f"OWNER/{name}"
+        raise ModelFileError(
+            f"{error}, and kvcache downloads nothing: run `hf download {repository} --local-dir {model.name}` and give "
+            "that folder; for plan and bench its config.json is enough (--include config.json)"
+        ) from None
+
+
+FITS = {True: "yes", False: "no", None: "cache alone"}
+
+
 def _print_plan(made: memory_plan.Plan, dtypes: Sequence[str]) -> None:
-    memory = made.memory
+    memory, weights = made.memory, made.memory.weights
     trained = f", trained for {made.model_context:,} tokens" if made.model_context else ""
-    weights = f", less {readable(memory.weights)} of weights" if memory.weights else ""
     print(f"{plain(made.model_type)}, {count(sum(group.num_layers for group in made.groups), 'layer')}{trained}")
-    print(f"memory: {readable(memory.free)} free ({memory.source}){weights}\n")
+    print(f"memory: {readable(memory.free)} free ({memory.source})")
+    if weights.nbytes is None:
+        print(f"weights: not counted ({weights.source}): give --weights, such as q4_0 or 4.7GB\n")
+    else:
+        print(f"weights: {readable(weights.nbytes)} ({weights.source})\n")
     print("bytes of a token, by type")
     _print_table(
         ["layers", "KV heads", "policy", *dtypes],
@@ -205,7 +275,7 @@ def _print_plan(made: memory_plan.Plan, dtypes: Sequence[str]) -> None:
                 row.dtype,
                 f"{row.bytes_per_token:,}",
                 readable(row.nbytes),
-                "yes" if row.fits else "no",
+                FITS[row.fits],
                 "any" if row.longest_context is None else f"{row.longest_context:,}",
                 "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.1f}",
             ]
@@ -233,10 +303,14 @@ def _draw_plan(shape: shapes.Shape, made: memory_plan.Plan, dtypes: Sequence[Any
 
 @app.command(
     "bench",
-    epilog=_examples("kvcache bench --plot speed.svg", "kvcache bench llama-3.1-8b --context 32768 --threads 1 --json"),
+    epilog=_examples(
+        "kvcache bench --plot speed.svg", "kvcache bench Llama-3.1-8B/config.json --context 32k --threads 1 --json"
+    ),
 )
 def bench_command(
-    model: Annotated[Path | None, typer.Argument(help="Whose heads to measure; else 32 and 8 of 128.")] = None,
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL", help="Whose heads to measure; else 32 and 8 of 128.")
+    ] = None,
     context: Annotated[int, CONTEXT_OPTION] = CONTEXT,
     threads: Threads = None,
     seconds: Annotated[float, typer.Option(min=1, max=3600, help="About how long it may take.")] = 60.0,
@@ -249,7 +323,10 @@ def bench_command(
 
     _check_picture(plot)
     default = bench.Shape(context=context, threads=threads or get_num_threads())
-    shape = default if model is None else _bench_shape(shapes.read(model, context), context, threads)
+    shape = default
+    if model is not None:
+        with _explained(model):
+            shape = _bench_shape(shapes.read(model, context), context, threads)
     record = _measure(shape, seconds, peers)
     if plot is not None:
         bench.picture(record).savefig(plot)

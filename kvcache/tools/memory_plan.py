@@ -7,6 +7,7 @@ at which this machine reads rows of each type, which `kvcache.tools.bench` measu
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,36 @@ from typing import Any
 
 from kvcache import system
 from kvcache._core import INT32_MAX
+from kvcache.errors import KVCacheError, ModelFileError, plain
 from kvcache.layer import DType, Layer, dtypes_for, make_layers
+from kvcache.models import gguf, parameters
+from kvcache.models.fields import Fields, find_weights, is_gguf, read_config
 from kvcache.models.shapes import Shape
 from kvcache.policy import CrossAttention, FullAttention, Policy, written
 
-__all__ = ["Group", "Memory", "Plan", "Row", "available_memory", "make", "weight_bytes"]
+__all__ = ["WEIGHT_TYPES", "Group", "Memory", "Plan", "Row", "Weights", "available_memory", "make", "weigh"]
 
 MOST_TOKENS = INT32_MAX - 1
 AS_IT_IS = "the model's own"
+
+
+# Types of weights: elements and bytes of a block. ggml's whole numbers are none.
+WEIGHT_TYPES = {
+    **{name.lower(): sizes for name, *sizes in gguf.TENSOR_TYPES.values() if not re.fullmatch(r"I\d+", name)},
+    "fp8": [1, 1],
+    "int8": [1, 1],
+}
+# The names of these types in a configuration.
+NAMED = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights, which take memory beside the cache."""
+
+    nbytes: int | None  # None: they are not counted
+    source: str  # where the figure comes from, or why there is none
+    num_parameters: int | None = None  # None: not counted
 
 
 @dataclass(frozen=True)
@@ -30,12 +53,12 @@ class Memory:
 
     free: int
     source: str  # where the figure comes from: the machine or a cgroup
-    weights: int  # bytes of the model's files
+    weights: Weights
 
     @property
     def left(self) -> int:
-        """The bytes that are left for the cache."""
-        return max(0, self.free - self.weights)
+        """The bytes that are left for the cache; all that are free if the weights are not counted."""
+        return max(0, self.free - (self.weights.nbytes or 0))
 
 
 @dataclass(frozen=True)
@@ -60,7 +83,7 @@ class Row:
     dtype: DType
     bytes_per_token: int  # before anything is evicted
     nbytes: int  # bytes of all sequences at full length
-    fits: bool
+    fits: bool | None  # None: the cache does, and the weights are not counted
     longest_context: int | None  # most tokens of each sequence, in the memory that is left; None: no limit
     tokens_per_second: float | None  # attention alone, decoding one sequence of full length; None: not measured
 
@@ -118,7 +141,7 @@ def make(
     if window is not None:
         plans[written(window)] = {dtype: _layers(shape, dtype, window) for dtype in dtypes}
     rows = [
-        _row(policy, dtype, layers, context, sequences, memory.left, (rates or {}).get(dtype))
+        _row(policy, dtype, layers, context, sequences, memory, (rates or {}).get(dtype))
         for policy, by_type in plans.items()
         for dtype, layers in by_type.items()
     ]
@@ -126,24 +149,110 @@ def make(
     return Plan(shape.model_type, shape.max_seq_len, context, sequences, memory, groups, rows)
 
 
-def available_memory(model: Any = None) -> Memory:
-    """Return the free memory of the machine and of this process's cgroups, and the bytes of the model's weights.
+def available_memory(model: Any = None, weights: str | int | None = None) -> Memory:
+    """Return the free memory of the machine and of this process's cgroups, and a model's weights.
+
+    Parameters
+    ----------
+    model : path, mapping, or configuration of transformers, optional
+        The model; None: there are no weights.
+    weights : str or int, optional
+        The argument of `weigh`.
 
     Raises
     ------
     ImportError
         If psutil is not installed.
     """
-    return Memory(*system.available_memory(), weight_bytes(model))
+    found = Weights(0, "there is no model") if model is None else weigh(model, weights)
+    return Memory(*system.available_memory(), found)
 
 
-def weight_bytes(model: Any) -> int:
-    """Return the bytes of a GGUF or of a folder's safetensors; 0 for a model without such files."""
-    if not isinstance(model, str | Path):
-        return 0
-    path = Path(model)
-    files = path.glob("*.safetensors") if path.is_dir() else [path] if path.suffix == ".gguf" else []
-    return sum(file.stat().st_size for file in files)
+def weigh(model: Any, given: str | int | None = None) -> Weights:
+    """Return the size of a model's weights.
+
+    Parameters
+    ----------
+    model : path, mapping, or configuration of transformers
+        The model.
+    given : str or int, optional
+        A type of `WEIGHT_TYPES`, in which every parameter is counted, or the number of bytes. By default the bytes of
+        the model's files if they are there, else every parameter in the type that the configuration names.
+
+    Raises
+    ------
+    ModelFileError, NotSupportedError
+        If the parameters are to be counted in a type, and cannot be.
+    """
+    if isinstance(given, int):
+        return Weights(given, "as given")
+    path = Path(model) if isinstance(model, str | Path) else None
+    if given is not None:
+        return _in_type(given, _num_parameters(model, path))
+    if path is not None and path.is_file() and is_gguf(path):
+        return _files(*_gguf_files(path))
+    if path is not None:
+        files = _weight_files(path if path.is_dir() else path.parent)
+        if files:
+            return _files(files, len(files))
+    return _counted(read_config(model))
+
+
+def _num_parameters(model: Any, path: Path | None) -> int:
+    if path is not None and path.is_file() and is_gguf(path):
+        files, num_files = _gguf_files(path)
+        if len(files) < num_files:
+            raise ModelFileError(f"{plain(path)}: {len(files)} of the model's {num_files} files are there")
+        return sum(parameters.in_gguf(gguf.read_header(file)) for file in files)
+    return parameters.count(model)
+
+
+def _in_type(dtype: str, num_parameters: int, note: str = "") -> Weights:
+    elements, nbytes = WEIGHT_TYPES[dtype]
+    source = f"{num_parameters:,} parameters in {dtype}{note}"
+    return Weights(-(-num_parameters // elements) * nbytes, source, num_parameters)
+
+
+def _files(files: Sequence[Path], num_files: int) -> Weights:
+    if len(files) < num_files:
+        return Weights(None, f"{len(files)} of the model's {num_files} files are there")
+    return Weights(sum(file.stat().st_size for file in files), "the model's files")
+
+
+def _gguf_files(path: Path) -> tuple[list[Path], int]:
+    """Return the files there are of a GGUF that may be split, and how many there should be."""
+    part = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", path.name)
+    if part is None or not int(part[3]):
+        return [path], 1
+    names = [f"{part[1]}{i:05}{part[2]}" for i in range(1, int(part[3]) + 1)]
+    return [path.parent / name for name in names if (path.parent / name).is_file()], len(names)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return a folder's weights: the safetensors that transformers would read, else others, else PyTorch's; or none."""
+    named = find_weights(folder)
+    files = [file for file in named if file is not None and file.is_file()]
+    if len(named) == len(files):
+        return files
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")) if len(named) == 1 else []
+
+
+def _counted(config: Fields) -> Weights:
+    """Count the weights from a configuration alone, in the type that it names."""
+    try:
+        number = parameters.count(config)
+        packed = config.part("quantization_config")
+        how = None if packed is None else packed.text("quant_method", "its quantization_config")
+        named = config.text("dtype", "").removeprefix("torch.")
+    except KVCacheError as error:
+        return Weights(None, str(error))
+    if how is not None:
+        return Weights(None, f"{number:,} parameters, packed by {plain(how)}", number)
+    if named and named not in NAMED:
+        return Weights(None, f"{number:,} parameters in {plain(named)}", number)
+    note = "" if named else ", as the configuration names no type"
+    others = ", ".join(map(plain, config.get("other_parts", ())))
+    return _in_type(NAMED.get(named, "f32"), number, f"{note}; {others} not counted" if others else note)
 
 
 def _layers(shape: Shape, dtype: DType, instead: Policy | None) -> list[Layer]:
@@ -156,7 +265,7 @@ def _layers(shape: Shape, dtype: DType, instead: Policy | None) -> list[Layer]:
 
 
 def _row(
-    policy: str, dtype: DType, layers: list[Layer], context: int, sequences: int, memory: int, rate: float | None
+    policy: str, dtype: DType, layers: list[Layer], context: int, sequences: int, memory: Memory, rate: float | None
 ) -> Row:
     def nbytes(num_tokens: int) -> int:
         return sequences * sum(layer.most_bytes(num_tokens) for layer in layers)
@@ -168,10 +277,16 @@ def _row(
         dtype,
         bytes_per_token=_per_token(layers),
         nbytes=nbytes(context),
-        fits=nbytes(context) <= memory,
-        longest_context=_longest(nbytes, memory),
+        fits=_fits(nbytes(context), memory),
+        longest_context=_longest(nbytes, memory.left),
         tokens_per_second=None if rate is None else rate / read,
     )
+
+
+def _fits(nbytes: int, memory: Memory) -> bool | None:
+    if memory.weights.nbytes is None and nbytes <= memory.left:
+        return None
+    return nbytes <= memory.left
 
 
 def _per_token(layers: Sequence[Layer]) -> int:

@@ -1,16 +1,20 @@
 """The command, run as people run it: in a terminal and without one, with good and with hostile input."""
 
+import io
 import itertools
 import json
 import os
 import pty
+import re
 import shlex
 import signal
 import struct
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvcache
@@ -26,15 +30,35 @@ COMMANDS = ["plan", "bench", "generate", "info"]
 
 def run(*arguments, **environment):
     """Without a terminal."""
-    code = [sys.executable, "-m", "kvcache.tools.cli", *map(str, arguments)]
+    code = [sys.executable, "-m", "kvcache", *map(str, arguments)]
     keep = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
-    return subprocess.run(code, capture_output=True, text=True, env=keep | environment, timeout=600)
+    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 600}
+    return subprocess.run(code, env=keep | environment, **options)
+
+
+def run_here(*arguments):
+    """Run the command in this process, which takes a hundredth of the time."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["kvcache", *map(str, arguments)])
+        patch.setattr(sys, "stdin", None)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    return subprocess.CompletedProcess(arguments, ended.value.code or 0, out.getvalue(), err.getvalue())
+
+
+def shell(line, **options):
+    """Run a line as it is typed into a shell, where `kvcache` is the installed command."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        line, shell=True, capture_output=True, env=os.environ | {"PATH": path}, timeout=600, **options
+    )
 
 
 def run_in_terminal(*arguments, **environment):
     """Run in a terminal of 100 columns; return what it is sent, and the exit status."""
     ours, theirs = pty.openpty()
-    code = [sys.executable, "-m", "kvcache.tools.cli", *map(str, arguments)]
+    code = [sys.executable, "-m", "kvcache", *map(str, arguments)]
     keep = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     environment = keep | {"TERM": "xterm-256color", "COLUMNS": "100"} | environment
     process = subprocess.Popen(code, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
@@ -76,6 +100,29 @@ def test_help_has_an_example(command):
     done = run(command, "--help")
     assert done.returncode == 0
     assert f"\n    kvcache {command}" in done.stdout
+
+
+def test_python_m_is_the_command():
+    for arguments in (
+        "--help",
+        "plan --help",
+        "--version",
+        f"plan {MODEL} --no-measure --json --context 9",
+        "nonsense",
+    ):
+        command = shell(f"kvcache {arguments}", text=True)
+        module = shell(f"{sys.executable} -m kvcache {arguments}", text=True)
+        assert (module.returncode, module.stderr) == (command.returncode, command.stderr)
+        assert re.sub(r'"free": \d+|"longest_context": \d+', "", module.stdout) == re.sub(
+            r'"free": \d+|"longest_context": \d+', "", command.stdout
+        )
+    assert "Usage: kvcache plan " in shell(f"{sys.executable} -m kvcache plan --help", text=True).stdout
+
+
+def test_python_m_without_the_extra(tmp_path):
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(name='typer')")
+    check = "kvcache: there is no module typer; run: pip install 'kvcache[cli]'\n"
+    assert run("--help", PYTHONPATH=str(tmp_path)).stderr == check
 
 
 def test_version_and_completion():
@@ -127,14 +174,207 @@ def test_plan_as_json():
     assert slid["nbytes"] == cache.most_bytes(64)
     assert slid["longest_context"] is None
     longest = own["longest_context"]
-    left = made["memory"]["free"] - made["memory"]["weights"]
+    left = made["memory"]["free"] - made["memory"]["weights"]["nbytes"]
     assert longest * cache.most_bytes(1) <= left < (longest + 1) * cache.most_bytes(1)
+
+
+def test_numbers_of_tokens_as_people_write_them():
+    for text in ("8192", "8k", "8K", "8_192", "8,192"):
+        made = json.loads(run_here("plan", MODEL, "--no-measure", "--json", "--context", text, "--window", "1k").stdout)
+        assert made["context"] == 8192
+        assert "window=1024" in made["rows"][-1]["policy"]
+    assert json.loads(run_here("plan", MODEL, "--no-measure", "--json", "--context", "1M").stdout)["context"] == 1 << 20
+    for text in ("8q", "k", "1,2", "", "8.5"):
+        check_refused(run_here("plan", MODEL, "--context", text), "--context", "such as 8192, 8k or 1M")
+
+
+# ---- the weights in a plan
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+}
+PARAMETERS = 8_030_261_248
+
+
+def plan_of(tmp_path, config, *options):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text, as_json = run_here("plan", tmp_path / "config.json", "--no-measure", *options), None
+    if not text.returncode:
+        as_json = json.loads(run_here("plan", tmp_path / "config.json", "--no-measure", "--json", *options).stdout)
+    return text, as_json
+
+
+def fits_of(done):
+    """Return what the column says."""
+    lines = done.stdout.splitlines()
+    heading = next(line for line in lines if "longest context" in line)
+    first, end = heading.index("fits"), heading.index("longest context")
+    return {line[first:end].strip() for line in lines[lines.index(heading) + 1 :] if line.startswith("the model's own")}
+
+
+def test_weights_are_counted_from_the_configuration_alone(tmp_path):
+    text, made = plan_of(tmp_path, LLAMA_8B)
+    assert "weights: 15.0 GiB (8,030,261,248 parameters in bf16)" in text.stdout
+    weights = made["memory"]["weights"]
+    assert (weights["nbytes"], weights["num_parameters"]) == (2 * PARAMETERS, PARAMETERS)
+    text, made = plan_of(tmp_path, LLAMA_8B | {"torch_dtype": None})
+    assert "parameters in f32, as the configuration names no type" in text.stdout
+    assert made["memory"]["weights"]["nbytes"] == 4 * PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("given", "nbytes"),
+    [
+        ("q4_0", PARAMETERS // 32 * 18),
+        ("Q8_0", PARAMETERS // 32 * 34),
+        ("q4_k", PARAMETERS // 256 * 144),
+        ("f16", 2 * PARAMETERS),
+        ("4.7GB", 4_700_000_000),
+        ("4.5GiB", int(4.5 * 2**30)),
+        ("800M", 800 << 20),
+        ("0", 0),
+        ("none", 0),
+        ("100TB", 10**14),
+    ],
+)
+def test_weights_in_a_type_or_of_a_size(tmp_path, given, nbytes):
+    text, made = plan_of(tmp_path, LLAMA_8B, "--weights", given, "--context", "1k")
+    assert made["memory"]["weights"]["nbytes"] == nbytes
+    fits = made["memory"]["free"] > nbytes + made["rows"][0]["nbytes"]
+    assert made["rows"][0]["fits"] is fits
+    assert "yes" in fits_of(text) or not fits
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "novel"}, "which matrices a 'novel' has is not known"),
+        ({"vocab_size": None}, "there is no field 'vocab_size'"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "8,030,261,248 parameters, packed by gptq"),
+        ({"torch_dtype": "float3"}, "8,030,261,248 parameters in float3"),
+        ({"quantization_config": 4}, "quantization_config must be an object"),
+    ],
+)
+def test_weights_that_are_not_counted(tmp_path, change, words):
+    text, made = plan_of(tmp_path, LLAMA_8B | change, "--context", "1k")
+    assert "weights: not counted (" in text.stdout
+    assert words in text.stdout
+    assert "give --weights" in text.stdout
+    assert fits_of(text) == {"cache alone"}
+    assert made["memory"]["weights"]["nbytes"] is None
+    assert {row["fits"] for row in made["rows"]} == {None}
+    text, made = plan_of(tmp_path, LLAMA_8B | change, "--context", "1000M")
+    assert fits_of(text) == {"no"}
+    text, made = plan_of(tmp_path, LLAMA_8B | change, "--context", "1k", "--weights", "1M")
+    assert fits_of(text) == {"yes"}
+
+
+def test_weights_in_a_type_need_a_count(tmp_path):
+    text, _ = plan_of(tmp_path, LLAMA_8B | {"model_type": "novel"}, "--weights", "q4_0")
+    check_refused(text, "'novel'", "--weights", "4.7GB")
+    check_refused(run_here("plan", MODEL, "--weights", "q9"), "--weights", "q4_0", "4.7GB")
+
+
+def test_weights_of_parts_beside_the_decoder_are_named(tmp_path):
+    text, _ = plan_of(tmp_path, {"model_type": "llava", "text_config": LLAMA_8B, "vision_config": {}})
+    assert "8,030,261,248 parameters in bf16; vision_config not counted" in text.stdout
+
+
+def test_weights_of_files(tmp_path):
+    size = (Path(MODEL) / "model.safetensors").stat().st_size
+    for path in (MODEL, f"{MODEL}/config.json"):
+        weights = json.loads(run_here("plan", path, "--no-measure", "--json").stdout)["memory"]["weights"]
+        assert (weights["nbytes"], weights["num_parameters"]) == (size, None)
+    counted = json.loads(run_here("plan", MODEL, "--no-measure", "--json", "--weights", "f16").stdout)["memory"][
+        "weights"
+    ]
+    assert counted["nbytes"] == counted["num_parameters"] * 2
+    assert 0 < size - counted["nbytes"] < 10_000  # the file's header
+    shards = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(shards))
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(bytes(100))
+    assert plan_of(tmp_path, LLAMA_8B)[1]["memory"]["weights"]["nbytes"] == 2 * PARAMETERS  # a part is missing
+    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(bytes(200))
+    (tmp_path / "consolidated.safetensors").write_bytes(bytes(300))  # the same again
+    assert plan_of(tmp_path, LLAMA_8B)[1]["memory"]["weights"]["nbytes"] == 300
+
+
+def test_weights_of_a_gguf(tmp_path):
+    gguf_files = pytest.importorskip("support.gguf_files")
+    metadata = {"block_count": 1, "attention.head_count": 2, "embedding_length": 64, "context_length": 99}
+    metadata = {f"llama.{name}": value for name, value in metadata.items()}
+    tensors = [("token_embd.weight", np.zeros((8, 64), np.float32), None)]
+    names = [f"a-{i:05}-of-00002.gguf" for i in (1, 2)]
+    whole, *parts = (gguf_files.write(tmp_path / name, "llama", metadata, tensors) for name in ("a.gguf", *names))
+
+    def weights_of(path, *options):
+        return json.loads(run_here("plan", path, "--no-measure", "--json", *options).stdout)["memory"]["weights"]
+
+    assert weights_of(whole)["nbytes"] == whole.stat().st_size
+    assert weights_of(whole, "--weights", "q8_0")["nbytes"] == 8 * 64 // 32 * 34
+    assert weights_of(parts[0])["nbytes"] == sum(part.stat().st_size for part in parts)
+    assert weights_of(parts[1], "--weights", "f16")["nbytes"] == 2 * 2 * 8 * 64
+    parts[1].unlink()
+    assert weights_of(parts[0])["nbytes"] is None
+    assert "1 of the model's 2 files are there" in run_here("plan", parts[0], "--no-measure").stdout
+    check_refused(run_here("plan", parts[0], "--weights", "f16"), "1 of the model's 2 files are there", "--weights")
 
 
 @pytest.mark.slow
 def test_plan_measures():
     made = json.loads(run("plan", MODEL, "--json").stdout)
     assert all(row["tokens_per_second"] > 0 for row in made["rows"])
+
+
+@pytest.mark.parametrize("command", ["plan", "bench"])
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "llama-3.1-8b", "Qwen3-0.6B"])
+def test_names_on_the_hub_are_explained(command, name):
+    repository = name if "/" in name else f"OWNER/{name}"
+    check_refused(
+        run_here(command, name),
+        f"there is no {name},",
+        "downloads nothing",
+        f"hf download {repository} ",
+        "config.json",
+    )
+
+
+def test_files_that_cannot_be_used_are_named_without_a_number(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    missing = tmp_path / "nosuch" / "config.json"
+    for command in ("plan", "bench", "generate"):
+        for path, said in ((missing, f"there is no {missing}"), (folder, f"{folder} has no config.json")):
+            done = run_here(command, path)
+            check_refused(done, said)
+            assert "Errno" not in done.stderr
+            assert "downloads" not in done.stderr
+    done = run_here("plan", MODEL, "--no-measure", "--plot", "/proc/a.png")
+    check_refused(done, "/proc/a.png: ")
+    assert "Errno" not in done.stderr
+
+
+def test_plan_as_it_is_typed(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    done = shell("kvcache plan config.json --weights q4_0 --context 128k --no-measure", cwd=tmp_path, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "weights: 4.2 GiB (8,030,261,248 parameters in q4_0)\n" in done.stdout
+    assert "1 sequence of 131,072 tokens" in done.stdout
+    done = shell("kvcache plan nosuch/config.json", cwd=tmp_path, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "kvcache: there is no nosuch/config.json\n")
+    done = shell("kvcache plan meta-llama/Llama-3.1-8B", cwd=tmp_path, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "`hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B`" in done.stderr
 
 
 def test_plan_draws(tmp_path):
@@ -261,7 +501,7 @@ def test_generate_refuses(options, word):
 
 
 def test_interrupt():
-    code = [sys.executable, "-m", "kvcache.tools.cli", "generate", MODEL, "ROMEO:", "--shift", "--tokens", "1000000"]
+    code = [sys.executable, "-m", "kvcache", "generate", MODEL, "ROMEO:", "--shift", "--tokens", "1000000"]
 
     def heeds_the_signal():  # which whoever runs the tests in the background ignores, and so would the command
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -321,7 +561,7 @@ def test_terminal_has_colour_unless_told_otherwise():
 
 
 def test_reader_that_has_had_enough():
-    code = f"{sys.executable} -m kvcache.tools.cli plan {MODEL} --no-measure --json | head -1"
+    code = f"{sys.executable} -m kvcache plan {MODEL} --no-measure --json | head -1"
     done = subprocess.run(code, shell=True, capture_output=True, text=True)
     assert done.stdout == "{\n"
     assert not done.stderr
