@@ -9,18 +9,19 @@
 #include "attention.h"
 
 typedef struct options {
-    const char *prompt, *model;
+    const char *prompt, *model, *second; /* second: a second argument, before which the first one is the model */
     int num_tokens, type, num_threads, use_openmp, window, help;
 } options;
 
 static const char *const usage =
-    "usage: generate [PROMPT] [OPTIONS]\n"
+    "usage: generate [MODEL] [PROMPT] [OPTIONS]\n"
     "\n"
     "Continues a prompt with a byte-level Llama, always by the likeliest token.\n"
     "\n"
-    "  PROMPT          text to continue (default: ROMEO:)\n"
-    "  --model FOLDER  where config.json and model.safetensors are (default: examples/model)\n"
-    "  --tokens N      how many to generate (default: 300)\n"
+    "  MODEL           folder with config.json and model.safetensors (default: examples/model)\n"
+    "  PROMPT          text to continue (default: ROMEO:); a single argument is the prompt\n"
+    "  --model MODEL   the same as the argument MODEL\n"
+    "  --tokens N      how many to generate, such as 300 or 2k (default: 300)\n"
     "  --dtype TYPE    element type of the cache: f32, f16, bf16, q8_0 or q4_0 (default: f16)\n"
     "  --threads N     how many threads (default: as many as the library would use)\n"
     "  --openmp        OpenMP's threads, in the program and in the library, and not the program's own\n"
@@ -29,9 +30,16 @@ static const char *const usage =
 
 /* ---- options ----------------------------------------------------------------------------------------------------- */
 
+static int shift_of(char unit) { return unit == 'k' || unit == 'K' ? 10 : unit == 'm' || unit == 'M' ? 20 : 0; }
+
+/* Reads a number such as 8192, 8k or 1M. */
 static int read_int(const char *name, const char *text, int most, int *number) {
     char *end = NULL;
-    const long value = text ? strtol(text, &end, 10) : 0;
+    long value = text ? strtol(text, &end, 10) : 0;
+    if (text && end != text && *end) {
+        const int shift = shift_of(*end++);
+        value = !shift || value > most >> shift ? 0 : value * (1L << shift);
+    }
     if (!text || end == text || *end || value < 1 || value > most)
         return fail("%s must be a whole number from 1 to %d, not %s", name, most, text ? text : "missing");
     *number = (int)value;
@@ -57,21 +65,28 @@ static int read_option(options *o, const char *name, const char *value, int *use
     if (!strcmp(name, "--help")) return o->help = 1, 0;
     if (!strcmp(name, "--openmp")) return o->use_openmp = 1, 0;
     if (!strncmp(name, "--", 2)) return fail("there is no option %s; --help tells which there are", name);
-    if (o->prompt) return fail("there are two prompts, %s and %s; quotes make one of several words", o->prompt, name);
-    o->prompt = name;
+    if (o->second) return fail("%s is an argument too many: quotes make one prompt of several words", name);
+    *(o->prompt ? &o->second : &o->prompt) = name;
     return 0;
 }
 
+static int order_arguments(options *o) {
+    if (o->second && o->model) return fail("the model is given twice, as %s and as %s", o->prompt, o->model);
+    if (o->second) o->model = o->prompt, o->prompt = o->second;
+    if (!o->prompt) o->prompt = "ROMEO:";
+    if (!o->model) o->model = "examples/model";
+    return *o->prompt ? 0 : fail("the prompt is empty");
+}
+
 static int read_options(options *o, int argc, char **argv) {
-    *o = (options){.model = "examples/model", .num_tokens = 300, .type = KVC_F16, .num_threads = kvc_num_threads()};
+    *o = (options){.num_tokens = 300, .type = KVC_F16, .num_threads = kvc_num_threads()};
     int status = 0;
     for (int i = 1, used; i < argc && !status; i += used)
         status = read_option(o, argv[i], i + 1 < argc ? argv[i + 1] : NULL, &used);
-    if (!o->prompt) o->prompt = "ROMEO:";
 #if !defined(_OPENMP)
     if (!status && o->use_openmp) status = fail("--openmp: this program was built without OpenMP");
 #endif
-    return !status && !*o->prompt ? fail("the prompt is empty") : status;
+    return status ? status : order_arguments(o);
 }
 
 /* ---- generating -------------------------------------------------------------------------------------------------- */

@@ -108,6 +108,12 @@ class Report:
         """Format the report as plain text, without a newline at the end."""
         return "\n".join([*self._speed_lines(), "", *self._type_lines()])
 
+    def line(self) -> str:
+        """Return the speeds in one line."""
+        speeds = ("prefill", self.prefill), ("decode", self.decode)
+        said = (f"{name} {s.tokens:,} tokens, {s.tokens_per_second:,.1f} tokens/s" for name, s in speeds if s.tokens)
+        return "; ".join(said) or "no token was generated"
+
     def _speed_lines(self) -> list[str]:
         lines = [f"{'':26}{'tokens':>8}{'tokens/s':>12}"]
         for name, speed, note in (

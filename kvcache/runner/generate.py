@@ -44,9 +44,10 @@ class Options:
     top_p : float
         The probability that the likeliest tokens, from which one is drawn, have together.
     compare : bool
-        Whether to measure also the speed without the cache, and to compare the element types.
+        Whether to measure also the speed without the cache, to compare the element types, and to end with a table; else
+        a notice says the speeds.
     quiet : bool
-        Whether to write the text only.
+        Whether to write the text only, without table and notice of the speeds.
 
     Raises
     ------

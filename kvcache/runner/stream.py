@@ -31,11 +31,11 @@ def run(
     *,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Load a model, stream a continuation of the prompt, and end with a table.
+    """Load a model, stream a continuation of the prompt, and end with a table if `options` ask for it.
 
     An interrupt (Ctrl-C) ends the text, or the measuring after it, and the table shows the measurements made by then.
-    Notices go to stderr. The text ends where the model ends it; without a window or a shift, also when the model's
-    context is full.
+    Notices go to stderr; without the table, one of them says the speeds. The text ends where the model ends it; without
+    a window or a shift, also when the model's context is full.
 
     With a window the text continues beyond the context. Positions keep growing, but rotary attention depends on
     distances only, and within the window distances stay in the range of the training. Distances to sink tokens grow,
@@ -72,6 +72,7 @@ def run(
     """
     if not prompt:
         raise LlamaError("the prompt is empty")
+    LlamaConfig.read(path)  # a model of another family is refused by its name, whatever its tokenizer is
     tokenizer, model = load_tokenizer(path), Llama.load(path)
     tokens = tokenizer.encode(prompt)
     room = _room(model.config, tokens, options)
@@ -89,9 +90,11 @@ def run(
             _measure(model, Path(path), tokenizer, tokens, report)
     except KeyboardInterrupt:
         status = INTERRUPTED
-    if not options.quiet:
+    if options.compare and not options.quiet:
         out.write(f"\n{report.table()}\n")
     out.flush()
+    if not options.compare and not options.quiet:
+        _notice(report.line())
     return status
 
 

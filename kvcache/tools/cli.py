@@ -25,12 +25,11 @@ from kvcache._core import INT32_MAX, MAX_THREADS
 from kvcache.errors import KVCacheError, ModelFileError, plain, sentence
 from kvcache.layer import DType, count, dtypes_for
 from kvcache.models import shapes
-from kvcache.models.reading import read_prompt
 from kvcache.policy import SlidingWindow
 from kvcache.runtime import __version__, get_num_threads, print_values, show_config
 from kvcache.system import available_memory, readable
 from kvcache.tools import memory_plan
-from kvcache.tools.arguments import parse_size, parse_tokens
+from kvcache.tools.arguments import parse_size, parse_tokens, prompt_bytes
 
 if TYPE_CHECKING:
     from kvcache.tools import bench
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 CONTEXT = 8192  # tokens of a sequence, if neither the user nor the model says
+PROMPT = "Once upon a time"
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -380,22 +380,31 @@ def _print_bench(record: dict[str, Any]) -> None:
 @app.command(
     epilog=_examples(
         'kvcache generate examples/model "ROMEO:" --dtype q8_0',
-        "kvcache generate Llama-3.2-1B-Q8_0.gguf --prompt-file play.txt --window 512 --sink-tokens 4",
+        "kvcache generate Llama-3.2-1B-Q8_0.gguf --window 512 < play.txt",
     )
 )
 def generate(
-    model: Annotated[Path, typer.Argument(help="A Hugging Face folder or a GGUF.", show_default=False)],
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue.", show_default=False)] = None,
-    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Read the prompt from a file.")] = None,
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a GGUF.", show_default=False)
+    ],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="PROMPT", help=f"Text to continue; -, or a pipe: standard input.  [default: {PROMPT}]"),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Read the prompt from a file; -: from standard input.")
+    ] = None,
     dtype: Annotated[Type, typer.Option(help="Element type of the cache.")] = Type.f16,
-    window: Annotated[int | None, typer.Option(metavar="N", help="Each token sees the last N only.")] = None,
+    window: Annotated[int | None, _tokens("Each token sees the last N only.")] = None,
     shift: Annotated[bool, typer.Option("--shift", help="Drop the older half of a full context and go on.")] = False,
-    sink_tokens: Annotated[int | None, typer.Option(metavar="N", help="The first N tokens stay.")] = None,
-    tokens: Annotated[int, typer.Option(metavar="N", help="How many to generate.")] = 300,
+    sink_tokens: Annotated[int | None, _tokens("The first N tokens stay.")] = None,
+    tokens: Annotated[int, _tokens("How many to generate, such as 300 or 2k.")] = 300,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same text.")] = 0,
     temperature: Annotated[float, typer.Option(metavar="T", help="0: always the likeliest token.")] = 0.8,
     top_p: Annotated[float, typer.Option(metavar="P", help="Draw from the likeliest that together have this.")] = 0.95,
-    compare: Annotated[bool, typer.Option(help="Then measure without the cache, and each type.")] = True,
+    compare: Annotated[
+        bool, typer.Option(help="Then measure without the cache, and each type: a table. Without it, one line.")
+    ] = True,
     quiet: Annotated[bool, typer.Option("--quiet", help="Write the text only.")] = False,
 ) -> int:
     """Continue a text with a model of the Llama family, through the cache."""
@@ -403,7 +412,7 @@ def generate(
 
     if prompt is not None and prompt_file is not None:
         raise typer.BadParameter("give a prompt or a file with one, not both", param_hint="--prompt-file")
-    text = read_prompt(prompt_file) if prompt_file else os.fsencode("Once upon a time" if prompt is None else prompt)
+    text = prompt_bytes(prompt, prompt_file, PROMPT)
     options = runner.Options(
         dtype=dtype.value,
         window=window,
@@ -418,7 +427,7 @@ def generate(
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for an ASCII terminal
-    with _prefill_bar() as on_prefill:
+    with _explained(model), _prefill_bar() as on_prefill:
         return runner.run(model, text, options, sys.stdout, on_prefill=on_prefill)
 
 

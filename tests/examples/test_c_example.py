@@ -134,13 +134,28 @@ def test_help(generate):
         (["--model", "/no/such/folder"], "there is no /no/such/folder/config.json, or it cannot be read"),
         (["--model", "x" * 5000], "the folder's name is too long"),
         (["--no-such"], "there is no option --no-such"),
-        (["two", "prompts"], "there are two prompts, two and prompts"),
+        (["and", "two", "words"], "words is an argument too many"),
+        (["a", "b", "--model", "c"], "the model is given twice"),
+        (["--tokens", "3q"], "--tokens must be a whole number from 1 to 1000000000, not 3q"),
+        (["--tokens", "3000000k"], "--tokens must be a whole number from 1 to 1000000000, not 3000000k"),
         ([""], "the prompt is empty"),
         (["x" * 2048], "the prompt of 2048 tokens leaves no room in the model's context of 2048"),
     ],
 )
 def test_bad_arguments(generate, arguments, sentence):
     check_refused(generate(*arguments), sentence)
+
+
+def test_the_model_stands_before_the_prompt(program, generate):
+    """As in `kvcache generate` and examples/generate.py."""
+    arguments = ["--tokens", "30", "--window", "1k"]
+    expected = text_of(generate("KING:", *arguments))
+
+    def run(*arguments):
+        return subprocess.run([*EMULATOR, program, *arguments], capture_output=True, encoding="utf-8", env=ENVIRONMENT)
+
+    assert text_of(run(MODEL, "KING:", *arguments)) == text_of(run(MODEL, *arguments, "KING:")) == expected
+    check_refused(run(MODEL, "KING:", "--model", MODEL), "the model is given twice")
 
 
 # --- hostile files -----------------------------------------------------------------------------------------------

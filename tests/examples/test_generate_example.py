@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -57,10 +58,39 @@ def test_greedy_text_and_table() -> None:
     assert float(table[4].split()[3]) == pytest.approx(EXPECTED["eval_loss_windows_of_2048"], abs=2e-6)
 
 
-def test_no_compare_leaves_the_speeds() -> None:
-    done = run("ROMEO:", "--tokens", "20", "--no-compare")
+def speeds_of(errors: str) -> dict[str, tuple[int, float]]:
+    """Tokens and tokens/s by name, of the last line on stderr."""
+    found = re.findall(r"(prefill|decode) ([\d,]+) tokens, ([\d,.]+) tokens/s", errors.splitlines()[-1])
+    return {name: (int(tokens.replace(",", "")), float(speed.replace(",", ""))) for name, tokens, speed in found}
+
+
+def test_no_compare_is_the_text_and_a_line_of_speeds() -> None:
+    done = run("ROMEO:", "--tokens", "20", "--no-compare", "--temperature", "0")
     assert done.returncode == 0
-    assert [line.split()[0] for line in table_of(done.stdout)] == ["prefill,", "decode,", "cache", *TYPES]
+    assert done.stdout == EXPECTED["greedy"][:26] + "\n"
+    speeds = speeds_of(done.stderr)
+    assert {name: tokens for name, (tokens, _) in speeds.items()} == {"prefill": 6, "decode": 19}
+    assert all(speed > 0 for _, speed in speeds.values())
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"], ["--prompt-file", "-"], ["--prompt-file", "/dev/stdin"]])
+def test_a_prompt_that_is_piped(arguments: list[str]) -> None:
+    options = ["--quiet", "--tokens", "20", "--temperature", "0"]
+    piped = subprocess.run(command(*arguments, *options), input=b"K\xd6NIG:\n", capture_output=True, timeout=TIMEOUT)
+    assert (piped.returncode, piped.stderr) == (0, b"")
+    assert piped.stdout.startswith("K\N{REPLACEMENT CHARACTER}NIG:\n".encode())
+
+
+def test_the_model_stands_before_the_prompt(tmp_path: Path) -> None:
+    """As in `kvcache generate` and the example in C."""
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("KING:")
+    model, options = str(ROOT / "examples" / "model"), ("--quiet", "--tokens", "1_000", "--temperature", "0")
+    expected = run("KING:", *options)
+    assert expected.stdout.startswith("KING:")
+    assert run(model, "KING:", *options).stdout == expected.stdout
+    assert run("--model", model, *options, "KING:").stdout == expected.stdout
+    assert run(model, *options, "--prompt-file", prompt).stdout == expected.stdout
 
 
 def test_quiet_is_the_text_alone() -> None:
@@ -85,15 +115,17 @@ def test_the_end_of_the_context(tmp_path: Path) -> None:
     full = run("--prompt-file", prompt, "--tokens", "50", "--no-compare", "--temperature", "0")
     assert full.returncode == 0
     notice = "(stopped at 2,048 tokens, the model's whole context; with a window or a shift it would go on)\n"
-    assert full.stderr == notice
-    assert table_of(full.stdout)[1].split()[3] == "7"  # the prompt's own pass gives the first of the eight
+    assert full.stderr.startswith(notice)
+    assert full.stderr.count("\n") == 2
+    assert speeds_of(full.stderr)["decode"][0] == 7  # the prompt's own pass gives the first of the eight
     window = ("--window", "100", "--tokens", "50", "--no-compare", "--temperature", "0")
     on = run("--prompt-file", prompt, *window)
-    assert (on.returncode, on.stderr) == (0, "")
-    assert table_of(on.stdout)[1].split()[3] == "49"
+    assert (on.returncode, on.stderr.count("\n")) == (0, 1)
+    assert speeds_of(on.stderr)["decode"][0] == 49
     sinks = run("--prompt-file", prompt, *window, "--sink-tokens", "4")
     assert sinks.returncode == 0
-    assert sinks.stderr == "(the sink tokens ended up further back than the model was trained to look)\n"
+    assert sinks.stderr.startswith("(the sink tokens ended up further back than the model was trained to look)\n")
+    assert sinks.stderr.count("\n") == 2
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -101,9 +133,9 @@ def test_a_shift_goes_on(tmp_path: Path, dtype: str) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_bytes((ROOT / "examples" / "model" / "eval.txt").read_bytes()[:2040])
     done = run("--prompt-file", prompt, "--shift", "--tokens", "60", "--no-compare", "--dtype", dtype)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1)
     assert done.stdout.startswith(prompt.read_text())
-    assert table_of(done.stdout)[1].split()[3] == "59"
+    assert speeds_of(done.stderr)["decode"][0] == 59
 
 
 def test_help() -> None:
@@ -122,7 +154,7 @@ def test_help() -> None:
     ("arguments", "sentence"),
     [
         (["--tokens", "0"], "tokens must be at least 1, not 0"),
-        (["--tokens", "many"], "argument --tokens: invalid int value: 'many'"),
+        (["--tokens", "many"], "argument --tokens: 'many' is no number of tokens, such as 8192, 8k or 1M"),
         (["--window", "-3"], "window must be at least 1, not -3"),
         (
             ["--window", "2000", "--sink-tokens", "100"],
@@ -145,7 +177,10 @@ def test_help() -> None:
         (["--no-such"], "unrecognized arguments: --no-such"),
         ([""], "the prompt is empty"),
         (["x" * 2048], "the prompt of 2,048 tokens leaves no room in the model's context of 2,048"),
-        (["a", "--prompt-file", "b"], "give a prompt or --prompt-file, not both"),
+        (["a", "b", "--prompt-file", "c"], "give a prompt or --prompt-file, not both"),
+        (["a", "b", "--model", "c"], "give the model as an argument or as --model, not both"),
+        (["a", "b", "c"], "unrecognized arguments: c"),
+        (["-"], "the prompt is empty"),
         (["--prompt-file", "/no/such/file"], "there is no /no/such/file"),
         (["--model", "/no/such/folder"], "there is no /no/such/folder"),
         (["--model", str(ROOT / "examples")], "has no config.json"),
@@ -237,7 +272,7 @@ def test_in_a_terminal() -> None:
     assert status == 0
     assert shown.startswith(EXPECTED["greedy"][:66])
     assert "\x1b" not in shown
-    assert len(table_of(shown)) == 3 + len(TYPES)
+    assert speeds_of(shown)["decode"][0] == 59
 
 
 def test_interrupt_in_a_terminal() -> None:

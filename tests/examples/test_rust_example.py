@@ -241,7 +241,8 @@ def check_refused(done: subprocess.CompletedProcess[str], sentence: str) -> None
         (["--threads", "5000"], "num_threads is 5000"),
         (["--dtype", "f64"], 'dtype must be one of f32, f16, bf16, q8_0, q4_0, not "f64"'),
         (["--no-such"], "there is no option --no-such"),
-        (["a", "b"], 'one prompt is enough: "b" is another'),
+        (["a", "b", "c"], '"c" is an argument too many: quote a prompt of several words'),
+        (["a", "b", "--model", "c"], "the model is given twice"),
         ([""], "the prompt is empty"),
         (["x" * 2048], "the prompt of 2048 tokens leaves no room in the model's context of 2048"),
         (["--model", "/no/such/folder"], "/no/such/folder/config.json: No such file or directory"),
@@ -249,6 +250,11 @@ def check_refused(done: subprocess.CompletedProcess[str], sentence: str) -> None
 )
 def test_bad_options(run: Run, arguments: list[str], sentence: str) -> None:
     check_refused(run(*arguments), sentence)
+
+
+def test_the_model_stands_before_the_prompt(run: Run) -> None:
+    """As in `kvcache generate` and examples/generate.py."""
+    assert run(str(MODEL), "KING:", "--tokens", "1k").stdout == run("KING:", "--tokens", "1024").stdout
 
 
 def test_arguments_that_are_no_text(target: Path) -> None:

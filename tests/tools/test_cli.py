@@ -125,6 +125,12 @@ def test_python_m_without_the_extra(tmp_path):
     assert run("--help", PYTHONPATH=str(tmp_path)).stderr == check
 
 
+def test_help_fits_a_terminal():
+    for command in ([], *([command] for command in COMMANDS)):
+        done = run(*command, "--help", COLUMNS="80")
+        assert max(map(len, done.stdout.splitlines())) <= 80, command
+
+
 def test_version_and_completion():
     assert run("--version").stdout.strip() == kvcache.__version__
     shown = run("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
@@ -336,7 +342,7 @@ def test_plan_measures():
     assert all(row["tokens_per_second"] > 0 for row in made["rows"])
 
 
-@pytest.mark.parametrize("command", ["plan", "bench"])
+@pytest.mark.parametrize("command", ["plan", "bench", "generate"])
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "llama-3.1-8b", "Qwen3-0.6B"])
 def test_names_on_the_hub_are_explained(command, name):
     repository = name if "/" in name else f"OWNER/{name}"
@@ -469,14 +475,72 @@ def test_bench_needs_a_folder_for_its_picture(tmp_path):
 
 
 def test_generate():
-    done = run("generate", MODEL, "ROMEO:", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0", "--no-compare")
+    arguments = ["generate", MODEL, "ROMEO:", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0"]
+    alone, quiet = run(*arguments, "--no-compare"), run(*arguments, "--quiet")
+    assert (alone.returncode, quiet.returncode) == (0, 0)
+    assert alone.stdout.startswith("ROMEO:")
+    assert len(alone.stdout) > 10
+    assert alone.stdout == quiet.stdout  # and no table
+    assert quiet.stderr == ""
+    assert alone.stderr.startswith("(prefill 6 tokens, ")
+    assert alone.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_generate_compares():
+    done = run("generate", MODEL, "ROMEO:", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0")
     assert done.returncode == 0
     text, _, table = done.stdout.partition("\n\n")
     assert text.startswith("ROMEO:")
-    assert len(text) > 10
-    assert "q8_0 cache" in table + text
-    quiet = run("generate", MODEL, "ROMEO:", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0", "--quiet")
-    assert done.stdout.startswith(quiet.stdout)
+    assert "q8_0 cache" in table
+
+
+GREEDY = "--tokens 20 --temperature 0 --quiet"
+
+
+@pytest.mark.parametrize("option", ["", "-", "--prompt-file -", "--prompt-file /dev/stdin"])
+def test_generate_from_a_pipe(option):
+    expected = run("generate", MODEL, "ROMEO:\n", *GREEDY.split()).stdout
+    done = shell(f"echo ROMEO: | kvcache generate {MODEL} {option} {GREEDY}", text=True)
+    assert (done.stdout, done.stderr) == (expected, "")
+    assert expected.startswith("ROMEO:\n")
+
+
+def test_generate_from_standard_input(tmp_path):
+    (tmp_path / "play.txt").write_bytes(b"ROM\xc9O:")
+    done = shell(f"kvcache generate {MODEL} {GREEDY} < {tmp_path}/play.txt")
+    assert done.stdout.startswith("ROM\N{REPLACEMENT CHARACTER}O:".encode())
+    argument = shell(f"echo ROMEO: | kvcache generate {MODEL} KING: {GREEDY}", text=True)
+    assert argument.stdout.startswith("KING:")
+    for nothing in (f"kvcache generate {MODEL} {GREEDY} < /dev/null", f"true | kvcache generate {MODEL} {GREEDY}"):
+        assert shell(nothing, text=True).stdout.startswith("Once upon a time")
+    assert shell(f"kvcache generate {MODEL} {GREEDY} <&-", text=True).stdout.startswith("Once upon a time")
+    for asked, said in (("true |", "the prompt is empty"), ("<&-", "standard input is closed")):
+        done = shell(f"{asked} kvcache generate {MODEL} - {GREEDY}", text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert said in done.stderr
+
+
+def test_generate_names_its_prompt():
+    help_text = " ".join(run("generate", "--help").stdout.split())
+    assert "[default: Once upon a time]" in help_text
+
+
+@pytest.mark.parametrize("tokenizer", [None, "{", '{"model": {"type": "Unheard"}}'])
+def test_generate_refuses_a_family_by_its_name(tmp_path, tokenizer):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 64}))
+    if tokenizer:
+        (tmp_path / "tokenizer.json").write_text(tokenizer)
+    check_refused(run("generate", tmp_path, "a"), "model_type 'gpt2' is not supported", "llama, mistral")
+
+
+def test_generate_takes_tokens_as_people_write_them():
+    arguments = ["generate", MODEL, "A", "--quiet", "--temperature", 0]
+    for option in ("--tokens", "--window", "--sink-tokens"):
+        check_refused(run_here(*arguments, option, "1_0"), option, "such as 8192, 8k or 1M")  # digits go in threes
+    done = run(*arguments, "--tokens", "1k", "--window", "1k", "--sink-tokens", "0,004")
+    assert len(done.stdout.rstrip("\n")) in (1024, 1025)  # a newline may be the model's own
+    assert done.stderr == ""
 
 
 def test_generate_from_a_file(tmp_path):

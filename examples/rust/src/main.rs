@@ -16,12 +16,13 @@ use llama::Llama;
 
 type Result<T, E = Box<dyn Error>> = std::result::Result<T, E>;
 
-const USAGE: &str = r#"usage: generate [PROMPT] [options]
+const USAGE: &str = r#"usage: generate [MODEL] [PROMPT] [options]
 
 Continues a prompt with a Llama whose tokens are bytes, always by the likeliest token.
 
-  PROMPT          text to continue (default: "ROMEO:")
-  --model FOLDER  config.json and model.safetensors (default: the repository's examples/model)
+  MODEL           folder with config.json and model.safetensors (default: the repository's examples/model)
+  PROMPT          text to continue (default: "ROMEO:"); a single argument is the prompt
+  --model MODEL   the same as the argument MODEL
   --tokens N      how many to generate (default: 300)
   --dtype TYPE    element type of the cache: f32, f16, bf16, q8_0 or q4_0 (default: f16)
   --threads N     threads that attend, where the library was built with OpenMP (default: its own choice)
@@ -47,7 +48,8 @@ struct Options {
 impl Options {
     /// `None` where help was asked for.
     fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Option<Self>> {
-        let mut prompt = None;
+        let mut given = Vec::new();
+        let mut model = None;
         let mut options = Options {
             prompt: "ROMEO:".into(),
             model: concat!(env!("CARGO_MANIFEST_DIR"), "/../model").into(),
@@ -59,23 +61,36 @@ impl Options {
             let mut value = || arguments.next().ok_or_else(|| format!("{argument} needs a value"));
             match argument.as_str() {
                 "-h" | "--help" => return Ok(None),
-                "--model" => options.model = value()?.into(),
+                "--model" => model = Some(value()?),
                 "--tokens" => options.max_new_tokens = number("tokens", &value()?)? as usize,
                 "--dtype" => options.dtype = dtype(&value()?)?,
                 "--threads" => options.num_threads = number("threads", &value()?)?,
                 _ if argument.starts_with("--") => return Err(format!("there is no option {argument}").into()),
-                _ if prompt.is_some() => return Err(format!("one prompt is enough: {argument:?} is another").into()),
-                _ => prompt = Some(argument),
+                _ if given.len() == 2 => {
+                    return Err(format!("{argument:?} is an argument too many: quote a prompt of several words").into())
+                }
+                _ => given.push(argument),
             }
         }
-        options.prompt = prompt.unwrap_or(options.prompt);
+        options.prompt = given.pop().unwrap_or(options.prompt);
+        if !given.is_empty() && model.is_some() {
+            return Err("the model is given twice, as an argument and as --model".into());
+        }
+        options.model = given.pop().or(model).map_or(options.model, PathBuf::from);
         Ok(Some(options))
     }
 }
 
+/// A number such as 8192, 8k or 1M.
 fn number(name: &str, text: &str) -> Result<i32> {
-    match text.parse() {
-        Ok(number) if number >= 1 => Ok(number),
+    let shift = match text.chars().last() {
+        Some('k' | 'K') => 10,
+        Some('m' | 'M') => 20,
+        _ => 0,
+    };
+    let digits = &text[..text.len() - usize::from(shift > 0)];
+    match digits.parse::<i32>() {
+        Ok(number) if number >= 1 && number <= i32::MAX >> shift => Ok(number << shift),
         _ => Err(format!("{name} must be a whole number from 1 to {}, not {text}", i32::MAX).into()),
     }
 }
