@@ -245,14 +245,14 @@ FITS = {True: "yes", False: "no", None: "cache alone"}
 
 
 def _print_plan(made: memory_plan.Plan, dtypes: Sequence[str]) -> None:
-    memory, weights = made.memory, made.memory.weights
+    memory = made.memory
     trained = f", trained for {made.model_context:,} tokens" if made.model_context else ""
     print(f"{plain(made.model_type)}, {count(sum(group.num_layers for group in made.groups), 'layer')}{trained}")
     print(f"memory: {readable(memory.free)} free ({memory.source})")
-    if weights.nbytes is None:
-        print(f"weights: not counted ({weights.source}): give --weights, such as q4_0 or 4.7GB\n")
+    if memory.weights is None:
+        print(f"weights: not counted ({memory.weights_source}): give --weights, such as q4_0 or 4.7GB\n")
     else:
-        print(f"weights: {readable(weights.nbytes)} ({weights.source})\n")
+        print(f"weights: {readable(memory.weights)} ({memory.weights_source})\n")
     print("bytes of a token, by type")
     _print_table(
         ["layers", "KV heads", "policy", *dtypes],

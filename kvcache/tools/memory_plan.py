@@ -53,12 +53,14 @@ class Memory:
 
     free: int
     source: str  # where the figure comes from: the machine or a cgroup
-    weights: Weights
+    weights: int | None  # bytes; None: they are not counted
+    weights_source: str  # where this figure comes from, or why there is none
+    num_parameters: int | None  # None: not counted
 
     @property
     def left(self) -> int:
         """The bytes that are left for the cache; all that are free if the weights are not counted."""
-        return max(0, self.free - (self.weights.nbytes or 0))
+        return max(0, self.free - (self.weights or 0))
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def available_memory(model: Any = None, weights: str | int | None = None) -> Mem
         If psutil is not installed.
     """
     found = Weights(0, "there is no model") if model is None else weigh(model, weights)
-    return Memory(*system.available_memory(), found)
+    return Memory(*system.available_memory(), found.nbytes, found.source, found.num_parameters)
 
 
 def weigh(model: Any, given: str | int | None = None) -> Weights:
@@ -284,7 +286,7 @@ def _row(
 
 
 def _fits(nbytes: int, memory: Memory) -> bool | None:
-    if memory.weights.nbytes is None and nbytes <= memory.left:
+    if memory.weights is None and nbytes <= memory.left:
         return None
     return nbytes <= memory.left
 
