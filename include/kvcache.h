@@ -297,7 +297,8 @@ KVC_API int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer);
 KVC_API int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id);
 KVC_API int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id);
 
-/* Returns kvc_last_position + 1, the position of the next token. */
+/* Returns the position of the next token: kvc_last_position + 1, or what follows the latest tokens if all their rows were
+ * evicted.  0 if nothing was stored. */
 KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
 
 /* Returns 1 if `position` is at most kvc_next_position and no row that a query there or later would see was evicted,
@@ -328,17 +329,20 @@ KVC_API kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id);
 
 /* Makes dst hold the rows of src at positions below `length`, in place of what it held.  No row is copied: the two
  * share slots until one of them drops these, and each appends to its own.  Sharing takes no slots: limits are checked
- * when the next batch begins.  src == dst is KVC_ERR_INVALID; KVC_ERR_NOMEM. */
+ * when the next batch begins.  src == dst is KVC_ERR_INVALID; KVC_ERR_GONE as in kvc_truncate of src; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length);
 
 /* Does kvc_copy_prefix of everything src holds. */
 KVC_API kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst);
 
 /* Drops the rows at positions [begin, end).  With `shift`, later tokens move down by end - begin, as by kvc_shift,
- * with its errors.  Without, they stay where they are; KVC_ERR_NOMEM. */
+ * with its errors.  Without, they stay where they are; KVC_ERR_NOMEM.  Where there are no later tokens, KVC_ERR_GONE as
+ * in kvc_truncate. */
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
 
-/* Drops the rows at positions of at least `length`.  KVC_ERR_NOMEM. */
+/* Drops the rows at positions of at least `length`, where the sequence goes on then.  KVC_ERR_GONE, and nothing has
+ * changed, where a token there would see rows that were evicted.  0 is always possible, and so are a position that
+ * kvc_can_resume confirms and one within the sinks of every layer with a window.  KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
 
 /* Moves the tokens at positions [begin, end) by delta; those that would come below 0 are dropped.  No row is copied or

@@ -81,6 +81,7 @@ cdef extern from "kvcache.h" nogil:
 
     int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer)
     int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id)
+    int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id)
     int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id)
     int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position)
     int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids)

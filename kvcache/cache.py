@@ -882,13 +882,18 @@ class KVCache:
         return self._core.last_position(seq_id)
 
     def next_position(self, seq_id: SupportsIndex = 0) -> int:
-        """Return the position at which the runner continues: `last_position` + 1, so 0 if nothing is stored."""
+        """Return the position at which the runner continues.
+
+        It is `last_position` + 1, or what follows the latest tokens if all their rows were evicted; 0 if nothing was
+        stored.
+        """
         return self._core.next_position(seq_id)
 
     def can_resume(self, position: SupportsIndex, *, seq_id: SupportsIndex = 0) -> bool:
         """Return whether a sequence can continue from a position.
 
         It can if the position is at most `next_position`, and no row that a query from there on sees was evicted.
+        `truncate` drops what stands there.
 
         Examples
         --------
@@ -909,6 +914,8 @@ class KVCache:
 
         Raises
         ------
+        RowsGoneError
+            If `dst` could not continue at `length`, as a token there would see rows that were evicted.
         CacheBusyError
             If one of the two sequences is in an open batch.
         ValueError
@@ -994,6 +1001,8 @@ class KVCache:
         ------
         NotSupportedError
             If later tokens have to move, and `rope` was not given.
+        RowsGoneError
+            If there are no later tokens, and the sequence could not continue at `begin`, as in `truncate`.
         CacheBusyError
             If the sequence is in an open batch.
         ValueError
@@ -1108,16 +1117,37 @@ class KVCache:
         self._core.divide(seq_id, begin, end, divisor)
 
     def truncate(self, length: SupportsIndex, *, seq_id: SupportsIndex = 0) -> None:
-        """Drop the rows of a sequence at positions from `length` on.
+        """Drop the rows of a sequence at positions from `length` on, where the sequence then continues.
+
+        A sequence that holds fewer tokens is left as it is. 0 is always possible; so is any position that `can_resume`
+        confirms, and any within the sinks of every layer with a window.
 
         Raises
         ------
+        RowsGoneError
+            If the sequence could not continue at `length`, as a token there would see rows that were evicted. Nothing
+            is dropped then; the message says how far back is possible. A larger `resume_window` keeps more.
         CacheBusyError
             If the sequence is in an open batch.
         ValueError
             If `length` is negative.
         MemoryError
             If memory is short.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(1, 1, 2, 64, policy=kvcache.SlidingWindow(4, resume_window=6))
+        >>> for _ in range(20):
+        ...     with cache.batch(1) as batch:
+        ...         batch.put(0, np.ones((1, 1, 2), np.float32), np.ones((1, 1, 2), np.float32))
+        >>> cache.truncate(10)
+        Traceback (most recent call last):
+        kvcache.errors.RowsGoneError: sequence 0 cannot go on at position 10: a token there would see rows that were ...
+        >>> cache.truncate(17)
+        >>> cache.next_position()
+        17
         """
         self._core.truncate(seq_id, length)
 

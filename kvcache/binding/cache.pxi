@@ -149,7 +149,13 @@ cdef class Cache(_CallCounter):
         return position
 
     def last_position(self, seq_id):
-        return self.find_next(to_seq_id(seq_id)) - 1
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef int32_t position
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            position = kvc_last_position(cache, seq)
+        self.leave()
+        return position
 
     def next_position(self, seq_id):
         return self.find_next(to_seq_id(seq_id))

@@ -480,8 +480,9 @@ class HFCache(Cache):
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}: give minus the number of tokens to take back")
         self._end_pass()
         seen = max(0, self._seen + tokens_to_remove)
-        for seq_id, offset in zip(self._seq_ids, self._offsets, strict=True):
-            self._cache.truncate(max(0, seen - offset), seq_id=seq_id)
+        lengths = {i: max(0, seen - offset) for i, offset in zip(self._seq_ids, self._offsets, strict=True)}
+        for seq_id in sorted(self._seq_ids, key=lambda i: self._cache.can_resume(lengths[i], seq_id=i)):
+            self._cache.truncate(lengths[seq_id], seq_id=seq_id)  # first where it may raise: then none has changed
         self._seen, self._offsets = seen, [min(offset, seen) for offset in self._offsets]
         for layer in self._others:
             layer.crop(tokens_to_remove)

@@ -98,7 +98,7 @@ int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id) {
         const int32_t s = batch->num_sequences++;
         sequence->in_batch = s + 1;
         batch->sequences[s] = (kvc_batch_sequence){.sequence = sequence};
-        sequence->low = kvc_sequence_is_empty(sequence) ? INT32_MAX : kvc_sequence_last(sequence) + 1;
+        sequence->low = kvc_sequence_is_empty(sequence) ? INT32_MAX : kvc_sequence_next(sequence);
         kvc_cache_mark_changed(batch->cache, sequence);
     }
     return sequence->in_batch - 1;

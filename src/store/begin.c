@@ -33,11 +33,11 @@ static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
         kvc_batch_sequence *member = &batch->sequences[s];
         const kvc_status status = mark_unstored(batch, member, t, args->unstored && args->unstored[t]);
         if (status != KVC_OK) return status;
-        const int32_t next = member->num_tokens ? member->next : kvc_sequence_last(member->sequence) + 1;
+        const int32_t next = member->num_tokens ? member->next : kvc_sequence_next(member->sequence);
         const int32_t position = positions ? positions[t] : next;
         if (position == INT32_MAX)
             return kvc_fail(KVC_ERR_INVALID, "num_tokens is %d: positions go up to %d, and sequence %lld goes on at %d",
-                            batch->num_tokens, INT32_MAX - 1, (long long)id, kvc_sequence_last(member->sequence) + 1);
+                            batch->num_tokens, INT32_MAX - 1, (long long)id, kvc_sequence_next(member->sequence));
         batch->positions[t] = position;
         batch->sequence_of[t] = s;
         member->num_stretches += !member->num_tokens++ || position != member->next;
@@ -69,15 +69,10 @@ static kvc_status check_not_evicted(const kvc_cache *cache, int32_t num_tokens, 
     for (int32_t t = 0; t < num_tokens; t++) {
         if (seq_ids && t && seq_ids[t] != seq_ids[t - 1]) sequence = kvc_table_find(&cache->sequences, seq_ids[t]);
         if (!sequence || !kvc_cache_misses(cache, sequence, positions[t])) continue;
-        if (kvc_sequence_is_empty(sequence)) /* all its rows were evicted */
-            return kvc_fail(KVC_ERR_GONE,
-                            "a token at position %d of sequence %lld would see rows that were evicted, as all of it "
-                            "were: give the position where it goes on, or clear it; a resume_window would keep its end",
-                            positions[t], (long long)sequence->id);
         return kvc_fail(KVC_ERR_GONE,
                         "a token at position %d of sequence %lld would see rows that were evicted: the sequence goes "
                         "on at %d; to go back further, clear it and feed it again, or give resume_window",
-                        positions[t], (long long)sequence->id, kvc_sequence_last(sequence) + 1);
+                        positions[t], (long long)sequence->id, kvc_sequence_next(sequence));
     }
     return KVC_OK;
 }

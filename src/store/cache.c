@@ -45,14 +45,12 @@ void kvc_cache_forget_blank(kvc_cache *cache, kvc_sequence *sequence) {
 }
 
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence) {
-    if (kvc_sequence_is_empty(sequence))
-        for (int32_t g = 0; g < sequence->num_groups; g++) sequence->runs[g].lost_end = 0;
     kvc_cache_mark_changed(cache, sequence);
     kvc_cache_forget_blank(cache, sequence);
 }
 
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position) {
     for (int32_t g = 0; g < cache->num_token_groups; g++)
-        if (kvc_policy_lowest(&cache->policies[g], position) < sequence->runs[g].lost_end) return 1;
+        if (kvc_policy_lowest(&cache->policies[g], position) < sequence->runs[g].lost.end) return 1;
     return 0;
 }

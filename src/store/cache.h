@@ -113,8 +113,7 @@ static inline void kvc_cache_watch(const kvc_cache *cache, double work, kvc_watc
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unmark_changed(kvc_sequence *sequence);
 
-/* Marks a sequence as changed at the end of an edit.  If it holds no token any more, forgets what was evicted from it;
- * if it is then blank, frees it as well. */
+/* Marks a sequence as changed at the end of an edit, and frees it if it is blank. */
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
 
 /* Takes a sequence out of the table and frees it; or only if it is blank; or every sequence but `kept` (NULL: all). */

@@ -64,6 +64,33 @@ kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_t
     return KVC_OK;
 }
 
+/* Returns the first position from which on no token of the sequence sees lost rows. */
+static int32_t first_safe(const kvc_cache *cache, const kvc_sequence *sequence) {
+    int32_t begin = 0, end = INT32_MAX;
+    while (begin < end) {
+        const int32_t middle = begin + (end - begin) / 2;
+        if (kvc_cache_misses(cache, sequence, middle))
+            begin = middle + 1;
+        else
+            end = middle;
+    }
+    return begin;
+}
+
+kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length) {
+    int32_t before = INT32_MAX, misses = 0; /* before: nothing was lost below */
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        const kvc_position_range lost = sequence->runs[g].lost;
+        if (lost.end && lost.begin < before) before = lost.begin;
+        misses |= lost.begin < length && kvc_policy_lowest(&cache->policies[g], length) < lost.end;
+    }
+    if (!misses || length >= kvc_sequence_next(sequence)) return KVC_OK;
+    return kvc_fail(KVC_ERR_GONE,
+                    "sequence %lld cannot go on at position %d: a token there would see rows that were evicted; it can "
+                    "from position %d on, or up to %d; a larger resume_window keeps more",
+                    (long long)sequence->id, length, first_safe(cache, sequence), before);
+}
+
 kvc_status kvc_check_idle(const kvc_sequence *sequence) {
     if (!sequence || !(sequence->in_batch || sequence->in_rewrite)) return KVC_OK;
     if (sequence->in_rewrite)

@@ -28,6 +28,9 @@ kvc_status kvc_check_positions(int32_t begin, int32_t end);
 /* Returns KVC_ERR_INDEX unless the batch has tokens [first, first + *num_tokens); 0 becomes all from first on. */
 kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens);
 
+/* Returns KVC_ERR_GONE if the sequence could not go on at position `length` once its rows from there on are dropped. */
+kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length);
+
 /* Returns KVC_ERR_BUSY if a batch or a rewrite has the sequence, which may be NULL. */
 kvc_status kvc_check_idle(const kvc_sequence *sequence);
 

@@ -183,7 +183,7 @@ void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_run_list *list, kvc_d
     visit_replaced(draft, kvc_drop_part, pool);
     pool->drafted -= draft->num_copied;
     cache->stats.rows_copied += draft->num_copied;
-    draft->runs.lost_end = list->lost_end;
+    draft->runs.lost = list->lost;
     kvc_runs_free_list(list, &cache->memory);
     *list = draft->runs;
 }

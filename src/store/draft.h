@@ -33,7 +33,7 @@ typedef struct kvc_copy {
 typedef struct kvc_draft {
     kvc_change change;
     const kvc_run_list *from; /* the list to be replaced */
-    kvc_run_list runs;        /* the new list, but for lost_end */
+    kvc_run_list runs;        /* the new list, but for lost */
     kvc_copy *copies;         /* [max_copies] each of at most KVC_COPY_ROWS rows */
     int32_t num_copies, max_copies;
     int64_t num_copied; /* number of rows in copies */

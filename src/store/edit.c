@@ -25,18 +25,28 @@ typedef struct edit {
     int32_t shift;   /* not 0: tokens behind removed ones move down */
 } edit;
 
-/* Returns lost_end after the edit: evicted rows are removed and moved like stored ones. */
-static int32_t lost_after(const edit *e, int32_t lost_end) {
+/* Returns a bound of a range after positions [c->begin, c->end) were removed. */
+static int32_t bound_after(const edit *e, int32_t bound) {
     const kvc_change *c = &e->change;
+    if (bound > c->end) return e->shift ? bound - (c->end - c->begin) : bound;
+    return bound > c->begin ? c->begin : bound;
+}
+
+/* Returns the lost positions of a list after the edit: evicted rows are removed and moved like stored ones. */
+static kvc_position_range lost_after(const edit *e, kvc_position_range lost) {
+    const kvc_change *c = &e->change;
+    const kvc_position_range none = {0, 0};
     if (e->removes) {
-        if (lost_end <= c->begin) return lost_end;
-        if (lost_end <= c->end) return c->begin;
-        return e->shift ? lost_end - (c->end - c->begin) : lost_end;
+        if (lost.begin >= c->begin && lost.end <= c->end) return none;
+        return (kvc_position_range){bound_after(e, lost.begin), bound_after(e, lost.end)};
     }
-    if (lost_end == 0 || lost_end - 1 < c->begin || lost_end - 1 >= c->moved_end) return lost_end;
-    if (c->divisor) return (lost_end - 1) / c->divisor + 1;
-    const int64_t moved = (int64_t)lost_end + c->move;
-    return moved < 0 ? 0 : moved < INT32_MAX ? (int32_t)moved : INT32_MAX - 1;
+    if (lost.end <= c->begin || lost.begin >= c->moved_end) return lost;
+    lost.begin = 0; /* a safe bound, as lost rows may be moved to anywhere below */
+    if (lost.end - 1 >= c->moved_end) return lost;
+    if (c->divisor) lost.end = (lost.end - 1) / c->divisor + 1;
+    const int64_t moved = (int64_t)lost.end + c->move;
+    lost.end = moved < 0 ? 0 : moved < INT32_MAX ? (int32_t)moved : INT32_MAX - 1;
+    return lost;
 }
 
 /* Returns 1: every changing row is copied. */
@@ -96,7 +106,7 @@ static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_
             continue;
         }
         kvc_draft_accept(cache, g, list, &drafts[g]);
-        list->lost_end = lost_after(e, list->lost_end);
+        list->lost = lost_after(e, list->lost);
         kvc_draft_free(cache, &drafts[g]);
     }
 }
@@ -125,6 +135,8 @@ static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e)
 static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {
     kvc_sequence *sequence = kvc_cache_find_to_copy(cache, seq_id);
     kvc_status status = kvc_check_idle(sequence);
+    if (status == KVC_OK && sequence && end >= kvc_sequence_next(sequence))
+        status = kvc_check_cut(cache, sequence, begin);
     if (status != KVC_OK || !sequence) return status;
     edit e = {.change = {.begin = begin, .end = end, .moved_end = end}, .removes = 1, .shift = shift};
     if (shift && kvc_sequence_last(sequence) >= end) {

@@ -3,7 +3,7 @@
 
 void kvc_set_lows(kvc_cache *cache) {
     for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed)
-        if (!sequence->in_batch) sequence->low = kvc_sequence_last(sequence) + 1;
+        if (!sequence->in_batch) sequence->low = kvc_sequence_next(sequence);
 }
 
 kvc_position_range kvc_evictable(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {

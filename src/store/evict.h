@@ -9,11 +9,6 @@
 
 #include "store/cache.h"
 
-/* Positions [begin, end); none where end <= begin. */
-typedef struct kvc_position_range {
-    int32_t begin, end;
-} kvc_position_range;
-
 /* Sets `low` of sequences outside the batch.  Call before evicting: one group's eviction changes the next one's. */
 void kvc_set_lows(kvc_cache *cache);
 

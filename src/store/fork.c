@@ -34,6 +34,7 @@ static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_
     } while (old && old->in_place);
     kvc_status status = kvc_check_idle(src);
     if (status == KVC_OK) status = kvc_check_idle(old);
+    if (status == KVC_OK && src) status = kvc_check_cut(cache, src, length);
     if (status != KVC_OK) return status;
     if (src && !(dst = new_sharer(cache, src, dst_id)))
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)dst_id);

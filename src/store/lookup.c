@@ -29,15 +29,21 @@ int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id) {
     return position;
 }
 
-int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id) { return kvc_last_position(cache, seq_id) + 1; }
+int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id) {
+    kvc_lock(cache);
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    const int32_t position = sequence ? kvc_sequence_next(sequence) : 0;
+    kvc_unlock(cache, KVC_OK);
+    return position;
+}
 
 int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position) {
     if (position < 0) return 0;
     kvc_lock(cache);
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    const int32_t can =
-        sequence ? position <= kvc_sequence_last(sequence) + 1 && !kvc_cache_misses(cache, sequence, position)
-                 : position == 0;
+    const int32_t can = sequence
+                            ? position <= kvc_sequence_next(sequence) && !kvc_cache_misses(cache, sequence, position)
+                            : position == 0;
     kvc_unlock(cache, KVC_OK);
     return can;
 }

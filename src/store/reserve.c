@@ -94,7 +94,7 @@ kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
 static int64_t count_room(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     const kvc_batch_sequence *member = batch->sequences;
-    int64_t room = INT32_MAX - 1 - kvc_sequence_last(member->sequence), slot_bytes = 0;
+    int64_t room = INT32_MAX - kvc_sequence_next(member->sequence), slot_bytes = 0;
     if (room > KVC_MAX_BATCH) room = KVC_MAX_BATCH;
     if (cache->max_sequences && kvc_count_holding(batch) > cache->max_sequences) return 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {

@@ -178,10 +178,11 @@ kvc_status kvc_runs_prepare_evict(kvc_run_list *list, kvc_memory *memory, int32_
     return kvc_runs_prepare_edit(list, memory, extra);
 }
 
-/* Raises *lost_end to the end of an evicted part. */
+/* Adds an evicted part to the list's lost positions. */
 static void note_lost(void *context, const kvc_run *part) {
-    int32_t *lost_end = context;
-    if (run_end(part) > *lost_end) *lost_end = run_end(part);
+    kvc_position_range *lost = context;
+    if (!lost->end || part->position < lost->begin) lost->begin = part->position;
+    if (run_end(part) > lost->end) lost->end = run_end(part);
 }
 
 /* Drops the rows below position `end` from the runs behind the first `kept` ones. */
@@ -209,7 +210,7 @@ static int64_t trim_front(kvc_run_list *list, kvc_pool *pool, int32_t kept, int3
 }
 
 int64_t kvc_runs_evict(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
-    if (kvc_runs_visit(list, begin, end, note_lost, &list->lost_end) == 0) return 0;
+    if (kvc_runs_visit(list, begin, end, note_lost, &list->lost) == 0) return 0;
     const int32_t kept = runs_before(list, begin);
     return kept >= 0 ? trim_front(list, pool, kept, end) : kvc_runs_remove(list, pool, begin, end);
 }
@@ -221,7 +222,8 @@ void kvc_runs_share(kvc_run_list *dst, const kvc_run_list *src, int32_t length) 
         kvc_pool_hold(part.block, part.slot, part.count);
         kvc_runs_append(dst, &part);
     }
-    dst->lost_end = src->lost_end < length ? src->lost_end : length;
+    if (src->lost.begin < length) dst->lost = src->lost;
+    if (dst->lost.end > length) dst->lost.end = length;
 }
 
 int64_t kvc_runs_find(const kvc_run_list *list, int32_t position) {

@@ -16,10 +16,15 @@ typedef struct kvc_run {
     int32_t delta;    /* position now, less the position the keys were rotated for */
 } kvc_run;
 
+/* Positions [begin, end); none where end <= begin. */
+typedef struct kvc_position_range {
+    int32_t begin, end;
+} kvc_position_range;
+
 typedef struct kvc_run_list {
     kvc_run *runs; /* runs[first .. first + num): runs before `first` were evicted */
     int32_t first, num, capacity;
-    int32_t lost_end;                   /* rows below this position were evicted */
+    kvc_position_range lost;            /* all rows that were evicted stood here; end 0: none was */
     int32_t min_position, max_position; /* -1 if there are no rows */
     int32_t ascending;                  /* positions rise from row to row */
     int64_t num_rows;
@@ -81,7 +86,7 @@ void kvc_drop_part(void *pool, const kvc_run *part);
 int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end);
 
 /* Drops the rows at positions [begin, end), which no query will see any more, after kvc_runs_prepare_evict, and notes
- * that in lost_end.  Returns their number.  Takes time for rows that are dropped, not for rows that stay. */
+ * that in list->lost.  Returns their number.  Takes time for rows that are dropped, not for rows that stay. */
 int64_t kvc_runs_evict(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end);
 
 /* Makes dst hold the rows of src below position `length` as well; dst is empty, with capacity for all runs of src. */

@@ -24,7 +24,7 @@ void kvc_sequence_free(kvc_sequence *sequence, kvc_memory *memory, kvc_pool *poo
 
 int kvc_sequence_is_blank(const kvc_sequence *sequence) {
     for (int32_t g = 0; g < sequence->num_groups; g++)
-        if (sequence->runs[g].num || sequence->runs[g].lost_end) return 0;
+        if (sequence->runs[g].num || sequence->runs[g].lost.end) return 0;
     return 1;
 }
 
@@ -60,6 +60,13 @@ int32_t kvc_sequence_last(const kvc_sequence *sequence) {
     for (int32_t g = 0; g < sequence->num_token_groups; g++)
         if (sequence->runs[g].max_position > last) last = sequence->runs[g].max_position;
     return last;
+}
+
+int32_t kvc_sequence_next(const kvc_sequence *sequence) {
+    int32_t next = kvc_sequence_last(sequence) + 1;
+    for (int32_t g = 0; g < sequence->num_token_groups; g++)
+        if (sequence->runs[g].lost.end > next) next = sequence->runs[g].lost.end;
+    return next;
 }
 
 /* ---- the table of sequences -------------------------------------------------------------------------------------- */

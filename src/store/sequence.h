@@ -42,6 +42,9 @@ int kvc_sequence_is_blank(const kvc_sequence *sequence);
 int32_t kvc_sequence_first(const kvc_sequence *sequence);
 int32_t kvc_sequence_last(const kvc_sequence *sequence);
 
+/* Returns the position behind all tokens in any group, evicted ones included. */
+int32_t kvc_sequence_next(const kvc_sequence *sequence);
+
 /* ---- the table of sequences -------------------------------------------------------------------------------------- */
 
 typedef struct kvc_table {

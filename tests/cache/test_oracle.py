@@ -31,11 +31,29 @@ def test_a_window_keeps_sinks_and_says_when_rows_are_gone():
     for _ in range(10):
         feed(cache, 1)
     assert cache.positions() == [0, 6, 7, 8, 9]
-    assert cache.lost_end[0][0] == 6
+    assert cache.lost[0][0] == (1, 6)
     assert [cache.can_resume(p) for p in (8, 9, 10, 11)] == [False, True, True, False]
-    cache.truncate(8)
-    with pytest.raises(RowsGoneError):
+    for length in (2, 5, 8):
+        with pytest.raises(RowsGoneError):
+            cache.truncate(length)
+    assert cache.next_position() == 10
+    cache.truncate(9)
+    assert cache.next_position() == 9
+    cache.truncate(1)  # to the sink, of which nothing was lost
+    feed(cache, 1)
+    assert cache.positions() == [0, 1]
+
+
+def test_where_a_chunk_begins_a_sequence_goes_on_without_a_row():
+    cache = KVCache(1, 1, 1, None, policy=ChunkedAttention(4))
+    for _ in range(10):
         feed(cache, 1)
+    with pytest.raises(RowsGoneError):
+        cache.truncate(7)
+    cache.truncate(8)
+    assert (cache.positions(), cache.next_position()) == ([], 8)
+    feed(cache, 1)
+    assert cache.positions() == [8]
 
 
 def test_resume_window_keeps_more():
@@ -48,19 +66,17 @@ def test_resume_window_keeps_more():
 
 
 def test_a_layer_that_lost_its_rows_still_says_so():
-    """Here another layer still holds the sequence, so that it could go on, and would see less than it should."""
+    """Here another layer still holds the sequence, so that it could go on there, and would see less than it should."""
     cache = KVCache(2, 1, 1, None, policy=[FullAttention(), SlidingWindow(4)], max_sequences=3)
     for _ in range(10):
         feed(cache, 1)
-    cache.copy_prefix(0, 1, 5)
-    cache.fork(0, 2)
-    cache.truncate(5)
-    cache.remove(5, seq_id=2)
-    for seq_id in range(3):
-        assert (cache.positions(seq_id=seq_id, layer=0), cache.seq_len(seq_id, layer=1)) == ([0, 1, 2, 3, 4], 0)
-        assert not cache.can_resume(5, seq_id=seq_id)
+    for cut in (lambda: cache.copy_prefix(0, 1, 5), lambda: cache.truncate(5), lambda: cache.remove(5)):
         with pytest.raises(RowsGoneError):
-            feed(cache, 1, seq_id)
+            cut()
+    assert (cache.sequences, cache.next_position(), cache.seq_len(layer=1)) == ([0], 10, 4)
+    assert not cache.can_resume(5)
+    with pytest.raises(RowsGoneError):
+        feed(cache, 1, start=5)
     cache.truncate(0)
     assert cache.can_resume(0)
     feed(cache, 3)
@@ -70,10 +86,11 @@ def test_a_fork_has_lost_what_its_source_has():
     cache = KVCache(1, 1, 1, None, policy=SlidingWindow(4, num_sink_tokens=1), max_sequences=2)
     for _ in range(10):
         feed(cache, 1)
-    cache.truncate(6)
     cache.fork(0, 1)
     for seq_id in range(2):
-        assert cache.positions(seq_id=seq_id) == [0]
+        assert cache.positions(seq_id=seq_id) == [0, 6, 7, 8, 9]
+        with pytest.raises(RowsGoneError):
+            cache.truncate(6, seq_id=seq_id)
         assert [cache.misses(p, seq_id) for p in (1, 8, 9)] == [True, True, False]
 
 

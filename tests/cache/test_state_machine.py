@@ -450,8 +450,8 @@ class Machine(RuleBasedStateMachine):
         edges = {0, self.oracle.next_position(seq_id)}
         for layer in self.groups.values():
             edges.update(self.oracle.positions(seq_id=seq_id, layer=layer))
-            lost = self.oracle.lost_end[layer].get(seq_id, 0)
-            edges |= {lost, lost + getattr(self.oracle.policy[layer], "window", 1) - 1}
+            begin, lost = self.oracle.lost_at(layer, seq_id)
+            edges |= {begin, lost, lost + getattr(self.oracle.policy[layer], "window", 1) - 1}
         return sorted({p for edge in edges for p in (edge - 1, edge, edge + 1) if 0 <= p <= LAST + 1})
 
     @rule(data=st.data(), dst=sequences, whole=st.booleans())

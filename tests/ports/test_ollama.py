@@ -278,8 +278,10 @@ def test_a_copy_in_a_window_has_what_is_still_there():
     runner.cache.copy_prefix(0, 1, 4)
     assert runner.cache.positions(seq_id=1).tolist() == [2, 3]
     assert runner.append(1, 1) == [{4, 6}]
-    runner.cache.truncate(2, seq_id=1)
-    assert runner.cache.sequences == [0]  # what it still held is gone: it may begin again
+    with pytest.raises(RowsGoneError):  # the original attends to less
+        runner.cache.truncate(2, seq_id=1)
+    runner.cache.truncate(0, seq_id=1)
+    assert runner.cache.sequences == [0]
     runner.cache.copy_prefix(0, 1, 4)
     assert not runner.cache.can_resume(3, seq_id=1)
     with pytest.raises(RowsGoneError):
@@ -340,10 +342,11 @@ def test_resuming_in_mixed_layers_takes_all_of_them():
     for _ in range(6):
         runner.append(0, 1)
     assert resumable(runner.cache) == [5, 6]
-    runner.cache.truncate(4)
-    assert resumable(runner.cache) == []
     with pytest.raises(RowsGoneError):
-        runner.append(0, 1)
+        runner.cache.truncate(4)
+    assert resumable(runner.cache) == [5, 6]
+    runner.cache.truncate(5)
+    assert runner.append(0, 1) == [[{4, 5, 7}], [{1, 2, 3, 4, 5, 7}]]
 
 
 # --- a full pool -------------------------------------------------------------------------------------------------
@@ -477,6 +480,15 @@ def test_anything(kinds, seed):
             everywhere("remove", s, 0)
             runner.cache.truncate(0, seq_id=s)
 
+    def cut(seq, end, edit, *arguments):
+        """Drop what stands from `end` on, or share what stands before; refused if a token at `end` would miss rows."""
+        if 0 < end < length(seq) and not all(layer.can_resume(seq, end) for layer in layers):
+            with pytest.raises(RowsGoneError):
+                edit()
+        else:
+            everywhere(*arguments)
+            edit()
+
     for _ in range(60):
         seq, other = rng.permutation(3)[:2].tolist()
         begin, end = sorted(rng.integers(0, length(seq) + 1, 2).tolist())
@@ -484,14 +496,12 @@ def test_anything(kinds, seed):
         if step in ("forward", "both") and max(length(seq), length(other)) < 40:
             forward(*(seq, other)[: 1 + (step == "both")])
         elif step == "back":
-            everywhere("remove", seq, end)
-            runner.cache.truncate(end, seq_id=seq)
+            cut(seq, end, lambda: runner.cache.truncate(end, seq_id=seq), "remove", seq, end)  # noqa: B023
         elif step == "remove":
-            everywhere("remove", seq, begin, end)
-            runner.cache.remove(begin, end, seq_id=seq)
+            kept = begin if end == length(seq) else length(seq)
+            cut(seq, kept, lambda: runner.cache.remove(begin, end, seq_id=seq), "remove", seq, begin, end)  # noqa: B023
         elif step == "copy":
-            everywhere("copy_prefix", seq, other, end)
-            runner.cache.copy_prefix(seq, other, end)
+            cut(seq, end, lambda: runner.cache.copy_prefix(seq, other, end), "copy_prefix", seq, other, end)  # noqa: B023
         for s in range(3):
             if not length(s):  # nothing of it is stored anywhere: it is forgotten
                 for layer in layers:

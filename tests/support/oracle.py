@@ -82,16 +82,23 @@ class Row:
     slot: object = field(default_factory=object)  # shared by forks: what capacity counts
 
 
+def removed(lost, begin, end, shift):
+    """Where evicted rows stood after positions [begin, end) were removed, like stored ones."""
+    if lost[0] >= begin and lost[1] <= end:
+        return 0, 0
+    return tuple(p - (end - begin if shift else 0) if p > end else min(p, begin) for p in lost)
+
+
 def within_capacity(edit):
     """An edit that copies shared rows, and is refused where more slots than `capacity` would then be live."""
 
     def wrapper(self, *args, **kwargs):
         rows = [{s: [replace(r) for r in held] for s, held in layer.items()} for layer in self.rows]
-        lost = [dict(each) for each in self.lost_end]
+        lost = [dict(each) for each in self.lost]
         result = edit(self, *args, **kwargs)
         pending = len(self.open_batch.positions) if self.open_batch else 0
         if self.capacity is not None and any(self.live(i) + pending > self.capacity for i in self.layers):
-            self.rows, self.lost_end = rows, lost
+            self.rows, self.lost = rows, lost
             raise CacheFullError("capacity")
         return result
 
@@ -118,7 +125,7 @@ class KVCache:
         self.source = [i if s is None else s for i, s in enumerate(share or [None] * num_layers)]  # whose rows it reads
         self.layers = [i for i in range(num_layers) if self.source[i] == i and self.keeps_tokens(i)]
         self.rows = [{} for _ in self.policy]  # layer -> {seq_id: [Row, in order of arrival]}
-        self.lost_end = [{} for _ in self.policy]  # layer -> {seq_id: below it rows were evicted}
+        self.lost = [{} for _ in self.policy]  # layer -> {seq_id: (begin, end): all evicted rows stood there}
         self.open_batch = None
 
     def keeps_tokens(self, layer):
@@ -147,11 +154,15 @@ class KVCache:
         return max((p for layer in self.layers for p in self.positions(seq_id=seq_id, layer=layer)), default=-1)
 
     def next_position(self, seq_id=0):
-        return self.last_position(seq_id) + 1
+        """The position behind all tokens, evicted ones included."""
+        return max([self.last_position(seq_id) + 1] + [self.lost_at(i, seq_id)[1] for i in self.layers])
+
+    def lost_at(self, layer, seq_id):
+        return self.lost[layer].get(seq_id, (0, 0))
 
     def misses(self, position, seq_id):
         """Return whether a query at this position would miss evicted rows."""
-        return any(self.policy[i].lowest(position) < self.lost_end[i].get(seq_id, 0) for i in self.layers)
+        return any(self.policy[i].lowest(position) < self.lost_at(i, seq_id)[1] for i in self.layers)
 
     def can_resume(self, position, *, seq_id=0):
         return position <= self.next_position(seq_id) and not self.misses(position, seq_id)
@@ -201,7 +212,7 @@ class KVCache:
     def clear(self, seq_id=None):
         gone = self.known() if seq_id is None else {seq_id}
         self.check_idle(*gone)
-        for table in (*self.rows, *self.lost_end):
+        for table in (*self.rows, *self.lost):
             for s in gone:
                 table.pop(s, None)
 
@@ -211,12 +222,20 @@ class KVCache:
         for s in gone:
             self.clear(s)
 
+    def check_cut(self, seq_id, length):
+        """Raise if a token at `length` would miss evicted rows, once those from there on are dropped."""
+        for i in self.layers if length < self.next_position(seq_id) else []:
+            begin, end = self.lost_at(i, seq_id)
+            if begin < length and self.policy[i].lowest(length) < end:
+                raise RowsGoneError(f"sequence {seq_id} cannot go on at {length}")
+
     def copy_prefix(self, src, dst, length):
         if src == dst or length < 0:
             raise ValueError("src and dst are the same sequence, or length is negative")
         self.check_idle(src, dst)
+        self.check_cut(src, length)
         shared = {i: [replace(r) for r in self.held(i, src) if r.position < length] for i in self.layers}
-        lost = {i: min(self.lost_end[i].get(src, 0), length) for i in self.layers}
+        lost = {i: removed(self.lost_at(i, src), length, MAX_POSITION + 1, False) for i in self.layers}
         self.become(dst, src, shared, lost)
 
     def fork(self, src, dst):
@@ -224,7 +243,7 @@ class KVCache:
             raise ValueError("src and dst are the same sequence")
         self.check_idle(src, dst)
         shared = {i: [replace(r) for r in self.held(i, src)] for i in self.layers}
-        lost = {i: self.lost_end[i].get(src, 0) for i in self.layers}
+        lost = {i: self.lost_at(i, src) for i in self.layers}
         self.become(dst, src, shared, lost)
 
     def become(self, dst, src, shared, lost):
@@ -245,13 +264,12 @@ class KVCache:
         moves = shift and end is not None and self.last_position(seq_id) >= end
         if moves and self.rope is None:
             raise NotSupportedError("later tokens would move: give rope")
+        if end is None or end >= self.next_position(seq_id):
+            self.check_cut(seq_id, begin)
         kept, lost = {}, {}
         for i in self.layers:
             kept[i] = [r for r in self.held(i, seq_id) if r.position < begin or (end is not None and r.position >= end)]
-            lost[i] = self.lost_end[i].get(seq_id, 0)
-            if lost[i] > begin:  # evicted rows are removed, and move, like stored ones
-                behind = end is not None and lost[i] > end
-                lost[i] = begin if not behind else lost[i] - (end - begin) if shift else lost[i]
+            lost[i] = removed(self.lost_at(i, seq_id), begin, MAX_POSITION + 1 if end is None else end, shift)
         self.put_back(seq_id, kept, lost)
         if moves and begin < end:
             self.move(end, None, seq_id, lambda p: p + begin - end, move_lost=False, rewrites=self.rewrites)
@@ -337,18 +355,18 @@ class KVCache:
                 if rewrites and inside(r.position):
                     row = replace(self.settled(i, row, False), slot=object())
                 moved[i].append(row)
-            lost[i] = self.lost_end[i].get(seq_id, 0)
-            if move_lost and lost[i] and inside(lost[i] - 1):
-                lost[i] = max(0, to(lost[i] - 1) + 1)
+            first, last = lost[i] = self.lost_at(i, seq_id)
+            if move_lost and last > begin and (end is None or first < end):
+                lost[i] = 0, max(0, to(last - 1) + 1) if inside(last - 1) else last
         self.put_back(seq_id, moved, lost)
 
     def put_back(self, seq_id, rows, lost):
-        """A sequence without a row in any layer is empty and has lost nothing; else each layer knows its loss."""
+        """A sequence that has no rows and has lost none is forgotten."""
         for i in self.layers:
-            if any(rows.values()):
-                self.rows[i][seq_id], self.lost_end[i][seq_id] = rows[i], lost[i]
+            if any(rows.values()) or any(end for _, end in lost.values()):
+                self.rows[i][seq_id], self.lost[i][seq_id] = rows[i], lost[i]
             else:
-                self.rows[i].pop(seq_id, None), self.lost_end[i].pop(seq_id, None)
+                self.rows[i].pop(seq_id, None), self.lost[i].pop(seq_id, None)
 
     def fit(self, positions, seq_ids):
         """Return what every sequence keeps in each layer once these tokens begin; raise if they do not fit."""
@@ -376,7 +394,9 @@ class KVCache:
             for s, rows in kept[i].items():
                 gone = {r.position for r in self.rows[i][s]} - {r.position for r in rows}
                 self.rows[i][s] = rows
-                self.lost_end[i][s] = max([self.lost_end[i].get(s, 0)] + [p + 1 for p in gone])
+                begin, end = self.lost_at(i, s)
+                if gone:
+                    self.lost[i][s] = min({*gone, begin} if end else gone), max(end, max(gone) + 1)
 
     def reserve(self, num_tokens, *, seq_id=0):
         """Evicts as a batch does; whatever else it does cannot be seen here."""
@@ -530,7 +550,7 @@ class Batch:
             s = self.seq_ids[j]
             for i in self.cache.layers:
                 self.cache.rows[i].setdefault(s, []).append(self.rows[i][j])
-                self.cache.lost_end[i].setdefault(s, 0)
+                self.cache.lost[i].setdefault(s, (0, 0))
             for i, encoded in enumerate(self.encoded):
                 if s in encoded:
                     self.cache.rows[i][s] = encoded[s]

@@ -611,6 +611,12 @@ static kvc_batch *put_any(kvc_cache *cache, int num_ids, const int32_t *counts)
     return batch;
 }
 
+/* A cut may be refused where a policy evicts. */
+static void check_cut(kvc_status status, const kvc_policy *policy)
+{
+    CHECKF(status == KVC_OK || (status == KVC_ERR_GONE && policy->kind != KVC_FULL), "%s", kvc_last_error());
+}
+
 /* Forks, forks of forks, with rows of their own, holes, and rows that moved. */
 static kvc_cache *tangle(kvc_policy policy)
 {
@@ -633,12 +639,12 @@ static kvc_cache *tangle(kvc_policy policy)
             if (last < 3 * PART)
                 CHECKF(kvc_commit(put_any(cache, TANGLED, counts)) == KVC_OK, "%s", kvc_last_error());
         } else if (what < 5)
-            CHECK(kvc_copy_prefix(cache, s, other, random_int(0, 3) ? KVC_END : at) == KVC_OK);
+            check_cut(kvc_copy_prefix(cache, s, other, random_int(0, 3) ? KVC_END : at), &policy);
         else if (what == 5)
             for (int32_t p = at; p < at + 100; p += 2) /* leaves runs of one row */
-                CHECK(kvc_remove(cache, s, p, p + 1, 0) == KVC_OK);
+                check_cut(kvc_remove(cache, s, p, p + 1, 0), &policy);
         else
-            CHECK(kvc_remove(cache, s, at, at + random_int(1, 30), policy.kind == KVC_FULL) == KVC_OK);
+            check_cut(kvc_remove(cache, s, at, at + random_int(1, 30), policy.kind == KVC_FULL), &policy);
         for (int c = 0; c < TANGLED; c++) /* a sequence whose window was evicted starts anew */
             if (!kvc_can_resume(cache, c, kvc_next_position(cache, c)))
                 CHECK(kvc_clear_sequence(cache, c) == KVC_OK);

@@ -110,7 +110,14 @@ static void prepare_four(pair *p)
     prepare_one(p);
     pair_feed(p, 1, 0, 6);
     pair_feed(p, 2, 0, 1);
-    pair_copy_prefix(p, 0, 3, 10);
+    pair_fork(p, 0, 3);
+}
+
+/* The rows before the last ones of sequence 1 have not been evicted. */
+static void prepare_fed(pair *p)
+{
+    prepare_four(p);
+    pair_feed(p, 1, 6, 9);
 }
 
 static void prepare_irregular(pair *p)
@@ -281,7 +288,7 @@ static kvc_status fork_over(pair *p)
 
 static kvc_status copy_prefix(pair *p)
 {
-    return pair_copy_prefix(p, 0, 8, 19);
+    return pair_copy_prefix(p, 1, 8, 8);
 }
 
 static kvc_status copy_nothing(pair *p)
@@ -386,7 +393,7 @@ static kvc_status dense(pair *p)
 
 static kvc_status truncate_one(pair *p)
 {
-    return pair_truncate(p, 0, 19);
+    return pair_truncate(p, 0, 21);
 }
 
 static kvc_status hold_spans(pair *p)
@@ -513,7 +520,7 @@ int main(void)
         {"fork", .prepare = prepare_four, .run = fork_new},
         {"fork over a sequence", .prepare = prepare_four, .run = fork_over},
         {"fork with holes", .prepare = prepare_holes, .run = fork_new},
-        {"copy_prefix", .prepare = prepare_four, .run = copy_prefix},
+        {"copy_prefix", .prepare = prepare_fed, .run = copy_prefix},
         {"copy_prefix of nothing", .prepare = prepare_four, .run = copy_nothing},
         {"remove", .prepare = prepare_runs, .run = remove_middle},
         {"truncate", .prepare = prepare_runs, .run = truncate_one},

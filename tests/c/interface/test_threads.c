@@ -200,19 +200,21 @@ static void *edit(void *context)
     while (!atomic_load(o->stop)) {
         int64_t id = 10 + pick(o, 4), from = pick(o, 2) ? 1 : 10 + pick(o, 4);
         int32_t position = pick(o, BASE);
+        int32_t cut = pick(o, 2) ? BASE - pick(o, 8) : pick(o, 6); /* the window still has all rows, or the sinks have */
         int choice = pick(o, 6);
         kvc_status status = KVC_OK;
         if (choice == 0 && from != id)
             status = kvc_fork(o->cache, from, id);
         else if (choice == 1 && from != id)
-            status = kvc_copy_prefix(o->cache, from, id, position);
+            status = kvc_copy_prefix(o->cache, from, id, cut);
         else if (choice == 2)
             status = kvc_remove(o->cache, id, position, position + pick(o, 20), 0);
         else if (choice == 3)
-            status = kvc_truncate(o->cache, id, position);
+            status = kvc_truncate(o->cache, id, cut);
         else if (choice == 4)
             status = kvc_clear_sequence(o->cache, id);
-        CHECKF(status == KVC_OK, "%s", kvc_last_error());
+        CHECKF(status == KVC_OK || status == KVC_ERR_GONE, "%s", kvc_last_error());
+        status = KVC_OK;
         if (choice == 5)
             status = kvc_fork(o->cache, 0, 14); /* between two batches */
         CHECKF(status == KVC_OK || status == KVC_ERR_BUSY, "%s", kvc_last_error());

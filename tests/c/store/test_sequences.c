@@ -282,24 +282,86 @@ static void test_idle_sequences(void)
     pair_free(p);
 }
 
-/* A copied prefix or a truncated sequence cannot resume if its window reaches evicted rows; an emptied one can. */
-static void test_lost_rows(void)
+/* Checks that dropping the rows of sequence 0 from a length on, and sharing those before it, are refused with these
+ * words, and change nothing. */
+static void check_cut_refused(pair *p, int32_t length, const char *position, const char *safe, const char *before)
+{
+    CHECK_FAILS(pair_truncate(p, 0, length), KVC_ERR_GONE, position, safe);
+    CHECK_FAILS(pair_remove(p, 0, length, KVC_END, 1), KVC_ERR_GONE, "sequence 0", before);
+    CHECK_FAILS(pair_remove(p, 0, length, next_of(p, find_sequence(p, 0)), 0), KVC_ERR_GONE, position, safe);
+    CHECK_FAILS(pair_copy_prefix(p, 0, 1, length), KVC_ERR_GONE, position, "resume_window");
+    pair_check(p);
+}
+
+/* A cut that leaves a sequence where a token would see evicted rows is refused: one from behind the sinks up to the
+ * window.  One within the sinks is not, nor one to nothing; what was evicted is gone with what is dropped. */
+static void test_cut_behind_sinks(void)
 {
     pair *p = pair_with(sliding_policy(4, 2, 0), 3);
-    pair_feed(p, 0, 0, 20);
-    pair_feed(p, 0, 20, 21); /* below 17 is gone, but for 0 and 1 */
-    CHECK(pair_copy_prefix(p, 0, 1, 10) == KVC_OK);
+    for (int32_t at = 0; at < 20; at++)
+        pair_feed(p, 0, at, at + 1);
+    CHECK(kvc_seq_len(p->cache, 0, 0) == 2 + 4 && kvc_next_position(p->cache, 0) == 20);
+    for (int32_t length = 3; length < 19; length++) {
+        char position[32];
+        snprintf(position, sizeof position, "position %d:", length);
+        check_cut_refused(p, length, position, "from position 19 on", "up to 2");
+    }
+    for (int32_t length = 20; length >= 19; length--) {
+        CHECK(pair_truncate(p, 0, length) == KVC_OK && kvc_next_position(p->cache, 0) == length);
+        pair_check(p);
+    }
+    CHECK(pair_copy_prefix(p, 0, 1, 2) == KVC_OK && kvc_can_resume(p->cache, 1, 2) == 1);
+    CHECK(pair_feed(p, 1, 2, 8) == KVC_OK);
     pair_check(p);
-    CHECK(kvc_seq_len(p->cache, 1, 0) == 2 && kvc_can_resume(p->cache, 1, 2) == 0);
-    CHECK_FAILS(pair_feed(p, 1, 2, 3), KVC_ERR_GONE, "position 2", "sequence 1");
-    CHECK(pair_copy_prefix(p, 0, 1, 2) == KVC_OK);
-    CHECK(kvc_can_resume(p->cache, 1, 2) == 0); /* its window would begin below */
-    pair_truncate(p, 0, 2); /* does not bring back evicted rows */
+    CHECK(pair_truncate(p, 0, 1) == KVC_OK && kvc_next_position(p->cache, 0) == 1 && pair_feed(p, 0, 1, 3) == KVC_OK);
+    CHECK(pair_truncate(p, 1, 0) == KVC_OK && kvc_can_resume(p->cache, 1, 0) == 1 && pair_feed(p, 1, 0, 3) == KVC_OK);
     pair_check(p);
-    CHECK(kvc_can_resume(p->cache, 0, 2) == 0);
-    pair_truncate(p, 0, 0);
-    CHECK(kvc_can_resume(p->cache, 0, 0) == 1);
-    CHECK(pair_feed(p, 0, 0, 3) == KVC_OK);
+    pair_free(p);
+}
+
+/* Other layers that hold all rows make no difference: where one lost what a token would see, the cut is refused. */
+static void test_cut_of_several_groups(void)
+{
+    pair *p = mixed_pair(4); /* windows of 5 with 2 sinks, and of 3, the latter keeping 9 */
+    for (int32_t at = 0; at < 20; at++)
+        pair_feed(p, 0, at, at + 1);
+    check_cut_refused(p, 18, "position 18:", "from position 19 on", "up to 0");
+    check_cut_refused(p, 2, "position 2:", "from position 19 on", "up to 0");
+    CHECK(pair_remove(p, 0, 19, KVC_END, 0) == KVC_OK && kvc_next_position(p->cache, 0) == 19);
+    CHECK(pair_feed(p, 0, 19, 22) == KVC_OK);
+    pair_check(p);
+    CHECK(pair_remove(p, 0, 0, KVC_END, 1) == KVC_OK && pair_feed(p, 0, 0, 3) == KVC_OK);
+    pair_check(p);
+    pair_free(p);
+}
+
+/* Where a chunk begins, a token sees nothing before it: a cut there leaves no row, and the sequence goes on there. */
+static void test_cut_at_a_chunk(void)
+{
+    pair *p = pair_with((kvc_policy){.kind = KVC_CHUNKED, .attention_chunk_size = 8}, 3);
+    for (int32_t at = 0; at < 20; at++)
+        pair_feed(p, 0, at, at + 1);
+    check_cut_refused(p, 15, "position 15:", "from position 16 on", "up to 0");
+    CHECK(pair_truncate(p, 0, 16) == KVC_OK);
+    CHECK(kvc_seq_len(p->cache, 0, 0) == 0 && kvc_last_position(p->cache, 0) == -1);
+    CHECK(kvc_next_position(p->cache, 0) == 16 && kvc_can_resume(p->cache, 0, 16) == 1);
+    pair_check(p);
+    kvc_batch *batch = NULL;
+    CHECK(kvc_begin(p->cache, 2, NULL, NULL, NULL, &batch) == KVC_OK && kvc_batch_positions(batch)[0] == 16);
+    kvc_abort(batch);
+    CHECK(pair_feed(p, 0, 16, 19) == KVC_OK && kvc_seq_len(p->cache, 0, 0) == 3);
+    pair_check(p);
+    pair_free(p);
+}
+
+/* Rows that the caller removed are no loss: a cut behind them leaves the sequence as it asks. */
+static void test_cut_behind_a_gap(void)
+{
+    pair *p = pair_with(sliding_policy(4, 0, 0), 3);
+    pair_feed(p, 0, 0, 12);
+    pair_feed(p, 0, 12, 16); /* evicts below 9 */
+    CHECK(pair_remove(p, 0, 13, 15, 0) == KVC_OK && pair_truncate(p, 0, 15) == KVC_OK);
+    CHECK(kvc_next_position(p->cache, 0) == 13 && pair_feed(p, 0, 15, 16) == KVC_OK);
     pair_check(p);
     pair_free(p);
 }
@@ -312,6 +374,7 @@ static void test_all_evicted(void)
     pair_feed(p, 1, 0, 1);
     pair_check(p);
     CHECK(kvc_seq_len(p->cache, 0, 0) == 0 && kvc_can_resume(p->cache, 0, 0) == 0);
+    CHECK(kvc_next_position(p->cache, 0) == 6 && kvc_last_position(p->cache, 0) == -1);
     CHECK_FAILS(pair_feed(p, 0, 5, 6), KVC_ERR_GONE, "position 5", "sequence 0");
     CHECK(pair_feed(p, 0, 6, 9) == KVC_OK);
     pair_check(p);
@@ -368,7 +431,8 @@ static void test_busy(void)
 
     CHECK(pair_fork(p, 2, 5) == KVC_OK); /* outside the batch */
     CHECK(pair_remove(p, 3, 1, 3, 0) == KVC_OK);
-    CHECK(pair_truncate(p, 5, 6) == KVC_OK);
+    CHECK_FAILS(pair_truncate(p, 5, 5), KVC_ERR_GONE, "sequence 5", "position 5");
+    CHECK(pair_truncate(p, 3, 6) == KVC_OK && pair_truncate(p, 5, 7) == KVC_OK);
     CHECK(pair_clear_sequence(p, 2) == KVC_OK);
     pair_check(p);
     pair_put_all(p);
@@ -418,7 +482,10 @@ int main(void)
     test_largest_position();
     test_truncate_keep_clear();
     test_idle_sequences();
-    test_lost_rows();
+    test_cut_behind_sinks();
+    test_cut_of_several_groups();
+    test_cut_at_a_chunk();
+    test_cut_behind_a_gap();
     test_all_evicted();
     test_evicting_the_last_run();
     test_busy();

@@ -35,7 +35,7 @@ typedef struct row {
 } row;
 
 typedef struct row_list {
-    int32_t num, lost_end; /* below lost_end rows were evicted */
+    int32_t num, lost_begin, lost_end; /* all rows that were evicted stood at [lost_begin, lost_end) */
     row rows[MAX_ROWS];
 } row_list;
 
@@ -219,7 +219,7 @@ static inline sequence *add_sequence(pair *p, int64_t id)
     found = &p->sequences[p->num_sequences++];
     found->id = id;
     for (int l = 0; l < MAX_LAYERS; l++)
-        found->layers[l].num = found->layers[l].lost_end = 0;
+        found->layers[l].num = found->layers[l].lost_begin = found->layers[l].lost_end = 0;
     return found;
 }
 
@@ -273,16 +273,12 @@ static inline void list_add(row_list *list, row r)
         list->rows[list->num++] = r;
 }
 
-/* A sequence without tokens has lost nothing, and is gone if it has nothing of cross-attention layers either. */
+/* A sequence is gone if it has no rows and has lost none. */
 static inline void tidy(pair *p, sequence *s)
 {
     int32_t num = 0;
-    if (rows_of(p, s))
-        return;
-    for (int l = 0; l < p->config.num_layers; l++) {
-        s->layers[l].lost_end = 0;
-        num += s->layers[l].num;
-    }
+    for (int l = 0; l < p->config.num_layers; l++)
+        num += s->layers[l].num + s->layers[l].lost_end;
     if (!num)
         forget_sequence(p, s->id);
 }
@@ -298,9 +294,13 @@ static inline int32_t extreme_of(const pair *p, const sequence *s, int sign)
     return found;
 }
 
+/* The position behind all its tokens, evicted ones included. */
 static inline int32_t next_of(const pair *p, const sequence *s)
 {
-    return extreme_of(p, s, 1) + 1;
+    int32_t next = extreme_of(p, s, 1) + 1;
+    for (int l = 0; s && l < p->config.num_layers; l++)
+        next = s->layers[l].lost_end > next ? s->layers[l].lost_end : next;
+    return next;
 }
 
 static inline int32_t not_negative(int32_t x)
@@ -422,9 +422,13 @@ static inline void evict(pair *p, int n, const int32_t *positions, const int64_t
             int32_t num = 0;
             for (int i = 0; i < list->num; i++) {
                 row r = list->rows[i];
-                if (is_kept(&p->layers[l].policy, r.position, low))
+                if (is_kept(&p->layers[l].policy, r.position, low)) {
                     list->rows[num++] = r;
-                else if (r.position >= list->lost_end)
+                    continue;
+                }
+                if (!list->lost_end || r.position < list->lost_begin)
+                    list->lost_begin = r.position;
+                if (r.position >= list->lost_end)
                     list->lost_end = r.position + 1;
             }
             list->num = num;
@@ -473,13 +477,10 @@ static inline void oracle_copy(pair *to, const pair *from)
     }
 }
 
-/* What kvc_begin should answer (max_bytes aside); on KVC_OK, *after is the oracle once it has evicted. */
-static inline kvc_status oracle_begin(const pair *p, int n, const int32_t *positions, const int64_t *ids, pair *after)
+/* Whether n tokens fit (max_bytes aside); if so, *after is the oracle once it has evicted. */
+static inline kvc_status oracle_fit(const pair *p, int n, const int32_t *positions, const int64_t *ids, pair *after)
 {
     int64_t num_sequences = 0;
-    for (int t = 0; t < n; t++)
-        if (misses(p, find_sequence(p, ids[t]), positions[t]))
-            return KVC_ERR_GONE;
     for (int s = 0; s < p->num_sequences; s++)
         num_sequences += holds_rows(p, &p->sequences[s]);
     for (int t = 0; t < n; t++)
@@ -487,6 +488,15 @@ static inline kvc_status oracle_begin(const pair *p, int n, const int32_t *posit
     oracle_copy(after, p);
     evict(after, n, positions, ids);
     return fits(after, num_sequences, n, ids) ? KVC_OK : KVC_ERR_FULL;
+}
+
+/* What kvc_begin should answer (max_bytes aside); on KVC_OK, *after is the oracle once it has evicted. */
+static inline kvc_status oracle_begin(const pair *p, int n, const int32_t *positions, const int64_t *ids, pair *after)
+{
+    for (int t = 0; t < n; t++)
+        if (misses(p, find_sequence(p, ids[t]), positions[t]))
+            return KVC_ERR_GONE;
+    return oracle_fit(p, n, positions, ids, after);
 }
 
 /* kept: of each token, whether it stays. */
@@ -527,7 +537,8 @@ static inline void oracle_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t
         for (int i = 0; i < list->num; i++)
             if (list->rows[i].position < length || is_cross(p, l))
                 list_add(&to->layers[l], list->rows[i]);
-        to->layers[l].lost_end = list->lost_end < length ? list->lost_end : length;
+        to->layers[l].lost_begin = list->lost_begin < length ? list->lost_begin : 0;
+        to->layers[l].lost_end = list->lost_begin >= length ? 0 : list->lost_end < length ? list->lost_end : length;
     }
     tidy(p, to);
 }
@@ -553,6 +564,8 @@ static inline void oracle_move_layer(pair *p, sequence *s, int l, int32_t begin,
     }
     list->num = num;
     int32_t last = list->lost_end - 1;
+    if (moves_lost && list->lost_end > begin && list->lost_begin < end)
+        list->lost_begin = 0;
     if (moves_lost && last >= begin && last < end && last >= 0)
         list->lost_end = divisor ? last / divisor + 1 : (int32_t)fmax(0, (double)last + delta + 1);
 }
@@ -572,7 +585,7 @@ static inline void oracle_move(pair *p, int64_t id, int32_t begin, int32_t end, 
 static inline void oracle_remove(pair *p, int64_t id, int32_t begin, int32_t end, int shift)
 {
     sequence *s = find_sequence(p, id);
-    int moves = shift && next_of(p, s) > end;
+    int moves = shift && extreme_of(p, s, 1) >= end;
     for (int l = 0; s && l < p->config.num_layers; l++) {
         row_list *list = &s->layers[l];
         int32_t num = 0;
@@ -582,10 +595,12 @@ static inline void oracle_remove(pair *p, int64_t id, int32_t begin, int32_t end
             if (list->rows[i].position < begin || list->rows[i].position >= end)
                 list->rows[num++] = list->rows[i];
         list->num = num;
-        if (list->lost_end > end)
-            list->lost_end -= shift ? end - begin : 0;
-        else if (list->lost_end > begin)
-            list->lost_end = begin;
+        if (list->lost_begin >= begin && list->lost_end <= end) {
+            list->lost_begin = list->lost_end = 0;
+            continue;
+        }
+        for (int32_t *bound = &list->lost_begin; bound; bound = bound == &list->lost_begin ? &list->lost_end : NULL)
+            *bound = *bound > end ? *bound - (shift ? end - begin : 0) : *bound > begin ? begin : *bound;
     }
     if (s)
         tidy(p, s);
@@ -810,7 +825,7 @@ static inline void check_sequence(const pair *p, const sequence *s)
     int32_t next = next_of(p, s);
     CHECK(kvc_seq_len(p->cache, s->id, -1) == rows_of(p, s));
     CHECK(kvc_first_position(p->cache, s->id) == extreme_of(p, s, -1));
-    CHECK(kvc_last_position(p->cache, s->id) == next - 1);
+    CHECK(kvc_last_position(p->cache, s->id) == extreme_of(p, s, 1));
     CHECK(kvc_next_position(p->cache, s->id) == next);
     for (int32_t i = -3; i < 2 && i <= INT32_MAX - next; i++) {
         check_can_resume(p, s, next + i);
@@ -1222,9 +1237,20 @@ static inline int in_batch(const pair *p, int64_t id)
     return p->batch && count_id(id, p->num_tokens, p->ids);
 }
 
+/* What dropping all rows of a sequence from this position on should answer, or sharing those before it. */
+static inline kvc_status may_cut(const pair *p, int64_t id, int32_t length)
+{
+    const sequence *s = find_sequence(p, id);
+    for (int l = 0; s && length < next_of(p, s) && l < p->config.num_layers; l++)
+        if (keeps_tokens(p, l) && s->layers[l].lost_begin < length &&
+            lowest_seen(&p->layers[l].policy, length) < s->layers[l].lost_end)
+            return KVC_ERR_GONE;
+    return KVC_OK;
+}
+
 static inline kvc_status pair_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t length)
 {
-    kvc_status right = in_batch(p, src) || in_batch(p, dst) ? KVC_ERR_BUSY : KVC_OK;
+    kvc_status right = in_batch(p, src) || in_batch(p, dst) ? KVC_ERR_BUSY : may_cut(p, src, length);
     kvc_status status = agree(p, "copy_prefix", kvc_copy_prefix(p->cache, src, dst, length), right);
     if (status == KVC_OK)
         oracle_copy_prefix(p, src, dst, length);
@@ -1269,14 +1295,15 @@ static inline pair *copy_of(const pair *p)
 
 static inline kvc_status pair_remove(pair *p, int64_t id, int32_t begin, int32_t end, int32_t shift)
 {
-    int moves = shift && next_of(p, find_sequence(p, id)) > end;
+    const sequence *s = find_sequence(p, id);
+    int moves = shift && extreme_of(p, s, 1) >= end, cuts = end >= next_of(p, s);
     kvc_status right = in_batch(p, id)                   ? KVC_ERR_BUSY
                        : moves && rope_is_unknown(p) ? KVC_ERR_UNSUPPORTED
                                                      : KVC_OK;
     if (right == KVC_OK) {
         pair *after = copy_of(p);
         oracle_remove(after, id, begin, end, shift);
-        right = fits_capacity(after);
+        right = cuts ? may_cut(p, id, begin) : fits_capacity(after);
     }
     p->moving = id;
     kvc_status status = agree_moved(p, "remove", kvc_remove(p->cache, id, begin, end, shift), right);
@@ -1287,7 +1314,7 @@ static inline kvc_status pair_remove(pair *p, int64_t id, int32_t begin, int32_t
 
 static inline kvc_status pair_truncate(pair *p, int64_t id, int32_t length)
 {
-    kvc_status right = in_batch(p, id) ? KVC_ERR_BUSY : KVC_OK;
+    kvc_status right = in_batch(p, id) ? KVC_ERR_BUSY : may_cut(p, id, length);
     kvc_status status = agree(p, "truncate", kvc_truncate(p->cache, id, length), right);
     if (status == KVC_OK)
         oracle_remove(p, id, length, KVC_END, 0);
@@ -1408,27 +1435,16 @@ static inline kvc_status pair_inject(pair *p, int64_t id, int l, int32_t begin, 
     return pair_inject_rows(p, id, l, begin, end, 1);
 }
 
-/* Returns what kvc_begin of n more tokens of a sequence should answer; *after is the oracle after eviction. */
+/* Whether n more tokens of a sequence fit, whatever was evicted; *after is the oracle after eviction. */
 static inline kvc_status oracle_go_on(const pair *p, int64_t id, int n, pair *after)
 {
     static int32_t positions[MAX_BATCH];
     static int64_t ids[MAX_BATCH];
-    pair *q = copy_of(p);
     for (int t = 0; t < n; t++) {
         positions[t] = next_of(p, find_sequence(p, id)) + t;
         ids[t] = id;
     }
-    for (int s = 0; s < q->num_sequences; s++) /* whether rows were evicted does not matter here */
-        for (int l = 0; l < MAX_LAYERS; l++)
-            q->sequences[s].layers[l].lost_end = 0;
-    kvc_status right = oracle_begin(q, n, positions, ids, after);
-    for (int s = 0; s < after->num_sequences; s++)
-        for (int l = 0; l < MAX_LAYERS; l++) {
-            row_list *list = &after->sequences[s].layers[l];
-            int32_t lost_end = p->sequences[s].layers[l].lost_end;
-            list->lost_end = list->lost_end > lost_end ? list->lost_end : lost_end;
-        }
-    return right;
+    return oracle_fit(p, n, positions, ids, after);
 }
 
 static inline kvc_status pair_reserve(pair *p, int64_t id, int num_tokens)
