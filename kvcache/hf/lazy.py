@@ -25,15 +25,16 @@ METADATA = {
 class LazyTensor(torch.Tensor):
     """A tensor of known shape and type. Any operation on it makes its elements, and works on these.
 
-    Subclasses define `make`. The elements are made once; operations in place change them for later operations.
+    Subclasses define `make`. The elements are made once; operations in place change them for later operations. The
+    lazy tensor itself has no memory that could be read in their place.
     """
 
     _elements: torch.Tensor | None = None
 
     @classmethod
     def of_shape(cls, shape: Sequence[int], dtype: torch.dtype) -> Self:
-        """Return a lazy tensor; its shape takes no memory."""
-        return torch.empty((), dtype=dtype).expand(*shape).as_subclass(cls)
+        """Return a lazy tensor."""
+        return cls._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
 
     def make(self) -> torch.Tensor:
         """Make the elements."""
@@ -64,6 +65,17 @@ class LazyTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return func(*elements_of(args), **{name: elements_of(value) for name, value in kwargs.items()})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # the base has a function, not a class method
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Do the same for operations that no function of torch called: those of `torch.func` and of TorchScript."""
+        return func(*elements_of(args), **{name: elements_of(value) for name, value in (kwargs or {}).items()})
 
 
 def elements_of(value: Any) -> Any:

@@ -1,7 +1,9 @@
 """What a model, or a user, does with the keys, values and masks that the attention "kvcache" gives it."""
 
 import copy
+import functools
 import pickle
+import warnings
 
 import pytest
 
@@ -148,6 +150,42 @@ def test_a_model_that_attends_to_its_own_keys(model, monkeypatch):
     torch.testing.assert_close(first, logits(model, want, [(0, 10)]), rtol=1e-4, atol=1e-3)
     assert keep.get_seq_length() == 10
     torch.testing.assert_close(logits(model, keep, [(10, 11)]), logits(model, want, [(10, 11)]), rtol=1e-4, atol=1e-3)
+
+
+@functools.cache
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        return torch.jit.trace(lambda x: x * 2, torch.zeros(2, 2, 13, 8))
+
+
+def undispatched(x):
+    with torch._C.DisableTorchFunction():
+        return x * 2
+
+
+@pytest.mark.filterwarnings("ignore:kvcache. a mask or an operation", "ignore:To copy construct from a tensor")
+@pytest.mark.parametrize(
+    "double",
+    [
+        torch.vmap(lambda x: x * 2),
+        torch.func.functionalize(lambda x: x * 2),
+        torch.func.grad(lambda x: (x * x).sum()),
+        torch.compile(lambda x: x * 2, backend="eager"),
+        lambda x: torch.from_numpy(x.numpy() * 2),
+        lambda x: torch.tensor(x) * 2,
+        lambda x: x.as_subclass(torch.Tensor) * 2,
+        lambda x: torch.ops.aten.mul.Tensor(x, 2),
+        lambda x: scripted()(x),
+        undispatched,
+    ],
+)
+def test_operations_past_the_functions_of_torch(passed, double):
+    """Transforms, compiled functions and TorchScript compute with the elements, as other operations do."""
+    k, v = torch.randn(2, 2, 2, 3, 8, generator=torch.Generator().manual_seed(1))
+    got, want = (cache.update(k, v, 0) for cache in passed)
+    for mine, their in zip(got, want, strict=True):
+        torch.testing.assert_close(double(mine), their * 2)
 
 
 def test_rows_of_a_pass_that_has_ended(model):
