@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from kvcache.benchmarks import OPTIONS
 from kvcache.tools.peers import KINDS
 
 pytest.importorskip("pytest_benchmark")
@@ -159,3 +161,10 @@ def test_bad_options(run, tmp_path, options, says):
 def test_importing_the_package_does_not_load_them():
     code = "import sys, kvcache; print('kvcache.benchmarks' in sys.modules)"
     assert subprocess.run([sys.executable, "-Pc", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_contexts_as_people_write_them():
+    assert OPTIONS["context"].read("1k,8K,1_024,300") == (1024, 8192, 1024, 300)
+    assert OPTIONS["prompt"].read("2k") == 2048
+    with pytest.raises(ArgumentTypeError, match="'8q' is no number of tokens"):
+        OPTIONS["context"].read("1k,8q")
