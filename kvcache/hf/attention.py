@@ -40,14 +40,40 @@ def attention(
         out = rows.layer.cache.attend(rows, q, padding, {"scale": scaling, "softcap": softcap, "sinks": sinks})
         if out is not None:
             return out if expansion is None else expansion.expand(out), None
-    if softcap is not None or s_aux is not None:
-        raise NotSupportedError("softcap and sinks need an HFCache and a plain mask: use the eager attention without")
     key, value, mask = elements_of([key, value, attention_mask])
     num_queries, num_keys = query.shape[2], key.shape[2]
-    if (
-        mask is None and is_causal and 1 < num_queries < num_keys
-    ):  # torch would align the first query with the first key
+    has_sdpa = softcap is None and s_aux is None
+    if mask is None and is_causal and num_queries > 1 and not (has_sdpa and num_queries == num_keys):
+        # torch would align the first query with the first key
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
-    options = {"dropout": 0.0, **options, "is_causal": mask is None and is_causal}
-    out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
-    return out, None
+    if has_sdpa:
+        options = {"dropout": 0.0, **options, "is_causal": mask is None and is_causal}
+        out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
+        return out, None
+    if is_special:
+        raise NotSupportedError("dropout or a bias by position, with softcap or sinks: use the model's eager attention")
+    return attend_dense(query, key, value, mask, scaling, softcap, s_aux), None
+
+
+def attend_dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend with softcap or sinks, which torch's attention lacks; the mask is of bool, or is added to the scores."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, torch.finfo(scores.dtype).min)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:  # logits of keys without values
+        scores = torch.cat([scores, sinks.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
+    return (weights @ v).transpose(1, 2).contiguous()

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import BASE, MIXED, VOCAB, check_same, compare, make, passes, play, random_tokens  # noqa: E402
+from support.hf_pairs import BASE, MIXED, SLIDING, VOCAB, check_same, compare, make, passes, play, random_tokens  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
@@ -35,8 +35,8 @@ AUDIO = {
 }
 
 
-def paligemma():
-    text = {**TEXT, "model_type": "gemma"}
+def paligemma(kind="gemma"):
+    text = {**TEXT, "model_type": kind}
     config = transformers.PaliGemmaConfig(
         text_config=text, vision_config=VISION, image_token_index=IMAGE, projection_dim=64
     )
@@ -57,7 +57,7 @@ def gemma4():
     return config, 10, sound
 
 
-MULTIMODAL = {"paligemma": paligemma, "gemma4": gemma4}
+MULTIMODAL = {"paligemma": paligemma, "paligemma2": lambda: paligemma("gemma2"), "gemma4": gemma4}
 
 
 @pytest.mark.parametrize("attention", ["kvcache", "eager"])
@@ -121,6 +121,24 @@ def test_a_prefix_that_is_seen_both_ways():
             yield model(tokens[:, begin:end], **part).logits
 
     check_same(model, both)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_softcap_and_sinks_without_a_cache(name):
+    """The attention alone caps scores and has sinks, as the model's own."""
+    config = {
+        "gemma2": lambda: transformers.Gemma2Config(**SLIDING),
+        "gpt_oss": lambda: transformers.GptOssConfig(**SLIDING, num_local_experts=4, num_experts_per_tok=2),
+    }[name]()
+    model, tokens = make(config), random_tokens(2, 14)
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    for given in ({}, {"attention_mask": mask}):
+
+        def alone(cache, given=given):
+            yield model(tokens, use_cache=False, **given).logits[given.get("attention_mask", mask * 0 + 1) == 1]
+
+        compare(play(model, None, "kvcache", alone), play(model, None, "eager", alone))
 
 
 OWN_SCORES = {
