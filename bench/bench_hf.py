@@ -9,28 +9,32 @@ from pathlib import Path
 
 import torch
 from driver import BYTES
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, LlamaConfig
 
 from kvcache import SlidingWindow
 from kvcache.hf import HFCache
 from kvcache.tools.arguments import parse_tokens
 
 CHUNK = 512
-CONFIG = LlamaConfig(
-    hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
-    head_dim=64, vocab_size=4096, max_position_embeddings=1 << 20, eos_token_id=None,
-)  # fmt: skip
+COMMON = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "vocab_size": 4096, "max_position_embeddings": 1 << 20, "eos_token_id": None,
+}  # fmt: skip
+CONFIGS = {
+    "gqa": LlamaConfig(**COMMON, num_key_value_heads=4, head_dim=64),
+    "mla": DeepseekV3Config(**COMMON, num_key_value_heads=16, mlp_layer_types=["dense"] * 8),  # latents of 512 and 64
+}
 EXAMPLE = Path(__file__).parents[1] / "examples/model"
 
 
-def new_model(threads):
+def new_model(kind, threads):
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).eval()
+    return AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.bfloat16).eval()
 
 
 def prefill(model, cache, context):
-    tokens = torch.randint(0, CONFIG.vocab_size, (1, context))
+    tokens = torch.randint(0, model.config.vocab_size, (1, context))
     for begin in range(0, context, CHUNK):
         model(tokens[:, begin : begin + CHUNK], past_key_values=cache, logits_to_keep=1)
 
@@ -44,18 +48,18 @@ def step(model, cache):
     return time.perf_counter() - start
 
 
-def entrants_of(dtypes):
+def entrants_of(config, dtypes):
     """Yield name, attention and cache: DynamicCache, HFCache, and HFCache under transformers' own attention."""
-    yield "DynamicCache", "sdpa", DynamicCache(config=CONFIG)
-    yield from ((dtype, "kvcache", HFCache(CONFIG, dtype)) for dtype in dtypes)
-    yield f"{dtypes[0]}, sdpa", "sdpa", HFCache(CONFIG, dtypes[0])
+    yield "DynamicCache", "sdpa", DynamicCache(config=config)
+    yield from ((dtype, "kvcache", HFCache(config, dtype)) for dtype in dtypes)
+    yield f"{dtypes[0]}, sdpa", "sdpa", HFCache(config, dtypes[0])
 
 
 def speed(args):
-    model = new_model(args.threads)
+    model = new_model(args.model, args.threads)
     print("tokens/s after a context, and speedup over DynamicCache")
     for context in args.context:
-        entrants = list(entrants_of(args.dtype))
+        entrants = list(entrants_of(model.config, args.dtype))
         for _, attention, cache in entrants:
             model.set_attn_implementation(attention if isinstance(cache, DynamicCache) else "kvcache")
             prefill(model, cache, context)
@@ -73,16 +77,16 @@ def speed(args):
 # ---- memory
 
 
-def peak(name, context, threads):
+def peak(name, kind, context, threads):
     """Return the most bytes that a process takes while it prefills a context."""
-    model = new_model(threads)
+    model = new_model(kind, threads)
     model.set_attn_implementation("sdpa" if name == "DynamicCache" else "kvcache")
     if name == "DynamicCache":
-        cache = DynamicCache(config=CONFIG)
+        cache = DynamicCache(config=model.config)
     elif name == "one token":
-        cache = HFCache(CONFIG, policy=SlidingWindow(1))
+        cache = HFCache(model.config, policy=SlidingWindow(1))
     else:
-        cache = HFCache(CONFIG, name)
+        cache = HFCache(model.config, name)
     with torch.inference_mode():
         prefill(model, cache, context)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -90,12 +94,14 @@ def peak(name, context, threads):
 
 def memory(args):
     context = max(args.context)
-    elements = 2 * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * CONFIG.head_dim * context
+    config = CONFIGS[args.model]
+    width = 576 if args.model == "mla" else 2 * config.num_key_value_heads * config.head_dim
+    elements = config.num_hidden_layers * width * context
     print(f"peak memory of {context:,} tokens above that of one token, in MB, and over the bytes of the rows")
     peaks = {}
     for name in ("one token", *args.dtype, "DynamicCache"):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            peaks[name] = pool.apply(peak, (name, context, args.threads))
+            peaks[name] = pool.apply(peak, (name, args.model, context, args.threads))
         above, rows = peaks[name] - peaks["one token"], elements * BYTES.get(name, 2)
         if above:
             print(f"{name:12}  {above / 1e6:8.1f}  {above / rows:6.2f}", flush=True)
@@ -133,6 +139,7 @@ def quality(args):
 def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--only", choices=("speed", "memory", "quality"), default="speed", help="default: speed")
+    p.add_argument("--model", choices=CONFIGS, default="gqa", help="grouped queries or latents (MLA); default: gqa")
     p.add_argument(
         "--context", type=parse_tokens, nargs="+", default=[512, 8192], metavar="N", help="tokens; default: 512 8192"
     )

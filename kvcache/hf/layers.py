@@ -47,10 +47,10 @@ class Layer(CacheLayerMixin):
         return None if rows is None else rows[1]
 
     def kernels_know(self, mask: torch.Tensor | None, is_causal: bool) -> bool:
-        """Whether the kernels can attend with this mask."""
+        """Whether the kernels can attend with this mask; without one, a module says itself whether it is causal."""
         if isinstance(mask, Mask):
             is_plain = mask.is_plain and not mask.sees_all and not mask.is_made
-            return is_causal and is_plain and (mask.window == self.window or not self.cache.follows_config)
+            return is_plain and (mask.window == self.window or not self.cache.follows_config)
         return is_causal and mask is None
 
     def pack(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
