@@ -60,6 +60,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "muse_spark": {"projector_hidden_size": 64, "audio_config.hidden_sizes": [8, 16, 32, 64]}
     | {"audio_config.depths": [1] * 4, "text_config.moe_hidden_size": 32},
     "nemotron": {"num_key_value_heads": 2},
+    "nllb-moe": {"decoder_sparse_step": 2},  # the router reads the mask, before other layers attend with it
     "paddleocr_vl": {"text_config.rope_parameters": THREE},
     "prophetnet": {"num_encoder_layers": 4},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 90, "text_config.rope_parameters": THREE},
