@@ -76,6 +76,7 @@ cdef class Batch(_CallCounter):
         else:
             self.positions = to_int_array(positions, "positions", cnp.NPY_INT32, 0, _MAX_POSITION)
             args.positions = <const int32_t *>cnp.PyArray_DATA(self.positions)
+            to_int(cnp.PyArray_DIM(self.positions, 0), "len(positions)", 1, KVC_MAX_BATCH)
         size = cnp.PyArray_DIM(self.positions, 0)
         if seq_ids is not None and cnp.PyArray_DIM(self.seq_ids, 0) != size:
             raise ValueError(f"len(seq_ids)={len(self.seq_ids)}: must be len(positions), which is {size}")

@@ -10,10 +10,11 @@
 static kvc_status check_rope(const kvc_cache *cache) {
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (kvc_keeps_tokens(cache, i) && cache->layers[i].rope.kind == KVC_ROPE_UNKNOWN)
-            return kvc_fail(KVC_ERR_UNSUPPORTED,
-                            "tokens would move, and the keys of layer %d may have to be rotated: give its rope "
-                            "(KVC_ROPE_NONE, in Python False, if keys carry no rotation)",
-                            i);
+            return kvc_fail(
+                KVC_ERR_UNSUPPORTED,
+                "tokens would move, and the keys of layer %d may have to be rotated: give its rope when the "
+                "cache is made, or say there that its keys carry no rotation",
+                i);
     return KVC_OK;
 }
 
