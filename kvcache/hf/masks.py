@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedConfig
 from transformers.masking_utils import eager_mask, sdpa_mask
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from kvcache.hf.lazy import LazyTensor
 
@@ -69,9 +69,12 @@ def adds_masks(config: PreTrainedConfig | None) -> bool:
     Such a model may compute the scores itself, whichever attention is chosen. Added to scores, a mask of bool would
     hide nothing.
     """
-    kinds: Any = MODEL_MAPPING
-    kind = kinds.get(type(config), None)  # a class, or several; None: the model is not one of transformers
-    return kind is not None and not (kind[0] if isinstance(kind, tuple) else kind)._supports_sdpa
+    kinds: Any
+    for kinds in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        kind = kinds.get(type(config), None)  # a class, or several
+        if kind is not None:
+            return not (kind[0] if isinstance(kind, tuple) else kind)._supports_sdpa
+    return False  # the model is not one of transformers
 
 
 def make_mask(
