@@ -52,6 +52,7 @@ WAYS = {
     "beam sampling": {"do_sample": True, "num_beams": 3},
     "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
     "chunks": {"prefill_chunk_size": 4},
+    "embeddings": {},
     "contrastive": {"custom_generate": contrastive, "num_candidates": 3},
 }
 ONE_PROMPT = {
@@ -83,10 +84,11 @@ def test_generate(name, way, attention):
     tokens = random_tokens(1 if alone else 2, 11)
     tokens[:, 6:9] = tokens[:, :3]  # for the lookup
     options = {**(ONE_PROMPT[way]() if alone else WAYS[way]), **({} if way == "contrastive" else ASKED)}
+    prompt = {"inputs_embeds": model.get_input_embeddings()(tokens)} if way == "embeddings" else {"inputs": tokens}
 
     def generate(cache):
         given = {"do_sample": False, "max_new_tokens": NEW, "past_key_values": cache, **options}
-        made = model.generate(tokens, **given)
+        made = model.generate(**prompt, **given)
         if way != "contrastive":
             assert made.past_key_values is cache
         yield from results(made)
@@ -145,6 +147,9 @@ def test_edits_between_passes(name, attention, padding):
         yield from passes(model, cache, tokens[:, 16:], rows, [15, 17])
         other.crop(-1)
         yield from passes(model, other, tokens[:, 17:], rows)
+        other.crop(-50 if name == "llama" else -15)  # more than there are; transformers' windows then count below 0
+        assert other.get_seq_length() == 0
+        yield from passes(model, other, tokens[:, :6], mask)
         cache.reset()
         yield from passes(model, cache, tokens[:, :5])
 
