@@ -116,12 +116,6 @@ class BuildExt(build_ext):
             core.libraries = []
         elif self.builds("int main(void) { return 0; }\n", *loops):
             core.extra_compile_args += loops
-        if os.environ.get("KVCACHE_OPENMP") != "0":
-            if self.builds("#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n", "-fopenmp"):
-                core.extra_compile_args.append("-fopenmp")
-                core.extra_link_args.append("-fopenmp")
-            else:
-                print("kvcache: the compiler has no OpenMP; the core will run on one thread")
         module.library_dirs.append(str(Path(self.get_ext_fullpath(core.name)).parent))
 
     def copy_extensions_to_source(self):

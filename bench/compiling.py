@@ -19,7 +19,9 @@ import numpy.typing as npt
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 CORE = sorted(ROOT.glob("src/*/*.c"))
-CORE_FLAGS = ["-fvisibility=hidden", f"-I{ROOT}/include", f"-I{ROOT}/src"]
+BASE = sorted(ROOT.glob("src/base/*.c"))
+INCLUDE = [f"-I{ROOT}/include", f"-I{ROOT}/src"]
+CORE_FLAGS = ["-fvisibility=hidden", *INCLUDE]
 FLAGS = ["-std=c11", "-O3", "-fPIC", "-shared", "-Wall", "-Wextra"]
 
 Seconds = npt.NDArray[np.float64]
@@ -34,12 +36,11 @@ def _folder() -> Path:
 
 
 def build(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """Compile sources into a shared library and load it, with OpenMP where the compiler has it."""
+    """Compile sources into a shared library and load it."""
     library = _folder() / f"{name}.so"
     compiler = shlex.split(os.environ.get("CC", "cc"))
     command = [*compiler, *FLAGS, *flags, *map(str, sources), "-lm", "-lpthread", "-o", str(library)]
-    if subprocess.run([*command, "-fopenmp"], capture_output=True).returncode:
-        subprocess.run([*command, "-Wno-unknown-pragmas"], check=True)
+    subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))
 
 

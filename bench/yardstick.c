@@ -1,7 +1,7 @@
 /* yardstick.c: measures how fast this machine copies, reads, multiplies and adds, which figures are divided by.
  *
- * Every measurement writes the seconds of each of its repetitions, so that medians can be taken.  Threads are
- * OpenMP's, as the cache's are, so that both use the same team.  Without OpenMP there is one. */
+ * Every measurement writes the seconds of each of its repetitions, so that medians can be taken.  Threads wait as the
+ * cache's do (kvc_parallel), so that neither's spin while the other is measured. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* MAP_ANONYMOUS */
 #endif
@@ -10,6 +10,8 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
+
+#include "base/parallel.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -48,20 +50,25 @@ void ys_unmap(void *p, size_t bytes) { munmap(p, whole_pages(bytes)); }
 
 /* ---- copying ----------------------------------------------------------------------------------------------------- */
 
+typedef struct copying {
+    char *dst;
+    const char *src;
+    size_t n, part; /* bytes: in all, of each thread */
+} copying;
+
+static void copy_part(void *context, int64_t t) {
+    const copying *c = context;
+    const size_t begin = (size_t)t * c->part, rest = begin < c->n ? c->n - begin : 0;
+    if (rest) memcpy(c->dst + begin, c->src + begin, rest < c->part ? rest : c->part);
+}
+
 /* Copies n bytes by memcpy, each thread an equal part. */
 void ys_copy(void *dst, const void *src, size_t n, int threads, int reps, double *seconds) {
-    const size_t part = (n / (size_t)threads + 63) / 64 * 64;
+    copying c = {dst, src, n, (n / (size_t)threads + 63) / 64 * 64};
+    if (threads == 1) c.part = n;
     for (int r = 0; r < reps; r++) {
         const double start = now();
-        if (threads == 1) {
-            memcpy(dst, src, n);
-        } else {
-#pragma omp parallel for schedule(static, 1) num_threads(threads)
-            for (int t = 0; t < threads; t++) {
-                const size_t begin = (size_t)t * part, rest = begin < n ? n - begin : 0;
-                if (rest) memcpy((char *)dst + begin, (const char *)src + begin, rest < part ? rest : part);
-            }
-        }
+        kvc_parallel(threads, threads, copy_part, &c);
         seconds[r] = now() - start;
     }
 }
@@ -148,21 +155,26 @@ const char *ys_reader(int i) {
 
 static volatile uint64_t kept; /* results, so that no loop is optimised away */
 
+typedef struct reading {
+    read_fn *read;
+    const char *p;
+    size_t part;         /* bytes of each thread */
+    _Atomic uint64_t sum;
+} reading;
+
+static void read_part(void *context, int64_t t) {
+    reading *r = context;
+    r->sum += r->read(r->p + (size_t)t * r->part, r->part);
+}
+
 /* Reads n bytes by one of the loops, each thread an equal part; n is a multiple of 4,096 * 4 * threads. */
 void ys_read(int reader, const void *p, size_t n, int threads, int reps, double *seconds) {
-    read_fn *const read = readers[reader].read;
-    const size_t part = n / (size_t)threads;
+    reading all = {.read = readers[reader].read, .p = p, .part = n / (size_t)threads};
     for (int r = 0; r < reps; r++) {
-        uint64_t sum = 0;
         const double start = now();
-        if (threads == 1) {
-            sum = read(p, n);
-        } else {
-#pragma omp parallel for schedule(static, 1) num_threads(threads) reduction(+ : sum)
-            for (int t = 0; t < threads; t++) sum += read((const char *)p + (size_t)t * part, part);
-        }
+        kvc_parallel(threads, threads, read_part, &all);
         seconds[r] = now() - start;
-        kept += sum;
+        kept += all.sum;
     }
 }
 
@@ -214,6 +226,17 @@ MULTIPLIER(multiply_avx2, AVX2, __m256, _mm256_set1_ps, _mm256_fmadd_ps)
 MULTIPLIER(multiply_avx512, AVX512, __m512, _mm512_set1_ps, _mm512_fmadd_ps)
 #endif
 
+typedef struct multiplying {
+    float (*multiply)(float);
+    _Atomic uint64_t sum;
+} multiplying;
+
+static void multiply_part(void *context, int64_t t) {
+    multiplying *m = context;
+    (void)t;
+    m->sum += (uint64_t)m->multiply(0.5F);
+}
+
 /* Multiplies and adds f32 in vectors of `lanes` floats on each of the threads; returns the number of multiply-adds in a
  * repetition, or 0 if this machine has no such vectors. */
 double ys_multiply_add(int lanes, int threads, int reps, double *seconds) {
@@ -223,17 +246,12 @@ double ys_multiply_add(int lanes, int threads, int reps, double *seconds) {
     if (lanes == 16 && has_avx512()) multiply = multiply_avx512;
 #endif
     if (!multiply) return 0;
+    multiplying all = {.multiply = multiply};
     for (int r = 0; r < reps; r++) {
-        float sum = 0;
         const double start = now();
-        if (threads == 1) {
-            sum = multiply(0.5F);
-        } else {
-#pragma omp parallel for schedule(static, 1) num_threads(threads) reduction(+ : sum)
-            for (int t = 0; t < threads; t++) sum += multiply(0.5F);
-        }
+        kvc_parallel(threads, threads, multiply_part, &all);
         seconds[r] = now() - start;
-        kept += (uint64_t)sum;
+        kept += all.sum;
     }
     return (double)ROUNDS * SUMS * lanes * threads;
 }

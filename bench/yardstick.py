@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 
 import numpy as np
-from compiling import HERE, Floats, Seconds, build, function
+from compiling import BASE, HERE, INCLUDE, Floats, Seconds, build, function
 
 OS_PAGE = 4096
 I32, SIZE, POINTER, DOUBLE = ctypes.c_int32, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_double
@@ -37,7 +37,7 @@ class Machine:
     """The functions of yardstick.c."""
 
     def __init__(self) -> None:
-        library = build("yardstick", [HERE / "yardstick.c"])
+        library = build("yardstick", [HERE / "yardstick.c", *BASE], INCLUDE)
         self.map = function(library, "ys_map", POINTER, SIZE, I32)
         self.unmap = function(library, "ys_unmap", None, POINTER, SIZE)
         self._copy = function(library, "ys_copy", None, POINTER, POINTER, SIZE, I32, I32, POINTER)

@@ -90,8 +90,7 @@ extern "C" {
 /* Returns the version this library was built as: major * 1000000 + minor * 1000 + patch. */
 KVC_API int32_t kvc_version(void);
 
-/* Returns one line on how the library was built: version, compiler, instruction sets compiled in, OpenMP or not.
- * Static. */
+/* Returns one line on how the library was built: version, compiler, instruction sets compiled in.  Static. */
 KVC_API const char *kvc_build_info(void);
 
 /* Returns the instruction set that a cache created now would use: "scalar", "avx2", "neon", ...  It is the best this
@@ -100,8 +99,13 @@ KVC_API const char *kvc_build_info(void);
 KVC_API const char *kvc_isa(void);
 
 /* Returns the number of threads a call uses if the cache's configuration gives none: the number given to
- * kvc_set_num_threads, else OMP_NUM_THREADS, else the physical cores this process may use, within its affinity and
- * cgroup quota.  Always 1 in a build without OpenMP, inside a parallel region, and in a child after fork(). */
+ * kvc_set_num_threads, else the first number in OMP_NUM_THREADS, which is read once, else the physical cores this
+ * process may use, within its affinity and cgroup quota.  Always 1 inside a parallel region of OpenMP, and in a child
+ * after fork().
+ *
+ * All caches of the process share these threads, which the first call that is worth it starts.  While one call has
+ * them, others run on the threads that made them.  In a process that had loaded GCC's OpenMP (libgomp.so.1), as torch
+ * does, before the cache was made, they are OpenMP's. */
 KVC_API int32_t kvc_num_threads(void);
 
 /* ---- status ----------------------------------------------------------------------------------------------------- */

@@ -25,8 +25,9 @@ def get_num_threads() -> int:
     Returns
     -------
     int
-        The number given to `set_num_threads`, else ``OMP_NUM_THREADS``, else the physical cores that this process may
-        use within the limits of its cgroup. Always 1 in a build without OpenMP, and in a child after ``os.fork``.
+        The number given to `set_num_threads`, else the first in ``OMP_NUM_THREADS``, which is read once, else the
+        physical cores that this process may use within the limits of its cgroup. Always 1 in a child after
+        ``os.fork``.
     """
     return _core.get_num_threads()
 

@@ -24,7 +24,7 @@ HEAD = """\
 HEADER_IS = "The whole public C interface of kvcache.c, which stands beside it."
 SOURCE_IS = """The whole core in one file, which needs no other.
  *
- *   cc -O2 -c kvcache.c     and -fopenmp, here and where it is linked, for several threads; it wants -lm -lpthread
+ *   cc -O2 -c kvcache.c     and, where it is linked, -lm -lpthread
  *"""
 FEATURES = """\
 #if !defined(_GNU_SOURCE)

@@ -1,4 +1,4 @@
-//! Compiles the core with `$CC`, or `cc`, and links it as a shared library, so that the compiler finds its own OpenMP.
+//! Compiles the core with `$CC`, or `cc`, and links it as a shared library.
 //! Where `$KVCACHE_LIB_DIR` names the folder of an installed libkvcache, links that instead.
 
 use std::env;
@@ -29,8 +29,7 @@ fn compile_core(cc: &str, folder: &Path) {
         println!("cargo:rerun-if-changed={}", root.join(name).display());
         format!("-I{}", root.join(name).display())
     });
-    let openmp: &[&str] = if has_openmp(cc, folder) { &["-fopenmp"] } else { &[] };
-    let flags = [&["-std=c11", "-O2", "-fPIC", "-fvisibility=hidden", &include, &internal, "-c"], openmp].concat();
+    let flags = ["-std=c11", "-O2", "-fPIC", "-fvisibility=hidden", &include, &internal, "-c"];
 
     let sources = ["base", "kernels", "store", "attend"].map(|layer| c_files(&root.join("src").join(layer))).concat();
     let jobs = env::var("NUM_JOBS").map_or(1, |jobs| jobs.parse().expect("cargo sets NUM_JOBS to a number"));
@@ -43,20 +42,13 @@ fn compile_core(cc: &str, folder: &Path) {
 
     let objects: Vec<_> = sources.iter().map(|file| file.with_extension("o").file_name().unwrap().into()).collect();
     let library = format!("{DLL_PREFIX}kvcache{DLL_SUFFIX}");
-    finish(start(cc, &[&["-shared", "-o", &library, "-lm", "-lpthread"], openmp].concat(), &objects, folder));
+    finish(start(cc, &["-shared", "-o", &library, "-lm", "-lpthread"], &objects, folder));
 }
 
 fn c_files(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
     let files = entries.map(|entry| entry.expect("an entry of a folder").path());
     files.filter(|file| file.extension().map_or(false, |extension| extension == "c")).collect()
-}
-
-fn has_openmp(cc: &str, folder: &Path) -> bool {
-    let probe = "#include <omp.h>\nint probe(void) { return omp_get_max_threads(); }\n";
-    fs::write(folder.join("openmp.c"), probe).expect("OUT_DIR to write to");
-    let mut child = start(cc, &["-fopenmp", "-fPIC", "-shared", "-o", "openmp"], &["openmp.c".into()], folder);
-    child.wait().expect("a compiler to wait for").success()
 }
 
 /// Starts `$CC`, which may be several words, in the folder for its output.

@@ -481,9 +481,7 @@ def _instruction_sets() -> list[str]:
 def _why_threads() -> str:
     """Say how many threads a call uses, and why."""
     number = _core.get_num_threads()
-    if "no OpenMP" in _core.build_info():
-        return f"{number}: this build has no OpenMP"
-    if "OMP_NUM_THREADS" in os.environ:
+    if os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip() == str(number):
         return f"{number}: OMP_NUM_THREADS says so"
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{number}: the physical cores among the {allowed} processors that it may use, as far as its cgroup lets it"

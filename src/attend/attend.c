@@ -2,6 +2,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "base/parallel.h"
 #include "attend/merge.h"
 #include "attend/plan.h"
 #include "store/check.h"

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/parallel.h"
 #include "store/check.h"
 #include "store/hidden.h"
 #include "store/read.h"

@@ -4,17 +4,18 @@
 #endif
 #include "base/threads.h"
 
+#include <ctype.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 #include "base/compiler.h"
+#include "base/openmp.h"
 #include "base/status.h"
 
-#if defined(_OPENMP)
-#include <omp.h>
+#if !defined(_WIN32)
+#include <unistd.h>
 #endif
 
 /* ---- the number of threads: OMP_NUM_THREADS, or the physical cores this process may use -------------------------- */
@@ -29,7 +30,13 @@ kvc_status kvc_set_num_threads(int32_t num_threads) {
     return KVC_OK;
 }
 
-#if defined(_OPENMP)
+static int online_processors(void) {
+#if defined(_WIN32)
+    return (int)GetActiveProcessorCount(ALL_PROCESSOR_GROUPS);
+#else
+    return (int)sysconf(_SC_NPROCESSORS_ONLN);
+#endif
+}
 
 #if defined(__linux__)
 /* Returns the first number in a file, or -1. */
@@ -45,7 +52,7 @@ static long read_number(const char *path) {
 /* Counts the processors this process may run on, one for each core: hyperthreads share the path to memory. */
 static int allowed_cores(void) {
     cpu_set_t allowed;
-    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return omp_get_num_procs();
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return online_processors();
     int cores = 0;
     for (size_t cpu = 0; cpu < CPU_SETSIZE; cpu++) {
         if (!CPU_ISSET(cpu, &allowed)) continue;
@@ -76,57 +83,44 @@ static int usable_cores(void) {
     return quota && quota < cores ? quota : cores;
 }
 #else
-static int usable_cores(void) { return omp_get_num_procs(); }
+static int usable_cores(void) { return online_processors(); }
 #endif
 
-static int32_t default_threads(void) {
-    if (getenv("OMP_NUM_THREADS")) return omp_get_max_threads();
-    static atomic_int cores; /* every thread stores the same value */
-    int known = atomic_load(&cores);
-    if (!known) {
-        known = usable_cores();
-        if (known < 1) known = 1;
-        atomic_store(&cores, known);
-    }
-    return known;
+/* Returns the first number in OMP_NUM_THREADS, a list with one for each level of nesting; 0 if there is none, or it is
+ * none that a caller may set. */
+static int32_t threads_of_environment(void) {
+    const char *value = getenv("OMP_NUM_THREADS");
+    if (!value) return 0;
+    char *end;
+    const long number = strtol(value, &end, 10);
+    while (isspace((unsigned char)*end)) end++;
+    return end != value && (!*end || *end == ',') && number > 0 && number <= KVC_MOST_THREADS ? (int32_t)number : 0;
 }
 
-/* Whether this process is the child of a fork().  It lacks the threads of its parent's OpenMP pool, and would wait for
- * them for ever. */
-static atomic_int forked;
+static int32_t default_threads(void) {
+    static atomic_int known; /* every thread stores the same value */
+    int32_t number = atomic_load(&known);
+    if (!number) {
+        number = threads_of_environment();
+        if (!number) number = usable_cores();
+        if (number < 1) number = 1;
+        if (number > KVC_MOST_THREADS) number = KVC_MOST_THREADS;
+        atomic_store(&known, number);
+    }
+    return number;
+}
+
+static atomic_int forked; /* this process is the child of a fork() */
 
 void kvc_threads_forked(void) { atomic_store(&forked, 1); }
 
+int kvc_is_alone(void) { return atomic_load(&forked) || kvc_openmp_in_region(); }
+
 int32_t kvc_num_threads(void) {
-    if (omp_in_parallel() || atomic_load(&forked)) return 1;
+    if (kvc_is_alone()) return 1;
     const int32_t chosen = atomic_load(&chosen_threads);
     return chosen ? chosen : default_threads();
 }
-
-/* ---- parallel loops ---------------------------------------------------------------------------------------------- */
-
-void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *context, int64_t i), void *context) {
-    if (num_threads > num_tasks) num_threads = (int32_t)num_tasks;
-    if (num_threads <= 1 || omp_in_parallel() || atomic_load(&forked)) {
-        for (int64_t i = 0; i < num_tasks; i++) task(context, i);
-        return;
-    }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
-    for (int64_t i = 0; i < num_tasks; i++) task(context, i);
-}
-
-#else /* no OpenMP */
-
-void kvc_threads_forked(void) {}
-
-int32_t kvc_num_threads(void) { return 1; }
-
-void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *context, int64_t i), void *context) {
-    (void)num_threads;
-    for (int64_t i = 0; i < num_tasks; i++) task(context, i);
-}
-
-#endif
 
 /* ---- waiting for a time ------------------------------------------------------------------------------------------ */
 
@@ -134,7 +128,10 @@ static const int64_t SECOND = 1000000000; /* in nanoseconds */
 
 int64_t kvc_now(void) {
 #if defined(_WIN32)
-    return (int64_t)GetTickCount64() * 1000000;
+    LARGE_INTEGER count, frequency;
+    QueryPerformanceCounter(&count);
+    QueryPerformanceFrequency(&frequency);
+    return (int64_t)((double)count.QuadPart / (double)frequency.QuadPart * 1e9);
 #else
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);

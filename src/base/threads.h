@@ -1,5 +1,4 @@
-/* threads.h: the lock, the number of threads, parallel loops, and calls that end early.  threads.c holds the only
- * OpenMP in the tree. */
+/* threads.h: the lock, the clock, the number of threads of a call, and calls that end early. */
 #ifndef KVC_THREADS_H
 #define KVC_THREADS_H
 
@@ -55,12 +54,12 @@ void kvc_signal_wait_until(kvc_signal *s, kvc_mutex *m, int64_t time);
 
 enum { KVC_MOST_THREADS = 4096 }; /* the largest number a caller may set */
 
-/* Call in the child of the process's fork(): calls run on one thread from then on. */
+/* Call in the child of the process's fork(), which lacks the threads of its parent: calls run on one from then on. */
 void kvc_threads_forked(void);
 
-/* Runs task(context, i) for every i in [0, num_tasks), on at most num_threads threads, in any order.  Runs serially
- * without OpenMP, inside a parallel region and in a child after fork(). */
-void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *context, int64_t i), void *context);
+/* Whether a call is to use the calling thread alone: in such a child; and in a parallel region of the program's OpenMP,
+ * whose other threads have the processors. */
+int kvc_is_alone(void);
 
 /* Decides whether a long call is to end early: its tasks call kvc_watch_ask every millisecond or so. */
 typedef struct kvc_watch {

@@ -5,6 +5,7 @@
  */
 #include <string.h>
 
+#include "base/parallel.h"
 #include "store/draft.h"
 #include "store/check.h"
 #include "store/limits.h"

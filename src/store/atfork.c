@@ -7,6 +7,7 @@
  */
 #include "store/atfork.h"
 
+#include "base/openmp.h"
 #include "store/draft.h"
 #include "store/put.h"
 #include "store/row_buffer.h"
@@ -85,6 +86,7 @@ int kvc_atfork_init(void) {
 
 void kvc_atfork_watch(kvc_cache *cache) {
     kvc_mutex_lock(&list_mutex);
+    kvc_openmp_find(); /* under the mutex: a fork() in the middle of dlopen would leave its locks to the child */
     cache->link = end_of_caches;
     *end_of_caches = cache;
     end_of_caches = &cache->next;

@@ -1,6 +1,7 @@
 /* clone.c: kvc_cache_clone: makes an independent cache with the same contents. */
 #include <string.h>
 
+#include "base/parallel.h"
 #include "store/cache.h"
 #include "store/check.h"
 #include "store/waiting.h"

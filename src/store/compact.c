@@ -8,6 +8,7 @@
 
 #include "store/compact.h"
 
+#include "base/parallel.h"
 #include "store/check.h"
 #include "store/resident.h"
 #include "store/scratch.h"

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "base/threads.h"
+#include "base/parallel.h"
 
 enum {
     WORTH_THREADS = 1 << 16, /* bytes; copying fewer takes less time than waking a thread */

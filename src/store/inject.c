@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/parallel.h"
 #include "base/dtype.h"
 #include "store/draft.h"
 #include "store/check.h"

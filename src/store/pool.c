@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "base/status.h"
-#include "base/threads.h"
+#include "base/parallel.h"
 
 enum {
     WORTH_THREADS = 1 << 22, /* bytes; giving back fewer takes less time than waking a thread */

@@ -3,6 +3,7 @@
 
 #include "store/put.h"
 
+#include "base/parallel.h"
 #include "store/check.h"
 #include "store/limits.h"
 #include "store/span.h"

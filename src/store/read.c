@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "base/dtype.h"
-#include "base/threads.h"
+#include "base/parallel.h"
 #include "store/row_buffer.h"
 #include "store/span.h"
 #include "store/check.h"

@@ -13,12 +13,7 @@ const char *kvc_build_info(void) {
 #elif defined(__GNUC__)
         ", gcc " __VERSION__
 #endif
-        ", " KVC_KERNEL_NAMES
-#if defined(_OPENMP)
-        ", OpenMP " STRING(_OPENMP);
-#else
-        ", no OpenMP";
-#endif
+        ", " KVC_KERNEL_NAMES;
 #undef STRING
 #undef STRING_OF
 }

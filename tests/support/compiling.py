@@ -1,7 +1,7 @@
 """Builds the core with the system's C compiler, and programs with it.
 
-With OpenMP and, if pytest runs the slow tests too, under the address and undefined sanitizers, where these work; or as
-$CC and $KVCACHE_C_FLAGS say.
+If pytest runs the slow tests too, under the address and undefined sanitizers, where these work; or as $CC and
+$KVCACHE_C_FLAGS say. Programs that ask for _OPENMP are built with it.
 $KVCACHE_C_EMULATOR is the command that runs what $CC builds for another processor.
 """
 
@@ -90,8 +90,7 @@ def build_core(folder):
     if "KVCACHE_C_FLAGS" in os.environ:
         extra = shlex.split(os.environ["KVCACHE_C_FLAGS"])
     else:
-        wanted = [["-fopenmp"]] if "KVCACHE_TEST_QUICK" in os.environ else [SANITIZERS, ["-fopenmp"]]
-        extra = [flag for flags in wanted if works(cc, flags, folder) for flag in flags]
+        extra = SANITIZERS if "KVCACHE_TEST_QUICK" not in os.environ and works(cc, SANITIZERS, folder) else []
     command = [*cc, *FLAGS, *extra]
     return command, [str(path) for path in compile_core(folder, command)]
 
@@ -101,6 +100,8 @@ def link(core, folder, *sources):
     command, objects = core
     if sources[0].suffix == ".cpp":
         command = in_cpp(command)
+    if "KVCACHE_C_FLAGS" not in os.environ and any("_OPENMP" in source.read_text() for source in sources):
+        command = [*command, *(["-fopenmp"] if works(compiler(), ["-fopenmp"], folder) else [])]
     program = folder / sources[0].stem
     run(*command, *sources, *objects, "-o", program, *LIBRARIES)
     return program

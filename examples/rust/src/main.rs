@@ -25,7 +25,7 @@ Continues a prompt with a Llama whose tokens are bytes, always by the likeliest 
   --model MODEL   the same as the argument MODEL
   --tokens N      how many to generate (default: 300)
   --dtype TYPE    element type of the cache: f32, f16, bf16, q8_0 or q4_0 (default: f16)
-  --threads N     threads that attend, where the library was built with OpenMP (default: its own choice)
+  --threads N     threads that attend (default: the library's choice)
   -h, --help      this
 "#;
 

@@ -11,10 +11,6 @@
 #include "support/isas.h"
 #include "support/scene.h"
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 static const setting usual = {.block_size = 16, .num_threads = 1};
 
 /* One sequence, in f32. */
@@ -663,7 +659,7 @@ static void test_cancel(void)
     }
 }
 
-/* ---- a child after fork(), and inside a parallel region --------------------------------------------------------- */
+/* ---- a child after fork() --------------------------------------------------------------------------------------- */
 
 /* The child's exit status: whether it computes what the parent did, in the batch it inherits and in a new cache. */
 static int child(stage *st, question *a, const bits *right)
@@ -697,40 +693,6 @@ static void test_fork(void)
     question_free(&a);
     stage_free(&st);
 }
-
-#if defined(_OPENMP)
-/* Every thread of a region attends for itself, in the same batch at the same time. */
-static void test_parallel_region(void)
-{
-    static bits right;
-    scene s = long_scene();
-    attend_bits(&s, &usual, &right);
-    stage st = stage_new(&s, &usual);
-    CHECK(kvc_set_num_threads(3) == KVC_OK && kvc_num_threads() == 3);
-#pragma omp parallel num_threads(4)
-    {
-        bits *got = malloc(sizeof *got);
-        question a;
-#pragma omp critical
-        a = question_new(&st, 0, 0, st.num_tokens);
-        int one = kvc_num_threads();
-        kvc_status status = kvc_attend(st.batch, &a.plan, &a.args);
-        read_bits(&st, &a, got);
-#pragma omp critical
-        CHECK(one == 1 && status == KVC_OK && !memcmp(got, &right, sizeof right));
-        question_free(&a);
-        free(got);
-    }
-    CHECK(kvc_set_num_threads(0) == KVC_OK && kvc_num_threads() >= 1);
-    stage_free(&st);
-}
-#else
-static void test_parallel_region(void)
-{
-    CHECK(kvc_set_num_threads(3) == KVC_OK && kvc_num_threads() == 1);
-    CHECK(kvc_set_num_threads(0) == KVC_OK);
-}
-#endif
 
 /* ---- bad arguments ---------------------------------------------------------------------------------------------- */
 
@@ -854,7 +816,6 @@ static void test_isa(void)
     check_tasks(plain_scene(1, 1, 1, 0, 1));
     test_cancel();
     test_fork();
-    test_parallel_region();
 }
 
 int main(void)

@@ -1,0 +1,242 @@
+/* parallel.c: see parallel.h.
+ *
+ * One thread at a time has the workers: kvc_parallel takes them, or runs its tasks alone.  It publishes a job, wakes
+ * sleeping workers, and takes tasks like any of them.  A task belongs to whoever claims it, so a thread that the system
+ * does not run delays nobody: the caller waits for tasks that were begun, never for a worker that has not begun one.
+ * Where the process has an OpenMP, its threads take the place of workers: openmp.c says why.
+ *
+ * Whoever waits spins for SPIN_NS at most and then sleeps.  Threads that spin for longer burn the time slices that the
+ * threads they wait for would need, on a machine that has other work: a call of 100 microseconds then takes ten
+ * milliseconds.  A thread sleeps at once where a spin seems in vain: the last wait was long, or the system ran another
+ * thread during the last spin.
+ */
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE /* declares pthread_sigmask */
+#endif
+#include "base/parallel.h"
+
+#include <stdatomic.h>
+
+#include "base/openmp.h"
+#include "base/threads.h"
+
+#if !defined(_WIN32)
+#include <signal.h>
+#include <unistd.h>
+#endif
+
+enum {
+    APART = 128,             /* bytes that processors keep apart: cache lines come in pairs */
+    SPIN_NS = 50000,         /* about what it takes to wake a thread */
+    INTERRUPTED_NS = 200000, /* between two looks at the clock: the system ran another thread */
+    BUSY_NS = 100000000      /* after which an interrupted thread spins again */
+};
+
+/* A thread that may have to wait.  The first is the caller; the others are workers. */
+typedef struct member {
+    _Alignas(APART) atomic_int is_asleep;
+    kvc_mutex mutex; /* guards falling asleep and waking up */
+    kvc_signal wake;
+    int64_t last_wait;  /* nanoseconds */
+    int64_t busy_until; /* time until which this thread does not spin */
+#if !defined(_WIN32)    /* there workers never end: see start_thread */
+    pthread_t thread;
+#endif
+} member;
+
+static member members[KVC_MOST_THREADS];
+static int32_t num_members; /* that were made; 0 before the first parallel call */
+static atomic_int is_taken; /* by the thread that runs a job; guards num_members and the job */
+static atomic_int is_ending;
+
+/* The job.  Threads read it while they have a claim. */
+static void (*job_task)(void *context, int64_t i);
+static void *job_context;
+static int64_t job_size;
+
+/* Tasks that nobody has claimed, below THREADS; and, in its multiples, the threads that may claim: those with a lower
+ * index.  One number, so that a thread which comes late claims nothing of a job that is not for it. */
+#define THREADS (UINT64_C(1) << 48)
+static _Alignas(APART) _Atomic uint64_t open_tasks;
+static _Alignas(APART) _Atomic int64_t num_pending; /* tasks that have not ended */
+
+/* Whether `open` has tasks for this member. */
+static int has_tasks(uint64_t open, int32_t index) { return open % THREADS && index < (int32_t)(open / THREADS); }
+
+/* ---- waiting ----------------------------------------------------------------------------------------------------- */
+
+/* Whether what a thread waits for has come: to the caller, the end of all tasks; to a worker, a task. */
+static int has_come(int32_t index) {
+    if (index == 0) return atomic_load(&num_pending) == 0;
+    return has_tasks(atomic_load(&open_tasks), index) || atomic_load(&is_ending);
+}
+
+/* Tells the processor that this thread spins. */
+static void relax(void) {
+#if defined(__GNUC__) && (defined(__x86_64__) || defined(__i386__))
+    __builtin_ia32_pause();
+#elif defined(__GNUC__) && defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Spins from `begin` on.  Returns whether what the thread waits for came. */
+static int spin(member *m, int32_t index, int64_t begin) {
+    if (begin < m->busy_until || m->last_wait > 2 * SPIN_NS) return 0;
+    for (int64_t before = begin, time; before - begin < SPIN_NS; before = time) {
+        for (int i = 0; i < 16; i++) {
+            if (has_come(index)) return 1;
+            relax();
+        }
+        time = kvc_now();
+        if (time - before > INTERRUPTED_NS) m->busy_until = time + BUSY_NS;
+    }
+    return has_come(index);
+}
+
+/* Waits until there is something for the member. */
+static void await(int32_t index) {
+    if (has_come(index)) return;
+    member *m = &members[index];
+    const int64_t begin = kvc_now();
+    if (!spin(m, index, begin)) {
+        kvc_mutex_lock(&m->mutex);
+        /* Whoever brings something looks at is_asleep afterwards. */
+        while (atomic_store(&m->is_asleep, 1), !has_come(index)) kvc_signal_wait(&m->wake, &m->mutex);
+        atomic_store(&m->is_asleep, 0);
+        kvc_mutex_unlock(&m->mutex);
+    }
+    m->last_wait = kvc_now() - begin;
+}
+
+static void wake(member *m) {
+    if (!atomic_load(&m->is_asleep) || !atomic_exchange(&m->is_asleep, 0)) return;
+    kvc_mutex_lock(&m->mutex);
+    kvc_signal_all(&m->wake);
+    kvc_mutex_unlock(&m->mutex);
+}
+
+/* ---- running a job ----------------------------------------------------------------------------------------------- */
+
+/* Wakes the two members that this one is to wake: so all are awake soon, however many they are. */
+static void wake_next(int32_t index) {
+    const uint64_t open = atomic_load(&open_tasks);
+    for (int32_t next = 2 * index + 1; next <= 2 * index + 2; next++)
+        if (has_tasks(open, next)) wake(&members[next]);
+}
+
+/* Claims tasks and runs them until none is left. */
+static void run_tasks(int32_t index) {
+    int64_t num_done = 0;
+    uint64_t open = atomic_load(&open_tasks);
+    while (has_tasks(open, index))
+        if (atomic_compare_exchange_weak(&open_tasks, &open, open - 1)) {
+            job_task(job_context, job_size - (int64_t)(open % THREADS));
+            num_done++;
+            open = atomic_load(&open_tasks);
+        }
+    if (num_done && atomic_fetch_sub(&num_pending, num_done) == num_done && index > 0) wake(&members[0]);
+}
+
+static void work(member *m) {
+    const int32_t index = (int32_t)(m - members);
+    for (await(index); !atomic_load(&is_ending); await(index)) {
+        wake_next(index);
+        run_tasks(index);
+    }
+}
+
+/* ---- starting and ending workers --------------------------------------------------------------------------------- */
+
+#if defined(_WIN32)
+
+static DWORD WINAPI run_worker(void *m) {
+    work(m);
+    return 0;
+}
+
+/* Starts a worker; returns whether it could.  Keeps the library loaded for good: a thread that ends needs the lock that
+ * unloading holds, so that it cannot be waited for then. */
+static int start_thread(member *m) {
+    HMODULE library;
+    if (!GetModuleHandleExA(GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_PIN,
+                            (const char *)run_worker, &library))
+        return 0;
+    const HANDLE thread = CreateThread(NULL, 0, run_worker, m, 0, NULL);
+    if (thread) CloseHandle(thread);
+    return thread != NULL;
+}
+
+#else
+
+static pid_t owner; /* the process that has the workers */
+
+static void *run_worker(void *m) {
+    work(m);
+    return NULL;
+}
+
+/* Starts a worker, which blocks all signals: they are for the program's threads.  Returns whether it could. */
+static int start_thread(member *m) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(&m->thread, NULL, run_worker, m);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    owner = getpid();
+    return !error;
+}
+
+/* Ends the workers when the library is unloaded or the program exits, unless one is needed still: then the program
+ * exits while another of its threads computes.  From then on calls run serially. */
+__attribute__((destructor)) static void end_workers(void) {
+    if (atomic_exchange(&is_taken, 1) || owner != getpid()) return;
+    atomic_store(&is_ending, 1);
+    for (int32_t i = 1; i < num_members; i++) wake(&members[i]);
+    for (int32_t i = 1; i < num_members; i++) pthread_join(members[i].thread, NULL);
+}
+
+#endif
+
+/* Makes members until there are num_threads, or the system gives no more threads. */
+static void make_members(int32_t num_threads) {
+    for (; num_members < num_threads; num_members++) {
+        member *m = &members[num_members];
+        if (kvc_mutex_init(&m->mutex)) return;
+        if (!kvc_signal_init(&m->wake)) {
+            if (num_members == 0 || start_thread(m)) continue;
+            kvc_signal_destroy(&m->wake);
+        }
+        kvc_mutex_destroy(&m->mutex);
+        return;
+    }
+}
+
+/* ---- parallel loops ---------------------------------------------------------------------------------------------- */
+
+/* Runs tasks as the caller does, on a thread of OpenMP. */
+static void run_in_team(void *unused) {
+    (void)unused;
+    run_tasks(0);
+}
+
+void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *context, int64_t i), void *context) {
+    if (num_threads > num_tasks) num_threads = (int32_t)num_tasks;
+    if (num_threads > KVC_MOST_THREADS) num_threads = KVC_MOST_THREADS;
+    if (num_threads <= 1 || kvc_is_alone() || atomic_exchange(&is_taken, 1)) {
+        for (int64_t i = 0; i < num_tasks; i++) task(context, i);
+        return;
+    }
+    job_task = task;
+    job_context = context;
+    job_size = num_tasks;
+    atomic_store(&num_pending, num_tasks);
+    atomic_store(&open_tasks, (uint64_t)num_threads * THREADS + (uint64_t)num_tasks);
+    if (!kvc_openmp_run(run_in_team, NULL, num_threads)) {
+        make_members(num_threads);
+        wake_next(0);
+        run_tasks(0);
+        await(0);
+    }
+    atomic_store(&is_taken, 0);
+}

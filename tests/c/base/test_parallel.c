@@ -1,0 +1,234 @@
+/* Parallel loops: each task runs once, on as many threads as were asked for, whoever calls, sleeps, forks or fails. */
+#define _GNU_SOURCE /* RLIMIT_AS */
+#include "base/parallel.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/threads.h"
+#include "support/test.h"
+
+enum { MOST_TASKS = 1000, CALLERS = 4 };
+
+/* ---- a job that looks at itself --------------------------------------------------------------------------------- */
+
+typedef struct job {
+    atomic_int times[MOST_TASKS]; /* that each task ran */
+    atomic_int num_running, most_running;
+    atomic_int others; /* tasks that ran on other threads than the caller's */
+    atomic_int open_signals; /* tasks on such threads that a signal could interrupt */
+    pthread_t caller;
+    int nap; /* microseconds of each task */
+} job;
+
+static void nap(long microseconds)
+{
+    nanosleep(&(struct timespec){microseconds / 1000000, microseconds % 1000000 * 1000}, NULL);
+}
+
+static void run_task(void *context, int64_t i)
+{
+    job *j = context;
+    int running = atomic_fetch_add(&j->num_running, 1) + 1, most = atomic_load(&j->most_running);
+    while (running > most && !atomic_compare_exchange_weak(&j->most_running, &most, running))
+        ;
+    atomic_fetch_add(&j->times[i], 1);
+    if (!pthread_equal(j->caller, pthread_self())) {
+        sigset_t blocked;
+        pthread_sigmask(SIG_BLOCK, NULL, &blocked);
+        atomic_fetch_add(&j->others, 1);
+        if (!sigismember(&blocked, SIGINT) || !sigismember(&blocked, SIGTERM) || !sigismember(&blocked, SIGALRM))
+            atomic_fetch_add(&j->open_signals, 1);
+    }
+    if (j->nap)
+        nap(j->nap);
+    atomic_fetch_sub(&j->num_running, 1);
+}
+
+/* Runs a job; checks that every task ran once, on no more threads than it may have. */
+static void run(job *j, int32_t num_threads, int64_t num_tasks, int nap_us)
+{
+    memset(j, 0, sizeof *j);
+    j->caller = pthread_self();
+    j->nap = nap_us;
+    kvc_parallel(num_threads, num_tasks, run_task, j);
+    for (int64_t i = 0; i < MOST_TASKS; i++)
+        CHECKF(j->times[i] == (i < num_tasks), "%d threads, %d tasks: task %d ran %d times", num_threads,
+               (int)num_tasks, (int)i, j->times[i]);
+    CHECKF(j->most_running <= (num_threads > 1 ? num_threads : 1), "%d threads: %d tasks at once", num_threads,
+           j->most_running);
+    CHECK(j->num_running == 0 && j->open_signals == 0);
+}
+
+/* ---- tests ------------------------------------------------------------------------------------------------------- */
+
+static void test_sizes(void)
+{
+    static job j;
+    static const int32_t threads[] = {-1, 0, 1, 2, 3, 8, 2, 17, 5};
+    static const int64_t tasks[] = {0, 1, 2, 3, 7, 100, MOST_TASKS};
+    for (size_t t = 0; t < sizeof threads / sizeof *threads; t++)
+        for (size_t n = 0; n < sizeof tasks / sizeof *tasks; n++)
+            run(&j, threads[t], tasks[n], 0);
+}
+
+/* Tasks that take a while run on other threads as well, at once and after workers have fallen asleep. */
+static void test_other_threads_help(void)
+{
+    static job j;
+    static const long pauses[] = {0, 20, 60, 300, 3000, 0};
+    for (size_t p = 0; p < sizeof pauses / sizeof *pauses; p++) {
+        int others = 0;
+        for (int i = 0; i < 100 && !others; i++) {
+            nap(pauses[p]);
+            run(&j, 3, 12, 500);
+            others = j.others;
+        }
+        CHECKF(others > 0, "after %ld microseconds the caller is alone", pauses[p]);
+    }
+}
+
+static void test_many_jobs(void)
+{
+    static job j;
+    for (int i = 0; i < (is_quick() ? 3000 : 20000); i++)
+        run(&j, random_int(2, 6), random_int(1, 12), 0);
+}
+
+/* A job within a task runs on the task's thread. */
+static void run_nested(void *context, int64_t i)
+{
+    job *jobs = context;
+    run(&jobs[i], 4, 20, 0);
+    CHECK(jobs[i].others == 0);
+}
+
+static void test_nested(void)
+{
+    static job jobs[8];
+    kvc_parallel(4, 8, run_nested, jobs);
+}
+
+static void *call_often(void *context)
+{
+    for (int i = 0; i < 200; i++)
+        run(context, 3, 20, i % 50 ? 0 : 20);
+    return NULL;
+}
+
+/* Threads of the program that call at the same time; one of them has the workers. */
+static void test_callers(void)
+{
+    static job jobs[CALLERS];
+    pthread_t threads[CALLERS];
+    for (int i = 0; i < CALLERS; i++)
+        CHECK(!pthread_create(&threads[i], NULL, call_often, &jobs[i]));
+    for (int i = 0; i < CALLERS; i++)
+        CHECK(!pthread_join(threads[i], NULL));
+}
+
+/* The child has none of the workers, runs tasks by itself, and ends without waiting for them. */
+static void test_fork(void)
+{
+    static job j;
+    run(&j, 4, 100, 0);
+    fflush(stdout);
+    const pid_t pid = fork();
+    if (pid == 0) {
+        alarm(60);
+        kvc_threads_forked(); /* what kvc_cache_new registers with the system */
+        test_sizes();
+        run(&j, 4, 12, 500);
+        CHECK(j.others == 0 && kvc_num_threads() == 1);
+        fflush(stdout);
+        exit(test_result());
+    }
+    int status = -1;
+    CHECK(pid > 0 && waitpid(pid, &status, 0) == pid);
+    CHECKF(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with %x", (unsigned)status);
+    run(&j, 4, 100, 0);
+}
+
+#if defined(__has_feature)
+#define HAS_FEATURE(name) __has_feature(name)
+#else
+#define HAS_FEATURE(name) 0
+#endif
+#if defined(__linux__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) &&                           \
+    !HAS_FEATURE(address_sanitizer) && !HAS_FEATURE(thread_sanitizer)
+/* Where the system gives no more threads, a call uses those that there are. */
+static void test_too_few_threads(void)
+{
+    static job j;
+    long pages = 0;
+    struct rlimit before;
+    FILE *file = fopen("/proc/self/statm", "r");
+    CHECK(file && fscanf(file, "%ld", &pages) == 1 && fclose(file) == 0);
+    CHECK(!getrlimit(RLIMIT_AS, &before));
+    const rlim_t few = (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE) + (100 << 20); /* stacks take some MiB each */
+    CHECK(!setrlimit(RLIMIT_AS, &(struct rlimit){few, before.rlim_max}));
+    for (int i = 0; i < 3; i++)
+        run(&j, KVC_MOST_THREADS, MOST_TASKS, 20);
+    CHECK(!setrlimit(RLIMIT_AS, &before));
+    run(&j, 20, MOST_TASKS, 0);
+}
+#else
+static void test_too_few_threads(void) {}
+#endif
+
+/* ---- the number of threads --------------------------------------------------------------------------------------- */
+
+/* Returns what a new process takes for the number of threads. */
+static int threads_with(const char *environment)
+{
+    fflush(stdout);
+    const pid_t pid = fork();
+    if (pid == 0) {
+        if (environment)
+            setenv("OMP_NUM_THREADS", environment, 1);
+        else
+            unsetenv("OMP_NUM_THREADS");
+        _exit(kvc_num_threads() & 127);
+    }
+    int status = -1;
+    CHECK(pid > 0 && waitpid(pid, &status, 0) == pid && WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+/* Call before anything asks for the number of threads, as it is read once. */
+static void test_environment(void)
+{
+    static const struct {
+        const char *value;
+        int number; /* 0: the default */
+    } cases[] = {{"5", 5}, {" 7 ", 7}, {"4,2", 4},   {"3 ,2", 3},   {"+6", 6}, {"", 0},      {"0", 0},
+                 {"-2", 0}, {"x", 0},  {"3x", 0}, {"4097", 0}, {"99999999999999999999", 0}, {",2", 0}};
+    const int otherwise = threads_with(NULL);
+    CHECK(otherwise >= 1);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const int number = threads_with(cases[i].value);
+        CHECKF(number == (cases[i].number ? cases[i].number : otherwise), "OMP_NUM_THREADS=%s: %d", cases[i].value,
+               number);
+    }
+}
+
+int main(void)
+{
+    test_environment();
+    test_sizes();
+    test_other_threads_help();
+    test_many_jobs();
+    test_nested();
+    test_callers();
+    test_fork();
+    test_too_few_threads();
+    return test_result();
+}
