@@ -37,7 +37,7 @@ static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
         const int32_t position = positions ? positions[t] : next;
         if (position == INT32_MAX)
             return kvc_fail(KVC_ERR_INVALID,
-                            "%d tokens are too many: positions go up to %d, and sequence %lld goes on at %d",
+                            "a batch of %d would pass the last position, %d: sequence %lld goes on at %d",
                             batch->num_tokens, INT32_MAX - 1, (long long)id, kvc_sequence_next(member->sequence));
         batch->positions[t] = position;
         batch->sequence_of[t] = s;
