@@ -64,6 +64,7 @@ DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx512, KVC_Q4_0)
 const kvc_kernels kvc_kernels_avx512 = {
     .name = "avx512",
     KVC_AVX512_FLOATS,
+    KVC_AVX512_TO_BF16,
     KVC_AVX512_TILER_F32,
     KVC_AVX512_TILERS,
     .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx512, kvc_score_q8_0_avx512},

@@ -92,11 +92,11 @@ static inline __m512i emulated_maskz_loadu_epi16(__mmask32 mask, const void *p)
 
 /* ---- bf16 ------------------------------------------------------------------------------------------------------- */
 
-/* Denormal floats are 0 to what follows. */
+/* Denormal floats are 0, of the same sign, to what follows. */
 static inline __m512 emulated_flush(__m512 x)
 {
     const __m512i denormal = (__m512i)(_mm512_abs_ps(x) < _mm512_set1_ps(FLT_MIN));
-    return (__m512)((__m512i)x & ~denormal);
+    return (__m512)((__m512i)x & (~denormal | (__m512i)_mm512_set1_ps(-0.0f)));
 }
 
 static inline __m512 emulated_fma(__m512 x, __m512 y, __m512 z) { return emulated_flush(_mm512_fmadd_ps(x, y, z)); }
@@ -126,9 +126,16 @@ static inline __m512bh emulated_cvtne2ps_pbh(__m512 upper, __m512 lower)
     return y.bh;
 }
 
+static inline __m256bh emulated_cvtneps_pbh(__m512 x)
+{
+    const emulated y = {.bh = emulated_cvtne2ps_pbh(x, x)};
+    return (__m256bh)y.half[0];
+}
+
 #undef _mm512_dpbf16_ps
 #define _mm512_dpbf16_ps emulated_dpbf16_ps
 #define _mm512_cvtne2ps_pbh emulated_cvtne2ps_pbh
+#define _mm512_cvtneps_pbh emulated_cvtneps_pbh
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------ */
 

@@ -369,7 +369,7 @@ static void test_not_finite(const kvc_kernels *kernels, int type)
     check_same(kernels, KVC_F32, type, nothing, BLOCK);
 }
 
-/* Every scale there is, with random bytes. */
+/* Every scale there is, with random bytes, decoded to every type. */
 static void test_dequantise(const kvc_kernels *kernels, int type)
 {
     for (int scale = 0; scale < 65536; scale++) {
@@ -387,6 +387,8 @@ static void test_dequantise(const kvc_kernels *kernels, int type)
             CHECKF(isnan(right) ? isnan(x[i]) : x[i] == right, "%s %s: scale %04x times %d is %g, not %g",
                    kernels->name, kvc_type_name(type), (unsigned)scale, q, (double)x[i], right);
         }
+        check_same(kernels, type, KVC_F16, block, BLOCK);
+        check_same(kernels, type, KVC_BF16, block, BLOCK);
     }
 }
 
