@@ -86,7 +86,10 @@ def make_mask(
     **arguments: Any,
 ) -> Mask:
     """Describe a mask; transformers calls this where other attention implementations make a tensor."""
-    padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+    padding = attention_mask
+    if padding is not None:  # columns that a mask does not have are hidden
+        has_columns = padding.shape[-1] >= arguments["kv_length"] + arguments.get("kv_offset", 0)
+        padding = None if has_columns and bool(padding.all()) else padding
     # transformers sets both permissions to False, or sets use_vmap, for a model with mask functions of its own.
     is_plain = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap
     arguments |= {"attention_mask": attention_mask, "use_vmap": use_vmap}
