@@ -106,6 +106,7 @@ class HFCache(Cache):
         self._v_dims = self._cache.v_head_dim
         self._calls = {"kernel": 0, "dense": 0, "fallback": 0}
         self._shared = Shared()
+        self._first_layer: int | None = None  # the layer that forward passes begin with
         self._forget()
         for index, i in enumerate(policies):
             layers[i] = self._make_layer(index)
@@ -210,16 +211,24 @@ class HFCache(Cache):
     def _pass_of(self, layer: Layer) -> ForwardPass:
         """Return the pass in which a layer brings keys.
 
-        transformers does not say where a pass begins. A new pass begins with layer 0, and with a layer that the last
-        pass has been at, whether that pass was complete or ended in an error.
+        transformers does not say where a pass begins. All begin with the same layer, whether the last one was complete
+        or ended in an error.
         """
-        if self._pass is None or layer.index == 0 or self._pass.has_begun(layer.index):
+        if self._first_layer is None:
+            self._first_layer = layer.index
+        if self._pass is None or layer.index == self._first_layer or layer.index in self._pass.begun:
             self._drop_unfinished()
             self._end_pass()
+            if layer.index != self._first_layer:
+                raise RuntimeError(
+                    f"layer {layer.index} brings keys in a forward pass without layer {self._first_layer}: the model"
+                    " runs a layer twice, or the cache, or a copy of it, was used by others before the pass ended"
+                )
             self._pass = ForwardPass(self._cache.num_layers, self._uses_kernels())
         elif self._pass.pending:  # the model attended to other keys than those it was given
             self._pass.leaves_rows = True
             self._put_pending(self._pass)
+        self._pass.begun.add(layer.index)
         return self._pass
 
     def _drop_unfinished(self) -> None:
@@ -227,7 +236,8 @@ class HFCache(Cache):
         if self._pass is not None and not self._pass.is_complete:
             warnings.warn(
                 f"kvcache: the last forward pass went through {len(self._pass.done)} of {self._pass.num_layers} layers,"
-                " and its tokens were dropped: it failed, or the cache was made from another model's config",
+                " and its tokens were dropped: it failed, a copy of the cache was used before it ended, or the cache"
+                " was made from another model's config",
                 stacklevel=2,
             )
 
@@ -255,6 +265,7 @@ class HFCache(Cache):
             )
         owner = self._shared.owner()
         if owner is not None and owner is not self:
+            owner._drop_unfinished()
             owner._end_pass()
         self._shared.owner = weakref.ref(self)
         if not self._seq_ids:

@@ -28,6 +28,7 @@ class ForwardPass:
         self.num_layers = num_layers
         self.uses_kernels = uses_kernels  # whether the model's attention is `kvcache.hf.attention.attention`
         self.is_open = False
+        self.begun: set[int] = set()  # layers that have brought keys, or attended
         self.done: set[int] = set()  # layers that have stored the new tokens, or attended
         self.pending: dict[int, LayerRows] = {}  # rows that neither the attention nor the model has used yet
         self.leaves_rows = False  # whether the model left a layer's rows unused, and attends to others
@@ -48,10 +49,6 @@ class ForwardPass:
     def layout(self) -> Layout:
         """The layout of the tensors that `drop_padding` returns."""
         return "BHTD" if self.stored is None else "THD"
-
-    def has_begun(self, index: int) -> bool:
-        """Whether the pass has been at a layer."""
-        return index in self.done or index in self.pending
 
     @property
     def is_complete(self) -> bool:

@@ -1,0 +1,96 @@
+"""Where a forward pass begins and ends: layers in other orders, twice, left out; copies and errors in the middle."""
+
+import copy
+import warnings
+
+import pytest
+
+import kvcache
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from support.hf_pairs import CONFIGS, LAYERS, check_same, make, model_of, ours, passes, random_tokens  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
+
+
+def model_with(order):
+    """A model that runs its layers in another order."""
+    model = make(CONFIGS["llama"]())
+    model.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in order])
+    return model
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+@pytest.mark.parametrize("order", [[3, 2, 1, 0], [1, 0, 3, 2]])
+def test_layers_in_another_order(order, attention):
+    model, tokens = model_with(order), random_tokens(2, 13)
+    check_same(model, lambda cache: passes(model, cache, tokens, None, [10, 12, 13]), attention)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 1, 2], [0, 1, 2, 2]])
+@pytest.mark.filterwarnings("ignore:kvcache. the last forward pass")
+def test_a_layer_that_runs_twice(order):
+    """A layer's rows of one pass are stored once: a model that brings them twice is refused."""
+    model = model_with(order)
+    cache, _ = ours(model)
+    model.set_attn_implementation("kvcache")
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"layer . brings keys in a forward pass without layer 0"):
+        model(random_tokens(2, 10), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_copy_used_in_the_middle_of_a_pass():
+    """The copy's pass is right; the other is refused, drops its tokens, and goes right when it is run again."""
+    model, tokens = model_of("llama"), random_tokens(2, 12)
+    other_model = make(CONFIGS["llama"]())
+    for each in (model, other_model):
+        each.set_attn_implementation("kvcache")
+    cache, _ = ours(model)
+    with torch.no_grad():
+        [*passes(model, cache, tokens[:, :10])]
+        want = other_model(tokens[:, 10:], past_key_values=copy.deepcopy(cache)).logits
+        other, made = copy.deepcopy(cache), []
+
+        def use_copy(*_):
+            made.append(other_model(tokens[:, 10:], past_key_values=other).logits)
+
+        hook = model.model.layers[2].register_forward_pre_hook(use_copy)
+        with (
+            pytest.warns(UserWarning, match="its tokens were dropped: it failed, a copy of the cache was used before"),
+            pytest.raises(RuntimeError, match="was used by others before the pass ended"),
+        ):
+            model(tokens[:, 10:], past_key_values=cache)
+        hook.remove()
+        assert (cache.get_seq_length(), other.get_seq_length()) == (10, 12)
+        again = model(tokens[:, 10:], past_key_values=cache).logits
+    torch.testing.assert_close(made[0], want)
+    torch.testing.assert_close(again, want)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_an_error_in_the_attention(monkeypatch, layer, kind):
+    """A pass that ends in the attention of any layer, the first and the last too, leaves nothing."""
+    model, tokens = model_of("llama"), random_tokens(2, 13)
+    attend = kvcache.Batch.attend
+
+    def fail(batch, index, *args, **options):
+        if index == layer:
+            raise kind
+        return attend(batch, index, *args, **options)
+
+    def play(cache):
+        yield from passes(model, cache, tokens[:, :10])
+        if not isinstance(cache, transformers.DynamicCache):
+            with monkeypatch.context() as patch:
+                patch.setattr(kvcache.Batch, "attend", fail)
+                with pytest.raises(kind):
+                    model(tokens[:, 10:12], past_key_values=cache)
+            assert cache.get_seq_length() == 10
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # tokens were dropped
+            yield from passes(model, cache, tokens[:, 10:], None, [12, 13])
+
+    check_same(model, play)
