@@ -507,7 +507,7 @@ class HFCache(Cache):
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep the sequences at some batch indices, and drop the others."""
         indices = torch.as_tensor(indices)
-        self._select(torch.arange(len(self._seq_ids))[indices].tolist())
+        self._select(torch.arange(len(self._seq_ids))[indices].tolist() if self._seq_ids else [])
         for layer in self._others:
             layer.batch_select_indices(indices)
 
@@ -520,6 +520,10 @@ class HFCache(Cache):
     def _select(self, batch_indices: list[int]) -> None:
         """Make a batch of the sequences at these indices; fork a sequence whose index occurs more than once."""
         self._end_pass()
+        if not self._seq_ids:  # transformers' own caches ignore this as well
+            return
+        if not batch_indices:
+            raise ValueError("no row of the batch would be left: select one or more, or reset the cache")
         selected: list[int] = []
         for source in (self._seq_ids[i] for i in batch_indices):
             if source in selected:

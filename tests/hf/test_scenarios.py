@@ -156,6 +156,40 @@ def test_edits_between_passes(name, attention, padding):
     check_same(model, edited, attention)
 
 
+def test_edits_of_an_empty_cache():
+    """As with transformers' own cache, they do nothing."""
+    model, tokens = model_of("llama"), random_tokens(2, 5)
+
+    def edited(cache):
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.batch_select_indices(torch.tensor([1]))
+        cache.batch_repeat_interleave(3)
+        yield from passes(model, cache, tokens)
+
+    check_same(model, edited)
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        lambda cache: cache.batch_select_indices(torch.tensor([False, False])),
+        lambda cache: cache.batch_repeat_interleave(0),
+    ],
+)
+def test_a_batch_without_rows(empty):
+    """The last row of a batch stays: the tokens of a cache without rows could not be counted."""
+    model, tokens = model_of("llama"), random_tokens(2, 5)
+
+    def edited(cache):
+        yield from passes(model, cache, tokens[:, :4])
+        if isinstance(cache, HFCache):
+            with pytest.raises(ValueError, match="no row of the batch would be left: select one or more, or reset"):
+                empty(cache)
+        yield from passes(model, cache, tokens[:, 4:])
+
+    check_same(model, edited)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("order", [("eager", "kvcache", "sdpa", "kvcache"), ("kvcache", "eager", "kvcache", "sdpa")])
 def test_attention_changed_between_passes(name, order):
