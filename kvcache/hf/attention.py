@@ -14,6 +14,8 @@ from kvcache.hf.masks import Mask
 from kvcache.hf.rows import untouched
 
 NAME = "kvcache"
+UNKNOWN = "sinks", "block_indices"  # what a few models pass to their own attention only
+SPECIAL = "position_bias", *UNKNOWN  # what the kernels have no argument for
 
 
 def attention(
@@ -32,7 +34,7 @@ def attention(
     if expansion is not None:
         rows = expansion.rows
     is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
-    is_special = options.get("dropout") or options.get("position_bias") is not None
+    is_special = options.get("dropout") or any(options.get(name) is not None for name in SPECIAL)
     if rows is not None and not is_special and rows.layer.kernels_know(attention_mask, is_causal):
         padding = attention_mask.padding if isinstance(attention_mask, Mask) else None
         sinks = None if s_aux is None else s_aux.detach()
@@ -40,7 +42,11 @@ def attention(
         out = rows.layer.cache.attend(rows, q, padding, {"scale": scaling, "softcap": softcap, "sinks": sinks})
         if out is not None:
             return out if expansion is None else expansion.expand(out), None
+    if unknown := [name for name in UNKNOWN if options.get(name) is not None]:
+        raise NotSupportedError(f"the attention {NAME!r} has no argument {unknown[0]}: set the model's own, 'eager'")
     key, value, mask = elements_of([key, value, attention_mask])
+    if rows is not None and rows.new is not None:
+        rows.layer.cache.check_mask(rows, mask, query.shape[2])
     num_queries, num_keys = query.shape[2], key.shape[2]
     has_sdpa = softcap is None and s_aux is None
     if mask is None and is_causal and num_queries > 1 and not (has_sdpa and num_queries == num_keys):

@@ -37,6 +37,14 @@ def check_config(config: Any) -> None:
         raise TypeError(f"config is {config!r}: give the model's, model.config")
 
 
+def refuse_padding(row: int, offset: int) -> NoReturn:
+    """Raise ValueError for a mask that shows padding which was not stored."""
+    raise ValueError(
+        f"attention_mask shows the first {offset} tokens of row {row}, which it hid as padding when they came, so that"
+        " they were not stored: hide them again, or reset the cache"
+    )
+
+
 class Shared:
     """The state that an `HFCache` and its copies share beside their `KVCache`."""
 
@@ -301,12 +309,24 @@ class HFCache(Cache):
         shown = shown_columns(padding, num_columns)
         for row, (columns, offset) in enumerate(zip(shown, offsets, strict=True)):
             if columns[:offset].any():
-                raise ValueError(
-                    f"attention_mask shows the first {offset} tokens of row {row}, which it hid as padding when they"
-                    " came, so that they were not stored: hide them again, or reset the cache"
-                )
+                refuse_padding(row, offset)
         this_pass.hidden[id(padding)] = padding, hidden_ranges(shown, self._seq_ids, offsets)
         return this_pass.hidden[id(padding)][1]
+
+    def check_mask(self, rows: LayerRows, mask: torch.Tensor | None, num_queries: int) -> None:
+        """Raise if a mask of elements, ``[batch, heads, queries, columns]``, shows padding that was not stored."""
+        this_pass = self._current(rows)
+        num_seen = self._seen + this_pass.num_tokens
+        first = num_seen - rows.shapes[0][2]  # the first column's token
+        for row, offset in enumerate(this_pass.offsets):
+            query = max(0, offset - (num_seen - num_queries))  # the first that is no padding itself
+            if offset <= first or query >= num_queries:
+                continue
+            if mask is not None:
+                part = mask[row if len(mask) > 1 else 0, :, query:, : offset - first]
+                if not (part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2).any():
+                    continue
+            refuse_padding(row, offset)
 
     def _chunks_agree(self, this_pass: ForwardPass, layer: Layer, padding: torch.Tensor | None) -> bool:
         """Whether a layer's chunks begin where the mask's do, which is after the padding that the mask hides."""

@@ -131,6 +131,39 @@ def test_padding_that_is_shown_later():
     check_same(model, again)
 
 
+def test_a_mask_of_elements_that_shows_padding():
+    """A 4D mask may hide leading padding as the 2D one before it did; one that shows it is refused."""
+    model, tokens = model_of("llama"), random_tokens(2, 13)
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = 0
+    for shown in (slice(0, 0), slice(1, 3)):
+
+        def turns(cache, shown=shown):
+            yield from passes(model, cache, tokens[:, :12], mask)
+            sees = mask[:, None, None].bool()
+            sees[1, :, :, shown] = True
+            added = torch.where(sees, 0.0, torch.finfo(torch.float32).min)
+            yield model(tokens[:, 12:], attention_mask=added, past_key_values=cache).logits
+
+        if shown.stop == 0:
+            check_same(model, turns)
+        else:
+            with pytest.raises(ValueError, match=r"shows the first 3 tokens of row 1, which it hid as padding"):
+                check_same(model, turns)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_mask_without_columns_for_new_tokens(name):
+    """A mask of ones that is narrower than the tokens hides those that it has no columns for."""
+    model, tokens = model_of(name), random_tokens(2, 16)
+
+    def turns(cache):
+        yield from passes(model, cache, tokens[:, :12])
+        yield model(tokens[:, 12:], attention_mask=torch.ones(2, 14).long(), past_key_values=cache).logits
+
+    check_same(model, turns)
+
+
 def test_a_row_that_is_all_padding():
     """A row without any token yet gets its first in a later pass; the others do not notice."""
     model, tokens = model_of("mistral"), random_tokens(3, 12)

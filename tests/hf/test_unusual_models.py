@@ -8,6 +8,7 @@ transformers = pytest.importorskip("transformers")
 from support.hf_pairs import BASE, MIXED, SLIDING, VOCAB, check_same, compare, make, passes, play, random_tokens  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
+from kvcache import NotSupportedError  # noqa: E402 - as above
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
@@ -168,6 +169,14 @@ def test_models_that_add_the_mask_to_scores(name):
             made.append([*passes(model, cache, tokens, mask, [9, 13, 14])])
     compare(*made)
     assert cache.stats()["calls"] == {"kernel": 0, "dense": 0, "fallback": 9}
+
+
+@pytest.mark.parametrize("name", ["sinks", "block_indices"])
+def test_arguments_that_change_another_attention(name):
+    """An argument that neither the kernels nor torch's attention have is refused, and not ignored."""
+    attend, rows = transformers.AttentionInterface()["kvcache"], torch.zeros(1, 1, 2, 8)
+    with pytest.raises(NotSupportedError, match=f"the attention 'kvcache' has no argument {name}: set the model's own"):
+        attend(torch.nn.Identity(), rows, rows, rows, None, **{name: torch.zeros(1)})
 
 
 # ---- Whisper
