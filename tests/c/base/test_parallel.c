@@ -173,10 +173,10 @@ static void test_too_few_threads(void)
     FILE *file = fopen("/proc/self/statm", "r");
     CHECK(file && fscanf(file, "%ld", &pages) == 1 && fclose(file) == 0);
     CHECK(!getrlimit(RLIMIT_AS, &before));
-    const rlim_t few = (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE) + (100 << 20); /* stacks take some MiB each */
+    const rlim_t few = (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE) + (20 << 20); /* a few stacks */
     CHECK(!setrlimit(RLIMIT_AS, &(struct rlimit){few, before.rlim_max}));
     for (int i = 0; i < 3; i++)
-        run(&j, KVC_MOST_THREADS, MOST_TASKS, 20);
+        run(&j, 300, MOST_TASKS, 20);
     CHECK(!setrlimit(RLIMIT_AS, &before));
     run(&j, 20, MOST_TASKS, 0);
 }
