@@ -52,7 +52,7 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
 
     Notes
     -----
-    Models that add a bias by position to the scores (T5) need their own attention.
+    The attention ``"kvcache"`` uses dense tensors for models that add a bias by position to the scores (T5).
     """
 
     def __init__(
