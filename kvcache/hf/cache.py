@@ -20,7 +20,7 @@ from kvcache.hf.decode import Decoder
 from kvcache.hf.forward_pass import ForwardPass
 from kvcache.hf.layers import CrossLayer, LatentLayer, Layer
 from kvcache.hf.padding import count_leading, hidden_ranges, shown_columns
-from kvcache.hf.policies import CacheLayer, check_model, policy_of, shape_of
+from kvcache.hf.policies import CacheLayer, check_model, decoder_of, policy_of, shape_of
 from kvcache.hf.rows import LayerRows
 from kvcache.layer import DType, count
 from kvcache.policy import ChunkedAttention, CrossAttention, Policy
@@ -89,14 +89,13 @@ class HFCache(Cache):
             raise NotSupportedError(f"a {type(config).__name__} has an encoder too: use HFEncoderDecoderCache")
         for part in (config, self._config):
             check_model(part)
-        types, options = get_layer_types_and_kwargs(self._config)
-        layers: list[Any] = [
-            policy_of(self._config, i, *layer) for i, layer in enumerate(zip(types, options, strict=True))
-        ]
+        decoder = decoder_of(self._config)
+        types, options = get_layer_types_and_kwargs(decoder)
+        layers: list[Any] = [policy_of(decoder, i, *layer) for i, layer in enumerate(zip(types, options, strict=True))]
         policies = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, CacheLayer)}
         if not policies:
             raise NotSupportedError(f"a {type(config).__name__} has no layer with keys and values")
-        shapes = [shape_of(self._config.per_layer_config[i], types[i]) for i in policies]
+        shapes = [shape_of(decoder.per_layer_config[i], types[i]) for i in policies]
         num_kv_heads, head_dim, v_head_dim, value_in_key = map(list, zip(*shapes, strict=True))
         self._cache = KVCache(
             len(policies),

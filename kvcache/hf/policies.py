@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple, TypeAlias
 
 from transformers import PreTrainedConfig
@@ -60,6 +61,17 @@ def check_model(config: PreTrainedConfig) -> None:
     """Raise if a model cannot use this cache, whatever its layers are."""
     if config.model_type in UNSERVED:
         raise NotSupportedError(f"a {type(config).__name__} is not served: {UNSERVED[config.model_type]}")
+
+
+def decoder_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return what a configuration says of a decoder alone: BART and its like then count the encoder's layers."""
+    if "decoder_layers" not in vars(config):
+        return config
+    both = copy.deepcopy(config)
+    both.is_encoder_decoder = True
+    decoder = both.get_text_config(decoder=True)
+    decoder.is_encoder_decoder = False
+    return decoder
 
 
 def shape_of(config: PreTrainedConfig, layer_type: str) -> RowShape:

@@ -179,6 +179,24 @@ def test_arguments_that_change_another_attention(name):
         attend(torch.nn.Identity(), rows, rows, rows, None, **{name: torch.zeros(1)})
 
 
+@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("name", ["Bart", "Pegasus"])
+def test_a_decoder_without_its_encoder(name, layers):
+    """The configuration counts the layers and heads of decoder and encoder apart."""
+    kinds = {"encoder_layers": 3, "decoder_layers": layers, "encoder_attention_heads": 2, "decoder_attention_heads": 4}
+    sizes = {"d_model": 64, "decoder_ffn_dim": 96, "vocab_size": VOCAB, "pad_token_id": 0, "eos_token_id": None}
+    config = getattr(transformers, f"{name}Config")(**kinds, **sizes, init_std=0.3, is_encoder_decoder=False)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    tokens = random_tokens(2, 12)
+    cache = HFCache(model.config, dtype="f32")
+    made = []
+    for each, attention in ((cache, "kvcache"), (DynamicCache(), "sdpa")):  # transformers reads the encoder's layers
+        made.append(play(model, each, attention, lambda cache: passes(model, cache, tokens, ends=[9, 10, 12])))
+    compare(*made)
+    assert cache.stats()["calls"] == {"kernel": 3 * layers, "dense": 0, "fallback": 0}
+
+
 # ---- Whisper
 
 END, BEGIN, NO_TIMESTAMPS = 90, 91, 96
