@@ -435,8 +435,9 @@ class HFCache(Cache):
     def _shapes(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Size, torch.Size]:
         """Return the shapes of a layer's keys and values, stored and new."""
         past = 0 if isinstance(layer, CrossLayer) else layer.past_columns(self._seen)
-        k_shape, v_shape = (torch.Size((*x.shape[:2], past + x.shape[2], x.shape[3])) for x in (k, v))
-        return k_shape, v_shape
+        batch_size, num_heads, num_new, head_dim = k.shape
+        shape = batch_size, num_heads, past + num_new
+        return torch.Size((*shape, head_dim)), torch.Size((*shape, v.shape[3]))
 
     def _source_shapes(self, layer: CrossLayer) -> tuple[torch.Size, torch.Size]:
         """Return the shapes of the keys and values that an encoder made."""

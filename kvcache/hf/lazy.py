@@ -34,7 +34,7 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def of_shape(cls, shape: Sequence[int], dtype: torch.dtype) -> Self:
         """Return a lazy tensor."""
-        return cls._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
+        return cls._make_wrapper_subclass(cls, shape, dtype=dtype)
 
     def make(self) -> torch.Tensor:
         """Make the elements."""
