@@ -259,3 +259,19 @@ def test_what_one_layer_drops_does_not_decide_on_another():
                 batch.put(layer, x, x)
     assert cache.sequences == [1]
     cache.validate()
+
+
+@pytest.mark.parametrize("cut", ["truncate", "remove", "copy_prefix"])
+def test_a_cut_past_evicted_rows_is_refused(cut):
+    """It left the sinks: position 2 of 20."""
+    cache = new_cache(kvcache.SlidingWindow(4, num_sink_tokens=2))
+    for position in range(20):
+        feed(cache, [position])
+    cuts = {"truncate": cache.truncate, "remove": cache.remove, "copy_prefix": lambda n: cache.copy_prefix(0, 1, n)}
+    with pytest.raises(kvcache.RowsGoneError, match=r"position 10: .* position 19 on, or up to 2; .* resume_window"):
+        cuts[cut](10)
+    assert (cache.next_position(), cache.positions().tolist()) == (20, [0, 1, 16, 17, 18, 19])
+    for length in (19, 2, 0):
+        cache.truncate(length)
+        assert cache.next_position() == length
+        cache.batch(1).abort()
