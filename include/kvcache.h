@@ -45,8 +45,8 @@
  *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.
  * fork()    The child has one thread, and every cache as it was.  fork() waits for what other threads do in the
  *           library, with two exceptions.  It does not wait for their work on a batch, nor for those that wait to begin
- *           one: in the child the batch is open, without what they were doing, and nobody waits.  Nor does it wait for functions of the caller: a sequence whose keys one of
- *           these was moving is, in the child, as it was before.
+ *           one: in the child the batch is open, without what they were doing, and nobody waits.  Nor does it wait for
+ *           functions of the caller: a sequence whose keys one of these was moving is, in the child, as it was before.
  * Limits    max_seq_len, max_sequences and capacity are checked when a batch begins, capacity also by edits that copy
  *           rows, max_bytes whenever memory is taken for rows.
  * Structs   grow at their end, so that a program and a library of different versions understand each other.
@@ -301,8 +301,8 @@ KVC_API int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer);
 KVC_API int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id);
 KVC_API int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id);
 
-/* Returns the position of the next token: kvc_last_position + 1, or what follows the latest tokens if all their rows were
- * evicted.  0 if nothing was stored. */
+/* Returns the position of the next token: kvc_last_position + 1, or what follows the latest tokens if all their rows
+ * were evicted.  0 if nothing was stored. */
 KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
 
 /* Returns 1 if `position` is at most kvc_next_position and no row that a query there or later would see was evicted,

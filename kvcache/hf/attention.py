@@ -14,8 +14,8 @@ from kvcache.hf.masks import Mask
 from kvcache.hf.rows import untouched
 
 NAME = "kvcache"
-UNKNOWN = "sinks", "block_indices"  # what a few models pass to their own attention only
-SPECIAL = "position_bias", *UNKNOWN  # what the kernels have no argument for
+UNKNOWN = {"sinks", "block_indices"}  # what a few models pass to their own attention only
+SPECIAL = {"dropout", "position_bias", *UNKNOWN}  # what the kernels have no argument for
 
 
 def attention(
@@ -30,11 +30,12 @@ def attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend, for transformers: query ``[batch, heads, tokens, dim]``, result ``[batch, tokens, heads, dim]``."""
-    rows, expansion = untouched(key, value), Expansion.of(key, value)
-    if expansion is not None:
+    rows, expansion = untouched(key, value), None
+    if rows is None and (expansion := Expansion.of(key, value)) is not None:
         rows = expansion.rows
     is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
-    is_special = options.get("dropout") or any(options.get(name) is not None for name in SPECIAL)
+    given = SPECIAL & options.keys()
+    is_special = bool(given) and any(options[name] is not None for name in given if name != "dropout" or options[name])
     if rows is not None and not is_special and rows.layer.kernels_know(attention_mask, is_causal):
         padding = attention_mask.padding if isinstance(attention_mask, Mask) else None
         sinks = None if s_aux is None else s_aux.detach()
@@ -42,7 +43,7 @@ def attention(
         out = rows.layer.cache.attend(rows, q, padding, {"scale": scaling, "softcap": softcap, "sinks": sinks})
         if out is not None:
             return out if expansion is None else expansion.expand(out), None
-    if unknown := [name for name in UNKNOWN if options.get(name) is not None]:
+    if unknown := [name for name in UNKNOWN & options.keys() if options[name] is not None]:
         raise NotSupportedError(f"the attention {NAME!r} has no argument {unknown[0]}: set the model's own, 'eager'")
     key, value, mask = elements_of([key, value, attention_mask])
     if rows is not None and rows.new is not None:

@@ -21,7 +21,7 @@ from kvcache.hf.forward_pass import ForwardPass
 from kvcache.hf.layers import CrossLayer, LatentLayer, Layer
 from kvcache.hf.padding import count_leading, hidden_ranges, shown_columns
 from kvcache.hf.policies import CacheLayer, check_model, decoder_of, policy_of, shape_of
-from kvcache.hf.rows import LayerRows
+from kvcache.hf.rows import LayerRows, Shape
 from kvcache.layer import DType, count
 from kvcache.policy import ChunkedAttention, CrossAttention, Policy
 from kvcache.system import readable
@@ -178,7 +178,8 @@ class HFCache(Cache):
         if isinstance(rows.layer, CrossLayer):
             return self._attend_source(rows, rows.layer, q, padding, options)
         this_pass = self._current(rows)
-        self._open(this_pass, rows, padding)
+        if not this_pass.is_open:
+            self._open(this_pass, rows, padding)
         if not self._chunks_agree(this_pass, rows.layer, padding):
             return None
         hidden = self._hidden(this_pass, padding, this_pass.offsets)
@@ -258,9 +259,7 @@ class HFCache(Cache):
         return rows.this_pass
 
     def _open(self, this_pass: ForwardPass, rows: LayerRows, padding: torch.Tensor | None) -> None:
-        """Begin the batch of a pass for the new tokens of a layer, unless the pass has begun it."""
-        if this_pass.is_open:
-            return
+        """Begin the batch of a pass for the new tokens of a layer."""
         assert rows.new is not None
         self._begin(this_pass, len(rows.new[0]), rows.new[0].shape[2], padding)
 
@@ -359,7 +358,8 @@ class HFCache(Cache):
 
     def _put(self, this_pass: ForwardPass, rows: LayerRows) -> None:
         """Store the new rows of a layer, without attending."""
-        self._open(this_pass, rows, None)
+        if not this_pass.is_open:
+            self._open(this_pass, rows, None)
         index = rows.layer.index
         assert rows.new is not None
         if isinstance(rows.layer, CrossLayer):
@@ -432,18 +432,18 @@ class HFCache(Cache):
 
     # ---- with dense tensors
 
-    def _shapes(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Size, torch.Size]:
+    def _shapes(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[Shape, Shape]:
         """Return the shapes of a layer's keys and values, stored and new."""
         past = 0 if isinstance(layer, CrossLayer) else layer.past_columns(self._seen)
         batch_size, num_heads, num_new, head_dim = k.shape
-        shape = batch_size, num_heads, past + num_new
-        return torch.Size((*shape, head_dim)), torch.Size((*shape, v.shape[3]))
+        num_columns = past + num_new
+        return (batch_size, num_heads, num_columns, head_dim), (batch_size, num_heads, num_columns, v.shape[3])
 
-    def _source_shapes(self, layer: CrossLayer) -> tuple[torch.Size, torch.Size]:
+    def _source_shapes(self, layer: CrossLayer) -> tuple[Shape, Shape]:
         """Return the shapes of the keys and values that an encoder made."""
         index = layer.index
         shape = len(self._seq_ids), self._cache.num_kv_heads[index], self._cache.seq_len(self._seq_ids[0], layer=index)
-        return torch.Size((*shape, self._cache.head_dim[index])), torch.Size((*shape, self._v_dims[index]))
+        return (*shape, self._cache.head_dim[index]), (*shape, self._v_dims[index])
 
     def _make_dense(self, rows: LayerRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new rows of a layer; return a row for each column of the mask, ``[batch, heads, n, dim]``."""
@@ -483,7 +483,8 @@ class HFCache(Cache):
                 f"the model has {layer_idx + 1} layers or more, the config that this cache was made from has"
                 f" {len(self.layers)}: give HFCache model.config"
             )
-        new: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer: Any = self.layers[layer_idx]
+        new: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
         return new
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -11,6 +11,9 @@ from kvcache.hf.lazy import LazyTensor
 if TYPE_CHECKING:
     from kvcache.hf.forward_pass import ForwardPass
     from kvcache.hf.layers import Layer
+
+
+Shape: TypeAlias = tuple[int, int, int, int]
 
 
 class Rows(LazyTensor):
@@ -36,7 +39,7 @@ class LayerRows:
         layer: Layer,
         this_pass: ForwardPass | None,
         new: tuple[torch.Tensor, torch.Tensor] | None,
-        shapes: tuple[torch.Size, torch.Size],
+        shapes: tuple[Shape, Shape],
         dtype: torch.dtype,
     ) -> None:
         self.layer = layer
@@ -49,7 +52,8 @@ class LayerRows:
     @property
     def tensors(self) -> tuple[Rows, Rows]:
         """The lazy tensors."""
-        keys, values = (self.layer.tensor_type.of_shape(shape, self.dtype) for shape in self.shapes)
+        of_shape, (k_shape, v_shape) = self.layer.tensor_type.of_shape, self.shapes
+        keys, values = of_shape(k_shape, self.dtype), of_shape(v_shape, self.dtype)
         keys.source = values.source = self
         keys.part, values.part = 0, 1
         return keys, values
