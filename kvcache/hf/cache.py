@@ -564,7 +564,7 @@ class HFCache(Cache):
         """Return a cache that continues from the same tokens; it shares their rows, and copies none."""
         self._end_pass()
         other = object.__new__(type(self))
-        vars(other).update(vars(self))
+        other.__dict__.update(self.__dict__)
         other._seq_ids, other._calls = self._new_ids(len(self._seq_ids)), dict(self._calls)
         other._decoder = Decoder(self._cache)
         for source, seq_id in zip(self._seq_ids, other._seq_ids, strict=True):

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import Tensor
 
 from kvcache.hf.lazy import LazyTensor, elements_of
 from kvcache.hf.rows import LayerRows, Rows
 
-Tensor = torch.Tensor
 linear = torch.nn.functional.linear
 # Operations that make one tensor of another, and are recorded.
 RECORDED = {linear, Tensor.view, Tensor.transpose, Tensor.expand, Tensor.new_empty, Tensor.__getitem__}

@@ -21,7 +21,7 @@ LOCK = """
 int pthread_mutex_lock(pthread_mutex_t *);
 int watched_lock(pthread_mutex_t *mutex);
 int watched_lock(pthread_mutex_t *mutex) {
-    if (PyGILState_Check()) {
+    if (Py_IsInitialized() && PyGILState_Check()) { /* it says 1 while the process exits, too */
         fputs("the mutex is locked by a thread that has the GIL\\n", stderr);
         abort();
     }
