@@ -19,9 +19,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from support import small_models  # noqa: E402 - it imports torch
-from transformers.modeling_outputs import BaseModelOutput  # noqa: E402
+from transformers.modeling_outputs import BaseModelOutput  # noqa: E402 - torch may be missing
 
-from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402
+from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - torch may be missing
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and that dense tensors are used
 

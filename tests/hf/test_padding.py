@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import CONFIGS, check_same, model_of, ours, passes, random_tokens  # noqa: E402
+from support.hf_pairs import CONFIGS, check_same, model_of, ours, passes, random_tokens  # noqa: E402 - torch may be missing
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 

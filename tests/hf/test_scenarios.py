@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import BASE, check_same, make, model_of, ours, passes, play, random_tokens, theirs  # noqa: E402
+from support.hf_pairs import BASE, check_same, make, model_of, ours, passes, play, random_tokens, theirs  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
 

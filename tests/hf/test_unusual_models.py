@@ -5,8 +5,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import BASE, MIXED, SLIDING, VOCAB, check_same, compare, make, passes, play, random_tokens  # noqa: E402
-from transformers import DynamicCache  # noqa: E402
+from support.hf_pairs import BASE, MIXED, SLIDING, VOCAB, check_same, compare, make, passes, play, random_tokens  # noqa: E402 - torch may be missing
+from transformers import DynamicCache  # noqa: E402 - torch may be missing
 
 from kvcache import NotSupportedError  # noqa: E402 - as above
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
