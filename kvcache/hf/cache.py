@@ -23,7 +23,7 @@ from kvcache.hf.padding import count_leading, hidden_ranges, shown_columns
 from kvcache.hf.policies import CacheLayer, check_model, decoder_of, policy_of, shape_of
 from kvcache.hf.rows import LayerRows, Shape
 from kvcache.layer import DType, count
-from kvcache.policy import ChunkedAttention, CrossAttention, Policy
+from kvcache.policy import CrossAttention, Policy
 from kvcache.system import readable
 
 BLOCK_SIZE = 256  # also the tokens decoded at once for the model's own attention; unused slots take no memory
@@ -278,7 +278,7 @@ class HFCache(Cache):
             self._seq_ids, self._offsets = self._new_ids(batch_size), [0] * batch_size
         leading = [0] * batch_size
         if padding is not None:
-            new = shown_columns(padding, self._seen + num_tokens)[:, self._seen :]
+            new = shown_columns(padding[:, self._seen :], num_tokens)
             counts = zip(count_leading(new), self._offsets, strict=True)
             leading = [count if offset == self._seen else 0 for count, offset in counts]
         positions: list[int] = []
@@ -328,7 +328,7 @@ class HFCache(Cache):
 
     def _chunks_agree(self, this_pass: ForwardPass, layer: Layer, padding: torch.Tensor | None) -> bool:
         """Whether a layer's chunks begin where the mask's do, which is after the padding that the mask hides."""
-        if padding is None or not isinstance(self.policy[layer.index], ChunkedAttention):
+        if padding is None or not layer.is_chunked:
             return True
         leading = count_leading(shown_columns(padding, self._seen + this_pass.num_tokens))
         return leading == this_pass.offsets

@@ -11,6 +11,7 @@ from kvcache.hf.latents import Latents
 from kvcache.hf.masks import Mask
 from kvcache.hf.policies import window_of
 from kvcache.hf.rows import Rows
+from kvcache.policy import ChunkedAttention, SlidingWindow
 
 if TYPE_CHECKING:
     from kvcache.hf.cache import HFCache
@@ -25,9 +26,11 @@ class Layer(CacheLayerMixin):
 
     def __init__(self, cache: HFCache, index: int) -> None:
         self.cache, self.index = cache, index  # index: the layer's in the KVCache
-        self.window = window_of(cache.policy[index])  # the most tokens that a query sees; 0: all
+        policy = cache.policy[index]
+        self.window = window_of(policy)  # the most tokens that a query sees; 0: all
         self.is_sliding = self.window > 0
-        self.num_sink_tokens = getattr(cache.policy[index], "num_sink_tokens", 0)
+        self.is_chunked = isinstance(policy, ChunkedAttention)
+        self.num_sink_tokens = policy.num_sink_tokens if isinstance(policy, SlidingWindow) else 0
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override] # the base has an attribute, which nothing sets

@@ -60,11 +60,10 @@ class LazyTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call a function of torch with the elements in the place of lazy tensors."""
-        kwargs = kwargs or {}
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        return func(*elements_of(args), **{name: elements_of(value) for name, value in kwargs.items()})
+                return func(*args, **(kwargs or {}))
+        return call_with_elements(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # the base has a function, not a class method
@@ -75,7 +74,12 @@ class LazyTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Do the same for operations that no function of torch called: those of `torch.func` and of TorchScript."""
-        return func(*elements_of(args), **{name: elements_of(value) for name, value in (kwargs or {}).items()})
+        return call_with_elements(func, args, kwargs)
+
+
+def call_with_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Call a function with the elements in the place of lazy tensors."""
+    return func(*elements_of(args), **{name: elements_of(value) for name, value in (kwargs or {}).items()})
 
 
 def elements_of(value: Any) -> Any:
