@@ -69,6 +69,9 @@
 #define KVC_VERSION_MINOR 2
 #define KVC_VERSION_PATCH 0
 
+/* Marks what a shared library exports.  Sources that are compiled with -DKVC_API= and -fvisibility=hidden into another
+ * library are not exported by that. */
+#ifndef KVC_API
 #if defined(_WIN32) && defined(KVC_SHARED)
 #ifdef KVC_BUILD
 #define KVC_API __declspec(dllexport)
@@ -79,6 +82,7 @@
 #define KVC_API __attribute__((visibility("default")))
 #else
 #define KVC_API
+#endif
 #endif
 
 #ifdef __cplusplus

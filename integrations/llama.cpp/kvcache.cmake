@@ -1,0 +1,37 @@
+# Makes the cache a part of libllama: the adapter in src/, and the core of this repository. llama.cpp's src/CMakeLists.txt,
+# as llama.patch has it, includes this file where -DLLAMA_KVCACHE=<this folder> is given. Needs CMake 3.21.
+option(LLAMA_KVCACHE_SYSTEM "llama: link to the installed libkvcache that pkg-config finds" OFF)
+
+file(GLOB kvcache_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/src/*.cpp)
+set_source_files_properties(${kvcache_sources} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+target_sources(llama PRIVATE ${kvcache_sources})
+target_include_directories(llama PRIVATE ${CMAKE_CURRENT_LIST_DIR}/src)
+target_compile_definitions(llama PRIVATE LLAMA_KVCACHE)
+
+if(LLAMA_KVCACHE_SYSTEM)
+  find_package(PkgConfig REQUIRED)
+  pkg_check_modules(KVCACHE REQUIRED IMPORTED_TARGET kvcache)
+  target_link_libraries(llama PRIVATE PkgConfig::KVCACHE)
+else()
+  # The core's own build says how it is compiled. Its objects go into libllama, which keeps their names to itself.
+  add_subdirectory(${CMAKE_CURRENT_LIST_DIR}/../.. kvcache EXCLUDE_FROM_ALL)
+  target_compile_definitions(kvcache_objects PRIVATE KVC_API=)
+  target_compile_options(kvcache_objects PRIVATE -Wno-cast-qual -Wno-shadow) # which llama.cpp asks for
+  target_sources(llama PRIVATE $<TARGET_OBJECTS:kvcache_objects>)
+  target_include_directories(llama PRIVATE ${CMAKE_CURRENT_LIST_DIR}/../../include)
+  find_package(Threads REQUIRED)
+  target_link_libraries(llama PRIVATE Threads::Threads m)
+endif()
+
+# The adapter's own tests, one program each, beside llama.cpp's.
+if(LLAMA_BUILD_COMMON AND LLAMA_BUILD_TESTS)
+  add_custom_target(kvcache-tests)
+  file(GLOB kvcache_tests CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/tests/test-*.cpp)
+  foreach(source ${kvcache_tests})
+    cmake_path(GET source STEM test)
+    add_executable(${test} EXCLUDE_FROM_ALL ${source})
+    target_include_directories(${test} PRIVATE . ${CMAKE_CURRENT_LIST_DIR}/src ${CMAKE_CURRENT_LIST_DIR}/../../include)
+    target_link_libraries(${test} PRIVATE llama llama-common)
+    add_dependencies(kvcache-tests ${test})
+  endforeach()
+endif()
