@@ -71,9 +71,8 @@ version=${pin%% *} hash=${pin##*sha256:}
 version=${version#*==}
 name=llama_cpp_python-$version
 
-sha256() {
-    if command -v sha256sum >/dev/null; then sha256sum "$1"; else shasum -a 256 "$1"; fi | cut -d' ' -f1
-}
+# sha256 file...: the hash of the files one after the other
+sha256() { cat "$@" | if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi | cut -d' ' -f1; }
 
 # Downloads the archive into the cache folder, unless it is there; pip compares the hash before it opens the archive.
 download() {
@@ -174,6 +173,15 @@ build() {
     cmake --build "$output" --parallel "$jobs" --target "${targets[@]}"
 }
 
+# Writes a hash of what this checkout has in the build, by which its tests know a build that is theirs.
+sign() {
+    local LC_ALL=C
+    shopt -s nullglob
+    cd "$here/../.."
+    sha256 include/*.h integrations/llama.cpp/{kvcache.cmake,llama.patch,pin.txt} integrations/llama.cpp/{src,tests}/*.* \
+        src/*/*.[ch] >"$output/kvcache.sha256"
+}
+
 mkdir -p "$output"
 output=$(cd "$output" && pwd)
 prepare
@@ -184,4 +192,5 @@ fi
 needs cmake "install CMake 3.21 or later (pip install cmake has it as well)"
 configure
 build
+sign
 echo "built: $output/bin"

@@ -1,0 +1,435 @@
+"""Test how llama.cpp is built on this cache: build.sh and kvcache.cmake, with a small project in llama.cpp's place."""
+
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import tarfile
+
+import pytest
+from support import llama_cpp_build
+from support.compiling import ROOT
+
+OURS = ROOT / "integrations/llama.cpp"
+TARGETS = [
+    *(f"llama-{name}" for name in ("completion", "server", "bench", "batched-bench", "perplexity", "quantize")),
+    *(f"test-{name}" for name in ("llama-archs", "save-load-state", "state-restore-fragmented", "arg-parser")),
+    *(f"test-{name}" for name in ("recurrent-state-rollback", "thread-safety", "batch-alloc")),
+]
+
+# A project with llama.cpp's targets and options: each program prints what the library says, which a patch can change.
+PROJECT = {
+    "CMakeLists.txt": f"""
+cmake_minimum_required(VERSION 3.21)
+project(llama.cpp C CXX)
+set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${{CMAKE_BINARY_DIR}}/bin)
+set(CMAKE_LIBRARY_OUTPUT_DIRECTORY ${{CMAKE_BINARY_DIR}}/bin)
+set(LLAMA_BUILD_COMMON ON)
+if(LLAMA_SANITIZE_ADDRESS AND GGML_SANITIZE_ADDRESS)
+  add_compile_options(-fsanitize=address)
+  link_libraries(-fsanitize=address)
+endif()
+add_subdirectory(src)
+add_library(llama-common INTERFACE)
+foreach(program {" ".join(TARGETS)})
+  add_executable(${{program}} EXCLUDE_FROM_ALL main.cpp)
+  target_link_libraries(${{program}} PRIVATE llama)
+endforeach()
+""",
+    "main.cpp": """
+#include <cstdio>
+const char *answer();
+int main() { std::puts(answer()); }
+""",
+    "src/CMakeLists.txt": """\
+add_library(llama answer.cpp other.cpp)
+set_target_properties(llama PROPERTIES UNITY_BUILD ON POSITION_INDEPENDENT_CODE ON)
+# here
+""",
+    "src/answer.cpp": """\
+// here
+const char *answer() { return "its own cache"; }
+""",
+    "src/other.cpp": "static int hidden;\nint other() { return hidden; }\n",
+}
+PATCH = """\
+--- a/src/CMakeLists.txt
++++ b/src/CMakeLists.txt
+@@ -1,3 +1,5 @@
+ add_library(llama answer.cpp other.cpp)
+ set_target_properties(llama PROPERTIES UNITY_BUILD ON POSITION_INDEPENDENT_CODE ON)
+-# here
++if(LLAMA_KVCACHE)
++  include(${LLAMA_KVCACHE}/kvcache.cmake)
++endif()
+--- a/src/answer.cpp
++++ b/src/answer.cpp
+@@ -1,2 +1,2 @@
+-// here
+-const char *answer() { return "its own cache"; }
++#include "adapter.h"
++const char *answer() { return adapted(); }
+"""
+OTHER_PATCH = PATCH.replace("return adapted()", 'return "another patch"')
+
+# This checkout: an adapter, whose names clash with llama.cpp's in one unit, and a core of one function.
+CHECKOUT = {
+    "CMakeLists.txt": """
+cmake_minimum_required(VERSION 3.21)
+project(kvcache C)
+file(GLOB sources src/*/*.c)
+add_library(kvcache_objects OBJECT ${sources})
+set_target_properties(kvcache_objects PROPERTIES C_VISIBILITY_PRESET hidden POSITION_INDEPENDENT_CODE ON)
+target_include_directories(kvcache_objects PRIVATE include)
+""",
+    "include/kvcache.h": """
+#ifndef KVC_API
+#define KVC_API __attribute__((visibility("default")))
+#endif
+#ifdef __cplusplus
+extern "C" {
+#endif
+KVC_API const char *kvc_answer(void);
+#ifdef __cplusplus
+}
+#endif
+""",
+    "src/base/answer.c": '#include "kvcache.h"\nconst char *kvc_answer(void) { return "this cache"; }\n',
+    "integrations/llama.cpp/src/adapter.h": "const char *adapted();\n",
+    "integrations/llama.cpp/src/adapter.cpp": """
+#include "adapter.h"
+#include <kvcache.h>
+static int hidden;
+const char *adapted() { return hidden ? nullptr : kvc_answer(); }
+""",
+    "integrations/llama.cpp/tests/test-kvcache-answer.cpp": """
+#include "adapter.h"
+#include <cstdio>
+int main() { std::puts(adapted()); }
+""",
+    "integrations/llama.cpp/llama.patch": PATCH,
+}
+
+
+def write(folder, files):
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+class Checkout:
+    """A checkout with the real build.sh and kvcache.cmake, pinned to an archive of the small project."""
+
+    def __init__(self, folder, project=PROJECT):
+        self.root = folder / "checkout"
+        self.build = folder / "build folder"
+        self.here = self.root / "integrations/llama.cpp"
+        self.environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHON": "/bin/false"}
+        write(self.root, CHECKOUT)
+        for name in ("build.sh", "kvcache.cmake"):
+            shutil.copy(OURS / name, self.here)
+        self.archive = folder / "llama_cpp_python-9.8.7.tar.gz"
+        self.pin(project)
+
+    def pin(self, project):
+        """Pack the project, and pin the checkout to the archive."""
+        with tarfile.open(self.archive, "w:gz") as tar:
+            for name, text in project.items():
+                entry = tarfile.TarInfo(f"llama_cpp_python-9.8.7/vendor/llama.cpp/{name}")
+                entry.size, entry.mtime = len(text.encode()), 1_000_000_000
+                tar.addfile(entry, io.BytesIO(text.encode()))
+        self.hash = hashlib.sha256(self.archive.read_bytes()).hexdigest()
+        (self.here / "pin.txt").write_text(f"llama-cpp-python==9.8.7 --hash=sha256:{self.hash}\n")
+
+    def run(self, *options):
+        command = ["bash", self.here / "build.sh", "--output", self.build, *options]
+        return subprocess.run(
+            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
+        )
+
+    def succeeds(self, *options):
+        done = self.run("--source", self.archive, *options)
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    def fails(self, *options):
+        done = self.run(*options)
+        assert done.returncode == 1, done.stdout
+        return done.stdout
+
+    def answer(self, program="llama-completion"):
+        return subprocess.run([self.build / "bin" / program], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    for command in ("bash", "patch"):
+        if not shutil.which(command):
+            pytest.skip(f"there is no {command} here")
+    return Checkout(tmp_path)
+
+
+@pytest.fixture
+def compilers():
+    for command in ("cmake", "c++"):
+        if not shutil.which(command):
+            pytest.skip(f"there is no {command} here")
+
+
+# ---- what is built
+
+
+def test_the_programs_have_the_cache(checkout, compilers):
+    said = checkout.succeeds()
+    assert said.endswith(f"built: {checkout.build}/bin\n")
+    assert {path.name for path in (checkout.build / "bin").iterdir()} == {"libllama.so", *TARGETS[:6]}
+    assert checkout.answer() == checkout.answer("llama-server") == "this cache"
+    names = subprocess.run(
+        ["nm", "--dynamic", checkout.build / "bin/libllama.so"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "adapted" in names
+    assert "kvc_" not in names, "the core's names are libllama's own"
+    (signature,) = (checkout.build / "kvcache.sha256").read_text().split()
+    assert signature == llama_cpp_build.hash_of_sources(checkout.root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            [],
+            {"BUILD_SHARED_LIBS": "ON", "GGML_OPENMP": "ON", "CMAKE_BUILD_TYPE": "Release", "LLAMA_BUILD_TESTS": "OFF"},
+        ),
+        (["--static"], {"BUILD_SHARED_LIBS": "OFF", "GGML_OPENMP": "ON"}),
+        (["--own-threads"], {"BUILD_SHARED_LIBS": "ON", "GGML_OPENMP": "OFF"}),
+        (
+            ["--sanitize", "address"],
+            {"LLAMA_SANITIZE_ADDRESS": "ON", "GGML_SANITIZE_ADDRESS": "ON", "GGML_OPENMP": "ON"},
+        ),
+        (["--sanitize", "thread"], {"LLAMA_SANITIZE_THREAD": "ON", "GGML_SANITIZE_THREAD": "ON", "GGML_OPENMP": "OFF"}),
+        (["--tests"], {"LLAMA_BUILD_TESTS": "ON"}),
+    ],
+    ids=lambda options: " ".join(options) if isinstance(options, list) else "",
+)
+def test_options(checkout, compilers, options, expected):
+    checkout.succeeds("--static", "--sanitize", "address", "--tests")  # which the next options undo
+    checkout.succeeds(*options)
+    lines = (checkout.build / "CMakeCache.txt").read_text().splitlines()
+    found = {line.split(":")[0]: line.split("=", 1)[1] for line in lines if ":" in line and "=" in line}
+    assert {name: found[name] for name in expected} == expected
+    assert all(found[f"LLAMA_{name}"] == "OFF" for name in ("OPENSSL", "USE_PREBUILT_UI", "BUILD_UI"))
+    assert checkout.answer() == "this cache"
+    if options == ["--static"]:
+        assert (checkout.build / "bin").is_dir()
+        assert (
+            "libllama"
+            not in subprocess.run(
+                ["ldd", checkout.build / "bin/llama-bench"], capture_output=True, text=True, check=True
+            ).stdout
+        )
+    if options == ["--tests"]:
+        assert checkout.answer("test-kvcache-answer") == checkout.answer("test-llama-archs") == "this cache"
+
+
+def test_the_sources_alone(checkout):
+    assert checkout.succeeds("--prepare") == f"the patched sources are in {checkout.build}/source\n"
+    assert "adapted" in (checkout.build / "source/src/answer.cpp").read_text()
+    assert not (checkout.build / "CMakeCache.txt").exists()
+
+
+@pytest.mark.slow
+def test_only_what_has_changed_is_built_again(checkout, compilers):
+    """Also where a file becomes older than what was built of it: a patch taken back, a file of another archive."""
+    checkout.succeeds()
+    program, library = checkout.build / "bin/llama-bench", checkout.build / "bin/libllama.so"
+    times = [path.stat().st_mtime_ns for path in (program, library)]
+    checkout.succeeds()
+    assert [path.stat().st_mtime_ns for path in (program, library)] == times
+    adapter = checkout.here / "src/adapter.cpp"
+    old = adapter.read_text()
+    adapter.write_text(old.replace("kvc_answer()", '"an edited adapter"'))
+    checkout.succeeds()
+    assert checkout.answer() == "an edited adapter"
+    adapter.write_text(old)
+    core = checkout.root / "src/base/answer.c"
+    core.write_text(core.read_text().replace("this cache", "an edited core"))
+    checkout.succeeds()
+    assert checkout.answer() == "an edited core"
+    for patch, expected in ((OTHER_PATCH, "another patch"), (PATCH, "an edited core")):
+        (checkout.here / "llama.patch").write_text(patch)
+        checkout.succeeds()
+        assert checkout.answer() == expected
+    without = PATCH.replace(PATCH[PATCH.index("--- a/src/answer.cpp") :], "")
+    (checkout.here / "llama.patch").write_text(without)
+    checkout.succeeds()
+    assert checkout.answer() == "its own cache"
+    checkout.pin(PROJECT | {"src/answer.cpp": PROJECT["src/answer.cpp"].replace("its own", "a newer")})
+    checkout.succeeds()
+    assert checkout.answer() == "a newer cache"
+
+
+@pytest.mark.slow
+def test_an_installed_library_can_be_used(checkout, compilers, tmp_path):
+    if not shutil.which("pkg-config"):
+        pytest.skip("there is no pkg-config here")
+    prefix = tmp_path / "installed"
+    write(prefix, {"answer.c": CHECKOUT["src/base/answer.c"].replace("this cache", "the installed library")})
+    shutil.copy(checkout.root / "include/kvcache.h", prefix)
+    command = ["cc", "-shared", "-fPIC", "-o", prefix / "libkvcache.so", prefix / "answer.c"]
+    subprocess.run(command, check=True)
+    write(
+        prefix,
+        {"kvcache.pc": f"Name: kvcache\nDescription: a\nVersion: 1\nCflags: -I{prefix}\nLibs: -L{prefix} -lkvcache\n"},
+    )
+    (checkout.root / "include/kvcache.h").unlink()
+    checkout.succeeds("--prepare")
+    source = checkout.build / "source"
+    options = [f"-DLLAMA_KVCACHE={checkout.here}", "-DLLAMA_KVCACHE_SYSTEM=ON"]
+    environment = os.environ | {"PKG_CONFIG_PATH": str(prefix)}
+    for step in (
+        ["-S", source, "-B", checkout.build, *options],
+        ["--build", checkout.build, "--target", "llama-bench"],
+    ):
+        subprocess.run(["cmake", *step], env=environment, check=True)
+    assert checkout.answer("llama-bench") == "the installed library"
+
+
+# ---- where the archive comes from
+
+
+def stub_pip(folder, body):
+    """Write a program that stands for Python and its pip; it notes what it is called with."""
+    path = folder / "python"
+    path.write_text(f'#!/bin/sh\necho "$@" >>"{folder}/calls"\n{body}\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_pip_downloads_the_archive_once(checkout, tmp_path):
+    cache = tmp_path / "cache/kvcache/llama.cpp"
+    checkout.environment["PYTHON"] = stub_pip(tmp_path, f'[ "$3" = --version ] || cp "{checkout.archive}" "{cache}"')
+    for _ in range(2):
+        assert checkout.run("--prepare").returncode == 0
+        shutil.rmtree(checkout.build)
+    version, download = (tmp_path / "calls").read_text().splitlines()
+    assert version == "-m pip --version"
+    assert download.startswith("-m pip download ")
+    for option in (
+        "--no-deps",
+        "--no-binary llama-cpp-python",
+        "--require-hashes",
+        f"--requirement {checkout.here}/pin",
+    ):
+        assert option in download
+    (cache / checkout.archive.name).write_bytes(b"cut short")
+    assert checkout.run("--prepare").returncode == 0
+    assert (cache / checkout.archive.name).read_bytes() == checkout.archive.read_bytes()
+
+
+def test_without_pip_it_says_what_to_do(checkout):
+    said = checkout.fails("--prepare")
+    assert "/bin/false has no pip" in said
+    assert "https://pypi.org/project/llama-cpp-python/9.8.7/#files" in said
+    assert "--source FILE" in said
+
+
+def test_a_failing_download_names_the_other_way(checkout, tmp_path):
+    checkout.environment["PYTHON"] = stub_pip(tmp_path, '[ "$3" = --version ] || { echo "no such host"; exit 1; }')
+    said = checkout.fails("--prepare")
+    assert "no such host" in said
+    assert "pip could not get llama-cpp-python==9.8.7" in said
+    assert "--source FILE" in said
+
+
+def test_another_archive_is_refused(checkout, tmp_path):
+    other = tmp_path / "other.tar.gz"
+    other.write_bytes(b"something else")
+    said = checkout.fails("--prepare", "--source", other)
+    assert f"{other} is not the archive of llama-cpp-python 9.8.7" in said
+    assert hashlib.sha256(b"something else").hexdigest() in said
+    assert checkout.hash in said
+    assert not (checkout.build / "source").exists()
+
+
+def test_a_patch_that_does_not_fit_names_the_pin_and_leaves_the_sources(checkout):
+    checkout.succeeds("--prepare")
+    before = (checkout.build / "source/src/answer.cpp").read_text()
+    (checkout.here / "llama.patch").write_text(
+        PATCH.replace('-const char *answer() { return "its own', "-const int x = 1")
+    )
+    said = checkout.fails("--prepare", "--source", checkout.archive)
+    assert "llama.patch does not apply to llama-cpp-python 9.8.7" in said
+    assert "README.md says how to move the pin" in said
+    assert (checkout.build / "source/src/answer.cpp").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--statik"], "unknown option: --statik"),
+        (["--source"], "--source needs a value"),
+        (["--sanitize", ""], "--sanitize needs a value"),
+        (["--sanitize", "memory"], '--sanitize memory: there are "address" and "thread"'),
+        (["--source", "nowhere.tar.gz"], "--source nowhere.tar.gz: there is no such file"),
+    ],
+)
+def test_wrong_options(checkout, options, expected):
+    assert expected in checkout.fails(*options)
+
+
+def test_a_missing_command_is_named(checkout, tmp_path):
+    few = tmp_path / "bin"
+    few.mkdir()
+    for name in (
+        "bash",
+        "cat",
+        "cmp",
+        "cp",
+        "cut",
+        "dirname",
+        "getconf",
+        "gzip",
+        "mkdir",
+        "mv",
+        "rm",
+        "sed",
+        "sha256sum",
+        "tar",
+    ):
+        (few / name).symlink_to(shutil.which(name))
+    checkout.environment["PATH"] = str(few)
+    assert "there is no patch here: install it" in checkout.fails("--source", checkout.archive)
+    (few / "patch").symlink_to(shutil.which("patch"))
+    assert "there is no cmake here: install CMake 3.21" in checkout.fails("--source", checkout.archive)
+
+
+def test_help_shows_every_option(checkout):
+    said = checkout.run("--help")
+    assert said.returncode == 0
+    taken = {word for line in (OURS / "build.sh").read_text().splitlines() for word in line.split(")")[0].split(" | ")}
+    options = {word.strip() for word in taken if word.strip().startswith("--") and " " not in word.strip()}
+    assert options >= {
+        "--output",
+        "--static",
+        "--own-threads",
+        "--sanitize",
+        "--tests",
+        "--source",
+        "--prepare",
+        "--help",
+    }
+    assert all(f"  {option} " in said.stdout for option in options), options
+    assert "llama-cpp-python==9.8.7" in said.stdout
+
+
+# ---- the pin
+
+
+def test_the_pin_is_a_requirement_with_a_hash():
+    (line,) = (OURS / "pin.txt").read_text().splitlines()
+    requirement, _, found = line.partition(" --hash=sha256:")
+    assert requirement.startswith("llama-cpp-python==")
+    assert len(bytes.fromhex(found)) == 32

@@ -1,0 +1,48 @@
+"""The build of llama.cpp on this cache, whose programs and library some tests run.
+
+$KVCACHE_LLAMA_CPP names the folder that integrations/llama.cpp/build.sh built in; set to nothing, there is none.
+Where it is not set, the build in the user's cache folder is used, if it was made of the sources in this checkout.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+from support.compiling import ROOT
+
+BUILD = "integrations/llama.cpp/build.sh"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kvcache/llama.cpp")
+SOURCES = [
+    "include/*.h",
+    *(f"integrations/llama.cpp/{name}" for name in ("kvcache.cmake", "llama.patch", "pin.txt", "src/*.*", "tests/*.*")),
+    "src/*/*.[ch]",
+]
+
+
+def hash_of_sources(root=ROOT):
+    """Return the hash of the sources that a checkout has in a build, as build.sh writes it."""
+    paths = (path for pattern in SOURCES for path in sorted(root.glob(pattern), key=str))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+def folder():
+    """Return the folder of the build; skip the test where there is none."""
+    named = os.environ.get("KVCACHE_LLAMA_CPP")
+    if named == "":
+        pytest.skip("KVCACHE_LLAMA_CPP names no build of llama.cpp")
+    build = Path(named) if named else CACHE / "shared-openmp"
+    signature = build / "kvcache.sha256"
+    if not signature.exists():
+        (pytest.fail if named else pytest.skip)(f"llama.cpp was not built in {build}: {BUILD} --tests --output {build}")
+    if not named and signature.read_text().strip() != hash_of_sources():
+        pytest.skip(f"llama.cpp in {build} was built of other sources: {BUILD} --tests")
+    return build
+
+
+def program(name):
+    """Return the path of a program of the build; skip the test where it was not built."""
+    path = folder() / "bin" / name
+    if not path.exists():
+        pytest.skip(f"{name} was not built: {BUILD} --tests --output {path.parents[1]}")
+    return path
