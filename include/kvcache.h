@@ -533,7 +533,8 @@ KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, in
 
 /* ---- a forward pass --------------------------------------------------------------------------------------------- */
 
-#define KVC_MAX_BATCH (1 << 24) /* tokens of a batch, for each of which it takes some 200 bytes while it is open */
+#define KVC_MAX_BATCH (1 << 24) /* tokens of a batch, for each of which it takes some 200 bytes while it is open, and 12
+                                   or fewer in each layer group, which its sequence keeps */
 
 /* Opens a batch, of which a cache has one at a time: makes room in every layer for num_tokens tokens, from 1 to
  * KVC_MAX_BATCH, at these positions of these sequences.  seq_ids NULL: all of sequence 0.  positions NULL: those that
@@ -723,13 +724,14 @@ typedef struct kvc_dense_args {
 KVC_API kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args);
 
 /* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.  KVC_ERR_INVALID if a
- * token was not put in some layer; KVC_ERR_NOMEM; after an error the batch is still open. */
+ * token was not put in some layer; the batch is still open then.  Once every token was put, this cannot fail: kvc_begin
+ * has taken all memory that it needs.  (The work on OS pages at its end is left out where the system refuses it.) */
 KVC_API kvc_status kvc_commit(kvc_batch *batch);
 
 /* Does what kvc_commit does with num_kept of the tokens only, such as the accepted ones of those that were speculated:
  * `kept` has their indices in the batch, in any order.  The others need not have been put.  What a sequence was given
- * in a cross-attention layer is kept if one of its tokens is.  Errors as in kvc_commit; KVC_ERR_INDEX for an index
- * that is none, KVC_ERR_INVALID for one given twice. */
+ * in a cross-attention layer is kept if one of its tokens is.  KVC_ERR_INDEX for an index that is none, KVC_ERR_INVALID
+ * for one given twice; else as kvc_commit: once the kept tokens were put, whichever they are, this cannot fail. */
 KVC_API kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept);
 
 /* Ends the batch and frees it, as if its tokens had never been; rows that kvc_begin evicted stay evicted.  Ignores

@@ -45,12 +45,11 @@ static kvc_status check_complete(const kvc_batch *batch) {
     return KVC_OK;
 }
 
-/* Calls visit, unless it is NULL, for each longest stretch of a sequence's slots in group g whose tokens all have
- * batch->kept equal to `kept`.  Returns the number of stretches. */
-static int32_t visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept, kvc_part_fn *visit, void *context) {
+/* Calls visit for each longest stretch of a sequence's slots in group g whose tokens all have batch->kept equal to
+ * `kept`. */
+static void visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept, kvc_part_fn *visit, void *context) {
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
     const int32_t *token = batch->order + batch->sequences[s].first;
-    int32_t num = 0;
     for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
         for (int32_t from = 0, to; from < pending->runs[i].count; from = to + 1) {
             kvc_run part = pending->runs[i];
@@ -59,34 +58,11 @@ static int32_t visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept
             part.slot += from;
             part.position += from;
             part.count = to - from;
-            num++;
-            if (visit) visit(context, &part);
+            visit(context, &part);
         }
-    return num;
 }
 
 static void append_part(void *list, const kvc_run *part) { kvc_runs_append(list, part); }
-
-/* Gets memory for all runs that the sequences will get. */
-static kvc_status reserve_kept(const kvc_batch *batch) {
-    kvc_cache *cache = batch->cache;
-    kvc_status status = KVC_OK;
-    for (int32_t g = 0; g < cache->num_groups; g++)
-        for (int32_t s = 0; status == KVC_OK && s < batch->num_sequences; s++) {
-            const int32_t more =
-                g < cache->num_token_groups ? visit_kept(batch, g, s, 1, NULL, NULL) : kvc_pending_of(batch, g, s)->num;
-            status = kvc_runs_prepare(&batch->sequences[s].sequence->runs[g], &cache->memory, more);
-        }
-    for (int32_t g = 0; g < cache->num_groups; g++)
-        for (int32_t s = 0; s < batch->num_sequences; s++) {
-            kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
-            if (status == KVC_OK)
-                kvc_runs_install(list, &cache->memory);
-            else
-                kvc_runs_discard(list, &cache->memory);
-        }
-    return status;
-}
 
 /* Replaces the rows of a sequence in the group of a cross-attention layer by the rows put in this batch, if one of the
  * sequence's tokens is kept; else drops the new rows. */
@@ -116,10 +92,9 @@ static void forget_unstored(const kvc_batch *batch) {
             kvc_runs_destroy(&batch->sequences[s].sequence->runs[g], &cache->pools[g]);
 }
 
-static kvc_status commit(kvc_batch *batch, int32_t num_kept) {
+/* Adds the kept tokens to their sequences: kvc_begin took the memory for that. */
+static void commit(kvc_batch *batch, int32_t num_kept) {
     kvc_cache *cache = batch->cache;
-    const kvc_status status = reserve_kept(batch);
-    if (status != KVC_OK) return status;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         for (int32_t g = 0; g < cache->num_token_groups; g++) {
             visit_kept(batch, g, s, 1, append_part, &batch->sequences[s].sequence->runs[g]);
@@ -131,7 +106,6 @@ static kvc_status commit(kvc_batch *batch, int32_t num_kept) {
     cache->stats.batches++;
     cache->stats.tokens += num_kept;
     close_batch(batch);
-    return KVC_OK;
 }
 
 /* Ends the batch, keeping the tokens marked in batch->kept, but none of an unstored sequence. */
@@ -139,14 +113,14 @@ static kvc_status finish(kvc_batch *batch) {
     int32_t num_kept = 0;
     for (int32_t t = 0; t < batch->num_tokens; t++)
         num_kept += batch->kept[t] &= !batch->sequences[batch->sequence_of[t]].is_unstored;
-    kvc_status status = check_complete(batch);
+    const kvc_status status = check_complete(batch);
     if (status != KVC_OK) return status;
     kvc_cache *cache = batch->cache;
     const int32_t num_tokens = batch->num_tokens;
     kvc_lock(cache);
-    status = commit(batch, num_kept);
-    if (status == KVC_OK) kvc_join_pages(cache, num_tokens);
-    return kvc_unlock(cache, status);
+    commit(batch, num_kept);
+    kvc_join_pages(cache, num_tokens);
+    return kvc_unlock(cache, KVC_OK);
 }
 
 kvc_status kvc_commit(kvc_batch *batch) {

@@ -157,6 +157,22 @@ static kvc_status check_pool(const kvc_pool *pool) {
     return KVC_OK;
 }
 
+/* Returns KVC_ERR_CORRUPT unless the lists have room for all runs that tokens of the open batch may become. */
+static kvc_status check_room(const kvc_batch *batch, int32_t g) {
+    const int is_cross = batch->cache->policies[g].kind == KVC_CROSS;
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        const kvc_batch_sequence *member = &batch->sequences[s];
+        const kvc_run_list *list = &member->sequence->runs[g];
+        const kvc_pending *pending = kvc_pending_of(batch, g, s);
+        int32_t num = is_cross ? 1 - list->num : 0; /* rows of cross-attention replace those that are there */
+        for (int32_t i = 0; !is_cross && i < pending->num; i++) num += (pending->runs[i].count + 1) / 2;
+        REQUIRE(member->is_unstored || list->first + list->num + num <= list->capacity,
+                "group %d, sequence %lld: the list of runs has no room for %d of the batch", g,
+                (long long)member->sequence->id, num);
+    }
+    return KVC_OK;
+}
+
 /* Subtracts *by from the holders of every slot of the runs: 1 takes the runs' holds away, -1 gives them back. */
 static void remove_holds(void *by, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch) {
     (void)sequence, (void)in_batch;
@@ -237,6 +253,7 @@ static kvc_status check_group(const kvc_cache *cache, int32_t g) {
     for (int32_t i = 0; status == KVC_OK && i < cache->sequences.num; i++)
         status = check_runs(&cache->sequences.items[i]->runs[g], &cache->pools[g], cache->sequences.items[i]->id);
     if (status == KVC_OK) status = check_pool(&cache->pools[g]);
+    if (status == KVC_OK && cache->batch) status = check_room(cache->batch, g);
     if (status != KVC_OK || cache->num_rewrites) return status; /* drafts hold slots of which there are no runs yet */
     return check_holders(cache, g);
 }

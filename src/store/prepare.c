@@ -93,21 +93,29 @@ static void compact_if_scattered(const kvc_batch *batch, int32_t g) {
         kvc_find_demand(batch, g, 1);
 }
 
-/* Gets memory in lists for the runs that each sequence may get, and that evictions may split.  A sequence gets a run
- * for each stretch of consecutive positions, and one more for each further block that it goes on in. */
+/* Returns the most runs that a sequence gets in group g, whichever of its tokens are kept.  Its slots are a stretch for
+ * each stretch of consecutive positions, and one more for each further block that it goes on in; of a stretch of n
+ * slots, the kept ones are at most (n + 1) / 2 runs. */
+static int32_t most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
+    if (member->is_unstored) return 0;
+    if (g >= batch->cache->num_token_groups) return batch->cache->policies[g].kind == KVC_CROSS;
+    const int32_t n = member->num_tokens;
+    return (int32_t)(((int64_t)n + member->num_stretches + n / batch->cache->pools[g].block_size + 1) / 2);
+}
+
+/* Gets memory in lists for the runs that each sequence may get, and that evictions may split. */
 static kvc_status prepare_runs(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     kvc_status status = KVC_OK;
-    for (int32_t g = 0; g < cache->num_token_groups; g++)
+    for (int32_t g = 0; g < cache->num_groups; g++)
         for (kvc_sequence *sequence = cache->changed; status == KVC_OK && sequence; sequence = sequence->next_changed) {
             kvc_run_list *list = &sequence->runs[g];
             const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
-            const int32_t more =
-                member ? member->num_stretches + member->num_tokens / cache->pools[g].block_size + 2 : 0;
+            const int32_t more = member ? most_runs(batch, member, g) : 0;
             const kvc_position_range gone = kvc_evictable(cache, sequence, g);
             if (cache->pools[g].compaction)
                 status = kvc_runs_prepare_edit(list, &cache->memory, more + 2);
-            else if (member || kvc_policy_evicts(&cache->policies[g]))
+            else if (more || kvc_policy_evicts(&cache->policies[g]))
                 status = kvc_runs_prepare_evict(list, &cache->memory, gone.begin, gone.end, more);
         }
     return status;
@@ -264,7 +272,7 @@ void kvc_carry_out(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     kvc_table_keep(&cache->sequences, &batch->table_before, &cache->memory);
     for (int32_t g = 0; g < cache->num_groups; g++) {
-        if (g < cache->num_token_groups) kvc_evict(cache, g);
+        kvc_evict(cache, g);
         kvc_compaction_run(cache, g);
         kvc_pool_accept(&cache->pools[g]);
     }

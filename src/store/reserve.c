@@ -7,6 +7,9 @@
 #include "store/resident.h"
 #include "store/scratch.h"
 
+/* Stretches added to a probe: if its tokens come in several batches, lists need a little more room than for one. */
+enum { MORE_STRETCHES = 4 };
+
 /* Sets the number of tokens of a probe, all of one sequence. */
 static void set_probe(kvc_batch *batch, int32_t num_tokens) {
     batch->num_tokens = batch->sequences->num_tokens = batch->sequences->num_slots = num_tokens;
@@ -60,6 +63,7 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
         status = new_probe(cache, seq_id, num_tokens < KVC_MAX_BATCH ? (int32_t)num_tokens : KVC_MAX_BATCH,
                            (int32_t)num_tokens, &batch);
     if (status != KVC_OK) return status;
+    batch->sequences->num_stretches += MORE_STRETCHES;
     status = kvc_prepare(batch);
     if (status != KVC_OK) {
         kvc_discard_batch(batch);

@@ -5,6 +5,8 @@
 
 #include "base/status.h"
 
+enum { SPARE_RUNS = 4 }; /* runs that a longer array has room for beyond twice those there are, and those asked for */
+
 static int32_t run_end(const kvc_run *run) { return run->position + run->count; }
 
 kvc_run kvc_run_part(const kvc_run *run, int32_t begin, int32_t end) {
@@ -77,13 +79,13 @@ void kvc_runs_install(kvc_run_list *list, kvc_memory *memory) {
 
 kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
     const int64_t needed = (int64_t)list->num + extra;
-    if (!list->spare && list->first + needed <= list->capacity) return KVC_OK;
-    if (!list->spare && needed <= list->capacity / 2) { /* at least half of the array is free, so that moving is rare */
+    if (list->spare ? needed <= list->spare_capacity : list->first + needed <= list->capacity) return KVC_OK;
+    if (!list->spare && needed <= list->capacity && list->first >= list->num) { /* one is moved per evicted one */
         memmove(list->runs, kvc_runs_begin(list), (size_t)list->num * sizeof *list->runs);
         list->first = 0;
         return KVC_OK;
     }
-    return needed <= list->spare_capacity ? KVC_OK : get_spare(list, memory, needed < 4 ? 4 : 2 * needed);
+    return get_spare(list, memory, list->num + needed + SPARE_RUNS);
 }
 
 kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extra) {

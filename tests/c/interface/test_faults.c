@@ -351,24 +351,6 @@ static kvc_status put_cross_first(pair *p)
     return pair_put_cross(p, 3, 1, 2);
 }
 
-static kvc_status commit_all(pair *p)
-{
-    return pair_commit(p);
-}
-
-static kvc_status commit_some(pair *p)
-{
-    int32_t kept[30]; /* more runs than there was room taken for */
-    for (int32_t i = 0; i < 30; i++)
-        kept[i] = 2 * i;
-    return pair_commit_kept(p, kept, 30);
-}
-
-static kvc_status commit_with_cross(pair *p)
-{
-    return pair_commit_kept(p, (int32_t[]){1, 0}, 2);
-}
-
 static kvc_status extract(pair *p)
 {
     float k[30 * 6];
@@ -468,6 +450,98 @@ static void test_needs_no_memory(void)
     close_pair(&p);
 }
 
+/* Commits what the batch of `prepare` has, all of it or, with kept, some, while every allocation fails. */
+static void commit_without_memory(void (*prepare)(pair *p), const int32_t *kept, int32_t num_kept)
+{
+    static pair p;
+    memory_init(&heap);
+    p = (pair){.memory = &heap};
+    prepare(&p);
+    memory_fail_after(&heap, 0);
+    pair_check(&p);
+    CHECK(pair_commit_kept(&p, kept, num_kept) == KVC_OK);
+    CHECKF(heap.failed == 0, "a commit asked for memory %d times", heap.failed);
+    pair_check(&p);
+    memory_fail_after(&heap, -1);
+    close_pair(&p);
+}
+
+/* A batch of several sequences, some new, with repeated positions, as trees have (and now and then with parents). */
+static void prepare_repeated(pair *p)
+{
+    prepare_four(p);
+    CHECK(pair_begin(p, 10, (int32_t[]){21, 22, 6, 22, 23, 7, 0, 1, 1, 0},
+                     (int64_t[]){0, 0, 1, 0, 0, 1, 9, 9, 9, 8}) == KVC_OK);
+    CHECK(pair_put_cross(p, 3, 9, 3) == KVC_OK);
+    CHECK(pair_put_cross(p, 3, 1, 6) == KVC_OK);
+    pair_put_all(p);
+}
+
+/* A batch whose first slots lie behind those of a fork, in blocks that others fill, at positions that jump. */
+static void prepare_scattered(pair *p)
+{
+    int32_t positions[40];
+    int64_t ids[40];
+    prepare_irregular(p);
+    for (int t = 0; t < 40; t++) {
+        ids[t] = t % 3 == 2;
+        positions[t] = 14 + t + 5 * (t % 7 == 0);
+    }
+    CHECK(pair_begin(p, 40, positions, ids) == KVC_OK);
+    pair_put_all(p);
+}
+
+/* Whether all tokens are kept, every other one, or any, a commit takes no memory. */
+static void test_commit_needs_no_memory(void)
+{
+    static void (*const prepares[])(pair * p) = {prepare_cross,      prepare_batch, prepare_long_batch, prepare_repeated,
+                                                 prepare_scattered};
+    static const int sizes[] = {3, 24, 60, 10, 40};
+    int32_t kept[60], n;
+    for (int i = 0; i < 5; i++) {
+        commit_without_memory(prepares[i], NULL, 0);
+        for (int step = 1; step < 4; step++) {
+            for (n = 0; n * step < sizes[i]; n++)
+                kept[n] = n * step;
+            commit_without_memory(prepares[i], kept, n);
+        }
+        for (int round = 0; round < 20; round++) {
+            n = 0;
+            for (int32_t t = 0; t < sizes[i]; t++)
+                if (random_int(0, 2))
+                    kept[n++] = t;
+            commit_without_memory(prepares[i], kept, n);
+        }
+    }
+}
+
+/* Sequences that are not stored: new ones, and one that held rows, which a commit drops. */
+static void test_unstored_commit_needs_no_memory(void)
+{
+    static pair p;
+    memory_init(&heap);
+    p = (pair){.memory = &heap};
+    prepare_four(&p);
+    const kvc_begin_args args = {.struct_size = sizeof args,
+                                 .num_tokens = 4,
+                                 .seq_ids = (int64_t[]){0, 9, 1, 9},
+                                 .unstored = (uint8_t[]){1, 1, 0, 1}};
+    const float row[6 * 8] = {0};
+    CHECK(kvc_begin_with(p.cache, &args, &p.batch) == KVC_OK);
+    for (int l = 0; l < 4; l++) {
+        const kvc_put_args put = {.struct_size = sizeof put, .num_tokens = l == 3 ? 6 : 4, .k = row, .v = row, .seq_id = 9};
+        CHECKF(kvc_put(p.batch, l, &put) == KVC_OK, "%s", kvc_last_error());
+    }
+    memory_fail_after(&heap, 0);
+    CHECK(kvc_validate(p.cache) == KVC_OK);
+    CHECK(kvc_commit(p.batch) == KVC_OK && heap.failed == 0);
+    CHECK(kvc_validate(p.cache) == KVC_OK);
+    CHECK(kvc_seq_len(p.cache, 0, 0) == 0 && kvc_seq_len(p.cache, 9, 3) == 0 && kvc_seq_len(p.cache, 1, 0) == 7);
+    memory_fail_after(&heap, -1);
+    pair_free(&p);
+    CHECK(heap.num == 0);
+}
+
 /* ---- everything ------------------------------------------------------------------------------------------------- */
 
 static void test_cache_new(void)
@@ -538,9 +612,6 @@ int main(void)
         {"reserve", .prepare = prepare_four, .run = reserve},
         {"put, cross-attention", .prepare = prepare_cross, .run = put_cross_again},
         {"put, cross-attention of another sequence", .prepare = prepare_cross, .run = put_cross_first},
-        {"commit, cross-attention", .prepare = prepare_cross, .run = commit_all},
-        {"commit some, cross-attention", .prepare = prepare_cross, .run = commit_with_cross},
-        {"commit some", .prepare = prepare_long_batch, .run = commit_some},
         {"extract keys that are off", .prepare = prepare_disputed, .run = extract},
         {"dense", .prepare = prepare_deltas, .run = dense},
         {"slots that are held", .prepare = prepare_open, .run = hold_slots},
@@ -559,6 +630,8 @@ int main(void)
     static const int block_sizes[] = {1, 3, 16, 64};
     test_cache_new();
     test_needs_no_memory();
+    test_commit_needs_no_memory();
+    test_unstored_commit_needs_no_memory();
     for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios; i++)
         run_scenario(&scenarios[i]);
     for (int i = 0; i < 48; i++)

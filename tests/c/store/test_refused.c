@@ -217,7 +217,7 @@ static void test_refused_batch_changes_nothing(void)
     int32_t positions[200];
     int64_t ids[200], num;
     memory_init(&heap);
-    p = (pair){.memory = &heap, .config = {.block_size = 16, .num_threads = 1, .max_bytes = 12000}};
+    p = (pair){.memory = &heap, .config = {.block_size = 16, .num_threads = 1, .max_bytes = 14000}};
     pair_new(&p, 2, (const kvc_layer[]){plain_layer, layer_with(sliding_policy(4, 1, 0))});
     for (int64_t id = 0; id < 6; id++) {
         pair_feed(&p, id, 0, 4);

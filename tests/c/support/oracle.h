@@ -1187,7 +1187,8 @@ static inline kvc_status pair_commit_kept(pair *p, const int32_t *kept, int32_t 
     for (int i = 0; kept && i < num_kept; i++)
         stays[kept[i]] = 1;
     kvc_status status = kept ? kvc_commit_kept(p->batch, kept, num_kept) : kvc_commit(p->batch);
-    if (agree(p, "commit", status, KVC_OK) == KVC_OK) {
+    CHECKF(status == KVC_OK, "commit: %s", kvc_last_error()); /* whether there is memory or not */
+    if (status == KVC_OK) {
         p->batch = NULL;
         oracle_commit(p, stays);
     }
@@ -1212,10 +1213,7 @@ static inline kvc_status pair_pass(pair *p, int n, const int32_t *positions, con
     if (status != KVC_OK)
         return status;
     pair_put_all(p);
-    status = pair_commit(p);
-    if (status != KVC_OK)
-        pair_abort(p);
-    return status;
+    return pair_commit(p);
 }
 
 /* Runs a pass of positions [begin, end) of one sequence. */
