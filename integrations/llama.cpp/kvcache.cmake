@@ -6,7 +6,7 @@ file(GLOB kvcache_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/src/*.cpp)
 set_source_files_properties(${kvcache_sources} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 target_sources(llama PRIVATE ${kvcache_sources})
 target_include_directories(llama PRIVATE ${CMAKE_CURRENT_LIST_DIR}/src)
-target_compile_definitions(llama PRIVATE LLAMA_KVCACHE)
+target_compile_definitions(llama PRIVATE LLAMA_USE_KVCACHE)
 
 if(LLAMA_KVCACHE_SYSTEM)
   find_package(PkgConfig REQUIRED)

@@ -1,0 +1,204 @@
+// The batches of a decode: one batch of the cache for all its ubatches, which are computed one after the other.
+#include "llama-kvcache.h"
+
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include <algorithm>
+
+static bool has_coupled_tokens(const llama_batch &batch) {
+    return std::any_of(batch.n_seq_id, batch.n_seq_id + batch.n_tokens, [](int32_t n) { return n > 1; });
+}
+
+llama_memory_context_ptr llama_kvcache::init_batch(llama_batch_allocr &balloc, uint32_t n_ubatch, bool /*embd_all*/) {
+    const bool is_coupled = has_coupled_tokens(balloc.get_batch());
+
+    balloc.split_reset();
+
+    std::vector<llama_ubatch> ubatches;
+
+    while (true) {
+        // coupled tokens are shared once they are stored, so that others may see them from the next ubatch on
+        auto ubatch = is_coupled ? balloc.split_seq(n_ubatch) : balloc.split_simple(n_ubatch);
+
+        if (ubatch.n_tokens == 0) {
+            break;
+        }
+
+        ubatches.push_back(std::move(ubatch));
+    }
+
+    if (balloc.get_n_used() < balloc.get_n_tokens()) {
+        LLAMA_LOG_ERROR("%s: failed to split the batch\n", __func__);
+        return std::make_unique<llama_kvcache_context>(this, LLAMA_MEMORY_STATUS_FAILED_PREPARE);
+    }
+
+    const kvc_status status = begin(ubatches.data(), ubatches.size());
+
+    if (status) {
+        LLAMA_LOG_WARN("%s: %s\n", __func__, kvc_last_error());
+        return std::make_unique<llama_kvcache_context>(
+            this, status == KVC_ERR_FULL ? LLAMA_MEMORY_STATUS_FAILED_PREPARE : LLAMA_MEMORY_STATUS_FAILED_COMPUTE);
+    }
+    if (is_coupled) {
+        close(); // all fit; each ubatch begins a batch of its own
+    }
+
+    return std::make_unique<llama_kvcache_context>(this, std::move(ubatches), is_coupled);
+}
+
+kvc_status llama_kvcache::begin(const llama_ubatch *ubatches, size_t n_ubatches) {
+    close();
+
+    std::vector<int32_t> positions;
+    std::vector<int64_t> seq_ids;
+
+    for (size_t u = 0; u < n_ubatches; ++u) {
+        for (uint32_t i = 0; i < ubatches[u].n_tokens; ++i) {
+            positions.push_back(ubatches[u].pos[i]);
+            seq_ids.push_back(ubatches[u].seq_id[i][0]);
+        }
+    }
+
+    return kvc_begin(cache, (int32_t)positions.size(), positions.data(), seq_ids.data(), nullptr, &batch);
+}
+
+bool llama_kvcache::plan(const llama_ubatch &ubatch) {
+    free_plans();
+
+    n_cur = ubatch.n_tokens;
+
+    const std::vector<uint8_t> non_causal(n_cur, 1);
+
+    for (size_t layer = 0; layer < layers.model.size(); ++layer) {
+        const auto &l = layers.model[layer];
+
+        if (plans[l.shape]) {
+            continue;
+        }
+
+        kvc_plan_args args = {};
+
+        args.struct_size = sizeof(args);
+        args.layer = (int32_t)layer;
+        args.first = n_done;
+        args.num_tokens = n_cur;
+        args.num_heads = l.n_head;
+        args.num_threads = n_cur > 1 ? cparams.n_threads_batch : cparams.n_threads;
+        args.non_causal = is_causal(l) ? nullptr : non_causal.data();
+
+        if (kvc_plan_new(batch, &args, &plans[l.shape])) {
+            LLAMA_LOG_ERROR("%s: %s\n", __func__, kvc_last_error());
+            return false;
+        }
+    }
+
+    for (auto &op : ops) {
+        if (op) {
+            op->next_task.store(0, std::memory_order_relaxed);
+        }
+    }
+
+    return true;
+}
+
+bool llama_kvcache::is_causal(const llama_kvcache_layer &layer) const {
+    return cparams.causal_attn || (model.hparams.non_causal_type == LLAMA_NON_CAUSAL_TYPE_SWA_ONLY && !layer.is_swa);
+}
+
+void llama_kvcache::free_plans() {
+    for (auto &plan : plans) {
+        kvc_plan_free(plan);
+        plan = nullptr;
+    }
+}
+
+void llama_kvcache::finish() {
+    free_plans();
+
+    n_done += n_cur;
+    n_cur = 0;
+}
+
+void llama_kvcache::close() {
+    if (!batch) {
+        return;
+    }
+
+    free_plans();
+
+    std::vector<int32_t> kept(n_done);
+    for (int32_t i = 0; i < n_done; ++i) {
+        kept[i] = i;
+    }
+
+    if (n_done == 0) {
+        kvc_abort(batch);
+    } else if (kvc_commit_kept(batch, kept.data(), n_done)) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, kvc_last_error());
+        kvc_abort(batch);
+    }
+
+    batch = nullptr;
+    n_done = 0;
+    n_cur = 0;
+}
+
+llama_kvcache_context::llama_kvcache_context(llama_kvcache *mem, llama_memory_status status)
+    : mem(mem), status(status) {}
+
+llama_kvcache_context::llama_kvcache_context(llama_kvcache *mem, std::vector<llama_ubatch> ubatches, bool is_coupled)
+    : mem(mem), status(LLAMA_MEMORY_STATUS_SUCCESS), ubatches(std::move(ubatches)), is_coupled(is_coupled) {}
+
+llama_kvcache_context::~llama_kvcache_context() {
+    if (!ubatches.empty()) {
+        mem->close();
+    }
+}
+
+bool llama_kvcache_context::apply() {
+    if (ubatches.empty()) {
+        return true;
+    }
+
+    if (is_coupled && mem->begin(&ubatches[i_cur], 1)) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, kvc_last_error());
+        return false;
+    }
+
+    return mem->plan(ubatches[i_cur]);
+}
+
+bool llama_kvcache_context::next() {
+    mem->finish();
+
+    const auto &ubatch = ubatches[i_cur++];
+
+    if (is_coupled) {
+        mem->close();
+
+        for (int32_t s = 1; s < ubatch.n_seq_id[0]; ++s) {
+            mem->seq_cp(ubatch.seq_id[0][0], ubatch.seq_id[0][s], ubatch.pos[0], ubatch.pos[ubatch.n_tokens - 1] + 1);
+        }
+    }
+
+    if (i_cur < ubatches.size()) {
+        return true;
+    }
+
+    mem->close();
+
+    return false;
+}
+
+const llama_ubatch &llama_kvcache_context::get_ubatch() const { return ubatches[i_cur]; }
+
+llama_memory_status llama_kvcache_context::get_status() const { return status; }
+
+const llama_memory_attn_i *llama_kvcache_context::get_attn_impl() const { return this; }
+
+ggml_tensor *llama_kvcache_context::build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b,
+                                               ggml_tensor *wo_s, ggml_tensor *q, ggml_tensor *k, ggml_tensor *v,
+                                               ggml_tensor *sinks, ggml_tensor *v_mla, float kq_scale, int il) const {
+    return mem->build_attn(graph, wo, wo_b, wo_s, q, k, v, sinks, v_mla, kq_scale, il);
+}

@@ -1,0 +1,56 @@
+// What a model's layers are to the cache: their shapes, policies, types and RoPE, as kvc_cache_new takes them; and
+// which models and options are served.
+#pragma once
+
+#include "ggml.h"
+#include "kvcache.h"
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+struct llama_cparams;
+struct llama_memory_params;
+struct llama_model;
+
+// moves keys that were multiplied by a Hadamard matrix after RoPE: what kvc_rope.shift is called with
+struct llama_kvcache_mover {
+    std::vector<double> inv_freq;
+    uint32_t first_dim;
+    bool interleaved;
+    uint32_t n_hadamard; // rows of the matrix
+};
+
+struct llama_kvcache_layer {
+    int32_t il; // in the model
+    ggml_type type_k;
+    ggml_type type_v;
+    uint32_t n_hadamard_k; // rows of the Hadamard matrix that keys, or values, are multiplied by; 0: they are not
+    uint32_t n_hadamard_v;
+    bool is_swa;
+    uint32_t n_head; // query heads
+    int32_t shape;   // layers of one shape share plans
+};
+
+// [i] is layer i of the cache
+struct llama_kvcache_layers {
+    std::vector<llama_kvcache_layer> model;
+    std::vector<kvc_layer> cache;
+    std::vector<int32_t> index; // [layer of the model] layer of the cache, -1: none
+
+    // what the pointers in `cache` point at
+    std::vector<std::unique_ptr<llama_kvcache_mover>> movers;
+
+    int32_t n_shapes = 0;
+};
+
+// returns why this cache does not serve the model with these options, empty if it does
+std::string llama_kvcache_refusal(const llama_model &model, const llama_memory_params &params,
+                                  const llama_cparams &cparams);
+
+llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const llama_memory_params &params,
+                                             const llama_cparams &cparams);
+
+// returns the kvc_type of the same bytes, -1 if there is none
+int32_t llama_kvcache_type(ggml_type type);

@@ -1,0 +1,176 @@
+#include "llama-kvcache.h"
+
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memory_params &params,
+                                     const llama_cparams &cparams) {
+    const char *LLAMA_KVCACHE = getenv("LLAMA_KVCACHE");
+
+    if (!LLAMA_KVCACHE || !atoi(LLAMA_KVCACHE)) {
+        return nullptr;
+    }
+
+    const std::string reason = llama_kvcache_refusal(model, params, cparams);
+
+    if (!reason.empty()) {
+        LLAMA_LOG_WARN("%s: not used: %s\n", __func__, reason.c_str());
+        return nullptr;
+    }
+
+    return new llama_kvcache(model, cparams, llama_kvcache_layers_of(model, params, cparams));
+}
+
+llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cparams, llama_kvcache_layers layers_in)
+    : model(model), cparams(cparams), layers(std::move(layers_in)) {
+    kvc_config config = {};
+
+    config.struct_size = sizeof(config);
+    config.layers = layers.cache.data();
+    config.layer_size = sizeof(kvc_layer);
+    config.num_layers = (int32_t)layers.cache.size();
+    config.max_seq_len = cparams.n_ctx_seq;
+    config.max_sequences = cparams.n_seq_max == 1 ? 1 : 0;
+    config.capacity = (int64_t)cparams.n_ctx_seq * (cparams.kv_unified ? 1 : cparams.n_seq_max);
+    config.num_threads = 1; // ggml's threads do the work
+
+    if (kvc_cache_new(&config, &cache)) {
+        throw std::runtime_error(std::string("failed to create the cache: ") + kvc_last_error());
+    }
+
+    ops.resize(layers.index.size());
+    for (size_t il = 0; il < ops.size(); ++il) {
+        const int32_t layer = layers.index[il];
+
+        if (layer >= 0) {
+            ops[il] = std::make_unique<llama_kvcache_op>();
+
+            ops[il]->mem = this;
+            ops[il]->layer = layer;
+            ops[il]->shape = layers.model[layer].shape;
+        }
+    }
+
+    plans.resize(layers.n_shapes, nullptr);
+
+    LLAMA_LOG_INFO("%s: %u cells, %zu layers, K (%s), V (%s), %s, up to %.2f MiB\n", __func__,
+                   (uint32_t)config.capacity, layers.cache.size(), ggml_type_name(layers.model[0].type_k),
+                   ggml_type_name(layers.model[0].type_v), kvc_isa(), kvc_capacity_bytes(cache) / 1024.0 / 1024.0);
+}
+
+llama_kvcache::~llama_kvcache() {
+    close();
+
+    kvc_cache_free(cache);
+}
+
+llama_memory_context_ptr llama_kvcache::init_full() {
+    return std::make_unique<llama_kvcache_context>(this, LLAMA_MEMORY_STATUS_SUCCESS);
+}
+
+// moved tokens keep their keys as they are: nothing is left for later
+llama_memory_context_ptr llama_kvcache::init_update(llama_context * /*lctx*/, bool /*optimize*/) {
+    return std::make_unique<llama_kvcache_context>(this, LLAMA_MEMORY_STATUS_NO_UPDATE);
+}
+
+bool llama_kvcache::get_can_shift() const {
+    // a window that moves down would see tokens that were evicted
+    for (size_t i = 0; i < layers.cache.size(); ++i) {
+        if (layers.model[i].is_swa && (uint32_t)layers.cache[i].policy.resume_window < cparams.n_ctx_seq) {
+            return false;
+        }
+    }
+
+    return true;
+}
+
+static llama_pos begin_of(llama_pos p0) { return std::max(p0, 0); }
+static llama_pos end_of(llama_pos p1) { return p1 < 0 ? KVC_END : p1; }
+
+// functions that return nothing can say in the log only that they failed
+static bool check(const char *func, kvc_status status) {
+    if (status) {
+        LLAMA_LOG_ERROR("%s: %s\n", func, kvc_last_error());
+    }
+
+    return status == KVC_OK;
+}
+
+void llama_kvcache::clear(bool /*data*/) {
+    close();
+    check(__func__, kvc_clear(cache));
+}
+
+bool llama_kvcache::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    close();
+
+    p0 = begin_of(p0);
+    p1 = end_of(p1);
+
+    if (p0 >= p1) {
+        return true;
+    }
+    if (seq_id >= 0) {
+        return check(__func__, kvc_remove(cache, seq_id, p0, p1, 0));
+    }
+
+    std::vector<int64_t> ids(LLAMA_MAX_SEQ);
+    ids.resize(kvc_sequences(cache, ids.data(), LLAMA_MAX_SEQ));
+
+    bool res = true;
+    for (const int64_t id : ids) {
+        res = check(__func__, kvc_remove(cache, id, p0, p1, 0)) && res;
+    }
+
+    return res;
+}
+
+void llama_kvcache::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
+    close();
+
+    if (seq_id_src != seq_id_dst) {
+        check(__func__, kvc_share(cache, seq_id_src, seq_id_dst, begin_of(p0), end_of(p1)));
+    }
+}
+
+void llama_kvcache::seq_keep(llama_seq_id seq_id) {
+    close();
+    check(__func__, kvc_keep(cache, seq_id));
+}
+
+void llama_kvcache::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
+    close();
+    check(__func__, kvc_shift(cache, seq_id, begin_of(p0), end_of(p1), shift));
+}
+
+void llama_kvcache::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
+    close();
+    check(__func__, kvc_divide(cache, seq_id, begin_of(p0), end_of(p1), d));
+}
+
+// every position from the smallest to the largest is there, in every layer
+llama_pos llama_kvcache::seq_pos_min(llama_seq_id seq_id) const {
+    llama_pos res = -1;
+
+    for (int32_t layer = 0; layer < (int32_t)layers.cache.size(); ++layer) {
+        llama_pos first;
+        llama_pos last;
+
+        if (kvc_position_range(cache, seq_id, layer, &first, &last) == KVC_OK) {
+            res = std::max(res, first);
+        }
+    }
+
+    return res;
+}
+
+llama_pos llama_kvcache::seq_pos_max(llama_seq_id seq_id) const { return kvc_last_position(cache, seq_id); }
+
+std::map<ggml_backend_buffer_type_t, size_t> llama_kvcache::memory_breakdown() const {
+    return {{ggml_backend_cpu_buffer_type(), kvc_capacity_bytes(cache)}};
+}

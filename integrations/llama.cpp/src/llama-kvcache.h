@@ -1,0 +1,144 @@
+// llama.cpp's memory on libkvcache: keys and values lie in a kvc_cache, and attention is a graph operation whose
+// threads run the tasks of a kvc_plan.
+#pragma once
+
+#include "llama-batch.h"
+#include "llama-cparams.h"
+#include "llama-graph.h"
+#include "llama-kvcache-model.h"
+#include "llama-memory.h"
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+struct llama_model;
+
+class llama_kvcache;
+
+// returns a memory on libkvcache if LLAMA_KVCACHE=1 asks for it and the model and the options are served, else nullptr
+llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memory_params &params,
+                                     const llama_cparams &cparams);
+
+// what the operations of a layer are called with: its address stays, so that graphs can be reused
+struct llama_kvcache_op {
+    const llama_kvcache *mem = nullptr;
+    int32_t layer = -1; // of the cache
+    int32_t shape = -1;
+    float scale = 0.0f;
+    float softcap = 0.0f;
+    bool has_sinks = false;
+    std::vector<float> slopes; // ALiBi, [n_head]
+    std::atomic<int64_t> next_task{0};
+};
+
+class llama_kvcache : public llama_memory_i {
+  public:
+    llama_kvcache(const llama_model &model, const llama_cparams &cparams, llama_kvcache_layers layers);
+    ~llama_kvcache() override;
+
+    //
+    // llama_memory_i
+    //
+
+    llama_memory_context_ptr init_batch(llama_batch_allocr &balloc, uint32_t n_ubatch, bool embd_all) override;
+    llama_memory_context_ptr init_full() override;
+    llama_memory_context_ptr init_update(llama_context *lctx, bool optimize) override;
+
+    bool get_can_shift() const override;
+
+    void clear(bool data) override;
+
+    bool seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) override;
+    void seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) override;
+    void seq_keep(llama_seq_id seq_id) override;
+    void seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) override;
+    void seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) override;
+
+    llama_pos seq_pos_min(llama_seq_id seq_id) const override;
+    llama_pos seq_pos_max(llama_seq_id seq_id) const override;
+
+    std::map<ggml_backend_buffer_type_t, size_t> memory_breakdown() const override;
+
+    void state_write(llama_io_write_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) const override;
+    void state_read(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
+
+    //
+    // a batch: begun for all its ubatches, which are computed one after the other
+    //
+
+    // makes room for the tokens of these ubatches; when it fails, nothing has changed
+    kvc_status begin(const llama_ubatch *ubatches, size_t n_ubatches);
+
+    // plans the attention of the batch's next ubatch; false, with the reason in the log, if memory is short
+    bool plan(const llama_ubatch &ubatch);
+
+    // ends the ubatch that was planned last: its tokens stay
+    void finish();
+
+    // ends the batch: what was finished stays.  Does nothing if there is none.
+    void close();
+
+    //
+    // the graph
+    //
+
+    ggml_tensor *build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b, ggml_tensor *wo_s,
+                            ggml_tensor *q, ggml_tensor *k, ggml_tensor *v, ggml_tensor *sinks, ggml_tensor *v_mla,
+                            float kq_scale, int il) const;
+
+    void store(const llama_kvcache_op &op, const ggml_tensor *k, const ggml_tensor *v, int ith, int nth) const;
+    void attend(llama_kvcache_op &op, ggml_tensor *dst) const;
+
+  private:
+    void free_plans();
+    bool is_causal(const llama_kvcache_layer &layer) const;
+
+    const llama_model &model;
+    const llama_cparams &cparams; // the context's own: threads and causality change between calls
+
+    const llama_kvcache_layers layers;
+
+    kvc_cache *cache = nullptr;
+
+    std::vector<std::unique_ptr<llama_kvcache_op>> ops; // [layer of the model]
+
+    // the open batch
+    kvc_batch *batch = nullptr;
+    int32_t n_done = 0;            // tokens of the ubatches that were finished
+    int32_t n_cur = 0;             // tokens of the ubatch that is planned
+    std::vector<kvc_plan *> plans; // [shape]
+};
+
+class llama_kvcache_context : public llama_memory_context_i, public llama_memory_attn_i {
+  public:
+    llama_kvcache_context(llama_kvcache *mem, llama_memory_status status);
+    llama_kvcache_context(llama_kvcache *mem, std::vector<llama_ubatch> ubatches, bool is_coupled);
+    ~llama_kvcache_context() override;
+
+    bool next() override;
+    bool apply() override;
+
+    const llama_ubatch &get_ubatch() const override;
+    llama_memory_status get_status() const override;
+
+    const llama_memory_attn_i *get_attn_impl() const override;
+
+    ggml_tensor *build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b, ggml_tensor *wo_s,
+                            ggml_tensor *q, ggml_tensor *k, ggml_tensor *v, ggml_tensor *sinks, ggml_tensor *v_mla,
+                            float kq_scale, int il) const override;
+
+  private:
+    llama_kvcache *mem;
+
+    llama_memory_status status;
+
+    std::vector<llama_ubatch> ubatches;
+
+    size_t i_cur = 0;
+
+    // a token belongs to several sequences: each ubatch is a batch of its own, whose tokens are shared once it ends
+    bool is_coupled = false;
+};
