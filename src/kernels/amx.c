@@ -150,13 +150,16 @@ typedef struct tiles {
 /* Has the compiler write memory before tiles are loaded, and read it after they are stored, as not all do. */
 INLINE void memory_barrier(void) { __asm__ volatile("" ::: "memory"); }
 
+/* The shapes of all registers, as the processor has them in memory; all 0: none is in use. */
+typedef struct tile_shapes {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} tile_shapes;
+
 /* Gives the registers their shapes, for `rows` rows of a and c. */
 INLINE void configure_tiles(int rows) {
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } all = {.palette = 1};
+    tile_shapes all = {.palette = 1};
     for (int i = 0; i < 8; i++) {
         const int is_second = i == 2 || i == 3 || i == 5, is_b = i >= 6; /* second: of two rows of tiles */
         all.bytes[i] = TILE_BYTES;
@@ -222,10 +225,14 @@ INLINE void multiply_tiles(const tiles *t, int num_chunks, int num_parts, int ad
     memory_barrier();
 }
 
-/* Is a kvc_matmul_fn over packed panels.  is_split: whether a is packed already, or weights, which are packed here. */
+/* Is a kvc_matmul_fn over packed panels.  is_split: whether a is packed already, or weights, which are packed here.
+ * Gives the registers their former shapes back: ggml sets those of its threads once, and multiplies with them later. */
 INLINE void multiply_parts(int num_parts, int is_split, float *c, int ldc, const float *a, int lda, const float *b,
                            int ldb, int m, int n, int k, int add) {
     enum { ROWS = 2 * TILE_ROWS };
+    tile_shapes former;
+    _tile_storeconfig(&former);
+    memory_barrier();
     for (int i = 0, rows; i < m; i += rows) {
         _Alignas(TILE_BYTES) float weights[ROWS * KVC_TILE];
         rows = smaller(ROWS, m - i);
@@ -244,7 +251,10 @@ INLINE void multiply_parts(int num_parts, int is_split, float *c, int ldc, const
             multiply_tiles(&t, chunks_of(k), num_parts, add);
         }
     }
-    _tile_release();
+    if (former.palette)
+        _tile_loadconfig(&former);
+    else
+        _tile_release(); /* takes 60 ns less */
 }
 
 /* ---- the kernels, by name ---------------------------------------------------------------------------------------- */

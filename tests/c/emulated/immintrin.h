@@ -161,11 +161,17 @@ static inline void emulated_tile_loadconfig(const void *config)
 {
     emulated_tile_release();
     memcpy(&emulated_config, config, sizeof emulated_config);
-    emulated_check(emulated_config.palette == 1);
+    if (!emulated_config.palette) emulated_tile_release();
+    else emulated_check(emulated_config.palette == 1);
     for (int i = 0; i < 16; i++) {
         const int bytes = emulated_config.bytes[i], rows = emulated_config.rows[i];
         emulated_check(i < 8 ? bytes <= 64 && rows <= 16 && !bytes == !rows : !bytes && !rows);
     }
+}
+
+static inline void emulated_tile_storeconfig(void *config)
+{
+    memcpy(config, &emulated_config, sizeof emulated_config);
 }
 
 static inline void emulated_tile_zero(int t)
@@ -208,6 +214,7 @@ static inline void emulated_tile_dpbf16ps(int c, int a, int b)
 
 #define _tile_release emulated_tile_release
 #define _tile_loadconfig emulated_tile_loadconfig
+#define _tile_storeconfig emulated_tile_storeconfig
 #define _tile_zero emulated_tile_zero
 #define _tile_loadd emulated_tile_loadd
 #define _tile_stored emulated_tile_stored

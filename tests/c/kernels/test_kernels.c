@@ -7,6 +7,9 @@
 
 #include "kernels/dispatch.h"
 #include "base/dtype.h"
+#ifdef KVC_HAVE_AMX
+#include <immintrin.h>
+#endif
 #include "support/guarded.h"
 #include "support/isas.h"
 #include "kvcache.h"
@@ -895,10 +898,37 @@ static void test_choice(void)
     CHECK(best && strstr(KVC_KERNEL_NAMES, best->name));
 }
 
+/* ---- what other code of the thread relies on -------------------------------------------------------------------- */
+
+#ifdef KVC_HAVE_AMX
+/* A library on the same thread may set the shapes of its tiles once, as ggml does. */
+__attribute__((target("amx-tile"))) static void test_tiles_of_the_caller(const kvc_kernels *kernels)
+{
+    static _Alignas(64) float a[4 * KVC_TILE], b[KVC_TILE * KVC_TILE], c[4 * KVC_TILE];
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shapes = {.palette = 1, .bytes = {64, 32}, .rows = {16, 3}}, after;
+    __asm__ volatile("" ::: "memory");
+    _tile_loadconfig(&shapes);
+    kernels->tiler[KVC_F16].score(c, KVC_TILE, a, KVC_TILE, b, KVC_TILE, 4, KVC_TILE, KVC_TILE, 0);
+    _tile_storeconfig(&after);
+    __asm__ volatile("" ::: "memory");
+    CHECK(memcmp(&shapes, &after, sizeof shapes) == 0);
+    _tile_release();
+}
+#endif
+
 static void test_isa(void)
 {
     const char *wanted;
-    test_kernels(kvc_cpu_kernels(&wanted));
+    const kvc_kernels *kernels = kvc_cpu_kernels(&wanted);
+    test_kernels(kernels);
+#ifdef KVC_HAVE_AMX
+    if (kernels == &kvc_kernels_amx)
+        test_tiles_of_the_caller(kernels);
+#endif
 }
 
 int main(void)
