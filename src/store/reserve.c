@@ -7,7 +7,7 @@
 #include "store/resident.h"
 #include "store/scratch.h"
 
-/* Stretches added to a probe: if its tokens come in several batches, lists need a little more room than for one. */
+/* Stretches added to a probe: where its tokens come in several batches, lists need a little more room than for one. */
 enum { MORE_STRETCHES = 4 };
 
 /* Sets the number of tokens of a probe, all of one sequence. */
@@ -25,7 +25,7 @@ static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len,
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)seq_id);
     }
     set_probe(batch, num_tokens);
-    batch->sequences->num_stretches = 1;
+    batch->sequences->num_stretches = 1 + MORE_STRETCHES;
     *out = batch;
     return KVC_OK;
 }
@@ -63,7 +63,6 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
         status = new_probe(cache, seq_id, num_tokens < KVC_MAX_BATCH ? (int32_t)num_tokens : KVC_MAX_BATCH,
                            (int32_t)num_tokens, &batch);
     if (status != KVC_OK) return status;
-    batch->sequences->num_stretches += MORE_STRETCHES;
     status = kvc_prepare(batch);
     if (status != KVC_OK) {
         kvc_discard_batch(batch);

@@ -313,8 +313,43 @@ static void test_what_is_reserved_is_all_there(int seed)
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
+/* A reservation also suffices for several batches of as many tokens together, behind rows that others share. */
+static void test_reserved_for_several_batches(void)
+{
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM / 8, .v_dim = DIM / 8};
+    for (int round = 0; round < 400; round++) {
+        const int32_t most = random_int(1, round < 300 ? 8 : 200);
+        kvc_cache *cache = new_cache(&layer, 1, 0, 0);
+        feed(cache, random_int(1, 2 * BLOCK), 1);
+        CHECK(kvc_fork(cache, 0, 1) == KVC_OK);
+        for (int gaps = random_int(0, 8), at; gaps > 0; gaps--) { /* lists have more room now, or less */
+            kvc_batch *batch = NULL;
+            at = kvc_next_position(cache, 1) + 2;
+            CHECK(kvc_begin(cache, 1, &at, &(int64_t){1}, NULL, &batch) == KVC_OK);
+            CHECK(kvc_put(batch, 0, &(kvc_put_args){.struct_size = sizeof(kvc_put_args), .k = rows, .v = rows}) == KVC_OK);
+            CHECK(kvc_commit(batch) == KVC_OK);
+        }
+        feed(cache, 1, 1); /* so that sequence 1 goes on in slots behind this one, with a new run */
+        int64_t ids[200], bytes;
+        for (int t = 0; t < 200; t++)
+            ids[t] = 1;
+        CHECK(kvc_reserve(cache, 1, most) == KVC_OK);
+        bytes = kvc_nbytes(cache);
+        for (int32_t rest = most, n; rest > 0; rest -= n) {
+            kvc_batch *batch = NULL;
+            const kvc_put_args args = {.struct_size = sizeof args, .k = rows, .v = rows};
+            n = random_int(1, rest + 1);
+            CHECK(kvc_begin(cache, n, NULL, ids, NULL, &batch) == KVC_OK);
+            CHECK(kvc_put(batch, 0, &args) == KVC_OK && kvc_commit(batch) == KVC_OK);
+            CHECKF(kvc_nbytes(cache) == bytes, "%d of %d: %lld more", n, most, (long long)(kvc_nbytes(cache) - bytes));
+        }
+        CHECK(kvc_cache_free(cache) == KVC_OK);
+    }
+}
+
 int main(void)
 {
+    test_reserved_for_several_batches();
     test_shift_keeps_a_reservation();
     test_inject_gives_nothing_back();
     test_cross_put_that_does_not_fit();
