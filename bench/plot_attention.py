@@ -1,6 +1,7 @@
-"""Draw tokens/s against context, from a run of bench_attention.py's section peers or from kept figures.
+"""Draw tokens/s against context, from a run of bench_attention.py or bench_llama_cpp.py, or from kept figures.
 
 python bench/plot_attention.py bench/results/epyc-zen5.json attention.svg
+python bench/plot_attention.py bench/results/xeon-amx.json llama_cpp.svg --section llama_cpp
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ STYLES = {
     "ONNX Runtime": ("#D55E00", "--", 1.5),
     "OpenVINO": ("#009E73", "--", 1.5),
     "vLLM": ("#000000", "--", 1.5),
+    "flash attention": ("#D55E00", "--", 1.5),
+    "without it": ("#009E73", "--", 1.5),
 }
 MARKERS = {"f16": "o", "bf16": "s", "q8_0": "^", "int8": "^", "u8": "^", "fp8": "^", "q4_0": "v"}
 DRAWN = {
@@ -36,7 +39,10 @@ DRAWN = {
     *(("ggml", dtype) for dtype in ("f16", "q8_0")),
     *(("torch", "bf16"), ("Hugging Face", "bf16"), ("ONNX Runtime", "int8"), ("OpenVINO", "f16"), ("vLLM", "bf16")),
 }
-LABELS = {"torch": "torch by hand", "Hugging Face": "transformers"}
+LABELS = {
+    **{"torch": "torch by hand", "Hugging Face": "transformers"},
+    **{"flash attention": "llama.cpp", "without it": "llama.cpp, no flash"},
+}
 
 Curves = dict[tuple[str, str], dict[int, float]]
 
@@ -66,7 +72,25 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
 def figure(rows: Sequence[dict[str, Any]], processor: str = "") -> Figure:
     """Draw the rows with the largest number of threads."""
     threads = max(row["threads"] for row in rows if row["section"] == "peers" and "seconds" in row)
-    found = curves(rows, threads)
+    where = f"{threads} thread{'s' * (threads > 1)}" + (f" of an {processor}" if processor else "")
+    title = f"Decode attention of {LAYERS} layers, 32 query and 8 KV heads x 128\n{where}"
+    return draw(curves(rows, threads), title)
+
+
+def llama_cpp(rows: Sequence[dict[str, Any]], processor: str = "") -> Figure:
+    """Draw the rows of bench_llama_cpp.py's section decode with the largest number of threads."""
+    rows = [row for row in rows if row["section"] == "llama_cpp" and "rate" in row]
+    threads = max(row["threads"] for row in rows)
+    found: Curves = defaultdict(dict)
+    for row in rows:
+        what, _, who = row["name"].partition(", ")
+        if what == "decoding" and row["threads"] == threads:
+            found[who, row["type"]][row["context"]] = row["rate"]
+    where = f"{threads} thread{'s' * (threads > 1)}" + (f" of an {processor}" if processor else "")
+    return draw(found, f"llama.cpp decoding with its own cache and with kvcache\n{where}")
+
+
+def draw(found: Curves, title: str) -> Figure:
     picture = Figure(figsize=(9, 5.5))
     axes = picture.subplots()
     for (who, dtype), speeds in found.items():
@@ -76,9 +100,10 @@ def figure(rows: Sequence[dict[str, Any]], processor: str = "") -> Figure:
             contexts, [speeds[n] for n in contexts], dashes, color=colour, linewidth=width, marker=MARKERS[dtype],
             markersize=5, zorder=3 if who == "kvcache" else 2,
         )  # fmt: skip
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     ticks = sorted({context for speeds in found.values() for context in speeds})
+    if ticks[0]:  # a logarithm has no place for the empty context
+        axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
     axes.set_xticks(ticks)
     axes.xaxis.set_minor_locator(NullLocator())
     for axis in (axes.xaxis, axes.yaxis):
@@ -87,8 +112,7 @@ def figure(rows: Sequence[dict[str, Any]], processor: str = "") -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("context, tokens")
     axes.set_ylabel("tokens/s")
-    where = f"{threads} thread{'s' * (threads > 1)}" + (f" of an {processor}" if processor else "")
-    axes.set_title(f"Decode attention of {LAYERS} layers, 32 query and 8 KV heads x 128\n{where}", loc="left")
+    axes.set_title(title, loc="left")
     _label(axes, found, ticks[-1])
     return picture
 
@@ -126,9 +150,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, metavar="JSON")
     parser.add_argument("target", type=Path, metavar="PICTURE", help="a .svg, .png or .pdf")
+    parser.add_argument("--section", choices=("peers", "llama_cpp"), default="peers", help="default: peers")
     options = parser.parse_args(arguments)
+    made = {"peers": figure, "llama_cpp": llama_cpp}[options.section]
     with rc_context(SETTINGS):
-        save(figure(*kept(options.source)), options.target)
+        save(made(*kept(options.source)), options.target)
 
 
 if __name__ == "__main__":

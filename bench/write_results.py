@@ -5,7 +5,7 @@ python bench/write_results.py --keep run.json --as epyc-zen5      # add a run fi
 
 A file of bench/results/ belongs to one kind of processor and holds runs. A run is a command, its day, the commit that
 it measured, and its rows. A row has a name and either a quotient or seconds, for a type, a context and a number of
-threads, or a value to print unchanged.
+threads, or tokens/s as its rate, or a value to print unchanged.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ SECTIONS = {
         "A step of the runner in C",
         "4 layers of 4 query and 2 KV heads x 64; speedups of kvcache's attention.",
     ),
+    "llama_cpp": (
+        "llama.cpp",
+        "The shape of a 1 B Llama, random Q4_0 weights. A speedup is the time with llama.cpp's own cache by that with "
+        "kvcache, both interleaved in one run; its default is flash attention.",
+    ),
     "costs": ("How costs grow", ""),
     "tiny": ("A call from Python", ""),
     "installed": ("Bookkeeping", ""),
@@ -89,19 +94,21 @@ def by_type(rows: Sequence[Row], cell: Callable[[Row], str]) -> list[str]:
     columns = [*types, *others] or [""]
     lines: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in rows:
-        context, threads = (f"{row[key]:,}" if row.get(key) else "" for key in ("context", "threads"))
+        context, threads = (f"{row[key]:,}" if key in row else "" for key in ("context", "threads"))
         lines.setdefault((row["name"], context, threads), {})[row.get("type") or columns[0]] = cell(row)
     cells = [[*key, *(found.get(dtype, "") for dtype in columns)] for key, found in lines.items()]
     return markdown(["", "tokens", "threads", *columns], cells)
 
 
 def tables(rows: Sequence[Row]) -> list[list[str]]:
-    """Make the tables of a run: quotients, seconds, and values."""
+    """Make the tables of a run: quotients, seconds, rates, and values."""
     found = []
     if quotients := [row for row in rows if "quotient" in row]:
         found.append(by_type(quotients, quotient))
     if seconds := [row for row in rows if "seconds" in row]:
         found.append(["Microseconds of one layer:", "", *by_type(seconds, microseconds)])
+    if rates := [row for row in rows if "rate" in row]:
+        found.append(["Tokens/s:", "", *by_type(rates, lambda row: number(row["rate"]))])
     if values := [row for row in rows if "value" in row]:
         found.append(markdown(["", "seen"], [[row["name"], row["value"]] for row in values]))
     return found

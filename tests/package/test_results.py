@@ -36,7 +36,7 @@ def test_rows_have_a_name_and_one_figure(results):
             assert run["rows"][0]["section"] in results.SECTIONS
             for row in run["rows"]:
                 assert row["name"]
-                assert {"quotient", "seconds", "value"} & set(row)
+                assert {"quotient", "seconds", "rate", "value"} & set(row)
 
 
 def test_a_run_is_added(results, tmp_path, monkeypatch, capsys):

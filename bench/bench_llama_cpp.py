@@ -1,0 +1,284 @@
+"""Compare llama.cpp on this cache with llama.cpp on its own, with flash attention on (its default) and off.
+
+integrations/llama.cpp/build.sh                                              # once, minutes
+python bench/bench_llama_cpp.py --json run.json --output llama_cpp.svg       # everything, half an hour
+python bench/bench_llama_cpp.py --only decode --context 0 8192 --types f16
+
+All contexts live in one process, share one model, and take turns: what else the machine does slows all of them. They
+are filled to their depth with random rows at once, as a state; a model of random weights is written if none is named.
+A speedup is the other's time by kvcache's: the median of the rounds with its quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llama_cpp_models
+from figures import describe_machine, keep, quartiles, quotients
+from llama_cpp_contexts import BLOCKED, CACHES, TYPES, Context, Library, LlamaError, Model
+from resident_memory import measure_in_child
+
+from kvcache.tools.arguments import parse_tokens
+from kvcache.tools.interleave import rounds
+
+HERE = Path(__file__).resolve().parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+BUILT = CACHE / "kvcache/llama.cpp/shared-openmp/bin"  # where integrations/llama.cpp/build.sh leaves libllama
+MODELS = CACHE / "kvcache-bench/llama-cpp-models"
+MARGIN = 8  # tokens of a context beyond those that are measured
+PROMPT = 512  # tokens of a prompt, which are one ubatch
+SEQUENCES = 64  # that share a prompt
+
+DEFAULT, BETTER, KVCACHE = "flash", "better", "kvcache"
+OVER = {DEFAULT: "speedup over the default", BETTER: "speedup over the better of on and off"}
+
+# What is wanted of llama-1b, by section, what it is compared with, type and context.
+WANTED: dict[tuple[str, str, str, int], float] = {
+    **{("decode", DEFAULT, dtype, 0): 0.98 for dtype in TYPES},
+    **{("decode", DEFAULT, "f16", n): x for n, x in zip((2048, 8192, 16384, 32768), (1.7, 4.5, 7.5, 10), strict=True)},
+    **{("decode", BETTER, "f16", n): x for n, x in zip((2048, 8192, 16384, 32768), (1.4, 2.1, 2.8, 3), strict=True)},
+    ("decode", DEFAULT, "q8_0", 16384): 10,
+    ("decode", DEFAULT, "q4_0", 16384): 10,
+    ("prompt", DEFAULT, "f16", 8192): 1.8,
+    ("prompt", DEFAULT, "q8_0", 8192): 12,
+}
+
+SPEEDUPS = ("over default", "quartiles", "wanted", "over better", "quartiles", "wanted")
+WIDTHS = (9, 5, 15, 10, 8, 12, 14, 7, 11, 14, 7)  # of the columns of a table
+
+Samples = dict[str, list[float]]  # seconds of each round, by cache
+
+
+class Report:
+    """Prints lines at once, and keeps each figure as a row."""
+
+    def __init__(self, threads: int, wanted: dict[tuple[str, str, str, int], float]) -> None:
+        self.rows: list[dict[str, object]] = []
+        self.threads, self._wanted = threads, wanted
+        self._said: set[str] = set()
+
+    def cells(self, *cells: str) -> None:
+        print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=False)).rstrip(), flush=True)
+
+    def row(self, name: str, context: int, dtype: str, **figure: object) -> None:
+        row = {"section": "llama_cpp", "name": name, "type": dtype, "context": context, "threads": self.threads}
+        self.rows.append(row | figure)
+
+    def open(self, title: str, *columns: str) -> None:
+        print(f"\n{title}\n", flush=True)
+        self.cells("tokens", "type", *(name for name, *_ in CACHES.values()), *columns)
+
+    def say(self, text: str) -> None:
+        """Print a line once only."""
+        if text not in self._said:
+            self._said.add(text)
+            print(f"    {text}", flush=True)
+
+    def speeds(self, section: str, title: str, context: int, dtype: str, count: int, samples: Samples) -> None:
+        """Add a line: each cache's tokens/s, and the speedups, with what is wanted."""
+        cells = []
+        for cache, (name, *_) in CACHES.items():
+            rate = count / statistics.median(samples[cache]) if cache in samples else None
+            cells.append(f"{rate:.2f}" if rate else "")
+            if rate:
+                self.row(f"{title}, {name}", context, dtype, rate=rate)
+        own = [cache for cache in samples if cache != KVCACHE]
+        others = {DEFAULT: DEFAULT, BETTER: min(own, key=lambda cache: statistics.median(samples[cache]))}
+        for over, other in others.items():
+            if over == BETTER and len(own) == 1:
+                continue
+            low, middle, high = quartiles(quotients(samples[other], samples[KVCACHE]))
+            want = self._wanted.get((section, over, dtype, context))
+            wanted = f">= {want:g}" if want else ""
+            cells += [f"{middle:.2f}", f"{low:.2f} .. {high:.2f}", wanted]
+            figure = {"quotient": middle, "low": low, "high": high, "wanted": wanted}
+            self.row(f"{title}, {OVER[over]}", context, dtype, **figure)
+        self.cells(f"{context:,}", dtype, *cells)
+
+
+@contextmanager
+def filled(report: Report, model: Model, dtype: str, depth: int, room: int) -> Iterator[dict[str, Context]]:
+    """Give a context with each cache that has the type, filled to a depth and warm; all are freed in the end."""
+    contexts: dict[str, Context] = {}
+    try:
+        for cache in CACHES:
+            if cache == "plain" and dtype in BLOCKED:
+                continue
+            contexts[cache] = context = Context(model, cache, dtype, depth + room, report.threads)
+            if not context.fill(depth):
+                report.say(f"{context.name} loads no state of {dtype}: its contexts are prefilled")
+            if cache == KVCACHE and context.own:
+                report.say(f"not kvcache, but llama.cpp's own cache: {context.own}")
+            context.decode()
+            context.check()
+        yield contexts
+    finally:
+        for context in contexts.values():
+            context.close()
+
+
+def interleave(calls: dict[str, Callable[[], float]], least: int) -> Samples:
+    """Call functions that return seconds one after the other, in rounds."""
+    found = zip(*rounds(*calls.values(), seconds=0, least=least), strict=True)
+    return dict(zip(calls, map(list, found), strict=True))
+
+
+# ---- sections
+
+
+def decode(report: Report, model: Model, o: argparse.Namespace) -> None:
+    report.open("decoding, tokens/s", *SPEEDUPS)
+    for dtype in o.types:
+        for depth in o.context:
+            with filled(report, model, dtype, depth, o.steps + MARGIN) as contexts:
+                samples = interleave({cache: context.decode for cache, context in contexts.items()}, o.steps)
+            report.speeds("decode", "decoding", depth, dtype, 1, samples)
+
+
+def prompt(report: Report, model: Model, o: argparse.Namespace) -> None:
+    report.open(f"a prompt's {PROMPT} tokens in one ubatch, tokens/s", *SPEEDUPS)
+
+    def reader(context: Context, depth: int) -> Callable[[], float]:
+        def read() -> float:
+            context.rewind(depth)
+            return context.decode(PROMPT)
+
+        return read
+
+    for dtype in o.prompt_types:
+        for depth in o.prompt_context:
+            with filled(report, model, dtype, depth, PROMPT + MARGIN) as contexts:
+                calls = {cache: reader(context, depth) for cache, context in contexts.items()}
+                samples = interleave(calls, o.prompts)
+            report.speeds("prompt", f"prompts of {PROMPT}", depth, dtype, PROMPT, samples)
+
+
+# A process loads the model, and measures its memory before and after a context was made, filled and used.
+CHILD = """
+import ctypes, sys
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from llama_cpp_contexts import Context, Library, Model
+model = Model(Library(Path({library!r})), Path({model!r}))
+result.append(resident())
+context = Context(model, {cache!r}, {dtype!r}, {n_ctx}, {threads}, n_seq_max={sequences}, unified={unified})
+context.fill({depth})
+context.share({sequences})
+context.decode_each({sequences})
+ctypes.CDLL(None).malloc_trim(0)  # of the state that was loaded
+result.append(resident())
+result.append(context.own)
+"""
+
+
+def memory(report: Report, model: Model, o: argparse.Namespace) -> None:
+    report.open("resident memory of a process, MiB", "over default", "wanted", "", "with a pool")
+    for dtype in o.types:
+        depth = max(o.context)
+        resident(report, model, o, dtype, depth, 1, f"memory at {depth:,} tokens")
+        shared = min(o.shared, depth or o.shared)
+        title = f"memory of {SEQUENCES} sequences that share {shared:,} tokens"
+        resident(report, model, o, dtype, shared, SEQUENCES, title)
+
+
+def resident(
+    report: Report, model: Model, o: argparse.Namespace, dtype: str, depth: int, sequences: int, title: str
+) -> None:
+    """Add a line: the memory with each cache; with more sequences than one also of a pool that all share."""
+    entrants = {cache: (cache, False) for cache in CACHES if cache != "plain" or dtype not in BLOCKED}
+    if sequences > 1:
+        entrants["pool"] = (DEFAULT, True)
+    found = {}
+    for key, (cache, unified) in entrants.items():
+        n_ctx = (depth + MARGIN) * (1 if unified else sequences) + sequences * unified
+        code = CHILD.format(
+            here=str(HERE), library=str(o.library), model=str(o.model), cache=cache, dtype=dtype, n_ctx=n_ctx,
+            threads=o.threads, sequences=sequences, unified=unified, depth=depth,
+        )  # fmt: skip
+        _, found[key], own = measure_in_child(code)
+        name = CACHES[cache][0] + (", one pool" if unified else "")
+        report.row(f"{title}, {dtype}, {name}", depth, dtype, value=f"{found[key] / 2**20:,.0f} MiB")
+        if cache == KVCACHE and own:
+            report.say(f"not kvcache, but llama.cpp's own cache: {own}")
+    over = found[KVCACHE] / found[DEFAULT]
+    wanted = "<= 1" if sequences == 1 else "< 1"
+    report.row(f"{title}, over the default", depth, dtype, quotient=over, wanted=wanted)
+    *cells, pool = (f"{found[key] / 2**20:,.0f}" if key in found else "" for key in (*CACHES, "pool"))
+    tokens = f"{depth:,}" + (f" x{sequences}" if sequences > 1 else "")
+    report.cells(tokens, dtype, *cells, f"{over:.3f}", wanted, "", pool)
+
+
+SECTIONS: dict[str, Callable[[Report, Model, argparse.Namespace], None]] = {
+    "decode": decode,
+    "prompt": prompt,
+    "memory": memory,
+}
+
+
+# ---- the command
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", type=Path, default=os.environ.get("LLAMA_CPP_LIB_PATH", BUILT), metavar="FOLDER",
+                        help="with libllama; default: $LLAMA_CPP_LIB_PATH, or what build.sh built")  # fmt: skip
+    parser.add_argument("--model", type=Path, metavar="GGUF", help="default: the shape of a 1 B Llama, random weights")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="default: all")
+    parser.add_argument("--context", type=parse_tokens, nargs="+", default=[0, 2048, 8192, 16384, 32768], metavar="N",
+                        help="tokens; default: 0 2048 8192 16384 32768; memory is measured at the most")  # fmt: skip
+    parser.add_argument("--types", nargs="+", choices=TYPES, default=["f16", "q8_0", "q4_0"],
+                        help="of rows; default: f16 q8_0 q4_0")  # fmt: skip
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    parser.add_argument("--steps", type=int, default=16, metavar="N", help="tokens that each decodes; default: 16")
+    parser.add_argument("--prompt-context", type=parse_tokens, nargs="+", default=[8192], metavar="N",
+                        help="tokens before a prompt; default: 8192")  # fmt: skip
+    parser.add_argument("--prompt-types", nargs="+", choices=TYPES, default=["f16", "q8_0"],
+                        help="default: f16 q8_0")  # fmt: skip
+    parser.add_argument("--prompts", type=int, default=3, metavar="N", help="that each reads; default: 3")
+    parser.add_argument("--shared", type=parse_tokens, default=2048, metavar="N",
+                        help=f"tokens that {SEQUENCES} sequences share; default: 2048")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the run, for bench/write_results.py")
+    parser.add_argument("--output", type=Path, metavar="PICTURE", help="tokens/s against context; .svg, .png or .pdf")
+    o = parser.parse_args(arguments)
+    if o.output and "decode" not in o.only:
+        parser.error("--output draws what the section decode measures")
+    o.command = " ".join(["python bench/bench_llama_cpp.py", *(sys.argv[1:] if arguments is None else arguments)])
+    return o
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    o = options(arguments)
+    if not o.model:
+        o.model = MODELS / "llama-1b.gguf"
+        if not o.model.exists():
+            llama_cpp_models.write("llama-1b", MODELS)
+    print(describe_machine())
+    print(f"{o.model.name}, {o.threads} threads, load {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
+    report = Report(o.threads, WANTED if o.model.stem == "llama-1b" else {})
+    try:
+        model = Model(Library(o.library), o.model)
+        for section in o.only:
+            SECTIONS[section](report, model, o)
+        model.close()
+    except LlamaError as error:
+        sys.exit(str(error))
+    finally:
+        if o.json:
+            keep(o.json, o.command, report.rows)
+    if o.output:
+        import plot_attention
+
+        with plot_attention.rc_context(plot_attention.SETTINGS):
+            plot_attention.save(plot_attention.llama_cpp(report.rows), o.output)
+    return report.rows
+
+
+if __name__ == "__main__":
+    main()
