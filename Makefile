@@ -29,7 +29,8 @@ style:
 	ruff check
 	ruff format --check
 	cython-lint kvcache
-	clang-format --dry-run -Werror src/*/*.[ch] examples/c/*.[ch] examples/cpp/*.[ch]pp
+	clang-format --dry-run -Werror src/*/*.[ch] examples/c/*.[ch] examples/cpp/*.[ch]pp \
+		integrations/llama.cpp/*/*.[hc]*
 
 types:
 	mypy --strict kvcache

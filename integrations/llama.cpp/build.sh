@@ -148,10 +148,10 @@ configure() {
         thread) thread=ON type=RelWithDebInfo ;;
     esac
     local options=(
-        -DLLAMA_KVCACHE="$here" -DCMAKE_BUILD_TYPE=$type -DBUILD_SHARED_LIBS=$shared -DGGML_OPENMP=$openmp
-        -DLLAMA_SANITIZE_ADDRESS=$address -DGGML_SANITIZE_ADDRESS=$address
-        -DLLAMA_SANITIZE_THREAD=$thread -DGGML_SANITIZE_THREAD=$thread
-        -DLLAMA_BUILD_TESTS=$tests -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
+        "-DLLAMA_KVCACHE=$here" "-DCMAKE_BUILD_TYPE=$type" "-DBUILD_SHARED_LIBS=$shared" "-DGGML_OPENMP=$openmp"
+        "-DLLAMA_SANITIZE_ADDRESS=$address" "-DGGML_SANITIZE_ADDRESS=$address"
+        "-DLLAMA_SANITIZE_THREAD=$thread" "-DGGML_SANITIZE_THREAD=$thread"
+        "-DLLAMA_BUILD_TESTS=$tests" -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
         -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
     )
     if command -v ccache >/dev/null; then

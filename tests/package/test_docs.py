@@ -15,9 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted(module.name for module in pkgutil.walk_packages(kvcache.__path__, "kvcache."))
 MODULES = ["kvcache", *(name for name in MODULES if not re.search(r"\.(benchmarks|peers)\.", name))]  # these have none
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if "```python\n" in page.read_text()]
-LINKING = sorted(
-    page for folder in ("", "docs/", "docs/design/", "examples/**/", "bench/**/") for page in ROOT.glob(f"{folder}*.md")
-)
+FOLDERS = ("", "docs/", "docs/design/", "examples/**/", "bench/**/", "integrations/**/")
+LINKING = sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}*.md"))
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
