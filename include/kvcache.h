@@ -485,7 +485,7 @@ KVC_API void kvc_hold_free(kvc_hold *hold);
 
 typedef struct kvc_rows_out {
     size_t struct_size;
-    int32_t type;          /* KVC_F32, KVC_F16 or KVC_BF16: what rows are converted to */
+    int32_t type;          /* KVC_F32, KVC_F16 or KVC_BF16: what rows are converted to, unless they are raw */
     void *k;               /* [num_kv_heads][rows][k_dim], rows and heads this far apart; NULL: not wanted */
     void *v;
     int64_t k_head_stride, k_row_stride;
@@ -494,16 +494,19 @@ typedef struct kvc_rows_out {
     int64_t *num_stored; /* set to how many rows there are to copy from: those of the sequence in the layer, or, by
                             kvc_dense, what kvc_dense_rows says; also if the call fails because it asks for more, or
                             another number.  May be NULL.  Rows, positions and number are of one moment */
+    int32_t raw; /* 0: rows are converted to `type`.  Else they stay in the types in which the layer stores them, its
+                    k_type and v_type, byte for byte; k and v need no alignment then.  Keys that were moved by a delta
+                    are rotated, and encoded anew in the copy: the bytes that kvc_settle would store */
 } kvc_rows_out;
 
-/* Copies rows [first_row, first_row + num_rows), counted in order of arrival, of a sequence in a layer: decoded, and
- * keys rotated for the position they stand at now.  KVC_ERR_INDEX if the sequence does not hold that many;
- * KVC_ERR_NOMEM. */
+/* Copies rows [first_row, first_row + num_rows), counted in order of arrival, of a sequence in a layer: decoded or raw,
+ * and keys rotated for the position they stand at now.  Strides are whole elements, those of quantised rows any number
+ * of bytes.  KVC_ERR_INDEX if the sequence does not hold that many; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
                               const kvc_rows_out *out);
 
-/* Copies the rows at positions [begin, end), decoded and rotated as by kvc_gather: row i is that of position begin + i,
- * the latest of several, and zeros where there is none.  KVC_ERR_NOMEM. */
+/* Copies the rows at positions [begin, end), decoded or raw, and rotated as by kvc_gather: row i is that of position
+ * begin + i, the latest of several, and bytes of 0 where there is none.  KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                                const kvc_rows_out *out);
 
@@ -513,17 +516,17 @@ typedef struct kvc_rows_in {
     const void *v; /* NULL where values lie in the keys */
     int64_t k_head_stride, k_row_stride;
     int64_t v_head_stride, v_row_stride;
-    int32_t k_type; /* KVC_F32, KVC_F16 or KVC_BF16 */
+    int32_t k_type; /* as in kvc_put_args */
     int32_t v_type;
     int32_t skip_missing;  /* 0: every position must hold a row; else positions without one are skipped */
     int64_t *num_replaced; /* set to how many rows were replaced; may be NULL */
 } kvc_rows_in;
 
 /* Replaces the rows at positions [begin, end) of one layer, the latest of several at one position.  Keys are given as
- * rotated for these positions.  Other sequences and holds keep what they had.  KVC_ERR_INDEX, with the positions in the
- * sentence, if some hold no row and skip_missing is 0; KVC_ERR_INVALID if the layer has no rows of its own;
- * KVC_ERR_UNSUPPORTED for KVC_CROSS; KVC_ERR_BUSY; KVC_ERR_NOMEM; KVC_ERR_FULL (capacity or max_bytes, where shared
- * rows are copied first). */
+ * rotated for these positions; where the stored ones were moved by a delta, the new ones are rotated back by it and
+ * encoded anew.  Other sequences and holds keep what they had.  KVC_ERR_INDEX, with the positions in the sentence, if
+ * some hold no row and skip_missing is 0; KVC_ERR_INVALID if the layer has no rows of its own; KVC_ERR_UNSUPPORTED for
+ * KVC_CROSS; KVC_ERR_BUSY; KVC_ERR_NOMEM; KVC_ERR_FULL (capacity or max_bytes, where shared rows are copied first). */
 KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                               const kvc_rows_in *in);
 
@@ -584,8 +587,10 @@ typedef struct kvc_put_args {
     const void *v;
     int64_t k_token_stride, k_head_stride;
     int64_t v_token_stride, v_head_stride;
-    int32_t k_type; /* KVC_F32, KVC_F16 or KVC_BF16: what k points at */
-    int32_t v_type;
+    int32_t k_type; /* KVC_F32, KVC_F16 or KVC_BF16: what k points at; or the layer's own k_type, a quantised one too:
+                       rows as kvc_gather hands them out raw, which are stored byte for byte, need no alignment, and
+                       are not checked: a scale may be infinite or NaN */
+    int32_t v_type; /* the same for v */
     int32_t inner_tokens; /* 0: tokens lie as said above.  n: they lie as [num_tokens / n][n], groups a batch stride
                              apart, the n tokens of one a token stride: [batch][head][token][dim], in lock step */
     int64_t k_batch_stride, v_batch_stride;
@@ -593,7 +598,8 @@ typedef struct kvc_put_args {
 } kvc_put_args;
 
 /* Stores keys and values of one layer; v is NULL where values lie in the keys.  Disjoint ranges of tokens may be put
- * from several threads at once.  Strides may be negative or 0; they are whole elements.
+ * from several threads at once.  Strides may be negative or 0; they are whole elements, those of quantised rows any
+ * number of bytes.
  * In a KVC_CROSS layer the num_tokens rows (at least 1; first is 0) replace all that the sequence has there: for this
  * batch at once, for others once it is committed.
  * KVC_ERR_INVALID if a token was put before, or if the layer shares another's rows or has none; KVC_ERR_INDEX if the
@@ -700,7 +706,7 @@ KVC_API kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t 
 
 typedef struct kvc_dense_args {
     size_t struct_size;
-    const kvc_rows_out *rows;  /* where they go, decoded and rotated */
+    const kvc_rows_out *rows;  /* where they go, decoded or raw, and rotated */
     float *mask;               /* [the batch's tokens][rows] 0 where the token sees the row, else -inf; may be NULL */
     int64_t mask_token_stride; /* rows are adjacent */
     int64_t num_rows;          /* what kvc_dense_rows says; with by_sequence, most_rows of kvc_dense_sequences */
@@ -718,7 +724,7 @@ typedef struct kvc_dense_args {
     int32_t num_hidden;
 } kvc_dense_args;
 
-/* Copies these rows, decoded and rotated for the positions they have now, and says which token sees which, with all
+/* Copies these rows, decoded or raw, rotated for the positions they have now, and says which token sees which, with all
  * threads of the cache.  KVC_ERR_INVALID if num_rows is not the number there are, and as in kvc_dense_sequences;
  * KVC_ERR_NOMEM; KVC_ERR_GONE (kvc_begin_with). */
 KVC_API kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args);

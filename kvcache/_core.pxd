@@ -143,6 +143,7 @@ cdef extern from "kvcache.h" nogil:
         int64_t k_head_stride, k_row_stride, v_head_stride, v_row_stride
         int32_t *positions
         int64_t *num_stored
+        int32_t raw
 
     kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
                           const kvc_rows_out *out)

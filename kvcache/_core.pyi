@@ -86,11 +86,17 @@ class Cache:
         self, seq_id: SupportsIndex, layer: SupportsIndex, position: SupportsIndex
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None: ...
     def gather(
-        self, seq_id: SupportsIndex, layer: SupportsIndex, first: SupportsIndex, dtype: str | None, out: object
+        self,
+        seq_id: SupportsIndex,
+        layer: SupportsIndex,
+        first: SupportsIndex,
+        dtype: str | None,
+        out: object,
+        raw: bool,
     ) -> tuple[Any, Any]: ...
     def extract(
-        self, seq_id: SupportsIndex, layer: SupportsIndex, begin: SupportsIndex, end: SupportsIndex
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
+        self, seq_id: SupportsIndex, layer: SupportsIndex, begin: SupportsIndex, end: SupportsIndex, raw: bool
+    ) -> tuple[Any, Any]: ...
     def inject(
         self,
         seq_id: SupportsIndex,

@@ -64,7 +64,7 @@ cdef int64_t _INT64_MIN = -_INT64_MAX - 1
 # The largest int32 is no position: as the end of a range it means "to the last position".
 cdef int32_t _MAX_POSITION = 0x7ffffffe
 
-cdef int64_t[3] ITEM_SIZE = [4, 2, 2]  # bytes of an element, by kvc_type
+cdef int64_t[5] ITEM_SIZE = [4, 2, 2, 1, 1]  # bytes of an element, by kvc_type; quantised rows are arrays of bytes
 cdef int64_t[2] BLOCK_SIZE = [34, 18]  # bytes of a block of 32 elements, by kvc_type less KVC_Q8_0
 
 include "binding/errors.pxi"

@@ -93,7 +93,9 @@ class Batch:
         k, v : array
             The rows, ``[tokens, num_kv_heads, head_dim]`` and ``[tokens, num_kv_heads, v_head_dim]``, of f32, f16 or
             bf16: NumPy arrays, or anything with DLPack on the CPU. They are read in place, with any strides over tokens
-            and heads, and converted to the stored type. Leave out `v` if keys hold the values.
+            and heads, and converted to the stored type. Arrays of uint8 are rows as ``KVCache.gather(..., raw=True)``
+            returns them, whose last axis is the bytes of a row in the type of the layer; they are stored as they are.
+            Leave out `v` if keys hold the values.
         first : int, default 0
             The index in the batch of the arrays' first token. Threads may put different tokens at once.
         seq_id : int, optional

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self, SupportsFloat, SupportsIndex, cast
+from typing import Any, Literal, NoReturn, Self, SupportsFloat, SupportsIndex, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -627,7 +627,8 @@ class KVCache:
         ------
         ValueError
             If `copy` is False and the rows do not lie in one piece (`spans` has a view of each piece), or were moved
-            since the last `settle`; or if the type is quantised, which no array can show (`gather` decodes).
+            since the last `settle`; or if the type is quantised, which no array can show (`gather` decodes it, or
+            copies its bytes).
         IndexError
             If there is no such layer.
 
@@ -684,8 +685,9 @@ class KVCache:
         first: SupportsIndex = 0,
         dtype: FloatDType | None = None,
         out: tuple[SupportsDLPack | npt.NDArray[Any], SupportsDLPack | npt.NDArray[Any]] | None = None,
+        raw: bool = False,
     ) -> tuple[Any, Any]:
-        """Return copies of the keys and values of a sequence in a layer, decoded, in order of arrival.
+        """Return copies of the keys and values of a sequence in a layer, in order of arrival: decoded, or as stored.
 
         Parameters
         ----------
@@ -699,31 +701,87 @@ class KVCache:
             The type to convert rows to, f32 by default.
         out : tuple of two arrays, optional
             Arrays for keys and values, in place of new ones, whose length is the number of rows to copy: of any of
-            these types, NumPy's or DLPack's, contiguous along the last axis, and not overlapping.
+            these types, or of uint8 if `raw`, NumPy's or DLPack's, contiguous along the last axis, and not overlapping.
+        raw : bool, default False
+            Whether to copy rows in the types in which they are stored, byte for byte. `Batch.put`, `Batch.attend` and
+            `inject` take such rows. Keys that were moved are rotated and encoded anew in the copy.
 
         Returns
         -------
         tuple of numpy.ndarray
             The keys ``[num_kv_heads, n, head_dim]``, rotated for their present positions, and the values
-            ``[num_kv_heads, n, v_head_dim]``; or `out`.
+            ``[num_kv_heads, n, v_head_dim]``; or `out`. If `raw`, whatever the types, the rows are bytes,
+            ``[num_kv_heads, n, bytes of a row]`` of uint8.
 
         Raises
         ------
         IndexError
             If there is no such layer.
         ValueError
-            If there is no such `dtype`, or it is given with `out`; if `first` is negative or past the last row; if
-            `out` has another shape, more rows than there are, is read-only, or overlaps.
+            If there is no such `dtype`, or it is given with `out` or `raw`; if `first` is negative or past the last
+            row; if `out` has another shape, more rows than there are, is read-only, or overlaps.
         TypeError
             If `out` is no pair of arrays, or has other types.
+
+        Examples
+        --------
+        A layer of q8_0, 34 bytes for 32 elements, to another cache, as it is stored:
+
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache, other = (kvcache.KVCache(1, 2, 64, 16, dtype="q8_0") for _ in range(2))
+        >>> with cache.batch(3) as batch:
+        ...     batch.put(0, np.ones((3, 2, 64), np.float32), np.ones((3, 2, 64), np.float32))
+        >>> k, v = cache.gather(0, raw=True)
+        >>> k.shape, k.dtype
+        ((2, 3, 68), dtype('uint8'))
+        >>> with other.batch(positions=cache.positions()) as batch:
+        ...     batch.put(0, k, v, layout="HTD")
+
+        Token after token, each with all its heads, as llama.cpp saves them:
+
+        >>> k, v = np.empty((2, 3, 2, 68), np.uint8)
+        >>> rows = cache.gather(0, raw=True, out=(k.swapaxes(0, 1), v.swapaxes(0, 1)))
+        >>> bool((k == other.gather(0, raw=True)[0].swapaxes(0, 1)).all())
+        True
         """
+        if raw and dtype is not None:
+            raise ValueError(f"dtype={dtype!r}: raw=True copies rows in the stored type; leave it out")
         chosen = None if dtype is None else check_float_dtype(dtype, "dtype")
-        result: tuple[Any, Any] = self._core.gather(seq_id, layer, first, chosen, out)
+        result: tuple[Any, Any] = self._core.gather(seq_id, layer, first, chosen, out, raw)
         return result
 
+    @overload
     def extract(
-        self, layer: SupportsIndex, begin: SupportsIndex, end: SupportsIndex, *, seq_id: SupportsIndex = 0
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        self,
+        layer: SupportsIndex,
+        begin: SupportsIndex,
+        end: SupportsIndex,
+        *,
+        seq_id: SupportsIndex = 0,
+        raw: Literal[False] = False,
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
+
+    @overload
+    def extract(
+        self,
+        layer: SupportsIndex,
+        begin: SupportsIndex,
+        end: SupportsIndex,
+        *,
+        seq_id: SupportsIndex = 0,
+        raw: Literal[True],
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...
+
+    def extract(
+        self,
+        layer: SupportsIndex,
+        begin: SupportsIndex,
+        end: SupportsIndex,
+        *,
+        seq_id: SupportsIndex = 0,
+        raw: bool = False,
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Return copies of the keys and values at positions ``[begin, end)``, and zeros where nothing is stored.
 
         Parameters
@@ -734,12 +792,14 @@ class KVCache:
             The first position, and the end of the positions; of several rows at one position, the latest counts.
         seq_id : int, default 0
             The sequence's id.
+        raw : bool, default False
+            Whether to copy rows as they are stored, as in `gather`.
 
         Returns
         -------
         tuple of numpy.ndarray
             The keys ``[num_kv_heads, end - begin, head_dim]``, rotated for their present positions, and the values
-            ``[num_kv_heads, end - begin, v_head_dim]``, as f32.
+            ``[num_kv_heads, end - begin, v_head_dim]``, as f32; if `raw`, bytes as from `gather`.
 
         Raises
         ------
@@ -760,7 +820,8 @@ class KVCache:
                 [1., 1.],
                 [0., 0.]]], dtype=float32)
         """
-        return self._core.extract(seq_id, layer, begin, end)
+        result: tuple[npt.NDArray[Any], npt.NDArray[Any]] = self._core.extract(seq_id, layer, begin, end, raw)
+        return result
 
     def inject(
         self,
@@ -783,8 +844,8 @@ class KVCache:
         begin : int
             The position of the first row; of several rows at one position, the latest is replaced.
         k, v : array
-            The new rows, ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]``, of f32, f16 or bf16 as
-            in `Batch.put`; keys are rotated for these positions. Leave out `v` if keys hold the values.
+            The new rows, ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]``, of f32, f16 or bf16, or
+            bytes, as in `Batch.put`; keys are rotated for these positions. Leave out `v` if keys hold the values.
         seq_id : int, default 0
             The sequence's id.
         skip_missing : bool, default False

@@ -5,6 +5,7 @@ cdef struct Array:
     int32_t type  # kvc_type
     int32_t ndim
     bint read_only
+    bint is_raw  # elements are bytes, the last axis a row of `type` as it is stored
     int64_t[4] shape
     int64_t[4] strides  # in bytes
 
@@ -20,9 +21,17 @@ cdef int wrong_ndim(str name, int ndim, int wanted) except -1:
     raise ValueError(f"{name}: an array of {ndim} axes, where {wanted} are needed")
 
 
-cdef int read_numpy(cnp.ndarray x, str name, int ndim, Array *a) except -1:
+cdef inline int64_t item_size(Array *a) noexcept:
+    return 1 if a.is_raw else ITEM_SIZE[a.type]
+
+
+cdef int read_numpy(cnp.ndarray x, str name, int ndim, Array *a, int32_t stored=-1) except -1:
+    """Describe an array of floats; or of bytes, if these may be rows of a stored type."""
     cdef int i, typenum = cnp.PyArray_TYPE(x)
-    if typenum == cnp.NPY_FLOAT32:
+    a.is_raw = typenum == cnp.NPY_UINT8 and stored >= 0
+    if a.is_raw:
+        a.type = stored
+    elif typenum == cnp.NPY_FLOAT32:
         a.type = KVC_F32
     elif typenum == cnp.NPY_FLOAT16:
         a.type = KVC_F16
@@ -43,17 +52,20 @@ cdef int read_numpy(cnp.ndarray x, str name, int ndim, Array *a) except -1:
     return 0
 
 
-cdef object read_array(object x, str name, int ndim, Array *a, bint write=False):
-    """Describe an array; return the object that keeps the array's memory."""
+cdef object read_array(object x, str name, int ndim, Array *a, bint write=False, int32_t stored=-1):
+    """Describe an array of floats; or of bytes, if these may be rows of a stored type.
+
+    Return the object that keeps the array's memory.
+    """
     if cnp.PyArray_Check(x):
-        read_numpy(<cnp.ndarray>x, name, ndim, a)
+        read_numpy(<cnp.ndarray>x, name, ndim, a, stored)
         return x
     is_class = isinstance(x, type)
     if hasattr(x, "__dlpack__") and not is_class:
-        return read_dlpack(x, name, ndim, write, a)
+        return read_dlpack(x, name, ndim, write, a, stored)
     if hasattr(x, "__array__") and not is_class and not write:
         x = np.asarray(x)
-        read_numpy(<cnp.ndarray>x, name, ndim, a)
+        read_numpy(<cnp.ndarray>x, name, ndim, a, stored)
         return x
     raise TypeError(f"{name}: an array (NumPy or DLPack, on the CPU) is needed, not {type(x).__name__}")
 
@@ -66,7 +78,7 @@ cdef object wrap(Array *a, object owner):
     for i in range(a.ndim):
         shape[i] = <cnp.npy_intp>a.shape[i]
         strides[i] = <cnp.npy_intp>a.strides[i]
-    cdef int typenum = [cnp.NPY_FLOAT32, cnp.NPY_FLOAT16, cnp.NPY_UINT16][a.type]
+    cdef int typenum = cnp.NPY_UINT8 if a.is_raw else [cnp.NPY_FLOAT32, cnp.NPY_FLOAT16, cnp.NPY_UINT16][a.type]
     cdef cnp.dtype descr = cnp.PyArray_DescrFromType(typenum)
     array = make_array(np.ndarray, descr, a.ndim, shape, strides, a.data)
     cnp.set_array_base(array, owner)
@@ -76,7 +88,7 @@ cdef object wrap(Array *a, object owner):
 cdef bint is_readable(Array *a) noexcept:
     """Whether C can read an array in place: elements adjacent and aligned, the other strides whole elements."""
     cdef int last = a.ndim - 1, i
-    cdef int64_t size = ITEM_SIZE[a.type]
+    cdef int64_t size = item_size(a)
     if a.strides[last] != size and a.shape[last] > 1:
         return False
     if <size_t>a.data % <size_t>size:
@@ -84,7 +96,7 @@ cdef bint is_readable(Array *a) noexcept:
     for i in range(last):
         if a.shape[i] == 1:
             a.strides[i] = 0  # never used; producers may have put anything there
-        elif a.strides[i] % size:
+        elif a.strides[i] % ITEM_SIZE[a.type]:
             return False
     return True
 
@@ -104,7 +116,7 @@ cdef object make_readable(Array *a, object owner):
 
 cdef bint rows_overlap(Array *a) noexcept:
     """Whether any two rows of a readable array (a row is its last axis) share bytes."""
-    cdef int64_t extent = a.shape[a.ndim - 1] * ITEM_SIZE[a.type]  # bytes that the axes done so far reach over
+    cdef int64_t extent = a.shape[a.ndim - 1] * item_size(a)  # bytes that the axes done so far reach over
     cdef int64_t step
     cdef int axis, nearest, done = 0  # done: a bit for each axis
     for _ in range(a.ndim - 1):
@@ -131,7 +143,7 @@ cdef char *begin_of(Array *a) noexcept:
 
 cdef char *end_of(Array *a) noexcept:
     """Return the address behind the highest element of an array."""
-    cdef char *end = a.data + ITEM_SIZE[a.type]
+    cdef char *end = a.data + item_size(a)
     cdef int i
     for i in range(a.ndim):
         end += max(<int64_t>0, (a.shape[i] - 1) * a.strides[i])
@@ -153,13 +165,17 @@ cdef int check_writable(Array *a, str name) except -1:
     return 0
 
 
-cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t dim, int layout, Array *a):
+cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t dim, int layout, Array *a,
+                      int32_t stored=-1):
     """Describe an array of rows of `heads` heads, or of a multiple of it if `multiple`.
 
-    Return the object that keeps the array's memory.
+    The rows may be bytes if a stored type is given. Return the object that keeps the array's memory.
     """
     cdef int64_t given
-    owner = read_array(x, name, NUM_AXES[layout], a)
+    owner = read_array(x, name, NUM_AXES[layout], a, False, stored)
+    if a.is_raw and a.shape[a.ndim - 1] == dim:  # one for each element: these are no rows as they are stored
+        wrong_type(name, "uint8")
+    dim = length_of_row(a, dim)
     given = a.shape[HEAD_AXIS[layout]]
     if multiple and 0 < given <= _INT32_MAX and given % heads == 0:
         heads = given
@@ -178,6 +194,14 @@ cdef object to_f32(Array *a, object owner):
     return array.astype(np.float32)
 
 
+cdef bint begins_with(Array *k, object k_owner, Array *v, object v_owner):
+    """Whether the rows of v are the first parts of those of k; both may be bytes."""
+    cdef int64_t n = v.shape[v.ndim - 1]
+    if k.is_raw or v.is_raw:
+        return k.is_raw == v.is_raw and np.array_equal(wrap(k, k_owner)[..., :n], wrap(v, v_owner))
+    return np.array_equal(to_f32(k, k_owner)[..., :n], to_f32(v, v_owner), equal_nan=True)
+
+
 cdef tuple read_pair(kvc_layer *shape, object k, object v, int layout, Array *a, Array *b):
     """Describe keys and values, and check that they have the same tokens; return the objects that keep their memory.
 
@@ -185,17 +209,17 @@ cdef tuple read_pair(kvc_layer *shape, object k, object v, int layout, Array *a,
     """
     if k is None or (v is None and not shape.value_in_key):
         raise TypeError(f"{'k' if k is None else 'v'}=None: k and v go together")
-    k = read_rows(k, "k", shape.num_kv_heads, False, shape.k_dim, layout, a)
+    k = read_rows(k, "k", shape.num_kv_heads, False, shape.k_dim, layout, a, shape.k_type)
     b.data = NULL
     if v is None:
         return k, v
-    v = read_rows(v, "v", shape.num_kv_heads, False, shape.v_dim, layout, b)
+    v = read_rows(v, "v", shape.num_kv_heads, False, shape.v_dim, layout, b, shape.v_type)
     if not same_tokens(a, b, layout):
         raise ValueError(f"k and v: of {show_tokens(a, layout)} and {show_tokens(b, layout)} tokens, where they must "
                          "match")
-    if shape.value_in_key and not np.array_equal(to_f32(a, k)[..., :shape.v_dim], to_f32(b, v), equal_nan=True):
-        raise ValueError(f"v: must be k[..., :{shape.v_dim}], where values lie in the keys (value_in_key), or be left "
-                         "out")
+    if shape.value_in_key and not begins_with(a, k, b, v):
+        raise ValueError(f"v: must be k[..., :{length_of_row(a, shape.v_dim)}], where values lie in the keys "
+                         "(value_in_key), or be left out")
     return k, v
 
 

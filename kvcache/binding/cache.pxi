@@ -420,7 +420,8 @@ cdef class Cache(_CallCounter):
 
     # ---- reading rows
 
-    cdef tuple copy_rows(self, int32_t layer, int64_t seq_id, object first, int32_t type, bint want_k, bint want_v):
+    cdef tuple copy_rows(self, int32_t layer, int64_t seq_id, object first, int32_t type, bint raw, bint want_k,
+                         bint want_v):
         """Copy the rows from `first` on; again if another thread changed their number meanwhile."""
         cdef kvc_status status = KVC_OK
         cdef kvc_rows_out out
@@ -428,7 +429,7 @@ cdef class Cache(_CallCounter):
         while rows != stored - begin:
             begin = to_int(first, "first", 0, stored)
             rows = stored - begin
-            arrays = new_rows(&self.layers[layer], rows, type, want_k, want_v, &out)
+            arrays = new_rows(&self.layers[layer], rows, type, raw, want_k, want_v, &out)
             out.num_stored = &stored
             status = self.copy_to(layer, seq_id, begin, rows, &out)
         check(status)
@@ -450,7 +451,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache
         cdef kvc_status status
         cdef kvc_rows_out out
-        k, v = new_rows(&self.layers[at], 1, KVC_F32, True, True, &out)
+        k, v = new_rows(&self.layers[at], 1, KVC_F32, False, True, True, &out)
         out.positions = &found
         cache = self.enter()
         with nogil:
@@ -459,21 +460,21 @@ cdef class Cache(_CallCounter):
         check(status)
         return None if found < 0 else (k[:, 0], v[:, 0])
 
-    def gather(self, seq_id, layer, first, dtype, out):
+    def gather(self, seq_id, layer, first, dtype, out, bint raw):
         cdef int64_t seq = to_seq_id(seq_id), begin, rows
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef kvc_rows_out to
         if out is None:
-            return self.copy_rows(at, seq, first, TYPES["f32" if dtype is None else dtype], True, True)
+            return self.copy_rows(at, seq, first, TYPES["f32" if dtype is None else dtype], raw, True, True)
         if dtype is not None:
             raise ValueError(f"dtype={dtype!r}: rows are converted to the type of out; leave it out")
         rows = self.count_rows(seq, at)
         begin = to_int(first, "first", 0, rows)
-        _owner = read_rows_out(&self.layers[at], out, rows - begin, &rows, &to)
+        _owner = read_rows_out(&self.layers[at], out, rows - begin, raw, &rows, &to)
         check(self.copy_to(at, seq, begin, rows, &to))
         return out
 
-    def extract(self, seq_id, layer, begin, end):
+    def extract(self, seq_id, layer, begin, end, bint raw):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t at = to_layer(layer, self.num_layers)
         cdef int32_t low = to_position(begin, "begin"), high = to_position(end, "end", low)
@@ -481,7 +482,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_status status
         cdef kvc_rows_out out
         self.check_open()
-        arrays = new_rows(&self.layers[at], high - low, KVC_F32, True, True, &out)
+        arrays = new_rows(&self.layers[at], high - low, KVC_F32, raw, True, True, &out)
         cache = self.enter()
         with nogil:
             status = kvc_extract(cache, seq, at, low, high, &out)
@@ -491,8 +492,8 @@ cdef class Cache(_CallCounter):
 
     cdef int check_viewable(self, int32_t layer, int32_t type) except -1:
         if type >= KVC_Q8_0:
-            name = next(name for name, number in TYPES.items() if number == type)
-            raise ValueError(f"layer {layer} stores {name}, which no array can show: gather() decodes it")
+            raise ValueError(f"layer {layer} stores {type_name(type)}, which no array can show: gather() decodes it, "
+                             "or copies its bytes with raw=True")
         return 0
 
     def rows(self, seq_id, layer, copy, bint values):
@@ -507,7 +508,7 @@ cdef class Cache(_CallCounter):
         if not copy:
             hold = Hold(self, at, seq)
             if not hold.num_spans:
-                array = new_rows(shape, 0, type, not values, values, &none)[1 if values else 0]
+                array = new_rows(shape, 0, type, False, not values, values, &none)[1 if values else 0]
                 array.flags.writeable = False  # like a view
                 return array
             if not values and shape.rope.kind == KVC_ROPE_FREQUENCIES:
@@ -520,7 +521,7 @@ cdef class Cache(_CallCounter):
             if copy is not None:
                 raise ValueError(f"copy=False: the rows lie in {hold.num_spans} pieces, so that there is no view of "
                                  "them all; spans() has one of each, copy=None and gather() copy")
-        return self.copy_rows(at, seq, 0, type, not values, values)[1 if values else 0]
+        return self.copy_rows(at, seq, 0, type, False, not values, values)[1 if values else 0]
 
     def spans(self, seq_id, layer):
         """Return a list of (k, v, position of the first row, number of rows, delta)."""

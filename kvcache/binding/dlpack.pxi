@@ -33,6 +33,7 @@ cdef struct DLExchangeAPI:
     int (*from_object)(void *tensor, DLManagedTensorVersioned **out) except -1
 
 cdef enum:
+    DL_UINT = 1
     DL_FLOAT = 2
     DL_BFLOAT = 4
     DL_CPU = 1
@@ -85,8 +86,8 @@ cdef object to_capsule(object x, bint write):
     return x.__dlpack__()
 
 
-cdef object read_dlpack(object x, str name, int ndim, bint write, Array *a):
-    """Describe an array that exports DLPack; return the capsule, which keeps the array's memory."""
+cdef object read_dlpack(object x, str name, int ndim, bint write, Array *a, int32_t stored):
+    """Describe an array that exports DLPack, as read_array does; return the capsule, which keeps its memory."""
     cdef uint64_t flags = 0
     cdef int64_t step
     cdef int i
@@ -96,7 +97,10 @@ cdef object read_dlpack(object x, str name, int ndim, bint write, Array *a):
     cdef DLTensor *t = dltensor(capsule, name, &flags)
     if t.device_type != DL_CPU and t.device_type != DL_CUDA_HOST and t.device_type != DL_ROCM_HOST:
         raise ValueError(f"{name}: lies on a device (DLPack type {t.device_type}); copy it to the CPU")
-    if t.code == DL_FLOAT and t.bits == 32 and t.lanes == 1:
+    a.is_raw = t.code == DL_UINT and t.bits == 8 and t.lanes == 1 and stored >= 0
+    if a.is_raw:
+        a.type = stored
+    elif t.code == DL_FLOAT and t.bits == 32 and t.lanes == 1:
         a.type = KVC_F32
     elif t.code == DL_FLOAT and t.bits == 16 and t.lanes == 1:
         a.type = KVC_F16
@@ -109,9 +113,9 @@ cdef object read_dlpack(object x, str name, int ndim, bint write, Array *a):
     a.data = <char *>t.data + t.byte_offset
     a.ndim = ndim
     a.read_only = (flags & (DL_READ_ONLY | DL_COPIED)) != 0
-    step = ITEM_SIZE[a.type]
+    step = item_size(a)
     for i in range(ndim - 1, -1, -1):
         a.shape[i] = t.shape[i]
-        a.strides[i] = step if t.strides == NULL else t.strides[i] * ITEM_SIZE[a.type]
+        a.strides[i] = step if t.strides == NULL else t.strides[i] * item_size(a)
         step *= a.shape[i]
     return capsule

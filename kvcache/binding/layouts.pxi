@@ -48,4 +48,5 @@ cdef int wrong_shape(str name, Array *a, int layout, object heads, int64_t dim, 
         wanted = "any, " + wanted
     if layout == BHTD:
         wanted = ("sequences, " if like == NULL else f"{like.shape[0]}, ") + wanted
-    raise ValueError(f"{name}: an array of shape ({shape}), where ({wanted}) is needed")
+    advice = f": bytes of rows of {type_name(a.type)}, as they are stored" if a.is_raw else ""
+    raise ValueError(f"{name}: an array of shape ({shape}), where ({wanted}) is needed{advice}")

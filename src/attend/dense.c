@@ -221,18 +221,10 @@ static void copy_rows(const dense *d, kvc_reader *reader, int64_t i, int64_t end
 }
 
 /* Fills the arrays past the rows of sequence s, which may have fewer than others: with 0, positions with -1. */
-static void pad_rows(const dense *d, int32_t s) {
-    const kvc_layer *layer = &d->batch->cache->layers[d->layer];
+static void pad_rows(const dense *d, const kvc_reader *reader, int32_t s) {
     const int64_t begin = d->slices[s].num, end = d->args.num_rows;
     const kvc_rows_out out = rows_of(d, s);
-    for (int64_t h = 0; h < layer->num_kv_heads; h++) {
-        if (out.k)
-            kvc_clear_rows((char *)out.k + h * out.k_head_stride, out.k_row_stride, begin, end,
-                           kvc_row_bytes(out.type, layer->k_dim));
-        if (out.v)
-            kvc_clear_rows((char *)out.v + h * out.v_head_stride, out.v_row_stride, begin, end,
-                           kvc_row_bytes(out.type, layer->v_dim));
-    }
+    kvc_reader_clear(reader, &out, begin, end);
     for (int64_t i = begin; out.positions && i < end; i++) out.positions[i] = -1;
 }
 
@@ -289,11 +281,11 @@ static void fill_share(void *context, int64_t task) {
     const dense *d = context;
     const kvc_batch *batch = d->batch;
     const size_t floats = kvc_rotator_floats(batch->cache->layers[d->layer].k_dim);
-    kvc_reader reader = {.cache = batch->cache, .layer = d->layer, .rotator.kernels = batch->cache->kernels};
-    if (d->scratch) reader.rotator.scratch = d->scratch + (size_t)task * floats;
+    kvc_reader reader =
+        kvc_reader_for(batch->cache, d->layer, &d->out, d->scratch ? d->scratch + (size_t)task * floats : NULL);
     copy_rows(d, &reader, share_of(d, d->num, task), share_of(d, d->num, task + 1));
     for (int64_t s = share_of(d, batch->num_sequences, task); s < share_of(d, batch->num_sequences, task + 1); s++)
-        if (d->args.by_sequence) pad_rows(d, (int32_t)s);
+        if (d->args.by_sequence) pad_rows(d, &reader, (int32_t)s);
     for (int64_t t = share_of(d, batch->num_tokens, task); t < share_of(d, batch->num_tokens, task + 1); t++)
         if (d->args.mask || d->args.seen) fill_masks(d, (int32_t)t);
 }
@@ -303,11 +295,13 @@ static void fill_share(void *context, int64_t task) {
 static kvc_status check_args(const kvc_batch *batch, int32_t layer, const kvc_dense_args *given, dense *d) {
     kvc_status status = KVC_READ(kvc_dense_args, &d->args, given, "args");
     if (status == KVC_OK) status = kvc_check_attention(batch->cache, layer);
-    if (status == KVC_OK) status = kvc_check_rows_out(d->args.rows, &d->out, "rows");
+    if (status == KVC_OK) status = kvc_check_rows_out(&batch->cache->layers[layer], d->args.rows, &d->out, "rows");
     if (status == KVC_OK) status = kvc_check_array(KVC_F32, d->args.mask_token_stride, 0, "mask");
     if (status == KVC_OK) status = kvc_hidden_check(batch, d->args.hidden, d->args.hidden_size, d->args.num_hidden);
     if (status != KVC_OK || !d->args.by_sequence) return status;
-    status = kvc_check_array(d->out.type, d->args.k_batch_stride, d->args.v_batch_stride, "rows");
+    const kvc_reader to = kvc_reader_for(batch->cache, layer, &d->out, NULL);
+    status = kvc_check_strides(to.k_type, d->args.k_batch_stride, 0, "rows");
+    if (status == KVC_OK) status = kvc_check_strides(to.v_type, d->args.v_batch_stride, 0, "rows");
     return status == KVC_OK ? check_in_step(batch) : status;
 }
 

@@ -34,8 +34,7 @@ enum {
 
 /* Converts num_rows rows of dim elements; rows are src_stride and dst_stride bytes apart.  Round to nearest even;
  * infinities and denormals survive, and NaN with its sign and leading payload bits: as it is where the type stays or
- * bf16 becomes f32, else made quiet.  src and dst need only the alignment of their elements, that of a byte where these
- * are quantised; they do not overlap.
+ * bf16 becomes f32, else made quiet.  src and dst need no alignment; they do not overlap.
  *
  * Quantising: finite elements become what kvc_type says, which is what ggml's reference does, bit for bit.  It does not
  * say what becomes of others, and of elements so small that 1 / d is infinite (d is 0 as an f16 then).  Here these are

@@ -139,18 +139,23 @@ static void store_q4_0(uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
 static float load(int type, const void *row, int i) {
     if (type == KVC_Q8_0) return load_q8_0(row, i);
     if (type == KVC_Q4_0) return load_q4_0(row, i);
-    if (type == KVC_F16) return f32_from_f16(((const uint16_t *)row)[i]);
-    if (type == KVC_BF16) return f32_from_bf16(((const uint16_t *)row)[i]);
-    return ((const float *)row)[i];
+    if (type == KVC_F32) {
+        float x;
+        memcpy(&x, (const char *)row + i * (int)sizeof x, sizeof x);
+        return x;
+    }
+    uint16_t bits;
+    memcpy(&bits, (const char *)row + i * (int)sizeof bits, sizeof bits);
+    return type == KVC_F16 ? f32_from_f16(bits) : f32_from_bf16(bits);
 }
 
 static void store(int type, void *row, int i, float x) {
-    if (type == KVC_F16)
-        ((uint16_t *)row)[i] = f16_from_f32(x);
-    else if (type == KVC_BF16)
-        ((uint16_t *)row)[i] = bf16_from_f32(x);
-    else
-        ((float *)row)[i] = x;
+    if (type == KVC_F32) {
+        memcpy((char *)row + i * (int)sizeof x, &x, sizeof x);
+        return;
+    }
+    uint16_t bits = type == KVC_F16 ? f16_from_f32(x) : bf16_from_f32(x);
+    memcpy((char *)row + i * (int)sizeof bits, &bits, sizeof bits);
 }
 
 /* Stores elements [i, i + KVC_QUANT_ELEMENTS) of a row of a quantised type. */

@@ -32,14 +32,28 @@ kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v
     return KVC_OK;
 }
 
-kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
-    if (type < 0 || type >= KVC_FLOAT_TYPES)
-        return kvc_fail(KVC_ERR_INVALID, "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", name, type);
-    const int64_t unit = (int64_t)kvc_row_bytes(type, 1); /* a power of two */
+kvc_status kvc_check_strides(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
+    const int64_t unit = type < KVC_FLOAT_TYPES ? (int64_t)kvc_row_bytes(type, 1) : 1; /* a power of two */
     if ((row_stride | head_stride) & (unit - 1))
         return kvc_fail(KVC_ERR_INVALID, "%s: strides of %lld and %lld bytes are not multiples of an element's %lld",
                         name, (long long)row_stride, (long long)head_stride, (long long)unit);
     return KVC_OK;
+}
+
+static int is_float_type(int32_t type) { return type >= 0 && type < KVC_FLOAT_TYPES; }
+
+kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
+    if (!is_float_type(type))
+        return kvc_fail(KVC_ERR_INVALID, "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", name, type);
+    return kvc_check_strides(type, row_stride, head_stride, name);
+}
+
+kvc_status kvc_check_rows(int32_t type, int32_t stored, int64_t row_stride, int64_t head_stride, const char *name) {
+    if (!is_float_type(type) && type != stored)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16, or %d, as the layer stores %s", name,
+                        type, stored, kvc_type_name(stored));
+    return kvc_check_strides(type, row_stride, head_stride, name);
 }
 
 kvc_status kvc_check_inner(int32_t inner_tokens, int32_t num_tokens) {

@@ -16,8 +16,13 @@ kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer);
 /* Returns KVC_ERR_INVALID unless k is given, and v exactly where the layer stores values apart from its keys. */
 kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v);
 
-/* Returns KVC_ERR_INVALID unless callers' arrays may have this type, and both strides are whole elements. */
+/* Returns KVC_ERR_INVALID unless both strides are whole elements; those of quantised rows may be any. */
+kvc_status kvc_check_strides(int32_t type, int64_t row_stride, int64_t head_stride, const char *name);
+
+/* Checks the strides, and returns KVC_ERR_INVALID unless callers' arrays may have this type; kvc_check_rows also takes
+ * encoded rows, of the type in which the layer stores them. */
 kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name);
+kvc_status kvc_check_rows(int32_t type, int32_t stored, int64_t row_stride, int64_t head_stride, const char *name);
 
 /* Returns KVC_ERR_INVALID unless inner_tokens divides num_tokens, or is 0. */
 kvc_status kvc_check_inner(int32_t inner_tokens, int32_t num_tokens);

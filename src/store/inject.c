@@ -11,6 +11,7 @@
 #include "store/draft.h"
 #include "store/check.h"
 #include "store/limits.h"
+#include "store/transfer.h"
 #include "store/waiting.h"
 
 enum { WORTH_THREADS = 1 << 16 }; /* elements; writing fewer takes less time than waking a thread */
@@ -84,7 +85,21 @@ static kvc_status fail_missing(const injection *x, int64_t seq_id) {
 
 /* ---- writing ----------------------------------------------------------------------------------------------------- */
 
-/* Writes the rows of a part, of all heads; rotates keys back by the part's delta, as stored keys lack that rotation. */
+/* Rotates a part's keys back by its delta, as stored keys lack that rotation, and writes them. */
+static void rotate_keys_back(const injection *x, kvc_rotator *rotator, const kvc_run *part, const kvc_rope *rope) {
+    const kvc_rows_in *in = x->in;
+    const kvc_layer *config = &x->cache->layers[x->layer];
+    const kvc_layout *at = &x->cache->layouts[x->cache->layout_of[x->layer]];
+    for (int32_t h = 0; h < config->num_kv_heads; h++) {
+        const char *k = (const char *)in->k + h * in->k_head_stride + (part->position - x->begin) * in->k_row_stride;
+        uint8_t *key = kvc_key_at(at, part->block, part->slot, h);
+        for (int32_t i = 0; i < part->count; i++)
+            kvc_rotator_rotate(rotator, rope, -part->delta, key + (size_t)i * at->k_row_bytes, config->k_type,
+                               k + i * in->k_row_stride, in->k_type, config->k_dim);
+    }
+}
+
+/* Writes the rows of a part, of all heads. */
 static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *part) {
     const kvc_cache *cache = x->cache;
     const kvc_rows_in *in = x->in;
@@ -92,21 +107,30 @@ static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *
     const kvc_layout *at = &cache->layouts[cache->layout_of[x->layer]];
     const kvc_rope *rope = part->delta ? kvc_rope_of(cache, x->layer) : NULL;
     const int64_t row = part->position - x->begin;
-    for (int32_t h = 0; h < config->num_kv_heads; h++) {
-        const char *k = (const char *)in->k + h * in->k_head_stride + row * in->k_row_stride;
-        uint8_t *key = kvc_key_at(at, part->block, part->slot, h);
-        for (int32_t i = 0; rope && i < part->count; i++)
-            kvc_rotator_rotate(rotator, rope, -part->delta, key + (size_t)i * at->k_row_bytes, config->k_type,
-                               k + i * in->k_row_stride, in->k_type, config->k_dim);
-        if (!rope)
-            cache->kernels->convert[in->k_type][config->k_type](key, (int64_t)at->k_row_bytes, k, in->k_row_stride,
-                                                                part->count, config->k_dim);
-        if (!config->value_in_key)
-            cache->kernels->convert[in->v_type][config->v_type](
-                kvc_value_at(at, part->block, part->slot, h), (int64_t)at->v_row_bytes,
-                (const char *)in->v + h * in->v_head_stride + row * in->v_row_stride, in->v_row_stride, part->count,
-                config->v_dim);
-    }
+    const kvc_transfer k = {.convert = cache->kernels->convert[in->k_type][config->k_type],
+                            .to = (char *)kvc_key_at(at, part->block, part->slot, 0),
+                            .from = (const char *)in->k + row * in->k_row_stride,
+                            .to_row = (int64_t)at->k_row_bytes,
+                            .to_head = (int64_t)at->head_stride,
+                            .from_row = in->k_row_stride,
+                            .from_head = in->k_head_stride,
+                            .heads = config->num_kv_heads,
+                            .dim = config->k_dim};
+    if (rope)
+        rotate_keys_back(x, rotator, part, rope);
+    else
+        kvc_transfer_rows(&k, part->count);
+    if (config->value_in_key) return;
+    const kvc_transfer v = {.convert = cache->kernels->convert[in->v_type][config->v_type],
+                            .to = (char *)kvc_value_at(at, part->block, part->slot, 0),
+                            .from = (const char *)in->v + row * in->v_row_stride,
+                            .to_row = (int64_t)at->v_row_bytes,
+                            .to_head = (int64_t)at->head_stride,
+                            .from_row = in->v_row_stride,
+                            .from_head = in->v_head_stride,
+                            .heads = config->num_kv_heads,
+                            .dim = config->v_dim};
+    kvc_transfer_rows(&v, part->count);
 }
 
 static void write_lane(void *context, int64_t lane) {
@@ -202,10 +226,10 @@ static kvc_status inject(injection *x, int64_t seq_id) {
 
 static kvc_status check_rows_in(const kvc_layer *layer, const kvc_rows_in *given, kvc_rows_in *in) {
     kvc_status status = KVC_READ(kvc_rows_in, in, given, "in");
-    if (status == KVC_OK) status = kvc_check_array(in->k_type, in->k_row_stride, in->k_head_stride, "k");
+    if (status == KVC_OK) status = kvc_check_rows(in->k_type, layer->k_type, in->k_row_stride, in->k_head_stride, "k");
     if (status == KVC_OK) status = kvc_check_values(layer, in->k, in->v);
     if (status != KVC_OK || layer->value_in_key) return status;
-    return kvc_check_array(in->v_type, in->v_row_stride, in->v_head_stride, "v");
+    return kvc_check_rows(in->v_type, layer->v_type, in->v_row_stride, in->v_head_stride, "v");
 }
 
 kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,

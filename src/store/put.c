@@ -7,6 +7,7 @@
 #include "store/check.h"
 #include "store/limits.h"
 #include "store/span.h"
+#include "store/transfer.h"
 #include "store/waiting.h"
 
 /* ---- put --------------------------------------------------------------------------------------------------------- */
@@ -31,26 +32,6 @@ typedef struct put_work {
     kvc_watch watch;
 } put_work;
 
-/* A copy of keys, or of values, into a block: from [token][head][dim] to [head][slot][dim]. */
-typedef struct transfer {
-    kvc_convert_fn *convert;
-    char *to;
-    const char *from;
-    int64_t to_row, to_head, from_token, from_head; /* strides */
-    int32_t heads, dim;
-} transfer;
-
-/* Converts all rows, reading the source in address order. */
-static void transfer_rows(const transfer *x, int32_t num_tokens) {
-    if (x->from_head < x->from_token)
-        for (int32_t t = 0; t < num_tokens; t++)
-            x->convert(x->to + t * x->to_row, x->to_head, x->from + t * x->from_token, x->from_head, x->heads, x->dim);
-    else
-        for (int32_t h = 0; h < x->heads; h++)
-            x->convert(x->to + h * x->to_head, x->to_row, x->from + h * x->from_head, x->from_token, num_tokens,
-                       x->dim);
-}
-
 /* Returns the place of token i of the put. */
 static kvc_place place_of(const put_work *work, int32_t i) {
     if (work->places) return work->places[work->args->first + i];
@@ -64,27 +45,29 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
     const kvc_place to = place_of(work, i);
     const kvc_layout *at = to.block ? work->layout : &work->buffer->layout;
     const kvc_place place = {to.block ? to.block : kvc_row_buffer_block(work->buffer), to.slot};
-    const transfer k = {work->cache->kernels->convert[a->k_type][layer->k_type],
-                        (char *)kvc_key_at(at, place.block, place.slot, 0),
-                        (const char *)a->k + kvc_token_offset(i, a->inner_tokens, a->k_token_stride, a->k_batch_stride),
-                        (int64_t)at->k_row_bytes,
-                        (int64_t)at->head_stride,
-                        a->k_token_stride,
-                        a->k_head_stride,
-                        layer->num_kv_heads,
-                        layer->k_dim};
-    transfer_rows(&k, count);
+    const kvc_transfer k = {.convert = work->cache->kernels->convert[a->k_type][layer->k_type],
+                            .to = (char *)kvc_key_at(at, place.block, place.slot, 0),
+                            .from = (const char *)a->k +
+                                    kvc_token_offset(i, a->inner_tokens, a->k_token_stride, a->k_batch_stride),
+                            .to_row = (int64_t)at->k_row_bytes,
+                            .to_head = (int64_t)at->head_stride,
+                            .from_row = a->k_token_stride,
+                            .from_head = a->k_head_stride,
+                            .heads = layer->num_kv_heads,
+                            .dim = layer->k_dim};
+    kvc_transfer_rows(&k, count);
     if (layer->value_in_key) return;
-    const transfer v = {work->cache->kernels->convert[a->v_type][layer->v_type],
-                        (char *)kvc_value_at(at, place.block, place.slot, 0),
-                        (const char *)a->v + kvc_token_offset(i, a->inner_tokens, a->v_token_stride, a->v_batch_stride),
-                        (int64_t)at->v_row_bytes,
-                        (int64_t)at->head_stride,
-                        a->v_token_stride,
-                        a->v_head_stride,
-                        layer->num_kv_heads,
-                        layer->v_dim};
-    transfer_rows(&v, count);
+    const kvc_transfer v = {.convert = work->cache->kernels->convert[a->v_type][layer->v_type],
+                            .to = (char *)kvc_value_at(at, place.block, place.slot, 0),
+                            .from = (const char *)a->v +
+                                    kvc_token_offset(i, a->inner_tokens, a->v_token_stride, a->v_batch_stride),
+                            .to_row = (int64_t)at->v_row_bytes,
+                            .to_head = (int64_t)at->head_stride,
+                            .from_row = a->v_token_stride,
+                            .from_head = a->v_head_stride,
+                            .heads = layer->num_kv_heads,
+                            .dim = layer->v_dim};
+    kvc_transfer_rows(&v, count);
 }
 
 static void put_task(void *context, int64_t task) {
@@ -118,11 +101,12 @@ static kvc_status put_all(put_work *work) {
 static kvc_status check_arrays(const kvc_layer *layer, const kvc_put_args *args) {
     kvc_status status = kvc_check_values(layer, args->k, args->v);
     if (status == KVC_OK) status = kvc_check_inner(args->inner_tokens, args->num_tokens);
-    if (status == KVC_OK) status = kvc_check_array(args->k_type, args->k_token_stride, args->k_head_stride, "k");
-    if (status == KVC_OK && args->inner_tokens) status = kvc_check_array(args->k_type, args->k_batch_stride, 0, "k");
+    if (status == KVC_OK)
+        status = kvc_check_rows(args->k_type, layer->k_type, args->k_token_stride, args->k_head_stride, "k");
+    if (status == KVC_OK && args->inner_tokens) status = kvc_check_strides(args->k_type, args->k_batch_stride, 0, "k");
     if (status != KVC_OK || layer->value_in_key) return status;
-    status = kvc_check_array(args->v_type, args->v_token_stride, args->v_head_stride, "v");
-    if (status == KVC_OK && args->inner_tokens) status = kvc_check_array(args->v_type, args->v_batch_stride, 0, "v");
+    status = kvc_check_rows(args->v_type, layer->v_type, args->v_token_stride, args->v_head_stride, "v");
+    if (status == KVC_OK && args->inner_tokens) status = kvc_check_strides(args->v_type, args->v_batch_stride, 0, "v");
     return status;
 }
 

@@ -7,6 +7,7 @@
 #include "base/parallel.h"
 #include "store/row_buffer.h"
 #include "store/span.h"
+#include "store/transfer.h"
 #include "store/check.h"
 #include "store/waiting.h"
 
@@ -43,41 +44,73 @@ int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t po
 
 /* ---- copies ------------------------------------------------------------------------------------------------------ */
 
-/* Decodes the keys of one head of a span, rotated for their present positions. */
-static void decode_keys(kvc_reader *reader, const kvc_span *span, int64_t head, const kvc_rows_out *out, char *to) {
-    const kvc_cache *cache = reader->cache;
-    const kvc_layer *config = &cache->layers[reader->layer];
-    const kvc_rope *rope = span->delta ? kvc_rope_of(cache, reader->layer) : NULL;
-    const char *from = (const char *)span->k + head * span->k_head_stride;
-    if (!rope) {
-        cache->kernels->convert[config->k_type][out->type](to, out->k_row_stride, from, span->k_row_stride,
-                                                           span->num_rows, config->k_dim);
-        return;
-    }
-    for (int32_t i = 0; i < span->num_rows; i++)
-        kvc_rotator_rotate(&reader->rotator, rope, span->delta, to + i * out->k_row_stride, out->type,
-                           from + i * span->k_row_stride, config->k_type, config->k_dim);
+kvc_reader kvc_reader_for(const kvc_cache *cache, int32_t layer, const kvc_rows_out *out, float *scratch) {
+    const kvc_layer *config = &cache->layers[layer];
+    return (kvc_reader){.cache = cache,
+                        .layer = layer,
+                        .k_type = out->raw ? config->k_type : out->type,
+                        .v_type = out->raw ? config->v_type : out->type,
+                        .rotator = {.kernels = cache->kernels, .scratch = scratch}};
 }
 
-/* Copies the rows of one head of a run to rows `at` and following of the caller's arrays. */
-static void copy_head(kvc_reader *reader, const kvc_run *part, const kvc_rows_out *out, int64_t at, int64_t head) {
-    const kvc_cache *cache = reader->cache;
-    const kvc_layer *config = &cache->layers[reader->layer];
-    const kvc_span span = kvc_span_of(part, kvc_layout_in(cache, reader->layer, part->block));
-    if (out->k)
-        decode_keys(reader, &span, head, out, (char *)out->k + head * out->k_head_stride + at * out->k_row_stride);
-    if (out->v)
-        cache->kernels->convert[config->v_type][out->type](
-            (char *)out->v + head * out->v_head_stride + at * out->v_row_stride, out->v_row_stride,
-            (const char *)span.v + head * span.v_head_stride, span.v_row_stride, part->count, config->v_dim);
+/* Copies keys, rotated by the span's delta. */
+static void rotate_keys(kvc_reader *reader, const kvc_span *span, const kvc_rope *rope, const kvc_rows_out *out,
+                        char *to) {
+    const kvc_layer *config = &reader->cache->layers[reader->layer];
+    for (int64_t h = 0; h < config->num_kv_heads; h++)
+        for (int32_t i = 0; i < span->num_rows; i++)
+            kvc_rotator_rotate(&reader->rotator, rope, span->delta, to + h * out->k_head_stride + i * out->k_row_stride,
+                               reader->k_type, (const char *)span->k + h * span->k_head_stride + i * span->k_row_stride,
+                               config->k_type, config->k_dim);
 }
 
-void kvc_reader_copy(kvc_reader *reader, const kvc_run *part, const kvc_rows_out *out, int64_t at) {
-    for (int64_t h = 0; h < reader->cache->layers[reader->layer].num_kv_heads; h++) copy_head(reader, part, out, at, h);
+static void copy_keys(kvc_reader *reader, const kvc_span *span, const kvc_rows_out *out, char *to) {
+    const kvc_layer *config = &reader->cache->layers[reader->layer];
+    const kvc_transfer x = {.convert = reader->cache->kernels->convert[config->k_type][reader->k_type],
+                            .to = to,
+                            .from = span->k,
+                            .to_row = out->k_row_stride,
+                            .to_head = out->k_head_stride,
+                            .from_row = span->k_row_stride,
+                            .from_head = span->k_head_stride,
+                            .heads = config->num_kv_heads,
+                            .dim = config->k_dim};
+    const kvc_rope *rope = span->delta ? kvc_rope_of(reader->cache, reader->layer) : NULL;
+    if (rope)
+        rotate_keys(reader, span, rope, out, to);
+    else
+        kvc_transfer_rows(&x, span->num_rows);
 }
 
-void kvc_clear_rows(char *head, int64_t row_stride, int64_t begin, int64_t end, size_t row_bytes) {
-    for (int64_t i = begin; i < end; i++) memset(head + i * row_stride, 0, row_bytes);
+static void copy_values(const kvc_reader *reader, const kvc_span *span, const kvc_rows_out *out, char *to) {
+    const kvc_layer *config = &reader->cache->layers[reader->layer];
+    const kvc_transfer x = {.convert = reader->cache->kernels->convert[config->v_type][reader->v_type],
+                            .to = to,
+                            .from = span->v,
+                            .to_row = out->v_row_stride,
+                            .to_head = out->v_head_stride,
+                            .from_row = span->v_row_stride,
+                            .from_head = span->v_head_stride,
+                            .heads = config->num_kv_heads,
+                            .dim = config->v_dim};
+    kvc_transfer_rows(&x, span->num_rows);
+}
+
+void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out *out, int64_t at) {
+    const kvc_span span = kvc_span_of(run, kvc_layout_in(reader->cache, reader->layer, run->block));
+    if (out->k) copy_keys(reader, &span, out, (char *)out->k + at * out->k_row_stride);
+    if (out->v) copy_values(reader, &span, out, (char *)out->v + at * out->v_row_stride);
+}
+
+void kvc_reader_clear(const kvc_reader *reader, const kvc_rows_out *out, int64_t begin, int64_t end) {
+    const kvc_layer *config = &reader->cache->layers[reader->layer];
+    const size_t k_bytes = kvc_row_bytes(reader->k_type, config->k_dim),
+                 v_bytes = kvc_row_bytes(reader->v_type, config->v_dim);
+    for (int64_t i = begin; i < end; i++)
+        for (int64_t h = 0; h < config->num_kv_heads; h++) {
+            if (out->k) memset((char *)out->k + h * out->k_head_stride + i * out->k_row_stride, 0, k_bytes);
+            if (out->v) memset((char *)out->v + h * out->v_head_stride + i * out->v_row_stride, 0, v_bytes);
+        }
 }
 
 /* ---- snapshots --------------------------------------------------------------------------------------------------- */
@@ -143,10 +176,13 @@ static void close_snapshot(snapshot *s) {
 
 /* ---- copying in tasks -------------------------------------------------------------------------------------------- */
 
-kvc_status kvc_check_rows_out(const kvc_rows_out *given, kvc_rows_out *out, const char *name) {
+kvc_status kvc_check_rows_out(const kvc_layer *layer, const kvc_rows_out *given, kvc_rows_out *out, const char *name) {
     kvc_status status = KVC_READ(kvc_rows_out, out, given, name);
-    if (status == KVC_OK) status = kvc_check_array(out->type, out->k_row_stride, out->k_head_stride, name);
-    return status == KVC_OK ? kvc_check_array(out->type, out->v_row_stride, out->v_head_stride, name) : status;
+    if (status == KVC_OK && !out->raw) status = kvc_check_array(out->type, 0, 0, name);
+    if (status != KVC_OK) return status;
+    status = kvc_check_strides(out->raw ? layer->k_type : out->type, out->k_row_stride, out->k_head_stride, name);
+    if (status != KVC_OK) return status;
+    return kvc_check_strides(out->raw ? layer->v_type : out->type, out->v_row_stride, out->v_head_stride, name);
 }
 
 /* One call of kvc_gather or kvc_extract. */
@@ -159,16 +195,14 @@ typedef struct copying {
     int by_position;         /* gives zeros at a position without a row, the latest row of several */
 } copying;
 
-/* Copies rows [first + begin, first + end) of one head. */
-static void copy_range(const copying *c, kvc_reader *reader, int64_t head, int64_t begin, int64_t end) {
-    const kvc_layer *config = &c->cache->layers[reader->layer];
-    const kvc_rows_out *out = &c->out;
-    if (c->by_position && out->k)
-        kvc_clear_rows((char *)out->k + head * out->k_head_stride, out->k_row_stride, begin, end,
-                       kvc_row_bytes(out->type, config->k_dim));
-    if (c->by_position && out->v)
-        kvc_clear_rows((char *)out->v + head * out->v_head_stride, out->v_row_stride, begin, end,
-                       kvc_row_bytes(out->type, config->v_dim));
+/* Copies a task's share of the rows. */
+static void copy_task(void *context, int64_t task) {
+    const copying *c = context;
+    const int64_t begin = task * c->num_rows / c->num_tasks, end = (task + 1) * c->num_rows / c->num_tasks;
+    const size_t floats = kvc_rotator_floats(c->cache->layers[c->layer].k_dim);
+    kvc_reader reader =
+        kvc_reader_for(c->cache, c->layer, &c->out, c->from.scratch ? c->from.scratch + (size_t)task * floats : NULL);
+    if (c->by_position) kvc_reader_clear(&reader, &c->out, begin, end);
     int64_t row = 0; /* index of the run's first row, in order of arrival */
     for (int32_t i = 0; i < c->from.num_runs; row += c->from.runs[i++].count) {
         const kvc_run *run = &c->from.runs[i];
@@ -178,32 +212,16 @@ static void copy_range(const copying *c, kvc_reader *reader, int64_t head, int64
         if (low >= high) continue;
         const kvc_run part = {run->block, run->slot + (int32_t)low, (int32_t)(high - low), run->position + (int32_t)low,
                               run->delta};
-        copy_head(reader, &part, out, low - from, head);
-    }
-}
-
-/* Copies a task's share of the rows, which are counted head after head. */
-static void copy_task(void *context, int64_t task) {
-    const copying *c = context;
-    const kvc_layer *config = &c->cache->layers[c->layer];
-    kvc_reader reader = {.cache = c->cache, .layer = c->layer, .rotator.kernels = c->cache->kernels};
-    if (c->from.scratch) reader.rotator.scratch = c->from.scratch + (size_t)task * kvc_rotator_floats(config->k_dim);
-    const int64_t all = c->num_rows * config->num_kv_heads, share = (all - 1) / c->num_tasks + 1;
-    const int64_t end = (task + 1) * share < all ? (task + 1) * share : all;
-    for (int64_t i = task * share, n; i < end; i += n) {
-        const int64_t head = i / c->num_rows, row = i % c->num_rows;
-        n = end - i < c->num_rows - row ? end - i : c->num_rows - row;
-        copy_range(c, &reader, head, row, row + n);
+        kvc_reader_copy(&reader, &part, &c->out, low - from);
     }
 }
 
 /* Returns the number of tasks, one for each thread, that a copy of num_rows rows is worth. */
 static int32_t count_tasks(const kvc_cache *cache, int32_t layer, int64_t num_rows) {
     const kvc_layer *config = &cache->layers[layer];
-    const double rows = (double)num_rows * config->num_kv_heads;
-    if (rows * (config->k_dim + config->v_dim) < WORTH_THREADS) return 1;
+    if ((double)num_rows * config->num_kv_heads * (config->k_dim + config->v_dim) < WORTH_THREADS) return 1;
     const int32_t threads = kvc_cache_threads(cache);
-    return rows < threads ? (int32_t)rows : threads;
+    return num_rows < threads ? (int32_t)num_rows : threads;
 }
 
 /* Sets positions[i] to begin + i if there is a row at that position, else to -1. */
@@ -225,7 +243,7 @@ kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t f
                       const kvc_rows_out *given) {
     copying c = {.cache = cache, .layer = layer, .first = first_row, .num_rows = num_rows};
     kvc_status status = kvc_check_layer(cache, layer);
-    if (status == KVC_OK) status = kvc_check_rows_out(given, &c.out, "out");
+    if (status == KVC_OK) status = kvc_check_rows_out(&cache->layers[layer], given, &c.out, "out");
     if (status == KVC_OK && (first_row < 0 || num_rows < 0 || first_row > INT64_MAX - num_rows))
         status = kvc_fail(KVC_ERR_INVALID, "first_row is %lld and num_rows %lld: neither must be negative",
                           (long long)first_row, (long long)num_rows);
@@ -243,7 +261,7 @@ kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t 
     copying c = {.cache = cache, .layer = layer, .first = begin, .num_rows = (int64_t)end - begin, .by_position = 1};
     kvc_status status = kvc_check_layer(cache, layer);
     if (status == KVC_OK) status = kvc_check_positions(begin, end);
-    if (status == KVC_OK) status = kvc_check_rows_out(given, &c.out, "out");
+    if (status == KVC_OK) status = kvc_check_rows_out(&cache->layers[layer], given, &c.out, "out");
     if (status != KVC_OK) return status;
     c.num_tasks = count_tasks(cache, layer, c.num_rows);
     status = open_snapshot(cache, seq_id, layer, 0, c.num_tasks, c.out.num_stored, &c.from);

@@ -216,9 +216,13 @@ class Machine(RuleBasedStateMachine):
             return []
         return [t for t, row in enumerate(self.oracle_batch.rows[layer]) if row is None]
 
+    def as_given(self, rows):
+        """Rows as floats, or as the bytes that are stored: for the cache it is the same."""
+        return [x.view(np.uint8) for x in rows] if self.rng.integers(2) else rows
+
     def put(self, layer, first, count):
         rows = self.random_rows(count)
-        self.batch.put(layer, *rows, first=first)
+        self.batch.put(layer, *self.as_given(rows), first=first)
         self.oracle_batch.put(layer, *rows, first=first)
 
     def is_ready(self, layer, first, end):
@@ -241,7 +245,7 @@ class Machine(RuleBasedStateMachine):
             rows = self.random_rows(count)
             self.oracle_batch.put(layer, *rows, first=first)
         options = {"first": first, "scale": 0.5, **hides_or_shows}
-        out, lse = self.batch.attend(layer, q, *rows, **options, return_lse=True)
+        out, lse = self.batch.attend(layer, q, *self.as_given(rows), **options, return_lse=True)
         assert out.shape == (count, self.heads * group, self.dims[1])
         mask = self.oracle_batch.dense(layer, **hides_or_shows)[2][first : first + count]
         np.testing.assert_array_equal(np.isfinite(lse), np.isfinite(mask).any(1)[:, None].repeat(lse.shape[1], 1))
@@ -496,9 +500,10 @@ class Machine(RuleBasedStateMachine):
         seq_id, layer = self.some_sequence(data), data.draw(st.integers(0, self.num_layers - 1), label="layer")
         begin = data.draw(st.sampled_from(self.interesting(seq_id)), label="begin")
         rows = [np.swapaxes(x, 0, 1) for x in self.random_rows(count)]
+        given = {self.real: self.as_given(rows), self.oracle: rows}
         if begin + count <= LAST:
             real, expected, _ = self.both(
-                lambda c: c.inject(layer, begin, *rows, seq_id=seq_id, skip_missing=skip_missing)
+                lambda c: c.inject(layer, begin, *given[c], seq_id=seq_id, skip_missing=skip_missing)
             )
             assert real == expected
 
@@ -617,6 +622,8 @@ class Machine(RuleBasedStateMachine):
         found = self.real.gather(layer, seq_id=seq_id)
         self.assert_rows(found[0], k)
         np.testing.assert_array_equal(found[1], v)
+        for raw, rows in zip(self.real.gather(layer, seq_id=seq_id, raw=True), found, strict=True):
+            np.testing.assert_array_equal(raw.view(np.float32), rows)
         self.assert_rows(self.real.keys(layer, seq_id=seq_id), k)
         np.testing.assert_array_equal(self.real.values(layer, seq_id=seq_id), v)
         spans = self.real.spans(layer, seq_id=seq_id)

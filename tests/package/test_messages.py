@@ -18,6 +18,7 @@ FOR_C_ONLY = {
     "layers[%d].policy.kind is %d: no kvc_policy_kind",
     "layers[%d].rope.kind is %d: no kvc_rope_kind",
     "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16",
+    "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16, or %d, as the layer stores %s",
 }
 
 

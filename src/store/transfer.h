@@ -1,0 +1,19 @@
+/* transfer.h: copies the rows of several heads between a block and a caller's arrays. */
+#ifndef KVC_TRANSFER_H
+#define KVC_TRANSFER_H
+
+#include "kernels/kernels.h"
+
+/* A copy of keys, or of values: addresses are those of the first row of head 0, strides are in bytes. */
+typedef struct kvc_transfer {
+    kvc_convert_fn *convert;
+    char *to;
+    const char *from;
+    int64_t to_row, to_head, from_row, from_head;
+    int32_t heads, dim;
+} kvc_transfer;
+
+/* Converts num_rows rows of each head, going through the caller's array in address order. */
+void kvc_transfer_rows(const kvc_transfer *x, int64_t num_rows);
+
+#endif

@@ -1,0 +1,284 @@
+"""Rows as they are stored: out by gather and extract with raw=True, and in by put, attend and inject, as uint8."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import fake_dlpack
+from support.isas import ISA_PARAMS
+
+import kvcache
+
+TYPES = ["f32", "f16", "bf16", "q8_0", "q4_0"]
+FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32, "q4_0": 18 / 32}
+HEADS, K_DIM, V_DIM, TOKENS = 3, 64, 32, 21
+ROPE = kvcache.Rope(10_000.0 ** (-np.arange(0, 32, 2) / 32))
+
+
+def new_cache(k_dtype="q8_0", v_dtype="q4_0", **options):
+    options = {"v_head_dim": V_DIM, "max_sequences": 3, "block_size": 4, "rope": ROPE} | options
+    return kvcache.KVCache(1, HEADS, K_DIM, 64, k_dtype=k_dtype, v_dtype=v_dtype, **options)
+
+
+def random_rows(tokens=TOKENS, seed=0, dims=(K_DIM, V_DIM)):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((tokens, HEADS, dim)).astype(np.float32) for dim in dims]
+
+
+def feed(cache, *rows, seq_id=0, **options):
+    tokens = rows[0].shape[1 if options.get("layout") == "HTD" else 0]
+    with cache.batch(tokens, seq_ids=[seq_id] * tokens) as batch:
+        batch.put(0, *rows, **options)
+
+
+def fed(k_dtype="q8_0", v_dtype="q4_0", tokens=TOKENS, **options):
+    cache = new_cache(k_dtype, v_dtype, **options)
+    feed(cache, *random_rows(tokens))
+    return cache
+
+
+def assert_same(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == np.uint8
+        np.testing.assert_array_equal(x, y)
+
+
+def encoded(rows, dtype):
+    """The bytes that a cache makes of keys, [heads, tokens, dim]; the values do not count."""
+    cache = new_cache(dtype, "f16")
+    feed(cache, rows, np.zeros((HEADS, rows.shape[1], V_DIM), np.float32), layout="HTD")
+    return cache.gather(0, raw=True)[0]
+
+
+@pytest.mark.parametrize("isa", ISA_PARAMS)
+@pytest.mark.parametrize("v_dtype", TYPES)
+@pytest.mark.parametrize("k_dtype", TYPES)
+def test_round_trip(monkeypatch, isa, k_dtype, v_dtype):
+    monkeypatch.setenv("KVCACHE_ISA", isa)
+    cache, other = fed(k_dtype, v_dtype), new_cache(k_dtype, v_dtype)
+    k, v = raw = cache.gather(0, raw=True)
+    assert (k.shape, v.shape) == (
+        (HEADS, TOKENS, K_DIM * BYTES[k_dtype]),
+        (HEADS, TOKENS, V_DIM * BYTES[v_dtype]),
+    )
+    for rows, dtype, stored in ((k, k_dtype, cache.keys), (v, v_dtype, cache.values)):
+        if dtype in FLOATS:
+            np.testing.assert_array_equal(rows.view(FLOATS[dtype]), stored(0))
+    assert_same(cache.gather(0, first=5, raw=True), [k[:, 5:], v[:, 5:]])
+    feed(other, k, v, layout="HTD")
+    feed(other, k.swapaxes(0, 1), v.swapaxes(0, 1), seq_id=1)
+    for seq_id in (0, 1):
+        assert_same(other.gather(0, seq_id=seq_id, raw=True), raw)
+        for x, y in zip(other.gather(0, seq_id=seq_id), cache.gather(0), strict=True):
+            np.testing.assert_array_equal(x, y)
+    feed(other, *random_rows(seed=1), seq_id=2)
+    assert other.inject(0, 0, k, v, seq_id=2) == TOKENS
+    assert_same(other.gather(0, seq_id=2, raw=True), raw)
+
+
+def test_bytes_are_those_of_the_slots():
+    cache = new_cache(block_size=32)
+    batch = cache.batch(TOKENS)
+    slots = batch.slots(0)
+    batch.put(0, *random_rows())
+    batch.commit()
+    assert_same(cache.gather(0, raw=True), slots)
+
+
+def test_lock_step():
+    """[batch, heads, tokens, bytes], as of sequences in lock step."""
+    cache, other = new_cache(), new_cache()
+    feed(cache, *random_rows(12))
+    k, v = cache.gather(0, raw=True)
+    with other.batch(12) as batch:
+        batch.put(0, *(x.reshape(HEADS, 3, 4, -1).swapaxes(0, 1) for x in (k, v)), layout="BHTD")
+    assert_same(other.gather(0, raw=True), [k, v])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_out(dtype):
+    """Into arrays of the caller: heads first or last, with gaps, through DLPack."""
+    cache = fed(dtype, dtype)
+    k, v = cache.gather(0, raw=True)
+    by_token = [np.empty((TOKENS, HEADS, x.shape[2]), np.uint8) for x in (k, v)]
+    views = tuple(x.swapaxes(0, 1) for x in by_token)
+    assert cache.gather(0, raw=True, out=views) is views
+    assert_same(views, [k, v])
+    gaps = [np.full((HEADS, TOKENS, x.shape[2] + 4), 7, np.uint8) for x in (k, v)]
+    wrapped = tuple(fake_dlpack.Array(x[..., :-4], 1) for x in gaps)  # 1: unsigned integers
+    cache.gather(0, raw=True, out=wrapped)
+    assert_same([x[..., :-4] for x in gaps], [k, v])
+    assert all((x[..., -4:] == 7).all() for x in gaps)
+    other = new_cache(dtype, dtype)
+    with other.batch(TOKENS) as batch:
+        batch.put(0, *wrapped, layout="HTD")
+    assert_same(other.gather(0, raw=True), [k, v])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_any_address(dtype):
+    """Bytes of a file need no alignment to go in."""
+    k, v = fed(dtype, dtype).gather(0, raw=True)
+    state = b"x" + k.tobytes() + v.tobytes()
+    at = np.frombuffer(state, np.uint8)[1:]
+    other = new_cache(dtype, dtype)
+    feed(other, at[: k.size].reshape(k.shape), at[k.size :].reshape(v.shape), layout="HTD")
+    assert_same(other.gather(0, raw=True), [k, v])
+    spread = [np.repeat(x, 2, -1)[..., ::2] for x in (k, v)]  # bytes that are not adjacent are copied first
+    assert other.inject(0, 0, *spread) == TOKENS
+    assert_same(other.gather(0, raw=True), [k, v])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_attend(dtype):
+    cache = fed(dtype, dtype)
+    k, v = cache.gather(0, raw=True)
+    q = np.random.default_rng(1).standard_normal((HEADS, TOKENS, K_DIM)).astype(np.float32)
+    results = []
+    for options in ({}, {"strategy": "disabled"}):
+        for rows in ((k, v), cache.gather(0)):
+            with new_cache(dtype, dtype, **options).batch(TOKENS) as batch:
+                results.append(batch.attend(0, q, *rows, layout="HTD"))
+    for result in results:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_keys_that_moved(dtype):
+    """They are rotated and encoded anew in the copy, as settle() does it where they lie; the cache does not change."""
+    cache = fed(dtype)
+    before = cache.gather(0, raw=True)
+    cache.remove(2, 7)
+    cache.shift(9, None, 20)
+    k, v = cache.gather(0, raw=True)
+    np.testing.assert_array_equal(k[:, :2], before[0][:, :2])
+    np.testing.assert_array_equal(k[:, 2:], encoded(cache.gather(0)[0], dtype)[:, 2:])
+    np.testing.assert_array_equal(v, np.delete(before[1], slice(2, 7), 1))
+    assert_same(cache.gather(0, raw=True), [k, v])
+    cache.settle()
+    assert_same(cache.gather(0, raw=True), [k, v])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_inject_where_keys_moved(dtype):
+    """Bytes are rotated back and encoded anew, as floats are."""
+    cache = fed(dtype)
+    rows, raw = cache.gather(0), cache.gather(0, raw=True)
+    cache.shift(0, None, 7)
+    cache.fork(0, 1)
+    cache.inject(0, 9, *(x[:, :5] for x in raw))
+    cache.inject(0, 9, *(x[:, :5] for x in rows), seq_id=1)
+    assert_same(cache.gather(0, raw=True), cache.gather(0, seq_id=1, raw=True))
+
+
+def test_windows_and_forks():
+    cache = new_cache(policy=kvcache.SlidingWindow(6, 2))
+    feed(cache, *random_rows(11))
+    cache.fork(0, 1)
+    feed(cache, *random_rows(3, seed=1))
+    feed(cache, *random_rows(2, seed=2), seq_id=1)
+    for seq_id in (0, 1):
+        positions = cache.positions(seq_id=seq_id)
+        k, v = cache.gather(0, seq_id=seq_id, raw=True)
+        other = new_cache()
+        with other.batch(positions=positions) as batch:
+            batch.put(0, k, v, layout="HTD")
+        assert_same(other.gather(0, raw=True), [k, v])
+        for x, y in zip(other.gather(0), cache.gather(0, seq_id=seq_id), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_extract():
+    cache = new_cache(rope=False)
+    feed(cache, *random_rows(8))
+    k, v = cache.gather(0, raw=True)
+    cache.divide(4, 8, 2)  # the positions are 0 1 2 3 2 2 3 3
+    cache.remove(1, 2, shift=False)
+    found = cache.extract(0, 0, 5, raw=True)
+    for rows, stored in zip(found, (k, v), strict=True):
+        assert rows.shape == (HEADS, 5, stored.shape[2])
+        assert not rows[:, [1, 4]].any()
+    assert_same([x[:, [0, 2, 3]] for x in found], [x[:, [0, 5, 7]] for x in (k, v)])
+    assert_same(cache.extract(0, 50, 50, raw=True), [k[:, :0], v[:, :0]])
+    assert_same(cache.gather(0, seq_id=9, raw=True), [k[:, :0], v[:, :0]])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_values_in_keys(dtype):
+    rope = kvcache.Rope(ROPE.inv_freq[:8], first_dim=V_DIM)
+    cache, other = (new_cache(dtype, dtype, value_in_key=True, rope=rope) for _ in range(2))
+    feed(cache, random_rows()[0])
+    k, v = cache.gather(0, raw=True)
+    np.testing.assert_array_equal(v, k[..., : v.shape[2]])
+    feed(other, k, layout="HTD")
+    feed(other, k, v, seq_id=1, layout="HTD")
+    for seq_id in (0, 1):
+        assert_same(other.gather(0, seq_id=seq_id, raw=True), [k, v])
+    with other.batch(1) as batch:
+        for wrong in (v[:, :1] ^ 1, cache.gather(0)[1][:, :1]):
+            with pytest.raises(ValueError, match=rf"v: must be k\[..., :{v.shape[2]}\]"):
+                batch.put(0, k[:, :1], wrong, layout="HTD")
+        batch.put(0, k[:, :1], layout="HTD")
+
+
+def test_cross_attention():
+    caches = [new_cache(policy=kvcache.CrossAttention(TOKENS)) for _ in range(2)]
+    rows, options = random_rows(), {}
+    for cache in caches:
+        with cache.batch(1) as batch:
+            batch.put(0, *rows, **options)
+        rows, options = cache.gather(0, raw=True), {"layout": "HTD"}
+    assert_same(caches[1].gather(0, raw=True), rows)
+
+
+def test_any_bytes_are_data():
+    """Scales of NaN and infinity too."""
+    k, v = fed().gather(0, raw=True)
+    k[0, 0, :2] = np.array([np.nan], np.float16).view(np.uint8)
+    v[1, 3, :2] = np.array([-np.inf], np.float16).view(np.uint8)
+    cache = new_cache()
+    feed(cache, k, v, layout="HTD")
+    assert_same(cache.gather(0, raw=True), [k, v])
+    keys, values = cache.gather(0)
+    assert np.isnan(keys[0, 0, :32]).all()
+    assert np.isfinite(keys[0, 0, 32:]).all()
+    assert not np.isfinite(values[1, 3]).any()
+
+
+def test_what_is_refused():
+    cache = fed()
+    k, v = cache.gather(0, raw=True)
+    floats, _ = cache.gather(0)
+    calls = {
+        "put": lambda *rows: batch.put(0, *rows, layout="HTD"),
+        "attend": lambda *rows: batch.attend(0, floats, *rows, layout="HTD"),
+        "inject": lambda *rows: cache.inject(0, 0, *rows),
+    }
+    other = new_cache()
+    batch = other.batch(TOKENS)
+    for call in calls.values():
+        with pytest.raises(ValueError, match=r"k: .*\(3, 21, 67\).*\(3, tokens, 68\).*q8_0, as they are stored"):
+            call(k[..., :-1], v)
+        with pytest.raises(ValueError, match=r"v: .*\(2, 21, 18\).*\(3, tokens, 18\).*q4_0"):
+            call(k, v[:2])
+        with pytest.raises(TypeError, match="k: elements of type uint8, where float32"):
+            call(k[..., :64], v)
+        with pytest.raises(TypeError, match="k: elements of type int8"):
+            call(k.view(np.int8), v)
+        with pytest.raises(ValueError, match="k and v: of 21 and 20 tokens"):
+            call(k, v[:, 1:])
+    with pytest.raises(TypeError, match="q: elements of type uint8"):
+        batch.attend(0, k, k, v, layout="HTD")
+    batch.put(0, k, v, layout="HTD")  # nothing was put
+    batch.commit()
+    assert_same(cache.gather(0, raw=True), [k, v])
+    with pytest.raises(ValueError, match="dtype='f16': raw=True"):
+        cache.gather(0, dtype="f16", raw=True)
+    with pytest.raises(TypeError, match="elements of type uint8"):
+        cache.gather(0, out=(k, v))
+    with pytest.raises(TypeError, match=r"out\[0\]: elements of type float32, where raw=True needs uint8"):
+        cache.gather(0, out=(floats, v), raw=True)
+    with pytest.raises(ValueError, match=r"out\[1\]: .*\(3, 21, 18\)"):
+        cache.gather(0, out=(k, k), raw=True)
+    with pytest.raises(ValueError, match=r"q8_0, which no array can show.*raw=True"):
+        cache.keys(0)
