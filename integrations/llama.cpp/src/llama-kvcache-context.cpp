@@ -10,22 +10,49 @@ static bool has_coupled_tokens(const llama_batch &batch) {
     return std::any_of(batch.n_seq_id, batch.n_seq_id + batch.n_tokens, [](int32_t n) { return n > 1; });
 }
 
-llama_memory_context_ptr llama_kvcache::init_batch(llama_batch_allocr &balloc, uint32_t n_ubatch, bool /*embd_all*/) {
-    const bool is_coupled = has_coupled_tokens(balloc.get_batch());
+// Coupled tokens are shared once they are stored, for others to see from the next ubatch on.  So the sequences of one
+// token are all those of another of its ubatch, or none.
+static std::vector<llama_ubatch> split(llama_batch_allocr &balloc, uint32_t n_ubatch, bool is_coupled) {
+    std::vector<llama_ubatch> res;
 
     balloc.split_reset();
 
-    std::vector<llama_ubatch> ubatches;
-
     while (true) {
-        // coupled tokens are shared once they are stored, so that others may see them from the next ubatch on
-        auto ubatch = is_coupled ? balloc.split_seq(n_ubatch) : balloc.split_simple(n_ubatch);
+        auto ubatch = is_coupled ? balloc.split_equal(n_ubatch, false, 0) : balloc.split_simple(n_ubatch);
 
         if (ubatch.n_tokens == 0) {
-            break;
+            return res;
         }
 
-        ubatches.push_back(std::move(ubatch));
+        res.push_back(std::move(ubatch));
+    }
+}
+
+// returns whether no token comes before one of a smaller position of the same sequence
+static bool is_in_order(const std::vector<llama_ubatch> &ubatches) {
+    std::vector<llama_pos> last(LLAMA_MAX_SEQ, -1);
+
+    for (const auto &ubatch : ubatches) {
+        for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+            for (int32_t s = 0; s < ubatch.n_seq_id[i]; ++s) {
+                if (ubatch.pos[i] < last[ubatch.seq_id[i][s]]) {
+                    return false;
+                }
+                last[ubatch.seq_id[i][s]] = ubatch.pos[i];
+            }
+        }
+    }
+
+    return true;
+}
+
+llama_memory_context_ptr llama_kvcache::init_batch(llama_batch_allocr &balloc, uint32_t n_ubatch, bool /*embd_all*/) {
+    const bool is_coupled = has_coupled_tokens(balloc.get_batch());
+
+    auto ubatches = split(balloc, n_ubatch, is_coupled);
+
+    if (is_coupled && !is_in_order(ubatches)) {
+        ubatches = split(balloc, 1, false);
     }
 
     if (balloc.get_n_used() < balloc.get_n_tokens()) {
@@ -120,6 +147,16 @@ void llama_kvcache::finish() {
     n_cur = 0;
 }
 
+void llama_kvcache::share(const llama_ubatch &ubatch) {
+    for (uint32_t first = 0; first < ubatch.n_tokens; first += ubatch.n_seq_tokens) {
+        const uint32_t last = first + ubatch.n_seq_tokens - 1;
+
+        for (int32_t s = 1; s < ubatch.n_seq_id[first]; ++s) {
+            seq_cp(ubatch.seq_id[first][0], ubatch.seq_id[first][s], ubatch.pos[first], ubatch.pos[last] + 1);
+        }
+    }
+}
+
 void llama_kvcache::close() {
     if (!batch) {
         return;
@@ -176,10 +213,7 @@ bool llama_kvcache_context::next() {
 
     if (is_coupled) {
         mem->close();
-
-        for (int32_t s = 1; s < ubatch.n_seq_id[0]; ++s) {
-            mem->seq_cp(ubatch.seq_id[0][0], ubatch.seq_id[0][s], ubatch.pos[0], ubatch.pos[ubatch.n_tokens - 1] + 1);
-        }
+        mem->share(ubatch);
     }
 
     if (i_cur < ubatches.size()) {

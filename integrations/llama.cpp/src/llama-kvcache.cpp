@@ -8,6 +8,8 @@
 #include <cstring>
 #include <stdexcept>
 
+const kvc_allocator *llama_kvcache_allocator = nullptr;
+
 llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memory_params &params,
                                      const llama_cparams &cparams) {
     const char *LLAMA_KVCACHE = getenv("LLAMA_KVCACHE");
@@ -26,23 +28,14 @@ llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memor
     return new llama_kvcache(model, cparams, llama_kvcache_layers_of(model, params, cparams));
 }
 
+// a context of one sequence gets all its rows side by side (others may be named in it all the same, as copies)
+static bool is_one_block(const llama_kvcache_layers &layers, const llama_cparams &cparams) {
+    return cparams.n_seq_max == 1 && std::all_of(layers.cache.begin(), layers.cache.end(),
+                                                 [](const kvc_layer &layer) { return layer.policy.kind == KVC_FULL; });
+}
+
 llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cparams, llama_kvcache_layers layers_in)
     : model(model), cparams(cparams), layers(std::move(layers_in)) {
-    kvc_config config = {};
-
-    config.struct_size = sizeof(config);
-    config.layers = layers.cache.data();
-    config.layer_size = sizeof(kvc_layer);
-    config.num_layers = (int32_t)layers.cache.size();
-    config.max_seq_len = cparams.n_ctx_seq;
-    config.max_sequences = cparams.n_seq_max == 1 ? 1 : 0;
-    config.capacity = (int64_t)cparams.n_ctx_seq * (cparams.kv_unified ? 1 : cparams.n_seq_max);
-    config.num_threads = 1; // ggml's threads do the work
-
-    if (kvc_cache_new(&config, &cache)) {
-        throw std::runtime_error(std::string("failed to create the cache: ") + kvc_last_error());
-    }
-
     ops.resize(layers.index.size());
     for (size_t il = 0; il < ops.size(); ++il) {
         const int32_t layer = layers.index[il];
@@ -57,6 +50,22 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
     }
 
     plans.resize(layers.n_shapes, nullptr);
+
+    kvc_config config = {};
+
+    config.struct_size = sizeof(config);
+    config.layers = layers.cache.data();
+    config.layer_size = sizeof(kvc_layer);
+    config.num_layers = (int32_t)layers.cache.size();
+    config.block_size = is_one_block(layers, cparams) ? (int32_t)cparams.n_ctx_seq : 0;
+    config.max_seq_len = cparams.n_ctx_seq;
+    config.capacity = (int64_t)cparams.n_ctx_seq * (cparams.kv_unified ? 1 : cparams.n_seq_max);
+    config.num_threads = 1; // ggml's threads do the work
+    config.allocator = llama_kvcache_allocator;
+
+    if (kvc_cache_new(&config, &cache)) {
+        throw std::runtime_error(std::string("failed to create the cache: ") + kvc_last_error());
+    }
 
     LLAMA_LOG_INFO("%s: %u cells, %zu layers, K (%s), V (%s), %s, up to %.2f MiB\n", __func__,
                    (uint32_t)config.capacity, layers.cache.size(), ggml_type_name(layers.model[0].type_k),

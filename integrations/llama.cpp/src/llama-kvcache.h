@@ -22,6 +22,9 @@ class llama_kvcache;
 llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memory_params &params,
                                      const llama_cparams &cparams);
 
+// takes the memory of the caches that are created next; nullptr: what the library does by itself.  For tests.
+extern const kvc_allocator *llama_kvcache_allocator;
+
 // what the operations of a layer are called with: its address stays, so that graphs can be reused
 struct llama_kvcache_op {
     const llama_kvcache *mem = nullptr;
@@ -77,6 +80,9 @@ class llama_kvcache : public llama_memory_i {
 
     // ends the ubatch that was planned last: its tokens stay
     void finish();
+
+    // makes the tokens of an ubatch of coupled tokens those of all their sequences
+    void share(const llama_ubatch &ubatch);
 
     // ends the batch: what was finished stays.  Does nothing if there is none.
     void close();

@@ -1,0 +1,171 @@
+// Plays scenes with this cache and with llama.cpp's own, on model files: both must see the same.
+#include "scene.h"
+#include "scenes-decode.h"
+#include "scenes-sequences.h"
+
+#include <cstring>
+
+static const char *only = nullptr; // a part of the names of the scenes to play
+
+static bool check(const std::string &name, llama_model *model, const llama_context_params &params,
+                  const scene_fn &scene, double limit = 1e-9) {
+    return (only && name.find(only) == std::string::npos) || compare(name, model, params, scene, limit);
+}
+
+static bool test_decode(llama_model *model) {
+    bool ok = true;
+
+    for (const uint32_t n_ubatch : {512, 64, 7, 1}) {
+        auto params = exact_params();
+
+        params.n_ubatch = n_ubatch;
+        ok = check("prompt in ubatches of " + std::to_string(n_ubatch), model, params, scene_prompt) && ok;
+    }
+    for (const bool is_unified : {true, false}) {
+        auto params = exact_params();
+
+        params.kv_unified = is_unified;
+        ok = check(is_unified ? "interleaved, unified" : "interleaved", model, params, scene_interleaved) && ok;
+    }
+    ok = check("coupled", model, exact_params(), scene_coupled) && ok;
+    ok = check("draft", model, exact_params(), scene_draft) && ok;
+    ok = check("causality", model, exact_params(), scene_causality) && ok;
+
+    return ok;
+}
+
+static bool test_embeddings(llama_model *model) {
+    bool ok = true;
+
+    for (const auto pooling : {LLAMA_POOLING_TYPE_MEAN, LLAMA_POOLING_TYPE_LAST, LLAMA_POOLING_TYPE_CLS}) {
+        auto params = exact_params();
+
+        params.embeddings = true;
+        params.pooling_type = pooling;
+        ok = check("embeddings, pooling " + std::to_string(pooling), model, params, scene_embeddings) && ok;
+
+        params.attention_type = LLAMA_ATTENTION_TYPE_NON_CAUSAL;
+        ok = check("embeddings, non-causal, pooling " + std::to_string(pooling), model, params, scene_embeddings) && ok;
+    }
+
+    return ok;
+}
+
+static bool test_sequences(llama_model *model) {
+    bool ok = true;
+
+    for (const bool swa_full : {false, true}) {
+        auto params = exact_params();
+
+        params.swa_full = swa_full;
+
+        const std::string suffix = swa_full ? ", swa_full" : "";
+
+        ok = check("forks" + suffix, model, params, scene_forks) && ok;
+        ok = check("ranges" + suffix, model, params, scene_ranges) && ok;
+        ok = check("cuts" + suffix, model, params, scene_cuts) && ok;
+        ok = check("moves" + suffix, model, params, scene_moves) && ok;
+        ok = check("division" + suffix, model, params, scene_division) && ok;
+        ok = check("divided positions" + suffix, model, params, scene_divided_positions) && ok;
+
+        params.n_ctx = 256;
+        params.n_seq_max = 1;
+        ok = check("context shift" + suffix, model, params, scene_context_shift) && ok;
+        ok = check("full" + suffix, model, params, scene_full) && ok;
+        params.n_seq_max = 4;
+        ok = check("full of sequences" + suffix, model, params, scene_full_of_sequences) && ok;
+    }
+
+    auto params = exact_params();
+
+    params.kv_unified = false;
+    params.n_ctx = 1024;
+    ok = check("forks, not unified", model, params, scene_forks) && ok;
+    ok = check("cuts, not unified", model, params, scene_cuts) && ok;
+    ok = check("full, not unified", model, params, scene_full) && ok;
+
+    return ok;
+}
+
+static bool test_options(llama_model *model) {
+    struct option {
+        ggml_type type_k;
+        ggml_type type_v;
+        llama_flash_attn_type flash;
+        bool offload;
+        double limit; // llama.cpp itself rounds: queries to f16 or q8_0, f32 rows to f16 for flash attention
+    };
+    const auto on = LLAMA_FLASH_ATTN_TYPE_ENABLED;
+    const auto off = LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    const auto automatic = LLAMA_FLASH_ATTN_TYPE_AUTO;
+
+    bool ok = true;
+
+    for (const auto &o : std::vector<option>{
+             {GGML_TYPE_F32, GGML_TYPE_F32, on, true, 2e-6},
+             {GGML_TYPE_F16, GGML_TYPE_F16, off, true, 1e-6},
+             {GGML_TYPE_F16, GGML_TYPE_F16, automatic, false, 2e-6},
+             {GGML_TYPE_BF16, GGML_TYPE_BF16, on, true, 2e-5},
+             {GGML_TYPE_Q8_0, GGML_TYPE_Q8_0, automatic, true, 2e-4},
+             {GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, on, true, 5e-4},
+             {GGML_TYPE_F16, GGML_TYPE_Q8_0, on, true, 2e-6},
+             {GGML_TYPE_Q8_0, GGML_TYPE_F16, off, true, 1e-4},
+         }) {
+        auto params = exact_params();
+
+        params.type_k = o.type_k;
+        params.type_v = o.type_v;
+        params.flash_attn_type = o.flash;
+        params.offload_kqv = o.offload;
+
+        ok = check(std::string("keys ") + ggml_type_name(o.type_k) + ", values " + ggml_type_name(o.type_v) +
+                       ", flash attention " + llama_flash_attn_type_name(o.flash),
+                   model, params, scene_prompt, o.limit) &&
+             ok;
+    }
+
+    return ok;
+}
+
+int main(int argc, char **argv) {
+    bool ok = argc > 1;
+
+    if (argc < 2) {
+        printf("usage: test-kvcache [--only PART] model.gguf ...\nplays scenes on each model; PART: of a scene's "
+               "name\n");
+    }
+
+    llama_log_set(
+        [](ggml_log_level, const char *text, void *) {
+            if (getenv("VERBOSE")) fputs(text, stderr);
+        },
+        nullptr);
+    llama_backend_init();
+
+    for (int i = 1; i < argc; ++i) {
+        if (!strcmp(argv[i], "--only") && i + 1 < argc) {
+            only = argv[++i];
+            continue;
+        }
+
+        auto *model = llama_model_load_from_file(argv[i], llama_model_default_params());
+
+        printf("%s\n", argv[i]);
+        if (!model) {
+            printf("  FAIL: cannot be loaded\n");
+            ok = false;
+            continue;
+        }
+
+        ok = test_decode(model) && ok;
+        ok = test_embeddings(model) && ok;
+        ok = test_sequences(model) && ok;
+        ok = test_options(model) && ok;
+
+        llama_model_free(model);
+    }
+
+    llama_backend_free();
+
+    return ok ? 0 : 1;
+}
