@@ -104,14 +104,16 @@ class Report:
 
 
 @contextmanager
-def filled(report: Report, model: Model, dtype: str, depth: int, room: int) -> Iterator[dict[str, Context]]:
+def filled(
+    report: Report, model: Model, dtype: str, depth: int, room: int, threads: int = 0
+) -> Iterator[dict[str, Context]]:
     """Give a context with each cache that has the type, filled to a depth and warm; all are freed in the end."""
     contexts: dict[str, Context] = {}
     try:
         for cache in CACHES:
             if cache == "plain" and dtype in BLOCKED:
                 continue
-            contexts[cache] = context = Context(model, cache, dtype, depth + room, report.threads)
+            contexts[cache] = context = Context(model, cache, dtype, depth + room, threads or report.threads)
             if not context.fill(depth):
                 report.say(f"{context.name} loads no state of {dtype}: its contexts are prefilled")
             if cache == KVCACHE and context.own:
@@ -169,6 +171,7 @@ from llama_cpp_contexts import Context, Library, Model
 model = Model(Library(Path({library!r})), Path({model!r}))
 result.append(resident())
 context = Context(model, {cache!r}, {dtype!r}, {n_ctx}, {threads}, n_seq_max={sequences}, unified={unified})
+context.decode(min(512, {depth}))  # as a prompt, which uses all buffers
 context.fill({depth})
 context.share({sequences})
 context.decode_each({sequences})
@@ -215,10 +218,34 @@ def resident(
     report.cells(tokens, dtype, *cells, f"{over:.3f}", wanted, "", pool)
 
 
+def overhead(report: Report, model: Model, o: argparse.Namespace) -> None:
+    """Time whole steps of a model with next to no arithmetic, so that calls of the cache are a large part of them."""
+    report.open("a step of a tiny model after 8 tokens on one thread, µs a layer", "wanted")
+    tiny = Model(model.library, written("tiny"))
+
+    def stepper(context: Context) -> Callable[[], float]:
+        def step() -> float:
+            context.rewind(8)
+            return statistics.median(context.decode() for _ in range(8))
+
+        return step
+
+    for dtype in o.types:
+        with filled(report, tiny, dtype, 8, 256 - 8, threads=1) as contexts:
+            samples = interleave({cache: stepper(context) for cache, context in contexts.items()}, 4 * o.steps)
+        found = {cache: statistics.median(seconds) / tiny.num_layers for cache, seconds in samples.items()}
+        for cache, seconds in found.items():
+            report.row(f"step of a tiny model, {CACHES[cache][0]}", 8, dtype, seconds=seconds, threads=1)
+        cells = (f"{1e6 * found[cache]:.2f}" if cache in found else "" for cache in CACHES)
+        report.cells("8", dtype, *cells, "< 5")
+    tiny.close()
+
+
 SECTIONS: dict[str, Callable[[Report, Model, argparse.Namespace], None]] = {
     "decode": decode,
     "prompt": prompt,
     "memory": memory,
+    "overhead": overhead,
 }
 
 
@@ -253,12 +280,15 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return o
 
 
+def written(name: str) -> Path:
+    """Return the path of a model of random weights, written at its first use."""
+    path = MODELS / f"{name}.gguf"
+    return path if path.exists() else llama_cpp_models.write(name, MODELS)
+
+
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     o = options(arguments)
-    if not o.model:
-        o.model = MODELS / "llama-1b.gguf"
-        if not o.model.exists():
-            llama_cpp_models.write("llama-1b", MODELS)
+    o.model = o.model or written("llama-1b")
     print(describe_machine())
     print(f"{o.model.name}, {o.threads} threads, load {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
     report = Report(o.threads, WANTED if o.model.stem == "llama-1b" else {})

@@ -162,10 +162,10 @@ class Context:
 
         The rows are loaded as a state, which is that of one token, made longer.
         """
+        self.rewind(0)
         if not tokens:
             return True
-        if not self.tokens:
-            self.decode()
+        self.decode()
         size = self.api.llama_state_seq_get_size(self._handle, 0)
         state = np.empty(size, np.uint8)
         self.api.llama_state_seq_get_data(self._handle, self._bytes(state), size, 0)

@@ -200,14 +200,14 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def write(name: str, folder: Path) -> Path:
-    """Write one of the models into a folder, and return its path."""
+    """Write one of the models into a folder, whole or not at all, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.gguf"
+    path, part = folder / f"{name}.gguf", folder / f"{name}.gguf.part"
     if name == "repository":
-        write_repository(path)
+        write_repository(part)
     else:
-        write_random(path, SHAPES[name])
-    return path
+        write_random(part, SHAPES[name])
+    return part.replace(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

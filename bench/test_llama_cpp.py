@@ -85,8 +85,8 @@ def test_a_context_is_filled_at_once(library, tiny, tmp_path, shape, cache, dtyp
     model.close()
 
 
-def test_the_same_state_gives_the_same_logits(library, tiny):
-    model, found = Model(library, tiny), {}
+def test_every_cache_gives_the_same_logits(library, tmp_path):
+    model, found = Model(library, llama_cpp_models.write("repository", tmp_path)), {}
     for cache in CACHES:
         context = Context(model, cache, "f16", 256, 2)
         if cache == "kvcache" and context.own:
@@ -114,7 +114,8 @@ def test_what_is_missing_is_named(library, tmp_path):
 # ---- the comparison
 
 
-def test_every_section_once(library, tiny, tmp_path, capsys):
+def test_every_section_once(library, tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_llama_cpp, "MODELS", tiny.parent)
     bench_llama_cpp.main([
         f"--library={FOLDER}", f"--model={tiny}", "--context", "0", "300", "--steps=1", "--types", "f16", "q4_0",
         "--prompt-context", "40", "--prompt-types", "q8_0", "--prompts=1", "--shared=40",
@@ -133,6 +134,10 @@ def test_every_section_once(library, tiny, tmp_path, capsys):
         "decoding, speedup over the default",
         "memory at 300 tokens, over the default",
         "memory of 64 sequences that share 40 tokens, over the default",
+    }
+    assert {row["name"] for row in rows if "seconds" in row and row["type"] == "q4_0"} == {
+        "step of a tiny model, flash attention",
+        "step of a tiny model, kvcache",
     }
     assert "llama.cpp" in (tmp_path / "picture.svg").read_text()
 
