@@ -305,6 +305,10 @@ KVC_API int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer);
 KVC_API int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id);
 KVC_API int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id);
 
+/* Sets *first and *last to the smallest and the largest stored position in a layer, both to -1 if nothing is stored
+ * there; layer -1: in any layer, as the two above.  Takes the same time however many rows there are.  KVC_ERR_INDEX. */
+KVC_API kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *first, int32_t *last);
+
 /* Returns the position of the next token: kvc_last_position + 1, or what follows the latest tokens if all their rows
  * were evicted.  0 if nothing was stored. */
 KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
@@ -342,6 +346,16 @@ KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, i
 
 /* Does kvc_copy_prefix of everything src holds. */
 KVC_API kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst);
+
+/* Adds the rows of src at positions [begin, end) to dst, which keeps what it holds, as the last to arrive there.  No
+ * row is copied, and limits are checked later, as in kvc_copy_prefix; of a cross-attention layer all rows are added,
+ * where dst has none.  Rows that dst holds already, in the same slots at the same positions, are left out, so that
+ * sharing twice does no harm.  KVC_ERR_INVALID, with the position, if dst holds another row at the position of one of
+ * src's in some layer; also if src == dst.  KVC_ERR_NOMEM.
+ * What was evicted of src at these positions counts as evicted of dst, unless dst holds rows there: kvc_can_resume says
+ * where dst can go on, and a batch that would see such rows is KVC_ERR_GONE.  Into an empty sequence, [0, KVC_END) does
+ * what kvc_fork does. */
+KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t begin, int32_t end);
 
 /* Drops the rows at positions [begin, end).  With `shift`, later tokens move down by end - begin, as by kvc_shift,
  * with its errors.  Without, they stay where they are; KVC_ERR_NOMEM.  Where there are no later tokens, KVC_ERR_GONE as

@@ -80,8 +80,7 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_cache_free(kvc_cache *cache)
 
     int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer)
-    int32_t kvc_first_position(kvc_cache *cache, int64_t seq_id)
-    int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id)
+    kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *first, int32_t *last)
     int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id)
     int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position)
     int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids)
@@ -92,6 +91,7 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id)
     kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length)
     kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst)
+    kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t begin, int32_t end)
     kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift)
     kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length)
     kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta)

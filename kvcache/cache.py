@@ -934,13 +934,26 @@ class KVCache:
         """Return the number of rows that a sequence holds in a layer, by default in the layer with most."""
         return self._core.seq_len(seq_id, layer)
 
-    def first_position(self, seq_id: SupportsIndex = 0) -> int:
-        """Return the smallest position with a row in some layer; -1 if nothing is stored."""
-        return self._core.first_position(seq_id)
+    def first_position(self, seq_id: SupportsIndex = 0, *, layer: SupportsIndex | None = None) -> int:
+        """Return the smallest position with a row in a layer, by default in any; -1 if nothing is stored there.
 
-    def last_position(self, seq_id: SupportsIndex = 0) -> int:
-        """Return the largest position with a row in some layer; -1 if nothing is stored."""
-        return self._core.last_position(seq_id)
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(2, 2, 8, 64, policy=[kvcache.FullAttention(), kvcache.SlidingWindow(4)])
+        >>> for _ in range(10):
+        ...     with cache.batch(1) as batch:
+        ...         for layer in range(2):
+        ...             batch.put(layer, np.ones((1, 2, 8), np.float32), np.ones((1, 2, 8), np.float32))
+        >>> cache.first_position(), cache.first_position(layer=1), cache.last_position(layer=1)
+        (0, 6, 9)
+        """
+        return self._core.position_range(seq_id, layer)[0]
+
+    def last_position(self, seq_id: SupportsIndex = 0, *, layer: SupportsIndex | None = None) -> int:
+        """Return the largest position with a row in a layer, by default in any; -1 if nothing is stored there."""
+        return self._core.position_range(seq_id, layer)[1]
 
     def next_position(self, seq_id: SupportsIndex = 0) -> int:
         """Return the position at which the runner continues.
@@ -1003,6 +1016,52 @@ class KVCache:
         """
         self._core.fork(src, dst)
         self._follow_drop(src, dst)
+
+    def share_range(
+        self, src: SupportsIndex, dst: SupportsIndex, begin: SupportsIndex = 0, end: SupportsIndex | None = None
+    ) -> None:
+        """Add the rows of `src` at positions ``[begin, end)`` to `dst`, behind what it holds.
+
+        No row is copied, as in `copy_prefix`. Rows that `dst` shares already are left out, so that sharing twice does
+        no harm; an encoder's rows are added where `dst` has none. Rows that were evicted of `src` there are missing in
+        `dst` as well: see `can_resume`.
+
+        Parameters
+        ----------
+        src : int
+            The id of the sequence whose rows are shared.
+        dst : int
+            The id of the sequence that comes to hold them, too.
+        begin : int, default 0
+            The first position to share.
+        end : int, optional
+            The end of the positions to share; by default the end of `src`.
+
+        Raises
+        ------
+        ValueError
+            If `src` and `dst` are the same, `begin` is negative or `end` below it; or if `dst` holds another row than
+            `src` at one of these positions, in some layer.
+        CacheBusyError
+            If one of the two sequences is in an open batch.
+        MemoryError
+            If memory for the bookkeeping is short.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcache
+        >>> cache = kvcache.KVCache(1, 2, 8, 64, max_sequences=3)
+        >>> with cache.batch(positions=[0, 1, 2, 0, 1, 2], seq_ids=[0, 0, 0, 1, 1, 1]) as batch:
+        ...     batch.put(0, np.ones((6, 2, 8), np.float32), np.ones((6, 2, 8), np.float32))
+        >>> cache.share_range(0, 2, 0, 2)
+        >>> cache.share_range(1, 2, 2)
+        >>> cache.positions(seq_id=2).tolist(), cache.stats()["live_slots"]
+        ([0, 1, 2], 6)
+        """
+        self._core.share_range(src, dst, begin, end)
+        if operator.index(src) in self._dropped and not self._core.seq_len(dst, None):
+            self._dropped.add(operator.index(dst))
 
     def _follow_drop(self, src: SupportsIndex, dst: SupportsIndex) -> None:
         """Mark a copy as dropped if its original was."""

@@ -139,23 +139,16 @@ cdef class Cache(_CallCounter):
         cdef int64_t seq = to_seq_id(seq_id)
         return self.count_rows(seq, -1 if layer is None else to_layer(layer, self.num_layers))
 
-    def first_position(self, seq_id):
+    def position_range(self, seq_id, layer):
         cdef int64_t seq = to_seq_id(seq_id)
-        cdef int32_t position
+        cdef int32_t at = -1 if layer is None else to_layer(layer, self.num_layers), first = -1, last = -1
+        cdef kvc_status status
         cdef kvc_cache *cache = self.enter()
         with nogil:
-            position = kvc_first_position(cache, seq)
+            status = kvc_position_range(cache, seq, at, &first, &last)
         self.leave()
-        return position
-
-    def last_position(self, seq_id):
-        cdef int64_t seq = to_seq_id(seq_id)
-        cdef int32_t position
-        cdef kvc_cache *cache = self.enter()
-        with nogil:
-            position = kvc_last_position(cache, seq)
-        self.leave()
-        return position
+        check(status)
+        return first, last
 
     def next_position(self, seq_id):
         return self.find_next(to_seq_id(seq_id))
@@ -239,6 +232,16 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_fork(cache, source, target)
+        self.leave()
+        check(status)
+
+    def share_range(self, src, dst, begin, end):
+        cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
+        cdef int32_t low = to_position(begin, "begin"), high = to_end(end, low)
+        cdef kvc_status status
+        cdef kvc_cache *cache = self.enter()
+        with nogil:
+            status = kvc_share(cache, source, target, low, high)
         self.leave()
         check(status)
 

@@ -94,7 +94,7 @@ static int32_t first_safe(const kvc_cache *cache, const kvc_sequence *sequence) 
 kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length) {
     int32_t before = INT32_MAX, misses = 0; /* before: nothing was lost below */
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        const kvc_position_range lost = sequence->runs[g].lost;
+        const kvc_interval lost = sequence->runs[g].lost;
         if (lost.end && lost.begin < before) before = lost.begin;
         misses |= lost.begin < length && kvc_policy_lowest(&cache->policies[g], length) < lost.end;
     }

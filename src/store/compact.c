@@ -185,7 +185,7 @@ static void move_rows(kvc_compaction *c) {
 /* Gives the runs of a list the new places of their slots; a run that would cross the end of a block becomes two. */
 static void move_runs(const kvc_compaction *c, kvc_run_list *list) {
     const int32_t num = list->num, from = list->capacity - num, size = c->pool->block_size;
-    const kvc_position_range lost = list->lost;
+    const kvc_interval lost = list->lost;
     if (!num) return;
     memmove(list->runs + from, kvc_runs_begin(list), (size_t)num * sizeof *list->runs);
     list->first = list->num = 0;

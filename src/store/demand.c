@@ -7,7 +7,7 @@
 kvc_block *kvc_last_block(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t *fill) {
     const kvc_run_list *list = &member->sequence->runs[g];
     const kvc_compaction *c = batch->cache->pools[g].compaction;
-    const kvc_position_range gone = kvc_evictable(batch->cache, member->sequence, g);
+    const kvc_interval gone = kvc_evictable(batch->cache, member->sequence, g);
     for (int32_t i = list->num - 1; i >= 0; i--) {
         const kvc_run *run = kvc_runs_begin(list) + i;
         /* Index in the run of its last row that stays, plus 1. */

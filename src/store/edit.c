@@ -34,12 +34,12 @@ static int32_t bound_after(const edit *e, int32_t bound) {
 }
 
 /* Returns the lost positions of a list after the edit: evicted rows are removed and moved like stored ones. */
-static kvc_position_range lost_after(const edit *e, kvc_position_range lost) {
+static kvc_interval lost_after(const edit *e, kvc_interval lost) {
     const kvc_change *c = &e->change;
-    const kvc_position_range none = {0, 0};
+    const kvc_interval none = {0, 0};
     if (e->removes) {
         if (lost.begin >= c->begin && lost.end <= c->end) return none;
-        return (kvc_position_range){bound_after(e, lost.begin), bound_after(e, lost.end)};
+        return (kvc_interval){bound_after(e, lost.begin), bound_after(e, lost.end)};
     }
     if (lost.end <= c->begin || lost.begin >= c->moved_end) return lost;
     lost.begin = 0; /* a safe bound, as lost rows may be moved to anywhere below */

@@ -6,13 +6,13 @@ void kvc_set_lows(kvc_cache *cache) {
         if (!sequence->in_batch) sequence->low = kvc_sequence_next(sequence);
 }
 
-kvc_position_range kvc_evictable(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
+kvc_interval kvc_evictable(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
     const kvc_policy *policy = &cache->policies[g];
-    return (kvc_position_range){kvc_policy_sinks(policy), kvc_policy_retained(policy, sequence->low)};
+    return (kvc_interval){kvc_policy_sinks(policy), kvc_policy_retained(policy, sequence->low)};
 }
 
 int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
-    const kvc_position_range gone = kvc_evictable(cache, sequence, g);
+    const kvc_interval gone = kvc_evictable(cache, sequence, g);
     return sequence->runs[g].num_rows - kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, NULL, NULL);
 }
 
@@ -22,7 +22,7 @@ int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int
 static void visit_evictable(const kvc_cache *cache, int32_t g, kvc_part_fn *visit, void *context) {
     if (!kvc_policy_evicts(&cache->policies[g])) return;
     for (const kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed) {
-        const kvc_position_range gone = kvc_evictable(cache, sequence, g);
+        const kvc_interval gone = kvc_evictable(cache, sequence, g);
         kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, visit, context);
     }
 }
@@ -70,7 +70,7 @@ void kvc_evict(kvc_cache *cache, int32_t g) {
     for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed) {
         kvc_runs_install(&sequence->runs[g], &cache->memory);
         if (!kvc_policy_evicts(&cache->policies[g])) continue;
-        const kvc_position_range gone = kvc_evictable(cache, sequence, g);
+        const kvc_interval gone = kvc_evictable(cache, sequence, g);
         cache->stats.rows_evicted += kvc_runs_evict(&sequence->runs[g], &cache->pools[g], gone.begin, gone.end);
     }
 }

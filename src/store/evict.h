@@ -13,7 +13,7 @@
 void kvc_set_lows(kvc_cache *cache);
 
 /* Returns the positions that group g can evict of a sequence, given sequence->low. */
-kvc_position_range kvc_evictable(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);
+kvc_interval kvc_evictable(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);
 
 /* Counts the rows that a sequence keeps in group g when that evicts. */
 int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);

@@ -7,46 +7,128 @@ static kvc_status check_position(int32_t value, const char *name) {
     return kvc_fail(KVC_ERR_INVALID, "%s is %d: a position must not be negative", name, value);
 }
 
-/* Makes a sequence, not in the table yet, with memory for all runs of src; returns NULL if out of memory. */
-static kvc_sequence *new_sharer(kvc_cache *cache, const kvc_sequence *src, int64_t id) {
-    kvc_sequence *dst = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
-    const kvc_table before = cache->sequences;
-    kvc_status status = dst ? kvc_table_reserve(&cache->sequences, &before, &cache->memory) : KVC_ERR_NOMEM;
+/* Finds src and dst (NULL: there is none) after waiting until no call writes their rows in place.  KVC_ERR_BUSY. */
+static kvc_status find_two(kvc_cache *cache, int64_t src_id, int64_t dst_id, kvc_sequence **src, kvc_sequence **dst) {
+    do { /* while this waits for one, a call may begin to write the other */
+        kvc_cache_find(cache, dst_id);
+        *src = kvc_cache_find(cache, src_id);
+        *dst = kvc_table_find(&cache->sequences, dst_id);
+    } while (*dst && (*dst)->in_place);
+    const kvc_status status = kvc_check_idle(*src);
+    return status == KVC_OK ? kvc_check_idle(*dst) : status;
+}
+
+/* The rows that dst is to share with src. */
+typedef struct sharing {
+    kvc_sequence *src, *dst; /* dst: what it holds is left out; NULL: nothing */
+    int32_t begin, end;      /* positions of tokens */
+} sharing;
+
+/* Adds a part to a list, which becomes one of its holders. */
+static void hold_part(void *list, const kvc_run *part) {
+    kvc_pool_hold(part->block, part->slot, part->count);
+    kvc_runs_append(list, part);
+}
+
+/* Fills the list of one group, or, if it is NULL, returns the number of runs that the list will have at most. */
+static int32_t share_group(const kvc_cache *cache, const sharing *s, int32_t g, kvc_run_list *to) {
+    static const kvc_run_list nothing = {.min_position = -1, .max_position = -1};
+    const kvc_run_list *from = &s->src->runs[g], *held = s->dst ? &s->dst->runs[g] : &nothing;
+    const int is_cross = g >= cache->num_token_groups;
+    const int32_t begin = is_cross ? 0 : s->begin, end = is_cross ? KVC_END : s->end;
+    if (is_cross && held->num) return 0;
+    if (!to && !held->num) return from->num;
+    if (to) to->lost = kvc_runs_lost_in(held, from, begin, end);
+    return kvc_runs_visit_missing(held, from, begin, end, to ? hold_part : NULL, to);
+}
+
+/* Makes a sequence, not in the table yet, of the rows to share; returns NULL if out of memory. */
+static kvc_sequence *new_sharer(kvc_cache *cache, const sharing *s, int64_t id) {
+    kvc_sequence *sharer = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
+    kvc_status status = sharer ? KVC_OK : KVC_ERR_NOMEM;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
-        status = kvc_runs_reserve(&dst->runs[g], &cache->memory, src->runs[g].num);
-    if (status == KVC_OK) {
-        kvc_table_keep(&cache->sequences, &before, &cache->memory);
-        return dst;
-    }
-    kvc_table_restore(&cache->sequences, &before, &cache->memory);
-    if (dst) kvc_sequence_free(dst, &cache->memory, cache->pools);
+        status = kvc_runs_reserve(&sharer->runs[g], &cache->memory, share_group(cache, s, g, NULL));
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) share_group(cache, s, g, &sharer->runs[g]);
+    if (status == KVC_OK) return sharer;
+    if (sharer) kvc_sequence_free(sharer, &cache->memory, cache->pools);
     return NULL;
 }
 
-/* Replaces the rows of dst by those of src, without tokens at positions from `length` on. */
-static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t length) {
-    const kvc_sequence *src;
-    kvc_sequence *old, *dst = NULL;
-    do { /* while this waits for one, a call may begin to write the other */
-        kvc_cache_find(cache, dst_id);
-        src = kvc_cache_find(cache, src_id);
-        old = kvc_table_find(&cache->sequences, dst_id);
-    } while (old && old->in_place);
-    kvc_status status = kvc_check_idle(src);
-    if (status == KVC_OK) status = kvc_check_idle(old);
-    if (status == KVC_OK && src) status = kvc_check_cut(cache, src, length);
-    if (status != KVC_OK) return status;
-    if (src && !(dst = new_sharer(cache, src, dst_id)))
-        return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)dst_id);
-    if (dst)
-        for (int32_t g = 0; g < cache->num_groups; g++)
-            kvc_runs_share(&dst->runs[g], &src->runs[g], g < cache->num_token_groups ? length : KVC_END);
+static kvc_status fail_memory(int64_t id) {
+    return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)id);
+}
+
+/* Inserts a sequence into the table, in place of `old` if that is not NULL; frees it if out of memory. */
+static kvc_status insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old) {
+    const kvc_table before = cache->sequences;
+    if (!old && kvc_table_reserve(&cache->sequences, &before, &cache->memory) != KVC_OK) {
+        const int64_t id = sequence->id;
+        kvc_sequence_free(sequence, &cache->memory, cache->pools);
+        return fail_memory(id);
+    }
+    kvc_table_keep(&cache->sequences, &before, &cache->memory);
     if (old) kvc_cache_forget(cache, old);
-    if (dst) {
-        kvc_table_insert(&cache->sequences, dst);
-        kvc_cache_after_edit(cache, dst);
+    kvc_table_insert(&cache->sequences, sequence);
+    kvc_cache_after_edit(cache, sequence);
+    return KVC_OK;
+}
+
+/* Moves the rows of `more`, which it frees, to the end of a sequence. */
+static kvc_status join(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *more) {
+    kvc_status status = KVC_OK;
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
+        status = kvc_runs_prepare(&sequence->runs[g], &cache->memory, more->runs[g].num);
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        kvc_run_list *list = &sequence->runs[g];
+        if (status != KVC_OK) {
+            kvc_runs_discard(list, &cache->memory);
+            continue;
+        }
+        kvc_runs_install(list, &cache->memory);
+        kvc_runs_join(list, &more->runs[g]);
+    }
+    kvc_sequence_free(more, &cache->memory, cache->pools);
+    if (status == KVC_OK) kvc_cache_after_edit(cache, sequence);
+    return status;
+}
+
+/* Replaces the rows of dst by those of src at positions below `length`. */
+static kvc_status copy_prefix(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t length) {
+    sharing s = {.end = length};
+    kvc_sequence *old;
+    kvc_status status = find_two(cache, src_id, dst_id, &s.src, &old);
+    if (status == KVC_OK && s.src) status = kvc_check_cut(cache, s.src, length);
+    if (status != KVC_OK) return status;
+    kvc_sequence *sharer = s.src ? new_sharer(cache, &s, dst_id) : NULL;
+    if (sharer) return insert(cache, sharer, old);
+    if (s.src) return fail_memory(dst_id);
+    if (old) kvc_cache_forget(cache, old);
+    return KVC_OK;
+}
+
+/* Returns KVC_ERR_INVALID if dst holds another row than src at one of the positions. */
+static kvc_status check_same_rows(const kvc_cache *cache, const sharing *s) {
+    for (int32_t g = 0; s->dst && g < cache->num_token_groups; g++) {
+        const int32_t position = kvc_runs_find_other(&s->dst->runs[g], &s->src->runs[g], s->begin, s->end);
+        if (position >= 0)
+            return kvc_fail(KVC_ERR_INVALID,
+                            "at position %d, dst, sequence %lld, holds another row than src, sequence %lld: remove it "
+                            "there, or share other positions",
+                            position, (long long)s->dst->id, (long long)s->src->id);
     }
     return KVC_OK;
+}
+
+/* Adds the rows of src at positions [begin, end) to dst. */
+static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t begin, int32_t end) {
+    sharing s = {.begin = begin, .end = end};
+    kvc_status status = find_two(cache, src_id, dst_id, &s.src, &s.dst);
+    if (status != KVC_OK || !s.src || begin == end) return status;
+    status = check_same_rows(cache, &s);
+    if (status != KVC_OK) return status;
+    kvc_sequence *sharer = new_sharer(cache, &s, dst_id);
+    if (!sharer) return fail_memory(dst_id);
+    return s.dst ? join(cache, s.dst, sharer) : insert(cache, sharer, NULL);
 }
 
 static kvc_status check_two(int64_t src, int64_t dst) {
@@ -59,12 +141,20 @@ kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t l
     if (status == KVC_OK) status = check_position(length, "length");
     if (status != KVC_OK) return status;
     kvc_lock(cache);
-    return kvc_unlock(cache, share(cache, src, dst, length));
+    return kvc_unlock(cache, copy_prefix(cache, src, dst, length));
 }
 
 kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst) {
     const kvc_status status = check_two(src, dst);
     if (status != KVC_OK) return status;
     kvc_lock(cache);
-    return kvc_unlock(cache, share(cache, src, dst, KVC_END));
+    return kvc_unlock(cache, copy_prefix(cache, src, dst, KVC_END));
+}
+
+kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t begin, int32_t end) {
+    kvc_status status = check_two(src, dst);
+    if (status == KVC_OK) status = kvc_check_positions(begin, end);
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    return kvc_unlock(cache, share(cache, src, dst, begin, end));
 }

@@ -29,6 +29,24 @@ int32_t kvc_last_position(kvc_cache *cache, int64_t seq_id) {
     return position;
 }
 
+kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *first, int32_t *last) {
+    const kvc_status status = layer == -1 ? KVC_OK : kvc_check_layer(cache, layer);
+    if (status != KVC_OK) return status;
+    if (!first) return kvc_fail(KVC_ERR_INVALID, "first is NULL");
+    if (!last) return kvc_fail(KVC_ERR_INVALID, "last is NULL");
+    *first = *last = -1;
+    kvc_lock(cache);
+    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
+    if (sequence && layer == -1) {
+        *first = kvc_sequence_first(sequence);
+        *last = kvc_sequence_last(sequence);
+    } else if (sequence) {
+        *first = sequence->runs[cache->group_of[layer]].min_position;
+        *last = sequence->runs[cache->group_of[layer]].max_position;
+    }
+    return kvc_unlock(cache, KVC_OK);
+}
+
 int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id) {
     kvc_lock(cache);
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);

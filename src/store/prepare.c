@@ -57,13 +57,13 @@ static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
     const kvc_cache *cache = batch->cache;
     for (int32_t s = 0; cache->max_seq_len && s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
-        const int64_t kept = kvc_count_kept(cache, member->sequence, g);
-        if (kept + member->num_tokens > cache->max_seq_len)
+        const int64_t kept = kvc_count_kept(cache, member->sequence, g), room = cache->max_seq_len - kept;
+        if (member->num_tokens > room)
             return kvc_fail(KVC_ERR_FULL,
                             "%d more tokens do not fit: sequence %lld holds %lld of max_seq_len %lld, %lld fit at "
                             "once; %s, or give a larger max_seq_len",
                             member->num_tokens, (long long)member->sequence->id, (long long)kept,
-                            (long long)cache->max_seq_len, (long long)(cache->max_seq_len - kept),
+                            (long long)cache->max_seq_len, (long long)(room > 0 ? room : 0),
                             kvc_policy_evicts(&cache->policies[g]) ? "feed so many at a time" : "remove some");
     }
     return KVC_OK;
@@ -112,7 +112,7 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
             kvc_run_list *list = &sequence->runs[g];
             const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
             const int32_t more = member ? most_runs(batch, member, g) : 0;
-            const kvc_position_range gone = kvc_evictable(cache, sequence, g);
+            const kvc_interval gone = kvc_evictable(cache, sequence, g);
             if (cache->pools[g].compaction)
                 status = kvc_runs_prepare_edit(list, &cache->memory, more + 2);
             else if (more || kvc_policy_evicts(&cache->policies[g]))

@@ -113,7 +113,7 @@ static int64_t count_room(const kvc_batch *batch) {
         slot_bytes += kvc_pool_slot_bytes(pool);
     }
     if (cache->max_bytes && slot_bytes && cache->max_bytes / slot_bytes < room) room = cache->max_bytes / slot_bytes;
-    return room;
+    return room > 0 ? room : 0; /* sharing may have made the sequence longer than max_seq_len */
 }
 
 /* Finds the largest number of tokens that fit; within max_bytes by bisection, as only a trial shows it. */

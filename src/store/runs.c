@@ -130,10 +130,29 @@ void kvc_runs_recount(kvc_run_list *list) {
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) count_run(list, run);
 }
 
+/* Returns whether the list may hold rows at positions [begin, end). */
+static int may_hold(const kvc_run_list *list, int32_t begin, int32_t end) {
+    return begin < end && list->num && list->min_position < end && list->max_position >= begin;
+}
+
+/* Returns the first run that may hold positions from `begin` on, of a list that has runs: by bisection if positions
+ * ascend. */
+static const kvc_run *first_run(const kvc_run_list *list, int32_t begin) {
+    int32_t from = 0, to = list->ascending ? list->num : 0;
+    while (from < to) {
+        const int32_t middle = from + (to - from) / 2;
+        if (run_end(kvc_runs_begin(list) + middle) <= begin)
+            from = middle + 1;
+        else
+            to = middle;
+    }
+    return kvc_runs_begin(list) + from;
+}
+
 int64_t kvc_runs_visit(const kvc_run_list *list, int32_t begin, int32_t end, kvc_part_fn *visit, void *context) {
     int64_t count = 0;
-    if (begin >= end || list->num == 0 || list->min_position >= end || list->max_position < begin) return 0;
-    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
+    if (!may_hold(list, begin, end)) return 0;
+    for (const kvc_run *run = first_run(list, begin); run < kvc_runs_end(list); run++) {
         if (list->ascending && run->position >= end) break;
         const kvc_run part = kvc_run_part(run, begin, end);
         if (!part.count) continue;
@@ -180,11 +199,16 @@ kvc_status kvc_runs_prepare_evict(kvc_run_list *list, kvc_memory *memory, int32_
     return kvc_runs_prepare_edit(list, memory, extra);
 }
 
+/* Makes lost positions include others, if there are any. */
+static void add_lost(kvc_interval *lost, kvc_interval more) {
+    if (!more.end) return;
+    if (!lost->end || more.begin < lost->begin) lost->begin = more.begin;
+    if (more.end > lost->end) lost->end = more.end;
+}
+
 /* Adds an evicted part to the list's lost positions. */
-static void note_lost(void *context, const kvc_run *part) {
-    kvc_position_range *lost = context;
-    if (!lost->end || part->position < lost->begin) lost->begin = part->position;
-    if (run_end(part) > lost->end) lost->end = run_end(part);
+static void note_lost(void *lost, const kvc_run *part) {
+    add_lost(lost, (kvc_interval){part->position, run_end(part)});
 }
 
 /* Drops the rows below position `end` from the runs behind the first `kept` ones. */
@@ -217,17 +241,6 @@ int64_t kvc_runs_evict(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_
     return kept >= 0 ? trim_front(list, pool, kept, end) : kvc_runs_remove(list, pool, begin, end);
 }
 
-void kvc_runs_share(kvc_run_list *dst, const kvc_run_list *src, int32_t length) {
-    for (const kvc_run *run = kvc_runs_begin(src); run < kvc_runs_end(src); run++) {
-        const kvc_run part = kvc_run_part(run, 0, length);
-        if (!part.count) continue;
-        kvc_pool_hold(part.block, part.slot, part.count);
-        kvc_runs_append(dst, &part);
-    }
-    if (src->lost.begin < length) dst->lost = src->lost;
-    if (dst->lost.end > length) dst->lost.end = length;
-}
-
 int64_t kvc_runs_find(const kvc_run_list *list, int32_t position) {
     int64_t row = 0, found = -1;
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
@@ -235,4 +248,121 @@ int64_t kvc_runs_find(const kvc_run_list *list, int32_t position) {
         row += run->count;
     }
     return found;
+}
+
+/* ---- sharing ----------------------------------------------------------------------------------------------------- */
+
+/* Returns whether rows of two runs lie in the same slots where they have the same positions. */
+static int lies_as(const kvc_run *a, const kvc_run *b) {
+    return a->block == b->block && a->slot - a->position == b->slot - b->position;
+}
+
+/* Returns the part at positions [begin, end) of the run that holds the lowest of them; its count is 0 if none does.
+ * as: if not NULL, leaves out runs that do not lie as this one. */
+static kvc_run lowest_part(const kvc_run_list *list, int32_t begin, int32_t end, const kvc_run *as) {
+    kvc_run lowest = {.count = 0};
+    if (!may_hold(list, begin, end)) return lowest;
+    for (const kvc_run *run = first_run(list, begin); run < kvc_runs_end(list); run++) {
+        if (list->ascending && (lowest.count || run->position >= end)) break;
+        const kvc_run part = kvc_run_part(run, begin, end);
+        if (!part.count || (as && !lies_as(run, as))) continue;
+        if (!lowest.count || part.position < lowest.position) lowest = part;
+    }
+    return lowest;
+}
+
+/* What a list holds at the positions of rows of another list. */
+typedef enum holding {
+    NOTHING, /* no row */
+    SAME,    /* the same row: it lies in the same slot */
+    ANOTHER  /* one row or several, none of them the same */
+} holding;
+
+/* Takes off the front of *rest, rows of another list, those for which `list` holds alike, at least one, and returns
+ * them.  *how: what it holds. */
+static kvc_run take_alike(const kvc_run_list *list, kvc_run *rest, holding *how) {
+    const int32_t begin = rest->position, end = run_end(rest);
+    const kvc_run found = lowest_part(list, begin, end, NULL);
+    int32_t to = found.count ? found.position : end;
+    *how = NOTHING;
+    if (to == begin) {
+        kvc_run same = {.count = 0};
+        if (lies_as(&found, rest))
+            same = found;
+        else if (!list->ascending) /* positions may repeat: the same row may stand further behind */
+            same = lowest_part(list, begin, end, rest);
+        *how = same.count && same.position == begin ? SAME : ANOTHER;
+        to = run_end(*how == SAME ? &same : &found);
+        if (*how == ANOTHER && same.count && same.position < to) to = same.position;
+    }
+    const kvc_run alike = kvc_run_part(rest, begin, to);
+    *rest = kvc_run_part(rest, to, end);
+    return alike;
+}
+
+/* Compares rows with those of a list. */
+typedef struct comparison {
+    const kvc_run_list *list;
+    kvc_part_fn *visit; /* called for parts that the list does not hold; may be NULL */
+    void *context;
+    int32_t num_missing; /* number of these parts */
+    int32_t other_at;    /* the first position at which the list holds another row; -1: there is none */
+} comparison;
+
+static void add_missing(comparison *c, const kvc_run *part) {
+    if (c->visit) c->visit(c->context, part);
+    c->num_missing++;
+}
+
+static void compare_part(void *context, const kvc_run *part) {
+    comparison *c = context;
+    if (!may_hold(c->list, part->position, run_end(part))) {
+        add_missing(c, part);
+        return;
+    }
+    for (kvc_run rest = *part; rest.count;) {
+        holding how;
+        const kvc_run alike = take_alike(c->list, &rest, &how);
+        if (how == ANOTHER && c->other_at < 0) c->other_at = alike.position;
+        if (how != SAME) add_missing(c, &alike);
+    }
+}
+
+int32_t kvc_runs_find_other(const kvc_run_list *list, const kvc_run_list *than, int32_t begin, int32_t end) {
+    comparison c = {.list = than, .other_at = -1};
+    kvc_runs_visit(list, begin, end, compare_part, &c);
+    return c.other_at;
+}
+
+int32_t kvc_runs_visit_missing(const kvc_run_list *list, const kvc_run_list *from, int32_t begin, int32_t end,
+                               kvc_part_fn *visit, void *context) {
+    comparison c = {.list = list, .visit = visit, .context = context};
+    kvc_runs_visit(from, begin, end, compare_part, &c);
+    return c.num_missing;
+}
+
+/* Returns a run that holds a row at a position; NULL if none does. */
+static const kvc_run *run_at(const kvc_run_list *list, int32_t position) {
+    if (!may_hold(list, position, position + 1)) return NULL;
+    for (const kvc_run *run = first_run(list, position); run < kvc_runs_end(list); run++) {
+        if (run->position <= position && run_end(run) > position) return run;
+        if (list->ascending) break;
+    }
+    return NULL;
+}
+
+kvc_interval kvc_runs_lost_in(const kvc_run_list *list, const kvc_run_list *from, int32_t begin, int32_t end) {
+    kvc_interval lost = from->lost;
+    const kvc_run *run;
+    if (lost.begin < begin) lost.begin = begin;
+    if (lost.end > end) lost.end = end;
+    while (lost.begin < lost.end && (run = run_at(list, lost.begin))) lost.begin = run_end(run);
+    while (lost.begin < lost.end && (run = run_at(list, lost.end - 1))) lost.end = run->position;
+    return lost.begin < lost.end ? lost : (kvc_interval){0};
+}
+
+void kvc_runs_join(kvc_run_list *list, kvc_run_list *more) {
+    for (const kvc_run *run = kvc_runs_begin(more); run < kvc_runs_end(more); run++) kvc_runs_append(list, run);
+    add_lost(&list->lost, more->lost);
+    more->num = 0;
 }

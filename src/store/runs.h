@@ -17,14 +17,14 @@ typedef struct kvc_run {
 } kvc_run;
 
 /* Positions [begin, end); none where end <= begin. */
-typedef struct kvc_position_range {
+typedef struct kvc_interval {
     int32_t begin, end;
-} kvc_position_range;
+} kvc_interval;
 
 typedef struct kvc_run_list {
     kvc_run *runs; /* runs[first .. first + num): runs before `first` were evicted */
     int32_t first, num, capacity;
-    kvc_position_range lost;            /* all rows that were evicted stood here; end 0: none was */
+    kvc_interval lost;                  /* all rows that were evicted stood here; end 0: none was */
     int32_t min_position, max_position; /* -1 if there are no rows */
     int32_t ascending;                  /* positions rise from row to row */
     int64_t num_rows;
@@ -89,10 +89,25 @@ int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32
  * that in list->lost.  Returns their number.  Takes time for rows that are dropped, not for rows that stay. */
 int64_t kvc_runs_evict(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end);
 
-/* Makes dst hold the rows of src below position `length` as well; dst is empty, with capacity for all runs of src. */
-void kvc_runs_share(kvc_run_list *dst, const kvc_run_list *src, int32_t length);
-
 /* Returns the index, in order of arrival, of the row that arrived last at a position; -1 if there is none. */
 int64_t kvc_runs_find(const kvc_run_list *list, int32_t position);
+
+/* ---- sharing: rows of two lists are the same if they lie in the same slot and have the same position ------------- */
+
+/* Returns a position of [begin, end) at which `list` holds another row than a list that holds rows there, too; -1 if
+ * there is none. */
+int32_t kvc_runs_find_other(const kvc_run_list *list, const kvc_run_list *than, int32_t begin, int32_t end);
+
+/* Calls visit, unless it is NULL, for the parts at positions [begin, end) that `from` holds and `list` does not.
+ * Returns their number. */
+int32_t kvc_runs_visit_missing(const kvc_run_list *list, const kvc_run_list *from, int32_t begin, int32_t end,
+                               kvc_part_fn *visit, void *context);
+
+/* Returns the lost positions that `list` has in common with `from` once it holds these rows: those of [begin, end), but
+ * for ends of the range at which it holds rows of its own. */
+kvc_interval kvc_runs_lost_in(const kvc_run_list *list, const kvc_run_list *from, int32_t begin, int32_t end);
+
+/* Moves the runs and lost positions of `more` to the end of a list that has capacity for them. */
+void kvc_runs_join(kvc_run_list *list, kvc_run_list *more);
 
 #endif

@@ -586,6 +586,8 @@ def test_forks(data, seed):
         if seq_id and draw(st.integers(0, 9), "is fork"):
             source = draw(st.integers(0, seq_id - 1), "source")
             cache.copy_prefix(source, seq_id, draw(st.integers(0, cache.next_position(source)), "shared"))
+            source, begin = draw(st.integers(0, seq_id - 1), "more from"), cache.next_position(seq_id)
+            cache.share_range(source, seq_id, draw(st.integers(begin, begin + 99), "begin"), begin + 400)
         if own := draw(st.integers(0, 150 if seq_id else 1300), "own"):
             rows, start = random(rng, own, 2, 32), cache.next_position(seq_id)
             with cache.batch(positions=range(start, start + own), seq_ids=[seq_id] * own) as batch:
@@ -784,6 +786,34 @@ def queue_has(queue, child, timeout):
     return queue._reader in ready
 
 
+@pytest.mark.parametrize("dtype", ["f32", "q8_0"])
+@pytest.mark.parametrize("policy", [kvcache.FullAttention(), SLIDING(90, 3), kvcache.ChunkedAttention(100)])
+def test_shared_rows_give_the_bits_of_rows_put_in_their_order(rng, policy, dtype):
+    """Sequence 0 is put together from ranges of others, which come in no order of positions."""
+    ranges = [(40, 60), (120, 700), (0, 30), (60, 120), (30, 40)]
+    order = [position for begin, end in ranges for position in range(begin, end)]
+    k, v, q = random(rng, 705, 2, 64), random(rng, 705, 2, 64), random(rng, 5, 8, 64)
+    results = []
+    for shares in (False, True):
+        cache = kvcache.KVCache(1, 2, 64, None, dtype=dtype, policy=policy, max_sequences=None, block_size=16)
+        positions, seq_ids = order, [0] * 700
+        if shares:  # one batch for all, so that none evicts what another put
+            positions = sorted(range(700), key=lambda p: p % 3) + order[:20]
+            seq_ids = [1] * 234 + [2] * 233 + [3] * 233 + [0] * 20
+        with cache.batch(positions=positions, seq_ids=seq_ids) as batch:
+            batch.put(0, k[positions], v[positions])
+        for begin, end in ranges[1:] if shares else []:
+            for position in range(begin, end):
+                cache.share_range(1 + position % 3, 0, position, position + 1)
+        assert cache.positions().tolist() == order
+        with cache.batch(positions=range(700, 705)) as batch:
+            results.append(batch.attend(0, q, k[700:], v[700:], return_lse=True))
+            results.append(batch.attend(0, q, hidden=[(0, 50, 65), (0, 600, 650)], return_lse=True))
+        assert cache.positions()[-5:].tolist() == list(range(700, 705))
+    assert_same(results[0], results[2])
+    assert_same(results[1], results[3])
+
+
 def test_edits_beside_attention(rng):
     """One thread attends with sequence 0; another forks and clears others, which share its blocks."""
     feed = Feed(rng, 1200, 3)
@@ -808,12 +838,14 @@ def test_edits_beside_attention(rng):
                 cache.truncate(length, seq_id=dst)
             case 5:
                 cache.validate()
+            case 6:
+                cache.share_range(1, dst, length // 2, length)
 
     def keep_editing():
         numbers = np.random.default_rng(1)
         try:
             while not done.is_set():
-                edit(*(int(numbers.integers(*bounds)) for bounds in ((0, 6), (2, 9), (0, end))))
+                edit(*(int(numbers.integers(*bounds)) for bounds in ((0, 7), (2, 9), (0, end))))
                 edits[0] += 1
         except BaseException as error:
             failures.append(error)

@@ -385,6 +385,8 @@ def calls_with_layer(cache):
         "spans": cache.spans,
         "positions": lambda layer: cache.positions(layer=layer),
         "seq_len": lambda layer: cache.seq_len(layer=layer),
+        "first_position": lambda layer: cache.first_position(layer=layer),
+        "last_position": lambda layer: cache.last_position(layer=layer),
         "extract": lambda layer: cache.extract(layer, 0, 1),
         "inject": lambda layer: cache.inject(layer, 0, ones(2, 1), ones(2, 1)),
     }
@@ -475,6 +477,8 @@ def calls_with_seq_id(cache):
         "dst fork": lambda s: cache.fork(0, s),
         "src copy_prefix": lambda s: cache.copy_prefix(s, 1, 1),
         "dst copy_prefix": lambda s: cache.copy_prefix(0, s, 1),
+        "src share_range": lambda s: cache.share_range(s, 1),
+        "dst share_range": lambda s: cache.share_range(0, s),
         "seq_ids[1] batch": lambda s: cache.batch(positions=[3, 3], seq_ids=[0, s]),
     }
 
@@ -506,6 +510,8 @@ def calls_with_position(cache):
         "begin inject": lambda p: cache.inject(0, p, ones(2, 1), ones(2, 1)),
         "length truncate": cache.truncate,
         "length copy_prefix": lambda p: cache.copy_prefix(0, 1, p),
+        "begin share_range": lambda p: cache.share_range(0, 1, p),
+        "end share_range": lambda p: cache.share_range(0, 1, 0, p),
         "positions[1] batch": lambda p: cache.batch(positions=[3, p]),
     }
 
@@ -742,6 +748,8 @@ def test_copies_onto_itself(cache):
         cache.fork(0, 0)
     with refused(ValueError, "src", "dst", "differ", unchanged=cache):
         cache.copy_prefix(0, 0, 2)
+    with refused(ValueError, "src", "dst", "differ", unchanged=cache):
+        cache.share_range(0, 0, 2)
 
 
 # ---- room
@@ -1139,6 +1147,8 @@ def test_the_sequence_of_an_open_batch(cache, batch):
         lambda: cache.fork(0, 1),
         lambda: cache.fork(1, 0),
         lambda: cache.copy_prefix(0, 1, 1),
+        lambda: cache.share_range(0, 1),
+        lambda: cache.share_range(1, 0),
         lambda: cache.inject(0, 0, ones(2, 1), ones(2, 1)),
         cache.settle,
         lambda: cache.reserve(1),

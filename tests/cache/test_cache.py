@@ -293,6 +293,45 @@ def test_fork_and_copy_prefix(cache):
     cache.validate()
 
 
+def test_first_and_last_position_of_a_layer(window):
+    feed(window, range(20))
+    feed(window, [20])
+    window.remove(0, 1, shift=False)
+    assert [window.first_position(layer=layer) for layer in (None, 0, 1)] == [1, 17, 1]
+    assert [window.last_position(layer=layer) for layer in (None, 0, 1)] == [20] * 3
+    assert window.first_position(9, layer=0) == window.last_position(9, layer=1) == -1
+
+
+def test_share(cache):
+    for seq_id in range(2):
+        feed(cache, range(6), seq_id)
+    live = cache.stats()["live_slots"]
+    cache.share_range(0, 2, 0, 3)
+    cache.share_range(1, 2, 3)
+    cache.share_range(0, 2, 1, 3)  # holds these already
+    assert keys_of(cache, 2) == [0, 1, 2, row(3, 1), row(4, 1), row(5, 1)]
+    assert cache.stats()["live_slots"] == live
+    feed(cache, [6], seq_id=2)
+    assert [cache.seq_len(seq_id) for seq_id in range(3)] == [6, 6, 7]
+    with pytest.raises(ValueError, match="position 3, dst, sequence 2, holds another row than src, sequence 0"):
+        cache.share_range(0, 2)
+    cache.clear(1)
+    assert keys_of(cache, 2, layer=1)[3:6] == [row(position, 1, layer=1) for position in (3, 4, 5)]
+    cache.validate()
+
+
+def test_share_with_lower_positions(cache):
+    feed(cache, range(9))
+    feed(cache, [9, 10], seq_id=1)
+    cache.share_range(0, 1, 5)
+    cache.share_range(0, 1, 0, 4)
+    assert cache.positions(seq_id=1).tolist() == [9, 10, 5, 6, 7, 8, 0, 1, 2, 3]
+    assert cache.next_position(1) == 11
+    cache.truncate(6, seq_id=1)
+    assert cache.positions(seq_id=1).tolist() == [5, 0, 1, 2, 3]
+    cache.validate()
+
+
 def test_clear_and_keep(cache):
     for seq_id in range(3):
         feed(cache, range(2), seq_id)

@@ -94,6 +94,40 @@ def test_a_fork_has_lost_what_its_source_has():
         assert [cache.misses(p, seq_id) for p in (1, 8, 9)] == [True, True, False]
 
 
+def test_a_range_is_shared_behind_what_there_is():
+    cache = KVCache(2, 1, 1, None, policy=[FullAttention(), SlidingWindow(4)], max_sequences=4)
+    for _ in range(10):
+        feed(cache, 1)
+    feed(cache, 2, seq_id=1, start=20)
+    cache.share_range(0, 1, 4, 8)
+    assert (cache.positions(seq_id=1), cache.positions(seq_id=1, layer=1)) == ([20, 21, 4, 5, 6, 7], [20, 21, 7])
+    assert cache.lost_at(1, 1) == (4, 7)
+    assert [cache.can_resume(p, seq_id=1) for p in (9, 10, 22)] == [False, True, True]
+    assert cache.live(0) == 12
+    cache.share_range(0, 1, 4, 8)
+    assert cache.seq_len(1) == 6
+    cache.share_range(0, 2)
+    assert cache.lost_at(1, 2) == cache.lost_at(1, 0) == (0, 7)
+    feed(cache, 1)
+    feed(cache, 1, seq_id=2)
+    with pytest.raises(ValueError, match="another row"):
+        cache.share_range(0, 2)
+
+
+def test_what_was_evicted_is_not_missing_where_dst_holds_a_row():
+    cache = KVCache(1, 1, 1, None, policy=SlidingWindow(4), max_sequences=2)
+    for _ in range(10):
+        feed(cache, 1)
+    feed(cache, 4, seq_id=1)
+    cache.share_range(0, 1, 2, 4)
+    assert cache.lost_at(0, 1) == (0, 0)
+    cache.share_range(0, 1, 2, 6)
+    assert cache.lost_at(0, 1) == (4, 6)
+    assert [cache.can_resume(p, seq_id=1) for p in (4, 6)] == [False, False]
+    cache.truncate(4, seq_id=1)
+    assert cache.can_resume(4, seq_id=1)
+
+
 def test_full_changes_nothing():
     cache = KVCache(2, 1, 1, 4, policy=[FullAttention(), SlidingWindow(2)])
     feed(cache, 3)

@@ -261,6 +261,21 @@ def test_what_one_layer_drops_does_not_decide_on_another():
     cache.validate()
 
 
+def test_what_was_evicted_is_missing_where_it_is_shared():
+    """Rather than attending to less, dst is refused until it has the rows that a token sees."""
+    cache = new_cache([kvcache.FullAttention(), kvcache.SlidingWindow(4)], num_layers=2)
+    for position in range(20):
+        feed(cache, [position])
+    cache.share_range(0, 1, 0, 10)
+    assert (cache.seq_len(1, layer=0), cache.seq_len(1, layer=1), cache.next_position(1)) == (10, 0, 10)
+    assert not cache.can_resume(10, seq_id=1)
+    with pytest.raises(kvcache.RowsGoneError, match="position 10 of sequence 1"):
+        cache.batch(positions=[10], seq_ids=[1])
+    cache.share_range(0, 1, 10)
+    assert cache.can_resume(20, seq_id=1)
+    cache.batch(positions=[20], seq_ids=[1]).abort()
+
+
 @pytest.mark.parametrize("cut", ["truncate", "remove", "copy_prefix"])
 def test_a_cut_past_evicted_rows_is_refused(cut):
     """It left the sinks: position 2 of 20."""

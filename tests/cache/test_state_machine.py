@@ -458,8 +458,15 @@ class Machine(RuleBasedStateMachine):
             edges |= {begin, lost, lost + getattr(self.oracle.policy[layer], "window", 1) - 1}
         return sorted({p for edge in edges for p in (edge - 1, edge, edge + 1) if 0 <= p <= LAST + 1})
 
+    @rule(data=st.data(), to_the_end=st.booleans(), behind=st.booleans())
+    def share(self, data, to_the_end, behind):
+        src, dst = self.some_sequence(data), self.some_sequence(data)
+        begin = self.oracle.next_position(dst) if behind else self.some_position(data, src)
+        end = None if to_the_end else self.some_position(data, src)
+        self.both(lambda c: c.share_range(src, dst, begin, end))
+
     @rule(data=st.data(), dst=sequences, whole=st.booleans())
-    def share(self, data, dst, whole):
+    def fork(self, data, dst, whole):
         src = self.some_sequence(data)
         if whole:
             self.both(lambda c: c.fork(src, dst))
@@ -614,6 +621,8 @@ class Machine(RuleBasedStateMachine):
                 positions = self.oracle.positions(seq_id=s, layer=layer)
                 assert self.real.positions(seq_id=s, layer=layer).tolist() == positions
                 assert self.real.seq_len(s, layer=layer) == len(positions)
+                for name in ("first_position", "last_position"):
+                    assert getattr(self.real, name)(s, layer=layer) == getattr(self.oracle, name)(s, layer=layer), name
                 if positions:
                     self.compare_rows(layer, s, positions)
 

@@ -361,8 +361,9 @@ def test_what_is_dropped_does_not_go_on_in_silence(machine):
     run(cache, range(5))
     cache.fork(0, 1)
     cache.copy_prefix(0, 2, 2)
+    cache.share_range(0, 3)
     machine.available = GIB
-    for seq_id in (0, 1, 2):
+    for seq_id in (0, 1, 2, 3):
         with pytest.raises(kvcache.RowsGoneError, match=rf"position 5 of sequence {seq_id} .*dropped.*next_position"):
             cache.batch(positions=[6, 5], seq_ids=[seq_id] * 2)
     other = copy.copy(cache)
@@ -374,6 +375,9 @@ def test_what_is_dropped_does_not_go_on_in_silence(machine):
     cache.batch(positions=[4], seq_ids=[1]).abort()
     cache.clear(2)
     cache.batch(positions=[5], seq_ids=[2]).abort()
+    cache.share_range(7, 3)
+    cache.share_range(0, 3)
+    cache.batch(positions=[4], seq_ids=[3]).abort()
     assert run(cache, range(6))[0] == 0  # all of it
     assert run(cache, range(7))[0] == 6
     machine.available = 0

@@ -99,6 +99,12 @@ def test_seq_cp_range(run, cache):
     run(cache=cache, src=0, dst=1, p0=2, p1=5)
     assert cache.positions(seq_id=1).tolist() == [2, 3, 4]
     assert cache.seq_len(0) == 6
+    store(cache, 1, positions=[7], seq_id=1)
+    run(cache=cache, src=0, dst=1, p0=0, p1=None)  # dst keeps what it holds
+    assert cache.positions(seq_id=1).tolist() == [2, 3, 4, 7, 0, 1, 5]
+    store(cache, 2)
+    with pytest.raises(ValueError, match="position 7"):
+        run(cache=cache, src=0, dst=1, p0=6, p1=8)
 
 
 @table.row("llama_memory_seq_keep(mem, seq_id)")
@@ -138,7 +144,7 @@ def test_seq_pos_min(run, cache):
         for _ in range(5):
             store(mixed, 1)
         assert run(cache=mixed, seq_id=0) == 0
-        assert mixed.positions(layer=0).min() == 3
+        assert mixed.first_position(layer=0) == 3
 
 
 @table.row("llama_memory_seq_pos_max(mem, seq_id)")

@@ -147,11 +147,16 @@ class KVCache:
         layers = self.layers if layer is None else [layer]
         return max((len(self.held(i, seq_id)) for i in layers), default=0)
 
-    def first_position(self, seq_id=0):
-        return min((p for layer in self.layers for p in self.positions(seq_id=seq_id, layer=layer)), default=-1)
+    def positions_in(self, seq_id, layer):
+        """Return the positions of a sequence's rows in a layer; None: in any that holds tokens."""
+        layers = self.layers if layer is None else [layer]
+        return [p for i in layers for p in self.positions(seq_id=seq_id, layer=i)]
 
-    def last_position(self, seq_id=0):
-        return max((p for layer in self.layers for p in self.positions(seq_id=seq_id, layer=layer)), default=-1)
+    def first_position(self, seq_id=0, *, layer=None):
+        return min(self.positions_in(seq_id, layer), default=-1)
+
+    def last_position(self, seq_id=0, *, layer=None):
+        return max(self.positions_in(seq_id, layer), default=-1)
 
     def next_position(self, seq_id=0):
         """The position behind all tokens, evicted ones included."""
@@ -252,6 +257,39 @@ class KVCache:
         for i, policy in enumerate(self.policy):
             if isinstance(policy, CrossAttention) and src in self.rows[i]:
                 self.rows[i][dst] = self.rows[i][src]
+
+    def share_range(self, src, dst, begin=0, end=None):
+        if src == dst or begin < 0 or (end is not None and end < begin):
+            raise ValueError("src and dst are the same sequence, or no range of positions")
+        self.check_idle(src, dst)
+        end = MAX_POSITION + 1 if end is None else end
+        rows, lost = {}, {}
+        for i in self.layers:
+            own, shared = self.held(i, dst), [r for r in self.held(i, src) if begin <= r.position < end]
+            same = {(r.position, id(r.slot)) for r in own} & {(r.position, id(r.slot)) for r in shared}
+            if {r.position for r in own if (r.position, id(r.slot)) not in same} & {r.position for r in shared}:
+                raise ValueError("dst holds another row at a position")
+            rows[i] = own + [replace(r) for r in shared if (r.position, id(r.slot)) not in same]
+            lost[i] = self.lost_with(i, src, dst, begin, end)
+        self.put_back(dst, rows, lost)
+        for i, policy in enumerate(self.policy):
+            if isinstance(policy, CrossAttention) and src in self.rows[i] and begin < end:
+                self.rows[i].setdefault(dst, self.rows[i][src])
+
+    def lost_with(self, layer, src, dst, begin, end):
+        """Where evicted rows of dst stood once it shares those of src at [begin, end): see `lost`.
+
+        Where dst holds rows of its own, it lacks none of src's; that is looked at from both ends.
+        """
+        first, last = self.lost_at(layer, src)
+        missing = [max(first, begin), min(last, end)]
+        own = {r.position for r in self.held(layer, dst)}
+        while missing[0] < missing[1] and missing[0] in own:
+            missing[0] += 1
+        while missing[0] < missing[1] and missing[1] - 1 in own:
+            missing[1] -= 1
+        ranges = [(begin, end) for begin, end in (missing, self.lost_at(layer, dst)) if begin < end]
+        return min((begin for begin, _ in ranges), default=0), max((end for _, end in ranges), default=0)
 
     def truncate(self, length, *, seq_id=0):
         self.remove(length, None, seq_id=seq_id)

@@ -631,7 +631,7 @@ static kvc_cache *tangle(kvc_policy policy)
     kvc_cache *cache = NULL;
     CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
     for (int i = 0; i < TANGLE_STEPS; i++) {
-        const int s = random_int(0, TANGLED), other = (s + random_int(1, TANGLED)) % TANGLED, what = random_int(0, 8);
+        const int s = random_int(0, TANGLED), other = (s + random_int(1, TANGLED)) % TANGLED, what = random_int(0, 9);
         const int32_t last = kvc_last_position(cache, s), at = last > 0 ? random_int(0, last + 1) : 0;
         int32_t counts[TANGLED] = {0};
         if (last < 0 || what < 2) {
@@ -640,7 +640,10 @@ static kvc_cache *tangle(kvc_policy policy)
                 CHECKF(kvc_commit(put_any(cache, TANGLED, counts)) == KVC_OK, "%s", kvc_last_error());
         } else if (what < 5)
             check_cut(kvc_copy_prefix(cache, s, other, random_int(0, 3) ? KVC_END : at), &policy);
-        else if (what == 5)
+        else if (what == 8) { /* at odd places, behind what it holds */
+            const kvc_status status = kvc_share(cache, s, other, at, at + random_int(1, PART));
+            CHECKF(status == KVC_OK || status == KVC_ERR_INVALID, "%s", kvc_last_error());
+        } else if (what == 5)
             for (int32_t p = at; p < at + 100; p += 2) /* leaves runs of one row */
                 check_cut(kvc_remove(cache, s, p, p + 1, 0), &policy);
         else

@@ -236,6 +236,9 @@ static void test_bad_edits(void)
     CHECK_FAILS(kvc_fork(p->cache, 3, 3), KVC_ERR_INVALID, "src and dst", "sequence 3");
     CHECK_FAILS(kvc_copy_prefix(p->cache, 3, 3, 1), KVC_ERR_INVALID, "src and dst", "sequence 3");
     CHECK_FAILS(kvc_copy_prefix(p->cache, 3, 4, -1), KVC_ERR_INVALID, "length", "is -1:");
+    CHECK_FAILS(kvc_share(p->cache, 3, 3, 0, 1), KVC_ERR_INVALID, "src and dst", "sequence 3");
+    CHECK_FAILS(kvc_share(p->cache, 3, 4, -1, 1), KVC_ERR_INVALID, "begin", "is -1:");
+    CHECK_FAILS(kvc_share(p->cache, 3, 4, 2, 1), KVC_ERR_INVALID, "end", "is 1:");
     CHECK_FAILS(kvc_truncate(p->cache, 3, -2), KVC_ERR_INVALID, "length", "is -2:");
     CHECK_FAILS(kvc_remove(p->cache, 3, -3, 2, 0), KVC_ERR_INVALID, "begin", "is -3:");
     CHECK_FAILS(kvc_remove(p->cache, 3, 3, 2, 0), KVC_ERR_INVALID, "end", "is 2:");

@@ -153,6 +153,15 @@ static void prepare_holes(pair *p)
     }
 }
 
+/* Two sequences that share the odd positions, of which one lacks the even ones. */
+static void prepare_between(pair *p)
+{
+    prepare_one(p);
+    pair_fork(p, 0, 1);
+    for (int32_t at = 0; at < 21; at += 2)
+        pair_remove(p, 0, at, at + 1, 0);
+}
+
 /* Prepare so few bytes that five tokens more fit only once the holes are closed. */
 static void prepare_few_bytes(pair *p)
 {
@@ -294,6 +303,27 @@ static kvc_status copy_prefix(pair *p)
 static kvc_status copy_nothing(pair *p)
 {
     return pair_copy_prefix(p, 1, 0, 0);
+}
+
+static kvc_status share_new(pair *p)
+{
+    return pair_share(p, 1, 8, 2, 5);
+}
+
+static kvc_status share_all(pair *p)
+{
+    return pair_share(p, 0, 8, 0, KVC_END);
+}
+
+/* Every other row of sequence 1 is left out, as sequence 0 has it; its list must be lengthened. */
+static kvc_status share_between(pair *p)
+{
+    return pair_share(p, 1, 0, 0, KVC_END);
+}
+
+static kvc_status share_nothing(pair *p)
+{
+    return pair_share(p, 1, 8, 500, 600);
 }
 
 static kvc_status remove_middle(pair *p)
@@ -596,6 +626,11 @@ int main(void)
         {"fork with holes", .prepare = prepare_holes, .run = fork_new},
         {"copy_prefix", .prepare = prepare_fed, .run = copy_prefix},
         {"copy_prefix of nothing", .prepare = prepare_four, .run = copy_nothing},
+        {"share", .prepare = prepare_four, .run = share_new},
+        {"share all", .prepare = prepare_holes, .run = share_all},
+        {"share with cross-attention", .prepare = prepare_encoded, .run = share_all},
+        {"share between others", .prepare = prepare_between, .run = share_between},
+        {"share nothing", .prepare = prepare_four, .run = share_nothing},
         {"remove", .prepare = prepare_runs, .run = remove_middle},
         {"truncate", .prepare = prepare_runs, .run = truncate_one},
         {"compact", .prepare = prepare_holes, .run = pair_compact},

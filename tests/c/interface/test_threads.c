@@ -201,9 +201,12 @@ static void *edit(void *context)
         int64_t id = 10 + pick(o, 4), from = pick(o, 2) ? 1 : 10 + pick(o, 4);
         int32_t position = pick(o, BASE);
         int32_t cut = pick(o, 2) ? BASE - pick(o, 8) : pick(o, 6); /* the window still has all rows, or the sinks have */
-        int choice = pick(o, 6);
+        int choice = pick(o, 7);
         kvc_status status = KVC_OK;
-        if (choice == 0 && from != id)
+        if (choice == 6 && from != id) { /* rows that are another's are refused */
+            status = kvc_share(o->cache, from, id, position, position + pick(o, 20));
+            status = status == KVC_ERR_INVALID ? KVC_OK : status;
+        } else if (choice == 0 && from != id)
             status = kvc_fork(o->cache, from, id);
         else if (choice == 1 && from != id)
             status = kvc_copy_prefix(o->cache, from, id, cut);
@@ -526,7 +529,8 @@ static void *edit_meanwhile(void *context)
     slow *s = context;
     for (int i = 0; !atomic_load(&s->stop); i++) {
         int64_t id = 10 + i % 3;
-        kvc_status status = i % 4 == 0   ? kvc_fork(s->cache, 1, id)
+        kvc_status status = i % 8 == 0   ? kvc_share(s->cache, 1, id, 0, KVC_END)
+                            : i % 4 == 0 ? kvc_fork(s->cache, 1, id)
                             : i % 4 == 1 ? kvc_remove(s->cache, id, 5 + i % 30, 9 + i % 30, 0)
                             : i % 4 == 2 ? kvc_truncate(s->cache, id, 40)
                                          : kvc_copy_prefix(s->cache, 2, id, 30);

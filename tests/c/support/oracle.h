@@ -543,6 +543,61 @@ static inline void oracle_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t
     tidy(p, to);
 }
 
+/* Whether one of the first num rows of a list is this one: the same slot at the same position. */
+static inline int has_row(const row_list *list, int num, const row *r)
+{
+    for (int i = 0; i < num; i++)
+        if (list->rows[i].slot == r->slot && list->rows[i].position == r->position)
+            return 1;
+    return 0;
+}
+
+/* Whether one of the first num rows of a list stands at a position. */
+static inline int has_position(const row_list *list, int num, int32_t position)
+{
+    for (int i = 0; i < num; i++)
+        if (list->rows[i].position == position)
+            return 1;
+    return 0;
+}
+
+/* Adds what one list has lost at [begin, end) to what another, of num rows, has lost. */
+static inline void oracle_share_lost(row_list *to, const row_list *from, int num, int32_t begin, int32_t end)
+{
+    begin = from->lost_begin > begin ? from->lost_begin : begin;
+    end = from->lost_end < end ? from->lost_end : end;
+    while (begin < end && has_position(to, num, begin))
+        begin++;
+    while (begin < end && has_position(to, num, end - 1))
+        end--;
+    if (begin >= end)
+        return;
+    to->lost_begin = to->lost_end && to->lost_begin < begin ? to->lost_begin : begin;
+    to->lost_end = to->lost_end > end ? to->lost_end : end;
+}
+
+static inline void oracle_share(pair *p, int64_t src, int64_t dst, int32_t begin, int32_t end)
+{
+    const sequence *from = find_sequence(p, src);
+    if (!from || begin == end)
+        return;
+    sequence *to = add_sequence(p, dst);
+    for (int l = 0; l < p->config.num_layers; l++) {
+        const row_list *list = &from->layers[l];
+        row_list *own = &to->layers[l];
+        int num = own->num;
+        for (int i = 0; i < list->num && is_cross(p, l) && !num; i++)
+            list_add(own, list->rows[i]);
+        if (is_cross(p, l))
+            continue;
+        oracle_share_lost(own, list, num, begin, end);
+        for (int i = 0; i < list->num; i++)
+            if (list->rows[i].position >= begin && list->rows[i].position < end && !has_row(own, num, &list->rows[i]))
+                list_add(own, list->rows[i]);
+    }
+    tidy(p, to);
+}
+
 /* Positions [begin, end) become their quotient, or are moved; moves_lost: rows that were evicted as well. */
 static inline void oracle_move_layer(pair *p, sequence *s, int l, int32_t begin, int32_t end, int32_t delta,
                                     int32_t divisor, int moves_lost)
@@ -634,14 +689,14 @@ static inline void oracle_settle(pair *p)
     }
 }
 
-/* Whether another sequence has the row of a slot as well. */
-static inline int is_shared(const pair *p, const sequence *own, int l, int32_t slot)
+/* Whether a slot is that of several rows. */
+static inline int is_shared(const pair *p, int l, int32_t slot)
 {
+    int num = 0;
     for (int s = 0; s < p->num_sequences; s++)
-        for (int i = 0; &p->sequences[s] != own && i < p->sequences[s].layers[l].num; i++)
-            if (p->sequences[s].layers[l].rows[i].slot == slot)
-                return 1;
-    return 0;
+        for (int i = 0; i < p->sequences[s].layers[l].num; i++)
+            num += p->sequences[s].layers[l].rows[i].slot == slot;
+    return num > 1;
 }
 
 /* Returns the row put last at a position; NULL: none. */
@@ -660,7 +715,7 @@ static inline void oracle_inject(pair *p, int64_t id, int layer, int32_t begin, 
     for (int l = 0; s && l < p->config.num_layers; l++)
         for (int i = 0; same_group(p, l, layer) && i < s->layers[l].num; i++) {
             row *r = &s->layers[l].rows[i];
-            if (r->position >= begin && r->position < end && is_shared(p, s, l, r->slot))
+            if (r->position >= begin && r->position < end && is_shared(p, l, r->slot))
                 r->slot = new_slot(p);
         }
     for (int32_t at = begin; s && at < end; at++) {
@@ -820,6 +875,19 @@ static inline void check_can_resume(const pair *p, const sequence *s, int32_t po
     CHECKF(kvc_can_resume(p->cache, s->id, position) == right, "sequence %lld at %d", (long long)s->id, position);
 }
 
+/* Checks kvc_position_range of a layer; -1: of any. */
+static inline void check_range(const pair *p, const sequence *s, int l)
+{
+    int32_t first = 7, last = 7, low = l < 0 ? extreme_of(p, s, -1) : -1, high = l < 0 ? extreme_of(p, s, 1) : -1;
+    const row_list *list = &s->layers[l < 0 ? 0 : source_of(p, l)];
+    for (int i = 0; l >= 0 && i < list->num; i++) {
+        low = low < 0 || list->rows[i].position < low ? list->rows[i].position : low;
+        high = list->rows[i].position > high ? list->rows[i].position : high;
+    }
+    CHECKF(kvc_position_range(p->cache, s->id, l, &first, &last) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(first == low && last == high, "layer %d: positions %d to %d, not %d to %d", l, first, last, low, high);
+}
+
 static inline void check_sequence(const pair *p, const sequence *s)
 {
     int32_t next = next_of(p, s);
@@ -831,7 +899,9 @@ static inline void check_sequence(const pair *p, const sequence *s)
         check_can_resume(p, s, next + i);
         check_can_resume(p, s, random_int(0, (next < MAX_ROWS ? next : MAX_ROWS) + 1));
     }
+    check_range(p, s, -1);
     for (int l = 0; l < p->config.num_layers; l++) {
+        check_range(p, s, l);
         check_positions(p, s, l);
         check_gather(p, s, l);
         check_spans(p, s, l);
@@ -1261,6 +1331,30 @@ static inline kvc_status pair_fork(pair *p, int64_t src, int64_t dst)
     kvc_status status = agree(p, "fork", kvc_fork(p->cache, src, dst), right);
     if (status == KVC_OK)
         oracle_copy_prefix(p, src, dst, KVC_END);
+    return status;
+}
+
+/* What sharing a range should answer: every row of dst at a position of one of src's must be one of src's. */
+static inline kvc_status may_share(const pair *p, int64_t src, int64_t dst, int32_t begin, int32_t end)
+{
+    const sequence *from = find_sequence(p, src), *to = find_sequence(p, dst);
+    for (int l = 0; from && to && l < p->config.num_layers; l++)
+        for (int i = 0; keeps_tokens(p, l) && i < to->layers[l].num; i++) {
+            const row *r = &to->layers[l].rows[i];
+            const row_list *list = &from->layers[l];
+            if (r->position >= begin && r->position < end && has_position(list, list->num, r->position) &&
+                !has_row(list, list->num, r))
+                return KVC_ERR_INVALID;
+        }
+    return KVC_OK;
+}
+
+static inline kvc_status pair_share(pair *p, int64_t src, int64_t dst, int32_t begin, int32_t end)
+{
+    kvc_status right = in_batch(p, src) || in_batch(p, dst) ? KVC_ERR_BUSY : may_share(p, src, dst, begin, end);
+    kvc_status status = agree(p, "share", kvc_share(p->cache, src, dst, begin, end), right);
+    if (status == KVC_OK)
+        oracle_share(p, src, dst, begin, end);
     return status;
 }
 

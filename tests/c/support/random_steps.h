@@ -83,13 +83,25 @@ static inline void random_move(pair *p, int64_t id, int32_t begin, int32_t end)
     p->calls_left = -1;
 }
 
+/* Shares some rows: from anywhere on, or those behind what dst holds. */
+static inline void random_share(pair *p, int64_t src, int64_t dst)
+{
+    int32_t next = next_of(p, find_sequence(p, dst));
+    int32_t begin = random_int(0, 3) ? random_int(0, 2) ? next : random_position(p, src) : 0;
+    int32_t end = random_int(0, 2) && begin < INT32_MAX - 40 ? begin + random_int(0, 40) : KVC_END;
+    if (src != dst && rows_of(p, find_sequence(p, src)) + rows_of(p, find_sequence(p, dst)) < 240)
+        pair_share(p, src, dst, begin, end);
+}
+
 /* Edits a random sequence; if it is in the open batch, the edit must be refused. */
 static inline void random_edit(pair *p)
 {
     int64_t id = random_id(), other = random_id();
     int32_t begin = random_position(p, id), end = begin + random_int(0, 20);
-    int choice = random_int(0, 153);
-    if (choice >= 150)
+    int choice = random_int(0, 175);
+    if (choice >= 153)
+        random_share(p, id, other);
+    else if (choice >= 150)
         pair_clone(p);
     else if (choice < 25)
         pair_remove(p, id, begin, choice % 5 ? end : KVC_END, choice % 2);
