@@ -23,6 +23,12 @@ else()
   target_link_libraries(llama PRIVATE Threads::Threads m)
 endif()
 
+# Without this header ggml's products on AMX end the process, where it is compiled with this GCC.
+if(TARGET ggml-base AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+  set_source_files_properties(${PROJECT_SOURCE_DIR}/ggml/src/ggml-cpu/amx/mmq.cpp TARGET_DIRECTORY ggml-base
+                              PROPERTIES COMPILE_OPTIONS "-include;${CMAKE_CURRENT_LIST_DIR}/src/ggml-amx-gcc.h")
+endif()
+
 # The adapter's own tests, one program each, beside llama.cpp's.
 if(LLAMA_BUILD_COMMON AND LLAMA_BUILD_TESTS)
   add_custom_target(kvcache-tests)
