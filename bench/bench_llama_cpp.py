@@ -162,14 +162,13 @@ def prompt(report: Report, model: Model, o: argparse.Namespace) -> None:
             report.speeds("prompt", f"prompts of {PROMPT}", depth, dtype, PROMPT, samples)
 
 
-# A process loads the model, and measures its memory before and after a context was made, filled and used.
+# A process measures its memory once a context was made, filled and used.
 CHILD = """
 import ctypes, sys
 sys.path.insert(0, {here!r})
 from pathlib import Path
 from llama_cpp_contexts import Context, Library, Model
 model = Model(Library(Path({library!r})), Path({model!r}))
-result.append(resident())
 context = Context(model, {cache!r}, {dtype!r}, {n_ctx}, {threads}, n_seq_max={sequences}, unified={unified})
 context.decode(min(512, {depth}))  # as a prompt, which uses all buffers
 context.fill({depth})
@@ -205,7 +204,7 @@ def resident(
             here=str(HERE), library=str(o.library), model=str(o.model), cache=cache, dtype=dtype, n_ctx=n_ctx,
             threads=o.threads, sequences=sequences, unified=unified, depth=depth,
         )  # fmt: skip
-        _, found[key], own = measure_in_child(code)
+        found[key], own = measure_in_child(code)
         name = CACHES[cache][0] + (", one pool" if unified else "")
         report.row(f"{title}, {dtype}, {name}", depth, dtype, value=f"{found[key] / 2**20:,.0f} MiB")
         if cache == KVCACHE and own:
@@ -237,7 +236,7 @@ def overhead(report: Report, model: Model, o: argparse.Namespace) -> None:
         for cache, seconds in found.items():
             report.row(f"step of a tiny model, {CACHES[cache][0]}", 8, dtype, seconds=seconds, threads=1)
         cells = (f"{1e6 * found[cache]:.2f}" if cache in found else "" for cache in CACHES)
-        report.cells("8", dtype, *cells, "< 5")
+        report.cells("8", dtype, *cells, "" if dtype in BLOCKED else "< 5")
     tiny.close()
 
 
@@ -274,6 +273,11 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the run, for bench/write_results.py")
     parser.add_argument("--output", type=Path, metavar="PICTURE", help="tokens/s against context; .svg, .png or .pdf")
     o = parser.parse_args(arguments)
+    least = {"context": 0, "prompt_context": 0, "shared": 1, "threads": 1, "steps": 1, "prompts": 1}
+    for name, fewest in least.items():
+        given = getattr(o, name)
+        if min(given if isinstance(given, list) else [given]) < fewest:
+            parser.error(f"--{name.replace('_', '-')} {given}: must be at least {fewest}")
     if o.output and "decode" not in o.only:
         parser.error("--output draws what the section decode measures")
     o.command = " ".join(["python bench/bench_llama_cpp.py", *(sys.argv[1:] if arguments is None else arguments)])

@@ -142,6 +142,20 @@ def test_every_section_once(library, tiny, tmp_path, monkeypatch, capsys):
     assert "llama.cpp" in (tmp_path / "picture.svg").read_text()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--steps=0"], "--steps 0: must be at least 1"),
+        (["--context", "512", "-1"], "--context [512, -1]: must be at least 0"),
+        (["--only", "memory", "--output=picture.svg"], "--output draws what the section decode measures"),
+    ],
+)
+def test_bad_options(arguments, says, capsys):
+    with pytest.raises(SystemExit):
+        bench_llama_cpp.options(arguments)
+    assert says in capsys.readouterr().err
+
+
 def test_a_library_that_is_missing_ends_the_run(tiny, tmp_path):
     with pytest.raises(SystemExit, match=r"build\.sh"):
         bench_llama_cpp.main([f"--library={tmp_path}", f"--model={tiny}"])
