@@ -1,0 +1,286 @@
+// Makes decodes fail in the middle, by an abort callback and by memory that is short: what was computed stays, nothing
+// else has changed, and the context goes on as one that was not disturbed.
+#include "scene.h"
+
+#include <cstdlib>
+
+// counts down, and fails at 0; gives memory in another way where it does not
+struct countdown {
+    int64_t left = -1; // never
+    bool has_failed = false;
+    int64_t n_bytes = 0;
+
+    bool step() {
+        has_failed = has_failed || left == 0;
+
+        return left >= 0 && left-- == 0;
+    }
+};
+
+static countdown allocations;
+
+static void *allocate(void *, size_t size, size_t alignment, const kvc_memory_hint *) {
+    if (allocations.step()) {
+        return nullptr;
+    }
+
+    allocations.n_bytes += size;
+
+    return aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
+}
+
+static void release(void *, void *memory, size_t size, const kvc_memory_hint *) {
+    allocations.n_bytes -= size;
+    free(memory);
+}
+
+static const kvc_allocator failing = {sizeof(kvc_allocator), nullptr, allocate, release, nullptr};
+
+static int n_failed = 0;
+
+static void expect(bool ok, const std::string &what, long long i) {
+    if (!ok) {
+        printf("  FAIL: %s (%lld)\n", what.c_str(), i);
+        ++n_failed;
+    }
+}
+
+static const int n_prompt = 40;
+static const int n_text = 70;
+
+// feeds the rest of the text after a failure, and compares with a context in which nothing failed
+static void go_on_as_undisturbed(scene_run &run, const std::vector<float> &undisturbed, const std::string &what,
+                                 long long i) {
+    const int next = llama_memory_seq_pos_max(run.mem, 0) + 1;
+
+    expect(next >= n_prompt && next <= n_text && (next - n_prompt) % llama_n_ubatch(run.ctx) == 0,
+           what + ": whole ubatches stay", next);
+    if (next == n_text) {
+        return;
+    }
+
+    run.notes.clear();
+    expect(run.feed(what, 0, 1, next, n_text) == 0, what + ": goes on", i);
+    expect(!run.notes.back().row.empty() && nmse(run.notes.back().row, undisturbed) < 1e-9,
+           what + ": as if nothing had happened", i);
+}
+
+static std::vector<float> play_undisturbed(llama_model *model, const llama_context_params &params) {
+    auto *ctx = new_context(model, params, true);
+    scene_run run(model, ctx, true);
+
+    run.feed("prompt", 0, 1, 0, n_prompt);
+    run.feed("text", 0, 1, n_prompt, n_text);
+    llama_free(ctx);
+
+    return run.notes.back().row;
+}
+
+// Makes the first, second, ... call of something fail in the decode of the text, each in a new context, until one
+// succeeds.  Returns how many failed.
+static int fail_each(llama_model *model, const llama_context_params &params, countdown &calls, int wanted,
+                     const std::string &what) {
+    const auto undisturbed = play_undisturbed(model, params);
+
+    for (int i = 0;; ++i) {
+        auto *ctx = new_context(model, params, true);
+        scene_run run(model, ctx, true);
+
+        run.feed("prompt", 0, 1, 0, n_prompt);
+
+        calls = {i, false, calls.n_bytes};
+
+        const int res = run.decode(run.tokens(1, n_prompt, n_text, {0}, n_prompt));
+        const bool has_failed = calls.has_failed;
+
+        calls.left = -1;
+
+        expect((res != 0) == has_failed, what + ": the status tells", i);
+        expect(!has_failed || res == wanted || (wanted < 0 && res < 0), what + ": status", res);
+        go_on_as_undisturbed(run, undisturbed, what, i);
+        llama_free(ctx);
+
+        if (!has_failed || n_failed > 0) {
+            return i;
+        }
+    }
+}
+
+static countdown nodes;
+
+static void test_abort(llama_model *model) {
+    auto params = exact_params();
+
+    params.n_ubatch = 10;
+    params.abort_callback = [](void *) { return nodes.step(); };
+
+    printf("  aborted at each of %d nodes\n", fail_each(model, params, nodes, 2, "aborted"));
+}
+
+static void test_memory_of_decode(llama_model *model) {
+    for (const bool is_unified : {true, false}) {
+        auto params = exact_params();
+
+        params.n_ubatch = 10;
+        params.kv_unified = is_unified;
+        params.n_seq_max = is_unified ? 4 : 1;
+
+        const int n = fail_each(model, params, allocations, -1, "short of memory");
+
+        expect(n > 0 || !is_unified, "a decode takes memory", n);
+        printf("  each of %d allocations of a decode failed\n", n);
+    }
+}
+
+// each allocation of an edit fails once: then the edit has changed nothing, and succeeds when it is made again
+static void test_memory_of_edits(llama_model *model) {
+    const std::vector<std::pair<std::string, std::function<void(llama_memory_t)>>> edits = {
+        {"seq_cp", [](llama_memory_t mem) { llama_memory_seq_cp(mem, 0, 2, -1, -1); }},
+        {"seq_cp of a range", [](llama_memory_t mem) { llama_memory_seq_cp(mem, 0, 1, 20, 30); }},
+        {"seq_rm", [](llama_memory_t mem) { llama_memory_seq_rm(mem, 0, 10, 20); }},
+        {"seq_rm of all", [](llama_memory_t mem) { llama_memory_seq_rm(mem, -1, 5, 15); }},
+        {"seq_keep", [](llama_memory_t mem) { llama_memory_seq_keep(mem, 1); }},
+        {"seq_add", [](llama_memory_t mem) { llama_memory_seq_add(mem, 0, 20, -1, 7); }},
+        {"seq_div", [](llama_memory_t mem) { llama_memory_seq_div(mem, 0, 20, -1, 2); }},
+    };
+
+    auto params = exact_params();
+
+    params.swa_full = true;
+
+    for (const auto &edit : edits) {
+        for (int i = 0;; ++i) {
+            auto *ctx = new_context(model, params, true);
+            scene_run run(model, ctx, true);
+
+            run.feed("prompt", 0, 1, 0, n_prompt);
+            run.feed("prompt of another", 1, 2, 0, 20);
+
+            allocations = {i, false, allocations.n_bytes};
+            edit.second(run.mem);
+
+            const bool has_failed = allocations.has_failed;
+
+            allocations.left = -1;
+
+            if (has_failed) {
+                edit.second(run.mem);
+            }
+
+            run.notes.clear();
+            run.note_positions(edit.first);
+            run.feed(edit.first, 1, 2, llama_memory_seq_pos_max(run.mem, 1) + 1, 50);
+
+            const auto again = std::move(run.notes);
+
+            llama_memory_clear(run.mem, true);
+            run.feed("prompt", 0, 1, 0, n_prompt);
+            run.feed("prompt of another", 1, 2, 0, 20);
+            edit.second(run.mem);
+            run.notes.clear();
+            run.note_positions(edit.first);
+            run.feed(edit.first, 1, 2, llama_memory_seq_pos_max(run.mem, 1) + 1, 50);
+
+            double most = 0.0;
+
+            expect(!differ(again, run.notes, 1e-9, &most), edit.first + ": made again", i);
+            llama_free(ctx);
+
+            if (!has_failed || n_failed > 0) {
+                printf("  each of %d allocations of %s failed\n", i, edit.first.c_str());
+                break;
+            }
+        }
+    }
+}
+
+// a call with tokens of several sequences fails at each allocation: after a clear, the context works as ever
+static void test_memory_of_coupled(llama_model *model) {
+    std::vector<float> undisturbed;
+
+    for (int i = -1;; ++i) {
+        auto *ctx = new_context(model, exact_params(), true);
+        scene_run run(model, ctx, true);
+
+        auto batch = run.tokens(1, 0, 30, {0, 1, 2}, 0);
+
+        for (llama_seq_id s = 0; s < 3; ++s) {
+            for (auto &token : run.tokens(2 + s, 30, 35, {s}, 30)) {
+                batch.push_back(token);
+            }
+        }
+        batch.back().has_logits = true;
+
+        allocations = {i, false, allocations.n_bytes};
+        run.decode(batch);
+
+        const bool has_failed = allocations.has_failed;
+
+        allocations.left = -1;
+
+        llama_memory_clear(run.mem, true);
+        expect(run.feed("again", batch) == 0, "coupled: decodes again", i);
+        undisturbed = i < 0 ? run.notes.back().row : undisturbed;
+        expect(run.notes.back().row == undisturbed, "coupled: as if nothing had happened", i);
+        llama_free(ctx);
+
+        if (i >= 0 && !has_failed) {
+            printf("  each of %d allocations of coupled tokens failed\n", i);
+            return;
+        }
+    }
+}
+
+static void test_memory_of_creation(llama_model *model) {
+    for (int i = 0;; ++i) {
+        setenv("LLAMA_KVCACHE", "1", 1);
+        allocations = {i, false, allocations.n_bytes};
+
+        auto *ctx = llama_init_from_model(model, exact_params());
+
+        expect((ctx == nullptr) == allocations.has_failed, "no context without memory", i);
+        allocations.left = -1;
+        if (ctx) {
+            llama_free(ctx);
+            printf("  each of %d allocations of a context failed\n", i);
+            return;
+        }
+        expect(allocations.n_bytes == 0, "a failed creation leaves nothing", allocations.n_bytes);
+    }
+}
+
+int main(int argc, char **argv) {
+    if (argc < 2) {
+        printf("usage: test-kvcache-failures model.gguf ...\n");
+        return 1;
+    }
+
+    llama_log_set(
+        [](ggml_log_level, const char *text, void *) {
+            if (getenv("VERBOSE")) fputs(text, stderr);
+        },
+        nullptr);
+    llama_backend_init();
+    llama_kvcache_allocator = &failing;
+
+    for (int i = 1; i < argc; ++i) {
+        auto *model = llama_model_load_from_file(argv[i], llama_model_default_params());
+
+        printf("%s\n", argv[i]);
+        expect(model, "cannot be loaded", i);
+        if (model) {
+            test_abort(model);
+            test_memory_of_decode(model);
+            test_memory_of_edits(model);
+            test_memory_of_coupled(model);
+            test_memory_of_creation(model);
+            llama_model_free(model);
+        }
+        expect(allocations.n_bytes == 0, "memory is left", allocations.n_bytes);
+    }
+
+    llama_backend_free();
+    printf("%s\n", n_failed ? "FAIL" : "ok");
+
+    return n_failed ? 1 : 0;
+}
