@@ -30,16 +30,24 @@ static void hold_part(void *list, const kvc_run *part) {
     kvc_runs_append(list, part);
 }
 
-/* Fills the list of one group, or, if it is NULL, returns the number of runs that the list will have at most. */
-static int32_t share_group(const kvc_cache *cache, const sharing *s, int32_t g, kvc_run_list *to) {
+/* Makes the list of one group, of no runs as yet. */
+static kvc_status share_group(kvc_cache *cache, const sharing *s, int32_t g, kvc_run_list *to) {
     static const kvc_run_list nothing = {.min_position = -1, .max_position = -1};
-    const kvc_run_list *from = &s->src->runs[g], *held = s->dst ? &s->dst->runs[g] : &nothing;
+    const kvc_run_list *from = &s->src->runs[g], *list = s->dst ? &s->dst->runs[g] : &nothing;
     const int is_cross = g >= cache->num_token_groups;
     const int32_t begin = is_cross ? 0 : s->begin, end = is_cross ? KVC_END : s->end;
-    if (is_cross && held->num) return 0;
-    if (!to && !held->num) return from->num;
-    if (to) to->lost = kvc_runs_lost_in(held, from, begin, end);
-    return kvc_runs_visit_missing(held, from, begin, end, to ? hold_part : NULL, to);
+    kvc_run_list held;
+    if (is_cross && list->num) return KVC_OK;
+    kvc_status status = kvc_runs_sort(list, &cache->memory, &held);
+    if (status != KVC_OK) return status;
+    const int32_t num = list->num ? kvc_runs_visit_missing(&held, from, begin, end, NULL, NULL) : from->num;
+    status = kvc_runs_reserve(to, &cache->memory, num);
+    if (status == KVC_OK) {
+        kvc_runs_visit_missing(&held, from, begin, end, hold_part, to);
+        to->lost = kvc_runs_lost_in(&held, from, begin, end);
+    }
+    kvc_runs_free_sorted(list, &cache->memory, &held);
+    return status;
 }
 
 /* Makes a sequence, not in the table yet, of the rows to share; returns NULL if out of memory. */
@@ -47,8 +55,7 @@ static kvc_sequence *new_sharer(kvc_cache *cache, const sharing *s, int64_t id) 
     kvc_sequence *sharer = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     kvc_status status = sharer ? KVC_OK : KVC_ERR_NOMEM;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
-        status = kvc_runs_reserve(&sharer->runs[g], &cache->memory, share_group(cache, s, g, NULL));
-    for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) share_group(cache, s, g, &sharer->runs[g]);
+        status = share_group(cache, s, g, &sharer->runs[g]);
     if (status == KVC_OK) return sharer;
     if (sharer) kvc_sequence_free(sharer, &cache->memory, cache->pools);
     return NULL;
@@ -107,9 +114,13 @@ static kvc_status copy_prefix(kvc_cache *cache, int64_t src_id, int64_t dst_id, 
 }
 
 /* Returns KVC_ERR_INVALID if dst holds another row than src at one of the positions. */
-static kvc_status check_same_rows(const kvc_cache *cache, const sharing *s) {
+static kvc_status check_same_rows(kvc_cache *cache, const sharing *s) {
     for (int32_t g = 0; s->dst && g < cache->num_token_groups; g++) {
-        const int32_t position = kvc_runs_find_other(&s->dst->runs[g], &s->src->runs[g], s->begin, s->end);
+        kvc_run_list sorted, *list = &s->src->runs[g];
+        const kvc_status status = kvc_runs_sort(list, &cache->memory, &sorted);
+        if (status != KVC_OK) return status;
+        const int32_t position = kvc_runs_find_other(&s->dst->runs[g], &sorted, s->begin, s->end);
+        kvc_runs_free_sorted(list, &cache->memory, &sorted);
         if (position >= 0)
             return kvc_fail(KVC_ERR_INVALID,
                             "at position %d, dst, sequence %lld, holds another row than src, sequence %lld: remove it "

@@ -1,6 +1,7 @@
 /* runs.c: lists of runs: see runs.h. */
 #include "store/runs.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/status.h"
@@ -251,6 +252,29 @@ int64_t kvc_runs_find(const kvc_run_list *list, int32_t position) {
 }
 
 /* ---- sharing ----------------------------------------------------------------------------------------------------- */
+
+static int by_position(const void *a, const void *b) {
+    const kvc_run *x = a, *y = b;
+    return (x->position > y->position) - (x->position < y->position);
+}
+
+kvc_status kvc_runs_sort(const kvc_run_list *list, kvc_memory *memory, kvc_run_list *sorted) {
+    *sorted = *list;
+    if (list->ascending || !list->num) return KVC_OK;
+    const size_t size = (size_t)list->num * sizeof *sorted->runs;
+    sorted->runs = kvc_memory_alloc(memory, size, KVC_MEMORY_SCRATCH, -1);
+    if (!sorted->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory to sort %d runs", list->num);
+    sorted->first = 0;
+    memcpy(sorted->runs, kvc_runs_begin(list), size);
+    qsort(sorted->runs, (size_t)sorted->num, sizeof *sorted->runs, by_position);
+    kvc_runs_recount(sorted);
+    return KVC_OK;
+}
+
+void kvc_runs_free_sorted(const kvc_run_list *list, kvc_memory *memory, kvc_run_list *sorted) {
+    if (sorted->runs != list->runs)
+        kvc_memory_free(memory, sorted->runs, (uint64_t)sorted->num * sizeof *sorted->runs, KVC_MEMORY_SCRATCH, -1);
+}
 
 /* Returns whether rows of two runs lie in the same slots where they have the same positions. */
 static int lies_as(const kvc_run *a, const kvc_run *b) {

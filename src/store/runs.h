@@ -94,6 +94,11 @@ int64_t kvc_runs_find(const kvc_run_list *list, int32_t position);
 
 /* ---- sharing: rows of two lists are the same if they lie in the same slot and have the same position ------------- */
 
+/* Makes *sorted the runs of a list by rising position, which makes the comparisons below fast, unless many positions
+ * repeat; no copy if they rise already.  Can fail with KVC_ERR_NOMEM. */
+kvc_status kvc_runs_sort(const kvc_run_list *list, kvc_memory *memory, kvc_run_list *sorted);
+void kvc_runs_free_sorted(const kvc_run_list *list, kvc_memory *memory, kvc_run_list *sorted);
+
 /* Returns a position of [begin, end) at which `list` holds another row than a list that holds rows there, too; -1 if
  * there is none. */
 int32_t kvc_runs_find_other(const kvc_run_list *list, const kvc_run_list *than, int32_t begin, int32_t end);

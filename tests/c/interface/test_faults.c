@@ -162,6 +162,17 @@ static void prepare_between(pair *p)
         pair_remove(p, 0, at, at + 1, 0);
 }
 
+/* Two sequences that share rows in no order of positions. */
+static void prepare_out_of_order(pair *p)
+{
+    prepare_one(p);
+    for (int64_t id = 1; id < 3; id++)
+        for (int32_t at = 15; at >= 5; at -= 5)
+            pair_share(p, 0, id, at, at + 4);
+    pair_keep(p, 1);
+    pair_share(p, 1, 0, 6, KVC_END);
+}
+
 /* Prepare so few bytes that five tokens more fit only once the holes are closed. */
 static void prepare_few_bytes(pair *p)
 {
@@ -630,6 +641,7 @@ int main(void)
         {"share all", .prepare = prepare_holes, .run = share_all},
         {"share with cross-attention", .prepare = prepare_encoded, .run = share_all},
         {"share between others", .prepare = prepare_between, .run = share_between},
+        {"share out of order", .prepare = prepare_out_of_order, .run = share_between},
         {"share nothing", .prepare = prepare_four, .run = share_nothing},
         {"remove", .prepare = prepare_runs, .run = remove_middle},
         {"truncate", .prepare = prepare_runs, .run = truncate_one},
