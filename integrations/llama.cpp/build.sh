@@ -168,7 +168,7 @@ build() {
     local targets=(llama llama-completion llama-server llama-bench llama-batched-bench llama-perplexity llama-quantize)
     if [ $tests = ON ]; then
         targets+=(test-llama-archs test-save-load-state test-state-restore-fragmented test-recurrent-state-rollback
-            test-thread-safety test-batch-alloc test-arg-parser kvcache-tests)
+            test-thread-safety kvcache-tests)
     fi
     cmake --build "$output" --parallel "$jobs" --target "${targets[@]}"
 }

@@ -14,8 +14,8 @@ from support.compiling import ROOT
 OURS = ROOT / "integrations/llama.cpp"
 TARGETS = [
     *(f"llama-{name}" for name in ("completion", "server", "bench", "batched-bench", "perplexity", "quantize")),
-    *(f"test-{name}" for name in ("llama-archs", "save-load-state", "state-restore-fragmented", "arg-parser")),
-    *(f"test-{name}" for name in ("recurrent-state-rollback", "thread-safety", "batch-alloc")),
+    *(f"test-{name}" for name in ("llama-archs", "save-load-state", "state-restore-fragmented")),
+    *(f"test-{name}" for name in ("recurrent-state-rollback", "thread-safety")),
 ]
 
 # A project with llama.cpp's targets and options: each program prints what the library says, which a patch can change.

@@ -1,0 +1,180 @@
+"""Test llama.cpp's own tests, its command line and its Python binding on this cache, as their users call them."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+from support import llama_cpp_build
+from support.compiling import ROOT
+
+README = (ROOT / "integrations/llama.cpp/README.md").read_text()
+BUILD, USE, COMPLETE, SERVE, BENCH, *_ = re.findall(r"^```sh\n(.*?)\n```$", README, re.M | re.S)
+INSTALL_BINDING, USE_BINDING = re.findall(r"^```sh\n(.*?)\n```$", README[README.index("## From Python") :], re.M | re.S)
+(PROGRAM,) = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The repository's model as GGUF."""
+    llama_cpp_build.folder()
+    pytest.importorskip("gguf")
+    folder = tmp_path_factory.mktemp("model")
+    command = [sys.executable, ROOT / "bench/llama_cpp_models.py", "--output", folder, "--shape", "repository"]
+    subprocess.run(command, check=True)
+    return folder / "repository.gguf"
+
+
+def run(*command):
+    """Run a command with this cache switched on; return what it prints."""
+    done = subprocess.run(
+        [*map(str, command)],
+        env=os.environ | {"LLAMA_KVCACHE": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=1800,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-8000:]}"
+    return done.stdout
+
+
+# ---- llama.cpp's own tests of memory and state
+
+
+def test_state_restored_between_others(model):
+    said = run(llama_cpp_build.program("test-state-restore-fragmented"), "-m", model, "-lv", "4")
+    assert "SUCCESS" in said
+    assert "llama_kvcache:" in said, "it ran on this cache"
+
+
+@pytest.mark.slow
+def test_contexts_side_by_side(model):
+    options = ("-p", "ROMEO:", "-n", "64", "-c", "256", "-ub", "32", "-np", "4", "-t", "2")
+    run(llama_cpp_build.program("test-thread-safety"), "-m", model, *options)
+
+
+@pytest.mark.slow
+def test_every_architecture():
+    run(llama_cpp_build.program("test-llama-archs"))
+
+
+@pytest.fixture(scope="module")
+def architectures(tmp_path_factory):
+    """A folder of small random models of every architecture."""
+    folder = tmp_path_factory.mktemp("architectures")
+    run(llama_cpp_build.program("test-llama-archs"), "-o", folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_recurrent_states_taken_back(architectures):
+    run(llama_cpp_build.program("test-recurrent-state-rollback"), "--models", architectures)
+
+
+# ---- the page's commands, in its order
+
+
+class Reader:
+    """Runs the page's commands in a folder with a model, after its first command has been run."""
+
+    def __init__(self, folder, model):
+        self.folder = folder
+        (folder / "model.gguf").symlink_to(model)
+        self.environment = os.environ | {"HOME": str(folder)}
+        self.environment.pop("LLAMA_KVCACHE", None)
+
+    def start(self, command, **options):
+        return subprocess.Popen(
+            ["sh", "-c", f"{USE}\n{command}"],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            **options,
+        )
+
+    def run(self, command):
+        with self.start(command) as process:
+            said, _ = process.communicate(timeout=1800)
+        assert process.returncode == 0, f"{command}\n{said[-8000:]}"
+        return said
+
+
+@pytest.fixture
+def reader(tmp_path, model):
+    build = re.fullmatch(r"integrations/llama.cpp/build.sh --output ~/([\w-]+)", BUILD)[1]
+    (tmp_path / build).symlink_to(llama_cpp_build.folder())
+    return Reader(tmp_path, model)
+
+
+def test_the_page_completes_a_text(reader):
+    said = reader.run(COMPLETE)
+    (shown,) = re.findall(r"^(llama_kvcache: .*), \w+, up to .*$", README, re.M)
+    assert f"{shown}, " in said, "the line that the page shows"
+    own = reader.run(COMPLETE.replace("-lv 4", "-lv 4 --no-kvcache"))
+    assert "llama_kvcache:" not in own
+
+
+def test_the_page_serves(reader):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = SERVE.replace("8080", str(port))
+    assert command != SERVE
+    with reader.start(f"exec {command} -lv 4") as server:
+        try:
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/completion",
+                json.dumps({"prompt": "ROMEO:", "n_predict": 8}).encode(),
+                {"Content-Type": "application/json"},
+            )
+            for _ in range(600):
+                try:
+                    with urllib.request.urlopen(request, timeout=60) as answer:
+                        assert json.load(answer)["tokens_predicted"] == 8
+                    break
+                except OSError:  # it has not begun to listen, or still loads the model
+                    assert server.poll() is None, server.stdout.read()
+                    time.sleep(0.2)
+        finally:
+            server.terminate()
+        assert "llama_kvcache:" in server.communicate(timeout=60)[0]
+
+
+@pytest.mark.slow
+def test_the_page_measures(reader):
+    said = reader.run(BENCH)
+    assert {"pp512", "tg32", "pp512 @ d8192", "tg32 @ d8192"} <= {cell.strip() for cell in said.split("|")}
+
+
+@pytest.mark.slow
+def test_the_page_runs_the_python_binding(reader):
+    """Skips where pip cannot get the binding: this is the only test that needs an index."""
+    if not (llama_cpp_build.folder() / "bin/libllama.so").exists():
+        pytest.skip("the library is linked into the programs")
+    subprocess.run([sys.executable, "-m", "venv", reader.folder / "venv"], check=True)
+    activate = ". venv/bin/activate\n"
+    with reader.start(activate + INSTALL_BINDING) as process:
+        said, _ = process.communicate(timeout=1800)
+    if process.returncode:
+        pytest.skip(f"pip cannot install llama-cpp-python here: {said[-1000:]}")
+    program = PROGRAM.replace("n_ctx=4096", "n_ctx=4096, verbose=True, seed=1")
+    (reader.folder / "program.py").write_text(program)
+    said = reader.run(f"{activate}{USE_BINDING}\npython program.py")
+    assert "llama_kvcache:" in said
+
+
+def test_the_page_names_the_version_that_is_pinned():
+    pinned = (ROOT / "integrations/llama.cpp/pin.txt").read_text().split()[0]
+    assert set(re.findall(r"llama-cpp-python==[\d.]+", README)) == {pinned}
