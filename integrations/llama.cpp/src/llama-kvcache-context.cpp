@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-static bool has_coupled_tokens(const llama_batch &batch) {
-    return std::any_of(batch.n_seq_id, batch.n_seq_id + batch.n_tokens, [](int32_t n) { return n > 1; });
+static bool has_coupled_tokens(const int32_t *n_seq_id, size_t n_tokens) {
+    return std::any_of(n_seq_id, n_seq_id + n_tokens, [](int32_t n) { return n > 1; });
 }
 
 // Coupled tokens are shared once they are stored, for others to see from the next ubatch on.  So the sequences of one
@@ -47,7 +47,8 @@ static bool is_in_order(const std::vector<llama_ubatch> &ubatches) {
 }
 
 llama_memory_context_ptr llama_kvcache::init_batch(llama_batch_allocr &balloc, uint32_t n_ubatch, bool /*embd_all*/) {
-    const bool is_coupled = has_coupled_tokens(balloc.get_batch());
+    const auto &batch = balloc.get_batch();
+    const bool is_coupled = has_coupled_tokens(batch.n_seq_id, batch.n_tokens);
 
     auto ubatches = split(balloc, n_ubatch, is_coupled);
 
@@ -60,6 +61,21 @@ llama_memory_context_ptr llama_kvcache::init_batch(llama_batch_allocr &balloc, u
         return std::make_unique<llama_kvcache_context>(this, LLAMA_MEMORY_STATUS_FAILED_PREPARE);
     }
 
+    return init_ubatches(std::move(ubatches));
+}
+
+bool llama_kvcache::is_one_by_one(const std::vector<llama_ubatch> &ubatches) const {
+    return (!cparams.causal_attn && ubatches.size() > 1) ||
+           std::any_of(ubatches.begin(), ubatches.end(),
+                       [](const llama_ubatch &ubatch) { return has_coupled_tokens(ubatch.n_seq_id, ubatch.n_tokens); });
+}
+
+llama_memory_context_ptr llama_kvcache::init_ubatches(std::vector<llama_ubatch> ubatches) {
+    if (model.hparams.use_alibi && !cparams.causal_attn) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, LLAMA_KVCACHE_TWO_SIDED_ALIBI);
+        return std::make_unique<llama_kvcache_context>(this, LLAMA_MEMORY_STATUS_FAILED_COMPUTE);
+    }
+
     const kvc_status status = begin(ubatches.data(), ubatches.size());
 
     if (status) {
@@ -67,11 +83,14 @@ llama_memory_context_ptr llama_kvcache::init_batch(llama_batch_allocr &balloc, u
         return std::make_unique<llama_kvcache_context>(
             this, status == KVC_ERR_FULL ? LLAMA_MEMORY_STATUS_FAILED_PREPARE : LLAMA_MEMORY_STATUS_FAILED_COMPUTE);
     }
-    if (is_coupled) {
-        close(); // all fit; each ubatch begins a batch of its own
+
+    const bool is_one_by_one = this->is_one_by_one(ubatches);
+
+    if (is_one_by_one) {
+        close(); // all fit
     }
 
-    return std::make_unique<llama_kvcache_context>(this, std::move(ubatches), is_coupled);
+    return std::make_unique<llama_kvcache_context>(this, std::move(ubatches), is_one_by_one);
 }
 
 kvc_status llama_kvcache::begin(const llama_ubatch *ubatches, size_t n_ubatches) {
@@ -184,8 +203,8 @@ void llama_kvcache::close() {
 llama_kvcache_context::llama_kvcache_context(llama_kvcache *mem, llama_memory_status status)
     : mem(mem), status(status) {}
 
-llama_kvcache_context::llama_kvcache_context(llama_kvcache *mem, std::vector<llama_ubatch> ubatches, bool is_coupled)
-    : mem(mem), status(LLAMA_MEMORY_STATUS_SUCCESS), ubatches(std::move(ubatches)), is_coupled(is_coupled) {}
+llama_kvcache_context::llama_kvcache_context(llama_kvcache *mem, std::vector<llama_ubatch> ubatches, bool is_one_by_one)
+    : mem(mem), status(LLAMA_MEMORY_STATUS_SUCCESS), ubatches(std::move(ubatches)), is_one_by_one(is_one_by_one) {}
 
 llama_kvcache_context::~llama_kvcache_context() {
     if (!ubatches.empty()) {
@@ -198,7 +217,7 @@ bool llama_kvcache_context::apply() {
         return true;
     }
 
-    if (is_coupled && mem->begin(&ubatches[i_cur], 1)) {
+    if (is_one_by_one && mem->begin(&ubatches[i_cur], 1)) {
         LLAMA_LOG_ERROR("%s: %s\n", __func__, kvc_last_error());
         return false;
     }
@@ -211,7 +230,7 @@ bool llama_kvcache_context::next() {
 
     const auto &ubatch = ubatches[i_cur++];
 
-    if (is_coupled) {
+    if (is_one_by_one) {
         mem->close();
         mem->share(ubatch);
     }

@@ -180,8 +180,10 @@ ggml_tensor *llama_kvcache::build_attn(const llm_graph_context &graph, ggml_tens
     const auto &layer = layers.model[op.layer];
     const auto &shape = layers.cache[op.layer];
 
-    op.scale = kq_scale;
-    op.softcap = hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;
+    const bool is_grok = model.arch == LLM_ARCH_GROK; // its graph leaves scale and cap to build_attn_mha
+
+    op.scale = is_grok ? hparams.f_attn_out_scale : kq_scale;
+    op.softcap = is_grok || hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;
     op.slopes = alibi_slopes(hparams, layer.n_head);
     op.has_sinks = sinks != nullptr;
 

@@ -24,30 +24,187 @@ int32_t llama_kvcache_type(ggml_type type) {
     }
 }
 
-// models whose graphs attend through llm_graph_context::build_attn and touch the cache nowhere else
-static bool is_served(llm_arch arch) {
+static const char *const WITHOUT_CACHE = "the model works without a cache";
+static const char *const M_ROPE = "the model rotates keys by several positions a token (M-RoPE)";
+
+const char *llama_kvcache_arch_refusal(llm_arch arch) {
     switch (arch) {
-    case LLM_ARCH_LLAMA:
-    case LLM_ARCH_LLAMA4:
-    case LLM_ARCH_QWEN2:
-    case LLM_ARCH_QWEN3:
+    case LLM_ARCH_MAMBA:
+    case LLM_ARCH_MAMBA2:
+    case LLM_ARCH_RWKV6:
+    case LLM_ARCH_RWKV6QWEN2:
+    case LLM_ARCH_RWKV7:
+    case LLM_ARCH_ARWKV7: return "the model has no attention";
+    case LLM_ARCH_BERT:
+    case LLM_ARCH_MODERN_BERT:
+    case LLM_ARCH_NOMIC_BERT:
+    case LLM_ARCH_NOMIC_BERT_MOE:
+    case LLM_ARCH_NEO_BERT:
+    case LLM_ARCH_JINA_BERT_V2:
+    case LLM_ARCH_JINA_BERT_V3:
+    case LLM_ARCH_EUROBERT:
+    case LLM_ARCH_GEMMA_EMBEDDING:
+    case LLM_ARCH_WAVTOKENIZER_DEC:
+    case LLM_ARCH_DREAM:
+    case LLM_ARCH_LLADA:
+    case LLM_ARCH_LLADA_MOE:
+    case LLM_ARCH_RND1: return WITHOUT_CACHE;
+    case LLM_ARCH_T5:
+    case LLM_ARCH_T5ENCODER: return "the model is an encoder-decoder (T5), whose attention adds a bias by position";
+    case LLM_ARCH_DEEPSEEK32:
+    case LLM_ARCH_DEEPSEEK4:
+    case LLM_ARCH_DOTS3NOTE:
+    case LLM_ARCH_GLM_DSA:
+    case LLM_ARCH_GLM5_NEXT:
+    case LLM_ARCH_MINIMAX_M3:
+    case LLM_ARCH_QWEN4EXP: return "the model's attention is sparse: an indexer with a cache of its own chooses rows";
+    case LLM_ARCH_EAGLE3:
+    case LLM_ARCH_DFLASH:
+    case LLM_ARCH_GEMMA4_ASSISTANT: return "the model is a draft head, which works on another context's cache";
+    case LLM_ARCH_PADDLEOCR:
+    case LLM_ARCH_QWEN2VL:
+    case LLM_ARCH_QWEN3TTS:
+    case LLM_ARCH_QWEN3VL:
+    case LLM_ARCH_QWEN3VLMOE:
+    case LLM_ARCH_QWEN35:
+    case LLM_ARCH_QWEN35MOE: return M_ROPE;
+    case LLM_ARCH_CHAMELEON:
+    case LLM_ARCH_CLIP:
+    case LLM_ARCH_GPTJ:
+    case LLM_ARCH_UNKNOWN: return "llama.cpp does not run such models";
+    // their graphs attend through llm_graph_context::build_attn and touch the cache nowhere else
+    case LLM_ARCH_AFMOE:
+    case LLM_ARCH_APERTUS:
+    case LLM_ARCH_ARCEE:
+    case LLM_ARCH_ARCTIC:
+    case LLM_ARCH_BAICHUAN:
+    case LLM_ARCH_BAILINGMOE:
+    case LLM_ARCH_BAILINGMOE2:
+    case LLM_ARCH_BAILINGMOE3:
+    case LLM_ARCH_BITNET:
+    case LLM_ARCH_BLOOM:
+    case LLM_ARCH_CHATGLM:
+    case LLM_ARCH_CODESHELL:
+    case LLM_ARCH_COGVLM:
+    case LLM_ARCH_COHERE2:
+    case LLM_ARCH_COHERE2MOE:
+    case LLM_ARCH_COMMAND_R:
+    case LLM_ARCH_DBRX:
+    case LLM_ARCH_DECI:
+    case LLM_ARCH_DEEPSEEK:
+    case LLM_ARCH_DEEPSEEK2:
+    case LLM_ARCH_DEEPSEEK2OCR:
+    case LLM_ARCH_DOTS1:
+    case LLM_ARCH_ERNIE4_5:
+    case LLM_ARCH_ERNIE4_5_MOE:
+    case LLM_ARCH_EXAONE:
+    case LLM_ARCH_EXAONE4:
+    case LLM_ARCH_EXAONE_MOE:
+    case LLM_ARCH_FALCON:
+    case LLM_ARCH_FALCON_H1:
     case LLM_ARCH_GEMMA:
     case LLM_ARCH_GEMMA2:
     case LLM_ARCH_GEMMA3:
     case LLM_ARCH_GEMMA3N:
+    case LLM_ARCH_GEMMA4:
+    case LLM_ARCH_GLM4:
+    case LLM_ARCH_GLM4_MOE:
+    case LLM_ARCH_GPT2:
+    case LLM_ARCH_GPTNEOX:
+    case LLM_ARCH_GRANITE:
+    case LLM_ARCH_GRANITE_HYBRID:
+    case LLM_ARCH_GRANITE_MOE:
+    case LLM_ARCH_GRANITE_SWA:
+    case LLM_ARCH_GRANITE_SWITCH:
+    case LLM_ARCH_GROK:
+    case LLM_ARCH_GROVEMOE:
+    case LLM_ARCH_HRM_TEXT:
+    case LLM_ARCH_HUNYUAN_DENSE:
+    case LLM_ARCH_HUNYUAN_MOE:
+    case LLM_ARCH_HUNYUAN_VL:
+    case LLM_ARCH_HY_V3:
+    case LLM_ARCH_HY_V4:
+    case LLM_ARCH_INTERNLM2:
+    case LLM_ARCH_JAIS:
+    case LLM_ARCH_JAIS2:
+    case LLM_ARCH_JAMBA:
+    case LLM_ARCH_KIMI_K3:
+    case LLM_ARCH_KIMI_LINEAR:
+    case LLM_ARCH_LAGUNA:
+    case LLM_ARCH_LFM2:
+    case LLM_ARCH_LFM2MOE:
+    case LLM_ARCH_LLAMA:
+    case LLM_ARCH_LLAMA4:
+    case LLM_ARCH_LLAMA_EMBED:
+    case LLM_ARCH_MAINCODER:
+    case LLM_ARCH_MAPLE:
+    case LLM_ARCH_MELLUM:
+    case LLM_ARCH_MIMO2:
+    case LLM_ARCH_MINICPM:
+    case LLM_ARCH_MINICPM3:
+    case LLM_ARCH_MINIMAX_01:
+    case LLM_ARCH_MINIMAX_M2:
+    case LLM_ARCH_MISTRAL3:
+    case LLM_ARCH_MISTRAL4:
+    case LLM_ARCH_MPT:
+    case LLM_ARCH_MUSE_GLIMMER:
+    case LLM_ARCH_NANBEIGE:
+    case LLM_ARCH_NEMOTRON:
+    case LLM_ARCH_NEMOTRON_H:
+    case LLM_ARCH_NEMOTRON_H_MOE:
+    case LLM_ARCH_OLMO:
+    case LLM_ARCH_OLMO2:
+    case LLM_ARCH_OLMOE:
+    case LLM_ARCH_OPENAI_MOE:
+    case LLM_ARCH_OPENELM:
+    case LLM_ARCH_ORION:
+    case LLM_ARCH_PANGU_EMBED:
+    case LLM_ARCH_PHI2:
     case LLM_ARCH_PHI3:
-    case LLM_ARCH_BLOOM:
-    case LLM_ARCH_DEEPSEEK2:
-    case LLM_ARCH_OPENAI_MOE: return true;
-    default: return false;
+    case LLM_ARCH_PHIMOE:
+    case LLM_ARCH_PLAMO:
+    case LLM_ARCH_PLAMO2:
+    case LLM_ARCH_PLAMO3:
+    case LLM_ARCH_PLM:
+    case LLM_ARCH_POCKETTTS:
+    case LLM_ARCH_QWEN:
+    case LLM_ARCH_QWEN2:
+    case LLM_ARCH_QWEN2MOE:
+    case LLM_ARCH_QWEN3:
+    case LLM_ARCH_QWEN3MOE:
+    case LLM_ARCH_QWEN3NEXT:
+    case LLM_ARCH_REFACT:
+    case LLM_ARCH_SEED_OSS:
+    case LLM_ARCH_SMALLTHINKER:
+    case LLM_ARCH_SMOLLM3:
+    case LLM_ARCH_SPARK2_5:
+    case LLM_ARCH_STABLELM:
+    case LLM_ARCH_STARCODER:
+    case LLM_ARCH_STARCODER2:
+    case LLM_ARCH_STEP35:
+    case LLM_ARCH_TALKIE:
+    case LLM_ARCH_XVERSE: return nullptr;
     }
+
+    return "this version does not know it";
 }
 
-// the layers that hold rows in this context; others are recurrent, or belong to another kind of context
-static bool is_cached(const llama_model &model, uint32_t il) {
+bool llama_kvcache_has_cache(llm_arch arch) { return llama_kvcache_arch_refusal(arch) != WITHOUT_CACHE; }
+
+bool llama_kvcache_is_cached(const llama_model &model, uint32_t il) {
     const auto &hparams = model.hparams;
 
-    return il < hparams.n_layer() && !hparams.is_recr(il);
+    switch (model.arch) {
+    case LLM_ARCH_FALCON_H1: return true; // layers attend and recur
+    case LLM_ARCH_NEMOTRON_H:
+    case LLM_ARCH_NEMOTRON_H_MOE: return !hparams.is_recr(il) && hparams.n_ff(il) == 0;
+    default: break;
+    }
+
+    // the layers after n_layer() are a draft head's, for a context of its own
+    const bool is_trunk = il < hparams.n_layer() || hparams.n_layer() == 0 || hparams.router_layer >= 0;
+
+    return is_trunk && !hparams.is_recr(il) && hparams.n_head_kv(il) > 0;
 }
 
 static bool is_on_gpu(const llama_model &model) {
@@ -64,20 +221,26 @@ std::string llama_kvcache_refusal(const llama_model &model, const llama_memory_p
                                   const llama_cparams &cparams) {
     const auto &hparams = model.hparams;
 
-    if (!is_served(model.arch)) {
-        return std::string("no support for models of architecture ") + llm_arch_name(model.arch);
+    if (const char *reason = llama_kvcache_arch_refusal(model.arch)) {
+        return std::string(llm_arch_name(model.arch)) + ": " + reason;
+    }
+    if (model.arch == LLM_ARCH_HY_V4 && hparams.indexer_top_k > 0) {
+        return std::string(llm_arch_name(model.arch)) + ": " + llama_kvcache_arch_refusal(LLM_ARCH_GLM_DSA);
     }
     if (is_on_gpu(model)) {
         return "layers of the model are on a GPU (use -ngl 0)";
     }
     if (hparams.n_pos_per_embd() > 1) {
-        return "the model rotates keys by several positions a token (M-RoPE)";
+        return M_ROPE;
     }
     if (cparams.ctx_type != LLAMA_CONTEXT_TYPE_DEFAULT || cparams.ctx_other) {
-        return "the context is a draft head that shares another context's cache";
+        return "the context is a draft head's (MTP; use a draft model, -md, or no speculation)";
     }
-    if (hparams.swa_type == LLAMA_SWA_TYPE_SYMMETRIC) {
-        return "the model's windows are symmetric";
+    if (hparams.swa_type == LLAMA_SWA_TYPE_SYMMETRIC || hparams.non_causal_type == LLAMA_NON_CAUSAL_TYPE_SWA_FULL) {
+        return "the model's windows reach to both sides";
+    }
+    if (hparams.use_alibi && !cparams.causal_attn) {
+        return LLAMA_KVCACHE_TWO_SIDED_ALIBI;
     }
     for (const ggml_type type : {params.type_k, params.type_v}) {
         if (llama_kvcache_type(type) < 0) {
@@ -297,7 +460,7 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
     std::vector<llama_kvcache_layer> cached;
 
     for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
-        if (is_cached(model, il)) {
+        if (llama_kvcache_is_cached(model, il)) {
             cached.push_back(
                 {(int32_t)il, params.type_k, params.type_v, 0, 0, hparams.is_swa(il), hparams.n_head(il), 0});
         }

@@ -4,6 +4,7 @@
 
 #include "ggml.h"
 #include "kvcache.h"
+#include "llama-arch.h"
 
 #include <cstdint>
 #include <memory>
@@ -44,6 +45,17 @@ struct llama_kvcache_layers {
 
     int32_t n_shapes = 0;
 };
+
+static const char *const LLAMA_KVCACHE_TWO_SIDED_ALIBI = "tokens see later ones in a model with ALiBi";
+
+// returns why graphs of an architecture cannot run on this cache, nullptr if they can
+const char *llama_kvcache_arch_refusal(llm_arch arch);
+
+// whether models of an architecture have a memory at all
+bool llama_kvcache_has_cache(llm_arch arch);
+
+// whether the layer holds rows in this context; others are recurrent, do not attend, or are a draft head's
+bool llama_kvcache_is_cached(const llama_model &model, uint32_t il);
 
 // returns why this cache does not serve the model with these options, empty if it does
 std::string llama_kvcache_refusal(const llama_model &model, const llama_memory_params &params,

@@ -1,5 +1,7 @@
 #include "llama-kvcache.h"
 
+#include "llama-kvcache-hybrid.h"
+
 #include "llama-impl.h"
 #include "llama-model.h"
 
@@ -18,6 +20,10 @@ llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memor
         return nullptr;
     }
 
+    if (!llama_kvcache_has_cache(model.arch)) {
+        return nullptr; // nor does llama.cpp create one
+    }
+
     const std::string reason = llama_kvcache_refusal(model, params, cparams);
 
     if (!reason.empty()) {
@@ -25,7 +31,13 @@ llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memor
         return nullptr;
     }
 
-    return new llama_kvcache(model, cparams, llama_kvcache_layers_of(model, params, cparams));
+    auto layers = llama_kvcache_layers_of(model, params, cparams);
+
+    if (llm_arch_is_hybrid(model.arch)) {
+        return new llama_kvcache_hybrid(model, cparams, std::move(layers));
+    }
+
+    return new llama_kvcache(model, cparams, std::move(layers));
 }
 
 // a context of one sequence gets all its rows side by side (others may be named in it all the same, as copies)

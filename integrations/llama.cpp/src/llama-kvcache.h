@@ -72,6 +72,13 @@ class llama_kvcache : public llama_memory_i {
     // a batch: begun for all its ubatches, which are computed one after the other
     //
 
+    // whether the decode's ubatches are begun one by one: coupled tokens are shared at the end of an ubatch, for others
+    // to see from the next one on; and tokens that see later ones see those of their own ubatch only
+    bool is_one_by_one(const std::vector<llama_ubatch> &ubatches) const;
+
+    // returns a context that computes these ubatches, however they were split
+    llama_memory_context_ptr init_ubatches(std::vector<llama_ubatch> ubatches);
+
     // makes room for the tokens of these ubatches; when it fails, nothing has changed
     kvc_status begin(const llama_ubatch *ubatches, size_t n_ubatches);
 
@@ -121,7 +128,7 @@ class llama_kvcache : public llama_memory_i {
 class llama_kvcache_context : public llama_memory_context_i, public llama_memory_attn_i {
   public:
     llama_kvcache_context(llama_kvcache *mem, llama_memory_status status);
-    llama_kvcache_context(llama_kvcache *mem, std::vector<llama_ubatch> ubatches, bool is_coupled);
+    llama_kvcache_context(llama_kvcache *mem, std::vector<llama_ubatch> ubatches, bool is_one_by_one);
     ~llama_kvcache_context() override;
 
     bool next() override;
@@ -145,6 +152,6 @@ class llama_kvcache_context : public llama_memory_context_i, public llama_memory
 
     size_t i_cur = 0;
 
-    // a token belongs to several sequences: each ubatch is a batch of its own, whose tokens are shared once it ends
-    bool is_coupled = false;
+    // each ubatch is a batch of its own
+    bool is_one_by_one = false;
 };

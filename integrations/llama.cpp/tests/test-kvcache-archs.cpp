@@ -1,0 +1,579 @@
+// Runs models on llama.cpp's own cache and on this one, and compares logits:
+//   test-kvcache-archs [--types f32,f16,q8_0] [--scenes text,seqs,...] [--set KEY=VALUE]... [--yarn FACTOR]
+//   MODEL... test-kvcache-archs --table     prints which architectures are served, as the README has it
+// The reference is its own cache in f32 without flash attention.  With any type, this cache is to be no further from it
+// than its own with flash attention is.  A line a model and scene: normalised squared errors, own and this one's.
+// Weights of the models are to be large enough for attention to be far from even (test-llama-archs -d 0.5).
+#include "llama-arch.h"
+#include "llama-kvcache-model.h"
+
+#include "llama-cpp.h"
+#include "llama.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+static std::string g_reason;      // why the last context does not use this cache
+static bool g_is_ours = false;    // whether it does
+static std::string g_last_error;  // of llama.cpp
+static const double FLOOR = 1e-9; // rounding: errors below are not compared
+
+static void on_log(ggml_log_level level, const char *text, void * /*user*/) {
+    if (strstr(text, LLAMA_KVCACHE_TWO_SIDED_ALIBI)) {
+        g_reason = LLAMA_KVCACHE_TWO_SIDED_ALIBI;
+    }
+    if (const char *reason = strstr(text, "llama_kvcache_create: not used: ")) {
+        g_reason = strstr(reason, "used: ") + 6;
+        g_reason.erase(g_reason.find_last_not_of('\n') + 1);
+    }
+    g_is_ours = g_is_ours || !strncmp(text, "llama_kvcache: ", 15);
+
+    if (level == GGML_LOG_LEVEL_ERROR) {
+        g_last_error = text;
+    }
+    if (getenv("VERBOSE")) {
+        fputs(text, stderr);
+    }
+}
+
+struct setup {
+    bool is_ours = false;
+    bool flash_attn = false;
+    ggml_type type = GGML_TYPE_F32;
+    uint32_t n_ubatch = 64;
+};
+
+struct options {
+    std::vector<std::string> models;
+    std::vector<std::string> types = {"f32", "f16", "q8_0"};
+    std::vector<std::string> scenes;
+    std::vector<llama_model_kv_override> overrides;
+    float yarn = 0.0f;
+};
+
+// what a scene needs of its context
+struct scene {
+    const char *name;
+    uint32_t n_seq_max;
+    bool unified;
+    bool swa_full;
+    uint32_t n_rs_seq;
+    bool (*is_for)(llama_context *ctx);
+    void (*play)(class player &p);
+};
+
+// decodes tokens and keeps their logits
+class player {
+  public:
+    player(llama_model *model, const setup &s, const scene &sc, const options &opts) : is_ours(s.is_ours) {
+        llama_context_params params = llama_context_default_params();
+
+        params.n_ctx = 256 * (sc.unified ? 1 : sc.n_seq_max);
+        params.n_batch = 256;
+        params.n_ubatch = s.n_ubatch;
+        params.n_seq_max = sc.n_seq_max;
+        params.n_rs_seq = sc.n_rs_seq;
+        params.n_threads = 1;
+        params.n_threads_batch = 1;
+        params.kv_unified = sc.unified;
+        params.swa_full = sc.swa_full;
+        params.type_k = s.type;
+        params.type_v = s.type;
+        params.flash_attn_type = s.flash_attn ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+
+        if (opts.yarn > 0.0f) {
+            params.rope_scaling_type = LLAMA_ROPE_SCALING_TYPE_YARN;
+            params.rope_freq_scale = 1.0f / opts.yarn;
+            params.yarn_ext_factor = 1.0f;
+            params.yarn_orig_ctx = 64;
+        }
+
+        g_reason.clear();
+        g_is_ours = false;
+        setenv("LLAMA_KVCACHE", s.is_ours ? "1" : "0", 1);
+        ctx.reset(llama_init_from_model(model, params));
+        if (!ctx) {
+            throw std::runtime_error("no context: " + g_last_error);
+        }
+        n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    }
+
+    llama_memory_t memory() const { return llama_get_memory(ctx.get()); }
+
+    // n more tokens of a sequence, from its next position on
+    player &add(int n, std::vector<llama_seq_id> seqs = {0}) {
+        for (int i = 0; i < n; ++i) {
+            for (const auto seq : seqs) {
+                next[seq] = std::max(next[seq], llama_pos(memory() ? llama_memory_seq_pos_max(memory(), seq) + 1 : 0));
+            }
+            tokens.push_back({llama_token(rng() % (n_vocab - 1)), next[seqs[0]], seqs});
+            for (const auto seq : seqs) {
+                ++next[seq];
+            }
+        }
+        return *this;
+    }
+
+    void decode() {
+        llama_batch batch = llama_batch_init((int)tokens.size(), 0, 8);
+
+        for (const auto &t : tokens) {
+            const int i = batch.n_tokens++;
+
+            batch.token[i] = t.id;
+            batch.pos[i] = t.pos;
+            batch.n_seq_id[i] = (int32_t)t.seqs.size();
+            std::copy(t.seqs.begin(), t.seqs.end(), batch.seq_id[i]);
+            batch.logits[i] = true;
+        }
+
+        const int rc = llama_decode(ctx.get(), batch);
+        const size_t n = tokens.size();
+
+        llama_batch_free(batch);
+        tokens.clear();
+        next.clear();
+
+        if (rc) {
+            throw std::runtime_error("decode returns " + std::to_string(rc) + ": " + g_last_error);
+        }
+        for (size_t i = 0; i < n; ++i) {
+            const float *row = llama_get_logits_ith(ctx.get(), (int32_t)i);
+            logits.insert(logits.end(), row, row + n_vocab);
+        }
+    }
+
+    llama_context_ptr ctx;
+    const bool is_ours;
+    std::vector<float> logits;
+
+  private:
+    struct token {
+        llama_token id;
+        llama_pos pos;
+        std::vector<llama_seq_id> seqs;
+    };
+
+    std::mt19937 rng{5};
+    int n_vocab;
+    std::vector<token> tokens;
+    std::map<llama_seq_id, llama_pos> next;
+};
+
+static bool always(llama_context * /*ctx*/) { return true; }
+static bool can_shift(llama_context *ctx) { return llama_memory_can_shift(llama_get_memory(ctx)); }
+static bool is_cached(llama_context *ctx) { return !llama_model_is_hybrid(llama_get_model(ctx)); }
+static bool can_roll_back(llama_context *ctx) { return is_cached(ctx) || llama_n_rs_seq(ctx) > 0; }
+
+static void play_text(player &p) {
+    p.add(150).decode();
+    p.add(40).decode();
+    for (int i = 0; i < 10; ++i) {
+        p.add(1).decode();
+    }
+}
+
+// sequences begin with tokens in common, go on in one batch, fork, and end
+static void play_sequences(player &p) {
+    p.add(20, {0, 1, 2}).decode();
+    p.add(30, {0}).add(11, {1}).add(30, {2}).decode();
+
+    llama_memory_seq_rm(p.memory(), 1, -1, -1);
+    llama_memory_seq_cp(p.memory(), 0, 1, -1, -1);
+    p.add(5, {1}).add(5, {0}).decode();
+
+    llama_memory_seq_keep(p.memory(), 1);
+    p.add(40, {1}).add(3, {2}).decode();
+    for (int i = 0; i < 3; ++i) {
+        p.add(1, {1}).add(1, {2}).decode();
+    }
+}
+
+static void play_streams(player &p) {
+    p.add(40, {0}).add(70, {1}).decode();
+    llama_memory_seq_cp(p.memory(), 1, 2, -1, -1);
+    p.add(9, {2}).add(9, {0}).add(9, {1}).decode();
+    llama_memory_seq_rm(p.memory(), 0, -1, -1);
+    p.add(20, {0}).add(1, {1}).decode();
+}
+
+static void play_rollback(player &p) {
+    p.add(100).decode();
+    p.add(8).decode();
+    if (!llama_memory_seq_rm(p.memory(), 0, 105, -1)) {
+        throw std::runtime_error("no rollback");
+    }
+    p.add(8).decode();
+}
+
+static void play_shift(player &p) {
+    p.add(100).decode();
+    llama_memory_seq_rm(p.memory(), 0, 10, 45);
+    llama_memory_seq_add(p.memory(), 0, 45, -1, -35);
+    p.add(20).decode();
+    llama_memory_seq_add(p.memory(), 0, 0, -1, 7);
+    p.add(1).decode();
+}
+
+static void play_divide(player &p) {
+    p.add(96).decode();
+
+    if (p.is_ours) {
+        llama_memory_seq_div(p.memory(), 0, 0, 64, 2);
+    } else {
+        // its own llama_kv_cells::pos_div turns keys the wrong way
+        for (llama_pos pos = 1; pos < 64; ++pos) {
+            llama_memory_seq_add(p.memory(), 0, pos, pos + 1, pos / 2 - pos);
+        }
+    }
+
+    llama_memory_seq_add(p.memory(), 0, 64, -1, -32);
+    p.add(20).decode();
+}
+
+// an image's tokens see each other
+static void play_non_causal(player &p) {
+    p.add(90).decode();
+    llama_set_causal_attn(p.ctx.get(), false);
+    p.add(16).decode();
+    llama_set_causal_attn(p.ctx.get(), true);
+    p.add(9).decode();
+}
+
+static const scene SCENES[] = {
+    {"text", 1, false, false, 0, always, play_text},
+    {"full", 1, false, true, 0, always, play_text},
+    {"seqs", 3, true, false, 0, always, play_sequences},
+    {"streams", 3, false, false, 0, always, play_streams},
+    {"rollback", 1, false, false, 4, can_roll_back, play_rollback},
+    {"shift", 1, false, true, 0, can_shift, play_shift},
+    {"divide", 1, false, true, 0, can_shift, play_divide},
+    {"noncausal", 1, false, false, 0, always, play_non_causal},
+};
+
+static double error_of(const float *a, const float *exact, size_t n) {
+    double diff = 0.0;
+    double norm = 0.0;
+
+    for (size_t i = 0; i < n; ++i) {
+        diff += (double)(a[i] - exact[i]) * (a[i] - exact[i]);
+        norm += (double)exact[i] * exact[i];
+    }
+
+    return diff / norm;
+}
+
+// The larger error of two halves, one a size of ubatches.  With some recurrent layers, the logits of llama.cpp's own
+// cache depend on how a batch is split: either size's are right.
+static double error_of(const std::vector<float> &a, const std::vector<float> &exact) {
+    const size_t n = exact.size() / 2;
+
+    double res = 0.0;
+    for (const float *half : {a.data(), a.data() + n}) {
+        const double error = std::min(error_of(half, exact.data(), n), error_of(half, exact.data() + n, n));
+        res = error <= res ? res : error;
+    }
+
+    return res;
+}
+
+static std::vector<float> play(llama_model *model, const setup &s, const scene &sc, const options &opts) {
+    player p(model, s, sc, opts);
+
+    if (s.is_ours && !g_is_ours) {
+        throw std::runtime_error(g_reason.empty() ? "not used, without a reason" : "refused: " + g_reason);
+    }
+
+    if (sc.is_for(p.ctx.get())) {
+        sc.play(p);
+    }
+
+    return p.logits;
+}
+
+// plays in a process of its own: llama.cpp aborts where its own cache cannot do something
+static std::vector<float> play_own(llama_model *model, const setup &s, const scene &sc, const options &opts) {
+    int ends[2];
+    if (pipe(ends)) {
+        throw std::runtime_error("no pipe");
+    }
+
+    fflush(stdout);
+
+    const pid_t child = fork();
+
+    if (child == 0) {
+        try {
+            const auto logits = play(model, s, sc, opts);
+            FILE *out = fdopen(ends[1], "w");
+            fwrite(logits.data(), sizeof(float), logits.size(), out);
+            fclose(out);
+            _exit(0);
+        } catch (const std::exception &) {
+            _exit(1);
+        }
+    }
+    close(ends[1]);
+
+    std::vector<float> res;
+    FILE *in = fdopen(ends[0], "r");
+    for (float logit; fread(&logit, sizeof(logit), 1, in) == 1;) {
+        res.push_back(logit);
+    }
+    fclose(in);
+
+    int status;
+    waitpid(child, &status, 0);
+    if (status) {
+        throw std::runtime_error("its own cache fails");
+    }
+
+    return res;
+}
+
+// logits with ubatches of two sizes
+static std::vector<float> play_both(llama_model *model, setup s, const scene &sc, const options &opts) {
+    std::vector<float> res;
+
+    for (const uint32_t n_ubatch : {64, 16}) {
+        s.n_ubatch = n_ubatch;
+
+        const auto logits = s.is_ours ? play(model, s, sc, opts) : play_own(model, s, sc, opts);
+        res.insert(res.end(), logits.begin(), logits.end());
+    }
+
+    return res;
+}
+
+static bool test_type(llama_model *model, const scene &sc, const options &opts, const std::string &name,
+                      const std::vector<float> &exact) {
+    const ggml_type type = name == "f32" ? GGML_TYPE_F32 : name == "f16" ? GGML_TYPE_F16 : GGML_TYPE_Q8_0;
+
+    double own;
+    try {
+        own = error_of(play_both(model, {false, true, type}, sc, opts), exact);
+    } catch (const std::exception &) {
+        // as far off as its own is in the first scene
+        const auto text = play_both(model, {}, SCENES[0], opts);
+
+        try {
+            own = error_of(play_both(model, {false, true, type}, SCENES[0], opts), text);
+        } catch (const std::exception &) {
+            printf(" | %-4s of no context", name.c_str());
+            return true;
+        }
+    }
+
+    const double ours = error_of(play_both(model, {true, true, type}, sc, opts), exact);
+
+    // flash attention rounds keys and values to f16; coarse values send tokens to other experts
+    const double share = type == GGML_TYPE_F32 ? 0.1 : type == GGML_TYPE_F16 ? 1.25 : 2.0;
+    const bool ok = ours <= std::max(FLOOR, share * own);
+
+    printf(" | %-4s %8.1e %8.1e", name.c_str(), own, ours);
+
+    return ok;
+}
+
+// a model without a cache: nothing changes, and nothing is said
+static bool test_without_cache(llama_model *model, const options &opts) {
+    const scene sc = {"encode", 1, false, false, 0, always, nullptr};
+    std::vector<float> logits[2];
+
+    for (const bool is_ours : {false, true}) {
+        player p(model, {is_ours, false, GGML_TYPE_F16, 256}, sc, opts);
+        p.add(100).decode();
+        logits[is_ours] = p.logits;
+    }
+
+    const bool ok = logits[0] == logits[1] && g_reason.empty();
+    printf("  encode    works without a cache %s\n", ok ? "" : "!!");
+
+    return ok;
+}
+
+static bool test_scene(llama_model *model, const scene &sc, const options &opts) {
+    std::vector<float> exact;
+    try {
+        exact = play_both(model, {}, sc, opts);
+    } catch (const std::exception &e) {
+        printf("  %-9s %s\n", sc.name, e.what());
+        return true;
+    }
+    if (exact.empty()) {
+        return true; // not for this model
+    }
+    if (exact != play_both(model, {}, sc, opts)) {
+        printf("  %-9s its own cache gives other logits each time\n", sc.name);
+        return true;
+    }
+
+    bool ok = true;
+
+    printf("  %-9s", sc.name);
+    for (const auto &type : opts.types) {
+        try {
+            ok = test_type(model, sc, opts, type, exact) && ok;
+        } catch (const std::exception &e) {
+            printf(" | %s: %s", type.c_str(), g_reason.empty() ? e.what() : g_reason.c_str());
+            ok = ok && !g_reason.empty();
+        }
+    }
+    printf("%s\n", ok ? "" : " !!");
+
+    return ok;
+}
+
+static bool test_model(const std::string &path, const options &opts) {
+    llama_model_params params = llama_model_default_params();
+
+    params.n_gpu_layers = 0;
+    params.kv_overrides = opts.overrides.data();
+
+    llama_model_ptr model(llama_model_load_from_file(path.c_str(), params));
+    if (!model) {
+        printf("%s: not loaded: %s !!\n", path.c_str(), g_last_error.c_str());
+        return false;
+    }
+
+    printf("%s\n", path.substr(path.find_last_of('/') + 1).c_str());
+
+    const player probe(model.get(), {true, true, GGML_TYPE_F16, 64}, SCENES[0], opts);
+
+    if (!probe.memory()) {
+        return test_without_cache(model.get(), opts);
+    }
+    if (!g_is_ours) {
+        printf("  refused   %s%s\n", g_reason.c_str(), g_reason.empty() ? "!!" : "");
+        return !g_reason.empty();
+    }
+
+    bool ok = true;
+    for (const auto &sc : SCENES) {
+        const auto &names = opts.scenes;
+
+        if (names.empty() || std::find(names.begin(), names.end(), sc.name) != names.end()) {
+            try {
+                ok = test_scene(model.get(), sc, opts) && ok;
+            } catch (const std::exception &e) {
+                printf("  %-9s %s !!\n", sc.name, e.what());
+                ok = false;
+            }
+            fflush(stdout);
+        }
+    }
+
+    return ok;
+}
+
+// architectures by the reason why they are refused, as two columns of Markdown
+static void print_table() {
+    std::map<std::string, std::string> names;
+
+    for (const llm_arch arch : llm_arch_all()) {
+        const char *reason = llama_kvcache_arch_refusal(arch);
+        const std::string key = reason ? std::string("refused: ") + reason : "served";
+
+        if (arch != LLM_ARCH_UNKNOWN) {
+            names[key] += (names[key].empty() ? "" : ", ") + std::string(llm_arch_name(arch));
+        }
+    }
+
+    printf("| architectures | |\n|---|---|\n");
+    for (auto it = names.rbegin(); it != names.rend(); ++it) {
+        printf("| %s | %s |\n", it->second.c_str(), it->first.c_str());
+    }
+}
+
+static std::vector<std::string> split(const std::string &list) {
+    std::vector<std::string> res;
+
+    for (size_t end, at = 0; at <= list.size(); at = end + 1) {
+        end = std::min(list.find(',', at), list.size());
+        res.push_back(list.substr(at, end - at));
+    }
+
+    return res;
+}
+
+// KEY=VALUE: a number with a point, or a whole one
+static llama_model_kv_override parse_override(const std::string &arg) {
+    const size_t at = arg.find('=');
+    const std::string value = arg.substr(at + 1);
+
+    llama_model_kv_override res = {};
+
+    arg.copy(res.key, std::min(at, sizeof(res.key) - 1));
+    if (value.find('.') == std::string::npos) {
+        res.tag = LLAMA_KV_OVERRIDE_TYPE_INT;
+        res.val_i64 = std::stoll(value);
+    } else {
+        res.tag = LLAMA_KV_OVERRIDE_TYPE_FLOAT;
+        res.val_f64 = std::stod(value);
+    }
+
+    return res;
+}
+
+static options parse(int argc, char **argv) {
+    options opts;
+
+    for (int i = 1; i < argc; ++i) {
+        const std::string arg = argv[i];
+
+        if (arg == "--types") {
+            opts.types = split(argv[++i]);
+        } else if (arg == "--scenes") {
+            opts.scenes = split(argv[++i]);
+        } else if (arg == "--yarn") {
+            opts.yarn = std::stof(argv[++i]);
+        } else if (arg == "--set") {
+            opts.overrides.push_back(parse_override(argv[++i]));
+        } else {
+            opts.models.push_back(arg);
+        }
+    }
+
+    opts.overrides.push_back({});
+
+    return opts;
+}
+
+int main(int argc, char **argv) {
+    if (argc == 2 && !strcmp(argv[1], "--table")) {
+        print_table();
+        return 0;
+    }
+
+    setenv("GGML_NO_BACKTRACE", "1", 1);
+    llama_log_set(on_log, nullptr);
+    llama_backend_init();
+
+    const options opts = parse(argc, argv);
+    int n_failed = 0;
+
+    for (const auto &path : opts.models) {
+        try {
+            n_failed += !test_model(path, opts);
+        } catch (const std::exception &e) {
+            printf("  %s !!\n", e.what());
+            ++n_failed;
+        }
+        fflush(stdout);
+    }
+
+    printf("%d of %zu models failed\n", n_failed, opts.models.size());
+
+    return n_failed ? 1 : 0;
+}

@@ -1,0 +1,71 @@
+"""Test which models llama.cpp runs on this cache: small random ones of each architecture, with both caches."""
+
+import math
+import os
+import re
+import subprocess
+
+import pytest
+from support import llama_cpp_build
+from support.compiling import ROOT
+
+README = ROOT / "integrations/llama.cpp/README.md"
+# One of each kind of attention: plain, windows and softcap, sinks, ALiBi, MLA, NoPE layers, hybrid, without a cache.
+SOME = ["llama", "gemma2", "gpt-oss", "bloom", "deepseek2", "llama4", "lfm2", "falcon-h1", "dream", "mamba", "qwen2vl"]
+
+
+def run(program, *args):
+    """Return what a program of the build prints; fail with it if the program does."""
+    command = [llama_cpp_build.program(program), *args]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_WAIT_POLICY": "passive"})
+    assert not done.returncode, done.stdout + done.stderr[-2000:]
+    return done.stdout
+
+
+def write_models(folder, names):
+    """Write models whose attention is far from even, and return their paths."""
+    run("test-llama-archs", "-a", names, "-d", "0.5", "-o", folder)
+    return sorted(folder.glob("*.gguf"))
+
+
+def test_readme_lists_what_is_served():
+    table = run("test-kvcache-archs", "--table")
+    assert table in README.read_text(), f"put this into {README}:\n{table}"
+
+
+def test_models_of_each_kind_give_the_same_logits(tmp_path):
+    models = write_models(tmp_path, f"^({'|'.join(SOME)})$")
+    assert {re.sub("-(dense|moe)$", "", model.stem) for model in models} == set(SOME)
+    printed = run("test-kvcache-archs", *models)
+    assert re.search(r"mamba-dense.gguf\n  refused   mamba: the model has no attention\n", printed)
+    assert re.search(r"qwen2vl-dense.gguf\n  refused   .*M-RoPE", printed)
+    assert re.search(r"dream-dense.gguf\n  encode    works without a cache\n", printed)
+
+
+# With YaRN, each shift of llama.cpp's own cache multiplies keys by YaRN's magnitude; this factor makes it 1.
+UNSCALED = 1 / (1 + 0.1 * math.log(4))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", ["--yarn", "4", "--set", f"llama.rope.scaling.attn_factor={UNSCALED}"]),
+        ("deepseek2", ["--yarn", "4", "--set", f"deepseek2.rope.scaling.attn_factor={UNSCALED}"]),
+        ("gpt-oss", ["--yarn", "4", "--scenes", "text,seqs,noncausal"]),
+        ("gemma2", ["--set", "gemma2.attention.sliding_window=7", "--set", "gemma2.attn_logit_softcapping=2.0"]),
+        ("phi3", ["--set", "phi3.rope.scaling.original_context_length=64"]),
+        ("gptneox", ["--set", "gptneox.rope.dimension_count=32"]),
+        ("chatglm", ["--set", "chatglm.rope.dimension_count=32"]),
+        ("mpt", ["--set", "mpt.attention.max_alibi_bias=4.0"]),
+    ],
+)
+def test_models_with_other_hyperparameters_give_the_same_logits(tmp_path, name, options):
+    models = write_models(tmp_path, f"^{name}$")
+    assert "  text " in run("test-kvcache-archs", *options, *models)
+
+
+@pytest.mark.slow
+def test_models_of_every_architecture_give_the_same_logits(tmp_path):
+    models = write_models(tmp_path, ".")
+    assert len(models) > 120
+    print(run("test-kvcache-archs", *models))
