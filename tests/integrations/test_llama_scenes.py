@@ -1,17 +1,20 @@
 """Test that llama.cpp behaves on this cache as on its own, scene by scene, and after failures."""
 
 import os
+import re
 import subprocess
+import sys
 
 import pytest
 from support import llama_cpp_build
+from support.compiling import ROOT
 
 
-def run(name, *args, timeout=600):
+def run(name, *args, timeout=600, **env):
     """Run a program of the build on one thread; return what it printed."""
     done = subprocess.run(
         [llama_cpp_build.program(name), *map(str, args)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -35,10 +38,51 @@ def model(tmp_path_factory):
     return write
 
 
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """Return the path of the repository's own model."""
+    pytest.importorskip("gguf")
+    llama_cpp_build.folder()
+    folder = tmp_path_factory.mktemp("repository")
+    command = [sys.executable, ROOT / "bench/llama_cpp_models.py", "--output", folder, "--shape", "repository"]
+    subprocess.run(command, check=True)
+    return folder / "repository.gguf"
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt-oss"])
 def test_scenes_are_as_with_llama_cpps_own_cache(model, architecture):
     out = run("test-kvcache", model(architecture))
-    assert out.count("  ok ") >= 43, out
+    assert out.count("  ok ") >= 55, out
+
+
+@pytest.mark.slow
+def test_scenes_with_the_repositorys_model(repository):
+    out = run("test-kvcache", repository)
+    assert len(re.findall(r"  ok   250 tokens, (?:f32|f16), .*\(250 of 250 equal", out)) == 6, out
+
+
+def perplexity(model, kvcache, *args):
+    """Return the perplexity of the text that the repository's model was tried on."""
+    text = ROOT / "examples/model/eval.txt"
+    for _ in range(10):  # llama.cpp's log may lose its last lines when the program ends
+        out = run("llama-perplexity", "-m", model, "-f", text, "-c", 512, "-t", 1, *args, LLAMA_KVCACHE=kvcache)
+        if found := re.search(r"Final estimate: PPL = ([0-9.]+)", out):
+            return float(found.group(1))
+    raise AssertionError(out)
+
+
+@pytest.mark.parametrize(
+    ("type_", "tolerance"),
+    [
+        ("f16", 5e-5),
+        pytest.param("q8_0", 1e-3, marks=pytest.mark.slow),
+        pytest.param("q4_0", 1e-2, marks=pytest.mark.slow),
+    ],
+)
+def test_perplexity_is_that_of_llama_cpps_own_cache(repository, type_, tolerance):
+    types = ["-ctk", type_, "-ctv", type_]
+    own = perplexity(repository, "0", *types)
+    assert perplexity(repository, "1", *types) == pytest.approx(own, rel=tolerance)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])

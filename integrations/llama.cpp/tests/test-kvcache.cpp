@@ -1,4 +1,5 @@
 // Plays scenes with this cache and with llama.cpp's own, on model files: both must see the same.
+#include "greedy.h"
 #include "scene.h"
 #include "scenes-decode.h"
 #include "scenes-sequences.h"
@@ -30,6 +31,28 @@ static bool test_decode(llama_model *model) {
     ok = check("coupled", model, exact_params(), scene_coupled) && ok;
     ok = check("draft", model, exact_params(), scene_draft) && ok;
     ok = check("causality", model, exact_params(), scene_causality) && ok;
+
+    return ok;
+}
+
+static bool test_greedy(llama_model *model) {
+    bool ok = true;
+
+    for (const auto type : {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0}) {
+        for (const char *prompt : {"The cache ", "A batch of tokens", "Rows that"}) {
+            auto params = exact_params();
+
+            params.type_k = type;
+            params.type_v = type;
+            params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_AUTO;
+
+            const auto name = std::string("250 tokens, ") + ggml_type_name(type) + ", " + prompt;
+
+            if (!only || name.find(only) != std::string::npos) {
+                ok = compare_greedy(name, model, params, prompt) && ok;
+            }
+        }
+    }
 
     return ok;
 }
@@ -158,6 +181,7 @@ int main(int argc, char **argv) {
         }
 
         ok = test_decode(model) && ok;
+        ok = test_greedy(model) && ok;
         ok = test_embeddings(model) && ok;
         ok = test_sequences(model) && ok;
         ok = test_options(model) && ok;
