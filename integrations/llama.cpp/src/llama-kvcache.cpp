@@ -12,11 +12,20 @@
 
 const kvc_allocator *llama_kvcache_allocator = nullptr;
 
+static bool is_asked_for() {
+    const char *env = getenv("LLAMA_KVCACHE");
+    const std::string value = env ? env : "";
+
+    if (!value.empty() && value != "0" && value != "1") {
+        throw std::runtime_error("LLAMA_KVCACHE is '" + value + "': set it to 1, for this cache, or to 0");
+    }
+
+    return value == "1";
+}
+
 llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memory_params &params,
                                      const llama_cparams &cparams) {
-    const char *LLAMA_KVCACHE = getenv("LLAMA_KVCACHE");
-
-    if (!LLAMA_KVCACHE || !atoi(LLAMA_KVCACHE)) {
+    if (!is_asked_for()) {
         return nullptr;
     }
 

@@ -1,0 +1,151 @@
+"""Test how llama.cpp's programs are switched to this cache, and that they answer the same with it."""
+
+import re
+import subprocess
+
+import pytest
+from support import llama_cpp_build, llama_models
+from support.llama_models import text
+from support.llama_server import ENVIRONMENT, USED, Server
+
+WITH_COMMON_OPTIONS = ("server", "completion", "perplexity", "batched-bench")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    llama_cpp_build.program("llama-completion")
+    return tmp_path_factory.mktemp("llama-tools")
+
+
+@pytest.fixture(scope="module")
+def repository(folder):
+    return llama_models.write_repository(folder)
+
+
+def run(name, *options, status=0, end="", **environment):
+    """Run a program, and return what it prints and what it logs, to the end that this pattern finds.
+
+    A program that ends leaves its log's thread behind, with the last lines: then it is run again.
+    """
+    for _ in range(20):
+        done = subprocess.run(
+            [llama_cpp_build.program(f"llama-{name}"), *options],
+            env=ENVIRONMENT | environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == status, done.stdout[-2000:] + done.stderr[-2000:]
+        if re.search(end, done.stdout + done.stderr):
+            return done.stdout, done.stderr
+    pytest.fail(f"nothing like {end!r} in:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def complete(model, prompt, *options, **environment):
+    common = ("--model", model, "--prompt", prompt, "-n", "50", "--temp", "0", "--ignore-eos", "--threads", "1")
+    end = "common_perf_print: +graphs reused"
+    return run("completion", *common, "--no-conversation", "--verbosity", "4", *options, end=end, **environment)
+
+
+# ---- switching it on
+
+
+@pytest.mark.parametrize("name", WITH_COMMON_OPTIONS)
+def test_help_shows_the_option(folder, name):
+    said = "".join(run(name, "--help"))
+    assert re.search(r"^--kvcache, +--no-kvcache ", said, re.MULTILINE)
+    assert "env: LLAMA_KVCACHE" in said
+
+
+def test_the_option_goes_before_the_environment(repository):
+    expected, log = complete(repository, text(0, 100))
+    assert not re.search(USED, log)
+    for options, environment, used in (
+        (["--kvcache"], {}, True),
+        ([], {"LLAMA_KVCACHE": "1"}, True),
+        ([], {"LLAMA_KVCACHE": "0"}, False),
+        ([], {"LLAMA_KVCACHE": ""}, False),
+        (["--no-kvcache"], {"LLAMA_KVCACHE": "1"}, False),
+        (["--kvcache"], {"LLAMA_KVCACHE": "0"}, True),
+    ):
+        said, log = complete(repository, text(0, 100), *options, **environment)
+        assert bool(re.search(USED, log)) == used, (options, environment)
+        assert said == expected
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "1 "])
+def test_another_value_is_an_error(repository, value):
+    options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation")
+    said = f"LLAMA_KVCACHE is '{value}': set it to 1, for this cache, or to 0"
+    run("completion", *options, status=1, end=said, LLAMA_KVCACHE=value)
+
+
+def test_wrong_options(repository):
+    run("server", "--kvcache", "1", "--model", repository, status=1, end="invalid argument: 1")
+    run("bench", "--kvcache", status=1, end="invalid parameter for argument: --kvcache")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--cache-type-k", "q5_0"], "no support for rows of type q5_0 (use f32, f16, bf16, q8_0 or q4_0)"),
+        (["--cache-type-v", "iq4_nl"], "no support for rows of type iq4_nl (use f32, f16, bf16, q8_0 or q4_0)"),
+    ],
+)
+def test_types_that_are_not_served(repository, options, reason):
+    expected, _ = complete(repository, text(0, 100), *options)
+    said, log = complete(repository, text(0, 100), "--kvcache", *options)
+    assert said == expected
+    assert log.count("not used: ") == log.count(reason) == 1
+    assert "llama_kv_cache: size" in log
+
+
+def test_a_model_that_is_not_served_runs_on_the_own_cache(folder):
+    """The reason is in the log once, also at the server, which makes contexts to measure memory."""
+    made = folder / "refused"
+    made.mkdir()
+    subprocess.run(
+        [llama_cpp_build.program("test-llama-archs"), "-a", "^qwen2vl$", "-o", made],
+        check=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    (model,) = made.iterdir()
+    reason = r"not used: .*(M-RoPE|qwen2vl)"
+    options = ("--model", model, "-npp", "16", "-ntg", "4", "-npl", "1,2", "-c", "256", "--threads", "1", "--kvcache")
+    log = "".join(run("batched-bench", *options, end=r"\| +4 \| +2 \|"))
+    assert len(re.findall(reason, log)) == 1
+    with Server(model, folder / "refused.log", "--kvcache", "--parallel", "2", "--ctx-size", "512") as server:
+        assert server.ask("/health") == {"status": "ok"}
+        assert len(re.findall(reason, server.log())) == 1
+
+
+# ---- the programs
+
+
+def test_perplexity(repository, tmp_path):
+    """Four sequences at a time, on a text of the repository."""
+    (tmp_path / "text").write_text(text(0, 6000))
+    found = []
+    for option in ("--kvcache", "--no-kvcache"):
+        options = ("--model", repository, "--file", tmp_path / "text", "--ctx-size", "512", "--threads", "1")
+        log = "".join(run("perplexity", *options, "--verbosity", "4", option, end="Final estimate: PPL"))
+        assert bool(re.search(USED, log)) == (option == "--kvcache")
+        found.append(re.search(r"Final estimate: PPL = ([\d.]+)", log)[1])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("options", [[], ["-pps"], ["-kvu"], ["-pps", "-kvu"]], ids=" ".join)
+def test_batched_bench(repository, options):
+    """Sequences beside each other; with -pps and -kvu the prompt is shared."""
+    common = ("--model", repository, "-npp", "64", "-ntg", "16", "-npl", "1,2,4", "-c", "2048", "--threads", "1")
+    printed, log = run("batched-bench", *common, "--verbosity", "4", "--kvcache", *options, end=r"\| +16 \| +4 \|")
+    assert re.search(USED, printed + log)
+    rows = re.findall(r"\| +64 \| +16 \| +(\d) \| +(\d+) \|", printed + log)
+    shared = options == ["-pps", "-kvu"]
+    assert rows == [(str(n), str(64 * (1 if shared else n) + 16 * n)) for n in (1, 2, 4)]
+
+
+def test_bench(repository):
+    """It has options of its own: the environment switches it on."""
+    options = ("-p", "64", "-n", "8", "-d", "0,128", "-r", "1", "-t", "1", "-v")
+    printed, log = run("bench", "-m", repository, *options, LLAMA_KVCACHE="1")
+    assert re.search(USED, log)
+    assert re.findall(r"(pp64|tg8)( @ d128)? \|", printed) == [
+        ("pp64", ""), ("tg8", ""), ("pp64", " @ d128"), ("tg8", " @ d128")
+    ]  # fmt: skip
