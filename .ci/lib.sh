@@ -242,7 +242,7 @@ llama_sources() {
 # adapter c++: compiles the adapter and its tests with llama.cpp's headers, without a warning
 adapter() {
     local headers=("$tmp"/llama/source/{include,src,common,vendor,ggml/include,ggml/src})
-    find integrations/llama.cpp -name '*.cpp' -print0 | xargs -0 -n 1 -P "$jobs" "$1" -std=c++17 -fsyntax-only -Wall -Wextra \
+    find integrations -name '*.cpp' -type f -print0 | xargs -0 -n 1 -P "$jobs" "$1" -std=c++17 -fsyntax-only -Wall -Wextra \
         -Werror -Iinclude -Iintegrations/llama.cpp/src "${headers[@]/#/-isystem}"
 }
 
@@ -252,7 +252,7 @@ keep_tree() {
     mkdir -p "$kept/tree"
     find CMakeLists.txt include integrations src -type f | while read -r file; do
         cmp -s "$file" "$kept/tree/$file" && continue
-        mkdir -p "$kept/tree/${file%/*}"
+        mkdir -p "$(dirname "$kept/tree/$file")"
         cp "$file" "$kept/tree/$file"
     done
     (cd "$kept/tree" && find . -type f) | while read -r file; do [ -e "$file" ] || rm "$kept/tree/$file"; done

@@ -81,11 +81,12 @@ def test_a_prompt_that_is_piped(arguments: list[str]) -> None:
     assert piped.stdout.startswith("K\N{REPLACEMENT CHARACTER}NIG:\n".encode())
 
 
-def test_the_model_stands_before_the_prompt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokens", ["20", pytest.param("1_000", marks=pytest.mark.slow)])
+def test_the_model_stands_before_the_prompt(tmp_path: Path, tokens: str) -> None:
     """As in `kvcache generate` and the example in C."""
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("KING:")
-    model, options = str(ROOT / "examples" / "model"), ("--quiet", "--tokens", "1_000", "--temperature", "0")
+    model, options = str(ROOT / "examples" / "model"), ("--quiet", "--tokens", tokens, "--temperature", "0")
     expected = run("KING:", *options)
     assert expected.stdout.startswith("KING:")
     assert run(model, "KING:", *options).stdout == expected.stdout
@@ -128,7 +129,9 @@ def test_the_end_of_the_context(tmp_path: Path) -> None:
     assert sinks.stderr.count("\n") == 2
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    "dtype", ["q8_0", *(pytest.param(each, marks=pytest.mark.slow) for each in TYPES if each != "q8_0")]
+)
 def test_a_shift_goes_on(tmp_path: Path, dtype: str) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_bytes((ROOT / "examples" / "model" / "eval.txt").read_bytes()[:2040])

@@ -168,7 +168,10 @@ def test_last_only(model: runner.Llama) -> None:
     np.testing.assert_allclose(last, logits(model, PROMPT)[-1:], atol=1e-4)
 
 
-@pytest.mark.parametrize("policy", [(1, 0), (16, 0), (64, 4), (200, 0)])
+SLOW_POLICIES = [pytest.param(policy, marks=pytest.mark.slow) for policy in ((1, 0), (200, 0))]
+
+
+@pytest.mark.parametrize("policy", [(16, 0), (64, 4), *SLOW_POLICIES])
 def test_a_window_is_a_mask(model: runner.Llama, windows: list[list[int]], policy: tuple[int, int]) -> None:
     text = windows[0][:400]
     expected = logits_without_cache(model, text, *policy)

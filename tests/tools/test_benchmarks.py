@@ -146,7 +146,7 @@ def slow(*values):
         slow(["--implementation=no_such_module:Cache"], "No module named 'no_such_module'"),
         slow(["--implementation=wrong:OnlyBegins"], "it has no put, attend, commit"),
         slow(["--context=0"], "'0' is no number from 1 to"),
-        (["--context=16"], "--context 16: must be 32 at least"),
+        slow(["--context=16"], "--context 16: must be 32 at least"),
         slow(["--num-heads=6", "--num-kv-heads=4"], "--num-heads 6: must be a multiple of --num-kv-heads, 4"),
         (["-p", "no:benchmark"], "pip install pytest-benchmark"),
     ],

@@ -492,7 +492,9 @@ def test_generate_compares():
 GREEDY = "--tokens 20 --temperature 0 --quiet"
 
 
-@pytest.mark.parametrize("option", ["", "-", "--prompt-file -", "--prompt-file /dev/stdin"])
+@pytest.mark.parametrize(
+    "option", ["", "-", "--prompt-file -", pytest.param("--prompt-file /dev/stdin", marks=pytest.mark.slow)]
+)
 def test_generate_from_a_pipe(option):
     expected = run("generate", MODEL, "ROMEO:\n", *GREEDY.split()).stdout
     done = shell(f"echo ROMEO: | kvcache generate {MODEL} {option} {GREEDY}", text=True)
