@@ -10,7 +10,7 @@ from support import llama_cpp_build
 from support.compiling import ROOT
 
 
-def run(name, *args, timeout=600, **env):
+def run(name, *args, timeout=1800, **env):
     """Run a program of the build on one thread; return what it printed."""
     done = subprocess.run(
         [llama_cpp_build.program(name), *map(str, args)],
@@ -36,6 +36,10 @@ def model(tmp_path_factory):
         return sorted(folder.glob(f"{architecture}-*.gguf"))[0]
 
     return write
+
+
+def test_scenes_on_two_threads(model):
+    run("test-kvcache", "--threads", 2, "--only", "coupled", model("llama"), OMP_NUM_THREADS="2")
 
 
 @pytest.fixture(scope="module")

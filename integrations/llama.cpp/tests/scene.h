@@ -41,7 +41,9 @@ inline llama_token text_token(const llama_model *model, uint32_t text, uint32_t 
     return (llama_token)(x % (uint32_t)llama_vocab_n_tokens(llama_model_get_vocab(model)));
 }
 
-// defaults that leave the least room for rounding: f32, without flash attention, one thread
+inline int scene_threads = 1;
+
+// defaults that leave the least room for rounding: f32, without flash attention
 inline llama_context_params exact_params() {
     auto params = llama_context_default_params();
 
@@ -50,8 +52,8 @@ inline llama_context_params exact_params() {
     params.n_ubatch = 64;
     params.n_seq_max = 4;
     params.kv_unified = true;
-    params.n_threads = 1;
-    params.n_threads_batch = 1;
+    params.n_threads = scene_threads;
+    params.n_threads_batch = scene_threads;
     params.type_k = GGML_TYPE_F32;
     params.type_v = GGML_TYPE_F32;
     params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;

@@ -110,6 +110,46 @@ static bool test_sequences(llama_model *model) {
     return ok;
 }
 
+// a sequence with windows can be cut as far back as its smallest position says, and no further
+static bool test_windows(llama_model *model) {
+    const int n_swa = llama_model_n_swa(model);
+
+    if (n_swa <= 0 || (only && std::string("windows").find(only) == std::string::npos)) {
+        return true;
+    }
+
+    auto params = exact_params();
+
+    params.n_ctx = 1024;
+
+    auto *ctx = new_context(model, params, true);
+    scene_run run(model, ctx, true);
+
+    for (int i = 0; i < 800; i += 100) {
+        run.feed("text", 0, 1, i, i + 100);
+    }
+
+    const llama_pos first = llama_memory_seq_pos_min(run.mem, 0);
+
+    bool ok = first > 0 && !llama_memory_seq_rm(run.mem, 0, first - 1, -1) &&
+              llama_memory_seq_pos_min(run.mem, 0) == first && llama_memory_seq_pos_max(run.mem, 0) == 799;
+
+    // as far as llama-server goes back
+    ok = llama_memory_seq_rm(run.mem, 0, first + n_swa + 1, -1) && ok;
+    run.feed("again", 0, 2, first + n_swa + 1, first + n_swa + 9);
+
+    const auto again = run.notes.back().row;
+
+    llama_memory_clear(run.mem, true);
+    run.feed("anew", 0, 1, 0, first + n_swa + 1);
+    run.feed("anew", 0, 2, first + n_swa + 1, first + n_swa + 9);
+    ok = ok && nmse(again, run.notes.back().row) < 1e-9;
+    llama_free(ctx);
+    printf("  %-4s windows (cut at %d, from %d on)\n", ok ? "ok" : "FAIL", first + n_swa + 1, first);
+
+    return ok;
+}
+
 static bool test_options(llama_model *model) {
     struct option {
         ggml_type type_k;
@@ -154,8 +194,8 @@ int main(int argc, char **argv) {
     bool ok = argc > 1;
 
     if (argc < 2) {
-        printf("usage: test-kvcache [--only PART] model.gguf ...\nplays scenes on each model; PART: of a scene's "
-               "name\n");
+        printf("usage: test-kvcache [--only PART] [--threads N] model.gguf ...\nplays scenes on each model; PART: of a "
+               "scene's name\n");
     }
 
     llama_log_set(
@@ -168,6 +208,11 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc; ++i) {
         if (!strcmp(argv[i], "--only") && i + 1 < argc) {
             only = argv[++i];
+            continue;
+        }
+
+        if (!strcmp(argv[i], "--threads") && i + 1 < argc) {
+            scene_threads = atoi(argv[++i]);
             continue;
         }
 
@@ -184,6 +229,7 @@ int main(int argc, char **argv) {
         ok = test_greedy(model) && ok;
         ok = test_embeddings(model) && ok;
         ok = test_sequences(model) && ok;
+        ok = test_windows(model) && ok;
         ok = test_options(model) && ok;
 
         llama_model_free(model);
