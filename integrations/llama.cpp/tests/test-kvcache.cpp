@@ -110,6 +110,49 @@ static bool test_sequences(llama_model *model) {
     return ok;
 }
 
+// what README.md says that this cache does otherwise
+static bool test_differences(llama_model *model) {
+    if (only && !strstr("differences", only)) {
+        return true;
+    }
+
+    auto params = exact_params();
+
+    params.kv_unified = false;
+
+    auto *ctx = new_context(model, params, true);
+    scene_run run(model, ctx, true);
+
+    const auto max = [&](llama_seq_id s) { return llama_memory_seq_pos_max(run.mem, s); };
+
+    run.feed("prompt", 0, 1, 0, 40);
+    llama_memory_seq_cp(run.mem, 0, 1, -1, -1);
+    run.feed("another", 2, 2, 0, 20);
+
+    bool ok = max(0) == 39 && max(1) == 39 && max(2) == 19;
+
+    // other tokens are there
+    llama_memory_seq_cp(run.mem, 0, 2, 10, 30);
+    ok = ok && max(2) == 19 && llama_memory_seq_pos_min(run.mem, 2) == 0;
+
+    // a range, though not unified
+    llama_memory_seq_cp(run.mem, 0, 2, 20, 30);
+    ok = ok && max(2) == 29;
+
+    if (llama_memory_can_shift(run.mem)) {
+        llama_memory_seq_add(run.mem, 0, 0, -1, 5);
+        ok = ok && max(0) == 44 && max(1) == 39;
+    }
+
+    llama_memory_seq_keep(run.mem, 1);
+    ok = ok && max(0) == -1 && max(1) == 39 && max(2) == -1;
+    ok = run.feed("goes on", 1, 1, 40, 45) == 0 && ok;
+    llama_free(ctx);
+    printf("  %-4s differences\n", ok ? "ok" : "FAIL");
+
+    return ok;
+}
+
 // a sequence with windows can be cut as far back as its smallest position says, and no further
 static bool test_windows(llama_model *model) {
     const int n_swa = llama_model_n_swa(model);
@@ -229,6 +272,7 @@ int main(int argc, char **argv) {
         ok = test_greedy(model) && ok;
         ok = test_embeddings(model) && ok;
         ok = test_sequences(model) && ok;
+        ok = test_differences(model) && ok;
         ok = test_windows(model) && ok;
         ok = test_options(model) && ok;
 
