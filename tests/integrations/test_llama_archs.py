@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from support import llama_cpp_build
+from support import gguf_files, llama_cpp_build
 from support.compiling import ROOT
 
 README = ROOT / "integrations/llama.cpp/README.md"
@@ -62,6 +62,46 @@ UNSCALED = 1 / (1 + 0.1 * math.log(4))
 def test_models_with_other_hyperparameters_give_the_same_logits(tmp_path, name, options):
     models = write_models(tmp_path, f"^{name}$")
     assert "  text " in run("test-kvcache-archs", *options, *models)
+
+
+# Models that test-llama-archs does not write: those with layers that share rows, and embeddings without a cache.
+BARE = {
+    "bitnet": {},
+    "gemma3n": {"block_count": 22, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count_kv": 1},
+    "gemma4": {
+        "block_count": 7,
+        "embedding_length": 128,
+        "embedding_length_per_layer_input": 64,
+        "feed_forward_length": 192,
+        "attention.head_count_kv": 1,
+        "attention.shared_kv_layers": 2,
+        "attention.key_length": 64,
+        "attention.value_length": 64,
+        "attention.key_length_swa": 32,
+        "attention.value_length_swa": 32,
+        "attention.sliding_window_pattern": [True, True, True, True, False, True, False],
+        "rope.dimension_count": 64,
+        "rope.dimension_count_swa": 32,
+        "rope.freq_base_swa": 10000.0,
+    },
+    "bert": {"attention.causal": False},
+    "gemma-embedding": {"block_count": 6},
+    "llama-embed": {},
+}
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_models_of_metadata_only_give_the_same_results(tmp_path, name):
+    sizes = {"block_count": 2, "context_length": 256, "embedding_length": 256, "feed_forward_length": 384}
+    heads = {"attention.head_count": 2, "attention.head_count_kv": 2, "attention.sliding_window": 32}
+    epsilons = {"attention.layer_norm_rms_epsilon": 1e-5, "attention.layer_norm_epsilon": 1e-5}
+    metadata = {f"{name}.{key}": value for key, value in (sizes | heads | epsilons | BARE[name]).items()}
+    tokens = {"tokens": [f"tok_{i}" for i in range(128)], "scores": [0.0] * 128, "token_type_count": 1, "model": "test"}
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in tokens.items()}
+    model = gguf_files.write(tmp_path / f"{name}.gguf", name, {f"{name}.vocab_size": 128} | metadata)
+    embeds = name in {"bert", "gemma-embedding", "llama-embed"}
+    printed = run("test-kvcache-archs", *(["--embeddings"] if embeds else []), model)
+    assert ("works without a cache" if embeds else "  text ") in printed
 
 
 @pytest.mark.slow

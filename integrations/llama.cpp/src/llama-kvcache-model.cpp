@@ -48,6 +48,7 @@ const char *llama_kvcache_arch_refusal(llm_arch arch) {
     case LLM_ARCH_DREAM:
     case LLM_ARCH_LLADA:
     case LLM_ARCH_LLADA_MOE:
+    case LLM_ARCH_LLAMA_EMBED:
     case LLM_ARCH_RND1: return WITHOUT_CACHE;
     case LLM_ARCH_T5:
     case LLM_ARCH_T5ENCODER: return "the model is an encoder-decoder (T5), whose attention adds a bias by position";
@@ -135,7 +136,6 @@ const char *llama_kvcache_arch_refusal(llm_arch arch) {
     case LLM_ARCH_LFM2MOE:
     case LLM_ARCH_LLAMA:
     case LLM_ARCH_LLAMA4:
-    case LLM_ARCH_LLAMA_EMBED:
     case LLM_ARCH_MAINCODER:
     case LLM_ARCH_MAPLE:
     case LLM_ARCH_MELLUM:
