@@ -45,6 +45,7 @@ class Library:
     def __init__(self, folder: Path) -> None:
         if not any(folder.glob("libllama.*")):
             raise LlamaError(f"{folder} has no libllama: run integrations/llama.cpp/build.sh, or name a folder")
+        self.folder = folder
         os.environ["LLAMA_CPP_LIB_PATH"] = str(folder)
         try:
             self.api: Any = importlib.import_module("llama_cpp.llama_cpp")

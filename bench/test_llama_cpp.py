@@ -2,29 +2,25 @@
 
 import importlib.util
 import json
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import bench_llama_cpp
 import llama_cpp_models
 import numpy as np
 import pytest
 from llama_cpp_contexts import CACHES, INSTALL, Context, Library, LlamaError, Model
+from support.llama_cpp_build import folder
 
 from kvcache import runner
 
-FOLDER = Path(os.environ.get("LLAMA_CPP_LIB_PATH", bench_llama_cpp.BUILT))
 WINDOWS = replace(llama_cpp_models.SHAPES["tiny"], architecture="gemma3", num_layers=6, window=32)
 
 
 @pytest.fixture(scope="module")
 def library():
-    if not any(FOLDER.glob("libllama.*")):
-        pytest.skip(f"{FOLDER} has no libllama: run integrations/llama.cpp/build.sh")
     if not importlib.util.find_spec("llama_cpp"):
         pytest.skip(INSTALL)
-    return Library(FOLDER)
+    return Library(folder() / "bin")
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +113,8 @@ def test_what_is_missing_is_named(library, tmp_path):
 def test_every_section_once(library, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_llama_cpp, "MODELS", tiny.parent)
     bench_llama_cpp.main([
-        f"--library={FOLDER}", f"--model={tiny}", "--context", "0", "300", "--steps=1", "--types", "f16", "q4_0",
-        "--prompt-context", "40", "--prompt-types", "q8_0", "--prompts=1", "--shared=40",
+        f"--library={library.folder}", f"--model={tiny}", "--context", "0", "300", "--types", "f16", "q4_0",
+        "--steps=1", "--prompt-context", "40", "--prompt-types", "q8_0", "--prompts=1", "--shared=40",
         f"--json={tmp_path / 'run.json'}", f"--output={tmp_path / 'picture.svg'}",
     ])  # fmt: skip
     printed = capsys.readouterr().out
