@@ -313,8 +313,8 @@ KVC_API kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t 
  * were evicted.  0 if nothing was stored. */
 KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
 
-/* Returns 1 if `position` is at most kvc_next_position and no row that a query there or later would see was evicted,
- * else 0. */
+/* Returns 1 if `position` is at most kvc_next_position and no row that a query there or later would see was evicted, or
+ * left out by a batch that restored other layers; else 0. */
 KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t position);
 
 /* Writes the ids of the sequences that hold rows of tokens, ascending, at most max_ids of them; returns how many there
@@ -364,7 +364,8 @@ KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, i
 
 /* Drops the rows at positions of at least `length`, where the sequence goes on then.  KVC_ERR_GONE, and nothing has
  * changed, where a token there would see rows that were evicted.  0 is always possible, and so are a position that
- * kvc_can_resume confirms and one within the sinks of every layer with a window.  KVC_ERR_NOMEM. */
+ * kvc_can_resume confirms and one within the sinks of every layer with a window, where these were restored as well
+ * (kvc_begin_with).  KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
 
 /* Moves the tokens at positions [begin, end) by delta; those that would come below 0 are dropped.  No row is copied or
@@ -439,7 +440,7 @@ KVC_API int64_t kvc_capacity(kvc_cache *cache);
 KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
 
 /* Returns live slots as a fraction of `capacity`, or, where that has no limit, of the slots in blocks; of the fullest
- * group.  At most 1: copies that an edit is making count once it is done. */
+ * group.  At most 1: rows that are to replace others, in an edit or a batch that restores, count once it is done. */
 KVC_API double kvc_utilization(kvc_cache *cache);
 
 typedef struct kvc_block_info {
@@ -576,6 +577,7 @@ typedef struct kvc_begin_args {
                                  committed; the same for all tokens of a sequence.  NULL: all sequences are stored */
     int64_t timeout_ms;       /* milliseconds to wait while another batch is open or keys are rewritten: 0, not at all;
                                  -1, as long as it takes */
+    const uint8_t *restored;  /* [num_layers] not 0: the batch restores the layer.  NULL: none, it is an ordinary one */
 } kvc_begin_args;
 
 /* Does what kvc_begin does for batches with sequences that are not to be stored, for example to score a text, or where
@@ -587,7 +589,26 @@ typedef struct kvc_begin_args {
  * max_sequences do not count such tokens, and kvc_blocks does not show their rows.
  * With timeout_ms, calls wait for the batch in order of arrival, and find the sequences as they are then; a call
  * without it is KVC_ERR_BUSY while others wait.  Any thread may end the batch, so a thread that waits for a batch that
- * it was to end itself waits in vain.  KVC_ERR_BUSY once timeout_ms have passed; KVC_ERR_CANCELLED (poll). */
+ * it was to end itself waits in vain.  KVC_ERR_BUSY once timeout_ms have passed; KVC_ERR_CANCELLED (poll).
+ *
+ * With `restored`, the batch restores rows that were saved.  Once it is committed, its tokens are all that their
+ * sequences hold in these layers, in place of what they held there; other layers stay as they are.  So a state whose
+ * layers hold different positions takes several batches: one with all positions, for the layers that see everything,
+ * and one with the last positions, for those with a window.
+ * Give positions, in any order, each once per sequence; parents and unstored are NULL.  Layers of one group are
+ * restored together; flags of layers that share rows, or have no attention, are ignored.  Put every token in every
+ * restored layer, and in no other (KVC_ERR_INVALID).  kvc_put replaces the rows of a restored KVC_CROSS layer; where it
+ * is not called, they stay.  Nothing attends in such a batch: kvc_attend, kvc_plan_new, kvc_dense and those beside it
+ * are KVC_ERR_INVALID.  kvc_commit_kept leaves a sequence as it is if it keeps none of its tokens.  What is replaced
+ * takes memory until the commit, but counts neither for max_seq_len nor, unless an edit copies rows meanwhile, for
+ * capacity.
+ * Positions that one layer holds and another lacks are gone from that other one, as if they had been evicted: to go on
+ * where they would be seen is KVC_ERR_GONE until it is restored as well, or kvc_truncate drops them.  Of a restored
+ * layer with a window or chunks, positions that were not given and that the query behind its last row would not see
+ * count as evicted.  Until layers agree again, no row is evicted that a query from the first such position on would
+ * see: so the window of an earlier moment can be restored into a sequence that has gone on, and kvc_truncate takes it
+ * back there.
+ * KVC_ERR_INVALID where restored, positions, parents or unstored are not as said. */
 KVC_API kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch);
 
 /* Returns the positions of the batch's tokens, [num_tokens]; valid until the batch ends. */

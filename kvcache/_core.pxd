@@ -169,6 +169,7 @@ cdef extern from "kvcache.h" nogil:
         const int32_t *parents
         const uint8_t *unstored
         int64_t timeout_ms
+        const uint8_t *restored
     kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch)
     const int32_t *kvc_batch_positions(const kvc_batch *batch)
 

@@ -415,6 +415,7 @@ class KVCache:
         seq_ids: Iterable[SupportsIndex] | None = None,
         parents: Iterable[SupportsIndex] | None = None,
         timeout: SupportsFloat | None = 0,
+        restored: Iterable[SupportsIndex] | None = None,
     ) -> Batch:
         """Begin a forward pass: evict rows that no later query can see, and take slots for the tokens in every layer.
 
@@ -439,6 +440,13 @@ class KVCache:
             `CacheBusyError` at once, None waits for as long as it takes. Calls that wait begin in the order in which
             they came, and continue sequences as they are then; Ctrl-C ends the wait. A thread that waits for a batch
             that it would have to end itself waits in vain. A strategy decides before the call waits.
+        restored : iterable of int, optional
+            Layers whose saved rows the batch restores. Once it is committed, its tokens are all that their sequences
+            hold in these layers, in place of what they held there; other layers stay as they are, and get no rows. Give
+            `positions`, in any order, each once per sequence, and no `parents`. Layers of one policy are restored
+            together; those that share rows follow. Nothing attends in such a batch. Rows that one layer has and another
+            lacks are as gone as evicted ones until that layer is restored, too, or the sequence is truncated. Whatever
+            the strategy, these sequences are stored.
 
         Returns
         -------
@@ -456,9 +464,12 @@ class KVCache:
             `timeout` is 0 or has passed.
         ValueError
             If a position or `timeout` is negative, there is no token or more than 16,777,216, `seq_ids` or `parents`
-            does not have one entry per token, or a parent is no earlier token of the same sequence.
+            does not have one entry per token, or a parent is no earlier token of the same sequence; if `restored` names
+            no layer with rows of its own, or not all of a policy, a position is given twice, or `parents` are given.
+        IndexError
+            If `restored` names a layer that does not exist.
         TypeError
-            If a number is no integer, or both or neither of `n` and `positions` are given.
+            If a number is no integer, both or neither of `n` and `positions` are given, or `n` and `restored`.
         MemoryError
             If memory is short.
 
@@ -489,15 +500,47 @@ class KVCache:
         ...     done = list(pool.map(generate, range(4)))
         >>> [cache.seq_len(seq_id) for seq_id in range(4)]
         [10, 10, 10, 10]
+
+        Save a sequence whose layers hold different positions, and restore it in another cache, a layer at a time:
+
+        >>> policy = [kvcache.FullAttention(), kvcache.SlidingWindow(4)]
+        >>> cache, other = (kvcache.KVCache(2, 2, 8, 64, policy=policy) for _ in range(2))
+        >>> for _ in range(20):
+        ...     with cache.batch(1) as batch:
+        ...         for layer in range(2):
+        ...             batch.put(layer, x, x)
+        >>> for layer in range(2):
+        ...     with other.batch(positions=cache.positions(layer=layer), restored=[layer]) as batch:
+        ...         batch.put(layer, *cache.gather(layer), layout="HTD")
+        >>> [other.seq_len(layer=layer) for layer in range(2)], other.next_position(), other.can_resume(20)
+        ([20, 4], 20, True)
         """
         if (n is None) == (positions is None):
             raise TypeError("batch() takes exactly one of n, the number of next tokens, and positions")
+        if restored is not None:
+            return self._begin_restoring(positions, seq_ids, parents, timeout, restored)
         if self._strategy == "always":
-            return Batch(self._core.begin(n, positions, seq_ids, parents, timeout, None))
+            return Batch(self._core.begin(n, positions, seq_ids, parents, timeout, None, None))
         found: dict[int, Decision] = {}
-        core = self._core.begin(n, positions, seq_ids, parents, timeout, partial(self._decide, found))
+        core = self._core.begin(n, positions, seq_ids, parents, timeout, partial(self._decide, found), None)
         self._note(found)
         return Batch(core, partial(self._end, found))
+
+    def _begin_restoring(
+        self,
+        positions: Iterable[SupportsIndex] | None,
+        seq_ids: Iterable[SupportsIndex] | None,
+        parents: Iterable[SupportsIndex] | None,
+        timeout: SupportsFloat | None,
+        restored: Iterable[SupportsIndex],
+    ) -> Batch:
+        """Begin a batch that restores layers; it does not ask the strategy."""
+        if positions is None:
+            raise TypeError("a batch that restores layers takes the positions of their rows, not n")
+        if parents is not None:
+            raise ValueError("parents are given: a batch that restores layers has no trees")
+        core = self._core.begin(None, positions, seq_ids, None, timeout, None, restored)
+        return Batch(core, lambda: self._dropped.difference_update(core.get_seq_ids().tolist()))
 
     def _decide(
         self, found: dict[int, Decision], positions: npt.NDArray[np.int32], seq_ids: npt.NDArray[np.int64]

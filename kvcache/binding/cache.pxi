@@ -550,17 +550,30 @@ cdef class Cache(_CallCounter):
             positions[tokens] = self.find_next(seq_id) + np.arange(len(tokens))
         return positions
 
-    def begin(self, n, positions, seq_ids, parents, timeout, decide):
+    cdef cnp.ndarray find_restored(self, object layers):
+        """Return for each layer whether it is among these."""
+        cdef cnp.ndarray given = to_int_array(layers, "restored", cnp.NPY_INT32, -_INT32_MAX - 1, _INT32_MAX)
+        restored = np.zeros(self.num_layers, np.uint8)
+        for i, layer in enumerate(given.tolist()):
+            if not 0 <= layer < self.num_layers:
+                raise IndexError(f"restored[{i}]={layer}: the layers are 0 to {self.num_layers - 1}")
+            restored[layer] = 1
+        return restored
+
+    def begin(self, n, positions, seq_ids, parents, timeout, decide, restored):
         """Begin a batch. `decide` returns for each token whether its sequence is unstored; None: all are stored."""
         cdef Batch batch = Batch.__new__(Batch)
         cdef kvc_begin_args args
         cdef kvc_status status
         cdef kvc_cache *cache
         cdef void *found
-        cdef cnp.ndarray unstored = None
+        cdef cnp.ndarray unstored = None, restored_layers = None
         self.check_open()
         batch.cache = self
         _owner = batch.read_tokens(n, positions, seq_ids, parents, &args)
+        if restored is not None:
+            restored_layers = self.find_restored(restored)
+            args.restored = <const uint8_t *>cnp.PyArray_DATA(restored_layers)
         args.timeout_ms = to_timeout(timeout)
         if decide is not None:
             if n is not None:  # decide with the probable positions: other threads may still edit the sequences

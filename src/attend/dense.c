@@ -121,7 +121,7 @@ static kvc_status enter_and_count(kvc_batch *batch, int32_t layer, int64_t *num,
 
 kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows) {
     int64_t most;
-    kvc_status status = kvc_check_attention(batch->cache, layer);
+    kvc_status status = kvc_check_attention(batch, layer);
     if (status == KVC_OK && !num_rows) status = kvc_fail(KVC_ERR_INVALID, "num_rows is NULL");
     return status == KVC_OK ? enter_and_count(batch, layer, num_rows, &most) : status;
 }
@@ -148,7 +148,7 @@ static kvc_status check_in_step(const kvc_batch *batch) {
 
 kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_sequences, int64_t *most_rows) {
     int64_t num;
-    kvc_status status = kvc_check_attention(batch->cache, layer);
+    kvc_status status = kvc_check_attention(batch, layer);
     if (status == KVC_OK && (!num_sequences || !most_rows))
         status = kvc_fail(KVC_ERR_INVALID, "%s is NULL", num_sequences ? "most_rows" : "num_sequences");
     if (status == KVC_OK) status = check_in_step(batch);
@@ -294,7 +294,7 @@ static void fill_share(void *context, int64_t task) {
 
 static kvc_status check_args(const kvc_batch *batch, int32_t layer, const kvc_dense_args *given, dense *d) {
     kvc_status status = KVC_READ(kvc_dense_args, &d->args, given, "args");
-    if (status == KVC_OK) status = kvc_check_attention(batch->cache, layer);
+    if (status == KVC_OK) status = kvc_check_attention(batch, layer);
     if (status == KVC_OK) status = kvc_check_rows_out(&batch->cache->layers[layer], d->args.rows, &d->out, "rows");
     if (status == KVC_OK) status = kvc_check_array(KVC_F32, d->args.mask_token_stride, 0, "mask");
     if (status == KVC_OK) status = kvc_hidden_check(batch, d->args.hidden, d->args.hidden_size, d->args.num_hidden);

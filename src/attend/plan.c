@@ -357,7 +357,7 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
 
 kvc_status kvc_plan_check(const kvc_batch *batch, const kvc_plan_args *given, kvc_plan_args *args) {
     kvc_status status = KVC_READ(kvc_plan_args, args, given, "plan");
-    if (status == KVC_OK) status = kvc_check_attention(batch->cache, args->layer);
+    if (status == KVC_OK) status = kvc_check_attention(batch, args->layer);
     if (status == KVC_OK) status = kvc_check_range(batch, args->first, &args->num_tokens);
     if (status != KVC_OK) return status;
     const int32_t num_kv_heads = batch->cache->layers[args->layer].num_kv_heads;

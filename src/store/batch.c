@@ -38,6 +38,7 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
     const uint64_t pending = kvc_add_array(&size, n * (groups + 1) * sizeof(kvc_pending));
     const uint64_t runs = kvc_add_array(&size, n * (groups + 1) * sizeof(kvc_run));
     const uint64_t kept = kvc_add_array(&size, n);
+    const uint64_t group_flags = kvc_add_array(&size, groups);
     const uint64_t written = kvc_add_array(&size, n * (uint64_t)cache->num_layers);
     const int32_t num_cross = cache->num_groups - cache->num_token_groups;
     const uint64_t cross_puts = kvc_add_array(&size, (uint64_t)num_cross * sizeof(atomic_int));
@@ -61,6 +62,7 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
                          .pending = (void *)(start + pending),
                          .runs = (void *)(start + runs),
                          .kept = (void *)(start + kept),
+                         .group_flags = (void *)(start + group_flags),
                          .written = (void *)(start + written),
                          .num_cross_puts = (void *)(start + cross_puts)};
     for (int32_t i = 0; i < num_cross; i++) atomic_init(&batch->num_cross_puts[i], 0);
@@ -98,7 +100,7 @@ int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id) {
         const int32_t s = batch->num_sequences++;
         sequence->in_batch = s + 1;
         batch->sequences[s] = (kvc_batch_sequence){.sequence = sequence};
-        sequence->low = kvc_sequence_is_empty(sequence) ? INT32_MAX : kvc_sequence_next(sequence);
+        sequence->low = kvc_sequence_is_empty(sequence) ? INT32_MAX : kvc_sequence_low(sequence);
         kvc_cache_mark_changed(batch->cache, sequence);
     }
     return sequence->in_batch - 1;

@@ -61,12 +61,14 @@ struct kvc_batch {
     int32_t *order;        /* [num_tokens] tokens sorted by sequence, those of a sequence in the order given */
     kvc_batch_sequence *sequences; /* [num_sequences] */
     kvc_place *places;             /* [num_groups][num_tokens] */
-    kvc_pending *pending;      /* [num_groups][num_sequences]; then [num_sequences] for buffered ones, in any group */
-    kvc_run *runs;             /* [num_groups + 1][num_tokens] the runs that pending points into */
-    uint8_t *kept;             /* [num_tokens] whether the token is committed */
-    uint8_t *written;          /* [num_layers][num_tokens] whether the token's rows were put in the layer */
-    int32_t num_buffered;      /* number of tokens of buffered sequences */
-    kvc_plan_link *plans;      /* list of the plans made for this batch, freed with it */
+    kvc_pending *pending; /* [num_groups][num_sequences]; then [num_sequences] for buffered ones, in any group */
+    kvc_run *runs;        /* [num_groups + 1][num_tokens] the runs that pending points into */
+    uint8_t *kept;        /* [num_tokens] whether the token is committed */
+    uint8_t *restored;    /* [num_groups] whether the batch restores the group; NULL: none, it is an ordinary batch */
+    uint8_t *group_flags; /* [num_groups] memory for `restored` */
+    uint8_t *written;     /* [num_layers][num_tokens] whether the token's rows were put in the layer */
+    int32_t num_buffered; /* number of tokens of buffered sequences */
+    kvc_plan_link *plans; /* list of the plans made for this batch, freed with it */
     kvc_cross_put *cross_puts; /* list of the puts in progress; guarded by the mutex */
     /* [num_groups - num_token_groups] number of finished puts to each cross-attention group: each further put
      * makes the plans of that group out of date. */
@@ -82,6 +84,9 @@ static inline kvc_pending *kvc_pending_of(const kvc_batch *batch, int32_t g, int
 static inline kvc_pending *kvc_own_pending(const kvc_batch *batch, int32_t g, int32_t s) {
     return kvc_pending_of(batch, batch->sequences[s].is_buffered ? batch->cache->num_groups : g, s);
 }
+
+/* Returns whether the tokens get rows in group g: if the batch restores, only in the groups it does that in. */
+static inline int kvc_takes_rows(const kvc_batch *batch, int32_t g) { return !batch->restored || batch->restored[g]; }
 
 /* Returns whether a token is `ancestor` or one of its descendants, in a batch with parents. */
 static inline int kvc_descends(const kvc_batch *batch, int32_t token, int32_t ancestor) {

@@ -5,6 +5,7 @@
 #include "store/demand.h"
 #include "store/limits.h"
 #include "store/prepare.h"
+#include "store/restore.h"
 #include "store/waiting.h"
 
 /* ---- tokens and positions ---------------------------------------------------------------------------------------- */
@@ -70,6 +71,8 @@ static kvc_status check_not_evicted(const kvc_cache *cache, int32_t num_tokens, 
     for (int32_t t = 0; t < num_tokens; t++) {
         if (seq_ids && t && seq_ids[t] != seq_ids[t - 1]) sequence = kvc_table_find(&cache->sequences, seq_ids[t]);
         if (!sequence || !kvc_cache_misses(cache, sequence, positions[t])) continue;
+        const kvc_status status = kvc_check_restored(cache, sequence, positions[t], KVC_END);
+        if (status != KVC_OK) return status;
         return kvc_fail(KVC_ERR_GONE,
                         "a token at position %d of sequence %lld would see rows that were evicted: the sequence goes "
                         "on at %d; to go back further, clear it and feed it again, or give resume_window",
@@ -129,10 +132,12 @@ static void open_batch(kvc_batch *batch) {
         for (int32_t s = 0; s < batch->num_sequences; s++) {
             *kvc_pending_of(batch, g, s) = (kvc_pending){
                 batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)batch->sequences[s].first, 0};
-            if (g < cache->num_token_groups) take_slots(batch, g, s);
+            if (g < cache->num_token_groups && kvc_takes_rows(batch, g)) take_slots(batch, g, s);
         }
     for (int32_t s = 0, slot = 0; s < batch->num_sequences; s++)
         if (batch->sequences[s].is_buffered) slot = take_buffer_slots(batch, s, slot);
+    for (int32_t g = 0; batch->restored && g < cache->num_groups; g++)
+        if (batch->restored[g]) cache->pools[g].drafted += batch->num_tokens;
     kvc_forget_demands(cache);
     if (cache->max_bytes) kvc_give_back(cache, cache->max_bytes);
     cache->batch = batch;
@@ -167,7 +172,8 @@ static int32_t count_stored(const kvc_begin_args *args) {
 
 static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
     kvc_status status = KVC_OK;
-    if (args->positions) status = check_not_evicted(cache, args->num_tokens, args->positions, args->seq_ids);
+    if (args->positions && !args->restored)
+        status = check_not_evicted(cache, args->num_tokens, args->positions, args->seq_ids);
     if (status == KVC_OK) status = kvc_check_num_tokens(cache, count_stored(args));
     if (status != KVC_OK) return status;
     kvc_batch *batch = kvc_batch_new(cache, args->num_tokens, args->parents);
@@ -177,7 +183,8 @@ static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch 
         status = check_not_evicted(cache, args->num_tokens, batch->positions, args->seq_ids);
     if (status == KVC_OK) {
         sort_tokens(batch);
-        status = kvc_prepare(batch);
+        if (args->restored) status = kvc_restore_begin(batch, args->restored);
+        if (status == KVC_OK) status = kvc_prepare(batch);
     }
     if (status != KVC_OK) {
         kvc_discard_batch(batch);
@@ -221,6 +228,7 @@ kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *given, kvc_bat
                         (long long)args.timeout_ms);
     if (!out) return kvc_fail(KVC_ERR_INVALID, "batch is NULL");
     status = check_tokens(&args);
+    if (status == KVC_OK && args.restored) status = kvc_restore_check(cache, &args);
     if (status != KVC_OK) return status;
     kvc_lock(cache);
     return kvc_unlock(cache, args.timeout_ms ? begin_in_turn(cache, &args, out) : begin_now(cache, &args, out));

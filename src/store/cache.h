@@ -121,7 +121,7 @@ void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_forget_blank(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_forget_all(kvc_cache *cache, const kvc_sequence *kept);
 
-/* Returns whether a query of the sequence at `position` would miss rows that were evicted. */
+/* Returns whether a query of the sequence at `position`, or a later one, would miss rows: evicted, or not restored. */
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
 
 #endif

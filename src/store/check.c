@@ -9,10 +9,14 @@ kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer) {
     return kvc_fail(KVC_ERR_INDEX, "layer is %d: this cache has %d layers", layer, cache->num_layers);
 }
 
-kvc_status kvc_check_attention(const kvc_cache *cache, int32_t layer) {
-    const kvc_status status = kvc_check_layer(cache, layer);
-    if (status != KVC_OK || cache->layers[layer].policy.kind != KVC_NONE) return status;
-    return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention", layer);
+kvc_status kvc_check_attention(const kvc_batch *batch, int32_t layer) {
+    const kvc_status status = kvc_check_layer(batch->cache, layer);
+    if (status != KVC_OK) return status;
+    if (batch->cache->layers[layer].policy.kind == KVC_NONE)
+        return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention", layer);
+    if (batch->restored)
+        return kvc_fail(KVC_ERR_INVALID, "the batch restores rows: its tokens attend to nothing; put and commit it");
+    return KVC_OK;
 }
 
 kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer) {
@@ -22,6 +26,13 @@ kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer) {
     if (cache->layers[layer].policy.kind == KVC_NONE)
         return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention: it holds no rows", layer);
     return KVC_OK;
+}
+
+kvc_status kvc_check_takes_rows(const kvc_batch *batch, int32_t layer) {
+    const kvc_status status = kvc_check_own_rows(batch->cache, layer);
+    if (status != KVC_OK || kvc_takes_rows(batch, batch->cache->group_of[layer])) return status;
+    return kvc_fail(KVC_ERR_INVALID, "layer %d is not among the layers that the batch restores: it gets no rows",
+                    layer);
 }
 
 kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v) {
@@ -91,6 +102,22 @@ static int32_t first_safe(const kvc_cache *cache, const kvc_sequence *sequence) 
     return begin;
 }
 
+kvc_status kvc_check_restored(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end) {
+    for (int32_t layer = 0; layer < cache->num_layers; layer++) {
+        const int32_t g = cache->group_of[layer];
+        const kvc_interval missing = sequence->runs[g].missing;
+        if (g >= cache->num_token_groups || !missing.end || missing.begin >= end) continue;
+        if (kvc_policy_lowest(&cache->policies[g], position) >= missing.end &&
+            kvc_policy_sinks(&cache->policies[g]) <= missing.begin)
+            continue;
+        return kvc_fail(KVC_ERR_GONE,
+                        "a token at position %d of sequence %lld would see rows that layer %d lacks, from %d to %d: a "
+                        "batch restored other layers; restore those of its policy, too, or cut the sequence there",
+                        position, (long long)sequence->id, layer, missing.begin, missing.end - 1);
+    }
+    return KVC_OK;
+}
+
 kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length) {
     int32_t before = INT32_MAX, misses = 0; /* before: nothing was lost below */
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
@@ -98,7 +125,9 @@ kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, i
         if (lost.end && lost.begin < before) before = lost.begin;
         misses |= lost.begin < length && kvc_policy_lowest(&cache->policies[g], length) < lost.end;
     }
-    if (!misses || length >= kvc_sequence_next(sequence)) return KVC_OK;
+    if (length >= kvc_sequence_next(sequence)) return KVC_OK;
+    const kvc_status status = kvc_check_restored(cache, sequence, length, length);
+    if (status != KVC_OK || !misses) return status;
     return kvc_fail(KVC_ERR_GONE,
                     "sequence %lld cannot go on at position %d: a token there would see rows that were evicted; it can "
                     "from position %d on, or up to %d; a larger resume_window keeps more",

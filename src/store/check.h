@@ -7,11 +7,14 @@
 /* Returns KVC_ERR_INDEX unless the cache has the layer. */
 kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer);
 
-/* Returns KVC_ERR_INDEX unless the cache has the layer, KVC_ERR_INVALID if the layer is KVC_NONE. */
-kvc_status kvc_check_attention(const kvc_cache *cache, int32_t layer);
+/* Returns KVC_ERR_INDEX unless the cache has the layer, KVC_ERR_INVALID if it is KVC_NONE or the batch restores. */
+kvc_status kvc_check_attention(const kvc_batch *batch, int32_t layer);
 
 /* Returns KVC_ERR_INVALID if the layer shares another's rows or has none. */
 kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer);
+
+/* Returns KVC_ERR_INVALID also if the batch restores other layers than this one. */
+kvc_status kvc_check_takes_rows(const kvc_batch *batch, int32_t layer);
 
 /* Returns KVC_ERR_INVALID unless k is given, and v exactly where the layer stores values apart from its keys. */
 kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v);
@@ -32,6 +35,9 @@ kvc_status kvc_check_positions(int32_t begin, int32_t end);
 
 /* Returns KVC_ERR_INDEX unless the batch has tokens [first, first + *num_tokens); 0 becomes all from first on. */
 kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens);
+
+/* Returns KVC_ERR_GONE if a token at `position` would miss rows below position `end` that were not restored. */
+kvc_status kvc_check_restored(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end);
 
 /* Returns KVC_ERR_GONE if the sequence could not go on at position `length` once its rows from there on are dropped. */
 kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length);

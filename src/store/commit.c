@@ -3,6 +3,7 @@
 
 #include "store/put.h"
 #include "store/resident.h"
+#include "store/restore.h"
 #include "store/scratch.h"
 #include "store/waiting.h"
 
@@ -22,7 +23,10 @@ static void close_batch(kvc_batch *batch) {
         kvc_cache_mark_changed(cache, batch->sequences[s].sequence);
         kvc_cache_forget_blank(cache, batch->sequences[s].sequence);
     }
-    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].epoch++;
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        cache->pools[g].epoch++;
+        if (batch->restored && batch->restored[g]) cache->pools[g].drafted -= batch->num_tokens;
+    }
     cache->batch = NULL;
     kvc_wake_waiter(cache);
     free_plans(batch);
@@ -33,7 +37,7 @@ static void close_batch(kvc_batch *batch) {
 /* Returns KVC_ERR_INVALID if a token to keep was not put in every layer. */
 static kvc_status check_complete(const kvc_batch *batch) {
     for (int32_t layer = 0; layer < batch->cache->num_layers; layer++) {
-        if (!kvc_keeps_tokens(batch->cache, layer)) continue;
+        if (!kvc_keeps_tokens(batch->cache, layer) || !kvc_takes_rows(batch, batch->cache->group_of[layer])) continue;
         const uint8_t *written = kvc_written_in(batch, layer);
         for (int32_t t = 0; t < batch->num_tokens; t++)
             if (batch->kept[t] && !written[t])
@@ -64,17 +68,22 @@ static void visit_kept(const kvc_batch *batch, int32_t g, int32_t s, int kept, k
 
 static void append_part(void *list, const kvc_run *part) { kvc_runs_append(list, part); }
 
+/* Returns whether any token of sequence s is kept. */
+static int keeps_any(const kvc_batch *batch, int32_t s) {
+    const int32_t *token = batch->order + batch->sequences[s].first;
+    int any = 0;
+    for (int32_t i = 0; i < batch->sequences[s].num_tokens; i++) any |= batch->kept[token[i]];
+    return any;
+}
+
 /* Replaces the rows of a sequence in the group of a cross-attention layer by the rows put in this batch, if one of the
  * sequence's tokens is kept; else drops the new rows. */
 static void commit_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
     kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
-    const int32_t *token = batch->order + batch->sequences[s].first;
-    int32_t any = 0;
-    for (int32_t i = 0; i < batch->sequences[s].num_tokens; i++) any |= batch->kept[token[i]];
     if (!pending->num) return;
-    if (!any) {
+    if (!keeps_any(batch, s)) {
         kvc_drop_cross(batch, g, s);
         return;
     }
@@ -96,11 +105,14 @@ static void forget_unstored(const kvc_batch *batch) {
 static void commit(kvc_batch *batch, int32_t num_kept) {
     kvc_cache *cache = batch->cache;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
+        const int restores = batch->restored && keeps_any(batch, s);
+        if (restores) kvc_restore_drop(batch, s);
         for (int32_t g = 0; g < cache->num_token_groups; g++) {
             visit_kept(batch, g, s, 1, append_part, &batch->sequences[s].sequence->runs[g]);
             visit_kept(batch, g, s, 0, kvc_drop_part, &cache->pools[g]);
         }
         for (int32_t g = cache->num_token_groups; g < cache->num_groups; g++) commit_cross(batch, g, s);
+        if (restores) kvc_restore_note(batch, s);
     }
     forget_unstored(batch);
     cache->stats.batches++;

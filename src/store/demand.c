@@ -8,6 +8,7 @@ kvc_block *kvc_last_block(const kvc_batch *batch, const kvc_batch_sequence *memb
     const kvc_run_list *list = &member->sequence->runs[g];
     const kvc_compaction *c = batch->cache->pools[g].compaction;
     const kvc_interval gone = kvc_evictable(batch->cache, member->sequence, g);
+    if (batch->restored) return NULL; /* rows that take the place of others do not go where these leave holes */
     for (int32_t i = list->num - 1; i >= 0; i--) {
         const kvc_run *run = kvc_runs_begin(list) + i;
         /* Index in the run of its last row that stays, plus 1. */
@@ -104,7 +105,8 @@ static void forget_planned(const kvc_batch *batch, int32_t g, int32_t num_member
 /* Computes pool->demand of group g within a preview. */
 static void compute_demand(const kvc_batch *batch, int32_t g, kvc_preview *preview) {
     kvc_pool *pool = &batch->cache->pools[g];
-    const int32_t num_members = g < batch->cache->num_token_groups ? batch->num_sequences : 0;
+    const int takes = g < batch->cache->num_token_groups && kvc_takes_rows(batch, g);
+    const int32_t num_members = takes ? batch->num_sequences : 0;
     pool->demand = (kvc_demand){0};
     add_compaction(pool, preview);
     kvc_block *next = preview->free;

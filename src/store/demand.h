@@ -12,7 +12,7 @@ kvc_status kvc_find_demand(const kvc_batch *batch, int32_t g, int compacts);
 void kvc_forget_demands(kvc_cache *cache);
 
 /* Returns the block that holds a sequence's last row in group g after eviction and compaction, and its fill mark then:
- * the sequence's next tokens go there while it is not full.  NULL if no row stays. */
+ * the sequence's next tokens go there while it is not full.  NULL if no row stays, or the batch restores. */
 kvc_block *kvc_last_block(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t *fill);
 
 #endif

@@ -148,22 +148,13 @@ static void visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *con
     }
 }
 
-/* Drops slots on trial, and adds the number that no sequence would hold to *slots.  restore undoes it. */
-static void try_drop(void *slots, const kvc_run *part) {
-    kvc_pool_try_drop(part->block, part->slot, part->count, slots);
-}
-
-static void restore(void *context, const kvc_run *part) {
-    (void)context;
-    kvc_pool_restore(part->block, part->slot, part->count);
-}
-
 kvc_status kvc_drafts_check(const kvc_cache *cache, int32_t group, const kvc_draft *drafts, int32_t num,
                             const char *what) {
-    int64_t freed = 0;
-    if (!cache->capacity) return KVC_OK;
-    for (int32_t i = 0; i < num; i++) visit_replaced(&drafts[i], try_drop, &freed);
-    for (int32_t i = 0; i < num; i++) visit_replaced(&drafts[i], restore, NULL);
+    int64_t freed = 0, copied = 0;
+    for (int32_t i = 0; i < num; i++) copied += drafts[i].num_copied;
+    if (!cache->capacity || !copied) return KVC_OK;
+    for (int32_t i = 0; i < num; i++) visit_replaced(&drafts[i], kvc_try_drop_part, &freed);
+    for (int32_t i = 0; i < num; i++) visit_replaced(&drafts[i], kvc_undo_drop_part, NULL);
     const int64_t live = cache->pools[group].live - freed;
     if (live <= cache->capacity) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL,
@@ -184,6 +175,7 @@ void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_run_list *list, kvc_d
     pool->drafted -= draft->num_copied;
     cache->stats.rows_copied += draft->num_copied;
     draft->runs.lost = list->lost;
+    draft->runs.missing = list->missing;
     kvc_runs_free_list(list, &cache->memory);
     *list = draft->runs;
 }

@@ -64,8 +64,8 @@ static inline size_t kvc_drafts_size(const kvc_cache *cache) {
     return (size_t)cache->num_token_groups * sizeof(kvc_draft);
 }
 
-/* Returns KVC_ERR_FULL if more slots than the cache's capacity would be live once `num` drafts of a group are accepted;
- * until then copies may take slots beyond the capacity.  `what` begins the message. */
+/* Returns KVC_ERR_FULL if `num` drafts of a group copy rows, and more slots than the cache's capacity would be live
+ * once they are accepted; until then copies may take slots beyond the capacity.  `what` begins the message. */
 kvc_status kvc_drafts_check(const kvc_cache *cache, int32_t group, const kvc_draft *drafts, int32_t num,
                             const char *what);
 

@@ -33,7 +33,7 @@ static int32_t bound_after(const edit *e, int32_t bound) {
     return bound > c->begin ? c->begin : bound;
 }
 
-/* Returns the lost positions of a list after the edit: evicted rows are removed and moved like stored ones. */
+/* Returns the lost, or missing, positions of a list after the edit: they are removed and moved like those of rows. */
 static kvc_interval lost_after(const edit *e, kvc_interval lost) {
     const kvc_change *c = &e->change;
     const kvc_interval none = {0, 0};
@@ -108,6 +108,7 @@ static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_
         }
         kvc_draft_accept(cache, g, list, &drafts[g]);
         list->lost = lost_after(e, list->lost);
+        list->missing = lost_after(e, list->missing);
         kvc_draft_free(cache, &drafts[g]);
     }
 }

@@ -3,7 +3,7 @@
 
 void kvc_set_lows(kvc_cache *cache) {
     for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed)
-        if (!sequence->in_batch) sequence->low = kvc_sequence_next(sequence);
+        if (!sequence->in_batch) sequence->low = kvc_sequence_low(sequence);
 }
 
 kvc_interval kvc_evictable(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
@@ -33,11 +33,6 @@ static void uncount_part(void *preview, const kvc_run *part) {
     if (kvc_pool_try_drop(part->block, part->slot, part->count, &p->slots)) kvc_preview_add_free(p, part->block);
 }
 
-static void recount_part(void *context, const kvc_run *part) {
-    (void)context;
-    kvc_pool_restore(part->block, part->slot, part->count);
-}
-
 kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g) {
     kvc_preview preview = {.pool = &cache->pools[g], .cache = cache, .free = cache->pools[g].free};
     visit_evictable(cache, g, uncount_part, &preview);
@@ -50,7 +45,7 @@ void kvc_preview_add_free(kvc_preview *preview, kvc_block *block) {
 }
 
 void kvc_preview_close(kvc_preview *preview) {
-    visit_evictable(preview->cache, preview->pool->group, recount_part, NULL);
+    visit_evictable(preview->cache, preview->pool->group, kvc_undo_drop_part, NULL);
     while (preview->free != preview->pool->free) {
         kvc_block *block = preview->free;
         preview->free = block->next;

@@ -44,7 +44,8 @@ static kvc_status share_group(kvc_cache *cache, const sharing *s, int32_t g, kvc
     status = kvc_runs_reserve(to, &cache->memory, num);
     if (status == KVC_OK) {
         kvc_runs_visit_missing(&held, from, begin, end, hold_part, to);
-        to->lost = kvc_runs_lost_in(&held, from, begin, end);
+        to->lost = kvc_runs_lost_in(&held, from->lost, begin, end);
+        to->missing = kvc_runs_lost_in(&held, from->missing, begin, end);
     }
     kvc_runs_free_sorted(list, &cache->memory, &held);
     return status;

@@ -166,7 +166,7 @@ static kvc_status check_room(const kvc_batch *batch, int32_t g) {
         const kvc_pending *pending = kvc_pending_of(batch, g, s);
         int32_t num = is_cross ? 1 - list->num : 0; /* rows of cross-attention replace those that are there */
         for (int32_t i = 0; !is_cross && i < pending->num; i++) num += (pending->runs[i].count + 1) / 2;
-        REQUIRE(member->is_unstored || list->first + list->num + num <= list->capacity,
+        REQUIRE(member->is_unstored || !kvc_takes_rows(batch, g) || list->first + list->num + num <= list->capacity,
                 "group %d, sequence %lld: the list of runs has no room for %d of the batch", g,
                 (long long)member->sequence->id, num);
     }
@@ -209,7 +209,8 @@ static kvc_status check_row_buffers(const kvc_cache *cache) {
 static kvc_status check_evicted(const kvc_cache *cache, const kvc_sequence *sequence) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_policy *policy = &cache->policies[g];
-        const int32_t end = kvc_policy_retained(policy, kvc_sequence_last(sequence) + 1);
+        const int32_t next = kvc_sequence_last(sequence) + 1, low = kvc_sequence_low(sequence);
+        const int32_t end = kvc_policy_retained(policy, low < next ? low : next);
         REQUIRE(!kvc_policy_evicts(policy) ||
                     !kvc_runs_visit(&sequence->runs[g], kvc_policy_sinks(policy), end, NULL, NULL),
                 "group %d, sequence %lld: rows may be evicted, and no batch will look for them", g,

@@ -76,7 +76,7 @@ typedef struct kvc_pool {
     int32_t join_block;                /* index of the next block to look at for pages to join */
     uint32_t epoch;                    /* number of batches ended, plus 1: slots handed out since may lack their rows */
     int64_t live;                      /* number of slots that sequences hold, over all blocks */
-    int64_t drafted;                   /* how many of them are slots of drafts not yet accepted */
+    int64_t drafted;                   /* how many of them are to replace others: in drafts, and in restoring batches */
     int64_t filled;                    /* number of slots below fill marks, over all blocks */
     int64_t row_bytes;                 /* resident bytes of all blocks' rows */
     int64_t opened, reused, returned;  /* counters of blocks: kvc_stats */

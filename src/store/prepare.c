@@ -57,16 +57,40 @@ static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
     const kvc_cache *cache = batch->cache;
     for (int32_t s = 0; cache->max_seq_len && s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
-        const int64_t kept = kvc_count_kept(cache, member->sequence, g), room = cache->max_seq_len - kept;
-        if (member->num_tokens > room)
-            return kvc_fail(KVC_ERR_FULL,
-                            "%d more tokens do not fit: sequence %lld holds %lld of max_seq_len %lld, %lld fit at "
-                            "once; %s, or give a larger max_seq_len",
-                            member->num_tokens, (long long)member->sequence->id, (long long)kept,
-                            (long long)cache->max_seq_len, (long long)(room > 0 ? room : 0),
-                            kvc_policy_evicts(&cache->policies[g]) ? "feed so many at a time" : "remove some");
+        const int64_t kept = batch->restored ? 0 : kvc_count_kept(cache, member->sequence, g);
+        const int64_t room = cache->max_seq_len - kept;
+        if (member->num_tokens <= room) continue;
+        if (batch->restored)
+            return kvc_fail(KVC_ERR_FULL, "%d tokens of sequence %lld do not fit: max_seq_len is %lld",
+                            member->num_tokens, (long long)member->sequence->id, (long long)cache->max_seq_len);
+        return kvc_fail(KVC_ERR_FULL,
+                        "%d more tokens do not fit: sequence %lld holds %lld of max_seq_len %lld, %lld fit at once; "
+                        "%s, or give a larger max_seq_len",
+                        member->num_tokens, (long long)member->sequence->id, (long long)kept,
+                        (long long)cache->max_seq_len, (long long)(room > 0 ? room : 0),
+                        kvc_policy_evicts(&cache->policies[g]) ? "feed so many at a time" : "remove some");
     }
     return KVC_OK;
+}
+
+/* Visits the rows that the batch takes the place of in group g, but for those that are evicted before. */
+static void visit_replaced(const kvc_batch *batch, int32_t g, kvc_part_fn *visit, void *context) {
+    for (int32_t s = 0; batch->restored && s < batch->num_sequences; s++) {
+        const kvc_sequence *sequence = batch->sequences[s].sequence;
+        const kvc_interval gone = kvc_evictable(batch->cache, sequence, g);
+        kvc_runs_visit(&sequence->runs[g], 0, gone.begin, visit, context);
+        kvc_runs_visit(&sequence->runs[g], gone.begin < gone.end ? gone.end : gone.begin, KVC_END, visit, context);
+    }
+}
+
+/* Counts the slots of group g that no sequence will hold once the batch has begun, or replaced rows. */
+static int64_t count_freed_slots(const kvc_batch *batch, int32_t g) {
+    kvc_preview preview = kvc_preview_open(batch->cache, g);
+    int64_t slots = preview.slots;
+    visit_replaced(batch, g, kvc_try_drop_part, &slots);
+    visit_replaced(batch, g, kvc_undo_drop_part, NULL);
+    kvc_preview_close(&preview);
+    return slots;
 }
 
 /* Returns KVC_ERR_FULL if more slots of group g than the capacity would be live. */
@@ -74,7 +98,7 @@ static kvc_status check_capacity(const kvc_batch *batch, int32_t g) {
     kvc_cache *cache = batch->cache;
     const int32_t num_slots = batch->num_tokens - batch->num_buffered;
     if (!cache->capacity) return KVC_OK;
-    const int64_t live = cache->pools[g].live - kvc_count_evictable_slots(cache, g);
+    const int64_t live = cache->pools[g].live - count_freed_slots(batch, g);
     if (live + num_slots <= cache->capacity) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL,
                     "%d more tokens do not fit: %lld of capacity %lld are in use, %lld fit at once; remove some, "
@@ -97,7 +121,7 @@ static void compact_if_scattered(const kvc_batch *batch, int32_t g) {
  * each stretch of consecutive positions, and one more for each further block that it goes on in; of a stretch of n
  * slots, the kept ones are at most (n + 1) / 2 runs. */
 static int32_t most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
-    if (member->is_unstored) return 0;
+    if (member->is_unstored || !kvc_takes_rows(batch, g)) return 0;
     if (g >= batch->cache->num_token_groups) return batch->cache->policies[g].kind == KVC_CROSS;
     const int32_t n = member->num_tokens;
     return (int32_t)(((int64_t)n + member->num_stretches + n / batch->cache->pools[g].block_size + 1) / 2);
@@ -216,6 +240,7 @@ kvc_status kvc_fit(const kvc_batch *batch) {
     kvc_set_lows(cache);
     kvc_status status = check_num_sequences(batch);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
+        if (!kvc_takes_rows(batch, g)) continue;
         status = check_seq_len(batch, g);
         if (status == KVC_OK) status = check_capacity(batch, g);
     }

@@ -141,7 +141,7 @@ static kvc_status check_cross_put(const kvc_batch *batch, int32_t layer, const k
 kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, const kvc_put_args *given, kvc_put_args *args) {
     kvc_status status = KVC_READ(kvc_put_args, args, given, "args");
     if (status == KVC_OK) status = kvc_check_layer(batch->cache, layer);
-    if (status == KVC_OK) status = kvc_check_own_rows(batch->cache, layer);
+    if (status == KVC_OK) status = kvc_check_takes_rows(batch, layer);
     if (status != KVC_OK) return status;
     if (kvc_keeps_tokens(batch->cache, layer)) {
         status = kvc_check_range(batch, args->first, &args->num_tokens);
@@ -278,7 +278,7 @@ kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
 
 static kvc_status check_in_place(const kvc_batch *batch, int32_t layer, int32_t first, int32_t *num_tokens) {
     kvc_status status = kvc_check_layer(batch->cache, layer);
-    if (status == KVC_OK) status = kvc_check_own_rows(batch->cache, layer);
+    if (status == KVC_OK) status = kvc_check_takes_rows(batch, layer);
     if (status == KVC_OK && !kvc_keeps_tokens(batch->cache, layer))
         status = kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is a cross-attention layer: its rows are put", layer);
     return status == KVC_OK ? kvc_check_range(batch, first, num_tokens) : status;

@@ -165,6 +165,15 @@ int64_t kvc_runs_visit(const kvc_run_list *list, int32_t begin, int32_t end, kvc
 
 void kvc_drop_part(void *pool, const kvc_run *part) { kvc_pool_drop(pool, part->block, part->slot, part->count); }
 
+void kvc_try_drop_part(void *slots, const kvc_run *part) {
+    kvc_pool_try_drop(part->block, part->slot, part->count, slots);
+}
+
+void kvc_undo_drop_part(void *context, const kvc_run *part) {
+    (void)context;
+    kvc_pool_restore(part->block, part->slot, part->count);
+}
+
 int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
     /* Move the runs to the far end of the array, then write the parts that stay from its beginning.  Each run leaves at
      * most two parts and the array has room for twice the runs, so that writing never overtakes reading. */
@@ -200,7 +209,7 @@ kvc_status kvc_runs_prepare_evict(kvc_run_list *list, kvc_memory *memory, int32_
     return kvc_runs_prepare_edit(list, memory, extra);
 }
 
-/* Makes lost positions include others, if there are any. */
+/* Makes lost, or missing, positions include others, if there are any. */
 static void add_lost(kvc_interval *lost, kvc_interval more) {
     if (!more.end) return;
     if (!lost->end || more.begin < lost->begin) lost->begin = more.begin;
@@ -240,6 +249,15 @@ int64_t kvc_runs_evict(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_
     if (kvc_runs_visit(list, begin, end, note_lost, &list->lost) == 0) return 0;
     const int32_t kept = runs_before(list, begin);
     return kept >= 0 ? trim_front(list, pool, kept, end) : kvc_runs_remove(list, pool, begin, end);
+}
+
+const kvc_run *kvc_runs_at(const kvc_run_list *list, int32_t position) {
+    if (!may_hold(list, position, position + 1)) return NULL;
+    for (const kvc_run *run = first_run(list, position); run < kvc_runs_end(list); run++) {
+        if (run->position <= position && run_end(run) > position) return run;
+        if (list->ascending) break;
+    }
+    return NULL;
 }
 
 int64_t kvc_runs_find(const kvc_run_list *list, int32_t position) {
@@ -365,28 +383,18 @@ int32_t kvc_runs_visit_missing(const kvc_run_list *list, const kvc_run_list *fro
     return c.num_missing;
 }
 
-/* Returns a run that holds a row at a position; NULL if none does. */
-static const kvc_run *run_at(const kvc_run_list *list, int32_t position) {
-    if (!may_hold(list, position, position + 1)) return NULL;
-    for (const kvc_run *run = first_run(list, position); run < kvc_runs_end(list); run++) {
-        if (run->position <= position && run_end(run) > position) return run;
-        if (list->ascending) break;
-    }
-    return NULL;
-}
-
-kvc_interval kvc_runs_lost_in(const kvc_run_list *list, const kvc_run_list *from, int32_t begin, int32_t end) {
-    kvc_interval lost = from->lost;
+kvc_interval kvc_runs_lost_in(const kvc_run_list *list, kvc_interval lost, int32_t begin, int32_t end) {
     const kvc_run *run;
     if (lost.begin < begin) lost.begin = begin;
     if (lost.end > end) lost.end = end;
-    while (lost.begin < lost.end && (run = run_at(list, lost.begin))) lost.begin = run_end(run);
-    while (lost.begin < lost.end && (run = run_at(list, lost.end - 1))) lost.end = run->position;
+    while (lost.begin < lost.end && (run = kvc_runs_at(list, lost.begin))) lost.begin = run_end(run);
+    while (lost.begin < lost.end && (run = kvc_runs_at(list, lost.end - 1))) lost.end = run->position;
     return lost.begin < lost.end ? lost : (kvc_interval){0};
 }
 
 void kvc_runs_join(kvc_run_list *list, kvc_run_list *more) {
     for (const kvc_run *run = kvc_runs_begin(more); run < kvc_runs_end(more); run++) kvc_runs_append(list, run);
     add_lost(&list->lost, more->lost);
+    add_lost(&list->missing, more->missing);
     more->num = 0;
 }

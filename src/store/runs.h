@@ -25,6 +25,7 @@ typedef struct kvc_run_list {
     kvc_run *runs; /* runs[first .. first + num): runs before `first` were evicted */
     int32_t first, num, capacity;
     kvc_interval lost;                  /* all rows that were evicted stood here; end 0: none was */
+    kvc_interval missing;               /* where other groups have rows, and this one was not restored; end 0: none */
     int32_t min_position, max_position; /* -1 if there are no rows */
     int32_t ascending;                  /* positions rise from row to row */
     int64_t num_rows;
@@ -82,12 +83,20 @@ int64_t kvc_runs_visit(const kvc_run_list *list, int32_t begin, int32_t end, kvc
 /* Drops the slots of a part; a kvc_part_fn whose context is the pool. */
 void kvc_drop_part(void *pool, const kvc_run *part);
 
+/* Drops the slots of a part on trial, and adds the number that no sequence would hold to the int64_t that is the
+ * context; kvc_undo_drop_part, which needs no context, undoes it. */
+void kvc_try_drop_part(void *slots, const kvc_run *part);
+void kvc_undo_drop_part(void *context, const kvc_run *part);
+
 /* Drops the rows at positions [begin, end), after kvc_runs_prepare_edit.  Returns their number. */
 int64_t kvc_runs_remove(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end);
 
 /* Drops the rows at positions [begin, end), which no query will see any more, after kvc_runs_prepare_evict, and notes
  * that in list->lost.  Returns their number.  Takes time for rows that are dropped, not for rows that stay. */
 int64_t kvc_runs_evict(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end);
+
+/* Returns a run with a row at a position; NULL if there is none. */
+const kvc_run *kvc_runs_at(const kvc_run_list *list, int32_t position);
 
 /* Returns the index, in order of arrival, of the row that arrived last at a position; -1 if there is none. */
 int64_t kvc_runs_find(const kvc_run_list *list, int32_t position);
@@ -108,11 +117,11 @@ int32_t kvc_runs_find_other(const kvc_run_list *list, const kvc_run_list *than, 
 int32_t kvc_runs_visit_missing(const kvc_run_list *list, const kvc_run_list *from, int32_t begin, int32_t end,
                                kvc_part_fn *visit, void *context);
 
-/* Returns the lost positions that `list` has in common with `from` once it holds these rows: those of [begin, end), but
- * for ends of the range at which it holds rows of its own. */
-kvc_interval kvc_runs_lost_in(const kvc_run_list *list, const kvc_run_list *from, int32_t begin, int32_t end);
+/* Returns which positions that are lost to, or missing in, another list are so to `list` as well once it holds the
+ * other's rows: those of [begin, end), but for ends of the range at which it holds rows of its own. */
+kvc_interval kvc_runs_lost_in(const kvc_run_list *list, kvc_interval lost, int32_t begin, int32_t end);
 
-/* Moves the runs and lost positions of `more` to the end of a list that has capacity for them. */
+/* Moves the runs, lost and missing positions of `more` to the end of a list that has capacity for them. */
 void kvc_runs_join(kvc_run_list *list, kvc_run_list *more);
 
 #endif

@@ -69,6 +69,15 @@ int32_t kvc_sequence_next(const kvc_sequence *sequence) {
     return next;
 }
 
+int32_t kvc_sequence_low(const kvc_sequence *sequence) {
+    int32_t low = kvc_sequence_next(sequence);
+    for (int32_t g = 0; g < sequence->num_token_groups; g++) {
+        const kvc_interval missing = sequence->runs[g].missing;
+        if (missing.end && missing.begin < low) low = missing.begin;
+    }
+    return low;
+}
+
 /* ---- the table of sequences -------------------------------------------------------------------------------------- */
 
 /* Returns the index of the first item whose id is not below `id`. */

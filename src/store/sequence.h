@@ -45,6 +45,10 @@ int32_t kvc_sequence_last(const kvc_sequence *sequence);
 /* Returns the position behind all tokens in any group, evicted ones included. */
 int32_t kvc_sequence_next(const kvc_sequence *sequence);
 
+/* Returns the lowest position at which the sequence may go on: the next one, or where groups lack rows that others were
+ * restored to have, as it can go on there once it is cut. */
+int32_t kvc_sequence_low(const kvc_sequence *sequence);
+
 /* ---- the table of sequences -------------------------------------------------------------------------------------- */
 
 typedef struct kvc_table {

@@ -212,7 +212,7 @@ class Machine(RuleBasedStateMachine):
 
     def missing(self, layer):
         """Tokens that are still to be put."""
-        if layer not in self.oracle.layers:
+        if layer not in self.oracle_batch.layers:
             return []
         return [t for t, row in enumerate(self.oracle_batch.rows[layer]) if row is None]
 
@@ -353,6 +353,7 @@ class Machine(RuleBasedStateMachine):
 
     def put_rest(self, size, attend):
         """All that is not put yet, in token ranges, attended over where what they see is there."""
+        attend = attend and self.oracle_batch.restored is None
         for layer in sorted(range(self.num_layers), key=lambda i: i not in self.oracle.layers):  # those that share last
             while missing := self.missing(layer):
                 first, count = missing[0], 1
@@ -372,6 +373,36 @@ class Machine(RuleBasedStateMachine):
     def begin_only(self, data):
         self.begin(data)  # while one is open it is refused
 
+    @rule(data=st.data(), commit=st.sampled_from([True, True, True, False, None]))
+    def restore(self, data, commit):
+        """Restore some layers: a window of positions of one or two sequences, mostly; None: leave the batch open."""
+        positions, seq_ids = [], []
+        for seq_id in {self.some_sequence(data) for _ in range(data.draw(st.integers(1, 2), label="sequences"))}:
+            end = self.oracle.next_position(seq_id)
+            if end > LAST - 50 or data.draw(st.booleans(), label="elsewhere"):
+                end = data.draw(st.integers(1, min(end, 100) + 9), label="end")
+            begin = max(0, end - data.draw(st.sampled_from([1, 3, 9, 60]), label="count"))
+            positions += range(begin, max(end, 1))
+            seq_ids += [seq_id] * (max(end, 1) - begin)
+        order = (
+            self.rng.permutation(len(positions)) if data.draw(st.booleans(), label="mixed") else range(len(positions))
+        )
+        positions, seq_ids = [positions[i] for i in order], [seq_ids[i] for i in order]
+        if not data.draw(st.integers(0, 9), label="twice"):
+            positions[-1], seq_ids[-1] = positions[0], seq_ids[0]
+        own = st.sampled_from([i for i, p in enumerate(self.oracle.policy) if p is not None] or [0])
+        layers = set(data.draw(st.lists(own, min_size=1, max_size=2), label="layers"))
+        if data.draw(st.integers(0, 9), label="whole"):  # all that have one's policy
+            alike = [self.oracle.policy[i] for i in layers]
+            layers |= {i for i in self.oracle.layers if self.oracle.policy[i] in alike}
+        note(f"    {positions} of {seq_ids}, layers {layers}")
+        if self.begin_both(lambda c: c.batch(positions=positions, seq_ids=seq_ids, restored=sorted(layers))):
+            q = self.random(1, self.heads, self.dims[0])
+            assert outcome(lambda: self.batch.attend(sorted(layers)[0], q, scale=1))[1] == "ValueError"
+            if commit is not None:
+                self.put_rest(100, False)
+                self.finish(commit)
+
     @rule(data=st.data())
     @precondition(lambda self: self.batch)
     def put_for_cross_attention(self, data):
@@ -383,7 +414,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch)
     def put_some(self, data):
         layer = data.draw(st.integers(0, self.num_layers - 1), label="layer")
-        if layer not in self.oracle.layers:
+        if layer not in self.oracle_batch.layers:
             rows = self.random_rows(1)
             if not isinstance(self.oracle.policy[layer], oracle.CrossAttention) or self.oracle.source[layer] != layer:
                 assert outcome(lambda: self.batch.put(layer, *rows))[1] == "ValueError"
@@ -398,7 +429,7 @@ class Machine(RuleBasedStateMachine):
             assert outcome(lambda: self.batch.put(layer, *rows, first=first))[1] == "ValueError"
 
     @rule(data=st.data())
-    @precondition(lambda self: self.batch)
+    @precondition(lambda self: self.batch and self.oracle_batch.restored is None)
     def attend_some(self, data):
         layer = data.draw(st.integers(0, self.num_layers - 1), label="layer")
         first = data.draw(st.integers(0, len(self.batch) - 1), label="first")
@@ -656,11 +687,14 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def counters_are_right(self):
         stats = self.real.stats()
-        pending = len(self.batch) if self.batch else 0
-        live = [self.oracle.live(layer) + pending for layer in self.groups.values()]
+        takes = self.oracle_batch.layers if self.batch else []
+        pending = {layer: len(self.batch) if layer in takes else 0 for layer in self.groups.values()}
+        live = [self.oracle.live(layer) + pending[layer] for layer in self.groups.values()]
         if not any(isinstance(p, oracle.CrossAttention) for p in self.oracle.policy):
             assert stats["live_slots"] == sum(live)
         assert (stats["batches"], stats["aborted"], stats["tokens"]) == (self.committed, self.aborted, self.tokens)
+        if self.batch and self.oracle_batch.restored is not None:  # its rows count once they have replaced others
+            live = [self.oracle.live(layer) for layer in self.groups.values()]
         if self.real.capacity is not None:
             assert self.real.utilization == max(live, default=0) / self.real.capacity
 

@@ -94,11 +94,13 @@ def within_capacity(edit):
 
     def wrapper(self, *args, **kwargs):
         rows = [{s: [replace(r) for r in held] for s, held in layer.items()} for layer in self.rows]
-        lost = [dict(each) for each in self.lost]
+        lost, missing = ([dict(each) for each in table] for table in (self.lost, self.missing))
         result = edit(self, *args, **kwargs)
-        pending = len(self.open_batch.positions) if self.open_batch else 0
-        if self.capacity is not None and any(self.live(i) + pending > self.capacity for i in self.layers):
-            self.rows, self.lost = rows, lost
+        batch = self.open_batch
+        pending = {i: len(batch.positions) if batch and i in batch.layers else 0 for i in self.layers}
+        copied = [i for i in self.layers if self.slots_of(self.rows[i]) - self.slots_of(rows[i])]
+        if self.capacity is not None and any(self.live(i) + pending[i] > self.capacity for i in copied):
+            self.rows, self.lost, self.missing = rows, lost, missing
             raise CacheFullError("capacity")
         return result
 
@@ -126,6 +128,7 @@ class KVCache:
         self.layers = [i for i in range(num_layers) if self.source[i] == i and self.keeps_tokens(i)]
         self.rows = [{} for _ in self.policy]  # layer -> {seq_id: [Row, in order of arrival]}
         self.lost = [{} for _ in self.policy]  # layer -> {seq_id: (begin, end): all evicted rows stood there}
+        self.missing = [{} for _ in self.policy]  # the same for rows that other layers have: it was not restored
         self.open_batch = None
 
     def keeps_tokens(self, layer):
@@ -165,9 +168,20 @@ class KVCache:
     def lost_at(self, layer, seq_id):
         return self.lost[layer].get(seq_id, (0, 0))
 
-    def misses(self, position, seq_id):
-        """Return whether a query at this position would miss evicted rows."""
-        return any(self.policy[i].lowest(position) < self.lost_at(i, seq_id)[1] for i in self.layers)
+    def missing_at(self, layer, seq_id):
+        return self.missing[layer].get(seq_id, (0, 0))
+
+    def misses(self, position, seq_id, below=MAX_POSITION + 1):
+        """Return whether a query at this position would miss rows below another that were evicted, or not restored."""
+        for i in self.layers:
+            lowest = self.policy[i].lowest(position)
+            begin, end = self.lost_at(i, seq_id)
+            first, last = self.missing_at(i, seq_id)
+            if (begin < below and lowest < end) or (first < last and first < below and lowest < last):
+                return True
+            if first < last and first < below and self.policy[i].is_sink(first):
+                return True
+        return False
 
     def can_resume(self, position, *, seq_id=0):
         return position <= self.next_position(seq_id) and not self.misses(position, seq_id)
@@ -200,8 +214,11 @@ class KVCache:
 
     def live(self, layer, held=None):
         """How many slots the sequences hold in a layer, or these rows take; shared ones are counted once."""
-        held = self.rows[layer] if held is None else held
-        return len({id(r.slot) for rows in held.values() for r in rows})
+        return len(self.slots_of(self.rows[layer] if held is None else held))
+
+    @staticmethod
+    def slots_of(held):
+        return {id(r.slot) for rows in held.values() for r in rows}
 
     # ---- editing
 
@@ -217,7 +234,7 @@ class KVCache:
     def clear(self, seq_id=None):
         gone = self.known() if seq_id is None else {seq_id}
         self.check_idle(*gone)
-        for table in (*self.rows, *self.lost):
+        for table in (*self.rows, *self.lost, *self.missing):
             for s in gone:
                 table.pop(s, None)
 
@@ -229,10 +246,8 @@ class KVCache:
 
     def check_cut(self, seq_id, length):
         """Raise if a token at `length` would miss evicted rows, once those from there on are dropped."""
-        for i in self.layers if length < self.next_position(seq_id) else []:
-            begin, end = self.lost_at(i, seq_id)
-            if begin < length and self.policy[i].lowest(length) < end:
-                raise RowsGoneError(f"sequence {seq_id} cannot go on at {length}")
+        if length < self.next_position(seq_id) and self.misses(length, seq_id, below=length):
+            raise RowsGoneError(f"sequence {seq_id} cannot go on at {length}")
 
     def copy_prefix(self, src, dst, length):
         if src == dst or length < 0:
@@ -241,7 +256,8 @@ class KVCache:
         self.check_cut(src, length)
         shared = {i: [replace(r) for r in self.held(i, src) if r.position < length] for i in self.layers}
         lost = {i: removed(self.lost_at(i, src), length, MAX_POSITION + 1, False) for i in self.layers}
-        self.become(dst, src, shared, lost)
+        missing = {i: removed(self.missing_at(i, src), length, MAX_POSITION + 1, False) for i in self.layers}
+        self.become(dst, src, shared, lost, missing)
 
     def fork(self, src, dst):
         if src == dst:
@@ -249,11 +265,11 @@ class KVCache:
         self.check_idle(src, dst)
         shared = {i: [replace(r) for r in self.held(i, src)] for i in self.layers}
         lost = {i: self.lost_at(i, src) for i in self.layers}
-        self.become(dst, src, shared, lost)
+        self.become(dst, src, shared, lost, {i: self.missing_at(i, src) for i in self.layers})
 
-    def become(self, dst, src, shared, lost):
+    def become(self, dst, src, shared, lost, missing):
         self.clear(dst)
-        self.put_back(dst, shared, lost)
+        self.put_back(dst, shared, lost, missing)
         for i, policy in enumerate(self.policy):
             if isinstance(policy, CrossAttention) and src in self.rows[i]:
                 self.rows[i][dst] = self.rows[i][src]
@@ -263,32 +279,32 @@ class KVCache:
             raise ValueError("src and dst are the same sequence, or no range of positions")
         self.check_idle(src, dst)
         end = MAX_POSITION + 1 if end is None else end
-        rows, lost = {}, {}
+        rows, lost, missing = {}, {}, {}
         for i in self.layers:
             own, shared = self.held(i, dst), [r for r in self.held(i, src) if begin <= r.position < end]
             same = {(r.position, id(r.slot)) for r in own} & {(r.position, id(r.slot)) for r in shared}
             if {r.position for r in own if (r.position, id(r.slot)) not in same} & {r.position for r in shared}:
                 raise ValueError("dst holds another row at a position")
             rows[i] = own + [replace(r) for r in shared if (r.position, id(r.slot)) not in same]
-            lost[i] = self.lost_with(i, src, dst, begin, end)
-        self.put_back(dst, rows, lost)
+            lost[i] = self.gone_with(i, dst, begin, end, self.lost_at(i, src), self.lost_at(i, dst))
+            missing[i] = self.gone_with(i, dst, begin, end, self.missing_at(i, src), self.missing_at(i, dst))
+        self.put_back(dst, rows, lost, missing)
         for i, policy in enumerate(self.policy):
             if isinstance(policy, CrossAttention) and src in self.rows[i] and begin < end:
                 self.rows[i].setdefault(dst, self.rows[i][src])
 
-    def lost_with(self, layer, src, dst, begin, end):
-        """Where evicted rows of dst stood once it shares those of src at [begin, end): see `lost`.
+    def gone_with(self, layer, dst, begin, end, theirs, ours):
+        """Where rows that are gone from dst stood once it shares those of src at [begin, end): see `lost`.
 
         Where dst holds rows of its own, it lacks none of src's; that is looked at from both ends.
         """
-        first, last = self.lost_at(layer, src)
-        missing = [max(first, begin), min(last, end)]
+        gone = [max(theirs[0], begin), min(theirs[1], end)]
         own = {r.position for r in self.held(layer, dst)}
-        while missing[0] < missing[1] and missing[0] in own:
-            missing[0] += 1
-        while missing[0] < missing[1] and missing[1] - 1 in own:
-            missing[1] -= 1
-        ranges = [(begin, end) for begin, end in (missing, self.lost_at(layer, dst)) if begin < end]
+        while gone[0] < gone[1] and gone[0] in own:
+            gone[0] += 1
+        while gone[0] < gone[1] and gone[1] - 1 in own:
+            gone[1] -= 1
+        ranges = [(begin, end) for begin, end in (gone, ours) if begin < end]
         return min((begin for begin, _ in ranges), default=0), max((end for _, end in ranges), default=0)
 
     def truncate(self, length, *, seq_id=0):
@@ -304,11 +320,12 @@ class KVCache:
             raise NotSupportedError("later tokens would move: give rope")
         if end is None or end >= self.next_position(seq_id):
             self.check_cut(seq_id, begin)
-        kept, lost = {}, {}
+        kept, lost, missing = {}, {}, {}
         for i in self.layers:
             kept[i] = [r for r in self.held(i, seq_id) if r.position < begin or (end is not None and r.position >= end)]
             lost[i] = removed(self.lost_at(i, seq_id), begin, MAX_POSITION + 1 if end is None else end, shift)
-        self.put_back(seq_id, kept, lost)
+            missing[i] = removed(self.missing_at(i, seq_id), begin, MAX_POSITION + 1 if end is None else end, shift)
+        self.put_back(seq_id, kept, lost, missing)
         if moves and begin < end:
             self.move(end, None, seq_id, lambda p: p + begin - end, move_lost=False, rewrites=self.rewrites)
 
@@ -382,7 +399,12 @@ class KVCache:
         def inside(p):
             return begin <= p and (end is None or p < end)
 
-        moved, lost = {}, {}
+        def gone_to(first, last):
+            if move_lost and last > begin and (end is None or first < end):
+                return 0, max(0, to(last - 1) + 1) if inside(last - 1) else last
+            return first, last
+
+        moved, lost, missing = {}, {}, {}
         for i in self.layers:
             moved[i] = []
             for r in self.held(i, seq_id):
@@ -393,25 +415,37 @@ class KVCache:
                 if rewrites and inside(r.position):
                     row = replace(self.settled(i, row, False), slot=object())
                 moved[i].append(row)
-            first, last = lost[i] = self.lost_at(i, seq_id)
-            if move_lost and last > begin and (end is None or first < end):
-                lost[i] = 0, max(0, to(last - 1) + 1) if inside(last - 1) else last
-        self.put_back(seq_id, moved, lost)
+            lost[i], missing[i] = gone_to(*self.lost_at(i, seq_id)), gone_to(*self.missing_at(i, seq_id))
+        self.put_back(seq_id, moved, lost, missing)
 
-    def put_back(self, seq_id, rows, lost):
+    def put_back(self, seq_id, rows, lost, missing):
         """A sequence that has no rows and has lost none is forgotten."""
+        stays = any(rows.values()) or any(end for _, end in lost.values())
         for i in self.layers:
-            if any(rows.values()) or any(end for _, end in lost.values()):
-                self.rows[i][seq_id], self.lost[i][seq_id] = rows[i], lost[i]
-            else:
-                self.rows[i].pop(seq_id, None), self.lost[i].pop(seq_id, None)
+            for table, value in ((self.rows, rows[i]), (self.lost, lost[i]), (self.missing, missing[i])):
+                if stays:
+                    table[i][seq_id] = value
+                else:
+                    table[i].pop(seq_id, None)
 
-    def fit(self, positions, seq_ids):
+    def note_restored(self, seq_id, layers):
+        """Note what a window let go before the rows that were restored, and what one layer lacks and another has."""
+        held = {i: {r.position for r in self.held(i, seq_id)} for i in self.layers}
+        for i in layers:
+            seen = range(self.policy[i].lowest(max(held[i], default=-1) + 1))
+            gone = [p for p in seen if p not in held[i] and not self.policy[i].is_sink(p)]
+            self.lost[i][seq_id] = (min(gone), max(gone) + 1) if gone else (0, 0)
+        for i in self.layers:
+            first, last = self.lost_at(i, seq_id)
+            lacks = [p for p in set().union(*held.values()) - held[i] if not first <= p < last]
+            self.missing[i][seq_id] = (min(lacks), max(lacks) + 1) if lacks else (0, 0)
+
+    def fit(self, positions, seq_ids, restored=None):
         """Return what every sequence keeps in each layer once these tokens begin; raise if they do not fit."""
         holding = {s for layer in self.rows for s, rows in layer.items() if rows}
         if self.max_sequences is not None and len(holding | set(seq_ids)) > self.max_sequences:
             raise CacheFullError("max_sequences")
-        low = {s: self.next_position(s) for s in self.sequences}
+        low = {s: min([self.next_position(s), *self.first_missing(s)]) for s in self.sequences}
         for p, s in zip(positions, seq_ids, strict=True):
             low[s] = min(low.get(s, p), p)
         kept = [{} for _ in self.rows]
@@ -420,12 +454,19 @@ class KVCache:
             for s, rows in self.rows[i].items():
                 first = policy.retained(low.get(s, 0))
                 kept[i][s] = [r for r in rows if r.position >= first or policy.is_sink(r.position)]
-            if self.capacity is not None and self.live(i, kept[i]) + len(positions) > self.capacity:
+            if restored is not None and i not in restored:
+                continue
+            stay = kept[i] if restored is None else {s: rows for s, rows in kept[i].items() if s not in seq_ids}
+            if self.capacity is not None and self.live(i, stay) + len(positions) > self.capacity:
                 raise CacheFullError("capacity")
-            longest = max(len(kept[i].get(s, [])) + seq_ids.count(s) for s in seq_ids)
+            longest = max(len(stay.get(s, [])) + seq_ids.count(s) for s in seq_ids)
             if self.max_seq_len is not None and longest > self.max_seq_len:
                 raise CacheFullError("max_seq_len")
         return kept
+
+    def first_missing(self, seq_id):
+        """Return where each layer that was not restored begins to lack rows."""
+        return [first for first, last in (self.missing_at(i, seq_id) for i in self.layers) if first < last]
 
     def evict(self, kept):
         for i in self.layers:
@@ -461,33 +502,51 @@ class KVCache:
 
     # ---- a forward pass
 
-    def batch(self, n=None, *, positions=None, seq_ids=None, parents=None):
+    def batch(self, n=None, *, positions=None, seq_ids=None, parents=None, restored=None):
         if n is not None:
             first = self.next_position(0)
             if n > min(self.max_seq_len or n, self.capacity or n):
                 raise CacheFullError("more than there is ever room for")
             positions = range(first, first + n)
-        return Batch(self, list(positions), list(seq_ids or [0] * len(positions)), parents)
+        return Batch(self, list(positions), list(seq_ids or [0] * len(positions)), parents, restored)
 
 
 class Batch:
-    def __init__(self, cache, positions, seq_ids, parents):
+    def __init__(self, cache, positions, seq_ids, parents, restored):
         self.cache, self.positions, self.seq_ids, self.parents = cache, positions, seq_ids, parents
+        self.restored = restored  # the layers that it restores; None: it is an ordinary batch
+        self.layers = [i for i in cache.layers if restored is None or i in restored]  # where its tokens get rows
         if not positions or len(positions) != len(seq_ids) or min(positions) < 0 or max(positions) > MAX_POSITION:
             raise ValueError("no token, not a sequence for each, or a bad position")
         for t, parent in enumerate(parents or []):
             if not (parent == -1 or (0 <= parent < t and seq_ids[parent] == seq_ids[t])):
                 raise ValueError("no parent")
+        if restored is not None:
+            self.check_restored()
         if cache.open_batch:
             raise CacheBusyError("a batch is open")
+        if restored is not None and cache.capacity is not None and cache.layers and len(positions) > cache.capacity:
+            raise CacheFullError("capacity")
+        if restored is not None and len(set(zip(positions, seq_ids, strict=True))) < len(positions):
+            raise ValueError("a position twice")
         for p, s in zip(positions, seq_ids, strict=True):
-            if cache.misses(p, s):
-                raise RowsGoneError(f"position {p} of sequence {s} sees rows that were evicted")
-        cache.evict(cache.fit(positions, seq_ids))  # nothing can fail from here on
+            if restored is None and cache.misses(p, s):
+                raise RowsGoneError(f"position {p} of sequence {s} sees rows that were evicted, or not restored")
+        cache.evict(cache.fit(positions, seq_ids, restored))  # nothing can fail from here on
         self.rows = [[None] * len(positions) for _ in cache.rows]
         self.slots = [object() for _ in positions]
         self.encoded = [{} for _ in cache.rows]  # cross-attention layers: {seq_id: rows}
         cache.open_batch = self
+
+    def check_restored(self):
+        cache = self.cache
+        own = [i for i in range(len(cache.policy)) if cache.source[i] == i and cache.policy[i] is not None]
+        if not set(own) & set(self.restored):
+            raise ValueError("no layer with rows of its own is restored")
+        if any(cache.policy[i] in [cache.policy[j] for j in self.layers] for i in cache.layers if i not in self.layers):
+            raise ValueError("layers of one policy are restored together")
+        if self.parents:
+            raise ValueError("trees")
 
     @property
     def open(self):
@@ -497,6 +556,8 @@ class Batch:
         policy = self.cache.policy[layer]
         if self.cache.source[layer] != layer or policy is None:
             raise ValueError("no rows of its own")
+        if self.restored is not None and layer not in self.restored:
+            raise ValueError("not restored")
         v = k[..., : self.cache.dims[1]] if v is None else v
         if isinstance(policy, CrossAttention):
             self.put_encoded(layer, k, v, seq_id)
@@ -547,6 +608,8 @@ class Batch:
         """k, v [num_kv_heads, n, dim], mask [tokens, n]; the rows of each sequence in order of position."""
         if not self.open:
             raise ValueError("the batch has ended")
+        if self.restored is not None:
+            raise ValueError("nothing attends in a batch that restores")
         n = len(self.positions)
         non_causal = [non_causal is True] * n if non_causal in (None, True) else non_causal
         all_rows = []
@@ -582,16 +645,22 @@ class Batch:
             raise ValueError("a token is kept twice")
         if not all(0 <= j < len(self.seq_ids) for j in keep):
             raise IndexError("no such token")
-        if any(self.rows[i][j] is None for i in self.cache.layers for j in keep):
+        if any(self.rows[i][j] is None for i in self.layers for j in keep):
             raise ValueError("a token was not put in some layer")
-        for j in sorted(keep):
+        replaced = {self.seq_ids[j] for j in keep} if self.restored is not None else ()
+        for s in replaced:
+            for i in self.layers:
+                self.cache.rows[i].pop(s, None)
+        for j in sorted(keep, key=lambda j: j if self.restored is None else self.positions[j]):
             s = self.seq_ids[j]
-            for i in self.cache.layers:
+            for i in self.layers:
                 self.cache.rows[i].setdefault(s, []).append(self.rows[i][j])
                 self.cache.lost[i].setdefault(s, (0, 0))
             for i, encoded in enumerate(self.encoded):
                 if s in encoded:
                     self.cache.rows[i][s] = encoded[s]
+        for s in replaced:
+            self.cache.note_restored(s, self.layers)
         self.cache.open_batch = None
 
     def abort(self):

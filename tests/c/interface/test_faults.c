@@ -532,14 +532,35 @@ static void prepare_scattered(pair *p)
     pair_put_all(p);
 }
 
+/* A batch that restores the layers of one group, in three sequences. */
+static kvc_status begin_restoring(pair *p)
+{
+    static const uint8_t restored[] = {0, 0, 1, 1};
+    int32_t positions[30];
+    int64_t ids[30];
+    for (int t = 0; t < 30; t++) {
+        ids[t] = (int64_t[]){0, 3, 9}[t % 3];
+        positions[t] = 60 - 2 * t + t % 5;
+    }
+    return pair_begin_with(p, 30, positions, ids, restored);
+}
+
+static void prepare_restoring(pair *p)
+{
+    prepare_four(p);
+    CHECK(begin_restoring(p) == KVC_OK);
+    CHECK(pair_put_cross(p, 3, 9, 2) == KVC_OK);
+    pair_put_all(p);
+}
+
 /* Whether all tokens are kept, every other one, or any, a commit takes no memory. */
 static void test_commit_needs_no_memory(void)
 {
-    static void (*const prepares[])(pair * p) = {prepare_cross,      prepare_batch, prepare_long_batch, prepare_repeated,
-                                                 prepare_scattered};
-    static const int sizes[] = {3, 24, 60, 10, 40};
+    static void (*const prepares[])(pair * p) = {prepare_cross,    prepare_batch,     prepare_long_batch,
+                                                 prepare_repeated, prepare_scattered, prepare_restoring};
+    static const int sizes[] = {3, 24, 60, 10, 40, 30};
     int32_t kept[60], n;
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 6; i++) {
         commit_without_memory(prepares[i], NULL, 0);
         for (int step = 1; step < 4; step++) {
             for (n = 0; n * step < sizes[i]; n++)
@@ -632,6 +653,8 @@ int main(void)
         {"begin, irregular positions", .prepare = prepare_irregular, .run = begin_irregular},
         {"begin, compacting", .prepare = prepare_holes, .run = prefill},
         {"begin, compacting for max_bytes", .prepare = prepare_few_bytes, .run = begin_few},
+        {"begin, restoring", .prepare = prepare_four, .run = begin_restoring},
+        {"begin, restoring many runs", .prepare = prepare_holes, .run = begin_restoring},
         {"fork", .prepare = prepare_four, .run = fork_new},
         {"fork over a sequence", .prepare = prepare_four, .run = fork_over},
         {"fork with holes", .prepare = prepare_holes, .run = fork_new},

@@ -128,9 +128,9 @@ static void test_lost_rows_move(void)
         pair *p = pair_with(i % 2 ? no_rope : right_rope(0, 0, 1), sliding_policy(4, 2, 0), 3);
         pair_feed(p, 0, 0, 20);
         pair_feed(p, 0, 20, 60);
-        CHECK(p->sequences[0].layers[0].lost_end == 17);
+        CHECK(p->sequences[0].layers[0].lost.end == 17);
         pair_shift(p, 0, cases[i].begin, cases[i].end, cases[i].delta);
-        CHECK(p->sequences[0].layers[0].lost_end == cases[i].lost_end);
+        CHECK(p->sequences[0].layers[0].lost.end == cases[i].lost_end);
         pair_check(p);
         pair_divide(p, 0, 0, KVC_END, 3);
         pair_check(p);

@@ -34,8 +34,15 @@ typedef struct row {
     int32_t delta; /* part of position - base not yet applied to the stored key */
 } row;
 
+/* Positions [begin, end); end 0: none. */
+typedef struct range {
+    int32_t begin, end;
+} range;
+
 typedef struct row_list {
-    int32_t num, lost_begin, lost_end; /* all rows that were evicted stood at [lost_begin, lost_end) */
+    int32_t num;
+    range lost;    /* all rows that were evicted stood here */
+    range missing; /* and here other layers have rows, and this one was not restored */
     row rows[MAX_ROWS];
 } row_list;
 
@@ -65,6 +72,7 @@ typedef struct pair {
     int64_t ids[MAX_BATCH];
     const int32_t *parents;               /* parents of its tokens, or NULL */
     char written[MAX_LAYERS][MAX_BATCH]; /* whether token was put in layer */
+    const uint8_t *restored;             /* which layers the open batch restores; NULL: it is an ordinary one */
     void (*look)(struct pair *p);        /* not NULL: called when random tokens were put */
     int num_cross_puts;
     cross_put cross_puts[MAX_SEQUENCES * MAX_LAYERS];
@@ -219,7 +227,7 @@ static inline sequence *add_sequence(pair *p, int64_t id)
     found = &p->sequences[p->num_sequences++];
     found->id = id;
     for (int l = 0; l < MAX_LAYERS; l++)
-        found->layers[l].num = found->layers[l].lost_begin = found->layers[l].lost_end = 0;
+        memset(&found->layers[l], 0, offsetof(row_list, rows));
     return found;
 }
 
@@ -278,7 +286,7 @@ static inline void tidy(pair *p, sequence *s)
 {
     int32_t num = 0;
     for (int l = 0; l < p->config.num_layers; l++)
-        num += s->layers[l].num + s->layers[l].lost_end;
+        num += s->layers[l].num + s->layers[l].lost.end;
     if (!num)
         forget_sequence(p, s->id);
 }
@@ -299,8 +307,17 @@ static inline int32_t next_of(const pair *p, const sequence *s)
 {
     int32_t next = extreme_of(p, s, 1) + 1;
     for (int l = 0; s && l < p->config.num_layers; l++)
-        next = s->layers[l].lost_end > next ? s->layers[l].lost_end : next;
+        next = s->layers[l].lost.end > next ? s->layers[l].lost.end : next;
     return next;
+}
+
+/* The lowest position at which a query may come: the next one, or where layers lack rows that others have. */
+static inline int32_t low_of(const pair *p, const sequence *s)
+{
+    int32_t low = next_of(p, s);
+    for (int l = 0; s && l < p->config.num_layers; l++)
+        low = s->layers[l].missing.end && s->layers[l].missing.begin < low ? s->layers[l].missing.begin : low;
+    return low;
 }
 
 static inline int32_t not_negative(int32_t x)
@@ -328,13 +345,26 @@ static inline int is_kept(const kvc_policy *policy, int32_t position, int32_t lo
            position >= not_negative(low - num_kept(policy) + 1);
 }
 
-/* Whether a query at this position would miss evicted rows. */
+/* Whether a query at this position would miss rows that were evicted, or not restored, below position `end`. */
+static inline int misses_below(const pair *p, const sequence *s, int32_t position, int32_t end)
+{
+    for (int l = 0; s && l < p->config.num_layers; l++) {
+        if (!keeps_tokens(p, l))
+            continue;
+        const kvc_policy *policy = &p->layers[l].policy;
+        range lost = s->layers[l].lost, missing = s->layers[l].missing;
+        int32_t lowest = lowest_seen(policy, position), sinks = policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0;
+        if (lost.begin < end && lowest < lost.end)
+            return 1;
+        if (missing.end && missing.begin < end && (lowest < missing.end || missing.begin < sinks))
+            return 1;
+    }
+    return 0;
+}
+
 static inline int misses(const pair *p, const sequence *s, int32_t position)
 {
-    for (int l = 0; s && l < p->config.num_layers; l++)
-        if (keeps_tokens(p, l) && lowest_seen(&p->layers[l].policy, position) < s->layers[l].lost_end)
-            return 1;
-    return 0;
+    return misses_below(p, s, position, KVC_END);
 }
 
 static inline int same_policy(const kvc_policy *a, const kvc_policy *b)
@@ -404,11 +434,19 @@ static inline int32_t live_rows(const pair *p, int l)
 static inline int32_t lowest_query(const pair *p, const sequence *s, int n, const int32_t *positions,
                                    const int64_t *ids)
 {
-    int32_t low = rows_of(p, s) ? next_of(p, s) : INT32_MAX;
+    int32_t low = rows_of(p, s) ? low_of(p, s) : INT32_MAX;
     for (int t = 0; t < n; t++)
         if (ids[t] == s->id && positions[t] < low)
             low = positions[t];
     return low;
+}
+
+static inline void widen(range *r, int32_t position)
+{
+    if (!r->end || position < r->begin)
+        r->begin = position;
+    if (position >= r->end)
+        r->end = position + 1;
 }
 
 static inline void evict(pair *p, int n, const int32_t *positions, const int64_t *ids)
@@ -426,10 +464,7 @@ static inline void evict(pair *p, int n, const int32_t *positions, const int64_t
                     list->rows[num++] = r;
                     continue;
                 }
-                if (!list->lost_end || r.position < list->lost_begin)
-                    list->lost_begin = r.position;
-                if (r.position >= list->lost_end)
-                    list->lost_end = r.position + 1;
+                widen(&list->lost, r.position);
             }
             list->num = num;
         }
@@ -444,14 +479,20 @@ static inline int count_id(int64_t id, int n, const int64_t *ids)
     return num;
 }
 
+/* Whether the tokens of a batch get rows in a layer. */
+static inline int takes_tokens(const pair *p, int l, const uint8_t *restored)
+{
+    return keeps_tokens(p, l) && (!restored || restored[l]);
+}
+
 /* Whether a batch fits, in an oracle that has evicted for it; num_sequences: with the batch. */
-static inline int fits(const pair *p, int64_t num_sequences, int n, const int64_t *ids)
+static inline int fits(const pair *p, int64_t num_sequences, int n, const int64_t *ids, const uint8_t *restored)
 {
     const kvc_config *c = &p->config;
     if (c->max_sequences && num_sequences > c->max_sequences)
         return 0;
     for (int l = 0; l < c->num_layers; l++) {
-        if (!keeps_tokens(p, l))
+        if (!takes_tokens(p, l, restored))
             continue;
         if (c->capacity && live_rows(p, l) + n > c->capacity)
             return 0;
@@ -477,9 +518,24 @@ static inline void oracle_copy(pair *to, const pair *from)
     }
 }
 
-/* Whether n tokens fit (max_bytes aside); if so, *after is the oracle once it has evicted. */
-static inline kvc_status oracle_fit(const pair *p, int n, const int32_t *positions, const int64_t *ids, pair *after)
+/* Forgets what the sequences of these tokens hold in the layers that are restored. */
+static inline void drop_replaced(pair *p, int n, const int64_t *ids, const uint8_t *restored)
 {
+    for (int t = 0; t < n; t++) {
+        sequence *s = find_sequence(p, ids[t]);
+        for (int l = 0; s && l < p->config.num_layers; l++)
+            if (takes_tokens(p, l, restored)) {
+                s->layers[l].num = 0;
+                s->layers[l].lost = (range){0, 0};
+            }
+    }
+}
+
+/* Whether n tokens fit (max_bytes aside); if so, *after is the oracle once it has evicted. */
+static inline kvc_status oracle_fit(const pair *p, int n, const int32_t *positions, const int64_t *ids,
+                                    const uint8_t *restored, pair *after)
+{
+    static pair replaced;
     int64_t num_sequences = 0;
     for (int s = 0; s < p->num_sequences; s++)
         num_sequences += holds_rows(p, &p->sequences[s]);
@@ -487,22 +543,90 @@ static inline kvc_status oracle_fit(const pair *p, int n, const int32_t *positio
         num_sequences += !holds_rows(p, find_sequence(p, ids[t])) && !count_id(ids[t], t, ids);
     oracle_copy(after, p);
     evict(after, n, positions, ids);
-    return fits(after, num_sequences, n, ids) ? KVC_OK : KVC_ERR_FULL;
+    oracle_copy(&replaced, after);
+    if (restored)
+        drop_replaced(&replaced, n, ids, restored);
+    return fits(&replaced, num_sequences, n, ids, restored) ? KVC_OK : KVC_ERR_FULL;
 }
 
 /* What kvc_begin should answer (max_bytes aside); on KVC_OK, *after is the oracle once it has evicted. */
-static inline kvc_status oracle_begin(const pair *p, int n, const int32_t *positions, const int64_t *ids, pair *after)
+static inline kvc_status oracle_begin(const pair *p, int n, const int32_t *positions, const int64_t *ids,
+                                      const uint8_t *restored, pair *after)
 {
-    for (int t = 0; t < n; t++)
+    for (int t = 0; !restored && t < n; t++)
         if (misses(p, find_sequence(p, ids[t]), positions[t]))
             return KVC_ERR_GONE;
-    return oracle_fit(p, n, positions, ids, after);
+    return oracle_fit(p, n, positions, ids, restored, after);
+}
+
+/* Returns the row put last at a position; NULL: none. */
+static inline row *find_row(const row_list *list, int32_t position)
+{
+    for (int i = list->num - 1; i >= 0; i--)
+        if (list->rows[i].position == position)
+            return (row *)&list->rows[i];
+    return NULL;
+}
+
+/* Notes what layers of a sequence lack, once these have been restored: what a window let go before, and what other
+ * layers have. */
+static inline void oracle_note(const pair *p, sequence *s, const uint8_t *restored)
+{
+    for (int l = 0; l < p->config.num_layers; l++) {
+        const kvc_policy *policy = &p->layers[l].policy;
+        row_list *list = &s->layers[l];
+        int32_t last = -1, at = policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0;
+        for (int i = 0; i < list->num; i++)
+            last = list->rows[i].position > last ? list->rows[i].position : last;
+        for (; takes_tokens(p, l, restored) && last >= 0 && at < lowest_seen(policy, last + 1); at++)
+            if (!find_row(list, at))
+                widen(&list->lost, at);
+    }
+    for (int l = 0; l < p->config.num_layers; l++) {
+        row_list *list = &s->layers[l];
+        list->missing = (range){0, 0};
+        for (int other = 0; other < p->config.num_layers; other++)
+            for (int i = 0; keeps_tokens(p, l) && keeps_tokens(p, other) && i < s->layers[other].num; i++) {
+                int32_t at = s->layers[other].rows[i].position;
+                if (!find_row(list, at) && !(at >= list->lost.begin && at < list->lost.end))
+                    widen(&list->missing, at);
+            }
+    }
+}
+
+/* Gives sequences the rows of the open batch, which restores layers, in order of position. */
+static inline void oracle_restore(pair *p, const char *kept)
+{
+    for (int t = 0; t < p->num_tokens; t++)
+        if (kept[t]) {
+            drop_replaced(p, 1, &p->ids[t], p->restored);
+            add_sequence(p, p->ids[t]);
+        }
+    for (int t = 0; t < p->num_tokens; t++) {
+        sequence *s = kept[t] ? find_sequence(p, p->ids[t]) : NULL;
+        for (int l = 0; s && l < p->config.num_layers; l++) {
+            row_list *list = &s->layers[l];
+            if (!takes_tokens(p, l, p->restored))
+                continue;
+            list_add(list, (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0});
+            for (int i = list->num - 1; i > 0 && list->rows[i - 1].position > list->rows[i].position; i--) {
+                row after = list->rows[i];
+                list->rows[i] = list->rows[i - 1];
+                list->rows[i - 1] = after;
+            }
+        }
+    }
+    for (int t = 0; t < p->num_tokens; t++)
+        if (kept[t])
+            oracle_note(p, find_sequence(p, p->ids[t]), p->restored);
 }
 
 /* kept: of each token, whether it stays. */
 static inline void oracle_commit(pair *p, const char *kept)
 {
-    for (int t = 0; t < p->num_tokens; t++) {
+    if (p->restored)
+        oracle_restore(p, kept);
+    for (int t = 0; !p->restored && t < p->num_tokens; t++) {
         if (!kept[t])
             continue;
         sequence *s = add_sequence(p, p->ids[t]);
@@ -525,6 +649,31 @@ static inline void oracle_commit(pair *p, const char *kept)
     }
 }
 
+static inline range range_below(range r, int32_t length)
+{
+    return r.begin >= length ? (range){0, 0} : (range){r.begin, r.end < length ? r.end : length};
+}
+
+/* Where positions of rows that are not there stand once [begin, end) were moved, or divided; lower where in doubt. */
+static inline range range_moved(range r, int32_t begin, int32_t end, int32_t delta, int32_t divisor)
+{
+    int32_t last = r.end - 1;
+    if (r.end > begin && r.begin < end)
+        r.begin = 0;
+    if (last >= begin && last < end && last >= 0)
+        r.end = divisor ? last / divisor + 1 : (int32_t)fmax(0, (double)last + delta + 1);
+    return r;
+}
+
+static inline range range_removed(range r, int32_t begin, int32_t end, int shift)
+{
+    if (r.begin >= begin && r.end <= end)
+        return (range){0, 0};
+    for (int32_t *bound = &r.begin; bound; bound = bound == &r.begin ? &r.end : NULL)
+        *bound = *bound > end ? *bound - (shift ? end - begin : 0) : *bound > begin ? begin : *bound;
+    return r;
+}
+
 static inline void oracle_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t length)
 {
     forget_sequence(p, dst);
@@ -537,8 +686,8 @@ static inline void oracle_copy_prefix(pair *p, int64_t src, int64_t dst, int32_t
         for (int i = 0; i < list->num; i++)
             if (list->rows[i].position < length || is_cross(p, l))
                 list_add(&to->layers[l], list->rows[i]);
-        to->layers[l].lost_begin = list->lost_begin < length ? list->lost_begin : 0;
-        to->layers[l].lost_end = list->lost_begin >= length ? 0 : list->lost_end < length ? list->lost_end : length;
+        to->layers[l].lost = range_below(list->lost, length);
+        to->layers[l].missing = range_below(list->missing, length);
     }
     tidy(p, to);
 }
@@ -561,19 +710,19 @@ static inline int has_position(const row_list *list, int num, int32_t position)
     return 0;
 }
 
-/* Adds what one list has lost at [begin, end) to what another, of num rows, has lost. */
-static inline void oracle_share_lost(row_list *to, const row_list *from, int num, int32_t begin, int32_t end)
+/* Adds what is gone from another list at [begin, end) to what is gone from one whose first num rows are its own. */
+static inline void oracle_share_gone(const row_list *to, range *gone, range from, int num, int32_t begin, int32_t end)
 {
-    begin = from->lost_begin > begin ? from->lost_begin : begin;
-    end = from->lost_end < end ? from->lost_end : end;
+    begin = from.begin > begin ? from.begin : begin;
+    end = from.end < end ? from.end : end;
     while (begin < end && has_position(to, num, begin))
         begin++;
     while (begin < end && has_position(to, num, end - 1))
         end--;
     if (begin >= end)
         return;
-    to->lost_begin = to->lost_end && to->lost_begin < begin ? to->lost_begin : begin;
-    to->lost_end = to->lost_end > end ? to->lost_end : end;
+    gone->begin = gone->end && gone->begin < begin ? gone->begin : begin;
+    gone->end = gone->end > end ? gone->end : end;
 }
 
 static inline void oracle_share(pair *p, int64_t src, int64_t dst, int32_t begin, int32_t end)
@@ -590,7 +739,8 @@ static inline void oracle_share(pair *p, int64_t src, int64_t dst, int32_t begin
             list_add(own, list->rows[i]);
         if (is_cross(p, l))
             continue;
-        oracle_share_lost(own, list, num, begin, end);
+        oracle_share_gone(own, &own->lost, list->lost, num, begin, end);
+        oracle_share_gone(own, &own->missing, list->missing, num, begin, end);
         for (int i = 0; i < list->num; i++)
             if (list->rows[i].position >= begin && list->rows[i].position < end && !has_row(own, num, &list->rows[i]))
                 list_add(own, list->rows[i]);
@@ -618,11 +768,8 @@ static inline void oracle_move_layer(pair *p, sequence *s, int l, int32_t begin,
         list->rows[num++] = r;
     }
     list->num = num;
-    int32_t last = list->lost_end - 1;
-    if (moves_lost && list->lost_end > begin && list->lost_begin < end)
-        list->lost_begin = 0;
-    if (moves_lost && last >= begin && last < end && last >= 0)
-        list->lost_end = divisor ? last / divisor + 1 : (int32_t)fmax(0, (double)last + delta + 1);
+    list->lost = moves_lost ? range_moved(list->lost, begin, end, delta, divisor) : list->lost;
+    list->missing = moves_lost ? range_moved(list->missing, begin, end, delta, divisor) : list->missing;
 }
 
 static inline void oracle_move(pair *p, int64_t id, int32_t begin, int32_t end, int32_t delta, int32_t divisor,
@@ -650,12 +797,8 @@ static inline void oracle_remove(pair *p, int64_t id, int32_t begin, int32_t end
             if (list->rows[i].position < begin || list->rows[i].position >= end)
                 list->rows[num++] = list->rows[i];
         list->num = num;
-        if (list->lost_begin >= begin && list->lost_end <= end) {
-            list->lost_begin = list->lost_end = 0;
-            continue;
-        }
-        for (int32_t *bound = &list->lost_begin; bound; bound = bound == &list->lost_begin ? &list->lost_end : NULL)
-            *bound = *bound > end ? *bound - (shift ? end - begin : 0) : *bound > begin ? begin : *bound;
+        list->lost = range_removed(list->lost, begin, end, shift);
+        list->missing = range_removed(list->missing, begin, end, shift);
     }
     if (s)
         tidy(p, s);
@@ -697,15 +840,6 @@ static inline int is_shared(const pair *p, int l, int32_t slot)
         for (int i = 0; i < p->sequences[s].layers[l].num; i++)
             num += p->sequences[s].layers[l].rows[i].slot == slot;
     return num > 1;
-}
-
-/* Returns the row put last at a position; NULL: none. */
-static inline row *find_row(const row_list *list, int32_t position)
-{
-    for (int i = list->num - 1; i >= 0; i--)
-        if (list->rows[i].position == position)
-            return (row *)&list->rows[i];
-    return NULL;
 }
 
 /* Replaces the rows at positions [begin, end) by rows tagged from `tag` on. */
@@ -940,7 +1074,7 @@ static inline int64_t batch_rows(const pair *p, int l)
 {
     int64_t num = 0;
     if (!p->batch || keeps_tokens(p, l))
-        return p->batch ? p->num_tokens : 0;
+        return p->batch && takes_tokens(p, l, p->restored) ? p->num_tokens : 0;
     for (int i = 0; i < p->num_cross_puts; i++)
         num += p->cross_puts[i].layer == l ? p->cross_puts[i].n : 0;
     return num;
@@ -1087,13 +1221,20 @@ static inline const int32_t *random_parents(int n, const int64_t *ids)
     return random_int(0, 4) ? NULL : parents;
 }
 
-/* Opens p->batch. */
-static inline kvc_status pair_begin(pair *p, int n, const int32_t *positions, const int64_t *ids)
+/* Opens p->batch; restored: the layers it restores, or NULL. */
+static inline kvc_status pair_begin_with(pair *p, int n, const int32_t *positions, const int64_t *ids,
+                                         const uint8_t *restored)
 {
     static pair after; /* large */
-    kvc_status right = oracle_begin(p, n, positions, ids, &after);
-    const int32_t *parents = random_parents(n, ids);
-    kvc_status status = kvc_begin(p->cache, n, positions, ids, parents, &p->batch);
+    kvc_status right = oracle_begin(p, n, positions, ids, restored, &after);
+    const int32_t *parents = restored ? NULL : random_parents(n, ids);
+    const kvc_begin_args args = {.struct_size = sizeof args,
+                                 .num_tokens = n,
+                                 .positions = positions,
+                                 .seq_ids = ids,
+                                 .parents = parents,
+                                 .restored = restored};
+    kvc_status status = kvc_begin_with(p->cache, &args, &p->batch);
     if (status != KVC_ERR_FULL || !p->config.max_bytes) /* how many bytes there are is not modelled */
         agree(p, "begin", status, right);
     if (status != KVC_OK)
@@ -1102,6 +1243,7 @@ static inline kvc_status pair_begin(pair *p, int n, const int32_t *positions, co
     oracle_copy(p, &after);
     p->num_tokens = n;
     p->parents = parents;
+    p->restored = restored;
     memset(p->written, 0, sizeof p->written);
     p->num_cross_puts = 0;
     p->batch_tag = p->next_tag;
@@ -1110,6 +1252,11 @@ static inline kvc_status pair_begin(pair *p, int n, const int32_t *positions, co
     memcpy(p->positions, positions, (size_t)n * sizeof *positions);
     memcpy(p->ids, ids, (size_t)n * sizeof *ids);
     return status;
+}
+
+static inline kvc_status pair_begin(pair *p, int n, const int32_t *positions, const int64_t *ids)
+{
+    return pair_begin_with(p, n, positions, ids, NULL);
 }
 
 /* K or V rows of n tokens on their way to kvc_put, in some layout. */
@@ -1221,7 +1368,7 @@ static inline void pair_put_all(pair *p)
 {
     for (int l = 0; l < p->config.num_layers; l++) {
         int cut = random_int(0, p->num_tokens);
-        if (!keeps_tokens(p, l))
+        if (!takes_tokens(p, l, p->restored))
             continue;
         pair_put(p, l, cut, p->num_tokens - cut);
         if (cut)
@@ -1309,10 +1456,8 @@ static inline int in_batch(const pair *p, int64_t id)
 static inline kvc_status may_cut(const pair *p, int64_t id, int32_t length)
 {
     const sequence *s = find_sequence(p, id);
-    for (int l = 0; s && length < next_of(p, s) && l < p->config.num_layers; l++)
-        if (keeps_tokens(p, l) && s->layers[l].lost_begin < length &&
-            lowest_seen(&p->layers[l].policy, length) < s->layers[l].lost_end)
-            return KVC_ERR_GONE;
+    if (s && length < next_of(p, s) && misses_below(p, s, length, length))
+        return KVC_ERR_GONE;
     return KVC_OK;
 }
 
@@ -1368,11 +1513,23 @@ static inline kvc_status agree_moved(pair *p, const char *what, kvc_status statu
     return status == KVC_ERR_FULL && p->config.max_bytes ? status : agree(p, what, status, right);
 }
 
-/* What an edit should answer that leaves the oracle like this, where nothing else stands in its way. */
-static inline kvc_status fits_capacity(const pair *after)
+/* Whether an edit copied rows of a layer to new slots. */
+static inline int has_copied(const pair *before, const pair *after, int l)
+{
+    for (int s = 0; s < after->num_sequences; s++)
+        for (int i = 0; i < after->sequences[s].layers[l].num; i++)
+            if (after->sequences[s].layers[l].rows[i].slot >= before->next_tag)
+                return 1;
+    return 0;
+}
+
+/* What an edit should answer that leaves the oracle like this, where nothing else stands in its way: while a batch
+ * restores rows, those that it replaces count as well. */
+static inline kvc_status fits_capacity(const pair *before, const pair *after)
 {
     for (int l = 0; after->config.capacity && l < after->config.num_layers; l++)
-        if (keeps_tokens(after, l) && live_rows(after, l) + batch_rows(after, l) > after->config.capacity)
+        if (keeps_tokens(after, l) && has_copied(before, after, l) &&
+            live_rows(after, l) + batch_rows(after, l) > after->config.capacity)
             return KVC_ERR_FULL;
     return KVC_OK;
 }
@@ -1395,7 +1552,7 @@ static inline kvc_status pair_remove(pair *p, int64_t id, int32_t begin, int32_t
     if (right == KVC_OK) {
         pair *after = copy_of(p);
         oracle_remove(after, id, begin, end, shift);
-        right = cuts ? may_cut(p, id, begin) : fits_capacity(after);
+        right = cuts ? may_cut(p, id, begin) : fits_capacity(p, after);
     }
     p->moving = id;
     kvc_status status = agree_moved(p, "remove", kvc_remove(p->cache, id, begin, end, shift), right);
@@ -1435,7 +1592,7 @@ static inline kvc_status pair_shift(pair *p, int64_t id, int32_t begin, int32_t 
     if (right == KVC_OK) {
         pair *after = copy_of(p);
         oracle_move(after, id, begin, end, delta, 0, 1);
-        right = fits_capacity(after);
+        right = fits_capacity(p, after);
     }
     p->moving = id;
     kvc_status status = agree_moved(p, "shift", kvc_shift(p->cache, id, begin, end, delta), right);
@@ -1450,7 +1607,7 @@ static inline kvc_status pair_divide(pair *p, int64_t id, int32_t begin, int32_t
     if (right == KVC_OK) {
         pair *after = copy_of(p);
         oracle_move(after, id, begin, end, 0, divisor, 1);
-        right = fits_capacity(after);
+        right = fits_capacity(p, after);
     }
     p->moving = id;
     kvc_status status = agree_moved(p, "divide", kvc_divide(p->cache, id, begin, end, divisor), right);
@@ -1465,7 +1622,7 @@ static inline kvc_status pair_settle(pair *p)
     if (right == KVC_OK) {
         pair *after = copy_of(p);
         oracle_settle(after);
-        right = fits_capacity(after);
+        right = fits_capacity(p, after);
     }
     kvc_status status = agree_moved(p, "settle", kvc_settle(p->cache), right);
     if (status == KVC_OK)
@@ -1511,7 +1668,7 @@ static inline kvc_status pair_inject_rows(pair *p, int64_t id, int l, int32_t be
     if (right == KVC_OK) {
         pair *after = copy_of(p);
         oracle_inject(after, id, l, begin, end, p->next_tag);
-        right = fits_capacity(after);
+        right = fits_capacity(p, after);
     }
     kvc_status status = agree_moved(p, "inject", kvc_inject(p->cache, id, l, begin, end, &in), right);
     int32_t tag = p->next_tag;
@@ -1536,7 +1693,7 @@ static inline kvc_status oracle_go_on(const pair *p, int64_t id, int n, pair *af
         positions[t] = next_of(p, find_sequence(p, id)) + t;
         ids[t] = id;
     }
-    return oracle_fit(p, n, positions, ids, after);
+    return oracle_fit(p, n, positions, ids, NULL, after);
 }
 
 static inline kvc_status pair_reserve(pair *p, int64_t id, int num_tokens)

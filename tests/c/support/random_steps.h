@@ -149,7 +149,7 @@ static inline int random_tokens(const pair *p, int32_t *positions, int64_t *ids)
 static inline void random_cross_puts(pair *p)
 {
     for (int l = 0; l < p->config.num_layers; l++)
-        for (int i = random_int(-2, 3); i > 0 && is_cross(p, l); i--)
+        for (int i = random_int(-2, 3); i > 0 && is_cross(p, l) && (!p->restored || p->restored[l]); i--)
             pair_put_cross(p, l, p->ids[random_int(0, p->num_tokens)],
                            random_int(1, p->layers[l].policy.max_len + 2));
 }
@@ -164,10 +164,10 @@ static inline void random_commit_kept(pair *p)
         if (stays)
             kept[num++] = t;
         for (int l = 0; l < p->config.num_layers; l++)
-            if (keeps_tokens(p, l) && (stays || random_int(0, 2)))
+            if (takes_tokens(p, l, p->restored) && (stays || random_int(0, 2)))
                 pair_put(p, l, t, 1);
     }
-    if (p->look)
+    if (p->look && !p->restored)
         p->look(p);
     for (int i = 0; i < num; i++) { /* in any order */
         int j = random_int(0, num);
@@ -178,12 +178,52 @@ static inline void random_commit_kept(pair *p)
     pair_commit_kept(p, kept, num);
 }
 
+/* Tokens that restore one or two sequences: a window of positions, or any, of each, in any order. */
+static inline int random_restored(const pair *p, int32_t *positions, int64_t *ids)
+{
+    int n = 0;
+    for (int m = random_int(0, 3) ? 1 : 2; m > 0; m--) {
+        int64_t id = random_id();
+        int32_t next = next_of(p, find_sequence(p, id)), end = random_int(0, 2) ? next : random_int(0, next + 6);
+        int32_t begin = random_int(0, 3) ? end - random_int(1, 12) : random_int(0, 9), holes = random_int(0, 3) == 0;
+        if (end > 1000 || count_id(id, n, ids)) /* a sequence that stands far from 0 */
+            continue;
+        for (int32_t at = begin > 0 ? begin : 0; at < (end ? end : 5) && n < 80; at++) {
+            if (holes && !random_int(0, 3))
+                continue;
+            int to = random_int(0, 4) ? n : random_int(0, n + 1);
+            positions[n] = positions[to];
+            ids[n++] = ids[to];
+            positions[to] = at;
+            ids[to] = id;
+        }
+    }
+    return n;
+}
+
+/* Begins a batch that restores one or more groups of layers; returns KVC_ERR_INVALID if there is nothing to restore. */
+static inline kvc_status random_begin_restoring(pair *p)
+{
+    static uint8_t restored[MAX_LAYERS];
+    int32_t positions[MAX_BATCH];
+    int64_t ids[MAX_BATCH];
+    int n = random_restored(p, positions, ids), any = 0;
+    for (int l = 0; l < p->config.num_layers; l++) {
+        restored[l] = random_int(0, 2) || !n;
+        for (int i = 0; i < l; i++)
+            if (same_group(p, i, l))
+                restored[l] = restored[i];
+        any |= restored[l] && (keeps_tokens(p, l) || is_cross(p, l));
+    }
+    return n && any ? pair_begin_with(p, n, positions, ids, restored) : KVC_ERR_INVALID;
+}
+
 static inline void random_pass(pair *p)
 {
     int32_t positions[MAX_BATCH];
     int64_t ids[MAX_BATCH];
     int n = random_tokens(p, positions, ids);
-    kvc_status status = pair_begin(p, n, positions, ids);
+    kvc_status status = random_int(0, 6) ? pair_begin(p, n, positions, ids) : random_begin_restoring(p);
     int64_t bytes = kvc_nbytes(p->cache);
     CHECKF(status != KVC_OK || !p->config.max_bytes || bytes <= p->config.max_bytes, "%lld bytes, max_bytes is %lld",
            (long long)bytes, (long long)p->config.max_bytes);
@@ -201,7 +241,7 @@ static inline void random_pass(pair *p)
         random_commit_kept(p);
     } else {
         pair_put_all(p);
-        if (p->look)
+        if (p->look && !p->restored)
             p->look(p);
         pair_commit(p);
     }

@@ -1,0 +1,181 @@
+"""Batches that restore some layers: what a sequence is after them, and goes on as."""
+
+import numpy as np
+import pytest
+
+import kvcache
+
+WINDOW = 8
+POLICY = [
+    kvcache.FullAttention(),
+    kvcache.SlidingWindow(WINDOW),
+    kvcache.FullAttention(),
+    kvcache.SlidingWindow(WINDOW),
+]
+FULL, WINDOWS = [0, 2], [1, 3]
+
+
+def new_cache(**options):
+    return kvcache.KVCache(4, 2, 8, None, policy=POLICY, max_sequences=None, dtype="f32", block_size=16, **options)
+
+
+def rows(layer, positions, heads=2):
+    """What tokens put: the same wherever, and whenever, they are fed."""
+    positions = np.asarray(positions)[:, None, None]
+    return np.sin(positions * 1.7 + layer + np.arange(heads)[:, None] * 3 + np.arange(8) * 0.37).astype(np.float32)
+
+
+def feed(cache, begin, end, seq_id=0):
+    """Feed positions [begin, end); return what the tokens attend to in each layer."""
+    positions = range(begin, end)
+    with cache.batch(positions=positions, seq_ids=[seq_id] * (end - begin)) as batch:
+        return [batch.attend(i, rows(9, positions, 4), rows(i, positions), rows(i, positions)) for i in range(4)]
+
+
+def save(cache, layer):
+    """The positions of a layer's rows, and the rows, [num_kv_heads, tokens, head_dim]."""
+    return cache.positions(layer=layer), cache.gather(layer)
+
+
+def restore(cache, saved, layers, seq_id=0):
+    positions = saved[layers[0]][0]
+    order = np.random.default_rng(3).permutation(len(positions))
+    with cache.batch(positions=positions[order], seq_ids=[seq_id] * len(order), restored=layers) as batch:
+        for layer in layers:
+            batch.put(layer, *(x[:, order] for x in saved[layer][1]), layout="HTD")
+
+
+def assert_alike(cache, seq_id, original, position):
+    original.fork(0, 99)
+    for count in (1, 5, 12):
+        ours, theirs = feed(cache, position, position + count, seq_id), feed(original, position, position + count, 99)
+        np.testing.assert_array_equal(ours, theirs)
+        position += count
+
+
+@pytest.mark.parametrize("groups", [(FULL, WINDOWS), (WINDOWS, FULL)], ids=["full first", "windows first"])
+@pytest.mark.parametrize("before", [0, 70], ids=["new sequence", "over another"])
+def test_a_state_goes_on_as_the_original_did(groups, before):
+    original, cache = new_cache(), new_cache()
+    feed(original, 0, 40)
+    feed(original, 40, 50)
+    feed(cache, 0, before) if before else None
+    saved = [save(original, layer) for layer in range(4)]
+    assert [len(positions) for positions, _ in saved] == [50, 17, 50, 17]
+    restore(cache, saved, groups[0])
+    with pytest.raises(kvcache.RowsGoneError, match=rf"layer {groups[1][0] if before == 0 else '[01]'} lacks"):
+        cache.batch(1)
+    restore(cache, saved, groups[1])
+    assert cache.next_position() == 50
+    assert cache.can_resume(50)
+    assert [cache.seq_len(layer=layer) for layer in range(4)] == [50, 17, 50, 17]
+    assert_alike(cache, 0, original, 50)
+    cache.validate()
+
+
+def test_the_window_of_an_earlier_moment():
+    """A server keeps the rows of layers with windows as they were, and comes back to them when a prompt changes."""
+    original, cache = new_cache(), new_cache()
+    feed(original, 0, 30)
+    feed(cache, 0, 30)
+    saved = {layer: save(cache, layer) for layer in WINDOWS}
+    feed(cache, 30, 60)
+    with cache.batch(1) as batch:
+        for layer in range(4):
+            batch.put(layer, rows(layer, [60]), rows(layer, [60]))
+    with pytest.raises(kvcache.RowsGoneError, match="evicted"):
+        cache.truncate(30)
+    restore(cache, saved, WINDOWS)
+    assert (cache.seq_len(layer=0), cache.next_position()) == (61, 61)
+    for position in (61, 30):
+        assert not cache.can_resume(position)
+        with pytest.raises(kvcache.RowsGoneError, match="layer 1 lacks, from 30 to 60"):
+            cache.batch(positions=[position])
+    cache.fork(0, 5)
+    feed(cache, 0, 3, seq_id=7)  # evicts nothing that a query at 30 sees
+    for seq_id in (0, 5):
+        cache.truncate(30, seq_id=seq_id)
+        assert cache.can_resume(30, seq_id=seq_id)
+        assert_alike(cache, seq_id, original, 30)
+
+
+def test_an_abort_leaves_everything():
+    cache = new_cache()
+    feed(cache, 0, 20)
+    before = [save(cache, layer) for layer in range(4)]
+    batch = cache.batch(positions=[3, 1], restored=FULL)
+    batch.put(0, rows(0, [3, 1]), rows(0, [3, 1]))
+    batch.abort()
+    for layer, (positions, kv) in enumerate(before):
+        np.testing.assert_array_equal(cache.positions(layer=layer), positions)
+        np.testing.assert_array_equal(cache.gather(layer), kv)
+    cache.validate()
+
+
+def test_what_is_replaced_does_not_count():
+    cache = kvcache.KVCache(4, 2, 8, 30, policy=POLICY, dtype="f32", capacity=30, max_sequences=2)
+    feed(cache, 0, 30)
+    with cache.batch(positions=range(30), restored=FULL) as batch:
+        assert cache.utilization == 1
+        for layer in FULL:
+            batch.put(layer, rows(layer, range(30)), rows(layer, range(30)))
+    assert cache.seq_len() == 30
+    cache.fork(0, 1)
+    with pytest.raises(kvcache.CacheFullError, match="capacity"):
+        cache.batch(positions=[0], restored=FULL)
+
+
+def test_whatever_the_strategy_it_is_stored():
+    saving = new_cache()
+    feed(saving, 0, 20)
+    for strategy in ("disabled", kvcache.LongSequencesOnly(1000), kvcache.Adaptive()):
+        cache = new_cache(strategy=strategy)
+        for layers in (FULL, WINDOWS):
+            restore(cache, [save(saving, layer) for layer in range(4)], layers)
+        assert cache.seq_len() == 20
+        assert_alike(cache, 0, saving, 20) if not isinstance(strategy, str) else None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"restored": [0]}, ValueError, "layer 0 and not layer 2"),
+        ({"restored": [0, 4]}, IndexError, r"restored\[1\]=4: the layers are 0 to 3"),
+        ({"restored": [-1]}, IndexError, r"restored\[0\]=-1"),
+        ({"restored": []}, ValueError, r"len\(restored\)=0"),
+        ({"restored": 0}, TypeError, "restored=0: a sequence"),
+        ({"restored": [0.0]}, TypeError, r"restored\[0\]=0.0: an integer"),
+        ({"restored": FULL, "positions": [3, 3]}, ValueError, r"positions\[1\] is 3, and so is positions\[0\]"),
+        ({"restored": FULL, "positions": None, "n": 2}, TypeError, "positions"),
+        ({"restored": FULL, "parents": [-1, 0]}, ValueError, "parents"),
+    ],
+)
+def test_refused(options, error, words):
+    cache = new_cache()
+    feed(cache, 0, 20)
+    before = cache.stats(), cache.nbytes
+    with pytest.raises(error, match=words):
+        cache.batch(**{"positions": [0, 1], **options})
+    assert (cache.stats(), cache.nbytes) == before
+    assert cache.seq_len() == 20
+
+
+def test_nothing_attends_in_it():
+    cache = new_cache()
+    feed(cache, 0, 20)
+    batch = cache.batch(positions=[0, 1], restored=FULL)
+    x = rows(0, [0, 1])
+    for call in (
+        lambda: batch.attend(0, x),
+        lambda: batch.attend(0, x, x, x),
+        lambda: batch.dense(0),
+    ):
+        with pytest.raises(ValueError, match="the batch restores rows"):
+            call()
+    with pytest.raises(ValueError, match="layer 1 is not among the layers that the batch restores"):
+        batch.put(1, x, x)
+    with pytest.raises(ValueError, match="layer 1 is not among the layers that the batch restores"):
+        batch.slots(1)
+    with pytest.raises(ValueError, match="token 0 of the batch was not put in layer 0"):
+        batch.commit()
+    batch.abort()
