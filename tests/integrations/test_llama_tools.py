@@ -10,7 +10,7 @@ import time
 import urllib.request
 
 import pytest
-from support import llama_cpp_build
+from support import llama_cpp_build, llama_models
 from support.compiling import ROOT
 
 README = (ROOT / "integrations/llama.cpp/README.md").read_text()
@@ -21,13 +21,8 @@ INSTALL_BINDING, USE_BINDING = re.findall(r"^```sh\n(.*?)\n```$", README[README.
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The repository's model as GGUF."""
     llama_cpp_build.folder()
-    pytest.importorskip("gguf")
-    folder = tmp_path_factory.mktemp("model")
-    command = [sys.executable, ROOT / "bench/llama_cpp_models.py", "--output", folder, "--shape", "repository"]
-    subprocess.run(command, check=True)
-    return folder / "repository.gguf"
+    return llama_models.write_repository(tmp_path_factory.mktemp("model"))
 
 
 def run(*command):
