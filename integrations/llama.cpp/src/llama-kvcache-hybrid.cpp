@@ -146,7 +146,7 @@ void llama_kvcache_hybrid::state_read(llama_io_read_i &io, llama_seq_id seq_id, 
         recr.state_read(io, seq_id, flags);
     } catch (...) {
         if (has_attn_state(flags)) {
-            attn.seq_rm(seq_id, -1, -1); // restored already
+            attn.state_clear(seq_id); // restored already
         }
 
         throw;

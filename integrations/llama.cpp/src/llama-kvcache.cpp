@@ -108,8 +108,7 @@ llama_memory_context_ptr llama_kvcache::init_update(llama_context * /*lctx*/, bo
     return std::make_unique<llama_kvcache_context>(this, LLAMA_MEMORY_STATUS_NO_UPDATE);
 }
 
-bool llama_kvcache::get_can_shift() const {
-    // a window that moves down would see tokens that were evicted
+bool llama_kvcache::is_swa_full() const {
     for (size_t i = 0; i < layers.cache.size(); ++i) {
         if (layers.model[i].is_swa && (uint32_t)layers.cache[i].policy.resume_window < cparams.n_ctx_seq) {
             return false;
@@ -118,6 +117,9 @@ bool llama_kvcache::get_can_shift() const {
 
     return true;
 }
+
+// a window that moves down would see tokens that were evicted
+bool llama_kvcache::get_can_shift() const { return is_swa_full(); }
 
 static llama_pos begin_of(llama_pos p0) { return std::max(p0, 0); }
 static llama_pos end_of(llama_pos p1) { return p1 < 0 ? KVC_END : p1; }
@@ -199,7 +201,21 @@ llama_pos llama_kvcache::seq_pos_min(llama_seq_id seq_id) const {
     return res;
 }
 
-llama_pos llama_kvcache::seq_pos_max(llama_seq_id seq_id) const { return kvc_last_position(cache, seq_id); }
+// a checkpoint may have taken layers with windows back before the others
+llama_pos llama_kvcache::seq_pos_max(llama_seq_id seq_id) const {
+    llama_pos res = kvc_last_position(cache, seq_id);
+
+    for (int32_t layer = 0; layer < (int32_t)layers.cache.size(); ++layer) {
+        llama_pos first;
+        llama_pos last;
+
+        if (kvc_position_range(cache, seq_id, layer, &first, &last) == KVC_OK) {
+            res = std::min(res, last);
+        }
+    }
+
+    return res;
+}
 
 std::map<ggml_backend_buffer_type_t, size_t> llama_kvcache::memory_breakdown() const {
     return {{ggml_backend_cpu_buffer_type(), kvc_capacity_bytes(cache)}};

@@ -68,6 +68,9 @@ class llama_kvcache : public llama_memory_i {
     void state_write(llama_io_write_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) const override;
     void state_read(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
 
+    // undoes state_read, for a memory of several parts of which another could not be read
+    void state_clear(llama_seq_id seq_id);
+
     //
     // a batch: begun for all its ubatches, which are computed one after the other
     //
@@ -106,6 +109,18 @@ class llama_kvcache : public llama_memory_i {
     void attend(llama_kvcache_op &op, ggml_tensor *dst) const;
 
   private:
+    struct state_part;
+    struct state_row;
+    class state_writer;
+    class state_reader;
+
+    std::vector<state_part> state_parts(llama_state_seq_flags flags) const;
+    state_row state_row_of(int32_t layer, bool is_value) const;
+    uint32_t n_stream() const;
+
+    // layers with windows keep all rows
+    bool is_swa_full() const;
+
     void free_plans();
     bool is_causal(const llama_kvcache_layer &layer) const;
 

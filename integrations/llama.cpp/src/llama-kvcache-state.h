@@ -1,0 +1,59 @@
+// Saved state, in the format of llama_kv_cache and llama_kv_cache_iswa: what one wrote the other reads.
+//
+// A model with windows has two parts: its layers without one, then those with one, at fewer positions.  A part is: the
+// number of streams; for each, how many cells (tokens) it has, their positions and sequences; then the rows of all
+// cells, keys layer by layer, then values.
+#pragma once
+
+#include "llama-kvcache.h"
+
+#include "ggml.h"
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <vector>
+
+static constexpr size_t N_BUFFER = 1 << 18; // bytes of rows that are copied at a time, about
+
+// what llama.cpp has as one cache
+struct llama_kvcache::state_part {
+    bool has_windows;
+    int32_t first; // a layer whose rows stand at the positions of the part
+    std::vector<int32_t> layers;
+    std::vector<uint8_t> restored; // [layer]
+};
+
+// a row of keys, or of values: all heads of a token
+struct llama_kvcache::state_row {
+    ggml_type type;
+    uint32_t n_heads;
+    uint32_t n_elements;
+    size_t n_head_bytes;
+    size_t n_bytes;
+};
+
+static inline void llama_kvcache_check(kvc_status status) {
+    if (status) {
+        throw std::runtime_error(kvc_last_error());
+    }
+}
+
+template <size_t SIZE>
+static inline void copy_elements(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride, size_t n) {
+    for (size_t i = 0; i < n; ++i) {
+        std::memcpy(to + i * to_stride, from + i * from_stride, SIZE);
+    }
+}
+
+// copies n elements of f32, f16 or bf16
+static inline void copy_elements(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride, size_t n,
+                                 size_t size) {
+    GGML_ASSERT(size == 2 || size == 4);
+
+    if (size == 2) {
+        copy_elements<2>(to, to_stride, from, from_stride, n);
+    } else {
+        copy_elements<4>(to, to_stride, from, from_stride, n);
+    }
+}

@@ -1,0 +1,704 @@
+// Exchanges saved state between this cache and llama.cpp's own, in both directions:
+//   test-kvcache-state [--types f32,f16,bf16,q8_0,q4_0] MODEL...
+// A context that read a state is to go on as the one that wrote it, and what is wrong with a state is to be an error
+// that leaves the sequence empty and all others as they were.
+#include "scene.h"
+
+#include "llama-cpp.h"
+
+#include <cstdarg>
+#include <cstring>
+#include <sstream>
+#include <unistd.h>
+
+using bytes = std::vector<uint8_t>;
+
+static constexpr int N_STEPS = 20;      // tokens that a context goes on for
+static constexpr double MOST = 1e-4;    // squared difference of logits over their squared length
+static constexpr uint32_t WHOLE = 0;    // flags
+static constexpr llama_seq_id ALL = -1; // sequences
+
+static int n_failed = 0;
+static int n_checked = 0;
+static int64_t n_allocations_left = INT64_MAX; // until the cache gets no more memory
+static double worst = 0.0;                     // difference of logits in a model
+
+static bool expect(bool ok, const char *format, ...) {
+    ++n_checked;
+    if (ok) {
+        return true;
+    }
+
+    va_list args;
+    va_start(args, format);
+    printf("    FAIL: ");
+    vprintf(format, args);
+    printf("\n");
+    va_end(args);
+    fflush(stdout);
+
+    ++n_failed;
+    return false;
+}
+
+//
+// contexts
+//
+
+struct setup {
+    ggml_type type = GGML_TYPE_F16;
+    bool flash_attn = true;
+    bool is_unified = true;
+    bool swa_full = false;
+    uint32_t n_ctx = 256; // of a sequence
+};
+
+struct step {
+    llama_token best;
+    std::vector<float> logits;
+};
+
+// a context of this cache, or of llama.cpp's own
+class context {
+  public:
+    context(llama_model *model, const setup &s, bool is_ours) : model(model), is_ours(is_ours) {
+        auto params = exact_params();
+
+        params.n_seq_max = 3;
+        params.n_ctx = s.is_unified ? s.n_ctx : s.n_ctx * params.n_seq_max;
+        params.n_batch = s.n_ctx;
+        params.n_ubatch = 32;
+        params.kv_unified = s.is_unified;
+        params.swa_full = s.swa_full;
+        params.type_k = s.type;
+        params.type_v = s.type;
+        params.flash_attn_type = s.flash_attn ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+
+        ctx.reset(new_context(model, params, is_ours));
+
+        if (!ctx) {
+            printf("    FAIL: no context with %s cache\n", name());
+            exit(1);
+        }
+        mem = llama_get_memory(ctx.get());
+    }
+
+    const char *name() const { return is_ours ? "this" : "llama.cpp's"; }
+
+    void decode(const std::vector<llama_token> &tokens, llama_seq_id seq_id) {
+        auto batch = llama_batch_init((int32_t)tokens.size(), 0, 1);
+
+        const llama_pos first = llama_memory_seq_pos_max(mem, seq_id) + 1;
+
+        batch.n_tokens = (int32_t)tokens.size();
+        for (int32_t i = 0; i < batch.n_tokens; ++i) {
+            batch.token[i] = tokens[i];
+            batch.pos[i] = first + i;
+            batch.n_seq_id[i] = 1;
+            batch.seq_id[i][0] = seq_id;
+            batch.logits[i] = i + 1 == batch.n_tokens;
+        }
+
+        const int status = llama_decode(ctx.get(), batch);
+        expect(status == 0, "%s cache: decoding %zu tokens of sequence %d gives %d", name(), tokens.size(), seq_id,
+               status);
+
+        llama_batch_free(batch);
+    }
+
+    // tokens [begin, end) of a text of its own
+    void feed(uint32_t text, int begin, int end, llama_seq_id seq_id) {
+        std::vector<llama_token> tokens;
+
+        for (int i = begin; i < end; ++i) {
+            tokens.push_back(text_token(model, text, i));
+        }
+        decode(tokens, seq_id);
+    }
+
+    int n_vocab() const { return llama_vocab_n_tokens(llama_model_get_vocab(model)); }
+
+    // goes on with the tokens that `path` found best, or with its own best ones
+    std::vector<step> go_on(llama_seq_id seq_id, const std::vector<step> *path = nullptr) {
+        std::vector<step> res;
+        llama_token token = 7 % n_vocab();
+
+        for (int i = 0; i < N_STEPS; ++i) {
+            decode({token}, seq_id);
+
+            const float *row = llama_get_logits_ith(ctx.get(), -1);
+            const auto best = (llama_token)(std::max_element(row, row + n_vocab()) - row);
+
+            res.push_back({best, {row, row + n_vocab()}});
+            token = path ? (*path)[i].best : best;
+        }
+        return res;
+    }
+
+    bytes save(llama_seq_id seq_id, uint32_t flags = WHOLE) {
+        bytes res(seq_id == ALL ? llama_state_get_size(ctx.get())
+                                : llama_state_seq_get_size_ext(ctx.get(), seq_id, flags));
+
+        const size_t n = seq_id == ALL ? llama_state_get_data(ctx.get(), res.data(), res.size())
+                                       : llama_state_seq_get_data_ext(ctx.get(), res.data(), res.size(), seq_id, flags);
+
+        expect(n == res.size() && n > 0, "%s cache: a state of %zu bytes was written as %zu", name(), res.size(), n);
+        return res;
+    }
+
+    size_t load(const bytes &state, llama_seq_id seq_id, uint32_t flags = WHOLE) {
+        return seq_id == ALL ? llama_state_set_data(ctx.get(), state.data(), state.size())
+                             : llama_state_seq_set_data_ext(ctx.get(), state.data(), state.size(), seq_id, flags);
+    }
+
+    llama_model *model;
+    bool is_ours;
+    llama_context_ptr ctx;
+    llama_memory_t mem = nullptr;
+};
+
+// expects the same tokens, of nearly the same logits
+static void compare(const std::vector<step> &found, const std::vector<step> &wanted, const std::string &what) {
+    for (int i = 0; i < N_STEPS; ++i) {
+        const double error = nmse(found[i].logits, wanted[i].logits);
+
+        worst = std::max(worst, error);
+        if (!expect(error <= MOST, "%s: logits of step %d differ by %.2g", what.c_str(), i, error) ||
+            !expect(found[i].best == wanted[i].best, "%s: token %d is %d, not %d", what.c_str(), i, found[i].best,
+                    wanted[i].best)) {
+            return;
+        }
+    }
+}
+
+//
+// what contexts hold
+//
+
+static std::string architecture(const llama_model *model) {
+    char res[64] = "";
+
+    llama_model_meta_val_str(model, "general.architecture", res, sizeof(res));
+    return res;
+}
+
+static bool is_mla(const llama_model *model) {
+    char rank[16];
+
+    return llama_model_meta_val_str(model, (architecture(model) + ".attention.kv_lora_rank").c_str(), rank,
+                                    sizeof(rank)) > 0;
+}
+
+// Two sequences that share a prefix, and one whose end has moved down.
+static void fill(context &c, const setup &s) {
+    c.feed(1, 0, 40, 0);
+    llama_memory_seq_cp(c.mem, 0, 1, -1, -1);
+    c.feed(1, 40, 52, 0);
+    c.feed(2, 0, 9, 1);
+
+    // llama.cpp's own cache moves tokens in all layers or none, and aborts over bf16 and quantised parts of keys (MLA)
+    const bool is_rotatable = s.type != GGML_TYPE_BF16 && !(ggml_is_quantized(s.type) && is_mla(c.model));
+    const bool can_shift = is_rotatable && (s.swa_full || llama_model_n_swa(c.model) == 0);
+
+    if (llama_memory_can_shift(c.mem) && can_shift) {
+        c.feed(3, 0, 30, 2);
+        llama_memory_seq_rm(c.mem, 2, 5, 12);
+        llama_memory_seq_add(c.mem, 2, 12, -1, -7);
+        c.feed(3, 30, 32, 2);
+    } else {
+        c.feed(3, 0, 32, 2);
+    }
+}
+
+// other content, to be replaced
+static void fill_otherwise(context &c) {
+    c.feed(4, 0, 20, 0);
+    c.feed(5, 0, 11, 1);
+    c.feed(6, 0, 60, 2);
+}
+
+static std::string direction(const context &from, const context &to, const std::string &what) {
+    return what + " from " + from.name() + " cache to " + to.name();
+}
+
+//
+// exchanges
+//
+
+struct saved {
+    std::vector<bytes> seqs;
+    bytes all;
+    std::vector<std::vector<step>> steps; // how each sequence goes on
+};
+
+static saved save_all(context &c) {
+    saved res;
+
+    for (llama_seq_id s = 0; s < 3; ++s) {
+        res.seqs.push_back(c.save(s));
+    }
+    res.all = c.save(ALL);
+    for (llama_seq_id s = 0; s < 3; ++s) {
+        res.steps.push_back(c.go_on(s));
+    }
+    return res;
+}
+
+static void exchange(llama_model *model, const setup &s, context &from, const saved &state, bool is_ours) {
+    context to(model, s, is_ours);
+
+    for (llama_seq_id id = 0; id < 3; ++id) {
+        const llama_seq_id dest = (id + 1) % 3;
+        const auto what = direction(from, to, "sequence " + std::to_string(id));
+
+        llama_memory_clear(to.mem, true);
+        fill_otherwise(to);
+        const bytes others[2] = {to.save((dest + 1) % 3), to.save((dest + 2) % 3)};
+
+        expect(to.load(state.seqs[id], dest) == state.seqs[id].size(), "%s: not read", what.c_str());
+        expect(to.save(dest).size() == state.seqs[id].size(), "%s: saved again with another size", what.c_str());
+        expect(to.save((dest + 1) % 3) == others[0] && to.save((dest + 2) % 3) == others[1],
+               "%s: other sequences have changed", what.c_str());
+        compare(to.go_on(dest, &state.steps[id]), state.steps[id], what);
+    }
+
+    const auto what = direction(from, to, "all sequences");
+
+    expect(to.load(state.all, ALL) == state.all.size(), "%s: not read", what.c_str());
+    expect(to.save(ALL).size() == state.all.size(), "%s: saved again with another size", what.c_str());
+    for (llama_seq_id id = 0; id < 3; ++id) {
+        expect(to.save(id).size() == state.seqs[id].size(), "%s: sequence %d has another size", what.c_str(), id);
+    }
+    for (llama_seq_id id = 0; id < 3; ++id) {
+        compare(to.go_on(id, &state.steps[id]), state.steps[id], what);
+    }
+}
+
+static void exchange_files(llama_model *model, const setup &s, context &from, const saved &state, bool is_ours) {
+    context to(model, s, is_ours);
+
+    const std::string path = "test-kvcache-state." + std::to_string(getpid()) + ".bin";
+    const std::vector<llama_token> tokens = {1, 2, 3};
+    const auto what = direction(from, to, "a file");
+
+    std::vector<llama_token> found(8);
+    size_t n_found = 0;
+
+    llama_memory_clear(from.mem, true);
+    expect(from.load(state.all, ALL) == state.all.size(), "%s: not read", what.c_str());
+
+    const size_t n = llama_state_seq_save_file(from.ctx.get(), path.c_str(), 0, tokens.data(), tokens.size());
+    expect(n > 0 && n == llama_state_seq_load_file(to.ctx.get(), path.c_str(), 2, found.data(), found.size(), &n_found),
+           "%s: the sequence was not read", what.c_str());
+    expect(n_found == 3, "%s: %zu tokens", what.c_str(), n_found);
+    compare(to.go_on(2, &state.steps[0]), state.steps[0], what + " of a sequence");
+
+    expect(llama_state_save_file(from.ctx.get(), path.c_str(), tokens.data(), tokens.size()), "%s: not written",
+           what.c_str());
+    expect(llama_state_load_file(to.ctx.get(), path.c_str(), found.data(), found.size(), &n_found), "%s: not read",
+           what.c_str());
+    for (llama_seq_id id = 0; id < 3; ++id) {
+        compare(to.go_on(id, &state.steps[id]), state.steps[id], what);
+    }
+
+    remove(path.c_str());
+}
+
+static void test_exchange(llama_model *model, const setup &s) {
+    context own(model, s, false);
+    context ours(model, s, true);
+
+    fill(own, s);
+    fill(ours, s);
+
+    const saved state_own = save_all(own);
+    const saved state_ours = save_all(ours);
+
+    for (llama_seq_id id = 0; id < 3; ++id) {
+        expect(state_own.seqs[id].size() == state_ours.seqs[id].size(),
+               "sequence %d has %zu bytes with this cache, %zu with llama.cpp's", id, state_ours.seqs[id].size(),
+               state_own.seqs[id].size());
+    }
+    expect(state_own.all.size() == state_ours.all.size(),
+           "the state has %zu bytes with this cache, %zu with llama.cpp's", state_ours.all.size(),
+           state_own.all.size());
+
+    for (const bool is_ours : {false, true}) {
+        exchange(model, s, own, state_own, is_ours);
+        exchange(model, s, ours, state_ours, is_ours);
+        exchange_files(model, s, own, state_own, is_ours);
+        exchange_files(model, s, ours, state_ours, is_ours);
+    }
+
+    const uint32_t on_device = LLAMA_STATE_SEQ_FLAGS_ON_DEVICE;
+    const bytes state = ours.save(0, on_device);
+
+    const bytes before = ours.save(0);
+
+    llama_memory_seq_rm(ours.mem, 0, -1, -1);
+    expect(ours.load(state, 0, on_device) == state.size(), "a state on the device is not read");
+    expect(ours.save(0) == before, "a state on the device is not what was saved");
+}
+
+// three sequences that fit only as long as they share a prefix
+static void test_sharing(llama_model *model, const setup &s) {
+    context from(model, s, true);
+
+    from.feed(1, 0, 130, 0);
+    llama_memory_seq_cp(from.mem, 0, 1, -1, -1);
+    llama_memory_seq_cp(from.mem, 0, 2, 0, 100);
+    from.feed(2, 0, 25, 0);
+    from.feed(3, 0, 15, 1);
+
+    const saved state = save_all(from);
+
+    for (const bool is_ours : {false, true}) {
+        context to(model, s, is_ours);
+
+        const auto what = direction(from, to, "a shared prefix");
+
+        expect(to.load(state.all, ALL) == state.all.size(), "%s: not read", what.c_str());
+        expect(to.save(ALL).size() == state.all.size(), "%s: saved again with another size", what.c_str());
+        for (llama_seq_id id = 0; id < 3; ++id) {
+            compare(to.go_on(id, &state.steps[id]), state.steps[id], what);
+        }
+    }
+}
+
+//
+// states that are wrong
+//
+
+// what llama_context writes before the memory does, and refuses by itself
+static size_t n_head(const context &c, llama_seq_id seq_id) {
+    return sizeof(uint32_t) + (seq_id == ALL ? architecture(c.model).size() : sizeof(llama_seq_id));
+}
+
+// Reads a state that was changed, which may make it another valid one.  Returns whether it was read.
+static bool read_changed(context &c, const bytes &state, llama_seq_id seq_id, const bytes &other, const char *what,
+                         size_t at) {
+    const size_t n = c.load(state, seq_id);
+
+    n_allocations_left = INT64_MAX;
+
+    if (n == 0 && at >= n_head(c, seq_id)) {
+        expect(llama_memory_seq_pos_max(c.mem, seq_id == ALL ? 0 : seq_id) == -1, "%s at %zu: rows were left", what,
+               at);
+    }
+    if (seq_id != ALL) {
+        expect(c.save(1) == other, "%s at %zu: another sequence has changed", what, at);
+    }
+    return n > 0;
+}
+
+static void test_wrong(llama_model *model, const setup &s) {
+    context c(model, s, true);
+
+    c.feed(1, 0, 12, 0);
+    c.feed(2, 0, 7, 1);
+
+    const bytes other = c.save(1);
+    const auto wanted = c.go_on(1);
+    llama_memory_seq_rm(c.mem, 1, 7, -1);
+
+    for (const llama_seq_id seq_id : {ALL, 0}) {
+        expect(c.load(other, 1) == other.size(), "sequence 1 is not read");
+        if (seq_id == ALL) {
+            c.feed(1, 0, 12, 0);
+        }
+
+        const bytes state = c.save(seq_id);
+        const size_t n_header = std::min<size_t>(state.size(), 400);
+
+        for (size_t n = 0; n < state.size(); n += n < n_header ? 3 : state.size() / 40 + 1) {
+            expect(!read_changed(c, bytes(state.begin(), state.begin() + n), seq_id, other, "a state that ends", n),
+                   "a state that ends at %zu was read", n);
+        }
+
+        // with a count in place of each word: of streams, cells, sequences, layers, bytes
+        for (const uint32_t value : {0u, 1u, 257u, 0x7fffffffu, 0xffffffffu}) {
+            for (size_t at = 0; at + 4 <= n_header; at += 4) {
+                bytes changed = state;
+
+                memcpy(&changed[at], &value, 4);
+                read_changed(c, changed, seq_id, other, "a state with another word", at);
+            }
+        }
+        expect(c.load(state, seq_id) == state.size(), "the state is not read after all that");
+    }
+
+    expect(c.load(other, 1) == other.size(), "sequence 1 is not read");
+    compare(c.go_on(1, &wanted), wanted, "a context that read wrong states");
+}
+
+static void *allocate(void *, size_t size, size_t alignment, const kvc_memory_hint *) {
+    return n_allocations_left-- > 0 ? aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment)
+                                    : nullptr;
+}
+
+static void release(void *, void *memory, size_t, const kvc_memory_hint *) { free(memory); }
+
+// each allocation of the cache fails once
+static void test_memory(llama_model *model, const setup &s) {
+    static const kvc_allocator failing = {sizeof(failing), nullptr, allocate, release, nullptr};
+
+    llama_kvcache_allocator = &failing;
+
+    context from(model, s, true);
+    context to(model, s, true);
+
+    llama_kvcache_allocator = nullptr;
+
+    fill(from, s);
+    to.feed(2, 0, 7, 1);
+
+    const bytes other = to.save(1);
+
+    for (const llama_seq_id seq_id : {0, ALL}) {
+        const bytes state = from.save(seq_id);
+
+        bool is_read = false;
+        for (int64_t n = 0; !is_read; ++n) {
+            n_allocations_left = n;
+            is_read = read_changed(to, state, seq_id, other, "a state without memory", 100 + n);
+            expect(is_read || n < 1000, "a state is not read with %lld allocations", (long long)n);
+            if (n == 1000) {
+                return;
+            }
+        }
+        expect(to.save(seq_id).size() == state.size(), "a state is not what was saved");
+    }
+}
+
+// types, transposed values and streams that the context does not have
+static void test_mismatch(llama_model *model, const setup &s) {
+    context c(model, s, true);
+
+    setup other = s;
+    other.type = s.type == GGML_TYPE_F16 ? GGML_TYPE_F32 : GGML_TYPE_F16;
+    context of_type(model, other, true);
+    of_type.feed(1, 0, 12, 0);
+    expect(c.load(of_type.save(0), 0) == 0, "rows of another type were read");
+
+    other = s;
+    other.is_unified = !s.is_unified;
+    context of_streams(model, other, true);
+    of_streams.feed(1, 0, 12, 0);
+    expect(c.load(of_streams.save(0), 0) == 0, "another number of streams was read");
+
+    other = s;
+    other.n_ctx = 512;
+    context larger(model, other, true);
+    larger.feed(1, 0, 257, 0);
+    expect(c.load(larger.save(0), 0) == 0 || llama_model_n_swa(model) > 0, "more cells than there are were read");
+    expect(llama_memory_seq_pos_max(c.mem, 0) == -1, "rows were left");
+
+    if (!ggml_is_quantized(s.type)) { // transposed by one, not by the other
+        other = s;
+        other.flash_attn = !s.flash_attn;
+        context transposed(model, other, true);
+        transposed.feed(1, 0, 12, 0);
+        const bytes state = transposed.save(0);
+        const auto wanted = transposed.go_on(0);
+        expect(c.load(state, 0) == state.size(), "transposed values were not read");
+        compare(c.go_on(0, &wanted), wanted, "transposed values");
+    }
+}
+
+//
+// checkpoints of models with windows
+//
+
+// The state of the layers with windows takes a sequence back to where their rows were overwritten since.
+static void test_partial(llama_model *model, setup s) {
+    static constexpr int N_SAVED = 100;
+
+    const bool is_short = llama_model_n_swa(model) < 300; // overwritten by what follows
+
+    const uint32_t flags = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+
+    s.n_ctx = 1024;
+
+    std::vector<bytes> states;
+    std::vector<std::vector<step>> steps;
+
+    for (const bool is_ours : {false, true}) {
+        context c(model, s, is_ours);
+
+        c.feed(1, 0, N_SAVED, 0);
+        states.push_back(c.save(0, flags));
+        steps.push_back(c.go_on(0));
+    }
+    expect(states[0].size() == states[1].size(), "a checkpoint has %zu bytes with this cache, %zu with llama.cpp's",
+           states[1].size(), states[0].size());
+
+    for (const bool is_ours : {false, true}) {
+        for (int from = 0; from < 2; ++from) {
+            context c(model, s, is_ours);
+
+            const std::string what =
+                std::string("a checkpoint from ") + (from ? "this" : "llama.cpp's") + " cache to " + c.name();
+
+            c.feed(1, 0, N_SAVED, 0);
+            c.feed(2, 0, 700, 0);
+            c.feed(3, 0, 20, 1);
+            const bytes other = c.save(1);
+
+            if (is_ours && is_short) {
+                expect(!llama_memory_seq_rm(c.mem, 0, N_SAVED, -1), "%s: windows are still there", what.c_str());
+            }
+            expect(c.load(states[from], 0, flags) == states[from].size(), "%s: not read", what.c_str());
+            expect(llama_memory_seq_pos_max(c.mem, 0) == N_SAVED - 1, "%s: the last position is %d", what.c_str(),
+                   llama_memory_seq_pos_max(c.mem, 0));
+            expect(llama_memory_seq_rm(c.mem, 0, N_SAVED, -1), "%s: the sequence does not go back", what.c_str());
+            compare(c.go_on(0, &steps[from]), steps[from], what);
+            expect(c.save(1) == other, "%s: another sequence has changed", what.c_str());
+        }
+    }
+}
+
+// Windows of two sequences with a prefix in common, which only one of them still sees.
+static void test_evicted(llama_model *model, setup s) {
+    s.n_ctx = 1024;
+
+    context from(model, s, true);
+
+    from.feed(1, 0, 60, 0);
+    llama_memory_seq_cp(from.mem, 0, 1, -1, -1);
+    from.feed(2, 0, 500, 0);
+    from.feed(3, 0, 10, 1);
+
+    const bytes state = from.save(ALL);
+    const llama_pos pos_min[2] = {llama_memory_seq_pos_min(from.mem, 0), llama_memory_seq_pos_min(from.mem, 1)};
+    const std::vector<step> steps[2] = {from.go_on(0), from.go_on(1)};
+
+    expect(pos_min[0] > 60 && pos_min[1] == 0, "nothing was evicted, or too much: %d, %d", pos_min[0], pos_min[1]);
+
+    for (const bool is_ours : {false, true}) {
+        context to(model, s, is_ours);
+
+        const auto what = direction(from, to, "a prefix that one sequence sees");
+
+        expect(to.load(state, ALL) == state.size(), "%s: not read", what.c_str());
+        expect(to.save(ALL).size() == state.size(), "%s: saved again with another size", what.c_str());
+        for (llama_seq_id id = 0; id < 2; ++id) {
+            const llama_pos first = llama_memory_seq_pos_min(to.mem, id);
+            const llama_pos seen = llama_memory_seq_pos_max(to.mem, id) - llama_model_n_swa(model) + 1;
+
+            expect(first >= pos_min[id] && first <= std::max(0, seen), "%s: sequence %d begins at %d", what.c_str(), id,
+                   first);
+            compare(to.go_on(id, &steps[id]), steps[id], what);
+        }
+        if (is_ours) {
+            expect(!llama_memory_seq_rm(to.mem, 0, 50, -1), "%s: sequence 0 goes back", what.c_str());
+            expect(llama_memory_seq_rm(to.mem, 1, 50, -1), "%s: sequence 1 does not go back", what.c_str());
+        }
+    }
+}
+
+//
+// all of it
+//
+
+static void test_model(llama_model *model, const std::vector<ggml_type> &types) {
+    for (const ggml_type type : types) {
+        for (const bool flash_attn : {true, false}) {
+            for (const bool is_unified : {true, false}) {
+                if (ggml_is_quantized(type) && !flash_attn) {
+                    continue; // llama.cpp takes none
+                }
+
+                setup s;
+                s.type = type;
+                s.flash_attn = flash_attn;
+                s.is_unified = is_unified;
+
+                const int n_before = n_failed;
+                worst = 0.0;
+
+                test_exchange(model, s);
+                if (llama_model_n_swa(model) > 0) {
+                    s.swa_full = true;
+                    test_exchange(model, s);
+                    s.swa_full = false;
+                }
+                if (is_unified) {
+                    test_sharing(model, s);
+                }
+                if (type == types[0]) {
+                    test_wrong(model, s);
+                    test_memory(model, s);
+                }
+                test_mismatch(model, s);
+                if (llama_model_n_swa(model) > 0) {
+                    test_partial(model, s);
+                }
+                if (llama_model_n_swa(model) > 0 && llama_model_n_swa(model) < 200 && is_unified) {
+                    test_evicted(model, s);
+                }
+
+                printf("  %-4s %-4s %s, %s: logits differ by at most %.1g\n", n_failed == n_before ? "ok" : "FAIL",
+                       ggml_type_name(type), flash_attn ? "flash attention" : "values transposed",
+                       is_unified ? "unified" : "streams", worst);
+                fflush(stdout);
+            }
+        }
+    }
+}
+
+static std::vector<ggml_type> parse_types(const std::string &names) {
+    std::vector<ggml_type> res;
+    std::istringstream in(names);
+
+    for (std::string name; std::getline(in, name, ',');) {
+        for (int type = 0; type < GGML_TYPE_COUNT; ++type) {
+            if (ggml_type_name((ggml_type)type) && name == ggml_type_name((ggml_type)type)) {
+                res.push_back((ggml_type)type);
+            }
+        }
+    }
+    return res;
+}
+
+static void on_log(ggml_log_level level, const char *text, void * /*user*/) {
+    if (getenv("VERBOSE") && level >= GGML_LOG_LEVEL_WARN) {
+        fputs(text, stderr);
+    }
+}
+
+int main(int argc, char **argv) {
+    std::string types = "f32,f16,bf16,q8_0,q4_0";
+    std::vector<std::string> models;
+
+    for (int i = 1; i < argc; ++i) {
+        if (!strcmp(argv[i], "--types") && i + 1 < argc) {
+            types = argv[++i];
+        } else {
+            models.push_back(argv[i]);
+        }
+    }
+    if (models.empty() || parse_types(types).empty()) {
+        fprintf(stderr, "usage: %s [--types f32,f16,bf16,q8_0,q4_0] MODEL...\n", argv[0]);
+        return 2;
+    }
+
+    llama_log_set(on_log, nullptr);
+    llama_backend_init();
+
+    for (const auto &path : models) {
+        auto params = llama_model_default_params();
+        params.n_gpu_layers = 0;
+
+        llama_model_ptr model(llama_model_load_from_file(path.c_str(), params));
+
+        printf("%s\n", path.c_str());
+        if (!model) {
+            printf("    FAIL: no such model\n");
+            return 1;
+        }
+        test_model(model.get(), parse_types(types));
+    }
+
+    printf("%d of %d checks failed\n", n_failed, n_checked);
+    return n_failed > 0;
+}
