@@ -8,6 +8,7 @@ from support import llama_cpp_build, llama_models
 from support.llama_models import text
 from support.llama_server import ENVIRONMENT, USED, Server
 
+BOTH = ("--kvcache", "--no-kvcache")
 WITH_COMMON_OPTIONS = ("server", "completion", "perplexity", "batched-bench")
 
 
@@ -118,11 +119,27 @@ def test_a_model_that_is_not_served_runs_on_the_own_cache(folder):
 # ---- the programs
 
 
+def test_a_prompt_cache_in_a_file(repository, tmp_path):
+    """The file goes from one cache to the other, and a longer prompt goes on from it."""
+    expected, _ = complete(repository, text(0, 300))
+    longer, _ = complete(repository, text(0, 340))
+    for option, other in (BOTH, BOTH[::-1]):
+        kept = ("--prompt-cache", tmp_path / f"{option}.bin")
+        assert complete(repository, text(0, 300), option, *kept)[0] == expected
+        for again in (option, other):
+            said, log = complete(repository, text(0, 300), again, *kept, "--prompt-cache-ro")
+            assert said == expected
+            assert "session file has exact match for prompt" in log
+            said, log = complete(repository, text(0, 340), again, *kept, "--prompt-cache-ro")
+            assert said == longer
+            assert "session file matches 300 / 340 tokens" in log
+
+
 def test_perplexity(repository, tmp_path):
     """Four sequences at a time, on a text of the repository."""
     (tmp_path / "text").write_text(text(0, 6000))
     found = []
-    for option in ("--kvcache", "--no-kvcache"):
+    for option in BOTH:
         options = ("--model", repository, "--file", tmp_path / "text", "--ctx-size", "512", "--threads", "1")
         log = "".join(run("perplexity", *options, "--verbosity", "4", option, end="Final estimate: PPL"))
         assert bool(re.search(USED, log)) == (option == "--kvcache")

@@ -44,6 +44,8 @@ struct llama_kvcache_layers {
     std::vector<std::unique_ptr<llama_kvcache_mover>> movers;
 
     int32_t n_shapes = 0;
+
+    bool is_swa_full = false; // callers count on all rows of a window's past
 };
 
 static const char *const LLAMA_KVCACHE_TWO_SIDED_ALIBI = "tokens see later ones in a model with ALiBi";

@@ -194,7 +194,10 @@ llama_pos llama_kvcache::seq_pos_min(llama_seq_id seq_id) const {
         llama_pos last;
 
         if (kvc_position_range(cache, seq_id, layer, &first, &last) == KVC_OK) {
-            res = std::max(res, first);
+            // a restored window has no rows before it: the smallest position that can be gone back to is later
+            const bool is_cut = layers.is_swa_full && layers.model[layer].is_swa && first > 0;
+
+            res = std::max(res, is_cut ? first + (llama_pos)model.hparams.n_swa - 2 : first);
         }
     }
 

@@ -1,0 +1,398 @@
+"""Test llama-server on this cache as its clients use it: every answer is that of llama.cpp's own cache."""
+
+import concurrent.futures
+import itertools
+import os
+import random
+import re
+import shutil
+import subprocess
+import time
+
+import pytest
+from support import llama_cpp_build, llama_models
+from support.compiling import ROOT
+from support.llama_models import text
+from support.llama_server import USED, Pair, Server, completion, part_of_cache
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    llama_cpp_build.program("llama-server")
+    return tmp_path_factory.mktemp("llama-server")
+
+
+@pytest.fixture(scope="module")
+def repository(folder):
+    return llama_models.write_repository(folder)
+
+
+@pytest.fixture(scope="module")
+def windows(folder):
+    return llama_models.write_windows(folder)
+
+
+# Two slots, each with a context of its own or both in one.
+TWO_SLOTS = ("--parallel", "2", "--ctx-size", "1024", "--metrics")
+
+
+@pytest.fixture(scope="module", params=["--no-kv-unified", "--kv-unified"])
+def pair(request, folder, repository):
+    saved = folder / f"saved{request.param}"
+    for name in ("ours", "own"):
+        (saved / name).mkdir(parents=True)
+    with Pair(repository, folder, *TWO_SLOTS, "--slot-save-path", saved, request.param) as pair:
+        pair.saved = saved
+        yield pair
+
+
+def timings(answer):
+    return answer["timings"]["cache_n"], answer["timings"]["prompt_n"]
+
+
+# ---- completions
+
+
+def test_completions(pair):
+    plain = pair.complete(text(0, 200), 100)
+    assert plain["tokens_predicted"] == 100
+    for server in (pair.ours, pair.own):
+        events = list(server.stream("/completion", completion(text(0, 200), 100)))
+        assert "".join(event["content"] for event in events) == plain["content"]
+        assert events[-1]["stop"]
+        assert len(events) > 10
+
+
+def test_completions_in_the_words_of_openai(pair):
+    request = {"prompt": text(300, 400), "max_tokens": 40, "temperature": 0}
+    ours, own = pair.ask("/v1/completions", request)
+    assert ours["choices"] == own["choices"]
+    assert ours["usage"]["completion_tokens"] == 40
+    chat = {"messages": [{"role": "user", "content": "Who goes there?"}], "max_tokens": 40, "temperature": 0}
+    ours, own = pair.ask("/v1/chat/completions", chat)
+    assert ours["choices"] == own["choices"]
+    said = "".join(
+        event["choices"][0]["delta"].get("content") or ""
+        for event in pair.ours.stream("/v1/chat/completions", chat)
+        if event["choices"]
+    )
+    assert said == ours["choices"][0]["message"]["content"]
+
+
+def test_several_prompts_and_probabilities_in_one_request(pair):
+    answers = [
+        server.ask("/completion", completion([text(0, 60), text(500, 590)], 16, n_probs=3))
+        for server in (pair.ours, pair.own)
+    ]
+    for ours, own in zip(*answers, strict=True):
+        assert part_of_cache(ours) == part_of_cache(own)
+        for a, b in zip(ours["completion_probabilities"], own["completion_probabilities"], strict=True):
+            assert a["logprob"] == pytest.approx(b["logprob"], abs=0.02)
+
+
+def test_a_prompt_that_is_too_long_is_refused_and_a_full_context_ends_the_answer(pair):
+    room = pair.ours.ask("/props")["default_generation_settings"]["n_ctx"]
+    ours, own = pair.ask("/completion", completion(text(0, 1100), 8), status=400)
+    assert ours == own
+    assert "exceeds the available context size" in ours["error"]["message"]
+    answer = pair.complete(text(0, room - 40), 100)
+    assert answer["truncated"]
+    assert answer["tokens_predicted"] < 50
+    pair.complete(text(40, 90))
+
+
+# ---- the prompt cache of a slot
+
+
+def test_a_common_prefix_is_evaluated_once(pair):
+    pair.ask("/slots/0?action=erase", {})
+    first = pair.complete(text(1000, 1200), id_slot=0)
+    assert timings(first) == (0, 200)
+    longer = pair.complete(text(1000, 1250), id_slot=0)
+    assert timings(longer) == (200, 50)
+    assert longer["tokens_cached"] == 250 + 31
+    other = pair.complete(text(1000, 1100) + "KING HENRY:", id_slot=0)  # which goes back
+    assert timings(other) == (100, 11)
+    alone = pair.complete(text(1000, 1100) + "KING HENRY:", id_slot=0, cache_prompt=False)
+    assert timings(alone) == (0, 111)
+    assert alone["content"] == other["content"]
+
+
+# ---- save, erase, restore
+
+
+def test_a_slot_is_saved_erased_and_restored(pair):
+    first = pair.complete(text(2000, 2200), id_slot=0)
+    saved = [server.ask("/slots/0?action=save", {"filename": f"{name}.bin"}) for name, server in named(pair)]
+    assert saved[0]["n_saved"] == saved[1]["n_saved"] == 200 + 31
+    continued = pair.complete(text(2000, 2200) + first["content"][:20], id_slot=0)
+    erased = pair.ask("/slots/0?action=erase", {})
+    assert erased[0]["n_erased"] == erased[1]["n_erased"]
+    for slot in (0, 1):
+        for name, server in named(pair):
+            restored = server.ask(f"/slots/{slot}?action=restore", {"filename": f"{name}.bin"})
+            assert restored["n_restored"] == 231
+        again = pair.complete(text(2000, 2200) + first["content"][:20], id_slot=slot)
+        assert timings(again) == (219, 1)
+        assert again["content"] == continued["content"]
+
+
+def named(pair):
+    return (("ours", pair.ours), ("own", pair.own))
+
+
+def test_a_saved_slot_is_restored_by_another_server_and_by_the_other_cache(pair, folder, repository):
+    first = pair.complete(text(2500, 2700), id_slot=1)
+    for name, server in named(pair):
+        server.ask("/slots/1?action=save", {"filename": f"moved-{name}.bin"})
+    unified = pair.ours.process.args[-1:]
+    with Pair(repository, folder, *TWO_SLOTS, "--slot-save-path", pair.saved, *unified) as others:
+        for name in ("ours", "own"):
+            restored = others.ask("/slots/0?action=restore", {"filename": f"moved-{name}.bin"})
+            assert restored[0]["n_restored"] == restored[1]["n_restored"] == 231
+            answer = others.complete(text(2500, 2700) + first["content"], id_slot=0)
+            assert timings(answer)[0] == 231
+
+
+def test_what_cannot_be_restored_leaves_the_slot_usable(pair):
+    before = pair.complete(text(2800, 3000), id_slot=0)
+    ours, own = pair.ask("/slots/0?action=restore", {"filename": "nowhere.bin"}, status=400)
+    assert ours == own
+    pair.ours.ask("/slots/0?action=save", {"filename": "whole.bin"})
+    whole = (pair.saved / "whole.bin").read_bytes()
+    for name, damaged in (("short", whole[: len(whole) // 2]), ("changed", whole[:2000] + bytes(64) + whole[2064:])):
+        (pair.saved / f"{name}.bin").write_bytes(damaged)
+        pair.ask("/slots/0?action=restore", {"filename": "short.bin"}, status=400)
+        assert pair.complete(text(2800, 3000), id_slot=0)["content"] == before["content"]
+
+
+# ---- many clients
+
+
+PROMPTS = [(begin, begin + length) for begin, length in zip(range(0, 12000, 1000), (20, 300, 150, 80) * 3, strict=True)]
+
+
+@pytest.mark.parametrize("seconds", [3, pytest.param(120, marks=pytest.mark.slow)])
+def test_parallel_clients(pair, seconds):
+    """Each gets the answer that it gets alone, also while others come, go and break off.
+
+    Where one broke off, llama-server sometimes ends another's answer before it began, with either cache.
+    """
+    expected = {prompt: pair.complete(text(*prompt), 24, cache_prompt=False)["tokens"] for prompt in PROMPTS}
+    end = time.monotonic() + seconds
+
+    def client(seed):
+        chance, answers = random.Random(seed), 0
+        while time.monotonic() < end:
+            prompt = chance.choice(PROMPTS)
+            if chance.random() < 0.2:
+                events = pair.ours.stream("/completion", completion(text(*prompt), 200))
+                list(itertools.islice(events, chance.randrange(1, 8)))
+                events.close()
+                continue
+            answer = pair.ours.complete(text(*prompt), 24, cache_prompt=chance.random() < 0.7)
+            if answer["stop_type"] != "none":
+                assert answer["tokens"] == expected[prompt], prompt
+                answers += 1
+        return answers
+
+    with concurrent.futures.ThreadPoolExecutor() as clients:
+        answers = list(clients.map(client, range(6)))
+    assert min(answers) > 0
+    pair.ours.wait_for_slots()
+    pair.complete(text(0, 200), cache_prompt=False)
+
+
+@pytest.mark.parametrize("num_prompt", [400, 20])
+def test_a_client_that_breaks_off_frees_its_slot(pair, num_prompt):
+    """In the middle of a prompt, and of an answer."""
+    pair.ask("/slots/0?action=erase", {})
+    prompt = text(4000, 4000 + num_prompt)
+    for server in (pair.ours, pair.own):
+        for events in range(3):
+            stream = server.stream("/completion", completion(prompt, 450 - num_prompt, id_slot=0))
+            assert len(list(itertools.islice(stream, events))) == events
+            stream.close()
+        server.wait_for_slots()
+    pair.complete(prompt, id_slot=0, cache_prompt=False)
+    ours = pair.ours.ask("/slots")
+    assert [slot["is_processing"] for slot in ours] == [False, False]
+
+
+# ---- other endpoints
+
+
+def test_endpoints_about_the_server(pair):
+    assert pair.ask("/health") == ({"status": "ok"}, {"status": "ok"})
+    ours, own = pair.ask("/props")
+    assert ours["total_slots"] == 2
+    assert ours["default_generation_settings"] == own["default_generation_settings"]
+    assert [slot["n_ctx"] for slot in pair.ours.ask("/slots")] == [slot["n_ctx"] for slot in pair.own.ask("/slots")]
+    pair.ours.complete(text(0, 20), 4)
+    metrics = pair.ours.ask("/metrics")
+    counted = dict(re.findall(r"^llamacpp:(\w+) ([\d.]+)$", metrics, re.MULTILINE))
+    assert int(counted["tokens_predicted_total"]) > 0
+    assert float(counted["requests_processing"]) == 0
+
+
+def test_the_web_page(pair):
+    """build.sh leaves the page out, and the server says so then; it is the same with either cache."""
+    pages = []
+    for server in (pair.ours, pair.own):
+        connection, response = server.connect("GET", "/")
+        pages.append((response.status, response.read()))
+        connection.close()
+    assert pages[0] == pages[1]
+    assert pages[0][0] in (200, 404)
+
+
+def test_the_web_page_in_a_browser(folder, repository):
+    """A conversation on the page, whose answers are shown in full."""
+    page, browser = os.environ.get("KVCACHE_LLAMA_UI"), shutil.which("chromium")
+    if not page or not browser:
+        pytest.skip(
+            "KVCACHE_LLAMA_UI names no tools/ui of llama.cpp after npm ci && npm run build, or no chromium is here"
+        )
+    options = ("--path", f"{page}/dist", "--n-predict", "60", *TWO_SLOTS)
+    with Server(repository, folder / "page.log", "--kvcache", *options) as server:
+        url = f"http://127.0.0.1:{server.port}/"
+        shown = subprocess.run(
+            ["node", ROOT / "tests/integrations/web_page.mjs", url, page],
+            env=os.environ | {"CHROMIUM": browser}, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert shown.returncode == 0, shown.stderr
+        assert re.search(USED, server.log())
+    assert shown.stdout.count("60 tokens") == 2
+
+
+def test_embeddings(folder, repository):
+    """With a context for each slot, llama.cpp's own cache cuts two inputs in pieces, and pools the last piece alone."""
+    texts = [text(0, 300), text(700, 720)]
+    options = ("--embeddings", "--pooling", "mean", "--ctx-size", "1024", "--parallel", "2")
+    with Pair(repository, folder, *options, "--kv-unified") as pair:
+        for ours, own in zip(*(answer["data"] for answer in pair.ask("/v1/embeddings", {"input": texts})), strict=True):
+            assert len(ours["embedding"]) == 256
+            assert ours["embedding"] == pytest.approx(own["embedding"], abs=1e-4)
+    with Pair(repository, folder, *options, "--no-kv-unified") as pair:
+        both = [answer["embedding"] for answer in pair.ours.ask("/v1/embeddings", {"input": texts})["data"]]
+        for content, vector in zip(texts, both, strict=True):
+            for (answer,) in pair.ask("/embedding", {"content": content}):
+                assert answer["embedding"][0] == pytest.approx(vector, abs=1e-4)
+
+
+# ---- options
+
+
+def test_context_shift(folder, repository):
+    """An answer three times as long as the context, with the beginning of the prompt kept; then one that goes on.
+
+    In f32: in f16 llama.cpp's own cache rounds the keys that it moves, and this one leaves them as they are.
+    """
+    types = ("--cache-type-k", "f32", "--cache-type-v", "f32")
+    with Pair(repository, folder, "-c", "256", "-np", "1", "--context-shift", "--keep", "20", *types) as pair:
+        answer = pair.complete(text(0, 100), 700)
+        assert answer["tokens_predicted"] == 700
+        assert answer["truncated"]
+        assert "context shift" in pair.ours.log()
+        pair.complete(text(0, 100) + "KING HENRY:", 300)
+
+
+def test_cache_reuse(folder, repository):
+    """A prompt with a piece cut out of its middle keeps what follows the cut."""
+    with Pair(repository, folder, "--ctx-size", "1024", "--parallel", "1", "--cache-reuse", "32") as pair:
+        pair.complete(text(0, 600), 1)
+        answer = pair.complete(text(0, 200) + text(300, 600), 64)
+        assert timings(answer) == (499, 1)
+        answer = pair.complete(text(0, 100) + text(400, 600) + "\nKING HENRY:\n", 64)
+        assert timings(answer) == (300, 13)
+
+
+def test_prompts_that_left_their_slot_come_back_from_memory(folder, repository):
+    """Three conversations fight for two slots; each finds its rows again."""
+    with Pair(repository, folder, *TWO_SLOTS, "--cache-ram", "64") as pair:
+        prompts = [text(begin, begin + 300) for begin in (0, 3000, 6000)]
+        answers = ["", "", ""]
+        for turn in range(4):
+            for i, prompt in enumerate(prompts):
+                answer = pair.complete(prompt + answers[i], 16)
+                if turn:
+                    assert timings(answer)[0] >= 300, (turn, i)
+                answers[i] += answer["content"]
+        assert "prompt cache" in pair.ours.log()
+        alone = pair.complete(prompts[0], len(answers[0]), cache_prompt=False)
+        assert alone["content"] == answers[0]
+
+
+def probabilities(answer):
+    """Return the likeliest next tokens: those of a random model are often too close to compare which is first."""
+    (token,) = answer["completion_probabilities"]
+    return {entry["id"]: entry["logprob"] for entry in token["top_logprobs"]}
+
+
+# The next token's probabilities; it is forced to be "a", as half a character would not be answered.
+NEXT_TOKEN = {"n_probs": 20, "logit_bias": [[ord("a"), 1000]]}
+
+
+def expect_same_probabilities(ours, own):
+    both = probabilities(ours).keys() & probabilities(own).keys()
+    assert len(both) >= 15
+    for token in both:
+        assert probabilities(ours)[token] == pytest.approx(probabilities(own)[token], abs=0.15)
+
+
+@pytest.mark.parametrize("options", [[], ["--swa-full"], ["--kv-unified"]], ids=" ".join)
+def test_a_model_with_windows(folder, windows, options):
+    """A prompt that goes back behind the window starts from a checkpoint, or anew."""
+    small = ("--ctx-size", "2048", "--parallel", "2", "--batch-size", "64", "--ubatch-size", "64", "-cms", "64")
+    saved = folder / "windows"
+    saved.mkdir(exist_ok=True)
+    with Pair(windows, folder, *small, "--slot-save-path", saved, *options) as pair:
+
+        def next_token(prompt, slot):
+            answers = pair.ask("/completion", completion(prompt, 1, id_slot=slot, **NEXT_TOKEN))
+            expect_same_probabilities(*answers)
+            return [timings(answer) for answer in answers]
+
+        assert next_token(text(0, 300), 0) == [(0, 300)] * 2
+        assert next_token(text(0, 720), 0) == [(300, 420)] * 2
+        ours, own = next_token(text(0, 310) + text(900, 920), 0)
+        assert ours == own
+        assert 200 < ours[0] <= 310
+        assert ("restored context checkpoint" in pair.ours.log()) == (options != ["--swa-full"])
+        ours, own = next_token(text(0, 300) + text(900, 1320), 0)
+        assert ours == own
+        pair.ours.ask("/slots/0?action=save", {"filename": "ours.bin"})
+        pair.own.ask("/slots/0?action=save", {"filename": "own.bin"})
+        for name in ("ours.bin", "own.bin"):
+            restored = pair.ask("/slots/1?action=restore", {"filename": name})
+            assert [answer["n_restored"] for answer in restored] == [720, 720]
+            ours, own = next_token(text(0, 300) + text(900, 1360), 1)
+            assert ours == own
+            # Without --swa-full llama-server wants one row more than a window has, and evaluates the prompt anew.
+            assert ours == ((720, 40) if options == ["--swa-full"] else (0, 760))
+
+
+def test_a_restored_slot_goes_back_behind_its_window(folder, windows):
+    """A file has a window's rows alone: with --swa-full, too, the prompt is evaluated anew if it needs those before."""
+    options = ("--ctx-size", "1024", "--parallel", "1", "--swa-full", "--slot-save-path", folder)
+    with Server(windows, folder / "back.log", "--kvcache", *options) as server:
+        server.complete(text(0, 700), 1)
+        server.ask("/slots/0?action=save", {"filename": "back.bin"})
+        server.ask("/slots/0?action=restore", {"filename": "back.bin"})
+        back = server.complete(text(0, 660) + "KING HENRY:", 1, **NEXT_TOKEN)
+        anew = server.complete(text(0, 660) + "KING HENRY:", 1, **NEXT_TOKEN, cache_prompt=False)
+        expect_same_probabilities(back, anew)
+
+
+@pytest.mark.parametrize("windowed", [False, True], ids=["the same model", "one with windows"])
+def test_a_draft_model(folder, repository, windowed):
+    """Speculative decoding gives the same tokens with this cache in both contexts, and as many drafts are accepted."""
+    draft = llama_models.write_windows(folder) if windowed else repository
+    options = ("--spec-type", "draft-simple", "--model-draft", draft, "--spec-draft-n-max", "5")
+    with Pair(repository, folder, *TWO_SLOTS, *options) as pair:
+        answer = pair.complete(text(0, 200), 100)
+        assert answer["timings"]["draft_n"] > 0
+        assert len(re.findall(USED, pair.ours.log())) == 2
+        pair.complete(text(0, 200) + answer["content"][:50] + "KING", 50)
+    with Server(repository, folder / "no-draft.log", "--no-kvcache", *TWO_SLOTS) as server:
+        assert server.complete(text(0, 200), 100)["content"] == answer["content"]
