@@ -1,11 +1,10 @@
-"""Test llama.cpp's own tests, its command line and its Python binding on this cache, as their users call them."""
+"""Test llama.cpp's own tests on this cache, and its programs as the page has its readers call them."""
 
 import json
 import os
 import re
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 
@@ -15,8 +14,6 @@ from support.compiling import ROOT
 
 README = (ROOT / "integrations/llama.cpp/README.md").read_text()
 BUILD, USE, COMPLETE, SERVE, BENCH, *_ = re.findall(r"^```sh\n(.*?)\n```$", README, re.M | re.S)
-INSTALL_BINDING, USE_BINDING = re.findall(r"^```sh\n(.*?)\n```$", README[README.index("## From Python") :], re.M | re.S)
-(PROGRAM,) = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
 
 
 @pytest.fixture(scope="module")
@@ -151,23 +148,6 @@ def test_the_page_serves(reader):
 def test_the_page_measures(reader):
     said = reader.run(BENCH)
     assert {"pp512", "tg32", "pp512 @ d8192", "tg32 @ d8192"} <= {cell.strip() for cell in said.split("|")}
-
-
-@pytest.mark.slow
-def test_the_page_runs_the_python_binding(reader):
-    """Skips where pip cannot get the binding: this is the only test that needs an index."""
-    if not (llama_cpp_build.folder() / "bin/libllama.so").exists():
-        pytest.skip("the library is linked into the programs")
-    subprocess.run([sys.executable, "-m", "venv", reader.folder / "venv"], check=True)
-    activate = ". venv/bin/activate\n"
-    with reader.start(activate + INSTALL_BINDING) as process:
-        said, _ = process.communicate(timeout=1800)
-    if process.returncode:
-        pytest.skip(f"pip cannot install llama-cpp-python here: {said[-1000:]}")
-    program = PROGRAM.replace("n_ctx=4096", "n_ctx=4096, verbose=True, seed=1")
-    (reader.folder / "program.py").write_text(program)
-    said = reader.run(f"{activate}{USE_BINDING}\npython program.py")
-    assert "llama_kvcache:" in said
 
 
 def test_the_page_names_the_version_that_is_pinned():
