@@ -50,7 +50,7 @@ def test_it_passes_for_llama_cpps_own_state_with_all_types(model, architecture):
     run("test-kvcache-state", model(architecture), timeout=1800)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])  # full attention, windows
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "lfm2"])  # full attention, windows, a hybrid
 def test_llama_cpps_test_of_state(model, tmp_path, architecture):
     out = run("test-save-load-state", "-m", model(architecture), "-t", 1, "-v", folder=tmp_path)
     assert "llama_kvcache: " in out

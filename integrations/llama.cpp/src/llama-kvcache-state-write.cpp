@@ -258,7 +258,7 @@ void llama_kvcache::state_writer::write(const state_part &part, llama_seq_id seq
 
         auto runs = is_empty ? std::vector<run>() : runs_of(part, n_stream > 1 ? s : seq_id);
 
-        if (part.has_windows) {
+        if (part.has_windows || part.layers.empty()) { // without layers, those of the layers with windows
             leave_out(runs, seq_id == -1);
         }
         find_pieces(runs);
