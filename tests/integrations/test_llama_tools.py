@@ -47,6 +47,12 @@ def test_state_restored_between_others(model):
     assert "llama_kvcache:" in said, "it ran on this cache"
 
 
+def test_state_saved_and_loaded(model):
+    said = run(llama_cpp_build.program("test-save-load-state"), "-m", model, "-lv", "4")
+    assert "All tests passed" in said
+    assert "llama_kvcache:" in said
+
+
 @pytest.mark.slow
 def test_contexts_side_by_side(model):
     options = ("-p", "ROMEO:", "-n", "64", "-c", "256", "-ub", "32", "-np", "4", "-t", "2")
@@ -67,8 +73,9 @@ def architectures(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_recurrent_states_taken_back(architectures):
-    run(llama_cpp_build.program("test-recurrent-state-rollback"), "--models", architectures)
+@pytest.mark.parametrize("program", ["test-save-load-state", "test-recurrent-state-rollback"])
+def test_states_of_every_architecture(architectures, program):
+    run(llama_cpp_build.program(program), "--models", architectures)
 
 
 # ---- the page's commands, in its order
