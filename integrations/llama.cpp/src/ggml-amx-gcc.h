@@ -5,5 +5,5 @@
 #ifdef __AMX_TILE__
 #include <immintrin.h>
 
-#define _tile_loadconfig(config) __asm__ volatile("ldtilecfg %0" : : "m"(*(const char(*)[64]) (config)))
+#define _tile_loadconfig(config) __asm__ volatile("ldtilecfg %0" : : "m"(*(const char (*)[64])(config)))
 #endif
