@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.request
 
@@ -24,16 +25,18 @@ def model(tmp_path_factory):
 
 def run(*command):
     """Run a command with this cache switched on; return what it prints."""
-    done = subprocess.run(
-        [*map(str, command)],
-        env=os.environ | {"LLAMA_KVCACHE": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=1800,
-    )
+    with tempfile.TemporaryDirectory() as folder:  # some leave a file where they run
+        done = subprocess.run(
+            [*map(str, command)],
+            cwd=folder,
+            env=os.environ | {"LLAMA_KVCACHE": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=1800,
+        )
     assert done.returncode == 0, f"{command}\n{done.stdout[-8000:]}"
     return done.stdout
 
