@@ -77,6 +77,12 @@ def attention() -> Figure:
     return plot_attention.figure(rows, processor)
 
 
+def llama_cpp() -> Figure:
+    """Draw llama.cpp's decoding on the processor where it was measured."""
+    rows, processor = plot_attention.kept(DOCS.parent / "bench/results/xeon-amx.json")
+    return plot_attention.llama_cpp(rows, processor)
+
+
 def draw(folder: Path) -> None:
     for picture in (visibility, blocks, memory):
         with mpl.rc_context(plot_attention.SETTINGS):
@@ -84,6 +90,7 @@ def draw(folder: Path) -> None:
             picture().savefig(path, metadata={"Date": None, "Creator": None}, dpi=288)  # dpi of images within the SVG
     with mpl.rc_context(plot_attention.SETTINGS):
         plot_attention.save(attention(), folder / "attention.svg")
+        plot_attention.save(llama_cpp(), folder / "llama_cpp.svg")
 
 
 if __name__ == "__main__":

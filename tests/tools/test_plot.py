@@ -330,7 +330,7 @@ def test_pictures_of_the_documentation(tmp_path):
         pictures.draw(tmp_path / name)
         drawn.append({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()})
     assert drawn[0] == drawn[1]
-    assert set(drawn[0]) == {"visibility.svg", "blocks.svg", "memory.svg", "attention.svg"}
+    assert set(drawn[0]) == {"visibility.svg", "blocks.svg", "memory.svg", "attention.svg", "llama_cpp.svg"}
     for name, data in drawn[0].items():
         assert ElementTree.fromstring(data).tag.endswith("svg")
         assert (path.parent / name).exists()
