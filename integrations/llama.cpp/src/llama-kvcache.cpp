@@ -194,8 +194,10 @@ llama_pos llama_kvcache::seq_pos_min(llama_seq_id seq_id) const {
         llama_pos last;
 
         if (kvc_position_range(cache, seq_id, layer, &first, &last) == KVC_OK) {
-            // a restored window has no rows before it: the smallest position that can be gone back to is later
-            const bool is_cut = layers.is_swa_full && layers.model[layer].is_swa && first > 0;
+            // a restored window has no rows before it, unlike other layers: the smallest position that can be gone back
+            // to is later
+            const bool is_cut =
+                layers.is_swa_full && layers.model[layer].is_swa && first > kvc_first_position(cache, seq_id);
 
             res = std::max(res, is_cut ? first + (llama_pos)model.hparams.n_swa - 2 : first);
         }

@@ -414,7 +414,7 @@ static bool test_without_cache(llama_model *model, const options &opts) {
     }
 
     const bool ok = logits[0] == logits[1] && g_reason.empty();
-    printf("  encode    works without a cache %s\n", ok ? "" : "!!");
+    printf("  encode    works without a cache%s\n", ok ? "" : " !!");
 
     return ok;
 }
