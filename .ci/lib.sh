@@ -103,11 +103,12 @@ distributions() {
     "$tools/bin/python" -c 'import kvcache; kvcache.show_config()'
 }
 
-# torch_tests folder: runs the tests that need torch and transformers, with this virtual environment
+# torch_tests folder arguments...: runs the tests that need torch and transformers, with this virtual environment
 torch_tests() {
-    "$1/bin/pytest" --color=no --slow $(grep -rl --include='test_*.py' '^torch = ' tests) tests/package/test_docs.py
-    "$1/bin/pytest" --color=no --slow -k torch tests/cache/test_arrays.py tests/cache/test_bad_input.py
-    "$1/bin/pytest" --color=no --slow -k transformers tests/package/test_readme.py
+    local pytest=("$1/bin/pytest" --color=no "${@:2}")
+    "${pytest[@]}" $(grep -rl --include='test_*.py' '^torch = ' tests) tests/package/test_docs.py
+    "${pytest[@]}" -k torch tests/cache/test_arrays.py tests/cache/test_bad_input.py
+    "${pytest[@]}" --slow -k transformers tests/package/test_readme.py
 }
 
 with_torch() {
