@@ -1,41 +1,18 @@
 """Test that llama.cpp behaves on this cache as on its own, scene by scene, and after failures."""
 
-import os
+import functools
 import re
-import subprocess
-import sys
 
 import pytest
-from support import llama_cpp_build
+from support import llama_cpp_build, llama_models
 from support.compiling import ROOT
-
-
-def run(name, *args, timeout=1800, **env):
-    """Run a program of the build on one thread; return what it printed."""
-    done = subprocess.run(
-        [llama_cpp_build.program(name), *map(str, args)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=timeout,
-    )
-    assert done.returncode == 0, f"{name} returned {done.returncode}:\n{done.stdout[-8000:]}"
-    return done.stdout
+from support.llama_cpp_build import run
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Return a function that writes a small random model of an architecture and returns its path."""
-    folder = tmp_path_factory.mktemp("models")
-
-    def write(architecture):
-        if not list(folder.glob(f"{architecture}-*.gguf")):
-            run("test-llama-archs", "-a", f"^{architecture}$", "-o", folder)
-        return sorted(folder.glob(f"{architecture}-*.gguf"))[0]
-
-    return write
+    return functools.partial(llama_models.write_random, tmp_path_factory.mktemp("models"))
 
 
 def test_scenes_on_two_threads(model):
@@ -45,12 +22,8 @@ def test_scenes_on_two_threads(model):
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
     """Return the path of the repository's own model."""
-    pytest.importorskip("gguf")
     llama_cpp_build.folder()
-    folder = tmp_path_factory.mktemp("repository")
-    command = [sys.executable, ROOT / "bench/llama_cpp_models.py", "--output", folder, "--shape", "repository"]
-    subprocess.run(command, check=True)
-    return folder / "repository.gguf"
+    return llama_models.write_repository(tmp_path_factory.mktemp("repository"))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt-oss"])

@@ -1,41 +1,17 @@
 """Test the saved state of llama.cpp on this cache: with its own tests, and exchanged with its own cache."""
 
-import os
-import subprocess
+import functools
 
 import pytest
-from support import llama_cpp_build
+from support import llama_cpp_build, llama_models
 
-ON_THIS_CACHE = {"LLAMA_KVCACHE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-
-
-def run(name, *args, timeout=600, folder=None):
-    """Run a program on this cache, in a folder; return what it printed."""
-    done = subprocess.run(
-        [llama_cpp_build.program(name), *map(str, args)],
-        cwd=folder,
-        env=os.environ | ON_THIS_CACHE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=timeout,
-    )
-    assert done.returncode == 0, f"{name} returned {done.returncode}:\n{done.stdout[-4000:]}"
-    return done.stdout
+run = functools.partial(llama_cpp_build.run, timeout=600, LLAMA_KVCACHE="1")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Return a function that writes a small random model of an architecture and returns its path."""
-    folder = tmp_path_factory.mktemp("models")
-
-    def write(architecture):
-        if not list(folder.glob(f"{architecture}-*.gguf")):
-            run("test-llama-archs", "-a", f"^{architecture}$", "-o", folder)
-        return sorted(folder.glob(f"{architecture}-*.gguf"))[0]
-
-    return write
+    return functools.partial(llama_models.write_random, tmp_path_factory.mktemp("models"))
 
 
 def test_it_passes_for_llama_cpps_own_state(model):
@@ -51,8 +27,8 @@ def test_it_passes_for_llama_cpps_own_state_with_all_types(model, architecture):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "lfm2"])  # full attention, windows, a hybrid
-def test_llama_cpps_test_of_state(model, tmp_path, architecture):
-    out = run("test-save-load-state", "-m", model(architecture), "-t", 1, "-v", folder=tmp_path)
+def test_llama_cpps_test_of_state(model, architecture):
+    out = run("test-save-load-state", "-m", model(architecture), "-t", 1, "-v")
     assert "llama_kvcache: " in out
     assert "All tests passed." in out
 

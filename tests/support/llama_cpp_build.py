@@ -6,6 +6,8 @@ Where it is not set, the build in the user's cache folder is used, if it was mad
 
 import hashlib
 import os
+import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,21 @@ def program(name):
     if not path.exists():
         pytest.skip(f"{name} was not built: {BUILD} --tests --output {path.parents[1]}")
     return path
+
+
+def run(name, *args, timeout=1800, **environment):
+    """Run a program of the build on one thread, in a folder that is removed afterwards; return what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [program(name), *map(str, args)],
+            cwd=folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+        )
+    assert done.returncode == 0, f"{name} returned {done.returncode}:\n{done.stdout[-8000:]}"
+    return done.stdout

@@ -5,6 +5,7 @@ import sys
 from unittest import mock
 
 import pytest
+from support import llama_cpp_build
 from support.compiling import ROOT
 
 
@@ -37,6 +38,13 @@ def write_windows(folder):
     with mock.patch.object(module, "add_vocabulary", add_bytes):
         module.write_random(path, module.Shape("gemma3", 7, 64, 64, 2, 1, 64, vocab_size=256, window=64))
     return path
+
+
+def write_random(folder, architecture):
+    """Write a small random model of an architecture unless the folder has one, and return its path."""
+    if not list(folder.glob(f"{architecture}-*.gguf")):
+        llama_cpp_build.run("test-llama-archs", "-a", f"^{architecture}$", "-o", folder)
+    return sorted(folder.glob(f"{architecture}-*.gguf"))[0]
 
 
 def text(begin, end):
