@@ -187,6 +187,8 @@ void llama_kvcache::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int
 
 // every position from the smallest to the largest is there, in every layer
 llama_pos llama_kvcache::seq_pos_min(llama_seq_id seq_id) const {
+    const llama_pos first_of_any = kvc_first_position(cache, seq_id);
+
     llama_pos res = -1;
 
     for (int32_t layer = 0; layer < (int32_t)layers.cache.size(); ++layer) {
@@ -196,8 +198,7 @@ llama_pos llama_kvcache::seq_pos_min(llama_seq_id seq_id) const {
         if (kvc_position_range(cache, seq_id, layer, &first, &last) == KVC_OK) {
             // a restored window has no rows before it, unlike other layers: the smallest position that can be gone back
             // to is later
-            const bool is_cut =
-                layers.is_swa_full && layers.model[layer].is_swa && first > kvc_first_position(cache, seq_id);
+            const bool is_cut = layers.is_swa_full && layers.model[layer].is_swa && first > first_of_any;
 
             res = std::max(res, is_cut ? first + (llama_pos)model.hparams.n_swa - 2 : first);
         }

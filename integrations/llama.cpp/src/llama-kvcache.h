@@ -75,10 +75,6 @@ class llama_kvcache : public llama_memory_i {
     // a batch: begun for all its ubatches, which are computed one after the other
     //
 
-    // whether the decode's ubatches are begun one by one: coupled tokens are shared at the end of an ubatch, for others
-    // to see from the next one on; and tokens that see later ones see those of their own ubatch only
-    bool is_one_by_one(const std::vector<llama_ubatch> &ubatches) const;
-
     // returns a context that computes these ubatches, however they were split
     llama_memory_context_ptr init_ubatches(std::vector<llama_ubatch> ubatches);
 
@@ -120,6 +116,10 @@ class llama_kvcache : public llama_memory_i {
 
     // layers with windows keep all rows
     bool is_swa_full() const;
+
+    // whether the decode's ubatches are begun one by one: coupled tokens are shared at the end of an ubatch, for others
+    // to see from the next one on; and tokens that see later ones see those of their own ubatch only
+    bool is_one_by_one(const std::vector<llama_ubatch> &ubatches) const;
 
     void free_plans();
     bool is_causal(const llama_kvcache_layer &layer) const;
