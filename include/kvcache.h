@@ -158,6 +158,10 @@ typedef enum kvc_type { /* element types of rows */
                      element i with element i + 16 in a byte, low bits first; x = d * (q - 8) */
 } kvc_type;
 
+/* Returns the name of a type, such as "q8_0", static; NULL for a number that is no kvc_type.  Types are numbered from 0
+ * on without gaps.  A name that ggml has too means ggml's type, byte for byte. */
+KVC_API const char *kvc_type_name(int32_t type);
+
 typedef enum kvc_policy_kind {
     KVC_FULL = 0,    /* a query sees every position up to its own */
     KVC_SLIDING = 1, /* a query sees the `window` positions that end with its own, and the sinks */

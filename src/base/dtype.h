@@ -1,4 +1,4 @@
-/* dtype.h: names and sizes of element types. */
+/* dtype.h: sizes of element types, and their names (kvc_type_name in kvcache.h). */
 #ifndef KVC_DTYPE_H
 #define KVC_DTYPE_H
 
@@ -17,8 +17,5 @@ int32_t kvc_type_elements(int32_t type);
 
 /* Returns the bytes of a row of `dim` elements. */
 size_t kvc_row_bytes(int32_t type, int32_t dim);
-
-/* Returns the name of a type, such as "f32"; NULL for a number that is no kvc_type. */
-const char *kvc_type_name(int32_t type);
 
 #endif

@@ -1,6 +1,8 @@
 """What `import kvcache` costs and brings: names, docstrings, the version, the report of the machine."""
 
+import ctypes
 import inspect
+import itertools
 import json
 import os
 import re
@@ -12,6 +14,8 @@ from importlib.metadata import files
 import pytest
 
 import kvcache
+from kvcache import _core
+from kvcache.layer import DTYPES
 
 NAMES = {
     "Adaptive",
@@ -146,6 +150,14 @@ def test_num_threads():
     finally:
         kvcache.set_num_threads(None)
     assert kvcache.get_num_threads() == before >= 1
+
+
+def test_the_types_are_those_of_the_library():
+    name_of = ctypes.CDLL(kvcache.get_library()).kvc_type_name
+    name_of.restype = ctypes.c_char_p
+    names = itertools.takewhile(bool, map(name_of, itertools.count()))
+    assert {name.decode(): type_ for type_, name in enumerate(names)} == _core.TYPES
+    assert tuple(_core.TYPES) == DTYPES
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="no /proc here says what is mapped")

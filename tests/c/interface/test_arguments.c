@@ -228,6 +228,20 @@ static void test_bad_creation(void)
     CHECK(strcmp(kvc_strerror(KVC_ERR_FULL), "the tokens do not fit") == 0);
 }
 
+/* Every type has a name of its own, and a number that is no type has none. */
+static void test_type_names(void)
+{
+    static const char *const first[] = {[KVC_F32] = "f32", [KVC_F16] = "f16", [KVC_BF16] = "bf16",
+                                        [KVC_Q8_0] = "q8_0", [KVC_Q4_0] = "q4_0"};
+    int32_t num = 0;
+    for (; kvc_type_name(num); num++)
+        for (int32_t i = 0; i < num; i++)
+            CHECK(strcmp(kvc_type_name(i), kvc_type_name(num)));
+    for (int32_t i = 0; i < (int32_t)(sizeof first / sizeof *first); i++)
+        CHECK(i < num && !strcmp(kvc_type_name(i), first[i]));
+    CHECK(!kvc_type_name(-1) && !kvc_type_name(num + 1) && !kvc_type_name(INT32_MIN) && !kvc_type_name(INT32_MAX));
+}
+
 /* Edits with bad arguments are refused and change nothing. */
 static void test_bad_edits(void)
 {
@@ -373,6 +387,7 @@ int main(void)
     test_bad_limits();
     test_bad_layers();
     test_bad_creation();
+    test_type_names();
     test_bad_edits();
     test_bad_begin();
     test_bad_put();
