@@ -64,7 +64,7 @@ static void write_out(const kvc_task *t, const results *all) {
         char *out = (char *)a->out +
                     kvc_token_offset(token, a->inner_tokens, a->out_token_stride, a->out_batch_stride) +
                     head * a->out_head_stride;
-        c->kernels->convert[KVC_F32][a->q_type](out, 0, row, 0, 1, c->plan->v_dim);
+        c->kernels->convert(KVC_F32, a->q_type, out, 0, row, 0, 1, c->plan->v_dim);
         if (!a->lse) continue;
         char *to = (char *)a->lse + kvc_token_offset(token, a->inner_tokens, a->lse_token_stride, a->lse_batch_stride) +
                    head * a->lse_head_stride;

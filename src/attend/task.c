@@ -75,8 +75,8 @@ static void load_query_rows(const kvc_task *t) {
                         kvc_token_offset(kvc_token_of(t, r) - c->plan->args.first, a->inner_tokens, a->q_token_stride,
                                          a->q_batch_stride) +
                         kvc_query_head_of(t, r) * a->q_head_stride;
-        c->kernels->convert[a->q_type][KVC_F32](t->q + (size_t)r * (size_t)c->plan->lane.q_stride, 0, q, 0, 1,
-                                                c->plan->k_dim);
+        c->kernels->convert(a->q_type, KVC_F32, t->q + (size_t)r * (size_t)c->plan->lane.q_stride, 0, q, 0, 1,
+                            c->plan->k_dim);
     }
 }
 
@@ -107,7 +107,7 @@ static const void *const *keys_for(const kvc_task *t, const kvc_tile *tile, cons
     for (int32_t i = 0, offset = tile->offset; i < tile->n; piece++, offset = 0) {
         const int32_t end = i + (int32_t)kvc_smaller(piece->count - offset, tile->n - i);
         for (; i < end; i++, to += stride) {
-            c->kernels->convert[c->layer->k_type][KVC_F32](to, 0, tile->k[i], 0, 1, dim);
+            c->kernels->convert(c->layer->k_type, KVC_F32, to, 0, tile->k[i], 0, 1, dim);
             if (piece->delta_index) kvc_rope_rotate_back(c->rope, angles_of(c, piece->delta_index), to);
             rotated[i] = to;
         }

@@ -298,8 +298,8 @@ enum { AMX_AT_ONCE = 64 }; /* rows that a product is best given at once */
 
 const kvc_kernels kvc_kernels_amx = {
     .name = "amx",
+    .convert = kvc_convert_avx512bf16,
     KVC_AVX512_FLOATS,
-    KVC_AVX512BF16_TO_BF16,
     KVC_AVX512_TILER_F32,
     KVC_AVX512VNNI_INTEGERS,
     .score_bf16 = {kvc_prepare_bf16_avx512bf16, kvc_score_bf16_avx512bf16},

@@ -6,29 +6,7 @@
 #include "kernels/vector_avx2.h"
 #include "kernels/template.h"
 
-DEFINE_CONVERT(kvc_convert_f32_f32_avx2, KVC_F32, KVC_F32)
-DEFINE_CONVERT(kvc_convert_f32_f16_avx2, KVC_F32, KVC_F16)
-DEFINE_CONVERT(kvc_convert_f32_bf16_avx2, KVC_F32, KVC_BF16)
-DEFINE_CONVERT(kvc_convert_f32_q8_0_avx2, KVC_F32, KVC_Q8_0)
-DEFINE_CONVERT(kvc_convert_f32_q4_0_avx2, KVC_F32, KVC_Q4_0)
-DEFINE_CONVERT(kvc_convert_f16_f32_avx2, KVC_F16, KVC_F32)
-DEFINE_CONVERT(kvc_convert_f16_f16_avx2, KVC_F16, KVC_F16)
-DEFINE_CONVERT(kvc_convert_f16_bf16_avx2, KVC_F16, KVC_BF16)
-DEFINE_CONVERT(kvc_convert_f16_q8_0_avx2, KVC_F16, KVC_Q8_0)
-DEFINE_CONVERT(kvc_convert_f16_q4_0_avx2, KVC_F16, KVC_Q4_0)
-DEFINE_CONVERT(kvc_convert_bf16_f32_avx2, KVC_BF16, KVC_F32)
-DEFINE_CONVERT(kvc_convert_bf16_f16_avx2, KVC_BF16, KVC_F16)
-DEFINE_CONVERT(kvc_convert_bf16_bf16_avx2, KVC_BF16, KVC_BF16)
-DEFINE_CONVERT(kvc_convert_bf16_q8_0_avx2, KVC_BF16, KVC_Q8_0)
-DEFINE_CONVERT(kvc_convert_bf16_q4_0_avx2, KVC_BF16, KVC_Q4_0)
-DEFINE_CONVERT(kvc_convert_q8_0_f32_avx2, KVC_Q8_0, KVC_F32)
-DEFINE_CONVERT(kvc_convert_q8_0_f16_avx2, KVC_Q8_0, KVC_F16)
-DEFINE_CONVERT(kvc_convert_q8_0_bf16_avx2, KVC_Q8_0, KVC_BF16)
-DEFINE_CONVERT(kvc_convert_q8_0_q8_0_avx2, KVC_Q8_0, KVC_Q8_0)
-DEFINE_CONVERT(kvc_convert_q4_0_f32_avx2, KVC_Q4_0, KVC_F32)
-DEFINE_CONVERT(kvc_convert_q4_0_f16_avx2, KVC_Q4_0, KVC_F16)
-DEFINE_CONVERT(kvc_convert_q4_0_bf16_avx2, KVC_Q4_0, KVC_BF16)
-DEFINE_CONVERT(kvc_convert_q4_0_q4_0_avx2, KVC_Q4_0, KVC_Q4_0)
+DEFINE_CONVERT(kvc_convert_avx2)
 
 DEFINE_SCORE(kvc_score_f32_avx2, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_avx2, KVC_F16)
@@ -61,29 +39,7 @@ DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx2, KVC_Q4_0)
 
 const kvc_kernels kvc_kernels_avx2 = {
     .name = "avx2",
-    .convert[KVC_F32][KVC_F32] = kvc_convert_f32_f32_avx2,
-    .convert[KVC_F32][KVC_F16] = kvc_convert_f32_f16_avx2,
-    .convert[KVC_F32][KVC_BF16] = kvc_convert_f32_bf16_avx2,
-    .convert[KVC_F32][KVC_Q8_0] = kvc_convert_f32_q8_0_avx2,
-    .convert[KVC_F32][KVC_Q4_0] = kvc_convert_f32_q4_0_avx2,
-    .convert[KVC_F16][KVC_F32] = kvc_convert_f16_f32_avx2,
-    .convert[KVC_F16][KVC_F16] = kvc_convert_f16_f16_avx2,
-    .convert[KVC_F16][KVC_BF16] = kvc_convert_f16_bf16_avx2,
-    .convert[KVC_F16][KVC_Q8_0] = kvc_convert_f16_q8_0_avx2,
-    .convert[KVC_F16][KVC_Q4_0] = kvc_convert_f16_q4_0_avx2,
-    .convert[KVC_BF16][KVC_F32] = kvc_convert_bf16_f32_avx2,
-    .convert[KVC_BF16][KVC_F16] = kvc_convert_bf16_f16_avx2,
-    .convert[KVC_BF16][KVC_BF16] = kvc_convert_bf16_bf16_avx2,
-    .convert[KVC_BF16][KVC_Q8_0] = kvc_convert_bf16_q8_0_avx2,
-    .convert[KVC_BF16][KVC_Q4_0] = kvc_convert_bf16_q4_0_avx2,
-    .convert[KVC_Q8_0][KVC_F32] = kvc_convert_q8_0_f32_avx2,
-    .convert[KVC_Q8_0][KVC_F16] = kvc_convert_q8_0_f16_avx2,
-    .convert[KVC_Q8_0][KVC_BF16] = kvc_convert_q8_0_bf16_avx2,
-    .convert[KVC_Q8_0][KVC_Q8_0] = kvc_convert_q8_0_q8_0_avx2,
-    .convert[KVC_Q4_0][KVC_F32] = kvc_convert_q4_0_f32_avx2,
-    .convert[KVC_Q4_0][KVC_F16] = kvc_convert_q4_0_f16_avx2,
-    .convert[KVC_Q4_0][KVC_BF16] = kvc_convert_q4_0_bf16_avx2,
-    .convert[KVC_Q4_0][KVC_Q4_0] = kvc_convert_q4_0_q4_0_avx2,
+    .convert = kvc_convert_avx2,
     .score[KVC_F32] = {kvc_scale_avx2, kvc_score_f32_avx2},
     .score[KVC_F16] = {kvc_scale_avx2, kvc_score_f16_avx2},
     .score[KVC_BF16] = {kvc_scale_avx2, kvc_score_bf16_avx2},

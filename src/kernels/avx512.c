@@ -8,29 +8,7 @@
 #include "kernels/vector_avx512.h"
 #include "kernels/template.h"
 
-DEFINE_CONVERT(kvc_convert_f32_f32_avx512, KVC_F32, KVC_F32)
-DEFINE_CONVERT(kvc_convert_f32_f16_avx512, KVC_F32, KVC_F16)
-DEFINE_CONVERT(kvc_convert_f32_bf16_avx512, KVC_F32, KVC_BF16)
-DEFINE_CONVERT(kvc_convert_f32_q8_0_avx512, KVC_F32, KVC_Q8_0)
-DEFINE_CONVERT(kvc_convert_f32_q4_0_avx512, KVC_F32, KVC_Q4_0)
-DEFINE_CONVERT(kvc_convert_f16_f32_avx512, KVC_F16, KVC_F32)
-DEFINE_CONVERT(kvc_convert_f16_f16_avx512, KVC_F16, KVC_F16)
-DEFINE_CONVERT(kvc_convert_f16_bf16_avx512, KVC_F16, KVC_BF16)
-DEFINE_CONVERT(kvc_convert_f16_q8_0_avx512, KVC_F16, KVC_Q8_0)
-DEFINE_CONVERT(kvc_convert_f16_q4_0_avx512, KVC_F16, KVC_Q4_0)
-DEFINE_CONVERT(kvc_convert_bf16_f32_avx512, KVC_BF16, KVC_F32)
-DEFINE_CONVERT(kvc_convert_bf16_f16_avx512, KVC_BF16, KVC_F16)
-DEFINE_CONVERT(kvc_convert_bf16_bf16_avx512, KVC_BF16, KVC_BF16)
-DEFINE_CONVERT(kvc_convert_bf16_q8_0_avx512, KVC_BF16, KVC_Q8_0)
-DEFINE_CONVERT(kvc_convert_bf16_q4_0_avx512, KVC_BF16, KVC_Q4_0)
-DEFINE_CONVERT(kvc_convert_q8_0_f32_avx512, KVC_Q8_0, KVC_F32)
-DEFINE_CONVERT(kvc_convert_q8_0_f16_avx512, KVC_Q8_0, KVC_F16)
-DEFINE_CONVERT(kvc_convert_q8_0_bf16_avx512, KVC_Q8_0, KVC_BF16)
-DEFINE_CONVERT(kvc_convert_q8_0_q8_0_avx512, KVC_Q8_0, KVC_Q8_0)
-DEFINE_CONVERT(kvc_convert_q4_0_f32_avx512, KVC_Q4_0, KVC_F32)
-DEFINE_CONVERT(kvc_convert_q4_0_f16_avx512, KVC_Q4_0, KVC_F16)
-DEFINE_CONVERT(kvc_convert_q4_0_bf16_avx512, KVC_Q4_0, KVC_BF16)
-DEFINE_CONVERT(kvc_convert_q4_0_q4_0_avx512, KVC_Q4_0, KVC_Q4_0)
+DEFINE_CONVERT(kvc_convert_avx512)
 
 DEFINE_SCORE(kvc_score_f32_avx512, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_avx512, KVC_F16)
@@ -63,8 +41,8 @@ DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx512, KVC_Q4_0)
 
 const kvc_kernels kvc_kernels_avx512 = {
     .name = "avx512",
+    .convert = kvc_convert_avx512,
     KVC_AVX512_FLOATS,
-    KVC_AVX512_TO_BF16,
     KVC_AVX512_TILER_F32,
     KVC_AVX512_TILERS,
     .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx512, kvc_score_q8_0_avx512},

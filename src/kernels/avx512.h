@@ -7,16 +7,7 @@
 
 #define KVC_AVX512_TARGET "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
 
-extern kvc_convert_fn kvc_convert_f32_f32_avx512, kvc_convert_f32_f16_avx512, kvc_convert_f32_bf16_avx512,
-    kvc_convert_f32_q8_0_avx512, kvc_convert_f32_q4_0_avx512;
-extern kvc_convert_fn kvc_convert_f16_f32_avx512, kvc_convert_f16_f16_avx512, kvc_convert_f16_bf16_avx512,
-    kvc_convert_f16_q8_0_avx512, kvc_convert_f16_q4_0_avx512;
-extern kvc_convert_fn kvc_convert_bf16_f32_avx512, kvc_convert_bf16_f16_avx512, kvc_convert_bf16_bf16_avx512,
-    kvc_convert_bf16_q8_0_avx512, kvc_convert_bf16_q4_0_avx512;
-extern kvc_convert_fn kvc_convert_q8_0_f32_avx512, kvc_convert_q8_0_f16_avx512, kvc_convert_q8_0_bf16_avx512,
-    kvc_convert_q8_0_q8_0_avx512;
-extern kvc_convert_fn kvc_convert_q4_0_f32_avx512, kvc_convert_q4_0_f16_avx512, kvc_convert_q4_0_bf16_avx512,
-    kvc_convert_q4_0_q4_0_avx512;
+extern kvc_convert_fn kvc_convert_avx512;
 extern kvc_score_fn kvc_score_f32_avx512, kvc_score_f16_avx512, kvc_score_bf16_avx512;
 extern kvc_accumulate_fn kvc_accumulate_f32_avx512, kvc_accumulate_f16_avx512, kvc_accumulate_bf16_avx512;
 extern kvc_pack_keys_fn kvc_pack_keys_f32_avx512, kvc_pack_keys_f16_avx512, kvc_pack_keys_bf16_avx512,
@@ -31,46 +22,17 @@ extern kvc_prepare_fn kvc_prepare_q8_0_avx512vnni, kvc_prepare_q4_0_avx512vnni;
 extern kvc_score_fn kvc_score_q8_0_avx512vnni, kvc_score_q4_0_avx512vnni;
 extern kvc_accumulate_fn kvc_accumulate_q8_0_avx512vnni, kvc_accumulate_q4_0_avx512vnni;
 
-extern kvc_convert_fn kvc_convert_f16_bf16_avx512bf16, kvc_convert_q8_0_bf16_avx512bf16,
-    kvc_convert_q4_0_bf16_avx512bf16;
+extern kvc_convert_fn kvc_convert_avx512bf16;
 extern kvc_prepare_fn kvc_prepare_bf16_avx512bf16;
 extern kvc_score_fn kvc_score_bf16_avx512bf16;
 
-/* What the tables of all these sets have in common, tilers aside. */
-#define KVC_AVX512_FLOATS                                                                                             \
-    .convert[KVC_F32][KVC_F32] = kvc_convert_f32_f32_avx512, .convert[KVC_F32][KVC_F16] = kvc_convert_f32_f16_avx512, \
-    .convert[KVC_F32][KVC_BF16] = kvc_convert_f32_bf16_avx512,                                                        \
-    .convert[KVC_F32][KVC_Q8_0] = kvc_convert_f32_q8_0_avx512,                                                        \
-    .convert[KVC_F32][KVC_Q4_0] = kvc_convert_f32_q4_0_avx512,                                                        \
-    .convert[KVC_F16][KVC_F32] = kvc_convert_f16_f32_avx512, .convert[KVC_F16][KVC_F16] = kvc_convert_f16_f16_avx512, \
-    .convert[KVC_F16][KVC_Q8_0] = kvc_convert_f16_q8_0_avx512,                                                        \
-    .convert[KVC_F16][KVC_Q4_0] = kvc_convert_f16_q4_0_avx512,                                                        \
-    .convert[KVC_BF16][KVC_F32] = kvc_convert_bf16_f32_avx512,                                                        \
-    .convert[KVC_BF16][KVC_F16] = kvc_convert_bf16_f16_avx512,                                                        \
-    .convert[KVC_BF16][KVC_BF16] = kvc_convert_bf16_bf16_avx512,                                                      \
-    .convert[KVC_BF16][KVC_Q8_0] = kvc_convert_bf16_q8_0_avx512,                                                      \
-    .convert[KVC_BF16][KVC_Q4_0] = kvc_convert_bf16_q4_0_avx512,                                                      \
-    .convert[KVC_Q8_0][KVC_F32] = kvc_convert_q8_0_f32_avx512,                                                        \
-    .convert[KVC_Q8_0][KVC_F16] = kvc_convert_q8_0_f16_avx512,                                                        \
-    .convert[KVC_Q8_0][KVC_Q8_0] = kvc_convert_q8_0_q8_0_avx512,                                                      \
-    .convert[KVC_Q4_0][KVC_F32] = kvc_convert_q4_0_f32_avx512,                                                        \
-    .convert[KVC_Q4_0][KVC_F16] = kvc_convert_q4_0_f16_avx512,                                                        \
-    .convert[KVC_Q4_0][KVC_Q4_0] = kvc_convert_q4_0_q4_0_avx512,                                                      \
-    .score[KVC_F32] = {kvc_scale_avx512, kvc_score_f32_avx512},                                                       \
-    .score[KVC_F16] = {kvc_scale_avx512, kvc_score_f16_avx512},                                                       \
-    .score[KVC_BF16] = {kvc_scale_avx512, kvc_score_bf16_avx512}, .accumulate[KVC_F32] = kvc_accumulate_f32_avx512,   \
-    .accumulate[KVC_F16] = kvc_accumulate_f16_avx512, .accumulate[KVC_BF16] = kvc_accumulate_bf16_avx512,             \
+/* What the tables of all these sets have in common, tilers and conversions aside. */
+#define KVC_AVX512_FLOATS                                                                                           \
+    .score[KVC_F32] = {kvc_scale_avx512, kvc_score_f32_avx512},                                                     \
+    .score[KVC_F16] = {kvc_scale_avx512, kvc_score_f16_avx512},                                                     \
+    .score[KVC_BF16] = {kvc_scale_avx512, kvc_score_bf16_avx512}, .accumulate[KVC_F32] = kvc_accumulate_f32_avx512, \
+    .accumulate[KVC_F16] = kvc_accumulate_f16_avx512, .accumulate[KVC_BF16] = kvc_accumulate_bf16_avx512,           \
     .softmax = kvc_softmax_avx512, .scale = kvc_scale_avx512
-
-/* Conversions to bf16 that the sets with dot products of bf16 have an instruction for. */
-#define KVC_AVX512_TO_BF16                                       \
-    .convert[KVC_F16][KVC_BF16] = kvc_convert_f16_bf16_avx512,   \
-    .convert[KVC_Q8_0][KVC_BF16] = kvc_convert_q8_0_bf16_avx512, \
-    .convert[KVC_Q4_0][KVC_BF16] = kvc_convert_q4_0_bf16_avx512
-#define KVC_AVX512BF16_TO_BF16                                       \
-    .convert[KVC_F16][KVC_BF16] = kvc_convert_f16_bf16_avx512bf16,   \
-    .convert[KVC_Q8_0][KVC_BF16] = kvc_convert_q8_0_bf16_avx512bf16, \
-    .convert[KVC_Q4_0][KVC_BF16] = kvc_convert_q4_0_bf16_avx512bf16
 
 /* Tilers that multiply panels of floats. */
 #define KVC_AVX512_TILER_F32                                                                    \

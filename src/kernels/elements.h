@@ -140,11 +140,24 @@ TARGET static void copy(void *dst, int64_t dst_stride, const void *src, int64_t 
         copy_row((char *)dst + r * dst_stride, (const char *)src + r * src_stride, row_bytes);
 }
 
-INLINE void quantise_row(int from, int to, char *dst, const char *src, int dim) {
+/* Loads what becomes a block.  The type need not be a constant: a branch costs less than a copy of what encodes it. */
+INLINE void load_floats(int type, vec x[QUANT_VECTORS], const char *p) {
+    if (type == KVC_F32) {
+        UNROLL
+        for (int i = 0; i < QUANT_VECTORS; i++) x[i] = v_load(p + bytes_of(KVC_F32, i * LANES));
+    } else if (type == KVC_F16) {
+        UNROLL
+        for (int i = 0; i < QUANT_VECTORS; i++) x[i] = v_load_f16(p + bytes_of(KVC_F16, i * LANES));
+    } else {
+        UNROLL
+        for (int i = 0; i < QUANT_VECTORS; i++) x[i] = v_load_bf16(p + bytes_of(KVC_BF16, i * LANES));
+    }
+}
+
+INLINE void encode_row(int from, int to, char *dst, const char *src, int dim) {
     for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
         vec x[QUANT_VECTORS];
-        UNROLL
-        for (int i = 0; i < QUANT_VECTORS; i++) x[i] = load(from, src, d + i * LANES, LANES);
+        load_floats(from, x, src + bytes_of(from, d));
         if (to == KVC_Q8_0)
             store_q8_0(dst + bytes_of(to, d), x);
         else
@@ -158,18 +171,45 @@ INLINE void convert_row(int from, int to, char *dst, const char *src, int dim) {
     if (tail) store(to, dst, d, tail, load(from, src, d, tail));
 }
 
+/* Defines a kvc_convert_fn that calls convert_a_row(from, to, dst, src, dim) for each row. */
+#define DEFINE_CONVERT_ROWS(name, convert_a_row, from, to)                                                          \
+    APART void name(int from_type, int to_type, void *dst, int64_t dst_stride, const void *src, int64_t src_stride, \
+                    int64_t num_rows, int dim) {                                                                    \
+        (void)from_type, (void)to_type;                                                                             \
+        for (int64_t r = 0; r < num_rows; r++)                                                                      \
+            convert_a_row(from, to, (char *)dst + r * dst_stride, (const char *)src + r * src_stride, dim);         \
+    }
+DEFINE_CONVERT_ROWS(convert_f32_f16, convert_row, KVC_F32, KVC_F16)
+DEFINE_CONVERT_ROWS(convert_f32_bf16, convert_row, KVC_F32, KVC_BF16)
+DEFINE_CONVERT_ROWS(convert_f16_f32, convert_row, KVC_F16, KVC_F32)
+DEFINE_CONVERT_ROWS(convert_f16_bf16, convert_row, KVC_F16, KVC_BF16)
+DEFINE_CONVERT_ROWS(convert_bf16_f32, convert_row, KVC_BF16, KVC_F32)
+DEFINE_CONVERT_ROWS(convert_bf16_f16, convert_row, KVC_BF16, KVC_F16)
+DEFINE_CONVERT_ROWS(encode_q8_0, encode_row, from_type, KVC_Q8_0)
+DEFINE_CONVERT_ROWS(encode_q4_0, encode_row, from_type, KVC_Q4_0)
+DEFINE_CONVERT_ROWS(convert_q8_0_f32, convert_row, KVC_Q8_0, KVC_F32)
+DEFINE_CONVERT_ROWS(convert_q8_0_f16, convert_row, KVC_Q8_0, KVC_F16)
+DEFINE_CONVERT_ROWS(convert_q8_0_bf16, convert_row, KVC_Q8_0, KVC_BF16)
+DEFINE_CONVERT_ROWS(convert_q4_0_f32, convert_row, KVC_Q4_0, KVC_F32)
+DEFINE_CONVERT_ROWS(convert_q4_0_f16, convert_row, KVC_Q4_0, KVC_F16)
+DEFINE_CONVERT_ROWS(convert_q4_0_bf16, convert_row, KVC_Q4_0, KVC_BF16)
+
+/* Chooses what converts; NULL: nothing, as the types are the same. */
+INLINE kvc_convert_fn *converter_of(int from, int to) {
+    static kvc_convert_fn *const to_floats[KVC_STORED_TYPES][KVC_FLOAT_TYPES] = {
+        [KVC_F32] = {NULL, convert_f32_f16, convert_f32_bf16},
+        [KVC_F16] = {convert_f16_f32, NULL, convert_f16_bf16},
+        [KVC_BF16] = {convert_bf16_f32, convert_bf16_f16, NULL},
+        [KVC_Q8_0] = {convert_q8_0_f32, convert_q8_0_f16, convert_q8_0_bf16},
+        [KVC_Q4_0] = {convert_q4_0_f32, convert_q4_0_f16, convert_q4_0_bf16}};
+    static kvc_convert_fn *const to_blocks[KVC_STORED_TYPES] = {[KVC_Q8_0] = encode_q8_0, [KVC_Q4_0] = encode_q4_0};
+    return from == to ? NULL : to >= KVC_FLOAT_TYPES ? to_blocks[to] : to_floats[from][to];
+}
+
 INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
                     int64_t num_rows, int dim) {
-    if (from == to) {
+    if (from == to)
         copy(dst, dst_stride, src, src_stride, num_rows, bytes_of(from, dim));
-        return;
-    }
-    for (int64_t r = 0; r < num_rows; r++) {
-        const char *src_row = (const char *)src + r * src_stride;
-        char *dst_row = (char *)dst + r * dst_stride;
-        if (to >= KVC_FLOAT_TYPES)
-            quantise_row(from, to, dst_row, src_row, dim);
-        else
-            convert_row(from, to, dst_row, src_row, dim);
-    }
+    else
+        converter_of(from, to)(from, to, dst, dst_stride, src, src_stride, num_rows, dim);
 }

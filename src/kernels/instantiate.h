@@ -5,10 +5,11 @@
  * table.  The macros declare a kernel by its type in kernels.h, so that the compiler compares the two.
  */
 
-#define DEFINE_CONVERT(name, from, to)                                                                                \
-    extern kvc_convert_fn name;                                                                                       \
-    TARGET void name(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, int64_t num_rows, int dim) { \
-        convert(from, to, dst, dst_stride, src, src_stride, num_rows, dim);                                           \
+#define DEFINE_CONVERT(name)                                                                               \
+    extern kvc_convert_fn name;                                                                            \
+    TARGET void name(int from, int to, void *dst, int64_t dst_stride, const void *src, int64_t src_stride, \
+                     int64_t num_rows, int dim) {                                                          \
+        convert(from, to, dst, dst_stride, src, src_stride, num_rows, dim);                                \
     }
 
 #define DEFINE_SCORE(name, type)                                                                                      \

@@ -32,7 +32,8 @@ enum {
     KVC_CHUNK = 32        /* what a kvc_tiler multiplies is padded to a multiple of this many elements along the sum */
 };
 
-/* Converts num_rows rows of dim elements; rows are src_stride and dst_stride bytes apart.  Round to nearest even;
+/* Converts num_rows rows of dim elements of one type to another, of which at most one is quantised unless they are the
+ * same; rows are src_stride and dst_stride bytes apart.  Round to nearest even;
  * infinities and denormals survive, and NaN with its sign and leading payload bits: as it is where the type stays or
  * bf16 becomes f32, else made quiet.  src and dst need no alignment; they do not overlap.
  *
@@ -40,8 +41,8 @@ enum {
  * say what becomes of others, and of elements so small that 1 / d is infinite (d is 0 as an f16 then).  Here these are
  * stored as bits of 0; NaN is stored as 0 and does not count for d; with an infinity d is infinite and all elements are
  * stored as 0, which decodes to NaN. */
-typedef void kvc_convert_fn(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, int64_t num_rows,
-                            int dim);
+typedef void kvc_convert_fn(int from, int to, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
+                            int64_t num_rows, int dim);
 
 /* Converts num_q query rows of f32, in place, to the form that score takes, so that scores are multiplied by scale.
  * Rows are padded to a multiple of KVC_LANES. */
@@ -105,8 +106,7 @@ enum { KVC_MATMUL_ROWS = 12 }; /* what `rows` is for a set's matmul: a multiple 
 
 typedef struct kvc_kernels {
     const char *name;
-    /* [from][to]; NULL between two different quantised types, which nothing needs. */
-    kvc_convert_fn *convert[KVC_STORED_TYPES][KVC_STORED_TYPES];
+    kvc_convert_fn *convert;
     kvc_scorer score[KVC_STORED_TYPES];
     kvc_scorer score_bf16; /* for rows and queries of bf16; NULL: such queries are scored as others */
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];

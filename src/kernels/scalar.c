@@ -280,29 +280,7 @@ static void prepare(int type, float *q, int q_stride, int num_q, int dim, float 
 #define TARGET
 #include "kernels/instantiate.h"
 
-DEFINE_CONVERT(kvc_convert_f32_f32_scalar, KVC_F32, KVC_F32)
-DEFINE_CONVERT(kvc_convert_f32_f16_scalar, KVC_F32, KVC_F16)
-DEFINE_CONVERT(kvc_convert_f32_bf16_scalar, KVC_F32, KVC_BF16)
-DEFINE_CONVERT(kvc_convert_f32_q8_0_scalar, KVC_F32, KVC_Q8_0)
-DEFINE_CONVERT(kvc_convert_f32_q4_0_scalar, KVC_F32, KVC_Q4_0)
-DEFINE_CONVERT(kvc_convert_f16_f32_scalar, KVC_F16, KVC_F32)
-DEFINE_CONVERT(kvc_convert_f16_f16_scalar, KVC_F16, KVC_F16)
-DEFINE_CONVERT(kvc_convert_f16_bf16_scalar, KVC_F16, KVC_BF16)
-DEFINE_CONVERT(kvc_convert_f16_q8_0_scalar, KVC_F16, KVC_Q8_0)
-DEFINE_CONVERT(kvc_convert_f16_q4_0_scalar, KVC_F16, KVC_Q4_0)
-DEFINE_CONVERT(kvc_convert_bf16_f32_scalar, KVC_BF16, KVC_F32)
-DEFINE_CONVERT(kvc_convert_bf16_f16_scalar, KVC_BF16, KVC_F16)
-DEFINE_CONVERT(kvc_convert_bf16_bf16_scalar, KVC_BF16, KVC_BF16)
-DEFINE_CONVERT(kvc_convert_bf16_q8_0_scalar, KVC_BF16, KVC_Q8_0)
-DEFINE_CONVERT(kvc_convert_bf16_q4_0_scalar, KVC_BF16, KVC_Q4_0)
-DEFINE_CONVERT(kvc_convert_q8_0_f32_scalar, KVC_Q8_0, KVC_F32)
-DEFINE_CONVERT(kvc_convert_q8_0_f16_scalar, KVC_Q8_0, KVC_F16)
-DEFINE_CONVERT(kvc_convert_q8_0_bf16_scalar, KVC_Q8_0, KVC_BF16)
-DEFINE_CONVERT(kvc_convert_q8_0_q8_0_scalar, KVC_Q8_0, KVC_Q8_0)
-DEFINE_CONVERT(kvc_convert_q4_0_f32_scalar, KVC_Q4_0, KVC_F32)
-DEFINE_CONVERT(kvc_convert_q4_0_f16_scalar, KVC_Q4_0, KVC_F16)
-DEFINE_CONVERT(kvc_convert_q4_0_bf16_scalar, KVC_Q4_0, KVC_BF16)
-DEFINE_CONVERT(kvc_convert_q4_0_q4_0_scalar, KVC_Q4_0, KVC_Q4_0)
+DEFINE_CONVERT(kvc_convert_scalar)
 
 DEFINE_SCORE(kvc_score_f32_scalar, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_scalar, KVC_F16)
@@ -335,29 +313,7 @@ DEFINE_ACCUMULATE(kvc_accumulate_q4_0_scalar, KVC_Q4_0)
 
 const kvc_kernels kvc_kernels_scalar = {
     .name = "scalar",
-    .convert[KVC_F32][KVC_F32] = kvc_convert_f32_f32_scalar,
-    .convert[KVC_F32][KVC_F16] = kvc_convert_f32_f16_scalar,
-    .convert[KVC_F32][KVC_BF16] = kvc_convert_f32_bf16_scalar,
-    .convert[KVC_F32][KVC_Q8_0] = kvc_convert_f32_q8_0_scalar,
-    .convert[KVC_F32][KVC_Q4_0] = kvc_convert_f32_q4_0_scalar,
-    .convert[KVC_F16][KVC_F32] = kvc_convert_f16_f32_scalar,
-    .convert[KVC_F16][KVC_F16] = kvc_convert_f16_f16_scalar,
-    .convert[KVC_F16][KVC_BF16] = kvc_convert_f16_bf16_scalar,
-    .convert[KVC_F16][KVC_Q8_0] = kvc_convert_f16_q8_0_scalar,
-    .convert[KVC_F16][KVC_Q4_0] = kvc_convert_f16_q4_0_scalar,
-    .convert[KVC_BF16][KVC_F32] = kvc_convert_bf16_f32_scalar,
-    .convert[KVC_BF16][KVC_F16] = kvc_convert_bf16_f16_scalar,
-    .convert[KVC_BF16][KVC_BF16] = kvc_convert_bf16_bf16_scalar,
-    .convert[KVC_BF16][KVC_Q8_0] = kvc_convert_bf16_q8_0_scalar,
-    .convert[KVC_BF16][KVC_Q4_0] = kvc_convert_bf16_q4_0_scalar,
-    .convert[KVC_Q8_0][KVC_F32] = kvc_convert_q8_0_f32_scalar,
-    .convert[KVC_Q8_0][KVC_F16] = kvc_convert_q8_0_f16_scalar,
-    .convert[KVC_Q8_0][KVC_BF16] = kvc_convert_q8_0_bf16_scalar,
-    .convert[KVC_Q8_0][KVC_Q8_0] = kvc_convert_q8_0_q8_0_scalar,
-    .convert[KVC_Q4_0][KVC_F32] = kvc_convert_q4_0_f32_scalar,
-    .convert[KVC_Q4_0][KVC_F16] = kvc_convert_q4_0_f16_scalar,
-    .convert[KVC_Q4_0][KVC_BF16] = kvc_convert_q4_0_bf16_scalar,
-    .convert[KVC_Q4_0][KVC_Q4_0] = kvc_convert_q4_0_q4_0_scalar,
+    .convert = kvc_convert_scalar,
     .score[KVC_F32] = {kvc_scale_scalar, kvc_score_f32_scalar},
     .score[KVC_F16] = {kvc_scale_scalar, kvc_score_f16_scalar},
     .score[KVC_BF16] = {kvc_scale_scalar, kvc_score_bf16_scalar},

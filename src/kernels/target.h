@@ -13,6 +13,7 @@
 #if defined(__OPTIMIZE__) && !defined(HAVE_ADDRESS_SANITIZER)
 #define INLINE static inline __attribute__((always_inline, unused)) TARGET
 #define RARE static __attribute__((cold, noinline)) TARGET
+#define APART static __attribute__((noinline, unused)) TARGET
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -21,5 +22,6 @@
 #else /* for tests: with sanitizers, it would take minutes to compile a copy of each function for every use */
 #define INLINE static inline __attribute__((unused)) TARGET
 #define RARE static TARGET
+#define APART static __attribute__((unused)) TARGET
 #define UNROLL
 #endif

@@ -7,6 +7,7 @@
  *   TARGET           attribute of every function
  *   INLINE           static, TARGET, and always inlined where speed counts (target.h)
  *   RARE             static, TARGET, and small: for shapes that few models have (target.h)
+ *   APART            static, TARGET, and never inlined: its caller stays small (target.h)
  *   UNROLL           before a loop over registers; nothing where speed does not count (target.h)
  *   LANES            floats in a vector; divides KVC_LANES, which is half of KVC_QUANT_ELEMENTS
  *   ACCUMULATORS     registers for the sums of score and accumulate, which need four more for factors: at least 4, and

@@ -317,9 +317,9 @@ static void convert_piece(void *context, int64_t i) {
         uint8_t *stored = kvc_key_at(m->at, p->copy->to, p->copy->to_slot + p->first, h);
         float *keys = p->keys + (size_t)h * (size_t)p->count * (size_t)dim;
         if (m->encodes)
-            m->cache->kernels->convert[KVC_F32][type](stored, row, keys, f32_row, p->count, dim);
+            m->cache->kernels->convert(KVC_F32, type, stored, row, keys, f32_row, p->count, dim);
         else
-            m->cache->kernels->convert[type][KVC_F32](keys, f32_row, stored, row, p->count, dim);
+            m->cache->kernels->convert(type, KVC_F32, keys, f32_row, stored, row, p->count, dim);
     }
 }
 

@@ -107,7 +107,9 @@ static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *
     const kvc_layout *at = &cache->layouts[cache->layout_of[x->layer]];
     const kvc_rope *rope = part->delta ? kvc_rope_of(cache, x->layer) : NULL;
     const int64_t row = part->position - x->begin;
-    const kvc_transfer k = {.convert = cache->kernels->convert[in->k_type][config->k_type],
+    const kvc_transfer k = {.convert = cache->kernels->convert,
+                            .from_type = in->k_type,
+                            .to_type = config->k_type,
                             .to = (char *)kvc_key_at(at, part->block, part->slot, 0),
                             .from = (const char *)in->k + row * in->k_row_stride,
                             .to_row = (int64_t)at->k_row_bytes,
@@ -121,7 +123,9 @@ static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *
     else
         kvc_transfer_rows(&k, part->count);
     if (config->value_in_key) return;
-    const kvc_transfer v = {.convert = cache->kernels->convert[in->v_type][config->v_type],
+    const kvc_transfer v = {.convert = cache->kernels->convert,
+                            .from_type = in->v_type,
+                            .to_type = config->v_type,
                             .to = (char *)kvc_value_at(at, part->block, part->slot, 0),
                             .from = (const char *)in->v + row * in->v_row_stride,
                             .to_row = (int64_t)at->v_row_bytes,

@@ -45,7 +45,9 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
     const kvc_place to = place_of(work, i);
     const kvc_layout *at = to.block ? work->layout : &work->buffer->layout;
     const kvc_place place = {to.block ? to.block : kvc_row_buffer_block(work->buffer), to.slot};
-    const kvc_transfer k = {.convert = work->cache->kernels->convert[a->k_type][layer->k_type],
+    const kvc_transfer k = {.convert = work->cache->kernels->convert,
+                            .from_type = a->k_type,
+                            .to_type = layer->k_type,
                             .to = (char *)kvc_key_at(at, place.block, place.slot, 0),
                             .from = (const char *)a->k +
                                     kvc_token_offset(i, a->inner_tokens, a->k_token_stride, a->k_batch_stride),
@@ -57,7 +59,9 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
                             .dim = layer->k_dim};
     kvc_transfer_rows(&k, count);
     if (layer->value_in_key) return;
-    const kvc_transfer v = {.convert = work->cache->kernels->convert[a->v_type][layer->v_type],
+    const kvc_transfer v = {.convert = work->cache->kernels->convert,
+                            .from_type = a->v_type,
+                            .to_type = layer->v_type,
                             .to = (char *)kvc_value_at(at, place.block, place.slot, 0),
                             .from = (const char *)a->v +
                                     kvc_token_offset(i, a->inner_tokens, a->v_token_stride, a->v_batch_stride),

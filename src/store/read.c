@@ -66,7 +66,9 @@ static void rotate_keys(kvc_reader *reader, const kvc_span *span, const kvc_rope
 
 static void copy_keys(kvc_reader *reader, const kvc_span *span, const kvc_rows_out *out, char *to) {
     const kvc_layer *config = &reader->cache->layers[reader->layer];
-    const kvc_transfer x = {.convert = reader->cache->kernels->convert[config->k_type][reader->k_type],
+    const kvc_transfer x = {.convert = reader->cache->kernels->convert,
+                            .from_type = config->k_type,
+                            .to_type = reader->k_type,
                             .to = to,
                             .from = span->k,
                             .to_row = out->k_row_stride,
@@ -84,7 +86,9 @@ static void copy_keys(kvc_reader *reader, const kvc_span *span, const kvc_rows_o
 
 static void copy_values(const kvc_reader *reader, const kvc_span *span, const kvc_rows_out *out, char *to) {
     const kvc_layer *config = &reader->cache->layers[reader->layer];
-    const kvc_transfer x = {.convert = reader->cache->kernels->convert[config->v_type][reader->v_type],
+    const kvc_transfer x = {.convert = reader->cache->kernels->convert,
+                            .from_type = config->v_type,
+                            .to_type = reader->v_type,
                             .to = to,
                             .from = span->v,
                             .to_row = out->v_row_stride,

@@ -110,7 +110,7 @@ void kvc_rotator_rotate(kvc_rotator *rotator, const kvc_rope *rope, int32_t delt
     if (rope != rotator->rope || delta != rotator->delta) kvc_rope_angles(rope, delta, angles);
     rotator->rope = rope;
     rotator->delta = delta;
-    rotator->kernels->convert[from_type][KVC_F32](row, 0, from, 0, 1, k_dim);
+    rotator->kernels->convert(from_type, KVC_F32, row, 0, from, 0, 1, k_dim);
     kvc_rope_rotate(rope, angles, row);
-    rotator->kernels->convert[KVC_F32][to_type](to, 0, row, 0, 1, k_dim);
+    rotator->kernels->convert(KVC_F32, to_type, to, 0, row, 0, 1, k_dim);
 }

@@ -7,6 +7,7 @@
 /* A copy of keys, or of values: addresses are those of the first row of head 0, strides are in bytes. */
 typedef struct kvc_transfer {
     kvc_convert_fn *convert;
+    int32_t from_type, to_type;
     char *to;
     const char *from;
     int64_t to_row, to_head, from_row, from_head;

@@ -209,8 +209,8 @@ typedef struct rows {
 static void through(int type, int dim, float *row)
 {
     uint8_t stored[MAX_DIM * 4];
-    kvc_kernels_scalar.convert[KVC_F32][type](stored, 0, row, 0, 1, dim);
-    kvc_kernels_scalar.convert[type][KVC_F32](row, 0, stored, 0, 1, dim);
+    kvc_kernels_scalar.convert(KVC_F32, type, stored, 0, row, 0, 1, dim);
+    kvc_kernels_scalar.convert(type, KVC_F32, row, 0, stored, 0, 1, dim);
 }
 
 static void add_new(const stage *st, int t, rows *r)

@@ -324,7 +324,7 @@ static void check_moved(int32_t k_type)
     CHECK(kvc_gather(cache, 0, 0, 0, n, &decoded) == KVC_OK);
     for (int h = 0; h < HEADS; h++) /* the first three did not move */
         for (int i = 3; i < n; i++)
-            kvc_kernels_scalar.convert[KVC_F32][k_type](row_at(&again.k, i, h), 0, floats + (h * n + i) * K_DIM, 0, 1,
+            kvc_kernels_scalar.convert(KVC_F32, k_type, row_at(&again.k, i, h), 0, floats + (h * n + i) * K_DIM, 0, 1,
                                                         K_DIM);
     for (int h = 0; h < HEADS; h++)
         for (int i = 0; i < 3; i++)

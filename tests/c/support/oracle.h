@@ -204,7 +204,7 @@ static inline int32_t move_keys(void *user, int32_t layer, float *keys, int32_t 
 static inline float read_element(const void *from, int32_t type)
 {
     float x;
-    kvc_kernels_scalar.convert[type][KVC_F32](&x, 0, from, 0, 1, 1);
+    kvc_kernels_scalar.convert(type, KVC_F32, &x, 0, from, 0, 1, 1);
     return x;
 }
 
@@ -946,7 +946,7 @@ static inline void check_extract(const pair *p, const sequence *s, int l, int32_
 
 static inline void read_row(const void *from, int32_t type, int32_t dim, float *to)
 {
-    kvc_kernels_scalar.convert[type][KVC_F32](to, 0, from, 0, 1, dim);
+    kvc_kernels_scalar.convert(type, KVC_F32, to, 0, from, 0, 1, dim);
 }
 
 /* Checks a span's rows against those of the list; keys lack the span's delta. */
@@ -1289,7 +1289,7 @@ static inline void fill_source(source *src, const pair *p, int l, int is_v, int3
             for (int d = 0; d < dim; d++)
                 values[d] = element(tag + t, l, is_v, h, d);
             char *to = start + t / group * src->batch_stride + t % group * src->token_stride + h * src->head_stride;
-            kvc_kernels_scalar.convert[KVC_F32][src->type](to, 0, values, 0, 1, dim);
+            kvc_kernels_scalar.convert(KVC_F32, src->type, to, 0, values, 0, 1, dim);
         }
     }
 }
@@ -1330,7 +1330,7 @@ static inline void write_in_place(const pair *p, int l, const kvc_span *span, in
                             : (char *)span->k + h * span->k_head_stride + i * span->k_row_stride;
             for (int d = 0; d < dim; d++)
                 values[d] = element(tag, l, is_v, h, d);
-            kvc_kernels_scalar.convert[KVC_F32][is_v ? layer->v_type : layer->k_type](to, 0, values, 0, 1, dim);
+            kvc_kernels_scalar.convert(KVC_F32, is_v ? layer->v_type : layer->k_type, to, 0, values, 0, 1, dim);
         }
     }
 }

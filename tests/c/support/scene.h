@@ -258,7 +258,7 @@ static inline question question_new(const stage *st, int layer, int first, int n
             float row[MAX_DIM];
             for (int d = 0; d < s->layer.k_dim; d++)
                 row[d] = query_element(s, layer, st->member_of[first + t], st->row_of[first + t], h, d);
-            kvc_kernels_scalar.convert[KVC_F32][s->q_type](a.q + (t * s->num_heads + h) * k_row, 0, row, 0, 1,
+            kvc_kernels_scalar.convert(KVC_F32, s->q_type, a.q + (t * s->num_heads + h) * k_row, 0, row, 0, 1,
                                                            s->layer.k_dim);
         }
     }
@@ -297,7 +297,7 @@ static inline void read_out(const stage *st, const question *a, int t, int h, fl
 {
     const scene *s = st->scene;
     const char *from = a->out + t * a->args.out_token_stride + h * a->args.out_head_stride;
-    kvc_kernels_scalar.convert[s->q_type][KVC_F32](row, 0, from, 0, 1, s->layer.v_dim);
+    kvc_kernels_scalar.convert(s->q_type, KVC_F32, row, 0, from, 0, 1, s->layer.v_dim);
 }
 
 #endif
