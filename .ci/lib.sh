@@ -241,11 +241,13 @@ llama_sources() {
     return 1
 }
 
-# adapter c++: compiles the adapter and its tests with llama.cpp's headers, without a warning
+# adapter c++: compiles the adapter and its tests with llama.cpp's headers, without a warning of those that llama.cpp
+# asks for; build.sh asks for none
 adapter() {
     local headers=("$tmp"/llama/source/{include,src,common,vendor,ggml/include,ggml/src})
     find integrations -name '*.cpp' -type f -print0 | xargs -0 -n 1 -P "$jobs" "$1" -std=c++17 -fsyntax-only -Wall -Wextra \
-        -Werror -Iinclude -Iintegrations/llama.cpp/src "${headers[@]/#/-isystem}"
+        -Wpedantic -Wcast-qual -Wmissing-declarations -Wextra-semi -Werror -Iinclude -Iintegrations/llama.cpp/src \
+        "${headers[@]/#/-isystem}"
 }
 
 # Brings $kept/tree up to date with this tree. Only files that differ get a new time, and are compiled again.

@@ -13,8 +13,9 @@ of $(sed 's/ .*//' "$here/pin.txt"), which pip downloads once. Building again co
                      (default: a folder of $cache, named after the other options)
   --static           link the libraries into the programs (default: shared libraries)
   --own-threads      compute on ggml's own threads (default: on OpenMP's, where the compiler has them)
-  --sanitize KIND    build with the sanitizer "address", or with "thread", and then on ggml's own
-                     threads: it does not see what OpenMP synchronises
+  --sanitize KIND    build with the sanitizer "address", and the sources of this repository also with that of
+                     undefined behaviour; or with "thread", and then on ggml's own threads: it does not see
+                     what OpenMP synchronises
   --tests            build llama.cpp's tests of memory and state too, and those of this folder
   --source FILE      use this source archive instead of downloading it
   --prepare          unpack and patch the sources, without building
@@ -140,19 +141,20 @@ prepare() {
 # ---- the build
 
 configure() {
-    local shared=OFF openmp=OFF address=OFF thread=OFF type=Release
+    local shared=OFF openmp=OFF address=OFF thread=OFF ours='' type=Release
     case $kind in shared) shared=ON ;; esac
     case $threads in openmp) openmp=ON ;; esac
     case $sanitizer in
-        address) address=ON type=RelWithDebInfo ;;
+        address) address=ON ours=undefined type=RelWithDebInfo ;;
         thread) thread=ON type=RelWithDebInfo ;;
     esac
     local options=(
         "-DLLAMA_KVCACHE=$here" "-DCMAKE_BUILD_TYPE=$type" "-DBUILD_SHARED_LIBS=$shared" "-DGGML_OPENMP=$openmp"
         "-DLLAMA_SANITIZE_ADDRESS=$address" "-DGGML_SANITIZE_ADDRESS=$address"
-        "-DLLAMA_SANITIZE_THREAD=$thread" "-DGGML_SANITIZE_THREAD=$thread"
+        "-DLLAMA_SANITIZE_THREAD=$thread" "-DGGML_SANITIZE_THREAD=$thread" "-DKVCACHE_SANITIZE=$ours"
         "-DLLAMA_BUILD_TESTS=$tests" -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
         -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
+        -DLLAMA_ALL_WARNINGS=OFF # thousands about GCC 12's own headers
     )
     if command -v ccache >/dev/null; then
         options+=(-DCMAKE_C_COMPILER_LAUNCHER=ccache -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)

@@ -1,12 +1,18 @@
 # Makes the cache a part of libllama: the adapter in src/, and the core of this repository. llama.cpp's src/CMakeLists.txt,
 # as llama.patch has it, includes this file where -DLLAMA_KVCACHE=<this folder> is given. Needs CMake 3.21.
 option(LLAMA_KVCACHE_SYSTEM "llama: link to the installed libkvcache that pkg-config finds" OFF)
+set(KVCACHE_SANITIZE "" CACHE STRING "sanitizers for this repository's sources alone; llama.cpp has options for its own")
 
 file(GLOB kvcache_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/src/*.cpp)
 set_source_files_properties(${kvcache_sources} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 target_sources(llama PRIVATE ${kvcache_sources})
 target_include_directories(llama PRIVATE ${CMAKE_CURRENT_LIST_DIR}/src)
 target_compile_definitions(llama PRIVATE LLAMA_USE_KVCACHE)
+if(KVCACHE_SANITIZE)
+  set(sanitize "-fsanitize=${KVCACHE_SANITIZE}" -fno-sanitize-recover=all)
+  set_source_files_properties(${kvcache_sources} PROPERTIES COMPILE_OPTIONS "${sanitize}")
+  target_link_options(llama PUBLIC ${sanitize})
+endif()
 
 if(LLAMA_KVCACHE_SYSTEM)
   find_package(PkgConfig REQUIRED)
@@ -36,6 +42,7 @@ if(LLAMA_BUILD_COMMON AND LLAMA_BUILD_TESTS)
   foreach(source ${kvcache_tests})
     cmake_path(GET source STEM test)
     add_executable(${test} EXCLUDE_FROM_ALL ${source})
+    target_compile_options(${test} PRIVATE ${sanitize})
     target_include_directories(${test} PRIVATE . ${CMAKE_CURRENT_LIST_DIR}/src ${CMAKE_CURRENT_LIST_DIR}/../../include)
     target_link_libraries(${test} PRIVATE llama llama-common)
     add_dependencies(kvcache-tests ${test})

@@ -201,15 +201,36 @@ def test_the_programs_have_the_cache(checkout, compilers):
     [
         (
             [],
-            {"BUILD_SHARED_LIBS": "ON", "GGML_OPENMP": "ON", "CMAKE_BUILD_TYPE": "Release", "LLAMA_BUILD_TESTS": "OFF"},
+            {
+                "BUILD_SHARED_LIBS": "ON",
+                "GGML_OPENMP": "ON",
+                "CMAKE_BUILD_TYPE": "Release",
+                "LLAMA_BUILD_TESTS": "OFF",
+                "LLAMA_SANITIZE_ADDRESS": "OFF",
+                "GGML_SANITIZE_ADDRESS": "OFF",
+                "KVCACHE_SANITIZE": "",
+            },
         ),
         (["--static"], {"BUILD_SHARED_LIBS": "OFF", "GGML_OPENMP": "ON"}),
         (["--own-threads"], {"BUILD_SHARED_LIBS": "ON", "GGML_OPENMP": "OFF"}),
         (
             ["--sanitize", "address"],
-            {"LLAMA_SANITIZE_ADDRESS": "ON", "GGML_SANITIZE_ADDRESS": "ON", "GGML_OPENMP": "ON"},
+            {
+                "LLAMA_SANITIZE_ADDRESS": "ON",
+                "GGML_SANITIZE_ADDRESS": "ON",
+                "KVCACHE_SANITIZE": "undefined",
+                "GGML_OPENMP": "ON",
+            },
         ),
-        (["--sanitize", "thread"], {"LLAMA_SANITIZE_THREAD": "ON", "GGML_SANITIZE_THREAD": "ON", "GGML_OPENMP": "OFF"}),
+        (
+            ["--sanitize", "thread"],
+            {
+                "LLAMA_SANITIZE_THREAD": "ON",
+                "GGML_SANITIZE_THREAD": "ON",
+                "KVCACHE_SANITIZE": "",
+                "GGML_OPENMP": "OFF",
+            },
+        ),
         (["--tests"], {"LLAMA_BUILD_TESTS": "ON"}),
     ],
     ids=lambda options: " ".join(options) if isinstance(options, list) else "",
@@ -220,7 +241,7 @@ def test_options(checkout, compilers, options, expected):
     lines = (checkout.build / "CMakeCache.txt").read_text().splitlines()
     found = {line.split(":")[0]: line.split("=", 1)[1] for line in lines if ":" in line and "=" in line}
     assert {name: found[name] for name in expected} == expected
-    assert all(found[f"LLAMA_{name}"] == "OFF" for name in ("OPENSSL", "USE_PREBUILT_UI", "BUILD_UI"))
+    assert all(found[f"LLAMA_{name}"] == "OFF" for name in ("OPENSSL", "USE_PREBUILT_UI", "BUILD_UI", "ALL_WARNINGS"))
     assert checkout.answer() == "this cache"
     if options == ["--static"]:
         assert (checkout.build / "bin").is_dir()
@@ -232,6 +253,30 @@ def test_options(checkout, compilers, options, expected):
         )
     if options == ["--tests"]:
         assert checkout.answer("test-kvcache-answer") == checkout.answer("test-llama-archs") == "this cache"
+
+
+def shift_in(function, text):
+    """Return the source text with a shift by too many bits at the beginning of a function."""
+    shift = "static volatile int num_bits = 40;\nstatic int shifted() { return 1 << num_bits; }\n"
+    return shift + text.replace(f"{function} {{", f"{function} {{ shifted();")
+
+
+@pytest.mark.slow
+def test_undefined_behaviour_ends_a_program_if_it_is_in_sources_of_this_repository(checkout, compilers):
+    checkout.pin(PROJECT | {"main.cpp": shift_in("int main()", PROJECT["main.cpp"])})
+    options = ("--sanitize", "address", "--tests")
+    checkout.succeeds(*options)
+    assert checkout.answer() == checkout.answer("test-kvcache-answer") == "this cache"
+    for name, function, program in (
+        ("tests/test-kvcache-answer.cpp", "int main()", "test-kvcache-answer"),
+        ("src/adapter.cpp", "const char *adapted()", "llama-completion"),
+    ):
+        path = checkout.here / name
+        path.write_text(shift_in(function, path.read_text()))
+        checkout.succeeds(*options)
+        done = subprocess.run([checkout.build / "bin" / program], capture_output=True, text=True)
+        assert done.returncode != 0
+        assert "shift exponent 40 is too large" in done.stderr
 
 
 def test_the_sources_alone(checkout):

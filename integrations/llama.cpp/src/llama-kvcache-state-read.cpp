@@ -264,7 +264,7 @@ std::vector<llama_kvcache::state_reader::place> llama_kvcache::state_reader::pla
 
         llama_kvcache_check(kvc_slots(batch.get(), layer, (int32_t)of_token.size(), &span, sizeof(span), nullptr));
 
-        auto *data = (uint8_t *)(is_value ? span.v : span.k);
+        auto *data = (uint8_t *)const_cast<void *>(is_value ? span.v : span.k); // slots are for writing
         const int64_t head_stride = is_value ? span.v_head_stride : span.k_head_stride;
         const int64_t row_stride = is_value ? span.v_row_stride : span.k_row_stride;
 
