@@ -599,13 +599,13 @@ typedef struct kvc_begin_args {
  * sequences hold in these layers, in place of what they held there; other layers stay as they are.  So a state whose
  * layers hold different positions takes several batches: one with all positions, for the layers that see everything,
  * and one with the last positions, for those with a window.
- * Give positions, in any order, each once per sequence; parents and unstored are NULL.  Layers of one group are
- * restored together; flags of layers that share rows, or have no attention, are ignored.  Put every token in every
- * restored layer, and in no other (KVC_ERR_INVALID).  kvc_put replaces the rows of a restored KVC_CROSS layer; where it
- * is not called, they stay.  Nothing attends in such a batch: kvc_attend, kvc_plan_new, kvc_dense and those beside it
- * are KVC_ERR_INVALID.  kvc_commit_kept leaves a sequence as it is if it keeps none of its tokens.  What is replaced
- * takes memory until the commit, but counts neither for max_seq_len nor, unless an edit copies rows meanwhile, for
- * capacity.
+ * Give positions, in any order: the tokens arrive by rising position, those of a sequence at the same position, as
+ * kvc_divide leaves them, in the order given; parents and unstored are NULL.  Layers of one group are restored
+ * together; flags of layers that share rows, or have no attention, are ignored.  Put every token in every restored
+ * layer, and in no other (KVC_ERR_INVALID).  kvc_put replaces the rows of a restored KVC_CROSS layer; where it is not
+ * called, they stay.  Nothing attends in such a batch: kvc_attend, kvc_plan_new, kvc_dense and those beside it are
+ * KVC_ERR_INVALID.  kvc_commit_kept leaves a sequence as it is if it keeps none of its tokens.  What is replaced takes
+ * memory until the commit, but counts neither for max_seq_len nor, unless an edit copies rows meanwhile, for capacity.
  * Positions that one layer holds and another lacks are gone from that other one, as if they had been evicted: to go on
  * where they would be seen is KVC_ERR_GONE until it is restored as well, or kvc_truncate drops them.  Of a restored
  * layer with a window or chunks, positions that were not given and that the query behind its last row would not see

@@ -443,8 +443,9 @@ class KVCache:
         restored : iterable of int, optional
             Layers whose saved rows the batch restores. Once it is committed, its tokens are all that their sequences
             hold in these layers, in place of what they held there; other layers stay as they are, and get no rows. Give
-            `positions`, in any order, each once per sequence, and no `parents`. Layers of one policy are restored
-            together; those that share rows follow. Nothing attends in such a batch. Rows that one layer has and another
+            `positions`, in any order, and no `parents`. The tokens arrive by rising position, those of a sequence at
+            the same position, as `divide` leaves them, in the order given. Layers of one policy are restored together;
+            those that share rows follow. Nothing attends in such a batch. Rows that one layer has and another
             lacks are as gone as evicted ones until that layer is restored, too, or the sequence is truncated. Whatever
             the strategy, these sequences are stored.
 
@@ -465,7 +466,7 @@ class KVCache:
         ValueError
             If a position or `timeout` is negative, there is no token or more than 16,777,216, `seq_ids` or `parents`
             does not have one entry per token, or a parent is no earlier token of the same sequence; if `restored` names
-            no layer with rows of its own, or not all of a policy, a position is given twice, or `parents` are given.
+            no layer with rows of its own, or not all of a policy, or `parents` are given.
         IndexError
             If `restored` names a layer that does not exist.
         TypeError

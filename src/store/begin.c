@@ -183,8 +183,8 @@ static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch 
         status = check_not_evicted(cache, args->num_tokens, batch->positions, args->seq_ids);
     if (status == KVC_OK) {
         sort_tokens(batch);
-        if (args->restored) status = kvc_restore_begin(batch, args->restored);
-        if (status == KVC_OK) status = kvc_prepare(batch);
+        if (args->restored) kvc_restore_begin(batch, args->restored);
+        status = kvc_prepare(batch);
     }
     if (status != KVC_OK) {
         kvc_discard_batch(batch);

@@ -41,37 +41,28 @@ static int by_value(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Sorts the tokens of a sequence by position, and counts the stretches of consecutive ones.  keys: [num_tokens]. */
-static kvc_status sort_tokens(kvc_batch *batch, kvc_batch_sequence *member, int64_t *keys) {
+/* Sorts the tokens of a sequence by position, those at the same one in the order given, and counts the stretches of
+ * consecutive ones.  keys: [num_tokens]. */
+static void sort_tokens(kvc_batch *batch, kvc_batch_sequence *member, int64_t *keys) {
     int32_t *tokens = batch->order + member->first;
     for (int32_t i = 0; i < member->num_tokens; i++) keys[i] = (int64_t)batch->positions[tokens[i]] << 32 | tokens[i];
     qsort(keys, (size_t)member->num_tokens, sizeof *keys, by_value);
     member->num_stretches = 1;
     for (int32_t i = 0; i < member->num_tokens; i++) {
         tokens[i] = (int32_t)(keys[i] & INT32_MAX);
-        const int32_t position = batch->positions[tokens[i]],
-                      before = i ? batch->positions[tokens[i - 1]] : position - 1;
-        if (position == before)
-            return kvc_fail(KVC_ERR_INVALID,
-                            "positions[%d] is %d, and so is positions[%d], of the same sequence, %lld: a position is "
-                            "restored once",
-                            tokens[i], position, tokens[i - 1], (long long)member->sequence->id);
-        member->num_stretches += position != before + 1;
+        const int32_t position = batch->positions[tokens[i]];
+        member->num_stretches += i && position != batch->positions[tokens[i - 1]] + 1;
     }
-    return KVC_OK;
 }
 
-kvc_status kvc_restore_begin(kvc_batch *batch, const uint8_t *restored) {
+void kvc_restore_begin(kvc_batch *batch, const uint8_t *restored) {
     const kvc_cache *cache = batch->cache;
-    kvc_status status = KVC_OK;
     batch->restored = batch->group_flags;
     for (int32_t g = 0; g < cache->num_groups; g++) batch->restored[g] = 0;
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (restored[i] && has_rows(cache, i)) batch->restored[cache->group_of[i]] = 1;
     int64_t *keys = (void *)batch->runs; /* no runs are listed yet */
-    for (int32_t s = 0; status == KVC_OK && s < batch->num_sequences; s++)
-        status = sort_tokens(batch, &batch->sequences[s], keys);
-    return status;
+    for (int32_t s = 0; s < batch->num_sequences; s++) sort_tokens(batch, &batch->sequences[s], keys);
 }
 
 /* ---- ending ------------------------------------------------------------------------------------------------------ */

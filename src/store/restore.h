@@ -12,9 +12,9 @@
 /* Returns KVC_ERR_INVALID if args->restored, which is not NULL, or what comes with it, is not valid. */
 kvc_status kvc_restore_check(const kvc_cache *cache, const kvc_begin_args *args);
 
-/* Makes a batch with its tokens restore the groups of these layers, and sorts the tokens of each sequence by position.
- * Returns KVC_ERR_INVALID if a sequence has two tokens at one position. */
-kvc_status kvc_restore_begin(kvc_batch *batch, const uint8_t *restored);
+/* Makes a batch with its tokens restore the groups of these layers, and sorts the tokens of each sequence by position,
+ * those at the same one in the order given. */
+void kvc_restore_begin(kvc_batch *batch, const uint8_t *restored);
 
 /* Drops what sequence s of the batch held in the groups that the batch restores. */
 void kvc_restore_drop(const kvc_batch *batch, int32_t s);

@@ -99,6 +99,33 @@ def test_the_window_of_an_earlier_moment():
         assert_alike(cache, seq_id, original, 30)
 
 
+def test_several_tokens_at_one_position():
+    """A divided sequence is restored as it is, and those at a position arrive in the order given."""
+    original, cache = new_cache(rope=False), new_cache(rope=False)
+    feed(original, 0, 30)
+    original.divide(4, 30, 3)
+    saved = [save(original, layer) for layer in range(4)]
+    assert saved[0][0].tolist() == [0, 1, 2, 3, 1, 1, *(at // 3 for at in range(6, 30))]
+    for layers in (FULL, WINDOWS):
+        with cache.batch(positions=saved[layers[0]][0], restored=layers) as batch:
+            for layer in layers:
+                batch.put(layer, *saved[layer][1], layout="HTD")
+    assert cache.next_position() == original.next_position() == 10
+    for layer in range(4):
+        order = np.argsort(saved[layer][0], kind="stable")
+        np.testing.assert_array_equal(cache.positions(layer=layer), saved[layer][0][order])
+        np.testing.assert_array_equal(cache.gather(layer), [x[:, order] for x in saved[layer][1]])
+    x = rows(9, [10], 4)
+    for c in (original, cache):
+        c.fork(0, 1)
+    seen = []
+    for c in (original, cache):
+        with c.batch(positions=[10], seq_ids=[1]) as batch:
+            seen.append([batch.attend(i, x, rows(i, [10]), rows(i, [10])) for i in range(4)])
+    np.testing.assert_allclose(*seen, rtol=1e-6, atol=1e-6)
+    cache.validate()
+
+
 def test_an_abort_leaves_everything():
     cache = new_cache()
     feed(cache, 0, 20)
@@ -145,7 +172,6 @@ def test_whatever_the_strategy_it_is_stored():
         ({"restored": []}, ValueError, r"len\(restored\)=0"),
         ({"restored": 0}, TypeError, "restored=0: a sequence"),
         ({"restored": [0.0]}, TypeError, r"restored\[0\]=0.0: an integer"),
-        ({"restored": FULL, "positions": [3, 3]}, ValueError, r"positions\[1\] is 3, and so is positions\[0\]"),
         ({"restored": FULL, "positions": None, "n": 2}, TypeError, "positions"),
         ({"restored": FULL, "parents": [-1, 0]}, ValueError, "parents"),
     ],

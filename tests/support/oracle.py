@@ -527,8 +527,6 @@ class Batch:
             raise CacheBusyError("a batch is open")
         if restored is not None and cache.capacity is not None and cache.layers and len(positions) > cache.capacity:
             raise CacheFullError("capacity")
-        if restored is not None and len(set(zip(positions, seq_ids, strict=True))) < len(positions):
-            raise ValueError("a position twice")
         for p, s in zip(positions, seq_ids, strict=True):
             if restored is None and cache.misses(p, s):
                 raise RowsGoneError(f"position {p} of sequence {s} sees rows that were evicted, or not restored")
@@ -651,7 +649,7 @@ class Batch:
         for s in replaced:
             for i in self.layers:
                 self.cache.rows[i].pop(s, None)
-        for j in sorted(keep, key=lambda j: j if self.restored is None else self.positions[j]):
+        for j in sorted(keep, key=lambda j: (0 if self.restored is None else self.positions[j], j)):
             s = self.seq_ids[j]
             for i in self.layers:
                 self.cache.rows[i].setdefault(s, []).append(self.rows[i][j])

@@ -178,7 +178,7 @@ static inline void random_commit_kept(pair *p)
     pair_commit_kept(p, kept, num);
 }
 
-/* Tokens that restore one or two sequences: a window of positions, or any, of each, in any order. */
+/* Tokens that restore one or two sequences: a window of positions, or any, of each, in any order, some more than once. */
 static inline int random_restored(const pair *p, int32_t *positions, int64_t *ids)
 {
     int n = 0;
@@ -186,6 +186,7 @@ static inline int random_restored(const pair *p, int32_t *positions, int64_t *id
         int64_t id = random_id();
         int32_t next = next_of(p, find_sequence(p, id)), end = random_int(0, 2) ? next : random_int(0, next + 6);
         int32_t begin = random_int(0, 3) ? end - random_int(1, 12) : random_int(0, 9), holes = random_int(0, 3) == 0;
+        int repeats = random_int(0, 3) == 0;
         if (end > 1000 || count_id(id, n, ids)) /* a sequence that stands far from 0 */
             continue;
         for (int32_t at = begin > 0 ? begin : 0; at < (end ? end : 5) && n < 80; at++) {
@@ -196,6 +197,7 @@ static inline int random_restored(const pair *p, int32_t *positions, int64_t *id
             ids[n++] = ids[to];
             positions[to] = at;
             ids[to] = id;
+            at -= repeats && !random_int(0, 2);
         }
     }
     return n;
