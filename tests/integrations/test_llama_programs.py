@@ -8,6 +8,8 @@ from support import llama_cpp_build, llama_models
 from support.llama_models import text
 from support.llama_server import ENVIRONMENT, USED, Server
 
+from kvcache.layer import DTYPES
+
 BOTH = ("--kvcache", "--no-kvcache")
 WITH_COMMON_OPTIONS = ("server", "completion", "perplexity", "batched-bench")
 
@@ -83,19 +85,25 @@ def test_wrong_options(repository):
     run("bench", "--kvcache", status=1, end="invalid parameter for argument: --kvcache")
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--cache-type-k", "q5_0"], "no support for rows of type q5_0 (use f32, f16, bf16, q8_0 or q4_0)"),
-        (["--cache-type-v", "iq4_nl"], "no support for rows of type iq4_nl (use f32, f16, bf16, q8_0 or q4_0)"),
-    ],
-)
-def test_types_that_are_not_served(repository, options, reason):
-    expected, _ = complete(repository, text(0, 100), *options)
-    said, log = complete(repository, text(0, 100), "--kvcache", *options)
-    assert said == expected
-    assert log.count("not used: ") == log.count(reason) == 1
-    assert "llama_kv_cache: size" in log
+def types_of_llama_cpp():
+    """Return the types that llama.cpp takes for its cache."""
+    said, _ = run("completion", "--help")
+    return re.search(r"-ctk,.*?allowed values: ([\w, ]+)$", said, re.MULTILINE | re.DOTALL)[1].split(", ")
+
+
+def test_types_are_served_if_the_library_has_them(repository):
+    types = types_of_llama_cpp()
+    served = [name for name in DTYPES if name in types]
+    assert {"f16", "q8_0"} < set(served)
+    reason = f"no support for rows of type {{}} (use {', '.join(served[:-1])} or {served[-1]})"
+    for i, name in enumerate(types):
+        options = (("--cache-type-k", "--cache-type-v")[i % 2], name)
+        said, log = complete(repository, text(0, 100), "--kvcache", *options)
+        assert bool(re.search(USED, log)) == (name in served), log
+        assert log.count("not used: ") == log.count(reason.format(name)) == (name not in served)
+        if name not in served:
+            assert "llama_kv_cache: size" in log
+            assert said == complete(repository, text(0, 100), *options)[0]
 
 
 def test_a_model_that_is_not_served_runs_on_the_own_cache(folder):

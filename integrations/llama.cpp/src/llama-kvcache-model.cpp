@@ -12,16 +12,36 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 
 int32_t llama_kvcache_type(ggml_type type) {
-    switch (type) {
-    case GGML_TYPE_F32: return KVC_F32;
-    case GGML_TYPE_F16: return KVC_F16;
-    case GGML_TYPE_BF16: return KVC_BF16;
-    case GGML_TYPE_Q8_0: return KVC_Q8_0;
-    case GGML_TYPE_Q4_0: return KVC_Q4_0;
-    default: return -1;
+    for (int32_t res = 0; kvc_type_name(res); ++res) {
+        if (!strcmp(kvc_type_name(res), ggml_type_name(type))) {
+            return res;
+        }
     }
+
+    return -1;
+}
+
+// names the types that both ggml and the cache have
+static std::string types_served() {
+    std::map<int32_t, std::string> names; // [kvc_type]
+
+    for (int32_t type = 0; type < GGML_TYPE_COUNT; ++type) {
+        names[llama_kvcache_type((ggml_type)type)] = ggml_type_name((ggml_type)type);
+    }
+    names.erase(-1);
+
+    std::string res;
+
+    for (const auto &[type, name] : names) {
+        const char *separator = type == names.begin()->first ? "" : type == names.rbegin()->first ? " or " : ", ";
+
+        res += separator + name;
+    }
+
+    return res;
 }
 
 static const char *const WITHOUT_CACHE = "the model works without a cache";
@@ -244,8 +264,7 @@ std::string llama_kvcache_refusal(const llama_model &model, const llama_memory_p
     }
     for (const ggml_type type : {params.type_k, params.type_v}) {
         if (llama_kvcache_type(type) < 0) {
-            return std::string("no support for rows of type ") + ggml_type_name(type) +
-                   " (use f32, f16, bf16, q8_0 or q4_0)";
+            return std::string("no support for rows of type ") + ggml_type_name(type) + " (use " + types_served() + ")";
         }
     }
 

@@ -66,5 +66,5 @@ std::string llama_kvcache_refusal(const llama_model &model, const llama_memory_p
 llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const llama_memory_params &params,
                                              const llama_cparams &cparams);
 
-// returns the kvc_type of the same bytes, -1 if there is none
+// returns the kvc_type of the same name, and so of the same bytes; -1 if there is none
 int32_t llama_kvcache_type(ggml_type type);
