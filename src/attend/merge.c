@@ -24,15 +24,15 @@ static float add_parts(const kvc_task *t, const results *all, int32_t r, float m
     int32_t p = 1, n;
     do { /* runs once even for a single part, as `out` must be multiplied by the factor */
         float weights[KVC_TILE];
-        const void *rows[KVC_TILE];
+        const float *rows = all->acc + (uint64_t)p * all->stride + row;
         for (n = 0; n < KVC_TILE && p < t->unit->num_parts; n++, p++) {
             const uint64_t part = (uint64_t)p * all->stride;
             weights[n] = rescale_factor(all->max[part + (size_t)r], max);
             sum += weights[n] * all->sum[part + (size_t)r];
-            rows[n] = all->acc + part + row;
         }
-        t->call->kernels->accumulate[KVC_F32](out, (int)stride, &factor, weights, 1, rows, n, plan->v_dim,
-                                              (kvc_ahead){.rows = NULL});
+        t->call->kernels->accumulate[KVC_F32](out, (int)stride, &factor, weights, 1, rows,
+                                              (int64_t)(all->stride * sizeof *rows), n, plan->v_dim,
+                                              (kvc_ahead){.bytes = 0});
         factor = 1;
     } while (p < t->unit->num_parts);
     return sum;

@@ -135,7 +135,8 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     lane->tokens = add_floats(&lane->size, q); /* an int32_t is as large as a float */
     lane->keys = add_floats(&lane->size, t->any_tiled ? (uint64_t)lane->q_stride * KVC_TILE : 0);
     lane->values = add_floats(&lane->size, t->any_tiled ? (uint64_t)lane->acc_stride * KVC_TILE : 0);
-    lane->rotated_keys = add_floats(&lane->size, plan->num_deltas ? (uint64_t)lane->q_stride * KVC_TILE : 0);
+    const int32_t widest = lane->q_stride > lane->acc_stride ? lane->q_stride : lane->acc_stride;
+    lane->rows = add_floats(&lane->size, (uint64_t)widest * KVC_TILE); /* enough for rows of any type */
 }
 
 /* Offsets of a plan's arrays from the beginning of its struct, and the size of the whole, in bytes. */

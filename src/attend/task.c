@@ -96,27 +96,95 @@ static void rotate_query_rows(const kvc_task *t, int32_t delta_index) {
         kvc_rope_rotate(c->rope, angles, t->q + (size_t)r * (size_t)plan->lane.q_stride);
 }
 
-/* Returns the keys of a tile as the kernel is to read them: where they lie or, in a mixed tile, copies in the lane that
- * are decoded and rotated.  rotated: memory for pointers to the copies. */
-static const void *const *keys_for(const kvc_task *t, const kvc_tile *tile, const void *rotated[KVC_TILE]) {
-    const kvc_call *c = t->call;
-    const int32_t dim = c->plan->k_dim, stride = c->plan->lane.q_stride;
-    if (delta_index_of(t, tile) != KVC_MIXED) return tile->k;
-    float *to = t->lane + c->plan->lane.rotated_keys;
-    const kvc_piece *piece = tile->piece;
-    for (int32_t i = 0, offset = tile->offset; i < tile->n; piece++, offset = 0) {
-        const int32_t end = i + (int32_t)kvc_smaller(piece->count - offset, tile->n - i);
-        for (; i < end; i++, to += stride) {
-            c->kernels->convert(c->layer->k_type, KVC_F32, to, 0, tile->k[i], 0, 1, dim);
-            if (piece->delta_index) kvc_rope_rotate_back(c->rope, angles_of(c, piece->delta_index), to);
-            rotated[i] = to;
-        }
-    }
-    for (int32_t i = tile->n; i < KVC_TILE; i++) rotated[i] = rotated[i - 1];
-    return rotated;
+/* ---- rows of a tile, as kernels take them ------------------------------------------------------------------------ */
+
+static void prefetch(const void *p, int64_t bytes) {
+#if defined(__GNUC__)
+    for (int64_t i = 0; i < bytes; i += KVC_CACHE_LINE) __builtin_prefetch((const char *)p + i, 0, 2);
+#else
+    (void)p, (void)bytes;
+#endif
 }
 
-/* Returns the type of the keys that keys_for returns. */
+enum { LEAST_STRETCH = 4 }; /* rows in a stretch, on average, that are not copied */
+
+typedef struct tile_rows {
+    const void *first;
+    int64_t stride;
+} tile_rows;
+
+static int64_t key_bytes(const kvc_tile *tile, int32_t i) {
+    return tile->stretches[i].n * (int64_t)tile->layout->k_row_bytes;
+}
+
+/* Counts the bytes to prefetch: 0 where values are parts of keys. */
+static int64_t value_bytes(const kvc_tile *tile, int32_t i) {
+    return tile->stretches[i].n * (int64_t)tile->layout->v_stored;
+}
+
+/* Returns the keys of a tile or, if `next` is given, the values: where they are if they lie one after the other, else
+ * copied to the lane, stretch by stretch.  Prefetches between these what is read next: the values of the same stretch,
+ * or a stretch of the keys of the tile `next`. */
+static tile_rows gather(const kvc_task *t, const kvc_tile *tile, const kvc_tile *next) {
+    const size_t row_bytes = next ? tile->layout->v_row_bytes : tile->layout->k_row_bytes;
+    uint8_t *const first = (uint8_t *)(t->lane + t->call->plan->lane.rows), *to = first;
+    const int32_t num = tile->num_stretches;
+    if (num == 1) return (tile_rows){next ? tile->stretches->v : tile->stretches->k, (int64_t)row_bytes};
+    for (int32_t i = 0; i < num; i++) {
+        const kvc_stretch *from = &tile->stretches[i];
+        if (!next)
+            prefetch(from->v, value_bytes(tile, i));
+        else if (next->num_stretches > 1 && i < next->num_stretches)
+            prefetch(next->stretches[i].k, key_bytes(next, i));
+        memcpy(to, next ? from->v : from->k, (size_t)from->n * row_bytes);
+        to += (size_t)from->n * row_bytes;
+    }
+    return (tile_rows){first, (int64_t)row_bytes};
+}
+
+/* Decodes the keys of a mixed tile to the lane, and rotates them. */
+static tile_rows rotate_keys(const kvc_task *t, const kvc_tile *tile) {
+    const kvc_call *c = t->call;
+    const int32_t dim = c->plan->k_dim;
+    const int64_t stride = c->plan->lane.q_stride * (int64_t)sizeof(float);
+    float *const first = t->lane + c->plan->lane.rows, *to = first;
+    const kvc_piece *piece = tile->piece;
+    for (int32_t i = 0, count, offset = tile->offset; i < tile->n; i += count, piece++, offset = 0) {
+        count = (int32_t)kvc_smaller(piece->count - offset, tile->n - i);
+        c->kernels->convert(c->layer->k_type, KVC_F32, to, stride, kvc_key_in(tile, piece, offset),
+                            (int64_t)tile->layout->k_row_bytes, count, dim);
+        for (int32_t j = 0; j < count; j++, to += c->plan->lane.q_stride)
+            if (piece->delta_index) kvc_rope_rotate_back(c->rope, angles_of(c, piece->delta_index), to);
+    }
+    return (tile_rows){first, stride};
+}
+
+static tile_rows keys_of(const kvc_task *t, const kvc_tile *tile) {
+    return delta_index_of(t, tile) == KVC_MIXED ? rotate_keys(t, tile) : gather(t, tile, NULL);
+}
+
+/* Return what a kernel is to prefetch: the values of a tile's stretch while it scores, the keys of one of the next tile
+ * while it accumulates. */
+static kvc_ahead values_ahead(const kvc_call *c, const kvc_tile *tile, int32_t i) {
+    return (kvc_ahead){tile->stretches[i].v, value_bytes(tile, i), c->prefetch_level};
+}
+
+static kvc_ahead keys_ahead(const kvc_call *c, const kvc_tile *tile, int32_t i) {
+    if (i >= tile->num_stretches) return (kvc_ahead){.bytes = 0};
+    return (kvc_ahead){tile->stretches[i].k, key_bytes(tile, i), c->prefetch_level};
+}
+
+static const kvc_ahead nothing_ahead = {.bytes = 0};
+
+/* Whether a tile's stretches, of keys or values of a type, are long enough to be read one by one where they lie.  Those
+ * of quantised rows are not: their kernels work on many rows at once, and sums depend on the largest of a tile. */
+static int reads_stretches(const kvc_tile *tile, int type) {
+    return tile->num_stretches == 1 || (type < KVC_FLOAT_TYPES && tile->num_stretches * LEAST_STRETCH <= tile->n);
+}
+
+/* ---- kernels and prepared query rows ----------------------------------------------------------------------------- */
+
+/* Returns the type of the keys that keys_of returns. */
 static int32_t key_type(const kvc_task *t, const kvc_tile *tile) {
     return delta_index_of(t, tile) == KVC_MIXED ? KVC_F32 : t->call->layer->k_type;
 }
@@ -220,33 +288,56 @@ static void compute_weights(const kvc_task *t, kvc_tile *tile) {
 /* ---- one tile ---------------------------------------------------------------------------------------------------- */
 
 /* Attends to the tile `current`.  On the way, takes the tile `next` off the cursor `upcoming`, and prefetches its keys:
- * not earlier, as pointers are best written just before they are followed, because a tile's rows fill the L1 cache. */
+ * not earlier, as stretches are best listed just before they are read, because a tile's rows fill the L1 cache. */
 typedef void attend_tile_fn(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming);
+
+/* Scores a tile, and prefetches its values. */
+static void score_tile(kvc_task *t, const kvc_tile *tile) {
+    const kvc_call *c = t->call;
+    const kvc_plan *plan = c->plan;
+    kvc_score_fn *const score = scorer_of(t, tile)->score;
+    const float *q = query_rows_for(t, tile);
+    const int32_t stride = plan->lane.q_stride;
+    if (delta_index_of(t, tile) == KVC_MIXED || !reads_stretches(tile, c->layer->k_type)) {
+        const tile_rows k = keys_of(t, tile);
+        score(t->scores, q, stride, t->num_query_rows, k.first, k.stride, tile->n, plan->k_dim,
+              tile->num_stretches == 1 ? values_ahead(c, tile, 0) : nothing_ahead);
+        return;
+    }
+    float *scores = t->scores;
+    for (int32_t i = 0; i < tile->num_stretches; scores += tile->stretches[i++].n)
+        score(scores, q, stride, t->num_query_rows, tile->stretches[i].k, (int64_t)tile->layout->k_row_bytes,
+              (int)tile->stretches[i].n, plan->k_dim, values_ahead(c, tile, i));
+}
+
+/* Adds a tile's values, weighted, to acc, and prefetches the keys of the next one. */
+static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, const kvc_tile *next) {
+    const kvc_call *c = t->call;
+    const kvc_plan *plan = c->plan;
+    kvc_accumulate_fn *const accumulate = c->kernels->accumulate[c->layer->v_type];
+    const int32_t stride = plan->lane.acc_stride;
+    if (!reads_stretches(tile, c->layer->v_type)) {
+        const tile_rows v = gather(t, tile, next);
+        accumulate(t->acc, stride, t->factor, t->scores, t->num_query_rows, v.first, v.stride, tile->n, plan->v_dim,
+                   next->num_stretches == 1 ? keys_ahead(c, next, 0) : nothing_ahead);
+        return;
+    }
+    const float *weights = t->scores;
+    for (int32_t i = 0; i < tile->num_stretches; weights += tile->stretches[i++].n) {
+        accumulate(t->acc, stride, t->factor, weights, t->num_query_rows, tile->stretches[i].v,
+                   (int64_t)tile->layout->v_row_bytes, (int)tile->stretches[i].n, plan->v_dim, keys_ahead(c, next, i));
+        for (int32_t r = 0; i == 0 && r < t->num_query_rows; r++) t->factor[r] = 1;
+    }
+    for (int32_t i = tile->num_stretches; i < next->num_stretches; i++)
+        prefetch(next->stretches[i].k, key_bytes(next, i));
+}
 
 /* Attends to a tile for few query rows: each row is read once for all of them. */
 static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
-    const kvc_call *c = t->call;
-    const kvc_plan *plan = c->plan;
-    const void *v[KVC_TILE], *rotated[KVC_TILE];
-    kvc_point_at_values(v, current);
-    const void *const *k = keys_for(t, current, rotated);
-    const kvc_ahead values_ahead = {v, (int)c->layout->v_stored, c->prefetch_level};
-    scorer_of(t, current)
-        ->score(t->scores, query_rows_for(t, current), plan->lane.q_stride, t->num_query_rows, k, current->n,
-                plan->k_dim, values_ahead);
+    score_tile(t, current);
     compute_weights(t, current);
     kvc_next_tile(next, upcoming);
-    const kvc_ahead keys_ahead = {next->n ? next->k : NULL, (int)c->layout->k_row_bytes, c->prefetch_level};
-    c->kernels->accumulate[c->layer->v_type](t->acc, plan->lane.acc_stride, t->factor, t->scores, t->num_query_rows, v,
-                                             current->n, plan->v_dim, keys_ahead);
-}
-
-static void prefetch(const void *p, size_t bytes) {
-#if defined(__GNUC__)
-    for (size_t i = 0; i < bytes; i += KVC_CACHE_LINE) __builtin_prefetch((const char *)p + i, 0, 2);
-#else
-    (void)p, (void)bytes;
-#endif
+    accumulate_tile(t, current, next);
 }
 
 /* A product of matrices: to = from * by or, if adds, to += from * by.  `to` is [query rows][n], `from` [query rows][k],
@@ -259,14 +350,16 @@ typedef struct product {
     int32_t query_rows; /* how many are best multiplied at once */
 } product;
 
-/* Multiplies p->query_rows query rows at a time, and in between prefetches row_bytes bytes of each row of `ahead`. */
-static void multiply(const kvc_task *t, const product *p, const void *const *ahead, int32_t num_ahead,
-                     size_t row_bytes) {
+/* Multiplies p->query_rows query rows at a time, and in between prefetches `ahead`. */
+static void multiply(const kvc_task *t, const product *p, kvc_ahead ahead) {
     const int32_t num = t->num_query_rows;
+    int64_t done = 0;
     for (int32_t r = 0; r < num; r += p->query_rows) {
         const int32_t query_rows = (int32_t)kvc_smaller(num - r, p->query_rows);
-        for (int32_t j = num_ahead * r / num; j < num_ahead * (r + query_rows) / num; j++)
-            prefetch(ahead[j], row_bytes);
+        const int64_t end =
+            kvc_smaller(ahead.bytes, (ahead.bytes / KVC_CACHE_LINE + 1) * (r + query_rows) / num * KVC_CACHE_LINE);
+        prefetch((const char *)ahead.begin + done, end - done);
+        done = end;
         p->matmul(p->to + (size_t)r * (size_t)p->to_stride, p->to_stride, p->from + (size_t)r * (size_t)p->from_stride,
                   p->from_stride, p->by, p->by_stride, query_rows, p->n, p->k, p->adds);
     }
@@ -290,7 +383,6 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     query_rows_for(all, current);
     const kvc_task view = view_that_sees(all, current), *t = &view;
     const kvc_tiler *keys = key_tiler(t, current), *values = &c->kernels->tiler[c->layer->v_type];
-    const void *v[KVC_TILE], *rotated[KVC_TILE];
     const product scores = {.matmul = keys->score,
                             .query_rows = keys->rows,
                             .to = t->scores,
@@ -312,16 +404,17 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
                           .n = plan->v_dim,
                           .k = current->n,
                           .adds = 1};
-    kvc_point_at_values(v, current);
-    keys->pack_keys(t->lane + lane->keys, keys_for(t, current, rotated), current->n, plan->k_dim);
-    multiply(t, &scores, v, current->n, c->layout->v_stored);
+    const tile_rows k = keys_of(t, current);
+    keys->pack_keys(t->lane + lane->keys, k.first, k.stride, current->n, plan->k_dim);
+    multiply(t, &scores, current->num_stretches == 1 ? values_ahead(c, current, 0) : nothing_ahead);
     compute_weights(t, current);
     kvc_next_tile(next, upcoming);
     for (int32_t r = 0; r < t->num_query_rows; r++)
         if (t->factor[r] != 1)
             c->kernels->scale(t->acc + (size_t)r * (size_t)lane->acc_stride, 0, 1, plan->v_dim, t->factor[r]);
-    values->pack_values(t->lane + lane->values, lane->acc_stride, v, current->n, plan->v_dim);
-    multiply(t, &sums, next->k, next->n, c->layout->k_row_bytes);
+    const tile_rows v = gather(t, current, next);
+    values->pack_values(t->lane + lane->values, lane->acc_stride, v.first, v.stride, current->n, plan->v_dim);
+    multiply(t, &sums, next->num_stretches == 1 ? keys_ahead(c, next, 0) : nothing_ahead);
 }
 
 /* ---- the rows of a task ------------------------------------------------------------------------------------------ */
@@ -395,7 +488,7 @@ static void prefetch_keys(const kvc_task *t) {
     kvc_cursor first = first_rows(c, t->index);
     kvc_tile tile;
     kvc_next_tile(&tile, &first);
-    for (int32_t i = 0; i < tile.n; i++) prefetch(tile.k[i], c->layout->k_row_bytes);
+    for (int32_t i = 0; i < tile.num_stretches; i++) prefetch(tile.stretches[i].k, key_bytes(&tile, i));
 }
 
 int kvc_attend_part(kvc_task *t) {

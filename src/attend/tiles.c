@@ -17,33 +17,49 @@ static void open_window(kvc_cursor *c) {
     c->is_mixed = changes >= c->changes_to_mix;
 }
 
+/* Adds n rows, as a stretch or to the last one. */
+static void add_rows(kvc_tile *t, const uint8_t *k, const uint8_t *v, int32_t n) {
+    kvc_stretch *next = &t->stretches[t->num_stretches];
+    if (t->num_stretches) {
+        kvc_stretch *last = next - 1;
+        if (k == last->k + (size_t)last->n * t->layout->k_row_bytes &&
+            v == last->v + (size_t)last->n * t->layout->v_row_bytes) {
+            last->n += n;
+            return;
+        }
+    }
+    *next = (kvc_stretch){k, v, n};
+    t->num_stretches++;
+}
+
 /* Walks over the pieces once, with all that changes in registers: in a cache full of holes, each row is a piece. */
 void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     const kvc_layout *layout = c->layout;
     if (!c->window) open_window(c);
-    const size_t begin = layout->k_offset + (size_t)c->head * layout->head_stride;
+    const size_t head = (size_t)c->head * layout->head_stride;
+    const size_t k_begin = layout->k_offset + head, v_begin = layout->v_offset + head;
     const int32_t most = c->window, is_mixed = c->is_mixed;
     const int32_t delta_index = !most ? 0 : is_mixed ? KVC_MIXED : c->piece->delta_index;
     const kvc_piece *piece = c->piece;
     int32_t offset = c->offset, n = 0, min_position = INT32_MAX, max_position = -1, is_batch = 0;
-    while (n < most && (is_mixed || piece->delta_index == delta_index)) {
-        const int32_t end = n + min32(piece->count - offset, most - n), position = piece->position + offset;
-        const uint8_t *row = (c->buffer_rows ? c->buffer_rows : piece->rows) + begin +
-                             (size_t)(piece->slot + offset) * layout->k_row_bytes;
-        if (position < min_position) min_position = position;
-        if (position + (end - n) > max_position) max_position = position + (end - n) - 1;
-        is_batch = piece->token >= 0;
-        offset += end - n;
-        for (; n < end; n++, row += layout->k_row_bytes) t->k[n] = row;
-        if (offset == piece->count) piece++, offset = 0;
-    }
-    const void *const last = n ? t->k[n - 1] : NULL;
-    for (int32_t i = n; i < KVC_TILE; i++) t->k[i] = last;
     t->layout = layout;
     t->buffer_rows = c->buffer_rows;
     t->piece = c->piece;
     t->offset = c->offset;
     t->head = c->head;
+    t->num_stretches = 0;
+    while (n < most && (is_mixed || piece->delta_index == delta_index)) {
+        const int32_t count = min32(piece->count - offset, most - n), position = piece->position + offset;
+        const uint8_t *rows = c->buffer_rows ? c->buffer_rows : piece->rows;
+        const size_t slot = (size_t)(piece->slot + offset);
+        add_rows(t, rows + k_begin + slot * layout->k_row_bytes, rows + v_begin + slot * layout->v_row_bytes, count);
+        if (position < min_position) min_position = position;
+        if (position + count > max_position) max_position = position + count - 1;
+        is_batch = piece->token >= 0;
+        offset += count;
+        n += count;
+        if (offset == piece->count) piece++, offset = 0;
+    }
     t->n = n;
     t->min_position = min_position;
     t->max_position = max_position;
@@ -56,21 +72,10 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     c->window -= n;
 }
 
-void kvc_point_at_values(const void *v[KVC_TILE], const kvc_tile *t) {
+const uint8_t *kvc_key_in(const kvc_tile *t, const kvc_piece *piece, int32_t offset) {
     const kvc_layout *layout = t->layout;
-    if (layout->k_row_bytes == layout->v_row_bytes) { /* the distance from key to value is the same for every row */
-        for (int32_t i = 0; i < KVC_TILE; i++) v[i] = (const uint8_t *)t->k[i] + (layout->v_offset - layout->k_offset);
-        return;
-    }
-    const size_t begin = layout->v_offset + (size_t)t->head * layout->head_stride;
-    const kvc_piece *piece = t->piece;
-    for (int32_t i = 0, offset = t->offset; i < t->n; piece++, offset = 0) {
-        const int32_t end = i + min32(piece->count - offset, t->n - i);
-        const uint8_t *row = (t->buffer_rows ? t->buffer_rows : piece->rows) + begin +
-                             (size_t)(piece->slot + offset) * layout->v_row_bytes;
-        for (; i < end; i++, row += layout->v_row_bytes) v[i] = row;
-    }
-    for (int32_t i = t->n; i < KVC_TILE; i++) v[i] = v[t->n - 1];
+    return (t->buffer_rows ? t->buffer_rows : piece->rows) + layout->k_offset + (size_t)t->head * layout->head_stride +
+           (size_t)(piece->slot + offset) * layout->k_row_bytes;
 }
 
 void kvc_locate_rows(kvc_tile *t, const int32_t *order) {

@@ -1,6 +1,7 @@
 /* tiles.h: walks the rows of a task in tiles of up to KVC_TILE rows.
  *
- * A tile holds pointers to rows, so that blocks, holes, runs of one slot and shared rows take one path.
+ * A tile lists its rows by stretches that lie one after the other, so that blocks, holes, runs of one slot and shared
+ * rows take one path.  Nearly always it is one stretch.
  */
 #ifndef KVC_TILES_H
 #define KVC_TILES_H
@@ -23,6 +24,12 @@ typedef struct kvc_cursor {
 
 enum { KVC_MIXED = -2 }; /* a delta_index: the keys have several deltas, and are rotated instead of the query rows */
 
+/* Rows whose keys lie one after the other, and so do their values. */
+typedef struct kvc_stretch {
+    const uint8_t *k, *v; /* of the first row */
+    int64_t n;
+} kvc_stretch;
+
 /* Rows side by side in a part, which are attended for together. */
 typedef struct kvc_tile {
     const kvc_layout *layout;
@@ -30,10 +37,11 @@ typedef struct kvc_tile {
     const kvc_piece *piece;
     int32_t offset, head, n; /* index of the first row in the piece; KV head; number of rows */
     int32_t min_position, max_position;
-    int32_t delta_index;     /* the same for all its rows, or KVC_MIXED */
-    int32_t is_batch;        /* whether the last row is the batch's own; then others may be */
-    int32_t is_located;      /* whether kvc_locate_rows has filled in position and token */
-    const void *k[KVC_TILE]; /* keys; past n, the last one again */
+    int32_t delta_index; /* the same for all its rows, or KVC_MIXED */
+    int32_t is_batch;    /* whether the last row is the batch's own; then others may be */
+    int32_t is_located;  /* whether kvc_locate_rows has filled in position and token */
+    int32_t num_stretches;
+    kvc_stretch stretches[KVC_TILE];
     int32_t position[KVC_TILE];
     int32_t token[KVC_TILE]; /* token of the batch; -1: a stored row */
 } kvc_tile;
@@ -42,8 +50,8 @@ typedef struct kvc_tile {
  * changes. n is 0 if no rows are left. */
 void kvc_next_tile(kvc_tile *t, kvc_cursor *c);
 
-/* Points v at the values of a tile; past n, at the last one again. */
-void kvc_point_at_values(const void *v[KVC_TILE], const kvc_tile *t);
+/* Returns the key of row `offset` of one of the tile's pieces. */
+const uint8_t *kvc_key_in(const kvc_tile *t, const kvc_piece *piece, int32_t offset);
 
 /* Fills in the position and the token of each row of a tile, unless that is done.  order: batch->order. */
 void kvc_locate_rows(kvc_tile *t, const int32_t *order);

@@ -91,9 +91,10 @@ typedef struct kvc_round {
 } kvc_round;
 
 /* Where arrays lie in a lane, which is the memory that one running task works in: offsets in floats from its beginning.
- * keys and values are the panels that a tile is packed into. */
+ * keys and values are the panels that a tile is packed into, rows the rows of a tile that do not lie one after the
+ * other, or whose keys are rotated. */
 typedef struct kvc_lane_layout {
-    uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rotated_keys, size;
+    uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, size;
     int32_t q_stride, acc_stride;
 } kvc_lane_layout;
 

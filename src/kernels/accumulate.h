@@ -13,11 +13,11 @@ enum {
 };
 
 /* Adds row j, from column d on, holding its vectors in registers. */
-INLINE void accumulate_step_of_rows(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a, int j,
-                                    int d) {
+INLINE void accumulate_step_of_rows(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a,
+                                    const void *row, int j, int d) {
     vec x[WIDE_VECS];
     UNROLL
-    for (int i = 0; i < num_vecs; i++) x[i] = v_keep(load(type, a->rows[j], d + i * LANES, LANES));
+    for (int i = 0; i < num_vecs; i++) x[i] = v_keep(load(type, row, d + i * LANES, LANES));
     UNROLL
     for (int r = 0; r < num_q; r++) {
         const vec y = v_set(a->weights[r * KVC_TILE + j]);
@@ -27,14 +27,14 @@ INLINE void accumulate_step_of_rows(int type, int num_q, int num_vecs, vec *sums
 }
 
 /* Adds row j, from column d on, holding its weights in registers. */
-INLINE void accumulate_step_of_weights(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a, int j,
-                                       int d) {
+INLINE void accumulate_step_of_weights(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a,
+                                       const void *row, int j, int d) {
     vec y[QUERIES];
     UNROLL
     for (int r = 0; r < num_q; r++) y[r] = v_set(a->weights[r * KVC_TILE + j]);
     UNROLL
     for (int i = 0; i < num_vecs; i++) {
-        const vec x = v_keep(load(type, a->rows[j], d + i * LANES, LANES));
+        const vec x = v_keep(load(type, row, d + i * LANES, LANES));
         UNROLL
         for (int r = 0; r < num_q; r++) sums[r * num_vecs + i] = v_fma(x, y[r], sums[r * num_vecs + i]);
     }
@@ -49,12 +49,13 @@ INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args 
     for (int i = 0; i < num_vecs; i++)
         sums[r * num_vecs + i] =
             v_mul(v_load(a->acc + (ptrdiff_t)r * a->acc_stride + d + i * LANES), v_set(a->factor[r]));
-    for (int j = 0; j < a->n; j++) {
-        prefetch_step(&p);
+    const char *row = a->rows;
+    for (int j = 0; j < a->n; j++, row += a->row_stride) {
+        prefetch_step(&p, lines_of(type, num_vecs));
         if (num_vecs < num_q)
-            accumulate_step_of_rows(type, num_q, num_vecs, sums, a, j, d);
+            accumulate_step_of_rows(type, num_q, num_vecs, sums, a, row, j, d);
         else
-            accumulate_step_of_weights(type, num_q, num_vecs, sums, a, j, d);
+            accumulate_step_of_weights(type, num_q, num_vecs, sums, a, row, j, d);
     }
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
@@ -69,7 +70,8 @@ RARE void accumulate_tail(int type, int num_q, const accumulate_args *a, int d, 
         float *acc = a->acc + (ptrdiff_t)r * a->acc_stride;
         vec sum = v_mul(load(KVC_F32, acc, d, count), v_set(a->factor[r]));
         for (int j = 0; j < a->n; j++)
-            sum = v_fma(load(type, a->rows[j], d, count), v_set(a->weights[r * KVC_TILE + j]), sum);
+            sum = v_fma(load(type, row_at(a->rows, a->row_stride, j), d, count), v_set(a->weights[r * KVC_TILE + j]),
+                        sum);
         store(KVC_F32, acc, d, count, sum);
     }
 }
@@ -90,9 +92,12 @@ INLINE void accumulate_queries(int type, int num_q, accumulate_args *a, kvc_ahea
         return;
     }
     const int most = ACCUMULATORS / num_q, num_vecs = a->dim / LANES, tail = tail_of(type, a->dim);
-    int blocks = 0, d = 0;
-    for (int i = 0; i < num_vecs; i += block_width(num_q, num_vecs - i)) blocks++;
-    a->next = prefetch_begin(next, a->n, blocks * a->n);
+    int lines = 0, d = 0;
+    for (int i = 0, width; i < num_vecs; i += width) {
+        width = block_width(num_q, num_vecs - i);
+        lines += lines_of(type, width);
+    }
+    a->next = prefetch_begin(next, a->rows, lines * a->n);
     for (int i = 0, width; i < num_vecs; i += width, d += width * LANES) {
         width = block_width(num_q, num_vecs - i);
         switch (width) {
@@ -103,19 +108,22 @@ INLINE void accumulate_queries(int type, int num_q, accumulate_args *a, kvc_ahea
         default: accumulate_block(type, num_q, most < WIDE_VECS ? 1 : WIDE_VECS, a, d);
         }
     }
+    prefetch_rest(&a->next);
     if (tail) accumulate_tail(type, num_q, a, d, tail);
 }
 
 /* Is a kvc_accumulate_fn once the type is a constant. */
 INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
-                       const void *const *rows, int n, int dim, kvc_ahead next) {
-    const void *padded[KVC_TILE];
-    if (type >= KVC_FLOAT_TYPES) rows = pad_rows(rows, n, padded);
-    for (int r = 0; r < num_q; r += QUERIES, next.rows = NULL) { /* the first queries prefetch everything */
+                       const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {
+    const void *list[KVC_TILE];
+    if (type >= KVC_FLOAT_TYPES) list_rows(list, rows, row_stride, n);
+    for (int r = 0; r < num_q; r += QUERIES, next.bytes = 0) { /* the first queries prefetch everything */
         accumulate_args a = {.acc = acc + (ptrdiff_t)r * acc_stride,
                              .factor = factor + r,
                              .weights = weights + r * KVC_TILE,
                              .rows = rows,
+                             .row_stride = row_stride,
+                             .list = list,
                              .acc_stride = acc_stride,
                              .n = n,
                              .dim = dim};

@@ -49,7 +49,7 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, const ac
                                  int num_blocks) {
     float scales[KVC_TILE];
     for (int b = 0; b < num_blocks; b++) {
-        const float zero_or_nan = load_scales(scales, a->rows, n, bytes_of(type, d + b * KVC_QUANT_ELEMENTS));
+        const float zero_or_nan = load_scales(scales, a->list, n, bytes_of(type, d + b * KVC_QUANT_ELEMENTS));
         for (int r = 0; r < num_q; r++) {
             const float largest = round_products(w->weights[b][r], a->weights + r * KVC_TILE, scales);
             const float units = (float)(type == KVC_Q8_0 ? INT16_MAX : 16 * INT16_MAX); /* 16: see i_load_pairs */
@@ -70,8 +70,8 @@ INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, int d, i
     for (int r = 0; r < 2 * num_q; r++) sums[r] = i_zero();
     for (int j = 0; j < a->n; j += 2) {
         ivec x[2];
-        prefetch_step(&p);
-        i_load_pairs(type, x, (const char *)a->rows[j] + at, (const char *)a->rows[j + 1] + at);
+        prefetch_step(&p, 1);
+        i_load_pairs(type, x, (const char *)a->list[j] + at, (const char *)a->list[j + 1] + at);
         UNROLL
         for (int r = 0; r < num_q; r++) {
             const ivec w = i_set_pair(&weights[r][j]);
@@ -90,11 +90,11 @@ INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, int d, i
     a->next = p;
 }
 
-/* Sums all columns of the rows, padded by pad_rows, for num_q <= QUERIES queries. */
+/* Sums all columns of the rows for num_q <= QUERIES queries. */
 INLINE void accumulate_quantised(int type, int num_q, accumulate_args *a, kvc_ahead next) {
     const int padded = padded_rows(a->n);
     block_weights w;
-    a->next = prefetch_begin(next, a->n, a->dim / (2 * LANES) * ((a->n + 1) / 2));
+    a->next = prefetch_begin(next, a->rows, a->dim / (2 * LANES) * ((a->n + 1) / 2));
     for (int d = 0; d < a->dim; d += KVC_QUANT_ELEMENTS) {
         const int b = d / KVC_QUANT_ELEMENTS % WEIGHT_BLOCKS;
         if (b == 0)
@@ -103,4 +103,5 @@ INLINE void accumulate_quantised(int type, int num_q, accumulate_args *a, kvc_ah
         for (int c = 0; c < KVC_QUANT_ELEMENTS; c += 2 * LANES)
             accumulate_columns(type, num_q, a, d, c, (const int16_t (*)[KVC_TILE])w.weights[b], w.unit[b]);
     }
+    prefetch_rest(&a->next);
 }

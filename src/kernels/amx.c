@@ -78,12 +78,12 @@ INLINE void store_transposed(float *to, vec x[LANES]) {
 }
 
 /* Packs chunk c of rows [j, j + LANES) into the panel of keys. */
-INLINE void pack_chunk(int type, float *dst, const void *const *rows, int j, int c) {
+INLINE void pack_chunk(int type, float *dst, const void *rows, int64_t row_stride, int j, int c) {
     vec upper[LANES], lower[LANES];
     UNROLL
     for (int i = 0; i < LANES; i++) {
-        const parts both =
-            split(load(type, rows[j + i], c * CHUNK, LANES), load(type, rows[j + i], c * CHUNK + LANES, LANES));
+        const parts both = split(load(type, row_at(rows, row_stride, j + i), c * CHUNK, LANES),
+                                 load(type, row_at(rows, row_stride, j + i), c * CHUNK + LANES, LANES));
         upper[i] = _mm512_castsi512_ps(both.upper);
         lower[i] = _mm512_castsi512_ps(both.lower);
     }
@@ -93,13 +93,13 @@ INLINE void pack_chunk(int type, float *dst, const void *const *rows, int j, int
 }
 
 /* Packs a chunk that ends past row n or element dim. */
-RARE void pack_chunk_edge(int type, float *dst, const void *const *rows, int n, int j, int c, int dim) {
+RARE void pack_chunk_edge(int type, float *dst, const void *rows, int64_t row_stride, int n, int j, int c, int dim) {
     vec upper[LANES], lower[LANES];
     for (int i = 0; i < LANES; i++) {
         upper[i] = lower[i] = v_zero();
         if (j + i >= n) continue;
-        const parts both = split(load_or_zero(type, rows[j + i], c * CHUNK, dim),
-                                 load_or_zero(type, rows[j + i], c * CHUNK + LANES, dim));
+        const parts both = split(load_or_zero(type, row_at(rows, row_stride, j + i), c * CHUNK, dim),
+                                 load_or_zero(type, row_at(rows, row_stride, j + i), c * CHUNK + LANES, dim));
         upper[i] = _mm512_castsi512_ps(both.upper);
         lower[i] = _mm512_castsi512_ps(both.lower);
     }
@@ -109,22 +109,23 @@ RARE void pack_chunk_edge(int type, float *dst, const void *const *rows, int n, 
 }
 
 /* Is a kvc_pack_keys_fn once the type is a constant. */
-INLINE void pack_keys_in_parts(int type, float *dst, const void *const *rows, int n, int dim) {
+INLINE void pack_keys_in_parts(int type, float *dst, const void *rows, int64_t row_stride, int n, int dim) {
     for (int j = 0; j < KVC_TILE; j += LANES)
         for (int c = 0; c < chunks_of(dim); c++)
             if (j + LANES <= n && (c + 1) * CHUNK <= dim)
-                pack_chunk(type, dst, rows, j, c);
+                pack_chunk(type, dst, rows, row_stride, j, c);
             else
-                pack_chunk_edge(type, dst, rows, n, j, c, dim);
+                pack_chunk_edge(type, dst, rows, row_stride, n, j, c, dim);
 }
 
 /* Is a kvc_pack_values_fn once the type is a constant. */
-INLINE void pack_values_in_parts(int type, float *dst, int dst_stride, const void *const *rows, int n, int dim) {
+INLINE void pack_values_in_parts(int type, float *dst, int dst_stride, const void *rows, int64_t row_stride, int n,
+                                 int dim) {
     for (int j = 0; j < chunks_of(n) * CHUNK; j += 2) {
         float *to = dst + (ptrdiff_t)(j / CHUNK * CHUNK + j % CHUNK / 2) * dst_stride;
         for (int d = 0; d < dim; d += LANES) {
-            const vec x = j < n ? load_or_zero(type, rows[j], d, dim) : v_zero();
-            const vec y = j + 1 < n ? load_or_zero(type, rows[j + 1], d, dim) : v_zero();
+            const vec x = j < n ? load_or_zero(type, row_at(rows, row_stride, j), d, dim) : v_zero();
+            const vec y = j + 1 < n ? load_or_zero(type, row_at(rows, row_stride, j + 1), d, dim) : v_zero();
             const parts both = split(x, y);
             _mm512_storeu_si512(to + d, pair_halves(both.upper));
             if (type != KVC_BF16) _mm512_storeu_si512(to + TILE_ROWS * dst_stride + d, pair_halves(both.lower));
@@ -263,14 +264,14 @@ TARGET static void kvc_prepare_parts_amx(float *q, int q_stride, int num_q, int 
     for (int r = 0; r < num_q; r++) split_row(q + (ptrdiff_t)r * q_stride, q + (ptrdiff_t)r * q_stride, dim, scale);
 }
 
-#define DEFINE_PACK_KEYS_IN_PARTS(name, type)                                      \
-    TARGET static void name(float *dst, const void *const *rows, int n, int dim) { \
-        pack_keys_in_parts(type, dst, rows, n, dim);                               \
+#define DEFINE_PACK_KEYS_IN_PARTS(name, type)                                                   \
+    TARGET static void name(float *dst, const void *rows, int64_t row_stride, int n, int dim) { \
+        pack_keys_in_parts(type, dst, rows, row_stride, n, dim);                                \
     }
 
-#define DEFINE_PACK_VALUES_IN_PARTS(name, type)                                                    \
-    TARGET static void name(float *dst, int dst_stride, const void *const *rows, int n, int dim) { \
-        pack_values_in_parts(type, dst, dst_stride, rows, n, dim);                                 \
+#define DEFINE_PACK_VALUES_IN_PARTS(name, type)                                                                 \
+    TARGET static void name(float *dst, int dst_stride, const void *rows, int64_t row_stride, int n, int dim) { \
+        pack_values_in_parts(type, dst, dst_stride, rows, row_stride, n, dim);                                  \
     }
 
 #define DEFINE_MULTIPLY_PARTS(name, num_parts, is_split)                                                              \

@@ -33,9 +33,9 @@ TARGET void kvc_prepare_bf16_avx512bf16(float *q, int q_stride, int num_q, int d
     prepare_bf16(q, q_stride, num_q, dim, scale);
 }
 
-TARGET void kvc_score_bf16_avx512bf16(float *scores, const float *q, int q_stride, int num_q, const void *const *rows,
-                                      int n, int dim, kvc_ahead next) {
-    score(KVC_BF16, KVC_BF16, scores, q, q_stride, num_q, rows, n, dim, next);
+TARGET void kvc_score_bf16_avx512bf16(float *scores, const float *q, int q_stride, int num_q, const void *rows,
+                                      int64_t row_stride, int n, int dim, kvc_ahead next) {
+    score(KVC_BF16, KVC_BF16, scores, q, q_stride, num_q, rows, row_stride, n, dim, next);
 }
 
 const kvc_kernels kvc_kernels_avx512bf16 = {

@@ -81,6 +81,10 @@ INLINE size_t bytes_of(int type, int i) {
     return (size_t)i * (type == KVC_F32 ? sizeof(float) : sizeof(uint16_t));
 }
 
+INLINE const void *row_at(const void *rows, int64_t row_stride, int64_t j) {
+    return (const char *)rows + j * row_stride;
+}
+
 /* Counts the last elements of a row, which fill no vector. */
 INLINE int tail_of(int type, int dim) { return type < KVC_FLOAT_TYPES ? dim % LANES : 0; }
 

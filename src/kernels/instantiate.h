@@ -12,18 +12,18 @@
         convert(from, to, dst, dst_stride, src, src_stride, num_rows, dim);                                \
     }
 
-#define DEFINE_SCORE(name, type)                                                                                      \
-    extern kvc_score_fn name;                                                                                         \
-    TARGET void name(float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n, int dim, \
-                     kvc_ahead next) {                                                                                \
-        score(type, KVC_F32, scores, q, q_stride, num_q, rows, n, dim, next);                                         \
+#define DEFINE_SCORE(name, type)                                                                                   \
+    extern kvc_score_fn name;                                                                                      \
+    TARGET void name(float *scores, const float *q, int q_stride, int num_q, const void *rows, int64_t row_stride, \
+                     int n, int dim, kvc_ahead next) {                                                             \
+        score(type, KVC_F32, scores, q, q_stride, num_q, rows, row_stride, n, dim, next);                          \
     }
 
 #define DEFINE_ACCUMULATE(name, type)                                                                  \
     extern kvc_accumulate_fn name;                                                                     \
     TARGET void name(float *acc, int acc_stride, const float *factor, const float *weights, int num_q, \
-                     const void *const *rows, int n, int dim, kvc_ahead next) {                        \
-        accumulate(type, acc, acc_stride, factor, weights, num_q, rows, n, dim, next);                 \
+                     const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {           \
+        accumulate(type, acc, acc_stride, factor, weights, num_q, rows, row_stride, n, dim, next);     \
     }
 
 #define DEFINE_PREPARE(name, type)                                              \
@@ -32,14 +32,16 @@
         prepare(type, q, q_stride, num_q, dim, scale);                          \
     }
 
-#define DEFINE_PACK_KEYS(name, type) \
-    extern kvc_pack_keys_fn name;    \
-    TARGET void name(float *dst, const void *const *rows, int n, int dim) { pack_keys(type, dst, rows, n, dim); }
+#define DEFINE_PACK_KEYS(name, type)                                                     \
+    extern kvc_pack_keys_fn name;                                                        \
+    TARGET void name(float *dst, const void *rows, int64_t row_stride, int n, int dim) { \
+        pack_keys(type, dst, rows, row_stride, n, dim);                                  \
+    }
 
-#define DEFINE_PACK_VALUES(name, type)                                                      \
-    extern kvc_pack_values_fn name;                                                         \
-    TARGET void name(float *dst, int dst_stride, const void *const *rows, int n, int dim) { \
-        pack_values(type, dst, dst_stride, rows, n, dim);                                   \
+#define DEFINE_PACK_VALUES(name, type)                                                                   \
+    extern kvc_pack_values_fn name;                                                                      \
+    TARGET void name(float *dst, int dst_stride, const void *rows, int64_t row_stride, int n, int dim) { \
+        pack_values(type, dst, dst_stride, rows, row_stride, n, dim);                                    \
     }
 
 #define DEFINE_SCALE(name)                                                      \

@@ -1,8 +1,8 @@
 /* kernels.h: the loops over rows, one table of them per instruction set.
  *
- * A kernel knows nothing of sequences, policies or blocks: it gets pointers to rows.  All are serial, allocate
- * nothing and read no byte outside the rows they are given.  Element types here are kvc_type; f32 accumulators.  Where
- * a type is quantised, dim is a multiple of KVC_QUANT_ELEMENTS.
+ * A kernel knows nothing of sequences, policies or blocks: it gets rows that lie one after the other.  All are serial,
+ * allocate nothing and read no byte outside the rows they are given.  Element types here are kvc_type; f32
+ * accumulators.  Where a type is quantised, dim is a multiple of KVC_QUANT_ELEMENTS.
  *
  *   scalar.c          plain C, no vectors: what the others are tested against.  Keep it.
  *   avx2.c avx512.c avx512vnni.c avx512bf16.c amx.c neon.c     a set each: its kernels by name, and its table
@@ -48,17 +48,20 @@ typedef void kvc_convert_fn(int from, int to, void *dst, int64_t dst_stride, con
  * Rows are padded to a multiple of KVC_LANES. */
 typedef void kvc_prepare_fn(float *q, int q_stride, int num_q, int dim, float scale);
 
-/* Rows that will be read next.  A kernel that works on n rows prefetches n of them, `bytes` bytes of each. */
+/* The rows of a tile lie one after the other: rows[j] is the row at rows + j * row_stride, a number of bytes. */
+
+/* Memory that will be read next, which a kernel prefetches while it works. */
 typedef struct kvc_ahead {
-    const void *const *rows; /* NULL: prefetch nothing */
-    int bytes;
-    int level; /* level of the cache to bring them into: 1 or 2 */
+    const void *begin;
+    int64_t bytes; /* 0: prefetch nothing */
+    int level;     /* level of the cache to bring it into: 1 or 2 */
 } kvc_ahead;
 
 /* scores[r * KVC_TILE + j] = q[r] . rows[j] for r < num_q, j < n <= KVC_TILE.  q: prepared, rows q_stride floats apart.
- * scores[r * KVC_TILE + j] for j past n may be overwritten.  Each row is read from memory once for all q. */
-typedef void kvc_score_fn(float *scores, const float *q, int q_stride, int num_q, const void *const *rows, int n,
-                          int dim, kvc_ahead next);
+ * Where rows are quantised, scores[r * KVC_TILE + j] for j past n may be overwritten.  Each row is read from memory
+ * once for all q. */
+typedef void kvc_score_fn(float *scores, const float *q, int q_stride, int num_q, const void *rows, int64_t row_stride,
+                          int n, int dim, kvc_ahead next);
 
 typedef struct kvc_scorer {
     kvc_prepare_fn *prepare;
@@ -66,9 +69,9 @@ typedef struct kvc_scorer {
 } kvc_scorer;
 
 /* acc[r * acc_stride + d] = acc[...] * factor[r] + sum over j < n of weights[r * KVC_TILE + j] * rows[j][d]
- * for r < num_q, d < dim.  weights[r * KVC_TILE + j] are 0 for j past n. */
+ * for r < num_q, d < dim.  Where rows are quantised, weights[r * KVC_TILE + j] are 0 for j past n. */
 typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
-                               const void *const *rows, int n, int dim, kvc_ahead next);
+                               const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next);
 
 /* One step of the online softmax of num_q query rows, over scores[r * KVC_TILE + j], j < n <= KVC_TILE.  With m the
  * larger of max[r] and the row's largest score: scores become exp(score - m), sum[r] becomes sum[r] * exp(max[r] - m) +
@@ -85,11 +88,11 @@ typedef void kvc_matmul_fn(float *c, int ldc, const float *a, int lda, const flo
 
 /* Packs n <= KVC_TILE rows into the panel of k = dim that query rows are multiplied by: dst[d * KVC_TILE + j] =
  * rows[j][d] as f32; columns n .. KVC_TILE become 0. */
-typedef void kvc_pack_keys_fn(float *dst, const void *const *rows, int n, int dim);
+typedef void kvc_pack_keys_fn(float *dst, const void *rows, int64_t row_stride, int n, int dim);
 
 /* Packs them into the panel of k = n that weights are multiplied by: dst[j * dst_stride + d] = rows[j][d] as f32
  * (dst_stride in floats; what lies between dim and the next multiple of KVC_LANES becomes 0). */
-typedef void kvc_pack_values_fn(float *dst, int dst_stride, const void *const *rows, int n, int dim);
+typedef void kvc_pack_values_fn(float *dst, int dst_stride, const void *rows, int64_t row_stride, int n, int dim);
 
 /* How a tile of rows is multiplied by many query rows.  These functions may give prepared rows and panels a form of
  * their own in the same place, with k rounded up to a multiple of KVC_CHUNK: panels and query rows have space for it,

@@ -61,38 +61,39 @@ INLINE void matmul_rows(float *c, int ldc, const float *a, int lda, const float 
 }
 
 /* Packs elements [d, d + LANES) of rows [j, j + LANES): transposes them. */
-INLINE void pack_keys_block(int type, float *dst, const void *const *rows, int j, int d) {
+INLINE void pack_keys_block(int type, float *dst, const void *rows, int64_t row_stride, int j, int d) {
     vec x[LANES];
     UNROLL
-    for (int i = 0; i < LANES; i++) x[i] = load(type, rows[j + i], d, LANES);
+    for (int i = 0; i < LANES; i++) x[i] = load(type, row_at(rows, row_stride, j + i), d, LANES);
     v_transpose(x);
     UNROLL
     for (int i = 0; i < LANES; i++) v_store(dst + (d + i) * KVC_TILE + j, x[i]);
 }
 
 /* Packs a block that has only `count` elements, or rows past n: these become 0. */
-RARE void pack_keys_edge(int type, float *dst, const void *const *rows, int n, int j, int d, int count) {
+RARE void pack_keys_edge(int type, float *dst, const void *rows, int64_t row_stride, int n, int j, int d, int count) {
     vec x[LANES];
-    for (int i = 0; i < LANES; i++) x[i] = j + i < n ? load(type, rows[j + i], d, count) : v_zero();
+    for (int i = 0; i < LANES; i++) x[i] = j + i < n ? load(type, row_at(rows, row_stride, j + i), d, count) : v_zero();
     v_transpose(x);
     for (int i = 0; i < count; i++) v_store(dst + (d + i) * KVC_TILE + j, x[i]);
 }
 
-INLINE void pack_keys(int type, float *dst, const void *const *rows, int n, int dim) {
+INLINE void pack_keys(int type, float *dst, const void *rows, int64_t row_stride, int n, int dim) {
     for (int j = 0; j < KVC_TILE; j += LANES)
         for (int d = 0; d < dim; d += LANES)
             if (j + LANES <= n && d + LANES <= dim)
-                pack_keys_block(type, dst, rows, j, d);
+                pack_keys_block(type, dst, rows, row_stride, j, d);
             else
-                pack_keys_edge(type, dst, rows, n, j, d, smaller(LANES, dim - d));
+                pack_keys_edge(type, dst, rows, row_stride, n, j, d, smaller(LANES, dim - d));
 }
 
-INLINE void pack_values(int type, float *dst, int dst_stride, const void *const *rows, int n, int dim) {
+INLINE void pack_values(int type, float *dst, int dst_stride, const void *rows, int64_t row_stride, int n, int dim) {
     int padded = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
     for (int j = 0; j < n; j++) {
         float *row = dst + (ptrdiff_t)j * dst_stride;
         int d = 0;
-        for (; d + LANES <= dim; d += LANES) v_store(row + d, load(type, rows[j], d, LANES));
-        for (; d < padded; d += LANES) v_store(row + d, d < dim ? load(type, rows[j], d, dim - d) : v_zero());
+        for (; d + LANES <= dim; d += LANES) v_store(row + d, load(type, row_at(rows, row_stride, j), d, LANES));
+        for (; d < padded; d += LANES)
+            v_store(row + d, d < dim ? load(type, row_at(rows, row_stride, j), d, dim - d) : v_zero());
     }
 }

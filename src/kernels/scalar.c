@@ -167,6 +167,10 @@ static void store_block(int type, void *row, int i, const float x[KVC_QUANT_ELEM
         store_q4_0(block, x);
 }
 
+static const void *row_at(const void *rows, int64_t row_stride, int64_t j) {
+    return (const char *)rows + j * row_stride;
+}
+
 /* ---- kernels over rows of any type ------------------------------------------------------------------------------ */
 
 static void quantise(int from, int to, void *dst_row, const void *src_row, int dim) {
@@ -192,38 +196,42 @@ static void convert(int from, int to, void *dst, int64_t dst_stride, const void 
 }
 
 /* Takes all queries as f32, and prefetches nothing. */
-static void score(int type, int q_type, float *scores, const float *q, int q_stride, int num_q, const void *const *rows,
-                  int n, int dim, kvc_ahead next) {
+static void score(int type, int q_type, float *scores, const float *q, int q_stride, int num_q, const void *rows,
+                  int64_t row_stride, int n, int dim, kvc_ahead next) {
     (void)q_type, (void)next;
     for (int r = 0; r < num_q; r++) {
         for (int j = 0; j < n; j++) {
             float sum = 0;
-            for (int d = 0; d < dim; d++) sum += q[(ptrdiff_t)r * q_stride + d] * load(type, rows[j], d);
+            for (int d = 0; d < dim; d++)
+                sum += q[(ptrdiff_t)r * q_stride + d] * load(type, row_at(rows, row_stride, j), d);
             scores[r * KVC_TILE + j] = sum;
         }
     }
 }
 
 static void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
-                       const void *const *rows, int n, int dim, kvc_ahead next) {
+                       const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {
     (void)next;
     for (int r = 0; r < num_q; r++) {
         float *sum = acc + (ptrdiff_t)r * acc_stride;
         for (int d = 0; d < dim; d++) sum[d] *= factor[r];
         for (int j = 0; j < n; j++)
-            for (int d = 0; d < dim; d++) sum[d] += weights[r * KVC_TILE + j] * load(type, rows[j], d);
+            for (int d = 0; d < dim; d++)
+                sum[d] += weights[r * KVC_TILE + j] * load(type, row_at(rows, row_stride, j), d);
     }
 }
 
-static void pack_keys(int type, float *dst, const void *const *rows, int n, int dim) {
+static void pack_keys(int type, float *dst, const void *rows, int64_t row_stride, int n, int dim) {
     for (int d = 0; d < dim; d++)
-        for (int j = 0; j < KVC_TILE; j++) dst[d * KVC_TILE + j] = j < n ? load(type, rows[j], d) : 0;
+        for (int j = 0; j < KVC_TILE; j++)
+            dst[d * KVC_TILE + j] = j < n ? load(type, row_at(rows, row_stride, j), d) : 0;
 }
 
-static void pack_values(int type, float *dst, int dst_stride, const void *const *rows, int n, int dim) {
+static void pack_values(int type, float *dst, int dst_stride, const void *rows, int64_t row_stride, int n, int dim) {
     int padded = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
     for (int j = 0; j < n; j++)
-        for (int d = 0; d < padded; d++) dst[(ptrdiff_t)j * dst_stride + d] = d < dim ? load(type, rows[j], d) : 0;
+        for (int d = 0; d < padded; d++)
+            dst[(ptrdiff_t)j * dst_stride + d] = d < dim ? load(type, row_at(rows, row_stride, j), d) : 0;
 }
 
 /* ---- kernels over f32 ------------------------------------------------------------------------------------------- */

@@ -13,12 +13,12 @@ INLINE int vectors_per_step(int type, int num_q) {
 }
 
 /* Adds the products of elements [d, d + LANES), holding the rows' in registers. */
-INLINE void score_step_of_rows(int type, int num_q, int num_rows, vec *sums, const score_args *a,
-                               const void *const *rows, int d) {
+INLINE void score_step_of_rows(int type, int num_q, int num_rows, vec *sums, const score_args *a, const void *rows,
+                               int64_t row_stride, int d) {
     const int stride = sums_stride(num_rows);
     vec x[MAX_BLOCK_ROWS];
     UNROLL
-    for (int j = 0; j < num_rows; j++) x[j] = v_keep(load(type, rows[j], d, LANES));
+    for (int j = 0; j < num_rows; j++) x[j] = v_keep(load(type, row_at(rows, row_stride, j), d, LANES));
     UNROLL
     for (int r = 0; r < num_q; r++) {
         const vec y = v_keep(v_load(a->q + (ptrdiff_t)r * a->q_stride + d));
@@ -29,7 +29,7 @@ INLINE void score_step_of_rows(int type, int num_q, int num_rows, vec *sums, con
 
 /* Adds the products of elements [d, d + num_vecs * LANES), holding the queries' in registers. */
 INLINE void score_step_of_queries(int type, int num_q, int num_rows, int num_vecs, vec *sums, const score_args *a,
-                                  const void *const *rows, int d) {
+                                  const void *rows, int64_t row_stride, int d) {
     const int stride = sums_stride(num_rows);
     vec y[QUERIES][MAX_STEP];
     UNROLL
@@ -38,30 +38,30 @@ INLINE void score_step_of_queries(int type, int num_q, int num_rows, int num_vec
     UNROLL
     for (int j = 0; j < num_rows; j++) UNROLL
     for (int i = 0; i < num_vecs; i++) {
-        const vec x = v_keep(load(type, rows[j], d + i * LANES, LANES));
+        const vec x = v_keep(load(type, row_at(rows, row_stride, j), d + i * LANES, LANES));
         UNROLL
         for (int r = 0; r < num_q; r++) sums[r * stride + j] = v_fma(x, y[r][i], sums[r * stride + j]);
     }
 }
 
 INLINE void score_step(int type, int num_q, int num_rows, int num_vecs, vec *sums, const score_args *a,
-                       const void *const *rows, int d) {
+                       const void *rows, int64_t row_stride, int d) {
     if (num_rows < num_q) /* and num_vecs is 1 */
-        score_step_of_rows(type, num_q, num_rows, sums, a, rows, d);
+        score_step_of_rows(type, num_q, num_rows, sums, a, rows, row_stride, d);
     else
-        score_step_of_queries(type, num_q, num_rows, num_vecs, sums, a, rows, d);
+        score_step_of_queries(type, num_q, num_rows, num_vecs, sums, a, rows, row_stride, d);
 }
 
 /* Adds the products of all elements that fill vectors. */
-INLINE void score_vectors(int type, int num_q, int num_rows, vec *sums, const score_args *a, const void *const *rows,
-                          prefetcher *next) {
+INLINE void score_vectors(int type, int num_q, int num_rows, vec *sums, const score_args *a, const void *rows,
+                          int64_t row_stride, prefetcher *next) {
     const int step = vectors_per_step(type, num_q) * LANES;
     int d = 0;
     for (; d + step <= a->dim; d += step) {
-        prefetch_step(next);
-        score_step(type, num_q, num_rows, step / LANES, sums, a, rows, d);
+        prefetch_step(next, lines_of(type, num_rows * step / LANES));
+        score_step(type, num_q, num_rows, step / LANES, sums, a, rows, row_stride, d);
     }
-    if (step > LANES && d + LANES <= a->dim) score_step(type, num_q, num_rows, 1, sums, a, rows, d);
+    if (step > LANES && d + LANES <= a->dim) score_step(type, num_q, num_rows, 1, sums, a, rows, row_stride, d);
 }
 
 /* Copies `count` totals of each query into the tile. */
@@ -70,78 +70,88 @@ INLINE void copy_totals(int num_q, int count, float *scores, const float *totals
     for (int r = 0; r < num_q; r++) memcpy(scores + r * KVC_TILE, totals + r * stride, (size_t)count * sizeof *totals);
 }
 
-/* Stores the scores of rows [first, first + num_rows): a whole stride, which one instruction copies, where the tile
- * does not end before that. */
-INLINE void store_scores(int num_q, int num_rows, float *scores, int first, const vec *sums) {
-    const int stride = sums_stride(num_rows);
-    float totals[MAX_SUMS];
-    UNROLL
-    for (int i = 0; i < num_q * stride; i += LANES) v_store(totals + i, v_sums(sums + i));
-    if (first + stride <= KVC_TILE)
-        copy_totals(num_q, stride, scores + first, totals, stride);
-    else
-        copy_totals(num_q, num_rows, scores + first, totals, stride);
+/* Returns what the scores of queries prepared as bf16 are multiplied by: it follows the elements of each
+ * (score_bf16.h). */
+INLINE vec scale_of(const score_args *a) {
+    float scale;
+    memcpy(&scale, (const char *)a->q + bytes_of(KVC_BF16, a->dim), sizeof scale);
+    return v_set(scale);
 }
 
-/* Scores rows [first, first + num_rows).  q_type: KVC_BF16 if queries were prepared as bf16, else KVC_F32. */
+/* Stores the scores of rows [first, first + num_rows): a whole stride, which one instruction copies, where the rows do
+ * not end before that; of a repeated row, one. */
+INLINE void store_scores(int q_type, int num_q, int num_rows, const score_args *a, int first, const vec *sums) {
+    const int stride = sums_stride(num_rows);
+    float totals[MAX_SUMS], *scores = a->scores + first;
+    UNROLL
+    for (int i = 0; i < num_q * stride; i += LANES)
+        v_store(totals + i, q_type == KVC_BF16 ? v_mul(v_sums(sums + i), scale_of(a)) : v_sums(sums + i));
+    if (first + stride <= a->n)
+        copy_totals(num_q, stride, scores, totals, stride);
+    else if (a->n < num_rows)
+        copy_totals(num_q, 1, scores, totals, stride);
+    else
+        copy_totals(num_q, num_rows, scores, totals, stride);
+}
+
+/* Scores num_rows rows from row `first` on, row_stride bytes apart.  q_type: KVC_BF16 if queries were prepared as bf16,
+ * else KVC_F32. */
 INLINE void score_block(int type, int q_type, int num_q, int num_rows, const score_args *a, int first,
-                        prefetcher *next) {
+                        int64_t row_stride, prefetcher *next) {
+    const void *rows = row_at(a->rows, a->row_stride, first);
     vec sums[MAX_SUMS];
     UNROLL
     for (int i = 0; i < MAX_SUMS; i++) sums[i] = v_zero();
-    if (q_type == KVC_F32) score_vectors(type, num_q, num_rows, sums, a, a->rows + first, next);
+    if (q_type == KVC_F32) score_vectors(type, num_q, num_rows, sums, a, rows, row_stride, next);
 #if HAS_BF16_DOT
-    if (q_type == KVC_BF16) score_vectors_bf16(num_q, num_rows, sums, a, a->rows + first, next);
+    if (q_type == KVC_BF16) score_vectors_bf16(num_q, num_rows, sums, a, rows, row_stride, next);
 #endif
-    store_scores(num_q, num_rows, a->scores, first, sums);
+    store_scores(q_type, num_q, num_rows, a, first, sums);
 }
 
 /* Adds the products of the last `count` elements, from d on, which fill no vector.  Few models have such rows. */
-RARE void score_tail(int type, int num_q, float *scores, const float *q, int q_stride, const void *const *rows, int n,
-                     int d, int count) {
+RARE void score_tail(int type, int num_q, float *scores, const float *q, int q_stride, const void *rows,
+                     int64_t row_stride, int n, int d, int count) {
     vec y[QUERIES];
     for (int r = 0; r < num_q; r++) y[r] = load(KVC_F32, q + (ptrdiff_t)r * q_stride, d, count);
     for (int j = 0; j < n; j++) {
-        vec x = load(type, rows[j], d, count);
+        vec x = load(type, row_at(rows, row_stride, j), d, count);
         for (int r = 0; r < num_q; r++) scores[r * KVC_TILE + j] += v_sum_lanes(v_mul(x, y[r]));
     }
 }
 
 /* Scores all rows for num_q <= QUERIES queries.  The last block begins early enough to be full, and computes some
- * scores again; if there are fewer rows than in a block, the last one is repeated. */
+ * scores again; if there are fewer rows than in a block, each gets a block that repeats it. */
 INLINE void score_queries(int type, int q_type, int num_q, score_args a, kvc_ahead next) {
     if (type >= KVC_FLOAT_TYPES) {
         score_quantised(type, num_q, &a, next);
         return;
     }
-    const int num_rows = block_rows(num_q), num_blocks = (a.n + num_rows - 1) / num_rows;
-    const int step = q_type == KVC_BF16 ? 2 * LANES : vectors_per_step(type, num_q) * LANES;
-    prefetcher p = prefetch_begin(next, a.n, num_blocks * (a.dim / step));
-    const void *repeated[MAX_BLOCK_ROWS];
-    if (a.n < num_rows) {
-        for (int j = 0; j < num_rows; j++) repeated[j] = a.rows[smaller(j, a.n - 1)];
-        a.rows = repeated;
-        a.n = num_rows;
-    }
-    for (int j = 0; j < a.n; j += num_rows)
-        score_block(type, q_type, num_q, num_rows, &a, smaller(j, a.n - num_rows), &p);
-#if HAS_BF16_DOT
-    if (q_type == KVC_BF16) scale_scores(num_q, &a);
-#endif
+    const int num_rows = block_rows(num_q), repeats = a.n < num_rows, by = repeats ? 1 : num_rows;
+    const int num_blocks = (a.n + by - 1) / by;
+    const int step = q_type == KVC_BF16 ? 2 : vectors_per_step(type, num_q); /* vectors */
+    prefetcher p =
+        prefetch_begin(next, a.rows, num_blocks * (a.dim / (step * LANES)) * lines_of(type, num_rows * step));
+    for (int j = 0; j < a.n; j += by)
+        score_block(type, q_type, num_q, num_rows, &a, smaller(j, a.n - by), repeats ? 0 : a.row_stride, &p);
+    prefetch_rest(&p);
     const int tail = tail_of(type, a.dim);
-    if (tail && q_type == KVC_F32) score_tail(type, num_q, a.scores, a.q, a.q_stride, a.rows, a.n, a.dim - tail, tail);
+    if (tail && q_type == KVC_F32)
+        score_tail(type, num_q, a.scores, a.q, a.q_stride, a.rows, a.row_stride, a.n, a.dim - tail, tail);
 }
 
 /* Is a kvc_score_fn once the types are constants. */
-INLINE void score(int type, int q_type, float *scores, const float *q, int q_stride, int num_q, const void *const *rows,
-                  int n, int dim, kvc_ahead next) {
-    const void *padded[KVC_TILE];
-    if (type >= KVC_FLOAT_TYPES) rows = pad_rows(rows, n, padded);
-    for (int r = 0; r < num_q; r += QUERIES, next.rows = NULL) { /* the first queries prefetch everything */
+INLINE void score(int type, int q_type, float *scores, const float *q, int q_stride, int num_q, const void *rows,
+                  int64_t row_stride, int n, int dim, kvc_ahead next) {
+    const void *list[KVC_TILE];
+    if (type >= KVC_FLOAT_TYPES) list_rows(list, rows, row_stride, n);
+    for (int r = 0; r < num_q; r += QUERIES, next.bytes = 0) { /* the first queries prefetch everything */
         const score_args a = {.scores = scores + r * KVC_TILE,
                               .q = q + (ptrdiff_t)r * q_stride,
                               .q_stride = q_stride,
                               .rows = rows,
+                              .row_stride = row_stride,
+                              .list = list,
                               .n = n,
                               .dim = dim};
         switch (smaller(num_q - r, QUERIES)) {

@@ -7,8 +7,6 @@
 enum { BF16_LANES = 2 * LANES };
 
 /* A prepared query row lies where its dim floats were: dim bf16, then the f32 that scores are multiplied by. */
-INLINE const char *bf16_scale_at(const float *row, int dim) { return (const char *)row + bytes_of(KVC_BF16, dim); }
-
 INLINE void prepare_bf16(float *q, int q_stride, int num_q, int dim, float scale) {
     for (int r = 0; r < num_q; r++) {
         float *row = q + (ptrdiff_t)r * q_stride;
@@ -18,12 +16,13 @@ INLINE void prepare_bf16(float *q, int q_stride, int num_q, int dim, float scale
 }
 
 /* Adds the products of elements [d, d + count) to the sums. */
-INLINE void score_step_bf16(int num_q, int num_rows, vec *sums, const score_args *a, const void *const *rows, int d,
-                            int count) {
+INLINE void score_step_bf16(int num_q, int num_rows, vec *sums, const score_args *a, const void *rows,
+                            int64_t row_stride, int d, int count) {
     const int stride = sums_stride(num_rows);
     bvec x[MAX_BLOCK_ROWS];
     UNROLL
-    for (int j = 0; j < num_rows; j++) x[j] = b_load((const char *)rows[j] + bytes_of(KVC_BF16, d), count);
+    for (int j = 0; j < num_rows; j++)
+        x[j] = b_load((const char *)row_at(rows, row_stride, j) + bytes_of(KVC_BF16, d), count);
     UNROLL
     for (int r = 0; r < num_q; r++) {
         const bvec y = b_load((const char *)(a->q + (ptrdiff_t)r * a->q_stride) + bytes_of(KVC_BF16, d), count);
@@ -33,20 +32,12 @@ INLINE void score_step_bf16(int num_q, int num_rows, vec *sums, const score_args
 }
 
 /* Adds the products of all elements. */
-INLINE void score_vectors_bf16(int num_q, int num_rows, vec *sums, const score_args *a, const void *const *rows,
-                               prefetcher *next) {
+INLINE void score_vectors_bf16(int num_q, int num_rows, vec *sums, const score_args *a, const void *rows,
+                               int64_t row_stride, prefetcher *next) {
     int d = 0;
     for (; d + BF16_LANES <= a->dim; d += BF16_LANES) {
-        prefetch_step(next);
-        score_step_bf16(num_q, num_rows, sums, a, rows, d, BF16_LANES);
+        prefetch_step(next, num_rows);
+        score_step_bf16(num_q, num_rows, sums, a, rows, row_stride, d, BF16_LANES);
     }
-    if (d < a->dim) score_step_bf16(num_q, num_rows, sums, a, rows, d, a->dim - d);
-}
-
-INLINE void scale_scores(int num_q, const score_args *a) {
-    for (int r = 0; r < num_q; r++) {
-        float scale, *row = a->scores + r * KVC_TILE;
-        memcpy(&scale, bf16_scale_at(a->q + (ptrdiff_t)r * a->q_stride, a->dim), sizeof scale);
-        for (int j = 0; j < a->n; j += LANES) v_store(row + j, v_mul(v_load(row + j), v_set(scale)));
-    }
+    if (d < a->dim) score_step_bf16(num_q, num_rows, sums, a, rows, row_stride, d, a->dim - d);
 }

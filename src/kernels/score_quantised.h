@@ -23,7 +23,8 @@ enum {
     PIECE_BYTES = 16,                                /* bytes of a row loaded at once */
     PAIRS = KVC_QUANT_ELEMENTS / 2,                  /* pairs in a block */
     GROUPS = ACCUMULATORS / QUERIES / 2 < 2 ? 1 : 2, /* groups of LANES rows scored together */
-    GROUP_ROWS = GROUPS * LANES
+    GROUP_ROWS = GROUPS * LANES,
+    LINES_PER_STEP = GROUP_ROWS * PIECE_BYTES / 2 / LINE /* about as many as are read; two steps to a piece */
 };
 
 /* Returns what must be added to an element to make it unsigned. */
@@ -113,7 +114,7 @@ INLINE void score_piece(int type, int num_q, ivec counts[][QUERIES], const char 
     for (int g = 0; g < GROUPS; g++) i_load_rows(x[g], rows + g * LANES, at);
     UNROLL
     for (int i = 0; i < 4; i++) {
-        if (i % 2 == 0) prefetch_step(next);
+        if (i % 2 == 0) prefetch_step(next, LINES_PER_STEP);
         UNROLL
         for (int g = 0; g < GROUPS; g++)
             if (type == KVC_Q8_0) x[g][i] = i_xor(x[g][i], i_set_16((int16_t)0x8080)); /* makes them unsigned */
@@ -170,12 +171,13 @@ INLINE void score_group(int type, int num_q, float *scores, const char *const *q
     }
 }
 
-/* Scores all rows, padded by pad_rows, for num_q <= QUERIES queries. */
+/* Scores all rows for num_q <= QUERIES queries. */
 INLINE void score_quantised(int type, int num_q, const score_args *a, kvc_ahead next) {
     const char *q[QUERIES];
     for (int r = 0; r < num_q; r++) q[r] = (const char *)(a->q + (ptrdiff_t)r * a->q_stride);
     const int num_groups = (a->n + GROUP_ROWS - 1) / GROUP_ROWS;
     const int num_pieces = a->dim / (type == KVC_Q8_0 ? PIECE_BYTES : 2 * PIECE_BYTES);
-    prefetcher p = prefetch_begin(next, a->n, num_groups * num_pieces * 2); /* two steps to a piece */
-    for (int j = 0; j < a->n; j += GROUP_ROWS) score_group(type, num_q, a->scores + j, q, a->rows + j, a->dim, &p);
+    prefetcher p = prefetch_begin(next, a->rows, num_groups * num_pieces * 2 * LINES_PER_STEP);
+    for (int j = 0; j < a->n; j += GROUP_ROWS) score_group(type, num_q, a->scores + j, q, a->list + j, a->dim, &p);
+    prefetch_rest(&p);
 }

@@ -82,10 +82,12 @@ enum { QUERIES = 4 }; /* most query rows that score and accumulate work on at on
 
 /* Arguments for num_q <= QUERIES queries. */
 typedef struct score_args {
-    float *scores;           /* [num_q][KVC_TILE] */
-    const float *q;          /* [num_q][q_stride], prepared */
-    int q_stride;            /* floats from row to row */
-    const void *const *rows; /* [n], each of dim elements */
+    float *scores;    /* [num_q][KVC_TILE] */
+    const float *q;   /* [num_q][q_stride], prepared */
+    int q_stride;     /* floats from row to row */
+    const void *rows; /* [n], each of dim elements */
+    int64_t row_stride;
+    const void *const *list; /* of rows that are quantised: as list_rows makes it */
     int n, dim;
 } score_args;
 
@@ -109,10 +111,12 @@ INLINE int block_rows(int num_q) {
 INLINE int sums_stride(int num_rows) { return num_rows == 3 ? 4 : num_rows; }
 
 typedef struct accumulate_args {
-    float *acc;              /* [num_q][acc_stride], of which dim columns are used */
-    const float *factor;     /* [num_q] */
-    const float *weights;    /* [num_q][KVC_TILE] */
-    const void *const *rows; /* [n], each of dim elements */
+    float *acc;           /* [num_q][acc_stride], of which dim columns are used */
+    const float *factor;  /* [num_q] */
+    const float *weights; /* [num_q][KVC_TILE] */
+    const void *rows;     /* [n], each of dim elements */
+    int64_t row_stride;
+    const void *const *list; /* of rows that are quantised: as list_rows makes it */
     int acc_stride, n, dim;
     prefetcher next; /* copied into registers by each loop over rows */
 } accumulate_args;
@@ -122,11 +126,9 @@ enum { ROW_MULTIPLE = 32 };
 
 INLINE int padded_rows(int n) { return (n + ROW_MULTIPLE - 1) / ROW_MULTIPLE * ROW_MULTIPLE; }
 
-/* Pads the list of n rows to a multiple of ROW_MULTIPLE by repeating the last one. */
-TARGET static const void *const *pad_rows(const void *const *rows, int n, const void *padded[KVC_TILE]) {
-    if (n == padded_rows(n)) return rows;
-    for (int j = 0; j < padded_rows(n); j++) padded[j] = rows[smaller(j, n - 1)];
-    return padded;
+/* Lists n rows, and the last one again up to a multiple of ROW_MULTIPLE. */
+TARGET static void list_rows(const void *list[KVC_TILE], const void *rows, int64_t row_stride, int n) {
+    for (int j = 0; j < padded_rows(n); j++) list[j] = row_at(rows, row_stride, smaller(j, n - 1));
 }
 
 #include "kernels/score_quantised.h"

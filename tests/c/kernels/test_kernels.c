@@ -62,21 +62,24 @@ static int gap_of(int type)
     return type < KVC_FLOAT_TYPES ? (int)kvc_row_bytes(type, 1) : 1;
 }
 
-/* A tile of random rows of a type: one after the other up to the guard page, in random order, so that most are not
- * aligned to more than they have to be and one ends at the guard; and their values. */
+/* A tile of random rows of a type, the last of which ends at the guard page or, where the stride is negative, the first,
+ * with a gap between them at times, so that most are not aligned to more than they have to be; and their values. */
 typedef struct tile {
-    const void *rows[KVC_TILE];
+    const char *rows;
+    int64_t stride;
     double values[KVC_TILE][MAX_DIM];
 } tile;
 
 static tile *tile_new(int type, int n, int dim, sizes largest)
 {
     static tile t;
-    size_t row_bytes = kvc_row_bytes(type, dim), stride = row_bytes + (size_t)gap_of(type) % 2;
-    int first = random_int(0, n);
+    const size_t row_bytes = kvc_row_bytes(type, dim);
+    const int sign = random_int(0, 2) ? 1 : -1;
+    t.stride = sign * (int64_t)(row_bytes + (size_t)(random_int(0, 3) * gap_of(type)));
+    t.rows = guarded_end - row_bytes - (sign > 0 ? (n - 1) * t.stride : 0);
     for (int j = 0; j < n; j++) {
         float row[MAX_DIM];
-        char *stored = guarded_end - row_bytes - (size_t)((j + first) % n) * stride;
+        char *stored = guarded_end - row_bytes - (sign > 0 ? n - 1 - j : j) * sign * t.stride;
         const float size = largest.rows * growth_at(largest, j);
         for (int d = 0; d < dim; d++)
             row[d] = size * (random_int(0, 50) ? random_float() : random_float() * 0x1p-20f); /* some much smaller */
@@ -84,7 +87,6 @@ static tile *tile_new(int type, int n, int dim, sizes largest)
         kvc_kernels_scalar.convert(type, KVC_F32, row, 0, stored, 0, 1, dim);
         for (int d = 0; d < dim; d++)
             t.values[j][d] = row[d];
-        t.rows[j] = stored;
     }
     return &t;
 }
@@ -110,7 +112,8 @@ static const kvc_ahead nothing_ahead = {NULL, 0, 2};
 
 static kvc_ahead ahead_of(const tile *t, int type, int dim)
 {
-    return (kvc_ahead){t ? t->rows : NULL, (int)kvc_row_bytes(type, dim), random_int(1, 3)};
+    return (kvc_ahead){t ? t->rows : NULL, t ? (int64_t)kvc_row_bytes(type, dim) * random_int(1, 99) : 0,
+                       random_int(1, 3)};
 }
 
 /* ---- conversions ------------------------------------------------------------------------------------------------ */
@@ -446,7 +449,7 @@ static void test_score(const kvc_kernels *kernels, int type, int is_bf16, int di
     }
     for (int i = 0; i < MAX_Q * KVC_TILE; i++)
         scores[i] = UNTOUCHED;
-    scorer->score(scores, prepared(scorer, q, q_stride, num_q, dim), q_stride, num_q, t->rows, n, dim,
+    scorer->score(scores, prepared(scorer, q, q_stride, num_q, dim), q_stride, num_q, t->rows, t->stride, n, dim,
                   ahead_of(n % 2 ? t : NULL, type, dim));
     for (int r = 0; r < MAX_Q; r++) {
         const float *row = q + r * q_stride;
@@ -489,7 +492,7 @@ static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int n
         weights[r * KVC_TILE + n - 1] = 0; /* the largest row is hidden */
     fill_to(&acc[0][0], MAX_Q * STRIDE, largest.rows * largest.factors);
     memcpy(old, acc, sizeof old);
-    kernels->accumulate[type](&acc[0][0], STRIDE, factor, weights, num_q, t->rows, n, dim,
+    kernels->accumulate[type](&acc[0][0], STRIDE, factor, weights, num_q, t->rows, t->stride, n, dim,
                               ahead_of(n % 2 ? t : NULL, type, dim));
     for (int r = 0; r < MAX_Q; r++) {
         double off = 0; /* the rounding of n products */
@@ -521,11 +524,11 @@ static void test_same_scores(const kvc_kernels *kernels, int type, int is_bf16, 
     for (int i = 0; i < Q * MAX_STRIDE && is_bf16; i++)
         q[i] = rounded_to_bf16(q[i]);
     const float *ready = prepared(scorer, q, MAX_STRIDE, Q, dim);
-    scorer->score(all, ready, MAX_STRIDE, Q, t->rows, N, dim, nothing_ahead);
+    scorer->score(all, ready, MAX_STRIDE, Q, t->rows, t->stride, N, dim, nothing_ahead);
     for (int r = 0; r < Q; r++) {
         for (int j = 0; j < N; j++) {
             float scores[KVC_TILE];
-            scorer->score(scores, ready + r * MAX_STRIDE, MAX_STRIDE, 1, t->rows + j, 1, dim, nothing_ahead);
+            scorer->score(scores, ready + r * MAX_STRIDE, MAX_STRIDE, 1, t->rows + j * t->stride, t->stride, 1, dim, nothing_ahead);
             CHECKF(scores[0] == all[r * KVC_TILE + j], "%s %s dim %d", kernels->name, kvc_type_name(type), dim);
         }
     }
@@ -540,10 +543,10 @@ static void test_same_sums(const kvc_kernels *kernels, int type, int dim)
     for (int i = 0; i < Q * KVC_TILE; i++)
         weights[i] = i % KVC_TILE < N ? random_float() : 0;
     memset(acc, 0, sizeof acc);
-    kernels->accumulate[type](acc, MAX_DIM, factor, weights, Q, t->rows, N, dim, nothing_ahead);
+    kernels->accumulate[type](acc, MAX_DIM, factor, weights, Q, t->rows, t->stride, N, dim, nothing_ahead);
     for (int r = 0; r < Q; r++) {
         float alone[MAX_DIM] = {0};
-        kernels->accumulate[type](alone, MAX_DIM, factor, weights + r * KVC_TILE, 1, t->rows, N, dim, nothing_ahead);
+        kernels->accumulate[type](alone, MAX_DIM, factor, weights + r * KVC_TILE, 1, t->rows, t->stride, N, dim, nothing_ahead);
         CHECKF(!memcmp(alone, acc + r * MAX_DIM, (size_t)dim * sizeof *acc), "%s %s dim %d", kernels->name,
                kvc_type_name(type), dim);
     }
@@ -724,8 +727,8 @@ static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
     fill(keys, MAX_DIM * KVC_TILE);
     for (int i = 0; i < KVC_TILE * stride; i++)
         values[i] = UNTOUCHED;
-    kernels->tiler[type].pack_keys(keys, t->rows, n, dim);
-    kernels->tiler[type].pack_values(values, stride, t->rows, n, dim);
+    kernels->tiler[type].pack_keys(keys, t->rows, t->stride, n, dim);
+    kernels->tiler[type].pack_values(values, stride, t->rows, t->stride, n, dim);
     for (int j = 0; j < KVC_TILE; j++) {
         for (int d = 0; d < dim; d++)
             CHECKF(keys[d * KVC_TILE + j] == (j < n ? t->values[j][d] : 0), "%s %s: dim %d, key [%d, %d] of %d",
@@ -759,7 +762,7 @@ static void test_tiler(const kvc_kernels *kernels, int type, int dim, int m, int
         panel[i] = NAN; /* the tiler reads only what was packed */
     memcpy(prepared, q, sizeof q);
     tiler->prepare(prepared, stride, m, dim, (float)scale);
-    tiler->pack_keys(panel, t->rows, n, dim);
+    tiler->pack_keys(panel, t->rows, t->stride, n, dim);
     tiler->score(scores, KVC_TILE, prepared, stride, panel, KVC_TILE, m, n, dim, 0);
     for (int i = 0; i < m; i++) {
         for (int j = 0; j < n; j++) {
@@ -779,7 +782,7 @@ static void test_tiler(const kvc_kernels *kernels, int type, int dim, int m, int
         panel[i] = NAN;
     fill_to(sums, MAX_M * MAX_PADDED, largest.rows * largest.factors);
     memcpy(old, sums, sizeof old);
-    tiler->pack_values(panel, values, t->rows, n, dim);
+    tiler->pack_values(panel, values, t->rows, t->stride, n, dim);
     tiler->accumulate(sums, values, weights, KVC_TILE, panel, values, m, dim, n, 1);
     for (int i = 0; i < MAX_M; i++) {
         for (int d = 0; d < values; d++) {
