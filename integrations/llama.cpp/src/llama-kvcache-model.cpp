@@ -491,7 +491,7 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
     llama_kvcache_layers res;
 
     res.index.resize(hparams.n_layer_all, -1);
-    res.is_swa_full = params.swa_full;
+    res.swa_full = params.swa_full;
 
     for (auto &layer : cached) {
         const uint32_t il = layer.il;

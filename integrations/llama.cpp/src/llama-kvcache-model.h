@@ -45,7 +45,7 @@ struct llama_kvcache_layers {
 
     int32_t n_shapes = 0;
 
-    bool is_swa_full = false; // callers count on all rows of a window's past
+    bool swa_full = false; // the option: callers count on all rows of a window's past
 };
 
 static const char *const LLAMA_KVCACHE_TWO_SIDED_ALIBI = "tokens see later ones in a model with ALiBi";

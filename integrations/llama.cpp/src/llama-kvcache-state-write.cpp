@@ -97,7 +97,7 @@ llama_pos llama_kvcache::state_writer::first_saved(llama_pos pos_max, bool is_wh
 
     const uint32_t n_seqs = cparams.kv_unified ? cparams.n_seq_max : 1;
     const uint32_t n_cells = GGML_PAD(hparams.n_swa * n_seqs + cparams.n_ubatch, 256);
-    const bool has_all = mem.is_swa_full() || n_cells >= cparams.n_ctx_seq;
+    const bool has_all = mem.windows_keep_all() || n_cells >= cparams.n_ctx_seq;
 
     return has_all ? 0 : std::max(0, std::min(res, pos_max - (llama_pos)(n_cells / n_seqs) + 1));
 }

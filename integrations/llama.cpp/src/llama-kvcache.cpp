@@ -108,7 +108,7 @@ llama_memory_context_ptr llama_kvcache::init_update(llama_context * /*lctx*/, bo
     return std::make_unique<llama_kvcache_context>(this, LLAMA_MEMORY_STATUS_NO_UPDATE);
 }
 
-bool llama_kvcache::is_swa_full() const {
+bool llama_kvcache::windows_keep_all() const {
     for (size_t i = 0; i < layers.cache.size(); ++i) {
         if (layers.model[i].is_swa && (uint32_t)layers.cache[i].policy.resume_window < cparams.n_ctx_seq) {
             return false;
@@ -119,7 +119,7 @@ bool llama_kvcache::is_swa_full() const {
 }
 
 // a window that moves down would see tokens that were evicted
-bool llama_kvcache::get_can_shift() const { return is_swa_full(); }
+bool llama_kvcache::get_can_shift() const { return windows_keep_all(); }
 
 static llama_pos begin_of(llama_pos p0) { return std::max(p0, 0); }
 static llama_pos end_of(llama_pos p1) { return p1 < 0 ? KVC_END : p1; }
@@ -198,7 +198,7 @@ llama_pos llama_kvcache::seq_pos_min(llama_seq_id seq_id) const {
         if (kvc_position_range(cache, seq_id, layer, &first, &last) == KVC_OK) {
             // a restored window has no rows before it, unlike other layers: the smallest position that can be gone back
             // to is later
-            const bool is_cut = layers.is_swa_full && layers.model[layer].is_swa && first > first_of_any;
+            const bool is_cut = layers.swa_full && layers.model[layer].is_swa && first > first_of_any;
 
             res = std::max(res, is_cut ? first + (llama_pos)model.hparams.n_swa - 2 : first);
         }

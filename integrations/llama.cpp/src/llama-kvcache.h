@@ -115,7 +115,7 @@ class llama_kvcache : public llama_memory_i {
     uint32_t n_stream() const;
 
     // layers with windows keep all rows
-    bool is_swa_full() const;
+    bool windows_keep_all() const;
 
     // whether the decode's ubatches are begun one by one: coupled tokens are shared at the end of an ubatch, for others
     // to see from the next one on; and tokens that see later ones see those of their own ubatch only
