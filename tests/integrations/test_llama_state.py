@@ -11,17 +11,50 @@ run = functools.partial(llama_cpp_build.run, timeout=600, LLAMA_KVCACHE="1")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Return a function that writes a small random model of an architecture and returns its path."""
-    return functools.partial(llama_models.write_random, tmp_path_factory.mktemp("models"))
+    folder = tmp_path_factory.mktemp("models")
+
+    def write(architecture):
+        return (
+            llama_models.write_deci(folder)
+            if architecture == "deci"
+            else llama_models.write_random(folder, architecture)
+        )
+
+    return write
 
 
-def test_it_passes_for_llama_cpps_own_state(model):
-    out = run("test-kvcache-state", "--types", "f16,q4_0", model("gemma2"))
+@pytest.mark.parametrize(
+    ("architecture", "types", "count"),
+    [
+        ("gemma2", "f16,q4_0", 6),
+        ("granitehybrid", "f16", 4),
+        ("deci", "f32,q8_0", 6),
+    ],  # windows, a hybrid, blank layers
+)
+def test_it_passes_for_llama_cpps_own_state(model, architecture, types, count):
+    """Values are transposed or not (flash attention off, on), sequences are divided, and states go both ways."""
+    out = run("test-kvcache-state", "--types", types, model(architecture))
     assert "0 of" in out.splitlines()[-1], out
-    assert out.count("  ok ") == 6, out
+    assert out.count("  ok ") == count, out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "llama4", "deepseek2", "gpt-oss", "bloom", "phi3"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "llama",
+        "gemma2",
+        "llama4",
+        "deepseek2",
+        "gpt-oss",
+        "bloom",
+        "phi3",
+        "deci",
+        "granitehybrid",
+        "falcon-h1",
+        "lfm2",
+    ],
+)
 def test_it_passes_for_llama_cpps_own_state_with_all_types(model, architecture):
     run("test-kvcache-state", model(architecture), timeout=1800)
 

@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from unittest import mock
 
+import numpy as np
 import pytest
 from support import llama_cpp_build
 from support.compiling import ROOT
@@ -45,6 +46,34 @@ def write_random(folder, architecture):
     if not list(folder.glob(f"{architecture}-*.gguf")):
         llama_cpp_build.run("test-llama-archs", "-a", f"^{architecture}$", "-o", folder)
     return sorted(folder.glob(f"{architecture}-*.gguf"))[0]
+
+
+def write_deci(folder):
+    """Write a small random Deci model, two of whose five layers have no KV heads: in one, queries have none either."""
+    gguf_files = pytest.importorskip("support.gguf_files")
+    rng = np.random.default_rng(0)
+    name, hidden, inner, dim, heads, kv_heads = "deci", 64, 96, 32, [4, 0, 4, 4, 2], [2, 0, 0, 1, 2]
+    sizes = {
+        "block_count": 5, "context_length": 1024, "embedding_length": hidden, "feed_forward_length": [inner] * 5,
+        "attention.head_count": heads, "attention.head_count_kv": kv_heads, "attention.key_length": dim,
+        "attention.value_length": dim, "rope.dimension_count": dim, "attention.layer_norm_rms_epsilon": 1e-6,
+        "vocab_size": 128,
+    }  # fmt: skip
+    tensors = {"token_embd": (128, hidden), "output_norm": (hidden,)}
+    for i, (n, n_kv) in enumerate(zip(heads, kv_heads, strict=True)):
+        of_layer = {"ffn_norm": (hidden,), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden)}
+        of_layer["ffn_down"] = (hidden, inner)
+        if n:
+            of_layer |= {"attn_norm": (hidden,), "attn_output": (hidden, n * dim if n_kv else hidden)}
+        if n_kv:
+            of_layer |= {"attn_q": (n * dim, hidden), "attn_k": (n_kv * dim, hidden), "attn_v": (n_kv * dim, hidden)}
+        tensors |= {f"blk.{i}.{part}": size for part, size in of_layer.items()}
+    weights = [
+        (f"{part}.weight", rng.standard_normal(size, np.float32) / 2 / size[-1] ** 0.5 + (len(size) == 1), None)
+        for part, size in tensors.items()
+    ]
+    metadata = {f"{name}.{key}": value for key, value in sizes.items()} | {"tokenizer.ggml.model": "none"}
+    return gguf_files.write(folder / f"{name}-blank.gguf", name, metadata, weights)
 
 
 def text(begin, end):

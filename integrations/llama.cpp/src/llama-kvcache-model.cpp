@@ -211,6 +211,13 @@ const char *llama_kvcache_arch_refusal(llm_arch arch) {
 
 bool llama_kvcache_has_cache(llm_arch arch) { return llama_kvcache_arch_refusal(arch) != WITHOUT_CACHE; }
 
+// whether llama.cpp's cache has the layer; those after n_layer() are a draft head's, for a context of its own
+static bool is_in_own_cache(const llama_hparams &hparams, uint32_t il) {
+    const bool is_trunk = il < hparams.n_layer() || hparams.n_layer() == 0 || hparams.router_layer >= 0;
+
+    return is_trunk && !hparams.is_recr(il);
+}
+
 bool llama_kvcache_is_cached(const llama_model &model, uint32_t il) {
     const auto &hparams = model.hparams;
 
@@ -221,10 +228,11 @@ bool llama_kvcache_is_cached(const llama_model &model, uint32_t il) {
     default: break;
     }
 
-    // the layers after n_layer() are a draft head's, for a context of its own
-    const bool is_trunk = il < hparams.n_layer() || hparams.n_layer() == 0 || hparams.router_layer >= 0;
+    return is_in_own_cache(hparams, il) && hparams.n_head_kv(il) > 0;
+}
 
-    return is_trunk && !hparams.is_recr(il) && hparams.n_head_kv(il) > 0;
+bool llama_kvcache_is_blank(const llama_model &model, uint32_t il) {
+    return !llm_arch_is_hybrid(model.arch) && is_in_own_cache(model.hparams, il) && model.hparams.n_head_kv(il) == 0;
 }
 
 static bool is_on_gpu(const llama_model &model) {

@@ -59,6 +59,9 @@ bool llama_kvcache_has_cache(llm_arch arch);
 // whether the layer holds rows in this context; others are recurrent, do not attend, or are a draft head's
 bool llama_kvcache_is_cached(const llama_model &model, uint32_t il);
 
+// whether llama.cpp's cache has the layer, with rows of no bytes, and this one does not: it has no KV heads (Deci)
+bool llama_kvcache_is_blank(const llama_model &model, uint32_t il);
+
 // returns why this cache does not serve the model with these options, empty if it does
 std::string llama_kvcache_refusal(const llama_model &model, const llama_memory_params &params,
                                   const llama_cparams &cparams);

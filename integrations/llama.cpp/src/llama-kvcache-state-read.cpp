@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -27,9 +28,17 @@ class llama_kvcache::state_reader {
     void share();
 
   private:
+    // a cell of the state
+    struct saved_cell {
+        llama_pos pos;
+        std::vector<llama_seq_id> seq_ids; // ascending
+    };
+
+    // a token that is restored
     struct cell {
         llama_pos pos;
         int32_t source;
+        int32_t row; // in the state
     };
 
     // Cells of the same sequences in both parts: a sequence of the cache holds their rows until share.
@@ -56,20 +65,22 @@ class llama_kvcache::state_reader {
         return res;
     }
 
-    template <typename T> void expect(T value, const char *what, const char *of, int32_t layer);
+    template <typename T> void expect(T value, const char *what, const char *of, uint32_t il);
 
     void read_stream(const state_part &part, uint32_t stream, uint32_t n_cells);
-    void read_cells(const state_part &part, uint32_t stream, uint32_t n_cells);
-    int32_t read_source(const state_part &part, uint32_t stream, llama_pos pos);
-    int32_t source_of(std::vector<llama_seq_id> seq_ids, int32_t whole);
+    std::vector<saved_cell> read_cells(uint32_t stream, uint32_t n_cells);
+    std::vector<llama_seq_id> read_seq_ids(uint32_t stream);
+    void find_mixed(const std::vector<saved_cell> &saved);
+    void set_cells(const state_part &part, uint32_t stream, const std::vector<saved_cell> &saved);
+    int32_t source_of(const state_part &part, const std::vector<llama_seq_id> &seq_ids, llama_pos pos);
     int32_t find_whole(llama_seq_id seq_id, llama_pos pos) const;
     void sort_cells(const state_part &part);
     std::vector<range> ranges_of(llama_seq_id seq_id) const;
 
     void begin(const state_part &part);
-    std::vector<place> places_of(int32_t layer, bool is_value) const;
-    void read_rows(int32_t layer, bool is_value);
-    void read_transposed(int32_t layer);
+    std::vector<place> places_of(uint32_t il, bool is_value) const;
+    void read_rows(uint32_t il, bool is_value);
+    void read_transposed(uint32_t il);
 
     int64_t id_of(int32_t source) const;
 
@@ -80,12 +91,15 @@ class llama_kvcache::state_reader {
 
     const bool is_shared; // cells belong to several sequences
 
-    std::vector<cell> cells;     // of the stream
+    // of the stream
+    uint32_t n_rows = 0;         // of a layer in the state
+    std::vector<cell> cells;     // by rising row
     std::vector<int32_t> tokens; // [cell] of the batch
 
     std::vector<source> sources;
     std::map<std::pair<int32_t, std::vector<llama_seq_id>>, int32_t> source_index; // [whole, sequences]
     std::vector<std::vector<range>> ranges[2];                                     // [has windows][sequence] ascending
+    std::set<llama_pos> mixed; // where a sequence would have cells of several sources
 
     std::unique_ptr<kvc_batch, void (*)(kvc_batch *)> batch;
 };
@@ -98,28 +112,17 @@ llama_kvcache::state_reader::state_reader(llama_kvcache &mem, llama_io_read_i &i
     }
 }
 
-template <typename T>
-void llama_kvcache::state_reader::expect(T value, const char *what, const char *of, int32_t layer) {
+template <typename T> void llama_kvcache::state_reader::expect(T value, const char *what, const char *of, uint32_t il) {
     const T found = read<T>();
 
     if (found != value) {
-        throw failure(format("mismatched %s of %s (%lld instead of %lld, layer %d)", what, of, (long long)found,
-                             (long long)value, mem.layers.model[layer].il));
+        throw failure(format("mismatched %s of %s (%lld instead of %lld, layer %u)", what, of, (long long)found,
+                             (long long)value, il));
     }
 }
 
 int64_t llama_kvcache::state_reader::id_of(int32_t source) const {
     return is_shared ? LLAMA_MAX_SEQ + (int64_t)source : source;
-}
-
-int32_t llama_kvcache::state_reader::source_of(std::vector<llama_seq_id> seq_ids, int32_t whole) {
-    const auto res = source_index.emplace(std::make_pair(whole, seq_ids), (int32_t)sources.size());
-
-    if (res.second) {
-        sources.push_back({std::move(seq_ids), whole});
-    }
-
-    return res.first->second;
 }
 
 // returns the source that gives a sequence its row at a position in the layers without windows, -1 if there is none
@@ -132,15 +135,33 @@ int32_t llama_kvcache::state_reader::find_whole(llama_seq_id seq_id, llama_pos p
     return next == r.begin() || pos >= (next - 1)->end ? -1 : (next - 1)->source;
 }
 
-int32_t llama_kvcache::state_reader::read_source(const state_part &part, uint32_t stream, llama_pos pos) {
+// returns the source of a cell of these sequences
+int32_t llama_kvcache::state_reader::source_of(const state_part &part, const std::vector<llama_seq_id> &seq_ids,
+                                               llama_pos pos) {
+    const int32_t whole = part.has_windows ? find_whole(seq_ids[0], pos) : -1;
+
+    if (whole >= 0 && sources[whole].seq_ids == seq_ids) {
+        return whole;
+    }
+
+    const auto res = source_index.emplace(std::make_pair(whole, seq_ids), (int32_t)sources.size());
+
+    if (res.second) {
+        sources.push_back({seq_ids, whole});
+    }
+
+    return res.first->second;
+}
+
+std::vector<llama_seq_id> llama_kvcache::state_reader::read_seq_ids(uint32_t stream) {
     const uint32_t n = read<uint32_t>();
 
     if (n == 0 || n > (dest == -1 ? mem.cparams.n_seq_max : 1)) {
         throw failure(format("invalid number of sequences of a cell (%u, of %u)", n, mem.cparams.n_seq_max));
     }
 
-    std::vector<llama_seq_id> seq_ids(n);
-    for (auto &id : seq_ids) {
+    std::vector<llama_seq_id> res(n);
+    for (auto &id : res) {
         id = read<llama_seq_id>();
 
         if (dest == -1 && (id < 0 || (uint32_t)id >= mem.cparams.n_seq_max)) {
@@ -151,19 +172,10 @@ int32_t llama_kvcache::state_reader::read_source(const state_part &part, uint32_
         }
     }
 
-    if (!is_shared) {
-        return dest == -1 ? (int32_t)stream : dest;
-    }
+    std::sort(res.begin(), res.end());
+    res.erase(std::unique(res.begin(), res.end()), res.end());
 
-    std::sort(seq_ids.begin(), seq_ids.end());
-    seq_ids.erase(std::unique(seq_ids.begin(), seq_ids.end()), seq_ids.end());
-
-    const int32_t whole = part.has_windows ? find_whole(seq_ids[0], pos) : -1;
-    if (whole >= 0 && sources[whole].seq_ids == seq_ids) {
-        return whole;
-    }
-
-    return source_of(std::move(seq_ids), whole);
+    return res;
 }
 
 // sorts the cells by where their rows go, so that a sequence is restored in order of position
@@ -185,8 +197,8 @@ void llama_kvcache::state_reader::sort_cells(const state_part &part) {
 
         tokens[order[t]] = (int32_t)t;
 
-        if (!sorted.empty() && sorted.back().source == c.source && sorted.back().end == c.pos) {
-            ++sorted.back().end;
+        if (!sorted.empty() && sorted.back().source == c.source && c.pos <= sorted.back().end) {
+            sorted.back().end = c.pos + 1;
         } else {
             sorted.push_back({c.pos, c.pos + 1, c.source});
         }
@@ -210,12 +222,13 @@ void llama_kvcache::state_reader::sort_cells(const state_part &part) {
     }
 }
 
-void llama_kvcache::state_reader::read_cells(const state_part &part, uint32_t stream, uint32_t n_cells) {
+std::vector<llama_kvcache::state_reader::saved_cell> llama_kvcache::state_reader::read_cells(uint32_t stream,
+                                                                                             uint32_t n_cells) {
     if (n_cells > mem.cparams.n_ctx_seq) {
         throw failure(format("not enough cells (%u of %u)", n_cells, mem.cparams.n_ctx_seq));
     }
 
-    cells.clear();
+    std::vector<saved_cell> res;
     for (uint32_t i = 0; i < n_cells; ++i) {
         const llama_pos pos = read<llama_pos>();
 
@@ -223,7 +236,54 @@ void llama_kvcache::state_reader::read_cells(const state_part &part, uint32_t st
             throw failure(format("invalid position, %d is out of range [0, %d)", pos, INT32_MAX));
         }
 
-        cells.push_back({pos, read_source(part, stream, pos)});
+        res.push_back({pos, read_seq_ids(stream)});
+    }
+
+    return res;
+}
+
+// finds where a sequence has several cells, as llama_memory_seq_div leaves them, that it does not share with the same
+// others
+void llama_kvcache::state_reader::find_mixed(const std::vector<saved_cell> &saved) {
+    std::vector<const saved_cell *> sorted;
+    for (const auto &c : saved) {
+        sorted.push_back(&c);
+    }
+    std::sort(sorted.begin(), sorted.end(), [](const saved_cell *a, const saved_cell *b) { return a->pos < b->pos; });
+
+    std::vector<const saved_cell *> latest(mem.cparams.n_seq_max, nullptr); // [sequence] that has it
+
+    for (const auto *c : sorted) {
+        for (const llama_seq_id id : c->seq_ids) {
+            if (latest[id] && latest[id]->pos == c->pos && latest[id]->seq_ids != c->seq_ids) {
+                mixed.insert(c->pos);
+            }
+            latest[id] = c;
+        }
+    }
+}
+
+void llama_kvcache::state_reader::set_cells(const state_part &part, uint32_t stream,
+                                            const std::vector<saved_cell> &saved) {
+    if (is_shared) {
+        find_mixed(saved);
+    }
+
+    n_rows = (uint32_t)saved.size();
+
+    cells.clear();
+    for (int32_t row = 0; row < (int32_t)saved.size(); ++row) {
+        const auto &c = saved[row];
+
+        if (!is_shared) {
+            cells.push_back({c.pos, dest == -1 ? (int32_t)stream : dest, row});
+        } else if (mixed.count(c.pos) == 0) {
+            cells.push_back({c.pos, source_of(part, c.seq_ids, c.pos), row});
+        } else { // a copy for each sequence, so that one source gives it all that it has there
+            for (const llama_seq_id id : c.seq_ids) {
+                cells.push_back({c.pos, source_of(part, {id}, c.pos), row});
+            }
+        }
     }
 
     sort_cells(part);
@@ -255,14 +315,15 @@ void llama_kvcache::state_reader::begin(const state_part &part) {
     batch.reset(res);
 }
 
-std::vector<llama_kvcache::state_reader::place> llama_kvcache::state_reader::places_of(int32_t layer,
+std::vector<llama_kvcache::state_reader::place> llama_kvcache::state_reader::places_of(uint32_t il,
                                                                                        bool is_value) const {
     std::vector<place> of_token;
 
     while (of_token.size() < cells.size()) {
         kvc_span span;
 
-        llama_kvcache_check(kvc_slots(batch.get(), layer, (int32_t)of_token.size(), &span, sizeof(span), nullptr));
+        llama_kvcache_check(
+            kvc_slots(batch.get(), mem.layers.index[il], (int32_t)of_token.size(), &span, sizeof(span), nullptr));
 
         auto *data = (uint8_t *)const_cast<void *>(is_value ? span.v : span.k); // slots are for writing
         const int64_t head_stride = is_value ? span.v_head_stride : span.k_head_stride;
@@ -281,63 +342,75 @@ std::vector<llama_kvcache::state_reader::place> llama_kvcache::state_reader::pla
     return res;
 }
 
-void llama_kvcache::state_reader::read_rows(int32_t layer, bool is_value) {
-    const auto row = mem.state_row_of(layer, is_value);
+void llama_kvcache::state_reader::read_rows(uint32_t il, bool is_value) {
+    const auto row = mem.state_row_of(il, is_value);
     const char *name = is_value ? "values" : "keys";
 
-    expect<int32_t>(row.type, "type", name, layer);
-    expect<uint64_t>(row.n_bytes, "row size", name, layer);
+    expect<int32_t>(row.type, "type", name, il);
+    expect<uint64_t>(row.n_bytes, "row size", name, il);
 
-    const auto places = places_of(layer, is_value);
-    const size_t n_most = std::min(places.size(), std::max<size_t>(1, N_BUFFER / row.n_bytes));
+    if (row.n_bytes == 0) {
+        return;
+    }
+
+    const auto places = places_of(il, is_value);
+    const size_t n_most = std::min<size_t>(n_rows, std::max<size_t>(1, N_BUFFER / row.n_bytes));
 
     std::vector<uint8_t> rows(n_most * row.n_bytes);
 
-    for (size_t first = 0, n; first < places.size(); first += n) {
-        n = std::min(n_most, places.size() - first);
+    for (size_t first = 0, n, i = 0; first < n_rows; first += n) {
+        n = std::min<size_t>(n_most, n_rows - first);
         io.read(rows.data(), n * row.n_bytes);
 
-        for (size_t i = 0; i < n; ++i) {
-            const auto &to = places[first + i];
+        for (; i < places.size() && cells[i].row < (int32_t)(first + n); ++i) {
+            const auto &to = places[i];
+            const uint8_t *from = &rows[(cells[i].row - first) * row.n_bytes];
 
             for (uint32_t h = 0; h < row.n_heads; ++h) {
-                std::memcpy(to.data + h * to.head_stride, &rows[i * row.n_bytes + h * row.n_head_bytes],
-                            row.n_head_bytes);
+                std::memcpy(to.data + h * to.head_stride, from + h * row.n_head_bytes, row.n_head_bytes);
             }
         }
     }
 }
 
-void llama_kvcache::state_reader::read_transposed(int32_t layer) {
-    const auto row = mem.state_row_of(layer, true);
+void llama_kvcache::state_reader::read_transposed(uint32_t il) {
+    const auto row = mem.state_row_of(il, true);
     const size_t size = ggml_type_size(row.type);
+
+    if (ggml_is_quantized(row.type)) {
+        throw failure(format("values of type %s are transposed", ggml_type_name(row.type)));
+    }
+
+    expect<int32_t>(row.type, "type", "values", il);
+    expect<uint32_t>(size, "element size", "values", il);
+    expect<uint32_t>(row.n_elements, "number of elements", "values", il);
+
+    if (row.n_bytes == 0) {
+        return;
+    }
+
     const size_t n_dims = row.n_elements / row.n_heads;
-
-    expect<int32_t>(row.type, "type", "values", layer);
-    expect<uint32_t>(size, "element size", "values", layer);
-    expect<uint32_t>(row.n_elements, "number of elements", "values", layer);
-
-    const auto places = places_of(layer, true);
+    const auto places = places_of(il, true);
     const size_t n_most = 64 / size; // columns at a time, so that cells are written by whole cache lines
 
-    std::vector<uint8_t> columns(n_most * places.size() * size);
+    std::vector<uint8_t> columns(n_most * n_rows * size);
 
     for (size_t h = 0; h < row.n_heads; ++h) {
         for (size_t first = 0, n; first < n_dims; first += n) {
             n = std::min(n_most, n_dims - first);
-            io.read(columns.data(), n * places.size() * size);
+            io.read(columns.data(), n * n_rows * size);
 
             for (size_t i = 0; i < places.size(); ++i) {
                 uint8_t *to = places[i].data + h * places[i].head_stride + first * size;
 
-                copy_elements(to, size, &columns[i * size], places.size() * size, n, size);
+                copy_elements(to, size, &columns[cells[i].row * size], n_rows * size, n, size);
             }
         }
     }
 }
 
 void llama_kvcache::state_reader::read_stream(const state_part &part, uint32_t stream, uint32_t n_cells) {
-    read_cells(part, stream, n_cells);
+    set_cells(part, stream, read_cells(stream, n_cells));
 
     const bool v_trans = read<uint32_t>();
     const uint32_t n_layer = read<uint32_t>();
@@ -351,24 +424,23 @@ void llama_kvcache::state_reader::read_stream(const state_part &part, uint32_t s
 
     begin(part);
 
-    for (const int32_t layer : part.layers) {
-        read_rows(layer, false);
+    for (const uint32_t il : part.layers) {
+        read_rows(il, false);
     }
-    for (const int32_t layer : part.layers) {
-        if (mem.layers.cache[layer].value_in_key) {
-            continue;
-        }
-        if (v_trans && ggml_is_quantized(mem.layers.model[layer].type_v)) {
-            throw failure(format("values of type %s are transposed", ggml_type_name(mem.layers.model[layer].type_v)));
+    for (const uint32_t il : part.layers) {
+        if (mem.model.hparams.is_mla()) {
+            break; // values lie in the keys
         }
         if (v_trans) {
-            read_transposed(layer);
+            read_transposed(il);
         } else {
-            read_rows(layer, true);
+            read_rows(il, true);
         }
     }
-    for (const int32_t layer : part.layers) {
-        llama_kvcache_check(kvc_written(batch.get(), layer, 0, (int32_t)cells.size()));
+    for (const uint32_t il : part.layers) {
+        if (mem.layers.index[il] >= 0) {
+            llama_kvcache_check(kvc_written(batch.get(), mem.layers.index[il], 0, (int32_t)cells.size()));
+        }
     }
 
     llama_kvcache_check(kvc_commit(batch.get()));

@@ -40,11 +40,11 @@ class llama_kvcache::state_writer {
     void split_run(const run &r, const std::vector<run> &others);
 
     void write_meta(llama_seq_id seq_id);
-    void write_rows(int32_t layer, bool is_value);
-    void write_transposed(int32_t layer);
+    void write_rows(uint32_t il, bool is_value);
+    void write_transposed(uint32_t il);
 
     // calls visit(rows, n) for all rows, n of them at a time
-    template <typename F> void visit_rows(int32_t layer, bool is_value, F visit);
+    template <typename F> void visit_rows(uint32_t il, bool is_value, F visit);
 
     const llama_kvcache &mem;
     llama_io_write_i &io;
@@ -179,8 +179,12 @@ void llama_kvcache::state_writer::write_meta(llama_seq_id seq_id) {
     }
 }
 
-template <typename F> void llama_kvcache::state_writer::visit_rows(int32_t layer, bool is_value, F visit) {
-    const auto row = mem.state_row_of(layer, is_value);
+template <typename F> void llama_kvcache::state_writer::visit_rows(uint32_t il, bool is_value, F visit) {
+    const auto row = mem.state_row_of(il, is_value);
+
+    if (row.n_bytes == 0) {
+        return;
+    }
 
     const int64_t n_most = std::max<int64_t>(1, N_BUFFER / row.n_bytes);
 
@@ -210,23 +214,24 @@ template <typename F> void llama_kvcache::state_writer::visit_rows(int32_t layer
 
         for (int64_t first = 0, n; first < n_rows; first += n) {
             n = std::min(n_most, n_rows - first);
-            llama_kvcache_check(kvc_gather(mem.cache, pieces[i].seq_id, layer, pieces[i].row + first, n, &out));
+            llama_kvcache_check(
+                kvc_gather(mem.cache, pieces[i].seq_id, mem.layers.index[il], pieces[i].row + first, n, &out));
             visit(rows.data(), n);
         }
     }
 }
 
-void llama_kvcache::state_writer::write_rows(int32_t layer, bool is_value) {
-    const auto row = mem.state_row_of(layer, is_value);
+void llama_kvcache::state_writer::write_rows(uint32_t il, bool is_value) {
+    const auto row = mem.state_row_of(il, is_value);
 
     write<int32_t>(row.type);
     write<uint64_t>(row.n_bytes);
 
-    visit_rows(layer, is_value, [&](const uint8_t *rows, int64_t n) { io.write(rows, n * row.n_bytes); });
+    visit_rows(il, is_value, [&](const uint8_t *rows, int64_t n) { io.write(rows, n * row.n_bytes); });
 }
 
-void llama_kvcache::state_writer::write_transposed(int32_t layer) {
-    const auto row = mem.state_row_of(layer, true);
+void llama_kvcache::state_writer::write_transposed(uint32_t il) {
+    const auto row = mem.state_row_of(il, true);
     const size_t size = ggml_type_size(row.type);
 
     write<int32_t>(row.type);
@@ -236,7 +241,7 @@ void llama_kvcache::state_writer::write_transposed(int32_t layer) {
     std::vector<uint8_t> columns(n_cells * row.n_bytes);
 
     uint8_t *to = columns.data();
-    visit_rows(layer, true, [&](const uint8_t *rows, int64_t n) {
+    visit_rows(il, true, [&](const uint8_t *rows, int64_t n) {
         for (uint32_t j = 0; j < row.n_elements; ++j) {
             copy_elements(to + j * n_cells * size, size, rows + j * size, row.n_bytes, n, size);
         }
@@ -272,17 +277,17 @@ void llama_kvcache::state_writer::write(const state_part &part, llama_seq_id seq
         write<uint32_t>(v_trans);
         write<uint32_t>(part.layers.size());
 
-        for (const int32_t layer : part.layers) {
-            write_rows(layer, false);
+        for (const uint32_t il : part.layers) {
+            write_rows(il, false);
         }
-        for (const int32_t layer : part.layers) {
-            if (mem.layers.cache[layer].value_in_key) {
-                continue;
+        for (const uint32_t il : part.layers) {
+            if (mem.model.hparams.is_mla()) {
+                break; // values lie in the keys
             }
             if (v_trans) {
-                write_transposed(layer);
+                write_transposed(il);
             } else {
-                write_rows(layer, true);
+                write_rows(il, true);
             }
         }
     }

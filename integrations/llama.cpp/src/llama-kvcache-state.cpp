@@ -2,6 +2,8 @@
 
 #include "llama-model.h"
 
+#include <algorithm>
+
 std::vector<llama_kvcache::state_part> llama_kvcache::state_parts(llama_state_seq_flags flags) const {
     const bool has_windows = model.hparams.swa_type != LLAMA_SWA_TYPE_NONE;
 
@@ -14,20 +16,25 @@ std::vector<llama_kvcache::state_part> llama_kvcache::state_parts(llama_state_se
 
         state_part part = {is_swa, 0, {}, std::vector<uint8_t>(layers.cache.size(), 0)};
 
-        for (size_t i = 0; i < layers.cache.size(); ++i) {
-            if (has_windows && layers.model[i].is_swa != is_swa) {
+        for (uint32_t il = 0; il < layers.index.size(); ++il) {
+            const int32_t layer = layers.index[il];
+
+            if ((layer < 0 && !llama_kvcache_is_blank(model, il)) ||
+                (has_windows && model.hparams.is_swa(il) != is_swa)) {
                 continue;
             }
-
-            part.restored[i] = 1;
-
-            if (layers.cache[i].share == 0) {
-                part.layers.push_back((int32_t)i);
+            if (layer >= 0) {
+                part.restored[layer] = 1;
+            }
+            if (layer < 0 || layers.cache[layer].share == 0) {
+                part.layers.push_back(il);
             }
         }
 
         // llama.cpp has cells without layers, too
-        part.first = part.layers.empty() ? 0 : part.layers[0];
+        const auto restored = std::find(part.restored.begin(), part.restored.end(), 1);
+
+        part.first = restored == part.restored.end() ? 0 : (int32_t)(restored - part.restored.begin());
 
         res.push_back(std::move(part));
     }
@@ -35,16 +42,22 @@ std::vector<llama_kvcache::state_part> llama_kvcache::state_parts(llama_state_se
     return res;
 }
 
-llama_kvcache::state_row llama_kvcache::state_row_of(int32_t layer, bool is_value) const {
-    const auto &l = layers.cache[layer];
+llama_kvcache::state_row llama_kvcache::state_row_of(uint32_t il, bool is_value) const {
+    const int32_t layer = layers.index[il];
 
-    state_row res;
+    state_row res = {};
 
-    res.type = is_value ? layers.model[layer].type_v : layers.model[layer].type_k;
-    res.n_heads = l.num_kv_heads;
-    res.n_elements = l.num_kv_heads * (is_value ? l.v_dim : l.k_dim);
-    res.n_head_bytes = ggml_row_size(res.type, is_value ? l.v_dim : l.k_dim);
-    res.n_bytes = res.n_head_bytes * res.n_heads;
+    res.type = is_value ? layers.model[0].type_v : layers.model[0].type_k;
+
+    if (layer >= 0) {
+        const auto &l = layers.cache[layer];
+        const int32_t n_dims = is_value ? l.v_dim : l.k_dim;
+
+        res.n_heads = l.num_kv_heads;
+        res.n_elements = l.num_kv_heads * n_dims;
+        res.n_head_bytes = ggml_row_size(res.type, n_dims);
+        res.n_bytes = res.n_head_bytes * res.n_heads;
+    }
 
     return res;
 }

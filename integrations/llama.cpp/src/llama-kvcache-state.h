@@ -19,9 +19,9 @@ static constexpr size_t N_BUFFER = 1 << 18; // bytes of rows that are copied at 
 // what llama.cpp has as one cache
 struct llama_kvcache::state_part {
     bool has_windows;
-    int32_t first; // a layer whose rows stand at the positions of the part
-    std::vector<int32_t> layers;
-    std::vector<uint8_t> restored; // [layer]
+    int32_t first;                 // a layer of the cache whose rows stand at the positions of the part
+    std::vector<uint32_t> layers;  // of the model, also those without KV heads, whose rows have no bytes
+    std::vector<uint8_t> restored; // [layer of the cache]
 };
 
 // a row of keys, or of values: all heads of a token

@@ -111,7 +111,7 @@ class llama_kvcache : public llama_memory_i {
     class state_reader;
 
     std::vector<state_part> state_parts(llama_state_seq_flags flags) const;
-    state_row state_row_of(int32_t layer, bool is_value) const;
+    state_row state_row_of(uint32_t il, bool is_value) const;
     uint32_t n_stream() const;
 
     // layers with windows keep all rows

@@ -2,6 +2,7 @@
 // this one, and notes what it sees: both must note the same.
 #pragma once
 
+#include "llama-kvcache-hybrid.h"
 #include "llama-kvcache.h"
 #include "llama.h"
 
@@ -68,7 +69,14 @@ inline llama_context *new_context(llama_model *model, const llama_context_params
 
     auto *ctx = llama_init_from_model(model, params);
 
-    if (ctx && (dynamic_cast<llama_kvcache *>(llama_get_memory(ctx)) != nullptr) != is_ours) {
+    if (!ctx) {
+        return nullptr;
+    }
+
+    const auto mem = llama_get_memory(ctx);
+    const bool has_ours = dynamic_cast<llama_kvcache *>(mem) || dynamic_cast<llama_kvcache_hybrid *>(mem);
+
+    if (has_ours != is_ours) {
         llama_free(ctx);
         return nullptr;
     }
