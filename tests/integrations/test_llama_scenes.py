@@ -62,6 +62,10 @@ def test_perplexity_is_that_of_llama_cpps_own_cache(repository, type_, tolerance
     assert perplexity(repository, "1", *types) == pytest.approx(own, rel=tolerance)
 
 
+def test_training_says_to_take_llama_cpps_own_cache(model):
+    assert run("test-kvcache-training", model("llama"), model("granitehybrid")).endswith("ok\n")
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_a_context_goes_on_after_failures(model, architecture):
     assert run("test-kvcache-failures", model(architecture)).endswith("ok\n")
