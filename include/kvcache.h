@@ -211,16 +211,29 @@ typedef struct kvc_rope {
     int64_t reserved[2]; /* 0 */
 } kvc_rope;
 
+/* How quantised rows are transformed before they are stored, so that elements that share a scale are about equally
+ * large (Ashkboos et al. 2024, "QuaRot").  Rows are handed in, and out, as they are without: kvc_put transforms them, and
+ * what decodes them transforms them back.  Raw ones, and those that kvc_spans and kvc_slots show, are as stored. */
+typedef enum kvc_transform {
+    KVC_TRANSFORM_NONE = 0,
+    KVC_TRANSFORM_HADAMARD = 1 /* blocks of n elements are multiplied by the Hadamard matrix over sqrt(n), which is its
+                                  own inverse.  Of keys, n is the largest power of two that divides k_dim, at most 1024;
+                                  of values the largest that divides v_dim, at most 64; of values in keys that of the
+                                  keys.  So does llama.cpp where 64 divides the dimensions.  Rows whose type is not
+                                  quantised, which have no scale, are stored as given */
+} kvc_transform;
+
 typedef struct kvc_layer {
     int32_t num_kv_heads;
     int32_t k_dim; /* elements of one key of one head */
     int32_t v_dim;
     int32_t k_type; /* kvc_type that keys are stored as */
     int32_t v_type;
-    int32_t k_transform; /* reserved, 0: rows are stored as given */
+    int32_t k_transform; /* kvc_transform */
     int32_t v_transform;
     int32_t value_in_key; /* not 0: values are the first v_dim elements of the keys, and stored once (MLA).  v_type is
-                             k_type then, RoPE leaves those elements alone, and kvc_attend must be given a scale */
+                             k_type then and v_transform k_transform, whose blocks must divide v_dim; RoPE leaves those
+                             elements alone, and kvc_attend must be given a scale */
     int32_t share;        /* 0: rows of its own; else those of layer `share` - 1, which has the same shapes, types,
                              policy and rope, and rows of its own.  Rows are put in that layer only */
     kvc_policy policy;

@@ -23,6 +23,8 @@ cdef extern from "kvcache.h" nogil:
         KVC_BF16
         KVC_Q8_0
         KVC_Q4_0
+        KVC_TRANSFORM_NONE
+        KVC_TRANSFORM_HADAMARD
         KVC_FULL
         KVC_SLIDING
         KVC_CHUNKED
@@ -55,7 +57,7 @@ cdef extern from "kvcache.h" nogil:
         void *user
 
     ctypedef struct kvc_layer:
-        int32_t num_kv_heads, k_dim, v_dim, k_type, v_type, value_in_key, share
+        int32_t num_kv_heads, k_dim, v_dim, k_type, v_type, k_transform, v_transform, value_in_key, share
         kvc_policy policy
         kvc_rope rope
 

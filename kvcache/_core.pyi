@@ -8,12 +8,14 @@ INT32_MAX: int
 INT64_MAX: int
 MAX_THREADS: int
 TYPES: dict[str, int]
+TRANSFORMS: dict[str | None, int]
 POLICIES: dict[str, int]
 
-# num_kv_heads, k_dim, v_dim; k_type, v_type; value_in_key; share; policy: kind, window, num_sink_tokens,
-# attention_chunk_size, resume_window, max_len; rope: inv_freq, interleaved, first_dim
+# num_kv_heads, k_dim, v_dim; k_type, v_type; k_transform, v_transform; value_in_key; share; policy: kind, window,
+# num_sink_tokens, attention_chunk_size, resume_window, max_len; rope: inv_freq, interleaved, first_dim
 _LayerTuple: TypeAlias = tuple[
     tuple[int, int, int],
+    tuple[int, int],
     tuple[int, int],
     bool,
     int,

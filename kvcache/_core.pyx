@@ -55,6 +55,7 @@ INT32_MAX = 0x7fffffff
 INT64_MAX = 0x7fffffffffffffff
 MAX_THREADS = 4096
 TYPES = {"f32": KVC_F32, "f16": KVC_F16, "bf16": KVC_BF16, "q8_0": KVC_Q8_0, "q4_0": KVC_Q4_0}
+TRANSFORMS = {None: KVC_TRANSFORM_NONE, "hadamard": KVC_TRANSFORM_HADAMARD}
 POLICIES = {
     "full": KVC_FULL, "sliding": KVC_SLIDING, "chunked": KVC_CHUNKED, "cross": KVC_CROSS, "none": KVC_NONE,
 }

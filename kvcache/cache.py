@@ -19,7 +19,7 @@ from kvcache.arrays import AnyArray, FloatDType, SupportsDLPack, check_float_dty
 from kvcache.batch import Batch
 from kvcache.block import Block, Run, Span
 from kvcache.errors import CacheBusyError, RowsGoneError
-from kvcache.layer import DType, count, make_layers
+from kvcache.layer import DType, Transform, count, make_layers
 from kvcache.policy import FullAttention, Policy
 from kvcache.rope import RopeLike
 from kvcache.strategy import (
@@ -60,6 +60,11 @@ class KVCache:
         `head_dim` that is a multiple of 32.
     k_dtype, v_dtype : as `dtype`, optional
         The type of keys, or of values, if not `dtype`.
+    k_transform, v_transform : {"hadamard", None} or sequence of these, optional
+        How quantised keys, or values, are transformed before they are stored. "hadamard": each block of elements is
+        multiplied by an orthonormal Hadamard matrix, which makes elements that share a scale about equally large, so
+        that q4_0 and the like lose less [2]_. Rows are handed out transformed back, except raw ones. f32, f16 and bf16
+        are stored as given. By default None.
     policy : FullAttention, SlidingWindow, ChunkedAttention, CrossAttention, None or sequence of these
         The positions that a query may see, and so the rows that are kept; by default `FullAttention`. None: the layer
         has no attention, and holds nothing.
@@ -121,6 +126,7 @@ class KVCache:
     ----------
     .. [1] DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model",
        arXiv:2405.04434, 2024.
+    .. [2] S. Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv:2404.00456, 2024.
 
     Examples
     --------
@@ -171,6 +177,8 @@ class KVCache:
         dtype: DType | Sequence[DType] = "f16",
         k_dtype: DType | Sequence[DType] | None = None,
         v_dtype: DType | Sequence[DType] | None = None,
+        k_transform: Transform | Sequence[Transform | None] | None = None,
+        v_transform: Transform | Sequence[Transform | None] | None = None,
         policy: Policy | Sequence[Policy | None] | None = FullAttention(),  # noqa: B008  (frozen)
         share: Sequence[SupportsIndex | None] | None = None,
         rope: RopeLike | Sequence[RopeLike] = None,
@@ -182,8 +190,9 @@ class KVCache:
         num_threads: SupportsIndex | None = None,
     ) -> None:
         self._layers = make_layers(
-            num_layers, num_kv_heads, head_dim, v_head_dim, value_in_key, dtype, k_dtype, v_dtype, policy, share, rope
-        )
+            num_layers, num_kv_heads, head_dim, v_head_dim, value_in_key, dtype, k_dtype, v_dtype, policy, share, rope,
+            k_transform, v_transform,
+        )  # fmt: skip
         self._kinds = Counter(layer._replace(rope=None) for layer in self._layers)  # a rope function may have no hash
         self._strategy = _check_strategy(strategy)
         self._decisions: dict[int, Decision] = {}  # the latest decision on each sequence, oldest first
@@ -349,6 +358,16 @@ class KVCache:
     def v_dtype(self) -> tuple[DType, ...]:
         """The type of stored values, in each layer."""
         return tuple(layer.v_dtype for layer in self._layers)
+
+    @property
+    def k_transform(self) -> tuple[Transform | None, ...]:
+        """The transform of quantised keys, in each layer; None: keys are stored as given."""
+        return tuple(layer.k_transform for layer in self._layers)
+
+    @property
+    def v_transform(self) -> tuple[Transform | None, ...]:
+        """The transform of quantised values, in each layer; None: values are stored as given."""
+        return tuple(layer.v_transform for layer in self._layers)
 
     @property
     def policy(self) -> tuple[Policy | None, ...]:

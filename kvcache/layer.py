@@ -12,16 +12,29 @@ from kvcache._core import integer
 from kvcache.policy import ChunkedAttention, CrossAttention, Policy, SlidingWindow
 from kvcache.rope import Rope, RopeFunction, RopeLike
 
-__all__ = ["DTYPES", "DType", "FloatDType", "Layer", "bytes_of_token", "count", "dtypes_for", "make_layers", "suits"]
+__all__ = [
+    "DTYPES",
+    "DType",
+    "FloatDType",
+    "Layer",
+    "Transform",
+    "bytes_of_token",
+    "count",
+    "dtypes_for",
+    "make_layers",
+    "suits",
+]
 
 FloatDType: TypeAlias = Literal["f32", "f16", "bf16"]
 DType: TypeAlias = Literal[FloatDType, "q8_0", "q4_0"]
 DTYPES: tuple[DType, ...] = get_args(DType)
+Transform: TypeAlias = Literal["hadamard"]
 T = TypeVar("T")
 
 # The core's limits, checked here so that messages name Python's arguments.
 MAX_LAYERS = 1 << 20
 MAX_DIM = 1 << 20
+MAX_ORDER = 1024  # of the Hadamard matrix that keys are multiplied by
 
 
 def suits(dtype: DType, dim: int) -> bool:
@@ -55,11 +68,14 @@ class Layer(NamedTuple):
     policy: Policy | None
     value_in_key: bool
     rope: RopeLike
+    k_transform: Transform | None = None
+    v_transform: Transform | None = None
     share: int | None = None
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}/{self.v_head_dim}"
-        types = self.k_dtype if self.v_dtype == self.k_dtype else f"{self.k_dtype}/{self.v_dtype}"
+        k_type, v_type = _stored(self.k_dtype, self.k_transform), _stored(self.v_dtype, self.v_transform)
+        types = k_type if v_type == k_type else f"{k_type}/{v_type}"
         words = [f"{count(self.num_kv_heads, 'KV head')} x {dims}", types]
         words.append("no attention" if self.policy is None else repr(self.policy))
         if self.value_in_key:
@@ -93,6 +109,7 @@ class Layer(NamedTuple):
         return (
             (self.num_kv_heads, self.head_dim, self.v_head_dim),
             (_core.TYPES[self.k_dtype], _core.TYPES[self.v_dtype]),
+            (_core.TRANSFORMS[self.k_transform], _core.TRANSFORMS[self.v_transform]),
             self.value_in_key,
             0 if self.share is None else self.share + 1,
             _core_policy(self.policy),
@@ -112,6 +129,8 @@ def make_layers(
     policy: Any,
     share: Any,
     rope: Any,
+    k_transform: Any = None,
+    v_transform: Any = None,
 ) -> list[Layer]:
     """Make the layers from the arguments of `KVCache` with these names; raise an error that names a wrong argument."""
     n = integer(num_layers, "num_layers", 1, MAX_LAYERS)
@@ -128,6 +147,8 @@ def make_layers(
             _per_layer(policy, "policy", n, _policy),
             _per_layer(value_in_key, "value_in_key", n, _bool),
             _per_layer(rope, "rope", n, _rope),
+            _per_layer(k_transform, "k_transform", n, _transform),
+            _per_layer(v_transform, "v_transform", n, _transform),
         )
     )
     for i, layer in enumerate(layers):
@@ -161,6 +182,17 @@ def _dtype(value: Any, name: str) -> DType:
     if isinstance(value, str) and value in _core.TYPES:
         return cast(DType, value)
     raise ValueError(f"{name}={value!r}: must be 'f32', 'f16', 'bf16', 'q8_0' or 'q4_0'")
+
+
+def _transform(value: Any, name: str) -> Transform | None:
+    if value is None or (isinstance(value, str) and value in _core.TRANSFORMS):
+        return cast(Transform | None, value)
+    raise ValueError(f"{name}={value!r}: must be 'hadamard' or None")
+
+
+def _stored(dtype: DType, transform: Transform | None) -> str:
+    """Return what a layer's rows are stored as; a transform is of no effect where the type is not quantised."""
+    return dtype if transform is None or suits(dtype, 1) else f"{transform} {dtype}"
 
 
 def _bool(value: Any, name: str) -> bool:
@@ -200,6 +232,17 @@ def _check_value_in_key(layer: Layer, v_name: str) -> None:
         raise ValueError(
             f"v_dtype={layer.v_dtype!r}: must be k_dtype, which is {layer.k_dtype!r}, where values lie in the keys "
             "(value_in_key)"
+        )
+    if layer.v_transform != layer.k_transform:
+        raise ValueError(
+            f"v_transform={layer.v_transform!r}: must be k_transform, which is {layer.k_transform!r}, where values lie "
+            "in the keys (value_in_key)"
+        )
+    order = min(layer.head_dim & -layer.head_dim, MAX_ORDER)
+    if layer.k_transform is not None and layer.v_head_dim % order and not suits(layer.k_dtype, 1):
+        raise ValueError(
+            f"{v_name}={layer.v_head_dim}: must be a multiple of {order}, the largest power of two that divides "
+            "head_dim, where values lie in keys (value_in_key) that are transformed"
         )
 
 

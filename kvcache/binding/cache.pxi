@@ -52,9 +52,10 @@ cdef class Cache(_CallCounter):
         """Fill in a layer from its tuple (see _core.pyi); return the object that keeps the rope's frequencies."""
         cdef kvc_layer *layer = &self.layers[i]
         cdef double[::1] frequencies
-        shapes, types, layer.value_in_key, layer.share, policy, rope = description
+        shapes, types, transforms, layer.value_in_key, layer.share, policy, rope = description
         layer.num_kv_heads, layer.k_dim, layer.v_dim = shapes
         layer.k_type, layer.v_type = types
+        layer.k_transform, layer.v_transform = transforms
         layer.policy.kind, layer.policy.window, layer.policy.num_sink_tokens = policy[:3]
         layer.policy.attention_chunk_size, layer.policy.resume_window, layer.policy.max_len = policy[3:]
         if rope is None:

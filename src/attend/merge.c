@@ -4,6 +4,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "store/transform.h"
+
 /* The results of a unit's parts for one KV head: in plan->partials or, if there is a single part, in the lane. */
 typedef struct results {
     const float *max, *sum, *acc; /* those of part 0 */
@@ -38,17 +40,19 @@ static float add_parts(const kvc_task *t, const results *all, int32_t r, float m
     return sum;
 }
 
-/* Merges the parts of query row r, and divides by their sum.  Returns the output row, which takes acc's place in the
- * lane. */
+/* Merges the parts of query row r, divides by their sum, and transforms the values back.  Returns the output row, which
+ * takes acc's place in the lane. */
 static float *merge_row(const kvc_task *t, const results *all, int32_t r, float *lse) {
     const kvc_plan *plan = t->call->plan;
     const float *sinks = t->call->args->sinks;
+    const int32_t order = kvc_value_order(t->call->layer);
     const float sink = sinks ? sinks[kvc_query_head_of(t, r)] : -INFINITY;
     float *out = t->acc + (size_t)r * (size_t)plan->lane.acc_stride, max = sink;
     for (int32_t p = 0; p < t->unit->num_parts; p++) max = fmaxf(max, all->max[(size_t)p * all->stride + (size_t)r]);
     const float sum = add_parts(t, all, r, max, out) + rescale_factor(sink, max);
     /* If the sum is 0, the query saw nothing, and `out` is 0. */
     t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / sum);
+    if (order) t->call->kernels->hadamard(out, out, plan->v_dim, order);
     *lse = sum == 0 ? -INFINITY : max + logf(sum);
     return out;
 }

@@ -10,6 +10,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "store/transform.h"
+
 /* ---- a task and its views ---------------------------------------------------------------------------------------- */
 
 kvc_task kvc_make_task(kvc_call *c, int64_t i, float *lane) {
@@ -142,10 +144,10 @@ static tile_rows gather(const kvc_task *t, const kvc_tile *tile, const kvc_tile 
     return (tile_rows){first, (int64_t)row_bytes};
 }
 
-/* Decodes the keys of a mixed tile to the lane, and rotates them. */
+/* Decodes the keys of a mixed tile to the lane, transforms them back, and rotates them. */
 static tile_rows rotate_keys(const kvc_task *t, const kvc_tile *tile) {
     const kvc_call *c = t->call;
-    const int32_t dim = c->plan->k_dim;
+    const int32_t dim = c->plan->k_dim, order = kvc_key_order(c->layer);
     const int64_t stride = c->plan->lane.q_stride * (int64_t)sizeof(float);
     float *const first = t->lane + c->plan->lane.rows, *to = first;
     const kvc_piece *piece = tile->piece;
@@ -153,8 +155,10 @@ static tile_rows rotate_keys(const kvc_task *t, const kvc_tile *tile) {
         count = (int32_t)kvc_smaller(piece->count - offset, tile->n - i);
         c->kernels->convert(c->layer->k_type, KVC_F32, to, stride, kvc_key_in(tile, piece, offset),
                             (int64_t)tile->layout->k_row_bytes, count, dim);
-        for (int32_t j = 0; j < count; j++, to += c->plan->lane.q_stride)
+        for (int32_t j = 0; j < count; j++, to += c->plan->lane.q_stride) {
+            if (order) c->kernels->hadamard(to, to, dim, order);
             if (piece->delta_index) kvc_rope_rotate_back(c->rope, angles_of(c, piece->delta_index), to);
+        }
     }
     return (tile_rows){first, stride};
 }
@@ -202,13 +206,24 @@ static const kvc_tiler *key_tiler(const kvc_task *t, const kvc_tile *tile) {
     return &t->call->kernels->tiler[key_type(t, tile)];
 }
 
-/* Returns the query rows, rotated for the tile's delta and prepared for its kernel.  Usually the last tile's serve. */
+/* Transforms the query rows as stored keys are, which leaves scores as they are. */
+static void transform_query_rows(const kvc_task *t, int32_t order) {
+    const kvc_call *c = t->call;
+    for (int32_t r = 0; r < t->num_query_rows; r++) {
+        float *q = t->q + (size_t)r * (size_t)c->plan->lane.q_stride;
+        c->kernels->hadamard(q, q, c->plan->k_dim, order);
+    }
+}
+
+/* Returns the query rows, rotated for the tile's delta, transformed as its keys are and prepared for its kernel.
+ * Usually the last tile's serve. */
 static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     const kvc_plan *plan = t->call->plan;
-    const int32_t delta_index = delta_index_of(t, tile);
+    const int32_t delta_index = delta_index_of(t, tile), order = kvc_key_order(t->call->layer);
     if (delta_index == t->delta_index) return t->q;
     load_query_rows(t);
     if (delta_index > 0) rotate_query_rows(t, delta_index);
+    if (order && delta_index != KVC_MIXED) transform_query_rows(t, order);
     kvc_prepare_fn *prepare = t->unit->tiled ? key_tiler(t, tile)->prepare : scorer_of(t, tile)->prepare;
     prepare(t->q, plan->lane.q_stride, t->num_query_rows, plan->k_dim, t->call->scale);
     t->delta_index = delta_index;

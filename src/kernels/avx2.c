@@ -29,6 +29,7 @@ DEFINE_PACK_VALUES(kvc_pack_values_q4_0_avx2, KVC_Q4_0)
 DEFINE_SCALE(kvc_scale_avx2)
 DEFINE_SOFTMAX(kvc_softmax_avx2)
 DEFINE_MATMUL(kvc_matmul_avx2)
+DEFINE_HADAMARD(kvc_hadamard_avx2)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_avx2, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_avx2, KVC_Q4_0)
@@ -62,5 +63,6 @@ const kvc_kernels kvc_kernels_avx2 = {
                         kvc_matmul_avx2, KVC_MATMUL_ROWS},
     .softmax = kvc_softmax_avx2,
     .scale = kvc_scale_avx2,
+    .hadamard = kvc_hadamard_avx2,
 };
 #endif

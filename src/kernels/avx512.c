@@ -31,6 +31,7 @@ DEFINE_PACK_VALUES(kvc_pack_values_q4_0_avx512, KVC_Q4_0)
 DEFINE_SCALE(kvc_scale_avx512)
 DEFINE_SOFTMAX(kvc_softmax_avx512)
 DEFINE_MATMUL(kvc_matmul_avx512)
+DEFINE_HADAMARD(kvc_hadamard_avx512)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_avx512, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_avx512, KVC_Q4_0)

@@ -62,3 +62,7 @@
                      int add) {                                                                                \
         matmul_rows(c, ldc, a, lda, b, ldb, m, n, k, add);                                                     \
     }
+
+#define DEFINE_HADAMARD(name)    \
+    extern kvc_hadamard_fn name; \
+    TARGET void name(float *dst, const void *src, int n, int order) { hadamard(dst, src, n, order); }

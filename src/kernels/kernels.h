@@ -12,6 +12,7 @@
  *
  *   template.h        the loops, over a small set of vector primitives; its parts are elements.h prefetch.h
  *                     score_quantised.h score_bf16.h score.h accumulate_quantised.h accumulate.h softmax.h matmul.h
+ *                     hadamard.h
  *   vector_avx2.h vector_avx512.h vector_neon.h                the primitives; x86.h: what two of them share
  *   instantiate.h     macros that define a kernel of the template, or of scalar.c, under its name
  *   avx512.h          the kernels that several sets of AVX-512 have in their tables
@@ -107,6 +108,11 @@ typedef struct kvc_tiler {
 
 enum { KVC_MATMUL_ROWS = 12 }; /* what `rows` is for a set's matmul: a multiple of every MATMUL_ROWS */
 
+/* Multiplies every `order` of the n floats at src by Sylvester's Hadamard matrix of that order (a power of two, at
+ * least KVC_QUANT_ELEMENTS, that divides n) over sqrt(order), which is its own inverse.  src is dst, or needs no
+ * alignment. All sets give the same bits. */
+typedef void kvc_hadamard_fn(float *dst, const void *src, int n, int order);
+
 typedef struct kvc_kernels {
     const char *name;
     kvc_convert_fn *convert;
@@ -116,6 +122,7 @@ typedef struct kvc_kernels {
     kvc_tiler tiler[KVC_STORED_TYPES];
     kvc_softmax_fn *softmax;
     kvc_prepare_fn *scale; /* multiplies rows of f32 by a number */
+    kvc_hadamard_fn *hadamard;
 } kvc_kernels;
 
 extern const kvc_kernels kvc_kernels_scalar;

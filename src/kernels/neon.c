@@ -29,6 +29,7 @@ DEFINE_PACK_VALUES(kvc_pack_values_q4_0_neon, KVC_Q4_0)
 DEFINE_SCALE(kvc_scale_neon)
 DEFINE_SOFTMAX(kvc_softmax_neon)
 DEFINE_MATMUL(kvc_matmul_neon)
+DEFINE_HADAMARD(kvc_hadamard_neon)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_neon, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_neon, KVC_Q4_0)
@@ -62,5 +63,6 @@ const kvc_kernels kvc_kernels_neon = {
                         kvc_matmul_neon, KVC_MATMUL_ROWS},
     .softmax = kvc_softmax_neon,
     .scale = kvc_scale_neon,
+    .hadamard = kvc_hadamard_neon,
 };
 #endif

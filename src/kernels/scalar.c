@@ -272,6 +272,19 @@ static void matmul_rows(float *c, int ldc, const float *a, int lda, const float 
     }
 }
 
+static void hadamard(float *dst, const void *src, int n, int order) {
+    const float scale = 1 / sqrtf((float)order);
+    if (src != dst) memcpy(dst, src, (size_t)n * sizeof *dst);
+    for (int half = 1; half < order; half *= 2)
+        for (int i = 0; i < n; i++)
+            if (!(i & half)) {
+                const float x = dst[i], y = dst[i + half];
+                dst[i] = x + y;
+                dst[i + half] = x - y;
+            }
+    for (int i = 0; i < n; i++) dst[i] *= scale;
+}
+
 static void scale_rows(float *q, int q_stride, int num_q, int dim, float by) {
     for (int r = 0; r < num_q; r++)
         for (int d = 0; d < dim; d++) q[(ptrdiff_t)r * q_stride + d] *= by;
@@ -311,6 +324,7 @@ DEFINE_PACK_VALUES(kvc_pack_values_q4_0_scalar, KVC_Q4_0)
 DEFINE_SCALE(kvc_scale_scalar)
 DEFINE_SOFTMAX(kvc_softmax_scalar)
 DEFINE_MATMUL(kvc_matmul_scalar)
+DEFINE_HADAMARD(kvc_hadamard_scalar)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_scalar, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_scalar, KVC_Q4_0)
@@ -344,4 +358,5 @@ const kvc_kernels kvc_kernels_scalar = {
                         kvc_matmul_scalar, KVC_MATMUL_ROWS},
     .softmax = kvc_softmax_scalar,
     .scale = kvc_scale_scalar,
+    .hadamard = kvc_hadamard_scalar,
 };

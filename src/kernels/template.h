@@ -39,6 +39,7 @@
  *   v_max_lane(x)  v_sum_lanes(x)     one float
  *   v_sums(x)                  a vector of the sums of x[0 .. LANES), each added up in the same order
  *   v_transpose(x)             swaps lane j of x[i] and lane i of x[j]
+ *   v_swap(x, n)               swaps lanes i and i ^ n, for n = 1, 2, 4, ... below LANES
  *   copy_row(dst, src, bytes)  memcpy, or what is faster for rows that lie apart
  *
  *   ivec                       a vector of LANES int32, or of twice as many int16
@@ -140,5 +141,6 @@ TARGET static void list_rows(const void *list[KVC_TILE], const void *rows, int64
 #include "kernels/accumulate.h"
 #include "kernels/softmax.h"
 #include "kernels/matmul.h"
+#include "kernels/hadamard.h"
 
 #include "kernels/instantiate.h"

@@ -130,6 +130,12 @@ INLINE void transpose_halves(vec x[4]) {
     x[3] = _mm256_shuffle_ps(b, d, _MM_SHUFFLE(3, 2, 3, 2));
 }
 
+INLINE vec v_swap(vec x, int n) {
+    if (n == 1) return _mm256_permute_ps(x, _MM_SHUFFLE(2, 3, 0, 1));
+    if (n == 2) return _mm256_permute_ps(x, _MM_SHUFFLE(1, 0, 3, 2));
+    return _mm256_permute2f128_ps(x, x, 1);
+}
+
 INLINE void v_transpose(vec x[LANES]) {
     transpose_halves(x);
     transpose_halves(x + 4);

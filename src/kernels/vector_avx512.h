@@ -99,6 +99,13 @@ INLINE float v_sum_lanes(vec x) {
     return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
 }
 
+INLINE vec v_swap(vec x, int n) {
+    if (n == 1) return _mm512_permute_ps(x, _MM_SHUFFLE(2, 3, 0, 1));
+    if (n == 2) return _mm512_permute_ps(x, _MM_SHUFFLE(1, 0, 3, 2));
+    if (n == 4) return _mm512_shuffle_f32x4(x, x, _MM_SHUFFLE(2, 3, 0, 1));
+    return _mm512_shuffle_f32x4(x, x, _MM_SHUFFLE(1, 0, 3, 2));
+}
+
 /* Returns x0+x2 y0+y2 x1+x3 y1+y3 in each quarter. */
 INLINE vec add_pairs(vec x, vec y) { return _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y)); }
 

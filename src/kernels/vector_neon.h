@@ -147,6 +147,8 @@ INLINE vec low_halves(vec x, vec y) { return vcombine_f32(vget_low_f32(x), vget_
 
 INLINE vec high_halves(vec x, vec y) { return vcombine_f32(vget_high_f32(x), vget_high_f32(y)); }
 
+INLINE vec v_swap(vec x, int n) { return n == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2); }
+
 INLINE void v_transpose(vec x[LANES]) {
     vec even = vtrn1q_f32(x[0], x[1]), odd = vtrn2q_f32(x[0], x[1]); /* lanes of x[0] and x[1], alternating */
     vec even_below = vtrn1q_f32(x[2], x[3]), odd_below = vtrn2q_f32(x[2], x[3]);

@@ -6,6 +6,7 @@
 #include "base/threads.h"
 #include "store/policy.h"
 #include "store/rope.h"
+#include "store/transform.h"
 
 static kvc_status check_limit(int64_t value, const char *name, int64_t most) {
     if (value >= 0 && value <= most) return KVC_OK;
@@ -19,9 +20,8 @@ static kvc_status check_type(int32_t type, int32_t dim, int32_t transform, int32
     if (dim % kvc_type_elements(type))
         return kvc_fail(KVC_ERR_INVALID, "layers[%d].%s_dim is %d: for %s it must be a multiple of %d", layer, name,
                         dim, kvc_type_name(type), kvc_type_elements(type));
-    if (transform)
-        return kvc_fail(KVC_ERR_UNSUPPORTED, "layers[%d].%s_transform is %d: only 0, none, is supported", layer, name,
-                        transform);
+    if (transform != KVC_TRANSFORM_NONE && transform != KVC_TRANSFORM_HADAMARD)
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].%s_transform is %d: no kvc_transform", layer, name, transform);
     return KVC_OK;
 }
 
@@ -34,6 +34,16 @@ static kvc_status check_value_in_key(const kvc_layer *layer, int32_t index) {
     if (layer->v_type != layer->k_type)
         return kvc_fail(KVC_ERR_INVALID, "layers[%d].v_type is %s: values that lie in the keys have k_type, %s", index,
                         kvc_type_name(layer->v_type), kvc_type_name(layer->k_type));
+    if (layer->v_transform != layer->k_transform)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "layers[%d].v_transform is %d: values that lie in the keys have k_transform, %d", index,
+                        layer->v_transform, layer->k_transform);
+    const int32_t order = kvc_key_order(layer);
+    if (order && layer->v_dim % order)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "layers[%d].v_dim is %d: values that lie in transformed keys of %d elements must be a multiple "
+                        "of %d",
+                        index, layer->v_dim, layer->k_dim, order);
     return KVC_OK;
 }
 
@@ -100,11 +110,12 @@ static kvc_status check_share(const kvc_config *config, int32_t index) {
         return kvc_fail(KVC_ERR_INVALID, "layers[%d] shares the rows of layer %d, which has none of its own", index,
                         layer.share - 1);
     if (layer.num_kv_heads != source.num_kv_heads || layer.k_dim != source.k_dim || layer.v_dim != source.v_dim ||
-        layer.k_type != source.k_type || layer.v_type != source.v_type || !layer.value_in_key != !source.value_in_key ||
+        layer.k_type != source.k_type || layer.v_type != source.v_type || layer.k_transform != source.k_transform ||
+        layer.v_transform != source.v_transform || !layer.value_in_key != !source.value_in_key ||
         !kvc_policy_equal(&layer.policy, &source.policy) || !kvc_rope_equal(&layer.rope, &source.rope))
         return kvc_fail(KVC_ERR_INVALID,
-                        "layers[%d] shares the rows of layer %d: both must have the same heads, dims, types, policy "
-                        "and rope",
+                        "layers[%d] shares the rows of layer %d: both must have the same heads, dims, types, "
+                        "transforms, policy and rope",
                         index, layer.share - 1);
     return KVC_OK;
 }

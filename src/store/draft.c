@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/parallel.h"
+#include "store/transform.h"
 
 enum {
     WORTH_THREADS = 1 << 16, /* bytes; copying fewer takes less time than waking a thread */
@@ -254,10 +255,10 @@ void kvc_rotate_keys(const kvc_cache *cache, int32_t group, kvc_block *block, in
         const kvc_rope *rope = kvc_rope_of(cache, layer);
         if (cache->group_of[layer] != group || cache->layers[layer].share || !rope) continue;
         const kvc_layout *at = &cache->layouts[cache->layout_of[layer]];
-        const int32_t type = cache->layers[layer].k_type, dim = cache->layers[layer].k_dim;
+        const kvc_layer *config = &cache->layers[layer];
         for (int32_t h = 0; h < at->num_kv_heads; h++) {
             uint8_t *key = kvc_key_at(at, block, slot, h);
-            kvc_rotator_rotate(rotator, rope, delta, key, type, key, type, dim);
+            kvc_rotator_rotate(rotator, rope, delta, key, config->k_type, key, config->k_type, config);
         }
     }
 }
@@ -311,15 +312,15 @@ typedef struct moving {
 static void convert_piece(void *context, int64_t i) {
     const moving *m = context;
     const piece *p = &m->pieces[i];
-    const int32_t dim = m->layer->k_dim, type = m->layer->k_type;
+    const kvc_kernels *kernels = m->cache->kernels;
+    const int32_t dim = m->layer->k_dim, type = m->layer->k_type, order = kvc_key_order(m->layer);
     const int64_t row = (int64_t)m->at->k_row_bytes, f32_row = dim * (int64_t)sizeof(float);
     for (int32_t h = 0; h < m->at->num_kv_heads; h++) {
         uint8_t *stored = kvc_key_at(m->at, p->copy->to, p->copy->to_slot + p->first, h);
         float *keys = p->keys + (size_t)h * (size_t)p->count * (size_t)dim;
-        if (m->encodes)
-            m->cache->kernels->convert(KVC_F32, type, stored, row, keys, f32_row, p->count, dim);
-        else
-            m->cache->kernels->convert(type, KVC_F32, keys, f32_row, stored, row, p->count, dim);
+        if (!m->encodes) kernels->convert(type, KVC_F32, keys, f32_row, stored, row, p->count, dim);
+        if (order) kernels->hadamard(keys, keys, p->count * dim, order);
+        if (m->encodes) kernels->convert(KVC_F32, type, stored, row, keys, f32_row, p->count, dim);
     }
 }
 

@@ -12,6 +12,7 @@
 #include "store/check.h"
 #include "store/limits.h"
 #include "store/transfer.h"
+#include "store/transform.h"
 #include "store/waiting.h"
 
 enum { WORTH_THREADS = 1 << 16 }; /* elements; writing fewer takes less time than waking a thread */
@@ -95,7 +96,7 @@ static void rotate_keys_back(const injection *x, kvc_rotator *rotator, const kvc
         uint8_t *key = kvc_key_at(at, part->block, part->slot, h);
         for (int32_t i = 0; i < part->count; i++)
             kvc_rotator_rotate(rotator, rope, -part->delta, key + (size_t)i * at->k_row_bytes, config->k_type,
-                               k + i * in->k_row_stride, in->k_type, config->k_dim);
+                               k + i * in->k_row_stride, in->k_type, config);
     }
 }
 
@@ -107,9 +108,10 @@ static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *
     const kvc_layout *at = &cache->layouts[cache->layout_of[x->layer]];
     const kvc_rope *rope = part->delta ? kvc_rope_of(cache, x->layer) : NULL;
     const int64_t row = part->position - x->begin;
-    const kvc_transfer k = {.convert = cache->kernels->convert,
+    const kvc_transfer k = {.kernels = cache->kernels,
                             .from_type = in->k_type,
                             .to_type = config->k_type,
+                            .order = kvc_key_order(config),
                             .to = (char *)kvc_key_at(at, part->block, part->slot, 0),
                             .from = (const char *)in->k + row * in->k_row_stride,
                             .to_row = (int64_t)at->k_row_bytes,
@@ -123,9 +125,10 @@ static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *
     else
         kvc_transfer_rows(&k, part->count);
     if (config->value_in_key) return;
-    const kvc_transfer v = {.convert = cache->kernels->convert,
+    const kvc_transfer v = {.kernels = cache->kernels,
                             .from_type = in->v_type,
                             .to_type = config->v_type,
+                            .order = kvc_value_order(config),
                             .to = (char *)kvc_value_at(at, part->block, part->slot, 0),
                             .from = (const char *)in->v + row * in->v_row_stride,
                             .to_row = (int64_t)at->v_row_bytes,

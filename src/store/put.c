@@ -8,6 +8,7 @@
 #include "store/limits.h"
 #include "store/span.h"
 #include "store/transfer.h"
+#include "store/transform.h"
 #include "store/waiting.h"
 
 /* ---- put --------------------------------------------------------------------------------------------------------- */
@@ -45,9 +46,10 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
     const kvc_place to = place_of(work, i);
     const kvc_layout *at = to.block ? work->layout : &work->buffer->layout;
     const kvc_place place = {to.block ? to.block : kvc_row_buffer_block(work->buffer), to.slot};
-    const kvc_transfer k = {.convert = work->cache->kernels->convert,
+    const kvc_transfer k = {.kernels = work->cache->kernels,
                             .from_type = a->k_type,
                             .to_type = layer->k_type,
+                            .order = kvc_key_order(layer),
                             .to = (char *)kvc_key_at(at, place.block, place.slot, 0),
                             .from = (const char *)a->k +
                                     kvc_token_offset(i, a->inner_tokens, a->k_token_stride, a->k_batch_stride),
@@ -59,9 +61,10 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
                             .dim = layer->k_dim};
     kvc_transfer_rows(&k, count);
     if (layer->value_in_key) return;
-    const kvc_transfer v = {.convert = work->cache->kernels->convert,
+    const kvc_transfer v = {.kernels = work->cache->kernels,
                             .from_type = a->v_type,
                             .to_type = layer->v_type,
+                            .order = kvc_value_order(layer),
                             .to = (char *)kvc_value_at(at, place.block, place.slot, 0),
                             .from = (const char *)a->v +
                                     kvc_token_offset(i, a->inner_tokens, a->v_token_stride, a->v_batch_stride),

@@ -8,6 +8,7 @@
 #include "store/row_buffer.h"
 #include "store/span.h"
 #include "store/transfer.h"
+#include "store/transform.h"
 #include "store/check.h"
 #include "store/waiting.h"
 
@@ -61,14 +62,15 @@ static void rotate_keys(kvc_reader *reader, const kvc_span *span, const kvc_rope
         for (int32_t i = 0; i < span->num_rows; i++)
             kvc_rotator_rotate(&reader->rotator, rope, span->delta, to + h * out->k_head_stride + i * out->k_row_stride,
                                reader->k_type, (const char *)span->k + h * span->k_head_stride + i * span->k_row_stride,
-                               config->k_type, config->k_dim);
+                               config->k_type, config);
 }
 
 static void copy_keys(kvc_reader *reader, const kvc_span *span, const kvc_rows_out *out, char *to) {
     const kvc_layer *config = &reader->cache->layers[reader->layer];
-    const kvc_transfer x = {.convert = reader->cache->kernels->convert,
+    const kvc_transfer x = {.kernels = reader->cache->kernels,
                             .from_type = config->k_type,
                             .to_type = reader->k_type,
+                            .order = kvc_key_order(config),
                             .to = to,
                             .from = span->k,
                             .to_row = out->k_row_stride,
@@ -86,9 +88,10 @@ static void copy_keys(kvc_reader *reader, const kvc_span *span, const kvc_rows_o
 
 static void copy_values(const kvc_reader *reader, const kvc_span *span, const kvc_rows_out *out, char *to) {
     const kvc_layer *config = &reader->cache->layers[reader->layer];
-    const kvc_transfer x = {.convert = reader->cache->kernels->convert,
+    const kvc_transfer x = {.kernels = reader->cache->kernels,
                             .from_type = config->v_type,
                             .to_type = reader->v_type,
+                            .order = kvc_value_order(config),
                             .to = to,
                             .from = span->v,
                             .to_row = out->v_row_stride,

@@ -47,8 +47,9 @@ typedef struct kvc_rotator {
 /* Returns the floats of scratch that a rotator of keys of k_dim elements uses. */
 static inline size_t kvc_rotator_floats(int32_t k_dim) { return 2 * (size_t)k_dim; }
 
-/* Writes the row of k_dim elements at `from`, rotated by delta, to `to`, which may be the same address. */
+/* Writes the key at `from`, rotated by delta, to `to`, which may be the same address.  The types are f32, f16, bf16 or,
+ * for keys as the layer stores them, the layer's. */
 void kvc_rotator_rotate(kvc_rotator *rotator, const kvc_rope *rope, int32_t delta, void *to, int32_t to_type,
-                        const void *from, int32_t from_type, int32_t k_dim);
+                        const void *from, int32_t from_type, const kvc_layer *layer);
 
 #endif

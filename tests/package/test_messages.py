@@ -15,6 +15,7 @@ C_NAME = re.compile(r"\b(?:KVC|kvc)_\w+")
 FOR_C_ONLY = {
     "args->put is not NULL: rows are stored by kvc_put before tasks are run",
     "layers[%d].%s_type is %d: no kvc_type",
+    "layers[%d].%s_transform is %d: no kvc_transform",
     "layers[%d].policy.kind is %d: no kvc_policy_kind",
     "layers[%d].rope.kind is %d: no kvc_rope_kind",
     "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16",

@@ -205,12 +205,20 @@ typedef struct rows {
     float k[MAX_STORED + MAX_NEW][2][MAX_DIM], v[MAX_STORED + MAX_NEW][2][MAX_DIM];
 } rows;
 
-/* What an array becomes when it is stored and read again. */
-static void through(int type, int dim, float *row)
+/* What an array becomes when it is stored and read again; it is transformed in blocks of at most `most` elements. */
+static void through(int type, int transform, int most, int dim, float *row)
 {
     uint8_t stored[MAX_DIM * 4];
+    const int is_transformed = transform == KVC_TRANSFORM_HADAMARD && (type == KVC_Q8_0 || type == KVC_Q4_0);
+    int order = 32;
+    while (is_transformed && order < most && dim % (2 * order) == 0)
+        order *= 2;
+    if (is_transformed)
+        kvc_kernels_scalar.hadamard(row, row, dim, order);
     kvc_kernels_scalar.convert(KVC_F32, type, stored, 0, row, 0, 1, dim);
     kvc_kernels_scalar.convert(type, KVC_F32, row, 0, stored, 0, 1, dim);
+    if (is_transformed)
+        kvc_kernels_scalar.hadamard(row, row, dim, order);
 }
 
 static void add_new(const stage *st, int t, rows *r)
@@ -221,11 +229,11 @@ static void add_new(const stage *st, int t, rows *r)
     for (int h = 0; h < layer->num_kv_heads; h++) {
         for (int d = 0; d < layer->k_dim; d++)
             r->k[r->num][h][d] = content(st->ids[t], st->rows[t], 0, h, d);
-        through(layer->k_type, layer->k_dim, r->k[r->num][h]);
+        through(layer->k_type, layer->k_transform, 1024, layer->k_dim, r->k[r->num][h]);
         for (int d = 0; d < layer->v_dim; d++)
             r->v[r->num][h][d] = layer->value_in_key ? r->k[r->num][h][d] : content(st->ids[t], st->rows[t], 1, h, d);
         if (!layer->value_in_key)
-            through(layer->v_type, layer->v_dim, r->v[r->num][h]);
+            through(layer->v_type, layer->v_transform, 64, layer->v_dim, r->v[r->num][h]);
     }
     r->num++;
 }
@@ -329,26 +337,44 @@ static scene plain_scene(int dim, int num_stored, int num_new, int moves)
                    .moves = moves};
 }
 
-/* All mixes of five types, streamed and in tiles, with none, one and several deltas. */
+/* All mixes of five types, streamed and in tiles, with none, one and several deltas, transformed and not. */
 static void test_types(void)
 {
-    for (int i = 0; i < 50; i++) {
+    for (int i = 0; i < 100; i++) {
         scene s = plain_scene(i % 3 ? 32 : 64, 90, i % 2 ? 2 : 19, i / 2 % 4);
         s.layer.v_dim = i % 4 ? 32 : 64;
         s.layer.k_type = i / 2 % 5;
-        s.layer.v_type = i / 10;
+        s.layer.v_type = i / 10 % 5;
+        s.layer.k_transform = i / 50;
+        s.layer.v_transform = i / 50 && i % 7;
         s.layer.rope = rope_of(i % 3 ? 0 : 16, i % 3 ? 16 : 24, i % 2);
         s.trees = i % 3 == 1;
         check_scene(&s, &(setting){.block_size = 16, .num_threads = 1, .settled = i % 5 == 4});
     }
 }
 
+/* Rows that are transformed in blocks of 32, 64, 128, 256 and 512, in one part and in several, settled and not. */
+static void test_transforms(void)
+{
+    static const int dims[] = {96, 192, 128, 256, 512};
+    for (int i = 0; i < 20; i++) {
+        scene s = plain_scene(dims[i % 5], i < 10 ? 90 : 600, i % 2 ? 1 : 23, i % 4);
+        s.layer.v_dim = dims[i / 2 % 5];
+        s.layer.k_type = s.layer.v_type = i % 3 ? KVC_Q4_0 : KVC_Q8_0;
+        s.layer.k_transform = s.layer.v_transform = KVC_TRANSFORM_HADAMARD;
+        s.layer.rope = rope_of(dims[i % 5] - 64, 32, i / 3 % 2);
+        check_scene(&s, &(setting){.block_size = 32, .num_threads = 1, .settled = i % 5 == 4});
+    }
+}
+
 /* Deltas that change so often that hardly a tile is full. */
 static void test_many_deltas(void)
 {
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 6; i++) {
         scene s = plain_scene(32, 300, i % 2 ? 1 : 23, 40);
         s.layer.k_type = i / 2 ? KVC_Q8_0 : KVC_F32;
+        s.layer.k_transform = s.layer.v_transform = i > 3;
+        s.layer.v_type = i > 3 ? KVC_Q4_0 : KVC_F32;
         s.num_members = 2;
         s.num_stored[1] = 70;
         s.num_new[1] = 5;
@@ -362,13 +388,15 @@ static void test_value_in_key(void)
     static const struct {
         int k_dim, v_dim, num_freqs, type;
     } cases[] = {{576, 512, 32, KVC_F32}, {576, 512, 32, KVC_F16}, {576, 512, 32, KVC_BF16}, {576, 512, 32, KVC_Q8_0},
-                 {576, 512, 32, KVC_Q4_0}, {5, 3, 1, KVC_F32},     {9, 1, 4, KVC_F16},      {4, 4, 0, KVC_F32}};
+                 {576, 512, 32, KVC_Q4_0}, {5, 3, 1, KVC_F32},     {9, 1, 4, KVC_F16},      {4, 4, 0, KVC_F32},
+                 {576, 512, 32, KVC_Q8_0}, {576, 512, 32, KVC_Q4_0}, {96, 32, 16, KVC_Q4_0}, {160, 96, 32, KVC_F16}};
     static answers a;
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < 24; i++) {
         int k_dim = cases[i / 2].k_dim, v_dim = cases[i / 2].v_dim, num_freqs = cases[i / 2].num_freqs;
         scene s = plain_scene(32, 70, i % 2 ? 1 : 5, num_freqs ? 2 : 0);
         s.layer = (kvc_layer){.num_kv_heads = 1, .k_dim = k_dim, .v_dim = v_dim, .value_in_key = 1};
         s.layer.k_type = s.layer.v_type = cases[i / 2].type;
+        s.layer.k_transform = s.layer.v_transform = i / 2 > 7;
         if (num_freqs)
             s.layer.rope = rope_of(k_dim - 2 * num_freqs, num_freqs, i / 2 % 2);
         s.num_heads = 5;
@@ -508,10 +536,11 @@ static void check_same_bits(const scene *alone)
 
 static void test_same_bits(void)
 {
-    for (int i = 0; i < 5; i++) {
-        scene s = plain_scene(32, 600, i % 2 ? 4 : 37, i);
-        s.layer.k_type = i;
-        s.layer.v_type = (i + 1) % 5;
+    for (int i = 0; i < 7; i++) {
+        scene s = plain_scene(32, 600, i % 2 ? 4 : 37, i % 5);
+        s.layer.k_type = i < 5 ? i : KVC_Q8_0;
+        s.layer.v_type = i < 5 ? (i + 1) % 5 : KVC_Q4_0;
+        s.layer.k_transform = s.layer.v_transform = i >= 5;
         s.trees = i > 1;
         check_same_bits(&s);
     }
@@ -721,6 +750,7 @@ static void test_bad_arguments(void)
 static void test_isa(void)
 {
     test_types();
+    test_transforms();
     test_many_deltas();
     test_value_in_key();
     test_guarded();

@@ -849,6 +849,53 @@ static void test_denormals(const kvc_kernels *kernels, int type, int dim)
     }
 }
 
+/* ---- the Hadamard transform --------------------------------------------------------------------------------------- */
+
+enum { MAX_ORDER = 1024 };
+
+/* Element (i, j) of Sylvester's matrix: its sign is the parity of the bits that both numbers have. */
+static int hadamard_sign(int i, int j)
+{
+    int bits = i & j, sign = 1;
+    for (; bits; bits &= bits - 1)
+        sign = -sign;
+    return sign;
+}
+
+/* Transforms `num` times `order` floats: against the matrix, in place and from where no byte more may be read, with the
+ * bits of the scalar set, and back again. */
+static void test_hadamard(const kvc_kernels *kernels, int order, int num)
+{
+    static float x[3 * MAX_ORDER], y[3 * MAX_ORDER + 1], z[3 * MAX_ORDER];
+    const int n = num * order;
+    const size_t bytes = (size_t)n * sizeof *x;
+    char *src = guarded_end - bytes - num % 2; /* not aligned, or up to the guard */
+    fill(x, (size_t)n);
+    memcpy(src, x, bytes);
+    y[n] = UNTOUCHED;
+    kernels->hadamard(y, src, n, order);
+    CHECK(y[n] == UNTOUCHED);
+    for (int i = 0; i < n; i++) {
+        double sum = 0, size = 0;
+        for (int j = 0; j < order; j++) {
+            sum += hadamard_sign(i % order, j) * (double)x[i / order * order + j];
+            size += fabs((double)x[i / order * order + j]);
+        }
+        CHECKF(is_close(y[i], sum / sqrt(order), size / sqrt(order), 12), "%s: order %d, element %d is %g, not %g",
+               kernels->name, order, i, (double)y[i], sum / sqrt(order));
+    }
+    kvc_kernels_scalar.hadamard(z, x, n, order);
+    CHECKF(!memcmp(z, y, bytes), "%s: order %d", kernels->name, order);
+    memcpy(z, x, bytes);
+    kernels->hadamard(z, z, n, order);
+    CHECK(!memcmp(z, y, bytes));
+    kernels->hadamard(z, z, n, order);
+    for (int i = 0; i < n; i++)
+        CHECK(fabsf(z[i] - x[i]) < 1e-6f * (float)order);
+}
+
+/* ---- all of them ------------------------------------------------------------------------------------------------- */
+
 static void test_kernels(const kvc_kernels *kernels)
 {
     const int num_dims = is_quick() ? 6 : NUM_DIMS;
@@ -881,6 +928,9 @@ static void test_kernels(const kvc_kernels *kernels)
     for (int m = 1; m <= 20; m++)
         for (int n = 1; n <= 70; n += n % 16 < 2 ? 1 : 7)
             test_matmul(kernels, m, n, random_int(1, 65), n % 2);
+    for (int order = KVC_QUANT_ELEMENTS; order <= MAX_ORDER; order *= 2)
+        for (int num = 1; num <= 3; num++)
+            test_hadamard(kernels, order, num);
     test_matmul(kernels, 40, 64, 64, 1);
     test_matmul(kernels, 3, 16, 0, 0);
 }

@@ -1,0 +1,64 @@
+/* hadamard.h: multiplying by a Hadamard matrix; part of template.h. */
+
+enum { HADAMARD_VECTORS = 8 }; /* most vectors that are kept in registers */
+
+/* Row b: -1 in the lanes whose number has bit b, else 1. */
+static const float hadamard_signs[4][16] = {{1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
+                                            {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
+                                            {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
+                                            {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1}};
+
+/* Replaces x by x + y, and y by x - y. */
+INLINE void add_and_subtract(vec *x, vec *y) {
+    vec sum = v_add(*x, *y);
+    *y = v_fma(*y, v_set(-1), *x);
+    *x = sum;
+}
+
+/* Does the steps within num vectors, and multiplies by scale. */
+INLINE void hadamard_vectors(float *dst, const char *src, int num, vec scale) {
+    vec x[HADAMARD_VECTORS];
+    UNROLL
+    for (int i = 0; i < num; i++) x[i] = v_load(src + (size_t)i * LANES * sizeof(float));
+    UNROLL
+    for (int b = 0; 1 << b < LANES; b++) {
+        vec signs = v_load(hadamard_signs[b]);
+        UNROLL
+        for (int i = 0; i < num; i++) x[i] = v_fma(x[i], signs, v_swap(x[i], 1 << b));
+    }
+    UNROLL
+    for (int half = 1; half < num; half *= 2) UNROLL
+    for (int i = 0; i < num; i++)
+        if (!(i & half)) add_and_subtract(&x[i], &x[i + half]);
+    UNROLL
+    for (int i = 0; i < num; i++) v_store(dst + i * LANES, v_mul(x[i], scale));
+}
+
+/* Does the step that combines elements `half` apart, and multiplies by scale. */
+INLINE void hadamard_step(float *x, int n, int half, vec scale) {
+    for (int i = 0; i < n; i += 2 * half)
+        for (int j = i; j < i + half; j += LANES) {
+            vec a = v_load(x + j), b = v_load(x + j + half);
+            add_and_subtract(&a, &b);
+            v_store(x + j, v_mul(a, scale));
+            v_store(x + j + half, v_mul(b, scale));
+        }
+}
+
+/* The fast Walsh-Hadamard transform: a step for each bit of the matrix's rows' numbers, lowest first, so that
+ * every set does the same sums. */
+INLINE void hadamard(float *dst, const void *src, int n, int order) {
+    const int unit = smaller(order, HADAMARD_VECTORS * LANES);
+    const vec one = v_set(1), scale = v_set(1 / sqrtf((float)order));
+    for (int i = 0; i < n; i += unit) {
+        const char *from = (const char *)src + (size_t)i * sizeof(float);
+        const vec last = unit == order ? scale : one;
+        if (unit == HADAMARD_VECTORS * LANES)
+            hadamard_vectors(dst + i, from, HADAMARD_VECTORS, last);
+        else if (QUANT_VECTORS == 4 || unit == 4 * LANES)
+            hadamard_vectors(dst + i, from, 4, last);
+        else
+            hadamard_vectors(dst + i, from, 2, last);
+    }
+    for (int half = unit; half < order; half *= 2) hadamard_step(dst, n, half, 2 * half == order ? scale : one);
+}

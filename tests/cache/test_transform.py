@@ -1,0 +1,263 @@
+"""k_transform and v_transform: rows are multiplied by a Hadamard matrix where they are quantised, and back."""
+
+import copy
+
+import numpy as np
+import pytest
+from support.ggml_blocks import NAMES, blocks, decoded
+from support.isas import ISA_PARAMS
+from support.transform import hadamard, key_order, value_order
+
+import kvcache
+
+HEADS = 2
+HADAMARD = {"k_transform": "hadamard", "v_transform": "hadamard"}
+ROPE_DIM = 32
+
+
+def rows(n, *dims, seed=0):
+    """Rows with an element that is much larger than the others, as keys of real models have."""
+    rng = np.random.default_rng(seed)
+    made = [rng.standard_normal((n, HEADS, dim)).astype(np.float32) for dim in dims]
+    for x in made:
+        x[..., 3] *= 30
+    return made
+
+
+def new_cache(dim, dtype, v_dim=None, **options):
+    return kvcache.KVCache(1, HEADS, dim, 64, v_head_dim=v_dim, dtype=dtype, **{**HADAMARD, **options})
+
+
+def filled(k, v, dtype, **options):
+    cache = new_cache(k.shape[-1], dtype, v.shape[-1], **options)
+    with cache.batch(len(k)) as batch:
+        batch.put(0, k, v)
+    return cache
+
+
+def by_head(x):
+    return np.swapaxes(x, 0, 1)
+
+
+def encoded(x, name, order):
+    return blocks(hadamard(x, order), name)
+
+
+def through(x, name, order):
+    """What rows are once they were stored and read."""
+    return hadamard(decoded(encoded(x, name, order), name), order)
+
+
+@pytest.mark.parametrize("isa", ISA_PARAMS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("k_dim", "v_dim"), [(64, 64), (128, 256), (96, 160), (192, 32), (2048, 128), (1536, 64)])
+def test_bytes(monkeypatch, isa, name, k_dim, v_dim):
+    """The largest power of two that divides the dimension is the matrix's order, of values at most 64."""
+    monkeypatch.setenv("KVCACHE_ISA", isa)
+    k, v = rows(9, k_dim, v_dim)
+    cache = filled(k, v, name)
+    raw = cache.gather(0, raw=True)
+    np.testing.assert_array_equal(raw[0], by_head(encoded(k, name, key_order(k_dim))))
+    np.testing.assert_array_equal(raw[1], by_head(encoded(v, name, value_order(v_dim))))
+    for found, x, order in zip(cache.gather(0), (k, v), (key_order(k_dim), value_order(v_dim)), strict=True):
+        np.testing.assert_array_equal(found, by_head(through(x, name, order)))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_other_types_are_stored_as_given(dtype):
+    k, v = rows(5, 24, 7)
+    plain, cache = (filled(k, v, dtype, **options) for options in ({"k_transform": None, "v_transform": None}, {}))
+    for one, other in zip(plain.gather(0, raw=True), cache.gather(0, raw=True), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert dtype in repr(cache)
+    assert "hadamard" not in repr(cache)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_less_is_lost(name):
+    k, v = rows(20, 64, 64)
+    losses = []
+    for transform in (None, "hadamard"):
+        cache = filled(k, v, name, k_transform=transform, v_transform=transform)
+        losses.append([np.square(by_head(found) - x).mean() for found, x in zip(cache.gather(0), (k, v), strict=True)])
+    assert np.all(np.divide(losses[1], losses[0]) < 0.6)
+
+
+@pytest.mark.parametrize("given", [np.float32, np.float16])
+def test_rows_are_handed_out_as_they_came(given):
+    k, v = (x.astype(given) for x in rows(8, 64, 96))
+    cache = filled(k, v, "q8_0", max_sequences=2)
+    expected = [by_head(through(x, "q8_0", order)) for x, order in ((k, 64), (v, 32))]
+    for found, x in zip(cache.gather(0, dtype="f16"), expected, strict=True):
+        np.testing.assert_array_equal(found, x.astype(np.float16))
+    for found, x in zip(cache.extract(0, 2, 5), expected, strict=True):
+        np.testing.assert_array_equal(found, x[:, 2:5])
+    for found, x in zip(cache.get(0, 3), expected, strict=True):
+        np.testing.assert_array_equal(found, x[:, 3])
+    cache.fork(0, 1)
+    for found, x in zip(copy.copy(cache).gather(0, seq_id=1), expected, strict=True):
+        np.testing.assert_array_equal(found, x)
+    cache.compact()
+    with cache.batch(1) as batch:
+        batch.put(0, k[:1], v[:1])
+        for found, x in zip(batch.dense(0)[:2], expected, strict=True):
+            np.testing.assert_array_equal(found[:, :8], x)
+    assert (cache.k_transform, cache.v_transform) == (("hadamard",), ("hadamard",))
+    assert "hadamard q8_0" in repr(cache)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_raw_rows_are_as_stored(name):
+    """What raw=True hands out can be put, injected or written in place in another such cache."""
+    k, v = rows(6, 128, 128)
+    cache = filled(k, v, name)
+    raw = cache.gather(0, raw=True)
+    by_token = [by_head(x) for x in raw]
+    other = new_cache(128, name)
+    with other.batch(6) as batch:
+        slots = batch.slots(0)
+        batch.put(0, *(x[:3] for x in by_token))
+        for slot, x in zip(slots, raw, strict=True):
+            slot[:, 3:] = x[:, 3:]
+        batch.written(0, 3, 3)
+    assert all(np.array_equal(x, y) for x, y in zip(other.gather(0), cache.gather(0), strict=True))
+    other.inject(0, 2, *(np.ascontiguousarray(x[:, :3]) for x in raw))
+    assert all(np.array_equal(x[:, 2:5], y[:, :3]) for x, y in zip(other.gather(0), cache.gather(0), strict=True))
+
+
+def rotated(x, delta):
+    """What RoPE makes of keys [..., dim] that move by delta; f64."""
+    angles = delta * np.array(rope().inv_freq)
+    n = ROPE_DIM // 2
+    a, b = x[..., :n].astype(float), x[..., n : 2 * n].astype(float)
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * n :]], -1)
+
+
+def rope():
+    return kvcache.Rope(10_000.0 ** (-np.arange(0, ROPE_DIM, 2) / ROPE_DIM))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_move(name):
+    k, v = rows(8, 64, 64)
+    cache = filled(k, v, name, rope=rope())
+    stored = by_head(through(k, name, 64))
+    cache.shift(0, None, 7)
+    moved = rotated(stored, 7)
+    np.testing.assert_allclose(cache.gather(0)[0], moved, atol=1e-4)
+    settled = hadamard(decoded(cache.gather(0, raw=True)[0], name), 64)  # what settling will store
+    step = np.abs(k).max() / (127 if name == "q8_0" else 8)
+    np.testing.assert_allclose(settled, moved, atol=step)
+    cache.settle()
+    np.testing.assert_array_equal(cache.gather(0)[0], settled)
+    cache.shift(0, None, -3)
+    new = by_head(rows(2, 64, seed=1)[0])
+    cache.inject(0, 6, np.ascontiguousarray(new), np.ascontiguousarray(new))
+    np.testing.assert_allclose(cache.gather(0)[0][:, 2:4], new, atol=2 * step)
+    cache.validate()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_function_moves_keys_as_given(name):
+    def negate(layer, keys, delta):
+        seen.append(keys.copy())
+        return -keys
+
+    seen = []
+    k, v = rows(4, 64, 64)
+    cache = filled(k, v, name, rope=negate)
+    before = cache.gather(0)
+    cache.shift(0, None, 5)
+    np.testing.assert_array_equal(np.concatenate(seen, 1), before[0])
+    np.testing.assert_allclose(cache.gather(0)[0], -before[0], atol=np.abs(k).max() / (127 if name == "q8_0" else 8))
+
+
+@pytest.mark.parametrize("isa", ISA_PARAMS)
+@pytest.mark.parametrize("tokens", [1, 30])
+@pytest.mark.parametrize(("k_name", "v_name"), [("q8_0", "q8_0"), ("q4_0", "q8_0"), ("f16", "q4_0"), ("q8_0", "f32")])
+def test_attention(monkeypatch, isa, tokens, k_name, v_name):
+    """Over what `dense` hands out; keys that moved, and not."""
+    monkeypatch.setenv("KVCACHE_ISA", isa)
+    k, v = rows(50, 128, 64)
+    q = np.random.default_rng(3).standard_normal((tokens, 4, 128)).astype(np.float32)
+    cache = new_cache(128, "f16", 64, k_dtype=k_name, v_dtype=v_name, rope=rope())
+    with cache.batch(50 - tokens) as batch:
+        batch.put(0, k[tokens:], v[tokens:])
+    for begin in (5, 9, 14):
+        cache.remove(begin, begin + 1)
+    with cache.batch(tokens) as batch:
+        out = batch.attend(0, q, k[:tokens], v[:tokens])
+        keys, values, mask = (x.astype(np.float64) for x in batch.dense(0))
+    scores = np.einsum("thd,hnd->thn", q, np.repeat(keys, 2, 0)) * 128**-0.5 + mask[:, None]
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("thn,hnd->thd", weights / weights.sum(-1, keepdims=True), np.repeat(values, 2, 0))
+    assert np.linalg.norm(out - expected) / np.linalg.norm(expected) < 1e-4
+
+
+def test_latents():
+    """Values are the first elements of the keys, and transformed as these are."""
+    rng = np.random.default_rng(0)
+    cache = kvcache.KVCache(1, 1, 576, 64, v_head_dim=512, value_in_key=True, dtype="q8_0", **HADAMARD)
+    k = rng.standard_normal((9, 1, 576)).astype(np.float32)
+    q = rng.standard_normal((9, 3, 576)).astype(np.float32)
+    with cache.batch(9) as batch:
+        out = batch.attend(0, q, k, scale=0.05)
+    keys, values = cache.gather(0)
+    np.testing.assert_array_equal(keys, by_head(through(k, "q8_0", 64)))
+    np.testing.assert_array_equal(values, keys[..., :512])
+    scores = np.einsum("thd,nd->thn", q, keys[0].astype(float)) * 0.05
+    weights = np.exp(np.where(np.tri(9)[:, None] > 0, scores, -np.inf))
+    expected = np.einsum("thn,nd->thd", weights / weights.sum(-1, keepdims=True), values[0].astype(float))
+    np.testing.assert_allclose(out, expected, atol=5e-4)
+
+
+def test_layers_of_their_own():
+    k, v = rows(4, 64, 64)
+    cache = kvcache.KVCache(
+        3, HEADS, 64, 64, dtype="q4_0",
+        k_transform=[None, "hadamard", "hadamard"], v_transform=["hadamard", None, None],
+        policy=[kvcache.FullAttention(), kvcache.FullAttention(), kvcache.CrossAttention(9)],
+    )  # fmt: skip
+    with cache.batch(4) as batch:
+        for layer in range(2):
+            batch.put(layer, k, v)
+        batch.put(2, k, v, seq_id=0)
+    plain, turned = ([by_head(through(x, "q4_0", order)) for x in (k, v)] for order in (1, 64))
+    expected = [(plain[0], turned[1]), (turned[0], plain[1]), (turned[0], plain[1])]
+    for layer in range(3):
+        for found, x in zip(cache.gather(layer), expected[layer], strict=True):
+            np.testing.assert_array_equal(found, x)
+    assert "q4_0/hadamard q4_0" in repr(cache)
+
+
+def test_unstored_sequences():
+    k, v = rows(4, 64, 64)
+    cache = new_cache(64, "q4_0", strategy="disabled")
+    with cache.batch(4) as batch:
+        out = batch.attend(0, np.zeros((4, HEADS, 64), np.float32), k, v)
+    expected = by_head(through(v, "q4_0", 64)).mean(1)
+    np.testing.assert_allclose(out[3], expected, atol=1e-4 * np.abs(v).max())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"k_transform": "dct"}, "k_transform='dct': must be 'hadamard' or None"),
+        ({"v_transform": True}, "v_transform=True: must be 'hadamard' or None"),
+        ({"k_transform": ["hadamard", None]}, "len(k_transform)=2: must be num_layers, which is 1"),
+        ({"v_transform": None, "value_in_key": True}, "v_transform=None: must be k_transform, which is 'hadamard'"),
+        ({"head_dim": 96, "v_head_dim": 80, "dtype": "q8_0", "value_in_key": True}, "must be a multiple of 32"),
+        ({"v_head_dim": 32, "value_in_key": True}, "v_head_dim=32: must be a multiple of 64, the largest power of two"),
+    ],
+)
+def test_bad_transforms(options, words):
+    arguments = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, "max_seq_len": 8, "dtype": "q4_0", **HADAMARD}
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 (all words are looked at)
+        kvcache.KVCache(**{**arguments, **options})
+    assert words in str(raised.value)
+
+
+def test_shared_layers_have_the_same():
+    with pytest.raises(ValueError, match="k_transform of both must be the same"):
+        kvcache.KVCache(2, 1, 64, 8, dtype="q4_0", share=[None, 0], k_transform=["hadamard", None])
