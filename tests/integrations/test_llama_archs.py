@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from support import gguf_files, llama_cpp_build
+from support import gguf_files, llama_cpp_build, llama_models
 from support.compiling import ROOT
 
 README = ROOT / "integrations/llama.cpp/README.md"
@@ -24,7 +24,7 @@ def run(program, *args):
 
 def write_models(folder, names):
     """Write models whose attention is far from even, and return their paths."""
-    run("test-llama-archs", "-a", names, "-d", "0.5", "-o", folder)
+    run("test-llama-archs", *llama_models.SEED, "-a", names, "-d", "0.5", "-o", folder)
     return sorted(folder.glob("*.gguf"))
 
 

@@ -108,13 +108,7 @@ def test_types_are_served_if_the_library_has_them(repository):
 
 def test_a_model_that_is_not_served_runs_on_the_own_cache(folder):
     """The reason is in the log once, also at the server, which makes contexts to measure memory."""
-    made = folder / "refused"
-    made.mkdir()
-    subprocess.run(
-        [llama_cpp_build.program("test-llama-archs"), "-a", "^qwen2vl$", "-o", made],
-        check=True, capture_output=True, timeout=300,
-    )  # fmt: skip
-    (model,) = made.iterdir()
+    model = llama_models.write_random(folder, "qwen2vl")
     reason = r"not used: .*(M-RoPE|qwen2vl)"
     options = ("--model", model, "-npp", "16", "-ntg", "4", "-npl", "1,2", "-c", "256", "--threads", "1", "--kvcache")
     log = "".join(run("batched-bench", *options, end=r"\| +4 \| +2 \|"))

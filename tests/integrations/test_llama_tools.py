@@ -64,14 +64,14 @@ def test_contexts_side_by_side(model):
 
 @pytest.mark.slow
 def test_every_architecture():
-    run(llama_cpp_build.program("test-llama-archs"))
+    run(llama_cpp_build.program("test-llama-archs"), *llama_models.SEED)
 
 
 @pytest.fixture(scope="module")
 def architectures(tmp_path_factory):
     """A folder of small random models of every architecture."""
     folder = tmp_path_factory.mktemp("architectures")
-    run(llama_cpp_build.program("test-llama-archs"), "-o", folder)
+    run(llama_cpp_build.program("test-llama-archs"), *llama_models.SEED, "-o", folder)
     return folder
 
 

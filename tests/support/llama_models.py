@@ -9,6 +9,8 @@ import pytest
 from support import llama_cpp_build
 from support.compiling import ROOT
 
+SEED = ("--seed", "1")  # of test-llama-archs, which takes another one each time
+
 
 def writer():
     """Return bench/llama_cpp_models.py as a module; skip the test without the package that it writes with."""
@@ -44,7 +46,7 @@ def write_windows(folder):
 def write_random(folder, architecture):
     """Write a small random model of an architecture unless the folder has one, and return its path."""
     if not list(folder.glob(f"{architecture}-*.gguf")):
-        llama_cpp_build.run("test-llama-archs", "-a", f"^{architecture}$", "-o", folder)
+        llama_cpp_build.run("test-llama-archs", *SEED, "-a", f"^{architecture}$", "-o", folder)
     return sorted(folder.glob(f"{architecture}-*.gguf"))[0]
 
 
