@@ -42,6 +42,13 @@ def test_models_of_each_kind_give_the_same_logits(tmp_path):
     assert re.search(r"dream-dense.gguf\n  encode    works without a cache\n", printed)
 
 
+@pytest.mark.threads
+def test_models_give_the_same_logits_on_two_threads(tmp_path):
+    models = write_models(tmp_path, "^(deepseek2|lfm2|granitehybrid)$")
+    options = ("--threads", "2", "--scenes", "text,seqs", "--types", "f16")
+    assert run("test-kvcache-archs", *options, *models).count("| f16 ") == 6
+
+
 # With YaRN, each shift of llama.cpp's own cache multiplies keys by YaRN's magnitude; this factor makes it 1.
 UNSCALED = 1 / (1 + 0.1 * math.log(4))
 

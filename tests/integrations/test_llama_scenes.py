@@ -15,6 +15,7 @@ def model(tmp_path_factory):
     return functools.partial(llama_models.write_random, tmp_path_factory.mktemp("models"))
 
 
+@pytest.mark.threads
 def test_scenes_on_two_threads(model):
     run("test-kvcache", "--threads", 2, "--only", "coupled", model("llama"), OMP_NUM_THREADS="2")
 

@@ -15,6 +15,8 @@ from support.compiling import ROOT
 from support.llama_models import text
 from support.llama_server import USED, Pair, Server, completion, part_of_cache
 
+pytestmark = pytest.mark.threads  # those of its clients
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

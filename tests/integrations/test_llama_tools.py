@@ -57,6 +57,7 @@ def test_state_saved_and_loaded(model):
 
 
 @pytest.mark.slow
+@pytest.mark.threads
 def test_contexts_side_by_side(model):
     options = ("-p", "ROMEO:", "-n", "64", "-c", "256", "-ub", "32", "-np", "4", "-t", "2")
     run(llama_cpp_build.program("test-thread-safety"), "-m", model, *options)

@@ -4,6 +4,7 @@
 //     --types f32,f16,q8_0 --scenes text,seqs,...     these only
 //     --set KEY=VALUE --yarn FACTOR                   other hyperparameters
 //     --embeddings                                    of embeddings
+//     --threads N                                     for this cache, 1 if left out
 //   test-kvcache-archs --table
 //     prints which architectures are served, as the README has it
 //
@@ -71,6 +72,7 @@ struct options {
     std::vector<llama_model_kv_override> overrides;
     float yarn = 0.0f;
     bool embeddings = false;
+    int threads = 1;
 };
 
 // what a scene needs of its context
@@ -95,8 +97,8 @@ class player {
         params.n_ubatch = s.n_ubatch;
         params.n_seq_max = sc.n_seq_max;
         params.n_rs_seq = sc.n_rs_seq;
-        params.n_threads = 1;
-        params.n_threads_batch = 1;
+        params.n_threads = s.is_ours ? opts.threads : 1; // OpenMP has no others in a process that was forked
+        params.n_threads_batch = params.n_threads;
         params.kv_unified = sc.unified;
         params.swa_full = sc.swa_full;
         params.type_k = s.type;
@@ -584,6 +586,8 @@ static options parse(int argc, char **argv) {
             opts.scenes = split(argv[++i]);
         } else if (arg == "--embeddings") {
             opts.embeddings = true;
+        } else if (arg == "--threads") {
+            opts.threads = std::stoi(argv[++i]);
         } else if (arg == "--yarn") {
             opts.yarn = std::stof(argv[++i]);
         } else if (arg == "--set") {
