@@ -22,6 +22,7 @@ __all__ = [
     "count",
     "dtypes_for",
     "make_layers",
+    "stored_as",
     "suits",
 ]
 
@@ -40,6 +41,11 @@ MAX_ORDER = 1024  # of the Hadamard matrix that keys are multiplied by
 def suits(dtype: DType, dim: int) -> bool:
     """Whether rows of `dim` elements can be stored in a type: quantised types store 32 elements at a time."""
     return dtype not in ("q8_0", "q4_0") or dim % 32 == 0
+
+
+def stored_as(dtype: DType, transform: Transform | None) -> str:
+    """Return what rows are stored as, in words; a transform is of no effect where the type is not quantised."""
+    return dtype if transform is None or suits(dtype, 1) else f"{transform} {dtype}"
 
 
 def dtypes_for(*dims: int) -> list[DType]:
@@ -74,7 +80,7 @@ class Layer(NamedTuple):
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}/{self.v_head_dim}"
-        k_type, v_type = _stored(self.k_dtype, self.k_transform), _stored(self.v_dtype, self.v_transform)
+        k_type, v_type = stored_as(self.k_dtype, self.k_transform), stored_as(self.v_dtype, self.v_transform)
         types = k_type if v_type == k_type else f"{k_type}/{v_type}"
         words = [f"{count(self.num_kv_heads, 'KV head')} x {dims}", types]
         words.append("no attention" if self.policy is None else repr(self.policy))
@@ -188,11 +194,6 @@ def _transform(value: Any, name: str) -> Transform | None:
     if value is None or (isinstance(value, str) and value in _core.TRANSFORMS):
         return cast(Transform | None, value)
     raise ValueError(f"{name}={value!r}: must be 'hadamard' or None")
-
-
-def _stored(dtype: DType, transform: Transform | None) -> str:
-    """Return what a layer's rows are stored as; a transform is of no effect where the type is not quantised."""
-    return dtype if transform is None or suits(dtype, 1) else f"{transform} {dtype}"
 
 
 def _bool(value: Any, name: str) -> bool:

@@ -22,7 +22,7 @@ from kvcache.hf.layers import CrossLayer, LatentLayer, Layer
 from kvcache.hf.padding import count_leading, hidden_ranges, shown_columns
 from kvcache.hf.policies import CacheLayer, check_model, decoder_of, policy_of, shape_of
 from kvcache.hf.rows import LayerRows, Shape
-from kvcache.layer import DType, count
+from kvcache.layer import DType, Transform, count, stored_as
 from kvcache.policy import CrossAttention, Policy
 from kvcache.system import readable
 
@@ -64,6 +64,8 @@ class HFCache(Cache):
         The type that rows are stored in.
     policy : policy or list of policies, optional
         The policy of all layers or of each layer of attention; by default from `config`.
+    transform : {"hadamard"}, optional
+        How keys and values are transformed before they are quantised, as by `kvcache.KVCache`; by default not at all.
 
     Raises
     ------
@@ -81,7 +83,11 @@ class HFCache(Cache):
     """
 
     def __init__(
-        self, config: PreTrainedConfig, dtype: DType = "f16", policy: Policy | Sequence[Policy] | None = None
+        self,
+        config: PreTrainedConfig,
+        dtype: DType = "f16",
+        policy: Policy | Sequence[Policy] | None = None,
+        transform: Transform | None = None,
     ) -> None:
         check_config(config)
         self._config = config.get_text_config(decoder=True)  # the model's object, which follows set_attn_implementation
@@ -105,6 +111,8 @@ class HFCache(Cache):
             v_head_dim=v_head_dim,
             value_in_key=value_in_key,
             dtype=dtype,
+            k_transform=transform,
+            v_transform=transform,
             policy=[*policies.values()] if policy is None else policy,
             max_sequences=None,
             block_size=BLOCK_SIZE,
@@ -585,8 +593,9 @@ class HFCache(Cache):
         self._finish_pass()
         tokens = f"{count(len(self._seq_ids), 'sequence')} of {count(self._seen, 'token')}"
         calls = "{kernel} by the kernels, {dense} with dense tensors, {fallback} by fallback".format(**self._calls)
+        stored = stored_as(self._cache.k_dtype[0], self._cache.k_transform[0])
         return (
-            f"<HFCache: {tokens}, {count(self._cache.num_layers, 'layer')} of {self._cache.k_dtype[0]},"
+            f"<HFCache: {tokens}, {count(self._cache.num_layers, 'layer')} of {stored},"
             f" {readable(self.nbytes)}; layers attended: {calls}>"
         )
 

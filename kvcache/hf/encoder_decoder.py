@@ -10,7 +10,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from kvcache.hf.cache import HFCache, check_config
 from kvcache.hf.policies import check_model
-from kvcache.layer import DType
+from kvcache.layer import DType, Transform
 from kvcache.models.fields import NAMES
 from kvcache.policy import CrossAttention, Policy
 
@@ -36,7 +36,7 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
 
     Parameters
     ----------
-    config, dtype, policy
+    config, dtype, policy, transform
         The arguments of `HFCache`; the policy is for the decoder's attention over its own tokens.
     max_source_len : int, optional
         The most rows that the encoder makes; by default from `config`.
@@ -61,6 +61,7 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
         dtype: DType = "f16",
         policy: Policy | Sequence[Policy] | None = None,
         max_source_len: int | None = None,
+        transform: Transform | None = None,
     ) -> None:
         check_config(config)
         check_model(config)
@@ -70,7 +71,8 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
             max_source_len = next((length for length in lengths if length), None)
         if max_source_len is None:
             raise ValueError(f"max_source_len=None: a {type(config).__name__} does not say how long a source may be")
-        caches = HFCache(decoder, dtype, policy), HFCache(decoder, dtype, CrossAttention(max_source_len))
+        policies = policy, CrossAttention(max_source_len)
+        caches = tuple(HFCache(decoder, dtype, one, transform) for one in policies)
         for cache in caches:
             cache._config = followed
         super().__init__(*caches)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvcache.layer import DType, bytes_of_token, dtypes_for
+from kvcache.layer import DType, bytes_of_token, dtypes_for, stored_as
 from kvcache.models.reading import open_file
 from kvcache.models.tokenizer import Tokenizer
 from kvcache.models.weights import F32
@@ -115,14 +115,15 @@ class Report:
         return "; ".join(said) or "no token was generated"
 
     def _speed_lines(self) -> list[str]:
-        lines = [f"{'':26}{'tokens':>8}{'tokens/s':>12}"]
+        stored = stored_as(self.options.dtype, self.options.transform)
+        lines = [f"{'':28}{'tokens':>8}{'tokens/s':>12}"]
         for name, speed, note in (
-            (f"prefill, {self.options.dtype} cache", self.prefill, ""),
-            (f"decode, {self.options.dtype} cache", self.decode, ""),
+            (f"prefill, {stored} cache", self.prefill, ""),
+            (f"decode, {stored} cache", self.decode, ""),
             ("decode, without cache", self.without_cache, f"   the whole {self._whole} again for each"),
         ):
             if speed.tokens:
-                lines.append(f"{name:26}{speed.tokens:8,}{speed.tokens_per_second:12,.1f}{note}")
+                lines.append(f"{name:28}{speed.tokens:8,}{speed.tokens_per_second:12,.1f}{note}")
         return lines
 
     @property
@@ -131,11 +132,11 @@ class Report:
 
     def _type_lines(self) -> list[str]:
         if not self.types:
-            heading = f"{'cache type':12}{'bytes/token':>12}"
+            heading = f"{'cache type':14}{'bytes/token':>12}"
             return [heading, *(self._type_cells(dtype) for dtype in dtypes_for(self.config.head_dim))]
         exact = self.types["f32"]
         heading = f"{'logits off by':>15}{'loss':>10}{'change':>11}{'prefill tokens/s':>18}"
-        lines = [f"{'cache type':12}{'bytes/token':>12}{heading}"]
+        lines = [f"{'cache type':14}{'bytes/token':>12}{heading}"]
         for dtype, row in self.types.items():
             change = f"{row.loss - exact.loss:+.6f}" if row is not exact else "-"
             off = f"{row.max_difference:.4f}" if row is not exact else "-"
@@ -146,4 +147,4 @@ class Report:
     def _type_cells(self, dtype: DType) -> str:
         c = self.config
         nbytes = c.num_layers * bytes_of_token(c.num_kv_heads, c.head_dim, c.head_dim, dtype, dtype)
-        return f"{dtype:12}{nbytes:12,}"
+        return f"{stored_as(dtype, self.options.transform):14}{nbytes:12,}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcache import FullAttention, KVCache, SlidingWindow
-from kvcache.layer import DTYPES, DType
+from kvcache.layer import DTYPES, DType, Transform
 from kvcache.models.weights import F32
 from kvcache.runner import llama
 from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
@@ -48,6 +48,8 @@ class Options:
         a notice says the speeds.
     quiet : bool
         Whether to write the text only, without table and notice of the speeds.
+    transform : {"hadamard"}, optional
+        How keys and values are transformed before they are quantised; by default not at all.
 
     Raises
     ------
@@ -65,6 +67,7 @@ class Options:
     top_p: float = 0.95
     compare: bool = True
     quiet: bool = False
+    transform: Transform | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -132,6 +135,8 @@ def new_cache(config: LlamaConfig, options: Options, dtype: DType | None = None)
         config.head_dim,
         max_seq_len,
         dtype=dtype or options.dtype,
+        k_transform=options.transform,
+        v_transform=options.transform,
         policy=policy,
         rope=config.rope,
     )

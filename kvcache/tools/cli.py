@@ -395,6 +395,7 @@ def generate(
         Path | None, typer.Option(metavar="FILE", help="Read the prompt from a file; -: from standard input.")
     ] = None,
     dtype: Annotated[Type, typer.Option(help="Element type of the cache.")] = Type.f16,
+    hadamard: Annotated[bool, typer.Option("--hadamard", help="Transform rows before they are quantised.")] = False,
     window: Annotated[int | None, _tokens("Each token sees the last N only.")] = None,
     shift: Annotated[bool, typer.Option("--shift", help="Drop the older half of a full context and go on.")] = False,
     sink_tokens: Annotated[int | None, _tokens("The first N tokens stay.")] = None,
@@ -424,6 +425,7 @@ def generate(
         top_p=top_p,
         compare=compare,
         quiet=quiet,
+        transform="hadamard" if hadamard else None,
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for an ASCII terminal

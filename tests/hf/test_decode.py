@@ -123,10 +123,12 @@ def test_tensors_outlive_the_cache():
     assert torch.equal(keys, want)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
-def test_batch_of_other_type(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "transform"), [("f32", None), ("f16", None), ("bf16", None), ("q8_0", None), ("q8_0", "hadamard")]
+)
+def test_batch_of_other_type(dtype, transform):
     """Rows of a batch, of a model in bf16, decoded to memory that other numbers were in."""
-    cache = HFCache(CONFIG, dtype)
+    cache = HFCache(CONFIG, dtype, transform=transform)
     options = {"batch": 3, "dtype": torch.bfloat16}
     step(cache, 0, TOKENS, **options)
     step(cache, 10, 5, **options)

@@ -47,8 +47,12 @@ def test_an_argument_of_generate(folder):
     """Arguments win over the model's generation config; without a cache none is made."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="kvcache")
     options = {"max_new_tokens": 4, "return_dict_in_generate": True}
-    made = model.generate(PROMPT, cache_implementation="kvcache", cache_config={"dtype": "f32"}, **options)
-    assert "of f32" in repr(made.past_key_values)
+    for arguments, words in (
+        ({"dtype": "f32"}, "of f32"),
+        ({"dtype": "q4_0", "transform": "hadamard"}, "of hadamard q4_0"),
+    ):
+        made = model.generate(PROMPT, cache_implementation="kvcache", cache_config=arguments, **options)
+        assert words in repr(made.past_key_values)
     assert model.generate(PROMPT, use_cache=False, **options).past_key_values is None
     made = model.generate(PROMPT, cache_implementation="dynamic", **options)
     assert isinstance(made.past_key_values, transformers.DynamicCache)
@@ -65,8 +69,11 @@ def test_a_model_with_an_encoder():
         forced_eos_token_id=None,
     )
     model = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="kvcache").eval()
-    made = model.generate(PROMPT, cache_implementation="kvcache", max_new_tokens=4, return_dict_in_generate=True)
-    assert isinstance(made.past_key_values, HFEncoderDecoderCache)
+    options = {"cache_implementation": "kvcache", "cache_config": {"transform": "hadamard"}, "max_new_tokens": 4}
+    made = model.generate(PROMPT, return_dict_in_generate=True, **options).past_key_values
+    assert isinstance(made, HFEncoderDecoderCache)
+    for cache in (made.self_attention_cache, made.cross_attention_cache):
+        assert cache._cache.k_transform == cache._cache.v_transform == ("hadamard", "hadamard")
 
 
 def test_a_static_cache_is_refused_by_name(folder):

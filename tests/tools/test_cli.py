@@ -482,11 +482,12 @@ def test_generate():
 
 @pytest.mark.slow
 def test_generate_compares():
-    done = run("generate", MODEL, "ROMEO:", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0")
+    done = run("generate", MODEL, "ROMEO:", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0", "--hadamard")
     assert done.returncode == 0
     text, _, table = done.stdout.partition("\n\n")
     assert text.startswith("ROMEO:")
-    assert "q8_0 cache" in table
+    assert "hadamard q8_0 cache" in table
+    assert [line.split("  ")[0] for line in table.splitlines() if "q4_0" in line] == ["hadamard q4_0"]
 
 
 GREEDY = "--tokens 20 --temperature 0 --quiet"
