@@ -1,5 +1,5 @@
 // Exchanges saved state between this cache and llama.cpp's own, in both directions:
-//   test-kvcache-state [--types f32,f16,bf16,q8_0,q4_0] [--threads N] MODEL...
+//   test-kvcache-state [--types f32,f16,bf16,q8_0,q4_0] MODEL...
 // A context that read a state is to go on as the one that wrote it, and what is wrong with a state is to be an error
 // that leaves the sequence empty and all others as they were.
 #include "scene.h"
@@ -722,14 +722,12 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc; ++i) {
         if (!strcmp(argv[i], "--types") && i + 1 < argc) {
             types = argv[++i];
-        } else if (!strcmp(argv[i], "--threads") && i + 1 < argc) {
-            scene_threads = atoi(argv[++i]);
         } else {
             models.push_back(argv[i]);
         }
     }
     if (models.empty() || parse_types(types).empty()) {
-        fprintf(stderr, "usage: %s [--types f32,f16,bf16,q8_0,q4_0] [--threads N] MODEL...\n", argv[0]);
+        fprintf(stderr, "usage: %s [--types f32,f16,bf16,q8_0,q4_0] MODEL...\n", argv[0]);
         return 2;
     }
 
