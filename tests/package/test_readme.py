@@ -90,13 +90,23 @@ def test_the_first_command_leaves_nothing_that_git_would_add(installed):
     assert added == []
 
 
+@pytest.fixture
+def lend(installed):
+    """Return a function that lends the reader what stands beside a library of this environment.
+
+    It is taken back before the next command: to pip, all of that is installed already.
+    """
+    (folder,) = installed.clone.glob(".venv/lib/python*/site-packages")
+    path = folder / "lent.pth"
+    yield lambda library: path.write_text(f"{Path(library.origin).parents[1]}\n")
+    path.unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize("library", ["numpy", "transformers"])
-def test_the_programs_run_where_the_reader_stands(installed, library):
+def test_the_programs_run_where_the_reader_stands(installed, lend, library):
     (program,) = (program for program in PROGRAMS if f"import {library}" in program or f"from {library}" in program)
-    if library == "transformers":  # gigabytes, with torch: lent to the reader, if this environment has them
-        found = importlib.util.find_spec(library) or pytest.skip(f"{library} is not installed")
-        (folder,) = installed.clone.glob(".venv/lib/python*/site-packages")
-        (folder / "lent.pth").write_text(f"{Path(found.origin).parents[1]}\n")
+    if library == "transformers":  # gigabytes, with torch: lent, if they are here
+        lend(importlib.util.find_spec(library) or pytest.skip(f"{library} is not installed"))
     installed.succeeds(".venv/bin/python", input=program)
     (installed.clone / "snippet.py").write_text(program)
     installed.succeeds(".venv/bin/python snippet.py")
