@@ -14,12 +14,13 @@ enum {
 
 /* Adds row j, from column d on, holding its vectors in registers. */
 INLINE void accumulate_step_of_rows(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a,
-                                    const void *row, int j, int d) {
+                                    const char *row, int j, int d, prefetcher *next) {
     vec x[WIDE_VECS];
     UNROLL
     for (int i = 0; i < num_vecs; i++) x[i] = v_keep(load(type, row, d + i * LANES, LANES));
     UNROLL
     for (int r = 0; r < num_q; r++) {
+        if (r < lines_of(type, num_vecs)) prefetch_line(next);
         const vec y = v_set(a->weights[r * KVC_TILE + j]);
         UNROLL
         for (int i = 0; i < num_vecs; i++) sums[r * num_vecs + i] = v_fma(x[i], y, sums[r * num_vecs + i]);
@@ -28,12 +29,13 @@ INLINE void accumulate_step_of_rows(int type, int num_q, int num_vecs, vec *sums
 
 /* Adds row j, from column d on, holding its weights in registers. */
 INLINE void accumulate_step_of_weights(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a,
-                                       const void *row, int j, int d) {
+                                       const char *row, int j, int d, prefetcher *next) {
     vec y[QUERIES];
     UNROLL
     for (int r = 0; r < num_q; r++) y[r] = v_set(a->weights[r * KVC_TILE + j]);
     UNROLL
     for (int i = 0; i < num_vecs; i++) {
+        prefetch_at(next, vector_bytes(type, i));
         const vec x = v_keep(load(type, row, d + i * LANES, LANES));
         UNROLL
         for (int r = 0; r < num_q; r++) sums[r * num_vecs + i] = v_fma(x, y[r], sums[r * num_vecs + i]);
@@ -51,11 +53,10 @@ INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args 
             v_mul(v_load(a->acc + (ptrdiff_t)r * a->acc_stride + d + i * LANES), v_set(a->factor[r]));
     const char *row = a->rows;
     for (int j = 0; j < a->n; j++, row += a->row_stride) {
-        prefetch_step(&p, lines_of(type, num_vecs));
         if (num_vecs < num_q)
-            accumulate_step_of_rows(type, num_q, num_vecs, sums, a, row, j, d);
+            accumulate_step_of_rows(type, num_q, num_vecs, sums, a, row, j, d, &p);
         else
-            accumulate_step_of_weights(type, num_q, num_vecs, sums, a, row, j, d);
+            accumulate_step_of_weights(type, num_q, num_vecs, sums, a, row, j, d, &p);
     }
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL

@@ -1,39 +1,52 @@
 /* prefetch.h: prefetching memory while a loop works on other rows; part of template.h.
  *
- * A loop prefetches a constant number of times a step, at a constant distance, so that prefetches are spread evenly
- * over it, in address order, and cost it one instruction and one addition each.  Issued faster than memory delivers,
- * they stall the demand loads behind them, or are dropped.
+ * A loop prefetches a line for every line's worth of bytes that it loads, right there: one instruction with a constant
+ * offset, and an addition for each step.  So prefetches are spread evenly, in address order.  Issued in bursts, even of
+ * four, or faster than memory delivers, they stall the demand loads behind them, or are dropped.
  */
 
 enum { LINE = 64 }; /* bytes of a cache line */
 
-/* Counts the cache lines that num_vecs vectors of elements fill, rounded up. */
-INLINE int lines_of(int type, int num_vecs) { return ((int)bytes_of(type, num_vecs * LANES) + LINE - 1) / LINE; }
+/* Counts the bytes of num_vecs vectors of elements, and the cache lines that they fill, rounded up. */
+INLINE int vector_bytes(int type, int num_vecs) { return (int)bytes_of(type, num_vecs * LANES); }
+INLINE int lines_of(int type, int num_vecs) { return (vector_bytes(type, num_vecs) + LINE - 1) / LINE; }
 
 typedef struct prefetcher {
     const char *at, *end; /* what is left to prefetch */
-    ptrdiff_t step;       /* bytes from one prefetch to the next; 0: there is nothing, and `at` is in the cache */
+    ptrdiff_t step;       /* bytes that `at` moves for each line that the loop loads; 0: nothing, and `at` is loaded */
     int level;            /* as in kvc_ahead */
 } prefetcher;
 
-/* Prefetches `next` in `count` prefetches, which may be more than it has lines; if it has more, prefetch_rest takes
- * those that are left.  idle: an address that the loop reads, to prefetch where there is nothing. */
-INLINE prefetcher prefetch_begin(kvc_ahead next, const void *idle, int count) {
+/* Prefetches `next` while a loop loads `lines` lines, of which fewer may be enough; if they are too few, prefetch_rest
+ * prefetches what is left.  idle: an address that the loop loads, to prefetch where there is nothing. */
+INLINE prefetcher prefetch_begin(kvc_ahead next, const void *idle, int lines) {
     if (next.bytes <= 0) return (prefetcher){idle, idle, 0, next.level};
-    const int64_t step = count > 0 ? (next.bytes + count - 1) / count : 0;
+    const int64_t step = lines > 0 ? (next.bytes + lines - 1) / lines : 0;
     const char *begin = next.begin;
     return (prefetcher){begin, begin + next.bytes, (ptrdiff_t)(step < LINE ? step : LINE), next.level};
 }
 
-/* Prefetches `count` times: a constant. */
-INLINE void prefetch_step(prefetcher *p, int count) {
-    if (LANES == 16 && p->level == 1) { /* the processors for which this is faster have AVX-512 */
-        UNROLL
-        for (int i = 0; i < count; i++, p->at += p->step) __builtin_prefetch(p->at, 0, 3);
-    } else {
-        UNROLL
-        for (int i = 0; i < count; i++, p->at += p->step) __builtin_prefetch(p->at, 0, 2);
-    }
+/* Prefetches the next line.  The empty asm keeps addresses a chain: prefetches that are ready at once reach the cache
+ * in any order, and hardware that looks for ascending addresses finds none. */
+INLINE void prefetch_line(prefetcher *p) {
+    if (LANES == 16 && p->level == 1) /* the processors for which this is faster have AVX-512 */
+        __builtin_prefetch(p->at, 0, 3);
+    else
+        __builtin_prefetch(p->at, 0, 2);
+    p->at += p->step;
+#if defined(__GNUC__)
+    __asm__("" : "+r"(p->at));
+#endif
+}
+
+INLINE void prefetch_step(prefetcher *p, int lines) {
+    UNROLL
+    for (int i = 0; i < lines; i++) prefetch_line(p);
+}
+
+/* Prefetches a line where a step begins to load one, `offset` bytes into what it loads: a constant. */
+INLINE void prefetch_at(prefetcher *p, int offset) {
+    if (offset % LINE == 0) prefetch_line(p);
 }
 
 INLINE void prefetch_rest(const prefetcher *p) {

@@ -13,14 +13,15 @@ INLINE int vectors_per_step(int type, int num_q) {
 }
 
 /* Adds the products of elements [d, d + LANES), holding the rows' in registers. */
-INLINE void score_step_of_rows(int type, int num_q, int num_rows, vec *sums, const score_args *a, const void *rows,
-                               int64_t row_stride, int d) {
+INLINE void score_step_of_rows(int type, int num_q, int num_rows, vec *sums, const score_args *a, const char *rows,
+                               int64_t row_stride, int d, prefetcher *next) {
     const int stride = sums_stride(num_rows);
     vec x[MAX_BLOCK_ROWS];
     UNROLL
     for (int j = 0; j < num_rows; j++) x[j] = v_keep(load(type, row_at(rows, row_stride, j), d, LANES));
     UNROLL
     for (int r = 0; r < num_q; r++) {
+        if (r < lines_of(type, num_rows)) prefetch_line(next);
         const vec y = v_keep(v_load(a->q + (ptrdiff_t)r * a->q_stride + d));
         UNROLL
         for (int j = 0; j < num_rows; j++) sums[r * stride + j] = v_fma(x[j], y, sums[r * stride + j]);
@@ -29,7 +30,7 @@ INLINE void score_step_of_rows(int type, int num_q, int num_rows, vec *sums, con
 
 /* Adds the products of elements [d, d + num_vecs * LANES), holding the queries' in registers. */
 INLINE void score_step_of_queries(int type, int num_q, int num_rows, int num_vecs, vec *sums, const score_args *a,
-                                  const void *rows, int64_t row_stride, int d) {
+                                  const char *rows, int64_t row_stride, int d, prefetcher *next) {
     const int stride = sums_stride(num_rows);
     vec y[QUERIES][MAX_STEP];
     UNROLL
@@ -38,6 +39,7 @@ INLINE void score_step_of_queries(int type, int num_q, int num_rows, int num_vec
     UNROLL
     for (int j = 0; j < num_rows; j++) UNROLL
     for (int i = 0; i < num_vecs; i++) {
+        prefetch_at(next, vector_bytes(type, j * num_vecs + i));
         const vec x = v_keep(load(type, row_at(rows, row_stride, j), d + i * LANES, LANES));
         UNROLL
         for (int r = 0; r < num_q; r++) sums[r * stride + j] = v_fma(x, y[r][i], sums[r * stride + j]);
@@ -45,23 +47,27 @@ INLINE void score_step_of_queries(int type, int num_q, int num_rows, int num_vec
 }
 
 INLINE void score_step(int type, int num_q, int num_rows, int num_vecs, vec *sums, const score_args *a,
-                       const void *rows, int64_t row_stride, int d) {
+                       const char *rows, int64_t row_stride, int d, prefetcher *next) {
     if (num_rows < num_q) /* and num_vecs is 1 */
-        score_step_of_rows(type, num_q, num_rows, sums, a, rows, row_stride, d);
+        score_step_of_rows(type, num_q, num_rows, sums, a, rows, row_stride, d, next);
     else
-        score_step_of_queries(type, num_q, num_rows, num_vecs, sums, a, rows, row_stride, d);
+        score_step_of_queries(type, num_q, num_rows, num_vecs, sums, a, rows, row_stride, d, next);
 }
 
 /* Adds the products of all elements that fill vectors. */
-INLINE void score_vectors(int type, int num_q, int num_rows, vec *sums, const score_args *a, const void *rows,
+INLINE void score_vectors(int type, int num_q, int num_rows, vec *sums, const score_args *a, const char *rows,
                           int64_t row_stride, prefetcher *next) {
-    const int step = vectors_per_step(type, num_q) * LANES;
+    const int num_vecs = vectors_per_step(type, num_q), step = num_vecs * LANES;
     int d = 0;
-    for (; d + step <= a->dim; d += step) {
-        prefetch_step(next, lines_of(type, num_rows * step / LANES));
-        score_step(type, num_q, num_rows, step / LANES, sums, a, rows, row_stride, d);
-    }
-    if (step > LANES && d + LANES <= a->dim) score_step(type, num_q, num_rows, 1, sums, a, rows, row_stride, d);
+    for (; d + step <= a->dim; d += step)
+        score_step(type, num_q, num_rows, num_vecs, sums, a, rows, row_stride, d, next);
+    if (num_vecs > 1 && d + LANES <= a->dim) score_step(type, num_q, num_rows, 1, sums, a, rows, row_stride, d, next);
+}
+
+/* Counts the cache lines that scoring num_rows rows loads. */
+INLINE int lines_of_block(int type, int q_type, int num_q, int num_rows, int dim) {
+    const int num_vecs = q_type == KVC_BF16 ? 2 : vectors_per_step(type, num_q), vecs = dim / LANES;
+    return vecs / num_vecs * lines_of(type, num_rows * num_vecs) + vecs % num_vecs * lines_of(type, num_rows);
 }
 
 /* Copies `count` totals of each query into the tile. */
@@ -98,7 +104,7 @@ INLINE void store_scores(int q_type, int num_q, int num_rows, const score_args *
  * else KVC_F32. */
 INLINE void score_block(int type, int q_type, int num_q, int num_rows, const score_args *a, int first,
                         int64_t row_stride, prefetcher *next) {
-    const void *rows = row_at(a->rows, a->row_stride, first);
+    const char *rows = row_at(a->rows, a->row_stride, first);
     vec sums[MAX_SUMS];
     UNROLL
     for (int i = 0; i < MAX_SUMS; i++) sums[i] = v_zero();
@@ -129,9 +135,7 @@ INLINE void score_queries(int type, int q_type, int num_q, score_args a, kvc_ahe
     }
     const int num_rows = block_rows(num_q), repeats = a.n < num_rows, by = repeats ? 1 : num_rows;
     const int num_blocks = (a.n + by - 1) / by;
-    const int step = q_type == KVC_BF16 ? 2 : vectors_per_step(type, num_q); /* vectors */
-    prefetcher p =
-        prefetch_begin(next, a.rows, num_blocks * (a.dim / (step * LANES)) * lines_of(type, num_rows * step));
+    prefetcher p = prefetch_begin(next, a.rows, num_blocks * lines_of_block(type, q_type, num_q, num_rows, a.dim));
     for (int j = 0; j < a.n; j += by)
         score_block(type, q_type, num_q, num_rows, &a, smaller(j, a.n - by), repeats ? 0 : a.row_stride, &p);
     prefetch_rest(&p);

@@ -16,15 +16,16 @@ INLINE void prepare_bf16(float *q, int q_stride, int num_q, int dim, float scale
 }
 
 /* Adds the products of elements [d, d + count) to the sums. */
-INLINE void score_step_bf16(int num_q, int num_rows, vec *sums, const score_args *a, const void *rows,
-                            int64_t row_stride, int d, int count) {
+INLINE void score_step_bf16(int num_q, int num_rows, vec *sums, const score_args *a, const char *rows,
+                            int64_t row_stride, int d, int count, prefetcher *next) {
     const int stride = sums_stride(num_rows);
     bvec x[MAX_BLOCK_ROWS];
     UNROLL
-    for (int j = 0; j < num_rows; j++)
-        x[j] = b_load((const char *)row_at(rows, row_stride, j) + bytes_of(KVC_BF16, d), count);
+    for (int j = 0; j < num_rows; j++) x[j] = b_load(rows + j * row_stride + bytes_of(KVC_BF16, d), count);
     UNROLL
     for (int r = 0; r < num_q; r++) {
+        UNROLL
+        for (int j = r * num_rows / num_q; j < (r + 1) * num_rows / num_q; j++) prefetch_line(next);
         const bvec y = b_load((const char *)(a->q + (ptrdiff_t)r * a->q_stride) + bytes_of(KVC_BF16, d), count);
         UNROLL
         for (int j = 0; j < num_rows; j++) sums[r * stride + j] = b_dot(sums[r * stride + j], x[j], y);
@@ -32,12 +33,10 @@ INLINE void score_step_bf16(int num_q, int num_rows, vec *sums, const score_args
 }
 
 /* Adds the products of all elements. */
-INLINE void score_vectors_bf16(int num_q, int num_rows, vec *sums, const score_args *a, const void *rows,
+INLINE void score_vectors_bf16(int num_q, int num_rows, vec *sums, const score_args *a, const char *rows,
                                int64_t row_stride, prefetcher *next) {
     int d = 0;
-    for (; d + BF16_LANES <= a->dim; d += BF16_LANES) {
-        prefetch_step(next, num_rows);
-        score_step_bf16(num_q, num_rows, sums, a, rows, row_stride, d, BF16_LANES);
-    }
-    if (d < a->dim) score_step_bf16(num_q, num_rows, sums, a, rows, row_stride, d, a->dim - d);
+    for (; d + BF16_LANES <= a->dim; d += BF16_LANES)
+        score_step_bf16(num_q, num_rows, sums, a, rows, row_stride, d, BF16_LANES, next);
+    if (d < a->dim) score_step_bf16(num_q, num_rows, sums, a, rows, row_stride, d, a->dim - d, next);
 }
