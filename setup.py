@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from itertools import chain
 from pathlib import Path
+from threading import Event
 
 import numpy
 from setuptools import Extension, setup
@@ -69,6 +70,7 @@ class BuildExt(build_ext):
     def initialize_options(self):
         super().initialize_options()
         self.cython_c_in_temp = True  # keeps the generated C out of the source tree and of the sdist
+        self.core_ended = Event()
 
     def get_ext_filename(self, name):
         """Name the library libkvcache.so, without the suffix of an extension module."""
@@ -77,16 +79,34 @@ class BuildExt(build_ext):
     def build_extensions(self):
         if system:
             self.use_installed_library()
+            self.core_ended.set()
         else:
             self.configure_core()
-        compile_serially = self.compiler.compile
-
-        def compile_in_parallel(sources, **options):
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                return [*chain.from_iterable(pool.map(lambda source: compile_serially([source], **options), sources))]
-
-        self.compiler.compile = compile_in_parallel
+        self.build_in_parallel()
         super().build_extensions()
+
+    def build_in_parallel(self):
+        """Compile the core's files side by side, and the module beside them; link it when the core is there."""
+        self.parallel = len(self.extensions)
+        compile_one_by_one, link = self.compiler.compile, self.compiler.link_shared_object
+
+        def compile_side_by_side(sources, **options):
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                return [*chain.from_iterable(pool.map(lambda source: compile_one_by_one([source], **options), sources))]
+
+        def link_after_the_core(objects, path, **options):
+            if path == self.get_ext_fullpath(module.name):
+                self.core_ended.wait()
+            link(objects, path, **options)
+
+        self.compiler.compile, self.compiler.link_shared_object = compile_side_by_side, link_after_the_core
+
+    def build_extension(self, extension):
+        try:
+            super().build_extension(extension)
+        finally:  # if the core has failed, the module fails too, and the core's error is the one that is shown
+            if extension is core:
+                self.core_ended.set()
 
     def use_installed_library(self):
         """Link to the installed library, and write its place to a file for kvcache.runtime."""
