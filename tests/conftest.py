@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import importlib.util
+import signal
 import sys
 import sysconfig
 import tempfile
@@ -13,6 +14,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 from support import compiling
+
+# A shell starts a job in the background with interrupts ignored, and whatever that starts inherits this.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What is tested is what was installed. `python -m pytest`, and `python -c` in a test, would put the checkout first,
 # where kvcache/ has no compiled half unless it was built in place.
