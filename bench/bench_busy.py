@@ -18,6 +18,7 @@ from kvcache.tools.peers import Peers, tasks
 PAUSE = 0.03  # seconds in which the previous entrant's threads stop spinning
 SLICE = 0.1  # seconds that an entrant runs in a round
 HEADS, KV_HEADS, DIM = 32, 8, 128
+TYPES = ("f16", "q8_0")  # of kvcache
 OFFERS = {"torch": [("sdpa", "bf16"), ("matmul", "bf16")], "ggml": [("flash", "f16")]}
 
 
@@ -38,10 +39,10 @@ class Neighbours:
             each.wait()
 
 
-def attending(context: int, threads: int) -> Entrant:
-    """Return an entrant that attends with one query over f16 rows."""
+def attending(context: int, threads: int, dtype: str) -> Entrant:
+    """Return an entrant that attends with one query over rows of a type."""
     rng = np.random.default_rng(0)
-    cache = kvcache.KVCache(1, KV_HEADS, DIM, context, dtype="f16", num_threads=threads)
+    cache = kvcache.KVCache(1, KV_HEADS, DIM, context, dtype=dtype, num_threads=threads)
     rows = rng.standard_normal((context, KV_HEADS, DIM), np.float32)
     q = rng.standard_normal((1, HEADS, DIM), np.float32)
     with cache.batch(context - 1) as batch:
@@ -57,7 +58,7 @@ def attending(context: int, threads: int) -> Entrant:
         batch.abort()
         return seconds
 
-    return Entrant("kvcache", run, kind="f16")
+    return Entrant("kvcache", run, kind=dtype)
 
 
 def run(entrant: Entrant, calls: int) -> float:
@@ -104,7 +105,8 @@ def table(context: int, threads: int, neighbours: Neighbours, seconds: float) ->
             for key, offers in OFFERS.items()
             for task in tasks(offers, threads=threads, working_set=1, **shape)
         ]
-        entrants = [attending(context, threads), *peers.set_up(wanted)]
+        ours = [attending(context, threads, dtype) for dtype in TYPES]
+        entrants = [*ours, *peers.set_up(wanted)]
         found = measure(entrants, neighbours, seconds)
     print(f"{context:,} tokens, {threads} threads: microseconds of a call alone, beside others, and their ratio")
     for entrant, times in zip(entrants, found, strict=True):
