@@ -6,9 +6,12 @@
 #endif
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
+#include "base/align.h"
 #include "base/dtype.h"
+#include "kernels/dispatch.h"
 #include "kvcache.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -271,4 +274,98 @@ EXPORT kvc_status driver_attend_and_show(driver *d, const driver_pass *pass, int
     if (status == KVC_OK) status = kvc_dense(batch, 0, &dense);
     kvc_abort(batch);
     return status;
+}
+
+/* ---- kernels alone ----------------------------------------------------------------------------------------------- */
+
+/* What the kernels work on: num_rows rows, a multiple of KVC_TILE, each a key and a value. */
+typedef struct driver_kernel {
+    const kvc_kernels *kernels;
+    int32_t type, dim, num_q, num_rows, q_stride, prefetch_level;
+    size_t row_bytes;
+    char *rows;
+    float *given, *q, *weights, *scores, *acc, *factor, *max, *sum;
+} driver_kernel;
+
+static void *allocate(size_t bytes) {
+    void *p = aligned_alloc(64, (size_t)kvc_align_up(bytes, 64));
+    if (!p) abort();
+    return p;
+}
+
+static float *random_floats(size_t n) {
+    float *x = allocate(n * sizeof *x);
+    uint32_t state = 1;
+    for (size_t i = 0; i < n; i++) x[i] = (float)((state = state * 1664525U + 1013904223U) >> 8) / 8388608.0F - 1;
+    return x;
+}
+
+EXPORT void driver_kernel_free(driver_kernel *k) {
+    void *const all[] = {k->rows, k->given, k->q, k->weights, k->scores, k->acc, k->factor, k->max, k->sum, k};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+}
+
+/* Scores queries of bf16 over rows of bf16 as attention does. */
+static const kvc_scorer *scorer_of(const driver_kernel *k) {
+    const kvc_scorer *bf16 = &k->kernels->score_bf16;
+    return k->type == KVC_BF16 && bf16->score ? bf16 : &k->kernels->score[k->type];
+}
+
+EXPORT driver_kernel *driver_kernel_new(int32_t type, int32_t dim, int32_t num_q, int32_t num_rows) {
+    const char *unknown;
+    driver_kernel *k = allocate(sizeof *k);
+    *k = (driver_kernel){.kernels = kvc_cpu_kernels(&unknown),
+                         .type = type,
+                         .dim = dim,
+                         .num_q = num_q,
+                         .num_rows = num_rows,
+                         .q_stride = 2 * dim,
+                         .prefetch_level = kvc_cpu_prefetch_level(),
+                         .row_bytes = kvc_row_bytes(type, dim)};
+    const size_t scores = (size_t)num_q * KVC_TILE, q = (size_t)num_q * (size_t)k->q_stride;
+    k->rows = allocate((size_t)num_rows * k->row_bytes);
+    k->given = random_floats(scores > (size_t)num_rows * (size_t)dim ? scores : (size_t)num_rows * (size_t)dim);
+    k->q = random_floats(q);
+    k->weights = random_floats(scores);
+    k->scores = allocate(scores * sizeof(float));
+    k->acc = allocate(q * sizeof(float));
+    k->factor = allocate((size_t)num_q * sizeof(float));
+    k->max = allocate((size_t)num_q * sizeof(float));
+    k->sum = allocate((size_t)num_q * sizeof(float));
+    k->kernels->convert(KVC_F32, type, k->rows, (int64_t)k->row_bytes, k->given, dim * (int64_t)sizeof(float), num_rows,
+                        dim);
+    scorer_of(k)->prepare(k->q, k->q_stride, num_q, dim, 1);
+    return k;
+}
+
+/* Starts sums and maxima anew, so that they stay numbers however often a kernel runs. */
+static void reset(const driver_kernel *k) {
+    memset(k->acc, 0, (size_t)k->num_q * (size_t)k->q_stride * sizeof *k->acc);
+    memcpy(k->scores, k->given, (size_t)k->num_q * KVC_TILE * sizeof *k->scores);
+    for (int32_t r = 0; r < k->num_q; r++) k->factor[r] = 1, k->max[r] = -INFINITY, k->sum[r] = 0;
+}
+
+/* Runs kernel number `kernel` (Kernel.NAMES of driver.py) on a tile, and asks for the rows of the next one. */
+static void run_kernel(const driver_kernel *k, int32_t kernel, int32_t tile) {
+    const int64_t stride = (int64_t)k->row_bytes, bytes = KVC_TILE * stride;
+    const char *rows = k->rows + tile * bytes;
+    const kvc_ahead next = {k->rows + (tile + 1) * KVC_TILE % k->num_rows * stride, bytes, k->prefetch_level};
+    switch (kernel) {
+    case 0: scorer_of(k)->score(k->scores, k->q, k->q_stride, k->num_q, rows, stride, KVC_TILE, k->dim, next); break;
+    case 1:
+        k->kernels->accumulate[k->type](k->acc, k->q_stride, k->factor, k->weights, k->num_q, rows, stride, KVC_TILE,
+                                        k->dim, next);
+        break;
+    default: k->kernels->softmax(k->scores, k->num_q, KVC_TILE, k->max, k->sum, k->factor);
+    }
+}
+
+/* Goes over all rows `count` times: seconds [count]. */
+EXPORT void driver_kernel_run(const driver_kernel *k, int32_t kernel, int32_t count, double *seconds) {
+    for (int32_t i = 0; i < count; i++) {
+        reset(k);
+        const double start = now();
+        for (int32_t tile = 0; tile < k->num_rows / KVC_TILE; tile++) run_kernel(k, kernel, tile);
+        seconds[i] = now() - start;
+    }
 }

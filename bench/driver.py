@@ -9,11 +9,12 @@ from typing import ClassVar, Self
 import numpy as np
 from compiling import CORE, CORE_FLAGS, HERE, Floats, Seconds, build, function
 
-from kvcache.tools import peers
+from kvcache import _core
+from kvcache.layer import DTYPES, bytes_of_token
 
-FLOATS = {"f32": 0, "f16": 1, "bf16": 2}  # kvc_type
-TYPES = FLOATS | {"q8_0": 3, "q4_0": 4}
-BYTES = {dtype: peers.BYTES[dtype] for dtype in TYPES}  # bytes of an element
+TYPES = {dtype: _core.TYPES[dtype] for dtype in DTYPES}  # kvc_type
+FLOATS = {dtype: TYPES[dtype] for dtype in ("f32", "f16", "bf16")}
+BYTES = {dtype: bytes_of_token(1, 64, 64, dtype, dtype) / 128 for dtype in TYPES}  # bytes of an element
 
 I32, I64, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
@@ -57,12 +58,35 @@ def _driver_library() -> dict[str, ctypes._CFuncPtr]:
         "rows_moved": function(library, "driver_rows_moved", I64, POINTER),
         "append": function(library, "driver_append", I32, POINTER, I64, POINTER, I32),
         "steps": function(library, "driver_steps", I32, POINTER, POINTER, I32, POINTER, POINTER, POINTER),
+        "kernel_new": function(library, "driver_kernel_new", POINTER, I32, I32, I32, I32),
+        "kernel_free": function(library, "driver_kernel_free", None, POINTER),
+        "kernel_run": function(library, "driver_kernel_run", None, POINTER, I32, I32, POINTER),
         "put": function(library, "driver_put", I32, POINTER, POINTER, I64, I32, POINTER),
         "attend": function(library, "driver_attend", I32, POINTER, ctypes.POINTER(DriverPass), I32, I32, POINTER),
         "attend_and_show": function(
             library, "driver_attend_and_show", I32, POINTER, ctypes.POINTER(DriverPass), I64, POINTER, POINTER
         ),
     }
+
+
+class Kernel:
+    """A kernel of the chosen set that goes over rows again and again: score, accumulate or softmax."""
+
+    NAMES = ("score", "accumulate", "softmax")
+
+    def __init__(self, name: str, dtype: str, dim: int, num_q: int, num_rows: int) -> None:
+        self._calls = _driver_library()
+        self._number = self.NAMES.index(name)
+        self._handle = self._calls["kernel_new"](TYPES[dtype], dim, num_q, num_rows)
+
+    def close(self) -> None:
+        self._calls["kernel_free"](self._handle)
+
+    def run(self, count: int) -> Seconds:
+        """Time going over all rows `count` times."""
+        seconds = np.empty(count)
+        self._calls["kernel_run"](self._handle, self._number, count, seconds.ctypes.data)
+        return seconds
 
 
 class Driver:

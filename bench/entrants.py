@@ -71,10 +71,14 @@ class Shape:
 
 def layers_of(nbytes: float) -> int:
     """Return the number of layers of `nbytes` that make up a working set."""
-    return interleave.layers_of(nbytes, working_set or 4 * cache_size())
+    return interleave.layers_of(nbytes, working_set_bytes())
 
 
 working_set = 0  # bytes that a measurement goes round in; 0: four times the last-level cache
+
+
+def working_set_bytes() -> int:
+    return working_set or 4 * cache_size()
 
 
 def compete(entrants: Sequence[Entrant], seconds: float, threads: int, least: int = 5) -> list[list[float]]:
@@ -290,6 +294,6 @@ def set_up(installed: Peers, offers: Offers, shape: Shape) -> list[Entrant]:
     asked = peers.tasks(
         (offer for _, offer in offers), threads=shape.threads, num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, context=shape.context, num_tokens=shape.num_tokens,
-        working_set=working_set or 4 * cache_size(),
+        working_set=working_set_bytes(),
     )  # fmt: skip
     return installed.set_up(zip(keys, asked, strict=True))

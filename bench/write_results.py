@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench/results"
 PERFORMANCE = ROOT / "docs/performance.md"
-TYPES = ("f32", "f16", "bf16", "fp8", "int8", "u8", "q8_0", "q4_0", "int4")
+TYPES = ("f32", "f16", "bf16", "fp8", "int8", "u8", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "int4")
 
 Row = dict[str, Any]
 Run = dict[str, Any]
@@ -43,6 +43,11 @@ SECTIONS = {
         "512 tokens, the last of 4,096. A speedup is the other's time by kvcache's.",
     ),
     "shapes": ("Other shapes", "Shares of what bounds them, at 8,192 tokens."),
+    "floor": (
+        "What the machine allows",
+        "Times over it, for the query heads of one KV head x 128: 1 is a kernel whose instructions never wait. From "
+        "memory it is that or reading the bytes, whichever takes longer.",
+    ),
     "batches": ("Batches, and how rows lie", "Costs over the plain case: 1 is none the worse."),
     "error": ("Error", "Against float64 over the stored values."),
     "c_example": (

@@ -1,0 +1,208 @@
+"""Count the instructions that a kernel cannot do without: for one row of `dim` elements, by kind (mixes.py).
+
+The counts are those of the algorithms that src/kernels/ describes, with nothing lost to bookkeeping: rows lie one after
+the other, loops are unrolled, addresses are immediate offsets. Where several ways are known, a function returns one mix
+for each, and the fastest is the floor, whether the kernels go that way or not. With L lanes, a vector has L floats,
+2 L integers of 16 bits (words) or 4 L bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mixes import Mix, Vectors
+
+QUERIES = 4  # query rows that a kernel works on at once (template.h); more take several passes
+TILE = 64  # rows of a tile, over which sums stay in registers
+BLOCK = 32  # elements of a quantised block, which share a scale
+LINE = 64
+GROUP_LOADS = 4  # rows of a group whose 16 bytes start a vector by a plain load; others are inserted
+
+FLOATS = {"f32": 4, "f16": 2, "bf16": 2}  # bytes of an element
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """How 32 elements are stored: bytes that are unpacked to 32 bytes, after a scale."""
+
+    packed: int  # bytes that hold elements: 32, or 16 with two in a byte
+    nbytes: int  # of the block
+    has_min: bool = False  # an f16 beside the scale, which is added
+    has_fifth_bits: bool = False  # in four bytes of their own
+    has_table: bool = False  # elements are looked up
+
+
+QUANTISED = {
+    "q8_0": Quantised(32, 34),
+    "q4_0": Quantised(16, 18),
+    "q4_1": Quantised(16, 20, has_min=True),
+    "q5_0": Quantised(16, 22, has_fifth_bits=True),
+    "q5_1": Quantised(16, 24, has_min=True, has_fifth_bits=True),
+    "iq4_nl": Quantised(16, 18, has_table=True),
+}
+
+
+def row_bytes(dtype: str, dim: int) -> float:
+    return FLOATS[dtype] * dim if dtype in FLOATS else QUANTISED[dtype].nbytes * dim / BLOCK
+
+
+def passes(queries: int) -> list[int]:
+    """Return how many queries each pass of a kernel works on."""
+    return [min(QUERIES, queries - first) for first in range(0, queries, QUERIES)]
+
+
+def times(mix: dict[str, float], by: float) -> Mix:
+    return Counter({kind: count * by for kind, count in mix.items() if count * by})
+
+
+def total(*mixes: Mix) -> Mix:
+    found: Mix = Counter()
+    for mix in mixes:
+        for kind, count in mix.items():
+            found[kind] += count  # type: ignore[assignment]
+    return found
+
+
+# ---- rows of floats
+
+
+def conversion(dtype: str, num: float) -> Mix:
+    """Loading num vectors of a row as f32; of bf16, even elements are shifted and odd ones masked."""
+    if dtype == "f16":
+        return times({"from f16": 1}, num)
+    return times({"load": 1} if dtype == "f32" else {"load": 0.5, "shift": 0.5, "logic": 0.5}, num)
+
+
+def sums_over_lanes(q: int, v: Vectors) -> Mix:
+    """Adding up the lanes of q sums, in a tree that does L of them with 2 (L - 1) shuffles and L - 1 additions."""
+    pair = {"add pairs": 1.0} if "add pairs" in v.asm else {"shuffle": 2.0, "add": 1.0}
+    return times(pair, q * (v.lanes - 1) / v.lanes)
+
+
+def score_floats(dtype: str, dim: int, q: int, v: Vectors) -> list[Mix]:
+    """A product of each vector with each query's; queries are loaded once for a block of rows."""
+    num, rows = dim / v.lanes, min(8, v.accumulators // q)
+    rest = total(sums_over_lanes(q, v), times({"store": 1}, q / v.lanes))
+    found = [total(conversion(dtype, num), times({"product": 1}, num * q), times({"load": 1}, num * q / rows), rest)]
+    if dtype == "bf16" and "bf16 pairs" in v.asm:  # with queries of bf16, as a model of that type has
+        products = {"bf16 pairs": q, "load": 1 + q / rows}
+        found.append(total(times(products, num / 2), rest))
+    return found
+
+
+def accumulate_floats(dtype: str, dim: int, q: int, v: Vectors) -> list[Mix]:
+    """A product of each vector with each query's weight, which is broadcast once for a block of columns."""
+    num, width = dim / v.lanes, min(8 if v.lanes == 16 else 4, v.accumulators // q)
+    sums = times({"load": 1, "product": 1, "store": 1}, num * q / TILE)
+    products = {"product": num * q, "broadcast": q * num / min(width, num)}
+    return [total(conversion(dtype, num), times(products, 1), sums)]
+
+
+# ---- quantised rows
+
+
+def scales(kind: Quantised, blocks: float, v: Vectors) -> Mix:
+    """Collecting the scales of L rows in a vector, for each block: L loads, all but one into a lane."""
+    halves = 2 if kind.has_min else 1
+    each = {"load": 1, "insert": v.lanes - 1, "from f16": halves, "shuffle": 1, "shift": halves - 1}
+    return times(each, blocks / v.lanes)
+
+
+def unpacking(kind: Quantised, dim: int, v: Vectors, *, to_words: bool) -> Mix:
+    """Bytes of elements, unsigned for products of bytes, from what is stored; or words, each byte's halves apart."""
+    packed, unpacked = kind.packed * dim / BLOCK / (4 * v.lanes), dim / (4 * v.lanes)
+    # Changes the sign bit of bytes; or takes low and high halves.
+    found = times({"logic": 1} if kind.packed == BLOCK else {"logic": 2, "shift": 1}, packed)
+    if kind.has_fifth_bits:
+        found = total(found, times({"shuffle": 1, "logic": 2}, unpacked))  # a byte for eight bits, test one, add it
+    if kind.has_table:
+        found = total(found, times({"shuffle": 1}, unpacked))
+    return total(found, times({"logic": 1, "shift": 1}, unpacked)) if to_words else found
+
+
+def products(dim: int, q: int, v: Vectors) -> list[tuple[Mix, bool]]:
+    """Products of elements with integers of 16 bits, and whether elements are words: in pairs of words, or in quads of
+    bytes, once with the high bytes of the other integers and once with the low ones."""
+    pairs = times({"pairs": 1}, dim / (2 * v.lanes) * q), True
+    quads = times({"quads": 2}, dim / (4 * v.lanes) * q), False
+    return [pairs, quads] if "quads" in v.asm else [pairs]
+
+
+def score_quantised(dtype: str, dim: int, q: int, v: Vectors) -> list[Mix]:
+    """Transposes 16 bytes of L rows at a time, so that a lane is a row: 8 shuffles make 4 vectors of 4."""
+    kind, blocks, groups = QUANTISED[dtype], dim / BLOCK, 2 if v.accumulators >= 16 else 1
+    pieces = kind.packed * blocks / 16
+    transposing = times({"load": GROUP_LOADS, "insert": v.lanes - GROUP_LOADS, "shuffle": 8}, pieces / v.lanes)
+    queries = times({"broadcast": 1}, dim / 2 * q / (groups * v.lanes))
+    found = []
+    for mix, to_words in products(dim, q, v):
+        # A block's sums start at what the change to unsigned adds, become floats, and are multiplied by the scales.
+        block = {"broadcast": 1 / groups, "from int": 1, "product": 2 if kind.has_min else 1}
+        if not to_words:
+            block |= {"shift": 1, "logic": 1}  # high and low sums
+        each = times(block, blocks * q / v.lanes)
+        end = times({"product": 1, "store": 1}, q / v.lanes)
+        elements = unpacking(kind, dim, v, to_words=to_words)
+        found.append(total(mix, transposing, elements, queries, scales(kind, blocks, v), each, end))
+    return found
+
+
+def accumulate_quantised(dtype: str, dim: int, q: int, v: Vectors) -> list[Mix]:
+    """Interleaves 2 rows of words or 4 of bytes, and multiplies them by weights that are rounded once for a tile."""
+    kind, blocks = QUANTISED[dtype], dim / BLOCK
+    packed = kind.packed * blocks / (4 * v.lanes)  # vectors of stored bytes
+    pieces = max(blocks, packed)  # a block's bytes are loaded, or inserted beside those of another
+    found = []
+    for mix, to_words in products(dim, q, v):
+        loads = {"load": packed, "insert": pieces - packed}
+        # Bytes are interleaved by rows and, as words, widened; or interleaved twice.
+        shuffles = {"shuffle": packed + dim / (2 * v.lanes) if to_words else 2 * packed}
+        # Largest product, unit, rounding and packing, of L rows' weights for a block.
+        weights = {"load": 2, "product": 2, "logic": 1, "add": 1, "from int": 1, "shuffle": 1, "store": 0.5}
+        if not to_words:
+            weights |= {"shift": 1, "logic": 2}
+        if kind.has_min:
+            weights["product"] += 1
+        largest = times({"shuffle": 4, "add": 4}, blocks * q / TILE)
+        sums = {"load": 1, "from int": 1, "product": 2, "store": 1}
+        # A query's weights of 2 rows or, as high and low bytes, of 4.
+        broadcasts = {"broadcast": q * dim / (4 * v.lanes)}
+        rows = total(times(loads | shuffles | broadcasts, 1), unpacking(kind, dim, v, to_words=False))
+        once = total(times(weights, blocks * q / v.lanes), largest, times(sums, dim / v.lanes * q / TILE))
+        found.append(total(mix, rows, scales(kind, blocks, v), once))
+    return found
+
+
+# ---- kernels
+
+
+def with_prefetch(mix: Mix, dtype: str, dim: int) -> Mix:
+    """Adds what asks for the row that is read next."""
+    return total(mix, times({"prefetch": 1}, row_bytes(dtype, dim) / LINE))
+
+
+def in_passes(
+    one_pass: Callable[[str, int, int, Vectors], list[Mix]], dtype: str, dim: int, queries: int, v: Vectors
+) -> list[Mix]:
+    ways = zip(*[one_pass(dtype, dim, q, v) for q in passes(queries)], strict=True)
+    return [with_prefetch(total(*way), dtype, dim) for way in ways]
+
+
+def score(dtype: str, dim: int, queries: int, v: Vectors) -> list[Mix]:
+    return in_passes(score_floats if dtype in FLOATS else score_quantised, dtype, dim, queries, v)
+
+
+def accumulate(dtype: str, dim: int, queries: int, v: Vectors) -> list[Mix]:
+    return in_passes(accumulate_floats if dtype in FLOATS else accumulate_quantised, dtype, dim, queries, v)
+
+
+def softmax(dtype: str, dim: int, queries: int, v: Vectors) -> list[Mix]:
+    """The largest score, and an exponential of each (softmax.h), which a tile needs once more for what came before."""
+    exponential = {"product": 10, "round": 1, "add": 1, "power": 1}
+    each = times(exponential | {"load": 2, "add": 4, "store": 1}, queries / v.lanes)
+    return [total(each, times(exponential | {"shuffle": 8, "add": 8}, queries / TILE))]
+
+
+KERNELS = {"score": score, "accumulate": accumulate, "softmax": softmax}
