@@ -116,15 +116,12 @@ INLINE void accumulate_queries(int type, int num_q, accumulate_args *a, kvc_ahea
 /* Is a kvc_accumulate_fn once the type is a constant. */
 INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
                        const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {
-    const void *list[KVC_TILE];
-    if (type >= KVC_FLOAT_TYPES) list_rows(list, rows, row_stride, n);
     for (int r = 0; r < num_q; r += QUERIES, next.bytes = 0) { /* the first queries prefetch everything */
         accumulate_args a = {.acc = acc + (ptrdiff_t)r * acc_stride,
                              .factor = factor + r,
                              .weights = weights + r * KVC_TILE,
                              .rows = rows,
                              .row_stride = row_stride,
-                             .list = list,
                              .acc_stride = acc_stride,
                              .n = n,
                              .dim = dim};

@@ -5,79 +5,121 @@
  * the number of rows.
  */
 
-enum { WEIGHT_BLOCKS = 8 }; /* blocks whose weights are rounded at once */
+enum {
+    TILE_VECS = KVC_TILE / LANES,
+    ROWS_AT_ONCE = 4, /* rows of a step */
+    WEIGHTS_AT_ONCE = BLOCKS_AT_ONCE * QUERIES,
+    WEIGHTS_BYTES = KVC_TILE * sizeof(float) /* from one query's weights for a block to the next one's */
+};
 
-/* The integers that the rows' elements in some blocks are multiplied by, and the unit of each block's sums. */
+/* What the rows' elements in some blocks are multiplied by.  Block b and query r of num_q are number b * num_q + r. */
 typedef struct block_weights {
-    int16_t weights[WEIGHT_BLOCKS][QUERIES][KVC_TILE];
-    float unit[WEIGHT_BLOCKS][QUERIES];
+    float products[WEIGHTS_AT_ONCE][KVC_TILE]; /* weights times scales; then, in their place, int16 */
+    float unit[WEIGHTS_AT_ONCE];               /* of sums over the int16 */
 } block_weights;
 
-/* Loads the scales of a block of n rows, `at` bytes into each, and 0 past n.  Returns 0; NaN if a scale is NaN or
- * infinite. */
-INLINE float load_scales(float scales[KVC_TILE], const void *const *rows, int n, size_t at) {
+/* Loads the scales of a block of n < LANES rows, and 0 past n, which may be negative. */
+RARE vec load_few_scales(const char *block, ptrdiff_t stride, int n) {
+    uint16_t scales[LANES] = {0};
+    for (int j = 0; j < n; j++) memcpy(&scales[j], block + j * stride, sizeof *scales);
+    return v_load_f16(scales);
+}
+
+/* Loads the scales of a block of n rows, and 0 past n.  Returns 0; NaN if a scale is NaN or infinite. */
+INLINE float load_scales(vec scales[TILE_VECS], const char *block, ptrdiff_t stride, int n) {
     vec zero_or_nan = v_zero();
-    for (int j = 0; j < KVC_TILE; j += LANES) {
-        const vec scale = j < n ? v_load_scales(rows + j, at) : v_zero();
-        zero_or_nan = v_fma(scale, v_zero(), zero_or_nan);
-        v_store(scales + j, scale);
+    UNROLL
+    for (int i = 0; i < TILE_VECS; i++, block += LANES * stride, n -= LANES) {
+        scales[i] = n >= LANES ? v_load_scales(block, stride) : load_few_scales(block, stride, n);
+        zero_or_nan = v_fma(scales[i], v_zero(), zero_or_nan);
     }
     return v_sum_lanes(zero_or_nan);
 }
 
-/* Rounds weights times scales to integers, the largest product to INT16_MAX; returns that product.  It and not the
- * largest weight times the largest scale sets the unit: else a row of large elements and little weight, even a hidden
- * one, would cost all others their digits. */
-INLINE float round_products(int16_t *products, const float *weights, const float *scales) {
-    vec x[KVC_TILE / LANES], max = v_zero();
+/* Multiplies weights by scales; returns the largest product. */
+INLINE float multiply_scales(float *products, const float *weights, const vec scales[TILE_VECS]) {
+    vec largest = v_zero();
     UNROLL
-    for (int i = 0; i < KVC_TILE / LANES; i++) {
-        x[i] = v_mul(v_load(weights + i * LANES), v_load(scales + i * LANES));
-        max = v_max(v_abs(x[i]), max);
+    for (int i = 0; i < TILE_VECS; i++) {
+        const vec x = v_mul(v_load(weights + i * LANES), scales[i]);
+        v_store(products + i * LANES, x);
+        largest = v_max(v_abs(x), largest);
     }
-    const float largest = v_max_lane(max);
-    const vec inverse = v_set(largest > 1e-33f ? INT16_MAX / largest : 0); /* smaller products round to nothing */
-    UNROLL
-    for (int i = 0; i < KVC_TILE / LANES; i += 2)
-        i_store_16(products + i * LANES, v_mul(x[i], inverse), v_mul(x[i + 1], inverse));
-    return largest;
+    return v_max_lane(largest);
 }
 
-/* Rounds the weights for num_blocks blocks from element d on; n: rows, padded.  Several blocks at once overlap what is,
- * for each, a chain of few but slow instructions. */
-TARGET static void round_weights(int type, int num_q, block_weights *w, const accumulate_args *a, int n, int d,
-                                 int num_blocks) {
-    float scales[KVC_TILE];
-    for (int b = 0; b < num_blocks; b++) {
-        const float zero_or_nan = load_scales(scales, a->list, n, bytes_of(type, d + b * KVC_QUANT_ELEMENTS));
+/* Rounds products times `inverse`, in their place. */
+INLINE void round_products(float *products, float inverse) {
+    char *to = (char *)products;
+    UNROLL
+    for (int i = 0; i < TILE_VECS; i += 2, to += 2 * LANES * sizeof(int16_t))
+        i_store_16((void *)to, v_mul(v_load(products + i * LANES), v_set(inverse)),
+                   v_mul(v_load(products + (i + 1) * LANES), v_set(inverse)));
+}
+
+/* Rounds weights times scales to integers, in `blocks` blocks, the largest product of each and a query to INT16_MAX.
+ * It and not the largest weight times the largest scale sets the unit: else a row of large elements and little weight,
+ * even a hidden one, would cost all others their digits.  Goes over all blocks and queries three times, as what it does
+ * for one of them is a chain of few but slow instructions. */
+TARGET static void round_weights(int type, int num_q, block_weights *w, const accumulate_args *a, const char *block,
+                                 int blocks) {
+    float zero_or_nan[BLOCKS_AT_ONCE], inverse[WEIGHTS_AT_ONCE];
+    float largest[WEIGHTS_AT_ONCE] = {0};
+    for (int b = 0, i = 0; b < blocks; b++, block += block_bytes(type)) {
+        vec scales[TILE_VECS];
+        zero_or_nan[b] = load_scales(scales, block, a->row_stride, a->n);
+        for (int r = 0; r < num_q; r++, i++)
+            largest[i] = multiply_scales(w->products[i], a->weights + r * KVC_TILE, scales);
+    }
+    for (int i = 0; i < blocks * num_q; i += LANES) {            /* goes on to a multiple of LANES */
+        const vec x = v_max(v_set(1e-33f), v_load(largest + i)); /* smaller products round to nothing */
+        v_store(inverse + i, v_div(v_set(INT16_MAX), x));
+        v_store(w->unit + i, v_mul(x, v_set(1.0f / INT16_MAX)));
+    }
+    for (int b = 0, i = 0; b < blocks; b++)
+        for (int r = 0; r < num_q; r++, i++) {
+            w->unit[i] += zero_or_nan[b];
+            round_products(w->products[i], inverse[i]);
+        }
+}
+
+/* Adds the products of two vectors of columns of ROWS_AT_ONCE rows, row r of them at p + r * stride, and the queries'
+ * weights, w of the first query. */
+INLINE void accumulate_rows(int type, int num_q, ivec sums[2 * QUERIES], const char *p, ptrdiff_t stride,
+                            const char *w) {
+    UNROLL
+    for (int j = 0; j < ROWS_AT_ONCE; j += 2) {
+        ivec x[2];
+        i_load_pairs(type, x, p + j * stride, p + (j + 1) * stride);
+        UNROLL
         for (int r = 0; r < num_q; r++) {
-            const float largest = round_products(w->weights[b][r], a->weights + r * KVC_TILE, scales);
-            const float units = (float)(type == KVC_Q8_0 ? INT16_MAX : 16 * INT16_MAX); /* 16: see i_load_pairs */
-            w->unit[b][r] = largest / units + zero_or_nan;
+            const ivec y = i_set_pair(w + r * WEIGHTS_BYTES + j * (int)sizeof(int16_t));
+            sums[2 * r] = i_dot(sums[2 * r], x[0], y);
+            sums[2 * r + 1] = i_dot(sums[2 * r + 1], x[1], y);
         }
     }
 }
 
 /* Sums two vectors of columns over all rows and adds the sums, times their unit, to acc.  They begin at column c of the
- * block with element d first; a byte of q4_0 holds columns of the first half of the block and of the second. */
-INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, int d, int c, const int16_t weights[][KVC_TILE],
+ * block with element d first, which is at `block` in the first row; a byte of q4_0 holds columns of the first half of
+ * the block and of the second.  w: the first query's weights. */
+INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, const char *block, int d, int c, const char *w,
                                const float *unit) {
     ivec sums[2 * QUERIES];
     const int byte = type == KVC_Q8_0 ? c : c / 2, second = type == KVC_Q8_0 ? LANES : KVC_QUANT_ELEMENTS / 2;
-    const size_t at = bytes_of(type, d) + KVC_SCALE_BYTES + (size_t)byte;
-    prefetcher p = a->next; /* in registers, unlike *a */
+    ptrdiff_t stride = a->row_stride;
+    char last[ROWS_AT_ONCE][COPY_STRIDE];
+    prefetcher next = a->next; /* in registers, unlike *a */
     UNROLL
     for (int r = 0; r < 2 * num_q; r++) sums[r] = i_zero();
-    for (int j = 0; j < a->n; j += 2) {
-        ivec x[2];
-        prefetch_step(&p, 1);
-        i_load_pairs(type, x, (const char *)a->list[j] + at, (const char *)a->list[j + 1] + at);
-        UNROLL
-        for (int r = 0; r < num_q; r++) {
-            const ivec w = i_set_pair(&weights[r][j]);
-            sums[2 * r] = i_dot(sums[2 * r], x[0], w);
-            sums[2 * r + 1] = i_dot(sums[2 * r + 1], x[1], w);
+    for (int n = a->n; n > 0; n -= ROWS_AT_ONCE, block += ROWS_AT_ONCE * stride) {
+        if (n < ROWS_AT_ONCE) {
+            block = pad_rows(last, ROWS_AT_ONCE, block, stride, n, block_bytes(type));
+            stride = COPY_STRIDE;
         }
+        prefetch_step(&next, ROWS_AT_ONCE / 2);
+        accumulate_rows(type, num_q, sums, block + KVC_SCALE_BYTES + byte, stride, w);
+        w += ROWS_AT_ONCE * sizeof(int16_t);
     }
     UNROLL
     for (int r = 0; r < num_q; r++) {
@@ -87,21 +129,22 @@ INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, int d, i
         v_store(acc, v_fma(v_from_int(sums[2 * r]), by, v_mul(v_load(acc), factor)));
         v_store(acc + second, v_fma(v_from_int(sums[2 * r + 1]), by, v_mul(v_load(acc + second), factor)));
     }
-    a->next = p;
+    a->next = next;
 }
 
 /* Sums all columns of the rows for num_q <= QUERIES queries. */
 INLINE void accumulate_quantised(int type, int num_q, accumulate_args *a, kvc_ahead next) {
-    const int padded = padded_rows(a->n);
+    const int num_blocks = a->dim / KVC_QUANT_ELEMENTS;
+    const char *block = a->rows;
     block_weights w;
     a->next = prefetch_begin(next, a->rows, a->dim / (2 * LANES) * ((a->n + 1) / 2));
-    for (int d = 0; d < a->dim; d += KVC_QUANT_ELEMENTS) {
-        const int b = d / KVC_QUANT_ELEMENTS % WEIGHT_BLOCKS;
-        if (b == 0)
-            round_weights(type, num_q, &w, a, padded, d, smaller(WEIGHT_BLOCKS, (a->dim - d) / KVC_QUANT_ELEMENTS));
+    for (int b = 0; b < num_blocks; b++, block += block_bytes(type)) {
+        const int first = b % BLOCKS_AT_ONCE * num_q;
+        if (first == 0) round_weights(type, num_q, &w, a, block, smaller(BLOCKS_AT_ONCE, num_blocks - b));
         UNROLL
         for (int c = 0; c < KVC_QUANT_ELEMENTS; c += 2 * LANES)
-            accumulate_columns(type, num_q, a, d, c, (const int16_t (*)[KVC_TILE])w.weights[b], w.unit[b]);
+            accumulate_columns(type, num_q, a, block, b * KVC_QUANT_ELEMENTS, c, (const char *)w.products[first],
+                               w.unit + first);
     }
     prefetch_rest(&a->next);
 }

@@ -147,15 +147,12 @@ INLINE void score_queries(int type, int q_type, int num_q, score_args a, kvc_ahe
 /* Is a kvc_score_fn once the types are constants. */
 INLINE void score(int type, int q_type, float *scores, const float *q, int q_stride, int num_q, const void *rows,
                   int64_t row_stride, int n, int dim, kvc_ahead next) {
-    const void *list[KVC_TILE];
-    if (type >= KVC_FLOAT_TYPES) list_rows(list, rows, row_stride, n);
     for (int r = 0; r < num_q; r += QUERIES, next.bytes = 0) { /* the first queries prefetch everything */
         const score_args a = {.scores = scores + r * KVC_TILE,
                               .q = q + (ptrdiff_t)r * q_stride,
                               .q_stride = q_stride,
                               .rows = rows,
                               .row_stride = row_stride,
-                              .list = list,
                               .n = n,
                               .dim = dim};
         switch (smaller(num_q - r, QUERIES)) {

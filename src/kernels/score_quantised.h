@@ -30,6 +30,46 @@ enum {
 /* Returns what must be added to an element to make it unsigned. */
 INLINE int offset_of(int type) { return type == KVC_Q8_0 ? 128 : 8; }
 
+/* ---- blocks and their scales ------------------------------------------------------------------------------------ */
+
+enum {
+    BLOCKS_AT_ONCE = 8,                            /* blocks of a row whose scales are loaded at once */
+    COPY_STRIDE = BLOCKS_AT_ONCE * KVC_Q8_0_BYTES, /* between rows that were copied */
+};
+
+typedef struct block_scales {
+    uint16_t of[BLOCKS_AT_ONCE][GROUP_ROWS]; /* f16, by block and row */
+} block_scales;
+
+INLINE int block_bytes(int type) { return (int)bytes_of(type, KVC_QUANT_ELEMENTS); }
+
+/* Returns the scales at p and in the row behind it. */
+INLINE uint32_t two_scales(const char *p, ptrdiff_t stride) {
+    uint16_t first, second;
+    memcpy(&first, p, sizeof first);
+    memcpy(&second, p + stride, sizeof second);
+    return first | (uint32_t)second << 16;
+}
+
+/* Copies the scales of `blocks` blocks of n rows, a multiple of 4.  General registers collect four of a block: vector
+ * instructions would compete with products. */
+TARGET static void copy_scales(int type, block_scales *to, const char *rows, ptrdiff_t stride, int n, int blocks) {
+    for (int b = 0; b < blocks; b++) {
+        const char *p = rows + b * block_bytes(type);
+        for (int j = 0; j < n; j += 4, p += 4 * stride) {
+            const uint64_t four = two_scales(p, stride) | (uint64_t)two_scales(p + 2 * stride, stride) << 32;
+            memcpy(&to->of[b][j], &four, sizeof four);
+        }
+    }
+}
+
+/* Copies `bytes` bytes of n rows, and appends rows of zeros: where fewer rows are left than are read at once. */
+RARE const char *pad_rows(char to[][COPY_STRIDE], int num_rows, const char *rows, ptrdiff_t stride, int n, int bytes) {
+    memset(to, 0, (size_t)num_rows * sizeof *to);
+    for (int j = 0; j < n; j++) memcpy(to[j], rows + j * stride, (size_t)bytes);
+    return to[0];
+}
+
 /* ---- prepared queries ------------------------------------------------------------------------------------------- */
 
 INLINE size_t elements_offset(int block) { return (size_t)block * KVC_QUANT_ELEMENTS * sizeof(int16_t); }
@@ -104,14 +144,14 @@ INLINE ivec pair_of(int type, ivec x, int pair) {
     return pair == 3 ? i_shift(x, 12) : i_and(pair ? i_shift(x, 4 * pair) : x, i_set_16(15));
 }
 
-/* Adds the products of PIECE_BYTES bytes of GROUP_ROWS rows, `at` bytes into them, with the queries' elements `at_q`
- * bytes into these, to counts[group][query]. */
+/* Adds the products of PIECE_BYTES bytes of GROUP_ROWS rows, of which `piece` is the first row's, with the queries'
+ * elements `at_q` bytes into these, to counts[group][query]. */
 INLINE void score_piece(int type, int num_q, ivec counts[][QUERIES], const char *const *q, size_t at_q,
-                        const void *const *rows, size_t at, prefetcher *next) {
+                        const char *piece, ptrdiff_t stride, prefetcher *next) {
     const int num_pairs = pairs_in_four_bytes(type);
     ivec x[GROUPS][4]; /* x[g][i]: bytes [4 * i, 4 * i + 4) of the piece, of the rows of group g */
     UNROLL
-    for (int g = 0; g < GROUPS; g++) i_load_rows(x[g], rows + g * LANES, at);
+    for (int g = 0; g < GROUPS; g++) i_load_rows(x[g], piece + g * LANES * stride, stride);
     UNROLL
     for (int i = 0; i < 4; i++) {
         if (i % 2 == 0) prefetch_step(next, LINES_PER_STEP);
@@ -133,10 +173,10 @@ INLINE void score_piece(int type, int num_q, ivec counts[][QUERIES], const char 
     }
 }
 
-/* Adds the products of block b of GROUP_ROWS rows, times the rows' scales, to sums[group][query]. */
-INLINE void score_quant_block(int type, int num_q, vec sums[][QUERIES], const char *const *q, const void *const *rows,
-                              int dim, int b, prefetcher *next) {
-    const size_t at = bytes_of(type, b * KVC_QUANT_ELEMENTS);
+/* Adds the products of GROUP_ROWS rows in a block, times the rows' scales, to sums[group][query].  block: the first
+ * row's; b: which of the queries'. */
+INLINE void score_quant_block(int type, int num_q, vec sums[][QUERIES], const char *const *q, const char *block,
+                              ptrdiff_t stride, const uint16_t *scales, int dim, int b, prefetcher *next) {
     const int num_pieces = type == KVC_Q8_0 ? 2 : 1;
     ivec counts[GROUPS][QUERIES];
     UNROLL
@@ -144,24 +184,38 @@ INLINE void score_quant_block(int type, int num_q, vec sums[][QUERIES], const ch
     for (int g = 0; g < GROUPS; g++) counts[g][r] = i_set_pair(q[r] + start_offset(dim, b));
     UNROLL
     for (int i = 0; i < num_pieces; i++)
-        score_piece(type, num_q, counts, q, elements_offset(b) + (size_t)i * PAIRS * sizeof(int16_t), rows,
-                    at + KVC_SCALE_BYTES + (size_t)i * PIECE_BYTES, next);
+        score_piece(type, num_q, counts, q, elements_offset(b) + (size_t)i * PAIRS * sizeof(int16_t),
+                    block + KVC_SCALE_BYTES + i * PIECE_BYTES, stride, next);
     UNROLL
     for (int g = 0; g < GROUPS; g++) {
-        const vec scale = v_load_scales(rows + g * LANES, at);
+        const vec scale = v_load_f16(scales + g * LANES);
         UNROLL
         for (int r = 0; r < num_q; r++) sums[g][r] = v_fma(v_from_int(counts[g][r]), scale, sums[g][r]);
     }
 }
 
-/* Scores GROUP_ROWS rows. */
-INLINE void score_group(int type, int num_q, float *scores, const char *const *q, const void *const *rows, int dim,
-                        prefetcher *next) {
+/* Scores `count` rows, GROUP_ROWS at most. */
+INLINE void score_group(int type, int num_q, float *scores, const char *const *q, const char *rows,
+                        ptrdiff_t row_stride, int count, int dim, prefetcher *next) {
+    const int num_blocks = dim / KVC_QUANT_ELEMENTS;
+    block_scales scales;
+    char copies[GROUP_ROWS][COPY_STRIDE];
     vec sums[GROUPS][QUERIES];
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
     for (int g = 0; g < GROUPS; g++) sums[g][r] = v_zero();
-    for (int b = 0; b < dim / KVC_QUANT_ELEMENTS; b++) score_quant_block(type, num_q, sums, q, rows, dim, b, next);
+    const ptrdiff_t stride = count < GROUP_ROWS ? COPY_STRIDE : row_stride;
+    const char *block = rows;
+    for (int b = 0; b < num_blocks; b++, block += block_bytes(type)) {
+        if (b % BLOCKS_AT_ONCE == 0) {
+            const int blocks = smaller(BLOCKS_AT_ONCE, num_blocks - b);
+            if (count < GROUP_ROWS)
+                block = pad_rows(copies, GROUP_ROWS, rows + b * block_bytes(type), row_stride, count,
+                                 blocks * block_bytes(type));
+            copy_scales(type, &scales, block, stride, GROUP_ROWS, blocks);
+        }
+        score_quant_block(type, num_q, sums, q, block, stride, scales.of[b % BLOCKS_AT_ONCE], dim, b, next);
+    }
     UNROLL
     for (int r = 0; r < num_q; r++) {
         float scale;
@@ -178,6 +232,8 @@ INLINE void score_quantised(int type, int num_q, const score_args *a, kvc_ahead 
     const int num_groups = (a->n + GROUP_ROWS - 1) / GROUP_ROWS;
     const int num_pieces = a->dim / (type == KVC_Q8_0 ? PIECE_BYTES : 2 * PIECE_BYTES);
     prefetcher p = prefetch_begin(next, a->rows, num_groups * num_pieces * 2 * LINES_PER_STEP);
-    for (int j = 0; j < a->n; j += GROUP_ROWS) score_group(type, num_q, a->scores + j, q, a->list + j, a->dim, &p);
+    for (int j = 0; j < a->n; j += GROUP_ROWS)
+        score_group(type, num_q, a->scores + j, q, row_at(a->rows, a->row_stride, j), a->row_stride, a->n - j, a->dim,
+                    &p);
     prefetch_rest(&p);
 }

@@ -26,7 +26,7 @@
  *   v_store_8(p, x)            the low 8 bits of LANES integers of [-128, 256)
  *   v_set_f16(p)               the f16 at p in all lanes
  *   store_f16(p, x)            one float as an f16
- *   v_add(x, y)  v_mul(x, y)
+ *   v_add(x, y)  v_mul(x, y)  v_div(x, y)
  *   v_fma(x, y, z)             x * y + z, rounded once
  *   v_max(x, y)  v_min(x, y)   y where either is NaN
  *   v_abs(x)
@@ -51,12 +51,13 @@
  *   i_dot(sum, x, y)           adds to each int32 lane of sum the two products of int16 there
  *   v_from_int(x)              converts int32 to floats
  *   i_store_16(p, x, y)        rounds two vectors of floats to 2 * LANES int16, which saturate
- *   i_load_rows(x, rows, at)   loads 16 bytes, `at` bytes into each of LANES rows: lane j of x[i] is int32 i of rows[j]
- *   v_load_scales(rows, at)    loads the f16 `at` bytes into each of LANES rows; may read two bytes more of each
+ *   i_load_rows(x, p, stride)  loads 16 bytes of each of LANES rows, those of the first at p: lane j of x[i] is int32 i
+ *                              of row j
+ *   v_load_scales(p, stride)   loads an f16 of each of LANES rows, that of the first at p; may read two bytes more
  *   i_load_pairs(type, x, p, q)
  *                              pairs, as int16, of the elements of two rows in the same columns, at p and q.  q8_0:
  *                              2 * LANES columns in x[0 .. 2), in any order.  q4_0: LANES bytes, low halves in x[0],
- *                              high halves in x[1], left in place and so 16 times too large
+ *                              high halves in x[1]
  *   i_order(type, x)           puts sums over what i_load_pairs loaded in the order of columns
  *
  *   bvec                       a vector of 2 * LANES bf16, where HAS_BF16_DOT is 1
@@ -88,7 +89,6 @@ typedef struct score_args {
     int q_stride;     /* floats from row to row */
     const void *rows; /* [n], each of dim elements */
     int64_t row_stride;
-    const void *const *list; /* of rows that are quantised: as list_rows makes it */
     int n, dim;
 } score_args;
 
@@ -117,20 +117,9 @@ typedef struct accumulate_args {
     const float *weights; /* [num_q][KVC_TILE] */
     const void *rows;     /* [n], each of dim elements */
     int64_t row_stride;
-    const void *const *list; /* of rows that are quantised: as list_rows makes it */
     int acc_stride, n, dim;
     prefetcher next; /* copied into registers by each loop over rows */
 } accumulate_args;
-
-/* Quantised rows are read in groups of up to ROW_MULTIPLE. */
-enum { ROW_MULTIPLE = 32 };
-
-INLINE int padded_rows(int n) { return (n + ROW_MULTIPLE - 1) / ROW_MULTIPLE * ROW_MULTIPLE; }
-
-/* Lists n rows, and the last one again up to a multiple of ROW_MULTIPLE. */
-TARGET static void list_rows(const void *list[KVC_TILE], const void *rows, int64_t row_stride, int n) {
-    for (int j = 0; j < padded_rows(n); j++) list[j] = row_at(rows, row_stride, smaller(j, n - 1));
-}
 
 #include "kernels/score_quantised.h"
 #if HAS_BF16_DOT

@@ -62,6 +62,8 @@ INLINE vec v_add(vec x, vec y) { return _mm256_add_ps(x, y); }
 
 INLINE vec v_mul(vec x, vec y) { return _mm256_mul_ps(x, y); }
 
+INLINE vec v_div(vec x, vec y) { return _mm256_div_ps(x, y); }
+
 INLINE vec v_fma(vec x, vec y, vec z) { return _mm256_fmadd_ps(x, y, z); }
 
 INLINE vec v_max(vec x, vec y) { return _mm256_max_ps(x, y); }
@@ -183,14 +185,14 @@ INLINE void i_store_16(int16_t *p, vec x, vec y) {
     _mm256_storeu_si256((void *)p, _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)));
 }
 
-/* Loads 16 bytes of rows i and i + 4. */
-INLINE ivec load_two(const void *const *rows, size_t at, int i) {
-    return _mm256_set_m128i(_mm_loadu_si128((const void *)((const char *)rows[i + 4] + at)),
-                            _mm_loadu_si128((const void *)((const char *)rows[i] + at)));
+/* Loads 16 bytes of rows 0 and 4. */
+INLINE ivec load_two(const char *p, ptrdiff_t stride) {
+    return _mm256_set_m128i(_mm_loadu_si128((const void *)(p + 4 * stride)), _mm_loadu_si128((const void *)p));
 }
 
-INLINE void i_load_rows(ivec x[4], const void *const *rows, size_t at) {
-    ivec a = load_two(rows, at, 0), b = load_two(rows, at, 1), c = load_two(rows, at, 2), d = load_two(rows, at, 3);
+INLINE void i_load_rows(ivec x[4], const char *p, ptrdiff_t stride) {
+    const char *q = next_row(p, stride), *r = next_row(q, stride), *s = next_row(r, stride);
+    ivec a = load_two(p, stride), b = load_two(q, stride), c = load_two(r, stride), d = load_two(s, stride);
     ivec ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
     x[0] = _mm256_unpacklo_epi64(ab, cd);
     x[1] = _mm256_unpackhi_epi64(ab, cd);
@@ -200,22 +202,18 @@ INLINE void i_load_rows(ivec x[4], const void *const *rows, size_t at) {
     x[3] = _mm256_unpackhi_epi64(ab, cd);
 }
 
-INLINE vec v_load_scales(const void *const *rows, size_t at) { return _mm256_cvtph_ps(load_eight(rows, at)); }
+INLINE vec v_load_scales(const char *p, ptrdiff_t stride) { return _mm256_cvtph_ps(load_eight(p, stride)); }
 
 INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
-    __m128i low, high;
     if (type == KVC_Q8_0) {
-        __m128i a = _mm_loadu_si128(p), b = _mm_loadu_si128(q);
-        low = _mm_unpacklo_epi8(a, b);
-        high = _mm_unpackhi_epi8(a, b);
+        const __m128i a = load_16(p), b = load_16(q);
+        x[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
+        x[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
     } else {
-        __m128i both = _mm_unpacklo_epi8(_mm_loadl_epi64(p), _mm_loadl_epi64(q));
-        __m128i mask = _mm_set1_epi8((char)0xf0), sign = _mm_set1_epi8((char)0x80);
-        low = _mm_xor_si128(_mm_and_si128(_mm_slli_epi16(both, 4), mask), sign);
-        high = _mm_xor_si128(_mm_and_si128(both, mask), sign);
+        const ivec both = _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(_mm_loadl_epi64(p), _mm_loadl_epi64(q)));
+        x[0] = _mm256_sub_epi16(_mm256_and_si256(both, _mm256_set1_epi16(15)), _mm256_set1_epi16(8));
+        x[1] = _mm256_sub_epi16(_mm256_srli_epi16(both, 4), _mm256_set1_epi16(8));
     }
-    x[0] = _mm256_cvtepi8_epi16(low);
-    x[1] = _mm256_cvtepi8_epi16(high);
 }
 
 INLINE void i_order(int type, ivec x[2]) {

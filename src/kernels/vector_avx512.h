@@ -59,6 +59,8 @@ INLINE vec v_add(vec x, vec y) { return _mm512_add_ps(x, y); }
 
 INLINE vec v_mul(vec x, vec y) { return _mm512_mul_ps(x, y); }
 
+INLINE vec v_div(vec x, vec y) { return _mm512_div_ps(x, y); }
+
 INLINE vec v_fma(vec x, vec y, vec z) { return _mm512_fmadd_ps(x, y, z); }
 
 INLINE vec v_max(vec x, vec y) { return _mm512_max_ps(x, y); }
@@ -182,18 +184,19 @@ INLINE void i_store_16(int16_t *p, vec x, vec y) {
 }
 
 /* Loads 16 bytes of rows 0 and 4. */
-INLINE __m256i load_two(const void *const *rows, size_t at) {
-    __m256i x = _mm256_castsi128_si256(_mm_loadu_si128((const void *)((const char *)rows[0] + at)));
-    return _mm256_inserti128_si256(x, _mm_loadu_si128((const void *)((const char *)rows[4] + at)), 1);
+INLINE __m256i load_two(const char *p, ptrdiff_t stride) {
+    const __m256i x = _mm256_castsi128_si256(_mm_loadu_si128((const void *)p));
+    return _mm256_inserti128_si256(x, _mm_loadu_si128((const void *)(p + 4 * stride)), 1);
 }
 
 /* Loads 16 bytes of rows 0, 4, 8 and 12.  Puts halves together first: instructions on 512 bits take twice as long. */
-INLINE ivec load_four(const void *const *rows, size_t at) {
-    return _mm512_inserti64x4(_mm512_castsi256_si512(load_two(rows, at)), load_two(rows + 8, at), 1);
+INLINE ivec load_four(const char *p, ptrdiff_t stride) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(load_two(p, stride)), load_two(p + 8 * stride, stride), 1);
 }
 
-INLINE void i_load_rows(ivec x[4], const void *const *rows, size_t at) {
-    ivec a = load_four(rows, at), b = load_four(rows + 1, at), c = load_four(rows + 2, at), d = load_four(rows + 3, at);
+INLINE void i_load_rows(ivec x[4], const char *p, ptrdiff_t stride) {
+    const char *q = next_row(p, stride), *r = next_row(q, stride), *s = next_row(r, stride);
+    ivec a = load_four(p, stride), b = load_four(q, stride), c = load_four(r, stride), d = load_four(s, stride);
     ivec ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
     x[0] = _mm512_unpacklo_epi64(ab, cd);
     x[1] = _mm512_unpackhi_epi64(ab, cd);
@@ -203,25 +206,28 @@ INLINE void i_load_rows(ivec x[4], const void *const *rows, size_t at) {
     x[3] = _mm512_unpackhi_epi64(ab, cd);
 }
 
-INLINE vec v_load_scales(const void *const *rows, size_t at) {
-    return _mm512_cvtph_ps(_mm256_set_m128i(load_eight(rows + 8, at), load_eight(rows, at)));
+INLINE vec v_load_scales(const char *p, ptrdiff_t stride) {
+    return _mm512_cvtph_ps(_mm256_set_m128i(load_eight(p + 8 * stride, stride), load_eight(p, stride)));
+}
+
+/* Loads what two instructions need once: half of such loads cross cache lines. */
+INLINE __m256i load_32(const void *p) {
+    __m256i x = _mm256_loadu_si256(p);
+    __asm__("" : "+v"(x));
+    return x;
 }
 
 INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
-    __m256i low, high;
     if (type == KVC_Q8_0) {
-        __m256i a = _mm256_loadu_si256(p), b = _mm256_loadu_si256(q);
-        low = _mm256_unpacklo_epi8(a, b);
-        high = _mm256_unpackhi_epi8(a, b);
+        const __m256i a = load_32(p), b = load_32(q);
+        x[0] = _mm512_cvtepi8_epi16(_mm256_unpacklo_epi8(a, b));
+        x[1] = _mm512_cvtepi8_epi16(_mm256_unpackhi_epi8(a, b));
     } else {
-        __m128i a = _mm_loadu_si128(p), b = _mm_loadu_si128(q);
-        __m256i both = _mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b));
-        __m256i mask = _mm256_set1_epi8((char)0xf0), sign = _mm256_set1_epi8((char)0x80);
-        low = _mm256_xor_si256(_mm256_and_si256(_mm256_slli_epi16(both, 4), mask), sign);
-        high = _mm256_xor_si256(_mm256_and_si256(both, mask), sign);
+        const __m128i a = load_16(p), b = load_16(q);
+        const ivec both = _mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
+        x[0] = _mm512_sub_epi16(_mm512_and_si512(both, _mm512_set1_epi16(15)), _mm512_set1_epi16(8));
+        x[1] = _mm512_sub_epi16(_mm512_srli_epi16(both, 4), _mm512_set1_epi16(8));
     }
-    x[0] = _mm512_cvtepi8_epi16(low);
-    x[1] = _mm512_cvtepi8_epi16(high);
 }
 
 /* Puts the columns of q8_0 in order: i_load_pairs leaves [0, 8) and [16, 24) in x[0]. */

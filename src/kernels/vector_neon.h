@@ -1,6 +1,7 @@
 /* vector_neon.h: the vector primitives of template.h for AArch64, with what every such processor has (base ARMv8-A).
  * TARGET is defined before it is included. */
 #include <arm_neon.h>
+#include <stddef.h>
 #include <string.h>
 
 #include "kernels/target.h"
@@ -101,6 +102,8 @@ INLINE vec v_add(vec x, vec y) { return vaddq_f32(x, y); }
 
 INLINE vec v_mul(vec x, vec y) { return vmulq_f32(x, y); }
 
+INLINE vec v_div(vec x, vec y) { return vdivq_f32(x, y); }
+
 INLINE vec v_fma(vec x, vec y, vec z) { return vfmaq_f32(z, x, y); }
 
 /* Returns x where the mask is set, else y.  The mask is hidden from Clang, which would turn it and a comparison into
@@ -196,19 +199,19 @@ INLINE void i_store_16(int16_t *p, vec x, vec y) {
     memcpy(p, &packed, sizeof packed);
 }
 
-INLINE void i_load_rows(ivec x[4], const void *const *rows, size_t at) {
+INLINE void i_load_rows(ivec x[4], const char *p, ptrdiff_t stride) {
     vec y[LANES];
     UNROLL
-    for (int i = 0; i < LANES; i++) y[i] = v_load((const char *)rows[i] + at);
+    for (int i = 0; i < LANES; i++) y[i] = v_load(p + i * stride);
     v_transpose(y);
     UNROLL
     for (int i = 0; i < LANES; i++) x[i] = vreinterpretq_s32_f32(y[i]);
 }
 
-INLINE vec v_load_scales(const void *const *rows, size_t at) {
+INLINE vec v_load_scales(const char *p, ptrdiff_t stride) {
     uint16_t bits[LANES];
     UNROLL
-    for (int i = 0; i < LANES; i++) memcpy(&bits[i], (const char *)rows[i] + at, sizeof *bits);
+    for (int i = 0; i < LANES; i++) memcpy(&bits[i], p + i * stride, sizeof *bits);
     return v_load_f16(bits);
 }
 
@@ -217,14 +220,17 @@ INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
     uint64_t one = 0, two = 0;
     memcpy(&one, p, bytes);
     memcpy(&two, q, bytes);
-    int8x8_t low, a = vcreate_s8(one), b = vcreate_s8(two), high = vzip2_s8(a, b);
-    low = vzip1_s8(a, b);
-    if (type != KVC_Q8_0) {
-        high = veor_s8(vand_s8(low, vdup_n_s8((int8_t)0xf0)), vdup_n_s8((int8_t)0x80));
-        low = veor_s8(vshl_n_s8(low, 4), vdup_n_s8((int8_t)0x80));
+    if (type == KVC_Q8_0) {
+        const int8x8_t a = vcreate_s8(one), b = vcreate_s8(two);
+        x[0] = vreinterpretq_s32_s16(vmovl_s8(vzip1_s8(a, b)));
+        x[1] = vreinterpretq_s32_s16(vmovl_s8(vzip2_s8(a, b)));
+    } else {
+        const uint8x8_t both = vzip1_u8(vcreate_u8(one), vcreate_u8(two));
+        const int8x8_t low = vreinterpret_s8_u8(vand_u8(both, vdup_n_u8(15)));
+        const int8x8_t high = vreinterpret_s8_u8(vshr_n_u8(both, 4));
+        x[0] = vreinterpretq_s32_s16(vsubl_s8(low, vdup_n_s8(8)));
+        x[1] = vreinterpretq_s32_s16(vsubl_s8(high, vdup_n_s8(8)));
     }
-    x[0] = vreinterpretq_s32_s16(vmovl_s8(low));
-    x[1] = vreinterpretq_s32_s16(vmovl_s8(high));
 }
 
 INLINE void i_order(int type, ivec x[2]) {

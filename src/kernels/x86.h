@@ -1,5 +1,6 @@
 /* x86.h: primitives that the instruction sets of x86 share.  TARGET is defined before it is included. */
 #include <immintrin.h>
+#include <stddef.h>
 #include <string.h>
 
 #include "kernels/target.h"
@@ -21,16 +22,31 @@ INLINE void copy_row(void *dst, const void *src, size_t bytes) {
     memcpy(dst, src, bytes);
 }
 
+/* Returns p + stride.  Hides the sum from compilers, which hold the distance of every row to the first in a register
+ * otherwise, or reload it from the stack. */
+INLINE const char *next_row(const char *p, ptrdiff_t stride) {
+    p += stride;
+    __asm__("" : "+r"(p));
+    return p;
+}
+
 /* Loads two bytes of each of eight rows; it reads two bytes more of each. */
-INLINE __m128i load_eight(const void *const *rows, size_t at) {
+INLINE __m128i load_eight(const char *p, ptrdiff_t stride) {
     __m128i x[8];
     UNROLL
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 8; i++, p = next_row(p, stride)) {
         int bytes; /* _mm_loadu_si32 is wrong in GCC 11 */
-        memcpy(&bytes, (const char *)rows[i] + at, sizeof bytes);
+        memcpy(&bytes, p, sizeof bytes);
         x[i] = _mm_cvtsi32_si128(bytes);
     }
     UNROLL
     for (int i = 0; i < 8; i += 2) x[i] = _mm_unpacklo_epi16(x[i], x[i + 1]);
     return _mm_unpacklo_epi64(_mm_unpacklo_epi32(x[0], x[2]), _mm_unpacklo_epi32(x[4], x[6]));
+}
+
+/* Loads what two instructions need once. */
+INLINE __m128i load_16(const void *p) {
+    __m128i x = _mm_loadu_si128(p);
+    __asm__("" : "+x"(x));
+    return x;
 }

@@ -513,6 +513,50 @@ static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int n
     }
 }
 
+/* The sums over a tile of which the first row's block `block` has this f16 as its scale; the others and the weights are
+ * usual. */
+static void accumulate_scale(const kvc_kernels *kernels, int type, int block, uint16_t scale, float size, float *acc)
+{
+    enum { N = 37, Q = 5, DIM = 3 * BLOCK };
+    static char rows[N * DIM * 2];
+    static float weights[Q * KVC_TILE], factor[Q];
+    const int64_t stride = (int64_t)kvc_row_bytes(type, DIM);
+    for (int j = 0; j < N; j++) {
+        float row[DIM];
+        for (int d = 0; d < DIM; d++)
+            row[d] = (float)((j * 31 + d * 17) % 41 - 20);
+        kernels->convert(KVC_F32, type, rows + j * stride, 0, row, 0, 1, DIM);
+    }
+    memcpy(rows + block * (int)kvc_row_bytes(type, BLOCK), &scale, sizeof scale);
+    for (int i = 0; i < Q * KVC_TILE; i++) /* the first row is hidden from query 1 */
+        weights[i] = i % KVC_TILE < N && i != KVC_TILE ? size * (float)(i % 13 + 1) : 0;
+    memset(acc, 0, Q * DIM * sizeof *acc);
+    kernels->accumulate[type](acc, DIM, factor, weights, Q, rows, stride, N, DIM, nothing_ahead);
+}
+
+/* A scale that is not finite makes the columns of its block NaN and no others; weights down to the smallest that matter
+ * change the size of sums and nothing else. */
+static void test_scales(const kvc_kernels *kernels, int type)
+{
+    enum { Q = 5, DIM = 3 * BLOCK };
+    static float right[Q * DIM], acc[Q * DIM];
+    static const uint16_t not_finite[] = {0x7c00, 0xfc00, 0x7e00};
+    accumulate_scale(kernels, type, 1, 0x3800, 1, right);
+    for (int i = 0; i < 3; i++) {
+        accumulate_scale(kernels, type, 1, not_finite[i], 1, acc);
+        for (int d = 0; d < Q * DIM; d++)
+            CHECKF(d % DIM / BLOCK == 1 ? !isfinite(acc[d]) : acc[d] == right[d], "%s %s: scale %04x, sum %d is %g",
+                   kernels->name, kvc_type_name(type), (unsigned)not_finite[i], d, (double)acc[d]);
+    }
+    for (int exponent = -90; exponent <= 90; exponent += 15) {
+        accumulate_scale(kernels, type, 1, 0x3800, ldexpf(1, exponent), acc);
+        for (int d = 0; d < Q * DIM; d++)
+            CHECKF(fabsf(ldexpf(acc[d], -exponent) - right[d]) <= 1e-5f * fabsf(right[d]) + 1e-3f,
+                   "%s %s: weights times 2^%d, sum %d is %g, not %g", kernels->name, kvc_type_name(type), exponent, d,
+                   (double)ldexpf(acc[d], -exponent), (double)right[d]);
+    }
+}
+
 /* A score must not depend on what is computed with it. */
 static void test_same_scores(const kvc_kernels *kernels, int type, int is_bf16, int dim)
 {
@@ -916,6 +960,7 @@ static void test_kernels(const kvc_kernels *kernels)
         test_quantise(kernels, type);
         test_not_finite(kernels, type);
         test_dequantise(kernels, type);
+        test_scales(kernels, type);
     }
     test_16_bits(kernels, KVC_F16);
     test_16_bits(kernels, KVC_BF16);
