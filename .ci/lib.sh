@@ -7,11 +7,12 @@ unset PYTHONPATH VIRTUAL_ENV
 export KVCACHE_LLAMA_CPP= # tests run no llama.cpp but the one that with_llama builds
 python=${PYTHON:-python3}
 jobs=$(nproc)
+readme_tests=tests/package/test_readme.py
 kept=${XDG_CACHE_HOME:-$HOME/.cache}/kvcache/llama.cpp/ci # builds of llama.cpp stay here
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$tmp"' EXIT
 tree=$tmp/tree venv=$tmp/venv tools=$tmp/tools empty=$tmp/empty
 mkdir "$tree" "$empty"
 touch "$tmp/skipped" "$tmp/failed"
@@ -20,17 +21,18 @@ git ls-files -z --cached --others --exclude-standard 2>/dev/null >"$tmp/files" |
 tar --create --null --files-from="$tmp/files" --ignore-failed-read 2>/dev/null | tar --extract --directory="$tree"
 cd "$tree" || exit 1
 
-# step "name" command...: runs the command, and shows its output only if it fails.
+# step "name" command...: runs the command, and shows its output only if it fails; one step may run beside another.
 step() {
-    local name=$1 start=$SECONDS status
+    local name=$1 start=$SECONDS status log
     shift
-    (set -eo pipefail; "$@") >"$tmp/log" 2>&1 </dev/null
+    log=$(mktemp "$tmp/log.XXXXXX")
+    (set -eo pipefail; "$@") >"$log" 2>&1 </dev/null
     status=$?
     if [ $status = 0 ]; then
         printf 'ok   %4d s  %s\n' $((SECONDS - start)) "$name"
     else
         printf 'FAIL %4d s  %s\n' $((SECONDS - start)) "$name" | tee -a "$tmp/failed"
-        grep -vE '^ *(gcc|clang|cc|copying) ' "$tmp/log" | tail -n 60 | sed 's/^/    /'
+        grep -vE '^ *(gcc|clang|cc|copying) ' "$log" | tail -n 60 | sed 's/^/    /'
     fi
 }
 
@@ -85,8 +87,10 @@ install() { fresh "$venv" "$(wheel)[test]"; }
 # task environment target...: runs a task of the Makefile with the Python of this virtual environment
 task() { make --silent PYTHON="$1/bin/python" "${@:2}"; }
 
-# Runs the tests, slow ones too, on the installed package.
-tests() { KVCACHE_TEST_INSTALLED=1 task "$venv" test ARGS="--color=no --slow" | tee "$tmp/pytest"; }
+# Runs the tests, slow ones too, on the installed package; with_torch runs README's.
+tests() {
+    KVCACHE_TEST_INSTALLED=1 task "$venv" test ARGS="--color=no --slow --ignore=$readme_tests" | tee "$tmp/pytest"
+}
 
 # build folder: builds the sdist of this tree, and the wheel of the sdist
 build() { KVCACHE_WERROR=1 SOURCE_DATE_EPOCH=1000000000 "$tools/bin/python" -m build --outdir "$1"; }
@@ -103,15 +107,17 @@ distributions() {
     "$tools/bin/python" -c 'import kvcache; kvcache.show_config()'
 }
 
-# torch_tests folder arguments...: runs the tests that need torch and transformers, with this virtual environment
+# torch_tests folder arguments...: runs the tests that need torch and transformers, and all of README, with this virtual
+# environment
 torch_tests() {
     local pytest=("$1/bin/pytest" --color=no "${@:2}")
     "${pytest[@]}" $(grep -rl --include='test_*.py' '^torch = ' tests) tests/package/test_docs.py
     "${pytest[@]}" -k torch tests/cache/test_arrays.py tests/cache/test_bad_input.py
-    "${pytest[@]}" --slow -k transformers tests/package/test_readme.py
+    "${pytest[@]}" --slow "$readme_tests"
 }
 
 with_torch() {
+    export OMP_WAIT_POLICY=passive # threads of torch that spin as they wait would take their processors from other steps
     "$tools/bin/pip" install -qq --constraint bench/constraints.txt "$(oldest transformers)" "$(wheel)[hf]"
     torch_tests "$tools"
 }
@@ -166,7 +172,7 @@ cmake_build() {
     local prefix=$tmp/prefix
     cmake -S . -B "$tmp/cmake" -DKVCACHE_WERROR=ON -DCMAKE_INSTALL_PREFIX="$prefix" -DCMAKE_INSTALL_LIBDIR=lib
     cmake --build "$tmp/cmake" --parallel "$jobs"
-    ctest --test-dir "$tmp/cmake" --output-on-failure
+    ctest --test-dir "$tmp/cmake" --output-on-failure --parallel "$jobs"
     cmake --install "$tmp/cmake"
     mkdir "$tmp/user"
     cd "$tmp/user"
@@ -279,12 +285,14 @@ usual() {
     step "no leftovers" leftovers
     step "sdist and wheel" distributions
     step "install the wheel with [test]" install
-    step "pytest on the installed package" tests
-    step "benchmarks, installed, once each" installed_benchmarks
     step "ruff, cython-lint, clang-format" task "$tools" style
     step "mypy --strict, stubtest" task "$tools" types
     step "docs without a warning, links within them" task "$tools" docs DOCS="$tmp/html"
-    step "pytest with torch and the oldest transformers" with_torch
+    # Much of the first waits for the C tests or runs on one processor, and the second compiles on one.
+    step "pytest on the installed package" tests &
+    step "pytest with torch and the oldest transformers; README's commands" with_torch
+    wait
+    step "benchmarks, installed, once each" installed_benchmarks
 
     local cc cxx
     for cc in gcc clang; do
