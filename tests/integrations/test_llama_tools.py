@@ -29,7 +29,7 @@ def run(*command):
         done = subprocess.run(
             [*map(str, command)],
             cwd=folder,
-            env=os.environ | {"LLAMA_KVCACHE": "1"},
+            env=os.environ | {"LLAMA_KVCACHE": "1", "OMP_WAIT_POLICY": "passive"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
