@@ -15,11 +15,11 @@ INLINE void add_and_subtract(vec *x, vec *y) {
     *x = sum;
 }
 
-/* Does the steps within num vectors, and multiplies by scale. */
+/* Multiplies num vectors by scale, and does the steps within them. */
 INLINE void hadamard_vectors(float *dst, const char *src, int num, vec scale) {
     vec x[HADAMARD_VECTORS];
     UNROLL
-    for (int i = 0; i < num; i++) x[i] = v_load(src + (size_t)i * LANES * sizeof(float));
+    for (int i = 0; i < num; i++) x[i] = v_mul(v_load(src + (size_t)i * LANES * sizeof(float)), scale);
     UNROLL
     for (int b = 0; 1 << b < LANES; b++) {
         vec signs = v_load(hadamard_signs[b]);
@@ -31,34 +31,33 @@ INLINE void hadamard_vectors(float *dst, const char *src, int num, vec scale) {
     for (int i = 0; i < num; i++)
         if (!(i & half)) add_and_subtract(&x[i], &x[i + half]);
     UNROLL
-    for (int i = 0; i < num; i++) v_store(dst + i * LANES, v_mul(x[i], scale));
+    for (int i = 0; i < num; i++) v_store(dst + i * LANES, x[i]);
 }
 
-/* Does the step that combines elements `half` apart, and multiplies by scale. */
-INLINE void hadamard_step(float *x, int n, int half, vec scale) {
+/* Does the step that combines elements `half` apart. */
+INLINE void hadamard_step(float *x, int n, int half) {
     for (int i = 0; i < n; i += 2 * half)
         for (int j = i; j < i + half; j += LANES) {
             vec a = v_load(x + j), b = v_load(x + j + half);
             add_and_subtract(&a, &b);
-            v_store(x + j, v_mul(a, scale));
-            v_store(x + j + half, v_mul(b, scale));
+            v_store(x + j, a);
+            v_store(x + j + half, b);
         }
 }
 
-/* The fast Walsh-Hadamard transform: a step for each bit of the matrix's rows' numbers, lowest first, so that
- * every set does the same sums. */
+/* The fast Walsh-Hadamard transform: scales, then does a step for each bit of the matrix's rows' numbers, lowest first:
+ * in this order, every set and ggml round alike. */
 INLINE void hadamard(float *dst, const void *src, int n, int order) {
     const int unit = smaller(order, HADAMARD_VECTORS * LANES);
-    const vec one = v_set(1), scale = v_set(1 / sqrtf((float)order));
+    const vec scale = v_set(1 / sqrtf((float)order));
     for (int i = 0; i < n; i += unit) {
         const char *from = (const char *)src + (size_t)i * sizeof(float);
-        const vec last = unit == order ? scale : one;
         if (unit == HADAMARD_VECTORS * LANES)
-            hadamard_vectors(dst + i, from, HADAMARD_VECTORS, last);
+            hadamard_vectors(dst + i, from, HADAMARD_VECTORS, scale);
         else if (QUANT_VECTORS == 4 || unit == 4 * LANES)
-            hadamard_vectors(dst + i, from, 4, last);
+            hadamard_vectors(dst + i, from, 4, scale);
         else
-            hadamard_vectors(dst + i, from, 2, last);
+            hadamard_vectors(dst + i, from, 2, scale);
     }
-    for (int half = unit; half < order; half *= 2) hadamard_step(dst, n, half, 2 * half == order ? scale : one);
+    for (int half = unit; half < order; half *= 2) hadamard_step(dst, n, half);
 }

@@ -110,7 +110,7 @@ enum { KVC_MATMUL_ROWS = 12 }; /* what `rows` is for a set's matmul: a multiple 
 
 /* Multiplies every `order` of the n floats at src by Sylvester's Hadamard matrix of that order (a power of two, at
  * least KVC_QUANT_ELEMENTS, that divides n) over sqrt(order), which is its own inverse.  src is dst, or needs no
- * alignment. All sets give the same bits. */
+ * alignment.  All sets, and ggml, give the same bits. */
 typedef void kvc_hadamard_fn(float *dst, const void *src, int n, int order);
 
 typedef struct kvc_kernels {

@@ -275,6 +275,7 @@ static void matmul_rows(float *c, int ldc, const float *a, int lda, const float 
 static void hadamard(float *dst, const void *src, int n, int order) {
     const float scale = 1 / sqrtf((float)order);
     if (src != dst) memcpy(dst, src, (size_t)n * sizeof *dst);
+    for (int i = 0; i < n; i++) dst[i] *= scale;
     for (int half = 1; half < order; half *= 2)
         for (int i = 0; i < n; i++)
             if (!(i & half)) {
@@ -282,7 +283,6 @@ static void hadamard(float *dst, const void *src, int n, int order) {
                 dst[i] = x + y;
                 dst[i + half] = x - y;
             }
-    for (int i = 0; i < n; i++) dst[i] *= scale;
 }
 
 static void scale_rows(float *q, int q_stride, int num_q, int dim, float by) {

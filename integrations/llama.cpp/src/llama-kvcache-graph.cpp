@@ -82,69 +82,6 @@ static void compute_attend(ggml_tensor *dst, int /*ith*/, int /*nth*/, void *use
     op.mem->attend(op, dst);
 }
 
-// the Hadamard matrices by which quantised keys and values are multiplied
-class llama_kvcache_input_hadamard : public llm_graph_input_i {
-  public:
-    void set_input(const llama_ubatch * /*ubatch*/) override {
-        for (const auto &matrix : matrices) {
-            const int64_t n = matrix->ne[0];
-
-            std::vector<float> data(n * n);
-            for (int64_t i = 0; i < n; ++i) {
-                for (int64_t j = 0; j < n; ++j) {
-                    data[i * n + j] = (count_bits(i & j) % 2 ? -1.0f : 1.0f) / std::sqrt((float)n);
-                }
-            }
-
-            ggml_backend_tensor_set(matrix, data.data(), 0, ggml_nbytes(matrix));
-        }
-    }
-
-    bool can_reuse(const llm_graph_params & /*params*/) override { return true; }
-
-    ggml_tensor *get(ggml_context *ctx, int64_t n) {
-        for (auto *matrix : matrices) {
-            if (matrix->ne[0] == n) {
-                return matrix;
-            }
-        }
-
-        matrices.push_back(ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n, n));
-        ggml_set_input(matrices.back());
-
-        return matrices.back();
-    }
-
-  private:
-    static int count_bits(int64_t x) {
-        int res = 0;
-        for (; x; x &= x - 1) {
-            ++res;
-        }
-        return res;
-    }
-
-    std::vector<ggml_tensor *> matrices;
-};
-
-static ggml_tensor *multiply_by_hadamard(const llm_graph_context &graph, ggml_tensor *cur, int64_t n) {
-    if (!cur || n == 0) {
-        return cur;
-    }
-
-    llama_kvcache_input_hadamard *input = nullptr;
-
-    for (auto &i : graph.res->inputs) {
-        input = input ? input : dynamic_cast<llama_kvcache_input_hadamard *>(i.get());
-    }
-    if (!input) {
-        input = static_cast<llama_kvcache_input_hadamard *>(
-            graph.res->add_input(std::make_unique<llama_kvcache_input_hadamard>()));
-    }
-
-    return llama_mul_mat_hadamard(graph.ctx0, cur, input->get(graph.ctx0, n));
-}
-
 // rows are read element by element
 static ggml_tensor *with_dense_rows(ggml_context *ctx, ggml_tensor *cur) {
     return cur->nb[0] == ggml_type_size(cur->type) ? cur : ggml_cont(ctx, cur);
@@ -187,7 +124,7 @@ ggml_tensor *llama_kvcache::build_attn(const llm_graph_context &graph, ggml_tens
     op.slopes = alibi_slopes(hparams, layer.n_head);
     op.has_sinks = sinks != nullptr;
 
-    q = with_dense_rows(ctx, multiply_by_hadamard(graph, q, layer.n_hadamard_k));
+    q = with_dense_rows(ctx, q);
 
     ggml_tensor *args[3] = {q};
     int n_args = 1;
@@ -200,8 +137,8 @@ ggml_tensor *llama_kvcache::build_attn(const llm_graph_context &graph, ggml_tens
 
     if (k) {
         ggml_tensor *rows[2] = {
-            with_dense_rows(ctx, multiply_by_hadamard(graph, k, layer.n_hadamard_k)),
-            with_dense_rows(ctx, multiply_by_hadamard(graph, v, layer.n_hadamard_v)),
+            with_dense_rows(ctx, k),
+            with_dense_rows(ctx, v),
         };
 
         const int n_tasks = graph.n_tokens < 32 ? 1 : GGML_N_TASKS_MAX;
@@ -227,7 +164,6 @@ ggml_tensor *llama_kvcache::build_attn(const llm_graph_context &graph, ggml_tens
     }
 
     cur = ggml_reshape_2d(ctx, cur, cur->ne[0] * cur->ne[1], cur->ne[2]);
-    cur = multiply_by_hadamard(graph, cur, layer.n_hadamard_v);
 
     ggml_build_forward_expand(graph.gf, cur);
     graph.cb(cur, "kqv_out", il);

@@ -338,84 +338,28 @@ static std::vector<double> inv_freq_of(const llama_model &model, const llama_cpa
     return res;
 }
 
-// multiplies blocks of n elements by the Hadamard matrix over sqrt(n), its own inverse
-static void multiply_by_hadamard(float *row, uint32_t n_elements, uint32_t n) {
-    const float scale = 1.0f / std::sqrt((float)n);
-
-    for (float *block = row; block < row + n_elements; block += n) {
-        for (uint32_t half = 1; half < n; half *= 2) {
-            for (uint32_t i = 0; i < n; i += 2 * half) {
-                for (uint32_t j = i; j < i + half; ++j) {
-                    const float a = block[j];
-                    const float b = block[j + half];
-
-                    block[j] = a + b;
-                    block[j + half] = a - b;
-                }
-            }
-        }
-        for (uint32_t i = 0; i < n; ++i) {
-            block[i] *= scale;
-        }
-    }
-}
-
-static int32_t move_keys(void *user, int32_t /*layer*/, float *keys, int32_t num_kv_heads, int64_t num_rows,
-                         int32_t k_dim, int32_t delta) {
-    const auto &mover = *static_cast<const llama_kvcache_mover *>(user);
-    const size_t n = mover.inv_freq.size();
-
-    std::vector<float> cos(n);
-    std::vector<float> sin(n);
-    for (size_t i = 0; i < n; ++i) {
-        cos[i] = (float)std::cos(delta * mover.inv_freq[i]);
-        sin[i] = (float)std::sin(delta * mover.inv_freq[i]);
-    }
-
-    for (int64_t r = 0; r < num_kv_heads * num_rows; ++r) {
-        float *row = keys + r * k_dim;
-
-        multiply_by_hadamard(row, k_dim, mover.n_hadamard);
-
-        for (size_t i = 0; i < n; ++i) {
-            float &x = row[mover.first_dim + (mover.interleaved ? 2 * i : i)];
-            float &y = row[mover.first_dim + (mover.interleaved ? 2 * i + 1 : i + n)];
-
-            const float x0 = x;
-
-            x = x0 * cos[i] - y * sin[i];
-            y = x0 * sin[i] + y * cos[i];
-        }
-
-        multiply_by_hadamard(row, k_dim, mover.n_hadamard);
-    }
-
-    return 0;
-}
-
-static kvc_rope rope_of(const llama_model &model, const llama_kvcache_layer &layer, llama_kvcache_mover &mover) {
+// inv_freq: what inv_freq_of returned, which outlives the result
+static kvc_rope rope_of(const llama_model &model, uint32_t il, const std::vector<double> &inv_freq) {
     const auto &hparams = model.hparams;
 
     kvc_rope rope = {};
 
-    if (hparams.rope_type == LLAMA_ROPE_TYPE_NONE || !hparams.has_rope(layer.il)) {
+    if (hparams.rope_type == LLAMA_ROPE_TYPE_NONE || !hparams.has_rope(il)) {
         rope.kind = KVC_ROPE_NONE;
         return rope;
     }
 
-    rope.kind = layer.n_hadamard_k ? KVC_ROPE_FUNCTION : KVC_ROPE_FREQUENCIES;
-    rope.interleaved = mover.interleaved;
-    rope.first_dim = mover.first_dim;
-    rope.num_freqs = mover.inv_freq.size();
-    rope.inv_freq = mover.inv_freq.data();
-    rope.shift = move_keys;
-    rope.user = &mover;
+    rope.kind = KVC_ROPE_FREQUENCIES;
+    rope.interleaved = hparams.rope_type == LLAMA_ROPE_TYPE_NORM;
+    rope.first_dim = hparams.n_lora_kv > 0 ? hparams.n_embd_head_k(il) - hparams.n_rot(il) : 0;
+    rope.num_freqs = inv_freq.size();
+    rope.inv_freq = inv_freq.data();
 
     return rope;
 }
 
-// llama.cpp multiplies what it quantises by Hadamard matrices if all heads of its cache have one size
-static void set_hadamard(const llama_model &model, std::vector<llama_kvcache_layer> &layers, bool is_swa) {
+// llama.cpp multiplies what it quantises by Hadamard matrices if all heads of its cache have one size, a multiple of 64
+static void set_transforms(const llama_model &model, std::vector<llama_kvcache_layer> &layers, bool is_swa) {
     const auto &hparams = model.hparams;
 
     const char *disabled = getenv("LLAMA_ATTN_ROT_DISABLE");
@@ -443,15 +387,13 @@ static void set_hadamard(const llama_model &model, std::vector<llama_kvcache_lay
         return;
     }
 
-    uint32_t n_hadamard = 64;
-    while (n_k && n_k % (2 * n_hadamard) == 0) {
-        n_hadamard *= 2;
-    }
+    const kvc_transform k_transform = hparams.n_embd_head_k() % 64 ? KVC_TRANSFORM_NONE : KVC_TRANSFORM_HADAMARD;
+    const kvc_transform v_transform = hparams.n_embd_head_v() % 64 ? KVC_TRANSFORM_NONE : KVC_TRANSFORM_HADAMARD;
 
     for (auto &layer : layers) {
         if (layer.is_swa == is_swa) {
-            layer.n_hadamard_k = ggml_is_quantized(layer.type_k) && hparams.n_embd_head_k() % 64 == 0 ? n_hadamard : 0;
-            layer.n_hadamard_v = ggml_is_quantized(layer.type_v) && hparams.n_embd_head_v() % 64 == 0 ? 64 : 0;
+            layer.k_transform = k_transform;
+            layer.v_transform = v_transform;
         }
     }
 }
@@ -488,13 +430,13 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
 
     for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
         if (llama_kvcache_is_cached(model, il)) {
-            cached.push_back(
-                {(int32_t)il, params.type_k, params.type_v, 0, 0, hparams.is_swa(il), hparams.n_head(il), 0});
+            cached.push_back({(int32_t)il, params.type_k, params.type_v, KVC_TRANSFORM_NONE, KVC_TRANSFORM_NONE,
+                              hparams.is_swa(il), hparams.n_head(il), 0});
         }
     }
 
-    set_hadamard(model, cached, false);
-    set_hadamard(model, cached, true);
+    set_transforms(model, cached, false);
+    set_transforms(model, cached, true);
 
     llama_kvcache_layers res;
 
@@ -504,14 +446,7 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
     for (auto &layer : cached) {
         const uint32_t il = layer.il;
 
-        const uint32_t n_rot = hparams.n_rot(il);
-
-        auto mover = std::make_unique<llama_kvcache_mover>();
-
-        mover->inv_freq = inv_freq_of(model, cparams, il);
-        mover->first_dim = hparams.n_lora_kv > 0 ? hparams.n_embd_head_k(il) - n_rot : 0;
-        mover->interleaved = hparams.rope_type == LLAMA_ROPE_TYPE_NORM;
-        mover->n_hadamard = layer.n_hadamard_k;
+        res.inv_freqs.push_back(inv_freq_of(model, cparams, il));
 
         kvc_layer cache = {};
 
@@ -520,10 +455,12 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
         cache.v_dim = hparams.n_embd_head_v(il);
         cache.k_type = llama_kvcache_type(layer.type_k);
         cache.v_type = llama_kvcache_type(hparams.is_mla() ? layer.type_k : layer.type_v);
+        cache.k_transform = layer.k_transform;
+        cache.v_transform = layer.v_transform;
         cache.value_in_key = hparams.is_mla();
         cache.share = shared_of(model, il) < 0 ? 0 : res.index[shared_of(model, il)] + 1;
         cache.policy = policy_of(model, params, cparams, il);
-        cache.rope = rope_of(model, layer, *mover);
+        cache.rope = rope_of(model, il, res.inv_freqs.back());
 
         layer.shape = shape_of(res, layer, cache);
         res.n_shapes = std::max(res.n_shapes, layer.shape + 1);
@@ -532,7 +469,6 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
 
         res.model.push_back(layer);
         res.cache.push_back(cache);
-        res.movers.push_back(std::move(mover));
     }
 
     return res;

@@ -7,7 +7,6 @@
 #include "llama-arch.h"
 
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,20 +14,12 @@ struct llama_cparams;
 struct llama_memory_params;
 struct llama_model;
 
-// moves keys that were multiplied by a Hadamard matrix after RoPE: what kvc_rope.shift is called with
-struct llama_kvcache_mover {
-    std::vector<double> inv_freq;
-    uint32_t first_dim;
-    bool interleaved;
-    uint32_t n_hadamard; // rows of the matrix
-};
-
 struct llama_kvcache_layer {
     int32_t il; // in the model
     ggml_type type_k;
     ggml_type type_v;
-    uint32_t n_hadamard_k; // rows of the Hadamard matrix that keys, or values, are multiplied by; 0: they are not
-    uint32_t n_hadamard_v;
+    kvc_transform k_transform; // as llama.cpp multiplies what it stores
+    kvc_transform v_transform;
     bool is_swa;
     uint32_t n_head; // query heads
     int32_t shape;   // layers of one shape share plans
@@ -41,7 +32,7 @@ struct llama_kvcache_layers {
     std::vector<int32_t> index; // [layer of the model] layer of the cache, -1: none
 
     // what the pointers in `cache` point at
-    std::vector<std::unique_ptr<llama_kvcache_mover>> movers;
+    std::vector<std::vector<double>> inv_freqs;
 
     int32_t n_shapes = 0;
 
