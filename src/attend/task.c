@@ -108,44 +108,84 @@ static void prefetch(const void *p, int64_t bytes) {
 #endif
 }
 
-enum { LEAST_STRETCH = 4 }; /* rows in a stretch, on average, that are not copied */
+enum {
+    LEAST_STRETCH = 8, /* rows of a stretch of floats that are read where they lie */
+    COPIED_ROWS = 16   /* most rows of floats that are copied at once, so that they stay in the L1 cache */
+};
 
-typedef struct tile_rows {
-    const void *first;
-    int64_t stride;
-} tile_rows;
+/* A place in the keys of a tile, or in its values. */
+typedef struct walk {
+    const kvc_stretch *at;
+    int64_t offset; /* rows of that stretch behind it */
+    int64_t left;   /* rows of the tile */
+    size_t row_bytes, ahead_bytes;
+    int is_value;
+} walk;
 
-static int64_t key_bytes(const kvc_tile *tile, int32_t i) {
-    return tile->stretches[i].n * (int64_t)tile->layout->k_row_bytes;
+static walk walk_keys(const kvc_tile *tile) {
+    const size_t bytes = tile->layout->k_row_bytes;
+    return (walk){tile->stretches, 0, tile->n, bytes, bytes, 0};
 }
 
-/* Counts the bytes to prefetch: 0 where values are parts of keys. */
-static int64_t value_bytes(const kvc_tile *tile, int32_t i) {
-    return tile->stretches[i].n * (int64_t)tile->layout->v_stored;
+/* Values that are parts of keys need no prefetching. */
+static walk walk_values(const kvc_tile *tile) {
+    return (walk){tile->stretches, 0, tile->n, tile->layout->v_row_bytes, tile->layout->v_stored, 1};
 }
 
-/* Returns the keys of a tile or, if `next` is given, the values: where they are if they lie one after the other, else
- * copied to the lane, stretch by stretch.  Prefetches between these what is read next: the values of the same stretch,
- * or a stretch of the keys of the tile `next`. */
-static tile_rows gather(const kvc_task *t, const kvc_tile *tile, const kvc_tile *next) {
-    const size_t row_bytes = next ? tile->layout->v_row_bytes : tile->layout->k_row_bytes;
-    uint8_t *const first = (uint8_t *)(t->lane + t->call->plan->lane.rows), *to = first;
-    const int32_t num = tile->num_stretches;
-    if (num == 1) return (tile_rows){next ? tile->stretches->v : tile->stretches->k, (int64_t)row_bytes};
-    for (int32_t i = 0; i < num; i++) {
-        const kvc_stretch *from = &tile->stretches[i];
-        if (!next)
-            prefetch(from->v, value_bytes(tile, i));
-        else if (next->num_stretches > 1 && i < next->num_stretches)
-            prefetch(next->stretches[i].k, key_bytes(next, i));
-        memcpy(to, next ? from->v : from->k, (size_t)from->n * row_bytes);
-        to += (size_t)from->n * row_bytes;
+static const uint8_t *row_of(const walk *w) {
+    return (w->is_value ? w->at->v : w->at->k) + (size_t)w->offset * w->row_bytes;
+}
+
+/* Goes on by up to `most` rows of one stretch; returns their number. */
+static int64_t step_on(walk *w, int64_t most) {
+    const int64_t rows = kvc_smaller(w->at->n - w->offset, most);
+    w->offset += rows;
+    w->left -= rows;
+    if (w->offset == w->at->n) w->at++, w->offset = 0;
+    return rows;
+}
+
+/* Returns how many rows a kernel is best given next: floats of a long stretch where they lie, else a few to copy.
+ * Quantised rows are scored in groups, and sums of theirs depend on all rows of the tile. */
+static int64_t rows_at_once(const walk *w, int type) {
+    const int64_t in_place = kvc_smaller(w->at->n - w->offset, w->left);
+    if (in_place == w->left || (type >= KVC_FLOAT_TYPES && w->is_value)) return w->left;
+    if (type < KVC_FLOAT_TYPES) return in_place >= LEAST_STRETCH ? in_place : kvc_smaller(COPIED_ROWS, w->left);
+    return in_place >= KVC_ROW_GROUP ? in_place / KVC_ROW_GROUP * KVC_ROW_GROUP : kvc_smaller(KVC_ROW_GROUP, w->left);
+}
+
+/* Takes `rows` rows as a kernel takes them: where they lie if one after the other, else copied to the lane. */
+static const void *take_rows(const kvc_task *t, walk *w, int64_t rows) {
+    const uint8_t *const first = row_of(w);
+    int64_t done = step_on(w, rows);
+    if (done == rows) return first;
+    uint8_t *const copy = (uint8_t *)(t->lane + t->call->plan->lane.rows);
+    memcpy(copy, first, (size_t)done * w->row_bytes);
+    while (done < rows) {
+        const uint8_t *from = row_of(w);
+        const int64_t more = step_on(w, rows - done);
+        memcpy(copy + (size_t)done * w->row_bytes, from, (size_t)more * w->row_bytes);
+        done += more;
     }
-    return (tile_rows){first, (int64_t)row_bytes};
+    return copy;
+}
+
+/* Takes up to `rows` rows to prefetch, and returns the last of them that lie one after the other, for a kernel to
+ * prefetch evenly; prefetches those before. */
+static kvc_ahead take_ahead(const kvc_call *c, walk *w, int64_t rows) {
+    kvc_ahead ahead = {NULL, 0, c->prefetch_level};
+    for (rows = kvc_smaller(rows, w->left); rows;) {
+        prefetch(ahead.begin, ahead.bytes);
+        ahead.begin = row_of(w);
+        const int64_t some = step_on(w, rows);
+        ahead.bytes = some * (int64_t)w->ahead_bytes;
+        rows -= some;
+    }
+    return ahead;
 }
 
 /* Decodes the keys of a mixed tile to the lane, transforms them back, and rotates them. */
-static tile_rows rotate_keys(const kvc_task *t, const kvc_tile *tile) {
+static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile) {
     const kvc_call *c = t->call;
     const int32_t dim = c->plan->k_dim, order = kvc_key_order(c->layer);
     const int64_t stride = c->plan->lane.q_stride * (int64_t)sizeof(float);
@@ -160,35 +200,12 @@ static tile_rows rotate_keys(const kvc_task *t, const kvc_tile *tile) {
             if (piece->delta_index) kvc_rope_rotate_back(c->rope, angles_of(c, piece->delta_index), to);
         }
     }
-    return (tile_rows){first, stride};
-}
-
-static tile_rows keys_of(const kvc_task *t, const kvc_tile *tile) {
-    return delta_index_of(t, tile) == KVC_MIXED ? rotate_keys(t, tile) : gather(t, tile, NULL);
-}
-
-/* Return what a kernel is to prefetch: the values of a tile's stretch while it scores, the keys of one of the next tile
- * while it accumulates. */
-static kvc_ahead values_ahead(const kvc_call *c, const kvc_tile *tile, int32_t i) {
-    return (kvc_ahead){tile->stretches[i].v, value_bytes(tile, i), c->prefetch_level};
-}
-
-static kvc_ahead keys_ahead(const kvc_call *c, const kvc_tile *tile, int32_t i) {
-    if (i >= tile->num_stretches) return (kvc_ahead){.bytes = 0};
-    return (kvc_ahead){tile->stretches[i].k, key_bytes(tile, i), c->prefetch_level};
-}
-
-static const kvc_ahead nothing_ahead = {.bytes = 0};
-
-/* Whether a tile's stretches, of keys or values of a type, are long enough to be read one by one where they lie.  Those
- * of quantised rows are not: their kernels work on many rows at once, and sums depend on the largest of a tile. */
-static int reads_stretches(const kvc_tile *tile, int type) {
-    return tile->num_stretches == 1 || (type < KVC_FLOAT_TYPES && tile->num_stretches * LEAST_STRETCH <= tile->n);
+    return first;
 }
 
 /* ---- kernels and prepared query rows ----------------------------------------------------------------------------- */
 
-/* Returns the type of the keys that keys_of returns. */
+/* Returns the type of the keys that a kernel takes. */
 static int32_t key_type(const kvc_task *t, const kvc_tile *tile) {
     return delta_index_of(t, tile) == KVC_MIXED ? KVC_F32 : t->call->layer->k_type;
 }
@@ -309,20 +326,22 @@ typedef void attend_tile_fn(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_
 /* Scores a tile, and prefetches its values. */
 static void score_tile(kvc_task *t, const kvc_tile *tile) {
     const kvc_call *c = t->call;
-    const kvc_plan *plan = c->plan;
+    const int32_t stride = c->plan->lane.q_stride, dim = c->plan->k_dim;
     kvc_score_fn *const score = scorer_of(t, tile)->score;
     const float *q = query_rows_for(t, tile);
-    const int32_t stride = plan->lane.q_stride;
-    if (delta_index_of(t, tile) == KVC_MIXED || !reads_stretches(tile, c->layer->k_type)) {
-        const tile_rows k = keys_of(t, tile);
-        score(t->scores, q, stride, t->num_query_rows, k.first, k.stride, tile->n, plan->k_dim,
-              tile->num_stretches == 1 ? values_ahead(c, tile, 0) : nothing_ahead);
+    walk keys = walk_keys(tile), values = walk_values(tile);
+    if (delta_index_of(t, tile) == KVC_MIXED) {
+        score(t->scores, q, stride, t->num_query_rows, rotate_keys(t, tile), stride * (int64_t)sizeof *q, tile->n, dim,
+              take_ahead(c, &values, tile->n));
         return;
     }
     float *scores = t->scores;
-    for (int32_t i = 0; i < tile->num_stretches; scores += tile->stretches[i++].n)
-        score(scores, q, stride, t->num_query_rows, tile->stretches[i].k, (int64_t)tile->layout->k_row_bytes,
-              (int)tile->stretches[i].n, plan->k_dim, values_ahead(c, tile, i));
+    for (int64_t rows; keys.left; scores += rows) {
+        rows = rows_at_once(&keys, c->layer->k_type);
+        const kvc_ahead ahead = take_ahead(c, &values, rows);
+        score(scores, q, stride, t->num_query_rows, take_rows(t, &keys, rows), (int64_t)keys.row_bytes, (int)rows, dim,
+              ahead);
+    }
 }
 
 /* Adds a tile's values, weighted, to acc, and prefetches the keys of the next one. */
@@ -330,21 +349,16 @@ static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, const kvc_t
     const kvc_call *c = t->call;
     const kvc_plan *plan = c->plan;
     kvc_accumulate_fn *const accumulate = c->kernels->accumulate[c->layer->v_type];
-    const int32_t stride = plan->lane.acc_stride;
-    if (!reads_stretches(tile, c->layer->v_type)) {
-        const tile_rows v = gather(t, tile, next);
-        accumulate(t->acc, stride, t->factor, t->scores, t->num_query_rows, v.first, v.stride, tile->n, plan->v_dim,
-                   next->num_stretches == 1 ? keys_ahead(c, next, 0) : nothing_ahead);
-        return;
-    }
+    walk values = walk_values(tile), keys = walk_keys(next);
     const float *weights = t->scores;
-    for (int32_t i = 0; i < tile->num_stretches; weights += tile->stretches[i++].n) {
-        accumulate(t->acc, stride, t->factor, weights, t->num_query_rows, tile->stretches[i].v,
-                   (int64_t)tile->layout->v_row_bytes, (int)tile->stretches[i].n, plan->v_dim, keys_ahead(c, next, i));
-        for (int32_t r = 0; i == 0 && r < t->num_query_rows; r++) t->factor[r] = 1;
+    for (int64_t rows; values.left; weights += rows) {
+        rows = rows_at_once(&values, c->layer->v_type);
+        const kvc_ahead ahead = take_ahead(c, &keys, values.left > rows ? rows : KVC_TILE);
+        const void *v = take_rows(t, &values, rows);
+        accumulate(t->acc, plan->lane.acc_stride, t->factor, weights, t->num_query_rows, v, (int64_t)values.row_bytes,
+                   (int)rows, plan->v_dim, ahead);
+        for (int32_t r = 0; values.left && r < t->num_query_rows; r++) t->factor[r] = 1; /* acc is multiplied once */
     }
-    for (int32_t i = tile->num_stretches; i < next->num_stretches; i++)
-        prefetch(next->stretches[i].k, key_bytes(next, i));
 }
 
 /* Attends to a tile for few query rows: each row is read once for all of them. */
@@ -390,6 +404,16 @@ static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
     return view_of(t, first * heads, (end - first) * heads);
 }
 
+/* Packs the keys of a tile into the lane's panel. */
+static void pack_keys(const kvc_task *t, const kvc_tile *tile, kvc_pack_keys_fn *pack) {
+    const kvc_plan *plan = t->call->plan;
+    const int is_mixed = delta_index_of(t, tile) == KVC_MIXED;
+    walk keys = walk_keys(tile);
+    const void *rows = is_mixed ? rotate_keys(t, tile) : take_rows(t, &keys, tile->n);
+    pack(t->lane + plan->lane.keys, rows,
+         is_mixed ? plan->lane.q_stride * (int64_t)sizeof(float) : (int64_t)keys.row_bytes, tile->n, plan->k_dim);
+}
+
 /* Attends to a tile for many query rows: keys and values are packed into panels once, and multiplied. */
 static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
     const kvc_call *c = all->call;
@@ -419,17 +443,19 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
                           .n = plan->v_dim,
                           .k = current->n,
                           .adds = 1};
-    const tile_rows k = keys_of(t, current);
-    keys->pack_keys(t->lane + lane->keys, k.first, k.stride, current->n, plan->k_dim);
-    multiply(t, &scores, current->num_stretches == 1 ? values_ahead(c, current, 0) : nothing_ahead);
+    pack_keys(t, current, keys->pack_keys);
+    walk ahead = walk_values(current);
+    multiply(t, &scores, take_ahead(c, &ahead, current->n));
     compute_weights(t, current);
     kvc_next_tile(next, upcoming);
     for (int32_t r = 0; r < t->num_query_rows; r++)
         if (t->factor[r] != 1)
             c->kernels->scale(t->acc + (size_t)r * (size_t)lane->acc_stride, 0, 1, plan->v_dim, t->factor[r]);
-    const tile_rows v = gather(t, current, next);
-    values->pack_values(t->lane + lane->values, lane->acc_stride, v.first, v.stride, current->n, plan->v_dim);
-    multiply(t, &sums, next->num_stretches == 1 ? keys_ahead(c, next, 0) : nothing_ahead);
+    walk v = walk_values(current);
+    values->pack_values(t->lane + lane->values, lane->acc_stride, take_rows(t, &v, current->n), (int64_t)v.row_bytes,
+                        current->n, plan->v_dim);
+    ahead = walk_keys(next);
+    multiply(t, &sums, take_ahead(c, &ahead, next->n));
 }
 
 /* ---- the rows of a task ------------------------------------------------------------------------------------------ */
@@ -503,7 +529,9 @@ static void prefetch_keys(const kvc_task *t) {
     kvc_cursor first = first_rows(c, t->index);
     kvc_tile tile;
     kvc_next_tile(&tile, &first);
-    for (int32_t i = 0; i < tile.num_stretches; i++) prefetch(tile.stretches[i].k, key_bytes(&tile, i));
+    walk keys = walk_keys(&tile);
+    const kvc_ahead ahead = take_ahead(c, &keys, tile.n);
+    prefetch(ahead.begin, ahead.bytes);
 }
 
 int kvc_attend_part(kvc_task *t) {

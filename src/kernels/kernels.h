@@ -26,6 +26,7 @@
 #include "base/dtype.h"
 
 enum {
+    KVC_ROW_GROUP = 32,   /* most quantised rows that are scored side by side */
     KVC_TILE = 64,        /* rows in a tile */
     KVC_FLOAT_TYPES = 3,  /* kvc_type below this are floating point: what callers hand in and get out */
     KVC_STORED_TYPES = 5, /* kvc_type below this can be stored; from KVC_FLOAT_TYPES on they are quantised */
@@ -59,8 +60,8 @@ typedef struct kvc_ahead {
 } kvc_ahead;
 
 /* scores[r * KVC_TILE + j] = q[r] . rows[j] for r < num_q, j < n <= KVC_TILE.  q: prepared, rows q_stride floats apart.
- * Where rows are quantised, scores[r * KVC_TILE + j] for j past n may be overwritten.  Each row is read from memory
- * once for all q. */
+ * Where rows are quantised, scores for j past n, up to a multiple of KVC_ROW_GROUP, may be overwritten.  Each row is
+ * read from memory once for all q. */
 typedef void kvc_score_fn(float *scores, const float *q, int q_stride, int num_q, const void *rows, int64_t row_stride,
                           int n, int dim, kvc_ahead next);
 
