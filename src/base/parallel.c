@@ -5,6 +5,10 @@
  * does not run delays nobody: the caller waits for tasks that were begun, never for a worker that has not begun one.
  * Where the process has an OpenMP, its threads take the place of workers: openmp.c says why.
  *
+ * A worker that loses its core in the middle of a task does hold up the caller, for as long as the system's time slices
+ * are.  A call that took longer than its caller would have needed alone is followed by calls without workers for a
+ * while.
+ *
  * Whoever waits spins for SPIN_NS at most and then sleeps.  Threads that spin for longer burn the time slices that the
  * threads they wait for would need, on a machine that has other work: a call of 100 microseconds then takes ten
  * milliseconds.  A thread sleeps at once where a spin seems in vain: the last wait was long, or the system ran another
@@ -29,7 +33,9 @@ enum {
     APART = 128,             /* bytes that processors keep apart: cache lines come in pairs */
     SPIN_NS = 50000,         /* about what it takes to wake a thread */
     INTERRUPTED_NS = 200000, /* between two looks at the clock: the system ran another thread */
-    BUSY_NS = 100000000      /* after which an interrupted thread spins again */
+    BUSY_NS = 100000000,     /* after which an interrupted thread spins again */
+    ALONE_NS = 10000000,     /* calls have no workers for this long after they were held up; twice as long each time */
+    FINE_TASKS = 4           /* for each thread: with as many tasks, no thread is long in its last one */
 };
 
 /* A thread that may have to wait.  The first is the caller; the others are workers. */
@@ -48,6 +54,9 @@ static member members[KVC_MOST_THREADS];
 static int32_t num_members; /* that were made; 0 before the first parallel call */
 static atomic_int is_taken; /* by the thread that runs a job; guards num_members and the job */
 static atomic_int is_ending;
+
+static _Atomic int64_t alone_until; /* time until which calls have no workers */
+static int64_t alone_for;           /* nanoseconds, of the last time; guarded by is_taken */
 
 /* The job.  Threads read it while they have a claim. */
 static void (*job_task)(void *context, int64_t i);
@@ -220,10 +229,34 @@ static void run_in_team(void *unused) {
     run_tasks(0);
 }
 
+/* Looks at a call that ended: whether the caller, which worked from `begin` to `end` and then waited until now, would
+ * have done the others' work as well in that time.  If so, the next calls have no workers. */
+static void judge_workers(int64_t begin, int64_t end, int32_t num_threads) {
+    const int64_t now = kvc_now(), waited = now - end;
+    if (waited > INTERRUPTED_NS && waited > (num_threads - 1) * (end - begin)) {
+        alone_for = alone_for ? 2 * alone_for : ALONE_NS;
+        if (alone_for > BUSY_NS) alone_for = BUSY_NS;
+        atomic_store(&alone_until, now + alone_for);
+    } else if (now - atomic_load(&alone_until) > BUSY_NS) {
+        alone_for = 0;
+    }
+}
+
+/* Runs the job with workers. */
+static void run_with_workers(int32_t num_threads, int64_t num_tasks) {
+    make_members(num_threads);
+    const int64_t begin = kvc_now();
+    wake_next(0);
+    run_tasks(0);
+    const int64_t end = kvc_now();
+    await(0);
+    if (num_tasks >= FINE_TASKS * num_threads) judge_workers(begin, end, num_threads);
+}
+
 void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *context, int64_t i), void *context) {
     if (num_threads > num_tasks) num_threads = (int32_t)num_tasks;
     if (num_threads > KVC_MOST_THREADS) num_threads = KVC_MOST_THREADS;
-    if (num_threads <= 1 || kvc_is_alone() || atomic_exchange(&is_taken, 1)) {
+    if (num_threads <= 1 || kvc_is_alone() || kvc_now() < atomic_load(&alone_until) || atomic_exchange(&is_taken, 1)) {
         for (int64_t i = 0; i < num_tasks; i++) task(context, i);
         return;
     }
@@ -232,11 +265,6 @@ void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *con
     job_size = num_tasks;
     atomic_store(&num_pending, num_tasks);
     atomic_store(&open_tasks, (uint64_t)num_threads * THREADS + (uint64_t)num_tasks);
-    if (!kvc_openmp_run(run_in_team, NULL, num_threads)) {
-        make_members(num_threads);
-        wake_next(0);
-        run_tasks(0);
-        await(0);
-    }
+    if (!kvc_openmp_run(run_in_team, NULL, num_threads)) run_with_workers(num_threads, num_tasks);
     atomic_store(&is_taken, 0);
 }
