@@ -185,7 +185,7 @@ def test_parallel_clients(pair, seconds):
 
     def client(seed):
         chance, answers = random.Random(seed), 0
-        while time.monotonic() < end:
+        while time.monotonic() < end or not answers:
             prompt = chance.choice(PROMPTS)
             if chance.random() < 0.2:
                 events = pair.ours.stream("/completion", completion(text(*prompt), 200))
@@ -200,7 +200,7 @@ def test_parallel_clients(pair, seconds):
 
     with concurrent.futures.ThreadPoolExecutor() as clients:
         answers = list(clients.map(client, range(6)))
-    assert min(answers) > 0
+    assert min(answers) > 0  # also where a sanitizer makes the first one come after the end
     pair.ours.wait_for_slots()
     pair.complete(text(0, 200), cache_prompt=False)
 
