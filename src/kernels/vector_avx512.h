@@ -16,7 +16,7 @@ INLINE vec v_set(float x) { return _mm512_set1_ps(x); }
 INLINE vec v_load(const void *p) { return _mm512_loadu_ps(p); }
 
 INLINE vec v_keep(vec x) {
-    __asm__ volatile("" : "+v"(x));
+    __asm__ __volatile__("" : "+v"(x));
     return x;
 }
 

@@ -60,6 +60,23 @@ EMULATED_CONVERSION(cvtepi32_epi8, __m128i, quarter[0], u8, __m512i, si, u32, (u
 
 static inline __m256 emulated_extractf32x8_ps(__m512 x, int half) { return (emulated){.ps = x}.half_ps[half]; }
 
+static inline __m512i emulated_cvtepu8_epi16(__m256i x)
+{
+    const emulated y = {.half = {x}};
+    emulated z;
+    for (int i = 0; i < 32; i++) z.u16[i] = y.u8[i];
+    return z.si;
+}
+
+/* Picks floats within each quarter, by two bits of `order` each. */
+static inline __m512 emulated_permute_ps(__m512 x, int order)
+{
+    const emulated y = {.ps = x};
+    emulated z;
+    for (int i = 0; i < 16; i++) z.f32[i] = y.f32[i / 4 * 4 + (order >> i % 4 * 2 & 3)];
+    return z.ps;
+}
+
 /* Elements that are masked are not read. */
 static inline __m512i emulated_maskz_loadu_epi16(__mmask32 mask, const void *p)
 {
@@ -80,6 +97,9 @@ static inline __m512i emulated_maskz_loadu_epi16(__mmask32 mask, const void *p)
 #define _mm512_cvtepi32_epi16 emulated_cvtepi32_epi16
 #define _mm512_cvtepi32_epi8 emulated_cvtepi32_epi8
 #define _mm512_extractf32x8_ps emulated_extractf32x8_ps
+#undef _mm512_permute_ps
+#define _mm512_cvtepu8_epi16 emulated_cvtepu8_epi16
+#define _mm512_permute_ps emulated_permute_ps
 #define _mm512_maskz_loadu_epi16 emulated_maskz_loadu_epi16
 
 /* Those of SIMDe 0.7.4 have no such names, or a mask, or take a part of `a | b` for the whole. */
@@ -223,9 +243,10 @@ static inline void emulated_tile_dpbf16ps(int c, int a, int b)
 /* ---- the sources ------------------------------------------------------------------------------------------------ */
 
 /* TARGET is an attribute without features; what keeps a vector in a register, for which there is none, is nothing.
- * `__asm__ volatile` stays. */
+ * `__asm__ volatile` stays, `__asm__ __volatile__` does not. */
 #define target(features)
 #define __asm__(...)
+#define __volatile__(...) ("")
 #undef __OPTIMIZE__ /* target.h: copies for every use would take minutes to compile */
 
 #endif
