@@ -1,7 +1,7 @@
 """The cache and its oracle (support/oracle.py), driven with the same random operations; everything visible is compared.
 
-What is stored is f32, so that contents compare exactly. Every row is of fresh random numbers: one that lands in the
-wrong place cannot look right.
+What is stored is f32, or transformed and quantised rows that lose nothing by it, so that contents compare exactly.
+Every row is of fresh random numbers: one that lands in the wrong place cannot look right.
 """
 
 import copy
@@ -11,6 +11,8 @@ from hypothesis import note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import oracle
+from support.ggml_blocks import blocks
+from support.transform import hadamard
 
 import kvcache
 
@@ -75,12 +77,18 @@ def roll(layer, keys, delta):
     return np.roll(keys, delta, -1)
 
 
+def roll_transformed(layer, keys, delta):
+    """Does so to keys of 64 elements that are a code of all largest numbers once they are transformed: none is lost."""
+    return hadamard(np.roll(hadamard(keys, 64), delta, -1), 64)
+
+
 def ropes(kind, head_dim):
     """Return a rope of this kind for the cache, and its counterpart for the oracle."""
     inv_freq = np.array([1.0, 0.1])[: head_dim // 2]
     if kind == "frequencies" and len(inv_freq):
         return kvcache.Rope(inv_freq), rotation(inv_freq)
-    return {"unknown": (None, None), "none": (False, False)}.get(kind, (roll, roll))
+    moves = roll_transformed if head_dim == 64 else roll
+    return {"unknown": (None, None), "none": (False, False)}.get(kind, (moves, moves))
 
 
 def outcome(call):
@@ -91,9 +99,9 @@ def outcome(call):
         return None, type(error).__name__
 
 
-def assert_close(out, expected, v):
+def assert_close(out, expected, v, error=256 * 2**-24):
     """Few rows of few elements: f32 errs by some 2^-24 of the largest value (test_attention.py has it exactly)."""
-    np.testing.assert_allclose(out, expected, rtol=0, atol=256 * 2**-24 * np.abs(v).max(initial=1))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=error * np.abs(v).max(initial=1))
 
 
 class Machine(RuleBasedStateMachine):
@@ -107,13 +115,18 @@ class Machine(RuleBasedStateMachine):
         capacity=limits,
         rope=st.sampled_from(["unknown", "none", "frequencies", "function"]),
         value_in_key=st.booleans(),
+        transformed=st.sampled_from([False, False, True]),
         seed=st.integers(0, 2**32 - 1),
     )
     def start(
-        self, data, heads, dims, block_size, max_sequences, max_seq_len, capacity, rope, value_in_key, seed
+        self, data, heads, dims, block_size, max_sequences, max_seq_len, capacity, rope, value_in_key, transformed, seed
     ):  # fmt: skip
         given = data.draw(st.lists(policies(), min_size=1, max_size=4), label="policies")
         share = data.draw(shares(given), label="share")
+        if transformed:
+            dims, rope = (64, 64), "function" if rope == "frequencies" else rope  # which would round settled keys
+        self.transformed = transformed
+        self.error = {"error": 2e-3} if transformed else {}  # queries and weights of 16 bits
         value_in_key = value_in_key and dims[1] <= dims[0] and rope in ("unknown", "none")
         self.num_layers, self.heads, self.dims, self.value_in_key = len(given), heads, dims, value_in_key
         options = {
@@ -121,14 +134,19 @@ class Machine(RuleBasedStateMachine):
             "share": share,
         }  # fmt: skip
         real_rope, self.rope = ropes(rope, dims[0])
-        self.exact = real_rope in (None, False, roll)  # whether keys that moved are the same to the bit
+        self.exact = real_rope in (
+            None,
+            False,
+            roll,
+            roll_transformed,
+        )  # whether keys that moved are the same to the bit
         self.real = kvcache.KVCache(
-            len(given), heads, dims[0], max_seq_len, dtype="f32", policy=given, block_size=block_size, rope=real_rope,
-            **options,
+            len(given), heads, dims[0], max_seq_len, dtype="q8_0" if transformed else "f32", policy=given,
+            block_size=block_size, rope=real_rope, k_transform="hadamard", v_transform="hadamard", **options,
         )  # fmt: skip
         self.oracle = oracle.KVCache(
             len(given), heads, dims[0], max_seq_len, policy=[in_oracle(p) for p in given], rope=self.rope,
-            rewrites=real_rope is roll, **options,
+            rewrites=real_rope in (roll, roll_transformed), **options,
         )  # fmt: skip
         # Of those with one policy, one layer.
         self.groups = {self.oracle.policy[layer]: layer for layer in self.oracle.layers}
@@ -208,6 +226,8 @@ class Machine(RuleBasedStateMachine):
     def random_rows(self, count):
         """Keys, and values where they do not lie in the keys."""
         k, v = (self.random(count, self.heads, dim) for dim in self.dims)
+        if self.transformed:  # codes of -127 and 127, and a scale that is a power of two
+            k, v = (hadamard(np.where(x < 0, -127, 127) * np.float32(2**-7), 64) for x in (k, v))
         return (k,) if self.value_in_key else (k, v)
 
     def missing(self, layer):
@@ -218,7 +238,10 @@ class Machine(RuleBasedStateMachine):
 
     def as_given(self, rows):
         """Rows as floats, or as the bytes that are stored: for the cache it is the same."""
-        return [x.view(np.uint8) for x in rows] if self.rng.integers(2) else rows
+        return [self.encoded(x) for x in rows] if self.rng.integers(2) else rows
+
+    def encoded(self, rows):
+        return blocks(hadamard(rows, 64), "q8_0") if self.transformed else np.ascontiguousarray(rows).view(np.uint8)
 
     def put(self, layer, first, count):
         rows = self.random_rows(count)
@@ -249,7 +272,9 @@ class Machine(RuleBasedStateMachine):
         assert out.shape == (count, self.heads * group, self.dims[1])
         mask = self.oracle_batch.dense(layer, **hides_or_shows)[2][first : first + count]
         np.testing.assert_array_equal(np.isfinite(lse), np.isfinite(mask).any(1)[:, None].repeat(lse.shape[1], 1))
-        assert_close(out, self.oracle_batch.attend(layer, q, **options), self.oracle_batch.dense(layer)[1])
+        assert_close(
+            out, self.oracle_batch.attend(layer, q, **options), self.oracle_batch.dense(layer)[1], **self.error
+        )
 
     def attend_all(self, layer):
         """Attend over all rows, and once more with tokens that see ahead, unless it is a layer without attention."""
@@ -529,7 +554,7 @@ class Machine(RuleBasedStateMachine):
             assert outcome(self.real.settle)[1] == "BufferError"
             return
         _, _, error = self.both(lambda c: c.settle())
-        if not error:
+        if not error and not self.transformed:
             for s in self.oracle.sequences:
                 assert not any(span.delta for layer in self.oracle.layers for span in self.real.spans(layer, seq_id=s))
 
@@ -601,7 +626,7 @@ class Machine(RuleBasedStateMachine):
     # ---- views
 
     @rule(data=st.data())
-    @precondition(lambda self: self.oracle.sequences)
+    @precondition(lambda self: self.oracle.sequences and not self.transformed)
     def take_views(self, data):
         """Take views of all rows that a sequence holds."""
         seq_id = data.draw(st.sampled_from(self.oracle.sequences), label="seq_id")
@@ -657,13 +682,7 @@ class Machine(RuleBasedStateMachine):
                 if positions:
                     self.compare_rows(layer, s, positions)
 
-    def compare_rows(self, layer, seq_id, positions):
-        k, v = self.oracle.gather(layer, seq_id=seq_id)
-        found = self.real.gather(layer, seq_id=seq_id)
-        self.assert_rows(found[0], k)
-        np.testing.assert_array_equal(found[1], v)
-        for raw, rows in zip(self.real.gather(layer, seq_id=seq_id, raw=True), found, strict=True):
-            np.testing.assert_array_equal(raw.view(np.float32), rows)
+    def compare_views(self, layer, seq_id, positions, k, v):
         self.assert_rows(self.real.keys(layer, seq_id=seq_id), k)
         np.testing.assert_array_equal(self.real.values(layer, seq_id=seq_id), v)
         spans = self.real.spans(layer, seq_id=seq_id)
@@ -671,6 +690,16 @@ class Machine(RuleBasedStateMachine):
         rotated = [self.rope(layer, span.k, span.delta) if span.delta else span.k for span in spans]
         self.assert_rows(np.concatenate(rotated, 1), k)
         np.testing.assert_array_equal(np.concatenate([span.v for span in spans], 1), v)
+
+    def compare_rows(self, layer, seq_id, positions):
+        k, v = self.oracle.gather(layer, seq_id=seq_id)
+        found = self.real.gather(layer, seq_id=seq_id)
+        self.assert_rows(found[0], k)
+        np.testing.assert_array_equal(found[1], v)
+        for raw, rows in zip(self.real.gather(layer, seq_id=seq_id, raw=True), found, strict=True):
+            np.testing.assert_array_equal(raw, self.encoded(rows))
+        if not self.transformed:  # no array can show quantised rows
+            self.compare_views(layer, seq_id, positions, k, v)
         for position in {positions[0], positions[len(positions) // 2], max(positions) + 1}:
             if position <= LAST:
                 one, expected = (c.get(layer, position, seq_id=seq_id) for c in (self.real, self.oracle))
