@@ -96,6 +96,41 @@ static void test_other_threads_help(void)
     }
 }
 
+typedef struct held_up {
+    pthread_t caller;
+    atomic_int is_held; /* a worker has begun a task, which takes long */
+} held_up;
+
+static void hold_up(void *context, int64_t i)
+{
+    held_up *h = context;
+    (void)i;
+    if (!pthread_equal(h->caller, pthread_self()) && !atomic_exchange(&h->is_held, 1))
+        nap(30000);
+    for (int n = 0; n < 100 && !atomic_load(&h->is_held); n++)
+        nap(20);
+}
+
+/* A worker that stops in the middle of one of many tasks is not asked for some time, and then helps again. */
+static void test_held_up(void)
+{
+    static job j;
+    held_up h = {.caller = pthread_self()};
+    int alone = 0, others = 0;
+    for (int i = 0; i < 30 && !alone; i++) {
+        h.is_held = 0;
+        kvc_parallel(2, 16, hold_up, &h);
+        run(&j, 2, 8, 300);
+        alone = h.is_held && j.others == 0;
+    }
+    CHECKF(alone, "calls have workers after one was held up (%d)", h.is_held);
+    for (int i = 0; i < 100 && !others; i++) {
+        run(&j, 2, 8, 500);
+        others = j.others;
+    }
+    CHECKF(others > 0, "the caller stays alone (%d)", h.is_held);
+}
+
 static void test_many_jobs(void)
 {
     static job j;
@@ -225,6 +260,7 @@ int main(void)
     test_environment();
     test_sizes();
     test_other_threads_help();
+    test_held_up();
     test_many_jobs();
     test_nested();
     test_callers();
