@@ -151,16 +151,28 @@ typedef enum kvc_type { /* element types of rows */
     KVC_F16 = 1,
     KVC_BF16 = 2,
     /* Blocks of 32 elements along a row, byte for byte what ggml's reference makes of them; k_dim, or v_dim, must be a
-     * multiple of 32.  Both begin with an f16 scale d: where that overflows (elements beyond 65504 * 127, or * 8) it is
-     * infinite, and elements decode to infinities and, where they are stored as 0, to NaN. */
-    KVC_Q8_0 = 3, /* 34 bytes: d = max |x| / 127, then 32 int8 of round(x / d), halves away from 0; x = d * q */
-    KVC_Q4_0 = 4  /* 18 bytes: d = the x of largest magnitude / -8, then 4 bits each of floor(x / d + 8.5), at most 15,
-                     element i with element i + 16 in a byte, low bits first; x = d * (q - 8) */
+     * multiple of 32.  All begin with an f16 scale d: where that overflows (elements beyond 65504 * 127, or times 8, 15,
+     * 16 or 31) it is infinite, and elements decode to infinities and, where they are stored as 0, to NaN.
+     *
+     * Codes q of 4 bits stand at the end, that of element i with that of element i + 16 in a byte, low bits first.  A
+     * fifth bit stands before them, as bit i of 4 bytes.  Before these, behind d, stands an f16 minimum m, if any. */
+    KVC_Q8_0 = 3,  /* 34 bytes: d = max |x| / 127, then 32 int8 q = round(x / d), halves away from 0; x = d * q */
+    KVC_Q4_0 = 4,  /* 18 bytes: d = the x of largest magnitude / -8, q = floor(x / d + 8.5), at most 15; x = d * (q - 8) */
+    KVC_Q4_1 = 5,  /* 20 bytes: m = min x, d = (max x - m) / 15, q = floor((x - m) / d + 0.5); x = d * q + m */
+    KVC_Q5_0 = 6,  /* 22 bytes: as KVC_Q4_0 with 16 for 8 and 31 for 15; 5 bits */
+    KVC_Q5_1 = 7,  /* 24 bytes: as KVC_Q4_1 with 31 for 15; 5 bits */
+    KVC_IQ4_NL = 8 /* 18 bytes: x = d * level[q], with level = -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113.
+                      q is that of the level nearest to -127 * x / (the x of largest magnitude); d = sum of w * level[q] *
+                      x / sum of w * level[q]^2, with w = x^2.  Elements below 1e-15 are stored as d = 0, q = 8; with any
+                      beyond 1e18, d may be NaN */
 } kvc_type;
 
 /* Returns the name of a type, such as "q8_0", static; NULL for a number that is no kvc_type.  Types are numbered from 0
  * on without gaps.  A name that ggml has too means ggml's type, byte for byte. */
 KVC_API const char *kvc_type_name(int32_t type);
+
+/* Returns the bytes of a row of dim elements of a kvc_type; of a quantised one, dim is a multiple of 32. */
+KVC_API size_t kvc_row_bytes(int32_t type, int32_t dim);
 
 typedef enum kvc_policy_kind {
     KVC_FULL = 0,    /* a query sees every position up to its own */

@@ -22,7 +22,6 @@ cdef extern from "kvcache.h" nogil:
         KVC_F16
         KVC_BF16
         KVC_Q8_0
-        KVC_Q4_0
         KVC_TRANSFORM_NONE
         KVC_TRANSFORM_HADAMARD
         KVC_FULL
@@ -41,6 +40,8 @@ cdef extern from "kvcache.h" nogil:
     const char *kvc_build_info()
     const char *kvc_isa()
     int32_t kvc_num_threads()
+    const char *kvc_type_name(int32_t type)
+    size_t kvc_row_bytes(int32_t type, int32_t dim)
     const char *kvc_last_error()
     kvc_status kvc_set_num_threads(int32_t num_threads)
 

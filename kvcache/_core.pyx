@@ -54,7 +54,9 @@ cdef extern from "numpy/arrayobject.h":
 INT32_MAX = 0x7fffffff
 INT64_MAX = 0x7fffffffffffffff
 MAX_THREADS = 4096
-TYPES = {"f32": KVC_F32, "f16": KVC_F16, "bf16": KVC_BF16, "q8_0": KVC_Q8_0, "q4_0": KVC_Q4_0}
+TYPES = {}
+while kvc_type_name(len(TYPES)):
+    TYPES[kvc_type_name(len(TYPES)).decode()] = len(TYPES)
 TRANSFORMS = {None: KVC_TRANSFORM_NONE, "hadamard": KVC_TRANSFORM_HADAMARD}
 POLICIES = {
     "full": KVC_FULL, "sliding": KVC_SLIDING, "chunked": KVC_CHUNKED, "cross": KVC_CROSS, "none": KVC_NONE,
@@ -65,8 +67,6 @@ cdef int64_t _INT64_MIN = -_INT64_MAX - 1
 # The largest int32 is no position: as the end of a range it means "to the last position".
 cdef int32_t _MAX_POSITION = 0x7ffffffe
 
-cdef int64_t[5] ITEM_SIZE = [4, 2, 2, 1, 1]  # bytes of an element, by kvc_type; quantised rows are arrays of bytes
-cdef int64_t[2] BLOCK_SIZE = [34, 18]  # bytes of a block of 32 elements, by kvc_type less KVC_Q8_0
 
 include "binding/errors.pxi"
 include "binding/numbers.pxi"

@@ -55,8 +55,8 @@ class KVCache:
     value_in_key : bool or sequence of bool, default False
         Whether a value is the first `v_head_dim` elements of its key, and stored once, as in multi-head latent
         attention [1]_. `Batch.attend` must then be given a `scale`.
-    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0"} or sequence of these, default "f16"
-        The type of stored rows. q8_0 and q4_0 are ggml's blocks of 32 elements, in 34 and 18 bytes; they need a
+    dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"} or sequence, default "f16"
+        The type of stored rows. Those from q8_0 on are ggml's blocks of 32 elements, in 18 to 34 bytes; they need a
         `head_dim` that is a multiple of 32.
     k_dtype, v_dtype : as `dtype`, optional
         The type of keys, or of values, if not `dtype`.

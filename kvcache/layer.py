@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 FloatDType: TypeAlias = Literal["f32", "f16", "bf16"]
-DType: TypeAlias = Literal[FloatDType, "q8_0", "q4_0"]
+DType: TypeAlias = Literal[FloatDType, "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
 DTYPES: tuple[DType, ...] = get_args(DType)
 Transform: TypeAlias = Literal["hadamard"]
 T = TypeVar("T")
@@ -40,7 +40,7 @@ MAX_ORDER = 1024  # of the Hadamard matrix that keys are multiplied by
 
 def suits(dtype: DType, dim: int) -> bool:
     """Whether rows of `dim` elements can be stored in a type: quantised types store 32 elements at a time."""
-    return dtype not in ("q8_0", "q4_0") or dim % 32 == 0
+    return dtype in get_args(FloatDType) or dim % 32 == 0
 
 
 def stored_as(dtype: DType, transform: Transform | None) -> str:
@@ -185,9 +185,9 @@ def _dim(value: Any, name: str) -> int:
 
 
 def _dtype(value: Any, name: str) -> DType:
-    if isinstance(value, str) and value in _core.TYPES:
-        return cast(DType, value)
-    raise ValueError(f"{name}={value!r}: must be 'f32', 'f16', 'bf16', 'q8_0' or 'q4_0'")
+    if isinstance(value, str) and value in DTYPES:
+        return value
+    raise ValueError(f"{name}={value!r}: must be {', '.join(map(repr, DTYPES[:-1]))} or {DTYPES[-1]!r}")
 
 
 def _transform(value: Any, name: str) -> Transform | None:

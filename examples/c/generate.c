@@ -22,7 +22,7 @@ static const char *const usage =
     "  PROMPT          text to continue (default: ROMEO:); a single argument is the prompt\n"
     "  --model MODEL   the same as the argument MODEL\n"
     "  --tokens N      how many to generate, such as 300 or 2k (default: 300)\n"
-    "  --dtype TYPE    element type of the cache: f32, f16, bf16, q8_0 or q4_0 (default: f16)\n"
+    "  --dtype TYPE    element type of the cache: f32, f16, bf16, q8_0, ... (default: f16)\n"
     "  --threads N     how many threads (default: as many as the library would use)\n"
     "  --openmp        OpenMP's threads, in the program and in the library, and not the program's own\n"
     "  --window N      each token sees the last N only, and the text may go on beyond the model's context\n"
@@ -47,10 +47,12 @@ static int read_int(const char *name, const char *text, int most, int *number) {
 }
 
 static int read_type(const char *text, int *type) {
-    static const char *const names[] = {"f32", "f16", "bf16", "q8_0", "q4_0"}; /* in the order of kvc_type */
-    for (int i = 0; i < 5; i++)
-        if (text && !strcmp(text, names[i])) return *type = i, 0;
-    return fail("--dtype must be f32, f16, bf16, q8_0 or q4_0, not %s", text ? text : "missing");
+    char known[256] = "";
+    for (int i = 0; kvc_type_name(i); i++) {
+        if (text && !strcmp(text, kvc_type_name(i))) return *type = i, 0;
+        snprintf(known + strlen(known), sizeof known - strlen(known), " %s", kvc_type_name(i));
+    }
+    return fail("--dtype must be one of%s, not %s", known, text ? text : "missing");
 }
 
 /* Reads one option and its value, if any; *used is how many of the two arguments it took. */

@@ -22,7 +22,7 @@ cdef int wrong_ndim(str name, int ndim, int wanted) except -1:
 
 
 cdef inline int64_t item_size(Array *a) noexcept:
-    return 1 if a.is_raw else ITEM_SIZE[a.type]
+    return 1 if a.is_raw else bytes_of_row(a.type, 1)
 
 
 cdef int read_numpy(cnp.ndarray x, str name, int ndim, Array *a, int32_t stored=-1) except -1:
@@ -96,7 +96,7 @@ cdef bint is_readable(Array *a) noexcept:
     for i in range(last):
         if a.shape[i] == 1:
             a.strides[i] = 0  # never used; producers may have put anything there
-        elif a.strides[i] % ITEM_SIZE[a.type]:
+        elif a.strides[i] % size:
             return False
     return True
 

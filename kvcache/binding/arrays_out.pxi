@@ -15,7 +15,7 @@ cdef cnp.dtype dtype_of(int32_t type):
 
 cpdef int64_t bytes_of_row(int32_t type, int64_t dim) noexcept:
     """Return the bytes of `dim` elements of a kvc_type."""
-    return dim // 32 * BLOCK_SIZE[type - KVC_Q8_0] if type >= KVC_Q8_0 else dim * ITEM_SIZE[type]
+    return kvc_row_bytes(type, <int32_t>dim)
 
 
 cdef cnp.ndarray new_array(int32_t type, int ndim, int64_t a, int64_t b, int64_t c=0, int64_t d=0):

@@ -70,7 +70,7 @@ cdef class Hold:
         cdef kvc_span *span = &self.spans[first]
         cdef int32_t type = layer.v_type if values else layer.k_type
         cdef cnp.npy_intp[3] shape = [layer.num_kv_heads, 0, layer.v_dim if values else layer.k_dim]
-        cdef cnp.npy_intp[3] strides = [span.k_head_stride, span.k_row_stride, ITEM_SIZE[type]]
+        cdef cnp.npy_intp[3] strides = [span.k_head_stride, span.k_row_stride, bytes_of_row(type, 1)]
         cdef int64_t i
         for i in range(first, first + num_spans):
             shape[1] += self.spans[i].num_rows
@@ -107,7 +107,7 @@ cdef class Slots:
             shape[2] = bytes_of_row(type, dim)
             descr = cnp.PyArray_DescrFromType(cnp.NPY_UINT8)
         else:
-            strides[2] = ITEM_SIZE[type]
+            strides[2] = bytes_of_row(type, 1)
             descr = dtype_of(type)
         array = make_array(BFloat16Array if type == KVC_BF16 else np.ndarray, descr, 3, shape, strides,
                            <void *>(span.v if values else span.k), cnp.NPY_ARRAY_WRITEABLE)

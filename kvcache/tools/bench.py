@@ -274,7 +274,7 @@ def decode_rates(shape: Shape, dtypes: Sequence[DType] = DTYPES, seconds: float 
     ----------
     shape : Shape
         The attention to measure. A long context is cut short: the rate stays the same.
-    dtypes : sequence of {"f32", "f16", "bf16", "q8_0", "q4_0"}, optional
+    dtypes : sequence of {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"}, optional
         The element types; types that the shape's rows cannot have are left out.
     seconds : float, default 1.0
         The approximate duration.

@@ -125,7 +125,7 @@ def make(
         The number of tokens of each sequence.
     sequences : int
         The number of sequences in the cache.
-    dtypes : sequence of {"f32", "f16", "bf16", "q8_0", "q4_0"}, optional
+    dtypes : sequence of {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"}, optional
         The element types; by default every type that can store the model's heads.
     window : policy, optional
         A policy to plan with as well, in place of `FullAttention`.

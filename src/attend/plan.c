@@ -137,6 +137,10 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     lane->values = add_floats(&lane->size, t->any_tiled ? (uint64_t)lane->acc_stride * KVC_TILE : 0);
     const int32_t widest = lane->q_stride > lane->acc_stride ? lane->q_stride : lane->acc_stride;
     lane->rows = add_floats(&lane->size, (uint64_t)widest * KVC_TILE); /* enough for rows of any type */
+    lane->block_stride = (int32_t)kvc_align_up((uint64_t)widest / KVC_QUANT_ELEMENTS, KVC_LANES);
+    lane->minima = add_floats(&lane->size, (uint64_t)lane->block_stride * KVC_TILE);
+    lane->q_blocks = add_floats(&lane->size, q * (uint64_t)lane->block_stride);
+    lane->sum_blocks = add_floats(&lane->size, q * (uint64_t)lane->block_stride);
 }
 
 /* Offsets of a plan's arrays from the beginning of its struct, and the size of the whole, in bytes. */

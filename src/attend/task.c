@@ -10,6 +10,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "attend/minima.h"
 #include "store/transform.h"
 
 /* ---- a task and its views ---------------------------------------------------------------------------------------- */
@@ -26,6 +27,7 @@ kvc_task kvc_make_task(kvc_call *c, int64_t i, float *lane) {
                   .part = job->part,
                   .lane = lane,
                   .q = lane + at->q,
+                  .q_blocks = lane + at->q_blocks,
                   .scores = lane + at->scores,
                   .acc = lane + at->acc,
                   .max = lane + at->max,
@@ -50,6 +52,7 @@ static kvc_task view_of(const kvc_task *t, int32_t first, int32_t num_query_rows
     view.num_query_rows = num_query_rows;
     view.tokens += first / plan->heads_per_kv;
     view.q += (size_t)first * (size_t)plan->lane.q_stride;
+    view.q_blocks += (size_t)first * (size_t)plan->lane.block_stride;
     view.scores += (size_t)first * KVC_TILE;
     view.acc += (size_t)first * (size_t)plan->lane.acc_stride;
     view.max += first;
@@ -145,29 +148,56 @@ static int64_t step_on(walk *w, int64_t most) {
     return rows;
 }
 
-/* Returns how many rows a kernel is best given next: floats of a long stretch where they lie, else a few to copy.
- * Quantised rows are scored in groups, and sums of theirs depend on all rows of the tile. */
-static int64_t rows_at_once(const walk *w, int type) {
+/* Returns how many rows a kernel is best given next: floats of a long stretch where they lie, else a few to copy; all,
+ * where they are unpacked.  Quantised rows are scored in groups, and sums of theirs depend on all rows of the tile. */
+static int64_t rows_at_once(const kvc_task *t, const walk *w, int type) {
     const int64_t in_place = kvc_smaller(w->at->n - w->offset, w->left);
-    if (in_place == w->left || (type >= KVC_FLOAT_TYPES && w->is_value)) return w->left;
+    if (in_place == w->left || kvc_kernel_type(t, type) != type || (type >= KVC_FLOAT_TYPES && w->is_value))
+        return w->left;
     if (type < KVC_FLOAT_TYPES) return in_place >= LEAST_STRETCH ? in_place : kvc_smaller(COPIED_ROWS, w->left);
     return in_place >= KVC_ROW_GROUP ? in_place / KVC_ROW_GROUP * KVC_ROW_GROUP : kvc_smaller(KVC_ROW_GROUP, w->left);
 }
 
-/* Takes `rows` rows as a kernel takes them: where they lie if one after the other, else copied to the lane. */
-static const void *take_rows(const kvc_task *t, walk *w, int64_t rows) {
-    const uint8_t *const first = row_of(w);
-    int64_t done = step_on(w, rows);
-    if (done == rows) return first;
-    uint8_t *const copy = (uint8_t *)(t->lane + t->call->plan->lane.rows);
-    memcpy(copy, first, (size_t)done * w->row_bytes);
-    while (done < rows) {
-        const uint8_t *from = row_of(w);
-        const int64_t more = step_on(w, rows - done);
-        memcpy(copy + (size_t)done * w->row_bytes, from, (size_t)more * w->row_bytes);
-        done += more;
+/* Copies n rows to the lane, behind the `done` rows there, unpacked or decoded where no kernel takes their type. */
+static void copy_rows(const kvc_task *t, const walk *w, const uint8_t *from, int64_t done, int64_t n, int64_t stride) {
+    const kvc_call *c = t->call;
+    const kvc_lane_layout *lane = &c->plan->lane;
+    const int32_t type = w->is_value ? c->layer->v_type : c->layer->k_type, to_type = kvc_kernel_type(t, type);
+    const int32_t dim = w->is_value ? c->plan->v_dim : c->plan->k_dim;
+    const int64_t row = w->is_value ? lane->block_stride : 1, block = w->is_value ? 1 : KVC_TILE; /* of minima */
+    uint8_t *to = (uint8_t *)(t->lane + lane->rows) + done * stride;
+    if (to_type == type)
+        memcpy(to, from, (size_t)(n * stride));
+    else if (to_type == KVC_F32)
+        c->kernels->convert(type, KVC_F32, to, stride, from, (int64_t)w->row_bytes, n, dim);
+    else
+        c->kernels->unpack(type, to, from, (int64_t)w->row_bytes, n, dim, t->lane + lane->minima + done * row, row,
+                           block);
+}
+
+/* Rows as a kernel takes them. */
+typedef struct kernel_rows {
+    const void *first;
+    int64_t stride;
+} kernel_rows;
+
+/* Takes `rows` rows: where they lie if one after the other and of a type that kernels take, else copied to the lane. */
+static kernel_rows take_rows(const kvc_task *t, walk *w, int64_t rows) {
+    const kvc_call *c = t->call;
+    const int32_t type = w->is_value ? c->layer->v_type : c->layer->k_type, to_type = kvc_kernel_type(t, type);
+    const uint8_t *from = row_of(w);
+    int64_t done = 0, some = step_on(w, rows);
+    if (some == rows && to_type == type) return (kernel_rows){from, (int64_t)w->row_bytes};
+    const int64_t stride = to_type == type
+                               ? (int64_t)w->row_bytes
+                               : (int64_t)kvc_row_bytes(to_type, w->is_value ? c->plan->v_dim : c->plan->k_dim);
+    for (;;) {
+        copy_rows(t, w, from, done, some, stride);
+        done += some;
+        if (done == rows) return (kernel_rows){t->lane + c->plan->lane.rows, stride};
+        from = row_of(w);
+        some = step_on(w, rows - done);
     }
-    return copy;
 }
 
 /* Takes up to `rows` rows to prefetch, and returns the last of them that lie one after the other, for a kernel to
@@ -207,7 +237,12 @@ static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile) {
 
 /* Returns the type of the keys that a kernel takes. */
 static int32_t key_type(const kvc_task *t, const kvc_tile *tile) {
-    return delta_index_of(t, tile) == KVC_MIXED ? KVC_F32 : t->call->layer->k_type;
+    return delta_index_of(t, tile) == KVC_MIXED ? KVC_F32 : kvc_kernel_type(t, t->call->layer->k_type);
+}
+
+/* Whether a kernel takes the keys of a tile without their minima. */
+static int key_minima_apart(const kvc_task *t, const kvc_tile *tile) {
+    return delta_index_of(t, tile) != KVC_MIXED && kvc_lacks_minima(t, t->call->layer->k_type);
 }
 
 /* Returns the kernels that score a tile for few query rows. */
@@ -218,9 +253,16 @@ static const kvc_scorer *scorer_of(const kvc_task *t, const kvc_tile *tile) {
     return is_bf16 && kernels->score_bf16.score ? &kernels->score_bf16 : &kernels->score[type];
 }
 
+/* Returns the kernels that multiply rows of a stored type. */
+static const kvc_tiler *tiler_of(const kvc_task *t, int32_t type) {
+    const kvc_kernels *kernels = t->call->kernels;
+    const int is_decoded = kvc_kernel_type(t, type) != type;
+    return is_decoded && kernels->decoded.score ? &kernels->decoded : &kernels->tiler[is_decoded ? KVC_F32 : type];
+}
+
 /* Returns the kernels that score a tile for many query rows. */
 static const kvc_tiler *key_tiler(const kvc_task *t, const kvc_tile *tile) {
-    return &t->call->kernels->tiler[key_type(t, tile)];
+    return tiler_of(t, delta_index_of(t, tile) == KVC_MIXED ? KVC_F32 : t->call->layer->k_type);
 }
 
 /* Transforms the query rows as stored keys are, which leaves scores as they are. */
@@ -241,6 +283,7 @@ static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     load_query_rows(t);
     if (delta_index > 0) rotate_query_rows(t, delta_index);
     if (order && delta_index != KVC_MIXED) transform_query_rows(t, order);
+    if (key_minima_apart(t, tile)) kvc_add_up_blocks(t);
     kvc_prepare_fn *prepare = t->unit->tiled ? key_tiler(t, tile)->prepare : scorer_of(t, tile)->prepare;
     prepare(t->q, plan->lane.q_stride, t->num_query_rows, plan->k_dim, t->call->scale);
     t->delta_index = delta_index;
@@ -337,28 +380,30 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
     }
     float *scores = t->scores;
     for (int64_t rows; keys.left; scores += rows) {
-        rows = rows_at_once(&keys, c->layer->k_type);
+        rows = rows_at_once(t, &keys, c->layer->k_type);
         const kvc_ahead ahead = take_ahead(c, &values, rows);
-        score(scores, q, stride, t->num_query_rows, take_rows(t, &keys, rows), (int64_t)keys.row_bytes, (int)rows, dim,
-              ahead);
+        const kernel_rows k = take_rows(t, &keys, rows);
+        score(scores, q, stride, t->num_query_rows, k.first, k.stride, (int)rows, dim, ahead);
     }
+    if (key_minima_apart(t, tile)) kvc_score_minima(t, tile->n);
 }
 
 /* Adds a tile's values, weighted, to acc, and prefetches the keys of the next one. */
 static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, const kvc_tile *next) {
     const kvc_call *c = t->call;
     const kvc_plan *plan = c->plan;
-    kvc_accumulate_fn *const accumulate = c->kernels->accumulate[c->layer->v_type];
+    kvc_accumulate_fn *const accumulate = c->kernels->accumulate[kvc_kernel_type(t, c->layer->v_type)];
     walk values = walk_values(tile), keys = walk_keys(next);
     const float *weights = t->scores;
     for (int64_t rows; values.left; weights += rows) {
-        rows = rows_at_once(&values, c->layer->v_type);
+        rows = rows_at_once(t, &values, c->layer->v_type);
         const kvc_ahead ahead = take_ahead(c, &keys, values.left > rows ? rows : KVC_TILE);
-        const void *v = take_rows(t, &values, rows);
-        accumulate(t->acc, plan->lane.acc_stride, t->factor, weights, t->num_query_rows, v, (int64_t)values.row_bytes,
-                   (int)rows, plan->v_dim, ahead);
+        const kernel_rows v = take_rows(t, &values, rows);
+        accumulate(t->acc, plan->lane.acc_stride, t->factor, weights, t->num_query_rows, v.first, v.stride, (int)rows,
+                   plan->v_dim, ahead);
         for (int32_t r = 0; values.left && r < t->num_query_rows; r++) t->factor[r] = 1; /* acc is multiplied once */
     }
+    if (kvc_lacks_minima(t, c->layer->v_type)) kvc_accumulate_minima(t, tile->n);
 }
 
 /* Attends to a tile for few query rows: each row is read once for all of them. */
@@ -409,9 +454,10 @@ static void pack_keys(const kvc_task *t, const kvc_tile *tile, kvc_pack_keys_fn 
     const kvc_plan *plan = t->call->plan;
     const int is_mixed = delta_index_of(t, tile) == KVC_MIXED;
     walk keys = walk_keys(tile);
-    const void *rows = is_mixed ? rotate_keys(t, tile) : take_rows(t, &keys, tile->n);
-    pack(t->lane + plan->lane.keys, rows,
-         is_mixed ? plan->lane.q_stride * (int64_t)sizeof(float) : (int64_t)keys.row_bytes, tile->n, plan->k_dim);
+    const kernel_rows rows = is_mixed
+                                 ? (kernel_rows){rotate_keys(t, tile), plan->lane.q_stride * (int64_t)sizeof(float)}
+                                 : take_rows(t, &keys, tile->n);
+    pack(t->lane + plan->lane.keys, rows.first, rows.stride, tile->n, plan->k_dim);
 }
 
 /* Attends to a tile for many query rows: keys and values are packed into panels once, and multiplied. */
@@ -421,7 +467,7 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     const kvc_lane_layout *lane = &plan->lane;
     query_rows_for(all, current);
     const kvc_task view = view_that_sees(all, current), *t = &view;
-    const kvc_tiler *keys = key_tiler(t, current), *values = &c->kernels->tiler[c->layer->v_type];
+    const kvc_tiler *keys = key_tiler(t, current), *values = tiler_of(t, c->layer->v_type);
     const product scores = {.matmul = keys->score,
                             .query_rows = keys->rows,
                             .to = t->scores,
@@ -451,9 +497,9 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     for (int32_t r = 0; r < t->num_query_rows; r++)
         if (t->factor[r] != 1)
             c->kernels->scale(t->acc + (size_t)r * (size_t)lane->acc_stride, 0, 1, plan->v_dim, t->factor[r]);
-    walk v = walk_values(current);
-    values->pack_values(t->lane + lane->values, lane->acc_stride, take_rows(t, &v, current->n), (int64_t)v.row_bytes,
-                        current->n, plan->v_dim);
+    ahead = walk_values(current);
+    const kernel_rows v = take_rows(t, &ahead, current->n);
+    values->pack_values(t->lane + lane->values, lane->acc_stride, v.first, v.stride, current->n, plan->v_dim);
     ahead = walk_keys(next);
     multiply(t, &sums, take_ahead(c, &ahead, next->n));
 }

@@ -36,6 +36,7 @@ typedef struct kvc_task {
     /* Query rows, prepared for the kernel that scores keys of delta_index; KVC_UNPREPARED: not loaded yet. */
     float *q;
     int32_t delta_index;
+    float *q_blocks; /* sums of blocks of these query rows, where keys have minima */
     int32_t *tokens; /* tokens of the batch that the query rows belong to */
 } kvc_task;
 

@@ -13,6 +13,7 @@
  *   jobs.c     which units share rows, and in which order tasks are run
  *   plan.c     makes plans: memory, deltas, the public functions
  *   tiles.c    walks the rows of a task, KVC_TILE at a time
+ *   minima.c   what the minima of blocks add to scores and sums
  *   task.c     attends to the rows of a task
  *   merge.c    merges the parts of a unit, and writes the result
  *   attend.c   runs tasks: kvc_attend and kvc_plan_run
@@ -92,10 +93,11 @@ typedef struct kvc_round {
 
 /* Where arrays lie in a lane, which is the memory that one running task works in: offsets in floats from its beginning.
  * keys and values are the panels that a tile is packed into, rows the rows of a tile that do not lie one after the
- * other, or whose keys are rotated. */
+ * other, or that no kernel takes as they are, minima and the two that follow what blocks with a minimum need (task.c).
+ */
 typedef struct kvc_lane_layout {
-    uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, size;
-    int32_t q_stride, acc_stride;
+    uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, size;
+    int32_t q_stride, acc_stride, block_stride;
 } kvc_lane_layout;
 
 struct kvc_plan {

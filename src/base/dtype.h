@@ -1,21 +1,50 @@
-/* dtype.h: sizes of element types, and their names (kvc_type_name in kvcache.h). */
+/* dtype.h: the table of element types: their names and sizes (kvc_type_name and kvc_row_bytes in kvcache.h), and
+ * what a block holds. */
 #ifndef KVC_DTYPE_H
 #define KVC_DTYPE_H
 
 #include "kvcache.h"
 
-/* A block of a quantised type: its scale, which is an f16, then the elements that share it. */
 enum {
-    KVC_QUANT_ELEMENTS = 32, /* elements in a block */
-    KVC_SCALE_BYTES = 2,
-    KVC_Q8_0_BYTES = KVC_SCALE_BYTES + KVC_QUANT_ELEMENTS,
-    KVC_Q4_0_BYTES = KVC_SCALE_BYTES + KVC_QUANT_ELEMENTS / 2
+    KVC_FLOAT_TYPES = 3,     /* kvc_type below this are floating point: what callers hand in and get out */
+    KVC_STORED_TYPES = 9,    /* kvc_type below this can be stored; from KVC_FLOAT_TYPES on they are quantised */
+    KVC_QUANT_ELEMENTS = 32, /* elements in a block of a quantised type */
+    KVC_SCALE_BYTES = 2,     /* a block begins with its scale, an f16 */
+    KVC_NIBBLE_BYTES = KVC_QUANT_ELEMENTS / 2,
+    KVC_Q8_0_BYTES = KVC_SCALE_BYTES + KVC_QUANT_ELEMENTS
 };
 
-/* Returns the elements in a block of the type, of which a row's length is a multiple; 1 if it is not quantised. */
-int32_t kvc_type_elements(int32_t type);
+/* A block ends with the codes of its elements: 32 int8, or the low four bits of each, element i with element i + 16 in
+ * a byte.  Before them stand, behind the scale: */
+typedef struct kvc_type_row {
+    const char *name;
+    int8_t elements, bytes; /* in a block */
+    int8_t has_minimum;     /* the f16 that a code of 0 stands for */
+    int8_t has_fifth_bits;  /* 4 bytes, of which bit i is bit 4 of the code of element i */
+    int8_t zero;            /* what is taken off a code before it is multiplied by the scale */
+} kvc_type_row;
 
-/* Returns the bytes of a row of `dim` elements. */
-size_t kvc_row_bytes(int32_t type, int32_t dim);
+/* In the order of kvc_type.  Beside a row here, a type needs what encodes a block of it (elements.h, scalar.c); one
+ * that is no list of codes as above, or is not scored as such, also what decodes it. */
+static const kvc_type_row KVC_TYPES[KVC_STORED_TYPES] = {
+    [KVC_F32] = {"f32", 1, 4, 0, 0, 0},
+    [KVC_F16] = {"f16", 1, 2, 0, 0, 0},
+    [KVC_BF16] = {"bf16", 1, 2, 0, 0, 0},
+    [KVC_Q8_0] = {"q8_0", KVC_QUANT_ELEMENTS, KVC_Q8_0_BYTES, 0, 0, 0},
+    [KVC_Q4_0] = {"q4_0", KVC_QUANT_ELEMENTS, KVC_SCALE_BYTES + KVC_NIBBLE_BYTES, 0, 0, 8},
+    [KVC_Q4_1] = {"q4_1", KVC_QUANT_ELEMENTS, KVC_SCALE_BYTES + 2 + KVC_NIBBLE_BYTES, 1, 0, 0},
+    [KVC_Q5_0] = {"q5_0", KVC_QUANT_ELEMENTS, KVC_SCALE_BYTES + 4 + KVC_NIBBLE_BYTES, 0, 1, 16},
+    [KVC_Q5_1] = {"q5_1", KVC_QUANT_ELEMENTS, KVC_SCALE_BYTES + 2 + 4 + KVC_NIBBLE_BYTES, 1, 1, 0},
+    [KVC_IQ4_NL] = {"iq4_nl", KVC_QUANT_ELEMENTS, KVC_SCALE_BYTES + KVC_NIBBLE_BYTES, 0, 0, 0}};
+
+/* What the codes of iq4_nl stand for, times the scale. */
+static const int8_t KVC_LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+/* A block of iq4_nl without a larger element than this is stored as a scale of 0, and codes of the level 1. */
+#define KVC_LEAST_LEVELLED 1e-15f
+enum { KVC_LEVELS_OF_1 = 0x88 };
+
+/* Returns the elements in a block of the type, of which a row's length is a multiple; 1 if it is not quantised. */
+static inline int32_t kvc_type_elements(int32_t type) { return KVC_TYPES[type].elements; }
 
 #endif

@@ -280,10 +280,12 @@ TARGET static void kvc_prepare_parts_amx(float *q, int q_stride, int num_q, int 
         multiply_parts(num_parts, is_split, c, ldc, a, lda, b, ldb, m, n, k, add);                                    \
     }
 
+DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_f32_amx, KVC_F32)
 DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_f16_amx, KVC_F16)
 DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_bf16_amx, KVC_BF16)
 DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_q8_0_amx, KVC_Q8_0)
 DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_q4_0_amx, KVC_Q4_0)
+DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_f32_amx, KVC_F32)
 DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_f16_amx, KVC_F16)
 DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_bf16_amx, KVC_BF16)
 DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_q8_0_amx, KVC_Q8_0)
@@ -300,10 +302,13 @@ enum { AMX_AT_ONCE = 64 }; /* rows that a product is best given at once */
 const kvc_kernels kvc_kernels_amx = {
     .name = "amx",
     .convert = kvc_convert_avx512bf16,
+    .unpack = kvc_unpack_avx512,
     KVC_AVX512_FLOATS,
     KVC_AVX512_TILER_F32,
     KVC_AVX512VNNI_INTEGERS,
     .score_bf16 = {kvc_prepare_bf16_avx512bf16, kvc_score_bf16_avx512bf16},
+    .decoded = {kvc_prepare_parts_amx, kvc_pack_keys_f32_amx, kvc_pack_values_f32_amx, kvc_multiply_keys_amx,
+                kvc_multiply_values_amx, AMX_AT_ONCE},
     .tiler[KVC_F16] = {kvc_prepare_parts_amx, kvc_pack_keys_f16_amx, kvc_pack_values_f16_amx, kvc_multiply_keys_amx,
                        kvc_multiply_values_amx, AMX_AT_ONCE},
     .tiler[KVC_BF16] = {kvc_prepare_parts_amx, kvc_pack_keys_bf16_amx, kvc_pack_values_bf16_amx,

@@ -7,6 +7,7 @@
 #include "kernels/template.h"
 
 DEFINE_CONVERT(kvc_convert_avx2)
+DEFINE_UNPACK(kvc_unpack_avx2)
 
 DEFINE_SCORE(kvc_score_f32_avx2, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_avx2, KVC_F16)
@@ -41,6 +42,7 @@ DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx2, KVC_Q4_0)
 const kvc_kernels kvc_kernels_avx2 = {
     .name = "avx2",
     .convert = kvc_convert_avx2,
+    .unpack = kvc_unpack_avx2,
     .score[KVC_F32] = {kvc_scale_avx2, kvc_score_f32_avx2},
     .score[KVC_F16] = {kvc_scale_avx2, kvc_score_f16_avx2},
     .score[KVC_BF16] = {kvc_scale_avx2, kvc_score_bf16_avx2},

@@ -9,6 +9,7 @@
 #include "kernels/template.h"
 
 DEFINE_CONVERT(kvc_convert_avx512)
+DEFINE_UNPACK(kvc_unpack_avx512)
 
 DEFINE_SCORE(kvc_score_f32_avx512, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_avx512, KVC_F16)
@@ -43,6 +44,7 @@ DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx512, KVC_Q4_0)
 const kvc_kernels kvc_kernels_avx512 = {
     .name = "avx512",
     .convert = kvc_convert_avx512,
+    .unpack = kvc_unpack_avx512,
     KVC_AVX512_FLOATS,
     KVC_AVX512_TILER_F32,
     KVC_AVX512_TILERS,

@@ -8,6 +8,7 @@
 #define KVC_AVX512_TARGET "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
 
 extern kvc_convert_fn kvc_convert_avx512;
+extern kvc_unpack_fn kvc_unpack_avx512;
 extern kvc_score_fn kvc_score_f32_avx512, kvc_score_f16_avx512, kvc_score_bf16_avx512;
 extern kvc_accumulate_fn kvc_accumulate_f32_avx512, kvc_accumulate_f16_avx512, kvc_accumulate_bf16_avx512;
 extern kvc_pack_keys_fn kvc_pack_keys_f32_avx512, kvc_pack_keys_f16_avx512, kvc_pack_keys_bf16_avx512,

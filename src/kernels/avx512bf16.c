@@ -41,6 +41,7 @@ TARGET void kvc_score_bf16_avx512bf16(float *scores, const float *q, int q_strid
 const kvc_kernels kvc_kernels_avx512bf16 = {
     .name = "avx512bf16",
     .convert = kvc_convert_avx512bf16,
+    .unpack = kvc_unpack_avx512,
     KVC_AVX512_FLOATS,
     KVC_AVX512_TILER_F32,
     KVC_AVX512_TILERS,

@@ -18,6 +18,7 @@ DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx512vnni, KVC_Q4_0)
 const kvc_kernels kvc_kernels_avx512vnni = {
     .name = "avx512vnni",
     .convert = kvc_convert_avx512,
+    .unpack = kvc_unpack_avx512,
     KVC_AVX512_FLOATS,
     KVC_AVX512_TILER_F32,
     KVC_AVX512_TILERS,

@@ -4,7 +4,8 @@ enum { QUANT_VECTORS = KVC_QUANT_ELEMENTS / LANES }; /* vectors of floats that a
 
 INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
-/* ---- quantised blocks ------------------------------------------------------------------------------------------- */
+/* ---- blocks of quantised types, decoded -----------------------------------------------------------------------------
+ */
 
 /* Loads elements [i, i + LANES) of a block of q8_0. */
 INLINE vec load_q8_0(const char *block, int i) {
@@ -18,6 +19,21 @@ INLINE vec load_q4_0(const char *block, int i) {
     vec q = v_load_u4(block + KVC_SCALE_BYTES + i % half, i / half * 4);
     return v_mul(v_set_f16(block), v_add(q, v_set(-8)));
 }
+
+/* Loads all elements of a block of any other type.  Products of a scale and a code are exact. */
+INLINE void load_block(int type, vec x[QUANT_VECTORS], const char *block) {
+    char codes[KVC_QUANT_ELEMENTS];
+    const vec d = v_set_f16(block), minimum = v_set_f16(block + KVC_SCALE_BYTES);
+    unpack_codes(type, codes, block, KVC_TYPES[type].zero);
+    UNROLL
+    for (int i = 0; i < QUANT_VECTORS; i++) {
+        const vec q = v_load_i8(codes + i * LANES);
+        x[i] = KVC_TYPES[type].has_minimum ? v_fma(q, d, minimum) : v_mul(q, d);
+    }
+}
+
+/* ---- blocks of quantised types, encoded -----------------------------------------------------------------------------
+ */
 
 /* Returns 1 / d, or 0 if that is infinite. */
 INLINE float reciprocal(float d) {
@@ -54,31 +70,123 @@ INLINE float first_largest(const vec x[QUANT_VECTORS]) {
     return first & ~positive ? -largest : largest;
 }
 
-/* Rounds x * id to codes of four bits.  The product must be rounded before 8.5 is added: v_number stands between the
- * two, so that no compiler fuses them. */
-INLINE vec nibbles(vec x, vec id) { return v_truncate(v_min(v_add(v_number(v_mul(x, id)), v_set(8.5f)), v_set(15))); }
-
-INLINE void store_q4_0(char *block, const vec x[QUANT_VECTORS]) {
+/* Stores codes of four bits, or five. */
+INLINE void store_codes(int type, char *block, vec codes[QUANT_VECTORS]) {
     const int half = QUANT_VECTORS / 2;
-    float d = first_largest(x) / -8, inverse = reciprocal(d);
-    vec id = v_set(inverse);
+    char *end = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
+    if (KVC_TYPES[type].has_fifth_bits) {
+        uint32_t fifth_bits = 0;
+        UNROLL
+        for (int i = 0; i < QUANT_VECTORS; i++) {
+            const vec bit = v_truncate(v_mul(codes[i], v_set(1.0f / 16)));
+            fifth_bits |= v_equal(bit, v_set(1)) << i * LANES;
+            codes[i] = v_fma(bit, v_set(-16), codes[i]);
+        }
+        memcpy(end - sizeof fifth_bits, &fifth_bits, sizeof fifth_bits);
+    }
+    UNROLL
+    for (int i = 0; i < half; i++) v_store_8(end + i * LANES, v_fma(codes[half + i], v_set(16), codes[i]));
+}
+
+/* Rounds x * id + zero to codes of [0, most].  The product must be rounded before `zero` is added: v_number stands
+ * between the two, so that no compiler fuses them. */
+INLINE vec codes_of(vec x, vec id, float zero, float most) {
+    return v_truncate(v_min(v_add(v_number(v_mul(x, id)), v_set(zero + 0.5f)), v_set(most)));
+}
+
+/* Stores a block of q4_0 or q5_0, whose codes are as far below `zero` as above. */
+INLINE void store_symmetric(int type, char *block, const vec x[QUANT_VECTORS]) {
+    const float zero = KVC_TYPES[type].zero, d = first_largest(x) / -zero, inverse = reciprocal(d);
+    vec codes[QUANT_VECTORS];
     store_f16(block, d);
     if (d != 0 && inverse == 0 && isfinite(d)) { /* as in scalar.c */
-        memset(block + KVC_SCALE_BYTES, 0, KVC_QUANT_ELEMENTS / 2);
+        memset(block + KVC_SCALE_BYTES, 0, (size_t)KVC_TYPES[type].bytes - KVC_SCALE_BYTES);
         return;
     }
     UNROLL
-    for (int i = 0; i < half; i++)
-        v_store_8(block + KVC_SCALE_BYTES + i * LANES, v_fma(nibbles(x[half + i], id), v_set(16), nibbles(x[i], id)));
+    for (int i = 0; i < QUANT_VECTORS; i++) codes[i] = codes_of(x[i], v_set(inverse), zero, 2 * zero - 1);
+    store_codes(type, block, codes);
+}
+
+/* Returns the first element that is 0, of either sign. */
+RARE float first_zero(const vec x[QUANT_VECTORS]) {
+    float all[KVC_QUANT_ELEMENTS];
+    for (int i = 0; i < QUANT_VECTORS; i++) v_store(all + i * LANES, x[i]);
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++)
+        if (all[i] == 0) return all[i];
+    return 0;
+}
+
+/* Stores a block of q4_1 or q5_1, whose codes count from the minimum. */
+INLINE void store_from_minimum(int type, char *block, const vec elements[QUANT_VECTORS]) {
+    const float steps = KVC_TYPES[type].has_fifth_bits ? 31 : 15;
+    vec x[QUANT_VECTORS];
+    UNROLL
+    for (int i = 0; i < QUANT_VECTORS; i++) x[i] = v_number(elements[i]);
+    vec most = x[0], least = x[0];
+    UNROLL
+    for (int i = 1; i < QUANT_VECTORS; i++) {
+        most = v_max(x[i], most);
+        least = v_min(x[i], least);
+    }
+    float minimum = -v_max_lane(v_mul(least, v_set(-1)));
+    if (minimum == 0) minimum = first_zero(x); /* the sign is stored */
+    const float d = fabsf((v_max_lane(most) - minimum) / steps);
+    store_f16(block, d);
+    store_f16(block + KVC_SCALE_BYTES, minimum);
+    UNROLL
+    for (int i = 0; i < QUANT_VECTORS; i++)
+        x[i] = codes_of(v_add(x[i], v_set(-minimum)), v_set(reciprocal(d)), 0, steps);
+    store_codes(type, block, x);
+}
+
+/* Adds up numbers one by one, in their order. */
+INLINE float sum_in_order(const float x[KVC_QUANT_ELEMENTS]) {
+    float sum = 0;
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) sum += x[i];
+    return sum;
+}
+
+/* Returns the codes of the levels of iq4_nl nearest to x; halfway between two, the upper one. */
+INLINE vec nearest_levels(vec x) {
+    vec code = v_zero();
+    UNROLL
+    for (int i = 0; i < 15; i++) code = v_count(code, x, v_set((float)(KVC_LEVELS[i] + KVC_LEVELS[i + 1]) / 2));
+    return code;
+}
+
+/* Stores a block of iq4_nl.  The scale is the one of least error, weighted by the elements' squares. */
+INLINE void store_iq4_nl(char *block, const vec x[QUANT_VECTORS]) {
+    const float largest = first_largest(x);
+    if (!(fabsf(largest) >= KVC_LEAST_LEVELLED)) {
+        store_f16(block, 0);
+        memset(block + KVC_SCALE_BYTES, KVC_LEVELS_OF_1, KVC_NIBBLE_BYTES);
+        return;
+    }
+    const vec id = v_set(1 / (largest / KVC_LEVELS[0]));
+    vec codes[QUANT_VECTORS];
+    char levels[KVC_QUANT_ELEMENTS];
+    float by_element[KVC_QUANT_ELEMENTS], by_level[KVC_QUANT_ELEMENTS];
+    UNROLL
+    for (int i = 0; i < QUANT_VECTORS; i++) codes[i] = nearest_levels(v_mul(v_number(x[i]), id));
+    store_codes(KVC_IQ4_NL, block, codes);
+    unpack_codes(KVC_IQ4_NL, levels, block, 0);
+    UNROLL
+    for (int i = 0; i < QUANT_VECTORS; i++) {
+        const vec element = v_number(x[i]), level = v_load_i8(levels + i * LANES);
+        const vec weighted = v_mul(v_mul(element, element), level);
+        v_store(by_element + i * LANES, v_mul(weighted, element));
+        v_store(by_level + i * LANES, v_mul(weighted, level));
+    }
+    const float d = sum_in_order(by_element) / sum_in_order(by_level);
+    store_f16(block, isnan(d) ? NAN : d);
 }
 
 /* ---- rows ------------------------------------------------------------------------------------------------------- */
 
 /* Counts the bytes of the first i elements of a row; if it is quantised, of the blocks before that of element i. */
 INLINE size_t bytes_of(int type, int i) {
-    if (type == KVC_Q8_0) return (size_t)i / KVC_QUANT_ELEMENTS * KVC_Q8_0_BYTES;
-    if (type == KVC_Q4_0) return (size_t)i / KVC_QUANT_ELEMENTS * KVC_Q4_0_BYTES;
-    return (size_t)i * (type == KVC_F32 ? sizeof(float) : sizeof(uint16_t));
+    return (size_t)i / (size_t)KVC_TYPES[type].elements * (size_t)KVC_TYPES[type].bytes;
 }
 
 INLINE const void *row_at(const void *rows, int64_t row_stride, int64_t j) {
@@ -161,11 +269,34 @@ INLINE void load_floats(int type, vec x[QUANT_VECTORS], const char *p) {
 INLINE void encode_row(int from, int to, char *dst, const char *src, int dim) {
     for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
         vec x[QUANT_VECTORS];
-        load_floats(from, x, src + bytes_of(from, d));
+        load_floats(from, x, src + d * KVC_TYPES[from].bytes);
+        char *block = dst + bytes_of(to, d);
         if (to == KVC_Q8_0)
-            store_q8_0(dst + bytes_of(to, d), x);
+            store_q8_0(block, x);
+        else if (to == KVC_IQ4_NL)
+            store_iq4_nl(block, x);
+        else if (KVC_TYPES[to].has_minimum)
+            store_from_minimum(to, block, x);
         else
-            store_q4_0(dst + bytes_of(to, d), x);
+            store_symmetric(to, block, x);
+    }
+}
+
+/* The type of floats is no constant, as in encode_row. */
+INLINE void decode_row(int from, int to, char *dst, const char *src, int dim) {
+    for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
+        vec x[QUANT_VECTORS];
+        load_block(from, x, src + bytes_of(from, d));
+        if (to == KVC_F32) {
+            UNROLL
+            for (int i = 0; i < QUANT_VECTORS; i++) v_store(dst + bytes_of(KVC_F32, d + i * LANES), x[i]);
+        } else if (to == KVC_F16) {
+            UNROLL
+            for (int i = 0; i < QUANT_VECTORS; i++) v_store_f16(dst + bytes_of(KVC_F16, d + i * LANES), x[i]);
+        } else {
+            UNROLL
+            for (int i = 0; i < QUANT_VECTORS; i++) v_store_bf16(dst + bytes_of(KVC_BF16, d + i * LANES), x[i]);
+        }
     }
 }
 
@@ -183,6 +314,10 @@ INLINE void convert_row(int from, int to, char *dst, const char *src, int dim) {
         for (int64_t r = 0; r < num_rows; r++)                                                                      \
             convert_a_row(from, to, (char *)dst + r * dst_stride, (const char *)src + r * src_stride, dim);         \
     }
+APART kvc_convert_fn convert_f32_f16, convert_f32_bf16, convert_f16_f32, convert_f16_bf16, convert_bf16_f32,
+    convert_bf16_f16, encode_q8_0, encode_q4_0, convert_q8_0_f32, convert_q8_0_f16, convert_q8_0_bf16, convert_q4_0_f32,
+    convert_q4_0_f16, convert_q4_0_bf16, encode_q4_1, encode_q5_0, encode_q5_1, encode_iq4_nl, decode_q4_1, decode_q5_0,
+    decode_q5_1, decode_iq4_nl;
 DEFINE_CONVERT_ROWS(convert_f32_f16, convert_row, KVC_F32, KVC_F16)
 DEFINE_CONVERT_ROWS(convert_f32_bf16, convert_row, KVC_F32, KVC_BF16)
 DEFINE_CONVERT_ROWS(convert_f16_f32, convert_row, KVC_F16, KVC_F32)
@@ -198,6 +333,15 @@ DEFINE_CONVERT_ROWS(convert_q4_0_f32, convert_row, KVC_Q4_0, KVC_F32)
 DEFINE_CONVERT_ROWS(convert_q4_0_f16, convert_row, KVC_Q4_0, KVC_F16)
 DEFINE_CONVERT_ROWS(convert_q4_0_bf16, convert_row, KVC_Q4_0, KVC_BF16)
 
+DEFINE_CONVERT_ROWS(encode_q4_1, encode_row, from_type, KVC_Q4_1)
+DEFINE_CONVERT_ROWS(encode_q5_0, encode_row, from_type, KVC_Q5_0)
+DEFINE_CONVERT_ROWS(encode_q5_1, encode_row, from_type, KVC_Q5_1)
+DEFINE_CONVERT_ROWS(encode_iq4_nl, encode_row, from_type, KVC_IQ4_NL)
+DEFINE_CONVERT_ROWS(decode_q4_1, decode_row, KVC_Q4_1, to_type)
+DEFINE_CONVERT_ROWS(decode_q5_0, decode_row, KVC_Q5_0, to_type)
+DEFINE_CONVERT_ROWS(decode_q5_1, decode_row, KVC_Q5_1, to_type)
+DEFINE_CONVERT_ROWS(decode_iq4_nl, decode_row, KVC_IQ4_NL, to_type)
+
 /* Chooses what converts; NULL: nothing, as the types are the same. */
 INLINE kvc_convert_fn *converter_of(int from, int to) {
     static kvc_convert_fn *const to_floats[KVC_STORED_TYPES][KVC_FLOAT_TYPES] = {
@@ -205,8 +349,14 @@ INLINE kvc_convert_fn *converter_of(int from, int to) {
         [KVC_F16] = {convert_f16_f32, NULL, convert_f16_bf16},
         [KVC_BF16] = {convert_bf16_f32, convert_bf16_f16, NULL},
         [KVC_Q8_0] = {convert_q8_0_f32, convert_q8_0_f16, convert_q8_0_bf16},
-        [KVC_Q4_0] = {convert_q4_0_f32, convert_q4_0_f16, convert_q4_0_bf16}};
-    static kvc_convert_fn *const to_blocks[KVC_STORED_TYPES] = {[KVC_Q8_0] = encode_q8_0, [KVC_Q4_0] = encode_q4_0};
+        [KVC_Q4_0] = {convert_q4_0_f32, convert_q4_0_f16, convert_q4_0_bf16},
+        [KVC_Q4_1] = {decode_q4_1, decode_q4_1, decode_q4_1},
+        [KVC_Q5_0] = {decode_q5_0, decode_q5_0, decode_q5_0},
+        [KVC_Q5_1] = {decode_q5_1, decode_q5_1, decode_q5_1},
+        [KVC_IQ4_NL] = {decode_iq4_nl, decode_iq4_nl, decode_iq4_nl}};
+    static kvc_convert_fn *const to_blocks[KVC_STORED_TYPES] = {[KVC_Q8_0] = encode_q8_0, [KVC_Q4_0] = encode_q4_0,
+                                                                [KVC_Q4_1] = encode_q4_1, [KVC_Q5_0] = encode_q5_0,
+                                                                [KVC_Q5_1] = encode_q5_1, [KVC_IQ4_NL] = encode_iq4_nl};
     return from == to ? NULL : to >= KVC_FLOAT_TYPES ? to_blocks[to] : to_floats[from][to];
 }
 
@@ -216,4 +366,36 @@ INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void 
         copy(dst, dst_stride, src, src_stride, num_rows, bytes_of(from, dim));
     else
         converter_of(from, to)(from, to, dst, dst_stride, src, src_stride, num_rows, dim);
+}
+
+/* ---- unpacking ----------------------------------------------------------------------------------------------------
+ */
+
+INLINE void unpack_row(int type, char *dst, const char *row, int dim, float *minima, int64_t minima_block) {
+    const int middle = KVC_TYPES[type].has_fifth_bits ? 16 : 8;
+    for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
+        memcpy(dst, row, KVC_SCALE_BYTES);
+        unpack_codes(type, dst + KVC_SCALE_BYTES, row, type == KVC_IQ4_NL ? 0 : middle);
+        if (KVC_TYPES[type].has_minimum)
+            v_store_first(minima, v_fma(v_set_f16(row), v_set((float)middle), v_set_f16(row + KVC_SCALE_BYTES)));
+        dst += KVC_TYPES[KVC_Q8_0].bytes;
+        row += KVC_TYPES[type].bytes;
+        minima += minima_block;
+    }
+}
+
+/* Is a kvc_unpack_fn. */
+INLINE void unpack(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim, float *minima,
+                   int64_t minima_row, int64_t minima_block) {
+    for (int64_t j = 0; j < n; j++) {
+        char *to = (char *)dst + (size_t)j * bytes_of(KVC_Q8_0, dim);
+        const char *row = (const char *)rows + j * row_stride;
+        float *row_minima = minima + j * minima_row;
+        switch (type) {
+        case KVC_Q4_1: unpack_row(KVC_Q4_1, to, row, dim, row_minima, minima_block); break;
+        case KVC_Q5_0: unpack_row(KVC_Q5_0, to, row, dim, row_minima, minima_block); break;
+        case KVC_Q5_1: unpack_row(KVC_Q5_1, to, row, dim, row_minima, minima_block); break;
+        default: unpack_row(KVC_IQ4_NL, to, row, dim, row_minima, minima_block);
+        }
+    }
 }

@@ -12,6 +12,13 @@
         convert(from, to, dst, dst_stride, src, src_stride, num_rows, dim);                                \
     }
 
+#define DEFINE_UNPACK(name)                                                                                        \
+    extern kvc_unpack_fn name;                                                                                     \
+    TARGET void name(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim, float *minima, \
+                     int64_t minima_row, int64_t minima_block) {                                                   \
+        unpack(type, dst, rows, row_stride, n, dim, minima, minima_row, minima_block);                             \
+    }
+
 #define DEFINE_SCORE(name, type)                                                                                   \
     extern kvc_score_fn name;                                                                                      \
     TARGET void name(float *scores, const float *q, int q_stride, int num_q, const void *rows, int64_t row_stride, \

@@ -26,12 +26,10 @@
 #include "base/dtype.h"
 
 enum {
-    KVC_ROW_GROUP = 32,   /* most quantised rows that are scored side by side */
-    KVC_TILE = 64,        /* rows in a tile */
-    KVC_FLOAT_TYPES = 3,  /* kvc_type below this are floating point: what callers hand in and get out */
-    KVC_STORED_TYPES = 5, /* kvc_type below this can be stored; from KVC_FLOAT_TYPES on they are quantised */
-    KVC_LANES = 16,       /* query rows, scores and panels are padded to a multiple of this many floats */
-    KVC_CHUNK = 32        /* what a kvc_tiler multiplies is padded to a multiple of this many elements along the sum */
+    KVC_ROW_GROUP = 32, /* most quantised rows that are scored side by side */
+    KVC_TILE = 64,      /* rows in a tile */
+    KVC_LANES = 16,     /* query rows, scores and panels are padded to a multiple of this many floats */
+    KVC_CHUNK = 32      /* what a kvc_tiler multiplies is padded to a multiple of this many elements along the sum */
 };
 
 /* Converts num_rows rows of dim elements of one type to another, of which at most one is quantised unless they are the
@@ -45,6 +43,12 @@ enum {
  * stored as 0, which decodes to NaN. */
 typedef void kvc_convert_fn(int from, int to, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
                             int64_t num_rows, int dim);
+
+/* Unpacks n rows of codes of four or five bits for kernels of q8_0: to rows that lie one after the other, with the same
+ * scales, and as elements what is multiplied by them: codes less half of their range, or levels.  minima[j * minima_row
+ * + b * minima_block] becomes what block b of row j lacks then, where its type has minima. */
+typedef void kvc_unpack_fn(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim, float *minima,
+                           int64_t minima_row, int64_t minima_block);
 
 /* Converts num_q query rows of f32, in place, to the form that score takes, so that scores are multiplied by scale.
  * Rows are padded to a multiple of KVC_LANES. */
@@ -117,10 +121,13 @@ typedef void kvc_hadamard_fn(float *dst, const void *src, int n, int order);
 typedef struct kvc_kernels {
     const char *name;
     kvc_convert_fn *convert;
+    kvc_unpack_fn *unpack;
+    /* Of types that are unpacked or decoded first, NULL here and in what follows. */
     kvc_scorer score[KVC_STORED_TYPES];
     kvc_scorer score_bf16; /* for rows and queries of bf16; NULL: such queries are scored as others */
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];
     kvc_tiler tiler[KVC_STORED_TYPES];
+    kvc_tiler decoded; /* for rows of f32 that were decoded from other types; NULL: tiler[KVC_F32] */
     kvc_softmax_fn *softmax;
     kvc_prepare_fn *scale; /* multiplies rows of f32 by a number */
     kvc_hadamard_fn *hadamard;

@@ -7,6 +7,7 @@
 #include "kernels/template.h"
 
 DEFINE_CONVERT(kvc_convert_neon)
+DEFINE_UNPACK(kvc_unpack_neon)
 
 DEFINE_SCORE(kvc_score_f32_neon, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_neon, KVC_F16)
@@ -41,6 +42,7 @@ DEFINE_ACCUMULATE(kvc_accumulate_q4_0_neon, KVC_Q4_0)
 const kvc_kernels kvc_kernels_neon = {
     .name = "neon",
     .convert = kvc_convert_neon,
+    .unpack = kvc_unpack_neon,
     .score[KVC_F32] = {kvc_scale_neon, kvc_score_f32_neon},
     .score[KVC_F16] = {kvc_scale_neon, kvc_score_f16_neon},
     .score[KVC_BF16] = {kvc_scale_neon, kvc_score_bf16_neon},

@@ -71,18 +71,30 @@ static void store_scale(uint8_t *block, float d) {
     memcpy(block, &bits, sizeof bits);
 }
 
-static float load_q8_0(const uint8_t *row, int i) {
-    const uint8_t *block = row + i / KVC_QUANT_ELEMENTS * KVC_Q8_0_BYTES;
-    int8_t q;
-    memcpy(&q, block + KVC_SCALE_BYTES + i % KVC_QUANT_ELEMENTS, sizeof q);
-    return scale_of(block) * q;
+/* Returns the code of element i of a block of codes of four or five bits. */
+static int code_at(int type, const uint8_t *block, int i) {
+    const uint8_t *nibbles = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
+    const int code = nibbles[i % KVC_NIBBLE_BYTES] >> (i < KVC_NIBBLE_BYTES ? 0 : 4) & 15;
+    if (!KVC_TYPES[type].has_fifth_bits) return code;
+    uint32_t fifth_bits;
+    memcpy(&fifth_bits, nibbles - sizeof fifth_bits, sizeof fifth_bits);
+    return code + (int)(fifth_bits >> i & 1) * 16;
 }
 
-static float load_q4_0(const uint8_t *row, int i) {
-    const uint8_t *block = row + i / KVC_QUANT_ELEMENTS * KVC_Q4_0_BYTES;
-    int j = i % KVC_QUANT_ELEMENTS, half = KVC_QUANT_ELEMENTS / 2;
-    int q = j < half ? block[KVC_SCALE_BYTES + j] & 15 : block[KVC_SCALE_BYTES + j - half] >> 4;
-    return scale_of(block) * (float)(q - 8);
+/* Returns element i of such a block. */
+static float load_code(int type, const uint8_t *block, int i) {
+    const int code = code_at(type, block, i);
+    const float x = scale_of(block) * (float)(type == KVC_IQ4_NL ? KVC_LEVELS[code] : code - KVC_TYPES[type].zero);
+    return KVC_TYPES[type].has_minimum ? x + scale_of(block + KVC_SCALE_BYTES) : x;
+}
+
+/* Returns element i of a row of a quantised type. */
+static float load_quantised(int type, const uint8_t *row, int i) {
+    const uint8_t *block = row + kvc_row_bytes(type, i);
+    int8_t q;
+    if (type != KVC_Q8_0) return load_code(type, block, i % KVC_QUANT_ELEMENTS);
+    memcpy(&q, block + KVC_SCALE_BYTES + i % KVC_QUANT_ELEMENTS, sizeof q);
+    return scale_of(block) * q;
 }
 
 /* Returns 1 / d, or 0 if that is infinite. */
@@ -114,31 +126,96 @@ static void store_q8_0(uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
     }
 }
 
-static uint8_t nibble(float x, float id) {
-    int q = (int)(scaled(x, id) + 8.5f);
-    return (uint8_t)(q < 15 ? q : 15);
+/* Stores codes of four bits, or five. */
+static void store_codes(int type, uint8_t *block, const int codes[KVC_QUANT_ELEMENTS]) {
+    uint8_t *nibbles = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
+    uint32_t fifth_bits = 0;
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) fifth_bits |= (uint32_t)(codes[i] >> 4) << i;
+    for (int i = 0; i < KVC_NIBBLE_BYTES; i++)
+        nibbles[i] = (uint8_t)((codes[i] & 15) | (codes[i + KVC_NIBBLE_BYTES] & 15) << 4);
+    if (KVC_TYPES[type].has_fifth_bits) memcpy(nibbles - sizeof fifth_bits, &fifth_bits, sizeof fifth_bits);
 }
 
-static void store_q4_0(uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
-    const int half = KVC_QUANT_ELEMENTS / 2;
-    float largest = 0; /* the first element of the largest magnitude */
+/* Returns the code of [0, most] of x * id + zero, rounded. */
+static int code_of(float x, float id, float zero, int most) {
+    int code = (int)(scaled(x, id) + (zero + 0.5f));
+    return code < most ? code : most;
+}
+
+/* Finds the first element of the largest magnitude; 0 if all are 0 or NaN. */
+static float first_largest(const float x[KVC_QUANT_ELEMENTS]) {
+    float largest = 0;
     for (int i = 0; i < KVC_QUANT_ELEMENTS; i++)
         if (fabsf(largest) < fabsf(x[i])) largest = x[i];
-    float d = largest / -8, id = reciprocal(d);
+    return largest;
+}
+
+/* Stores a block of q4_0 or q5_0, whose codes are as far below `zero` as above. */
+static void store_symmetric(int type, uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
+    const int zero = KVC_TYPES[type].zero;
+    const float d = first_largest(x) / (float)-zero, id = reciprocal(d);
+    const int is_tiny = d != 0 && id == 0 && isfinite(d); /* codes mean nothing then; 0 is what ggml's casts yield */
+    int codes[KVC_QUANT_ELEMENTS];
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) codes[i] = is_tiny ? 0 : code_of(x[i], id, (float)zero, 2 * zero - 1);
     store_scale(block, d);
-    if (d != 0 && id == 0 && isfinite(d)) { /* codes mean nothing then; these are what ggml's casts yield on x86 */
-        memset(block + KVC_SCALE_BYTES, 0, (size_t)half);
+    store_codes(type, block, codes);
+}
+
+/* Stores a block of q4_1 or q5_1, whose codes count from the minimum. */
+static void store_from_minimum(int type, uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
+    const int steps = KVC_TYPES[type].has_fifth_bits ? 31 : 15;
+    float least = INFINITY, most = -INFINITY;
+    int codes[KVC_QUANT_ELEMENTS];
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) {
+        const float y = isnan(x[i]) ? 0 : x[i];
+        if (y < least || i == 0) least = y;
+        if (y > most || i == 0) most = y;
+    }
+    const float d = fabsf((most - least) / (float)steps), id = reciprocal(d);
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) codes[i] = code_of((isnan(x[i]) ? 0 : x[i]) - least, id, 0, steps);
+    store_scale(block, d);
+    store_scale(block + KVC_SCALE_BYTES, least);
+    store_codes(type, block, codes);
+}
+
+/* Returns the code of the level of iq4_nl nearest to x; halfway between two, of the upper one. */
+static int nearest_level(float x) {
+    int code = 0;
+    for (int i = 0; i < 15; i++) code += x >= (float)(KVC_LEVELS[i] + KVC_LEVELS[i + 1]) / 2;
+    return code;
+}
+
+/* Stores a block of iq4_nl.  The scale is the one of least error, weighted by the elements' squares.  Products are
+ * rounded before they are added, as in `scaled`. */
+static void store_iq4_nl(uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
+    const float largest = first_largest(x);
+    if (!(fabsf(largest) >= KVC_LEAST_LEVELLED)) {
+        store_scale(block, 0);
+        memset(block + KVC_SCALE_BYTES, KVC_LEVELS_OF_1, KVC_NIBBLE_BYTES);
         return;
     }
-    for (int i = 0; i < half; i++)
-        block[KVC_SCALE_BYTES + i] = (uint8_t)(nibble(x[i], id) | nibble(x[half + i], id) << 4);
+    const float id = 1 / (largest / KVC_LEVELS[0]);
+    volatile float by_element, by_level;
+    float sum_by_element = 0, sum_by_level = 0;
+    int codes[KVC_QUANT_ELEMENTS];
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) {
+        const float y = isnan(x[i]) ? 0 : x[i];
+        codes[i] = nearest_level(id * y);
+        const float level = KVC_LEVELS[codes[i]], weighted = y * y * level;
+        by_element = weighted * y;
+        by_level = weighted * level;
+        sum_by_element += by_element;
+        sum_by_level += by_level;
+    }
+    const float d = sum_by_element / sum_by_level;
+    store_scale(block, isnan(d) ? NAN : d);
+    store_codes(KVC_IQ4_NL, block, codes);
 }
 
 /* ---- elements of any type ---------------------------------------------------------------------------------------- */
 
 static float load(int type, const void *row, int i) {
-    if (type == KVC_Q8_0) return load_q8_0(row, i);
-    if (type == KVC_Q4_0) return load_q4_0(row, i);
+    if (type >= KVC_FLOAT_TYPES) return load_quantised(type, row, i);
     if (type == KVC_F32) {
         float x;
         memcpy(&x, (const char *)row + i * (int)sizeof x, sizeof x);
@@ -163,8 +240,12 @@ static void store_block(int type, void *row, int i, const float x[KVC_QUANT_ELEM
     uint8_t *block = (uint8_t *)row + kvc_row_bytes(type, i);
     if (type == KVC_Q8_0)
         store_q8_0(block, x);
+    else if (type == KVC_IQ4_NL)
+        store_iq4_nl(block, x);
+    else if (KVC_TYPES[type].has_minimum)
+        store_from_minimum(type, block, x);
     else
-        store_q4_0(block, x);
+        store_symmetric(type, block, x);
 }
 
 static const void *row_at(const void *rows, int64_t row_stride, int64_t j) {
@@ -192,6 +273,26 @@ static void convert(int from, int to, void *dst, int64_t dst_stride, const void 
             quantise(from, to, dst_row, src_row, dim);
         else
             for (int d = 0; d < dim; d++) store(to, dst_row, d, load(from, src_row, d));
+    }
+}
+
+static void unpack(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim, float *minima,
+                   int64_t minima_row, int64_t minima_block) {
+    const int middle = KVC_TYPES[type].has_fifth_bits ? 16 : 8;
+    uint8_t *to = dst;
+    for (int64_t j = 0; j < n; j++) {
+        const uint8_t *block = (const uint8_t *)rows + j * row_stride;
+        for (int b = 0; b < dim / KVC_QUANT_ELEMENTS; b++, block += KVC_TYPES[type].bytes) {
+            memcpy(to, block, KVC_SCALE_BYTES);
+            to += KVC_SCALE_BYTES;
+            for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) {
+                const int code = code_at(type, block, i);
+                *to++ = (uint8_t)(type == KVC_IQ4_NL ? KVC_LEVELS[code] : code - middle);
+            }
+            if (KVC_TYPES[type].has_minimum)
+                minima[j * minima_row + b * minima_block] =
+                    scale_of(block) * (float)middle + scale_of(block + KVC_SCALE_BYTES);
+        }
     }
 }
 
@@ -302,6 +403,7 @@ static void prepare(int type, float *q, int q_stride, int num_q, int dim, float 
 #include "kernels/instantiate.h"
 
 DEFINE_CONVERT(kvc_convert_scalar)
+DEFINE_UNPACK(kvc_unpack_scalar)
 
 DEFINE_SCORE(kvc_score_f32_scalar, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_scalar, KVC_F16)
@@ -336,6 +438,7 @@ DEFINE_ACCUMULATE(kvc_accumulate_q4_0_scalar, KVC_Q4_0)
 const kvc_kernels kvc_kernels_scalar = {
     .name = "scalar",
     .convert = kvc_convert_scalar,
+    .unpack = kvc_unpack_scalar,
     .score[KVC_F32] = {kvc_scale_scalar, kvc_score_f32_scalar},
     .score[KVC_F16] = {kvc_scale_scalar, kvc_score_f16_scalar},
     .score[KVC_BF16] = {kvc_scale_scalar, kvc_score_bf16_scalar},

@@ -20,6 +20,7 @@
  *   v_zero()  v_set(x)         0 or x in all lanes
  *   v_keep(x)                  x, held in a register: compilers tend to load a value anew for every use
  *   v_load(p)  v_store(p, x)   floats at any address
+ *   v_store_first(p, x)        the first lane
  *   v_load_f16(p)  v_store_f16(p, x)  v_load_bf16(p)  v_store_bf16(p, x)     the same, converted
  *   v_load_i8(p)               LANES int8
  *   v_load_u4(p, shift)        bits [shift, shift + 4) of each of LANES bytes
@@ -35,6 +36,7 @@
  *   v_round_away(x)            to the nearest integer, halves away from 0
  *   v_truncate(x)              to an integer, towards 0
  *   v_equal(x, y)              a uint32_t whose bit i is set where lanes i are equal
+ *   v_count(n, x, y)           n, and 1 more where x >= y
  *   v_scale(x, n)              x * 2^n, n an integer of [-125, 0]; 0 for n below, whatever x is; NaN where n is
  *   v_max_lane(x)  v_sum_lanes(x)     one float
  *   v_sums(x)                  a vector of the sums of x[0 .. LANES), each added up in the same order
@@ -51,6 +53,9 @@
  *   i_dot(sum, x, y)           adds to each int32 lane of sum the two products of int16 there
  *   v_from_int(x)              converts int32 to floats
  *   i_store_16(p, x, y)        rounds two vectors of floats to 2 * LANES int16, which saturate
+ *   unpack_codes(type, dst, block, by)
+ *                              the codes of a block of four or five bits for each element, less `by`, or the levels of
+ *                              iq4_nl, as KVC_QUANT_ELEMENTS int8
  *   i_load_rows(x, p, stride)  loads 16 bytes of each of LANES rows, those of the first at p: lane j of x[i] is int32 i
  *                              of row j
  *   v_load_scales(p, stride)   loads an f16 of each of LANES rows, that of the first at p; may read two bytes more

@@ -18,6 +18,8 @@ INLINE vec v_keep(vec x) {
 
 INLINE void v_store(void *p, vec x) { _mm256_storeu_ps(p, x); }
 
+INLINE void v_store_first(float *p, vec x) { *p = _mm256_cvtss_f32(x); }
+
 INLINE vec v_set_f16(const void *p) {
     short bits;
     memcpy(&bits, p, sizeof bits);
@@ -75,6 +77,10 @@ INLINE vec v_abs(vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 INLINE vec v_number(vec x) { return _mm256_and_ps(x, _mm256_cmp_ps(x, x, _CMP_ORD_Q)); }
 
 INLINE uint32_t v_equal(vec x, vec y) { return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_EQ_OQ)); }
+
+INLINE vec v_count(vec n, vec x, vec y) {
+    return _mm256_add_ps(n, _mm256_and_ps(_mm256_cmp_ps(x, y, _CMP_GE_OQ), _mm256_set1_ps(1)));
+}
 
 INLINE vec v_truncate(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
 

@@ -22,6 +22,8 @@ INLINE vec v_keep(vec x) {
 
 INLINE void v_store(void *p, vec x) { _mm512_storeu_ps(p, x); }
 
+INLINE void v_store_first(float *p, vec x) { *p = _mm512_cvtss_f32(x); }
+
 INLINE vec v_set_f16(const void *p) {
     short bits;
     memcpy(&bits, p, sizeof bits);
@@ -72,6 +74,10 @@ INLINE vec v_abs(vec x) { return _mm512_abs_ps(x); }
 INLINE vec v_number(vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x); }
 
 INLINE uint32_t v_equal(vec x, vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ); }
+
+INLINE vec v_count(vec n, vec x, vec y) {
+    return _mm512_mask_add_ps(n, _mm512_cmp_ps_mask(x, y, _CMP_GE_OQ), n, _mm512_set1_ps(1));
+}
 
 INLINE vec v_truncate(vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
 

@@ -4,6 +4,7 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "base/dtype.h"
 #include "kernels/target.h"
 
 enum { LANES = 4, ACCUMULATORS = 16, MATMUL_ROWS = 4, MATMUL_VECTORS = 4 }; /* of 32 registers */
@@ -29,6 +30,8 @@ INLINE vec v_keep(vec x) {
 }
 
 INLINE void v_store(void *p, vec x) { memcpy(p, &x, sizeof x); }
+
+INLINE void v_store_first(float *p, vec x) { *p = vgetq_lane_f32(x, 0); }
 
 INLINE uint16x4_t load_halves(const void *p) {
     uint16x4_t halves;
@@ -126,6 +129,10 @@ INLINE uint32_t v_equal(vec x, vec y) {
     return vaddvq_u32(vandq_u32(vceqq_f32(x, y), bits));
 }
 
+INLINE vec v_count(vec n, vec x, vec y) {
+    return vaddq_f32(n, vreinterpretq_f32_u32(vandq_u32(vcgeq_f32(x, y), vreinterpretq_u32_f32(vdupq_n_f32(1)))));
+}
+
 INLINE vec v_truncate(vec x) { return vrndq_f32(x); }
 
 INLINE vec v_round_away(vec x) { return vrndaq_f32(x); }
@@ -197,6 +204,34 @@ INLINE vec v_from_int(ivec x) { return vcvtq_f32_s32(x); }
 INLINE void i_store_16(int16_t *p, vec x, vec y) {
     const int16x8_t packed = vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(x)), vqmovn_s32(vcvtnq_s32_f32(y)));
     memcpy(p, &packed, sizeof packed);
+}
+
+/* Looks 16 codes of iq4_nl up, and puts the fifth bits of other types where they belong. */
+INLINE uint8x16_t finish_codes(int type, uint8x16_t low, const char *bits) {
+    if (type == KVC_IQ4_NL) {
+        uint8x16_t levels;
+        memcpy(&levels, KVC_LEVELS, sizeof levels);
+        return vqtbl1q_u8(levels, low);
+    }
+    if (!KVC_TYPES[type].has_fifth_bits) return low;
+    const uint8x8_t bit_of = vcreate_u8(0x8040201008040201); /* in a byte, for each of 8 elements */
+    uint8_t byte[2];
+    memcpy(byte, bits, sizeof byte);
+    const uint8x16_t spread = vcombine_u8(vdup_n_u8(byte[0]), vdup_n_u8(byte[1]));
+    const uint8x16_t set = vtstq_u8(spread, vcombine_u8(bit_of, bit_of));
+    return vorrq_u8(low, vandq_u8(set, vdupq_n_u8(16)));
+}
+
+INLINE void unpack_codes(int type, char *dst, const char *block, int by) {
+    const char *nibbles = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
+    uint8x16_t both;
+    memcpy(&both, nibbles, sizeof both);
+    uint8x16_t first = finish_codes(type, vandq_u8(both, vdupq_n_u8(15)), nibbles - 4);
+    uint8x16_t second = finish_codes(type, vshrq_n_u8(both, 4), nibbles - 2);
+    first = vsubq_u8(first, vdupq_n_u8((uint8_t)by));
+    second = vsubq_u8(second, vdupq_n_u8((uint8_t)by));
+    memcpy(dst, &first, sizeof first);
+    memcpy(dst + sizeof first, &second, sizeof second);
 }
 
 INLINE void i_load_rows(ivec x[4], const char *p, ptrdiff_t stride) {

@@ -139,7 +139,7 @@ def test_a_layer_of_several_is_wrong(name):
 def test_unknown_types(name, value):
     if isinstance(value, bytes):
         value = [value, "f16"]
-    with refused(ValueError, name, "'f32', 'f16', 'bf16', 'q8_0' or 'q4_0'"):
+    with refused(ValueError, name, "'f32', 'f16', 'bf16', 'q8_0', 'q4_0', 'q4_1', 'q5_0', 'q5_1' or 'iq4_nl'"):
         make(**{name: value})
 
 
@@ -1312,7 +1312,7 @@ def test_values_in_keys():
         cache.inject(0, 0, ones(2, 1), 2 * ones(2, 1, 4))
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"])
 def test_quantised_types_have_no_views(name):
     cache = make(head_dim=32, k_dtype=name, v_dtype="f16")
     for copy in (None, False, True):

@@ -4,13 +4,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import fake_dlpack
+from support.ggml_blocks import NAMES, SIZES
 from support.isas import ISA_PARAMS
 
 import kvcache
 
-TYPES = ["f32", "f16", "bf16", "q8_0", "q4_0"]
+TYPES = ["f32", "f16", "bf16", *NAMES]
 FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
-BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32, "q4_0": 18 / 32}
+BYTES = {"f32": 4, "f16": 2, "bf16": 2, **{name: size / 32 for name, size in SIZES.items()}}
 HEADS, K_DIM, V_DIM, TOKENS = 3, 64, 32, 21
 ROPE = kvcache.Rope(10_000.0 ** (-np.arange(0, 32, 2) / 32))
 

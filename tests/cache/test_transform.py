@@ -4,7 +4,7 @@ import copy
 
 import numpy as np
 import pytest
-from support.ggml_blocks import NAMES, blocks, decoded
+from support.ggml_blocks import NAMES, STEPS, blocks, decoded
 from support.isas import ISA_PARAMS
 from support.transform import hadamard, key_order, value_order
 
@@ -147,7 +147,7 @@ def test_keys_move(name):
     moved = rotated(stored, 7)
     np.testing.assert_allclose(cache.gather(0)[0], moved, atol=1e-4)
     settled = hadamard(decoded(cache.gather(0, raw=True)[0], name), 64)  # what settling will store
-    step = np.abs(k).max() / (127 if name == "q8_0" else 8)
+    step = np.abs(k).max() * STEPS[name]
     np.testing.assert_allclose(settled, moved, atol=step)
     cache.settle()
     np.testing.assert_array_equal(cache.gather(0)[0], settled)
@@ -170,7 +170,7 @@ def test_a_function_moves_keys_as_given(name):
     before = cache.gather(0)
     cache.shift(0, None, 5)
     np.testing.assert_array_equal(np.concatenate(seen, 1), before[0])
-    np.testing.assert_allclose(cache.gather(0)[0], -before[0], atol=np.abs(k).max() / (127 if name == "q8_0" else 8))
+    np.testing.assert_allclose(cache.gather(0)[0], -before[0], atol=np.abs(k).max() * STEPS[name])
 
 
 @pytest.mark.parametrize("isa", ISA_PARAMS)

@@ -239,7 +239,7 @@ def check_refused(done: subprocess.CompletedProcess[str], sentence: str) -> None
         (["--tokens"], "--tokens needs a value"),
         (["--threads", "-1"], "threads must be a whole number from 1"),
         (["--threads", "5000"], "num_threads is 5000"),
-        (["--dtype", "f64"], 'dtype must be one of f32, f16, bf16, q8_0, q4_0, not "f64"'),
+        (["--dtype", "f64"], 'dtype must be one of f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl, not "f64"'),
         (["--no-such"], "there is no option --no-such"),
         (["a", "b", "c"], '"c" is an argument too many: quote a prompt of several words'),
         (["a", "b", "--model", "c"], "the model is given twice"),

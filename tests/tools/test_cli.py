@@ -22,6 +22,7 @@ import kvcache
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from kvcache.layer import DTYPES
 from kvcache.tools import cli
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples/model")
@@ -155,7 +156,7 @@ def test_plan():
     assert not done.stderr
     assert "\x1b" not in done.stdout
     lines = {line.split()[3]: line.split() for line in done.stdout.splitlines() if line.startswith("the model's own")}
-    assert list(lines) == ["f32", "f16", "bf16", "q8_0", "q4_0"]
+    assert list(lines) == ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
     cache = kvcache.KVCache.from_config(MODEL, dtype="q8_0")
     assert lines["q8_0"][4] == f"{cache.most_bytes(1):,}"
 
@@ -458,7 +459,7 @@ def test_bench(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "cache_size", lambda: 8 << 20)  # some machines have 480 MiB: that takes most of a minute
     picture = tmp_path / "speed.png"
     record = json.loads(run_here(*QUICK_BENCH, MODEL, "--json", "--plot", picture).stdout)
-    assert {row["type"] for row in record["rows"]} == {"f32", "f16", "bf16", "q8_0", "q4_0"}
+    assert {row["type"] for row in record["rows"]} == set(DTYPES)
     assert {row["part"] for row in record["rows"]} == {"decode", "prefill", "append"}
     assert (record["shape"]["head_dim"], record["shape"]["context"]) == (64, 64)
     assert picture.read_bytes().startswith(b"\x89PNG")

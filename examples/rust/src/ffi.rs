@@ -78,6 +78,10 @@ abi! {
         KVC_BF16 = 2,
         KVC_Q8_0 = 3,
         KVC_Q4_0 = 4,
+        KVC_Q4_1 = 5,
+        KVC_Q5_0 = 6,
+        KVC_Q5_1 = 7,
+        KVC_IQ4_NL = 8,
     }
 
     opaque {

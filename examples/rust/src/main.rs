@@ -24,17 +24,21 @@ Continues a prompt with a Llama whose tokens are bytes, always by the likeliest 
   PROMPT          text to continue (default: "ROMEO:"); a single argument is the prompt
   --model MODEL   the same as the argument MODEL
   --tokens N      how many to generate (default: 300)
-  --dtype TYPE    element type of the cache: f32, f16, bf16, q8_0 or q4_0 (default: f16)
+  --dtype TYPE    element type of the cache: f32, f16, bf16, q8_0, ... (default: f16)
   --threads N     threads that attend (default: the library's choice)
   -h, --help      this
 "#;
 
-const DTYPES: [(&str, i32); 5] = [
+const DTYPES: [(&str, i32); 9] = [
     ("f32", ffi::KVC_F32),
     ("f16", ffi::KVC_F16),
     ("bf16", ffi::KVC_BF16),
     ("q8_0", ffi::KVC_Q8_0),
     ("q4_0", ffi::KVC_Q4_0),
+    ("q4_1", ffi::KVC_Q4_1),
+    ("q5_0", ffi::KVC_Q5_0),
+    ("q5_1", ffi::KVC_Q5_1),
+    ("iq4_nl", ffi::KVC_IQ4_NL),
 ];
 
 struct Options {

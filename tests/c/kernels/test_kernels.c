@@ -240,34 +240,121 @@ static void test_convert_rows(const kvc_kernels *kernels, int from, int to, int 
 
 enum { BLOCK = 32, BLOCKS = 8, QUANT_DIM = BLOCK * BLOCKS, LARGEST_BLOCK = 34 };
 
-/* The f16 nearest to x. */
+/* The f16 nearest to x; NaN without a sign. */
 static uint16_t nearest_f16(double x)
 {
     uint16_t sign = signbit(x) ? 0x8000 : 0;
+    if (!isfinite(x))
+        return isnan(x) ? 0x7e00 : (uint16_t)(sign | 0x7c00);
     int exponent = x != 0 && ilogb(x) > -14 ? ilogb(x) : -14;
     double bits = (exponent + 14) * 1024 + nearbyint(ldexp(fabs(x), 10 - exponent));
     return (uint16_t)(sign | (bits < 0x7c00 ? (int)bits : 0x7c00));
 }
 
+/* What the header says of the types: bytes before the codes, bits of a code, codes that x is off by, minima. */
+static int has_minimum(int type)
+{
+    return type == KVC_Q4_1 || type == KVC_Q5_1;
+}
+
+static int bits_of_code(int type)
+{
+    return type == KVC_Q8_0 ? 8 : type == KVC_Q5_0 || type == KVC_Q5_1 ? 5 : 4;
+}
+
+static const int levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+/* What code i of a block stands for, but for the scale and the minimum. */
+static int code_at(int type, const uint8_t *block, int i)
+{
+    const uint8_t *at = block + 2 + 2 * has_minimum(type);
+    if (type == KVC_Q8_0)
+        return at[i] < 128 ? at[i] : at[i] - 256;
+    uint32_t fifth = 0;
+    if (bits_of_code(type) == 5) {
+        memcpy(&fifth, at, sizeof fifth);
+        at += sizeof fifth;
+    }
+    int code = (at[i % 16] >> (i < 16 ? 0 : 4) & 15) + (int)(fifth >> i & 1) * 16;
+    return type == KVC_IQ4_NL ? levels[code] : has_minimum(type) ? code : code - (1 << bits_of_code(type)) / 2;
+}
+
+static void store_bits(int type, uint8_t *block, float d, float minimum, const int *codes)
+{
+    uint16_t halves[2] = {nearest_f16(d), nearest_f16(minimum)};
+    uint32_t fifth = 0;
+    uint8_t *at = block + 2 + 2 * has_minimum(type);
+    memset(block, 0, LARGEST_BLOCK);
+    memcpy(block, halves, (size_t)(at - block));
+    for (int i = 0; i < BLOCK; i++)
+        fifth |= (uint32_t)(codes[i] >> 4 & 1) << i;
+    if (bits_of_code(type) == 5) {
+        memcpy(at, &fifth, sizeof fifth);
+        at += sizeof fifth;
+    }
+    for (int i = 0; i < BLOCK; i++)
+        if (type == KVC_Q8_0)
+            at[i] = (uint8_t)codes[i];
+        else
+            at[i % 16] |= (uint8_t)((codes[i] & 15) << (i < 16 ? 0 : 4));
+}
+
+static int nearest_level(float x)
+{
+    int nearest = 0;
+    for (int l = 1; l < 16; l++)
+        if (fabs(levels[l] - (double)x) <= fabs(levels[nearest] - (double)x))
+            nearest = l;
+    return nearest;
+}
+
+/* What 32 finite elements of iq4_nl become. */
+static void quantised_to_levels(uint8_t *block, const float *x, float largest)
+{
+    int codes[BLOCK];
+    float upper = 0, lower = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        volatile float w = x[i] * x[i]; /* each product rounded, whatever the compiler would like to do */
+        codes[i] = fabsf(largest) < 1e-15f ? 8 : nearest_level(1 / (largest / -127) * x[i]);
+        volatile float weighted = w * (float)levels[codes[i]];
+        volatile float by_element = weighted * x[i], by_level = weighted * (float)levels[codes[i]];
+        upper += by_element;
+        lower += by_level;
+    }
+    store_bits(KVC_IQ4_NL, block, fabsf(largest) < 1e-15f ? 0 : upper / lower, 0, codes);
+}
+
 /* What 32 finite elements become, by the definition of the types. */
 static void quantised(int type, uint8_t block[LARGEST_BLOCK], const float *x)
 {
-    float largest = 0;
-    for (int i = 0; i < BLOCK; i++)
+    const int half = type == KVC_Q8_0 ? 127 : 1 << (bits_of_code(type) - 1);
+    int codes[BLOCK];
+    float largest = 0, least = x[0], most = x[0];
+    for (int i = 0; i < BLOCK; i++) {
         if (fabsf(x[i]) > fabsf(largest))
             largest = x[i];
-    float d = type == KVC_Q8_0 ? fabsf(largest) / 127 : largest / -8;
-    float id = fabsf(d) > 0x1p-128f ? 1 / d : 0; /* else the quotient would be infinite */
-    uint16_t scale = nearest_f16(d);
-    memcpy(block, &scale, sizeof scale);
-    memset(block + 2, 0, LARGEST_BLOCK - 2);
-    for (int i = 0; i < BLOCK && !(type == KVC_Q4_0 && d != 0 && id == 0 && isfinite(d)); i++) {
-        volatile float product = x[i] * id; /* rounded, whatever the compiler would like to do */
-        if (type == KVC_Q8_0)
-            block[2 + i] = (uint8_t)(int)roundf(product);
-        else
-            block[2 + i % 16] |= (uint8_t)(fmin(floor((double)(product + 8.5f)), 15) * (i < 16 ? 1 : 16));
+        least = x[i] < least ? x[i] : least;
+        most = x[i] > most ? x[i] : most;
     }
+    if (type == KVC_IQ4_NL) {
+        quantised_to_levels(block, x, largest);
+        return;
+    }
+    float d = type == KVC_Q8_0 ? fabsf(largest) / 127
+              : has_minimum(type) ? (most - least) / (float)(2 * half - 1) : largest / (float)-half;
+    float id = fabsf(d) > 0x1p-128f ? 1 / d : 0; /* else the quotient would be infinite */
+    const int is_tiny = d != 0 && id == 0 && isfinite(d);
+    for (int i = 0; i < BLOCK; i++) {
+        const float above = x[i] - least;
+        volatile float product = (has_minimum(type) ? above : x[i]) * id; /* rounded */
+        if (type == KVC_Q8_0)
+            codes[i] = (int)roundf(product);
+        else if (has_minimum(type))
+            codes[i] = isnan(product) ? 0 : (int)fmin(floor((double)(product + 0.5f)), 2 * half - 1);
+        else
+            codes[i] = is_tiny ? 0 : (int)fmin(floor((double)(product + ((float)half + 0.5f))), 2 * half - 1);
+    }
+    store_bits(type, block, d, least, codes);
 }
 
 /* Blocks of 32 finite floats.  d becomes a power of two where `top` and a sign times one is their largest element. */
@@ -387,14 +474,45 @@ static void test_dequantise(const kvc_kernels *kernels, int type)
         memcpy(block, &bits, sizeof bits);
         kernels->convert(type, KVC_F32, x, 0, block, 0, 1, BLOCK);
         for (int i = 0; i < BLOCK; i++) {
-            int nibble = (block[2 + i % 16] >> (i < 16 ? 0 : 4) & 15) - 8;
-            int q = type == KVC_Q4_0 ? nibble : block[2 + i] < 128 ? block[2 + i] : block[2 + i] - 256;
-            double right = decoded(KVC_F16, bits) * q;
+            const int q = code_at(type, block, i);
+            uint16_t minimum;
+            memcpy(&minimum, block + 2, sizeof minimum);
+            const float right =
+                (float)(decoded(KVC_F16, bits) * q + (has_minimum(type) ? decoded(KVC_F16, minimum) : 0));
             CHECKF(isnan(right) ? isnan(x[i]) : x[i] == right, "%s %s: scale %04x times %d is %g, not %g",
-                   kernels->name, kvc_type_name(type), (unsigned)scale, q, (double)x[i], right);
+                   kernels->name, kvc_type_name(type), (unsigned)scale, q, (double)x[i], (double)right);
         }
         check_same(kernels, type, KVC_F16, block, BLOCK);
         check_same(kernels, type, KVC_BF16, block, BLOCK);
+    }
+}
+
+/* Rows are unpacked to rows of q8_0 that decode to the same, but for minima, and nothing else is written. */
+static void test_unpack(const kvc_kernels *kernels, int type, int dim)
+{
+    enum { MAX_BLOCKS = MAX_DIM / BLOCK };
+    static uint8_t rows[KVC_TILE * (MAX_BLOCKS + 1) * LARGEST_BLOCK], got[KVC_TILE * MAX_BLOCKS * 34 + 1];
+    const int n = random_int(1, KVC_TILE + 1), gap = random_int(0, 3);
+    const int64_t row_bytes = (int64_t)kvc_row_bytes(type, dim), q8_bytes = (int64_t)kvc_row_bytes(KVC_Q8_0, dim);
+    const int by_row = random_int(0, 2), row_step = by_row ? MAX_BLOCKS : 1, block_step = by_row ? 1 : KVC_TILE;
+    float minima[MAX_BLOCKS * KVC_TILE], x[MAX_DIM], y[MAX_DIM], elements[MAX_DIM];
+    for (int j = 0; j < n; j++) {
+        fill(elements, (size_t)dim);
+        kvc_kernels_scalar.convert(KVC_F32, type, rows + j * (row_bytes + gap), 0, elements, 0, 1, dim);
+    }
+    fill(minima, MAX_BLOCKS * KVC_TILE);
+    memset(got, 7, sizeof got);
+    kernels->unpack(type, got, rows, row_bytes + gap, n, dim, minima, row_step, block_step);
+    CHECK(got[n * q8_bytes] == 7);
+    for (int j = 0; j < n; j++) {
+        kvc_kernels_scalar.convert(type, KVC_F32, x, 0, rows + j * (row_bytes + gap), 0, 1, dim);
+        kvc_kernels_scalar.convert(KVC_Q8_0, KVC_F32, y, 0, got + j * q8_bytes, 0, 1, dim);
+        for (int d = 0; d < dim; d++) {
+            const double minimum = has_minimum(type) ? minima[j * row_step + d / BLOCK * block_step] : 0;
+            const double size = has_minimum(type) ? fabs(minimum) + fabs(x[d]) : 0;
+            CHECKF(fabs(y[d] + minimum - x[d]) <= size * FLT_EPSILON, "%s %s dim %d, row %d, element %d: %g, not %g",
+                   kernels->name, kvc_type_name(type), dim, j, d, y[d] + minimum, (double)x[d]);
+        }
     }
 }
 
@@ -784,13 +902,13 @@ static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
 }
 
 /* Whatever its panels look like: m query rows by a tile, and weights by its values, against float64. */
-static void test_tiler(const kvc_kernels *kernels, int type, int dim, int m, int n, sizes largest)
+static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int type, int dim, int m, int n,
+                       sizes largest)
 {
     enum { MAX_M = 72, MAX_PADDED = (MAX_DIM + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK };
     static _Alignas(64) float panel[MAX_PADDED * KVC_TILE], scores[MAX_M * KVC_TILE], sums[MAX_M * MAX_PADDED];
     static float q[MAX_M * MAX_PADDED], prepared[MAX_M * MAX_PADDED], weights[MAX_M * KVC_TILE];
     static float old[MAX_M * MAX_PADDED];
-    const kvc_tiler *tiler = &kernels->tiler[type];
     const int is_plain = tiler->score == kernels->tiler[KVC_F32].score;
     const int stride = (dim + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK;
     const int values = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
@@ -866,12 +984,18 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim)
         static const int some_m[] = {1, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 72};
         if (kernels->tiler[type].score == kernels->tiler[KVC_F32].score)
             test_pack(kernels, type, dim, some_n[i]);
-        test_tiler(kernels, type, dim, some_m[(i + dim) % NUM_N], some_n[i], usual);
+        test_tiler(kernels, &kernels->tiler[type], type, dim, some_m[(i + dim) % NUM_N], some_n[i], usual);
+        if (type == KVC_F32 && kernels->decoded.score)
+            test_tiler(kernels, &kernels->decoded, type, dim, some_m[(i + dim) % NUM_N], some_n[i], usual);
     }
     test_same_scores(kernels, type, 0, dim);
     if (type == KVC_BF16 && kernels->score_bf16.score)
         test_same_scores(kernels, type, 1, dim);
     test_same_sums(kernels, type, dim);
+}
+
+static void test_conversions(const kvc_kernels *kernels, int type, int dim)
+{
     for (int to = 0; to < TYPES; to++)
         if (dim % kvc_type_elements(to) == 0 && (type == to || type < KVC_FLOAT_TYPES || to < KVC_FLOAT_TYPES))
             test_convert_rows(kernels, type, to, dim);
@@ -889,7 +1013,7 @@ static void test_denormals(const kvc_kernels *kernels, int type, int dim)
         test_score(kernels, type, 0, dim, i + 1, some_n[i], denormal(type));
         test_accumulate(kernels, type, dim, i + 1, some_n[i], denormal(type));
         if (!is_flushed)
-            test_tiler(kernels, type, dim, 7 * i + 1, some_n[i], denormal(type));
+            test_tiler(kernels, &kernels->tiler[type], type, dim, 7 * i + 1, some_n[i], denormal(type));
     }
 }
 
@@ -944,6 +1068,14 @@ static void test_kernels(const kvc_kernels *kernels)
 {
     const int num_dims = is_quick() ? 6 : NUM_DIMS;
     for (int type = KVC_F32; type < TYPES; type++) {
+        for (int i = 0; i < num_dims; i++)
+            if (dims[i] % kvc_type_elements(type) == 0)
+                test_conversions(kernels, type, dims[i]);
+        for (int i = 0; i < num_dims && !kernels->accumulate[type]; i++)
+            if (dims[i] % kvc_type_elements(type) == 0)
+                test_unpack(kernels, type, dims[i]);
+        if (!kernels->accumulate[type])
+            continue;
         for (int i = 0; i < num_dims; i++)
             if (dims[i] % kvc_type_elements(type) == 0)
                 test_rows(kernels, type, dims[i]);

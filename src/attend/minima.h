@@ -1,0 +1,33 @@
+/* minima.h: the part of attention that the minima of blocks have, where kernels get rows without them.
+ *
+ * An element is d * q + m, with a scale d and a minimum m for each block.  Kernels score and sum the products of scales
+ * and codes; m adds to a score as often as the block's elements of the query add up to, and to all columns of a block
+ * as often as the row weighs.  The minima of a tile lie in the lane: of keys [block][KVC_TILE], of values
+ * [row][lane.block_stride].
+ */
+#ifndef KVC_MINIMA_H
+#define KVC_MINIMA_H
+
+#include "attend/task.h"
+
+/* Returns the type as which kernels get rows of a type: most types as they are, the others unpacked to q8_0 for few
+ * query rows, and decoded for many. */
+static inline int32_t kvc_kernel_type(const kvc_task *t, int32_t type) {
+    return t->call->kernels->accumulate[type] ? type : t->unit->tiled ? KVC_F32 : KVC_Q8_0;
+}
+
+/* Whether kernels get rows of a type without the minima of their blocks. */
+static inline int kvc_lacks_minima(const kvc_task *t, int32_t type) {
+    return KVC_TYPES[type].has_minimum && kvc_kernel_type(t, type) == KVC_Q8_0;
+}
+
+/* Adds up the elements of each block of the query rows, which are not prepared yet, times the scale of scores. */
+void kvc_add_up_blocks(const kvc_task *t);
+
+/* Adds the minima of a tile's n keys to its scores. */
+void kvc_score_minima(const kvc_task *t, int32_t n);
+
+/* Adds the minima of a tile's n values, weighted, to acc. */
+void kvc_accumulate_minima(const kvc_task *t, int32_t n);
+
+#endif
