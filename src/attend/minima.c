@@ -1,6 +1,8 @@
 /* minima.c: see minima.h. */
 #include "attend/minima.h"
 
+#include <string.h>
+
 void kvc_add_up_blocks(const kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
     for (int32_t r = 0; r < t->num_query_rows; r++) {
@@ -22,16 +24,27 @@ void kvc_score_minima(const kvc_task *t, int32_t n) {
                                            1);
 }
 
+/* Adds to each column of a block of acc what its minima sum to. */
+static void add_to_columns(float *acc, const float *sums, int32_t num_blocks) {
+    for (int32_t b = 0; b < num_blocks; b++, acc += KVC_QUANT_ELEMENTS)
+        for (int32_t i = 0; i < KVC_QUANT_ELEMENTS; i++) acc[i] += sums[b];
+}
+
+/* The weights of a query row times the minima of a block are a product of two rows of KVC_TILE floats, a score. */
 void kvc_accumulate_minima(const kvc_task *t, int32_t n) {
     const kvc_plan *plan = t->call->plan;
     const kvc_lane_layout *lane = &plan->lane;
+    const int32_t num_blocks = plan->v_dim / KVC_QUANT_ELEMENTS;
     float *const sums = t->lane + lane->sum_blocks;
-    const int32_t stride = lane->block_stride;
-    t->call->kernels->tiler[KVC_F32].accumulate(sums, stride, t->scores, KVC_TILE, t->lane + lane->minima, stride,
-                                                t->num_query_rows, plan->v_dim / KVC_QUANT_ELEMENTS, n, 0);
-    for (int32_t r = 0; r < t->num_query_rows; r++) {
-        float *acc = t->acc + (size_t)r * (size_t)lane->acc_stride;
-        for (int32_t b = 0; b < plan->v_dim / KVC_QUANT_ELEMENTS; b++, acc += KVC_QUANT_ELEMENTS)
-            for (int32_t i = 0; i < KVC_QUANT_ELEMENTS; i++) acc[i] += sums[(size_t)r * (size_t)stride + (size_t)b];
+    for (int32_t b = 0; b < num_blocks; b += KVC_TILE) {
+        float *const minima = t->lane + lane->minima + (size_t)b * KVC_TILE;
+        const int32_t some = (int32_t)kvc_smaller(num_blocks - b, KVC_TILE);
+        for (int32_t i = 0; i < some; i++)
+            memset(minima + i * KVC_TILE + n, 0, (size_t)(KVC_TILE - n) * sizeof *minima); /* there, weights are 0 */
+        t->call->kernels->score[KVC_F32].score(sums, t->scores, KVC_TILE, t->num_query_rows, minima,
+                                               KVC_TILE * sizeof *minima, some, KVC_TILE, (kvc_ahead){.bytes = 0});
+        for (int32_t r = 0; r < t->num_query_rows; r++)
+            add_to_columns(t->acc + (size_t)r * (size_t)lane->acc_stride + (size_t)b * KVC_QUANT_ELEMENTS,
+                           sums + (size_t)r * KVC_TILE, some);
     }
 }

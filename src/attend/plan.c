@@ -140,7 +140,7 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     lane->block_stride = (int32_t)kvc_align_up((uint64_t)widest / KVC_QUANT_ELEMENTS, KVC_LANES);
     lane->minima = add_floats(&lane->size, (uint64_t)lane->block_stride * KVC_TILE);
     lane->q_blocks = add_floats(&lane->size, q * (uint64_t)lane->block_stride);
-    lane->sum_blocks = add_floats(&lane->size, q * (uint64_t)lane->block_stride);
+    lane->sum_blocks = add_floats(&lane->size, q * KVC_TILE);
 }
 
 /* Offsets of a plan's arrays from the beginning of its struct, and the size of the whole, in bytes. */

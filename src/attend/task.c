@@ -164,15 +164,13 @@ static void copy_rows(const kvc_task *t, const walk *w, const uint8_t *from, int
     const kvc_lane_layout *lane = &c->plan->lane;
     const int32_t type = w->is_value ? c->layer->v_type : c->layer->k_type, to_type = kvc_kernel_type(t, type);
     const int32_t dim = w->is_value ? c->plan->v_dim : c->plan->k_dim;
-    const int64_t row = w->is_value ? lane->block_stride : 1, block = w->is_value ? 1 : KVC_TILE; /* of minima */
     uint8_t *to = (uint8_t *)(t->lane + lane->rows) + done * stride;
     if (to_type == type)
         memcpy(to, from, (size_t)(n * stride));
     else if (to_type == KVC_F32)
         c->kernels->convert(type, KVC_F32, to, stride, from, (int64_t)w->row_bytes, n, dim);
     else
-        c->kernels->unpack(type, to, from, (int64_t)w->row_bytes, n, dim, t->lane + lane->minima + done * row, row,
-                           block);
+        c->kernels->unpack(type, to, from, (int64_t)w->row_bytes, n, dim, t->lane + lane->minima + done);
 }
 
 /* Rows as a kernel takes them. */

@@ -371,31 +371,40 @@ INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void 
 /* ---- unpacking ----------------------------------------------------------------------------------------------------
  */
 
-INLINE void unpack_row(int type, char *dst, const char *row, int dim, float *minima, int64_t minima_block) {
+INLINE void unpack_row(int type, char *dst, const char *row, int dim) {
     const int middle = KVC_TYPES[type].has_fifth_bits ? 16 : 8;
     for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
         memcpy(dst, row, KVC_SCALE_BYTES);
         unpack_codes(type, dst + KVC_SCALE_BYTES, row, type == KVC_IQ4_NL ? 0 : middle);
-        if (KVC_TYPES[type].has_minimum)
-            v_store_first(minima, v_fma(v_set_f16(row), v_set((float)middle), v_set_f16(row + KVC_SCALE_BYTES)));
         dst += KVC_TYPES[KVC_Q8_0].bytes;
         row += KVC_TYPES[type].bytes;
-        minima += minima_block;
     }
 }
 
+/* Finds what the blocks that begin at p, of n rows, lack in unpacked rows. */
+INLINE void unpack_minima(int type, float *minima, const char *p, int64_t row_stride, int64_t n) {
+    const vec middle = v_set(KVC_TYPES[type].has_fifth_bits ? 16 : 8);
+    int64_t j = 0;
+    for (; j + LANES <= n; j += LANES, p += LANES * row_stride)
+        v_store(minima + j,
+                v_fma(v_load_scales(p, row_stride), middle, v_load_scales(p + KVC_SCALE_BYTES, row_stride)));
+    for (; j < n; j++, p += row_stride)
+        v_store_first(minima + j, v_fma(v_set_f16(p), middle, v_set_f16(p + KVC_SCALE_BYTES)));
+}
+
 /* Is a kvc_unpack_fn. */
-INLINE void unpack(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim, float *minima,
-                   int64_t minima_row, int64_t minima_block) {
+INLINE void unpack(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim, float *minima) {
     for (int64_t j = 0; j < n; j++) {
         char *to = (char *)dst + (size_t)j * bytes_of(KVC_Q8_0, dim);
         const char *row = (const char *)rows + j * row_stride;
-        float *row_minima = minima + j * minima_row;
         switch (type) {
-        case KVC_Q4_1: unpack_row(KVC_Q4_1, to, row, dim, row_minima, minima_block); break;
-        case KVC_Q5_0: unpack_row(KVC_Q5_0, to, row, dim, row_minima, minima_block); break;
-        case KVC_Q5_1: unpack_row(KVC_Q5_1, to, row, dim, row_minima, minima_block); break;
-        default: unpack_row(KVC_IQ4_NL, to, row, dim, row_minima, minima_block);
+        case KVC_Q4_1: unpack_row(KVC_Q4_1, to, row, dim); break;
+        case KVC_Q5_0: unpack_row(KVC_Q5_0, to, row, dim); break;
+        case KVC_Q5_1: unpack_row(KVC_Q5_1, to, row, dim); break;
+        default: unpack_row(KVC_IQ4_NL, to, row, dim);
         }
     }
+    if (KVC_TYPES[type].has_minimum)
+        for (int b = 0; b < dim / KVC_QUANT_ELEMENTS; b++)
+            unpack_minima(type, minima + b * KVC_TILE, (const char *)rows + b * KVC_TYPES[type].bytes, row_stride, n);
 }

@@ -12,11 +12,10 @@
         convert(from, to, dst, dst_stride, src, src_stride, num_rows, dim);                                \
     }
 
-#define DEFINE_UNPACK(name)                                                                                        \
-    extern kvc_unpack_fn name;                                                                                     \
-    TARGET void name(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim, float *minima, \
-                     int64_t minima_row, int64_t minima_block) {                                                   \
-        unpack(type, dst, rows, row_stride, n, dim, minima, minima_row, minima_block);                             \
+#define DEFINE_UNPACK(name)                                                                                          \
+    extern kvc_unpack_fn name;                                                                                       \
+    TARGET void name(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim, float *minima) { \
+        unpack(type, dst, rows, row_stride, n, dim, minima);                                                         \
     }
 
 #define DEFINE_SCORE(name, type)                                                                                   \

@@ -45,10 +45,10 @@ typedef void kvc_convert_fn(int from, int to, void *dst, int64_t dst_stride, con
                             int64_t num_rows, int dim);
 
 /* Unpacks n rows of codes of four or five bits for kernels of q8_0: to rows that lie one after the other, with the same
- * scales, and as elements what is multiplied by them: codes less half of their range, or levels.  minima[j * minima_row
- * + b * minima_block] becomes what block b of row j lacks then, where its type has minima. */
-typedef void kvc_unpack_fn(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim, float *minima,
-                           int64_t minima_row, int64_t minima_block);
+ * scales, and as elements what is multiplied by them: codes less half of their range, or levels.  minima[b * KVC_TILE +
+ * j] becomes what block b of row j lacks then, where its type has minima. */
+typedef void kvc_unpack_fn(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim,
+                           float *minima);
 
 /* Converts num_q query rows of f32, in place, to the form that score takes, so that scores are multiplied by scale.
  * Rows are padded to a multiple of KVC_LANES. */

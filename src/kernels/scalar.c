@@ -276,8 +276,7 @@ static void convert(int from, int to, void *dst, int64_t dst_stride, const void 
     }
 }
 
-static void unpack(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim, float *minima,
-                   int64_t minima_row, int64_t minima_block) {
+static void unpack(int type, void *dst, const void *rows, int64_t row_stride, int64_t n, int dim, float *minima) {
     const int middle = KVC_TYPES[type].has_fifth_bits ? 16 : 8;
     uint8_t *to = dst;
     for (int64_t j = 0; j < n; j++) {
@@ -290,8 +289,7 @@ static void unpack(int type, void *dst, const void *rows, int64_t row_stride, in
                 *to++ = (uint8_t)(type == KVC_IQ4_NL ? KVC_LEVELS[code] : code - middle);
             }
             if (KVC_TYPES[type].has_minimum)
-                minima[j * minima_row + b * minima_block] =
-                    scale_of(block) * (float)middle + scale_of(block + KVC_SCALE_BYTES);
+                minima[b * KVC_TILE + j] = scale_of(block) * (float)middle + scale_of(block + KVC_SCALE_BYTES);
         }
     }
 }

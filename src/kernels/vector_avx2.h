@@ -20,6 +20,13 @@ INLINE void v_store(void *p, vec x) { _mm256_storeu_ps(p, x); }
 
 INLINE void v_store_first(float *p, vec x) { *p = _mm256_cvtss_f32(x); }
 
+INLINE __m256i add_fifth_bits(__m256i codes, uint32_t bits) {
+    const __m256i bit_of = _mm256_set1_epi64x((long long)0x8040201008040201); /* in a byte, for each of 8 elements */
+    const __m256i byte_of = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i set = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), byte_of), bit_of);
+    return _mm256_add_epi8(codes, _mm256_and_si256(_mm256_cmpeq_epi8(set, bit_of), _mm256_set1_epi8(16)));
+}
+
 INLINE vec v_set_f16(const void *p) {
     short bits;
     memcpy(&bits, p, sizeof bits);

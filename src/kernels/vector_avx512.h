@@ -24,6 +24,10 @@ INLINE void v_store(void *p, vec x) { _mm512_storeu_ps(p, x); }
 
 INLINE void v_store_first(float *p, vec x) { *p = _mm512_cvtss_f32(x); }
 
+INLINE __m256i add_fifth_bits(__m256i codes, uint32_t bits) {
+    return _mm256_mask_add_epi8(codes, bits, codes, _mm256_set1_epi8(16));
+}
+
 INLINE vec v_set_f16(const void *p) {
     short bits;
     memcpy(&bits, p, sizeof bits);

@@ -23,26 +23,23 @@ INLINE void copy_row(void *dst, const void *src, size_t bytes) {
     memcpy(dst, src, bytes);
 }
 
-/* Looks the codes of a block of iq4_nl up, and puts the fifth bits of other types where they belong. */
-INLINE __m256i finish_codes(int type, __m256i low, const char *nibbles) {
-    if (type == KVC_IQ4_NL)
-        return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)KVC_LEVELS)), low);
-    if (!KVC_TYPES[type].has_fifth_bits) return low;
-    const __m256i bit_of = _mm256_set1_epi64x((long long)0x8040201008040201); /* in a byte, for each of 8 elements */
-    const __m256i byte_of = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-    int bits;
-    memcpy(&bits, nibbles - sizeof bits, sizeof bits);
-    __m256i set = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), byte_of), bit_of);
-    set = _mm256_cmpeq_epi8(set, bit_of);
-    return _mm256_or_si256(low, _mm256_and_si256(set, _mm256_set1_epi8(16)));
-}
+/* Adds 16 to those of 32 bytes whose bit is set.  In the header of each set's vectors. */
+INLINE __m256i add_fifth_bits(__m256i codes, uint32_t bits);
 
 INLINE void unpack_codes(int type, char *dst, const char *block, int by) {
     const char *nibbles = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
     const __m128i both = _mm_loadu_si128((const void *)nibbles);
     const __m256i low = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(both, 4), both), _mm256_set1_epi8(15));
-    const __m256i codes = finish_codes(type, low, nibbles);
-    _mm256_storeu_si256((void *)dst, by ? _mm256_sub_epi8(codes, _mm256_set1_epi8((char)by)) : codes);
+    __m256i codes = low;
+    if (type == KVC_IQ4_NL)
+        codes = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)KVC_LEVELS)), low);
+    if (by) codes = _mm256_sub_epi8(codes, _mm256_set1_epi8((char)by));
+    if (KVC_TYPES[type].has_fifth_bits) {
+        uint32_t bits;
+        memcpy(&bits, nibbles - sizeof bits, sizeof bits);
+        codes = add_fifth_bits(codes, bits);
+    }
+    _mm256_storeu_si256((void *)dst, codes);
 }
 
 /* Returns p + stride.  Hides the sum from compilers, which hold the distance of every row to the first in a register

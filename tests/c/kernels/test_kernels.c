@@ -472,6 +472,8 @@ static void test_dequantise(const kvc_kernels *kernels, int type)
         for (int i = 2; i < LARGEST_BLOCK; i++)
             block[i] = (uint8_t)random_int(0, 256);
         memcpy(block, &bits, sizeof bits);
+        if ((bits & 0x7c00) == 0x7c00) /* of two NaN, compilers choose which one a sum is */
+            block[3] &= 0xbf;          /* makes the minimum finite */
         kernels->convert(type, KVC_F32, x, 0, block, 0, 1, BLOCK);
         for (int i = 0; i < BLOCK; i++) {
             const int q = code_at(type, block, i);
@@ -494,7 +496,6 @@ static void test_unpack(const kvc_kernels *kernels, int type, int dim)
     static uint8_t rows[KVC_TILE * (MAX_BLOCKS + 1) * LARGEST_BLOCK], got[KVC_TILE * MAX_BLOCKS * 34 + 1];
     const int n = random_int(1, KVC_TILE + 1), gap = random_int(0, 3);
     const int64_t row_bytes = (int64_t)kvc_row_bytes(type, dim), q8_bytes = (int64_t)kvc_row_bytes(KVC_Q8_0, dim);
-    const int by_row = random_int(0, 2), row_step = by_row ? MAX_BLOCKS : 1, block_step = by_row ? 1 : KVC_TILE;
     float minima[MAX_BLOCKS * KVC_TILE], x[MAX_DIM], y[MAX_DIM], elements[MAX_DIM];
     for (int j = 0; j < n; j++) {
         fill(elements, (size_t)dim);
@@ -502,13 +503,13 @@ static void test_unpack(const kvc_kernels *kernels, int type, int dim)
     }
     fill(minima, MAX_BLOCKS * KVC_TILE);
     memset(got, 7, sizeof got);
-    kernels->unpack(type, got, rows, row_bytes + gap, n, dim, minima, row_step, block_step);
+    kernels->unpack(type, got, rows, row_bytes + gap, n, dim, minima);
     CHECK(got[n * q8_bytes] == 7);
     for (int j = 0; j < n; j++) {
         kvc_kernels_scalar.convert(type, KVC_F32, x, 0, rows + j * (row_bytes + gap), 0, 1, dim);
         kvc_kernels_scalar.convert(KVC_Q8_0, KVC_F32, y, 0, got + j * q8_bytes, 0, 1, dim);
         for (int d = 0; d < dim; d++) {
-            const double minimum = has_minimum(type) ? minima[j * row_step + d / BLOCK * block_step] : 0;
+            const double minimum = has_minimum(type) ? minima[d / BLOCK * KVC_TILE + j] : 0;
             const double size = has_minimum(type) ? fabs(minimum) + fabs(x[d]) : 0;
             CHECKF(fabs(y[d] + minimum - x[d]) <= size * FLT_EPSILON, "%s %s dim %d, row %d, element %d: %g, not %g",
                    kernels->name, kvc_type_name(type), dim, j, d, y[d] + minimum, (double)x[d]);
@@ -1092,7 +1093,8 @@ static void test_kernels(const kvc_kernels *kernels)
         test_quantise(kernels, type);
         test_not_finite(kernels, type);
         test_dequantise(kernels, type);
-        test_scales(kernels, type);
+        if (kernels->accumulate[type])
+            test_scales(kernels, type);
     }
     test_16_bits(kernels, KVC_F16);
     test_16_bits(kernels, KVC_BF16);
