@@ -148,7 +148,7 @@ static void test_bad_layers(void)
          KVC_ERR_INVALID, "layers[1].num_kv_heads", "is 2147483647:"},
         {{.num_kv_heads = 1, .v_dim = 4}, KVC_ERR_INVALID, "layers[1].k_dim", "is 0:"},
         {{.num_kv_heads = 1, .k_dim = 4, .v_dim = -4}, KVC_ERR_INVALID, "layers[1].v_dim", "is -4:"},
-        {{GOOD, .k_type = 5}, KVC_ERR_INVALID, "layers[1].k_type", "is 5:"},
+        {{GOOD, .k_type = 9}, KVC_ERR_INVALID, "layers[1].k_type", "is 9:"},
         {{GOOD, .v_type = -1}, KVC_ERR_INVALID, "layers[1].v_type", "is -1:"},
         {{GOOD, .k_type = KVC_Q8_0}, KVC_ERR_INVALID, "layers[1].k_dim", "is 4: for q8_0"},
         {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 40, .v_type = KVC_Q4_0},
