@@ -689,7 +689,7 @@ typedef struct kvc_attend_args {
     void *out;          /* [num_tokens][num_heads][v_dim], of q's type */
     float *lse;         /* [num_tokens][num_heads] log-sum-exp of the scores (natural, sinks included); may be NULL */
     const float *sinks; /* [num_heads] a logit that joins the softmax and has no value; may be NULL */
-    const float *alibi; /* [num_heads] slopes: slope * (key position - query position) is added; may be NULL */
+    const float *alibi; /* [num_heads] slopes: -slope * |query position - key position| is added; may be NULL */
     const volatile int32_t *cancel; /* may be NULL; set to other than 0: tasks end early, or do not begin */
     int64_t q_token_stride, q_head_stride;
     int64_t out_token_stride, out_head_stride;

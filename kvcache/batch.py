@@ -263,7 +263,7 @@ class Batch:
         sinks : array, optional
             A logit per head, ``[num_heads]`` of f32, that joins the softmax and has no value, as in gpt-oss.
         alibi : array, optional
-            A slope per head, ``[num_heads]`` of f32: ``slope * (key position - query position)`` is added to the
+            A slope per head, ``[num_heads]`` of f32: ``-slope * abs(query position - key position)`` is added to the
             score [1]_.
         non_causal : bool or array of bool, optional
             Whether a query also sees later positions of its sequence: one value for all queries, or one per query or

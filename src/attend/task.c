@@ -339,7 +339,7 @@ static void apply_softcap_and_alibi(const kvc_call *c, kvc_tile *tile, float *sc
     if (!c->args->alibi) return;
     kvc_locate_rows(tile, batch->order);
     for (int32_t j = 0; j < tile->n; j++)
-        scores[j] += c->args->alibi[head] * (float)(tile->position[j] - batch->positions[token]);
+        scores[j] -= c->args->alibi[head] * fabsf((float)(tile->position[j] - batch->positions[token]));
 }
 
 /* Turns the scores of a tile into weights, and updates max, sum and factor of each query row. */

@@ -86,7 +86,7 @@ def softmax(q, k, v, sees, distance, *, scale=None, softcap=None, sinks=None, al
     if softcap is not None:
         s = softcap * np.tanh(s / softcap)
         bound += softcap
-    bias = 0 if alibi is None else np.asarray(alibi, float)[:, None] * distance[:, None]
+    bias = 0 if alibi is None else np.asarray(alibi, float)[:, None] * -np.abs(distance)[:, None]
     s = np.where(sees[:, None], s + bias, -np.inf)
     sink = np.full(heads, -np.inf) if sinks is None else np.asarray(sinks, float)
     top = np.maximum(s.max(-1), sink)

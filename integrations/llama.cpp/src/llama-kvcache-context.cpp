@@ -71,11 +71,6 @@ bool llama_kvcache::is_one_by_one(const std::vector<llama_ubatch> &ubatches) con
 }
 
 llama_memory_context_ptr llama_kvcache::init_ubatches(std::vector<llama_ubatch> ubatches) {
-    if (model.hparams.use_alibi && !cparams.causal_attn) {
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, LLAMA_KVCACHE_TWO_SIDED_ALIBI);
-        return std::make_unique<llama_kvcache_context>(this, LLAMA_MEMORY_STATUS_FAILED_COMPUTE);
-    }
-
     const kvc_status status = begin(ubatches.data(), ubatches.size());
 
     if (status) {

@@ -267,9 +267,6 @@ std::string llama_kvcache_refusal(const llama_model &model, const llama_memory_p
     if (hparams.swa_type == LLAMA_SWA_TYPE_SYMMETRIC || hparams.non_causal_type == LLAMA_NON_CAUSAL_TYPE_SWA_FULL) {
         return "the model's windows reach to both sides";
     }
-    if (hparams.use_alibi && !cparams.causal_attn) {
-        return LLAMA_KVCACHE_TWO_SIDED_ALIBI;
-    }
     for (const ggml_type type : {params.type_k, params.type_v}) {
         if (llama_kvcache_type(type) < 0) {
             return std::string("no support for rows of type ") + ggml_type_name(type) + " (use " + types_served() + ")";

@@ -39,8 +39,6 @@ struct llama_kvcache_layers {
     bool swa_full = false; // the option: callers count on all rows of a window's past
 };
 
-static const char *const LLAMA_KVCACHE_TWO_SIDED_ALIBI = "tokens see later ones in a model with ALiBi";
-
 // returns why graphs of an architecture cannot run on this cache, nullptr if they can
 const char *llama_kvcache_arch_refusal(llm_arch arch);
 

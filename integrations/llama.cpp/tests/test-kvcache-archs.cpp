@@ -41,9 +41,6 @@ static std::string g_last_error;  // of llama.cpp
 static const double FLOOR = 1e-9; // rounding: errors below are not compared
 
 static void on_log(ggml_log_level level, const char *text, void * /*user*/) {
-    if (strstr(text, LLAMA_KVCACHE_TWO_SIDED_ALIBI)) {
-        g_reason = LLAMA_KVCACHE_TWO_SIDED_ALIBI;
-    }
     if (const char *reason = strstr(text, "llama_kvcache_create: not used: ")) {
         g_reason = strstr(reason, "used: ") + 6;
         g_reason.erase(g_reason.find_last_not_of('\n') + 1);

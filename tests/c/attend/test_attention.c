@@ -81,7 +81,7 @@ static double score_of(const rows *r, int row, const float *q, int h, int j, dou
         size += 4 * (double)s->softcap;
     }
     if (s->alibi) {
-        double bias = (double)s->alibi[h] * (r->member->positions[j] - r->member->positions[row]);
+        double bias = (double)s->alibi[h] * -abs(r->member->positions[j] - r->member->positions[row]);
         score += bias;
         size += 3 * fabs(bias);
     }

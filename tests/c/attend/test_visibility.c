@@ -350,7 +350,7 @@ static double score_of(const pair *p, const query *a, int t, int h, const entry 
         score += query_element(p, a, t, h, d) * k[d];
     score *= (double)a->scale;
     if (a->alibi)
-        score += (double)a->alibi[h] * ((double)e->position - p->positions[a->first + t]);
+        score -= (double)a->alibi[h] * fabs((double)e->position - p->positions[a->first + t]);
     return score;
 }
 
