@@ -58,11 +58,7 @@ def times(mix: dict[str, float], by: float) -> Mix:
 
 
 def total(*mixes: Mix) -> Mix:
-    found: Mix = Counter()
-    for mix in mixes:
-        for kind, count in mix.items():
-            found[kind] += count  # type: ignore[assignment]
-    return found
+    return sum(mixes, Counter())
 
 
 # ---- rows of floats

@@ -59,15 +59,15 @@ class Vectors:
 X86 = {"load": "vmovups (%[p]), {to}", "broadcast": "vbroadcastss (%[p]), {to}", "store": "vmovups {x}, 64(%[p])"}
 X86 |= {"prefetch": "prefetcht1 (%[p])", "any": "nop", "product": "vfmadd231ps {x}, {y}, {sum}"}
 X86 |= {"add": "vaddps {x}, {y}, {to}", "shuffle": "vpunpckldq {x}, {y}, {to}", "from int": "vcvtdq2ps {x}, {to}"}
+X86 |= {"from f16": "vcvtph2ps (%[p]), {to}", "shift": "vpslld $16, {x}, {to}"}
+X86 |= {"pairs": "vpmaddwd {x}, {y}, {to}\n vpaddd {x}, {y}, {to}"}
 MULTIPLICATIONS = "imul %[x], %[x]\n imul %[x], %[x]"  # of integers: processors do not merge them, as they do additions
 
 AVX512 = Vectors(
     16, 16, "%%zmm{}", 16,
     X86 | {
-        "from f16": "vcvtph2ps (%[p]), {to}", "logic": "vpandd {x}, {y}, {to}", "shift": "vpslld $16, {x}, {to}",
-        "insert": "vinserti32x4 $1, (%[p]), {y}, {to}", "round": "vrndscaleps $8, {x}, {to}",
-        "power": "vcmpps $5, {x}, {y}, %%k2\n vscalefps {x}, {y}, {to}",
-        "pairs": "vpmaddwd {x}, {y}, {to}\n vpaddd {x}, {y}, {to}",
+        "logic": "vpandd {x}, {y}, {to}", "insert": "vinserti32x4 $1, (%[p]), {y}, {to}",
+        "round": "vrndscaleps $8, {x}, {to}", "power": "vcmpps $5, {x}, {y}, %%k2\n vscalefps {x}, {y}, {to}",
     },
     "vpxord {to}, {to}, {to}", MULTIPLICATIONS, 6,
 )  # fmt: skip
@@ -76,10 +76,9 @@ BF16 = {"bf16 pairs": "vdpbf16ps {x}, {y}, {sum}"}
 AVX2 = Vectors(
     8, 12, "%%ymm{}", 10,
     X86 | {
-        "from f16": "vcvtph2ps (%[p]), {to}", "logic": "vpand {x}, {y}, {to}", "shift": "vpslld $16, {x}, {to}",
-        "insert": "vinserti128 $1, (%[p]), {y}, {to}", "round": "vroundps $8, {x}, {to}",
+        "logic": "vpand {x}, {y}, {to}", "insert": "vinserti128 $1, (%[p]), {y}, {to}",
+        "round": "vroundps $8, {x}, {to}",
         "power": "vcvtps2dq {x}, {to}\n vpslld $23, {x}, {to}\n vandps {x}, {y}, {to}\n vmulps {x}, {y}, {to}",
-        "pairs": "vpmaddwd {x}, {y}, {to}\n vpaddd {x}, {y}, {to}",
     },
     "vpxor {to}, {to}, {to}", MULTIPLICATIONS, 6,
 )  # fmt: skip
