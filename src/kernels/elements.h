@@ -4,8 +4,7 @@ enum { QUANT_VECTORS = KVC_QUANT_ELEMENTS / LANES }; /* vectors of floats that a
 
 INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
-/* ---- blocks of quantised types, decoded -----------------------------------------------------------------------------
- */
+/* ---- blocks of quantised types, decoded -------------------------------------------------------------------------- */
 
 /* Loads elements [i, i + LANES) of a block of q8_0. */
 INLINE vec load_q8_0(const char *block, int i) {
@@ -20,8 +19,14 @@ INLINE vec load_q4_0(const char *block, int i) {
     return v_mul(v_set_f16(block), v_add(q, v_set(-8)));
 }
 
-/* Loads all elements of a block of any other type.  Products of a scale and a code are exact. */
+/* Loads all elements of a block.  Products of a scale and a code are exact. */
 INLINE void load_block(int type, vec x[QUANT_VECTORS], const char *block) {
+    if (type == KVC_Q8_0 || type == KVC_Q4_0) {
+        UNROLL
+        for (int i = 0; i < QUANT_VECTORS; i++)
+            x[i] = type == KVC_Q8_0 ? load_q8_0(block, i * LANES) : load_q4_0(block, i * LANES);
+        return;
+    }
     char codes[KVC_QUANT_ELEMENTS];
     const vec d = v_set_f16(block), minimum = v_set_f16(block + KVC_SCALE_BYTES);
     unpack_codes(type, codes, block, KVC_TYPES[type].zero);
@@ -32,8 +37,7 @@ INLINE void load_block(int type, vec x[QUANT_VECTORS], const char *block) {
     }
 }
 
-/* ---- blocks of quantised types, encoded -----------------------------------------------------------------------------
- */
+/* ---- blocks of quantised types, encoded -------------------------------------------------------------------------- */
 
 /* Returns 1 / d, or 0 if that is infinite. */
 INLINE float reciprocal(float d) {
@@ -252,17 +256,31 @@ TARGET static void copy(void *dst, int64_t dst_stride, const void *src, int64_t 
         copy_row((char *)dst + r * dst_stride, (const char *)src + r * src_stride, row_bytes);
 }
 
-/* Loads what becomes a block.  The type need not be a constant: a branch costs less than a copy of what encodes it. */
+/* Load, or store, QUANT_VECTORS vectors of floats. */
+INLINE void load_vectors(int type, vec x[QUANT_VECTORS], const char *p) {
+    UNROLL
+    for (int i = 0; i < QUANT_VECTORS; i++) x[i] = load_full(type, p + bytes_of(type, i * LANES));
+}
+
+INLINE void store_vectors(int type, char *p, const vec x[QUANT_VECTORS]) {
+    UNROLL
+    for (int i = 0; i < QUANT_VECTORS; i++) store_full(type, p + bytes_of(type, i * LANES), x[i]);
+}
+
+/* Do the same for a type that is no constant: a branch costs less than a copy of what encodes, or decodes, a block. */
 INLINE void load_floats(int type, vec x[QUANT_VECTORS], const char *p) {
-    if (type == KVC_F32) {
-        UNROLL
-        for (int i = 0; i < QUANT_VECTORS; i++) x[i] = v_load(p + bytes_of(KVC_F32, i * LANES));
-    } else if (type == KVC_F16) {
-        UNROLL
-        for (int i = 0; i < QUANT_VECTORS; i++) x[i] = v_load_f16(p + bytes_of(KVC_F16, i * LANES));
-    } else {
-        UNROLL
-        for (int i = 0; i < QUANT_VECTORS; i++) x[i] = v_load_bf16(p + bytes_of(KVC_BF16, i * LANES));
+    switch (type) {
+    case KVC_F32: load_vectors(KVC_F32, x, p); break;
+    case KVC_F16: load_vectors(KVC_F16, x, p); break;
+    default: load_vectors(KVC_BF16, x, p);
+    }
+}
+
+INLINE void store_floats(int type, char *p, const vec x[QUANT_VECTORS]) {
+    switch (type) {
+    case KVC_F32: store_vectors(KVC_F32, p, x); break;
+    case KVC_F16: store_vectors(KVC_F16, p, x); break;
+    default: store_vectors(KVC_BF16, p, x);
     }
 }
 
@@ -282,21 +300,11 @@ INLINE void encode_row(int from, int to, char *dst, const char *src, int dim) {
     }
 }
 
-/* The type of floats is no constant, as in encode_row. */
 INLINE void decode_row(int from, int to, char *dst, const char *src, int dim) {
     for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
         vec x[QUANT_VECTORS];
         load_block(from, x, src + bytes_of(from, d));
-        if (to == KVC_F32) {
-            UNROLL
-            for (int i = 0; i < QUANT_VECTORS; i++) v_store(dst + bytes_of(KVC_F32, d + i * LANES), x[i]);
-        } else if (to == KVC_F16) {
-            UNROLL
-            for (int i = 0; i < QUANT_VECTORS; i++) v_store_f16(dst + bytes_of(KVC_F16, d + i * LANES), x[i]);
-        } else {
-            UNROLL
-            for (int i = 0; i < QUANT_VECTORS; i++) v_store_bf16(dst + bytes_of(KVC_BF16, d + i * LANES), x[i]);
-        }
+        store_floats(to, dst + d * KVC_TYPES[to].bytes, x);
     }
 }
 
@@ -315,9 +323,8 @@ INLINE void convert_row(int from, int to, char *dst, const char *src, int dim) {
             convert_a_row(from, to, (char *)dst + r * dst_stride, (const char *)src + r * src_stride, dim);         \
     }
 APART kvc_convert_fn convert_f32_f16, convert_f32_bf16, convert_f16_f32, convert_f16_bf16, convert_bf16_f32,
-    convert_bf16_f16, encode_q8_0, encode_q4_0, convert_q8_0_f32, convert_q8_0_f16, convert_q8_0_bf16, convert_q4_0_f32,
-    convert_q4_0_f16, convert_q4_0_bf16, encode_q4_1, encode_q5_0, encode_q5_1, encode_iq4_nl, decode_q4_1, decode_q5_0,
-    decode_q5_1, decode_iq4_nl;
+    convert_bf16_f16, encode_q8_0, encode_q4_0, encode_q4_1, encode_q5_0, encode_q5_1, encode_iq4_nl, decode_q8_0,
+    decode_q4_0, decode_q4_1, decode_q5_0, decode_q5_1, decode_iq4_nl;
 DEFINE_CONVERT_ROWS(convert_f32_f16, convert_row, KVC_F32, KVC_F16)
 DEFINE_CONVERT_ROWS(convert_f32_bf16, convert_row, KVC_F32, KVC_BF16)
 DEFINE_CONVERT_ROWS(convert_f16_f32, convert_row, KVC_F16, KVC_F32)
@@ -326,38 +333,31 @@ DEFINE_CONVERT_ROWS(convert_bf16_f32, convert_row, KVC_BF16, KVC_F32)
 DEFINE_CONVERT_ROWS(convert_bf16_f16, convert_row, KVC_BF16, KVC_F16)
 DEFINE_CONVERT_ROWS(encode_q8_0, encode_row, from_type, KVC_Q8_0)
 DEFINE_CONVERT_ROWS(encode_q4_0, encode_row, from_type, KVC_Q4_0)
-DEFINE_CONVERT_ROWS(convert_q8_0_f32, convert_row, KVC_Q8_0, KVC_F32)
-DEFINE_CONVERT_ROWS(convert_q8_0_f16, convert_row, KVC_Q8_0, KVC_F16)
-DEFINE_CONVERT_ROWS(convert_q8_0_bf16, convert_row, KVC_Q8_0, KVC_BF16)
-DEFINE_CONVERT_ROWS(convert_q4_0_f32, convert_row, KVC_Q4_0, KVC_F32)
-DEFINE_CONVERT_ROWS(convert_q4_0_f16, convert_row, KVC_Q4_0, KVC_F16)
-DEFINE_CONVERT_ROWS(convert_q4_0_bf16, convert_row, KVC_Q4_0, KVC_BF16)
-
 DEFINE_CONVERT_ROWS(encode_q4_1, encode_row, from_type, KVC_Q4_1)
 DEFINE_CONVERT_ROWS(encode_q5_0, encode_row, from_type, KVC_Q5_0)
 DEFINE_CONVERT_ROWS(encode_q5_1, encode_row, from_type, KVC_Q5_1)
 DEFINE_CONVERT_ROWS(encode_iq4_nl, encode_row, from_type, KVC_IQ4_NL)
+DEFINE_CONVERT_ROWS(decode_q8_0, decode_row, KVC_Q8_0, to_type)
+DEFINE_CONVERT_ROWS(decode_q4_0, decode_row, KVC_Q4_0, to_type)
 DEFINE_CONVERT_ROWS(decode_q4_1, decode_row, KVC_Q4_1, to_type)
 DEFINE_CONVERT_ROWS(decode_q5_0, decode_row, KVC_Q5_0, to_type)
 DEFINE_CONVERT_ROWS(decode_q5_1, decode_row, KVC_Q5_1, to_type)
 DEFINE_CONVERT_ROWS(decode_iq4_nl, decode_row, KVC_IQ4_NL, to_type)
 
-/* Chooses what converts; NULL: nothing, as the types are the same. */
+/* Chooses what converts; the types differ. */
 INLINE kvc_convert_fn *converter_of(int from, int to) {
-    static kvc_convert_fn *const to_floats[KVC_STORED_TYPES][KVC_FLOAT_TYPES] = {
+    static kvc_convert_fn *const of_floats[KVC_FLOAT_TYPES][KVC_FLOAT_TYPES] = {
         [KVC_F32] = {NULL, convert_f32_f16, convert_f32_bf16},
         [KVC_F16] = {convert_f16_f32, NULL, convert_f16_bf16},
-        [KVC_BF16] = {convert_bf16_f32, convert_bf16_f16, NULL},
-        [KVC_Q8_0] = {convert_q8_0_f32, convert_q8_0_f16, convert_q8_0_bf16},
-        [KVC_Q4_0] = {convert_q4_0_f32, convert_q4_0_f16, convert_q4_0_bf16},
-        [KVC_Q4_1] = {decode_q4_1, decode_q4_1, decode_q4_1},
-        [KVC_Q5_0] = {decode_q5_0, decode_q5_0, decode_q5_0},
-        [KVC_Q5_1] = {decode_q5_1, decode_q5_1, decode_q5_1},
-        [KVC_IQ4_NL] = {decode_iq4_nl, decode_iq4_nl, decode_iq4_nl}};
-    static kvc_convert_fn *const to_blocks[KVC_STORED_TYPES] = {[KVC_Q8_0] = encode_q8_0, [KVC_Q4_0] = encode_q4_0,
-                                                                [KVC_Q4_1] = encode_q4_1, [KVC_Q5_0] = encode_q5_0,
-                                                                [KVC_Q5_1] = encode_q5_1, [KVC_IQ4_NL] = encode_iq4_nl};
-    return from == to ? NULL : to >= KVC_FLOAT_TYPES ? to_blocks[to] : to_floats[from][to];
+        [KVC_BF16] = {convert_bf16_f32, convert_bf16_f16, NULL}};
+    static kvc_convert_fn *const decoders[KVC_STORED_TYPES] = {[KVC_Q8_0] = decode_q8_0, [KVC_Q4_0] = decode_q4_0,
+                                                               [KVC_Q4_1] = decode_q4_1, [KVC_Q5_0] = decode_q5_0,
+                                                               [KVC_Q5_1] = decode_q5_1, [KVC_IQ4_NL] = decode_iq4_nl};
+    static kvc_convert_fn *const encoders[KVC_STORED_TYPES] = {[KVC_Q8_0] = encode_q8_0, [KVC_Q4_0] = encode_q4_0,
+                                                               [KVC_Q4_1] = encode_q4_1, [KVC_Q5_0] = encode_q5_0,
+                                                               [KVC_Q5_1] = encode_q5_1, [KVC_IQ4_NL] = encode_iq4_nl};
+    if (to >= KVC_FLOAT_TYPES) return encoders[to];
+    return from >= KVC_FLOAT_TYPES ? decoders[from] : of_floats[from][to];
 }
 
 INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
@@ -368,14 +368,15 @@ INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void 
         converter_of(from, to)(from, to, dst, dst_stride, src, src_stride, num_rows, dim);
 }
 
-/* ---- unpacking ----------------------------------------------------------------------------------------------------
- */
+/* ---- unpacking --------------------------------------------------------------------------------------------------- */
+
+/* Returns half of the range of a type's codes. */
+INLINE int middle_of(int type) { return KVC_TYPES[type].has_fifth_bits ? 16 : 8; }
 
 INLINE void unpack_row(int type, char *dst, const char *row, int dim) {
-    const int middle = KVC_TYPES[type].has_fifth_bits ? 16 : 8;
     for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
         memcpy(dst, row, KVC_SCALE_BYTES);
-        unpack_codes(type, dst + KVC_SCALE_BYTES, row, type == KVC_IQ4_NL ? 0 : middle);
+        unpack_codes(type, dst + KVC_SCALE_BYTES, row, type == KVC_IQ4_NL ? 0 : middle_of(type));
         dst += KVC_TYPES[KVC_Q8_0].bytes;
         row += KVC_TYPES[type].bytes;
     }
@@ -383,7 +384,7 @@ INLINE void unpack_row(int type, char *dst, const char *row, int dim) {
 
 /* Finds what the blocks that begin at p, of n rows, lack in unpacked rows. */
 INLINE void unpack_minima(int type, float *minima, const char *p, int64_t row_stride, int64_t n) {
-    const vec middle = v_set(KVC_TYPES[type].has_fifth_bits ? 16 : 8);
+    const vec middle = v_set((float)middle_of(type));
     int64_t j = 0;
     for (; j + LANES <= n; j += LANES, p += LANES * row_stride)
         v_store(minima + j,
