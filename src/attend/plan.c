@@ -120,6 +120,17 @@ static uint64_t add_floats(uint64_t *size, uint64_t count) {
     return at;
 }
 
+/* Whether a layer of the plan's group stores blocks that have a minimum. */
+static int has_minima(const kvc_plan *plan) {
+    const kvc_cache *cache = plan->batch->cache;
+    for (int32_t i = 0; i < cache->num_layers; i++) {
+        const kvc_layer *layer = &cache->layers[i];
+        const int of_layer = KVC_TYPES[layer->k_type].has_minimum || KVC_TYPES[layer->v_type].has_minimum;
+        if (of_layer && cache->group_of[i] == plan->group) return 1;
+    }
+    return 0;
+}
+
 /* Lays out a lane that is large enough for every task. */
 static void lay_out_lane(kvc_plan *plan, const totals *t) {
     kvc_lane_layout *lane = &plan->lane;
@@ -137,6 +148,7 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     lane->values = add_floats(&lane->size, t->any_tiled ? (uint64_t)lane->acc_stride * KVC_TILE : 0);
     const int32_t widest = lane->q_stride > lane->acc_stride ? lane->q_stride : lane->acc_stride;
     lane->rows = add_floats(&lane->size, (uint64_t)widest * KVC_TILE); /* enough for rows of any type */
+    if (!has_minima(plan)) return;
     lane->block_stride = (int32_t)kvc_align_up((uint64_t)widest / KVC_QUANT_ELEMENTS, KVC_LANES);
     lane->minima = add_floats(&lane->size, (uint64_t)lane->block_stride * KVC_TILE);
     lane->q_blocks = add_floats(&lane->size, q * (uint64_t)lane->block_stride);

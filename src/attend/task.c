@@ -122,17 +122,21 @@ typedef struct walk {
     int64_t offset; /* rows of that stretch behind it */
     int64_t left;   /* rows of the tile */
     size_t row_bytes, ahead_bytes;
+    int32_t type, kernel_type, dim;
     int is_value;
 } walk;
 
-static walk walk_keys(const kvc_tile *tile) {
+static walk walk_keys(const kvc_task *t, const kvc_tile *tile) {
     const size_t bytes = tile->layout->k_row_bytes;
-    return (walk){tile->stretches, 0, tile->n, bytes, bytes, 0};
+    const int32_t type = t->call->layer->k_type;
+    return (walk){tile->stretches, 0, tile->n, bytes, bytes, type, kvc_kernel_type(t, type), t->call->plan->k_dim, 0};
 }
 
 /* Values that are parts of keys need no prefetching. */
-static walk walk_values(const kvc_tile *tile) {
-    return (walk){tile->stretches, 0, tile->n, tile->layout->v_row_bytes, tile->layout->v_stored, 1};
+static walk walk_values(const kvc_task *t, const kvc_tile *tile) {
+    const size_t bytes = tile->layout->v_row_bytes, stored = tile->layout->v_stored;
+    const int32_t type = t->call->layer->v_type;
+    return (walk){tile->stretches, 0, tile->n, bytes, stored, type, kvc_kernel_type(t, type), t->call->plan->v_dim, 1};
 }
 
 static const uint8_t *row_of(const walk *w) {
@@ -150,11 +154,11 @@ static int64_t step_on(walk *w, int64_t most) {
 
 /* Returns how many rows a kernel is best given next: floats of a long stretch where they lie, else a few to copy; all,
  * where they are unpacked.  Quantised rows are scored in groups, and sums of theirs depend on all rows of the tile. */
-static int64_t rows_at_once(const kvc_task *t, const walk *w, int type) {
+static int64_t rows_at_once(const walk *w) {
     const int64_t in_place = kvc_smaller(w->at->n - w->offset, w->left);
-    if (in_place == w->left || kvc_kernel_type(t, type) != type || (type >= KVC_FLOAT_TYPES && w->is_value))
-        return w->left;
-    if (type < KVC_FLOAT_TYPES) return in_place >= LEAST_STRETCH ? in_place : kvc_smaller(COPIED_ROWS, w->left);
+    const int is_quantised = w->type >= KVC_FLOAT_TYPES;
+    if (in_place == w->left || w->kernel_type != w->type || (is_quantised && w->is_value)) return w->left;
+    if (!is_quantised) return in_place >= LEAST_STRETCH ? in_place : kvc_smaller(COPIED_ROWS, w->left);
     return in_place >= KVC_ROW_GROUP ? in_place / KVC_ROW_GROUP * KVC_ROW_GROUP : kvc_smaller(KVC_ROW_GROUP, w->left);
 }
 
@@ -162,15 +166,13 @@ static int64_t rows_at_once(const kvc_task *t, const walk *w, int type) {
 static void copy_rows(const kvc_task *t, const walk *w, const uint8_t *from, int64_t done, int64_t n, int64_t stride) {
     const kvc_call *c = t->call;
     const kvc_lane_layout *lane = &c->plan->lane;
-    const int32_t type = w->is_value ? c->layer->v_type : c->layer->k_type, to_type = kvc_kernel_type(t, type);
-    const int32_t dim = w->is_value ? c->plan->v_dim : c->plan->k_dim;
     uint8_t *to = (uint8_t *)(t->lane + lane->rows) + done * stride;
-    if (to_type == type)
+    if (w->kernel_type == w->type)
         memcpy(to, from, (size_t)(n * stride));
-    else if (to_type == KVC_F32)
-        c->kernels->convert(type, KVC_F32, to, stride, from, (int64_t)w->row_bytes, n, dim);
+    else if (w->kernel_type == KVC_F32)
+        c->kernels->convert(w->type, KVC_F32, to, stride, from, (int64_t)w->row_bytes, n, w->dim);
     else
-        c->kernels->unpack(type, to, from, (int64_t)w->row_bytes, n, dim, t->lane + lane->minima + done);
+        c->kernels->unpack(w->type, to, from, (int64_t)w->row_bytes, n, w->dim, t->lane + lane->minima + done);
 }
 
 /* Rows as a kernel takes them. */
@@ -181,18 +183,15 @@ typedef struct kernel_rows {
 
 /* Takes `rows` rows: where they lie if one after the other and of a type that kernels take, else copied to the lane. */
 static kernel_rows take_rows(const kvc_task *t, walk *w, int64_t rows) {
-    const kvc_call *c = t->call;
-    const int32_t type = w->is_value ? c->layer->v_type : c->layer->k_type, to_type = kvc_kernel_type(t, type);
     const uint8_t *from = row_of(w);
     int64_t done = 0, some = step_on(w, rows);
-    if (some == rows && to_type == type) return (kernel_rows){from, (int64_t)w->row_bytes};
-    const int64_t stride = to_type == type
-                               ? (int64_t)w->row_bytes
-                               : (int64_t)kvc_row_bytes(to_type, w->is_value ? c->plan->v_dim : c->plan->k_dim);
+    if (some == rows && w->kernel_type == w->type) return (kernel_rows){from, (int64_t)w->row_bytes};
+    const int64_t stride =
+        w->kernel_type == w->type ? (int64_t)w->row_bytes : (int64_t)kvc_row_bytes(w->kernel_type, w->dim);
     for (;;) {
         copy_rows(t, w, from, done, some, stride);
         done += some;
-        if (done == rows) return (kernel_rows){t->lane + c->plan->lane.rows, stride};
+        if (done == rows) return (kernel_rows){t->lane + t->call->plan->lane.rows, stride};
         from = row_of(w);
         some = step_on(w, rows - done);
     }
@@ -370,7 +369,7 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
     const int32_t stride = c->plan->lane.q_stride, dim = c->plan->k_dim;
     kvc_score_fn *const score = scorer_of(t, tile)->score;
     const float *q = query_rows_for(t, tile);
-    walk keys = walk_keys(tile), values = walk_values(tile);
+    walk keys = walk_keys(t, tile), values = walk_values(t, tile);
     if (delta_index_of(t, tile) == KVC_MIXED) {
         score(t->scores, q, stride, t->num_query_rows, rotate_keys(t, tile), stride * (int64_t)sizeof *q, tile->n, dim,
               take_ahead(c, &values, tile->n));
@@ -378,7 +377,7 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
     }
     float *scores = t->scores;
     for (int64_t rows; keys.left; scores += rows) {
-        rows = rows_at_once(t, &keys, c->layer->k_type);
+        rows = rows_at_once(&keys);
         const kvc_ahead ahead = take_ahead(c, &values, rows);
         const kernel_rows k = take_rows(t, &keys, rows);
         score(scores, q, stride, t->num_query_rows, k.first, k.stride, (int)rows, dim, ahead);
@@ -391,10 +390,10 @@ static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, const kvc_t
     const kvc_call *c = t->call;
     const kvc_plan *plan = c->plan;
     kvc_accumulate_fn *const accumulate = c->kernels->accumulate[kvc_kernel_type(t, c->layer->v_type)];
-    walk values = walk_values(tile), keys = walk_keys(next);
+    walk values = walk_values(t, tile), keys = walk_keys(t, next);
     const float *weights = t->scores;
     for (int64_t rows; values.left; weights += rows) {
-        rows = rows_at_once(t, &values, c->layer->v_type);
+        rows = rows_at_once(&values);
         const kvc_ahead ahead = take_ahead(c, &keys, values.left > rows ? rows : KVC_TILE);
         const kernel_rows v = take_rows(t, &values, rows);
         accumulate(t->acc, plan->lane.acc_stride, t->factor, weights, t->num_query_rows, v.first, v.stride, (int)rows,
@@ -451,7 +450,7 @@ static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
 static void pack_keys(const kvc_task *t, const kvc_tile *tile, kvc_pack_keys_fn *pack) {
     const kvc_plan *plan = t->call->plan;
     const int is_mixed = delta_index_of(t, tile) == KVC_MIXED;
-    walk keys = walk_keys(tile);
+    walk keys = walk_keys(t, tile);
     const kernel_rows rows = is_mixed
                                  ? (kernel_rows){rotate_keys(t, tile), plan->lane.q_stride * (int64_t)sizeof(float)}
                                  : take_rows(t, &keys, tile->n);
@@ -488,17 +487,17 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
                           .k = current->n,
                           .adds = 1};
     pack_keys(t, current, keys->pack_keys);
-    walk ahead = walk_values(current);
+    walk ahead = walk_values(t, current);
     multiply(t, &scores, take_ahead(c, &ahead, current->n));
     compute_weights(t, current);
     kvc_next_tile(next, upcoming);
     for (int32_t r = 0; r < t->num_query_rows; r++)
         if (t->factor[r] != 1)
             c->kernels->scale(t->acc + (size_t)r * (size_t)lane->acc_stride, 0, 1, plan->v_dim, t->factor[r]);
-    ahead = walk_values(current);
+    ahead = walk_values(t, current);
     const kernel_rows v = take_rows(t, &ahead, current->n);
     values->pack_values(t->lane + lane->values, lane->acc_stride, v.first, v.stride, current->n, plan->v_dim);
-    ahead = walk_keys(next);
+    ahead = walk_keys(t, next);
     multiply(t, &sums, take_ahead(c, &ahead, next->n));
 }
 
@@ -573,7 +572,7 @@ static void prefetch_keys(const kvc_task *t) {
     kvc_cursor first = first_rows(c, t->index);
     kvc_tile tile;
     kvc_next_tile(&tile, &first);
-    walk keys = walk_keys(&tile);
+    walk keys = walk_keys(t, &tile);
     const kvc_ahead ahead = take_ahead(c, &keys, tile.n);
     prefetch(ahead.begin, ahead.bytes);
 }
