@@ -1,4 +1,4 @@
-"""Section `floor` of bench_attention.py: what this machine allows for each kernel, beside what the kernels take.
+"""What this machine allows for each kernel; section `floor` of bench_attention.py: beside it what the kernels take.
 
 The floor of a kernel is the time of the instructions that it cannot do without (floors.py) when none waits (mixes.py).
 Beside it stand its parts, each alone: products, conversions, shuffles and loads on their ports, and all instructions
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import floors
 from attention_report import Report, wanted
@@ -24,6 +25,7 @@ from kvcache import show_config
 from kvcache.tools.interleave import rounds
 
 ROWS = 128  # of a kernel alone; they stay in a cache of the core
+STREAMED = 32  # most query rows for which each stored row is read once (KVC_STREAM_QUERIES); for more, rows are packed
 PARTS = {
     "products": ("product", "pairs", "quads", "bf16 pairs"),
     "conversions": ("from f16", "from int", "logic", "shift", "insert", "add", "add pairs", "round", "power"),
@@ -51,14 +53,30 @@ class Floor:
         return f"{alone}, issue {self.mix.total() * self.costs['any']:.1f}"
 
 
-class Floors:
-    """The floors of all kernels for some types and numbers of query heads, measured in interleaved rounds."""
+Key: TypeAlias = tuple[str, str, int, int]  # a kernel, the type and elements of its rows, query rows
 
-    def __init__(
-        self, vectors: Vectors, dtypes: Sequence[str], queries: Sequence[int], dim: int, seconds: float
-    ) -> None:
-        self._keys = [(kernel, dtype, q) for kernel in floors.KERNELS for dtype in dtypes for q in queries]
-        ways = [floors.KERNELS[kernel](dtype, dim, q, vectors) for kernel, dtype, q in self._keys]
+
+def query_rows(shape: Shape) -> int:
+    return shape.num_heads // shape.num_kv_heads * shape.num_tokens
+
+
+def is_streamed(shape: Shape) -> bool:
+    return query_rows(shape) <= STREAMED
+
+
+def keys_of(shape: Shape) -> list[Key]:
+    """Return the kernels that attend to a row of a KV head, one after the other."""
+    queries = query_rows(shape)
+    k, v = (shape.dtype, shape.head_dim), (shape.v_type or shape.dtype, shape.v_dim or shape.head_dim)
+    return [("score", *k, queries), ("softmax", *k, queries), ("accumulate", *v, queries)]
+
+
+class Floors:
+    """The floors of the kernels that some shapes need, measured in interleaved rounds."""
+
+    def __init__(self, vectors: Vectors, shapes: Iterable[Shape], seconds: float) -> None:
+        keys = list(dict.fromkeys(key for shape in shapes for key in keys_of(shape)))
+        ways = [floors.KERNELS[kernel](*rest, vectors) for kernel, *rest in keys]
         each = [Counter({kind: 1}) for kind in vectors.asm]
         mixes = [mix for key in ways for mix in key]
         compiled = Mixes(vectors, each + mixes)
@@ -66,19 +84,29 @@ class Floors:
         measured = rounds(lambda: [compiled.cycle(), *map(compiled.seconds, numbers)], seconds=seconds, least=10)
         self.cycle, *best = (min(times) for times in zip(*(one for (one,) in measured), strict=True))
         self.costs = {kind: best[i] / self.cycle for i, kind in enumerate(vectors.asm)}
-        self._found: dict[tuple[str, str, int], Floor] = {}
+        self._found: dict[Key, Floor] = {}
         at = len(each)
-        for key, some in zip(self._keys, ways, strict=True):
+        for key, some in zip(keys, ways, strict=True):
             fastest = min(range(len(some)), key=lambda i: best[at + i])
             self._found[key] = Floor(best[at + fastest] / self.cycle, some[fastest], self.costs)
             at += len(some)
 
-    def __getitem__(self, key: tuple[str, str, int]) -> Floor:
-        return self._found[key]
+    def of_kernels(self, shape: Shape) -> dict[str, Floor]:
+        return {key[0]: self._found[key] for key in keys_of(shape)}
 
-    def all_kernels(self, dtype: str, queries: int) -> float:
+    def cycles(self, shape: Shape) -> float:
         """Return the cycles of a row in all kernels, which work one after the other."""
-        return sum(self[kernel, dtype, queries].cycles for kernel in floors.KERNELS)
+        return sum(floor.cycles for floor in self.of_kernels(shape).values())
+
+    def seconds(self, shape: Shape) -> float:
+        """Return what a call takes at least in its kernels."""
+        return self.cycles(shape) * self.cycle * shape.context * shape.num_kv_heads / shape.threads
+
+
+def floors_of(shapes: Iterable[Shape], seconds: float) -> Floors | None:
+    """Return the floors of the kernels in use; None for kernels without vectors."""
+    vectors = vectors_of(show_config("dicts")["isa"])
+    return Floors(vectors, shapes, seconds) if vectors else None
 
 
 # ---- the machine
@@ -102,19 +130,19 @@ def describe(report: Report, found: Floors, nbytes: int) -> None:
 # ---- lines
 
 
-def of_kernels(report: Report, found: Floors, shape: Shape, queries: int) -> None:
+def of_kernels(report: Report, found: Floors, shape: Shape) -> None:
     """Add a line for each kernel alone, and for a call, over rows in cache."""
-    kernels = {name: Kernel(name, shape.dtype, shape.head_dim, queries, ROWS) for name in floors.KERNELS}
+    parts, queries = found.of_kernels(shape), query_rows(shape)
+    kernels = {name: Kernel(name, shape.dtype, shape.head_dim, queries, ROWS) for name in parts}
     entrants = [Entrant(name, lambda count, k=kernel: k.run(20 * count)) for name, kernel in kernels.items()]
     *alone, call = report.compete([*entrants, in_cache(shape)], 1)
     for kernel in kernels.values():
         kernel.close()
     small = replace(shape, context=ROWS)
-    for name, seconds in zip(kernels, alone, strict=True):
-        floor = found[name, shape.dtype, queries]
+    for (name, floor), seconds in zip(parts.items(), alone, strict=True):
         line(report, f"{NAMES[name]}, in cache", small, queries, seconds, found, floor.cycles, floor.note())
     per_call = [s * ROWS / shape.num_kv_heads for s in call]  # of one KV head
-    line(report, "a call, in cache", small, queries, per_call, found, found.all_kernels(shape.dtype, queries))
+    line(report, "a call, in cache", small, queries, per_call, found, found.cycles(shape))
 
 
 def of_queries(num: int) -> str:
@@ -144,7 +172,7 @@ def from_memory(report: Report, found: Floors, shape: Shape, queries: Sequence[i
                 asked = replace(shape, threads=n, num_heads=q * shape.num_kv_heads)
                 ours, *read = report.compete([attending(asked, driver), *readers], n)
                 best = min(read, key=statistics.median)
-                floor = found.all_kernels(shape.dtype, q) * found.cycle * shape.context * shape.num_kv_heads / n
+                floor = found.seconds(asked)
                 bound = "memory" if statistics.median(best) >= floor else "kernels"
                 limit = best if bound == "memory" else [floor] * len(ours)
                 name = "from memory"
@@ -161,15 +189,15 @@ def from_memory(report: Report, found: Floors, shape: Shape, queries: Sequence[i
 def floor(report: Report) -> None:
     o = report.options
     report.open("floor", "What this machine allows, for one KV head x 128: times over it, 1 is the limit")
-    vectors = vectors_of(show_config("dicts")["isa"])
-    if not vectors:
+    context = min(o.context, key=lambda n: abs(n - 8192))
+    shapes = [Shape(context, dtype, num_heads=q * Shape.num_kv_heads) for dtype in o.dtype for q in o.queries]
+    found = floors_of(shapes, 3 * o.seconds)
+    if not found:
         print(f"    no floor for kernels without vectors ({show_config('dicts')['isa']})")
         return
-    found = Floors(vectors, o.dtype, o.queries, Shape.head_dim, 3 * o.seconds)
     describe(report, found, working_set_bytes())
-    context = min(o.context, key=lambda n: abs(n - 8192))
     for dtype in o.dtype:
-        for queries in o.queries:
-            shape = Shape(context, dtype, num_heads=queries * Shape.num_kv_heads)
-            of_kernels(report, found, shape, queries)
+        for shape in shapes:
+            if shape.dtype == dtype:
+                of_kernels(report, found, shape)
         from_memory(report, found, Shape(context, dtype), o.queries, o.threads)

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+from attention_floor import Floors, floors_of, is_streamed
 from attention_report import BLOCKED, Report, wanted
 from entrants import (
     KINDS,
@@ -39,27 +40,31 @@ OVER_HUGGING_FACE = "speedup over Hugging Face"
 # ---- one query, against reading the same bytes and against multiply-adds
 
 
-def against_the_machine(report: Report, shape: Shape, name: str, want: str = "") -> None:
-    """Add a line for attention against the machine's limit: memory bandwidth or multiply-adds."""
+def against_the_machine(report: Report, shape: Shape, name: str, want: str = "", floors: Floors | None = None) -> None:
+    """Add a line for attention against the machine's limit: memory bandwidth, or multiply-adds.
+
+    With `floors`, the kernels' own take the place of multiply-adds.
+    """
     with own_pages() as are_huge, core(shape) as ours:
         readers = reading(shape.nbytes, shape.threads, are_huge(shape.nbytes * shape.layers))
         ours_s, *readers_s, multiply_s, cached_s = report.compete(
             [ours, *readers, multiplying(shape.threads), in_cache(shape)], shape.threads
         )
     best, reader = min(zip(readers_s, readers, strict=True), key=lambda pair: statistics.median(pair[0]))
-    floor = [min(multiply_s) * shape.multiply_adds] * len(ours_s)  # the machine's best rate, not its median
-    bound = "memory" if statistics.median(best) >= statistics.median(floor) else "multiply-adds"
-    limit = best if bound == "memory" else floor
-    rate = shape.num_kv_heads / statistics.median(cached_s) / 1e6
+    work = "kernels" if floors else "multiply-adds"
+    # the machine's best rate, not its median
+    floor = floors.seconds(shape) if floors else min(multiply_s) * shape.multiply_adds
     read = statistics.median(best)
+    bound = "memory" if read >= floor else work
+    limit = best if bound == "memory" else [floor] * len(ours_s)
+    rate = shape.num_kv_heads / statistics.median(cached_s) / 1e6
     note = (
-        f"of {bound}; reads {shape.nbytes / read / 1e9:.1f} GB/s, {1e6 * read:,.0f} µs ({reader.name}), multiply-adds "
-        f"{1e6 * statistics.median(floor):,.0f} µs; from cache {rate:.3g} rows/µs and core"
+        f"of {bound}; reads {shape.nbytes / read / 1e9:.1f} GB/s, {1e6 * read:,.0f} µs ({reader.name}), {work} "
+        f"{1e6 * floor:,.0f} µs; from cache {rate:.3g} rows/µs and core"
     )
     report.line(
-        name, shape, ours_s, (limit, ours_s), want, note, bound=bound, read_seconds=read,
-        floor_seconds=statistics.median(floor), rows_per_us_in_cache=rate,
-        of_reading=statistics.median(quotients(best, ours_s)),
+        name, shape, ours_s, (limit, ours_s), want, note, bound=bound, read_seconds=read, floor_seconds=floor,
+        rows_per_us_in_cache=rate, of_reading=statistics.median(quotients(best, ours_s)),
     )  # fmt: skip
 
 
@@ -94,13 +99,21 @@ def shapes(report: Report) -> None:
     report.open("shapes", "Other shapes, as shares of what bounds them; what is not named is as in decoding")
     o = report.options
     context = min(o.context, key=lambda n: abs(n - 8192))
-    for name, change in SHAPES:
-        for threads in o.threads:
-            for dtype in o.dtype if o.every_type else [t for t in ("f16", "q8_0") if t in o.dtype]:
-                shape = replace(Shape(context, dtype, threads), **change)
-                if (dtype in BLOCKED and shape.head_dim % 32) or shape.v_type == dtype:
-                    continue
-                against_the_machine(report, shape, name)
+    dtypes = o.dtype if o.every_type else [dtype for dtype in ("f16", "q8_0") if dtype in o.dtype]
+    some = [
+        (name, replace(Shape(context, dtype, threads), **change))
+        for name, change in SHAPES
+        for threads in o.threads
+        for dtype in dtypes
+    ]
+    some = [
+        (name, shape)
+        for name, shape in some
+        if not (shape.dtype in BLOCKED and shape.head_dim % 32) and shape.v_type != shape.dtype
+    ]
+    found = floors_of([shape for _, shape in some if is_streamed(shape)], 3 * o.seconds)
+    for name, shape in some:
+        against_the_machine(report, shape, name, floors=found if is_streamed(shape) else None)
 
 
 # ---- peers

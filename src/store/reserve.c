@@ -32,7 +32,7 @@ static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len,
 
 /* Checks that num_tokens fit, with a probe of one element, before arrays for up to KVC_MAX_BATCH are allocated. */
 static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
-    kvc_batch *batch;
+    kvc_batch *batch = NULL;
     kvc_status status = kvc_check_num_tokens(cache, num_tokens);
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, (int32_t)num_tokens, &batch);
     if (status != KVC_OK) return status;
@@ -56,7 +56,7 @@ static void touch_slots(const kvc_batch *batch, int32_t g) {
 }
 
 static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
-    kvc_batch *batch;
+    kvc_batch *batch = NULL;
     kvc_status status = kvc_check_no_batch(cache, "reserve memory");
     if (status == KVC_OK) status = check_fits(cache, seq_id, num_tokens);
     if (status == KVC_OK)
@@ -118,7 +118,7 @@ static int64_t count_room(const kvc_batch *batch) {
 
 /* Finds the largest number of tokens that fit; within max_bytes by bisection, as only a trial shows it. */
 static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens) {
-    kvc_batch *batch;
+    kvc_batch *batch = NULL;
     kvc_status status = kvc_check_no_batch(cache, "count the room");
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, 1, &batch);
     if (status != KVC_OK) return status;
