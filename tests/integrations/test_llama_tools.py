@@ -41,7 +41,7 @@ def run(*command):
     return done.stdout
 
 
-# ---- llama.cpp's own tests of memory and state
+# ---- llama.cpp's own tests of memory and state: the exit status tells, as a log may lose its last lines
 
 
 def test_state_restored_between_others(model):
@@ -52,7 +52,6 @@ def test_state_restored_between_others(model):
 
 def test_state_saved_and_loaded(model):
     said = run(llama_cpp_build.program("test-save-load-state"), "-m", model, "-lv", "4")
-    assert "All tests passed" in said
     assert "llama_kvcache:" in said
 
 

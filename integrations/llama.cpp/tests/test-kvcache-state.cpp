@@ -1,5 +1,5 @@
 // Exchanges saved state between this cache and llama.cpp's own, in both directions:
-//   test-kvcache-state [--types f32,f16,bf16,q8_0,q4_0] MODEL...
+//   test-kvcache-state [--types f32,f16,...] MODEL...
 // A context that read a state is to go on as the one that wrote it, and what is wrong with a state is to be an error
 // that leaves the sequence empty and all others as they were.
 #include "scene.h"
@@ -719,7 +719,7 @@ static void on_log(ggml_log_level level, const char *text, void * /*user*/) {
 }
 
 int main(int argc, char **argv) {
-    std::string types = "f32,f16,bf16,q8_0,q4_0";
+    std::string types = "f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,iq4_nl";
     std::vector<std::string> models;
 
     for (int i = 1; i < argc; ++i) {
@@ -730,7 +730,7 @@ int main(int argc, char **argv) {
         }
     }
     if (models.empty() || parse_types(types).empty()) {
-        fprintf(stderr, "usage: %s [--types f32,f16,bf16,q8_0,q4_0] MODEL...\n", argv[0]);
+        fprintf(stderr, "usage: %s [--types f32,f16,...] MODEL...\n", argv[0]);
         return 2;
     }
 
