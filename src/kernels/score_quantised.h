@@ -15,7 +15,6 @@
  *
  * elements  in units of the row's largest magnitude / INT16_MAX; within a block, pair by pair as element_at says
  * starts    initial value of a block's sum of products; cancels the offset_of(type) that score adds to elements of rows
- *           to make them unsigned
  * scale     factor that turns a sum over blocks into a score
  */
 
@@ -27,19 +26,16 @@ enum {
     LINES_PER_STEP = GROUP_ROWS * PIECE_BYTES / 2 / LINE /* about as many as are read; two steps to a piece */
 };
 
-/* Returns what must be added to an element to make it unsigned. */
+/* Returns what is added to elements to make them unsigned: of q8_0 to those with even numbers, which are masked; the
+ * odd ones are shifted with their signs. */
 INLINE int offset_of(int type) { return type == KVC_Q8_0 ? 128 : 8; }
 
 /* ---- blocks and their scales ------------------------------------------------------------------------------------ */
 
 enum {
-    BLOCKS_AT_ONCE = 8,                            /* blocks of a row whose scales are loaded at once */
+    BLOCKS_AT_ONCE = 8,                            /* blocks of a row that are padded, or weighted, at once */
     COPY_STRIDE = BLOCKS_AT_ONCE * KVC_Q8_0_BYTES, /* between rows that were copied */
 };
-
-typedef struct block_scales {
-    uint16_t of[BLOCKS_AT_ONCE][GROUP_ROWS]; /* f16, by block and row */
-} block_scales;
 
 INLINE int block_bytes(int type) { return (int)bytes_of(type, KVC_QUANT_ELEMENTS); }
 
@@ -51,15 +47,12 @@ INLINE uint32_t two_scales(const char *p, ptrdiff_t stride) {
     return first | (uint32_t)second << 16;
 }
 
-/* Copies the scales of `blocks` blocks of n rows, a multiple of 4.  General registers collect four of a block: vector
- * instructions would compete with products. */
-TARGET static void copy_scales(int type, block_scales *to, const char *rows, ptrdiff_t stride, int n, int blocks) {
-    for (int b = 0; b < blocks; b++) {
-        const char *p = rows + b * block_bytes(type);
-        for (int j = 0; j < n; j += 4, p += 4 * stride) {
-            const uint64_t four = two_scales(p, stride) | (uint64_t)two_scales(p + 2 * stride, stride) << 32;
-            memcpy(&to->of[b][j], &four, sizeof four);
-        }
+/* Copies the scales of a block of GROUP_ROWS rows.  General registers collect four of them: vector instructions would
+ * compete with products.  One block at a time, so that this runs beside the products of the block before. */
+INLINE void copy_scales(uint16_t scales[GROUP_ROWS], const char *block, ptrdiff_t stride) {
+    for (int j = 0; j < GROUP_ROWS; j += 4, block += 4 * stride) {
+        const uint64_t four = two_scales(block, stride) | (uint64_t)two_scales(block + 2 * stride, stride) << 32;
+        memcpy(scales + j, &four, sizeof four);
     }
 }
 
@@ -94,13 +87,15 @@ INLINE int element_at(int type, int four, int pair, int is_second) {
     return type == KVC_Q8_0 ? e + pair : e + pair / 2 + pair % 2 * (KVC_QUANT_ELEMENTS / 2);
 }
 
-/* Puts a block's elements in the order in which score takes those of rows; returns their sum. */
+/* Puts a block's elements in the order in which score takes those of rows; returns the sum of those that it multiplies
+ * by elements with an offset. */
 INLINE int32_t order_block(int type, char *block) {
     const int pairs = pairs_in_four_bytes(type);
     int16_t x[KVC_QUANT_ELEMENTS];
     int32_t sum = 0;
     memcpy(x, block, sizeof x);
-    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) sum += x[i];
+    const int step = type == KVC_Q8_0 ? 2 : 1;
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i += step) sum += x[i];
     UNROLL
     for (int four = 0; four < PAIRS / pairs; four++) UNROLL
     for (int pair = 0; pair < pairs; pair++) UNROLL
@@ -138,9 +133,9 @@ INLINE void prepare(int type, float *q, int q_stride, int num_q, int dim, float 
 
 /* ---- score ------------------------------------------------------------------------------------------------------ */
 
-/* Takes a pair of unsigned elements, as int16, from each four bytes. */
+/* Takes a pair of elements, as int16, from each four bytes; adds offset_of(type). */
 INLINE ivec pair_of(int type, ivec x, int pair) {
-    if (type == KVC_Q8_0) return pair ? i_shift(x, 8) : i_and(x, i_set_16(255));
+    if (type == KVC_Q8_0) return pair ? i_high_bytes(x) : i_xor_and(x, i_set_16(128), i_set_16(255));
     return pair == 3 ? i_shift(x, 12) : i_and(pair ? i_shift(x, 4 * pair) : x, i_set_16(15));
 }
 
@@ -155,9 +150,6 @@ INLINE void score_piece(int type, int num_q, ivec counts[][QUERIES], const char 
     UNROLL
     for (int i = 0; i < 4; i++) {
         if (i % 2 == 0) prefetch_step(next, LINES_PER_STEP);
-        UNROLL
-        for (int g = 0; g < GROUPS; g++)
-            if (type == KVC_Q8_0) x[g][i] = i_xor(x[g][i], i_set_16((int16_t)0x8080)); /* makes them unsigned */
         UNROLL
         for (int p = 0; p < num_pairs; p++) {
             ivec y[GROUPS];
@@ -198,7 +190,7 @@ INLINE void score_quant_block(int type, int num_q, vec sums[][QUERIES], const ch
 INLINE void score_group(int type, int num_q, float *scores, const char *const *q, const char *rows,
                         ptrdiff_t row_stride, int count, int dim, prefetcher *next) {
     const int num_blocks = dim / KVC_QUANT_ELEMENTS;
-    block_scales scales;
+    uint16_t scales[GROUP_ROWS]; /* f16 */
     char copies[GROUP_ROWS][COPY_STRIDE];
     vec sums[GROUPS][QUERIES];
     UNROLL
@@ -207,14 +199,11 @@ INLINE void score_group(int type, int num_q, float *scores, const char *const *q
     const ptrdiff_t stride = count < GROUP_ROWS ? COPY_STRIDE : row_stride;
     const char *block = rows;
     for (int b = 0; b < num_blocks; b++, block += block_bytes(type)) {
-        if (b % BLOCKS_AT_ONCE == 0) {
-            const int blocks = smaller(BLOCKS_AT_ONCE, num_blocks - b);
-            if (count < GROUP_ROWS)
-                block = pad_rows(copies, GROUP_ROWS, rows + b * block_bytes(type), row_stride, count,
-                                 blocks * block_bytes(type));
-            copy_scales(type, &scales, block, stride, GROUP_ROWS, blocks);
-        }
-        score_quant_block(type, num_q, sums, q, block, stride, scales.of[b % BLOCKS_AT_ONCE], dim, b, next);
+        if (count < GROUP_ROWS && b % BLOCKS_AT_ONCE == 0)
+            block = pad_rows(copies, GROUP_ROWS, rows + b * block_bytes(type), row_stride, count,
+                             smaller(BLOCKS_AT_ONCE, num_blocks - b) * block_bytes(type));
+        copy_scales(scales, block, stride);
+        score_quant_block(type, num_q, sums, q, block, stride, scales, dim, b, next);
     }
     UNROLL
     for (int r = 0; r < num_q; r++) {

@@ -48,7 +48,9 @@
  *   i_zero()
  *   i_set_16(x)                the int16 x in all lanes
  *   i_set_pair(p)              the int32, or pair of int16, at p in all lanes
- *   i_and(x, y)  i_xor(x, y)
+ *   i_and(x, y)
+ *   i_xor_and(x, y, z)         (x ^ y) & z
+ *   i_high_bytes(x)            the high byte of each int16, with its sign
  *   i_shift(x, n)              shifts int16 lanes right by n, which is 4, 8 or 12; zeros come in
  *   i_dot(sum, x, y)           adds to each int32 lane of sum the two products of int16 there
  *   v_from_int(x)              converts int32 to floats

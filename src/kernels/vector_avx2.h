@@ -178,7 +178,9 @@ INLINE ivec i_set_pair(const void *p) {
 
 INLINE ivec i_and(ivec x, ivec y) { return _mm256_and_si256(x, y); }
 
-INLINE ivec i_xor(ivec x, ivec y) { return _mm256_xor_si256(x, y); }
+INLINE ivec i_xor_and(ivec x, ivec y, ivec z) { return _mm256_and_si256(_mm256_xor_si256(x, y), z); }
+
+INLINE ivec i_high_bytes(ivec x) { return _mm256_srai_epi16(x, 8); }
 
 INLINE ivec i_shift(ivec x, int n) {
     return n == 4 ? _mm256_srli_epi16(x, 4) : n == 8 ? _mm256_srli_epi16(x, 8) : _mm256_srli_epi16(x, 12);

@@ -180,7 +180,9 @@ INLINE ivec i_set_pair(const void *p) {
 
 INLINE ivec i_and(ivec x, ivec y) { return _mm512_and_si512(x, y); }
 
-INLINE ivec i_xor(ivec x, ivec y) { return _mm512_xor_si512(x, y); }
+INLINE ivec i_xor_and(ivec x, ivec y, ivec z) { return _mm512_ternarylogic_epi32(x, y, z, 0x28); }
+
+INLINE ivec i_high_bytes(ivec x) { return _mm512_srai_epi16(x, 8); }
 
 INLINE ivec i_shift(ivec x, int n) {
     return n == 4 ? _mm512_srli_epi16(x, 4) : n == 8 ? _mm512_srli_epi16(x, 8) : _mm512_srli_epi16(x, 12);

@@ -188,7 +188,9 @@ INLINE ivec i_set_pair(const void *p) {
 
 INLINE ivec i_and(ivec x, ivec y) { return vandq_s32(x, y); }
 
-INLINE ivec i_xor(ivec x, ivec y) { return veorq_s32(x, y); }
+INLINE ivec i_xor_and(ivec x, ivec y, ivec z) { return vandq_s32(veorq_s32(x, y), z); }
+
+INLINE ivec i_high_bytes(ivec x) { return vreinterpretq_s32_s16(vshrq_n_s16(halves_of(x), 8)); }
 
 INLINE ivec i_shift(ivec x, int n) {
     return vreinterpretq_s32_u16(vshlq_u16(vreinterpretq_u16_s32(x), vdupq_n_s16((int16_t)-n)));
