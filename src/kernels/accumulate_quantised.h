@@ -18,6 +18,13 @@ typedef struct block_weights {
     float unit[WEIGHTS_AT_ONCE];               /* of sums over the int16 */
 } block_weights;
 
+/* Loads the scales of a block of LANES rows. */
+INLINE vec load_scale_of_rows(const char *block, ptrdiff_t stride) {
+    vec halves[2];
+    v_load_halves(halves, block, stride);
+    return halves[0];
+}
+
 /* Loads the scales of a block of n < LANES rows, and 0 past n, which may be negative. */
 RARE vec load_few_scales(const char *block, ptrdiff_t stride, int n) {
     uint16_t scales[LANES] = {0};
@@ -30,7 +37,7 @@ INLINE float load_scales(vec scales[TILE_VECS], const char *block, ptrdiff_t str
     vec zero_or_nan = v_zero();
     UNROLL
     for (int i = 0; i < TILE_VECS; i++, block += LANES * stride, n -= LANES) {
-        scales[i] = n >= LANES ? v_load_scales(block, stride) : load_few_scales(block, stride, n);
+        scales[i] = n >= LANES ? load_scale_of_rows(block, stride) : load_few_scales(block, stride, n);
         zero_or_nan = v_fma(scales[i], v_zero(), zero_or_nan);
     }
     return v_sum_lanes(zero_or_nan);

@@ -386,9 +386,11 @@ INLINE void unpack_row(int type, char *dst, const char *row, int dim) {
 INLINE void unpack_minima(int type, float *minima, const char *p, int64_t row_stride, int64_t n) {
     const vec middle = v_set((float)middle_of(type));
     int64_t j = 0;
-    for (; j + LANES <= n; j += LANES, p += LANES * row_stride)
-        v_store(minima + j,
-                v_fma(v_load_scales(p, row_stride), middle, v_load_scales(p + KVC_SCALE_BYTES, row_stride)));
+    for (; j + LANES <= n; j += LANES, p += LANES * row_stride) {
+        vec halves[2];
+        v_load_halves(halves, p, row_stride);
+        v_store(minima + j, v_fma(halves[0], middle, halves[1]));
+    }
     for (; j < n; j++, p += row_stride)
         v_store_first(minima + j, v_fma(v_set_f16(p), middle, v_set_f16(p + KVC_SCALE_BYTES)));
 }

@@ -60,10 +60,10 @@
  *                              iq4_nl, as KVC_QUANT_ELEMENTS int8
  *   i_load_rows(x, p, stride)  loads 16 bytes of each of LANES rows, those of the first at p: lane j of x[i] is int32 i
  *                              of row j
- *   v_load_scales(p, stride)   loads an f16 of each of LANES rows, that of the first at p; may read two bytes more
- *   i_load_pairs(type, x, p, q)
- *                              pairs, as int16, of the elements of two rows in the same columns, at p and q.  q8_0:
- *                              2 * LANES columns in x[0 .. 2), in any order.  q4_0: LANES bytes, low halves in x[0],
+ *   v_load_halves(x, p, stride)
+ *                              loads an f16 of each of LANES rows to x[0], that of the first at p, and the two bytes
+ * behind each, as such, to x[1] i_load_pairs(type, x, p, q) pairs, as int16, of the elements of two rows in the same
+ * columns, at p and q.  q8_0: 2 * LANES columns in x[0 .. 2), in any order.  q4_0: LANES bytes, low halves in x[0],
  *                              high halves in x[1]
  *   i_order(type, x)           puts sums over what i_load_pairs loaded in the order of columns
  *

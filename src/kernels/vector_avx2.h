@@ -217,7 +217,12 @@ INLINE void i_load_rows(ivec x[4], const char *p, ptrdiff_t stride) {
     x[3] = _mm256_unpackhi_epi64(ab, cd);
 }
 
-INLINE vec v_load_scales(const char *p, ptrdiff_t stride) { return _mm256_cvtph_ps(load_eight(p, stride)); }
+INLINE void v_load_halves(vec x[2], const char *p, ptrdiff_t stride) {
+    __m128i y[2];
+    load_eight(y, p, stride);
+    UNROLL
+    for (int i = 0; i < 2; i++) x[i] = _mm256_cvtph_ps(y[i]);
+}
 
 INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
     if (type == KVC_Q8_0) {

@@ -218,8 +218,12 @@ INLINE void i_load_rows(ivec x[4], const char *p, ptrdiff_t stride) {
     x[3] = _mm512_unpackhi_epi64(ab, cd);
 }
 
-INLINE vec v_load_scales(const char *p, ptrdiff_t stride) {
-    return _mm512_cvtph_ps(_mm256_set_m128i(load_eight(p + 8 * stride, stride), load_eight(p, stride)));
+INLINE void v_load_halves(vec x[2], const char *p, ptrdiff_t stride) {
+    __m128i low[2], high[2];
+    load_eight(low, p, stride);
+    load_eight(high, p + 8 * stride, stride);
+    UNROLL
+    for (int i = 0; i < 2; i++) x[i] = _mm512_cvtph_ps(_mm256_set_m128i(high[i], low[i]));
 }
 
 /* Loads what two instructions need once: half of such loads cross cache lines. */

@@ -245,11 +245,15 @@ INLINE void i_load_rows(ivec x[4], const char *p, ptrdiff_t stride) {
     for (int i = 0; i < LANES; i++) x[i] = vreinterpretq_s32_f32(y[i]);
 }
 
-INLINE vec v_load_scales(const char *p, ptrdiff_t stride) {
-    uint16_t bits[LANES];
+INLINE void v_load_halves(vec x[2], const char *p, ptrdiff_t stride) {
+    uint16_t bits[2][LANES];
     UNROLL
-    for (int i = 0; i < LANES; i++) memcpy(&bits[i], p + i * stride, sizeof *bits);
-    return v_load_f16(bits);
+    for (int i = 0; i < LANES; i++) {
+        memcpy(&bits[0][i], p + i * stride, sizeof bits[0][i]);
+        memcpy(&bits[1][i], p + i * stride + sizeof bits[0][i], sizeof bits[1][i]);
+    }
+    UNROLL
+    for (int i = 0; i < 2; i++) x[i] = v_load_f16(bits[i]);
 }
 
 INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {

@@ -28,8 +28,9 @@ INLINE __m256i add_fifth_bits(__m256i codes, uint32_t bits);
 
 INLINE void unpack_codes(int type, char *dst, const char *block, int by) {
     const char *nibbles = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
-    const __m128i both = _mm_loadu_si128((const void *)nibbles);
-    const __m256i low = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(both, 4), both), _mm256_set1_epi8(15));
+    const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)nibbles));
+    const __m256i shifted = _mm256_srlv_epi32(both, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+    const __m256i low = _mm256_and_si256(shifted, _mm256_set1_epi8(15));
     __m256i codes = low;
     if (type == KVC_IQ4_NL)
         codes = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)KVC_LEVELS)), low);
@@ -50,18 +51,20 @@ INLINE const char *next_row(const char *p, ptrdiff_t stride) {
     return p;
 }
 
-/* Loads two bytes of each of eight rows; it reads two bytes more of each. */
-INLINE __m128i load_eight(const char *p, ptrdiff_t stride) {
-    __m128i x[8];
+/* Loads an f16 of each of eight rows to x[0], and the one behind it to x[1]. */
+INLINE void load_eight(__m128i x[2], const char *p, ptrdiff_t stride) {
+    __m128i y[8];
     UNROLL
     for (int i = 0; i < 8; i++, p = next_row(p, stride)) {
         int bytes; /* _mm_loadu_si32 is wrong in GCC 11 */
         memcpy(&bytes, p, sizeof bytes);
-        x[i] = _mm_cvtsi32_si128(bytes);
+        y[i] = _mm_cvtsi32_si128(bytes);
     }
     UNROLL
-    for (int i = 0; i < 8; i += 2) x[i] = _mm_unpacklo_epi16(x[i], x[i + 1]);
-    return _mm_unpacklo_epi64(_mm_unpacklo_epi32(x[0], x[2]), _mm_unpacklo_epi32(x[4], x[6]));
+    for (int i = 0; i < 8; i += 2) y[i] = _mm_unpacklo_epi16(y[i], y[i + 1]);
+    const __m128i low = _mm_unpacklo_epi32(y[0], y[2]), high = _mm_unpacklo_epi32(y[4], y[6]);
+    x[0] = _mm_unpacklo_epi64(low, high);
+    x[1] = _mm_unpackhi_epi64(low, high);
 }
 
 /* Loads what two instructions need once. */
