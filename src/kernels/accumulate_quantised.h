@@ -68,15 +68,16 @@ INLINE void round_products(float *products, float inverse) {
  * It and not the largest weight times the largest scale sets the unit: else a row of large elements and little weight,
  * even a hidden one, would cost all others their digits.  Goes over all blocks and queries three times, as what it does
  * for one of them is a chain of few but slow instructions. */
-TARGET static void round_weights(int type, int num_q, block_weights *w, const accumulate_args *a, const char *block,
+TARGET static void round_weights(int type, int num_q, block_weights *w, accumulate_args *a, const char *block,
                                  int blocks) {
+    prefetcher next = a->next;
     float zero_or_nan[BLOCKS_AT_ONCE], inverse[WEIGHTS_AT_ONCE];
     float largest[WEIGHTS_AT_ONCE] = {0};
     for (int b = 0, i = 0; b < blocks; b++, block += block_bytes(type)) {
         vec scales[TILE_VECS];
         zero_or_nan[b] = load_scales(scales, block, a->row_stride, a->n);
         for (int r = 0; r < num_q; r++, i++)
-            largest[i] = multiply_scales(w->products[i], a->weights + r * KVC_TILE, scales);
+            prefetch_line(&next), largest[i] = multiply_scales(w->products[i], a->weights + r * KVC_TILE, scales);
     }
     for (int i = 0; i < blocks * num_q; i += LANES) {            /* goes on to a multiple of LANES */
         const vec x = v_max(v_set(1e-33f), v_load(largest + i)); /* smaller products round to nothing */
@@ -86,8 +87,10 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, const ac
     for (int b = 0, i = 0; b < blocks; b++)
         for (int r = 0; r < num_q; r++, i++) {
             w->unit[i] += zero_or_nan[b];
+            prefetch_line(&next);
             round_products(w->products[i], inverse[i]);
         }
+    a->next = next;
 }
 
 /* Adds the products of two vectors of columns of ROWS_AT_ONCE rows, row r of them at p + r * stride, and the queries'
@@ -144,7 +147,7 @@ INLINE void accumulate_quantised(int type, int num_q, accumulate_args *a, kvc_ah
     const int num_blocks = a->dim / KVC_QUANT_ELEMENTS;
     const char *block = a->rows;
     block_weights w;
-    a->next = prefetch_begin(next, a->rows, a->dim / (2 * LANES) * ((a->n + 1) / 2));
+    a->next = prefetch_begin(next, a->rows, a->dim / (2 * LANES) * ((a->n + 1) / 2) + 2 * num_blocks * num_q);
     for (int b = 0; b < num_blocks; b++, block += block_bytes(type)) {
         const int first = b % BLOCKS_AT_ONCE * num_q;
         if (first == 0) round_weights(type, num_q, &w, a, block, smaller(BLOCKS_AT_ONCE, num_blocks - b));
