@@ -411,31 +411,6 @@ static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_curs
     accumulate_tile(t, current, next);
 }
 
-/* A product of matrices: to = from * by or, if adds, to += from * by.  `to` is [query rows][n], `from` [query rows][k],
- * `by` [k][n]; strides are in floats. */
-typedef struct product {
-    kvc_matmul_fn *matmul;
-    float *to;
-    const float *from, *by;
-    int32_t to_stride, from_stride, by_stride, n, k, adds;
-    int32_t query_rows; /* how many are best multiplied at once */
-} product;
-
-/* Multiplies p->query_rows query rows at a time, and in between prefetches `ahead`. */
-static void multiply(const kvc_task *t, const product *p, kvc_ahead ahead) {
-    const int32_t num = t->num_query_rows;
-    int64_t done = 0;
-    for (int32_t r = 0; r < num; r += p->query_rows) {
-        const int32_t query_rows = (int32_t)kvc_smaller(num - r, p->query_rows);
-        const int64_t end =
-            kvc_smaller(ahead.bytes, (ahead.bytes / KVC_CACHE_LINE + 1) * (r + query_rows) / num * KVC_CACHE_LINE);
-        prefetch((const char *)ahead.begin + done, end - done);
-        done = end;
-        p->matmul(p->to + (size_t)r * (size_t)p->to_stride, p->to_stride, p->from + (size_t)r * (size_t)p->from_stride,
-                  p->from_stride, p->by, p->by_stride, query_rows, p->n, p->k, p->adds);
-    }
-}
-
 /* Returns a view of the query rows from the first to the last that sees anything of a tile: few, where the tile is at
  * the end of a prompt or of a window. */
 static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
@@ -465,30 +440,10 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     query_rows_for(all, current);
     const kvc_task view = view_that_sees(all, current), *t = &view;
     const kvc_tiler *keys = key_tiler(t, current), *values = tiler_of(t, c->layer->v_type);
-    const product scores = {.matmul = keys->score,
-                            .query_rows = keys->rows,
-                            .to = t->scores,
-                            .to_stride = KVC_TILE,
-                            .from = t->q,
-                            .from_stride = lane->q_stride,
-                            .by = t->lane + lane->keys,
-                            .by_stride = KVC_TILE,
-                            .n = current->n,
-                            .k = plan->k_dim};
-    const product sums = {.matmul = values->accumulate,
-                          .query_rows = values->rows,
-                          .to = t->acc,
-                          .to_stride = lane->acc_stride,
-                          .from = t->scores,
-                          .from_stride = KVC_TILE,
-                          .by = t->lane + lane->values,
-                          .by_stride = lane->acc_stride,
-                          .n = plan->v_dim,
-                          .k = current->n,
-                          .adds = 1};
     pack_keys(t, current, keys->pack_keys);
     walk ahead = walk_values(t, current);
-    multiply(t, &scores, take_ahead(c, &ahead, current->n));
+    keys->score(t->scores, KVC_TILE, t->q, lane->q_stride, t->lane + lane->keys, KVC_TILE, t->num_query_rows,
+                current->n, plan->k_dim, 0, take_ahead(c, &ahead, current->n));
     compute_weights(t, current);
     kvc_next_tile(next, upcoming);
     for (int32_t r = 0; r < t->num_query_rows; r++)
@@ -498,7 +453,8 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     const kernel_rows v = take_rows(t, &ahead, current->n);
     values->pack_values(t->lane + lane->values, lane->acc_stride, v.first, v.stride, current->n, plan->v_dim);
     ahead = walk_keys(t, next);
-    multiply(t, &sums, take_ahead(c, &ahead, next->n));
+    values->accumulate(t->acc, lane->acc_stride, t->scores, KVC_TILE, t->lane + lane->values, lane->acc_stride,
+                       t->num_query_rows, plan->v_dim, current->n, 1, take_ahead(c, &ahead, next->n));
 }
 
 /* ---- the rows of a task ------------------------------------------------------------------------------------------ */

@@ -229,8 +229,9 @@ INLINE void multiply_tiles(const tiles *t, int num_chunks, int num_parts, int ad
 /* Is a kvc_matmul_fn over packed panels.  is_split: whether a is packed already, or weights, which are packed here.
  * Gives the registers their former shapes back: ggml sets those of its threads once, and multiplies with them later. */
 INLINE void multiply_parts(int num_parts, int is_split, float *c, int ldc, const float *a, int lda, const float *b,
-                           int ldb, int m, int n, int k, int add) {
+                           int ldb, int m, int n, int k, int add, kvc_ahead next) {
     enum { ROWS = 2 * TILE_ROWS };
+    shares all = shares_of(next, (m + ROWS - 1) / ROWS * (int64_t)((n + 2 * LANES - 1) / (2 * LANES)));
     tile_shapes former;
     _tile_storeconfig(&former);
     memory_barrier();
@@ -249,6 +250,7 @@ INLINE void multiply_parts(int num_parts, int is_split, float *c, int ldc, const
             t.b = b + j;
             t.c = c + (ptrdiff_t)i * ldc + j;
             t.two_columns = n - j > LANES;
+            prefetch_share(&all);
             multiply_tiles(&t, chunks_of(k), num_parts, add);
         }
     }
@@ -276,8 +278,8 @@ TARGET static void kvc_prepare_parts_amx(float *q, int q_stride, int num_q, int 
 
 #define DEFINE_MULTIPLY_PARTS(name, num_parts, is_split)                                                              \
     TARGET static void name(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k, \
-                            int add) {                                                                                \
-        multiply_parts(num_parts, is_split, c, ldc, a, lda, b, ldb, m, n, k, add);                                    \
+                            int add, kvc_ahead next) {                                                                \
+        multiply_parts(num_parts, is_split, c, ldc, a, lda, b, ldb, m, n, k, add, next);                              \
     }
 
 DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_f32_amx, KVC_F32)
@@ -297,8 +299,6 @@ DEFINE_MULTIPLY_PARTS(kvc_multiply_keys_amx, 2, 1)
 DEFINE_MULTIPLY_PARTS(kvc_multiply_values_bf16_amx, 1, 0)
 DEFINE_MULTIPLY_PARTS(kvc_multiply_values_amx, 2, 0)
 
-enum { AMX_AT_ONCE = 64 }; /* rows that a product is best given at once */
-
 const kvc_kernels kvc_kernels_amx = {
     .name = "amx",
     .convert = kvc_convert_avx512bf16,
@@ -308,14 +308,14 @@ const kvc_kernels kvc_kernels_amx = {
     KVC_AVX512VNNI_INTEGERS,
     .score_bf16 = {kvc_prepare_bf16_avx512bf16, kvc_score_bf16_avx512bf16},
     .decoded = {kvc_prepare_parts_amx, kvc_pack_keys_f32_amx, kvc_pack_values_f32_amx, kvc_multiply_keys_amx,
-                kvc_multiply_values_amx, AMX_AT_ONCE},
+                kvc_multiply_values_amx},
     .tiler[KVC_F16] = {kvc_prepare_parts_amx, kvc_pack_keys_f16_amx, kvc_pack_values_f16_amx, kvc_multiply_keys_amx,
-                       kvc_multiply_values_amx, AMX_AT_ONCE},
+                       kvc_multiply_values_amx},
     .tiler[KVC_BF16] = {kvc_prepare_parts_amx, kvc_pack_keys_bf16_amx, kvc_pack_values_bf16_amx,
-                        kvc_multiply_keys_bf16_amx, kvc_multiply_values_bf16_amx, AMX_AT_ONCE},
+                        kvc_multiply_keys_bf16_amx, kvc_multiply_values_bf16_amx},
     .tiler[KVC_Q8_0] = {kvc_prepare_parts_amx, kvc_pack_keys_q8_0_amx, kvc_pack_values_q8_0_amx, kvc_multiply_keys_amx,
-                        kvc_multiply_values_amx, AMX_AT_ONCE},
+                        kvc_multiply_values_amx},
     .tiler[KVC_Q4_0] = {kvc_prepare_parts_amx, kvc_pack_keys_q4_0_amx, kvc_pack_values_q4_0_amx, kvc_multiply_keys_amx,
-                        kvc_multiply_values_amx, AMX_AT_ONCE},
+                        kvc_multiply_values_amx},
 };
 #endif

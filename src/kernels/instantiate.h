@@ -65,8 +65,8 @@
 #define DEFINE_MATMUL(name)                                                                                    \
     extern kvc_matmul_fn name;                                                                                 \
     TARGET void name(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k, \
-                     int add) {                                                                                \
-        matmul_rows(c, ldc, a, lda, b, ldb, m, n, k, add);                                                     \
+                     int add, kvc_ahead next) {                                                                \
+        matmul_rows(c, ldc, a, lda, b, ldb, m, n, k, add, next);                                               \
     }
 
 #define DEFINE_HADAMARD(name)    \

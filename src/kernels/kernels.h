@@ -88,9 +88,9 @@ typedef void kvc_softmax_fn(float *scores, int num_q, int n, float *max, float *
 
 /* c[i * ldc + j] = (add ? c[...] : 0) + sum over p < k of a[i * lda + p] * b[p * ldb + j], i < m, j < n.
  * ldb and ldc are multiples of KVC_LANES, b and c aligned to 64 bytes, and up to the next multiple of KVC_LANES past n,
- * columns of b may be read and columns of c written. */
+ * columns of b may be read and columns of c written.  Prefetches `next` on the way, into the L2 cache. */
 typedef void kvc_matmul_fn(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
-                           int add);
+                           int add, kvc_ahead next);
 
 /* Packs n <= KVC_TILE rows into the panel of k = dim that query rows are multiplied by: dst[d * KVC_TILE + j] =
  * rows[j][d] as f32; columns n .. KVC_TILE become 0. */
@@ -108,10 +108,7 @@ typedef struct kvc_tiler {
     kvc_pack_keys_fn *pack_keys;
     kvc_pack_values_fn *pack_values;
     kvc_matmul_fn *score, *accumulate; /* a: prepared query rows; weights */
-    int rows;                          /* how many rows of a these two are best given at once */
 } kvc_tiler;
-
-enum { KVC_MATMUL_ROWS = 12 }; /* what `rows` is for a set's matmul: a multiple of every MATMUL_ROWS */
 
 /* Multiplies every `order` of the n floats at src by Sylvester's Hadamard matrix of that order (a power of two, at
  * least KVC_QUANT_ELEMENTS, that divides n) over sqrt(order), which is its own inverse.  src is dst, or needs no

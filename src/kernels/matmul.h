@@ -1,17 +1,19 @@
 /* matmul.h: products of many query rows with a tile, and the panels that tiles are packed into; part of template.h. */
 
+enum { MATMUL_DEPTH = 128 }; /* rows of a panel of 64 columns that fill 32 KiB */
+
 /* c[num_rows][num_vectors * LANES] = (add ? c : 0) + a[num_rows][k] * b[k][...], rows ldc, lda and ldb floats apart; c
  * in registers. */
 INLINE void matmul_block(int num_rows, int num_vectors, float *c, int ldc, const float *a, int lda, const float *b,
                          int ldb, int k, int add) {
-    vec sums[MATMUL_ROWS * MATMUL_VECTORS], x[MATMUL_VECTORS];
+    vec sums[MATMUL_SUMS], x[MATMUL_VECTORS];
     UNROLL
     for (int i = 0; i < num_rows; i++) UNROLL
     for (int j = 0; j < num_vectors; j++)
         sums[i * num_vectors + j] = add ? v_load(c + (ptrdiff_t)i * ldc + j * LANES) : v_zero();
     /* Addresses rows of a from every fourth one, behind GCC's back: left to itself it keeps an address for each row,
      * more than there are registers, and moves them there through the ports that the multiply-adds need. */
-    const float *fourth[(MATMUL_ROWS + 3) / 4];
+    const float *fourth[2];
     UNROLL
     for (int i = 0; i < num_rows; i += 4) {
         fourth[i / 4] = a + (ptrdiff_t)i * lda;
@@ -32,32 +34,60 @@ INLINE void matmul_block(int num_rows, int num_vectors, float *c, int ldc, const
     for (int j = 0; j < num_vectors; j++) v_store(c + (ptrdiff_t)i * ldc + j * LANES, sums[i * num_vectors + j]);
 }
 
+/* Memory to prefetch in equal shares; counted in lines. */
+typedef struct shares {
+    const char *at;
+    int64_t left, each;
+} shares;
+
+INLINE shares shares_of(kvc_ahead next, int64_t num) {
+    const int64_t lines = (next.bytes + LINE - 1) / LINE;
+    return (shares){next.begin, lines, (lines + num - 1) / num};
+}
+
+INLINE void prefetch_share(shares *s) {
+    for (int64_t i = 0; i < s->each && s->left; i++, s->left--, s->at += LINE) __builtin_prefetch(s->at, 0, 2);
+}
+
 /* Multiplies blocks of `rows` rows as long as that many are left. */
-#define MATMUL_ROWS_OF(rows)                                                                                       \
-    for (; rows <= MATMUL_ROWS && i + rows <= m; i += rows)                                                        \
-    matmul_block(rows <= MATMUL_ROWS ? rows : 1, num_vectors, c + (ptrdiff_t)i * ldc, ldc, a + (ptrdiff_t)i * lda, \
-                 lda, b, ldb, k, add)
+#define MATMUL_ROWS_OF(rows)                                                                                 \
+    for (; rows * num_vectors <= MATMUL_SUMS && i + rows <= m; i += rows) {                                  \
+        prefetch_share(next);                                                                                \
+        matmul_block(rows * num_vectors <= MATMUL_SUMS ? rows : 1, num_vectors, c + (ptrdiff_t)i * ldc, ldc, \
+                     a + (ptrdiff_t)i * lda, lda, b, ldb, k, add);                                           \
+    }
 
 /* Multiplies num_vectors vectors of columns, for all rows while these columns of b stay in the L1 cache. */
 INLINE void matmul_columns(int num_vectors, float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m,
-                           int k, int add) {
+                           int k, int add, shares *next) {
     int i = 0;
-    MATMUL_ROWS_OF(12);
-    MATMUL_ROWS_OF(8);
     MATMUL_ROWS_OF(6);
     MATMUL_ROWS_OF(4);
     MATMUL_ROWS_OF(2);
     MATMUL_ROWS_OF(1);
 }
 
-/* Is a kvc_matmul_fn. */
+/* Multiplies blocks of `vectors` vectors of columns, of which there are KVC_LANES floats or more, as long as that many
+ * are left. */
+#define MATMUL_VECTORS_OF(vectors)                                                                                   \
+    for (; vectors * LANES >= KVC_LANES && vectors <= MATMUL_VECTORS && left >= vectors;                             \
+         left -= vectors, j += vectors * LANES)                                                                      \
+    matmul_columns(vectors <= MATMUL_VECTORS ? vectors : 1, c + j, ldc, a + p, lda, b + (ptrdiff_t)p * ldb + j, ldb, \
+                   m, depth, add || p, &all)
+
+/* Is a kvc_matmul_fn.  Adds up MATMUL_DEPTH products at a time, whose rows of b fill the L1 cache at most. */
 INLINE void matmul_rows(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
-                        int add) {
-    const int step = MATMUL_VECTORS * LANES;
-    int j = 0;
-    for (; n - j > step - KVC_LANES; j += step)
-        matmul_columns(MATMUL_VECTORS, c + j, ldc, a, lda, b + j, ldb, m, k, add);
-    if (j < n) matmul_columns(KVC_LANES / LANES, c + j, ldc, a, lda, b + j, ldb, m, k, add);
+                        int add, kvc_ahead next) {
+    const int vectors = (n + KVC_LANES - 1) / KVC_LANES * (KVC_LANES / LANES);
+    const int64_t blocks = (int64_t)((k + MATMUL_DEPTH - 1) / MATMUL_DEPTH) * vectors * m / MATMUL_SUMS;
+    shares all = shares_of(next, blocks + 1);
+    for (int p = 0; p < k || p == 0; p += MATMUL_DEPTH) {
+        const int depth = smaller(k - p, MATMUL_DEPTH);
+        int left = vectors, j = 0;
+        MATMUL_VECTORS_OF(4);
+        MATMUL_VECTORS_OF(2);
+        MATMUL_VECTORS_OF(1);
+    }
 }
 
 /* Packs elements [d, d + LANES) of rows [j, j + LANES): transposes them. */

@@ -361,7 +361,8 @@ static void softmax_rows(float *scores, int num_q, int n, float *max, float *sum
 }
 
 static void matmul_rows(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
-                        int add) {
+                        int add, kvc_ahead next) {
+    (void)next;
     for (int i = 0; i < m; i++) {
         for (int j = 0; j < n; j++) {
             float sum = add ? c[(ptrdiff_t)i * ldc + j] : 0;
@@ -448,15 +449,15 @@ const kvc_kernels kvc_kernels_scalar = {
     .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_scalar,
     .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_scalar,
     .tiler[KVC_F32] = {kvc_scale_scalar, kvc_pack_keys_f32_scalar, kvc_pack_values_f32_scalar, kvc_matmul_scalar,
-                       kvc_matmul_scalar, KVC_MATMUL_ROWS},
+                       kvc_matmul_scalar},
     .tiler[KVC_F16] = {kvc_scale_scalar, kvc_pack_keys_f16_scalar, kvc_pack_values_f16_scalar, kvc_matmul_scalar,
-                       kvc_matmul_scalar, KVC_MATMUL_ROWS},
+                       kvc_matmul_scalar},
     .tiler[KVC_BF16] = {kvc_scale_scalar, kvc_pack_keys_bf16_scalar, kvc_pack_values_bf16_scalar, kvc_matmul_scalar,
-                        kvc_matmul_scalar, KVC_MATMUL_ROWS},
+                        kvc_matmul_scalar},
     .tiler[KVC_Q8_0] = {kvc_scale_scalar, kvc_pack_keys_q8_0_scalar, kvc_pack_values_q8_0_scalar, kvc_matmul_scalar,
-                        kvc_matmul_scalar, KVC_MATMUL_ROWS},
+                        kvc_matmul_scalar},
     .tiler[KVC_Q4_0] = {kvc_scale_scalar, kvc_pack_keys_q4_0_scalar, kvc_pack_values_q4_0_scalar, kvc_matmul_scalar,
-                        kvc_matmul_scalar, KVC_MATMUL_ROWS},
+                        kvc_matmul_scalar},
     .softmax = kvc_softmax_scalar,
     .scale = kvc_scale_scalar,
     .hadamard = kvc_hadamard_scalar,

@@ -12,8 +12,8 @@
  *   LANES            floats in a vector; divides KVC_LANES, which is half of KVC_QUANT_ELEMENTS
  *   ACCUMULATORS     registers for the sums of score and accumulate, which need four more for factors: at least 4, and
  *                    more than the latency of an fma times the fmas that start in a cycle
- *   MATMUL_ROWS      rows (at most 12) and vectors of the block of c that matmul keeps in registers, beside which it
- *   MATMUL_VECTORS   needs MATMUL_VECTORS + 1; MATMUL_VECTORS * LANES is KVC_LANES or twice that
+ *   MATMUL_SUMS      registers for the block of c that matmul works on, of up to 6 rows and up to MATMUL_VECTORS (2 or
+ *   MATMUL_VECTORS   4) vectors of columns, beside which it needs MATMUL_VECTORS + 1
  *   HAS_BF16_DOT     1 if there is b_dot; may be left out
  *
  *   vec                        a vector of LANES floats; where these primitives take integers, x holds them as floats
@@ -32,12 +32,13 @@
  *   v_max(x, y)  v_min(x, y)   y where either is NaN
  *   v_abs(x)
  *   v_number(x)                x, or 0 where it is NaN
- *   v_round(x)                 to the nearest integer
  *   v_round_away(x)            to the nearest integer, halves away from 0
  *   v_truncate(x)              to an integer, towards 0
  *   v_equal(x, y)              a uint32_t whose bit i is set where lanes i are equal
  *   v_count(n, x, y)           n, and 1 more where x >= y
- *   v_scale(x, n)              x * 2^n, n an integer of [-125, 0]; 0 for n below, whatever x is; NaN where n is
+ *   v_scale(x, scale, y, least)
+ *                              x * 2^n, where scale is 3 * 2^22 + 127 + n, n an integer of [-126, 0]; 0 where y is
+ *                              below least
  *   v_max_lane(x)  v_sum_lanes(x)     one float
  *   v_sums(x)                  a vector of the sums of x[0 .. LANES), each added up in the same order
  *   v_transpose(x)             swaps lane j of x[i] and lane i of x[j]

@@ -1,7 +1,7 @@
 /* vector_avx2.h: the vector primitives of template.h for AVX2, FMA and F16C.  Define TARGET before including it. */
 #include "kernels/x86.h"
 
-enum { LANES = 8, ACCUMULATORS = 12, MATMUL_ROWS = 6, MATMUL_VECTORS = 2 }; /* of 16 registers */
+enum { LANES = 8, ACCUMULATORS = 12, MATMUL_SUMS = 12, MATMUL_VECTORS = 2 }; /* of 16 registers */
 
 typedef __m256 vec;
 
@@ -97,13 +97,9 @@ INLINE vec v_round_away(vec x) {
     return v_truncate(_mm256_add_ps(x, _mm256_or_ps(_mm256_set1_ps(0x1.fffffep-2f), sign)));
 }
 
-INLINE vec v_round(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-
-/* Adds n to the exponent. */
-INLINE vec v_scale(vec x, vec n) {
-    __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
-    vec y = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), exponent));
-    return _mm256_and_ps(y, _mm256_cmp_ps(n, _mm256_set1_ps(-125), _CMP_NLT_UQ));
+INLINE vec v_scale(vec x, vec scale, vec y, vec least) {
+    const vec power = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(scale), 23));
+    return _mm256_and_ps(_mm256_mul_ps(x, power), _mm256_cmp_ps(y, least, _CMP_NLT_UQ));
 }
 
 INLINE float v_max_lane(vec x) {

@@ -5,7 +5,7 @@
  */
 #include "kernels/x86.h"
 
-enum { LANES = 16, ACCUMULATORS = 16, MATMUL_ROWS = 12, MATMUL_VECTORS = 2 }; /* of 32 registers */
+enum { LANES = 16, ACCUMULATORS = 16, MATMUL_SUMS = 24, MATMUL_VECTORS = 4 }; /* of 32 registers */
 
 typedef __m512 vec;
 
@@ -91,10 +91,9 @@ INLINE vec v_round_away(vec x) {
     return v_truncate(_mm512_add_ps(x, _mm512_or_ps(_mm512_set1_ps(0x1.fffffep-2f), sign)));
 }
 
-INLINE vec v_round(vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-
-INLINE vec v_scale(vec x, vec n) {
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-125), _CMP_NLT_UQ), x, n);
+INLINE vec v_scale(vec x, vec scale, vec y, vec least) {
+    const vec power = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(scale), 23));
+    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(y, least, _CMP_NLT_UQ), x, power);
 }
 
 INLINE float v_max_lane(vec x) {

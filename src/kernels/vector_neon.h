@@ -7,7 +7,7 @@
 #include "base/dtype.h"
 #include "kernels/target.h"
 
-enum { LANES = 4, ACCUMULATORS = 16, MATMUL_ROWS = 4, MATMUL_VECTORS = 4 }; /* of 32 registers */
+enum { LANES = 4, ACCUMULATORS = 16, MATMUL_SUMS = 16, MATMUL_VECTORS = 4 }; /* of 32 registers */
 
 typedef float32x4_t vec;
 
@@ -137,13 +137,9 @@ INLINE vec v_truncate(vec x) { return vrndq_f32(x); }
 
 INLINE vec v_round_away(vec x) { return vrndaq_f32(x); }
 
-INLINE vec v_round(vec x) { return vrndnq_f32(x); }
-
-/* Adds n to the exponent. */
-INLINE vec v_scale(vec x, vec n) {
-    uint32x4_t exponent = vshlq_n_u32(vreinterpretq_u32_s32(vcvtq_s32_f32(n)), 23);
-    uint32x4_t y = vaddq_u32(vreinterpretq_u32_f32(x), exponent); /* unsigned, as it overflows for n below -125 */
-    return vreinterpretq_f32_u32(vbicq_u32(y, vcltq_f32(n, v_set(-125))));
+INLINE vec v_scale(vec x, vec scale, vec y, vec least) {
+    const vec power = vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(scale), 23));
+    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(vmulq_f32(x, power)), vcltq_f32(y, least)));
 }
 
 INLINE float v_max_lane(vec x) { return vmaxvq_f32(x); }

@@ -855,7 +855,7 @@ static void test_softmax(const kvc_kernels *kernels)
 
 static void test_matmul(const kvc_kernels *kernels, int m, int n, int k, int add)
 {
-    enum { LDB = 80, LDC = 96, MAX_K = 64, LDA = MAX_K + 1, MAX_M = 40 };
+    enum { LDB = 80, LDC = 96, MAX_K = 300, LDA = MAX_K + 1, MAX_M = 40 };
     static _Alignas(64) float b[MAX_K * LDB], c[MAX_M * LDC];
     static float a[MAX_M * LDA], old[MAX_M * LDC];
     int padded = (n + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
@@ -863,7 +863,7 @@ static void test_matmul(const kvc_kernels *kernels, int m, int n, int k, int add
     fill(b, MAX_K * LDB);
     fill(c, MAX_M * LDC);
     memcpy(old, c, sizeof old);
-    kernels->tiler[KVC_F32].score(c, LDC, a, LDA, b, LDB, m, n, k, add);
+    kernels->tiler[KVC_F32].score(c, LDC, a, LDA, b, LDB, m, n, k, add, (kvc_ahead){b, (int64_t)sizeof b, 2});
     for (int i = 0; i < MAX_M; i++) {
         for (int j = 0; j < LDC; j++) {
             double sum = add ? old[i * LDC + j] : 0, size = fabs(sum);
@@ -926,7 +926,7 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
     memcpy(prepared, q, sizeof q);
     tiler->prepare(prepared, stride, m, dim, (float)scale);
     tiler->pack_keys(panel, t->rows, t->stride, n, dim);
-    tiler->score(scores, KVC_TILE, prepared, stride, panel, KVC_TILE, m, n, dim, 0);
+    tiler->score(scores, KVC_TILE, prepared, stride, panel, KVC_TILE, m, n, dim, 0, (kvc_ahead){q, (int64_t)sizeof q, 2});
     for (int i = 0; i < m; i++) {
         for (int j = 0; j < n; j++) {
             double sum = 0, size = 0;
@@ -946,7 +946,8 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
     fill_to(sums, MAX_M * MAX_PADDED, largest.rows * largest.factors);
     memcpy(old, sums, sizeof old);
     tiler->pack_values(panel, values, t->rows, t->stride, n, dim);
-    tiler->accumulate(sums, values, weights, KVC_TILE, panel, values, m, dim, n, 1);
+    tiler->accumulate(sums, values, weights, KVC_TILE, panel, values, m, dim, n, 1,
+                      (kvc_ahead){.bytes = 0});
     for (int i = 0; i < MAX_M; i++) {
         for (int d = 0; d < values; d++) {
             double sum = old[i * values + d], size = fabs(sum);
@@ -1111,6 +1112,8 @@ static void test_kernels(const kvc_kernels *kernels)
         for (int num = 1; num <= 3; num++)
             test_hadamard(kernels, order, num);
     test_matmul(kernels, 40, 64, 64, 1);
+    for (int k = 127; k <= 300; k += k % 128 < 1 ? 1 : 43) /* longer sums are cut */
+        test_matmul(kernels, 13, 70, k, k % 2);
     test_matmul(kernels, 3, 16, 0, 0);
 }
 
@@ -1142,7 +1145,8 @@ __attribute__((target("amx-tile"))) static void test_tiles_of_the_caller(const k
     } shapes = {.palette = 1, .bytes = {64, 32}, .rows = {16, 3}}, after;
     __asm__ volatile("" ::: "memory");
     _tile_loadconfig(&shapes);
-    kernels->tiler[KVC_F16].score(c, KVC_TILE, a, KVC_TILE, b, KVC_TILE, 4, KVC_TILE, KVC_TILE, 0);
+    kernels->tiler[KVC_F16].score(c, KVC_TILE, a, KVC_TILE, b, KVC_TILE, 4, KVC_TILE, KVC_TILE, 0,
+                                  (kvc_ahead){.bytes = 0});
     _tile_storeconfig(&after);
     __asm__ volatile("" ::: "memory");
     CHECK(memcmp(&shapes, &after, sizeof shapes) == 0);
