@@ -88,10 +88,6 @@ INLINE int block_width(int num_q, int num_vecs) {
 
 /* Sums all columns for num_q <= QUERIES queries. */
 INLINE void accumulate_queries(int type, int num_q, accumulate_args *a, kvc_ahead next) {
-    if (type >= KVC_FLOAT_TYPES) {
-        accumulate_quantised(type, num_q, a, next);
-        return;
-    }
     const int most = ACCUMULATORS / num_q, num_vecs = a->dim / LANES, tail = tail_of(type, a->dim);
     int lines = 0, d = 0;
     for (int i = 0, width; i < num_vecs; i += width) {
@@ -116,6 +112,10 @@ INLINE void accumulate_queries(int type, int num_q, accumulate_args *a, kvc_ahea
 /* Is a kvc_accumulate_fn once the type is a constant. */
 INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
                        const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {
+    if (type >= KVC_FLOAT_TYPES) {
+        accumulate_quantised(type, acc, acc_stride, factor, weights, num_q, rows, row_stride, n, dim, next);
+        return;
+    }
     for (int r = 0; r < num_q; r += QUERIES, next.bytes = 0) { /* the first queries prefetch everything */
         accumulate_args a = {.acc = acc + (ptrdiff_t)r * acc_stride,
                              .factor = factor + r,

@@ -21,7 +21,7 @@ typedef struct block_weights {
 /* Loads the scales of a block of LANES rows. */
 INLINE vec load_scale_of_rows(const char *block, ptrdiff_t stride) {
     vec halves[2];
-    v_load_halves(halves, block, stride);
+    v_load_scales(halves, block, stride);
     return halves[0];
 }
 
@@ -95,7 +95,7 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, accumula
 
 /* Adds the products of two vectors of columns of ROWS_AT_ONCE rows, row r of them at p + r * stride, and the queries'
  * weights, w of the first query. */
-INLINE void accumulate_rows(int type, int num_q, ivec sums[2 * QUERIES], const char *p, ptrdiff_t stride,
+INLINE void accumulate_rows(int type, int num_q, ivec sums[2 * MANY_QUERIES], const char *p, ptrdiff_t stride,
                             const char *w) {
     UNROLL
     for (int j = 0; j < ROWS_AT_ONCE; j += 2) {
@@ -115,7 +115,7 @@ INLINE void accumulate_rows(int type, int num_q, ivec sums[2 * QUERIES], const c
  * the block and of the second.  w: the first query's weights. */
 INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, const char *block, int d, int c, const char *w,
                                const float *unit) {
-    ivec sums[2 * QUERIES];
+    ivec sums[2 * MANY_QUERIES];
     const int byte = type == KVC_Q8_0 ? c : c / 2, second = type == KVC_Q8_0 ? LANES : KVC_QUANT_ELEMENTS / 2;
     ptrdiff_t stride = a->row_stride;
     char last[ROWS_AT_ONCE][COPY_STRIDE];
@@ -142,19 +142,41 @@ INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, const ch
     a->next = next;
 }
 
-/* Sums all columns of the rows for num_q <= QUERIES queries. */
-INLINE void accumulate_quantised(int type, int num_q, accumulate_args *a, kvc_ahead next) {
+/* Sums all columns of the rows for num_q queries, as many as queries_at_once returns. */
+INLINE void accumulate_quantised_rows(int type, int num_q, accumulate_args *a, kvc_ahead next) {
     const int num_blocks = a->dim / KVC_QUANT_ELEMENTS;
+    const int blocks_at_once = num_q > QUERIES ? BLOCKS_AT_ONCE * QUERIES / MANY_QUERIES : BLOCKS_AT_ONCE;
     const char *block = a->rows;
     block_weights w;
     a->next = prefetch_begin(next, a->rows, a->dim / (2 * LANES) * ((a->n + 1) / 2) + 2 * num_blocks * num_q);
     for (int b = 0; b < num_blocks; b++, block += block_bytes(type)) {
-        const int first = b % BLOCKS_AT_ONCE * num_q;
-        if (first == 0) round_weights(type, num_q, &w, a, block, smaller(BLOCKS_AT_ONCE, num_blocks - b));
+        const int first = b % blocks_at_once * num_q;
+        if (first == 0) round_weights(type, num_q, &w, a, block, smaller(blocks_at_once, num_blocks - b));
         UNROLL
         for (int c = 0; c < KVC_QUANT_ELEMENTS; c += 2 * LANES)
             accumulate_columns(type, num_q, a, block, b * KVC_QUANT_ELEMENTS, c, (const char *)w.products[first],
                                w.unit + first);
     }
     prefetch_rest(&a->next);
+}
+
+/* Is a kvc_accumulate_fn once the type is a constant. */
+INLINE void accumulate_quantised(int type, float *acc, int acc_stride, const float *factor, const float *weights,
+                                 int num_q, const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {
+    for (int some; num_q; num_q -= some) {
+        accumulate_args a = {acc, factor, weights, rows, row_stride, acc_stride, n, dim, {0}};
+        some = queries_at_once(num_q);
+        const kvc_ahead part = take_part(&next, some, num_q);
+        switch (some) {
+        case 1: accumulate_quantised_rows(type, 1, &a, part); break;
+        case 2: accumulate_quantised_rows(type, 2, &a, part); break;
+        case 3: accumulate_quantised_rows(type, 3, &a, part); break;
+        case 4: accumulate_quantised_rows(type, 4, &a, part); break;
+        case MANY_QUERIES:
+            if (queries_at_once(MANY_QUERIES) == MANY_QUERIES) accumulate_quantised_rows(type, MANY_QUERIES, &a, part);
+        }
+        acc += (ptrdiff_t)some * acc_stride;
+        factor += some;
+        weights += some * KVC_TILE;
+    }
 }

@@ -388,7 +388,7 @@ INLINE void unpack_minima(int type, float *minima, const char *p, int64_t row_st
     int64_t j = 0;
     for (; j + LANES <= n; j += LANES, p += LANES * row_stride) {
         vec halves[2];
-        v_load_halves(halves, p, row_stride);
+        v_load_scales(halves, p, row_stride);
         v_store(minima + j, v_fma(halves[0], middle, halves[1]));
     }
     for (; j < n; j++, p += row_stride)

@@ -49,6 +49,15 @@ INLINE void prefetch_at(prefetcher *p, int offset) {
     if (offset % LINE == 0) prefetch_line(p);
 }
 
+/* Takes the part of what is left to prefetch that a pass over `some` of `left` query rows prefetches. */
+INLINE kvc_ahead take_part(kvc_ahead *all, int some, int left) {
+    kvc_ahead part = *all;
+    if (some < left) part.bytes = all->bytes / LINE * some / left * LINE;
+    all->begin = (const char *)all->begin + part.bytes;
+    all->bytes -= part.bytes;
+    return part;
+}
+
 INLINE void prefetch_rest(const prefetcher *p) {
     for (const char *at = p->at; at < p->end; at += LINE) __builtin_prefetch(at, 0, 2);
 }

@@ -129,10 +129,6 @@ RARE void score_tail(int type, int num_q, float *scores, const float *q, int q_s
 /* Scores all rows for num_q <= QUERIES queries.  The last block begins early enough to be full, and computes some
  * scores again; if there are fewer rows than in a block, each gets a block that repeats it. */
 INLINE void score_queries(int type, int q_type, int num_q, score_args a, kvc_ahead next) {
-    if (type >= KVC_FLOAT_TYPES) {
-        score_quantised(type, num_q, &a, next);
-        return;
-    }
     const int num_rows = block_rows(num_q), repeats = a.n < num_rows, by = repeats ? 1 : num_rows;
     const int num_blocks = (a.n + by - 1) / by;
     prefetcher p = prefetch_begin(next, a.rows, num_blocks * lines_of_block(type, q_type, num_q, num_rows, a.dim));
@@ -147,6 +143,10 @@ INLINE void score_queries(int type, int q_type, int num_q, score_args a, kvc_ahe
 /* Is a kvc_score_fn once the types are constants. */
 INLINE void score(int type, int q_type, float *scores, const float *q, int q_stride, int num_q, const void *rows,
                   int64_t row_stride, int n, int dim, kvc_ahead next) {
+    if (type >= KVC_FLOAT_TYPES) {
+        score_quantised(type, scores, q, q_stride, num_q, rows, row_stride, n, dim, next);
+        return;
+    }
     for (int r = 0; r < num_q; r += QUERIES, next.bytes = 0) { /* the first queries prefetch everything */
         const score_args a = {.scores = scores + r * KVC_TILE,
                               .q = q + (ptrdiff_t)r * q_stride,

@@ -23,8 +23,22 @@ enum {
     PAIRS = KVC_QUANT_ELEMENTS / 2,                  /* pairs in a block */
     GROUPS = ACCUMULATORS / QUERIES / 2 < 2 ? 1 : 2, /* groups of LANES rows scored together */
     GROUP_ROWS = GROUPS * LANES,
-    LINES_PER_STEP = GROUP_ROWS * PIECE_BYTES / 2 / LINE /* about as many as are read; two steps to a piece */
+    MANY_QUERIES = 2 * QUERIES
 };
+
+/* Most queries for which rows are unpacked once; this takes 5 KB a type.  Where a product takes two instructions,
+ * unpacking is less of the whole. */
+#if HAS_VNNI
+enum { MOST_QUERIES = MANY_QUERIES };
+#else
+enum { MOST_QUERIES = QUERIES };
+#endif
+
+/* Returns how many groups are scored together for num_q queries: one for many, whose sums fill the registers. */
+INLINE int groups_for(int num_q) { return num_q > QUERIES ? 1 : GROUPS; }
+
+/* Returns how many of num_q queries are worked on at once: MOST_QUERIES, or up to QUERIES. */
+INLINE int queries_at_once(int num_q) { return num_q >= MOST_QUERIES ? MOST_QUERIES : smaller(num_q, QUERIES); }
 
 /* Returns what is added to elements to make them unsigned: of q8_0 to those with even numbers, which are masked; the
  * odd ones are shifted with their signs. */
@@ -47,10 +61,10 @@ INLINE uint32_t two_scales(const char *p, ptrdiff_t stride) {
     return first | (uint32_t)second << 16;
 }
 
-/* Copies the scales of a block of GROUP_ROWS rows.  General registers collect four of them: vector instructions would
- * compete with products.  One block at a time, so that this runs beside the products of the block before. */
-INLINE void copy_scales(uint16_t scales[GROUP_ROWS], const char *block, ptrdiff_t stride) {
-    for (int j = 0; j < GROUP_ROWS; j += 4, block += 4 * stride) {
+/* Copies the scales of a block of n rows, a multiple of 4.  General registers collect four of them: vector instructions
+ * would compete with products.  One block at a time, so that this runs beside the products of the block before. */
+INLINE void copy_scales(uint16_t scales[GROUP_ROWS], const char *block, ptrdiff_t stride, int n) {
+    for (int j = 0; j < n; j += 4, block += 4 * stride) {
         const uint64_t four = two_scales(block, stride) | (uint64_t)two_scales(block + 2 * stride, stride) << 32;
         memcpy(scales + j, &four, sizeof four);
     }
@@ -139,70 +153,79 @@ INLINE ivec pair_of(int type, ivec x, int pair) {
     return pair == 3 ? i_shift(x, 12) : i_and(pair ? i_shift(x, 4 * pair) : x, i_set_16(15));
 }
 
-/* Adds the products of PIECE_BYTES bytes of GROUP_ROWS rows, of which `piece` is the first row's, with the queries'
+/* Counts the lines to prefetch in half a piece: about as many as are read. */
+INLINE int lines_per_step(int num_q) { return groups_for(num_q) * LANES * PIECE_BYTES / 2 / LINE; }
+
+/* Adds the products of PIECE_BYTES bytes of all groups' rows, of which `piece` is the first row's, with the queries'
  * elements `at_q` bytes into these, to counts[group][query]. */
-INLINE void score_piece(int type, int num_q, ivec counts[][QUERIES], const char *const *q, size_t at_q,
+INLINE void score_piece(int type, int num_q, ivec counts[][MANY_QUERIES], const char *const *q, size_t at_q,
                         const char *piece, ptrdiff_t stride, prefetcher *next) {
-    const int num_pairs = pairs_in_four_bytes(type);
+    const int num_pairs = pairs_in_four_bytes(type), groups = groups_for(num_q);
     ivec x[GROUPS][4]; /* x[g][i]: bytes [4 * i, 4 * i + 4) of the piece, of the rows of group g */
     UNROLL
-    for (int g = 0; g < GROUPS; g++) i_load_rows(x[g], piece + g * LANES * stride, stride);
+    for (int g = 0; g < groups; g++) i_load_rows(x[g], piece + g * LANES * stride, stride);
     UNROLL
     for (int i = 0; i < 4; i++) {
-        if (i % 2 == 0) prefetch_step(next, LINES_PER_STEP);
+        if (i % 2 == 0) prefetch_step(next, lines_per_step(num_q));
         UNROLL
         for (int p = 0; p < num_pairs; p++) {
             ivec y[GROUPS];
             UNROLL
-            for (int g = 0; g < GROUPS; g++) y[g] = pair_of(type, x[g][i], p);
+            for (int g = 0; g < groups; g++) y[g] = pair_of(type, x[g][i], p);
             UNROLL
             for (int r = 0; r < num_q; r++) {
                 const ivec z = i_set_pair(q[r] + at_q + (size_t)(i * num_pairs + p) * 2 * sizeof(int16_t));
                 UNROLL
-                for (int g = 0; g < GROUPS; g++) counts[g][r] = i_dot(counts[g][r], y[g], z);
+                for (int g = 0; g < groups; g++) counts[g][r] = i_dot(counts[g][r], y[g], z);
             }
         }
     }
 }
 
-/* Adds the products of GROUP_ROWS rows in a block, times the rows' scales, to sums[group][query].  block: the first
+/* Adds the products of all groups' rows in a block, times the rows' scales, to sums[group][query].  block: the first
  * row's; b: which of the queries'. */
-INLINE void score_quant_block(int type, int num_q, vec sums[][QUERIES], const char *const *q, const char *block,
+INLINE void score_quant_block(int type, int num_q, vec sums[][MANY_QUERIES], const char *const *q, const char *block,
                               ptrdiff_t stride, const uint16_t *scales, int dim, int b, prefetcher *next) {
-    const int num_pieces = type == KVC_Q8_0 ? 2 : 1;
-    ivec counts[GROUPS][QUERIES];
+    const int num_pieces = type == KVC_Q8_0 ? 2 : 1, groups = groups_for(num_q);
+    ivec counts[GROUPS][MANY_QUERIES];
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
-    for (int g = 0; g < GROUPS; g++) counts[g][r] = i_set_pair(q[r] + start_offset(dim, b));
+    for (int g = 0; g < groups; g++) counts[g][r] = i_set_pair(q[r] + start_offset(dim, b));
+    const size_t at_q = elements_offset(b), step = PAIRS * sizeof(int16_t);
+    const char *piece = block + KVC_SCALE_BYTES;
+    if (num_q > QUERIES) {
+        for (int i = 0; i < num_pieces; i++) /* a loop: half the code */
+            score_piece(type, num_q, counts, q, at_q + (size_t)i * step, piece + i * PIECE_BYTES, stride, next);
+    } else {
+        UNROLL
+        for (int i = 0; i < num_pieces; i++)
+            score_piece(type, num_q, counts, q, at_q + (size_t)i * step, piece + i * PIECE_BYTES, stride, next);
+    }
     UNROLL
-    for (int i = 0; i < num_pieces; i++)
-        score_piece(type, num_q, counts, q, elements_offset(b) + (size_t)i * PAIRS * sizeof(int16_t),
-                    block + KVC_SCALE_BYTES + i * PIECE_BYTES, stride, next);
-    UNROLL
-    for (int g = 0; g < GROUPS; g++) {
+    for (int g = 0; g < groups; g++) {
         const vec scale = v_load_f16(scales + g * LANES);
         UNROLL
         for (int r = 0; r < num_q; r++) sums[g][r] = v_fma(v_from_int(counts[g][r]), scale, sums[g][r]);
     }
 }
 
-/* Scores `count` rows, GROUP_ROWS at most. */
+/* Scores `count` rows, as many as the groups have at most. */
 INLINE void score_group(int type, int num_q, float *scores, const char *const *q, const char *rows,
                         ptrdiff_t row_stride, int count, int dim, prefetcher *next) {
-    const int num_blocks = dim / KVC_QUANT_ELEMENTS;
+    const int num_blocks = dim / KVC_QUANT_ELEMENTS, groups = groups_for(num_q), num_rows = groups * LANES;
     uint16_t scales[GROUP_ROWS]; /* f16 */
     char copies[GROUP_ROWS][COPY_STRIDE];
-    vec sums[GROUPS][QUERIES];
+    vec sums[GROUPS][MANY_QUERIES];
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
-    for (int g = 0; g < GROUPS; g++) sums[g][r] = v_zero();
-    const ptrdiff_t stride = count < GROUP_ROWS ? COPY_STRIDE : row_stride;
+    for (int g = 0; g < groups; g++) sums[g][r] = v_zero();
+    const ptrdiff_t stride = count < num_rows ? COPY_STRIDE : row_stride;
     const char *block = rows;
     for (int b = 0; b < num_blocks; b++, block += block_bytes(type)) {
-        if (count < GROUP_ROWS && b % BLOCKS_AT_ONCE == 0)
-            block = pad_rows(copies, GROUP_ROWS, rows + b * block_bytes(type), row_stride, count,
+        if (count < num_rows && b % BLOCKS_AT_ONCE == 0)
+            block = pad_rows(copies, num_rows, rows + b * block_bytes(type), row_stride, count,
                              smaller(BLOCKS_AT_ONCE, num_blocks - b) * block_bytes(type));
-        copy_scales(scales, block, stride);
+        copy_scales(scales, block, stride, num_rows);
         score_quant_block(type, num_q, sums, q, block, stride, scales, dim, b, next);
     }
     UNROLL
@@ -210,19 +233,39 @@ INLINE void score_group(int type, int num_q, float *scores, const char *const *q
         float scale;
         memcpy(&scale, q[r] + scale_offset(dim), sizeof scale);
         UNROLL
-        for (int g = 0; g < GROUPS; g++) v_store(scores + r * KVC_TILE + g * LANES, v_mul(sums[g][r], v_set(scale)));
+        for (int g = 0; g < groups; g++) v_store(scores + r * KVC_TILE + g * LANES, v_mul(sums[g][r], v_set(scale)));
     }
 }
 
-/* Scores all rows for num_q <= QUERIES queries. */
-INLINE void score_quantised(int type, int num_q, const score_args *a, kvc_ahead next) {
-    const char *q[QUERIES];
+/* Scores all rows for num_q queries, of which there are as many as queries_at_once returns. */
+INLINE void score_quantised_rows(int type, int num_q, const score_args *a, kvc_ahead next) {
+    const char *q[MANY_QUERIES];
     for (int r = 0; r < num_q; r++) q[r] = (const char *)(a->q + (ptrdiff_t)r * a->q_stride);
-    const int num_groups = (a->n + GROUP_ROWS - 1) / GROUP_ROWS;
+    const int num_rows = groups_for(num_q) * LANES, num_groups = (a->n + num_rows - 1) / num_rows;
     const int num_pieces = a->dim / (type == KVC_Q8_0 ? PIECE_BYTES : 2 * PIECE_BYTES);
-    prefetcher p = prefetch_begin(next, a->rows, num_groups * num_pieces * 2 * LINES_PER_STEP);
-    for (int j = 0; j < a->n; j += GROUP_ROWS)
+    prefetcher p = prefetch_begin(next, a->rows, num_groups * num_pieces * 2 * lines_per_step(num_q));
+    for (int j = 0; j < a->n; j += num_rows)
         score_group(type, num_q, a->scores + j, q, row_at(a->rows, a->row_stride, j), a->row_stride, a->n - j, a->dim,
                     &p);
     prefetch_rest(&p);
+}
+
+/* Is a kvc_score_fn once the type is a constant. */
+INLINE void score_quantised(int type, float *scores, const float *q, int q_stride, int num_q, const void *rows,
+                            int64_t row_stride, int n, int dim, kvc_ahead next) {
+    for (int some; num_q; num_q -= some) {
+        const score_args a = {scores, q, q_stride, rows, row_stride, n, dim};
+        some = queries_at_once(num_q);
+        const kvc_ahead part = take_part(&next, some, num_q);
+        switch (some) {
+        case 1: score_quantised_rows(type, 1, &a, part); break;
+        case 2: score_quantised_rows(type, 2, &a, part); break;
+        case 3: score_quantised_rows(type, 3, &a, part); break;
+        case 4: score_quantised_rows(type, 4, &a, part); break;
+        case MANY_QUERIES:
+            if (queries_at_once(MANY_QUERIES) == MANY_QUERIES) score_quantised_rows(type, MANY_QUERIES, &a, part);
+        }
+        scores += some * KVC_TILE;
+        q += (ptrdiff_t)some * q_stride;
+    }
 }

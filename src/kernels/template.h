@@ -15,6 +15,7 @@
  *   MATMUL_SUMS      registers for the block of c that matmul works on, of up to 6 rows and up to MATMUL_VECTORS (2 or
  *   MATMUL_VECTORS   4) vectors of columns, beside which it needs MATMUL_VECTORS + 1
  *   HAS_BF16_DOT     1 if there is b_dot; may be left out
+ *   HAS_VNNI         1 if i_dot is one instruction; may be left out
  *
  *   vec                        a vector of LANES floats; where these primitives take integers, x holds them as floats
  *   v_zero()  v_set(x)         0 or x in all lanes
@@ -61,7 +62,7 @@
  *                              iq4_nl, as KVC_QUANT_ELEMENTS int8
  *   i_load_rows(x, p, stride)  loads 16 bytes of each of LANES rows, those of the first at p: lane j of x[i] is int32 i
  *                              of row j
- *   v_load_halves(x, p, stride)
+ *   v_load_scales(x, p, stride)
  *                              loads an f16 of each of LANES rows to x[0], that of the first at p, and the two bytes
  * behind each, as such, to x[1] i_load_pairs(type, x, p, q) pairs, as int16, of the elements of two rows in the same
  * columns, at p and q.  q8_0: 2 * LANES columns in x[0 .. 2), in any order.  q4_0: LANES bytes, low halves in x[0],

@@ -213,7 +213,7 @@ INLINE void i_load_rows(ivec x[4], const char *p, ptrdiff_t stride) {
     x[3] = _mm256_unpackhi_epi64(ab, cd);
 }
 
-INLINE void v_load_halves(vec x[2], const char *p, ptrdiff_t stride) {
+INLINE void v_load_scales(vec x[2], const char *p, ptrdiff_t stride) {
     __m128i y[2];
     load_eight(y, p, stride);
     UNROLL

@@ -217,7 +217,7 @@ INLINE void i_load_rows(ivec x[4], const char *p, ptrdiff_t stride) {
     x[3] = _mm512_unpackhi_epi64(ab, cd);
 }
 
-INLINE void v_load_halves(vec x[2], const char *p, ptrdiff_t stride) {
+INLINE void v_load_scales(vec x[2], const char *p, ptrdiff_t stride) {
     __m128i low[2], high[2];
     load_eight(low, p, stride);
     load_eight(high, p + 8 * stride, stride);

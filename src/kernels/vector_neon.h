@@ -241,7 +241,7 @@ INLINE void i_load_rows(ivec x[4], const char *p, ptrdiff_t stride) {
     for (int i = 0; i < LANES; i++) x[i] = vreinterpretq_s32_f32(y[i]);
 }
 
-INLINE void v_load_halves(vec x[2], const char *p, ptrdiff_t stride) {
+INLINE void v_load_scales(vec x[2], const char *p, ptrdiff_t stride) {
     uint16_t bits[2][LANES];
     UNROLL
     for (int i = 0; i < LANES; i++) {
