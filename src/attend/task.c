@@ -345,9 +345,14 @@ static void apply_softcap_and_alibi(const kvc_call *c, kvc_tile *tile, float *sc
 static void compute_weights(const kvc_task *t, kvc_tile *tile) {
     const kvc_call *c = t->call;
     const int32_t heads = c->plan->heads_per_kv;
+    const int is_changed = c->args->softcap > 0 || c->args->alibi;
     for (int32_t r = 0; r < t->num_query_rows;) {
         const visible v = visible_to(c, kvc_token_of(t, r));
         const int hides = !sees_whole_tile(c, tile, &v);
+        if (!hides && !is_changed) {
+            r += heads;
+            continue;
+        }
         for (int32_t h = 0; h < heads; h++, r++) {
             float *scores = t->scores + (size_t)r * KVC_TILE;
             apply_softcap_and_alibi(c, tile, scores, v.token, t->head * heads + h);
