@@ -144,33 +144,38 @@ INLINE void store_from_minimum(int type, char *block, const vec elements[QUANT_V
     store_codes(type, block, x);
 }
 
-/* Adds up numbers one by one, in their order. */
-INLINE float sum_in_order(const float x[KVC_QUANT_ELEMENTS]) {
-    float sum = 0;
-    for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) sum += x[i];
-    return sum;
-}
-
 /* Returns the codes of the levels of iq4_nl nearest to x; halfway between two, the upper one. */
 INLINE vec nearest_levels(vec x) {
-    vec code = v_zero();
+    vec codes[3] = {v_zero(), v_zero(), v_zero()}; /* side by side, as each step waits for the one before */
     UNROLL
-    for (int i = 0; i < 15; i++) code = v_count(code, x, v_set((float)(KVC_LEVELS[i] + KVC_LEVELS[i + 1]) / 2));
-    return code;
+    for (int i = 0; i < 15; i++)
+        codes[i % 3] = v_count(codes[i % 3], x, v_set((float)(KVC_LEVELS[i] + KVC_LEVELS[i + 1]) / 2));
+    return v_add(v_add(codes[0], codes[1]), codes[2]);
 }
 
-/* Stores a block of iq4_nl.  The scale is the one of least error, weighted by the elements' squares. */
-INLINE void store_iq4_nl(char *block, const vec x[QUANT_VECTORS]) {
+enum { LEVELLED_BLOCKS = LANES / 2 }; /* blocks of iq4_nl whose sums are added up side by side */
+
+/* The scale of a block of iq4_nl is a quotient of two sums over its elements, added up in their order: the scale of
+ * least error, weighted by the elements' squares. */
+typedef struct level_terms {
+    float by_element[KVC_QUANT_ELEMENTS], by_level[KVC_QUANT_ELEMENTS];
+} level_terms;
+
+/* Stores the codes of a block of iq4_nl. */
+INLINE void store_levels(char *block, level_terms *terms, const vec x[QUANT_VECTORS]) {
     const float largest = first_largest(x);
-    if (!(fabsf(largest) >= KVC_LEAST_LEVELLED)) {
-        store_f16(block, 0);
+    if (!(fabsf(largest) >= KVC_LEAST_LEVELLED)) { /* a scale of 0 */
         memset(block + KVC_SCALE_BYTES, KVC_LEVELS_OF_1, KVC_NIBBLE_BYTES);
+        UNROLL
+        for (int i = 0; i < QUANT_VECTORS; i++) {
+            v_store(terms->by_element + i * LANES, v_zero());
+            v_store(terms->by_level + i * LANES, v_set(1));
+        }
         return;
     }
     const vec id = v_set(1 / (largest / KVC_LEVELS[0]));
     vec codes[QUANT_VECTORS];
     char levels[KVC_QUANT_ELEMENTS];
-    float by_element[KVC_QUANT_ELEMENTS], by_level[KVC_QUANT_ELEMENTS];
     UNROLL
     for (int i = 0; i < QUANT_VECTORS; i++) codes[i] = nearest_levels(v_mul(v_number(x[i]), id));
     store_codes(KVC_IQ4_NL, block, codes);
@@ -179,11 +184,31 @@ INLINE void store_iq4_nl(char *block, const vec x[QUANT_VECTORS]) {
     for (int i = 0; i < QUANT_VECTORS; i++) {
         const vec element = v_number(x[i]), level = v_load_i8(levels + i * LANES);
         const vec weighted = v_mul(v_mul(element, element), level);
-        v_store(by_element + i * LANES, v_mul(weighted, element));
-        v_store(by_level + i * LANES, v_mul(weighted, level));
+        v_store(terms->by_element + i * LANES, v_mul(weighted, element));
+        v_store(terms->by_level + i * LANES, v_mul(weighted, level));
     }
-    const float d = sum_in_order(by_element) / sum_in_order(by_level);
-    store_f16(block, isnan(d) ? NAN : d);
+}
+
+/* Stores the scales of num blocks of iq4_nl.  A lane adds up one sum. */
+INLINE void store_level_scales(char *blocks, int num, const level_terms *terms) {
+    vec sum = v_zero();
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i += LANES) {
+        vec x[LANES];
+        UNROLL
+        for (int b = 0; b < LEVELLED_BLOCKS; b++) {
+            x[2 * b] = b < num ? v_load(terms[b].by_element + i) : v_zero();
+            x[2 * b + 1] = b < num ? v_load(terms[b].by_level + i) : v_zero();
+        }
+        v_transpose(x);
+        UNROLL
+        for (int j = 0; j < LANES; j++) sum = v_add(sum, x[j]);
+    }
+    float sums[LANES];
+    v_store(sums, sum);
+    for (int b = 0; b < num; b++, blocks += KVC_TYPES[KVC_IQ4_NL].bytes) {
+        const float d = sums[2 * b] / sums[2 * b + 1];
+        store_f16(blocks, isnan(d) ? NAN : d);
+    }
 }
 
 /* ---- rows ------------------------------------------------------------------------------------------------------- */
@@ -291,12 +316,24 @@ INLINE void encode_row(int from, int to, char *dst, const char *src, int dim) {
         char *block = dst + bytes_of(to, d);
         if (to == KVC_Q8_0)
             store_q8_0(block, x);
-        else if (to == KVC_IQ4_NL)
-            store_iq4_nl(block, x);
         else if (KVC_TYPES[to].has_minimum)
             store_from_minimum(to, block, x);
         else
             store_symmetric(to, block, x);
+    }
+}
+
+INLINE void encode_row_iq4_nl(int from, int to, char *dst, const char *src, int dim) {
+    level_terms terms[LEVELLED_BLOCKS];
+    for (int d = 0, num; d < dim; d += num * KVC_QUANT_ELEMENTS) {
+        num = smaller(LEVELLED_BLOCKS, (dim - d) / KVC_QUANT_ELEMENTS);
+        char *const blocks = dst + bytes_of(to, d);
+        for (int b = 0; b < num; b++) {
+            vec x[QUANT_VECTORS];
+            load_floats(from, x, src + (d + b * KVC_QUANT_ELEMENTS) * KVC_TYPES[from].bytes);
+            store_levels(blocks + b * KVC_TYPES[to].bytes, &terms[b], x);
+        }
+        store_level_scales(blocks, num, terms);
     }
 }
 
@@ -336,7 +373,7 @@ DEFINE_CONVERT_ROWS(encode_q4_0, encode_row, from_type, KVC_Q4_0)
 DEFINE_CONVERT_ROWS(encode_q4_1, encode_row, from_type, KVC_Q4_1)
 DEFINE_CONVERT_ROWS(encode_q5_0, encode_row, from_type, KVC_Q5_0)
 DEFINE_CONVERT_ROWS(encode_q5_1, encode_row, from_type, KVC_Q5_1)
-DEFINE_CONVERT_ROWS(encode_iq4_nl, encode_row, from_type, KVC_IQ4_NL)
+DEFINE_CONVERT_ROWS(encode_iq4_nl, encode_row_iq4_nl, from_type, KVC_IQ4_NL)
 DEFINE_CONVERT_ROWS(decode_q8_0, decode_row, KVC_Q8_0, to_type)
 DEFINE_CONVERT_ROWS(decode_q4_0, decode_row, KVC_Q4_0, to_type)
 DEFINE_CONVERT_ROWS(decode_q4_1, decode_row, KVC_Q4_1, to_type)
