@@ -26,8 +26,10 @@ void kvc_score_minima(const kvc_task *t, int32_t n) {
 
 /* Adds to each column of a block of acc what its minima sum to. */
 static void add_to_columns(float *acc, const float *sums, int32_t num_blocks) {
-    for (int32_t b = 0; b < num_blocks; b++, acc += KVC_QUANT_ELEMENTS)
-        for (int32_t i = 0; i < KVC_QUANT_ELEMENTS; i++) acc[i] += sums[b];
+    for (int32_t b = 0; b < num_blocks; b++, acc += KVC_QUANT_ELEMENTS) {
+        const float sum = sums[b]; /* which acc could overlap, as far as compilers know */
+        for (int32_t i = 0; i < KVC_QUANT_ELEMENTS; i++) acc[i] += sum;
+    }
 }
 
 /* The weights of a query row times the minima of a block are a product of two rows of KVC_TILE floats, a score. */
