@@ -113,7 +113,8 @@ static void prefetch(const void *p, int64_t bytes) {
 
 enum {
     LEAST_STRETCH = 8, /* rows of a stretch of floats that are read where they lie */
-    COPIED_ROWS = 16   /* most rows of floats that are copied at once, so that they stay in the L1 cache */
+    COPIED_ROWS = 16,  /* most rows of floats that are copied at once, so that they stay in the L1 cache */
+    PREPARED_ROWS = 32 /* rows of weights that stay there until they are prepared */
 };
 
 /* A place in the keys of a tile, or in its values. */
@@ -341,8 +342,9 @@ static void apply_softcap_and_alibi(const kvc_call *c, kvc_tile *tile, float *sc
         scores[j] -= c->args->alibi[head] * fabsf((float)(tile->position[j] - batch->positions[token]));
 }
 
-/* Turns the scores of a tile into weights, and updates max, sum and factor of each query row. */
-static void compute_weights(const kvc_task *t, kvc_tile *tile) {
+/* Turns the scores of a tile into weights, prepared by `prepare` if that is not NULL, and updates max, sum and factor
+ * of each query row. */
+static void compute_weights(const kvc_task *t, kvc_tile *tile, kvc_prepare_fn *prepare) {
     const kvc_call *c = t->call;
     const int32_t heads = c->plan->heads_per_kv;
     const int is_changed = c->args->softcap > 0 || c->args->alibi;
@@ -359,7 +361,13 @@ static void compute_weights(const kvc_task *t, kvc_tile *tile) {
             if (hides) hide_unseen(c, tile, scores, &v);
         }
     }
-    c->kernels->softmax(t->scores, t->num_query_rows, tile->n, t->max, t->sum, t->factor);
+    if (!prepare) c->kernels->softmax(t->scores, t->num_query_rows, tile->n, t->max, t->sum, t->factor);
+    for (int32_t r = 0, some; prepare && r < t->num_query_rows; r += some) {
+        float *const scores = t->scores + (size_t)r * KVC_TILE;
+        some = (int32_t)kvc_smaller(t->num_query_rows - r, PREPARED_ROWS);
+        c->kernels->softmax(scores, some, tile->n, t->max + r, t->sum + r, t->factor + r);
+        prepare(scores, KVC_TILE, some, KVC_TILE, 1);
+    }
 }
 
 /* ---- one tile ---------------------------------------------------------------------------------------------------- */
@@ -411,7 +419,7 @@ static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, const kvc_t
 /* Attends to a tile for few query rows: each row is read once for all of them. */
 static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
     score_tile(t, current);
-    compute_weights(t, current);
+    compute_weights(t, current, NULL);
     kvc_next_tile(next, upcoming);
     accumulate_tile(t, current, next);
 }
@@ -449,7 +457,7 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     walk ahead = walk_values(t, current);
     keys->score(t->scores, KVC_TILE, t->q, lane->q_stride, t->lane + lane->keys, KVC_TILE, t->num_query_rows,
                 current->n, plan->k_dim, 0, take_ahead(c, &ahead, current->n));
-    compute_weights(t, current);
+    compute_weights(t, current, values->prepare_weights);
     kvc_next_tile(next, upcoming);
     for (int32_t r = 0; r < t->num_query_rows; r++)
         if (t->factor[r] != 1)

@@ -1,13 +1,14 @@
 /* amx.c: products of tiles of bf16, where the processor has tile registers (AMX), and the table, all else of which is
  * as in avx512bf16.c.
  *
- * A float is split into the sum of two bf16: its upper half as it stands, and what is left, rounded.  Together they
+ * A float is split into the sum of two bf16: the nearest one, and what is left, rounded.  Together they
  * keep 16 bits, which is all that f16 and bf16 have.  A product is computed as upper * upper + upper * lower + lower *
  * upper; lower * lower, some 2^-17 of it, is left out.  Rows of f32 are not multiplied like this.
  *
  * Factors are packed in chunks of 32 elements along the sum; a chunk that is not full is filled up with zeros.
  *
- *     of a query row     in the place of its 32 floats:   upper[32] lower[32]
+ *     of a query row,    in the place of its 32 floats:   upper[32] lower[32]
+ *     or of weights
  *     of a panel         in the place of 32 rows of floats, for each column:
  *                        rows 0 .. 15    upper parts of elements (0, 1), (2, 3), ... (30, 31)
  *                        rows 16 .. 31   lower parts of the same
@@ -33,23 +34,37 @@ typedef struct parts {
     ints upper, lower;
 } parts;
 
-INLINE vec f32_from_bf16(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+INLINE ints bits_of(vec x) { return _mm512_castps_si512(x); }
 
-/* Splits the 32 floats of x and y.  An infinity's lower part is NaN. */
-INLINE parts split(vec x, vec y) {
-    parts all;
-    all.upper = (ints)_mm512_cvtne2ps_pbh(y, x);
-    x = _mm512_sub_ps(x, f32_from_bf16(_mm512_castsi512_si256(all.upper)));
-    y = _mm512_sub_ps(y, f32_from_bf16(_mm512_extracti64x4_epi64(all.upper, 1)));
-    all.lower = (ints)_mm512_cvtne2ps_pbh(y, x);
-    return all;
+/* Rounds floats to what a bf16 has; leaves 0 in the lower halves.  Of some NaN it makes numbers. */
+INLINE ints upper_of(vec x) {
+    return _mm512_and_si512(_mm512_add_epi32(bits_of(x), _mm512_set1_epi32(0x8000)), _mm512_set1_epi32(-0x10000));
 }
 
-/* Places element i of the first half beside element i of the second. */
-INLINE ints pair_halves(ints x) {
+/* Rounds what upper_of leaves of the floats x and y; of an infinity and a NaN that is NaN. */
+INLINE ints lower_of(vec x, ints upper_x, vec y, ints upper_y) {
+    return (ints)_mm512_cvtne2ps_pbh(_mm512_sub_ps(y, _mm512_castsi512_ps(upper_y)),
+                                     _mm512_sub_ps(x, _mm512_castsi512_ps(upper_x)));
+}
+
+/* Splits the 32 floats of x and y. */
+INLINE parts split(vec x, vec y) {
+    const ints upper_x = upper_of(x), upper_y = upper_of(y);
+    const ints odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
+                                      23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    return (parts){_mm512_permutex2var_epi16(upper_x, odd, upper_y), lower_of(x, upper_x, y, upper_y)};
+}
+
+/* Places each float of y beside that of x, of floats that are bf16. */
+INLINE ints pair_bf16(vec x, vec y) { return _mm512_or_si512(_mm512_srli_epi32(bits_of(x), 16), bits_of(y)); }
+
+/* Splits floats as well, and places each float of y beside that of x. */
+INLINE parts split_pairs(vec x, vec y) {
     const ints order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return _mm512_permutexvar_epi16(order, x);
+    const ints upper_x = upper_of(x), upper_y = upper_of(y);
+    return (parts){pair_bf16(_mm512_castsi512_ps(upper_x), _mm512_castsi512_ps(upper_y)),
+                   _mm512_permutexvar_epi16(order, lower_of(x, upper_x, y, upper_y))};
 }
 
 /* ---- packing ---------------------------------------------------------------------------------------------------- */
@@ -59,7 +74,7 @@ INLINE vec load_or_zero(int type, const void *row, int d, int dim) {
     return d < dim ? load(type, row, d, smaller(LANES, dim - d)) : v_zero();
 }
 
-/* Packs a query row, times scale; `to` may be `from`. */
+/* Packs a query row or a row of weights, times scale; `to` may be `from`. */
 INLINE void split_row(float *to, const float *from, int dim, float scale) {
     for (int d = 0; d < dim; d += CHUNK) {
         const vec x = v_mul(load_or_zero(KVC_F32, from, d, dim), v_set(scale));
@@ -82,8 +97,12 @@ INLINE void pack_chunk(int type, float *dst, const void *rows, int64_t row_strid
     vec upper[LANES], lower[LANES];
     UNROLL
     for (int i = 0; i < LANES; i++) {
-        const parts both = split(load(type, row_at(rows, row_stride, j + i), c * CHUNK, LANES),
-                                 load(type, row_at(rows, row_stride, j + i), c * CHUNK + LANES, LANES));
+        const void *row = row_at(rows, row_stride, j + i);
+        if (type == KVC_BF16) {
+            upper[i] = v_load((const uint16_t *)row + c * CHUNK);
+            continue;
+        }
+        const parts both = split(load(type, row, c * CHUNK, LANES), load(type, row, c * CHUNK + LANES, LANES));
         upper[i] = _mm512_castsi512_ps(both.upper);
         lower[i] = _mm512_castsi512_ps(both.lower);
     }
@@ -126,9 +145,9 @@ INLINE void pack_values_in_parts(int type, float *dst, int dst_stride, const voi
         for (int d = 0; d < dim; d += LANES) {
             const vec x = j < n ? load_or_zero(type, row_at(rows, row_stride, j), d, dim) : v_zero();
             const vec y = j + 1 < n ? load_or_zero(type, row_at(rows, row_stride, j + 1), d, dim) : v_zero();
-            const parts both = split(x, y);
-            _mm512_storeu_si512(to + d, pair_halves(both.upper));
-            if (type != KVC_BF16) _mm512_storeu_si512(to + TILE_ROWS * dst_stride + d, pair_halves(both.lower));
+            const parts both = type == KVC_BF16 ? (parts){.upper = pair_bf16(x, y)} : split_pairs(x, y);
+            _mm512_storeu_si512(to + d, both.upper);
+            if (type != KVC_BF16) _mm512_storeu_si512(to + TILE_ROWS * dst_stride + d, both.lower);
         }
     }
 }
@@ -226,26 +245,19 @@ INLINE void multiply_tiles(const tiles *t, int num_chunks, int num_parts, int ad
     memory_barrier();
 }
 
-/* Is a kvc_matmul_fn over packed panels.  is_split: whether a is packed already, or weights, which are packed here.
- * Gives the registers their former shapes back: ggml sets those of its threads once, and multiplies with them later. */
-INLINE void multiply_parts(int num_parts, int is_split, float *c, int ldc, const float *a, int lda, const float *b,
-                           int ldb, int m, int n, int k, int add, kvc_ahead next) {
+/* Is a kvc_matmul_fn over packed rows and panels.  Gives the registers their former shapes back: ggml sets those of its
+ * threads once, and multiplies with them later. */
+INLINE void multiply_parts(int num_parts, float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m,
+                           int n, int k, int add, kvc_ahead next) {
     enum { ROWS = 2 * TILE_ROWS };
     shares all = shares_of(next, (m + ROWS - 1) / ROWS * (int64_t)((n + 2 * LANES - 1) / (2 * LANES)));
     tile_shapes former;
     _tile_storeconfig(&former);
     memory_barrier();
     for (int i = 0, rows; i < m; i += rows) {
-        _Alignas(TILE_BYTES) float weights[ROWS * KVC_TILE];
         rows = smaller(ROWS, m - i);
         tiles t = {.a = a + (ptrdiff_t)i * lda, .ldc = ldc, .lda = lda, .ldb = ldb, .two_rows = rows > TILE_ROWS};
         if (i == 0 || rows < ROWS) configure_tiles(rows);
-        if (!is_split) {
-            for (int r = 0; r < rows; r++)
-                split_row(weights + r * KVC_TILE, t.a + (ptrdiff_t)r * lda, chunks_of(k) * CHUNK, 1);
-            t.a = weights;
-            t.lda = KVC_TILE;
-        }
         for (int j = 0; j < n; j += 2 * LANES) {
             t.b = b + j;
             t.c = c + (ptrdiff_t)i * ldc + j;
@@ -276,10 +288,10 @@ TARGET static void kvc_prepare_parts_amx(float *q, int q_stride, int num_q, int 
         pack_values_in_parts(type, dst, dst_stride, rows, row_stride, n, dim);                                  \
     }
 
-#define DEFINE_MULTIPLY_PARTS(name, num_parts, is_split)                                                              \
+#define DEFINE_MULTIPLY_PARTS(name, num_parts)                                                                        \
     TARGET static void name(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k, \
                             int add, kvc_ahead next) {                                                                \
-        multiply_parts(num_parts, is_split, c, ldc, a, lda, b, ldb, m, n, k, add, next);                              \
+        multiply_parts(num_parts, c, ldc, a, lda, b, ldb, m, n, k, add, next);                                        \
     }
 
 DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_f32_amx, KVC_F32)
@@ -294,10 +306,8 @@ DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_q8_0_amx, KVC_Q8_0)
 DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_q4_0_amx, KVC_Q4_0)
 
 /* Rows of bf16 have no lower parts; those of other types have. */
-DEFINE_MULTIPLY_PARTS(kvc_multiply_keys_bf16_amx, 1, 1)
-DEFINE_MULTIPLY_PARTS(kvc_multiply_keys_amx, 2, 1)
-DEFINE_MULTIPLY_PARTS(kvc_multiply_values_bf16_amx, 1, 0)
-DEFINE_MULTIPLY_PARTS(kvc_multiply_values_amx, 2, 0)
+DEFINE_MULTIPLY_PARTS(kvc_multiply_parts_bf16_amx, 1)
+DEFINE_MULTIPLY_PARTS(kvc_multiply_parts_amx, 2)
 
 const kvc_kernels kvc_kernels_amx = {
     .name = "amx",
@@ -307,15 +317,15 @@ const kvc_kernels kvc_kernels_amx = {
     KVC_AVX512_TILER_F32,
     KVC_AVX512VNNI_INTEGERS,
     .score_bf16 = {kvc_prepare_bf16_avx512bf16, kvc_score_bf16_avx512bf16},
-    .decoded = {kvc_prepare_parts_amx, kvc_pack_keys_f32_amx, kvc_pack_values_f32_amx, kvc_multiply_keys_amx,
-                kvc_multiply_values_amx},
-    .tiler[KVC_F16] = {kvc_prepare_parts_amx, kvc_pack_keys_f16_amx, kvc_pack_values_f16_amx, kvc_multiply_keys_amx,
-                       kvc_multiply_values_amx},
+    .decoded = {kvc_prepare_parts_amx, kvc_pack_keys_f32_amx, kvc_pack_values_f32_amx, kvc_multiply_parts_amx,
+                kvc_multiply_parts_amx, kvc_prepare_parts_amx},
+    .tiler[KVC_F16] = {kvc_prepare_parts_amx, kvc_pack_keys_f16_amx, kvc_pack_values_f16_amx, kvc_multiply_parts_amx,
+                       kvc_multiply_parts_amx, kvc_prepare_parts_amx},
     .tiler[KVC_BF16] = {kvc_prepare_parts_amx, kvc_pack_keys_bf16_amx, kvc_pack_values_bf16_amx,
-                        kvc_multiply_keys_bf16_amx, kvc_multiply_values_bf16_amx},
-    .tiler[KVC_Q8_0] = {kvc_prepare_parts_amx, kvc_pack_keys_q8_0_amx, kvc_pack_values_q8_0_amx, kvc_multiply_keys_amx,
-                        kvc_multiply_values_amx},
-    .tiler[KVC_Q4_0] = {kvc_prepare_parts_amx, kvc_pack_keys_q4_0_amx, kvc_pack_values_q4_0_amx, kvc_multiply_keys_amx,
-                        kvc_multiply_values_amx},
+                        kvc_multiply_parts_bf16_amx, kvc_multiply_parts_bf16_amx, kvc_prepare_parts_amx},
+    .tiler[KVC_Q8_0] = {kvc_prepare_parts_amx, kvc_pack_keys_q8_0_amx, kvc_pack_values_q8_0_amx, kvc_multiply_parts_amx,
+                        kvc_multiply_parts_amx, kvc_prepare_parts_amx},
+    .tiler[KVC_Q4_0] = {kvc_prepare_parts_amx, kvc_pack_keys_q4_0_amx, kvc_pack_values_q4_0_amx, kvc_multiply_parts_amx,
+                        kvc_multiply_parts_amx, kvc_prepare_parts_amx},
 };
 #endif

@@ -107,7 +107,8 @@ typedef struct kvc_tiler {
     kvc_prepare_fn *prepare;
     kvc_pack_keys_fn *pack_keys;
     kvc_pack_values_fn *pack_values;
-    kvc_matmul_fn *score, *accumulate; /* a: prepared query rows; weights */
+    kvc_matmul_fn *score, *accumulate; /* a: prepared query rows; prepared weights */
+    kvc_prepare_fn *prepare_weights;   /* NULL: they are taken as they are */
 } kvc_tiler;
 
 /* Multiplies every `order` of the n floats at src by Sylvester's Hadamard matrix of that order (a power of two, at

@@ -909,7 +909,7 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
     enum { MAX_M = 72, MAX_PADDED = (MAX_DIM + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK };
     static _Alignas(64) float panel[MAX_PADDED * KVC_TILE], scores[MAX_M * KVC_TILE], sums[MAX_M * MAX_PADDED];
     static float q[MAX_M * MAX_PADDED], prepared[MAX_M * MAX_PADDED], weights[MAX_M * KVC_TILE];
-    static float old[MAX_M * MAX_PADDED];
+    static float old[MAX_M * MAX_PADDED], prepared_weights[MAX_M * KVC_TILE];
     const int is_plain = tiler->score == kernels->tiler[KVC_F32].score;
     const int stride = (dim + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK;
     const int values = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
@@ -946,7 +946,10 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
     fill_to(sums, MAX_M * MAX_PADDED, largest.rows * largest.factors);
     memcpy(old, sums, sizeof old);
     tiler->pack_values(panel, values, t->rows, t->stride, n, dim);
-    tiler->accumulate(sums, values, weights, KVC_TILE, panel, values, m, dim, n, 1,
+    memcpy(prepared_weights, weights, sizeof weights);
+    if (tiler->prepare_weights)
+        tiler->prepare_weights(prepared_weights, KVC_TILE, m, KVC_TILE, 1);
+    tiler->accumulate(sums, values, prepared_weights, KVC_TILE, panel, values, m, dim, n, 1,
                       (kvc_ahead){.bytes = 0});
     for (int i = 0; i < MAX_M; i++) {
         for (int d = 0; d < values; d++) {
