@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "attend/minima.h"
+#include "attend/rows.h"
 #include "store/transform.h"
 
 /* ---- a task and its views ---------------------------------------------------------------------------------------- */
@@ -99,117 +100,6 @@ static void rotate_query_rows(const kvc_task *t, int32_t delta_index) {
     const float *angles = angles_of(c, delta_index);
     for (int32_t r = 0; r < t->num_query_rows; r++)
         kvc_rope_rotate(c->rope, angles, t->q + (size_t)r * (size_t)plan->lane.q_stride);
-}
-
-/* ---- rows of a tile, as kernels take them ------------------------------------------------------------------------ */
-
-static void prefetch(const void *p, int64_t bytes) {
-#if defined(__GNUC__)
-    for (int64_t i = 0; i < bytes; i += KVC_CACHE_LINE) __builtin_prefetch((const char *)p + i, 0, 2);
-#else
-    (void)p, (void)bytes;
-#endif
-}
-
-enum {
-    LEAST_STRETCH = 8, /* rows of a stretch of floats that are read where they lie */
-    COPIED_ROWS = 16,  /* most rows of floats that are copied at once, so that they stay in the L1 cache */
-    PREPARED_ROWS = 32 /* rows of weights that stay there until they are prepared */
-};
-
-/* A place in the keys of a tile, or in its values. */
-typedef struct walk {
-    const kvc_stretch *at;
-    int64_t offset; /* rows of that stretch behind it */
-    int64_t left;   /* rows of the tile */
-    size_t row_bytes, ahead_bytes;
-    int32_t type, kernel_type, dim;
-    int is_value;
-} walk;
-
-static walk walk_keys(const kvc_task *t, const kvc_tile *tile) {
-    const size_t bytes = tile->layout->k_row_bytes;
-    const int32_t type = t->call->layer->k_type;
-    return (walk){tile->stretches, 0, tile->n, bytes, bytes, type, kvc_kernel_type(t, type), t->call->plan->k_dim, 0};
-}
-
-/* Values that are parts of keys need no prefetching. */
-static walk walk_values(const kvc_task *t, const kvc_tile *tile) {
-    const size_t bytes = tile->layout->v_row_bytes, stored = tile->layout->v_stored;
-    const int32_t type = t->call->layer->v_type;
-    return (walk){tile->stretches, 0, tile->n, bytes, stored, type, kvc_kernel_type(t, type), t->call->plan->v_dim, 1};
-}
-
-static const uint8_t *row_of(const walk *w) {
-    return (w->is_value ? w->at->v : w->at->k) + (size_t)w->offset * w->row_bytes;
-}
-
-/* Goes on by up to `most` rows of one stretch; returns their number. */
-static int64_t step_on(walk *w, int64_t most) {
-    const int64_t rows = kvc_smaller(w->at->n - w->offset, most);
-    w->offset += rows;
-    w->left -= rows;
-    if (w->offset == w->at->n) w->at++, w->offset = 0;
-    return rows;
-}
-
-/* Returns how many rows a kernel is best given next: floats of a long stretch where they lie, else a few to copy; all,
- * where they are unpacked.  Quantised rows are scored in groups, and sums of theirs depend on all rows of the tile. */
-static int64_t rows_at_once(const walk *w) {
-    const int64_t in_place = kvc_smaller(w->at->n - w->offset, w->left);
-    const int is_quantised = w->type >= KVC_FLOAT_TYPES;
-    if (in_place == w->left || w->kernel_type != w->type || (is_quantised && w->is_value)) return w->left;
-    if (!is_quantised) return in_place >= LEAST_STRETCH ? in_place : kvc_smaller(COPIED_ROWS, w->left);
-    return in_place >= KVC_ROW_GROUP ? in_place / KVC_ROW_GROUP * KVC_ROW_GROUP : kvc_smaller(KVC_ROW_GROUP, w->left);
-}
-
-/* Copies n rows to the lane, behind the `done` rows there, unpacked or decoded where no kernel takes their type. */
-static void copy_rows(const kvc_task *t, const walk *w, const uint8_t *from, int64_t done, int64_t n, int64_t stride) {
-    const kvc_call *c = t->call;
-    const kvc_lane_layout *lane = &c->plan->lane;
-    uint8_t *to = (uint8_t *)(t->lane + lane->rows) + done * stride;
-    if (w->kernel_type == w->type)
-        memcpy(to, from, (size_t)(n * stride));
-    else if (w->kernel_type == KVC_F32)
-        c->kernels->convert(w->type, KVC_F32, to, stride, from, (int64_t)w->row_bytes, n, w->dim);
-    else
-        c->kernels->unpack(w->type, to, from, (int64_t)w->row_bytes, n, w->dim, t->lane + lane->minima + done);
-}
-
-/* Rows as a kernel takes them. */
-typedef struct kernel_rows {
-    const void *first;
-    int64_t stride;
-} kernel_rows;
-
-/* Takes `rows` rows: where they lie if one after the other and of a type that kernels take, else copied to the lane. */
-static kernel_rows take_rows(const kvc_task *t, walk *w, int64_t rows) {
-    const uint8_t *from = row_of(w);
-    int64_t done = 0, some = step_on(w, rows);
-    if (some == rows && w->kernel_type == w->type) return (kernel_rows){from, (int64_t)w->row_bytes};
-    const int64_t stride =
-        w->kernel_type == w->type ? (int64_t)w->row_bytes : (int64_t)kvc_row_bytes(w->kernel_type, w->dim);
-    for (;;) {
-        copy_rows(t, w, from, done, some, stride);
-        done += some;
-        if (done == rows) return (kernel_rows){t->lane + t->call->plan->lane.rows, stride};
-        from = row_of(w);
-        some = step_on(w, rows - done);
-    }
-}
-
-/* Takes up to `rows` rows to prefetch, and returns the last of them that lie one after the other, for a kernel to
- * prefetch evenly; prefetches those before. */
-static kvc_ahead take_ahead(const kvc_call *c, walk *w, int64_t rows) {
-    kvc_ahead ahead = {NULL, 0, c->prefetch_level};
-    for (rows = kvc_smaller(rows, w->left); rows;) {
-        prefetch(ahead.begin, ahead.bytes);
-        ahead.begin = row_of(w);
-        const int64_t some = step_on(w, rows);
-        ahead.bytes = some * (int64_t)w->ahead_bytes;
-        rows -= some;
-    }
-    return ahead;
 }
 
 /* Decodes the keys of a mixed tile to the lane, transforms them back, and rotates them. */
@@ -342,6 +232,8 @@ static void apply_softcap_and_alibi(const kvc_call *c, kvc_tile *tile, float *sc
         scores[j] -= c->args->alibi[head] * fabsf((float)(tile->position[j] - batch->positions[token]));
 }
 
+enum { PREPARED_ROWS = 32 /* rows of weights that stay in the L1 cache until they are prepared */ };
+
 /* Turns the scores of a tile into weights, prepared by `prepare` if that is not NULL, and updates max, sum and factor
  * of each query row. */
 static void compute_weights(const kvc_task *t, kvc_tile *tile, kvc_prepare_fn *prepare) {
@@ -382,18 +274,18 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
     const int32_t stride = c->plan->lane.q_stride, dim = c->plan->k_dim;
     kvc_score_fn *const score = scorer_of(t, tile)->score;
     const float *q = query_rows_for(t, tile);
-    walk keys = walk_keys(t, tile), values = walk_values(t, tile);
+    kvc_walk keys = kvc_walk_keys(t, tile), values = kvc_walk_values(t, tile);
     if (delta_index_of(t, tile) == KVC_MIXED) {
         score(t->scores, q, stride, t->num_query_rows, rotate_keys(t, tile), stride * (int64_t)sizeof *q, tile->n, dim,
-              take_ahead(c, &values, tile->n));
+              kvc_take_ahead(c, &values, tile->n));
         return;
     }
     float *scores = t->scores;
     for (int64_t rows; keys.left; scores += rows) {
-        rows = rows_at_once(&keys);
-        const kvc_ahead ahead = take_ahead(c, &values, rows);
-        const kernel_rows k = take_rows(t, &keys, rows);
-        score(scores, q, stride, t->num_query_rows, k.first, k.stride, (int)rows, dim, ahead);
+        rows = kvc_rows_at_once(&keys);
+        const kvc_kernel_rows k = kvc_take_rows(t, &keys, rows);
+        score(scores, q, stride, t->num_query_rows, k.first, k.stride, (int)rows, dim,
+              kvc_take_ahead(c, &values, rows));
     }
     if (key_minima_apart(t, tile)) kvc_score_minima(t, tile->n);
 }
@@ -403,12 +295,12 @@ static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, const kvc_t
     const kvc_call *c = t->call;
     const kvc_plan *plan = c->plan;
     kvc_accumulate_fn *const accumulate = c->kernels->accumulate[kvc_kernel_type(t, c->layer->v_type)];
-    walk values = walk_values(t, tile), keys = walk_keys(t, next);
+    kvc_walk values = kvc_walk_values(t, tile), keys = kvc_walk_keys(t, next);
     const float *weights = t->scores;
     for (int64_t rows; values.left; weights += rows) {
-        rows = rows_at_once(&values);
-        const kvc_ahead ahead = take_ahead(c, &keys, values.left > rows ? rows : KVC_TILE);
-        const kernel_rows v = take_rows(t, &values, rows);
+        rows = kvc_rows_at_once(&values);
+        const kvc_kernel_rows v = kvc_take_rows(t, &values, rows);
+        const kvc_ahead ahead = kvc_take_ahead(c, &keys, values.left ? rows : KVC_TILE);
         accumulate(t->acc, plan->lane.acc_stride, t->factor, weights, t->num_query_rows, v.first, v.stride, (int)rows,
                    plan->v_dim, ahead);
         for (int32_t r = 0; values.left && r < t->num_query_rows; r++) t->factor[r] = 1; /* acc is multiplied once */
@@ -438,10 +330,10 @@ static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
 static void pack_keys(const kvc_task *t, const kvc_tile *tile, kvc_pack_keys_fn *pack) {
     const kvc_plan *plan = t->call->plan;
     const int is_mixed = delta_index_of(t, tile) == KVC_MIXED;
-    walk keys = walk_keys(t, tile);
-    const kernel_rows rows = is_mixed
-                                 ? (kernel_rows){rotate_keys(t, tile), plan->lane.q_stride * (int64_t)sizeof(float)}
-                                 : take_rows(t, &keys, tile->n);
+    kvc_walk keys = kvc_walk_keys(t, tile);
+    const kvc_kernel_rows rows =
+        is_mixed ? (kvc_kernel_rows){rotate_keys(t, tile), plan->lane.q_stride * (int64_t)sizeof(float)}
+                 : kvc_take_rows(t, &keys, tile->n);
     pack(t->lane + plan->lane.keys, rows.first, rows.stride, tile->n, plan->k_dim);
 }
 
@@ -454,20 +346,20 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     const kvc_task view = view_that_sees(all, current), *t = &view;
     const kvc_tiler *keys = key_tiler(t, current), *values = tiler_of(t, c->layer->v_type);
     pack_keys(t, current, keys->pack_keys);
-    walk ahead = walk_values(t, current);
+    kvc_walk ahead = kvc_walk_values(t, current);
     keys->score(t->scores, KVC_TILE, t->q, lane->q_stride, t->lane + lane->keys, KVC_TILE, t->num_query_rows,
-                current->n, plan->k_dim, 0, take_ahead(c, &ahead, current->n));
+                current->n, plan->k_dim, 0, kvc_take_ahead(c, &ahead, current->n));
     compute_weights(t, current, values->prepare_weights);
     kvc_next_tile(next, upcoming);
     for (int32_t r = 0; r < t->num_query_rows; r++)
         if (t->factor[r] != 1)
             c->kernels->scale(t->acc + (size_t)r * (size_t)lane->acc_stride, 0, 1, plan->v_dim, t->factor[r]);
-    ahead = walk_values(t, current);
-    const kernel_rows v = take_rows(t, &ahead, current->n);
+    ahead = kvc_walk_values(t, current);
+    const kvc_kernel_rows v = kvc_take_rows(t, &ahead, current->n);
     values->pack_values(t->lane + lane->values, lane->acc_stride, v.first, v.stride, current->n, plan->v_dim);
-    ahead = walk_keys(t, next);
+    ahead = kvc_walk_keys(t, next);
     values->accumulate(t->acc, lane->acc_stride, t->scores, KVC_TILE, t->lane + lane->values, lane->acc_stride,
-                       t->num_query_rows, plan->v_dim, current->n, 1, take_ahead(c, &ahead, next->n));
+                       t->num_query_rows, plan->v_dim, current->n, 1, kvc_take_ahead(c, &ahead, next->n));
 }
 
 /* ---- the rows of a task ------------------------------------------------------------------------------------------ */
@@ -541,9 +433,8 @@ static void prefetch_keys(const kvc_task *t) {
     kvc_cursor first = first_rows(c, t->index);
     kvc_tile tile;
     kvc_next_tile(&tile, &first);
-    walk keys = walk_keys(t, &tile);
-    const kvc_ahead ahead = take_ahead(c, &keys, tile.n);
-    prefetch(ahead.begin, ahead.bytes);
+    kvc_walk keys = kvc_walk_keys(t, &tile);
+    kvc_prefetch(kvc_take_ahead(c, &keys, tile.n));
 }
 
 int kvc_attend_part(kvc_task *t) {

@@ -17,45 +17,37 @@ static void open_window(kvc_cursor *c) {
     c->is_mixed = changes >= c->changes_to_mix;
 }
 
-/* Adds n rows, as a stretch or to the last one. */
-static void add_rows(kvc_tile *t, const uint8_t *k, const uint8_t *v, int32_t n) {
-    kvc_stretch *next = &t->stretches[t->num_stretches];
-    if (t->num_stretches) {
-        kvc_stretch *last = next - 1;
-        if (k == last->k + (size_t)last->n * t->layout->k_row_bytes &&
-            v == last->v + (size_t)last->n * t->layout->v_row_bytes) {
-            last->n += n;
-            return;
-        }
-    }
-    *next = (kvc_stretch){k, v, n};
-    t->num_stretches++;
-}
-
 /* Walks over the pieces once, with all that changes in registers: in a cache full of holes, each row is a piece. */
 void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     const kvc_layout *layout = c->layout;
     if (!c->window) open_window(c);
     const size_t head = (size_t)c->head * layout->head_stride;
     const size_t k_begin = layout->k_offset + head, v_begin = layout->v_offset + head;
+    const size_t k_bytes = layout->k_row_bytes, v_bytes = layout->v_row_bytes;
     const int32_t most = c->window, is_mixed = c->is_mixed;
     const int32_t delta_index = !most ? 0 : is_mixed ? KVC_MIXED : c->piece->delta_index;
     const kvc_piece *piece = c->piece;
-    int32_t offset = c->offset, n = 0, min_position = INT32_MAX, max_position = -1, is_batch = 0;
+    const uint8_t *const buffer = c->buffer_rows, *k_end = NULL, *v_end = NULL;
+    kvc_stretch *next = t->stretches;
+    int32_t offset = c->offset, n = 0, min_position = INT32_MAX, max_position = -1;
     t->layout = layout;
     t->buffer_rows = c->buffer_rows;
     t->piece = c->piece;
     t->offset = c->offset;
     t->head = c->head;
-    t->num_stretches = 0;
     while (n < most && (is_mixed || piece->delta_index == delta_index)) {
         const int32_t count = min32(piece->count - offset, most - n), position = piece->position + offset;
-        const uint8_t *rows = c->buffer_rows ? c->buffer_rows : piece->rows;
+        const uint8_t *rows = buffer ? buffer : piece->rows;
         const size_t slot = (size_t)(piece->slot + offset);
-        add_rows(t, rows + k_begin + slot * layout->k_row_bytes, rows + v_begin + slot * layout->v_row_bytes, count);
+        const uint8_t *k = rows + k_begin + slot * k_bytes, *v = rows + v_begin + slot * v_bytes;
+        if (k == k_end && v == v_end)
+            next[-1].n += count;
+        else
+            *next++ = (kvc_stretch){k, v, count};
+        k_end = k + (size_t)count * k_bytes;
+        v_end = v + (size_t)count * v_bytes;
         if (position < min_position) min_position = position;
         if (position + count > max_position) max_position = position + count - 1;
-        is_batch = piece->token >= 0;
         offset += count;
         n += count;
         if (offset == piece->count) piece++, offset = 0;
@@ -64,7 +56,7 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     t->min_position = min_position;
     t->max_position = max_position;
     t->delta_index = delta_index;
-    t->is_batch = is_batch;
+    t->is_batch = n && (offset ? piece : piece - 1)->token >= 0;
     t->is_located = 0;
     c->piece = piece;
     c->offset = offset;

@@ -40,7 +40,6 @@ typedef struct kvc_tile {
     int32_t delta_index; /* the same for all its rows, or KVC_MIXED */
     int32_t is_batch;    /* whether the last row is the batch's own; then others may be */
     int32_t is_located;  /* whether kvc_locate_rows has filled in position and token */
-    int32_t num_stretches;
     kvc_stretch stretches[KVC_TILE];
     int32_t position[KVC_TILE];
     int32_t token[KVC_TILE]; /* token of the batch; -1: a stored row */

@@ -14,6 +14,7 @@
  *   plan.c     makes plans: memory, deltas, the public functions
  *   tiles.c    walks the rows of a task, KVC_TILE at a time
  *   minima.c   what the minima of blocks add to scores and sums
+ *   rows.c     gives kernels the rows of a tile, and what to prefetch
  *   task.c     attends to the rows of a task
  *   merge.c    merges the parts of a unit, and writes the result
  *   attend.c   runs tasks: kvc_attend and kvc_plan_run

@@ -713,6 +713,30 @@ def test_removed_positions(isa, feed):
     assert_same(feed.last(cache), expected)
 
 
+HOLES = {
+    "every second": lambda n: np.arange(n) % 2 == 0,
+    "every third": lambda n: np.arange(n) % 3 == 0,
+    "at random": lambda n: np.random.default_rng(7).random(n) < 0.5,
+}
+
+
+@pytest.mark.parametrize("holes", HOLES)
+def test_holes_of_one_slot(isa, feed, holes):
+    """Rows between holes are read in place where they lie evenly, else copied: the bits of rows without holes."""
+    end = feed.length - feed.tokens
+    is_hole = HOLES[holes](end)
+    dense = feed.cache(block_size=feed.length)
+    for position in np.flatnonzero(~is_hole).tolist():
+        feed.append(dense, position, position + 1)
+    expected = feed.last(dense)
+    for block_size in (1, 8, 64, feed.length):
+        cache = feed.cache(block_size=block_size)
+        feed.append(cache, 0, end)
+        for position in np.flatnonzero(is_hole).tolist():
+            cache.remove(position, position + 1, shift=False)
+        assert_same(feed.last(cache), expected)
+
+
 def test_alone_or_in_company(isa, feed):
     expected = feed.result()
     cache = feed.cache(num_threads=2)

@@ -1,0 +1,45 @@
+/* rows.h: gives kernels the rows of a tile, and what to prefetch.
+ *
+ * Kernels take rows that lie evenly.  Others are copied to the lane, or given a few at a time.
+ */
+#ifndef KVC_ROWS_H
+#define KVC_ROWS_H
+
+#include "attend/task.h"
+
+/* A place in the keys of a tile, or in its values. */
+typedef struct kvc_walk {
+    const kvc_stretch *at;
+    int64_t offset;                /* rows of that stretch behind it */
+    int64_t left;                  /* rows of the tile */
+    size_t row_bytes, ahead_bytes; /* of a row; those to prefetch: none of values that are parts of keys */
+    int32_t type, kernel_type, dim;
+    int is_value;
+} kvc_walk;
+
+/* Returns the place of the first key, or value. */
+kvc_walk kvc_walk_keys(const kvc_task *t, const kvc_tile *tile);
+kvc_walk kvc_walk_values(const kvc_task *t, const kvc_tile *tile);
+
+/* Returns how many rows a kernel is best given next: floats of a long stretch, else a few; all, where they are
+ * unpacked. Quantised rows are scored in groups, and sums of theirs depend on all rows of the tile. */
+int64_t kvc_rows_at_once(const kvc_walk *w);
+
+/* Rows as a kernel takes them. */
+typedef struct kvc_kernel_rows {
+    const void *first;
+    int64_t stride;
+} kvc_kernel_rows;
+
+/* Takes `rows` rows: where they lie if evenly and of a type that kernels take, else copied to the lane. */
+kvc_kernel_rows kvc_take_rows(const kvc_task *t, kvc_walk *w, int64_t rows);
+
+/* Takes up to `rows` rows to prefetch, and returns the last of them that lie one after the other, for a kernel to
+ * prefetch evenly; prefetches those before.  Call it behind kvc_take_rows: copying would wait for what it prefetches.
+ */
+kvc_ahead kvc_take_ahead(const kvc_call *c, kvc_walk *w, int64_t rows);
+
+/* Prefetches it all at once. */
+void kvc_prefetch(kvc_ahead ahead);
+
+#endif
