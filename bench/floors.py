@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from mixes import Mix, Vectors
 
-QUERIES = 4  # query rows that a kernel works on at once (template.h); more take several passes
+QUERIES = 4  # query rows that a kernel works on at once (template.h); more take several passes ...
+WIDE_QUERIES = 8  # ... but of rows of 16-bit floats, in vectors of 16 lanes
 TILE = 64  # rows of a tile, over which sums stay in registers
 BLOCK = 32  # elements of a quantised block, which share a scale
 LINE = 64
@@ -48,9 +49,10 @@ def row_bytes(dtype: str, dim: int) -> float:
     return FLOATS[dtype] * dim if dtype in FLOATS else QUANTISED[dtype].nbytes * dim / BLOCK
 
 
-def passes(queries: int) -> list[int]:
+def passes(dtype: str, queries: int, v: Vectors) -> list[int]:
     """Return how many queries each pass of a kernel works on."""
-    return [min(QUERIES, queries - first) for first in range(0, queries, QUERIES)]
+    most = WIDE_QUERIES if v.lanes == 16 and dtype in ("f16", "bf16") else QUERIES
+    return [min(most, queries - first) for first in range(0, queries, most)]
 
 
 def times(mix: dict[str, float], by: float) -> Mix:
@@ -71,20 +73,29 @@ def conversion(dtype: str, num: float) -> Mix:
     return times({"load": 1} if dtype == "f32" else {"load": 0.5, "shift": 0.5, "logic": 0.5}, num)
 
 
-def sums_over_lanes(q: int, v: Vectors) -> Mix:
-    """Adding up the lanes of q sums, in a tree that does L of them with 2 (L - 1) shuffles and L - 1 additions."""
+def sums_over_lanes(q: int, v: Vectors, lanes: int) -> Mix:
+    """Adding up so many lanes of q sums, in a tree: two shuffles and an addition make one vector of two."""
     pair = {"add pairs": 1.0} if "add pairs" in v.asm else {"shuffle": 2.0, "add": 1.0}
-    return times(pair, q * (v.lanes - 1) / v.lanes)
+    return times(pair, q * (lanes - 1) / v.lanes)
 
 
 def score_floats(dtype: str, dim: int, q: int, v: Vectors) -> list[Mix]:
-    """A product of each vector with each query's; queries are loaded once for a block of rows."""
+    """A product of each vector with each query's; queries are loaded once for a block of rows.
+
+    With 16 lanes, a vector may have elements of two rows, half of f32's by a shuffle, which leaves 8 lanes to add up.
+    """
     num, rows = dim / v.lanes, min(8, v.accumulators // q)
-    rest = total(sums_over_lanes(q, v), times({"store": 1}, q / v.lanes))
-    found = [total(conversion(dtype, num), times({"product": 1}, num * q), times({"load": 1}, num * q / rows), rest)]
+    products, end = times({"product": 1, "load": 1 / rows}, num * q), times({"store": 1}, q / v.lanes)
+    rest = total(sums_over_lanes(q, v, v.lanes), end)
+    found = [total(conversion(dtype, num), products, rest)]
+    if v.lanes == 16:
+        pairing = {"f32": {"shuffle": 1.0}, "f16": {"insert": 1.0}, "bf16": {"insert": 0.5}}[dtype]
+        in_order = times({"shuffle": 1}, q / v.lanes)
+        halves = total(sums_over_lanes(q, v, v.lanes // 2), in_order, end)
+        found.append(total(conversion(dtype, num), times(pairing, num), products, halves))
     if dtype == "bf16" and "bf16 pairs" in v.asm:  # with queries of bf16, as a model of that type has
-        products = {"bf16 pairs": q, "load": 1 + q / rows}
-        found.append(total(times(products, num / 2), rest))
+        pairs = {"bf16 pairs": q, "load": 1 + q / rows}
+        found.append(total(times(pairs, num / 2), rest))
     return found
 
 
@@ -182,7 +193,7 @@ def with_prefetch(mix: Mix, dtype: str, dim: int) -> Mix:
 def in_passes(
     one_pass: Callable[[str, int, int, Vectors], list[Mix]], dtype: str, dim: int, queries: int, v: Vectors
 ) -> list[Mix]:
-    ways = zip(*[one_pass(dtype, dim, q, v) for q in passes(queries)], strict=True)
+    ways = zip(*[one_pass(dtype, dim, q, v) for q in passes(dtype, queries, v)], strict=True)
     return [with_prefetch(total(*way), dtype, dim) for way in ways]
 
 

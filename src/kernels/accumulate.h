@@ -1,8 +1,8 @@
 /* accumulate.h: sums of rows, weighted; part of template.h.
  *
- * Sums are computed in blocks of up to QUERIES queries by as many vectors of columns as the accumulators allow, over
- * all rows.  Of the factors, weights or vectors of a row, the fewer stay in registers while the others are loaded one
- * by one.
+ * Sums are computed in blocks of up to FLOAT_QUERIES queries by as many vectors of columns as the accumulators allow,
+ * over all rows.  Of the factors, weights or vectors of a row, the fewer stay in registers while the others are loaded
+ * one by one.
  *
  *     sums[r * num_vecs + i]     query r, columns [d + i * LANES, d + (i + 1) * LANES)
  */
@@ -12,34 +12,74 @@ enum {
     WIDE_VECS = LANES < 16 ? BLOCK_VECS : 8 /* ... the one of 16-lane vectors that covers a row of 128 */
 };
 
-/* Adds row j, from column d on, holding its vectors in registers. */
+/* Vectors of columns that are loaded together: two of bf16 take as many instructions as one, if the first has the even
+ * columns and the second the odd ones.  With fewer registers that is slower. */
+INLINE int vecs_at_once(int type, int num_vecs) { return IS_WIDE && type == KVC_BF16 && num_vecs > 1 ? 2 : 1; }
+
+/* Loads num vectors of columns, from p on. */
+INLINE void load_columns(int type, int num, vec *x, const char *p) {
+#if IS_WIDE
+    if (num == 2)
+        v_load_apart(x, p);
+    else
+#endif
+        x[0] = load(type, p, 0, LANES);
+    UNROLL
+    for (int i = 0; i < num; i++) x[i] = v_keep(x[i]);
+}
+
+/* Adds row j, of which `row` is the block's first column, holding its vectors in registers. */
 INLINE void accumulate_step_of_rows(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a,
-                                    const char *row, int j, int d, prefetcher *next) {
+                                    const char *row, int j, prefetcher *next) {
+    const int lines = lines_of(type, num_vecs);
     vec x[WIDE_VECS];
     UNROLL
-    for (int i = 0; i < num_vecs; i++) x[i] = v_keep(load(type, row, d + i * LANES, LANES));
+    for (int i = 0, num; i < num_vecs; i += num) {
+        num = vecs_at_once(type, num_vecs - i);
+        load_columns(type, num, x + i, row + vector_bytes(type, i));
+    }
     UNROLL
     for (int r = 0; r < num_q; r++) {
-        if (r < lines_of(type, num_vecs)) prefetch_line(next);
+        if (r * lines / num_q != (r + 1) * lines / num_q) prefetch_line(next);
         const vec y = v_set(a->weights[r * KVC_TILE + j]);
         UNROLL
         for (int i = 0; i < num_vecs; i++) sums[r * num_vecs + i] = v_fma(x[i], y, sums[r * num_vecs + i]);
     }
 }
 
-/* Adds row j, from column d on, holding its weights in registers. */
+/* The same, holding its weights in registers. */
 INLINE void accumulate_step_of_weights(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a,
-                                       const char *row, int j, int d, prefetcher *next) {
-    vec y[QUERIES];
+                                       const char *row, int j, prefetcher *next) {
+    vec y[FLOAT_QUERIES];
     UNROLL
     for (int r = 0; r < num_q; r++) y[r] = v_set(a->weights[r * KVC_TILE + j]);
     UNROLL
-    for (int i = 0; i < num_vecs; i++) {
-        prefetch_at(next, vector_bytes(type, i));
-        const vec x = v_keep(load(type, row, d + i * LANES, LANES));
+    for (int i = 0, num; i < num_vecs; i += num) {
+        vec x[2];
+        num = vecs_at_once(type, num_vecs - i);
         UNROLL
-        for (int r = 0; r < num_q; r++) sums[r * num_vecs + i] = v_fma(x, y[r], sums[r * num_vecs + i]);
+        for (int k = 0; k < num; k++) prefetch_at(next, vector_bytes(type, i + k));
+        load_columns(type, num, x, row + vector_bytes(type, i));
+        UNROLL
+        for (int k = 0; k < num; k++) UNROLL
+        for (int r = 0; r < num_q; r++) sums[r * num_vecs + i + k] = v_fma(x[k], y[r], sums[r * num_vecs + i + k]);
     }
+}
+
+/* Brings the sums of a query from the order of columns to that of load_columns, or back. */
+INLINE void reorder_sums(int type, int num_vecs, vec *sums, int is_back) {
+#if IS_WIDE
+    UNROLL
+    for (int i = 0; i < num_vecs; i += 2)
+        if (vecs_at_once(type, num_vecs - i) == 2) {
+            if (is_back)
+                v_zip(sums + i);
+            else
+                v_unzip(sums + i);
+        }
+#else
+    (void)type, (void)num_vecs, (void)sums, (void)is_back;
+#endif
 }
 
 /* Sums num_vecs vectors of columns, from d on, over all rows. */
@@ -47,21 +87,26 @@ INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args 
     prefetcher p = a->next; /* in registers, unlike *a */
     vec sums[ACCUMULATORS];
     UNROLL
-    for (int r = 0; r < num_q; r++) UNROLL
-    for (int i = 0; i < num_vecs; i++)
-        sums[r * num_vecs + i] =
-            v_mul(v_load(a->acc + (ptrdiff_t)r * a->acc_stride + d + i * LANES), v_set(a->factor[r]));
-    const char *row = a->rows;
+    for (int r = 0; r < num_q; r++) {
+        const float *acc = a->acc + (ptrdiff_t)r * a->acc_stride + d;
+        UNROLL
+        for (int i = 0; i < num_vecs; i++) sums[r * num_vecs + i] = v_mul(v_load(acc + i * LANES), v_set(a->factor[r]));
+        reorder_sums(type, num_vecs, sums + r * num_vecs, 0);
+    }
+    const char *row = (const char *)a->rows + bytes_of(type, d);
     for (int j = 0; j < a->n; j++, row += a->row_stride) {
         if (num_vecs < num_q)
-            accumulate_step_of_rows(type, num_q, num_vecs, sums, a, row, j, d, &p);
+            accumulate_step_of_rows(type, num_q, num_vecs, sums, a, row, j, &p);
         else
-            accumulate_step_of_weights(type, num_q, num_vecs, sums, a, row, j, d, &p);
+            accumulate_step_of_weights(type, num_q, num_vecs, sums, a, row, j, &p);
     }
     UNROLL
-    for (int r = 0; r < num_q; r++) UNROLL
-    for (int i = 0; i < num_vecs; i++)
-        v_store(a->acc + (ptrdiff_t)r * a->acc_stride + d + i * LANES, sums[r * num_vecs + i]);
+    for (int r = 0; r < num_q; r++) {
+        reorder_sums(type, num_vecs, sums + r * num_vecs, 1);
+        UNROLL
+        for (int i = 0; i < num_vecs; i++)
+            v_store(a->acc + (ptrdiff_t)r * a->acc_stride + d + i * LANES, sums[r * num_vecs + i]);
+    }
     a->next = p;
 }
 
@@ -77,36 +122,57 @@ RARE void accumulate_tail(int type, int num_q, const accumulate_args *a, int d, 
     }
 }
 
+/* Whether blocks may be three vectors wide. */
+INLINE int has_thirds(int type, int num_q) { return num_q <= QUERIES && vecs_at_once(type, 3) == 1; }
+
 /* Returns the vectors of columns in the next block, of num_vecs that are left: WIDE_VECS where there are registers for
- * their sums, as longer parts of a row are read faster; else a number that makes the blocks about equally wide. */
-INLINE int block_width(int num_q, int num_vecs) {
-    const int most = ACCUMULATORS / num_q;
-    if (num_vecs >= WIDE_VECS && most >= WIDE_VECS) return WIDE_VECS;
-    const int blocks = (num_vecs + smaller(most, BLOCK_VECS) - 1) / smaller(most, BLOCK_VECS);
+ * their sums, as longer parts of a row are read faster; else a number that makes the blocks about equally wide, or, of
+ * vectors that are loaded two at a time, a power of two. */
+INLINE int block_width(int type, int num_q, int num_vecs) {
+    const int most = smaller(ACCUMULATORS / num_q, BLOCK_VECS);
+    if (num_vecs >= WIDE_VECS && ACCUMULATORS / num_q >= WIDE_VECS) return WIDE_VECS;
+    if (!has_thirds(type, num_q)) return num_vecs >= 4 && most >= 4 ? 4 : num_vecs >= 2 ? 2 : 1;
+    const int blocks = (num_vecs + most - 1) / most;
     return (num_vecs + blocks - 1) / blocks;
 }
 
-/* Sums all columns for num_q <= QUERIES queries. */
+/* Sums all columns for num_q <= FLOAT_QUERIES queries. */
 INLINE void accumulate_queries(int type, int num_q, accumulate_args *a, kvc_ahead next) {
     const int most = ACCUMULATORS / num_q, num_vecs = a->dim / LANES, tail = tail_of(type, a->dim);
     int lines = 0, d = 0;
     for (int i = 0, width; i < num_vecs; i += width) {
-        width = block_width(num_q, num_vecs - i);
+        width = block_width(type, num_q, num_vecs - i);
         lines += lines_of(type, width);
     }
     a->next = prefetch_begin(next, a->rows, lines * a->n);
     for (int i = 0, width; i < num_vecs; i += width, d += width * LANES) {
-        width = block_width(num_q, num_vecs - i);
-        switch (width) {
+        width = block_width(type, num_q, num_vecs - i);
+        switch (width) { /* widths that do not occur are not compiled */
         case 1: accumulate_block(type, num_q, 1, a, d); break;
-        case 2: accumulate_block(type, num_q, smaller(2, most), a, d); break;
-        case 3: accumulate_block(type, num_q, smaller(3, most), a, d); break;
-        case 4: accumulate_block(type, num_q, smaller(4, most), a, d); break;
-        default: accumulate_block(type, num_q, most < WIDE_VECS ? 1 : WIDE_VECS, a, d);
+        case 2:
+            if (most >= 2) accumulate_block(type, num_q, 2, a, d);
+            break;
+        case 3:
+            if (most >= 3 && has_thirds(type, num_q)) accumulate_block(type, num_q, 3, a, d);
+            break;
+        case 4:
+            if (most >= 4) accumulate_block(type, num_q, 4, a, d);
+            break;
+        default:
+            if (most >= WIDE_VECS) accumulate_block(type, num_q, WIDE_VECS, a, d);
         }
     }
     prefetch_rest(&a->next);
     if (tail) accumulate_tail(type, num_q, a, d, tail);
+}
+
+INLINE void accumulate_more_queries(int type, int num_q, accumulate_args *a, kvc_ahead next) {
+    switch (num_q) {
+    case 5: accumulate_queries(type, 5, a, next); break;
+    case 6: accumulate_queries(type, 6, a, next); break;
+    case 7: accumulate_queries(type, 7, a, next); break;
+    default: accumulate_queries(type, 8, a, next);
+    }
 }
 
 /* Is a kvc_accumulate_fn once the type is a constant. */
@@ -116,7 +182,8 @@ INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor
         accumulate_quantised(type, acc, acc_stride, factor, weights, num_q, rows, row_stride, n, dim, next);
         return;
     }
-    for (int r = 0; r < num_q; r += QUERIES, next.bytes = 0) { /* the first queries prefetch everything */
+    for (int r = 0, some; r < num_q; r += some) {
+        some = smaller(num_q - r, most_queries(type));
         accumulate_args a = {.acc = acc + (ptrdiff_t)r * acc_stride,
                              .factor = factor + r,
                              .weights = weights + r * KVC_TILE,
@@ -125,11 +192,14 @@ INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor
                              .acc_stride = acc_stride,
                              .n = n,
                              .dim = dim};
-        switch (smaller(num_q - r, QUERIES)) {
-        case 1: accumulate_queries(type, 1, &a, next); break;
-        case 2: accumulate_queries(type, 2, &a, next); break;
-        case 3: accumulate_queries(type, 3, &a, next); break;
-        default: accumulate_queries(type, 4, &a, next);
+        const kvc_ahead part = take_part(&next, some, num_q - r);
+        switch (some) {
+        case 1: accumulate_queries(type, 1, &a, part); break;
+        case 2: accumulate_queries(type, 2, &a, part); break;
+        case 3: accumulate_queries(type, 3, &a, part); break;
+        case 4: accumulate_queries(type, 4, &a, part); break;
+        default:
+            if (most_queries(type) > QUERIES) accumulate_more_queries(type, some, &a, part);
         }
     }
 }

@@ -316,7 +316,6 @@ const kvc_kernels kvc_kernels_amx = {
     KVC_AVX512_FLOATS,
     KVC_AVX512_TILER_F32,
     KVC_AVX512VNNI_INTEGERS,
-    .score_bf16 = {kvc_prepare_bf16_avx512bf16, kvc_score_bf16_avx512bf16},
     .decoded = {kvc_prepare_parts_amx, kvc_pack_keys_f32_amx, kvc_pack_values_f32_amx, kvc_multiply_parts_amx,
                 kvc_multiply_parts_amx, kvc_prepare_parts_amx},
     .tiler[KVC_F16] = {kvc_prepare_parts_amx, kvc_pack_keys_f16_amx, kvc_pack_values_f16_amx, kvc_multiply_parts_amx,

@@ -30,6 +30,9 @@ DEFINE_PACK_VALUES(kvc_pack_values_q8_0_avx512, KVC_Q8_0)
 DEFINE_PACK_VALUES(kvc_pack_values_q4_0_avx512, KVC_Q4_0)
 
 DEFINE_SCALE(kvc_scale_avx512)
+TARGET void kvc_prepare_bf16_avx512(float *q, int q_stride, int num_q, int dim, float scale) {
+    scale_evens_first(q, q_stride, num_q, dim, scale);
+}
 DEFINE_SOFTMAX(kvc_softmax_avx512)
 DEFINE_MATMUL(kvc_matmul_avx512)
 DEFINE_HADAMARD(kvc_hadamard_avx512)

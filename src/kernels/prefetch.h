@@ -19,7 +19,7 @@ typedef struct prefetcher {
 
 /* Prefetches `next` while a loop loads `lines` lines, of which fewer may be enough; if they are too few, prefetch_rest
  * prefetches what is left.  idle: an address that the loop loads, to prefetch where there is nothing. */
-INLINE prefetcher prefetch_begin(kvc_ahead next, const void *idle, int lines) {
+APART prefetcher prefetch_begin(kvc_ahead next, const void *idle, int lines) {
     if (next.bytes <= 0) return (prefetcher){idle, idle, 0, next.level};
     const int64_t step = lines > 0 ? (next.bytes + lines - 1) / lines : 0;
     const char *begin = next.begin;
@@ -49,7 +49,8 @@ INLINE void prefetch_at(prefetcher *p, int offset) {
     if (offset % LINE == 0) prefetch_line(p);
 }
 
-/* Takes the part of what is left to prefetch that a pass over `some` of `left` query rows prefetches. */
+/* Takes what a pass over `some` of the `left` query rows that are left prefetches of `all`: with all of it in the first
+ * pass, prefetches would come faster than memory delivers. */
 INLINE kvc_ahead take_part(kvc_ahead *all, int some, int left) {
     kvc_ahead part = *all;
     if (some < left) part.bytes = all->bytes / LINE * some / left * LINE;

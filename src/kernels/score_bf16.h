@@ -4,8 +4,6 @@
  * Nothing is decoded to f32, which halves the instructions.  Products are exact, except that denormals count as 0.
  */
 
-enum { BF16_LANES = 2 * LANES };
-
 /* A prepared query row lies where its dim floats were: dim bf16, then the f32 that scores are multiplied by. */
 INLINE void prepare_bf16(float *q, int q_stride, int num_q, int dim, float scale) {
     for (int r = 0; r < num_q; r++) {
@@ -16,27 +14,30 @@ INLINE void prepare_bf16(float *q, int q_stride, int num_q, int dim, float scale
 }
 
 /* Adds the products of elements [d, d + count) to the sums. */
-INLINE void score_step_bf16(int num_q, int num_rows, vec *sums, const score_args *a, const char *rows,
+INLINE void score_step_bf16(int num_q, int num_vecs, vec *sums, const score_args *a, const char *rows,
                             int64_t row_stride, int d, int count, prefetcher *next) {
-    const int stride = sums_stride(num_rows);
-    bvec x[MAX_BLOCK_ROWS];
+    const int stride = sums_stride(num_vecs);
+    bvec x[MAX_BLOCK_VECS];
     UNROLL
-    for (int j = 0; j < num_rows; j++) x[j] = b_load(rows + j * row_stride + bytes_of(KVC_BF16, d), count);
+    for (int v = 0; v < num_vecs; v++) {
+        const char *p = row_at(rows, row_stride, 2 * v), *q = row_at(rows, row_stride, 2 * v + 1);
+        x[v] = b_load_pair(p + bytes_of(KVC_BF16, d), q + bytes_of(KVC_BF16, d), count);
+    }
     UNROLL
     for (int r = 0; r < num_q; r++) {
+        const char *q = (const char *)(a->q + (ptrdiff_t)r * a->q_stride) + bytes_of(KVC_BF16, d);
         UNROLL
-        for (int j = r * num_rows / num_q; j < (r + 1) * num_rows / num_q; j++) prefetch_line(next);
-        const bvec y = b_load((const char *)(a->q + (ptrdiff_t)r * a->q_stride) + bytes_of(KVC_BF16, d), count);
+        for (int v = r * num_vecs / num_q; v < (r + 1) * num_vecs / num_q; v++) prefetch_line(next);
+        const bvec y = b_load_pair(q, q, count);
         UNROLL
-        for (int j = 0; j < num_rows; j++) sums[r * stride + j] = b_dot(sums[r * stride + j], x[j], y);
+        for (int v = 0; v < num_vecs; v++) sums[r * stride + v] = b_dot(sums[r * stride + v], x[v], y);
     }
 }
 
 /* Adds the products of all elements. */
-INLINE void score_vectors_bf16(int num_q, int num_rows, vec *sums, const score_args *a, const char *rows,
+INLINE void score_vectors_bf16(int num_q, int num_vecs, vec *sums, const score_args *a, const char *rows,
                                int64_t row_stride, prefetcher *next) {
     int d = 0;
-    for (; d + BF16_LANES <= a->dim; d += BF16_LANES)
-        score_step_bf16(num_q, num_rows, sums, a, rows, row_stride, d, BF16_LANES, next);
-    if (d < a->dim) score_step_bf16(num_q, num_rows, sums, a, rows, row_stride, d, a->dim - d, next);
+    for (; d + LANES <= a->dim; d += LANES) score_step_bf16(num_q, num_vecs, sums, a, rows, row_stride, d, LANES, next);
+    if (d < a->dim) score_step_bf16(num_q, num_vecs, sums, a, rows, row_stride, d, a->dim - d, next);
 }

@@ -14,7 +14,9 @@
  *                    more than the latency of an fma times the fmas that start in a cycle
  *   MATMUL_SUMS      registers for the block of c that matmul works on, of up to 6 rows and up to MATMUL_VECTORS (2 or
  *   MATMUL_VECTORS   4) vectors of columns, beside which it needs MATMUL_VECTORS + 1
- *   HAS_BF16_DOT     1 if there is b_dot; may be left out
+ *   IS_WIDE          1 if vectors have 16 lanes and there are 32 registers: up to 8 queries are worked on at once, rows
+ *                    are scored in pairs that share vectors, and bf16 is loaded two vectors at a time; may be left out
+ *   HAS_BF16_DOT     1 if there are b_load_pair and b_dot, and IS_WIDE; may be left out
  *   HAS_VNNI         1 if i_dot is one instruction; may be left out
  *
  *   vec                        a vector of LANES floats; where these primitives take integers, x holds them as floats
@@ -41,9 +43,17 @@
  *                              x * 2^n, where scale is 3 * 2^22 + 127 + n, n an integer of [-126, 0]; 0 where y is
  *                              below least
  *   v_max_lane(x)  v_sum_lanes(x)     one float
- *   v_sums(x)                  a vector of the sums of x[0 .. LANES), each added up in the same order
+ *   v_sums(x)                  a vector of the sums of x[0 .. LANES), each added up in the same order; where IS_WIDE,
+ *                              of the halves of x[0 .. LANES / 2): the lower one of x[0], its upper one, those of x[1]
  *   v_transpose(x)             swaps lane j of x[i] and lane i of x[j]
  *   v_swap(x, n)               swaps lanes i and i ^ n, for n = 1, 2, 4, ... below LANES
+ *   v_load_pair(type, x, p, q)
+ *                              where IS_WIDE: LANES elements of each of two rows, at p and q, as x[0] and x[1], which
+ *                              have LANES / 2 of the first row, then as many of the second; of bf16, even ones in x[0]
+ *   v_load_twice(p)            where IS_WIDE: LANES / 2 floats, in both halves
+ *   v_evens_first(x)           where IS_WIDE: the even lanes in the lower half, the odd ones in the upper
+ *   v_load_apart(x, p)         where IS_WIDE: of 2 * LANES bf16, the even ones as x[0], the odd ones as x[1]
+ *   v_unzip(x)  v_zip(x)       where IS_WIDE: brings x[0 .. 2) into that order, and back
  *   copy_row(dst, src, bytes)  memcpy, or what is faster for rows that lie apart
  *
  *   ivec                       a vector of LANES int32, or of twice as many int16
@@ -70,8 +80,8 @@
  *   i_order(type, x)           puts sums over what i_load_pairs loaded in the order of columns
  *
  *   bvec                       a vector of 2 * LANES bf16, where HAS_BF16_DOT is 1
- *   b_load(p, count)           loads the first `count` of them at p and reads nothing else; the others become 0
- *   b_dot(sum, x, y)           adds to each float of sum the two products of bf16 there
+ *   b_load_pair(p, q, count)   loads the first `count` at p and those at q into a half each, and reads nothing else;
+ * the others become 0 b_dot(sum, x, y)           adds to each float of sum the two products of bf16 there
  *
  * Arguments that choose what is inlined (type, q_type, num_q, num_rows, num_vecs) are constants where a function is
  * called, so that loops over registers have constant bounds and can be unrolled.  A result is always computed by the
@@ -84,14 +94,22 @@
 
 #include "kvcache.h"
 
-enum { QUERIES = 4 }; /* most query rows that score and accumulate work on at once */
+#ifndef IS_WIDE
+#define IS_WIDE 0
+#endif
+
+enum {
+    QUERIES = 4, /* most query rows that score and accumulate work on at once, but for rows of f16 and bf16 ... */
+    FLOAT_QUERIES = IS_WIDE ? 8 : QUERIES /* ... where there are registers for it: fewer passes convert the same rows */
+};
+INLINE int most_queries(int type) { return type == KVC_F16 || type == KVC_BF16 ? FLOAT_QUERIES : QUERIES; }
 
 #include "kernels/elements.h"
 #include "kernels/prefetch.h"
 
 /* ---- what score and accumulate work on --------------------------------------------------------------------------- */
 
-/* Arguments for num_q <= QUERIES queries. */
+/* Arguments for num_q <= FLOAT_QUERIES queries. */
 typedef struct score_args {
     float *scores;    /* [num_q][KVC_TILE] */
     const float *q;   /* [num_q][q_stride], prepared */
@@ -101,24 +119,27 @@ typedef struct score_args {
     int n, dim;
 } score_args;
 
-/* A block of score is num_q queries by num_rows rows.  Each query and row has a vector in which its products are added
+/* A block of score is num_q queries by num_vecs vectors of rows.  Vector v holds elements of row v, or, where IS_WIDE,
+ * of rows 2 v and 2 v + 1, a half each: where rows are short, adding up the lanes of sums costs as much as products,
+ * and half as much with two rows in a vector.  Each query and vector of rows has a vector in which products are added
  * up:
  *
- *     sums[r * stride + j]     query r, row j; stride = sums_stride(num_rows)
+ *     sums[r * stride + v]     query r, vector v of rows; stride = sums_stride(num_vecs)
  */
 enum {
-    MAX_BLOCK_ROWS = 8,
+    ROWS = IS_WIDE ? 2 : 1, /* in a vector */
+    MAX_BLOCK_VECS = 8 / ROWS,
     MAX_SUMS = 16 /* vectors of a block, gaps included */
 };
 
-INLINE int block_rows(int num_q) {
+INLINE int block_vecs(int num_q) {
     const int most = ACCUMULATORS / num_q;
-    return most >= 8 ? 8 : most >= 4 ? 4 : most;
+    return most >= MAX_BLOCK_VECS ? MAX_BLOCK_VECS : most >= 4 ? 4 : IS_WIDE ? 2 : most;
 }
 
 /* A power of two, so that no load of a query's scores straddles two vectors that have just been stored: it would have
  * to wait for both. */
-INLINE int sums_stride(int num_rows) { return num_rows == 3 ? 4 : num_rows; }
+INLINE int sums_stride(int num_vecs) { return num_vecs == 3 ? 4 : num_vecs; }
 
 typedef struct accumulate_args {
     float *acc;           /* [num_q][acc_stride], of which dim columns are used */

@@ -7,6 +7,8 @@
 
 enum { LANES = 16, ACCUMULATORS = 16, MATMUL_SUMS = 24, MATMUL_VECTORS = 4 }; /* of 32 registers */
 
+#define IS_WIDE 1
+
 typedef __m512 vec;
 
 INLINE vec v_zero(void) { return _mm512_setzero_ps(); }
@@ -126,15 +128,56 @@ INLINE vec add_quarters(vec a, vec b, vec c, vec d) {
     return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
 }
 
-INLINE vec v_sums(const vec x[LANES]) {
-    vec a = add_quarters(x[0], x[1], x[2], x[3]), b = add_quarters(x[4], x[5], x[6], x[7]);
-    vec c = add_quarters(x[8], x[9], x[10], x[11]), d = add_quarters(x[12], x[13], x[14], x[15]);
-    vec e = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(1, 0, 1, 0)),
-                          _mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(3, 2, 3, 2)));
-    vec f = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, _MM_SHUFFLE(1, 0, 1, 0)),
-                          _mm512_shuffle_f32x4(c, d, _MM_SHUFFLE(3, 2, 3, 2)));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(e, f, _MM_SHUFFLE(2, 0, 2, 0)),
-                         _mm512_shuffle_f32x4(e, f, _MM_SHUFFLE(3, 1, 3, 1)));
+/* Takes the lower halves of the int32 lanes as x[0], and the upper ones as x[1]. */
+INLINE void split_bf16(vec x[2], __m512i both) {
+    x[0] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+    x[1] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)));
+}
+
+INLINE void v_load_apart(vec x[2], const void *p) { split_bf16(x, _mm512_loadu_si512(p)); }
+
+INLINE void v_unzip(vec x[2]) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const vec y = _mm512_permutex2var_ps(x[0], even, x[1]);
+    x[1] = _mm512_permutex2var_ps(x[0], _mm512_add_epi32(even, _mm512_set1_epi32(1)), x[1]);
+    x[0] = y;
+}
+
+INLINE void v_zip(vec x[2]) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const vec y = _mm512_permutex2var_ps(x[0], low, x[1]);
+    x[1] = _mm512_permutex2var_ps(x[0], _mm512_add_epi32(low, _mm512_set1_epi32(8)), x[1]);
+    x[0] = y;
+}
+
+INLINE vec v_evens_first(vec x) {
+    const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    return _mm512_permutexvar_ps(order, x);
+}
+
+INLINE vec v_load_twice(const void *p) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(p)); }
+
+INLINE void v_load_pair(int type, vec x[2], const char *p, const char *q) {
+    if (type == KVC_F32) {
+        const vec a = v_keep(v_load(p)), b = v_keep(v_load(q));
+        x[0] = _mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(1, 0, 1, 0));
+        x[1] = _mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(3, 2, 3, 2));
+    } else if (type == KVC_F16) {
+        const __m256i a = load_32(p);
+        x[0] = _mm512_cvtph_ps(_mm256_inserti128_si256(a, _mm_loadu_si128((const void *)q), 1));
+        x[1] = _mm512_cvtph_ps(_mm256_permute2x128_si256(a, _mm256_loadu_si256((const void *)q), 0x31));
+    } else {
+        const __m512i a = _mm512_castsi256_si512(_mm256_loadu_si256((const void *)p));
+        split_bf16(x, _mm512_inserti64x4(a, _mm256_loadu_si256((const void *)q), 1));
+    }
+}
+
+INLINE vec v_sums(const vec x[LANES / 2]) {
+    const vec a = add_quarters(x[0], x[1], x[2], x[3]), b = add_quarters(x[4], x[5], x[6], x[7]);
+    const vec halves = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(2, 0, 2, 0)),
+                                     _mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(3, 1, 3, 1)));
+    const __m512i in_turns = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    return _mm512_permutexvar_ps(in_turns, halves);
 }
 
 /* Transposes the quarters of four vectors. */
@@ -225,13 +268,6 @@ INLINE void v_load_scales(vec x[2], const char *p, ptrdiff_t stride) {
     for (int i = 0; i < 2; i++) x[i] = _mm512_cvtph_ps(_mm256_set_m128i(high[i], low[i]));
 }
 
-/* Loads what two instructions need once: half of such loads cross cache lines. */
-INLINE __m256i load_32(const void *p) {
-    __m256i x = _mm256_loadu_si256(p);
-    __asm__("" : "+v"(x));
-    return x;
-}
-
 INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
     if (type == KVC_Q8_0) {
         const __m256i a = load_32(p), b = load_32(q);
@@ -266,8 +302,13 @@ INLINE ivec i_dot(ivec sum, ivec x, ivec y) {
 
 typedef __m512i bvec;
 
-INLINE bvec b_load(const void *p, int count) {
-    return count == 2 * LANES ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << count) - 1, p);
+INLINE __m256i b_load(const void *p, int count) {
+    return count == LANES ? _mm256_loadu_si256(p)
+                          : _mm512_castsi512_si256(_mm512_maskz_loadu_epi16((1u << count) - 1, p));
+}
+
+INLINE bvec b_load_pair(const void *p, const void *q, int count) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(b_load(p, count)), b_load(q, count), 1);
 }
 
 INLINE vec b_dot(vec sum, bvec x, bvec y) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y); }

@@ -67,9 +67,15 @@ INLINE void load_eight(__m128i x[2], const char *p, ptrdiff_t stride) {
     x[1] = _mm_unpackhi_epi64(low, high);
 }
 
-/* Loads what two instructions need once. */
+/* These two load what two instructions need once: half of such loads cross cache lines. */
 INLINE __m128i load_16(const void *p) {
     __m128i x = _mm_loadu_si128(p);
     __asm__("" : "+x"(x));
+    return x;
+}
+
+INLINE __m256i load_32(const void *p) {
+    __m256i x = _mm256_loadu_si256(p);
+    __asm__("" : "+v"(x));
     return x;
 }

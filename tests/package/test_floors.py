@@ -32,11 +32,14 @@ def vectors(floors):
 
 
 def test_counts_of_a_row_of_floats(floors, vectors):
-    """128 elements are 8 vectors of 16, which 4 queries multiply; their 4 sums of 16 lanes are added up by pairs."""
-    (mix,) = floors.score("f16", 128, 4, vectors("avx512"))
-    assert mix == {
-        "from f16": 8, "product": 32, "load": 8, "shuffle": 7.5, "add": 3.75, "store": 0.25, "prefetch": 4,
-    }  # fmt: skip
+    """128 elements are 8 vectors of 16, which 4 queries multiply; their 4 sums of 16 lanes are added up by pairs.
+
+    With two rows in a vector 8 lanes are left to add up, and what they come to is put in order.
+    """
+    whole, halves = floors.score("f16", 128, 4, vectors("avx512"))
+    same = {"from f16": 8, "product": 32, "load": 8, "store": 0.25, "prefetch": 4}
+    assert whole == same | {"shuffle": 7.5, "add": 3.75}
+    assert halves == same | {"insert": 8, "shuffle": 3.5 + 0.25, "add": 1.75}
     (mix,) = floors.accumulate("f32", 128, 2, vectors("avx2"))
     assert (mix["product"], mix["broadcast"], mix["prefetch"]) == (32 + 32 / 64, 8, 8)
 
@@ -51,12 +54,19 @@ def test_counts_of_a_quantised_row(floors, vectors):
 
 
 def test_eight_queries_take_two_passes_and_prefetch_once(floors, vectors):
-    for dtype in (*floors.FLOATS, *floors.QUANTISED):
+    for dtype in ("f32", *floors.QUANTISED):
         for kernel in (floors.score, floors.accumulate):
             for four, eight in zip(*(kernel(dtype, 128, q, vectors("amx")) for q in (4, 8)), strict=True):
                 prefetches = four.pop("prefetch")
                 assert eight.pop("prefetch") == prefetches == floors.row_bytes(dtype, 128) / 64
                 assert eight == {kind: 2 * count for kind, count in four.items()}
+
+
+def test_eight_queries_convert_rows_of_16_bits_once(floors, vectors):
+    for kernel in (floors.score, floors.accumulate):
+        for isa, conversions in {"avx512": 8, "avx2": 32}.items():
+            mix = kernel("f16", 128, 8, vectors(isa))[0]
+            assert (mix["from f16"], mix["prefetch"]) == (conversions, 4)
 
 
 def test_every_stored_type_has_counts(floors):
@@ -69,6 +79,7 @@ def test_every_stored_type_has_counts(floors):
 def test_constants_are_those_of_the_kernels(floors):
     template, kernels = ((ROOT / "src/kernels" / name).read_text() for name in ("template.h", "kernels.h"))
     assert int(re.search(r"\bQUERIES = (\d+)", template)[1]) == floors.QUERIES
+    assert int(re.search(r"\bFLOAT_QUERIES = IS_WIDE \? (\d+)", template)[1]) == floors.WIDE_QUERIES
     assert int(re.search(r"\bKVC_TILE = (\d+)", kernels)[1]) == floors.TILE
 
 

@@ -676,10 +676,10 @@ static void test_scales(const kvc_kernels *kernels, int type)
     }
 }
 
-/* A score must not depend on what is computed with it. */
-static void test_same_scores(const kvc_kernels *kernels, int type, int is_bf16, int dim)
+/* A score must not depend on what is computed with it: on the number of queries of a pass, nor on other rows. */
+static void test_same_scores(const kvc_kernels *kernels, int type, int is_bf16, int dim, int num_q)
 {
-    enum { N = 13, Q = 7 };
+    enum { N = 13, Q = 9 };
     static float q[Q * MAX_STRIDE], all[Q * KVC_TILE];
     const kvc_scorer *scorer = is_bf16 ? &kernels->score_bf16 : &kernels->score[type];
     const tile *t = tile_new(type, N, dim, usual);
@@ -687,31 +687,32 @@ static void test_same_scores(const kvc_kernels *kernels, int type, int is_bf16, 
     for (int i = 0; i < Q * MAX_STRIDE && is_bf16; i++)
         q[i] = rounded_to_bf16(q[i]);
     const float *ready = prepared(scorer, q, MAX_STRIDE, Q, dim);
-    scorer->score(all, ready, MAX_STRIDE, Q, t->rows, t->stride, N, dim, nothing_ahead);
-    for (int r = 0; r < Q; r++) {
+    scorer->score(all, ready, MAX_STRIDE, num_q, t->rows, t->stride, N, dim, nothing_ahead);
+    for (int r = 0; r < num_q; r++) {
         for (int j = 0; j < N; j++) {
             float scores[KVC_TILE];
             scorer->score(scores, ready + r * MAX_STRIDE, MAX_STRIDE, 1, t->rows + j * t->stride, t->stride, 1, dim, nothing_ahead);
-            CHECKF(scores[0] == all[r * KVC_TILE + j], "%s %s dim %d", kernels->name, kvc_type_name(type), dim);
+            CHECKF(scores[0] == all[r * KVC_TILE + j], "%s %s dim %d, %d queries", kernels->name, kvc_type_name(type),
+                   dim, num_q);
         }
     }
 }
 
-/* A column that accumulate sums must not depend on the columns beside it. */
-static void test_same_sums(const kvc_kernels *kernels, int type, int dim)
+/* A column that accumulate sums must not depend on the columns beside it, nor on the number of queries of a pass. */
+static void test_same_sums(const kvc_kernels *kernels, int type, int dim, int num_q)
 {
-    enum { N = 13, Q = 7 };
+    enum { N = 13, Q = 9 };
     static float acc[Q * MAX_DIM], weights[Q * KVC_TILE], factor[Q];
     const tile *t = tile_new(type, N, dim, usual);
     for (int i = 0; i < Q * KVC_TILE; i++)
         weights[i] = i % KVC_TILE < N ? random_float() : 0;
     memset(acc, 0, sizeof acc);
-    kernels->accumulate[type](acc, MAX_DIM, factor, weights, Q, t->rows, t->stride, N, dim, nothing_ahead);
-    for (int r = 0; r < Q; r++) {
+    kernels->accumulate[type](acc, MAX_DIM, factor, weights, num_q, t->rows, t->stride, N, dim, nothing_ahead);
+    for (int r = 0; r < num_q; r++) {
         float alone[MAX_DIM] = {0};
         kernels->accumulate[type](alone, MAX_DIM, factor, weights + r * KVC_TILE, 1, t->rows, t->stride, N, dim, nothing_ahead);
-        CHECKF(!memcmp(alone, acc + r * MAX_DIM, (size_t)dim * sizeof *acc), "%s %s dim %d", kernels->name,
-               kvc_type_name(type), dim);
+        CHECKF(!memcmp(alone, acc + r * MAX_DIM, (size_t)dim * sizeof *acc), "%s %s dim %d, %d queries",
+               kernels->name, kvc_type_name(type), dim, num_q);
     }
 }
 
@@ -993,10 +994,12 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim)
         if (type == KVC_F32 && kernels->decoded.score)
             test_tiler(kernels, &kernels->decoded, type, dim, some_m[(i + dim) % NUM_N], some_n[i], usual);
     }
-    test_same_scores(kernels, type, 0, dim);
-    if (type == KVC_BF16 && kernels->score_bf16.score)
-        test_same_scores(kernels, type, 1, dim);
-    test_same_sums(kernels, type, dim);
+    for (int num_q = 1; num_q <= 9; num_q++) {
+        test_same_scores(kernels, type, 0, dim, num_q);
+        if (type == KVC_BF16 && kernels->score_bf16.score)
+            test_same_scores(kernels, type, 1, dim, num_q);
+        test_same_sums(kernels, type, dim, num_q);
+    }
 }
 
 static void test_conversions(const kvc_kernels *kernels, int type, int dim)
