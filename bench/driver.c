@@ -281,10 +281,10 @@ EXPORT kvc_status driver_attend_and_show(driver *d, const driver_pass *pass, int
 /* What the kernels work on: num_rows rows, a multiple of KVC_TILE, each a key and a value. */
 typedef struct driver_kernel {
     const kvc_kernels *kernels;
-    int32_t type, dim, num_q, num_rows, q_stride, prefetch_level;
+    int32_t type, kernel_type, dim, num_q, num_rows, q_stride, prefetch_level;
     size_t row_bytes;
-    char *rows;
-    float *given, *q, *weights, *scores, *acc, *factor, *max, *sum;
+    char *rows, *unpacked; /* a tile of kernel_type, where no kernel takes `type` */
+    float *given, *q, *weights, *scores, *acc, *factor, *max, *sum, *minima;
 } driver_kernel;
 
 static void *allocate(size_t bytes) {
@@ -301,14 +301,15 @@ static float *random_floats(size_t n) {
 }
 
 EXPORT void driver_kernel_free(driver_kernel *k) {
-    void *const all[] = {k->rows, k->given, k->q, k->weights, k->scores, k->acc, k->factor, k->max, k->sum, k};
+    void *const all[] = {k->rows,   k->given, k->q,   k->weights, k->scores,   k->acc,
+                         k->factor, k->max,   k->sum, k->minima,  k->unpacked, k};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
 /* Scores queries of bf16 over rows of bf16 as attention does. */
 static const kvc_scorer *scorer_of(const driver_kernel *k) {
     const kvc_scorer *bf16 = &k->kernels->score_bf16;
-    return k->type == KVC_BF16 && bf16->score ? bf16 : &k->kernels->score[k->type];
+    return k->type == KVC_BF16 && bf16->score ? bf16 : &k->kernels->score[k->kernel_type];
 }
 
 EXPORT driver_kernel *driver_kernel_new(int32_t type, int32_t dim, int32_t num_q, int32_t num_rows) {
@@ -323,6 +324,9 @@ EXPORT driver_kernel *driver_kernel_new(int32_t type, int32_t dim, int32_t num_q
                          .prefetch_level = kvc_cpu_prefetch_level(),
                          .row_bytes = kvc_row_bytes(type, dim)};
     const size_t scores = (size_t)num_q * KVC_TILE, q = (size_t)num_q * (size_t)k->q_stride;
+    k->kernel_type = k->kernels->score[type].score ? type : KVC_Q8_0;
+    k->unpacked = allocate(KVC_TILE * kvc_row_bytes(k->kernel_type, dim));
+    k->minima = allocate((size_t)(dim / KVC_QUANT_ELEMENTS * KVC_TILE) * sizeof(float));
     k->rows = allocate((size_t)num_rows * k->row_bytes);
     k->given = random_floats(scores > (size_t)num_rows * (size_t)dim ? scores : (size_t)num_rows * (size_t)dim);
     k->q = random_floats(q);
@@ -345,16 +349,25 @@ static void reset(const driver_kernel *k) {
     for (int32_t r = 0; r < k->num_q; r++) k->factor[r] = 1, k->max[r] = -INFINITY, k->sum[r] = 0;
 }
 
+/* Returns a tile as kernels take it; unpacks it if they take it so. */
+static const char *tile_of(const driver_kernel *k, int32_t tile) {
+    const char *rows = k->rows + tile * KVC_TILE * (int64_t)k->row_bytes;
+    if (k->kernel_type == k->type) return rows;
+    k->kernels->unpack(k->type, k->unpacked, rows, (int64_t)k->row_bytes, KVC_TILE, k->dim, k->minima);
+    return k->unpacked;
+}
+
 /* Runs kernel number `kernel` (Kernel.NAMES of driver.py) on a tile, and asks for the rows of the next one. */
 static void run_kernel(const driver_kernel *k, int32_t kernel, int32_t tile) {
-    const int64_t stride = (int64_t)k->row_bytes, bytes = KVC_TILE * stride;
-    const char *rows = k->rows + tile * bytes;
-    const kvc_ahead next = {k->rows + (tile + 1) * KVC_TILE % k->num_rows * stride, bytes, k->prefetch_level};
+    const int64_t stride = (int64_t)kvc_row_bytes(k->kernel_type, k->dim), bytes = KVC_TILE * (int64_t)k->row_bytes;
+    const char *rows = kernel < 2 ? tile_of(k, tile) : NULL;
+    const kvc_ahead next = {k->rows + (tile * bytes + bytes) % (k->num_rows * (int64_t)k->row_bytes), bytes,
+                            k->prefetch_level};
     switch (kernel) {
     case 0: scorer_of(k)->score(k->scores, k->q, k->q_stride, k->num_q, rows, stride, KVC_TILE, k->dim, next); break;
     case 1:
-        k->kernels->accumulate[k->type](k->acc, k->q_stride, k->factor, k->weights, k->num_q, rows, stride, KVC_TILE,
-                                        k->dim, next);
+        k->kernels->accumulate[k->kernel_type](k->acc, k->q_stride, k->factor, k->weights, k->num_q, rows, stride,
+                                               KVC_TILE, k->dim, next);
         break;
     default: k->kernels->softmax(k->scores, k->num_q, KVC_TILE, k->max, k->sum, k->factor);
     }

@@ -119,7 +119,7 @@ def test_every_instruction_assembles(floors, vectors, tmp_path, isa, compiler):
 def test_the_section_of_the_benchmark(tmp_path):
     if not shutil.which("cc"):
         pytest.skip("needs a compiler")
-    command = "bench/bench_attention.py --only floor --dtype f16,q8_0 --queries 1,4 --threads 1 --context 256"
+    command = "bench/bench_attention.py --only floor --dtype f16,q8_0,q4_1 --queries 1,4 --threads 1 --context 256"
     run = subprocess.run(
         [sys.executable, *command.split(), "--memory", "1", "--seconds", "0.01", "--json", str(tmp_path / "run.json")],
         cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": ""}, capture_output=True, text=True, check=True,
@@ -129,8 +129,8 @@ def test_the_section_of_the_benchmark(tmp_path):
     assert "cycles of an instruction: " in run.stdout
     rows = json.loads((tmp_path / "run.json").read_text())["rows"]
     names = [f"{q}: {name}" for q in ("1 query", "4 queries") for name in
-             ("scoring, in cache", "summing, in cache", "softmax, in cache", "a call, in cache")]  # fmt: skip
-    for dtype in ("f16", "q8_0"):
+             ("scoring, in cache", "softmax, in cache", "summing, in cache", "a call, in cache")]  # fmt: skip
+    for dtype in ("f16", "q8_0", "q4_1"):
         of_type = [row for row in rows if row.get("type") == dtype]
         assert [row["name"] for row in of_type] == [*names, "1 query: from memory", "4 queries: from memory"]
         assert all(row["quotient"] > 0 and row["seconds"] > 0 for row in of_type)
