@@ -7,17 +7,22 @@
 
 #include "attend/task.h"
 
-/* A place in the keys of a tile, or in its values. */
-typedef struct kvc_walk {
+/* A place in the rows of a tile. */
+typedef struct kvc_row_place {
     const kvc_stretch *at;
-    int64_t offset;                /* rows of that stretch behind it */
+    int64_t offset; /* rows of that stretch behind it */
+} kvc_row_place;
+
+/* What is left of the keys of a tile, or of its values. */
+typedef struct kvc_walk {
+    kvc_row_place place;
     int64_t left;                  /* rows of the tile */
     size_t row_bytes, ahead_bytes; /* of a row; those to prefetch: none of values that are parts of keys */
     int32_t type, kernel_type, dim;
     int is_value;
 } kvc_walk;
 
-/* Returns the place of the first key, or value. */
+/* Returns all of them. */
 kvc_walk kvc_walk_keys(const kvc_task *t, const kvc_tile *tile);
 kvc_walk kvc_walk_values(const kvc_task *t, const kvc_tile *tile);
 
