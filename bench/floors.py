@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from mixes import Mix, Vectors
 
 QUERIES = 4  # query rows that a kernel works on at once (template.h); more take several passes ...
-WIDE_QUERIES = 8  # ... but of rows of 16-bit floats, in vectors of 16 lanes
+WIDE_QUERIES = 8  # ... but of rows of 16-bit floats, in vectors of 16 lanes, and of quantised ones with VNNI
 TILE = 64  # rows of a tile, over which sums stay in registers
 BLOCK = 32  # elements of a quantised block, which share a scale
 LINE = 64
@@ -51,8 +51,11 @@ def row_bytes(dtype: str, dim: int) -> float:
 
 def passes(dtype: str, queries: int, v: Vectors) -> list[int]:
     """Return how many queries each pass of a kernel works on."""
-    most = WIDE_QUERIES if v.lanes == 16 and dtype in ("f16", "bf16") else QUERIES
-    return [min(most, queries - first) for first in range(0, queries, most)]
+    is_wide = v.lanes == 16 and (dtype in ("f16", "bf16") or (dtype in QUANTISED and "quads" in v.asm))
+    num_wide, rest = divmod(queries, WIDE_QUERIES) if is_wide else (0, queries)
+    if is_wide and dtype in FLOATS and rest:
+        return [WIDE_QUERIES] * num_wide + [rest]
+    return [WIDE_QUERIES] * num_wide + [min(QUERIES, rest - first) for first in range(0, rest, QUERIES)]
 
 
 def times(mix: dict[str, float], by: float) -> Mix:
@@ -139,7 +142,7 @@ def products(dim: int, q: int, v: Vectors) -> list[tuple[Mix, bool]]:
 
 def score_quantised(dtype: str, dim: int, q: int, v: Vectors) -> list[Mix]:
     """Transposes 16 bytes of L rows at a time, so that a lane is a row: 8 shuffles make 4 vectors of 4."""
-    kind, blocks, groups = QUANTISED[dtype], dim / BLOCK, 2 if v.accumulators >= 16 else 1
+    kind, blocks, groups = QUANTISED[dtype], dim / BLOCK, 2 if v.accumulators >= 16 and q <= QUERIES else 1
     pieces = kind.packed * blocks / 16
     transposing = times({"load": GROUP_LOADS, "insert": v.lanes - GROUP_LOADS, "shuffle": 8}, pieces / v.lanes)
     queries = times({"broadcast": 1}, dim / 2 * q / (groups * v.lanes))

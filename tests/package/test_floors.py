@@ -56,7 +56,7 @@ def test_counts_of_a_quantised_row(floors, vectors):
 def test_eight_queries_take_two_passes_and_prefetch_once(floors, vectors):
     for dtype in ("f32", *floors.QUANTISED):
         for kernel in (floors.score, floors.accumulate):
-            for four, eight in zip(*(kernel(dtype, 128, q, vectors("amx")) for q in (4, 8)), strict=True):
+            for four, eight in zip(*(kernel(dtype, 128, q, vectors("avx512")) for q in (4, 8)), strict=True):
                 prefetches = four.pop("prefetch")
                 assert eight.pop("prefetch") == prefetches == floors.row_bytes(dtype, 128) / 64
                 assert eight == {kind: 2 * count for kind, count in four.items()}
@@ -67,6 +67,12 @@ def test_eight_queries_convert_rows_of_16_bits_once(floors, vectors):
         for isa, conversions in {"avx512": 8, "avx2": 32}.items():
             mix = kernel("f16", 128, 8, vectors(isa))[0]
             assert (mix["from f16"], mix["prefetch"]) == (conversions, 4)
+
+
+def test_eight_queries_unpack_quantised_rows_once_with_vnni(floors, vectors):
+    for dtype in floors.QUANTISED:
+        for four, eight, nine in zip(*(floors.score(dtype, 128, q, vectors("amx")) for q in (4, 8, 9)), strict=True):
+            assert eight["shuffle"] == four["shuffle"] == nine["shuffle"] / 2
 
 
 def test_every_stored_type_has_counts(floors):
