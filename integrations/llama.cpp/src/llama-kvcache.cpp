@@ -49,10 +49,19 @@ llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memor
     return new llama_kvcache(model, cparams, std::move(layers));
 }
 
-// a context of one sequence gets all its rows side by side (others may be named in it all the same, as copies)
-static bool is_one_block(const llama_kvcache_layers &layers, const llama_cparams &cparams) {
-    return cparams.n_seq_max == 1 && std::all_of(layers.cache.begin(), layers.cache.end(),
-                                                 [](const kvc_layer &layer) { return layer.policy.kind == KVC_FULL; });
+// A context of one sequence gets a few long blocks (others may be named in it all the same, as copies).  Not a single
+// one: rows of small heads get huge pages only once their block is full.
+static int32_t block_size_of(const llama_kvcache_layers &layers, const llama_cparams &cparams) {
+    const bool is_full = std::all_of(layers.cache.begin(), layers.cache.end(),
+                                     [](const kvc_layer &layer) { return layer.policy.kind == KVC_FULL; });
+
+    if (cparams.n_seq_max > 1 || !is_full) {
+        return 0;
+    }
+
+    const uint32_t n_blocks = (cparams.n_ctx_seq + 2047) / 2048;
+
+    return (int32_t)GGML_PAD((cparams.n_ctx_seq + n_blocks - 1) / n_blocks, 64);
 }
 
 llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cparams, llama_kvcache_layers layers_in)
@@ -78,7 +87,7 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
     config.layers = layers.cache.data();
     config.layer_size = sizeof(kvc_layer);
     config.num_layers = (int32_t)layers.cache.size();
-    config.block_size = is_one_block(layers, cparams) ? (int32_t)cparams.n_ctx_seq : 0;
+    config.block_size = block_size_of(layers, cparams);
     config.max_seq_len = cparams.n_ctx_seq;
     config.capacity = (int64_t)cparams.n_ctx_seq * (cparams.kv_unified ? 1 : cparams.n_seq_max);
     config.num_threads = 1; // ggml's threads do the work
