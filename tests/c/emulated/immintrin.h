@@ -58,6 +58,8 @@ EMULATED_CONVERSION(cvtepu16_epi32, __m512i, si, i32, __m256i, half[0], u16, )
 EMULATED_CONVERSION(cvtepi32_epi16, __m256i, half[0], u16, __m512i, si, u32, (uint16_t))
 EMULATED_CONVERSION(cvtepi32_epi8, __m128i, quarter[0], u8, __m512i, si, u32, (uint8_t))
 
+static inline float emulated_cvtss_f32(__m512 x) { return (emulated){.ps = x}.f32[0]; }
+
 static inline __m256 emulated_extractf32x8_ps(__m512 x, int half) { return (emulated){.ps = x}.half_ps[half]; }
 
 static inline __m512i emulated_cvtepu8_epi16(__m256i x)
@@ -75,6 +77,16 @@ static inline __m512 emulated_permute_ps(__m512 x, int order)
     emulated z;
     for (int i = 0; i < 16; i++) z.f32[i] = y.f32[i / 4 * 4 + (order >> i % 4 * 2 & 3)];
     return z.ps;
+}
+
+/* Adds where the mask has a bit; elsewhere gives `otherwise`. */
+static inline __m256i emulated_mask_add_epi8(__m256i otherwise, __mmask32 mask, __m256i x, __m256i y)
+{
+    const emulated sum = {.half = {_mm256_add_epi8(x, y)}};
+    emulated z = {.half = {otherwise}};
+    for (int i = 0; i < 32; i++)
+        if (mask >> i & 1) z.i8[i] = sum.i8[i];
+    return z.half[0];
 }
 
 /* Elements that are masked are not read. */
@@ -96,10 +108,12 @@ static inline __m512i emulated_maskz_loadu_epi16(__mmask32 mask, const void *p)
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
 #define _mm512_cvtepi32_epi16 emulated_cvtepi32_epi16
 #define _mm512_cvtepi32_epi8 emulated_cvtepi32_epi8
+#define _mm512_cvtss_f32 emulated_cvtss_f32
 #define _mm512_extractf32x8_ps emulated_extractf32x8_ps
 #undef _mm512_permute_ps
 #define _mm512_cvtepu8_epi16 emulated_cvtepu8_epi16
 #define _mm512_permute_ps emulated_permute_ps
+#define _mm256_mask_add_epi8 emulated_mask_add_epi8
 #define _mm512_maskz_loadu_epi16 emulated_maskz_loadu_epi16
 
 /* Those of SIMDe 0.7.4 have no such names, or a mask, or take a part of `a | b` for the whole. */
