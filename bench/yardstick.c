@@ -204,11 +204,11 @@ void ys_read_rows(const void *p, size_t n, size_t row_bytes, size_t stride, int 
 enum { MOST_CHAINS = 64, STEPS = 2000 };
 
 /* Returns the seconds of loading a line of n bytes of memory: in each of num_chains chains, the next address depends on
- * what was loaded last. */
+ * what was loaded last.  Chains begin elsewhere in each call, as a cache has the lines of the last one. */
 double ys_load(const void *p, size_t n, int num_chains) {
     const size_t lines = n / 64;
     uint64_t x[MOST_CHAINS];
-    for (int c = 0; c < num_chains; c++) x[c] = (uint64_t)c * 0x9E3779B97F4A7C15U + (uint64_t)now();
+    for (int c = 0; c < num_chains; c++) x[c] = (uint64_t)c * 0x9E3779B97F4A7C15U + (uint64_t)(1e9 * now());
     const double start = now();
     for (int i = 0; i < STEPS; i++)
         for (int c = 0; c < num_chains; c++) {
