@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import statistics
 import subprocess
 from collections.abc import Sequence
@@ -91,6 +92,7 @@ def checked_out() -> str:
 
 
 def keep(path: Path, command: str, rows: Sequence[dict[str, object]]) -> None:
-    """Write a run for bench/write_results.py."""
+    """Write a run for bench/write_results.py; its command is kept without the files that it writes."""
+    command = re.sub(r" --(json|figures-json|output|plot)[= ]\S+", "", command)
     run = {"command": command, "seen": datetime.date.today().isoformat(), "commit": checked_out()}
     path.write_text(json.dumps({**run, "machine": describe_machine(), "rows": rows}, indent=1) + "\n")

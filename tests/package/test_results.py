@@ -9,12 +9,16 @@ import pytest
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
-@pytest.fixture
-def results():
-    spec = spec_from_file_location("write_results", BENCH / "write_results.py")
+def module_of_bench(name):
+    spec = spec_from_file_location(name, BENCH / f"{name}.py")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def results():
+    return module_of_bench("write_results")
 
 
 def test_tables_are_made_of_what_was_kept(results):
@@ -65,6 +69,13 @@ def test_a_run_is_added(results, tmp_path, monkeypatch, capsys):
     results.main(["--keep", str(source), "--as", "a-processor"])
     assert len(results.load()["a-processor"]["runs"]) == 2
     assert "a-processor.md" in capsys.readouterr().err
+
+
+def test_a_command_is_kept_without_the_files_that_it_writes(tmp_path):
+    command = "python bench/bench_attention.py --only peers{} --dtype f16"
+    written = tmp_path / "run.json"
+    module_of_bench("figures").keep(written, command.format(f" --json {written} --plot={tmp_path}/p.svg"), [])
+    assert json.loads(written.read_text())["command"] == command.format("")
 
 
 @pytest.mark.parametrize(
