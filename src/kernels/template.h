@@ -73,15 +73,17 @@
  *   i_load_rows(x, p, stride)  loads 16 bytes of each of LANES rows, those of the first at p: lane j of x[i] is int32 i
  *                              of row j
  *   v_load_scales(x, p, stride)
- *                              loads an f16 of each of LANES rows to x[0], that of the first at p, and the two bytes
- * behind each, as such, to x[1] i_load_pairs(type, x, p, q) pairs, as int16, of the elements of two rows in the same
- * columns, at p and q.  q8_0: 2 * LANES columns in x[0 .. 2), in any order.  q4_0: LANES bytes, low halves in x[0],
+ *                              loads an f16 of each of LANES rows to x[0], that of the first at p, and the f16 behind
+ *                              each to x[1]
+ *   i_load_pairs(type, x, p, q)
+ *                              pairs, as int16, of the elements of two rows in the same columns, at p and q.  q8_0:
+ *                              2 * LANES columns in x[0 .. 2), in any order.  q4_0: LANES bytes, low halves in x[0],
  *                              high halves in x[1]
  *   i_order(type, x)           puts sums over what i_load_pairs loaded in the order of columns
  *
  *   bvec                       a vector of 2 * LANES bf16, where HAS_BF16_DOT is 1
- *   b_load_pair(p, q, count)   loads the first `count` at p and those at q into a half each, and reads nothing else;
- * the others become 0 b_dot(sum, x, y)           adds to each float of sum the two products of bf16 there
+ *   b_load_pair(p, q, count)   loads the first `count` at p and at q into a half each; others are not read, and are 0
+ *   b_dot(sum, x, y)           adds to each float of sum the two products of bf16 there
  *
  * Arguments that choose what is inlined (type, q_type, num_q, num_rows, num_vecs) are constants where a function is
  * called, so that loops over registers have constant bounds and can be unrolled.  A result is always computed by the
