@@ -253,12 +253,12 @@ static void compute_weights(const kvc_task *t, kvc_tile *tile, kvc_prepare_fn *p
             if (hides) hide_unseen(c, tile, scores, &v);
         }
     }
-    if (!prepare) c->kernels->softmax(t->scores, t->num_query_rows, tile->n, t->max, t->sum, t->factor);
-    for (int32_t r = 0, some; prepare && r < t->num_query_rows; r += some) {
+    const int32_t at_once = prepare ? PREPARED_ROWS : t->num_query_rows;
+    for (int32_t r = 0, some; r < t->num_query_rows; r += some) {
         float *const scores = t->scores + (size_t)r * KVC_TILE;
-        some = (int32_t)kvc_smaller(t->num_query_rows - r, PREPARED_ROWS);
+        some = (int32_t)kvc_smaller(t->num_query_rows - r, at_once);
         c->kernels->softmax(scores, some, tile->n, t->max + r, t->sum + r, t->factor + r);
-        prepare(scores, KVC_TILE, some, KVC_TILE, 1);
+        if (prepare) prepare(scores, KVC_TILE, some, KVC_TILE, 1);
     }
 }
 

@@ -167,14 +167,7 @@ INLINE void accumulate_quantised(int type, float *acc, int acc_stride, const flo
         accumulate_args a = {acc, factor, weights, rows, row_stride, acc_stride, n, dim, {0}};
         some = queries_at_once(num_q);
         const kvc_ahead part = take_part(&next, some, num_q);
-        switch (some) {
-        case 1: accumulate_quantised_rows(type, 1, &a, part); break;
-        case 2: accumulate_quantised_rows(type, 2, &a, part); break;
-        case 3: accumulate_quantised_rows(type, 3, &a, part); break;
-        case 4: accumulate_quantised_rows(type, 4, &a, part); break;
-        case MANY_QUERIES:
-            if (queries_at_once(MANY_QUERIES) == MANY_QUERIES) accumulate_quantised_rows(type, MANY_QUERIES, &a, part);
-        }
+        CALL_WITH_QUERIES(accumulate_quantised_rows, type, some, &a, part)
         acc += (ptrdiff_t)some * acc_stride;
         factor += some;
         weights += some * KVC_TILE;

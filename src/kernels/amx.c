@@ -1,9 +1,9 @@
 /* amx.c: products of tiles of bf16, where the processor has tile registers (AMX), and the table, all else of which is
  * as in avx512bf16.c.
  *
- * A float is split into the sum of two bf16: the nearest one, and what is left, rounded.  Together they
- * keep 16 bits, which is all that f16 and bf16 have.  A product is computed as upper * upper + upper * lower + lower *
- * upper; lower * lower, some 2^-17 of it, is left out.  Rows of f32 are not multiplied like this.
+ * A float is split into the sum of two bf16: the nearest one, and what is left, rounded.  Together they keep 16 bits,
+ * which is all that f16 and bf16 have.  A product is computed as upper * upper + upper * lower + lower * upper; lower *
+ * lower, some 2^-17 of it, is left out.  Rows of f32 are not multiplied like this.
  *
  * Factors are packed in chunks of 32 elements along the sum; a chunk that is not full is filled up with zeros.
  *
