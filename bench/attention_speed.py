@@ -47,13 +47,12 @@ def against_the_machine(report: Report, shape: Shape, name: str, want: str = "",
     """
     with own_pages() as are_huge, core(shape) as ours:
         readers = reading(shape.nbytes, shape.threads, are_huge(shape.nbytes * shape.layers))
-        ours_s, *readers_s, multiply_s, cached_s = report.compete(
-            [ours, *readers, multiplying(shape.threads), in_cache(shape)], shape.threads
-        )
-    best, reader = min(zip(readers_s, readers, strict=True), key=lambda pair: statistics.median(pair[0]))
+        arithmetic = [] if floors else [multiplying(shape.threads)]
+        ours_s, cached_s, *others_s = report.compete([ours, in_cache(shape), *readers, *arithmetic], shape.threads)
     work = "kernels" if floors else "multiply-adds"
     # the machine's best rate, not its median
-    floor = floors.seconds(shape) if floors else min(multiply_s) * shape.multiply_adds
+    floor = floors.seconds(shape) if floors else min(others_s.pop()) * shape.multiply_adds
+    best, reader = min(zip(others_s, readers, strict=True), key=lambda pair: statistics.median(pair[0]))
     read = statistics.median(best)
     bound = "memory" if read >= floor else work
     limit = best if bound == "memory" else [floor] * len(ours_s)
@@ -101,14 +100,10 @@ def shapes(report: Report) -> None:
     context = min(o.context, key=lambda n: abs(n - 8192))
     dtypes = o.dtype if o.every_type else [dtype for dtype in ("f16", "q8_0") if dtype in o.dtype]
     some = [
-        (name, replace(Shape(context, dtype, threads), **change))
+        (name, shape)
         for name, change in SHAPES
         for threads in o.threads
-        for dtype in dtypes
-    ]
-    some = [
-        (name, shape)
-        for name, shape in some
+        for shape in (replace(Shape(context, dtype, threads), **change) for dtype in dtypes)
         if not (shape.dtype in BLOCKED and shape.head_dim % 32) and shape.v_type != shape.dtype
     ]
     found = floors_of([shape for _, shape in some if is_streamed(shape)], 3 * o.seconds)
