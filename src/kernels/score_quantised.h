@@ -23,16 +23,11 @@ enum {
     PAIRS = KVC_QUANT_ELEMENTS / 2,                  /* pairs in a block */
     GROUPS = ACCUMULATORS / QUERIES / 2 < 2 ? 1 : 2, /* groups of LANES rows scored together */
     GROUP_ROWS = GROUPS * LANES,
-    MANY_QUERIES = 2 * QUERIES
+    MANY_QUERIES = 2 * QUERIES,
+    /* Most queries for which rows are unpacked once; MANY_QUERIES take 5 KB a type.  Where a product takes two
+     * instructions, unpacking is less of the whole. */
+    MOST_QUERIES = HAS_VNNI ? MANY_QUERIES : QUERIES
 };
-
-/* Most queries for which rows are unpacked once; this takes 5 KB a type.  Where a product takes two instructions,
- * unpacking is less of the whole. */
-#if HAS_VNNI
-enum { MOST_QUERIES = MANY_QUERIES };
-#else
-enum { MOST_QUERIES = QUERIES };
-#endif
 
 /* Returns how many groups are scored together for num_q queries: one for many, whose sums fill the registers. */
 INLINE int groups_for(int num_q) { return num_q > QUERIES ? 1 : GROUPS; }

@@ -99,6 +99,9 @@
 #ifndef IS_WIDE
 #define IS_WIDE 0
 #endif
+#ifndef HAS_VNNI
+#define HAS_VNNI 0
+#endif
 
 enum {
     QUERIES = 4, /* most query rows that score and accumulate work on at once, but for rows of f16 and bf16 ... */
