@@ -13,7 +13,9 @@ typedef struct results {
 } results;
 
 /* Returns the factor that turns a sum of exp(score - own_max) into one of exp(score - max). */
-static float rescale_factor(float own_max, float max) { return own_max == -INFINITY ? 0 : expf(own_max - max); }
+static float rescale_factor(float own_max, float max) {
+    return own_max == -INFINITY ? 0 : own_max == max ? 1 : expf(own_max - max);
+}
 
 /* Adds up the parts of query row r, in their order, each rescaled to the maximum of all.  Writes the accumulated values
  * to `out`, which is the lane's acc, and returns the sum. */
@@ -41,7 +43,7 @@ static float add_parts(const kvc_task *t, const results *all, int32_t r, float m
 }
 
 /* Merges the parts of query row r, divides by their sum, and transforms the values back.  Returns the output row, which
- * takes acc's place in the lane. */
+ * takes acc's place in the lane.  lse: NULL, or where it is written. */
 static float *merge_row(const kvc_task *t, const results *all, int32_t r, float *lse) {
     const kvc_plan *plan = t->call->plan;
     const float *sinks = t->call->args->sinks;
@@ -53,8 +55,15 @@ static float *merge_row(const kvc_task *t, const results *all, int32_t r, float 
     /* If the sum is 0, the query saw nothing, and `out` is 0. */
     t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / sum);
     if (order) t->call->kernels->hadamard(out, out, plan->v_dim, order);
-    *lse = sum == 0 ? -INFINITY : max + logf(sum);
+    if (lse) *lse = sum == 0 ? -INFINITY : max + logf(sum);
     return out;
+}
+
+/* Returns where the caller wants the lse of a token and query head. */
+static float *lse_of(const kvc_attend_args *a, int32_t token, int32_t head) {
+    char *to = (char *)a->lse + kvc_token_offset(token, a->inner_tokens, a->lse_token_stride, a->lse_batch_stride) +
+               head * a->lse_head_stride;
+    return (float *)(void *)to;
 }
 
 /* Writes the output rows, and lse where the caller asks for it. */
@@ -63,16 +72,12 @@ static void write_out(const kvc_task *t, const results *all) {
     const kvc_attend_args *a = c->args;
     for (int32_t r = 0; r < t->num_query_rows; r++) {
         const int32_t token = kvc_token_of(t, r) - c->plan->args.first, head = kvc_query_head_of(t, r);
-        float lse;
-        const float *row = merge_row(t, all, r, &lse);
+        float *const lse = a->lse ? lse_of(a, token, head) : NULL;
+        const float *row = merge_row(t, all, r, lse);
         char *out = (char *)a->out +
                     kvc_token_offset(token, a->inner_tokens, a->out_token_stride, a->out_batch_stride) +
                     head * a->out_head_stride;
-        c->kernels->convert(KVC_F32, a->q_type, out, 0, row, 0, 1, c->plan->v_dim);
-        if (!a->lse) continue;
-        char *to = (char *)a->lse + kvc_token_offset(token, a->inner_tokens, a->lse_token_stride, a->lse_batch_stride) +
-                   head * a->lse_head_stride;
-        *(float *)(void *)to = lse;
+        kvc_convert_query_row(c, KVC_F32, a->q_type, out, row, c->plan->v_dim);
     }
 }
 

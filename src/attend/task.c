@@ -81,8 +81,8 @@ static void load_query_rows(const kvc_task *t) {
                         kvc_token_offset(kvc_token_of(t, r) - c->plan->args.first, a->inner_tokens, a->q_token_stride,
                                          a->q_batch_stride) +
                         kvc_query_head_of(t, r) * a->q_head_stride;
-        c->kernels->convert(a->q_type, KVC_F32, t->q + (size_t)r * (size_t)c->plan->lane.q_stride, 0, q, 0, 1,
-                            c->plan->k_dim);
+        kvc_convert_query_row(c, a->q_type, KVC_F32, t->q + (size_t)r * (size_t)c->plan->lane.q_stride, q,
+                              c->plan->k_dim);
     }
 }
 

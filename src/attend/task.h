@@ -2,6 +2,8 @@
 #ifndef KVC_TASK_H
 #define KVC_TASK_H
 
+#include <string.h>
+
 #include "attend/tiles.h"
 #include "store/row_buffer.h"
 
@@ -47,6 +49,15 @@ static inline int32_t kvc_token_of(const kvc_task *t, int32_t r) { return t->tok
 static inline int32_t kvc_query_head_of(const kvc_task *t, int32_t r) {
     const int32_t heads = t->call->plan->heads_per_kv;
     return t->head * heads + r % heads;
+}
+
+/* Converts a row of queries or of the output.  They are in the L1 cache, where `convert` begins copying too slowly. */
+static inline void kvc_convert_query_row(const kvc_call *c, int32_t from, int32_t to, void *dst, const void *src,
+                                         int32_t dim) {
+    if (from == to)
+        memcpy(dst, src, kvc_row_bytes(from, dim));
+    else
+        c->kernels->convert(from, to, dst, 0, src, 0, 1, dim);
 }
 
 /* Makes task i of the plan, which works in `lane`. */
