@@ -112,23 +112,23 @@ INLINE int32_t order_block(int type, char *block) {
     return sum;
 }
 
-/* Rounds the row's floats to int16, in place; returns the unit.  It is NaN if an element is NaN or infinite. */
-INLINE float round_row(float *row, int dim) {
+/* Returns the unit of a row's elements; NaN if one of them is NaN or infinite. */
+INLINE float unit_of(const float *row, int dim) {
     vec largest = v_zero(), zero_or_nan = v_zero();
     for (int d = 0; d < dim; d += LANES) {
         largest = v_max(v_abs(v_load(row + d)), largest);
         zero_or_nan = v_fma(v_load(row + d), v_zero(), zero_or_nan);
     }
-    const float unit = v_max_lane(largest) / INT16_MAX + v_sum_lanes(zero_or_nan), inverse = reciprocal(unit);
+    return v_max_lane(largest) / INT16_MAX + v_sum_lanes(zero_or_nan);
+}
+
+/* Rounds a row to int16, in place, puts its blocks in order and adds what follows them. */
+INLINE void prepare_row(int type, float *row, int dim, float unit, float scale) {
+    const float inverse = reciprocal(unit), product = unit * scale;
+    char *q = (char *)row;
     for (int d = 0; d < dim; d += 2 * LANES)
         i_store_16((int16_t *)(void *)row + d, v_mul(v_load(row + d), v_set(inverse)),
                    v_mul(v_load(row + d + LANES), v_set(inverse)));
-    return unit;
-}
-
-INLINE void prepare_row(int type, float *row, int dim, float scale) {
-    const float product = round_row(row, dim) * scale;
-    char *q = (char *)row;
     for (int b = 0; b < dim / KVC_QUANT_ELEMENTS; b++) {
         const int32_t start = -offset_of(type) * order_block(type, q + elements_offset(b));
         memcpy(q + start_offset(dim, b), &start, sizeof start);
@@ -136,8 +136,14 @@ INLINE void prepare_row(int type, float *row, int dim, float scale) {
     memcpy(q + scale_offset(dim), &product, sizeof product);
 }
 
+/* Finds the units of some rows first, as the steps for one row wait for each other. */
 INLINE void prepare(int type, float *q, int q_stride, int num_q, int dim, float scale) {
-    for (int r = 0; r < num_q; r++) prepare_row(type, q + (ptrdiff_t)r * q_stride, dim, scale);
+    float units[MANY_QUERIES];
+    for (int first = 0; first < num_q; first += MANY_QUERIES) {
+        const int end = smaller(first + MANY_QUERIES, num_q);
+        for (int r = first; r < end; r++) units[r - first] = unit_of(q + (ptrdiff_t)r * q_stride, dim);
+        for (int r = first; r < end; r++) prepare_row(type, q + (ptrdiff_t)r * q_stride, dim, units[r - first], scale);
+    }
 }
 
 /* ---- score ------------------------------------------------------------------------------------------------------ */
