@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["available_memory", "free_memory", "import_psutil", "readable"]
+__all__ = ["available_memory", "free_memory", "import_psutil", "parse_bytes", "readable"]
+
+SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?) ?(?:([kmgt])(i?b)?|b)?", re.ASCII | re.IGNORECASE)
+BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def available_memory() -> tuple[int, str]:
@@ -97,6 +102,21 @@ def readable(nbytes: float) -> str:
         nbytes /= 1024
         del units[0]
     return f"{nbytes:.{0 if units[0] == 'B' else 1}f} {units[0]}"
+
+
+def parse_bytes(text: str) -> int:
+    """Read a number of bytes as people write it: GiB and G are 2^30 of them, GB is 10^9.
+
+    Raises
+    ------
+    ValueError
+        If the text is no such number.
+    """
+    found = SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no number of bytes, such as 4.7GB, 4.4GiB or 800M")
+    number, unit, kind = (part or "" for part in found.groups())
+    return int(float(number) * (DECIMAL if kind.lower() == "b" else BINARY)[unit.lower()])
 
 
 def import_psutil() -> Any:

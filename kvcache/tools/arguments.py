@@ -12,13 +12,12 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 
 from kvcache.models.reading import read_prompt, read_stdin
+from kvcache.system import parse_bytes
 
 __all__ = ["parse_size", "parse_tokens", "prompt_bytes"]
 
 TOKENS = re.compile(r"([+-]?)(\d{1,3}(?:[_,]\d{3})+|\d{1,40})([km]?)", re.ASCII | re.IGNORECASE)
-SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?) ?(?:([kmgt])(i?b)?|b)?", re.ASCII | re.IGNORECASE)
-BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+THOUSANDS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def parse_tokens(text: str) -> int:
@@ -31,7 +30,7 @@ def parse_tokens(text: str) -> int:
     if found is None:
         raise ArgumentTypeError(f"{text!r} is no number of tokens, such as 8192, 8k or 1M")
     sign, digits, unit = found.groups()
-    return int(sign + re.sub("[_,]", "", digits)) * BINARY[unit.lower()]
+    return int(sign + re.sub("[_,]", "", digits)) * THOUSANDS[unit.lower()]
 
 
 def parse_size(text: str) -> int:
@@ -40,11 +39,10 @@ def parse_size(text: str) -> int:
     >>> parse_size("4.7GB"), parse_size("4.5GiB"), parse_size("800M"), parse_size("0")
     (4700000000, 4831838208, 838860800, 0)
     """
-    found = SIZE.fullmatch(text.strip())
-    if found is None:
-        raise ArgumentTypeError(f"{text!r} is no number of bytes, such as 4.7GB, 4.4GiB or 800M")
-    number, unit, kind = (part or "" for part in found.groups())
-    return int(float(number) * (DECIMAL if kind.lower() == "b" else BINARY)[unit.lower()])
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def prompt_bytes(prompt: str | None, file: Path | None, default: str) -> bytes:

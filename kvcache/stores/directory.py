@@ -1,0 +1,359 @@
+"""Keep values in files of one folder, which many processes may share."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import stat
+import struct
+import time
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import NamedTuple, Self
+
+__all__ = ["DirectoryStore"]
+
+MAGIC = b"kvcstore"
+HEADER = struct.Struct("<8sIQ")  # MAGIC, the bytes of the key, the bytes of the value; key and value follow
+VALUE_NAME = re.compile(r"[0-9a-f]{40}\.kv")
+TEMPORARY_NAME = re.compile(r"[0-9a-f]{32}\.tmp")
+USAGE_NAME = "usage.lock"  # 8 bytes: those of all values; whoever changes them has the lock
+LOCK_WAIT = 10.0  # seconds
+SPARE = 16  # an eviction makes room for 1/16 of the limit more than is needed
+
+
+class DirectoryStore(MutableMapping[str, bytes]):
+    """A mapping of str to bytes in files of one folder.
+
+    A value is written to a temporary file, which then takes its name, so that nobody reads half a value. Any number of
+    processes and threads may use a folder at the same time; one that is killed leaves at most a temporary file, which
+    is removed when somebody opens the folder again.
+
+    Nothing is synced to the disk: a cache that is lost in a power cut is computed again, and waiting for the disk takes
+    many times as long as writing. A file that was torn by it is not as long as it says, and counts as missing.
+
+    Only files with names of its own kind are read, replaced or removed, and links are not followed. Files are readable
+    for their owner alone, because keys and values tell what was in the prompts.
+
+    Parameters
+    ----------
+    path : path
+        The folder. It is made if there is none.
+    max_bytes : int, optional
+        The most bytes that files of values take. Before a value is written, those that were read or written least
+        recently are removed, until 1/16 of the limit stays free, so that not every write has to look at all files.
+        Temporary files come on top: one for each write at work. Without it, nothing is ever removed.
+
+    Raises
+    ------
+    ValueError
+        If `max_bytes` is not positive, or a value alone exceeds it.
+    OSError
+        If the folder cannot be made or used.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     DirectoryStore(folder, max_bytes=10**9)["any key: ../ø"] = b"a value"
+    ...     DirectoryStore(folder)["any key: ../ø"]
+    b'a value'
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int | None = None) -> None:
+        if max_bytes is not None and max_bytes <= 0:
+            raise ValueError(f"max_bytes={max_bytes}: must be positive")
+        self.path = Path(path)
+        self.max_bytes = max_bytes
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._folder() as folder:
+            _remove_leftovers(folder)
+            with contextlib.suppress(OSError), _Usage(folder) as usage:  # a folder may be there to read only
+                usage.total = sum(file.size for file in _values(folder))
+
+    def __repr__(self) -> str:
+        return f"DirectoryStore({str(self.path)!r}, max_bytes={self.max_bytes})"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that files of values take."""
+        with self._folder() as folder:
+            return sum(file.size for file in _values(folder))
+
+    # ---- one value
+
+    def __getitem__(self, key: str) -> bytes:
+        with self._folder() as folder, _opened(folder, _name_of(key), key) as file:
+            found, size = _read_header(file)
+            if found != key:
+                raise KeyError(key)
+            value = _read_exactly(file, size)
+            now = time.time_ns()  # finer than the clock of the file system
+            with contextlib.suppress(OSError):  # a file of somebody else's
+                os.utime(file, ns=(now, now))
+        if value is None or found is None:
+            raise KeyError(key)
+        return value
+
+    def __setitem__(self, key: str, value: bytes) -> None:
+        encoded, view = _encode(key), memoryview(value).cast("B")
+        header = HEADER.pack(MAGIC, len(encoded), view.nbytes) + encoded
+        size = len(header) + view.nbytes
+        if self.max_bytes is not None and size > self.max_bytes:
+            raise ValueError(f"a value of {view.nbytes} bytes takes {size}, more than max_bytes={self.max_bytes}")
+        with self._folder() as folder, _Temporary(folder) as temporary:
+            temporary.write(header)
+            temporary.write(view)
+            with _Usage(folder) as usage:
+                before = _size_of(folder, _name_of(key))
+                if self.max_bytes is not None and usage.total + size - before > self.max_bytes:
+                    self._evict(folder, usage, size, _name_of(key))
+                    before = 0
+                # Count too much rather than too little, should this process be killed in between.
+                usage.total += size
+                temporary.rename(_name_of(key))
+                usage.total -= before
+
+    def __delitem__(self, key: str) -> None:
+        with self._folder() as folder, _Usage(folder) as usage:
+            size = _size_of(folder, _name_of(key))
+            try:
+                os.unlink(_name_of(key), dir_fd=folder)
+            except FileNotFoundError:
+                raise KeyError(key) from None
+            usage.total -= size
+
+    def __contains__(self, key: object) -> bool:
+        if not isinstance(key, str):
+            return False
+        try:
+            with self._folder() as folder, _opened(folder, _name_of(key), key) as file:
+                return _read_header(file)[0] == key
+        except KeyError:
+            return False
+
+    # ---- all values
+
+    def __iter__(self) -> Iterator[str]:
+        with self._folder() as folder:
+            names = [file.name for file in _values(folder)]
+        for name in names:
+            with contextlib.suppress(KeyError), self._folder() as folder, _opened(folder, name, name) as file:
+                key = _read_header(file)[0]
+                if key is not None and _name_of(key) == name:
+                    yield key
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def clear(self) -> None:
+        """Remove all values."""
+        with self._folder() as folder, _Usage(folder) as usage:
+            for file in _values(folder):
+                _unlink(folder, file.name)
+            usage.total = 0
+
+    # ---- the folder
+
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[int]:
+        """Open the folder, so that one that was removed and made again is found."""
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _evict(self, folder: int, usage: _Usage, size: int, name: str) -> None:
+        """Remove the file that is to be replaced, and what was used least recently, until `size` more bytes fit."""
+        assert self.max_bytes is not None
+        _unlink(folder, name)
+        files = sorted(_values(folder), key=lambda file: (file.used, file.name))
+        total = sum(file.size for file in files)
+        most = max(self.max_bytes - self.max_bytes // SPARE - size, 0)
+        for file in files if total + size > self.max_bytes else ():
+            if total <= most:
+                break
+            _unlink(folder, file.name)
+            total -= file.size
+        usage.total = total
+
+
+class _File(NamedTuple):
+    name: str
+    size: int
+    used: int  # nanoseconds
+
+
+class _Usage:
+    """The bytes of all values, as all processes count them; who has it open has a lock, for which others wait."""
+
+    def __init__(self, folder: int) -> None:
+        self.folder = folder
+        self.file = -1
+
+    def __enter__(self) -> Self:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.file = os.open(USAGE_NAME, flags, 0o600, dir_fd=self.folder)
+        deadline = time.monotonic() + LOCK_WAIT
+        try:
+            while not _lock(self.file):
+                if time.monotonic() > deadline:  # its holder was stopped, perhaps
+                    raise TimeoutError(f"another process has locked {USAGE_NAME} for {LOCK_WAIT:g} s")
+                time.sleep(0.001)
+        except BaseException:
+            os.close(self.file)
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self.file)
+
+    @property
+    def total(self) -> int:
+        data = os.pread(self.file, 8, 0)
+        if len(data) < 8:  # new
+            self.total = sum(file.size for file in _values(self.folder))
+            return self.total
+        return int.from_bytes(data, "little")
+
+    @total.setter
+    def total(self, total: int) -> None:
+        os.pwrite(self.file, max(total, 0).to_bytes(8, "little"), 0)
+
+
+class _Temporary:
+    """A file under a name of its own, locked while its writer lives, and removed unless it was renamed."""
+
+    def __init__(self, folder: int) -> None:
+        self.folder = folder
+        self.name = ""
+        self.file = -1
+
+    def __enter__(self) -> Self:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        while True:
+            self.name = f"{secrets.token_hex(16)}.tmp"
+            self.file = os.open(self.name, flags, 0o600, dir_fd=self.folder)
+            if _lock(self.file) and os.fstat(self.file).st_nlink:
+                return self
+            os.close(self.file)  # somebody took it for a leftover before it was locked
+
+    def __exit__(self, *exception: object) -> None:
+        if self.name:
+            _unlink(self.folder, self.name)
+        os.close(self.file)
+
+    def write(self, data: bytes | memoryview) -> None:
+        while len(data):
+            data = data[os.write(self.file, data) :]
+
+    def rename(self, name: str) -> None:
+        os.rename(self.name, name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
+        self.name = ""
+        now = time.time_ns()
+        os.utime(self.file, ns=(now, now))
+
+
+def _encode(key: str) -> bytes:
+    if not isinstance(key, str):
+        raise TypeError(f"key={key!r}: a str is needed, not {type(key).__name__}")
+    return key.encode(errors="surrogatepass")
+
+
+def _name_of(key: str) -> str:
+    """Return the file's name: of any key 43 characters that are safe everywhere."""
+    return f"{hashlib.blake2b(_encode(key), digest_size=20).hexdigest()}.kv"
+
+
+@contextlib.contextmanager
+def _opened(folder: int, name: str, key: str) -> Iterator[int]:
+    """Open a regular file for reading; a KeyError if there is none of this name."""
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):  # nothing, a link, a socket
+            raise KeyError(key) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise KeyError(key)
+        yield file
+    finally:
+        os.close(file)
+
+
+def _read_exactly(file: int, size: int) -> bytes | None:
+    """Read so many bytes; None if there are fewer."""
+    parts = []
+    while size:
+        part = os.read(file, min(size, 1 << 30))
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _read_header(file: int) -> tuple[str | None, int]:
+    """Return the key and the bytes of the value that follows; no key if the file is not as long as it says."""
+    header = os.read(file, HEADER.size)
+    if len(header) == HEADER.size:
+        magic, key_size, size = HEADER.unpack(header)
+        if magic == MAGIC and HEADER.size + key_size + size == os.fstat(file).st_size:
+            key = _read_exactly(file, key_size)
+            if key is not None:
+                with contextlib.suppress(UnicodeDecodeError):
+                    return key.decode(errors="surrogatepass"), size
+    return None, 0
+
+
+def _values(folder: int) -> list[_File]:
+    """List the files of values, damaged ones too."""
+    files = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if VALUE_NAME.fullmatch(entry.name):
+                with contextlib.suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISREG(found.st_mode):
+                        continue
+                    files.append(_File(entry.name, found.st_size, found.st_mtime_ns))
+    return files
+
+
+def _size_of(folder: int, name: str) -> int:
+    try:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        return found.st_size if stat.S_ISREG(found.st_mode) else 0
+    except FileNotFoundError:
+        return 0
+
+
+def _unlink(folder: int, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
+
+
+def _lock(file: int) -> bool:
+    """Lock an open file until it is closed, or its process ends; return False if another one has the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove_leftovers(folder: int) -> None:
+    """Remove temporary files whose writers are gone: nobody has locked them."""
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if TEMPORARY_NAME.fullmatch(entry.name)]
+    for name in names:
+        with contextlib.suppress(KeyError, OSError), _opened(folder, name, name) as file:
+            if _lock(file):
+                _unlink(folder, name)

@@ -1,0 +1,630 @@
+"""What stands between a prefix cache and a store: no fault of a store does more than cost speed.
+
+The store's methods are called by two threads of the guard's own, one that reads, and one that writes and deletes, so
+that neither waits for the other. Callers wait for reads no longer than they say, and never for writes. Each thread has
+a circuit breaker: after `MAX_FAILURES` failures in a row the store is left alone for a while, then asked once more, in
+the background; whenever that fails, too, the while doubles, up to `LONGEST_PAUSE`. A store that is full still reads.
+
+What a store hands out is taken only if it is what was stored (`kvcache.stores.values`); otherwise it is deleted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvcache.stores import values
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Guard", "StoreStats"]
+
+MAX_FAILURES = 3  # in a row, until the store is left alone
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds for which it is
+CALL_BYTES, MAX_CALL_KEYS = 8 << 20, 256  # of one call of get_many or set_many, about
+ITEM_BYTES = 1024  # what a queued write takes besides its rows
+LINGER = 1.0  # seconds after which a thread without work ends
+SLOW = "it did not answer in time"
+STALE = 30.0  # seconds after which measurements of speed say nothing about now
+EXIT_TIMEOUT = 1.0  # seconds for which the interpreter's exit waits for writes
+
+logger = logging.getLogger("kvcache")
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What happened between a prefix cache and its store.
+
+    Attributes
+    ----------
+    hits, misses : int
+        Keys that were found in time, and keys that were not, for whatever reason.
+    errors : int
+        Calls of the store that raised.
+    timeouts : int
+        Reads that were not answered in full within the time that they had.
+    corrupt : int
+        Values that were not what was stored, and were deleted.
+    dropped : int
+        Values that were not written: too many were waiting, the store failed, or was left alone.
+    written : int
+        Values that were written.
+    bytes_read, bytes_written : int
+        The bytes of all values that the store handed out and took.
+    latency : float or None
+        Seconds that a read takes before bytes flow, of recent reads. None if there were none.
+    bandwidth : float or None
+        Bytes per second that then flow, checked and all.
+    reading, writing : bool
+        Whether the store is asked; False while it is left alone because of failures.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    errors: int = 0
+    timeouts: int = 0
+    corrupt: int = 0
+    dropped: int = 0
+    written: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    latency: float | None = None
+    bandwidth: float | None = None
+    reading: bool = True
+    writing: bool = True
+
+
+class Breaker:
+    """Leaves a store alone after failures in a row. Called with the guard's lock held."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.pause = FIRST_PAUSE
+        self.until = 0.0
+        self.probing = False
+
+    @property
+    def is_open(self) -> bool:
+        return self.failures >= MAX_FAILURES
+
+    @property
+    def may_probe(self) -> bool:
+        return not self.probing and time.monotonic() >= self.until
+
+    def succeeded(self) -> None:
+        self.failures, self.pause, self.probing = 0, FIRST_PAUSE, False
+
+    def failed(self) -> bool:
+        """Note a failure; return whether it is the one with which the pause begins."""
+        self.failures += 1
+        if self.is_open:
+            self.until = time.monotonic() + self.pause
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        self.probing = False
+        return self.failures == MAX_FAILURES
+
+
+class Speed:
+    """Fits seconds to the bytes of recent reads: a straight line by least squares, in which older reads fade."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean_bytes = self.mean_seconds = self.variance = self.covariance = 0.0
+        self.last = -math.inf
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        self.count += 1
+        weight = max(1 / self.count, 0.1)
+        more_bytes, more_seconds = nbytes - self.mean_bytes, seconds - self.mean_seconds
+        self.mean_bytes += weight * more_bytes
+        self.mean_seconds += weight * more_seconds
+        self.variance = (1 - weight) * (self.variance + weight * more_bytes**2)
+        self.covariance = (1 - weight) * (self.covariance + weight * more_bytes * more_seconds)
+        self.last = time.monotonic()
+
+    def line(self) -> tuple[float, float] | None:
+        """Return the seconds of a read of nothing, and those of each byte; None if nothing was read."""
+        if not self.count:
+            return None
+        if not self.mean_bytes:
+            return self.mean_seconds, 0.0
+        slope = self.mean_seconds / self.mean_bytes  # for reads of about one size it covers the latency, too
+        if self.variance > (0.1 * self.mean_bytes) ** 2 and self.covariance > 0:
+            slope = min(slope, self.covariance / self.variance)
+        return self.mean_seconds - slope * self.mean_bytes, slope
+
+
+@dataclass(eq=False)
+class Read:
+    """Keys that a caller waits for, or a probe that nobody waits for."""
+
+    keys: list[str]
+    deadline: float
+    answers: int  # of the store so far
+    found: dict[str, memoryview] = field(default_factory=dict)
+    is_done: bool = False  # nobody waits for more of it
+    is_judged: bool = False  # whether it failed is known to the breaker
+
+
+@dataclass(eq=False)
+class Write:
+    """A value to write, or, without `make_value`, a key to delete."""
+
+    key: str
+    nbytes: int
+    make_value: Callable[[], Iterable[Buffer] | None] | None
+    done: Callable[[], object] | None
+
+
+class Lane:
+    """A queue, the thread that works it off, and the breaker of what it does; all fields under the guard's lock."""
+
+    def __init__(self, name: str, lock: threading.Lock, work: Callable[[], None]) -> None:
+        self.name = name
+        self.work = work
+        self.changed = threading.Condition(lock)
+        self.breaker = Breaker()
+        self.queue: deque[Any] = deque()
+        self.is_busy = False
+        self.thread: threading.Thread | None = None
+
+    def add(self, job: Read | Write) -> bool:
+        """Queue a job; return False if there can be no thread for it, as while the interpreter exits."""
+        if self.thread is None:
+            thread = threading.Thread(target=self.run, name=f"kvcache-{self.name}", daemon=True)
+            try:
+                thread.start()  # it waits for the lock
+            except RuntimeError:
+                return False
+            self.thread = thread
+        self.queue.append(job)
+        self.changed.notify_all()
+        return True
+
+    def run(self) -> None:
+        changed = self.changed
+        with changed:
+            while self.queue or changed.wait_for(lambda: self.queue, LINGER):
+                self.is_busy = True
+                changed.release()
+                try:
+                    self.work()
+                finally:
+                    changed.acquire()
+                    self.is_busy = False
+                    changed.notify_all()
+            self.thread = None  # before the lock is let go, so that no job waits for a thread that has ended
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.queue and not self.is_busy
+
+
+class Guard:
+    """Reads from and writes to a store, within bounded time and memory, whatever the store does.
+
+    Parameters
+    ----------
+    store : mutable mapping of str to bytes
+        The store. Two threads use it at once, one to read and one to write. If it has ``get_many(keys)``, which returns
+        a dict of what is there, and ``set_many(items)``, which takes a dict, they are called for many keys at once.
+    digest : bytes
+        What stands for the model and the shape: a value that was stored with another digest is a miss.
+    secret : bytes, optional
+        The key of the MAC: a value that was stored without it, or with another one, is a miss.
+    max_queued_bytes : int, default 256 MiB
+        The most memory that values hold which wait to be written.
+
+    Examples
+    --------
+    >>> guard = Guard({}, digest=b"a model", secret=b"of one tenant")
+    >>> guard.put("a key", lambda: [b"some rows"], nbytes=9)
+    True
+    >>> guard.flush(timeout=10)
+    True
+    >>> {key: bytes(value) for key, value in guard.get_many(["a key", "another"], timeout=10).items()}
+    {'a key': b'some rows'}
+    >>> guard.stats.hits, guard.stats.misses
+    (1, 1)
+    """
+
+    def __init__(
+        self,
+        store: MutableMapping[str, bytes],
+        *,
+        digest: bytes,
+        secret: bytes | None = None,
+        max_queued_bytes: int = 256 << 20,
+    ) -> None:
+        if secret is not None and not secret:
+            raise ValueError("secret=b'': must not be empty; None stores values without a MAC")
+        self._store = store
+        self._digest = bytes(digest)
+        self._secret = None if secret is None else bytes(secret)
+        self._max_queued_bytes = max_queued_bytes
+        self._counts = dict.fromkeys(
+            ("hits", "misses", "errors", "timeouts", "corrupt", "dropped", "written", "bytes_read", "bytes_written"), 0
+        )
+        self._speed = Speed()
+        self._value_bytes = 1 << 20  # of the latest values, about
+        self._has_warned = False
+        self._is_closed = False
+        self._make_lanes()
+        _guards.add(self)
+
+    def _make_lanes(self) -> None:
+        """Begin without threads, and with empty queues; again in a forked child, which has no other threads."""
+        self._lock = threading.Lock()
+        self._reading = Lane("read", self._lock, self._work_read)
+        self._writing = Lane("write", self._lock, self._work_write)
+        self._answers = 0  # of the store to reads
+        self._queued_bytes = 0
+
+    # ---- what callers use
+
+    def get_many(self, keys: Iterable[str], timeout: float) -> dict[str, memoryview]:
+        """Return the payloads that the store has for these keys and hands out in time; others are misses.
+
+        Parameters
+        ----------
+        keys : iterable of str
+            The keys, in the order in which they are wanted.
+        timeout : float
+            Seconds after which what has come is returned. Later answers are dropped.
+        """
+        keys = list(dict.fromkeys(keys))
+        timeout = min(timeout, threading.TIMEOUT_MAX)
+        warning = None
+        with self._lock:
+            read = Read(keys, time.monotonic() + timeout, self._answers)
+            if timeout > 0 and self._admit_read(read):
+                self._reading.changed.wait_for(lambda: read.is_done, timeout)
+                warning = self._end_wait(read)
+            self._counts["hits"] += len(read.found)
+            self._counts["misses"] += len(keys) - len(read.found)
+        self._warn(warning)
+        return read.found
+
+    def seconds_for(self, num_keys: int, nbytes: int) -> float | None:
+        """Return how long reading this many values of so many bytes in all will take, by what recent reads took.
+
+        None if no read was measured in the last 30 seconds: then one is worth trying. Infinity while the store is left
+        alone.
+        """
+        with self._lock:
+            if self._reading.breaker.is_open:
+                return None if self._may_probe() else math.inf
+            line = self._speed.line()
+            if line is None or time.monotonic() - self._speed.last > STALE:
+                return None
+            latency, per_byte = line
+            return latency * math.ceil(num_keys / self._keys_per_call("get_many")) + per_byte * nbytes
+
+    def put(
+        self,
+        key: str,
+        make_value: Callable[[], Iterable[Buffer] | None],
+        nbytes: int,
+        done: Callable[[], object] | None = None,
+    ) -> bool:
+        """Queue a value to be written, and return whether it was queued; never wait.
+
+        Parameters
+        ----------
+        key : str
+            The key.
+        make_value : function
+            Returns the payload, in parts that are joined, or None if there is none any more. Called later, in the
+            thread that writes, unless the value is dropped before.
+        nbytes : int
+            The memory that is held until then.
+        done : function, optional
+            Called once if the value was queued, when it was written or dropped, and what `make_value` reads is not
+            needed any more. It is called without a lock, and mostly in another thread.
+        """
+        return self._queue_write(Write(key, nbytes + ITEM_BYTES, make_value, done))
+
+    def delete(self, key: str) -> bool:
+        """Queue the deletion of a key, after the writes that were queued before; return whether it was queued."""
+        return self._queue_write(Write(key, ITEM_BYTES, None, None))
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all that was queued is written or dropped, at most for so many seconds; return whether it is."""
+        with self._lock:
+            return self._writing.changed.wait_for(lambda: self._writing.is_idle, timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Take nothing more, and flush; drop what is not written by then. Return whether all was written.
+
+        From now on every key is a miss. The store itself stays open.
+        """
+        with self._lock:
+            self._is_closed = True
+        is_written = self.flush(timeout)
+        self._drop_queue()
+        return is_written
+
+    @property
+    def stats(self) -> StoreStats:
+        """What has happened so far."""
+        with self._lock:
+            latency, per_byte = self._speed.line() or (None, 0.0)
+            return StoreStats(
+                **self._counts,
+                latency=latency,
+                bandwidth=1 / per_byte if per_byte else None,
+                reading=not self._reading.breaker.is_open,
+                writing=not self._writing.breaker.is_open,
+            )
+
+    # ---- reading
+
+    def _may_probe(self) -> bool:
+        """Return whether the store may be asked once more; not while it has not even answered what it was asked."""
+        return self._reading.is_idle and self._reading.breaker.may_probe
+
+    def _admit_read(self, read: Read) -> bool:
+        """Queue a read; return whether to wait for it. While the store is left alone, nobody waits for a probe."""
+        lane = self._reading
+        if self._is_closed or not read.keys:
+            return False
+        if not lane.breaker.is_open:
+            return lane.add(read)
+        if self._may_probe():
+            lane.breaker.probing = lane.add(Read(read.keys[:1], read.deadline, read.answers))
+        return False
+
+    def _end_wait(self, read: Read) -> str | None:
+        """Take what has come. A time-out is a failure, unless the store has answered meanwhile, if only to others.
+
+        Return what to warn of: not of a time-out, but of the store being left alone.
+        """
+        if read.is_done:
+            return None
+        read.is_done = True
+        self._counts["timeouts"] += 1
+        is_failure = not read.is_judged and self._answers == read.answers
+        read.is_judged = True
+        return SLOW if is_failure and self._reading.breaker.failed() else None
+
+    def _work_read(self) -> None:
+        with self._lock:
+            read: Read = self._reading.queue.popleft()
+            if read.is_done:  # its caller waits no more
+                return
+        failure = None
+        for keys in self._calls(read.keys):
+            try:
+                self._read_call(read, keys)
+            except BaseException as error:  # a store may raise anything, and the thread must not end
+                failure = error
+                break
+            if read.is_done:
+                break
+        with self._lock:
+            warning = self._end_read(read, failure)
+        self._warn(warning)
+
+    def _calls(self, keys: list[str]) -> Iterator[list[str]]:
+        """Cut keys for one call of the store each."""
+        begin = 0
+        while begin < len(keys):
+            end = begin + self._keys_per_call("get_many")
+            yield keys[begin:end]
+            begin = end
+
+    def _keys_per_call(self, verb: str) -> int:
+        if not hasattr(self._store, verb):
+            return 1
+        return max(1, min(CALL_BYTES // max(self._value_bytes, 1), MAX_CALL_KEYS))
+
+    def _read_call(self, read: Read, keys: list[str]) -> None:
+        """Fetch and check the values of some keys."""
+        begin = time.perf_counter()
+        payloads: dict[str, memoryview] = {}
+        refused: list[tuple[str, str]] = []
+        sizes = []
+        for key, value in self._fetch(keys):
+            try:
+                payloads[key] = values.unpack(value, key, self._digest, self._secret)
+                sizes.append(payloads[key].nbytes)
+            except values.ValueRefusedError as error:
+                refused.append((key, str(error)))
+        seconds = time.perf_counter() - begin
+        with self._lock:
+            self._answers += 1
+            self._speed.add(sum(sizes), seconds)
+            if sizes:
+                self._value_bytes = sum(sizes) // len(sizes)
+            self._counts["bytes_read"] += sum(sizes)
+            self._counts["corrupt"] += len(refused)
+            if not read.is_done:
+                read.found |= payloads
+        for key, reason in refused:
+            self._warn(f"what it has for {key!r} was refused and deleted: {reason}")
+            self.delete(key)
+
+    def _fetch(self, keys: list[str]) -> list[tuple[str, object]]:
+        """Return what the store has; None is nothing."""
+        get_many = getattr(self._store, "get_many", None)
+        if get_many is None:
+            found: dict[str, object] = {}
+            for key in keys:
+                with contextlib.suppress(KeyError):
+                    found[key] = self._store[key]
+        else:
+            found = get_many(keys)
+        return [(key, found[key]) for key in keys if found.get(key) is not None]
+
+    def _end_read(self, read: Read, failure: BaseException | None) -> str | None:
+        """Judge a read, unless its caller has; return what to warn of."""
+        breaker = self._reading.breaker
+        is_judged, read.is_judged, read.is_done = read.is_judged, True, True
+        if failure is not None:
+            self._counts["errors"] += 1
+            if not is_judged:
+                breaker.failed()
+            return _describe(failure)
+        if is_judged:
+            return None
+        if time.monotonic() > read.deadline:  # a probe, for which nobody waited
+            return SLOW if breaker.failed() else None
+        breaker.succeeded()
+        return None
+
+    # ---- writing
+
+    def _queue_write(self, write: Write) -> bool:
+        lane = self._writing
+        with self._lock:
+            is_probe = lane.breaker.is_open
+            is_queued = (
+                not self._is_closed
+                and self._queued_bytes + write.nbytes <= self._max_queued_bytes
+                and (not is_probe or lane.breaker.may_probe)
+                and lane.add(write)
+            )
+            if is_queued:
+                lane.breaker.probing = is_probe
+                self._queued_bytes += write.nbytes
+            elif write.make_value is not None:
+                self._counts["dropped"] += 1
+        return is_queued
+
+    def _work_write(self) -> None:
+        with self._lock:
+            writes = self._take_writes()
+        failure, was_asked = None, True
+        try:
+            was_asked = self._write_call(writes)
+        except BaseException as error:  # as above
+            failure = error
+        breaker = self._writing.breaker
+        with self._lock:
+            self._queued_bytes -= sum(write.nbytes for write in writes)
+            if failure is not None:
+                self._counts["errors"] += 1
+                self._counts["dropped"] += sum(write.make_value is not None for write in writes)
+                breaker.failed()
+            elif was_asked:
+                breaker.succeeded()
+            breaker.probing = False
+            is_left_alone = breaker.is_open
+        _call_done(writes)
+        if failure is not None:
+            self._warn(_describe(failure))
+        if is_left_alone:
+            self._drop_queue()
+
+    def _take_writes(self) -> list[Write]:
+        """Take a deletion, or some writes for one call of the store."""
+        queue = self._writing.queue
+        if not queue:  # dropped meanwhile
+            return []
+        writes = [queue.popleft()]
+        nbytes = writes[0].nbytes
+        most = MAX_CALL_KEYS if hasattr(self._store, "set_many") and writes[0].make_value is not None else 1
+        while queue and len(writes) < most and queue[0].make_value is not None:
+            nbytes += queue[0].nbytes
+            if nbytes > CALL_BYTES:
+                break
+            writes.append(queue.popleft())
+        return writes
+
+    def _write_call(self, writes: Sequence[Write]) -> bool:
+        """Make values, and store them; or delete a key. Return whether the store was asked."""
+        items = {}
+        for write in writes:
+            if write.make_value is None:
+                with contextlib.suppress(KeyError):
+                    del self._store[write.key]
+                return True
+            value = self._make_value(write)
+            if value is not None:
+                items[write.key] = value
+        if not items:
+            return False
+        if hasattr(self._store, "set_many"):
+            self._store.set_many(items)
+        else:
+            for key, value in items.items():
+                self._store[key] = value
+        with self._lock:
+            self._counts["written"] += len(items)
+            self._counts["bytes_written"] += sum(map(len, items.values()))
+        return True
+
+    def _make_value(self, write: Write) -> bytes | None:
+        """Return the value to store. A mistake of the caller's is not the store's failure."""
+        assert write.make_value is not None
+        try:
+            parts = write.make_value()
+            return None if parts is None else values.pack(write.key, self._digest, parts, self._secret)
+        except BaseException:  # as above
+            logger.exception("the value for %r could not be made, and is not stored", write.key)
+            return None
+
+    def _drop_queue(self) -> None:
+        with self._lock:
+            writes = list(self._writing.queue)
+            self._writing.queue.clear()
+            self._queued_bytes -= sum(write.nbytes for write in writes)
+            self._counts["dropped"] += sum(write.make_value is not None for write in writes)
+            self._writing.changed.notify_all()
+        _call_done(writes)
+
+    def _warn(self, reason: str | None) -> None:
+        """Log the first thing to warn of. Called without the lock, because a handler may do anything."""
+        if reason is None or self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "the store %s fails: %s; what it does not hand out is computed, and further failures are only counted",
+            type(self._store).__name__,
+            reason,
+        )
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _call_done(writes: Iterable[Write]) -> None:
+    for write in writes:
+        if write.done is not None:
+            try:
+                write.done()
+            except BaseException:  # as above
+                logger.exception("after the value for %r was stored or dropped", write.key)
+
+
+# ---- all guards of the process
+
+_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+
+
+def _begin_in_child() -> None:
+    for guard in list(_guards):
+        guard._make_lanes()
+
+
+def _flush_at_exit() -> None:
+    deadline = time.monotonic() + EXIT_TIMEOUT
+    for guard in list(_guards):
+        guard.flush(max(0.0, deadline - time.monotonic()))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_in_child)
+atexit.register(_flush_at_exit)

@@ -1,0 +1,426 @@
+"""DirectoryStore: files in one folder, which many processes share."""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvcache.stores import DirectoryStore, directory
+
+MAX_BYTES = 2000
+
+
+def size_of(key, value):
+    """The bytes of the file of a value."""
+    return 20 + len(key.encode(errors="surrogatepass")) + len(value)
+
+
+class Model(dict):
+    """What a store of limited size holds: the first entry was used least recently."""
+
+    def put(self, key, value):
+        fits = self.nbytes - self.size(key) + size_of(key, value) <= MAX_BYTES
+        self.pop(key, None)
+        if not fits:
+            while self and self.nbytes + size_of(key, value) > MAX_BYTES - MAX_BYTES // 16:
+                del self[next(iter(self))]
+        self[key] = value
+
+    def use(self, key):
+        self[key] = self.pop(key)
+
+    def size(self, key):
+        return size_of(key, self[key]) if key in self else 0
+
+    @property
+    def nbytes(self):
+        return sum(size_of(key, value) for key, value in self.items())
+
+
+class Machine(RuleBasedStateMachine):
+    """A store and a dictionary do the same, and hold the same; other stores on the same folder, too."""
+
+    keys = st.sampled_from(["a", "A", "..", "../x", "a/b", "a\0b", "x" * 300, "ø\ud800", "", ".", "con"])
+
+    @initialize()
+    def begin(self):
+        self.folder = contextlib.ExitStack()
+        self.path = self.folder.enter_context(tempfile.TemporaryDirectory())
+        self.store = DirectoryStore(self.path, max_bytes=MAX_BYTES)
+        self.model = Model()
+
+    def teardown(self):
+        self.folder.close()
+
+    @rule(key=keys, length=st.integers(0, 900))
+    def put(self, key, length):
+        self.store[key] = b"x" * length
+        self.model.put(key, b"x" * length)
+
+    @rule(key=keys)
+    def get(self, key):
+        assert self.store.get(key) == self.model.get(key)
+        if key in self.model:
+            self.model.use(key)
+
+    @rule(key=keys)
+    def delete(self, key):
+        if key in self.model:
+            del self.store[key]
+            del self.model[key]
+        else:
+            with pytest.raises(KeyError):
+                del self.store[key]
+
+    @rule()
+    def open_again(self):
+        self.store = DirectoryStore(self.path, max_bytes=MAX_BYTES)
+
+    @rule()
+    def clear(self):
+        self.store.clear()
+        self.model.clear()
+
+    @invariant()
+    def same(self):
+        assert set(self.store) == self.model.keys()
+        assert len(self.store) == len(self.model)
+        assert self.store.nbytes == self.model.nbytes <= MAX_BYTES
+        assert all((key in self.store) == (key in self.model) for key in ("a", "A", ".."))
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = hypothesis.settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+def files_of(path):
+    return sorted(file for file in os.listdir(path) if file != directory.USAGE_NAME)
+
+
+@pytest.mark.parametrize("value", [bytearray(b"value"), memoryview(b"value")])
+def test_other_buffers(tmp_path, value):
+    store = DirectoryStore(tmp_path)
+    store["a"] = value
+    assert store["a"] == b"value"
+    assert type(store["a"]) is bytes
+
+
+def test_bad_input(tmp_path):
+    for max_bytes in (0, -1):
+        with pytest.raises(ValueError, match=f"max_bytes={max_bytes}: must be positive"):
+            DirectoryStore(tmp_path / "new", max_bytes=max_bytes)
+    assert not (tmp_path / "new").exists()
+    store = DirectoryStore(tmp_path, max_bytes=100)
+    with pytest.raises(TypeError, match="key=5: a str is needed, not int"):
+        store[5] = b"value"
+    with pytest.raises(TypeError):
+        store["a"] = "value"
+    with pytest.raises(ValueError, match="a value of 100 bytes takes 121, more than max_bytes=100"):
+        store["a"] = bytes(100)
+    assert 5 not in store
+    assert files_of(tmp_path) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        DirectoryStore(tmp_path / "file")
+
+
+def test_files_are_private(tmp_path):
+    store = DirectoryStore(tmp_path / "one" / "two")
+    store["a"] = b"value"
+    modes = [os.stat(file).st_mode & 0o777 for file in (store.path, *store.path.iterdir())]
+    assert modes == [0o700, 0o600, 0o600]
+
+
+def test_a_folder_that_is_gone_and_comes_back(tmp_path):
+    store = DirectoryStore(tmp_path / "folder", max_bytes=1000)
+    store["a"] = b"value"
+    os.rename(tmp_path / "folder", tmp_path / "other")
+    for call in (lambda: store["a"], lambda: store.__setitem__("a", b""), lambda: "a" in store, lambda: list(store)):
+        with pytest.raises(FileNotFoundError):
+            call()
+    os.rename(tmp_path / "other", tmp_path / "folder")
+    assert store["a"] == b"value"
+
+
+def test_a_folder_that_is_there_to_read(tmp_path):
+    DirectoryStore(tmp_path)["a"] = b"value"
+    if os.geteuid() == 0:
+        pytest.skip("root writes everywhere")
+    tmp_path.chmod(0o500)
+    try:
+        store = DirectoryStore(tmp_path)
+        assert store["a"] == b"value"
+        with pytest.raises(PermissionError):
+            store["b"] = b"value"
+    finally:
+        tmp_path.chmod(0o700)
+
+
+# ---- damaged files, and those of others
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A store with one value, and its file."""
+    store = DirectoryStore(tmp_path / "store", max_bytes=10_000)
+    store["a"] = b"some value"
+    (name,) = files_of(store.path)
+    return store, store.path / name
+
+
+def test_a_torn_file_is_missing(stored):
+    store, file = stored
+    whole = file.read_bytes()
+    for length in range(len(whole)):
+        file.write_bytes(whole[:length])
+        assert "a" not in store
+        assert store.get("a") is None
+        assert list(store) == []
+    file.write_bytes(whole + b"\0")
+    assert store.get("a") is None
+    file.write_bytes(whole)
+    assert store["a"] == b"some value"
+
+
+def test_flipped_bits_are_missing_or_in_the_value(stored):
+    """The checksum of a value is its user's; the store sees that a file is what its name says, and whole."""
+    store, file = stored
+    whole = file.read_bytes()
+    for place in range(len(whole)):
+        for bit in range(8):
+            flipped = bytearray(whole)
+            flipped[place] ^= 1 << bit
+            file.write_bytes(flipped)
+            value = store.get("a")
+            assert value is None if place < 21 else value == flipped[21:]
+
+
+def test_a_value_under_the_name_of_another_is_missing(stored):
+    store, file = stored
+    store["b"] = b"other"
+    (other,) = set(store.path.glob("*.kv")) - {file}
+    other.write_bytes(file.read_bytes())
+    assert store.get("b") is None
+    assert set(store) == {"a"}
+
+
+def make_link(file, outside):
+    file.symlink_to(outside)
+
+
+def make_folder(file, outside):
+    file.mkdir()
+
+
+def make_pipe(file, outside):
+    os.mkfifo(file)
+
+
+def make_socket(file, outside):
+    with contextlib.chdir(file.parent), socket.socket(socket.AF_UNIX) as server:
+        server.bind(file.name)
+
+
+@pytest.mark.parametrize("make_other", [make_link, make_folder, make_pipe, make_socket])
+def test_what_is_no_file_is_neither_followed_nor_waited_for(stored, tmp_path, make_other):
+    store, file = stored
+    outside = tmp_path / "outside"
+    outside.write_bytes(file.read_bytes())
+    file.unlink()
+    make_other(file, outside)
+    assert store.get("a") is None
+    assert "a" not in store
+    assert list(store) == []
+    with contextlib.suppress(OSError):
+        store["a"] = b"new"
+        assert store["a"] == b"new"
+    with contextlib.suppress(OSError):
+        store.clear()
+    assert outside.read_bytes().endswith(b"some value")
+
+
+def test_files_of_others_are_left_alone(tmp_path):
+    names = ["notes.txt", "0" * 40, "0" * 40 + ".kv.bak", ("0" * 40 + ".kv").upper(), "x.tmp", ".hidden"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"x" * 1000)
+    store = DirectoryStore(tmp_path, max_bytes=500)
+    for i in range(100):
+        store[str(i)] = bytes(100)
+    store.clear()
+    assert store.nbytes == 0
+    assert set(names) == {*files_of(tmp_path)}
+
+
+def test_the_lock_is_not_followed(tmp_path):
+    store = DirectoryStore(tmp_path / "store")
+    lock = store.path / directory.USAGE_NAME
+    lock.unlink()
+    (tmp_path / "outside").write_bytes(b"precious")
+    lock.symlink_to(tmp_path / "outside")
+    with pytest.raises(OSError, match="symbolic link"):
+        store["a"] = b"value"
+    assert (tmp_path / "outside").read_bytes() == b"precious"
+    assert [name for name in files_of(store.path) if name.endswith(".tmp")] == []
+
+
+# ---- full disks, killed writers, many processes
+
+
+def test_a_full_disk_leaves_nothing(stored, monkeypatch):
+    store, _ = stored
+
+    def write(file, data):
+        raise OSError(28, "No space left on device")
+
+    before = files_of(store.path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        with pytest.raises(OSError, match="No space left"):
+            store["a"] = b"new"
+    assert files_of(store.path) == before
+    assert store["a"] == b"some value"
+
+
+def test_the_count_of_bytes_may_be_lost(stored):
+    store, _ = stored
+    usage = store.path / directory.USAGE_NAME
+    for damage in (b"", b"\xff", b"\xff" * 8, b"\0" * 8):
+        usage.write_bytes(damage)
+        for i in range(200):
+            store[str(i)] = bytes(100)
+        assert store.nbytes <= 10_000 or damage == b"\0" * 8  # that is a count, if a wrong one
+    usage.unlink()
+    for i in range(200):
+        store[str(i)] = bytes(100)
+    assert store.nbytes <= 10_000
+
+
+def test_a_lock_that_is_not_released_is_an_error(stored, monkeypatch):
+    store, _ = stored
+    monkeypatch.setattr(directory, "LOCK_WAIT", 0.05)
+    with store._folder() as folder, directory._Usage(folder):
+        assert store["a"] == b"some value"
+        with pytest.raises(TimeoutError, match="another process has locked"):
+            store["b"] = b"value"
+    store["b"] = b"value"
+
+
+def test_least_recently_used_go_first(tmp_path):
+    store = DirectoryStore(tmp_path, max_bytes=10 * 121)
+    for i in range(10):
+        store[str(i)] = bytes(100)
+    assert len(store) == 10
+    assert store["0"]
+    DirectoryStore(tmp_path)["1"]
+    store["new"] = bytes(90)
+    assert {"0", "1", "new"} <= set(store)
+    assert "2" not in store
+
+
+WRITER = """
+import sys
+sys.path[:] = {path!r}
+from kvcache.stores import DirectoryStore
+store = DirectoryStore({folder!r}, max_bytes=200_000)
+print("ready", flush=True)
+i = 0
+while True:
+    key = str(i % 20)
+    store[key] = key.encode() * 5000
+    value = store.get(str((i * 7) % 20))
+    assert value is None or value == str((i * 7) % 20).encode() * 5000, "torn"
+    i += 1
+"""
+
+
+def start_writer(folder):
+    code = WRITER.format(path=sys.path, folder=str(folder))
+    writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert writer.stdout.readline() == b"ready\n"
+    return writer
+
+
+def test_killed_writers(tmp_path):
+    """Whenever writers are killed, values are whole, the limit holds, and leftovers go when the folder is opened."""
+    chance = random.Random(0)
+    for _ in range(6):
+        writers = [start_writer(tmp_path) for _ in range(2)]
+        time.sleep(chance.uniform(0, 0.1))
+        for writer in writers:
+            assert writer.poll() is None
+            writer.kill()
+            writer.wait()
+            writer.stdout.close()
+        store = DirectoryStore(tmp_path, max_bytes=200_000)
+        assert all(name.endswith(".kv") for name in files_of(tmp_path))
+        assert store.nbytes <= 200_000
+        for key in store:
+            assert store[key] == key.encode() * 5000
+    with store._folder() as folder, directory._Usage(folder) as usage:
+        assert usage.total == store.nbytes
+
+
+def test_a_writer_at_work_keeps_its_file(tmp_path):
+    store = DirectoryStore(tmp_path)
+    with store._folder() as folder, directory._Temporary(folder) as temporary:
+        DirectoryStore(tmp_path)
+        assert files_of(tmp_path) == [temporary.name]
+    assert files_of(tmp_path) == []
+
+
+def test_a_stopped_process_holds_up_no_reader(tmp_path):
+    writer = start_writer(tmp_path)
+    try:
+        time.sleep(0.05)
+        writer.send_signal(signal.SIGSTOP)
+        store = DirectoryStore.__new__(DirectoryStore)
+        store.path, store.max_bytes = tmp_path, None
+        begin = time.monotonic()
+        for key in store:
+            store.get(key)
+        assert time.monotonic() - begin < 5
+    finally:
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+
+
+def write_some(path, number):
+    store = DirectoryStore(path, max_bytes=100_000)
+    for i in range(100):
+        key = f"{number} {i % 30}"
+        store[key] = key.encode() * 200
+        value = store.get(key)
+        assert value in (None, key.encode() * 200)
+        if i % 3 == 0:
+            store.pop(key, None)
+
+
+def test_processes_and_threads_keep_one_count(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    workers = [context.Process(target=write_some, args=(tmp_path, i)) for i in range(3)]
+    workers += [threading.Thread(target=write_some, args=(tmp_path, i)) for i in range(3, 6)]
+    for worker in workers:
+        worker.start()
+    store = DirectoryStore(tmp_path)
+    most = 0
+    while any(worker.is_alive() for worker in workers):
+        most = max(most, store.nbytes)
+    for worker in workers:
+        worker.join()
+        assert getattr(worker, "exitcode", 0) == 0
+    assert 0 < most <= 100_000
+    with store._folder() as folder, directory._Usage(folder) as usage:
+        assert usage.total == store.nbytes

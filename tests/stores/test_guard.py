@@ -1,0 +1,611 @@
+"""The guard: whatever a store does, callers lose time at most, and not much of it."""
+
+import contextlib
+import gc
+import logging
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from support.faulty_stores import Blocking, Bulk, Faulty, raising, sleeping
+
+from kvcache.stores import guard as module
+from kvcache.stores import values
+from kvcache.stores.guard import Guard
+
+DIGEST = b"digest"
+LONG = 30  # seconds within which anything that should happen has happened
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(module, "LONGEST_PAUSE", 0.2)
+
+
+@pytest.fixture
+def make():
+    """A function that makes guards, which are closed in the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(store, **options):
+            guard = Guard(store, digest=DIGEST, **options)
+            stack.callback(guard.close, 0)
+            return guard
+
+        yield make
+
+
+def packed(key, payload=b"rows"):
+    return values.pack(key, DIGEST, [payload])
+
+
+def put(guard, key, payload=b"rows", **options):
+    return guard.put(key, lambda: [payload], len(payload), **options)
+
+
+def fill(guard, keys):
+    assert all(put(guard, key) for key in keys)
+    assert guard.flush(LONG)
+
+
+def until(condition):
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("kind", [dict, Faulty, Bulk])
+def test_values_come_back(make, kind):
+    store = kind()
+    guard = make(store, secret=b"secret")
+    fill(guard, "abc")
+    assert guard.get_many(["a", "x", "c", "a"], LONG) == {"a": b"rows", "c": b"rows"}
+    stats = guard.stats
+    assert (stats.hits, stats.misses, stats.written, stats.bytes_read) == (2, 1, 3, 8)
+    assert (stats.errors, stats.timeouts, stats.corrupt, stats.dropped) == (0, 0, 0, 0)
+    assert stats.reading
+    assert stats.writing
+    assert guard.delete("a")
+    assert guard.flush(LONG)
+    assert set(store) == {"b", "c"}
+
+
+def test_many_keys_are_one_call(make):
+    store = Bulk()
+    guard = make(store)
+    blocked = threading.Event()
+    guard.put("first", lambda: blocked.wait(LONG) and [b"rows"], 4)
+    keys = [f"key {i}" for i in range(100)]
+    assert all(put(guard, key) for key in keys)
+    blocked.set()
+    assert guard.flush(LONG)
+    guard.get_many(keys[:1], LONG)  # values are known to be small from here on
+    store.calls.clear()
+    assert len(guard.get_many(keys, LONG)) == 100
+    assert [verb for verb, _ in store.calls] == ["get_many"]
+    assert guard.stats.written == 101
+
+
+def test_writes_of_many_keys_are_few_calls(make):
+    store = Bulk()
+    guard = make(store)
+    blocked = threading.Event()
+    guard.put("first", lambda: blocked.wait(LONG) and [b"rows"], 4)
+    assert all(put(guard, f"key {i}") for i in range(100))
+    blocked.set()
+    assert guard.flush(LONG)
+    assert len(store.calls) <= 2
+    assert guard.stats.written == 101
+
+
+def test_large_values_are_several_calls(make, monkeypatch):
+    monkeypatch.setattr(module, "CALL_BYTES", 1000)
+    store = Bulk()
+    guard = make(store)
+    fill(guard, ["small"])
+    for i in range(4):
+        put(guard, f"key {i}", b"x" * 400)
+    assert guard.flush(LONG)
+    guard.get_many(["key 0"], LONG)
+    store.calls.clear()
+    assert len(guard.get_many([f"key {i}" for i in range(4)], LONG)) == 4
+    assert [len(keys) for _, keys in store.calls] == [2, 2]
+
+
+# ---- time
+
+
+def test_a_slow_store_takes_no_longer_than_allowed(make):
+    guard = make(Faulty(sleeping(1), {"a": packed("a")}))
+    begin = time.monotonic()
+    assert guard.get_many("a", timeout=0.05) == {}
+    for i in range(100):
+        put(guard, f"key {i}")
+    assert time.monotonic() - begin < 0.9  # bounded by the time-out, not by the store
+    assert guard.stats.timeouts == 1
+
+
+def test_what_has_come_in_time_is_taken(make):
+    store = Blocking()
+    store.items_ |= {key: packed(key) for key in "ab"}
+    store.fault = lambda verb, key: store.block(verb, key) if key == "b" else None
+    guard = make(store)
+    found = guard.get_many("ab", timeout=0.2)
+    assert found == {"a": b"rows"}
+    store.released.set()
+    until(lambda: guard._reading.is_idle)
+    assert found == {"a": b"rows"}, "a late answer changed what was handed out"
+    assert (guard.stats.hits, guard.stats.misses, guard.stats.timeouts) == (1, 1, 1)
+
+
+def test_what_nobody_waits_for_is_not_read(make):
+    store = Blocking()
+    guard = make(store)
+    for _ in range(2):
+        guard.get_many("abc", timeout=0.02)
+    store.released.set()
+    until(lambda: guard._reading.is_idle)
+    assert store.calls == [("get", "a")]
+
+
+@pytest.mark.parametrize("timeout", [0, -1])
+def test_no_time_asks_nothing(make, timeout):
+    store = Faulty()
+    assert make(store).get_many("a", timeout) == {}
+    assert store.calls == []
+
+
+def test_any_time(make):
+    assert make({"a": packed("a")}).get_many("a", math.inf) == {"a": b"rows"}
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), KeyboardInterrupt(), SystemExit(3), MemoryError(), ValueError()])
+@pytest.mark.parametrize("kind", [Faulty, Bulk])
+def test_a_store_that_raises(make, kind, error):
+    store = kind(raising(error), {"a": packed("a")})
+    guard = make(store)
+    assert guard.get_many("a", LONG) == {}
+    assert put(guard, "b")
+    assert guard.flush(LONG)
+    assert guard.stats.errors == 2
+    assert guard.stats.dropped == 1
+    store.fault = lambda verb, key: None
+    assert guard.get_many("a", LONG) == {"a": b"rows"}
+
+
+@pytest.mark.parametrize("answer", [None, 5, "text", [], {"a": None}, {"a": 5}, {"a": "text"}, {"a": b""}, {"b": b"x"}])
+def test_a_store_that_answers_nonsense(make, answer):
+    store = Bulk()
+    store.get_many = lambda keys: answer
+    guard = make(store)
+    assert guard.get_many("a", LONG) == {}
+    assert guard.stats.misses == 1
+
+
+def corruptions():
+    value = packed("a")
+    yield "empty", b""
+    yield "cut", value[:-1]
+    yield "longer", value + b"\0"
+    yield "flipped", value[:-1] + bytes([value[-1] ^ 1])
+    yield "of another key", packed("b")
+    yield "of another model", values.pack("a", b"other", [b"rows"])
+    yield "with a secret", values.pack("a", DIGEST, [b"rows"], b"secret")
+    yield "text", "rows"
+    yield "a number", 10**30
+
+
+@pytest.mark.parametrize("value", [pytest.param(value, id=name) for name, value in corruptions()])
+def test_what_does_not_verify_is_a_miss_and_deleted(make, value):
+    store = {"a": value, "b": packed("b")}
+    guard = make(store)
+    assert guard.get_many("ab", LONG) == {"b": b"rows"}
+    assert guard.flush(LONG)
+    assert set(store) == {"b"}
+    assert guard.stats.corrupt == 1
+    put(guard, "a")
+    assert guard.flush(LONG)
+    assert guard.get_many("a", LONG) == {"a": b"rows"}
+
+
+def test_a_tenant_does_not_take_what_another_wrote(make):
+    store = {}
+    fill(make(store, secret=b"one"), "a")
+    assert make(store, secret=b"two").get_many("a", LONG) == {}
+    fill(make(store), "a")
+    assert make(store, secret=b"two").get_many("a", LONG) == {}
+
+
+def test_an_empty_secret_is_refused():
+    with pytest.raises(ValueError, match="secret=b'': must not be empty"):
+        Guard({}, digest=DIGEST, secret=b"")
+
+
+def test_a_store_that_fails_is_left_alone_and_asked_again(make):
+    store = Faulty(raising(OSError("gone")), {"a": packed("a")})
+    guard = make(store)
+    for _ in range(module.MAX_FAILURES):
+        guard.get_many("a", LONG)
+    assert not guard.stats.reading
+    assert guard.seconds_for(1, 10) == math.inf
+    calls = len(store.calls)
+    for _ in range(50):
+        guard.get_many("a", LONG)
+    assert len(store.calls) <= calls + 1
+    store.fault = lambda verb, key: None
+    until(lambda: guard.get_many("a", LONG))
+    assert guard.stats.reading
+
+
+def test_pauses_double_up_to_a_limit(make, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    breaker = module.Breaker()
+    pauses = []
+    for _ in range(module.MAX_FAILURES - 1):
+        assert not breaker.failed()
+        assert not breaker.is_open
+    for _ in range(5):
+        breaker.failed()
+        assert breaker.is_open
+        pauses.append(breaker.until - now)
+        now = breaker.until
+        assert breaker.may_probe
+    assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.2, 0.2])
+    breaker.succeeded()
+    assert not breaker.is_open
+    assert breaker.pause == 0.05
+
+
+def test_a_store_that_hangs_is_left_alone_and_nobody_waits_for_it(make):
+    store = Blocking(items={"a": packed("a")})
+    guard = make(store)
+    for _ in range(module.MAX_FAILURES):
+        guard.get_many("a", timeout=0.02)
+    assert not guard.stats.reading
+    time.sleep(0.1)  # a probe would be due, but the store has not even answered what it was asked
+    begin = time.monotonic()
+    for _ in range(1000):
+        assert guard.get_many("a", timeout=LONG) == {}
+    assert time.monotonic() - begin < LONG / 2
+    assert len(store.calls) == 1
+    store.released.set()
+    until(lambda: guard.get_many("a", timeout=LONG))
+
+
+def test_time_outs_of_a_store_that_is_busy_for_others_are_no_failures(make):
+    store = Faulty(sleeping(0.02), {str(i): packed(str(i)) for i in range(40)})
+    guard = make(store)
+    with contextlib.ExitStack() as stack:
+        thread = threading.Thread(target=lambda: guard.get_many(map(str, range(40)), LONG))
+        thread.start()
+        stack.callback(thread.join)
+        until(lambda: store.calls)
+        for _ in range(5):
+            guard.get_many("x", 0.1)
+        assert guard.stats.timeouts == 5
+        assert guard.stats.reading
+
+
+def test_a_full_store_still_reads(make):
+    store = Faulty(raising(OSError("full"), "set"), {"a": packed("a")})
+    guard = make(store)
+    for i in range(module.MAX_FAILURES):
+        put(guard, str(i))
+        assert guard.flush(LONG)
+    assert not guard.stats.writing
+    assert not put(guard, "b")
+    assert guard.get_many("a", LONG) == {"a": b"rows"}
+    assert guard.stats.reading
+    store.fault = lambda verb, key: None
+    until(lambda: put(guard, "b"))
+    assert guard.flush(LONG)
+    assert guard.stats.writing
+    assert "b" in store.items_
+
+
+def test_one_warning(make, caplog):
+    store = Faulty(raising(OSError("no route")), {"a": packed("a")})
+    guard = make(store)
+    for _ in range(5):
+        guard.get_many("a", LONG)
+        put(guard, "a")
+        guard.flush(LONG)
+    (record,) = (record for record in caplog.records if record.name == "kvcache")
+    assert record.levelno == logging.WARNING
+    assert "the store Faulty fails: OSError: no route" in record.getMessage()
+
+
+def test_a_handler_of_warnings_may_use_the_guard(make):
+    guard = make(Faulty(raising(OSError("no route"))))
+    seen = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            seen.append(guard.stats)
+
+    handler = Handler()
+    logging.getLogger("kvcache").addHandler(handler)
+    try:
+        guard.get_many("a", LONG)
+    finally:
+        logging.getLogger("kvcache").removeHandler(handler)
+    assert len(seen) == 1
+
+
+# ---- writing
+
+
+def test_a_full_queue_drops(make):
+    store = Blocking()
+    guard = make(store, max_queued_bytes=10 * (100 + module.ITEM_BYTES))
+    taken = [guard.put(str(i), lambda: [b"x"], 100) for i in range(1000)]
+    assert sum(taken) == 10
+    assert guard.stats.dropped == 990
+    assert not guard.flush(0.01)
+    store.released.set()
+    assert guard.flush(LONG)
+    assert put(guard, "later")
+    assert guard.flush(LONG)
+    assert len(store.items_) == 11
+
+
+def test_a_value_is_made_in_another_thread(make):
+    threads = []
+    guard = make({})
+    guard.put("a", lambda: threads.append(threading.current_thread()) or [b"rows"], 4)
+    assert guard.flush(LONG)
+    assert threads[0] is not threading.current_thread()
+    assert threads[0].daemon
+
+
+def test_a_value_that_is_gone_is_not_written(make):
+    store = Faulty()
+    guard = make(store)
+    assert guard.put("a", lambda: None, 4)
+    assert guard.flush(LONG)
+    assert store.calls == []
+
+
+def test_a_mistake_in_making_a_value_is_not_the_store_s(make, caplog):
+    store = Faulty()
+    guard = make(store)
+    for _ in range(5):
+        guard.put("a", lambda: 1 / 0, 4)
+        guard.put("b", lambda: ["text"], 4)
+    assert put(guard, "c")
+    assert guard.flush(LONG)
+    assert set(store) == {"c"}
+    assert guard.stats.errors == 0
+    assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["written", "store fails", "make fails", "queue dropped", "closed"])
+def test_done_is_called_once(make, how):
+    done = []
+    stores = {"store fails": Faulty(raising(OSError(), "set")), "queue dropped": Blocking(), "closed": Blocking()}
+    store = stores.get(how, Faulty())
+    guard = make(store)
+    for i in range(5):
+        make_value = (lambda: 1 / 0) if how == "make fails" else (lambda: [b"rows"])
+        guard.put(str(i), make_value, 4, lambda i=i: done.append(i))
+    if how == "closed":
+        assert not guard.close(0.01)
+        assert sorted(done) == [1, 2, 3, 4]
+    if how == "queue dropped":
+        store.entered.wait(LONG)
+        store.fault = raising(OSError())
+        guard._writing.breaker.failures = module.MAX_FAILURES
+    if isinstance(store, Blocking):
+        store.released.set()
+    assert guard.flush(LONG)
+    until(lambda: len(done) == 5)
+    assert sorted(done) == [*range(5)]
+
+
+def test_closing_writes_what_is_queued(make):
+    store = Faulty(sleeping(0.01))
+    guard = make(store)
+    for i in range(10):
+        put(guard, str(i))
+    assert guard.close(LONG)
+    assert len(store.items_) == 10
+    assert not put(guard, "late")
+    assert guard.get_many("0", LONG) == {}
+    assert guard.close(LONG)
+
+
+def test_a_guard_without_work_has_no_threads_and_is_collected(monkeypatch):
+    monkeypatch.setattr(module, "LINGER", 0.01)
+
+    def use_twice():
+        guard = Guard({}, digest=DIGEST)
+        for key in "ab":
+            fill(guard, key)
+            guard.get_many(key, LONG)
+            until(lambda: guard._reading.thread is guard._writing.thread is None)
+        return weakref.ref(guard)
+
+    gone = use_twice()
+    gc.collect()
+    assert gone() is None
+
+
+def test_many_threads(make):
+    store = Bulk()
+    guard = make(store)
+    wrong = []
+
+    def work(number):
+        for i in range(50):
+            key = f"{(number + i) % 40}"
+            put(guard, key, key.encode() * 100)
+            for other, payload in guard.get_many([key, f"{i % 40}"], LONG).items():
+                if payload != other.encode() * 100:
+                    wrong.append(other)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    assert not wrong
+    assert guard.flush(LONG)
+    stats = guard.stats
+    assert stats.hits + stats.misses == sum(
+        1 + (f"{(n + i) % 40}" != f"{i % 40}") for n in range(16) for i in range(50)
+    )
+    assert 0 < stats.written <= 800  # of one key in one call, the last value is written
+    assert stats.dropped == 0
+    assert guard._queued_bytes == 0
+
+
+FAULTS = st.sampled_from(["none", "slow", "raise", "nothing", "swap", "cut", "text"])
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(
+    st.lists(st.tuples(st.sampled_from(["get", "put", "delete"]), st.integers(0, 5), FAULTS), max_size=30)
+)
+def test_whatever_happens_only_what_was_put_comes_back(steps):
+    store, fault = Bulk(), "none"
+
+    def misbehave(verb, key):
+        if fault == "slow":
+            time.sleep(0.002)
+        if fault == "raise":
+            raise ConnectionError
+        if fault == "swap" and len(store.items_) > 1:
+            first, second = list(store.items_)[:2]
+            store.items_[first], store.items_[second] = store.items_[second], store.items_[first]
+        for name in store.items_ if fault in ("cut", "text", "nothing") else ():
+            value = store.items_[name]
+            store.items_[name] = {"cut": value[:-1], "text": "x", "nothing": None}[fault] if value else None
+
+    store.fault = misbehave
+    guard = Guard(store, digest=DIGEST, secret=b"secret")
+    for verb, number, fault in steps:
+        key = f"key {number}"
+        if verb == "get":
+            keys = [key, "key 0"]
+            found = guard.get_many(keys, timeout=0.001 if fault == "slow" else LONG)
+            assert all(payload == name.encode() for name, payload in found.items())
+            assert found.keys() <= {*keys}
+        elif verb == "put":
+            put(guard, key, key.encode())
+        else:
+            guard.delete(key)
+    assert guard.close(LONG)
+
+
+# ---- how long reading takes
+
+
+def test_speed_is_measured(make):
+    rate, latency = 1e8, 0.01
+    speed = module.Speed()
+    assert speed.line() is None
+    for nbytes in (0, 10**6, 5 * 10**6, 2 * 10**6, 0, 8 * 10**6) * 3:
+        speed.add(nbytes, latency + nbytes / rate)
+    found = speed.line()
+    assert found[0] == pytest.approx(latency)
+    assert 1 / found[1] == pytest.approx(rate)
+
+
+def test_the_speed_of_reads_of_one_size_is_their_seconds():
+    speed = module.Speed()
+    for _ in range(5):
+        speed.add(10**6, 0.02)
+    latency, per_byte = speed.line()
+    assert latency + per_byte * 10**6 == pytest.approx(0.02)
+    assert latency >= 0
+
+
+@hypothesis.given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(0, 100)), min_size=1))
+def test_speed_is_never_negative(reads):
+    speed = module.Speed()
+    for nbytes, seconds in reads:
+        speed.add(nbytes, seconds)
+    latency, per_byte = speed.line()
+    assert latency >= -1e-9
+    assert per_byte >= 0
+
+
+def test_seconds_for(make, monkeypatch):
+    guard = make({"a": packed("a", bytes(10**6)), "b": packed("b")})
+    assert guard.seconds_for(1, 10**6) is None
+    for _ in range(3):
+        guard.get_many("ab", LONG)
+    seconds = guard.seconds_for(1, 10**6)
+    assert 0 < seconds < 1
+    assert guard.seconds_for(10, 10**7) > guard.seconds_for(1, 10**6)
+    assert guard.stats.bandwidth > 0
+    assert guard.stats.latency >= 0
+    monkeypatch.setattr(module, "STALE", -1)
+    assert guard.seconds_for(1, 10**6) is None, "an old measurement would keep the store from ever being measured again"
+
+
+# ---- processes
+
+
+def test_a_child_begins_anew(make):
+    """A forked child has no threads, and its parent's locks may be held for ever."""
+    store = Blocking(("set",), {"a": packed("a")})
+    guard = make(store)
+    put(guard, "b")
+    put(guard, "c")
+    store.entered.wait(LONG)
+    with guard._lock:  # as another thread might hold it at the time
+        child = fork()
+        if child == 0:
+            store.fault = lambda verb, key: None
+            ok = guard.get_many("a", 10) == {"a": b"rows"} and put(guard, "d") and guard.flush(10)
+            os._exit(0 if ok and {*store.items_} == {"a", "d"} else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    store.released.set()
+    assert guard.flush(LONG)
+    assert {*store.items_} == {"a", "b", "c"}
+
+
+def fork():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+        return os.fork()
+
+
+@pytest.mark.parametrize(
+    ("store", "result"),
+    [("Faulty(sleeping(0.05))", "3"), ("Blocking()", "0"), ("Faulty(raising(OSError('gone')))", "0")],
+    ids=["slow", "blocks", "raises"],
+)
+def test_the_interpreter_exits(store, result):
+    """At exit, what is queued is written if the store takes it soon; a store that hangs holds up nothing for long."""
+    code = f"""
+import atexit, sys
+sys.path[:] = {sys.path!r}
+from support.faulty_stores import *
+store = {store}
+atexit.register(lambda: print(len(store.items_)))  # runs after what modules register from here on
+from kvcache.stores.guard import Guard
+guard = Guard(store, digest=b"")
+for i in range(3):
+    guard.put(str(i), lambda: [b"rows"], 4)
+guard.get_many("x", 0.01)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout.split() == [result]
+    assert "Traceback" not in done.stderr

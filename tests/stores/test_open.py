@@ -1,0 +1,64 @@
+"""`kvcache.stores.open`: addresses of stores."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from kvcache import stores
+
+
+@pytest.mark.parametrize(
+    ("url", "max_bytes"),
+    [
+        ("dir:{}", None),
+        ("dir://{}", None),
+        ("dir:{}?max_bytes=1000", 1000),
+        ("dir:{}?max_bytes=20GiB", 20 << 30),
+        ("dir:{}?max_bytes=1.5%20MB", 1_500_000),
+    ],
+)
+def test_a_folder(tmp_path, url, max_bytes):
+    store = stores.open(url.format(tmp_path / "new"))
+    assert store.path == tmp_path / "new"
+    assert store.max_bytes == max_bytes
+    store["a"] = b"value"
+    assert stores.open(f"dir:{tmp_path / 'new'}")["a"] == b"value"
+
+
+def test_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for url in ("dir:here", "dir:~/there", "dir:100%25 or%3F", "dir:a b"):
+        stores.open(url)
+    assert sorted(os.listdir()) == ["100% or?", "a b", "here", "home"]
+    assert os.listdir("home") == ["there"]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "'' is no store"),
+        ("/some/path", "'/some/path' is no store: dir:PATH"),
+        ("file:path", "'file:path' is no store"),
+        ("dir:", "'dir:' has no path"),
+        ("dir:?max_bytes=5", "has no path"),
+        ("dir:x?max_byte=5", "there is no option 'max_byte', but max_bytes"),
+        ("dir:x?max_bytes=lots", "'lots' is no number of bytes"),
+        ("dir:x?max_bytes=0", "max_bytes=0: must be positive"),
+        ("dir:x?max_bytes", "bad query field: 'max_bytes'"),
+        ("dir:x?max_bytes=5&max_bytes=6", "gives an option twice"),
+    ],
+)
+def test_bad_addresses(tmp_path, monkeypatch, url, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        stores.open(url)
+    assert os.listdir() == []
+
+
+def test_import_loads_no_store():
+    code = f"import sys; sys.path[:] = {sys.path!r}; import kvcache; print('kvcache.stores' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
