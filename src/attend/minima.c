@@ -19,9 +19,9 @@ void kvc_add_up_blocks(const kvc_task *t) {
 
 void kvc_score_minima(const kvc_task *t, int32_t n) {
     const kvc_lane_layout *lane = &t->call->plan->lane;
-    t->call->kernels->tiler[KVC_F32].score(t->scores, KVC_TILE, t->q_blocks, lane->block_stride, t->lane + lane->minima,
-                                           KVC_TILE, t->num_query_rows, n, t->call->plan->k_dim / KVC_QUANT_ELEMENTS, 1,
-                                           (kvc_ahead){.bytes = 0});
+    t->call->kernels->matmul(t->scores, KVC_TILE, t->q_blocks, lane->block_stride, t->lane + lane->minima, KVC_TILE,
+                             t->num_query_rows, n, t->call->plan->k_dim / KVC_QUANT_ELEMENTS, 1,
+                             (kvc_ahead){.bytes = 0});
 }
 
 /* Adds to each column of a block of acc what its minima sum to. */

@@ -136,6 +136,8 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     kvc_lane_layout *lane = &plan->lane;
     const int64_t most_of_job = kvc_smaller(t->whole_query_rows, t->any_tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES);
     const uint64_t q = (uint64_t)(most_of_job > t->most_query_rows ? most_of_job : t->most_query_rows);
+    const uint64_t chunks = kvc_align_up((uint64_t)plan->k_dim, KVC_CHUNK) / KVC_CHUNK;
+    lane->q_stride = (int32_t)(chunks * (t->any_tiled ? KVC_PACKED : KVC_CHUNK));
     lane->size = 0;
     lane->q = add_floats(&lane->size, q * (uint64_t)lane->q_stride);
     lane->scores = add_floats(&lane->size, q * KVC_TILE);
@@ -144,8 +146,9 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     lane->sum = add_floats(&lane->size, q);
     lane->factor = add_floats(&lane->size, q);
     lane->tokens = add_floats(&lane->size, q); /* an int32_t is as large as a float */
+    lane->weights = add_floats(&lane->size, t->any_tiled ? q * KVC_PACKED_WEIGHTS : 0);
     lane->keys = add_floats(&lane->size, t->any_tiled ? (uint64_t)lane->q_stride * KVC_TILE : 0);
-    lane->values = add_floats(&lane->size, t->any_tiled ? (uint64_t)lane->acc_stride * KVC_TILE : 0);
+    lane->values = add_floats(&lane->size, t->any_tiled ? (uint64_t)lane->acc_stride * KVC_PACKED_WEIGHTS : 0);
     const int32_t widest = lane->q_stride > lane->acc_stride ? lane->q_stride : lane->acc_stride;
     lane->rows = add_floats(&lane->size, (uint64_t)widest * KVC_TILE); /* enough for rows of any type */
     if (!has_minima(plan)) return;
@@ -361,7 +364,6 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
                       .v_dim = layer->v_dim,
                       .num_cross_puts = kvc_num_cross_puts(batch, group),
                       .heads_per_kv = args->num_heads / layer->num_kv_heads};
-    draft.lane.q_stride = (int32_t)kvc_align_up((size_t)layer->k_dim, KVC_CHUNK);
     draft.lane.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
     draft.num_units = kvc_count_units(&draft);
     maker m = {.plan = &draft};

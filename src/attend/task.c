@@ -232,11 +232,11 @@ static void apply_softcap_and_alibi(const kvc_call *c, kvc_tile *tile, float *sc
         scores[j] -= c->args->alibi[head] * fabsf((float)(tile->position[j] - batch->positions[token]));
 }
 
-enum { PREPARED_ROWS = 32 /* rows of weights that stay in the L1 cache until they are prepared */ };
+enum { PACKED_ROWS = 32 /* rows of weights that stay in the L1 cache until they are packed */ };
 
-/* Turns the scores of a tile into weights, prepared by `prepare` if that is not NULL, and updates max, sum and factor
- * of each query row. */
-static void compute_weights(const kvc_task *t, kvc_tile *tile, kvc_prepare_fn *prepare) {
+/* Turns the scores of a tile into weights, packed by `pack` if that is not NULL, and updates max, sum and factor of
+ * each query row. */
+static void compute_weights(const kvc_task *t, kvc_tile *tile, kvc_pack_weights_fn *pack) {
     const kvc_call *c = t->call;
     const int32_t heads = c->plan->heads_per_kv;
     const int is_changed = c->args->softcap > 0 || c->args->alibi;
@@ -253,12 +253,12 @@ static void compute_weights(const kvc_task *t, kvc_tile *tile, kvc_prepare_fn *p
             if (hides) hide_unseen(c, tile, scores, &v);
         }
     }
-    const int32_t at_once = prepare ? PREPARED_ROWS : t->num_query_rows;
+    const int32_t at_once = pack ? PACKED_ROWS : t->num_query_rows;
     for (int32_t r = 0, some; r < t->num_query_rows; r += some) {
         float *const scores = t->scores + (size_t)r * KVC_TILE;
         some = (int32_t)kvc_smaller(t->num_query_rows - r, at_once);
         c->kernels->softmax(scores, some, tile->n, t->max + r, t->sum + r, t->factor + r);
-        if (prepare) prepare(scores, KVC_TILE, some, KVC_TILE, 1);
+        if (pack) pack(t->lane + c->plan->lane.weights + (size_t)r * KVC_PACKED_WEIGHTS, scores, some);
     }
 }
 
@@ -349,7 +349,7 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     kvc_walk ahead = kvc_walk_values(t, current);
     keys->score(t->scores, KVC_TILE, t->q, lane->q_stride, t->lane + lane->keys, KVC_TILE, t->num_query_rows,
                 current->n, plan->k_dim, 0, kvc_take_ahead(c, &ahead, current->n));
-    compute_weights(t, current, values->prepare_weights);
+    compute_weights(t, current, values->pack_weights);
     kvc_next_tile(next, upcoming);
     for (int32_t r = 0; r < t->num_query_rows; r++)
         if (t->factor[r] != 1)
@@ -358,7 +358,9 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     const kvc_kernel_rows v = kvc_take_rows(t, &ahead, current->n);
     values->pack_values(t->lane + lane->values, lane->acc_stride, v.first, v.stride, current->n, plan->v_dim);
     ahead = kvc_walk_keys(t, next);
-    values->accumulate(t->acc, lane->acc_stride, t->scores, KVC_TILE, t->lane + lane->values, lane->acc_stride,
+    const int is_packed = values->pack_weights != NULL;
+    values->accumulate(t->acc, lane->acc_stride, is_packed ? t->lane + lane->weights : t->scores,
+                       is_packed ? KVC_PACKED_WEIGHTS : KVC_TILE, t->lane + lane->values, lane->acc_stride,
                        t->num_query_rows, plan->v_dim, current->n, 1, kvc_take_ahead(c, &ahead, next->n));
 }
 

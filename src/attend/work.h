@@ -93,11 +93,12 @@ typedef struct kvc_round {
 } kvc_round;
 
 /* Where arrays lie in a lane, which is the memory that one running task works in: offsets in floats from its beginning.
- * keys and values are the panels that a tile is packed into, rows the rows of a tile that do not lie one after the
- * other, or that no kernel takes as they are, minima and the two that follow what blocks with a minimum need (task.c).
+ * weights are those of a tile, packed, keys and values the panels that a tile is packed into, rows the rows of a tile
+ * that do not lie one after the other, or that no kernel takes as they are, minima and the two that follow what blocks
+ * with a minimum need (task.c).
  */
 typedef struct kvc_lane_layout {
-    uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, size;
+    uint64_t q, scores, acc, max, sum, factor, tokens, weights, keys, values, rows, minima, q_blocks, sum_blocks, size;
     int32_t q_stride, acc_stride, block_stride;
 } kvc_lane_layout;
 

@@ -1,17 +1,15 @@
 /* amx.c: products of tiles of bf16, where the processor has tile registers (AMX), and the table, all else of which is
  * as in avx512bf16.c.
  *
- * A float is split into the sum of two bf16: the nearest one, and what is left, rounded.  Together they keep 16 bits,
- * which is all that f16 and bf16 have.  A product is computed as upper * upper + upper * lower + lower * upper; lower *
- * lower, some 2^-17 of it, is left out.  Rows of f32 are not multiplied like this.
+ * A float is split into the sum of two or three bf16: the nearest one, or the one below, and what is left.  Two keep 16
+ * bits, which is all that f16 and bf16 have; three keep all of a float.  Of the products of parts, those are left out
+ * that are some 2^-17 of the whole where there are two, and 2^-24 where there are three.
  *
  * Factors are packed in chunks of 32 elements along the sum; a chunk that is not full is filled up with zeros.
  *
- *     of a query row,    in the place of its 32 floats:   upper[32] lower[32]
- *     or of weights
- *     of a panel         in the place of 32 rows of floats, for each column:
- *                        rows 0 .. 15    upper parts of elements (0, 1), (2, 3), ... (30, 31)
- *                        rows 16 .. 31   lower parts of the same
+ *     of a query row, or of weights     part 0 of 32 elements, part 1, part 2
+ *     of a panel                        for each 16 columns, for each chunk, for each part, a tile:
+ *                                       elements (0, 1) of all columns, (2, 3), ... (30, 31)
  */
 #include "kernels/kernels.h"
 
@@ -23,48 +21,54 @@
 #include "kernels/vector_avx512.h"
 #include "kernels/template.h"
 
-enum { CHUNK = 32, TILE_ROWS = 16, TILE_BYTES = 64 };
+enum { CHUNK = KVC_CHUNK, TILE_ROWS = 16, TILE_BYTES = 64, TILE = TILE_ROWS * LANES /* floats */ };
 
 typedef __m512i ints;
 
 INLINE int chunks_of(int k) { return (k + CHUNK - 1) / CHUNK; }
 
-/* Upper and lower parts of 32 floats, as bf16. */
-typedef struct parts {
-    ints upper, lower;
-} parts;
-
 INLINE ints bits_of(vec x) { return _mm512_castps_si512(x); }
 
 /* Rounds floats to what a bf16 has; leaves 0 in the lower halves.  Of some NaN it makes numbers. */
-INLINE ints upper_of(vec x) {
-    return _mm512_and_si512(_mm512_add_epi32(bits_of(x), _mm512_set1_epi32(0x8000)), _mm512_set1_epi32(-0x10000));
+INLINE vec rounded(vec x) {
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_add_epi32(bits_of(x), _mm512_set1_epi32(0x8000)), _mm512_set1_epi32(-0x10000)));
 }
 
-/* Rounds what upper_of leaves of the floats x and y; of an infinity and a NaN that is NaN. */
-INLINE ints lower_of(vec x, ints upper_x, vec y, ints upper_y) {
-    return (ints)_mm512_cvtne2ps_pbh(_mm512_sub_ps(y, _mm512_castsi512_ps(upper_y)),
-                                     _mm512_sub_ps(x, _mm512_castsi512_ps(upper_x)));
+/* Takes part p of num_parts off *rest, which may not be the last one.  Of three parts the first is rounded down, so
+ * that it is finite where the float is.  Of an infinity, what is left is NaN. */
+INLINE vec take_bf16(int num_parts, int p, vec *rest) {
+    const vec part = num_parts == 3 && p == 0
+                         ? _mm512_castsi512_ps(_mm512_and_si512(bits_of(*rest), _mm512_set1_epi32(-0x10000)))
+                         : rounded(*rest);
+    *rest = _mm512_sub_ps(*rest, part);
+    return part;
 }
 
 /* Splits the 32 floats of x and y. */
-INLINE parts split(vec x, vec y) {
-    const ints upper_x = upper_of(x), upper_y = upper_of(y);
+INLINE void split(int num_parts, vec x, vec y, ints *parts) {
     const ints odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
                                       23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    return (parts){_mm512_permutex2var_epi16(upper_x, odd, upper_y), lower_of(x, upper_x, y, upper_y)};
+    UNROLL
+    for (int p = 0; p < num_parts - 1; p++) {
+        const vec part_x = take_bf16(num_parts, p, &x), part_y = take_bf16(num_parts, p, &y);
+        parts[p] = _mm512_permutex2var_epi16(bits_of(part_x), odd, bits_of(part_y));
+    }
+    parts[num_parts - 1] = (ints)_mm512_cvtne2ps_pbh(y, x);
 }
 
 /* Places each float of y beside that of x, of floats that are bf16. */
 INLINE ints pair_bf16(vec x, vec y) { return _mm512_or_si512(_mm512_srli_epi32(bits_of(x), 16), bits_of(y)); }
 
-/* Splits floats as well, and places each float of y beside that of x. */
-INLINE parts split_pairs(vec x, vec y) {
-    const ints order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                        5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    const ints upper_x = upper_of(x), upper_y = upper_of(y);
-    return (parts){pair_bf16(_mm512_castsi512_ps(upper_x), _mm512_castsi512_ps(upper_y)),
-                   _mm512_permutexvar_epi16(order, lower_of(x, upper_x, y, upper_y))};
+/* Splits floats as well, and places each part of y beside that of x.  Of two parts, what is left is rounded; of three
+ * it is a bf16. */
+INLINE void split_pairs(int num_parts, vec x, vec y, ints *parts) {
+    UNROLL
+    for (int p = 0; p < num_parts - 1; p++) {
+        const vec part_x = take_bf16(num_parts, p, &x), part_y = take_bf16(num_parts, p, &y);
+        parts[p] = pair_bf16(part_x, part_y);
+    }
+    parts[num_parts - 1] = num_parts == 2 ? pair_bf16(rounded(x), rounded(y)) : pair_bf16(x, y);
 }
 
 /* ---- packing ---------------------------------------------------------------------------------------------------- */
@@ -74,80 +78,95 @@ INLINE vec load_or_zero(int type, const void *row, int d, int dim) {
     return d < dim ? load(type, row, d, smaller(LANES, dim - d)) : v_zero();
 }
 
-/* Packs a query row or a row of weights, times scale; `to` may be `from`. */
-INLINE void split_row(float *to, const float *from, int dim, float scale) {
-    for (int d = 0; d < dim; d += CHUNK) {
-        const vec x = v_mul(load_or_zero(KVC_F32, from, d, dim), v_set(scale));
-        const vec y = v_mul(load_or_zero(KVC_F32, from, d + LANES, dim), v_set(scale));
-        const parts both = split(x, y);
-        _mm512_storeu_si512(to + d, both.upper);
-        _mm512_storeu_si512(to + d + LANES, both.lower);
+/* Packs a query row or a row of weights, times scale.  `to` may be `from`: the last chunk comes first, as it takes more
+ * space in three parts. */
+INLINE void split_row(int num_parts, float *to, const float *from, int dim, float scale) {
+    for (int c = chunks_of(dim) - 1; c >= 0; c--) {
+        ints parts[3];
+        split(num_parts, v_mul(load_or_zero(KVC_F32, from, c * CHUNK, dim), v_set(scale)),
+              v_mul(load_or_zero(KVC_F32, from, c * CHUNK + LANES, dim), v_set(scale)), parts);
+        UNROLL
+        for (int p = 0; p < num_parts; p++) _mm512_storeu_si512(to + (c * num_parts + p) * LANES, parts[p]);
     }
 }
 
-/* Stores one part of a chunk of LANES rows in the panel: pairs below each other, a column for each row. */
-INLINE void store_transposed(float *to, vec x[LANES]) {
+/* Returns the place of the first part of a panel's tile: chunk c of columns [j, j + LANES). */
+INLINE float *tile_at(float *panel, int j, int num_chunks, int c, int num_parts) {
+    return panel + (ptrdiff_t)((j / LANES * num_chunks + c) * num_parts) * TILE;
+}
+
+/* Replaces infinities by the largest bf16, so that no part of a query row that is 0 makes a NaN of them. */
+INLINE vec finite(vec x) {
+    const vec largest = v_set(0x1.fep127f);
+    return v_max(v_set(-0x1.fep127f), v_min(largest, x)); /* a NaN stays, as the second operand */
+}
+
+/* Packs half h of chunk c of keys [j, j + LANES), those below n, into the panel: transposes them, then splits pairs. */
+INLINE void pack_half_chunk(int type, int num_parts, float *dst, const void *rows, int64_t row_stride, int n, int j,
+                            int c, int h, int dim) {
+    vec x[LANES];
+    UNROLL
+    for (int i = 0; i < LANES; i++)
+        x[i] = j + i < n ? load_or_zero(type, row_at(rows, row_stride, j + i), c * CHUNK + h * LANES, dim) : v_zero();
+    if (num_parts == 3) UNROLL
+    for (int i = 0; i < LANES; i++) x[i] = finite(x[i]);
+    v_transpose(x);
+    float *to = tile_at(dst, j, chunks_of(dim), c, num_parts) + h * TILE / 2;
+    UNROLL
+    for (int i = 0; i < LANES; i += 2) {
+        ints parts[3];
+        split_pairs(num_parts, x[i], x[i + 1], parts);
+        UNROLL
+        for (int p = 0; p < num_parts; p++) _mm512_storeu_si512(to + p * TILE + i / 2 * LANES, parts[p]);
+    }
+}
+
+/* Packs half a chunk that ends past row n or element dim. */
+RARE void pack_half_chunk_edge(int type, int num_parts, float *dst, const void *rows, int64_t row_stride, int n, int j,
+                               int c, int h, int dim) {
+    pack_half_chunk(type, num_parts, dst, rows, row_stride, n, j, c, h, dim);
+}
+
+/* Packs chunk c of keys [j, j + LANES) of bf16, which are not split: transposes pairs. */
+INLINE void pack_chunk_bf16(float *dst, const void *rows, int64_t row_stride, int j, int c, int dim) {
+    vec x[LANES];
+    UNROLL
+    for (int i = 0; i < LANES; i++) x[i] = v_load((const uint16_t *)row_at(rows, row_stride, j + i) + c * CHUNK);
     v_transpose(x);
     UNROLL
-    for (int i = 0; i < LANES; i++) v_store(to + i * KVC_TILE, x[i]);
+    for (int i = 0; i < LANES; i++) v_store(tile_at(dst, j, chunks_of(dim), c, 1) + i * LANES, x[i]);
 }
 
-/* Packs chunk c of rows [j, j + LANES) into the panel of keys. */
-INLINE void pack_chunk(int type, float *dst, const void *rows, int64_t row_stride, int j, int c) {
-    vec upper[LANES], lower[LANES];
-    UNROLL
-    for (int i = 0; i < LANES; i++) {
-        const void *row = row_at(rows, row_stride, j + i);
-        if (type == KVC_BF16) {
-            upper[i] = v_load((const uint16_t *)row + c * CHUNK);
-            continue;
-        }
-        const parts both = split(load(type, row, c * CHUNK, LANES), load(type, row, c * CHUNK + LANES, LANES));
-        upper[i] = _mm512_castsi512_ps(both.upper);
-        lower[i] = _mm512_castsi512_ps(both.lower);
-    }
-    float *to = dst + 2 * c * TILE_ROWS * KVC_TILE + j;
-    store_transposed(to, upper);
-    if (type != KVC_BF16) store_transposed(to + TILE_ROWS * KVC_TILE, lower);
-}
-
-/* Packs a chunk that ends past row n or element dim. */
-RARE void pack_chunk_edge(int type, float *dst, const void *rows, int64_t row_stride, int n, int j, int c, int dim) {
-    vec upper[LANES], lower[LANES];
-    for (int i = 0; i < LANES; i++) {
-        upper[i] = lower[i] = v_zero();
-        if (j + i >= n) continue;
-        const parts both = split(load_or_zero(type, row_at(rows, row_stride, j + i), c * CHUNK, dim),
-                                 load_or_zero(type, row_at(rows, row_stride, j + i), c * CHUNK + LANES, dim));
-        upper[i] = _mm512_castsi512_ps(both.upper);
-        lower[i] = _mm512_castsi512_ps(both.lower);
-    }
-    float *to = dst + 2 * c * TILE_ROWS * KVC_TILE + j;
-    store_transposed(to, upper);
-    store_transposed(to + TILE_ROWS * KVC_TILE, lower);
-}
-
-/* Is a kvc_pack_keys_fn once the type is a constant. */
-INLINE void pack_keys_in_parts(int type, float *dst, const void *rows, int64_t row_stride, int n, int dim) {
+/* Is a kvc_pack_keys_fn once the type and the number of parts are constants. */
+INLINE void pack_keys_in_parts(int type, int num_parts, float *dst, const void *rows, int64_t row_stride, int n,
+                               int dim) {
     for (int j = 0; j < KVC_TILE; j += LANES)
-        for (int c = 0; c < chunks_of(dim); c++)
-            if (j + LANES <= n && (c + 1) * CHUNK <= dim)
-                pack_chunk(type, dst, rows, row_stride, j, c);
-            else
-                pack_chunk_edge(type, dst, rows, row_stride, n, j, c, dim);
+        for (int c = 0; c < chunks_of(dim); c++) {
+            const int is_whole = j + LANES <= n && (c + 1) * CHUNK <= dim;
+            if (is_whole && num_parts == 1) {
+                pack_chunk_bf16(dst, rows, row_stride, j, c, dim);
+                continue;
+            }
+            for (int h = 0; h < 2; h++)
+                if (is_whole)
+                    pack_half_chunk(type, num_parts, dst, rows, row_stride, KVC_TILE, j, c, h, dim);
+                else
+                    pack_half_chunk_edge(type, num_parts, dst, rows, row_stride, n, j, c, h, dim);
+        }
 }
 
-/* Is a kvc_pack_values_fn once the type is a constant. */
-INLINE void pack_values_in_parts(int type, float *dst, int dst_stride, const void *rows, int64_t row_stride, int n,
+/* Is a kvc_pack_values_fn once the type and the number of parts are constants. */
+INLINE void pack_values_in_parts(int type, int num_parts, float *dst, const void *rows, int64_t row_stride, int n,
                                  int dim) {
     for (int j = 0; j < chunks_of(n) * CHUNK; j += 2) {
-        float *to = dst + (ptrdiff_t)(j / CHUNK * CHUNK + j % CHUNK / 2) * dst_stride;
         for (int d = 0; d < dim; d += LANES) {
             const vec x = j < n ? load_or_zero(type, row_at(rows, row_stride, j), d, dim) : v_zero();
             const vec y = j + 1 < n ? load_or_zero(type, row_at(rows, row_stride, j + 1), d, dim) : v_zero();
-            const parts both = type == KVC_BF16 ? (parts){.upper = pair_bf16(x, y)} : split_pairs(x, y);
-            _mm512_storeu_si512(to + d, both.upper);
-            if (type != KVC_BF16) _mm512_storeu_si512(to + TILE_ROWS * dst_stride + d, both.lower);
+            ints parts[3];
+            split_pairs(num_parts, x, y, parts);
+            float *to = tile_at(dst, d, chunks_of(n), j / CHUNK, num_parts) + j % CHUNK / 2 * LANES;
+            UNROLL
+            for (int p = 0; p < num_parts; p++) _mm512_storeu_si512(to + p * TILE, parts[p]);
         }
     }
 }
@@ -162,8 +181,8 @@ INLINE void pack_values_in_parts(int type, float *dst, int dst_stride, const voi
  */
 typedef struct tiles {
     float *c;
-    const float *a, *b;
-    int ldc, lda, ldb;
+    const float *a, *b, *b_right; /* b, and the tiles to the right */
+    int ldc, lda;
     int two_rows, two_columns; /* whether the block has two rows of tiles, two columns */
 } tiles;
 
@@ -198,10 +217,10 @@ INLINE void configure_tiles(int rows) {
         _tile_loadd(4, (t)->a + (at), (t)->lda * 4);                                           \
         if ((t)->two_rows) _tile_loadd(5, (t)->a + (at) + TILE_ROWS * (t)->lda, (t)->lda * 4); \
     } while (0)
-#define LOAD_B(t, at)                                                              \
-    do {                                                                           \
-        _tile_loadd(6, (t)->b + (at), (t)->ldb * 4);                               \
-        if ((t)->two_columns) _tile_loadd(7, (t)->b + (at) + LANES, (t)->ldb * 4); \
+#define LOAD_B(t, at)                                                          \
+    do {                                                                       \
+        _tile_loadd(6, (t)->b + (at), TILE_BYTES);                             \
+        if ((t)->two_columns) _tile_loadd(7, (t)->b_right + (at), TILE_BYTES); \
     } while (0)
 #define MULTIPLY(t)                                                     \
     do {                                                                \
@@ -218,8 +237,24 @@ INLINE void configure_tiles(int rows) {
         if ((t)->two_rows && (t)->two_columns) what(3, (t)->c + TILE_ROWS * (t)->ldc + LANES, (t)->ldc * 4); \
     } while (0)
 
-/* Computes c = a * b or, if add, c += a * b.  num_parts: parts of the elements of b; 1: they have no lower parts. */
-INLINE void multiply_tiles(const tiles *t, int num_chunks, int num_parts, int add) {
+/* Adds the products of one chunk, whose factors have so many parts, those of the same size in any order. */
+INLINE void multiply_chunk(const tiles *t, ptrdiff_t a, ptrdiff_t b, int parts_a, int parts_b) {
+    LOAD_B(t, b);
+    for (int p = parts_a - 1; p >= 0; p--) {
+        LOAD_A(t, a + p * LANES);
+        MULTIPLY(t);
+    }
+    for (int p = 1; p < parts_b; p++) {
+        LOAD_B(t, b + p * TILE);
+        for (int o = 0; o + p < parts_b; o++) {
+            if (o + p > 1) LOAD_A(t, a + o * LANES); /* else it is there */
+            MULTIPLY(t);
+        }
+    }
+}
+
+/* Computes c = a * b or, if add, c += a * b. */
+INLINE void multiply_tiles(const tiles *t, int num_chunks, int parts_a, int parts_b, int add) {
     memory_barrier();
     if (add) {
         EACH_C(t, _tile_loadd);
@@ -229,26 +264,16 @@ INLINE void multiply_tiles(const tiles *t, int num_chunks, int num_parts, int ad
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int i = 0; i < num_chunks; i++) {
-        const ptrdiff_t a = (ptrdiff_t)i * CHUNK, b = (ptrdiff_t)i * CHUNK * t->ldb;
-        LOAD_A(t, a + LANES);
-        LOAD_B(t, b);
-        MULTIPLY(t);
-        LOAD_A(t, a);
-        MULTIPLY(t);
-        if (num_parts == 2) {
-            LOAD_B(t, b + TILE_ROWS * t->ldb);
-            MULTIPLY(t);
-        }
-    }
+    for (int i = 0; i < num_chunks; i++)
+        multiply_chunk(t, (ptrdiff_t)i * parts_a * LANES, (ptrdiff_t)i * parts_b * TILE, parts_a, parts_b);
     EACH_C(t, _tile_stored);
     memory_barrier();
 }
 
 /* Is a kvc_matmul_fn over packed rows and panels.  Gives the registers their former shapes back: ggml sets those of its
  * threads once, and multiplies with them later. */
-INLINE void multiply_parts(int num_parts, float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m,
-                           int n, int k, int add, kvc_ahead next) {
+TARGET static void multiply_parts(int parts_a, int parts_b, float *c, int ldc, const float *a, int lda, const float *b,
+                                  int m, int n, int k, int add, kvc_ahead next) {
     enum { ROWS = 2 * TILE_ROWS };
     shares all = shares_of(next, (m + ROWS - 1) / ROWS * (int64_t)((n + 2 * LANES - 1) / (2 * LANES)));
     tile_shapes former;
@@ -256,14 +281,15 @@ INLINE void multiply_parts(int num_parts, float *c, int ldc, const float *a, int
     memory_barrier();
     for (int i = 0, rows; i < m; i += rows) {
         rows = smaller(ROWS, m - i);
-        tiles t = {.a = a + (ptrdiff_t)i * lda, .ldc = ldc, .lda = lda, .ldb = ldb, .two_rows = rows > TILE_ROWS};
+        tiles t = {.a = a + (ptrdiff_t)i * lda, .ldc = ldc, .lda = lda, .two_rows = rows > TILE_ROWS};
         if (i == 0 || rows < ROWS) configure_tiles(rows);
         for (int j = 0; j < n; j += 2 * LANES) {
-            t.b = b + j;
+            t.b = b + (ptrdiff_t)(j / LANES * chunks_of(k) * parts_b) * TILE;
+            t.b_right = t.b + (ptrdiff_t)(chunks_of(k) * parts_b) * TILE;
             t.c = c + (ptrdiff_t)i * ldc + j;
             t.two_columns = n - j > LANES;
             prefetch_share(&all);
-            multiply_tiles(&t, chunks_of(k), num_parts, add);
+            multiply_tiles(&t, chunks_of(k), parts_a, parts_b, add);
         }
     }
     if (former.palette)
@@ -274,57 +300,74 @@ INLINE void multiply_parts(int num_parts, float *c, int ldc, const float *a, int
 
 /* ---- the kernels, by name ---------------------------------------------------------------------------------------- */
 
-TARGET static void kvc_prepare_parts_amx(float *q, int q_stride, int num_q, int dim, float scale) {
-    for (int r = 0; r < num_q; r++) split_row(q + (ptrdiff_t)r * q_stride, q + (ptrdiff_t)r * q_stride, dim, scale);
-}
+#define DEFINE_PREPARE_PARTS(name, num_parts)                                                  \
+    TARGET static void name(float *q, int q_stride, int num_q, int dim, float scale) {         \
+        for (int r = 0; r < num_q; r++, q += q_stride) split_row(num_parts, q, q, dim, scale); \
+    }
 
-#define DEFINE_PACK_KEYS_IN_PARTS(name, type)                                                   \
+#define DEFINE_PACK_WEIGHTS(name, num_parts)                                                         \
+    TARGET static void name(float *dst, const float *weights, int num_q) {                           \
+        for (int r = 0; r < num_q; r++)                                                              \
+            split_row(num_parts, dst + r * KVC_PACKED_WEIGHTS, weights + r * KVC_TILE, KVC_TILE, 1); \
+    }
+
+#define DEFINE_PACK_KEYS_IN_PARTS(name, type, num_parts)                                        \
     TARGET static void name(float *dst, const void *rows, int64_t row_stride, int n, int dim) { \
-        pack_keys_in_parts(type, dst, rows, row_stride, n, dim);                                \
+        pack_keys_in_parts(type, num_parts, dst, rows, row_stride, n, dim);                     \
     }
 
-#define DEFINE_PACK_VALUES_IN_PARTS(name, type)                                                                 \
+#define DEFINE_PACK_VALUES_IN_PARTS(name, type, num_parts)                                                      \
     TARGET static void name(float *dst, int dst_stride, const void *rows, int64_t row_stride, int n, int dim) { \
-        pack_values_in_parts(type, dst, dst_stride, rows, row_stride, n, dim);                                  \
+        (void)dst_stride;                                                                                       \
+        pack_values_in_parts(type, num_parts, dst, rows, row_stride, n, dim);                                   \
     }
 
-#define DEFINE_MULTIPLY_PARTS(name, num_parts)                                                                        \
+#define DEFINE_MULTIPLY_PARTS(name, parts_a, parts_b)                                                                 \
     TARGET static void name(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k, \
                             int add, kvc_ahead next) {                                                                \
-        multiply_parts(num_parts, c, ldc, a, lda, b, ldb, m, n, k, add, next);                                        \
+        (void)ldb;                                                                                                    \
+        multiply_parts(parts_a, parts_b, c, ldc, a, lda, b, m, n, k, add, next);                                      \
     }
 
-DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_f32_amx, KVC_F32)
-DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_f16_amx, KVC_F16)
-DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_bf16_amx, KVC_BF16)
-DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_q8_0_amx, KVC_Q8_0)
-DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_q4_0_amx, KVC_Q4_0)
-DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_f32_amx, KVC_F32)
-DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_f16_amx, KVC_F16)
-DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_bf16_amx, KVC_BF16)
-DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_q8_0_amx, KVC_Q8_0)
-DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_q4_0_amx, KVC_Q4_0)
+DEFINE_PREPARE_PARTS(kvc_prepare_2_parts_amx, 2)
+DEFINE_PREPARE_PARTS(kvc_prepare_3_parts_amx, 3)
+DEFINE_PACK_WEIGHTS(kvc_pack_weights_2_parts_amx, 2)
+DEFINE_PACK_WEIGHTS(kvc_pack_weights_3_parts_amx, 3)
+DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_f32_amx, KVC_F32, 3)
+DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_f16_amx, KVC_F16, 2)
+DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_bf16_amx, KVC_BF16, 1)
+DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_q8_0_amx, KVC_Q8_0, 2)
+DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_q4_0_amx, KVC_Q4_0, 2)
+DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_decoded_amx, KVC_F32, 2)
+DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_f32_amx, KVC_F32, 3)
+DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_f16_amx, KVC_F16, 2)
+DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_bf16_amx, KVC_BF16, 1)
+DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_q8_0_amx, KVC_Q8_0, 2)
+DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_q4_0_amx, KVC_Q4_0, 2)
+DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_decoded_amx, KVC_F32, 2)
+DEFINE_MULTIPLY_PARTS(kvc_multiply_2_by_1_amx, 2, 1)
+DEFINE_MULTIPLY_PARTS(kvc_multiply_2_by_2_amx, 2, 2)
+DEFINE_MULTIPLY_PARTS(kvc_multiply_3_by_3_amx, 3, 3)
 
-/* Rows of bf16 have no lower parts; those of other types have. */
-DEFINE_MULTIPLY_PARTS(kvc_multiply_parts_bf16_amx, 1)
-DEFINE_MULTIPLY_PARTS(kvc_multiply_parts_amx, 2)
+#define TILER(type, parts_a, parts_b)             \
+    {kvc_prepare_##parts_a##_parts_amx,           \
+     kvc_pack_keys_##type##_amx,                  \
+     kvc_pack_values_##type##_amx,                \
+     kvc_multiply_##parts_a##_by_##parts_b##_amx, \
+     kvc_multiply_##parts_a##_by_##parts_b##_amx, \
+     kvc_pack_weights_##parts_a##_parts_amx}
 
 const kvc_kernels kvc_kernels_amx = {
     .name = "amx",
     .convert = kvc_convert_avx512bf16,
     .unpack = kvc_unpack_avx512,
     KVC_AVX512_FLOATS,
-    KVC_AVX512_TILER_F32,
     KVC_AVX512VNNI_INTEGERS,
-    .decoded = {kvc_prepare_parts_amx, kvc_pack_keys_f32_amx, kvc_pack_values_f32_amx, kvc_multiply_parts_amx,
-                kvc_multiply_parts_amx, kvc_prepare_parts_amx},
-    .tiler[KVC_F16] = {kvc_prepare_parts_amx, kvc_pack_keys_f16_amx, kvc_pack_values_f16_amx, kvc_multiply_parts_amx,
-                       kvc_multiply_parts_amx, kvc_prepare_parts_amx},
-    .tiler[KVC_BF16] = {kvc_prepare_parts_amx, kvc_pack_keys_bf16_amx, kvc_pack_values_bf16_amx,
-                        kvc_multiply_parts_bf16_amx, kvc_multiply_parts_bf16_amx, kvc_prepare_parts_amx},
-    .tiler[KVC_Q8_0] = {kvc_prepare_parts_amx, kvc_pack_keys_q8_0_amx, kvc_pack_values_q8_0_amx, kvc_multiply_parts_amx,
-                        kvc_multiply_parts_amx, kvc_prepare_parts_amx},
-    .tiler[KVC_Q4_0] = {kvc_prepare_parts_amx, kvc_pack_keys_q4_0_amx, kvc_pack_values_q4_0_amx, kvc_multiply_parts_amx,
-                        kvc_multiply_parts_amx, kvc_prepare_parts_amx},
+    .decoded = TILER(decoded, 2, 2),
+    .tiler[KVC_F32] = TILER(f32, 3, 3),
+    .tiler[KVC_F16] = TILER(f16, 2, 2),
+    .tiler[KVC_BF16] = TILER(bf16, 2, 1),
+    .tiler[KVC_Q8_0] = TILER(q8_0, 2, 2),
+    .tiler[KVC_Q4_0] = TILER(q4_0, 2, 2),
 };
 #endif

@@ -63,6 +63,7 @@ const kvc_kernels kvc_kernels_avx2 = {
                         kvc_matmul_avx2, NULL},
     .tiler[KVC_Q4_0] = {kvc_scale_avx2, kvc_pack_keys_q4_0_avx2, kvc_pack_values_q4_0_avx2, kvc_matmul_avx2,
                         kvc_matmul_avx2, NULL},
+    .matmul = kvc_matmul_avx2,
     .softmax = kvc_softmax_avx2,
     .scale = kvc_scale_avx2,
     .hadamard = kvc_hadamard_avx2,

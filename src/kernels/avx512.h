@@ -29,13 +29,13 @@ extern kvc_prepare_fn kvc_prepare_bf16_avx512bf16;
 extern kvc_score_fn kvc_score_bf16_avx512bf16;
 
 /* What the tables of all these sets have in common, tilers and conversions aside. */
-#define KVC_AVX512_FLOATS                                                                                         \
-    .score[KVC_F32] = {kvc_scale_avx512, kvc_score_f32_avx512},                                                   \
-    .score[KVC_F16] = {kvc_scale_avx512, kvc_score_f16_avx512},                                                   \
-    .score[KVC_BF16] = {kvc_prepare_bf16_avx512, kvc_score_bf16_avx512},                                          \
-    .accumulate[KVC_F32] = kvc_accumulate_f32_avx512, .accumulate[KVC_F16] = kvc_accumulate_f16_avx512,           \
-    .accumulate[KVC_BF16] = kvc_accumulate_bf16_avx512, .softmax = kvc_softmax_avx512, .scale = kvc_scale_avx512, \
-    .hadamard = kvc_hadamard_avx512
+#define KVC_AVX512_FLOATS                                                                                           \
+    .score[KVC_F32] = {kvc_scale_avx512, kvc_score_f32_avx512},                                                     \
+    .score[KVC_F16] = {kvc_scale_avx512, kvc_score_f16_avx512},                                                     \
+    .score[KVC_BF16] = {kvc_prepare_bf16_avx512, kvc_score_bf16_avx512},                                            \
+    .accumulate[KVC_F32] = kvc_accumulate_f32_avx512, .accumulate[KVC_F16] = kvc_accumulate_f16_avx512,             \
+    .accumulate[KVC_BF16] = kvc_accumulate_bf16_avx512, .matmul = kvc_matmul_avx512, .softmax = kvc_softmax_avx512, \
+    .scale = kvc_scale_avx512, .hadamard = kvc_hadamard_avx512
 
 /* Tilers that multiply panels of floats. */
 #define KVC_AVX512_TILER_F32                                                                    \

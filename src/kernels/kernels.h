@@ -29,7 +29,9 @@ enum {
     KVC_ROW_GROUP = 32, /* most quantised rows that are scored side by side */
     KVC_TILE = 64,      /* rows in a tile */
     KVC_LANES = 16,     /* query rows, scores and panels are padded to a multiple of this many floats */
-    KVC_CHUNK = 32      /* what a kvc_tiler multiplies is padded to a multiple of this many elements along the sum */
+    KVC_CHUNK = 32,     /* what a kvc_tiler multiplies is padded to a multiple of this many elements along the sum, */
+    KVC_PACKED = 48,    /* each of which takes up to this many floats, packed */
+    KVC_PACKED_WEIGHTS = KVC_TILE / KVC_CHUNK * KVC_PACKED /* from one row of packed weights to the next */
 };
 
 /* Converts num_rows rows of dim elements of one type to another, of which at most one is quantised unless they are the
@@ -100,15 +102,18 @@ typedef void kvc_pack_keys_fn(float *dst, const void *rows, int64_t row_stride, 
  * (dst_stride in floats; what lies between dim and the next multiple of KVC_LANES becomes 0). */
 typedef void kvc_pack_values_fn(float *dst, int dst_stride, const void *rows, int64_t row_stride, int n, int dim);
 
+/* Packs num_q rows of weights, KVC_TILE floats apart, to rows that are KVC_PACKED_WEIGHTS floats apart. */
+typedef void kvc_pack_weights_fn(float *dst, const float *weights, int num_q);
+
 /* How a tile of rows is multiplied by many query rows.  These functions may give prepared rows and panels a form of
- * their own in the same place, with k rounded up to a multiple of KVC_CHUNK: panels and query rows have space for it,
- * and weights past n are 0. */
+ * their own in the same place, with k rounded up to a multiple of KVC_CHUNK: panels and query rows have space for
+ * KVC_PACKED floats for each chunk, and weights past n are 0. */
 typedef struct kvc_tiler {
     kvc_prepare_fn *prepare;
     kvc_pack_keys_fn *pack_keys;
     kvc_pack_values_fn *pack_values;
-    kvc_matmul_fn *score, *accumulate; /* a: prepared query rows; prepared weights */
-    kvc_prepare_fn *prepare_weights;   /* NULL: they are taken as they are */
+    kvc_matmul_fn *score, *accumulate; /* a: prepared query rows; packed weights */
+    kvc_pack_weights_fn *pack_weights; /* NULL: they are taken as they are */
 } kvc_tiler;
 
 /* Multiplies every `order` of the n floats at src by Sylvester's Hadamard matrix of that order (a power of two, at
@@ -125,7 +130,8 @@ typedef struct kvc_kernels {
     kvc_scorer score_bf16; /* for rows and queries of bf16; NULL: such queries are scored as others */
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];
     kvc_tiler tiler[KVC_STORED_TYPES];
-    kvc_tiler decoded; /* for rows of f32 that were decoded from other types; NULL: tiler[KVC_F32] */
+    kvc_tiler decoded;     /* for rows of f32 that were decoded from other types; NULL: tiler[KVC_F32] */
+    kvc_matmul_fn *matmul; /* of panels of floats */
     kvc_softmax_fn *softmax;
     kvc_prepare_fn *scale; /* multiplies rows of f32 by a number */
     kvc_hadamard_fn *hadamard;

@@ -63,6 +63,7 @@ const kvc_kernels kvc_kernels_neon = {
                         kvc_matmul_neon, NULL},
     .tiler[KVC_Q4_0] = {kvc_scale_neon, kvc_pack_keys_q4_0_neon, kvc_pack_values_q4_0_neon, kvc_matmul_neon,
                         kvc_matmul_neon, NULL},
+    .matmul = kvc_matmul_neon,
     .softmax = kvc_softmax_neon,
     .scale = kvc_scale_neon,
     .hadamard = kvc_hadamard_neon,

@@ -458,6 +458,7 @@ const kvc_kernels kvc_kernels_scalar = {
                         kvc_matmul_scalar, NULL},
     .tiler[KVC_Q4_0] = {kvc_scale_scalar, kvc_pack_keys_q4_0_scalar, kvc_pack_values_q4_0_scalar, kvc_matmul_scalar,
                         kvc_matmul_scalar, NULL},
+    .matmul = kvc_matmul_scalar,
     .softmax = kvc_softmax_scalar,
     .scale = kvc_scale_scalar,
     .hadamard = kvc_hadamard_scalar,

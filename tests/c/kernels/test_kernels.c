@@ -864,7 +864,7 @@ static void test_matmul(const kvc_kernels *kernels, int m, int n, int k, int add
     fill(b, MAX_K * LDB);
     fill(c, MAX_M * LDC);
     memcpy(old, c, sizeof old);
-    kernels->tiler[KVC_F32].score(c, LDC, a, LDA, b, LDB, m, n, k, add, (kvc_ahead){b, (int64_t)sizeof b, 2});
+    kernels->matmul(c, LDC, a, LDA, b, LDB, m, n, k, add, (kvc_ahead){b, (int64_t)sizeof b, 2});
     for (int i = 0; i < MAX_M; i++) {
         for (int j = 0; j < LDC; j++) {
             double sum = add ? old[i * LDC + j] : 0, size = fabs(sum);
@@ -907,15 +907,15 @@ static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
 static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int type, int dim, int m, int n,
                        sizes largest)
 {
-    enum { MAX_M = 72, MAX_PADDED = (MAX_DIM + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK };
+    enum { MAX_M = 72, MAX_PADDED = (MAX_DIM + KVC_CHUNK - 1) / KVC_CHUNK * KVC_PACKED };
     static _Alignas(64) float panel[MAX_PADDED * KVC_TILE], scores[MAX_M * KVC_TILE], sums[MAX_M * MAX_PADDED];
     static float q[MAX_M * MAX_PADDED], prepared[MAX_M * MAX_PADDED], weights[MAX_M * KVC_TILE];
-    static float old[MAX_M * MAX_PADDED], prepared_weights[MAX_M * KVC_TILE];
-    const int is_plain = tiler->score == kernels->tiler[KVC_F32].score;
-    const int stride = (dim + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK;
+    static float old[MAX_M * MAX_PADDED], packed_weights[MAX_M * KVC_PACKED_WEIGHTS];
+    const int is_exact = !tiler->pack_weights || tiler == &kernels->tiler[KVC_F32];
+    const int stride = (dim + KVC_CHUNK - 1) / KVC_CHUNK * KVC_PACKED;
     const int values = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
-    /* Allowed error, relative to the sum of magnitudes; for plain f32, of each term. */
-    const double scale = 0.3f, most = is_plain ? FLT_EPSILON : 0x1p-15;
+    /* Allowed error, relative to the sum of magnitudes; where nothing of a float is left out, of each term. */
+    const double scale = 0.3f, most = is_exact ? FLT_EPSILON : 0x1p-15;
     const tile *t = tile_new(type, n, dim, largest);
     fill_to(q, MAX_M * MAX_PADDED, largest.factors);
     fill_to(weights, MAX_M * KVC_TILE, largest.factors);
@@ -937,7 +937,7 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
                 size += fabs(term);
             }
             const float got = scores[i * KVC_TILE + j];
-            CHECKF(fabs(got - sum) <= size * most * (is_plain ? dim + 2 : 1),
+            CHECKF(fabs(got - sum) <= size * most * (is_exact ? dim + 2 : 1),
                    "%s %s: dim %d, score [%d, %d] of [%d, %d]: %g, not %g", kernels->name, kvc_type_name(type), dim, i,
                    j, m, n, (double)got, sum);
         }
@@ -947,10 +947,10 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
     fill_to(sums, MAX_M * MAX_PADDED, largest.rows * largest.factors);
     memcpy(old, sums, sizeof old);
     tiler->pack_values(panel, values, t->rows, t->stride, n, dim);
-    memcpy(prepared_weights, weights, sizeof weights);
-    if (tiler->prepare_weights)
-        tiler->prepare_weights(prepared_weights, KVC_TILE, m, KVC_TILE, 1);
-    tiler->accumulate(sums, values, prepared_weights, KVC_TILE, panel, values, m, dim, n, 1,
+    if (tiler->pack_weights)
+        tiler->pack_weights(packed_weights, weights, m);
+    tiler->accumulate(sums, values, tiler->pack_weights ? packed_weights : weights,
+                      tiler->pack_weights ? KVC_PACKED_WEIGHTS : KVC_TILE, panel, values, m, dim, n, 1,
                       (kvc_ahead){.bytes = 0});
     for (int i = 0; i < MAX_M; i++) {
         for (int d = 0; d < values; d++) {
@@ -963,7 +963,7 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
             const float got = sums[i * values + d];
             CHECKF(i < m && d >= dim ? 1
                    : i >= m          ? got == old[i * values + d]
-                                     : fabs(got - sum) <= size * most * (is_plain ? n + 2 : 1),
+                                     : fabs(got - sum) <= size * most * (is_exact ? n + 2 : 1),
                    "%s %s: dim %d, sum [%d, %d] of [%d, %d]: %g, not %g", kernels->name, kvc_type_name(type), dim, i, d,
                    m, n, (double)got, sum);
         }
@@ -988,7 +988,7 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim)
     }
     for (int i = 0; i < NUM_N; i++) {
         static const int some_m[] = {1, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 72};
-        if (kernels->tiler[type].score == kernels->tiler[KVC_F32].score)
+        if (!kernels->tiler[type].pack_weights)
             test_pack(kernels, type, dim, some_n[i]);
         test_tiler(kernels, &kernels->tiler[type], type, dim, some_m[(i + dim) % NUM_N], some_n[i], usual);
         if (type == KVC_F32 && kernels->decoded.score)
@@ -1010,11 +1010,11 @@ static void test_conversions(const kvc_kernels *kernels, int type, int dim)
 }
 
 /* No denormal number is taken as 0.  By definition the processor's own products of bf16 do that, in
- * score_bf16 and where bf16 has a tiler of its own. */
+ * score_bf16 and in tilers that multiply bf16, whose range is that of f32. */
 static void test_denormals(const kvc_kernels *kernels, int type, int dim)
 {
     static const int some_n[] = {1, 5, 16, 27, 64};
-    const int is_flushed = type == KVC_BF16 && kernels->tiler[type].score != kernels->tiler[KVC_F32].score;
+    const int is_flushed = (type == KVC_F32 || type == KVC_BF16) && kernels->tiler[type].pack_weights;
     volatile float smallest = FLT_MIN;
     CHECK(smallest / 2 != 0); /* else what is compared with would be flushed as well */
     for (int i = 0; i < 5; i++) {
@@ -1111,12 +1111,12 @@ static void test_kernels(const kvc_kernels *kernels)
     test_exp(kernels);
     test_softmax(kernels);
     test_softmax_rows(kernels);
-    for (int m = 1; m <= 20; m++)
-        for (int n = 1; n <= 70; n += n % 16 < 2 ? 1 : 7)
-            test_matmul(kernels, m, n, random_int(1, 65), n % 2);
     for (int order = KVC_QUANT_ELEMENTS; order <= MAX_ORDER; order *= 2)
         for (int num = 1; num <= 3; num++)
             test_hadamard(kernels, order, num);
+    for (int m = 1; m <= 20; m++)
+        for (int n = 1; n <= 70; n += n % 16 < 2 ? 1 : 7)
+            test_matmul(kernels, m, n, random_int(1, 65), n % 2);
     test_matmul(kernels, 40, 64, 64, 1);
     for (int k = 127; k <= 300; k += k % 128 < 1 ? 1 : 43) /* longer sums are cut */
         test_matmul(kernels, 13, 70, k, k % 2);
