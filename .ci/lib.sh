@@ -288,6 +288,8 @@ usual() {
     step "ruff, cython-lint, clang-format" task "$tools" style
     step "mypy --strict, stubtest" task "$tools" types
     step "docs without a warning, links within them" task "$tools" docs DOCS="$tmp/html"
+    command -v valkey-server >/dev/null || has "stores in Valkey or Redis" redis-server
+    has "stores with TLS" openssl
     # Much of the first waits for the C tests or runs on one processor, and the second compiles on one.
     step "pytest on the installed package" tests &
     step "pytest with torch and the oldest transformers; README's commands" with_torch

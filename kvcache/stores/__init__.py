@@ -8,24 +8,29 @@ store that is slow, full, gone or wrong costs speed, never correctness.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from kvcache import system
+from kvcache.stores import valkey
 from kvcache.stores.directory import DirectoryStore
 from kvcache.stores.guard import StoreStats
+from kvcache.stores.valkey import ValkeyStore
 
-__all__ = ["DirectoryStore", "StoreStats", "open"]
+__all__ = ["DirectoryStore", "StoreStats", "ValkeyStore", "open"]
 
 
-def open(url: str) -> DirectoryStore:
+def open(url: str) -> DirectoryStore | ValkeyStore:
     """Open a store by its address.
 
     Parameters
     ----------
     url : str
-        ``dir:PATH`` is a `DirectoryStore`; its option is ``max_bytes``, a number or a size such as 20GiB. Options
-        follow a question mark: ``dir:~/.cache/prefixes?max_bytes=20GiB``. A question mark or a percent sign in a path
-        is written ``%3F`` or ``%25``.
+        ``dir:PATH`` is a `DirectoryStore`. ``valkey://HOST:PORT/DATABASE`` and ``valkey+cluster://HOST:PORT`` are a
+        `ValkeyStore`, also with ``valkeys``, ``redis`` or ``rediss`` in place of ``valkey``. Keyword arguments of these
+        classes follow as options: ``dir:~/prefixes?max_bytes=20GiB``, ``valkey://localhost?ttl=3600&timeout=0.5``. A
+        question mark, an ampersand or a percent sign elsewhere is written ``%3F``, ``%26`` or ``%25``.
 
     Raises
     ------
@@ -33,6 +38,8 @@ def open(url: str) -> DirectoryStore:
         If the address is of no known kind, or an option is unknown or unsuitable.
     OSError
         If the folder cannot be used.
+    ImportError
+        If the package valkey is needed and not installed.
 
     Examples
     --------
@@ -42,28 +49,43 @@ def open(url: str) -> DirectoryStore:
     >>> store.max_bytes
     21474836480
     """
-    scheme, _, rest = url.partition(":")
+    shown = valkey.shown(url)
+    address, _, query = url.partition("?")
+    scheme, _, path = address.partition(":")
     if scheme == "dir":
-        return _open_directory(url, rest)
-    raise ValueError(f"{url!r} is no store: dir:PATH is one")
+        if not path:
+            raise ValueError(f"{shown!r} has no path: dir:PATH is needed")
+        return DirectoryStore(os.path.expanduser(unquote(path)), **_options(shown, query, _DIRECTORY_OPTIONS))
+    if scheme.partition("+")[0] in ("valkey", "valkeys", "redis", "rediss"):
+        return ValkeyStore(address, **_options(shown, query, _VALKEY_OPTIONS))
+    raise ValueError(f"{shown!r} is no store: dir:PATH, valkey://HOST:PORT/0 and valkey+cluster://HOST:PORT are")
 
 
-def _open_directory(url: str, rest: str) -> DirectoryStore:
-    path, _, query = rest.partition("?")
-    if not path:
-        raise ValueError(f"{url!r} has no path: dir:PATH is needed")
-    options = _options(url, query, {"max_bytes"})
-    max_bytes = system.parse_bytes(options["max_bytes"]) if "max_bytes" in options else None
-    return DirectoryStore(os.path.expanduser(unquote(path)), max_bytes=max_bytes)
+def _seconds(text: str) -> float | None:
+    return None if text.lower() == "none" else float(text)
 
 
-def _options(url: str, query: str, known: set[str]) -> dict[str, str]:
+_DIRECTORY_OPTIONS: dict[str, Callable[[str], Any]] = {"max_bytes": system.parse_bytes}
+_VALKEY_OPTIONS: dict[str, Callable[[str], Any]] = {
+    "ttl": _seconds,
+    "timeout": float,
+    "prefix": str,
+    "ca_certs": os.path.expanduser,
+    "certfile": os.path.expanduser,
+    "keyfile": os.path.expanduser,
+}
+
+
+def _options(url: str, query: str, known: dict[str, Callable[[str], Any]]) -> dict[str, Any]:
     """Read the options of an address, each given once."""
-    pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
-    options = dict(pairs)
-    for name in options:
+    options: dict[str, Any] = {}
+    for name, text in parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)):
         if name not in known:
             raise ValueError(f"{url!r}: there is no option {name!r}, but {', '.join(sorted(known))}")
-    if len(options) < len(pairs):
-        raise ValueError(f"{url!r} gives an option twice")
+        if name in options:
+            raise ValueError(f"{url!r} gives {name} twice")
+        try:
+            options[name] = known[name](text)
+        except ValueError as error:
+            raise ValueError(f"{url!r}: {name}: {error}") from None
     return options

@@ -1,0 +1,229 @@
+"""Keep values in Valkey or Redis, one server or a cluster, which many machines may share."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+__all__ = ["ValkeyStore"]
+
+DEFAULT_PORT = 6379
+
+
+class ValkeyStore(MutableMapping[str, bytes]):
+    """A mapping of str to bytes in Valkey, or in Redis from 6.2: one server, or a cluster.
+
+    Needs the package valkey: ``pip install 'kvcache[valkey]'``. Calls for many keys are pipelined. Nothing is connected
+    before the first call, and a call that fails raises an error of ``valkey.exceptions``; a later one connects again.
+    Any number of threads and processes may share it.
+
+    Parameters
+    ----------
+    url : str
+        ``valkey://HOST:PORT/DATABASE`` is one server, ``valkey+cluster://HOST:PORT`` a cluster, of which some nodes are
+        named: ``valkey+cluster://HOST:PORT,HOST:PORT``. ``valkeys`` in place of ``valkey`` takes TLS, and checks the
+        server's certificate and name. ``redis`` and ``rediss`` are the same as ``valkey`` and ``valkeys``.
+        ``USER:PASSWORD@`` may precede the host, each percent-encoded.
+    ttl : float or None, default 86,400
+        Seconds after which a value goes that was neither read nor written. None keeps it until the server evicts it.
+    timeout : float, default 1
+        Seconds that a call waits to connect, and for the server to send or take anything.
+    prefix : str, default "kvcache:"
+        What keys begin with on the server. Others are left alone.
+    ca_certs : path, optional
+        The certificates that sign the server's, if not those that the system trusts.
+    certfile, keyfile : path, optional
+        The certificate and key of this client, if the server asks for them.
+
+    Raises
+    ------
+    ValueError
+        If the address or an argument is unsuitable.
+    ImportError
+        If the package valkey is not installed.
+
+    Examples
+    --------
+    >>> store = ValkeyStore("valkey+cluster://10.0.0.1:6379,10.0.0.2:6379", ttl=3600)  # doctest: +SKIP
+    >>> store["a key"] = b"a value"  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        ttl: float | None = 86_400,
+        timeout: float = 1,
+        prefix: str = "kvcache:",
+        ca_certs: str | os.PathLike[str] | None = None,
+        certfile: str | os.PathLike[str] | None = None,
+        keyfile: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if ttl is not None and not 0.001 <= ttl <= 1e9:
+            raise ValueError(f"ttl={ttl}: must be None, or from 0.001 to 1e9 seconds")
+        if not 0 < timeout <= 1e6:
+            raise ValueError(f"timeout={timeout}: must be above 0 and at most 1e6 seconds")
+        self.ttl = ttl
+        self.timeout = timeout
+        self.prefix = prefix
+        self._is_cluster, tls, self._nodes, self._options = _parse(url)
+        files = {"ssl_ca_certs": ca_certs, "ssl_certfile": certfile, "ssl_keyfile": keyfile}
+        if tls:
+            self._options |= {"ssl": True, "ssl_check_hostname": True}
+            self._options |= {name: os.fspath(path) for name, path in files.items() if path is not None}
+        elif any(files.values()):
+            raise ValueError(f"{shown(url)} takes no TLS: certificates need valkeys:// or valkeys+cluster://")
+        self._url = shown(url)
+        self._client_and_process: tuple[Any, int] | None = None
+        self._valkey = import_valkey()
+
+    def __repr__(self) -> str:
+        return f"ValkeyStore({self._url!r}, ttl={self.ttl}, timeout={self.timeout}, prefix={self.prefix!r})"
+
+    @property
+    def _client(self) -> Any:
+        """The client; another one in a forked child, because locks of this one may be held for ever there."""
+        if self._client_and_process is None or self._client_and_process[1] != os.getpid():
+            self._client_and_process = self._connect(), os.getpid()
+        return self._client_and_process[0]
+
+    def _connect(self) -> Any:
+        options = self._options | {"socket_timeout": self.timeout, "socket_connect_timeout": self.timeout}
+        if not self._is_cluster:
+            host, port = self._nodes[0]
+            return self._valkey.Valkey(host, port, **options)
+        nodes = [self._valkey.cluster.ClusterNode(host, port) for host, port in self._nodes]
+        # One more attempt finds a replica that was promoted; more would only prolong a failure.
+        return self._valkey.ValkeyCluster(startup_nodes=nodes, cluster_error_retry_attempts=1, **options)
+
+    def close(self) -> None:
+        """Close all connections; a later call opens them again."""
+        if self._client_and_process is not None:
+            client, process = self._client_and_process
+            self._client_and_process = None
+            if process == os.getpid():
+                client.close()
+
+    # ---- one value
+
+    def __getitem__(self, key: str) -> bytes:
+        value = self._get(self._client, self._name(key))
+        if value is None:
+            raise KeyError(key)
+        return bytes(value)
+
+    def __setitem__(self, key: str, value: bytes) -> None:
+        self._set(self._client, self._name(key), value)
+
+    def __delitem__(self, key: str) -> None:
+        if not self._client.unlink(self._name(key)):
+            raise KeyError(key)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and bool(self._client.exists(self._name(key)))
+
+    # ---- many
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """Return the values that there are of these keys, in one round trip to each node."""
+        keys = list(keys)
+        pipeline = self._client.pipeline(transaction=False)
+        for key in keys:
+            self._get(pipeline, self._name(key))
+        return {key: value for key, value in zip(keys, pipeline.execute(), strict=True) if value is not None}
+
+    def set_many(self, items: Mapping[str, bytes]) -> None:
+        """Store values, in one round trip to each node. An error leaves some of them stored."""
+        pipeline = self._client.pipeline(transaction=False)
+        for key, value in items.items():
+            self._set(pipeline, self._name(key), value)
+        pipeline.execute()
+
+    def __iter__(self) -> Iterator[str]:
+        first = len(self._name(""))
+        pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._name("")) + b"*"
+        names = dict.fromkeys(self._client.scan_iter(match=pattern, count=1000))  # it may repeat some
+        for name in names:
+            yield name[first:].decode(errors="surrogatepass")
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def clear(self) -> None:
+        """Remove all values whose keys begin with the prefix."""
+        keys = list(self)
+        for begin in range(0, len(keys), 1000):
+            pipeline = self._client.pipeline(transaction=False)
+            for key in keys[begin : begin + 1000]:
+                pipeline.unlink(self._name(key))
+            pipeline.execute()
+
+    # ---- commands
+
+    def _name(self, key: str) -> bytes:
+        if not isinstance(key, str):
+            raise TypeError(f"key={key!r}: a str is needed, not {type(key).__name__}")
+        return (self.prefix + key).encode(errors="surrogatepass")
+
+    def _get(self, client: Any, name: bytes) -> Any:
+        return client.get(name) if self.ttl is None else client.getex(name, px=int(1000 * self.ttl))
+
+    def _set(self, client: Any, name: bytes, value: bytes) -> Any:
+        return client.set(name, value, px=None if self.ttl is None else int(1000 * self.ttl))
+
+
+def import_valkey() -> Any:
+    """Return the module valkey.
+
+    Raises
+    ------
+    ImportError
+        If it is not installed.
+    """
+    try:
+        importlib.import_module("valkey.cluster")
+        return importlib.import_module("valkey")
+    except ImportError as error:
+        raise ImportError("the package valkey is needed for this store: pip install 'kvcache[valkey]'") from error
+
+
+def shown(url: str) -> str:
+    """Return an address without its password."""
+    return re.sub(r"(://[^/@:]*:).*@", r"\1***@", url)
+
+
+def _parse(url: str) -> tuple[bool, bool, list[tuple[str, int]], dict[str, Any]]:
+    """Return whether an address is of a cluster and takes TLS, the nodes, and options of the client."""
+    found = urlsplit(url)
+    scheme, _, kind = found.scheme.partition("+")
+    if scheme not in ("valkey", "valkeys", "redis", "rediss") or kind not in ("", "cluster"):
+        raise ValueError(
+            f"{shown(url)!r} is no address of a server: valkey://HOST:PORT/0 or valkey+cluster://HOST:PORT"
+        )
+    if found.query or found.fragment:
+        raise ValueError(f"{shown(url)!r} has options: give them as arguments, or use kvcache.stores.open")
+    login, _, hosts = found.netloc.rpartition("@")
+    is_cluster = kind == "cluster"
+    nodes = [_parse_node(url, host) for host in hosts.split(",")]
+    if len(nodes) > 1 and not is_cluster:
+        raise ValueError(f"{shown(url)!r} names several hosts, which only valkey+cluster:// does")
+    database = found.path.removeprefix("/") or "0"
+    if not database.isdecimal() or (is_cluster and int(database)):
+        raise ValueError(f"{shown(url)!r}: the database must be {'0 in a cluster' if is_cluster else 'a number'}")
+    options: dict[str, Any] = {} if is_cluster else {"db": int(database)}
+    user, _, password = login.partition(":")
+    for name, text in (("username", user), ("password", password)):
+        if text:
+            options[name] = unquote(text)
+    return is_cluster, scheme in ("valkeys", "rediss"), nodes, options
+
+
+def _parse_node(url: str, text: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]+))(?::(\d+))?", text)
+    if found is None or not 0 <= int(found[3] or 0) < 1 << 16:
+        raise ValueError(f"{shown(url)!r}: {text!r} is not HOST:PORT")
+    return unquote(found[1] or found[2]), int(found[3] or DEFAULT_PORT)

@@ -1,0 +1,420 @@
+"""ValkeyStore, and the guard in front of it, on real servers: whole, killed, stopped, full, restarted."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from support import servers
+
+from kvcache import stores
+from kvcache.stores import ValkeyStore
+from kvcache.stores import guard as guards
+from kvcache.stores import valkey as module
+from kvcache.stores.guard import Guard
+
+LONG = 30
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A server for tests that leave it as it was."""
+    servers.need()
+    with servers.Server(tmp_path_factory.mktemp("shared") / "server") as server:
+        yield server
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A server for tests that treat it badly."""
+    servers.need()
+    with servers.Server(tmp_path / "server") as server:
+        yield server
+
+
+@pytest.fixture
+def store(shared):
+    store = stores.open(f"{shared.url}?timeout=30")
+    yield store
+    store.clear()
+    store.close()
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """A function that makes guards, which are closed in the end."""
+    monkeypatch.setattr(guards, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(guards, "LONGEST_PAUSE", 0.2)
+    with contextlib.ExitStack() as stack:
+
+        def make(store, **options):
+            guard = Guard(store, digest=b"digest", **options)
+            stack.callback(guard.close, 0)
+            return guard
+
+        yield make
+
+
+def put(guard, key, payload=b"rows"):
+    return guard.put(key, lambda: [payload], len(payload))
+
+
+# ---- the mapping
+
+
+def test_many(store):
+    items = {f"key {i}": b"%d" % i for i in range(100)}
+    store.set_many(items)
+    assert store.get_many([*items, "another"]) == items
+    assert store.get_many([]) == {}
+    store.set_many({})
+    assert len(store) == 100
+
+
+def test_only_its_prefix(shared, store):
+    other = ValkeyStore(shared.url, prefix="other*[a]?\\")
+    other["a"] = b"other"
+    store["a"] = b"mine"
+    assert list(other) == list(store) == ["a"]
+    other.clear()
+    assert store["a"] == b"mine"
+    assert list(other) == []
+
+
+def test_databases_are_apart(shared, store):
+    other = ValkeyStore(shared.url.replace("/0", "/3"))
+    other["a"] = b"other"
+    assert "a" not in store
+    other.clear()
+
+
+def test_time_to_live(shared):
+    store = ValkeyStore(shared.url, ttl=0.3)
+    store["a"] = b"read"
+    store.set_many({"b": b"not read"})
+    for _ in range(10):
+        time.sleep(0.05)
+        assert store["a"] == b"read", "reading prolongs its life"
+        assert set(store.get_many("a")) == {"a"}
+    assert list(store) == ["a"]
+    store = ValkeyStore(shared.url, ttl=None)
+    store["c"] = b"stays"
+    assert store["c"] == b"stays"
+    assert servers.need().Valkey(port=shared.port).ttl("kvcache:c") == -1
+    store.clear()
+
+
+def test_passwords(tmp_path):
+    valkey = servers.need()
+    with servers.Server(tmp_path / "server", "--requirepass", "p@ss:w/rd") as server:
+        url = server.url.replace("//", "//:p%40ss%3Aw%2Frd@")
+        store = stores.open(url)
+        store["a"] = b"value"
+        assert store["a"] == b"value"
+        assert "p%40ss" not in repr(store)
+        with pytest.raises(valkey.AuthenticationError):
+            ValkeyStore(server.url)["a"]
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """A folder with a certificate of localhost, which signs itself, and its key."""
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key -out certificate -subj /CN=localhost"
+    command += " -addext subjectAltName=DNS:localhost"
+    try:
+        subprocess.run(command.split(), cwd=tmp_path, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no openssl here makes a certificate")
+    return tmp_path
+
+
+def test_tls(certificate):
+    valkey = servers.need()
+    names = {"--tls-cert-file": "certificate", "--tls-ca-cert-file": "certificate", "--tls-key-file": "key"}
+    options = [word for option, name in names.items() for word in (option, str(certificate / name))]
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(servers.Server(certificate / "server", *options, tls=True))
+        except pytest.fail.Exception:
+            pytest.skip("the server was built without TLS")
+        files = {"ca_certs": "certificate", "certfile": "certificate", "keyfile": "key"}
+        query = "&".join(f"{option}={certificate / name}" for option, name in files.items())
+        store = stores.open(f"{server.url}?{query}")
+        store["a"] = b"value"
+        assert store["a"] == b"value"
+        store.close()
+        with pytest.raises(valkey.ConnectionError, match="certificate verify failed"):
+            ValkeyStore(server.url)["a"]
+        with pytest.raises(valkey.ConnectionError, match="certificate verify failed"):  # its name is localhost
+            stores.open(f"{server.url.replace('localhost', '127.0.0.1')}?{query}")["a"]
+
+
+def test_a_child_has_connections_of_its_own(store):
+    store["a"] = b"value"
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            for _ in range(100):
+                assert store["a"] == b"value"
+            os._exit(0)
+        os._exit(1)
+    for _ in range(100):
+        assert store["a"] == b"value"
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://localhost", "'http://localhost' is no"),
+        ("valkey+sentinel://localhost", "is no address of a server: valkey://HOST:PORT/0"),
+        ("valkey://", "'' is not HOST:PORT"),
+        ("valkey://:6379", "':6379' is not HOST:PORT"),
+        ("valkey://localhost:lots", "'localhost:lots' is not HOST:PORT"),
+        ("valkey://localhost:99999", "'localhost:99999' is not HOST:PORT"),
+        ("valkey://one,two", "names several hosts, which only valkey+cluster:// does"),
+        ("valkey://localhost/first", "the database must be a number"),
+        ("valkey+cluster://localhost/1", "the database must be 0 in a cluster"),
+        ("valkey://user:secret@localhost/first", "'valkey://user:***@localhost/first': the database"),
+        ("valkey://localhost?ttl=0", "ttl=0.0: must be None, or from 0.001"),
+        ("valkey://localhost?ttl=soon", "ttl: could not convert string to float: 'soon'"),
+        ("valkey://localhost?timeout=0", "timeout=0.0: must be above 0"),
+        ("valkey://localhost?timeout=nan", "timeout=nan: must be above 0"),
+        ("valkey://localhost?time=1", "there is no option 'time', but ca_certs, certfile"),
+        ("valkey://localhost?ca_certs=file", "takes no TLS: certificates need valkeys://"),
+    ],
+)
+def test_bad_addresses(url, message):
+    pytest.importorskip("valkey", exc_type=ImportError)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        stores.open(url)
+
+
+def test_options_in_the_address_of_the_class():
+    with pytest.raises(ValueError, match="has options: give them as arguments, or use"):
+        ValkeyStore("valkey://localhost?ttl=3")
+
+
+@pytest.mark.parametrize("url", ["valkey://localhost", "redis://localhost:6379/0", "rediss+cluster://a,b:5,[::1]:7"])
+def test_addresses(url):
+    pytest.importorskip("valkey", exc_type=ImportError)
+    store = stores.open(f"{url}?ttl=none&timeout=2.5&prefix=tenant%20a:")
+    assert (store.ttl, store.timeout, store.prefix) == (None, 2.5, "tenant a:")
+
+
+def test_without_the_package(monkeypatch):
+    def refuse(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(module.importlib, "import_module", refuse)
+    with pytest.raises(ImportError, match=re.escape("pip install 'kvcache[valkey]'")):
+        stores.open("valkey://localhost")
+
+
+# ---- faults of one server
+
+
+def test_nobody_there(make):
+    servers.need()
+    guard = make(stores.open(f"valkey://127.0.0.1:{servers.free_port()}"))
+    for _ in range(10):
+        assert guard.get_many("a", LONG) == {}
+        put(guard, "a")
+    assert guard.flush(LONG)
+    assert not guard.stats.reading
+    assert guard.stats.errors >= 3
+
+
+def test_killed_and_started_again(server, make):
+    guard = make(stores.open(server.url))
+    put(guard, "a")
+    assert guard.flush(LONG)
+    assert guard.get_many("a", LONG) == {"a": b"rows"}
+    server.kill()
+    for _ in range(10):
+        assert guard.get_many("a", LONG) == {}
+    assert not guard.stats.reading
+    server.start()
+    servers.until(lambda: guard.stats.reading or guard.get_many("a", LONG))
+    servers.until(lambda: put(guard, "a") and guard.flush(LONG) and guard.get_many("a", LONG))
+
+
+def test_stopped_and_going_on(server, make):
+    guard = make(stores.open(f"{server.url}?timeout=0.2"))
+    put(guard, "a")
+    assert guard.flush(LONG)
+    server.stop()
+    begin = time.monotonic()
+    for _ in range(20):
+        assert guard.get_many("a", 0.05) == {}
+        put(guard, "b")
+    assert time.monotonic() - begin < 5
+    assert not guard.stats.reading
+    server.go_on()
+    servers.until(lambda: guard.get_many("a", LONG))
+    servers.until(lambda: put(guard, "b") and guard.flush(LONG) and guard.get_many("b", LONG))
+
+
+@pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru"])
+def test_filled(tmp_path, make, policy):
+    servers.need()
+    options = ["--maxmemory", "12mb", "--maxmemory-policy", policy]
+    with servers.Server(tmp_path / "server", *options) as server:
+        store = stores.open(server.url)
+        guard = make(store)
+        for i in range(40):
+            put(guard, str(i), b"%d" % i * 250_000)
+            assert guard.flush(LONG)
+        stats = guard.stats
+        assert (stats.dropped > 0) == (policy == "noeviction")
+        assert stats.writing == (policy != "noeviction")
+        found = guard.get_many(map(str, range(40)), LONG)
+        assert 0 < len(found) < 40
+        assert all(payload == key.encode() * 250_000 for key, payload in found.items())
+        assert guard.stats.reading
+        store.clear()
+        servers.until(lambda: put(guard, "after") and guard.flush(LONG) and guard.get_many(["after"], LONG))
+
+
+@pytest.mark.slow
+def test_trouble_in_the_middle_of_work(server, make):
+    """Eight threads read and write while the server is killed, started, stopped, goes on: nothing false, no error."""
+    guard = make(stores.open(f"{server.url}?timeout=0.2"))
+    ended, wrong, hits = threading.Event(), [], [0] * 8
+
+    def work(number):
+        i = 0
+        while not ended.is_set():
+            i += 1
+            key = f"{(number * 7 + i) % 50}"
+            for other, payload in guard.get_many([key, f"{i % 50}"], 0.1).items():
+                hits[number] += 1
+                if payload != other.encode() * 20_000:
+                    wrong.append(other)
+            put(guard, key, key.encode() * 20_000)
+            time.sleep(0.001)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(3):
+            for action in (server.kill, server.start, server.stop, server.go_on):
+                time.sleep(0.3)
+                action()
+            before = sum(hits)
+            servers.until(lambda before=before: sum(hits) > before)
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(LONG)
+    assert not wrong
+    assert all(not thread.is_alive() for thread in threads)
+    assert guard.stats.corrupt == 0
+
+
+def test_values_that_somebody_changed(shared, store, make):
+    guard = make(store, secret=b"secret")
+    for key in "abc":
+        put(guard, key, key.encode() * 1000)
+    assert guard.flush(LONG)
+    client = servers.need().Valkey(port=shared.port)
+    client.setrange("kvcache:a", 500, b"evil")
+    client.copy("kvcache:b", "kvcache:c", replace=True)
+    assert guard.get_many("abc", LONG) == {"b": b"b" * 1000}
+    assert guard.flush(LONG)
+    assert guard.stats.corrupt == 2
+    assert list(store) == ["b"]
+    client.lpush("kvcache:d", "a list")  # not even a value
+    assert guard.get_many("d", LONG) == {}
+    client.delete("kvcache:d")
+
+
+SECOND = """
+import sys
+sys.path[:] = {path!r}
+from kvcache import stores
+from kvcache.stores.guard import Guard
+guard = Guard(stores.open({url!r}), digest=b"digest", secret=b"secret")
+print(bytes(guard.get_many(["a"], 30)["a"]).decode())
+"""
+
+
+@pytest.mark.parametrize("kind", ["folder", "server"])
+def test_the_first_answer_of_a_second_process_is_a_hit(shared, make, tmp_path, kind):
+    url = f"dir:{tmp_path}/store" if kind == "folder" else f"{shared.url}?prefix=two:"
+    guard = make(stores.open(url), secret=b"secret")
+    put(guard, "a")
+    assert guard.flush(LONG)
+    code = SECOND.format(path=sys.path, url=url)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "rows\n"
+
+
+# ---- a cluster
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    servers.need()
+    with servers.cluster(tmp_path_factory.mktemp("cluster")) as nodes:
+        yield nodes
+
+
+def test_a_cluster(nodes):
+    store = stores.open(servers.url_of(nodes[:1]))
+    items = {f"key {i}": b"%d" % i for i in range(100)}
+    store.set_many(items)
+    for key in ("{a}b", "ø\ud800", ""):
+        store[key] = b"value"
+        assert store[key] == b"value"
+        del store[key]
+    assert store.get_many([*items, "another"]) == items
+    assert set(store) == items.keys()
+    sizes = [servers.need().Valkey(port=node.port).dbsize() for node in nodes]
+    assert sum(sizes) == 100
+    assert min(sizes) > 10
+    other = stores.open(servers.url_of(nodes))
+    assert other["key 5"] == b"5"
+    with pytest.raises(KeyError):
+        del other["another"]
+    other.clear()
+    assert len(store) == 0
+
+
+def test_a_cluster_s_node_is_stopped_killed_and_comes_back(nodes, make):
+    """While a node is gone its keys are, and perhaps all of them; afterwards the store works as before."""
+    store = stores.open(f"{servers.url_of(nodes)}?timeout=0.2")
+    guard = make(store)
+    keys = [f"key {i}" for i in range(30)]
+
+    def works():
+        for key in keys:
+            put(guard, key, key.encode())
+        return guard.flush(LONG) and guard.get_many(keys, LONG) == {key: key.encode() for key in keys}
+
+    assert works()
+    for trouble, end in ((nodes[1].stop, nodes[1].go_on), (nodes[1].kill, nodes[1].start)):
+        trouble()
+        begin = time.monotonic()
+        for _ in range(20):
+            found = guard.get_many(keys, 0.05)
+            assert all(payload == key.encode() for key, payload in found.items())
+            put(guard, "key", b"key")
+        assert time.monotonic() - begin < 5
+        assert not guard.stats.reading
+        end()
+        servers.until(works)
+    store.clear()
+
+
+def test_a_cluster_with_no_node_left(tmp_path, make):
+    servers.need()
+    guard = make(stores.open(f"valkey+cluster://127.0.0.1:{servers.free_port()},127.0.0.1:{servers.free_port()}"))
+    for _ in range(5):
+        assert guard.get_many("a", LONG) == {}
+    assert not guard.stats.reading
