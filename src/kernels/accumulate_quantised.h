@@ -40,19 +40,19 @@ INLINE float load_scales(vec scales[TILE_VECS], const char *block, ptrdiff_t str
         scales[i] = n >= LANES ? load_scale_of_rows(block, stride) : load_few_scales(block, stride, n);
         zero_or_nan = v_fma(scales[i], v_zero(), zero_or_nan);
     }
-    return v_sum_lanes(zero_or_nan);
+    return v_equal(zero_or_nan, v_zero()) == (1u << LANES) - 1 ? 0 : NAN;
 }
 
-/* Multiplies weights by scales; returns the largest product. */
-INLINE float multiply_scales(float *products, const float *weights, const vec scales[TILE_VECS]) {
+/* Multiplies weights by scales; returns the largest products in each lane. */
+INLINE vec multiply_scales(float *products, const float *weights, const vec scales[TILE_VECS]) {
     vec largest = v_zero();
     UNROLL
     for (int i = 0; i < TILE_VECS; i++) {
         const vec x = v_mul(v_load(weights + i * LANES), scales[i]);
         v_store(products + i * LANES, x);
-        largest = v_max(v_abs(x), largest);
+        largest = v_max_abs(x, largest);
     }
-    return v_max_lane(largest);
+    return largest;
 }
 
 /* Rounds products times `inverse`, in their place. */
@@ -72,15 +72,16 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, accumula
                                  int blocks) {
     prefetcher next = a->next;
     float zero_or_nan[BLOCKS_AT_ONCE], inverse[WEIGHTS_AT_ONCE];
-    float largest[WEIGHTS_AT_ONCE] = {0};
+    vec largest[WEIGHTS_AT_ONCE];
     for (int b = 0, i = 0; b < blocks; b++, block += block_bytes(type)) {
         vec scales[TILE_VECS];
         zero_or_nan[b] = load_scales(scales, block, a->row_stride, a->n);
         for (int r = 0; r < num_q; r++, i++)
             prefetch_line(&next), largest[i] = multiply_scales(w->products[i], a->weights + r * KVC_TILE, scales);
     }
-    for (int i = 0; i < blocks * num_q; i += LANES) {            /* goes on to a multiple of LANES */
-        const vec x = v_max(v_set(1e-33f), v_load(largest + i)); /* smaller products round to nothing */
+    for (int i = blocks * num_q; i % LANES; i++) largest[i] = v_zero();
+    for (int i = 0; i < blocks * num_q; i += LANES) {                 /* goes on to a multiple of LANES */
+        const vec x = v_max(v_set(1e-33f), v_max_lanes(largest + i)); /* smaller products round to nothing */
         v_store(inverse + i, v_div(v_set(INT16_MAX), x));
         v_store(w->unit + i, v_mul(x, v_set(1.0f / INT16_MAX)));
     }

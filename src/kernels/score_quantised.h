@@ -116,7 +116,7 @@ INLINE int32_t order_block(int type, char *block) {
 INLINE float unit_of(const float *row, int dim) {
     vec largest = v_zero(), zero_or_nan = v_zero();
     for (int d = 0; d < dim; d += LANES) {
-        largest = v_max(v_abs(v_load(row + d)), largest);
+        largest = v_max_abs(v_load(row + d), largest);
         zero_or_nan = v_fma(v_load(row + d), v_zero(), zero_or_nan);
     }
     return v_max_lane(largest) / INT16_MAX + v_sum_lanes(zero_or_nan);

@@ -1,9 +1,6 @@
 /* softmax.h: steps of the online softmax; part of template.h. */
 
-enum {
-    EXPS = 4,        /* vectors that exp is taken of together */
-    SOFTMAX_ROWS = 8 /* rows that are read twice while they are in the L1 cache */
-};
+enum { EXPS = 4 /* vectors that exp is taken of together */ };
 
 static const float LEAST_EXP = -87, SCALE_OF_1 = 0x1.8p23f + 127;
 
@@ -37,12 +34,26 @@ INLINE void hide_past(float *row, int n, int padded) {
     for (; n < KVC_TILE; n += LANES) v_store(row + n, v_zero());
 }
 
-/* Returns the larger of max and a row's largest score.  Most tiles have none that is larger, which is seen at once. */
-INLINE float largest_of(const float *row, int padded, float max) {
-    const vec before = v_set(max);
-    vec largest = before;
+/* Returns the larger of max and a row's largest score, lane by lane. */
+INLINE vec largest_of(const float *row, int padded, float max) {
+    vec largest = v_set(max);
     for (int j = 0; j < padded; j += LANES) largest = v_max(v_load(row + j), largest);
-    return v_equal(largest, before) == (1u << LANES) - 1 ? max : v_max_lane(largest);
+    return largest;
+}
+
+/* Raises the maxima of num_q rows to `largest`, lane by lane, and computes their factors: of all rows at once, as the
+ * steps for one wait for each other. */
+INLINE void raise_maxima(const vec largest[LANES], int num_q, float *max, float *factor) {
+    float now[LANES], change[LANES] = {0};
+    v_store(now, v_max_lanes(largest));
+    for (int r = 0; r < num_q; r++) {
+        change[r] = max[r] == now[r] ? 0 : max[r] - now[r]; /* both may be -inf */
+        max[r] = now[r];
+    }
+    vec x = v_load(change);
+    exp_negative(1, &x);
+    v_store(change, x);
+    memcpy(factor, change, (size_t)num_q * sizeof *factor);
 }
 
 /* Turns a row's scores into weights, and returns their sum. */
@@ -64,23 +75,21 @@ INLINE float weigh_row(float *row, int padded, float max) {
     return v_sum_lanes(total);
 }
 
-/* Is a kvc_softmax_fn.  Finds the largest scores of some rows first, then computes their weights, as the steps for one
- * row wait for each other. */
+/* Is a kvc_softmax_fn.  Finds the largest scores of some rows first, then computes their weights. */
 INLINE void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor) {
     const int step = EXPS * LANES, padded = (n + step - 1) / step * step;
-    for (int first = 0; first < num_q; first += SOFTMAX_ROWS) {
-        const int end = smaller(first + SOFTMAX_ROWS, num_q);
+    for (int first = 0; first < num_q; first += LANES) {
+        const int end = smaller(first + LANES, num_q);
+        vec largest[LANES];
+        uint32_t stay = (1u << LANES) - 1; /* bit i: no lane i is larger than a row's maximum */
         for (int r = first; r < end; r++) {
             if (n < KVC_TILE) hide_past(scores + r * KVC_TILE, n, padded);
-            const float now = largest_of(scores + r * KVC_TILE, padded, max[r]);
+            largest[r - first] = largest_of(scores + r * KVC_TILE, padded, max[r]);
+            stay &= v_equal(largest[r - first], v_set(max[r]));
             factor[r] = 1;
-            if (max[r] != now) {
-                vec change = v_set(max[r] - now);
-                exp_negative(1, &change);
-                factor[r] = v_max_lane(change);
-                max[r] = now;
-            }
         }
+        for (int i = end - first; i < LANES; i++) largest[i] = v_zero();
+        if (stay != (1u << LANES) - 1) raise_maxima(largest, end - first, max + first, factor + first);
         for (int r = first; r < end; r++)
             sum[r] = sum[r] * factor[r] + weigh_row(scores + r * KVC_TILE, padded, max[r]);
     }

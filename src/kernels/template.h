@@ -34,6 +34,7 @@
  *   v_fma(x, y, z)             x * y + z, rounded once
  *   v_max(x, y)  v_min(x, y)   y where either is NaN
  *   v_abs(x)
+ *   v_max_abs(x, y)            v_max(v_abs(x), y), where y is at least 0 and x no signalling NaN
  *   v_number(x)                x, or 0 where it is NaN
  *   v_round_away(x)            to the nearest integer, halves away from 0
  *   v_truncate(x)              to an integer, towards 0
@@ -43,6 +44,7 @@
  *                              x * 2^n, where scale is 3 * 2^22 + 127 + n, n an integer of [-126, 0]; 0 where y is
  *                              below least
  *   v_max_lane(x)  v_sum_lanes(x)     one float
+ *   v_max_lanes(x)             a vector of the largest lanes of x[0 .. LANES), none NaN
  *   v_sums(x)                  a vector of the sums of x[0 .. LANES), each added up in the same order; where IS_WIDE,
  *                              of the halves of x[0 .. LANES / 2): the lower one of x[0], its upper one, those of x[1]
  *   v_transpose(x)             swaps lane j of x[i] and lane i of x[j]

@@ -81,6 +81,8 @@ INLINE vec v_min(vec x, vec y) { return _mm256_min_ps(x, y); }
 
 INLINE vec v_abs(vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 
+INLINE vec v_max_abs(vec x, vec y) { return _mm256_max_ps(v_abs(x), y); }
+
 INLINE vec v_number(vec x) { return _mm256_and_ps(x, _mm256_cmp_ps(x, x, _CMP_ORD_Q)); }
 
 INLINE uint32_t v_equal(vec x, vec y) { return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_EQ_OQ)); }
@@ -129,6 +131,17 @@ INLINE vec add_halves(vec a, vec b, vec c, vec d) {
 INLINE vec v_sums(const vec x[LANES]) {
     vec y = add_halves(x[0], x[1], x[2], x[3]), z = add_halves(x[4], x[5], x[6], x[7]);
     return _mm256_add_ps(_mm256_blend_ps(y, z, 0xf0), _mm256_permute2f128_ps(y, z, 0x21));
+}
+
+INLINE vec max_pairs(vec x, vec y) {
+    return _mm256_max_ps(_mm256_shuffle_ps(x, y, _MM_SHUFFLE(2, 0, 2, 0)),
+                         _mm256_shuffle_ps(x, y, _MM_SHUFFLE(3, 1, 3, 1)));
+}
+
+INLINE vec v_max_lanes(const vec x[LANES]) {
+    const vec y = max_pairs(max_pairs(x[0], x[1]), max_pairs(x[2], x[3]));
+    const vec z = max_pairs(max_pairs(x[4], x[5]), max_pairs(x[6], x[7]));
+    return _mm256_max_ps(_mm256_permute2f128_ps(y, z, 0x20), _mm256_permute2f128_ps(y, z, 0x31));
 }
 
 /* Transposes both halves of four vectors. */

@@ -77,6 +77,8 @@ INLINE vec v_min(vec x, vec y) { return _mm512_min_ps(x, y); }
 
 INLINE vec v_abs(vec x) { return _mm512_abs_ps(x); }
 
+INLINE vec v_max_abs(vec x, vec y) { return _mm512_range_ps(x, y, 0xb); }
+
 INLINE vec v_number(vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x); }
 
 INLINE uint32_t v_equal(vec x, vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ); }
@@ -188,6 +190,23 @@ INLINE void transpose_quarters(vec x[4]) {
     x[1] = _mm512_shuffle_ps(a, c, _MM_SHUFFLE(3, 2, 3, 2));
     x[2] = _mm512_shuffle_ps(b, d, _MM_SHUFFLE(1, 0, 1, 0));
     x[3] = _mm512_shuffle_ps(b, d, _MM_SHUFFLE(3, 2, 3, 2));
+}
+
+/* Returns the largest of a, b, c and d, quarter by quarter. */
+INLINE vec max_quarters(const vec x[4]) {
+    const __m512d a = _mm512_castps_pd(_mm512_max_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1])));
+    const __m512d b = _mm512_castps_pd(_mm512_max_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3])));
+    return _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+}
+
+INLINE vec max_halves(vec x, vec y) {
+    return _mm512_max_ps(_mm512_shuffle_f32x4(x, y, _MM_SHUFFLE(2, 0, 2, 0)),
+                         _mm512_shuffle_f32x4(x, y, _MM_SHUFFLE(3, 1, 3, 1)));
+}
+
+INLINE vec v_max_lanes(const vec x[LANES]) {
+    return max_halves(max_halves(max_quarters(x), max_quarters(x + 4)),
+                      max_halves(max_quarters(x + 8), max_quarters(x + 12)));
 }
 
 INLINE void v_transpose(vec x[LANES]) {

@@ -122,6 +122,8 @@ INLINE vec v_min(vec x, vec y) { return choose(vcltq_f32(x, y), x, y); }
 
 INLINE vec v_abs(vec x) { return vabsq_f32(x); }
 
+INLINE vec v_max_abs(vec x, vec y) { return v_max(v_abs(x), y); }
+
 INLINE vec v_number(vec x) { return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), vceqq_f32(x, x))); }
 
 INLINE uint32_t v_equal(vec x, vec y) {
@@ -145,6 +147,8 @@ INLINE vec v_scale(vec x, vec scale, vec y, vec least) {
 INLINE float v_max_lane(vec x) { return vmaxvq_f32(x); }
 
 INLINE float v_sum_lanes(vec x) { return vaddvq_f32(x); }
+
+INLINE vec v_max_lanes(const vec x[LANES]) { return vpmaxq_f32(vpmaxq_f32(x[0], x[1]), vpmaxq_f32(x[2], x[3])); }
 
 INLINE vec v_sums(const vec x[LANES]) { return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])); }
 
