@@ -361,7 +361,7 @@ static const char *tile_of(const driver_kernel *k, int32_t tile) {
 static void run_kernel(const driver_kernel *k, int32_t kernel, int32_t tile) {
     const int64_t stride = (int64_t)kvc_row_bytes(k->kernel_type, k->dim), bytes = KVC_TILE * (int64_t)k->row_bytes;
     const char *rows = kernel < 2 ? tile_of(k, tile) : NULL;
-    const kvc_ahead next = {k->rows + (tile * bytes + bytes) % (k->num_rows * (int64_t)k->row_bytes), bytes,
+    const kvc_ahead next = {k->rows + (tile * bytes + bytes) % (k->num_rows * (int64_t)k->row_bytes), (int32_t)bytes,
                             k->prefetch_level};
     switch (kernel) {
     case 0: scorer_of(k)->score(k->scores, k->q, k->q_stride, k->num_q, rows, stride, KVC_TILE, k->dim, next); break;

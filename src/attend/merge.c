@@ -121,6 +121,10 @@ static void end_part(const kvc_task *t) {
 }
 
 void kvc_end_parts(const kvc_task *t) {
+    if (t->job->num_members == 1) {
+        end_part(t);
+        return;
+    }
     for (int32_t m = 0, first = 0; m < t->job->num_members; m++) {
         const kvc_task own = kvc_member_of(t, m, first);
         first += own.num_query_rows;

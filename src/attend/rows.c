@@ -29,7 +29,7 @@ kvc_walk kvc_walk_values(const kvc_task *t, const kvc_tile *tile) {
 
 void kvc_prefetch(kvc_ahead ahead) {
 #if defined(__GNUC__)
-    for (int64_t i = 0; i < ahead.bytes; i += KVC_CACHE_LINE) __builtin_prefetch((const char *)ahead.begin + i, 0, 2);
+    for (int32_t i = 0; i < ahead.bytes; i += KVC_CACHE_LINE) __builtin_prefetch((const char *)ahead.begin + i, 0, 2);
 #else
     (void)ahead;
 #endif
@@ -130,6 +130,12 @@ kvc_kernel_rows kvc_take_rows(const kvc_task *t, kvc_walk *w, int64_t rows) {
     return in_place;
 }
 
+/* Returns what lies from first to end; of very large rows, the beginning. */
+static kvc_ahead ahead_of(const kvc_call *c, const uint8_t *first, const uint8_t *end) {
+    enum { MOST_BYTES = 1 << 24 };
+    return (kvc_ahead){first, (int32_t)kvc_smaller(end - first, MOST_BYTES), c->prefetch_level};
+}
+
 /* Narrow holes between rows that share lines with them count as rows: the processor fetches them all the same. */
 kvc_ahead kvc_take_ahead(const kvc_call *c, kvc_walk *w, int64_t rows) {
     const size_t row_bytes = w->row_bytes;
@@ -142,11 +148,11 @@ kvc_ahead kvc_take_ahead(const kvc_call *c, kvc_walk *w, int64_t rows) {
         const uint8_t *row = row_at(w, &p);
         some = step_on(&p, rows);
         if ((uintptr_t)row - (uintptr_t)end > narrow) {
-            kvc_prefetch((kvc_ahead){first, end - first, c->prefetch_level});
+            kvc_prefetch(ahead_of(c, first, end));
             first = row;
         }
         end = row + (size_t)some * row_bytes;
     }
     w->place = p;
-    return (kvc_ahead){first, end - first, c->prefetch_level};
+    return ahead_of(c, first, end);
 }

@@ -58,11 +58,12 @@ typedef void kvc_prepare_fn(float *q, int q_stride, int num_q, int dim, float sc
 
 /* The rows of a tile lie one after the other: rows[j] is the row at rows + j * row_stride, a number of bytes. */
 
-/* Memory that will be read next, which a kernel prefetches while it works. */
+/* Memory that will be read next, which a kernel prefetches while it works.  Fits two registers, in which it is passed.
+ */
 typedef struct kvc_ahead {
     const void *begin;
-    int64_t bytes; /* 0: prefetch nothing */
-    int level;     /* level of the cache to bring it into: 1 or 2 */
+    int32_t bytes; /* 0: prefetch nothing */
+    int32_t level; /* level of the cache to bring it into: 1 or 2 */
 } kvc_ahead;
 
 /* scores[r * KVC_TILE + j] = q[r] . rows[j] for r < num_q, j < n <= KVC_TILE.  q: prepared, rows q_stride floats apart.

@@ -112,7 +112,7 @@ static const kvc_ahead nothing_ahead = {NULL, 0, 2};
 
 static kvc_ahead ahead_of(const tile *t, int type, int dim)
 {
-    return (kvc_ahead){t ? t->rows : NULL, t ? (int64_t)kvc_row_bytes(type, dim) * random_int(1, 99) : 0,
+    return (kvc_ahead){t ? t->rows : NULL, t ? (int32_t)kvc_row_bytes(type, dim) * random_int(1, 99) : 0,
                        random_int(1, 3)};
 }
 
@@ -864,7 +864,7 @@ static void test_matmul(const kvc_kernels *kernels, int m, int n, int k, int add
     fill(b, MAX_K * LDB);
     fill(c, MAX_M * LDC);
     memcpy(old, c, sizeof old);
-    kernels->matmul(c, LDC, a, LDA, b, LDB, m, n, k, add, (kvc_ahead){b, (int64_t)sizeof b, 2});
+    kernels->matmul(c, LDC, a, LDA, b, LDB, m, n, k, add, (kvc_ahead){b, (int32_t)sizeof b, 2});
     for (int i = 0; i < MAX_M; i++) {
         for (int j = 0; j < LDC; j++) {
             double sum = add ? old[i * LDC + j] : 0, size = fabs(sum);
@@ -927,7 +927,7 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
     memcpy(prepared, q, sizeof q);
     tiler->prepare(prepared, stride, m, dim, (float)scale);
     tiler->pack_keys(panel, t->rows, t->stride, n, dim);
-    tiler->score(scores, KVC_TILE, prepared, stride, panel, KVC_TILE, m, n, dim, 0, (kvc_ahead){q, (int64_t)sizeof q, 2});
+    tiler->score(scores, KVC_TILE, prepared, stride, panel, KVC_TILE, m, n, dim, 0, (kvc_ahead){q, (int32_t)sizeof q, 2});
     for (int i = 0; i < m; i++) {
         for (int j = 0; j < n; j++) {
             double sum = 0, size = 0;
