@@ -15,6 +15,7 @@
  *   batch         the tokens of one forward pass, of one or many sequences.  A cache has one open batch at a time.
  *   delta         of a run: its positions now, less the positions its keys were rotated for (RoPE).
  *   span          a run as memory: pointers, strides, number of rows, first position, delta.
+ *   retained      of a sequence: it waits to be used again, until its memory is needed (kvc_retain).
  *
  * Life of a cache
  *   kvc_cache_new(config, &cache)                 an empty cache, of a model's shape
@@ -361,11 +362,11 @@ KVC_API int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 
 #define KVC_END INT32_MAX /* as the end of a range of positions: to the last one */
 
-/* Forgets every sequence, or one.  Memory is kept for reuse. */
+/* Forgets every sequence, retained ones too, or one.  Memory is kept for reuse. */
 KVC_API kvc_status kvc_clear(kvc_cache *cache);
 KVC_API kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id);
 
-/* Forgets every sequence but this one. */
+/* Forgets every sequence but this one, retained ones too. */
 KVC_API kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id);
 
 /* Makes dst hold the rows of src at positions below `length`, in place of what it held.  No row is copied: the two
@@ -433,6 +434,48 @@ KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
  * blocks.  KVC_ERR_BUSY; KVC_ERR_HELD (pointers into the rows would go stale); KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_compact(kvc_cache *cache);
 
+/* ---- rows that wait to be used again ---------------------------------------------------------------------------- */
+
+/* A retained sequence keeps rows that no running sequence may need any more, for others to come that begin with the
+ * same tokens: a piece of a prompt, say, of block_size tokens.  It is read like any other.  No batch and no edit takes
+ * it but kvc_inject (KVC_ERR_INVALID); kvc_clear_sequence drops it; kvc_sequences does not list it, and max_sequences
+ * does not count it.
+ * Where a call would fail with KVC_ERR_FULL for capacity or max_bytes, rows of retained sequences that nobody else
+ * holds are reclaimed first, the least recently used first; for a batch, and by kvc_reserve, none unless that is
+ * enough.  A sequence is reclaimed as a whole; but where others hold its rows in the layers that see everything, only
+ * its rows in the other layers are.  kvc_room counts what can be reclaimed. */
+
+/* Makes a retained sequence `id` of the rows of src at positions [begin, end), as the most recently used.  No row is
+ * copied, and those of cross-attention layers are left out.  Where src holds no rows there, there is no sequence then.
+ * KVC_ERR_INVALID if `id` holds rows; KVC_ERR_BUSY; KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end);
+
+/* Makes a retained sequence of new rows at positions [begin, end), at most block_size of them, whose contents come from
+ * elsewhere: write them with kvc_inject.  Until then they hold anything, so the sequence is pinned: take the pin away
+ * (kvc_pin) when they are written.  layers: [num_layers] not 0: the layer has rows; those of one group go together;
+ * NULL: all do.  May be called while a batch is open.  KVC_ERR_INVALID as kvc_retain; KVC_ERR_FULL; KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers);
+
+/* Makes dst, which holds nothing, of rows of retained sequences, given by rising position, as if their tokens had been
+ * put in dst.  *matched becomes the number of tokens, at most `length`, behind which dst can go on: so many that every
+ * layer has what a query there sees, which is all rows or those of its window.  Ids that do not exist count as
+ * reclaimed: what they held is missing.  dst holds no token from *matched on, and nothing where that is 0.  Marks the
+ * sequences as used, as kvc_touch does.
+ * KVC_ERR_INVALID if dst holds rows, an id is that of a sequence that is not retained, or rows of one do not stand
+ * behind those of the ones before; KVC_ERR_BUSY; KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int64_t dst, int32_t length,
+                              int32_t *matched);
+
+/* Marks retained sequences as used, the first as the most recent: what others build on stays longest.  kvc_pin pins
+ * them (add 1), so that they are not reclaimed, or takes a pin away (add -1).  Both ignore ids that do not exist, or
+ * are not retained. */
+KVC_API kvc_status kvc_touch(kvc_cache *cache, const int64_t *ids, int32_t num_ids);
+KVC_API kvc_status kvc_pin(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int32_t add);
+
+/* Writes the ids of the retained sequences, the least recently used first, at most max_ids of them; returns how many
+ * there are. */
+KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
+
 /* ---- memory ----------------------------------------------------------------------------------------------------- */
 
 typedef struct kvc_stats {
@@ -451,6 +494,9 @@ typedef struct kvc_stats {
     int64_t blocks_free;     /* now: memory kept for reuse */
     int64_t rows_copied;     /* to slots of a sequence's own, to be changed there: by kvc_divide and KVC_ROPE_FUNCTION,
                                 and of shared rows by kvc_settle and kvc_inject.  Nothing else copies a stored row */
+    int64_t rows_reclaimed;    /* of retained sequences, to make room */
+    int64_t retained;          /* now: retained sequences */
+    int64_t reclaimable_slots; /* now: of live_slots, those that only such sequences hold */
 } kvc_stats;
 
 /* Fills in *stats, of stats_size bytes. */
@@ -469,7 +515,8 @@ KVC_API int64_t kvc_capacity(kvc_cache *cache);
 KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
 
 /* Returns live slots as a fraction of `capacity`, or, where that has no limit, of the slots in blocks; of the fullest
- * group.  At most 1: rows that are to replace others, in an edit or a batch that restores, count once it is done. */
+ * group.  At most 1: rows that are to replace others, in an edit or a batch that restores, count once it is done, and
+ * those that can be reclaimed do not count. */
 KVC_API double kvc_utilization(kvc_cache *cache);
 
 typedef struct kvc_block_info {

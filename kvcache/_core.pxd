@@ -104,10 +104,19 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens)
     kvc_status kvc_compact(kvc_cache *cache)
 
+    kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end)
+    kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers)
+    kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int64_t dst, int32_t length,
+                          int32_t *matched)
+    kvc_status kvc_touch(kvc_cache *cache, const int64_t *ids, int32_t num_ids)
+    kvc_status kvc_pin(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int32_t add)
+    int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids)
+
     ctypedef struct kvc_stats:
         int64_t batches, aborted, tokens, rows_evicted, rows_moved, compactions
         int64_t blocks_opened, blocks_reused, blocks_returned
         int64_t live_slots, wasted_slots, blocks_in_use, blocks_free, rows_copied
+        int64_t rows_reclaimed, retained, reclaimable_slots
 
     void kvc_get_stats(kvc_cache *cache, kvc_stats *stats, size_t stats_size)
     int64_t kvc_nbytes(kvc_cache *cache)

@@ -79,6 +79,7 @@ include "binding/views.pxi"
 include "binding/calls.pxi"
 include "binding/callbacks.pxi"
 include "binding/cache.pxi"
+include "binding/retained.pxi"
 include "binding/batch.pxi"
 
 

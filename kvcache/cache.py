@@ -1506,7 +1506,9 @@ class KVCache:
             ``compactions``; ``rows_copied`` before a change (by `divide`, by `shift` if `rope` is a function, and by
             `settle` and `inject` of shared rows); ``blocks_opened``, ``blocks_reused`` and ``blocks_returned``, whose
             memory was allocated, reused and given back. Present numbers: ``live_slots``, which hold a token;
-            ``wasted_slots``, which wait for a compaction; ``blocks_in_use`` and ``blocks_free``. Rows, slots and blocks
+            ``wasted_slots``, which wait for a compaction; ``blocks_in_use`` and ``blocks_free``; sequences ``retained``
+            by a `PrefixCache`, ``reclaimable_slots``, which only these hold, and, counted so far, ``rows_reclaimed``
+            of them to make room. Rows, slots and blocks
             are summed over layer groups (the layers of one policy), not over layers.
         """
         return self._core.stats()

@@ -163,7 +163,8 @@ cdef class Cache(_CallCounter):
         self.leave()
         return can != 0
 
-    def sequences(self):
+    cdef list list_ids(self, bint retained):
+        """List the sequences; or the retained ones, the least recently used first."""
         cdef int64_t max_ids = -1, count = 0
         cdef kvc_cache *cache
         cdef int64_t[::1] ids
@@ -175,9 +176,12 @@ cdef class Cache(_CallCounter):
             to = &ids[0]
             cache = self.enter()
             with nogil:
-                count = kvc_sequences(cache, to, max_ids)
+                count = kvc_retained(cache, to, max_ids) if retained else kvc_sequences(cache, to, max_ids)
             self.leave()
         return found[:count].tolist()
+
+    def sequences(self):
+        return self.list_ids(False)
 
     def positions(self, seq_id, layer):
         cdef int64_t seq = to_seq_id(seq_id), max_positions = -1, count = 0
@@ -353,7 +357,8 @@ cdef class Cache(_CallCounter):
             "rows_moved": s.rows_moved, "rows_copied": s.rows_copied, "compactions": s.compactions,
             "blocks_opened": s.blocks_opened, "blocks_reused": s.blocks_reused, "blocks_returned": s.blocks_returned,
             "live_slots": s.live_slots, "wasted_slots": s.wasted_slots, "blocks_in_use": s.blocks_in_use,
-            "blocks_free": s.blocks_free,
+            "blocks_free": s.blocks_free, "rows_reclaimed": s.rows_reclaimed, "retained": s.retained,
+            "reclaimable_slots": s.reclaimable_slots,
         }
 
     def blocks(self, layer):
@@ -551,15 +556,15 @@ cdef class Cache(_CallCounter):
             positions[tokens] = self.find_next(seq_id) + np.arange(len(tokens))
         return positions
 
-    cdef cnp.ndarray find_restored(self, object layers):
-        """Return for each layer whether it is among these."""
-        cdef cnp.ndarray given = to_int_array(layers, "restored", cnp.NPY_INT32, -_INT32_MAX - 1, _INT32_MAX)
-        restored = np.zeros(self.num_layers, np.uint8)
+    cdef cnp.ndarray flag_layers(self, object layers, str name):
+        """Return an array that flags the layers of a list."""
+        cdef cnp.ndarray given = to_int_array(layers, name, cnp.NPY_INT32, -_INT32_MAX - 1, _INT32_MAX)
+        flags = np.zeros(self.num_layers, np.uint8)
         for i, layer in enumerate(given.tolist()):
             if not 0 <= layer < self.num_layers:
-                raise IndexError(f"restored[{i}]={layer}: the layers are 0 to {self.num_layers - 1}")
-            restored[layer] = 1
-        return restored
+                raise IndexError(f"{name}[{i}]={layer}: the layers are 0 to {self.num_layers - 1}")
+            flags[layer] = 1
+        return flags
 
     def begin(self, n, positions, seq_ids, parents, timeout, decide, restored):
         """Begin a batch. `decide` returns for each token whether its sequence is unstored; None: all are stored."""
@@ -573,7 +578,7 @@ cdef class Cache(_CallCounter):
         batch.cache = self
         _owner = batch.read_tokens(n, positions, seq_ids, parents, &args)
         if restored is not None:
-            restored_layers = self.find_restored(restored)
+            restored_layers = self.flag_layers(restored, "restored")
             args.restored = <const uint8_t *>cnp.PyArray_DATA(restored_layers)
         args.timeout_ms = to_timeout(timeout)
         if decide is not None:

@@ -9,6 +9,7 @@
 #include "store/draft.h"
 #include "store/check.h"
 #include "store/limits.h"
+#include "store/reclaim.h"
 #include "store/waiting.h"
 
 /* What is noted of a slot instead of a delta: no sequence holds it, or its holders have different deltas there. */
@@ -207,5 +208,8 @@ static kvc_status apply_deltas(kvc_cache *cache) {
 
 kvc_status kvc_settle(kvc_cache *cache) {
     kvc_lock(cache);
-    return kvc_unlock(cache, apply_deltas(cache));
+    kvc_status status = apply_deltas(cache);
+    for (int64_t slots = 1; status == KVC_ERR_FULL && kvc_reclaim(cache, KVC_ANY_GROUP, slots); slots *= 2)
+        status = apply_deltas(cache);
+    return kvc_unlock(cache, status);
 }

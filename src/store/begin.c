@@ -32,7 +32,8 @@ static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
         const int32_t s = repeats ? batch->sequence_of[t - 1] : kvc_batch_add_sequence(batch, id);
         if (s < 0) return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)id);
         kvc_batch_sequence *member = &batch->sequences[s];
-        const kvc_status status = mark_unstored(batch, member, t, args->unstored && args->unstored[t]);
+        kvc_status status = kvc_check_not_retained(member->sequence);
+        if (status == KVC_OK) status = mark_unstored(batch, member, t, args->unstored && args->unstored[t]);
         if (status != KVC_OK) return status;
         const int32_t next = member->num_tokens ? member->next : kvc_sequence_next(member->sequence);
         const int32_t position = positions ? positions[t] : next;

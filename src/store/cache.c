@@ -12,6 +12,7 @@ static void count_holding(kvc_cache *cache, kvc_sequence *sequence, int32_t hold
 }
 
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence) {
+    if (sequence->is_retained) return;
     count_holding(cache, sequence, kvc_sequence_holds(sequence));
     if (sequence->changed_at) return;
     sequence->next_changed = cache->changed;
@@ -28,9 +29,26 @@ void kvc_cache_unmark_changed(kvc_sequence *sequence) {
     sequence->next_changed = NULL;
 }
 
+void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence) {
+    sequence->is_retained = 1;
+    sequence->older = cache->newest;
+    *(cache->newest ? &cache->newest->newer : &cache->oldest) = sequence;
+    cache->newest = sequence;
+    cache->num_retained++;
+}
+
+void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence) {
+    *(sequence->older ? &sequence->older->newer : &cache->oldest) = sequence->newer;
+    *(sequence->newer ? &sequence->newer->older : &cache->newest) = sequence->older;
+    sequence->older = sequence->newer = NULL;
+    sequence->is_retained = 0;
+    cache->num_retained--;
+}
+
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_unmark_changed(sequence);
     count_holding(cache, sequence, 0);
+    if (sequence->is_retained) kvc_cache_unretain(cache, sequence);
     kvc_table_remove(&cache->sequences, sequence);
     kvc_sequence_free(sequence, &cache->memory, cache->pools);
 }

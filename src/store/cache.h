@@ -41,9 +41,12 @@ struct kvc_cache {
     int64_t max_seq_len, max_sequences, capacity, max_bytes; /* 0: no limit */
 
     kvc_table sequences;
-    kvc_sequence *changed;              /* list of the sequences in which the next batch looks for rows to evict */
-    kvc_sequence *spare;                /* made by kvc_reserve for the next new sequence; NULL: none */
-    int64_t num_holding;                /* number of sequences that hold rows */
+    kvc_sequence *changed;         /* list of the sequences in which the next batch looks for rows to evict */
+    kvc_sequence *spare;           /* made by kvc_reserve for the next new sequence; NULL: none */
+    int64_t num_holding;           /* number of sequences that hold rows, but for retained ones */
+    kvc_sequence *oldest, *newest; /* list of the retained sequences, from the least recently used on */
+    int64_t num_retained;
+    int32_t forgoes_retained;           /* previews of evictions take it that all are dropped that may be reclaimed */
     kvc_batch *batch;                   /* the open batch; NULL: none */
     struct kvc_row_buffer *row_buffers; /* list: the open batch's, and those of ended batches still in use */
     int64_t row_buffer_bytes;           /* bytes of the rows of all row buffers */
@@ -115,6 +118,15 @@ void kvc_cache_unmark_changed(kvc_sequence *sequence);
 
 /* Marks a sequence as changed at the end of an edit, and frees it if it is blank. */
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Adds a sequence of the table to the list of retained ones, as the most recently used, or takes it out. */
+void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence);
+
+/* Returns whether a retained sequence may be reclaimed: not if it is pinned, or a call writes its rows. */
+static inline int kvc_is_reclaimable(const kvc_sequence *sequence) {
+    return !sequence->num_pins && !sequence->in_place;
+}
 
 /* Takes a sequence out of the table and frees it; or only if it is blank; or every sequence but `kept` (NULL: all). */
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence);

@@ -145,6 +145,12 @@ kvc_status kvc_check_idle(const kvc_sequence *sequence) {
                     (long long)sequence->id);
 }
 
+kvc_status kvc_check_not_retained(const kvc_sequence *sequence) {
+    if (!sequence || !sequence->is_retained) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "sequence %lld is a retained one: attach it to another, and go on there",
+                    (long long)sequence->id);
+}
+
 kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what) {
     if (cache->num_rewrites)
         return kvc_fail(KVC_ERR_BUSY,

@@ -132,6 +132,11 @@ static void copy_bookkeeping(cloning *c) {
         for (int32_t i = 0; i < c->from->sequences.num; i++)
             copy_runs(&c->to->sequences.items[i]->runs[g], &c->from->sequences.items[i]->runs[g], twins);
     }
+    for (const kvc_sequence *from = c->from->oldest; from; from = from->newer) {
+        kvc_sequence *to = kvc_table_find(&c->to->sequences, from->id);
+        to->num_pins = from->num_pins;
+        kvc_cache_retain(c->to, to);
+    }
     for (int32_t i = 0; i < c->to->sequences.num; i++) kvc_cache_mark_changed(c->to, c->to->sequences.items[i]);
 }
 

@@ -24,7 +24,7 @@ int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
     for (int32_t i = 0; i < pool->num_blocks; i++)
         if (is_movable(pool->blocks[i])) waste += pool->blocks[i]->fill - pool->blocks[i]->live;
     /* Do not count the holes that a window leaves behind its sinks, and in the block it moves out of, soon free. */
-    if (kvc_policy_evicts(&cache->policies[group])) waste -= 2 * (int64_t)pool->block_size * cache->sequences.num;
+    if (kvc_policy_evicts(&cache->policies[group])) waste -= 2 * (int64_t)pool->block_size * cache->num_holding;
     return waste;
 }
 

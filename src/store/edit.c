@@ -4,6 +4,7 @@
 #include "store/check.h"
 #include "store/draft.h"
 #include "store/limits.h"
+#include "store/reclaim.h"
 #include "store/waiting.h"
 
 /* Returns KVC_ERR_UNSUPPORTED if the rope of a layer is not known, so that its keys cannot move. */
@@ -114,7 +115,7 @@ static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_
 }
 
 /* Edits a sequence in all groups of tokens. */
-static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
+static kvc_status try_to_apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
     const size_t size = kvc_drafts_size(cache);
     if (!size) return KVC_OK;
     kvc_draft *drafts = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
@@ -132,11 +133,20 @@ static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e)
     return status;
 }
 
+/* Does the same, and reclaims what it takes to succeed. */
+static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
+    kvc_status status = try_to_apply(cache, sequence, e);
+    for (int64_t slots = 1; status == KVC_ERR_FULL && kvc_reclaim(cache, KVC_ANY_GROUP, slots); slots *= 2)
+        status = try_to_apply(cache, sequence, e);
+    return status;
+}
+
 /* ---- removing ---------------------------------------------------------------------------------------------------- */
 
 static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {
     kvc_sequence *sequence = kvc_cache_find_to_copy(cache, seq_id);
     kvc_status status = kvc_check_idle(sequence);
+    if (status == KVC_OK) status = kvc_check_not_retained(sequence);
     if (status == KVC_OK && sequence && end >= kvc_sequence_next(sequence))
         status = kvc_check_cut(cache, sequence, begin);
     if (status != KVC_OK || !sequence) return status;
@@ -184,6 +194,7 @@ static kvc_status move_range(kvc_cache *cache, int64_t seq_id, const edit *e) {
     kvc_sequence *sequence = kvc_cache_find_to_copy(cache, seq_id);
     kvc_status status = check_rope(cache);
     if (status == KVC_OK) status = kvc_check_idle(sequence);
+    if (status == KVC_OK) status = kvc_check_not_retained(sequence);
     if (status == KVC_OK && sequence && e->change.move > 0)
         status = check_target(cache, sequence, e->change.begin, e->change.moved_end, e->change.move);
     const int nothing = e->change.divisor ? e->change.divisor == 1 : e->change.move == 0;

@@ -11,6 +11,7 @@
 #include "store/draft.h"
 #include "store/check.h"
 #include "store/limits.h"
+#include "store/reclaim.h"
 #include "store/transfer.h"
 #include "store/transform.h"
 #include "store/waiting.h"
@@ -209,6 +210,16 @@ static kvc_status unshare_rows(injection *x, int32_t group, kvc_run_list *list) 
     return status;
 }
 
+/* Does the same, and reclaims what it takes to succeed, but for the sequence itself. */
+static kvc_status unshare_and_reclaim(injection *x, int32_t group, kvc_sequence *sequence) {
+    sequence->num_pins++;
+    kvc_status status = unshare_rows(x, group, &sequence->runs[group]);
+    for (int64_t slots = 1; status == KVC_ERR_FULL && kvc_reclaim(x->cache, KVC_ANY_GROUP, slots); slots *= 2)
+        status = unshare_rows(x, group, &sequence->runs[group]);
+    sequence->num_pins--;
+    return status;
+}
+
 static kvc_status inject(injection *x, int64_t seq_id) {
     const kvc_run_list none = {.min_position = -1, .max_position = -1};
     kvc_sequence *sequence = kvc_cache_find_to_copy(x->cache, seq_id);
@@ -219,7 +230,7 @@ static kvc_status inject(injection *x, int64_t seq_id) {
     status = get_memory(x, list ? list : &none);
     if (status == KVC_OK) find_parts(x, list ? list : &none);
     if (status == KVC_OK && !x->in->skip_missing && x->num_found < x->end - x->begin) status = fail_missing(x, seq_id);
-    if (status == KVC_OK && x->num_found) status = unshare_rows(x, g, list);
+    if (status == KVC_OK && x->num_found) status = unshare_and_reclaim(x, g, sequence);
     if (status == KVC_OK && x->num_found) {
         if (x->draft.num_copies) find_parts(x, list); /* copied rows have other slots now */
         write_unlocked(x, sequence, g);

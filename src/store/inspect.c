@@ -221,19 +221,26 @@ static kvc_status check_evicted(const kvc_cache *cache, const kvc_sequence *sequ
 
 /* Checks the counts and lists that spare a batch looking at all sequences. */
 static kvc_status check_notes(const kvc_cache *cache) {
-    int64_t num_holding = 0;
+    int64_t num_holding = 0, num_retained = 0;
     for (int32_t i = 0; i < cache->sequences.num; i++) {
         const kvc_sequence *sequence = cache->sequences.items[i];
         const long long id = sequence->id;
         num_holding += sequence->holds;
-        REQUIRE(sequence->in_batch || sequence->holds == kvc_sequence_holds(sequence),
+        REQUIRE(sequence->in_batch || sequence->holds == (kvc_sequence_holds(sequence) && !sequence->is_retained),
                 "sequence %lld is noted to hold rows, or not to", id);
+        REQUIRE(!sequence->is_retained || !(sequence->in_batch || sequence->changed_at),
+                "sequence %lld is a retained one and in use", id);
+        num_retained += sequence->is_retained;
         REQUIRE(!sequence->changed_at || *sequence->changed_at == sequence, "sequence %lld is not in its list", id);
-        const kvc_status status = sequence->changed_at || sequence->in_batch ? KVC_OK : check_evicted(cache, sequence);
+        const kvc_status status = sequence->changed_at || sequence->in_batch || sequence->is_retained
+                                      ? KVC_OK
+                                      : check_evicted(cache, sequence);
         if (status != KVC_OK) return status;
     }
     REQUIRE(num_holding == cache->num_holding, "%lld sequences that hold rows are noted, there are %lld",
             (long long)cache->num_holding, (long long)num_holding);
+    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer) num_retained--;
+    REQUIRE(num_retained == 0, "the list of retained sequences is not that of the table");
     REQUIRE(cache->memory.replaced == 0, "lists that nobody uses are left");
     return KVC_OK;
 }

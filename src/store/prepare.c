@@ -5,6 +5,7 @@
 #include "store/demand.h"
 #include "store/evict.h"
 #include "store/limits.h"
+#include "store/reclaim.h"
 #include "store/scratch.h"
 #include "store/row_buffer.h"
 #include "store/waiting.h"
@@ -93,13 +94,14 @@ static int64_t count_freed_slots(const kvc_batch *batch, int32_t g) {
     return slots;
 }
 
-/* Returns KVC_ERR_FULL if more slots of group g than the capacity would be live. */
-static kvc_status check_capacity(const kvc_batch *batch, int32_t g) {
+/* Returns KVC_ERR_FULL if more slots of group g than the capacity would be live, by *excess. */
+static kvc_status check_capacity(const kvc_batch *batch, int32_t g, int64_t *excess) {
     kvc_cache *cache = batch->cache;
     const int32_t num_slots = batch->num_tokens - batch->num_buffered;
     if (!cache->capacity) return KVC_OK;
     const int64_t live = cache->pools[g].live - count_freed_slots(batch, g);
-    if (live + num_slots <= cache->capacity) return KVC_OK;
+    *excess = live + num_slots - cache->capacity;
+    if (*excess <= 0) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL,
                     "%d more tokens do not fit: %lld of capacity %lld are in use, %lld fit at once; remove some, "
                     "clear a sequence, or give a larger capacity",
@@ -235,16 +237,54 @@ static kvc_status check_bytes(const kvc_batch *batch) {
                     cache->num_holds ? ", but for what views of the rows keep from being moved" : "");
 }
 
+/* Where a batch does not fit: in a group, by so many slots; or KVC_ANY_GROUP, in bytes. */
+typedef struct shortage {
+    int32_t group;
+    int64_t slots;
+} shortage;
+
+static kvc_status check_room(const kvc_batch *batch, shortage *lack) {
+    for (lack->group = 0; lack->group < batch->cache->num_token_groups; lack->group++) {
+        if (!kvc_takes_rows(batch, lack->group)) continue;
+        const kvc_status status = check_capacity(batch, lack->group, &lack->slots);
+        if (status != KVC_OK) return status;
+    }
+    *lack = (shortage){KVC_ANY_GROUP, 1};
+    return check_bytes(batch);
+}
+
+/* Returns whether the batch would fit without what can be reclaimed. */
+static kvc_status check_room_without_retained(const kvc_batch *batch) {
+    shortage lack;
+    batch->cache->forgoes_retained = 1;
+    const kvc_status status = check_room(batch, &lack);
+    batch->cache->forgoes_retained = 0;
+    forget_needs(batch);
+    return status;
+}
+
+/* Checks capacity and max_bytes, and reclaims what it takes to succeed. */
+static kvc_status make_room(const kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
+    shortage lack;
+    kvc_status status = check_room(batch, &lack);
+    if (status != KVC_ERR_FULL || !cache->oldest) return status;
+    status = check_room_without_retained(batch);
+    for (int64_t step = 1; status == KVC_OK; step *= 2) {
+        status = check_room(batch, &lack);
+        if (status != KVC_ERR_FULL || !kvc_reclaim(cache, lack.group, lack.slots * step)) break;
+        status = KVC_OK;
+    }
+    return status;
+}
+
 kvc_status kvc_fit(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     kvc_set_lows(cache);
     kvc_status status = check_num_sequences(batch);
-    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
-        if (!kvc_takes_rows(batch, g)) continue;
-        status = check_seq_len(batch, g);
-        if (status == KVC_OK) status = check_capacity(batch, g);
-    }
-    return status == KVC_OK ? check_bytes(batch) : status;
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
+        if (kvc_takes_rows(batch, g)) status = check_seq_len(batch, g);
+    return status == KVC_OK ? make_room(batch) : status;
 }
 
 /* ---- prepare (may fail) and carry out (cannot) ------------------------------------------------------------------- */

@@ -5,7 +5,7 @@
 
 #include "base/parallel.h"
 #include "store/check.h"
-#include "store/limits.h"
+#include "store/reclaim.h"
 #include "store/span.h"
 #include "store/transfer.h"
 #include "store/transform.h"
@@ -206,7 +206,7 @@ static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_arg
                            .thread = kvc_thread_self()};
     put->run = (kvc_run){block, kvc_pool_take(pool, block, count), count, 0, 0};
     batch->cross_puts = *out = put;
-    status = kvc_check_max_bytes(cache, "putting the rows of a cross-attention layer");
+    status = kvc_fit_max_bytes(cache, "putting the rows of a cross-attention layer");
     if (status != KVC_OK) kvc_cross_put_end(batch, put, 0);
     return status;
 }

@@ -123,6 +123,7 @@ static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, 1, &batch);
     if (status != KVC_OK) return status;
     kvc_set_lows(cache);
+    cache->forgoes_retained = 1; /* what would be reclaimed is room */
     /* room: known to fit; more than `most` are known not to. */
     int64_t room = 0, most = count_room(batch), bytes;
     if (!cache->max_bytes) room = most;
@@ -135,6 +136,7 @@ static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
         most = middle - 1;
         status = KVC_OK;
     }
+    cache->forgoes_retained = 0;
     kvc_discard_batch(batch);
     if (status == KVC_OK) *num_tokens = room;
     return status;

@@ -2,7 +2,7 @@
 #include "store/row_buffer.h"
 
 #include "store/layout.h"
-#include "store/limits.h"
+#include "store/reclaim.h"
 #include "store/waiting.h"
 
 #include <string.h>
@@ -81,7 +81,7 @@ static kvc_status assign_buffer(kvc_batch *batch, int32_t layer, kvc_row_buffer 
     if (!(*out = find_buffer(cache, -1))) {
         kvc_status status = kvc_row_buffer_add(batch);
         if (status != KVC_OK) return status;
-        status = kvc_check_max_bytes(cache, "putting rows of a sequence that is not stored");
+        status = kvc_fit_max_bytes(cache, "putting rows of a sequence that is not stored");
         if (status != KVC_OK) free_buffer(cache, cache->row_buffers);
         if (status != KVC_OK) return status;
         *out = cache->row_buffers;

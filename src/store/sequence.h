@@ -14,9 +14,12 @@ typedef struct kvc_sequence {
     struct kvc_draft *drafts; /* [num_token_groups] the drafts of that call */
     int32_t in_place;         /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
     int32_t holds;            /* it is counted in cache->num_holding */
+    int32_t is_retained;      /* it is in the list of retained sequences: retain.h */
+    int64_t num_pins;         /* of a retained sequence: while there are any, it is not reclaimed */
     int32_t num_groups;
     int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
     struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */
+    struct kvc_sequence *older, *newer;              /* place in the list of retained sequences */
     kvc_run_list runs[];                             /* [num_groups] */
 } kvc_sequence;
 

@@ -1,5 +1,6 @@
 /* stats.c: the public functions that say how much memory a cache has and how well it is used. */
 #include "store/limits.h"
+#include "store/reclaim.h"
 
 int64_t kvc_nbytes(kvc_cache *cache) {
     kvc_lock(cache);
@@ -35,7 +36,8 @@ double kvc_utilization(kvc_cache *cache) {
         const kvc_pool *pool = &cache->pools[g];
         const double slots =
             cache->capacity ? (double)cache->capacity : (double)(pool->num_blocks - pool->num_free) * pool->block_size;
-        const double share = slots > 0 ? (double)(pool->live - pool->drafted) / slots : 0;
+        const int64_t live = pool->live - pool->drafted - kvc_count_reclaimable(cache, g);
+        const double share = slots > 0 ? (double)live / slots : 0;
         if (share > most) most = share;
     }
     kvc_unlock(cache, KVC_OK);
@@ -45,6 +47,7 @@ double kvc_utilization(kvc_cache *cache) {
 void kvc_get_stats(kvc_cache *cache, kvc_stats *out, size_t size) {
     kvc_lock(cache);
     kvc_stats stats = cache->stats;
+    stats.retained = cache->num_retained;
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
         stats.blocks_opened += pool->opened;
@@ -54,6 +57,7 @@ void kvc_get_stats(kvc_cache *cache, kvc_stats *out, size_t size) {
         stats.wasted_slots += pool->filled - pool->live;
         stats.blocks_in_use += pool->num_blocks - pool->num_free;
         stats.blocks_free += pool->num_free;
+        stats.reclaimable_slots += kvc_count_reclaimable(cache, g);
     }
     kvc_unlock(cache, KVC_OK);
     kvc_write_struct(out, size, &stats, sizeof stats);

@@ -1,0 +1,383 @@
+/* retain.c: the public functions that make, share and list retained sequences. */
+#include "store/check.h"
+#include "store/limits.h"
+#include "store/reclaim.h"
+#include "store/waiting.h"
+
+/* ---- making retained sequences ------------------------------------------------------------------------------------
+ */
+
+static kvc_status fail_memory(int64_t id) {
+    return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)id);
+}
+
+static kvc_status check_ids(const int64_t *ids, int32_t num_ids) {
+    if (num_ids >= 0 && (ids || !num_ids)) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "num_ids is %d%s", num_ids, num_ids < 0 ? "" : " and ids is NULL");
+}
+
+static kvc_sequence *find_retained(const kvc_cache *cache, int64_t id) {
+    kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
+    return sequence && sequence->is_retained ? sequence : NULL;
+}
+
+/* Returns KVC_ERR_INVALID if there is a sequence already. */
+static kvc_status check_unused(const kvc_cache *cache, int64_t id) {
+    if (!kvc_table_find(&cache->sequences, id)) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "sequence %lld holds rows: retain others under an id that is not used",
+                    (long long)id);
+}
+
+/* Makes a retained sequence that holds nothing as yet, and adds it to the table; returns NULL if out of memory. */
+static kvc_sequence *new_retained(kvc_cache *cache, int64_t id) {
+    const kvc_table before = cache->sequences;
+    kvc_sequence *sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
+    if (!sequence) return NULL;
+    if (kvc_table_reserve(&cache->sequences, &before, &cache->memory) != KVC_OK) {
+        kvc_sequence_free(sequence, &cache->memory, cache->pools);
+        return NULL;
+    }
+    kvc_table_keep(&cache->sequences, &before, &cache->memory);
+    kvc_table_insert(&cache->sequences, sequence);
+    kvc_cache_retain(cache, sequence);
+    return sequence;
+}
+
+/* A list that gets parts of other lists' runs, after they were counted. */
+typedef struct sharer {
+    kvc_run_list *list;
+    int32_t num_parts;
+} sharer;
+
+static void count_part(void *context, const kvc_run *part) {
+    (void)part;
+    ((sharer *)context)->num_parts++;
+}
+
+static void share_part(void *context, const kvc_run *part) {
+    kvc_pool_hold(part->block, part->slot, part->count);
+    kvc_runs_append(((sharer *)context)->list, part);
+}
+
+/* Shares the rows of src at positions [begin, end) in one group. */
+static kvc_status retain_group(kvc_cache *cache, const kvc_run_list *from, int32_t begin, int32_t end,
+                               kvc_run_list *to) {
+    sharer s = {.list = to};
+    kvc_runs_visit(from, begin, end, count_part, &s);
+    const kvc_status status = kvc_runs_reserve(to, &cache->memory, s.num_parts);
+    if (status != KVC_OK) return status;
+    kvc_runs_visit(from, begin, end, share_part, &s);
+    to->lost = kvc_runs_lost_in(to, from->lost, begin, end);
+    return KVC_OK;
+}
+
+static kvc_status retain(kvc_cache *cache, int64_t src_id, int64_t id, int32_t begin, int32_t end) {
+    const kvc_sequence *src = kvc_cache_find(cache, src_id);
+    kvc_status status = kvc_check_idle(src);
+    if (status == KVC_OK) status = check_unused(cache, id);
+    if (status != KVC_OK || !src) return status;
+    kvc_sequence *sequence = new_retained(cache, id);
+    if (!sequence) return fail_memory(id);
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
+        status = retain_group(cache, &src->runs[g], begin, end, &sequence->runs[g]);
+    if (status != KVC_OK || !kvc_sequence_holds(sequence)) kvc_cache_forget(cache, sequence);
+    return status;
+}
+
+kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end) {
+    const kvc_status status = kvc_check_positions(begin, end);
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    return kvc_unlock(cache, retain(cache, src, id, begin, end));
+}
+
+/* ---- rows that come from elsewhere --------------------------------------------------------------------------------
+ */
+
+/* The block that a group's new rows are in, for undoing. */
+typedef struct new_block {
+    kvc_block *block;
+    int32_t touched; /* touched slots of the block before */
+    int32_t opened;  /* whether it was allocated for this */
+} new_block;
+
+/* Takes slots for positions [begin, end), which fit a block, in one group. */
+static kvc_status take_slots(kvc_cache *cache, kvc_sequence *sequence, int32_t g, int32_t begin, int32_t end,
+                             new_block *taken) {
+    kvc_pool *pool = &cache->pools[g];
+    const int32_t count = end - begin, before = pool->num_blocks;
+    const int64_t live = pool->live + count - cache->capacity;
+    if (cache->capacity && live > 0 && (!kvc_reclaim(cache, g, live) || pool->live + count > cache->capacity))
+        return kvc_fail(KVC_ERR_FULL,
+                        "%d more tokens do not fit: %lld of capacity %lld are in use; clear a sequence, or give a "
+                        "larger capacity",
+                        count, (long long)pool->live, (long long)cache->capacity);
+    kvc_status status = kvc_runs_reserve(&sequence->runs[g], &cache->memory, 1);
+    if (status == KVC_OK) status = kvc_pool_reserve(pool, 1);
+    if (status != KVC_OK) return status;
+    kvc_block *block = kvc_pool_open(pool);
+    *taken = (new_block){block, block->touched, pool->num_blocks > before};
+    kvc_runs_append(&sequence->runs[g], &(kvc_run){block, kvc_pool_take(pool, block, count), count, begin, 0});
+    return KVC_OK;
+}
+
+/* Gives back the slots that take_slots took, and their block. */
+static void give_slots(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const new_block *taken) {
+    kvc_pool *pool = &cache->pools[g];
+    if (!taken->block) return;
+    kvc_runs_visit(&sequence->runs[g], 0, KVC_END, kvc_drop_part, pool);
+    sequence->runs[g].num = 0;
+    kvc_pool_unopen(pool, taken->block, taken->touched);
+    kvc_pool_unreserve(pool, !taken->opened, taken->opened);
+}
+
+/* Returns whether a layer of the group is flagged; where layers is NULL, whether one has rows of its own. */
+static int takes_group(const kvc_cache *cache, int32_t g, const uint8_t *layers) {
+    for (int32_t i = 0; i < cache->num_layers; i++)
+        if (cache->group_of[i] == g && kvc_keeps_tokens(cache, i) && (!layers || layers[i])) return 1;
+    return 0;
+}
+
+static kvc_status take_all(kvc_cache *cache, kvc_sequence *sequence, int32_t begin, int32_t end, const uint8_t *layers,
+                           new_block *taken) {
+    kvc_status status = KVC_OK;
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
+        if (takes_group(cache, g, layers))
+            status = take_slots(cache, sequence, g, begin, end, &taken[g]);
+        else
+            sequence->runs[g].lost = (kvc_interval){begin, end};
+    }
+    return status == KVC_OK ? kvc_fit_max_bytes(cache, "retaining rows") : status;
+}
+
+static kvc_status retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers) {
+    const size_t size = (size_t)(cache->num_token_groups + 1) * sizeof(new_block);
+    kvc_cache_find_to_copy(cache, id);
+    kvc_status status = check_unused(cache, id);
+    if (status != KVC_OK || begin == end) return status;
+    new_block *taken = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    kvc_sequence *sequence = taken ? new_retained(cache, id) : NULL;
+    if (sequence) {
+        for (int32_t g = 0; g < cache->num_token_groups; g++) taken[g] = (new_block){0};
+        sequence->num_pins = 1;
+        status = take_all(cache, sequence, begin, end, layers, taken);
+        for (int32_t g = cache->num_token_groups - 1; status != KVC_OK && g >= 0; g--)
+            give_slots(cache, sequence, g, &taken[g]);
+        if (status != KVC_OK || !kvc_sequence_holds(sequence)) kvc_cache_forget(cache, sequence);
+    } else {
+        status = fail_memory(id);
+    }
+    kvc_memory_free(&cache->memory, taken, size, KVC_MEMORY_SCRATCH, -1);
+    return status;
+}
+
+kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers) {
+    const kvc_status status = kvc_check_positions(begin, end);
+    if (status != KVC_OK) return status;
+    if (end - begin > kvc_block_size(cache))
+        return kvc_fail(KVC_ERR_INVALID, "end is %d: at most block_size, %d, positions from begin, %d, on", end,
+                        kvc_block_size(cache), begin);
+    kvc_lock(cache);
+    return kvc_unlock(cache, retain_new(cache, id, begin, end, layers));
+}
+
+/* ---- going on from retained sequences -----------------------------------------------------------------------------
+ */
+
+/* Retained sequences, in order of position. */
+typedef struct pieces {
+    kvc_cache *cache;
+    kvc_sequence **items; /* [num] NULL: it was reclaimed */
+    int32_t num;
+} pieces;
+
+static const kvc_run_list *list_of(const pieces *p, int32_t i, int32_t g) {
+    return p->items[i] ? &p->items[i]->runs[g] : NULL;
+}
+
+/* Returns the end of the rows of group g that stand at positions from 0 on without a gap. */
+static int32_t covered_to(const pieces *p, int32_t g) {
+    int32_t end = 0;
+    const kvc_run *run;
+    for (int32_t i = 0; i < p->num; i++)
+        while (p->items[i] && (run = kvc_runs_at(list_of(p, i, g), end))) end = run->position + run->count;
+    return end;
+}
+
+/* Returns the first of the positions below `end` that have rows of group g up to `end` without a gap. */
+static int32_t covered_from(const pieces *p, int32_t g, int32_t end) {
+    const kvc_run *run;
+    for (int32_t i = p->num - 1; i >= 0; i--)
+        while (p->items[i] && end > 0 && (run = kvc_runs_at(list_of(p, i, g), end - 1))) end = run->position;
+    return end;
+}
+
+/* Returns the position behind the last row of group g below `end`; 0 if there is none. */
+static int32_t last_below(const pieces *p, int32_t g, int32_t end) {
+    int32_t last = 0;
+    for (int32_t i = 0; i < p->num; i++) {
+        const kvc_run_list *list = list_of(p, i, g);
+        for (const kvc_run *run = list ? kvc_runs_begin(list) : NULL; list && run < kvc_runs_end(list); run++) {
+            const int32_t to = run->position + run->count < end ? run->position + run->count : end;
+            if (run->position < end && to > last) last = to;
+        }
+    }
+    return last;
+}
+
+/* Returns the largest position, at most `end`, at which group g holds all that a query there would see. */
+static int32_t find_end(const pieces *p, int32_t g, int32_t end) {
+    const kvc_policy *policy = &p->cache->policies[g];
+    const int32_t first_gap = covered_to(p, g);
+    if (!kvc_policy_evicts(policy) || first_gap < kvc_policy_sinks(policy)) return first_gap < end ? first_gap : end;
+    for (int32_t from; end > first_gap && (from = covered_from(p, g, end)) > kvc_policy_lowest(policy, end);)
+        end = last_below(p, g, from - 1);
+    return end;
+}
+
+/* Returns the largest position, at most `length`, at which all groups do. */
+static int32_t find_match(const pieces *p, int32_t length) {
+    for (int32_t g = 0, end; g < p->cache->num_token_groups; g++) {
+        end = find_end(p, g, length);
+        if (end < length) g = -1; /* groups before may have gaps in the windows of an earlier position */
+        length = end;
+    }
+    return length;
+}
+
+/* Makes one group of a sequence of what a query at `end` or later sees, and what its policy retains besides. */
+static kvc_status attach_group(const pieces *p, int32_t g, int32_t end, kvc_run_list *list) {
+    const kvc_policy *policy = &p->cache->policies[g];
+    sharer s = {.list = list};
+    int32_t sinks = 0, from = 0;
+    if (kvc_policy_evicts(policy)) {
+        const int32_t retained = kvc_policy_retained(policy, end), covered = covered_from(p, g, end);
+        sinks = kvc_policy_sinks(policy);
+        from = retained > covered ? retained : covered;
+        if (from < sinks) from = sinks;
+        if (sinks > end) sinks = from = end;
+    }
+    for (int32_t pass = 0; pass < 2; pass++) {
+        kvc_part_fn *visit = pass ? share_part : count_part;
+        for (int32_t i = 0; i < p->num; i++) {
+            if (!p->items[i]) continue;
+            kvc_runs_visit(list_of(p, i, g), 0, sinks, visit, &s);
+            kvc_runs_visit(list_of(p, i, g), from, end, visit, &s);
+        }
+        const kvc_status status = pass ? KVC_OK : kvc_runs_reserve(list, &p->cache->memory, s.num_parts);
+        if (status != KVC_OK) return status;
+    }
+    if (sinks < from) list->lost = (kvc_interval){sinks, from};
+    return KVC_OK;
+}
+
+/* Makes sequence dst, in place of `old` (NULL: there is none), of all that is attached below `end`. */
+static kvc_status attach_all(const pieces *p, int64_t dst, kvc_sequence *old, int32_t end) {
+    kvc_cache *cache = p->cache;
+    const kvc_table before = cache->sequences;
+    kvc_sequence *sequence = kvc_sequence_new(&cache->memory, dst, cache->num_groups, cache->num_token_groups);
+    kvc_status status = sequence ? KVC_OK : KVC_ERR_NOMEM;
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
+        status = attach_group(p, g, end, &sequence->runs[g]);
+    if (status == KVC_OK) status = kvc_table_reserve(&cache->sequences, &before, &cache->memory);
+    if (status != KVC_OK) {
+        if (sequence) kvc_sequence_free(sequence, &cache->memory, cache->pools);
+        return fail_memory(dst);
+    }
+    kvc_table_keep(&cache->sequences, &before, &cache->memory);
+    if (old) kvc_cache_forget(cache, old);
+    kvc_table_insert(&cache->sequences, sequence);
+    kvc_cache_after_edit(cache, sequence);
+    return KVC_OK;
+}
+
+/* Makes a retained sequence the most recently used. */
+static void touch(kvc_cache *cache, kvc_sequence *sequence) {
+    kvc_cache_unretain(cache, sequence);
+    kvc_cache_retain(cache, sequence);
+}
+
+/* Finds the retained sequences; those whose rows are being written are left out, as if they were reclaimed. */
+static kvc_status find_pieces(pieces *p, const int64_t *ids) {
+    int32_t last = -1;
+    for (int32_t i = 0; i < p->num; i++) {
+        kvc_sequence *sequence = kvc_table_find(&p->cache->sequences, ids[i]);
+        if (sequence && !sequence->is_retained)
+            return kvc_fail(KVC_ERR_INVALID, "ids[%d] is %lld: that sequence is not a retained one", i,
+                            (long long)ids[i]);
+        p->items[i] = sequence && !sequence->in_place ? sequence : NULL;
+        if (!p->items[i]) continue;
+        if (kvc_sequence_first(sequence) <= last)
+            return kvc_fail(KVC_ERR_INVALID, "ids[%d] is %lld: its rows must stand behind those of the ids before", i,
+                            (long long)ids[i]);
+        last = kvc_sequence_last(sequence);
+    }
+    return KVC_OK;
+}
+
+static kvc_status attach(kvc_cache *cache, const int64_t *ids, int32_t num, int64_t dst, int32_t length,
+                         int32_t *matched) {
+    kvc_sequence *old = kvc_cache_find(cache, dst);
+    kvc_status status = kvc_check_idle(old);
+    if (status == KVC_OK && old && kvc_sequence_holds(old)) status = check_unused(cache, dst);
+    if (status != KVC_OK || !num) return status;
+    const size_t size = (size_t)num * sizeof(kvc_sequence *);
+    pieces p = {cache, kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1), num};
+    if (!p.items) return kvc_fail(KVC_ERR_NOMEM, "out of memory to attach %d sequences", num);
+    status = find_pieces(&p, ids);
+    const int32_t end = status == KVC_OK ? find_match(&p, length) : 0;
+    if (end) status = attach_all(&p, dst, old, end);
+    if (status == KVC_OK) {
+        for (int32_t i = num - 1; i >= 0; i--)
+            if (p.items[i]) touch(cache, p.items[i]);
+        *matched = end;
+    }
+    kvc_memory_free(&cache->memory, p.items, size, KVC_MEMORY_SCRATCH, -1);
+    return status;
+}
+
+kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int64_t dst, int32_t length,
+                      int32_t *matched) {
+    kvc_status status = check_ids(ids, num_ids);
+    if (status != KVC_OK) return status;
+    if (length < 0) return kvc_fail(KVC_ERR_INVALID, "length is %d: a position must not be negative", length);
+    if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
+    *matched = 0;
+    kvc_lock(cache);
+    return kvc_unlock(cache, attach(cache, ids, num_ids, dst, length, matched));
+}
+
+/* ---- the list of retained sequences -------------------------------------------------------------------------------
+ */
+
+kvc_status kvc_touch(kvc_cache *cache, const int64_t *ids, int32_t num_ids) {
+    const kvc_status status = check_ids(ids, num_ids);
+    if (status != KVC_OK) return status;
+    kvc_lock(cache);
+    for (int32_t i = num_ids - 1; i >= 0; i--) {
+        kvc_sequence *sequence = find_retained(cache, ids[i]);
+        if (sequence) touch(cache, sequence);
+    }
+    return kvc_unlock(cache, KVC_OK);
+}
+
+kvc_status kvc_pin(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int32_t add) {
+    const kvc_status status = check_ids(ids, num_ids);
+    if (status != KVC_OK) return status;
+    if (add != 1 && add != -1) return kvc_fail(KVC_ERR_INVALID, "add is %d: it must be 1 or -1", add);
+    kvc_lock(cache);
+    for (int32_t i = 0; i < num_ids; i++) {
+        kvc_sequence *sequence = find_retained(cache, ids[i]);
+        if (sequence && (add > 0 || sequence->num_pins)) sequence->num_pins += add;
+    }
+    return kvc_unlock(cache, KVC_OK);
+}
+
+int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids) {
+    int64_t n = 0;
+    kvc_lock(cache);
+    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer, n++)
+        if (n < max_ids) ids[n] = sequence->id;
+    kvc_unlock(cache, KVC_OK);
+    return n;
+}
