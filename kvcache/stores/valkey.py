@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -70,10 +72,9 @@ class ValkeyStore(MutableMapping[str, bytes]):
         self.ttl = ttl
         self.timeout = timeout
         self.prefix = prefix
-        self._is_cluster, tls, self._nodes, self._options = _parse(url)
+        self._is_cluster, self._tls, self._nodes, self._options = _parse(url)
         files = {"ssl_ca_certs": ca_certs, "ssl_certfile": certfile, "ssl_keyfile": keyfile}
-        if tls:
-            self._options |= {"ssl": True, "ssl_check_hostname": True}
+        if self._tls:
             self._options |= {name: os.fspath(path) for name, path in files.items() if path is not None}
         elif any(files.values()):
             raise ValueError(f"{shown(url)} takes no TLS: certificates need valkeys:// or valkeys+cluster://")
@@ -84,21 +85,36 @@ class ValkeyStore(MutableMapping[str, bytes]):
     def __repr__(self) -> str:
         return f"ValkeyStore({self._url!r}, ttl={self.ttl}, timeout={self.timeout}, prefix={self.prefix!r})"
 
-    @property
-    def _client(self) -> Any:
-        """The client; another one in a forked child, because locks of this one may be held for ever there."""
+    @contextlib.contextmanager
+    def _client(self) -> Iterator[Any]:
+        """Yield the client; another one in a forked child, because locks of this one may be held for ever there.
+
+        A cluster's client forgets nodes that failed, and once it has forgotten all, it never works again: after an
+        error the next call makes another client, which begins with the nodes of the address.
+        """
         if self._client_and_process is None or self._client_and_process[1] != os.getpid():
             self._client_and_process = self._connect(), os.getpid()
-        return self._client_and_process[0]
+        try:
+            yield self._client_and_process[0]
+        except Exception:
+            if self._is_cluster:
+                self._client_and_process = None
+            raise
 
     def _connect(self) -> Any:
         options = self._options | {"socket_timeout": self.timeout, "socket_connect_timeout": self.timeout}
+        host, port = self._nodes[0]
         if not self._is_cluster:
-            host, port = self._nodes[0]
-            return self._valkey.Valkey(host, port, **options)
-        nodes = [self._valkey.cluster.ClusterNode(host, port) for host, port in self._nodes]
-        # One more attempt finds a replica that was promoted; more would only prolong a failure.
-        return self._valkey.ValkeyCluster(startup_nodes=nodes, cluster_error_retry_attempts=1, **options)
+            return self._valkey.Valkey(host, port, ssl=self._tls, ssl_check_hostname=self._tls, **options)
+        # Of a cluster the client drops ssl_check_hostname, unless its pools of connections bring it.
+        checks = {"ssl_check_hostname": True} if self._tls else {}
+        return self._valkey.ValkeyCluster(
+            url=f"{'valkeys' if self._tls else 'valkey'}://{f'[{host}]' if ':' in host else host}:{port}",
+            startup_nodes=[self._valkey.cluster.ClusterNode(*node) for node in self._nodes[1:]],
+            connection_pool_class=partial(self._valkey.ConnectionPool, **checks),
+            cluster_error_retry_attempts=1,  # finds a replica that was promoted; more would only prolong a failure
+            **options,
+        )
 
     def close(self) -> None:
         """Close all connections; a later call opens them again."""
@@ -111,42 +127,53 @@ class ValkeyStore(MutableMapping[str, bytes]):
     # ---- one value
 
     def __getitem__(self, key: str) -> bytes:
-        value = self._get(self._client, self._name(key))
+        with self._client() as client:
+            value = self._get(client, self._name(key))
         if value is None:
             raise KeyError(key)
         return bytes(value)
 
     def __setitem__(self, key: str, value: bytes) -> None:
-        self._set(self._client, self._name(key), value)
+        with self._client() as client:
+            self._set(client, self._name(key), value)
 
     def __delitem__(self, key: str) -> None:
-        if not self._client.unlink(self._name(key)):
+        with self._client() as client:
+            num_removed = client.unlink(self._name(key))
+        if not num_removed:
             raise KeyError(key)
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and bool(self._client.exists(self._name(key)))
+        if not isinstance(key, str):
+            return False
+        with self._client() as client:
+            return bool(client.exists(self._name(key)))
 
     # ---- many
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
         """Return the values that there are of these keys, in one round trip to each node."""
         keys = list(keys)
-        pipeline = self._client.pipeline(transaction=False)
-        for key in keys:
-            self._get(pipeline, self._name(key))
-        return {key: value for key, value in zip(keys, pipeline.execute(), strict=True) if value is not None}
+        with self._client() as client:
+            pipeline = client.pipeline(transaction=False)
+            for key in keys:
+                self._get(pipeline, self._name(key))
+            found = pipeline.execute()
+        return {key: value for key, value in zip(keys, found, strict=True) if value is not None}
 
     def set_many(self, items: Mapping[str, bytes]) -> None:
         """Store values, in one round trip to each node. An error leaves some of them stored."""
-        pipeline = self._client.pipeline(transaction=False)
-        for key, value in items.items():
-            self._set(pipeline, self._name(key), value)
-        pipeline.execute()
+        with self._client() as client:
+            pipeline = client.pipeline(transaction=False)
+            for key, value in items.items():
+                self._set(pipeline, self._name(key), value)
+            pipeline.execute()
 
     def __iter__(self) -> Iterator[str]:
         first = len(self._name(""))
         pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._name("")) + b"*"
-        names = dict.fromkeys(self._client.scan_iter(match=pattern, count=1000))  # it may repeat some
+        with self._client() as client:
+            names = set(client.scan_iter(match=pattern, count=1000))  # it may repeat some
         for name in names:
             yield name[first:].decode(errors="surrogatepass")
 
@@ -157,10 +184,11 @@ class ValkeyStore(MutableMapping[str, bytes]):
         """Remove all values whose keys begin with the prefix."""
         keys = list(self)
         for begin in range(0, len(keys), 1000):
-            pipeline = self._client.pipeline(transaction=False)
-            for key in keys[begin : begin + 1000]:
-                pipeline.unlink(self._name(key))
-            pipeline.execute()
+            with self._client() as client:
+                pipeline = client.pipeline(transaction=False)
+                for key in keys[begin : begin + 1000]:
+                    pipeline.unlink(self._name(key))
+                pipeline.execute()
 
     # ---- commands
 

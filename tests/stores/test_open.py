@@ -49,7 +49,7 @@ def test_paths(tmp_path, monkeypatch):
         ("dir:x?max_bytes=lots", "'lots' is no number of bytes"),
         ("dir:x?max_bytes=0", "max_bytes=0: must be positive"),
         ("dir:x?max_bytes", "bad query field: 'max_bytes'"),
-        ("dir:x?max_bytes=5&max_bytes=6", "gives an option twice"),
+        ("dir:x?max_bytes=5&max_bytes=6", "gives max_bytes twice"),
     ],
 )
 def test_bad_addresses(tmp_path, monkeypatch, url, message):

@@ -120,29 +120,27 @@ def test_passwords(tmp_path):
             ValkeyStore(server.url)["a"]
 
 
-@pytest.fixture
-def certificate(tmp_path):
-    """A folder with a certificate of localhost, which signs itself, and its key."""
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key -out certificate -subj /CN=localhost"
-    command += " -addext subjectAltName=DNS:localhost"
+def make_certificate(folder, names):
+    """Make a certificate that signs itself, and its key; return the options of a server that has them."""
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key -out certificate -subj /CN=localhost -addext"
     try:
-        subprocess.run(command.split(), cwd=tmp_path, check=True, capture_output=True)
+        subprocess.run([*command.split(), f"subjectAltName={names}"], cwd=folder, check=True, capture_output=True)
     except FileNotFoundError:
         pytest.skip("no openssl here makes a certificate")
-    return tmp_path
-
-
-def test_tls(certificate):
-    valkey = servers.need()
     names = {"--tls-cert-file": "certificate", "--tls-ca-cert-file": "certificate", "--tls-key-file": "key"}
-    options = [word for option, name in names.items() for word in (option, str(certificate / name))]
+    return [word for option, name in names.items() for word in (option, str(folder / name))]
+
+
+def test_tls(tmp_path):
+    valkey = servers.need()
+    options = make_certificate(tmp_path, "DNS:localhost")
     with contextlib.ExitStack() as stack:
         try:
-            server = stack.enter_context(servers.Server(certificate / "server", *options, tls=True))
+            server = stack.enter_context(servers.Server(tmp_path / "server", *options, tls=True))
         except pytest.fail.Exception:
             pytest.skip("the server was built without TLS")
         files = {"ca_certs": "certificate", "certfile": "certificate", "keyfile": "key"}
-        query = "&".join(f"{option}={certificate / name}" for option, name in files.items())
+        query = "&".join(f"{option}={tmp_path / name}" for option, name in files.items())
         store = stores.open(f"{server.url}?{query}")
         store["a"] = b"value"
         assert store["a"] == b"value"
@@ -151,6 +149,30 @@ def test_tls(certificate):
             ValkeyStore(server.url)["a"]
         with pytest.raises(valkey.ConnectionError, match="certificate verify failed"):  # its name is localhost
             stores.open(f"{server.url.replace('localhost', '127.0.0.1')}?{query}")["a"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ["IP:127.0.0.1", "DNS:another"])
+def test_a_cluster_with_tls(tmp_path, names):
+    valkey = servers.need()
+    port = servers.free_port()
+    options = [*make_certificate(tmp_path, names), "--tls-cluster", "yes", "--tls-auth-clients", "no"]
+    options += ["--tls-port", str(port)]
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(servers.cluster(tmp_path, *options, num_nodes=1))
+        except pytest.fail.Exception:
+            pytest.skip("the server was built without TLS")
+        store = ValkeyStore(f"valkeys+cluster://127.0.0.1:{port}", ca_certs=tmp_path / "certificate")
+        if names == "DNS:another":
+            with pytest.raises(valkey.exceptions.ValkeyClusterException, match="certificate verify failed"):
+                store["a"]
+            return
+        store["a"] = b"value"
+        assert store.get_many("ab") == {"a": b"value"}
+        store.close()
+        with pytest.raises(valkey.exceptions.ValkeyClusterException, match="certificate verify failed"):
+            ValkeyStore(f"valkeys+cluster://127.0.0.1:{port}")["a"]
 
 
 def test_a_child_has_connections_of_its_own(store):
@@ -410,6 +432,23 @@ def test_a_cluster_s_node_is_stopped_killed_and_comes_back(nodes, make):
         end()
         servers.until(works)
     store.clear()
+
+
+@pytest.mark.slow
+def test_a_cluster_that_was_gone_comes_back(tmp_path):
+    """Also for a client that has found none of its nodes for a while, and without being made again."""
+    valkey = servers.need()
+    with servers.cluster(tmp_path, num_nodes=1) as (node,):
+        store = ValkeyStore(servers.url_of([node]), timeout=5)
+        store["a"] = b"value"
+        node.kill()
+        for call in 3 * [lambda: store["a"], lambda: store.get_many("a"), lambda: store.set_many({"a": b""})]:
+            with pytest.raises((valkey.ValkeyError, valkey.exceptions.ValkeyClusterException)):
+                call()
+        node.start()
+        servers.until(lambda: servers.is_complete(node, 1))
+        store["a"] = b"value"
+        assert store.get_many("ab") == {"a": b"value"}
 
 
 def test_a_cluster_with_no_node_left(tmp_path, make):

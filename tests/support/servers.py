@@ -80,7 +80,9 @@ class Server:
         with socket.create_connection(("127.0.0.1", self.port), 1) as connection:
             if self.tls:
                 return b"connected"
-            connection.sendall(command + b"\r\n")
+            words = command.split()
+            parts = [b"*%d\r\n" % len(words), *(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)]
+            connection.sendall(b"".join(parts))
             return connection.recv(4096)
 
     def kill(self):
