@@ -170,7 +170,7 @@ class Write:
 class Lane:
     """A queue, the thread that works it off, and the breaker of what it does; all fields under the guard's lock."""
 
-    def __init__(self, name: str, lock: threading.Lock, work: Callable[[], None]) -> None:
+    def __init__(self, name: str, lock: threading.RLock, work: Callable[[], None]) -> None:
         self.name = name
         self.work = work
         self.changed = threading.Condition(lock)
@@ -195,16 +195,18 @@ class Lane:
     def run(self) -> None:
         changed = self.changed
         with changed:
-            while self.queue or changed.wait_for(lambda: self.queue, LINGER):
-                self.is_busy = True
-                changed.release()
-                try:
-                    self.work()
-                finally:
-                    changed.acquire()
-                    self.is_busy = False
-                    changed.notify_all()
-            self.thread = None  # before the lock is let go, so that no job waits for a thread that has ended
+            try:
+                while self.queue or changed.wait_for(lambda: self.queue, LINGER):
+                    self.is_busy = True
+                    changed.release()
+                    try:
+                        self.work()
+                    finally:
+                        changed.acquire()
+                        self.is_busy = False
+                        changed.notify_all()
+            finally:
+                self.thread = None  # before the lock is let go, so that no job waits for a thread that has ended
 
     @property
     def is_idle(self) -> bool:
@@ -265,7 +267,7 @@ class Guard:
 
     def _make_lanes(self) -> None:
         """Begin without threads, and with empty queues; again in a forked child, which has no other threads."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage collection may run anything while it is held
         self._reading = Lane("read", self._lock, self._work_read)
         self._writing = Lane("write", self._lock, self._work_write)
         self._answers = 0  # of the store to reads
@@ -289,7 +291,11 @@ class Guard:
         with self._lock:
             read = Read(keys, time.monotonic() + timeout, self._answers)
             if timeout > 0 and self._admit_read(read):
-                self._reading.changed.wait_for(lambda: read.is_done, timeout)
+                try:
+                    self._reading.changed.wait_for(lambda: read.is_done, timeout)
+                except BaseException:  # such as Ctrl-C
+                    read.is_done = True
+                    raise
                 warning = self._end_wait(read)
             self._counts["hits"] += len(read.found)
             self._counts["misses"] += len(keys) - len(read.found)

@@ -169,6 +169,21 @@ def test_any_time(make):
     assert make({"a": packed("a")}).get_many("a", math.inf) == {"a": b"rows"}
 
 
+def test_an_interrupted_caller_waits_no_more(make, monkeypatch):
+    store = Blocking()
+    guard = make(store)
+
+    def interrupt(condition, timeout):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(guard._reading.changed, "wait_for", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        guard.get_many("abc", LONG)
+    monkeypatch.undo()
+    until(lambda: guard._reading.is_idle)
+    assert store.calls == []
+
+
 # ---- failures
 
 

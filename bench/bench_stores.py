@@ -1,0 +1,84 @@
+"""Measure what a prefix cache gets from a store: python bench/bench_stores.py [URL...]
+
+Without an address: a dictionary and a temporary folder. With some: these, such as valkey://localhost:6379/0. Values are
+written and read through the guard, with CRC-32 and with a MAC, interleaved with memcpy of the same bytes: rates are the
+medians of the rounds, quotients those of the rounds' quotients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, MutableMapping
+
+from kvcache import stores
+from kvcache.stores.guard import Guard
+from kvcache.system import parse_bytes, readable
+from kvcache.tools.interleave import rounds
+
+LONG = 600.0
+
+
+def timed(function: Callable[[], object]) -> Callable[[], float]:
+    def run() -> float:
+        begin = time.perf_counter()
+        function()
+        return time.perf_counter() - begin
+
+    return run
+
+
+def measure(
+    name: str, store: MutableMapping[str, bytes], secret: bytes | None, value: bytes, keys: list[str], seconds: float
+) -> None:
+    nbytes = len(value) * len(keys)
+    guard = Guard(store, digest=b"bench", secret=secret, max_queued_bytes=4 * nbytes)
+
+    def write() -> None:
+        for key in keys:
+            guard.put(key, lambda: [value], len(value))
+        if not guard.flush(LONG) or guard.stats.dropped:
+            raise SystemExit(f"{name} did not take the values: {guard.stats}")
+
+    def read() -> None:
+        if len(guard.get_many(keys, LONG)) < len(keys):
+            raise SystemExit(f"{name} did not return the values: {guard.stats}")
+
+    copy = timed(lambda: [bytearray(value) for _ in keys])
+    miss = timed(lambda: guard.get_many(["nothing"], LONG))
+    found = list(zip(*rounds(timed(write), timed(read), copy, miss, seconds=seconds, least=5), strict=True))
+    guard.close(LONG)
+    rates = [statistics.median(nbytes / each for each in times) / 1e9 for times in found[:3]]
+    quotient = statistics.median(copied / taken for taken, copied in zip(found[1], found[2], strict=True))
+    kind = "MAC" if secret else "CRC"
+    miss_us = statistics.median(found[3]) * 1e6
+    print(
+        f"{name:30} {kind} {readable(len(value)):>9}{rates[0]:8.2f}{rates[1]:8.2f}{rates[2]:8.2f}"
+        f"{quotient:9.2f}{miss_us:9.0f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", nargs="*", help="addresses of stores")
+    parser.add_argument("--size", nargs="+", default=["256KiB", "8MiB"], help="bytes of a value (256KiB 8MiB)")
+    parser.add_argument("--seconds", type=float, default=3, help="of each line (3)")
+    arguments = parser.parse_args()
+    print(f"{'store':30} {'':3} {'value':>9}{'write':>8}{'read':>8}{'memcpy':>8}{'of copy':>9}{'miss µs':>9}   GB/s")
+    with tempfile.TemporaryDirectory() as folder:
+        opened: dict[str, MutableMapping[str, bytes]] = {url: stores.open(url) for url in arguments.url}
+        opened = opened or {"a dictionary": {}, "a folder": stores.open(f"dir:{folder}")}
+        for size in map(parse_bytes, arguments.size):
+            keys = [f"bench {size} {i}" for i in range(max(4, min(256, (64 << 20) // size)))]
+            for secret in (None, b"secret"):
+                for name, store in opened.items():
+                    measure(name, store, secret, os.urandom(size), keys, arguments.seconds)
+                    for key in keys:
+                        store.pop(key, None)
+
+
+if __name__ == "__main__":
+    main()
