@@ -152,6 +152,7 @@ class Read:
     keys: list[str]
     deadline: float
     answers: int  # of the store so far
+    stop_at_miss: bool = False
     found: dict[str, memoryview] = field(default_factory=dict)
     is_done: bool = False  # nobody waits for more of it
     is_judged: bool = False  # whether it failed is known to the breaker
@@ -275,7 +276,7 @@ class Guard:
 
     # ---- what callers use
 
-    def get_many(self, keys: Iterable[str], timeout: float) -> dict[str, memoryview]:
+    def get_many(self, keys: Iterable[str], timeout: float, *, stop_at_miss: bool = False) -> dict[str, memoryview]:
         """Return the payloads that the store has for these keys and hands out in time; others are misses.
 
         Parameters
@@ -284,12 +285,15 @@ class Guard:
             The keys, in the order in which they are wanted.
         timeout : float
             Seconds after which what has come is returned. Later answers are dropped.
+        stop_at_miss : bool, default False
+            Whether a key is of no use without those before it, so that reading ends where one is missing. What was
+            asked for in the same call of the store may still be among the results.
         """
         keys = list(dict.fromkeys(keys))
         timeout = min(timeout, threading.TIMEOUT_MAX)
         warning = None
         with self._lock:
-            read = Read(keys, time.monotonic() + timeout, self._answers)
+            read = Read(keys, time.monotonic() + timeout, self._answers, stop_at_miss)
             if timeout > 0 and self._admit_read(read):
                 try:
                     self._reading.changed.wait_for(lambda: read.is_done, timeout)
@@ -412,11 +416,11 @@ class Guard:
         failure = None
         for keys in self._calls(read.keys):
             try:
-                self._read_call(read, keys)
+                is_complete = self._read_call(read, keys)
             except BaseException as error:  # a store may raise anything, and the thread must not end
                 failure = error
                 break
-            if read.is_done:
+            if read.is_done or (read.stop_at_miss and not is_complete):
                 break
         with self._lock:
             warning = self._end_read(read, failure)
@@ -435,8 +439,8 @@ class Guard:
             return 1
         return max(1, min(CALL_BYTES // max(self._value_bytes, 1), MAX_CALL_KEYS))
 
-    def _read_call(self, read: Read, keys: list[str]) -> None:
-        """Fetch and check the values of some keys."""
+    def _read_call(self, read: Read, keys: list[str]) -> bool:
+        """Fetch and check the values of some keys; return whether all of them are there."""
         begin = time.perf_counter()
         payloads: dict[str, memoryview] = {}
         refused: list[tuple[str, str]] = []
@@ -460,6 +464,7 @@ class Guard:
         for key, reason in refused:
             self._warn(f"what it has for {key!r} was refused and deleted: {reason}")
             self.delete(key)
+        return len(payloads) == len(keys)
 
     def _fetch(self, keys: list[str]) -> list[tuple[str, object]]:
         """Return what the store has; None is nothing."""

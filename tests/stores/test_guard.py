@@ -122,6 +122,18 @@ def test_large_values_are_several_calls(make, monkeypatch):
     assert [len(keys) for _, keys in store.calls] == [2, 2]
 
 
+@pytest.mark.parametrize("kind", [Faulty, Bulk])
+def test_reading_may_stop_at_a_miss(make, kind, monkeypatch):
+    monkeypatch.setattr(module, "MAX_CALL_KEYS", 2)
+    store = kind(items={key: packed(key) for key in "abdef"})
+    guard = make(store)
+    assert set(guard.get_many("abcdef", LONG)) == set("abdef")
+    store.calls.clear()
+    found = guard.get_many("abcdef", LONG, stop_at_miss=True)
+    assert {"a", "b"} <= set(found) <= {"a", "b", "d"}
+    assert [keys for _, keys in store.calls] == (["a", "b", "c"] if kind is Faulty else [["a", "b"], ["c", "d"]])
+
+
 # ---- time
 
 
