@@ -28,7 +28,7 @@ ROWS = 128  # of a kernel alone; they stay in a cache of the core
 STREAMED = 32  # most query rows for which each stored row is read once (KVC_STREAM_QUERIES); for more, rows are packed
 PARTS = {
     "products": ("product", "pairs", "quads", "bf16 pairs"),
-    "conversions": ("from f16", "from int", "logic", "shift", "insert", "add", "add pairs", "round", "power"),
+    "conversions": ("from f16", "from int", "logic", "shift", "insert", "add", "add pairs", "compare"),
     "shuffles": ("shuffle",),
     "loads": ("load", "broadcast", "prefetch"),
 }
@@ -71,12 +71,21 @@ def keys_of(shape: Shape) -> list[Key]:
     return [("score", *k, queries), ("softmax", *k, queries), ("accumulate", *v, queries)]
 
 
+def ends_of(shape: Shape) -> list[Key]:
+    """Return what a call does once for a KV head: it prepares queries and divides the output."""
+    queries = query_rows(shape)
+    return [
+        ("queries", shape.dtype, shape.head_dim, queries),
+        ("output", shape.v_type or shape.dtype, shape.v_dim or shape.head_dim, queries),
+    ]
+
+
 class Floors:
     """The floors of the kernels that some shapes need, measured in interleaved rounds."""
 
     def __init__(self, vectors: Vectors, shapes: Iterable[Shape], seconds: float) -> None:
-        keys = list(dict.fromkeys(key for shape in shapes for key in keys_of(shape)))
-        ways = [floors.KERNELS[kernel](*rest, vectors) for kernel, *rest in keys]
+        keys = list(dict.fromkeys(key for shape in shapes for key in (*keys_of(shape), *ends_of(shape))))
+        ways = [(floors.KERNELS | floors.ENDS)[kernel](*rest, vectors) for kernel, *rest in keys]
         each = [Counter({kind: 1}) for kind in vectors.asm]
         mixes = [mix for key in ways for mix in key]
         compiled = Mixes(vectors, each + mixes)
@@ -95,11 +104,12 @@ class Floors:
         return {key[0]: self._found[key] for key in keys_of(shape)}
 
     def cycles(self, shape: Shape) -> float:
-        """Return the cycles of a row in all kernels, which work one after the other."""
-        return sum(floor.cycles for floor in self.of_kernels(shape).values())
+        """Return the cycles of a row in a call: all kernels, one after the other, and the row's share of both ends."""
+        ends = sum(self._found[key].cycles for key in ends_of(shape))
+        return sum(floor.cycles for floor in self.of_kernels(shape).values()) + ends / shape.context
 
     def seconds(self, shape: Shape) -> float:
-        """Return what a call takes at least in its kernels."""
+        """Return what a call takes at least."""
         return self.cycles(shape) * self.cycle * shape.context * shape.num_kv_heads / shape.threads
 
 
@@ -142,7 +152,7 @@ def of_kernels(report: Report, found: Floors, shape: Shape) -> None:
     for (name, floor), seconds in zip(parts.items(), alone, strict=True):
         line(report, f"{NAMES[name]}, in cache", small, queries, seconds, found, floor.cycles, floor.note())
     per_call = [s * ROWS / shape.num_kv_heads for s in call]  # of one KV head
-    line(report, "a call, in cache", small, queries, per_call, found, found.cycles(shape))
+    line(report, "a call, in cache", small, queries, per_call, found, found.cycles(small))
 
 
 def of_queries(num: int) -> str:

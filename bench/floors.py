@@ -8,6 +8,7 @@ for each, and the fastest is the floor, whether the kernels go that way or not. 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -169,13 +170,15 @@ def accumulate_quantised(dtype: str, dim: int, q: int, v: Vectors) -> list[Mix]:
         loads = {"load": packed, "insert": pieces - packed}
         # Bytes are interleaved by rows and, as words, widened; or interleaved twice.
         shuffles = {"shuffle": packed + dim / (2 * v.lanes) if to_words else 2 * packed}
-        # Largest product, unit, rounding and packing, of L rows' weights for a block.
-        weights = {"load": 2, "product": 2, "logic": 1, "add": 1, "from int": 1, "shuffle": 1, "store": 0.5}
+        # Largest product, whose sign AVX-512 drops on the way, rounding and packing, of L rows' weights for a block.
+        weights = {"load": 2, "product": 2, "add": 1, "from int": 1, "shuffle": 1, "store": 0.5}
+        if v.lanes < 16:
+            weights["logic"] = 1
         if not to_words:
             weights |= {"shift": 1, "logic": 2}
         if kind.has_min:
             weights["product"] += 1
-        largest = times({"shuffle": 4, "add": 4}, blocks * q / TILE)
+        largest = times(sums_over_lanes(blocks * q, v, v.lanes), 1 / TILE)
         sums = {"load": 1, "from int": 1, "product": 2, "store": 1}
         # A query's weights of 2 rows or, as high and low bytes, of 4.
         broadcasts = {"broadcast": q * dim / (4 * v.lanes)}
@@ -209,10 +212,32 @@ def accumulate(dtype: str, dim: int, queries: int, v: Vectors) -> list[Mix]:
 
 
 def softmax(dtype: str, dim: int, queries: int, v: Vectors) -> list[Mix]:
-    """The largest score, and an exponential of each (softmax.h), which a tile needs once more for what came before."""
-    exponential = {"product": 10, "round": 1, "add": 1, "power": 1}
-    each = times(exponential | {"load": 2, "add": 4, "store": 1}, queries / v.lanes)
-    return [total(each, times(exponential | {"shuffle": 8, "add": 8}, queries / TILE))]
+    """The largest score, and an exponential of each (softmax.h); a tile adds one vector of them, for the scores before.
+
+    A mask keeps, or clears, what is too small to be a power of 2.
+    """
+    exponential = {"product": 10, "add": 1, "shift": 1, "compare": 1}
+    each = times(total(Counter(exponential), Counter({"load": 2, "add": 3, "store": 1})), queries / v.lanes)
+    before = times(exponential, math.ceil(queries / v.lanes) / TILE)
+    return [total(each, before, times(sums_over_lanes(2 * queries, v, v.lanes), 1 / TILE))]
+
+
+# ---- what a call does once for each KV head
+
+
+def prepared_queries(dtype: str, dim: int, queries: int, v: Vectors) -> list[Mix]:
+    """Multiplies queries by the scale; or checks, rounds and orders them, and adds up each block."""
+    if dtype in FLOATS:
+        return [times({"load": 1, "product": 1, "store": 1}, queries * dim / v.lanes)]
+    each = {"load": 2, "add": 1, "product": 2, "from int": 1, "shuffle": 1, "pairs": 0.5, "store": 0.5}
+    sums = sums_over_lanes(queries * (dim / BLOCK + 2), v, v.lanes)  # largest, check, and the blocks
+    return [total(times(each, queries * dim / v.lanes), sums)]
+
+
+def output(dtype: str, dim: int, queries: int, v: Vectors) -> list[Mix]:
+    """Clears the sums over values, and divides them at the end."""
+    return [times({"load": 1, "product": 1, "store": 2}, queries * dim / v.lanes)]
 
 
 KERNELS = {"score": score, "accumulate": accumulate, "softmax": softmax}
+ENDS = {"queries": prepared_queries, "output": output}

@@ -67,7 +67,7 @@ AVX512 = Vectors(
     16, 16, "%%zmm{}", 16,
     X86 | {
         "logic": "vpandd {x}, {y}, {to}", "insert": "vinserti32x4 $1, (%[p]), {y}, {to}",
-        "round": "vrndscaleps $8, {x}, {to}", "power": "vcmpps $5, {x}, {y}, %%k2\n vscalefps {x}, {y}, {to}",
+        "compare": "vcmpps $5, {x}, {y}, %%k2",
     },
     "vpxord {to}, {to}, {to}", MULTIPLICATIONS, 6,
 )  # fmt: skip
@@ -77,8 +77,7 @@ AVX2 = Vectors(
     8, 12, "%%ymm{}", 10,
     X86 | {
         "logic": "vpand {x}, {y}, {to}", "insert": "vinserti128 $1, (%[p]), {y}, {to}",
-        "round": "vroundps $8, {x}, {to}",
-        "power": "vcvtps2dq {x}, {to}\n vpslld $23, {x}, {to}\n vandps {x}, {y}, {to}\n vmulps {x}, {y}, {to}",
+        "compare": "vcmpps $13, {x}, {y}, {to}\n vandps {x}, {y}, {to}",
     },
     "vpxor {to}, {to}, {to}", MULTIPLICATIONS, 6,
 )  # fmt: skip
@@ -90,9 +89,8 @@ NEON = Vectors(
         "add": "fadd {to}.4s, {x}.4s, {y}.4s", "add pairs": "faddp {to}.4s, {x}.4s, {y}.4s",
         "shuffle": "zip1 {to}.4s, {x}.4s, {y}.4s", "from int": "scvtf {to}.4s, {x}.4s",
         "from f16": "ldr d{n}, [%[p]]\n fcvtl {to}.4s, {x}.4h", "logic": "and {to}.16b, {x}.16b, {y}.16b",
-        "shift": "shl {to}.4s, {x}.4s, 16", "insert": "ld1 {{{to}.s}}[1], [%[p]]", "round": "frintn {to}.4s, {x}.4s",
-        "power": "fcvtns {to}.4s, {x}.4s\n shl {to}.4s, {x}.4s, 23\n and {to}.16b, {x}.16b, {y}.16b\n "
-        "fmul {to}.4s, {x}.4s, {y}.4s",
+        "shift": "shl {to}.4s, {x}.4s, 16", "insert": "ld1 {{{to}.s}}[1], [%[p]]",
+        "compare": "fcmge {to}.4s, {x}.4s, {y}.4s\n and {to}.16b, {x}.16b, {y}.16b",
         "pairs": "smlal {sum}.4s, {x}.4h, {y}.4h\n smlal2 {sum}.4s, {x}.8h, {y}.8h",
     },
     "movi {to}.4s, 0", "add %[x], %[x], %[x]\n eor %[x], %[x], %[p]", 2,

@@ -75,6 +75,25 @@ def test_eight_queries_unpack_quantised_rows_once_with_vnni(floors, vectors):
             assert eight["shuffle"] == four["shuffle"] == nine["shuffle"] / 2
 
 
+def test_the_softmax_is_that_of_the_kernels(floors, vectors):
+    """Each exponential takes one instruction for each line of exp_negative, and one more vector what came before."""
+    (mix,) = floors.softmax("f16", 128, 16, vectors("avx512"))
+    text = (ROOT / "src/kernels/softmax.h").read_text()
+    body = text[text.index("exp_negative(int count") : text.index("/* Sets the scores")]
+    polynomial = int(re.search(r"f < (\d+)", body)[1]) - 1  # all steps but the first, which stands apart
+    products = body.count("v_fma(") - 1 + polynomial + 1  # v_scale multiplies once
+    assert mix["product"] == products * (1 + 1 / floors.TILE)
+    assert mix["shift"] == mix["compare"] == 1 + 1 / floors.TILE
+
+
+def test_a_call_prepares_queries_and_divides_sums(floors, vectors):
+    v = vectors("avx512vnni")
+    assert floors.output("f16", 128, 4, v) == [{"load": 32, "product": 32, "store": 64}]
+    assert floors.prepared_queries("f16", 128, 4, v) == [{"load": 32, "product": 32, "store": 32}]
+    (quantised,) = floors.prepared_queries("q8_0", 128, 4, v)
+    assert (quantised["product"], quantised["from int"], quantised["pairs"]) == (64, 32, 16)
+
+
 def test_every_stored_type_has_counts(floors):
     from kvcache.layer import DTYPES, bytes_of_token
 
