@@ -128,7 +128,8 @@ KVC_API int32_t kvc_num_threads(void);
     X(KVC_ERR_GONE, 8, "rows that would be seen were evicted")                                                         \
     X(KVC_ERR_CANCELLED, 9, "cancelled")                                                                               \
     X(KVC_ERR_CORRUPT, 10, "an invariant does not hold")                                                               \
-    X(KVC_ERR_CALLBACK, 11, "a function of the caller failed")
+    X(KVC_ERR_CALLBACK, 11, "a function of the caller failed")                                                         \
+    X(KVC_ERR_FORMAT, 12, "no saved state, or a damaged one")
 
 typedef enum kvc_status {
 #define KVC_STATUS_ENUM(name, value, text) name = value,
@@ -624,6 +625,75 @@ KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 /* Returns which row, counted in order of arrival, stands at a position, the latest of several; -1 if there is none, or
  * no such layer. */
 KVC_API int64_t kvc_find_row(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t position);
+
+/* ---- saved state ------------------------------------------------------------------------------------------------ */
+
+/* A saved state is a file, or any other sequence of bytes, with rows as they are stored, all that belongs to them, and
+ * checksums; docs/format.md specifies it.  safetensors opens it, too.  Checksums find damage; they do not find a change
+ * by somebody who computes them anew.  The file ends with KVC_MAC_BYTES bytes that the library writes as 0 and ignores:
+ * whoever has a secret puts there a MAC of all bytes before them. */
+#define KVC_MAC_BYTES 32
+
+/* Takes, or sets, the next `size` bytes of the file.  Returns 0 for success; anything else ends the call with
+ * KVC_ERR_CALLBACK.  It is called without the cache's mutex, from the thread that saves or loads, and must not save or
+ * load in turn.  kvc_save hands the last KVC_MAC_BYTES bytes over in a call of their own, and loading asks for them in
+ * one, before anything is changed. */
+typedef int32_t kvc_write_fn(void *user, const void *data, size_t size);
+typedef int32_t kvc_read_fn(void *user, void *data, size_t size);
+
+typedef struct kvc_save_args {
+    size_t struct_size;
+    kvc_write_fn *write;
+    void *user;
+    const int64_t *seq_ids;    /* [num_sequences] by rising id; NULL: all but retained ones */
+    int64_t num_sequences;     /* 0 where seq_ids is NULL */
+    const int64_t *tokens;     /* token ids, kept for the caller: of each of seq_ids, one after the other; may be NULL */
+    const int64_t *num_tokens; /* [num_sequences] how many of them each has, 0 or more */
+    const char *fingerprint;   /* names the model, say by a hash of its file: up to 255 printable ASCII characters but
+                                  quotes and backslashes.  NULL: "" */
+} kvc_save_args;
+
+/* Saves sequences: their rows, those that they share once, positions, deltas, what was evicted, and the configuration
+ * but for threads and functions.  It is the state of one moment.  Of an open batch nothing is saved; rows are written
+ * without the mutex, and may be edited meanwhile, as if a kvc_hold held them.  seq_ids may name empty sequences.
+ * KVC_ERR_CALLBACK, after which what was written is no whole file; KVC_ERR_NOMEM; KVC_ERR_UNSUPPORTED on a big-endian
+ * machine, as files are little-endian. */
+KVC_API kvc_status kvc_save(kvc_cache *cache, const kvc_save_args *args);
+
+/* Gets the tokens that were saved with a sequence, before anything is changed.  Returns as kvc_read_fn does. */
+typedef int32_t kvc_tokens_fn(void *user, int64_t seq_id, const int64_t *tokens, int64_t num_tokens);
+
+typedef struct kvc_load_args {
+    size_t struct_size;
+    const void *data;  /* [size] the file in memory, best mapped: parts are copied and checked on all threads.  NULL: it
+                          is read by `read` */
+    kvc_read_fn *read;
+    void *user;        /* for read and tokens */
+    int64_t size;      /* bytes of the file */
+    const char *fingerprint; /* not NULL: KVC_ERR_FORMAT if the file has another one */
+    const int64_t *seq_ids;  /* [num_sequences] sequences of the file, by rising id; NULL: all */
+    const int64_t *to_ids;   /* [num_sequences] what they are called in the cache; NULL: the same */
+    int64_t num_sequences;   /* 0 where seq_ids is NULL */
+    kvc_tokens_fn *tokens;   /* called for each of these sequences; may be NULL */
+    const kvc_config *config; /* for kvc_load only; may be NULL.  Its allocator, threads and poll are the cache's; limits
+                                 and block_size, where not 0, take the place of the file's.  layers may be NULL and
+                                 num_layers 0; give layers, the same as the file's, where some have KVC_ROPE_FUNCTION */
+} kvc_load_args;
+
+/* Sets *cache to a new cache with the configuration and the sequences of a file, to be freed with kvc_cache_free.  The
+ * file is untrusted: every count is checked against its size before memory is taken for it.  cache NULL: only checks
+ * the file, checksums included.
+ * KVC_ERR_FORMAT, with the reason in kvc_last_error(): truncated, altered (and which tensor), of another shape or model,
+ * of a newer format, or no saved state; KVC_ERR_INVALID also where the file has not all of seq_ids, or needs functions
+ * that move keys; KVC_ERR_CALLBACK; KVC_ERR_FULL (capacity or max_bytes); KVC_ERR_NOMEM; KVC_ERR_UNSUPPORTED. */
+KVC_API kvc_status kvc_load(const kvc_load_args *args, kvc_cache **cache);
+
+/* Loads sequences into a cache whose layers have the shapes, types, transforms, policies and ropes of the file's, in
+ * place of what it held under these ids; block_size and limits may differ.  Rows that two of them share are shared
+ * again.  Meanwhile other calls go on, as beside kvc_save; the sequences are there once all is read and checked.
+ * Errors as kvc_load; KVC_ERR_BUSY for a sequence that kvc_begin or an edit is using, KVC_ERR_INVALID for a retained
+ * one. */
+KVC_API kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args);
 
 /* ---- a forward pass --------------------------------------------------------------------------------------------- */
 

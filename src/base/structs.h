@@ -23,7 +23,9 @@
     X(kvc_attend_args, lse_batch_stride) \
     X(kvc_hidden, end)                   \
     X(kvc_plan_args, non_causal)         \
-    X(kvc_dense_args, non_causal)
+    X(kvc_dense_args, non_causal)        \
+    X(kvc_save_args, fingerprint)        \
+    X(kvc_load_args, config)
 
 enum {
 #define KVC_LEAST_SIZE(type, field) type##_least_size = offsetof(type, field) + sizeof(((type *)0)->field),

@@ -11,6 +11,7 @@
 #include "store/draft.h"
 #include "store/put.h"
 #include "store/row_buffer.h"
+#include "store/state.h"
 #include "store/waiting.h"
 
 #if defined(_WIN32)
@@ -47,6 +48,14 @@ static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
     cache->num_rewrites--;
 }
 
+/* Ends what the parent's other threads were saving or loading. */
+static void end_states(kvc_cache *cache) {
+    for (kvc_state *state = cache->states, *next; state; state = next) {
+        next = state->next;
+        if (!pthread_equal(state->thread, kvc_thread_self())) kvc_state_end(state);
+    }
+}
+
 /* Ends the work of the parent's other threads on the batch: making plans, running tasks, putting rows. */
 static void end_work(kvc_batch *batch) {
     for (kvc_plan_link *plan = batch->plans; plan; plan = plan->next) plan->after_fork(plan);
@@ -66,6 +75,7 @@ static void in_child(void) {
         cache->memory.works = NULL; /* done by threads of the parent, which were between two steps */
         if (cache->batch) end_work(cache->batch);
         kvc_row_buffers_forked(cache);
+        end_states(cache);
         for (int32_t i = 0; i < cache->sequences.num; i++) {
             kvc_sequence *sequence = cache->sequences.items[i];
             if (sequence->in_rewrite && !pthread_equal(sequence->rewriter, kvc_thread_self()))

@@ -78,7 +78,7 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
 static kvc_sequence *new_sequence(kvc_batch *batch, int64_t seq_id) {
     kvc_cache *cache = batch->cache;
     kvc_sequence *sequence = cache->spare;
-    if (kvc_table_reserve(&cache->sequences, &batch->table_before, &cache->memory) != KVC_OK) return NULL;
+    if (kvc_table_reserve(&cache->sequences, 1, &batch->table_before, &cache->memory) != KVC_OK) return NULL;
     if (!sequence) sequence = kvc_sequence_new(&cache->memory, seq_id, cache->num_groups, cache->num_token_groups);
     if (!sequence) return NULL;
     if (sequence == cache->spare) batch->spare = sequence;

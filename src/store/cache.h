@@ -56,6 +56,7 @@ struct kvc_cache {
     int64_t num_in_place; /* number of sequences whose rows are written where they lie without the mutex */
     int64_t num_waiting;  /* number of calls that wait until no call works on rows or pages; readers wait for them */
     kvc_signal idle;      /* sent when a call that others may wait for has ended */
+    struct kvc_state *states;   /* list of what is being saved and loaded */
     struct kvc_waiter *waiters; /* list of the calls that wait to begin a batch, in order of arrival */
     kvc_cache *next, **link;    /* place in the list of all caches of the process: atfork.c */
     kvc_stats stats;            /* counters; kvc_get_stats adds what pools count */

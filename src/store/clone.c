@@ -61,7 +61,7 @@ static kvc_status reserve_blocks(cloning *c) {
 /* Adds an empty sequence with lists just long enough, so that a clone never has more bytes than its original. */
 static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
     const kvc_table before = to->sequences;
-    const kvc_status status = kvc_table_reserve(&to->sequences, &before, &to->memory);
+    const kvc_status status = kvc_table_reserve(&to->sequences, 1, &before, &to->memory);
     kvc_table_keep(&to->sequences, &before, &to->memory);
     if (status != KVC_OK) return status;
     kvc_sequence *sequence = kvc_sequence_new(&to->memory, from->id, from->num_groups, from->num_token_groups);

@@ -70,7 +70,7 @@ static kvc_status fail_memory(int64_t id) {
 /* Inserts a sequence into the table, in place of `old` if that is not NULL; frees it if out of memory. */
 static kvc_status insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old) {
     const kvc_table before = cache->sequences;
-    if (!old && kvc_table_reserve(&cache->sequences, &before, &cache->memory) != KVC_OK) {
+    if (!old && kvc_table_reserve(&cache->sequences, 1, &before, &cache->memory) != KVC_OK) {
         const int64_t id = sequence->id;
         kvc_sequence_free(sequence, &cache->memory, cache->pools);
         return fail_memory(id);

@@ -1,17 +1,24 @@
 /* inspect.c: kvc_blocks and kvc_validate: list the blocks and runs of a cache, and check its invariants. */
 #include "store/row_buffer.h"
 #include "store/check.h"
+#include "store/state.h"
 
 /* Gets runs of a sequence: of its tokens in the open batch if in_batch is not 0, else of stored rows. */
 typedef void runs_fn(void *context, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch);
 
-/* Visits all runs of a layer group: stored ones, those of the open batch, and those that a kvc_put to a cross-attention
- * layer is filling. */
-static void visit_runs(const kvc_cache *cache, int32_t g, runs_fn *visit, void *context) {
-    for (int32_t i = 0; i < cache->sequences.num; i++) {
-        const kvc_sequence *sequence = cache->sequences.items[i];
+static void visit_table(const kvc_table *table, int32_t g, runs_fn *visit, void *context) {
+    for (int32_t i = 0; i < table->num; i++) {
+        const kvc_sequence *sequence = table->items[i];
         visit(context, kvc_runs_begin(&sequence->runs[g]), sequence->runs[g].num, sequence, 0);
     }
+}
+
+/* Visits all runs of a layer group: stored ones, those of the open batch, and those that a kvc_put to a cross-attention
+ * layer is filling; with `loaded`, also those of sequences that are being loaded. */
+static void visit_runs(const kvc_cache *cache, int32_t g, runs_fn *visit, void *context, int loaded) {
+    visit_table(&cache->sequences, g, visit, context);
+    for (const kvc_state *state = cache->states; loaded && state; state = state->next)
+        visit_table(&state->sequences, g, visit, context);
     const kvc_batch *batch = cache->batch;
     for (int32_t s = 0; batch && s < batch->num_sequences; s++) {
         const kvc_pending *pending = kvc_pending_of(batch, g, s);
@@ -77,7 +84,7 @@ kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, s
     const kvc_pool *pool = &cache->pools[g];
     kvc_lock(cache);
     for (int32_t i = 0; i < pool->num_blocks; i++) add_block(&block_list, pool, pool->blocks[i]);
-    visit_runs(cache, g, add_runs, &run_list);
+    visit_runs(cache, g, add_runs, &run_list, 0);
     *num_blocks = block_list.num;
     *num_runs = run_list.num;
     return kvc_unlock(cache, KVC_OK);
@@ -184,11 +191,11 @@ static void remove_holds(void *by, const kvc_run *runs, int32_t num, const kvc_s
 static kvc_status check_holders(const kvc_cache *cache, int32_t g) {
     const kvc_pool *pool = &cache->pools[g];
     int32_t bad = -1;
-    visit_runs(cache, g, remove_holds, &(uint32_t){1});
+    visit_runs(cache, g, remove_holds, &(uint32_t){1}, 1);
     for (int32_t i = 0; i < pool->num_blocks; i++)
         for (int32_t s = 0; s < pool->blocks[i]->fill; s++)
             if (pool->blocks[i]->holders[s]) bad = i;
-    visit_runs(cache, g, remove_holds, &(uint32_t){(uint32_t)-1});
+    visit_runs(cache, g, remove_holds, &(uint32_t){(uint32_t)-1}, 1);
     REQUIRE(bad < 0, "group %d, block %d: the holders of a slot are not the runs there are", g, bad);
     return KVC_OK;
 }

@@ -33,7 +33,7 @@ static kvc_sequence *new_retained(kvc_cache *cache, int64_t id) {
     const kvc_table before = cache->sequences;
     kvc_sequence *sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     if (!sequence) return NULL;
-    if (kvc_table_reserve(&cache->sequences, &before, &cache->memory) != KVC_OK) {
+    if (kvc_table_reserve(&cache->sequences, 1, &before, &cache->memory) != KVC_OK) {
         kvc_sequence_free(sequence, &cache->memory, cache->pools);
         return NULL;
     }
@@ -279,7 +279,7 @@ static kvc_status attach_all(const pieces *p, int64_t dst, kvc_sequence *old, in
     kvc_status status = sequence ? KVC_OK : KVC_ERR_NOMEM;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
         status = attach_group(p, g, end, &sequence->runs[g]);
-    if (status == KVC_OK) status = kvc_table_reserve(&cache->sequences, &before, &cache->memory);
+    if (status == KVC_OK) status = kvc_table_reserve(&cache->sequences, 1, &before, &cache->memory);
     if (status != KVC_OK) {
         if (sequence) kvc_sequence_free(sequence, &cache->memory, cache->pools);
         return fail_memory(dst);

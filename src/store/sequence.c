@@ -104,9 +104,10 @@ static void free_items(const kvc_table *table, kvc_memory *memory) {
     kvc_memory_free(memory, table->items, table_bytes(table), KVC_MEMORY_BOOKKEEPING, -1);
 }
 
-kvc_status kvc_table_reserve(kvc_table *table, const kvc_table *before, kvc_memory *memory) {
-    if (table->num < table->capacity) return KVC_OK;
+kvc_status kvc_table_reserve(kvc_table *table, int32_t extra, const kvc_table *before, kvc_memory *memory) {
+    if (extra <= table->capacity - table->num) return KVC_OK;
     kvc_table more = {.num = table->num, .capacity = table->capacity ? table->capacity * 2 : 4};
+    if (more.capacity < table->num + extra) more.capacity = table->num + extra;
     more.items = kvc_memory_alloc(memory, table_bytes(&more), KVC_MEMORY_BOOKKEEPING, -1);
     if (!more.items) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a table of %d sequences", more.capacity);
     if (table->num) memcpy(more.items, table->items, (size_t)table->num * sizeof *table->items);

@@ -62,10 +62,10 @@ typedef struct kvc_table {
 /* Returns the sequence with an id; NULL if there is none. */
 kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id);
 
-/* Gets memory for one more sequence, so that inserting it cannot fail.  `before` is a copy of the table from before the
- * first of several calls, whose array is kept: kvc_table_keep frees it, or kvc_table_restore, after all that was
- * inserted was removed again, makes it the table's array again. */
-kvc_status kvc_table_reserve(kvc_table *table, const kvc_table *before, kvc_memory *memory);
+/* Gets memory for `extra` more sequences, so that inserting them cannot fail.  `before` is a copy of the table from
+ * before the first of several calls, whose array is kept: kvc_table_keep frees it, or kvc_table_restore, after all that
+ * was inserted was removed again, makes it the table's array again. */
+kvc_status kvc_table_reserve(kvc_table *table, int32_t extra, const kvc_table *before, kvc_memory *memory);
 void kvc_table_keep(const kvc_table *table, const kvc_table *before, kvc_memory *memory);
 void kvc_table_restore(kvc_table *table, const kvc_table *before, kvc_memory *memory);
 

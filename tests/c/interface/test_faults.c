@@ -459,6 +459,16 @@ static kvc_status attend(pair *p)
     return agree(p, "attend", kvc_attend(p->batch, &plan_args, &args), KVC_OK);
 }
 
+static kvc_status restore_new(pair *p)
+{
+    return pair_restore(p, 1, 77);
+}
+
+static kvc_status restore_over(pair *p)
+{
+    return pair_restore(p, 1, 0);
+}
+
 /* ---- what takes no memory, so that it cannot fail --------------------------------------------------------------- */
 
 static void test_needs_no_memory(void)
@@ -694,6 +704,10 @@ int main(void)
         {"divide", .prepare = prepare_runs, .run = divide_all},
         {"divide what is shared", .prepare = prepare_disputed, .run = divide_all, .lists_blocks = 1},
         {"settle", .prepare = prepare_disputed, .run = pair_settle, .lists_blocks = 1},
+        {"save", .prepare = prepare_disputed, .run = pair_save},
+        {"save with cross-attention", .prepare = prepare_encoded, .run = pair_save},
+        {"restore", .prepare = prepare_disputed, .run = restore_new, .lists_blocks = 1},
+        {"restore over a sequence", .prepare = prepare_encoded, .run = restore_over, .lists_blocks = 1},
         {"clone", .prepare = prepare_disputed, .run = pair_clone},
         {"clone with cross-attention", .prepare = prepare_encoded, .run = pair_clone},
     };

@@ -299,6 +299,77 @@ static void test_rewrite_that_forks(void)
     check_child(child_of_function, "of the function's own");
 }
 
+/* ---- functions that write and read saved states -------------------------------------------------------------------- */
+
+static char file[1 << 16];
+static size_t file_size, file_at, slow_from; /* slow_from: the byte from which on a thread stays in the function */
+
+static void stay(size_t at)
+{
+    if (watch && at >= slow_from && !atomic_exchange(&is_inside, 1))
+        wait_for(&go_on);
+}
+
+static int32_t write_slowly(void *user, const void *data, size_t size)
+{
+    (void)user;
+    stay(file_size);
+    CHECK(size <= sizeof file - file_size);
+    memcpy(file + file_size, data, size);
+    file_size += size;
+    return 0;
+}
+
+static int32_t read_slowly(void *user, void *data, size_t size)
+{
+    (void)user;
+    stay(file_at);
+    memcpy(data, file + file_at, size);
+    file_at += size;
+    return 0;
+}
+
+static kvc_status save(kvc_cache *cache)
+{
+    const kvc_save_args args = {.struct_size = sizeof args, .write = write_slowly};
+    file_size = 0;
+    return kvc_save(cache, &args);
+}
+
+static void *save_in_thread(void *cache)
+{
+    CHECKF(save(cache) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+static void *restore_in_thread(void *cache)
+{
+    const kvc_load_args args = {.struct_size = sizeof args, .read = read_slowly, .size = (int64_t)file_size};
+    CHECKF(kvc_restore(cache, &args) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+/* The child holds nothing for a thread that is not there, and has not what that thread was restoring. */
+static void test_state(void *(*work)(void *cache), size_t from, const char *when)
+{
+    kvc_cache *cache = new_cache(frequencies, NULL);
+    pthread_t thread;
+    CHECK(feed(cache, 0) == KVC_OK && kvc_fork(cache, 0, 1) == KVC_OK);
+    if (save(cache) != KVC_OK) { /* on a big-endian machine */
+        do_everything(cache, when);
+        return;
+    }
+    file_at = 0;
+    slow_from = from;
+    begin_watching();
+    CHECK(pthread_create(&thread, NULL, work, cache) == 0);
+    wait_for(&is_inside);
+    fork_and_check(cache, when);
+    pthread_join(thread, NULL);
+    watch = 0;
+    do_everything(cache, "in the parent");
+}
+
 /* ---- work on a batch, which is not waited for -------------------------------------------------------------------- */
 
 static void *put_in_thread(void *batch)
@@ -460,6 +531,9 @@ int main(void)
     test_mutex_in_allocator();
     test_rewrite();
     test_rewrite_that_forks();
+    test_state(save_in_thread, 3000, "in a save");
+    test_state(restore_in_thread, 0, "in a restore, at its header");
+    test_state(restore_in_thread, 3000, "in a restore, at its rows");
     test_cross_put();
     test_unstored_put();
     test_plan();

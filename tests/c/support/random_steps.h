@@ -2,7 +2,7 @@
 #ifndef KVC_RANDOM_STEPS_H
 #define KVC_RANDOM_STEPS_H
 
-#include "support/oracle.h"
+#include "support/saved.h"
 
 /* ---- views ------------------------------------------------------------------------------------------------------ */
 
@@ -101,8 +101,10 @@ static inline void random_edit(pair *p)
     int choice = random_int(0, 175);
     if (choice >= 153)
         random_share(p, id, other);
-    else if (choice >= 150)
+    else if (choice >= 151)
         pair_clone(p);
+    else if (choice >= 149)
+        random_int(0, 3) || p->config.capacity || p->config.max_bytes ? pair_save(p) : pair_restore(p, id, other);
     else if (choice < 25)
         pair_remove(p, id, begin, choice % 5 ? end : KVC_END, choice % 2);
     else if (choice < 40)

@@ -1,0 +1,141 @@
+/* saved.h: saved states in memory; caches that are saved, loaded and compared with the oracle. */
+#ifndef KVC_TEST_SAVED_H
+#define KVC_TEST_SAVED_H
+
+#include "store/format.h"
+#include "support/oracle.h"
+
+/* A file in memory, which is written or read; a call of its functions may be made to fail. */
+typedef struct saved {
+    char *bytes;
+    size_t size, room, at;
+    int fail_after; /* calls that succeed before one fails; -1: all do */
+    size_t last;    /* bytes of the last call */
+} saved;
+
+static inline int32_t saved_write(void *user, const void *data, size_t size)
+{
+    saved *s = user;
+    CHECK(data && size);
+    s->last = size;
+    if (s->fail_after >= 0 && s->fail_after-- == 0)
+        return 1;
+    if (s->size + size > s->room) {
+        s->room = (s->size + size) * 2;
+        s->bytes = realloc(s->bytes, s->room);
+    }
+    memcpy(s->bytes + s->size, data, size);
+    s->size += size;
+    return 0;
+}
+
+static inline int32_t saved_read(void *user, void *data, size_t size)
+{
+    saved *s = user;
+    CHECK(data && size && size <= s->size - s->at);
+    s->last = size;
+    if (s->fail_after >= 0 && s->fail_after-- == 0)
+        return 1;
+    memcpy(data, s->bytes + s->at, size);
+    s->at += size;
+    return 0;
+}
+
+static inline kvc_status save_all(kvc_cache *cache, saved *to)
+{
+    const kvc_save_args args = {.struct_size = sizeof args, .write = saved_write, .user = to};
+    *to = (saved){.fail_after = -1};
+    return kvc_save(cache, &args);
+}
+
+/* Saves one sequence. */
+static inline kvc_status save_one(kvc_cache *cache, int64_t id, saved *to)
+{
+    const kvc_save_args args = {
+        .struct_size = sizeof args, .write = saved_write, .user = to, .seq_ids = &id, .num_sequences = 1};
+    *to = (saved){.fail_after = -1};
+    return kvc_save(cache, &args);
+}
+
+static inline kvc_load_args load_args_of(const saved *from)
+{
+    return (kvc_load_args){.struct_size = sizeof(kvc_load_args), .data = from->bytes, .size = (int64_t)from->size};
+}
+
+static inline kvc_load_args read_args_of(saved *from)
+{
+    from->at = 0;
+    return (kvc_load_args){.struct_size = sizeof(kvc_load_args),
+                           .read = saved_read,
+                           .user = from,
+                           .size = (int64_t)from->size};
+}
+
+/* Compares a cache with a pair's oracle, without the open batch, and frees it. */
+static inline void check_loaded(const pair *p, kvc_cache *cache, const kvc_config *config)
+{
+    static pair copy;
+    if (p->memory)
+        p->memory->fail_after = -1; /* comparing takes memory */
+    oracle_copy(&copy, p);
+    copy.cache = cache;
+    copy.config = *config;
+    copy.batch = NULL;
+    copy.memory = NULL;
+    copy.num_holds = 0;
+    pair_check(&copy);
+    pair_free(&copy);
+}
+
+/* Saves the cache; checks that what is loaded is the same, from memory and by a function, and saves to the same
+ * bytes. */
+static inline kvc_status pair_save(pair *p)
+{
+    saved file, again;
+    kvc_cache *loaded = NULL;
+    if (KVC_IS_BIG_ENDIAN) /* test_saved.c checks that it is refused */
+        return KVC_OK;
+    kvc_status status = agree(p, "save", save_all(p->cache, &file), KVC_OK);
+    kvc_load_args args = p->next_tag % 2 ? load_args_of(&file) : read_args_of(&file);
+    args.config = &p->config;
+    if (status == KVC_OK)
+        status = agree(p, "load", kvc_load(&args, &loaded), KVC_OK);
+    CHECK(!loaded == (status != KVC_OK));
+    if (loaded) {
+        if (p->memory)
+            p->memory->fail_after = -1;
+        CHECK(save_all(loaded, &again) == KVC_OK);
+        CHECKF(again.size == file.size && !memcmp(again.bytes, file.bytes, file.size), "saves to other bytes");
+        free(again.bytes);
+        check_loaded(p, loaded, &p->config);
+    }
+    free(file.bytes);
+    return status;
+}
+
+/* Saves a sequence, and restores it under another id, in place of what is there. */
+static inline kvc_status pair_restore(pair *p, int64_t from, int64_t to)
+{
+    saved file;
+    if (KVC_IS_BIG_ENDIAN)
+        return KVC_OK;
+    kvc_status status = agree(p, "save", save_one(p->cache, from, &file), KVC_OK);
+    kvc_load_args args = load_args_of(&file);
+    args.seq_ids = &from;
+    args.to_ids = &to;
+    args.num_sequences = 1;
+    if (status == KVC_OK)
+        status = agree(p, "restore", kvc_restore(p->cache, &args), in_batch(p, to) ? KVC_ERR_BUSY : KVC_OK);
+    free(file.bytes);
+    if (status != KVC_OK)
+        return status;
+    if (from != to)
+        oracle_copy_prefix(p, from, to, INT32_MAX);
+    sequence *s = find_sequence(p, to);
+    for (int l = 0; s && l < p->config.num_layers; l++)
+        for (int i = 0; i < s->layers[l].num; i++)
+            s->layers[l].rows[i].slot = new_slot(p);
+    return status;
+}
+
+#endif
