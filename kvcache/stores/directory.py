@@ -14,7 +14,9 @@ import struct
 import time
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, SupportsIndex
+
+from kvcache._core import integer
 
 __all__ = ["DirectoryStore"]
 
@@ -65,11 +67,9 @@ class DirectoryStore(MutableMapping[str, bytes]):
     b'a value'
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int | None = None) -> None:
-        if max_bytes is not None and max_bytes <= 0:
-            raise ValueError(f"max_bytes={max_bytes}: must be positive")
+    def __init__(self, path: str | os.PathLike[str], *, max_bytes: SupportsIndex | None = None) -> None:
         self.path = Path(path)
-        self.max_bytes = max_bytes
+        self.max_bytes = None if max_bytes is None else integer(max_bytes, "max_bytes", 1, (1 << 63) - 1)
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._folder() as folder:
             _remove_leftovers(folder)

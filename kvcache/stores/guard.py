@@ -2,8 +2,8 @@
 
 The store's methods are called by two threads of the guard's own, one that reads, and one that writes and deletes, so
 that neither waits for the other. Callers wait for reads no longer than they say, and never for writes. Each thread has
-a circuit breaker: after `MAX_FAILURES` failures in a row the store is left alone for a while, then asked once more, in
-the background; whenever that fails, too, the while doubles, up to `LONGEST_PAUSE`. A store that is full still reads.
+a circuit breaker: after some failures in a row the store is left alone for a while, then asked once more, in the
+background; whenever that fails, too, the while doubles, up to a limit. A store that is full still reads.
 
 What a store hands out is taken only if it is what was stored (`kvcache.stores.values`); otherwise it is deleted.
 """
@@ -18,23 +18,21 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvcache.stores import values
+from kvcache.stores.lane import Lane
+from kvcache.stores.speed import Speed
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["Guard", "StoreStats"]
 
-MAX_FAILURES = 3  # in a row, until the store is left alone
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds for which it is
 CALL_BYTES, MAX_CALL_KEYS = 8 << 20, 256  # of one call of get_many or set_many, about
 ITEM_BYTES = 1024  # what a queued write takes besides its rows
-LINGER = 1.0  # seconds after which a thread without work ends
 SLOW = "it did not answer in time"
 STALE = 30.0  # seconds after which measurements of speed say nothing about now
 EXIT_TIMEOUT = 1.0  # seconds for which the interpreter's exit waits for writes
@@ -85,66 +83,6 @@ class StoreStats:
     writing: bool = True
 
 
-class Breaker:
-    """Leaves a store alone after failures in a row. Called with the guard's lock held."""
-
-    def __init__(self) -> None:
-        self.failures = 0
-        self.pause = FIRST_PAUSE
-        self.until = 0.0
-        self.probing = False
-
-    @property
-    def is_open(self) -> bool:
-        return self.failures >= MAX_FAILURES
-
-    @property
-    def may_probe(self) -> bool:
-        return not self.probing and time.monotonic() >= self.until
-
-    def succeeded(self) -> None:
-        self.failures, self.pause, self.probing = 0, FIRST_PAUSE, False
-
-    def failed(self) -> bool:
-        """Note a failure; return whether it is the one with which the pause begins."""
-        self.failures += 1
-        if self.is_open:
-            self.until = time.monotonic() + self.pause
-            self.pause = min(2 * self.pause, LONGEST_PAUSE)
-        self.probing = False
-        return self.failures == MAX_FAILURES
-
-
-class Speed:
-    """Fits seconds to the bytes of recent reads: a straight line by least squares, in which older reads fade."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean_bytes = self.mean_seconds = self.variance = self.covariance = 0.0
-        self.last = -math.inf
-
-    def add(self, nbytes: int, seconds: float) -> None:
-        self.count += 1
-        weight = max(1 / self.count, 0.1)
-        more_bytes, more_seconds = nbytes - self.mean_bytes, seconds - self.mean_seconds
-        self.mean_bytes += weight * more_bytes
-        self.mean_seconds += weight * more_seconds
-        self.variance = (1 - weight) * (self.variance + weight * more_bytes**2)
-        self.covariance = (1 - weight) * (self.covariance + weight * more_bytes * more_seconds)
-        self.last = time.monotonic()
-
-    def line(self) -> tuple[float, float] | None:
-        """Return the seconds of a read of nothing, and those of each byte; None if nothing was read."""
-        if not self.count:
-            return None
-        if not self.mean_bytes:
-            return self.mean_seconds, 0.0
-        slope = self.mean_seconds / self.mean_bytes  # for reads of about one size it covers the latency, too
-        if self.variance > (0.1 * self.mean_bytes) ** 2 and self.covariance > 0:
-            slope = min(slope, self.covariance / self.variance)
-        return self.mean_seconds - slope * self.mean_bytes, slope
-
-
 @dataclass(eq=False)
 class Read:
     """Keys that a caller waits for, or a probe that nobody waits for."""
@@ -166,52 +104,6 @@ class Write:
     nbytes: int
     make_value: Callable[[], Iterable[Buffer] | None] | None
     done: Callable[[], object] | None
-
-
-class Lane:
-    """A queue, the thread that works it off, and the breaker of what it does; all fields under the guard's lock."""
-
-    def __init__(self, name: str, lock: threading.RLock, work: Callable[[], None]) -> None:
-        self.name = name
-        self.work = work
-        self.changed = threading.Condition(lock)
-        self.breaker = Breaker()
-        self.queue: deque[Any] = deque()
-        self.is_busy = False
-        self.thread: threading.Thread | None = None
-
-    def add(self, job: Read | Write) -> bool:
-        """Queue a job; return False if there can be no thread for it, as while the interpreter exits."""
-        if self.thread is None:
-            thread = threading.Thread(target=self.run, name=f"kvcache-{self.name}", daemon=True)
-            try:
-                thread.start()  # it waits for the lock
-            except RuntimeError:
-                return False
-            self.thread = thread
-        self.queue.append(job)
-        self.changed.notify_all()
-        return True
-
-    def run(self) -> None:
-        changed = self.changed
-        with changed:
-            try:
-                while self.queue or changed.wait_for(lambda: self.queue, LINGER):
-                    self.is_busy = True
-                    changed.release()
-                    try:
-                        self.work()
-                    finally:
-                        changed.acquire()
-                        self.is_busy = False
-                        changed.notify_all()
-            finally:
-                self.thread = None  # before the lock is let go, so that no job waits for a thread that has ended
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.queue and not self.is_busy
 
 
 class Guard:
@@ -250,11 +142,13 @@ class Guard:
         secret: bytes | None = None,
         max_queued_bytes: int = 256 << 20,
     ) -> None:
-        if secret is not None and not secret:
+        if not isinstance(secret, bytes | None):
+            raise TypeError(f"secret is a {type(secret).__name__}: bytes are needed, or None for values without a MAC")
+        if secret == b"":
             raise ValueError("secret=b'': must not be empty; None stores values without a MAC")
         self._store = store
         self._digest = bytes(digest)
-        self._secret = None if secret is None else bytes(secret)
+        self._secret = secret
         self._max_queued_bytes = max_queued_bytes
         self._counts = dict.fromkeys(
             ("hits", "misses", "errors", "timeouts", "corrupt", "dropped", "written", "bytes_read", "bytes_written"), 0

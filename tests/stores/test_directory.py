@@ -119,7 +119,7 @@ def test_other_buffers(tmp_path, value):
 
 def test_bad_input(tmp_path):
     for max_bytes in (0, -1):
-        with pytest.raises(ValueError, match=f"max_bytes={max_bytes}: must be positive"):
+        with pytest.raises(ValueError, match=f"max_bytes={max_bytes}: must be at least 1"):
             DirectoryStore(tmp_path / "new", max_bytes=max_bytes)
     assert not (tmp_path / "new").exists()
     store = DirectoryStore(tmp_path, max_bytes=100)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 import weakref
 
 import hypothesis
@@ -18,7 +17,8 @@ from hypothesis import strategies as st
 from support.faulty_stores import Blocking, Bulk, Faulty, raising, sleeping
 
 from kvcache.stores import guard as module
-from kvcache.stores import values
+from kvcache.stores import lane, values
+from kvcache.stores import speed as speeds
 from kvcache.stores.guard import Guard
 
 DIGEST = b"digest"
@@ -27,8 +27,8 @@ LONG = 30  # seconds within which anything that should happen has happened
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(module, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(lane, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(lane, "LONGEST_PAUSE", 0.2)
 
 
 @pytest.fixture
@@ -259,12 +259,15 @@ def test_a_tenant_does_not_take_what_another_wrote(make):
 def test_an_empty_secret_is_refused():
     with pytest.raises(ValueError, match="secret=b'': must not be empty"):
         Guard({}, digest=DIGEST, secret=b"")
+    for secret in (5, "text"):
+        with pytest.raises(TypeError, match=f"secret is a {type(secret).__name__}: bytes are needed"):
+            Guard({}, digest=DIGEST, secret=secret)
 
 
 def test_a_store_that_fails_is_left_alone_and_asked_again(make):
     store = Faulty(raising(OSError("gone")), {"a": packed("a")})
     guard = make(store)
-    for _ in range(module.MAX_FAILURES):
+    for _ in range(lane.MAX_FAILURES):
         guard.get_many("a", LONG)
     assert not guard.stats.reading
     assert guard.seconds_for(1, 10) == math.inf
@@ -279,10 +282,10 @@ def test_a_store_that_fails_is_left_alone_and_asked_again(make):
 
 def test_pauses_double_up_to_a_limit(make, monkeypatch):
     now = 0.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
-    breaker = module.Breaker()
+    monkeypatch.setattr(lane.time, "monotonic", lambda: now)
+    breaker = lane.Breaker()
     pauses = []
-    for _ in range(module.MAX_FAILURES - 1):
+    for _ in range(lane.MAX_FAILURES - 1):
         assert not breaker.failed()
         assert not breaker.is_open
     for _ in range(5):
@@ -300,7 +303,7 @@ def test_pauses_double_up_to_a_limit(make, monkeypatch):
 def test_a_store_that_hangs_is_left_alone_and_nobody_waits_for_it(make):
     store = Blocking(items={"a": packed("a")})
     guard = make(store)
-    for _ in range(module.MAX_FAILURES):
+    for _ in range(lane.MAX_FAILURES):
         guard.get_many("a", timeout=0.02)
     assert not guard.stats.reading
     time.sleep(0.1)  # a probe would be due, but the store has not even answered what it was asked
@@ -309,6 +312,7 @@ def test_a_store_that_hangs_is_left_alone_and_nobody_waits_for_it(make):
         assert guard.get_many("a", timeout=LONG) == {}
     assert time.monotonic() - begin < LONG / 2
     assert len(store.calls) == 1
+    assert all(read.is_done for read in guard._reading.queue), "a probe would be late by the time it is made"
     store.released.set()
     until(lambda: guard.get_many("a", timeout=LONG))
 
@@ -330,7 +334,7 @@ def test_time_outs_of_a_store_that_is_busy_for_others_are_no_failures(make):
 def test_a_full_store_still_reads(make):
     store = Faulty(raising(OSError("full"), "set"), {"a": packed("a")})
     guard = make(store)
-    for i in range(module.MAX_FAILURES):
+    for i in range(lane.MAX_FAILURES):
         put(guard, str(i))
         assert guard.flush(LONG)
     assert not guard.stats.writing
@@ -342,6 +346,51 @@ def test_a_full_store_still_reads(make):
     assert guard.flush(LONG)
     assert guard.stats.writing
     assert "b" in store.items_
+
+
+def turn_off_writing(guard, store):
+    store.fault = raising(OSError("full"), "set")
+    while guard.stats.writing:
+        put(guard, "x")
+        assert guard.flush(LONG)
+
+
+def test_a_store_that_is_left_alone_is_asked_with_one_value(make):
+    store = Blocking(("set",))
+    guard = make(store)
+    turn_off_writing(guard, store)
+    store.fault = store.block
+    until(lambda: put(guard, "a"))
+    store.entered.wait(LONG)
+    time.sleep(0.3)  # longer than any pause
+    assert not put(guard, "b")
+    store.released.set()
+    until(lambda: put(guard, "c"))
+    assert guard.flush(LONG)
+    assert set(store) == {"a", "c"}
+
+
+def test_a_value_that_is_gone_says_nothing_of_the_store(make):
+    store = Faulty()
+    guard = make(store)
+    turn_off_writing(guard, store)
+    until(lambda: guard.put("a", lambda: None, 4))
+    assert guard.flush(LONG)
+    assert not guard.stats.writing
+
+
+def test_what_waits_is_dropped_when_the_store_fails(make):
+    """And not tried one after the other, which may take a time-out each."""
+    store = Blocking(("set",))
+    guard = make(store)
+    for i in range(50):
+        put(guard, str(i))
+    store.entered.wait(LONG)
+    store.fault = raising(OSError("full"))
+    store.released.set()
+    assert guard.flush(LONG)
+    assert len(store.calls) <= 1 + lane.MAX_FAILURES
+    assert guard.stats.dropped == 49
 
 
 def test_one_warning(make, caplog):
@@ -435,7 +484,7 @@ def test_done_is_called_once(make, how):
     if how == "queue dropped":
         store.entered.wait(LONG)
         store.fault = raising(OSError())
-        guard._writing.breaker.failures = module.MAX_FAILURES
+        guard._writing.breaker.failures = lane.MAX_FAILURES
     if isinstance(store, Blocking):
         store.released.set()
     assert guard.flush(LONG)
@@ -456,7 +505,7 @@ def test_closing_writes_what_is_queued(make):
 
 
 def test_a_guard_without_work_has_no_threads_and_is_collected(monkeypatch):
-    monkeypatch.setattr(module, "LINGER", 0.01)
+    monkeypatch.setattr(lane, "LINGER", 0.01)
 
     def use_twice():
         guard = Guard({}, digest=DIGEST)
@@ -543,7 +592,7 @@ def test_whatever_happens_only_what_was_put_comes_back(steps):
 
 def test_speed_is_measured(make):
     rate, latency = 1e8, 0.01
-    speed = module.Speed()
+    speed = speeds.Speed()
     assert speed.line() is None
     for nbytes in (0, 10**6, 5 * 10**6, 2 * 10**6, 0, 8 * 10**6) * 3:
         speed.add(nbytes, latency + nbytes / rate)
@@ -553,7 +602,7 @@ def test_speed_is_measured(make):
 
 
 def test_the_speed_of_reads_of_one_size_is_their_seconds():
-    speed = module.Speed()
+    speed = speeds.Speed()
     for _ in range(5):
         speed.add(10**6, 0.02)
     latency, per_byte = speed.line()
@@ -563,7 +612,7 @@ def test_the_speed_of_reads_of_one_size_is_their_seconds():
 
 @hypothesis.given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(0, 100)), min_size=1))
 def test_speed_is_never_negative(reads):
-    speed = module.Speed()
+    speed = speeds.Speed()
     for nbytes, seconds in reads:
         speed.add(nbytes, seconds)
     latency, per_byte = speed.line()
@@ -588,6 +637,7 @@ def test_seconds_for(make, monkeypatch):
 # ---- processes
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_begins_anew(make):
     """A forked child has no threads, and its parent's locks may be held for ever."""
     store = Blocking(("set",), {"a": packed("a")})
@@ -596,7 +646,7 @@ def test_a_child_begins_anew(make):
     put(guard, "c")
     store.entered.wait(LONG)
     with guard._lock:  # as another thread might hold it at the time
-        child = fork()
+        child = os.fork()
         if child == 0:
             store.fault = lambda verb, key: None
             ok = guard.get_many("a", 10) == {"a": b"rows"} and put(guard, "d") and guard.flush(10)
@@ -605,12 +655,6 @@ def test_a_child_begins_anew(make):
     store.released.set()
     assert guard.flush(LONG)
     assert {*store.items_} == {"a", "b", "c"}
-
-
-def fork():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
-        return os.fork()
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import pytest
 from support import servers
 
 from kvcache import stores
-from kvcache.stores import ValkeyStore
-from kvcache.stores import guard as guards
+from kvcache.stores import ValkeyStore, lane
 from kvcache.stores import valkey as module
 from kvcache.stores.guard import Guard
 
@@ -47,8 +46,8 @@ def store(shared):
 @pytest.fixture
 def make(monkeypatch):
     """A function that makes guards, which are closed in the end."""
-    monkeypatch.setattr(guards, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(guards, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(lane, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(lane, "LONGEST_PAUSE", 0.2)
     with contextlib.ExitStack() as stack:
 
         def make(store, **options):
@@ -175,6 +174,7 @@ def test_a_cluster_with_tls(tmp_path, names):
             ValkeyStore(f"valkeys+cluster://127.0.0.1:{port}")["a"]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_has_connections_of_its_own(store):
     store["a"] = b"value"
     child = os.fork()
