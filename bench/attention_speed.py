@@ -196,11 +196,12 @@ def prefill(report: Report) -> None:
 
 
 def prefill_of_type(report: Report, shape: Shape) -> None:
-    """Add lines for a prompt against multiply-adds, torch and ggml."""
+    """Add lines for a prompt against multiply-adds, torch and ggml, with queries and outputs of torch's type."""
     dtype = shape.dtype
+    torch_type = "bf16" if dtype in BLOCKED else dtype
     offers = [("ggml", (mode, dtype)) for mode in (["flash"] if dtype in BLOCKED else ["flash", "matmul"])]
-    offers += [("torch", ("sdpa", "bf16" if dtype in BLOCKED else dtype))]
-    with core(shape) as ours, report.peers:
+    offers += [("torch", ("sdpa", torch_type))]
+    with core(replace(shape, q_type=torch_type)) as ours, report.peers:
         others = set_up(report.peers, offers, shape)
         entrants = [ours, multiplying(shape.threads), *others]
         ours_s, multiply_s, *others_s = report.compete(entrants, shape.threads, least=3)

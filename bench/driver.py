@@ -182,13 +182,15 @@ class Driver:
     def _pass(self, *numbers: int) -> tuple[DriverPass, Floats, Floats]:
         """Make a forward pass, its queries and its output; numbers: tokens, sequences, query heads, threads, type.
 
-        The arrays hold f32; where the type is bf16, the C side reads and writes the first half of their bytes.
+        The arrays hold f32; where the type has 16 bits, the C side reads and writes the first half of their bytes.
         """
         if numbers not in self._passes:
             num_tokens, num_seqs, num_heads, _, q_type = numbers
             tokens = num_tokens * num_seqs
             assert tokens <= self.POOL
             q = np.random.default_rng(1).standard_normal((tokens, num_heads, self.k_dim), np.float32)
+            if q_type == TYPES["f16"]:
+                q.reshape(-1).view(np.float16)[: q.size] = q.reshape(-1).astype(np.float16)
             if q_type == TYPES["bf16"]:
                 q.reshape(-1).view(np.uint16)[: q.size] = q.reshape(-1).view(np.uint16)[1::2].copy()
             out = np.empty((tokens, num_heads, self.v_dim), np.float32)
@@ -197,14 +199,15 @@ class Driver:
         return self._passes[numbers]
 
     def attend(
-        self, num_heads: int, num_threads: int, count: int, *, num_tokens: int = 1, num_seqs: int = 1
+        self, num_heads: int, num_threads: int, count: int, *, num_tokens: int = 1, num_seqs: int = 1, q_type: str = ""
     ) -> Seconds:
         """Time attention of further tokens `count` times, going round the layers; the tokens are not kept.
 
-        Queries and output are f32, or bf16 if keys are bf16, as in models of that type.
+        Queries and output are of q_type, by default f32, or bf16 if keys are bf16, as in models of that type.
         """
         seconds = np.empty(count)
-        forward, _, _ = self._pass(num_tokens, num_seqs, num_heads, num_threads, self._q_type)
+        number = TYPES[q_type] if q_type else self._q_type
+        forward, _, _ = self._pass(num_tokens, num_seqs, num_heads, num_threads, number)
         self._check(
             self._calls["attend"](self._handle, ctypes.byref(forward), self._next_layer, count, seconds.ctypes.data)
         )

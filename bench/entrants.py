@@ -42,6 +42,7 @@ class Shape:
     v_type: str = ""  # "": dtype
     value_in_key: bool = False
     num_tokens: int = 1
+    q_type: str = ""  # of queries and outputs; "": bf16 if keys are, else f32
 
     @property
     def row_bytes(self) -> float:
@@ -111,7 +112,9 @@ def attending(shape: Shape, driver: Driver, name: str = "", num_seqs: int = 1) -
     """Attend over the tokens that a driver holds."""
 
     def run(count: int) -> Seconds:
-        return driver.attend(shape.num_heads, shape.threads, count, num_tokens=shape.num_tokens, num_seqs=num_seqs)
+        return driver.attend(
+            shape.num_heads, shape.threads, count, num_tokens=shape.num_tokens, num_seqs=num_seqs, q_type=shape.q_type
+        )
 
     return Entrant(name or f"kvcache {shape.dtype}", run, driver.num_layers)
 

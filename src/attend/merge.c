@@ -53,7 +53,7 @@ static float *merge_row(const kvc_task *t, const results *all, int32_t r, float 
     for (int32_t p = 0; p < t->unit->num_parts; p++) max = fmaxf(max, all->max[(size_t)p * all->stride + (size_t)r]);
     const float sum = add_parts(t, all, r, max, out) + rescale_factor(sink, max);
     /* If the sum is 0, the query saw nothing, and `out` is 0. */
-    t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / sum);
+    t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / ldexpf(sum, kvc_sum_shift(t)));
     if (order) t->call->kernels->hadamard(out, out, plan->v_dim, order);
     if (lse) *lse = sum == 0 ? -INFINITY : max + logf(sum);
     return out;

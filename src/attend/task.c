@@ -148,9 +148,31 @@ static const kvc_tiler *tiler_of(const kvc_task *t, int32_t type) {
     return is_decoded && kernels->decoded.score ? &kernels->decoded : &kernels->tiler[is_decoded ? KVC_F32 : type];
 }
 
-/* Returns the kernels that score a tile for many query rows. */
-static const kvc_tiler *key_tiler(const kvc_task *t, const kvc_tile *tile) {
-    return tiler_of(t, delta_index_of(t, tile) == KVC_MIXED ? KVC_F32 : t->call->layer->k_type);
+int kvc_sum_shift(const kvc_task *t) { return t->unit->tiled ? tiler_of(t, t->call->layer->v_type)->sum_shift : 0; }
+
+/* How the keys of a tile are multiplied by many query rows. */
+typedef struct key_product {
+    kvc_prepare_fn *prepare;
+    kvc_pack_keys_fn *pack;
+    kvc_matmul_fn *score;
+    float scale; /* what the scores are to be multiplied by then */
+} key_product;
+
+/* Query rows of 16 bits are multiplied as the caller has them where nothing changes them, as this takes fewer products.
+ * Their scores are scaled afterwards. */
+static key_product product_of(const kvc_task *t, const kvc_tile *tile) {
+    const kvc_call *c = t->call;
+    const kvc_attend_args *a = c->args;
+    const int32_t delta_index = delta_index_of(t, tile), type = delta_index == KVC_MIXED ? KVC_F32 : c->layer->k_type;
+    const kvc_tiler *tiler = tiler_of(t, type), *f16 = &c->kernels->tiler_f16;
+    const int is_changed = delta_index > 0 || (kvc_key_order(c->layer) && delta_index != KVC_MIXED);
+    if (!is_changed && c->scale > 0 && !(a->softcap > 0) && !a->alibi) {
+        if (a->q_type == KVC_F16 && type == KVC_F16 && f16->score)
+            return (key_product){f16->prepare, f16->pack_keys, f16->score, c->scale};
+        if (a->q_type == KVC_BF16 && tiler->score_bf16)
+            return (key_product){tiler->prepare_bf16, tiler->pack_keys, tiler->score_bf16, c->scale};
+    }
+    return (key_product){tiler->prepare, tiler->pack_keys, tiler->score, 1};
 }
 
 /* Transforms the query rows as stored keys are, which leaves scores as they are. */
@@ -172,7 +194,7 @@ static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     if (delta_index > 0) rotate_query_rows(t, delta_index);
     if (order && delta_index != KVC_MIXED) transform_query_rows(t, order);
     if (key_minima_apart(t, tile)) kvc_add_up_blocks(t);
-    kvc_prepare_fn *prepare = t->unit->tiled ? key_tiler(t, tile)->prepare : scorer_of(t, tile)->prepare;
+    kvc_prepare_fn *prepare = t->unit->tiled ? product_of(t, tile).prepare : scorer_of(t, tile)->prepare;
     prepare(t->q, plan->lane.q_stride, t->num_query_rows, plan->k_dim, t->call->scale);
     t->delta_index = delta_index;
     return t->q;
@@ -234,9 +256,9 @@ static void apply_softcap_and_alibi(const kvc_call *c, kvc_tile *tile, float *sc
 
 enum { PACKED_ROWS = 32 /* rows of weights that stay in the L1 cache until they are packed */ };
 
-/* Turns the scores of a tile into weights, packed by `pack` if that is not NULL, and updates max, sum and factor of
- * each query row. */
-static void compute_weights(const kvc_task *t, kvc_tile *tile, kvc_pack_weights_fn *pack) {
+/* Turns the scores of a tile, times scale, into weights, packed by `pack` if that is not NULL, and updates max, sum and
+ * factor of each query row. */
+static void compute_weights(const kvc_task *t, kvc_tile *tile, float scale, kvc_pack_weights_fn *pack) {
     const kvc_call *c = t->call;
     const int32_t heads = c->plan->heads_per_kv;
     const int is_changed = c->args->softcap > 0 || c->args->alibi;
@@ -257,6 +279,7 @@ static void compute_weights(const kvc_task *t, kvc_tile *tile, kvc_pack_weights_
     for (int32_t r = 0, some; r < t->num_query_rows; r += some) {
         float *const scores = t->scores + (size_t)r * KVC_TILE;
         some = (int32_t)kvc_smaller(t->num_query_rows - r, at_once);
+        if (scale != 1) c->kernels->scale(scores, KVC_TILE, some, KVC_TILE, scale);
         c->kernels->softmax(scores, some, tile->n, t->max + r, t->sum + r, t->factor + r);
         if (pack) pack(t->lane + c->plan->lane.weights + (size_t)r * KVC_PACKED_WEIGHTS, scores, some);
     }
@@ -311,7 +334,7 @@ static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, const kvc_t
 /* Attends to a tile for few query rows: each row is read once for all of them. */
 static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
     score_tile(t, current);
-    compute_weights(t, current, NULL);
+    compute_weights(t, current, 1, NULL);
     kvc_next_tile(next, upcoming);
     accumulate_tile(t, current, next);
 }
@@ -344,12 +367,13 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     const kvc_lane_layout *lane = &plan->lane;
     query_rows_for(all, current);
     const kvc_task view = view_that_sees(all, current), *t = &view;
-    const kvc_tiler *keys = key_tiler(t, current), *values = tiler_of(t, c->layer->v_type);
-    pack_keys(t, current, keys->pack_keys);
+    const kvc_tiler *values = tiler_of(t, c->layer->v_type);
+    const key_product keys = product_of(t, current);
+    pack_keys(t, current, keys.pack);
     kvc_walk ahead = kvc_walk_values(t, current);
-    keys->score(t->scores, KVC_TILE, t->q, lane->q_stride, t->lane + lane->keys, KVC_TILE, t->num_query_rows,
-                current->n, plan->k_dim, 0, kvc_take_ahead(c, &ahead, current->n));
-    compute_weights(t, current, values->pack_weights);
+    keys.score(t->scores, KVC_TILE, t->q, lane->q_stride, t->lane + lane->keys, KVC_TILE, t->num_query_rows, current->n,
+               plan->k_dim, 0, kvc_take_ahead(c, &ahead, current->n));
+    compute_weights(t, current, keys.scale, values->pack_weights);
     kvc_next_tile(next, upcoming);
     for (int32_t r = 0; r < t->num_query_rows; r++)
         if (t->factor[r] != 1)

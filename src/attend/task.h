@@ -66,6 +66,9 @@ kvc_task kvc_make_task(kvc_call *c, int64_t i, float *lane);
 /* Returns a view of the query rows of member m, the first of which is row `first`. */
 kvc_task kvc_member_of(const kvc_task *t, int32_t m, int32_t first);
 
+/* The values in acc, and those of partial results, are 2^shift times what they should be. */
+int kvc_sum_shift(const kvc_task *t);
+
 /* Whether the call is to end early. */
 int kvc_is_cancelled(kvc_call *c);
 

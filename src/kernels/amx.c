@@ -3,7 +3,11 @@
  *
  * A float is split into the sum of two or three bf16: the nearest one, or the one below, and what is left.  Two keep 16
  * bits, which is all that f16 and bf16 have; three keep all of a float.  Of the products of parts, those are left out
- * that are some 2^-17 of the whole where there are two, and 2^-24 where there are three.
+ * that are some 2^-17 of the whole where there are two, and 2^-24 where there are three.  Query rows of bf16 that need
+ * not be rotated or transformed are one part.
+ *
+ * Where the processor multiplies tiles of f16 as well (AMX-FP16), values of f16 are multiplied as they are, by weights
+ * in two f16, and keys of f16 by query rows of f16.
  *
  * Factors are packed in chunks of 32 elements along the sum; a chunk that is not full is filled up with zeros.
  *
@@ -78,15 +82,38 @@ INLINE vec load_or_zero(int type, const void *row, int d, int dim) {
     return d < dim ? load(type, row, d, smaller(LANES, dim - d)) : v_zero();
 }
 
-/* Packs a query row or a row of weights, times scale.  `to` may be `from`: the last chunk comes first, as it takes more
- * space in three parts. */
+/* Packs a query row or a row of weights, times scale.  `to` may be `from`: in three parts, which take more space, the
+ * last chunk comes first. */
 INLINE void split_row(int num_parts, float *to, const float *from, int dim, float scale) {
-    for (int c = chunks_of(dim) - 1; c >= 0; c--) {
+    for (int i = 0; i < chunks_of(dim); i++) {
+        const int c = num_parts == 3 ? chunks_of(dim) - 1 - i : i;
         ints parts[3];
         split(num_parts, v_mul(load_or_zero(KVC_F32, from, c * CHUNK, dim), v_set(scale)),
               v_mul(load_or_zero(KVC_F32, from, c * CHUNK + LANES, dim), v_set(scale)), parts);
         UNROLL
         for (int p = 0; p < num_parts; p++) _mm512_storeu_si512(to + (c * num_parts + p) * LANES, parts[p]);
+    }
+}
+
+enum { SHIFT = 12 /* weights are so many powers of two larger, which keeps small ones from being denormals */ };
+
+/* Rounds 32 floats to f16. */
+INLINE ints to_f16(vec x, vec y) {
+    const __m256i low = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256i high = _mm512_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
+/* Packs a row of weights as two f16 each, times 2^SHIFT. */
+INLINE void split_weights_f16(float *to, const float *from) {
+    for (int d = 0; d < KVC_TILE; d += CHUNK, to += CHUNK) {
+        const vec scale = v_set(1 << SHIFT);
+        const vec x = v_mul(v_load(from + d), scale), y = v_mul(v_load(from + d + LANES), scale);
+        const ints upper = to_f16(x, y);
+        const vec upper_x = _mm512_cvtph_ps(_mm512_castsi512_si256(upper));
+        const vec upper_y = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(upper, 1));
+        _mm512_storeu_si512(to, upper);
+        _mm512_storeu_si512(to + LANES, to_f16(_mm512_sub_ps(x, upper_x), _mm512_sub_ps(y, upper_y)));
     }
 }
 
@@ -101,17 +128,12 @@ INLINE vec finite(vec x) {
     return v_max(v_set(-0x1.fep127f), v_min(largest, x)); /* a NaN stays, as the second operand */
 }
 
-/* Packs half h of chunk c of keys [j, j + LANES), those below n, into the panel: transposes them, then splits pairs. */
-INLINE void pack_half_chunk(int type, int num_parts, float *dst, const void *rows, int64_t row_stride, int n, int j,
-                            int c, int h, int dim) {
-    vec x[LANES];
-    UNROLL
-    for (int i = 0; i < LANES; i++)
-        x[i] = j + i < n ? load_or_zero(type, row_at(rows, row_stride, j + i), c * CHUNK + h * LANES, dim) : v_zero();
+/* Packs half a chunk of LANES keys, of which x has 16 elements each, into the panel's tiles: transposes them, then
+ * splits pairs. */
+INLINE void pack_half_chunk(int num_parts, float *to, vec *x) {
     if (num_parts == 3) UNROLL
     for (int i = 0; i < LANES; i++) x[i] = finite(x[i]);
     v_transpose(x);
-    float *to = tile_at(dst, j, chunks_of(dim), c, num_parts) + h * TILE / 2;
     UNROLL
     for (int i = 0; i < LANES; i += 2) {
         ints parts[3];
@@ -121,10 +143,10 @@ INLINE void pack_half_chunk(int type, int num_parts, float *dst, const void *row
     }
 }
 
-/* Packs half a chunk that ends past row n or element dim. */
-RARE void pack_half_chunk_edge(int type, int num_parts, float *dst, const void *rows, int64_t row_stride, int n, int j,
-                               int c, int h, int dim) {
-    pack_half_chunk(type, num_parts, dst, rows, row_stride, n, j, c, h, dim);
+/* Loads elements [d, d + LANES) of keys [j, j + LANES), some of which may be past row n or element dim: 0 there. */
+RARE void load_edge(int type, vec *x, const void *rows, int64_t row_stride, int n, int j, int d, int dim) {
+    for (int i = 0; i < LANES; i++)
+        x[i] = j + i < n ? load_or_zero(type, row_at(rows, row_stride, j + i), d, dim) : v_zero();
 }
 
 /* Packs chunk c of keys [j, j + LANES) of bf16, which are not split: transposes pairs. */
@@ -147,11 +169,15 @@ INLINE void pack_keys_in_parts(int type, int num_parts, float *dst, const void *
                 pack_chunk_bf16(dst, rows, row_stride, j, c, dim);
                 continue;
             }
-            for (int h = 0; h < 2; h++)
-                if (is_whole)
-                    pack_half_chunk(type, num_parts, dst, rows, row_stride, KVC_TILE, j, c, h, dim);
+            for (int d = c * CHUNK; d < (c + 1) * CHUNK; d += LANES) {
+                float *to = tile_at(dst, j, chunks_of(dim), c, num_parts) + d % CHUNK / 2 * LANES;
+                vec x[LANES];
+                if (!is_whole)
+                    load_edge(type, x, rows, row_stride, n, j, d, dim);
                 else
-                    pack_half_chunk_edge(type, num_parts, dst, rows, row_stride, n, j, c, h, dim);
+                    UNROLL for (int i = 0; i < LANES; i++) x[i] = load(type, row_at(rows, row_stride, j + i), d, LANES);
+                pack_half_chunk(num_parts, to, x);
+            }
         }
 }
 
@@ -184,6 +210,7 @@ typedef struct tiles {
     const float *a, *b, *b_right; /* b, and the tiles to the right */
     int ldc, lda;
     int two_rows, two_columns; /* whether the block has two rows of tiles, two columns */
+    int is_f16;                /* whether a and b are f16, not bf16 */
 } tiles;
 
 /* Has the compiler write memory before tiles are loaded, and read it after they are stored, as not all do. */
@@ -211,7 +238,19 @@ INLINE void configure_tiles(int rows) {
     _tile_loadconfig(&all);
 }
 
-/* Macros, as the number of a register is a part of the instruction. */
+/* Macros, as the number of a register is a part of the instruction.  The product of f16, which compilers know since GCC
+ * 13 and Clang 16, is written out. */
+#ifndef KVC_TILE_DPFP16PS /* tests emulate it */
+#define KVC_TILE_DPFP16PS(c, a, b) \
+    __asm__ volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" : : "i"((15 - (b)) << 3 | 3), "i"(0xc0 | (c) << 3 | (a)))
+#endif
+#define PRODUCT(t, c, a, b)             \
+    do {                                \
+        if ((t)->is_f16)                \
+            KVC_TILE_DPFP16PS(c, a, b); \
+        else                            \
+            _tile_dpbf16ps(c, a, b);    \
+    } while (0)
 #define LOAD_A(t, at)                                                                          \
     do {                                                                                       \
         _tile_loadd(4, (t)->a + (at), (t)->lda * 4);                                           \
@@ -222,12 +261,12 @@ INLINE void configure_tiles(int rows) {
         _tile_loadd(6, (t)->b + (at), TILE_BYTES);                             \
         if ((t)->two_columns) _tile_loadd(7, (t)->b_right + (at), TILE_BYTES); \
     } while (0)
-#define MULTIPLY(t)                                                     \
-    do {                                                                \
-        _tile_dpbf16ps(0, 4, 6);                                        \
-        if ((t)->two_columns) _tile_dpbf16ps(1, 4, 7);                  \
-        if ((t)->two_rows) _tile_dpbf16ps(2, 5, 6);                     \
-        if ((t)->two_rows && (t)->two_columns) _tile_dpbf16ps(3, 5, 7); \
+#define MULTIPLY(t)                                                 \
+    do {                                                            \
+        PRODUCT(t, 0, 4, 6);                                        \
+        if ((t)->two_columns) PRODUCT(t, 1, 4, 7);                  \
+        if ((t)->two_rows) PRODUCT(t, 2, 5, 6);                     \
+        if ((t)->two_rows && (t)->two_columns) PRODUCT(t, 3, 5, 7); \
     } while (0)
 #define EACH_C(t, what)                                                                                      \
     do {                                                                                                     \
@@ -246,7 +285,7 @@ INLINE void multiply_chunk(const tiles *t, ptrdiff_t a, ptrdiff_t b, int parts_a
     }
     for (int p = 1; p < parts_b; p++) {
         LOAD_B(t, b + p * TILE);
-        for (int o = 0; o + p < parts_b; o++) {
+        for (int o = 0; o < parts_a && o + p < parts_b; o++) {
             if (o + p > 1) LOAD_A(t, a + o * LANES); /* else it is there */
             MULTIPLY(t);
         }
@@ -272,8 +311,8 @@ INLINE void multiply_tiles(const tiles *t, int num_chunks, int parts_a, int part
 
 /* Is a kvc_matmul_fn over packed rows and panels.  Gives the registers their former shapes back: ggml sets those of its
  * threads once, and multiplies with them later. */
-TARGET static void multiply_parts(int parts_a, int parts_b, float *c, int ldc, const float *a, int lda, const float *b,
-                                  int m, int n, int k, int add, kvc_ahead next) {
+TARGET static void multiply_parts(int is_f16, int parts_a, int parts_b, float *c, int ldc, const float *a, int lda,
+                                  const float *b, int m, int n, int k, int add, kvc_ahead next) {
     enum { ROWS = 2 * TILE_ROWS };
     shares all = shares_of(next, (m + ROWS - 1) / ROWS * (int64_t)((n + 2 * LANES - 1) / (2 * LANES)));
     tile_shapes former;
@@ -281,7 +320,7 @@ TARGET static void multiply_parts(int parts_a, int parts_b, float *c, int ldc, c
     memory_barrier();
     for (int i = 0, rows; i < m; i += rows) {
         rows = smaller(ROWS, m - i);
-        tiles t = {.a = a + (ptrdiff_t)i * lda, .ldc = ldc, .lda = lda, .two_rows = rows > TILE_ROWS};
+        tiles t = {.a = a + (ptrdiff_t)i * lda, .ldc = ldc, .lda = lda, .two_rows = rows > TILE_ROWS, .is_f16 = is_f16};
         if (i == 0 || rows < ROWS) configure_tiles(rows);
         for (int j = 0; j < n; j += 2 * LANES) {
             t.b = b + (ptrdiff_t)(j / LANES * chunks_of(k) * parts_b) * TILE;
@@ -322,12 +361,18 @@ TARGET static void multiply_parts(int parts_a, int parts_b, float *c, int ldc, c
         pack_values_in_parts(type, num_parts, dst, rows, row_stride, n, dim);                                   \
     }
 
-#define DEFINE_MULTIPLY_PARTS(name, parts_a, parts_b)                                                                 \
+#define DEFINE_MULTIPLY_PARTS(name, is_f16, parts_a, parts_b)                                                         \
     TARGET static void name(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k, \
                             int add, kvc_ahead next) {                                                                \
         (void)ldb;                                                                                                    \
-        multiply_parts(parts_a, parts_b, c, ldc, a, lda, b, m, n, k, add, next);                                      \
+        multiply_parts(is_f16, parts_a, parts_b, c, ldc, a, lda, b, m, n, k, add, next);                              \
     }
+
+/* For query rows that are bf16, which are not multiplied by scale. */
+TARGET static void kvc_prepare_bf16_amx(float *q, int q_stride, int num_q, int dim, float scale) {
+    (void)scale;
+    for (int r = 0; r < num_q; r++, q += q_stride) split_row(1, q, q, dim, 1);
+}
 
 DEFINE_PREPARE_PARTS(kvc_prepare_2_parts_amx, 2)
 DEFINE_PREPARE_PARTS(kvc_prepare_3_parts_amx, 3)
@@ -345,29 +390,75 @@ DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_bf16_amx, KVC_BF16, 1)
 DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_q8_0_amx, KVC_Q8_0, 2)
 DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_q4_0_amx, KVC_Q4_0, 2)
 DEFINE_PACK_VALUES_IN_PARTS(kvc_pack_values_decoded_amx, KVC_F32, 2)
-DEFINE_MULTIPLY_PARTS(kvc_multiply_2_by_1_amx, 2, 1)
-DEFINE_MULTIPLY_PARTS(kvc_multiply_2_by_2_amx, 2, 2)
-DEFINE_MULTIPLY_PARTS(kvc_multiply_3_by_3_amx, 3, 3)
+DEFINE_MULTIPLY_PARTS(kvc_multiply_1_by_1_amx, 0, 1, 1)
+DEFINE_MULTIPLY_PARTS(kvc_multiply_1_by_2_amx, 0, 1, 2)
+DEFINE_MULTIPLY_PARTS(kvc_multiply_1_by_3_amx, 0, 1, 3)
+DEFINE_MULTIPLY_PARTS(kvc_multiply_2_by_1_amx, 0, 2, 1)
+DEFINE_MULTIPLY_PARTS(kvc_multiply_2_by_2_amx, 0, 2, 2)
+DEFINE_MULTIPLY_PARTS(kvc_multiply_3_by_3_amx, 0, 3, 3)
+DEFINE_MULTIPLY_PARTS(kvc_multiply_1_by_1_amxfp16, 1, 1, 1)
+DEFINE_MULTIPLY_PARTS(kvc_multiply_2_by_1_amxfp16, 1, 2, 1)
 
-#define TILER(type, parts_a, parts_b)             \
-    {kvc_prepare_##parts_a##_parts_amx,           \
-     kvc_pack_keys_##type##_amx,                  \
-     kvc_pack_values_##type##_amx,                \
-     kvc_multiply_##parts_a##_by_##parts_b##_amx, \
-     kvc_multiply_##parts_a##_by_##parts_b##_amx, \
-     kvc_pack_weights_##parts_a##_parts_amx}
+/* For query rows that are f16, which are not multiplied by scale. */
+TARGET static void kvc_prepare_f16_amxfp16(float *q, int q_stride, int num_q, int dim, float scale) {
+    (void)scale;
+    for (int r = 0; r < num_q; r++, q += q_stride)
+        for (int c = 0; c < chunks_of(dim); c++)
+            _mm512_storeu_si512(q + c * LANES, to_f16(load_or_zero(KVC_F32, q, c * CHUNK, dim),
+                                                      load_or_zero(KVC_F32, q, c * CHUNK + LANES, dim)));
+}
+
+TARGET static void kvc_pack_weights_amxfp16(float *dst, const float *weights, int num_q) {
+    for (int r = 0; r < num_q; r++) split_weights_f16(dst + r * KVC_PACKED_WEIGHTS, weights + r * KVC_TILE);
+}
+
+/* A kvc_tiler of parts, whose two products are computed alike. */
+#define TILER(prepare_fn, pack_keys_fn, pack_values_fn, multiply, pack_weights_fn, multiply_bf16) \
+    {.prepare = prepare_fn,                                                                       \
+     .pack_keys = pack_keys_fn,                                                                   \
+     .pack_values = pack_values_fn,                                                               \
+     .score = multiply,                                                                           \
+     .accumulate = multiply,                                                                      \
+     .pack_weights = pack_weights_fn,                                                             \
+     .prepare_bf16 = kvc_prepare_bf16_amx,                                                        \
+     .score_bf16 = multiply_bf16}
+
+/* What both tables have in common. */
+#define KVC_AMX                                                                                                 \
+    .convert = kvc_convert_avx512bf16, .unpack = kvc_unpack_avx512, KVC_AVX512_FLOATS, KVC_AVX512VNNI_INTEGERS, \
+    .tiler[KVC_F32] = TILER(kvc_prepare_3_parts_amx, kvc_pack_keys_f32_amx, kvc_pack_values_f32_amx,            \
+                            kvc_multiply_3_by_3_amx, kvc_pack_weights_3_parts_amx, kvc_multiply_1_by_3_amx),    \
+    .tiler[KVC_BF16] = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_bf16_amx, kvc_pack_values_bf16_amx,         \
+                             kvc_multiply_2_by_1_amx, kvc_pack_weights_2_parts_amx, kvc_multiply_1_by_1_amx),   \
+    .tiler[KVC_Q8_0] = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_q8_0_amx, kvc_pack_values_q8_0_amx,         \
+                             kvc_multiply_2_by_2_amx, kvc_pack_weights_2_parts_amx, kvc_multiply_1_by_2_amx),   \
+    .tiler[KVC_Q4_0] = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_q4_0_amx, kvc_pack_values_q4_0_amx,         \
+                             kvc_multiply_2_by_2_amx, kvc_pack_weights_2_parts_amx, kvc_multiply_1_by_2_amx),   \
+    .decoded = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_decoded_amx, kvc_pack_values_decoded_amx,           \
+                     kvc_multiply_2_by_2_amx, kvc_pack_weights_2_parts_amx, kvc_multiply_1_by_2_amx)
 
 const kvc_kernels kvc_kernels_amx = {
     .name = "amx",
-    .convert = kvc_convert_avx512bf16,
-    .unpack = kvc_unpack_avx512,
-    KVC_AVX512_FLOATS,
-    KVC_AVX512VNNI_INTEGERS,
-    .decoded = TILER(decoded, 2, 2),
-    .tiler[KVC_F32] = TILER(f32, 3, 3),
-    .tiler[KVC_F16] = TILER(f16, 2, 2),
-    .tiler[KVC_BF16] = TILER(bf16, 2, 1),
-    .tiler[KVC_Q8_0] = TILER(q8_0, 2, 2),
-    .tiler[KVC_Q4_0] = TILER(q4_0, 2, 2),
+    KVC_AMX,
+    .tiler[KVC_F16] = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_f16_amx, kvc_pack_values_f16_amx,
+                            kvc_multiply_2_by_2_amx, kvc_pack_weights_2_parts_amx, kvc_multiply_1_by_2_amx),
+};
+
+/* Rows of f16 that are multiplied as they are are packed as those of bf16. */
+const kvc_kernels kvc_kernels_amxfp16 = {
+    .name = "amxfp16",
+    KVC_AMX,
+    .tiler[KVC_F16] = {.prepare = kvc_prepare_2_parts_amx,
+                       .pack_keys = kvc_pack_keys_f16_amx,
+                       .pack_values = kvc_pack_values_bf16_amx,
+                       .score = kvc_multiply_2_by_2_amx,
+                       .accumulate = kvc_multiply_2_by_1_amxfp16,
+                       .pack_weights = kvc_pack_weights_amxfp16,
+                       .prepare_bf16 = kvc_prepare_bf16_amx,
+                       .score_bf16 = kvc_multiply_1_by_2_amx,
+                       .sum_shift = SHIFT},
+    .tiler_f16 = {.prepare = kvc_prepare_f16_amxfp16,
+                  .pack_keys = kvc_pack_keys_bf16_amx,
+                  .score = kvc_multiply_1_by_1_amxfp16},
 };
 #endif

@@ -53,16 +53,16 @@ const kvc_kernels kvc_kernels_avx2 = {
     .accumulate[KVC_BF16] = kvc_accumulate_bf16_avx2,
     .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_avx2,
     .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_avx2,
-    .tiler[KVC_F32] = {kvc_scale_avx2, kvc_pack_keys_f32_avx2, kvc_pack_values_f32_avx2, kvc_matmul_avx2,
-                       kvc_matmul_avx2, NULL},
-    .tiler[KVC_F16] = {kvc_scale_avx2, kvc_pack_keys_f16_avx2, kvc_pack_values_f16_avx2, kvc_matmul_avx2,
-                       kvc_matmul_avx2, NULL},
-    .tiler[KVC_BF16] = {kvc_scale_avx2, kvc_pack_keys_bf16_avx2, kvc_pack_values_bf16_avx2, kvc_matmul_avx2,
-                        kvc_matmul_avx2, NULL},
-    .tiler[KVC_Q8_0] = {kvc_scale_avx2, kvc_pack_keys_q8_0_avx2, kvc_pack_values_q8_0_avx2, kvc_matmul_avx2,
-                        kvc_matmul_avx2, NULL},
-    .tiler[KVC_Q4_0] = {kvc_scale_avx2, kvc_pack_keys_q4_0_avx2, kvc_pack_values_q4_0_avx2, kvc_matmul_avx2,
-                        kvc_matmul_avx2, NULL},
+    .tiler[KVC_F32] =
+        KVC_FLOAT_TILER(kvc_scale_avx2, kvc_pack_keys_f32_avx2, kvc_pack_values_f32_avx2, kvc_matmul_avx2),
+    .tiler[KVC_F16] =
+        KVC_FLOAT_TILER(kvc_scale_avx2, kvc_pack_keys_f16_avx2, kvc_pack_values_f16_avx2, kvc_matmul_avx2),
+    .tiler[KVC_BF16] =
+        KVC_FLOAT_TILER(kvc_scale_avx2, kvc_pack_keys_bf16_avx2, kvc_pack_values_bf16_avx2, kvc_matmul_avx2),
+    .tiler[KVC_Q8_0] =
+        KVC_FLOAT_TILER(kvc_scale_avx2, kvc_pack_keys_q8_0_avx2, kvc_pack_values_q8_0_avx2, kvc_matmul_avx2),
+    .tiler[KVC_Q4_0] =
+        KVC_FLOAT_TILER(kvc_scale_avx2, kvc_pack_keys_q4_0_avx2, kvc_pack_values_q4_0_avx2, kvc_matmul_avx2),
     .matmul = kvc_matmul_avx2,
     .softmax = kvc_softmax_avx2,
     .scale = kvc_scale_avx2,

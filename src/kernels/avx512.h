@@ -38,18 +38,18 @@ extern kvc_score_fn kvc_score_bf16_avx512bf16;
     .scale = kvc_scale_avx512, .hadamard = kvc_hadamard_avx512
 
 /* Tilers that multiply panels of floats. */
-#define KVC_AVX512_TILER_F32                                                                    \
-    .tiler[KVC_F32] = {kvc_scale_avx512,  kvc_pack_keys_f32_avx512, kvc_pack_values_f32_avx512, \
-                       kvc_matmul_avx512, kvc_matmul_avx512,        NULL}
-#define KVC_AVX512_TILERS                                                                          \
-    .tiler[KVC_F16] = {kvc_scale_avx512,  kvc_pack_keys_f16_avx512, kvc_pack_values_f16_avx512,    \
-                       kvc_matmul_avx512, kvc_matmul_avx512,        NULL},                         \
-    .tiler[KVC_BF16] = {kvc_scale_avx512,  kvc_pack_keys_bf16_avx512, kvc_pack_values_bf16_avx512, \
-                        kvc_matmul_avx512, kvc_matmul_avx512,         NULL},                       \
-    .tiler[KVC_Q8_0] = {kvc_scale_avx512,  kvc_pack_keys_q8_0_avx512, kvc_pack_values_q8_0_avx512, \
-                        kvc_matmul_avx512, kvc_matmul_avx512,         NULL},                       \
-    .tiler[KVC_Q4_0] = {kvc_scale_avx512,  kvc_pack_keys_q4_0_avx512, kvc_pack_values_q4_0_avx512, \
-                        kvc_matmul_avx512, kvc_matmul_avx512,         NULL}
+#define KVC_AVX512_TILER_F32 \
+    .tiler[KVC_F32] =        \
+        KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_f32_avx512, kvc_pack_values_f32_avx512, kvc_matmul_avx512)
+#define KVC_AVX512_TILERS                                                                                             \
+    .tiler[KVC_F16] =                                                                                                 \
+        KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_f16_avx512, kvc_pack_values_f16_avx512, kvc_matmul_avx512),   \
+    .tiler[KVC_BF16] =                                                                                                \
+        KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_bf16_avx512, kvc_pack_values_bf16_avx512, kvc_matmul_avx512), \
+    .tiler[KVC_Q8_0] =                                                                                                \
+        KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_q8_0_avx512, kvc_pack_values_q8_0_avx512, kvc_matmul_avx512), \
+    .tiler[KVC_Q4_0] =                                                                                                \
+        KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_q4_0_avx512, kvc_pack_values_q4_0_avx512, kvc_matmul_avx512)
 
 #define KVC_AVX512VNNI_INTEGERS                                                  \
     .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx512vnni, kvc_score_q8_0_avx512vnni}, \

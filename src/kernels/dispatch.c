@@ -45,6 +45,12 @@ static int has_amx(void) {
     return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && edx & AMX_BF16 && edx & AMX_TILE &&
            !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
 }
+
+static int has_amxfp16(void) {
+    enum { AMX_FP16 = 1 << 21 };
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax & AMX_FP16;
+}
 #endif
 
 static int always(void) { return 1; }
@@ -68,6 +74,7 @@ static const struct {
 #endif
 #ifdef KVC_HAVE_AMX
     {&kvc_kernels_amx, has_amx},
+    {&kvc_kernels_amxfp16, has_amxfp16},
 #endif
 #ifdef KVC_HAVE_NEON
     {&kvc_kernels_neon, always}, /* what is compiled for AArch64 uses NEON anyway */

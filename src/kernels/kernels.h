@@ -115,7 +115,19 @@ typedef struct kvc_tiler {
     kvc_pack_values_fn *pack_values;
     kvc_matmul_fn *score, *accumulate; /* a: prepared query rows; packed weights */
     kvc_pack_weights_fn *pack_weights; /* NULL: they are taken as they are */
+    /* For query rows that are bf16, and are not scaled when they are prepared; NULL: such are taken as others. */
+    kvc_prepare_fn *prepare_bf16;
+    kvc_matmul_fn *score_bf16;
+    int sum_shift; /* accumulate adds up 2^sum_shift times what it should */
 } kvc_tiler;
+
+/* A kvc_tiler of panels of floats. */
+#define KVC_FLOAT_TILER(scale, pack_keys_fn, pack_values_fn, matmul_fn) \
+    {.prepare = scale,                                                  \
+     .pack_keys = pack_keys_fn,                                         \
+     .pack_values = pack_values_fn,                                     \
+     .score = matmul_fn,                                                \
+     .accumulate = matmul_fn}
 
 /* Multiplies every `order` of the n floats at src by Sylvester's Hadamard matrix of that order (a power of two, at
  * least KVC_QUANT_ELEMENTS, that divides n) over sqrt(order), which is its own inverse.  src is dst, or needs no
@@ -131,6 +143,8 @@ typedef struct kvc_kernels {
     kvc_scorer score_bf16; /* for rows and queries of bf16; NULL: such queries are scored as others */
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];
     kvc_tiler tiler[KVC_STORED_TYPES];
+    kvc_tiler
+        tiler_f16; /* for keys and query rows that are f16, and are not scaled; score NULL: they are taken as others */
     kvc_tiler decoded;     /* for rows of f32 that were decoded from other types; NULL: tiler[KVC_F32] */
     kvc_matmul_fn *matmul; /* of panels of floats */
     kvc_softmax_fn *softmax;
@@ -150,8 +164,8 @@ extern const kvc_kernels kvc_kernels_avx512vnni;
 extern const kvc_kernels kvc_kernels_avx512bf16;
 #if defined(__linux__) /* dispatch.c asks it for the registers */
 #define KVC_HAVE_AMX 1
-#define KVC_KERNEL_NAMES "scalar avx2 avx512 avx512vnni avx512bf16 amx" /* in this build */
-extern const kvc_kernels kvc_kernels_amx;
+#define KVC_KERNEL_NAMES "scalar avx2 avx512 avx512vnni avx512bf16 amx amxfp16" /* in this build */
+extern const kvc_kernels kvc_kernels_amx, kvc_kernels_amxfp16;
 #else
 #define KVC_KERNEL_NAMES "scalar avx2 avx512 avx512vnni avx512bf16"
 #endif

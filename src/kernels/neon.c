@@ -53,16 +53,16 @@ const kvc_kernels kvc_kernels_neon = {
     .accumulate[KVC_BF16] = kvc_accumulate_bf16_neon,
     .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_neon,
     .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_neon,
-    .tiler[KVC_F32] = {kvc_scale_neon, kvc_pack_keys_f32_neon, kvc_pack_values_f32_neon, kvc_matmul_neon,
-                       kvc_matmul_neon, NULL},
-    .tiler[KVC_F16] = {kvc_scale_neon, kvc_pack_keys_f16_neon, kvc_pack_values_f16_neon, kvc_matmul_neon,
-                       kvc_matmul_neon, NULL},
-    .tiler[KVC_BF16] = {kvc_scale_neon, kvc_pack_keys_bf16_neon, kvc_pack_values_bf16_neon, kvc_matmul_neon,
-                        kvc_matmul_neon, NULL},
-    .tiler[KVC_Q8_0] = {kvc_scale_neon, kvc_pack_keys_q8_0_neon, kvc_pack_values_q8_0_neon, kvc_matmul_neon,
-                        kvc_matmul_neon, NULL},
-    .tiler[KVC_Q4_0] = {kvc_scale_neon, kvc_pack_keys_q4_0_neon, kvc_pack_values_q4_0_neon, kvc_matmul_neon,
-                        kvc_matmul_neon, NULL},
+    .tiler[KVC_F32] =
+        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f32_neon, kvc_pack_values_f32_neon, kvc_matmul_neon),
+    .tiler[KVC_F16] =
+        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f16_neon, kvc_pack_values_f16_neon, kvc_matmul_neon),
+    .tiler[KVC_BF16] =
+        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_bf16_neon, kvc_pack_values_bf16_neon, kvc_matmul_neon),
+    .tiler[KVC_Q8_0] =
+        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_q8_0_neon, kvc_pack_values_q8_0_neon, kvc_matmul_neon),
+    .tiler[KVC_Q4_0] =
+        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_q4_0_neon, kvc_pack_values_q4_0_neon, kvc_matmul_neon),
     .matmul = kvc_matmul_neon,
     .softmax = kvc_softmax_neon,
     .scale = kvc_scale_neon,

@@ -448,16 +448,16 @@ const kvc_kernels kvc_kernels_scalar = {
     .score[KVC_Q4_0] = {kvc_prepare_q4_0_scalar, kvc_score_q4_0_scalar},
     .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_scalar,
     .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_scalar,
-    .tiler[KVC_F32] = {kvc_scale_scalar, kvc_pack_keys_f32_scalar, kvc_pack_values_f32_scalar, kvc_matmul_scalar,
-                       kvc_matmul_scalar, NULL},
-    .tiler[KVC_F16] = {kvc_scale_scalar, kvc_pack_keys_f16_scalar, kvc_pack_values_f16_scalar, kvc_matmul_scalar,
-                       kvc_matmul_scalar, NULL},
-    .tiler[KVC_BF16] = {kvc_scale_scalar, kvc_pack_keys_bf16_scalar, kvc_pack_values_bf16_scalar, kvc_matmul_scalar,
-                        kvc_matmul_scalar, NULL},
-    .tiler[KVC_Q8_0] = {kvc_scale_scalar, kvc_pack_keys_q8_0_scalar, kvc_pack_values_q8_0_scalar, kvc_matmul_scalar,
-                        kvc_matmul_scalar, NULL},
-    .tiler[KVC_Q4_0] = {kvc_scale_scalar, kvc_pack_keys_q4_0_scalar, kvc_pack_values_q4_0_scalar, kvc_matmul_scalar,
-                        kvc_matmul_scalar, NULL},
+    .tiler[KVC_F32] =
+        KVC_FLOAT_TILER(kvc_scale_scalar, kvc_pack_keys_f32_scalar, kvc_pack_values_f32_scalar, kvc_matmul_scalar),
+    .tiler[KVC_F16] =
+        KVC_FLOAT_TILER(kvc_scale_scalar, kvc_pack_keys_f16_scalar, kvc_pack_values_f16_scalar, kvc_matmul_scalar),
+    .tiler[KVC_BF16] =
+        KVC_FLOAT_TILER(kvc_scale_scalar, kvc_pack_keys_bf16_scalar, kvc_pack_values_bf16_scalar, kvc_matmul_scalar),
+    .tiler[KVC_Q8_0] =
+        KVC_FLOAT_TILER(kvc_scale_scalar, kvc_pack_keys_q8_0_scalar, kvc_pack_values_q8_0_scalar, kvc_matmul_scalar),
+    .tiler[KVC_Q4_0] =
+        KVC_FLOAT_TILER(kvc_scale_scalar, kvc_pack_keys_q4_0_scalar, kvc_pack_values_q4_0_scalar, kvc_matmul_scalar),
     .matmul = kvc_matmul_scalar,
     .softmax = kvc_softmax_scalar,
     .scale = kvc_scale_scalar,

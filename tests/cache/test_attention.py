@@ -106,7 +106,8 @@ def softmax(q, k, v, sees, distance, *, scale=None, softcap=None, sinks=None, al
 def in_16_bits(cache, layer):
     """Whether rows are multiplied so; in tiles of many query rows, AMX takes two bf16 of 8 each."""
     isa = kvcache.show_config("dicts")["isa"]
-    types = {"scalar": [], "amx": [*QUANTISED, "f16", "bf16"]}.get(isa, QUANTISED)
+    amx = [*QUANTISED, "f16", "bf16"]
+    types = {"scalar": [], "amx": amx, "amxfp16": amx}.get(isa, QUANTISED)
     return not {cache.k_dtype[layer], cache.v_dtype[layer]}.isdisjoint(types)
 
 
@@ -290,6 +291,22 @@ def test_queries_of_two_bytes(isa, rng, q_dtype, dtype):
     cache = kvcache.KVCache(1, 2, 40, 1024, v_head_dim=17, dtype=dtype)
     for tokens in (600, 1, 4, 40):
         prefill(cache, rng, tokens, 6, q_dtype=q_dtype)
+
+
+@pytest.mark.parametrize("q_dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("dtype", [*DTYPES, *QUANTISED])
+def test_prompts_of_two_bytes(isa, rng, q_dtype, dtype):
+    """With AMX, such queries are multiplied as they are unless something changes them or needs scaled scores."""
+    sinks = np.array([0, 9, -2, 5], np.float32)
+    changes = [{"scale": 0.5}, {"scale": -0.5}, {"softcap": 2.0}, {"alibi": sinks / 8}, {"sinks": sinks}]
+    for k_transform in (None, "hadamard") if dtype in QUANTISED else (None,):
+        rope = kvcache.Rope(0.1 ** np.arange(32))
+        cache = kvcache.KVCache(1, 2, 64, 1024, dtype=dtype, k_transform=k_transform, rope=rope)
+        prefill(cache, rng, 300, 4, q_dtype=q_dtype)
+        for options in changes:
+            prefill(cache, rng, 30, 4, q_dtype=q_dtype, **options)
+        cache.remove(64, 72)  # those behind move
+        prefill(cache, rng, 30, 4, q_dtype=q_dtype)
 
 
 # ---- extremes

@@ -20,6 +20,7 @@ def has_isa(name):
         return kvcache.show_config(mode="dicts")["isa"] == name
 
 
-ISAS = [name for name in ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx", "neon") if has_isa(name)]
+NAMES = ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx", "amxfp16", "neon")
+ISAS = [name for name in NAMES if has_isa(name)]
 # For tests: without --slow only the oracle and the best set; a test in C covers the kernels of all.
 ISA_PARAMS = [name if name in ("scalar", ISAS[-1]) else pytest.param(name, marks=pytest.mark.slow) for name in ISAS]

@@ -246,6 +246,27 @@ static inline void emulated_tile_dpbf16ps(int c, int a, int b)
     }
 }
 
+static inline void emulated_tile_dpfp16ps(int c, int a, int b)
+{
+    const int rows = emulated_config.rows[c], depth = emulated_config.rows[b];
+    emulated_check(c != a && c != b && a != b && rows && depth && emulated_config.rows[a] == rows &&
+                   emulated_config.bytes[a] == 4 * depth && emulated_config.bytes[b] == emulated_config.bytes[c]);
+    for (int i = 0; i < rows; i++) {
+        const emulated pairs = {.si = emulated_tiles[a][i]};
+        emulated sum = {.si = emulated_tiles[c][i]};
+        for (int j = 0; j < 16; j++) {
+            float even = 0, odd = 0;
+            for (int k = 0; k < depth; k++) {
+                const uint32_t x = pairs.u32[k], y = ((emulated){.si = emulated_tiles[b][k]}).u32[j];
+                even = fmaf(_cvtsh_ss(x & 0xffff), _cvtsh_ss(y & 0xffff), even);
+                odd = fmaf(_cvtsh_ss(x >> 16), _cvtsh_ss(y >> 16), odd);
+            }
+            sum.f32[j] += even + odd;
+        }
+        emulated_tiles[c][i] = (__m512i)emulated_flush(sum.ps);
+    }
+}
+
 #define _tile_release emulated_tile_release
 #define _tile_loadconfig emulated_tile_loadconfig
 #define _tile_storeconfig emulated_tile_storeconfig
@@ -253,6 +274,7 @@ static inline void emulated_tile_dpbf16ps(int c, int a, int b)
 #define _tile_loadd emulated_tile_loadd
 #define _tile_stored emulated_tile_stored
 #define _tile_dpbf16ps emulated_tile_dpbf16ps
+#define KVC_TILE_DPFP16PS emulated_tile_dpfp16ps
 
 /* ---- the sources ------------------------------------------------------------------------------------------------ */
 

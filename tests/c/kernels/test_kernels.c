@@ -903,21 +903,27 @@ static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
     }
 }
 
-/* Whatever its panels look like: m query rows by a tile, and weights by its values, against float64. */
-static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int type, int dim, int m, int n,
+/* Whatever its panels look like: m query rows of q_type by a tile, and weights by its values, against float64. */
+static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int type, int q_type, int dim, int m, int n,
                        sizes largest)
 {
     enum { MAX_M = 72, MAX_PADDED = (MAX_DIM + KVC_CHUNK - 1) / KVC_CHUNK * KVC_PACKED };
     static _Alignas(64) float panel[MAX_PADDED * KVC_TILE], scores[MAX_M * KVC_TILE], sums[MAX_M * MAX_PADDED];
     static float q[MAX_M * MAX_PADDED], prepared[MAX_M * MAX_PADDED], weights[MAX_M * KVC_TILE];
+    static uint16_t narrow[MAX_M * MAX_PADDED];
     static float old[MAX_M * MAX_PADDED], packed_weights[MAX_M * KVC_PACKED_WEIGHTS];
     const int is_exact = !tiler->pack_weights || tiler == &kernels->tiler[KVC_F32];
     const int stride = (dim + KVC_CHUNK - 1) / KVC_CHUNK * KVC_PACKED;
     const int values = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
     /* Allowed error, relative to the sum of magnitudes; where nothing of a float is left out, of each term. */
-    const double scale = 0.3f, most = is_exact ? FLT_EPSILON : 0x1p-15;
+    const double scale = q_type == KVC_F32 ? 0.3f : 1, most = is_exact ? FLT_EPSILON : 0x1p-15;
+    const double most_of_score = is_exact || (q_type != KVC_F32 && q_type == type) ? FLT_EPSILON * (dim + 2) : most;
     const tile *t = tile_new(type, n, dim, largest);
     fill_to(q, MAX_M * MAX_PADDED, largest.factors);
+    if (q_type != KVC_F32) { /* what the caller has is multiplied as it is, and not scaled */
+        kernels->convert(KVC_F32, q_type, narrow, 0, q, 0, 1, MAX_M * MAX_PADDED);
+        kernels->convert(q_type, KVC_F32, q, 0, narrow, 0, 1, MAX_M * MAX_PADDED);
+    }
     fill_to(weights, MAX_M * KVC_TILE, largest.factors);
     for (int i = 0; i < MAX_M; i++)
         for (int j = n; j < KVC_TILE; j++)
@@ -925,9 +931,10 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
     for (int i = 0; i < MAX_PADDED * KVC_TILE; i++)
         panel[i] = NAN; /* the tiler reads only what was packed */
     memcpy(prepared, q, sizeof q);
-    tiler->prepare(prepared, stride, m, dim, (float)scale);
+    (q_type == KVC_BF16 ? tiler->prepare_bf16 : tiler->prepare)(prepared, stride, m, dim, 0.3f);
     tiler->pack_keys(panel, t->rows, t->stride, n, dim);
-    tiler->score(scores, KVC_TILE, prepared, stride, panel, KVC_TILE, m, n, dim, 0, (kvc_ahead){q, (int32_t)sizeof q, 2});
+    (q_type == KVC_BF16 ? tiler->score_bf16 : tiler->score)(scores, KVC_TILE, prepared, stride, panel, KVC_TILE, m, n,
+                                                            dim, 0, (kvc_ahead){q, (int32_t)sizeof q, 2});
     for (int i = 0; i < m; i++) {
         for (int j = 0; j < n; j++) {
             double sum = 0, size = 0;
@@ -937,11 +944,14 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
                 size += fabs(term);
             }
             const float got = scores[i * KVC_TILE + j];
-            CHECKF(fabs(got - sum) <= size * most * (is_exact ? dim + 2 : 1),
-                   "%s %s: dim %d, score [%d, %d] of [%d, %d]: %g, not %g", kernels->name, kvc_type_name(type), dim, i,
+            CHECKF(fabs(got - sum) <= size * most_of_score,
+                   "%s %s, queries %s: dim %d, score [%d, %d] of [%d, %d]: %g, not %g", kernels->name,
+                   kvc_type_name(type), kvc_type_name(q_type), dim, i,
                    j, m, n, (double)got, sum);
         }
     }
+    if (!tiler->accumulate)
+        return;
     for (int i = 0; i < MAX_PADDED * KVC_TILE; i++)
         panel[i] = NAN;
     fill_to(sums, MAX_M * MAX_PADDED, largest.rows * largest.factors);
@@ -956,7 +966,7 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
         for (int d = 0; d < values; d++) {
             double sum = old[i * values + d], size = fabs(sum);
             for (int j = 0; j < n && d < dim; j++) {
-                const double term = (double)weights[i * KVC_TILE + j] * t->values[j][d];
+                const double term = ldexp((double)weights[i * KVC_TILE + j] * t->values[j][d], tiler->sum_shift);
                 sum += term;
                 size += fabs(term);
             }
@@ -990,9 +1000,14 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim)
         static const int some_m[] = {1, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 72};
         if (!kernels->tiler[type].pack_weights)
             test_pack(kernels, type, dim, some_n[i]);
-        test_tiler(kernels, &kernels->tiler[type], type, dim, some_m[(i + dim) % NUM_N], some_n[i], usual);
+        const int m = some_m[(i + dim) % NUM_N], n = some_n[i];
+        test_tiler(kernels, &kernels->tiler[type], type, KVC_F32, dim, m, n, usual);
+        if (kernels->tiler[type].score_bf16)
+            test_tiler(kernels, &kernels->tiler[type], type, KVC_BF16, dim, m, n, usual);
+        if (type == KVC_F16 && kernels->tiler_f16.score)
+            test_tiler(kernels, &kernels->tiler_f16, type, KVC_F16, dim, m, n, usual);
         if (type == KVC_F32 && kernels->decoded.score)
-            test_tiler(kernels, &kernels->decoded, type, dim, some_m[(i + dim) % NUM_N], some_n[i], usual);
+            test_tiler(kernels, &kernels->decoded, type, KVC_F32, dim, m, n, usual);
     }
     for (int num_q = 1; num_q <= 9; num_q++) {
         test_same_scores(kernels, type, 0, dim, num_q);
@@ -1021,7 +1036,9 @@ static void test_denormals(const kvc_kernels *kernels, int type, int dim)
         test_score(kernels, type, 0, dim, i + 1, some_n[i], denormal(type));
         test_accumulate(kernels, type, dim, i + 1, some_n[i], denormal(type));
         if (!is_flushed)
-            test_tiler(kernels, &kernels->tiler[type], type, dim, 7 * i + 1, some_n[i], denormal(type));
+            test_tiler(kernels, &kernels->tiler[type], type, KVC_F32, dim, 7 * i + 1, some_n[i], denormal(type));
+        if (type == KVC_F16 && kernels->tiler_f16.score)
+            test_tiler(kernels, &kernels->tiler_f16, type, KVC_F16, dim, 7 * i + 1, some_n[i], denormal(type));
     }
 }
 
