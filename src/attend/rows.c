@@ -10,6 +10,7 @@ enum {
     /* Rows of floats in shorter stretches that a kernel is given at once.  The fewer, the more evenly those ahead are
      * prefetched; but each time, sums are loaded and stored. */
     FEW_ROWS = 16,
+    LEAST_AHEAD = 4,                 /* rows of a stretch that is worth prefetching by itself */
     NARROW_HOLE = 3 * KVC_CACHE_LINE /* most bytes between rows that are prefetched with them */
 };
 
@@ -35,13 +36,11 @@ void kvc_prefetch(kvc_ahead ahead) {
 #endif
 }
 
-/* Returns the first row of a stretch. */
-static const uint8_t *first_of(const kvc_walk *w, const kvc_stretch *stretch) {
-    return w->is_value ? stretch->v : stretch->k;
-}
+/* Returns how far apart the rows of a stretch lie. */
+static ptrdiff_t step_of(const kvc_walk *w, const kvc_stretch *stretch) { return stretch->step[w->is_value]; }
 
 static const uint8_t *row_at(const kvc_walk *w, const kvc_row_place *p) {
-    return first_of(w, p->at) + (size_t)p->offset * w->row_bytes;
+    return p->at->first[w->is_value] + p->offset * step_of(w, p->at);
 }
 
 /* Counts the rows from a place on to the end of the stretch. */
@@ -64,30 +63,17 @@ int64_t kvc_rows_at_once(const kvc_walk *w) {
     return in_place >= KVC_ROW_GROUP ? in_place / KVC_ROW_GROUP * KVC_ROW_GROUP : kvc_smaller(KVC_ROW_GROUP, w->left);
 }
 
-/* Returns how far apart the next rows lie, where that is the same for all: in one stretch, every second slot, or blocks
- * of one slot.  Else 0. */
-static int64_t stride_of(const kvc_walk *w, int64_t rows) {
-    const kvc_stretch *const at = w->place.at;
-    if (rows_behind(&w->place) >= rows) return (int64_t)w->row_bytes;
-    if (rows_behind(&w->place) > 1) return 0;
-    const uint8_t *row = row_at(w, &w->place);
-    const int64_t stride = first_of(w, at + 1) - row;
-    for (int64_t i = 1; i < rows; i++) {
-        const int is_one = at[i].n == 1 || i == rows - 1;
-        if (!is_one || first_of(w, at + i) - row != i * stride) return 0;
-    }
-    return stride;
-}
-
 /* Copies rows to the lane.  Walks in registers: each row may be a stretch. */
 static void copy_rows(const kvc_task *t, kvc_walk *w, int64_t rows) {
     uint8_t *to = (uint8_t *)(t->lane + t->call->plan->lane.rows);
+    const size_t bytes = w->row_bytes;
     kvc_row_place p = w->place;
     for (int64_t some; rows; rows -= some) {
         const uint8_t *from = row_at(w, &p);
-        some = step_on(&p, rows);
-        memcpy(to, from, (size_t)some * w->row_bytes);
-        to += (size_t)some * w->row_bytes;
+        const ptrdiff_t step = step_of(w, p.at);
+        some = step == (ptrdiff_t)bytes ? step_on(&p, rows) : step_on(&p, 1);
+        memcpy(to, from, (size_t)some * bytes);
+        to += (size_t)some * bytes;
     }
     w->place = p;
 }
@@ -99,13 +85,12 @@ static void decode_rows(const kvc_task *t, kvc_walk *w, int64_t rows, int64_t st
     uint8_t *const to = (uint8_t *)(t->lane + lane->rows);
     for (int64_t done = 0, some; done < rows; done += some) {
         const uint8_t *from = row_at(w, &w->place);
+        const ptrdiff_t step = step_of(w, w->place.at);
         some = step_on(&w->place, rows - done);
         if (w->kernel_type == KVC_F32)
-            c->kernels->convert(w->type, KVC_F32, to + done * stride, stride, from, (int64_t)w->row_bytes, some,
-                                w->dim);
+            c->kernels->convert(w->type, KVC_F32, to + done * stride, stride, from, step, some, w->dim);
         else
-            c->kernels->unpack(w->type, to + done * stride, from, (int64_t)w->row_bytes, some, w->dim,
-                               t->lane + lane->minima + done);
+            c->kernels->unpack(w->type, to + done * stride, from, step, some, w->dim, t->lane + lane->minima + done);
     }
 }
 
@@ -117,15 +102,11 @@ kvc_kernel_rows kvc_take_rows(const kvc_task *t, kvc_walk *w, int64_t rows) {
         decode_rows(t, w, rows, stride);
         return (kvc_kernel_rows){lane, stride};
     }
-    const kvc_kernel_rows in_place = {row_at(w, &w->place), stride_of(w, rows)};
-    if (!in_place.stride) {
+    if (rows_behind(&w->place) < rows) {
         copy_rows(t, w, rows);
         return (kvc_kernel_rows){lane, (int64_t)w->row_bytes};
     }
-    if (rows_behind(&w->place) < rows) { /* each row but the last is a stretch */
-        w->place = (kvc_row_place){w->place.at + rows - 1, 0};
-        rows = 1;
-    }
+    const kvc_kernel_rows in_place = {row_at(w, &w->place), step_of(w, w->place.at)};
     step_on(&w->place, rows);
     return in_place;
 }
@@ -136,22 +117,32 @@ static kvc_ahead ahead_of(const kvc_call *c, const uint8_t *first, const uint8_t
     return (kvc_ahead){first, (int32_t)kvc_smaller(end - first, MOST_BYTES), c->prefetch_level};
 }
 
-/* Narrow holes between rows that share lines with them count as rows: the processor fetches them all the same. */
+/* Returns the most bytes between rows that are prefetched with them: the processor fetches narrow holes all the same
+ * where rows share lines with them. */
+static ptrdiff_t narrow_hole(const kvc_walk *w) { return w->row_bytes % KVC_CACHE_LINE ? NARROW_HOLE : 0; }
+
+int kvc_is_in_stretches(const kvc_walk *w) {
+    const kvc_row_place *p = &w->place;
+    const int64_t rows = w->left ? rows_behind(p) : 0;
+    if (rows < LEAST_AHEAD) return 0;
+    return rows < w->left || step_of(w, p->at) - (ptrdiff_t)w->row_bytes > narrow_hole(w);
+}
+
 kvc_ahead kvc_take_ahead(const kvc_call *c, kvc_walk *w, int64_t rows) {
-    const size_t row_bytes = w->row_bytes;
-    const uintptr_t narrow = row_bytes % KVC_CACHE_LINE ? NARROW_HOLE : 0;
+    const ptrdiff_t bytes = (ptrdiff_t)w->row_bytes, narrow = narrow_hole(w);
     const uint8_t *first = NULL, *end = NULL;
     kvc_row_place p = w->place;
     rows = w->ahead_bytes ? kvc_smaller(rows, w->left) : 0;
     w->left -= rows;
     for (int64_t some; rows; rows -= some) {
         const uint8_t *row = row_at(w, &p);
-        some = step_on(&p, rows);
-        if ((uintptr_t)row - (uintptr_t)end > narrow) {
+        const ptrdiff_t step = step_of(w, p.at);
+        some = step_on(&p, step - bytes <= narrow ? rows : 1);
+        if ((uintptr_t)row - (uintptr_t)end > (uintptr_t)narrow) {
             kvc_prefetch(ahead_of(c, first, end));
             first = row;
         }
-        end = row + (size_t)some * row_bytes;
+        end = row + (some - 1) * step + bytes;
     }
     w->place = p;
     return ahead_of(c, first, end);

@@ -30,6 +30,9 @@ kvc_walk kvc_walk_values(const kvc_task *t, const kvc_tile *tile);
  * unpacked. Quantised rows are scored in groups, and sums of theirs depend on all rows of the tile. */
 int64_t kvc_rows_at_once(const kvc_walk *w);
 
+/* Whether the rows that are left lie in several stretches, which are better prefetched a few rows at a time. */
+int kvc_is_in_stretches(const kvc_walk *w);
+
 /* Rows as a kernel takes them. */
 typedef struct kvc_kernel_rows {
     const void *first;

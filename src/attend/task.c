@@ -313,19 +313,34 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
     if (key_minima_apart(t, tile)) kvc_score_minima(t, tile->n);
 }
 
+/* Adds rows of values, weighted, to acc, and prefetches up to `rows_ahead` rows of the next tile's keys.  Where these
+ * do not lie one after the other, a kernel of quantised values, which takes all rows at once, takes a part of the
+ * columns at a time, so that what no kernel prefetches evenly is at least prefetched in parts. */
+static void accumulate_rows(const kvc_task *t, const float *weights, kvc_kernel_rows values, int64_t rows,
+                            kvc_walk *keys, int64_t rows_ahead) {
+    enum { PARTS = 4 };
+    const kvc_call *c = t->call;
+    const int32_t type = kvc_kernel_type(t, c->layer->v_type), dim = c->plan->v_dim;
+    const int32_t parts = type >= KVC_FLOAT_TYPES && kvc_is_in_stretches(keys) ? PARTS : 1;
+    const int32_t columns = (int32_t)kvc_align_up((uint64_t)(dim + parts - 1) / (uint64_t)parts, KVC_QUANT_ELEMENTS);
+    for (int32_t d = 0; d < dim; d += columns) {
+        const int is_last = d + columns >= dim;
+        const kvc_ahead ahead = kvc_take_ahead(c, keys, is_last ? rows_ahead : (rows_ahead + parts - 1) / parts);
+        c->kernels->accumulate[type](t->acc + d, c->plan->lane.acc_stride, t->factor, weights, t->num_query_rows,
+                                     (const uint8_t *)values.first + (d ? kvc_row_bytes(type, d) : 0), values.stride,
+                                     (int)rows, is_last ? dim - d : columns, ahead);
+    }
+}
+
 /* Adds a tile's values, weighted, to acc, and prefetches the keys of the next one. */
 static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, const kvc_tile *next) {
     const kvc_call *c = t->call;
-    const kvc_plan *plan = c->plan;
-    kvc_accumulate_fn *const accumulate = c->kernels->accumulate[kvc_kernel_type(t, c->layer->v_type)];
     kvc_walk values = kvc_walk_values(t, tile), keys = kvc_walk_keys(t, next);
     const float *weights = t->scores;
     for (int64_t rows; values.left; weights += rows) {
         rows = kvc_rows_at_once(&values);
         const kvc_kernel_rows v = kvc_take_rows(t, &values, rows);
-        const kvc_ahead ahead = kvc_take_ahead(c, &keys, values.left ? rows : KVC_TILE);
-        accumulate(t->acc, plan->lane.acc_stride, t->factor, weights, t->num_query_rows, v.first, v.stride, (int)rows,
-                   plan->v_dim, ahead);
+        accumulate_rows(t, weights, v, rows, &keys, values.left ? rows : KVC_TILE);
         for (int32_t r = 0; values.left && r < t->num_query_rows; r++) t->factor[r] = 1; /* acc is multiplied once */
     }
     if (kvc_lacks_minima(t, c->layer->v_type)) kvc_accumulate_minima(t, tile->n);

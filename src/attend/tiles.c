@@ -17,6 +17,19 @@ static void open_window(kvc_cursor *c) {
     c->is_mixed = changes >= c->changes_to_mix;
 }
 
+/* Counts the pieces from p on, up to `most`, that have one row each and lie evenly in one block, as where every second
+ * token was removed; 1 if they are too few to gain anything. */
+static int32_t num_even_singles(const kvc_piece *p, int32_t most) {
+    enum { LEAST = 4 };
+    if (most < LEAST || p[0].count > 1 || p[1].count > 1 || p[2].count > 1) return 1;
+    const int32_t step = p[1].slot - p[0].slot;
+    int32_t n = 1;
+    while (n < most && p[n].count == 1 && p[n].slot - p[n - 1].slot == step && p[n].rows == p->rows &&
+           p[n].delta_index == p->delta_index)
+        n++;
+    return n >= LEAST && step > 0 ? n : 1;
+}
+
 /* Walks over the pieces once, with all that changes in registers: in a cache full of holes, each row is a piece. */
 void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     const kvc_layout *layout = c->layout;
@@ -29,28 +42,38 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     const kvc_piece *piece = c->piece;
     const uint8_t *const buffer = c->buffer_rows, *k_end = NULL, *v_end = NULL;
     kvc_stretch *next = t->stretches;
-    int32_t offset = c->offset, n = 0, min_position = INT32_MAX, max_position = -1;
+    int32_t offset = c->offset, n = 0, pieces = 1, min_position = INT32_MAX, max_position = -1;
     t->layout = layout;
     t->buffer_rows = c->buffer_rows;
     t->piece = c->piece;
     t->offset = c->offset;
     t->head = c->head;
     while (n < most && (is_mixed || piece->delta_index == delta_index)) {
-        const int32_t count = min32(piece->count - offset, most - n), position = piece->position + offset;
+        const int32_t count = min32(piece->count - offset, most - n);
         const uint8_t *rows = buffer ? buffer : piece->rows;
         const size_t slot = (size_t)(piece->slot + offset);
         const uint8_t *k = rows + k_begin + slot * k_bytes, *v = rows + v_begin + slot * v_bytes;
-        if (k == k_end && v == v_end)
-            next[-1].n += count;
-        else
-            *next++ = (kvc_stretch){k, v, count};
-        k_end = k + (size_t)count * k_bytes;
-        v_end = v + (size_t)count * v_bytes;
-        if (position < min_position) min_position = position;
-        if (position + count > max_position) max_position = position + count - 1;
+        if (pieces > 1 || !n) pieces = offset ? 1 : num_even_singles(piece, most - n); /* as long as there are some */
+        if (pieces > 1) {
+            const ptrdiff_t step = piece[1].slot - piece->slot;
+            *next++ = (kvc_stretch){{k, v}, {step * (ptrdiff_t)k_bytes, step * (ptrdiff_t)v_bytes}, pieces};
+            k_end = NULL;
+        } else {
+            if (k == k_end && v == v_end)
+                next[-1].n += count;
+            else
+                *next++ = (kvc_stretch){{k, v}, {(ptrdiff_t)k_bytes, (ptrdiff_t)v_bytes}, count};
+            k_end = k + (size_t)count * k_bytes;
+            v_end = v + (size_t)count * v_bytes;
+        }
+        for (int32_t i = 0; i < pieces; i++) {
+            const int32_t position = piece[i].position + offset;
+            if (position < min_position) min_position = position;
+            if (position + count > max_position) max_position = position + count - 1;
+        }
         offset += count;
-        n += count;
-        if (offset == piece->count) piece++, offset = 0;
+        n += count * pieces;
+        if (offset == piece->count) piece += pieces, offset = 0;
     }
     t->n = n;
     t->min_position = min_position;

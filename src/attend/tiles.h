@@ -1,7 +1,7 @@
 /* tiles.h: walks the rows of a task in tiles of up to KVC_TILE rows.
  *
- * A tile lists its rows by stretches that lie one after the other, so that blocks, holes, runs of one slot and shared
- * rows take one path.  Nearly always it is one stretch.
+ * A tile lists its rows by stretches that lie evenly, so that blocks, holes, runs of one slot and shared rows take one
+ * path.  Nearly always it is one stretch of rows one after the other.
  */
 #ifndef KVC_TILES_H
 #define KVC_TILES_H
@@ -24,9 +24,10 @@ typedef struct kvc_cursor {
 
 enum { KVC_MIXED = -2 }; /* a delta_index: the keys have several deltas, and are rotated instead of the query rows */
 
-/* Rows whose keys lie one after the other, and so do their values. */
+/* Rows whose keys lie evenly, and so do their values: one after the other, or single ones between holes. */
 typedef struct kvc_stretch {
-    const uint8_t *k, *v; /* of the first row */
+    const uint8_t *first[2]; /* key and value of the first row */
+    ptrdiff_t step[2];       /* bytes from row to row */
     int64_t n;
 } kvc_stretch;
 
