@@ -89,7 +89,7 @@ class ValkeyStore(MutableMapping[str, bytes]):
     def _client(self) -> Iterator[Any]:
         """Yield the client; another one in a forked child, because locks of this one may be held for ever there.
 
-        A cluster's client forgets nodes that failed, and once it has forgotten all, it never works again: after an
+        A cluster's client forgets nodes that failed, and once it has forgotten all, it learns of no others: after an
         error the next call makes another client, which begins with the nodes of the address.
         """
         if self._client_and_process is None or self._client_and_process[1] != os.getpid():
