@@ -11,6 +11,8 @@ if _PathFinder.find_spec("kvcache._core", __path__) is None:
         "another folder."
     )
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from kvcache import _moved
 from kvcache.batch import Batch
 from kvcache.block import Block, Run, Span
@@ -49,6 +51,8 @@ __all__ = [
     "LongSequencesOnly",
     "ModelFileError",
     "NotSupportedError",
+    "PrefixCache",
+    "PrefixStats",
     "Rope",
     "RowsGoneError",
     "Run",
@@ -61,5 +65,18 @@ __all__ = [
     "set_num_threads",
     "show_config",
 ]
+
+if _TYPE_CHECKING:
+    from kvcache.prefix import PrefixCache, PrefixStats
+
+
+def __getattr__(name: str) -> object:
+    """Import what is loaded when it is first asked for."""
+    if name not in ("PrefixCache", "PrefixStats"):
+        raise AttributeError(f"module 'kvcache' has no attribute {name!r}")
+    from kvcache import prefix
+
+    return getattr(prefix, name)
+
 
 _sys.meta_path.insert(0, _moved.Finder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat, SupportsIndex, overload
 
@@ -37,11 +38,17 @@ class Batch:
     3
     """
 
-    __slots__ = ("__weakref__", "_core", "_done")
+    __slots__ = ("__weakref__", "_around", "_core", "_done")
 
-    def __init__(self, core: _core.Batch, done: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        core: _core.Batch,
+        done: Callable[[], None] | None = None,
+        around: Callable[[_core.Batch, bool], AbstractContextManager[None]] | None = None,
+    ) -> None:
         self._core = core
         self._done = done  # called after the commit; None: nothing is
+        self._around = around  # a context around the commit, given whether all tokens are kept; None: there is none
 
     def __len__(self) -> int:
         return self._core.num_tokens
@@ -458,7 +465,9 @@ class Batch:
         >>> cache.positions()
         array([0, 1], dtype=int32)
         """
-        if self._core.commit(keep) and self._done is not None:
+        with nullcontext() if self._around is None or self._core.ended else self._around(self._core, keep is None):
+            ended = self._core.commit(keep)
+        if ended and self._done is not None:
             self._done()
 
     def abort(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, SupportsFloat, SupportsIndex, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, SupportsFloat, SupportsIndex, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,9 @@ from kvcache.strategy import (
     decide_never,
 )
 from kvcache.system import available_memory, readable
+
+if TYPE_CHECKING:
+    from kvcache.prefix.watch import Watch
 
 __all__ = ["Batch", "KVCache", "Span"]
 
@@ -163,6 +167,7 @@ class KVCache:
         "_most_decisions",
         "_num_threads",
         "_strategy",
+        "_watch",
     )
 
     def __init__(
@@ -204,6 +209,7 @@ class KVCache:
         self._num_threads = _limit(num_threads, "num_threads", MAX_THREADS)
         self._capacity = _limit(capacity, "capacity", INT64_MAX)
         self._block_size = _limit(block_size, "block_size", INT32_MAX - 1) or 0
+        self._watch: Watch | None = None  # of prefix caches; None: there are none
         self._core = self._make_core(None)
         self._capacity = self._core.capacity()  # read back the core's defaults
         self._block_size = self._core.block_size()
@@ -312,8 +318,9 @@ class KVCache:
         (1, 3)
         """
         other = type(self).__new__(type(self))
-        for name in set(KVCache.__slots__) - {"__weakref__", "_core", "_decisions", "_dropped"}:
+        for name in set(KVCache.__slots__) - {"__weakref__", "_core", "_decisions", "_dropped", "_watch"}:
             setattr(other, name, getattr(self, name))
+        other._watch = None
         other._decisions, other._dropped = dict(self._decisions), set(self._dropped)
         other._core = self._make_core(self._core)
         return other
@@ -540,7 +547,9 @@ class KVCache:
         if restored is not None:
             return self._begin_restoring(positions, seq_ids, parents, timeout, restored)
         if self._strategy == "always":
-            return Batch(self._core.begin(n, positions, seq_ids, parents, timeout, None, None))
+            begin = time.perf_counter()
+            core = self._core.begin(n, positions, seq_ids, parents, timeout, None, None)
+            return Batch(core, around=None if self._watch is None else partial(self._watch.commit, begin))
         found: dict[int, Decision] = {}
         core = self._core.begin(n, positions, seq_ids, parents, timeout, partial(self._decide, found), None)
         self._note(found)
@@ -560,7 +569,18 @@ class KVCache:
         if parents is not None:
             raise ValueError("parents are given: a batch that restores layers has no trees")
         core = self._core.begin(None, positions, seq_ids, None, timeout, None, restored)
-        return Batch(core, lambda: self._dropped.difference_update(core.get_seq_ids().tolist()))
+        return Batch(core, partial(self._end_restoring, core))
+
+    def _end_restoring(self, core: _core.Batch) -> None:
+        seq_ids = set(core.get_seq_ids().tolist())
+        self._dropped -= seq_ids
+        for seq_id in seq_ids:
+            self._note_edit(seq_id, 0)
+
+    def _note_edit(self, seq_id: SupportsIndex | None, position: SupportsIndex) -> None:
+        """Tell prefix caches that rows of a sequence (None: of all) from a position on were changed or dropped."""
+        if self._watch is not None:
+            self._watch.edited(None if seq_id is None else operator.index(seq_id), operator.index(position))
 
     def _decide(
         self, found: dict[int, Decision], positions: npt.NDArray[np.int32], seq_ids: npt.NDArray[np.int64]
@@ -949,7 +969,9 @@ class KVCache:
         >>> cache.values(0)[0, :, 0]
         array([1., 0., 0.], dtype=float16)
         """
-        return self._core.inject(seq_id, layer, begin, k, v, skip_missing)
+        num_replaced = self._core.inject(seq_id, layer, begin, k, v, skip_missing)
+        self._note_edit(seq_id, begin)
+        return num_replaced
 
     def spans(self, layer: SupportsIndex, *, seq_id: SupportsIndex = 0) -> list[Span]:
         """Return views of the stored rows of a sequence in a layer, in order of arrival.
@@ -1061,6 +1083,7 @@ class KVCache:
             If memory for the bookkeeping is short.
         """
         self._core.copy_prefix(src, dst, length)
+        self._note_edit(dst, 0)
         self._follow_drop(src, dst)
 
     def fork(self, src: SupportsIndex, dst: SupportsIndex) -> None:
@@ -1078,6 +1101,7 @@ class KVCache:
         ([0, 1], 3, 3)
         """
         self._core.fork(src, dst)
+        self._note_edit(dst, 0)
         self._follow_drop(src, dst)
 
     def share_range(
@@ -1123,6 +1147,7 @@ class KVCache:
         ([0, 1, 2], 6)
         """
         self._core.share_range(src, dst, begin, end)
+        self._note_edit(dst, begin)
         if operator.index(src) in self._dropped and not self._core.seq_len(dst, None):
             self._dropped.add(operator.index(dst))
 
@@ -1141,6 +1166,7 @@ class KVCache:
             If one of the others is in an open batch.
         """
         self._core.keep(seq_id)
+        self._note_edit(None, 0)
         self._dropped &= {operator.index(seq_id)}
 
     def clear(self, seq_id: SupportsIndex | None = None) -> None:
@@ -1152,6 +1178,7 @@ class KVCache:
             If the sequence, or any of all, is in an open batch.
         """
         self._core.clear(seq_id)
+        self._note_edit(seq_id, 0)
         if seq_id is None:
             self._dropped.clear()
         else:
@@ -1205,6 +1232,7 @@ class KVCache:
         (array([0, 1, 2], dtype=int32), [([0], 0), ([1, 2], -3)])
         """
         self._core.remove(seq_id, begin, end, shift)
+        self._note_edit(seq_id, begin)
 
     def shift(
         self, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex, *, seq_id: SupportsIndex = 0
@@ -1251,6 +1279,7 @@ class KVCache:
         array([ 0, 11, 12], dtype=int32)
         """
         self._core.shift(seq_id, begin, end, delta)
+        self._note_edit(seq_id, 0)
 
     def divide(
         self, begin: SupportsIndex, end: SupportsIndex | None, divisor: SupportsIndex, *, seq_id: SupportsIndex = 0
@@ -1298,6 +1327,7 @@ class KVCache:
         array([0, 0, 1, 1, 2], dtype=int32)
         """
         self._core.divide(seq_id, begin, end, divisor)
+        self._note_edit(seq_id, begin)
 
     def truncate(self, length: SupportsIndex, *, seq_id: SupportsIndex = 0) -> None:
         """Drop the rows of a sequence at positions from `length` on, where the sequence then continues.
@@ -1333,6 +1363,7 @@ class KVCache:
         17
         """
         self._core.truncate(seq_id, length)
+        self._note_edit(seq_id, length)
 
     # -- memory
 

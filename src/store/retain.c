@@ -59,27 +59,39 @@ static void share_part(void *context, const kvc_run *part) {
     kvc_runs_append(((sharer *)context)->list, part);
 }
 
+/* Visits the rows of a sequence at positions [begin, end) in one group: the stored ones, then the open batch's. */
+static void visit_rows(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g, int32_t begin, int32_t end,
+                       kvc_part_fn *visit, void *context) {
+    kvc_runs_visit(&sequence->runs[g], begin, end, visit, context);
+    if (!sequence->in_batch || cache->batch->restored) return;
+    const kvc_pending *pending = kvc_pending_of(cache->batch, g, sequence->in_batch - 1);
+    for (int32_t i = 0; i < pending->num; i++) {
+        const kvc_run part = kvc_run_part(&pending->runs[i], begin, end);
+        if (part.count) visit(context, &part);
+    }
+}
+
 /* Shares the rows of src at positions [begin, end) in one group. */
-static kvc_status retain_group(kvc_cache *cache, const kvc_run_list *from, int32_t begin, int32_t end,
+static kvc_status retain_group(kvc_cache *cache, const kvc_sequence *src, int32_t g, int32_t begin, int32_t end,
                                kvc_run_list *to) {
     sharer s = {.list = to};
-    kvc_runs_visit(from, begin, end, count_part, &s);
+    visit_rows(cache, src, g, begin, end, count_part, &s);
     const kvc_status status = kvc_runs_reserve(to, &cache->memory, s.num_parts);
     if (status != KVC_OK) return status;
-    kvc_runs_visit(from, begin, end, share_part, &s);
-    to->lost = kvc_runs_lost_in(to, from->lost, begin, end);
+    visit_rows(cache, src, g, begin, end, share_part, &s);
+    to->lost = kvc_runs_lost_in(to, src->runs[g].lost, begin, end);
     return KVC_OK;
 }
 
 static kvc_status retain(kvc_cache *cache, int64_t src_id, int64_t id, int32_t begin, int32_t end) {
     const kvc_sequence *src = kvc_cache_find(cache, src_id);
-    kvc_status status = kvc_check_idle(src);
+    kvc_status status = src && src->in_batch ? KVC_OK : kvc_check_idle(src);
     if (status == KVC_OK) status = check_unused(cache, id);
     if (status != KVC_OK || !src) return status;
     kvc_sequence *sequence = new_retained(cache, id);
     if (!sequence) return fail_memory(id);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
-        status = retain_group(cache, &src->runs[g], begin, end, &sequence->runs[g]);
+        status = retain_group(cache, src, g, begin, end, &sequence->runs[g]);
     if (status != KVC_OK || !kvc_sequence_holds(sequence)) kvc_cache_forget(cache, sequence);
     return status;
 }

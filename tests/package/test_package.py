@@ -31,6 +31,8 @@ NAMES = {
     "LongSequencesOnly",
     "ModelFileError",
     "NotSupportedError",
+    "PrefixCache",
+    "PrefixStats",
     "Rope",
     "RowsGoneError",
     "Run",

@@ -1,0 +1,140 @@
+"""Name blocks of tokens: a key stands for the block's tokens, all tokens before it, and the cache they were fed to.
+
+A key is BLAKE2b of the key of the block before and of the block's content. The first one's parent stands for the
+model and for the shape of the cache, and all are keyed with a tenant's salt: who does not know the salt can neither
+name a block nor guess, from names or times, what others have asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.rope import Rope
+
+if TYPE_CHECKING:
+    from kvcache.cache import KVCache
+
+__all__ = ["KEY_SIZE", "Keys", "Tokens", "blocks_of", "common_tokens", "count_tokens", "identity_of"]
+
+Token: TypeAlias = SupportsIndex | bytes
+Tokens: TypeAlias = Sequence[Token] | npt.NDArray[np.integer[Any]]
+
+KEY_SIZE = 32
+LAYOUT_VERSION = 1  # of what keys stand for, and of the rows in a store: raise it with either
+INT_SIZE = 8  # bytes of a token in the content of a block of 64-bit integers
+DIGEST_SIZE = 32  # bytes of a token in the content of any other block
+INTEGERS, DIGESTS = b"\x00", b"\x01"  # begin a content, and say which
+
+
+def blocks_of(tokens: Tokens, block_size: int) -> list[bytes]:
+    """Cut tokens into blocks, the last of which may be short, and return what each block's key is made of.
+
+    Integers of 64 bits are written as they are. A block with any other token, bytes or an integer that is longer, is
+    written as a digest of each token.
+    """
+    integers = _as_integers(tokens)
+    if integers is None:
+        return [_content_of(tokens[i : i + block_size]) for i in range(0, len(tokens), block_size)]
+    size = INT_SIZE * block_size
+    return [INTEGERS + integers[i : i + size] for i in range(0, len(integers), size)]
+
+
+def _as_integers(tokens: Tokens) -> bytes | None:
+    """Return the tokens as 64-bit integers, little-endian; None if one of them is none."""
+    if hasattr(tokens, "__array__"):  # of NumPy, of torch
+        found = np.asarray(tokens)
+        if found.ndim != 1 or found.dtype.kind not in "iu":
+            raise TypeError(f"tokens are {found.dtype}{list(found.shape)}: one dimension of integers is needed")
+        if found.dtype == np.uint64 and found.size and found.max() > np.iinfo(np.int64).max:
+            return None
+        return found.astype("<i8").tobytes()
+    try:
+        numbers = array("q", cast("Sequence[int]", tokens))
+    except (TypeError, OverflowError):
+        return None
+    if np.little_endian:
+        return numbers.tobytes()
+    numbers.byteswap()
+    return numbers.tobytes()
+
+
+def _content_of(block: Tokens) -> bytes:
+    integers = _as_integers(block)
+    return DIGESTS + b"".join(_digest_of(token) for token in block) if integers is None else INTEGERS + integers
+
+
+def _digest_of(token: Token) -> bytes:
+    if isinstance(token, (bytes, bytearray, memoryview)):
+        return hashlib.blake2b(token, digest_size=DIGEST_SIZE, person=b"bytes").digest()
+    if not isinstance(token, SupportsIndex):
+        raise TypeError(f"a token is {token!r}: an integer, or bytes, is needed")
+    return hashlib.blake2b(str(token.__index__()).encode(), digest_size=DIGEST_SIZE, person=b"integer").digest()
+
+
+def count_tokens(content: bytes) -> int:
+    """Return the number of tokens of a block."""
+    return (len(content) - 1) // (INT_SIZE if content[:1] == INTEGERS else DIGEST_SIZE)
+
+
+def common_tokens(one: bytes, other: bytes) -> int:
+    """Return how many tokens two blocks have in common at their beginning."""
+    if one[:1] != other[:1]:
+        return 0
+    num = min(len(one), len(other))
+    a, b = np.frombuffer(one, np.uint8, num), np.frombuffer(other, np.uint8, num)
+    differ = np.flatnonzero(a != b)
+    return count_tokens(one[: int(differ[0]) if len(differ) else num])
+
+
+def identity_of(cache: KVCache, fingerprint: str) -> bytes:
+    """Return what rows depend on besides tokens: the model, and how the cache stores its rows."""
+    rotations = [
+        [rope.inv_freq, rope.interleaved, rope.first_dim] if isinstance(rope, Rope) else "none" if rope is False else ""
+        for rope in cache.rope
+    ]
+    described = {
+        "layout": LAYOUT_VERSION,
+        "fingerprint": fingerprint,
+        "block_size": cache.block_size,
+        "layers": [[str(item) for item in layer._replace(rope=None)] for layer in cache._layers],
+        "rope": rotations,
+    }
+    return json.dumps(described, sort_keys=True, default=list).encode()
+
+
+class Keys:
+    """Makes keys, of one tenant and one cache.
+
+    Parameters
+    ----------
+    identity : bytes
+        What rows depend on besides tokens: `identity_of`.
+    salt : bytes
+        The tenant's; tenants with different salts share nothing.
+
+    Examples
+    --------
+    >>> keys = Keys(b"a model", b"a tenant")
+    >>> first, second = keys.chain(keys.root, blocks_of([1, 2, 3, 4], 2))
+    >>> first == keys.chain(keys.root, blocks_of([1, 2], 2))[0], first == second
+    (True, False)
+    """
+
+    def __init__(self, identity: bytes, salt: bytes) -> None:
+        self._salt = hashlib.blake2b(salt, digest_size=KEY_SIZE, person=b"kvcache salt").digest()
+        self.root = hashlib.blake2b(identity, digest_size=KEY_SIZE, key=self._salt, person=b"kvcache root").digest()
+
+    def chain(self, parent: bytes, blocks: Sequence[bytes]) -> list[bytes]:
+        """Return the keys of blocks that follow each other, the first one behind `parent`."""
+        keys, blake2b, salt = [], hashlib.blake2b, self._salt
+        for content in blocks:
+            parent = blake2b(parent + content, digest_size=KEY_SIZE, key=salt).digest()
+            keys.append(parent)
+        return keys

@@ -1,0 +1,100 @@
+"""Note what happens to the sequences of a cache, for the prefix caches that share its memory."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvcache import _core
+
+if TYPE_CHECKING:
+    from kvcache.prefix.cache import PrefixCache
+
+__all__ = ["Watch"]
+
+FIRST_RETAINED = 1 << 62  # ids of retained sequences, which a user has no use for, begin here
+FEW_TOKENS = 16  # batches of fewer tokens say nothing about the speed of prompts
+
+
+class Watch:
+    """Belongs to a `KVCache` that has prefix caches, and calls these when a batch was committed or a sequence edited.
+
+    Attributes
+    ----------
+    lock : threading.RLock
+        Guards the prefix caches of the cache; held briefly.
+    tokens_per_second : float or None
+        How fast batches of many tokens were computed, recent ones counting most; None before the first.
+    """
+
+    def __init__(self, core: _core.Cache) -> None:
+        self.lock = threading.RLock()
+        self.tokens_per_second: float | None = None
+        self._core = core
+        self._prefixes: weakref.WeakSet[PrefixCache] = weakref.WeakSet()
+        self._retained = itertools.count(FIRST_RETAINED)
+        self._sequences = itertools.count()
+
+    def add(self, prefix: PrefixCache) -> None:
+        """Call this prefix cache as long as it exists."""
+        self._prefixes.add(prefix)
+
+    def new_retained(self) -> int:
+        """Return an id for a retained sequence that was never used."""
+        return next(self._retained)
+
+    def new_sequence(self) -> int:
+        """Return an id for a sequence that nobody uses."""
+        while self._core.seq_len(seq_id := next(self._sequences), None) or self._core.next_position(seq_id):
+            continue
+        return seq_id
+
+    @contextmanager
+    def commit(self, begin: float, core: _core.Batch, keeps_all: bool) -> Iterator[None]:
+        """Retain the blocks that a batch fills around its commit: before it, unless only some of its tokens are kept.
+
+        Once it is committed, another thread's batch may begin, for which rows are evicted that no window reaches any
+        more. `begin` is the time of ``time.perf_counter`` when the batch began.
+        """
+        seq_ids, whose = np.unique(core.get_seq_ids(), return_inverse=True)
+        first, last = np.full(len(seq_ids), _core.INT32_MAX), np.full(len(seq_ids), -1)
+        np.minimum.at(first, whose, core.positions)
+        np.maximum.at(last, whose, core.positions)
+        bounds = zip(first.tolist(), (last + 1).tolist(), strict=True)
+        ranges = dict(zip(seq_ids.tolist(), bounds, strict=True))
+        with self.lock:
+            prefixes = list(self._prefixes)
+            if keeps_all:
+                for prefix in prefixes:
+                    prefix._fill(ranges)
+            try:
+                yield
+            except BaseException:
+                for prefix in prefixes:
+                    prefix._undo_fill(ranges)
+                raise
+            if not keeps_all:
+                ranges = {seq_id: (low, self._core.next_position(seq_id)) for seq_id, (low, _) in ranges.items()}
+                for prefix in prefixes:
+                    prefix._fill(ranges)
+            for prefix in prefixes:
+                prefix._store_new()
+        self._measure(core.num_tokens, time.perf_counter() - begin)
+
+    def _measure(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens >= FEW_TOKENS and seconds > 0:
+            rate, before = num_tokens / seconds, self.tokens_per_second
+            self.tokens_per_second = rate if before is None else before + (rate - before) / 4
+
+    def edited(self, seq_id: int | None, position: int) -> None:
+        """Note that rows of a sequence at positions from this one on were changed, or of every one (None)."""
+        with self.lock:
+            for prefix in self._prefixes:
+                prefix._edited(seq_id, position)

@@ -1,0 +1,385 @@
+"""Prompts go on where an earlier one parts from them, with the rows they would have computed."""
+
+import copy
+import gc
+import random
+
+import numpy as np
+import pytest
+from support.prefixes import BLOCK, as_array, check_rows, common, feed, make_cache, rows_of, serve
+
+import kvcache
+
+PROMPT = list(range(100))
+
+
+def make(kind="full", **arguments):
+    own = {name: arguments.pop(name) for name in ("salt", "fingerprint", "reuse_min_tokens") if name in arguments}
+    cache = make_cache(kind, **arguments)
+    return cache, kvcache.PrefixCache(cache, **{"fingerprint": "a model", **own})
+
+
+@pytest.mark.parametrize("kind", ["full", "hybrid", "windows"])
+def test_the_match_is_the_longest(kind):
+    """Whatever was served before, and however it ended, the longest common beginning is there, to the token."""
+    choose = random.Random(kind)
+    cache, prefix = make(kind)
+    history = []
+    for _ in range(150):
+        begin = choose.choice(history)[: choose.randint(1, 120)] if history and choose.random() < 0.8 else []
+        prompt = begin + [choose.randrange(40) for _ in range(choose.randint(1, 80))]
+        generated = [choose.randrange(40) for _ in range(choose.randint(0, 40))]
+        best = max((common(old, prompt[:-1]) for old in history), default=0)
+        assert serve(prefix, cache, prompt, generated) == best
+        history.append(prompt + generated)
+        cache.validate()
+    assert cache.sequences == []
+    assert prefix.stats.sequences == 0
+    assert prefix.stats.hits > 100
+
+
+@pytest.mark.parametrize("kind", ["full", "hybrid", "windows"])
+def test_resuming_anywhere(kind):
+    """A prompt that parts from an earlier one at any token goes on as a run of its own would."""
+    cache, prefix = make(kind)
+    serve(prefix, cache, PROMPT, range(100, 130))
+    for at in range(1, 130):
+        prompt = [*range(at), -1, -2]
+        seq_id, matched = prefix.acquire(prompt)
+        assert matched == at
+        feed(cache, seq_id, prompt, at, at + 2, 1)
+        check_rows(cache, seq_id, prompt, at + 2)
+        cache.clear(seq_id)
+        cache.validate()
+
+
+def test_one_token_is_left_to_feed():
+    cache, prefix = make()
+    serve(prefix, cache, PROMPT)
+    assert prefix.acquire(PROMPT)[1] == 99
+    assert prefix.acquire(PROMPT[:64])[1] == 63
+    assert prefix.acquire(PROMPT[:1])[1] == 0
+
+
+def test_a_running_sequence_is_found():
+    """Blocks of a prompt are there as soon as they were computed, not only once it is released."""
+    cache, prefix = make("hybrid")
+    seq_id, _ = prefix.acquire(PROMPT)
+    feed(cache, seq_id, PROMPT, 0, 50)
+    assert prefix.acquire(PROMPT[:60])[1] == 48
+    feed(cache, seq_id, PROMPT, 50, 100)
+    assert prefix.acquire(PROMPT[:90])[1] == 89
+
+
+def test_tokens_of_any_kind():
+    """Integers of any size, arrays of them, and bytes; what is equal is found, what only looks alike is not."""
+    cache, prefix = make()
+    tokens = [1, -2, 2**63, b"an image", 5, b"5", -(2**200), *range(30)]
+    serve(prefix, cache, tokens)
+    assert prefix.acquire(tokens)[1] == len(tokens) - 1
+    for i in range(7):
+        other = [*tokens]
+        other[i] = str(tokens[i]).encode() if isinstance(tokens[i], int) else 7
+        assert prefix.acquire(other)[1] == i
+    serve(prefix, cache, PROMPT)
+    for same in (as_array(PROMPT), np.array(PROMPT, np.int32), np.array(PROMPT, np.uint64), tuple(PROMPT), range(100)):
+        assert prefix.acquire(same)[1] == 99
+    assert prefix.acquire(np.array([2**63], np.uint64))[1] == 0
+
+
+@pytest.mark.parametrize("difference", [{"salt": b"another"}, {"fingerprint": "another"}])
+def test_tenants_share_nothing(difference):
+    """Another tenant, or another model, on the same cache finds nothing, and takes nothing away."""
+    cache, prefix = make()
+    other = kvcache.PrefixCache(cache, **{"fingerprint": "a model", **difference})
+    serve(prefix, cache, PROMPT)
+    assert serve(other, cache, PROMPT) == 0
+    assert serve(other, cache, PROMPT) == 99
+    other.clear()
+    assert serve(other, cache, PROMPT) == 0
+    assert serve(prefix, cache, PROMPT) == 99
+
+
+def test_equal_prefix_caches_have_equal_keys():
+    """Keys are the same in every process: of the model, the shape, the types and the policies."""
+    keys = {make(fingerprint=f)[1]._keys.root for f in ("a", "b") for _ in range(2)}
+    keys |= {make(kind)[1]._keys.root for kind in ("full", "hybrid", "windows")}
+    keys |= {make(dtype=dtype)[1]._keys.root for dtype in ("f16", "bf16")}
+    keys |= {make(block_size=size)[1]._keys.root for size in (8, 32)}
+    keys |= {make(rope=rope)[1]._keys.root for rope in (False, kvcache.Rope([1.0]), kvcache.Rope([0.5]))}
+    assert len(keys) == 12
+    assert make()[1]._keys.root.hex() == "6497cff7dc9453b126d56fbba360e76151eca08455ccbc7db56ca820f91cfe07"
+
+
+# ---- memory
+
+
+def test_it_gives_way():
+    """What is kept is dropped before a batch would find the cache full, the least recently used first."""
+    cache, prefix = make(capacity=10 * BLOCK)
+    serve(prefix, cache, PROMPT[:64])
+    serve(prefix, cache, [*range(1000, 1064)])
+    serve(prefix, cache, PROMPT[:40])  # the first one's beginning is the latest now
+    seq_id, _ = prefix.acquire([-1])
+    feed(cache, seq_id, [-1] * 95, 0, 95)
+    assert prefix.acquire(PROMPT)[1] == 48
+    assert prefix.acquire([*range(1000, 1064)])[1] == 16
+    with pytest.raises(kvcache.CacheFullError):
+        feed(cache, seq_id, [-1] * 500, 95, 200)
+    cache.validate()
+
+
+def test_children_go_before_parents():
+    cache, prefix = make(capacity=20 * BLOCK)
+    for i in range(4):
+        serve(prefix, cache, [*PROMPT[:64], *range(1000 * i, 1000 * i + 60)])
+    seq_id, _ = prefix.acquire([-1])
+    for end in range(BLOCK, 17 * BLOCK, BLOCK):
+        feed(cache, seq_id, [-1] * end, end - BLOCK, end)
+        assert prefix.acquire([*PROMPT[:64], -2])[1] == min(64, 20 * BLOCK - end)
+
+
+def test_pins():
+    """What is pinned stays, until it is unpinned as often."""
+    cache, prefix = make(capacity=10 * BLOCK)
+    serve(prefix, cache, PROMPT)
+    assert prefix.pin(PROMPT[:40]) == 32
+    assert prefix.pin(PROMPT[:20]) == 16
+    assert prefix.pin([-5] * 40) == 0
+    assert prefix.evict(1000) == 68
+    assert prefix.acquire(PROMPT)[1] == 32
+    seq_id, _ = prefix.acquire([-1])
+    with pytest.raises(kvcache.CacheFullError):
+        feed(cache, seq_id, [-1] * 200, 0, 9 * BLOCK)
+    prefix.unpin(PROMPT[:40])
+    with pytest.raises(kvcache.CacheFullError):
+        feed(cache, seq_id, [-1] * 200, 0, 10 * BLOCK)
+    prefix.unpin(PROMPT[:20])
+    cache.clear()
+    serve(prefix, cache, PROMPT)
+    prefix.unpin(PROMPT)
+    feed(cache, 77, [-1] * 200, 0, 10 * BLOCK)
+
+
+def test_evict():
+    cache, prefix = make()
+    serve(prefix, cache, PROMPT)
+    assert prefix.evict(0) == 0
+    assert prefix.evict(10) == 20  # the end of the prompt and the block before it
+    assert prefix.acquire(PROMPT)[1] == 80
+    assert prefix.evict(1000) == 80
+    assert (prefix.stats.blocks, cache.stats()["live_slots"]) == (0, 80)  # the sequence just acquired
+    cache.validate()
+
+
+def test_nothing_is_left_behind():
+    """Once a prefix cache is gone, or cleared, nobody holds its rows."""
+    cache, prefix = make()
+    serve(prefix, cache, PROMPT)
+    seq_id, _ = prefix.acquire([-1, -2, -3])
+    feed(cache, seq_id, [-1] * 40, 0, 40)
+    prefix.clear()
+    assert cache.stats()["retained"] == 0
+    serve(prefix, cache, PROMPT)
+    cache.clear(seq_id)
+    del prefix
+    gc.collect()
+    assert cache.stats()["retained"] == 0
+    assert cache.stats()["live_slots"] == 0
+    cache.validate()
+
+
+def test_reclaimed_blocks_are_forgotten():
+    """Names of blocks that are long gone take no memory."""
+    cache, prefix = make(capacity=8 * BLOCK)
+    for i in range(200):
+        serve(prefix, cache, [1000 * i + j for j in range(100)])
+    assert prefix.stats.blocks < 100
+    assert serve(prefix, cache, [1000 * 199 + j for j in range(100)]) == 99
+
+
+# ---- sequences that change while they run
+
+
+def test_tokens_that_were_taken_back():
+    """Rows of tokens that were fed, cut off and fed otherwise are not kept for the others."""
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT)
+    feed(cache, seq_id, PROMPT, 0, 100)
+    wrong = [*PROMPT, *range(500, 540)]
+    feed(cache, seq_id, wrong, 100, 140, 1)
+    cache.truncate(130, seq_id=seq_id)
+    right = [*wrong[:130], *range(600, 660)]
+    feed(cache, seq_id, right, 130, 190, 1)
+    prefix.release(seq_id, right)
+    for tokens, matched in ((wrong, 130), (right, 189)):
+        seq_id, found = prefix.acquire(tokens)
+        assert found == matched
+        check_rows(cache, seq_id, tokens, found)
+
+
+@pytest.mark.parametrize("edit", ["remove", "shift", "inject", "copy"])
+def test_edits_are_not_kept(edit):
+    """Rows that are not what a run of its own computes stay the sequence's own."""
+    cache, prefix = make(rope=False)
+    seq_id, _ = prefix.acquire(PROMPT[:20])
+    feed(cache, seq_id, PROMPT, 0, 20)
+    feed(cache, seq_id, PROMPT, 20, 70, 1)
+    if edit == "remove":
+        cache.remove(30, 40, seq_id=seq_id)
+    elif edit == "shift":
+        cache.shift(0, None, -3, seq_id=seq_id)
+    elif edit == "inject":
+        cache.inject(0, 20, *(np.zeros((1, 5, 2), np.float32),) * 2, seq_id=seq_id)
+    else:
+        feed(cache, 99, [-1] * 70, 0, 70)
+        cache.copy_prefix(99, seq_id, 65)
+    prefix.release(seq_id, [-9] * cache.next_position(seq_id))
+    seq_id, matched = prefix.acquire(PROMPT)
+    check_rows(cache, seq_id, PROMPT, matched)
+    assert matched <= 20
+
+
+def test_a_sequence_that_nobody_acquired():
+    """Any sequence can be released: what of its windows is there then is kept."""
+    cache, prefix = make("hybrid")
+    feed(cache, 5, PROMPT, 0, 100, 1)
+    prefix.release(5, PROMPT)
+    assert cache.sequences == []
+    assert prefix.acquire(PROMPT)[1] in range(96, 100)
+    assert prefix.acquire([*PROMPT[:50], -1])[1] == 0  # of the windows there, nothing is left
+
+
+def test_fewer_and_more_tokens_than_were_fed():
+    cache, prefix = make()
+    feed(cache, 5, PROMPT, 0, 50)
+    prefix.release(5, PROMPT)
+    assert prefix.acquire(PROMPT)[1] == 48
+    feed(cache, 6, [-1] * 50, 0, 50)
+    prefix.release(6, [-1] * 20)
+    assert prefix.acquire([-1] * 50)[1] == 20
+
+
+def test_speculated_tokens():
+    """Of a tree of guesses, what was kept counts."""
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT[:30])
+    feed(cache, seq_id, PROMPT, 0, 30)
+    for begin in range(30, 90, 2):  # two right tokens, and a wrong one
+        with cache.batch(positions=[begin, begin, begin + 1], seq_ids=[seq_id] * 3, parents=[-1, -1, 1]) as batch:
+            for layer in range(2):
+                good = rows_of(PROMPT, begin, begin + 2, layer)
+                rows = np.concatenate([good[:1] * 0, good])
+                batch.put(layer, rows, rows)
+            batch.commit(keep=[1, 2])
+    prefix.release(seq_id, PROMPT[:90])
+    seq_id, matched = prefix.acquire(PROMPT)
+    assert matched == 90
+    check_rows(cache, seq_id, PROMPT, 90)
+
+
+# ---- chunks from elsewhere
+
+
+def test_reuse():
+    """Tokens behind the match that stand elsewhere are moved there, and nothing of that is kept."""
+    cache, prefix = make(reuse_min_tokens=20, rope=False)
+    serve(prefix, cache, PROMPT)
+    prompt = [*PROMPT[:30], *PROMPT[45:90], -1]
+    seq_id, matched = prefix.acquire(prompt)
+    assert matched == 75
+    assert cache.positions(seq_id=seq_id).tolist() == [*range(75)]
+    assert prefix.stats.reused == 45
+    feed(cache, seq_id, prompt, 75, 76)
+    prefix.release(seq_id, prompt)
+    cache.validate()
+    assert prefix.acquire([*prompt, -2])[1] == 75  # found anew, not kept
+    assert prefix.stats.reused == 90
+    assert prefix.acquire([*PROMPT[:30], *PROMPT[45:60], -1])[1] == 30  # too few
+
+
+@pytest.mark.parametrize("arguments", [{"rope": None}, {"rope": False, "reuse_min_tokens": None}])
+def test_no_reuse(arguments):
+    """Not if keys cannot be moved, and not unless it is asked for."""
+    cache, prefix = make(**{"reuse_min_tokens": 20, **arguments})
+    serve(prefix, cache, PROMPT)
+    assert prefix.acquire([*PROMPT[:30], *PROMPT[45:90], -1])[1] == 30
+
+
+# ---- bad input
+
+
+def test_refused():
+    cache, prefix = make()
+    with pytest.raises(ValueError, match="tokens is empty"):
+        prefix.acquire([])
+    for wrong in ([1, 2.5], ["a"], np.ones((2, 2), int), np.ones(3)):
+        with pytest.raises(TypeError, match="token"):
+            prefix.acquire(wrong)
+    with pytest.raises(TypeError, match="fingerprint=None"):
+        kvcache.PrefixCache(cache, fingerprint=None)
+    with pytest.raises(TypeError, match="cache is a dict"):
+        kvcache.PrefixCache({}, fingerprint="")
+    for name, value in (("timeout", -1), ("reuse_min_tokens", 0), ("secret", b"x")):
+        with pytest.raises(ValueError, match=name):
+            kvcache.PrefixCache(cache, fingerprint="", **{name: value})
+    with pytest.raises(ValueError, match=r"block_size is 4096.*block_size=64"):
+        kvcache.PrefixCache(make_cache(block_size=4096), fingerprint="")
+    with pytest.raises(ValueError, match="LongSequencesOnly"):
+        kvcache.PrefixCache(make_cache(strategy=kvcache.LongSequencesOnly(9)), fingerprint="")
+    with pytest.raises(kvcache.NotSupportedError, match="CrossAttention"):
+        kvcache.PrefixCache(kvcache.KVCache(1, 1, 2, 9, policy=kvcache.CrossAttention(9)), fingerprint="")
+    cache.close()
+    with pytest.raises(ValueError, match="closed"):
+        prefix.acquire([1])
+
+
+def test_release_while_it_is_in_a_batch():
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT)
+    feed(cache, seq_id, PROMPT, 0, 100)
+    with cache.batch(positions=[100], seq_ids=[seq_id]) as batch:
+        with pytest.raises(kvcache.CacheBusyError):
+            prefix.release(seq_id, PROMPT)
+        batch.abort()
+    prefix.release(seq_id, PROMPT)
+    assert prefix.acquire(PROMPT)[1] == 99
+
+
+def test_a_copy_has_no_prefix_cache():
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT)
+    feed(cache, seq_id, PROMPT, 0, 50)
+    other = copy.copy(cache)
+    feed(other, seq_id, PROMPT, 50, 100)
+    assert prefix.acquire(PROMPT)[1] == 48
+    other.validate()
+    assert kvcache.PrefixCache(other, fingerprint="a model").acquire(PROMPT)[1] == 0
+
+
+def test_a_batch_that_cannot_be_committed():
+    """Rows of a batch that failed, or was aborted, are not kept."""
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT[:60])
+    feed(cache, seq_id, PROMPT, 0, 20)
+    batch = cache.batch(positions=range(20, 60), seq_ids=[seq_id] * 40)
+    rows = rows_of(PROMPT, 20, 60, 0)
+    batch.put(0, rows, rows)
+    with pytest.raises(ValueError, match="layer 1"):
+        batch.commit()
+    assert prefix.acquire(PROMPT)[1] == 16
+    assert cache.stats()["retained"] == 1
+    rows = rows_of(PROMPT, 20, 60, 1)
+    batch.put(1, rows, rows)
+    batch.commit()
+    batch.commit()
+    assert prefix.acquire(PROMPT)[1] == 48
+    with pytest.raises(KeyError), cache.batch(positions=range(60, 90), seq_ids=[seq_id] * 30):
+        raise KeyError
+    feed(cache, seq_id, [*PROMPT[:60], *[7] * 30], 60, 90)
+    prefix.release(seq_id, [*PROMPT[:60], *[7] * 30])
+    for tokens, matched in ((PROMPT, 60), ([*PROMPT[:60], *[7] * 40], 90)):
+        seq_id, found = prefix.acquire(tokens)
+        assert found == matched
+        check_rows(cache, seq_id, tokens, found)
+    cache.validate()

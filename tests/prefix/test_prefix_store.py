@@ -1,0 +1,228 @@
+"""Blocks in a store: the next process finds them; whatever the store does, answers are right."""
+
+import threading
+import time
+
+import pytest
+from support.prefixes import BLOCK, check_rows, feed, make_cache, serve
+
+import kvcache
+from kvcache import stores
+from kvcache.stores import values
+
+PROMPT = list(range(100))
+KINDS = ["full", "hybrid", "windows"]
+
+
+def make(store, kind="full", **arguments):
+    """A cache of its own on a store, as another process would have."""
+    names = ("salt", "fingerprint", "secret", "timeout")
+    own = {name: arguments.pop(name) for name in names if name in arguments}
+    cache = make_cache(kind, **arguments)
+    return cache, kvcache.PrefixCache(cache, store=store, **{"fingerprint": "a model", "timeout": 10, **own})
+
+
+def fill(store, kind="full", prompt=PROMPT, **arguments):
+    cache, prefix = make(store, kind, **arguments)
+    serve(prefix, cache, prompt)
+    assert prefix.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+def test_the_next_process(kind, dtype):
+    """Its first answer is a hit: whole blocks of the prompt, and resumes at any token of them."""
+    store = {}
+    fill(store, kind, dtype=dtype)
+    assert len(store) == 6
+    for at in (15, 16, 40, 96, 99):
+        cache, prefix = make(store, kind, dtype=dtype)
+        prompt = [*range(at), -1, -2]
+        seq_id, matched = prefix.acquire(prompt)
+        assert matched == at // BLOCK * BLOCK
+        if dtype == "f32":
+            check_rows(cache, seq_id, prompt, matched)
+        feed(cache, seq_id, prompt, matched, at + 2)
+        assert prefix.stats.fetched == matched
+        cache.validate()
+
+
+def test_quantised_rows():
+    """Rows come back byte for byte, in types that have no array."""
+    store, found = {}, []
+    for _ in range(2):
+        cache = kvcache.KVCache(2, 2, 64, None, max_sequences=None, block_size=BLOCK, k_dtype="q8_0", v_dtype="iq4_nl")
+        prefix = kvcache.PrefixCache(cache, store=store, fingerprint="", timeout=10)
+        seq_id, matched = prefix.acquire(PROMPT)
+        with cache.batch(positions=range(matched, 100), seq_ids=[seq_id] * (100 - matched)) as batch:
+            import numpy as np
+
+            rows = np.random.default_rng(0).standard_normal((100, 2, 64), np.float32)[matched:]
+            for layer in range(2):
+                batch.put(layer, rows, rows[:, ::-1])
+        found.append([part.tobytes() for layer in range(2) for part in cache.gather(layer, seq_id=seq_id, raw=True)])
+        prefix.release(seq_id, PROMPT)
+        assert prefix.flush(10)
+    assert matched == 96
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [{"salt": b"another"}, {"fingerprint": "another"}, {"dtype": "f16"}, {"kind": "hybrid"}, {"block_size": 8}],
+)
+def test_others_find_nothing(difference):
+    """Other tenants, models, types and shapes; and they leave what is there alone."""
+    store = {}
+    fill(store)
+    before = dict(store)
+    _cache, prefix = make(store, **difference)
+    assert prefix.acquire(PROMPT)[1] == 0
+    assert store == before
+
+
+@pytest.mark.parametrize("secret", [None, b"of this tenant"])
+def test_values_that_lie(secret):
+    """A value that was altered, cut, replayed under another key or made by somebody else is a miss, and deleted."""
+    store = {}
+    fill(store, secret=secret)
+    keys = list(store)
+    good, second = store[keys[0]], store[keys[1]]
+    forged = values.pack(keys[0], b"whatever", [bytes(good[values.HEADER_SIZE :])], secret)
+    bad = [b"", good[:-1], good + b"\0", good[:60], second, forged]
+    bad += [bytes([*good[:i], good[i] ^ 1, *good[i + 1 :]]) for i in range(0, len(good), 7)]
+    if secret:
+        bad.append(unsigned(store, keys[0]))
+    for value in bad:
+        store[keys[0]] = value
+        cache, prefix = make(store, secret=secret)
+        assert prefix.acquire(PROMPT)[1] == 0
+        assert prefix.flush(10)
+        assert prefix.stats.store.corrupt == 1
+        assert keys[0] not in store
+        serve(prefix, cache, PROMPT)
+        assert prefix.flush(10)
+        assert store[keys[0]] == good
+
+
+def unsigned(store, key):
+    """Return a right value of the same rows, without the secret."""
+    other = {}
+    fill(other)
+    return other[key]
+
+
+def test_payloads_of_another_shape():
+    """A value that is signed, and yet no rows of this cache, is a miss."""
+    store = {}
+    fill(store)
+    key = next(iter(store))
+    cache, prefix = make(store)
+    digest = prefix._guard._digest
+    for payload in (b"", b"\0\0", b"\1", b"\1\1" + bytes(7), b"\1\1" + bytes(10000), b"\2\3\4" + bytes(512)):
+        store[key] = values.pack(key, digest, [payload])
+        assert prefix.acquire(PROMPT)[1] == 0
+        cache.validate()
+    assert cache.stats()["retained"] == 0
+
+
+def test_a_directory(tmp_path):
+    """A folder that two processes share, too small for everything."""
+    store = stores.open(f"dir:{tmp_path}/prefixes?max_bytes=100KiB")
+    for i in range(30):
+        fill(store, prompt=[1000 * i + j for j in range(200)])
+    cache, prefix = make(stores.DirectoryStore(tmp_path / "prefixes", max_bytes=100 << 10))
+    assert serve(prefix, cache, [29000 + j for j in range(200)]) >= 192
+    assert serve(prefix, cache, list(range(200))) == 0
+
+
+class Slow(dict):
+    """A store that takes its time."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def __getitem__(self, key):
+        time.sleep(self.seconds)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key, value):
+        time.sleep(self.seconds)
+        super().__setitem__(key, value)
+
+
+class Broken(dict):
+    def __getitem__(self, key):
+        raise OSError("the network is down")
+
+    __setitem__ = __delitem__ = __contains__ = __getitem__
+
+
+@pytest.mark.parametrize("store", [Slow(30), Broken()], ids=["slow", "broken"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_store_that_fails(store):
+    """Requests wait no longer than they say, and are right."""
+    cache, prefix = make(store, timeout=0.2)
+    begin = time.monotonic()
+    for i in range(20):
+        prompt = [1000 * (i % 3) + j for j in range(100)]
+        assert serve(prefix, cache, prompt) == (0 if i < 3 else 99)
+    assert time.monotonic() - begin < 20
+    cache.validate()
+    assert not prefix.close(timeout=0.1) or store == {}
+
+
+def test_no_room_for_what_the_store_has():
+    """Blocks that do not fit are computed; what is there of the prompt is used."""
+    store = {}
+    fill(store)
+    cache, prefix = make(store, capacity=8 * BLOCK)
+    feed(cache, 99, [-1] * 80, 0, 80)
+    assert prefix.acquire(PROMPT)[1] == 48
+    cache.validate()
+
+
+def test_fetching_while_a_batch_is_open():
+    """Requests come while another thread runs the model."""
+    store = {}
+    fill(store)
+    cache, prefix = make(store)
+    with cache.batch(positions=[0], seq_ids=[77]) as batch:
+        seq_id, matched = prefix.acquire(PROMPT)
+        assert matched == 96
+        check_rows(cache, seq_id, PROMPT, 96)
+        batch.abort()
+
+
+def test_computing_is_faster():
+    """A store that takes longer than the model is not waited for."""
+    store = Slow(0.05)
+    fill(store)
+    cache, prefix = make(store)
+    feed(cache, 99, [-1] * 1000, 0, 1000)  # which shows how fast the model is
+    assert prefix._watch.tokens_per_second > 0
+    for i in range(3):
+        assert prefix.acquire(PROMPT[: 50 + i])[1] in (0, 48)  # no read was measured: worth a try
+    reads = prefix.stats.store.hits + prefix.stats.store.misses
+    prefix._watch.tokens_per_second = 1e9
+    assert prefix.acquire([*PROMPT[:90], 1])[1] in (0, 48)
+    assert prefix.stats.store.hits + prefix.stats.store.misses == reads
+
+
+def test_two_threads_fetch_the_same():
+    """Blocks that two requests fetch at once are there once."""
+    store = {}
+    fill(store)
+    cache, prefix = make(store)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(prefix.acquire(PROMPT))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [matched for _, matched in found] == [96] * 8
+    for seq_id, _ in found:
+        check_rows(cache, seq_id, PROMPT, 96)
+    assert cache.stats()["live_slots"] == 2 * 96 // 2
+    cache.validate()

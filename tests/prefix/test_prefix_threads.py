@@ -1,0 +1,107 @@
+"""Many request threads at once, and room for half of what they leave behind."""
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from support.prefixes import BLOCK, make_cache, rows_of
+
+import kvcache
+
+PROMPTS = [[100 * i + j for j in range(60)] for i in range(16)]
+
+
+def attend(cache, seq_id, tokens, begin, end):
+    """Feed tokens [begin, end) in one batch, and return the last one's output in every layer."""
+    outputs = []
+    with cache.batch(positions=range(begin, end), seq_ids=[seq_id] * (end - begin), timeout=None) as batch:
+        for layer in range(cache.num_layers):
+            rows = rows_of(tokens, begin, end, layer) / 2048
+            batch.put(layer, rows, rows)
+            outputs.append(batch.attend(layer, rows[-1:], first=end - begin - 1))
+    return np.concatenate(outputs)
+
+
+def uncached(tokens):
+    with make_cache("hybrid") as cache:
+        attend(cache, 0, tokens, 0, len(tokens) - 1)
+        return attend(cache, 0, tokens, len(tokens) - 1, len(tokens))
+
+
+@pytest.mark.parametrize("num_requests", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_many_requests(num_requests):
+    """No error and no leak, and the bits of a run without a prefix cache."""
+    cache = make_cache("hybrid", capacity=32 * 100 + 500, num_threads=1)
+    prefix = kvcache.PrefixCache(cache, fingerprint="")
+    tails = [[-i, *range(i % 7)] for i in range(40)]
+    requests = [p + tail for p in PROMPTS for tail in tails]
+    answers = [uncached(tokens) for tokens in requests]
+
+    def serve(i):
+        choose = random.Random(i)
+        if choose.random() < 0.8:
+            which = choose.randrange(len(requests))
+            tokens, answer = requests[which], answers[which]
+        else:
+            tokens = [choose.randrange(1 << 40) for _ in range(choose.randint(2, 70))]
+            answer = None
+        seq_id, matched = prefix.acquire(tokens)
+        last = len(tokens) - 1
+        if matched < last:
+            attend(cache, seq_id, tokens, matched, last)
+        out = attend(cache, seq_id, tokens, last, last + 1)
+        assert np.array_equal(out, uncached(tokens) if answer is None else answer)
+        prefix.release(seq_id, tokens)
+
+    with ThreadPoolExecutor(32) as pool:
+        for _ in pool.map(serve, range(num_requests)):
+            pass
+    assert cache.sequences == []
+    assert prefix.stats.sequences == 0
+    assert prefix.stats.hits > num_requests // 2
+    assert cache.stats()["live_slots"] <= 3 * cache.capacity
+    prefix.clear()
+    assert (cache.stats()["live_slots"], cache.stats()["retained"]) == (0, 0)
+    cache.validate()
+
+
+def test_requests_beside_a_model():
+    """Request threads acquire and release while another one runs batches without a pause."""
+    cache = make_cache("hybrid", capacity=64 * BLOCK)
+    prefix = kvcache.PrefixCache(cache, fingerprint="")
+    answers = [uncached(tokens) for tokens in PROMPTS]
+    stop = threading.Event()
+    num_batches = 0
+
+    def run():
+        nonlocal num_batches
+        while not stop.is_set():
+            with cache.batch(positions=[num_batches % 200], seq_ids=[1 << 40], timeout=None) as batch:
+                for layer in range(3):
+                    batch.put(layer, *(np.zeros((1, 1, 2), np.float32),) * 2)
+            num_batches += 1
+            if num_batches % 200 == 0:
+                cache.clear(1 << 40)
+
+    model = threading.Thread(target=run)
+    model.start()
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda i: one_request(cache, prefix, PROMPTS[i % 16]), range(200)))
+    finally:
+        stop.set()
+        model.join()
+    assert num_batches > 10
+    assert all(np.array_equal(out, answers[i % 16]) for i, out in enumerate(found))
+    cache.validate()
+
+
+def one_request(cache, prefix, tokens):
+    seq_id, matched = prefix.acquire(tokens)
+    if matched < 59:
+        attend(cache, seq_id, tokens, matched, 59)
+    out = attend(cache, seq_id, tokens, 59, 60)
+    prefix.release(seq_id, tokens)
+    return out
