@@ -123,7 +123,7 @@ INLINE float *tile_at(float *panel, int j, int num_chunks, int c, int num_parts)
 }
 
 /* Replaces infinities by the largest bf16, so that no part of a query row that is 0 makes a NaN of them. */
-INLINE vec finite(vec x) {
+INLINE vec within_bf16(vec x) {
     const vec largest = v_set(0x1.fep127f);
     return v_max(v_set(-0x1.fep127f), v_min(largest, x)); /* a NaN stays, as the second operand */
 }
@@ -132,7 +132,7 @@ INLINE vec finite(vec x) {
  * splits pairs. */
 INLINE void pack_half_chunk(int num_parts, float *to, vec *x) {
     if (num_parts == 3) UNROLL
-    for (int i = 0; i < LANES; i++) x[i] = finite(x[i]);
+    for (int i = 0; i < LANES; i++) x[i] = within_bf16(x[i]);
     v_transpose(x);
     UNROLL
     for (int i = 0; i < LANES; i += 2) {
