@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["PrefixCache", "PrefixStats"]
 
 MOST_BLOCK_SIZE = 1024  # tokens; rows are found, kept and dropped by whole blocks
+FEW_BLOCKS = 64  # names of blocks that were reclaimed; more are looked for and forgotten
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ class PrefixCache:
         self._rows = Rows(cache)
         self._timeout = timeout
         self._sessions: dict[int, Session] = {}
+        self._sweep_at = FEW_BLOCKS
         self._counts = dict.fromkeys(("requests", "hits", "tokens", "matched", "reused", "fetched"), 0)
         self._new: list[Node] = []  # blocks that are not in the store
         self._guard: Guard | None = None
@@ -429,15 +431,14 @@ class PrefixCache:
         return dropped
 
     def _sweep(self) -> None:
-        """Forget blocks that were reclaimed, once they may be more than there are others."""
-        if len(self._nodes) <= 64:
-            return
-        if len(self._nodes) <= 2 * self._core.stats()["retained"]:
+        """Forget blocks that were reclaimed, once there are twice as many blocks as were left the last time."""
+        if len(self._nodes) < self._sweep_at:
             return
         alive = set(_core.retained(self._core))
         for node in list(self._nodes.by_key.values()):
             if node.seq_id not in alive and self._nodes.contains(node):
                 self._drop(node)
+        self._sweep_at = max(2 * len(self._nodes), FEW_BLOCKS)
 
     # ---- sequences; with the lock held
 
