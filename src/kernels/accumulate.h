@@ -137,7 +137,7 @@ INLINE int block_width(int type, int num_q, int num_vecs) {
 }
 
 /* Sums all columns for num_q <= FLOAT_QUERIES queries. */
-INLINE void accumulate_queries(int type, int num_q, accumulate_args *a, kvc_ahead next) {
+INLINE void accumulate_queries(int num_q, int type, accumulate_args *a, kvc_ahead next) {
     const int most = ACCUMULATORS / num_q, num_vecs = a->dim / LANES, tail = tail_of(type, a->dim);
     int lines = 0, d = 0;
     for (int i = 0, width; i < num_vecs; i += width) {
@@ -166,15 +166,6 @@ INLINE void accumulate_queries(int type, int num_q, accumulate_args *a, kvc_ahea
     if (tail) accumulate_tail(type, num_q, a, d, tail);
 }
 
-INLINE void accumulate_more_queries(int type, int num_q, accumulate_args *a, kvc_ahead next) {
-    switch (num_q) {
-    case 5: accumulate_queries(type, 5, a, next); break;
-    case 6: accumulate_queries(type, 6, a, next); break;
-    case 7: accumulate_queries(type, 7, a, next); break;
-    default: accumulate_queries(type, 8, a, next);
-    }
-}
-
 /* Is a kvc_accumulate_fn once the type is a constant. */
 INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
                        const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {
@@ -193,13 +184,6 @@ INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor
                              .n = n,
                              .dim = dim};
         const kvc_ahead part = take_part(&next, some, num_q - r);
-        switch (some) {
-        case 1: accumulate_queries(type, 1, &a, part); break;
-        case 2: accumulate_queries(type, 2, &a, part); break;
-        case 3: accumulate_queries(type, 3, &a, part); break;
-        case 4: accumulate_queries(type, 4, &a, part); break;
-        default:
-            if (most_queries(type) > QUERIES) accumulate_more_queries(type, some, &a, part);
-        }
+        CALL_WITH_QUERIES(accumulate_queries, some, most_queries(type), 1, type, &a, part)
     }
 }

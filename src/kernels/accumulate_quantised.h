@@ -144,7 +144,7 @@ INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, const ch
 }
 
 /* Sums all columns of the rows for num_q queries, as many as queries_at_once returns. */
-INLINE void accumulate_quantised_rows(int type, int num_q, accumulate_args *a, kvc_ahead next) {
+INLINE void accumulate_quantised_rows(int num_q, int type, accumulate_args *a, kvc_ahead next) {
     const int num_blocks = a->dim / KVC_QUANT_ELEMENTS;
     const int blocks_at_once = num_q > QUERIES ? BLOCKS_AT_ONCE * QUERIES / MANY_QUERIES : BLOCKS_AT_ONCE;
     const char *block = a->rows;
@@ -168,7 +168,7 @@ INLINE void accumulate_quantised(int type, float *acc, int acc_stride, const flo
         accumulate_args a = {acc, factor, weights, rows, row_stride, acc_stride, n, dim, {0}};
         some = queries_at_once(num_q);
         const kvc_ahead part = take_part(&next, some, num_q);
-        CALL_WITH_QUERIES(accumulate_quantised_rows, type, some, &a, part)
+        CALL_WITH_QUERIES(accumulate_quantised_rows, some, MOST_QUERIES, 0, type, &a, part)
         acc += (ptrdiff_t)some * acc_stride;
         factor += some;
         weights += some * KVC_TILE;

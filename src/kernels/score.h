@@ -155,7 +155,7 @@ RARE void score_tail(int type, int num_q, float *scores, const float *q, int q_s
 
 /* Scores all rows for num_q <= FLOAT_QUERIES queries.  The last block begins early enough to be full, and computes some
  * scores again; if there are fewer rows than in a block, each gets a block that repeats it. */
-INLINE void score_queries(int type, int q_type, int num_q, score_args a, kvc_ahead next) {
+INLINE void score_queries(int num_q, int type, int q_type, score_args a, kvc_ahead next) {
     const int num_vecs = block_vecs(num_q), num_rows = num_vecs * ROWS, repeats = a.n < num_rows;
     const int by = repeats ? 1 : num_rows, num_blocks = (a.n + by - 1) / by;
     prefetcher p = prefetch_begin(next, a.rows, num_blocks * lines_of_block(type, num_vecs, a.dim));
@@ -165,15 +165,6 @@ INLINE void score_queries(int type, int q_type, int num_q, score_args a, kvc_ahe
     const int tail = tail_of(type, a.dim);
     if (tail && q_type == KVC_F32)
         score_tail(type, num_q, a.scores, a.q, a.q_stride, a.rows, a.row_stride, a.n, a.dim - tail, tail);
-}
-
-INLINE void score_more_queries(int type, int q_type, int num_q, score_args a, kvc_ahead next) {
-    switch (num_q) {
-    case 5: score_queries(type, q_type, 5, a, next); break;
-    case 6: score_queries(type, q_type, 6, a, next); break;
-    case 7: score_queries(type, q_type, 7, a, next); break;
-    default: score_queries(type, q_type, 8, a, next);
-    }
 }
 
 /* Is a kvc_score_fn once the types are constants. */
@@ -194,13 +185,6 @@ INLINE void score(int type, int q_type, float *scores, const float *q, int q_str
                               .n = n,
                               .dim = dim};
         const kvc_ahead part = take_part(&next, some, num_q - r);
-        switch (some) {
-        case 1: score_queries(type, q_type, 1, a, part); break;
-        case 2: score_queries(type, q_type, 2, a, part); break;
-        case 3: score_queries(type, q_type, 3, a, part); break;
-        case 4: score_queries(type, q_type, 4, a, part); break;
-        default:
-            if (most > QUERIES) score_more_queries(type, q_type, some, a, part);
-        }
+        CALL_WITH_QUERIES(score_queries, some, most, 1, type, q_type, a, part)
     }
 }

@@ -239,7 +239,7 @@ INLINE void score_group(int type, int num_q, float *scores, const char *const *q
 }
 
 /* Scores all rows for num_q queries, of which there are as many as queries_at_once returns. */
-INLINE void score_quantised_rows(int type, int num_q, const score_args *a, kvc_ahead next) {
+INLINE void score_quantised_rows(int num_q, int type, const score_args *a, kvc_ahead next) {
     const char *q[MANY_QUERIES];
     for (int r = 0; r < num_q; r++) q[r] = (const char *)(a->q + (ptrdiff_t)r * a->q_stride);
     const int num_rows = groups_for(num_q) * LANES, num_groups = (a->n + num_rows - 1) / num_rows;
@@ -251,17 +251,6 @@ INLINE void score_quantised_rows(int type, int num_q, const score_args *a, kvc_a
     prefetch_rest(&p);
 }
 
-/* Calls `rows` for num_q queries, as many as queries_at_once returns, with their number as a constant. */
-#define CALL_WITH_QUERIES(rows, type, num_q, args, next)                        \
-    switch (num_q) {                                                            \
-    case 1: rows(type, 1, args, next); break;                                   \
-    case 2: rows(type, 2, args, next); break;                                   \
-    case 3: rows(type, 3, args, next); break;                                   \
-    case 4: rows(type, 4, args, next); break;                                   \
-    case MANY_QUERIES:                                                          \
-        if (MOST_QUERIES == MANY_QUERIES) rows(type, MANY_QUERIES, args, next); \
-    }
-
 /* Is a kvc_score_fn once the type is a constant. */
 INLINE void score_quantised(int type, float *scores, const float *q, int q_stride, int num_q, const void *rows,
                             int64_t row_stride, int n, int dim, kvc_ahead next) {
@@ -269,7 +258,7 @@ INLINE void score_quantised(int type, float *scores, const float *q, int q_strid
         const score_args a = {scores, q, q_stride, rows, row_stride, n, dim};
         some = queries_at_once(num_q);
         const kvc_ahead part = take_part(&next, some, num_q);
-        CALL_WITH_QUERIES(score_quantised_rows, type, some, &a, part)
+        CALL_WITH_QUERIES(score_quantised_rows, some, MOST_QUERIES, 0, type, &a, part)
         scores += some * KVC_TILE;
         q += (ptrdiff_t)some * q_stride;
     }

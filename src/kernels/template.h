@@ -158,6 +158,27 @@ typedef struct accumulate_args {
     prefetcher next; /* copied into registers by each loop over rows */
 } accumulate_args;
 
+/* Calls f(num_q, ...) with num_q as a constant: up to QUERIES, or `most`, which is QUERIES or 8.  has_all: 1 if there
+ * may be 5, 6 and 7 as well. */
+#define CALL_WITH_QUERIES(f, num_q, most, has_all, ...)  \
+    switch (num_q) {                                     \
+    case 1: f(1, __VA_ARGS__); break;                    \
+    case 2: f(2, __VA_ARGS__); break;                    \
+    case 3: f(3, __VA_ARGS__); break;                    \
+    case 4: f(4, __VA_ARGS__); break;                    \
+    case 5:                                              \
+        if ((has_all) && (most) == 8) f(5, __VA_ARGS__); \
+        break;                                           \
+    case 6:                                              \
+        if ((has_all) && (most) == 8) f(6, __VA_ARGS__); \
+        break;                                           \
+    case 7:                                              \
+        if ((has_all) && (most) == 8) f(7, __VA_ARGS__); \
+        break;                                           \
+    default:                                             \
+        if ((most) == 8) f(8, __VA_ARGS__);              \
+    }
+
 #include "kernels/score_quantised.h"
 #if HAS_BF16_DOT
 #include "kernels/score_bf16.h"
