@@ -6,10 +6,10 @@
  *     for all of them.  The rows in reach are cut every KVC_PART_ROWS, however many they are, so that sequences that
  *     begin alike are cut alike.
  *   - More query rows are tiled.  Up to KVC_TASK_QUERIES are one unit; more are cut into units of about
- *     KVC_TILE_QUERIES, or of a half or a quarter as many where the sequence would otherwise have less than half of
+ *     KVC_TILE_QUERIES, or of a half or a quarter as many where the sequence would otherwise have less than
  *     KVC_TILED_TASKS tasks.  The rows in reach of a unit are cut every KVC_PART_ROWS, or every 3/2, 2, 3, 4, 6 ...
- *     times as many, so that the sequence has at most KVC_TILED_TASKS tasks: enough to keep 64 threads equally busy,
- *     few enough that merging costs nothing, as a part's result is large here.
+ *     times as many, so that the sequence has at most KVC_TILED_TASKS tasks: two for each of 64 threads, and
+ *     few, as a part's result is large here and takes time to merge.
  *
  * Arrays are allocated between two passes over the same function, one that counts and one that lists: cut_queries
  * gives the units of a sequence (kvc_count_units, kvc_list_units), visit_own_rows the pieces of the batch's own rows
@@ -36,7 +36,7 @@ static int32_t unit_tokens(const kvc_plan *plan, int32_t num_tokens, int64_t num
     if (query_rows <= KVC_TASK_QUERIES) return num_tokens;
     const int64_t tasks_per_unit = divide_up(num_rows, KVC_PART_ROWS) * plan->num_kv_heads; /* upper bound */
     int32_t most = KVC_TILE_QUERIES;
-    while (most > KVC_TILE_QUERIES / 4 && divide_up(query_rows, most) * tasks_per_unit < KVC_TILED_TASKS / 2) most /= 2;
+    while (most > KVC_TILE_QUERIES / 4 && divide_up(query_rows, most) * tasks_per_unit < KVC_TILED_TASKS) most /= 2;
     return most > plan->heads_per_kv ? most / plan->heads_per_kv : 1;
 }
 

@@ -32,7 +32,7 @@ enum {
     KVC_TASK_QUERIES = 128,  /* most query rows of a sequence that is never cut into units, and of a streamed task */
     KVC_TILE_QUERIES = 256,  /* most query rows of a tiled task, unless one token has more */
     KVC_PART_ROWS = 512,     /* fewest rows of a part, except a unit's last one */
-    KVC_TILED_TASKS = 256,   /* most tasks that a tiled sequence is cut into, about */
+    KVC_TILED_TASKS = 144,   /* most tasks that a tiled sequence is cut into, about */
     /* From this many changes of delta in a tile on, keys are rotated instead of query rows. */
     KVC_STREAM_DELTA_CHANGES = 4, /* in units that are streamed */
     KVC_TILED_DELTA_CHANGES = 1   /* in units that are tiled */
