@@ -580,7 +580,7 @@ class PrefixCache:
         timeout = self._time_for(len(missing))
         if not timeout:
             return
-        found = self._guard.get_many([key.hex() for key in missing], timeout)
+        found = self._guard.get_many([key.hex() for key in missing], timeout, stop_at_miss=True)
         with self._lock:
             self._import_all(path, [(key, found.get(key.hex())) for key in missing], contents[len(path) :])
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvcache.errors import plain
 from kvcache.stores import values
 from kvcache.stores.lane import Lane
 from kvcache.stores.speed import Speed
@@ -502,7 +503,8 @@ class Guard:
 
 
 def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    """Return an error's kind and message, cut short: of a store's own it might hold a value."""
+    return f"{type(error).__name__}: {plain(error)}" if str(error) else type(error).__name__
 
 
 def _call_done(writes: Iterable[Write]) -> None:

@@ -89,8 +89,8 @@ class ValkeyStore(MutableMapping[str, bytes]):
     def _client(self) -> Iterator[Any]:
         """Yield the client; another one in a forked child, because locks of this one may be held for ever there.
 
-        A cluster's client forgets nodes that failed, and once it has forgotten all, it learns of no others: after an
-        error the next call makes another client, which begins with the nodes of the address.
+        After an error of a cluster the next call makes another client, which learns anew who has what from the nodes
+        of the address: a client forgets nodes that failed, and once it has forgotten all, it learns of no others.
         """
         if self._client_and_process is None or self._client_and_process[1] != os.getpid():
             self._client_and_process = self._connect(), os.getpid()
@@ -158,7 +158,7 @@ class ValkeyStore(MutableMapping[str, bytes]):
             pipeline = client.pipeline(transaction=False)
             for key in keys:
                 self._get(pipeline, self._name(key))
-            found = pipeline.execute()
+            found = _execute(pipeline)
         return {key: value for key, value in zip(keys, found, strict=True) if value is not None}
 
     def set_many(self, items: Mapping[str, bytes]) -> None:
@@ -167,7 +167,7 @@ class ValkeyStore(MutableMapping[str, bytes]):
             pipeline = client.pipeline(transaction=False)
             for key, value in items.items():
                 self._set(pipeline, self._name(key), value)
-            pipeline.execute()
+            _execute(pipeline)
 
     def __iter__(self) -> Iterator[str]:
         first = len(self._name(""))
@@ -188,7 +188,7 @@ class ValkeyStore(MutableMapping[str, bytes]):
                 pipeline = client.pipeline(transaction=False)
                 for key in keys[begin : begin + 1000]:
                     pipeline.unlink(self._name(key))
-                pipeline.execute()
+                _execute(pipeline)
 
     # ---- commands
 
@@ -202,6 +202,22 @@ class ValkeyStore(MutableMapping[str, bytes]):
 
     def _set(self, client: Any, name: bytes, value: bytes) -> Any:
         return client.set(name, value, px=None if self.ttl is None else int(1000 * self.ttl))
+
+
+def _execute(pipeline: Any) -> list[Any]:
+    """Return the results of a pipeline, or raise its first error, which would else quote the whole command, rows too.
+
+    By itself, a cluster's pipeline tries commands again that failed, one by one: each of them waits for a node that
+    does not answer.
+    """
+    if hasattr(pipeline, "send_cluster_commands"):
+        results = pipeline.send_cluster_commands(pipeline.command_stack, raise_on_error=False, allow_redirections=False)
+    else:
+        results = pipeline.execute(raise_on_error=False)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return list(results)
 
 
 def import_valkey() -> Any:

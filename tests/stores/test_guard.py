@@ -405,6 +405,15 @@ def test_one_warning(make, caplog):
     assert "the store Faulty fails: OSError: no route" in record.getMessage()
 
 
+def test_a_warning_is_short(make, caplog):
+    """Messages of clients may quote the value, which is as confidential as a prompt."""
+    guard = make(Faulty(raising(OSError("\n\0" + 10**6 * "x"))))
+    guard.get_many("a", LONG)
+    (record,) = (record for record in caplog.records if record.name == "kvcache")
+    assert len(record.getMessage()) < 500
+    assert record.getMessage().isprintable()
+
+
 def test_a_handler_of_warnings_may_use_the_guard(make):
     guard = make(Faulty(raising(OSError("no route"))))
     seen = []

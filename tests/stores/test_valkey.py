@@ -285,7 +285,7 @@ def test_stopped_and_going_on(server, make):
 
 
 @pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru"])
-def test_filled(tmp_path, make, policy):
+def test_filled(tmp_path, make, policy, caplog):
     servers.need()
     options = ["--maxmemory", "12mb", "--maxmemory-policy", policy]
     with servers.Server(tmp_path / "server", *options) as server:
@@ -297,6 +297,8 @@ def test_filled(tmp_path, make, policy):
         stats = guard.stats
         assert (stats.dropped > 0) == (policy == "noeviction")
         assert stats.writing == (policy != "noeviction")
+        assert ("OutOfMemoryError: command not allowed" in caplog.text) == (policy == "noeviction")
+        assert len(caplog.text) < 500, "a message quotes what was to be stored"
         found = guard.get_many(map(str, range(40)), LONG)
         assert 0 < len(found) < 40
         assert all(payload == key.encode() * 250_000 for key, payload in found.items())
@@ -434,6 +436,44 @@ def test_a_cluster_s_node_is_stopped_killed_and_comes_back(nodes, make):
         assert not guard.stats.reading
         end()
         servers.until(works)
+    store.clear()
+
+
+def test_a_cluster_s_slots_move(nodes):
+    """A call that meets a slot in its new place fails; the next one knows."""
+    valkey = servers.need()
+    store = stores.open(servers.url_of(nodes))
+    assert store.get_many([]) == {}
+    store.set_many({"a": b"", "b": b""})
+    slot = int(nodes[0].ask(b"CLUSTER KEYSLOT kvcache:a").strip(b":\r\n"))
+    ids = [node.ask(b"CLUSTER MYID").split()[1] for node in nodes]
+    owner = slot * len(nodes) // 16384
+    store.clear()
+    for new in ((owner + 1) % len(nodes), owner):
+        for node in nodes:
+            assert node.ask(b"CLUSTER SETSLOT %d NODE %s" % (slot, ids[new])) == b"+OK\r\n"
+        with pytest.raises(valkey.exceptions.MovedError):
+            store.set_many({"a": b"moved", "b": b"stays"})
+        store.set_many({"a": b"moved", "b": b"stays"})
+        assert store.get_many("ab") == {"a": b"moved", "b": b"stays"}
+        assert store["a"] == b"moved"
+        store.clear()
+
+
+def test_a_cluster_s_node_that_does_not_answer_is_waited_for_once(nodes):
+    """And not once for each key that it has."""
+    store = stores.open(f"{servers.url_of(nodes)}?timeout=0.2")
+    items = {str(i): b"value" for i in range(200)}
+    store.set_many(items)
+    nodes[1].stop()
+    try:
+        begin = time.monotonic()
+        with pytest.raises(servers.need().TimeoutError):
+            store.get_many(items)
+        assert time.monotonic() - begin < 5
+    finally:
+        nodes[1].go_on()
+    servers.until(lambda: all(servers.is_complete(node, len(nodes)) for node in nodes))
     store.clear()
 
 
