@@ -24,6 +24,7 @@ from kvcache.errors import (
     ModelFileError,
     NotSupportedError,
     RowsGoneError,
+    StateFormatError,
 )
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, SlidingWindow
 from kvcache.rope import Rope
@@ -58,6 +59,7 @@ __all__ = [
     "Run",
     "SlidingWindow",
     "Span",
+    "StateFormatError",
     "__version__",
     "get_include",
     "get_library",

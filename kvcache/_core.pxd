@@ -16,6 +16,7 @@ cdef extern from "kvcache.h" nogil:
         KVC_ERR_GONE
         KVC_ERR_CANCELLED
         KVC_ERR_CALLBACK
+        KVC_ERR_FORMAT
 
     cdef enum:
         KVC_F32
@@ -111,6 +112,34 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_touch(kvc_cache *cache, const int64_t *ids, int32_t num_ids)
     kvc_status kvc_pin(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int32_t add)
     int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids)
+
+    ctypedef int32_t kvc_write_fn(void *user, const void *data, size_t size) noexcept
+    ctypedef int32_t kvc_read_fn(void *user, void *data, size_t size) noexcept
+
+    ctypedef struct kvc_save_args:
+        size_t struct_size
+        kvc_write_fn *write
+        void *user
+        const int64_t *seq_ids
+        int64_t num_sequences
+        const int64_t *tokens
+        const int64_t *num_tokens
+        const char *fingerprint
+
+    ctypedef struct kvc_load_args:
+        size_t struct_size
+        const void *data
+        kvc_read_fn *read
+        void *user
+        int64_t size
+        const char *fingerprint
+        const int64_t *seq_ids
+        const int64_t *to_ids
+        int64_t num_sequences
+
+    kvc_status kvc_save(kvc_cache *cache, const kvc_save_args *args)
+    kvc_status kvc_load(const kvc_load_args *args, kvc_cache **cache)
+    kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args)
 
     ctypedef struct kvc_stats:
         int64_t batches, aborted, tokens, rows_evicted, rows_moved, compactions

@@ -141,6 +141,24 @@ def attach(cache: Cache, seq_ids: Iterable[SupportsIndex], dst: SupportsIndex, l
 def touch(cache: Cache, seq_ids: Iterable[SupportsIndex]) -> None: ...
 def pin(cache: Cache, seq_ids: Iterable[SupportsIndex], pinned: bool) -> None: ...
 def retained(cache: Cache) -> list[int]: ...
+def save(
+    cache: Cache,
+    write: Callable[[memoryview], object],
+    seq_ids: Iterable[SupportsIndex] | None,
+    tokens: Iterable[SupportsIndex] | None,
+    num_tokens: Iterable[SupportsIndex] | None,
+    fingerprint: str,
+) -> None: ...
+def restore(
+    cache: Cache,
+    data: Any,
+    read: Callable[[memoryview], object] | None,
+    size: int,
+    fingerprint: str | None,
+    seq_ids: Iterable[SupportsIndex] | None,
+    to_ids: Iterable[SupportsIndex] | None,
+) -> None: ...
+def verify(data: Any) -> None: ...
 
 @final
 class Slots: ...

@@ -25,9 +25,11 @@ import numpy as np
 
 cimport cython
 cimport numpy as cnp
+from cpython.buffer cimport PyBUF_READ, PyBUF_WRITE
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Realloc
+from cpython.memoryview cimport PyMemoryView_FromMemory
 from cpython.object cimport PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from cpython.ref cimport Py_INCREF
@@ -35,7 +37,14 @@ from libc.math cimport ceil, isfinite
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from kvcache.errors import CacheBusyError, CacheFullError, KVCacheError, NotSupportedError, RowsGoneError
+from kvcache.errors import (
+    CacheBusyError,
+    CacheFullError,
+    KVCacheError,
+    NotSupportedError,
+    RowsGoneError,
+    StateFormatError,
+)
 
 cnp.import_array()
 
@@ -80,6 +89,7 @@ include "binding/calls.pxi"
 include "binding/callbacks.pxi"
 include "binding/cache.pxi"
 include "binding/retained.pxi"
+include "binding/state.pxi"
 include "binding/batch.pxi"
 
 

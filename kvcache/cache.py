@@ -23,6 +23,7 @@ from kvcache.errors import CacheBusyError, RowsGoneError
 from kvcache.layer import DType, Transform, count, make_layers
 from kvcache.policy import FullAttention, Policy
 from kvcache.rope import RopeLike
+from kvcache.saveable import Saveable
 from kvcache.strategy import (
     Adaptive,
     Decision,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "KVCache", "Span"]
 
 
-class KVCache:
+class KVCache(Saveable):
     """The keys and values of a model's tokens, for one sequence or many.
 
     Parameters
@@ -330,8 +331,7 @@ class KVCache:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a KVCache cannot be pickled: keep the tokens and feed them again, or gather() the rows; copy.copy() makes "
-            "an independent cache in this process"
+            "a KVCache cannot be pickled: save() it to a file; copy.copy() makes an independent cache in this process"
         )
 
     # -- configuration

@@ -39,6 +39,10 @@ class ModelFileError(KVCacheError, ValueError):
     """A model's file cannot be used: it is missing, damaged, or of an unsupported kind."""
 
 
+class StateFormatError(KVCacheError, ValueError):
+    """A saved state cannot be loaded: truncated, altered, of a newer format, of another shape, model or secret."""
+
+
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80

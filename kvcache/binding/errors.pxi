@@ -9,6 +9,7 @@ cdef dict ERRORS = {
     KVC_ERR_BUSY: CacheBusyError,
     KVC_ERR_HELD: BufferError,
     KVC_ERR_GONE: RowsGoneError,
+    KVC_ERR_FORMAT: StateFormatError,
 }
 
 

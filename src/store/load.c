@@ -87,6 +87,11 @@ static kvc_status read_header(loading *l) {
                     l->state.format.fingerprint, l->args.fingerprint);
 }
 
+static kvc_status check_zeros(const char *at, const char *end, const char *name) {
+    while (at < end && !*at) at++;
+    return at == end ? KVC_OK : kvc_fail(KVC_ERR_FORMAT, "altered: %s is not all zeros", name);
+}
+
 static kvc_status read_tables(loading *l) {
     kvc_saved_state counts;
     kvc_status status = read_bytes(l, &counts, sizeof counts);
@@ -104,8 +109,9 @@ static kvc_status read_tables(loading *l) {
     kvc_format *f = &l->state.format;
     kvc_format_place(f, tables);
     const uint64_t seed = kvc_hash(l->header, (size_t)l->header_bytes, 0);
-    if (kvc_hash(tables, (size_t)((char *)f->checksum - tables), seed) == *f->checksum) return KVC_OK;
-    return kvc_fail(KVC_ERR_FORMAT, "altered: its header and tables do not match their checksum");
+    if (kvc_hash(tables, (size_t)((char *)f->checksum - tables), seed) != *f->checksum)
+        return kvc_fail(KVC_ERR_FORMAT, "altered: its header and tables do not match their checksum");
+    return check_zeros((const char *)(f->checksum + 1), tables + l->tables_bytes, "checksum.padding");
 }
 
 static kvc_status measure_tensor(void *context, const kvc_tensor *tensor) {
@@ -171,9 +177,7 @@ static kvc_status read_rows(loading *l, const kvc_tensor *tensor) {
 static kvc_status read_zeros(loading *l, const kvc_tensor *tensor) {
     char padding[KVC_FORMAT_ALIGNMENT];
     const kvc_status status = read_bytes(l, padding, tensor->size);
-    for (uint64_t i = 0; status == KVC_OK && i < tensor->size; i++)
-        if (padding[i]) return kvc_fail(KVC_ERR_FORMAT, "altered: %s is not all zeros", tensor->name);
-    return status;
+    return status == KVC_OK ? check_zeros(padding, padding + tensor->size, tensor->name) : status;
 }
 
 /* Reports that the checksum of a tensor of rows is not the file's. */

@@ -5,6 +5,7 @@ Every row is of fresh random numbers: one that lands in the wrong place cannot l
 """
 
 import copy
+import tempfile
 
 import numpy as np
 from hypothesis import note, settings
@@ -579,6 +580,17 @@ class Machine(RuleBasedStateMachine):
             self.real.close()
             self.real = other
             self.committed = self.aborted = self.tokens = 0  # statistics begin anew
+
+    @rule()
+    @precondition(lambda self: not self.views and not self.batch)
+    def go_on_with_what_was_saved(self):
+        with tempfile.TemporaryDirectory() as folder:
+            self.real.save(f"{folder}/state")
+            rope = self.real.rope[0]
+            other = kvcache.KVCache.load(f"{folder}/state", rope=rope if callable(rope) else None)
+        self.real.close()
+        self.real = other
+        self.committed = self.aborted = self.tokens = 0  # statistics begin anew
 
     @rule(data=st.data(), num_tokens=st.integers(1, 100))
     def reserve(self, data, num_tokens):

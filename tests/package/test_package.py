@@ -38,6 +38,7 @@ NAMES = {
     "Run",
     "SlidingWindow",
     "Span",
+    "StateFormatError",
     "get_include",
     "get_library",
     "get_num_threads",

@@ -1,0 +1,371 @@
+"""Saved states: what they hold, how they replace a file, and what is refused."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from support.saved_states import FINGERPRINT, SECRET, STATES, TOKENS, everything, feed, varied_cache
+
+import kvcache
+from kvcache import state
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A cache, and the file that it was saved to."""
+    cache, path = varied_cache(), tmp_path / "state"
+    cache.save(path, tokens=TOKENS, fingerprint=FINGERPRINT)
+    return cache, path
+
+
+# ---- what comes back
+
+
+def test_a_saved_cache_comes_back(saved):
+    cache, path = saved
+    other = kvcache.KVCache.load(path)
+    assert everything(other) == everything(cache)
+    names = (
+        "max_seq_len max_sequences capacity max_bytes block_size policy rope k_dtype v_dtype share value_in_key "
+        "k_transform num_kv_heads head_dim v_head_dim"
+    )
+    for name in names.split():
+        assert getattr(other, name) == getattr(cache, name), name
+    assert other.stats()["live_slots"] == cache.stats()["live_slots"]  # shared rows are shared again
+    other.validate()
+    for both in (cache, other):
+        feed(both, 7, 3)
+        both.settle()
+    assert everything(other) == everything(cache)
+
+
+def test_what_is_loaded_attends_alike(tmp_path):
+    rng = np.random.default_rng(0)
+    rope = kvcache.Rope(1 / 100 ** np.linspace(0, 1, 16))
+    cache = kvcache.KVCache(1, 2, 32, 300, rope=rope, policy=kvcache.SlidingWindow(40, 4), dtype="q8_0")
+    rows = rng.standard_normal((100, 2, 32)).astype("f4")
+    with cache.batch(100) as batch:
+        batch.put(0, rows, rows)
+    cache.save(tmp_path / "state")
+    outs = []
+    for one in (cache, kvcache.KVCache.load(tmp_path / "state")):
+        with one.batch(3) as batch:
+            outs.append(batch.attend(0, np.tile(rows[:3], (1, 2, 1)), rows[:3], rows[:3]))
+        assert not one.can_resume(50)
+        with pytest.raises(kvcache.RowsGoneError):
+            one.truncate(50)
+    np.testing.assert_array_equal(*outs)
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_the_file_of_version_1(secret):
+    """Loads for ever."""
+    path, cache = STATES / "version-1", varied_cache()
+    assert everything(kvcache.KVCache.load(path, secret=secret, fingerprint=FINGERPRINT)) == everything(cache)
+    found = state.inspect(path, verify=True)
+    assert (found.version, found.fingerprint, found.has_mac) == (1, FINGERPRINT, True)
+    assert {s.seq_id: s.tokens.tolist() for s in found.sequences} == TOKENS | {-3: []}
+    assert [s.next_position for s in found.sequences] == [cache.next_position(seq_id=i) for i in (-3, 0, 7)]
+    assert [layer.policy for layer in found.layers] == list(cache.policy)
+
+
+def test_chosen_sequences(saved, tmp_path):
+    cache, _ = saved
+    cache.save(tmp_path / "two", [7, -3, 7])
+    assert kvcache.KVCache.load(tmp_path / "two").sequences == [-3, 7]
+    cache.save(tmp_path / "none", [])
+    assert kvcache.KVCache.load(tmp_path / "none").sequences == []
+    with pytest.raises(ValueError, match="tokens: of sequence 0, which is not in seq_ids"):
+        cache.save(tmp_path / "three", [7], tokens={0: [1]})
+    with pytest.raises(TypeError, match="seq_ids"):
+        cache.save(tmp_path / "three", [1.5])
+    assert not (tmp_path / "three").exists()
+
+
+def test_restore(saved):
+    cache, path = saved
+    before = everything(cache)
+    other = varied_cache()
+    other.clear(0)
+    other.restore(path, seq_id=40, saved_id=7)
+    other.restore(path, seq_id=0)
+    assert [x for x in everything(other) if x[0] != 40][:7] == before[:7]
+    for layer in (0, 1, 3):
+        for a, b in zip(other.gather(layer, seq_id=40), cache.gather(layer, seq_id=7), strict=True):
+            np.testing.assert_array_equal(a, b)
+    other.validate()
+    other.restore(path)
+    assert other.sequences == [-3, 0, 7, 40]
+    with pytest.raises(ValueError, match="seq_id=5: the file has 3 sequences, and none of this id; give saved_id"):
+        other.restore(path, seq_id=5)
+    with pytest.raises(ValueError, match="saved_id=6: the file has no such sequence"):
+        other.restore(path, saved_id=6)
+    with other.batch(1, seq_ids=[0]) as batch:
+        with pytest.raises(kvcache.CacheBusyError, match="sequence 0 belongs to the open batch"):
+            other.restore(path)
+        other.restore(path, seq_id=7)
+        batch.abort()
+
+
+def test_overrides(saved):
+    _, path = saved
+    other = kvcache.KVCache.load(path, block_size=3, max_sequences=9, num_threads=2, capacity=100, max_bytes=1 << 20)
+    assert (other.block_size, other.max_sequences, other.capacity, other.max_bytes) == (3, 9, 100, 1 << 20)
+    with pytest.raises(kvcache.CacheFullError, match="capacity is 5"):
+        kvcache.KVCache.load(path, capacity=5)
+    with pytest.raises(TypeError, match="dtype: only block_size"):
+        kvcache.KVCache.load(path, dtype="f32")
+    with pytest.raises(ValueError, match="num_threads=-1"):
+        kvcache.KVCache.load(path, num_threads=-1)
+
+
+def test_functions_that_move_keys_are_handed_in(tmp_path):
+    cache = kvcache.KVCache(1, 1, 4, 64, rope=lambda layer, keys, delta: keys + delta)
+    feed(cache, 0, 5)
+    cache.save(tmp_path / "state")
+    with pytest.raises(ValueError, match="rope=None: a function moves the keys of layer 0"):
+        kvcache.KVCache.load(tmp_path / "state")
+    other = kvcache.KVCache.load(tmp_path / "state", rope=lambda layer, keys, delta: keys - delta)
+    keys = other.keys(0).copy()
+    other.shift(0, None, 2)
+    np.testing.assert_array_equal(other.keys(0), keys - 2)
+
+
+def test_the_safetensors_library_opens_it(saved):
+    cache, path = saved
+    safe_open = pytest.importorskip("safetensors").safe_open
+    with safe_open(path, "np") as file:
+        assert file.metadata()["format"] == "kvcache"
+        rows = file.get_tensor("layer.0.k")
+        k, _ = cache.gather(0, seq_id=-3)
+        np.testing.assert_array_equal(rows[:, :1], k)  # -3 is the first sequence
+        assert file.get_tensor("layer.1.k").dtype == np.uint8
+        assert file.get_tensor("runs").shape[1] == 4
+
+
+# ---- secrets
+
+
+def test_a_secret_finds_what_checksums_do_not(saved, tmp_path):
+    cache, plain = saved
+    path = tmp_path / "secret"
+    cache.save(path, secret=SECRET)
+    assert everything(kvcache.KVCache.load(path, secret=SECRET)) == everything(cache)
+    assert everything(kvcache.KVCache.load(path)) == everything(cache)
+    with pytest.raises(kvcache.StateFormatError, match="secret: its MAC is another one"):
+        kvcache.KVCache.load(path, secret=b"another")
+    with pytest.raises(kvcache.StateFormatError, match="it was saved without a secret"):
+        kvcache.KVCache.load(plain, secret=SECRET)
+    other = varied_cache()
+    other.remove(0, 1, seq_id=0)
+    other.save(plain)  # a whole file, with other content
+    path.write_bytes(plain.read_bytes()[:-32] + path.read_bytes()[-32:])
+    assert kvcache.KVCache.load(path)
+    before = everything(cache)
+    with pytest.raises(kvcache.StateFormatError, match="altered, or saved with another secret"):
+        cache.restore(path, secret=SECRET)
+    assert everything(cache) == before
+    for wrong, error in (("text", TypeError), (b"", ValueError), (bytes(65), ValueError)):
+        with pytest.raises(error, match="secret"):
+            cache.save(tmp_path / "never", secret=wrong)
+        with pytest.raises(error, match="secret"):
+            kvcache.KVCache.load(path, secret=wrong)
+    assert not (tmp_path / "never").exists()
+
+
+# ---- damage
+
+
+def refused(path, data):
+    """Return why a file is refused; None if it is not."""
+    path.write_bytes(data)
+    try:
+        found = state.inspect(path, verify=True)
+        cache = kvcache.KVCache.load(path)
+    except kvcache.StateFormatError as error:
+        return str(error).removeprefix(f"{path}: ")
+    assert [s.seq_id for s in found.sequences] == cache.sequences
+    return None
+
+
+def test_flipped_bytes(saved, tmp_path):
+    """tests/c/store/test_saved.c flips every bit, and cuts at every byte."""
+    cache, path = saved
+    data, reasons = path.read_bytes(), set()
+    before = everything(cache)
+    for at in range(0, len(data), 5):
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << at % 8
+        reason = refused(tmp_path / "damaged", damaged)
+        assert reason or at >= len(data) - 32, at
+        if reason:
+            reasons.add(reason.split(" ")[0])
+        else:
+            assert everything(kvcache.KVCache.load(tmp_path / "damaged")) == before
+    assert reasons >= {"altered:", "no"}
+
+
+def test_lengths_that_are_cut(saved, tmp_path):
+    data = saved[1].read_bytes()
+    for length in range(0, len(data), 13):
+        reason = refused(tmp_path / "short", data[:length])
+        assert reason, length
+        assert "truncated" in reason or "altered" in reason
+    assert "more than its header says" in refused(tmp_path / "long", data + b"\0")
+
+
+def test_the_reason_names_what_is_wrong(saved, tmp_path):
+    cache, path = saved
+    data = bytearray(path.read_bytes())
+    found = {tensor.name: tensor for tensor in state.inspect(path).tensors}
+    data[found["layer.3.v"].begin] ^= 1
+    assert "altered: tensor layer.3.v does not match its checksum" in refused(tmp_path / "damaged", data)
+    newer = path.read_bytes().replace(b'"version":"1"', b'"version":"2"')
+    assert "of a newer format: version 2" in refused(tmp_path / "newer", newer)
+    assert "no saved state" in refused(tmp_path / "text", b"any other file, that is no saved state at all" * 9)
+    with pytest.raises(
+        kvcache.StateFormatError, match='of another model: its fingerprint is "golden 1", not "golden 2"'
+    ):
+        cache.restore(path, fingerprint="golden 2")
+    smaller = kvcache.KVCache(1, 1, 4, 64)
+    with pytest.raises(kvcache.StateFormatError, match="of another shape: the file has 7 layers, the cache 1"):
+        smaller.restore(path)
+    smaller.save(tmp_path / "small")
+    with pytest.raises(kvcache.StateFormatError, match=r"of another shape: layers\[0\].k_type is 1 in the file, and 0"):
+        kvcache.KVCache(1, 1, 4, 64, dtype="f32").restore(tmp_path / "small")
+    with pytest.raises(FileNotFoundError):
+        kvcache.KVCache.load(tmp_path / "nothing")
+
+
+# ---- files
+
+
+def test_a_failed_save_leaves_the_old_file(saved, tmp_path, monkeypatch):
+    cache, path = saved
+    before = path.read_bytes()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            cache.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["state"]
+    with pytest.raises(FileNotFoundError):
+        cache.save(tmp_path / "no folder" / "state")
+    with pytest.raises(ValueError, match="fingerprint"):
+        cache.save(path, fingerprint='"')
+    assert path.read_bytes() == before
+
+
+def test_a_link_stays_one(saved, tmp_path):
+    cache, path = saved
+    (tmp_path / "link").symlink_to(path)
+    cache.clear(0)
+    cache.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert kvcache.KVCache.load(path).sequences == [-3, 7]
+
+
+SAVE_FOR_EVER = """
+import sys
+from support.saved_states import varied_cache
+caches = [varied_cache(), varied_cache()]
+caches[1].clear(0)
+print("ready", flush=True)
+while True:
+    for cache in caches:
+        cache.save(sys.argv[1])
+"""
+
+
+def test_killed_while_it_saves(tmp_path):
+    path = tmp_path / "state"
+    environment = os.environ | {"PYTHONPATH": str(STATES.parents[1]), "PYTHONSAFEPATH": ""}
+    rng = np.random.default_rng(0)
+    for _ in range(8):
+        command = [sys.executable, "-c", SAVE_FOR_EVER, str(path)]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            time.sleep(rng.uniform(0.01, 0.1))
+            process.kill()
+        assert kvcache.KVCache.load(path).sequences in ([-3, 0, 7], [-3, 7])
+
+
+# ---- meanwhile
+
+
+def test_other_threads_go_on(tmp_path):
+    cache = kvcache.KVCache(2, 2, 64, None, max_sequences=None, dtype="f32", num_threads=1)
+    rows = np.random.default_rng(0).standard_normal((500, 2, 64)).astype("f4")
+    for seq_id in range(3):
+        with cache.batch(500, seq_ids=[seq_id] * 500) as batch:
+            for layer in range(2):
+                batch.put(layer, rows, rows)
+    cache.save(tmp_path / "before")
+    stop, failures = threading.Event(), []
+
+    def work(seq_id):
+        try:
+            while not stop.is_set():
+                with cache.batch(2, seq_ids=[seq_id] * 2, timeout=None) as batch:
+                    for layer in range(2):
+                        batch.put(layer, rows[:2], rows[:2])
+                cache.remove(0, 2, seq_id=seq_id, shift=False)
+                cache.fork(1, seq_id + 100)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seq_id,)) for seq_id in (10, 11)]
+    for thread in threads:
+        thread.start()
+    for i in range(20):
+        cache.save(tmp_path / "state", [0, 1, 2])
+        cache.restore(tmp_path / "state", seq_id=50 + i, saved_id=i % 3)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert (tmp_path / "state").read_bytes() == (tmp_path / "before").read_bytes()
+    cache.validate()
+    np.testing.assert_equal(cache.gather(1, seq_id=50), cache.gather(1, seq_id=0))
+
+
+def test_a_cache_that_is_being_saved_is_not_closed(saved, tmp_path, monkeypatch):
+    cache, _ = saved
+    errors = []
+
+    def write(self, data):
+        for call, error in ((cache.close, kvcache.CacheBusyError), (cache.compact, BufferError)):
+            with pytest.raises(error):
+                call()
+        errors.append(len(data))
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(state._Writer, "write", write)
+    with pytest.raises(ZeroDivisionError):
+        cache.save(tmp_path / "never")
+    assert len(errors) == 1
+    assert not (tmp_path / "never").exists()
+    cache.compact()
+
+
+def test_inspect_shows_no_rows_of_a_json_bomb(tmp_path):
+    header = b"[" * 100_000
+    (tmp_path / "bomb").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(kvcache.StateFormatError, match="no saved state"):
+        state.inspect(tmp_path / "bomb")
+    header = json.dumps({"__metadata__": {"format": "kvcache", "version": "1"}, "state": 3}).encode()
+    (tmp_path / "bomb").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(kvcache.StateFormatError, match="altered: its tables cannot be read"):
+        kvcache.KVCache.load(tmp_path / "bomb")

@@ -1,0 +1,88 @@
+"""A cache with every kind of layer and sequence, and what it holds; `python saved_states.py FILE` saves it.
+
+tests/support/states has a file of each version of the format, written by this program. Such a file is never written
+anew: every later version of the library must load it.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import kvcache
+
+STATES = Path(__file__).with_name("states")
+TOKENS = {0: [3, 1, 4, 1, 5], 7: [2, 7]}
+FINGERPRINT = "golden 1"
+SECRET = b"a secret"
+
+
+def varied_cache():
+    """Make a cache of few rows: exact numbers, so that every machine stores the same bytes."""
+    cache = kvcache.KVCache(
+        7,
+        [2, 1, 1, 2, 1, 1, 1],
+        [4, 32, 8, 32, 4, 4, 8],
+        None,
+        v_head_dim=[3, 32, 4, 64, 2, 4, 4],
+        value_in_key=[False, False, True, False, False, False, True],
+        k_dtype=["f16", "q8_0", "bf16", "q4_0", "f32", "f32", "bf16"],
+        v_dtype=["f32", "q8_0", "bf16", "f16", "f32", "f32", "bf16"],
+        k_transform=[None, "hadamard", None, None, None, None, None],
+        v_transform=[None, "hadamard", None, None, None, None, None],
+        policy=[
+            kvcache.FullAttention(),
+            kvcache.SlidingWindow(4, 2, 6),
+            kvcache.FullAttention(),
+            kvcache.ChunkedAttention(4, 1),
+            kvcache.CrossAttention(5),
+            None,
+            kvcache.FullAttention(),
+        ],
+        share=[None, None, None, None, None, None, 2],
+        rope=[kvcache.Rope([1.0, 0.25], True), False, False, False, None, None, False],
+        max_sequences=None,
+        block_size=4,
+        num_threads=1,
+    )
+    feed(cache, 0, 11)
+    cache.fork(0, 7)
+    cache.shift(6, None, 5, seq_id=7)
+    feed(cache, 7, 2)
+    cache.remove(4, 5, shift=False)
+    feed(cache, -3, 1)
+    return cache
+
+
+def feed(cache, seq_id, num_tokens):
+    with cache.batch(num_tokens, seq_ids=[seq_id] * num_tokens) as batch:
+        for layer in range(cache.num_layers):
+            if cache.policy[layer] is None or cache.share[layer] is not None:
+                continue
+            first = int(batch.positions[0])
+            is_cross = isinstance(cache.policy[layer], kvcache.CrossAttention)
+            rows = [
+                ((np.arange(n * heads * dim) * 7 + first + layer) % 31 - 15).reshape(n, heads, dim).astype("f4") / 8
+                for n in [3 if is_cross else num_tokens]
+                for heads in [cache.num_kv_heads[layer]]
+                for dim in (cache.head_dim[layer], cache.v_head_dim[layer])
+            ]
+            batch.put(layer, *rows[: 1 if cache.value_in_key[layer] else 2], **({"seq_id": seq_id} if is_cross else {}))
+
+
+def everything(cache):
+    """All that can be seen of a cache, statistics aside."""
+    found = []
+    for seq_id in [*cache.sequences, 99]:
+        following = cache.next_position(seq_id=seq_id)
+        found.append((seq_id, following, [cache.can_resume(p, seq_id=seq_id) for p in range(following + 2)]))
+        for layer in range(cache.num_layers):
+            if cache.policy[layer] is None:
+                continue
+            k, v = cache.gather(layer, seq_id=seq_id, raw=True)
+            found.append((layer, cache.positions(layer=layer, seq_id=seq_id).tolist(), k.tobytes(), v.tobytes()))
+    return found
+
+
+if __name__ == "__main__":
+    varied_cache().save(sys.argv[1], tokens=TOKENS, fingerprint=FINGERPRINT, secret=SECRET)
