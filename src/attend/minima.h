@@ -9,10 +9,12 @@
 
 #include "attend/task.h"
 
-/* Returns the type as which kernels get rows of a type: most types as they are, the others unpacked to q8_0 for few
- * query rows, and decoded for many. */
+/* Returns the type as which kernels get rows of a type: as they are where there are kernels for it, else decoded for
+ * many query rows, and unpacked to q8_0 for few. */
 static inline int32_t kvc_kernel_type(const kvc_task *t, int32_t type) {
-    return t->call->kernels->accumulate[type] ? type : t->unit->tiled ? KVC_F32 : KVC_Q8_0;
+    const kvc_kernels *kernels = t->call->kernels;
+    if (t->unit->tiled) return kernels->tiler[type].score ? type : KVC_F32;
+    return kernels->accumulate[type] ? type : KVC_Q8_0;
 }
 
 /* Whether kernels get rows of a type without the minima of their blocks. */

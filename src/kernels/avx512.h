@@ -23,6 +23,12 @@ extern kvc_hadamard_fn kvc_hadamard_avx512;
 extern kvc_prepare_fn kvc_prepare_q8_0_avx512vnni, kvc_prepare_q4_0_avx512vnni;
 extern kvc_score_fn kvc_score_q8_0_avx512vnni, kvc_score_q4_0_avx512vnni;
 extern kvc_accumulate_fn kvc_accumulate_q8_0_avx512vnni, kvc_accumulate_q4_0_avx512vnni;
+extern kvc_prepare_fn kvc_prepare_q4_1_avx512vnni, kvc_prepare_q5_0_avx512vnni, kvc_prepare_q5_1_avx512vnni,
+    kvc_prepare_iq4_nl_avx512vnni;
+extern kvc_score_fn kvc_score_q4_1_avx512vnni, kvc_score_q5_0_avx512vnni, kvc_score_q5_1_avx512vnni,
+    kvc_score_iq4_nl_avx512vnni;
+extern kvc_accumulate_fn kvc_accumulate_q4_1_avx512vnni, kvc_accumulate_q5_0_avx512vnni, kvc_accumulate_q5_1_avx512vnni,
+    kvc_accumulate_iq4_nl_avx512vnni;
 
 extern kvc_convert_fn kvc_convert_avx512bf16;
 extern kvc_prepare_fn kvc_prepare_bf16_avx512bf16;
@@ -51,9 +57,15 @@ extern kvc_score_fn kvc_score_bf16_avx512bf16;
     .tiler[KVC_Q4_0] =                                                                                                \
         KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_q4_0_avx512, kvc_pack_values_q4_0_avx512, kvc_matmul_avx512)
 
-#define KVC_AVX512VNNI_INTEGERS                                                  \
-    .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx512vnni, kvc_score_q8_0_avx512vnni}, \
-    .score[KVC_Q4_0] = {kvc_prepare_q4_0_avx512vnni, kvc_score_q4_0_avx512vnni}, \
-    .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_avx512vnni, .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_avx512vnni
+#define KVC_AVX512VNNI_INTEGERS                                                                                     \
+    .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx512vnni, kvc_score_q8_0_avx512vnni},                                    \
+    .score[KVC_Q4_0] = {kvc_prepare_q4_0_avx512vnni, kvc_score_q4_0_avx512vnni},                                    \
+    .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_avx512vnni, .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_avx512vnni, \
+    .score[KVC_Q4_1] = {kvc_prepare_q4_1_avx512vnni, kvc_score_q4_1_avx512vnni},                                    \
+    .score[KVC_Q5_0] = {kvc_prepare_q5_0_avx512vnni, kvc_score_q5_0_avx512vnni},                                    \
+    .score[KVC_Q5_1] = {kvc_prepare_q5_1_avx512vnni, kvc_score_q5_1_avx512vnni},                                    \
+    .score[KVC_IQ4_NL] = {kvc_prepare_iq4_nl_avx512vnni, kvc_score_iq4_nl_avx512vnni},                              \
+    .accumulate[KVC_Q4_1] = kvc_accumulate_q4_1_avx512vnni, .accumulate[KVC_Q5_0] = kvc_accumulate_q5_0_avx512vnni, \
+    .accumulate[KVC_Q5_1] = kvc_accumulate_q5_1_avx512vnni, .accumulate[KVC_IQ4_NL] = kvc_accumulate_iq4_nl_avx512vnni
 
 #endif

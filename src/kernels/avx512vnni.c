@@ -14,6 +14,18 @@ DEFINE_SCORE(kvc_score_q8_0_avx512vnni, KVC_Q8_0)
 DEFINE_SCORE(kvc_score_q4_0_avx512vnni, KVC_Q4_0)
 DEFINE_ACCUMULATE(kvc_accumulate_q8_0_avx512vnni, KVC_Q8_0)
 DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx512vnni, KVC_Q4_0)
+DEFINE_PREPARE_CODES(kvc_prepare_q4_1_avx512vnni, KVC_Q4_1)
+DEFINE_PREPARE_CODES(kvc_prepare_q5_0_avx512vnni, KVC_Q5_0)
+DEFINE_PREPARE_CODES(kvc_prepare_q5_1_avx512vnni, KVC_Q5_1)
+DEFINE_PREPARE_CODES(kvc_prepare_iq4_nl_avx512vnni, KVC_IQ4_NL)
+DEFINE_SCORE_CODES(kvc_score_q4_1_avx512vnni, KVC_Q4_1)
+DEFINE_SCORE_CODES(kvc_score_q5_0_avx512vnni, KVC_Q5_0)
+DEFINE_SCORE_CODES(kvc_score_q5_1_avx512vnni, KVC_Q5_1)
+DEFINE_SCORE_CODES(kvc_score_iq4_nl_avx512vnni, KVC_IQ4_NL)
+DEFINE_ACCUMULATE_CODES(kvc_accumulate_q4_1_avx512vnni, KVC_Q4_1)
+DEFINE_ACCUMULATE_CODES(kvc_accumulate_q5_0_avx512vnni, KVC_Q5_0)
+DEFINE_ACCUMULATE_CODES(kvc_accumulate_q5_1_avx512vnni, KVC_Q5_1)
+DEFINE_ACCUMULATE_CODES(kvc_accumulate_iq4_nl_avx512vnni, KVC_IQ4_NL)
 
 const kvc_kernels kvc_kernels_avx512vnni = {
     .name = "avx512vnni",

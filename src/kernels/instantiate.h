@@ -72,3 +72,24 @@
 #define DEFINE_HADAMARD(name)    \
     extern kvc_hadamard_fn name; \
     TARGET void name(float *dst, const void *src, int n, int order) { hadamard(dst, src, n, order); }
+
+/* Kernels of score_codes.h and accumulate_codes.h, of which all types have one copy. */
+#define DEFINE_PREPARE_CODES(name, type)                                        \
+    extern kvc_prepare_fn name;                                                 \
+    TARGET void name(float *q, int q_stride, int num_q, int dim, float scale) { \
+        prepare_codes(type, q, q_stride, num_q, dim, scale);                    \
+    }
+
+#define DEFINE_SCORE_CODES(name, type)                                                                             \
+    extern kvc_score_fn name;                                                                                      \
+    TARGET void name(float *scores, const float *q, int q_stride, int num_q, const void *rows, int64_t row_stride, \
+                     int n, int dim, kvc_ahead next) {                                                             \
+        score_codes(type, scores, q, q_stride, num_q, rows, row_stride, n, dim, next);                             \
+    }
+
+#define DEFINE_ACCUMULATE_CODES(name, type)                                                              \
+    extern kvc_accumulate_fn name;                                                                       \
+    TARGET void name(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,   \
+                     const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {             \
+        accumulate_codes(type, acc, acc_stride, factor, weights, num_q, rows, row_stride, n, dim, next); \
+    }

@@ -11,8 +11,8 @@
  * The sets but scalar share their loops:
  *
  *   template.h        the loops, over a small set of vector primitives; its parts are elements.h prefetch.h
- *                     score_quantised.h score_bf16.h score.h accumulate_quantised.h accumulate.h softmax.h matmul.h
- *                     hadamard.h
+ *                     score_quantised.h score_codes.h score_bf16.h score.h accumulate_quantised.h accumulate_codes.h
+ *                     accumulate.h softmax.h matmul.h hadamard.h
  *   vector_avx2.h vector_avx512.h vector_neon.h                the primitives; x86.h: what two of them share
  *   instantiate.h     macros that define a kernel of the template, or of scalar.c, under its name
  *   avx512.h          the kernels that several sets of AVX-512 have in their tables
@@ -138,7 +138,7 @@ typedef struct kvc_kernels {
     const char *name;
     kvc_convert_fn *convert;
     kvc_unpack_fn *unpack;
-    /* Of types that are unpacked or decoded first, NULL here and in what follows. */
+    /* NULL, here and in `accumulate`, of types that are unpacked first; in `tiler`, of those that are decoded first. */
     kvc_scorer score[KVC_STORED_TYPES];
     kvc_scorer score_bf16; /* for rows and queries of bf16; NULL: such queries are scored as others */
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];

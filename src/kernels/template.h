@@ -83,6 +83,22 @@
  *                              high halves in x[1]
  *   i_order(type, x)           puts sums over what i_load_pairs loaded in the order of columns
  *
+ *   where HAS_VNNI, for the kernels of codes of four and five bits:
+ *   i_load(p)  i_store(p, x)   LANES int32 at any address
+ *   i_set_32(x)  i_set_16_bytes(p)
+ *                              the int32 x in all lanes; the 16 bytes at p in each quarter
+ *   i_or(x, y)  i_xor(x, y)
+ *   i_add(x, y)                adds int32
+ *   i_low_bytes(x)             the low byte of each int16, with its sign
+ *   i_next_bits(x)             shifts int32 lanes right by 4; zeros come in
+ *   i_join(x, y)               the high half of each int32 of x, and the low half of that of y above it
+ *   i_permute_16(x, order)     lane order[i] of the int16 of x as lane i
+ *   i_look_up(table, x)        for each byte of x, below 16, that byte of the same quarter of the table
+ *   i_add_16(codes, x, bits)   adds 16 to those bytes of codes where x & bits is not 0
+ *   i_load_quad(p, stride)     loads LANES bytes of each of four rows, those of the first at p: lane j has bytes j of
+ *                              rows 0, 2, 1 and 3
+ *   v_from_f16_pairs(x, both)  converts the low halves of lanes, f16, to x[0] and the high ones to x[1]
+ *
  *   bvec                       a vector of 2 * LANES bf16, where HAS_BF16_DOT is 1
  *   b_load_pair(p, q, count)   loads the first `count` at p and at q into a half each; others are not read, and are 0
  *   b_dot(sum, x, y)           adds to each float of sum the two products of bf16 there
@@ -180,11 +196,17 @@ typedef struct accumulate_args {
     }
 
 #include "kernels/score_quantised.h"
+#if HAS_VNNI
+#include "kernels/score_codes.h"
+#endif
 #if HAS_BF16_DOT
 #include "kernels/score_bf16.h"
 #endif
 #include "kernels/score.h"
 #include "kernels/accumulate_quantised.h"
+#if HAS_VNNI
+#include "kernels/accumulate_codes.h"
+#endif
 #include "kernels/accumulate.h"
 #include "kernels/softmax.h"
 #include "kernels/matmul.h"

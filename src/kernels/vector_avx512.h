@@ -249,6 +249,34 @@ INLINE ivec i_shift(ivec x, int n) {
     return n == 4 ? _mm512_srli_epi16(x, 4) : n == 8 ? _mm512_srli_epi16(x, 8) : _mm512_srli_epi16(x, 12);
 }
 
+INLINE ivec i_set_16_bytes(const void *p) { return _mm512_broadcast_i32x4(_mm_loadu_si128(p)); }
+
+INLINE ivec i_load(const void *p) { return _mm512_loadu_si512(p); }
+
+INLINE void i_store(void *p, ivec x) { _mm512_storeu_si512(p, x); }
+
+INLINE ivec i_set_32(int32_t x) { return _mm512_set1_epi32(x); }
+
+INLINE ivec i_or(ivec x, ivec y) { return _mm512_or_si512(x, y); }
+
+INLINE ivec i_xor(ivec x, ivec y) { return _mm512_xor_si512(x, y); }
+
+INLINE ivec i_add(ivec x, ivec y) { return _mm512_add_epi32(x, y); }
+
+INLINE ivec i_low_bytes(ivec x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
+
+INLINE ivec i_next_bits(ivec x) { return _mm512_srli_epi32(x, 4); }
+
+INLINE ivec i_join(ivec x, ivec y) { return _mm512_or_si512(_mm512_srli_epi32(x, 16), _mm512_slli_epi32(y, 16)); }
+
+INLINE ivec i_permute_16(ivec x, ivec order) { return _mm512_permutexvar_epi16(order, x); }
+
+INLINE ivec i_look_up(ivec table, ivec x) { return _mm512_shuffle_epi8(table, x); }
+
+INLINE ivec i_add_16(ivec codes, ivec x, ivec bits) {
+    return _mm512_mask_add_epi8(codes, _mm512_test_epi8_mask(x, bits), codes, _mm512_set1_epi8(16));
+}
+
 INLINE vec v_from_int(ivec x) { return _mm512_cvtepi32_ps(x); }
 
 INLINE void i_store_16(int16_t *p, vec x, vec y) {
@@ -277,6 +305,24 @@ INLINE void i_load_rows(ivec x[4], const char *p, ptrdiff_t stride) {
     cd = _mm512_unpackhi_epi32(c, d);
     x[2] = _mm512_unpacklo_epi64(ab, cd);
     x[3] = _mm512_unpackhi_epi64(ab, cd);
+}
+
+INLINE ivec i_load_quad(const char *p, ptrdiff_t stride) {
+    const __m512i in_turns = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i by_column =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15));
+    const char *q = next_row(p, stride), *r = next_row(q, stride), *s = next_row(r, stride);
+    const __m256i a = _mm256_castsi128_si256(_mm_loadu_si128((const void *)p));
+    const __m256i b = _mm256_castsi128_si256(_mm_loadu_si128((const void *)r));
+    const __m256i first = _mm256_inserti128_si256(a, _mm_loadu_si128((const void *)q), 1);
+    const __m256i second = _mm256_inserti128_si256(b, _mm_loadu_si128((const void *)s), 1);
+    const ivec rows = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+    return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(in_turns, rows), by_column);
+}
+
+INLINE void v_from_f16_pairs(vec x[2], ivec both) {
+    x[0] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(both));
+    x[1] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16)));
 }
 
 INLINE void v_load_scales(vec x[2], const char *p, ptrdiff_t stride) {

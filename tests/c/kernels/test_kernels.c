@@ -885,6 +885,8 @@ static void test_matmul(const kvc_kernels *kernels, int m, int n, int k, int add
 
 static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
 {
+    if (!kernels->tiler[type].score) /* rows are decoded first */
+        return;
     static _Alignas(64) float keys[MAX_DIM * KVC_TILE], values[KVC_TILE * (MAX_DIM + KVC_LANES)];
     int padded = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES, stride = padded + KVC_LANES;
     const tile *t = tile_new(type, n, dim, usual);
@@ -907,6 +909,8 @@ static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
 static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int type, int q_type, int dim, int m, int n,
                        sizes largest)
 {
+    if (!tiler->score) /* rows are decoded first */
+        return;
     enum { MAX_M = 72, MAX_PADDED = (MAX_DIM + KVC_CHUNK - 1) / KVC_CHUNK * KVC_PACKED };
     static _Alignas(64) float panel[MAX_PADDED * KVC_TILE], scores[MAX_M * KVC_TILE], sums[MAX_M * MAX_PADDED];
     static float q[MAX_M * MAX_PADDED], prepared[MAX_M * MAX_PADDED], weights[MAX_M * KVC_TILE];

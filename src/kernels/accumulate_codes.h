@@ -1,0 +1,238 @@
+/* accumulate_codes.h: sums of rows of codes of four or five bits, weighted, in integers; part of template.h, where
+ * HAS_VNNI.
+ *
+ * As in accumulate_quantised.h, a row's weight times the scale of its block is rounded to int16.  Codes of four rows
+ * are interleaved at a time, and unpacked as bytes, before they become int16.
+ */
+
+enum {
+    QUAD = 4,      /* rows that are interleaved */
+    QUAD_LINES = 2 /* prefetched for these, of a block: as many as they fill */
+};
+
+/* ---- weights ---------------------------------------------------------------------------------------------------- */
+
+/* What the rows' elements in some blocks are multiplied by, and what is added to the sums. */
+typedef struct code_weights {
+    block_weights rounded;
+    float minima[WEIGHTS_AT_ONCE]; /* the sum of weights times minima; numbered as in block_weights */
+    uint32_t fifth_bits[BLOCKS_AT_ONCE][KVC_TILE];
+} code_weights;
+
+/* Loads what n rows have before the codes of a block, and 0 past n.  Returns 0; NaN if a scale is NaN or infinite. */
+INLINE float load_tile_heads(int type, vec scales[TILE_VECS], vec minima[TILE_VECS], uint32_t *fifth_bits,
+                             const char *block, ptrdiff_t stride, int n) {
+    char copies[LANES][COPY_STRIDE];
+    vec zero_or_nan = v_zero();
+    for (int i = 0; i < TILE_VECS; i++, block += LANES * stride, n -= LANES) {
+        ivec bits = i_zero();
+        if (n < LANES) {
+            block = pad_rows(copies, LANES, block, stride, n > 0 ? n : 0, PIECE_BYTES);
+            stride = COPY_STRIDE;
+        }
+        load_heads(type, &scales[i], &minima[i], &bits, block, stride);
+        i_store(fifth_bits + i * LANES, bits);
+        zero_or_nan = v_fma(scales[i], v_zero(), zero_or_nan);
+    }
+    return v_equal(zero_or_nan, v_zero()) == (1u << LANES) - 1 ? 0 : NAN;
+}
+
+/* Returns weights times minima, added up in each lane. */
+INLINE vec multiply_minima(const float *weights, const vec minima[TILE_VECS]) {
+    vec sum = v_zero();
+    UNROLL
+    for (int i = 0; i < TILE_VECS; i++) sum = v_fma(v_load(weights + i * LANES), minima[i], sum);
+    return sum;
+}
+
+/* Adds up the lanes of each of LANES vectors. */
+INLINE vec add_up_lanes(const vec x[LANES]) {
+    vec halves[2] = {v_sums(x), v_sums(x + LANES / 2)};
+    v_unzip(halves);
+    return v_add(halves[0], halves[1]);
+}
+
+/* Does what round_weights does, and adds up minima where the type has them. */
+INLINE void round_code_weights(int type, int num_q, code_weights *to, accumulate_args *a, const char *block,
+                               int blocks) {
+    block_weights *const w = &to->rounded;
+    const int has_minimum = KVC_TYPES[type].has_minimum;
+    prefetcher next = a->next;
+    float zero_or_nan[BLOCKS_AT_ONCE], inverse[WEIGHTS_AT_ONCE];
+    vec largest[WEIGHTS_AT_ONCE], sums[WEIGHTS_AT_ONCE];
+    for (int b = 0, i = 0; b < blocks; b++, block += block_bytes(type)) {
+        vec scales[TILE_VECS], minima[TILE_VECS];
+        zero_or_nan[b] = load_tile_heads(type, scales, minima, to->fifth_bits[b], block, a->row_stride, a->n);
+        for (int r = 0; r < num_q; r++, i++) {
+            const float *weights = a->weights + r * KVC_TILE;
+            prefetch_line(&next);
+            largest[i] = multiply_scales(w->products[i], weights, scales);
+            sums[i] = has_minimum ? multiply_minima(weights, minima) : v_zero();
+        }
+    }
+    for (int i = blocks * num_q; i % LANES; i++) largest[i] = sums[i] = v_zero();
+    for (int i = 0; i < blocks * num_q; i += LANES) {                 /* goes on to a multiple of LANES */
+        const vec x = v_max(v_set(1e-33f), v_max_lanes(largest + i)); /* smaller products round to nothing */
+        v_store(inverse + i, v_div(v_set(INT16_MAX), x));
+        v_store(w->unit + i, v_mul(x, v_set(1.0f / INT16_MAX)));
+        v_store(to->minima + i, add_up_lanes(sums + i));
+    }
+    for (int b = 0, i = 0; b < blocks; b++)
+        for (int r = 0; r < num_q; r++, i++) {
+            w->unit[i] += zero_or_nan[b];
+            prefetch_line(&next);
+            round_products(w->products[i], inverse[i]);
+        }
+    a->next = next;
+}
+
+/* ---- values ----------------------------------------------------------------------------------------------------- */
+
+/* Where the fifth bit of a byte of i_load_quad is, in columns from `column` on: in which byte of the bits of four rows,
+ * and which bit of it.  Bytes 0 to 3 of a lane are of rows 0, 2, 1 and 3. */
+INLINE ivec fifth_bytes_of(int column) {
+#define OF_COLUMN(byte) byte, byte + 8, byte + 4, byte + 12
+#define OF_FOUR(byte) OF_COLUMN(byte), OF_COLUMN(byte), OF_COLUMN(byte), OF_COLUMN(byte)
+    static const uint8_t BYTES[KVC_QUANT_ELEMENTS * QUAD] = {OF_FOUR(0), OF_FOUR(0), OF_FOUR(1), OF_FOUR(1),
+                                                             OF_FOUR(2), OF_FOUR(2), OF_FOUR(3), OF_FOUR(3)};
+#undef OF_FOUR
+#undef OF_COLUMN
+    return i_load(BYTES + column * QUAD);
+}
+
+INLINE ivec each_of_eight_bits(void) {
+    static const uint32_t BITS[LANES] = {0x01010101, 0x02020202, 0x04040404, 0x08080808, 0x10101010, 0x20202020,
+                                         0x40404040, 0x80808080, 0x01010101, 0x02020202, 0x04040404, 0x08080808,
+                                         0x10101010, 0x20202020, 0x40404040, 0x80808080};
+    return i_load(BITS);
+}
+
+/* Unpacks what i_load_quad loaded to x[half of the block][pair of rows]. */
+INLINE void unpack_quad(int has_fifth_bits, ivec to[2][2], ivec x, ivec levels, ivec fifth_bits) {
+    UNROLL
+    for (int i = 0; i < 2; i++) {
+        const ivec half = i ? i_shift(x, 4) : x;
+        const ivec y = has_fifth_bits /* a code less 16 */
+                           ? i_add_16(i_or(half, i_set_16((int16_t)0xf0f0)),
+                                      i_look_up(fifth_bits, fifth_bytes_of(i * LANES)), each_of_eight_bits())
+                           : i_look_up(levels, i_and(half, i_set_16(0x0f0f)));
+        to[i][0] = i_low_bytes(y);
+        to[i][1] = i_high_bytes(y);
+    }
+}
+
+/* ---- accumulate ------------------------------------------------------------------------------------------------- */
+
+/* A block of a tile's rows, and where its sums go. */
+typedef struct code_block {
+    const char *codes; /* of the first row */
+    const code_weights *w;
+    const uint32_t *fifth_bits;
+    ivec levels;
+    int first; /* number of the first query's weights */
+    int d;     /* first column of acc */
+} code_block;
+
+/* Adds up the products of a block of values and of num_q queries' weights, w of the first one. */
+INLINE void multiply_values(int has_fifth_bits, int num_q, ivec (*to)[2], accumulate_args *a, const code_block *b,
+                            const char *w) {
+    const int sets = num_q == 1 ? 2 : 1; /* of sums, so that one query's do not wait for each other */
+    const ivec levels = b->levels;
+    ivec sums[2][MANY_QUERIES][2];
+    const char *p = b->codes;
+    char last[QUAD][COPY_STRIDE];
+    ptrdiff_t stride = a->row_stride;
+    prefetcher next = a->next; /* in registers, unlike *a */
+    UNROLL
+    for (int i = 0; i < sets; i++) UNROLL
+    for (int r = 0; r < num_q; r++) sums[i][r][0] = sums[i][r][1] = i_zero();
+    for (int j = 0; j < a->n; j += QUAD, p += QUAD * stride, w += QUAD * sizeof(int16_t)) {
+        ivec x[2][2];
+        if (a->n - j < QUAD) {
+            p = pad_rows(last, QUAD, p, stride, a->n - j, KVC_NIBBLE_BYTES);
+            stride = COPY_STRIDE;
+        }
+        prefetch_step(&next, QUAD_LINES);
+        unpack_quad(has_fifth_bits, x, i_load_quad(p, stride), levels,
+                    has_fifth_bits ? i_set_16_bytes(b->fifth_bits + j) : i_zero());
+        UNROLL
+        for (int i = 0; i < 2; i++) UNROLL
+        for (int r = 0; r < num_q; r++) {
+            const ivec y = i_set_pair(w + r * WEIGHTS_BYTES + i * (int)(2 * sizeof(int16_t)));
+            UNROLL
+            for (int half = 0; half < 2; half++)
+                sums[i % sets][r][half] = i_dot(sums[i % sets][r][half], x[half][i], y);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < num_q; r++) UNROLL
+    for (int half = 0; half < 2; half++)
+        to[r][half] = sets == 2 ? i_add(sums[0][r][half], sums[1][r][half]) : sums[0][r][half];
+    a->next = next;
+}
+
+/* Adds the sums of a block to acc, for num_q queries from query `first` on, as many as queries_at_once returns. */
+INLINE void accumulate_code_block(int type, int first, int num_q, accumulate_args *a, const code_block *b) {
+    const int number = b->first + first;
+    const char *w = (const char *)b->w->rounded.products[number];
+    ivec sums[MANY_QUERIES][2];
+    switch (KVC_TYPES[type].has_fifth_bits ? -num_q : num_q) {
+    case 1: multiply_values(0, 1, sums, a, b, w); break;
+    case 2: multiply_values(0, 2, sums, a, b, w); break;
+    case 3: multiply_values(0, 3, sums, a, b, w); break;
+    case 4: multiply_values(0, 4, sums, a, b, w); break;
+    case MANY_QUERIES: multiply_values(0, MANY_QUERIES, sums, a, b, w); break;
+    case -1: multiply_values(1, 1, sums, a, b, w); break;
+    case -2: multiply_values(1, 2, sums, a, b, w); break;
+    case -3: multiply_values(1, 3, sums, a, b, w); break;
+    case -4: multiply_values(1, 4, sums, a, b, w); break;
+    default: multiply_values(1, MANY_QUERIES, sums, a, b, w);
+    }
+    for (int r = 0; r < num_q; r++) {
+        float *acc = a->acc + (ptrdiff_t)(first + r) * a->acc_stride + b->d;
+        const vec factor = v_set(a->factor[first + r]), unit = v_set(b->w->rounded.unit[number + r]);
+        const vec minima = v_set(b->w->minima[number + r]);
+        UNROLL
+        for (int half = 0; half < 2; half++, acc += LANES)
+            v_store(acc, v_fma(v_from_int(sums[r][half]), unit, v_fma(v_load(acc), factor, minima)));
+    }
+}
+
+/* Sums all columns of the rows for num_q queries, CODE_QUERIES at most. */
+INLINE void accumulate_code_columns(int type, int num_q, accumulate_args *a, kvc_ahead next) {
+    const int num_blocks = a->dim / KVC_QUANT_ELEMENTS, passes = (num_q + MOST_QUERIES - 1) / MOST_QUERIES;
+    const int blocks_at_once = smaller(BLOCKS_AT_ONCE, WEIGHTS_AT_ONCE / num_q);
+    const char *block = a->rows;
+    const ivec levels = levels_of(type);
+    code_weights w;
+    a->next =
+        prefetch_begin(next, a->rows, num_blocks * (passes * QUAD_LINES * ((a->n + QUAD - 1) / QUAD) + 2 * num_q));
+    for (int b = 0; b < num_blocks; b++, block += block_bytes(type)) {
+        const int at = b % blocks_at_once;
+        if (at == 0) round_code_weights(type, num_q, &w, a, block, smaller(blocks_at_once, num_blocks - b));
+        const code_block values = {block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES,
+                                   &w,
+                                   w.fifth_bits[at],
+                                   levels,
+                                   at * num_q,
+                                   b * KVC_QUANT_ELEMENTS};
+        for (int r = 0, some; r < num_q; r += some) {
+            some = queries_at_once(num_q - r);
+            accumulate_code_block(type, r, some, a, &values);
+        }
+    }
+    prefetch_rest(&a->next);
+}
+
+/* Is a kvc_accumulate_fn once the type is a constant. */
+APART void accumulate_codes(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
+                            const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {
+    for (int some; num_q; num_q -= some) {
+        accumulate_args a = {acc, factor, weights, rows, row_stride, acc_stride, n, dim, {0}};
+        some = smaller(num_q, CODE_QUERIES);
+        accumulate_code_columns(type, some, &a, take_part(&next, some, num_q));
+        acc += (ptrdiff_t)some * acc_stride;
+        factor += some;
+        weights += some * KVC_TILE;
+    }
+}
