@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from argparse import ArgumentTypeError
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -25,13 +26,14 @@ from kvcache._core import INT32_MAX, MAX_THREADS
 from kvcache.errors import KVCacheError, ModelFileError, plain, sentence
 from kvcache.layer import DType, count, dtypes_for
 from kvcache.models import shapes
-from kvcache.policy import SlidingWindow
+from kvcache.policy import CrossAttention, SlidingWindow
 from kvcache.runtime import __version__, get_num_threads, print_values, show_config
 from kvcache.system import available_memory, readable
 from kvcache.tools import memory_plan
 from kvcache.tools.arguments import parse_size, parse_tokens, prompt_bytes
 
 if TYPE_CHECKING:
+    from kvcache import state
     from kvcache.tools import bench
 
 __all__ = ["main"]
@@ -487,6 +489,65 @@ def _why_threads() -> str:
         return f"{number}: OMP_NUM_THREADS says so"
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{number}: the physical cores among the {allowed} processors that it may use, as far as its cgroup lets it"
+
+
+# ---- kvcache inspect
+
+
+@app.command(epilog=_examples("kvcache inspect chat.state --verify"))
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A saved state.", show_default=False)],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all of it, and compare it with its checksums.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a saved state holds: its layers, its sequences, the model it is for."""
+    from kvcache import state
+
+    found = state.inspect(file, verify=verify)
+    if as_json:
+        _print_json(_state_as_json(found, verify))
+        return
+    print(f"{plain(file)}: version {found.version}, written by kvcache {found.library}, {readable(found.nbytes)}")
+    print(f"model: {found.fingerprint or 'not said'}")
+    print(f"MAC: {'there; a secret checks it' if found.has_mac else 'none'}")
+    print(f"checksums: {'right' if verify else 'not compared (--verify)'}")
+    for layer, number in Counter(map(str, found.layers)).items():
+        print(f"{count(number, 'layer')} of {layer}")
+    is_cross = [isinstance(layer.policy, CrossAttention) for layer in found.layers]
+    rows = []
+    for one in found.sequences:
+        most = max((n for n, cross in zip(one.num_rows, is_cross, strict=True) if not cross), default=0)
+        rows.append([str(one.seq_id), str(most), str(one.next_position), str(len(one.tokens))])
+    if rows:
+        print()
+        _print_table(["sequence", "rows", "next position", "token ids"], rows)
+
+
+def _state_as_json(found: state.SavedState, verified: bool) -> dict[str, Any]:
+    """Return what --json prints of a saved state."""
+    limits = ("block_size", "max_seq_len", "max_sequences", "capacity", "max_bytes")
+    return {
+        "version": found.version,
+        "library": found.library,
+        "fingerprint": found.fingerprint,
+        "nbytes": found.nbytes,
+        "has_mac": found.has_mac,
+        "verified": verified,
+        **{name: getattr(found, name) or None for name in limits},
+        "layers": [str(layer) for layer in found.layers],
+        "sequences": [
+            {
+                "seq_id": one.seq_id,
+                "num_rows": one.num_rows,
+                "next_position": one.next_position,
+                "tokens": one.tokens.tolist(),
+            }
+            for one in found.sequences
+        ],
+        "tensors": [dataclasses.asdict(tensor) for tensor in found.tensors],
+    }
 
 
 # ---- printing and drawing

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.saved_states import STATES
 
 import kvcache
 
@@ -26,7 +27,7 @@ from kvcache.layer import DTYPES
 from kvcache.tools import cli
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples/model")
-COMMANDS = ["plan", "bench", "generate", "info"]
+COMMANDS = ["plan", "bench", "generate", "info", "inspect"]
 
 
 def run(*arguments, **environment):
@@ -630,3 +631,36 @@ def test_reader_that_has_had_enough():
     done = subprocess.run(code, shell=True, capture_output=True, text=True)
     assert done.stdout == "{\n"
     assert not done.stderr
+
+
+# ---- inspect
+
+
+def test_inspect(tmp_path):
+    found = run_here("inspect", STATES / "version-1", "--verify")
+    assert found.returncode == 0, found.stderr
+    assert "version 1, written by kvcache 0.2.0" in found.stdout
+    assert "model: golden 1\nMAC: there; a secret checks it\nchecksums: right\n" in found.stdout
+    table = [line.split() for line in found.stdout.splitlines()[-3:]]
+    assert table == [["-3", "1", "1", "0"], ["0", "10", "11", "5"], ["7", "13", "18", "2"]]
+    assert "not compared" in run_here("inspect", STATES / "version-1").stdout
+
+
+def test_inspect_as_json():
+    found = json.loads(run_here("inspect", STATES / "version-1", "--json").stdout)
+    assert (found["version"], found["fingerprint"], found["verified"], found["block_size"]) == (1, "golden 1", False, 4)
+    assert [one["seq_id"] for one in found["sequences"]] == [-3, 0, 7]
+    assert found["sequences"][1]["tokens"] == [3, 1, 4, 1, 5]
+    assert found["tensors"][0]["name"] == "state"
+
+
+def test_inspect_of_a_damaged_file(tmp_path):
+    data = bytearray((STATES / "version-1").read_bytes())
+    data[-400] ^= 1
+    (tmp_path / "damaged").write_bytes(data)
+    found = run_here("inspect", tmp_path / "damaged", "--verify")
+    assert found.returncode == 2
+    assert re.fullmatch(r"kvcache: .*damaged: altered: tensor layer.* does not match its checksum\n", found.stderr)
+    found = run_here("inspect", tmp_path / "none")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.endswith("none: No such file or directory\n")
