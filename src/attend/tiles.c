@@ -30,6 +30,30 @@ static int32_t num_even_singles(const kvc_piece *p, int32_t most) {
     return n >= LEAST && step > 0 ? n : 1;
 }
 
+/* Lists single rows that lie evenly as stretches, from the tile's first piece on, as long as there are some and up to
+ * `most` rows; widens the range of positions.  Returns the number of stretches; t->n becomes that of rows. */
+static int32_t list_singles(kvc_tile *t, int32_t most, size_t k_begin, size_t v_begin) {
+    const size_t k_bytes = t->layout->k_row_bytes, v_bytes = t->layout->v_row_bytes;
+    const kvc_piece *piece = t->piece;
+    int32_t num = 0;
+    for (int32_t rows; t->n < most && (t->delta_index == KVC_MIXED || piece->delta_index == t->delta_index);
+         piece += rows, t->n += rows) {
+        rows = num_even_singles(piece, most - t->n);
+        if (rows == 1) break;
+        const uint8_t *from = t->buffer_rows ? t->buffer_rows : piece->rows;
+        const size_t slot = (size_t)piece->slot;
+        const ptrdiff_t step = piece[1].slot - piece->slot;
+        t->stretches[num++] = (kvc_stretch){{from + k_begin + slot * k_bytes, from + v_begin + slot * v_bytes},
+                                            {step * (ptrdiff_t)k_bytes, step * (ptrdiff_t)v_bytes},
+                                            rows};
+        for (int32_t i = 0; i < rows; i++) {
+            t->min_position = min32(t->min_position, piece[i].position);
+            t->max_position = -min32(-t->max_position, -piece[i].position);
+        }
+    }
+    return num;
+}
+
 /* Walks over the pieces once, with all that changes in registers: in a cache full of holes, each row is a piece. */
 void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     const kvc_layout *layout = c->layout;
@@ -39,46 +63,39 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     const size_t k_bytes = layout->k_row_bytes, v_bytes = layout->v_row_bytes;
     const int32_t most = c->window, is_mixed = c->is_mixed;
     const int32_t delta_index = !most ? 0 : is_mixed ? KVC_MIXED : c->piece->delta_index;
-    const kvc_piece *piece = c->piece;
     const uint8_t *const buffer = c->buffer_rows, *k_end = NULL, *v_end = NULL;
-    kvc_stretch *next = t->stretches;
-    int32_t offset = c->offset, n = 0, pieces = 1, min_position = INT32_MAX, max_position = -1;
     t->layout = layout;
     t->buffer_rows = c->buffer_rows;
     t->piece = c->piece;
     t->offset = c->offset;
     t->head = c->head;
+    t->n = 0;
+    t->min_position = INT32_MAX;
+    t->max_position = -1;
+    t->delta_index = delta_index;
+    kvc_stretch *next = t->stretches + (c->offset ? 0 : list_singles(t, most, k_begin, v_begin));
+    int32_t offset = c->offset, n = t->n, min_position = t->min_position, max_position = t->max_position;
+    const kvc_piece *piece = c->piece + n;
     while (n < most && (is_mixed || piece->delta_index == delta_index)) {
-        const int32_t count = min32(piece->count - offset, most - n);
+        const int32_t count = min32(piece->count - offset, most - n), position = piece->position + offset;
         const uint8_t *rows = buffer ? buffer : piece->rows;
         const size_t slot = (size_t)(piece->slot + offset);
         const uint8_t *k = rows + k_begin + slot * k_bytes, *v = rows + v_begin + slot * v_bytes;
-        if (pieces > 1 || !n) pieces = offset ? 1 : num_even_singles(piece, most - n); /* as long as there are some */
-        if (pieces > 1) {
-            const ptrdiff_t step = piece[1].slot - piece->slot;
-            *next++ = (kvc_stretch){{k, v}, {step * (ptrdiff_t)k_bytes, step * (ptrdiff_t)v_bytes}, pieces};
-            k_end = NULL;
-        } else {
-            if (k == k_end && v == v_end)
-                next[-1].n += count;
-            else
-                *next++ = (kvc_stretch){{k, v}, {(ptrdiff_t)k_bytes, (ptrdiff_t)v_bytes}, count};
-            k_end = k + (size_t)count * k_bytes;
-            v_end = v + (size_t)count * v_bytes;
-        }
-        for (int32_t i = 0; i < pieces; i++) {
-            const int32_t position = piece[i].position + offset;
-            if (position < min_position) min_position = position;
-            if (position + count > max_position) max_position = position + count - 1;
-        }
+        if (k == k_end && v == v_end)
+            next[-1].n += count;
+        else
+            *next++ = (kvc_stretch){{k, v}, {(ptrdiff_t)k_bytes, (ptrdiff_t)v_bytes}, count};
+        k_end = k + (size_t)count * k_bytes;
+        v_end = v + (size_t)count * v_bytes;
+        if (position < min_position) min_position = position;
+        if (position + count > max_position) max_position = position + count - 1;
         offset += count;
-        n += count * pieces;
-        if (offset == piece->count) piece += pieces, offset = 0;
+        n += count;
+        if (offset == piece->count) piece++, offset = 0;
     }
     t->n = n;
     t->min_position = min_position;
     t->max_position = max_position;
-    t->delta_index = delta_index;
     t->is_batch = n && (offset ? piece : piece - 1)->token >= 0;
     t->is_located = 0;
     c->piece = piece;
