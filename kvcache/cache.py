@@ -324,6 +324,8 @@ class KVCache(Saveable):
         other._watch = None
         other._decisions, other._dropped = dict(self._decisions), set(self._dropped)
         other._core = self._make_core(self._core)
+        for seq_id in _core.retained(other._core):  # by prefix caches, which the copy does not have
+            other._core.clear(seq_id)
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

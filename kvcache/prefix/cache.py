@@ -158,6 +158,8 @@ class PrefixCache:
         _check_cache(cache)
         if not isinstance(fingerprint, str):
             raise TypeError(f"fingerprint={fingerprint!r}: a str is needed, such as the model's name and revision")
+        if not isinstance(salt, bytes):
+            raise TypeError(f"salt is a {type(salt).__name__}: bytes are needed")
         if timeout < 0:
             raise ValueError(f"timeout={timeout}: it must be at least 0, in seconds")
         if secret is not None and store is None:
@@ -169,7 +171,7 @@ class PrefixCache:
         self._core = cache._core
         self._block_size = cache.block_size
         identity = identity_of(cache, fingerprint)
-        self._keys = Keys(identity, bytes(salt))
+        self._keys = Keys(identity, salt)
         self._nodes = Nodes(self._keys.root)
         self._rows = Rows(cache)
         self._timeout = timeout
@@ -186,7 +188,6 @@ class PrefixCache:
             cache._watch = Watch(self._core)
         self._watch = cache._watch
         self._watch.add(self)
-        self._lock = self._watch.lock
         weakref.finalize(self, _drop_all, self._core, self._nodes, self._sessions).atexit = False
 
     def __repr__(self) -> str:
@@ -228,7 +229,7 @@ class PrefixCache:
         limit = num_tokens - 1
         if self._guard is not None:
             self._fetch(keys[: limit // self._block_size], contents)
-        with self._lock:
+        with self._watch.lock:
             self._sweep()
             seq_id = self._watch.new_sequence()
             path = self._nodes.walk(keys)
@@ -264,7 +265,7 @@ class PrefixCache:
         seq_id = operator.index(seq_id)
         contents = blocks_of(tokens, self._block_size)
         keys = self._keys.chain(self._keys.root, contents)
-        with self._lock:
+        with self._watch.lock:
             session = self._sessions.get(seq_id) or Session([], [], [], 0)
             self._core.remove(seq_id, 0, 0, False)  # raises if a batch has the sequence
             length = self._core.next_position(seq_id)
@@ -291,7 +292,7 @@ class PrefixCache:
         int
             How many of its first tokens are kept: whole blocks, and only such as are known now.
         """
-        with self._lock:
+        with self._watch.lock:
             path = self._alive(self._path_of(tokens))
             for node in path:
                 node.num_pins += 1
@@ -300,7 +301,7 @@ class PrefixCache:
 
     def unpin(self, tokens: Tokens) -> None:
         """Undo one `pin` of these tokens; do nothing for blocks that are not pinned."""
-        with self._lock:
+        with self._watch.lock:
             path = [node for node in self._path_of(tokens) if node.num_pins]
             for node in path:
                 node.num_pins -= 1
@@ -318,7 +319,7 @@ class PrefixCache:
         """
         wanted = integer(num_tokens, "num_tokens", 0, _core.INT64_MAX)
         dropped = 0
-        with self._lock:
+        with self._watch.lock:
             by_id = {node.seq_id: node for node in self._nodes.by_key.values()}
             for seq_id in _core.retained(self._core):
                 node = by_id.get(seq_id)
@@ -331,7 +332,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Drop all blocks, pinned ones too. Sequences in use stay as they are, and so does what is in the store."""
-        with self._lock:
+        with self._watch.lock:
             for node in list(self._nodes.root.children):
                 self._drop(node)
             for session in self._sessions.values():
@@ -354,7 +355,7 @@ class PrefixCache:
     @property
     def stats(self) -> PrefixStats:
         """What has happened so far, and what there is now."""
-        with self._lock:
+        with self._watch.lock:
             return PrefixStats(
                 **self._counts,
                 blocks=len(self._nodes),
@@ -396,20 +397,27 @@ class PrefixCache:
         last = path[-1] if path else self._nodes.root
         if len(path) == len(contents):
             return path, last.end
-        similar, common = self._nodes.find_similar(last, contents[len(path)])
-        return ([*path, similar] if similar else path), last.end + common
+        similar = self._nodes.similar(last, contents[len(path)])
+        if not similar:
+            return path, last.end
+        complete = [pair for pair in similar if self._rows.are_complete(pair[0].seq_id, pair[0].end - pair[0].begin)]
+        child, common = (complete or similar)[0]
+        return [*path, child], last.end + common
 
     def _add(self, key: bytes, content: bytes, parent: Node, seq_id: int, is_stored: bool = False) -> Node:
-        """Add a block that a retained sequence holds; if it is known already, drop the sequence unless its is gone."""
+        """Add a block that a retained sequence holds; if it is known already, keep the one that has more rows."""
         node = self._nodes.by_key.get(key)
         if node is None:
             node = self._nodes.add(key, content, parent, seq_id)
             self._drop_beginnings(node, parent)
-        elif self._is_alive(node):
+        elif self._is_alive(node) and self._rows.are_complete(node.seq_id, node.end - node.begin):
             self._core.clear(seq_id)
             return node
         else:
-            node.seq_id, node.num_pins = seq_id, 0
+            self._core.clear(node.seq_id)
+            node.seq_id = seq_id
+            for _ in range(node.num_pins):
+                _core.pin(self._core, [seq_id], True)
         if not is_stored:
             self._new.append(node)
         return node
@@ -460,11 +468,14 @@ class PrefixCache:
             if end > length:
                 break
             node = self._nodes.by_key.get(key)
-            if node is None or not self._is_alive(node):
-                retained = session.pending.pop(i, None) or self._retain(seq_id, begin, end)
+            retained = session.pending.pop(i, None)
+            if retained is None and (node is None or not self._is_alive(node)):
+                retained = self._retain(seq_id, begin, end)
                 if retained is None:
                     break
+            if retained is not None:
                 node = self._add(key, content, path[-1] if path else self._nodes.root, retained)
+            assert node is not None
             path.append(node)
         return path
 
@@ -551,7 +562,7 @@ class PrefixCache:
         try:
             for node in chunk.nodes:
                 self._core.share_range(node.seq_id, moved, max(node.begin, begin), min(node.end, begin + num_tokens))
-            if not self._rows.complete(moved, num_tokens):
+            if not self._rows.are_complete(moved, num_tokens):
                 return False
             self._core.shift(moved, 0, None, position - begin)
             self._core.share_range(moved, seq_id, position, position + num_tokens)
@@ -573,7 +584,7 @@ class PrefixCache:
     def _fetch(self, keys: list[bytes], contents: list[bytes]) -> None:
         """Get blocks from the store that follow those that are there, if that takes less time than to compute them."""
         assert self._guard is not None
-        with self._lock:
+        with self._watch.lock:
             path = self._alive(self._nodes.walk(keys))
             _core.touch(self._core, [node.seq_id for node in path])
         missing = keys[len(path) :]
@@ -581,7 +592,7 @@ class PrefixCache:
         if not timeout:
             return
         found = self._guard.get_many([key.hex() for key in missing], timeout, stop_at_miss=True)
-        with self._lock:
+        with self._watch.lock:
             self._import_all(path, [(key, found.get(key.hex())) for key in missing], contents[len(path) :])
 
     def _import_all(

@@ -54,8 +54,8 @@ class Chunks:
         nodes = [node.parent, node] if skipped else [node]
         begin, end, common = node.begin - skipped // INT_SIZE, skipped + self._size, self._size
         while common == self._size:
-            similar, tokens = self._nodes.find_similar(nodes[-1], INTEGERS + rest[end : end + self._size])
-            nodes += [similar] if similar else []
-            common = INT_SIZE * tokens
+            similar = self._nodes.similar(nodes[-1], INTEGERS + rest[end : end + self._size])
+            nodes += [child for child, _ in similar[:1]]
+            common = INT_SIZE * similar[0][1] if similar else 0
             end += common
         return Chunk(nodes, begin, end // INT_SIZE)

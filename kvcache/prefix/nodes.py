@@ -73,15 +73,13 @@ class Nodes:
             path.append(node)
         return path
 
-    def find_similar(self, parent: Node, content: bytes) -> tuple[Node | None, int]:
-        """Return the child that has most tokens in common with a block at their beginning, and how many; None, 0."""
+    def similar(self, parent: Node, content: bytes) -> list[tuple[Node, int]]:
+        """Return children that have most tokens in common with a block at their beginning, and how many: one or two."""
         at = bisect_left(parent.children, content, key=_content)
-        best: tuple[Node | None, int] = None, 0
-        for child in parent.children[max(at - 1, 0) : at + 1]:  # in order of content: one of these has most
-            common = common_tokens(child.content, content)
-            if common > best[1]:
-                best = child, common
-        return best
+        neighbours = parent.children[max(at - 1, 0) : at + 1]  # in order of content: one of these has most
+        found = [(child, common_tokens(child.content, content)) for child in neighbours]
+        most = max((common for _, common in found), default=0)
+        return [(child, common) for child, common in found if most and common == most]
 
     def add(self, key: bytes, content: bytes, parent: Node, seq_id: int) -> Node:
         """Add a node that is not known."""

@@ -41,6 +41,8 @@ class Rows:
             for i, layer in enumerate(cache._layers)
             if layer.policy is not None and layer.share is None
         }
+        by_policy = {cache.policy[layer]: layer for layer in self._shapes}
+        self._leaders = list(by_policy.values())  # layers of one policy hold the same tokens
 
     def nbytes(self, num_tokens: int) -> int:
         """Return the bytes of a payload in which no layer is missing."""
@@ -65,9 +67,9 @@ class Rows:
         """Return the layers in which a sequence has all its rows."""
         return [layer for layer in self._shapes if self._core.seq_len(seq_id, layer) == num_tokens]
 
-    def complete(self, seq_id: int, num_tokens: int) -> bool:
+    def are_complete(self, seq_id: int, num_tokens: int) -> bool:
         """Return whether a sequence has rows of so many tokens in every layer that has rows."""
-        return len(self._held(seq_id, num_tokens)) == len(self._shapes)
+        return all(self._core.seq_len(seq_id, layer) == num_tokens for layer in self._leaders)
 
     def write(self, seq_id: int, begin: int, end: int, payload: memoryview) -> bool:
         """Make a retained sequence, pinned, of a payload; return False, and make none, if its size is wrong."""

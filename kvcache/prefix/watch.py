@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -41,6 +42,7 @@ class Watch:
         self._prefixes: weakref.WeakSet[PrefixCache] = weakref.WeakSet()
         self._retained = itertools.count(FIRST_RETAINED)
         self._sequences = itertools.count()
+        _watches.add(self)
 
     def add(self, prefix: PrefixCache) -> None:
         """Call this prefix cache as long as it exists."""
@@ -98,3 +100,23 @@ class Watch:
         with self.lock:
             for prefix in self._prefixes:
                 prefix._edited(seq_id, position)
+
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_held: list[Watch] = []  # while the process forks
+
+
+def _hold_all() -> None:
+    """Let no other thread be in the middle of a change when the process forks."""
+    for watch in list(_watches):
+        watch.lock.acquire()
+        _held.append(watch)
+
+
+def _release_all() -> None:
+    while _held:
+        _held.pop().lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold_all, after_in_parent=_release_all, after_in_child=_release_all)

@@ -151,6 +151,7 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
 static int64_t other_bytes_after(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->row_buffer_bytes;
+    if (cache->forgoes_retained) bytes -= kvc_reclaimable_bookkeeping(cache);
     if (batch->num_buffered)
         bytes += (int64_t)(kvc_row_buffer_bytes(cache, batch->num_buffered) +
                            kvc_row_buffer_header_bytes(batch->num_buffered));

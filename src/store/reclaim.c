@@ -46,7 +46,21 @@ int kvc_reclaim(kvc_cache *cache, int32_t group, int64_t num_slots) {
         next = sequence->newer;
         if (kvc_is_reclaimable(sequence)) freed += reclaim_one(cache, sequence, group);
     }
+    if (freed || group != KVC_ANY_GROUP) return freed > 0;
+    for (kvc_sequence *sequence = cache->oldest, *next; sequence && freed < num_slots; sequence = next) {
+        next = sequence->newer;
+        if (!kvc_is_reclaimable(sequence)) continue;
+        kvc_cache_forget(cache, sequence); /* its bookkeeping takes memory, too */
+        freed++;
+    }
     return freed > 0;
+}
+
+int64_t kvc_reclaimable_bookkeeping(const kvc_cache *cache) {
+    int64_t bytes = 0;
+    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer)
+        if (kvc_is_reclaimable(sequence)) bytes += kvc_sequence_bytes(sequence);
+    return bytes;
 }
 
 kvc_status kvc_fit_max_bytes(kvc_cache *cache, const char *what) {

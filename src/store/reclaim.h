@@ -12,11 +12,15 @@ enum { KVC_ANY_GROUP = -1 };
 
 /* Reclaims retained sequences, the least recently used first, until num_slots slots of a group that nobody else holds
  * are free; passes over sequences that would free none.  Where others hold the rows of the groups that see everything,
- * only rows of the other groups are dropped.  Returns 0 if there was nothing to reclaim. */
+ * only rows of the other groups are dropped.  Where no slot can be freed, and of any group, drops num_slots sequences
+ * for the sake of their bookkeeping.  Returns 0 if there was nothing to reclaim. */
 int kvc_reclaim(kvc_cache *cache, int32_t group, int64_t num_slots);
 
 /* Does kvc_check_max_bytes, and reclaims what it takes to succeed. */
 kvc_status kvc_fit_max_bytes(kvc_cache *cache, const char *what);
+
+/* Returns the bytes of the bookkeeping of all sequences that may be reclaimed. */
+int64_t kvc_reclaimable_bookkeeping(const kvc_cache *cache);
 
 /* Counts the slots of a group that would be free if all that may be reclaimed were. */
 int64_t kvc_count_reclaimable(const kvc_cache *cache, int32_t group);

@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import os
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -318,6 +320,8 @@ def test_refused():
             prefix.acquire(wrong)
     with pytest.raises(TypeError, match="fingerprint=None"):
         kvcache.PrefixCache(cache, fingerprint=None)
+    with pytest.raises(TypeError, match="salt is a int"):
+        kvcache.PrefixCache(cache, fingerprint="", salt=5)
     with pytest.raises(TypeError, match="cache is a dict"):
         kvcache.PrefixCache({}, fingerprint="")
     for name, value in (("timeout", -1), ("reuse_min_tokens", 0), ("secret", b"x")):
@@ -354,6 +358,7 @@ def test_a_copy_has_no_prefix_cache():
     feed(other, seq_id, PROMPT, 50, 100)
     assert prefix.acquire(PROMPT)[1] == 48
     other.validate()
+    assert (other.stats()["retained"], other.stats()["live_slots"]) == (0, 100)
     assert kvcache.PrefixCache(other, fingerprint="a model").acquire(PROMPT)[1] == 0
 
 
@@ -383,3 +388,48 @@ def test_a_batch_that_cannot_be_committed():
         assert found == matched
         check_rows(cache, seq_id, tokens, found)
     cache.validate()
+
+
+def test_windows_that_were_reclaimed_are_kept_anew():
+    """Of a block whose window's rows are gone, those that are computed again are kept."""
+    cache, prefix = make("hybrid")
+    serve(prefix, cache, PROMPT)
+    most = cache.nbytes
+    cache, prefix = make("hybrid", max_bytes=most + 3000)
+    seq_id, _ = prefix.acquire(PROMPT)
+    feed(cache, seq_id, PROMPT, 0, 100)
+    tokens = [*PROMPT, *[-1] * 400]
+    end = 100
+    while (found := prefix.acquire([*PROMPT[:40], -2]))[1] == 40:
+        cache.clear(found[0])
+        feed(cache, seq_id, tokens, end, end + 1)
+        end += 1
+    cache.clear(found[0])
+    cache.clear(seq_id)
+    assert serve(prefix, cache, [*PROMPT[:40], -2]) < 40
+    assert serve(prefix, cache, [*PROMPT[:40], -3]) == 40
+
+
+def test_a_child_goes_on():
+    """After a fork the child has what the parent had, whatever other threads were at."""
+    cache, prefix = make()
+    serve(prefix, cache, PROMPT)
+    stop = threading.Event()
+
+    def work(number):
+        while not stop.is_set():
+            serve(prefix, cache, [number, *PROMPT])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(10):
+            child = os.fork()
+            if not child:
+                os._exit(0 if prefix.acquire(PROMPT)[1] == 99 else 1)  # another thread's batch may be open for ever
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
