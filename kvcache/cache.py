@@ -321,8 +321,7 @@ class KVCache(Saveable):
         other = type(self).__new__(type(self))
         for name in set(KVCache.__slots__) - {"__weakref__", "_core", "_decisions", "_dropped", "_watch"}:
             setattr(other, name, getattr(self, name))
-        other._watch = None
-        other._decisions, other._dropped = dict(self._decisions), set(self._dropped)
+        other._decisions, other._dropped, other._watch = dict(self._decisions), set(self._dropped), None
         other._core = self._make_core(self._core)
         for seq_id in _core.retained(other._core):  # by prefix caches, which the copy does not have
             other._core.clear(seq_id)
