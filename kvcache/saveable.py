@@ -54,7 +54,7 @@ class Saveable:
         ValueError, TypeError
             If an argument is wrong.
         MemoryError
-            If memory for the tables is short. Rows are written in pieces of 4 MiB.
+            If memory for the tables is short. Rows are written 1 MiB at a time.
 
         Notes
         -----

@@ -72,7 +72,7 @@ kvc_status kvc_check_seq_ids(const int64_t *seq_ids, int64_t num_sequences);
 /* Returns the first extent that ends behind a row; the end of the list if none does. */
 const kvc_extent *kvc_first_extent(const kvc_extents *extents, int64_t row);
 
-enum { KVC_WINDOW_PIECES = 16 };
+enum { KVC_WINDOW_PIECES = 4 };
 #define KVC_WINDOW_BYTES ((uint64_t)KVC_WINDOW_PIECES * KVC_FORMAT_PIECE)
 
 typedef enum kvc_pieces_use { KVC_SAVE_PIECES, KVC_LOAD_PIECES, KVC_HASH_PIECES } kvc_pieces_use;
