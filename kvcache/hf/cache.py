@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-import itertools
+import threading
+import time
 import warnings
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache
 
 from kvcache.cache import KVCache
 from kvcache.errors import NotSupportedError
@@ -19,38 +19,18 @@ from kvcache.hf.attention import NAME
 from kvcache.hf.decode import Decoder
 from kvcache.hf.forward_pass import ForwardPass
 from kvcache.hf.layers import CrossLayer, LatentLayer, Layer
-from kvcache.hf.padding import count_leading, hidden_ranges, shown_columns
-from kvcache.hf.policies import CacheLayer, check_model, decoder_of, policy_of, shape_of
+from kvcache.hf.padding import count_leading, hidden_ranges, refuse_padding, shown_columns
+from kvcache.hf.policies import CacheLayer, parts_of, shapes_of
+from kvcache.hf.prompts import Prompts, check_prefix, placeholders_of
 from kvcache.hf.rows import LayerRows, Shape
+from kvcache.hf.shared import STALLED, Shared
 from kvcache.layer import DType, Transform, count, stored_as
 from kvcache.policy import CrossAttention, Policy
+from kvcache.prefix import PrefixCache
 from kvcache.system import readable
 
+SHAPE = ("num_kv_heads", "head_dim", "v_head_dim", "value_in_key", "policy")  # fields of a layer of `KVCache`
 BLOCK_SIZE = 256  # also the tokens decoded at once for the model's own attention; unused slots take no memory
-
-
-def check_config(config: Any) -> None:
-    """Raise TypeError if a model's configuration is none."""
-    if isinstance(config, torch.nn.Module):
-        raise TypeError(f"config is a model, a {type(config).__name__}: give its configuration, model.config")
-    if not isinstance(config, PreTrainedConfig):
-        raise TypeError(f"config is {config!r}: give the model's, model.config")
-
-
-def refuse_padding(row: int, offset: int) -> NoReturn:
-    """Raise ValueError for a mask that shows padding which was not stored."""
-    raise ValueError(
-        f"attention_mask shows the first {offset} tokens of row {row}, which it hid as padding when they came, so that"
-        " they were not stored: hide them again, or reset the cache"
-    )
-
-
-class Shared:
-    """The state that an `HFCache` and its copies share beside their `KVCache`."""
-
-    def __init__(self) -> None:
-        self.seq_ids = itertools.count()  # ids that no sequence has had yet
-        self.owner: Callable[[], HFCache | None] = lambda: None  # returns the cache whose batch is open, if any
 
 
 class HFCache(Cache):
@@ -61,19 +41,25 @@ class HFCache(Cache):
     config : transformers.PreTrainedConfig
         The model's configuration.
     dtype : {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"}, default "f16"
-        The type that rows are stored in.
+        The type that rows are stored in; by default, with `prefix`, the type of its cache.
     policy : policy or list of policies, optional
         The policy of all layers or of each layer of attention; by default from `config`.
     transform : {"hadamard"}, optional
-        How keys and values are transformed before they are quantised, as by `kvcache.KVCache`; by default not at all.
+        How keys and values are transformed before they are quantised, as by `kvcache.KVCache`; by default not at all,
+        or with `prefix`, as its cache does.
+    prefix : PrefixCache, optional
+        Where prompts begin that were computed before, on a cache of `make_kv_cache` with the same arguments. `generate`
+        then feeds only what follows (`acquire`), and `release` keeps the tokens for prompts to come.
 
     Raises
     ------
     NotSupportedError
         If the model has an encoder, no layer of attention, or a layer whose state is neither keys and values nor that
-        of linear attention; or if it makes no use of a cache that it is given.
+        of linear attention; or if it makes no use of a cache that it is given. With `prefix`, if the model has layers
+        of linear attention, or a rotation that follows the length of the text.
     ValueError
-        If `config` does not say how many heads there are, or `kvcache.KVCache` refuses an argument.
+        If `config` does not say how many heads there are, `kvcache.KVCache` refuses an argument, or the cache of
+        `prefix` has other layers.
     TypeError
         If `config` is not a configuration of transformers.
 
@@ -85,53 +71,76 @@ class HFCache(Cache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        dtype: DType = "f16",
+        dtype: DType | None = None,
         policy: Policy | Sequence[Policy] | None = None,
         transform: Transform | None = None,
+        prefix: PrefixCache | None = None,
     ) -> None:
-        check_config(config)
+        made = self.make_kv_cache(config, dtype or "f16", policy, transform, block_size=BLOCK_SIZE)
         self._config = config.get_text_config(decoder=True)  # the model's object, which follows set_attn_implementation
-        if config.is_encoder_decoder or self._config.is_encoder_decoder:
-            raise NotSupportedError(f"a {type(config).__name__} has an encoder too: use HFEncoderDecoderCache")
-        for part in (config, self._config):
-            check_model(part)
-        decoder = decoder_of(self._config)
-        types, options = get_layer_types_and_kwargs(decoder)
-        layers: list[Any] = [policy_of(decoder, i, *layer) for i, layer in enumerate(zip(types, options, strict=True))]
-        policies = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, CacheLayer)}
-        if not policies:
-            raise NotSupportedError(f"a {type(config).__name__} has no layer with keys and values")
-        shapes = [shape_of(decoder.per_layer_config[i], types[i]) for i in policies]
-        num_kv_heads, head_dim, v_head_dim, value_in_key = map(list, zip(*shapes, strict=True))
-        self._cache = KVCache(
-            len(policies),
-            num_kv_heads,
-            head_dim,
-            None,
-            v_head_dim=v_head_dim,
-            value_in_key=value_in_key,
-            dtype=dtype,
-            k_transform=transform,
-            v_transform=transform,
-            policy=[*policies.values()] if policy is None else policy,
-            max_sequences=None,
-            block_size=BLOCK_SIZE,
-        )
+        layers: list[Any] = parts_of(config)[1]
+        self._prefix = prefix
+        if prefix is None:
+            self._cache, self._shared = made, Shared()
+        else:
+            types = ("k_dtype", "v_dtype") if dtype is not None else ()
+            transforms = ("k_transform", "v_transform") if transform is not None else ()
+            check_prefix(prefix, self._config, layers, made, (*SHAPE, *types, *transforms))
+            self._cache, self._shared = prefix.cache, Shared.of(prefix.cache, prefix.new_sequence)
+        self._placeholders = placeholders_of(config)
+        self._dtype = torch.get_default_dtype()  # of decoded rows, until the model brings some
         self.follows_config = policy is None  # whether a layer's window is the model's
         self._v_dims = self._cache.v_head_dim
         self._calls = {"kernel": 0, "dense": 0, "fallback": 0}
-        self._shared = Shared()
         self._first_layer: int | None = None  # the layer that forward passes begin with
         self._forget()
-        for index, i in enumerate(policies):
+        with_rows = [i for i, layer in enumerate(layers) if not isinstance(layer, CacheLayer)]
+        for index, i in enumerate(with_rows):
             layers[i] = self._make_layer(index)
         super().__init__(layers=layers)
+
+    @staticmethod
+    def make_kv_cache(
+        config: PreTrainedConfig,
+        dtype: DType = "f16",
+        policy: Policy | Sequence[Policy] | None = None,
+        transform: Transform | None = None,
+        *,
+        block_size: int = 64,
+        **arguments: Any,
+    ) -> KVCache:
+        """Make the `KVCache` of a model, for a `kvcache.PrefixCache`.
+
+        Parameters
+        ----------
+        config, dtype, policy, transform
+            The arguments of `HFCache`.
+        block_size : int, default 64
+            The number of tokens in a block, the unit that a prefix cache keeps and drops.
+        **arguments
+            Further ones of `kvcache.KVCache`, such as `max_bytes` or `capacity`, which limit what is kept.
+
+        Returns
+        -------
+        KVCache
+            A cache for any number of sequences.
+
+        Raises
+        ------
+        NotSupportedError, ValueError, TypeError
+            As `HFCache` does.
+        """
+        arguments = {"block_size": block_size, "max_sequences": None, **arguments}
+        stored: dict[str, Any] = {"dtype": dtype, "k_transform": transform, "v_transform": transform}
+        shapes, policies = shapes_of(config)
+        return KVCache(policy=policies if policy is None else policy, max_seq_len=None, **shapes, **stored, **arguments)
 
     def _forget(self) -> None:
         self._seq_ids: list[int] = []  # the sequence of each batch index
         self._seen = 0  # tokens of each sequence, padding included: the columns of a mask
         self._offsets: list[int] = []  # the column of each sequence's position 0: its leading padding is not stored
         self._pass: ForwardPass | None = None  # the pass that runs, or ran last
+        self._prompts: Prompts | None = None  # what `acquire` was told
         self._decoder = Decoder(self._cache)
 
     def _make_layer(self, index: int) -> Layer:
@@ -230,6 +239,10 @@ class HFCache(Cache):
         transformers does not say where a pass begins. All begin with the same layer, whether the last one was complete
         or ended in an error.
         """
+        with self._shared.changed:
+            return self._find_pass(layer)
+
+    def _find_pass(self, layer: Layer) -> ForwardPass:
         if self._first_layer is None:
             self._first_layer = layer.index
         if self._pass is None or layer.index == self._first_layer or layer.index in self._pass.begun:
@@ -245,7 +258,23 @@ class HFCache(Cache):
             self._pass.leaves_rows = True
             self._put_pending(self._pass)
         self._pass.begun.add(layer.index)
+        self._pass.last_active = time.monotonic()
         return self._pass
+
+    def runs_elsewhere(self) -> bool:
+        """Whether a pass of this cache runs in another thread."""
+        running = self._pass
+        is_done = running is None or len(running.done) == running.num_layers
+        return running is not None and not is_done and running.thread != threading.get_ident()
+
+    def last_active(self) -> float:
+        """Return when its pass reached a layer, by ``time.monotonic``."""
+        return 0.0 if self._pass is None else self._pass.last_active
+
+    def end_for_other(self) -> None:
+        """End the pass because a pass of another cache begins in the same memory."""
+        self._drop_unfinished()
+        self._end_pass()
 
     def _drop_unfinished(self) -> None:
         """Warn if the last pass left layers out, so that its tokens are dropped."""
@@ -275,16 +304,14 @@ class HFCache(Cache):
         """Begin the batch of a pass; leave out the padding before a row's first token."""
         if self._seq_ids and len(self._seq_ids) != batch_size:
             raise ValueError(
-                f"the batch has {batch_size} rows: the cache was filled with {len(self._seq_ids)}; reset it"
+                f"the batch has {batch_size} rows: the cache was filled with {len(self._seq_ids)}; reset it, or call"
+                " batch_repeat_interleave"
             )
-        owner = self._shared.owner()
-        if owner is not None and owner is not self:
-            owner._drop_unfinished()
-            owner._end_pass()
-        self._shared.owner = weakref.ref(self)
         if not self._seq_ids:
             self._seq_ids, self._offsets = self._new_ids(batch_size), [0] * batch_size
         leading = [0] * batch_size
+        if padding is None and self._prompts is not None:
+            padding = self._prompts.padding(self._seen)
         if padding is not None:
             new = shown_columns(padding[:, self._seen :], num_tokens)
             counts = zip(count_leading(new), self._offsets, strict=True)
@@ -295,10 +322,15 @@ class HFCache(Cache):
             begin = self._seen - offset
             positions.extend(range(begin, begin + num_tokens - left_out))
             seq_ids.extend([seq_id] * (num_tokens - left_out))
-        batch = self._cache.batch(positions=positions, seq_ids=seq_ids) if positions else None
-        stored = torch.arange(num_tokens) >= torch.tensor(leading)[:, None] if any(leading) else None
         offsets = [offset + left_out for offset, left_out in zip(self._offsets, leading, strict=True)]
-        this_pass.open(batch, num_tokens, stored, offsets)
+        if self._prompts is not None:
+            self._prompts.check_leading(offsets, self._seen + num_tokens)
+        with self._shared.changed:
+            self._shared.take_turn(self)
+            timeout = 0.0 if self._prefix is None else STALLED
+            batch = self._cache.batch(positions=positions, seq_ids=seq_ids, timeout=timeout) if positions else None
+        stored = torch.arange(num_tokens) >= torch.tensor(leading)[:, None] if any(leading) else None
+        this_pass.open(batch, num_tokens, stored, offsets, self._seen)
 
     def _hidden(
         self, this_pass: ForwardPass, padding: torch.Tensor | None, offsets: Sequence[int]
@@ -316,13 +348,17 @@ class HFCache(Cache):
         for row, (columns, offset) in enumerate(zip(shown, offsets, strict=True)):
             if columns[:offset].any():
                 refuse_padding(row, offset)
-        this_pass.hidden[id(padding)] = padding, hidden_ranges(shown, self._seq_ids, offsets)
-        return this_pass.hidden[id(padding)][1]
+        ranges = hidden_ranges(shown, self._seq_ids, offsets)
+        this_pass.hidden[id(padding)] = padding, ranges
+        if self._prompts is not None:
+            self._prompts.note_hidden(ranges, self._seq_ids, [self._seen - offset for offset in self._offsets])
+        return ranges
 
     def check_mask(self, rows: LayerRows, mask: torch.Tensor | None, num_queries: int) -> None:
         """Raise if a mask of elements, ``[batch, heads, queries, columns]``, shows padding that was not stored."""
-        this_pass = self._current(rows)
-        num_seen = self._seen + this_pass.num_tokens
+        this_pass = rows.this_pass
+        assert this_pass is not None
+        num_seen = this_pass.num_seen + this_pass.num_tokens
         first = num_seen - rows.shapes[0][2]  # the first column's token
         for row, offset in enumerate(this_pass.offsets):
             query = max(0, offset - (num_seen - num_queries))  # the first that is no padding itself
@@ -343,21 +379,31 @@ class HFCache(Cache):
 
     def _end_pass(self) -> None:
         """End the last pass: keep its tokens if it is complete, else drop them."""
-        ended, self._pass = self._pass, None
-        if ended is None:
-            return
-        is_complete = ended.is_complete
-        if is_complete:
-            self._put_pending(ended)
-        ended.end()
-        if is_complete:
-            self._seen += ended.num_tokens
-            self._offsets = ended.offsets
+        with self._shared.changed:
+            ended, self._pass = self._pass, None
+            if ended is None:
+                return
+            is_complete = ended.is_complete
+            if is_complete:
+                self._put_pending(ended)
+            ended.end()
+            if is_complete:
+                self._seen += ended.num_tokens
+                self._offsets = ended.offsets
+            self._shared.changed.notify_all()
 
     def _finish_pass(self) -> None:
         """End the last pass if it is complete; leave a pass that still runs."""
-        if self._pass is not None and self._pass.is_complete:
-            self._end_pass()
+        with self._shared.changed:
+            if self._pass is not None and self._pass.is_complete:
+                self._end_pass()
+
+    def _note_done(self, this_pass: ForwardPass, index: int) -> None:
+        """Note that a layer has stored the new tokens."""
+        with self._shared.changed:
+            this_pass.done.add(index)
+            this_pass.last_active = time.monotonic()
+            self._shared.changed.notify_all()
 
     def _put_pending(self, this_pass: ForwardPass) -> None:
         """Store the new rows of layers that the pass has been at."""
@@ -376,7 +422,7 @@ class HFCache(Cache):
             packed = this_pass.drop_padding(*rows.layer.pack(*rows.new))
             this_pass.batch.put(index, *packed, layout=this_pass.layout)
         del this_pass.pending[index]
-        this_pass.done.add(index)
+        self._note_done(this_pass, index)
 
     # ---- with the kernels
 
@@ -408,7 +454,7 @@ class HFCache(Cache):
             this_pass.batch.attend(layer.index, packed_q, *packed_rows, out=result, **options)
             out.zero_()
             out[this_pass.stored] = result
-        this_pass.done.add(layer.index)
+        self._note_done(this_pass, layer.index)
         return out
 
     def _attend_source(
@@ -458,10 +504,11 @@ class HFCache(Cache):
         if rows.new is None:
             assert isinstance(rows.layer, CrossLayer)
             return self._decode_source(rows.layer)
-        this_pass = self._current(rows)
-        if rows.layer.index in this_pass.pending:
-            self._put(this_pass, rows)
-        return rows.new if isinstance(rows.layer, CrossLayer) else self._decode(rows.layer, *rows.new)
+        with self._shared.changed:  # until the rows are decoded, no other cache may end the pass
+            this_pass = self._current(rows)
+            if rows.layer.index in this_pass.pending:
+                self._put(this_pass, rows)
+            return rows.new if isinstance(rows.layer, CrossLayer) else self._decode(rows.layer, *rows.new)
 
     def _decode(self, layer: Layer, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode the rows of earlier passes, and append the new rows unchanged."""
@@ -514,6 +561,74 @@ class HFCache(Cache):
         for layer in self._others:
             layer.reset()
 
+    # ---- prompts that begin as earlier ones
+
+    @property
+    def takes_prompt(self) -> bool:
+        """Whether the next prompt may begin with tokens of the prefix cache: there is one, and no token was fed."""
+        return self._prefix is not None and self._pass is None and not self._seq_ids
+
+    def acquire(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
+        """Take the beginning of prompts from the prefix cache. `generate` calls this by itself, with its own prompt.
+
+        Call it before a model that you call yourself, then feed ``input_ids[:, matched:]`` with the whole mask, and, if
+        there is padding, with positions that count from the first token that is none, as `generate` does.
+
+        Parameters
+        ----------
+        input_ids : torch.Tensor
+            The prompts, ``[batch, tokens]``. What follows a token that stands for an image or sound is not matched.
+        attention_mask : torch.Tensor, optional
+            A mask ``[batch, tokens]``, 0 for padding. What follows a hidden token in the middle is not matched.
+
+        Returns
+        -------
+        int
+            The number of columns that need not be fed, the same for all rows: as far as the rows' matches all reach.
+
+        Raises
+        ------
+        ValueError
+            If there is no prefix cache, the cache holds tokens, or a shape is wrong.
+        """
+        if self._prefix is None:
+            raise ValueError("the cache has no prefix cache: make it by HFCache(config, prefix=prefix)")
+        if not self.takes_prompt:
+            raise ValueError("the cache holds tokens: release or reset it first")
+        prompts = Prompts(self._prefix, input_ids, attention_mask, self._placeholders)
+        self._seq_ids, self._seen = prompts.acquire(input_ids.shape[1])
+        self._prompts, self._offsets = prompts, prompts.offsets(self._seen)
+        return self._seen
+
+    def release(self, tokens: torch.Tensor | None = None) -> None:
+        """Give the rows back to the prefix cache, for prompts to come, and forget all tokens.
+
+        Parameters
+        ----------
+        tokens : torch.Tensor, optional
+            All tokens of the batch, ``[batch, tokens]``, with the prompts and their padding, as `generate` returns
+            them; those that were not fed are ignored. By default the prompts alone are kept, as they are of a batch
+            whose rows were reordered (beam search). If the prompts were not named to `acquire`, nothing is kept.
+
+        Raises
+        ------
+        ValueError
+            If there are more or fewer rows, or a row does not begin with its prompt; nothing has changed then.
+        """
+        self._end_pass()
+        if self._prompts is not None:
+            self._prompts.release(self._seq_ids, tokens)
+        self.reset()
+
+    def activate_past_recording(self) -> None:
+        """Prepare for assisted decoding, which feeds the whole prompt even if the cache holds its beginning."""
+        if self._prompts is not None and self._seen == self._prompts.num_matched and self._pass is None:
+            for seq_id in self._seq_ids:
+                self._cache.clear(seq_id)
+            self._seq_ids, self._seen = self._prompts.acquire(1)
+            self._offsets = self._prompts.offsets(self._seen)
+        super().activate_past_recording()
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens: `tokens_to_remove` is minus their number."""
         if tokens_to_remove > 0:
@@ -524,6 +639,8 @@ class HFCache(Cache):
         for seq_id in sorted(self._seq_ids, key=lambda i: self._cache.can_resume(lengths[i], seq_id=i)):
             self._cache.truncate(lengths[seq_id], seq_id=seq_id)  # first where it may raise: then none has changed
         self._seen, self._offsets = seen, [min(offset, seen) for offset in self._offsets]
+        if self._prompts is not None:
+            self._prompts.crop(seen)
         for layer in self._others:
             layer.crop(tokens_to_remove)
 
@@ -564,9 +681,11 @@ class HFCache(Cache):
         for seq_id in set(self._seq_ids) - set(selected):
             self._cache.clear(seq_id)
         self._seq_ids, self._offsets = selected, [self._offsets[i] for i in batch_indices]
+        if self._prompts is not None:
+            self._prompts.select(batch_indices, self._seen)
 
     def _new_ids(self, count: int) -> list[int]:
-        return list(itertools.islice(self._shared.seq_ids, count))
+        return [self._shared.new_id() for _ in range(count)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HFCache:
         """Return a cache that continues from the same tokens; it shares their rows, and copies none."""
@@ -574,7 +693,7 @@ class HFCache(Cache):
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._seq_ids, other._calls = self._new_ids(len(self._seq_ids)), dict(self._calls)
-        other._decoder = Decoder(self._cache)
+        other._decoder, other._prompts = Decoder(self._cache), copy.copy(self._prompts)
         for source, seq_id in zip(self._seq_ids, other._seq_ids, strict=True):
             self._cache.fork(source, seq_id)
         other.layers = [
@@ -601,7 +720,9 @@ class HFCache(Cache):
 
     def __del__(self) -> None:
         if "layers" in vars(self):  # else __init__ failed
-            self._end_pass()
+            ended, self._pass = self._pass, None  # without a lock: this may run in the middle of anything
+            if ended is not None and ended.is_open and ended.batch is not None:
+                ended.batch.abort()
             for seq_id in self._seq_ids:  # clear instead of closing: copies may still use the KVCache
                 self._cache.clear(seq_id)
 

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.cache_utils import EncoderDecoderCache
 
-from kvcache.hf.cache import HFCache, check_config
-from kvcache.hf.policies import check_model
+from kvcache.hf.cache import HFCache
+from kvcache.hf.policies import check_config, check_model
 from kvcache.layer import DType, Transform
 from kvcache.models.fields import NAMES
 from kvcache.policy import CrossAttention, Policy

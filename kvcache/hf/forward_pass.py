@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import torch
 
 from kvcache.arrays import Layout
@@ -23,20 +26,26 @@ class ForwardPass:
     num_tokens: int  # tokens of each sequence, padding included
     stored: torch.Tensor | None  # [batch, tokens] of bool, False: leading padding; None: there is none
     offsets: list[int]  # the column of each sequence's position 0
+    num_seen: int  # tokens of each sequence before the pass, padding included
 
     def __init__(self, num_layers: int, uses_kernels: bool) -> None:
         self.num_layers = num_layers
         self.uses_kernels = uses_kernels  # whether the model's attention is `kvcache.hf.attention.attention`
         self.is_open = False
+        self.thread = threading.get_ident()
+        self.last_active = time.monotonic()  # when it reached a layer
         self.begun: set[int] = set()  # layers that have brought keys, or attended
         self.done: set[int] = set()  # layers that have stored the new tokens, or attended
         self.pending: dict[int, LayerRows] = {}  # rows that neither the attention nor the model has used yet
         self.leaves_rows = False  # whether the model left a layer's rows unused, and attends to others
         self.hidden: dict[int, tuple[torch.Tensor, list[tuple[int, int, int]]]] = {}  # id of a mask: it, and its ranges
 
-    def open(self, batch: Batch | None, num_tokens: int, stored: torch.Tensor | None, offsets: list[int]) -> None:
+    def open(
+        self, batch: Batch | None, num_tokens: int, stored: torch.Tensor | None, offsets: list[int], num_seen: int
+    ) -> None:
         """Take the batch of the new tokens."""
         self.batch, self.num_tokens, self.stored, self.offsets = batch, num_tokens, stored, offsets
+        self.num_seen = num_seen
         self.is_open = True
 
     def drop_padding(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,9 +1,15 @@
-"""Let ``generate`` make a cache of this package where ``cache_implementation="kvcache"`` asks for one."""
+"""Let ``generate`` make a cache of this package where ``cache_implementation="kvcache"`` asks for one.
+
+And let it tell an `HFCache` with a prefix cache what its prompt is.
+"""
 
 from __future__ import annotations
 
+import functools
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 from transformers import GenerationMixin
 from transformers.generation import configuration_utils
 
@@ -12,19 +18,24 @@ from kvcache.hf.cache import HFCache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 
 STATIC = configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS
+generate = GenerationMixin.generate
+prefill: Any = GenerationMixin._prefill
 prepare_cache = GenerationMixin._prepare_cache_for_generation
+# Caches with a prefix cache that were made for the `generate` that runs.
+_made: ContextVar[list[HFCache] | None] = ContextVar("_made", default=None)
 
 
 def register() -> None:
     """Add ``"kvcache"`` to the implementations that a generation config may name, and that ``generate`` makes.
 
-    transformers has no registry of caches: its list of names and the method that makes a cache are replaced.
+    transformers has no registry of caches: its list of names and the methods that make and fill a cache are replaced.
     """
     if NAME not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS:
         names: Any = configuration_utils
         names.ALL_CACHE_IMPLEMENTATIONS += (NAME,)
         kind: Any = GenerationMixin
         kind._prepare_cache_for_generation = _prepare_cache
+        kind._prefill, kind.generate = _prefill, _generate
 
 
 def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -38,6 +49,59 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
     is_given = model_kwargs.get("past_key_values") is not None
     if wanted == NAME and not is_given and generation_config.use_cache is not False:
         kind = HFEncoderDecoderCache if self.config.is_encoder_decoder else HFCache
-        model_kwargs["past_key_values"] = kind(self.config, **(generation_config.cache_config or {}))
+        cache = kind(self.config, **(generation_config.cache_config or {}))
+        model_kwargs["past_key_values"] = cache
+        made = _made.get()
+        if made is not None and isinstance(cache, HFCache) and cache.takes_prompt:
+            made.append(cache)
         return None
     return prepare_cache(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _prefill(
+    self: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Take the beginning of the prompts from the cache's prefix cache, and feed the rest."""
+    cache = model_kwargs.get("past_key_values")
+    if isinstance(cache, HFCache) and cache.takes_prompt and _follows_from_tokens(input_ids, model_kwargs):
+        cache.acquire(input_ids, model_kwargs.get("attention_mask"))
+    return prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _follows_from_tokens(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a prompt's keys and values follow from its tokens and padding: no images, no embeddings."""
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    others = (value for name, value in model_kwargs.items() if name not in ("attention_mask", "position_ids"))
+    has_others = any(isinstance(value, (torch.Tensor, list, tuple, dict)) for value in others)
+    if (
+        has_others
+        or input_ids.ndim != 2
+        or (mask is not None and (mask.shape != input_ids.shape or not mask.any(1).all()))
+    ):
+        return False
+    if positions is None:
+        return mask is None or bool(mask.all())
+    shown = torch.ones_like(input_ids) if mask is None else mask.long()
+    wanted = (shown.cumsum(1) - 1).masked_fill(shown == 0, 0)
+    return positions.ndim == 2 and positions.shape[1] == wanted.shape[1] and bool((positions == wanted).all())
+
+
+@functools.wraps(generate)
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate, and give the rows of caches that were made here, and that nobody else has, to their prefix caches."""
+    made: list[HFCache] = []
+    token = _made.set(made)
+    try:
+        result = generate(self, *args, **kwargs)
+        for cache in made:
+            if getattr(result, "past_key_values", None) is not cache:
+                tokens = result if isinstance(result, torch.Tensor) else result.sequences
+                is_known = len(tokens) == cache.batch_size and not kwargs.get("custom_generate")
+                cache.release(tokens if is_known else None)
+        return result
+    except BaseException:
+        for cache in made:
+            cache.reset()
+        raise
+    finally:
+        _made.reset(token)

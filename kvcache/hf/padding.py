@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+
+def refuse_padding(row: int, offset: int) -> NoReturn:
+    """Raise ValueError for a mask that shows padding which was not stored."""
+    raise ValueError(
+        f"attention_mask shows the first {offset} tokens of row {row}, which it hid as padding when they came, so that"
+        " they were not stored: hide them again, or reset the cache"
+    )
 
 
 def shown_columns(padding: torch.Tensor, num_columns: int) -> npt.NDArray[np.bool_]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     CacheLayerMixin,
     DummyLayer,
     LinearAttentionCacheLayerMixin,
+    get_layer_types_and_kwargs,
 )
 
 from kvcache.errors import NotSupportedError
@@ -55,6 +57,14 @@ class RowShape(NamedTuple):
     head_dim: int
     v_head_dim: int
     value_in_key: bool
+
+
+def check_config(config: Any) -> None:
+    """Raise TypeError if a model's configuration is none."""
+    if isinstance(config, torch.nn.Module):
+        raise TypeError(f"config is a model, a {type(config).__name__}: give its configuration, model.config")
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"config is {config!r}: give the model's, model.config")
 
 
 def check_model(config: PreTrainedConfig) -> None:
@@ -123,3 +133,28 @@ def window_of(policy: Policy | None) -> int:
     if isinstance(policy, SlidingWindow):
         return policy.window
     return policy.attention_chunk_size if isinstance(policy, ChunkedAttention) else 0
+
+
+def parts_of(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[Policy | CacheLayer], list[str]]:
+    """Return the part of a configuration that describes the decoder, and the policy and type of each of its layers."""
+    check_config(config)
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder or text.is_encoder_decoder:
+        raise NotSupportedError(f"a {type(config).__name__} has an encoder too: use HFEncoderDecoderCache")
+    for part in (config, text):
+        check_model(part)
+    decoder = decoder_of(text)
+    types, options = get_layer_types_and_kwargs(decoder)
+    layers = [policy_of(decoder, i, *layer) for i, layer in enumerate(zip(types, options, strict=True))]
+    if all(isinstance(layer, CacheLayer) for layer in layers):
+        raise NotSupportedError(f"a {type(config).__name__} has no layer with keys and values")
+    return decoder, layers, types
+
+
+def shapes_of(config: PreTrainedConfig) -> tuple[dict[str, Any], list[Policy]]:
+    """Return the arguments of `KVCache` that say how many layers a model has and of which shape, and their policies."""
+    decoder, layers, types = parts_of(config)
+    policies = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, CacheLayer)}
+    rows = [shape_of(decoder.per_layer_config[i], types[i]) for i in policies]
+    shapes = dict(zip(RowShape._fields, map(list, zip(*rows, strict=True)), strict=True))
+    return {"num_layers": len(policies), **shapes}, [*policies.values()]

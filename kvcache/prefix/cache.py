@@ -8,7 +8,7 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Self, SupportsIndex
 
 from kvcache import _core
 from kvcache._core import integer
@@ -193,9 +193,18 @@ class PrefixCache:
     def __repr__(self) -> str:
         return f"<PrefixCache: {len(self._nodes)} blocks of {self._block_size} tokens, {len(self._sessions)} in use>"
 
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return itself: whatever is copied with it, such as a generation config, goes on to share its rows."""
+        return self
+
+    @property
+    def cache(self) -> KVCache:
+        """The cache whose memory it uses."""
+        return self._cache
+
     # ---- what a request does
 
-    def acquire(self, tokens: Tokens) -> tuple[int, int]:
+    def acquire(self, tokens: Tokens, *, max_matched: SupportsIndex | None = None) -> tuple[int, int]:
         """Return a new sequence that holds as many of the first tokens of a prompt as are known.
 
         Parameters
@@ -203,6 +212,8 @@ class PrefixCache:
         tokens : sequence of int or bytes, or array
             The prompt: integers of any size; bytes, such as a hash, stand for what is no text, such as a piece of an
             image. `release` takes what was generated as well.
+        max_matched : int, optional
+            The most tokens to match, for sequences that go in lock step with others. By default all but one.
 
         Returns
         -------
@@ -217,7 +228,7 @@ class PrefixCache:
         TypeError
             If a token is neither an integer nor bytes.
         ValueError
-            If there are no tokens, or the cache is closed.
+            If there are no tokens, `max_matched` is negative, or the cache is closed.
         MemoryError
             If memory is short.
         """
@@ -227,6 +238,8 @@ class PrefixCache:
         num_tokens = (len(contents) - 1) * self._block_size + count_tokens(contents[-1])
         keys = self._keys.chain(self._keys.root, contents[: num_tokens // self._block_size])
         limit = num_tokens - 1
+        if max_matched is not None:
+            limit = min(limit, integer(max_matched, "max_matched", 0, _core.INT64_MAX))
         if self._guard is not None:
             self._fetch(keys[: limit // self._block_size], contents)
         with self._watch.lock:
@@ -263,19 +276,34 @@ class PrefixCache:
             If memory is short; the sequence is as it was.
         """
         seq_id = operator.index(seq_id)
-        contents = blocks_of(tokens, self._block_size)
+        session = self._sessions.get(seq_id) or Session([], [], [], 0)
+        length = self._core.next_position(seq_id)
+        if session.exact_to is not None:
+            length = min(length, session.exact_to)
+        contents = blocks_of(tokens[:length], self._block_size)
         keys = self._keys.chain(self._keys.root, contents)
         with self._watch.lock:
-            session = self._sessions.get(seq_id) or Session([], [], [], 0)
             self._core.remove(seq_id, 0, 0, False)  # raises if a batch has the sequence
-            length = self._core.next_position(seq_id)
-            if session.exact_to is not None:
-                length = min(length, session.exact_to)
             path = self._keep(seq_id, session, keys, contents, length)
             self._core.clear(seq_id)
             self._forget_session(seq_id)
             _core.touch(self._core, [node.seq_id for node in path])
             self._store_new()
+
+    def new_sequence(self) -> int:
+        """Return an id for a sequence that nobody uses, such as a fork of one that was acquired."""
+        return self._watch.new_sequence()
+
+    def note_inexact(self, seq_id: SupportsIndex, position: SupportsIndex) -> None:
+        """Note that a sequence's rows from a position on do not follow from its tokens alone: they are not kept.
+
+        Such as rows of tokens that were computed while a mask hid some of those before them.
+        """
+        with self._watch.lock:
+            session = self._sessions.get(operator.index(seq_id))
+            if session is not None:
+                position = integer(position, "position", 0, _core.INT32_MAX)
+                session.exact_to = position if session.exact_to is None else min(session.exact_to, position)
 
     # ---- upkeep
 
@@ -335,7 +363,7 @@ class PrefixCache:
         with self._watch.lock:
             for node in list(self._nodes.root.children):
                 self._drop(node)
-            for session in self._sessions.values():
+            for session in list(self._sessions.values()):
                 session.path.clear()
                 session.keys.clear()
                 self._drop_pending(session, 0)

@@ -63,6 +63,39 @@ def test_one_token_is_left_to_feed():
     assert prefix.acquire(PROMPT[:1])[1] == 0
 
 
+def test_matching_no_more_than_that():
+    """For sequences that go in lock step."""
+    cache, prefix = make("hybrid")
+    serve(prefix, cache, PROMPT)
+    for most in (0, 1, 15, 16, 17, 70, 99, 100, 10**12):
+        seq_id, matched = prefix.acquire(PROMPT, max_matched=most)
+        assert matched == min(most, 99)
+        check_rows(cache, seq_id, PROMPT, matched)
+        feed(cache, seq_id, PROMPT, matched, 100)
+        prefix.release(seq_id, PROMPT)
+    with pytest.raises(ValueError, match="max_matched"):
+        prefix.acquire(PROMPT, max_matched=-1)
+
+
+def test_rows_that_do_not_follow_from_the_tokens():
+    """From where a runner says so, they are not kept: not when they are fed, nor when they are released."""
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT)
+    prefix.note_inexact(seq_id, 70)
+    prefix.note_inexact(seq_id, 40)
+    prefix.note_inexact(seq_id, 50)
+    feed(cache, seq_id, PROMPT, 0, 100)
+    assert prefix.acquire(PROMPT)[1] == 32
+    prefix.release(seq_id, PROMPT)
+    assert prefix.acquire(PROMPT)[1] == 40
+
+
+def test_a_copy_is_the_same():
+    cache, prefix = make()
+    assert copy.deepcopy({"prefix": prefix})["prefix"] is prefix
+    assert prefix.cache is cache
+
+
 def test_a_running_sequence_is_found():
     """Blocks of a prompt are there as soon as they were computed, not only once it is released."""
     cache, prefix = make("hybrid")
@@ -256,7 +289,7 @@ def test_fewer_and_more_tokens_than_were_fed():
     cache, prefix = make()
     feed(cache, 5, PROMPT, 0, 50)
     prefix.release(5, PROMPT)
-    assert prefix.acquire(PROMPT)[1] == 48
+    assert prefix.acquire(PROMPT)[1] == 50
     feed(cache, 6, [-1] * 50, 0, 50)
     prefix.release(6, [-1] * 20)
     assert prefix.acquire([-1] * 50)[1] == 20

@@ -1,0 +1,209 @@
+"""The prompts of a batch whose beginnings come from a prefix cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from kvcache.cache import KVCache
+from kvcache.errors import NotSupportedError
+from kvcache.hf.padding import count_leading, shown_columns
+from kvcache.prefix import PrefixCache
+
+PLACEHOLDER = re.compile(r".*(image|video|audio|vision|boi|eoi|boa|eoa).*_(token_id|token_index|index)")
+FOLLOWING_LENGTH = ("dynamic", "longrope")  # rotations that change with the length of the text
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is known of a row's tokens.
+
+    Attributes
+    ----------
+    leading : int
+        The columns of padding before the first token.
+    tokens : list of int
+        The tokens of the prompt, up to the first one whose rows do not follow from tokens alone.
+    limit : int or None
+        Position from which on the row's keys and values do not follow from tokens that are known; None: all do.
+    """
+
+    leading: int
+    tokens: list[int]
+    limit: int | None = None
+
+
+def placeholders_of(config: PreTrainedConfig) -> set[int]:
+    """Return the tokens that stand for an image or sound: what they stand for is not in the token."""
+    return {value for name, value in vars(config).items() if PLACEHOLDER.fullmatch(name) and isinstance(value, int)}
+
+
+def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None, placeholders: set[int]) -> list[Prompt]:
+    """Return the prompt of each row; raise ValueError for a mask of another shape, or a row that it hides whole."""
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids has the shape {[*input_ids.shape]}: [batch, tokens] is needed")
+    if mask is not None and mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask has the shape {[*mask.shape]}, input_ids {[*input_ids.shape]}")
+    shown = shown_columns(torch.ones_like(input_ids) if mask is None else mask, input_ids.shape[1])
+    prompts = []
+    for row, (leading, columns) in enumerate(zip(count_leading(shown), shown, strict=True)):
+        if leading == len(columns):
+            raise ValueError(f"attention_mask hides all tokens of row {row}: leave the row out")
+        tokens = input_ids[row, leading:].tolist()
+        unknown = (i for i, token in enumerate(tokens) if not columns[leading + i] or token in placeholders)
+        limit = next(unknown, None)
+        prompts.append(Prompt(leading, tokens[:limit], limit))
+    return prompts
+
+
+class Prompts:
+    """The prompts of a batch, whose beginnings come from a prefix cache, and where rows follow from other than tokens.
+
+    Parameters
+    ----------
+    prefix : PrefixCache
+        The prefix cache.
+    input_ids, mask : torch.Tensor
+        The prompts, ``[batch, tokens]``, and 0 for padding; a mask of None shows all.
+    placeholders : set of int
+        Tokens that stand for what they do not say.
+    """
+
+    def __init__(
+        self, prefix: PrefixCache, input_ids: torch.Tensor, mask: torch.Tensor | None, placeholders: set[int]
+    ) -> None:
+        self._prefix = prefix
+        self._rows = prompts_of(input_ids, mask, placeholders)
+        self._mask = mask
+        self._num_columns = input_ids.shape[1]
+        self.num_matched = 0  # columns that the sequences held when they were acquired
+
+    def acquire(self, num_columns: int) -> tuple[list[int], int]:
+        """Acquire a sequence for each prompt, all of which hold what is before one column; return them, and it.
+
+        The column is before the last one of `num_columns`.
+        """
+        rows: dict[int, tuple[int, int]] = {}  # by index: the sequence, and how many tokens it holds
+        lowest = num_columns - 1
+        try:
+            column = num_columns
+            while lowest < column:
+                column = lowest
+                for i, prompt in enumerate(self._rows):
+                    length = max(0, column - prompt.leading)
+                    if i in rows and rows[i][1] > length:
+                        self._prefix.cache.clear(rows.pop(i)[0])
+                    if i not in rows:
+                        rows[i] = self._acquire_one(prompt, length)
+                    if length:
+                        lowest = min(lowest, prompt.leading + rows[i][1])
+        except BaseException:
+            for seq_id, _ in rows.values():
+                self._prefix.cache.clear(seq_id)
+            raise
+        self.num_matched = column
+        return [rows[i][0] for i in range(len(self._rows))], column
+
+    def _acquire_one(self, prompt: Prompt, length: int) -> tuple[int, int]:
+        if not prompt.tokens:
+            return self._prefix.new_sequence(), 0
+        seq_id, matched = self._prefix.acquire(prompt.tokens, max_matched=length)
+        if prompt.limit is not None:
+            self._prefix.note_inexact(seq_id, prompt.limit)
+        return seq_id, matched
+
+    def offsets(self, seen: int) -> list[int]:
+        """Return the column of each sequence's position 0 when they hold what is before a column."""
+        return [min(prompt.leading, seen) for prompt in self._rows]
+
+    def padding(self, seen: int) -> torch.Tensor | None:
+        """Return the mask if padding comes behind a column: a model's own attention does not hand it to the cache."""
+        return self._mask if any(prompt.leading > seen for prompt in self._rows) else None
+
+    def check_leading(self, offsets: Sequence[int], num_columns: int) -> None:
+        """Raise if a row begins behind other padding than it should; before `num_columns`, it has a token."""
+        for row, (prompt, offset) in enumerate(zip(self._rows, offsets, strict=True)):
+            if offset > prompt.leading or offset < min(prompt.leading, num_columns):
+                raise ValueError(
+                    f"attention_mask hides the first {offset} tokens of row {row}, for acquire it hid"
+                    f" {prompt.leading}: give both the same"
+                )
+
+    def note_hidden(
+        self, ranges: Sequence[tuple[int, int, int]], seq_ids: Sequence[int], begins: Sequence[int]
+    ) -> None:
+        """Note that rows from a position on, but not before `begins`, were computed while a mask hid such ranges."""
+        rows = [*self._rows]
+        for seq_id, begin, _ in ranges:
+            row = seq_ids.index(seq_id)
+            limit, position = rows[row].limit, max(begin, begins[row])
+            rows[row] = replace(rows[row], limit=position if limit is None else min(position, limit))
+            self._prefix.note_inexact(seq_id, position)
+        self._rows = rows
+
+    def select(self, indices: Sequence[int], seen: int) -> None:
+        """Go on with the rows at these indices, when the cache holds `seen` columns.
+
+        Behind the prompts, a row's tokens may then be another's than its user takes them for.
+        """
+        rows = [self._rows[i] for i in indices]
+        is_fed = seen > self._num_columns
+        self._rows = [replace(row, limit=len(row.tokens)) for row in rows] if is_fed else rows
+
+    def crop(self, seen: int) -> None:
+        """Forget the tokens from a column on."""
+        self._rows = [replace(row, tokens=row.tokens[: max(0, seen - row.leading)]) for row in self._rows]
+
+    def release(self, seq_ids: Sequence[int], tokens: torch.Tensor | None) -> None:
+        """Release the sequences with their tokens, or with those of the prompts; raise if the rows are not theirs."""
+        rows = [prompt.tokens for prompt in self._rows]
+        if tokens is not None:
+            if len(tokens) != len(rows):
+                raise ValueError(f"tokens has {len(tokens)} rows, the cache {len(rows)}: give all, or leave it out")
+            rows = [row[prompt.leading :].tolist() for row, prompt in zip(tokens, self._rows, strict=True)]
+        for i, (row, prompt) in enumerate(zip(rows, self._rows, strict=True)):
+            num = min(len(row), len(prompt.tokens))
+            if row[:num] != prompt.tokens[:num]:
+                raise ValueError(f"row {i} of tokens does not begin with the prompt that was acquired for it")
+        for seq_id, row, prompt in zip(seq_ids, rows, self._rows, strict=True):
+            self._prefix.release(seq_id, row[: prompt.limit])
+
+
+def check_prefix(
+    prefix: Any, config: PreTrainedConfig, layers: Sequence[Any], wanted: KVCache, fields: Sequence[str]
+) -> None:
+    """Raise if a prefix cache is not one for a model: name the first layer, and what differs of it."""
+    if not isinstance(prefix, PrefixCache):
+        raise TypeError(f"prefix is a {type(prefix).__name__}: a kvcache.PrefixCache is needed")
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
+        raise NotSupportedError(
+            f"a {type(config).__name__} has layers whose state at an earlier token is not kept: leave prefix out"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in [rope, *rope.values()] if isinstance(part, dict)}
+    if found := kinds & set(FOLLOWING_LENGTH):
+        raise NotSupportedError(
+            f"a {type(config).__name__} with rope_type={found.pop()!r} rotates keys by the length of the whole text, so"
+            " that another text cannot use them: leave prefix out"
+        )
+    given = prefix.cache
+    if given.num_layers != wanted.num_layers:
+        raise ValueError(
+            f"prefix has a cache of {given.num_layers} layers, the model has {wanted.num_layers} with keys and values:"
+            " make it by HFCache.make_kv_cache(config)"
+        )
+    for i, (one, other) in enumerate(zip(given._layers, wanted._layers, strict=True)):
+        for name in fields:
+            if getattr(one, name) != getattr(other, name):
+                raise ValueError(
+                    f"prefix has a cache whose layer {i} has {name}={getattr(one, name)!r}, and not"
+                    f" {getattr(other, name)!r}: make it by HFCache.make_kv_cache with the same arguments"
+                )
+        if one.share is not None:
+            raise ValueError(f"prefix has a cache whose layer {i} shares another's rows: leave share out")

@@ -1,0 +1,494 @@
+"""A prompt that begins as an earlier one is fed from where they part, and answered as without a prefix cache."""
+
+import copy
+import gc
+import threading
+
+import pytest
+
+import kvcache
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from support.hf_pairs import BASE, CONFIGS, make, model_of, passes, random_tokens  # noqa: E402 - torch may be missing
+
+from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
+
+LONG = 60
+BLOCK = 16
+GREEDY = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+NAMES = ["llama", "mistral", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "llama4"))]
+
+
+def prefix_for(model, **arguments):
+    cache = HFCache.make_kv_cache(model.config, "f32", block_size=BLOCK, **arguments)
+    return kvcache.PrefixCache(cache, fingerprint="a model")
+
+
+class Counting:
+    """Counts the tokens of a row that a model is fed."""
+
+    def __init__(self, model):
+        self.model, self.fed = model, []
+
+    def __enter__(self):
+        def note(_, args, kwargs):
+            ids = args[0] if args else kwargs["input_ids"]
+            self.fed.append(ids.shape[1])
+
+        self.hook = self.model.register_forward_pre_hook(note, with_kwargs=True)
+        return self
+
+    def __exit__(self, *exception):
+        self.hook.remove()
+
+
+def generate(model, tokens, prefix=None, attention="kvcache", **options):
+    """Return what is generated, and the tokens of a row in each pass."""
+    model.set_attn_implementation(attention)
+    given = {"cache_implementation": "kvcache", "cache_config": {"dtype": "f32"}}
+    if prefix is not None:
+        given["cache_config"] = {"prefix": prefix}
+    torch.manual_seed(3)
+    with Counting(model) as counting:
+        made = model.generate(tokens, **{**GREEDY, **given, **options})
+    return made, counting.fed
+
+
+def join(*parts):
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+@pytest.mark.parametrize("name", NAMES)
+def test_generate(name, attention):
+    """A second prompt feeds what follows the common beginning, wherever it parts from the first."""
+    model = model_of(name)
+    prefix = prefix_for(model)
+    first = random_tokens(1, LONG)
+    _, fed = generate(model, first, prefix, attention)
+    assert fed[0] == LONG
+    for at in (1, 15, 16, 17, 40, 59):
+        tokens = join(first[:, :at], random_tokens(1, 9, seed=at))
+        got, fed = generate(model, tokens, prefix, attention)
+        assert sum(fed[1:]) == GREEDY["max_new_tokens"] - 1
+        assert 1 <= fed[0] <= 9
+        assert torch.equal(got, generate(model, tokens, attention=attention)[0])
+    assert prefix.stats.sequences == 0
+    assert prefix.cache.sequences == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits(name):
+    """With a model that is called by hand, and `acquire`."""
+    model = model_of(name)
+    model.set_attn_implementation("kvcache")
+    prefix = prefix_for(model)
+    tokens = random_tokens(1, LONG)
+    with torch.no_grad():
+        want = model(tokens, past_key_values=HFCache(model.config, "f32")).logits
+        for matched in (0, LONG - 1):
+            cache = HFCache(model.config, prefix=prefix)
+            assert cache.acquire(tokens) == cache.get_seq_length() == matched
+            got = model(tokens[:, matched:], past_key_values=cache).logits
+            torch.testing.assert_close(got, want[:, matched:], rtol=0, atol=2e-4 * float(want.abs().max()))
+            cache.release(tokens)
+            assert cache.get_seq_length() == 0
+
+
+def test_attention_over_what_was_matched_is_the_same_bits():
+    """The rows lie in other blocks, of other sequences; the kernels' result does not depend on that."""
+    model = model_of("llama")
+    model.set_attn_implementation("kvcache")
+    prefix = prefix_for(model)
+    tokens, one = random_tokens(1, LONG), HFCache(model.config, prefix=prefix)
+    with torch.no_grad():
+        one.acquire(tokens)
+        model(tokens[:, :-1], past_key_values=one)
+        other = copy.deepcopy(one)
+        want = model(tokens[:, -1:], past_key_values=one).logits
+        one.release(tokens)
+        assert one.acquire(tokens) == LONG - 1
+        got = model(tokens[:, -1:], past_key_values=one).logits
+        again = model(tokens[:, -1:], past_key_values=other).logits
+    assert torch.equal(got, want)
+    assert torch.equal(again, want)
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+def test_a_conversation(attention):
+    """What was generated is found, too: each turn feeds its new tokens and the last one before them."""
+    model = model_of("gemma3")
+    prefix = prefix_for(model)
+    tokens = random_tokens(1, 20)
+    for turn in range(4):
+        mask = {"attention_mask": torch.ones_like(tokens)}  # else generated tokens that are padding's would be hidden
+        want, _ = generate(model, tokens, attention=attention, **mask)
+        got, fed = generate(model, tokens, prefix, attention, **mask)
+        assert torch.equal(got, want)
+        assert fed[0] == (20 if turn == 0 else 6)
+        tokens = join(got, random_tokens(1, 5, seed=turn))
+
+
+def test_a_cache_of_the_user():
+    """Given to `generate`, it takes the prompt by itself; `release` keeps what was generated."""
+    model = model_of("llama")
+    prefix = prefix_for(model)
+    tokens = random_tokens(1, LONG)
+    cache = HFCache(model.config, prefix=prefix)
+    options = {"past_key_values": cache, "cache_implementation": None, "cache_config": None}
+    first, fed = generate(model, tokens, **options)
+    assert fed[0] == LONG
+    longer = join(first, random_tokens(1, 4))
+    assert torch.equal(generate(model, longer, **options)[0], generate(model, longer)[0])  # without a release between
+    cache.release(first)
+    got, fed = generate(model, longer, **options)
+    assert fed[0] == 4  # the cache held more than `first` when it was released
+    assert torch.equal(got, generate(model, longer)[0])
+    cache.reset()
+    assert prefix.stats.sequences == 0
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_batch_with_padding(name, attention):
+    """Rows of different lengths and matches begin where all of them can; leading padding is not stored."""
+    model = model_of(name)
+    prefix = prefix_for(model)
+    texts = [random_tokens(1, n, seed=n) for n in (50, 33, 8)]
+    for text in texts:
+        generate(model, text, prefix, attention)
+    for rows, want_fed in (
+        ((texts[0], texts[1]), 1),
+        ((texts[0][:, :40], texts[1]), 1),
+        ((texts[0], join(texts[1][:, :20], random_tokens(1, 13))), 13),
+        ((join(texts[0][:, :30], random_tokens(1, 20)), texts[2]), 20),
+        ((random_tokens(1, 50, seed=19), texts[1]), 50),
+        ((texts[2], random_tokens(1, 50, seed=18), texts[1]), 50),
+    ):
+        width = max(row.shape[1] for row in rows)
+        tokens = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
+        mask = (tokens != 0).long()
+        want, _ = generate(model, tokens, attention=attention, attention_mask=mask)
+        got, fed = generate(model, tokens, prefix, attention, attention_mask=mask)
+        assert torch.equal(got, want)
+        assert fed[0] == want_fed
+        got, fed = generate(model, tokens, prefix, attention, attention_mask=mask)
+        assert torch.equal(got, want)
+        assert fed[0] == 1
+    assert prefix.cache.sequences == []
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+def test_hidden_tokens_in_the_middle(attention):
+    """What a mask hides changes the rows behind it: they are neither kept nor matched."""
+    model = model_of("llama")
+    prefix = prefix_for(model)
+    tokens = random_tokens(1, LONG)
+    mask = torch.ones_like(tokens)
+    mask[:, 20:24] = 0
+    for _ in range(2):
+        got, fed = generate(model, tokens, prefix, attention, attention_mask=mask)
+        assert torch.equal(got, generate(model, tokens, attention=attention, attention_mask=mask)[0])
+    assert fed[0] == LONG - 19
+    got, fed = generate(model, tokens, prefix, attention)
+    assert torch.equal(got, generate(model, tokens, attention=attention)[0])
+    assert fed[0] == LONG - 20
+
+
+def test_hidden_tokens_that_acquire_was_not_told_of():
+    model = model_of("llama")
+    model.set_attn_implementation("kvcache")
+    prefix = prefix_for(model)
+    tokens = random_tokens(1, LONG)
+    mask = torch.ones_like(tokens)
+    mask[:, 20:24] = 0
+    cache = HFCache(model.config, prefix=prefix)
+    with torch.no_grad():
+        cache.acquire(tokens)
+        model(tokens, attention_mask=mask, past_key_values=cache)
+        cache.release(tokens)
+        assert cache.acquire(tokens) == 20
+        cache.reset()
+        mask = torch.ones_like(tokens)
+        mask[:, :3] = 0
+        other = random_tokens(1, LONG, seed=1)
+        cache.acquire(other)
+        with pytest.raises(ValueError, match="hides the first 3 tokens of row 0, for acquire it hid 0"):
+            model(other, attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 4},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"prefill_chunk_size": 7},
+        {"num_beams": 2, "return_dict_in_generate": True, "output_scores": True},
+        {"prompt_lookup_num_tokens": 2},
+    ],
+    ids=str,
+)
+def test_ways_to_generate(way, attention):
+    """Beams, several samples, chunks, and guesses: right the first time and the second."""
+    model = model_of("llama")
+    prefix = prefix_for(model)
+    tokens = random_tokens(1, LONG)
+    tokens[:, 50:53] = tokens[:, :3]
+    want, _ = generate(model, tokens, attention=attention, **way)
+    for turn in range(3):
+        got, fed = generate(model, tokens, prefix, attention, **way)
+        for one, other in ((got, want),) if isinstance(got, torch.Tensor) else ((got.sequences, want.sequences),):
+            assert torch.equal(one, other)
+            if turn and "prompt_lookup_num_tokens" not in way:
+                assert fed[0] == 1
+            longer = join(one[:1], random_tokens(1, 3))
+            assert torch.equal(
+                generate(model, longer, prefix, attention)[0], generate(model, longer, None, attention)[0]
+            )
+        if not isinstance(got, torch.Tensor):
+            got.past_key_values.reset()
+    del got
+    gc.collect()
+    assert prefix.stats.sequences == 0
+
+
+def test_assisted_generation_with_a_cache_of_the_user():
+    """It feeds the whole prompt, whatever the cache holds: so the cache begins anew, and the prompt is kept."""
+    model = model_of("llama")
+    draft = make(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 1}))
+    prefix = prefix_for(model)
+    tokens = random_tokens(1, LONG)
+    want, _ = generate(model, tokens)
+    generate(model, tokens, prefix)
+    for _ in range(2):
+        cache = HFCache(model.config, prefix=prefix)
+        assert cache.acquire(tokens) == LONG - 1
+        options = {"past_key_values": cache, "cache_implementation": None, "cache_config": None}
+        got, _ = generate(model, tokens, assistant_model=draft, **options)
+        assert torch.equal(got, want)
+        cache.release(got)
+        got, fed = generate(model, join(want, tokens[:, :3]), prefix)
+        assert fed[0] <= 4
+        assert torch.equal(got, generate(model, join(want, tokens[:, :3]))[0])
+
+
+def test_going_back():
+    """`crop` takes tokens back; what is fed in their place is kept as what it is."""
+    model = model_of("llama")
+    model.set_attn_implementation("kvcache")
+    prefix = prefix_for(model)
+    tokens, others = random_tokens(1, LONG), random_tokens(1, LONG, seed=9)
+    others[:, :30] = tokens[:, :30]
+    cache = HFCache(model.config, prefix=prefix)
+    with torch.no_grad():
+        cache.acquire(tokens)
+        model(tokens, past_key_values=cache)
+        cache.crop(30 - LONG)
+        model(others[:, 30:], past_key_values=cache)
+        cache.release(others)
+    for one in (tokens, others):
+        got, _ = generate(model, one, prefix)
+        assert torch.equal(got, generate(model, one)[0])
+    cache.acquire(tokens)
+    assert cache.get_seq_length() == LONG - 1
+
+
+def test_sequences_are_given_back():
+    """By `reset`, when a cache is dropped, and when `generate` fails."""
+    model = model_of("llama")
+    prefix = prefix_for(model)
+    tokens = random_tokens(2, LONG)
+    cache = HFCache(model.config, prefix=prefix)
+    cache.acquire(tokens)
+    with torch.no_grad():
+        model.set_attn_implementation("kvcache")
+        model(tokens, past_key_values=cache)
+    cache.reset()
+    assert (prefix.stats.sequences, prefix.cache.sequences) == (0, [])
+    assert cache.acquire(tokens) == 48  # full blocks were kept when they were computed
+    del cache
+    gc.collect()
+    assert (prefix.stats.sequences, prefix.cache.sequences) == (0, [])
+
+    def fail(_, scores):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, tokens, prefix, logits_processor=transformers.LogitsProcessorList([fail]))
+    assert (prefix.stats.sequences, prefix.cache.sequences) == (0, [])
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+def test_caches_that_take_turns(attention):
+    """Passes of several caches alternate in one thread."""
+    model = model_of("gemma3")
+    prefix = prefix_for(model)
+    tokens = [random_tokens(1, LONG, seed=seed) for seed in range(3)]
+    caches = [HFCache(model.config, prefix=prefix) for _ in tokens]
+    model.set_attn_implementation(attention)
+    ends = [40, 41, 50, 51, LONG]
+    with torch.no_grad():
+        want = [[*passes(model, HFCache(model.config, "f32"), text, None, ends)] for text in tokens]
+        for cache, text in zip(caches, tokens, strict=True):
+            assert cache.acquire(text) == 0
+        running = [passes(model, cache, text, None, ends) for cache, text in zip(caches, tokens, strict=True)]
+        for i in range(len(ends)):
+            for made, one in zip(running, want, strict=True):
+                assert torch.equal(next(made), one[i])
+        for cache, text in zip(caches, tokens, strict=True):
+            cache.release(text)
+            assert cache.acquire(text) == LONG - 1
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+def test_threads(attention):
+    """Each thread serves requests with a model and a cache of its own; passes wait for each other."""
+    shared = model_of("llama")
+    prefix = prefix_for(shared)
+    shared.set_attn_implementation(attention)
+    system = random_tokens(1, 30)
+    prompts = [[join(system, random_tokens(1, 10, seed=10 * t + i)) for i in range(4)] for t in range(3)]
+    want = [[generate(shared, prompt, attention=attention)[0] for prompt in each] for each in prompts]
+    wrong = []
+
+    def serve(thread):
+        try:
+            for prompt, answer in zip(prompts[thread], want[thread], strict=True):
+                options = {"cache_implementation": "kvcache", "cache_config": {"prefix": prefix}, **GREEDY}
+                if not torch.equal(shared.generate(prompt, **options), answer):
+                    wrong.append((thread, prompt))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=serve, args=(thread,)) for thread in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+    assert prefix.stats.sequences == 0
+    assert prefix.cache.sequences == []
+    assert prefix.stats.matched >= 9 * 16
+
+
+def test_a_pass_that_is_lost(monkeypatch):
+    """Another thread's pass that never goes on is named, and ended by `reset`."""
+    monkeypatch.setattr("kvcache.hf.shared.STALLED", 0.5)
+    model, other = make(CONFIGS["llama"]()), make(CONFIGS["llama"]())
+    prefix = prefix_for(model)
+    tokens = random_tokens(1, 20)
+    lost, cache = (HFCache(model.config, prefix=prefix) for _ in range(2))
+    for each in (model, other):
+        each.set_attn_implementation("kvcache")
+
+    def fail(*_):
+        raise ArithmeticError
+
+    other.model.layers[2].register_forward_pre_hook(fail)
+
+    def run():
+        with torch.no_grad(), pytest.raises(ArithmeticError):
+            other(tokens, past_key_values=lost)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    with torch.no_grad():
+        with pytest.raises(kvcache.CacheBusyError, match="reset its HFCache"):
+            model(tokens, past_key_values=cache)
+        with pytest.warns(UserWarning, match="the last forward pass went through 2 of 4 layers"):
+            lost._drop_unfinished()
+        lost.reset()
+        with pytest.warns(UserWarning, match="its tokens were dropped"):
+            model(tokens, past_key_values=cache)
+    assert cache.get_seq_length() == 20
+
+
+def test_a_wrong_prefix_cache():
+    config = CONFIGS["llama"]()
+    with pytest.raises(TypeError, match="prefix is a KVCache"):
+        HFCache(config, prefix=HFCache.make_kv_cache(config))
+    for other, words in (
+        (transformers.LlamaConfig(**BASE | {"num_hidden_layers": 3}), "a cache of 3 layers, the model has 4"),
+        (transformers.LlamaConfig(**BASE | {"head_dim": 32}), "layer 0 has head_dim=32, and not 16"),
+        (transformers.LlamaConfig(**BASE | {"num_key_value_heads": 4}), "layer 0 has num_kv_heads=4, and not 2"),
+        (CONFIGS["gemma3"](), r"layer 0 has policy=SlidingWindow\(.*\), and not FullAttention\(\)"),
+    ):
+        prefix = kvcache.PrefixCache(HFCache.make_kv_cache(other), fingerprint="a model")
+        with pytest.raises(ValueError, match=words):
+            HFCache(config, prefix=prefix)
+    prefix = kvcache.PrefixCache(HFCache.make_kv_cache(config, "bf16"), fingerprint="a model")
+    with pytest.raises(ValueError, match="layer 0 has k_dtype='bf16', and not 'f16'"):
+        HFCache(config, "f16", prefix=prefix)
+    assert "of bf16" in repr(HFCache(config, prefix=prefix))
+    for kind in ("dynamic", "longrope"):
+        other = CONFIGS["llama"]()
+        other.rope_parameters = {**other.rope_parameters, "rope_type": kind}
+        with pytest.raises(kvcache.NotSupportedError, match=f"rope_type='{kind}' rotates keys by the length"):
+            HFCache(other, prefix=prefix)
+
+
+def test_wrong_calls():
+    model = model_of("llama")
+    tokens = random_tokens(2, 20)
+    with pytest.raises(ValueError, match="the cache has no prefix cache: make it by HFCache"):
+        HFCache(model.config).acquire(tokens)
+    prefix = prefix_for(model)
+    cache = HFCache(model.config, prefix=prefix)
+    for wrong, mask, words in (
+        (tokens[0], None, r"input_ids has the shape \[20\]"),
+        (tokens[:, :0], None, r"input_ids has the shape \[2, 0\]"),
+        (tokens, tokens[:, 1:], r"attention_mask has the shape \[2, 19\], input_ids \[2, 20\]"),
+        (tokens, torch.tensor([[1] * 20, [0] * 20]), "attention_mask hides all tokens of row 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cache.acquire(wrong, mask)
+        assert prefix.stats.sequences == 0
+    cache.acquire(tokens)
+    with pytest.raises(ValueError, match="the cache holds tokens"):
+        cache.acquire(tokens)
+    with pytest.raises(ValueError, match="tokens has 1 rows, the cache 2"):
+        cache.release(tokens[:1])
+    with pytest.raises(ValueError, match="row 0 of tokens does not begin with the prompt"):
+        cache.release(tokens.flip(0))
+    model.set_attn_implementation("kvcache")
+    with torch.no_grad(), pytest.raises(ValueError, match=r"the batch has 1 rows.*batch_repeat_interleave"):
+        model(tokens[:1], past_key_values=cache)
+    cache.release()
+    with pytest.raises(TypeError, match="prefix"):
+        HFEncoderDecoderCache(model.config, prefix=prefix)
+
+
+def test_images_are_not_matched():
+    """A token that stands for an image says nothing of the image; what comes before it is matched."""
+    config = CONFIGS["llama"]()
+    config.image_token_id = 90
+    model = make(config)
+    prefix = prefix_for(model)
+    tokens = random_tokens(1, LONG)
+    tokens[:, 30], tokens[tokens == 90] = 90, 90
+    first = int((tokens[0] == 90).nonzero()[0])
+    for _ in range(2):
+        generate(model, tokens, prefix)
+    cache = HFCache(config, prefix=prefix)
+    assert cache.acquire(tokens) == first - 1
+
+
+def test_embeddings_are_not_matched():
+    model = model_of("llama")
+    prefix = prefix_for(model)
+    tokens = random_tokens(1, LONG)
+    generate(model, tokens, prefix)
+    model.set_attn_implementation("kvcache")
+    given = {"cache_implementation": "kvcache", "cache_config": {"prefix": prefix}}
+    embedded = model.get_input_embeddings()(tokens)
+    got = model.generate(inputs_embeds=embedded, **GREEDY, **given)
+    assert torch.equal(got, generate(model, tokens)[0][:, LONG:])
+    assert prefix.stats.requests == 1
