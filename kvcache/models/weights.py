@@ -25,7 +25,7 @@ from kvcache.models.gguf import Header, Tensor, read_header
 from kvcache.models.reading import MAX_AXES, Stamp, open_file
 from kvcache.models.tokenizer import import_package
 
-__all__ = ["F32", "Tensors"]
+__all__ = ["F32", "Tensors", "shards"]
 
 F32: TypeAlias = NDArray[np.float32]
 
@@ -121,12 +121,13 @@ class Tensors:
 
 def _from_folder(folder: Path) -> dict[str, _Stored]:
     found = {}
-    for path in _shards(folder):
+    for path in shards(folder):
         found.update(_from_safetensors(path))
     return found
 
 
-def _shards(folder: Path) -> list[Path]:
+def shards(folder: Path) -> list[Path]:
+    """Return a folder's files of weights, sorted; raise `ModelFileError` if its index names others."""
     files = set(find_weights(folder))
     if None in files:
         raise ModelFileError(f"{plain(folder / INDEX)}: weight_map must name files of this folder")

@@ -383,6 +383,7 @@ def _print_bench(record: dict[str, Any]) -> None:
     epilog=_examples(
         'kvcache generate examples/model "ROMEO:" --dtype q8_0',
         "kvcache generate Llama-3.2-1B-Q8_0.gguf --window 512 < play.txt",
+        "kvcache generate examples/model --prompt-file play.txt --session play.state",
     )
 )
 def generate(
@@ -409,6 +410,9 @@ def generate(
         bool, typer.Option(help="Then measure without the cache, and each type: a table. Without it, one line.")
     ] = True,
     quiet: Annotated[bool, typer.Option("--quiet", help="Write the text only.")] = False,
+    session: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Go on from FILE, if it is there; at the end, save to it.")
+    ] = None,
 ) -> int:
     """Continue a text with a model of the Llama family, through the cache."""
     from kvcache import runner
@@ -432,7 +436,7 @@ def generate(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for an ASCII terminal
     with _explained(model), _prefill_bar() as on_prefill:
-        return runner.run(model, text, options, sys.stdout, on_prefill=on_prefill)
+        return runner.run(model, text, options, sys.stdout, session=session, on_prefill=on_prefill)
 
 
 @contextmanager

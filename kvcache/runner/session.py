@@ -1,0 +1,156 @@
+"""`Session`: a file with the tokens of a text and their rows, from which a later run goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvcache import KVCache, SlidingWindow, state
+from kvcache.errors import StateFormatError, plain
+from kvcache.layer import DType, Transform, count
+from kvcache.models.fingerprint import fingerprint
+from kvcache.policy import Policy
+from kvcache.runner.llama import LlamaError
+
+__all__ = ["Session"]
+
+
+class Session:
+    """A file in which a run keeps its sequence.
+
+    Parameters
+    ----------
+    path : path
+        The file, which `save` makes or replaces.
+    model : path
+        The model's folder or file; the file is of this model alone.
+
+    Raises
+    ------
+    StateFormatError
+        If the file is damaged, of another model, or no session.
+    LlamaError
+        If there is no folder for it, or it cannot be written.
+    ModelFileError
+        If the model's files cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], model: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._fingerprint = fingerprint(model)
+        self._held: list[int] | None = None  # the file's tokens; None: there is no file
+        folder = Path(os.path.realpath(self.path)).parent
+        if not os.path.isdir(folder):
+            raise LlamaError(f"{plain(self.path)} cannot be written: there is no folder {plain(folder)}")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise LlamaError(f"{plain(self.path)} cannot be written: no file may be made in {plain(folder)}")
+        if os.path.exists(self.path):
+            if not os.path.isfile(self.path):
+                raise LlamaError(f"{plain(self.path)} is not a file: give the name of one")
+            self._held = self._read()
+
+    def _read(self) -> list[int]:
+        """Return the tokens of the file; refuse one that no session of this model wrote."""
+        with self._refusing():
+            saved = state.inspect(self.path)
+            if saved.fingerprint != self._fingerprint:
+                what = f"of another model: its fingerprint is {saved.fingerprint}, this model's {self._fingerprint}"
+                raise self._differs(what if saved.fingerprint else "no session: it does not say of which model it is")
+            ids = [one.seq_id for one in saved.sequences]
+            if ids != [0] or saved.sequences[0].next_position != len(saved.sequences[0].tokens):
+                raise self._differs("no session: it should have one sequence, with the id of each token")
+            tokens: list[int] = saved.sequences[0].tokens.tolist()
+            return tokens
+
+    def resume(self, cache: KVCache, prompt: Sequence[int]) -> tuple[int, str]:
+        """Restore what the file has of a prompt.
+
+        Parameters
+        ----------
+        cache : KVCache
+            An empty cache for the model.
+        prompt : sequence of int
+            The prompt's tokens, at least one.
+
+        Returns
+        -------
+        tuple of int and str
+            How many of the prompt's tokens are in the cache now, at most all but the last, whose logits are needed; and
+            a sentence that says so.
+
+        Raises
+        ------
+        LlamaError
+            If the file's rows are of another type, or of other windows.
+        StateFormatError
+            If the file is damaged.
+        """
+        if self._held is None:
+            return 0, f"{plain(self.path)}: a new session"
+        self._check_settings(cache)
+        with self._refusing():
+            cache.restore(self.path, 0, fingerprint=self._fingerprint)
+        there = count(len(self._held), "token")
+        common = _common(self._held, prompt)
+        begin = min(common, len(prompt) - 1)
+        if begin and cache.can_resume(begin):
+            cache.truncate(begin)
+            how = f"goes on after {there}" if begin == len(self._held) else f"went back from {there} to {begin:,}"
+            rest = f"{len(prompt) - begin:,} of the prompt's {len(prompt):,} to compute"
+            return begin, f"{plain(self.path)}: {how}, {rest}"
+        cache.clear(0)
+        if not begin:
+            return 0, f"{plain(self.path)}: began anew, as the prompt does not begin like its {there}"
+        reason = f"the prompt leaves its {there} after {begin:,}, and the rows seen from there have left the window"
+        return 0, f"{plain(self.path)}: began anew, as {reason}"
+
+    def save(self, cache: KVCache, tokens: Sequence[int]) -> None:
+        """Replace the file, as a whole; `tokens` are those in the cache, and maybe more."""
+        held = tokens[: cache.next_position()]
+        cache.save(self.path, tokens={0: held}, fingerprint=self._fingerprint)
+
+    def _check_settings(self, cache: KVCache) -> None:
+        """Refuse a file of a run with other options."""
+        with self._refusing():
+            layers = state.inspect(self.path, verify=True).layers
+        saved = _settings(layers[0].k_dtype, layers[0].k_transform, [layer.policy for layer in layers])
+        ours = _settings(cache.k_dtype[0], cache.k_transform[0], cache.policy)
+        others = [name for name, value in saved.items() if value != ours[name]]
+        if others:
+            theirs, here = (" and ".join(f"{name} {of[name]}" for name in others) for of in (saved, ours))
+            raise LlamaError(
+                f"{plain(self.path)} is of a run with {theirs}, and this one has {here}: give the same, or another file"
+            )
+
+    def _differs(self, what: str) -> StateFormatError:
+        """Return the error for a file that is not as it should be; first raise another one if it is damaged."""
+        state.inspect(self.path, verify=True)
+        return StateFormatError(f"{plain(self.path)} is {what}")
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Add to an error about the file what to do."""
+        try:
+            yield
+        except StateFormatError as error:
+            raise StateFormatError(f"{error}; give another file, or remove this one to begin anew") from None
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many tokens two sequences have in common at their beginning."""
+    least = min(len(a), len(b))
+    return next((i for i in range(least) if a[i] != b[i]), least)
+
+
+def _settings(dtype: DType, transform: Transform | None, policies: Sequence[Policy | None]) -> dict[str, str | int]:
+    """Return what a run's options made of the layers."""
+    windows = [policy for policy in policies if isinstance(policy, SlidingWindow)]
+    widest = max(windows, key=lambda policy: policy.window) if len(windows) == len(policies) else None
+    return {
+        "type": dtype,
+        "transform": transform or "none",
+        "window": "none" if widest is None else widest.window,
+        "sink tokens": 0 if widest is None else widest.num_sink_tokens,
+    }
