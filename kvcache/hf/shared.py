@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from kvcache.cache import KVCache
     from kvcache.hf.cache import HFCache
 
-STALLED = 60.0  # seconds in which another thread's pass reaches no layer, after which it is taken for lost
+STALLED = 300.0  # seconds in which another thread's pass reaches no layer, after which it is taken for lost
 LOOK_AGAIN = 0.05  # seconds
+LONG = 2.0  # seconds without progress after which garbage is collected, once
 
 
 class Shared:
@@ -43,13 +44,14 @@ class Shared:
 
     def take_turn(self, cache: HFCache) -> None:
         """Make a cache the one whose batch is open; call it with `changed` held."""
-        begin = time.monotonic()
+        begin, has_collected = time.monotonic(), False
         while (owner := self._owner()) is not None and owner is not cache and owner.runs_elsewhere():
             since = owner.last_active()
             del owner  # so that it can be collected
             self.changed.wait(LOOK_AGAIN)
             idle = time.monotonic() - max(begin, since)
-            if idle > 1:
+            if idle > LONG and not has_collected:
+                has_collected = True
                 gc.collect()  # a pass that failed ends with its cache, which lies in a cycle with its layers
             if idle > STALLED:
                 raise CacheBusyError(

@@ -378,37 +378,51 @@ def test_threads(attention):
     assert prefix.stats.matched >= 9 * 16
 
 
-def test_a_pass_that_is_lost(monkeypatch):
-    """Another thread's pass that never goes on is named, and ended by `reset`."""
-    monkeypatch.setattr("kvcache.hf.shared.STALLED", 0.5)
-    model, other = make(CONFIGS["llama"]()), make(CONFIGS["llama"]())
-    prefix = prefix_for(model)
-    tokens = random_tokens(1, 20)
-    lost, cache = (HFCache(model.config, prefix=prefix) for _ in range(2))
-    for each in (model, other):
-        each.set_attn_implementation("kvcache")
+def fail_elsewhere(model, cache, tokens):
+    """Run a pass in another thread, which fails in the third layer."""
 
     def fail(*_):
         raise ArithmeticError
 
-    other.model.layers[2].register_forward_pre_hook(fail)
-
-    def run():
+    def run(cache):
         with torch.no_grad(), pytest.raises(ArithmeticError):
-            other(tokens, past_key_values=lost)
+            model(tokens, past_key_values=cache)
 
-    thread = threading.Thread(target=run)
+    hook = model.model.layers[2].register_forward_pre_hook(fail)
+    thread = threading.Thread(target=run, args=(cache,))
     thread.start()
     thread.join()
+    hook.remove()
+
+
+def test_a_pass_that_failed_elsewhere(monkeypatch):
+    """Another thread's pass that never goes on is named; `reset` ends it."""
+    monkeypatch.setattr("kvcache.hf.shared.STALLED", 0.5)
+    model = model_of("llama")
+    model.set_attn_implementation("kvcache")
+    prefix, tokens = prefix_for(model), random_tokens(1, 20)
+    lost, cache = (HFCache(model.config, prefix=prefix) for _ in range(2))
+    fail_elsewhere(model, lost, tokens)
     with torch.no_grad():
         with pytest.raises(kvcache.CacheBusyError, match="reset its HFCache"):
             model(tokens, past_key_values=cache)
-        with pytest.warns(UserWarning, match="the last forward pass went through 2 of 4 layers"):
-            lost._drop_unfinished()
         lost.reset()
         with pytest.warns(UserWarning, match="its tokens were dropped"):
             model(tokens, past_key_values=cache)
     assert cache.get_seq_length() == 20
+
+
+def test_a_pass_that_failed_elsewhere_and_was_dropped():
+    """It ends with its cache, without a word from anybody."""
+    model = model_of("llama")
+    model.set_attn_implementation("kvcache")
+    prefix, tokens = prefix_for(model), random_tokens(1, 20)
+    fail_elsewhere(model, HFCache(model.config, prefix=prefix), tokens)
+    cache = HFCache(model.config, prefix=prefix)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    assert cache.get_seq_length() == 20
+    assert len(prefix.cache.sequences) == 1
 
 
 def test_a_wrong_prefix_cache():
