@@ -1,0 +1,244 @@
+"""Measure what a prefix cache saves and costs: python bench/bench_prefix.py [--only prefill,calls] [--valkey URL]
+
+`prefill` needs torch and transformers: the time to the first token of a prompt, with a Llama of random weights, when
+the prompt is computed, and when it is found: in memory, in a DirectoryStore, in Valkey; of the stores by a new prefix
+cache, as another process has. `calls` needs no model: what acquire takes, how fast keys are made, and what a store that
+sleeps costs a commit. All is interleaved; quotients are medians of the rounds' quotients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import shutil
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import kvcache
+from kvcache import stores
+from kvcache.prefix.keys import Keys, blocks_of
+from kvcache.tools.arguments import parse_tokens
+from kvcache.tools.interleave import rounds
+
+LONG = 600.0
+BLOCK = 64
+SHAPE = {
+    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4096, "max_position_embeddings": 1 << 17,
+    "eos_token_id": None,
+}  # fmt: skip
+
+
+def report(name: str, seconds: list[float], others: list[float], wanted: str = "") -> None:
+    quotient = statistics.median(other / one for one, other in zip(seconds, others, strict=True))
+    print(f"{name:24}{statistics.median(seconds) * 1e3:12.2f} ms{quotient:10.2f}{wanted:>10}", flush=True)
+
+
+# ---- the time to the first token
+
+
+@contextlib.contextmanager
+def server(url: str | None) -> Iterator[str | None]:
+    """Yield the address of a server: the one given, or that of one that is started; None: there is none."""
+    program = shutil.which("valkey-server") or shutil.which("redis-server")
+    if url is not None or program is None:
+        yield url
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            for _ in range(100):
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
+                time.sleep(0.05)
+            yield f"valkey://127.0.0.1:{port}/0"
+        finally:
+            process.kill()
+            process.wait()
+
+
+def measure_prefill(arguments: argparse.Namespace) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from kvcache.hf import HFCache
+
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SHAPE, "num_hidden_layers": arguments.layers, "hidden_size": arguments.hidden})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="kvcache").eval()
+    tokens = torch.randint(0, config.vocab_size, (1, arguments.tokens))
+
+    def prefix_on(store: Any = None) -> kvcache.PrefixCache:
+        memory = HFCache.make_kv_cache(config, block_size=BLOCK)
+        return kvcache.PrefixCache(memory, fingerprint="random", store=store, timeout=LONG)
+
+    def answer(prefix: kvcache.PrefixCache, matched: int) -> float:
+        begin = time.perf_counter()
+        cache = HFCache(config, prefix=prefix)
+        model.generate(tokens, past_key_values=cache, max_new_tokens=1, do_sample=False)
+        taken = time.perf_counter() - begin
+        if prefix.stats.matched < matched:
+            raise SystemExit(f"only {prefix.stats.matched} tokens were found: {prefix.stats}")
+        cache.release(tokens)
+        return taken
+
+    def anew(url: str | None, matched: int) -> Callable[[], float]:
+        def run() -> float:
+            store = None if url is None else stores.open(url)
+            prefix = prefix_on(store)
+            taken = answer(prefix, matched)
+            if store is not None and not prefix.close(LONG):
+                raise SystemExit(f"{url} did not take the values: {prefix.stats}")
+            del prefix
+            gc.collect()
+            return taken
+
+        return run
+
+    memory = prefix_on()
+    answer(memory, 0)
+    found = arguments.tokens - BLOCK
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        entrants = {"prefill": (anew(None, 0), ""), "memory": (lambda: answer(memory, found), "50")}
+        urls = {"DirectoryStore": (f"dir:{folder}", "10")}
+        url = stack.enter_context(server(arguments.valkey))
+        if url is not None:
+            urls["Valkey"] = url, "5"
+        for name, (address, wanted) in urls.items():
+            anew(address, 0)()  # fills it
+            entrants[name] = anew(address, found), wanted
+        nbytes = model.num_parameters()
+        print(f"{arguments.tokens:,} tokens, {nbytes / 1e6:.0f} million parameters, {arguments.threads} threads")
+        print(f"{'first token of':24}{'median':>15}{'faster':>10}{'wanted':>10}")
+        functions = [run for run, _ in entrants.values()]
+        times = [*zip(*rounds(*functions, seconds=arguments.seconds, least=5), strict=True)]
+        for (name, (_, wanted)), taken in zip(entrants.items(), times, strict=True):
+            report(name, list(taken), list(times[0]), wanted)
+
+
+# ---- what calls take
+
+
+class Sleeping(dict[str, bytes]):
+    """A store that sleeps a second per call."""
+
+    def __getitem__(self, key: str) -> bytes:
+        time.sleep(1)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: str, value: bytes) -> None:
+        time.sleep(1)
+        super().__setitem__(key, value)
+
+
+def make_cache(dim: int = 8) -> kvcache.KVCache:
+    return kvcache.KVCache(2, 1, dim, None, max_sequences=None, block_size=BLOCK)
+
+
+def feed(cache: kvcache.KVCache, seq_id: int, begin: int, rows: np.ndarray) -> float:
+    """Feed tokens, and return the seconds that the commit took."""
+    num = len(rows)
+    batch = cache.batch(positions=range(begin, begin + num), seq_ids=[seq_id] * num)
+    for layer in range(cache.num_layers):
+        batch.put(layer, rows, rows)
+    start = time.perf_counter()
+    batch.commit()
+    return time.perf_counter() - start
+
+
+def measure_acquire(seconds: float) -> None:
+    cache = make_cache()
+    prefix = kvcache.PrefixCache(cache, fingerprint="none")
+    tokens = np.arange(32768)
+    seq_id, _ = prefix.acquire(tokens)
+    feed(cache, seq_id, 0, np.ones((len(tokens), 1, 8), np.float32))
+    prefix.release(seq_id, tokens)
+    keys = Keys(b"none", b"")
+
+    def acquire() -> float:
+        begin = time.perf_counter()
+        seq_id, matched = prefix.acquire(tokens)
+        taken = time.perf_counter() - begin
+        assert matched == len(tokens) - 1
+        cache.clear(seq_id)
+        return taken
+
+    def name() -> float:
+        begin = time.perf_counter()
+        keys.chain(keys.root, blocks_of(tokens, BLOCK))
+        return time.perf_counter() - begin
+
+    hits, names = zip(*rounds(acquire, name, seconds=seconds, least=20), strict=True)
+    print(f"acquire, a hit of 32,768 tokens: {statistics.median(hits) * 1e3:.2f} ms (wanted: 3)")
+    print(f"keys: {len(tokens) / statistics.median(names) / 1e6:.1f} million tokens/s (wanted: 20)")
+
+
+def measure_commit(seconds: float) -> None:
+    """Commit a token at a time to two caches in turn: one has a store that sleeps, the other none."""
+    one = np.ones((1, 1, 128), np.float32)
+    sleeping = Sleeping()
+    serving = []
+    for store in (None, sleeping):
+        cache = make_cache(128)
+        prefix = kvcache.PrefixCache(cache, fingerprint="none", store=store, timeout=0)
+        serving.append((cache, prefix))
+
+    def thousand() -> list[list[float]]:
+        taken: list[list[float]] = [[], []]
+        prompt = np.random.default_rng().integers(0, 1 << 30, 1000)
+        acquired = [prefix.acquire(prompt)[0] for _, prefix in serving]
+        for position in range(len(prompt)):
+            order = (0, 1) if position % 2 else (1, 0)
+            for i in order:
+                taken[i].append(feed(serving[i][0], acquired[i], position, one))
+        for (_, prefix), seq_id in zip(serving, acquired, strict=True):
+            prefix.release(seq_id, prompt)
+        return taken
+
+    thousand()
+    found = [round_ for [round_] in rounds(thousand, seconds=seconds, least=20)]
+    without, with_store = ([t for each in found for t in each[i]] for i in range(2))
+    for name, share in (("p50", 0.5), ("p99", 0.99)):
+        first, second = (float(np.quantile(times, share)) for times in (without, with_store))
+        print(
+            f"commit of one token, {name}: {first * 1e6:.1f} µs, with a store that sleeps {second * 1e6:.1f} µs:"
+            f" {second / first:.3f} (wanted: 1.1)"
+        )
+    serving[1][1].close(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="prefill,calls", help="sections, with commas (prefill,calls)")
+    parser.add_argument("--tokens", type=parse_tokens, default=4096, help="of the prompt (4096)")
+    parser.add_argument("--layers", type=int, default=12, help="of the model (12)")
+    parser.add_argument("--hidden", type=int, default=768, help="hidden size of the model (768)")
+    parser.add_argument("--threads", type=int, default=2, help="of torch (2)")
+    parser.add_argument("--valkey", metavar="URL", help="a server; by default one is started if it is installed")
+    parser.add_argument("--seconds", type=float, default=10, help="of each section (10); five rounds are the least")
+    arguments = parser.parse_args()
+    sections = arguments.only.split(",")
+    if unknown := {*sections} - {"prefill", "calls"}:
+        parser.error(f"--only: there is no section {', '.join(sorted(unknown))}: prefill, calls")
+    if "calls" in sections:
+        measure_acquire(arguments.seconds)
+        measure_commit(arguments.seconds)
+    if "prefill" in sections:
+        measure_prefill(arguments)
+
+
+if __name__ == "__main__":
+    main()
