@@ -95,7 +95,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = generate(self, *args, **kwargs)
         for cache in made:
             if getattr(result, "past_key_values", None) is not cache:
-                tokens = result if isinstance(result, torch.Tensor) else result.sequences
+                tokens: Any = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", ())
                 is_known = len(tokens) == cache.batch_size and not kwargs.get("custom_generate")
                 cache.release(tokens if is_known else None)
         return result

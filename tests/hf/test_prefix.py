@@ -118,6 +118,40 @@ def test_attention_over_what_was_matched_is_the_same_bits():
     assert torch.equal(again, want)
 
 
+SMALL = {"n_head": 4, "n_layer": 2, "vocab_size": 97, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.5}
+OTHERS = {
+    "latents": lambda: transformers.DeepseekV3Config(
+        **{**BASE, "num_key_value_heads": 4, "num_hidden_layers": 2, "head_dim": 8, "mlp_layer_types": ["dense"] * 2},
+        kv_lora_rank=32, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+    ),
+    "learned positions": lambda: transformers.GPT2Config(n_embd=64, n_positions=256, **SMALL),
+    "no positions of generate's": lambda: transformers.BloomConfig(hidden_size=64, **SMALL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(name, attention):
+    """Where generate does not say at which positions tokens behind padding stand, nothing is matched for them."""
+    model = make(OTHERS[name]())
+    prefix = prefix_for(model)
+    first = random_tokens(1, LONG)
+    generate(model, first, prefix, attention)
+    tokens = join(first[:, :41], random_tokens(1, 9, seed=1))
+    got, fed = generate(model, tokens, prefix, attention)
+    assert fed[0] == 9
+    assert torch.equal(got, generate(model, tokens, attention=attention)[0])
+    tokens = torch.cat([tokens, torch.nn.functional.pad(first[:, :30], (20, 0))])
+    mask = {"attention_mask": (tokens != 0).long()}
+    for _ in range(2):
+        got, fed = generate(model, tokens, prefix, attention, **mask)
+        assert fed[0] == (50 if name == "no positions of generate's" else 1)
+        assert torch.equal(got, generate(model, tokens, attention=attention, **mask)[0])
+    got, fed = generate(model, first[:, :40], prefix, attention)
+    assert fed[0] == 1
+    assert torch.equal(got, generate(model, first[:, :40], attention=attention)[0])
+
+
 @pytest.mark.parametrize("attention", ["kvcache", "eager"])
 def test_a_conversation(attention):
     """What was generated is found, too: each turn feeds its new tokens and the last one before them."""
@@ -493,6 +527,23 @@ def test_images_are_not_matched():
         generate(model, tokens, prefix)
     cache = HFCache(config, prefix=prefix)
     assert cache.acquire(tokens) == first - 1
+
+
+def test_a_way_to_generate_that_returns_something_else():
+    """What a user's function returns is no tokens that the cache could know: the prompt alone is kept."""
+    model = model_of("llama")
+    prefix = prefix_for(model)
+    tokens = random_tokens(1, LONG)
+
+    def sample(model, input_ids, **options):
+        model._sample(input_ids, **options)
+        return "words"
+
+    for fed in (LONG, 1):
+        made, passes = generate(model, tokens, prefix, custom_generate=sample)
+        assert made == "words"
+        assert passes[0] == fed
+    assert prefix.stats.sequences == 0
 
 
 def test_embeddings_are_not_matched():
