@@ -157,7 +157,8 @@ def test_what_is_stored(model):
         with torch.no_grad():
             model(prompt(2)["input_ids"], past_key_values=cache)
     for one, other in zip(ours.layers, theirs.layers, strict=True):
-        torch.testing.assert_close((one.keys, one.values), (other.keys, other.values))
+        # Of the second layer on, what either attention of the layers before has rounded.
+        torch.testing.assert_close((one.keys, one.values), (other.keys, other.values), rtol=1e-5, atol=1e-5)
     assert ours._cache.value_in_key == (True,) * LAYERS  # a row of 64 elements for all heads together
 
 
