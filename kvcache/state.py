@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, SupportsIndex, TypeAlias, TypeVar, cast
@@ -437,11 +437,28 @@ def restore(
     core: _core.Cache, path: StrPath, seq_id: Any, saved_id: Any, fingerprint: str | None, secret: bytes | None
 ) -> set[int]:
     """Restore sequences, as `KVCache.restore` says; return their ids."""
+    there: list[int] = []
+
+    def choose(saved: SavedState) -> Mapping[int, int] | None:
+        there.extend(sequence.seq_id for sequence in saved.sequences)
+        return _target_of(saved, seq_id, saved_id)
+
+    ids = restore_chosen(core, path, choose, fingerprint, secret)
+    return set(there) if ids is None else set(ids.values())
+
+
+def restore_chosen(
+    core: _core.Cache,
+    path: StrPath,
+    choose: Callable[[SavedState], Mapping[int, int] | None],
+    fingerprint: str | None,
+    secret: bytes | None,
+) -> Mapping[int, int] | None:
+    """Restore the sequences that a function chooses, under the ids that it returns; None: all, under their own."""
     with _mapped(path) as data:
-        saved = _read(data)
-        ids = _target_of(saved, seq_id, saved_id)
+        ids = choose(_read(data))
         _restore(core, data, fingerprint, secret, ids)
-    return {sequence.seq_id for sequence in saved.sequences} if ids is None else set(ids.values())
+    return ids
 
 
 def load(

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -20,20 +20,20 @@ from kvcache.hf.decode import Decoder
 from kvcache.hf.forward_pass import ForwardPass
 from kvcache.hf.layers import CrossLayer, LatentLayer, Layer
 from kvcache.hf.padding import count_leading, hidden_ranges, refuse_padding, shown_columns
-from kvcache.hf.policies import CacheLayer, parts_of, shapes_of
+from kvcache.hf.policies import SHAPE, CacheLayer, parts_of, shapes_of
 from kvcache.hf.prompts import Prompts, check_prefix, placeholders_of
 from kvcache.hf.rows import LayerRows, Shape
 from kvcache.hf.shared import STALLED, Shared
+from kvcache.hf.state import Saveable
 from kvcache.layer import DType, Transform, count, stored_as
 from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix import PrefixCache
 from kvcache.system import readable
 
-SHAPE = ("num_kv_heads", "head_dim", "v_head_dim", "value_in_key", "policy")  # fields of a layer of `KVCache`
 BLOCK_SIZE = 256  # also the tokens decoded at once for the model's own attention; unused slots take no memory
 
 
-class HFCache(Cache):
+class HFCache(Saveable, Cache):
     """A cache for models of transformers: a sequence for each text of the batch.
 
     Parameters
@@ -701,12 +701,6 @@ class HFCache(Cache):
             for layer in self.layers
         ]
         return other
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "an HFCache cannot be pickled or saved yet: keep the token ids and give them to the model again;"
-            " copy.deepcopy() makes a cache that shares its rows, in this process"
-        )
 
     def __repr__(self) -> str:
         self._finish_pass()

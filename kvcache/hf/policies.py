@@ -22,6 +22,7 @@ from kvcache.policy import ChunkedAttention, FullAttention, Policy, SlidingWindo
 
 # Layers without keys and values, for which transformers' own cache layers are used.
 CacheLayer: TypeAlias = LinearAttentionCacheLayerMixin | DummyLayer
+SHAPE = ("num_kv_heads", "head_dim", "v_head_dim", "value_in_key", "policy")  # fields of a layer of `KVCache`
 RESUME = 64  # tokens by which a window can be cropped: assisted decoding removes wrong guesses
 
 # Types of models that make no use of the cache that they are given, or take only one of their own, and the reason.

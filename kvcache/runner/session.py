@@ -59,8 +59,8 @@ class Session:
                 what = f"of another model: its fingerprint is {saved.fingerprint}, this model's {self._fingerprint}"
                 raise self._differs(what if saved.fingerprint else "no session: it does not say of which model it is")
             ids = [one.seq_id for one in saved.sequences]
-            if ids != [0] or saved.sequences[0].next_position != len(saved.sequences[0].tokens):
-                raise self._differs("no session: it should have one sequence, with the id of each token")
+            if not saved.layers or ids != [0] or saved.sequences[0].next_position != len(saved.sequences[0].tokens):
+                raise self._differs("no session: it should have layers, and one sequence with the id of each token")
             tokens: list[int] = saved.sequences[0].tokens.tolist()
             return tokens
 

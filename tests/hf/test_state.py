@@ -1,0 +1,269 @@
+"""Caches saved to a file and loaded from it: generate goes on as if nothing had happened."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from support.hf_pairs import BASE, CONFIGS, MIXED, SLIDING, VOCAB, make, model_of, random_tokens  # noqa: E402 - torch may be missing
+
+import kvcache  # noqa: E402 - as above
+from kvcache import NotSupportedError, StateFormatError, state  # noqa: E402 - as above
+from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
+
+WIDE = SLIDING | {"head_dim": 32}  # which quantised types need
+HIDDEN = {
+    "none": [(), (), ()],
+    "left": [(), range(5), range(11)],
+    "all left": [range(3), range(5), range(11)],
+    "gaps": [range(6, 9), [*range(3), *range(9, 20)], range(23)],
+}
+
+
+def generate(model, cache, tokens, mask=None, count=6, **options):
+    model.set_attn_implementation("kvcache")
+    if mask is None:
+        mask = torch.ones_like(tokens)
+    more = torch.ones(len(tokens), tokens.shape[1] - mask.shape[1], dtype=torch.long)
+    return model.generate(
+        tokens, attention_mask=torch.cat([mask, more], 1), past_key_values=cache, do_sample=False, max_new_tokens=count,
+        **options,
+    )  # fmt: skip
+
+
+def filled(tmp_path, model=None, rows=2, **options):
+    """Return a model, a saved cache, and its tokens."""
+    model = model or model_of("llama")
+    cache = HFCache(model.config, **options)
+    tokens = generate(model, cache, random_tokens(rows, 20))
+    cache.save(tmp_path / "chat", tokens=tokens)
+    return model, cache, tokens
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generate_goes_on(tmp_path, name, hidden):
+    model, tokens = model_of(name), random_tokens(3, 24)
+    mask = torch.ones(3, 24, dtype=torch.long)
+    for row, columns in zip(mask, HIDDEN[hidden], strict=True):
+        row[[*columns]] = 0
+    cache = HFCache(model.config, dtype="f32")
+    tokens = generate(model, cache, tokens, mask)
+    cache.save(tmp_path / "chat")
+    loaded = HFCache.load(model.config, tmp_path / "chat")
+    assert (loaded.get_seq_length(), loaded.batch_size) == (29, 3)
+    assert loaded._offsets == cache._offsets
+    for layer, other in zip(cache.layers, loaded.layers, strict=True):
+        torch.testing.assert_close(layer.keys, other.keys, rtol=0, atol=0)
+        torch.testing.assert_close(layer.values, other.values, rtol=0, atol=0)
+    calls = cache.stats()["calls"]["kernel"]
+    want, got = generate(model, cache, tokens, mask, 9), generate(model, loaded, tokens, mask, 9)
+    assert torch.equal(got, want)
+    assert loaded.stats()["calls"]["kernel"] == cache.stats()["calls"]["kernel"] - calls
+    loaded.crop(-1)
+    assert loaded.get_seq_length() == cache.get_seq_length() - 1
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from kvcache.hf import HFCache
+from support.hf_pairs import SLIDING, make, random_tokens
+import transformers
+model = make(transformers.MistralConfig(**SLIDING | {"head_dim": 32}))
+model.set_attn_implementation("kvcache")
+options = {"do_sample": False, "max_new_tokens": 7}
+if sys.argv[3] == "save":
+    cache = HFCache(model.config, dtype="q8_0", transform="hadamard")
+    tokens = model.generate(random_tokens(1, 30), past_key_values=cache, **options)
+    cache.save(sys.argv[2], tokens=tokens, fingerprint="a mistral", secret=b"secret")
+else:
+    cache = HFCache.load(model.config, sys.argv[2], fingerprint="a mistral", secret=b"secret")
+    tokens = torch.cat([random_tokens(1, 30), torch.tensor([eval(sys.argv[4])])], 1)
+    tokens = model.generate(tokens, past_key_values=cache, **options)
+print(tokens[0, 30:].tolist(), cache.get_seq_length(), cache.stats()["calls"]["kernel"])
+"""
+
+
+def test_another_process_goes_on(tmp_path):
+    def run(*arguments):
+        code = [sys.executable, "-W", "ignore", "-c", PROGRAM, Path(__file__).parents[1], tmp_path / "chat", *arguments]
+        done = subprocess.run(code, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        drawn, _, numbers = done.stdout.rpartition("] ")
+        return f"{drawn}]", numbers.split()
+
+    first, (seen, _) = run("save")
+    assert seen == "36"
+    second, (seen, calls) = run("load", first)
+    assert (seen, calls) == ("43", "28")  # 7 passes of 4 layers: the prompt was not computed again
+    model = make(transformers.MistralConfig(**WIDE))
+    cache = HFCache(model.config, dtype="q8_0", transform="hadamard")
+    assert generate(model, cache, random_tokens(1, 30), count=14)[0, 30:].tolist() == eval(second)
+
+
+def test_rows_of_the_batch_stay_in_order(tmp_path):
+    model, cache, tokens = filled(tmp_path, rows=3)
+    order = [2, 0, 2, 1]
+    cache.batch_select_indices(order)
+    cache.save(tmp_path / "chat", tokens=tokens[order])
+    loaded = HFCache.load(model.config, tmp_path / "chat")
+    assert loaded.stats()["live_slots"] == cache.stats()["live_slots"]  # rows that two share are shared again
+    assert torch.equal(generate(model, loaded, tokens[order]), generate(model, cache, tokens[order]))
+    assert loaded._seq_ids == [0, 1, 2, 3]
+    assert loaded._new_ids(1)[0] >= 4
+
+
+def test_beams_go_on(tmp_path):
+    model, tokens = model_of("gemma3"), random_tokens(2, 24)
+    cache = HFCache(model.config, dtype="f32")
+    model.set_attn_implementation("kvcache")
+    model.generate(tokens, past_key_values=cache, num_beams=3, max_new_tokens=5, do_sample=False)
+    cache.save(tmp_path / "chat")
+    loaded = HFCache.load(model.config, tmp_path / "chat")
+    assert loaded.batch_size == 6
+    more = random_tokens(6, 3, seed=1)
+    with torch.inference_mode():
+        got, want = (model(more, past_key_values=one).logits for one in (loaded, cache))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_options_and_tokens_are_kept(tmp_path):
+    policy = kvcache.SlidingWindow(9, num_sink_tokens=2)
+    model = make(transformers.LlamaConfig(**BASE | {"head_dim": 32}))
+    _, cache, tokens = filled(tmp_path, model, policy=policy, dtype="q4_0", transform="hadamard")
+    with pytest.raises(StateFormatError, match=r"layer 0 of attention has .*SlidingWindow\(.* and the policy, that it"):
+        HFCache.load(model.config, tmp_path / "chat")
+    loaded = HFCache.load(model.config, tmp_path / "chat", policy=policy)
+    assert "hadamard q4_0" in repr(loaded)
+    assert loaded.policy == cache.policy
+    assert torch.equal(generate(model, loaded, tokens), generate(model, cache, tokens))
+    saved = state.inspect(tmp_path / "chat", verify=True).sequences
+    assert [one.tokens.tolist() for one in saved[:2]] == tokens[:, :25].tolist()
+
+
+def test_padding_is_no_token(tmp_path):
+    model, tokens = model_of("llama"), random_tokens(2, 10)
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    cache = HFCache(model.config)
+    tokens = generate(model, cache, tokens, mask)
+    cache.save(tmp_path / "chat", tokens=tokens)
+    first, second, _ = state.inspect(tmp_path / "chat").sequences
+    assert first.tokens.tolist() == tokens[0, :15].tolist()
+    assert second.tokens.tolist() == tokens[1, 4:15].tolist()
+
+
+def test_other_models_are_refused(tmp_path):
+    model, _, _ = filled(tmp_path)
+    for name in ("mistral", "gemma3"):
+        with pytest.raises(
+            StateFormatError, match=r"of another shape: its layer . of attention has .* give the config"
+        ):
+            HFCache.load(model_of(name).config, tmp_path / "chat")
+    with pytest.raises(StateFormatError, match="it has 4 layers, config's model 3"):
+        HFCache.load(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 3}), tmp_path / "chat")
+    with pytest.raises(StateFormatError, match=r"num_kv_heads=2.*num_kv_heads=4"):
+        HFCache.load(transformers.LlamaConfig(**BASE | {"num_key_value_heads": 4}), tmp_path / "chat")
+    with pytest.raises(TypeError, match=r"give its configuration, model\.config"):
+        HFCache.load(model, tmp_path / "chat")
+
+
+def test_bad_files_are_refused(tmp_path):
+    model, cache, _ = filled(tmp_path)
+    good = (tmp_path / "chat").read_bytes()
+    for at in range(0, len(good) - 40, len(good) // 97):  # the last bytes are a MAC
+        for data in (good[:at], good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]):
+            (tmp_path / "bad").write_bytes(data)
+            with pytest.raises(StateFormatError, match="bad: "):
+                HFCache.load(model.config, tmp_path / "bad")
+    for options, words in (({"fingerprint": "another"}, "fingerprint"), ({"secret": b"x"}, "has no MAC")):
+        with pytest.raises(StateFormatError, match=words):
+            HFCache.load(model.config, tmp_path / "chat", **options)
+    cache._cache.save(tmp_path / "plain")
+    ids = cache._seq_ids
+    cache._cache.save(tmp_path / "lies", [*ids, 90], tokens={90: [1, 3, *ids]})  # fewer columns than positions
+    cache._cache.save(tmp_path / "other", [*ids, 90], tokens={90: [1, 99, ids[0], ids[0]]})
+    for name in ("plain", "lies", "other"):
+        with pytest.raises(StateFormatError, match=f"{name}: no state of an HFCache"):
+            HFCache.load(model.config, tmp_path / name)
+
+
+@pytest.mark.parametrize("shape", [(2, 24), (3, 25), (25,)])
+def test_tokens_of_another_shape_are_refused(tmp_path, shape):
+    _, cache, _ = filled(tmp_path)
+    before = (tmp_path / "chat").read_bytes()
+    with pytest.raises(ValueError, match=r"tokens has the shape .*: integers \[2, 25\] are needed"):
+        cache.save(tmp_path / "chat", tokens=torch.ones(shape, dtype=torch.long))
+    assert (tmp_path / "chat").read_bytes() == before
+    assert cache.get_seq_length() == 25
+
+
+def test_an_empty_cache(tmp_path):
+    model = model_of("llama")
+    HFCache(model.config, dtype="f32").save(tmp_path / "chat")
+    loaded = HFCache.load(model.config, tmp_path / "chat")
+    tokens = random_tokens(2, 8)
+    assert torch.equal(generate(model, loaded, tokens), generate(model, HFCache(model.config, dtype="f32"), tokens))
+
+
+def test_a_failed_pass_is_no_part(tmp_path):
+    model, cache, tokens = filled(tmp_path)
+    broken = model.model.layers[2].register_forward_hook(lambda *_: 1 / 0)
+    with torch.inference_mode(), pytest.raises(ZeroDivisionError):
+        model(tokens[:, 25:], past_key_values=cache)
+    broken.remove()
+    cache.save(tmp_path / "chat")
+    assert HFCache.load(model.config, tmp_path / "chat").get_seq_length() == 25
+
+
+def test_linear_attention_is_refused(tmp_path):
+    config = transformers.Lfm2Config(**BASE, layer_types=["full_attention", "conv"] * 2)
+    with pytest.raises(NotSupportedError, match=r"layer 1 keeps transformers' own state \(Linear.*keep the token ids"):
+        HFCache(config).save(tmp_path / "chat")
+    assert not (tmp_path / "chat").exists()
+    filled(tmp_path)
+    with pytest.raises(NotSupportedError, match="layer 1 keeps transformers' own state"):
+        HFCache.load(config, tmp_path / "chat")
+
+
+def test_rows_of_an_encoder_are_refused(tmp_path):
+    config = transformers.BartConfig(d_model=16, encoder_attention_heads=2, decoder_attention_heads=2)
+    with pytest.raises(NotSupportedError, match="layer 0 keeps rows of an encoder"):
+        HFEncoderDecoderCache(config).cross_attention_cache.save(tmp_path / "chat")
+
+
+def test_layers_without_rows_are_no_obstacle(tmp_path):
+    """Layers that read another layer's rows."""
+    config = transformers.Gemma3nTextConfig(
+        **MIXED | {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6},
+        num_kv_shared_layers=2, vocab_size_per_layer_input=VOCAB, laurel_rank=4, hidden_size_per_layer_input=8,
+        activation_sparsity_pattern=[0.0] * 6,
+    )  # fmt: skip
+    cache = HFCache(config)
+    cache.save(tmp_path / "chat")
+    assert HFCache.load(config, tmp_path / "chat").batch_size == -1
+
+
+def test_with_a_prefix_cache(tmp_path):
+    """Only the batch's sequences are saved, not all that the prefix cache keeps."""
+    model = model_of("llama")
+    kv_cache = HFCache.make_kv_cache(model.config, "f32", block_size=4)
+    prefix = kvcache.PrefixCache(kv_cache, fingerprint="llama")
+    tokens = random_tokens(2, 20)
+    for _ in range(2):
+        cache = HFCache(model.config, prefix=prefix)
+        text = generate(model, cache, tokens)
+        cache.save(tmp_path / "chat", tokens=text)
+        want = generate(model, cache, text)
+        cache.release(want)
+    assert len(state.inspect(tmp_path / "chat").sequences) == 3
+    loaded = HFCache.load(model.config, tmp_path / "chat")
+    assert torch.equal(generate(model, loaded, text), want)
