@@ -291,7 +291,7 @@ while True:
 
 def test_killed_while_it_saves(tmp_path):
     path = tmp_path / "state"
-    environment = os.environ | {"PYTHONPATH": str(STATES.parents[1]), "PYTHONSAFEPATH": ""}
+    environment = os.environ | {"PYTHONPATH": str(STATES.parents[1]), "PYTHONSAFEPATH": "1"}
     rng = np.random.default_rng(0)
     for _ in range(8):
         command = [sys.executable, "-c", SAVE_FOR_EVER, str(path)]

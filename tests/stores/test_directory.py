@@ -1,7 +1,6 @@
 """DirectoryStore: files in one folder, which many processes share."""
 
 import contextlib
-import multiprocessing
 import os
 import random
 import signal
@@ -9,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 import hypothesis
@@ -397,30 +395,40 @@ def test_a_stopped_process_holds_up_no_reader(tmp_path):
         writer.stdout.close()
 
 
-def write_some(path, number):
-    store = DirectoryStore(path, max_bytes=100_000)
+SOME_WRITES = """
+import sys, threading
+sys.path[:] = {path!r}
+from kvcache.stores import DirectoryStore
+
+def write_some(number):
+    store = DirectoryStore({folder!r}, max_bytes=100_000)
     for i in range(100):
-        key = f"{number} {i % 30}"
+        key = f"{{number}} {{i % 30}}"
         store[key] = key.encode() * 200
         value = store.get(key)
-        assert value in (None, key.encode() * 200)
+        if value not in (None, key.encode() * 200):
+            print("wrong", key)
         if i % 3 == 0:
             store.pop(key, None)
 
+threads = [threading.Thread(target=write_some, args=(i,)) for i in range({first}, {first} + 2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
 
 def test_processes_and_threads_keep_one_count(tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    workers = [context.Process(target=write_some, args=(tmp_path, i)) for i in range(3)]
-    workers += [threading.Thread(target=write_some, args=(tmp_path, i)) for i in range(3, 6)]
-    for worker in workers:
-        worker.start()
+    codes = [SOME_WRITES.format(path=sys.path, folder=str(tmp_path), first=first) for first in (0, 2, 4)]
+    workers = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for code in codes]
     store = DirectoryStore(tmp_path)
     most = 0
-    while any(worker.is_alive() for worker in workers):
+    while any(worker.poll() is None for worker in workers):
         most = max(most, store.nbytes)
     for worker in workers:
-        worker.join()
-        assert getattr(worker, "exitcode", 0) == 0
+        assert worker.communicate()[0] == b""
+        assert worker.returncode == 0
     assert 0 < most <= 100_000
     with store._folder() as folder, directory._Usage(folder) as usage:
         assert usage.total == store.nbytes

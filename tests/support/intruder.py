@@ -7,9 +7,12 @@ Whatever the method then says, the process must not crash, and what is left must
 "<class>.<name> <times>".
 """
 
+import atexit
 import contextlib
 import gc
+import shutil
 import sys
+import tempfile
 
 import numpy as np
 
@@ -63,6 +66,12 @@ class Scene:
             self.cache.close()
 
 
+FOLDER = tempfile.mkdtemp()
+atexit.register(shutil.rmtree, FOLDER)
+scene = Scene(False)
+scene.cache.save(f"{FOLDER}/restored")
+scene.end()
+
 # Every public name, with what to call it with; a property is looked at.  None: it is not called.
 CACHE = {
     "batch": ((), {"positions": [9, 20, 9], "seq_ids": [0, 2, 1], "parents": [-1, -1, -1]}),
@@ -84,12 +93,15 @@ CACHE = {
     "keep": ((1,), {}),
     "keys": ((0,), {"seq_id": 1}),
     "last_position": ((1,), {"layer": 1}),
+    "load": None,
     "most_bytes": ((100,), {}),
     "next_position": ((1,), {}),
     "positions": ((), {"seq_id": 1, "layer": 1}),
     "remove": ((1, 2), {"seq_id": 1}),
     "reserve": ((5,), {"seq_id": 1}),
+    "restore": ((f"{FOLDER}/restored", 1), {"saved_id": 0}),
     "room": ((1,), {}),
+    "save": ((f"{FOLDER}/saved", [0, 1]), {"tokens": {0: [3, 4]}}),
     "seq_len": ((1,), {"layer": 0}),
     "settle": ((), {}),
     "share_range": ((0, 7, 1), {}),

@@ -51,9 +51,8 @@ static sizes denormal(int type)
     static const sizes all[] = {[KVC_F32] = {0x1p-127f, 0x1p64f, 0},
                                 [KVC_F16] = {0x1p-15f, 1, 0},
                                 [KVC_BF16] = {0x1p-127f, 0x1p64f, 0},
-                                [KVC_Q8_0] = {0x1p-13f, 1, 0},
-                                [KVC_Q4_0] = {0x1p-13f, 1, 0}};
-    return all[type];
+                                [KVC_Q8_0] = {0x1p-13f, 1, 0}};
+    return all[type < KVC_Q8_0 ? type : KVC_Q8_0];
 }
 
 /* The fewest bytes, not 0, that may lie between rows: an element, or a byte. */
