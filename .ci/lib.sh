@@ -290,12 +290,22 @@ usual() {
     step "docs without a warning, links within them" task "$tools" docs DOCS="$tmp/html"
     command -v valkey-server >/dev/null || has "stores in Valkey or Redis" redis-server
     has "stores with TLS" openssl
-    # Much of the first waits for the C tests or runs on one processor, and the second compiles on one.
+    # Much of the first waits for the C tests or runs on one processor, and so does the second; what only compiles goes on
+    # beside the first.
     step "pytest on the installed package" tests &
     step "pytest with torch and the oldest transformers; README's commands" with_torch
+    compiled
     wait
     step "benchmarks, installed, once each" installed_benchmarks
+    if [ ! -e "$kept/shared-openmp/kvcache.sha256" ]; then
+        skip "pytest on llama.cpp: it was not built here; .ci/full does"
+    elif has "pytest on llama.cpp" cmake flock patch; then
+        step "pytest on llama.cpp" with_llama shared-openmp ''
+    fi
+}
 
+# Compiles the core, its CMake build and the adapter of llama.cpp, without a warning.
+compiled() {
     local cc cxx
     for cc in gcc clang; do
         cxx=${cc/gcc/g++} cxx=${cxx/clang/clang++}
@@ -312,10 +322,5 @@ usual() {
         for cxx in g++ clang++; do
             has "adapter of llama.cpp, $cxx" "$cxx" && step "adapter of llama.cpp without a warning, $cxx" adapter "$cxx"
         done
-    fi
-    if [ ! -e "$kept/shared-openmp/kvcache.sha256" ]; then
-        skip "pytest on llama.cpp: it was not built here; .ci/full does"
-    elif has "pytest on llama.cpp" cmake flock patch; then
-        step "pytest on llama.cpp" with_llama shared-openmp ''
     fi
 }
