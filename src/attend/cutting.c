@@ -65,10 +65,12 @@ int32_t kvc_count_units(const kvc_plan *plan) {
 /* Makes unit i of a sequence, without its rows: see find_rows and cut_rows. */
 static kvc_new_unit unit_at(const kvc_plan *plan, const query_cut *cut, int32_t i) {
     const int32_t first = cut->first + i * cut->tokens, rest = cut->end - first;
+    const int tiled = (int64_t)(cut->end - cut->first) * plan->heads_per_kv > KVC_STREAM_QUERIES;
     return (kvc_new_unit){.unit = {.sequence = cut->sequence,
                                    .first = first,
                                    .num_tokens = rest < cut->tokens ? rest : cut->tokens,
-                                   .tiled = (int64_t)(cut->end - cut->first) * plan->heads_per_kv > KVC_STREAM_QUERIES},
+                                   .tiled = tiled,
+                                   .tile_rows = tiled ? kvc_tile_rows(plan) : KVC_TILE},
                           .is_whole = cut->num_units == 1};
 }
 

@@ -118,7 +118,7 @@ static void find_common_rows(kvc_new_unit *units, kvc_neighbour *n) {
     n->same_rows = rows_before + same_rows_of_run(&units[n[-1].unit], u, run);
     const int64_t part = n->same_rows / u->unit.part_rows, begin = part * u->unit.part_rows;
     while (rows_before > begin) rows_before -= kvc_rows_in_reach(reach, &u->runs[--run]);
-    n->same_tile_rows = begin + (n->same_rows - begin) / KVC_TILE * KVC_TILE;
+    n->same_tile_rows = begin + (n->same_rows - begin) / u->unit.tile_rows * u->unit.tile_rows;
     u->first_part = (int32_t)part;
     u->first_run = run;
     u->rows_before = rows_before;

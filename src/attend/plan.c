@@ -140,15 +140,17 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
     lane->q_stride = (int32_t)(chunks * (t->any_tiled ? KVC_PACKED : KVC_CHUNK));
     lane->size = 0;
     lane->q = add_floats(&lane->size, q * (uint64_t)lane->q_stride);
-    lane->scores = add_floats(&lane->size, q * KVC_TILE);
+    const uint64_t tile_rows = t->any_tiled ? (uint64_t)kvc_tile_rows(plan) : 0, scores = q * KVC_TILE;
+    const uint64_t block = t->any_tiled ? KVC_BLOCK_QUERIES * KVC_WEIGHTS_STRIDE : 0;
+    lane->scores = add_floats(&lane->size, scores > block ? scores : block);
     lane->acc = add_floats(&lane->size, q * (uint64_t)lane->acc_stride);
     lane->max = add_floats(&lane->size, q);
     lane->sum = add_floats(&lane->size, q);
     lane->factor = add_floats(&lane->size, q);
     lane->tokens = add_floats(&lane->size, q); /* an int32_t is as large as a float */
-    lane->weights = add_floats(&lane->size, t->any_tiled ? q * KVC_PACKED_WEIGHTS : 0);
-    lane->keys = add_floats(&lane->size, t->any_tiled ? (uint64_t)lane->q_stride * KVC_TILE : 0);
-    lane->values = add_floats(&lane->size, t->any_tiled ? (uint64_t)lane->acc_stride * KVC_PACKED_WEIGHTS : 0);
+    lane->keys = add_floats(&lane->size, (uint64_t)lane->q_stride * tile_rows);
+    lane->values =
+        add_floats(&lane->size, tile_rows ? (uint64_t)lane->acc_stride * (KVC_WIDE_TILE / KVC_CHUNK * KVC_PACKED) : 0);
     const int32_t widest = lane->q_stride > lane->acc_stride ? lane->q_stride : lane->acc_stride;
     lane->rows = add_floats(&lane->size, (uint64_t)widest * KVC_TILE); /* enough for rows of any type */
     if (!has_minima(plan)) return;

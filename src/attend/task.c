@@ -72,17 +72,19 @@ kvc_task kvc_member_of(const kvc_task *t, int32_t m, int32_t first) {
 
 /* ---- query rows and keys ----------------------------------------------------------------------------------------- */
 
-/* Copies the query rows to the lane, as f32. */
-static void load_query_rows(const kvc_task *t) {
+/* Copies the query rows to the lane, as rows of type `to`, with zeros up to the end of a chunk. */
+static void load_query_rows(const kvc_task *t, int32_t to) {
     const kvc_call *c = t->call;
     const kvc_attend_args *a = c->args;
+    const int32_t dim = c->plan->k_dim, padded = (int32_t)kvc_align_up((uint64_t)dim, KVC_CHUNK);
     for (int32_t r = 0; r < t->num_query_rows; r++) {
         const char *q = (const char *)a->q +
                         kvc_token_offset(kvc_token_of(t, r) - c->plan->args.first, a->inner_tokens, a->q_token_stride,
                                          a->q_batch_stride) +
                         kvc_query_head_of(t, r) * a->q_head_stride;
-        kvc_convert_query_row(c, a->q_type, KVC_F32, t->q + (size_t)r * (size_t)c->plan->lane.q_stride, q,
-                              c->plan->k_dim);
+        char *const row = (char *)(t->q + (size_t)r * (size_t)c->plan->lane.q_stride);
+        kvc_convert_query_row(c, a->q_type, to, row, q, dim);
+        memset(row + kvc_row_bytes(to, dim), 0, kvc_row_bytes(to, padded) - kvc_row_bytes(to, dim));
     }
 }
 
@@ -102,21 +104,29 @@ static void rotate_query_rows(const kvc_task *t, int32_t delta_index) {
         kvc_rope_rotate(c->rope, angles, t->q + (size_t)r * (size_t)plan->lane.q_stride);
 }
 
-/* Decodes the keys of a mixed tile to the lane, transforms them back, and rotates them. */
-static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile) {
+/* A place in the pieces of a tile. */
+typedef struct piece_place {
+    const kvc_piece *piece;
+    int32_t offset;
+} piece_place;
+
+/* Decodes the next n keys of a mixed tile to the lane, transforms them back, and rotates them. */
+static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile, piece_place *at, int32_t n) {
     const kvc_call *c = t->call;
     const int32_t dim = c->plan->k_dim, order = kvc_key_order(c->layer);
     const int64_t stride = c->plan->lane.q_stride * (int64_t)sizeof(float);
     float *const first = t->lane + c->plan->lane.rows, *to = first;
-    const kvc_piece *piece = tile->piece;
-    for (int32_t i = 0, count, offset = tile->offset; i < tile->n; i += count, piece++, offset = 0) {
-        count = (int32_t)kvc_smaller(piece->count - offset, tile->n - i);
-        c->kernels->convert(c->layer->k_type, KVC_F32, to, stride, kvc_key_in(tile, piece, offset),
+    for (int32_t i = 0, count; i < n; i += count) {
+        const kvc_piece *piece = at->piece;
+        count = (int32_t)kvc_smaller(piece->count - at->offset, n - i);
+        c->kernels->convert(c->layer->k_type, KVC_F32, to, stride, kvc_key_in(tile, piece, at->offset),
                             (int64_t)tile->layout->k_row_bytes, count, dim);
         for (int32_t j = 0; j < count; j++, to += c->plan->lane.q_stride) {
             if (order) c->kernels->hadamard(to, to, dim, order);
             if (piece->delta_index) kvc_rope_rotate_back(c->rope, angles_of(c, piece->delta_index), to);
         }
+        at->offset += count;
+        if (at->offset == piece->count) at->piece++, at->offset = 0;
     }
     return first;
 }
@@ -150,16 +160,20 @@ static const kvc_tiler *tiler_of(const kvc_task *t, int32_t type) {
 
 int kvc_sum_shift(const kvc_task *t) { return t->unit->tiled ? tiler_of(t, t->call->layer->v_type)->sum_shift : 0; }
 
+int kvc_counts_powers_of_2(const kvc_task *t) {
+    return t->unit->tiled && tiler_of(t, t->call->layer->v_type)->weigh != NULL;
+}
+
 /* How the keys of a tile are multiplied by many query rows. */
 typedef struct key_product {
-    kvc_prepare_fn *prepare;
+    kvc_prepare_fn *prepare; /* NULL: query rows are multiplied as the caller has them */
     kvc_pack_keys_fn *pack;
     kvc_matmul_fn *score;
     float scale; /* what the scores are to be multiplied by then */
 } key_product;
 
-/* Query rows of 16 bits are multiplied as the caller has them where nothing changes them, as this takes fewer products.
- * Their scores are scaled afterwards. */
+/* Query rows of 16 bits are multiplied as they are where nothing changes them, as this takes fewer products.  Their
+ * scores are scaled afterwards. */
 static key_product product_of(const kvc_task *t, const kvc_tile *tile) {
     const kvc_call *c = t->call;
     const kvc_attend_args *a = c->args;
@@ -168,9 +182,9 @@ static key_product product_of(const kvc_task *t, const kvc_tile *tile) {
     const int is_changed = delta_index > 0 || (kvc_key_order(c->layer) && delta_index != KVC_MIXED);
     if (!is_changed && c->scale > 0 && !(a->softcap > 0) && !a->alibi) {
         if (a->q_type == KVC_F16 && type == KVC_F16 && f16->score)
-            return (key_product){f16->prepare, f16->pack_keys, f16->score, c->scale};
+            return (key_product){NULL, f16->pack_keys, f16->score, c->scale};
         if (a->q_type == KVC_BF16 && tiler->score_bf16)
-            return (key_product){tiler->prepare_bf16, tiler->pack_keys, tiler->score_bf16, c->scale};
+            return (key_product){NULL, tiler->pack_keys, tiler->score_bf16, c->scale};
     }
     return (key_product){tiler->prepare, tiler->pack_keys, tiler->score, 1};
 }
@@ -190,13 +204,14 @@ static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     const kvc_plan *plan = t->call->plan;
     const int32_t delta_index = delta_index_of(t, tile), order = kvc_key_order(t->call->layer);
     if (delta_index == t->delta_index) return t->q;
-    load_query_rows(t);
+    kvc_prepare_fn *prepare = t->unit->tiled ? product_of(t, tile).prepare : scorer_of(t, tile)->prepare;
+    t->delta_index = delta_index;
+    load_query_rows(t, prepare ? KVC_F32 : t->call->args->q_type);
+    if (!prepare) return t->q;
     if (delta_index > 0) rotate_query_rows(t, delta_index);
     if (order && delta_index != KVC_MIXED) transform_query_rows(t, order);
     if (key_minima_apart(t, tile)) kvc_add_up_blocks(t);
-    kvc_prepare_fn *prepare = t->unit->tiled ? product_of(t, tile).prepare : scorer_of(t, tile)->prepare;
     prepare(t->q, plan->lane.q_stride, t->num_query_rows, plan->k_dim, t->call->scale);
-    t->delta_index = delta_index;
     return t->q;
 }
 
@@ -230,8 +245,9 @@ static int sees_nothing_of(const kvc_call *c, const kvc_tile *tile, int32_t toke
            (tile->min_position > v.last || (tile->max_position < v.low && tile->min_position >= v.sinks));
 }
 
-/* Sets the scores of rows that the query does not see to -inf. */
-static void hide_unseen(const kvc_call *c, kvc_tile *tile, float *scores, const visible *v) {
+/* Sets the scores of rows that a token does not see to -inf, of its query rows, which are `num`. */
+static void hide_unseen(const kvc_call *c, kvc_tile *tile, float *scores, int32_t stride, int32_t num,
+                        const visible *v) {
     const kvc_batch *batch = c->plan->batch;
     const int is_tree = has_branches(c, tile);
     kvc_locate_rows(tile, batch->order);
@@ -239,7 +255,8 @@ static void hide_unseen(const kvc_call *c, kvc_tile *tile, float *scores, const 
         const int32_t p = tile->position[j];
         const int in_order =
             is_tree && tile->token[j] >= 0 ? kvc_descends(batch, v->token, tile->token[j]) : p <= v->last;
-        scores[j] = in_order && (p >= v->low || p < v->sinks) ? scores[j] : -INFINITY;
+        const int is_seen = in_order && (p >= v->low || p < v->sinks);
+        for (int32_t r = 0; !is_seen && r < num; r++) scores[r * stride + j] = -INFINITY;
     }
 }
 
@@ -254,35 +271,33 @@ static void apply_softcap_and_alibi(const kvc_call *c, kvc_tile *tile, float *sc
         scores[j] -= c->args->alibi[head] * fabsf((float)(tile->position[j] - batch->positions[token]));
 }
 
-enum { PACKED_ROWS = 32 /* rows of weights that stay in the L1 cache until they are packed */ };
+/* Some query rows of a task and their scores over a tile, which are `stride` floats apart. */
+typedef struct query_block {
+    int32_t first, end;
+    float *scores;
+    int32_t stride;
+} query_block;
 
-/* Turns the scores of a tile, times scale, into weights, packed by `pack` if that is not NULL, and updates max, sum and
- * factor of each query row. */
-static void compute_weights(const kvc_task *t, kvc_tile *tile, float scale, kvc_pack_weights_fn *pack) {
+/* Applies softcap, ALiBi and what each query sees to the scores of a tile. */
+static void change_scores(const kvc_task *t, kvc_tile *tile, const query_block *b) {
     const kvc_call *c = t->call;
     const int32_t heads = c->plan->heads_per_kv;
     const int is_changed = c->args->softcap > 0 || c->args->alibi;
-    for (int32_t r = 0; r < t->num_query_rows;) {
+    for (int32_t r = b->first, end; r < b->end; r = end) {
         const visible v = visible_to(c, kvc_token_of(t, r));
-        const int hides = !sees_whole_tile(c, tile, &v);
-        if (!hides && !is_changed) {
-            r += heads;
-            continue;
-        }
-        for (int32_t h = 0; h < heads; h++, r++) {
-            float *scores = t->scores + (size_t)r * KVC_TILE;
-            apply_softcap_and_alibi(c, tile, scores, v.token, t->head * heads + h);
-            if (hides) hide_unseen(c, tile, scores, &v);
-        }
+        float *const scores = b->scores + (size_t)(r - b->first) * (size_t)b->stride;
+        end = (int32_t)kvc_smaller(r - r % heads + heads, b->end);
+        for (int32_t i = r; is_changed && i < end; i++)
+            apply_softcap_and_alibi(c, tile, scores + (i - r) * b->stride, v.token, kvc_query_head_of(t, i));
+        if (!sees_whole_tile(c, tile, &v)) hide_unseen(c, tile, scores, b->stride, end - r, &v);
     }
-    const int32_t at_once = pack ? PACKED_ROWS : t->num_query_rows;
-    for (int32_t r = 0, some; r < t->num_query_rows; r += some) {
-        float *const scores = t->scores + (size_t)r * KVC_TILE;
-        some = (int32_t)kvc_smaller(t->num_query_rows - r, at_once);
-        if (scale != 1) c->kernels->scale(scores, KVC_TILE, some, KVC_TILE, scale);
-        c->kernels->softmax(scores, some, tile->n, t->max + r, t->sum + r, t->factor + r);
-        if (pack) pack(t->lane + c->plan->lane.weights + (size_t)r * KVC_PACKED_WEIGHTS, scores, some);
-    }
+}
+
+/* Turns the scores of a tile into weights, and updates max, sum and factor of each query row. */
+static void compute_weights(const kvc_task *t, kvc_tile *tile) {
+    const query_block all = {0, t->num_query_rows, t->scores, KVC_TILE};
+    change_scores(t, tile, &all);
+    t->call->kernels->softmax(t->scores, t->num_query_rows, tile->n, t->max, t->sum, t->factor);
 }
 
 /* ---- one tile ---------------------------------------------------------------------------------------------------- */
@@ -299,8 +314,9 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
     const float *q = query_rows_for(t, tile);
     kvc_walk keys = kvc_walk_keys(t, tile), values = kvc_walk_values(t, tile);
     if (delta_index_of(t, tile) == KVC_MIXED) {
-        score(t->scores, q, stride, t->num_query_rows, rotate_keys(t, tile), stride * (int64_t)sizeof *q, tile->n, dim,
-              kvc_take_ahead(c, &values, tile->n));
+        piece_place at = {tile->piece, tile->offset};
+        score(t->scores, q, stride, t->num_query_rows, rotate_keys(t, tile, &at, tile->n), stride * (int64_t)sizeof *q,
+              tile->n, dim, kvc_take_ahead(c, &values, tile->n));
         return;
     }
     float *scores = t->scores;
@@ -349,7 +365,7 @@ static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, const kvc_t
 /* Attends to a tile for few query rows: each row is read once for all of them. */
 static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
     score_tile(t, current);
-    compute_weights(t, current, 1, NULL);
+    compute_weights(t, current);
     kvc_next_tile(next, upcoming);
     accumulate_tile(t, current, next);
 }
@@ -368,14 +384,45 @@ static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
 static void pack_keys(const kvc_task *t, const kvc_tile *tile, kvc_pack_keys_fn *pack) {
     const kvc_plan *plan = t->call->plan;
     const int is_mixed = delta_index_of(t, tile) == KVC_MIXED;
+    piece_place at = {tile->piece, tile->offset};
     kvc_walk keys = kvc_walk_keys(t, tile);
-    const kvc_kernel_rows rows =
-        is_mixed ? (kvc_kernel_rows){rotate_keys(t, tile), plan->lane.q_stride * (int64_t)sizeof(float)}
-                 : kvc_take_rows(t, &keys, tile->n);
-    pack(t->lane + plan->lane.keys, rows.first, rows.stride, tile->n, plan->k_dim);
+    for (int32_t i = 0, n; i < tile->n; i += n) {
+        n = (int32_t)kvc_smaller(tile->n - i, KVC_TILE);
+        const kvc_kernel_rows rows =
+            is_mixed ? (kvc_kernel_rows){rotate_keys(t, tile, &at, n), plan->lane.q_stride * (int64_t)sizeof(float)}
+                     : kvc_take_rows(t, &keys, n);
+        pack(t->lane + plan->lane.keys, rows.first, rows.stride, i, n, plan->k_dim);
+    }
 }
 
-/* Attends to a tile for many query rows: keys and values are packed into panels once, and multiplied. */
+/* Packs the values of a tile into the lane's panel. */
+static void pack_values(const kvc_task *t, const kvc_tile *tile, kvc_pack_values_fn *pack) {
+    const kvc_plan *plan = t->call->plan;
+    kvc_walk values = kvc_walk_values(t, tile);
+    for (int32_t i = 0, n; i < tile->n; i += n) {
+        n = (int32_t)kvc_smaller(tile->n - i, KVC_TILE);
+        const kvc_kernel_rows rows = kvc_take_rows(t, &values, n);
+        pack(t->lane + plan->lane.values, plan->lane.acc_stride, rows.first, rows.stride, i, n, plan->v_dim);
+    }
+}
+
+/* Turns a block's scores, times scale, into weights, and multiplies acc where a maximum rose. */
+static void weigh_block(const kvc_task *t, kvc_tile *tile, const query_block *b, float scale, kvc_weigh_fn *weigh) {
+    const kvc_kernels *kernels = t->call->kernels;
+    const kvc_plan *plan = t->call->plan;
+    const int32_t first = b->first, num = b->end - first;
+    change_scores(t, tile, b);
+    if (weigh)
+        weigh(b->scores, num, tile->n, scale, t->max + first, t->sum + first, t->factor + first);
+    else
+        kernels->softmax(b->scores, num, tile->n, t->max + first, t->sum + first, t->factor + first);
+    for (int32_t r = first; r < b->end; r++)
+        if (t->factor[r] != 1)
+            kernels->scale(t->acc + (size_t)r * (size_t)plan->lane.acc_stride, 0, 1, plan->v_dim, t->factor[r]);
+}
+
+/* Attends to a tile for many query rows: keys and values are packed into panels once, and multiplied, by a block of
+ * query rows after the other where their scores are to stay in the L1 cache.  Prefetches the next tile. */
 static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
     const kvc_call *c = all->call;
     const kvc_plan *plan = c->plan;
@@ -384,23 +431,28 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     const kvc_task view = view_that_sees(all, current), *t = &view;
     const kvc_tiler *values = tiler_of(t, c->layer->v_type);
     const key_product keys = product_of(t, current);
+    const int32_t num = t->num_query_rows, at_once = values->weigh ? KVC_BLOCK_QUERIES : num;
+    const int32_t k_room = values->weigh ? plan->k_dim : KVC_TILE,
+                  v_room = values->weigh ? KVC_WIDE_TILE : lane->acc_stride;
     pack_keys(t, current, keys.pack);
-    kvc_walk ahead = kvc_walk_values(t, current);
-    keys.score(t->scores, KVC_TILE, t->q, lane->q_stride, t->lane + lane->keys, KVC_TILE, t->num_query_rows, current->n,
-               plan->k_dim, 0, kvc_take_ahead(c, &ahead, current->n));
-    compute_weights(t, current, keys.scale, values->pack_weights);
     kvc_next_tile(next, upcoming);
-    for (int32_t r = 0; r < t->num_query_rows; r++)
-        if (t->factor[r] != 1)
-            c->kernels->scale(t->acc + (size_t)r * (size_t)lane->acc_stride, 0, 1, plan->v_dim, t->factor[r]);
-    ahead = kvc_walk_values(t, current);
-    const kvc_kernel_rows v = kvc_take_rows(t, &ahead, current->n);
-    values->pack_values(t->lane + lane->values, lane->acc_stride, v.first, v.stride, current->n, plan->v_dim);
-    ahead = kvc_walk_keys(t, next);
-    const int is_packed = values->pack_weights != NULL;
-    values->accumulate(t->acc, lane->acc_stride, is_packed ? t->lane + lane->weights : t->scores,
-                       is_packed ? KVC_PACKED_WEIGHTS : KVC_TILE, t->lane + lane->values, lane->acc_stride,
-                       t->num_query_rows, plan->v_dim, current->n, 1, kvc_take_ahead(c, &ahead, next->n));
+    kvc_walk next_keys = kvc_walk_keys(t, next), next_values = kvc_walk_values(t, next);
+    const int32_t blocks = num ? (num + at_once - 1) / at_once : 1, ahead = (next->n + blocks - 1) / blocks;
+    query_block b = {0, 0, t->lane + lane->scores, values->weigh ? KVC_WEIGHTS_STRIDE : KVC_TILE};
+    kvc_former former;
+    if (c->kernels->begin) c->kernels->begin(&former);
+    for (; b.first < num; b.first = b.end) {
+        b.end = (int32_t)kvc_smaller(num, b.first + at_once);
+        keys.score(b.scores, b.stride, t->q + (size_t)b.first * (size_t)lane->q_stride, lane->q_stride,
+                   t->lane + lane->keys, k_room, b.end - b.first, current->n, plan->k_dim, 0,
+                   kvc_take_ahead(c, &next_keys, ahead));
+        weigh_block(t, current, &b, keys.scale, values->weigh);
+        if (!b.first) pack_values(t, current, values->pack_values);
+        values->accumulate(t->acc + (size_t)b.first * (size_t)lane->acc_stride, lane->acc_stride, b.scores, b.stride,
+                           t->lane + lane->values, v_room, b.end - b.first, plan->v_dim, current->n, 1,
+                           kvc_take_ahead(c, &next_values, ahead));
+    }
+    if (c->kernels->end) c->kernels->end(&former);
 }
 
 /* ---- the rows of a task ------------------------------------------------------------------------------------------ */
@@ -413,7 +465,12 @@ static kvc_cursor cursor_at(const kvc_call *c, const kvc_unit *unit, int32_t par
     const kvc_piece *piece = plan->pieces + start->piece;
     int64_t offset = start->offset + row;
     while (count && offset >= piece->count) offset -= piece++->count;
-    kvc_cursor at = {.layout = c->layout, .piece = piece, .offset = (int32_t)offset, .head = head, .num_rows = count};
+    kvc_cursor at = {.layout = c->layout,
+                     .piece = piece,
+                     .offset = (int32_t)offset,
+                     .head = head,
+                     .num_rows = count,
+                     .window_rows = unit->tile_rows};
     if (plan->num_deltas) at.changes_to_mix = unit->tiled ? KVC_TILED_DELTA_CHANGES : KVC_STREAM_DELTA_CHANGES;
     if (unit->is_buffered && count)
         at.layout = &c->buffer->layout, at.buffer_rows = kvc_row_buffer_block(c->buffer)->rows;

@@ -69,6 +69,9 @@ kvc_task kvc_member_of(const kvc_task *t, int32_t m, int32_t first);
 /* The values in acc, and those of partial results, are 2^shift times what they should be. */
 int kvc_sum_shift(const kvc_task *t);
 
+/* Whether maxima, also those of partial results, are of scores times log2(e). */
+int kvc_counts_powers_of_2(const kvc_task *t);
+
 /* Whether the call is to end early. */
 int kvc_is_cancelled(kvc_call *c);
 

@@ -5,7 +5,7 @@ static int32_t min32(int64_t a, int64_t b) { return (int32_t)kvc_smaller(a, b); 
 
 /* Begins the next window, and decides whether it is mixed. */
 static void open_window(kvc_cursor *c) {
-    c->window = min32(c->num_rows, KVC_TILE);
+    c->window = min32(c->num_rows, c->window_rows);
     c->is_mixed = 0;
     if (!c->changes_to_mix || !c->window) return;
     const kvc_piece *piece = c->piece;

@@ -1,4 +1,4 @@
-/* tiles.h: walks the rows of a task in tiles of up to KVC_TILE rows.
+/* tiles.h: walks the rows of a task in tiles of up to KVC_TILE rows, or KVC_WIDE_TILE.
  *
  * A tile lists its rows by stretches that lie evenly, so that blocks, holes, runs of one slot and shared rows take one
  * path.  Nearly always it is one stretch of rows one after the other.
@@ -8,8 +8,8 @@
 
 #include "attend/work.h"
 
-/* A place in the rows of a unit's part.  From where the walk begins, rows are counted in windows of KVC_TILE, and no
- * tile reaches past the end of one, so that tiles do not depend on how rows are cut into pieces. */
+/* A place in the rows of a unit's part.  From where the walk begins, rows are counted in windows, and no tile
+ * reaches past the end of one, so that tiles do not depend on how rows are cut into pieces. */
 typedef struct kvc_cursor {
     const kvc_layout *layout;
     const uint8_t *buffer_rows; /* rows of the row buffer that all pieces lie in; NULL: each piece has its own */
@@ -17,6 +17,7 @@ typedef struct kvc_cursor {
     int32_t offset;         /* index of the next row in the piece */
     int32_t head;           /* KV head */
     int64_t num_rows;       /* rows left */
+    int32_t window_rows;    /* rows of a window */
     int32_t window;         /* rows left in the window */
     int32_t changes_to_mix; /* from this many changes of delta on, a window is mixed; 0: no key is off */
     int32_t is_mixed;       /* whether the window is one tile, of several deltas */
@@ -41,9 +42,9 @@ typedef struct kvc_tile {
     int32_t delta_index; /* the same for all its rows, or KVC_MIXED */
     int32_t is_batch;    /* whether the last row is the batch's own; then others may be */
     int32_t is_located;  /* whether kvc_locate_rows has filled in position and token */
-    kvc_stretch stretches[KVC_TILE];
-    int32_t position[KVC_TILE];
-    int32_t token[KVC_TILE]; /* token of the batch; -1: a stored row */
+    kvc_stretch stretches[KVC_WIDE_TILE];
+    int32_t position[KVC_WIDE_TILE];
+    int32_t token[KVC_WIDE_TILE]; /* token of the batch; -1: a stored row */
 } kvc_tile;
 
 /* Takes the next tile off a cursor: up to the end of the window or, in one that is not mixed, to where the delta

@@ -12,7 +12,7 @@
  *   cutting.c  cuts queries into units, and the rows that each sees into pieces and parts
  *   jobs.c     which units share rows, and in which order tasks are run
  *   plan.c     makes plans: memory, deltas, the public functions
- *   tiles.c    walks the rows of a task, KVC_TILE at a time
+ *   tiles.c    walks the rows of a task, a tile at a time
  *   minima.c   what the minima of blocks add to scores and sums
  *   rows.c     gives kernels the rows of a tile, and what to prefetch
  *   task.c     attends to the rows of a task
@@ -57,6 +57,7 @@ typedef struct kvc_unit {
     int32_t sequence;          /* index into batch->sequences */
     int32_t first, num_tokens; /* query tokens: batch->order[first .. first + num_tokens) */
     int32_t tiled;       /* 1, for many query rows: tiles of rows are decoded and multiplied; 0: rows are streamed */
+    int32_t tile_rows;   /* rows of a tile */
     int32_t is_buffered; /* whether its rows lie in row buffers */
     int32_t lacks_rows;  /* its sequence has none in a cross-attention layer, hidden or not */
     int32_t num_parts;
@@ -93,12 +94,12 @@ typedef struct kvc_round {
 } kvc_round;
 
 /* Where arrays lie in a lane, which is the memory that one running task works in: offsets in floats from its beginning.
- * weights are those of a tile, packed, keys and values the panels that a tile is packed into, rows the rows of a tile
- * that do not lie one after the other, or that no kernel takes as they are, minima and the two that follow what blocks
- * with a minimum need (task.c).
+ * keys and values are the panels that a tile is packed into, rows those of up to KVC_TILE rows that do not lie one
+ * after the other, or that no kernel takes as they are, minima and the two that follow what blocks with a minimum need
+ * (task.c).
  */
 typedef struct kvc_lane_layout {
-    uint64_t q, scores, acc, max, sum, factor, tokens, weights, keys, values, rows, minima, q_blocks, sum_blocks, size;
+    uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, size;
     int32_t q_stride, acc_stride, block_stride;
 } kvc_lane_layout;
 
@@ -137,6 +138,13 @@ struct kvc_plan {
 };
 
 static inline int64_t kvc_smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Returns the rows of a tile for many query rows.  Panels of a larger one would not stay in the L2 cache. */
+static inline int32_t kvc_tile_rows(const kvc_plan *plan) {
+    enum { MOST_DIM = 512 }; /* of a key and a value */
+    const int is_wide = plan->batch->cache->kernels->tiler[KVC_F32].weigh && plan->k_dim + plan->v_dim <= MOST_DIM;
+    return is_wide ? KVC_WIDE_TILE : KVC_TILE;
+}
 
 /* Whether a token of the plan's range sees later positions too. */
 static inline int kvc_plan_sees_all(const kvc_plan *plan, int32_t token) {

@@ -4,7 +4,7 @@
  * A float is split into the sum of two or three bf16: the nearest one, or the one below, and what is left.  Two keep 16
  * bits, which is all that f16 and bf16 have; three keep all of a float.  Of the products of parts, those are left out
  * that are some 2^-17 of the whole where there are two, and 2^-24 where there are three.  Query rows of bf16 that need
- * not be rotated or transformed are one part.
+ * not be rotated or transformed are one part, as the caller has them.
  *
  * Where the processor multiplies tiles of f16 as well (AMX-FP16), values of f16 are multiplied as they are, by weights
  * in two f16, and keys of f16 by query rows of f16.
@@ -12,8 +12,8 @@
  * Factors are packed in chunks of 32 elements along the sum; a chunk that is not full is filled up with zeros.
  *
  *     of a query row, or of weights     part 0 of 32 elements, part 1, part 2
- *     of a panel                        for each 16 columns, for each chunk, for each part, a tile:
- *                                       elements (0, 1) of all columns, (2, 3), ... (30, 31)
+ *     of a panel                        for each 16 columns, for each chunk that there is space for, for each part, a
+ *                                       tile: elements (0, 1) of all columns, (2, 3), ... (30, 31)
  */
 #include "kernels/kernels.h"
 
@@ -104,17 +104,12 @@ INLINE ints to_f16(vec x, vec y) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 
-/* Packs a row of weights as two f16 each, times 2^SHIFT. */
-INLINE void split_weights_f16(float *to, const float *from) {
-    for (int d = 0; d < KVC_TILE; d += CHUNK, to += CHUNK) {
-        const vec scale = v_set(1 << SHIFT);
-        const vec x = v_mul(v_load(from + d), scale), y = v_mul(v_load(from + d + LANES), scale);
-        const ints upper = to_f16(x, y);
-        const vec upper_x = _mm512_cvtph_ps(_mm512_castsi512_si256(upper));
-        const vec upper_y = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(upper, 1));
-        _mm512_storeu_si512(to, upper);
-        _mm512_storeu_si512(to + LANES, to_f16(_mm512_sub_ps(x, upper_x), _mm512_sub_ps(y, upper_y)));
-    }
+/* Splits 32 floats into two f16 each. */
+INLINE void split_f16(vec x, vec y, ints parts[2]) {
+    parts[0] = to_f16(x, y);
+    const vec upper_x = _mm512_cvtph_ps(_mm512_castsi512_si256(parts[0]));
+    const vec upper_y = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(parts[0], 1));
+    parts[1] = to_f16(_mm512_sub_ps(x, upper_x), _mm512_sub_ps(y, upper_y));
 }
 
 /* Returns the place of the first part of a panel's tile: chunk c of columns [j, j + LANES). */
@@ -160,8 +155,9 @@ INLINE void pack_chunk_bf16(float *dst, const void *rows, int64_t row_stride, in
 }
 
 /* Is a kvc_pack_keys_fn once the type and the number of parts are constants. */
-INLINE void pack_keys_in_parts(int type, int num_parts, float *dst, const void *rows, int64_t row_stride, int n,
-                               int dim) {
+INLINE void pack_keys_in_parts(int type, int num_parts, float *dst, const void *rows, int64_t row_stride, int first,
+                               int n, int dim) {
+    dst = tile_at(dst, first, chunks_of(dim), 0, num_parts);
     for (int j = 0; j < KVC_TILE; j += LANES)
         for (int c = 0; c < chunks_of(dim); c++) {
             const int is_whole = j + LANES <= n && (c + 1) * CHUNK <= dim;
@@ -182,18 +178,94 @@ INLINE void pack_keys_in_parts(int type, int num_parts, float *dst, const void *
 }
 
 /* Is a kvc_pack_values_fn once the type and the number of parts are constants. */
-INLINE void pack_values_in_parts(int type, int num_parts, float *dst, const void *rows, int64_t row_stride, int n,
-                                 int dim) {
+INLINE void pack_values_in_parts(int type, int num_parts, float *dst, const void *rows, int64_t row_stride, int first,
+                                 int n, int dim) {
+    enum { MOST_CHUNKS = KVC_WIDE_TILE / CHUNK };
+    dst = tile_at(dst, 0, MOST_CHUNKS, first / CHUNK, num_parts);
     for (int j = 0; j < chunks_of(n) * CHUNK; j += 2) {
         for (int d = 0; d < dim; d += LANES) {
             const vec x = j < n ? load_or_zero(type, row_at(rows, row_stride, j), d, dim) : v_zero();
             const vec y = j + 1 < n ? load_or_zero(type, row_at(rows, row_stride, j + 1), d, dim) : v_zero();
             ints parts[3];
             split_pairs(num_parts, x, y, parts);
-            float *to = tile_at(dst, d, chunks_of(n), j / CHUNK, num_parts) + j % CHUNK / 2 * LANES;
+            float *to = tile_at(dst, d, MOST_CHUNKS, j / CHUNK, num_parts) + j % CHUNK / 2 * LANES;
             UNROLL
             for (int p = 0; p < num_parts; p++) _mm512_storeu_si512(to + p * TILE, parts[p]);
         }
+    }
+}
+
+/* ---- weights ---------------------------------------------------------------------------------------------------- */
+
+/* Replaces x by 2^x times `times`.  x = n + r with n an integer below it, so that 2^x = 2^n 2^r, and 2^r is a
+ * polynomial of degree 5 or 6, whose largest relative error is 8e-8 or 2e-9. */
+INLINE void exp2_times(int degree, float times, vec x[EXPS]) {
+    static const float factors[2][7] = {
+        {1, 0x1.62e4bap-1f, 0x1.ebdb56p-3f, 0x1.c91ce6p-5f, 0x1.277854p-7f, 0x1.e97502p-10f},
+        {1, 0x1.62e42cp-1f, 0x1.ebfd58p-3f, 0x1.c68912p-5f, 0x1.3d0b92p-7f, 0x1.46d64cp-10f, 0x1.c5417ap-13f}};
+    vec r[EXPS], p[EXPS];
+    UNROLL
+    for (int i = 0; i < EXPS; i++) r[i] = _mm512_reduce_ps(x[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    UNROLL
+    for (int i = 0; i < EXPS; i++) p[i] = v_set(times * factors[degree - 5][degree]);
+    UNROLL
+    for (int f = degree - 1; f >= 0; f--) UNROLL
+    for (int i = 0; i < EXPS; i++) p[i] = v_fma(p[i], r[i], v_set(times * factors[degree - 5][f]));
+    UNROLL
+    for (int i = 0; i < EXPS; i++) x[i] = _mm512_scalef_ps(p[i], x[i]);
+}
+
+/* Raises a row's maximum to its largest score; returns 2^(the old one - the new one). */
+RARE float raise_maximum(vec largest, float *max) {
+    const float now = v_max_lane(largest), factor = exp2f(*max - now);
+    *max = now;
+    return factor;
+}
+
+/* Turns a row's scores, times scale, into packed weights, and returns their sum.  Of three parts, which take more
+ * space, the last chunk comes first. */
+INLINE float weigh_packed_row(int is_f16, int num_parts, float *row, int num_chunks, float scale, float max) {
+    enum { CHUNKS = EXPS / 2 };
+    const int degree = is_f16 || num_parts == 3 ? 6 : 5;
+    const float times = is_f16 ? 1 << SHIFT : 1;
+    const vec by = v_set(scale),
+              shift = v_set(max == -INFINITY ? 0 : -max); /* where nothing is visible, weights are 0 */
+    vec total = v_zero();
+    for (int i = 0; i < num_chunks; i += CHUNKS) {
+        const int c = num_parts == 3 ? num_chunks - CHUNKS - i : i;
+        vec x[EXPS];
+        UNROLL
+        for (int v = 0; v < EXPS; v++) /* rounds products, so that the largest weight is 1 */
+            x[v] = v_add(v_mul(v_load(row + c * CHUNK + v * LANES), by), shift);
+        exp2_times(degree, times, x);
+        UNROLL
+        for (int j = 0; j < CHUNKS; j++) {
+            ints parts[3];
+            total = v_add(total, v_add(x[2 * j], x[2 * j + 1]));
+            if (is_f16)
+                split_f16(x[2 * j], x[2 * j + 1], parts);
+            else
+                split(num_parts, x[2 * j], x[2 * j + 1], parts);
+            UNROLL
+            for (int p = 0; p < num_parts; p++) _mm512_storeu_si512(row + ((c + j) * num_parts + p) * LANES, parts[p]);
+        }
+    }
+    return v_sum_lanes(total) / times;
+}
+
+/* Is a kvc_weigh_fn once the form of weights is constant. */
+INLINE void weigh(int is_f16, int num_parts, float *scores, int num_q, int n, float scale, float *max, float *sum,
+                  float *factor) {
+    const int padded = (n + EXPS * LANES - 1) / (EXPS * LANES) * (EXPS * LANES);
+    const float by = scale * 1.44269504088896341f;
+    for (int r = 0; r < num_q; r++) {
+        float *const row = scores + r * KVC_WEIGHTS_STRIDE;
+        for (int j = n; j < padded; j++) row[j] = -INFINITY;
+        vec largest = v_set(-INFINITY);
+        for (int j = 0; j < padded; j += LANES) largest = v_max(v_load(row + j), largest);
+        largest = v_mul(largest, v_set(by));
+        factor[r] = _mm512_cmp_ps_mask(largest, v_set(max[r]), _CMP_GT_OQ) ? raise_maximum(largest, &max[r]) : 1;
+        sum[r] = sum[r] * factor[r] + weigh_packed_row(is_f16, num_parts, row, padded / CHUNK, by, max[r]);
     }
 }
 
@@ -222,6 +294,9 @@ typedef struct tile_shapes {
     uint16_t bytes[16];
     uint8_t rows[16];
 } tile_shapes;
+_Static_assert(sizeof(tile_shapes) == sizeof(kvc_former), "former shapes have their space");
+
+enum { BLOCK_ROWS = 2 * TILE_ROWS };
 
 /* Gives the registers their shapes, for `rows` rows of a and c. */
 INLINE void configure_tiles(int rows) {
@@ -236,6 +311,24 @@ INLINE void configure_tiles(int rows) {
     }
     memory_barrier();
     _tile_loadconfig(&all);
+}
+
+/* Configuring takes as long as 10 products, so it is done once for all products of a tile of rows. */
+TARGET static void kvc_begin_amx(kvc_former *former) {
+    _tile_storeconfig(former);
+    memory_barrier();
+    configure_tiles(BLOCK_ROWS);
+}
+
+/* Gives the registers their former shapes back: ggml sets those of its threads once, and multiplies with them later. */
+TARGET static void kvc_end_amx(const kvc_former *former) {
+    tile_shapes shapes;
+    memcpy(&shapes, former, sizeof shapes);
+    memory_barrier();
+    if (shapes.palette)
+        _tile_loadconfig(&shapes);
+    else
+        _tile_release(); /* takes 60 ns less */
 }
 
 /* Macros, as the number of a register is a part of the instruction.  The product of f16, which compilers know since GCC
@@ -309,32 +402,25 @@ INLINE void multiply_tiles(const tiles *t, int num_chunks, int parts_a, int part
     memory_barrier();
 }
 
-/* Is a kvc_matmul_fn over packed rows and panels.  Gives the registers their former shapes back: ggml sets those of its
- * threads once, and multiplies with them later. */
+/* Is a kvc_matmul_fn over packed rows and panels, between kvc_begin_amx and kvc_end_amx. */
 TARGET static void multiply_parts(int is_f16, int parts_a, int parts_b, float *c, int ldc, const float *a, int lda,
-                                  const float *b, int m, int n, int k, int add, kvc_ahead next) {
-    enum { ROWS = 2 * TILE_ROWS };
-    shares all = shares_of(next, (m + ROWS - 1) / ROWS * (int64_t)((n + 2 * LANES - 1) / (2 * LANES)));
-    tile_shapes former;
-    _tile_storeconfig(&former);
-    memory_barrier();
+                                  const float *b, int ldb, int m, int n, int k, int add, kvc_ahead next) {
+    const int of_columns = chunks_of(ldb) * parts_b; /* tiles of 16 columns of the panel */
+    shares all = shares_of(next, (m + BLOCK_ROWS - 1) / BLOCK_ROWS * (int64_t)((n + 2 * LANES - 1) / (2 * LANES)));
     for (int i = 0, rows; i < m; i += rows) {
-        rows = smaller(ROWS, m - i);
+        rows = smaller(BLOCK_ROWS, m - i);
         tiles t = {.a = a + (ptrdiff_t)i * lda, .ldc = ldc, .lda = lda, .two_rows = rows > TILE_ROWS, .is_f16 = is_f16};
-        if (i == 0 || rows < ROWS) configure_tiles(rows);
+        if (rows < BLOCK_ROWS) configure_tiles(rows);
         for (int j = 0; j < n; j += 2 * LANES) {
-            t.b = b + (ptrdiff_t)(j / LANES * chunks_of(k) * parts_b) * TILE;
-            t.b_right = t.b + (ptrdiff_t)(chunks_of(k) * parts_b) * TILE;
+            t.b = b + (ptrdiff_t)(j / LANES * of_columns) * TILE;
+            t.b_right = t.b + (ptrdiff_t)of_columns * TILE;
             t.c = c + (ptrdiff_t)i * ldc + j;
             t.two_columns = n - j > LANES;
             prefetch_share(&all);
             multiply_tiles(&t, chunks_of(k), parts_a, parts_b, add);
         }
+        if (rows < BLOCK_ROWS) configure_tiles(BLOCK_ROWS);
     }
-    if (former.palette)
-        _tile_loadconfig(&former);
-    else
-        _tile_release(); /* takes 60 ns less */
 }
 
 /* ---- the kernels, by name ---------------------------------------------------------------------------------------- */
@@ -344,40 +430,34 @@ TARGET static void multiply_parts(int is_f16, int parts_a, int parts_b, float *c
         for (int r = 0; r < num_q; r++, q += q_stride) split_row(num_parts, q, q, dim, scale); \
     }
 
-#define DEFINE_PACK_WEIGHTS(name, num_parts)                                                         \
-    TARGET static void name(float *dst, const float *weights, int num_q) {                           \
-        for (int r = 0; r < num_q; r++)                                                              \
-            split_row(num_parts, dst + r * KVC_PACKED_WEIGHTS, weights + r * KVC_TILE, KVC_TILE, 1); \
+#define DEFINE_WEIGH(name, is_f16, num_parts)                                                                      \
+    TARGET static void name(float *scores, int num_q, int n, float scale, float *max, float *sum, float *factor) { \
+        weigh(is_f16, num_parts, scores, num_q, n, scale, max, sum, factor);                                       \
     }
 
-#define DEFINE_PACK_KEYS_IN_PARTS(name, type, num_parts)                                        \
-    TARGET static void name(float *dst, const void *rows, int64_t row_stride, int n, int dim) { \
-        pack_keys_in_parts(type, num_parts, dst, rows, row_stride, n, dim);                     \
+#define DEFINE_PACK_KEYS_IN_PARTS(name, type, num_parts)                                                   \
+    TARGET static void name(float *dst, const void *rows, int64_t row_stride, int first, int n, int dim) { \
+        pack_keys_in_parts(type, num_parts, dst, rows, row_stride, first, n, dim);                         \
     }
 
 #define DEFINE_PACK_VALUES_IN_PARTS(name, type, num_parts)                                                      \
-    TARGET static void name(float *dst, int dst_stride, const void *rows, int64_t row_stride, int n, int dim) { \
+    TARGET static void name(float *dst, int dst_stride, const void *rows, int64_t row_stride, int first, int n, \
+                            int dim) {                                                                          \
         (void)dst_stride;                                                                                       \
-        pack_values_in_parts(type, num_parts, dst, rows, row_stride, n, dim);                                   \
+        pack_values_in_parts(type, num_parts, dst, rows, row_stride, first, n, dim);                            \
     }
 
 #define DEFINE_MULTIPLY_PARTS(name, is_f16, parts_a, parts_b)                                                         \
     TARGET static void name(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k, \
                             int add, kvc_ahead next) {                                                                \
-        (void)ldb;                                                                                                    \
-        multiply_parts(is_f16, parts_a, parts_b, c, ldc, a, lda, b, m, n, k, add, next);                              \
+        multiply_parts(is_f16, parts_a, parts_b, c, ldc, a, lda, b, ldb, m, n, k, add, next);                         \
     }
-
-/* For query rows that are bf16, which are not multiplied by scale. */
-TARGET static void kvc_prepare_bf16_amx(float *q, int q_stride, int num_q, int dim, float scale) {
-    (void)scale;
-    for (int r = 0; r < num_q; r++, q += q_stride) split_row(1, q, q, dim, 1);
-}
 
 DEFINE_PREPARE_PARTS(kvc_prepare_2_parts_amx, 2)
 DEFINE_PREPARE_PARTS(kvc_prepare_3_parts_amx, 3)
-DEFINE_PACK_WEIGHTS(kvc_pack_weights_2_parts_amx, 2)
-DEFINE_PACK_WEIGHTS(kvc_pack_weights_3_parts_amx, 3)
+DEFINE_WEIGH(kvc_weigh_2_parts_amx, 0, 2)
+DEFINE_WEIGH(kvc_weigh_3_parts_amx, 0, 3)
+DEFINE_WEIGH(kvc_weigh_amxfp16, 1, 2)
 DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_f32_amx, KVC_F32, 3)
 DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_f16_amx, KVC_F16, 2)
 DEFINE_PACK_KEYS_IN_PARTS(kvc_pack_keys_bf16_amx, KVC_BF16, 1)
@@ -399,49 +479,36 @@ DEFINE_MULTIPLY_PARTS(kvc_multiply_3_by_3_amx, 0, 3, 3)
 DEFINE_MULTIPLY_PARTS(kvc_multiply_1_by_1_amxfp16, 1, 1, 1)
 DEFINE_MULTIPLY_PARTS(kvc_multiply_2_by_1_amxfp16, 1, 2, 1)
 
-/* For query rows that are f16, which are not multiplied by scale. */
-TARGET static void kvc_prepare_f16_amxfp16(float *q, int q_stride, int num_q, int dim, float scale) {
-    (void)scale;
-    for (int r = 0; r < num_q; r++, q += q_stride)
-        for (int c = 0; c < chunks_of(dim); c++)
-            _mm512_storeu_si512(q + c * LANES, to_f16(load_or_zero(KVC_F32, q, c * CHUNK, dim),
-                                                      load_or_zero(KVC_F32, q, c * CHUNK + LANES, dim)));
-}
-
-TARGET static void kvc_pack_weights_amxfp16(float *dst, const float *weights, int num_q) {
-    for (int r = 0; r < num_q; r++) split_weights_f16(dst + r * KVC_PACKED_WEIGHTS, weights + r * KVC_TILE);
-}
-
 /* A kvc_tiler of parts, whose two products are computed alike. */
-#define TILER(prepare_fn, pack_keys_fn, pack_values_fn, multiply, pack_weights_fn, multiply_bf16) \
-    {.prepare = prepare_fn,                                                                       \
-     .pack_keys = pack_keys_fn,                                                                   \
-     .pack_values = pack_values_fn,                                                               \
-     .score = multiply,                                                                           \
-     .accumulate = multiply,                                                                      \
-     .pack_weights = pack_weights_fn,                                                             \
-     .prepare_bf16 = kvc_prepare_bf16_amx,                                                        \
+#define TILER(prepare_fn, pack_keys_fn, pack_values_fn, multiply, weigh_fn, multiply_bf16) \
+    {.prepare = prepare_fn,                                                                \
+     .pack_keys = pack_keys_fn,                                                            \
+     .pack_values = pack_values_fn,                                                        \
+     .score = multiply,                                                                    \
+     .accumulate = multiply,                                                               \
+     .weigh = weigh_fn,                                                                    \
      .score_bf16 = multiply_bf16}
 
 /* What both tables have in common. */
 #define KVC_AMX                                                                                                 \
-    .convert = kvc_convert_avx512bf16, .unpack = kvc_unpack_avx512, KVC_AVX512_FLOATS, KVC_AVX512VNNI_INTEGERS, \
+    .begin = kvc_begin_amx, .end = kvc_end_amx, .convert = kvc_convert_avx512bf16, .unpack = kvc_unpack_avx512, \
+    KVC_AVX512_FLOATS, KVC_AVX512VNNI_INTEGERS,                                                                 \
     .tiler[KVC_F32] = TILER(kvc_prepare_3_parts_amx, kvc_pack_keys_f32_amx, kvc_pack_values_f32_amx,            \
-                            kvc_multiply_3_by_3_amx, kvc_pack_weights_3_parts_amx, kvc_multiply_1_by_3_amx),    \
+                            kvc_multiply_3_by_3_amx, kvc_weigh_3_parts_amx, kvc_multiply_1_by_3_amx),           \
     .tiler[KVC_BF16] = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_bf16_amx, kvc_pack_values_bf16_amx,         \
-                             kvc_multiply_2_by_1_amx, kvc_pack_weights_2_parts_amx, kvc_multiply_1_by_1_amx),   \
+                             kvc_multiply_2_by_1_amx, kvc_weigh_2_parts_amx, kvc_multiply_1_by_1_amx),          \
     .tiler[KVC_Q8_0] = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_q8_0_amx, kvc_pack_values_q8_0_amx,         \
-                             kvc_multiply_2_by_2_amx, kvc_pack_weights_2_parts_amx, kvc_multiply_1_by_2_amx),   \
+                             kvc_multiply_2_by_2_amx, kvc_weigh_2_parts_amx, kvc_multiply_1_by_2_amx),          \
     .tiler[KVC_Q4_0] = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_q4_0_amx, kvc_pack_values_q4_0_amx,         \
-                             kvc_multiply_2_by_2_amx, kvc_pack_weights_2_parts_amx, kvc_multiply_1_by_2_amx),   \
+                             kvc_multiply_2_by_2_amx, kvc_weigh_2_parts_amx, kvc_multiply_1_by_2_amx),          \
     .decoded = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_decoded_amx, kvc_pack_values_decoded_amx,           \
-                     kvc_multiply_2_by_2_amx, kvc_pack_weights_2_parts_amx, kvc_multiply_1_by_2_amx)
+                     kvc_multiply_2_by_2_amx, kvc_weigh_2_parts_amx, kvc_multiply_1_by_2_amx)
 
 const kvc_kernels kvc_kernels_amx = {
     .name = "amx",
     KVC_AMX,
     .tiler[KVC_F16] = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_f16_amx, kvc_pack_values_f16_amx,
-                            kvc_multiply_2_by_2_amx, kvc_pack_weights_2_parts_amx, kvc_multiply_1_by_2_amx),
+                            kvc_multiply_2_by_2_amx, kvc_weigh_2_parts_amx, kvc_multiply_1_by_2_amx),
 };
 
 /* Rows of f16 that are multiplied as they are are packed as those of bf16. */
@@ -453,12 +520,9 @@ const kvc_kernels kvc_kernels_amxfp16 = {
                        .pack_values = kvc_pack_values_bf16_amx,
                        .score = kvc_multiply_2_by_2_amx,
                        .accumulate = kvc_multiply_2_by_1_amxfp16,
-                       .pack_weights = kvc_pack_weights_amxfp16,
-                       .prepare_bf16 = kvc_prepare_bf16_amx,
+                       .weigh = kvc_weigh_amxfp16,
                        .score_bf16 = kvc_multiply_1_by_2_amx,
                        .sum_shift = SHIFT},
-    .tiler_f16 = {.prepare = kvc_prepare_f16_amxfp16,
-                  .pack_keys = kvc_pack_keys_bf16_amx,
-                  .score = kvc_multiply_1_by_1_amxfp16},
+    .tiler_f16 = {.pack_keys = kvc_pack_keys_bf16_amx, .score = kvc_multiply_1_by_1_amxfp16},
 };
 #endif

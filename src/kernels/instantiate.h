@@ -38,16 +38,19 @@
         prepare(type, q, q_stride, num_q, dim, scale);                          \
     }
 
-#define DEFINE_PACK_KEYS(name, type)                                                     \
-    extern kvc_pack_keys_fn name;                                                        \
-    TARGET void name(float *dst, const void *rows, int64_t row_stride, int n, int dim) { \
-        pack_keys(type, dst, rows, row_stride, n, dim);                                  \
+/* Tiles of these sets have KVC_TILE rows, so that `first` is 0. */
+#define DEFINE_PACK_KEYS(name, type)                                                                \
+    extern kvc_pack_keys_fn name;                                                                   \
+    TARGET void name(float *dst, const void *rows, int64_t row_stride, int first, int n, int dim) { \
+        (void)first;                                                                                \
+        pack_keys(type, dst, rows, row_stride, n, dim);                                             \
     }
 
-#define DEFINE_PACK_VALUES(name, type)                                                                   \
-    extern kvc_pack_values_fn name;                                                                      \
-    TARGET void name(float *dst, int dst_stride, const void *rows, int64_t row_stride, int n, int dim) { \
-        pack_values(type, dst, dst_stride, rows, row_stride, n, dim);                                    \
+#define DEFINE_PACK_VALUES(name, type)                                                                              \
+    extern kvc_pack_values_fn name;                                                                                 \
+    TARGET void name(float *dst, int dst_stride, const void *rows, int64_t row_stride, int first, int n, int dim) { \
+        (void)first;                                                                                                \
+        pack_values(type, dst, dst_stride, rows, row_stride, n, dim);                                               \
     }
 
 #define DEFINE_SCALE(name)                                                      \

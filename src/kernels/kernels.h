@@ -26,12 +26,15 @@
 #include "base/dtype.h"
 
 enum {
-    KVC_ROW_GROUP = 32, /* most quantised rows that are scored side by side */
-    KVC_TILE = 64,      /* rows in a tile */
-    KVC_LANES = 16,     /* query rows, scores and panels are padded to a multiple of this many floats */
-    KVC_CHUNK = 32,     /* what a kvc_tiler multiplies is padded to a multiple of this many elements along the sum, */
-    KVC_PACKED = 48,    /* each of which takes up to this many floats, packed */
-    KVC_PACKED_WEIGHTS = KVC_TILE / KVC_CHUNK * KVC_PACKED /* from one row of packed weights to the next */
+    KVC_ROW_GROUP = 32,  /* most quantised rows that are scored side by side */
+    KVC_TILE = 64,       /* rows in a tile, unless ... */
+    KVC_WIDE_TILE = 256, /* ... a kvc_tiler takes more of them for many query rows */
+    KVC_LANES = 16,      /* query rows, scores and panels are padded to a multiple of this many floats */
+    KVC_CHUNK = 32,      /* what a kvc_tiler multiplies is padded to a multiple of this many elements along the sum, */
+    KVC_PACKED = 48,     /* each of which takes up to this many floats, packed */
+    KVC_BLOCK_QUERIES = 32, /* query rows that a kvc_weigh_fn takes, whose weights stay in the L1 cache */
+    /* From one row of its scores, or of packed weights, to the next: no power of two, so that they use all of L1. */
+    KVC_WEIGHTS_STRIDE = KVC_WIDE_TILE / KVC_CHUNK * KVC_PACKED + KVC_LANES
 };
 
 /* Converts num_rows rows of dim elements of one type to another, of which at most one is quantised unless they are the
@@ -95,28 +98,38 @@ typedef void kvc_softmax_fn(float *scores, int num_q, int n, float *max, float *
 typedef void kvc_matmul_fn(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
                            int add, kvc_ahead next);
 
-/* Packs n <= KVC_TILE rows into the panel of k = dim that query rows are multiplied by: dst[d * KVC_TILE + j] =
- * rows[j][d] as f32; columns n .. KVC_TILE become 0. */
-typedef void kvc_pack_keys_fn(float *dst, const void *rows, int64_t row_stride, int n, int dim);
+/* Packs n <= KVC_TILE rows into the panel of k = dim that query rows are multiplied by, as columns from `first` on:
+ * dst[d * KVC_TILE + j] = rows[j][d] as f32; columns n .. KVC_TILE become 0.  first is a multiple of KVC_TILE; 0 where
+ * tiles have no more rows. */
+typedef void kvc_pack_keys_fn(float *dst, const void *rows, int64_t row_stride, int first, int n, int dim);
 
-/* Packs them into the panel of k = n that weights are multiplied by: dst[j * dst_stride + d] = rows[j][d] as f32
- * (dst_stride in floats; what lies between dim and the next multiple of KVC_LANES becomes 0). */
-typedef void kvc_pack_values_fn(float *dst, int dst_stride, const void *rows, int64_t row_stride, int n, int dim);
+/* Packs them into the panel of k = n that weights are multiplied by, as rows from `first` on: dst[j * dst_stride + d] =
+ * rows[j][d] as f32 (dst_stride in floats; what lies between dim and the next multiple of KVC_LANES becomes 0). */
+typedef void kvc_pack_values_fn(float *dst, int dst_stride, const void *rows, int64_t row_stride, int first, int n,
+                                int dim);
 
-/* Packs num_q rows of weights, KVC_TILE floats apart, to rows that are KVC_PACKED_WEIGHTS floats apart. */
-typedef void kvc_pack_weights_fn(float *dst, const float *weights, int num_q);
+/* One step of the online softmax, as a kvc_softmax_fn, of scores times scale, of num_q <= KVC_BLOCK_QUERIES query rows
+ * and n <= KVC_WIDE_TILE rows: scores[r * KVC_WEIGHTS_STRIDE + j], which become weights, packed.  Maxima are those of
+ * scores times log2(e). */
+typedef void kvc_weigh_fn(float *scores, int num_q, int n, float scale, float *max, float *sum, float *factor);
+
+/* What `begin` of a kvc_kernels leaves for `end`: the shapes that the thread's tile registers had. */
+typedef struct kvc_former {
+    uint8_t bytes[64];
+} kvc_former;
 
 /* How a tile of rows is multiplied by many query rows.  These functions may give prepared rows and panels a form of
  * their own in the same place, with k rounded up to a multiple of KVC_CHUNK: panels and query rows have space for
- * KVC_PACKED floats for each chunk, and weights past n are 0. */
+ * KVC_PACKED floats for each chunk, and weights past n are 0.  Then ldb is the largest k that a panel has space for,
+ * and there is `weigh`. */
 typedef struct kvc_tiler {
     kvc_prepare_fn *prepare;
     kvc_pack_keys_fn *pack_keys;
     kvc_pack_values_fn *pack_values;
     kvc_matmul_fn *score, *accumulate; /* a: prepared query rows; packed weights */
-    kvc_pack_weights_fn *pack_weights; /* NULL: they are taken as they are */
-    /* For query rows that are bf16, and are not scaled when they are prepared; NULL: such are taken as others. */
-    kvc_prepare_fn *prepare_bf16;
+    kvc_weigh_fn *weigh; /* NULL: tiles have KVC_TILE rows, and weights are those of `softmax`, as they are */
+    /* For query rows of bf16, neither scaled nor prepared, with zeros up to the end of a chunk; NULL: such are taken as
+     * others. */
     kvc_matmul_fn *score_bf16;
     int sum_shift; /* accumulate adds up 2^sum_shift times what it should */
 } kvc_tiler;
@@ -143,10 +156,12 @@ typedef struct kvc_kernels {
     kvc_scorer score_bf16; /* for rows and queries of bf16; NULL: such queries are scored as others */
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];
     kvc_tiler tiler[KVC_STORED_TYPES];
-    kvc_tiler
-        tiler_f16; /* for keys and query rows that are f16, and are not scaled; score NULL: they are taken as others */
-    kvc_tiler decoded;     /* for rows of f32 that were decoded from other types; NULL: tiler[KVC_F32] */
-    kvc_matmul_fn *matmul; /* of panels of floats */
+    /* For keys and query rows that are f16, as those of score_bf16; score NULL: they are taken as others. */
+    kvc_tiler tiler_f16;
+    kvc_tiler decoded;                 /* for rows of f32 that were decoded from other types; NULL: tiler[KVC_F32] */
+    void (*begin)(kvc_former *former); /* to be called before products of tilers, if it is not NULL, and ... */
+    void (*end)(const kvc_former *former); /* ... behind them, on the same thread */
+    kvc_matmul_fn *matmul;                 /* of panels of floats */
     kvc_softmax_fn *softmax;
     kvc_prepare_fn *scale; /* multiplies rows of f32 by a number */
     kvc_hadamard_fn *hadamard;

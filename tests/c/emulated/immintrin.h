@@ -116,6 +116,25 @@ static inline __m512i emulated_maskz_loadu_epi16(__mmask32 mask, const void *p)
 #define _mm256_mask_add_epi8 emulated_mask_add_epi8
 #define _mm512_maskz_loadu_epi16 emulated_maskz_loadu_epi16
 
+/* Lanes less the integers below them, and lanes times powers of two; 0 and the lane, of an infinity below 0. */
+static inline __m512 emulated_less_floor(__m512 x)
+{
+    emulated y = {.ps = x};
+    for (int i = 0; i < 16; i++) y.f32[i] = isinf(y.f32[i]) ? 0 : y.f32[i] - floorf(y.f32[i]);
+    return y.ps;
+}
+
+static inline __m512 emulated_scalef_ps(__m512 x, __m512 y)
+{
+    emulated z = {.ps = x};
+    const emulated by = {.ps = y};
+    for (int i = 0; i < 16; i++) z.f32[i] *= exp2f(floorf(by.f32[i]));
+    return z.ps;
+}
+
+#define _mm512_reduce_ps(x, floor) emulated_less_floor(x)
+#define _mm512_scalef_ps emulated_scalef_ps
+
 /* Those of SIMDe 0.7.4 have no such names, or a mask, or take a part of `a | b` for the whole. */
 #undef _mm512_madd_epi16
 #undef _mm512_roundscale_ps

@@ -892,8 +892,8 @@ static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
     fill(keys, MAX_DIM * KVC_TILE);
     for (int i = 0; i < KVC_TILE * stride; i++)
         values[i] = UNTOUCHED;
-    kernels->tiler[type].pack_keys(keys, t->rows, t->stride, n, dim);
-    kernels->tiler[type].pack_values(values, stride, t->rows, t->stride, n, dim);
+    kernels->tiler[type].pack_keys(keys, t->rows, t->stride, 0, n, dim);
+    kernels->tiler[type].pack_values(values, stride, t->rows, t->stride, 0, n, dim);
     for (int j = 0; j < KVC_TILE; j++) {
         for (int d = 0; d < dim; d++)
             CHECKF(keys[d * KVC_TILE + j] == (j < n ? t->values[j][d] : 0), "%s %s: dim %d, key [%d, %d] of %d",
@@ -904,49 +904,98 @@ static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
     }
 }
 
-/* Whatever its panels look like: m query rows of q_type by a tile, and weights by its values, against float64. */
+/* ---- many query rows -------------------------------------------------------------------------------------------- */
+
+static void begin(const kvc_kernels *kernels, kvc_former *former)
+{
+    if (kernels->begin)
+        kernels->begin(former);
+}
+
+static void end(const kvc_kernels *kernels, const kvc_former *former)
+{
+    if (kernels->end)
+        kernels->end(former);
+}
+
+enum { MAX_M = 72, MAX_PADDED = (MAX_DIM + KVC_CHUNK - 1) / KVC_CHUNK * KVC_PACKED };
+static const float WEIGH_SCALE = 0.5f;
+
+/* Turns random scores into weights of m rows, which are `stride` floats apart; `right` becomes these, in float64. */
+static void weigh(const kvc_tiler *tiler, float *weights, int stride, int m, int n, sizes largest,
+                  double (*right)[KVC_WIDE_TILE])
+{
+    static float max[MAX_M], sum[MAX_M], factor[MAX_M];
+    for (int i = 0; i < m; i++) {
+        for (int j = 0; j < n; j++) {
+            const float x = largest.factors * random_float();
+            weights[i * stride + j] = tiler->weigh ? 8 * random_float() : x;
+            right[i][j] = weights[i * stride + j];
+        }
+        for (int j = n; j < KVC_TILE; j++)
+            weights[i * stride + j] = 0;
+        max[i] = -INFINITY;
+        sum[i] = 0;
+    }
+    for (int i = 0; tiler->weigh && i < m; i += KVC_BLOCK_QUERIES)
+        tiler->weigh(weights + i * stride, m - i < KVC_BLOCK_QUERIES ? m - i : KVC_BLOCK_QUERIES, n, WEIGH_SCALE,
+                     max + i, sum + i, factor + i);
+    for (int i = 0; tiler->weigh && i < m; i++)
+        for (int j = 0; j < n; j++)
+            right[i][j] = exp(right[i][j] * (double)WEIGH_SCALE - max[i] * log(2));
+}
+
+/* Whatever its panels look like: m query rows of q_type by a tile, and weights by its values, against float64.  Where
+ * tiles may have more rows than KVC_TILE, rows [KVC_TILE, n) are like the first ones. */
 static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int type, int q_type, int dim, int m, int n,
                        sizes largest)
 {
     if (!tiler->score) /* rows are decoded first */
         return;
-    enum { MAX_M = 72, MAX_PADDED = (MAX_DIM + KVC_CHUNK - 1) / KVC_CHUNK * KVC_PACKED };
-    static _Alignas(64) float panel[MAX_PADDED * KVC_TILE], scores[MAX_M * KVC_TILE], sums[MAX_M * MAX_PADDED];
-    static float q[MAX_M * MAX_PADDED], prepared[MAX_M * MAX_PADDED], weights[MAX_M * KVC_TILE];
+    static _Alignas(64) float panel[MAX_PADDED * KVC_WIDE_TILE], scores[MAX_M * KVC_WEIGHTS_STRIDE];
+    static float q[MAX_M * MAX_PADDED], prepared[MAX_M * MAX_PADDED], sums[MAX_M * MAX_PADDED], old[MAX_M * MAX_PADDED];
     static uint16_t narrow[MAX_M * MAX_PADDED];
-    static float old[MAX_M * MAX_PADDED], packed_weights[MAX_M * KVC_PACKED_WEIGHTS];
-    const int is_exact = !tiler->pack_weights || tiler == &kernels->tiler[KVC_F32];
+    static double weights[MAX_M][KVC_WIDE_TILE];
+    const int is_packed = kernels->tiler[KVC_F32].weigh != NULL;
+    const int is_exact = !is_packed || tiler == &kernels->tiler[KVC_F32];
     const int stride = (dim + KVC_CHUNK - 1) / KVC_CHUNK * KVC_PACKED;
     const int values = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
+    const int scores_stride = is_packed ? KVC_WEIGHTS_STRIDE : KVC_TILE;
     /* Allowed error, relative to the sum of magnitudes; where nothing of a float is left out, of each term. */
     const double scale = q_type == KVC_F32 ? 0.3f : 1, most = is_exact ? FLT_EPSILON : 0x1p-15;
     const double most_of_score = is_exact || (q_type != KVC_F32 && q_type == type) ? FLT_EPSILON * (dim + 2) : most;
-    const tile *t = tile_new(type, n, dim, largest);
+    const tile *t = tile_new(type, n < KVC_TILE ? n : KVC_TILE, dim, largest);
+    kvc_former former;
     fill_to(q, MAX_M * MAX_PADDED, largest.factors);
     if (q_type != KVC_F32) { /* what the caller has is multiplied as it is, and not scaled */
         kernels->convert(KVC_F32, q_type, narrow, 0, q, 0, 1, MAX_M * MAX_PADDED);
         kernels->convert(q_type, KVC_F32, q, 0, narrow, 0, 1, MAX_M * MAX_PADDED);
     }
-    fill_to(weights, MAX_M * KVC_TILE, largest.factors);
-    for (int i = 0; i < MAX_M; i++)
-        for (int j = n; j < KVC_TILE; j++)
-            weights[i * KVC_TILE + j] = 0;
-    for (int i = 0; i < MAX_PADDED * KVC_TILE; i++)
+    for (int i = 0; i < MAX_PADDED * KVC_WIDE_TILE; i++)
         panel[i] = NAN; /* the tiler reads only what was packed */
     memcpy(prepared, q, sizeof q);
-    (q_type == KVC_BF16 ? tiler->prepare_bf16 : tiler->prepare)(prepared, stride, m, dim, 0.3f);
-    tiler->pack_keys(panel, t->rows, t->stride, n, dim);
-    (q_type == KVC_BF16 ? tiler->score_bf16 : tiler->score)(scores, KVC_TILE, prepared, stride, panel, KVC_TILE, m, n,
-                                                            dim, 0, (kvc_ahead){q, (int32_t)sizeof q, 2});
+    if (q_type == KVC_F32)
+        tiler->prepare(prepared, stride, m, dim, 0.3f);
+    for (int i = 0; q_type != KVC_F32 && i < m; i++) {
+        memset(prepared + i * stride, 0, (size_t)stride * sizeof *prepared);
+        memcpy(prepared + i * stride, narrow + i * stride, (size_t)dim * sizeof *narrow);
+    }
+    for (int i = 0; i < n; i += KVC_TILE)
+        tiler->pack_keys(panel, t->rows, t->stride, i, n - i < KVC_TILE ? n - i : KVC_TILE, dim);
+    begin(kernels, &former);
+    (q_type == KVC_BF16 ? tiler->score_bf16 : tiler->score)(scores, scores_stride, prepared, stride, panel,
+                                                            is_packed ? dim : KVC_TILE, m, n, dim, 0,
+                                                            (kvc_ahead){q, (int32_t)sizeof q, 2});
+    end(kernels, &former);
     for (int i = 0; i < m; i++) {
         for (int j = 0; j < n; j++) {
             double sum = 0, size = 0;
             for (int d = 0; d < dim; d++) {
-                const double term = scale * q[i * stride + d] * t->values[j][d];
+                const double term = scale * q[i * stride + d] * t->values[j % KVC_TILE][d];
                 sum += term;
                 size += fabs(term);
             }
-            const float got = scores[i * KVC_TILE + j];
+            const float got = scores[i * scores_stride + j];
             CHECKF(fabs(got - sum) <= size * most_of_score,
                    "%s %s, queries %s: dim %d, score [%d, %d] of [%d, %d]: %g, not %g", kernels->name,
                    kvc_type_name(type), kvc_type_name(q_type), dim, i,
@@ -955,31 +1004,83 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
     }
     if (!tiler->accumulate)
         return;
-    for (int i = 0; i < MAX_PADDED * KVC_TILE; i++)
+    for (int i = 0; i < MAX_PADDED * KVC_WIDE_TILE; i++)
         panel[i] = NAN;
-    fill_to(sums, MAX_M * MAX_PADDED, largest.rows * largest.factors);
+    fill_to(sums, MAX_M * MAX_PADDED, largest.rows * (is_packed ? 1 : largest.factors));
     memcpy(old, sums, sizeof old);
-    tiler->pack_values(panel, values, t->rows, t->stride, n, dim);
-    if (tiler->pack_weights)
-        tiler->pack_weights(packed_weights, weights, m);
-    tiler->accumulate(sums, values, tiler->pack_weights ? packed_weights : weights,
-                      tiler->pack_weights ? KVC_PACKED_WEIGHTS : KVC_TILE, panel, values, m, dim, n, 1,
+    for (int i = 0; i < n; i += KVC_TILE)
+        tiler->pack_values(panel, values, t->rows, t->stride, i, n - i < KVC_TILE ? n - i : KVC_TILE, dim);
+    weigh(tiler, scores, scores_stride, m, n, largest, weights);
+    begin(kernels, &former);
+    tiler->accumulate(sums, values, scores, scores_stride, panel, is_packed ? KVC_WIDE_TILE : values, m, dim, n, 1,
                       (kvc_ahead){.bytes = 0});
+    end(kernels, &former);
     for (int i = 0; i < MAX_M; i++) {
         for (int d = 0; d < values; d++) {
             double sum = old[i * values + d], size = fabs(sum);
-            for (int j = 0; j < n && d < dim; j++) {
-                const double term = ldexp((double)weights[i * KVC_TILE + j] * t->values[j][d], tiler->sum_shift);
+            for (int j = 0; j < n && d < dim && i < m; j++) {
+                const double term = ldexp(weights[i][j] * t->values[j % KVC_TILE][d], tiler->sum_shift);
                 sum += term;
                 size += fabs(term);
             }
             const float got = sums[i * values + d];
             CHECKF(i < m && d >= dim ? 1
                    : i >= m          ? got == old[i * values + d]
-                                     : fabs(got - sum) <= size * most * (is_exact ? n + 2 : 1),
+                                     : fabs(got - sum) <= size * most * (is_exact ? n + (is_packed ? 20 : 2) : 1),
                    "%s %s: dim %d, sum [%d, %d] of [%d, %d]: %g, not %g", kernels->name, kvc_type_name(type), dim, i, d,
                    m, n, (double)got, sum);
         }
+    }
+}
+
+/* Several steps of n scores, each drawn by `draw`, for each of some rows: their maxima and sums, against float64. */
+static void check_weigh(const kvc_kernels *kernels, const kvc_tiler *tiler, int n, float (*draw)(int step))
+{
+    enum { STEPS = 4, ROWS = 5 };
+    static _Alignas(64) float scores[ROWS * KVC_WEIGHTS_STRIDE];
+    static double all[ROWS][STEPS * KVC_WIDE_TILE];
+    float max[ROWS], sum[ROWS], factor[ROWS], former[ROWS];
+    for (int r = 0; r < ROWS; r++)
+        max[r] = -INFINITY, sum[r] = 0;
+    for (int s = 0; s < STEPS; s++) {
+        for (int r = 0; r < ROWS; r++)
+            for (int j = 0; j < n; j++)
+                all[r][s * n + j] = (double)WEIGH_SCALE * (scores[r * KVC_WEIGHTS_STRIDE + j] = draw(s));
+        memcpy(former, max, sizeof max);
+        tiler->weigh(scores, ROWS, n, WEIGH_SCALE, max, sum, factor);
+        for (int r = 0; r < ROWS; r++) {
+            double largest = -INFINITY, right = 0;
+            for (int i = 0; i < (s + 1) * n; i++)
+                largest = fmax(largest, all[r][i] / log(2));
+            for (int i = 0; i < (s + 1) * n; i++)
+                right += max[r] == -INFINITY ? 0 : exp(all[r][i] - (double)max[r] * log(2));
+            const double by = max[r] == former[r] ? 1 : exp2((double)former[r] - (double)max[r]);
+            CHECKF(max[r] == largest || fabs(max[r] - largest) <= 2e-7 * fabs(largest),
+                   "%s: the maximum of rows up to %g is %g", kernels->name, largest, (double)max[r]);
+            const double off = 1e-6 + fabs((double)former[r] - (double)max[r]) * FLT_EPSILON; /* the difference is rounded */
+            CHECKF(factor[r] == by || fabs(factor[r] - by) <= off * by + FLT_MIN, "%s: factor %g of maxima %g and %g", kernels->name,
+                   (double)factor[r], (double)former[r], (double)max[r]);
+            CHECKF(fabs(largest) > 1e6 && isfinite(largest) ? sum[r] >= 1 : fabs(sum[r] - right) <= 4e-6 * right, "%s: sum %g of %d, not %g",
+                   kernels->name, (double)sum[r], n, right);
+        }
+    }
+}
+
+static void test_weigh(const kvc_kernels *kernels, const kvc_tiler *tiler)
+{
+    float (*draws[])(int) = {draw_usual, draw_wide, draw_half_hidden, draw_hidden, draw_huge, draw_far_apart};
+    if (!tiler->weigh)
+        return;
+    for (int n = 1; n <= KVC_WIDE_TILE; n += n < 40 ? 1 : 27)
+        for (size_t i = 0; i < sizeof draws / sizeof *draws; i++)
+            check_weigh(kernels, tiler, n, draws[i]);
+    static _Alignas(64) float scores[KVC_WEIGHTS_STRIDE];
+    for (int n = 1; n < KVC_WIDE_TILE; n += 9) { /* NaN is never lost */
+        float max = n % 2 ? -INFINITY : 1, sum = 1, factor;
+        memset(scores, 0, sizeof scores);
+        scores[random_int(0, n)] = NAN;
+        tiler->weigh(scores, 1, n, 1, &max, &sum, &factor);
+        CHECKF(isnan(sum), "%s: sum %g", kernels->name, (double)sum);
     }
 }
 
@@ -1001,7 +1102,7 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim)
     }
     for (int i = 0; i < NUM_N; i++) {
         static const int some_m[] = {1, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 72};
-        if (!kernels->tiler[type].pack_weights)
+        if (!kernels->tiler[type].weigh)
             test_pack(kernels, type, dim, some_n[i]);
         const int m = some_m[(i + dim) % NUM_N], n = some_n[i];
         test_tiler(kernels, &kernels->tiler[type], type, KVC_F32, dim, m, n, usual);
@@ -1012,6 +1113,9 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim)
         if (type == KVC_F32 && kernels->decoded.score)
             test_tiler(kernels, &kernels->decoded, type, KVC_F32, dim, m, n, usual);
     }
+    static const int wide_n[] = {65, 96, 128, 131, 192, 255, KVC_WIDE_TILE};
+    for (int i = 0; kernels->tiler[type].weigh && i < 3; i++)
+        test_tiler(kernels, &kernels->tiler[type], type, KVC_F32, dim, 33, wide_n[(i * 3 + dim) % 7], usual);
     for (int num_q = 1; num_q <= 9; num_q++) {
         test_same_scores(kernels, type, 0, dim, num_q);
         if (type == KVC_BF16 && kernels->score_bf16.score)
@@ -1032,7 +1136,7 @@ static void test_conversions(const kvc_kernels *kernels, int type, int dim)
 static void test_denormals(const kvc_kernels *kernels, int type, int dim)
 {
     static const int some_n[] = {1, 5, 16, 27, 64};
-    const int is_flushed = (type == KVC_F32 || type == KVC_BF16) && kernels->tiler[type].pack_weights;
+    const int is_flushed = (type == KVC_F32 || type == KVC_BF16) && kernels->tiler[type].weigh;
     volatile float smallest = FLT_MIN;
     CHECK(smallest / 2 != 0); /* else what is compared with would be flushed as well */
     for (int i = 0; i < 5; i++) {
@@ -1131,6 +1235,8 @@ static void test_kernels(const kvc_kernels *kernels)
     test_exp(kernels);
     test_softmax(kernels);
     test_softmax_rows(kernels);
+    for (int type = 0; type < TYPES; type++)
+        test_weigh(kernels, &kernels->tiler[type]);
     for (int order = KVC_QUANT_ELEMENTS; order <= MAX_ORDER; order *= 2)
         for (int num = 1; num <= 3; num++)
             test_hadamard(kernels, order, num);
@@ -1171,8 +1277,11 @@ __attribute__((target("amx-tile"))) static void test_tiles_of_the_caller(const k
     } shapes = {.palette = 1, .bytes = {64, 32}, .rows = {16, 3}}, after;
     __asm__ volatile("" ::: "memory");
     _tile_loadconfig(&shapes);
+    kvc_former former;
+    kernels->begin(&former);
     kernels->tiler[KVC_F16].score(c, KVC_TILE, a, KVC_TILE, b, KVC_TILE, 4, KVC_TILE, KVC_TILE, 0,
                                   (kvc_ahead){.bytes = 0});
+    kernels->end(&former);
     _tile_storeconfig(&after);
     __asm__ volatile("" ::: "memory");
     CHECK(memcmp(&shapes, &after, sizeof shapes) == 0);
