@@ -369,7 +369,7 @@ static void run_kernel(const driver_kernel *k, int32_t kernel, int32_t tile) {
         k->kernels->accumulate[k->kernel_type](k->acc, k->q_stride, k->factor, k->weights, k->num_q, rows, stride,
                                                KVC_TILE, k->dim, next);
         break;
-    default: k->kernels->softmax(k->scores, k->num_q, KVC_TILE, k->max, k->sum, k->factor);
+    default: k->kernels->softmax(k->scores, k->num_q, KVC_TILE, k->max, k->sum, k->factor, (kvc_ahead){.bytes = 0});
     }
 }
 

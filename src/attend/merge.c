@@ -51,10 +51,13 @@ static float *merge_row(const kvc_task *t, const results *all, int32_t r, float 
     const int32_t order = kvc_value_order(t->call->layer);
     const float sink = sinks ? sinks[kvc_query_head_of(t, r)] / all->unit : -INFINITY;
     float *out = t->acc + (size_t)r * (size_t)plan->lane.acc_stride, max = sink;
-    for (int32_t p = 0; p < t->unit->num_parts; p++) max = fmaxf(max, all->max[(size_t)p * all->stride + (size_t)r]);
+    for (int32_t p = 0; p < t->unit->num_parts; p++) {
+        const float of_part = all->max[(size_t)p * all->stride + (size_t)r];
+        if (of_part > max) max = of_part;
+    }
     const float sum = add_parts(t, all, r, max, out) + rescale_factor(sink, max, all->unit);
     /* If the sum is 0, the query saw nothing, and `out` is 0. */
-    t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / ldexpf(sum, kvc_sum_shift(t)));
+    t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / (sum * (float)(1 << kvc_sum_shift(t))));
     if (order) t->call->kernels->hadamard(out, out, plan->v_dim, order);
     if (lse) *lse = sum == 0 ? -INFINITY : max * all->unit + logf(sum);
     return out;
@@ -108,16 +111,23 @@ static results results_of(const kvc_task *t) {
                      kvc_partial_size(t->num_query_rows, t->call->plan->lane.acc_stride), unit};
 }
 
-/* Keeps the result of a member's part.  The last task to end of the unit and KV head merges the parts and writes the
- * output; in a rerun, each task that finds all parts there does. */
-static void end_part(const kvc_task *t) {
+/* Keeps the result of one of several parts of a member; returns whether all are there. */
+static int end_one_of(const kvc_task *t) {
     const kvc_call *c = t->call;
     const kvc_unit *unit = t->unit;
     atomic_int *remaining = &c->plan->remaining[unit->first_counter + t->head];
-    if (unit->num_parts > 1) keep_partial(t);
+    keep_partial(t);
     const int new_parts = c->was_done ? 0 : 1;
-    if (atomic_fetch_sub(remaining, new_parts) != new_parts) return;
+    if (atomic_fetch_sub(remaining, new_parts) != new_parts) return 0;
     if (!c->is_rerun) atomic_store(remaining, unit->num_parts); /* for the next layer */
+    return 1;
+}
+
+/* The last task to end of a unit and KV head merges the parts and writes the output; in a rerun, each task that finds
+ * all parts there does.  A single part is not counted: atomic instructions wait until all that was stored is in the
+ * cache. */
+static void end_part(const kvc_task *t) {
+    if (t->unit->num_parts > 1 && !end_one_of(t)) return;
     const results all = results_of(t);
     write_out(t, &all);
 }

@@ -120,13 +120,14 @@ static uint64_t add_floats(uint64_t *size, uint64_t count) {
     return at;
 }
 
-/* Whether a layer of the plan's group stores blocks that have a minimum. */
-static int has_minima(const kvc_plan *plan) {
+/* Whether a layer of the plan's group stores blocks whose minima kernels do not take with them. */
+static int has_minima_apart(const kvc_plan *plan) {
     const kvc_cache *cache = plan->batch->cache;
     for (int32_t i = 0; i < cache->num_layers; i++) {
         const kvc_layer *layer = &cache->layers[i];
-        const int of_layer = KVC_TYPES[layer->k_type].has_minimum || KVC_TYPES[layer->v_type].has_minimum;
-        if (of_layer && cache->group_of[i] == plan->group) return 1;
+        const int32_t types[] = {layer->k_type, layer->v_type};
+        for (int j = 0; j < 2 && cache->group_of[i] == plan->group; j++)
+            if (KVC_TYPES[types[j]].has_minimum && !cache->kernels->accumulate[types[j]]) return 1;
     }
     return 0;
 }
@@ -153,7 +154,7 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
         add_floats(&lane->size, tile_rows ? (uint64_t)lane->acc_stride * (KVC_WIDE_TILE / KVC_CHUNK * KVC_PACKED) : 0);
     const int32_t widest = lane->q_stride > lane->acc_stride ? lane->q_stride : lane->acc_stride;
     lane->rows = add_floats(&lane->size, (uint64_t)widest * KVC_TILE); /* enough for rows of any type */
-    if (!has_minima(plan)) return;
+    if (!has_minima_apart(plan)) return;
     lane->block_stride = (int32_t)kvc_align_up((uint64_t)widest / KVC_QUANT_ELEMENTS, KVC_LANES);
     lane->minima = add_floats(&lane->size, (uint64_t)lane->block_stride * KVC_TILE);
     lane->q_blocks = add_floats(&lane->size, q * (uint64_t)lane->block_stride);

@@ -147,3 +147,9 @@ kvc_ahead kvc_take_ahead(const kvc_call *c, kvc_walk *w, int64_t rows) {
     w->place = p;
     return ahead_of(c, first, end);
 }
+
+kvc_ahead kvc_take_few_ahead(const kvc_call *c, kvc_walk *w, int64_t lines) {
+    const int is_even =
+        w->left && rows_behind(&w->place) >= w->left && step_of(w, w->place.at) == (ptrdiff_t)w->row_bytes;
+    return kvc_take_ahead(c, w, is_even ? lines * KVC_CACHE_LINE / (int64_t)w->row_bytes : 0);
+}

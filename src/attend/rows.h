@@ -47,6 +47,9 @@ kvc_kernel_rows kvc_take_rows(const kvc_task *t, kvc_walk *w, int64_t rows);
  */
 kvc_ahead kvc_take_ahead(const kvc_call *c, kvc_walk *w, int64_t rows);
 
+/* Takes as many rows as fill `lines` lines; none, unless all that are left lie one after the other. */
+kvc_ahead kvc_take_few_ahead(const kvc_call *c, kvc_walk *w, int64_t lines);
+
 /* Prefetches it all at once. */
 void kvc_prefetch(kvc_ahead ahead);
 

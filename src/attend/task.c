@@ -293,11 +293,11 @@ static void change_scores(const kvc_task *t, kvc_tile *tile, const query_block *
     }
 }
 
-/* Turns the scores of a tile into weights, and updates max, sum and factor of each query row. */
-static void compute_weights(const kvc_task *t, kvc_tile *tile) {
+/* Turns the scores of a tile into weights, and updates max, sum and factor of each query row.  Prefetches `next`. */
+static void compute_weights(const kvc_task *t, kvc_tile *tile, kvc_ahead next) {
     const query_block all = {0, t->num_query_rows, t->scores, KVC_TILE};
     change_scores(t, tile, &all);
-    t->call->kernels->softmax(t->scores, t->num_query_rows, tile->n, t->max, t->sum, t->factor);
+    t->call->kernels->softmax(t->scores, t->num_query_rows, tile->n, t->max, t->sum, t->factor, next);
 }
 
 /* ---- one tile ---------------------------------------------------------------------------------------------------- */
@@ -348,26 +348,29 @@ static void accumulate_rows(const kvc_task *t, const float *weights, kvc_kernel_
     }
 }
 
-/* Adds a tile's values, weighted, to acc, and prefetches the keys of the next one. */
-static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, const kvc_tile *next) {
+/* Adds a tile's values, weighted, to acc, and prefetches what is left of the next one's keys. */
+static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, kvc_walk *keys) {
     const kvc_call *c = t->call;
-    kvc_walk values = kvc_walk_values(t, tile), keys = kvc_walk_keys(t, next);
+    kvc_walk values = kvc_walk_values(t, tile);
     const float *weights = t->scores;
     for (int64_t rows; values.left; weights += rows) {
         rows = kvc_rows_at_once(&values);
         const kvc_kernel_rows v = kvc_take_rows(t, &values, rows);
-        accumulate_rows(t, weights, v, rows, &keys, values.left ? rows : KVC_TILE);
+        accumulate_rows(t, weights, v, rows, keys, values.left ? rows : KVC_TILE);
         for (int32_t r = 0; values.left && r < t->num_query_rows; r++) t->factor[r] = 1; /* acc is multiplied once */
     }
     if (kvc_lacks_minima(t, c->layer->v_type)) kvc_accumulate_minima(t, tile->n);
 }
 
+enum { LINES_PER_ROW = KVC_TILE / KVC_LANES }; /* prefetched while the softmax of a query row is computed */
+
 /* Attends to a tile for few query rows: each row is read once for all of them. */
 static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
     score_tile(t, current);
-    compute_weights(t, current);
     kvc_next_tile(next, upcoming);
-    accumulate_tile(t, current, next);
+    kvc_walk keys = kvc_walk_keys(t, next);
+    compute_weights(t, current, kvc_take_few_ahead(t->call, &keys, t->num_query_rows * LINES_PER_ROW));
+    accumulate_tile(t, current, &keys);
 }
 
 /* Returns a view of the query rows from the first to the last that sees anything of a tile: few, where the tile is at
@@ -415,7 +418,8 @@ static void weigh_block(const kvc_task *t, kvc_tile *tile, const query_block *b,
     if (weigh)
         weigh(b->scores, num, tile->n, scale, t->max + first, t->sum + first, t->factor + first);
     else
-        kernels->softmax(b->scores, num, tile->n, t->max + first, t->sum + first, t->factor + first);
+        kernels->softmax(b->scores, num, tile->n, t->max + first, t->sum + first, t->factor + first,
+                         (kvc_ahead){.bytes = 0});
     for (int32_t r = first; r < b->end; r++)
         if (t->factor[r] != 1)
             kernels->scale(t->acc + (size_t)r * (size_t)plan->lane.acc_stride, 0, 1, plan->v_dim, t->factor[r]);

@@ -34,7 +34,7 @@ INLINE float load_tile_heads(int type, vec scales[TILE_VECS], vec minima[TILE_VE
         i_store(fifth_bits + i * LANES, bits);
         zero_or_nan = v_fma(scales[i], v_zero(), zero_or_nan);
     }
-    return v_equal(zero_or_nan, v_zero()) == (1u << LANES) - 1 ? 0 : NAN;
+    return zero_or_nan_of(zero_or_nan);
 }
 
 /* Returns weights times minima, added up in each lane. */

@@ -40,7 +40,7 @@ INLINE float load_scales(vec scales[TILE_VECS], const char *block, ptrdiff_t str
         scales[i] = n >= LANES ? load_scale_of_rows(block, stride) : load_few_scales(block, stride, n);
         zero_or_nan = v_fma(scales[i], v_zero(), zero_or_nan);
     }
-    return v_equal(zero_or_nan, v_zero()) == (1u << LANES) - 1 ? 0 : NAN;
+    return zero_or_nan_of(zero_or_nan);
 }
 
 /* Multiplies weights by scales; returns the largest products in each lane. */

@@ -59,10 +59,10 @@
         scale_rows(q, q_stride, num_q, dim, scale);                             \
     }
 
-#define DEFINE_SOFTMAX(name)                                                                   \
-    extern kvc_softmax_fn name;                                                                \
-    TARGET void name(float *scores, int num_q, int n, float *max, float *sum, float *factor) { \
-        softmax_rows(scores, num_q, n, max, sum, factor);                                      \
+#define DEFINE_SOFTMAX(name)                                                                                   \
+    extern kvc_softmax_fn name;                                                                                \
+    TARGET void name(float *scores, int num_q, int n, float *max, float *sum, float *factor, kvc_ahead next) { \
+        softmax_rows(scores, num_q, n, max, sum, factor, next);                                                \
     }
 
 #define DEFINE_MATMUL(name)                                                                                    \

@@ -89,8 +89,9 @@ typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, 
  * larger of max[r] and the row's largest score: scores become exp(score - m), sum[r] becomes sum[r] * exp(max[r] - m) +
  * the sum of these, max[r] becomes m, and factor[r] exp(max[r] - m) of the old max[r], by which what was accumulated is
  * to be multiplied.  Where m is -inf (nothing visible so far), scores become 0, sum[r] stays and factor[r] is 1. Scores
- * past n become 0.  exp is right to 2 ulp, and 0 below about -87.  A NaN score makes sum[r] NaN. */
-typedef void kvc_softmax_fn(float *scores, int num_q, int n, float *max, float *sum, float *factor);
+ * past n become 0.  exp is right to 2 ulp, and 0 below about -87.  A NaN score makes sum[r] NaN.  Prefetches `next` on
+ * the way: num_q * n / KVC_LANES lines evenly, and what is left at once. */
+typedef void kvc_softmax_fn(float *scores, int num_q, int n, float *max, float *sum, float *factor, kvc_ahead next);
 
 /* c[i * ldc + j] = (add ? c[...] : 0) + sum over p < k of a[i * lda + p] * b[p * ldb + j], i < m, j < n.
  * ldb and ldc are multiples of KVC_LANES, b and c aligned to 64 bytes, and up to the next multiple of KVC_LANES past n,

@@ -356,7 +356,8 @@ static float softmax_row(float *scores, int n, float *max, float *sum) {
     return factor;
 }
 
-static void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor) {
+static void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor, kvc_ahead next) {
+    (void)next;
     for (int r = 0; r < num_q; r++) factor[r] = softmax_row(scores + r * KVC_TILE, n, &max[r], &sum[r]);
 }
 

@@ -50,20 +50,35 @@ INLINE const uint16_t *order_of_codes(void) {
     return ORDER;
 }
 
+/* Rounds a row, and adds up blocks: some at a time, as each sum over lanes is a chain of slow instructions. */
 INLINE void prepare_code_row(int offset, float *row, int dim, float unit, float scale) {
+    enum { AT_ONCE = LANES / 4 };
     const vec inverse = v_set(reciprocal(unit));
     const float factor = unit * scale;
     const ivec order = i_load(order_of_codes());
     char *to = (char *)row; /* never reaches what is still to be read */
-    for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, to += sizeof(code_query)) {
-        const vec x = v_mul(v_load(row + d), inverse), y = v_mul(v_load(row + d + LANES), inverse);
-        code_query q;
-        i_store_16(q.elements, x, y);
-        const ivec elements = i_load(q.elements);
-        i_store(q.elements, i_permute_16(elements, order));
-        q.sum = v_sum_lanes(v_add(x, y));
-        q.start = -offset * (int32_t)v_sum_lanes(v_from_int(i_dot(i_zero(), elements, i_set_16(1)))); /* exact */
-        memcpy(to, &q, sizeof q);
+    for (int d = 0; d < dim; d += AT_ONCE * KVC_QUANT_ELEMENTS) {
+        const int count = smaller(AT_ONCE, (dim - d) / KVC_QUANT_ELEMENTS);
+        vec sums[LANES / 2]; /* of a block's elements, and of them rounded, which are exact */
+        float added[LANES];
+        for (int b = count; b < AT_ONCE; b++) sums[2 * b] = sums[2 * b + 1] = v_zero();
+        for (int b = 0; b < count; b++) {
+            const float *from = row + d + b * KVC_QUANT_ELEMENTS;
+            const vec x = v_mul(v_load(from), inverse), y = v_mul(v_load(from + LANES), inverse);
+            char *elements = to + (size_t)b * sizeof(code_query);
+            i_store_16((int16_t *)(void *)elements, x, y);
+            const ivec rounded = i_load(elements);
+            i_store(elements, i_permute_16(rounded, order));
+            sums[2 * b] = v_add(x, y);
+            sums[2 * b + 1] = v_from_int(i_dot(i_zero(), rounded, i_set_16(1)));
+        }
+        const vec halves = v_sums(sums);
+        v_store(added, v_add(halves, v_swap(halves, 1)));
+        for (int b = 0; b < count; b++, to += sizeof(code_query)) {
+            const int32_t start = -offset * (int32_t)added[4 * b + 2];
+            memcpy(to + offsetof(code_query, start), &start, sizeof start);
+            memcpy(to + offsetof(code_query, sum), &added[4 * b], sizeof *added);
+        }
     }
     memcpy(to, &factor, sizeof factor);
 }

@@ -97,12 +97,14 @@ INLINE int element_at(int type, int four, int pair, int is_second) {
 }
 
 /* Puts a block's elements in the order in which score takes those of rows; returns the sum of those that it multiplies
- * by elements with an offset. */
+ * by elements with an offset.  Copies the block by vectors: stored in smaller pieces than it is loaded next, it would
+ * be waited for. */
 INLINE int32_t order_block(int type, char *block) {
     const int pairs = pairs_in_four_bytes(type);
     int16_t x[KVC_QUANT_ELEMENTS];
     int32_t sum = 0;
-    memcpy(x, block, sizeof x);
+    UNROLL
+    for (int i = 0; i < KVC_QUANT_ELEMENTS; i += 2 * LANES) v_store(x + i, v_load(block + i * (int)sizeof *x));
     const int step = type == KVC_Q8_0 ? 2 : 1;
     for (int i = 0; i < KVC_QUANT_ELEMENTS; i += step) sum += x[i];
     UNROLL
@@ -112,6 +114,9 @@ INLINE int32_t order_block(int type, char *block) {
     return sum;
 }
 
+/* Returns 0 if all lanes are 0, and NaN if one is NaN. */
+INLINE float zero_or_nan_of(vec x) { return v_equal(x, v_zero()) == (1u << LANES) - 1 ? 0 : NAN; }
+
 /* Returns the unit of a row's elements; NaN if one of them is NaN or infinite. */
 INLINE float unit_of(const float *row, int dim) {
     vec largest = v_zero(), zero_or_nan = v_zero();
@@ -119,7 +124,7 @@ INLINE float unit_of(const float *row, int dim) {
         largest = v_max_abs(v_load(row + d), largest);
         zero_or_nan = v_fma(v_load(row + d), v_zero(), zero_or_nan);
     }
-    return v_max_lane(largest) / INT16_MAX + v_sum_lanes(zero_or_nan);
+    return v_max_lane(largest) / INT16_MAX + zero_or_nan_of(zero_or_nan);
 }
 
 /* Rounds a row to int16, in place, puts its blocks in order and adds what follows them. */

@@ -57,14 +57,17 @@ INLINE void raise_maxima(const vec largest[LANES], int num_q, float *max, float 
 }
 
 /* Turns a row's scores into weights, and returns their sum. */
-INLINE float weigh_row(float *row, int padded, float max) {
+INLINE float weigh_row(float *row, int padded, float max, prefetcher *next) {
     /* where nothing is visible, weights become 0, or stay NaN */
     const vec shift = v_set(max == -INFINITY ? 0 : -max);
     vec total = v_zero();
     for (int j = 0; j < padded; j += EXPS * LANES) {
         vec x[EXPS];
         UNROLL
-        for (int i = 0; i < EXPS; i++) x[i] = v_add(v_load(row + j + i * LANES), shift);
+        for (int i = 0; i < EXPS; i++) {
+            prefetch_at(next, vector_bytes(KVC_F32, i));
+            x[i] = v_add(v_load(row + j + i * LANES), shift);
+        }
         exp_negative(EXPS, x);
         UNROLL
         for (int i = 0; i < EXPS; i++) {
@@ -76,8 +79,9 @@ INLINE float weigh_row(float *row, int padded, float max) {
 }
 
 /* Is a kvc_softmax_fn.  Finds the largest scores of some rows first, then computes their weights. */
-INLINE void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor) {
+INLINE void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor, kvc_ahead next) {
     const int step = EXPS * LANES, padded = (n + step - 1) / step * step;
+    prefetcher p = prefetch_begin(next, scores, num_q * (padded / KVC_LANES));
     for (int first = 0; first < num_q; first += LANES) {
         const int end = smaller(first + LANES, num_q);
         vec largest[LANES];
@@ -91,8 +95,9 @@ INLINE void softmax_rows(float *scores, int num_q, int n, float *max, float *sum
         for (int i = end - first; i < LANES; i++) largest[i] = v_zero();
         if (stay != (1u << LANES) - 1) raise_maxima(largest, end - first, max + first, factor + first);
         for (int r = first; r < end; r++)
-            sum[r] = sum[r] * factor[r] + weigh_row(scores + r * KVC_TILE, padded, max[r]);
+            sum[r] = sum[r] * factor[r] + weigh_row(scores + r * KVC_TILE, padded, max[r], &p);
     }
+    prefetch_rest(&p);
 }
 
 /* Multiplies rows by a number; elements past dim, too, up to the next multiple of LANES. */

@@ -720,7 +720,7 @@ static void test_same_sums(const kvc_kernels *kernels, int type, int dim, int nu
 static float softmax(const kvc_kernels *kernels, float *scores, int n, float *max, float *sum)
 {
     float factor;
-    kernels->softmax(scores, 1, n, max, sum, &factor);
+    kernels->softmax(scores, 1, n, max, sum, &factor, nothing_ahead);
     return factor;
 }
 
@@ -737,7 +737,8 @@ static void test_softmax_rows(const kvc_kernels *kernels)
             max[0][r] = max[1][r] = r % 3 ? random_float() : -INFINITY;
             sum[0][r] = sum[1][r] = r % 3 ? 1 : 0;
         }
-        kernels->softmax(together, num_q, n, max[0], sum[0], factor[0]);
+        const kvc_ahead ahead = {alone, random_int(1, (int)sizeof alone), num_q % 4 / 2 + 1};
+        kernels->softmax(together, num_q, n, max[0], sum[0], factor[0], num_q % 2 ? nothing_ahead : ahead);
         for (int r = 0; r < num_q; r++)
             factor[1][r] = softmax(kernels, alone + r * KVC_TILE, n, &max[1][r], &sum[1][r]);
         CHECKF(!memcmp(together, alone, sizeof alone) && !memcmp(max[0], max[1], (size_t)num_q * sizeof **max) &&
