@@ -162,7 +162,8 @@ void kvc_signal_wait_until(kvc_signal *s, kvc_mutex *m, int64_t time) {
 #elif defined(__APPLE__)
     pthread_cond_timedwait_relative_np(s, m, &(struct timespec){wait / SECOND, wait % SECOND});
 #else
-    pthread_cond_timedwait(s, m, &(struct timespec){(start + wait) / SECOND, (start + wait) % SECOND});
+    const int64_t end = start + wait;
+    pthread_cond_timedwait(s, m, &(struct timespec){(time_t)(end / SECOND), (long)(end % SECOND)});
 #endif
 }
 

@@ -171,7 +171,8 @@ static void store_from_minimum(int type, uint8_t *block, const float x[KVC_QUANT
         if (y < least || i == 0) least = y;
         if (y > most || i == 0) most = y;
     }
-    const float d = fabsf((most - least) / (float)steps), id = reciprocal(d);
+    const float range = most - least; /* rounded to infinity, also by processors that compute with more bits */
+    const float d = fabsf(range / (float)steps), id = reciprocal(d);
     for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) codes[i] = code_of((isnan(x[i]) ? 0 : x[i]) - least, id, 0, steps);
     store_scale(block, d);
     store_scale(block + KVC_SCALE_BYTES, least);

@@ -339,8 +339,9 @@ static void quantised(int type, uint8_t block[LARGEST_BLOCK], const float *x)
         quantised_to_levels(block, x, largest);
         return;
     }
+    const float range = most - least; /* rounded */
     float d = type == KVC_Q8_0 ? fabsf(largest) / 127
-              : has_minimum(type) ? (most - least) / (float)(2 * half - 1) : largest / (float)-half;
+              : has_minimum(type) ? range / (float)(2 * half - 1) : largest / (float)-half;
     float id = fabsf(d) > 0x1p-128f ? 1 / d : 0; /* else the quotient would be infinite */
     const int is_tiny = d != 0 && id == 0 && isfinite(d);
     for (int i = 0; i < BLOCK; i++) {

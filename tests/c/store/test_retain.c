@@ -29,8 +29,8 @@ static kvc_cache *new_cache(int num_layers, const kvc_policy *policies, kvc_conf
 static kvc_status feed(kvc_cache *cache, int num_layers, int64_t id, int32_t begin, int32_t end)
 {
     float rows[TOKENS * 2][4];
-    int32_t positions[TOKENS * 2];
-    int64_t seq_ids[TOKENS * 2];
+    int32_t positions[TOKENS * 2] = {0};
+    int64_t seq_ids[TOKENS * 2] = {0};
     kvc_batch *batch;
     for (int32_t i = 0; i < end - begin; i++) {
         positions[i] = begin + i;

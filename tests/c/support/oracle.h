@@ -1436,8 +1436,8 @@ static inline kvc_status pair_pass(pair *p, int n, const int32_t *positions, con
 /* Runs a pass of positions [begin, end) of one sequence. */
 static inline kvc_status pair_feed(pair *p, int64_t id, int32_t begin, int32_t end)
 {
-    int32_t positions[MAX_BATCH];
-    int64_t ids[MAX_BATCH];
+    int32_t positions[MAX_BATCH] = {0};
+    int64_t ids[MAX_BATCH] = {0};
     for (int32_t i = 0; i < end - begin; i++) {
         positions[i] = begin + i;
         ids[i] = id;
