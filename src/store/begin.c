@@ -30,7 +30,7 @@ static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
         const int64_t id = seq_ids ? seq_ids[t] : 0;
         const int repeats = t && id == (seq_ids ? seq_ids[t - 1] : 0);
         const int32_t s = repeats ? batch->sequence_of[t - 1] : kvc_batch_add_sequence(batch, id);
-        if (s < 0) return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)id);
+        if (s < 0) return kvc_fail_sequence(id);
         kvc_batch_sequence *member = &batch->sequences[s];
         kvc_status status = kvc_check_not_retained(member->sequence);
         if (status == KVC_OK) status = mark_unstored(batch, member, t, args->unstored && args->unstored[t]);

@@ -45,6 +45,20 @@ void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence) {
     cache->num_retained--;
 }
 
+kvc_status kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old) {
+    const kvc_table before = cache->sequences;
+    const kvc_status status = old ? KVC_OK : kvc_table_reserve(&cache->sequences, 1, &before, &cache->memory);
+    if (status != KVC_OK) {
+        kvc_sequence_free(sequence, &cache->memory, cache->pools);
+        return status;
+    }
+    kvc_table_keep(&cache->sequences, &before, &cache->memory);
+    if (old) kvc_cache_forget(cache, old);
+    kvc_table_insert(&cache->sequences, sequence);
+    kvc_cache_after_edit(cache, sequence);
+    return KVC_OK;
+}
+
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_unmark_changed(sequence);
     count_holding(cache, sequence, 0);

@@ -120,6 +120,10 @@ void kvc_cache_unmark_changed(kvc_sequence *sequence);
 /* Marks a sequence as changed at the end of an edit, and frees it if it is blank. */
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
 
+/* Inserts a new sequence into the table, in place of `old` if that is not NULL.  KVC_ERR_NOMEM, with the new one freed.
+ */
+kvc_status kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old);
+
 /* Adds a sequence of the table to the list of retained ones, as the most recently used, or takes it out. */
 void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence);

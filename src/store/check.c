@@ -73,10 +73,15 @@ kvc_status kvc_check_inner(int32_t inner_tokens, int32_t num_tokens) {
                     inner_tokens, num_tokens);
 }
 
+kvc_status kvc_check_position(int32_t value, const char *name) {
+    if (value >= 0) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "%s is %d: a position must not be negative", name, value);
+}
+
 kvc_status kvc_check_positions(int32_t begin, int32_t end) {
-    if (begin < 0) return kvc_fail(KVC_ERR_INVALID, "begin is %d: a position must not be negative", begin);
-    if (end < begin) return kvc_fail(KVC_ERR_INVALID, "end is %d: it must be at least begin, %d", end, begin);
-    return KVC_OK;
+    const kvc_status status = kvc_check_position(begin, "begin");
+    if (status != KVC_OK || end >= begin) return status;
+    return kvc_fail(KVC_ERR_INVALID, "end is %d: it must be at least begin, %d", end, begin);
 }
 
 kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens) {

@@ -30,7 +30,8 @@ kvc_status kvc_check_rows(int32_t type, int32_t stored, int64_t row_stride, int6
 /* Returns KVC_ERR_INVALID unless inner_tokens divides num_tokens, or is 0. */
 kvc_status kvc_check_inner(int32_t inner_tokens, int32_t num_tokens);
 
-/* Returns KVC_ERR_INVALID unless [begin, end) is a range of positions. */
+/* Return KVC_ERR_INVALID unless the argument of this name is a position, or [begin, end) a range of positions. */
+kvc_status kvc_check_position(int32_t value, const char *name);
 kvc_status kvc_check_positions(int32_t begin, int32_t end);
 
 /* Returns KVC_ERR_INDEX unless the batch has tokens [first, first + *num_tokens); 0 becomes all from first on. */

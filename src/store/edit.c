@@ -167,7 +167,8 @@ kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t e
 }
 
 kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length) {
-    if (length < 0) return kvc_fail(KVC_ERR_INVALID, "length is %d: a position must not be negative", length);
+    const kvc_status status = kvc_check_position(length, "length");
+    if (status != KVC_OK) return status;
     kvc_lock(cache);
     return kvc_unlock(cache, remove_range(cache, seq_id, length, KVC_END, 0));
 }

@@ -2,11 +2,6 @@
 #include "store/check.h"
 #include "store/waiting.h"
 
-static kvc_status check_position(int32_t value, const char *name) {
-    if (value >= 0) return KVC_OK;
-    return kvc_fail(KVC_ERR_INVALID, "%s is %d: a position must not be negative", name, value);
-}
-
 /* Finds src and dst (NULL: there is none) after waiting until no call writes their rows in place.  KVC_ERR_BUSY. */
 static kvc_status find_two(kvc_cache *cache, int64_t src_id, int64_t dst_id, kvc_sequence **src, kvc_sequence **dst) {
     do { /* while this waits for one, a call may begin to write the other */
@@ -25,12 +20,6 @@ typedef struct sharing {
     int32_t begin, end;      /* positions of tokens */
 } sharing;
 
-/* Adds a part to a list, which becomes one of its holders. */
-static void hold_part(void *list, const kvc_run *part) {
-    kvc_pool_hold(part->block, part->slot, part->count);
-    kvc_runs_append(list, part);
-}
-
 /* Makes the list of one group, of no runs as yet. */
 static kvc_status share_group(kvc_cache *cache, const sharing *s, int32_t g, kvc_run_list *to) {
     static const kvc_run_list nothing = {.min_position = -1, .max_position = -1};
@@ -44,7 +33,7 @@ static kvc_status share_group(kvc_cache *cache, const sharing *s, int32_t g, kvc
     const int32_t num = list->num ? kvc_runs_visit_missing(&held, from, begin, end, NULL, NULL) : from->num;
     status = kvc_runs_reserve(to, &cache->memory, num);
     if (status == KVC_OK) {
-        kvc_runs_visit_missing(&held, from, begin, end, hold_part, to);
+        kvc_runs_visit_missing(&held, from, begin, end, kvc_hold_part, to);
         to->lost = kvc_runs_lost_in(&held, from->lost, begin, end);
         to->missing = kvc_runs_lost_in(&held, from->missing, begin, end);
     }
@@ -61,25 +50,6 @@ static kvc_sequence *new_sharer(kvc_cache *cache, const sharing *s, int64_t id) 
     if (status == KVC_OK) return sharer;
     if (sharer) kvc_sequence_free(sharer, &cache->memory, cache->pools);
     return NULL;
-}
-
-static kvc_status fail_memory(int64_t id) {
-    return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)id);
-}
-
-/* Inserts a sequence into the table, in place of `old` if that is not NULL; frees it if out of memory. */
-static kvc_status insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old) {
-    const kvc_table before = cache->sequences;
-    if (!old && kvc_table_reserve(&cache->sequences, 1, &before, &cache->memory) != KVC_OK) {
-        const int64_t id = sequence->id;
-        kvc_sequence_free(sequence, &cache->memory, cache->pools);
-        return fail_memory(id);
-    }
-    kvc_table_keep(&cache->sequences, &before, &cache->memory);
-    if (old) kvc_cache_forget(cache, old);
-    kvc_table_insert(&cache->sequences, sequence);
-    kvc_cache_after_edit(cache, sequence);
-    return KVC_OK;
 }
 
 /* Moves the rows of `more`, which it frees, to the end of a sequence. */
@@ -109,8 +79,8 @@ static kvc_status copy_prefix(kvc_cache *cache, int64_t src_id, int64_t dst_id, 
     if (status == KVC_OK && s.src) status = kvc_check_cut(cache, s.src, length);
     if (status != KVC_OK) return status;
     kvc_sequence *sharer = s.src ? new_sharer(cache, &s, dst_id) : NULL;
-    if (sharer) return insert(cache, sharer, old);
-    if (s.src) return fail_memory(dst_id);
+    if (sharer) return kvc_cache_insert(cache, sharer, old);
+    if (s.src) return kvc_fail_sequence(dst_id);
     if (old) kvc_cache_forget(cache, old);
     return KVC_OK;
 }
@@ -140,8 +110,8 @@ static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_
     status = check_same_rows(cache, &s);
     if (status != KVC_OK) return status;
     kvc_sequence *sharer = new_sharer(cache, &s, dst_id);
-    if (!sharer) return fail_memory(dst_id);
-    return s.dst ? join(cache, s.dst, sharer) : insert(cache, sharer, NULL);
+    if (!sharer) return kvc_fail_sequence(dst_id);
+    return s.dst ? join(cache, s.dst, sharer) : kvc_cache_insert(cache, sharer, NULL);
 }
 
 static kvc_status check_two(int64_t src, int64_t dst) {
@@ -151,7 +121,7 @@ static kvc_status check_two(int64_t src, int64_t dst) {
 
 kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, int32_t length) {
     kvc_status status = check_two(src, dst);
-    if (status == KVC_OK) status = check_position(length, "length");
+    if (status == KVC_OK) status = kvc_check_position(length, "length");
     if (status != KVC_OK) return status;
     kvc_lock(cache);
     return kvc_unlock(cache, copy_prefix(cache, src, dst, length));

@@ -195,7 +195,7 @@ static kvc_status add_sequence(visitor *v, int64_t id) {
     if (kvc_table_find(&v->state->sequences, id))
         return kvc_fail(KVC_ERR_INVALID, "to_ids has %lld twice", (long long)id);
     v->sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
-    if (!v->sequence) return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)id);
+    if (!v->sequence) return kvc_fail_sequence(id);
     kvc_table_insert(&v->state->sequences, v->sequence);
     return KVC_OK;
 }
@@ -218,12 +218,6 @@ static int32_t visit_parts(const kvc_extents *extents, const kvc_saved_run *run,
     return num;
 }
 
-/* Adds a part to a list, which becomes one of its holders. */
-static void hold_part(void *list, const kvc_run *part) {
-    kvc_pool_hold(part->block, part->slot, part->count);
-    kvc_runs_append(list, part);
-}
-
 static kvc_status add_runs(visitor *v, int32_t g, const kvc_saved_holding *holding, const kvc_saved_run *runs) {
     const kvc_extents *extents = &v->state->groups[g];
     kvc_run_list *list = &v->sequence->runs[g];
@@ -234,7 +228,7 @@ static kvc_status add_runs(visitor *v, int32_t g, const kvc_saved_holding *holdi
     if (num > INT32_MAX / 4) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)num);
     const kvc_status status = num ? kvc_runs_reserve(list, &v->state->cache->memory, (int32_t)num) : KVC_OK;
     if (status != KVC_OK) return status;
-    for (int64_t r = 0; r < holding->num_runs; r++) visit_parts(extents, &runs[r], hold_part, list);
+    for (int64_t r = 0; r < holding->num_runs; r++) visit_parts(extents, &runs[r], kvc_hold_part, list);
     list->lost = (kvc_interval){(int32_t)holding->lost_begin, (int32_t)holding->lost_end};
     list->missing = (kvc_interval){(int32_t)holding->missing_begin, (int32_t)holding->missing_end};
     return KVC_OK;

@@ -4,12 +4,7 @@
 #include "store/reclaim.h"
 #include "store/waiting.h"
 
-/* ---- making retained sequences ------------------------------------------------------------------------------------
- */
-
-static kvc_status fail_memory(int64_t id) {
-    return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)id);
-}
+/* ---- making retained sequences ----------------------------------------------------------------------------------- */
 
 static kvc_status check_ids(const int64_t *ids, int32_t num_ids) {
     if (num_ids >= 0 && (ids || !num_ids)) return KVC_OK;
@@ -43,20 +38,10 @@ static kvc_sequence *new_retained(kvc_cache *cache, int64_t id) {
     return sequence;
 }
 
-/* A list that gets parts of other lists' runs, after they were counted. */
-typedef struct sharer {
-    kvc_run_list *list;
-    int32_t num_parts;
-} sharer;
-
-static void count_part(void *context, const kvc_run *part) {
+/* Adds 1 to the int32_t that is the context. */
+static void count_part(void *num, const kvc_run *part) {
     (void)part;
-    ((sharer *)context)->num_parts++;
-}
-
-static void share_part(void *context, const kvc_run *part) {
-    kvc_pool_hold(part->block, part->slot, part->count);
-    kvc_runs_append(((sharer *)context)->list, part);
+    ++*(int32_t *)num;
 }
 
 /* Visits the rows of a sequence at positions [begin, end) in one group: the stored ones, then the open batch's. */
@@ -74,11 +59,11 @@ static void visit_rows(const kvc_cache *cache, const kvc_sequence *sequence, int
 /* Shares the rows of src at positions [begin, end) in one group. */
 static kvc_status retain_group(kvc_cache *cache, const kvc_sequence *src, int32_t g, int32_t begin, int32_t end,
                                kvc_run_list *to) {
-    sharer s = {.list = to};
-    visit_rows(cache, src, g, begin, end, count_part, &s);
-    const kvc_status status = kvc_runs_reserve(to, &cache->memory, s.num_parts);
+    int32_t num = 0;
+    visit_rows(cache, src, g, begin, end, count_part, &num);
+    const kvc_status status = kvc_runs_reserve(to, &cache->memory, num);
     if (status != KVC_OK) return status;
-    visit_rows(cache, src, g, begin, end, share_part, &s);
+    visit_rows(cache, src, g, begin, end, kvc_hold_part, to);
     to->lost = kvc_runs_lost_in(to, src->runs[g].lost, begin, end);
     return KVC_OK;
 }
@@ -89,7 +74,7 @@ static kvc_status retain(kvc_cache *cache, int64_t src_id, int64_t id, int32_t b
     if (status == KVC_OK) status = check_unused(cache, id);
     if (status != KVC_OK || !src) return status;
     kvc_sequence *sequence = new_retained(cache, id);
-    if (!sequence) return fail_memory(id);
+    if (!sequence) return kvc_fail_sequence(id);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
         status = retain_group(cache, src, g, begin, end, &sequence->runs[g]);
     if (status != KVC_OK || !kvc_sequence_holds(sequence)) kvc_cache_forget(cache, sequence);
@@ -103,8 +88,7 @@ kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, 
     return kvc_unlock(cache, retain(cache, src, id, begin, end));
 }
 
-/* ---- rows that come from elsewhere --------------------------------------------------------------------------------
- */
+/* ---- rows that come from elsewhere ------------------------------------------------------------------------------- */
 
 /* The block that a group's new rows are in, for undoing. */
 typedef struct new_block {
@@ -177,7 +161,7 @@ static kvc_status retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_
             give_slots(cache, sequence, g, &taken[g]);
         if (status != KVC_OK || !kvc_sequence_holds(sequence)) kvc_cache_forget(cache, sequence);
     } else {
-        status = fail_memory(id);
+        status = kvc_fail_sequence(id);
     }
     kvc_memory_free(&cache->memory, taken, size, KVC_MEMORY_SCRATCH, -1);
     return status;
@@ -193,8 +177,7 @@ kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t e
     return kvc_unlock(cache, retain_new(cache, id, begin, end, layers));
 }
 
-/* ---- going on from retained sequences -----------------------------------------------------------------------------
- */
+/* ---- going on from retained sequences ---------------------------------------------------------------------------- */
 
 /* Retained sequences, in order of position. */
 typedef struct pieces {
@@ -257,50 +240,44 @@ static int32_t find_match(const pieces *p, int32_t length) {
     return length;
 }
 
+/* Visits the rows of group g below `end`, but for those in a gap, sequence by sequence. */
+static void visit_pieces(const pieces *p, int32_t g, kvc_interval gap, int32_t end, kvc_part_fn *visit, void *context) {
+    for (int32_t i = 0; i < p->num; i++) {
+        if (!p->items[i]) continue;
+        kvc_runs_visit(list_of(p, i, g), 0, gap.begin, visit, context);
+        kvc_runs_visit(list_of(p, i, g), gap.end, end, visit, context);
+    }
+}
+
 /* Makes one group of a sequence of what a query at `end` or later sees, and what its policy retains besides. */
 static kvc_status attach_group(const pieces *p, int32_t g, int32_t end, kvc_run_list *list) {
     const kvc_policy *policy = &p->cache->policies[g];
-    sharer s = {.list = list};
-    int32_t sinks = 0, from = 0;
+    kvc_interval gap = {0, 0};
     if (kvc_policy_evicts(policy)) {
         const int32_t retained = kvc_policy_retained(policy, end), covered = covered_from(p, g, end);
-        sinks = kvc_policy_sinks(policy);
-        from = retained > covered ? retained : covered;
-        if (from < sinks) from = sinks;
-        if (sinks > end) sinks = from = end;
+        gap = (kvc_interval){kvc_policy_sinks(policy), retained > covered ? retained : covered};
+        if (gap.end < gap.begin) gap.end = gap.begin;
+        if (gap.begin > end) gap = (kvc_interval){end, end};
     }
-    for (int32_t pass = 0; pass < 2; pass++) {
-        kvc_part_fn *visit = pass ? share_part : count_part;
-        for (int32_t i = 0; i < p->num; i++) {
-            if (!p->items[i]) continue;
-            kvc_runs_visit(list_of(p, i, g), 0, sinks, visit, &s);
-            kvc_runs_visit(list_of(p, i, g), from, end, visit, &s);
-        }
-        const kvc_status status = pass ? KVC_OK : kvc_runs_reserve(list, &p->cache->memory, s.num_parts);
-        if (status != KVC_OK) return status;
-    }
-    if (sinks < from) list->lost = (kvc_interval){sinks, from};
+    int32_t num = 0;
+    visit_pieces(p, g, gap, end, count_part, &num);
+    const kvc_status status = kvc_runs_reserve(list, &p->cache->memory, num);
+    if (status != KVC_OK) return status;
+    visit_pieces(p, g, gap, end, kvc_hold_part, list);
+    if (gap.begin < gap.end) list->lost = gap;
     return KVC_OK;
 }
 
 /* Makes sequence dst, in place of `old` (NULL: there is none), of all that is attached below `end`. */
 static kvc_status attach_all(const pieces *p, int64_t dst, kvc_sequence *old, int32_t end) {
     kvc_cache *cache = p->cache;
-    const kvc_table before = cache->sequences;
     kvc_sequence *sequence = kvc_sequence_new(&cache->memory, dst, cache->num_groups, cache->num_token_groups);
-    kvc_status status = sequence ? KVC_OK : KVC_ERR_NOMEM;
+    kvc_status status = sequence ? KVC_OK : kvc_fail_sequence(dst);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
         status = attach_group(p, g, end, &sequence->runs[g]);
-    if (status == KVC_OK) status = kvc_table_reserve(&cache->sequences, 1, &before, &cache->memory);
-    if (status != KVC_OK) {
-        if (sequence) kvc_sequence_free(sequence, &cache->memory, cache->pools);
-        return fail_memory(dst);
-    }
-    kvc_table_keep(&cache->sequences, &before, &cache->memory);
-    if (old) kvc_cache_forget(cache, old);
-    kvc_table_insert(&cache->sequences, sequence);
-    kvc_cache_after_edit(cache, sequence);
-    return KVC_OK;
+    if (status == KVC_OK) return kvc_cache_insert(cache, sequence, old);
+    if (sequence) kvc_sequence_free(sequence, &cache->memory, cache->pools);
+    return status;
 }
 
 /* Makes a retained sequence the most recently used. */
@@ -351,16 +328,15 @@ static kvc_status attach(kvc_cache *cache, const int64_t *ids, int32_t num, int6
 kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int64_t dst, int32_t length,
                       int32_t *matched) {
     kvc_status status = check_ids(ids, num_ids);
+    if (status == KVC_OK) status = kvc_check_position(length, "length");
     if (status != KVC_OK) return status;
-    if (length < 0) return kvc_fail(KVC_ERR_INVALID, "length is %d: a position must not be negative", length);
     if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
     *matched = 0;
     kvc_lock(cache);
     return kvc_unlock(cache, attach(cache, ids, num_ids, dst, length, matched));
 }
 
-/* ---- the list of retained sequences -------------------------------------------------------------------------------
- */
+/* ---- the list of retained sequences ------------------------------------------------------------------------------ */
 
 kvc_status kvc_touch(kvc_cache *cache, const int64_t *ids, int32_t num_ids) {
     const kvc_status status = check_ids(ids, num_ids);

@@ -163,6 +163,11 @@ int64_t kvc_runs_visit(const kvc_run_list *list, int32_t begin, int32_t end, kvc
     return count;
 }
 
+void kvc_hold_part(void *list, const kvc_run *part) {
+    kvc_pool_hold(part->block, part->slot, part->count);
+    kvc_runs_append(list, part);
+}
+
 void kvc_drop_part(void *pool, const kvc_run *part) { kvc_pool_drop(pool, part->block, part->slot, part->count); }
 
 void kvc_try_drop_part(void *slots, const kvc_run *part) {

@@ -80,6 +80,10 @@ void kvc_runs_recount(kvc_run_list *list);
 typedef void kvc_part_fn(void *context, const kvc_run *part);
 int64_t kvc_runs_visit(const kvc_run_list *list, int32_t begin, int32_t end, kvc_part_fn *visit, void *context);
 
+/* Appends a part to a list that has capacity for it and becomes one of its holders; a kvc_part_fn whose context is the
+ * list. */
+void kvc_hold_part(void *list, const kvc_run *part);
+
 /* Drops the slots of a part; a kvc_part_fn whose context is the pool. */
 void kvc_drop_part(void *pool, const kvc_run *part);
 

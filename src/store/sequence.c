@@ -17,6 +17,10 @@ kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_group
     return sequence;
 }
 
+kvc_status kvc_fail_sequence(int64_t id) {
+    return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)id);
+}
+
 void kvc_sequence_free(kvc_sequence *sequence, kvc_memory *memory, kvc_pool *pools) {
     for (int32_t g = 0; g < sequence->num_groups; g++) kvc_runs_destroy(&sequence->runs[g], &pools[g]);
     kvc_memory_free(memory, sequence, sequence_bytes(sequence->num_groups), KVC_MEMORY_BOOKKEEPING, -1);

@@ -14,7 +14,7 @@ typedef struct kvc_sequence {
     struct kvc_draft *drafts; /* [num_token_groups] the drafts of that call */
     int32_t in_place;         /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
     int32_t holds;            /* it is counted in cache->num_holding */
-    int32_t is_retained;      /* it is in the list of retained sequences: retain.h */
+    int32_t is_retained;      /* it is in the list of retained sequences: reclaim.h */
     int64_t num_pins;         /* of a retained sequence: while there are any, it is not reclaimed */
     int32_t num_groups;
     int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
@@ -25,6 +25,9 @@ typedef struct kvc_sequence {
 
 /* Makes an empty sequence; returns NULL if out of memory. */
 kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_groups, int32_t num_token_groups);
+
+/* Returns KVC_ERR_NOMEM, with the id of the sequence in the message. */
+kvc_status kvc_fail_sequence(int64_t id);
 
 /* Frees the sequence and drops the slots that it holds. */
 void kvc_sequence_free(kvc_sequence *sequence, kvc_memory *memory, kvc_pool *pools);
