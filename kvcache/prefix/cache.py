@@ -17,7 +17,7 @@ from kvcache.errors import CacheBusyError, CacheFullError, NotSupportedError
 from kvcache.policy import CrossAttention
 from kvcache.prefix.chunks import Chunk, Chunks
 from kvcache.prefix.keys import Keys, Tokens, blocks_of, count_tokens, identity_of
-from kvcache.prefix.nodes import Node, Nodes
+from kvcache.prefix.nodes import Node, Nodes, place_of
 from kvcache.prefix.rows import Rows
 from kvcache.prefix.watch import Watch
 
@@ -452,7 +452,7 @@ class PrefixCache:
 
     def _drop_beginnings(self, node: Node, parent: Node) -> None:
         """Drop short blocks that another one begins with."""
-        at = parent.children.index(node)
+        at = place_of(parent, node.content)
         while at and node.content.startswith(parent.children[at - 1].content) and not parent.children[at - 1].children:
             if parent.children[at - 1].num_pins:
                 break

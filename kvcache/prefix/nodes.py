@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from kvcache.prefix.keys import common_tokens, count_tokens
 
-__all__ = ["Node", "Nodes"]
+__all__ = ["Node", "Nodes", "place_of"]
 
 _content = attrgetter("content")
 
@@ -27,7 +27,7 @@ class Node:
     begin, end : int
         Positions of its first token, and behind its last.
     children : list of Node
-        By rising content.
+        By rising content; no two have the same.
     num_pins : int
         How often it was pinned.
     """
@@ -53,6 +53,11 @@ class Node:
             yield node
 
 
+def place_of(parent: Node, content: bytes) -> int:
+    """Return the index of the child with a content, or where it would be: there may be very many."""
+    return bisect_left(parent.children, content, key=_content)
+
+
 class Nodes:
     """All nodes, by their keys."""
 
@@ -75,7 +80,7 @@ class Nodes:
 
     def similar(self, parent: Node, content: bytes) -> list[tuple[Node, int]]:
         """Return children that have most tokens in common with a block at their beginning, and how many: one or two."""
-        at = bisect_left(parent.children, content, key=_content)
+        at = place_of(parent, content)
         neighbours = parent.children[max(at - 1, 0) : at + 1]  # in order of content: one of these has most
         found = [(child, common_tokens(child.content, content)) for child in neighbours]
         most = max((common for _, common in found), default=0)
@@ -84,7 +89,7 @@ class Nodes:
     def add(self, key: bytes, content: bytes, parent: Node, seq_id: int) -> Node:
         """Add a node that is not known."""
         node = Node(key, content, parent, seq_id)
-        parent.children.insert(bisect_left(parent.children, content, key=_content), node)
+        parent.children.insert(place_of(parent, content), node)
         self.by_key[key] = node
         return node
 
@@ -94,7 +99,7 @@ class Nodes:
         for one in removed:
             del self.by_key[one.key]
         if node.parent is not None:
-            node.parent.children.remove(node)
+            del node.parent.children[place_of(node.parent, node.content)]
         return removed
 
     def contains(self, node: Node) -> bool:

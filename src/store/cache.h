@@ -46,7 +46,6 @@ struct kvc_cache {
     int64_t num_holding;           /* number of sequences that hold rows, but for retained ones */
     kvc_sequence *oldest, *newest; /* list of the retained sequences, from the least recently used on */
     int64_t num_retained;
-    int32_t forgoes_retained;           /* previews of evictions take it that all are dropped that may be reclaimed */
     kvc_batch *batch;                   /* the open batch; NULL: none */
     struct kvc_row_buffer *row_buffers; /* list: the open batch's, and those of ended batches still in use */
     int64_t row_buffer_bytes;           /* bytes of the rows of all row buffers */

@@ -18,11 +18,8 @@ int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int
 
 /* ---- previews ---------------------------------------------------------------------------------------------------- */
 
-/* Calls visit for every part of a run that group g can evict, or that is to be reclaimed. */
+/* Calls visit for every part of a run that group g can evict. */
 static void visit_evictable(const kvc_cache *cache, int32_t g, kvc_part_fn *visit, void *context) {
-    if (cache->forgoes_retained)
-        for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer)
-            if (kvc_is_reclaimable(sequence)) kvc_runs_visit(&sequence->runs[g], 0, KVC_END, visit, context);
     if (!kvc_policy_evicts(&cache->policies[g])) return;
     for (const kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed) {
         const kvc_interval gone = kvc_evictable(cache, sequence, g);

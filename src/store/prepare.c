@@ -151,7 +151,6 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
 static int64_t other_bytes_after(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->row_buffer_bytes;
-    if (cache->forgoes_retained) bytes -= kvc_reclaimable_bookkeeping(cache);
     if (batch->num_buffered)
         bytes += (int64_t)(kvc_row_buffer_bytes(cache, batch->num_buffered) +
                            kvc_row_buffer_header_bytes(batch->num_buffered));
@@ -254,12 +253,18 @@ static kvc_status check_room(const kvc_batch *batch, shortage *lack) {
     return check_bytes(batch);
 }
 
-/* Returns whether the batch would fit without what can be reclaimed. */
+/* Returns KVC_ERR_FULL unless the batch would fit without what can be reclaimed.  Tries it without the oldest retained
+ * sequences, then without more of them: there may be many, of which a batch needs few. */
 static kvc_status check_room_without_retained(const kvc_batch *batch) {
+    kvc_cache *cache = batch->cache;
     shortage lack;
-    batch->cache->forgoes_retained = 1;
-    const kvc_status status = check_room(batch, &lack);
-    batch->cache->forgoes_retained = 0;
+    kvc_status status = KVC_ERR_FULL;
+    for (int64_t num = 64 + batch->num_tokens, before = 0; status == KVC_ERR_FULL && before < cache->num_retained;
+         before = num, num *= 8) {
+        kvc_forgo(cache, num);
+        status = check_room(batch, &lack);
+        kvc_unforgo(cache, num);
+    }
     forget_needs(batch);
     return status;
 }

@@ -56,11 +56,43 @@ int kvc_reclaim(kvc_cache *cache, int32_t group, int64_t num_slots) {
     return freed > 0;
 }
 
-int64_t kvc_reclaimable_bookkeeping(const kvc_cache *cache) {
+/* Takes a part out of the counts of its pool, and lists its block as free where no other slot of it is held. */
+static void forgo_part(void *context, const kvc_run *part) {
+    kvc_pool *pool = context;
+    int64_t slots = 0;
+    if (kvc_pool_try_drop(part->block, part->slot, part->count, &slots)) {
+        part->block->next = pool->free;
+        pool->free = part->block;
+    }
+    pool->live -= slots;
+}
+
+static void unforgo_part(void *context, const kvc_run *part) {
+    kvc_pool *pool = context;
+    const int32_t before = part->block->live;
+    kvc_pool_restore(part->block, part->slot, part->count);
+    pool->live += part->block->live - before;
+}
+
+/* Visits the rows of the first num retained sequences that may be reclaimed; returns the bytes of their bookkeeping. */
+static int64_t visit_oldest(kvc_cache *cache, int64_t num, kvc_part_fn *visit) {
     int64_t bytes = 0;
-    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer)
-        if (kvc_is_reclaimable(sequence)) bytes += kvc_sequence_bytes(sequence);
+    for (const kvc_sequence *sequence = cache->oldest; sequence && num; sequence = sequence->newer, num--) {
+        if (!kvc_is_reclaimable(sequence)) continue;
+        for (int32_t g = 0; g < cache->num_token_groups; g++)
+            kvc_runs_visit(&sequence->runs[g], 0, KVC_END, visit, &cache->pools[g]);
+        bytes += kvc_sequence_bytes(sequence);
+    }
     return bytes;
+}
+
+void kvc_forgo(kvc_cache *cache, int64_t num) { cache->memory.bookkeeping -= visit_oldest(cache, num, forgo_part); }
+
+void kvc_unforgo(kvc_cache *cache, int64_t num) {
+    cache->memory.bookkeeping += visit_oldest(cache, num, unforgo_part);
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        for (kvc_block *block; (block = cache->pools[g].free) && !block->is_free; block->next = NULL)
+            cache->pools[g].free = block->next;
 }
 
 kvc_status kvc_fit_max_bytes(kvc_cache *cache, const char *what) {

@@ -19,8 +19,11 @@ int kvc_reclaim(kvc_cache *cache, int32_t group, int64_t num_slots);
 /* Does kvc_check_max_bytes, and reclaims what it takes to succeed. */
 kvc_status kvc_fit_max_bytes(kvc_cache *cache, const char *what);
 
-/* Returns the bytes of the bookkeeping of all sequences that may be reclaimed. */
-int64_t kvc_reclaimable_bookkeeping(const kvc_cache *cache);
+/* Counts slots, free blocks and bookkeeping until kvc_unforgo, with the same num, as if the oldest num retained
+ * sequences were gone, but for those that may not be reclaimed.  In between, only what a batch would need is computed.
+ */
+void kvc_forgo(kvc_cache *cache, int64_t num);
+void kvc_unforgo(kvc_cache *cache, int64_t num);
 
 /* Counts the slots of a group that would be free if all that may be reclaimed were. */
 int64_t kvc_count_reclaimable(const kvc_cache *cache, int32_t group);

@@ -4,6 +4,7 @@
 #include "store/evict.h"
 #include "store/limits.h"
 #include "store/prepare.h"
+#include "store/reclaim.h"
 #include "store/resident.h"
 #include "store/scratch.h"
 
@@ -22,7 +23,7 @@ static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len,
     if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", array_len);
     if (kvc_batch_add_sequence(batch, seq_id) < 0) {
         kvc_discard_batch(batch);
-        return kvc_fail(KVC_ERR_NOMEM, "out of memory for sequence %lld", (long long)seq_id);
+        return kvc_fail_sequence(seq_id);
     }
     set_probe(batch, num_tokens);
     batch->sequences->num_stretches = 1 + MORE_STRETCHES;
@@ -123,7 +124,7 @@ static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, 1, &batch);
     if (status != KVC_OK) return status;
     kvc_set_lows(cache);
-    cache->forgoes_retained = 1; /* what would be reclaimed is room */
+    kvc_forgo(cache, cache->num_retained); /* what would be reclaimed is room */
     /* room: known to fit; more than `most` are known not to. */
     int64_t room = 0, most = count_room(batch), bytes;
     if (!cache->max_bytes) room = most;
@@ -136,7 +137,7 @@ static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
         most = middle - 1;
         status = KVC_OK;
     }
-    cache->forgoes_retained = 0;
+    kvc_unforgo(cache, cache->num_retained);
     kvc_discard_batch(batch);
     if (status == KVC_OK) *num_tokens = room;
     return status;

@@ -199,25 +199,34 @@ static int32_t covered_to(const pieces *p, int32_t g) {
     return end;
 }
 
-/* Returns the first of the positions below `end` that have rows of group g up to `end` without a gap. */
-static int32_t covered_from(const pieces *p, int32_t g, int32_t end) {
+/* Returns the index of the last sequence, at most `last`, with rows below `end`; -1 if there is none. */
+static int32_t find_below(const pieces *p, int32_t last, int32_t end) {
+    while (last >= 0 && (!p->items[last] || kvc_sequence_first(p->items[last]) >= end)) last--;
+    return last;
+}
+
+/* Returns the first of the positions below `end` that have rows of group g up to `end` without a gap.  Sequences behind
+ * `last` have no rows below `end`. */
+static int32_t covered_from(const pieces *p, int32_t g, int32_t end, int32_t last) {
     const kvc_run *run;
-    for (int32_t i = p->num - 1; i >= 0; i--)
-        while (p->items[i] && end > 0 && (run = kvc_runs_at(list_of(p, i, g), end - 1))) end = run->position;
+    for (int32_t i = find_below(p, last, end); i >= 0; i = find_below(p, i - 1, end)) {
+        while (end > 0 && (run = kvc_runs_at(list_of(p, i, g), end - 1))) end = run->position;
+        if (end > kvc_sequence_first(p->items[i])) break; /* rows of those before stand before these */
+    }
     return end;
 }
 
-/* Returns the position behind the last row of group g below `end`; 0 if there is none. */
-static int32_t last_below(const pieces *p, int32_t g, int32_t end) {
-    int32_t last = 0;
-    for (int32_t i = 0; i < p->num; i++) {
+/* Returns the position behind the last row of group g below `end`; 0 if there is none.  `last` as above. */
+static int32_t last_below(const pieces *p, int32_t g, int32_t end, int32_t last) {
+    int32_t found = 0;
+    for (int32_t i = find_below(p, last, end); i >= 0 && !found; i = find_below(p, i - 1, end)) {
         const kvc_run_list *list = list_of(p, i, g);
-        for (const kvc_run *run = list ? kvc_runs_begin(list) : NULL; list && run < kvc_runs_end(list); run++) {
+        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
             const int32_t to = run->position + run->count < end ? run->position + run->count : end;
-            if (run->position < end && to > last) last = to;
+            if (run->position < end && to > found) found = to;
         }
     }
-    return last;
+    return found;
 }
 
 /* Returns the largest position, at most `end`, at which group g holds all that a query there would see. */
@@ -225,8 +234,11 @@ static int32_t find_end(const pieces *p, int32_t g, int32_t end) {
     const kvc_policy *policy = &p->cache->policies[g];
     const int32_t first_gap = covered_to(p, g);
     if (!kvc_policy_evicts(policy) || first_gap < kvc_policy_sinks(policy)) return first_gap < end ? first_gap : end;
-    for (int32_t from; end > first_gap && (from = covered_from(p, g, end)) > kvc_policy_lowest(policy, end);)
-        end = last_below(p, g, from - 1);
+    for (int32_t from, last = p->num - 1; end > first_gap; end = last_below(p, g, from - 1, last)) {
+        last = find_below(p, last, end);
+        from = covered_from(p, g, end, last);
+        if (from <= kvc_policy_lowest(policy, end)) break;
+    }
     return end;
 }
 
@@ -254,7 +266,7 @@ static kvc_status attach_group(const pieces *p, int32_t g, int32_t end, kvc_run_
     const kvc_policy *policy = &p->cache->policies[g];
     kvc_interval gap = {0, 0};
     if (kvc_policy_evicts(policy)) {
-        const int32_t retained = kvc_policy_retained(policy, end), covered = covered_from(p, g, end);
+        const int32_t retained = kvc_policy_retained(policy, end), covered = covered_from(p, g, end, p->num - 1);
         gap = (kvc_interval){kvc_policy_sinks(policy), retained > covered ? retained : covered};
         if (gap.end < gap.begin) gap.end = gap.begin;
         if (gap.begin > end) gap = (kvc_interval){end, end};

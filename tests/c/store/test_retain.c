@@ -194,6 +194,45 @@ static void test_capacity(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
+/* Of many retained sequences, those that may be reclaimed are found behind more than are looked at first. */
+static void test_many(void)
+{
+    enum { MANY = 300, PINNED = 200, BEGIN = 40 };
+    const kvc_policy policies[] = {full_policy};
+    kvc_cache *cache = new_cache(1, policies, (kvc_config){.capacity = MANY});
+    int64_t many[MANY], found[MANY];
+    for (int32_t at = 0; at < MANY; at += BEGIN)
+        CHECK(feed(cache, 1, 1, at, at + BEGIN < MANY ? at + BEGIN : MANY) == KVC_OK);
+    for (int32_t i = 0; i < MANY; i++) {
+        many[i] = FIRST_ID + i;
+        CHECK(kvc_retain(cache, 1, many[i], i, i + 1) == KVC_OK);
+    }
+    CHECK(kvc_clear_sequence(cache, 1) == KVC_OK && kvc_pin(cache, many, PINNED, 1) == KVC_OK);
+    CHECK(feed(cache, 1, 5, 0, 3) == KVC_OK && kvc_retained(cache, found, MANY) == MANY - 3);
+    CHECK(found[PINNED - 1] == many[PINNED - 1] && found[PINNED] == many[PINNED + 3]);
+    CHECK(kvc_pin(cache, many + PINNED, MANY - PINNED - 2, 1) == KVC_OK);
+    CHECK_FAILS(feed(cache, 1, 5, 3, 6), KVC_ERR_FULL, "3 more tokens", "2 fit");
+    CHECK(kvc_retained(cache, NULL, 0) == MANY - 3 && feed(cache, 1, 5, 3, 5) == KVC_OK);
+    CHECK(kvc_retained(cache, NULL, 0) == MANY - 5 && kvc_validate(cache) == KVC_OK);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+/* There is as much room as if all that may be reclaimed were dropped, and asking changes nothing. */
+static void test_room(void)
+{
+    const kvc_policy policies[] = {full_policy, sliding_policy(5, 1, 0)};
+    kvc_cache *cache = all_pieces(2, policies, (kvc_config){.max_bytes = 40000});
+    int64_t before, pinned, room;
+    CHECK(kvc_room(cache, 5, &before) == KVC_OK && before > TOKENS && pieces_left(cache) == 63);
+    CHECK(kvc_pin(cache, ids, 2, 1) == KVC_OK && kvc_room(cache, 5, &pinned) == KVC_OK && pinned < before);
+    CHECK(kvc_validate(cache) == KVC_OK && pieces_left(cache) == 63);
+    for (int i = 2; i < PIECES; i++)
+        CHECK(kvc_clear_sequence(cache, ids[i]) == KVC_OK);
+    CHECK(kvc_room(cache, 5, &room) == KVC_OK && room == pinned);
+    CHECK(kvc_clear(cache) == KVC_OK && kvc_room(cache, 5, &room) == KVC_OK && room == before);
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+}
+
 /* Rows that a sequence holds as well free nothing, so what is retained of it stays. */
 static void test_shared_stay(void)
 {
@@ -371,6 +410,8 @@ int main(void)
         test_like_fed(2, all[i]);
     }
     test_capacity();
+    test_many();
+    test_room();
     test_shared_stay();
     test_windows_go_first();
     test_edits();
