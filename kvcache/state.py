@@ -39,6 +39,7 @@ OVERRIDES = {"max_seq_len", "max_sequences", "capacity", "max_bytes", "block_siz
 
 VERSION = 1
 MAC_BYTES = 32
+SENT_BYTES = 8 << 20  # after so many, the disk begins to write; later, fsync would wait for all
 MOST_HEADER = 100_000_000  # bytes
 
 
@@ -308,6 +309,7 @@ class _Writer:
         self._file = file
         self._mac = None if secret is None else _mac(secret)
         self._held = b""  # 32 bytes that may be the last: they are replaced by the MAC
+        self._written = self._sent = file.tell()  # bytes; sent: the system was told to write them to the disk
 
     def write(self, data: bytes | memoryview) -> None:
         if self._mac is None:
@@ -334,6 +336,10 @@ class _Writer:
         left = memoryview(data)
         while left:
             left = left[self._file.write(left) :]
+        self._written += len(data)
+        if self._written - self._sent >= SENT_BYTES and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), self._sent, self._written - self._sent, os.POSIX_FADV_DONTNEED)
+            self._sent = self._written
 
 
 @contextmanager

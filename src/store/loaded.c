@@ -5,6 +5,7 @@
 
 #include "store/check.h"
 #include "store/reclaim.h"
+#include "store/resident.h"
 #include "store/waiting.h"
 
 /* ---- checking the tables ----------------------------------------------------------------------------------------- */
@@ -303,6 +304,15 @@ static kvc_status reserve_table(kvc_state *state, int32_t num) {
     return status;
 }
 
+/* Takes the memory of the blocks that are new. */
+static void take_pages(kvc_state *state) {
+    for (int32_t g = 0; g < state->cache->num_groups; g++)
+        for (int64_t i = 0; i < state->groups[g].num; i++) {
+            const kvc_extent *e = &state->groups[g].items[i];
+            if (!e->slot && e->touched < e->block->fill) kvc_take_filled(state->cache, g, e->block);
+        }
+}
+
 kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const int32_t *chosen) {
     visitor v = {.state = state, .args = args, .chosen = chosen};
     int32_t num = 0;
@@ -318,8 +328,10 @@ kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const in
     if (status == KVC_OK) status = visit_all(&v, add_sequence);
     if (status == KVC_OK) status = check_idle(state);
     if (status == KVC_OK) status = check_limits(state);
-    if (status == KVC_OK) kvc_state_begin(state);
-    return status;
+    if (status != KVC_OK) return status;
+    kvc_state_begin(state);
+    take_pages(state);
+    return KVC_OK;
 }
 
 kvc_status kvc_loaded_accept(kvc_state *state) {

@@ -267,6 +267,15 @@ static int join_step(const kvc_pool *pool, const kvc_block *block, int64_t step,
     return join_rows(pool, block->rows + at.offset, at.row_bytes, block->joined, block->join_to, work);
 }
 
+/* Finds the next pages to join in a block up to join_to; returns 0 if there are none. */
+static int next_step(const kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
+    while (block->join_next < num_join_steps(pool, block))
+        if (join_step(pool, block, block->join_next++, work)) return 1;
+    block->joined = block->join_to;
+    block->join_next = 0;
+    return 0;
+}
+
 /* Finds the next pages to join in a block; returns 0 if there are none.  A step takes the system a millisecond or more,
  * so the steps of a block are spread over many batches. */
 static int next_in_block(const kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
@@ -279,11 +288,15 @@ static int next_in_block(const kvc_pool *pool, kvc_block *block, kvc_page_work *
             if (pool->block_bytes < KVC_HUGE_PAGE && !is_full) return 0; /* it shares its huge page with other blocks */
             block->join_to = to;
         }
-        while (block->join_next < num_join_steps(pool, block))
-            if (join_step(pool, block, block->join_next++, work)) return 1;
-        block->joined = block->join_to;
-        block->join_next = 0;
+        if (next_step(pool, block, work)) return 1;
     }
+}
+
+int kvc_pool_next_filled(kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
+    if (block->joined >= block->fill) return 0;
+    if (pool->block_bytes < KVC_HUGE_PAGE && block->fill < pool->block_size) return 0;
+    block->join_to = block->fill;
+    return next_step(pool, block, work);
 }
 
 kvc_joining kvc_pool_join_for(int32_t num_tokens) {

@@ -149,6 +149,9 @@ kvc_joining kvc_pool_join_ahead(const kvc_pool *pool);
 /* Finds the next pages for kvc_pages_join, which takes a millisecond or more for each; returns 0 if there are none. */
 int kvc_pool_next_join(kvc_pool *pool, kvc_joining *joining, kvc_page_work *work);
 
+/* Finds the next pages to join in a block, the slots of which will all have rows soon; returns 0 if there are none. */
+int kvc_pool_next_filled(kvc_pool *pool, kvc_block *block, kvc_page_work *work);
+
 /* How far kvc_pool_next_touch has come; all 0 at first. */
 typedef struct kvc_taking {
     const kvc_block *block;

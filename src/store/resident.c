@@ -86,6 +86,35 @@ void kvc_take_pages(kvc_cache *cache) {
     end_work(cache, &work);
 }
 
+/* Takes memory for huge pages, as such ones if the system can: a page of each, which the others then join. */
+static int take_joined(void *p, size_t size) {
+    for (size_t i = 0; i < size; i += KVC_HUGE_PAGE) kvc_pages_take((char *)p + i, 1);
+    return kvc_pages_join(p, size) || kvc_pages_take(p, size);
+}
+
+/* Takes the memory of a region's rows below the fill mark. */
+static void take_region(kvc_cache *cache, const kvc_block *block, kvc_region at, kvc_page_work *work) {
+    uint8_t *rows = block->rows + at.offset;
+    const size_t bytes = (size_t)block->fill * at.row_bytes;
+    for (size_t i = 0; i < bytes; i += KVC_HUGE_PAGE) {
+        work->p = rows + i;
+        work->size = bytes - i < KVC_HUGE_PAGE ? bytes - i : KVC_HUGE_PAGE;
+        step(cache, work, kvc_pages_take);
+    }
+}
+
+void kvc_take_filled(kvc_cache *cache, int32_t g, kvc_block *block) {
+    kvc_pool *pool = &cache->pools[g];
+    const int is_full = block->fill == pool->block_size;
+    kvc_page_work work;
+    if (!kvc_memory_is_lazy(pool->memory, pool->block_bytes)) return;
+    begin_work(cache, &work);
+    while (kvc_pool_next_filled(pool, block, &work)) step(cache, &work, take_joined);
+    for (int64_t i = 0; !is_full && i < kvc_pool_num_regions(pool); i++)
+        take_region(cache, block, kvc_pool_region(pool, i), &work);
+    end_work(cache, &work);
+}
+
 void kvc_return_pages(kvc_cache *cache) {
     kvc_page_work work;
     int64_t before, after;

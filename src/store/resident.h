@@ -13,6 +13,10 @@ void kvc_join_pages(kvc_cache *cache, int32_t num_tokens);
 /* Takes the memory of all slots that count as touched, and joins their pages. */
 void kvc_take_pages(kvc_cache *cache);
 
+/* Takes the memory of a block's slots below its fill mark, whose rows are about to be written, in huge pages where they
+ * fill these: a fault for each small page would take longer than copying.  The block must be pinned. */
+void kvc_take_filled(kvc_cache *cache, int32_t g, kvc_block *block);
+
 /* Gives back all free memory: kvc_give_back to 0 bytes, in steps. */
 void kvc_return_pages(kvc_cache *cache);
 

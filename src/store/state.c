@@ -144,54 +144,44 @@ const kvc_extent *kvc_first_extent(const kvc_extents *extents, int64_t row) {
     return extents->items + from;
 }
 
-/* Copies bytes [begin, end) of the rows of one head, between `bytes` and its memory: region.  Bytes of rows that are in
- * no extent are left out. */
-static void copy_head(const kvc_extents *extents, kvc_region region, uint64_t begin, uint64_t end, char *bytes,
-                      int is_saving) {
-    const kvc_extent *last = extents->items + extents->num;
-    for (const kvc_extent *e = kvc_first_extent(extents, (int64_t)(begin / region.row_bytes)); e < last; e++) {
-        const uint64_t first = (uint64_t)e->row * region.row_bytes,
-                       past = first + (uint64_t)e->count * region.row_bytes;
-        const uint64_t from = first > begin ? first : begin, to = past < end ? past : end;
-        if (from >= to) return;
-        uint8_t *rows = e->block->rows + region.offset + (size_t)e->slot * region.row_bytes + (from - first);
-        if (is_saving)
-            memcpy(bytes + (from - begin), rows, (size_t)(to - from));
-        else
-            memcpy(rows, bytes + (from - begin), (size_t)(to - from));
-    }
-}
-
-/* Copies bytes [begin, end) of a tensor of rows. */
-static void copy_bytes(const kvc_pieces *pieces, uint64_t begin, uint64_t end, char *bytes) {
+/* Returns how many bytes of a tensor of rows from `begin` on, at most up to `end`, lie side by side in the cache, and
+ * sets *rows to where; or how many do not lie there, as nobody asked for their rows: NULL. */
+static uint64_t find_bytes(const kvc_pieces *pieces, uint64_t begin, uint64_t end, uint8_t **rows) {
     const kvc_state *state = pieces->state;
     const kvc_tensor *tensor = pieces->tensor;
     const kvc_cache *cache = state->cache;
     const kvc_layout *at = &cache->layouts[cache->layout_of[tensor->layer]];
     const int32_t g = cache->group_of[tensor->layer];
-    kvc_region region = {tensor->is_value ? at->v_offset : at->k_offset,
-                         tensor->is_value ? at->v_row_bytes : at->k_row_bytes};
-    const uint64_t head_bytes = (uint64_t)state->format.group_rows[g] * region.row_bytes;
-    for (uint64_t head = begin / head_bytes; begin < end; head++) {
-        const uint64_t to = end < (head + 1) * head_bytes ? end : (head + 1) * head_bytes;
-        kvc_region of_head = region;
-        of_head.offset += (size_t)head * at->head_stride;
-        copy_head(&state->groups[g], of_head, begin - head * head_bytes, to - head * head_bytes, bytes,
-                  pieces->use == KVC_SAVE_PIECES);
-        bytes += to - begin;
-        begin = to;
-    }
+    const size_t offset = tensor->is_value ? at->v_offset : at->k_offset,
+                 row_bytes = tensor->is_value ? at->v_row_bytes : at->k_row_bytes;
+    const uint64_t head_bytes = (uint64_t)state->format.group_rows[g] * row_bytes, head = begin / head_bytes,
+                   from = begin - head * head_bytes, left = end - begin, /* from: in the rows of the head */
+        most = left < head_bytes - from ? left : head_bytes - from;
+    const kvc_extents *extents = &state->groups[g];
+    const kvc_extent *e = kvc_first_extent(extents, (int64_t)(from / row_bytes));
+    *rows = NULL;
+    if (e == extents->items + extents->num) return most;
+    const uint64_t first = (uint64_t)e->row * row_bytes, past = first + (uint64_t)e->count * row_bytes;
+    if (from < first) return first - from < most ? first - from : most;
+    *rows = e->block->rows + offset + head * at->head_stride + (size_t)e->slot * row_bytes + (from - first);
+    return past - from < most ? past - from : most;
 }
 
-/* Copies and hashes a piece; hashes the copy, or copies what was hashed, from the CPU's caches. */
+/* Copies and hashes a piece. */
 static void run_piece(void *context, int64_t i) {
     kvc_pieces *pieces = context;
     const uint64_t from = (uint64_t)i * KVC_FORMAT_PIECE, rest = pieces->size - from,
-                   size = rest < KVC_FORMAT_PIECE ? rest : KVC_FORMAT_PIECE, begin = pieces->begin + from;
-    char *bytes = pieces->bytes + from;
-    if (pieces->use == KVC_SAVE_PIECES) copy_bytes(pieces, begin, begin + size, bytes);
-    pieces->hashes[i] = kvc_hash(bytes, (size_t)size, 0);
-    if (pieces->use == KVC_LOAD_PIECES) copy_bytes(pieces, begin, begin + size, bytes);
+                   end = from + (rest < KVC_FORMAT_PIECE ? rest : KVC_FORMAT_PIECE);
+    kvc_hasher hasher;
+    kvc_hash_begin(&hasher, 0);
+    for (uint64_t at = from, size = end - from; at < end; at += size) {
+        char *bytes = pieces->bytes + at;
+        uint8_t *rows = NULL;
+        if (pieces->use != KVC_HASH_PIECES) size = find_bytes(pieces, pieces->begin + at, pieces->begin + end, &rows);
+        if (pieces->use == KVC_SAVE_PIECES) memcpy(bytes, rows, (size_t)size);
+        kvc_hash_add(&hasher, bytes, (size_t)size, pieces->use == KVC_LOAD_PIECES ? rows : NULL);
+    }
+    pieces->hashes[i] = kvc_hash_end(&hasher);
 }
 
 uint64_t kvc_pieces_run(kvc_pieces *pieces, uint64_t checksum) {

@@ -8,6 +8,25 @@ static const double right_angle[] = {1.57079632679489661923};
 
 /* ---- the checksum ----------------------------------------------------------------------------------------------- */
 
+/* Bytes that come in three parts, and are copied or not, to any address. */
+static void check_parts(const uint8_t *data, size_t size, uint64_t right) {
+    _Alignas(64) uint8_t copy[64 + 101 + 1];
+    kvc_hasher hasher;
+    for (size_t a = 0; a <= size; a++)
+        for (size_t b = a; b <= size; b += 1 + size / 16) {
+            const size_t at = (a + b) % 3 ? (a + b) % 3 * 16 : a % 64;
+            memset(copy, 0xee, sizeof copy);
+            kvc_hash_begin(&hasher, UINT64_C(0x9e3779b185ebca8d));
+            kvc_hash_add(&hasher, data, a, copy + at);
+            kvc_hash_add(&hasher, data + a, b - a, b % 2 ? copy + at + a : NULL);
+            kvc_hash_add(&hasher, data + b, size - b, copy + at + b);
+            CHECKF(kvc_hash_end(&hasher) == right, "parts at %zu and %zu of %zu bytes", a, b, size);
+            CHECK(!memcmp(copy + at, data, a) && !memcmp(copy + at + b, data + b, size - b));
+            CHECK(b % 2 == 0 || !memcmp(copy + at + a, data + a, b - a));
+            CHECK(copy[at + size] == 0xee && (!at || copy[at - 1] == 0xee));
+        }
+}
+
 /* Values of the xxhash library. */
 static void test_hash(void)
 {
@@ -34,6 +53,7 @@ static void test_hash(void)
     for (size_t i = 0; i < sizeof right / sizeof *right; i++) {
         CHECKF(kvc_hash(data, right[i].size, 0) == right[i].seed_0, "%zu bytes", right[i].size);
         CHECKF(kvc_hash(data, right[i].size, UINT64_C(0x9e3779b185ebca8d)) == right[i].seed_1, "%zu bytes", right[i].size);
+        check_parts(data, right[i].size, right[i].seed_1);
     }
 }
 
