@@ -71,6 +71,16 @@ def plain(text: object) -> str:
     return text if text.isprintable() else shown(text)
 
 
+def check_path(path: object, name: str = "path", what: str = "file") -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless `path` names a file: a number would be one that is open already."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(f"{name}={shown(path)}: the name of a {what} is needed, as a str or a Path")
+    text = os.fsencode(path)
+    if not text or b"\0" in text:
+        reason = f"a null byte is in no name of a {what}" if text else f"it names no {what}"
+        raise ValueError(f"{name}={shown(path)}: {reason}")
+
+
 def sentence(error: BaseException) -> str:
     """Return an error's message for the command line: a file that cannot be used is named, without a number."""
     if isinstance(error, OSError) and error.strerror:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from kvcache import _core
+from kvcache.layer import Layer
 from kvcache.rope import RopeLike
 
 __all__ = ["Saveable"]
@@ -19,6 +20,7 @@ class Saveable:
 
     if TYPE_CHECKING:
         _core: _core.Cache
+        _layers: list[Layer]
         _dropped: set[int]
 
     def save(
@@ -30,16 +32,19 @@ class Saveable:
         The file has their rows as they are stored, those that they share once; positions, deltas and what was evicted;
         and the configuration. It is the state of one moment: other threads may edit meanwhile, and an open batch is no
         part of it. The file at `path` is replaced as a whole, once all is on the disk: whatever happens, it is the old
-        one or the new one.
+        one or the new one. Tokens and rows tell what was said, so only its owner may read a new file; one that is
+        replaced keeps its mode.
 
         Parameters
         ----------
         path : path
-            The file. A temporary one beside it, ``.NAME.*.tmp``, is left over if the process is killed.
+            The file. A link's target is replaced; a folder, a device or a FIFO is not. A temporary file beside it,
+            ``.NAME.*.tmp``, is left over if the process is killed.
         seq_ids : iterable of int, optional
-            The sequences; by default all.
+            The sequences; by default all. Each must hold something, or be in `tokens`.
         tokens : mapping of int to sequence of int, optional
-            The tokens of sequences, to be found again by `kvcache.state.inspect`; the cache does not use them.
+            The tokens of sequences, to be found again by `kvcache.state.inspect`. The cache does not use them: there
+            may be more or fewer than rows.
         fingerprint : str, default ""
             A name of the model, say a hash of its file, which `load` can ask for: up to 255 printable ASCII characters
             but quotes and backslashes.
@@ -78,7 +83,8 @@ class Saveable:
         """
         from kvcache import state  # not loaded by `import kvcache`
 
-        state.save(self._core, path, seq_ids, tokens, fingerprint, secret)
+        ids = state.sequences_to_save(self._core, seq_ids, tokens)
+        state.save(path, [(self._core, ids, tokens)], fingerprint, secret)
 
     @classmethod
     def load(
@@ -100,7 +106,7 @@ class Saveable:
             The rotations, where functions move keys, as these are not in the file.
         **overrides
             `max_seq_len`, `max_sequences`, `capacity`, `max_bytes`, `block_size`, `num_threads` and `strategy`, which
-            are as in `KVCache`; the file's replace those that are not given.
+            are as in `KVCache`; the file's replace those that are not given. Limits are checked as by `restore`.
 
         Returns
         -------
@@ -133,7 +139,9 @@ class Saveable:
 
         The layers must be those of the file: shapes, types, transforms, policies and ropes. Limits, `block_size` and
         everything else may differ. Rows that two restored sequences share are shared again. Other threads may use the
-        cache meanwhile; the sequences are there once all is read and checked.
+        cache meanwhile; the sequences are there once all is read and checked. What is restored must fit within
+        `capacity` and `max_bytes`; `max_seq_len` and `max_sequences` are checked, as after `KVCache.fork`, when the
+        next batch begins.
 
         Parameters
         ----------
@@ -164,4 +172,4 @@ class Saveable:
         """
         from kvcache import state  # not loaded by `import kvcache`
 
-        self._dropped -= state.restore(self._core, path, seq_id, saved_id, fingerprint, secret)
+        self._dropped -= state.restore(self, path, seq_id, saved_id, fingerprint, secret)

@@ -6,22 +6,24 @@ writes and reads the format, which docs/format.md specifies; here are files, sec
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, SupportsIndex, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache import _core
-from kvcache.errors import StateFormatError
+from kvcache.errors import StateFormatError, check_path, shown
 from kvcache.layer import DTYPES, Layer, Transform
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
 from kvcache.rope import Rope, RopeLike
@@ -38,9 +40,11 @@ C = TypeVar("C", bound="Saveable")
 OVERRIDES = {"max_seq_len", "max_sequences", "capacity", "max_bytes", "block_size", "num_threads", "strategy"}
 
 VERSION = 1
+BEGINNING = b'{"__metadata__":{"format":"kvcache",'  # of a header
 MAC_BYTES = 32
 SENT_BYTES = 8 << 20  # after so many, the disk begins to write; later, fsync would wait for all
 MOST_HEADER = 100_000_000  # bytes
+IDS = (-_core.INT64_MAX - 1, _core.INT64_MAX)  # the range of ids
 
 
 @dataclass(frozen=True)
@@ -97,9 +101,11 @@ class SavedState:
     tensors : tuple of Tensor
         The tensors of the file.
     nbytes : int
-        The size of the file.
+        The size of the state: of the file, unless another one follows.
     has_mac : bool
         Whether it was saved with a secret.
+    following : SavedState or None
+        The state behind this one in the file: of an encoder's rows, where ``HFEncoderDecoderCache.save`` wrote it.
     """
 
     version: int
@@ -115,6 +121,7 @@ class SavedState:
     tensors: tuple[Tensor, ...]
     nbytes: int
     has_mac: bool
+    following: SavedState | None = None
 
 
 def inspect(path: StrPath, *, verify: bool = False) -> SavedState:
@@ -152,7 +159,7 @@ def inspect(path: StrPath, *, verify: bool = False) -> SavedState:
     """
     with _mapped(path) as data:
         if verify:
-            _core.verify(data)
+            _verify(data)
         return _read(data)
 
 
@@ -160,36 +167,72 @@ def inspect(path: StrPath, *, verify: bool = False) -> SavedState:
 
 
 @contextmanager
-def _mapped(path: StrPath) -> Iterator[mmap.mmap]:
+def _mapped(path: StrPath) -> Iterator[memoryview]:
     """Map a file into memory; errors in its content name it."""
+    check_path(path)
     with open(path, "rb") as file:
         try:
             if not os.fstat(file.fileno()).st_size:
                 raise StateFormatError("truncated: the file is empty")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                yield data
+            yield memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))  # ends with the last part of it
         except StateFormatError as error:
             raise StateFormatError(f"{os.fspath(path)}: {error}") from None
 
 
-def _read(data: mmap.mmap) -> SavedState:
+def _verify(data: memoryview) -> None:
+    """Compare a file with its checksums."""
     try:
-        return _read_tables(data)
+        saved = _read(data)
+        sizes = [saved.nbytes] if saved.following else []
+    except StateFormatError:
+        sizes = []  # the core says what is wrong
+    for size in sizes:
+        _core.verify(data[:size])
+        data = data[size:]
+    _core.verify(data)
+
+
+def read_states(path: StrPath, wanted: int) -> list[SavedState]:
+    """Read what the states of a file say of themselves; raise unless there are so many."""
+    with _mapped(path) as data:
+        return _states(_read(data), wanted)
+
+
+def _states(saved: SavedState, wanted: int) -> list[SavedState]:
+    if wanted == 2 and saved.following is None:
+        raise StateFormatError("has no rows of an encoder: HFCache.load or KVCache.load reads it")
+    if wanted == 1 and saved.following is not None:
+        raise StateFormatError("has an encoder's rows as well: HFEncoderDecoderCache.load reads it")
+    return [saved] if saved.following is None else [saved, saved.following]
+
+
+def _read(data: memoryview) -> SavedState:
+    try:
+        saved = _read_tables(data, 0)
+        begin = saved.nbytes
+        if begin == len(data):
+            return saved
+        if data[begin + 8 : begin + 8 + len(BEGINNING)] == BEGINNING:
+            following = _read_tables(data[begin:], begin)
+            saved, begin = replace(saved, following=following), begin + following.nbytes
     except StateFormatError:
         raise
-    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
-        raise StateFormatError(f"altered: its tables cannot be read ({type(error).__name__})") from None
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError):
+        raise StateFormatError("altered: its header or its tables cannot be read") from None
+    if begin < len(data):
+        raise StateFormatError(f"altered: it has {len(data) - begin} bytes more than its header says")
+    return saved
 
 
-def _header(data: mmap.mmap) -> tuple[dict[str, Any], int]:
+def _header(data: memoryview) -> tuple[dict[str, Any], int]:
     """Return the header, and where the tensors begin."""
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or (length <= MOST_HEADER and length + 8 > len(data)):
+    length, start = int.from_bytes(data[:8], "little"), bytes(data[8 : 8 + len(BEGINNING)])
+    if length > MOST_HEADER or length + 8 > len(data):
+        if not BEGINNING.startswith(start) or (length + 8) % 64:
+            raise StateFormatError("no saved state: the file does not begin like one")
         raise StateFormatError(f"truncated: the file has {len(data)} bytes, its header alone {length}")
-    if length > MOST_HEADER:
-        raise StateFormatError(f"no saved state: its header would have {length} bytes")
     try:
-        header = json.loads(data[8 : 8 + length])
+        header = json.loads(bytes(data[8 : 8 + length]))
         metadata = header.pop("__metadata__")
         is_state = metadata["format"] == "kvcache"
         version = int(metadata["version"])
@@ -202,7 +245,8 @@ def _header(data: mmap.mmap) -> tuple[dict[str, Any], int]:
     return {"__metadata__": metadata, **header}, 8 + length
 
 
-def _read_tables(data: mmap.mmap) -> SavedState:
+def _read_tables(data: memoryview, place: int) -> SavedState:
+    """Read a state that begins at byte `place` of its file."""
     header, start = _header(data)
     metadata = header.pop("__metadata__")
     tensors = {}
@@ -212,20 +256,23 @@ def _read_tables(data: mmap.mmap) -> SavedState:
             raise ValueError(name)
         if end > len(data):
             raise StateFormatError(f"truncated: tensor {name} does not fit in the file")
-        tensors[name] = Tensor(name, str(entry["dtype"]), tuple(map(int, entry["shape"])), begin, end)
+        shape = tuple(map(int, entry["shape"]))
+        tensors[name] = Tensor(name, str(entry["dtype"]), shape, place + begin, place + end)
+
+    size = max(tensor.end for tensor in tensors.values()) - place
 
     def table(name: str) -> Any:
         tensor = tensors[name]
         dtype = {"I64": "<i8", "F64": "<f8"}[tensor.dtype]
-        return np.frombuffer(data[tensor.begin : tensor.end], dtype).reshape(tensor.shape)
+        return np.frombuffer(bytes(data[tensor.begin - place : tensor.end - place]), dtype).reshape(tensor.shape)
 
     limits = table("state")[0, 6:11].tolist()
-    layers = table("layers")
+    layers, inv_freq = table("layers"), table("inv_freq")
     return SavedState(
         VERSION,
         str(metadata["library"]),
         str(metadata["fingerprint"]),
-        tuple(_layer(row, table("inv_freq")) for row in layers.tolist()),
+        tuple(_layer(row, inv_freq) for row in layers.tolist()),
         limits[0],
         limits[1],
         limits[2],
@@ -233,8 +280,8 @@ def _read_tables(data: mmap.mmap) -> SavedState:
         limits[4],
         tuple(_sequences(table, layers[:, 9:11].tolist())),
         tuple(tensors.values()),
-        len(data),
-        any(data[-MAC_BYTES:]),
+        size,
+        any(data[size - MAC_BYTES : size]),
     )
 
 
@@ -287,6 +334,14 @@ def _sequences(table: Any, groups: list[list[int]]) -> Iterator[SavedSequence]:
         at += num_tokens
 
 
+def _check_fingerprint(fingerprint: Any) -> None:
+    """Raise for what the core, which takes a string of C, could not see."""
+    if not isinstance(fingerprint, str):
+        raise TypeError(f"fingerprint={fingerprint!r}: a string is needed")
+    if not fingerprint.isascii() or "\0" in fingerprint:
+        raise ValueError(f"fingerprint={fingerprint!r}: printable ASCII characters are needed")
+
+
 # ---- secrets
 
 
@@ -303,11 +358,11 @@ def _mac(secret: Any) -> hashlib.blake2b:
 
 
 class _Writer:
-    """Writes a file, with a MAC at its end if there is a secret."""
+    """Writes a state, with a MAC of all bytes of the file at its end if there is a secret."""
 
-    def __init__(self, file: BinaryIO, secret: Any) -> None:
+    def __init__(self, file: BinaryIO, mac: hashlib.blake2b | None) -> None:
         self._file = file
-        self._mac = None if secret is None else _mac(secret)
+        self._mac = mac
         self._held = b""  # 32 bytes that may be the last: they are replaced by the MAC
         self._written = self._sent = file.tell()  # bytes; sent: the system was told to write them to the disk
 
@@ -324,7 +379,8 @@ class _Writer:
 
     def finish(self) -> None:
         if self._mac is not None:
-            self._put(self._mac.digest())
+            self._held = self._mac.digest()
+            self._put_held()
 
     def _put_held(self) -> None:
         if self._held and self._mac is not None:
@@ -342,105 +398,177 @@ class _Writer:
             self._sent = self._written
 
 
+def check_replaceable(path: StrPath) -> None:
+    """Raise OSError if something other than a regular file is at `path`, such as a folder, a device or a FIFO."""
+    check_path(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        code = errno.EISDIR if os.path.isdir(path) else errno.EEXIST
+        raise OSError(code, "is not a regular file, and is not replaced: give the name of one", os.fspath(path))
+
+
 @contextmanager
 def _replacing(path: StrPath) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of another, as a whole, once all is written and on the disk."""
+    """Open a file that takes the place of another, as a whole, once all is written and on the disk.
+
+    It gets the other's mode; where there is none, only its owner may read it, since tokens and rows tell what was said.
+    """
+    check_replaceable(path)
     target = os.path.realpath(path)  # a link stays one
-    folder, name = os.path.split(target)
+    folder, name = os.path.split(os.fsdecode(target))
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    with open(os.open(temporary, flags, 0o666), "wb", buffering=0) as file:
-        try:
-            yield cast(BinaryIO, file)
+    try:
+        with _written_whole(temporary) as file:
+            if os.path.exists(target):
+                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+            yield file
             os.fsync(file.fileno())
             file.close()
             os.replace(temporary, target)
+        if hasattr(os, "O_DIRECTORY"):
+            _sync_folder(folder)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # which may name the temporary one
+
+
+@contextmanager
+def _written_whole(path: str) -> Iterator[BinaryIO]:
+    """Make a file for its owner alone, and remove it if there is an error."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+        try:
+            yield cast(BinaryIO, file)
         except BaseException:
             file.close()
             with suppress(FileNotFoundError):
-                os.unlink(temporary)
+                os.unlink(path)
             raise
-    if hasattr(os, "O_DIRECTORY"):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+
+
+def _sync_folder(folder: str) -> None:
+    """Put the names in a folder on the disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+Tokens: TypeAlias = Mapping[int, Sequence[SupportsIndex]]
 
 
 def save(
-    core: _core.Cache,
     path: StrPath,
-    seq_ids: Iterable[SupportsIndex] | None,
-    tokens: Mapping[int, Sequence[SupportsIndex]] | None,
+    sources: Sequence[tuple[_core.Cache, Sequence[int] | None, Tokens | None]],
     fingerprint: str,
     secret: bytes | None,
 ) -> None:
-    """Write a file, as `KVCache.save` says."""
-    if not isinstance(fingerprint, str):
-        raise TypeError(f"fingerprint={fingerprint!r}: a string is needed")
-    if seq_ids is None and tokens is not None:
-        seq_ids = {*core.sequences(), *tokens}
-    ids = None if seq_ids is None else sorted({_core.integer(one, "seq_ids", *_IDS) for one in seq_ids})
-    given: Mapping[int, Any] = {} if tokens is None else tokens
-    if unknown := set(given) - set(ids or []):
-        raise ValueError(f"tokens: of sequence {min(unknown)}, which is not in seq_ids")
-    flat = None if tokens is None else [token for one in ids or [] for token in given.get(one, ())]
-    counts = None if tokens is None else [len(given.get(one, ())) for one in ids or []]
-    if secret is not None:
-        _mac(secret)  # raises before there is a file
+    """Write a file with the state of each cache, with its sequences and their tokens, as `KVCache.save` says."""
+    _check_fingerprint(fingerprint)
+    mac = None if secret is None else _mac(secret)  # raises before there is a file
     with _replacing(path) as file:
-        writer = _Writer(file, secret)
-        _core.save(core, writer.write, ids, flat, counts, fingerprint)
-        writer.finish()
+        for core, seq_ids, tokens in sources:
+            ids = None if seq_ids is None else sorted(seq_ids)
+            held = None if tokens is None or ids is None else [tokens.get(one, ()) for one in ids]
+            writer = _Writer(file, mac)
+            _core.save(core, writer.write, ids, held, fingerprint)
+            writer.finish()
 
 
-_IDS = (-(1 << 63), (1 << 63) - 1)
+def sequences_to_save(core: _core.Cache, seq_ids: Any, tokens: Any) -> list[int] | None:
+    """Return the ids that the arguments of `KVCache.save` name, None for all; raise if one of them is wrong."""
+    if seq_ids is None and tokens is None:
+        return None
+    if tokens is not None and not isinstance(tokens, Mapping):
+        raise TypeError(f"tokens={shown(tokens)}: a mapping of sequences to tokens is needed, such as {{0: [5, 6]}}")
+    given = {_core.integer(one, "key of tokens", *IDS) for one in tokens or ()}
+    if seq_ids is None:
+        ids = {*core.sequences(), *(one for one in given if _holds(core, one))}
+    else:
+        ids = {*_core.integers(seq_ids, "seq_ids").tolist()}
+        for one in sorted(ids - given):
+            if not _holds(core, one):
+                raise ValueError(f"seq_ids: sequence {one} holds nothing; the cache's are {core.sequences()[:8]}")
+    if unknown := given - ids:
+        what = "holds nothing" if seq_ids is None else "is not in seq_ids"
+        raise ValueError(f"tokens: of sequence {min(unknown)}, which {what}")
+    return sorted(ids)
+
+
+def _holds(core: _core.Cache, seq_id: int) -> bool:
+    """Return whether a sequence has rows, of its tokens or an encoder's, or had some that were evicted."""
+    return core.next_position(seq_id) > 0 or any(core.seq_len(seq_id, layer) for layer in range(core.num_layers))
 
 
 # ---- loading
 
 
 class _Reader:
-    """Reads a file whose MAC is to be right."""
+    """Reads a state whose MAC is to be right; `mac` has seen what is before it in the file."""
 
-    def __init__(self, data: mmap.mmap, secret: Any) -> None:
+    def __init__(self, data: memoryview, mac: hashlib.blake2b) -> None:
         self._data = data
-        self._mac = _mac(secret)
+        self._mac = mac
         self._at = 0
 
     def read(self, to: memoryview) -> None:
         end = self._at + len(to)
         to[:] = self._data[self._at : end]
         self._at = end
-        if end < len(self._data):
-            self._mac.update(to)
-        elif not any(to):
+        if end == len(self._data) and not any(to):
             raise StateFormatError("has no MAC: it was saved without a secret")
-        elif not hmac.compare_digest(self._mac.digest(), bytes(to)):
+        if end == len(self._data) and not hmac.compare_digest(self._mac.digest(), bytes(to)):
             raise StateFormatError("its MAC is another one: it was altered, or saved with another secret")
+        self._mac.update(to)
 
 
 def _restore(
-    core: _core.Cache,
-    data: mmap.mmap,
+    cache: Saveable,
+    saved: SavedState,
+    data: memoryview,
     fingerprint: str | None,
-    secret: bytes | None,
+    mac: hashlib.blake2b | None,
     ids: Mapping[int, int] | None,
 ) -> None:
-    """Restore sequences of a mapped file; ids: which, and under which id."""
+    """Restore sequences of a mapped state; ids: which, and under which id."""
     chosen = None if ids is None else sorted(ids)
     targets = None if ids is None else [ids[one] for one in sorted(ids)]
-    if fingerprint is not None and not isinstance(fingerprint, str):
-        raise TypeError(f"fingerprint={fingerprint!r}: a string is needed")
-    if secret is None:
-        _core.restore(core, data, None, len(data), fingerprint, chosen, targets)
-    else:
-        _core.restore(core, None, _Reader(data, secret).read, len(data), fingerprint, chosen, targets)
+    if fingerprint is not None:
+        _check_fingerprint(fingerprint)
+    whole, read = (data, None) if mac is None else (None, _Reader(data, mac).read)
+    try:
+        _core.restore(cache._core, whole, read, len(data), fingerprint, chosen, targets)
+    except StateFormatError as error:
+        if "of another shape" in str(error) and (difference := _find_difference(saved.layers, cache._layers)):
+            raise StateFormatError(f"of another shape: {difference}") from None
+        raise
+
+
+def _find_difference(saved: Sequence[Layer], own: Sequence[Layer]) -> str | None:
+    """Return in which argument the layers of a file and of a cache differ first, and both values, for a message."""
+    if len(saved) != len(own):
+        return None
+    for i, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
+        if theirs.policy is None and ours.policy is None:
+            continue
+        for name, there, here in zip(Layer._fields, _shown_values(theirs), _shown_values(ours), strict=True):
+            if there != here:
+                return f"{name} of layer {i} is {there} in the file, and {here} in the cache"
+    return None
+
+
+def _shown_values(layer: Layer) -> list[str]:
+    """Return how the values of a layer are written; a rope that is a function is True in a file."""
+    rope: Any = layer.rope
+    values = [repr(value) for value in layer]
+    if rope is True or callable(rope):
+        values[Layer._fields.index("rope")] = "a function"
+    return values
 
 
 def restore(
-    core: _core.Cache, path: StrPath, seq_id: Any, saved_id: Any, fingerprint: str | None, secret: bytes | None
+    cache: Saveable, path: StrPath, seq_id: Any, saved_id: Any, fingerprint: str | None, secret: bytes | None
 ) -> set[int]:
     """Restore sequences, as `KVCache.restore` says; return their ids."""
     there: list[int] = []
@@ -449,22 +577,26 @@ def restore(
         there.extend(sequence.seq_id for sequence in saved.sequences)
         return _target_of(saved, seq_id, saved_id)
 
-    ids = restore_chosen(core, path, choose, fingerprint, secret)
+    [ids] = restore_chosen(path, [(cache, choose)], fingerprint, secret)
     return set(there) if ids is None else set(ids.values())
 
 
+Choice: TypeAlias = Callable[[SavedState], Mapping[int, int] | None]
+
+
 def restore_chosen(
-    core: _core.Cache,
-    path: StrPath,
-    choose: Callable[[SavedState], Mapping[int, int] | None],
-    fingerprint: str | None,
-    secret: bytes | None,
-) -> Mapping[int, int] | None:
-    """Restore the sequences that a function chooses, under the ids that it returns; None: all, under their own."""
+    path: StrPath, targets: Sequence[tuple[Saveable, Choice]], fingerprint: str | None, secret: bytes | None
+) -> list[Mapping[int, int] | None]:
+    """Restore a state to each cache: the sequences that a function chooses, under the ids it returns (None: all)."""
+    mac, restored = None if secret is None else _mac(secret), []
     with _mapped(path) as data:
-        ids = choose(_read(data))
-        _restore(core, data, fingerprint, secret, ids)
-    return ids
+        states = _states(_read(data), len(targets))
+        for (cache, choose), saved in zip(targets, states, strict=True):
+            ids = choose(saved)
+            _restore(cache, saved, data[: saved.nbytes], fingerprint, mac, ids)
+            restored.append(ids)
+            data = data[saved.nbytes :]
+    return restored
 
 
 def load(
@@ -474,13 +606,13 @@ def load(
     if unknown := set(overrides) - OVERRIDES:
         raise TypeError(f"{min(unknown)}: only {', '.join(sorted(OVERRIDES))} and rope can be given here")
     with _mapped(path) as data:
-        saved = _read(data)
+        [saved] = _states(_read(data), 1)
         try:
             cache: C = cast(Any, kind)(**{**_arguments(saved, rope), **overrides})
         except (TypeError, ValueError):
-            _core.verify(data)  # where the file is damaged, that is why
+            _verify(data)  # where the file is damaged, that is why
             raise
-        _restore(cache._core, data, fingerprint, secret, None)
+        _restore(cache, saved, data, fingerprint, None if secret is None else _mac(secret), None)
     return cache
 
 
@@ -489,9 +621,9 @@ def _target_of(state: SavedState, seq_id: Any, saved_id: Any) -> dict[int, int] 
     if seq_id is None and saved_id is None:
         return None
     there = [sequence.seq_id for sequence in state.sequences]
-    target = None if seq_id is None else _core.integer(seq_id, "seq_id", *_IDS)
+    target = None if seq_id is None else _core.integer(seq_id, "seq_id", *IDS)
     if saved_id is not None:
-        source = _core.integer(saved_id, "saved_id", *_IDS)
+        source = _core.integer(saved_id, "saved_id", *IDS)
     elif target is not None and target in there:
         source = target
     elif len(there) == 1:

@@ -122,6 +122,11 @@ cdef cnp.ndarray to_int_array(object values, str name, int typenum, int64_t low,
     return array
 
 
+def integers(values, str name not None):
+    """Return `values`, any number of 64-bit integers, as an array, or raise a TypeError or ValueError with `name`."""
+    return to_int_array(values, name, cnp.NPY_INT64, _INT64_MIN, _INT64_MAX, 0)
+
+
 def integer(value, str name, int64_t low, int64_t high):
     """Return `value` as an int in [low, high], or raise a TypeError or ValueError that says `name`."""
     return to_int(value, name, low, high)

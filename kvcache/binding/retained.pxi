@@ -26,7 +26,7 @@ def retain_new(Cache cache not None, seq_id, begin, end, layers):
 
 
 def attach(Cache cache not None, seq_ids, dst, length):
-    cdef cnp.ndarray given = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, -_INT64_MAX - 1, _INT64_MAX, 0)
+    cdef cnp.ndarray given = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX, 0)
     cdef const int64_t *ids = <const int64_t *>given.data
     cdef int32_t num = given.shape[0], end = to_position(length, "length"), matched = 0
     cdef int64_t target = to_seq_id(dst, "dst")
@@ -40,7 +40,7 @@ def attach(Cache cache not None, seq_ids, dst, length):
 
 
 def touch(Cache cache not None, seq_ids):
-    cdef cnp.ndarray given = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, -_INT64_MAX - 1, _INT64_MAX, 0)
+    cdef cnp.ndarray given = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX, 0)
     cdef const int64_t *ids = <const int64_t *>given.data
     cdef int32_t num = given.shape[0]
     cdef kvc_cache *handle = cache.enter()
@@ -50,7 +50,7 @@ def touch(Cache cache not None, seq_ids):
 
 
 def pin(Cache cache not None, seq_ids, bint pinned):
-    cdef cnp.ndarray given = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, -_INT64_MAX - 1, _INT64_MAX, 0)
+    cdef cnp.ndarray given = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX, 0)
     cdef const int64_t *ids = <const int64_t *>given.data
     cdef int32_t num = given.shape[0]
     cdef kvc_cache *handle = cache.enter()

@@ -32,8 +32,8 @@ cdef int32_t read_part(void *user, void *data, size_t size) noexcept with gil:
     return 1
 
 
-def save(Cache cache not None, write, seq_ids, tokens, num_tokens, str fingerprint not None):
-    """Save sequences, by rising id (None: all), with the tokens of each, one after the other (None: without)."""
+def save(Cache cache not None, write, seq_ids, tokens, str fingerprint not None):
+    """Save sequences, by rising id (None: all), with the tokens of each (None: without)."""
     cdef kvc_save_args args
     cdef kvc_status status
     cdef kvc_cache *handle
@@ -44,11 +44,13 @@ def save(Cache cache not None, write, seq_ids, tokens, num_tokens, str fingerpri
     args.struct_size = sizeof(kvc_save_args)
     args.write, args.user, args.fingerprint = write_part, <void *>file, name
     if seq_ids is not None:
-        ids = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, -_INT64_MAX - 1, _INT64_MAX, 0)
+        ids = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX, 0)
         args.seq_ids, args.num_sequences = <const int64_t *>ids.data, ids.shape[0]
     if tokens is not None:
-        ints = to_int_array(tokens, "tokens", cnp.NPY_INT64, -_INT64_MAX - 1, _INT64_MAX, 0)
-        counts = to_int_array(num_tokens, "num_tokens", cnp.NPY_INT64, 0, _INT32_MAX, 0)
+        held = [to_int_array(its, f"tokens[{seq_id}]", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX, 0)
+                for seq_id, its in zip(seq_ids, tokens)]
+        counts = np.array([len(its) for its in held], np.int64)
+        ints = np.concatenate([counts[:0], *held])
         args.tokens, args.num_tokens = <const int64_t *>ints.data, <const int64_t *>counts.data
     handle = cache.enter()
     with nogil:
@@ -83,8 +85,8 @@ cdef class _Source:
             self.args.fingerprint = name
             self.kept.append(name)
         if seq_ids is not None:
-            ids = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, -_INT64_MAX - 1, _INT64_MAX, 0)
-            targets = to_int_array(to_ids, "to_ids", cnp.NPY_INT64, -_INT64_MAX - 1, _INT64_MAX, 0)
+            ids = to_int_array(seq_ids, "seq_ids", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX, 0)
+            targets = to_int_array(to_ids, "to_ids", cnp.NPY_INT64, _INT64_MIN, _INT64_MAX, 0)
             self.args.seq_ids, self.args.num_sequences = <const int64_t *>ids.data, ids.shape[0]
             self.args.to_ids = <const int64_t *>targets.data
             self.kept += ids, targets

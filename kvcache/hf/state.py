@@ -131,7 +131,7 @@ def _save(cache: Any, path: state.StrPath, tokens: Any, fingerprint: str, secret
         held = {seq_id: row[offset:seen].tolist() for seq_id, row, offset in columns}
     [marker] = cache._new_ids(1)
     held[marker] = [VERSION, seen, *seq_ids]
-    state.save(cache._cache._core, path, [*seq_ids, marker], held, fingerprint, secret)
+    state.save(path, [(cache._cache._core, [*seq_ids, marker], held)], fingerprint, secret)
 
 
 def _load(
@@ -161,7 +161,7 @@ def _load(
         found.extend((seen, *(seen - lengths[row] for row in rows)))
         return dict(zip(rows, ids, strict=True))
 
-    targets = state.restore_chosen(cache._cache._core, path, choose, fingerprint, secret)
+    [targets] = state.restore_chosen(path, [(cache._cache, choose)], fingerprint, secret)
     cache._seq_ids, cache._seen, cache._offsets = [*(targets or {}).values()], found[0], found[1:]
     return cast(C, cache)
 

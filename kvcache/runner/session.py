@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvcache import KVCache, SlidingWindow, state
-from kvcache.errors import StateFormatError, plain
-from kvcache.layer import DType, Transform, count
+from kvcache.errors import StateFormatError, plain, sentence
+from kvcache.layer import DType, Layer, Transform, count
 from kvcache.models.fingerprint import fingerprint
 from kvcache.policy import Policy
 from kvcache.runner.llama import LlamaError
@@ -38,21 +38,25 @@ class Session:
     """
 
     def __init__(self, path: str | os.PathLike[str], model: str | os.PathLike[str]) -> None:
+        if not os.fspath(path):
+            raise LlamaError("the name of the session's file is empty: give one")
         self.path = Path(path)
         self._fingerprint = fingerprint(model)
-        self._held: list[int] | None = None  # the file's tokens; None: there is no file
+        self._saved: state.SavedState | None = None  # None: there is no file
         folder = Path(os.path.realpath(self.path)).parent
         if not os.path.isdir(folder):
             raise LlamaError(f"{plain(self.path)} cannot be written: there is no folder {plain(folder)}")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise LlamaError(f"{plain(self.path)} cannot be written: no file may be made in {plain(folder)}")
+        try:
+            state.check_replaceable(self.path)
+        except OSError as error:
+            raise LlamaError(sentence(error)) from None
         if os.path.exists(self.path):
-            if not os.path.isfile(self.path):
-                raise LlamaError(f"{plain(self.path)} is not a file: give the name of one")
-            self._held = self._read()
+            self._saved = self._read()
 
-    def _read(self) -> list[int]:
-        """Return the tokens of the file; refuse one that no session of this model wrote."""
+    def _read(self) -> state.SavedState:
+        """Read what the file says of itself; refuse one that no session of this model wrote."""
         with self._refusing():
             saved = state.inspect(self.path)
             if saved.fingerprint != self._fingerprint:
@@ -61,8 +65,7 @@ class Session:
             ids = [one.seq_id for one in saved.sequences]
             if not saved.layers or ids != [0] or saved.sequences[0].next_position != len(saved.sequences[0].tokens):
                 raise self._differs("no session: it should have layers, and one sequence with the id of each token")
-            tokens: list[int] = saved.sequences[0].tokens.tolist()
-            return tokens
+            return saved
 
     def resume(self, cache: KVCache, prompt: Sequence[int]) -> tuple[int, str]:
         """Restore what the file has of a prompt.
@@ -87,17 +90,17 @@ class Session:
         StateFormatError
             If the file is damaged.
         """
-        if self._held is None:
+        if self._saved is None:
             return 0, f"{plain(self.path)}: a new session"
-        self._check_settings(cache)
+        self._check_settings(self._saved.layers, cache)
         with self._refusing():
             cache.restore(self.path, 0, fingerprint=self._fingerprint)
-        there = count(len(self._held), "token")
-        common = _common(self._held, prompt)
-        begin = min(common, len(prompt) - 1)
+        held = self._saved.sequences[0].tokens.tolist()
+        there = count(len(held), "token")
+        begin = min(_common(held, prompt), len(prompt) - 1)
         if begin and cache.can_resume(begin):
             cache.truncate(begin)
-            how = f"goes on after {there}" if begin == len(self._held) else f"went back from {there} to {begin:,}"
+            how = f"goes on after {there}" if begin == len(held) else f"went back from {there} to {begin:,}"
             rest = f"{len(prompt) - begin:,} of the prompt's {len(prompt):,} to compute"
             return begin, f"{plain(self.path)}: {how}, {rest}"
         cache.clear(0)
@@ -111,14 +114,14 @@ class Session:
         held = tokens[: cache.next_position()]
         cache.save(self.path, tokens={0: held}, fingerprint=self._fingerprint)
 
-    def _check_settings(self, cache: KVCache) -> None:
+    def _check_settings(self, layers: Sequence[Layer], cache: KVCache) -> None:
         """Refuse a file of a run with other options."""
-        with self._refusing():
-            layers = state.inspect(self.path, verify=True).layers
         saved = _settings(layers[0].k_dtype, layers[0].k_transform, [layer.policy for layer in layers])
         ours = _settings(cache.k_dtype[0], cache.k_transform[0], cache.policy)
         others = [name for name, value in saved.items() if value != ours[name]]
         if others:
+            with self._refusing():
+                state.inspect(self.path, verify=True)  # where the file is damaged, that is why
             theirs, here = (" and ".join(f"{name} {of[name]}" for name in others) for of in (saved, ours))
             raise LlamaError(
                 f"{plain(self.path)} is of a run with {theirs}, and this one has {here}: give the same, or another file"

@@ -409,9 +409,9 @@ def generate(
     compare: Annotated[
         bool, typer.Option(help="Then measure without the cache, and each type: a table. Without it, one line.")
     ] = True,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Write the text only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Write the text, and what --session did; no more.")] = False,
     session: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Go on from FILE, if it is there; at the end, save to it.")
+        str | None, typer.Option(metavar="FILE", help="Go on from FILE, if it is there; at the end, save to it.")
     ] = None,
 ) -> int:
     """Continue a text with a model of the Llama family, through the cache."""
@@ -500,7 +500,7 @@ def _why_threads() -> str:
 
 @app.command(epilog=_examples("kvcache inspect chat.state --verify"))
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A saved state.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A saved state.", show_default=False)],
     verify: Annotated[
         bool, typer.Option("--verify", help="Read all of it, and compare it with its checksums.")
     ] = False,
@@ -514,15 +514,20 @@ def inspect(
         _print_json(_state_as_json(found, verify))
         return
     print(f"{plain(file)}: version {found.version}, written by kvcache {found.library}, {readable(found.nbytes)}")
+    _print_state(found, verify)
+
+
+def _print_state(found: state.SavedState, verify: bool) -> None:
     print(f"model: {found.fingerprint or 'not said'}")
-    print(f"MAC: {'there; a secret checks it' if found.has_mac else 'none'}")
+    print(f"MAC: {'there, not checked (loading with the secret does)' if found.has_mac else 'none'}")
     print(f"checksums: {'right' if verify else 'not compared (--verify)'}")
     for layer, number in Counter(map(str, found.layers)).items():
         print(f"{count(number, 'layer')} of {layer}")
     is_cross = [isinstance(layer.policy, CrossAttention) for layer in found.layers]
     rows = []
     for one in found.sequences:
-        most = max((n for n, cross in zip(one.num_rows, is_cross, strict=True) if not cross), default=0)
+        of_tokens = [n for n, cross in zip(one.num_rows, is_cross, strict=True) if not cross]
+        most = max(of_tokens or one.num_rows, default=0)
         rows.append([str(one.seq_id), str(most), str(one.next_position), str(len(one.tokens))])
     if rows:
         print()

@@ -79,6 +79,11 @@ static inline kvc_status kvc_unlock(kvc_cache *cache, kvc_status status) {
     return status;
 }
 
+/* Returns whether capacity is a number of its own, not max_seq_len * max_sequences, which are below 2^31 each. */
+static inline int kvc_has_own_capacity(const kvc_cache *cache) {
+    return cache->capacity != cache->max_seq_len * cache->max_sequences;
+}
+
 /* Returns the runs of a sequence in a layer; NULL if the sequence does not exist. */
 static inline const kvc_run_list *kvc_runs_of(const kvc_cache *cache, int64_t id, int32_t layer) {
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);

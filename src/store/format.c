@@ -102,7 +102,7 @@ static kvc_status visit_padded(listing *l, kvc_tensor *tensor) {
 static kvc_status visit_table(listing *l, const table *t, kvc_tensor_kind kind) {
     kvc_tensor tensor = {.kind = kind, .dtype = t->dtype, .size = table_bytes(t)};
     tensor.shape[tensor.rank++] = t->num;
-    if (t->groups || !strcmp(t->name, "holdings")) tensor.shape[tensor.rank++] = t->groups;
+    if (t->groups) tensor.shape[tensor.rank++] = t->groups;
     if (t->columns) tensor.shape[tensor.rank++] = t->columns;
     snprintf(tensor.name, sizeof tensor.name, "%s", t->name);
     return visit_padded(l, &tensor);

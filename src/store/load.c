@@ -65,14 +65,15 @@ static void *take_memory(loading *l, uint64_t size) {
 /* ---- the beginning of the file ----------------------------------------------------------------------------------- */
 
 static kvc_status read_header(loading *l) {
-    uint8_t start[8];
+    uint8_t start[8] = {0};
     uint64_t length = 0;
-    kvc_status status = read_bytes(l, start, sizeof start);
+    const uint64_t there = bytes_left(l) < sizeof start ? bytes_left(l) : sizeof start;
+    kvc_status status = read_bytes(l, start, there);
     if (status != KVC_OK) return status;
     for (int i = 0; i < 8; i++) length |= (uint64_t)start[i] << 8 * i;
-    if (length > KVC_MOST_HEADER)
-        return kvc_fail(KVC_ERR_FORMAT, "no saved state: its header would have %llu bytes", (unsigned long long)length);
-    if (length > bytes_left(l))
+    if (there && (length > KVC_MOST_HEADER || (length + sizeof start) % KVC_FORMAT_ALIGNMENT))
+        return kvc_fail(KVC_ERR_FORMAT, "no saved state: the file does not begin like one");
+    if (there < sizeof start || length > bytes_left(l))
         return kvc_fail(KVC_ERR_FORMAT, "truncated: the file has %lld bytes, its header alone %llu",
                         (long long)l->args.size, (unsigned long long)length);
     l->header_bytes = length + sizeof start;
@@ -180,14 +181,10 @@ static kvc_status read_zeros(loading *l, const kvc_tensor *tensor) {
     return status == KVC_OK ? check_zeros(padding, padding + tensor->size, tensor->name) : status;
 }
 
-/* Reports that the checksum of a tensor of rows is not the file's. */
-typedef struct search {
-    int64_t left; /* number of such tensors before it */
-} search;
-
+/* Reports that the checksum of a tensor of rows is not the file's.  context: number of tensors of rows before it. */
 static kvc_status report_altered(void *context, const kvc_tensor *tensor) {
-    search *s = context;
-    if (tensor->kind != KVC_ROWS || s->left--) return KVC_OK;
+    int64_t *num_before = context;
+    if (tensor->kind != KVC_ROWS || (*num_before)--) return KVC_OK;
     return kvc_fail(KVC_ERR_FORMAT, "altered: tensor %s does not match its checksum", tensor->name);
 }
 
@@ -197,7 +194,8 @@ static kvc_status check_rows(loading *l) {
         kvc_status status = read_bytes(l, &expected, sizeof expected);
         if (status != KVC_OK) return status;
         if (expected == l->checksums[i]) continue;
-        return kvc_format_visit(&l->state.format, INT64_MAX, report_altered, &(search){i});
+        int64_t num_before = i;
+        return kvc_format_visit(&l->state.format, INT64_MAX, report_altered, &num_before);
     }
     return KVC_OK;
 }

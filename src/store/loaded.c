@@ -260,8 +260,9 @@ static kvc_status check_limits(const kvc_state *state) {
         int64_t live = count_live(state, g);
         while (live > cache->capacity && kvc_reclaim(cache, g, live - cache->capacity)) live = count_live(state, g);
         if (live > cache->capacity)
-            return kvc_fail(KVC_ERR_FULL, "loading would make it %lld slots: capacity is %lld", (long long)live,
-                            (long long)cache->capacity);
+            return kvc_fail(KVC_ERR_FULL, "loading would make it %lld tokens in all: capacity is %lld%s",
+                            (long long)live, (long long)cache->capacity,
+                            kvc_has_own_capacity(cache) ? "" : ", which is max_seq_len * max_sequences");
     }
     return kvc_fit_max_bytes(cache, "loading");
 }

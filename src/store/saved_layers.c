@@ -49,11 +49,10 @@ void kvc_save_layers(const kvc_cache *cache, const kvc_format *format) {
 }
 
 void kvc_save_limits(const kvc_cache *cache, kvc_saved_state *state) {
-    const int is_default = cache->capacity == cache->max_seq_len * cache->max_sequences; /* each below 2^31 */
     state->block_size = cache->pools[0].block_size;
     state->max_seq_len = cache->max_seq_len;
     state->max_sequences = cache->max_sequences;
-    state->capacity = is_default ? 0 : cache->capacity;
+    state->capacity = kvc_has_own_capacity(cache) ? cache->capacity : 0;
     state->max_bytes = cache->max_bytes;
 }
 

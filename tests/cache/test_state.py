@@ -121,9 +121,40 @@ def test_chosen_sequences(saved, tmp_path):
     assert kvcache.KVCache.load(tmp_path / "none").sequences == []
     with pytest.raises(ValueError, match="tokens: of sequence 0, which is not in seq_ids"):
         cache.save(tmp_path / "three", [7], tokens={0: [1]})
-    with pytest.raises(TypeError, match="seq_ids"):
-        cache.save(tmp_path / "three", [1.5])
+    for wrong, words in (([1.5], r"seq_ids\[0\]=1.5: an integer"), (0, "seq_ids=0: a sequence of integers is needed")):
+        with pytest.raises(TypeError, match=words):
+            cache.save(tmp_path / "three", wrong)
+    with pytest.raises(ValueError, match=r"seq_ids: sequence 5 holds nothing; the cache's are \[-3, 0, 7\]"):
+        cache.save(tmp_path / "three", [7, 5])
     assert not (tmp_path / "three").exists()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "words"),
+    [
+        ([1, 2], TypeError, r"tokens=\[1, 2\]: a mapping of sequences to tokens is needed"),
+        ({"a": [1]}, TypeError, "key of tokens='a': an integer is needed"),
+        ({0: 5}, TypeError, r"tokens\[0\]=5: a sequence of integers is needed"),
+        ({0: [1], 7: [1, 2.5]}, TypeError, r"tokens\[7\]\[1\]=2.5: an integer is needed"),
+        ({9: [1]}, ValueError, "tokens: of sequence 9, which holds nothing"),
+    ],
+)
+def test_wrong_tokens_are_refused(saved, tmp_path, tokens, error, words):
+    cache, _ = saved
+    with pytest.raises(error, match=words):
+        cache.save(tmp_path / "three", tokens=tokens)
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def test_what_holds_an_encoders_rows_alone_is_saved(tmp_path):
+    policy = [kvcache.FullAttention(), kvcache.CrossAttention(8)]
+    cache, x = kvcache.KVCache(2, 1, 4, 64, policy=policy), np.ones((1, 1, 4), np.float32)
+    with cache.batch(1, seq_ids=[3]) as batch:
+        batch.put(0, x, x)
+        batch.put(1, x, x, seq_id=3)
+    cache.truncate(0, seq_id=3)
+    cache.save(tmp_path / "state", [3], tokens={3: [1]})
+    assert kvcache.KVCache.load(tmp_path / "state").seq_len(3, layer=1) == 1
 
 
 def test_restore(saved):
@@ -161,6 +192,23 @@ def test_overrides(saved):
         kvcache.KVCache.load(path, dtype="f32")
     with pytest.raises(ValueError, match="num_threads=-1"):
         kvcache.KVCache.load(path, num_threads=-1)
+
+
+def test_lengths_and_numbers_of_sequences_are_checked_by_the_next_batch(tmp_path):
+    """As after `fork`."""
+    cache = kvcache.KVCache(1, 1, 4, 64, max_sequences=2)
+    feed(cache, 0, 20)
+    cache.fork(0, 1)
+    cache.save(tmp_path / "state")
+    other = kvcache.KVCache.load(tmp_path / "state", max_seq_len=15, max_sequences=1, capacity=60)
+    assert (other.sequences, other.seq_len()) == ([0, 1], 20)
+    with pytest.raises(kvcache.CacheFullError):
+        feed(other, 0, 1)
+    other.keep(0)
+    other.truncate(14)
+    feed(other, 0, 1)
+    with pytest.raises(kvcache.CacheFullError, match=r"20 tokens in all: capacity is 15, which is max_seq_len"):
+        kvcache.KVCache.load(tmp_path / "state", max_seq_len=15, max_sequences=1)
 
 
 def test_functions_that_move_keys_are_handed_in(tmp_path):
@@ -256,6 +304,21 @@ def test_lengths_that_are_cut(saved, tmp_path):
         assert reason, length
         assert "truncated" in reason or "altered" in reason
     assert "more than its header says" in refused(tmp_path / "long", data + b"\0")
+    with pytest.raises(kvcache.StateFormatError, match="altered: it has 1 bytes more than its header says"):
+        state.inspect(tmp_path / "long")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 8, 40, 1000])
+def test_what_is_no_saved_state_is_not_called_truncated(tmp_path, size):
+    for data in (b"hello\nworld\n" * 90, b"{}" * 500, b"\x50" + bytes(999), bytes(range(1, 251)) * 4):
+        (tmp_path / "text").write_bytes(data[:size])
+        for verify in (False, True):
+            with pytest.raises(
+                kvcache.StateFormatError, match="text: no saved state: the file does not begin like one"
+            ):
+                state.inspect(tmp_path / "text", verify=verify)
+        with pytest.raises(kvcache.StateFormatError, match="no saved state"):
+            kvcache.KVCache.load(tmp_path / "text")
 
 
 def test_the_reason_names_what_is_wrong(saved, tmp_path):
@@ -275,8 +338,25 @@ def test_the_reason_names_what_is_wrong(saved, tmp_path):
     with pytest.raises(kvcache.StateFormatError, match="of another shape: the file has 7 layers, the cache 1"):
         smaller.restore(path)
     smaller.save(tmp_path / "small")
-    with pytest.raises(kvcache.StateFormatError, match=r"of another shape: layers\[0\].k_type is 1 in the file, and 0"):
+    with pytest.raises(
+        kvcache.StateFormatError, match="of another shape: k_dtype of layer 0 is 'f16' in the file, and 'f32' in"
+    ):
         kvcache.KVCache(1, 1, 4, 64, dtype="f32").restore(tmp_path / "small")
+    for options, words in (
+        (
+            {"policy": kvcache.SlidingWindow(4)},
+            r"policy of layer 0 is FullAttention\(\) in the file, and SlidingWindow",
+        ),
+        ({"rope": lambda layer, keys, delta: keys}, "rope of layer 0 is None in the file, and a function in the cache"),
+        ({"rope": False}, "rope of layer 0 is None in the file, and False in the cache"),
+        ({"v_head_dim": 8}, "v_head_dim of layer 0 is 4 in the file, and 8 in the cache"),
+    ):
+        with pytest.raises(kvcache.StateFormatError, match=f"small: of another shape: {words}"):
+            kvcache.KVCache(1, 1, 4, 64, **options).restore(tmp_path / "small")
+    near = [kvcache.KVCache(1, 1, 8, 64, rope=kvcache.Rope([1, x, 0.1])) for x in (0.5, 0.6)]
+    near[0].save(tmp_path / "small")
+    with pytest.raises(kvcache.StateFormatError, match=r"of another shape: layers\[0\].rope differs"):
+        near[1].restore(tmp_path / "small")
     with pytest.raises(FileNotFoundError):
         kvcache.KVCache.load(tmp_path / "nothing")
 
@@ -305,6 +385,17 @@ def test_a_failed_save_leaves_the_old_file(saved, tmp_path, monkeypatch):
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("fingerprint", ["model\0 of another", "\ud800", "modèle"])
+def test_a_fingerprint_is_ascii(saved, fingerprint):
+    """Also in the places where a string of C would end."""
+    cache, path = saved
+    before = path.read_bytes()
+    for call in (cache.save, kvcache.KVCache.load, cache.restore):
+        with pytest.raises(ValueError, match=r"fingerprint=.*: printable ASCII characters are needed"):
+            call(path, fingerprint=fingerprint)
+    assert path.read_bytes() == before
+
+
 def test_a_link_stays_one(saved, tmp_path):
     cache, path = saved
     (tmp_path / "link").symlink_to(path)
@@ -312,6 +403,71 @@ def test_a_link_stays_one(saved, tmp_path):
     cache.save(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert kvcache.KVCache.load(path).sequences == [-3, 7]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no FIFOs and devices")
+def test_only_regular_files_are_replaced(saved, tmp_path):
+    cache, _ = saved
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(tmp_path / "fifo")
+    for name in ("/dev/full", os.fsencode(tmp_path / "fifo"), tmp_path / "link", tmp_path):
+        with pytest.raises(OSError, match="is not a regular file, and is not replaced") as raised:
+            cache.save(name)
+        assert raised.value.filename == os.fspath(name)
+    assert (tmp_path / "fifo").is_fifo()
+    assert (tmp_path / "link").is_fifo()
+    with pytest.raises(IsADirectoryError):
+        cache.save(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["fifo", "link", "state"]
+
+
+def test_errors_name_the_file_that_was_given(saved, tmp_path, monkeypatch):
+    """Not the temporary one."""
+    cache, path = saved
+    with pytest.raises(FileNotFoundError) as raised:
+        cache.save(tmp_path / "no folder" / "state")
+    assert raised.value.filename == f"{tmp_path}/no folder/state"
+
+    def fail(*names):
+        raise OSError(5, "Input/output error", *names)
+
+    monkeypatch.setattr(os, "replace", lambda a, b: fail(a, None, b))
+    with pytest.raises(OSError, match=f"Input/output error: '{path}'$"):
+        cache.save(path)
+    assert os.listdir(tmp_path) == ["state"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no modes")
+def test_a_new_file_is_its_owners_alone(saved, tmp_path):
+    cache, path = saved
+    umask = os.umask(0o002)
+    try:
+        cache.save(tmp_path / "new")
+        for mode in (0o640, 0o644, 0o400):
+            path.chmod(mode)
+            cache.save(path)
+            assert path.stat().st_mode & 0o7777 == mode
+        (tmp_path / "link").symlink_to(path)
+        cache.save(tmp_path / "link")
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o7777 == 0o400
+    assert (tmp_path / "new").stat().st_mode & 0o7777 == 0o600
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 3.5, True, [b"x"]])
+def test_a_path_is_needed(saved, wrong):
+    """Not the number of an open file: 0 would wait for standard input."""
+    cache, _ = saved
+    for call in (cache.save, kvcache.KVCache.load):
+        with pytest.raises(ValueError, match="path='': it names no file"):
+            call("")
+        with pytest.raises(ValueError, match=r"path='a.*b': a null byte"):
+            call("a\0b")
+    calls = (cache.save, cache.restore, kvcache.KVCache.load, state.inspect)
+    for call in calls:
+        with pytest.raises(TypeError, match=r"path=.*: the name of a file is needed"):
+            call(wrong)
 
 
 SAVE_FOR_EVER = """
@@ -404,5 +560,5 @@ def test_inspect_shows_no_rows_of_a_json_bomb(tmp_path):
         state.inspect(tmp_path / "bomb")
     header = json.dumps({"__metadata__": {"format": "kvcache", "version": "1"}, "state": 3}).encode()
     (tmp_path / "bomb").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(kvcache.StateFormatError, match="altered: its tables cannot be read"):
+    with pytest.raises(kvcache.StateFormatError, match="altered: its header or its tables cannot be read"):
         kvcache.KVCache.load(tmp_path / "bomb")

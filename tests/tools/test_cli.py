@@ -712,7 +712,10 @@ def test_a_session_refuses_bad_files(tmp_path):
     cache = kvcache.KVCache(1, 1, 2, 64)
     cache.save(file)
     check_refused(run_here(*arguments), "does not say of which model")
-    check_refused(run_here(*arguments[:4], tmp_path), "is not a file")
+    check_refused(run_here(*arguments[:4], tmp_path), f"{tmp_path}: is not a regular file")
+    os.mkfifo(tmp_path / "fifo")
+    check_refused(run_here(*arguments[:4], tmp_path / "fifo"), "fifo: is not a regular file")
+    check_refused(run_here(*arguments[:4], ""), "the name of the session's file is empty: give one")
     check_refused(run_here(*arguments[:4], tmp_path / "nowhere" / "s"), "there is no folder", "nowhere")
     check_refused(run_here(*arguments[:4], file, "--shift"), "do not go together")
 
@@ -809,7 +812,7 @@ def test_inspect(tmp_path):
     found = run_here("inspect", STATES / "version-1", "--verify")
     assert found.returncode == 0, found.stderr
     assert "version 1, written by kvcache 0.2.0" in found.stdout
-    assert "model: golden 1\nMAC: there; a secret checks it\nchecksums: right\n" in found.stdout
+    assert "model: golden 1\nMAC: there, not checked (loading with the secret does)\nchecksums: right\n" in found.stdout
     table = [line.split() for line in found.stdout.splitlines()[-3:]]
     assert table == [["-3", "1", "1", "0"], ["0", "10", "11", "5"], ["7", "13", "18", "2"]]
     assert "not compared" in run_here("inspect", STATES / "version-1").stdout

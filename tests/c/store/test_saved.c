@@ -237,7 +237,10 @@ static void test_other_files(void)
 {
     char text[300] = "no saved state at all, but some text that is long enough for a header and then some ........";
     kvc_load_args args = {.struct_size = sizeof args, .data = text, .size = sizeof text};
-    CHECK_FAILS(kvc_load(&args, NULL), KVC_ERR_FORMAT, "no saved state", "header");
+    CHECK_FAILS(kvc_load(&args, NULL), KVC_ERR_FORMAT, "no saved state", "begin");
+    for (args.size = 1; args.size < 12; args.size++) /* nor is a beginning of it a truncated state */
+        CHECK_FAILS(kvc_load(&args, NULL), KVC_ERR_FORMAT, "no saved state", "begin");
+    args.size = sizeof text;
     memset(text, 0, 8);
     text[0] = 56;
     memcpy(text + 8, "{\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}   ", 56);
