@@ -7,14 +7,13 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from kvcache.cache import KVCache
-from kvcache.errors import NotSupportedError
+from kvcache import KVCache, NotSupportedError, _core
 from kvcache.hf.attention import NAME
 from kvcache.hf.decode import Decoder
 from kvcache.hf.forward_pass import ForwardPass
@@ -24,10 +23,11 @@ from kvcache.hf.policies import SHAPE, CacheLayer, parts_of, shapes_of
 from kvcache.hf.prompts import Prompts, check_prefix, placeholders_of
 from kvcache.hf.rows import LayerRows, Shape
 from kvcache.hf.shared import STALLED, Shared
-from kvcache.hf.state import Saveable
+from kvcache.hf.state import Saveable, stored_in
 from kvcache.layer import DType, Transform, count, stored_as
 from kvcache.policy import CrossAttention, Policy
-from kvcache.prefix import PrefixCache
+from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
+from kvcache.state import SavedState
 from kvcache.system import readable
 
 BLOCK_SIZE = 256  # also the tokens decoded at once for the model's own attention; unused slots take no memory
@@ -116,7 +116,7 @@ class HFCache(Saveable, Cache):
         config, dtype, policy, transform
             The arguments of `HFCache`.
         block_size : int, default 64
-            The number of tokens in a block, the unit that a prefix cache keeps and drops.
+            The number of tokens in a block, the unit that a prefix cache keeps and drops: at most 1024.
         **arguments
             Further ones of `kvcache.KVCache`, such as `max_bytes` or `capacity`, which limit what is kept.
 
@@ -130,10 +130,20 @@ class HFCache(Saveable, Cache):
         NotSupportedError, ValueError, TypeError
             As `HFCache` does.
         """
+        block_size = _core.integer(block_size, "block_size", 1, MOST_BLOCK_SIZE)
         arguments = {"block_size": block_size, "max_sequences": None, **arguments}
         stored: dict[str, Any] = {"dtype": dtype, "k_transform": transform, "v_transform": transform}
         shapes, policies = shapes_of(config)
         return KVCache(policy=policies if policy is None else policy, max_seq_len=None, **shapes, **stored, **arguments)
+
+    @classmethod
+    def _made_for(cls, config: PreTrainedConfig, policy: Any, states: Sequence[SavedState]) -> Self:
+        dtype, transform = stored_in(states[0])
+        return cls(config, dtype, policy, transform)
+
+    @property
+    def _parts(self) -> list[HFCache]:
+        return [self]
 
     def _forget(self) -> None:
         self._seq_ids: list[int] = []  # the sequence of each batch index
@@ -608,7 +618,8 @@ class HFCache(Saveable, Cache):
         tokens : torch.Tensor, optional
             All tokens of the batch, ``[batch, tokens]``, with the prompts and their padding, as `generate` returns
             them; those that were not fed are ignored. By default the prompts alone are kept, as they are of a batch
-            whose rows were reordered (beam search). If the prompts were not named to `acquire`, nothing is kept.
+            whose rows were reordered (beam search). If the prompts were not named to `acquire`, nothing is kept; so
+            without a prefix cache, where this is `reset`.
 
         Raises
         ------
@@ -701,6 +712,12 @@ class HFCache(Saveable, Cache):
             for layer in self.layers
         ]
         return other
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a cache cannot be pickled: use save() and load(), or where a layer cannot be saved, keep the token ids and"
+            " give them to the model again; copy.deepcopy() makes a cache that shares its rows, in this process"
+        )
 
     def __repr__(self) -> str:
         self._finish_pass()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedConfig
 from transformers.cache_utils import EncoderDecoderCache
 
 from kvcache.hf.cache import HFCache
 from kvcache.hf.policies import check_config, check_model
+from kvcache.hf.state import Saveable, stored_in
 from kvcache.layer import DType, Transform
 from kvcache.models.fields import NAMES
 from kvcache.policy import CrossAttention, Policy
+from kvcache.state import SavedState
 
 
 class Updated(dict[int, bool]):
@@ -31,7 +33,7 @@ class Updated(dict[int, bool]):
         return self.cache.has_source(index)
 
 
-class HFEncoderDecoderCache(EncoderDecoderCache):
+class HFEncoderDecoderCache(Saveable, EncoderDecoderCache):
     """A cache for models of transformers that have an encoder and a decoder: two `HFCache`.
 
     Parameters
@@ -77,6 +79,18 @@ class HFEncoderDecoderCache(EncoderDecoderCache):
             cache._config = followed
         super().__init__(*caches)
         self.is_updated = Updated(caches[1])
+
+    _num_parts = 2
+
+    @classmethod
+    def _made_for(cls, config: PreTrainedConfig, policy: Any, states: Sequence[SavedState]) -> Self:
+        dtype, transform = stored_in(states[0])
+        lengths = (layer.policy.max_len for layer in states[1].layers if isinstance(layer.policy, CrossAttention))
+        return cls(config, dtype or "f16", policy, next(lengths, None), transform)
+
+    @property
+    def _parts(self) -> list[Any]:
+        return [self.self_attention_cache, self.cross_attention_cache]
 
     def check_dynamic_cache(self, method: str) -> None:
         """Do nothing: transformers allows some methods for its own caches only, and these have them too."""

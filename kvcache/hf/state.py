@@ -1,25 +1,24 @@
-"""Save an `HFCache` to a file, and make one of it.
+"""Save an `HFCache` or an `HFEncoderDecoderCache` to a file, and make one of it.
 
 The file is a saved state of the `KVCache`, with one more sequence, which has no rows: its tokens say which sequences
-are the rows of the batch (docs/format.md).
+are the rows of the batch (docs/format.md). With an encoder's rows, it is two such states, one behind the other.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvcache import state
-from kvcache.errors import NotSupportedError, StateFormatError
-from kvcache.hf.layers import CrossLayer
-from kvcache.hf.policies import SHAPE, parts_of
-from kvcache.layer import Layer
-from kvcache.policy import Policy
+from kvcache.errors import NotSupportedError, StateFormatError, shown
+from kvcache.hf.policies import SHAPE, check_config
+from kvcache.layer import DType, Layer, Transform
+from kvcache.policy import CrossAttention, Policy
 
 C = TypeVar("C", bound="Saveable")
 
@@ -27,7 +26,19 @@ VERSION = 1  # of the tokens of the sequence without rows: version, columns seen
 
 
 class Saveable:
-    """Saves a cache to a file; a base of `HFCache`."""
+    """Saves a cache to a file; a base of `HFCache` and `HFEncoderDecoderCache`."""
+
+    _num_parts = 1
+
+    if TYPE_CHECKING:
+
+        @property
+        def _parts(self) -> list[Any]:
+            """The `HFCache`s whose states are saved, one behind the other."""
+
+        @classmethod
+        def _made_for(cls, config: PreTrainedConfig, policy: Any, states: Sequence[state.SavedState]) -> Self:
+            """Make an empty cache for a model, which stores rows as those in the states of a file."""
 
     def save(
         self, path: str | os.PathLike[str], *, tokens: torch.Tensor | None = None, fingerprint: str = "",
@@ -51,7 +62,7 @@ class Saveable:
         Raises
         ------
         NotSupportedError
-            If a layer keeps transformers' own state (linear attention), or the rows of an encoder.
+            If a layer keeps transformers' own state (linear attention).
         OSError
             If the file cannot be written.
         ValueError, TypeError
@@ -79,59 +90,74 @@ class Saveable:
 
         Returns
         -------
-        HFCache
+        HFCache or HFEncoderDecoderCache
             The cache, with the same rows of the batch. Masks must hide the padding that they hid before.
 
         Raises
         ------
         StateFormatError
             As by `kvcache.KVCache.load`; or if the layers of `config` and `policy` are others, or the file was not
-            written by an `HFCache`.
+            written by a cache of this class.
         OSError
             If the file cannot be read.
         NotSupportedError, ValueError, TypeError
-            As by `HFCache`; or if a layer has a state that no file has.
+            As when a cache is made; or if a layer has a state that no file has.
         """
         return _load(cls, config, path, policy, fingerprint, secret)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "an HFCache cannot be pickled: use save() and HFCache.load(), or where a layer cannot be saved, keep the"
-            " token ids and give them to the model again; copy.deepcopy() makes a cache that shares its rows, in this"
-            " process"
-        )
+
+def stored_in(saved: state.SavedState) -> tuple[DType | None, Transform | None]:
+    """Return the type and the transform of the rows of a file; None if it has no layers."""
+    return next(((layer.k_dtype, layer.k_transform) for layer in saved.layers), (None, None))
 
 
 def check_layers(layers: Sequence[Any]) -> None:
-    """Raise NotSupportedError for a layer whose rows or state a file would lack."""
+    """Raise NotSupportedError for a layer whose state a file would lack."""
     for i, layer in enumerate(layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             raise NotSupportedError(
                 f"layer {i} keeps transformers' own state ({type(layer).__name__}), which no saved state has: keep the"
                 " token ids and give them to the model again"
             )
-        if isinstance(layer, CrossLayer):
-            raise NotSupportedError(f"layer {i} keeps rows of an encoder, which no saved state has: run it again")
 
 
 def _save(cache: Any, path: state.StrPath, tokens: Any, fingerprint: str, secret: bytes | None) -> None:
-    """Write a file, as `HFCache.save` says."""
-    check_layers(cache.layers)
-    cache._end_pass()
-    seen, seq_ids = cache._seen, cache._seq_ids
-    held: dict[int, Any] = {}
-    if tokens is not None:
+    """Write a file, as `Saveable.save` says."""
+    if cache._num_parts == 1 and not _has_tokens(cache):
+        raise NotSupportedError(
+            "the cache has an encoder's rows alone: save the HFEncoderDecoderCache that it is part of"
+        )
+    sources = []
+    for part in cache._parts:
+        check_layers(part.layers)
+        part._end_pass()
+        held = {} if tokens is None else _tokens_of(part, tokens)
+        [marker] = part._new_ids(1)
+        held[marker] = [VERSION, part._seen, *part._seq_ids]
+        sources.append((part._cache._core, [*part._seq_ids, marker], held))
+        tokens = None  # they are those of the first part, the decoder
+    state.save(path, sources, fingerprint, secret)
+
+
+def _has_tokens(part: Any) -> bool:
+    """Return whether a cache has rows of tokens, not of an encoder."""
+    return not any(isinstance(policy, CrossAttention) for policy in part.policy)
+
+
+def _tokens_of(part: Any, tokens: Any) -> dict[int, Any]:
+    """Return the tokens of each sequence, without padding."""
+    try:
         given = torch.as_tensor(tokens)
-        if given.ndim != 2 or given.is_floating_point() or len(given) != len(seq_ids) or given.shape[1] < seen:
-            raise ValueError(
-                f"tokens has the shape {[*given.shape]} and the type {given.dtype}: integers [{len(seq_ids)}, {seen}]"
-                " are needed, or more columns, as generate returns them"
-            )
-        columns = zip(seq_ids, given, cache._offsets, strict=True)
-        held = {seq_id: row[offset:seen].tolist() for seq_id, row, offset in columns}
-    [marker] = cache._new_ids(1)
-    held[marker] = [VERSION, seen, *seq_ids]
-    state.save(path, [(cache._cache._core, [*seq_ids, marker], held)], fingerprint, secret)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"tokens={shown(tokens)}: a tensor [batch, tokens] is needed ({error})") from None
+    seq_ids, seen = part._seq_ids, part._seen
+    if given.ndim != 2 or given.is_floating_point() or len(given) != len(seq_ids) or given.shape[1] < seen:
+        raise ValueError(
+            f"tokens has the shape {[*given.shape]} and the type {given.dtype}: integers [{len(seq_ids)}, {seen}]"
+            " are needed, or more columns, as generate returns them"
+        )
+    columns = zip(seq_ids, given, part._offsets, strict=True)
+    return {seq_id: row[offset:seen].tolist() for seq_id, row, offset in columns}
 
 
 def _load(
@@ -142,28 +168,53 @@ def _load(
     fingerprint: str | None,
     secret: bytes | None,
 ) -> C:
-    """Make a cache, as `HFCache.load` says."""
-    types = state.inspect(path).layers
-    cast(Any, kind).make_kv_cache(config)  # raises for a model that no HFCache serves
-    check_layers(parts_of(config)[1])
-    dtype, transform = next(((layer.k_dtype, layer.k_transform) for layer in types), (None, None))
+    """Make a cache, as `Saveable.load` says."""
+    check_config(config)
+    states = state.read_states(path, kind._num_parts)
     try:
-        cache: Any = cast(Any, kind)(config, dtype, policy, transform)
+        cache = kind._made_for(config, policy, states)
     except (TypeError, ValueError):
         state.inspect(path, verify=True)  # where the file is damaged, that is why
         raise
-    _check_shapes(cache, path, types)
-    found: list[int] = []
+    for part, one in zip(cache._parts, states, strict=True):
+        check_layers(part.layers)
+        _check_shapes(part, path, one.layers)
+    fillers = [Filler(part) for part in cache._parts]
+    targets = [(filler.part._cache, filler.choose) for filler in fillers]
+    state.restore_chosen(path, targets, fingerprint, secret)
+    if len({len(filler.seq_ids) for filler in fillers} - {0}) > 1:
+        raise StateFormatError(f"{os.fspath(path)}: altered: the rows of the encoder are not those of the batch")
+    for filler in fillers:
+        filler.fill()
+    return cache
 
-    def choose(saved: state.SavedState) -> dict[int, int]:
-        seen, rows, lengths = _batch_of(saved)
-        ids = cache._new_ids(len(rows))
-        found.extend((seen, *(seen - lengths[row] for row in rows)))
-        return dict(zip(rows, ids, strict=True))
 
-    [targets] = state.restore_chosen(path, [(cache._cache, choose)], fingerprint, secret)
-    cache._seq_ids, cache._seen, cache._offsets = [*(targets or {}).values()], found[0], found[1:]
-    return cast(C, cache)
+class Filler:
+    """Makes the rows of a batch of what a file has.
+
+    Parameters
+    ----------
+    part : HFCache
+        The cache, which is empty.
+    """
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+        self.seen = 0
+        self.seq_ids: list[int] = []
+        self.offsets: list[int] = []
+
+    def choose(self, saved: state.SavedState) -> dict[int, int]:
+        """Return which sequences of a file are restored, and under which ids."""
+        self.seen, rows, lengths = _batch_of(saved)
+        self.seq_ids = self.part._new_ids(len(rows))
+        has_tokens = _has_tokens(self.part)
+        self.offsets = [self.seen - lengths[row] if has_tokens else 0 for row in rows]
+        return dict(zip(rows, self.seq_ids, strict=True))
+
+    def fill(self) -> None:
+        """Make the restored sequences the cache's."""
+        self.part._seq_ids, self.part._seen, self.part._offsets = self.seq_ids, self.seen, self.offsets
 
 
 def _check_shapes(cache: Any, path: state.StrPath, saved: Sequence[Layer]) -> None:

@@ -515,6 +515,9 @@ def inspect(
         return
     print(f"{plain(file)}: version {found.version}, written by kvcache {found.library}, {readable(found.nbytes)}")
     _print_state(found, verify)
+    if found.following is not None:
+        print(f"\nbehind it, a state of an encoder's rows, {readable(found.following.nbytes)}")
+        _print_state(found.following, verify)
 
 
 def _print_state(found: state.SavedState, verify: bool) -> None:
@@ -556,6 +559,7 @@ def _state_as_json(found: state.SavedState, verified: bool) -> dict[str, Any]:
             for one in found.sequences
         ],
         "tensors": [dataclasses.asdict(tensor) for tensor in found.tensors],
+        **({} if found.following is None else {"following": _state_as_json(found.following, verified)}),
     }
 
 

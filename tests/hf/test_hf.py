@@ -12,6 +12,8 @@ import kvcache
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from support.hf_pairs import SPEECH, TWO_SIDED, two_sided  # noqa: E402 - torch may be missing
+
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
@@ -158,58 +160,6 @@ def test_layers_that_are_not_attention(name):
     assert torch.equal(generate(model, cache, "kvcache", tokens, num_beams=2), want)
     attention = sum(kind == "full_attention" for kind in config.layer_types)
     assert cache.stats()["calls"] == {"kernel": NEW * attention, "dense": 0, "fallback": 0}
-
-
-SPEECH = {
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": LAYERS,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "vocab_size": 97,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "decoder_start_token_id": 2,
-    "init_std": 0.5,
-}
-TWO_SIDED = {
-    "whisper": lambda: transformers.WhisperConfig(
-        **SPEECH, num_mel_bins=8, max_source_positions=30, suppress_tokens=None, begin_suppress_tokens=None
-    ),
-    "bart": lambda: transformers.BartConfig(
-        **SPEECH, max_position_embeddings=128, forced_eos_token_id=None, tie_word_embeddings=False
-    ),
-    "t5": lambda: transformers.T5Config(
-        d_model=64,
-        d_kv=16,
-        d_ff=96,
-        num_heads=4,
-        num_layers=2,
-        num_decoder_layers=LAYERS,
-        vocab_size=97,
-        eos_token_id=None,
-        decoder_start_token_id=2,
-        initializer_factor=3.0,
-    ),
-}
-
-
-def two_sided(name):
-    """A model with an encoder, and what it takes; of two texts, one is padded."""
-    torch.manual_seed(0)
-    config = TWO_SIDED[name]()
-    kind = transformers.AutoModelForSpeechSeq2Seq if name == "whisper" else transformers.AutoModelForSeq2SeqLM
-    model = kind.from_config(config, attn_implementation="eager").eval()
-    start = torch.tensor([[2, 5, 9], [2, 6, 7]])
-    if name == "whisper":
-        return model, {"inputs": torch.randn(2, 8, 60), "decoder_input_ids": start}
-    tokens = torch.randint(2, 97, (2, 23))
-    mask = torch.ones_like(tokens)
-    tokens[0, 15:] = mask[0, 15:] = 0
-    return model, {"inputs": tokens, "attention_mask": mask, "decoder_input_ids": start}
 
 
 def answer(model, cache, attention, inputs, **options):

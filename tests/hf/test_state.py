@@ -1,5 +1,7 @@
 """Caches saved to a file and loaded from it: generate goes on as if nothing had happened."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,19 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import BASE, CONFIGS, MIXED, SLIDING, VOCAB, make, model_of, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import (  # noqa: E402 - torch may be missing
+    BASE,
+    CONFIGS,
+    MIXED,
+    SLIDING,
+    SPEECH,
+    TWO_SIDED,
+    VOCAB,
+    make,
+    model_of,
+    random_tokens,
+    two_sided,
+)
 
 import kvcache  # noqa: E402 - as above
 from kvcache import NotSupportedError, StateFormatError, state  # noqa: E402 - as above
@@ -135,6 +149,21 @@ def test_beams_go_on(tmp_path):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+def test_a_model_in_half_precision_goes_on(tmp_path, attention):
+    model = make(transformers.MistralConfig(**SLIDING)).to(torch.bfloat16)
+    cache = HFCache(model.config, "bf16")
+    tokens = generate(model, cache, random_tokens(2, 20))
+    cache.save(tmp_path / "chat")
+    loaded = HFCache.load(model.config, tmp_path / "chat")
+    model.set_attn_implementation(attention)
+    options = {"do_sample": False, "max_new_tokens": 6}
+    with torch.inference_mode():
+        want = model.generate(tokens, past_key_values=cache, **options)
+        assert torch.equal(model.generate(tokens, past_key_values=loaded, **options), want)
+    assert loaded.layers[0].keys.dtype == torch.bfloat16
+
+
 def test_options_and_tokens_are_kept(tmp_path):
     policy = kvcache.SlidingWindow(9, num_sink_tokens=2)
     model = make(transformers.LlamaConfig(**BASE | {"head_dim": 32}))
@@ -196,6 +225,22 @@ def test_bad_files_are_refused(tmp_path):
             HFCache.load(model.config, tmp_path / name)
 
 
+def test_wrong_arguments_are_named(tmp_path):
+    model, cache, _ = filled(tmp_path)
+    with pytest.raises(TypeError, match=r"config is .*chat.*: give the model's, model\.config"):
+        HFCache.load(tmp_path / "chat", model.config)
+    with pytest.raises(TypeError, match=r"config is .*chat.*: give the model's, model\.config"):
+        HFCache.load(str(tmp_path / "chat"), model.config)
+    with pytest.raises(TypeError, match="path=3: the name of a file is needed"):
+        HFCache.load(model.config, 3)
+    with pytest.raises(TypeError, match="path=None: the name of a file is needed"):
+        cache.save(None)
+    with pytest.raises(TypeError, match=r"tokens='a text': a tensor \[batch, tokens\] is needed"):
+        cache.save(tmp_path / "chat", tokens="a text")
+    with pytest.raises(ValueError, match="block_size=4096: must be at most 1024"):
+        HFCache.make_kv_cache(model.config, block_size=4096)
+
+
 @pytest.mark.parametrize("shape", [(2, 24), (3, 25), (25,)])
 def test_tokens_of_another_shape_are_refused(tmp_path, shape):
     _, cache, _ = filled(tmp_path)
@@ -234,10 +279,152 @@ def test_linear_attention_is_refused(tmp_path):
         HFCache.load(config, tmp_path / "chat")
 
 
-def test_rows_of_an_encoder_are_refused(tmp_path):
-    config = transformers.BartConfig(d_model=16, encoder_attention_heads=2, decoder_attention_heads=2)
-    with pytest.raises(NotSupportedError, match="layer 0 keeps rows of an encoder"):
-        HFEncoderDecoderCache(config).cross_attention_cache.save(tmp_path / "chat")
+def speak(model, inputs, cache, tokens, attention="kvcache", **options):
+    """Generate after these tokens of the decoder; return all of them."""
+    model.set_attn_implementation(attention)
+    given = {**inputs, "decoder_input_ids": tokens, "past_key_values": cache}
+    return transformers.GenerationMixin.generate(
+        model, **given, do_sample=False, max_new_tokens=6, no_repeat_ngram_size=1, **options
+    )
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+@pytest.mark.parametrize("name", TWO_SIDED)
+def test_a_model_with_an_encoder_goes_on(tmp_path, name, attention):
+    """From the same source, and without it: the encoder's rows are in the file."""
+    model, inputs = two_sided(name)
+    cache = HFEncoderDecoderCache(model.config, dtype="f32", max_source_len=40)
+    tokens = speak(model, inputs, cache, inputs["decoder_input_ids"], attention)
+    cache.save(tmp_path / "speech", tokens=tokens, fingerprint="a model", secret=b"secret")
+    given = {"fingerprint": "a model", "secret": b"secret"}
+    loaded, other = (HFEncoderDecoderCache.load(model.config, tmp_path / "speech", **given) for _ in range(2))
+    assert (loaded.get_seq_length(), loaded.self_attention_cache.batch_size) == (8, 2)
+    assert loaded.cross_attention_cache.stats()["live_slots"] == cache.cross_attention_cache.stats()["live_slots"]
+    want = speak(model, inputs, cache, tokens, attention)
+    assert torch.equal(speak(model, inputs, loaded, tokens, attention), want)
+    source = torch.full((2, 30 if name == "whisper" else 23, 64), torch.nan)  # nothing reads what is in it
+    blind = {"encoder_outputs": transformers.modeling_outputs.BaseModelOutput(last_hidden_state=source)}
+    if "attention_mask" in inputs:
+        blind["attention_mask"] = inputs["attention_mask"]
+    assert torch.equal(speak(model, blind, other, tokens, attention), want)
+    first, second = state.read_states(tmp_path / "speech", 2)
+    assert [one.tokens.tolist() for one in first.sequences[:2]] == tokens[:, :8].tolist()
+    assert second.layers[0].policy.max_len == 40
+
+
+def test_beams_of_a_model_with_an_encoder_go_on(tmp_path):
+    """The encoder's rows, which all beams of a text share, are in the file once."""
+    model, inputs = two_sided("bart")
+    cache = HFEncoderDecoderCache(model.config, dtype="f16", max_source_len=30)
+    speak(model, inputs, cache, inputs["decoder_input_ids"], num_beams=3)
+    cache.save(tmp_path / "speech")
+    loaded = HFEncoderDecoderCache.load(model.config, tmp_path / "speech")
+    for one, part in zip(loaded._parts, cache._parts, strict=True):
+        assert one.batch_size == 6
+        assert one.stats()["live_slots"] == part.stats()["live_slots"]
+        assert one._cache.k_dtype == part._cache.k_dtype
+    more = {
+        "decoder_input_ids": torch.arange(4, 10)[:, None],
+        "attention_mask": inputs["attention_mask"][[0] * 3 + [1] * 3],
+    }
+    source = torch.zeros(6, 23, 64)
+    with torch.inference_mode():
+        got, want = (model(encoder_outputs=(source,), past_key_values=one, **more).logits for one in (loaded, cache))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_empty_caches_of_a_model_with_an_encoder(tmp_path):
+    model, inputs = two_sided("bart")
+    HFEncoderDecoderCache(model.config, max_source_len=30).save(tmp_path / "speech")
+    loaded = HFEncoderDecoderCache.load(model.config, tmp_path / "speech")
+    tokens = inputs["decoder_input_ids"]
+    want = speak(model, inputs, HFEncoderDecoderCache(model.config, max_source_len=30), tokens)
+    assert torch.equal(speak(model, inputs, loaded, tokens), want)
+
+
+def saved_speech(tmp_path, **options):
+    model, inputs = two_sided("bart")
+    cache = HFEncoderDecoderCache(model.config, max_source_len=30)
+    speak(model, inputs, cache, inputs["decoder_input_ids"])
+    cache.save(tmp_path / "speech", **options)
+    return model, cache
+
+
+@pytest.mark.parametrize("secret", [None, b"secret"])
+def test_bad_files_of_a_model_with_an_encoder_are_refused(tmp_path, secret):
+    """Truncated or altered anywhere; or made of parts of two good files, if there is a secret."""
+    model, cache = saved_speech(tmp_path, secret=secret)
+    good, first = (tmp_path / "speech").read_bytes(), state.inspect(tmp_path / "speech").nbytes
+    macs = set() if secret else {*range(first - 32, first), *range(len(good) - 32, len(good))}  # then they are ignored
+    places = sorted({*range(0, len(good), len(good) // 97), *range(first - 2, first + 12, 2)})
+    bad = [good[:at] for at in places]
+    bad += [good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in places if at not in macs]
+    bad += [good[first:] + good[:first], good + good[first:], good + b"x", good + good]
+    for data in bad:
+        (tmp_path / "bad").write_bytes(data)
+        with pytest.raises(StateFormatError, match="bad: "):
+            HFEncoderDecoderCache.load(model.config, tmp_path / "bad", secret=secret)
+        if secret is None and data not in (good[:first], good[first:] + good[:first]):  # whose bytes are whole
+            with pytest.raises(StateFormatError, match="bad: "):
+                state.inspect(tmp_path / "bad", verify=True)
+    if secret:
+        cache.crop(-1)
+        cache.save(tmp_path / "other", secret=secret)
+        other = (tmp_path / "other").read_bytes()
+        (tmp_path / "bad").write_bytes(other[: -(len(good) - first)] + good[first:])
+        with pytest.raises(StateFormatError, match="bad: its MAC is another one"):
+            HFEncoderDecoderCache.load(model.config, tmp_path / "bad", secret=secret)
+
+
+def test_files_of_other_caches_are_refused(tmp_path):
+    model, cache = saved_speech(tmp_path)
+    with pytest.raises(StateFormatError, match=r"speech: has an encoder's rows as well: HFEncoderDecoderCache\.load"):
+        kvcache.KVCache.load(tmp_path / "speech")
+    with pytest.raises(StateFormatError, match="speech: has an encoder's rows as well"):
+        cache.self_attention_cache._cache.restore(tmp_path / "speech")
+    with pytest.raises(StateFormatError, match="speech: has an encoder's rows as well"):
+        HFCache.load(model_of("llama").config, tmp_path / "speech")
+    _, _, _ = filled(tmp_path)
+    with pytest.raises(
+        StateFormatError, match=r"chat: has no rows of an encoder: HFCache\.load or KVCache\.load reads it"
+    ):
+        HFEncoderDecoderCache.load(model.config, tmp_path / "chat")
+    config = transformers.BartConfig(**SPEECH | {"decoder_attention_heads": 2})
+    with pytest.raises(StateFormatError, match=r"its layer 0 of attention has num_kv_heads=4.*num_kv_heads=2"):
+        HFEncoderDecoderCache.load(config, tmp_path / "speech")
+    with pytest.raises(NotSupportedError, match="an encoder's rows alone: save the HFEncoderDecoderCache"):
+        cache.cross_attention_cache.save(tmp_path / "part")
+    assert not (tmp_path / "part").exists()
+    before = (tmp_path / "speech").read_bytes()
+    with pytest.raises(ValueError, match=r"tokens has the shape .*: integers \[2, 8\] are needed"):
+        cache.save(tmp_path / "speech", tokens=torch.ones(2, 3, dtype=torch.long))
+    assert (tmp_path / "speech").read_bytes() == before
+
+
+def test_inspect_shows_both_parts(tmp_path):
+    saved_speech(tmp_path, fingerprint="a bart")
+    command = [sys.executable, "-m", "kvcache", "inspect", tmp_path / "speech", "--verify"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("model: a bart") == done.stdout.count("checksums: right") == 2
+    assert "behind it, a state of an encoder's rows" in done.stdout
+    assert re.search(r"sequence +rows +next position +token ids\n +0 +23 +0 +0\n", done.stdout)
+    shown = json.loads(subprocess.check_output([*command, "--json"]))
+    size = (tmp_path / "speech").stat().st_size
+    assert shown["nbytes"] + shown["following"]["nbytes"] == shown["following"]["tensors"][-1]["end"] == size
+
+
+def test_the_parts_of_a_file_belong_together(tmp_path):
+    """An encoder's rows of another number of texts."""
+    model, cache = saved_speech(tmp_path)
+    good, first = (tmp_path / "speech").read_bytes(), state.inspect(tmp_path / "speech").nbytes
+    cache.batch_select_indices(torch.tensor([1]))
+    cache.save(tmp_path / "other")
+    (tmp_path / "bad").write_bytes(
+        good[:first] + (tmp_path / "other").read_bytes()[state.inspect(tmp_path / "other").nbytes :]
+    )
+    with pytest.raises(StateFormatError, match="bad: altered: the rows of the encoder are not those of the batch"):
+        HFEncoderDecoderCache.load(model.config, tmp_path / "bad")
 
 
 def test_layers_without_rows_are_no_obstacle(tmp_path):

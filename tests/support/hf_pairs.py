@@ -40,6 +40,41 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **BASE, attention_chunk_size=WINDOW, num_local_experts=2, intermediate_size_mlp=96
     ),
 }
+SPEECH: dict[str, Any] = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": LAYERS,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "decoder_start_token_id": 2,
+    "init_std": 0.5,
+}
+TWO_SIDED: dict[str, Callable[[], Any]] = {
+    "whisper": lambda: transformers.WhisperConfig(
+        **SPEECH, num_mel_bins=8, max_source_positions=30, suppress_tokens=None, begin_suppress_tokens=None
+    ),
+    "bart": lambda: transformers.BartConfig(
+        **SPEECH, max_position_embeddings=128, forced_eos_token_id=None, tie_word_embeddings=False
+    ),
+    "t5": lambda: transformers.T5Config(
+        d_model=64,
+        d_kv=16,
+        d_ff=96,
+        num_heads=4,
+        num_layers=2,
+        num_decoder_layers=LAYERS,
+        vocab_size=VOCAB,
+        eos_token_id=None,
+        decoder_start_token_id=2,
+        initializer_factor=3.0,
+    ),
+}
 MADE: dict[str, Any] = {}
 
 
@@ -54,6 +89,21 @@ def make(config: Any, auto: Any = transformers.AutoModelForCausalLM) -> Any:
     """Make a model with random weights."""
     torch.manual_seed(0)
     return auto.from_config(config, attn_implementation="eager").eval()
+
+
+def two_sided(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a model with an encoder, and what it takes; of two texts, one is padded."""
+    torch.manual_seed(0)
+    config = TWO_SIDED[name]()
+    kind = transformers.AutoModelForSpeechSeq2Seq if name == "whisper" else transformers.AutoModelForSeq2SeqLM
+    model = kind.from_config(config, attn_implementation="eager").eval()
+    start = torch.tensor([[2, 5, 9], [2, 6, 7]])
+    if name == "whisper":
+        return model, {"inputs": torch.randn(2, 8, 60), "decoder_input_ids": start}
+    tokens = torch.randint(2, VOCAB, (2, 23))
+    mask = torch.ones_like(tokens)
+    tokens[0, 15:] = mask[0, 15:] = 0
+    return model, {"inputs": tokens, "attention_mask": mask, "decoder_input_ids": start}
 
 
 def random_tokens(rows: int, length: int, seed: int = 5) -> torch.Tensor:
