@@ -7,6 +7,7 @@ would be freed.
 
 import os
 import reprlib
+from typing import SupportsFloat, cast
 
 
 class KVCacheError(Exception):
@@ -69,6 +70,16 @@ def plain(text: object) -> str:
     if len(text) > 255:
         text = f"{text[:120]}...{text[-120:]}"
     return text if text.isprintable() else shown(text)
+
+
+def to_float(value: object, name: str) -> float:
+    """Return a number as a float; raise a ``TypeError`` that says `name` if it is none."""
+    try:
+        if isinstance(value, bool | str | bytes | bytearray):
+            raise TypeError
+        return float(cast("SupportsFloat", value))
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}={shown(value)}: a number is needed, not {type(value).__name__}") from None
 
 
 def check_path(path: object, name: str = "path", what: str = "file") -> None:

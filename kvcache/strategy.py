@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite
-from typing import Literal, NamedTuple, SupportsFloat, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from kvcache import system
 from kvcache._core import INT32_MAX, integer
+from kvcache.errors import to_float
 from kvcache.system import readable
 
 __all__ = ["Adaptive", "LongSequencesOnly", "Strategy"]
@@ -95,15 +95,9 @@ class Adaptive:
     fraction: float = 0.5
 
     def __post_init__(self) -> None:
-        fraction: SupportsFloat = self.fraction
-        try:
-            if isinstance(fraction, bool | str):
-                raise TypeError
-            number = float(fraction)
-        except (TypeError, ValueError):
-            raise TypeError(f"fraction={fraction!r}: a number is needed, not {type(fraction).__name__}") from None
-        if not isfinite(number) or not 0 < number <= 1:
-            raise ValueError(f"fraction={fraction!r}: must be above 0 and at most 1")
+        number = to_float(self.fraction, "fraction")
+        if not 0 < number <= 1:
+            raise ValueError(f"fraction={self.fraction!r}: must be above 0 and at most 1")
         object.__setattr__(self, "fraction", number)
         system.import_psutil()
 

@@ -1,4 +1,4 @@
-"""Where prefixes outlive the process, and are shared between machines.
+"""Stores, in which prefixes outlive the process and are shared between machines.
 
 A store is any mutable mapping of str to bytes that can be used by two threads at once: those in this package, or any
 other, such as those of zict and fsspec. `kvcache.PrefixCache` takes one as `store`, and uses it through a guard: a
@@ -36,8 +36,10 @@ def open(url: str) -> DirectoryStore | ValkeyStore:
     ------
     ValueError
         If the address is of no known kind, or an option is unknown or unsuitable.
+    TypeError
+        If `url` is no str.
     OSError
-        If the folder cannot be used.
+        If the folder cannot be made or used.
     ImportError
         If the package valkey is needed and not installed.
 
@@ -61,14 +63,21 @@ def open(url: str) -> DirectoryStore | ValkeyStore:
     raise ValueError(f"{shown!r} is no store: dir:PATH, valkey://HOST:PORT/0 and valkey+cluster://HOST:PORT are")
 
 
-def _seconds(text: str) -> float | None:
-    return None if text.lower() == "none" else float(text)
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number of seconds, such as 3600 or 0.5") from None
+
+
+def _seconds_or_none(text: str) -> float | None:
+    return None if text.lower() == "none" else _seconds(text)
 
 
 _DIRECTORY_OPTIONS: dict[str, Callable[[str], Any]] = {"max_bytes": system.parse_bytes}
 _VALKEY_OPTIONS: dict[str, Callable[[str], Any]] = {
-    "ttl": _seconds,
-    "timeout": float,
+    "ttl": _seconds_or_none,
+    "timeout": _seconds,
     "prefix": str,
     "ca_certs": os.path.expanduser,
     "certfile": os.path.expanduser,

@@ -16,7 +16,9 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import NamedTuple, Self, SupportsIndex
 
-from kvcache._core import integer
+from kvcache._core import INT64_MAX, integer
+from kvcache.errors import check_path
+from kvcache.stores.values import encode_key, view_of
 
 __all__ = ["DirectoryStore"]
 
@@ -55,6 +57,8 @@ class DirectoryStore(MutableMapping[str, bytes]):
     ------
     ValueError
         If `max_bytes` is not positive, or a value alone exceeds it.
+    TypeError
+        If `path` is no path, a key no str, or a value no bytes.
     OSError
         If the folder cannot be made or used.
 
@@ -68,9 +72,13 @@ class DirectoryStore(MutableMapping[str, bytes]):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: SupportsIndex | None = None) -> None:
+        check_path(path, what="folder")
         self.path = Path(path)
-        self.max_bytes = None if max_bytes is None else integer(max_bytes, "max_bytes", 1, (1 << 63) - 1)
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.max_bytes = None if max_bytes is None else integer(max_bytes, "max_bytes", 1, INT64_MAX)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(error.errno, f"the folder cannot be made: {error.strerror}", error.filename) from error
         with self._folder() as folder:
             _remove_leftovers(folder)
             with contextlib.suppress(OSError), _Usage(folder) as usage:  # a folder may be there to read only
@@ -101,7 +109,7 @@ class DirectoryStore(MutableMapping[str, bytes]):
         return value
 
     def __setitem__(self, key: str, value: bytes) -> None:
-        encoded, view = _encode(key), memoryview(value).cast("B")
+        encoded, view = encode_key(key), view_of(value)
         header = HEADER.pack(MAGIC, len(encoded), view.nbytes) + encoded
         size = len(header) + view.nbytes
         if self.max_bytes is not None and size > self.max_bytes:
@@ -260,15 +268,9 @@ class _Temporary:
         os.utime(self.file, ns=(now, now))
 
 
-def _encode(key: str) -> bytes:
-    if not isinstance(key, str):
-        raise TypeError(f"key={key!r}: a str is needed, not {type(key).__name__}")
-    return key.encode(errors="surrogatepass")
-
-
 def _name_of(key: str) -> str:
     """Return the file's name: of any key 43 characters that are safe everywhere."""
-    return f"{hashlib.blake2b(_encode(key), digest_size=20).hexdigest()}.kv"
+    return f"{hashlib.blake2b(encode_key(key), digest_size=20).hexdigest()}.kv"
 
 
 @contextlib.contextmanager

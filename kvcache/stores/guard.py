@@ -1,4 +1,4 @@
-"""What stands between a prefix cache and a store: no fault of a store does more than cost speed.
+"""Stand between a prefix cache and a store, so that a fault of the store costs speed and nothing else.
 
 The store's methods are called by two threads of the guard's own, one that reads, and one that writes and deletes, so
 that neither waits for the other. Callers wait for reads no longer than they say, and never for writes. Each thread has
@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING
 
 from kvcache.errors import plain
 from kvcache.stores import values
+from kvcache.stores.directory import DirectoryStore
 from kvcache.stores.lane import Lane
 from kvcache.stores.speed import Speed
+from kvcache.stores.valkey import ValkeyStore
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -56,11 +58,12 @@ class StoreStats:
     corrupt : int
         Values that were not what was stored, and were deleted.
     dropped : int
-        Values that were not written: too many were waiting, the store failed, or was left alone.
+        Values that were not written: too many were waiting, the store failed or was left alone, the cache was closed,
+        or their rows were dropped before.
     written : int
         Values that were written.
     bytes_read, bytes_written : int
-        The bytes of all values that the store handed out and took.
+        The bytes of rows in the values that the store handed out and took; a value has 128 bytes more.
     latency : float or None
         Seconds that a read takes before bytes flow, of recent reads. None if there were none.
     bandwidth : float or None
@@ -89,7 +92,8 @@ class Read:
     """Keys that a caller waits for, or a probe that nobody waits for."""
 
     keys: list[str]
-    deadline: float
+    begin: float
+    patience: float  # seconds after which the store has failed
     answers: int  # of the store so far
     stop_at_miss: bool = False
     found: dict[str, memoryview] = field(default_factory=dict)
@@ -171,7 +175,9 @@ class Guard:
 
     # ---- what callers use
 
-    def get_many(self, keys: Iterable[str], timeout: float, *, stop_at_miss: bool = False) -> dict[str, memoryview]:
+    def get_many(
+        self, keys: Iterable[str], timeout: float, *, patience: float | None = None, stop_at_miss: bool = False
+    ) -> dict[str, memoryview]:
         """Return the payloads that the store has for these keys and hands out in time; others are misses.
 
         Parameters
@@ -180,6 +186,9 @@ class Guard:
             The keys, in the order in which they are wanted.
         timeout : float
             Seconds after which what has come is returned. Later answers are dropped.
+        patience : float, optional
+            Seconds after which the store has failed if it has not answered, for callers who wait less than it may take.
+            By default `timeout`.
         stop_at_miss : bool, default False
             Whether a key is of no use without those before it, so that reading ends where one is missing. What was
             asked for in the same call of the store may still be among the results.
@@ -188,7 +197,7 @@ class Guard:
         timeout = min(timeout, threading.TIMEOUT_MAX)
         warning = None
         with self._lock:
-            read = Read(keys, time.monotonic() + timeout, self._answers, stop_at_miss)
+            read = Read(keys, time.monotonic(), timeout if patience is None else patience, self._answers, stop_at_miss)
             if timeout > 0 and self._admit_read(read):
                 try:
                     self._reading.changed.wait_for(lambda: read.is_done, timeout)
@@ -204,15 +213,15 @@ class Guard:
     def seconds_for(self, num_keys: int, nbytes: int) -> float | None:
         """Return how long reading this many values of so many bytes in all will take, by what recent reads took.
 
-        None if no read was measured in the last 30 seconds: then one is worth trying. Infinity while the store is left
-        alone.
+        If no read was measured in the last 30 seconds, as long as the one under way has taken already; None if there is
+        none: then one is worth trying. Infinity while the store is left alone.
         """
         with self._lock:
             if self._reading.breaker.is_open:
                 return None if self._may_probe() else math.inf
-            line = self._speed.line()
-            if line is None or time.monotonic() - self._speed.last > STALE:
-                return None
+            line, now = self._speed.line(), time.monotonic()
+            if line is None or now - self._speed.last > STALE:
+                return now - self._reading.began if self._reading.is_busy else None
             latency, per_byte = line
             return latency * math.ceil(num_keys / self._keys_per_call("get_many")) + per_byte * nbytes
 
@@ -245,20 +254,23 @@ class Guard:
         return self._queue_write(Write(key, ITEM_BYTES, None, None))
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all that was queued is written or dropped, at most for so many seconds; return whether it is."""
+        """Wait until all that was queued is written or dropped, at most for so many seconds; return whether it is.
+
+        `StoreStats.dropped` says whether anything was dropped.
+        """
         with self._lock:
-            return self._writing.changed.wait_for(lambda: self._writing.is_idle, timeout)
+            return self._writing.changed.wait_for(lambda: self._writing.is_idle, min(timeout, threading.TIMEOUT_MAX))
 
     def close(self, timeout: float) -> bool:
-        """Take nothing more, and flush; drop what is not written by then. Return whether all was written.
+        """Take nothing more, and flush; drop what is not written by then. Return what `flush` does.
 
         From now on every key is a miss. The store itself stays open.
         """
         with self._lock:
             self._is_closed = True
-        is_written = self.flush(timeout)
+        is_done = self.flush(timeout)
         self._drop_queue()
-        return is_written
+        return is_done
 
     @property
     def stats(self) -> StoreStats:
@@ -287,21 +299,24 @@ class Guard:
         if not lane.breaker.is_open:
             return lane.add(read)
         if self._may_probe():
-            lane.breaker.probing = lane.add(Read(read.keys[:1], read.deadline, read.answers))
+            lane.breaker.probing = lane.add(Read(read.keys[:1], read.begin, read.patience, read.answers))
         return False
 
     def _end_wait(self, read: Read) -> str | None:
         """Take what has come. A time-out is a failure, unless the store has answered meanwhile, if only to others.
 
-        Return what to warn of: not of a time-out, but of the store being left alone.
+        If the store still had time, it is judged when it answers. Return what to warn of: not of a time-out, but of the
+        store being left alone.
         """
         if read.is_done:
             return None
         read.is_done = True
         self._counts["timeouts"] += 1
-        is_failure = not read.is_judged and self._answers == read.answers
+        asked = min(read.begin, self._reading.began) if self._reading.is_busy else read.begin
+        if read.is_judged or time.monotonic() - asked < read.patience:
+            return None
         read.is_judged = True
-        return SLOW if is_failure and self._reading.breaker.failed() else None
+        return SLOW if self._answers == read.answers and self._reading.breaker.failed() else None
 
     def _work_read(self) -> None:
         with self._lock:
@@ -384,7 +399,7 @@ class Guard:
             return _describe(failure)
         if is_judged:
             return None
-        if time.monotonic() > read.deadline:  # a probe, for which nobody waited
+        if time.monotonic() > read.begin + read.patience:  # a probe, or a read for which nobody waited so long
             return SLOW if breaker.failed() else None
         breaker.succeeded()
         return None
@@ -450,26 +465,27 @@ class Guard:
 
     def _write_call(self, writes: Sequence[Write]) -> bool:
         """Make values, and store them; or delete a key. Return whether the store was asked."""
-        items = {}
+        items, num_gone = {}, 0
         for write in writes:
             if write.make_value is None:
                 with contextlib.suppress(KeyError):
                     del self._store[write.key]
                 return True
             value = self._make_value(write)
-            if value is not None:
+            if value is None:
+                num_gone += 1
+            else:
                 items[write.key] = value
-        if not items:
-            return False
-        if hasattr(self._store, "set_many"):
+        if items and hasattr(self._store, "set_many"):
             self._store.set_many(items)
         else:
             for key, value in items.items():
                 self._store[key] = value
         with self._lock:
+            self._counts["dropped"] += num_gone
             self._counts["written"] += len(items)
-            self._counts["bytes_written"] += sum(map(len, items.values()))
-        return True
+            self._counts["bytes_written"] += sum(len(value) - values.HEADER_SIZE for value in items.values())
+        return bool(items)
 
     def _make_value(self, write: Write) -> bytes | None:
         """Return the value to store. A mistake of the caller's is not the store's failure."""
@@ -497,7 +513,7 @@ class Guard:
         self._has_warned = True
         logger.warning(
             "the store %s fails: %s; what it does not hand out is computed, and further failures are only counted",
-            type(self._store).__name__,
+            self._store if isinstance(self._store, DirectoryStore | ValkeyStore) else type(self._store).__name__,
             reason,
         )
 

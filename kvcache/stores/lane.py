@@ -58,6 +58,7 @@ class Lane:
         self.breaker = Breaker()
         self.queue: deque[Any] = deque()
         self.is_busy = False
+        self.began = 0.0  # when it became busy
         self.thread: threading.Thread | None = None
 
     def add(self, job: Any) -> bool:
@@ -79,7 +80,7 @@ class Lane:
         with changed:
             try:
                 while self.queue or changed.wait_for(lambda: self.queue, LINGER):
-                    self.is_busy = True
+                    self.is_busy, self.began = True, time.monotonic()
                     changed.release()
                     try:
                         self.work()

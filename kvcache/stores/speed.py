@@ -34,6 +34,7 @@ class Speed:
         if not self.mean_bytes:
             return self.mean_seconds, 0.0
         slope = self.mean_seconds / self.mean_bytes  # for reads of about one size it covers the latency, too
-        if self.variance > (0.1 * self.mean_bytes) ** 2 and self.covariance > 0:
-            slope = min(slope, self.covariance / self.variance)
-        return self.mean_seconds - slope * self.mean_bytes, slope
+        if self.variance > (0.1 * self.mean_bytes) ** 2 and 0 < self.covariance < slope * self.variance:
+            slope = self.covariance / self.variance
+            return self.mean_seconds - slope * self.mean_bytes, slope
+        return 0.0, slope

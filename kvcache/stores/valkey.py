@@ -11,6 +11,10 @@ from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from kvcache import errors
+from kvcache.errors import to_float
+from kvcache.stores.values import encode_key, view_of
+
 __all__ = ["ValkeyStore"]
 
 DEFAULT_PORT = 6379
@@ -45,6 +49,8 @@ class ValkeyStore(MutableMapping[str, bytes]):
     ------
     ValueError
         If the address or an argument is unsuitable.
+    TypeError
+        If an argument has the wrong type, a key is no str, or a value no bytes.
     ImportError
         If the package valkey is not installed.
 
@@ -65,18 +71,23 @@ class ValkeyStore(MutableMapping[str, bytes]):
         certfile: str | os.PathLike[str] | None = None,
         keyfile: str | os.PathLike[str] | None = None,
     ) -> None:
-        if ttl is not None and not 0.001 <= ttl <= 1e9:
+        if ttl is not None and not 0.001 <= to_float(ttl, "ttl") <= 1e9:
             raise ValueError(f"ttl={ttl}: must be None, or from 0.001 to 1e9 seconds")
-        if not 0 < timeout <= 1e6:
+        if not 0 < to_float(timeout, "timeout") <= 1e6:
             raise ValueError(f"timeout={timeout}: must be above 0 and at most 1e6 seconds")
+        if not isinstance(prefix, str):
+            raise TypeError(f"prefix={errors.shown(prefix)}: a str is needed, not {type(prefix).__name__}")
         self.ttl = ttl
         self.timeout = timeout
         self.prefix = prefix
         self._is_cluster, self._tls, self._nodes, self._options = _parse(url)
         files = {"ssl_ca_certs": ca_certs, "ssl_certfile": certfile, "ssl_keyfile": keyfile}
+        given = {name: path for name, path in files.items() if path is not None}
+        for name, path in given.items():
+            errors.check_path(path, name.removeprefix("ssl_"))
         if self._tls:
-            self._options |= {name: os.fspath(path) for name, path in files.items() if path is not None}
-        elif any(files.values()):
+            self._options |= {name: os.fspath(path) for name, path in given.items()}
+        elif given:
             raise ValueError(f"{shown(url)} takes no TLS: certificates need valkeys:// or valkeys+cluster://")
         self._url = shown(url)
         self._client_and_process: tuple[Any, int] | None = None
@@ -193,15 +204,14 @@ class ValkeyStore(MutableMapping[str, bytes]):
     # ---- commands
 
     def _name(self, key: str) -> bytes:
-        if not isinstance(key, str):
-            raise TypeError(f"key={key!r}: a str is needed, not {type(key).__name__}")
-        return (self.prefix + key).encode(errors="surrogatepass")
+        return encode_key(self.prefix) + encode_key(key)
 
     def _get(self, client: Any, name: bytes) -> Any:
         return client.get(name) if self.ttl is None else client.getex(name, px=int(1000 * self.ttl))
 
     def _set(self, client: Any, name: bytes, value: bytes) -> Any:
-        return client.set(name, value, px=None if self.ttl is None else int(1000 * self.ttl))
+        data = value if isinstance(value, bytes) else bytes(view_of(value))
+        return client.set(name, data, px=None if self.ttl is None else int(1000 * self.ttl))
 
 
 def _execute(pipeline: Any) -> list[Any]:
@@ -236,28 +246,34 @@ def import_valkey() -> Any:
 
 
 def shown(url: str) -> str:
-    """Return an address without its password."""
+    """Return an address without its password; raise TypeError if it is no str."""
+    if not isinstance(url, str):
+        raise TypeError(f"url={errors.shown(url)}: an address is needed, as a str")
     return re.sub(r"(://[^/@:]*:).*@", r"\1***@", url)
 
 
 def _parse(url: str) -> tuple[bool, bool, list[tuple[str, int]], dict[str, Any]]:
     """Return whether an address is of a cluster and takes TLS, the nodes, and options of the client."""
-    found = urlsplit(url)
+    address = shown(url)
+    try:
+        found = urlsplit(url)
+    except ValueError as error:  # a bracket that is not closed
+        raise ValueError(f"{address!r}: {error}") from None
     scheme, _, kind = found.scheme.partition("+")
     if scheme not in ("valkey", "valkeys", "redis", "rediss") or kind not in ("", "cluster"):
-        raise ValueError(
-            f"{shown(url)!r} is no address of a server: valkey://HOST:PORT/0 or valkey+cluster://HOST:PORT"
-        )
+        raise ValueError(f"{address!r} is no address of a server: valkey://HOST:PORT/0 or valkey+cluster://HOST:PORT")
     if found.query or found.fragment:
-        raise ValueError(f"{shown(url)!r} has options: give them as arguments, or use kvcache.stores.open")
+        raise ValueError(f"{address!r} has options: give them as arguments, or use kvcache.stores.open")
     login, _, hosts = found.netloc.rpartition("@")
+    if not hosts:
+        raise ValueError(f"{address!r} names no host: {found.scheme}://HOST, or {found.scheme}://HOST:PORT, is needed")
     is_cluster = kind == "cluster"
     nodes = [_parse_node(url, host) for host in hosts.split(",")]
     if len(nodes) > 1 and not is_cluster:
-        raise ValueError(f"{shown(url)!r} names several hosts, which only valkey+cluster:// does")
+        raise ValueError(f"{address!r} names several hosts, which only valkey+cluster:// does")
     database = found.path.removeprefix("/") or "0"
     if not database.isdecimal() or (is_cluster and int(database)):
-        raise ValueError(f"{shown(url)!r}: the database must be {'0 in a cluster' if is_cluster else 'a number'}")
+        raise ValueError(f"{address!r}: the database must be {'0 in a cluster' if is_cluster else 'a number'}")
     options: dict[str, Any] = {} if is_cluster else {"db": int(database)}
     user, _, password = login.partition(":")
     for name, text in (("username", user), ("password", password)):
@@ -269,5 +285,5 @@ def _parse(url: str) -> tuple[bool, bool, list[tuple[str, int]], dict[str, Any]]
 def _parse_node(url: str, text: str) -> tuple[str, int]:
     found = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]+))(?::(\d+))?", text)
     if found is None or not 0 <= int(found[3] or 0) < 1 << 16:
-        raise ValueError(f"{shown(url)!r}: {text!r} is not HOST:PORT")
+        raise ValueError(f"{shown(url)!r}: {text!r} is neither HOST nor HOST:PORT")
     return unquote(found[1] or found[2]), int(found[3] or DEFAULT_PORT)

@@ -29,12 +29,14 @@ import hmac
 import struct
 import zlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from kvcache.errors import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["HEADER_SIZE", "ValueRefusedError", "pack", "unpack"]
+__all__ = ["HEADER_SIZE", "ValueRefusedError", "encode_key", "pack", "unpack", "view_of"]
 
 MAGIC = b"kvcache value\r\n\x1a"
 VERSION = 1
@@ -46,6 +48,21 @@ HEADER_SIZE = FIELDS.size + CHECKSUM_SIZE
 
 class ValueRefusedError(Exception):
     """A store handed out something else than the value that was stored under the key; the message says what."""
+
+
+def encode_key(key: object) -> bytes:
+    """Return the bytes of a key; raise TypeError if it is no str."""
+    if not isinstance(key, str):
+        raise TypeError(f"key={shown(key)}: a str is needed, not {type(key).__name__}")
+    return key.encode(errors="surrogatepass")
+
+
+def view_of(value: object) -> memoryview:
+    """Return the bytes of a value to store, without copying them; raise TypeError if it has none."""
+    try:
+        return memoryview(cast("Buffer", value)).cast("B")
+    except TypeError:
+        raise TypeError(f"value is a {type(value).__name__}: bytes are needed") from None
 
 
 def pack(key: str, digest: bytes, parts: Iterable[Buffer], secret: bytes | None = None) -> bytes:
@@ -109,7 +126,7 @@ def unpack(value: object, key: str, digest: bytes, secret: bytes | None = None) 
 
 def _fields(key: str, digest: bytes, secret: bytes | None, payload_size: int) -> bytes:
     """Return the header up to its checksum."""
-    name = hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=32, person=b"kvcache key").digest()
+    name = hashlib.blake2b(encode_key(key), digest_size=32, person=b"kvcache key").digest()
     shape = hashlib.blake2b(digest, digest_size=32, person=b"kvcache digest").digest()
     kind = CRC if secret is None else MAC
     return FIELDS.pack(MAGIC, VERSION, kind, HEADER_SIZE, payload_size, name, shape)

@@ -123,15 +123,24 @@ def test_bad_input(tmp_path):
     store = DirectoryStore(tmp_path, max_bytes=100)
     with pytest.raises(TypeError, match="key=5: a str is needed, not int"):
         store[5] = b"value"
-    with pytest.raises(TypeError):
-        store["a"] = "value"
+    for value in ("value", 5, None):
+        with pytest.raises(TypeError, match=f"value is a {type(value).__name__}: bytes are needed"):
+            store["a"] = value
     with pytest.raises(ValueError, match="a value of 100 bytes takes 121, more than max_bytes=100"):
         store["a"] = bytes(100)
     assert 5 not in store
     assert files_of(tmp_path) == []
     (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match=r"the folder cannot be made: .*/file'"):
         DirectoryStore(tmp_path / "file")
+    with pytest.raises(NotADirectoryError, match=r"the folder cannot be made: .*/file/below'"):
+        DirectoryStore(tmp_path / "file" / "below")
+    for path in (5, None):
+        with pytest.raises(TypeError, match=f"path={path!r}: the name of a folder is needed"):
+            DirectoryStore(path)
+    for path in ("a\0b", ""):
+        with pytest.raises(ValueError, match=r"path='.*': .* folder"):
+            DirectoryStore(path)
 
 
 def test_files_are_private(tmp_path):

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import strategies as st
 from support.faulty_stores import Blocking, Bulk, Faulty, raising, sleeping
 
+from kvcache.stores import DirectoryStore, lane, values
 from kvcache.stores import guard as module
-from kvcache.stores import lane, values
 from kvcache.stores import speed as speeds
 from kvcache.stores.guard import Guard
 
@@ -197,6 +197,23 @@ def test_an_interrupted_caller_waits_no_more(make, monkeypatch):
 
 
 # ---- failures
+
+
+def test_a_caller_in_a_hurry_blames_nobody(make):
+    store = Blocking()
+    guard = make(store)
+    for _ in range(5):
+        assert guard.get_many("a", timeout=0.01, patience=LONG) == {}
+    assert guard.stats.timeouts == 5
+    assert guard.stats.reading
+    store.released.set()
+    until(lambda: guard._reading.is_idle)
+    assert guard.stats.reading
+
+
+def test_a_store_that_hangs_is_left_alone_by_callers_in_a_hurry(make):
+    guard = make(Blocking())
+    until(lambda: guard.get_many("a", timeout=0.01, patience=0.2) or not guard.stats.reading)
 
 
 @pytest.mark.parametrize("error", [OSError("gone"), KeyboardInterrupt(), SystemExit(3), MemoryError(), ValueError()])
@@ -405,6 +422,21 @@ def test_one_warning(make, caplog):
     assert "the store Faulty fails: OSError: no route" in record.getMessage()
 
 
+def test_a_warning_names_the_address(make, caplog, tmp_path):
+    store = DirectoryStore(tmp_path / "folder")
+    guard = make(store)
+    store.path.rename(tmp_path / "other")
+    guard.get_many("a", LONG)
+    assert f"the store DirectoryStore('{store.path}', max_bytes=None) fails: FileNotFoundError" in caplog.text
+
+
+def test_bytes_read_and_written_count_the_same(make):
+    guard = make({})
+    fill(guard, "ab")
+    assert len(guard.get_many("ab", LONG)) == 2
+    assert guard.stats.bytes_read == guard.stats.bytes_written == 2 * len(b"rows")
+
+
 def test_a_warning_is_short(make, caplog):
     """Messages of clients may quote the value, which is as confidential as a prompt."""
     guard = make(Faulty(raising(OSError("\n\0" + 10**6 * "x"))))
@@ -463,6 +495,7 @@ def test_a_value_that_is_gone_is_not_written(make):
     assert guard.put("a", lambda: None, 4)
     assert guard.flush(LONG)
     assert store.calls == []
+    assert guard.stats.dropped == 1
 
 
 def test_a_mistake_in_making_a_value_is_not_the_store_s(make, caplog):
@@ -474,7 +507,7 @@ def test_a_mistake_in_making_a_value_is_not_the_store_s(make, caplog):
     assert put(guard, "c")
     assert guard.flush(LONG)
     assert set(store) == {"c"}
-    assert guard.stats.errors == 0
+    assert (guard.stats.errors, guard.stats.dropped) == (0, 10)
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -484,9 +517,11 @@ def test_done_is_called_once(make, how):
     stores = {"store fails": Faulty(raising(OSError(), "set")), "queue dropped": Blocking(), "closed": Blocking()}
     store = stores.get(how, Faulty())
     guard = make(store)
+    queued = []
     for i in range(5):
         make_value = (lambda: 1 / 0) if how == "make fails" else (lambda: [b"rows"])
-        guard.put(str(i), make_value, 4, lambda i=i: done.append(i))
+        if guard.put(str(i), make_value, 4, lambda i=i: done.append(i)):
+            queued.append(i)
     if how == "closed":
         assert not guard.close(0.01)
         assert sorted(done) == [1, 2, 3, 4]
@@ -497,8 +532,9 @@ def test_done_is_called_once(make, how):
     if isinstance(store, Blocking):
         store.released.set()
     assert guard.flush(LONG)
-    until(lambda: len(done) == 5)
-    assert sorted(done) == [*range(5)]
+    until(lambda: len(done) == len(queued))
+    assert sorted(done) == queued
+    assert queued == [*range(5)] or how == "store fails", "a store that has failed three times is left alone"
 
 
 def test_closing_writes_what_is_queued(make):
@@ -616,7 +652,7 @@ def test_the_speed_of_reads_of_one_size_is_their_seconds():
         speed.add(10**6, 0.02)
     latency, per_byte = speed.line()
     assert latency + per_byte * 10**6 == pytest.approx(0.02)
-    assert latency >= 0
+    assert latency == 0
 
 
 @hypothesis.given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(0, 100)), min_size=1))

@@ -44,6 +44,7 @@ def test_paths(tmp_path, monkeypatch):
         ("/some/path", "'/some/path' is no store: dir:PATH"),
         ("file:path", "'file:path' is no store"),
         ("dir:", "'dir:' has no path"),
+        ("dir:a\0b", "a null byte is in no name of a folder"),
         ("dir:?max_bytes=5", "has no path"),
         ("dir:x?max_byte=5", "there is no option 'max_byte', but max_bytes"),
         ("dir:x?max_bytes=lots", "'lots' is no number of bytes"),
@@ -57,6 +58,12 @@ def test_bad_addresses(tmp_path, monkeypatch, url, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         stores.open(url)
     assert os.listdir() == []
+
+
+@pytest.mark.parametrize("url", [5, None, b"dir:x"])
+def test_addresses_that_are_no_text(url):
+    with pytest.raises(TypeError, match=re.escape(f"url={url!r}: an address is needed, as a str")):
+        stores.open(url)
 
 
 def test_import_loads_no_store():

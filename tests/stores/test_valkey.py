@@ -197,16 +197,21 @@ def test_a_child_has_connections_of_its_own(store):
     [
         ("http://localhost", "'http://localhost' is no"),
         ("valkey+sentinel://localhost", "is no address of a server: valkey://HOST:PORT/0"),
-        ("valkey://", "'' is not HOST:PORT"),
-        ("valkey://:6379", "':6379' is not HOST:PORT"),
-        ("valkey://localhost:lots", "'localhost:lots' is not HOST:PORT"),
-        ("valkey://localhost:99999", "'localhost:99999' is not HOST:PORT"),
+        ("valkey://", "'valkey://' names no host: valkey://HOST, or valkey://HOST:PORT, is needed"),
+        ("valkey:localhost", "'valkey:localhost' names no host: valkey://HOST"),
+        ("valkey+cluster://", "names no host: valkey+cluster://HOST, or"),
+        ("valkey://:6379", "':6379' is neither HOST nor HOST:PORT"),
+        ("valkey+cluster://a,,b", "'' is neither HOST nor HOST:PORT"),
+        ("valkey://localhost:lots", "'localhost:lots' is neither HOST nor HOST:PORT"),
+        ("valkey://localhost:99999", "'localhost:99999' is neither HOST nor HOST:PORT"),
+        ("valkey://[::1", "'valkey://[::1': Invalid IPv6 URL"),
         ("valkey://one,two", "names several hosts, which only valkey+cluster:// does"),
         ("valkey://localhost/first", "the database must be a number"),
         ("valkey+cluster://localhost/1", "the database must be 0 in a cluster"),
         ("valkey://user:secret@localhost/first", "'valkey://user:***@localhost/first': the database"),
         ("valkey://localhost?ttl=0", "ttl=0.0: must be None, or from 0.001"),
-        ("valkey://localhost?ttl=soon", "ttl: could not convert string to float: 'soon'"),
+        ("valkey://localhost?ttl=1h", "ttl: '1h' is no number of seconds, such as 3600"),
+        ("valkey://localhost?timeout=none", "timeout: 'none' is no number of seconds"),
         ("valkey://localhost?timeout=0", "timeout=0.0: must be above 0"),
         ("valkey://localhost?timeout=nan", "timeout=nan: must be above 0"),
         ("valkey://localhost?time=1", "there is no option 'time', but ca_certs, certfile"),
@@ -217,6 +222,33 @@ def test_bad_addresses(url, message):
     pytest.importorskip("valkey", exc_type=ImportError)
     with pytest.raises(ValueError, match=re.escape(message)):
         stores.open(url)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"url": 5}, "url=5: an address is needed, as a str"),
+        ({"ttl": "x"}, "ttl='x': a number is needed, not str"),
+        ({"timeout": None}, "timeout=None: a number is needed, not NoneType"),
+        ({"prefix": 3}, "prefix=3: a str is needed, not int"),
+        ({"ca_certs": 5}, "ca_certs=5: the name of a file is needed"),
+    ],
+)
+def test_arguments_of_the_wrong_type(arguments, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        ValkeyStore(**{"url": "valkeys://localhost", **arguments})
+
+
+def test_values_and_keys_of_the_wrong_type():
+    """They are refused before a server is asked."""
+    pytest.importorskip("valkey", exc_type=ImportError)
+    store = ValkeyStore(f"valkey://localhost:{servers.free_port()}")
+    for value in ("value", 5, None):
+        for call in (lambda value: store.__setitem__("a", value), lambda value: store.set_many({"a": value})):
+            with pytest.raises(TypeError, match=f"value is a {type(value).__name__}: bytes are needed"):
+                call(value)
+    with pytest.raises(TypeError, match="key=5: a str is needed, not int"):
+        store[5]
 
 
 def test_options_in_the_address_of_the_class():
