@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import time
 import weakref
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["PrefixCache", "PrefixStats"]
 
 MOST_BLOCK_SIZE = 1024  # tokens; rows are found, kept and dropped by whole blocks
+FETCH_BYTES = 64 << 20  # of blocks from the store that wait to be added
 FEW_BLOCKS = 64  # names of blocks that were reclaimed; more are looked for and forgotten
 
 
@@ -615,33 +617,58 @@ class PrefixCache:
         with self._watch.lock:
             path = self._alive(self._nodes.walk(keys))
             _core.touch(self._core, [node.seq_id for node in path])
-        missing = keys[len(path) :]
+        missing, begin = keys[len(path) :], len(path)
         timeout = self._time_for(len(missing))
         if not timeout:
             return
-        found = self._guard.get_many([key.hex() for key in missing], timeout, stop_at_miss=True)
-        with self._watch.lock:
-            self._import_all(path, [(key, found.get(key.hex())) for key in missing], contents[len(path) :])
+        deadline = time.monotonic() + timeout
+        at_once = max(1, FETCH_BYTES // self._rows.nbytes(self._block_size))
+        for i in range(0, len(missing), at_once):
+            part = missing[i : i + at_once]
+            hexes = [key.hex() for key in part]
+            found = self._guard.get_many(hexes, timeout, patience=self._timeout, stop_at_miss=True)
+            payloads = [(key, found.get(key.hex())) for key in part]
+            timeout = deadline - time.monotonic()
+            if not self._import_all(path, payloads, contents[begin + i :]) or timeout <= 0:
+                break
 
     def _import_all(
         self, path: list[Node], payloads: list[tuple[bytes, memoryview | None]], contents: list[bytes]
-    ) -> None:
-        """Add blocks from the store behind a path, up to one that is missing, or for which there is no room."""
+    ) -> bool:
+        """Add blocks from the store to a path, up to one that is missing, or for which there is no room.
+
+        Rows are copied without the lock, which every commit takes. Return whether all blocks were added.
+        """
         pinned = [node.seq_id for node in path]
         _core.pin(self._core, pinned, True)
-        for (key, payload), content in zip(payloads, contents, strict=False):
-            parent = path[-1] if path else self._nodes.root
-            if payload is None or not self._nodes.contains(parent):
-                break
+        try:
+            for (key, payload), content in zip(payloads, contents, strict=False):
+                node = self._known(key)
+                if node is None and payload is not None:
+                    seq_id = self._import(len(path) * self._block_size, payload)
+                    if seq_id is not None:
+                        pinned.append(seq_id)
+                        node = self._add_fetched(key, content, path[-1] if path else self._nodes.root, seq_id)
+                if node is None:
+                    return False
+                path.append(node)
+        finally:
+            _core.pin(self._core, pinned, False)
+        return True
+
+    def _known(self, key: bytes) -> Node | None:
+        with self._watch.lock:
             node = self._nodes.by_key.get(key)
-            if node is None or not self._is_alive(node):
-                seq_id = self._import(parent.end, payload)
-                if seq_id is None:
-                    break
-                pinned.append(seq_id)
-                node = self._add(key, content, parent, seq_id, is_stored=True)
-            path.append(node)
-        _core.pin(self._core, pinned, False)
+            return node if node is not None and self._is_alive(node) else None
+
+    def _add_fetched(self, key: bytes, content: bytes, parent: Node, seq_id: int) -> Node | None:
+        """Add a block from the store; return None, and drop it, if the block before was dropped meanwhile."""
+        with self._watch.lock:
+            if not self._nodes.contains(parent):
+                self._core.clear(seq_id)
+                return None
+            self._count(fetched=self._block_size)
+            return self._add(key, content, parent, seq_id, is_stored=True)
 
     def _time_for(self, num_blocks: int) -> float:
         """Return the seconds for which to wait for blocks from the store; 0: computing them takes no longer."""
@@ -659,13 +686,13 @@ class PrefixCache:
         """Return a new retained sequence, pinned, of a block's rows; None if there is no room, or they do not fit."""
         seq_id = self._watch.new_retained()
         try:
-            if not self._rows.write(seq_id, begin, begin + self._block_size, payload):
-                return None
-        except (CacheFullError, MemoryError):
+            if self._rows.write(seq_id, begin, begin + self._block_size, payload):
+                return seq_id
+        except BaseException as error:
             self._core.clear(seq_id)
-            return None
-        self._count(fetched=self._block_size)
-        return seq_id
+            if not isinstance(error, (CacheFullError, MemoryError)):
+                raise
+        return None
 
 
 def _check_cache(cache: KVCache) -> None:

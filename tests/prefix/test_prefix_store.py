@@ -7,7 +7,7 @@ import pytest
 from support.prefixes import BLOCK, check_rows, feed, make_cache, serve
 
 import kvcache
-from kvcache import stores
+from kvcache import _core, stores
 from kvcache.stores import values
 
 PROMPT = list(range(100))
@@ -193,6 +193,99 @@ def test_fetching_while_a_batch_is_open():
         assert matched == 96
         check_rows(cache, seq_id, PROMPT, 96)
         batch.abort()
+
+
+@pytest.fixture
+def fetching():
+    """A cache and its prefix cache, which in another thread copies the second block from a store, and waits there."""
+    store = {}
+    fill(store)
+    cache, prefix = make(store)
+    write, begun, goes_on, found = prefix._rows.write, threading.Event(), threading.Event(), []
+
+    def wait(seq_id, begin, end, payload):
+        if begin == BLOCK:
+            begun.set()
+            assert goes_on.wait(20)
+        return write(seq_id, begin, end, payload)
+
+    prefix._rows.write = wait
+    thread = threading.Thread(target=lambda: found.append(prefix.acquire(PROMPT)))
+    thread.start()
+    assert begun.wait(20)
+
+    def finish():
+        goes_on.set()
+        thread.join(20)
+        return found[0]
+
+    yield cache, prefix, finish
+    finish()
+
+
+def test_commits_do_not_wait_for_rows_from_a_store(fetching):
+    cache, prefix, finish = fetching
+    done = threading.Thread(target=serve, args=(prefix, cache, [-1] * 50), daemon=True)
+    done.start()
+    done.join(10)
+    assert not done.is_alive()
+    seq_id, matched = finish()
+    assert matched == 96
+    check_rows(cache, seq_id, PROMPT, 96)
+
+
+@pytest.mark.parametrize("call", ["clear", "close"])
+def test_blocks_that_are_dropped_while_they_are_fetched(fetching, call):
+    """What comes then is dropped, too: nothing stays that nobody can reach."""
+    cache, prefix, finish = fetching
+    getattr(prefix, call)()
+    seq_id, matched = finish()
+    assert matched == 0
+    cache.clear(seq_id)
+    prefix.clear()
+    assert cache.stats()["live_slots"] == 0
+    assert not _core.retained(cache._core)
+
+
+def test_an_error_while_blocks_are_fetched_leaves_nothing_behind():
+    store = {}
+    fill(store)
+    cache, prefix = make(store)
+    write = prefix._rows.write
+
+    def interrupt(seq_id, begin, end, payload):
+        write(seq_id, begin, end, payload)
+        if begin == 2 * BLOCK:
+            raise KeyboardInterrupt
+        return True
+
+    prefix._rows.write = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        prefix.acquire(PROMPT)
+    assert cache.stats()["live_slots"] == 2 * BLOCK
+    assert prefix.evict(1000) == 2 * BLOCK  # none is pinned
+    assert cache.stats()["live_slots"] == 0
+
+
+def test_long_prompts_are_fetched_in_parts(monkeypatch):
+    """So that what is read and not yet copied takes little memory."""
+    monkeypatch.setattr("kvcache.prefix.cache.FETCH_BYTES", 1)
+    store = {}
+    fill(store)
+    calls = []
+
+    class Noting(dict):
+        def get_many(self, keys):
+            calls.append(len(keys))
+            return {key: self[key] for key in keys if key in self}
+
+    cache, prefix = make(Noting(store))
+    assert prefix.acquire([*PROMPT, *range(200)])[1] == 96
+    assert calls == [1] * 7  # the last one finds nothing, and ends it
+    cache, prefix = make(Noting(store), timeout=0)
+    assert prefix.acquire(PROMPT)[1] == 0
+    assert len(calls) == 7
+    cache.validate()
 
 
 def test_computing_is_faster():
