@@ -1,9 +1,10 @@
 """Measure what a prefix cache saves and costs: python bench/bench_prefix.py [--only prefill,calls] [--valkey URL]
 
-`prefill` needs torch and transformers: the time to the first token of a prompt, with a Llama of random weights, when
-the prompt is computed, and when it is found: in memory, in a DirectoryStore, in Valkey; of the stores by a new prefix
-cache, as another process has. `calls` needs no model: what acquire takes, how fast keys are made, and what a store that
-sleeps costs a commit. All is interleaved; quotients are medians of the rounds' quotients.
+`prefill` needs torch and transformers. It measures the time to the first token of a prompt, with a Llama of random
+weights: when the prompt is computed, and when it is found in memory, in a DirectoryStore or in Valkey. The stores are
+read by a new prefix cache, as another process has one. `calls` needs no model: it measures acquire, the making of keys,
+and how much longer a commit takes with a store that sleeps. Measurements take turns; quotients are medians of the
+rounds' quotients.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ from kvcache.tools.interleave import rounds
 LONG = 600.0
 BLOCK = 64
 SHAPE = {
-    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4096, "max_position_embeddings": 1 << 17,
-    "eos_token_id": None,
+    "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4096,
+    "max_position_embeddings": 1 << 17, "eos_token_id": None,
 }  # fmt: skip
 
 
@@ -120,8 +120,8 @@ def measure_prefill(arguments: argparse.Namespace) -> None:
         for name, (address, wanted) in urls.items():
             anew(address, 0)()  # fills it
             entrants[name] = anew(address, found), wanted
-        nbytes = model.num_parameters()
-        print(f"{arguments.tokens:,} tokens, {nbytes / 1e6:.0f} million parameters, {arguments.threads} threads")
+        parameters = model.num_parameters()
+        print(f"{arguments.tokens:,} tokens, {parameters / 1e6:.0f} million parameters, {arguments.threads} threads")
         print(f"{'first token of':24}{'median':>15}{'faster':>10}{'wanted':>10}")
         functions = [run for run, _ in entrants.values()]
         times = [*zip(*rounds(*functions, seconds=arguments.seconds, least=5), strict=True)]

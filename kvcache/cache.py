@@ -1525,7 +1525,10 @@ class KVCache(Saveable):
 
     @property
     def utilization(self) -> float:
-        """The tokens held, as a fraction of `capacity`; without that limit, of the slots of the allocated blocks."""
+        """The tokens held, as a fraction of `capacity`; without that limit, of the slots of the allocated blocks.
+
+        Tokens that can be reclaimed from a `PrefixCache` do not count.
+        """
         return self._core.utilization()
 
     def stats(self) -> dict[str, int]:
@@ -1534,14 +1537,14 @@ class KVCache(Saveable):
         Returns
         -------
         dict
-            Counters: ``batches`` and ``tokens`` committed, batches ``aborted``; ``rows_evicted``; ``rows_moved`` by
-            ``compactions``; ``rows_copied`` before a change (by `divide`, by `shift` if `rope` is a function, and by
-            `settle` and `inject` of shared rows); ``blocks_opened``, ``blocks_reused`` and ``blocks_returned``, whose
-            memory was allocated, reused and given back. Present numbers: ``live_slots``, which hold a token;
-            ``wasted_slots``, which wait for a compaction; ``blocks_in_use`` and ``blocks_free``; sequences ``retained``
-            by a `PrefixCache`, ``reclaimable_slots``, which only these hold, and, counted so far, ``rows_reclaimed``
-            of them to make room. Rows, slots and blocks
-            are summed over layer groups (the layers of one policy), not over layers.
+            Counters: ``batches`` and ``tokens`` committed, batches ``aborted``; ``rows_evicted``; ``rows_reclaimed``
+            from a `PrefixCache` to make room; ``rows_moved`` by ``compactions``; ``rows_copied`` before a change (by
+            `divide`, by `shift` if `rope` is a function, and by `settle` and `inject` of shared rows);
+            ``blocks_opened``, ``blocks_reused`` and ``blocks_returned``, whose memory was allocated, reused and given
+            back. Present numbers: ``live_slots``, which hold a token; ``wasted_slots``, which wait for a compaction;
+            ``blocks_in_use`` and ``blocks_free``; sequences ``retained`` by a `PrefixCache`, and ``reclaimable_slots``,
+            which only these hold. Rows, slots and blocks are summed over layer groups (the layers of one policy), not
+            over layers.
         """
         return self._core.stats()
 

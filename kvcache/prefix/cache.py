@@ -1,26 +1,26 @@
-"""`PrefixCache`: finds the beginning of a prompt among what earlier sequences left behind."""
+"""`PrefixCache`: finds the beginning of a prompt among the blocks that earlier sequences left behind."""
 
 from __future__ import annotations
 
-import operator
 import time
 import weakref
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Self, SupportsIndex
+from typing import TYPE_CHECKING, Self, SupportsFloat, SupportsIndex
 
 from kvcache import _core
 from kvcache._core import integer
 from kvcache.cache import KVCache
-from kvcache.errors import CacheBusyError, CacheFullError, NotSupportedError
+from kvcache.errors import CacheBusyError, CacheFullError, NotSupportedError, to_float
 from kvcache.policy import CrossAttention
 from kvcache.prefix.chunks import Chunk, Chunks
 from kvcache.prefix.keys import Keys, Tokens, blocks_of, count_tokens, identity_of
 from kvcache.prefix.nodes import Node, Nodes, place_of
 from kvcache.prefix.rows import Rows
 from kvcache.prefix.watch import Watch
+from kvcache.state import IDS
 
 if TYPE_CHECKING:
     from kvcache.stores.guard import Guard, StoreStats
@@ -78,7 +78,7 @@ class Session:
 
 
 class PrefixCache:
-    """Keeps the rows of ended sequences, so that a prompt that begins as an earlier one did goes on where they part.
+    """Keeps the rows of ended sequences, so that a prompt that begins like an earlier one computes only what follows.
 
     A request acquires a sequence for its prompt, feeds what was not matched, generates, and releases the sequence with
     all its tokens. Blocks of tokens stay behind, shared and not copied, until the memory is needed: then the least
@@ -87,34 +87,41 @@ class PrefixCache:
     Parameters
     ----------
     cache : KVCache
-        The cache, for many sequences (`max_sequences`) and in blocks (`block_size`), with the strategy "always" and
-        without `CrossAttention`. Several prefix caches may share it, one for each tenant or model adapter.
+        The cache, for more than one sequence (`max_sequences`) and in blocks of at most 1024 tokens (`block_size`),
+        with the strategy "always" and without `CrossAttention`. Its `max_bytes` or `capacity` limits what is kept;
+        without a limit, nothing is dropped by itself. Several prefix caches may share it, one for each tenant or model
+        adapter.
     store : mutable mapping of str to bytes, optional
-        Where blocks are kept as well, for other processes and machines: `kvcache.stores`. It is read while `acquire`
-        waits, no longer than `timeout`, and written behind everybody's back. A store that fails costs time only.
+        Keeps blocks for other processes and machines as well: `kvcache.stores`. `acquire` waits for it, no longer than
+        `timeout`; it is written in the background. A store that fails costs time only.
     salt : bytes, default b""
-        The tenant: what was stored under one salt is not found under another, nor can its presence be guessed. Keep it
-        secret where tenants distrust each other.
+        The tenant. Blocks that were kept under one salt are not found under another, and whether they exist cannot be
+        guessed. Keep it secret where tenants distrust each other.
     fingerprint : str
         What computes the rows: the model's name and revision, its weights' hash, an adapter. Rows of one fingerprint
         are never used for another.
     secret : bytes, optional
-        The key of a MAC over each value in the store. Whoever can write to the store, but lacks it, can take values
-        away but not put others in their place.
+        The key of a MAC over each value in the store, of any length. Whoever can write to the store, but lacks it, can
+        take values away but not put others in their place.
     reuse_min_tokens : int, optional
-        If given, tokens that follow where the exact match ends are taken from wherever they were computed before, in
-        another prompt or at another position, if they are at least so many, and moved there: as llama.cpp's
+        If given, tokens that begin where the exact match ends are taken from wherever they were computed before, in
+        another prompt or at another position, if they are at least so many in a row, and moved there, as by llama.cpp's
         ``--cache-reuse``. They are found if they span a whole block of the other prompt. This is an approximation,
-        because these rows saw other tokens before them; nothing that builds on them is kept. By default off.
+        because these rows were computed behind other tokens; nothing that builds on them is kept. The cache needs its
+        `rope`. By default off.
     timeout : float, default 1.0
         The most seconds that `acquire` waits for the store.
 
     Raises
     ------
+    TypeError
+        If an argument has the wrong type: a store that is no mapping, such as its address.
     ValueError
-        If the cache has blocks of more than 1024 tokens, or another strategy, or an argument is out of range.
+        If the cache is closed or for one sequence, has blocks of more than 1024 tokens or another strategy, or an
+        argument is out of range.
     NotSupportedError
-        If a layer has `CrossAttention`, whose rows do not follow from the tokens.
+        If a layer has `CrossAttention`, whose rows do not follow from the tokens; or `reuse_min_tokens` is given, and
+        the `rope` of a layer is not known.
 
     Notes
     -----
@@ -155,20 +162,22 @@ class PrefixCache:
         salt: bytes = b"",
         secret: bytes | None = None,
         reuse_min_tokens: SupportsIndex | None = None,
-        timeout: float = 1.0,
+        timeout: SupportsFloat = 1.0,
     ) -> None:
         _check_cache(cache)
         if not isinstance(fingerprint, str):
             raise TypeError(f"fingerprint={fingerprint!r}: a str is needed, such as the model's name and revision")
+        if not fingerprint:
+            raise ValueError("fingerprint is empty: name what computes the rows, such as the model and its revision")
         if not isinstance(salt, bytes):
             raise TypeError(f"salt is a {type(salt).__name__}: bytes are needed")
-        if timeout < 0:
-            raise ValueError(f"timeout={timeout}: it must be at least 0, in seconds")
         if secret is not None and store is None:
             raise ValueError("secret is given without a store: it protects what is in one")
         self._reuse_min_tokens = (
             None if reuse_min_tokens is None else integer(reuse_min_tokens, "reuse_min_tokens", 1, _core.INT32_MAX)
         )
+        if reuse_min_tokens is not None:
+            _check_rope(cache)
         self._cache = cache
         self._core = cache._core
         self._block_size = cache.block_size
@@ -176,7 +185,7 @@ class PrefixCache:
         self._keys = Keys(identity, salt)
         self._nodes = Nodes(self._keys.root)
         self._rows = Rows(cache)
-        self._timeout = timeout
+        self._timeout = _seconds(timeout)
         self._sessions: dict[int, Session] = {}
         self._sweep_at = FEW_BLOCKS
         self._counts = dict.fromkeys(("requests", "hits", "tokens", "matched", "reused", "fetched"), 0)
@@ -185,6 +194,7 @@ class PrefixCache:
         if store is not None:
             from kvcache.stores.guard import Guard
 
+            _check_store(store)
             self._guard = Guard(store, digest=blake2b(identity).digest(), secret=secret)
         if cache._watch is None:
             cache._watch = Watch(self._core)
@@ -211,9 +221,10 @@ class PrefixCache:
 
         Parameters
         ----------
-        tokens : sequence of int or bytes, or array
+        tokens : sequence of int or bytes, bytes, or array
             The prompt: integers of any size; bytes, such as a hash, stand for what is no text, such as a piece of an
-            image. `release` takes what was generated as well.
+            image. A prompt that is itself bytes has one token for each byte. `release` takes what was generated as
+            well.
         max_matched : int, optional
             The most tokens to match, for sequences that go in lock step with others. By default all but one.
 
@@ -228,7 +239,7 @@ class PrefixCache:
         Raises
         ------
         TypeError
-            If a token is neither an integer nor bytes.
+            If `tokens` is no sequence, or text, or a token is neither an integer nor bytes.
         ValueError
             If there are no tokens, `max_matched` is negative, or the cache is closed.
         MemoryError
@@ -253,19 +264,20 @@ class PrefixCache:
             known = matched // self._block_size
             session = Session(keys, contents[: len(keys)], path[:known], known * self._block_size)
             self._sessions[seq_id] = session
-            if self._reuse_min_tokens is not None:
-                matched = self._reuse(seq_id, session, contents, matched, limit)
+            matched = self._reuse(seq_id, session, contents, matched, limit)
             self._count(requests=1, hits=matched > 0, tokens=num_tokens, matched=matched)
         return seq_id, matched
 
     def release(self, seq_id: SupportsIndex, tokens: Tokens) -> None:
         """Give a sequence back: its blocks stay for prompts to come, and the sequence ends.
 
+        Nothing happens to a sequence that holds nothing, such as one that was released or cleared before.
+
         Parameters
         ----------
         seq_id : int
             The sequence that `acquire` returned, or any other of the cache.
-        tokens : sequence of int or bytes, or array
+        tokens : sequence of int or bytes, bytes, or array
             The tokens that it holds, generated ones too, from position 0 on. Those that were not fed are ignored.
 
         Raises
@@ -273,16 +285,16 @@ class PrefixCache:
         CacheBusyError
             If the sequence is in an open batch; nothing has changed then.
         TypeError
-            If a token is neither an integer nor bytes.
+            If `tokens` is no sequence, or text, or a token is neither an integer nor bytes.
         MemoryError
             If memory is short; the sequence is as it was.
         """
-        seq_id = operator.index(seq_id)
+        seq_id = integer(seq_id, "seq_id", *IDS)
         session = self._sessions.get(seq_id) or Session([], [], [], 0)
         length = self._core.next_position(seq_id)
         if session.exact_to is not None:
             length = min(length, session.exact_to)
-        contents = blocks_of(tokens[:length], self._block_size)
+        contents = blocks_of(tokens, self._block_size, length)
         keys = self._keys.chain(self._keys.root, contents)
         with self._watch.lock:
             self._core.remove(seq_id, 0, 0, False)  # raises if a batch has the sequence
@@ -299,12 +311,13 @@ class PrefixCache:
     def note_inexact(self, seq_id: SupportsIndex, position: SupportsIndex) -> None:
         """Note that a sequence's rows from a position on do not follow from its tokens alone: they are not kept.
 
-        Such as rows of tokens that were computed while a mask hid some of those before them.
+        Say because a mask hid some of the tokens before them while they were computed.
         """
+        seq_id = integer(seq_id, "seq_id", *IDS)
+        position = integer(position, "position", 0, _core.INT32_MAX)
         with self._watch.lock:
-            session = self._sessions.get(operator.index(seq_id))
+            session = self._sessions.get(seq_id)
             if session is not None:
-                position = integer(position, "position", 0, _core.INT32_MAX)
                 session.exact_to = position if session.exact_to is None else min(session.exact_to, position)
 
     # ---- upkeep
@@ -314,7 +327,7 @@ class PrefixCache:
 
         Parameters
         ----------
-        tokens : sequence of int or bytes, or array
+        tokens : sequence of int or bytes, bytes, or array
             The prompt.
 
         Returns
@@ -370,16 +383,44 @@ class PrefixCache:
                 session.keys.clear()
                 self._drop_pending(session, 0)
 
-    def close(self, timeout: float = 10.0) -> bool:
-        """Write what waits to be written to the store, for at most so many seconds, and drop all blocks.
+    def flush(self, timeout: SupportsFloat) -> bool:
+        """Wait, at most so many seconds, until what was released is in the store.
+
+        Parameters
+        ----------
+        timeout : float
+            The most seconds to wait.
 
         Returns
         -------
         bool
-            Whether the store has everything.
+            Whether the store took every full block since this prefix cache was made: False if some still wait to be
+            written, or were ever dropped, because the store failed or was too slow (`stats`, ``store.dropped``). True
+            without a store.
         """
-        done = self._guard.close(timeout) if self._guard is not None else True
-        self.clear()
+        seconds = _seconds(timeout)
+        return self._guard is None or (self._guard.flush(seconds) and self._guard.stats.dropped == 0)
+
+    def close(self, timeout: SupportsFloat = 10.0) -> bool:
+        """Write what waits to be written to the store, for at most so many seconds, and drop all blocks.
+
+        From then on the store is neither read nor written. In memory, `acquire` and `release` go on as before.
+
+        Parameters
+        ----------
+        timeout : float, default 10.0
+            The most seconds to wait.
+
+        Returns
+        -------
+        bool
+            Whether the store took every full block since this prefix cache was made, as by `flush`. True without a
+            store.
+        """
+        seconds = _seconds(timeout)
+        done = self._guard is None or (self._guard.close(seconds) and self._guard.stats.dropped == 0)
+        if not self._core.closed:
+            self.clear()
         return done
 
     @property
@@ -392,10 +433,6 @@ class PrefixCache:
                 sequences=len(self._sessions),
                 store=None if self._guard is None else self._guard.stats,
             )
-
-    def flush(self, timeout: float) -> bool:
-        """Wait, at most so many seconds, until the store has what was released; return whether it has."""
-        return True if self._guard is None else self._guard.flush(timeout)
 
     # ---- nodes; with the lock held
 
@@ -575,10 +612,13 @@ class PrefixCache:
 
     def _reuse(self, seq_id: int, session: Session, contents: list[bytes], matched: int, limit: int) -> int:
         """Go on behind the exact match with tokens that were computed elsewhere; return how many match then."""
+        least = self._reuse_min_tokens
+        if least is None or limit - matched < least:
+            return matched
         chunks = Chunks(self._nodes, contents, self._block_size)
         while (chunk := chunks.find(matched)) is not None:
             num_tokens = min(chunk.num_tokens, limit - matched)
-            if num_tokens < (self._reuse_min_tokens or 0) or not self._move(seq_id, chunk, matched, num_tokens):
+            if num_tokens < least or not self._move(seq_id, chunk, matched, num_tokens):
                 break
             if session.exact_to is None:
                 session.exact_to = matched
@@ -698,14 +738,47 @@ class PrefixCache:
 def _check_cache(cache: KVCache) -> None:
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache is a {type(cache).__name__}: a KVCache is needed")
+    if cache._core.closed:
+        raise ValueError("the cache is closed")
     if any(isinstance(policy, CrossAttention) for policy in cache.policy):
         raise NotSupportedError("the cache has layers of CrossAttention: their rows do not follow from the tokens")
     if cache.strategy != "always":
         raise ValueError(f"the cache's strategy is {cache.strategy!r}: only what is stored can be kept; give 'always'")
+    if cache.max_sequences == 1:
+        raise ValueError(
+            "the cache's max_sequences is 1, so that a second request could not run beside the first: make it with "
+            "max_sequences=None, or as many as run at once"
+        )
     if cache.block_size > MOST_BLOCK_SIZE:
         raise ValueError(
             f"the cache's block_size is {cache.block_size}: blocks of at most {MOST_BLOCK_SIZE} tokens are kept; make "
             "it with block_size=64"
+        )
+
+
+def _check_rope(cache: KVCache) -> None:
+    for i, layer in enumerate(cache._layers):
+        if layer.rope is None and layer.policy is not None:
+            raise NotSupportedError(
+                f"reuse_min_tokens moves tokens, and the keys of layer {i} may have to be rotated: make the cache with"
+                " rope=, or leave reuse_min_tokens out"
+            )
+
+
+def _seconds(timeout: SupportsFloat) -> float:
+    seconds = to_float(timeout, "timeout")
+    if not seconds >= 0:
+        raise ValueError(f"timeout={timeout!r}: must be a number of seconds of at least 0")
+    return seconds
+
+
+def _check_store(store: object) -> None:
+    """Raise TypeError for what is no mutable mapping; for one by its methods alone, it need not say that it is."""
+    methods = ("__getitem__", "__setitem__", "__delitem__")
+    if isinstance(store, Sequence) or not all(hasattr(type(store), name) for name in methods):
+        raise TypeError(
+            f"store is a {type(store).__name__}: a mutable mapping of str to bytes is needed, such as"
+            " kvcache.stores.open returns"
         )
 
 

@@ -1,8 +1,8 @@
 """Name blocks of tokens: a key stands for the block's tokens, all tokens before it, and the cache they were fed to.
 
 A key is BLAKE2b of the key of the block before and of the block's content. The first one's parent stands for the
-model and for the shape of the cache, and all are keyed with a tenant's salt: who does not know the salt can neither
-name a block nor guess, from names or times, what others have asked.
+model and for the shape of the cache, and all are keyed with a tenant's salt. Without the salt nobody can name a block,
+or tell what others have asked by the names in a store or by how soon an answer begins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["KEY_SIZE", "Keys", "Tokens", "blocks_of", "common_tokens", "count_tokens", "identity_of"]
 
 Token: TypeAlias = SupportsIndex | bytes
-Tokens: TypeAlias = Sequence[Token] | npt.NDArray[np.integer[Any]]
+Tokens: TypeAlias = Sequence[Token] | bytes | bytearray | memoryview | npt.NDArray[np.integer[Any]]
 
 KEY_SIZE = 32
 LAYOUT_VERSION = 1  # of what keys stand for, and of the rows in a store: raise it with either
@@ -33,28 +33,34 @@ DIGEST_SIZE = 32  # bytes of a token in the content of any other block
 INTEGERS, DIGESTS = b"\x00", b"\x01"  # begin a content, and say which
 
 
-def blocks_of(tokens: Tokens, block_size: int) -> list[bytes]:
-    """Cut tokens into blocks, the last of which may be short, and return what each block's key is made of.
+def blocks_of(tokens: Tokens, block_size: int, most: int | None = None) -> list[bytes]:
+    """Cut tokens, or the first `most` of them, into blocks; return what the key of each block is made of.
 
-    Integers of 64 bits are written as they are. A block with any other token, bytes or an integer that is longer, is
-    written as a digest of each token.
+    The last block may be short. Integers of 64 bits are written as they are. A block with any other token, bytes or an
+    integer that is longer, is written as a digest of each token.
     """
     integers = _as_integers(tokens)
     if integers is None:
-        return [_content_of(tokens[i : i + block_size]) for i in range(0, len(tokens), block_size)]
-    size = INT_SIZE * block_size
+        others = list(tokens)[:most]
+        return [_content_of(others[i : i + block_size]) for i in range(0, len(others), block_size)]
+    integers, size = integers if most is None else integers[: INT_SIZE * most], INT_SIZE * block_size
     return [INTEGERS + integers[i : i + size] for i in range(0, len(integers), size)]
 
 
 def _as_integers(tokens: Tokens) -> bytes | None:
     """Return the tokens as 64-bit integers, little-endian; None if one of them is none."""
-    if hasattr(tokens, "__array__"):  # of NumPy, of torch
+    if isinstance(tokens, bytes | bytearray):  # each byte is a token
+        tokens = np.frombuffer(tokens, np.uint8)
+    if isinstance(tokens, memoryview) or hasattr(tokens, "__array__"):  # of NumPy, of torch
         found = np.asarray(tokens)
         if found.ndim != 1 or found.dtype.kind not in "iu":
             raise TypeError(f"tokens are {found.dtype}{list(found.shape)}: one dimension of integers is needed")
         if found.dtype == np.uint64 and found.size and found.max() > np.iinfo(np.int64).max:
             return None
         return found.astype("<i8").tobytes()
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        hint = "; where bytes are tokens, encode it" if isinstance(tokens, str) else ""
+        raise TypeError(f"tokens is a {type(tokens).__name__}: a sequence of integers or bytes is needed{hint}")
     try:
         numbers = array("q", cast("Sequence[int]", tokens))
     except (TypeError, OverflowError):
@@ -65,7 +71,7 @@ def _as_integers(tokens: Tokens) -> bytes | None:
     return numbers.tobytes()
 
 
-def _content_of(block: Tokens) -> bytes:
+def _content_of(block: list[Token]) -> bytes:
     integers = _as_integers(block)
     return DIGESTS + b"".join(_digest_of(token) for token in block) if integers is None else INTEGERS + integers
 

@@ -1,6 +1,8 @@
 /* prepare.c: makes sure that a batch fits: see prepare.h. */
 #include "store/prepare.h"
 
+#include <stdio.h>
+
 #include "store/compact.h"
 #include "store/demand.h"
 #include "store/evict.h"
@@ -269,6 +271,17 @@ static kvc_status check_room_without_retained(const kvc_batch *batch) {
     return status;
 }
 
+/* Adds to the error of a batch that does not fit how many retained sequences are pinned. */
+static kvc_status fail_by_pins(const kvc_cache *cache, kvc_status status) {
+    int64_t num = 0;
+    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer)
+        num += sequence->num_pins != 0;
+    if (!num) return status;
+    char text[384];
+    snprintf(text, sizeof text, "%s", kvc_last_error());
+    return kvc_fail(status, "%s; %lld retained sequences are pinned: unpin some", text, (long long)num);
+}
+
 /* Checks capacity and max_bytes, and reclaims what it takes to succeed. */
 static kvc_status make_room(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
@@ -281,7 +294,7 @@ static kvc_status make_room(const kvc_batch *batch) {
         if (status != KVC_ERR_FULL || !kvc_reclaim(cache, lack.group, lack.slots * step)) break;
         status = KVC_OK;
     }
-    return status;
+    return status == KVC_ERR_FULL ? fail_by_pins(cache, status) : status;
 }
 
 kvc_status kvc_fit(const kvc_batch *batch) {

@@ -320,7 +320,9 @@ static kvc_status attach(kvc_cache *cache, const int64_t *ids, int32_t num, int6
                          int32_t *matched) {
     kvc_sequence *old = kvc_cache_find(cache, dst);
     kvc_status status = kvc_check_idle(old);
-    if (status == KVC_OK && old && kvc_sequence_holds(old)) status = check_unused(cache, dst);
+    if (status == KVC_OK && old && kvc_sequence_holds(old))
+        status = kvc_fail(KVC_ERR_INVALID, "dst: sequence %lld holds rows; attach to one that holds nothing",
+                          (long long)dst);
     if (status != KVC_OK || !num) return status;
     const size_t size = (size_t)num * sizeof(kvc_sequence *);
     pieces p = {cache, kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1), num};

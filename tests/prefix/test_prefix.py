@@ -2,9 +2,12 @@
 
 import copy
 import gc
+import math
 import os
 import random
+import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,6 +125,24 @@ def test_tokens_of_any_kind():
     assert prefix.acquire(np.array([2**63], np.uint64))[1] == 0
 
 
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda text: memoryview(text).cast("b"), list])
+def test_text_as_bytes(kind):
+    """Where bytes are tokens, a prompt of any length is given as it is; it equals the list of its bytes."""
+    text = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak."
+    cache, prefix = make()
+    seq_id, matched = prefix.acquire(kind(text[:8]))
+    assert (matched, prefix.stats.tokens) == (0, 8)
+    cache.clear(seq_id)
+    seq_id, _ = prefix.acquire(kind(text))
+    feed(cache, seq_id, text, 0, 70)
+    prefix.release(seq_id, kind(text))
+    for same in (text, bytearray(text), memoryview(text), list(text), np.frombuffer(text, np.uint8)):
+        assert prefix.acquire(same)[1] == 70
+    assert prefix.pin(kind(text)) == 64
+    prefix.unpin(kind(text))
+    assert prefix.acquire(b"First Servant")[1] == 6
+
+
 @pytest.mark.parametrize("difference", [{"salt": b"another"}, {"fingerprint": "another"}])
 def test_tenants_share_nothing(difference):
     """Another tenant, or another model, on the same cache finds nothing, and takes nothing away."""
@@ -194,6 +215,24 @@ def test_pins():
     serve(prefix, cache, PROMPT)
     prefix.unpin(PROMPT)
     feed(cache, 77, [-1] * 200, 0, 10 * BLOCK)
+
+
+@pytest.mark.parametrize("limit", ["capacity", "max_bytes"])
+def test_an_error_of_a_full_cache_says_what_is_pinned(limit):
+    """And `unpin` helps."""
+    cache, prefix = make()
+    serve(prefix, cache, PROMPT)
+    cache, prefix = make(**{limit: {"capacity": 8 * BLOCK, "max_bytes": cache.nbytes + 100}[limit]})
+    serve(prefix, cache, PROMPT)
+    assert prefix.pin(PROMPT) == 100
+    for _ in range(2):
+        with pytest.raises(kvcache.CacheFullError, match=rf"{limit}.*; 7 retained sequences are pinned: unpin some"):
+            feed(cache, 77, [-1] * 80, 0, 80)
+    prefix.unpin(PROMPT)
+    feed(cache, 77, [-1] * 80, 0, 80)
+    with pytest.raises(kvcache.CacheFullError) as found:
+        feed(cache, 77, [-1] * 500, 80, 500)
+    assert "pinned" not in str(found.value)
 
 
 def test_evict():
@@ -333,12 +372,39 @@ def test_reuse():
     assert prefix.acquire([*PROMPT[:30], *PROMPT[45:60], -1])[1] == 30  # too few
 
 
-@pytest.mark.parametrize("arguments", [{"rope": None}, {"rope": False, "reuse_min_tokens": None}])
-def test_no_reuse(arguments):
-    """Not if keys cannot be moved, and not unless it is asked for."""
-    cache, prefix = make(**{"reuse_min_tokens": 20, **arguments})
+def test_no_reuse():
+    """Not unless it is asked for."""
+    cache, prefix = make(rope=False)
     serve(prefix, cache, PROMPT)
     assert prefix.acquire([*PROMPT[:30], *PROMPT[45:90], -1])[1] == 30
+
+
+@pytest.mark.parametrize(("rope", "layer"), [(None, 0), ([False, None], 1)])
+def test_no_reuse_of_keys_that_cannot_be_moved(rope, layer):
+    cache = make_cache(rope=rope)
+    with pytest.raises(kvcache.NotSupportedError, match=rf"reuse_min_tokens .* layer {layer} .* with rope="):
+        kvcache.PrefixCache(cache, fingerprint="a model", reuse_min_tokens=20)
+    with pytest.raises(kvcache.NotSupportedError, match=f"layer {layer}"):
+        cache.shift(0, None, 1, seq_id=1)  # of the same layer
+    assert kvcache.PrefixCache(cache, fingerprint="a model").acquire(PROMPT)[1] == 0
+
+
+def test_reuse_with_a_layer_that_stores_nothing():
+    cache = kvcache.KVCache(
+        2, 1, 2, None, policy=[kvcache.FullAttention(), None], rope=[False, None], max_sequences=None, block_size=BLOCK
+    )
+    kvcache.PrefixCache(cache, fingerprint="a model", reuse_min_tokens=20)
+
+
+def test_a_chunk_behind_tokens_that_match_nothing():
+    """These have to be fed first, and so has what follows them; the other way round it matches."""
+    cache, prefix = make(reuse_min_tokens=20, rope=False)
+    system, document = PROMPT[:30], list(range(500, 580))
+    serve(prefix, cache, [*system, -1, -2, *document])
+    seq_id, matched = prefix.acquire([*system, -3, *document, -4])
+    assert matched == 30
+    cache.clear(seq_id)
+    assert prefix.acquire([*system, *document, -3])[1] == 110
 
 
 # ---- bad input
@@ -348,27 +414,126 @@ def test_refused():
     cache, prefix = make()
     with pytest.raises(ValueError, match="tokens is empty"):
         prefix.acquire([])
-    for wrong in ([1, 2.5], ["a"], np.ones((2, 2), int), np.ones(3)):
+    text = memoryview(b"text")
+    for wrong in ([1, 2.5], ["a"], np.ones((2, 2), int), np.ones(3), text.cast("c"), text.cast("B", (2, 2))):
         with pytest.raises(TypeError, match="token"):
             prefix.acquire(wrong)
+    for wrong in (None, 5, "ROMEO:", {1, 2}, {1: 2}, iter([1])):
+        for call in (prefix.acquire, prefix.pin, prefix.unpin, lambda tokens: prefix.release(0, tokens)):
+            with pytest.raises(TypeError, match=rf"tokens is a {type(wrong).__name__}: a sequence of integers"):
+                call(wrong)
+    with pytest.raises(TypeError, match="where bytes are tokens, encode it"):
+        prefix.acquire("ROMEO:")
     with pytest.raises(TypeError, match="fingerprint=None"):
         kvcache.PrefixCache(cache, fingerprint=None)
+    with pytest.raises(ValueError, match="fingerprint is empty: name what computes"):
+        kvcache.PrefixCache(cache, fingerprint="")
+    for wrong in ("1", None, b"1", [1], True):
+        with pytest.raises(TypeError, match=r"timeout=.*: a number is needed, not"):
+            kvcache.PrefixCache(cache, fingerprint="a model", timeout=wrong)
     with pytest.raises(TypeError, match="salt is a int"):
-        kvcache.PrefixCache(cache, fingerprint="", salt=5)
+        kvcache.PrefixCache(cache, fingerprint="a model", salt=5)
     with pytest.raises(TypeError, match="cache is a dict"):
-        kvcache.PrefixCache({}, fingerprint="")
-    for name, value in (("timeout", -1), ("reuse_min_tokens", 0), ("secret", b"x")):
+        kvcache.PrefixCache({}, fingerprint="a model")
+    for name, value in (("timeout", -1), ("timeout", math.nan), ("reuse_min_tokens", 0), ("secret", b"x")):
         with pytest.raises(ValueError, match=name):
-            kvcache.PrefixCache(cache, fingerprint="", **{name: value})
+            kvcache.PrefixCache(cache, fingerprint="a model", **{name: value})
     with pytest.raises(ValueError, match=r"block_size is 4096.*block_size=64"):
-        kvcache.PrefixCache(make_cache(block_size=4096), fingerprint="")
+        kvcache.PrefixCache(make_cache(block_size=4096), fingerprint="a model")
+    for one in (kvcache.KVCache(2, 1, 8, 128), kvcache.KVCache(2, 1, 8, None), make_cache(max_sequences=1)):
+        with pytest.raises(ValueError, match=r"max_sequences is 1, .*: make it with max_sequences=None"):
+            kvcache.PrefixCache(one, fingerprint="a model")
     with pytest.raises(ValueError, match="LongSequencesOnly"):
-        kvcache.PrefixCache(make_cache(strategy=kvcache.LongSequencesOnly(9)), fingerprint="")
+        kvcache.PrefixCache(make_cache(strategy=kvcache.LongSequencesOnly(9)), fingerprint="a model")
     with pytest.raises(kvcache.NotSupportedError, match="CrossAttention"):
-        kvcache.PrefixCache(kvcache.KVCache(1, 1, 2, 9, policy=kvcache.CrossAttention(9)), fingerprint="")
+        kvcache.PrefixCache(kvcache.KVCache(1, 1, 2, 9, policy=kvcache.CrossAttention(9)), fingerprint="a model")
+
+
+def test_refused_by_a_call():
+    """What a call refuses is named, and changes nothing."""
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT)
+    feed(cache, seq_id, PROMPT, 0, 100)
+    for wrong in ("x", None, 1.5):
+        for name, call in {
+            "seq_id": lambda wrong: prefix.release(wrong, PROMPT),
+            "max_matched": lambda wrong: prefix.acquire(PROMPT, max_matched=wrong),
+            "num_tokens": prefix.evict,
+            "position": lambda wrong: prefix.note_inexact(seq_id, wrong),
+        }.items():
+            if (name, wrong) != ("max_matched", None):
+                with pytest.raises(TypeError, match=rf"{name}={wrong!r}: an integer is needed"):
+                    call(wrong)
+        with pytest.raises(TypeError, match=rf"seq_id={wrong!r}: an integer is needed"):
+            prefix.note_inexact(wrong, 3)
+    for call in (prefix.flush, prefix.close):
+        for wrong in ("a", None):
+            with pytest.raises(TypeError, match=rf"timeout={wrong!r}: a number is needed"):
+                call(wrong)
+        for wrong in (-1, math.nan):
+            with pytest.raises(ValueError, match=rf"timeout={wrong!r}: must be a number of seconds of at least 0"):
+                call(wrong)
+    for call in (
+        lambda: prefix.note_inexact(seq_id, -3),
+        lambda: prefix.note_inexact(999, -3),
+        lambda: prefix.evict(-1),
+    ):
+        with pytest.raises(ValueError, match=r"(position|num_tokens)=-\d: must be at least 0"):
+            call()
+    prefix.release(seq_id, PROMPT)
+    assert prefix.acquire(PROMPT)[1] == 99
+
+
+def test_ending_a_sequence_twice():
+    """As in a ``finally``, where it is not known whether the sequence has ended."""
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT)
+    feed(cache, seq_id, PROMPT, 0, 100)
+    for _ in range(2):
+        prefix.release(seq_id, PROMPT)
+    prefix.release(-5, PROMPT)
+    prefix.note_inexact(seq_id, 3)
+    seq_id, matched = prefix.acquire(PROMPT)
+    assert matched == 99
+    cache.clear(seq_id)
+    prefix.release(seq_id, PROMPT)
+    assert prefix.stats.sequences == 0
+    cache.validate()
+
+
+def test_the_page_s_runner_ends_a_sequence_that_cannot_be_fed():
+    """`serve` of docs/prefix.md, as it stands there; what was fed of the prompt is kept."""
+    page = (Path(__file__).resolve().parents[2] / "docs/prefix.md").read_text()
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.S)[1], names)
+    feed_as_shown = names["feed"]
+
+    def fail_at_the_answer(seq_id, begin, tokens):
+        feed_as_shown(seq_id, begin, tokens)
+        if begin:
+            raise KeyError
+
+    names["feed"] = fail_at_the_answer
+    with pytest.raises(KeyError):
+        names["serve"](PROMPT, [1, 2, 3])
+    assert names["prefix"].stats.sequences == 0
+    assert names["cache"].sequences == []
+    with pytest.raises(KeyError):
+        names["serve"](PROMPT, [1])
+    assert names["prefix"].stats.matched == 99
+
+
+def test_a_closed_cache():
+    cache, prefix = make()
+    serve(prefix, cache, PROMPT)
     cache.close()
-    with pytest.raises(ValueError, match="closed"):
-        prefix.acquire([1])
+    calls = (lambda: prefix.acquire([1]), lambda: prefix.release(0, [1]), lambda: prefix.pin([1]), prefix.clear)
+    for call in (*calls, lambda: kvcache.PrefixCache(cache, fingerprint="a model")):
+        with pytest.raises(ValueError, match="the cache is closed"):
+            call()
+    assert prefix.flush(math.inf)
+    assert prefix.close()
+    assert prefix.stats.requests == 1
 
 
 def test_release_while_it_is_in_a_batch():

@@ -67,8 +67,9 @@ def test_a_server_that_is_killed_stopped_and_started_in_the_middle_of_work(tmp_p
         def is_hit():
             for prompt in requests(2):
                 serve(prefix, cache, prompt)
+            prefix.flush(10)
             other = make(store)
-            return prefix.flush(10) and serve(other[1], other[0], next(requests(1)))
+            return serve(other[1], other[0], next(requests(1)))
 
         servers.until(is_hit)
 
@@ -84,8 +85,9 @@ def test_a_server_that_is_full(tmp_path, make, policy):
         cache, prefix = make(stores.open(server.url))
         for prompt in requests(30):
             serve(prefix, cache, prompt)
-            assert prefix.flush(10)
+            is_complete = prefix.flush(10)
         stats = prefix.stats.store
+        assert is_complete == (policy != "noeviction")
         assert (stats.dropped > 0) == (policy == "noeviction")
         assert (stats.written > 0) == (policy != "noeviction")
         assert stats.reading

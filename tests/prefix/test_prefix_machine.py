@@ -17,7 +17,7 @@ class Requests(RuleBasedStateMachine):
     @initialize(kind=st.sampled_from(list(POLICIES)), capacity=st.sampled_from([None, 12 * BLOCK]))
     def begin(self, kind, capacity):
         self.cache = make_cache(kind, capacity=capacity)
-        self.prefixes = [kvcache.PrefixCache(self.cache, fingerprint="", salt=salt) for salt in SALTS]
+        self.prefixes = [kvcache.PrefixCache(self.cache, fingerprint="a model", salt=salt) for salt in SALTS]
         self.seen = [[] for _ in SALTS]
         self.kept = capacity is None  # nothing was ever dropped, so that the longest match is there
         self.running = {}  # by sequence: its tenant, its tokens, and whether its rows are right

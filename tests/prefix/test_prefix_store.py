@@ -1,9 +1,11 @@
 """Blocks in a store: the next process finds them; whatever the store does, answers are right."""
 
+import math
 import threading
 import time
 
 import pytest
+from support import servers
 from support.prefixes import BLOCK, check_rows, feed, make_cache, serve
 
 import kvcache
@@ -52,7 +54,7 @@ def test_quantised_rows():
     store, found = {}, []
     for _ in range(2):
         cache = kvcache.KVCache(2, 2, 64, None, max_sequences=None, block_size=BLOCK, k_dtype="q8_0", v_dtype="iq4_nl")
-        prefix = kvcache.PrefixCache(cache, store=store, fingerprint="", timeout=10)
+        prefix = kvcache.PrefixCache(cache, store=store, fingerprint="a model", timeout=10)
         seq_id, matched = prefix.acquire(PROMPT)
         with cache.batch(positions=range(matched, 100), seq_ids=[seq_id] * (100 - matched)) as batch:
             import numpy as np
@@ -170,7 +172,106 @@ def test_a_store_that_fails(store):
         assert serve(prefix, cache, prompt) == (0 if i < 3 else 99)
     assert time.monotonic() - begin < 20
     cache.validate()
-    assert not prefix.close(timeout=0.1) or store == {}
+    assert not prefix.flush(timeout=0.1)
+    assert not prefix.close(timeout=0.1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_flush_and_close_say_whether_the_store_took_everything():
+    store = Broken()
+    cache, prefix = make(store)
+    assert prefix.flush(10), "nothing was to be written"
+    serve(prefix, cache, PROMPT)
+    assert not prefix.flush(10)
+    assert not prefix.flush(10), "what was dropped is still not there"
+    assert not prefix.close()
+    assert prefix.stats.store.dropped == 6
+    cache, prefix = make({})
+    serve(prefix, cache, PROMPT)
+    assert prefix.flush(math.inf)
+    assert prefix.close()
+    assert prefix.stats.store.written == 6
+    assert kvcache.PrefixCache(cache, fingerprint="a model").close(), "there is no store"
+
+
+def test_a_server_that_is_not_there():
+    """As typed: the address of a server that nobody started."""
+    pytest.importorskip("valkey")
+    cache, prefix = make(stores.open(f"valkey://localhost:{servers.free_port()}/0"))
+    serve(prefix, cache, PROMPT)
+    assert not prefix.flush(20)
+    assert not prefix.close(20)
+    assert (prefix.stats.store.dropped, prefix.stats.store.written) == (6, 0)
+
+
+class Held(dict):
+    """A store that takes nothing before it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def __setitem__(self, key, value):
+        self.go_on.wait(60)
+        super().__setitem__(key, value)
+
+
+class Methods:
+    """A mapping that is none by name, with no more methods than are needed."""
+
+    def __init__(self):
+        self.items = {}
+
+    def __getitem__(self, key):
+        return self.items[key]
+
+    def __setitem__(self, key, value):
+        self.items[key] = value
+
+    def __delitem__(self, key):
+        del self.items[key]
+
+
+def test_a_mapping_by_its_methods():
+    store = Methods()
+    fill(store)
+    assert make(store)[1].acquire(PROMPT)[1] == 96
+
+
+@pytest.mark.parametrize(
+    "wrong", ["dir:prefixes", b"dir:prefixes", [], object(), dict, ("a", "b"), 5, {"a"}, bytearray()]
+)
+def test_what_is_no_store(wrong):
+    kind = type(wrong).__name__
+    with pytest.raises(TypeError, match=rf"store is a {kind}: a mutable mapping .* kvcache\.stores\.open"):
+        make(wrong)
+
+
+def test_rows_that_go_before_they_are_written():
+    """They are not in the store, and counted as dropped."""
+    store = Held()
+    cache, prefix = make(store)
+    serve(prefix, cache, PROMPT)
+    assert not prefix.flush(0.01)
+    prefix.clear()
+    store.go_on.set()
+    assert not prefix.flush(10)
+    stats = prefix.stats.store
+    assert stats.dropped + stats.written == 6
+    assert stats.dropped >= 5
+    assert len(store) == stats.written
+
+
+def test_after_close():
+    """The store is left alone; memory goes on."""
+    store = {}
+    cache, prefix = make(store)
+    assert prefix.close()
+    assert serve(prefix, cache, PROMPT) == 0
+    assert serve(prefix, cache, PROMPT) == 99
+    assert store == {}
+    assert not prefix.flush(10)
+    assert not prefix.close()
 
 
 def test_no_room_for_what_the_store_has():

@@ -34,7 +34,7 @@ def uncached(tokens):
 def test_many_requests(num_requests):
     """No error and no leak, and the bits of a run without a prefix cache."""
     cache = make_cache("hybrid", capacity=32 * 100 + 500, num_threads=1)
-    prefix = kvcache.PrefixCache(cache, fingerprint="")
+    prefix = kvcache.PrefixCache(cache, fingerprint="a model")
     tails = [[-i, *range(i % 7)] for i in range(40)]
     requests = [p + tail for p in PROMPTS for tail in tails]
     answers = [uncached(tokens) for tokens in requests]
@@ -70,7 +70,7 @@ def test_many_requests(num_requests):
 def test_requests_beside_a_model():
     """Request threads acquire and release while another one runs batches without a pause."""
     cache = make_cache("hybrid", capacity=64 * BLOCK)
-    prefix = kvcache.PrefixCache(cache, fingerprint="")
+    prefix = kvcache.PrefixCache(cache, fingerprint="a model")
     answers = [uncached(tokens) for tokens in PROMPTS]
     stop = threading.Event()
     num_batches = 0
