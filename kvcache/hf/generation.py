@@ -1,11 +1,12 @@
-"""Let ``generate`` make a cache of this package where ``cache_implementation="kvcache"`` asks for one.
+"""Let ``generate`` make a cache where ``cache_implementation="kvcache"`` asks for one.
 
-And let it tell an `HFCache` with a prefix cache what its prompt is.
+Also let it hand its prompt to an `HFCache` that has a prefix cache.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from contextvars import ContextVar
 from typing import Any
 
@@ -46,7 +47,10 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
             f"cache_implementation={wanted!r} does not go with the attention {NAME!r}: say"
             f" cache_implementation={NAME!r}, or pass an HFCache as past_key_values"
         )
-    is_given = model_kwargs.get("past_key_values") is not None
+    given = model_kwargs.get("past_key_values")
+    is_given = given is not None
+    if generation_config.use_cache is False:
+        _note_no_cache(self, wanted, given)
     if wanted == NAME and not is_given and generation_config.use_cache is not False:
         kind = HFEncoderDecoderCache if self.config.is_encoder_decoder else HFCache
         cache = kind(self.config, **(generation_config.cache_config or {}))
@@ -56,6 +60,24 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
             made.append(cache)
         return None
     return prepare_cache(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _note_no_cache(model: Any, wanted: str | None, given: Any) -> None:
+    """Raise for a cache that is given although `use_cache` is False, warn of one that the model's own config rules out.
+
+    Without `use_cache`, the whole text is fed in every step, and a cache would store it each time anew.
+    """
+    if isinstance(given, (HFCache, HFEncoderDecoderCache)):
+        raise ValueError(
+            f"use_cache=False, which may come from the {type(model.config).__name__}, feeds the whole text in every"
+            " step: give use_cache=True beside past_key_values"
+        )
+    if wanted == NAME and model.generation_config.use_cache is False:
+        warnings.warn(
+            f"kvcache: no cache is made, because the model's generation config says use_cache=False"
+            f" ({type(model.config).__name__}): give use_cache=True beside cache_implementation={NAME!r}",
+            stacklevel=3,
+        )
 
 
 def _prefill(

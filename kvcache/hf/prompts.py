@@ -44,10 +44,24 @@ def placeholders_of(config: PreTrainedConfig) -> set[int]:
     return {value for name, value in vars(config).items() if PLACEHOLDER.fullmatch(name) and isinstance(value, int)}
 
 
+def check_tokens(tokens: object, name: str) -> None:
+    """Raise TypeError for what is no tensor of integers."""
+    if not isinstance(tokens, torch.Tensor):
+        raise TypeError(
+            f"{name} is a {type(tokens).__name__}: a tensor [batch, tokens] is needed, as tokenizers return with"
+            ' return_tensors="pt"'
+        )
+    if tokens.is_floating_point() or tokens.is_complex():
+        raise TypeError(f"{name} has the type {tokens.dtype}: integers are needed")
+
+
 def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None, placeholders: set[int]) -> list[Prompt]:
     """Return the prompt of each row; raise ValueError for a mask of another shape, or a row that it hides whole."""
+    check_tokens(input_ids, "input_ids")
     if input_ids.ndim != 2 or not input_ids.numel():
         raise ValueError(f"input_ids has the shape {[*input_ids.shape]}: [batch, tokens] is needed")
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        raise TypeError(f"attention_mask is a {type(mask).__name__}: a tensor [batch, tokens] is needed")
     if mask is not None and mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask has the shape {[*mask.shape]}, input_ids {[*input_ids.shape]}")
     shown = shown_columns(torch.ones_like(input_ids) if mask is None else mask, input_ids.shape[1])
@@ -63,7 +77,7 @@ def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None, placeholders:
 
 
 class Prompts:
-    """The prompts of a batch, whose beginnings come from a prefix cache, and where rows follow from other than tokens.
+    """The prompts of a batch whose beginnings come from a prefix cache, and where rows stop following from tokens.
 
     Parameters
     ----------
@@ -72,7 +86,7 @@ class Prompts:
     input_ids, mask : torch.Tensor
         The prompts, ``[batch, tokens]``, and 0 for padding; a mask of None shows all.
     placeholders : set of int
-        Tokens that stand for what they do not say.
+        Tokens that stand for an image or sound, and do not say for which.
     """
 
     def __init__(
@@ -164,6 +178,9 @@ class Prompts:
         """Release the sequences with their tokens, or with those of the prompts; raise if the rows are not theirs."""
         rows = [prompt.tokens for prompt in self._rows]
         if tokens is not None:
+            check_tokens(tokens, "tokens")
+            if tokens.ndim != 2:
+                raise ValueError(f"tokens has the shape {[*tokens.shape]}: [{len(rows)}, tokens] is needed")
             if len(tokens) != len(rows):
                 raise ValueError(f"tokens has {len(tokens)} rows, the cache {len(rows)}: give all, or leave it out")
             rows = [row[prompt.leading :].tolist() for row, prompt in zip(tokens, self._rows, strict=True)]

@@ -22,7 +22,7 @@ LONG = 2.0  # seconds without progress after which garbage is collected, once
 
 
 class Shared:
-    """Whose batch is open, and which sequences nobody uses.
+    """Knows whose batch is open, and hands out ids that no sequence has.
 
     A `KVCache` has one open batch at a time, and an `HFCache` keeps its batch open until somebody asks for its tokens.
     So a pass that begins ends the complete pass before it, whosever that is, and waits for one that runs in another

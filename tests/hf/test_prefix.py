@@ -23,9 +23,9 @@ GREEDY = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
 NAMES = ["llama", "mistral", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "llama4"))]
 
 
-def prefix_for(model, **arguments):
+def prefix_for(model, reuse_min_tokens=None, **arguments):
     cache = HFCache.make_kv_cache(model.config, "f32", block_size=BLOCK, **arguments)
-    return kvcache.PrefixCache(cache, fingerprint="a model")
+    return kvcache.PrefixCache(cache, fingerprint="a model", reuse_min_tokens=reuse_min_tokens)
 
 
 class Counting:
@@ -499,7 +499,22 @@ def test_wrong_calls():
         with pytest.raises(ValueError, match=words):
             cache.acquire(wrong, mask)
         assert prefix.stats.sequences == 0
+    for wrong, mask, words in (
+        ([[1]], None, r"input_ids is a list: a tensor \[batch, tokens\] is needed"),
+        (tokens.numpy(), None, "input_ids is a ndarray"),
+        (None, None, "input_ids is a NoneType"),
+        (tokens.float(), None, r"input_ids has the type torch\.float32: integers are needed"),
+        (tokens, [[1] * 20] * 2, "attention_mask is a list: a tensor"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            cache.acquire(wrong, mask)
+        assert prefix.stats.sequences == 0
     cache.acquire(tokens)
+    for wrong, words in (([[1]], "tokens is a list: a tensor"), (tokens.double(), "tokens has the type torch.float64")):
+        with pytest.raises(TypeError, match=words):
+            cache.release(wrong)
+    with pytest.raises(ValueError, match=r"tokens has the shape \[20\]: \[2, tokens\] is needed"):
+        cache.release(tokens[0])
     with pytest.raises(ValueError, match="the cache holds tokens"):
         cache.acquire(tokens)
     with pytest.raises(ValueError, match="tokens has 1 rows, the cache 2"):
@@ -510,6 +525,7 @@ def test_wrong_calls():
     with torch.no_grad(), pytest.raises(ValueError, match=r"the batch has 1 rows.*batch_repeat_interleave"):
         model(tokens[:1], past_key_values=cache)
     cache.release()
+    HFCache(model.config).release(tokens)  # is `reset`
     with pytest.raises(TypeError, match="prefix"):
         HFEncoderDecoderCache(model.config, prefix=prefix)
 
@@ -557,3 +573,52 @@ def test_embeddings_are_not_matched():
     got = model.generate(inputs_embeds=embedded, **GREEDY, **given)
     assert torch.equal(got, generate(model, tokens)[0][:, LONG:])
     assert prefix.stats.requests == 1
+
+
+def test_a_model_whose_config_wants_no_cache():
+    """MPT: a prompt is matched once `use_cache` is said; a cache that would store the text in each step is refused."""
+    model = make(
+        transformers.MptConfig(d_model=64, n_heads=4, n_layers=2, expansion_ratio=2, vocab_size=97, max_seq_len=512)
+    )
+    assert model.generation_config.use_cache is False
+    prefix, tokens = prefix_for(model), random_tokens(1, LONG)
+    want, _ = generate(model, tokens, attention="eager", use_cache=True)
+    for matched in (0, LONG - 1):
+        got, fed = generate(model, tokens, prefix, "eager", use_cache=True)
+        assert torch.equal(got, want)
+        assert fed[0] == LONG - matched
+    with pytest.warns(UserWarning, match=r"no cache is made.*\(MptConfig\): give use_cache=True beside cache_impl"):
+        assert torch.equal(generate(model, tokens, prefix, "eager")[0], want)
+    before = prefix.stats
+    for kind in (HFCache(model.config), HFCache(model.config, prefix=prefix)):
+        with pytest.raises(
+            ValueError, match=r"use_cache=False, which may come from the MptConfig.* use_cache=True beside"
+        ):
+            model.generate(tokens, past_key_values=kind, **GREEDY)
+    assert prefix.stats == before
+
+
+def neox():
+    return make(transformers.GPTNeoXConfig(**{**BASE, "num_key_value_heads": 4}, rotary_pct=0.5))
+
+
+@pytest.mark.parametrize("model_for", [lambda: model_of("llama"), lambda: model_of("gemma3"), neox])
+def test_what_moved_is_rotated_as_the_configuration_says(model_for):
+    """Keys behind a cut are those of their new position: in the first layer, where they are of no other token."""
+    model = model_for()
+    with pytest.raises(kvcache.NotSupportedError, match=r"reuse_min_tokens moves tokens, .* make the cache with rope="):
+        prefix_for(model, reuse_min_tokens=64)
+    prefix = prefix_for(model, reuse_min_tokens=64, rope=kvcache.KVCache.from_config(model.config.to_dict()).rope)
+    tokens = random_tokens(1, 300)
+    generate(model, tokens, prefix)
+    cut = torch.cat([tokens[:, :50], tokens[:, 101:]], 1)
+    with torch.inference_mode():
+        cache, fresh = HFCache(model.config, prefix=prefix), HFCache(model.config, "f32")
+        assert cache.acquire(cut) == cut.shape[1] - 1
+        model(cut[:, -1:], past_key_values=cache)
+        model(cut, past_key_values=fresh)
+    assert prefix.stats.reused == cut.shape[1] - 51
+    length = fresh.layers[0].keys.shape[2]  # fewer in a window
+    assert torch.allclose(cache.layers[0].keys[:, :, -length:], fresh.layers[0].keys, atol=1e-4)
+    cache.release(cut)
+    assert prefix.stats.sequences == 0
