@@ -198,17 +198,20 @@ class Llama:
         tokens: ArrayLike,
         cache: KVCache,
         *,
+        seq_id: int = 0,
         last_only: bool = False,
         on_batch: Callable[[int, int], None] | None = None,
     ) -> F32:
-        """Append tokens to sequence 0 of a cache, and return the logits after each token.
+        """Append tokens to a sequence of a cache, and return the logits after each token.
 
         Parameters
         ----------
         tokens : array_like of int, shape [n]
-            The tokens that follow those in the cache, at least one. Long inputs are cut into batches.
+            The tokens that follow those of the sequence, at least one. Long inputs are cut into batches.
         cache : KVCache
             A cache for this model's shape, as `new_cache` makes.
+        seq_id : int, default 0
+            The sequence, say one that `kvcache.PrefixCache.acquire` returned.
         last_only : bool
             Whether to compute the logits of the last token only.
         on_batch : callable, optional
@@ -230,21 +233,21 @@ class Llama:
         self.config.check_tokens(ids)
         hidden = []
         for i in range(0, len(ids), PREFILL_TOKENS):
-            hidden.append(self._hidden(ids[i : i + PREFILL_TOKENS], cache))
+            hidden.append(self._hidden(ids[i : i + PREFILL_TOKENS], cache, seq_id))
             if on_batch is not None:
                 on_batch(min(i + PREFILL_TOKENS, len(ids)), len(ids))
         x = hidden[-1][-1:] if last_only else np.concatenate(hidden)
         return _rms_norm(x, self.norm, self.config.rms_norm_eps) @ self.head.T
 
-    def _hidden(self, ids: NDArray[np.intp], cache: KVCache) -> F32:
+    def _hidden(self, ids: NDArray[np.intp], cache: KVCache, seq_id: int) -> F32:
         """Run one batch through all layers: [n] -> [n, hidden]."""
         c, n = self.config, len(ids)
         rotated, all_heads = c.num_heads + c.num_kv_heads, c.num_heads + 2 * c.num_kv_heads
-        first = cache.next_position()
+        first = cache.next_position(seq_id)
         angles = np.arange(first, first + n)[:, None, None] * self.inv_freq  # float64: positions may be large
         cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         x = self.embedding[ids]
-        with cache.batch(n) as batch:
+        with cache.batch(n, seq_ids=[seq_id] * n) as batch:
             for index, layer in enumerate(self.layers):
                 qkv = _rms_norm(x, layer.attention_norm, c.rms_norm_eps) @ layer.qkv.T
                 if layer.qkv_bias is not None:

@@ -55,10 +55,10 @@ class NoCache:
     def __init__(self, window: int = 2**31, num_sink_tokens: int = 0) -> None:
         self.window, self.num_sink_tokens = window, num_sink_tokens
 
-    def next_position(self) -> int:
+    def next_position(self, seq_id: int) -> int:
         return 0
 
-    def batch(self, n: int) -> Self:
+    def batch(self, n: int, seq_ids: list[int]) -> Self:
         return self
 
     def __enter__(self) -> Self:
