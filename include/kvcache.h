@@ -31,7 +31,8 @@
  *           kvc_last_error() returns the message of the thread's last failure, with the numbers in it.  Nothing here
  *           aborts, prints or leaks.  Functions list their errors, but for two that mean the same everywhere:
  *           KVC_ERR_INVALID, an argument that cannot be (NULL, negative, an unknown constant), and KVC_ERR_INDEX, a
- *           layer that does not exist.
+ *           layer that does not exist.  Handles (kvc_cache *, kvc_batch *, ...) are not checked: they must come from
+ *           kvc_cache_new, kvc_begin and the like, and be in use; NULL, but for what is freed, crashes.
  * Threads   Any thread may call any function.  A mutex guards the bookkeeping; it is held briefly, and not while rows
  *           are put, replaced, copied out, settled, attended over or handed to a function of the caller (kvc_compact
  *           holds it while it moves rows).
@@ -437,9 +438,9 @@ KVC_API kvc_status kvc_compact(kvc_cache *cache);
 
 /* ---- rows that wait to be used again ---------------------------------------------------------------------------- */
 
-/* A retained sequence keeps rows that no running sequence may need any more, for others to come that begin with the
- * same tokens: a piece of a prompt, say, of block_size tokens.  It is read like any other.  No batch and no edit takes
- * it but kvc_inject (KVC_ERR_INVALID); kvc_clear_sequence drops it; kvc_sequences does not list it, and max_sequences
+/* A retained sequence keeps rows for later sequences that begin with the same tokens, when no running sequence may need
+ * them any more: say block_size tokens of a prompt.  It is read like any other.  Batches and edits refuse it with
+ * KVC_ERR_INVALID, but for kvc_inject; kvc_clear_sequence drops it; kvc_sequences does not list it, and max_sequences
  * does not count it.
  * Where a call would fail with KVC_ERR_FULL for capacity or max_bytes, rows of retained sequences that nobody else
  * holds are reclaimed first, the least recently used first; for a batch, and by kvc_reserve, none unless that is
@@ -447,16 +448,17 @@ KVC_API kvc_status kvc_compact(kvc_cache *cache);
  * its rows in the other layers are.  kvc_room counts what can be reclaimed. */
 
 /* Makes a retained sequence `id` of the rows of src at positions [begin, end), as the most recently used.  No row is
- * copied, and those of cross-attention layers are left out.  Where src holds no rows there, there is no sequence then.
+ * copied, and those of cross-attention layers are left out.  If src holds no rows there, no sequence is made.
  * Rows that the open batch adds to src are retained as well: before the commit they are all there, after it the next
- * batch may evict some.  If it is aborted, or does not keep them, clear the retained sequence.
+ * batch may evict some.  If the batch is aborted, or does not keep them, clear the retained sequence.
  * KVC_ERR_INVALID if `id` holds rows; KVC_ERR_BUSY while keys of src are rewritten; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end);
 
 /* Makes a retained sequence of new rows at positions [begin, end), at most block_size of them, whose contents come from
- * elsewhere: write them with kvc_inject.  Until then they hold anything, so the sequence is pinned: take the pin away
- * (kvc_pin) when they are written.  layers: [num_layers] not 0: the layer has rows; those of one group go together;
- * NULL: all do.  May be called while a batch is open.  KVC_ERR_INVALID as kvc_retain; KVC_ERR_FULL; KVC_ERR_NOMEM. */
+ * elsewhere: write them with kvc_inject.  Until then they are undefined, so the sequence is pinned: take the pin away
+ * (kvc_pin) when they are written.  layers: [num_layers] not 0 for layers that have rows, with all layers of one group
+ * alike; NULL: all have.  May be called while a batch is open.  KVC_ERR_INVALID as kvc_retain; KVC_ERR_FULL;
+ * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers);
 
 /* Makes dst, which holds nothing, of rows of retained sequences, given by rising position, as if their tokens had been

@@ -12,12 +12,11 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 
 from kvcache.models.reading import read_prompt, read_stdin
-from kvcache.system import parse_bytes
+from kvcache.system import BINARY, parse_bytes
 
 __all__ = ["parse_size", "parse_tokens", "prompt_bytes"]
 
 TOKENS = re.compile(r"([+-]?)(\d{1,3}(?:[_,]\d{3})+|\d{1,40})([km]?)", re.ASCII | re.IGNORECASE)
-THOUSANDS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def parse_tokens(text: str) -> int:
@@ -30,7 +29,7 @@ def parse_tokens(text: str) -> int:
     if found is None:
         raise ArgumentTypeError(f"{text!r} is no number of tokens, such as 8192, 8k or 1M")
     sign, digits, unit = found.groups()
-    return int(sign + re.sub("[_,]", "", digits)) * THOUSANDS[unit.lower()]
+    return int(sign + re.sub("[_,]", "", digits)) * BINARY[unit.lower()]
 
 
 def parse_size(text: str) -> int:

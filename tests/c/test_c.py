@@ -16,7 +16,9 @@ def test_program(workshop, source):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page(build, page, tmp_path):
-    source = tmp_path / f"{page.stem}.c"
-    (program,) = re.findall(r"^```c\n(.*?)^```$", page.read_text(), re.M | re.S)
-    source.write_text(program)
-    run(*EMULATOR, build(source))
+    programs = re.findall(r"^```c\n(.*?)^```$", page.read_text(), re.M | re.S)
+    assert programs
+    for i, program in enumerate(programs):
+        source = tmp_path / f"{page.stem}{i}.c"
+        source.write_text(program)
+        run(*EMULATOR, build(source))
