@@ -157,7 +157,7 @@ core() {
 
 # c_tests cc flags...: runs the tests of the core and of the C example, built with these flags only
 c_tests() {
-    CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no --slow tests/c tests/examples/test_c_example.py
+    CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no --full tests/c tests/examples/test_c_example.py
 }
 
 # sanitizers cc flags...: runs the C tests under the address and undefined-behaviour sanitizers
@@ -285,14 +285,13 @@ usual() {
     step "no leftovers" leftovers
     step "sdist and wheel" distributions
     step "install the wheel with [test]" install
+    command -v valkey-server >/dev/null || has "stores in Valkey or Redis" redis-server
+    has "stores with TLS" openssl
+    # Much of it waits or runs on one processor, and so do the steps that go on beside it.
+    step "pytest on the installed package" tests &
     step "ruff, cython-lint, clang-format" task "$tools" style
     step "mypy --strict, stubtest" task "$tools" types
     step "docs without a warning, links within them" task "$tools" docs DOCS="$tmp/html"
-    command -v valkey-server >/dev/null || has "stores in Valkey or Redis" redis-server
-    has "stores with TLS" openssl
-    # Much of the first waits for the C tests or runs on one processor, and so does the second; what only compiles goes on
-    # beside the first.
-    step "pytest on the installed package" tests &
     step "pytest with torch and the oldest transformers; README's commands" with_torch
     compiled
     wait

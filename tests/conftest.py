@@ -38,6 +38,14 @@ def pytest_addoption(parser):
     parser.addoption(
         "--slow", action="store_true", help="run tests marked slow, and the programs in C under sanitizers"
     )
+    parser.addoption(
+        "--full", action="store_true", help="run what --slow runs, and tests marked full, as .ci/full does"
+    )
+
+
+def part_of(config):
+    """Return which part of the tests runs: quick, slow (with the quick ones), or full, which is all."""
+    return "full" if config.option.full else "slow" if config.option.slow else "quick"
 
 
 def pytest_configure(config):
@@ -48,15 +56,19 @@ def pytest_configure(config):
         installed = Path(sysconfig.get_path("platlib")).resolve()
         if installed not in Path(kvcache.__file__).resolve().parents:
             raise pytest.UsageError(f"kvcache comes from {kvcache.__file__}, not from {installed}")
-    if not config.option.slow:
-        compiling.ENVIRONMENT["KVCACHE_TEST_QUICK"] = "1"  # for tests/c/support/test.h
-        if "HYPOTHESIS_PROFILE" not in os.environ:
-            hypothesis.settings.load_profile("quick")
+    if not config.option.full:
+        compiling.ENVIRONMENT["KVCACHE_TEST_PART"] = part_of(config)  # for tests/c/support/test.h
+    if part_of(config) == "quick" and "HYPOTHESIS_PROFILE" not in os.environ:
+        hypothesis.settings.load_profile("quick")
 
 
 def pytest_report_header(config):
-    slow = "all tests" if config.option.slow else "without the slow tests, which --slow runs, too"
-    return f"kvcache: {importlib.util.find_spec('kvcache').origin}, {slow}"
+    which = {
+        "quick": "without the slow tests, which --slow runs, too",
+        "slow": "with the slow tests; --full runs more of the same",
+        "full": "all tests",
+    }[part_of(config)]
+    return f"kvcache: {importlib.util.find_spec('kvcache').origin}, {which}"
 
 
 # ---- the C programs, which are built and run beside the other tests
@@ -68,7 +80,8 @@ def is_program(item):
 
 def pytest_collection_modifyitems(config, items):
     """Leave out what is slow; put the C programs last, when most are done."""
-    left_out = [] if config.option.slow else [item for item in items if item.get_closest_marker("slow")]
+    marks = {"quick": ("slow", "full"), "slow": ("full",), "full": ()}[part_of(config)]
+    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
     items[:] = sorted((item for item in items if item not in {*left_out}), key=is_program)

@@ -16,9 +16,9 @@ MODEL = ROOT / "examples" / "model"
 EXPECTED = json.loads((MODEL / "expected.json").read_text())
 EVAL = (MODEL / "eval.txt").read_text()
 QUICK = {("q8_0", None), ("f16", 50)}
-THREADS = [2, *(pytest.param(num, marks=pytest.mark.slow) for num in (1, 5))]
+THREADS = [2, *(pytest.param(num, marks=pytest.mark.full) for num in (1, 5))]
 TYPES_AND_WINDOWS = [
-    pytest.param(dtype, window, marks=() if (dtype, window) in QUICK else pytest.mark.slow)
+    pytest.param(dtype, window, marks=() if (dtype, window) in QUICK else pytest.mark.full)
     for dtype in ("f32", "f16", "bf16", "q8_0", "q4_0", "q5_1")
     for window in (None, 50)
 ]

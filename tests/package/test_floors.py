@@ -140,7 +140,7 @@ def test_every_instruction_assembles(floors, vectors, tmp_path, isa, compiler):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_section_of_the_benchmark(tmp_path):
     if not shutil.which("cc"):
         pytest.skip("needs a compiler")

@@ -117,6 +117,7 @@ def test_the_second_command_tests_what_the_first_installed(installed):
     assert f"kvcache: {installed.clone}/kvcache/__init__.py" in text
 
 
+@pytest.mark.full  # .ci/run builds it with what is installed
 def test_the_documentation_is_built_without_a_warning(installed):
     (command,) = re.findall(r"^`(pip install .* && sphinx-build .*)` makes a web site", README, re.M)
     installed.succeeds(f". .venv/bin/activate && {command} -W --keep-going")
@@ -134,6 +135,7 @@ def test_the_program_in_c_is_built_with_the_sources(reader):
     assert reader.succeeds(C_SOURCES) == "tokens stored: 1\n"
 
 
+@pytest.mark.full  # .ci/run installs it in another folder
 def test_the_programs_in_c_and_cpp_are_built_on_the_installed_library(reader, tmp_path, monkeypatch):
     for command in ("cmake", "pkg-config", "c++"):
         if not shutil.which(command):

@@ -90,7 +90,7 @@ def build_core(folder):
     if "KVCACHE_C_FLAGS" in os.environ:
         extra = shlex.split(os.environ["KVCACHE_C_FLAGS"])
     else:
-        extra = SANITIZERS if "KVCACHE_TEST_QUICK" not in os.environ and works(cc, SANITIZERS, folder) else []
+        extra = SANITIZERS if os.environ.get("KVCACHE_TEST_PART") != "quick" and works(cc, SANITIZERS, folder) else []
     command = [*cc, *FLAGS, *extra]
     return command, [str(path) for path in compile_core(folder, command)]
 

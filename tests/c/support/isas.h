@@ -11,26 +11,36 @@
 #include "kvcache.h"
 #include "support/test.h"
 
-static inline void for_each_isa(void (*test)(void))
+static inline void for_isa(const char *name, void (*test)(void))
 {
-    char names[] = KVC_KERNEL_NAMES;
-    for (char *name = strtok(names, " "); name; name = strtok(NULL, " ")) {
-        setenv("KVCACHE_ISA", name, 1);
-        if (kvc_isa())
-            test();
-        else
-            printf("no %s here: not tested\n", name);
-    }
+    setenv("KVCACHE_ISA", name, 1);
+    if (kvc_isa())
+        test();
+    else
+        printf("no %s here: not tested\n", name);
     unsetenv("KVCACHE_ISA");
 }
 
-/* The same; in a quick run only with the best set of this machine. */
+static inline void for_each_isa(void (*test)(void))
+{
+    char names[] = KVC_KERNEL_NAMES;
+    for (char *name = strtok(names, " "); name; name = strtok(NULL, " "))
+        for_isa(name, test);
+}
+
+/* With each set in a full run; else with the best of this machine and, unless the run is quick, the first with vectors:
+ * test_kernels.c tests the kernels of all. */
 static inline void for_some_isas(void (*test)(void))
 {
-    if (is_quick())
-        test();
-    else
+    char names[] = KVC_KERNEL_NAMES;
+    const char *first = (strtok(names, " "), strtok(NULL, " ")); /* the scalar one is before it */
+    if (is_full()) {
         for_each_isa(test);
+        return;
+    }
+    test();
+    if (!is_quick() && first && strcmp(kvc_isa(), first))
+        for_isa(first, test);
 }
 
 #endif

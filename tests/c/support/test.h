@@ -38,7 +38,14 @@ static inline int test_result(void)
 }
 
 /* Whether a part is enough of what repeats itself, such as sizes: in `pytest` without --slow. */
-static inline int is_quick(void) { return getenv("KVCACHE_TEST_QUICK") != NULL; }
+static inline int is_quick(void)
+{
+    const char *part = getenv("KVCACHE_TEST_PART");
+    return part && !strcmp(part, "quick");
+}
+
+/* Whether all is to be tested: in `pytest --full`, and in a program that is started by hand. */
+static inline int is_full(void) { return !getenv("KVCACHE_TEST_PART"); }
 
 /* 64 random bits (splitmix64); every run sees the same. */
 static inline uint64_t random_bits(void)
