@@ -9,12 +9,9 @@
 
 #include "attend/task.h"
 
-/* Returns the type as which kernels get rows of a type: as they are where there are kernels for it, else decoded for
- * many query rows, and unpacked to q8_0 for few. */
+/* Returns the type as which kernels get rows of a type in a task. */
 static inline int32_t kvc_kernel_type(const kvc_task *t, int32_t type) {
-    const kvc_kernels *kernels = t->call->kernels;
-    if (t->unit->tiled) return kernels->tiler[type].score ? type : KVC_F32;
-    return kernels->accumulate[type] ? type : KVC_Q8_0;
+    return kvc_taken_as(t->call->kernels, type, t->unit->tiled);
 }
 
 /* Whether kernels get rows of a type without the minima of their blocks. */

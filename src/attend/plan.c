@@ -121,13 +121,15 @@ static uint64_t add_floats(uint64_t *size, uint64_t count) {
 }
 
 /* Whether a layer of the plan's group stores blocks whose minima kernels do not take with them. */
-static int has_minima_apart(const kvc_plan *plan) {
+static int has_minima_apart(const kvc_plan *plan, int any_tiled) {
     const kvc_cache *cache = plan->batch->cache;
     for (int32_t i = 0; i < cache->num_layers; i++) {
         const kvc_layer *layer = &cache->layers[i];
         const int32_t types[] = {layer->k_type, layer->v_type};
         for (int j = 0; j < 2 && cache->group_of[i] == plan->group; j++)
-            if (KVC_TYPES[types[j]].has_minimum && !cache->kernels->accumulate[types[j]]) return 1;
+            for (int is_tiled = 0; is_tiled <= any_tiled; is_tiled++)
+                if (KVC_TYPES[types[j]].has_minimum && kvc_taken_as(cache->kernels, types[j], is_tiled) == KVC_Q8_0)
+                    return 1;
     }
     return 0;
 }
@@ -154,7 +156,7 @@ static void lay_out_lane(kvc_plan *plan, const totals *t) {
         add_floats(&lane->size, tile_rows ? (uint64_t)lane->acc_stride * (KVC_WIDE_TILE / KVC_CHUNK * KVC_PACKED) : 0);
     const int32_t widest = lane->q_stride > lane->acc_stride ? lane->q_stride : lane->acc_stride;
     lane->rows = add_floats(&lane->size, (uint64_t)widest * KVC_TILE); /* enough for rows of any type */
-    if (!has_minima_apart(plan)) return;
+    if (!has_minima_apart(plan, t->any_tiled)) return;
     lane->block_stride = (int32_t)kvc_align_up((uint64_t)widest / KVC_QUANT_ELEMENTS, KVC_LANES);
     lane->minima = add_floats(&lane->size, (uint64_t)lane->block_stride * KVC_TILE);
     lane->q_blocks = add_floats(&lane->size, q * (uint64_t)lane->block_stride);

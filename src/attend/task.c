@@ -154,8 +154,8 @@ static const kvc_scorer *scorer_of(const kvc_task *t, const kvc_tile *tile) {
 /* Returns the kernels that multiply rows of a stored type. */
 static const kvc_tiler *tiler_of(const kvc_task *t, int32_t type) {
     const kvc_kernels *kernels = t->call->kernels;
-    const int is_decoded = kvc_kernel_type(t, type) != type;
-    return is_decoded && kernels->decoded.score ? &kernels->decoded : &kernels->tiler[is_decoded ? KVC_F32 : type];
+    const int32_t kernel_type = kvc_kernel_type(t, type);
+    return kernel_type != type && kernels->decoded.score ? &kernels->decoded : &kernels->tiler[kernel_type];
 }
 
 int kvc_sum_shift(const kvc_task *t) { return t->unit->tiled ? tiler_of(t, t->call->layer->v_type)->sum_shift : 0; }
@@ -442,7 +442,8 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     kvc_next_tile(next, upcoming);
     kvc_walk next_keys = kvc_walk_keys(t, next), next_values = kvc_walk_values(t, next);
     const int32_t blocks = num ? (num + at_once - 1) / at_once : 1, ahead = (next->n + blocks - 1) / blocks;
-    query_block b = {0, 0, t->lane + lane->scores, values->weigh ? KVC_WEIGHTS_STRIDE : KVC_TILE};
+    query_block b = {0, 0, values->weigh ? t->lane + lane->scores : t->scores,
+                     values->weigh ? KVC_WEIGHTS_STRIDE : KVC_TILE};
     kvc_former former;
     if (c->kernels->begin) c->kernels->begin(&former);
     for (; b.first < num; b.first = b.end) {
@@ -450,12 +451,14 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
         keys.score(b.scores, b.stride, t->q + (size_t)b.first * (size_t)lane->q_stride, lane->q_stride,
                    t->lane + lane->keys, k_room, b.end - b.first, current->n, plan->k_dim, 0,
                    kvc_take_ahead(c, &next_keys, ahead));
+        if (key_minima_apart(t, current)) kvc_score_minima(t, current->n);
         weigh_block(t, current, &b, keys.scale, values->weigh);
         if (!b.first) pack_values(t, current, values->pack_values);
         values->accumulate(t->acc + (size_t)b.first * (size_t)lane->acc_stride, lane->acc_stride, b.scores, b.stride,
                            t->lane + lane->values, v_room, b.end - b.first, plan->v_dim, current->n, 1,
                            kvc_take_ahead(c, &next_values, ahead));
     }
+    if (kvc_lacks_minima(t, c->layer->v_type)) kvc_accumulate_minima(t, current->n);
     if (c->kernels->end) c->kernels->end(&former);
 }
 

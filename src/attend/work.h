@@ -139,6 +139,13 @@ struct kvc_plan {
 
 static inline int64_t kvc_smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* Returns the type as which kernels get rows of a type, for many query rows or few: as they are where there are kernels
+ * for it, else unpacked to q8_0; for many where q8_0 has none either, or what is decoded has its own, decoded. */
+static inline int32_t kvc_taken_as(const kvc_kernels *kernels, int32_t type, int is_tiled) {
+    if (is_tiled ? kernels->tiler[type].score != NULL : kernels->accumulate[type] != NULL) return type;
+    return is_tiled && (!kernels->tiler[KVC_Q8_0].score || kernels->decoded.score) ? KVC_F32 : KVC_Q8_0;
+}
+
 /* Returns the rows of a tile for many query rows.  Panels of a larger one would not stay in the L2 cache. */
 static inline int32_t kvc_tile_rows(const kvc_plan *plan) {
     enum { MOST_DIM = 512 }; /* of a key and a value */

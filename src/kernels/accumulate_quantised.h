@@ -64,6 +64,17 @@ INLINE void round_products(float *products, float inverse) {
                    v_mul(v_load(products + (i + 1) * LANES), v_set(inverse)));
 }
 
+/* Finds the units of num blocks and queries by their largest products, a lane each, and what products are multiplied by
+ * before they are rounded.  Goes on to a multiple of LANES. */
+INLINE void find_units(block_weights *w, vec largest[WEIGHTS_AT_ONCE], float inverse[WEIGHTS_AT_ONCE], int num) {
+    for (int i = num; i % LANES; i++) largest[i] = v_zero();
+    for (int i = 0; i < num; i += LANES) {
+        const vec x = v_max(v_set(1e-33f), v_max_lanes(largest + i)); /* smaller products round to nothing */
+        v_store(inverse + i, v_div(v_set(INT16_MAX), x));
+        v_store(w->unit + i, v_mul(x, v_set(1.0f / INT16_MAX)));
+    }
+}
+
 /* Rounds weights times scales to integers, in `blocks` blocks, the largest product of each and a query to INT16_MAX.
  * It and not the largest weight times the largest scale sets the unit: else a row of large elements and little weight,
  * even a hidden one, would cost all others their digits.  Goes over all blocks and queries three times, as what it does
@@ -79,12 +90,7 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, accumula
         for (int r = 0; r < num_q; r++, i++)
             prefetch_line(&next), largest[i] = multiply_scales(w->products[i], a->weights + r * KVC_TILE, scales);
     }
-    for (int i = blocks * num_q; i % LANES; i++) largest[i] = v_zero();
-    for (int i = 0; i < blocks * num_q; i += LANES) {                 /* goes on to a multiple of LANES */
-        const vec x = v_max(v_set(1e-33f), v_max_lanes(largest + i)); /* smaller products round to nothing */
-        v_store(inverse + i, v_div(v_set(INT16_MAX), x));
-        v_store(w->unit + i, v_mul(x, v_set(1.0f / INT16_MAX)));
-    }
+    find_units(w, largest, inverse, blocks * num_q);
     for (int b = 0, i = 0; b < blocks; b++)
         for (int r = 0; r < num_q; r++, i++) {
             w->unit[i] += zero_or_nan[b];

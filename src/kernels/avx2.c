@@ -19,13 +19,9 @@ DEFINE_ACCUMULATE(kvc_accumulate_bf16_avx2, KVC_BF16)
 DEFINE_PACK_KEYS(kvc_pack_keys_f32_avx2, KVC_F32)
 DEFINE_PACK_KEYS(kvc_pack_keys_f16_avx2, KVC_F16)
 DEFINE_PACK_KEYS(kvc_pack_keys_bf16_avx2, KVC_BF16)
-DEFINE_PACK_KEYS(kvc_pack_keys_q8_0_avx2, KVC_Q8_0)
-DEFINE_PACK_KEYS(kvc_pack_keys_q4_0_avx2, KVC_Q4_0)
 DEFINE_PACK_VALUES(kvc_pack_values_f32_avx2, KVC_F32)
 DEFINE_PACK_VALUES(kvc_pack_values_f16_avx2, KVC_F16)
 DEFINE_PACK_VALUES(kvc_pack_values_bf16_avx2, KVC_BF16)
-DEFINE_PACK_VALUES(kvc_pack_values_q8_0_avx2, KVC_Q8_0)
-DEFINE_PACK_VALUES(kvc_pack_values_q4_0_avx2, KVC_Q4_0)
 
 DEFINE_SCALE(kvc_scale_avx2)
 DEFINE_SOFTMAX(kvc_softmax_avx2)
@@ -59,10 +55,6 @@ const kvc_kernels kvc_kernels_avx2 = {
         KVC_FLOAT_TILER(kvc_scale_avx2, kvc_pack_keys_f16_avx2, kvc_pack_values_f16_avx2, kvc_matmul_avx2),
     .tiler[KVC_BF16] =
         KVC_FLOAT_TILER(kvc_scale_avx2, kvc_pack_keys_bf16_avx2, kvc_pack_values_bf16_avx2, kvc_matmul_avx2),
-    .tiler[KVC_Q8_0] =
-        KVC_FLOAT_TILER(kvc_scale_avx2, kvc_pack_keys_q8_0_avx2, kvc_pack_values_q8_0_avx2, kvc_matmul_avx2),
-    .tiler[KVC_Q4_0] =
-        KVC_FLOAT_TILER(kvc_scale_avx2, kvc_pack_keys_q4_0_avx2, kvc_pack_values_q4_0_avx2, kvc_matmul_avx2),
     .matmul = kvc_matmul_avx2,
     .softmax = kvc_softmax_avx2,
     .scale = kvc_scale_avx2,

@@ -21,13 +21,9 @@ DEFINE_ACCUMULATE(kvc_accumulate_bf16_avx512, KVC_BF16)
 DEFINE_PACK_KEYS(kvc_pack_keys_f32_avx512, KVC_F32)
 DEFINE_PACK_KEYS(kvc_pack_keys_f16_avx512, KVC_F16)
 DEFINE_PACK_KEYS(kvc_pack_keys_bf16_avx512, KVC_BF16)
-DEFINE_PACK_KEYS(kvc_pack_keys_q8_0_avx512, KVC_Q8_0)
-DEFINE_PACK_KEYS(kvc_pack_keys_q4_0_avx512, KVC_Q4_0)
 DEFINE_PACK_VALUES(kvc_pack_values_f32_avx512, KVC_F32)
 DEFINE_PACK_VALUES(kvc_pack_values_f16_avx512, KVC_F16)
 DEFINE_PACK_VALUES(kvc_pack_values_bf16_avx512, KVC_BF16)
-DEFINE_PACK_VALUES(kvc_pack_values_q8_0_avx512, KVC_Q8_0)
-DEFINE_PACK_VALUES(kvc_pack_values_q4_0_avx512, KVC_Q4_0)
 
 DEFINE_SCALE(kvc_scale_avx512)
 TARGET void kvc_prepare_bf16_avx512(float *q, int q_stride, int num_q, int dim, float scale) {

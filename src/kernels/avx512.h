@@ -11,10 +11,8 @@ extern kvc_convert_fn kvc_convert_avx512;
 extern kvc_unpack_fn kvc_unpack_avx512;
 extern kvc_score_fn kvc_score_f32_avx512, kvc_score_f16_avx512, kvc_score_bf16_avx512;
 extern kvc_accumulate_fn kvc_accumulate_f32_avx512, kvc_accumulate_f16_avx512, kvc_accumulate_bf16_avx512;
-extern kvc_pack_keys_fn kvc_pack_keys_f32_avx512, kvc_pack_keys_f16_avx512, kvc_pack_keys_bf16_avx512,
-    kvc_pack_keys_q8_0_avx512, kvc_pack_keys_q4_0_avx512;
-extern kvc_pack_values_fn kvc_pack_values_f32_avx512, kvc_pack_values_f16_avx512, kvc_pack_values_bf16_avx512,
-    kvc_pack_values_q8_0_avx512, kvc_pack_values_q4_0_avx512;
+extern kvc_pack_keys_fn kvc_pack_keys_f32_avx512, kvc_pack_keys_f16_avx512, kvc_pack_keys_bf16_avx512;
+extern kvc_pack_values_fn kvc_pack_values_f32_avx512, kvc_pack_values_f16_avx512, kvc_pack_values_bf16_avx512;
 extern kvc_prepare_fn kvc_scale_avx512, kvc_prepare_bf16_avx512;
 extern kvc_softmax_fn kvc_softmax_avx512;
 extern kvc_matmul_fn kvc_matmul_avx512;
@@ -29,6 +27,10 @@ extern kvc_score_fn kvc_score_q4_1_avx512vnni, kvc_score_q5_0_avx512vnni, kvc_sc
     kvc_score_iq4_nl_avx512vnni;
 extern kvc_accumulate_fn kvc_accumulate_q4_1_avx512vnni, kvc_accumulate_q5_0_avx512vnni, kvc_accumulate_q5_1_avx512vnni,
     kvc_accumulate_iq4_nl_avx512vnni;
+
+extern kvc_pack_keys_fn kvc_pack_keys_q8_0_avx512vnni;
+extern kvc_pack_values_fn kvc_pack_values_q8_0_avx512vnni;
+extern kvc_matmul_fn kvc_score_panels_avx512vnni, kvc_accumulate_panels_avx512vnni;
 
 extern kvc_convert_fn kvc_convert_avx512bf16;
 extern kvc_prepare_fn kvc_prepare_bf16_avx512bf16;
@@ -47,16 +49,19 @@ extern kvc_score_fn kvc_score_bf16_avx512bf16;
 #define KVC_AVX512_TILER_F32 \
     .tiler[KVC_F32] =        \
         KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_f32_avx512, kvc_pack_values_f32_avx512, kvc_matmul_avx512)
-#define KVC_AVX512_TILERS                                                                                             \
-    .tiler[KVC_F16] =                                                                                                 \
-        KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_f16_avx512, kvc_pack_values_f16_avx512, kvc_matmul_avx512),   \
-    .tiler[KVC_BF16] =                                                                                                \
-        KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_bf16_avx512, kvc_pack_values_bf16_avx512, kvc_matmul_avx512), \
-    .tiler[KVC_Q8_0] =                                                                                                \
-        KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_q8_0_avx512, kvc_pack_values_q8_0_avx512, kvc_matmul_avx512), \
-    .tiler[KVC_Q4_0] =                                                                                                \
-        KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_q4_0_avx512, kvc_pack_values_q4_0_avx512, kvc_matmul_avx512)
+#define KVC_AVX512_TILERS                                                                                           \
+    .tiler[KVC_F16] =                                                                                               \
+        KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_f16_avx512, kvc_pack_values_f16_avx512, kvc_matmul_avx512), \
+    .tiler[KVC_BF16] =                                                                                              \
+        KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_bf16_avx512, kvc_pack_values_bf16_avx512, kvc_matmul_avx512)
 
+/* Multiplies quantised rows as integers, all types as q8_0. */
+#define KVC_AVX512VNNI_TILER                                            \
+    .tiler[KVC_Q8_0] = {.prepare = kvc_prepare_q8_0_avx512vnni,         \
+                        .pack_keys = kvc_pack_keys_q8_0_avx512vnni,     \
+                        .pack_values = kvc_pack_values_q8_0_avx512vnni, \
+                        .score = kvc_score_panels_avx512vnni,           \
+                        .accumulate = kvc_accumulate_panels_avx512vnni}
 #define KVC_AVX512VNNI_INTEGERS                                                                                     \
     .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx512vnni, kvc_score_q8_0_avx512vnni},                                    \
     .score[KVC_Q4_0] = {kvc_prepare_q4_0_avx512vnni, kvc_score_q4_0_avx512vnni},                                    \

@@ -7,6 +7,7 @@
 #define HAS_VNNI 1
 #include "kernels/vector_avx512.h"
 #include "kernels/template.h"
+#include "kernels/matmul_quantised.h"
 
 DEFINE_PREPARE(kvc_prepare_q8_0_avx512vnni, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_avx512vnni, KVC_Q4_0)
@@ -27,6 +28,29 @@ DEFINE_ACCUMULATE_CODES(kvc_accumulate_q5_0_avx512vnni, KVC_Q5_0)
 DEFINE_ACCUMULATE_CODES(kvc_accumulate_q5_1_avx512vnni, KVC_Q5_1)
 DEFINE_ACCUMULATE_CODES(kvc_accumulate_iq4_nl_avx512vnni, KVC_IQ4_NL)
 
+TARGET void kvc_pack_keys_q8_0_avx512vnni(float *dst, const void *rows, int64_t row_stride, int first, int n, int dim) {
+    (void)first; /* 0: tiles have KVC_TILE rows */
+    pack_quantised_keys(dst, rows, row_stride, n, dim);
+}
+
+TARGET void kvc_pack_values_q8_0_avx512vnni(float *dst, int dst_stride, const void *rows, int64_t row_stride, int first,
+                                            int n, int dim) {
+    (void)dst_stride, (void)first;
+    pack_quantised_values(dst, rows, row_stride, n, dim);
+}
+
+TARGET void kvc_score_panels_avx512vnni(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m,
+                                        int n, int k, int add, kvc_ahead next) {
+    (void)ldb, (void)add; /* scores are not added to */
+    score_quantised_panels(c, ldc, a, lda, b, m, n, k, next);
+}
+
+TARGET void kvc_accumulate_panels_avx512vnni(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m,
+                                             int n, int k, int add, kvc_ahead next) {
+    (void)ldb, (void)add; /* sums always are */
+    accumulate_quantised_panels(c, ldc, a, lda, b, m, n, k, next);
+}
+
 const kvc_kernels kvc_kernels_avx512vnni = {
     .name = "avx512vnni",
     .convert = kvc_convert_avx512,
@@ -34,6 +58,7 @@ const kvc_kernels kvc_kernels_avx512vnni = {
     KVC_AVX512_FLOATS,
     KVC_AVX512_TILER_F32,
     KVC_AVX512_TILERS,
+    KVC_AVX512VNNI_TILER,
     KVC_AVX512VNNI_INTEGERS,
 };
 #endif

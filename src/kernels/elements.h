@@ -438,6 +438,7 @@ INLINE void unpack(int type, void *dst, const void *rows, int64_t row_stride, in
         char *to = (char *)dst + (size_t)j * bytes_of(KVC_Q8_0, dim);
         const char *row = (const char *)rows + j * row_stride;
         switch (type) {
+        case KVC_Q4_0: unpack_row(KVC_Q4_0, to, row, dim); break;
         case KVC_Q4_1: unpack_row(KVC_Q4_1, to, row, dim); break;
         case KVC_Q5_0: unpack_row(KVC_Q5_0, to, row, dim); break;
         case KVC_Q5_1: unpack_row(KVC_Q5_1, to, row, dim); break;

@@ -6,6 +6,7 @@
  *
  *   scalar.c          plain C, no vectors: what the others are tested against.  Keep it.
  *   avx2.c avx512.c avx512vnni.c avx512bf16.c amx.c neon.c     a set each: its kernels by name, and its table
+ *   matmul_quantised.h     a part of avx512vnni.c: products of many query rows with quantised ones
  *   dispatch.c        chooses a table
  *
  * The sets but scalar share their loops:
@@ -121,8 +122,8 @@ typedef struct kvc_former {
 
 /* How a tile of rows is multiplied by many query rows.  These functions may give prepared rows and panels a form of
  * their own in the same place, with k rounded up to a multiple of KVC_CHUNK: panels and query rows have space for
- * KVC_PACKED floats for each chunk, and weights past n are 0.  Then ldb is the largest k that a panel has space for,
- * and there is `weigh`. */
+ * KVC_PACKED floats for each chunk, and weights past n are 0.  Where there is `weigh`, ldb is the largest k that a
+ * panel has space for.  Scores are never added to others, sums always are. */
 typedef struct kvc_tiler {
     kvc_prepare_fn *prepare;
     kvc_pack_keys_fn *pack_keys;
@@ -152,7 +153,8 @@ typedef struct kvc_kernels {
     const char *name;
     kvc_convert_fn *convert;
     kvc_unpack_fn *unpack;
-    /* NULL, here and in `accumulate`, of types that are unpacked first; in `tiler`, of those that are decoded first. */
+    /* NULL, here and in `accumulate`, of types that are unpacked first; in `tiler`, of those that are unpacked to q8_0
+     * or decoded first. */
     kvc_scorer score[KVC_STORED_TYPES];
     kvc_scorer score_bf16; /* for rows and queries of bf16; NULL: such queries are scored as others */
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];

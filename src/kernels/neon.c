@@ -19,13 +19,9 @@ DEFINE_ACCUMULATE(kvc_accumulate_bf16_neon, KVC_BF16)
 DEFINE_PACK_KEYS(kvc_pack_keys_f32_neon, KVC_F32)
 DEFINE_PACK_KEYS(kvc_pack_keys_f16_neon, KVC_F16)
 DEFINE_PACK_KEYS(kvc_pack_keys_bf16_neon, KVC_BF16)
-DEFINE_PACK_KEYS(kvc_pack_keys_q8_0_neon, KVC_Q8_0)
-DEFINE_PACK_KEYS(kvc_pack_keys_q4_0_neon, KVC_Q4_0)
 DEFINE_PACK_VALUES(kvc_pack_values_f32_neon, KVC_F32)
 DEFINE_PACK_VALUES(kvc_pack_values_f16_neon, KVC_F16)
 DEFINE_PACK_VALUES(kvc_pack_values_bf16_neon, KVC_BF16)
-DEFINE_PACK_VALUES(kvc_pack_values_q8_0_neon, KVC_Q8_0)
-DEFINE_PACK_VALUES(kvc_pack_values_q4_0_neon, KVC_Q4_0)
 
 DEFINE_SCALE(kvc_scale_neon)
 DEFINE_SOFTMAX(kvc_softmax_neon)
@@ -59,10 +55,6 @@ const kvc_kernels kvc_kernels_neon = {
         KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f16_neon, kvc_pack_values_f16_neon, kvc_matmul_neon),
     .tiler[KVC_BF16] =
         KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_bf16_neon, kvc_pack_values_bf16_neon, kvc_matmul_neon),
-    .tiler[KVC_Q8_0] =
-        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_q8_0_neon, kvc_pack_values_q8_0_neon, kvc_matmul_neon),
-    .tiler[KVC_Q4_0] =
-        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_q4_0_neon, kvc_pack_values_q4_0_neon, kvc_matmul_neon),
     .matmul = kvc_matmul_neon,
     .softmax = kvc_softmax_neon,
     .scale = kvc_scale_neon,

@@ -416,13 +416,9 @@ DEFINE_ACCUMULATE(kvc_accumulate_bf16_scalar, KVC_BF16)
 DEFINE_PACK_KEYS(kvc_pack_keys_f32_scalar, KVC_F32)
 DEFINE_PACK_KEYS(kvc_pack_keys_f16_scalar, KVC_F16)
 DEFINE_PACK_KEYS(kvc_pack_keys_bf16_scalar, KVC_BF16)
-DEFINE_PACK_KEYS(kvc_pack_keys_q8_0_scalar, KVC_Q8_0)
-DEFINE_PACK_KEYS(kvc_pack_keys_q4_0_scalar, KVC_Q4_0)
 DEFINE_PACK_VALUES(kvc_pack_values_f32_scalar, KVC_F32)
 DEFINE_PACK_VALUES(kvc_pack_values_f16_scalar, KVC_F16)
 DEFINE_PACK_VALUES(kvc_pack_values_bf16_scalar, KVC_BF16)
-DEFINE_PACK_VALUES(kvc_pack_values_q8_0_scalar, KVC_Q8_0)
-DEFINE_PACK_VALUES(kvc_pack_values_q4_0_scalar, KVC_Q4_0)
 
 DEFINE_SCALE(kvc_scale_scalar)
 DEFINE_SOFTMAX(kvc_softmax_scalar)
@@ -456,10 +452,6 @@ const kvc_kernels kvc_kernels_scalar = {
         KVC_FLOAT_TILER(kvc_scale_scalar, kvc_pack_keys_f16_scalar, kvc_pack_values_f16_scalar, kvc_matmul_scalar),
     .tiler[KVC_BF16] =
         KVC_FLOAT_TILER(kvc_scale_scalar, kvc_pack_keys_bf16_scalar, kvc_pack_values_bf16_scalar, kvc_matmul_scalar),
-    .tiler[KVC_Q8_0] =
-        KVC_FLOAT_TILER(kvc_scale_scalar, kvc_pack_keys_q8_0_scalar, kvc_pack_values_q8_0_scalar, kvc_matmul_scalar),
-    .tiler[KVC_Q4_0] =
-        KVC_FLOAT_TILER(kvc_scale_scalar, kvc_pack_keys_q4_0_scalar, kvc_pack_values_q4_0_scalar, kvc_matmul_scalar),
     .matmul = kvc_matmul_scalar,
     .softmax = kvc_softmax_scalar,
     .scale = kvc_scale_scalar,

@@ -91,8 +91,9 @@ def test_attention(k_name, v_name):
     scores = np.einsum("thd,hnd->thn", q, np.repeat(keys, 2, 0)) * DIM**-0.5 + mask[:, None]
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("thn,hnd->thd", weights / weights.sum(-1, keepdims=True), np.repeat(values, 2, 0))
-    np.testing.assert_allclose(out, expected, atol=2e-5)
-    np.testing.assert_allclose(few, expected[19:], atol=2e-4)  # queries and weights of 16 bits
+    atol = 2e-4 if {k_name, v_name} & {*NAMES} else 2e-5  # queries or weights of 16 bits
+    np.testing.assert_allclose(out, expected, atol=atol)
+    np.testing.assert_allclose(few, expected[19:], atol=atol)
 
 
 @pytest.mark.parametrize("name", NAMES)

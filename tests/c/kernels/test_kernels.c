@@ -886,8 +886,6 @@ static void test_matmul(const kvc_kernels *kernels, int m, int n, int k, int add
 
 static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
 {
-    if (!kernels->tiler[type].score) /* rows are decoded first */
-        return;
     static _Alignas(64) float keys[MAX_DIM * KVC_TILE], values[KVC_TILE * (MAX_DIM + KVC_LANES)];
     int padded = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES, stride = padded + KVC_LANES;
     const tile *t = tile_new(type, n, dim, usual);
@@ -906,6 +904,41 @@ static void test_pack(const kvc_kernels *kernels, int type, int dim, int n)
     }
 }
 
+enum { MAX_M = 72 };
+
+/* What multiplies quantised rows as integers gives the bits of the kernels for few query rows. */
+static void test_panels(const kvc_kernels *kernels, int type, int dim, int m, int n)
+{
+    enum { STRIDE = MAX_DIM / KVC_CHUNK * KVC_PACKED };
+    static _Alignas(64) float panel[STRIDE * KVC_TILE], scores[MAX_M * KVC_TILE], right[MAX_M * KVC_TILE];
+    static float q[MAX_M * STRIDE], weights[MAX_M * KVC_TILE], sums[MAX_M * MAX_DIM], right_sums[MAX_M * MAX_DIM], ones[MAX_M];
+    const kvc_tiler *tiler = &kernels->tiler[type];
+    const tile *t = tile_new(type, n, dim, usual);
+    fill(q, MAX_M * STRIDE);
+    tiler->prepare(q, STRIDE, m, dim, SCALE);
+    for (int i = 0; i < STRIDE * KVC_TILE; i++)
+        panel[i] = NAN; /* only what was packed is read */
+    tiler->pack_keys(panel, t->rows, t->stride, 0, n, dim);
+    tiler->score(scores, KVC_TILE, q, STRIDE, panel, KVC_TILE, m, n, dim, 0, (kvc_ahead){q, (int32_t)sizeof q, 2});
+    kernels->score[type].score(right, q, STRIDE, m, t->rows, t->stride, n, dim, (kvc_ahead){.bytes = 0});
+    for (int i = 0; i < m; i++)
+        CHECKF(!memcmp(scores + i * KVC_TILE, right + i * KVC_TILE, (size_t)n * sizeof *scores),
+               "%s %s: dim %d, scores of query row %d of %d, %d keys", kernels->name, kvc_type_name(type), dim, i, m, n);
+    for (int i = 0; i < STRIDE * KVC_TILE; i++)
+        panel[i] = NAN;
+    tiler->pack_values(panel, MAX_DIM, t->rows, t->stride, 0, n, dim);
+    for (int i = 0; i < MAX_M * KVC_TILE; i++)
+        weights[i] = i % KVC_TILE < n ? random_float() : 0;
+    for (int i = 0; i < MAX_M; i++)
+        ones[i] = 1;
+    fill(sums, MAX_M * MAX_DIM);
+    memcpy(right_sums, sums, sizeof sums);
+    tiler->accumulate(sums, MAX_DIM, weights, KVC_TILE, panel, MAX_DIM, m, dim, n, 1, (kvc_ahead){q, (int32_t)sizeof q, 2});
+    kernels->accumulate[type](right_sums, MAX_DIM, ones, weights, m, t->rows, t->stride, n, dim, (kvc_ahead){.bytes = 0});
+    CHECKF(!memcmp(sums, right_sums, sizeof sums), "%s %s: dim %d, sums of %d query rows, %d values", kernels->name,
+           kvc_type_name(type), dim, m, n);
+}
+
 /* ---- many query rows -------------------------------------------------------------------------------------------- */
 
 static void begin(const kvc_kernels *kernels, kvc_former *former)
@@ -920,7 +953,7 @@ static void end(const kvc_kernels *kernels, const kvc_former *former)
         kernels->end(former);
 }
 
-enum { MAX_M = 72, MAX_PADDED = (MAX_DIM + KVC_CHUNK - 1) / KVC_CHUNK * KVC_PACKED };
+enum { MAX_PADDED = (MAX_DIM + KVC_CHUNK - 1) / KVC_CHUNK * KVC_PACKED };
 static const float WEIGH_SCALE = 0.5f;
 
 /* Turns random scores into weights of m rows, which are `stride` floats apart; `right` becomes these, in float64. */
@@ -1104,12 +1137,17 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim)
     }
     for (int i = 0; i < NUM_N; i++) {
         static const int some_m[] = {1, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 72};
-        if (!kernels->tiler[type].weigh)
-            test_pack(kernels, type, dim, some_n[i]);
         const int m = some_m[(i + dim) % NUM_N], n = some_n[i];
-        test_tiler(kernels, &kernels->tiler[type], type, KVC_F32, dim, m, n, usual);
-        if (kernels->tiler[type].score_bf16)
-            test_tiler(kernels, &kernels->tiler[type], type, KVC_BF16, dim, m, n, usual);
+        const kvc_tiler *tiler = &kernels->tiler[type];
+        if (tiler->score && type >= KVC_FLOAT_TYPES && !tiler->weigh) {
+            test_panels(kernels, type, dim, m, n);
+            continue;
+        }
+        if (tiler->score && !tiler->weigh)
+            test_pack(kernels, type, dim, n);
+        test_tiler(kernels, tiler, type, KVC_F32, dim, m, n, usual);
+        if (tiler->score_bf16)
+            test_tiler(kernels, tiler, type, KVC_BF16, dim, m, n, usual);
         if (type == KVC_F16 && kernels->tiler_f16.score)
             test_tiler(kernels, &kernels->tiler_f16, type, KVC_F16, dim, m, n, usual);
         if (type == KVC_F32 && kernels->decoded.score)
@@ -1144,7 +1182,7 @@ static void test_denormals(const kvc_kernels *kernels, int type, int dim)
     for (int i = 0; i < 5; i++) {
         test_score(kernels, type, 0, dim, i + 1, some_n[i], denormal(type));
         test_accumulate(kernels, type, dim, i + 1, some_n[i], denormal(type));
-        if (!is_flushed)
+        if (!is_flushed && (type < KVC_FLOAT_TYPES || kernels->tiler[type].weigh))
             test_tiler(kernels, &kernels->tiler[type], type, KVC_F32, dim, 7 * i + 1, some_n[i], denormal(type));
         if (type == KVC_F16 && kernels->tiler_f16.score)
             test_tiler(kernels, &kernels->tiler_f16, type, KVC_F16, dim, 7 * i + 1, some_n[i], denormal(type));
