@@ -23,7 +23,7 @@ from kvcache.hf.policies import SHAPE, CacheLayer, parts_of, shapes_of
 from kvcache.hf.prompts import Prompts, check_prefix, placeholders_of
 from kvcache.hf.rows import LayerRows, Shape
 from kvcache.hf.shared import STALLED, Shared
-from kvcache.hf.state import Saveable, stored_in
+from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.layer import DType, Transform, count, stored_as
 from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
@@ -33,7 +33,7 @@ from kvcache.system import readable
 BLOCK_SIZE = 256  # also the tokens decoded at once for the model's own attention; unused slots take no memory
 
 
-class HFCache(Saveable, Cache):
+class HFCache(SaveableBatch, Cache):
     """A cache for models of transformers: a sequence for each text of the batch.
 
     Parameters

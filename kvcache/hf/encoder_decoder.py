@@ -10,7 +10,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from kvcache.hf.cache import HFCache
 from kvcache.hf.policies import check_config, check_model
-from kvcache.hf.state import Saveable, stored_in
+from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.layer import DType, Transform
 from kvcache.models.fields import NAMES
 from kvcache.policy import CrossAttention, Policy
@@ -33,7 +33,7 @@ class Updated(dict[int, bool]):
         return self.cache.has_source(index)
 
 
-class HFEncoderDecoderCache(Saveable, EncoderDecoderCache):
+class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
     """A cache for models of transformers that have an encoder and a decoder: two `HFCache`.
 
     Parameters

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers import PreTrainedConfig
@@ -20,12 +20,10 @@ from kvcache.hf.policies import SHAPE, check_config
 from kvcache.layer import DType, Layer, Transform
 from kvcache.policy import CrossAttention, Policy
 
-C = TypeVar("C", bound="Saveable")
-
 VERSION = 1  # of the tokens of the sequence without rows: version, columns seen, ids of the batch's sequences
 
 
-class Saveable:
+class SaveableBatch:
     """Saves a cache to a file; a base of `HFCache` and `HFEncoderDecoderCache`."""
 
     _num_parts = 1
@@ -68,7 +66,20 @@ class Saveable:
         ValueError, TypeError
             If an argument is wrong.
         """
-        _save(self, path, tokens, fingerprint, secret)
+        if self._num_parts == 1 and not _has_tokens(self):
+            raise NotSupportedError(
+                "the cache has an encoder's rows alone: save the HFEncoderDecoderCache that it is part of"
+            )
+        sources = []
+        for part in self._parts:
+            check_layers(part.layers)
+            part._end_pass()
+            held = {} if tokens is None else _tokens_of(part, tokens)
+            [marker] = part._new_ids(1)
+            held[marker] = [VERSION, part._seen, *part._seq_ids]
+            sources.append((part._cache._core, [*part._seq_ids, marker], held))
+            tokens = None  # they are those of the first part, the decoder
+        state.save(path, sources, fingerprint, secret)
 
     @classmethod
     def load(
@@ -103,7 +114,24 @@ class Saveable:
         NotSupportedError, ValueError, TypeError
             As when a cache is made; or if a layer has a state that no file has.
         """
-        return _load(cls, config, path, policy, fingerprint, secret)
+        check_config(config)
+        states = state.read_states(path, cls._num_parts)
+        try:
+            cache = cls._made_for(config, policy, states)
+        except (TypeError, ValueError):
+            state.inspect(path, verify=True)  # where the file is damaged, that is why
+            raise
+        for part, one in zip(cache._parts, states, strict=True):
+            check_layers(part.layers)
+            _check_shapes(part, path, one.layers)
+        fillers = [Filler(part) for part in cache._parts]
+        targets = [(filler.part._cache, filler.choose) for filler in fillers]
+        state.restore_chosen(path, targets, fingerprint, secret)
+        if len({len(filler.seq_ids) for filler in fillers} - {0}) > 1:
+            raise StateFormatError(f"{os.fspath(path)}: altered: the rows of the encoder are not those of the batch")
+        for filler in fillers:
+            filler.fill()
+        return cache
 
 
 def stored_in(saved: state.SavedState) -> tuple[DType | None, Transform | None]:
@@ -119,24 +147,6 @@ def check_layers(layers: Sequence[Any]) -> None:
                 f"layer {i} keeps transformers' own state ({type(layer).__name__}), which no saved state has: keep the"
                 " token ids and give them to the model again"
             )
-
-
-def _save(cache: Any, path: state.StrPath, tokens: Any, fingerprint: str, secret: bytes | None) -> None:
-    """Write a file, as `Saveable.save` says."""
-    if cache._num_parts == 1 and not _has_tokens(cache):
-        raise NotSupportedError(
-            "the cache has an encoder's rows alone: save the HFEncoderDecoderCache that it is part of"
-        )
-    sources = []
-    for part in cache._parts:
-        check_layers(part.layers)
-        part._end_pass()
-        held = {} if tokens is None else _tokens_of(part, tokens)
-        [marker] = part._new_ids(1)
-        held[marker] = [VERSION, part._seen, *part._seq_ids]
-        sources.append((part._cache._core, [*part._seq_ids, marker], held))
-        tokens = None  # they are those of the first part, the decoder
-    state.save(path, sources, fingerprint, secret)
 
 
 def _has_tokens(part: Any) -> bool:
@@ -158,35 +168,6 @@ def _tokens_of(part: Any, tokens: Any) -> dict[int, Any]:
         )
     columns = zip(seq_ids, given, part._offsets, strict=True)
     return {seq_id: row[offset:seen].tolist() for seq_id, row, offset in columns}
-
-
-def _load(
-    kind: type[C],
-    config: PreTrainedConfig,
-    path: state.StrPath,
-    policy: Policy | Sequence[Policy] | None,
-    fingerprint: str | None,
-    secret: bytes | None,
-) -> C:
-    """Make a cache, as `Saveable.load` says."""
-    check_config(config)
-    states = state.read_states(path, kind._num_parts)
-    try:
-        cache = kind._made_for(config, policy, states)
-    except (TypeError, ValueError):
-        state.inspect(path, verify=True)  # where the file is damaged, that is why
-        raise
-    for part, one in zip(cache._parts, states, strict=True):
-        check_layers(part.layers)
-        _check_shapes(part, path, one.layers)
-    fillers = [Filler(part) for part in cache._parts]
-    targets = [(filler.part._cache, filler.choose) for filler in fillers]
-    state.restore_chosen(path, targets, fingerprint, secret)
-    if len({len(filler.seq_ids) for filler in fillers} - {0}) > 1:
-        raise StateFormatError(f"{os.fspath(path)}: altered: the rows of the encoder are not those of the batch")
-    for filler in fillers:
-        filler.fill()
-    return cache
 
 
 class Filler:
