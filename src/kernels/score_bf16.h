@@ -28,7 +28,7 @@ INLINE void score_step_bf16(int num_q, int num_vecs, vec *sums, const score_args
         const char *q = (const char *)(a->q + (ptrdiff_t)r * a->q_stride) + bytes_of(KVC_BF16, d);
         UNROLL
         for (int v = r * num_vecs / num_q; v < (r + 1) * num_vecs / num_q; v++) prefetch_line(next);
-        const bvec y = b_load_pair(q, q, count);
+        const bvec y = b_load_twice(q, count);
         UNROLL
         for (int v = 0; v < num_vecs; v++) sums[r * stride + v] = b_dot(sums[r * stride + v], x[v], y);
     }

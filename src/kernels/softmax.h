@@ -34,30 +34,29 @@ INLINE void hide_past(float *row, int n, int padded) {
     for (; n < KVC_TILE; n += LANES) v_store(row + n, v_zero());
 }
 
-/* Returns the larger of max and a row's largest score, lane by lane. */
-INLINE vec largest_of(const float *row, int padded, float max) {
-    vec largest = v_set(max);
-    for (int j = 0; j < padded; j += LANES) largest = v_max(v_load(row + j), largest);
-    return largest;
-}
-
-/* Raises the maxima of num_q rows to `largest`, lane by lane, and computes their factors: of all rows at once, as the
- * steps for one wait for each other. */
-INLINE void raise_maxima(const vec largest[LANES], int num_q, float *max, float *factor) {
-    float now[LANES], change[LANES] = {0};
-    v_store(now, v_max_lanes(largest));
-    for (int r = 0; r < num_q; r++) {
-        change[r] = max[r] == now[r] ? 0 : max[r] - now[r]; /* both may be -inf */
-        max[r] = now[r];
+/* Stores the largest scores of `count` rows, or their maxima where these are larger; writes up to a multiple of 4. */
+INLINE void store_maxima(float *maxima, const float *rows, int count, int padded, const float *max) {
+    for (int first = 0; first < count; first += 4) {
+        const float *row[4];
+        vec x[4];
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            const int r = smaller(first + i, count - 1);
+            row[i] = rows + r * KVC_TILE;
+            x[i] = v_set(max[r]);
+        }
+        if (count - first == 1) {
+            for (int j = 0; j < padded; j += LANES) x[0] = v_max(v_load(row[0] + j), x[0]);
+        } else {
+            for (int j = 0; j < padded; j += LANES) UNROLL
+            for (int i = 0; i < 4; i++) x[i] = v_max(v_load(row[i] + j), x[i]);
+        }
+        v_store_largest(maxima + first, x);
     }
-    vec x = v_load(change);
-    exp_negative(1, &x);
-    v_store(change, x);
-    memcpy(factor, change, (size_t)num_q * sizeof *factor);
 }
 
-/* Turns a row's scores into weights, and returns their sum. */
-INLINE float weigh_row(float *row, int padded, float max, prefetcher *next) {
+/* Turns a row's scores into weights, and returns their sums, lane by lane. */
+INLINE vec weigh_row(float *row, int padded, float max, prefetcher *next) {
     /* where nothing is visible, weights become 0, or stay NaN */
     const vec shift = v_set(max == -INFINITY ? 0 : -max);
     vec total = v_zero();
@@ -75,27 +74,40 @@ INLINE float weigh_row(float *row, int padded, float max, prefetcher *next) {
             total = v_add(total, x[i]);
         }
     }
-    return v_sum_lanes(total);
+    return total;
 }
 
-/* Is a kvc_softmax_fn.  Finds the largest scores of some rows first, then computes their weights. */
+/* Updates the state of `count` rows: of all at once, as the steps for one wait for each other.  totals: of each row's
+ * weights, lane by lane. */
+INLINE void update_rows(int count, const float *maxima, const vec *totals, float *max, float *sum, float *factor) {
+    const vec now = v_load_some(maxima, count);
+    vec change = v_number(v_fma(now, v_set(-1), v_load_some(max, count))); /* 0 where both are infinite */
+    float sums[LANES];
+    for (int first = 0; first < count; first += 4) {
+        vec x[4];
+        UNROLL
+        for (int i = 0; i < 4; i++) x[i] = totals[smaller(first + i, count - 1)];
+        v_store_sums(sums + first, x);
+    }
+    exp_negative(1, &change);
+    v_store_some(max, now, count);
+    v_store_some(factor, change, count);
+    v_store_some(sum, v_fma(v_load_some(sum, count), change, v_load_some(sums, count)), count);
+}
+
+/* Is a kvc_softmax_fn.  Finds the largest scores of some rows first, then computes their weights: what one row does
+ * waits for what it did before. */
 INLINE void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor, kvc_ahead next) {
     const int step = EXPS * LANES, padded = (n + step - 1) / step * step;
     prefetcher p = prefetch_begin(next, scores, num_q * (padded / KVC_LANES));
+    for (int r = 0; n < KVC_TILE && r < num_q; r++) hide_past(scores + r * KVC_TILE, n, padded);
     for (int first = 0; first < num_q; first += LANES) {
-        const int end = smaller(first + LANES, num_q);
-        vec largest[LANES];
-        uint32_t stay = (1u << LANES) - 1; /* bit i: no lane i is larger than a row's maximum */
-        for (int r = first; r < end; r++) {
-            if (n < KVC_TILE) hide_past(scores + r * KVC_TILE, n, padded);
-            largest[r - first] = largest_of(scores + r * KVC_TILE, padded, max[r]);
-            stay &= v_equal(largest[r - first], v_set(max[r]));
-            factor[r] = 1;
-        }
-        for (int i = end - first; i < LANES; i++) largest[i] = v_zero();
-        if (stay != (1u << LANES) - 1) raise_maxima(largest, end - first, max + first, factor + first);
-        for (int r = first; r < end; r++)
-            sum[r] = sum[r] * factor[r] + weigh_row(scores + r * KVC_TILE, padded, max[r], &p);
+        float *const rows = scores + first * KVC_TILE, maxima[LANES];
+        vec totals[LANES];
+        const int count = smaller(LANES, num_q - first);
+        store_maxima(maxima, rows, count, padded, max + first);
+        for (int r = 0; r < count; r++) totals[r] = weigh_row(rows + r * KVC_TILE, padded, maxima[r], &p);
+        update_rows(count, maxima, totals, max + first, sum + first, factor + first);
     }
     prefetch_rest(&p);
 }

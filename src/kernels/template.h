@@ -24,6 +24,7 @@
  *   v_keep(x)                  x, held in a register: compilers tend to load a value anew for every use
  *   v_load(p)  v_store(p, x)   floats at any address
  *   v_store_first(p, x)        the first lane
+ *   v_load_some(p, count)  v_store_some(p, x, count)     the first `count` lanes; others are not read, and are 0
  *   v_load_f16(p)  v_store_f16(p, x)  v_load_bf16(p)  v_store_bf16(p, x)     the same, converted
  *   v_load_i8(p)               LANES int8
  *   v_load_u4(p, shift)        bits [shift, shift + 4) of each of LANES bytes
@@ -45,6 +46,9 @@
  *                              below least
  *   v_max_lane(x)  v_sum_lanes(x)     one float
  *   v_max_lanes(x)             a vector of the largest lanes of x[0 .. LANES), none NaN
+ *   v_store_largest(p, x)  v_store_sums(p, x)
+ *                              the largest lanes of x[0 .. 4), none NaN, or the sums, each added up in the same order,
+ *                              as four floats
  *   v_sums(x)                  a vector of the sums of x[0 .. LANES), each added up in the same order; where IS_WIDE,
  *                              of the halves of x[0 .. LANES / 2): the lower one of x[0], its upper one, those of x[1]
  *   v_transpose(x)             swaps lane j of x[i] and lane i of x[j]
@@ -101,6 +105,7 @@
  *
  *   bvec                       a vector of 2 * LANES bf16, where HAS_BF16_DOT is 1
  *   b_load_pair(p, q, count)   loads the first `count` at p and at q into a half each; others are not read, and are 0
+ *   b_load_twice(p, count)     the same at p, in both halves
  *   b_dot(sum, x, y)           adds to each float of sum the two products of bf16 there
  *
  * Arguments that choose what is inlined (type, q_type, num_q, num_rows, num_vecs) are constants where a function is

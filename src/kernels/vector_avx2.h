@@ -20,6 +20,14 @@ INLINE void v_store(void *p, vec x) { _mm256_storeu_ps(p, x); }
 
 INLINE void v_store_first(float *p, vec x) { *p = _mm256_cvtss_f32(x); }
 
+INLINE __m256i first_lanes(int count) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+INLINE vec v_load_some(const float *p, int count) { return _mm256_maskload_ps(p, first_lanes(count)); }
+
+INLINE void v_store_some(float *p, vec x, int count) { _mm256_maskstore_ps(p, first_lanes(count), x); }
+
 INLINE __m256i add_fifth_bits(__m256i codes, uint32_t bits) {
     const __m256i bit_of = _mm256_set1_epi64x((long long)0x8040201008040201); /* in a byte, for each of 8 elements */
     const __m256i byte_of = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
@@ -136,6 +144,16 @@ INLINE vec v_sums(const vec x[LANES]) {
 INLINE vec max_pairs(vec x, vec y) {
     return _mm256_max_ps(_mm256_shuffle_ps(x, y, _MM_SHUFFLE(2, 0, 2, 0)),
                          _mm256_shuffle_ps(x, y, _MM_SHUFFLE(3, 1, 3, 1)));
+}
+
+INLINE void v_store_largest(float *p, const vec x[4]) {
+    const vec y = max_pairs(max_pairs(x[0], x[1]), max_pairs(x[2], x[3]));
+    _mm_storeu_ps(p, _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1)));
+}
+
+INLINE void v_store_sums(float *p, const vec x[4]) {
+    const vec y = add_halves(x[0], x[1], x[2], x[3]);
+    _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1)));
 }
 
 INLINE vec v_max_lanes(const vec x[LANES]) {

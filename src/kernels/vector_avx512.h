@@ -26,6 +26,12 @@ INLINE void v_store(void *p, vec x) { _mm512_storeu_ps(p, x); }
 
 INLINE void v_store_first(float *p, vec x) { *p = _mm512_cvtss_f32(x); }
 
+INLINE __mmask16 first_lanes(int count) { return (__mmask16)((1u << count) - 1); }
+
+INLINE vec v_load_some(const float *p, int count) { return _mm512_maskz_loadu_ps(first_lanes(count), p); }
+
+INLINE void v_store_some(float *p, vec x, int count) { _mm512_mask_storeu_ps(p, first_lanes(count), x); }
+
 INLINE __m256i add_fifth_bits(__m256i codes, uint32_t bits) {
     return _mm256_mask_add_epi8(codes, bits, codes, _mm256_set1_epi8(16));
 }
@@ -209,6 +215,18 @@ INLINE vec v_max_lanes(const vec x[LANES]) {
                       max_halves(max_quarters(x + 8), max_quarters(x + 12)));
 }
 
+INLINE void v_store_largest(float *p, const vec x[4]) {
+    const vec y = max_quarters(x);
+    const __m256 z = _mm256_max_ps(_mm512_castps512_ps256(y), _mm512_extractf32x8_ps(y, 1));
+    _mm_storeu_ps(p, _mm_max_ps(_mm256_castps256_ps128(z), _mm256_extractf128_ps(z, 1)));
+}
+
+INLINE void v_store_sums(float *p, const vec x[4]) {
+    const vec y = add_quarters(x[0], x[1], x[2], x[3]);
+    const __m256 z = _mm256_add_ps(_mm512_castps512_ps256(y), _mm512_extractf32x8_ps(y, 1));
+    _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(z), _mm256_extractf128_ps(z, 1)));
+}
+
 INLINE void v_transpose(vec x[LANES]) {
     UNROLL
     for (int i = 0; i < LANES; i += 4) transpose_quarters(x + i);
@@ -375,6 +393,8 @@ INLINE __m256i b_load(const void *p, int count) {
 INLINE bvec b_load_pair(const void *p, const void *q, int count) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(b_load(p, count)), b_load(q, count), 1);
 }
+
+INLINE bvec b_load_twice(const void *p, int count) { return _mm512_broadcast_i64x4(b_load(p, count)); }
 
 INLINE vec b_dot(vec sum, bvec x, bvec y) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y); }
 #endif

@@ -33,6 +33,18 @@ INLINE void v_store(void *p, vec x) { memcpy(p, &x, sizeof x); }
 
 INLINE void v_store_first(float *p, vec x) { *p = vgetq_lane_f32(x, 0); }
 
+INLINE vec v_load_some(const float *p, int count) {
+    float x[LANES] = {0};
+    for (int i = 0; i < count; i++) x[i] = p[i];
+    return v_load(x);
+}
+
+INLINE void v_store_some(float *p, vec y, int count) {
+    float x[LANES];
+    v_store(x, y);
+    for (int i = 0; i < count; i++) p[i] = x[i];
+}
+
 INLINE uint16x4_t load_halves(const void *p) {
     uint16x4_t halves;
     memcpy(&halves, p, sizeof halves);
@@ -151,6 +163,10 @@ INLINE float v_sum_lanes(vec x) { return vaddvq_f32(x); }
 INLINE vec v_max_lanes(const vec x[LANES]) { return vpmaxq_f32(vpmaxq_f32(x[0], x[1]), vpmaxq_f32(x[2], x[3])); }
 
 INLINE vec v_sums(const vec x[LANES]) { return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])); }
+
+INLINE void v_store_largest(float *p, const vec x[4]) { v_store(p, v_max_lanes(x)); }
+
+INLINE void v_store_sums(float *p, const vec x[4]) { v_store(p, v_sums(x)); }
 
 /* Puts the first halves of x and y together. */
 INLINE vec low_halves(vec x, vec y) { return vcombine_f32(vget_low_f32(x), vget_low_f32(y)); }

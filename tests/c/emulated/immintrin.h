@@ -98,6 +98,22 @@ static inline __m512i emulated_maskz_loadu_epi16(__mmask32 mask, const void *p)
     return x.si;
 }
 
+static inline __m512 emulated_maskz_loadu_ps(__mmask16 mask, const float *p)
+{
+    emulated x = {.si = _mm512_setzero_si512()};
+    for (int i = 0; i < 16; i++)
+        if (mask >> i & 1) x.f32[i] = p[i];
+    return x.ps;
+}
+
+/* Elements that are masked are not written. */
+static inline void emulated_mask_storeu_ps(float *p, __mmask16 mask, __m512 x)
+{
+    const emulated y = {.ps = x};
+    for (int i = 0; i < 16; i++)
+        if (mask >> i & 1) p[i] = y.f32[i];
+}
+
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
 #define _mm512_cvtps_epi32 emulated_cvtps_epi32
 #define _mm512_cvttps_epi32 emulated_cvttps_epi32
@@ -115,6 +131,9 @@ static inline __m512i emulated_maskz_loadu_epi16(__mmask32 mask, const void *p)
 #define _mm512_permute_ps emulated_permute_ps
 #define _mm256_mask_add_epi8 emulated_mask_add_epi8
 #define _mm512_maskz_loadu_epi16 emulated_maskz_loadu_epi16
+#undef _mm512_mask_storeu_ps
+#define _mm512_maskz_loadu_ps emulated_maskz_loadu_ps
+#define _mm512_mask_storeu_ps emulated_mask_storeu_ps
 
 /* Lanes less the integers below them, and lanes times powers of two; 0 and the lane, of an infinity below 0. */
 static inline __m512 emulated_less_floor(__m512 x)
