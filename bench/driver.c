@@ -338,6 +338,12 @@ EXPORT driver_kernel *driver_kernel_new(int32_t type, int32_t dim, int32_t num_q
     k->sum = allocate((size_t)num_q * sizeof(float));
     k->kernels->convert(KVC_F32, type, k->rows, (int64_t)k->row_bytes, k->given, dim * (int64_t)sizeof(float), num_rows,
                         dim);
+    if (scorer_of(k) == &k->kernels->score_bf16)
+        for (int32_t r = 0; r < num_q; r++) {
+            float *row = k->q + r * k->q_stride;
+            k->kernels->convert(KVC_F32, KVC_BF16, k->given, 0, row, 0, 1, dim);
+            memcpy(row, k->given, kvc_row_bytes(KVC_BF16, dim));
+        }
     scorer_of(k)->prepare(k->q, k->q_stride, num_q, dim, 1);
     return k;
 }

@@ -43,9 +43,9 @@ static float add_parts(const kvc_task *t, const results *all, int32_t r, float m
     return sum;
 }
 
-/* Merges the parts of query row r, divides by their sum, and transforms the values back.  Returns the output row, which
- * takes acc's place in the lane.  lse: NULL, or where it is written. */
-static float *merge_row(const kvc_task *t, const results *all, int32_t r, float *lse) {
+/* Merges the parts of query row r, divides by their sum, and transforms the values back.  The output row takes acc's
+ * place in the lane.  lse: NULL, or where it is written. */
+static void merge_row(const kvc_task *t, const results *all, int32_t r, float *lse) {
     const kvc_plan *plan = t->call->plan;
     const float *sinks = t->call->args->sinks;
     const int32_t order = kvc_value_order(t->call->layer);
@@ -60,7 +60,6 @@ static float *merge_row(const kvc_task *t, const results *all, int32_t r, float 
     t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / (sum * (float)(1 << kvc_sum_shift(t))));
     if (order) t->call->kernels->hadamard(out, out, plan->v_dim, order);
     if (lse) *lse = sum == 0 ? -INFINITY : max * all->unit + logf(sum);
-    return out;
 }
 
 /* Returns where the caller wants the lse of a token and query head. */
@@ -74,14 +73,16 @@ static float *lse_of(const kvc_attend_args *a, int32_t token, int32_t head) {
 static void write_out(const kvc_task *t, const results *all) {
     const kvc_call *c = t->call;
     const kvc_attend_args *a = c->args;
-    for (int32_t r = 0; r < t->num_query_rows; r++) {
-        const int32_t token = kvc_token_of(t, r) - c->plan->args.first, head = kvc_query_head_of(t, r);
-        float *const lse = a->lse ? lse_of(a, token, head) : NULL;
-        const float *row = merge_row(t, all, r, lse);
+    const int32_t heads = c->plan->heads_per_kv, first = t->head * heads;
+    const int64_t stride = c->plan->lane.acc_stride;
+    for (int32_t r = 0; r < t->num_query_rows; r += heads) {
+        const int32_t token = kvc_token_of(t, r) - c->plan->args.first;
+        for (int32_t i = 0; i < heads; i++) merge_row(t, all, r + i, a->lse ? lse_of(a, token, first + i) : NULL);
         char *out = (char *)a->out +
                     kvc_token_offset(token, a->inner_tokens, a->out_token_stride, a->out_batch_stride) +
-                    head * a->out_head_stride;
-        kvc_convert_query_row(c, KVC_F32, a->q_type, out, row, c->plan->v_dim);
+                    first * a->out_head_stride;
+        kvc_convert_query_rows(c, KVC_F32, a->q_type, out, a->out_head_stride, t->acc + r * stride,
+                               stride * (int64_t)sizeof(float), c->plan->v_dim);
     }
 }
 

@@ -72,19 +72,34 @@ kvc_task kvc_member_of(const kvc_task *t, int32_t m, int32_t first) {
 
 /* ---- query rows and keys ----------------------------------------------------------------------------------------- */
 
+/* Copies what stays as it is here: `convert` begins copying too slowly for rows in the L1 cache. */
+void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *dst, int64_t dst_stride, const void *src,
+                            int64_t src_stride, int32_t dim) {
+    const int32_t num = c->plan->heads_per_kv;
+    const size_t bytes = kvc_row_bytes(to, dim);
+    if (from != to)
+        c->kernels->convert(from, to, dst, dst_stride, src, src_stride, num, dim);
+    else
+        for (int32_t i = 0; i < num; i++)
+            memcpy((char *)dst + i * dst_stride, (const char *)src + i * src_stride, bytes);
+}
+
 /* Copies the query rows to the lane, as rows of type `to`, with zeros up to the end of a chunk. */
 static void load_query_rows(const kvc_task *t, int32_t to) {
     const kvc_call *c = t->call;
     const kvc_attend_args *a = c->args;
-    const int32_t dim = c->plan->k_dim, padded = (int32_t)kvc_align_up((uint64_t)dim, KVC_CHUNK);
-    for (int32_t r = 0; r < t->num_query_rows; r++) {
-        const char *q = (const char *)a->q +
-                        kvc_token_offset(kvc_token_of(t, r) - c->plan->args.first, a->inner_tokens, a->q_token_stride,
-                                         a->q_batch_stride) +
-                        kvc_query_head_of(t, r) * a->q_head_stride;
-        char *const row = (char *)(t->q + (size_t)r * (size_t)c->plan->lane.q_stride);
-        kvc_convert_query_row(c, a->q_type, to, row, q, dim);
-        memset(row + kvc_row_bytes(to, dim), 0, kvc_row_bytes(to, padded) - kvc_row_bytes(to, dim));
+    const int32_t dim = c->plan->k_dim, heads = c->plan->heads_per_kv;
+    const int64_t stride = c->plan->lane.q_stride * (int64_t)sizeof(float);
+    const size_t bytes = kvc_row_bytes(to, dim),
+                 padded = kvc_row_bytes(to, (dim + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK);
+    char *row = (char *)t->q;
+    for (int32_t r = 0; r < t->num_query_rows; r += heads) {
+        const char *q = (const char *)a->q + kvc_token_offset(kvc_token_of(t, r) - c->plan->args.first, a->inner_tokens,
+                                                              a->q_token_stride, a->q_batch_stride);
+        kvc_convert_query_rows(c, a->q_type, to, row, stride, q + t->head * heads * a->q_head_stride, a->q_head_stride,
+                               dim);
+        for (int32_t i = 0; i < heads; i++, row += stride)
+            if (padded > bytes) memset(row + bytes, 0, padded - bytes);
     }
 }
 
@@ -204,9 +219,11 @@ static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     const kvc_plan *plan = t->call->plan;
     const int32_t delta_index = delta_index_of(t, tile), order = kvc_key_order(t->call->layer);
     if (delta_index == t->delta_index) return t->q;
-    kvc_prepare_fn *prepare = t->unit->tiled ? product_of(t, tile).prepare : scorer_of(t, tile)->prepare;
+    const kvc_scorer *scorer = scorer_of(t, tile);
+    kvc_prepare_fn *prepare = t->unit->tiled ? product_of(t, tile).prepare : scorer->prepare;
+    const int is_bf16 = !t->unit->tiled && scorer == &t->call->kernels->score_bf16;
     t->delta_index = delta_index;
-    load_query_rows(t, prepare ? KVC_F32 : t->call->args->q_type);
+    load_query_rows(t, prepare && !is_bf16 ? KVC_F32 : t->call->args->q_type);
     if (!prepare) return t->q;
     if (delta_index > 0) rotate_query_rows(t, delta_index);
     if (order && delta_index != KVC_MIXED) transform_query_rows(t, order);

@@ -51,14 +51,9 @@ static inline int32_t kvc_query_head_of(const kvc_task *t, int32_t r) {
     return t->head * heads + r % heads;
 }
 
-/* Converts a row of queries or of the output.  They are in the L1 cache, where `convert` begins copying too slowly. */
-static inline void kvc_convert_query_row(const kvc_call *c, int32_t from, int32_t to, void *dst, const void *src,
-                                         int32_t dim) {
-    if (from == to)
-        memcpy(dst, src, kvc_row_bytes(from, dim));
-    else
-        c->kernels->convert(from, to, dst, 0, src, 0, 1, dim);
-}
+/* Converts the rows of queries, or of the output, of one token and KV head. */
+void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *dst, int64_t dst_stride, const void *src,
+                            int64_t src_stride, int32_t dim);
 
 /* Makes task i of the plan, which works in `lane`. */
 kvc_task kvc_make_task(kvc_call *c, int64_t i, float *lane);

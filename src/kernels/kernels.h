@@ -156,7 +156,8 @@ typedef struct kvc_kernels {
     /* NULL, here and in `accumulate`, of types that are unpacked first; in `tiler`, of those that are unpacked to q8_0
      * or decoded first. */
     kvc_scorer score[KVC_STORED_TYPES];
-    kvc_scorer score_bf16; /* for rows and queries of bf16; NULL: such queries are scored as others */
+    /* For rows and queries of bf16; prepare takes queries that are bf16 already.  NULL: they are scored as others. */
+    kvc_scorer score_bf16;
     kvc_accumulate_fn *accumulate[KVC_STORED_TYPES];
     kvc_tiler tiler[KVC_STORED_TYPES];
     /* For keys and query rows that are f16, as those of score_bf16; score NULL: they are taken as others. */

@@ -101,7 +101,7 @@ RARE void copy_first_totals(int num_q, float *scores, const float *totals, int s
     for (int r = 0; r < num_q; r++) scores[r * KVC_TILE] = totals[r * stride];
 }
 
-/* Returns what the scores of queries prepared as bf16 are multiplied by: it follows the elements of each
+/* Returns what the scores of queries of bf16 are multiplied by: it follows the elements of each
  * (score_bf16.h). */
 INLINE vec scale_of(const score_args *a) {
     float scale;

@@ -1,16 +1,13 @@
-/* score_bf16.h: scores of queries prepared as bf16 and rows of bf16, where the processor multiplies pairs of bf16
- * (HAS_BF16_DOT); part of template.h.
+/* score_bf16.h: scores of queries and rows of bf16, where the processor multiplies pairs of bf16 (HAS_BF16_DOT); part
+ * of template.h.
  *
  * Nothing is decoded to f32, which halves the instructions.  Products are exact, except that denormals count as 0.
  */
 
-/* A prepared query row lies where its dim floats were: dim bf16, then the f32 that scores are multiplied by. */
+/* Appends what scores are multiplied by to query rows of bf16. */
 INLINE void prepare_bf16(float *q, int q_stride, int num_q, int dim, float scale) {
-    for (int r = 0; r < num_q; r++) {
-        float *row = q + (ptrdiff_t)r * q_stride;
-        convert_row(KVC_F32, KVC_BF16, (char *)row, (const char *)row, dim);
-        memcpy((char *)row + bytes_of(KVC_BF16, dim), &scale, sizeof scale);
-    }
+    for (int r = 0; r < num_q; r++)
+        memcpy((char *)(q + (ptrdiff_t)r * q_stride) + bytes_of(KVC_BF16, dim), &scale, sizeof scale);
 }
 
 /* Adds the products of elements [d, d + count) to the sums. */

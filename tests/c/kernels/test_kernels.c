@@ -538,11 +538,12 @@ enum { MAX_STRIDE = (MAX_DIM + KVC_LANES - 1) / KVC_LANES * KVC_LANES + 1 };
 
 static const float SCALE = 0.7f;
 
-/* The queries as score wants them for scores times SCALE. */
-static const float *prepared(const kvc_scorer *scorer, const float *q, int q_stride, int num_q, int dim)
+/* The queries as score wants them for scores times SCALE.  is_bf16: as rows of bf16. */
+static const float *prepared(const kvc_scorer *scorer, const float *q, int q_stride, int num_q, int dim, int is_bf16)
 {
     static float ready[MAX_Q * MAX_STRIDE];
-    memcpy(ready, q, (size_t)(num_q * q_stride) * sizeof *q);
+    const int64_t stride = q_stride * (int64_t)sizeof *q;
+    kvc_kernels_scalar.convert(KVC_F32, is_bf16 ? KVC_BF16 : KVC_F32, ready, stride, q, stride, num_q, dim);
     scorer->prepare(ready, q_stride, num_q, dim, SCALE);
     return ready;
 }
@@ -568,7 +569,7 @@ static void test_score(const kvc_kernels *kernels, int type, int is_bf16, int di
     }
     for (int i = 0; i < MAX_Q * KVC_TILE; i++)
         scores[i] = UNTOUCHED;
-    scorer->score(scores, prepared(scorer, q, q_stride, num_q, dim), q_stride, num_q, t->rows, t->stride, n, dim,
+    scorer->score(scores, prepared(scorer, q, q_stride, num_q, dim, is_bf16), q_stride, num_q, t->rows, t->stride, n, dim,
                   ahead_of(n % 2 ? t : NULL, type, dim));
     for (int r = 0; r < MAX_Q; r++) {
         const float *row = q + r * q_stride;
@@ -686,7 +687,7 @@ static void test_same_scores(const kvc_kernels *kernels, int type, int is_bf16, 
     fill(q, Q * MAX_STRIDE);
     for (int i = 0; i < Q * MAX_STRIDE && is_bf16; i++)
         q[i] = rounded_to_bf16(q[i]);
-    const float *ready = prepared(scorer, q, MAX_STRIDE, Q, dim);
+    const float *ready = prepared(scorer, q, MAX_STRIDE, Q, dim, is_bf16);
     scorer->score(all, ready, MAX_STRIDE, num_q, t->rows, t->stride, N, dim, nothing_ahead);
     for (int r = 0; r < num_q; r++) {
         for (int j = 0; j < N; j++) {
