@@ -109,21 +109,31 @@ INLINE vec scale_of(const score_args *a) {
     return v_set(scale);
 }
 
-/* Stores the scores of a block of rows that begins with row `first`: a whole stride, which one instruction copies,
- * where the rows do not end before that; of a repeated row, one. */
+/* Stores the scores of a block of rows that begins with row `first`: of each query a whole stride, which one
+ * instruction copies, where the rows do not end before that; of a repeated row, one.  Halves of vectors go to the tile
+ * from registers. */
 INLINE void store_scores(int q_type, int num_q, int num_vecs, const score_args *a, int first, const vec *sums) {
     const int vecs_stride = sums_stride(num_vecs), stride = vecs_stride * ROWS, num_rows = num_vecs * ROWS;
+    const int repeats = a->n < num_rows, are_halves = IS_WIDE && 2 * stride == LANES;
     float totals[MAX_SUMS * ROWS], *scores = a->scores + first;
     UNROLL
     for (int i = 0; i < num_q * vecs_stride; i += LANES / ROWS) {
-        const vec x = v_sums(sums + i);
-        v_store(totals + i * ROWS, q_type == KVC_BF16 ? v_mul(x, scale_of(a)) : x);
+        const vec sum = v_sums(sums + i), x = q_type == KVC_BF16 ? v_mul(sum, scale_of(a)) : sum;
+#if IS_WIDE
+        const int r = i / vecs_stride; /* the first query in this vector */
+        int is_one = repeats;
+        __asm__("" : "+r"(is_one)); /* else Clang makes two loops of this one, and unrolls neither */
+        if (are_halves && !is_one)
+            v_store_halves(scores + r * KVC_TILE, r + 1 < num_q ? scores + (r + 1) * KVC_TILE : NULL, x);
+        else
+#endif
+            v_store(totals + i * ROWS, x);
     }
-    if (a->n < num_rows)
+    if (repeats)
         copy_first_totals(num_q, scores, totals, stride);
-    else if (stride == num_rows || first + stride <= a->n)
+    else if (!are_halves && (stride == num_rows || first + stride <= a->n))
         copy_totals(num_q, stride, scores, totals, stride);
-    else
+    else if (!are_halves)
         copy_totals(num_q, num_rows, scores, totals, stride);
 }
 

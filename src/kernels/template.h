@@ -57,6 +57,7 @@
  *                              where IS_WIDE: LANES elements of each of two rows, at p and q, as x[0] and x[1], which
  *                              have LANES / 2 of the first row, then as many of the second; of bf16, even ones in x[0]
  *   v_load_twice(p)            where IS_WIDE: LANES / 2 floats, in both halves
+ *   v_store_halves(p, q, x)    where IS_WIDE: the lower half at p and, unless q is NULL, the upper one at q
  *   v_evens_first(x)           where IS_WIDE: the even lanes in the lower half, the odd ones in the upper
  *   v_load_apart(x, p)         where IS_WIDE: of 2 * LANES bf16, the even ones as x[0], the odd ones as x[1]
  *   v_unzip(x)  v_zip(x)       where IS_WIDE: brings x[0 .. 2) into that order, and back

@@ -188,6 +188,11 @@ INLINE vec v_sums(const vec x[LANES / 2]) {
     return _mm512_permutexvar_ps(in_turns, halves);
 }
 
+INLINE void v_store_halves(float *p, float *q, vec x) {
+    _mm256_storeu_ps(p, _mm512_castps512_ps256(x));
+    if (q) _mm256_storeu_ps(q, _mm512_extractf32x8_ps(x, 1));
+}
+
 /* Transposes the quarters of four vectors. */
 INLINE void transpose_quarters(vec x[4]) {
     vec a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
