@@ -354,8 +354,10 @@ static void accumulate_rows(const kvc_task *t, const float *weights, kvc_kernel_
     enum { PARTS = 4 };
     const kvc_call *c = t->call;
     const int32_t type = kvc_kernel_type(t, c->layer->v_type), dim = c->plan->v_dim;
-    const int32_t parts = type >= KVC_FLOAT_TYPES && kvc_is_in_stretches(keys) ? PARTS : 1;
-    const int32_t columns = (int32_t)kvc_align_up((uint64_t)(dim + parts - 1) / (uint64_t)parts, KVC_QUANT_ELEMENTS);
+    const int is_cut = type >= KVC_FLOAT_TYPES && kvc_is_in_stretches(keys);
+    const int32_t parts = is_cut ? PARTS : 1;
+    const int32_t columns =
+        is_cut ? (dim / PARTS + KVC_QUANT_ELEMENTS - 1) / KVC_QUANT_ELEMENTS * KVC_QUANT_ELEMENTS : dim;
     for (int32_t d = 0; d < dim; d += columns) {
         const int is_last = d + columns >= dim;
         const kvc_ahead ahead = kvc_take_ahead(c, keys, is_last ? rows_ahead : (rows_ahead + parts - 1) / parts);

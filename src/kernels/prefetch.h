@@ -21,9 +21,9 @@ typedef struct prefetcher {
  * prefetches what is left.  idle: an address that the loop loads, to prefetch where there is nothing. */
 APART prefetcher prefetch_begin(kvc_ahead next, const void *idle, int lines) {
     if (next.bytes <= 0) return (prefetcher){idle, idle, 0, next.level};
-    const int64_t step = lines > 0 ? (next.bytes + lines - 1) / lines : 0;
+    const int step = lines > 0 ? (next.bytes + lines - 1) / lines : 0;
     const char *begin = next.begin;
-    return (prefetcher){begin, begin + next.bytes, (ptrdiff_t)(step < LINE ? step : LINE), next.level};
+    return (prefetcher){begin, begin + next.bytes, step < LINE ? step : LINE, next.level};
 }
 
 /* Prefetches the next line.  The empty asm keeps addresses a chain: prefetches that are ready at once reach the cache
