@@ -21,7 +21,8 @@ git ls-files -z --cached --others --exclude-standard 2>/dev/null >"$tmp/files" |
 tar --create --null --files-from="$tmp/files" --ignore-failed-read 2>/dev/null | tar --extract --directory="$tree"
 cd "$tree" || exit 1
 
-# step "name" command...: runs the command, and shows its output only if it fails; one step may run beside another.
+# step "name" command...: runs the command, and shows its output only if it fails, with the names of failed tests first;
+# one step may run beside another.
 step() {
     local name=$1 start=$SECONDS status log
     shift
@@ -32,7 +33,8 @@ step() {
         printf 'ok   %4d s  %s\n' $((SECONDS - start)) "$name"
     else
         printf 'FAIL %4d s  %s\n' $((SECONDS - start)) "$name" | tee -a "$tmp/failed"
-        grep -vE '^ *(gcc|clang|cc|copying) ' "$log" | tail -n 60 | sed 's/^/    /'
+        (grep -E '^(FAILED|ERROR) ' "$log"
+            grep -vE '^(FAILED|ERROR|SKIPPED) |^ *(gcc|clang|cc|copying) ' "$log" | tail -n 60) | sed 's/^/    /'
     fi
 }
 
