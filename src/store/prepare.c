@@ -277,8 +277,8 @@ static kvc_status fail_by_pins(const kvc_cache *cache, kvc_status status) {
     for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer)
         num += sequence->num_pins != 0;
     if (!num) return status;
-    char text[384];
-    snprintf(text, sizeof text, "%s", kvc_last_error());
+    char text[384]; /* a copy, as kvc_fail writes over it, and with space behind it for what is added */
+    snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, kvc_last_error());
     return kvc_fail(status, "%s; %lld retained sequences are pinned: unpin some", text, (long long)num);
 }
 
