@@ -23,6 +23,8 @@ class Saveable:
         _layers: list[Layer]
         _dropped: set[int]
 
+        def _note_edit(self, seq_id: SupportsIndex | None, position: SupportsIndex) -> None: ...
+
     def save(
         self, path: str | os.PathLike[str], seq_ids: Iterable[SupportsIndex] | None = None, *,
         tokens: Mapping[int, Sequence[SupportsIndex]] | None = None, fingerprint: str = "", secret: bytes | None = None,
@@ -172,4 +174,7 @@ class Saveable:
         """
         from kvcache import state  # not loaded by `import kvcache`
 
-        self._dropped -= state.restore(self, path, seq_id, saved_id, fingerprint, secret)
+        restored = state.restore(self, path, seq_id, saved_id, fingerprint, secret)
+        self._dropped -= restored
+        for one in restored:
+            self._note_edit(one, 0)

@@ -735,7 +735,7 @@ class HFCache(SaveableBatch, Cache):
             if ended is not None and ended.is_open and ended.batch is not None:
                 ended.batch.abort()
             for seq_id in self._seq_ids:  # clear instead of closing: copies may still use the KVCache
-                self._cache.clear(seq_id)
+                self._cache._clear_finally(seq_id)
 
     @property
     def nbytes(self) -> int:

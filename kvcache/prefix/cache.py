@@ -19,7 +19,7 @@ from kvcache.prefix.chunks import Chunk, Chunks
 from kvcache.prefix.keys import Keys, Tokens, blocks_of, count_tokens, identity_of
 from kvcache.prefix.nodes import Node, Nodes, place_of
 from kvcache.prefix.rows import Rows
-from kvcache.prefix.watch import Watch
+from kvcache.prefix.watch import watch_of
 from kvcache.state import IDS
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ class Session:
     path: list[Node]  # nodes of its first blocks
     retained_to: int  # position up to which its blocks were retained, or known before
     pending: dict[int, int] = field(default_factory=dict)  # by block: retained sequences whose tokens are not known yet
-    exact_to: int | None = None  # position from which on rows are not what a run of its own would compute
 
 
 class PrefixCache:
@@ -196,9 +195,7 @@ class PrefixCache:
 
             _check_store(store)
             self._guard = Guard(store, digest=blake2b(identity).digest(), secret=secret)
-        if cache._watch is None:
-            cache._watch = Watch(self._core)
-        self._watch = cache._watch
+        self._watch = watch_of(cache)
         self._watch.add(self)
         weakref.finalize(self, _drop_all, self._core, self._nodes, self._sessions).atexit = False
 
@@ -256,15 +253,15 @@ class PrefixCache:
         if self._guard is not None:
             self._fetch(keys[: limit // self._block_size], contents)
         with self._watch.lock:
+            self._watch.forget_gone()
             self._sweep()
             seq_id = self._watch.new_sequence()
-            path = self._nodes.walk(keys)
-            found, end = self._with_similar(path, contents)
-            matched = _core.attach(self._core, [node.seq_id for node in found], seq_id, min(end, limit))
-            known = matched // self._block_size
-            session = Session(keys, contents[: len(keys)], path[:known], known * self._block_size)
-            self._sessions[seq_id] = session
-            matched = self._reuse(seq_id, session, contents, matched, limit)
+            try:
+                matched = self._attach(seq_id, keys, contents, limit)
+            except BaseException:
+                self._core.clear(seq_id)
+                self._watch.edited(seq_id, 0)
+                raise
             self._count(requests=1, hits=matched > 0, tokens=num_tokens, matched=matched)
         return seq_id, matched
 
@@ -291,16 +288,14 @@ class PrefixCache:
         """
         seq_id = integer(seq_id, "seq_id", *IDS)
         session = self._sessions.get(seq_id) or Session([], [], [], 0)
-        length = self._core.next_position(seq_id)
-        if session.exact_to is not None:
-            length = min(length, session.exact_to)
+        length = min(self._core.next_position(seq_id), self._watch.exact_to(seq_id))
         contents = blocks_of(tokens, self._block_size, length)
         keys = self._keys.chain(self._keys.root, contents)
         with self._watch.lock:
             self._core.remove(seq_id, 0, 0, False)  # raises if a batch has the sequence
             path = self._keep(seq_id, session, keys, contents, length)
             self._core.clear(seq_id)
-            self._forget_session(seq_id)
+            self._watch.edited(seq_id, 0)
             _core.touch(self._core, [node.seq_id for node in path])
             self._store_new()
 
@@ -316,9 +311,8 @@ class PrefixCache:
         seq_id = integer(seq_id, "seq_id", *IDS)
         position = integer(position, "position", 0, _core.INT32_MAX)
         with self._watch.lock:
-            session = self._sessions.get(seq_id)
-            if session is not None:
-                session.exact_to = position if session.exact_to is None else min(session.exact_to, position)
+            if seq_id in self._sessions or self._core.next_position(seq_id):
+                self._watch.note_inexact(seq_id, position)
 
     # ---- upkeep
 
@@ -427,6 +421,7 @@ class PrefixCache:
     def stats(self) -> PrefixStats:
         """What has happened so far, and what there is now."""
         with self._watch.lock:
+            self._watch.forget_gone()
             return PrefixStats(
                 **self._counts,
                 blocks=len(self._nodes),
@@ -517,6 +512,15 @@ class PrefixCache:
 
     # ---- sequences; with the lock held
 
+    def _attach(self, seq_id: int, keys: list[bytes], contents: list[bytes], limit: int) -> int:
+        """Begin a sequence with what is known of a prompt, up to a position; return how many tokens that are."""
+        path = self._nodes.walk(keys)
+        found, end = self._with_similar(path, contents)
+        matched = _core.attach(self._core, [node.seq_id for node in found], seq_id, min(end, limit))
+        known = matched // self._block_size
+        self._sessions[seq_id] = Session(keys, contents[: len(keys)], path[:known], known * self._block_size)
+        return self._reuse(seq_id, contents, matched, limit)
+
     def _retain(self, seq_id: int, begin: int, end: int) -> int | None:
         """Retain rows of a sequence; return the retained sequence, or None if there is no memory for it now."""
         retained = self._watch.new_retained()
@@ -562,8 +566,7 @@ class PrefixCache:
             session, (begin, end) = self._sessions[seq_id], ranges[seq_id]
             if begin < session.retained_to:
                 self._roll_back(session, begin)
-            if session.exact_to is not None:
-                end = min(end, session.exact_to)
+            end = min(end, self._watch.exact_to(seq_id))
             while session.retained_to + self._block_size <= end and self._retain_next(seq_id, session):
                 session.retained_to += self._block_size
 
@@ -585,12 +588,12 @@ class PrefixCache:
         for seq_id in self._sessions.keys() & ranges.keys():
             session, (begin, _) = self._sessions[seq_id], ranges[seq_id]
             full = begin // self._block_size
-            for node in session.path[full:]:
-                if self._nodes.contains(node):
-                    self._drop(node)
             del session.path[full:]
             session.retained_to = min(session.retained_to, full * self._block_size)
             self._drop_pending(session, begin)
+        for node in self._new:
+            if self._nodes.contains(node):
+                self._drop(node)
         self._new.clear()
 
     def _roll_back(self, session: Session, position: int) -> None:
@@ -610,7 +613,7 @@ class PrefixCache:
 
     # ---- chunks from elsewhere; with the lock held
 
-    def _reuse(self, seq_id: int, session: Session, contents: list[bytes], matched: int, limit: int) -> int:
+    def _reuse(self, seq_id: int, contents: list[bytes], matched: int, limit: int) -> int:
         """Go on behind the exact match with tokens that were computed elsewhere; return how many match then."""
         least = self._reuse_min_tokens
         if least is None or limit - matched < least:
@@ -620,18 +623,18 @@ class PrefixCache:
             num_tokens = min(chunk.num_tokens, limit - matched)
             if num_tokens < least or not self._move(seq_id, chunk, matched, num_tokens):
                 break
-            if session.exact_to is None:
-                session.exact_to = matched
+            self._watch.note_inexact(seq_id, matched)
             matched += num_tokens
             self._count(reused=num_tokens)
         return matched
 
     def _move(self, seq_id: int, chunk: Chunk, position: int, num_tokens: int) -> bool:
         """Add the rows of a chunk to a sequence at a position; return False, and do nothing, if they cannot be."""
-        moved, begin = self._watch.new_retained(), chunk.begin
+        moved, begin, end = self._watch.new_retained(), chunk.begin, chunk.begin + num_tokens
         try:
             for node in chunk.nodes:
-                self._core.share_range(node.seq_id, moved, max(node.begin, begin), min(node.end, begin + num_tokens))
+                if node.begin < end:
+                    self._core.share_range(node.seq_id, moved, max(node.begin, begin), min(node.end, end))
             if not self._rows.are_complete(moved, num_tokens):
                 return False
             self._core.shift(moved, 0, None, position - begin)

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -16,12 +17,13 @@ import numpy as np
 from kvcache import _core
 
 if TYPE_CHECKING:
+    from kvcache.cache import KVCache
     from kvcache.prefix.cache import PrefixCache
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "watch_of"]
 
 FIRST_RETAINED = 1 << 62  # ids of retained sequences, which a user has no use for, begin here
-FEW_TOKENS = 16  # batches of fewer tokens say nothing about the speed of prompts
+FEW_TOKENS = 16  # batches of fewer tokens a sequence say nothing about the speed of prompts
 
 
 class Watch:
@@ -33,12 +35,17 @@ class Watch:
         Guards the prefix caches of the cache; held briefly.
     tokens_per_second : float or None
         How fast batches of many tokens were computed, recent ones counting most; None before the first.
+    gone : deque of int
+        Sequences that a finalizer cleared. It may run in the middle of anything, and takes no lock: what is noted of
+        them is forgotten later.
     """
 
     def __init__(self, core: _core.Cache) -> None:
         self.lock = threading.RLock()
         self.tokens_per_second: float | None = None
+        self.gone: deque[int] = deque()
         self._core = core
+        self._exact_to: dict[int, int] = {}  # by sequence: position from which on rows do not follow from its tokens
         self._prefixes: weakref.WeakSet[PrefixCache] = weakref.WeakSet()
         self._retained = itertools.count(FIRST_RETAINED)
         self._sequences = itertools.count()
@@ -46,7 +53,8 @@ class Watch:
 
     def add(self, prefix: PrefixCache) -> None:
         """Call this prefix cache as long as it exists."""
-        self._prefixes.add(prefix)
+        with self.lock:
+            self._prefixes.add(prefix)
 
     def new_retained(self) -> int:
         """Return an id for a retained sequence that was never used."""
@@ -63,7 +71,7 @@ class Watch:
         """Retain the blocks that a batch fills around its commit: before it, unless only some of its tokens are kept.
 
         Once it is committed, another thread's batch may begin, for which rows are evicted that no window reaches any
-        more. `begin` is the time of ``time.perf_counter`` when the batch began.
+        more. `begin` is the time of ``time.perf_counter`` when the batch had begun.
         """
         seq_ids, whose = np.unique(core.get_seq_ids(), return_inverse=True)
         first, last = np.full(len(seq_ids), _core.INT32_MAX), np.full(len(seq_ids), -1)
@@ -72,11 +80,12 @@ class Watch:
         bounds = zip(first.tolist(), (last + 1).tolist(), strict=True)
         ranges = dict(zip(seq_ids.tolist(), bounds, strict=True))
         with self.lock:
+            self.forget_gone()
             prefixes = list(self._prefixes)
-            if keeps_all:
-                for prefix in prefixes:
-                    prefix._fill(ranges)
             try:
+                if keeps_all:
+                    for prefix in prefixes:
+                        prefix._fill(ranges)
                 yield
             except BaseException:
                 for prefix in prefixes:
@@ -88,26 +97,62 @@ class Watch:
                     prefix._fill(ranges)
             for prefix in prefixes:
                 prefix._store_new()
-        self._measure(core.num_tokens, time.perf_counter() - begin)
+        if core.num_tokens >= FEW_TOKENS * len(seq_ids):
+            self._measure(core.num_tokens, time.perf_counter() - begin)
 
     def _measure(self, num_tokens: int, seconds: float) -> None:
-        if num_tokens >= FEW_TOKENS and seconds > 0:
+        if seconds > 0:
             rate, before = num_tokens / seconds, self.tokens_per_second
             self.tokens_per_second = rate if before is None else before + (rate - before) / 4
+
+    # ---- edits
 
     def edited(self, seq_id: int | None, position: int) -> None:
         """Note that rows of a sequence at positions from this one on were changed, or of every one (None)."""
         with self.lock:
             for prefix in self._prefixes:
                 prefix._edited(seq_id, position)
+            for one in list(self._exact_to) if seq_id is None else [seq_id]:
+                if not self._core.next_position(one):
+                    self._exact_to.pop(one, None)
+
+    def copied(self, source: int, seq_id: int) -> None:
+        """Note that a sequence came to hold rows of another one, of which it has those that are inexact, too."""
+        with self.lock:
+            if self.exact_to(source) < self._core.next_position(seq_id):
+                self.note_inexact(seq_id, self.exact_to(source))
+
+    def note_inexact(self, seq_id: int, position: int) -> None:
+        """Note that a sequence's rows from a position on do not follow from its tokens alone."""
+        with self.lock:
+            self._exact_to[seq_id] = min(position, self.exact_to(seq_id))
+
+    def exact_to(self, seq_id: int) -> int:
+        """Return the position up to which a sequence's rows follow from its tokens."""
+        return self._exact_to.get(seq_id, _core.INT32_MAX)
+
+    def forget_gone(self) -> None:
+        """Forget what is noted of the sequences that finalizers cleared. With the lock held."""
+        while self.gone:
+            self.edited(self.gone.popleft(), 0)
 
 
+_making = threading.Lock()
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _held: list[Watch] = []  # while the process forks
 
 
+def watch_of(cache: KVCache) -> Watch:
+    """Return the watch of a cache; the first call makes it."""
+    with _making:
+        if cache._watch is None:
+            cache._watch = Watch(cache._core)
+        return cache._watch
+
+
 def _hold_all() -> None:
     """Let no other thread be in the middle of a change when the process forks."""
+    _making.acquire()
     for watch in list(_watches):
         watch.lock.acquire()
         _held.append(watch)
@@ -116,6 +161,7 @@ def _hold_all() -> None:
 def _release_all() -> None:
     while _held:
         _held.pop().lock.release()
+    _making.release()
 
 
 if hasattr(os, "register_at_fork"):

@@ -475,6 +475,7 @@ import sys
 from support.saved_states import varied_cache
 caches = [varied_cache(), varied_cache()]
 caches[1].clear(0)
+caches[0].save(sys.argv[1])
 print("ready", flush=True)
 while True:
     for cache in caches:

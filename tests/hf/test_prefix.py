@@ -62,6 +62,37 @@ def join(*parts):
     return torch.cat(parts, 1)
 
 
+def test_a_cache_is_dropped_without_waiting():
+    """The garbage collector may drop it in any thread and in the middle of anything, so it waits for no lock."""
+    model = model_of("llama")
+    prefix = prefix_for(model)
+    caches = [HFCache(model.config, prefix=prefix)]
+    caches[0].acquire(random_tokens(1, LONG))
+    assert prefix.stats.sequences == 1
+
+    def drop():
+        caches.clear()
+        gc.collect()
+
+    thread = threading.Thread(target=drop)
+    with prefix._watch.lock:
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+    assert prefix.stats.sequences == 0
+    assert prefix.cache.sequences == []
+
+
+def test_a_cache_is_dropped_after_its_memory():
+    model = model_of("llama")
+    prefix = prefix_for(model)
+    cache = HFCache(model.config, prefix=prefix)
+    cache.acquire(random_tokens(1, LONG))
+    prefix.cache.close()
+    del cache
+    gc.collect()  # what a finalizer raises is an error here
+
+
 @pytest.mark.parametrize("attention", ["kvcache", "eager"])
 @pytest.mark.parametrize("name", NAMES)
 def test_generate(name, attention):

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -314,6 +315,84 @@ def test_edits_are_not_kept(edit):
     assert matched <= 20
 
 
+@pytest.mark.parametrize("edit", ["remove", "shift", "divide"])
+def test_what_moved_is_not_kept_under_the_tokens_that_are_left(edit):
+    """As after the cut of a long conversation: rows behind it were computed with what is gone in sight."""
+    cache, prefix = make(rope=False)
+    seq_id, _ = prefix.acquire(PROMPT[:20])
+    feed(cache, seq_id, PROMPT, 0, 100)
+    if edit == "remove":
+        cache.remove(30, 40, seq_id=seq_id)
+    elif edit == "shift":
+        cache.remove(30, 40, seq_id=seq_id, shift=False)
+        cache.shift(40, None, -10, seq_id=seq_id)
+    else:
+        cache.divide(30, None, 2, seq_id=seq_id)
+    left = [*PROMPT[:30], *PROMPT[40:]]
+    cache.fork(seq_id, copied := prefix.new_sequence())
+    for one in (seq_id, copied):
+        prefix.release(one, left)
+    seq_id, matched = prefix.acquire([*left, -1])
+    assert matched == (16 if edit == "divide" else 30)  # a block that was kept before
+    check_rows(cache, seq_id, left, matched)
+
+
+def test_what_was_taken_off_the_end_may_be_kept():
+    cache, prefix = make(rope=False)
+    seq_id, _ = prefix.acquire(PROMPT)
+    feed(cache, seq_id, PROMPT, 0, 100)
+    cache.remove(50, seq_id=seq_id)
+    feed(cache, seq_id, [*PROMPT[:50], *[7] * 30], 50, 80)
+    prefix.release(seq_id, [*PROMPT[:50], *[7] * 30])
+    assert prefix.acquire([*PROMPT[:50], *[7] * 40])[1] == 80
+
+
+def test_a_restored_sequence_is_what_its_file_holds(tmp_path):
+    """And not what was fed before."""
+    cache, prefix = make()
+    feed(cache, 0, PROMPT, 0, 100)
+    cache.save(tmp_path / "state", seq_ids=[0])
+    cache.clear(0)
+    before = [-1] * 100
+    seq_id, _ = prefix.acquire(before[:10])
+    feed(cache, seq_id, before, 0, 100)
+    cache.restore(tmp_path / "state", seq_id=seq_id, saved_id=0)
+    prefix.release(seq_id, PROMPT)
+    seq_id, matched = prefix.acquire(PROMPT)
+    assert matched == 99
+    check_rows(cache, seq_id, PROMPT, matched)
+
+
+@pytest.mark.parametrize("copy", ["fork", "copy_prefix", "share_range"])
+def test_copies_of_inexact_rows_are_not_kept(copy):
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT)
+    prefix.note_inexact(seq_id, 40)
+    feed(cache, seq_id, [-1] * 100, 0, 100)
+    copied = prefix.new_sequence()
+    getattr(cache, copy)(seq_id, copied, *{"copy_prefix": [90], "share_range": [0, 90]}.get(copy, []))
+    prefix.release(copied, [-1] * 90)
+    assert prefix.acquire([-1] * 90)[1] == 40
+    cache.copy_prefix(seq_id, copied, 30)
+    feed(cache, copied, [-1] * 100, 30, 100)
+    prefix.release(copied, [-1] * 100)
+    assert prefix.acquire([-1] * 100)[1] == 99, "the inexact ones were not copied"
+
+
+def test_a_sequence_that_another_prefix_cache_acquired():
+    """It ends for both."""
+    cache, prefix = make()
+    other = kvcache.PrefixCache(cache, fingerprint="another model")
+    seq_id, _ = prefix.acquire(PROMPT[:10])
+    feed(cache, seq_id, PROMPT, 0, 100)
+    other.release(seq_id, PROMPT)
+    assert prefix.stats.sequences == 0
+    assert other.acquire(PROMPT)[1] == 99
+    other.clear()
+    prefix.clear()
+    assert cache.stats()["retained"] == 0
+
+
 def test_a_sequence_that_nobody_acquired():
     """Any sequence can be released: what of its windows is there then is kept."""
     cache, prefix = make("hybrid")
@@ -405,6 +484,29 @@ def test_a_chunk_behind_tokens_that_match_nothing():
     assert matched == 30
     cache.clear(seq_id)
     assert prefix.acquire([*system, *document, -3])[1] == 110
+
+
+def test_no_more_of_a_chunk_than_that():
+    cache, prefix = make(reuse_min_tokens=20, rope=False)
+    serve(prefix, cache, PROMPT)
+    for most in range(50, 75):
+        seq_id, matched = prefix.acquire([*PROMPT[:30], *PROMPT[45:90], -1], max_matched=most)
+        assert matched == most
+        assert cache.positions(seq_id=seq_id).tolist() == [*range(most)]
+        cache.clear(seq_id)
+
+
+def test_an_error_while_a_chunk_is_moved_leaves_nothing_behind():
+    def rotate(layer, keys, delta):
+        raise KeyboardInterrupt
+
+    cache, prefix = make(reuse_min_tokens=20, rope=rotate)
+    serve(prefix, cache, PROMPT)
+    with pytest.raises(KeyboardInterrupt):
+        prefix.acquire([*PROMPT[:30], *PROMPT[45:90], -1])
+    assert cache.sequences == []
+    assert prefix.stats.sequences == 0
+    cache.validate()
 
 
 # ---- bad input
@@ -586,6 +688,63 @@ def test_a_batch_that_cannot_be_committed():
         assert found == matched
         check_rows(cache, seq_id, tokens, found)
     cache.validate()
+
+
+def test_a_batch_that_fails_takes_no_blocks_of_others_with_it():
+    cache, prefix = make()
+    serve(prefix, cache, PROMPT)
+    prefix.pin(PROMPT)
+    seq_id, _ = prefix.acquire(PROMPT, max_matched=0)
+    with pytest.raises(ValueError, match="was not put"), cache.batch(positions=range(100), seq_ids=[seq_id] * 100):
+        pass
+    assert prefix.acquire(PROMPT)[1] == 99
+    cache.validate()
+
+
+def test_an_interrupt_while_a_batch_is_committed(monkeypatch):
+    """Nothing of it is known to others."""
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT)
+    retain, calls = prefix._retain, []
+
+    def interrupt(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return retain(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix, "_retain", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            feed(cache, seq_id, PROMPT, 0, 100)
+    assert prefix.acquire(PROMPT)[1] == 0
+    assert cache.stats()["retained"] == 0
+    feed(cache, seq_id, PROMPT, 0, 100)
+    assert prefix.acquire(PROMPT)[1] == 96
+    cache.validate()
+
+
+def test_the_speed_of_prompts(monkeypatch):
+    """Neither steps of many sequences at once nor waiting for another's batch count."""
+    cache, prefix = make()
+    feed(cache, 0, PROMPT, 0, 100)
+    rate = prefix._watch.tokens_per_second
+    assert rate > 0
+    for position in range(100, 105):
+        with cache.batch(positions=[position] * 32, seq_ids=range(32)) as batch:
+            for layer in range(2):
+                batch.put(layer, *(np.zeros((32, 1, 2), np.float32),) * 2)
+    assert prefix._watch.tokens_per_second == rate
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    batch = cache.batch(positions=[105], seq_ids=[0])
+    waiting = threading.Thread(target=feed, args=(cache, 99, PROMPT, 0, 100))
+    waiting.start()
+    time.sleep(0.2)  # so that it waits
+    now = 1000.0
+    batch.abort()
+    waiting.join()
+    assert prefix._watch.tokens_per_second == rate
 
 
 def test_windows_that_were_reclaimed_are_kept_anew():
