@@ -41,8 +41,11 @@ class Rows:
             for i, layer in enumerate(cache._layers)
             if layer.policy is not None and layer.share is None
         }
-        by_policy = {cache.policy[layer]: layer for layer in self._shapes}
-        self._leaders = list(by_policy.values())  # layers of one policy hold the same tokens
+        groups: dict[object, set[int]] = {}  # as the core makes them: policies that are equal there share slots
+        for layer in self._shapes:
+            groups.setdefault(cache._layers[layer].for_core()[5], set()).add(layer)
+        self._groups = list(groups.values())
+        self._leaders = [min(group) for group in self._groups]  # layers of a group hold the same tokens
 
     def nbytes(self, num_tokens: int) -> int:
         """Return the bytes of a payload in which no layer is missing."""
@@ -72,10 +75,16 @@ class Rows:
         return all(self._core.seq_len(seq_id, layer) == num_tokens for layer in self._leaders)
 
     def write(self, seq_id: int, begin: int, end: int, payload: memoryview) -> bool:
-        """Make a retained sequence, pinned, of a payload; return False, and make none, if its size is wrong."""
+        """Make a retained sequence, pinned, of a payload.
+
+        Return False, and make none, if its size is wrong, or if it has some layers of a group and not all: the others
+        would show what their slots held before.
+        """
         flags = bytes(payload[: self._num_layers])
         layers = [i for i, flag in enumerate(flags) if flag]
         if len(flags) < self._num_layers or not layers or not self._shapes.keys() >= set(layers):
+            return False
+        if any(0 < len(group.intersection(layers)) < len(group) for group in self._groups):
             return False
         n, at = end - begin, self._num_layers
         if len(payload) != at + n * sum(heads * (k + v) for heads, k, v in map(self._shapes.__getitem__, layers)):

@@ -128,6 +128,31 @@ def test_payloads_of_another_shape():
     assert cache.stats()["retained"] == 0
 
 
+@pytest.mark.parametrize("second", [kvcache.SlidingWindow(24), kvcache.SlidingWindow(24, resume_window=24)])
+def test_a_value_without_some_layers_of_a_group(second):
+    """It is a miss: its other layers would get slots that nothing fills, with the rows that another tenant freed."""
+    policy = [kvcache.SlidingWindow(24), second, kvcache.FullAttention()]
+
+    def make():
+        cache = kvcache.KVCache(3, 1, 2, None, policy=policy, max_sequences=None, block_size=BLOCK, dtype="f32")
+        return cache, kvcache.PrefixCache(cache, store=store, fingerprint="a model", timeout=10)
+
+    store = {}
+    cache, prefix = make()
+    serve(prefix, cache, PROMPT)
+    assert prefix.close()
+    cache, prefix = make()
+    key, size = next(iter(store)), 2 * BLOCK * 8
+    for flags, is_taken in {"101": False, "011": False, "100": False, "001": True, "110": True, "111": True}.items():
+        payload = bytes(map(int, flags)) + bytes(flags.count("1") * size)
+        assert prefix._rows.write(50, 0, BLOCK, memoryview(payload)) == is_taken, flags
+        assert (50 in _core.retained(cache._core)) == is_taken, flags
+        cache._core.clear(50)
+    store[key] = values.pack(key, prefix._guard._digest, [b"\1\0\1" + bytes(2 * size)])
+    assert prefix.acquire(PROMPT)[1] == 0
+    cache.validate()
+
+
 def test_a_directory(tmp_path):
     """A folder that two processes share, too small for everything."""
     store = stores.open(f"dir:{tmp_path}/prefixes?max_bytes=100KiB")
