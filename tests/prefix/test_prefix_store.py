@@ -234,9 +234,10 @@ class Held(dict):
 
     def __init__(self):
         super().__init__()
-        self.go_on = threading.Event()
+        self.entered, self.go_on = threading.Event(), threading.Event()
 
     def __setitem__(self, key, value):
+        self.entered.set()
         self.go_on.wait(60)
         super().__setitem__(key, value)
 
@@ -285,6 +286,36 @@ def test_rows_that_go_before_they_are_written():
     assert stats.dropped + stats.written == 6
     assert stats.dropped >= 5
     assert len(store) == stats.written
+
+
+def test_a_cache_that_is_closed_while_writes_wait(caplog):
+    """The blocks are gone like any that are reclaimed, which is no mistake to log."""
+    store = Held()
+    cache, prefix = make(store)
+    serve(prefix, cache, PROMPT)
+    assert store.entered.wait(20), "the first block was never copied"
+    cache.close()
+    store.go_on.set()
+    assert not prefix.flush(10)
+    assert (prefix.stats.store.written, prefix.stats.store.dropped) == (1, 5)
+    assert not prefix.close()
+    assert caplog.records == []
+
+
+def test_a_cache_that_is_closed_while_a_block_is_read():
+    cache, prefix = make({})
+    serve(prefix, cache, PROMPT[:BLOCK])
+    (seq_id,) = _core.retained(cache._core)
+    rows, held = prefix._rows, prefix._rows._held
+    assert rows.read(seq_id, 0, BLOCK)
+
+    def close(*arguments):
+        layers = held(*arguments)
+        cache.close()
+        return layers
+
+    rows._held = close
+    assert rows.read(seq_id, 0, BLOCK) is None
 
 
 def test_after_close():
