@@ -30,7 +30,8 @@ def open(url: str) -> DirectoryStore | ValkeyStore:
         ``dir:PATH`` is a `DirectoryStore`. ``valkey://HOST:PORT/DATABASE`` and ``valkey+cluster://HOST:PORT`` are a
         `ValkeyStore`, also with ``valkeys``, ``redis`` or ``rediss`` in place of ``valkey``. Keyword arguments of these
         classes follow as options: ``dir:~/prefixes?max_bytes=20GiB``, ``valkey://localhost?ttl=3600&timeout=0.5``. A
-        question mark, an ampersand or a percent sign elsewhere is written ``%3F``, ``%26`` or ``%25``.
+        question mark, an ampersand or a percent sign elsewhere is written ``%3F``, ``%26`` or ``%25``; so is each
+        special character of a password, and an ``@`` in an option of a server.
 
     Raises
     ------
@@ -59,6 +60,7 @@ def open(url: str) -> DirectoryStore | ValkeyStore:
             raise ValueError(f"{shown!r} has no path: dir:PATH is needed")
         return DirectoryStore(os.path.expanduser(unquote(path)), **_options(shown, query, _DIRECTORY_OPTIONS))
     if scheme.partition("+")[0] in ("valkey", "valkeys", "redis", "rediss"):
+        valkey.check_login(url)
         return ValkeyStore(address, **_options(shown, query, _VALKEY_OPTIONS))
     raise ValueError(f"{shown!r} is no store: dir:PATH, valkey://HOST:PORT/0 and valkey+cluster://HOST:PORT are")
 

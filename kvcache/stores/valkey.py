@@ -249,16 +249,34 @@ def shown(url: str) -> str:
     """Return an address without its password; raise TypeError if it is no str."""
     if not isinstance(url, str):
         raise TypeError(f"url={errors.shown(url)}: an address is needed, as a str")
-    return re.sub(r"(://[^/@:]*:).*@", r"\1***@", url)
+    return re.sub(r"^(?!dir:)((?:[^:/@]*://)?+[^:@]*:).*@", r"\1***@", url, flags=re.DOTALL)
+
+
+def check_login(url: str) -> None:
+    """Raise ValueError if "@" stands behind the host: what is taken for the host may be part of a password.
+
+    No other message would know what not to show, so this one shows the scheme alone.
+    """
+    scheme, _, rest = url.partition(":")
+    _, *behind = re.split(r"[/?#]", rest.removeprefix("//"), maxsplit=1)
+    if "@" in "".join(behind):
+        raise ValueError(
+            f"the address {errors.plain(scheme)}:// has an '@' behind its host: '/', '?' and '#' in a password are"
+            " written %2F, %3F and %23, and '@' in an option %40"
+        )
 
 
 def _parse(url: str) -> tuple[bool, bool, list[tuple[str, int]], dict[str, Any]]:
     """Return whether an address is of a cluster and takes TLS, the nodes, and options of the client."""
     address = shown(url)
+    check_login(url)
     try:
         found = urlsplit(url)
-    except ValueError as error:  # a bracket that is not closed
-        raise ValueError(f"{address!r}: {error}") from None
+    except ValueError:  # whose message may quote the password
+        raise ValueError(
+            f"{address!r} cannot be read: brackets stand around an IPv6 address, and what is neither a letter nor a"
+            " digit of ASCII is percent-encoded in a password"
+        ) from None
     scheme, _, kind = found.scheme.partition("+")
     if scheme not in ("valkey", "valkeys", "redis", "rediss") or kind not in ("", "cluster"):
         raise ValueError(f"{address!r} is no address of a server: valkey://HOST:PORT/0 or valkey+cluster://HOST:PORT")

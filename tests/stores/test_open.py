@@ -60,6 +60,13 @@ def test_bad_addresses(tmp_path, monkeypatch, url, message):
     assert os.listdir() == []
 
 
+def test_folders_may_have_the_characters_of_a_login(tmp_path):
+    stores.open(f"dir:{tmp_path}/user:name@host")
+    assert os.listdir(tmp_path) == ["user:name@host"]
+    with pytest.raises(ValueError, match=re.escape("user:name@host?x=1': there is no option 'x'")):
+        stores.open(f"dir:{tmp_path}/user:name@host?x=1")
+
+
 @pytest.mark.parametrize("url", [5, None, b"dir:x"])
 def test_addresses_that_are_no_text(url):
     with pytest.raises(TypeError, match=re.escape(f"url={url!r}: an address is needed, as a str")):

@@ -204,7 +204,7 @@ def test_a_child_has_connections_of_its_own(store):
         ("valkey+cluster://a,,b", "'' is neither HOST nor HOST:PORT"),
         ("valkey://localhost:lots", "'localhost:lots' is neither HOST nor HOST:PORT"),
         ("valkey://localhost:99999", "'localhost:99999' is neither HOST nor HOST:PORT"),
-        ("valkey://[::1", "'valkey://[::1': Invalid IPv6 URL"),
+        ("valkey://[::1", "'valkey://[::1' cannot be read: brackets stand around an IPv6 address"),
         ("valkey://one,two", "names several hosts, which only valkey+cluster:// does"),
         ("valkey://localhost/first", "the database must be a number"),
         ("valkey+cluster://localhost/1", "the database must be 0 in a cluster"),
@@ -222,6 +222,46 @@ def test_bad_addresses(url, message):
     pytest.importorskip("valkey", exc_type=ImportError)
     with pytest.raises(ValueError, match=re.escape(message)):
         stores.open(url)
+
+
+@pytest.mark.parametrize("open_", [stores.open, ValkeyStore])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "valkey://runner:topp/secret@host",
+        "valkey://runner:topp?secret@host:1",
+        "valkey://runner:topp#secret@host",
+        "valkey://runner:topp?prefix=secret@host",
+        "valkey://ru/nner:topp-secret@host",
+        "valkey+cluster://:topp/secret@a:1,b:2",
+        "valkey:runner:topp?secret@host",
+        "valkey:runner:topp-secret@host",
+        "valkey://runner:t[opp-secret@host",
+        "valkey://runner:topp\u2100secret@host:6379/0",  # NFKC makes "a/c" of it
+        "valkey://runner:topp\nsecret@host:lots",
+        "valkey://runner:topp-secret@host:99999",
+        "valkey://runner:topp-secret@",
+        "vaalkey://runner:topp/secret@host",
+        "vaalkey://ru/nner:topp-secret@host",
+        "runner:topp-secret@host:6379",
+    ],
+)
+def test_messages_show_no_part_of_a_password(open_, url):
+    with pytest.raises(ValueError, match="alkey") as raised:
+        open_(url)
+    assert "topp" not in str(raised.value)
+    assert "secret" not in str(raised.value)
+    assert raised.value.__suppress_context__ or raised.value.__context__ is None
+
+
+def test_passwords_are_percent_encoded():
+    for url in ("valkey://:a/b@host", "valkey://:a?b@host", "valkey://host?prefix=a@b"):
+        with pytest.raises(ValueError, match=r"valkey:// .* a password are written %2F, %3F and %23, .* option %40"):
+            stores.open(url)
+    with pytest.raises(ValueError, match=r"valkeys\+cluster:// "):
+        ValkeyStore("valkeys+cluster://:a#b@host")
+    pytest.importorskip("valkey", exc_type=ImportError)
+    assert stores.open("valkey://host?prefix=a%40b").prefix == "a@b"
 
 
 @pytest.mark.parametrize(
