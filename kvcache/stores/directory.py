@@ -248,8 +248,12 @@ class _Temporary:
         while True:
             self.name = f"{secrets.token_hex(16)}.tmp"
             self.file = os.open(self.name, flags, 0o600, dir_fd=self.folder)
-            if _lock(self.file) and os.fstat(self.file).st_nlink:
-                return self
+            try:
+                if _lock(self.file) and os.fstat(self.file).st_nlink:
+                    return self
+            except BaseException:  # such as of a file system without locks
+                self.__exit__()
+                raise
             os.close(self.file)  # somebody took it for a leftover before it was locked
 
     def __exit__(self, *exception: object) -> None:

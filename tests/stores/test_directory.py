@@ -1,6 +1,7 @@
 """DirectoryStore: files in one folder, which many processes share."""
 
 import contextlib
+import errno
 import os
 import random
 import signal
@@ -296,6 +297,25 @@ def test_a_full_disk_leaves_nothing(stored, monkeypatch):
         patch.setattr(os, "write", write)
         with pytest.raises(OSError, match="No space left"):
             store["a"] = b"new"
+    assert files_of(store.path) == before
+    assert store["a"] == b"some value"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), KeyboardInterrupt()])
+def test_a_file_system_without_locks_leaves_nothing(stored, monkeypatch, error):
+    """As some network file systems are: each write fails, and neither a file nor a descriptor stays."""
+    store, _ = stored
+    before, files = files_of(store.path), len(os.listdir("/dev/fd"))
+
+    def flock(*arguments):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory.fcntl, "flock", flock)
+        for _ in range(5):
+            with pytest.raises(type(error)):
+                store["a"] = b"new"
+    assert len(os.listdir("/dev/fd")) == files
     assert files_of(store.path) == before
     assert store["a"] == b"some value"
 
