@@ -14,6 +14,7 @@ import mmap
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ BEGINNING = b'{"__metadata__":{"format":"kvcache",'  # of a header
 MAC_BYTES = 32
 SENT_BYTES = 8 << 20  # after so many, the disk begins to write; later, fsync would wait for all
 MOST_HEADER = 100_000_000  # bytes
+NAME_BYTES = 233  # of a name, in that of its temporary file: with 22 more, the 255 that file systems take
 IDS = (-_core.INT64_MAX - 1, _core.INT64_MAX)  # the range of ids
 
 
@@ -415,7 +417,8 @@ def _replacing(path: StrPath) -> Iterator[BinaryIO]:
     check_replaceable(path)
     target = os.path.realpath(path)  # a link stays one
     folder, name = os.path.split(os.fsdecode(target))
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
+    kept = os.fsencode(name)[:NAME_BYTES].decode(sys.getfilesystemencoding(), "ignore")  # it may be cut in a character
+    temporary = os.path.join(folder, f".{kept}.{secrets.token_hex(8)}.tmp")
     try:
         with _written_whole(temporary) as file:
             if os.path.exists(target):

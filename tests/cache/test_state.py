@@ -437,6 +437,22 @@ def test_errors_name_the_file_that_was_given(saved, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["state"]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="names are limited by their characters")
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, b"\xc3" * 255])
+def test_names_as_long_as_a_file_system_takes(saved, tmp_path, name):
+    """The temporary file has a name that fits, too."""
+    cache, _ = saved
+    path = os.path.join(os.fsencode(tmp_path), os.fsencode(name))
+    try:
+        with open(path, "wb"):
+            pass
+    except OSError:
+        pytest.skip("the file system does not take the name")
+    cache.save(path)
+    assert kvcache.KVCache.load(path).sequences == cache.sequences
+    assert len(os.listdir(tmp_path)) == 2
+
+
 @pytest.mark.skipif(os.name != "posix", reason="no modes")
 def test_a_new_file_is_its_owners_alone(saved, tmp_path):
     cache, path = saved
