@@ -73,13 +73,18 @@ def plain(text: object) -> str:
 
 
 def to_float(value: object, name: str) -> float:
-    """Return a number as a float; raise a ``TypeError`` that says `name` if it is none."""
+    """Return a number as a float.
+
+    Raise a ``TypeError`` that says `name` if it is none, and a ``ValueError`` if no float is as large.
+    """
     try:
         if isinstance(value, bool | str | bytes | bytearray):
             raise TypeError
         return float(cast("SupportsFloat", value))
     except (TypeError, ValueError):
         raise TypeError(f"{name}={shown(value)}: a number is needed, not {type(value).__name__}") from None
+    except OverflowError:
+        raise ValueError(f"{name}={shown(value)}: is beyond the range of floats, about 1.8e308") from None
 
 
 def check_path(path: object, name: str = "path", what: str = "file") -> None:

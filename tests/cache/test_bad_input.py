@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tracemalloc
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -290,6 +291,9 @@ def test_numbers_of_strategies():
             kvcache.Adaptive(value)
     for value in ("0.5", True, None, [0.5]):
         with refused(TypeError, "fraction=", "number"):
+            kvcache.Adaptive(value)
+    for value in (10**400, -(10**400), 10**5000, Fraction(10**400)):
+        with refused(ValueError, "fraction=", "is beyond the range of floats"):
             kvcache.Adaptive(value)
 
 
