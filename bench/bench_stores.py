@@ -35,11 +35,11 @@ def measure(
     name: str, store: MutableMapping[str, bytes], secret: bytes | None, value: bytes, keys: list[str], seconds: float
 ) -> None:
     nbytes = len(value) * len(keys)
-    guard = Guard(store, digest=b"bench", secret=secret, max_queued_bytes=4 * nbytes)
+    guard = Guard(store, digest=b"bench", secret=secret)
 
     def write() -> None:
         for key in keys:
-            guard.put(key, lambda: [value], len(value))
+            guard.put(key, lambda: [value])
         if not guard.flush(LONG) or guard.stats.dropped:
             raise SystemExit(f"{name} did not take the values: {guard.stats}")
 

@@ -651,7 +651,7 @@ class PrefixCache:
         """Queue the new full blocks to be written to the store."""
         for node in self._new:
             if self._guard is not None and node.end - node.begin == self._block_size:
-                self._guard.put(node.key.hex(), partial(self._rows.read, node.seq_id, node.begin, node.end), 0)
+                self._guard.put(node.key.hex(), partial(self._rows.read, node.seq_id, node.begin, node.end))
         self._new.clear()
 
     def _fetch(self, keys: list[bytes], contents: list[bytes]) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Guard", "StoreStats"]
 
 CALL_BYTES, MAX_CALL_KEYS = 8 << 20, 256  # of one call of get_many or set_many, about
-ITEM_BYTES = 1024  # what a queued write takes besides its rows
+MOST_WRITES = 1 << 18  # that wait; rows are copied when they are written, so that one of these takes about 540 bytes
 SLOW = "it did not answer in time"
 STALE = 30.0  # seconds after which measurements of speed say nothing about now
 EXIT_TIMEOUT = 1.0  # seconds for which the interpreter's exit waits for writes
@@ -58,8 +58,8 @@ class StoreStats:
     corrupt : int
         Values that were not what was stored, and were deleted.
     dropped : int
-        Values that were not written: too many were waiting, the store failed or was left alone, the cache was closed,
-        or their rows were dropped before.
+        Values that were not written: 262,144 were waiting, the store failed or was left alone, the cache was closed, or
+        their rows were dropped before.
     written : int
         Values that were written.
     bytes_read, bytes_written : int
@@ -101,14 +101,12 @@ class Read:
     is_judged: bool = False  # whether it failed is known to the breaker
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Write:
     """A value to write, or, without `make_value`, a key to delete."""
 
     key: str
-    nbytes: int
     make_value: Callable[[], Iterable[Buffer] | None] | None
-    done: Callable[[], object] | None
 
 
 class Guard:
@@ -123,13 +121,11 @@ class Guard:
         What stands for the model and the shape: a value that was stored with another digest is a miss.
     secret : bytes, optional
         The key of the MAC: a value that was stored without it, or with another one, is a miss.
-    max_queued_bytes : int, default 256 MiB
-        The most memory that values hold which wait to be written.
 
     Examples
     --------
     >>> guard = Guard({}, digest=b"a model", secret=b"of one tenant")
-    >>> guard.put("a key", lambda: [b"some rows"], nbytes=9)
+    >>> guard.put("a key", lambda: [b"some rows"])
     True
     >>> guard.flush(timeout=10)
     True
@@ -145,7 +141,6 @@ class Guard:
         *,
         digest: bytes,
         secret: bytes | None = None,
-        max_queued_bytes: int = 256 << 20,
     ) -> None:
         if not isinstance(secret, bytes | None):
             raise TypeError(f"secret is a {type(secret).__name__}: bytes are needed, or None for values without a MAC")
@@ -154,7 +149,6 @@ class Guard:
         self._store = store
         self._digest = bytes(digest)
         self._secret = secret
-        self._max_queued_bytes = max_queued_bytes
         self._counts = dict.fromkeys(
             ("hits", "misses", "errors", "timeouts", "corrupt", "dropped", "written", "bytes_read", "bytes_written"), 0
         )
@@ -171,7 +165,6 @@ class Guard:
         self._reading = Lane("read", self._lock, self._work_read)
         self._writing = Lane("write", self._lock, self._work_write)
         self._answers = 0  # of the store to reads
-        self._queued_bytes = 0
 
     # ---- what callers use
 
@@ -225,13 +218,7 @@ class Guard:
             latency, per_byte = line
             return latency * math.ceil(num_keys / self._keys_per_call("get_many")) + per_byte * nbytes
 
-    def put(
-        self,
-        key: str,
-        make_value: Callable[[], Iterable[Buffer] | None],
-        nbytes: int,
-        done: Callable[[], object] | None = None,
-    ) -> bool:
+    def put(self, key: str, make_value: Callable[[], Iterable[Buffer] | None]) -> bool:
         """Queue a value to be written, and return whether it was queued; never wait.
 
         Parameters
@@ -241,17 +228,12 @@ class Guard:
         make_value : function
             Returns the payload, in parts that are joined, or None if there is none any more. Called later, in the
             thread that writes, unless the value is dropped before.
-        nbytes : int
-            The memory that is held until then.
-        done : function, optional
-            Called once if the value was queued, when it was written or dropped, and what `make_value` reads is not
-            needed any more. It is called without a lock, and mostly in another thread.
         """
-        return self._queue_write(Write(key, nbytes + ITEM_BYTES, make_value, done))
+        return self._queue_write(Write(key, make_value))
 
     def delete(self, key: str) -> bool:
         """Queue the deletion of a key, after the writes that were queued before; return whether it was queued."""
-        return self._queue_write(Write(key, ITEM_BYTES, None, None))
+        return self._queue_write(Write(key, None))
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that was queued is written or dropped, at most for so many seconds; return whether it is.
@@ -412,13 +394,12 @@ class Guard:
             is_probe = lane.breaker.is_open
             is_queued = (
                 not self._is_closed
-                and self._queued_bytes + write.nbytes <= self._max_queued_bytes
+                and len(lane.queue) < MOST_WRITES
                 and (not is_probe or lane.breaker.may_probe)
                 and lane.add(write)
             )
             if is_queued:
                 lane.breaker.probing = is_probe
-                self._queued_bytes += write.nbytes
             elif write.make_value is not None:
                 self._counts["dropped"] += 1
         return is_queued
@@ -433,7 +414,6 @@ class Guard:
             failure = error
         breaker = self._writing.breaker
         with self._lock:
-            self._queued_bytes -= sum(write.nbytes for write in writes)
             if failure is not None:
                 self._counts["errors"] += 1
                 self._counts["dropped"] += sum(write.make_value is not None for write in writes)
@@ -442,7 +422,6 @@ class Guard:
                 breaker.succeeded()
             breaker.probing = False
             is_left_alone = breaker.is_open
-        _call_done(writes)
         if failure is not None:
             self._warn(_describe(failure))
         if is_left_alone:
@@ -454,12 +433,8 @@ class Guard:
         if not queue:  # dropped meanwhile
             return []
         writes = [queue.popleft()]
-        nbytes = writes[0].nbytes
-        most = MAX_CALL_KEYS if hasattr(self._store, "set_many") and writes[0].make_value is not None else 1
+        most = 1 if writes[0].make_value is None else self._keys_per_call("set_many")
         while queue and len(writes) < most and queue[0].make_value is not None:
-            nbytes += queue[0].nbytes
-            if nbytes > CALL_BYTES:
-                break
             writes.append(queue.popleft())
         return writes
 
@@ -481,10 +456,13 @@ class Guard:
         else:
             for key, value in items.items():
                 self._store[key] = value
+        nbytes = sum(len(value) - values.HEADER_SIZE for value in items.values())
         with self._lock:
+            if items:
+                self._value_bytes = nbytes // len(items)
             self._counts["dropped"] += num_gone
             self._counts["written"] += len(items)
-            self._counts["bytes_written"] += sum(len(value) - values.HEADER_SIZE for value in items.values())
+            self._counts["bytes_written"] += nbytes
         return bool(items)
 
     def _make_value(self, write: Write) -> bytes | None:
@@ -499,12 +477,9 @@ class Guard:
 
     def _drop_queue(self) -> None:
         with self._lock:
-            writes = list(self._writing.queue)
+            self._counts["dropped"] += sum(write.make_value is not None for write in self._writing.queue)
             self._writing.queue.clear()
-            self._queued_bytes -= sum(write.nbytes for write in writes)
-            self._counts["dropped"] += sum(write.make_value is not None for write in writes)
             self._writing.changed.notify_all()
-        _call_done(writes)
 
     def _warn(self, reason: str | None) -> None:
         """Log the first thing to warn of. Called without the lock, because a handler may do anything."""
@@ -521,15 +496,6 @@ class Guard:
 def _describe(error: BaseException) -> str:
     """Return an error's kind and message, cut short: of a store's own it might hold a value."""
     return f"{type(error).__name__}: {plain(error)}" if str(error) else type(error).__name__
-
-
-def _call_done(writes: Iterable[Write]) -> None:
-    for write in writes:
-        if write.done is not None:
-            try:
-                write.done()
-            except BaseException:  # as above
-                logger.exception("after the value for %r was stored or dropped", write.key)
 
 
 # ---- all guards of the process

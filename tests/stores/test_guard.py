@@ -48,8 +48,8 @@ def packed(key, payload=b"rows"):
     return values.pack(key, DIGEST, [payload])
 
 
-def put(guard, key, payload=b"rows", **options):
-    return guard.put(key, lambda: [payload], len(payload), **options)
+def put(guard, key, payload=b"rows"):
+    return guard.put(key, lambda: [payload])
 
 
 def fill(guard, keys):
@@ -84,7 +84,7 @@ def test_many_keys_are_one_call(make):
     store = Bulk()
     guard = make(store)
     blocked = threading.Event()
-    guard.put("first", lambda: blocked.wait(LONG) and [b"rows"], 4)
+    guard.put("first", lambda: blocked.wait(LONG) and [b"rows"])
     keys = [f"key {i}" for i in range(100)]
     assert all(put(guard, key) for key in keys)
     blocked.set()
@@ -100,12 +100,26 @@ def test_writes_of_many_keys_are_few_calls(make):
     store = Bulk()
     guard = make(store)
     blocked = threading.Event()
-    guard.put("first", lambda: blocked.wait(LONG) and [b"rows"], 4)
+    guard.put("first", lambda: blocked.wait(LONG) and [b"rows"])
     assert all(put(guard, f"key {i}") for i in range(100))
     blocked.set()
     assert guard.flush(LONG)
     assert len(store.calls) <= 2
     assert guard.stats.written == 101
+
+
+def test_writes_of_large_values_are_several_calls(make, monkeypatch):
+    """The values of one call are in memory at once."""
+    monkeypatch.setattr(module, "CALL_BYTES", 1000)
+    store = Bulk()
+    guard = make(store)
+    blocked = threading.Event()
+    guard.put("first", lambda: blocked.wait(LONG) and [b"x" * 400])
+    for i in range(6):
+        put(guard, f"key {i}", b"x" * 400)
+    blocked.set()
+    assert guard.flush(LONG)
+    assert [len(keys) for verb, keys in store.calls if verb == "set_many"] == [1, 2, 2, 2]
 
 
 def test_large_values_are_several_calls(make, monkeypatch):
@@ -390,7 +404,7 @@ def test_a_value_that_is_gone_says_nothing_of_the_store(make):
     store = Faulty()
     guard = make(store)
     turn_off_writing(guard, store)
-    until(lambda: guard.put("a", lambda: None, 4))
+    until(lambda: guard.put("a", lambda: None))
     assert guard.flush(LONG)
     assert not guard.stats.writing
 
@@ -465,24 +479,27 @@ def test_a_handler_of_warnings_may_use_the_guard(make):
 # ---- writing
 
 
-def test_a_full_queue_drops(make):
+def test_a_full_queue_drops(make, monkeypatch):
+    monkeypatch.setattr(module, "MOST_WRITES", 10)
     store = Blocking()
-    guard = make(store, max_queued_bytes=10 * (100 + module.ITEM_BYTES))
-    taken = [guard.put(str(i), lambda: [b"x"], 100) for i in range(1000)]
-    assert sum(taken) == 10
+    guard = make(store)
+    assert put(guard, "first")
+    assert store.entered.wait(LONG)
+    assert [put(guard, str(i)) for i in range(1000)] == [True] * 10 + [False] * 990
+    assert not guard.delete("first")
     assert guard.stats.dropped == 990
     assert not guard.flush(0.01)
     store.released.set()
     assert guard.flush(LONG)
     assert put(guard, "later")
     assert guard.flush(LONG)
-    assert len(store.items_) == 11
+    assert len(store.items_) == 12
 
 
 def test_a_value_is_made_in_another_thread(make):
     threads = []
     guard = make({})
-    guard.put("a", lambda: threads.append(threading.current_thread()) or [b"rows"], 4)
+    guard.put("a", lambda: threads.append(threading.current_thread()) or [b"rows"])
     assert guard.flush(LONG)
     assert threads[0] is not threading.current_thread()
     assert threads[0].daemon
@@ -491,7 +508,7 @@ def test_a_value_is_made_in_another_thread(make):
 def test_a_value_that_is_gone_is_not_written(make):
     store = Faulty()
     guard = make(store)
-    assert guard.put("a", lambda: None, 4)
+    assert guard.put("a", lambda: None)
     assert guard.flush(LONG)
     assert store.calls == []
     assert guard.stats.dropped == 1
@@ -501,40 +518,13 @@ def test_a_mistake_in_making_a_value_is_not_the_store_s(make, caplog):
     store = Faulty()
     guard = make(store)
     for _ in range(5):
-        guard.put("a", lambda: 1 / 0, 4)
-        guard.put("b", lambda: ["text"], 4)
+        guard.put("a", lambda: 1 / 0)
+        guard.put("b", lambda: ["text"])
     assert put(guard, "c")
     assert guard.flush(LONG)
     assert set(store) == {"c"}
     assert (guard.stats.errors, guard.stats.dropped) == (0, 10)
     assert "ZeroDivisionError" in caplog.text
-
-
-@pytest.mark.parametrize("how", ["written", "store fails", "make fails", "queue dropped", "closed"])
-def test_done_is_called_once(make, how):
-    done = []
-    stores = {"store fails": Faulty(raising(OSError(), "set")), "queue dropped": Blocking(), "closed": Blocking()}
-    store = stores.get(how, Faulty())
-    guard = make(store)
-    queued = []
-    for i in range(5):
-        make_value = (lambda: 1 / 0) if how == "make fails" else (lambda: [b"rows"])
-        if guard.put(str(i), make_value, 4, lambda i=i: done.append(i)):
-            queued.append(i)
-    if isinstance(store, Blocking):
-        store.entered.wait(LONG)
-    if how == "closed":
-        assert not guard.close(0.01)
-        assert sorted(done) == [1, 2, 3, 4]
-    if how == "queue dropped":
-        store.fault = raising(OSError())
-        guard._writing.breaker.failures = lane.MAX_FAILURES
-    if isinstance(store, Blocking):
-        store.released.set()
-    assert guard.flush(LONG)
-    until(lambda: len(done) == len(queued))
-    assert sorted(done) == queued
-    assert queued == [*range(5)] or how == "store fails", "a store that has failed three times is left alone"
 
 
 def test_closing_writes_what_is_queued(make):
@@ -547,6 +537,19 @@ def test_closing_writes_what_is_queued(make):
     assert not put(guard, "late")
     assert guard.get_many("0", LONG) == {}
     assert guard.close(LONG)
+
+
+def test_closing_drops_what_is_not_written_in_time(make):
+    store = Blocking()
+    guard = make(store)
+    for i in range(5):
+        assert put(guard, str(i))
+    assert store.entered.wait(LONG)
+    assert not guard.close(0.01)
+    assert guard.stats.dropped == 4
+    store.released.set()
+    assert guard.flush(LONG)
+    assert set(store.items_) == {"0"}
 
 
 def test_a_guard_without_work_has_no_threads_and_is_collected(monkeypatch):
@@ -591,7 +594,6 @@ def test_many_threads(make):
     )
     assert 0 < stats.written <= 800  # of one key in one call, the last value is written
     assert stats.dropped == 0
-    assert guard._queued_bytes == 0
 
 
 FAULTS = st.sampled_from(["none", "slow", "raise", "nothing", "swap", "cut", "text"])
@@ -718,7 +720,7 @@ atexit.register(lambda: print(len(store.items_)))  # runs after what modules reg
 from kvcache.stores.guard import Guard
 guard = Guard(store, digest=b"")
 for i in range(3):
-    guard.put(str(i), lambda: [b"rows"], 4)
+    guard.put(str(i), lambda: [b"rows"])
 guard.get_many("x", 0.01)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -159,7 +159,7 @@ def test_through_the_guard(store, steps):
             guard.delete(key)
             model.pop(key, None)
         else:
-            assert guard.put(key, lambda value=value: [value], len(value))
+            assert guard.put(key, lambda value=value: [value])
             model[key] = value
     assert guard.close(LONG)
     guard = Guard(store, digest=b"digest", secret=b"secret")

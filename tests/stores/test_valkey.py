@@ -59,7 +59,7 @@ def make(monkeypatch):
 
 
 def put(guard, key, payload=b"rows"):
-    return guard.put(key, lambda: [payload], len(payload))
+    return guard.put(key, lambda: [payload])
 
 
 # ---- the mapping
