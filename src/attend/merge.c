@@ -10,12 +10,12 @@
 typedef struct results {
     const float *max, *sum, *acc; /* those of part 0 */
     uint64_t stride;              /* from part to part, in floats */
-    float unit;                   /* of maxima: 1, or ln(2) */
+    float ln_of_base;             /* of maxima: 1, or ln(2) */
 } results;
 
 /* Returns the factor that turns a sum of exp(score - own_max) into one of exp(score - max). */
-static float rescale_factor(float own_max, float max, float unit) {
-    return own_max == -INFINITY ? 0 : own_max == max ? 1 : expf((own_max - max) * unit);
+static float rescale_factor(float own_max, float max, float ln_of_base) {
+    return own_max == -INFINITY ? 0 : own_max == max ? 1 : expf((own_max - max) * ln_of_base);
 }
 
 /* Adds up the parts of query row r, in their order, each rescaled to the maximum of all.  Writes the accumulated values
@@ -23,7 +23,7 @@ static float rescale_factor(float own_max, float max, float unit) {
 static float add_parts(const kvc_task *t, const results *all, int32_t r, float max, float *out) {
     const kvc_plan *plan = t->call->plan;
     const size_t stride = (size_t)plan->lane.acc_stride, row = (size_t)r * stride;
-    float factor = rescale_factor(all->max[r], max, all->unit), sum = factor * all->sum[r];
+    float factor = rescale_factor(all->max[r], max, all->ln_of_base), sum = factor * all->sum[r];
     if (t->unit->num_parts == 1 && factor == 1) return sum;
     if (t->unit->num_parts > 1) memcpy(out, all->acc + row, stride * sizeof *out);
     int32_t p = 1, n;
@@ -32,7 +32,7 @@ static float add_parts(const kvc_task *t, const results *all, int32_t r, float m
         const float *rows = all->acc + (uint64_t)p * all->stride + row;
         for (n = 0; n < KVC_TILE && p < t->unit->num_parts; n++, p++) {
             const uint64_t part = (uint64_t)p * all->stride;
-            weights[n] = rescale_factor(all->max[part + (size_t)r], max, all->unit);
+            weights[n] = rescale_factor(all->max[part + (size_t)r], max, all->ln_of_base);
             sum += weights[n] * all->sum[part + (size_t)r];
         }
         t->call->kernels->accumulate[KVC_F32](out, (int)stride, &factor, weights, 1, rows,
@@ -49,17 +49,17 @@ static void merge_row(const kvc_task *t, const results *all, int32_t r, float *l
     const kvc_plan *plan = t->call->plan;
     const float *sinks = t->call->args->sinks;
     const int32_t order = kvc_value_order(t->call->layer);
-    const float sink = sinks ? sinks[kvc_query_head_of(t, r)] / all->unit : -INFINITY;
+    const float sink = sinks ? sinks[kvc_query_head_of(t, r)] / all->ln_of_base : -INFINITY;
     float *out = t->acc + (size_t)r * (size_t)plan->lane.acc_stride, max = sink;
     for (int32_t p = 0; p < t->unit->num_parts; p++) {
         const float of_part = all->max[(size_t)p * all->stride + (size_t)r];
         if (of_part > max) max = of_part;
     }
-    const float sum = add_parts(t, all, r, max, out) + rescale_factor(sink, max, all->unit);
+    const float sum = add_parts(t, all, r, max, out) + rescale_factor(sink, max, all->ln_of_base);
     /* If the sum is 0, the query saw nothing, and `out` is 0. */
     t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / (sum * (float)(1 << kvc_sum_shift(t))));
     if (order) t->call->kernels->hadamard(out, out, plan->v_dim, order);
-    if (lse) *lse = sum == 0 ? -INFINITY : max * all->unit + logf(sum);
+    if (lse) *lse = sum == 0 ? -INFINITY : max * all->ln_of_base + logf(sum);
 }
 
 /* Returns where the caller wants the lse of a token and query head. */
@@ -104,12 +104,12 @@ static void keep_partial(const kvc_task *t) {
 }
 
 static results results_of(const kvc_task *t) {
-    const float unit = kvc_counts_powers_of_2(t) ? 0.693147180559945309f : 1;
-    if (t->unit->num_parts == 1) return (results){t->max, t->sum, t->acc, 0, unit};
+    const float ln_of_base = kvc_counts_powers_of_2(t) ? 0.693147180559945309f : 1;
+    if (t->unit->num_parts == 1) return (results){t->max, t->sum, t->acc, 0, ln_of_base};
     const size_t q = (size_t)t->num_query_rows;
     const float *partial = partial_of(t, 0);
     return (results){partial, partial + q, partial + kvc_align_up(2 * q, KVC_LANES),
-                     kvc_partial_size(t->num_query_rows, t->call->plan->lane.acc_stride), unit};
+                     kvc_partial_size(t->num_query_rows, t->call->plan->lane.acc_stride), ln_of_base};
 }
 
 /* Keeps the result of one of several parts of a member; returns whether all are there. */

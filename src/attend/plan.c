@@ -124,9 +124,9 @@ static uint64_t add_floats(uint64_t *size, uint64_t count) {
 static int has_minima_apart(const kvc_plan *plan, int any_tiled) {
     const kvc_cache *cache = plan->batch->cache;
     for (int32_t i = 0; i < cache->num_layers; i++) {
-        const kvc_layer *layer = &cache->layers[i];
-        const int32_t types[] = {layer->k_type, layer->v_type};
-        for (int j = 0; j < 2 && cache->group_of[i] == plan->group; j++)
+        if (cache->group_of[i] != plan->group) continue;
+        const int32_t types[] = {cache->layers[i].k_type, cache->layers[i].v_type};
+        for (int j = 0; j < 2; j++)
             for (int is_tiled = 0; is_tiled <= any_tiled; is_tiled++)
                 if (KVC_TYPES[types[j]].has_minimum && kvc_taken_as(cache->kernels, types[j], is_tiled) == KVC_Q8_0)
                     return 1;

@@ -470,7 +470,7 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
         keys.score(b.scores, b.stride, t->q + (size_t)b.first * (size_t)lane->q_stride, lane->q_stride,
                    t->lane + lane->keys, k_room, b.end - b.first, current->n, plan->k_dim, 0,
                    kvc_take_ahead(c, &next_keys, ahead));
-        if (key_minima_apart(t, current)) kvc_score_minima(t, current->n);
+        if (key_minima_apart(t, current)) kvc_score_minima(t, current->n); /* without weigh: this block is all rows */
         weigh_block(t, current, &b, keys.scale, values->weigh);
         if (!b.first) pack_values(t, current, values->pack_values);
         values->accumulate(t->acc + (size_t)b.first * (size_t)lane->acc_stride, lane->acc_stride, b.scores, b.stride,

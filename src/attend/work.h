@@ -96,7 +96,7 @@ typedef struct kvc_round {
 /* Where arrays lie in a lane, which is the memory that one running task works in: offsets in floats from its beginning.
  * keys and values are the panels that a tile is packed into, rows those of up to KVC_TILE rows that do not lie one
  * after the other, or that no kernel takes as they are, minima and the two that follow what blocks with a minimum need
- * (task.c).
+ * (minima.h).
  */
 typedef struct kvc_lane_layout {
     uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, size;

@@ -70,13 +70,9 @@ INLINE void round_code_weights(int type, int num_q, code_weights *to, accumulate
             sums[i] = has_minimum ? multiply_minima(weights, minima) : v_zero();
         }
     }
-    for (int i = blocks * num_q; i % LANES; i++) largest[i] = sums[i] = v_zero();
-    for (int i = 0; i < blocks * num_q; i += LANES) {                 /* goes on to a multiple of LANES */
-        const vec x = v_max(v_set(1e-33f), v_max_lanes(largest + i)); /* smaller products round to nothing */
-        v_store(inverse + i, v_div(v_set(INT16_MAX), x));
-        v_store(w->unit + i, v_mul(x, v_set(1.0f / INT16_MAX)));
-        v_store(to->minima + i, add_up_lanes(sums + i));
-    }
+    find_units(w, largest, inverse, blocks * num_q);
+    for (int i = blocks * num_q; i % LANES; i++) sums[i] = v_zero();
+    for (int i = 0; i < blocks * num_q; i += LANES) v_store(to->minima + i, add_up_lanes(sums + i));
     for (int b = 0, i = 0; b < blocks; b++)
         for (int r = 0; r < num_q; r++, i++) {
             w->unit[i] += zero_or_nan[b];

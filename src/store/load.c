@@ -73,7 +73,9 @@ static kvc_status read_header(loading *l) {
     for (int i = 0; i < 8; i++) length |= (uint64_t)start[i] << 8 * i;
     if (there && (length > KVC_MOST_HEADER || (length + sizeof start) % KVC_FORMAT_ALIGNMENT))
         return kvc_fail(KVC_ERR_FORMAT, "no saved state: the file does not begin like one");
-    if (there < sizeof start || length > bytes_left(l))
+    if (there < sizeof start)
+        return kvc_fail(KVC_ERR_FORMAT, "truncated: the file has %lld bytes", (long long)l->args.size);
+    if (length > bytes_left(l))
         return kvc_fail(KVC_ERR_FORMAT, "truncated: the file has %lld bytes, its header alone %llu",
                         (long long)l->args.size, (unsigned long long)length);
     l->header_bytes = length + sizeof start;

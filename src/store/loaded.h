@@ -14,7 +14,8 @@ kvc_status kvc_loaded_check(const kvc_state *state);
 kvc_status kvc_loaded_choose(const kvc_state *state, const kvc_load_args *args, int32_t *chosen);
 
 /* Takes slots for the rows of the chosen sequences, and makes these, so that rows may be copied to their extents.
- * KVC_ERR_NOMEM, KVC_ERR_FULL, KVC_ERR_FORMAT, KVC_ERR_BUSY; kvc_state_end then drops what there is. */
+ * Releases the mutex in between, as new memory takes long.  KVC_ERR_NOMEM, KVC_ERR_FULL, KVC_ERR_FORMAT, KVC_ERR_BUSY;
+ * kvc_state_end then drops what there is. */
 kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const int32_t *chosen);
 
 /* Makes the sequences part of the cache, once all rows were copied.  KVC_ERR_BUSY, KVC_ERR_NOMEM. */

@@ -233,6 +233,21 @@ static void test_room(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
+/* Nor does a reservation of as many tokens as there can be, beside a running sequence, reclaim anything. */
+static void test_reserving_too_many(void)
+{
+    const kvc_policy policies[] = {full_policy};
+    for (int64_t n = INT32_MAX - 70; n < INT32_MAX; n++) {
+        kvc_cache *cache = new_cache(1, policies, (kvc_config){.capacity = n});
+        for (int id = 1; id <= 2; id++)
+            CHECK(feed(cache, 1, id, 0, PIECE) == KVC_OK);
+        CHECK(kvc_retain(cache, 1, FIRST_ID, 0, PIECE) == KVC_OK && kvc_clear_sequence(cache, 1) == KVC_OK);
+        CHECK_FAILS(kvc_reserve(cache, 5, n), KVC_ERR_FULL, "more tokens", "fit");
+        CHECK(kvc_retained(cache, NULL, 0) == 1 && kvc_validate(cache) == KVC_OK);
+        CHECK(kvc_cache_free(cache) == KVC_OK);
+    }
+}
+
 /* Rows that a sequence holds as well free nothing, so what is retained of it stays. */
 static void test_shared_stay(void)
 {
@@ -412,6 +427,7 @@ int main(void)
     test_capacity();
     test_many();
     test_room();
+    test_reserving_too_many();
     test_shared_stay();
     test_windows_go_first();
     test_edits();
