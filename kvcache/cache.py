@@ -577,30 +577,10 @@ class KVCache(Saveable):
         for seq_id in seq_ids:
             self._note_edit(seq_id, 0)
 
-    def _note_edit(self, seq_id: SupportsIndex | None, position: SupportsIndex) -> None:
-        """Tell prefix caches that rows of a sequence (None: of all) from a position on were changed or dropped."""
+    def _note_edit(self, seq_id: SupportsIndex | None, position: SupportsIndex, **how: Any) -> None:
+        """Tell prefix caches that rows of a sequence (None: of all) were changed or dropped; `how`: `Watch.edited`."""
         if self._watch is not None:
-            self._watch.edited(None if seq_id is None else operator.index(seq_id), operator.index(position))
-
-    def _note_move(self, seq_id: SupportsIndex, position: SupportsIndex) -> None:
-        """Tell prefix caches that rows of a sequence from a position on do not follow from its tokens any more."""
-        self._note_edit(seq_id, position)
-        if self._watch is not None and self._core.next_position(seq_id) > operator.index(position):
-            self._watch.note_inexact(operator.index(seq_id), operator.index(position))
-
-    def _note_copy(self, src: SupportsIndex, dst: SupportsIndex, position: SupportsIndex) -> None:
-        """Tell prefix caches that `dst` holds rows of `src` from a position on."""
-        self._note_edit(dst, position)
-        if self._watch is not None:
-            self._watch.copied(operator.index(src), operator.index(dst))
-
-    def _clear_finally(self, seq_id: int) -> None:
-        """Clear a sequence from a finalizer, which may run in the middle of anything: without a lock of Python's."""
-        if not self._core.closed:
-            self._core.clear(seq_id)
-            self._dropped.discard(seq_id)
-            if self._watch is not None:
-                self._watch.gone.append(seq_id)
+            self._watch.edited(None if seq_id is None else operator.index(seq_id), operator.index(position), **how)
 
     def _decide(
         self, found: dict[int, Decision], positions: npt.NDArray[np.int32], seq_ids: npt.NDArray[np.int64]
@@ -1103,7 +1083,7 @@ class KVCache(Saveable):
             If memory for the bookkeeping is short.
         """
         self._core.copy_prefix(src, dst, length)
-        self._note_copy(src, dst, 0)
+        self._note_edit(dst, 0, source=src)
         self._follow_drop(src, dst)
 
     def fork(self, src: SupportsIndex, dst: SupportsIndex) -> None:
@@ -1121,7 +1101,7 @@ class KVCache(Saveable):
         ([0, 1], 3, 3)
         """
         self._core.fork(src, dst)
-        self._note_copy(src, dst, 0)
+        self._note_edit(dst, 0, source=src)
         self._follow_drop(src, dst)
 
     def share_range(
@@ -1167,7 +1147,7 @@ class KVCache(Saveable):
         ([0, 1, 2], 6)
         """
         self._core.share_range(src, dst, begin, end)
-        self._note_copy(src, dst, begin)
+        self._note_edit(dst, begin, source=src)
         if operator.index(src) in self._dropped and not self._core.seq_len(dst, None):
             self._dropped.add(operator.index(dst))
 
@@ -1253,8 +1233,7 @@ class KVCache(Saveable):
         """
         length = self._core.next_position(seq_id)
         self._core.remove(seq_id, begin, end, shift)
-        has_moved = shift and self._core.next_position(seq_id) < length
-        (self._note_move if has_moved else self._note_edit)(seq_id, begin)
+        self._note_edit(seq_id, begin, is_moved=shift and self._core.next_position(seq_id) < length)
 
     def shift(
         self, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex, *, seq_id: SupportsIndex = 0
@@ -1301,7 +1280,7 @@ class KVCache(Saveable):
         array([ 0, 11, 12], dtype=int32)
         """
         self._core.shift(seq_id, begin, end, delta)
-        self._note_move(seq_id, max(min(operator.index(begin), operator.index(begin) + operator.index(delta)), 0))
+        self._note_edit(seq_id, max(operator.index(begin) + min(operator.index(delta), 0), 0), is_moved=True)
 
     def divide(
         self, begin: SupportsIndex, end: SupportsIndex | None, divisor: SupportsIndex, *, seq_id: SupportsIndex = 0
@@ -1349,7 +1328,7 @@ class KVCache(Saveable):
         array([0, 0, 1, 1, 2], dtype=int32)
         """
         self._core.divide(seq_id, begin, end, divisor)
-        self._note_move(seq_id, operator.index(begin) // operator.index(divisor))
+        self._note_edit(seq_id, operator.index(begin) // operator.index(divisor), is_moved=True)
 
     def truncate(self, length: SupportsIndex, *, seq_id: SupportsIndex = 0) -> None:
         """Drop the rows of a sequence at positions from `length` on, where the sequence then continues.

@@ -10,6 +10,9 @@ from kvcache import _core
 from kvcache.layer import Layer
 from kvcache.rope import RopeLike
 
+if TYPE_CHECKING:
+    from kvcache.prefix.watch import Watch
+
 __all__ = ["Saveable"]
 
 
@@ -22,8 +25,7 @@ class Saveable:
         _core: _core.Cache
         _layers: list[Layer]
         _dropped: set[int]
-
-        def _note_edit(self, seq_id: SupportsIndex | None, position: SupportsIndex) -> None: ...
+        _watch: Watch | None
 
     def save(
         self, path: str | os.PathLike[str], seq_ids: Iterable[SupportsIndex] | None = None, *,
@@ -176,5 +178,6 @@ class Saveable:
 
         restored = state.restore(self, path, seq_id, saved_id, fingerprint, secret)
         self._dropped -= restored
-        for one in restored:
-            self._note_edit(one, 0)
+        if self._watch is not None:
+            for one in restored:
+                self._watch.edited(one, 0)

@@ -22,7 +22,7 @@ from kvcache.hf.padding import count_leading, hidden_ranges, refuse_padding, sho
 from kvcache.hf.policies import SHAPE, CacheLayer, parts_of, shapes_of
 from kvcache.hf.prompts import Prompts, check_prefix, placeholders_of
 from kvcache.hf.rows import LayerRows, Shape
-from kvcache.hf.shared import STALLED, Shared
+from kvcache.hf.shared import STALLED, Shared, clear_finally
 from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.layer import DType, Transform, count, stored_as
 from kvcache.policy import CrossAttention, Policy
@@ -734,8 +734,7 @@ class HFCache(SaveableBatch, Cache):
             ended, self._pass = self._pass, None  # without a lock: this may run in the middle of anything
             if ended is not None and ended.is_open and ended.batch is not None:
                 ended.batch.abort()
-            for seq_id in self._seq_ids:  # clear instead of closing: copies may still use the KVCache
-                self._cache._clear_finally(seq_id)
+            clear_finally(self._cache, self._seq_ids)  # instead of closing it: copies may still use the KVCache
 
     @property
     def nbytes(self) -> int:

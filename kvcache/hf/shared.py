@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from kvcache.errors import CacheBusyError
@@ -65,3 +65,13 @@ class Shared:
 
 _lock = threading.Lock()
 _known: weakref.WeakKeyDictionary[KVCache, Shared] = weakref.WeakKeyDictionary()
+
+
+def clear_finally(cache: KVCache, seq_ids: Iterable[int]) -> None:
+    """Clear sequences from a finalizer, which may run in the middle of anything: without a lock of Python's."""
+    if cache._core.closed:
+        return
+    for seq_id in seq_ids:
+        cache._core.clear(seq_id)
+        if cache._watch is not None:
+            cache._watch.gone.append(seq_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import threading
 import time
@@ -10,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 
@@ -107,20 +108,23 @@ class Watch:
 
     # ---- edits
 
-    def edited(self, seq_id: int | None, position: int) -> None:
-        """Note that rows of a sequence at positions from this one on were changed, or of every one (None)."""
+    def edited(
+        self, seq_id: int | None, position: int, *, is_moved: bool = False, source: SupportsIndex | None = None
+    ) -> None:
+        """Note that rows of a sequence at positions from this one on were changed, or of every one (None).
+
+        `is_moved` says that those which are left do not follow from the tokens before them any more; `source` that they
+        are another sequence's, and so are those of them that are inexact.
+        """
         with self.lock:
             for prefix in self._prefixes:
                 prefix._edited(seq_id, position)
             for one in list(self._exact_to) if seq_id is None else [seq_id]:
                 if not self._core.next_position(one):
                     self._exact_to.pop(one, None)
-
-    def copied(self, source: int, seq_id: int) -> None:
-        """Note that a sequence came to hold rows of another one, of which it has those that are inexact, too."""
-        with self.lock:
-            if self.exact_to(source) < self._core.next_position(seq_id):
-                self.note_inexact(seq_id, self.exact_to(source))
+            inexact = self.exact_to(operator.index(source)) if source is not None else position
+            if seq_id is not None and (is_moved or source is not None) and inexact < self._core.next_position(seq_id):
+                self.note_inexact(seq_id, inexact)
 
     def note_inexact(self, seq_id: int, position: int) -> None:
         """Note that a sequence's rows from a position on do not follow from its tokens alone."""

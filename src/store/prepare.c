@@ -261,8 +261,8 @@ static kvc_status check_room_without_retained(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     shortage lack;
     kvc_status status = KVC_ERR_FULL;
-    for (int64_t num = 64 + (int64_t)batch->num_tokens, before = 0; status == KVC_ERR_FULL && before < cache->num_retained;
-         before = num, num *= 8) {
+    for (int64_t num = 64 + (int64_t)batch->num_tokens, before = 0;
+         status == KVC_ERR_FULL && before < cache->num_retained; before = num, num *= 8) {
         kvc_forgo(cache, num);
         status = check_room(batch, &lack);
         kvc_unforgo(cache, num);
