@@ -29,7 +29,7 @@ if not any((ROOT / "kvcache").glob("_core.*.so")):
 # The same examples each time, so that what fails is what was changed; `full` draws others.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=40)
-hypothesis.settings.register_profile("full", deadline=None, max_examples=2000)
+hypothesis.settings.register_profile("full", deadline=None, derandomize=False, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 WORKSHOP = pytest.StashKey[compiling.Workshop]()

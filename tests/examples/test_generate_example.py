@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "generate.py"
 EXPECTED = json.loads((ROOT / "examples" / "model" / "expected.json").read_text())
 TYPES = ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
-TIMEOUT = 120
+TIMEOUT = 600
 
 
 def command(*arguments: str | Path) -> list[str]:

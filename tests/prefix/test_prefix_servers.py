@@ -37,10 +37,10 @@ def url(request, tmp_path):
     servers.need()
     if request.param == "cluster":
         with servers.cluster(tmp_path) as nodes:
-            yield servers.url_of(nodes)
+            yield f"{servers.url_of(nodes)}?timeout=30"
     else:
         with Server(tmp_path / "server") as server:
-            yield server.url
+            yield f"{server.url}?timeout=30"
 
 
 def test_the_first_answer_of_a_second_process_is_a_hit(url):

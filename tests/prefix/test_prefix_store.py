@@ -169,8 +169,11 @@ class Slow(dict):
     def __init__(self, seconds):
         super().__init__()
         self.seconds = seconds
+        self.goes_on = threading.Event()
+        self.goes_on.set()
 
     def __getitem__(self, key):
+        self.goes_on.wait(60)
         time.sleep(self.seconds)
         return super().__getitem__(key)
 
@@ -454,7 +457,9 @@ def test_computing_is_faster():
     feed(cache, 99, [-1] * 1000, 0, 1000)  # which shows how fast the model is
     assert prefix._watch.tokens_per_second > 0
     prefix._watch.tokens_per_second = 1e9
+    store.goes_on.clear()
     assert prefix.acquire(PROMPT[:50])[1] == 0
+    store.goes_on.set()
     prefix._watch.tokens_per_second = 1.0
     assert prefix.acquire(PROMPT[:50])[1] == 48
     reads = prefix.stats.store.hits + prefix.stats.store.misses

@@ -34,7 +34,7 @@ def test_a_server(tmp_path):
     words = command.replace("6379", str(port)).replace("redis-server", servers.PROGRAM)
     server = subprocess.Popen(["bash", "-c", f"exec {words}"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     try:
-        store = stores.open(f"valkey://localhost:{port}/0")
+        store = stores.open(f"valkey://localhost:{port}/0?timeout=30")
 
         def answers():
             with contextlib.suppress(servers.need().ConnectionError):
@@ -62,14 +62,14 @@ def limit_user(folder, port):
     """The user of the page can do all that a store does, and neither read nor remove what belongs to others."""
     valkey = servers.need()
     add_user(folder, port)
-    store = stores.open(f"valkey://runner:a%20password@localhost:{port}/0")
+    store = stores.open(f"valkey://runner:a%20password@localhost:{port}/0?timeout=30")
     store.set_many({"a": b"value", "b": b"value"})
     del store["b"]
     assert store.get_many("ab") == {"a": b"value"}
     assert list(store) == ["a"]
     assert "a" in store
     store.clear()
-    other = stores.open(f"valkey://runner:a%20password@localhost:{port}/0?prefix=others:&ttl=none")
+    other = stores.open(f"valkey://runner:a%20password@localhost:{port}/0?prefix=others:&ttl=none&timeout=30")
     for call in (lambda: other["a"], lambda: other.update(a=b""), lambda: other.pop("a")):
         with pytest.raises(valkey.exceptions.NoPermissionError):
             call()
@@ -80,13 +80,13 @@ def test_a_cluster(tmp_path):
     servers.need()
     command = only(command for command in COMMANDS if "--cluster create" in command)
     # The port of the bus is 10,000 higher than the node's.
-    ports = [port for port in (servers.free_port() for _ in range(100)) if port < 55_000][:3]
-    for port, other in zip((7001, 7002, 7003), ports, strict=True):
-        command = command.replace(str(port), str(other))
-    command = command.replace("redis-cli", f"while ! redis-cli -p {ports[2]} ping; do sleep 0.1; done; redis-cli")
+    ports = [port for port in dict.fromkeys(servers.free_port() for _ in range(100)) if port < 55_000][:3]
+    command = re.sub(r"\b700([123])\b", lambda found: str(ports[int(found[1]) - 1]), command)
+    waits = "".join(f"while ! redis-cli -p {port} ping; do sleep 0.1; done; " for port in ports)
+    command = command.replace("redis-cli", f"{waits}redis-cli")
     try:
         shell(command, tmp_path)
-        store = stores.open(f"valkey+cluster://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}")
+        store = stores.open(f"valkey+cluster://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}?timeout=30")
 
         def works():
             with contextlib.suppress(servers.need().exceptions.ClusterDownError):
@@ -96,7 +96,7 @@ def test_a_cluster(tmp_path):
         servers.until(works)  # the nodes take a moment to agree
         for port in ports:
             add_user(tmp_path, port)
-        store = stores.open(f"valkey+cluster://runner:a%20password@127.0.0.1:{ports[2]}")
+        store = stores.open(f"valkey+cluster://runner:a%20password@127.0.0.1:{ports[2]}?timeout=30")
         assert len(store.get_many(map(str, range(50)))) == 50
         store.clear()
         assert len(store) == 0

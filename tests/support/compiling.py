@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -65,10 +66,11 @@ def run(*command, timeout=TIMEOUT):
 
 def works(cc, flags, folder):
     """Return whether a program built with these flags runs."""
-    source, program = folder / "probe.c", folder / "probe"
-    source.write_text("int main(void) { return 0; }\n")
-    build = subprocess.run([*cc, *flags, source, "-o", program], capture_output=True)
-    return build.returncode == 0 and subprocess.run([*EMULATOR, program], capture_output=True).returncode == 0
+    with tempfile.TemporaryDirectory(dir=folder) as own:  # two processes link in the same folder
+        source, program = Path(own, "probe.c"), Path(own, "probe")
+        source.write_text("int main(void) { return 0; }\n")
+        build = subprocess.run([*cc, *flags, source, "-o", program], capture_output=True)
+        return build.returncode == 0 and subprocess.run([*EMULATOR, program], capture_output=True).returncode == 0
 
 
 def compile_core(folder, command):

@@ -77,7 +77,7 @@ class Server:
 
     def ask(self, command):
         """Return the beginning of what the server answers to a command; with TLS it hears nothing of it."""
-        with socket.create_connection(("127.0.0.1", self.port), 1) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), LONG) as connection:
             if self.tls:
                 return b"connected"
             words = command.split()
@@ -105,7 +105,7 @@ class Server:
 def cluster(folder, *options, num_nodes=3):
     """Yield the servers of a cluster that has begun to work."""
     with contextlib.ExitStack() as stack:
-        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", *options)
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "5000", *options)
         nodes = [stack.enter_context(Server(folder / f"node {i}", *options)) for i in range(num_nodes)]
         for i, node in enumerate(nodes):
             slots = range(i * 16384 // num_nodes, (i + 1) * 16384 // num_nodes)

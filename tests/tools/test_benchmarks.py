@@ -66,7 +66,8 @@ def run(tmp_path):
 
     def run(*options, plugin=("-p", "kvcache.benchmarks")):
         command = [sys.executable, "-m", "pytest", *plugin, "--pyargs", "kvcache.benchmarks", "-rs", *options]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        others = ("PYTEST_", "PY_COLORS", "FORCE_COLOR")  # which change what is printed
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         environment["COLUMNS"] = "300"  # what the summary's lines are cut to
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         return done.stdout + done.stderr, done.returncode
