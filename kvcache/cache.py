@@ -1231,9 +1231,8 @@ class KVCache(Saveable):
         >>> cache.positions(), [(span.positions.tolist(), span.delta) for span in cache.spans(0)]
         (array([0, 1, 2], dtype=int32), [([0], 0), ([1, 2], -3)])
         """
-        length = self._core.next_position(seq_id)
         self._core.remove(seq_id, begin, end, shift)
-        self._note_edit(seq_id, begin, is_moved=shift and self._core.next_position(seq_id) < length)
+        self._note_edit(seq_id, begin, is_moved=shift and begin != end)
 
     def shift(
         self, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex, *, seq_id: SupportsIndex = 0

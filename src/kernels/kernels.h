@@ -96,7 +96,7 @@ typedef void kvc_softmax_fn(float *scores, int num_q, int n, float *max, float *
 
 /* c[i * ldc + j] = (add ? c[...] : 0) + sum over p < k of a[i * lda + p] * b[p * ldb + j], i < m, j < n.
  * ldb and ldc are multiples of KVC_LANES, b and c aligned to 64 bytes, and up to the next multiple of KVC_LANES past n,
- * columns of b may be read and columns of c written; to score, all that ldc has.  Prefetches `next` on the way, into
+ * columns of b may be read and columns of c written; where c are scores, up to ldc.  Prefetches `next` on the way, into
  * the L2 cache. */
 typedef void kvc_matmul_fn(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
                            int add, kvc_ahead next);

@@ -372,6 +372,7 @@ def test_filled(tmp_path, make, policy, caplog):
             assert guard.flush(LONG)
         stats = guard.stats
         assert (stats.dropped > 0) == (stats.errors > 0) == (policy == "noeviction")
+        assert stats.writing or policy == "noeviction"  # which has space for a value now and then
         assert ("OutOfMemoryError: command not allowed" in caplog.text) == (policy == "noeviction")
         assert len(caplog.text) < 500, "a message quotes what was to be stored"
         found = guard.get_many(map(str, range(40)), LONG)
