@@ -329,7 +329,10 @@ kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const in
     if (status == KVC_OK) status = visit_all(&v, add_sequence);
     if (status == KVC_OK) status = check_idle(state);
     if (status == KVC_OK) status = check_limits(state);
-    if (status != KVC_OK) return status;
+    if (status != KVC_OK) {
+        kvc_state_drop(state); /* before the mutex is released: slots without runs are nobody else's business */
+        return status;
+    }
     kvc_state_begin(state);
     take_pages(state);
     return KVC_OK;

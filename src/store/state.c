@@ -87,8 +87,8 @@ static void give_back(kvc_state *state, int32_t g) {
     kvc_pool_unreserve(pool, num_blocks - extents->num_opened, extents->num_opened);
 }
 
-/* Drops all that was loaded.  Holds the slots meanwhile, so that blocks are given back in order. */
-static void drop_loaded(kvc_state *state) {
+/* Holds the slots while it frees the sequences, so that blocks are given back in order. */
+void kvc_state_drop(kvc_state *state) {
     kvc_cache *cache = state->cache;
     for (int32_t g = 0; state->groups && g < cache->num_groups; g++) {
         uncount_drafted(state, g);
@@ -100,11 +100,13 @@ static void drop_loaded(kvc_state *state) {
     for (int32_t i = 0; i < state->sequences.num; i++)
         kvc_sequence_free(state->sequences.items[i], &cache->memory, cache->pools);
     for (int32_t g = 0; state->groups && g < cache->num_groups; g++) give_back(state, g);
+    state->sequences.num = 0;
+    state->is_loading = 0;
 }
 
 void kvc_state_end(kvc_state *state) {
     if (state->is_begun) unpin(state);
-    if (state->is_loading) drop_loaded(state);
+    if (state->is_loading) kvc_state_drop(state);
     if (state->cache) kvc_table_destroy(&state->sequences, &state->cache->memory);
     for (kvc_state_buffer *buffer = state->buffers, *next; buffer; buffer = next) {
         next = buffer->next;

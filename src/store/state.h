@@ -58,6 +58,9 @@ void kvc_state_begin(kvc_state *state);
 /* Makes the sequences part of the table, which has capacity for them, in place of those with the same id. */
 void kvc_state_accept(kvc_state *state);
 
+/* Drops all that is being loaded. */
+void kvc_state_drop(kvc_state *state);
+
 /* Lets go of the rows and frees all memory; what is being loaded and was not accepted is dropped. */
 void kvc_state_end(kvc_state *state);
 
