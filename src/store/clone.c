@@ -12,6 +12,7 @@ enum { WORTH_THREADS = 1 << 18 }; /* bytes; copying fewer takes less time than w
 typedef struct twin {
     kvc_block *from, *to;
     int32_t group;
+    int32_t fill; /* the end of the last slot that a sequence holds */
 } twin;
 
 typedef struct cloning {
@@ -42,6 +43,23 @@ static kvc_status new_like(const kvc_cache *from, kvc_cache **out) {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
+/* Finds out how far sequences hold the blocks of a group; not all that is held is theirs: views hold rows that were
+ * dropped, and states what is being loaded.  Returns the number of blocks of which they hold any. */
+static int32_t find_fills(const cloning *c, int32_t g, twin *twins) {
+    const kvc_table *table = &c->from->sequences;
+    int32_t num = 0;
+    memset(twins, 0, (size_t)c->from->pools[g].num_blocks * sizeof *twins);
+    for (int32_t i = 0; i < table->num; i++) {
+        const kvc_run_list *list = &table->items[i]->runs[g];
+        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
+            twin *t = &twins[run->block->index];
+            num += !t->fill;
+            if (run->slot + run->count > t->fill) t->fill = run->slot + run->count;
+        }
+    }
+    return num;
+}
+
 /* Allocates the list of twins, and the blocks of the clone. */
 static kvc_status reserve_blocks(cloning *c) {
     for (int32_t g = 0; g < c->from->num_groups; g++) c->num_twins += c->from->pools[g].num_blocks;
@@ -49,12 +67,9 @@ static kvc_status reserve_blocks(cloning *c) {
     c->twins = kvc_memory_alloc(&c->from->memory, (uint64_t)c->num_twins * sizeof *c->twins, KVC_MEMORY_SCRATCH, -1);
     if (!c->twins) return kvc_fail(KVC_ERR_NOMEM, "out of memory to list %lld blocks", (long long)c->num_twins);
     kvc_status status = KVC_OK;
-    for (int32_t g = 0; status == KVC_OK && g < c->from->num_groups; g++) {
-        const kvc_pool *pool = &c->from->pools[g];
-        int32_t num = 0;
-        for (int32_t i = 0; i < pool->num_blocks; i++) num += pool->blocks[i]->live > 0;
-        status = kvc_pool_reserve(&c->to->pools[g], num);
-    }
+    twin *twins = c->twins;
+    for (int32_t g = 0; status == KVC_OK && g < c->from->num_groups; twins += c->from->pools[g++].num_blocks)
+        status = kvc_pool_reserve(&c->to->pools[g], find_fills(c, g, twins));
     return status;
 }
 
@@ -88,31 +103,20 @@ static kvc_status reserve(cloning *c) {
 
 /* ---- bookkeeping ------------------------------------------------------------------------------------------------- */
 
-/* Copies the bookkeeping of a block up to the last slot that a sequence holds, without rows that only a view keeps. */
-static kvc_block *copy_block(kvc_pool *pool, const kvc_block *from) {
-    kvc_block *to = kvc_pool_open(pool);
-    int32_t fill = from->fill;
-    while (!from->holders[fill - 1]) fill--;
-    kvc_pool_take(pool, to, fill);
-    memcpy(to->holders, from->holders, (size_t)fill * sizeof *to->holders);
-    pool->live += from->live - to->live;
-    to->live = from->live;
-    return to;
-}
-
-/* Copies the bookkeeping of a group's blocks, and pins them, so that their rows stay while they are copied. */
-static void copy_blocks(cloning *c, int32_t g, twin *twins) {
-    const kvc_pool *pool = &c->from->pools[g];
-    for (int32_t i = 0; i < pool->num_blocks; i++) {
-        kvc_block *from = pool->blocks[i];
-        twins[i] = (twin){0};
-        if (!from->live) continue;
-        twins[i] = (twin){from, copy_block(&c->to->pools[g], from), g};
-        kvc_pool_pin(from);
+/* Opens the copies of a group's blocks, and pins the blocks, so that their rows stay while they are copied.  The clone
+ * holds all slots for now, so that their blocks stay open until there are runs that hold them. */
+static void open_blocks(cloning *c, int32_t g, twin *twins) {
+    kvc_pool *pool = &c->to->pools[g];
+    for (int32_t i = 0; i < c->from->pools[g].num_blocks; i++) {
+        twin *t = &twins[i];
+        if (!t->fill) continue;
+        *t = (twin){c->from->pools[g].blocks[i], kvc_pool_open(pool), g, t->fill};
+        kvc_pool_take(pool, t->to, t->fill);
+        kvc_pool_pin(t->from);
     }
 }
 
-/* Copies a list of runs; blocks are replaced by their twins. */
+/* Copies a list of runs, which hold their slots; blocks are replaced by their twins. */
 static void copy_runs(kvc_run_list *to, const kvc_run_list *from, const twin *twins) {
     const kvc_run_list own = *to;
     *to = *from;
@@ -120,17 +124,26 @@ static void copy_runs(kvc_run_list *to, const kvc_run_list *from, const twin *tw
     to->capacity = own.capacity;
     to->first = 0;
     for (int32_t i = 0; i < from->num; i++) {
-        to->runs[i] = kvc_runs_begin(from)[i];
-        to->runs[i].block = twins[to->runs[i].block->index].to;
+        kvc_run *run = &to->runs[i];
+        *run = kvc_runs_begin(from)[i];
+        run->block = twins[run->block->index].to;
+        kvc_pool_hold(run->block, run->slot, run->count);
     }
+}
+
+/* Lets go of the slots that open_blocks held. */
+static void close_blocks(cloning *c, int32_t g, const twin *twins) {
+    for (int32_t i = 0; i < c->from->pools[g].num_blocks; i++)
+        if (twins[i].to) kvc_pool_drop(&c->to->pools[g], twins[i].to, 0, twins[i].fill);
 }
 
 static void copy_bookkeeping(cloning *c) {
     twin *twins = c->twins;
     for (int32_t g = 0; g < c->from->num_groups; twins += c->from->pools[g++].num_blocks) {
-        copy_blocks(c, g, twins);
+        open_blocks(c, g, twins);
         for (int32_t i = 0; i < c->from->sequences.num; i++)
             copy_runs(&c->to->sequences.items[i]->runs[g], &c->from->sequences.items[i]->runs[g], twins);
+        close_blocks(c, g, twins);
     }
     for (const kvc_sequence *from = c->from->oldest; from; from = from->newer) {
         kvc_sequence *to = kvc_table_find(&c->to->sequences, from->id);

@@ -1,4 +1,5 @@
-/* kvc_restore beside other calls: what a call that is refused has taken is seen by nobody. */
+/* kvc_restore beside other calls: what a call that is refused has taken is seen by nobody, and a clone that is made
+ * meanwhile has what the cache holds, not what is still being loaded. */
 #define _DEFAULT_SOURCE
 #include <pthread.h>
 #include <sched.h>
@@ -64,10 +65,66 @@ static void test_refused(void)
     pair_free(p);
 }
 
+/* ---- cloned ------------------------------------------------------------------------------------------------------ */
+
+/* A file that is read while the cache it goes to is cloned, twice. */
+typedef struct cloned_file {
+    saved file; /* first, so that it is what saved_read gets */
+    pair *p;
+    kvc_cache *clones[2];
+    int num_clones;
+} cloned_file;
+
+static int32_t read_and_clone(void *user, void *data, size_t size)
+{
+    cloned_file *c = user;
+    if (c->file.at > c->file.size / 2 && c->num_clones < 2) /* rows are being read */
+        CHECK(kvc_cache_clone(c->p->cache, &c->clones[c->num_clones++]) == KVC_OK);
+    return saved_read(user, data, size);
+}
+
+/* A clone takes no slot for what is being loaded beside it: all that it has is its sequences', and can be cleared. */
+static void check_clone(const pair *p, kvc_cache *clone)
+{
+    static pair copy;
+    kvc_stats stats;
+    oracle_copy(&copy, p);
+    copy.cache = clone;
+    copy.memory = NULL;
+    pair_check(&copy);
+    CHECK(kvc_nbytes(clone) <= kvc_nbytes(p->cache));
+    CHECK(kvc_clear(clone) == KVC_OK && kvc_validate(clone) == KVC_OK);
+    kvc_get_stats(clone, &stats, sizeof stats);
+    CHECKF(stats.live_slots == 0 && stats.blocks_in_use == 0, "%lld slots, %lld blocks", (long long)stats.live_slots,
+           (long long)stats.blocks_in_use);
+    pair_free(&copy);
+}
+
+/* With rows that two sequences share, rows that were evicted, and blocks that only the state has. */
+static void test_cloned(int is_altered)
+{
+    cloned_file c = {.file = long_state(), .p = limited_pair(0, 0, 0, 0)};
+    pair *p = c.p;
+    CHECK(pair_feed(p, 0, 0, 11) == KVC_OK && pair_fork(p, 0, 1) == KVC_OK && pair_feed(p, 1, 11, 15) == KVC_OK);
+    CHECK(pair_feed(p, 5, 0, 3) == KVC_OK && pair_remove(p, 0, 3, 6, 0) == KVC_OK);
+    c.file.bytes[c.file.size * 3 / 4] ^= (char)is_altered; /* in the rows */
+    kvc_load_args args = read_args_of(&c.file);
+    args.read = read_and_clone;
+    const kvc_status status = kvc_restore(p->cache, &args);
+    CHECKF(status == (is_altered ? KVC_ERR_FORMAT : KVC_OK), "%s", kvc_strerror(status));
+    for (int i = 0; i < 2; i++)
+        check_clone(p, c.clones[i]);
+    CHECK(kvc_validate(p->cache) == KVC_OK);
+    free(c.file.bytes);
+    pair_free(p);
+}
+
 int main(void)
 {
     if (KVC_IS_BIG_ENDIAN) /* test_saved.c checks that states are refused */
         return 0;
     test_refused();
+    test_cloned(0);
+    test_cloned(1);
     return test_result();
 }
