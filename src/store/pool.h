@@ -13,7 +13,7 @@
 typedef struct kvc_block {
     uint8_t *rows;          /* per layer and head of the group: K [slot][k_dim], then V [slot][v_dim], if stored */
     struct kvc_block *next; /* next block in the list of free blocks */
-    int32_t index;          /* index in pool->blocks; -1: the block of a row buffer */
+    int32_t index;          /* index in pool->blocks, which changes as others are given back: read under the mutex */
     int32_t fill;           /* the fill mark: slots below it were handed out */
     int32_t live;           /* number of slots that sequences hold */
     int32_t touched;        /* slots below this count as resident: handed out, or reserved, since memory was taken */
@@ -25,6 +25,7 @@ typedef struct kvc_block {
     int32_t pins;           /* number of views and calls that keep the rows in place */
     int32_t planned;        /* number of slots past fill that a batch about to begin will take */
     int8_t is_free;         /* it is in the list of free blocks */
+    int8_t is_row_buffer;   /* it is that of a row buffer, of no pool; never changes */
     int8_t has_key;         /* the block is full and `key` names its contents, for prefix sharing */
     uint8_t key[32];
     uint32_t holders[]; /* [block_size] number of sequences that hold each slot, for slots below fill */

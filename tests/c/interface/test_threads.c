@@ -796,6 +796,96 @@ static void test_compacting_beside_copies(void)
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
+/* ---- giving blocks back beside copies ---------------------------------------------------------------------------- */
+
+/* What one thread copies out, and another waits for: what they tell each other orders nothing else, so that the thread
+ * sanitizer sees what is not under the mutex. */
+static struct {
+    float *page;
+    atomic_int is_writing, is_done;
+} copied;
+
+/* Runs at the first element that kvc_extract writes, when it holds no lock. */
+static void wait_for_giving_back(int signal)
+{
+    (void)signal;
+    atomic_store_explicit(&copied.is_writing, 1, memory_order_relaxed);
+    while (!atomic_load_explicit(&copied.is_done, memory_order_relaxed))
+        sched_yield();
+    mprotect(copied.page, page_size(), PROT_READ | PROT_WRITE);
+}
+
+static void *copy_window(void *cache)
+{
+    const kvc_rows_out out = {.struct_size = sizeof out,
+                              .k = copied.page,
+                              .k_head_stride = K_DIM * sizeof(float),
+                              .k_row_stride = 2 * K_DIM * sizeof(float)};
+    CHECKF(kvc_extract(cache, 1, 1, BASE - 20, BASE, &out) == KVC_OK, "%s", kvc_last_error());
+    atomic_store_explicit(&copied.is_writing, 1, memory_order_relaxed); /* if it failed, nobody waits for it */
+    return NULL;
+}
+
+/* Takes n more tokens of sequence 2. */
+static void go_on(kvc_cache *cache, int n)
+{
+    const int32_t next = kvc_next_position(cache, 2);
+    kvc_batch *batch = begin(cache, 2, n, next);
+    for (int l = 0; batch && l < NUM_LAYERS; l++)
+        put_rows(batch, l, 0, n, next);
+    CHECKF(batch && kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
+}
+
+/* Makes a cache of two sequences; blocks of the first one's window are free, those of the second are the last. */
+static kvc_cache *new_filled_cache(int64_t max_bytes)
+{
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = layers,
+                               .layer_size = sizeof *layers,
+                               .num_layers = NUM_LAYERS,
+                               .block_size = 8,
+                               .max_bytes = max_bytes,
+                               .num_threads = 1};
+    kvc_cache *cache = NULL;
+    CHECKF(kvc_cache_new(&config, &cache) == KVC_OK, "%s", kvc_last_error());
+    feed(cache, 2, BASE);
+    feed(cache, 1, BASE);
+    go_on(cache, 1);
+    return cache;
+}
+
+/* The last block takes the place of one that is given back while its rows are copied. */
+static void test_giving_back_beside_copies(void)
+{
+    const struct sigaction action = {.sa_handler = wait_for_giving_back};
+    struct sigaction before[2];
+    kvc_cache *cache = new_filled_cache(0);
+    const int64_t bytes = kvc_nbytes(cache);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    cache = new_filled_cache(bytes + 500);
+    copied.page = mmap(NULL, page_size() * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(copied.page != MAP_FAILED && sigaction(SIGSEGV, &action, &before[0]) == 0);
+    CHECK(sigaction(SIGBUS, &action, &before[1]) == 0);
+    CHECK(mprotect(copied.page, page_size(), PROT_NONE) == 0);
+    pthread_t thread;
+    kvc_stats stats;
+    CHECK(pthread_create(&thread, NULL, copy_window, cache) == 0);
+    while (!atomic_load_explicit(&copied.is_writing, memory_order_relaxed))
+        sched_yield();
+    go_on(cache, 16);
+    kvc_get_stats(cache, &stats, sizeof stats);
+    CHECK(stats.blocks_returned > 0);
+    atomic_store_explicit(&copied.is_done, 1, memory_order_relaxed);
+    pthread_join(thread, NULL);
+    for (int i = 0; i < 20; i++)
+        check_key(copied.page + (size_t)i * 2 * K_DIM, 1, 0, BASE - 20 + i);
+    sigaction(SIGSEGV, &before[0], NULL);
+    sigaction(SIGBUS, &before[1], NULL);
+    munmap(copied.page, page_size() * 8);
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
 /* ---- a cache for each thread ------------------------------------------------------------------------------------ */
 
 /* Blocks so large that they are pages of the operating system; the error is this thread's own. */
@@ -837,6 +927,7 @@ int main(void)
     test_injecting_beside_others();
     test_writing_in_place();
     test_compacting_beside_copies();
+    test_giving_back_beside_copies();
     test_decoding_among_others();
     return test_result();
 }
