@@ -463,9 +463,9 @@ KVC_API kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, i
 
 /* Makes dst, which holds nothing, of rows of retained sequences, given by rising position, as if their tokens had been
  * put in dst.  *matched becomes the number of tokens, at most `length`, behind which dst can go on: so many that every
- * layer has what a query there sees, which is all rows or those of its window.  Ids that do not exist count as
- * reclaimed: what they held is missing.  dst holds no token from *matched on, and nothing where that is 0.  Marks the
- * sequences as used, as kvc_touch does.
+ * layer has what a query there sees, which is all rows, or those of its window or chunk; and no more than the sequences
+ * had, evicted tokens included.  Ids that do not exist count as reclaimed: what they held is missing.  dst holds no
+ * token from *matched on, and nothing where that is 0.  Marks the sequences as used, as kvc_touch does.
  * KVC_ERR_INVALID if dst holds rows, an id is that of a sequence that is not retained, or rows of one do not stand
  * behind those of the ones before; KVC_ERR_BUSY; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int64_t dst, int32_t length,

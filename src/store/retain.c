@@ -184,6 +184,7 @@ typedef struct pieces {
     kvc_cache *cache;
     kvc_sequence **items; /* [num] NULL: it was reclaimed */
     int32_t num;
+    int32_t end; /* position behind the last token that one of them had; 0: there is none */
 } pieces;
 
 static const kvc_run_list *list_of(const pieces *p, int32_t i, int32_t g) {
@@ -229,15 +230,24 @@ static int32_t last_below(const pieces *p, int32_t g, int32_t end, int32_t last)
     return found;
 }
 
+/* Returns the largest position, at most `end`, at which a query sees nothing below itself, sinks aside. */
+static int32_t fresh_start(const kvc_policy *policy, int32_t end) {
+    const int32_t lowest = kvc_policy_lowest(policy, end);
+    return kvc_policy_lowest(policy, lowest) == lowest ? lowest : 0;
+}
+
 /* Returns the largest position, at most `end`, at which group g holds all that a query there would see. */
 static int32_t find_end(const pieces *p, int32_t g, int32_t end) {
     const kvc_policy *policy = &p->cache->policies[g];
     const int32_t first_gap = covered_to(p, g);
     if (!kvc_policy_evicts(policy) || first_gap < kvc_policy_sinks(policy)) return first_gap < end ? first_gap : end;
-    for (int32_t from, last = p->num - 1; end > first_gap; end = last_below(p, g, from - 1, last)) {
+    for (int32_t last = p->num - 1; end > first_gap;) {
         last = find_below(p, last, end);
-        from = covered_from(p, g, end, last);
+        const int32_t from = covered_from(p, g, end, last);
         if (from <= kvc_policy_lowest(policy, end)) break;
+        /* The row at from - 1 is missing: what ends in this gap must see nothing, or else end before it. */
+        const int32_t before = last_below(p, g, from - 1, last), fresh = fresh_start(policy, from - 1);
+        end = before > fresh ? before : fresh;
     }
     return end;
 }
@@ -312,6 +322,7 @@ static kvc_status find_pieces(pieces *p, const int64_t *ids) {
             return kvc_fail(KVC_ERR_INVALID, "ids[%d] is %lld: its rows must stand behind those of the ids before", i,
                             (long long)ids[i]);
         last = kvc_sequence_last(sequence);
+        if (kvc_sequence_next(sequence) > p->end) p->end = kvc_sequence_next(sequence);
     }
     return KVC_OK;
 }
@@ -325,10 +336,10 @@ static kvc_status attach(kvc_cache *cache, const int64_t *ids, int32_t num, int6
                           (long long)dst);
     if (status != KVC_OK || !num) return status;
     const size_t size = (size_t)num * sizeof(kvc_sequence *);
-    pieces p = {cache, kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1), num};
+    pieces p = {cache, kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1), num, 0};
     if (!p.items) return kvc_fail(KVC_ERR_NOMEM, "out of memory to attach %d sequences", num);
     status = find_pieces(&p, ids);
-    const int32_t end = status == KVC_OK ? find_match(&p, length) : 0;
+    const int32_t end = status == KVC_OK ? find_match(&p, length < p.end ? length : p.end) : 0;
     if (end) status = attach_all(&p, dst, old, end);
     if (status == KVC_OK) {
         for (int32_t i = num - 1; i >= 0; i--)

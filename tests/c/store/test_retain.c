@@ -90,14 +90,57 @@ static int32_t best_match(const kvc_policy *policies, int num_layers, const int 
     return 0;
 }
 
+/* Checks what is matched up to a length, and that the sequence goes on there. */
+static void check_attached(kvc_cache *cache, const kvc_policy *policies, int num_layers, const int (*held)[TOKENS],
+                           int32_t length, int32_t end)
+{
+    int32_t matched = -1, right = best_match(policies, num_layers, held, length < end ? length : end);
+    CHECK(kvc_attach(cache, ids, PIECES, 2, length, &matched) == KVC_OK);
+    CHECKF(matched == right, "length %d: %d matched, not %d", length, matched, right);
+    CHECK(kvc_can_resume(cache, 2, matched) && kvc_next_position(cache, 2) == matched);
+    CHECK(kvc_validate(cache) == KVC_OK);
+    for (int l = 0; matched && l < num_layers; l++)
+        for (int32_t at = 0; at < matched; at++)
+            CHECK(kvc_find_row(cache, 2, l, at) >= 0 || !sees(&policies[l], matched, at));
+    CHECK(kvc_clear_sequence(cache, 2) == KVC_OK);
+}
+
+/* With two layers, in two groups, each of which has any of the pieces: in this order, and in the other.  A piece that
+ * neither has does not exist, and no token is known behind the last that does. */
+static void test_every_pair_of_subsets(kvc_policy one, kvc_policy other)
+{
+    const kvc_policy policies[2][2] = {{one, other}, {other, one}};
+    for (int subset = 0; subset < 1 << (2 * PIECES); subset += is_quick() ? 7 : 1) {
+        kvc_cache *cache = new_cache(2, policies[subset % 2], (kvc_config){0});
+        int held[MAX_LAYERS][TOKENS];
+        int32_t end = 0;
+        for (int i = 0; i < PIECES; i++) {
+            const uint8_t has[2] = {subset >> 2 * i & 1, subset >> (2 * i + 1) & 1};
+            for (int t = 0; t < PIECE; t++)
+                for (int l = 0; l < 2; l++)
+                    held[l][i * PIECE + t] = has[l];
+            if (!has[0] && !has[1])
+                continue;
+            CHECK(kvc_retain_new(cache, ids[i], i * PIECE, (i + 1) * PIECE, has) == KVC_OK);
+            end = (i + 1) * PIECE;
+        }
+        for (int32_t length = 1 + subset % 3; length <= TOKENS; length += 3)
+            check_attached(cache, policies[subset % 2], 2, held, length, end);
+        check_attached(cache, policies[subset % 2], 2, held, 500, end);
+        CHECK(kvc_cache_free(cache) == KVC_OK);
+    }
+}
+
 /* With these policies, whichever pieces of the first layer's group, and which of the others', are there. */
 static void test_every_subset(int num_layers, const kvc_policy *policies)
 {
     for (int subset = 0; subset < 1 << PIECES; subset++) {
         kvc_cache *cache = new_cache(num_layers, policies, (kvc_config){0});
         int held[MAX_LAYERS][TOKENS];
+        int32_t end = 0;
         CHECK(feed(cache, num_layers, 1, 0, TOKENS) == KVC_OK);
         for (int i = 0; i < PIECES; i++) {
+            end = subset >> i & 1 ? (i + 1) * PIECE : end;
             if (subset >> i & 1)
                 CHECK(kvc_retain(cache, 1, ids[i], i * PIECE, (i + 1) * PIECE) == KVC_OK);
             for (int l = 0; l < num_layers; l++)
@@ -105,17 +148,8 @@ static void test_every_subset(int num_layers, const kvc_policy *policies)
                     held[l][i * PIECE + t] = subset >> i & 1;
         }
         CHECK(kvc_clear_sequence(cache, 1) == KVC_OK && kvc_sequences(cache, NULL, 0) == 0);
-        for (int32_t length = 0; length <= TOKENS; length += 1 + (subset & 1)) {
-            int32_t matched = -1, right = best_match(policies, num_layers, held, length);
-            CHECK(kvc_attach(cache, ids, PIECES, 2, length, &matched) == KVC_OK);
-            CHECKF(matched == right, "subset %d, length %d: %d matched, not %d", subset, length, matched, right);
-            CHECK(kvc_can_resume(cache, 2, matched) && kvc_next_position(cache, 2) == matched);
-            CHECK(kvc_validate(cache) == KVC_OK);
-            for (int l = 0; matched && l < num_layers; l++)
-                for (int32_t at = 0; at < matched; at++)
-                    CHECK(kvc_find_row(cache, 2, l, at) >= 0 || !sees(&policies[l], matched, at));
-            CHECK(kvc_clear_sequence(cache, 2) == KVC_OK);
-        }
+        for (int32_t length = 0; length <= TOKENS; length += 1 + (subset & 1))
+            check_attached(cache, policies, num_layers, held, length, end);
         CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
     }
 }
@@ -419,11 +453,17 @@ int main(void)
         {full_policy, sliding_policy(6, 2, 0)}, {full_policy, sliding_policy(3, 0, 9)},
         {sliding_policy(7, 0, 0), sliding_policy(5, 3, 0)}, {full_policy, chunked_policy(5, 0)},
         {chunked_policy(6, 4), sliding_policy(2, 0, 0)}, {full_policy, full_policy},
+        {chunked_policy(4, 0), full_policy}, {chunked_policy(8, 0), chunked_policy(3, 5)},
+        {sliding_policy(1, 0, 0), chunked_policy(12, 0)}, {sliding_policy(1, 3, 0), sliding_policy(4, 0, 0)},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         test_every_subset(2, all[i]);
         test_like_fed(2, all[i]);
     }
+    test_every_pair_of_subsets(chunked_policy(4, 0), full_policy);
+    test_every_pair_of_subsets(chunked_policy(6, 2), sliding_policy(3, 1, 0));
+    test_every_pair_of_subsets(chunked_policy(8, 0), chunked_policy(5, 0));
+    test_every_pair_of_subsets(sliding_policy(1, 0, 0), chunked_policy(3, 0));
     test_capacity();
     test_many();
     test_room();
