@@ -449,8 +449,8 @@ KVC_API kvc_status kvc_compact(kvc_cache *cache);
 
 /* Makes a retained sequence `id` of the rows of src at positions [begin, end), as the most recently used.  No row is
  * copied, and those of cross-attention layers are left out.  If src holds no rows there, no sequence is made.
- * Rows that the open batch adds to src are retained as well: before the commit they are all there, after it the next
- * batch may evict some.  If the batch is aborted, or does not keep them, clear the retained sequence.
+ * Rows that the open batch adds to src, if src is stored, are retained as well: before the commit they are all there,
+ * after it the next batch may evict some.  If the batch is aborted, or does not keep them, clear the retained sequence.
  * KVC_ERR_INVALID if `id` holds rows; KVC_ERR_BUSY while keys of src are rewritten; KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end);
 

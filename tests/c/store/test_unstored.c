@@ -389,6 +389,37 @@ static void test_what_was_stored_is_dropped(void)
     CHECK(!memcmp(&stored, &dropped, sizeof stored));
 }
 
+/* Of such a sequence, what it held before is retained, and not the tokens that are gone with the batch. */
+static void test_retaining_what_was_stored(void)
+{
+    for (int keeps = 0; keeps < 3; keeps++) { /* the batch is aborted, committed, or one that stores */
+        kvc_cache *cache = new_cache(&(kvc_config){.block_size = 4});
+        store_seven(cache);
+        const int32_t positions[] = {5, 6, 7};
+        const int64_t ids[] = {7, 7, 7};
+        const uint8_t unstored[] = {1, 1, 1};
+        const kvc_begin_args args = {.struct_size = sizeof args,
+                                     .num_tokens = 3,
+                                     .positions = positions,
+                                     .seq_ids = ids,
+                                     .unstored = keeps < 2 ? unstored : NULL};
+        kvc_batch *batch = NULL;
+        static result out;
+        CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK);
+        CHECK(kvc_retain(cache, 7, 100, 0, 8) == KVC_OK && kvc_retain(cache, 7, 101, 5, 8) == KVC_OK);
+        CHECK(kvc_last_position(cache, 100) == (keeps < 2 ? 4 : 7));
+        CHECK(kvc_retained(cache, NULL, 0) == (keeps < 2 ? 1 : 2));
+        for (int l = 0; l < 4; l++)
+            CHECKF(attend(batch, l, 0, 3, l < 3, &out) == KVC_OK, "%s", kvc_last_error());
+        if (keeps)
+            CHECK(kvc_commit(batch) == KVC_OK);
+        else
+            kvc_abort(batch);
+        CHECK(kvc_last_position(cache, 100) == (keeps < 2 ? 4 : 7) && kvc_validate(cache) == KVC_OK);
+        free_cache(cache);
+    }
+}
+
 /* ---- limits and errors ------------------------------------------------------------------------------------------ */
 
 static void test_limits(void)
@@ -550,6 +581,7 @@ int main(void)
     test_what_stays();
     test_a_hold_outlives_the_batch();
     test_what_was_stored_is_dropped();
+    test_retaining_what_was_stored();
     test_limits();
     test_max_bytes();
     test_no_memory();
