@@ -34,21 +34,31 @@ static int32_t bound_after(const edit *e, int32_t bound) {
     return bound > c->begin ? c->begin : bound;
 }
 
+/* Widens an interval to include the positions of `lost` that are in [begin, end), once they were moved by `move` and
+ * divided. */
+static void add_moved(kvc_interval *all, kvc_interval lost, int32_t begin, int32_t end, int32_t move, int32_t divisor) {
+    if (lost.begin < begin) lost.begin = begin;
+    if (lost.end > end) lost.end = end;
+    if (lost.begin >= lost.end) return;
+    const int64_t from = (lost.begin + (int64_t)move) / divisor, last = (lost.end - 1 + (int64_t)move) / divisor;
+    const int32_t first = from < INT32_MAX - 2 ? (int32_t)from : INT32_MAX - 2,
+                  past = last < INT32_MAX - 2 ? (int32_t)last + 1 : INT32_MAX - 1;
+    if (!all->end || first < all->begin) all->begin = first;
+    if (past > all->end) all->end = past;
+}
+
 /* Returns the lost, or missing, positions of a list after the edit: they are removed and moved like those of rows. */
 static kvc_interval lost_after(const edit *e, kvc_interval lost) {
     const kvc_change *c = &e->change;
-    const kvc_interval none = {0, 0};
+    kvc_interval after = {0, 0};
     if (e->removes) {
-        if (lost.begin >= c->begin && lost.end <= c->end) return none;
+        if (lost.begin >= c->begin && lost.end <= c->end) return after;
         return (kvc_interval){bound_after(e, lost.begin), bound_after(e, lost.end)};
     }
-    if (lost.end <= c->begin || lost.begin >= c->moved_end) return lost;
-    lost.begin = 0; /* a safe bound, as lost rows may be moved to anywhere below */
-    if (lost.end - 1 >= c->moved_end) return lost;
-    if (c->divisor) lost.end = (lost.end - 1) / c->divisor + 1;
-    const int64_t moved = (int64_t)lost.end + c->move;
-    lost.end = moved < 0 ? 0 : moved < INT32_MAX ? (int32_t)moved : INT32_MAX - 1;
-    return lost;
+    add_moved(&after, lost, 0, c->begin, 0, 1);
+    add_moved(&after, lost, c->end, c->moved_end, c->move, c->divisor ? c->divisor : 1);
+    add_moved(&after, lost, c->moved_end, INT32_MAX, 0, 1);
+    return after;
 }
 
 /* Returns 1: every changing row is copied. */

@@ -400,9 +400,13 @@ class KVCache:
             return begin <= p and (end is None or p < end)
 
         def gone_to(first, last):
-            if move_lost and last > begin and (end is None or first < end):
-                return 0, max(0, to(last - 1) + 1) if inside(last - 1) else last
-            return first, last
+            """From the lowest to the highest of where [first, last) came to, if that is not below 0."""
+            if not move_lost:
+                return first, last
+            ends = {first, last - 1, begin - 1, begin, -to(0)} | (set() if end is None else {end - 1, end})
+            places = [to(p) if inside(p) else p for p in ends if first <= p < last]
+            places = [p for p in places if p >= 0]
+            return (min(places), max(places) + 1) if places else (0, 0)
 
         moved, lost, missing = {}, {}, {}
         for i in self.layers:

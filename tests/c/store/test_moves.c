@@ -119,10 +119,11 @@ static void test_remove_nothing(void)
 static void test_lost_rows_move(void)
 {
     static const struct {
-        int32_t begin, end, delta, lost_end;
+        int32_t begin, end, delta, lost_begin, lost_end;
     } cases[] = {
-        {0, KVC_END, 5, 22}, {0, KVC_END, -3, 14}, {0, KVC_END, -17, 0}, {0, KVC_END, -30, 0},
-        {0, 17, -3, 14},     {0, 16, -3, 17},      {17, KVC_END, -3, 17}, {16, 17, 9, 26},
+        {0, KVC_END, 5, 7, 22}, {0, KVC_END, -3, 0, 14}, {0, KVC_END, -17, 0, 0}, {0, KVC_END, -30, 0, 0},
+        {0, 17, -3, 0, 14},     {0, 16, -3, 0, 17},      {17, KVC_END, -3, 2, 17}, {16, 17, 9, 2, 26},
+        {0, 4, 70, 4, 74},      {2, 17, 60, 62, 77},     {3, 9, -9, 2, 17},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         pair *p = pair_with(i % 2 ? no_rope : right_rope(0, 0, 1), sliding_policy(4, 2, 0), 3);
@@ -130,7 +131,9 @@ static void test_lost_rows_move(void)
         pair_feed(p, 0, 20, 60);
         CHECK(p->sequences[0].layers[0].lost.end == 17);
         pair_shift(p, 0, cases[i].begin, cases[i].end, cases[i].delta);
+        CHECK(p->sequences[0].layers[0].lost.begin == cases[i].lost_begin);
         CHECK(p->sequences[0].layers[0].lost.end == cases[i].lost_end);
+        CHECK(kvc_next_position(p->cache, 0) == (cases[i].lost_end > 60 ? cases[i].lost_end : next_of(p, p->sequences)));
         pair_check(p);
         pair_divide(p, 0, 0, KVC_END, 3);
         pair_check(p);

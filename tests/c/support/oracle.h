@@ -654,15 +654,19 @@ static inline range range_below(range r, int32_t length)
     return r.begin >= length ? (range){0, 0} : (range){r.begin, r.end < length ? r.end : length};
 }
 
-/* Where positions of rows that are not there stand once [begin, end) were moved, or divided; lower where in doubt. */
+/* Where positions of rows that are not there stand once [begin, end) were moved, or divided: from the lowest to the
+ * highest of where they came to, which follow from the first and last of those that move, and of those that do not. */
 static inline range range_moved(range r, int32_t begin, int32_t end, int32_t delta, int32_t divisor)
 {
-    int32_t last = r.end - 1;
-    if (r.end > begin && r.begin < end)
-        r.begin = 0;
-    if (last >= begin && last < end && last >= 0)
-        r.end = divisor ? last / divisor + 1 : (int32_t)fmax(0, (double)last + delta + 1);
-    return r;
+    const int64_t ends[] = {r.begin, r.end - 1, begin - (int64_t)1, begin, end - (int64_t)1, end, -(int64_t)delta};
+    range moved = {0, 0};
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+        const int64_t at = ends[i];
+        int64_t to = at < begin || at >= end ? at : divisor ? at / divisor : at + delta;
+        if (at >= r.begin && at < r.end && to >= 0)
+            widen(&moved, to < INT32_MAX - 1 ? (int32_t)to : INT32_MAX - 2);
+    }
+    return moved;
 }
 
 static inline range range_removed(range r, int32_t begin, int32_t end, int shift)
