@@ -9,7 +9,6 @@
 #include "store/draft.h"
 #include "store/check.h"
 #include "store/limits.h"
-#include "store/reclaim.h"
 #include "store/waiting.h"
 
 /* What is noted of a slot instead of a delta: no sequence holds it, or its holders have different deltas there. */
@@ -19,7 +18,7 @@ enum { UNHELD = INT32_MIN, DISPUTED = INT32_MIN + 1 };
 typedef struct group_work {
     kvc_cache *cache;
     int32_t group, num_blocks, num_sequences;
-    int32_t num_drafts; /* number of drafts made */
+    int32_t num_drafts; /* number of drafts made: of the sequences that are not reclaimed in the group */
     kvc_block **blocks; /* [num_blocks] the pool's blocks before any is opened for copies */
     int32_t **deltas; /* [num_blocks + 1] where each block's slots begin in slot_deltas, and where the last one's end */
     int32_t *slot_deltas; /* [num_slots] the delta of each slot, over all blocks, or UNHELD or DISPUTED */
@@ -34,7 +33,11 @@ static int is_disputed(const void *context, const kvc_run *run, int32_t slot) {
     return run->delta != 0 && w->deltas[run->block->index][slot] == DISPUTED;
 }
 
-static kvc_run_list *list_of(const group_work *w, int32_t i) { return &w->cache->sequences.items[i]->runs[w->group]; }
+/* Returns the list of the sequence at index i; NULL if victims lose their rows in the group. */
+static kvc_run_list *list_of(const kvc_cache *cache, int32_t g, int32_t i) {
+    kvc_sequence *sequence = cache->sequences.items[i];
+    return kvc_is_reclaimed_in(cache, sequence, g) ? NULL : &sequence->runs[g];
+}
 
 static void *alloc_array(const group_work *w, uint64_t count, size_t item) {
     return kvc_memory_alloc(&w->cache->memory, (count + 1) * item, KVC_MEMORY_SCRATCH, -1);
@@ -51,8 +54,8 @@ static void note_deltas(const group_work *w) {
     for (int32_t b = 0; b < w->num_blocks; b++) w->deltas[b + 1] = w->deltas[b] + pool->blocks[b]->fill;
     for (size_t i = 0; i < w->num_slots; i++) w->slot_deltas[i] = UNHELD;
     for (int32_t i = 0; i < w->cache->sequences.num; i++) {
-        const kvc_run_list *list = list_of(w, i);
-        for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
+        const kvc_run_list *list = list_of(w->cache, w->group, i);
+        for (const kvc_run *run = list ? kvc_runs_begin(list) : NULL; run && run < kvc_runs_end(list); run++)
             for (int32_t n = 0; n < run->count; n++) {
                 int32_t *delta = &w->deltas[run->block->index][run->slot + n];
                 *delta = *delta == UNHELD || *delta == run->delta ? run->delta : DISPUTED;
@@ -73,19 +76,20 @@ static kvc_status prepare_group(group_work *w) {
     memcpy(w->blocks, pool->blocks, (size_t)w->num_blocks * sizeof *w->blocks);
     note_deltas(w);
     const kvc_change change = {.moved_end = KVC_END, .applies_delta = 1, .copies = is_disputed, .context = w};
-    for (; w->num_drafts < w->num_sequences; w->num_drafts++) {
-        const kvc_status status =
-            kvc_draft_make(w->cache, w->group, list_of(w, w->num_drafts), &change, &w->drafts[w->num_drafts]);
-        if (status != KVC_OK) return status;
+    kvc_status status = KVC_OK;
+    for (int32_t i = 0; status == KVC_OK && i < w->num_sequences; i++) {
+        kvc_run_list *list = list_of(w->cache, w->group, i);
+        if (list) status = kvc_draft_make(w->cache, w->group, list, &change, &w->drafts[w->num_drafts]);
+        w->num_drafts += list && status == KVC_OK;
     }
-    return KVC_OK;
+    return status;
 }
 
 /* Accepts the drafts before their rows are written, which needs no mutex while all blocks of the group are pinned. */
 static void accept_drafts(group_work *w) {
     for (int32_t i = 0; i < w->num_drafts; i++) {
         kvc_draft_pin(&w->drafts[i]);
-        kvc_draft_accept(w->cache, w->group, list_of(w, i), &w->drafts[i]);
+        kvc_draft_accept(w->cache, w->group, &w->drafts[i]);
     }
     for (int32_t b = 0; b < w->num_blocks; b++)
         if (w->deltas[b] < w->deltas[b + 1]) kvc_pool_pin(w->blocks[b]);
@@ -167,49 +171,87 @@ static void write_unlocked(kvc_cache *cache, group_work *groups, int32_t num) {
     unmark_sequences(cache);
 }
 
-/* Prepares every group that has deltas, counts such groups in *num, and makes the lanes. */
-static kvc_status prepare_all(kvc_cache *cache, group_work *groups, int32_t *num, kvc_lanes *lanes) {
+/* A call of kvc_settle. */
+typedef struct settling {
+    group_work *groups; /* [num_groups] */
+    int32_t num;        /* number of groups that are prepared */
+    kvc_lanes lanes;
+} settling;
+
+/* Ends the work on all groups that are prepared; where status is not KVC_OK, undoes it. */
+static void end_all(settling *s, kvc_status status) {
+    for (int32_t i = s->num - 1; i >= 0; i--) end_group(&s->groups[i], status);
+    s->num = 0;
+}
+
+/* Prepares every group that has deltas, and sizes the lanes. */
+static kvc_status prepare_all(kvc_cache *cache, settling *s) {
     kvc_status status = KVC_OK;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
-        int32_t i = 0;
-        while (i < cache->sequences.num && !has_deltas(&cache->sequences.items[i]->runs[g])) i++;
-        if (i == cache->sequences.num) continue;
-        group_work *w = &groups[(*num)++];
+        const kvc_run_list *list = NULL;
+        int32_t has = 0;
+        for (int32_t i = 0; i < cache->sequences.num && !has; i++)
+            has = (list = list_of(cache, g, i)) && has_deltas(list);
+        if (!has) continue;
+        group_work *w = &s->groups[s->num++];
         *w = (group_work){.cache = cache,
                           .group = g,
                           .num_blocks = cache->pools[g].num_blocks,
                           .num_sequences = cache->sequences.num,
-                          .lanes = lanes};
+                          .lanes = &s->lanes};
         status = prepare_group(w);
-        for (i = 0; status == KVC_OK && i < w->num_drafts; i++) kvc_draft_size_lanes(cache, g, &w->drafts[i], lanes);
+        for (int32_t i = 0; status == KVC_OK && i < w->num_drafts; i++)
+            kvc_draft_size_lanes(cache, g, &w->drafts[i], &s->lanes);
     }
-    static const char what[] = "settling keys";
-    for (int32_t i = 0; status == KVC_OK && i < *num; i++)
-        status = kvc_drafts_check(cache, groups[i].group, groups[i].drafts, groups[i].num_drafts, what);
-    if (status == KVC_OK) status = kvc_check_max_bytes(cache, what);
-    return status == KVC_OK ? kvc_lanes_new(cache, lanes) : status;
+    return status;
 }
 
-static kvc_status apply_deltas(kvc_cache *cache) {
+static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
+    const settling *s = need->context;
+    for (int32_t i = 0; i < s->num; i++)
+        for (int32_t d = 0; s->groups[i].group == g && d < s->groups[i].num_drafts; d++)
+            kvc_draft_visit_replaced(&s->groups[i].drafts[d], visit, context);
+}
+
+/* Prepares all anew, as victims have no drafts: they need no copies, and others may need none without them. */
+static kvc_status fits(const kvc_need *need) {
+    settling *s = need->context;
+    end_all(s, KVC_ERR_FULL);
+    kvc_status status = prepare_all(need->cache, s);
+    for (int32_t i = 0; status == KVC_OK && i < s->num; i++) {
+        int64_t copied = 0;
+        for (int32_t d = 0; d < s->groups[i].num_drafts; d++) copied += s->groups[i].drafts[d].num_copied;
+        if (copied) status = kvc_drafts_check(need, s->groups[i].group);
+    }
+    if (status == KVC_OK) status = kvc_check_max_bytes(need->cache, need->what);
+    if (status != KVC_OK) end_all(s, status);
+    if (status == KVC_ERR_FULL) need->cache->lacks_bytes = 1;
+    return status;
+}
+
+static kvc_status settle(kvc_cache *cache) {
     kvc_status status = kvc_check_closed(cache, "settle keys");
     if (status != KVC_OK) return status;
     const size_t size = (size_t)cache->num_groups * sizeof(group_work);
-    group_work *groups = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
-    if (!groups) return kvc_fail(KVC_ERR_NOMEM, "out of memory to settle %d layer groups", cache->num_groups);
-    kvc_lanes lanes = {0};
-    int32_t num = 0;
-    status = prepare_all(cache, groups, &num, &lanes);
-    if (status == KVC_OK && num) write_unlocked(cache, groups, num);
-    for (int32_t i = 0; i < num; i++) end_group(&groups[i], status);
-    kvc_lanes_free(cache, &lanes);
-    kvc_memory_free(&cache->memory, groups, size, KVC_MEMORY_SCRATCH, -1);
+    settling s = {.groups = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1)};
+    if (!s.groups) return kvc_fail(KVC_ERR_NOMEM, "out of memory to settle %d layer groups", cache->num_groups);
+    const kvc_need need = {
+        .cache = cache, .fits = fits, .visit_replaced = visit_replaced, .context = &s, .what = "settling keys"};
+    status = kvc_choose_victims(&need);
+    if (status == KVC_OK) status = kvc_lanes_new(cache, &s.lanes);
+    if (status == KVC_OK) {
+        kvc_reclaim(cache);
+        if (cache->max_bytes) kvc_give_back(cache, cache->max_bytes);
+        if (s.num) write_unlocked(cache, s.groups, s.num);
+    }
+    kvc_spare_victims(cache);
+    end_all(&s, status);
+    kvc_lanes_free(cache, &s.lanes);
+    kvc_memory_free(&cache->memory, s.groups, size, KVC_MEMORY_SCRATCH, -1);
     return status;
 }
 
 kvc_status kvc_settle(kvc_cache *cache) {
     kvc_lock(cache);
-    kvc_status status = apply_deltas(cache);
-    for (int64_t slots = 1; status == KVC_ERR_FULL && kvc_reclaim(cache, KVC_ANY_GROUP, slots); slots *= 2)
-        status = apply_deltas(cache);
-    return kvc_unlock(cache, status);
+    return kvc_unlock(cache, settle(cache));
 }

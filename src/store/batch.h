@@ -34,8 +34,8 @@ typedef struct kvc_cross_put {
     kvc_thread thread;     /* the thread that called kvc_put */
     int32_t group, member; /* member: index of the sequence in batch->sequences */
     kvc_run run;
-    int32_t touched;    /* touched slots of its block before the put, for kvc_pool_unopen */
-    int32_t num_opened; /* number of blocks allocated for it */
+    int32_t touched; /* touched slots of its block before the put, for kvc_pool_unopen */
+    kvc_reserved reserved;
 } kvc_cross_put;
 
 /* The first member of a kvc_plan that was made for a batch: all that the batch knows of the plan. */

@@ -46,7 +46,9 @@ struct kvc_cache {
     int64_t num_holding;           /* number of sequences that hold rows, but for retained ones */
     kvc_sequence *oldest, *newest; /* list of the retained sequences, from the least recently used on */
     int64_t num_retained;
-    kvc_batch *batch;                   /* the open batch; NULL: none */
+    kvc_sequence *victims; /* list of those that the plan of the running call reclaims, by rising last use */
+    int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */
+    kvc_batch *batch;      /* the open batch; NULL: none */
     struct kvc_row_buffer *row_buffers; /* list: the open batch's, and those of ended batches still in use */
     int64_t row_buffer_bytes;           /* bytes of the rows of all row buffers */
     int64_t num_holds;                  /* number of kvc_holds that callers have not freed */
@@ -135,6 +137,12 @@ void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence);
 /* Returns whether a retained sequence may be reclaimed: not if it is pinned, or a call writes its rows. */
 static inline int kvc_is_reclaimable(const kvc_sequence *sequence) {
     return !sequence->num_pins && !sequence->in_place;
+}
+
+/* Returns whether a sequence loses its rows in group g when victims are reclaimed. */
+static inline int kvc_is_reclaimed_in(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
+    return sequence->fate == KVC_GOES ||
+           (sequence->fate == KVC_LOSES_WINDOWS && kvc_policy_evicts(&cache->policies[g]));
 }
 
 /* Takes a sequence out of the table and frees it; or only if it is blank; or every sequence but `kept` (NULL: all). */

@@ -68,8 +68,11 @@ static kvc_status reserve_blocks(cloning *c) {
     if (!c->twins) return kvc_fail(KVC_ERR_NOMEM, "out of memory to list %lld blocks", (long long)c->num_twins);
     kvc_status status = KVC_OK;
     twin *twins = c->twins;
-    for (int32_t g = 0; status == KVC_OK && g < c->from->num_groups; twins += c->from->pools[g++].num_blocks)
-        status = kvc_pool_reserve(&c->to->pools[g], find_fills(c, g, twins));
+    kvc_reserved reserved;
+    for (int32_t g = 0; status == KVC_OK && g < c->from->num_groups; twins += c->from->pools[g++].num_blocks) {
+        status = kvc_pool_reserve(&c->to->pools[g], find_fills(c, g, twins), &reserved);
+        kvc_pool_keep(&c->to->pools[g], &reserved);
+    }
     return status;
 }
 

@@ -71,9 +71,12 @@ static int get_memory(kvc_compaction *c) {
     c->slots = alloc_array(c, (uint64_t)c->num_slots, sizeof *c->slots);
     c->moves = alloc_array(c, (uint64_t)c->max_moves, sizeof *c->moves);
     if (!c->order || !c->targets || !c->slots || !c->moves) return 0;
-    for (int32_t i = 0; i < c->cache->sequences.num; i++) /* 2 more: the eviction before may cut a run in two */
-        if (kvc_runs_prepare_edit(&c->cache->sequences.items[i]->runs[c->group], &c->cache->memory, 2) != KVC_OK)
-            return 0;
+    for (int32_t i = 0; i < c->cache->sequences.num; i++) {
+        kvc_sequence *sequence = c->cache->sequences.items[i];
+        if (sequence->fate == KVC_GOES) continue;
+        /* 2 more: the eviction before may cut a run in two */
+        if (kvc_runs_prepare_edit(&sequence->runs[c->group], &c->cache->memory, 2) != KVC_OK) return 0;
+    }
     return 1;
 }
 

@@ -117,7 +117,7 @@ static void compute_demand(const kvc_batch *batch, int32_t g, kvc_preview *previ
 }
 
 kvc_status kvc_find_demand(const kvc_batch *batch, int32_t g, int compacts) {
-    kvc_preview preview = kvc_preview_open(batch->cache, g);
+    kvc_preview preview = kvc_preview_open(batch->cache, g, 1);
     const kvc_status status = compacts ? kvc_compaction_plan(batch->cache, g) : KVC_OK;
     if (status == KVC_OK) compute_demand(batch, g, &preview);
     kvc_preview_close(&preview);

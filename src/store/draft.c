@@ -115,13 +115,10 @@ static kvc_status reserve(kvc_cache *cache, kvc_pool *pool, const walk *counted,
     draft->max_copies = (int32_t)copies;
     draft->copies = kvc_memory_alloc(&cache->memory, (uint64_t)copies * sizeof(kvc_copy), KVC_MEMORY_SCRATCH, -1);
     if (!draft->copies) return kvc_fail(KVC_ERR_NOMEM, "out of memory to copy %lld rows", (long long)counted->copied);
-    const int32_t before = pool->num_blocks;
-    status = kvc_pool_reserve(pool, (int32_t)blocks);
-    draft->num_opened = pool->num_blocks - before;
-    return status;
+    return kvc_pool_reserve(pool, (int32_t)blocks, &draft->reserved);
 }
 
-kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_run_list *list, const kvc_change *change,
+kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, kvc_run_list *list, const kvc_change *change,
                           kvc_draft *draft) {
     walk w = {.change = change, .pool = &cache->pools[group]};
     *draft = (kvc_draft){.change = *change, .from = list};
@@ -140,8 +137,7 @@ kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_run_list *l
     return KVC_OK;
 }
 
-/* Visits the slots that a draft lets go: of dropped rows, and of rows that are copied elsewhere. */
-static void visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *context) {
+void kvc_draft_visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *context) {
     kvc_runs_visit(draft->from, draft->change.begin, draft->change.end, visit, context);
     for (int32_t i = 0; i < draft->num_copies; i++) {
         const kvc_copy *copy = &draft->copies[i];
@@ -149,19 +145,13 @@ static void visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *con
     }
 }
 
-kvc_status kvc_drafts_check(const kvc_cache *cache, int32_t group, const kvc_draft *drafts, int32_t num,
-                            const char *what) {
-    int64_t freed = 0, copied = 0;
-    for (int32_t i = 0; i < num; i++) copied += drafts[i].num_copied;
-    if (!cache->capacity || !copied) return KVC_OK;
-    for (int32_t i = 0; i < num; i++) visit_replaced(&drafts[i], kvc_try_drop_part, &freed);
-    for (int32_t i = 0; i < num; i++) visit_replaced(&drafts[i], kvc_undo_drop_part, NULL);
-    const int64_t live = cache->pools[group].live - freed;
-    if (live <= cache->capacity) return KVC_OK;
+kvc_status kvc_drafts_check(const kvc_need *need, int32_t group) {
+    int64_t live;
+    if (!kvc_exceeds_capacity(need, group, 0, &live)) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL,
                     "%s would make it %lld slots: capacity is %lld; remove some tokens, clear a sequence, or give a "
                     "larger capacity",
-                    what, (long long)live, (long long)cache->capacity);
+                    need->what, (long long)live, (long long)need->cache->capacity);
 }
 
 void kvc_draft_free(kvc_cache *cache, kvc_draft *draft) {
@@ -170,9 +160,11 @@ void kvc_draft_free(kvc_cache *cache, kvc_draft *draft) {
     *draft = (kvc_draft){0};
 }
 
-void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_run_list *list, kvc_draft *draft) {
+void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_draft *draft) {
     kvc_pool *pool = &cache->pools[group];
-    visit_replaced(draft, kvc_drop_part, pool);
+    kvc_run_list *list = draft->from;
+    kvc_draft_visit_replaced(draft, kvc_drop_part, pool);
+    kvc_pool_keep(pool, &draft->reserved);
     pool->drafted -= draft->num_copied;
     cache->stats.rows_copied += draft->num_copied;
     draft->runs.lost = list->lost;
@@ -192,7 +184,7 @@ void kvc_draft_discard(kvc_cache *cache, int32_t group, kvc_draft *draft) {
         num_blocks++;
     }
     pool->drafted -= draft->num_copied;
-    kvc_pool_unreserve(pool, num_blocks - draft->num_opened, draft->num_opened);
+    kvc_pool_unreserve(pool, num_blocks, &draft->reserved);
     kvc_runs_free_list(&draft->runs, &cache->memory);
     kvc_draft_free(cache, draft);
 }

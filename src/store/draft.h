@@ -8,7 +8,7 @@
 #ifndef KVC_DRAFT_H
 #define KVC_DRAFT_H
 
-#include "store/cache.h"
+#include "store/reclaim.h"
 
 /* A change of rows: those at positions [begin, end) are dropped, those at [end, moved_end) change, others stay. */
 typedef struct kvc_change {
@@ -32,12 +32,12 @@ typedef struct kvc_copy {
 
 typedef struct kvc_draft {
     kvc_change change;
-    const kvc_run_list *from; /* the list to be replaced */
-    kvc_run_list runs;        /* the new list, but for lost */
-    kvc_copy *copies;         /* [max_copies] each of at most KVC_COPY_ROWS rows */
+    kvc_run_list *from; /* the list to be replaced */
+    kvc_run_list runs;  /* the new list, but for lost */
+    kvc_copy *copies;   /* [max_copies] each of at most KVC_COPY_ROWS rows */
     int32_t num_copies, max_copies;
-    int64_t num_copied; /* number of rows in copies */
-    int32_t num_opened; /* number of blocks allocated for copies */
+    int64_t num_copied;    /* number of rows in copies */
+    kvc_reserved reserved; /* blocks for copies */
 } kvc_draft;
 
 enum { KVC_COPY_ROWS = 64 }; /* most rows of a kvc_copy: few, so that threads share the work evenly */
@@ -56,7 +56,7 @@ kvc_status kvc_lanes_new(kvc_cache *cache, kvc_lanes *lanes);
 void kvc_lanes_free(kvc_cache *cache, kvc_lanes *lanes);
 
 /* Makes a draft of `change` for a list of runs.  Can fail with KVC_ERR_NOMEM. */
-kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, const kvc_run_list *list, const kvc_change *change,
+kvc_status kvc_draft_make(kvc_cache *cache, int32_t group, kvc_run_list *list, const kvc_change *change,
                           kvc_draft *draft);
 
 /* Returns the bytes of an array with a draft for each group of tokens. */
@@ -64,10 +64,12 @@ static inline size_t kvc_drafts_size(const kvc_cache *cache) {
     return (size_t)cache->num_token_groups * sizeof(kvc_draft);
 }
 
-/* Returns KVC_ERR_FULL if `num` drafts of a group copy rows, and more slots than the cache's capacity would be live
- * once they are accepted; until then copies may take slots beyond the capacity.  `what` begins the message. */
-kvc_status kvc_drafts_check(const kvc_cache *cache, int32_t group, const kvc_draft *drafts, int32_t num,
-                            const char *what);
+/* Visits the slots that a draft lets go once it is accepted. */
+void kvc_draft_visit_replaced(const kvc_draft *draft, kvc_part_fn *visit, void *context);
+
+/* Returns KVC_ERR_FULL if more slots of a group than the capacity would be live once the drafts of an edit, which copy
+ * rows, are accepted; until then copies may take slots beyond the capacity. */
+kvc_status kvc_drafts_check(const kvc_need *need, int32_t group);
 
 /* Raises lanes->floats and lanes->least to what kvc_draft_copy needs for this draft.  Call before kvc_lanes_new. */
 void kvc_draft_size_lanes(const kvc_cache *cache, int32_t group, const kvc_draft *draft, kvc_lanes *lanes);
@@ -87,7 +89,7 @@ void kvc_draft_pin(const kvc_draft *draft);
 void kvc_draft_unpin(kvc_cache *cache, int32_t group, const kvc_draft *draft);
 
 /* Replaces the list that the draft was made for by the draft's; the copies stay listed until kvc_draft_free. */
-void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_run_list *list, kvc_draft *draft);
+void kvc_draft_accept(kvc_cache *cache, int32_t group, kvc_draft *draft);
 void kvc_draft_free(kvc_cache *cache, kvc_draft *draft);
 
 /* Gives back the slots and blocks that the draft took, and frees it. */

@@ -4,7 +4,6 @@
 #include "store/check.h"
 #include "store/draft.h"
 #include "store/limits.h"
-#include "store/reclaim.h"
 #include "store/waiting.h"
 
 /* Returns KVC_ERR_UNSUPPORTED if the rope of a layer is not known, so that its keys cannot move. */
@@ -81,30 +80,56 @@ static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_cha
     return own;
 }
 
-/* Copies rows to their new slots, perhaps by the caller's function, without the mutex. */
-static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_draft *drafts) {
-    kvc_lanes lanes = {0};
-    for (int32_t g = 0; g < cache->num_token_groups; g++)
-        if (drafts[g].num_copies) kvc_draft_size_lanes(cache, g, &drafts[g], &lanes);
-    if (!lanes.floats) return KVC_OK;
-    static const char what[] = "rewriting the keys of a sequence";
+static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
+    kvc_draft_visit_replaced((const kvc_draft *)need->context + g, visit, context);
+}
+
+/* Checks capacity, where rows are copied, and max_bytes. */
+static kvc_status fits(const kvc_need *need) {
+    const kvc_draft *drafts = need->context;
+    for (int32_t g = 0; g < need->cache->num_token_groups; g++) {
+        const kvc_status status = drafts[g].num_copied ? kvc_drafts_check(need, g) : KVC_OK;
+        if (status != KVC_OK) return status;
+    }
+    return kvc_check_max_bytes(need->cache, need->what);
+}
+
+/* Copies rows to their new slots on the lanes, perhaps by the caller's function, without the mutex. */
+static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_draft *drafts, const kvc_lanes *lanes) {
     kvc_status status = KVC_OK;
-    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
-        status = kvc_drafts_check(cache, g, &drafts[g], 1, what);
-    if (status == KVC_OK) status = kvc_check_max_bytes(cache, what);
-    if (status == KVC_OK) status = kvc_lanes_new(cache, &lanes);
-    if (status != KVC_OK) return status;
     sequence->in_rewrite = 1;
     sequence->rewriter = kvc_thread_self();
     sequence->drafts = drafts;
     cache->num_rewrites++;
     kvc_unlock(cache, KVC_OK);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
-        status = kvc_draft_copy(cache, g, &drafts[g], &lanes);
+        status = kvc_draft_copy(cache, g, &drafts[g], lanes);
     kvc_lock(cache);
+    if (cache->max_bytes) kvc_cache_wait_pages(cache);
     cache->num_rewrites--;
     kvc_wake_waiter(cache);
     sequence->in_rewrite = 0;
+    return status;
+}
+
+/* Copies the rows that are to be copied, and makes room for them: before they are, unless the caller's function may
+ * fail then; so what a failed call would have reclaimed is still there. */
+static kvc_status copy_rows(kvc_cache *cache, kvc_sequence *sequence, kvc_draft *drafts) {
+    const kvc_need need = {.cache = cache,
+                           .fits = fits,
+                           .visit_replaced = visit_replaced,
+                           .context = drafts,
+                           .what = "rewriting the keys of a sequence"};
+    kvc_lanes lanes = {0};
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (drafts[g].num_copies) kvc_draft_size_lanes(cache, g, &drafts[g], &lanes);
+    if (!lanes.floats) return KVC_OK;
+    const int asks_caller = lanes.least != 0;
+    kvc_status status = kvc_lanes_new(cache, &lanes);
+    if (status == KVC_OK) status = asks_caller ? kvc_choose_victims(&need) : kvc_make_room(&need);
+    kvc_spare_victims(cache);
+    if (status == KVC_OK) status = copy_unlocked(cache, sequence, drafts, &lanes);
+    if (status == KVC_OK && asks_caller) status = kvc_make_room(&need);
     kvc_lanes_free(cache, &lanes);
     return status;
 }
@@ -117,7 +142,7 @@ static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_
             kvc_draft_discard(cache, g, &drafts[g]);
             continue;
         }
-        kvc_draft_accept(cache, g, list, &drafts[g]);
+        kvc_draft_accept(cache, g, &drafts[g]);
         list->lost = lost_after(e, list->lost);
         list->missing = lost_after(e, list->missing);
         kvc_draft_free(cache, &drafts[g]);
@@ -125,7 +150,7 @@ static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_
 }
 
 /* Edits a sequence in all groups of tokens. */
-static kvc_status try_to_apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
+static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
     const size_t size = kvc_drafts_size(cache);
     if (!size) return KVC_OK;
     kvc_draft *drafts = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
@@ -136,18 +161,10 @@ static kvc_status try_to_apply(kvc_cache *cache, kvc_sequence *sequence, const e
         const kvc_change own = change_in(cache, g, &e->change);
         status = kvc_draft_make(cache, g, &sequence->runs[g], &own, &drafts[g]);
     }
-    if (status == KVC_OK) status = copy_unlocked(cache, sequence, drafts);
+    if (status == KVC_OK) status = copy_rows(cache, sequence, drafts);
     finish(cache, sequence, e, drafts, status);
     kvc_memory_free(&cache->memory, drafts, size, KVC_MEMORY_SCRATCH, -1);
     if (status == KVC_OK) kvc_cache_after_edit(cache, sequence);
-    return status;
-}
-
-/* Does the same, and reclaims what it takes to succeed. */
-static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
-    kvc_status status = try_to_apply(cache, sequence, e);
-    for (int64_t slots = 1; status == KVC_ERR_FULL && kvc_reclaim(cache, KVC_ANY_GROUP, slots); slots *= 2)
-        status = try_to_apply(cache, sequence, e);
     return status;
 }
 

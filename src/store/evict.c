@@ -18,13 +18,17 @@ int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int
 
 /* ---- previews ---------------------------------------------------------------------------------------------------- */
 
-/* Calls visit for every part of a run that group g can evict. */
-static void visit_evictable(const kvc_cache *cache, int32_t g, kvc_part_fn *visit, void *context) {
-    if (!kvc_policy_evicts(&cache->policies[g])) return;
-    for (const kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed) {
+/* Calls visit for every part of a run that the group of a preview loses. */
+static void visit_lost(const kvc_preview *preview, kvc_part_fn *visit, void *context) {
+    const kvc_cache *cache = preview->cache;
+    const int32_t g = preview->pool->group;
+    const int evicts = preview->evicts && kvc_policy_evicts(&cache->policies[g]);
+    for (const kvc_sequence *sequence = evicts ? cache->changed : NULL; sequence; sequence = sequence->next_changed) {
         const kvc_interval gone = kvc_evictable(cache, sequence, g);
         kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, visit, context);
     }
+    for (const kvc_sequence *sequence = cache->victims; sequence; sequence = sequence->next_victim)
+        if (kvc_is_reclaimed_in(cache, sequence, g)) kvc_runs_visit(&sequence->runs[g], 0, KVC_END, visit, context);
 }
 
 /* Takes the slots of a part out of the counts of their block. */
@@ -33,9 +37,9 @@ static void uncount_part(void *preview, const kvc_run *part) {
     if (kvc_pool_try_drop(part->block, part->slot, part->count, &p->slots)) kvc_preview_add_free(p, part->block);
 }
 
-kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g) {
-    kvc_preview preview = {.pool = &cache->pools[g], .cache = cache, .free = cache->pools[g].free};
-    visit_evictable(cache, g, uncount_part, &preview);
+kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, int evicts) {
+    kvc_preview preview = {&cache->pools[g], cache, evicts, cache->pools[g].free, 0};
+    visit_lost(&preview, uncount_part, &preview);
     return preview;
 }
 
@@ -45,18 +49,12 @@ void kvc_preview_add_free(kvc_preview *preview, kvc_block *block) {
 }
 
 void kvc_preview_close(kvc_preview *preview) {
-    visit_evictable(preview->cache, preview->pool->group, kvc_undo_drop_part, NULL);
+    visit_lost(preview, kvc_undo_drop_part, NULL);
     while (preview->free != preview->pool->free) {
         kvc_block *block = preview->free;
         preview->free = block->next;
         block->next = NULL;
     }
-}
-
-int64_t kvc_count_evictable_slots(kvc_cache *cache, int32_t g) {
-    kvc_preview preview = kvc_preview_open(cache, g);
-    kvc_preview_close(&preview);
-    return preview.slots;
 }
 
 /* ---- evicting ---------------------------------------------------------------------------------------------------- */

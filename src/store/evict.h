@@ -1,8 +1,8 @@
 /* evict.h: forgets rows that no query will see any more, when a batch begins.
  *
  * kvc_evictable says which rows of a sequence a group's policy lets go.  A preview shows what a group gains before
- * anything is evicted.  Sequences with nothing to evict and no change since are skipped, so that idle ones cost
- * nothing.
+ * anything is evicted, or reclaimed of retained sequences (reclaim.h).  Sequences with nothing to evict and no change
+ * since are skipped, so that idle ones cost nothing.
  */
 #ifndef KVC_EVICT_H
 #define KVC_EVICT_H
@@ -18,26 +18,24 @@ kvc_interval kvc_evictable(const kvc_cache *cache, const kvc_sequence *sequence,
 /* Counts the rows that a sequence keeps in group g when that evicts. */
 int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);
 
-/* A group as it will be after its eviction.
+/* A group as it will be once rows were evicted, if the call evicts, and those of victims reclaimed.
  *
- * Opening a preview takes the rows to evict out of the counts of the group's blocks (holders, live); closing it puts
- * them back, so that nothing has changed.  In between, only kvc_pool_fill_after and kvc_compaction_plan read the
- * counts, and the mutex is held. */
+ * Opening a preview takes these rows out of the counts of the group's blocks (holders, live); closing it puts them
+ * back, so that nothing has changed.  In between, only kvc_pool_is_free_after, kvc_pool_fill_after and
+ * kvc_compaction_plan read the counts, and the mutex is held. */
 typedef struct kvc_preview {
     kvc_pool *pool;
     const kvc_cache *cache;
-    kvc_block *free; /* blocks that will be free, in order of use: those that the eviction frees, then pool->free */
-    int64_t slots;   /* slots that no sequence will hold after the eviction */
+    int32_t evicts;
+    kvc_block *free; /* blocks that will be free, in order of use: those that become so, then pool->free */
+    int64_t slots;   /* slots that no sequence will hold any more */
 } kvc_preview;
 
-kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g);
+kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, int evicts);
 void kvc_preview_close(kvc_preview *preview);
 
 /* Adds a block that will be free, to be used before the blocks listed so far. */
 void kvc_preview_add_free(kvc_preview *preview, kvc_block *block);
-
-/* Counts the slots of group g that no sequence will hold after its eviction. */
-int64_t kvc_count_evictable_slots(kvc_cache *cache, int32_t g);
 
 /* Evicts from group g, in all sequences of cache->changed, after kvc_runs_prepare_evict of each.  Cannot fail. */
 void kvc_evict(kvc_cache *cache, int32_t g);

@@ -11,7 +11,6 @@
 #include "store/draft.h"
 #include "store/check.h"
 #include "store/limits.h"
-#include "store/reclaim.h"
 #include "store/transfer.h"
 #include "store/transform.h"
 #include "store/waiting.h"
@@ -195,28 +194,34 @@ static void free_memory(injection *x) {
     kvc_lanes_free(x->cache, &x->lanes);
 }
 
-/* Makes and accepts the draft; once its copies are made, no other sequence or view has the rows to write. */
-static kvc_status unshare_rows(injection *x, int32_t group, kvc_run_list *list) {
-    const kvc_change change = {.begin = x->begin, .end = x->begin, .moved_end = x->end, .copies = is_shared};
-    kvc_status status = kvc_draft_make(x->cache, group, list, &change, &x->draft);
-    if (status != KVC_OK) return status;
-    static const char what[] = "copying rows that are shared";
-    if (x->draft.num_copies) status = kvc_drafts_check(x->cache, group, &x->draft, 1, what);
-    if (x->draft.num_copies && status == KVC_OK) status = kvc_check_max_bytes(x->cache, what);
-    if (status == KVC_OK)
-        kvc_draft_accept(x->cache, group, list, &x->draft);
-    else
-        kvc_draft_discard(x->cache, group, &x->draft);
-    return status;
+static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
+    const injection *x = need->context;
+    if (x->cache->group_of[x->layer] == g) kvc_draft_visit_replaced(&x->draft, visit, context);
 }
 
-/* Does the same, and reclaims what it takes to succeed, but for the sequence itself. */
-static kvc_status unshare_and_reclaim(injection *x, int32_t group, kvc_sequence *sequence) {
-    sequence->num_pins++;
-    kvc_status status = unshare_rows(x, group, &sequence->runs[group]);
-    for (int64_t slots = 1; status == KVC_ERR_FULL && kvc_reclaim(x->cache, KVC_ANY_GROUP, slots); slots *= 2)
-        status = unshare_rows(x, group, &sequence->runs[group]);
+static kvc_status fits(const kvc_need *need) {
+    const injection *x = need->context;
+    const kvc_status status = kvc_drafts_check(need, x->cache->group_of[x->layer]);
+    return status == KVC_OK ? kvc_check_max_bytes(x->cache, need->what) : status;
+}
+
+/* Makes and accepts the draft; once its copies are made, no other sequence or view has the rows to write. */
+static kvc_status unshare_rows(injection *x, int32_t group, kvc_sequence *sequence) {
+    const kvc_change change = {.begin = x->begin, .end = x->begin, .moved_end = x->end, .copies = is_shared};
+    const kvc_need need = {.cache = x->cache,
+                           .fits = fits,
+                           .visit_replaced = visit_replaced,
+                           .context = x,
+                           .what = "copying rows that are shared"};
+    kvc_status status = kvc_draft_make(x->cache, group, &sequence->runs[group], &change, &x->draft);
+    if (status != KVC_OK) return status;
+    sequence->num_pins++; /* it may be a retained one */
+    if (x->draft.num_copies) status = kvc_make_room(&need);
     sequence->num_pins--;
+    if (status == KVC_OK)
+        kvc_draft_accept(x->cache, group, &x->draft);
+    else
+        kvc_draft_discard(x->cache, group, &x->draft);
     return status;
 }
 
@@ -230,7 +235,7 @@ static kvc_status inject(injection *x, int64_t seq_id) {
     status = get_memory(x, list ? list : &none);
     if (status == KVC_OK) find_parts(x, list ? list : &none);
     if (status == KVC_OK && !x->in->skip_missing && x->num_found < x->end - x->begin) status = fail_missing(x, seq_id);
-    if (status == KVC_OK && x->num_found) status = unshare_and_reclaim(x, g, sequence);
+    if (status == KVC_OK && x->num_found) status = unshare_rows(x, g, sequence);
     if (status == KVC_OK && x->num_found) {
         if (x->draft.num_copies) find_parts(x, list); /* copied rows have other slots now */
         write_unlocked(x, sequence, g);

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "store/check.h"
+#include "store/limits.h"
 #include "store/reclaim.h"
 #include "store/resident.h"
 #include "store/waiting.h"
@@ -171,8 +172,7 @@ static kvc_status take_slots(visitor *v, int32_t g) {
     if (num_blocks > INT32_MAX / 2 - pool->num_blocks)
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld blocks", (long long)num_blocks);
     cut_rows(&extents, v->needed[g], num_rows, pool->block_size);
-    const int32_t before = pool->num_blocks;
-    const kvc_status status = kvc_pool_reserve(pool, (int32_t)num_blocks);
+    const kvc_status status = kvc_pool_reserve(pool, (int32_t)num_blocks, &extents.reserved);
     if (status != KVC_OK) return status;
     kvc_block *block = NULL;
     for (int64_t i = 0; i < extents.num; i++) {
@@ -184,7 +184,6 @@ static kvc_status take_slots(visitor *v, int32_t g) {
         memset(block->holders + e->slot, 0, (size_t)e->count * sizeof *block->holders); /* until runs hold them */
         pool->drafted += e->count;
     }
-    extents.num_opened = pool->num_blocks - before;
     *to = extents;
     return KVC_OK;
 }
@@ -238,33 +237,29 @@ static kvc_status add_runs(visitor *v, int32_t g, const kvc_saved_holding *holdi
 /* ---- limits ------------------------------------------------------------------------------------------------------ */
 
 /* Calls visit for all rows in a group of the sequences that are to be replaced. */
-static void visit_replaced(const kvc_state *state, int32_t g, kvc_part_fn *visit, void *context) {
+static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
+    const kvc_state *state = need->context;
     for (int32_t i = 0; i < state->sequences.num; i++) {
         const kvc_sequence *old = kvc_table_find(&state->cache->sequences, state->sequences.items[i]->id);
         if (old) kvc_runs_visit(&old->runs[g], 0, KVC_END, visit, context);
     }
 }
 
-/* Counts the slots of a group that would be live once the sequences are there. */
-static int64_t count_live(const kvc_state *state, int32_t g) {
-    int64_t freed = 0;
-    visit_replaced(state, g, kvc_try_drop_part, &freed);
-    visit_replaced(state, g, kvc_undo_drop_part, NULL);
-    return state->cache->pools[g].live - freed;
-}
-
-/* Reclaims what it takes to stay within the limits. */
-static kvc_status check_limits(const kvc_state *state) {
-    kvc_cache *cache = state->cache;
-    for (int32_t g = 0; cache->capacity && g < cache->num_token_groups; g++) {
-        int64_t live = count_live(state, g);
-        while (live > cache->capacity && kvc_reclaim(cache, g, live - cache->capacity)) live = count_live(state, g);
-        if (live > cache->capacity)
+static kvc_status fits(const kvc_need *need) {
+    const kvc_cache *cache = need->cache;
+    int64_t live;
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (kvc_exceeds_capacity(need, g, 0, &live))
             return kvc_fail(KVC_ERR_FULL, "loading would make it %lld tokens in all: capacity is %lld%s",
                             (long long)live, (long long)cache->capacity,
                             kvc_has_own_capacity(cache) ? "" : ", which is max_seq_len * max_sequences");
-    }
-    return kvc_fit_max_bytes(cache, "loading");
+    return kvc_check_max_bytes(need->cache, need->what);
+}
+
+/* Reclaims what it takes to stay within the limits. */
+static kvc_status make_room(kvc_state *state) {
+    return kvc_make_room(&(kvc_need){
+        .cache = state->cache, .fits = fits, .visit_replaced = visit_replaced, .context = state, .what = "loading"});
 }
 
 /* Returns KVC_ERR_BUSY if one of the sequences that are to be replaced is in use, KVC_ERR_INVALID if it is retained. */
@@ -328,7 +323,7 @@ kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const in
     v.visit = add_runs;
     if (status == KVC_OK) status = visit_all(&v, add_sequence);
     if (status == KVC_OK) status = check_idle(state);
-    if (status == KVC_OK) status = check_limits(state);
+    if (status == KVC_OK) status = make_room(state);
     if (status != KVC_OK) {
         kvc_state_drop(state); /* before the mutex is released: slots without runs are nobody else's business */
         return status;

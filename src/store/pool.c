@@ -143,10 +143,23 @@ kvc_status kvc_pool_prepare(kvc_pool *pool, int32_t count) {
     return status;
 }
 
-kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count) {
+kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count, kvc_reserved *reserved) {
+    const int32_t num_before = pool->num_blocks;
     const kvc_status status = kvc_pool_prepare(pool, count);
-    if (status == KVC_OK) kvc_pool_accept(pool);
-    return status;
+    *reserved = (kvc_reserved){0};
+    if (status != KVC_OK) return status;
+    reserved->num_opened = pool->num_blocks - num_before;
+    if (pool->blocks == pool->blocks_before) return KVC_OK;
+    reserved->max_before = pool->max_before;
+    reserved->blocks_before = pool->blocks_before;
+    reserved->blocks_after = pool->blocks_before = pool->blocks;
+    pool->max_before = pool->max_blocks;
+    return KVC_OK;
+}
+
+void kvc_pool_keep(kvc_pool *pool, kvc_reserved *reserved) {
+    free_list(pool, reserved->blocks_before, reserved->max_before);
+    *reserved = (kvc_reserved){0};
 }
 
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count) {
@@ -181,10 +194,22 @@ void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t touched) {
     if (block->resident > block->touched) block->resident = block->touched;
 }
 
-void kvc_pool_unreserve(kvc_pool *pool, int32_t kept, int32_t count) {
-    const int32_t done = kvc_pool_shrink(pool, kept, count);
+void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, kvc_reserved *reserved) {
+    const int32_t done = kvc_pool_shrink(pool, num_used - reserved->num_opened, reserved->num_opened);
     pool->opened -= done;
     pool->returned -= done;
+    kvc_block **blocks = reserved->blocks_after;
+    const int32_t max = reserved->max_before;
+    /* Other calls may have lengthened the list again, or need it longer, meanwhile. */
+    if (!blocks || pool->blocks != blocks || pool->num_blocks > max) {
+        kvc_pool_keep(pool, reserved);
+        return;
+    }
+    if (pool->num_blocks) memcpy(reserved->blocks_before, blocks, (size_t)pool->num_blocks * sizeof *blocks);
+    pool->blocks = pool->blocks_before = reserved->blocks_before;
+    free_list(pool, blocks, pool->max_blocks);
+    pool->max_blocks = pool->max_before = max;
+    *reserved = (kvc_reserved){0};
 }
 
 int64_t kvc_pool_num_regions(const kvc_pool *pool) {

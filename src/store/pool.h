@@ -73,6 +73,7 @@ typedef struct kvc_pool {
     kvc_block **blocks_before;
     int32_t max_before;
     kvc_demand demand;
+    int32_t lacks_slots;               /* while victims are chosen: the call needs more slots here than are free */
     struct kvc_compaction *compaction; /* the planned compaction; NULL: none */
     int32_t join_block;                /* index of the next block to look at for pages to join */
     uint32_t epoch;                    /* number of batches ended, plus 1: slots handed out since may lack their rows */
@@ -106,8 +107,18 @@ kvc_status kvc_pool_prepare(kvc_pool *pool, int32_t count);
 void kvc_pool_accept(kvc_pool *pool);
 void kvc_pool_unprepare(kvc_pool *pool);
 
-/* Combines kvc_pool_prepare and kvc_pool_accept. */
-kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count);
+/* What kvc_pool_reserve took: blocks, and the array of pool->blocks from before it grew (NULL: it did not). */
+typedef struct kvc_reserved {
+    int32_t num_opened, max_before;
+    kvc_block **blocks_before, **blocks_after;
+} kvc_reserved;
+
+/* Makes sure that at least `count` blocks are free; on failure nothing has changed.  Later, kvc_pool_keep keeps what
+ * was taken; or kvc_pool_unreserve gives it back, once the num_used blocks that were opened since are the first of the
+ * free list again, and counts the new ones as never opened. */
+kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count, kvc_reserved *reserved);
+void kvc_pool_keep(kvc_pool *pool, kvc_reserved *reserved);
+void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, kvc_reserved *reserved);
 
 /* Takes a free block into use; there must be one. */
 kvc_block *kvc_pool_open(kvc_pool *pool);
@@ -123,8 +134,10 @@ void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count
 void kvc_pool_pin(kvc_block *block);
 void kvc_pool_unpin(kvc_pool *pool, kvc_block *block);
 
-/* Returns the fill mark to which kvc_pool_drop lowers it: the end of the last slot that is held. */
+/* Return the fill mark to which kvc_pool_drop lowers it, the end of the last slot that is held; and whether the block
+ * is free then. */
 int32_t kvc_pool_fill_after(const kvc_block *block);
+static inline int kvc_pool_is_free_after(const kvc_block *block) { return !block->live && !block->pins; }
 
 /* Takes one holder of each slot out of the counts until kvc_pool_restore, to see what dropping it would free: adds the
  * number of slots that no sequence would hold to *slots, and returns whether the block would become free. */
@@ -174,9 +187,6 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 
 /* Frees at most `count` free blocks, but not the next `kept` to be used; returns the number freed. */
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count);
-
-/* Does the same, and counts the blocks as never opened. */
-void kvc_pool_unreserve(kvc_pool *pool, int32_t kept, int32_t count);
 
 /* Undoes kvc_pool_open of a block that is free again and had `touched` touched slots before. */
 void kvc_pool_unopen(kvc_pool *pool, kvc_block *block, int32_t touched);

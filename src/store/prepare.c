@@ -1,13 +1,10 @@
 /* prepare.c: makes sure that a batch fits: see prepare.h. */
 #include "store/prepare.h"
 
-#include <stdio.h>
-
 #include "store/compact.h"
 #include "store/demand.h"
 #include "store/evict.h"
 #include "store/limits.h"
-#include "store/reclaim.h"
 #include "store/scratch.h"
 #include "store/row_buffer.h"
 #include "store/waiting.h"
@@ -77,7 +74,8 @@ static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
 }
 
 /* Visits the rows that the batch takes the place of in group g, but for those that are evicted before. */
-static void visit_replaced(const kvc_batch *batch, int32_t g, kvc_part_fn *visit, void *context) {
+static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
+    const kvc_batch *batch = need->context;
     for (int32_t s = 0; batch->restored && s < batch->num_sequences; s++) {
         const kvc_sequence *sequence = batch->sequences[s].sequence;
         const kvc_interval gone = kvc_evictable(batch->cache, sequence, g);
@@ -86,28 +84,17 @@ static void visit_replaced(const kvc_batch *batch, int32_t g, kvc_part_fn *visit
     }
 }
 
-/* Counts the slots of group g that no sequence will hold once the batch has begun, or replaced rows. */
-static int64_t count_freed_slots(const kvc_batch *batch, int32_t g) {
-    kvc_preview preview = kvc_preview_open(batch->cache, g);
-    int64_t slots = preview.slots;
-    visit_replaced(batch, g, kvc_try_drop_part, &slots);
-    visit_replaced(batch, g, kvc_undo_drop_part, NULL);
-    kvc_preview_close(&preview);
-    return slots;
-}
-
-/* Returns KVC_ERR_FULL if more slots of group g than the capacity would be live, by *excess. */
-static kvc_status check_capacity(const kvc_batch *batch, int32_t g, int64_t *excess) {
-    kvc_cache *cache = batch->cache;
+/* Returns KVC_ERR_FULL if more slots of group g than the capacity would be live. */
+static kvc_status check_capacity(const kvc_need *need, int32_t g) {
+    const kvc_batch *batch = need->context;
+    const int64_t capacity = need->cache->capacity;
     const int32_t num_slots = batch->num_tokens - batch->num_buffered;
-    if (!cache->capacity) return KVC_OK;
-    const int64_t live = cache->pools[g].live - count_freed_slots(batch, g);
-    *excess = live + num_slots - cache->capacity;
-    if (*excess <= 0) return KVC_OK;
+    int64_t live;
+    if (!kvc_exceeds_capacity(need, g, num_slots, &live)) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL,
                     "%d more tokens do not fit: %lld of capacity %lld are in use, %lld fit at once; remove some, "
                     "clear a sequence, or give a larger capacity",
-                    num_slots, (long long)live, (long long)cache->capacity, (long long)(cache->capacity - live));
+                    num_slots, (long long)live, (long long)capacity, (long long)(capacity - live));
 }
 
 /* ---- memory that the batch needs --------------------------------------------------------------------------------- */
@@ -153,6 +140,7 @@ static kvc_status prepare_runs(const kvc_batch *batch) {
 static int64_t other_bytes_after(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->row_buffer_bytes;
+    bytes -= kvc_victim_bytes(cache);
     if (batch->num_buffered)
         bytes += (int64_t)(kvc_row_buffer_bytes(cache, batch->num_buffered) +
                            kvc_row_buffer_header_bytes(batch->num_buffered));
@@ -232,6 +220,7 @@ static kvc_status check_bytes(const kvc_batch *batch) {
     int64_t bytes = 0;
     const kvc_status status = kvc_fit_bytes(batch, &bytes);
     if (status != KVC_ERR_FULL) return status;
+    batch->cache->lacks_bytes = 1;
     return kvc_fail(KVC_ERR_FULL,
                     "%d more tokens would make it %lld bytes: max_bytes is %lld, and nothing that is scattered or free "
                     "is left to be given back%s",
@@ -239,71 +228,29 @@ static kvc_status check_bytes(const kvc_batch *batch) {
                     cache->num_holds ? ", but for what views of the rows keep from being moved" : "");
 }
 
-/* Where a batch does not fit: in a group, by so many slots; or KVC_ANY_GROUP, in bytes. */
-typedef struct shortage {
-    int32_t group;
-    int64_t slots;
-} shortage;
-
-static kvc_status check_room(const kvc_batch *batch, shortage *lack) {
-    for (lack->group = 0; lack->group < batch->cache->num_token_groups; lack->group++) {
-        if (!kvc_takes_rows(batch, lack->group)) continue;
-        const kvc_status status = check_capacity(batch, lack->group, &lack->slots);
+/* Checks capacity and max_bytes. */
+static kvc_status fits(const kvc_need *need) {
+    const kvc_batch *batch = need->context;
+    for (int32_t g = 0; g < batch->cache->num_token_groups; g++) {
+        const kvc_status status = kvc_takes_rows(batch, g) ? check_capacity(need, g) : KVC_OK;
         if (status != KVC_OK) return status;
     }
-    *lack = (shortage){KVC_ANY_GROUP, 1};
     return check_bytes(batch);
 }
 
-/* Returns KVC_ERR_FULL unless the batch would fit without what can be reclaimed.  Tries it without the oldest retained
- * sequences, then without more of them: there may be many, of which a batch needs few. */
-static kvc_status check_room_without_retained(const kvc_batch *batch) {
-    kvc_cache *cache = batch->cache;
-    shortage lack;
-    kvc_status status = KVC_ERR_FULL;
-    for (int64_t num = 64 + (int64_t)batch->num_tokens, before = 0;
-         status == KVC_ERR_FULL && before < cache->num_retained; before = num, num *= 8) {
-        kvc_forgo(cache, num);
-        status = check_room(batch, &lack);
-        kvc_unforgo(cache, num);
-    }
-    forget_needs(batch);
-    return status;
+kvc_need kvc_need_of(kvc_batch *batch) {
+    return (kvc_need){
+        .cache = batch->cache, .fits = fits, .visit_replaced = visit_replaced, .context = batch, .evicts = 1};
 }
 
-/* Adds to the error of a batch that does not fit how many retained sequences are pinned. */
-static kvc_status fail_by_pins(const kvc_cache *cache, kvc_status status) {
-    int64_t num = 0;
-    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer)
-        num += sequence->num_pins != 0;
-    if (!num) return status;
-    char text[384]; /* a copy, as kvc_fail writes over it, and with space behind it for what is added */
-    snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, kvc_last_error());
-    return kvc_fail(status, "%s; %lld retained sequences are pinned: unpin some", text, (long long)num);
-}
-
-/* Checks capacity and max_bytes, and reclaims what it takes to succeed. */
-static kvc_status make_room(const kvc_batch *batch) {
+kvc_status kvc_fit(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
-    shortage lack;
-    kvc_status status = check_room(batch, &lack);
-    if (status != KVC_ERR_FULL || !cache->oldest) return status;
-    status = check_room_without_retained(batch);
-    for (int64_t step = 1; status == KVC_OK; step *= 2) {
-        status = check_room(batch, &lack);
-        if (status != KVC_ERR_FULL || !kvc_reclaim(cache, lack.group, lack.slots * step)) break;
-        status = KVC_OK;
-    }
-    return status == KVC_ERR_FULL ? fail_by_pins(cache, status) : status;
-}
-
-kvc_status kvc_fit(const kvc_batch *batch) {
-    kvc_cache *cache = batch->cache;
+    const kvc_need need = kvc_need_of(batch);
     kvc_set_lows(cache);
     kvc_status status = check_num_sequences(batch);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
         if (kvc_takes_rows(batch, g)) status = check_seq_len(batch, g);
-    return status == KVC_OK ? make_room(batch) : status;
+    return status == KVC_OK ? kvc_choose_victims(&need) : status;
 }
 
 /* ---- prepare (may fail) and carry out (cannot) ------------------------------------------------------------------- */
@@ -332,6 +279,7 @@ kvc_status kvc_prepare(kvc_batch *batch) {
 
 void kvc_discard_batch(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
+    kvc_spare_victims(cache);
     forget_needs(batch);
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         kvc_sequence *sequence = batch->sequences[s].sequence;
@@ -355,8 +303,9 @@ void kvc_discard_batch(kvc_batch *batch) {
 void kvc_carry_out(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     kvc_table_keep(&cache->sequences, &batch->table_before, &cache->memory);
+    for (int32_t g = 0; g < cache->num_groups; g++) kvc_evict(cache, g);
+    kvc_reclaim(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) {
-        kvc_evict(cache, g);
         kvc_compaction_run(cache, g);
         kvc_pool_accept(&cache->pools[g]);
     }

@@ -1,13 +1,14 @@
 /* prepare.h: makes sure that a batch fits before anything is changed.
  *
- * There are three steps.  kvc_fit finds out whether the batch would fit once the cache has evicted rows, compacted
- * groups and given back free memory, without doing any of it.  kvc_prepare also takes all memory that may be missing.
- * kvc_carry_out then does what was found to be needed, which cannot fail.
+ * There are three steps.  kvc_fit finds out whether the batch would fit once the cache has evicted rows, reclaimed
+ * others, compacted groups and given back free memory, without doing any of it.  kvc_prepare also takes all memory that
+ * may be missing. kvc_carry_out then does what was found to be needed, which cannot fail.
  */
 #ifndef KVC_PREPARE_H
 #define KVC_PREPARE_H
 
 #include "store/batch.h"
+#include "store/reclaim.h"
 
 /* Waits until no other call writes rows of the sequences seq_ids[num_tokens] in place (NULL: of sequence 0).  Under
  * max_bytes, waits for writers of any sequence and for calls that work on pages: they may use memory that could be
@@ -20,9 +21,12 @@ kvc_status kvc_check_num_tokens(const kvc_cache *cache, int64_t num_tokens);
 /* Counts the sequences that hold rows, or will hold rows after the batch. */
 int64_t kvc_count_holding(const kvc_batch *batch);
 
-/* Returns KVC_ERR_FULL unless the batch fits; can fail with KVC_ERR_NOMEM.  kvc_fit_bytes checks max_bytes alone:
- * *bytes becomes the bytes that the batch would make it; its KVC_ERR_FULL comes without a message. */
-kvc_status kvc_fit(const kvc_batch *batch);
+/* What a batch needs of capacity and max_bytes. */
+kvc_need kvc_need_of(kvc_batch *batch);
+
+/* Chooses victims so that the batch fits, or returns KVC_ERR_FULL; can fail with KVC_ERR_NOMEM.  kvc_fit_bytes checks
+ * max_bytes alone: *bytes becomes the bytes that the batch would make it; its KVC_ERR_FULL comes without a message. */
+kvc_status kvc_fit(kvc_batch *batch);
 kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes);
 
 /* Returns kvc_nbytes after a batch that fits has begun, if no free memory is given back before. */
@@ -31,7 +35,8 @@ int64_t kvc_bytes_after(const kvc_batch *batch);
 /* Does everything that can fail.  After a failure, call kvc_discard_batch. */
 kvc_status kvc_prepare(kvc_batch *batch);
 
-/* Undoes what was prepared, except blocks, removes sequences that the batch added, and frees the batch. */
+/* Undoes what was prepared, except blocks, spares victims, removes sequences that the batch added, and frees the batch.
+ */
 void kvc_discard_batch(kvc_batch *batch);
 
 /* Does what was prepared: afterwards there are free blocks for all slots of the batch, and no rows to evict. */

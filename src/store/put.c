@@ -177,10 +177,11 @@ void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
         pending->runs[0] = put->run;
         pending->num = 1;
         atomic_fetch_add(&batch->num_cross_puts[put->group - batch->cache->num_token_groups], 1);
+        kvc_pool_keep(pool, &put->reserved);
     } else {
         kvc_drop_part(pool, &put->run);
         kvc_pool_unopen(pool, put->run.block, put->touched);
-        kvc_pool_unreserve(pool, 0, put->num_opened);
+        kvc_pool_unreserve(pool, 1, &put->reserved);
     }
     kvc_memory_free(&batch->cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
 }
@@ -189,10 +190,11 @@ void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
 static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_args *args, kvc_cross_put **out) {
     kvc_cache *cache = batch->cache;
     kvc_pool *pool = &cache->pools[group];
-    const int32_t num_blocks = pool->num_blocks, count = args->num_tokens;
+    const int32_t count = args->num_tokens;
+    kvc_reserved reserved;
     kvc_cross_put *put = kvc_memory_alloc(&cache->memory, sizeof *put, KVC_MEMORY_SCRATCH, -1);
     if (!put) return kvc_fail(KVC_ERR_NOMEM, "out of memory to put the rows of a cross-attention layer");
-    kvc_status status = kvc_pool_reserve(pool, 1);
+    kvc_status status = kvc_pool_reserve(pool, 1, &reserved);
     if (status != KVC_OK) {
         kvc_memory_free(&cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
         return status;
@@ -202,7 +204,7 @@ static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_arg
                            .group = group,
                            .member = kvc_batch_find(batch, args->seq_id),
                            .touched = block->touched,
-                           .num_opened = pool->num_blocks - num_blocks,
+                           .reserved = reserved,
                            .thread = kvc_thread_self()};
     put->run = (kvc_run){block, kvc_pool_take(pool, block, count), count, 0, 0};
     batch->cross_puts = *out = put;

@@ -4,11 +4,10 @@
 #include "store/evict.h"
 #include "store/limits.h"
 #include "store/prepare.h"
-#include "store/reclaim.h"
 #include "store/resident.h"
 #include "store/scratch.h"
 
-/* Stretches added to a probe: where its tokens come in several batches, lists need a little more room than for one. */
+/* Stretches added to what is reserved: tokens that come in several batches need a little more room in lists. */
 enum { MORE_STRETCHES = 4 };
 
 /* Sets the number of tokens of a probe, all of one sequence. */
@@ -26,7 +25,7 @@ static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len,
         return kvc_fail_sequence(seq_id);
     }
     set_probe(batch, num_tokens);
-    batch->sequences->num_stretches = 1 + MORE_STRETCHES;
+    batch->sequences->num_stretches = 1;
     *out = batch;
     return KVC_OK;
 }
@@ -37,6 +36,7 @@ static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_token
     kvc_status status = kvc_check_num_tokens(cache, num_tokens);
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, (int32_t)num_tokens, &batch);
     if (status != KVC_OK) return status;
+    batch->sequences->num_stretches += MORE_STRETCHES;
     status = kvc_fit(batch);
     kvc_discard_batch(batch);
     return status;
@@ -64,6 +64,7 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
         status = new_probe(cache, seq_id, num_tokens < KVC_MAX_BATCH ? (int32_t)num_tokens : KVC_MAX_BATCH,
                            (int32_t)num_tokens, &batch);
     if (status != KVC_OK) return status;
+    batch->sequences->num_stretches += MORE_STRETCHES;
     status = kvc_prepare(batch);
     if (status != KVC_OK) {
         kvc_discard_batch(batch);
@@ -95,16 +96,17 @@ kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
 }
 
 /* Counts the tokens that the limits other than max_bytes leave room for. */
-static int64_t count_room(const kvc_batch *batch) {
+static int64_t count_room(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     const kvc_batch_sequence *member = batch->sequences;
+    const kvc_need need = kvc_need_of(batch);
     int64_t room = INT32_MAX - kvc_sequence_next(member->sequence), slot_bytes = 0;
     if (room > KVC_MAX_BATCH) room = KVC_MAX_BATCH;
     if (cache->max_sequences && kvc_count_holding(batch) > cache->max_sequences) return 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
         if (cache->capacity) {
-            const int64_t in_group = cache->capacity - pool->live + kvc_count_evictable_slots(cache, g);
+            const int64_t in_group = cache->capacity - kvc_live_after(&need, g);
             if (in_group < room) room = in_group;
         }
         if (cache->max_seq_len) {
@@ -124,7 +126,7 @@ static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, 1, &batch);
     if (status != KVC_OK) return status;
     kvc_set_lows(cache);
-    kvc_forgo(cache, cache->num_retained); /* what would be reclaimed is room */
+    kvc_choose_all(cache); /* what can be reclaimed is room */
     /* room: known to fit; more than `most` are known not to. */
     int64_t room = 0, most = count_room(batch), bytes;
     if (!cache->max_bytes) room = most;
@@ -137,7 +139,6 @@ static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
         most = middle - 1;
         status = KVC_OK;
     }
-    kvc_unforgo(cache, cache->num_retained);
     kvc_discard_batch(batch);
     if (status == KVC_OK) *num_tokens = room;
     return status;

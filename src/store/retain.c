@@ -23,19 +23,30 @@ static kvc_status check_unused(const kvc_cache *cache, int64_t id) {
                     (long long)id);
 }
 
-/* Makes a retained sequence that holds nothing as yet, and adds it to the table; returns NULL if out of memory. */
-static kvc_sequence *new_retained(kvc_cache *cache, int64_t id) {
-    const kvc_table before = cache->sequences;
+/* Makes a retained sequence that holds nothing as yet, and adds it to the table; returns NULL if out of memory.
+ * *before: the table until then, for end_retaining. */
+static kvc_sequence *new_retained(kvc_cache *cache, int64_t id, kvc_table *before) {
+    *before = cache->sequences;
     kvc_sequence *sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     if (!sequence) return NULL;
-    if (kvc_table_reserve(&cache->sequences, 1, &before, &cache->memory) != KVC_OK) {
+    if (kvc_table_reserve(&cache->sequences, 1, before, &cache->memory) != KVC_OK) {
         kvc_sequence_free(sequence, &cache->memory, cache->pools);
         return NULL;
     }
-    kvc_table_keep(&cache->sequences, &before, &cache->memory);
     kvc_table_insert(&cache->sequences, sequence);
     kvc_cache_retain(cache, sequence);
     return sequence;
+}
+
+/* Keeps the new sequence if it holds rows and status is KVC_OK; else removes all trace of it.  Returns status. */
+static kvc_status end_retaining(kvc_cache *cache, kvc_sequence *sequence, const kvc_table *before, kvc_status status) {
+    if (status == KVC_OK && kvc_sequence_holds(sequence)) {
+        kvc_table_keep(&cache->sequences, before, &cache->memory);
+        return KVC_OK;
+    }
+    kvc_cache_forget(cache, sequence);
+    kvc_table_restore(&cache->sequences, before, &cache->memory);
+    return status;
 }
 
 /* Adds 1 to the int32_t that is the context. */
@@ -75,12 +86,12 @@ static kvc_status retain(kvc_cache *cache, int64_t src_id, int64_t id, int32_t b
     kvc_status status = src && src->in_batch ? KVC_OK : kvc_check_idle(src);
     if (status == KVC_OK) status = check_unused(cache, id);
     if (status != KVC_OK || !src) return status;
-    kvc_sequence *sequence = new_retained(cache, id);
+    kvc_table before;
+    kvc_sequence *sequence = new_retained(cache, id, &before);
     if (!sequence) return kvc_fail_sequence(id);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
         status = retain_group(cache, src, g, begin, end, &sequence->runs[g]);
-    if (status != KVC_OK || !kvc_sequence_holds(sequence)) kvc_cache_forget(cache, sequence);
-    return status;
+    return end_retaining(cache, sequence, &before, status);
 }
 
 kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end) {
@@ -92,41 +103,45 @@ kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, 
 
 /* ---- rows that come from elsewhere ------------------------------------------------------------------------------- */
 
-/* The block that a group's new rows are in, for undoing. */
+/* The block that a group's new rows are in. */
 typedef struct new_block {
-    kvc_block *block;
-    int32_t touched; /* touched slots of the block before */
-    int32_t opened;  /* whether it was allocated for this */
+    kvc_block *block; /* NULL: the group gets no rows */
+    int32_t touched;  /* touched slots of the block before */
+    kvc_reserved reserved;
 } new_block;
 
-/* Takes slots for positions [begin, end), which fit a block, in one group. */
-static kvc_status take_slots(kvc_cache *cache, kvc_sequence *sequence, int32_t g, int32_t begin, int32_t end,
-                             new_block *taken) {
+/* New rows that are on the way. */
+typedef struct new_rows {
+    kvc_sequence *sequence;
+    int32_t begin, end;
+    new_block *blocks; /* [num_token_groups] */
+} new_rows;
+
+/* Takes slots for all positions, which fit a block, in one group. */
+static kvc_status take_slots(kvc_cache *cache, const new_rows *rows, int32_t g) {
     kvc_pool *pool = &cache->pools[g];
-    const int32_t count = end - begin, before = pool->num_blocks;
-    const int64_t live = pool->live + count - cache->capacity;
-    if (cache->capacity && live > 0 && (!kvc_reclaim(cache, g, live) || pool->live + count > cache->capacity))
-        return kvc_fail(KVC_ERR_FULL,
-                        "%d more tokens do not fit: %lld of capacity %lld are in use; clear a sequence, or give a "
-                        "larger capacity",
-                        count, (long long)pool->live, (long long)cache->capacity);
-    kvc_status status = kvc_runs_reserve(&sequence->runs[g], &cache->memory, 1);
-    if (status == KVC_OK) status = kvc_pool_reserve(pool, 1);
+    kvc_run_list *list = &rows->sequence->runs[g];
+    new_block *taken = &rows->blocks[g];
+    const int32_t count = rows->end - rows->begin;
+    kvc_status status = kvc_runs_reserve(list, &cache->memory, 1);
+    if (status == KVC_OK) status = kvc_pool_reserve(pool, 1, &taken->reserved);
     if (status != KVC_OK) return status;
-    kvc_block *block = kvc_pool_open(pool);
-    *taken = (new_block){block, block->touched, pool->num_blocks > before};
-    kvc_runs_append(&sequence->runs[g], &(kvc_run){block, kvc_pool_take(pool, block, count), count, begin, 0});
+    taken->block = kvc_pool_open(pool);
+    taken->touched = taken->block->touched;
+    const int32_t slot = kvc_pool_take(pool, taken->block, count);
+    kvc_runs_append(list, &(kvc_run){taken->block, slot, count, rows->begin, 0});
     return KVC_OK;
 }
 
 /* Gives back the slots that take_slots took, and their block. */
-static void give_slots(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const new_block *taken) {
+static void give_slots(kvc_cache *cache, const new_rows *rows, int32_t g) {
     kvc_pool *pool = &cache->pools[g];
+    new_block *taken = &rows->blocks[g];
     if (!taken->block) return;
-    kvc_runs_visit(&sequence->runs[g], 0, KVC_END, kvc_drop_part, pool);
-    sequence->runs[g].num = 0;
+    kvc_runs_visit(&rows->sequence->runs[g], 0, KVC_END, kvc_drop_part, pool);
+    rows->sequence->runs[g].num = 0;
     kvc_pool_unopen(pool, taken->block, taken->touched);
-    kvc_pool_unreserve(pool, !taken->opened, taken->opened);
+    kvc_pool_unreserve(pool, 1, &taken->reserved);
 }
 
 /* Returns whether a layer of the group is flagged; where layers is NULL, whether one has rows of its own. */
@@ -136,36 +151,55 @@ static int takes_group(const kvc_cache *cache, int32_t g, const uint8_t *layers)
     return 0;
 }
 
-static kvc_status take_all(kvc_cache *cache, kvc_sequence *sequence, int32_t begin, int32_t end, const uint8_t *layers,
-                           new_block *taken) {
+/* Checks capacity, of which the new rows have their slots already, and max_bytes. */
+static kvc_status fits(const kvc_need *need) {
+    const new_rows *rows = need->context;
+    const int32_t count = rows->end - rows->begin;
+    int64_t live;
+    for (int32_t g = 0; g < need->cache->num_token_groups; g++)
+        if (rows->blocks[g].block && kvc_exceeds_capacity(need, g, 0, &live))
+            return kvc_fail(KVC_ERR_FULL,
+                            "%d more tokens do not fit: %lld of capacity %lld are in use; clear a sequence, or give a "
+                            "larger capacity",
+                            count, (long long)(live - count), (long long)need->cache->capacity);
+    return kvc_check_max_bytes(need->cache, need->what);
+}
+
+static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *layers) {
+    const kvc_need need = {.cache = cache, .fits = fits, .context = rows, .what = "retaining rows"};
     kvc_status status = KVC_OK;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) rows->blocks[g] = (new_block){0};
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
         if (takes_group(cache, g, layers))
-            status = take_slots(cache, sequence, g, begin, end, &taken[g]);
+            status = take_slots(cache, rows, g);
         else
-            sequence->runs[g].lost = (kvc_interval){begin, end};
+            rows->sequence->runs[g].lost = (kvc_interval){rows->begin, rows->end};
     }
-    return status == KVC_OK ? kvc_fit_max_bytes(cache, "retaining rows") : status;
+    if (status == KVC_OK) status = kvc_make_room(&need);
+    for (int32_t g = cache->num_token_groups - 1; g >= 0; g--)
+        if (status == KVC_OK)
+            kvc_pool_keep(&cache->pools[g], &rows->blocks[g].reserved);
+        else
+            give_slots(cache, rows, g);
+    return status;
 }
 
 static kvc_status retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers) {
     const size_t size = (size_t)(cache->num_token_groups + 1) * sizeof(new_block);
+    kvc_table before;
     kvc_cache_find_to_copy(cache, id);
     kvc_status status = check_unused(cache, id);
     if (status != KVC_OK || begin == end) return status;
-    new_block *taken = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
-    kvc_sequence *sequence = taken ? new_retained(cache, id) : NULL;
-    if (sequence) {
-        for (int32_t g = 0; g < cache->num_token_groups; g++) taken[g] = (new_block){0};
-        sequence->num_pins = 1;
-        status = take_all(cache, sequence, begin, end, layers, taken);
-        for (int32_t g = cache->num_token_groups - 1; status != KVC_OK && g >= 0; g--)
-            give_slots(cache, sequence, g, &taken[g]);
-        if (status != KVC_OK || !kvc_sequence_holds(sequence)) kvc_cache_forget(cache, sequence);
+    new_rows rows = {.begin = begin, .end = end};
+    rows.blocks = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    if (rows.blocks) rows.sequence = new_retained(cache, id, &before);
+    if (rows.sequence) {
+        rows.sequence->num_pins = 1;
+        status = end_retaining(cache, rows.sequence, &before, take_all(cache, &rows, layers));
     } else {
         status = kvc_fail_sequence(id);
     }
-    kvc_memory_free(&cache->memory, taken, size, KVC_MEMORY_SCRATCH, -1);
+    kvc_memory_free(&cache->memory, rows.blocks, size, KVC_MEMORY_SCRATCH, -1);
     return status;
 }
 

@@ -134,7 +134,8 @@ void kvc_table_restore(kvc_table *table, const kvc_table *before, kvc_memory *me
     if (table->num) memcpy(before->items, table->items, (size_t)table->num * sizeof *table->items);
     memory->replaced -= (int64_t)table_bytes(before);
     free_items(table, memory);
-    *table = *before;
+    table->items = before->items;
+    table->capacity = before->capacity;
 }
 
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence) {

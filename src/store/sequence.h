@@ -5,6 +5,10 @@
 #include "base/threads.h"
 #include "store/runs.h"
 
+/* What becomes of a retained sequence by the plan of the call that is running: it keeps all rows, loses those of the
+ * groups that evict, or is dropped. */
+typedef enum kvc_fate { KVC_STAYS, KVC_LOSES_WINDOWS, KVC_GOES } kvc_fate;
+
 typedef struct kvc_sequence {
     int64_t id;
     int32_t in_batch;         /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
@@ -20,6 +24,9 @@ typedef struct kvc_sequence {
     int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
     struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */
     struct kvc_sequence *older, *newer;              /* place in the list of retained sequences */
+    struct kvc_sequence *next_victim;                /* in the list cache->victims */
+    kvc_fate fate;                                   /* KVC_STAYS unless it is in that list */
+    int32_t frees;                                   /* while victims are chosen: reclaim.c */
     kvc_run_list runs[];                             /* [num_groups] */
 } kvc_sequence;
 
@@ -67,7 +74,7 @@ kvc_sequence *kvc_table_find(const kvc_table *table, int64_t id);
 
 /* Gets memory for `extra` more sequences, so that inserting them cannot fail.  `before` is a copy of the table from
  * before the first of several calls, whose array is kept: kvc_table_keep frees it, or kvc_table_restore, after all that
- * was inserted was removed again, makes it the table's array again. */
+ * was inserted was removed again, and nothing else was, makes it the table's array again. */
 kvc_status kvc_table_reserve(kvc_table *table, int32_t extra, const kvc_table *before, kvc_memory *memory);
 void kvc_table_keep(const kvc_table *table, const kvc_table *before, kvc_memory *memory);
 void kvc_table_restore(kvc_table *table, const kvc_table *before, kvc_memory *memory);

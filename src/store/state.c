@@ -61,7 +61,10 @@ static void uncount_drafted(kvc_state *state, int32_t g) {
 
 void kvc_state_accept(kvc_state *state) {
     kvc_cache *cache = state->cache;
-    for (int32_t g = 0; g < cache->num_groups; g++) uncount_drafted(state, g);
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        uncount_drafted(state, g);
+        kvc_pool_keep(&cache->pools[g], &state->groups[g].reserved);
+    }
     for (int32_t i = 0; i < state->sequences.num; i++) {
         kvc_sequence *sequence = state->sequences.items[i], *old = kvc_table_find(&cache->sequences, sequence->id);
         if (old) kvc_cache_forget(cache, old);
@@ -74,7 +77,7 @@ void kvc_state_accept(kvc_state *state) {
 
 /* Gives back the slots and blocks that were taken for a group. */
 static void give_back(kvc_state *state, int32_t g) {
-    const kvc_extents *extents = &state->groups[g];
+    kvc_extents *extents = &state->groups[g];
     kvc_pool *pool = &state->cache->pools[g];
     int32_t num_blocks = 0;
     for (int64_t i = extents->num - 1; i >= 0; i--) { /* backwards, so that the free list gets its order back */
@@ -84,7 +87,7 @@ static void give_back(kvc_state *state, int32_t g) {
         kvc_pool_unopen(pool, e->block, e->touched);
         num_blocks++;
     }
-    kvc_pool_unreserve(pool, num_blocks - extents->num_opened, extents->num_opened);
+    kvc_pool_unreserve(pool, num_blocks, &extents->reserved);
 }
 
 /* Holds the slots while it frees the sequences, so that blocks are given back in order. */

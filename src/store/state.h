@@ -22,7 +22,7 @@ typedef struct kvc_extent {
 typedef struct kvc_extents {
     kvc_extent *items;
     int64_t num;
-    int32_t num_opened; /* loading: number of blocks allocated for them */
+    kvc_reserved reserved; /* loading: blocks for them */
 } kvc_extents;
 
 /* Memory of a state: what was asked for begins a cache line behind this. */
