@@ -401,8 +401,9 @@ KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, i
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
 
 /* Moves the tokens at positions [begin, end) by delta; those that would come below 0 are dropped.  No row is copied or
- * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten in new slots, within max_bytes, and
- * take memory twice until all of them are.  `capacity` counts what is live once the edit is done, which is more than
+ * rotated, unless a layer has KVC_ROPE_FUNCTION: then the moved rows are rewritten in new slots, and take
+ * memory twice until all of them are: within max_bytes once retained rows are reclaimed and free memory is given back,
+ * which the call does when that function has succeeded.  `capacity` counts what is live once the edit is done, which is more than
  * before where sequences shared rows.  KVC_ERR_UNSUPPORTED if a layer's rope is not known; KVC_ERR_INVALID if a
  * position would pass the largest; KVC_ERR_NOMEM; where rows are rewritten, KVC_ERR_FULL (capacity or max_bytes) and
  * KVC_ERR_CALLBACK. */
@@ -442,10 +443,11 @@ KVC_API kvc_status kvc_compact(kvc_cache *cache);
  * them any more: say block_size tokens of a prompt.  It is read like any other.  Batches and edits refuse it with
  * KVC_ERR_INVALID, but for kvc_inject; kvc_clear_sequence drops it; kvc_sequences does not list it, and max_sequences
  * does not count it.
- * Where a call would fail with KVC_ERR_FULL for capacity or max_bytes, rows of retained sequences that nobody else
- * holds are reclaimed first, the least recently used first; for a batch, and by kvc_reserve, none unless that is
- * enough.  A sequence is reclaimed as a whole; but where others hold its rows in the layers that see everything, only
- * its rows in the other layers are.  kvc_room counts what can be reclaimed. */
+ * Where a call would fail with KVC_ERR_FULL for capacity or max_bytes, rows that only retained sequences hold are
+ * reclaimed, the least recently used first, and none unless the call succeeds.  A sequence is reclaimed as a whole; but
+ * where others hold its rows in the layers that see everything, only its rows in the other layers are.  One whose rows
+ * free nothing that is lacking stays, unless max_bytes takes even its bookkeeping.  kvc_room counts what can be
+ * reclaimed. */
 
 /* Makes a retained sequence `id` of the rows of src at positions [begin, end), as the most recently used.  No row is
  * copied, and those of cross-attention layers are left out.  If src holds no rows there, no sequence is made.

@@ -19,7 +19,7 @@ typedef struct group_work {
     kvc_cache *cache;
     int32_t group, num_blocks, num_sequences;
     int32_t num_drafts; /* number of drafts made: of the sequences that are not reclaimed in the group */
-    kvc_block **blocks; /* [num_blocks] the pool's blocks before any is opened for copies */
+    kvc_block **blocks; /* [num_blocks] the pool's blocks before any is opened for copies; NULL: of no held slot */
     int32_t **deltas; /* [num_blocks + 1] where each block's slots begin in slot_deltas, and where the last one's end */
     int32_t *slot_deltas; /* [num_slots] the delta of each slot, over all blocks, or UNHELD or DISPUTED */
     kvc_draft *drafts;    /* [num_sequences] copies of disputed rows */
@@ -73,8 +73,12 @@ static kvc_status prepare_group(group_work *w) {
     w->drafts = alloc_array(w, (size_t)w->num_sequences, sizeof *w->drafts);
     if (!w->blocks || !w->deltas || !w->slot_deltas || !w->drafts)
         return kvc_fail(KVC_ERR_NOMEM, "out of memory to settle the keys of %zu slots", w->num_slots);
-    memcpy(w->blocks, pool->blocks, (size_t)w->num_blocks * sizeof *w->blocks);
     note_deltas(w);
+    for (int32_t b = 0; b < w->num_blocks; b++) { /* others may be given back once victims are reclaimed */
+        const int32_t *delta = w->deltas[b];
+        while (delta < w->deltas[b + 1] && *delta == UNHELD) delta++;
+        w->blocks[b] = delta < w->deltas[b + 1] ? pool->blocks[b] : NULL;
+    }
     const kvc_change change = {.moved_end = KVC_END, .applies_delta = 1, .copies = is_disputed, .context = w};
     kvc_status status = KVC_OK;
     for (int32_t i = 0; status == KVC_OK && i < w->num_sequences; i++) {
@@ -92,7 +96,7 @@ static void accept_drafts(group_work *w) {
         kvc_draft_accept(w->cache, w->group, &w->drafts[i]);
     }
     for (int32_t b = 0; b < w->num_blocks; b++)
-        if (w->deltas[b] < w->deltas[b + 1]) kvc_pool_pin(w->blocks[b]);
+        if (w->blocks[b]) kvc_pool_pin(w->blocks[b]);
 }
 
 /* Rotates the keys in one lane's share of the slots, where they lie. */
@@ -118,7 +122,7 @@ static void write_rows(group_work *w) {
 /* Unpins blocks and frees memory.  If status is not KVC_OK, the drafts were not accepted: discards them. */
 static void end_group(group_work *w, kvc_status status) {
     for (int32_t b = 0; status == KVC_OK && b < w->num_blocks; b++)
-        if (w->deltas[b] < w->deltas[b + 1]) kvc_pool_unpin(&w->cache->pools[w->group], w->blocks[b]);
+        if (w->blocks[b]) kvc_pool_unpin(&w->cache->pools[w->group], w->blocks[b]);
     for (int32_t i = w->num_drafts - 1; i >= 0; i--) /* backwards: the draft made last is discarded first */
         if (status == KVC_OK) {
             kvc_draft_unpin(w->cache, w->group, &w->drafts[i]);

@@ -166,6 +166,117 @@ static void test_one_group(void)
     free_valid(cache);
 }
 
+/* A random cache, and which of its retained sequences are pinned, as bits. */
+typedef struct crowd {
+    kvc_cache *cache;
+    int num_layers, has_window, pinned;
+} crowd;
+
+/* Retains random stretches of random sequences, and lets go of some sequences. */
+static crowd random_crowd(void)
+{
+    const kvc_layer layers[] = {layer_with(sliding_policy(4, 1, 0)), plain_layer};
+    const int kind = random_int(0, 3); /* a window, a layer that sees everything, or both */
+    crowd c = {.num_layers = kind == 2 ? 2 : 1, .has_window = kind != 1};
+    int64_t next = FIRST_ID;
+    c.cache = new_cache(c.num_layers, layers + (kind == 1), (kvc_config){.capacity = 40});
+    for (int step = 0; step < 24; step++) {
+        const int64_t id = random_int(1, 4), other = 1 + id % 3;
+        const int32_t begin = random_int(0, kvc_next_position(c.cache, id) + 1);
+        int32_t matched;
+        switch (random_int(0, 7)) {
+        case 0: CHECK(kvc_clear_sequence(c.cache, id) == KVC_OK); break;
+        case 1: CHECK(kvc_fork(c.cache, id, other) == KVC_OK); break;
+        case 2: kvc_attach(c.cache, (int64_t[]){FIRST_ID, FIRST_ID + 1}, 2, id, MOST, &matched); break;
+        case 3: feed(c.cache, c.num_layers, id, random_int(1, 7)); break;
+        default:
+            CHECK(kvc_retain(c.cache, id, next, begin, begin + random_int(1, 9)) == KVC_OK);
+            if (!random_int(0, 8)) {
+                CHECK(kvc_pin(c.cache, &next, 1, 1) == KVC_OK);
+                c.pinned |= 1 << (next - FIRST_ID);
+            }
+            next++;
+        }
+    }
+    return c;
+}
+
+/* Returns a clone in which nothing can be reclaimed, without the `num` oldest that are not pinned, but for `kept`. */
+static kvc_cache *clone_without(const crowd *c, int num, int64_t kept)
+{
+    kvc_cache *clone;
+    int64_t found[MOST];
+    CHECK(kvc_cache_clone(c->cache, &clone) == KVC_OK);
+    const int64_t count = kvc_retained(clone, found, MOST);
+    CHECK(kvc_pin(clone, found, (int32_t)count, 1) == KVC_OK);
+    for (int64_t i = 0; i < count && num; i++) {
+        if (c->pinned >> (found[i] - FIRST_ID) & 1)
+            continue;
+        num--;
+        CHECK(found[i] == kept || kvc_clear_sequence(clone, found[i]) == KVC_OK);
+    }
+    return clone;
+}
+
+static kvc_status begin(kvc_cache *cache, int64_t id, int32_t n)
+{
+    int64_t seq_ids[MOST];
+    kvc_batch *batch;
+    for (int i = 0; i < n; i++)
+        seq_ids[i] = id;
+    const kvc_status status = kvc_begin(cache, n, NULL, seq_ids, NULL, &batch);
+    if (status == KVC_OK)
+        kvc_abort(batch);
+    return status;
+}
+
+static int64_t live_slots(kvc_cache *cache)
+{
+    kvc_stats stats;
+    kvc_get_stats(cache, &stats, sizeof stats);
+    return stats.live_slots;
+}
+
+/* Whether a batch begins, and what it takes, is as found by clearing one retained sequence after the other. */
+static void test_random_crowds(void)
+{
+    for (int round = 0; round < 600; round++) {
+        const crowd c = random_crowd();
+        const int64_t id = random_int(1, 6);
+        const int32_t n = random_int(1, 30);
+        int64_t before[MOST];
+        const int all = left(c.cache), count = (int)kvc_retained(c.cache, before, MOST);
+        int num = -1, lost = 0, taken = 0;
+        while (num < count && !taken) {
+            kvc_cache *clone = clone_without(&c, ++num, -1);
+            taken = begin(clone, id, n) == KVC_OK;
+            CHECK(kvc_cache_free(clone) == KVC_OK);
+        }
+        kvc_cache *tried, *without = clone_without(&c, num, -1);
+        CHECK(kvc_cache_clone(c.cache, &tried) == KVC_OK);
+        const kvc_status status = begin(tried, id, n);
+        CHECKF(status == (taken ? KVC_OK : KVC_ERR_FULL), "round %d: %d, not %d: %s", round, status, taken,
+               kvc_last_error());
+        lost = all & ~left(tried);
+        CHECKF(status == KVC_OK || !lost, "round %d: lost %x", round, (unsigned)lost);
+        for (int i = 0, oldest = 0; i < count; i++) {
+            const int bit = 1 << (before[i] - FIRST_ID);
+            const int may = !(c.pinned & bit) && oldest++ < num;
+            CHECKF(may || !(lost & bit), "round %d: lost %x", round, (unsigned)lost);
+            if (!may || status != KVC_OK || c.has_window)
+                continue;
+            kvc_cache *with = clone_without(&c, num, before[i]);
+            const int frees = live_slots(with) > live_slots(without);
+            CHECKF(!(lost & bit) == !frees, "round %d: lost %x, of which %x frees %d", round, (unsigned)lost,
+                   (unsigned)bit, frees);
+            CHECK(kvc_cache_free(with) == KVC_OK);
+        }
+        CHECKF(kvc_validate(tried) == KVC_OK, "%s", kvc_last_error());
+        CHECK(kvc_cache_free(tried) == KVC_OK && kvc_cache_free(without) == KVC_OK);
+        free_valid(c.cache);
+    }
+}
+
 /* ---- room ------------------------------------------------------------------------------------------------------- */
 
 /* Checks that a batch of as many tokens as kvc_room says begins, and that one of a token more is full, in clones. */
@@ -181,7 +292,8 @@ static void check_room(kvc_cache *cache, int64_t id, const char *where, int64_t 
     for (int i = 0; i < 512; i++)
         seq_ids[i] = id;
     for (int64_t n = at_most; n >= room && n; n--) {
-        kvc_status status = kvc_begin(cache, (int32_t)n, NULL, seq_ids, NULL, &batch);
+        const kvc_status status = kvc_begin(cache, (int32_t)n, NULL, seq_ids, NULL, &batch);
+        CHECK(status != KVC_OK || *where == 'c' || kvc_nbytes(cache) <= limit);
         CHECKF(status == (n <= room ? KVC_OK : KVC_ERR_FULL), "%s, limit %d: room %d, begin of %d is %d: %s", where,
                (int)limit, (int)room, (int)n, (int)status, kvc_last_error());
         if (status == KVC_OK)
@@ -240,6 +352,145 @@ static void test_room_is_exact(void)
             }
 }
 
+/* ---- calls that fail -------------------------------------------------------------------------------------------- */
+
+/* All that can be seen of a cache, but for its rows. */
+typedef struct seen {
+    int64_t bytes, room, num_ids, ids[MOST];
+    kvc_stats stats;
+    double utilization;
+    int num_allocations;
+} seen;
+
+static void look(kvc_cache *cache, seen *s)
+{
+    memset(s, 0, sizeof *s);
+    s->bytes = kvc_nbytes(cache);
+    s->num_ids = kvc_retained(cache, s->ids, MOST);
+    kvc_get_stats(cache, &s->stats, sizeof s->stats);
+    s->utilization = kvc_utilization(cache);
+    for (int i = 0; i < heap.num; i++)
+        s->num_allocations += heap.live[i].hint.kind != KVC_MEMORY_SCRATCH;
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+}
+
+static int calls_left; /* of move, before one fails; -1: none does */
+
+static int32_t move(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows, int32_t k_dim,
+                    int32_t delta)
+{
+    (void)user, (void)layer, (void)keys, (void)num_kv_heads, (void)num_rows, (void)k_dim, (void)delta;
+    return calls_left >= 0 && calls_left-- == 0;
+}
+
+/* Makes a cache with two sequences that share rows, at different positions; retained ones of which some share rows with
+ * these or with each other; and blocks that nobody uses. */
+static kvc_cache *crowded(int calls, kvc_config config)
+{
+    kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(6, 1, 0))};
+    layers[0].rope = (kvc_rope){.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 1, .inv_freq = right_angles};
+    layers[1].rope = calls ? (kvc_rope){.kind = KVC_ROPE_FUNCTION, .shift = move} : layers[0].rope;
+    kvc_cache *cache = new_cache(2, layers, config);
+    CHECK(feed(cache, 2, 3, 8) == KVC_OK);
+    for (int i = 0; i < 2; i++)
+        CHECK(kvc_retain(cache, 3, FIRST_ID + i, 4 * i, 4 * i + 4) == KVC_OK);
+    CHECK(kvc_retain(cache, 3, FIRST_ID + 2, 2, 5) == KVC_OK && kvc_clear_sequence(cache, 3) == KVC_OK);
+    CHECK(feed(cache, 2, 1, 9) == KVC_OK && kvc_fork(cache, 1, 2) == KVC_OK);
+    CHECK(kvc_retain(cache, 1, FIRST_ID + 3, 0, 4) == KVC_OK && kvc_retain(cache, 1, FIRST_ID + 4, 4, 8) == KVC_OK);
+    CHECK(feed(cache, 2, 4, 6) == KVC_OK && kvc_clear_sequence(cache, 4) == KVC_OK);
+    CHECK(calls || kvc_shift(cache, 2, 1, KVC_END, 5) == KVC_OK);
+    return cache;
+}
+
+enum { SHIFT, DIVIDE, REMOVE, INJECT, SETTLE, RETAIN_NEW, RETAIN, ATTACH, SHARE, RESERVE, BEGIN, RESTORE, NUM_EDITS };
+
+static kvc_status edit(kvc_cache *cache, int which)
+{
+    static const float zeros[64];
+    const kvc_rows_in in = {.struct_size = sizeof in, .k = zeros, .v = zeros, .k_head_stride = 16 * 9,
+                            .k_row_stride = 16, .v_head_stride = 16 * 9, .v_row_stride = 8};
+    int32_t matched;
+    kvc_batch *batch = NULL;
+    kvc_status status = KVC_OK;
+    switch (which) {
+    case SHIFT: return kvc_shift(cache, 1, 3, KVC_END, 4);
+    case DIVIDE: return kvc_divide(cache, 1, 0, KVC_END, 2);
+    case REMOVE: return kvc_remove(cache, 2, 1, 3, 1);
+    case INJECT: return kvc_inject(cache, 1, 0, 0, 9, &in);
+    case SETTLE: return kvc_settle(cache);
+    case RETAIN_NEW: return kvc_retain_new(cache, 77, 0, 4, NULL);
+    case RETAIN: return kvc_retain(cache, 1, 77, 0, 5);
+    case ATTACH: return kvc_attach(cache, (int64_t[]){FIRST_ID, FIRST_ID + 1}, 2, 77, 8, &matched);
+    case SHARE: return kvc_share(cache, 1, 77, 0, 5);
+    case RESERVE: return kvc_reserve(cache, 77, 12);
+    default:
+        status = kvc_begin_with(cache,
+                                &(kvc_begin_args){.struct_size = sizeof(kvc_begin_args),
+                                                  .num_tokens = 9,
+                                                  .positions = (int32_t[]){9, 10, 11, 12, 13, 14, 15, 16, 17},
+                                                  .seq_ids = (int64_t[]){1, 1, 1, 1, 1, 1, 1, 1, 1},
+                                                  .restored = which == RESTORE ? (uint8_t[]){1, 0} : NULL},
+                                &batch);
+        if (status == KVC_OK)
+            kvc_abort(batch);
+        return status;
+    }
+}
+
+/* Makes the edit, with the allocation after fail_after others, or the caller's function after so many calls, failing;
+ * returns whether one did.  A failed one has changed nothing. */
+static int edit_once(int which, int calls, kvc_config config, int fail_after, int fail_call)
+{
+    static seen before, after;
+    calls_left = -1;
+    kvc_cache *cache = crowded(calls, config);
+    look(cache, &before);
+    calls_left = fail_call;
+    memory_fail_after(&heap, fail_after);
+    const kvc_status status = edit(cache, which);
+    const int failed = heap.failed || (fail_call >= 0 && calls_left == -1);
+    memory_fail_after(&heap, -1);
+    calls_left = -1;
+    look(cache, &after);
+    if (status != KVC_OK) {
+        const int same = !memcmp(&before, &after, sizeof before);
+        CHECKF(same, "edit %d (%s), calls %d, capacity %d, max_bytes %d, fail %d %d: %d bytes became %d, %d retained %d",
+               which, kvc_last_error(), calls, (int)config.capacity, (int)config.max_bytes, fail_after, fail_call,
+               (int)before.bytes, (int)after.bytes, (int)before.num_ids, (int)after.num_ids);
+        CHECK(status == KVC_ERR_FULL || failed);
+    } else {
+        const int checks = which != RETAIN && which != ATTACH && which != SHARE; /* these take no memory for rows */
+        CHECKF(!checks || !config.max_bytes || after.bytes <= config.max_bytes, "edit %d: %d bytes of %d", which,
+               (int)after.bytes, (int)config.max_bytes);
+        CHECK(!config.capacity || after.utilization <= 1);
+    }
+    CHECK(kvc_clear(cache) == KVC_OK);
+    free_valid(cache);
+    return failed;
+}
+
+static void test_failed_edits(void)
+{
+    for (int calls = 0; calls < 2; calls++) {
+        calls_left = -1;
+        kvc_cache *cache = crowded(calls, (kvc_config){0});
+        const int64_t bytes = kvc_nbytes(cache);
+        free_valid(cache);
+        for (int which = 0; which < NUM_EDITS; which++)
+            for (int step = -1; step < 24; step++) {
+                const kvc_config configs[] = {{.capacity = 20 + step},
+                                              {.max_bytes = bytes - 800 + 100 * step},
+                                              {.capacity = 26, .max_bytes = bytes - 800 + 100 * step}};
+                for (int c = 0; c < (step < 0 ? 0 : 3); c++) {
+                    for (int fail = 0; edit_once(which, calls, configs[c], fail, -1);)
+                        fail++;
+                    for (int fail = 0; calls && edit_once(which, calls, configs[c], -1, fail);)
+                        fail++;
+                }
+            }
+    }
+}
+
 int main(void)
 {
     test_full_table();
@@ -247,6 +498,8 @@ int main(void)
     test_shared_rows();
     test_running_windows();
     test_one_group();
+    test_random_crowds();
     test_room_is_exact();
+    test_failed_edits();
     return test_result();
 }
