@@ -16,7 +16,7 @@ from kvcache.models.tokenizer import Tokenizer, load_tokenizer
 from kvcache.models.weights import F32
 from kvcache.runner.evaluate import EVAL_TOKENS, Report, compare_dtypes, read_windows, seconds_without_cache
 from kvcache.runner.generate import Options, Speed, generate, new_cache, num_dropped_by_shift, sample
-from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
+from kvcache.runner.llama import PREFILL_TOKENS, Llama, LlamaConfig, LlamaError
 from kvcache.runner.session import Session
 
 __all__ = ["run"]
@@ -62,7 +62,8 @@ def run(
         it. Which of these it was, a notice says. The file is made or replaced once the text has ended, not after an
         interrupt.
     on_prefill : callable, optional
-        A function called after each batch of the prompt with the number of tokens done, and of those to compute.
+        A function called before a prompt of several batches and after each of them, with the number of tokens done, and
+        of those to compute. The prompt is then written after the last call.
 
     Returns
     -------
@@ -102,11 +103,10 @@ def run(
     text = _Text(out, tokenizer)
     status = 0
     try:
-        text.write(prompt)
         try:
             with cache:
                 most = min(room, options.max_new_tokens)
-                ended = _stream(model, cache, tokens, num_held, report, most, text, on_prefill)
+                ended = _stream(model, cache, prompt, tokens, num_held, report, most, text, on_prefill)
                 if kept is not None:
                     kept.save(cache, tokens)
         finally:
@@ -169,6 +169,7 @@ class _Text:
 def _stream(
     model: Llama,
     cache: KVCache,
+    prompt: bytes,
     tokens: list[int],
     num_held: int,
     report: Report,
@@ -176,9 +177,9 @@ def _stream(
     text: _Text,
     on_prefill: Callable[[int, int], None] | None,
 ) -> bool:
-    """Write the text that follows a prompt, and append its tokens; return whether the model ended it.
+    """Write a prompt and the text that follows it, and append its tokens; return whether the model ended it.
 
-    The cache holds the first `num_held` tokens of the prompt.
+    The cache holds the first `num_held` of the prompt's `tokens`.
     """
     options = report.options
     rng = np.random.default_rng(options.seed)
@@ -195,13 +196,33 @@ def _stream(
         prefill=report.prefill,
         decode=report.decode,
         num_tokens_kept=options.first_tokens_kept if options.shift else None,
-        on_prefill=on_prefill,
+        on_prefill=_begin(text, prompt, len(tokens) - num_held, on_prefill),
     ):
         tokens.append(token)
         if token in text.tokenizer.stop:
             return True
         text.write(text.tokenizer.decode([token]))
     return False
+
+
+def _begin(
+    text: _Text, prompt: bytes, num_tokens: int, on_prefill: Callable[[int, int], None] | None
+) -> Callable[[int, int], None] | None:
+    """Write a prompt; one of several batches only after the last of them, by the function to call after each.
+
+    What `on_prefill` shows meanwhile then begins a line, and may be erased without the prompt's last one.
+    """
+    if on_prefill is None or num_tokens <= PREFILL_TOKENS:
+        text.write(prompt)
+        return None
+
+    def on_batch(done: int, total: int) -> None:
+        on_prefill(done, total)
+        if done == total:
+            text.write(prompt)
+
+    on_prefill(0, num_tokens)
+    return on_batch
 
 
 def _notice_limits(config: LlamaConfig, options: Options, num_tokens: int, *, full: bool) -> None:

@@ -10,7 +10,7 @@ import re
 import sys
 from argparse import ArgumentTypeError
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -31,6 +31,7 @@ from kvcache.runtime import __version__, get_num_threads, print_values, show_con
 from kvcache.system import available_memory, readable
 from kvcache.tools import memory_plan
 from kvcache.tools.arguments import parse_size, parse_tokens, prompt_bytes
+from kvcache.tools.terminal import print_table, progress
 
 if TYPE_CHECKING:
     from kvcache import state
@@ -256,7 +257,7 @@ def _print_plan(made: memory_plan.Plan, dtypes: Sequence[str]) -> None:
     else:
         print(f"weights: {readable(memory.weights)} ({memory.weights_source})\n")
     print("bytes of a token, by type")
-    _print_table(
+    print_table(
         ["layers", "KV heads", "policy", *dtypes],
         [
             [
@@ -269,7 +270,7 @@ def _print_plan(made: memory_plan.Plan, dtypes: Sequence[str]) -> None:
         ],
     )
     print(f"\n{count(made.sequences, 'sequence')} of {made.context:,} tokens")
-    _print_table(
+    print_table(
         ["policy", "type", "bytes/token", "in all", "fits", "longest context", "tokens/s"],
         [
             [
@@ -342,12 +343,11 @@ def _measure(shape: bench.Shape, seconds: float, peers: bool) -> dict[str, Any]:
     """Run the benchmark with a progress bar; return its record."""
     from kvcache.tools import bench
 
-    with _progress() as bar:
-        task = bar.add_task("", total=1.0)
+    with progress() as show:
         for step in bench.measure(shape, seconds=seconds, peers=peers):
             if isinstance(step, bench.Result):
                 return step.record
-            bar.update(task, description=step.doing, completed=step.fraction)
+            show(step.doing, step.fraction)
     raise AssertionError("the last one is the result")
 
 
@@ -357,7 +357,7 @@ def _print_bench(record: dict[str, Any]) -> None:
     print(f"{machine['build']}; {machine['isa']}, {count(shape['threads'], 'thread')}")
     print(f"{count(shape['num_layers'], 'layer')} of {dims}, {shape['context']:,} tokens")
     print(f"memory is read at {record['bandwidth'] / 1e9:.1f} GB/s\n")
-    _print_table(
+    print_table(
         ["", "", "type", "tokens/s", "GB/s", "of bandwidth", "our time x"],
         [
             [
@@ -435,25 +435,15 @@ def generate(
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for an ASCII terminal
-    with _explained(model), _prefill_bar() as on_prefill:
-        return runner.run(model, text, options, sys.stdout, session=session, on_prefill=on_prefill)
-
-
-@contextmanager
-def _prefill_bar() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar for a prompt of several batches."""
-    with _progress() as bar:
-        tasks: list[Any] = []
-
-        def on_prefill(done: int, total: int) -> None:
-            if done < total and not tasks:
-                tasks.append(bar.add_task("prompt", total=total))
-            for task in tasks:
-                bar.update(task, completed=done)
-            if done == total:
-                bar.stop()
-
-        yield on_prefill
+    with _explained(model), progress() as show:
+        return runner.run(
+            model,
+            text,
+            options,
+            sys.stdout,
+            session=session,
+            on_prefill=lambda done, total: show("prompt", done / total),
+        )
 
 
 # ---- kvcache info
@@ -534,7 +524,7 @@ def _print_state(found: state.SavedState, verify: bool) -> None:
         rows.append([str(one.seq_id), str(most), str(one.next_position), str(len(one.tokens))])
     if rows:
         print()
-        _print_table(["sequence", "rows", "next position", "token ids"], rows)
+        print_table(["sequence", "rows", "next position", "token ids"], rows)
 
 
 def _state_as_json(found: state.SavedState, verified: bool) -> dict[str, Any]:
@@ -576,32 +566,6 @@ def _check_picture(file: Path | None) -> None:
 def _print_json(value: Any) -> None:
     plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
     print(json.dumps(plain, indent=2))
-
-
-def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns, without rich's tables: importing them takes longer than making a plan."""
-    columns = list(zip(headings, *rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    to_right = [all(cell[:1].isdigit() or cell in ("-", "any") for cell in column[1:]) for column in columns]
-    bold, plain = ("\x1b[1m", "\x1b[0m") if _has_colour() else ("", "")
-    for row in (headings, *rows):
-        cells = zip(row, widths, to_right, strict=True)
-        line = "  ".join(f"{cell:{'>' if right else '<'}{width}}" for cell, width, right in cells).rstrip()
-        print(f"{bold}{line}{plain}" if row is headings else line)
-
-
-def _progress() -> Any:
-    """Make a progress bar, shown on stderr if that is a terminal, and removed at the end."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn()
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _has_colour() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,65 @@
+"""Print tables, and show a progress bar on stderr; stdout is sent the same, terminal or not, but for bold headings."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+__all__ = ["print_table", "progress"]
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print aligned columns, without rich's tables: importing them takes longer than making a plan."""
+    columns = list(zip(headings, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    to_right = [all(cell[:1].isdigit() or cell in ("-", "any") for cell in column[1:]) for column in columns]
+    bold, plain = ("\x1b[1m", "\x1b[0m") if _is_able(sys.stdout) and not os.environ.get("NO_COLOR") else ("", "")
+    for row in (headings, *rows):
+        cells = zip(row, widths, to_right, strict=True)
+        line = "  ".join(f"{cell:{'>' if right else '<'}{width}}" for cell, width, right in cells).rstrip()
+        print(f"{bold}{line}{plain}" if row is headings else line)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, float], None]]:
+    """Yield a function that shows what is being done, and the fraction done, as a bar.
+
+    The bar is on stderr, if that is a terminal. It appears with the first call, is erased once the fraction is 1 or the
+    context ends, and leaves stdout alone: text that is printed while it is there may be erased with it.
+    """
+    bar: list[Any] = []
+
+    def show(doing: str, fraction: float) -> None:
+        if not bar and fraction < 1 and _is_able(sys.stderr):
+            bar.append(_bar())
+        for each in bar:
+            each.update(0, description=doing, completed=fraction)
+            if fraction >= 1:
+                each.stop()
+
+    try:
+        yield show
+    finally:
+        for each in bar:
+            each.stop()
+
+
+def _bar() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn()
+    bar = Progress(
+        *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False
+    )  # fmt: skip
+    bar.add_task("", total=1.0)
+    bar.start()
+    return bar
+
+
+def _is_able(stream: TextIO | Any) -> bool:
+    """Return whether a stream goes to a terminal that takes control sequences."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")

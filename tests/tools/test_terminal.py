@@ -1,0 +1,120 @@
+"""Every command with its outputs in terminals, files and pipes: what stdout is sent does not depend on it."""
+
+import itertools
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from support import terminal
+from support.saved_states import STATES
+from support.terminal import run_in_terminal
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "examples/model"
+KVCACHE = [sys.executable, "-P", "-m", "kvcache"]
+GREEDY = ["--tokens", 5, "--temperature", 0]
+
+# Measures nothing: a record of one row, after two steps.
+BENCH = """
+from kvcache.tools import bench, cli
+
+def measure(shape, **_):
+    from dataclasses import asdict
+    for step in (0.25, 0.75):
+        yield bench.Progress("decode, kvcache", step)
+    row = {"part": "decode", "name": "kvcache", "type": "f16", "seconds": 1.0, "tokens_per_second": 2.0}
+    machine = {"build": "a build", "isa": "scalar"}
+    yield bench.Result({"machine": machine, "shape": asdict(shape), "bandwidth": 1e9, "rows": [row], "left_out": ["a"]})
+
+bench.measure = measure
+cli.main()
+"""
+
+COMMANDS = {
+    "help": [*KVCACHE, "--help"],
+    "generate": [*KVCACHE, "generate", MODEL, "ROMEO:", *GREEDY, "--quiet"],
+    "generate from a long prompt": [*KVCACHE, "generate", MODEL, "--prompt-file", "prompt", *GREEDY, "--quiet"],
+    "generate a session": [*KVCACHE, "generate", MODEL, "ROMEO:", *GREEDY, "--quiet", "--session", "session"],
+    "generate, with a line": [*KVCACHE, "generate", MODEL, "ROMEO:", *GREEDY, "--no-compare"],
+    "plan": [*KVCACHE, "plan", MODEL, "--no-measure", "--dtype", "f16"],
+    "plan as JSON": [*KVCACHE, "plan", MODEL, "--no-measure", "--json"],
+    "bench": [sys.executable, "-P", "-c", BENCH, "bench"],
+    "info": [*KVCACHE, "info"],
+    "inspect": [*KVCACHE, "inspect", STATES / "version-1", "--verify"],
+    "a mistake": [*KVCACHE, "plan", "nosuch/config.json"],
+    "the example": [sys.executable, "-P", ROOT / "examples/generate.py", "ROMEO:", *GREEDY, "--quiet"],
+}
+SPLITS = [split for split in itertools.product(("terminal", "pipe", "file"), repeat=2) if "terminal" in split]
+
+
+def masked(text):
+    """Leave out what differs from run to run, and what a terminal adds to the words."""
+    text = re.sub(r"\x1b\[[01]?m", "", text.replace("\r\n", "\n"))
+    return re.sub(r"[\d.,]+(?= *(tokens/s|[GM]iB free))|(?<=\d) [\d,]{10,}|(free|longest_context)\": \d+", "", text)
+
+
+def words(text):
+    """Return what a user reads, without the spaces and the lines, which depend on the width."""
+    return re.sub(r"\s", "", masked(text))
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompt").write_text("A" * 1100)  # several batches, without a newline
+
+    def run(name, stdout, stderr, **environment):
+        (tmp_path / "session").unlink(missing_ok=True)
+        kinds = [f"{tmp_path}/{stream}" if kind == "file" else kind for stream, kind in
+                 (("stdout", stdout), ("stderr", stderr))]  # fmt: skip
+        return run_in_terminal(COMMANDS[name], stdout=kinds[0], stderr=kinds[1], **environment)
+
+    return run
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_stdout_is_the_same_wherever_the_outputs_go(run, name):
+    expected = run(name, "file", "file")
+    assert expected[1 if name != "a mistake" else 2]
+    for split in SPLITS:
+        status, *sent = run(name, *split)
+        assert status == expected[0]
+        out, err = expected[1:]
+        if split == ("terminal", "terminal"):
+            assert words("\n".join(terminal.screen(sent[0]))) in (words(out + err), words(err + out))
+        else:
+            assert masked(sent[0]) == masked(out), split
+            if split[1] == "terminal":
+                assert words("\n".join(terminal.screen(sent[1]))) == words(err)
+            else:
+                assert masked(sent[1]) == masked(err), split
+            assert all("\x1b" not in text for kind, text in zip(split, sent, strict=True) if kind != "terminal")
+
+
+@pytest.mark.parametrize("name", ["generate from a long prompt", "bench"])
+def test_a_bar_is_for_a_terminal_that_can_erase_it(run, name):
+    assert "\x1b[2K" in run(name, "file", "terminal")[2]
+    assert "\x1b[2K" in run(name, "terminal", "terminal")[1]
+    for environment in ({"TERM": "dumb"}, {"TERM": "unknown"}):
+        assert "\x1b" not in "".join(run(name, "terminal", "terminal", **environment)[1:])
+    assert "\x1b" not in "".join(run(name, "pipe", "pipe", FORCE_COLOR="1", TTY_COMPATIBLE="1")[1:])
+    plain = run(name, "terminal", "terminal", NO_COLOR="1")[1]
+    assert not re.search(r"\x1b\[[0-9;]*[1-9][0-9;]*m", plain)
+
+
+def test_a_bar_leaves_the_prompt(run):
+    """It comes first: erasing it would erase the last line of a prompt that does not end one."""
+    _, sent, _ = run("generate from a long prompt", "terminal", "terminal")
+    lines = terminal.screen(sent)
+    assert "".join(lines).startswith("A" * 1100)
+    assert lines[0] == "A" * 80
+    assert sent.index("prompt ") < sent.index("AAAA")
+
+
+def test_generate_survives_a_narrow_terminal(run):
+    _, sent, _ = run("generate from a long prompt", "terminal", "terminal", size=(5, 20))
+    assert "".join(terminal.screen(sent, 20)).startswith("A" * 1100)
