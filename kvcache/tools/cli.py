@@ -10,11 +10,11 @@ import re
 import sys
 from argparse import ArgumentTypeError
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 try:
     import typer
@@ -24,14 +24,14 @@ except ModuleNotFoundError as error:
 from kvcache import _core
 from kvcache._core import INT32_MAX, MAX_THREADS
 from kvcache.errors import KVCacheError, ModelFileError, plain, sentence
-from kvcache.layer import DType, count, dtypes_for
+from kvcache.layer import DTYPES, DType, count, dtypes_for
 from kvcache.models import shapes
 from kvcache.policy import CrossAttention, SlidingWindow
 from kvcache.runtime import __version__, get_num_threads, print_values, show_config
 from kvcache.system import available_memory, readable
 from kvcache.tools import memory_plan
 from kvcache.tools.arguments import parse_size, parse_tokens, prompt_bytes
-from kvcache.tools.terminal import print_table, progress
+from kvcache.tools.terminal import print_list, print_paragraph, print_table, progress
 
 if TYPE_CHECKING:
     from kvcache import state
@@ -42,21 +42,13 @@ __all__ = ["main"]
 CONTEXT = 8192  # tokens of a sequence, if neither the user nor the model says
 PROMPT = "Once upon a time"
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-class Type(StrEnum):
-    """An element type, as the command line takes it."""
-
-    f32 = "f32"
-    f16 = "f16"
-    bf16 = "bf16"
-    q8_0 = "q8_0"
-    q4_0 = "q4_0"
 
 
 def _tokens(text: str, least: int | None = None) -> Any:
@@ -74,6 +66,18 @@ def _tokens(text: str, least: int | None = None) -> Any:
     return typer.Option(parser=parse, metavar="N", help=text)
 
 
+def _type(text: str) -> Any:
+    """Make an option that takes an element type."""
+
+    def parse(name: str) -> DType:
+        for dtype in DTYPES:
+            if name == dtype:
+                return dtype
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(DTYPES)}")
+
+    return typer.Option("--dtype", parser=parse, autocompletion=lambda: [*DTYPES], metavar="TYPE", help=text)
+
+
 def _weights(text: str) -> str | int:
     """Return the type of weights that a text names, or the number of bytes."""
     if text.lower() in memory_plan.WEIGHT_TYPES:
@@ -88,16 +92,23 @@ def _weights(text: str) -> str | int:
 Model = Annotated[
     Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, its config.json, or a GGUF.", show_default=False)
 ]
-Types = Annotated[list[Type], typer.Option("--dtype", help="Only this type; may be given several times.")]
+TYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+Types = Annotated[list[Any], _type(f"Only this type: {TYPES}; may be given several times.")]
 CONTEXT_OPTION = _tokens("Tokens of a sequence, such as 8192 or 8k.", 1)
 Threads = Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="How many; else as `kvcache info` says.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too: a .png, .svg or .pdf file.")]
 
 
-def _examples(*lines: str) -> str:
-    """Format the examples below a command's options, one per line."""
-    return "\b\n" + "\n".join(["Examples:" if len(lines) > 1 else "Example:", *(f"  {line}" for line in lines)])
+def _command(*examples: str, name: str | None = None) -> Callable[[F], F]:
+    """Make a function a command, whose docstring is its whole summary too, with examples below its options."""
+    heading = "Examples:" if len(examples) > 1 else "Example:"
+    epilog = "\b\n" + "\n".join([heading, *(f"  {line}" for line in examples)])
+
+    def register(function: F) -> F:
+        return app.command(name, epilog=epilog, short_help=function.__doc__)(function)
+
+    return register
 
 
 def main() -> NoReturn:
@@ -132,12 +143,10 @@ def top(
 # ---- kvcache plan
 
 
-@app.command(
-    "plan",
-    epilog=_examples(
-        "kvcache plan Llama-3.1-8B/config.json --weights q4_0 --context 128k",
-        "kvcache plan gemma-3-4b-Q4_0.gguf --dtype q8_0 --window 4k --sink-tokens 4",
-    ),
+@_command(
+    "kvcache plan Llama-3.1-8B/config.json --weights q4_0 --context 128k",
+    "kvcache plan gemma-3-4b-Q4_0.gguf --dtype q8_0 --window 4k --sink-tokens 4",
+    name="plan",
 )
 def plan_command(
     model: Model,
@@ -187,7 +196,7 @@ def plan_command(
     if as_json:
         _print_json(made)
     else:
-        _print_plan(made, possible)
+        _print_plan(made)
 
 
 def _memory(model: Path, weights: str | int | None) -> memory_plan.Memory:
@@ -247,34 +256,39 @@ def _explained(model: Path) -> Iterator[None]:
 FITS = {True: "yes", False: "no", None: "cache alone"}
 
 
-def _print_plan(made: memory_plan.Plan, dtypes: Sequence[str]) -> None:
+def _print_plan(made: memory_plan.Plan) -> None:
     memory = made.memory
     trained = f", trained for {made.model_context:,} tokens" if made.model_context else ""
-    print(f"{plain(made.model_type)}, {count(sum(group.num_layers for group in made.groups), 'layer')}{trained}")
-    print(f"memory: {readable(memory.free)} free ({memory.source})")
-    if memory.weights is None:
-        print(f"weights: not counted ({memory.weights_source}): give --weights, such as q4_0 or 4.7GB\n")
-    else:
-        print(f"weights: {readable(memory.weights)} ({memory.weights_source})\n")
-    print("bytes of a token, by type")
-    print_table(
-        ["layers", "KV heads", "policy", *dtypes],
-        [
-            [
-                str(group.num_layers),
-                f"{group.num_kv_heads} x {_dims(group)}",
-                group.policy + (" (another's rows)" if group.shares else ""),
-                *(f"{nbytes:,}" for nbytes in group.bytes_per_token.values()),
-            ]
-            for group in made.groups
-        ],
+    print_paragraph(
+        f"{plain(made.model_type)}, {count(sum(group.num_layers for group in made.groups), 'layer')}{trained}"
     )
+    print_paragraph(f"memory: {readable(memory.free)} free ({memory.source})")
+    if memory.weights is None:
+        print_paragraph(f"weights: not counted ({memory.weights_source}): give --weights, such as q4_0 or 4.7GB")
+    else:
+        print_paragraph(f"weights: {readable(memory.weights)} ({memory.weights_source})")
+    print("\nbytes of a token, by type")
+    for group in made.groups:
+        shares = " (another's rows)" if group.shares else ""
+        heads = f"{count(group.num_layers, 'layer')} of {count(group.num_kv_heads, 'KV head')} x {_dims(group)}"
+        print_paragraph(f"{heads}, {group.policy}{shares}")
+        print_list(f"{dtype} {nbytes:,}" for dtype, nbytes in group.bytes_per_token.items())
     print(f"\n{count(made.sequences, 'sequence')} of {made.context:,} tokens")
+    for policy, rows in groupby(made.rows, key=lambda row: row.policy):
+        print()
+        _print_rows(policy, [*rows])
+    if any(row.tokens_per_second for row in made.rows):
+        print()
+        print_paragraph("tokens/s: attention alone, decoding one sequence at that context, from rates just measured")
+
+
+def _print_rows(policy: str, rows: Sequence[memory_plan.Row]) -> None:
+    """Print what each type takes under a policy."""
+    print_paragraph(policy)
     print_table(
-        ["policy", "type", "bytes/token", "in all", "fits", "longest context", "tokens/s"],
+        ["type", "bytes/token", "in all", "fits", "longest context", "tokens/s"],
         [
             [
-                row.policy,
                 row.dtype,
                 f"{row.bytes_per_token:,}",
                 readable(row.nbytes),
@@ -282,11 +296,9 @@ def _print_plan(made: memory_plan.Plan, dtypes: Sequence[str]) -> None:
                 "any" if row.longest_context is None else f"{row.longest_context:,}",
                 "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.1f}",
             ]
-            for row in made.rows
+            for row in rows
         ],
     )
-    if any(row.tokens_per_second for row in made.rows):
-        print("\ntokens/s: attention alone, decoding one sequence at that context, from rates measured just now")
 
 
 def _dims(group: memory_plan.Group) -> str:
@@ -304,11 +316,10 @@ def _draw_plan(shape: shapes.Shape, made: memory_plan.Plan, dtypes: Sequence[Any
 # ---- kvcache bench
 
 
-@app.command(
-    "bench",
-    epilog=_examples(
-        "kvcache bench --plot speed.svg", "kvcache bench Llama-3.1-8B/config.json --context 32k --threads 1 --json"
-    ),
+@_command(
+    "kvcache bench --plot speed.svg",
+    "kvcache bench Llama-3.1-8B/config.json --context 32k --threads 1 --json",
+    name="bench",
 )
 def bench_command(
     model: Annotated[
@@ -354,8 +365,8 @@ def _measure(shape: bench.Shape, seconds: float, peers: bool) -> dict[str, Any]:
 def _print_bench(record: dict[str, Any]) -> None:
     machine, shape = record["machine"], record["shape"]
     dims = f"{shape['num_heads']} query and {shape['num_kv_heads']} KV heads x {shape['head_dim']}"
-    print(f"{machine['build']}; {machine['isa']}, {count(shape['threads'], 'thread')}")
-    print(f"{count(shape['num_layers'], 'layer')} of {dims}, {shape['context']:,} tokens")
+    print_paragraph(f"{machine['build']}; {machine['isa']}, {count(shape['threads'], 'thread')}")
+    print_paragraph(f"{count(shape['num_layers'], 'layer')} of {dims}, {shape['context']:,} tokens")
     print(f"memory is read at {record['bandwidth'] / 1e9:.1f} GB/s\n")
     print_table(
         ["", "", "type", "tokens/s", "GB/s", "of bandwidth", "our time x"],
@@ -373,18 +384,16 @@ def _print_bench(record: dict[str, Any]) -> None:
         ],
     )
     for reason in record["left_out"]:
-        print(f"left out: {reason}")
+        print_paragraph(f"left out: {reason}")
 
 
 # ---- kvcache generate
 
 
-@app.command(
-    epilog=_examples(
-        'kvcache generate examples/model "ROMEO:" --dtype q8_0',
-        "kvcache generate Llama-3.2-1B-Q8_0.gguf --window 512 < play.txt",
-        "kvcache generate examples/model --prompt-file play.txt --session play.state",
-    )
+@_command(
+    'kvcache generate examples/model "ROMEO:" --dtype q8_0',
+    "kvcache generate Llama-3.2-1B-Q8_0.gguf --window 512 < play.txt",
+    "kvcache generate examples/model --prompt-file play.txt --session play.state",
 )
 def generate(
     model: Annotated[
@@ -397,7 +406,7 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Read the prompt from a file; -: from standard input.")
     ] = None,
-    dtype: Annotated[Type, typer.Option(help="Element type of the cache.")] = Type.f16,
+    dtype: Annotated[Any, _type(f"Element type of the cache: {TYPES}.")] = "f16",
     hadamard: Annotated[bool, typer.Option("--hadamard", help="Transform rows before they are quantised.")] = False,
     window: Annotated[int | None, _tokens("Each token sees the last N only.")] = None,
     shift: Annotated[bool, typer.Option("--shift", help="Drop the older half of a full context and go on.")] = False,
@@ -421,7 +430,7 @@ def generate(
         raise typer.BadParameter("give a prompt or a file with one, not both", param_hint="--prompt-file")
     text = prompt_bytes(prompt, prompt_file, PROMPT)
     options = runner.Options(
-        dtype=dtype.value,
+        dtype=dtype,
         window=window,
         shift=shift,
         num_sink_tokens=sink_tokens,
@@ -449,7 +458,7 @@ def generate(
 # ---- kvcache info
 
 
-@app.command(epilog=_examples("kvcache info --json"))
+@_command("kvcache info --json")
 def info(as_json: AsJson = False) -> None:
     """Say what this build is and what it found: instruction sets, threads, memory."""
     found: dict[str, Any] = {**show_config("dicts")}
@@ -488,7 +497,7 @@ def _why_threads() -> str:
 # ---- kvcache inspect
 
 
-@app.command(epilog=_examples("kvcache inspect chat.state --verify"))
+@_command("kvcache inspect chat.state --verify")
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A saved state.", show_default=False)],
     verify: Annotated[

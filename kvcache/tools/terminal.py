@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-__all__ = ["print_table", "progress"]
+__all__ = ["print_list", "print_paragraph", "print_table", "progress"]
+
+WIDTH = 80  # columns of all that is printed; tables are narrower for any model
+
+
+def print_paragraph(text: str) -> None:
+    """Print a sentence, in several lines where it is long; those after the first are indented."""
+    print(textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False))
+
+
+def print_list(items: Iterable[str]) -> None:
+    """Print short items side by side, indented, in as many lines as they take."""
+    space = "\N{NO-BREAK SPACE}"
+    text = "  ".join(item.replace(" ", space) for item in items)
+    print(textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    ").replace(space, " "))
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -4,7 +4,6 @@ import io
 import itertools
 import json
 import os
-import pty
 import re
 import shlex
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.saved_states import STATES
+from support.terminal import run_in_terminal
 
 import kvcache
 from kvcache import state
@@ -57,24 +57,6 @@ def shell(line, **options):
     return subprocess.run(
         line, shell=True, capture_output=True, env=os.environ | {"PATH": path}, timeout=600, **options
     )
-
-
-def run_in_terminal(*arguments, **environment):
-    """Run in a terminal of 100 columns; return what it is sent, and the exit status."""
-    ours, theirs = pty.openpty()
-    code = [sys.executable, "-m", "kvcache", *map(str, arguments)]
-    keep = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
-    environment = keep | {"TERM": "xterm-256color", "COLUMNS": "100"} | environment
-    process = subprocess.Popen(code, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    sent = b""
-    try:
-        while chunk := os.read(ours, 65536):
-            sent += chunk
-    except OSError:  # the other end is closed
-        pass
-    os.close(ours)
-    return process.wait(), sent.decode()
 
 
 def check_refused(done, *words):
@@ -130,6 +112,22 @@ def test_help_fits_a_terminal(command, monkeypatch):
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.parametrize("columns", ["80", "60", "40"])
+def test_help_cuts_no_summary(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    summary = run_here("--help").stdout
+    for command in COMMANDS:
+        said = " ".join(run_here(command, "--help").stdout.split("\n\n")[1].split())
+        assert said.endswith(".")
+        assert f"{command} {said}" in " ".join(summary.split())
+
+
+@pytest.mark.parametrize("command", ["plan", "generate"])
+def test_help_names_the_types(command):
+    help_text = " ".join(run_here(command, "--help").stdout.split())
+    assert f": {', '.join(DTYPES[:-1])} or {DTYPES[-1]}" in help_text
+
+
 def test_version_and_completion():
     assert run("--version").stdout.strip() == kvcache.__version__
     shown = run("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
@@ -153,15 +151,40 @@ def test_wrong_use(arguments):
 # ---- plan
 
 
+def rows_of(done):
+    """Return the lines of a plan for the model's own policies."""
+    lines = done.stdout.split("\nthe model's own\n")[1].split("\n\n")[0].splitlines()
+    return lines[1:]
+
+
 def test_plan():
     done = run("plan", MODEL, "--no-measure", "--context", 1000, "--sequences", 3)
     assert done.returncode == 0
     assert not done.stderr
     assert "\x1b" not in done.stdout
-    lines = {line.split()[3]: line.split() for line in done.stdout.splitlines() if line.startswith("the model's own")}
+    lines = {line.split()[0]: line.split() for line in rows_of(done)}
     assert list(lines) == ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
     cache = kvcache.KVCache.from_config(MODEL, dtype="q8_0")
-    assert lines["q8_0"][4] == f"{cache.most_bytes(1):,}"
+    assert lines["q8_0"][1] == f"{cache.most_bytes(1):,}"
+    assert "\n4 layers of 2 KV heads x 64, FullAttention()\n    f32 4,096  f16 2,048  " in done.stdout
+
+
+def test_plan_fits_80_columns(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "_rates", lambda shape, dtypes, *_: dict.fromkeys(dtypes, 1e12))
+    config = LLAMA_8B | {
+        "model_type": "gemma3_text",
+        "sliding_window": 1024,
+        "layer_types": ["sliding_attention", "full_attention"] * 16,
+        "head_dim": 256,
+        "quantization_config": {"quant_method": "a method with a long name"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ["--context", "1000M", "--sequences", 100, "--window", "100_000", "--sink-tokens", "4"]
+    lines = run_here("plan", tmp_path / "config.json", *options).stdout.splitlines()
+    assert sum(line.startswith("f16 ") for line in lines) == 2
+    assert sum(line.startswith("    f32 ") for line in lines) == 2
+    assert "SlidingWindow(window=100000, num_sink_tokens=4)" in lines
+    assert max(map(len, lines)) <= 80
 
 
 def test_plan_as_json():
@@ -224,7 +247,7 @@ def fits_of(done):
     lines = done.stdout.splitlines()
     heading = next(line for line in lines if "longest context" in line)
     first, end = heading.index("fits"), heading.index("longest context")
-    return {line[first:end].strip() for line in lines[lines.index(heading) + 1 :] if line.startswith("the model's own")}
+    return {line[first:end].strip() for line in rows_of(done)}
 
 
 def test_weights_are_counted_from_the_configuration_alone(tmp_path):
@@ -232,7 +255,7 @@ def test_weights_are_counted_from_the_configuration_alone(tmp_path):
     assert "weights: 15.0 GiB (8,030,261,248 parameters in bf16)" in text.stdout
     assert (made["memory"]["weights"], made["memory"]["num_parameters"]) == (2 * PARAMETERS, PARAMETERS)
     text, made = plan_of(tmp_path, LLAMA_8B | {"torch_dtype": None})
-    assert "parameters in f32, as the configuration names no type" in text.stdout
+    assert "parameters in f32, as the configuration names no type" in " ".join(text.stdout.split())
     assert made["memory"]["weights"] == 4 * PARAMETERS
 
 
@@ -270,9 +293,10 @@ def test_weights_in_a_type_or_of_a_size(tmp_path, given, nbytes):
 )
 def test_weights_that_are_not_counted(tmp_path, change, words):
     text, made = plan_of(tmp_path, LLAMA_8B | change, "--context", "1k")
-    assert "weights: not counted (" in text.stdout
-    assert words in text.stdout
-    assert "give --weights" in text.stdout
+    said = " ".join(text.stdout.split())
+    assert "weights: not counted (" in said
+    assert words in said
+    assert "give --weights" in said
     assert fits_of(text) == {"cache alone"}
     assert made["memory"]["weights"] is None
     assert {row["fits"] for row in made["rows"]} == {None}
@@ -290,7 +314,7 @@ def test_weights_in_a_type_need_a_count(tmp_path):
 
 def test_weights_of_parts_beside_the_decoder_are_named(tmp_path):
     text, _ = plan_of(tmp_path, {"model_type": "llava", "text_config": LLAMA_8B, "vision_config": {}})
-    assert "8,030,261,248 parameters in bf16; vision_config not counted" in text.stdout
+    assert "8,030,261,248 parameters in bf16; vision_config not counted" in " ".join(text.stdout.split())
 
 
 def test_weights_of_files(tmp_path):
@@ -487,6 +511,13 @@ def test_generate():
     assert alone.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_generate_takes_every_type(dtype):
+    done = run_here("generate", MODEL, "ROMEO:", "--tokens", 2, "--quiet", "--dtype", dtype)
+    assert (done.returncode, done.stderr) == (0, "")
+    check_refused(run_here("generate", MODEL, "--dtype", dtype.upper()), "'--dtype'", ", ".join(DTYPES))
+
+
 @pytest.mark.slow
 def test_generate_compares():
     done = run("generate", MODEL, "ROMEO:", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0", "--hadamard")
@@ -554,9 +585,6 @@ def test_generate_from_a_file(tmp_path):
     done = run(*arguments)
     assert done.stdout.startswith("A" * 1100)
     assert not done.stderr
-    status, sent = run_in_terminal(*arguments)
-    assert status == 0
-    assert "prompt" in sent  # how far it is
     check_refused(run("generate", MODEL, "a", "--prompt-file", file), "--prompt-file")
     check_refused(run("generate", MODEL, "--prompt-file", tmp_path / "nowhere"), "nowhere")
 
@@ -789,13 +817,12 @@ def test_info():
 
 
 def test_terminal_has_colour_unless_told_otherwise():
-    arguments = ["plan", MODEL, "--no-measure"]
-    status, sent = run_in_terminal(*arguments)
+    code = [sys.executable, "-m", "kvcache", "plan", MODEL, "--no-measure"]
+    status, sent, _ = run_in_terminal(code)
     assert status == 0
     assert "\x1b[1m" in sent  # bold headings
-    _, plain = run_in_terminal(*arguments, NO_COLOR="1", TERM="dumb")
-    assert "\x1b" not in plain
-    assert max(map(len, plain.splitlines())) <= 100
+    for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        assert "\x1b" not in run_in_terminal(code, **environment)[1]
 
 
 def test_reader_that_has_had_enough():

@@ -40,7 +40,7 @@ COMMANDS = {
     "generate from a long prompt": [*KVCACHE, "generate", MODEL, "--prompt-file", "prompt", *GREEDY, "--quiet"],
     "generate a session": [*KVCACHE, "generate", MODEL, "ROMEO:", *GREEDY, "--quiet", "--session", "session"],
     "generate, with a line": [*KVCACHE, "generate", MODEL, "ROMEO:", *GREEDY, "--no-compare"],
-    "plan": [*KVCACHE, "plan", MODEL, "--no-measure", "--dtype", "f16"],
+    "plan": [*KVCACHE, "plan", MODEL, "--no-measure", "--window", "1k", "--sink-tokens", 4],
     "plan as JSON": [*KVCACHE, "plan", MODEL, "--no-measure", "--json"],
     "bench": [sys.executable, "-P", "-c", BENCH, "bench"],
     "info": [*KVCACHE, "info"],
@@ -54,7 +54,7 @@ SPLITS = [split for split in itertools.product(("terminal", "pipe", "file"), rep
 def masked(text):
     """Leave out what differs from run to run, and what a terminal adds to the words."""
     text = re.sub(r"\x1b\[[01]?m", "", text.replace("\r\n", "\n"))
-    return re.sub(r"[\d.,]+(?= *(tokens/s|[GM]iB free))|(?<=\d) [\d,]{10,}|(free|longest_context)\": \d+", "", text)
+    return re.sub(r"[\d.,]+(?= *(tokens/s|[GM]iB free))|\b\d[\d,]{8,}|(free|longest_context)\": \d+", "", text)
 
 
 def words(text):
