@@ -95,18 +95,13 @@ def seconds_without_cache(model: Llama, options: Options, tokens: Sequence[int],
 
 @dataclass
 class Report:
-    """The measurements of a run; the table leaves out measurements that an interrupt prevented."""
+    """The speeds of a run, and the lines of the table that begins with them, without newlines."""
 
     config: LlamaConfig
     options: Options
     prefill: Speed = field(default_factory=Speed)
     decode: Speed = field(default_factory=Speed)
-    without_cache: Speed = field(default_factory=Speed)
-    types: dict[DType, Fidelity] = field(default_factory=dict)
-
-    def table(self) -> str:
-        """Format the report as plain text, without a newline at the end."""
-        return "\n".join([*self._speed_lines(), "", *self._type_lines()])
+    _exact: Fidelity | None = field(default=None, init=False)  # of f32, which comes first
 
     def line(self) -> str:
         """Return the speeds in one line."""
@@ -114,37 +109,39 @@ class Report:
         said = (f"{name} {s.tokens:,} tokens, {s.tokens_per_second:,.1f} tokens/s" for name, s in speeds if s.tokens)
         return "; ".join(said) or "no token was generated"
 
-    def _speed_lines(self) -> list[str]:
+    def speed_lines(self) -> list[str]:
+        """Return a heading, and a line for each speed that was measured."""
         stored = stored_as(self.options.dtype, self.options.transform)
-        lines = [f"{'':28}{'tokens':>8}{'tokens/s':>12}"]
-        for name, speed, note in (
-            (f"prefill, {stored} cache", self.prefill, ""),
-            (f"decode, {stored} cache", self.decode, ""),
-            ("decode, without cache", self.without_cache, f"   the whole {self._whole} again for each"),
-        ):
-            if speed.tokens:
-                lines.append(f"{name:28}{speed.tokens:8,}{speed.tokens_per_second:12,.1f}{note}")
-        return lines
+        speeds = (f"prefill, {stored} cache", self.prefill), (f"decode, {stored} cache", self.decode)
+        return [f"{'':28}{'tokens':>8}{'tokens/s':>12}", *(_speed(*named) for named in speeds if named[1].tokens)]
 
-    @property
-    def _whole(self) -> str:
-        return "context" if self.options.shift else "sequence"
+    def line_without_cache(self, speed: Speed) -> str:
+        """Return the line for decoding without the cache."""
+        whole = "context" if self.options.shift else "sequence"
+        return f"{_speed('decode, without cache', speed)}   the whole {whole} again for each"
 
-    def _type_lines(self) -> list[str]:
-        if not self.types:
-            heading = f"{'cache type':14}{'bytes/token':>12}"
-            return [heading, *(self._type_cells(dtype) for dtype in dtypes_for(self.config.head_dim))]
-        exact = self.types["f32"]
-        heading = f"{'logits off by':>15}{'loss':>10}{'change':>11}{'prefill tokens/s':>18}"
-        lines = [f"{'cache type':14}{'bytes/token':>12}{heading}"]
-        for dtype, row in self.types.items():
-            change = f"{row.loss - exact.loss:+.6f}" if row is not exact else "-"
-            off = f"{row.max_difference:.4f}" if row is not exact else "-"
-            rate = row.prefill.tokens_per_second
-            lines.append(f"{self._type_cells(dtype)}{off:>15}{row.loss:10.6f}{change:>11}{rate:18,.1f}")
-        return lines
+    def sizes(self) -> list[str]:
+        """Return a heading, and a line for each type with its bytes: nothing was compared."""
+        return [f"{'cache type':14}{'bytes/token':>12}", *map(self._size, dtypes_for(self.config.head_dim))]
 
-    def _type_cells(self, dtype: DType) -> str:
+    def heading(self) -> str:
+        """Return the heading of the rows."""
+        measured = f"{'logits off by':>15}{'loss':>10}{'change':>11}{'prefill tokens/s':>18}"
+        return f"{'cache type':14}{'bytes/token':>12}{measured}"
+
+    def row(self, dtype: DType, found: Fidelity) -> str:
+        """Return a type's bytes and its effect on the model; the first type is f32, with which others are compared."""
+        exact = self._exact = self._exact or found
+        off, change = f"{found.max_difference:.4f}", f"{found.loss - exact.loss:+.6f}"
+        off, change = ("-", "-") if found is exact else (off, change)
+        rate = found.prefill.tokens_per_second
+        return f"{self._size(dtype)}{off:>15}{found.loss:10.6f}{change:>11}{rate:18,.1f}"
+
+    def _size(self, dtype: DType) -> str:
         c = self.config
         nbytes = c.num_layers * bytes_of_token(c.num_kv_heads, c.head_dim, c.head_dim, dtype, dtype)
         return f"{stored_as(dtype, self.options.transform):14}{nbytes:12,}"
+
+
+def _speed(name: str, speed: Speed) -> str:
+    return f"{name:28}{speed.tokens:8,}{speed.tokens_per_second:12,.1f}"

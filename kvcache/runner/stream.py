@@ -5,13 +5,14 @@ from __future__ import annotations
 import codecs
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 import numpy as np
 
 from kvcache.cache import KVCache
-from kvcache.layer import suits
+from kvcache.layer import count, dtypes_for, suits
 from kvcache.models.tokenizer import Tokenizer, load_tokenizer
 from kvcache.models.weights import F32
 from kvcache.runner.evaluate import EVAL_TOKENS, Report, compare_dtypes, read_windows, seconds_without_cache
@@ -37,8 +38,9 @@ def run(
     """Load a model, stream a continuation of the prompt, and end with a table if `options` ask for it.
 
     An interrupt (Ctrl-C) ends the text, or the measuring after it, and the table shows the measurements made by then.
-    Notices go to stderr; without the table, one of them says the speeds. The text ends where the model ends it; without
-    a window or a shift, also when the model's context is full.
+    Each line of the table is written once it is measured. Notices go to stderr: one says what is measured; without
+    the table, one says the speeds. The text ends where the model ends it; without a window or a shift, also when the
+    model's context is full.
 
     With a window the text continues beyond the context. Positions keep growing, but rotary attention depends on
     distances only, and within the window distances stay in the range of the training. Distances to sink tokens grow,
@@ -112,12 +114,13 @@ def run(
         finally:
             text.end()
         _notice_limits(model.config, options, len(tokens), full=not ended and room < options.max_new_tokens)
-        if options.compare and not options.quiet:
-            _measure(model, Path(path), tokenizer, tokens, report)
     except KeyboardInterrupt:
         status = INTERRUPTED
     if options.compare and not options.quiet:
-        out.write(f"\n{report.table()}\n")
+        path = Path(path)
+        folder = path if path.is_dir() else path.parent
+        if not _tabulate(out, report, None if status else _Measuring(model, tokenizer, tokens, folder)):
+            status = INTERRUPTED
     out.flush()
     if not options.compare and not options.quiet:
         _notice(report.line())
@@ -233,23 +236,64 @@ def _notice_limits(config: LlamaConfig, options: Options, num_tokens: int, *, fu
         _notice("the sink tokens ended up further back than the model was trained to look")
 
 
-def _measure(model: Llama, path: Path, tokenizer: Tokenizer, tokens: list[int], report: Report) -> None:
-    """Measure decoding without a cache, and the element types."""
+@dataclass(frozen=True)
+class _Measuring:
+    """What is measured after a text: its tokens, its model, and the folder with a text to compare the types on."""
+
+    model: Llama
+    tokenizer: Tokenizer
+    tokens: list[int]
+    folder: Path
+
+
+def _tabulate(out: TextIO, report: Report, asked: _Measuring | None) -> bool:
+    """Write the table, each line as soon as it is measured; return False if an interrupt ended the measuring.
+
+    Without `asked` nothing more is measured: an interrupt ended the text.
+    """
+
+    def write(*lines: str) -> None:
+        out.write("".join(f"{line}\n" for line in lines))
+        out.flush()
+
+    rest = ["", *report.speed_lines(), "", *report.sizes()]  # to write where an interrupt comes
+    try:
+        lengths, windows = ([], []) if asked is None else _plan(report, asked)
+        write("", *report.speed_lines())
+        rest = ["", *report.sizes()]
+        if asked is not None and lengths:
+            seconds = seconds_without_cache(asked.model, report.options, asked.tokens, lengths)
+            write(report.line_without_cache(Speed(len(lengths), sum(seconds))))
+        if asked is not None and windows:
+            for dtype, fidelity in compare_dtypes(asked.model, report.options, windows):
+                write(*(["", report.heading()] if rest else []), report.row(dtype, fidelity))
+                rest = []
+    except KeyboardInterrupt:
+        asked = None
+    write(*rest)
+    return asked is not None
+
+
+def _plan(report: Report, asked: _Measuring) -> tuple[list[int], list[list[int]]]:
+    """Return the lengths of decode steps to repeat without the cache, and the texts to compare types on; say so."""
+    config, lengths = asked.model.config, []
     if report.decode.tokens:
         # The sequence's lengths at evenly spread decode steps.
-        spread = np.linspace(len(tokens) - report.decode.tokens, len(tokens) - 1, STEPS_WITHOUT_CACHE)
+        spread = np.linspace(len(asked.tokens) - report.decode.tokens, len(asked.tokens) - 1, STEPS_WITHOUT_CACHE)
         lengths = [int(length) for length in np.unique(spread.astype(int))]
         if report.options.shift:
-            lengths = [_held(n, model.config.max_seq_len, report.options.first_tokens_kept) for n in lengths]
-        seconds = seconds_without_cache(model, report.options, tokens, lengths)
-        report.without_cache = Speed(len(lengths), sum(seconds))
-    folder = path if path.is_dir() else path.parent
-    windows = read_windows(folder / "eval.txt", tokenizer, min(model.config.max_seq_len, EVAL_TOKENS))
+            lengths = [_held(n, config.max_seq_len, report.options.first_tokens_kept) for n in lengths]
+    windows = read_windows(asked.folder / "eval.txt", asked.tokenizer, min(config.max_seq_len, EVAL_TOKENS))
     if not windows:
-        _notice(f"{folder} has no eval.txt to compare the types on")
-        return
-    for dtype, fidelity in compare_dtypes(model, report.options, windows):
-        report.types[dtype] = fidelity
+        _notice(f"{asked.folder} has no eval.txt to compare the types on")
+    parts = [f"{count(len(lengths), 'step')} without the cache"] if lengths else []
+    if windows:
+        most = max(map(len, windows))
+        types = count(len(dtypes_for(config.head_dim)), "type")
+        parts.append(f"{types} on {count(len(windows), 'text')} of {most:,} tokens")
+    if parts:
+        _notice(f"measuring {', then '.join(parts)}; Ctrl-C ends it")
+    return lengths, windows
 
 
 def _held(num_tokens: int, context: int, num_tokens_kept: int) -> int:
